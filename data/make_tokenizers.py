@@ -1,0 +1,338 @@
+#!/usr/bin/env python3
+"""Makes the tokenizer fixtures in data/tokenizers/: one small tokenizer of every supported kind, 360 nasty strings, the ids
+that the packages `tokenizers` and `sentencepiece` give for them, and dialogues as `transformers` renders them.
+
+    python3 make_tokenizers.py          needs tokenizers, sentencepiece, transformers, jinja2
+
+strings.bin       every string: varint length, bytes
+NAME/*            tokenizer.json (or tokenizer.model) and tokenizer_config.json
+NAME.ids          per string: ids with special tokens parsed; ids without (one byte 1 when they are the same, else 0 and the ids);
+                  the decoded text (one byte 1 when it is the string, else 0, varint length, bytes). A list: varint count, varints
+chats.json        dialogues: template program, tokenizer, and per turn the ids to append and the ids of the reply
+Varints are base 128, low bits first. All texts are made here: word lists of this file, shuffled by a seeded generator.
+"""
+import io
+import json
+import os
+import random
+import re
+
+import sentencepiece
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tokenizers")
+RNG = random.Random(20261120)
+
+WORDS = """the of and to in is that it was for on are with as his they at be this from have or by one had not but what all were when
+we there can an your which their said if do will each about how up out them then she many some so these would other into has more her
+two like him see time could no make than first been its who now people my made over did down only way find use may water long little
+very after words called just where most know get through back much before go good new write our used me man too any day same right look
+think also around another came come work three word must because does part even place well such here take why things help put years
+different away again off went old number great tell men say small every found still between name should home big give air line set own
+under read last never us left end along while might next sound below saw something thought both few those always looked show large often
+together asked house world going want school important until form food keep children feet land side without boy once animals life enough
+took sometimes four head above kind began almost live page got earth need far hand high year mother light parts country father let night
+following picture being study second eyes soon times story boys since white days ever paper hard near sentence better best across during
+today others however sure means knew try told young miles sun ways thing whole hear example heard several change answer room sea against
+top turned learn point city play toward five using himself usually cache token model attention layer head value key query memory""".split()
+FOREIGN = """der die das und nicht schön größer Straße für über naïve café déjà être garçon où señor mañana niño corazón açúcar não
+привет мир слово дело жизнь человек время Москва γειά κόσμος λόγος ἄνθρωπος שלום עולם مرحبا بالعالم कुत्ता नमस्ते दुनिया สวัสดี ชาวโลก
+你好 世界 東京 大学 こんにちは カタカナ 한국어 안녕하세요 xin chào việt nam đường İstanbul ığdır Ångström ﬁne ﬀ""".split()
+CODE = ["int main(void) {\n    return 0;\n}\n", "for (i = 0; i < n; i++)\n\tx[i] += 1;\n", "def f(a, b):\n        return a+b\n\n", "<a href=\"x\">y</a>",
+        "https://example.org/a/b?c=1&d=2", "{\"key\": [1, 2, 3]}", "x = 3.14159e-10;", "// ---- ====\n", "C:\\dir\\file.txt"]
+
+
+def corpus(n=4000):
+    out = []
+    for _ in range(n):
+        words = [RNG.choice(WORDS if RNG.random() < .85 else FOREIGN) for _ in range(RNG.randint(3, 14))]
+        if RNG.random() < .3:
+            words[RNG.randrange(len(words))] = str(RNG.randrange(10 ** RNG.randint(1, 8)))
+        s = " ".join(words)
+        if RNG.random() < .5:
+            s = s.capitalize() + RNG.choice([".", "!", "?", "...", ";\n", ".\n\n"])
+        if RNG.random() < .15:
+            s = s.replace(" ", RNG.choice(["'s ", "'t ", "n't ", "'re ", "'LL ", "  ", "   ", "\t", "\r\n"]), 2)
+        if RNG.random() < .1:
+            s = RNG.choice(CODE) + s
+        if RNG.random() < .05:
+            s = s.upper()
+        out.append(s)
+    return out
+
+
+SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>",
+           "<s>", "</s>", "<unk>", "[INST]", "[/INST]", "<think>", "</think>", "<tool_call>", "<｜User｜>", "<｜Assistant｜>",
+           "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<|left|>", "<|right|>", "<|both|>", "<both>", "@@", "ABC", "ABCD", "<0x0A>", "<0xE2>", "▁▁"]
+
+
+def strings():
+    s = ["", " ", "  ", "   ", "a", " a", "  a", "a ", "a  ", "\n", "\n\n", "\n\n\n", "\r\n", "\r\n\r\n", " \n", "\n ", " \n ", "\t", "\t\t", "\t\n", "a\n", "a\n\nb", "a\r\nb",
+         "a \n b", "a\n  b", "a  \n\n  b", "a\t\tb", "\ta", "a\u00a0b", "\u00a0 a", "a\u3000\u3000b", "a\u2028b\u2029c", "a\u0085b", "\u1680 x", "a\u200bb", "\ufeffa", "\u180ea", "a\x0bb\x0cc", "\x1c\x1d\x1e\x1f",
+         "Hello world", " Hello world", "Hello, world!", "HELLO WORLD", "hello  world", "hello   world", "(hello)", "\thello", "\t\thello", "!!hello", "#hello##", "hello_world", "hello-world", "_", "__", "a_b",
+         "I'm you're he's we've I'll he'd don't", "I'M YOU'RE HE'S WE'VE I'LL HE'D DON'T", "'s", "'S", "'ſ", "x'ſx", "'ll", "'lL", "'l", "'L", "'re", "'rE", "'r", "'ve", "'v", "''s", "' s", "'", "''", "'sabc", "'S1", "’s", "x's'", "'tis", "'Twas", "'\u0301s", "'d'm't's", "'İ", "'K",
+         "1", "12", "123", "1234", "12345", "123456", "1234567", "33333333", " 1", " 12", "  123", "a1b22c333", "3.14", "1,000,000", "1e10", "0x1F", "½", "¼½¾", "ied 4 ½ months", "²³", "٣٤٥٦", "१२३४", "Ⅷ", "①②③④", "𝟘𝟙𝟚𝟛", "一二三", "1½2", "1٣2", "a１２３４b", "〇", "𐄇𐄈", "๑๒๓", "1\u0301", "1 2", "1\n2", "1\t2", "\u0664 4",
+         "naïve café", "nai\u0308ve cafe\u0301", "e\u0301", "e\u0301\u0301", "\u0301", "\u0301e", "a\u0323\u0307", "a\u0307\u0323", "q\u0307\u0323", "q\u0323\u0307", "\u1e0d\u0307", "\u1e0b\u0323", "\u0344", "\u2126", "\u212b", "\u212a", "\uf900", "\u2f800", "\ufb1d", "\u0958", "\u1100\u1161\u11a8", "\u1100\u1161", "\uac00\u11a8", "\uac01\u11a8", "\u1161\u11a8", "\u1100\u1100\u1161",
+         "\u0f71\u0f72\u0f74", "\u0cca\u0cd5", "\u09c7\u09be", "\u0b47\u0b56\u0b3e", "\u30ab\u3099", "\u30ab\u30fc\u3099", "\u1fbf\u0301", "\u03b1\u0345\u0301", "\u0391\u0301\u0345", "\u0390", "\u0308\u0301", "\U0001d15e", "\U0001d1bf", "\U0001d157\U0001d165\U0001d16e", "\u0340\u0341\u0343", "\u2000\u2001", "\u0374\u037e\u0387", "\u2adc", "o\u0302\u0323", "s\u0323\u0307\u0301", "\u0061\u05b0\u0301\u0327\u0328\u0316",
+         "a\u0300\u0316" * 5, "x" + "\u0301\u0323" * 9, "\u11a8", "\ud7a3", "\ud7a4", "Việt Nam", "Vie\u0302\u0323t Nam", "İi", "ß", "ẞ", "ŉ", "ǅ ǈ ǋ ǲ", "ʰʱʲ", "ªº", "ꟊ", "ﬁ", "ﬀ", "ᾈᾉ", "ǅabc", "ABCdef", "abcDEF", "AbCdEf", "camelCaseWord", "HTMLParser", "XMLHttpRequest2", "iPhone", "McDonald's", "ÉCOLE École", "你好Hello世界", "Hello世界Hello", "日本語テキスト", "あA", "Aあ", "あAあA", "AあaAa", "ʰA", "Aʰ", "Aʰa", "AAAʰAAA", "ʰʰAAA", "\u0301A", "A\u0301A", "A\u0301a", " \u0301A", "!\u0301A", "!\u0301a", "\u0301\u0301AA", "aA\u0301", "Ǆǅǆ",
+         "Привет, мир!", "ПРИВЕТ", "γειά σου κόσμε", "ΓΕΙΆ", "שלום עולם", "שָׁלוֹם", "مرحبا بالعالم", "مُحَمَّد", "नमस्ते दुनिया", "क्षत्रिय", "สวัสดีชาวโลก", "ကမ္ဘာ", "ខ្មែរ", "ᏣᎳᎩ", "አማርኛ", "ქართული", "Ქართული", "հայերեն", "ⴰⵎⴰⵣⵉⵖ", "བོད་སྐད", "한국어 텍스트", "안녕하세요", "𐐀𐐨", "𞤀𞤢", "ꙮ", "𓀀𓁐", "中文，標點。", "「引用」", "…—–", "¿Qué? ¡Sí!", "€100 £50 ¥1000", "™®©", "←↑→↓", "∑∏∫√", "ﷺ", "\U000e0001\U000e0041", "\ufffd", "\ufffe", "\uffff", "\U0010ffff", "\ue000", "\u0378",
+         "🙂", "🙂🙃", "👨‍👩‍👧‍👦", "👍🏽", "🇩🇪🇫🇷", "❤️", "1️⃣", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "this is 🦙.cpp", " this is 🦙.cpp", "a🙂b 🙂 c", "🙂 1", "👩🏿‍🚀!", "\u200d", "\u200d\u200d", "a\u200da", "\ufe0f",
+         "hello/world", "a/b\n/c", "//\n//", "!!\n/\n", "...\n...\n", "!?\r\n\r\nx", "; }\n}\n", "a;\n\n\tb", "---\n", "```c\nint x;\n```", "~/.bashrc", "a=b+c*d/e", "<html>&amp;</html>", "\"quoted\" 'single'", "\\n\\t", "x" * 40, "ab" * 40, "A" * 33, "a A " * 12, "=" * 50, "." * 70, "!" * 17 + "a", "-" * 9 + "\n" * 7,
+         " " * 2, " " * 4, " " * 8, " " * 16, " " * 33, " " * 70, "a" + " " * 20 + "b", "a" + "\n" * 20 + "b", "a" + " \n" * 12 + " b", "\t" * 19 + "x", " \t" * 9 + "1", " " * 9 + "\n" + " " * 9 + "x", "\u3000" * 5 + "x", "\n" + " " * 9, "\r" * 5 + "x", "x" + "\u00a0" * 6 + "y",
+         "thequickbrownfox" * 20, "привет" * 30, "世界" * 50, "🙂" * 25, "1234567890" * 12, "a1" * 40, "e\u0301" * 30, "\u1100\u1161\u11a8" * 12, "dont'tsrelld" * 6]
+    for a in SPECIAL:
+        s += [a, "x" + a + "y", " " + a + "  y", a + a]
+    s += ["Hello <s>.", "<s>Hello</s>", "<s> Hello", "<|im_start|>user\nhi<|im_end|>\n", "<|im_start|><|im_start|", "<|im_start", "<<s>>", "[INST] hi [/INST] ho</s>", "ABCDE", "ABABC", "xABCx", "a <|left|> b", "a\n\t <|left|>b", "a <|right|> \n b", "a  <|both|>  b", "<|left|> <|left|>", "<|right|>  <|left|>", "<both> <both>", " ▁▁ ▁ ▁▁▁", "@@@", "@@@@", "<think>\nno\n</think>\n\nyes", "a▁b", "▁", "▁a", " ▁a", "<0x41>", "\x00", "a\x00b", "\x01\x02\x7f", "\u0100\u0101Ġhello Ċ ĉ"]
+    bits = [" ", "  ", "\n", "\r\n", "\t", "'s", "'LL", "1", "42", "½", "a", "The", "hello", "WORLD", "é", "e\u0301", "\u0323", "ñ", "世", "界", "한", "\u1100", "\u1161", "я", "ש", "\u05b8", "क", "्", "🙂", "\u200d", "👩", ".", ",", "!", "/", "(", "\"", "_", "<", "|>", "\u00a0", "\u3000", "ʰ", "ǅ", "٣", "<s>", "<|im_end|>", "ABC", "@@", "▁", "𝟘", "\U0001e900"]
+    while len(s) < 560:
+        s.append("".join(RNG.choice(bits) for _ in range(RNG.randint(2, 24))))
+    for lo, hi in ((0x80, 0x250), (0x250, 0x600), (0x600, 0xe00), (0xe00, 0x2000), (0x2000, 0x3100), (0xa000, 0xac00), (0xf900, 0x10000), (0x10000, 0x10800), (0x11000, 0x11800), (0x1d000, 0x1d800), (0x1e000, 0x1f000)):
+        for _ in range(2):
+            s.append("".join(chr(RNG.randrange(lo, hi)) for _ in range(24)))
+    return list(dict.fromkeys(s))
+
+
+# ------------------------------------------------------------------------------------------------------------------ tokenizers
+BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + BLANKS
+QWEN2 = LLAMA3.replace("{1,3}", "")
+TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+          r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + BLANKS)
+
+
+def token(content, special=True, **flags):
+    return AddedToken(content, special=special, normalized=flags.pop("normalized", not special), **flags)
+
+
+def byte_level(text, size, pre, added, first=(), normalizer=None, ignore_merges=False, pairs=True, bos=None):
+    """a tokenizer.json of the byte-level family; first: special tokens with the lowest ids"""
+    t = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    if normalizer:
+        t.normalizer = normalizer
+    t.pre_tokenizer = pre_tokenizers.Sequence(pre) if len(pre) > 1 else pre[0]
+    t.decoder = decoders.ByteLevel()
+    t.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=list(first), show_progress=False))
+    for a in added:
+        (t.add_special_tokens if a.special else t.add_tokens)([a])
+    j = json.loads(t.to_str())
+    if ignore_merges:                   # some words lose the merge that makes them: only ignore_merges finds them now
+        merges = j["model"]["merges"]
+        used = {half for m in merges for half in m}
+        gone = {"".join(m) for m in merges[100::7] if "".join(m) not in used}
+        j["model"]["merges"] = [m for m in merges if "".join(m) not in gone]
+    if bos:
+        ids = {x["content"]: x["id"] for x in j["added_tokens"]}
+        j["post_processor"] = {"type": "Sequence", "processors": [{"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}, {
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {bos: {"id": bos, "ids": [ids[bos]], "tokens": [bos]}}}]}
+    if not pairs:
+        j["model"]["merges"] = [" ".join(m) for m in j["model"]["merges"]]
+    return j
+
+
+def spm_like(text, size, form, added=(), byte_fallback=True, fuse_unk=True, split=False, special_normalized=False):
+    """a tokenizer.json of the SentencePiece family; form: legacy, first, always, never"""
+    t = Tokenizer(models.BPE(unk_token="<unk>"))
+    t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    t.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, limit_alphabet=90, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False))
+    trained = json.loads(t.to_str())["model"]
+    names = ["<unk>", "<s>", "</s>"] + (["<0x%02X>" % b for b in range(256)] if byte_fallback else [])
+    merges = [m if isinstance(m, list) else m.split(" ") for m in trained["merges"]]
+    chars = [x for x in trained["vocab"] if len(x) == 1]
+    names += ["".join(m) for m in merges] + chars + ["▁▁", "▁▁▁▁"]
+    merges += [["▁", "▁"], ["▁▁", "▁▁"]]
+    names = list(dict.fromkeys(names))
+    model = {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": fuse_unk,
+             "byte_fallback": byte_fallback, "ignore_merges": False, "vocab": {x: i for i, x in enumerate(names)}, "merges": merges}
+    specials = [token(x, normalized=special_normalized) for x in ("<unk>", "<s>", "</s>")] + list(added)
+    legacy = form == "legacy"
+    norm = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if form != "never" else []
+    j = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": norm if legacy else None,
+         "pre_tokenizer": None if legacy else {"type": "Metaspace", "replacement": "▁", "prepend_scheme": form, "split": split},
+         "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+         "decoder": {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}] + strip}, "model": model}
+    t = Tokenizer.from_str(json.dumps(j))
+    for a in specials:
+        (t.add_special_tokens if a.special else t.add_tokens)([a])
+    return json.loads(t.to_str())
+
+
+def sp_model(text, size, **more):
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter([x.replace("\n", " ") for x in text]), model_writer=out, model_type="bpe", vocab_size=size, normalization_rule_name="identity",
+                                             remove_extra_whitespaces=False, character_coverage=.9985, minloglevel=2, num_threads=1, **more)
+    return out.getvalue()
+
+
+# ----------------------------------------------------------------------------------------------------------------------- chats
+# Minimal programs that write what the published templates of each family write (system, user and assistant messages, no tools).
+EACH = "{%- for m in messages %}"
+LLAMA_TURN = ("{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
+              "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}")
+LLAMA_LINES = ("{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set s = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}{%- else %}{%- set s = '' %}{%- endif %}"
+               "{{- '<|start_header_id|>system<|end_header_id|>\\n\\nCutting Knowledge Date: December 2023\\nToday Date: ' + date_string + '\\n\\n' + s + '<|eot_id|>' }}")
+CHATML = ("{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}THINK{%- endif %}")
+IN_USER = ("{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set s = messages[0]['content'] + '\\n\\n' %}{%- set messages = messages[1:] %}{%- else %}{%- set s = '' %}{%- endif %}" + EACH
+           + "{%- if m['role'] == 'user' %}{{- BEFORE + (s if loop.first else '') + m['content'] + AFTER }}{%- else %}{{- GAP + m['content'] + eos_token }}{%- endif %}{%- endfor %}")
+
+
+def default_system(words):
+    return "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\n" + words + "<|im_end|>\\n' }}{%- endif %}"
+
+
+def in_user(before, after, gap):
+    return IN_USER.replace("BEFORE", before).replace("AFTER", after).replace("GAP", gap)
+
+
+VICUNA = "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, and polite answers to the user's questions."
+# name, tokenizer, program, head of a reply, what opens the first question (system in a message of its own) or the words after the system text
+CHATS = [
+    ("llama3", "llama3", "{{- bos_token }}" + EACH + LLAMA_TURN, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>user"),
+    ("llama3.1", "llama3", "{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}" + LLAMA_LINES + EACH + LLAMA_TURN, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>user"),
+    ("llama3.2", "llama3", "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- endif %}" + LLAMA_LINES + EACH + LLAMA_TURN,
+     "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>user"),
+    ("chatml", "smollm2", EACH + CHATML.replace("THINK", ""), "<|im_start|>assistant\n", "<|im_start|>user"),
+    ("chatml", "smollm2", default_system("You are a helpful AI assistant named SmolLM, trained by Hugging Face") + EACH + CHATML.replace("THINK", ""), "<|im_start|>assistant\n", "<|im_start|>user"),
+    ("chatml", "qwen2", default_system("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.") + EACH + CHATML.replace("THINK", ""), "<|im_start|>assistant\n", "<|im_start|>user"),
+    ("qwen3", "qwen2", EACH + CHATML.replace("THINK", "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"), "<|im_start|>assistant\n", "<|im_start|>user"),
+    ("mistral-v1", "spm-legacy", in_user("'[INST] '", "' [/INST]'", "''"), " [/INST]", "@"),
+    ("mistral-v1-spaced", "spm-legacy", in_user("' [INST] '", "' [/INST]'", "' '"), " [/INST]", "@"),
+    ("mistral-v3", "spm-first", in_user("'[INST] '", "'[/INST]'", "' '"), "[/INST]", "@"),
+    ("mistral-tekken", "tekken", in_user("'[INST]'", "'[/INST]'", "''"), "[/INST]", "@"),
+    ("llama2", "spm-legacy", "{%- if messages[0]['role'] == 'system' %}{%- set s = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}{%- set messages = messages[1:] %}{%- else %}{%- set s = '' %}{%- endif %}" + EACH
+     + "{%- if m['role'] == 'user' %}{{- bos_token + '[INST] ' + ((s if loop.first else '') + m['content']) | trim + ' [/INST]' }}{%- else %}{{- ' ' + m['content'] | trim + ' ' + eos_token }}{%- endif %}{%- endfor %}", " [/INST]", "@"),
+    ("tinyllama", "spm-legacy", EACH + "{{- '<|' + m['role'] + '|>\\n' + m['content'] + eos_token + '\\n' }}{#- <|user|> #}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}", "<|assistant|>\n", "<|user|>"),
+    ("vicuna", "spm-legacy", "{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set s = messages[0]['content'] %}{%- set messages = messages[1:] %}{%- else %}{%- set s = \"" + VICUNA + "\" %}{%- endif %}{{- s + ' ' }}" + EACH
+     + "{%- if m['role'] == 'user' %}{{- 'USER: ' + m['content'] }}{%- else %}{{- ' ASSISTANT: ' + m['content'] + eos_token }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- ' ASSISTANT:' }}{%- endif %}", "ASSISTANT:", "USER:"),
+    ("deepseek-r1", "qwen2", "{{- bos_token }}" + EACH + "{%- if m['role'] == 'system' %}{{- m['content'] }}{%- elif m['role'] == 'user' %}{{- '<｜User｜>' + m['content'] }}{%- else %}"
+     "{{- '<｜Assistant｜>' + m['content'].split('</think>') | last + eos_token }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}", "<｜Assistant｜>", "<｜User｜>"),
+]
+QUESTIONS = ["What is the key, and where does the value live?", "  Tell me a story about the sea\n\nand 42 boats. ", "Привет! naïve 世界 🙂?", "\nWhy?", "x = [1, 2]\n\tprint(x[0])"]
+REPLIES = ["The key is in the house.", "Once upon a time there was a boat, number 42.", "Hello 世界!", "I do not know.", "It prints 1"]
+SYSTEMS = [None, "You answer in one sentence.", " Be kind.\nBe short. "]
+
+
+def chats(tokenizers):
+    out = []
+    for name, family, program, head, question in CHATS:
+        tok = tokenizers[family]
+        bos, eos = {"llama3": ("<|begin_of_text|>", "<|eot_id|>"), "smollm2": (None, "<|im_end|>"), "qwen2": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")}.get(family, ("<s>", "</s>"))
+        end = eos if name in ("deepseek-r1",) or family.startswith(("spm", "tekken")) else "<|im_end|>" if "<|im_start|>" in program else "<|eot_id|>"
+        fast = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token=bos, eos_token=eos, chat_template=program)
+        auto = tok.encode("").ids if bos and "bos_token" not in program else []         # what the post-processor adds when the program does not
+        for system in SYSTEMS:
+            for think in (1, 0) if name == "qwen3" else (1,):
+                messages = [{"role": "system", "content": system}] if system is not None else []
+                turns, have = [], []
+                for q, r in zip(QUESTIONS, REPLIES):
+                    render = lambda m, gen: fast.apply_chat_template(m, tokenize=False, add_generation_prompt=gen, enable_thinking=bool(think))
+                    messages = messages + [{"role": "user", "content": q}]
+                    text = render(messages, True)
+                    if think == 0:                      # history has no empty thoughts: here it keeps what the reply began with
+                        text = text.replace(head, head + "<think>\n\n</think>\n\n").replace("<think>\n\n</think>\n\n" * 2, "<think>\n\n</think>\n\n")
+                    full = tok.encode(text, add_special_tokens=False)
+                    ids = auto + full.ids
+                    assert ids[:len(have)] == have, (name, "is not append-safe here")
+                    turn = {"user": q, "ids": ids[len(have):]}
+                    if not turns:
+                        place = text.index(question) if question != "@" else text.index(q.strip() if name == "llama2" else q)
+                        turn["n_sys"] = len(auto) + sum(b <= place for a, b in full.offsets)
+                    turn["n_head"] = sum(b > text.rindex(head) for a, b in full.offsets)     # a token over the edge counts
+                    messages = messages + [{"role": "assistant", "content": r}]
+                    text = render(messages, False)
+                    if think == 0:
+                        text = text.replace(head, head + "<think>\n\n</think>\n\n")
+                    after = auto + tok.encode(text, add_special_tokens=False).ids
+                    assert after[:len(ids)] == ids, (name, "the reply is not appended")
+                    have = after[:len(after) - after[::-1].index(tok.token_to_id(end))]
+                    turn["reply"] = have[len(ids):]
+                    turns.append(turn)
+                out.append({"name": name, "tokenizer": family, "program": program, "system": system, "think": think, "turns": turns})
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------- output
+def varint(x):
+    out = b""
+    while x > 127:
+        out += bytes([x & 127 | 128])
+        x >>= 7
+    return out + bytes([x])
+
+
+def id_list(ids):
+    return varint(len(ids)) + b"".join(varint(i) for i in ids)
+
+
+def record(text, ids, plain, back):
+    out = id_list(ids) + (b"\1" if plain == ids else b"\0" + id_list(plain))
+    raw = back.encode("utf-8")
+    return out + (b"\1" if back == text else b"\0" + varint(len(raw)) + raw)
+
+
+def write(name, data):
+    path = os.path.join(HERE, name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as f:
+        f.write(data if isinstance(data, bytes) else json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
+
+
+CONFIGS = {
+    "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}, "smollm2": {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}},
+    "qwen2": {"add_bos_token": False, "bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
+    "spm-legacy": {"add_bos_token": True, "bos_token": {"content": "<s>"}, "eos_token": {"content": "</s>"}},
+}
+
+
+def main():
+    text, cases = corpus(), strings()
+    write("strings.bin", b"".join(varint(len(s.encode())) + s.encode() for s in cases))
+    split = lambda regex: [pre_tokenizers.Split(Regex(regex), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    llama3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    plain = lambda x, **f: token(x, special=False, **f)
+    fam = {
+        "llama3": byte_level(text, 1400, split(LLAMA3), [token(x) for x in llama3], ignore_merges=True, bos="<|begin_of_text|>"),
+        "qwen2": byte_level(text, 900, split(QWEN2), [token(x) for x in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")]
+                            + [plain(x, normalized=False) for x in ("<think>", "</think>", "<tool_call>", "<｜User｜>", "<｜Assistant｜>")] + [plain("e\u0301@", normalized=True)], normalizer=normalizers.NFC()),
+        "gpt2": byte_level(text, 700, [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)], [token("<|endoftext|>"), plain("ABC"), plain("ABCD"), plain("@@", normalized=False)], pairs=False),
+        "smollm2": byte_level(text, 800, [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)],
+                              [token("<|left|>", lstrip=True), token("<|right|>", rstrip=True), token("<|both|>", lstrip=True, rstrip=True), plain("<both>", lstrip=True, rstrip=True)],
+                              first=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pairs=False),
+        "tekken": byte_level(text, 900, split(TEKKEN), [], first=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], ignore_merges=True, bos="<s>"),
+        "numbers": byte_level(text, 400, [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)], [token("<|endoftext|>")]),
+        "spm-legacy": spm_like(text, 900, "legacy", [plain("ABC"), plain("▁▁▁", normalized=False)]),
+        "spm-normalized": spm_like(text, 300, "legacy", special_normalized=True),
+        "spm-first": spm_like(text, 600, "first", [token("[INST]"), token("[/INST]")]),
+        "spm-always": spm_like(text, 300, "always", split=True),
+        "spm-never": spm_like(text, 300, "never"),
+        "spm-unk": spm_like(text, 300, "first", byte_fallback=False, fuse_unk=True),
+        "spm-unks": spm_like(text, 300, "legacy", byte_fallback=False, fuse_unk=False),
+    }
+    for name, config in CONFIGS.items():
+        write(name + "/tokenizer_config.json", config)
+    loaded = {}
+    for name, j in fam.items():
+        write(name + "/tokenizer.json", j)
+        t = loaded[name] = Tokenizer.from_str(json.dumps(j))
+        out = b""
+        for s in cases:
+            t.encode_special_tokens = False
+            ids = t.encode(s, add_special_tokens=False).ids
+            t.encode_special_tokens = True
+            out += record(s, ids, t.encode(s, add_special_tokens=False).ids, t.decode(ids, skip_special_tokens=False))
+        t.encode_special_tokens = False
+        write(name + ".ids", out)
+    for name, proto in (("sp-bpe", sp_model(text, 900, byte_fallback=True, user_defined_symbols=["@@", "<tool_call>"])), ("sp-unk", sp_model(text, 400))):
+        write(name + "/tokenizer.model", proto)
+        t = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        write(name + ".ids", b"".join(record(s, t.encode(s), t.encode(s), t.decode(t.encode(s))) for s in cases))
+    write("chats.json", chats(loaded))
+    print(len(cases), "strings")
+
+
+if __name__ == "__main__":
+    main()

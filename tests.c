@@ -1,0 +1,4766 @@
+// tests.c - includes the program, so every static function can be tried. `make test` runs all of it; its exit code decides.
+//   ./tests            every test, one line each that fails, and "N passed, N failed" at the end
+//   ./tests NAME...    only tests whose names contain one of the words;  ./tests -l  lists them
+#define KVCOMP_NO_MAIN
+#include "kvcomp.c"
+#include <sys/wait.h>
+
+// ==================================================================================================== 1 HARNESS
+// A test is TEST(name, "what it proves") { ... CHECK(condition, "what was found", ...) ... }. It registers itself.
+
+typedef struct { const char *name, *what; void (*run)(void); } Test;
+static Test test_table[1024];
+static int n_tests, checks_failed;              // failed CHECKs of the running test
+
+static void test_add(const char *name, const char *what, void (*run)(void)) { test_table[n_tests++] = (Test){ name, what, run }; }
+#define TEST(fn, what) \
+    static void test_##fn(void); \
+    __attribute__((constructor)) static void register_##fn(void) { test_add(#fn, what, test_##fn); } \
+    static void test_##fn(void)
+
+static void check_failed(const char *file, int line, const char *cond, const char *fmt, ...) {
+    va_list ap;
+    if (checks_failed++ >= 8) return;           // the first few say enough
+    fprintf(stderr, "  %s:%d: %s: ", file, line, cond);
+    va_start(ap, fmt); vfprintf(stderr, fmt, ap); va_end(ap);
+    fputc('\n', stderr);
+}
+#define CHECK(cond, ...) do { if (!(cond)) check_failed(__FILE__, __LINE__, #cond, __VA_ARGS__); } while (0)
+
+// Runs code that is expected to die: `code` = its exit code (0 when it returned), die_text = its line.
+#define EXPECT_DIE(code, statement) do { jmp_buf jb_; jmp_buf *old_ = die_jump; int rc_; die_text[0] = 0; \
+    if (!(rc_ = setjmp(jb_))) { die_jump = &jb_; statement; } die_jump = old_; code = rc_; } while (0)
+
+// a few generators every family uses
+static uint64_t rnd_state = 1;
+static void rnd_seed(uint64_t s) { rnd_state = s; }
+static double rnd_unit(void) { return (double)(splitmix64(&rnd_state) >> 11) / 9007199254740992.0; }           // [0,1)
+static int rnd_int(int n) { return (int)(splitmix64(&rnd_state) % (uint64_t)n); }                              // [0,n)
+static float rnd_normal(void) { return (float)(sqrt(-2 * log(1 - rnd_unit())) * cos(2 * M_PI * rnd_unit())); }
+
+// Largest violation of |a-b| <= atol + rtol |b| over n values: > 1 means failed. NaN counts as infinite.
+static double worst(const float *a, const float *b, size_t n, double atol, double rtol, size_t *at) {
+    double w = 0;
+    for (size_t i = 0; i < n; i++) {
+        double e = fabs((double)a[i] - b[i]) / (atol + rtol * fabs((double)b[i]));
+        if (!(e <= w)) { w = isnan(e) ? INFINITY : e; if (at) *at = i; }
+    }
+    return w;
+}
+
+// ==================================================================================================== 2 THE SLOW TWIN
+// A transformer of plain loops in double, sharing no code with the program: weights widened to double, every key and value
+// in its own small array, one softmax per query over the rows a callback lets it see. Each method's twin is built on it.
+
+typedef struct { int src, pos; double mass; double *k, *v; } TwinRow;           // k, v (D), rounded as the cache stores them
+typedef struct { double *wq, *wk, *wv, *wo, *gate, *up, *down; const Layer *of; } TwinLayer;
+typedef struct Twin Twin;
+typedef struct {
+    void *u;
+    int  (*sees)  (void *u, Twin *t, int l, int h, int i, int row);             // may query head h of the pass's token i attend to this row? NULL: causal
+    void (*before)(void *u, Twin *t, int l, const double *q, int n);            // rows appended, attention to come; q (n,H,D) post-RoPE
+    void (*after) (void *u, Twin *t, int l, const double *q, const double *q_pre, int n);   // after attention; q_pre before RoPE. l == L: end of pass
+    void (*embed) (void *u, Twin *t, int i, double *x);                         // x (C) of a token with a negative id
+} TwinHooks;
+struct Twin {
+    const Config *c; const Weights *w;
+    TwinLayer *layer, *alt;     // alt: for tokens with a negative id
+    double *embed, *head;
+    TwinRow **row;              // (L*G) stb_ds arrays
+    int *id, *pos, *kind, *seg; // stb_ds arrays: every token seen
+    int base, pos_next, decoding, step, turn;
+    int format;                 // DT_F32 or DT_F16: how rows are rounded
+    int next_pos;               // < 0: the next tokens get pos_next; otherwise set by a hook through twin_tokens
+    TwinHooks hook;
+    double *prob;               // (n,H,rows of the layer's longest head) of the last layer attended, if want_prob
+    int want_mass;              // rows gather attention in .mass
+};
+
+static double *widen(const Tensor *w) {
+    if (!w->data) return NULL;
+    size_t n = (size_t)w->rows * w->cols;
+    double *d = xmalloc(n * sizeof *d);
+    for (size_t i = 0; i < n; i++)
+        d[i] = w->dtype == DT_F32 ? ((const float *)w->data)[i] : w->dtype == DT_F16 ? f16_to_f32(((const uint16_t *)w->data)[i]) : bf16_to_f32(((const uint16_t *)w->data)[i]);
+    return d;
+}
+static TwinLayer *twin_layers(const Layer *y, int L) {
+    TwinLayer *t = xcalloc(L, sizeof *t);
+    for (int l = 0; l < L; l++)
+        t[l] = (TwinLayer){ widen(&y[l].wq), widen(&y[l].wk), widen(&y[l].wv), widen(&y[l].wo), widen(&y[l].gate), widen(&y[l].up), widen(&y[l].down), &y[l] };
+    return t;
+}
+static void twin_layers_free(TwinLayer *t, int L) {
+    for (int l = 0; t && l < L; l++) { free(t[l].wq); free(t[l].wk); free(t[l].wv); free(t[l].wo); free(t[l].gate); free(t[l].up); free(t[l].down); }
+    free(t);
+}
+static Twin *twin_new(const Config *c, const Weights *w, int format) {
+    Twin *t = xcalloc(1, sizeof *t);
+    t->c = c; t->w = w; t->format = format;
+    t->layer = twin_layers(w->layer, c->L);
+    t->embed = widen(&w->embed);
+    t->head = widen(&w->head);
+    t->row = xcalloc((size_t)c->L * c->G, sizeof *t->row);
+    return t;
+}
+static void twin_keep(Twin *t, int l, int g, const int *keep, int n) {          // keep (n) ascending
+    TwinRow *r = t->row[l * t->c->G + g];
+    int k = 0;
+    for (int i = 0; i < (int)arrlen(r); i++) {
+        if (k < n && keep[k] == i) { r[k++] = r[i]; continue; }
+        free(r[i].k); free(r[i].v);
+    }
+    arrsetlen(t->row[l * t->c->G + g], k);
+}
+static void twin_truncate(Twin *t, int n_tok) {
+    if (n_tok >= (int)arrlen(t->id)) return;
+    for (int i = 0; i < t->c->L * t->c->G; i++)
+        while (arrlen(t->row[i]) && arrlast(t->row[i]).src >= n_tok) { TwinRow r = arrpop(t->row[i]); free(r.k); free(r.v); }
+    t->pos_next = t->pos[n_tok];
+    arrsetlen(t->id, n_tok); arrsetlen(t->pos, n_tok); arrsetlen(t->kind, n_tok); arrsetlen(t->seg, n_tok);
+}
+static void twin_free(Twin *t) {
+    for (int i = 0; i < t->c->L * t->c->G; i++) { twin_keep(t, i / t->c->G, i % t->c->G, NULL, 0); arrfree(t->row[i]); }
+    twin_layers_free(t->layer, t->c->L); twin_layers_free(t->alt, t->c->L);
+    arrfree(t->id); arrfree(t->pos); arrfree(t->kind); arrfree(t->seg);
+    free(t->row); free(t->embed); free(t->head); free(t->prob); free(t);
+}
+static double twin_round(const Twin *t, double x) { return t->format == DT_F16 ? f16_to_f32(f32_to_f16((float)x)) : (float)x; }
+
+static void twin_linear(double *y, const double *x, const double *w, const Tensor *b, int rows, int cols) {
+    for (int r = 0; r < rows; r++) {
+        y[r] = 0;
+        for (int c = 0; c < cols; c++) y[r] += w[(size_t)r * cols + c] * x[c];
+        if (b && b->data) { double *d = widen(b); y[r] += d[r]; free(d); }
+    }
+}
+static void twin_norm(double *y, const double *x, const Tensor *w, int n, double eps) {
+    double ss = 0, *d = widen(w);
+    for (int i = 0; i < n; i++) ss += x[i] * x[i];
+    for (int i = 0; i < n; i++) y[i] = x[i] / sqrt(ss / n + eps) * d[i];
+    free(d);
+}
+static void twin_rope(const Twin *t, double *x, int pos) {
+    int D = t->c->D;
+    for (int i = 0; i < D / 2; i++) {
+        double a = pos * t->w->inv_freq64[i], c = cos(a) * t->w->rope_scale, s = sin(a) * t->w->rope_scale, u = x[i], v = x[i + D / 2];
+        x[i] = u * c - v * s; x[i + D / 2] = v * c + u * s;
+    }
+}
+static int twin_causal(const Twin *t, int l, int i, const TwinRow *r) {
+    int w = t->c->windowed && t->c->windowed[l] ? t->c->window : 0;
+    return r->src <= t->base + i && (!w || r->pos > t->pos[t->base + i] - w);
+}
+// probabilities of query head h of token i over the layer's rows: p (rows), 0 where not seen
+static void twin_probs(Twin *t, int l, int h, int i, const double *q, double *p) {
+    TwinRow *r = t->row[l * t->c->G + h / (t->c->H / t->c->G)];
+    double max = -INFINITY, sum = 0;
+    int n = (int)arrlen(r), D = t->c->D;
+    for (int j = 0; j < n; j++) {
+        p[j] = -INFINITY;
+        if (!(t->hook.sees ? t->hook.sees(t->hook.u, t, l, h, i, j) : twin_causal(t, l, i, &r[j]))) continue;
+        p[j] = 0;
+        for (int d = 0; d < D; d++) p[j] += q[d] * r[j].k[d];
+        p[j] /= sqrt(D);
+        if (p[j] > max) max = p[j];
+    }
+    for (int j = 0; j < n; j++) { p[j] = exp(p[j] - max); sum += p[j]; }
+    for (int j = 0; j < n; j++) p[j] /= sum;
+}
+static void twin_attend(Twin *t, int l, double *out, const double *q, int n) {
+    int D = t->c->D, H = t->c->H, R = H / t->c->G;
+    for (int i = 0; i < n; i++)
+        for (int h = 0; h < H; h++) {
+            TwinRow *r = t->row[l * t->c->G + h / R];
+            double *p = xmalloc((arrlen(r) + 1) * sizeof *p), *o = out + ((size_t)i * H + h) * D;
+            twin_probs(t, l, h, i, q + ((size_t)i * H + h) * D, p);
+            for (int d = 0; d < D; d++) o[d] = 0;
+            for (int j = 0; j < (int)arrlen(r); j++) {
+                for (int d = 0; d < D; d++) o[d] += p[j] * r[j].v[d];
+                r[j].mass += p[j];
+            }
+            free(p);
+        }
+}
+// One pass. The tokens base.. are in t->id, pos, kind already; logits (V) of the last.
+static void twin_run(Twin *t, int n, double *logits) {
+    const Config *c = t->c;
+    int C = c->C, D = c->D, HD = c->H * D, GD = c->G * D, F = c->F;
+    double *x = xcalloc((size_t)n * C, 8), *q = xcalloc((size_t)n * HD, 8), *qp = xcalloc((size_t)n * HD, 8), *o = xcalloc((size_t)n * HD, 8);
+    double *h = xcalloc(C + HD, 8), *a = xcalloc(C, 8), *g = xcalloc(F, 8), *u = xcalloc(F, 8), *kv = xcalloc(GD, 8);
+    for (int i = 0; i < n; i++) {
+        int id = t->id[t->base + i];
+        if (id < 0) t->hook.embed(t->hook.u, t, i, x + (size_t)i * C);
+        else memcpy(x + (size_t)i * C, t->embed + (size_t)id * C, C * sizeof *x);
+    }
+    for (int l = 0; l < c->L; l++) {
+        for (int i = 0; i < n; i++) {
+            const TwinLayer *y = t->id[t->base + i] < 0 && t->alt ? &t->alt[l] : &t->layer[l];
+            const Layer *of = y->of;
+            int pos = t->pos[t->base + i];
+            twin_norm(h, x + (size_t)i * C, &of->attn_norm, C, c->eps);
+            double *qi = q + (size_t)i * HD;
+            twin_linear(qi, h, y->wq, &of->bq, HD, C);
+            for (int k = 0; k < c->H; k++) if (of->q_norm.data) twin_norm(qi + k * D, qi + k * D, &of->q_norm, D, c->eps);
+            memcpy(qp + (size_t)i * HD, qi, HD * sizeof *q);
+            for (int k = 0; k < c->H; k++) twin_rope(t, qi + k * D, pos);
+            for (int which = 0; which < 2; which++) {
+                twin_linear(kv, h, which ? y->wv : y->wk, which ? &of->bv : &of->bk, GD, C);
+                for (int k = 0; k < c->G; k++) {
+                    TwinRow **rows = &t->row[l * c->G + k];
+                    if (!which) {
+                        if (of->k_norm.data) twin_norm(kv + k * D, kv + k * D, &of->k_norm, D, c->eps);
+                        twin_rope(t, kv + k * D, pos);
+                        TwinRow r = { t->base + i, pos, 0, xcalloc(D, 8), xcalloc(D, 8) };
+                        arrput(*rows, r);
+                    }
+                    double *to = which ? arrlast(*rows).v : arrlast(*rows).k;
+                    for (int d = 0; d < D; d++) to[d] = twin_round(t, kv[k * D + d]);
+                }
+            }
+        }
+        if (t->hook.before) t->hook.before(t->hook.u, t, l, q, n);
+        twin_attend(t, l, o, q, n);
+        if (t->hook.after) t->hook.after(t->hook.u, t, l, q, qp, n);
+        for (int i = 0; i < n; i++) {
+            const TwinLayer *y = t->id[t->base + i] < 0 && t->alt ? &t->alt[l] : &t->layer[l];
+            double *xi = x + (size_t)i * C;
+            twin_linear(a, o + (size_t)i * HD, y->wo, &y->of->bo, C, HD);
+            for (int k = 0; k < C; k++) xi[k] += a[k];
+            twin_norm(h, xi, &y->of->mlp_norm, C, c->eps);
+            twin_linear(g, h, y->gate, &y->of->bgate, F, C);
+            twin_linear(u, h, y->up, &y->of->bup, F, C);
+            for (int k = 0; k < F; k++) g[k] = g[k] / (1 + exp(-g[k])) * u[k];
+            twin_linear(a, g, y->down, &y->of->bdown, C, F);
+            for (int k = 0; k < C; k++) xi[k] += a[k];
+        }
+    }
+    if (t->hook.after) t->hook.after(t->hook.u, t, c->L, NULL, NULL, n);
+    twin_norm(h, x + (size_t)(n - 1) * C, &t->w->norm, C, c->eps);
+    if (logits) twin_linear(logits, h, t->head, NULL, c->V, C);
+    free(x); free(q); free(qp); free(o); free(h); free(a); free(g); free(u); free(kv);
+}
+static void twin_token(Twin *t, int id, int pos, int kind, int seg) { arrput(t->id, id); arrput(t->pos, pos); arrput(t->kind, kind); arrput(t->seg, seg); }
+static void twin_prefill(Twin *t, const int *ids, int n, double *logits) {      // ids (n) get the next positions
+    t->decoding = t->step = 0;
+    t->base = (int)arrlen(t->id);
+    for (int i = 0; i < n; i++) twin_token(t, ids[i], t->pos_next++, TOK_USER, t->turn);
+    twin_run(t, n, logits);
+    t->turn++;
+}
+static void twin_decode(Twin *t, int id, double *logits) {
+    t->decoding = 1;
+    t->base = (int)arrlen(t->id);
+    twin_token(t, id, t->pos_next++, TOK_REPLY, t->turn - 1);
+    twin_run(t, 1, logits);
+    t->step++;
+}
+
+// ---- tiny models made in memory: F32, peaky attention (q.k/sqrt(D) has std about 2), logits with std about 2.5
+typedef struct { Config *c; Weights *w; } Tiny;
+
+static Tensor tiny_tensor(int rows, int cols, double std) {
+    float *x = xmalloc((size_t)rows * cols * sizeof *x);
+    for (size_t i = 0; i < (size_t)rows * cols; i++) x[i] = rnd_normal() * (float)std;
+    return (Tensor){ x, DT_F32, rows, cols };
+}
+static Tensor tiny_norm(int n) { Tensor t = tiny_tensor(1, n, .1); for (int i = 0; i < n; i++) ((float *)t.data)[i] += 1; return t; }
+static Tiny tiny_model(int L, int H, int G, int D, int C, int F, int V, uint64_t seed) {
+    rnd_seed(seed);
+    Tiny m = { xcalloc(1, sizeof *m.c), xcalloc(1, sizeof *m.w) };
+    *m.c = (Config){ .model_type = "llama", .L = L, .H = H, .G = G, .D = D, .C = C, .F = F, .V = V, .max_pos = 1 << 20, .eps = 1e-5f, .theta = 10000, .factor = 1, .bos = -1, .dtype = DT_F32, .dir = "tiny" };
+    double *f = xmalloc(D / 2 * sizeof *f), one = 1 / sqrt(C);
+    float *f32 = xmalloc(D / 2 * sizeof *f32);
+    for (int i = 0; i < D / 2; i++) f32[i] = (float)(f[i] = pow(10000, -2.0 * i / D));
+    *m.w = (Weights){ .embed = tiny_tensor(V, C, 1), .norm = tiny_norm(C), .head = tiny_tensor(V, C, 2.5 * one), .inv_freq64 = f, .inv_freq = f32, .rope_scale = 1 };
+    m.w->layer = xcalloc(L, sizeof(Layer));
+    for (int l = 0; l < L; l++)
+        m.w->layer[l] = (Layer){ .attn_norm = tiny_norm(C), .mlp_norm = tiny_norm(C), .wq = tiny_tensor(H * D, C, 1.5 * one), .wk = tiny_tensor(G * D, C, 1.5 * one), .wv = tiny_tensor(G * D, C, one),
+                                 .wo = tiny_tensor(C, H * D, .7 / sqrt(H * D)), .gate = tiny_tensor(F, C, one), .up = tiny_tensor(F, C, one), .down = tiny_tensor(C, F, .7 / sqrt(F)) };
+    return m;
+}
+static void tiny_free(Tiny m) {
+    for (int l = 0; l < m.c->L; l++) {
+        const Layer *y = &m.w->layer[l];
+        const Tensor *all[] = { &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk, &y->wv, &y->wo, &y->gate, &y->up, &y->down, &y->bq, &y->bk, &y->bv, &y->bo, &y->q_norm, &y->k_norm };
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) free((void *)all[i]->data);
+    }
+    free((void *)m.w->embed.data); free((void *)m.w->norm.data); free((void *)m.w->head.data); free((void *)m.w->inv_freq); free((void *)m.w->inv_freq64);
+    free(m.w->layer); free(m.w); free(m.c->windowed); free(m.c);
+}
+
+// ---- scripts: turns of random ids, some prefilled, some decoded; logits of the last prefilled id and of every decoded one
+typedef struct { int turns, pre[8], dec[8]; uint64_t seed; } Script;
+
+static int script_rows(const Script *p) { int n = 0; for (int i = 0; i < p->turns; i++) n += 1 + p->dec[i]; return n; }
+static void script_ids(const Script *p, int turn, int V, int *ids) {            // ids (pre+dec): the turn's
+    uint64_t x = p->seed * 1000003 + turn;
+    for (int i = 0; i < p->pre[turn] + p->dec[turn]; i++) ids[i] = (int)(splitmix64(&x) % (uint64_t)V);
+}
+static float *run_session(Session *s, const Script *p) {                        // -> (script_rows,V), to be freed
+    int V = s->c->V, row = 0, ids[8192];
+    float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
+    for (int t = 0; t < p->turns; t++) {
+        script_ids(p, t, V, ids);
+        memcpy(out + (size_t)row++ * V, prefill(s, ids, p->pre[t]), V * sizeof *out);
+        for (int i = 0; i < p->dec[t]; i++) memcpy(out + (size_t)row++ * V, decode(s, ids[p->pre[t] + i]), V * sizeof *out);
+    }
+    return out;
+}
+static float *run_twin(Twin *t, const Script *p) {
+    int V = t->c->V, row = 0, ids[8192];
+    double *lo = xmalloc(V * sizeof *lo);
+    float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
+    for (int n = 0; n < p->turns; n++) {
+        script_ids(p, n, V, ids);
+        for (int i = -1; i < p->dec[n]; i++, row++) {
+            if (i < 0) twin_prefill(t, ids, p->pre[n], lo); else twin_decode(t, ids[p->pre[n] + i], lo);
+            for (int v = 0; v < V; v++) out[(size_t)row * V + v] = (float)lo[v];
+        }
+    }
+    free(lo);
+    return out;
+}
+// A session with options given as "name=value name=value"; rows stored as f32 unless said otherwise.
+static Options *options_of(const char *text) {
+    Options *o = options_new();
+    char buf[512], err[256];
+    options_set(o, "ctk", "f32", err); options_set(o, "ctv", "f32", err);
+    snprintf(buf, sizeof buf, "%s", text);
+    for (char *w = strtok(buf, " "); w; w = strtok(NULL, " ")) {
+        char *v = strchr(w, '=');
+        if (v) *v++ = 0;
+        if (options_set(o, w, v ? v : "1", err)) CHECK(0, "%s", err);
+    }
+    return o;
+}
+// Kept rows of every head equal the twin's? Returns the number of heads that differ.
+static int rows_differ(const Session *s, const Twin *t) {
+    int bad = 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        int n = s->head[i].len, diff = n != (int)arrlen(t->row[i]);
+        for (int r = 0; r < n && !diff; r++) diff = s->head[i].src[r] != t->row[i][r].src;
+        bad += diff;
+    }
+    return bad;
+}
+
+TEST(twin_full, "full attention agrees with the slow twin over three turns, GQA 1:1, 2:1, 4:1 and 3 KV heads") {
+    int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
+    Script p = { 3, { 37, 1, 90 }, { 5, 4, 3 }, 7 };
+    for (int i = 0; i < 4; i++) {
+        Tiny m = tiny_model(2, shape[i][0], shape[i][1], 40, 48, 64, 53, 11 + i);
+        Options *o = options_of("");
+        Session *s = session_open(m.c, m.w, o, "full");
+        Twin *t = twin_new(m.c, m.w, DT_F32);
+        float *a = run_session(s, &p), *b = run_twin(t, &p);
+        double e = worst(a, b, (size_t)script_rows(&p) * m.c->V, 1e-5, 1e-5, NULL);
+        CHECK(e <= 1, "H %d G %d: %g times the bound", shape[i][0], shape[i][1], e);
+        CHECK(!rows_differ(s, t), "rows");
+        free(a); free(b); twin_free(t); session_close(s); options_free(o); tiny_free(m);
+    }
+}
+static void streaming_twin(void *u, Twin *t, int l, const double *q, const double *qp, int n) {
+    int *B = u, keep[4096];
+    (void)q; (void)qp; (void)n;
+    if (l == t->c->L || t->decoding || (int)arrlen(t->id) <= B[0]) return;
+    for (int g = 0; g < t->c->G; g++) {
+        int N = (int)arrlen(t->row[l * t->c->G + g]), k = 0;
+        for (int r = 0; r < N; r++) if (r < B[1] || r >= N - (B[0] - B[1])) keep[k++] = r;
+        twin_keep(t, l, g, keep, k);
+    }
+}
+TEST(twin_streaming, "StreamingLLM keeps the promised rows and agrees with its twin") {
+    Script p = { 4, { 60, 3, 25, 1 }, { 6, 9, 2, 30 }, 3 };
+    int B[2] = { 20, 4 };
+    Tiny m = tiny_model(3, 6, 3, 16, 32, 48, 61, 5);
+    Options *o = options_of("budget=20");
+    Session *s = session_open(m.c, m.w, o, "streaming");
+    Twin *t = twin_new(m.c, m.w, DT_F32);
+    t->hook = (TwinHooks){ .u = B, .after = streaming_twin };
+    float *a = run_session(s, &p), *b = run_twin(t, &p);
+    CHECK(worst(a, b, (size_t)script_rows(&p) * m.c->V, 1e-5, 1e-5, NULL) <= 1, "logits");
+    CHECK(!rows_differ(s, t), "rows");
+    CHECK(s->head[0].len == 20 + 30, "held %d, expected the budget and the 30 decoded since", s->head[0].len);
+    free(a); free(b); twin_free(t); session_close(s); options_free(o); tiny_free(m);
+}
+TEST(streaming_limits, "budget >= context equals full attention bit for bit, at equality too; window is streaming without sinks") {
+    Script p = { 3, { 30, 20, 10 }, { 3, 3, 4 }, 9 };
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    const char *method[] = { "full", "streaming", "streaming", "window", "streaming" }, *opt[] = { "", "budget=66", "budget=1000 streaming-rerotate", "budget=66", "budget=65" };
+    float *ref = NULL;
+    for (int i = 0; i < 5; i++) {
+        Options *o = options_of(opt[i]);
+        Session *s = session_open(m.c, m.w, o, method[i]);
+        float *a = run_session(s, &p);
+        int same = !ref || !memcmp(a, ref, (size_t)script_rows(&p) * m.c->V * sizeof *a);
+        CHECK(same == (i < 4), "%s %s", method[i], opt[i]);
+        if (i == 0) ref = a; else free(a);
+        session_close(s); options_free(o);
+    }
+    free(ref); tiny_free(m);
+}
+
+// ==================================================================================================== 2 JSON, SAFETENSORS, CONFIG, WEIGHTS
+
+// ---- a folder for files that are made on the spot
+static char tmp_dir[300];
+static void tmp_clear(const char *dir) {        // removes dir's files and folders one level deep, and dir
+    char path[700];
+    DIR *d = opendir(dir);
+    for (struct dirent *e; d && (e = readdir(d)); ) {
+        if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
+        snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+        if (remove(path)) tmp_clear(path);
+    }
+    if (d) closedir(d);
+    rmdir(dir);
+}
+static void tmp_remove(void) { if (*tmp_dir) tmp_clear(tmp_dir); }
+static const char *tmp_path(const char *name) { // in a folder that is removed at exit; the result lives until the 4th call after
+    static char buf[4][400];
+    static int k;
+    if (!*tmp_dir) {
+        const char *t = getenv("TMPDIR");
+        snprintf(tmp_dir, sizeof tmp_dir, "%.200s/kvcomp-test-XXXXXX", t && *t ? t : P_tmpdir);
+        if (!mkdtemp(tmp_dir)) { perror(tmp_dir); exit(1); }
+        atexit(tmp_remove);
+    }
+    k = (k + 1) & 3;
+    snprintf(buf[k], sizeof buf[k], "%s/%s", tmp_dir, name);
+    return buf[k];
+}
+static void put_file(const char *path, const void *data, size_t n) {
+    FILE *f = fopen(path, "wb");
+    if (!f || fwrite(data, 1, n, f) != n || fclose(f)) { perror(path); exit(1); }
+}
+static void put_text(const char *path, const char *text) { put_file(path, text, strlen(text)); }
+
+// text with the first `old` replaced by `with`; old "": unchanged. Aborts when old is not there: a mutation must mutate.
+static char *replaced(const char *text, const char *old, const char *with) {
+    const char *at = strstr(text, old);
+    if (!at) { fprintf(stderr, "tests: \"%s\" is not in \"%.200s\"\n", old, text); exit(1); }
+    char *out = xmalloc(strlen(text) + strlen(with) + 1);
+    sprintf(out, "%.*s%s%s", (int)(at - text), text, with, at + strlen(old));
+    return out;
+}
+
+// ---- JSON
+TEST(json_values, "values of every type, numbers to the bit, order and duplicates") {
+    static const char text[] = " {\"a\" : [1, -2.5e3, 0, -0, 9223372036854775807, 9223372036854775808, 1e-2],\r\n\t\"b\":{\"c\":true,\"d\":false,\"e\":null},"
+                               "\"s\":\"x\\\"\\\\\\/\\b\\f\\n\\r\\ty\",\"\":\"\",\"s\":\"last\"} ";
+    char err[256] = "";
+    Json *j = json_parse(text, strlen(text), err);
+    CHECK(j, "%s", err);
+    if (!j) return;
+    const Json *a = json_get(j, "a"), *b = json_get(j, "b");
+    CHECK(j->n == 5 && !strcmp(j->key[0], "a") && !strcmp(j->key[4], "s"), "%d keys", j->n);
+    CHECK(a && a->type == JSON_ARRAY && a->n == 7, "a");
+    CHECK(a->item[0].is_int && a->item[0].i == 1 && a->item[0].num == 1, "%g", a->item[0].num);
+    CHECK(!a->item[1].is_int && a->item[1].num == -2500, "%g", a->item[1].num);
+    CHECK(a->item[3].is_int && a->item[3].i == 0, "-0");
+    CHECK(a->item[4].is_int && a->item[4].i == INT64_MAX, "%lld", (long long)a->item[4].i);
+    CHECK(!a->item[5].is_int && a->item[5].num == 9223372036854775808.0, "2^63 must not wrap");
+    CHECK(a->item[6].num == 0.01, "%g", a->item[6].num);
+    CHECK(json_get(b, "c")->type == JSON_BOOL && json_get(b, "c")->i == 1 && json_get(b, "d")->i == 0 && json_get(b, "e")->type == JSON_NULL, "b");
+    CHECK(!json_get(b, "z") && !json_get(a, "c") && !json_get(NULL, "c"), "absent keys are NULL");
+    CHECK(j->item[2].len == 10 && !memcmp(j->item[2].str, "x\"\\/\b\f\n\r\ty", 10), "escapes: %s", j->item[2].str);
+    CHECK(!strcmp(json_get(j, "s")->str, "last"), "the last duplicate wins, found %s", json_get(j, "s")->str);
+    json_free(j);
+}
+
+TEST(json_unicode, "\\u escapes, surrogate pairs and halves, NUL inside a string, raw UTF-8") {
+    static const struct { const char *text, *want; size_t len; } cases[] = {
+        { "\"\\u0041\\u00e9\\u20ac\"", "A\xc3\xa9\xe2\x82\xac", 6 }, { "\"\\ud83e\\udd99\"", "\xf0\x9f\xa6\x99", 4 }, { "\"\\uD83E\\uDD99x\"", "\xf0\x9f\xa6\x99x", 5 },
+        { "\"\\ud83ex\"", "\xef\xbf\xbdx", 4 }, { "\"\\udd99\"", "\xef\xbf\xbd", 3 }, { "\"\\ud83e\\ud83e\\udd99\"", "\xef\xbf\xbd\xf0\x9f\xa6\x99", 7 },
+        { "\"\\ud83e\\u0041\"", "\xef\xbf\xbd" "A", 4 }, { "\"a\\u0000b\"", "a\0b", 3 }, { "\"\xc3\xa9\"", "\xc3\xa9", 2 }, { "\"\\ud83e\\n\"", "\xef\xbf\xbd\n", 4 } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char err[256] = "";
+        Json *j = json_parse(cases[i].text, strlen(cases[i].text), err);
+        CHECK(j && j->type == JSON_STRING && j->len == cases[i].len && !memcmp(j->str, cases[i].want, j->len) && !j->str[j->len], "%s: %s", cases[i].text, err);
+        json_free(j);
+    }
+}
+
+TEST(json_malformed, "broken texts are refused with the byte where they break") {
+    static const struct { const char *text, *want; } cases[] = {
+        { "", "byte 0" }, { "   ", "byte 3" }, { "{", "byte 1" }, { "[1,]", "byte 3" }, { "{\"a\":1,}", "byte 7" }, { "[1 2]", "byte 3" }, { "{\"a\" 1}", "byte 5" },
+        { "{a:1}", "byte 1: expected a key" }, { "\"abc", "byte 4" }, { "\"a\nb\"", "byte 2" }, { "\"\\x\"", "backslash" }, { "\"\\u12g4\"", "hexadecimal" }, { "\"\\u12", "hexadecimal" },
+        { "\"\\", "backslash" }, { "01", "leading zero" }, { "-", "digit" }, { "1.", "digit" }, { ".5", "byte 0" }, { "1e", "exponent" }, { "1e+", "exponent" }, { "+1", "byte 0" },
+        { "0x10", "nothing more" }, { "1e999", "double" }, { "-1e999", "double" }, { "nul", "null" }, { "tru", "true" }, { "NaN", "byte 0" }, { "Infinity", "byte 0" }, { "[] []", "byte 3" },
+        { "{\"a\":1}}", "byte 7" }, { "[\"a\":1]", "byte 4" }, { "'a'", "byte 0" }, { "\xef\xbb\xbf{}", "byte 0" }, { "[1]//", "byte 3" }, { "{\"a\":}", "byte 5" }, { "{1:2}", "a key" } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char err[256] = "";
+        Json *j = json_parse(cases[i].text, strlen(cases[i].text), err);
+        CHECK(!j && strstr(err, cases[i].want), "\"%s\": wanted \"%s\", err \"%s\"", cases[i].text, cases[i].want, err);
+        json_free(j);
+    }
+    char err[256] = "", deep[200];
+    Json *j = json_parse("[0,\0]", 5, err);
+    CHECK(!j && strstr(err, "byte 3"), "a NUL in the text: %s", err);
+    memset(deep, '[', 64); memset(deep + 64, ']', 64);
+    j = json_parse(deep, 128, err);
+    CHECK(j, "64 deep: %s", err);
+    json_free(j);
+    memset(deep, '[', 65); memset(deep + 65, ']', 65);
+    j = json_parse(deep, 130, err);
+    CHECK(!j && strstr(err, "64 nested"), "65 deep: %s", err);
+}
+
+TEST(json_large, "a vocabulary of 200,000 is parsed in well under a second and walked in order") {
+    size_t cap = 8 << 20, n = 0;
+    char *text = xmalloc(cap), err[256] = "";
+    n += (size_t)sprintf(text + n, "{\"vocab\":{");
+    for (int i = 0; i < 200000; i++) n += (size_t)snprintf(text + n, cap - n, "%s\"tok\\u0120%d\":%d", i ? "," : "", i, i);
+    n += (size_t)snprintf(text + n, cap - n, "}}");
+    double t = now();
+    Json *j = json_parse(text, n, err);
+    t = now() - t;
+    const Json *v = json_get(j, "vocab");
+    CHECK(v && v->n == 200000 && v->item[199999].i == 199999 && !strcmp(v->key[12345], "tok\xc4\xa0" "12345"), "%s", err);
+    CHECK(t < 2, "%.2f s for %zu bytes", t, n);
+    json_free(j);
+    free(text);
+}
+
+TEST(json_escaping, "json_escape writes what json_parse reads; broken UTF-8 becomes U+FFFD") {
+    static const char raw[] = "a\"b\\c\n\t\x01\x7f\xc3\xa9 \xf0\x9f\xa6\x99";
+    char *out = NULL, err[256] = "";
+    size_t n = 0;
+    FILE *f = open_memstream(&out, &n);
+    json_escape(f, raw, sizeof raw);            // the NUL too
+    fclose(f);
+    Json *j = json_parse(out, n, err);
+    CHECK(j && j->len == sizeof raw && !memcmp(j->str, raw, sizeof raw), "%s: %s", out, err);
+    json_free(j); free(out);
+    f = open_memstream(&out, &n);
+    json_escape(f, "\xc3(\xed\xa0\x80\xf0\x9f\xc0\xaf", 9);
+    fclose(f);
+    j = json_parse(out, n, err);
+    for (size_t i = 0, k; j && i < j->len; i += k) { k = (size_t)utf8_length(j->str + i, j->len - i); CHECK(k, "byte %zu is not UTF-8", i); if (!k) break; }
+    CHECK(j && strstr(j->str, "\xef\xbf\xbd("), "%s", out);
+    json_free(j); free(out);
+}
+
+// ---- SAFETENSORS
+static void put_safetensors(const char *path, const char *header, long long len, size_t data) {     // len < 0: the header's own length
+    size_t n = strlen(header);
+    char *buf = xcalloc(8 + n + data, 1);
+    uint64_t h = len < 0 ? n : (uint64_t)len;
+    for (int i = 0; i < 8; i++) buf[i] = (char)(h >> 8 * i);
+    memcpy(buf + 8, header, n);
+    for (size_t i = 0; i < data; i++) buf[8 + n + i] = (char)i;
+    put_file(path, buf, 8 + n + data);
+    free(buf);
+}
+
+#define ST(dtype, shape, offsets) "{\"dtype\":" dtype ",\"shape\":" shape ",\"data_offsets\":" offsets "}"
+static const struct { const char *header; long long len; size_t data; const char *want; } safe_cases[] = {     // want NULL: the file is good
+    { "{\"a\":" ST("\"F32\"", "[2,3]", "[0,24]") ",\"b\":" ST("\"BF16\"", "[4]", "[24,32]") "}", -1, 32, NULL },
+    { "{\"b\":" ST("\"BF16\"", "[4]", "[24,32]") ",\"a\":" ST("\"F32\"", "[2,3]", "[0,24]") ",\"__metadata__\":{\"format\":\"pt\"}}   ", -1, 32, NULL },
+    { "{\"a\":" ST("\"F32\"", "[2,3]", "[8,32]") "}", -1, 40, NULL },                                      // gaps at both ends
+    { "{\"a\":" ST("\"F32\"", "[0,3]", "[0,0]") ",\"b\":" ST("\"I64\"", "[]", "[0,8]") "}", -1, 8, NULL },     // empty, scalar
+    { "{\"a\":" ST("\"F32\"", "[0,9223372036854775807]", "[4,4]") "}", -1, 8, NULL },
+    { "{}", -1, 0, NULL },
+    { "", -1, 0, "not JSON" },
+    { "{}", 0, 8, "not JSON" },
+    { "{}", 3, 0, "truncated" },
+    { "{}", 1000, 100, "truncated" },
+    { "{}", 104857601, 100, "limit" },
+    { "{}", (long long)1 << 62, 100, "limit" },
+    { "{\"a\":" ST("\"F32\"", "[2,3]", "[0,24]"), -1, 32, "not JSON" },
+    { "[1]", -1, 8, "no JSON object" },
+    { "{\"a\":1}", -1, 8, "expected a dtype" },
+    { "{\"a\":{}}", -1, 8, "expected a dtype" },
+    { "{\"a\":{\"dtype\":\"F32\",\"shape\":[1]}}", -1, 8, "expected a dtype" },
+    { "{\"a\":" ST("32", "[1]", "[0,4]") "}", -1, 8, "expected a dtype" },
+    { "{\"a\":" ST("\"F32\"", "1", "[0,4]") "}", -1, 8, "expected a dtype" },
+    { "{\"a\":" ST("\"F32\"", "[1]", "[0]") "}", -1, 8, "expected a dtype" },
+    { "{\"a\":" ST("\"F32\"", "[1]", "[0,4,8]") "}", -1, 8, "expected a dtype" },
+    { "{\"a\":" ST("\"F32\"", "[1]", "[0,4.0]") "}", -1, 8, "expected a dtype" },
+    { "{\"a\":" ST("\"F32\"", "[1]", "[0,\"4\"]") "}", -1, 8, "expected a dtype" },
+    { "{\"a\":" ST("\"F31\"", "[1]", "[0,4]") "}", -1, 8, "unknown dtype \"F31\"" },
+    { "{\"a\":" ST("\"f32\"", "[1]", "[0,4]") "}", -1, 8, "unknown dtype" },
+    { "{\"a\":" ST("\"F32\"", "[-1]", "[0,4]") "}", -1, 8, "dimension 0" },
+    { "{\"a\":" ST("\"F32\"", "[1,1.5]", "[0,4]") "}", -1, 8, "dimension 1" },
+    { "{\"a\":" ST("\"F32\"", "[true]", "[0,4]") "}", -1, 8, "dimension 0" },
+    { "{\"a\":" ST("\"F32\"", "[null]", "[0,4]") "}", -1, 8, "dimension 0" },
+    { "{\"a\":" ST("\"F32\"", "[9223372036854775808]", "[0,4]") "}", -1, 8, "dimension 0" },
+    { "{\"a\":" ST("\"F32\"", "[4294967296,4294967296]", "[0,0]") "}", -1, 8, "overflows" },                // 2^64 elements wrap to none
+    { "{\"a\":" ST("\"F32\"", "[1152921504606846976]", "[0,0]") "}", -1, 8, "overflows" },                  // 2^60 times 32 bits
+    { "{\"a\":" ST("\"F32\"", "[1,1,1,1,1,1,1,1,1]", "[0,4]") "}", -1, 8, "at most 8 dimensions" },
+    { "{\"a\":" ST("\"F32\"", "[2]", "[0,12]") "}", -1, 16, "needs 8 bytes" },
+    { "{\"a\":" ST("\"F32\"", "[2]", "[0,4]") "}", -1, 16, "needs 8 bytes" },
+    { "{\"a\":" ST("\"F16\"", "[2]", "[0,8]") "}", -1, 16, "needs 4 bytes" },
+    { "{\"a\":" ST("\"F4\"", "[3]", "[0,1]") "}", -1, 16, "needs 2 bytes" },
+    { "{\"a\":" ST("\"F32\"", "[2]", "[8,0]") "}", -1, 16, "outside" },
+    { "{\"a\":" ST("\"F32\"", "[2]", "[-8,0]") "}", -1, 16, "outside" },
+    { "{\"a\":" ST("\"F32\"", "[2]", "[12,20]") "}", -1, 16, "truncated" },
+    { "{\"a\":" ST("\"F32\"", "[2]", "[9223372036854775800,9223372036854775807]") "}", -1, 16, "outside" },
+    { "{\"a\":" ST("\"F32\"", "[2]", "[0,8]") ",\"b\":" ST("\"F32\"", "[2]", "[4,12]") "}", -1, 16, "a and b overlap" },
+    { "{\"a\":" ST("\"F32\"", "[4]", "[0,16]") ",\"b\":" ST("\"F32\"", "[1]", "[4,8]") "}", -1, 16, "overlap" },    // one inside the other
+    { "{\"b\":" ST("\"F32\"", "[1]", "[0,4]") ",\"a\":" ST("\"F32\"", "[1]", "[0,4]") "}", -1, 16, "overlap" },
+    { "{\"a\":" ST("\"F32\"", "[1]", "[0,4]") ",\"a\":" ST("\"F32\"", "[1]", "[4,8]") "}", -1, 16, "twice" },
+    { "{\"__metadata__\":3}", -1, 8, "__metadata__" },
+    { "{\"__metadata__\":{\"a\":1}}", -1, 8, "a is no string" },
+};
+
+TEST(safetensors_cases, "good and broken headers, offsets, shapes and dtypes") {
+    for (size_t i = 0; i < sizeof safe_cases / sizeof *safe_cases; i++) {
+        char err[512] = "";
+        const char *path = tmp_path("case.safetensors");
+        put_safetensors(path, safe_cases[i].header, safe_cases[i].len, safe_cases[i].data);
+        SafeFile *f = safetensors_open(path, err);
+        if (safe_cases[i].want) CHECK(!f && strstr(err, safe_cases[i].want), "case %zu %s: wanted \"%s\", found \"%s\"", i, safe_cases[i].header, safe_cases[i].want, f ? "no complaint" : err);
+        else CHECK(f, "case %zu %s: %s", i, safe_cases[i].header, err);
+        safetensors_close(f);
+    }
+}
+
+TEST(safetensors_files, "files that are no safetensors file at all; find, metadata, data at odd addresses") {
+    char err[512] = "";
+    CHECK(!safetensors_open(tmp_path("none.safetensors"), err) && strstr(err, "No such file"), "%s", err);
+    CHECK(!safetensors_open(tmp_dir, err) && strstr(err, "regular file"), "%s", err);
+    put_text(tmp_path("x"), "");
+    CHECK(!safetensors_open(tmp_path("x"), err) && strstr(err, "at least 8"), "%s", err);
+    put_text(tmp_path("x"), "1234567");
+    CHECK(!safetensors_open(tmp_path("x"), err) && strstr(err, "at least 8"), "%s", err);
+    put_text(tmp_path("x"), "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n");
+    CHECK(!safetensors_open(tmp_path("x"), err) && strstr(err, "git-lfs"), "%s", err);
+    for (int pad = 0; pad < 4; pad++) {         // the data start at every address mod 4
+        char header[300];
+        snprintf(header, sizeof header, "{\"b\":%s,\"a\":%s,\"__metadata__\":{\"format\":\"pt\"}}%.*s", ST("\"F32\"", "[2,1]", "[0,8]"), ST("\"U8\"", "[3]", "[8,11]"), pad, "   ");
+        put_safetensors(tmp_path("x"), header, -1, 11);
+        SafeFile *f = safetensors_open(tmp_path("x"), err);
+        CHECK(f && f->n == 2, "%s", err);
+        if (!f) continue;
+        SafeTensor *t = safetensors_find(f, "b");
+        static const unsigned char want[8] = { 0, 1, 2, 3, 4, 5, 6, 7 };
+        CHECK(t && t->dtype == DT_F32 && t->n_dim == 2 && t->dim[0] == 2 && t->dim[1] == 1 && t->bytes == 8 && (uintptr_t)t->data % 4 == 0 && !memcmp(t->data, want, 8), "pad %d", pad);
+        CHECK(safetensors_find(f, "b") == t && (uintptr_t)t->data % 4 == 0, "a second find changes nothing");
+        CHECK(safetensors_find(f, "a")->dtype == DT_QUANTIZED && !safetensors_find(f, "c") && !safetensors_find(f, "__metadata__"), "a, c");
+        CHECK(safetensors_meta(f, "format") && !strcmp(safetensors_meta(f, "format"), "pt") && !safetensors_meta(f, "x"), "metadata");
+        safetensors_close(f);
+    }
+}
+
+// ---- CONFIG
+// Each try has its own frame, so that longjmp out of die() cannot clobber a caller's variables. -> exit code, 0: it returned.
+static int try_config(const char *dir, Config **c) { int code; *c = NULL; EXPECT_DIE(code, *c = config_load(dir)); return code; }
+static int try_weights(Config *c, Weights **w) { int code; *w = NULL; EXPECT_DIE(code, *w = weights_load(c)); return code; }
+static int try_synthetic(const char *shape) { int code; EXPECT_DIE(code, config_synthetic(shape)); return code; }
+
+static const char good_config[] =
+    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"hidden_size\":8,\"intermediate_size\":6,\"num_hidden_layers\":2,\"num_attention_heads\":4,"
+    "\"num_key_value_heads\":2,\"vocab_size\":10,\"rms_norm_eps\":1e-05,\"rope_theta\":10000.0,\"rope_scaling\":null,\"max_position_embeddings\":64,\"tie_word_embeddings\":false,"
+    "\"hidden_act\":\"silu\",\"bos_token_id\":1,\"eos_token_id\":2,\"torch_dtype\":\"bfloat16\"}";
+
+static const char *model_dir(void) {            // a fresh folder with a good config.json
+    static char dir[400];
+    snprintf(dir, sizeof dir, "%s", tmp_path("model"));
+    tmp_clear(dir);
+    if (mkdir(dir, 0755)) { perror(dir); exit(1); }
+    put_text(tmp_path("model/config.json"), good_config);
+    return dir;
+}
+
+static const struct { const char *old, *with, *want; } config_cases[] = {
+    { "\"hidden_size\":8,", "", "hidden_size is missing" },
+    { "\"hidden_size\":8", "\"hidden_size\":0", "hidden_size: expected a whole number from 1" },
+    { "\"hidden_size\":8", "\"hidden_size\":-8", "found -8" },
+    { "\"hidden_size\":8", "\"hidden_size\":8.5", "found 8.5" },
+    { "\"hidden_size\":8", "\"hidden_size\":\"8\"", "found \"8\"" },
+    { "\"hidden_size\":8", "\"hidden_size\":[8]", "found an array" },
+    { "\"hidden_size\":8", "\"hidden_size\":null", "hidden_size is missing" },
+    { "\"hidden_size\":8", "\"hidden_size\":9223372036854775807", "hidden_size: expected" },
+    { "\"hidden_size\":8", "\"hidden_size\":9", "no multiple of num_attention_heads" },
+    { "\"hidden_size\":8", "\"hidden_size\":12", "head_dim 3: expected an even number" },
+    { "\"intermediate_size\":6,", "", "intermediate_size is missing" },
+    { "\"num_hidden_layers\":2", "\"num_hidden_layers\":1000000", "num_hidden_layers: expected" },
+    { "\"num_attention_heads\":4", "\"num_attention_heads\":0", "num_attention_heads: expected" },
+    { "\"num_key_value_heads\":2", "\"num_key_value_heads\":3", "no multiple of num_key_value_heads 3" },
+    { "\"num_key_value_heads\":2", "\"num_key_value_heads\":0", "num_key_value_heads: expected" },
+    { "\"num_key_value_heads\":2", "\"num_key_value_heads\":2,\"head_dim\":5", "head_dim 5: expected an even number" },
+    { "\"num_key_value_heads\":2", "\"num_key_value_heads\":2,\"head_dim\":0", "head_dim: expected" },
+    { "\"num_key_value_heads\":2", "\"num_key_value_heads\":2,\"head_dim\":4096", "head_dim: expected" },
+    { "\"vocab_size\":10", "\"vocab_size\":2000000000", "vocab_size: expected" },
+    { "1e-05", "0", "rms_norm_eps: expected" },
+    { "1e-05", "-1e-05", "rms_norm_eps: expected" },
+    { "1e-05", "\"small\"", "rms_norm_eps: expected a number" },
+    { "10000.0", "0", "rope_theta: expected" },
+    { "10000.0", "-1", "rope_theta: expected" },
+    { "\"max_position_embeddings\":64", "\"max_position_embeddings\":0", "max_position_embeddings: expected" },
+    { "\"tie_word_embeddings\":false", "\"tie_word_embeddings\":0", "tie_word_embeddings: expected true or false, found 0" },
+    { "\"silu\"", "\"gelu\"", "hidden_act: expected \"silu\", found \"gelu\"" },
+    { "\"eos_token_id\":2", "\"eos_token_id\":\"</s>\"", "eos_token_id: expected whole numbers" },
+    { "\"eos_token_id\":2", "\"eos_token_id\":[2,null]", "eos_token_id: expected whole numbers" },
+    { "\"eos_token_id\":2", "\"eos_token_id\":[0,1,2,3,4,5,6,7,8]", "more than 8" },
+    { "\"bos_token_id\":1", "\"bos_token_id\":[1]", "bos_token_id: expected" },
+    { "\"model_type\":\"llama\"", "\"model_type\":\"mixtral\"", "model_type \"mixtral\", architecture \"LlamaForCausalLM\" is not supported; supported: llama" },
+    { "\"LlamaForCausalLM\"", "\"LlamaForSequenceClassification\"", "LlamaForSequenceClassification" },
+    { "\"LlamaForCausalLM\"", "\"Qwen2ForCausalLM\"", "not supported" },
+    { "[\"LlamaForCausalLM\"]", "\"LlamaForCausalLM\"", "architectures: expected a list" },
+    { "\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",", "", "model_type and architectures are missing" },
+    { "\"model_type\":\"llama\"", "\"model_type\":\"gemma3_text\"", "Gemma-3 is not supported" },
+    { "\"LlamaForCausalLM\"],\"model_type\":\"llama\"", "\"Gemma3ForConditionalGeneration\"],\"model_type\":\"gemma3\"", "Gemma-3 is not supported" },
+    { "\"hidden_act\"", "\"quantization_config\":{\"quant_method\":\"gptq\",\"bits\":4},\"hidden_act\"", "quantized checkpoint (quantization_config, gptq)" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"type\":\"dynamic\",\"factor\":2.0}", "rope_type \"dynamic\" is not supported" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"longrope\",\"factor\":2.0}", "rope_type \"longrope\" is not supported" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"su\",\"factor\":2.0}", "rope_type \"su\"" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"type\":\"linear\"}", "factor is missing" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"type\":\"linear\",\"factor\":0.5}", "factor: expected" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"type\":\"linear\",\"factor\":\"2\"}", "factor: expected" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"type\":7}", "type: expected a string" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":\"linear\"", "expected an object" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0}", "low_freq_factor is missing" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":4.0,\"high_freq_factor\":4.0}", "low_freq_factor 4: expected less" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4.0,\"beta_fast\":1,\"beta_slow\":2}", "beta_fast 1: expected at least" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4.0,\"mscale\":1.0,\"mscale_all_dim\":1.0}", "mscale" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4.0,\"truncate\":false}", "truncate" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4.0,\"original_max_position_embeddings\":0}", "original_max_position_embeddings: expected" },
+    { "\"rope_scaling\":null", "\"partial_rotary_factor\":0.5", "partial_rotary_factor" },
+    { "\"rope_theta\":10000.0,\"rope_scaling\":null", "\"rope_parameters\":{\"full_attention\":{\"rope_theta\":1e6},\"sliding_attention\":{\"rope_theta\":1e4}}", "differ" },
+    { "\"LlamaForCausalLM\"],\"model_type\":\"llama\"", "\"MistralForCausalLM\"],\"model_type\":\"mistral\",\"sliding_window\":0", "sliding_window: expected" },
+    { "\"LlamaForCausalLM\"],\"model_type\":\"llama\"", "\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\",\"layer_types\":[\"full_attention\"]", "layer_types: expected a list of 2" },
+    { "\"LlamaForCausalLM\"],\"model_type\":\"llama\"", "\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\",\"layer_types\":[\"full_attention\",\"chunked_attention\"]", "found \"chunked_attention\"" },
+    { "\"LlamaForCausalLM\"],\"model_type\":\"llama\"", "\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\",\"layer_types\":[\"full_attention\",\"sliding_attention\"]", "sliding_window is missing" },
+    { "{", "[", "expected ',' or ']'" },
+    { "\"torch_dtype\":\"bfloat16\"}", "\"torch_dtype\":\"bfloat16\"", "end of the text" },
+};
+
+TEST(config_broken, "every unusable value of config.json ends with exit code 3 and the key's name") {
+    const char *dir = model_dir();
+    for (size_t i = 0; i < sizeof config_cases / sizeof *config_cases; i++) {
+        char *text = replaced(good_config, config_cases[i].old, config_cases[i].with);
+        put_text(tmp_path("model/config.json"), text);
+        Config *c;
+        int code = try_config(dir, &c);
+        CHECK(code == EXIT_MODEL && strstr(die_text, config_cases[i].want) && strstr(die_text, "config.json"), "%s -> %s: code %d, \"%s\"", config_cases[i].old, config_cases[i].with, code, die_text);
+        weights_close(NULL, c);
+        free(text);
+    }
+}
+
+TEST(config_folders, "missing folders and files, a file instead of a folder, weights in foreign formats") {
+    static const struct { const char *file, *want; } foreign[] = {
+        { "pytorch_model.bin", "only pytorch_model.bin: pickled weights" }, { "pytorch_model-00001-of-00002.bin", "pickled" }, { "consolidated.00.pth", "consolidated.00.pth: weights in the vendor's own layout" },
+        { "consolidated.safetensors", "interleaved" }, { "model-Q4_K_M.gguf", "model-Q4_K_M.gguf: a GGUF file" } };
+    Config *c; Weights *w;
+    const char *dir = model_dir();
+    int code = try_config(tmp_path("nowhere"), &c);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "no such folder"), "%d %s", code, die_text);
+    code = try_config(tmp_path("model/config.json"), &c);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "found a file"), "%d %s", code, die_text);
+    char path[2000];
+    memset(path, 'x', sizeof path - 1);
+    path[sizeof path - 1] = 0;
+    code = try_config(path, &c);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "longer than"), "%d %s", code, die_text);
+    put_text(tmp_path("model/generation_config.json"), "{\"eos_token_id\":[2,3],");
+    code = try_config(dir, &c);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "generation_config.json: byte"), "%d %s", code, die_text);
+    put_text(tmp_path("model/generation_config.json"), "{\"eos_token_id\":[2,3]}");
+    c = config_load(dir);
+    code = try_weights(c, &w);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "model.safetensors: No such file"), "%d %s", code, die_text);
+    for (size_t i = 0; i < sizeof foreign / sizeof *foreign; i++) {
+        snprintf(path, sizeof path, "%s/%s", dir, foreign[i].file);
+        put_text(path, "x");
+        code = try_weights(c, &w);
+        CHECK(code == EXIT_MODEL && strstr(die_text, foreign[i].want), "%s: %d %s", foreign[i].file, code, die_text);
+        unlink(path);
+    }
+    weights_close(NULL, c);
+    put_text(tmp_path("model/x.gguf"), "GGUF");
+    unlink(tmp_path("model/config.json"));
+    code = try_config(dir, &c);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "x.gguf: a GGUF file"), "%d %s", code, die_text);
+    unlink(tmp_path("model/x.gguf"));
+    code = try_config(dir, &c);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "config.json: No such file"), "%d %s", code, die_text);
+}
+
+static Config *config_of(const char *old, const char *with) {      // good_config with one replacement, loaded
+    char *text = replaced(good_config, old, with);
+    put_text(tmp_path("model/config.json"), text);
+    free(text);
+    return config_load(tmp_path("model"));
+}
+
+TEST(config_values, "defaults, old and new keys, eos ids of both files, the sliding window of each family") {
+    model_dir();
+    Config *c = config_of("", "");
+    CHECK(c->L == 2 && c->H == 4 && c->G == 2 && c->D == 2 && c->C == 8 && c->F == 6 && c->V == 10 && c->max_pos == 64 && c->eps == 1e-5f && !c->tied && !c->qk_norm && !c->window && !c->windowed, "sizes");
+    CHECK(c->bos == 1 && c->n_eos == 1 && c->eos[0] == 2 && c->rope_type == ROPE_DEFAULT && c->theta == 1e4 && c->dtype == DT_BF16, "tokens, rope");
+    weights_close(NULL, c);
+    c = config_of("\"num_key_value_heads\":2,", "\"head_dim\":null,");
+    CHECK(c->G == 4 && c->D == 2, "no num_key_value_heads: %d", c->G);
+    weights_close(NULL, c);
+    c = config_of("\"num_key_value_heads\":2,", "\"head_dim\":6,\"num_key_value_heads\":1,");
+    CHECK(c->G == 1 && c->D == 6, "head_dim apart from hidden/heads: %d", c->D);
+    weights_close(NULL, c);
+    c = config_of("\"architectures\":[\"LlamaForCausalLM\"],", "");
+    CHECK(!strcmp(c->model_type, "llama"), "%s", c->model_type);
+    weights_close(NULL, c);
+    c = config_of("\"model_type\":\"llama\",", "");
+    CHECK(!strcmp(c->model_type, "llama"), "%s", c->model_type);
+    weights_close(NULL, c);
+    c = config_of("\"bos_token_id\":1,\"eos_token_id\":2,\"torch_dtype\":\"bfloat16\"", "\"bos_token_id\":null,\"eos_token_id\":[5,2,99],\"dtype\":\"float16\"");
+    CHECK(c->bos == -1 && c->n_eos == 2 && c->eos[0] == 5 && c->eos[1] == 2 && c->dtype == DT_F16, "eos %d, dtype %d", c->n_eos, c->dtype);
+    weights_close(NULL, c);
+    put_text(tmp_path("model/generation_config.json"), "{\"eos_token_id\":[3,2,7]}");
+    c = config_of("", "");
+    CHECK(c->n_eos == 3 && c->eos[0] == 2 && c->eos[1] == 3 && c->eos[2] == 7, "the union of both files: %d", c->n_eos);
+    weights_close(NULL, c);
+    static const char old_llama3[] = "\"rope_theta\":5e5,\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":32.0,\"low_freq_factor\":1.0,\"high_freq_factor\":4.0,\"original_max_position_embeddings\":8192}";
+    static const char new_llama3[] = "\"rope_parameters\":{\"rope_theta\":5e5,\"rope_type\":\"llama3\",\"factor\":32.0,\"low_freq_factor\":1.0,\"high_freq_factor\":4.0,\"original_max_position_embeddings\":8192}";
+    static const char nested[] = "\"rope_parameters\":{\"full_attention\":{\"rope_theta\":5e5,\"rope_type\":\"llama3\",\"factor\":32.0,\"low_freq_factor\":1,\"high_freq_factor\":4.0,\"original_max_position_embeddings\":8192}}";
+    const char *forms[] = { old_llama3, new_llama3, nested };
+    for (int i = 0; i < 3; i++) {
+        c = config_of("\"rope_theta\":10000.0,\"rope_scaling\":null", forms[i]);
+        CHECK(c->rope_type == ROPE_LLAMA3 && c->theta == 5e5 && c->factor == 32 && c->low_freq == 1 && c->high_freq == 4 && c->orig_pos == 8192, "form %d", i);
+        weights_close(NULL, c);
+    }
+    c = config_of("\"rope_scaling\":null", "\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,\"original_max_position_embeddings\":32}");
+    CHECK(c->rope_type == ROPE_YARN && c->orig_pos == 32 && c->beta_fast == 32 && c->beta_slow == 1 && c->attn_factor == 0, "yarn");
+    weights_close(NULL, c);
+    static const struct { const char *arch, *type, *keys; int window, bits; } windows[] = {        // bits: which of the two layers
+        { "Llama", "llama", "\"sliding_window\":16", 0, 0 }, { "Mistral", "mistral", "\"sliding_window\":16", 16, 3 }, { "Mistral", "mistral", "\"sliding_window\":null", 0, 0 },
+        { "Mistral", "mistral", "\"x\":0", 4096, 3 }, { "Qwen2", "qwen2", "\"sliding_window\":16,\"max_window_layers\":0", 0, 0 },
+        { "Qwen2", "qwen2", "\"use_sliding_window\":true,\"sliding_window\":16,\"max_window_layers\":1", 16, 2 },
+        { "Qwen2", "qwen2", "\"use_sliding_window\":true,\"sliding_window\":16,\"max_window_layers\":2", 0, 0 },
+        { "Qwen3", "qwen3", "\"use_sliding_window\":true,\"sliding_window\":16,\"max_window_layers\":1,\"layer_types\":[\"sliding_attention\",\"full_attention\"]", 16, 1 },
+        { "Qwen3", "qwen3", "\"use_sliding_window\":false,\"sliding_window\":null,\"layer_types\":[\"full_attention\",\"full_attention\"]", 0, 0 } };
+    for (size_t i = 0; i < sizeof windows / sizeof *windows; i++) {
+        char with[400];
+        snprintf(with, sizeof with, "\"%sForCausalLM\"],\"model_type\":\"%s\",%s", windows[i].arch, windows[i].type, windows[i].keys);
+        c = config_of("\"LlamaForCausalLM\"],\"model_type\":\"llama\"", with);
+        int bits = c->windowed ? c->windowed[0] | c->windowed[1] << 1 : 0;
+        CHECK(c->window == windows[i].window && bits == windows[i].bits && c->qk_norm == (i >= 7), "%s: window %d, layers %d", with, c->window, bits);
+        weights_close(NULL, c);
+    }
+}
+
+TEST(config_synthetic_shapes, "named shapes, sizes over the defaults, bad shapes with exit code 2") {
+    Config *c = config_synthetic("llama-3.2-1b");
+    CHECK(c->L == 16 && c->H == 32 && c->G == 8 && c->D == 64 && c->C == 2048 && c->F == 8192 && c->V == 128256 && c->tied && !strcmp(c->dir, "synthetic:llama-3.2-1b"), "1b");
+    weights_close(NULL, c);
+    c = config_synthetic("qwen3-4b");
+    CHECK(c->L == 36 && c->D == 128 && c->C == 2560 && c->qk_norm, "qwen3");
+    weights_close(NULL, c);
+    c = config_synthetic("L3,V500,G4,C64,F80,H8,D16");
+    CHECK(c->L == 3 && c->V == 500 && c->G == 4 && c->C == 64 && c->F == 80 && c->H == 8 && c->D == 16, "letters");
+    weights_close(NULL, c);
+    c = config_synthetic("L2");
+    CHECK(c->L == 2 && c->C == 2048, "one letter");
+    weights_close(NULL, c);
+    static const char *const bad[] = { "", "llama", "L", "L0", "L-1", "L2;", "L2,", "L2,X3", "L99999999999999999999", "H8,G3", "D7", "L 2", "l2" };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        int code = try_synthetic(bad[i]);
+        CHECK(code == EXIT_USAGE && strstr(die_text, "shape"), "\"%s\": %d %s", bad[i], code, die_text);
+    }
+}
+
+// ---- WEIGHTS
+// A header for good_config, BF16, and its number of data bytes. The data are counted bytes: small finite numbers.
+static size_t good_header(char *out, size_t cap, int prefix) {     // prefix: 1 model tensors of layer 0 and the embedding only, 2 the rest, 3 all
+    size_t n = 0, at = 0;
+    #define PUT(name, rows, cols) do { size_t b_ = (size_t)2 * (size_t)((rows) ? (rows) : 1) * (size_t)(cols); char dims_[40]; \
+        if (rows) snprintf(dims_, sizeof dims_, "%d,%d", rows, cols); else snprintf(dims_, sizeof dims_, "%d", cols); \
+        n += (size_t)snprintf(out + n, cap - n, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}", at ? "," : "", name, dims_, at, at + b_); at += b_; } while (0)
+    n += (size_t)snprintf(out + n, cap - n, "{");
+    if (prefix & 1) PUT("model.embed_tokens.weight", 10, 8);
+    for (int l = 0; l < 2; l++) {
+        static const struct { const char *name; int rows, cols; } t[] = { { "input_layernorm.weight", 0, 8 }, { "self_attn.q_proj.weight", 8, 8 }, { "self_attn.k_proj.weight", 4, 8 },
+            { "self_attn.v_proj.weight", 4, 8 }, { "self_attn.o_proj.weight", 8, 8 }, { "post_attention_layernorm.weight", 0, 8 }, { "mlp.gate_proj.weight", 6, 8 }, { "mlp.up_proj.weight", 6, 8 },
+            { "mlp.down_proj.weight", 8, 6 } };
+        for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+            char name[100];
+            snprintf(name, sizeof name, "model.layers.%d.%s", l, t[i].name);
+            if (prefix & (l ? 2 : 1)) PUT(name, t[i].rows, t[i].cols);
+        }
+    }
+    if (prefix & 2) { PUT("model.norm.weight", 0, 8); PUT("lm_head.weight", 10, 8); }
+    snprintf(out + n, cap - n, "}");
+    #undef PUT
+    return at;
+}
+
+static const struct { const char *old, *with, *want; } weight_cases[] = {
+    { "", "", NULL },
+    { "\"model.norm.weight\"", "\"model.norm.weights\"", "tensor model.norm.weight is missing" },
+    { "\"lm_head.weight\"", "\"lm_heads\"", "tensor lm_head.weight is missing" },
+    { "\"model.embed_tokens.weight\"", "\"embed_tokens.weight\"", "tensor model.embed_tokens.weight is missing" },
+    { "model.layers.1.self_attn.q_proj.weight", "model.layers.2.self_attn.q_proj.weight", "tensor model.layers.1.self_attn.q_proj.weight is missing" },
+    { "\"BF16\",\"shape\":[10,8]", "\"BF16\",\"shape\":[8,10]", "tensor model.embed_tokens.weight: found shape (8,10), expected (10,8)" },
+    { "\"BF16\",\"shape\":[10,8]", "\"BF16\",\"shape\":[80]", "found shape (80), expected (10,8)" },
+    { "\"BF16\",\"shape\":[8]", "\"BF16\",\"shape\":[1,8]", "input_layernorm.weight: found shape (1,8), expected (8)" },
+    { "\"BF16\",\"shape\":[8]", "\"BF16\",\"shape\":[2,4]", "found shape (2,4), expected (8)" },
+    { "\"BF16\",\"shape\":[4,8]", "\"BF16\",\"shape\":[8,4]", "k_proj.weight: found shape (8,4), expected (4,8)" },
+    { "\"BF16\",\"shape\":[4,8]", "\"BF16\",\"shape\":[1,4,8]", "found shape (1,4,8)" },
+    { "\"BF16\",\"shape\":[10,8]", "\"I8\",\"shape\":[10,16]", "quantized checkpoint: tensor model.embed_tokens.weight is I8" },
+    { "\"BF16\",\"shape\":[10,8]", "\"F8_E4M3\",\"shape\":[20,8]", "quantized checkpoint" },
+    { "\"BF16\",\"shape\":[10,8]", "\"I16\",\"shape\":[10,8]", "is I16, expected F32, F16 or BF16" },
+    { "\"BF16\",\"shape\":[10,8]", "\"BOOL\",\"shape\":[10,16]", "is BOOL, expected" },
+    { "\"BF16\",\"shape\":[10,8]", "\"BF15\",\"shape\":[10,8]", "model.safetensors: tensor model.embed_tokens.weight: unknown dtype" },
+    { "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.qweight", "quantized checkpoint: tensor model.layers.0.mlp.up_proj.qweight" },
+};
+
+TEST(weights_broken, "a tensor that is missing, misshapen or of a wrong dtype ends with exit code 3 and its name") {
+    const char *dir = model_dir();
+    static char header[8192];
+    size_t data = good_header(header, sizeof header, 3);
+    Config *c = config_load(dir);
+    for (size_t i = 0; i < sizeof weight_cases / sizeof *weight_cases; i++) {
+        char *text = replaced(header, weight_cases[i].old, weight_cases[i].with);
+        put_safetensors(tmp_path("model/model.safetensors"), text, -1, data);
+        Weights *w;
+        int code = try_weights(c, &w);
+        if (weight_cases[i].want) CHECK(code == EXIT_MODEL && strstr(die_text, weight_cases[i].want), "%s -> %s: code %d, \"%s\"", weight_cases[i].old, weight_cases[i].with, code, die_text);
+        else CHECK(!code && w && w->bytes == data && c->dtype == DT_BF16 && w->head.data != w->embed.data && !w->layer[1].bq.data, "%d %s", code, die_text);
+        weights_close(w, NULL);
+        free(text);
+    }
+    weights_close(NULL, c);
+    put_safetensors(tmp_path("model/model.safetensors"), header, -1, data);
+    c = config_of("\"LlamaForCausalLM\"],\"model_type\":\"llama\"", "\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"");
+    Weights *w;
+    int code = try_weights(c, &w);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "q_proj.bias is missing"), "Qwen2 always has biases: %d %s", code, die_text);
+    weights_close(NULL, c);
+    c = config_of("\"LlamaForCausalLM\"],\"model_type\":\"llama\"", "\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"");
+    code = try_weights(c, &w);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "q_norm.weight is missing"), "Qwen3 always has norms: %d %s", code, die_text);
+    weights_close(NULL, c);
+}
+
+// What fn prints to stderr, in a static buffer.
+static const char *stderr_of(void (*fn)(void *), void *arg) {
+    static char buf[2000];
+    FILE *f = tmpfile();
+    fflush(stderr);
+    int old = dup(2);
+    dup2(fileno(f), 2);
+    fn(arg);
+    fflush(stderr);
+    dup2(old, 2);
+    close(old);
+    rewind(f);
+    buf[fread(buf, 1, sizeof buf - 1, f)] = 0;
+    fclose(f);
+    return buf;
+}
+static void load_and_close(void *dir) { Config *c = config_load(dir); weights_close(weights_load(c), c); }
+
+TEST(weights_leftovers, "tensors nobody asked for give one warning line; inv_freq none; a tied model's lm_head is ignored with a warning") {
+    char *dir = (char *)(uintptr_t)model_dir();
+    static char header[8192];
+    size_t data = good_header(header, sizeof header, 3);
+    char with[300];
+    put_safetensors(tmp_path("model/model.safetensors"), header, -1, data);
+    const char *said = stderr_of(load_and_close, dir);
+    CHECK(!*said, "a clean folder: %s", said);
+    snprintf(with, sizeof with, "{\"extra.one\":%s,\"extra.two\":%s,\"model.layers.0.self_attn.rotary_emb.inv_freq\":%s,", ST("\"F32\"", "[0]", "[0,0]"), ST("\"I64\"", "[0]", "[0,0]"), ST("\"F32\"", "[0]", "[0,0]"));
+    char *text = replaced(header, "{", with);
+    put_safetensors(tmp_path("model/model.safetensors"), text, -1, data);
+    free(text);
+    said = stderr_of(load_and_close, dir);
+    CHECK(strstr(said, "2 tensors are not used, the first: extra.one") && strchr(said, '\n') == said + strlen(said) - 1, "%s", said);
+    put_safetensors(tmp_path("model/model.safetensors"), header, -1, data);
+    text = replaced(good_config, "\"tie_word_embeddings\":false", "\"tie_word_embeddings\":true");
+    put_text(tmp_path("model/config.json"), text);
+    free(text);
+    said = stderr_of(load_and_close, dir);
+    CHECK(strstr(said, "lm_head.weight is not used"), "%s", said);
+    Config *c = config_load(dir);
+    text = replaced(header, "\"lm_head.weight\"", "\"model.layers.0.rotary_emb.inv_freq\"");
+    put_safetensors(tmp_path("model/model.safetensors"), text, -1, data);
+    free(text);
+    Weights *w = weights_load(c);
+    CHECK(w->head.data == w->embed.data && w->head.rows == 10, "tied without lm_head");
+    weights_close(w, c);
+}
+
+static const struct { const char *text, *want; } index_cases[] = {      // A and B: the two shards; both hold what good_header splits
+    { "{\"weight_map\":{A,B}}", NULL },
+    { "{\"metadata\":{\"total_size\":1},\"weight_map\":{B,A}}", NULL },
+    { "{\"weight_map\":{A}}", "is missing" },
+    { "{}", "no weight_map" }, { "{\"weight_map\":{}}", "no weight_map" }, { "{\"weight_map\":[]}", "no weight_map" }, { "[]", "expected a JSON object" }, { "{", "byte" },
+    { "{\"weight_map\":{A,B,\"x\":3}}", "x is no file name" },
+    { "{\"weight_map\":{A,B,\"x\":\"s3.safetensors\"}}", "s3.safetensors: No such file" },
+    { "{\"weight_map\":{A,B,\"x\":\"../model/s1.safetensors\"}}", "in the same folder" },
+    { "{\"weight_map\":{A,B,\"x\":\"..\"}}", "in the same folder" },
+    { "{\"weight_map\":{A,B,\"x\":\"\"}}", "in the same folder" },
+    { "{\"weight_map\":{A,B,\"x\":\"config.json\"}}", "config.json: " },
+    { "{\"weight_map\":{A,B,\"model.norm.weight\":\"s1.safetensors\"}}", "tensor model.norm.weight is not in s1.safetensors" },
+};
+
+TEST(weights_shards, "index.json: good, lying, missing shards, names outside the folder; model.safetensors beside it is not read") {
+    const char *dir = model_dir();
+    static char header[8192], map[2][8192];
+    for (int s = 1; s <= 2; s++) {
+        char file[60], err[256];
+        size_t data = good_header(header, sizeof header, s), n = 0;
+        snprintf(file, sizeof file, "model/s%d.safetensors", s);
+        put_safetensors(tmp_path(file), header, -1, data);
+        Json *j = json_parse(header, strlen(header), err);
+        for (int i = 0; i < j->n; i++) n += (size_t)snprintf(map[s - 1] + n, sizeof map[0] - n, "%s\"%s\":\"s%d.safetensors\"", i ? "," : "", j->key[i], s);
+        json_free(j);
+    }
+    put_text(tmp_path("model/model.safetensors"), "broken on purpose");
+    Config *c = config_load(dir);
+    for (size_t i = 0; i < sizeof index_cases / sizeof *index_cases; i++) {
+        char *a = strchr(index_cases[i].text, 'A') ? replaced(index_cases[i].text, "A", map[0]) : replaced(index_cases[i].text, "", "");
+        char *b = strchr(index_cases[i].text, 'B') ? replaced(a, "B", map[1]) : replaced(a, "", "");
+        put_text(tmp_path("model/model.safetensors.index.json"), b);
+        Weights *w;
+        int code = try_weights(c, &w);
+        if (index_cases[i].want) CHECK(code == EXIT_MODEL && strstr(die_text, index_cases[i].want), "%s: %d %s", index_cases[i].text, code, die_text);
+        else CHECK(!code && w && w->layer[1].down.data, "%s: %d %s", index_cases[i].text, code, die_text);
+        weights_close(w, NULL);
+        free(a); free(b);
+    }
+    weights_close(NULL, c);
+}
+
+static int threads_set(int n) {                 // -> the number before. Tiny models are faster with one
+    int old = 1;
+#ifdef _OPENMP
+    old = omp_get_max_threads();
+    omp_set_num_threads(n);
+#endif
+    (void)n;
+    return old;
+}
+
+TEST(weights_synthetic_made, "the same bits whatever the number of threads, the wanted spread, every tensor there; inspect prints it") {
+    Config *c = config_synthetic("L2,H6,G3,D20,C60,F91,V333");
+    Weights *w = weights_synthetic(c, 7);
+    int threads = threads_set(3);
+    Weights *v = weights_synthetic(c, 7);
+    threads_set(1);
+    Weights *u = weights_synthetic(c, 8), *one = weights_synthetic(c, 7);
+    threads_set(threads);
+    CHECK(!memcmp(v->embed.data, one->embed.data, ((WeightFiles *)v->files)->block_bytes), "threads change the weights");
+    weights_close(one, NULL);
+    CHECK(((WeightFiles *)w->files)->block_bytes == ((WeightFiles *)v->files)->block_bytes
+          && !memcmp(w->embed.data, v->embed.data, ((WeightFiles *)w->files)->block_bytes), "a seed gives other weights the second time");
+    CHECK(memcmp(w->embed.data, u->embed.data, 1000), "the seed changes nothing");
+    double sum = 0, sq = 0;
+    size_t n = (size_t)333 * 60;
+    for (size_t i = 0; i < n; i++) { double x = bf16_to_f32(((const uint16_t *)w->embed.data)[i]); sum += x; sq += x * x; }
+    CHECK(fabs(sqrt(sq / n) - 2.5 / sqrt(60)) < 0.01 && fabs(sum / n) < 0.01, "std %g mean %g", sqrt(sq / n), sum / n);
+    CHECK(bf16_to_f32(*(const uint16_t *)w->layer[1].attn_norm.data) == 1 && w->layer[1].down.rows == 60 && w->layer[1].down.cols == 91 && w->head.data == w->embed.data, "layer 1");
+    char *out = NULL;
+    size_t len = 0;
+    FILE *f = open_memstream(&out, &len);
+    inspect(c, w, f);
+    fclose(f);
+    CHECK(strstr(out, "333 x 60") && strstr(out, "in 2 layers") && strstr(out, "KV cache   960 bytes a token in f32, 480 in f16"), "%s", out);
+    free(out);
+    weights_close(u, NULL); weights_close(v, NULL); weights_close(w, c);
+}
+
+TEST(rope_scaling, "frequencies at the ends and in the middle of llama3, linear and yarn scaling, worked out by hand") {
+    Config *c = config_synthetic("llama-3.2-1b");       // D 64, theta 5e5, factor 32, orig 8192: waves up to 2048 stay, from 8192 on are stretched 32 times
+    double f[64]; float scale;
+    rope_frequencies(c, f, &scale);
+    CHECK(f[0] == 1 && scale == 1, "%g", f[0]);
+    double plain = pow(5e5, -62.0 / 64);                // the slowest pair: wave 2.1e6
+    CHECK(fabs(f[31] / (plain / 32) - 1) < 1e-12, "%g", f[31]);
+    plain = pow(5e5, -32.0 / 64);                       // pair 16: wave 2 pi sqrt(5e5) = 4442.88, s = (8192/4442.88 - 1)/3
+    double s = (8192 / (2 * M_PI * sqrt(5e5)) - 1) / 3;
+    CHECK(fabs(f[16] / (plain * ((1 - s) / 32 + s)) - 1) < 1e-12, "%g", f[16]);
+    plain = pow(5e5, -28.0 / 64);                       // pair 14: wave 1956 stays
+    CHECK(fabs(f[14] / plain - 1) < 1e-12, "%g", f[14]);
+    c->rope_type = ROPE_LINEAR; c->factor = 4;
+    rope_frequencies(c, f, &scale);
+    CHECK(f[0] == 0.25 && scale == 1, "%g", f[0]);
+    c->rope_type = ROPE_YARN; c->theta = 1e6; c->D = 128; c->orig_pos = 32768;       // Qwen2.5 with its yarn: range floor(23.6) .. ceil(39.65)
+    rope_frequencies(c, f, &scale);
+    CHECK(fabs(scale - (0.1 * log(4) + 1)) < 1e-6, "%g", scale);
+    CHECK(fabs(f[23] / pow(1e6, -46.0 / 128) - 1) < 1e-12 && fabs(f[40] / (pow(1e6, -80.0 / 128) / 4) - 1) < 1e-12, "ends of the ramp");
+    CHECK(fabs(f[24] / (pow(1e6, -48.0 / 128) * (1 - 0.75 / 17)) - 1) < 1e-12, "one step into the ramp: %g", f[24] / pow(1e6, -48.0 / 128));
+    c->attn_factor = 1.5;
+    rope_frequencies(c, f, &scale);
+    CHECK(scale == 1.5f, "attention_factor wins: %g", scale);
+    weights_close(NULL, c);
+}
+
+// ---- GOLDEN LOGITS: data/golden, made by data/make_golden.py from transformers
+typedef struct { int n_ids, n_rows, V; const int32_t *ids, *rows; const float *logits; char *file; Config *c; Weights *w; } Golden;
+enum { GOLDEN_PREFILL = 70 };
+
+static const char *const golden_names[] = { "llama2-mha", "llama3-tied", "llama-linear", "llama-biases", "llama-sharded", "llama-mixed", "qwen2-yarn", "qwen2-biases", "qwen2-window",
+                                            "qwen3-norms", "qwen3-layers", "qwen3-yarn", "mistral-window", "mistral-nemo" };
+enum { N_GOLDEN = sizeof golden_names / sizeof *golden_names };
+
+static int golden_open(Golden *g, const char *name) {
+    char path[200], err[256] = "";
+    size_t n = 0;
+    snprintf(path, sizeof path, "data/golden/%s/golden.bin", name);
+    *g = (Golden){ .file = read_file(path, &n, err) };
+    CHECK(g->file, "%s", err);
+    if (!g->file) return 0;
+    const int32_t *p = (const int32_t *)g->file;
+    g->n_ids = p[0]; g->n_rows = p[1]; g->V = p[2];
+    g->ids = p + 3; g->rows = g->ids + g->n_ids; g->logits = (const float *)(g->rows + g->n_rows);
+    CHECK(n == 12 + 4 * (size_t)(g->n_ids + g->n_rows) + 4 * (size_t)g->n_rows * (size_t)g->V, "%s: %zu bytes", path, n);
+    snprintf(path, sizeof path, "data/golden/%s", name);
+    g->c = config_load(path);
+    g->w = weights_load(g->c);
+    CHECK(g->c->V == g->V, "%s: V %d", name, g->c->V);
+    return 1;
+}
+static void golden_close(Golden *g) { weights_close(g->w, g->c); free(g->file); }
+
+static Options *golden_options(const char *batch, const char *format) {
+    Options *o = options_new();
+    char err[256] = "";
+    CHECK(!options_set(o, "ctk", format, err) && !options_set(o, "ctv", format, err) && !options_set(o, "batch-size", batch, err), "%s", err);
+    return o;
+}
+
+// The logits (n_ids - first + 1, V) of a prefill of `first` ids and a decode step for each other id.
+static float *golden_run(const Golden *g, const Options *o, int first) {
+    Session *s = session_open(g->c, g->w, o, "full");
+    float *out = xmalloc((size_t)(g->n_ids - first + 1) * (size_t)g->V * sizeof *out), *row = out;
+    for (int i = first; i <= g->n_ids; i++, row += g->V)
+        memcpy(row, i == first ? prefill(s, g->ids, first) : decode(s, g->ids[i - 1]), (size_t)g->V * sizeof *row);
+    session_close(s);
+    return out;
+}
+
+static void golden_compare(const Golden *g, const char *name, const char *how, const float *run, int first, double tol) {
+    for (int r = 0; r < g->n_rows; r++) {
+        size_t at = 0;
+        if (g->rows[r] < first - 1) continue;
+        const float *got = run + (size_t)(g->rows[r] - (first - 1)) * (size_t)g->V, *want = g->logits + (size_t)r * (size_t)g->V;
+        double e = worst(got, want, (size_t)g->V, tol, tol, &at);
+        CHECK(e <= 1, "%s, %s, row %d: logit %zu is %g, transformers has %g (%.1f times the bound)", name, how, g->rows[r], at, got[at], want[at], e);
+    }
+}
+
+TEST(golden_logits, "every family against transformers: prefill, decode, two turns, token by token") {
+    int threads = threads_set(1);
+    Options *o = golden_options("512", "f32");
+    for (int i = 0; i < N_GOLDEN; i++) {
+        Golden g;
+        if (!golden_open(&g, golden_names[i])) continue;
+        float *run = golden_run(&g, o, GOLDEN_PREFILL);
+        golden_compare(&g, golden_names[i], "prefill and decode", run, GOLDEN_PREFILL, 2e-4);
+        float *steps = golden_run(&g, o, 1);
+        golden_compare(&g, golden_names[i], "token by token", steps, 1, 2e-4);
+        size_t n = (size_t)(g.n_ids - GOLDEN_PREFILL + 1) * (size_t)g.V, at = 0;
+        double e = worst(run, steps + (size_t)(GOLDEN_PREFILL - 1) * (size_t)g.V, n, 5e-5, 5e-5, &at);
+        CHECK(e <= 1, "%s: prefill and token by token differ, %.1f times the bound", golden_names[i], e);
+        free(run); free(steps);
+        Session *s = session_open(g.c, g.w, o, "full");
+        prefill(s, g.ids, 11);
+        const float *row = prefill(s, g.ids + 11, 25);          // a second turn reads the first one's rows: row 35
+        e = worst(row, g.logits + (size_t)g.V, (size_t)g.V, 2e-4, 2e-4, &at);
+        CHECK(g.rows[1] == 35 && e <= 1, "%s, second turn: %.1f times the bound", golden_names[i], e);
+        session_reset(s);
+        row = prefill(s, g.ids, 11);                            // and after a reset the first turn again: row 10
+        e = worst(row, g.logits, (size_t)g.V, 2e-4, 2e-4, &at);
+        CHECK(g.rows[0] == 10 && e <= 1, "%s, after a reset: %.1f times the bound", golden_names[i], e);
+        session_close(s);
+        golden_close(&g);
+    }
+    options_free(o);
+    threads_set(threads);
+}
+
+TEST(golden_bits, "-b 7, 64, 512 and 1 or 2 threads: the same logits to the bit") {
+    static const struct { const char *batch; int threads; } ways[] = { { "512", 1 }, { "7", 1 }, { "64", 1 }, { "512", 2 }, { "7", 2 } };
+    int threads = threads_set(1);
+    for (int i = 0; i < N_GOLDEN; i++) {
+        Golden g;
+        float *first = NULL;
+        if (!golden_open(&g, golden_names[i])) continue;
+        size_t n = (size_t)(g.n_ids - GOLDEN_PREFILL + 1) * (size_t)g.V;
+        for (size_t k = 0; k < sizeof ways / sizeof *ways; k++) {
+            Options *o = golden_options(ways[k].batch, i & 1 ? "f16" : "f32");
+            threads_set(ways[k].threads);
+            float *run = golden_run(&g, o, GOLDEN_PREFILL);
+            CHECK(!first || !memcmp(first, run, n * sizeof *run), "%s: -b %s with %d threads differs", golden_names[i], ways[k].batch, ways[k].threads);
+            if (first) free(run); else first = run;
+            options_free(o);
+        }
+        free(first);
+        golden_close(&g);
+    }
+    threads_set(threads);
+}
+
+TEST(golden_formats, "f16, bf16 and q8_0 rows stay close to the f32 ones and are not the same") {
+    static const struct { const char *format; double tol; } formats_tried[] = { { "f16", 0.02 }, { "bf16", 0.2 }, { "q8_0", 0.3 } };
+    Golden g;
+    if (!golden_open(&g, "qwen3-norms")) return;
+    for (size_t k = 0; k < sizeof formats_tried / sizeof *formats_tried; k++) {
+        Options *o = golden_options("512", formats_tried[k].format);
+        float *run = golden_run(&g, o, GOLDEN_PREFILL);
+        const float *want = g.logits + (size_t)2 * (size_t)g.V;         // rows 69..79 stand together
+        size_t n = (size_t)(g.n_ids - GOLDEN_PREFILL + 1) * (size_t)g.V, at = 0;
+        double e = worst(run, want, n, formats_tried[k].tol, formats_tried[k].tol, &at);
+        CHECK(e <= 1, "%s: logit %g, wanted %g", formats_tried[k].format, run[at], want[at]);
+        CHECK(worst(run, want, n, 2e-4, 2e-4, &at) > 1, "%s changes nothing: is the option read?", formats_tried[k].format);
+        free(run);
+        options_free(o);
+    }
+    golden_close(&g);
+}
+
+// ==================================================================================================== 4 MATH
+// Every kernel of every instruction set this machine runs, against double, at sizes that enter the main loop, its tail and
+// neither; the promises "no result depends on T, on the number of threads or on the place in a block" bit for bit.
+
+enum { N_SIMD = sizeof simd_table / sizeof *simd_table };
+#define EACH_SIMD(i) for (int i = 0; i < N_SIMD; i++) if (simd_can(&simd_table[i]) && !simd_set(simd_table[i].name))
+
+static uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+static float from_bits(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+static float *random_floats(size_t n) {
+    float *x = xmalloc(n * sizeof *x);
+    for (size_t i = 0; i < n; i++) x[i] = rnd_normal();
+    return x;
+}
+static Tensor random_tensor(int dtype, int rows, int cols) {
+    size_t n = (size_t)rows * cols;
+    float *x = random_floats(n);
+    void *data = xmalloc(n * dtype_size(dtype));
+    from_f32(data, x, dtype, n);
+    free(x);
+    return (Tensor){ data, dtype, rows, cols };
+}
+static double weight_at(const Tensor *w, size_t i) {
+    const uint16_t *h = w->data;
+    return w->dtype == DT_F32 ? ((const float *)w->data)[i] : w->dtype == DT_F16 ? f16_to_f32(h[i]) : bf16_to_f32(h[i]);
+}
+static void set_threads(int n) {
+#ifdef _OPENMP
+    omp_set_num_threads(n);
+#else
+    (void)n;
+#endif
+}
+
+// y (T,rows) against double. The bound is that of a sum in f32: a few roundings of the sum of magnitudes.
+static double matmul_error(const float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
+    double bad = 0;
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < w->rows; r++) {
+            double sum = 0, size = 0;
+            for (int k = 0; k < w->cols; k++) {
+                double p = x[t * ldx + k] * weight_at(w, (size_t)r * w->cols + k);
+                sum += p; size += fabs(p);
+            }
+            double e = fabs(y[t * ldy + r] - sum) / (size * 4e-7 + 1e-30);
+            if (!(e <= bad)) bad = isnan(e) ? INFINITY : e;
+        }
+    return bad;
+}
+TEST(math_matmul, "matmul equals double on every instruction set, dtype and odd size, and writes nothing outside y") {
+    static const int shape[][2] = { { 1, 1 }, { 7, 16 }, { 5, 40 }, { 66, 96 }, { 3, 130 }, { 13, 576 }, { 2, 1024 }, { 9, 2100 } }, Ts[] = { 1, 2, 3, 5, 17, 33, 130 };
+    rnd_seed(41);
+    EACH_SIMD(i)
+        for (size_t a = 0; a < sizeof shape / sizeof *shape; a++)
+            for (int dt = DT_F32; dt <= DT_BF16; dt++) {
+                int rows = shape[a][0], cols = shape[a][1];
+                Tensor w = random_tensor(dt, rows, cols);
+                for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
+                    int T = Ts[b];
+                    size_t ldx = (size_t)cols + 3, ldy = (size_t)rows + 2;
+                    float *x = random_floats(T * ldx), *y = xmalloc(T * ldy * sizeof *y);
+                    for (size_t j = 0; j < T * ldy; j++) y[j] = -77;
+                    matmul_strided(y, ldy, x, ldx, &w, T);
+                    double e = matmul_error(y, ldy, x, ldx, &w, T);
+                    CHECK(e <= 1, "%s dtype %d rows %d cols %d T %d: %.3g of the bound", simd->name, dt, rows, cols, T, e);
+                    for (int t = 0; t < T; t++)
+                        CHECK(y[t * ldy + rows] == -77 && y[t * ldy + rows + 1] == -77, "%s rows %d T %d: wrote past row %d", simd->name, rows, T, t);
+                    free(x); free(y);
+                }
+                free((void *)w.data);
+            }
+    simd_set(NULL);
+}
+TEST(math_row_independence, "a row of a product is the same bits whatever T, the number of threads and the rows of W around it") {
+    static const int Ts[] = { 1, 2, 3, 4, 5, 17, 33, 129 };
+    enum { T = 129, ROWS = 197, COLS = 1100 };
+    rnd_seed(42);
+    EACH_SIMD(i)
+        for (int dt = DT_F32; dt <= DT_BF16; dt++) {
+            Tensor w = random_tensor(dt, ROWS, COLS);
+            float *x = random_floats((size_t)T * COLS), *y = xmalloc((size_t)T * ROWS * 4), *z = xmalloc((size_t)T * ROWS * 4);
+            set_threads(1);
+            matmul(y, x, &w, T);
+            for (int threads = 1; threads <= 3; threads++)
+                for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
+                    int n = Ts[b], t0 = rnd_int(T - n + 1);
+                    set_threads(threads);
+                    matmul(z, x + (size_t)t0 * COLS, &w, n);
+                    CHECK(!memcmp(z, y + (size_t)t0 * ROWS, (size_t)n * ROWS * 4), "%s dtype %d: rows %d..%d differ with T %d, %d threads", simd->name, dt, t0, t0 + n, n, threads);
+                }
+            int r0 = 31, n = 50;                        // the same rows of W in another place of a block
+            Tensor part = { (const char *)w.data + (size_t)r0 * COLS * dtype_size(dt), dt, n, COLS };
+            matmul(z, x, &part, 3);
+            for (int t = 0; t < 3; t++) CHECK(!memcmp(z + t * n, y + t * ROWS + r0, n * 4), "%s dtype %d: rows of W moved the result", simd->name, dt);
+            free(x); free(y); free(z); free((void *)w.data);
+        }
+    simd_set(NULL);
+#ifdef _OPENMP
+    set_threads(omp_get_num_procs());
+#endif
+}
+TEST(math_simd_agree, "AVX2 and AVX-512 give the same bits: products, attention tiles, exp") {
+    enum { M = 5, N = 37, D = 72, W = 130 };
+    float got[2][M * N + M * D + 100], q[M * D], k[N * D], v[N * D], e[100], sum[2] = { 0, 0 };
+    int n = 0;
+    rnd_seed(43);
+    for (int i = 0; i < M * D; i++) q[i] = rnd_normal();
+    for (int i = 0; i < N * D; i++) { k[i] = rnd_normal(); v[i] = rnd_normal(); }
+    for (int i = 0; i < 100; i++) e[i] = -20 * (float)rnd_unit();
+    EACH_SIMD(i) {
+        if (!strcmp(simd->name, "plain") || n == 2) continue;
+        float *s = got[n], *o = s + M * N, *x = o + M * D;
+        attn_scores(s, q, k, M, N, D, 0.125f);
+        memset(o, 0, M * D * 4);
+        attn_mix(o, s, v, M, N, D);
+        memcpy(x, e, sizeof e);
+        exp_shift(x, 0.5f, 100, &sum[n++]);
+    }
+    if (n == 2) CHECK(!memcmp(got[0], got[1], sizeof got[0]) && sum[0] == sum[1], "the two differ");
+    simd_set(NULL);
+}
+TEST(math_attention_tiles, "attn_scores and attn_mix equal double for every head size and block, and a row does not depend on m") {
+    static const int Ds[] = { 2, 16, 36, 40, 48, 64, 80, 96, 128 }, Ms[] = { 1, 2, 3, 4, 5, 7, 8, 64 }, Ns[] = { 1, 2, 5, 33, 63, 64 };
+    rnd_seed(44);
+    EACH_SIMD(i)
+        for (size_t a = 0; a < sizeof Ds / sizeof *Ds; a++) {
+            int D = Ds[a];
+            float *q = random_floats((size_t)64 * D), *k = random_floats((size_t)64 * D), *o0 = random_floats((size_t)64 * D);
+            float *s = xmalloc(64 * 64 * 4), *o = xmalloc((size_t)64 * D * 4), *one = xmalloc((size_t)(64 + D) * 4);
+            for (size_t b = 0; b < sizeof Ms / sizeof *Ms * (sizeof Ns / sizeof *Ns); b++) {
+                int m = Ms[b % 8], n = Ns[b / 8], t = rnd_int(m);
+                double bad = 0;
+                attn_scores(s, q, k, m, n, D, 0.3f);
+                for (int x = 0; x < m * n; x++) {
+                    double sum = 0, size = 0;
+                    for (int d = 0; d < D; d++) { double p = 0.3 * q[x / n * D + d] * k[x % n * D + d]; sum += p; size += fabs(p); }
+                    bad = fmax(bad, fabs(s[x] - sum) / (size * 4e-7 + 1e-30));
+                }
+                CHECK(bad <= 1, "%s attn_scores m %d n %d D %d: %.3g of the bound", simd->name, m, n, D, bad);
+                attn_scores(one, q + (size_t)t * D, k, 1, n, D, 0.3f);
+                CHECK(!memcmp(one, s + (size_t)t * n, (size_t)n * 4), "%s attn_scores: row %d of %d depends on m (n %d D %d)", simd->name, t, m, n, D);
+                int j = rnd_int(n);
+                CHECK(s[t * n + j] == 0.3f * dot_f32(q + (size_t)t * D, k + (size_t)j * D, D), "%s dot_f32 is not attn_scores (D %d)", simd->name, D);
+
+                memcpy(o, o0, (size_t)m * D * 4);
+                attn_mix(o, s, k, m, n, D);
+                bad = 0;
+                for (int x = 0; x < m * D; x++) {
+                    double sum = o0[x], size = fabs(o0[x]);
+                    for (int r = 0; r < n; r++) { double p = (double)s[x / D * n + r] * k[r * D + x % D]; sum += p; size += fabs(p); }
+                    bad = fmax(bad, fabs(o[x] - sum) / (size * 2e-6));
+                }
+                CHECK(bad <= 1, "%s attn_mix m %d n %d D %d: %.3g of the bound", simd->name, m, n, D, bad);
+                memcpy(one, o0 + (size_t)t * D, (size_t)D * 4);
+                attn_mix(one, s + (size_t)t * n, k, 1, n, D);
+                CHECK(!memcmp(one, o + (size_t)t * D, (size_t)D * 4), "%s attn_mix: row %d of %d depends on m (n %d D %d)", simd->name, t, m, n, D);
+            }
+            free(q); free(k); free(o0); free(s); free(o); free(one);
+        }
+    simd_set(NULL);
+}
+
+static double ulps(float got, double want) {            // error in units in the last place of the right answer
+    int e;
+    frexp(want, &e);
+    return fabs(got - want) / ldexp(1, (e < -125 ? -125 : e) - 24);
+}
+TEST(math_exp, "exp_shift is within 2 ulp from 0 to underflow, exact at 0 and -inf, and its sum is that of its values") {
+    enum { N = 1 << 16 };
+    float *x = xmalloc(N * 4), *in = xmalloc(N * 4);
+    EACH_SIMD(i) {
+        double bad = 0, sum = 0;
+        float got = 0, at = 0;
+        for (int j = 0; j < N; j++) x[j] = in[j] = -110.0f * (float)j / N;
+        exp_shift(x, 0, N, &got);
+        for (int j = 0; j < N; j++) {
+            double e = ulps(x[j], exp(in[j]));
+            if (e > bad) { bad = e; at = in[j]; }
+            sum += x[j];
+        }
+        CHECK(bad <= 2, "%s: %.3f ulp at %g", simd->name, bad, at);
+        CHECK(fabs(got - sum) <= 1e-5 * sum, "%s: sum %g, should be %g", simd->name, got, sum);
+        for (int n = 0; n <= 35; n++) {                 // every tail; equal values in, equal values out, wherever they stand
+            float y[40], total = 1;
+            for (int j = 0; j < 40; j++) y[j] = j % 3 == 0 ? 2.5f : j % 3 == 1 ? -INFINITY : 1.25f;
+            exp_shift(y, 2.5f, n, &total);
+            for (int j = 0; j < n; j++)
+                CHECK(y[j] == (j % 3 == 0 ? 1 : j % 3 == 1 ? 0 : y[2]) && y[j] < 1.1f, "%s n %d: exp at %d is %g", simd->name, n, j, y[j]);
+            for (int j = n; j < 40; j++) CHECK(y[j] == (j % 3 == 0 ? 2.5f : j % 3 == 1 ? -INFINITY : 1.25f), "%s n %d: wrote past the end at %d", simd->name, n, j);
+            double want = 1 + (n + 2) / 3 + n / 3 * exp(-1.25);
+            CHECK(fabs(total - want) < 1e-5 * want, "%s n %d: sum %g, should be %g", simd->name, n, total, want);
+        }
+        float none[3] = { -INFINITY, -INFINITY, -INFINITY }, zero = 0;
+        exp_shift(none, -INFINITY, 3, &zero);
+        CHECK(zero == 0 && none[0] == 0, "%s: a row that sees nothing gives %g, sum %g", simd->name, none[0], zero);
+        for (int n = 0; n < 40; n++) {
+            float want = -INFINITY;
+            for (int j = 0; j < n; j++) if (in[(j * 7919 + n) % N] > want) want = in[(j * 7919 + n) % N];
+            for (int j = 0; j < n; j++) x[j] = in[(j * 7919 + n) % N];
+            CHECK(max_f32(x, n) == want, "%s: max of %d values is %g, should be %g", simd->name, n, max_f32(x, n), want);
+        }
+    }
+    free(x); free(in);
+    simd_set(NULL);
+}
+TEST(math_convert, "all 65536 f16 and bf16 values widen exactly; narrowing gives the bits of kvcomp.h at every tie and limit") {
+    enum { ALL = 65536, N = 1 << 18 };
+    uint16_t *h = xmalloc(N * 2);
+    uint32_t *u = xmalloc(N * 4);
+    float *x = xmalloc(N * 4);
+    rnd_seed(46);
+    EACH_SIMD(i) {
+        for (int dt = DT_F16; dt <= DT_BF16; dt++) {
+            for (int j = 0; j < ALL; j++) h[j] = (uint16_t)j;
+            to_f32(x, h, dt, ALL);
+            for (int j = 0; j < ALL; j++) {
+                float want = dt == DT_F16 ? f16_to_f32(h[j]) : bf16_to_f32(h[j]);
+                CHECK(isnan(want) ? isnan(x[j]) : bits_of(x[j]) == bits_of(want), "%s dtype %d: %04x widens to %g, should be %g", simd->name, dt, j, x[j], want);
+            }
+            // every value of the format, halfway to the next, and one f32 step to both sides of that; then any bits
+            for (int j = 0; j < N; j++) {
+                uint32_t base = bits_of(dt == DT_F16 ? f16_to_f32((uint16_t)(j / 4)) : bf16_to_f32((uint16_t)(j / 4))), half = dt == DT_F16 ? 0x1000 : 0x8000;
+                u[j] = j % 4 == 0 ? base : base + half + (uint32_t)(j % 4 - 2);
+            }
+            for (int round = 0; round < 2; round++) {
+                for (int j = 0; j < N && round; j++) u[j] = (uint32_t)splitmix64(&rnd_state) & (j % 2 ? 0xffffffff : 0xcfffffff);
+                memcpy(x, u, N * 4);
+                from_f32(h, x, dt, N);
+                for (int j = 0; j < N; j++) {
+                    uint16_t want = dt == DT_F16 ? f32_to_f16(from_bits(u[j])) : f32_to_bf16(from_bits(u[j]));
+                    CHECK(h[j] == want, "%s dtype %d: %08x narrows to %04x, should be %04x", simd->name, dt, u[j], h[j], want);
+                }
+            }
+        }
+        for (int n = 0; n < 40; n++) {                  // tails, and nothing past the end
+            float a[40], b[41];
+            uint16_t c[41];
+            for (int j = 0; j < 40; j++) a[j] = (float)j / 3 - 5;
+            for (int dt = DT_F32; dt <= DT_BF16; dt++) {
+                memset(b, 0x55, sizeof b); memset(c, 0x55, sizeof c);
+                if (dt == DT_F32) to_f32(b, a, dt, (size_t)n);
+                else { from_f32(c, a, dt, (size_t)n); to_f32(b, c, dt, (size_t)n); CHECK(c[n] == 0x5555, "%s dtype %d: from_f32 of %d wrote one more", simd->name, dt, n); }
+                for (int j = 0; j < n; j++) CHECK(fabsf(b[j] - a[j]) <= fabsf(a[j]) / 128, "%s dtype %d n %d: element %d is %g, was %g", simd->name, dt, n, j, b[j], a[j]);
+                CHECK(bits_of(b[n]) == 0x55555555, "%s dtype %d: to_f32 of %d wrote one more", simd->name, dt, n);
+            }
+        }
+    }
+    free(h); free(u); free(x);
+    simd_set(NULL);
+}
+TEST(math_rows, "rmsnorm, swiglu and add_bias equal double, in place too, for every dtype of their weights") {
+    static const int ns[] = { 1, 40, 64, 130, 576, 1030 };
+    rnd_seed(47);
+    EACH_SIMD(i)
+        for (int c = 0; c < 6; c++)
+            for (int dt = DT_F32; dt <= DT_BF16; dt++)
+                for (int T = 1; T <= 65; T += 32) {
+                    int n = ns[c];
+                    size_t all = (size_t)T * n, at = 0;
+                    Tensor w = random_tensor(dt, 1, n);
+                    float *x = random_floats(all), *y = xmalloc(all * 4), *want = xmalloc(all * 4), *u = random_floats(all);
+                    for (int t = 0; t < T; t++) {
+                        double ss = 0;
+                        for (int j = 0; j < n; j++) ss += (double)x[t * n + j] * x[t * n + j];
+                        for (int j = 0; j < n; j++) want[t * n + j] = (float)(x[t * n + j] / sqrt(ss / n + 1e-5) * weight_at(&w, (size_t)j));
+                    }
+                    rmsnorm(y, x, &w, T, n, 1e-5f);
+                    CHECK(worst(y, want, all, 1e-7, 1e-6, &at) <= 1, "%s rmsnorm n %d dtype %d T %d: [%zu] %g, should be %g", simd->name, n, dt, T, at, y[at], want[at]);
+                    memcpy(y, x, all * 4);
+                    rmsnorm(y, y, &w, T, n, 1e-5f);
+                    CHECK(worst(y, want, all, 1e-7, 1e-6, &at) <= 1, "%s rmsnorm in place n %d: [%zu] %g, should be %g", simd->name, n, at, y[at], want[at]);
+                    memcpy(y, x, all * 4);
+                    for (size_t j = 0; j < all; j++) { y[j] *= 30; want[j] = (float)(y[j] / (1 + exp(-(double)y[j])) * u[j]); }
+                    swiglu(y, u, all);
+                    CHECK(worst(y, want, all, 1e-30, 1e-6, &at) <= 1, "%s swiglu n %zu: [%zu] %g, should be %g", simd->name, all, at, y[at], want[at]);
+                    memcpy(y, x, all * 4);
+                    add_bias(y, &w, T);
+                    for (size_t j = 0; j < all; j++) CHECK(y[j] == x[j] + (float)weight_at(&w, j % n), "%s add_bias n %d dtype %d: [%zu] is %g", simd->name, n, dt, j, y[j]);
+                    add_bias(y, &(Tensor){ NULL, dt, 1, n }, T);
+                    free(x); free(y); free(want); free(u); free((void *)w.data);
+                }
+    simd_set(NULL);
+}
+
+static int slow_top_k(const float *x, int n, int k, int *idx) {       // element i is taken iff fewer than k stand before it
+    int count = 0;
+    for (int i = 0; i < n; i++) {
+        int before = 0;
+        for (int j = 0; j < n; j++) before += x[j] > x[i] || (x[j] == x[i] && j < i);
+        if (before < k) idx[count++] = i;
+    }
+    return count;
+}
+TEST(math_top_k, "top_k takes the k largest, ties by lower index, indices ascending; -0 equals +0; every n, k and many ties") {
+    enum { MOST = 300 };
+    float x[MOST];
+    int got[MOST], want[MOST];
+    rnd_seed(48);
+    for (int round = 0; round < 600; round++) {
+        int n = round < 40 ? round / 4 : 1 + rnd_int(MOST), k = rnd_int(n + 3), levels = 1 + rnd_int(round % 3 ? 6 : 1000);
+        for (int j = 0; j < n; j++) {
+            int r = rnd_int(levels);
+            x[j] = round % 5 == 0 ? rnd_normal() : r == 0 ? 0.0f : r == 1 ? -0.0f : r == 2 ? -INFINITY : r == 3 ? INFINITY : (float)(r - levels / 2) * 1e-3f;
+            if (round % 7 == 0 && j % 4 == 0) x[j] = from_bits(bits_of(1.0f) + (uint32_t)rnd_int(3));        // one last bit apart
+            if (round % 11 == 0) x[j] *= 1e-40f;                                                             // subnormal
+        }
+        int a = top_k(x, n, k, got), b = slow_top_k(x, n, k, want);
+        CHECK(a == b && a == (k < n ? k : n) && !memcmp(got, want, (size_t)a * sizeof(int)), "round %d, n %d, k %d: %d taken, should be %d, or others", round, n, k, a, b);
+    }
+    CHECK(top_k(x, 5, -1, got) == 0 && top_k(x, 0, 3, got) == 0, "nothing to take");
+}
+
+// ==================================================================================================== 10 BASELINES
+// Slow twins of the baselines, in double and with their own loops: full rows of probabilities, selection by repeated
+// maximum, moments as whole matrices. They share nothing with section 10 but the rules.
+
+enum { BT_SNAP, BT_ADA, BT_PYRAMID, BT_H2O, BT_STREAM, BT_EXPECTED };
+typedef struct { int kind, B, w, width, agg, sink; double ratio; double **seen; } BaseTwin;     // seen (L*H): stb_ds arrays of queries before RoPE, D each
+
+static int twin_budget(const BaseTwin *b, int N) { return b->ratio < 0 ? b->B : N - (int)(N * b->ratio + 1e-6); }
+static int twin_pick(const double *x, int n, int k, int *idx) {         // the k largest, one after the other, the first of equals; ascending
+    char *taken = xcalloc(n + 1, 1);
+    int m = 0;
+    for (int i = 0; i < k && i < n; i++) {
+        int best = -1;
+        for (int j = 0; j < n; j++) if (!taken[j] && (best < 0 || x[j] > x[best])) best = j;
+        taken[best] = 1;
+    }
+    for (int j = 0; j < n; j++) if (taken[j]) idx[m++] = j;
+    free(taken);
+    return m;
+}
+// mean probability row of query head h over the last min(w,n) queries: out (rows)
+static void twin_observe(Twin *t, int l, int h, const double *q, int n, int w, double *out) {
+    int rows = (int)arrlen(t->row[l * t->c->G + h / (t->c->H / t->c->G)]), m = n < w ? n : w;
+    double *p = xcalloc(rows + 1, sizeof *p);
+    for (int j = 0; j < rows; j++) out[j] = 0;
+    for (int i = n - m; i < n; i++) {
+        twin_probs(t, l, h, i, q + ((size_t)i * t->c->H + h) * t->c->D, p);
+        for (int j = 0; j < rows; j++) out[j] += p[j] / m;
+    }
+    free(p);
+}
+static void twin_pool(double *x, int n, int width) {
+    double *y = xcalloc(n + 1, sizeof *y);
+    for (int j = 0; j < n; j++) {
+        y[j] = -1;
+        for (int t = 0; t < n; t++) if (abs(t - j) <= width / 2 && x[t] > y[j]) y[j] = x[t];
+    }
+    for (int j = 0; j < n; j++) x[j] = y[j];
+    free(y);
+}
+static int twin_level(int l, int L, int N, int base, int w) {           // PyramidKV's rows of layer l beside the window
+    if (L == 1 || N < 2 * base) return base;
+    int low = (int)floor(base / 20.0), high = 2 * base - low;
+    if (high >= N - w) { high = N - w; low = 2 * base - high; }
+    return high - l * (int)floor((double)(high - low) / (L - 1));
+}
+static void twin_snap(BaseTwin *b, Twin *t, int l, const double *q, int n, int B) {
+    int G = t->c->G, R = t->c->H / G, N = (int)arrlen(t->id), w = b->w < B ? b->w : B, cap[16], total = 0, len[16], keep[4096];
+    double *x[16], one[4096];
+    for (int g = 0; g < G; g++) {
+        int rows = (int)arrlen(t->row[l * G + g]);
+        len[g] = rows > w ? rows - w : 0;
+        total += len[g];
+        x[g] = xcalloc(rows + 1, sizeof(double));
+        for (int r = 0; r < R; r++) {
+            twin_observe(t, l, g * R + r, q, n, b->w, one);
+            for (int j = 0; j < rows; j++) x[g][j] = b->agg == AGG_MAX ? fmax(x[g][j], one[j]) : x[g][j] + one[j] / (b->agg == AGG_MEAN ? R : 1);
+        }
+        twin_pool(x[g], len[g], b->width);
+        cap[g] = b->kind == BT_PYRAMID ? twin_level(l, t->c->L, N, B - w, w) : B - w;
+    }
+    if (b->kind == BT_ADA) {
+        double *all = xcalloc(total + 1, sizeof *all);
+        int *owner = xcalloc(total + 1, sizeof *owner), *idx = xcalloc(total + 1, sizeof *idx), at = 0, cnt[16] = {0};
+        for (int g = 0; g < G; g++) {
+            double best = 0, sum = 0;
+            int k = twin_pick(x[g], len[g], B - w, idx);
+            for (int i = 0; i < k; i++) best += x[g][idx[i]];
+            for (int j = 0; j < len[g]; j++) sum += x[g][j];
+            for (int j = 0; j < len[g]; j++) { all[at] = x[g][j] * best / sum; owner[at++] = g; }
+        }
+        int k = twin_pick(all, total, G * (B - w), idx);
+        for (int i = 0; i < k; i++) cnt[owner[idx[i]]]++;
+        for (int g = 0; g < G; g++) cap[g] = (int)nearbyint(cnt[g] * 0.8 + floor((B - w) * 0.2 + 1e-9));
+        free(all); free(owner); free(idx);
+    }
+    for (int g = 0; g < G; g++) {
+        int k = twin_pick(x[g], len[g], cap[g], keep);
+        for (int r = len[g]; r < (int)arrlen(t->row[l * G + g]); r++) keep[k++] = r;
+        if (b->kind != BT_ADA || total > G * (B - w)) twin_keep(t, l, g, keep, k);
+        free(x[g]);
+    }
+}
+static void twin_h2o(Twin *t, int l, int B) {
+    for (int g = 0; g < t->c->G; g++) {
+        TwinRow *r = t->row[l * t->c->G + g];
+        int rows = (int)arrlen(r), n = rows > B / 2 ? rows - B / 2 : 0, keep[4096];
+        double m[4096];
+        for (int j = 0; j < n; j++) m[j] = r[j].mass;
+        int k = twin_pick(m, n, B - B / 2, keep);
+        for (int j = n; j < rows; j++) keep[k++] = j;
+        twin_keep(t, l, g, keep, k);
+    }
+}
+// softmax over rows [first,rows) of mu.k/sqrt(D) + k^T Sg k/2D for query head h, added to sum (rows)
+static void twin_future(BaseTwin *b, Twin *t, int l, int h, int first, double *sum) {
+    int D = t->c->D, N = (int)arrlen(t->id), n = (int)arrlen(b->seen[l * t->c->H + h]) / D;
+    const double *q = b->seen[l * t->c->H + h];
+    TwinRow *row = t->row[l * t->c->G + h / (t->c->H / t->c->G)];
+    double *Rm = xcalloc((size_t)D * D, 8), *S = xcalloc((size_t)D * D, 8), *A = xcalloc((size_t)D * D, 8), *mu = xcalloc(D, 8), *mean = xcalloc(D, 8), z[4096], total = 0;
+    for (int i = 0; i < D / 2; i++)
+        for (int p = N; p < N + 512; p++) {
+            double a = p * t->w->inv_freq64[i], f = t->w->rope_scale / 512;
+            Rm[i * D + i] += cos(a) * f;             Rm[i * D + i + D / 2] -= sin(a) * f;
+            Rm[(i + D / 2) * D + i] += sin(a) * f;   Rm[(i + D / 2) * D + i + D / 2] += cos(a) * f;
+        }
+    for (int i = 0; i < n; i++) for (int d = 0; d < D; d++) mean[d] += q[i * D + d] / n;
+    for (int i = 0; i < n; i++) for (int d = 0; d < D; d++) for (int e = 0; e < D; e++) S[d * D + e] += (q[i * D + d] - mean[d]) * (q[i * D + e] - mean[e]) / n;
+    for (int d = 0; d < D; d++) for (int e = 0; e < D; e++) { mu[d] += Rm[d * D + e] * mean[e]; for (int f = 0; f < D; f++) A[d * D + e] += Rm[d * D + f] * S[f * D + e]; }
+    memset(S, 0, (size_t)D * D * 8);
+    for (int d = 0; d < D; d++) for (int e = 0; e < D; e++) for (int f = 0; f < D; f++) S[d * D + e] += A[d * D + f] * Rm[e * D + f];
+    for (int r = first; r < (int)arrlen(row); r++) {
+        z[r] = 0;
+        for (int d = 0; d < D; d++) {
+            z[r] += mu[d] * row[r].k[d] / sqrt(D);
+            for (int e = 0; e < D; e++) z[r] += row[r].k[d] * S[d * D + e] * row[r].k[e] / (2 * D);
+        }
+        total += exp(z[r]);
+    }
+    for (int r = first; r < (int)arrlen(row); r++) sum[r] += exp(z[r]) / total;
+    free(Rm); free(S); free(A); free(mu); free(mean);
+}
+static void twin_expected(BaseTwin *b, Twin *t, int l, int B) {
+    int G = t->c->G, R = t->c->H / G, keep[4096];
+    for (int g = 0; g < G; g++) {
+        TwinRow *row = t->row[l * G + g];
+        int rows = (int)arrlen(row), first = 0;
+        double x[4096] = {0};
+        while (first < rows && row[first].src < b->sink) first++;
+        for (int r = 0; r < R; r++) twin_future(b, t, l, g * R + r, first, x);
+        for (int r = first; r < rows; r++) {
+            double vv = 0;
+            for (int d = 0; d < t->c->D; d++) vv += row[r].v[d] * row[r].v[d];
+            x[r] *= sqrt(vv) / R;
+        }
+        for (int r = 0; r < first; r++) x[r] = INFINITY;        // always kept
+        twin_keep(t, l, g, keep, twin_pick(x, rows, B, keep));
+    }
+}
+static void base_twin(void *u, Twin *t, int l, const double *q, const double *q_pre, int n) {
+    BaseTwin *b = u;
+    int N = (int)arrlen(t->id), H = t->c->H, D = t->c->D;
+    if (l == t->c->L) return;
+    if (!t->decoding) for (int i = 0; b->seen && i < n; i++) if (t->pos[t->base + i] >= b->sink)
+        for (int h = 0; h < H; h++) for (int d = 0; d < D; d++) arrput(b->seen[l * H + h], q_pre[((size_t)i * H + h) * D + d]);
+    if (t->decoding ? b->kind != BT_STREAM || N <= b->B : N <= twin_budget(b, N)) return;
+    if (b->kind == BT_H2O || b->kind == BT_STREAM) twin_h2o(t, l, twin_budget(b, N));
+    else if (b->kind == BT_EXPECTED) twin_expected(b, t, l, twin_budget(b, N));
+    else twin_snap(b, t, l, q, n, twin_budget(b, N));
+}
+static const struct { const char *method, *opt; BaseTwin b; } base_case[] = {
+    { "snapkv",    "budget=24 obs-window=8",                       { BT_SNAP, 24, 8, 7, AGG_MEAN, 0, -1, NULL } },
+    { "snapkv",    "budget=33 obs-window=12 gqa-agg=max kernel=3", { BT_SNAP, 33, 12, 3, AGG_MAX, 0, -1, NULL } },
+    { "snapkv",    "budget=20 obs-window=1 kernel=1 gqa-agg=sum",  { BT_SNAP, 20, 1, 1, AGG_SUM, 0, -1, NULL } },
+    { "snapkv",    "ratio=.6 obs-window=32",                       { BT_SNAP, 0, 32, 7, AGG_MEAN, 0, .6, NULL } },
+    { "adakv",     "budget=24 obs-window=8",                       { BT_ADA, 24, 8, 7, AGG_MEAN, 0, -1, NULL } },
+    { "adakv",     "budget=41 obs-window=5 kernel=1",              { BT_ADA, 41, 5, 1, AGG_MEAN, 0, -1, NULL } },
+    { "adakv",     "ratio=.7 obs-window=8",                        { BT_ADA, 0, 8, 7, AGG_MEAN, 0, .7, NULL } },
+    { "pyramidkv", "budget=24 obs-window=8",                       { BT_PYRAMID, 24, 8, 7, AGG_MEAN, 0, -1, NULL } },
+    { "pyramidkv", "budget=60 obs-window=6",                       { BT_PYRAMID, 60, 6, 7, AGG_MEAN, 0, -1, NULL } },
+    { "h2o",       "budget=25",                                    { BT_H2O, 25, 0, 0, 0, 0, -1, NULL } },
+    { "h2o",       "budget=24 h2o=stream",                         { BT_STREAM, 24, 0, 0, 0, 0, -1, NULL } },
+    { "expected-attention", "budget=24",                           { BT_EXPECTED, 24, 0, 0, 0, 4, -1, NULL } },
+    { "expected-attention", "budget=30 sink=0",                    { BT_EXPECTED, 30, 0, 0, 0, 0, -1, NULL } },
+};
+enum { BASE_CASES = sizeof base_case / sizeof *base_case };
+
+// One method against its twin over a script: logits and kept rows
+static void base_agrees(Tiny m, const char *method, const char *opt, BaseTwin b, const Script *p) {
+    Options *o = options_of(opt);
+    Session *s = session_open(m.c, m.w, o, method);
+    Twin *t = twin_new(m.c, m.w, DT_F32);
+    if (b.kind == BT_EXPECTED) b.seen = xcalloc((size_t)m.c->L * m.c->H, sizeof *b.seen);
+    t->hook = (TwinHooks){ .u = &b, .after = base_twin };
+    float *x = run_session(s, p), *y = run_twin(t, p);
+    double e = worst(x, y, (size_t)script_rows(p) * m.c->V, 1e-5, 1e-5, NULL);
+    CHECK(e <= 1, "%s %s, H %d G %d L %d: logits are %g times the bound off", method, opt, m.c->H, m.c->G, m.c->L, e);
+    CHECK(!rows_differ(s, t), "%s %s, H %d G %d L %d: %d heads hold other rows", method, opt, m.c->H, m.c->G, m.c->L, rows_differ(s, t));
+    if (b.kind == BT_H2O || b.kind == BT_STREAM)
+        for (int i = 0; i < m.c->L * m.c->G; i++)
+            for (int r = 0; r < s->head[i].len; r++)
+                CHECK(fabs(s->head[i].mass[r] - t->row[i][r].mass) <= 1e-5 + 1e-5 * t->row[i][r].mass, "mass of row %d: %g, expected %g", r, s->head[i].mass[r], t->row[i][r].mass);
+    for (int i = 0; b.seen && i < m.c->L * m.c->H; i++) arrfree(b.seen[i]);
+    free(b.seen); free(x); free(y); twin_free(t); session_close(s); options_free(o);
+}
+TEST(baselines_twin, "every baseline agrees with its slow twin over three turns: logits 1e-5, same rows; GQA 1:1, 2:1, 4:1, 3 KV heads") {
+    int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
+    Script p = { 3, { 90, 3, 40 }, { 6, 9, 4 }, 21 };
+    for (int i = 0; i < 4; i++) {
+        Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 41 + i);
+        for (int k = 0; k < BASE_CASES; k++) base_agrees(m, base_case[k].method, base_case[k].opt, base_case[k].b, &p);
+        tiny_free(m);
+    }
+}
+TEST(baselines_short, "first turn of one token, turns shorter than the window, a prompt that ends the quiet time: twins agree; one layer") {
+    Script p = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
+    for (int L = 1; L < 3; L++) {
+        Tiny m = tiny_model(L, 6, 3, 16, 32, 40, 61, 51);
+        for (int k = 0; k < BASE_CASES; k++) base_agrees(m, base_case[k].method, base_case[k].opt, base_case[k].b, &p);
+        tiny_free(m);
+    }
+}
+TEST(baselines_limits, "a budget of at least the context is full attention bit for bit, at equality too; one row less is not; ratio 0 is full") {
+    Script p = { 3, { 40, 3, 20 }, { 3, 3, 4 }, 9 };     // 69 tokens seen at the last prefill's end
+    const char *method[] = { "snapkv", "adakv", "pyramidkv", "h2o", "expected-attention" }, *opt[] = { "budget=69", "ratio=0", "budget=68" };
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    Options *o = options_of("");
+    Session *s = session_open(m.c, m.w, o, "full");
+    float *full = run_session(s, &p);
+    session_close(s); options_free(o);
+    for (int i = 0; i < 5; i++)
+        for (int k = 0; k < 3; k++) {
+            char text[64];
+            snprintf(text, sizeof text, "%s%s", opt[k], i == 3 && k < 1 ? " h2o=oneshot" : "");
+            o = options_of(text);
+            s = session_open(m.c, m.w, o, method[i]);
+            float *x = run_session(s, &p);
+            CHECK(!memcmp(x, full, (size_t)script_rows(&p) * m.c->V * sizeof *x) == (k < 2), "%s %s", method[i], text);
+            free(x); session_close(s); options_free(o);
+        }
+    o = options_of("budget=73 h2o=stream");              // 73: decode steps are held to the budget too
+    s = session_open(m.c, m.w, o, "h2o");
+    float *x = run_session(s, &p);
+    CHECK(!memcmp(x, full, (size_t)script_rows(&p) * m.c->V * sizeof *x), "h2o=stream, budget 73");
+    free(x); session_close(s); options_free(o);
+    free(full); tiny_free(m);
+}
+static void random_ids(int *ids, int n, int V) { for (int i = 0; i < n; i++) ids[i] = rnd_int(V); }
+
+TEST(baselines_rows, "rows held after a prefill are exactly what is promised: count, last w rows, sinks; decode drops nothing; bytes are given back") {
+    Tiny m = tiny_model(4, 6, 3, 16, 32, 40, 61, 7);
+    int ids[600];
+    for (int k = 0; k < BASE_CASES; k++) {
+        Options *o = options_of(base_case[k].opt);
+        BaseTwin b = base_case[k].b;
+        Session *s = session_open(m.c, m.w, o, base_case[k].method);
+        random_ids(ids, 600, 61);
+        for (int turn = 0, N = 0; turn < 4; turn++) {
+            int n = turn == 2 ? 2 : 100 + rnd_int(50), total = 0;
+            prefill(s, ids, n); N = s->n_tok;
+            int B = twin_budget(&b, N), w = b.kind == BT_EXPECTED ? 0 : b.kind >= BT_H2O ? B / 2 : b.w < B ? b.w : B;
+            for (int i = 0; i < m.c->L * m.c->G; i++) {
+                const KVHead *h = &s->head[i];
+                int want = b.kind == BT_PYRAMID ? twin_level(i / m.c->G, m.c->L, N, B - w, w) + w : B;
+                total += h->len;
+                if (b.kind != BT_ADA && (b.kind != BT_PYRAMID || turn == 0)) CHECK(h->len == want, "%s head %d turn %d: %d rows, expected %d", base_case[k].method, i, turn, h->len, want);
+                if (turn != 2) for (int r = 0; r < w; r++) CHECK(h->src[h->len - 1 - r] == N - 1 - r, "%s: row %d from the end", base_case[k].method, r);
+                for (int r = 0; b.kind == BT_EXPECTED && r < b.sink; r++) CHECK(h->src[r] == r, "sink %d", r);
+                for (int r = 1; r < h->len; r++) CHECK(h->src[r - 1] < h->src[r] && h->pos[r] == h->src[r], "order, or a moved position");
+                CHECK(h->cap - h->len < KV_STEP, "room for %d rows, held %d", h->cap, h->len);
+            }
+            if (b.kind == BT_ADA && turn == 0) CHECK(abs(total - B * m.c->L * m.c->G) <= m.c->L * m.c->G, "adakv holds %d rows, expected about %d", total, B * m.c->L * m.c->G);
+            for (int i = 0; i < 3; i++) decode(s, i);
+            for (int i = 0, now_held = 0; i < m.c->L * m.c->G; i++) {
+                now_held += s->head[i].len;
+                if (i == m.c->L * m.c->G - 1) CHECK(now_held == total + (b.kind == BT_STREAM ? 0 : 3 * m.c->L * m.c->G), "%s: decode changed %d rows to %d", base_case[k].method, total, now_held);
+            }
+        }
+        session_close(s); options_free(o);
+    }
+    tiny_free(m);
+}
+TEST(baselines_ratio, "--ratio .5 halves the bytes held") {
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
+    const char *method[] = { "snapkv", "adakv", "pyramidkv", "h2o", "expected-attention" };
+    int ids[1024];
+    random_ids(ids, 1024, 61);
+    for (int i = 0; i < 5; i++) {
+        Options *o = options_of("ratio=.5");
+        Session *s = session_open(m.c, m.w, o, method[i]);
+        prefill(s, ids, 1024);
+        double share = (double)kv_bytes(s) / kv_bytes_full(s);
+        CHECK(i == 1 || i == 2 ? fabs(share - .5) < .06 : share == .5, "%s holds %g of the bytes", method[i], share);    // adakv, pyramidkv: heads are padded to KV_STEP one by one
+        session_close(s); options_free(o);
+    }
+    tiny_free(m);
+}
+TEST(baselines_links, "by hand: join_heads, pool_max, keep_best; and against plain loops in 300 random cases") {
+    float a[2][5] = { { 1, 2, 3, 4, 0 }, { 3, 0, 1, 8, 0 } }, out[64];
+    join_heads(out, a[0], 5, 5, 2, AGG_MEAN); CHECK(out[0] == 2 && out[1] == 1 && out[3] == 6, "mean");
+    join_heads(out, a[0], 5, 5, 2, AGG_MAX);  CHECK(out[0] == 3 && out[1] == 2 && out[3] == 8, "max");
+    join_heads(out, a[0], 5, 5, 2, AGG_SUM);  CHECK(out[0] == 4 && out[1] == 2 && out[3] == 12, "sum");
+    float x[6] = { 1, 0, 0, 5, 0, 2 }, one[6] = { 1, 1, 0, 1, 1, 1 };
+    pool_max(out, x, 6, 3);
+    CHECK(out[0] == 1 && out[1] == 1 && out[2] == 5 && out[3] == 5 && out[4] == 5 && out[5] == 2, "pool of 3");
+    pool_max(out, x, 6, 2000000001); CHECK(out[0] == 5 && out[5] == 5, "a kernel wider than the rows");
+    int keep[64], k = keep_best(keep, one, 4, 2, 6);     // 0, 1, 3 are equal: the lower two; then 4, 5
+    CHECK(k == 4 && keep[0] == 0 && keep[1] == 1 && keep[2] == 4 && keep[3] == 5, "keep_best took %d rows", k);
+    CHECK(keep_best(keep, one, 0, 2, 3) == 3 && keep[0] == 0, "no candidates");
+    CHECK(keep_best(keep, one, 4, 0, 6) == 2 && keep[0] == 4, "cap 0");
+    rnd_seed(3);
+    for (int c = 0; c < 300; c++) {
+        int n = 1 + rnd_int(40), width = 1 + 2 * rnd_int(6), cap = rnd_int(45), idx[64];
+        float y[64]; double d[64];
+        for (int i = 0; i < n; i++) d[i] = y[i] = (float)rnd_int(8);
+        pool_max(out, y, n, width);
+        twin_pool(d, n, width);
+        for (int i = 0; i < n; i++) CHECK(out[i] == d[i], "pool");
+        int got = keep_best(keep, out, n, cap, n + 2), want = twin_pick(d, n, cap, idx);
+        CHECK(got == want + 2 && !memcmp(keep, idx, want * sizeof(int)), "keep_best, n %d cap %d", n, cap);
+    }
+}
+TEST(baselines_order, "rules A6: snapkv takes the mean over the heads first and pools then; the other order gives other scores") {
+    Tiny m = tiny_model(1, 4, 1, 16, 32, 40, 61, 12);
+    Options *o = options_of("budget=40 obs-window=8");
+    Session *s = session_open(m.c, m.w, o, "full");
+    int ids[60], N = 60, differ = 0;
+    random_ids(ids, N, 61);
+    prefill(s, ids, N);
+    float *q = xmalloc(8 * 4 * 16 * sizeof *q), *row = xmalloc(4 * 60 * sizeof *row);
+    for (int i = 0; i < 8 * 64; i++) q[i] = rnd_normal();
+    s->base = N - 8;
+    Snap x;
+    CHECK(!snap_options(s, &x, 32, 1024) && x.window == 8 && x.kernel == 7 && x.agg == AGG_MEAN, "options");
+    float *got = snap_scores(s, &x, 0, q, 8, 8);
+    window_scores(s, 0, q, 8, 8, row);
+    for (int j = 0; j < N - 8; j++) {
+        double mean_first = 0, pool_first = 0;
+        for (int t = j - 3 < 0 ? 0 : j - 3; t <= j + 3 && t < N - 8; t++) {
+            double sum = 0;
+            for (int h = 0; h < 4; h++) sum += row[h * N + t];
+            mean_first = fmax(mean_first, sum / 4);
+        }
+        for (int h = 0; h < 4; h++) {
+            double top = 0;
+            for (int t = j - 3 < 0 ? 0 : j - 3; t <= j + 3 && t < N - 8; t++) top = fmax(top, row[h * N + t]);
+            pool_first += top / 4;
+        }
+        CHECK(fabs(got[j] - mean_first) < 1e-6, "row %d: %g, expected %g", j, got[j], mean_first);
+        differ += fabs(mean_first - pool_first) > 1e-4;
+    }
+    CHECK(differ > 10, "the two orders agree, so this proves nothing");
+    free(q); free(row); session_close(s); options_free(o); tiny_free(m);
+}
+TEST(baselines_pyramid, "PyramidKV's numbers by hand; they fall with the layer, fit the rows there are, and average at most the budget") {
+    int want[3] = { 56, 32, 8 };                         // B 40, w 8: base 32, lo 1, hi 63 > N-w = 56 -> hi 56, lo 8, step 24
+    for (int l = 0; l < 3; l++) CHECK(pyramid_cap(l, 3, 64, 40, 8) == want[l], "layer %d: %d", l, pyramid_cap(l, 3, 64, 40, 8));
+    CHECK(pyramid_cap(0, 32, 10000, 1024, 32) == 1935 && pyramid_cap(31, 32, 10000, 1024, 32) == 75, "base 992, lo 49, hi 1935, step 60");
+    CHECK(pyramid_cap(0, 32, 1983, 1024, 32) == 992 && pyramid_cap(0, 32, 1984, 1024, 32) == 1935, "snapkv below 2 base");
+    CHECK(pyramid_cap(0, 1, 10000, 1024, 32) == 992, "one layer is snapkv");
+    rnd_seed(4);
+    for (int c = 0; c < 500; c++) {
+        int L = 1 + rnd_int(40), w = 1 + rnd_int(40), B = w + 1 + rnd_int(300), N = B + 1 + rnd_int(3000);
+        long sum = 0;
+        for (int l = 0; l < L; l++) {
+            int cap = pyramid_cap(l, L, N, B, w);
+            sum += cap;
+            CHECK(cap >= 0 && cap <= N - w && (!l || cap <= pyramid_cap(l - 1, L, N, B, w)) && cap == twin_level(l, L, N, B - w, w), "L %d w %d B %d N %d layer %d: %d", L, w, B, N, l, cap);
+        }
+        CHECK(labs(sum - (long)L * (B - w)) <= (long)L * (L - 1) / 2 + L, "L %d w %d B %d N %d: %ld in all", L, w, B, N, sum);   // the floored step rounds up by at most 1 a layer
+    }
+}
+TEST(baselines_adakv, "AdaKV by hand: shares, counts, caps; ties go to the lower (head, row); heads of unequal length; sums in 200 random cases") {
+    Tiny m = tiny_model(1, 2, 2, 16, 32, 40, 61, 13);
+    Options *o = options_of("");
+    Session *s = session_open(m.c, m.w, o, "full");
+    int cap[2];
+    s->head[0].len = 10; s->head[1].len = 10;            // w 2: 8 candidates each, base 5
+    float a[20] = { 8, 0, 0, 0, 0, 0, 0, 0, 0, 0,   1, 1, 1, 1, 1, 1, 1, 1, 0, 0 };
+    adakv_caps(s, 0, a, 2, 5, cap);                      // share 1 and 5/8; best ten: one of head 0, eight of head 1, then a 0 of head 0 -> cnt 2, 8
+    CHECK(cap[0] == 3 && cap[1] == 7, "caps %d %d: rint(.8*2 + 1), rint(.8*8 + 1)", cap[0], cap[1]);
+    for (int i = 0; i < 20; i++) a[i] = 1;
+    adakv_caps(s, 0, a, 2, 5, cap);                      // all equal: head 0's eight first, then two of head 1
+    CHECK(cap[0] == 7 && cap[1] == 3, "caps %d %d with ties", cap[0], cap[1]);
+    s->head[1].len = 3;                                  // 1 candidate: N = 10 stays the stride
+    adakv_caps(s, 0, a, 2, 5, cap);
+    CHECK(cap[0] == 7 && cap[1] == 2, "caps %d %d of a short head: cnt 8 and 1", cap[0], cap[1]);
+    rnd_seed(5);
+    for (int c = 0; c < 200; c++) {
+        int w = 1 + rnd_int(4), base = 1 + rnd_int(12);
+        float *x = xmalloc(2 * 60 * sizeof *x);
+        s->head[0].len = w + rnd_int(50); s->head[1].len = w + rnd_int(50);
+        for (int i = 0; i < 120; i++) x[i] = (float)rnd_unit() + .01f;
+        adakv_caps(s, 0, x, w, base, cap);
+        int n0 = s->head[0].len - w, n1 = s->head[1].len - w, cnt = n0 + n1 < 2 * base ? n0 + n1 : 2 * base;
+        CHECK(abs(cap[0] + cap[1] - (int)rint(.8 * cnt) - 2 * (base / 5)) <= 1 && cap[0] >= base / 5 && cap[1] >= base / 5, "caps %d %d of base %d", cap[0], cap[1], base);
+        free(x);
+    }
+    s->head[0].len = s->head[1].len = 0;
+    session_close(s); options_free(o); tiny_free(m);
+}
+__attribute__((noinline)) static int open_dies(Tiny m, const Options *o, const char *method) {    // -> the exit code of opening a session, 0: it opened
+    int code;
+    EXPECT_DIE(code, session_close(session_open(m.c, m.w, o, method)));
+    return code;
+}
+TEST(baselines_usage, "options that cannot work are refused with one line that names them") {
+    Tiny m = tiny_model(1, 2, 1, 16, 32, 40, 61, 14);
+    const char *bad[][3] = {
+        { "snapkv", "budget=32", "--obs-window" }, { "adakv", "budget=8 obs-window=8", "--obs-window" }, { "pyramidkv", "kernel=6", "--kernel" }, { "snapkv", "obs-window=0", "--obs-window" },
+        { "h2o", "budget=-1", "--budget" }, { "expected-attention", "budget=4", "--sink" }, { "expected-attention", "sink=-1", "--sink" }, { "snapkv+h2o", "", "cannot be combined" }, { "snapkv", "kernel=-1", "--kernel" },
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        Options *o = options_of(bad[i][1]);
+        int code = open_dies(m, o, bad[i][0]);
+        CHECK(code == EXIT_USAGE && strstr(die_text, bad[i][2]), "%s %s: exit %d, \"%s\"", bad[i][0], bad[i][1], code, die_text);
+        options_free(o);
+    }
+    if (method_find("loopserve-p", 11)) {
+        Options *o = options_of("");
+        int code = open_dies(m, o, "loopserve-p+h2o");
+        CHECK(code == EXIT_USAGE, "loopserve-p+h2o: exit %d", code);
+        options_free(o);
+    }
+    tiny_free(m);
+}
+TEST(baselines_batch, "-b 7, 64 or 512 and one or two threads: the same logits and rows, bit for bit") {
+    Script p = { 3, { 90, 3, 40 }, { 3, 3, 2 }, 23 };
+    Tiny m = tiny_model(2, 6, 3, 16, 32, 40, 61, 15);
+    const char *b[] = { "512", "7", "64", "512" };
+    for (int k = 0; k < BASE_CASES; k++) {
+        float *ref = NULL;
+        for (int i = 0; i < 4; i++) {
+            char text[128];
+            snprintf(text, sizeof text, "%s batch-size=%s", base_case[k].opt, b[i]);
+            Options *o = options_of(text);
+#ifdef _OPENMP
+            omp_set_num_threads(i == 3 ? 1 : 2);
+#endif
+            Session *s = session_open(m.c, m.w, o, base_case[k].method);
+            float *x = run_session(s, &p);
+            if (ref) CHECK(!memcmp(ref, x, (size_t)script_rows(&p) * m.c->V * sizeof *x), "%s -b %s%s", base_case[k].method, b[i], i == 3 ? ", one thread" : "");
+            if (ref) free(x); else ref = x;
+            session_close(s); options_free(o);
+        }
+        free(ref);
+    }
+#ifdef _OPENMP
+    omp_set_num_threads(2);
+#endif
+    tiny_free(m);
+}
+TEST(baselines_turns, "fifty turns, some taken back: rows and bytes stay bounded, a reset session repeats itself bit for bit") {
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 16);
+    int ids[40];
+    float first[61];
+    for (int k = 0; k < BASE_CASES; k++) {
+        if (base_case[k].b.ratio >= 0) continue;         // its budget grows with the dialogue
+        Options *o = options_of(base_case[k].opt);
+        Session *s = session_open(m.c, m.w, o, base_case[k].method);
+        for (int again = 0; again < 2; again++) {
+            rnd_seed(6);
+            for (int turn = 0; turn < 50; turn++) {
+                int n = 1 + rnd_int(40);
+                random_ids(ids, n, 61);
+                const float *lo = prefill(s, ids, n);
+                for (int i = rnd_int(6); i > 0; i--) lo = decode(s, rnd_int(61));
+                if (turn % 7 == 6) kv_truncate(s, s->n_tok - rnd_int(30));          // can cut into the window that was kept
+                if (turn < 49) continue;
+                if (!again) memcpy(first, lo, sizeof first); else CHECK(!memcmp(first, lo, sizeof first), "%s: second run differs", base_case[k].method);
+            }
+            for (int i = 0; i < 4; i++) CHECK(s->head[i].len <= 2 * base_case[k].b.B + 46, "%s: head %d holds %d rows", base_case[k].method, i, s->head[i].len);
+            session_reset(s);
+        }
+        session_close(s); options_free(o);
+    }
+    tiny_free(m);
+}
+TEST(baselines_windowed, "a model with some windowed layers: methods leave those alone; with windowed layers only, they act") {
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 17);
+    int ids[80];
+    random_ids(ids, 80, 61);
+    m.c->windowed = xcalloc(2, 1); m.c->window = 24;
+    for (int all = 0; all < 2; all++) {
+        m.c->windowed[0] = 1; m.c->windowed[1] = (unsigned char)all;
+        for (int k = 0; k < BASE_CASES; k++) {
+            if (base_case[k].b.kind == BT_ADA || base_case[k].b.kind == BT_PYRAMID || base_case[k].b.ratio >= 0) continue;
+            Options *o = options_of(base_case[k].opt);
+            Session *s = session_open(m.c, m.w, o, base_case[k].method);
+            prefill(s, ids, 80);
+            CHECK(s->head[0].len == (all ? base_case[k].b.B : 80) && s->head[2].len == base_case[k].b.B, "%s: %d and %d rows", base_case[k].method, s->head[0].len, s->head[2].len);
+            decode(s, 1);
+            session_close(s); options_free(o);
+        }
+    }
+    tiny_free(m);
+}
+TEST(baselines_expected, "ExpectedAttention's moments by hand: two queries, D 2; and the bytes it says it holds") {
+    Tiny m = tiny_model(1, 1, 1, 2, 8, 8, 61, 18);
+    Options *o = options_of("budget=8 sink=1");
+    Session *s = session_open(m.c, m.w, o, "expected-attention");
+    Expected *x = s->part[0].ms;
+    s->tok = xmalloc(4 * sizeof *s->tok); s->cap_tok = 4;
+    for (int i = 0; i < 3; i++) s->tok[i] = (Token){ i, i, 0, TOK_USER };
+    float q[6] = { 100, 100, 1, 2, 3, -2 }, mu[2], cov[4];        // position 0 is a sink: not counted
+    double tmp[8], id[2] = { 1, 0 }, quarter[2] = { 0, 1 };       // Rbar = 1; Rbar = a quarter turn
+    expected_project(s, x, 0, q, NULL, NULL, 3);
+    s->decoding = 1; expected_project(s, x, 0, q, NULL, NULL, 3);  // decoded queries do not count
+    CHECK(x->n[0] == 2, "%ld queries counted", x->n[0]);
+    expected_moments(s, x, 0, 0, id, mu, cov, tmp);
+    CHECK(mu[0] == 2 && mu[1] == 0 && cov[0] == 1 && cov[1] == -2 && cov[2] == -2 && cov[3] == 4, "mean %g %g, covariance %g %g %g %g", mu[0], mu[1], cov[0], cov[1], cov[2], cov[3]);
+    expected_moments(s, x, 0, 0, quarter, mu, cov, tmp);
+    CHECK(mu[0] == 0 && mu[1] == 2 && cov[0] == 4 && cov[1] == 2 && cov[2] == 2 && cov[3] == 1, "turned: mean %g %g, covariance %g %g %g %g", mu[0], mu[1], cov[0], cov[1], cov[2], cov[3]);
+    CHECK(expected_bytes(s, x) == sizeof(long) + (2 + 4) * sizeof(double), "%zu bytes", expected_bytes(s, x));
+    session_close(s); options_free(o); tiny_free(m);
+}
+
+// ==================================================================================================== 11 LOOPSERVE AND THE SPARSE PREFILLS
+// The selections against brute force that recomputes everything from the definition, the attention over lines against the row
+// merge, and whole dialogues against a slow twin in double that knows masks only.
+
+// ---- brute force. Lines of one head in n rows, p0 old; samples R (m) with their rows P (m,n) in double
+typedef struct {
+    int n, p0, m, hold, sink, local, *R;
+    double alpha, max_cells, max_tiles, *P;
+    char *v, *s;                // (n) chosen
+    double rec[2], tot[2], cells;
+} Brute;
+
+static Brute brute_new(int n, int p0, int m) {
+    return (Brute){ .n = n, .p0 = p0, .m = m, .R = xcalloc(m, sizeof(int)), .P = xcalloc((size_t)m * n, sizeof(double)), .v = xcalloc(n, 1), .s = xcalloc(n, 1), .local = 1, .max_cells = 2, .max_tiles = 2 };
+}
+static void brute_free(Brute *b) { free(b->R); free(b->P); free(b->v); free(b->s); }
+static int brute_len(const Brute *b, int x) { return b->n - (x > b->p0 ? x : b->p0); }
+static void brute_count(Brute *b) {              // what is recovered, and the cells, from nothing but v and s
+    double all = 0;
+    memset(b->rec, 0, sizeof b->rec); memset(b->tot, 0, sizeof b->tot);
+    for (int i = 0; i < b->m; i++)
+        for (int c = 0; c <= b->R[i]; c++) {
+            b->tot[b->hold && i % 2] += b->P[i * b->n + c];
+            if (b->v[c] || b->s[b->R[i] - c]) b->rec[b->hold && i % 2] += b->P[i * b->n + c];
+        }
+    b->cells = 0;
+    for (int x = 0; x < b->n; x++) b->cells += (b->v[x] + b->s[x]) * (double)brute_len(b, x);
+    for (int r = b->p0; r < b->n; r++) all += r + 1;
+    b->cells /= all;
+}
+static int brute_short(const Brute *b) { return b->rec[0] < b->alpha * b->tot[0] || b->rec[1] < b->alpha * b->tot[1]; }
+static void brute_kept(Brute *b) {
+    memset(b->v, 0, b->n); memset(b->s, 0, b->n);
+    for (int x = 0; x < b->n; x++) { b->v[x] = x < b->sink; b->s[x] = x < b->local; }
+}
+static int brute_exact(Brute *b) {               // variant b: the best line of all, again and again -> dense?
+    double *g = xcalloc(2 * b->n, sizeof *g);
+    int dense = 0;
+    brute_kept(b);
+    for (brute_count(b); brute_short(b); brute_count(b)) {
+        int best = -1;
+        double key = 0;
+        for (int x = 0; x < 2 * b->n; x++) g[x] = 0;
+        for (int i = 0; i < b->m; i += 1 + b->hold)
+            for (int c = 0; c <= b->R[i]; c++)
+                if (!b->v[c] && !b->s[b->R[i] - c]) { g[b->R[i] - c] += b->P[i * b->n + c]; g[b->n + c] += b->P[i * b->n + c]; }
+        for (int x = 0; x < 2 * b->n; x++)       // slashes first, then verticals, ascending: a later one must be better
+            if (g[x] > 1e-12 && g[x] / brute_len(b, x % b->n) > key) { key = g[x] / brute_len(b, x % b->n); best = x; }
+        if (best < 0) { dense = b->hold && b->rec[1] < b->alpha * b->tot[1]; break; }
+        if (best < b->n) b->s[best] = 1; else b->v[best - b->n] = 1;
+        brute_count(b);
+        if (b->cells > b->max_cells) { dense = 1; break; }
+    }
+    free(g);
+    return dense;
+}
+static int brute_faithful(Brute *b, double *sum) {       // variant a -> dense?
+    int n = b->n, nv = 0, ns = 0;
+    double *w = xcalloc(4 * n, sizeof *w), tot = 0, olv = 0, ols = 0;       // weights and largest cells: slashes, verticals
+    for (int i = 0; i < b->m; i++)
+        for (int c = 0; c <= b->R[i]; c++) {
+            double x = b->P[i * n + c];
+            int o = b->R[i] - c;
+            w[o] += x; w[n + c] += x; tot += x;
+            w[2 * n + o] = fmax(w[2 * n + o], x); w[3 * n + c] = fmax(w[3 * n + c], x);
+        }
+    memset(b->v, 0, n); memset(b->s, 0, n);
+    for (*sum = 0; *sum < b->alpha * tot; ) {
+        int is = -1, iv = -1;
+        for (int x = n - 1; x >= 0; x--) { if (!b->s[x] && (is < 0 || w[x] >= w[is])) is = x; if (!b->v[x] && (iv < 0 || w[n + x] >= w[n + iv])) iv = x; }
+        double gs = is < 0 ? -1 : fmax(0, w[is] - olv), gv = iv < 0 ? -1 : fmax(0, w[n + iv] - ols);
+        if (gs <= 0 && gv <= 0) break;
+        double ks = is < 0 ? 1 : fmax(1, brute_len(b, is) - nv), kv = iv < 0 ? 1 : fmax(1, brute_len(b, iv) - ns);
+        if (iv < 0 || (is >= 0 && gs / ks >= gv / kv)) { b->s[is] = 1; ns++; ols += w[2 * n + is]; *sum += gs; }
+        else { b->v[iv] = 1; nv++; olv += w[3 * n + iv]; *sum += gv; }
+    }
+    b->s[0] = 1;
+    free(w);
+    brute_count(b);
+    return *sum < b->alpha * tot;
+}
+// The columns that 64 rows from s0 read under tile64: cover (n); returns the number of tiles
+static int brute_cover(const Brute *b, int s0, char *cover) {
+    int E = s0 + 64 < b->n ? s0 + 64 : b->n, tiles = 0, single = 0;
+    memset(cover, 0, b->n);
+    for (int o = 0; o < E; o++) for (int c = s0 - o; b->s[o] && c < E - o; c++) if (c >= 0) cover[c] = 1;
+    for (int c = 0, d; c < b->n; c = d + 1) {
+        for (d = c; d < b->n && cover[d]; ) d++;
+        tiles += (d - c + 63) / 64;
+    }
+    for (int c = 0; c < s0; c++) if (b->v[c] && !cover[c]) { cover[c] = 1; single++; }
+    return tiles + (single + 63) / 64;
+}
+static double brute_tiles(const Brute *b) {
+    double tiles = 0, dense = 0;
+    char *cover = xmalloc(b->n);
+    for (int s0 = b->p0; s0 < b->n; s0 += 64) { tiles += brute_cover(b, s0, cover); dense += ((s0 + 64 < b->n ? s0 + 64 : b->n) + 63) / 64; }
+    free(cover);
+    return tiles / dense;
+}
+static int brute_bands(Brute *b) {               // tile64 -> dense?
+    int n = b->n, ids = n + (n + 63) / 64, dense = 0;
+    double *g = xcalloc(ids, sizeof *g), *one = xcalloc(ids, sizeof *one), *part = xcalloc(ids, sizeof *part), *cost = xcalloc(ids, sizeof *cost), lam = INFINITY;
+    for (int x = 0; x < n; x++) { cost[x] = brute_len(b, x); cost[n + x / 64] += brute_len(b, x); }
+    brute_kept(b);
+    for (int round = 0; brute_count(b), brute_short(b); round++) {
+        double best = 0;
+        if (round && brute_tiles(b) > b->max_tiles) { dense = 1; break; }
+        memset(g, 0, ids * sizeof *g);
+        for (int i = 0; i < b->m; i += 1 + b->hold) {
+            memset(part, 0, ids * sizeof *part);
+            for (int c = 0; c <= b->R[i]; c++)
+                if (!b->v[c] && !b->s[b->R[i] - c]) { part[c] += b->P[i * n + c]; part[n + (b->R[i] - c) / 64] += b->P[i * n + c]; }
+            for (int x = 0; x < ids; x++) { g[x] += part[x]; if (!round && part[x] > one[x]) one[x] = part[x]; }
+        }
+        for (int x = 0; x < ids; x++) if (g[x] - one[x] > 1e-12) best = fmax(best, (g[x] - one[x]) / cost[x]);
+        if (best == 0) { dense = 1; break; }
+        lam = .9 * fmin(lam, best);
+        for (int x = 0; x < ids; x++) {
+            if (!(g[x] - one[x] > 1e-12) || (g[x] - one[x]) / cost[x] < lam) continue;
+            if (x < n) b->v[x] = 1;
+            else for (int o = (x - n) * 64; o < n && o < (x - n + 1) * 64; o++) b->s[o] = 1;
+        }
+    }
+    if (!dense && memchr(b->v + (b->sink < n ? b->sink : n), 1, n - (b->sink < n ? b->sink : n))) dense = brute_tiles(b) > b->max_tiles;
+    if (!dense && memchr(b->s + (b->local < n ? b->local : n), 1, n - (b->local < n ? b->local : n))) dense = brute_tiles(b) > b->max_tiles;
+    free(g); free(one); free(part); free(cost);
+    return dense;
+}
+
+// ---- the program's selections on the same input
+typedef struct { Lines a; LoopRoom w; LoopFound f; float *P; } Chosen;
+
+static Chosen choose(const Brute *b, int kind) { // kind 0: b, 1: a, 2: tile64
+    int n = b->n;
+    Chosen x = { .a = { .n = n, .p0 = b->p0, .v = xcalloc(1, bit_bytes(n)), .s = xcalloc(1, bit_bytes(n)) }, .P = xmalloc((size_t)b->m * n * sizeof(float)) };
+    x.w = (LoopRoom){ .g = xmalloc(2 * n * sizeof(double)), .one = xmalloc(2 * n * sizeof(double)), .top = xmalloc(2 * n * sizeof(float)), .item = xmalloc(2 * n * sizeof(LineItem)),
+                      .run = xmalloc(n * sizeof(LineRange)), .range = xmalloc(n * sizeof(LineRange)), .v = xmalloc(n * sizeof(int)), .cols = xmalloc(n * sizeof(int)) };
+    for (int i = 0; i < b->m * n; i++) x.P[i] = (float)b->P[i];
+    LineSample p = { b->m, n, b->p0, b->R, x.P };
+    LoopRule u = { b->alpha, b->sink, b->local, b->hold, b->max_cells, b->max_tiles };
+    x.a.dense = (kind == 0 ? select_exact : kind == 1 ? select_faithful : select_tiles)(&p, &u, &x.a, &x.w, &x.f);
+    return x;
+}
+static void chosen_free(Chosen *x) {
+    free(x->a.v); free(x->a.s); free(x->P);
+    free(x->w.g); free(x->w.one); free(x->w.top); free(x->w.item); free(x->w.run); free(x->w.range); free(x->w.v); free(x->w.cols);
+}
+static int lines_differ(const Lines *a, const Brute *b) {
+    int bad = 0;
+    for (int x = 0; x < b->n; x++) bad += bit_get(a->v, x) != b->v[x] || bit_get(a->s, x) != b->s[x];
+    return bad;
+}
+static void copy_lines(Brute *b, const Lines *a) { for (int x = 0; x < b->n; x++) { b->v[x] = (char)bit_get(a->v, x); b->s[x] = (char)bit_get(a->s, x); } }
+// Random sampled rows. Grid: multiples of 1/64, so that sums are exact and ties abound; else softmax rows with columns and
+// diagonals that stand out, rounded to float so that both sides see the same numbers.
+static Brute brute_random(int most_n, int grid) {
+    int n = 2 + rnd_int(most_n - 1), p0 = rnd_int(n), m = 1 + rnd_int(n - p0 < 12 ? n - p0 : 12);
+    Brute b = brute_new(n, p0, m);
+    for (int i = 0; i < m; i++) b.R[i] = p0 + (int)((long)(i + 1) * (n - p0) / m) - 1;
+    double peak = rnd_unit() * 6, *hot = xcalloc(2 * n, sizeof *hot);
+    for (int x = 0; x < 2 * n; x++) hot[x] = rnd_int(8) ? 0 : peak * rnd_unit();
+    for (int i = 0; i < m; i++) {
+        double sum = 0, *p = b.P + (size_t)i * n;
+        for (int c = 0; c <= b.R[i]; c++) sum += p[c] = grid ? rnd_int(5) / 64. : exp(hot[c] + hot[n + b.R[i] - c] + rnd_normal());
+        for (int c = 0; c <= b.R[i] && !grid; c++) p[c] = (float)(p[c] / sum);
+    }
+    free(hot);
+    b.alpha = grid ? rnd_int(17) / 16. : rnd_unit();
+    b.sink = rnd_int(4); b.local = 1 + rnd_int(4);
+    b.hold = rnd_int(2) && m > 1;
+    if (rnd_int(2)) b.max_cells = .3 + rnd_unit();
+    if (rnd_int(2)) b.max_tiles = .3 + rnd_unit();
+    return b;
+}
+
+TEST(loopserve_rows, "RandomSelect gives the rows of rules.md B3, ascending, one a stratum, the last row always") {
+    int R[64], a[] = { 82, 324, 442, 634, 747, 835, 1056, 1299 }, b[] = { 14, 25, 45, 76, 86, 110, 127, 150 }, c[] = { 3, 4, 11, 15, 18, 25, 29, 33 };
+    CHECK(mix64(mix64(mix64(1) ^ 0) ^ 0) == 0xb18a02f46d8d86c3ull && mix64(mix64(mix64(1) ^ 1) ^ 2) == 0x449356e76b1ec655ull, "mix chain");
+    CHECK(sample_rows(1300, 8, 1, 0, 0, R) == 8 && !memcmp(R, a, sizeof a), "8 of 1300: %d %d", R[0], R[1]);
+    CHECK(sample_rows(1300, 64, 1, 0, 0, R) == 64 && !memcmp(R, b, sizeof b) && R[61] == 1256 && R[62] == 1277 && R[63] == 1299, "64 of 1300");
+    CHECK(sample_rows(300, 64, 1, 1, 2, R) == 64 && !memcmp(R, c, sizeof c) && R[61] == 287 && R[62] == 292 && R[63] == 299, "64 of 300");
+    for (int i = 0; i < 300; i++) {
+        int nh = 1 + rnd_int(200), m = sample_rows(nh, 1 + rnd_int(64), i, 2, 3, R), bad = R[m - 1] != nh - 1;
+        for (int j = 0; j < m; j++) bad += R[j] < (long)j * nh / m || R[j] >= (long)(j + 1) * nh / m;
+        CHECK(!bad, "%d rows of %d", m, nh);
+    }
+}
+// n = 6, p0 = 2, samples are rows 3 and 5:  row 3: .1 .6 .1 .2    row 5: .1 .5 0 .2 .1 .1.   Lengths of 0..5: 4 4 4 3 2 1, cells 18
+static Brute brute_hand(double alpha, double max_cells) {
+    Brute b = brute_new(6, 2, 2);
+    double P[12] = { .1, .6, .1, .2, 0, 0, .1, .5, 0, .2, .1, .1 };
+    memcpy(b.P, P, sizeof P);
+    b.R[0] = 3; b.R[1] = 5; b.alpha = alpha; b.max_cells = max_cells;
+    return b;
+}
+TEST(loopserve_by_hand, "Algorithm 2 and the exact greedy on a case worked on paper") {
+    // b. Offset 0 is kept: .3 of 2. Column 1 has 1.1/4, offset 4 .5/2, offset 2 .8/4: column 1, 1.4. Left are (3,0) (3,2) (5,0) (5,4) with .1 and
+    // (5,3) with .2. Offset 5 has .1/1: 1.5. Column 3 .2/3, offset 2 now .2/4: column 3, 1.7. Offset 1 .2/4 ties with column 4 .1/2: the slash, 1.9.
+    // a. Column 1 1.1/4 beats offset 2 .8/4: 1.1. Offset 2 is charged column 1's largest cell: .2/3; column 3 .4/3: 1.5. Offset 2 has
+    // .8 - .6 - .2 = 0 left; column 0 .2/4: 1.7. Offset 0 comes at the end.
+    struct { int kind; double alpha, max_cells, mass, cells; unsigned V, S; int dense; } want[] = {
+        { 0, .65, 2, .70,  8, 2, 1, 0 }, { 0, .8, .7, .85, 12, 2 | 8, 1 | 32, 0 }, { 0, .9, 2, .95, 16, 2 | 8, 1 | 2 | 32, 0 }, { 0, .9, .7, 0, 0, 0, 0, 1 },
+        { 1, .5,  2, .55,  8, 2, 1, 0 }, { 1, .8,  2, .85, 15, 1 | 2 | 8, 1, 0 } };
+    for (int i = 0; i < 6; i++) {
+        Brute b = brute_hand(want[i].alpha, want[i].max_cells);
+        Chosen x = choose(&b, want[i].kind);
+        CHECK(x.a.dense == want[i].dense, "case %d: dense %d", i, x.a.dense);
+        CHECK(x.a.dense || (x.a.v[0] == want[i].V && x.a.s[0] == want[i].S), "case %d: V %llx S %llx", i, (unsigned long long)x.a.v[0], (unsigned long long)x.a.s[0]);
+        CHECK(x.a.dense || (fabs(x.f.mass - want[i].mass) < 1e-6 && fabs(x.f.cells * 18 - want[i].cells) < 1e-9), "case %d: mass %g cells %g", i, x.f.mass, x.f.cells * 18);
+        chosen_free(&x); brute_free(&b);
+    }
+}
+TEST(loopserve_greedy, "the heap is the exact greedy, ties included; alpha of both halves is recovered or the head is dense") {
+    rnd_seed(21);
+    int dense = 0;
+    for (int i = 0; i < 1200; i++) {
+        Brute b = brute_random(40, i % 2);
+        Chosen x = choose(&b, 0);
+        int d = brute_exact(&b);
+        CHECK(d == x.a.dense && !lines_differ(&x.a, &b), "case %d: n %d m %d alpha %g: %d lines differ, dense %d %d", i, b.n, b.m, b.alpha, lines_differ(&x.a, &b), d, x.a.dense);
+        copy_lines(&b, &x.a);
+        brute_count(&b);
+        CHECK(x.a.dense || (b.rec[0] >= b.alpha * b.tot[0] - 1e-6 * b.m && b.rec[1] >= b.alpha * b.tot[1] - 1e-6 * b.m), "case %d: recovers %g of %g", i, b.rec[0], b.tot[0]);
+        CHECK(fabs(x.f.mass * (b.tot[0] + b.tot[1]) - b.rec[0] - b.rec[1]) < 1e-6, "case %d: claims %g", i, x.f.mass);
+        CHECK(fabs(x.f.cells - b.cells) < 1e-9, "case %d: cells %g, are %g", i, x.f.cells, b.cells);
+        dense += d;
+        chosen_free(&x); brute_free(&b);
+    }
+    CHECK(dense > 50 && dense < 900, "%d of 1200 dense", dense);
+}
+TEST(loopserve_bound, "variant a: its sum never exceeds the mass really recovered, and reaches alpha unless the head is dense") {
+    rnd_seed(22);
+    int dense = 0;
+    for (int i = 0; i < 800; i++) {
+        Brute b = brute_random(40, i % 4 == 0);
+        b.hold = 0;
+        Chosen x = choose(&b, 1);
+        double sum;
+        int d = brute_faithful(&b, &sum);
+        CHECK(d == x.a.dense && !lines_differ(&x.a, &b), "case %d: %d lines differ, dense %d %d", i, lines_differ(&x.a, &b), d, x.a.dense);
+        CHECK(fabs(x.f.mass * b.tot[0] - sum) < 1e-6 || b.tot[0] == 0, "case %d: sum", i);
+        CHECK(x.f.mass * b.tot[0] <= b.rec[0] + 1e-9 || b.tot[0] == 0, "case %d: claims %g, recovers %g", i, x.f.mass, b.rec[0] / b.tot[0]);
+        CHECK(x.a.dense || x.f.mass >= b.alpha - 1e-12, "case %d: %g < %g", i, x.f.mass, b.alpha);
+        dense += d;
+        chosen_free(&x); brute_free(&b);
+    }
+    CHECK(dense > 5, "the paper's loop must run dry now and then (%d)", dense);
+}
+TEST(loopserve_ends, "alpha 0 keeps only the lines always kept; the order of samples changes nothing; every row sees itself") {
+    rnd_seed(23);
+    for (int i = 0; i < 200; i++) {
+        Brute b = brute_random(90, 0);
+        b.alpha = 0; b.max_cells = b.max_tiles = 2;
+        for (int kind = 0; kind < 3; kind += 2) {
+            Chosen x = choose(&b, kind);
+            brute_kept(&b);
+            CHECK(!x.a.dense && !lines_differ(&x.a, &b), "case %d", i);
+            chosen_free(&x);
+        }
+        b.alpha = .7; b.hold = 0;
+        Chosen x = choose(&b, 0);
+        double swap[96];
+        for (int j = 0; j < b.m / 2; j++) {      // reverse the samples
+            int k = b.m - 1 - j, r = b.R[j];
+            memcpy(swap, b.P + j * b.n, b.n * 8); memcpy(b.P + j * b.n, b.P + k * b.n, b.n * 8); memcpy(b.P + k * b.n, swap, b.n * 8);
+            b.R[j] = b.R[k]; b.R[k] = r;
+        }
+        Chosen y = choose(&b, 0);
+        copy_lines(&b, &y.a);
+        CHECK(x.a.dense == y.a.dense && !lines_differ(&x.a, &b), "case %d: order of samples", i);
+        CHECK(bit_get(x.a.s, 0), "case %d: offset 0", i);
+        chosen_free(&x); chosen_free(&y); brute_free(&b);
+    }
+}
+TEST(loopserve_tiles, "tile64: the thresholds are those of the definition, alpha is recovered or the head is dense, tiles are counted right") {
+    rnd_seed(24);
+    int dense = 0;
+    for (int i = 0; i < 300; i++) {
+        Brute b = brute_random(i % 3 ? 60 : 400, 0);
+        Chosen x = choose(&b, 2);
+        int d = brute_bands(&b);
+        CHECK(d == x.a.dense && !lines_differ(&x.a, &b), "case %d: n %d: %d lines differ, dense %d %d", i, b.n, lines_differ(&x.a, &b), d, x.a.dense);
+        brute_count(&b);
+        CHECK(x.a.dense || (b.rec[0] >= b.alpha * b.tot[0] - 1e-6 && b.rec[1] >= b.alpha * b.tot[1] - 1e-6), "case %d: recovers %g of %g", i, b.rec[0], b.tot[0]);
+        CHECK(fabs(tile_share(&x.a, &x.w) - brute_tiles(&b)) < 1e-12, "case %d: tiles %g, are %g", i, tile_share(&x.a, &x.w), brute_tiles(&b));
+        dense += d;
+        chosen_free(&x); brute_free(&b);
+    }
+    CHECK(dense > 20 && dense < 250, "%d of 300 dense", dense);
+}
+TEST(loopserve_index, "tile64: what a block reads holds every exact cell, nothing twice, nothing right of the block") {
+    rnd_seed(25);
+    for (int i = 0; i < 300; i++) {
+        int n = 1 + rnd_int(500), p0 = rnd_int(n), v[512], cols[512], n_cols;
+        Brute b = brute_new(n, p0, 1);
+        Lines a = { .n = n, .p0 = p0, .v = xcalloc(1, bit_bytes(n)), .s = xcalloc(1, bit_bytes(n)) };
+        LineRange run[512], range[512];
+        for (int x = 0; x < n; x++) {
+            if ((b.s[x] = !x || !rnd_int(1 + i % 40))) bit_set(a.s, x);
+            if ((b.v[x] = !rnd_int(1 + i % 23))) bit_set(a.v, x);
+        }
+        int nv = bit_list(a.v, n, v), n_run = bit_runs(a.s, n, run), k = 0;
+        for (int x = 0; x < n; x++) k += b.s[x];
+        for (int j = 0; j < n_run; j++) k -= run[j].hi - run[j].lo;
+        CHECK(!k, "runs");
+        char cover[512], seen[512];
+        for (int s0 = p0; s0 < n; s0 += 64) {
+            int E = s0 + 64 < n ? s0 + 64 : n, bad = 0;
+            memset(seen, 0, n);
+            k = block_index(&a, s0 - p0, run, n_run, v, nv, range, cols, &n_cols);
+            for (int j = 0; j < k; j++) { bad += range[j].lo >= range[j].hi || (j && range[j].lo <= range[j - 1].hi); for (int c = range[j].lo; c < range[j].hi; c++) seen[c]++; }
+            for (int j = 0; j < n_cols; j++) { bad += cols[j] >= s0; seen[cols[j]]++; }
+            brute_cover(&b, s0, cover);
+            for (int c = 0; c < n; c++) bad += seen[c] != cover[c] || (seen[c] && c >= E);
+            for (int r = s0; r < E; r++) for (int c = 0; c <= r; c++) bad += (b.v[c] || b.s[r - c]) && !seen[c];
+            CHECK(!bad, "case %d: n %d p0 %d block %d: %d wrong", i, n, p0, s0, bad);
+        }
+        free(a.v); free(a.s); brute_free(&b);
+    }
+}
+
+// ---- attention over lines
+// A session of one layer whose rows are K and V (n,G,D), the last T of them this pass's, as attend sees it
+static void feed_rows(Session *s, const float *K, const float *V, int n, int T) {
+    s->tok = xrealloc(s->tok, (size_t)(s->cap_tok = n + 64) * sizeof(Token));
+    for (int i = 0; i < n; i++) s->tok[i] = (Token){ 0, i, 0, TOK_USER };
+    s->base = 0;
+    kv_append(s, 0, K, V, 0, n);
+    s->n_tok = s->pos_next = n;
+    s->base = n - T;
+}
+static int row_merge(const int *v, int nv, const int *o, int no, int r, int *cells) {     // M(r), ascending: V and r - S, equal columns once
+    int n = 0, i = 0, j = no - 1;
+    while (j >= 0 && o[j] > r) j--;
+    while (nv > i && v[nv - 1] > r) nv--;
+    while (i < nv || j >= 0) {
+        int c = i < nv ? v[i] : INT_MAX, d = j >= 0 ? r - o[j] : INT_MAX;
+        cells[n++] = c < d ? c : d;
+        i += c <= d; j -= d <= c;
+    }
+    return n;
+}
+// The reference: one softmax a row over the merged columns. out, q (T,H,D)
+static void lines_attend_rows(Session *s, const Lines *lines, float *out, const float *q, int T) {
+    int H = s->c->H, D = s->c->D, w = layer_window(s, 0);
+    for (int h = 0; h < H; h++) {
+        const Lines *a = &lines[h];
+        int *v = xmalloc((a->n + 1) * sizeof *v), *o = xmalloc((a->n + 1) * sizeof *o), *cells = xmalloc((a->n + 1) * sizeof *cells), nv = bit_list(a->v, a->n, v), no = bit_list(a->s, a->n, o);
+        Brute b = brute_new(a->n, a->p0, 1);
+        copy_lines(&b, a);
+        char *cover = xmalloc(a->n);
+        const KVHead *hd = kv_head(s, 0, h / (H / s->c->G));
+        for (int t = 0; t < T; t++) {
+            int r = a->p0 + t, n = row_merge(v, nv, o, no, r, cells), m = 0;
+            if (a->tile64) {
+                brute_cover(&b, a->p0 + t / 64 * 64, cover);
+                for (n = 0, m = 0; m <= r; m++) if (cover[m]) cells[n++] = m;
+            }
+            if (a->dense) for (n = 0; n <= r; n++) cells[n] = n;
+            m = 0;
+            for (int j = 0; j < n; j++) if (!w || hd->pos[cells[j]] > hd->pos[r] - w) cells[m++] = cells[j];
+            attn_rows(s, 0, h, q + ((size_t)t * H + h) * D, cells, m, out + ((size_t)t * H + h) * D, NULL);
+        }
+        free(v); free(o); free(cells); free(cover); brute_free(&b);
+    }
+}
+TEST(loopserve_attention, "blocked attention over lines equals the row merge: both units, windows, GQA, ragged passes; all lines equal full attention") {
+    rnd_seed(26);
+    int shape[3][2] = { { 4, 1 }, { 3, 3 }, { 4, 2 } };
+    for (int i = 0; i < 36; i++) {
+        int n = i < 3 ? i + 1 : 30 + rnd_int(300), T = i < 3 ? 1 + rnd_int(n) : 1 + rnd_int(n), H = shape[i % 3][0], G = shape[i % 3][1], D = i % 2 ? 16 : 40;
+        Tiny m = tiny_model(1, H, G, D, 16, 16, 7, i);
+        if (i % 5 == 4) { m.c->windowed = xcalloc(1, 1); m.c->windowed[0] = 1; m.c->window = 1 + rnd_int(120); }
+        Options *o = options_of(i % 4 == 3 ? "ctk=f16 ctv=f16" : "");
+        Session *s = session_open(m.c, m.w, o, "full");
+        float *K = xmalloc((size_t)n * G * D * 4), *V = xmalloc((size_t)n * G * D * 4), *q = xmalloc((size_t)T * H * D * 4), *out = xmalloc((size_t)T * H * D * 4), *ref = xmalloc((size_t)T * H * D * 4);
+        for (int j = 0; j < n * G * D; j++) { K[j] = 1.5f * rnd_normal(); V[j] = rnd_normal(); }
+        for (int j = 0; j < T * H * D; j++) q[j] = 1.5f * rnd_normal();
+        feed_rows(s, K, V, n, T);
+        size_t mark = scratch_mark(s);
+        Lines *a = lines_new(s, 0, T);
+        int all = i % 9 == 8;
+        for (int h = 0; h < H; h++) {
+            int sparse_s = 1 + rnd_int(40), sparse_v = 1 + rnd_int(20), run = rnd_int(90);
+            a[h].tile64 = i / 3 % 2; a[h].dense = !all && i % 7 == 5 && h == 1;
+            for (int x = 0; x < n; x++) { if (!x || x < run || all || !rnd_int(sparse_s)) bit_set(a[h].s, x); if (all || !rnd_int(sparse_v)) bit_set(a[h].v, x); }
+        }
+        lines_attend(s, 0, a, out, q, T);
+        lines_attend_rows(s, a, ref, q, T);
+        size_t at = 0, len = (size_t)T * H * D;
+        double e = worst(out, ref, len, 1e-5, 1e-5, &at);
+        CHECK(e <= 1, "case %d: n %d T %d H %d G %d D %d tile64 %d window %d: %g times the bound at %zu", i, n, T, H, G, D, a[0].tile64, m.c->window, e, at);
+        attn_prefill(s, 0, ref, q, 0, T);
+        CHECK(!all || worst(out, ref, len, 1e-5, 1e-5, NULL) <= 1, "case %d: all lines", i);
+        for (int h = 0; h < H; h++) for (int t = 0; t < T && a[h].dense; t++)
+            CHECK(!memcmp(out + ((size_t)t * H + h) * D, ref + ((size_t)t * H + h) * D, D * 4), "case %d: a dense head beside sparse ones must be full attention, token %d", i, t);
+        for (int h = 0; h < H; h++) a[h].dense = 1;
+        lines_attend(s, 0, a, out, q, T);
+        CHECK(!memcmp(out, ref, len * 4), "case %d: all heads dense", i);
+        scratch_reset(s, mark);
+        free(K); free(V); free(q); free(out); free(ref); session_close(s); options_free(o); tiny_free(m);
+    }
+}
+
+// ---- whole dialogues: LoopServe as masks on the slow twin
+typedef struct {
+    int prefill, decode, kind, m, min_context, sink, local, hold, first, interval, obs, per_query, literal, B, keep_answer;
+    double alpha, max_cells, max_tiles;
+    uint64_t seed;
+    int prompt_end, ring_from, probing, n, N[16];
+    char *mask[16];             // per query head (n,N): the cells of this layer and pass; NULL: all
+    double **q;                 // (L) stb_ds: q (H*D) of every token seen
+    int *end; char **chosen;    // (L*H): candidates when it last chose, 0: never; (end)
+    void (*after)(void *u, Twin *t, int l, const double *q, const double *qp, int n);   // another method beside it
+    void *after_u;
+    int dense, passes;
+} LoopTwin;
+
+static int loop_twin_sees(void *p, Twin *t, int l, int h, int i, int row) {
+    LoopTwin *u = p;
+    if (!twin_causal(t, l, i, &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row])) return 0;
+    if (u->probing) return 1;
+    if (t->decoding) return row >= u->end[l * t->c->H + h] || u->chosen[l * t->c->H + h][row];
+    return !u->mask[h] || u->mask[h][(size_t)i * u->N[h] + row];
+}
+static void loop_twin_mask(LoopTwin *u, Twin *t, int l, int h, const double *q, int n) {      // the lines of one head as a mask
+    int H = t->c->H, D = t->c->D, N = (int)arrlen(t->row[l * t->c->G + h / (H / t->c->G)]), R[256];
+    free(u->mask[h]); u->mask[h] = NULL; u->N[h] = N; u->passes++; u->dense++;
+    if (!u->prefill || n < 4 * u->m || N <= u->min_context || u->alpha >= 1) return;
+    Brute b = brute_new(N, N - n, u->m);
+    b.alpha = u->alpha; b.sink = u->sink; b.local = u->local; b.hold = u->hold && u->kind != 1; b.max_cells = u->max_cells; b.max_tiles = u->max_tiles;
+    sample_rows(n, u->m, u->seed, t->turn, l, R);
+    u->probing = 1;
+    for (int i = 0; i < u->m; i++) { b.R[i] = N - n + R[i]; twin_probs(t, l, h, R[i], q + ((size_t)R[i] * H + h) * D, b.P + (size_t)i * N); }
+    u->probing = 0;
+    double sum;
+    if (!(u->kind == 0 ? brute_exact(&b) : u->kind == 1 ? brute_faithful(&b, &sum) : brute_bands(&b))) {
+        u->dense--;
+        u->mask[h] = xcalloc((size_t)n * N, 1);
+        for (int i = 0; i < n; i++) {
+            int r = N - n + i;
+            if (u->kind == 2) { brute_cover(&b, N - n + i / 64 * 64, u->mask[h] + (size_t)i * N); continue; }
+            for (int c = 0; c <= r; c++) u->mask[h][(size_t)i * N + c] = b.v[c] || b.s[r - c];
+        }
+    }
+    brute_free(&b);
+}
+static void loop_twin_choose(LoopTwin *u, Twin *t, int l) {
+    int H = t->c->H, D = t->c->D, R = H / t->c->G, from = t->base - u->obs + 1 > u->ring_from ? t->base - u->obs + 1 : u->ring_from;
+    for (int g = 0; g < t->c->G; g++) {
+        TwinRow *rows = t->row[l * t->c->G + g];
+        int N = (int)arrlen(rows), cand = 0;
+        double *p = xmalloc(N * sizeof *p), *score = xcalloc((size_t)R * N, sizeof *score);
+        for (int j = 0; j < N; j++) cand += rows[j].src < (u->literal ? t->base : u->prompt_end);
+        u->probing = 1;
+        for (int r = 0; r < R; r++)
+            for (int i = from; i <= t->base; i++) {
+                twin_probs(t, l, g * R + r, i - t->base, u->q[l] + (size_t)i * H * D + (g * R + r) * D, p);
+                for (int j = 0; j < N; j++) score[(u->per_query ? r : 0) * N + j] += p[j];
+            }
+        u->probing = 0;
+        for (int r = 0; r < R; r++) {
+            int at = l * H + g * R + r;
+            double *x = score + (u->per_query ? r : 0) * N;
+            free(u->chosen[at]);
+            u->chosen[at] = xcalloc(cand + 1, 1);
+            u->end[at] = cand;
+            for (int j = 0; j < cand; j++) {     // among the best B: fewer than B are better, ties to the lower index
+                int better = 0;
+                for (int k = 0; k < cand; k++) better += x[k] > x[j] || (x[k] == x[j] && k < j);
+                u->chosen[at][j] = better < u->B;
+            }
+        }
+        free(p); free(score);
+    }
+}
+static void loop_twin_before(void *p, Twin *t, int l, const double *q, int n) {
+    LoopTwin *u = p;
+    size_t row = (size_t)t->c->H * t->c->D, all = n * row;
+    arrsetlen(u->q[l], t->base * row);
+    double *to = arraddnptr(u->q[l], all);
+    memcpy(to, q, all * sizeof *q);
+    for (int h = 0; h < t->c->H && !t->decoding; h++) loop_twin_mask(u, t, l, h, q, n);
+    if (!t->decoding) u->ring_from = t->base + n - (n < u->obs ? n : u->obs);
+    if (t->decoding && u->decode && t->step + 1 >= u->first && (t->step + 1 - u->first) % u->interval == 0) loop_twin_choose(u, t, l);
+}
+static void loop_twin_after(void *p, Twin *t, int l, const double *q, const double *qp, int n) {
+    LoopTwin *u = p;
+    if (l == t->c->L && !t->decoding) { u->prompt_end = (int)arrlen(t->id); memset(u->end, 0, (size_t)l * t->c->H * sizeof(int)); }
+    if (u->after) u->after(u->after_u, t, l, q, qp, n);
+}
+static LoopTwin loop_twin(const Options *o, const Config *c, const char *method) {
+    int paper = opt_int(o, "paper");
+    LoopTwin u = { .prefill = !strstr(method, "loopserve-d"), .decode = !strstr(method, "loopserve-p"), .min_context = opt_int(o, "loopserve-min-context"), .m = opt_int(o, "loopserve-samples"),
+        .sink = opt_int(o, "loopserve-sink"), .local = opt_int(o, "loopserve-local"), .alpha = paper ? .955 : opt_real(o, "loopserve-alpha"), .max_cells = opt_real(o, "loopserve-max-cells"),
+        .max_tiles = opt_real(o, "loopserve-max-tiles"), .first = opt_int(o, "loopserve-first"), .interval = opt_int(o, "loopserve-interval"), .B = opt_int(o, "budget"), .seed = opt_int(o, "loopserve-seed") };
+    u.kind = paper || !strcmp(opt_str(o, "loopserve-variant"), "a") ? 1 : !strcmp(opt_str(o, "loopserve-unit"), "tile64") ? 2 : 0;
+    u.hold = !strcmp(opt_str(o, "loopserve-holdout"), "on") || (!strcmp(opt_str(o, "loopserve-holdout"), "auto") && u.m >= 32);
+    u.obs = opt_int(o, "loopserve-obs") ? opt_int(o, "loopserve-obs") : u.interval;
+    u.per_query = !strcmp(opt_str(o, "loopserve-sel"), "q"); u.literal = !strcmp(opt_str(o, "loopserve-gen"), "literal"); u.keep_answer = opt_int(o, "loopserve-keep-answer-kv");
+    u.q = xcalloc(c->L, sizeof *u.q); u.end = xcalloc((size_t)c->L * c->H, sizeof(int)); u.chosen = xcalloc((size_t)c->L * c->H, sizeof(char *));
+    return u;
+}
+static void loop_twin_free(LoopTwin *u, const Config *c) {
+    for (int h = 0; h < c->H; h++) free(u->mask[h]);
+    for (int l = 0; l < c->L; l++) arrfree(u->q[l]);
+    for (int i = 0; i < c->L * c->H; i++) free(u->chosen[i]);
+    free(u->q); free(u->end); free(u->chosen);
+}
+// Definition 1 on the twin: this turn's prefill, with the previous answer in front of it
+static void loop_twin_prefill(LoopTwin *u, Twin *t, const int *ids, int n, double *logits) {
+    int k = u->keep_answer ? 0 : (int)arrlen(t->id) - u->prompt_end, *all = xmalloc((n + k + 1) * sizeof *all);
+    if (k) memcpy(all, t->id + u->prompt_end, k * sizeof *all);
+    memcpy(all + k, ids, n * sizeof *all);
+    if (k) twin_truncate(t, u->prompt_end);
+    twin_prefill(t, all, n + k, logits);
+    free(all);
+}
+// Session and twin side by side; follow: the twin drops the rows the session dropped (a method whose own twin is elsewhere).
+// Returns the worst error over all logits in units of the bound.
+static double loop_race(Session *s, Twin *t, LoopTwin *u, const Script *p, int follow, double tol) {
+    int V = s->c->V, ids[8192];
+    double e = 0, *lo = xmalloc(V * sizeof *lo);
+    float *ref = xmalloc(V * sizeof *ref);
+    for (int turn = 0; turn < p->turns; turn++) {
+        script_ids(p, turn, V, ids);
+        for (int i = -1; i < p->dec[turn]; i++) {
+            const float *got = i < 0 ? prefill(s, ids, p->pre[turn]) : decode(s, ids[p->pre[turn] + i]);
+            if (i < 0) loop_twin_prefill(u, t, ids, p->pre[turn], lo); else twin_decode(t, ids[p->pre[turn] + i], lo);
+            for (int v = 0; v < V; v++) ref[v] = (float)lo[v];
+            e = fmax(e, worst(got, ref, V, tol, tol, NULL));
+            for (int j = 0; follow && j < s->c->L * s->c->G; j++) {
+                int keep[4096], k = 0, n = s->head[j].len;
+                for (int a = 0; a < (int)arrlen(t->row[j]); a++) if (k < n && t->row[j][a].src == s->head[j].src[k]) { keep[k++] = a; }
+                CHECK(k == n, "head %d: %d of %d rows known to the twin", j, k, n);
+                twin_keep(t, j / s->c->G, j % s->c->G, keep, k);
+            }
+            CHECK(!rows_differ(s, t), "turn %d step %d: rows held", turn, i);
+        }
+    }
+    free(lo); free(ref);
+    return e;
+}
+static double loop_agree(const char *method, const char *options, const Script *p, int L, int H, int G, int follow, double tol, double *dense) {
+    Tiny m = tiny_model(L, H, G, 16, 32, 48, 61, 40 + H + G);
+    Options *o = options_of(options);
+    Session *s = session_open(m.c, m.w, o, method);
+    Twin *t = twin_new(m.c, m.w, !strcmp(opt_str(o, "ctk"), "f16") ? DT_F16 : DT_F32);
+    LoopTwin u = loop_twin(o, m.c, method);
+    int streaming[2] = { opt_int(o, "budget"), 4 };
+    t->hook = (TwinHooks){ .u = &u, .sees = loop_twin_sees, .before = loop_twin_before, .after = loop_twin_after };
+    if (strstr(method, "streaming")) { u.after = streaming_twin; u.after_u = streaming; }
+    double e = loop_race(s, t, &u, p, follow, tol);
+    const LoopServe *x = s->part[0].ms;
+    if (u.prefill) CHECK(x->passes == u.passes && x->dense == u.dense, "%s %s: dense heads %ld of %ld, twin %d of %d", method, options, x->dense, x->passes, u.dense, u.passes);
+    if (dense) *dense = (double)u.dense / u.passes;
+    loop_twin_free(&u, m.c); twin_free(t); session_close(s); options_free(o); tiny_free(m);
+    return e;
+}
+#define LOOP_SMALL "loopserve-min-context=0 loopserve-samples=16 loopserve-local=8 loopserve-max-cells=.9 loopserve-max-tiles=.95 "
+
+TEST(loopserve_twin, "the method agrees with its slow twin over three turns, both variants and units, and its halves alone") {
+    Script p = { 3, { 150, 70, 90 }, { 40, 20, 19 }, 5 };
+    const char *run[][2] = {
+        { "loopserve",   LOOP_SMALL "loopserve-alpha=.85 budget=32" },
+        { "loopserve",   LOOP_SMALL "loopserve-alpha=.8 budget=20 loopserve-holdout=on loopserve-seed=9 loopserve-sel=q loopserve-gen=literal" },
+        { "loopserve",   LOOP_SMALL "loopserve-alpha=.85 budget=24 loopserve-unit=tile64 loopserve-first=5 loopserve-interval=3 loopserve-obs=7" },
+        { "loopserve",   LOOP_SMALL "loopserve-alpha=.6 budget=24 loopserve-unit=tile64 loopserve-sink=0 loopserve-local=1" },
+        { "loopserve",   LOOP_SMALL "loopserve-variant=a loopserve-alpha=.6 budget=40 loopserve-keep-answer-kv" },
+        { "loopserve",   LOOP_SMALL "paper budget=40 loopserve-first=1 loopserve-interval=1" },
+        { "loopserve-p", LOOP_SMALL "loopserve-alpha=.9" },
+        { "loopserve-d", "budget=30 loopserve-first=3 loopserve-interval=5 loopserve-obs=20" },
+        { "loopserve-d", "budget=30 loopserve-keep-answer-kv loopserve-sel=q" } };
+    int shape[4][2] = { { 4, 2 }, { 6, 3 }, { 4, 1 }, { 3, 3 } };
+    double sparse = 0;
+    for (int i = 0; i < 9; i++) {
+        double dense = 1, e = loop_agree(run[i][0], run[i][1], &p, 2, shape[i % 4][0], shape[i % 4][1], 0, 1e-5, &dense);
+        CHECK(e <= 1, "%s %s: %g times the bound", run[i][0], run[i][1], e);
+        if (i < 4 || i == 6) CHECK(dense < .9, "%s %s: %g of the heads are dense: tests nothing", run[i][0], run[i][1], dense);
+        sparse += 1 - dense;
+    }
+    CHECK(sparse > 2, "sparse heads");
+}
+TEST(loopserve_beside, "loopserve-p beside methods that drop rows, heads of unequal lengths among them: lines live in rows") {
+    Script p = { 3, { 150, 80, 90 }, { 12, 5, 6 }, 8 };
+    double dense;
+    const char *run[][2] = { { "loopserve-p+streaming", "budget=90 " }, { "adakv+loopserve-p", "budget=90 obs-window=8 " }, { "loopserve-p+pyramidkv", "budget=60 obs-window=8 " } };
+    for (int i = 0; i < 3; i++) {
+        char opt[512];
+        snprintf(opt, sizeof opt, LOOP_SMALL "loopserve-alpha=.8 %s", run[i][1]);
+        double e = loop_agree(run[i][0], opt, &p, 2, 4, 2, i > 0, 1e-5, &dense);
+        CHECK(e <= 1, "%s: %g times the bound", run[i][0], e);
+        CHECK(dense < .9, "%s: %g of the heads are dense", run[i][0], dense);
+    }
+}
+TEST(loopserve_limits, "alpha 1 and a budget of the whole context equal full attention bit for bit; so do all short turns; then one row less does not") {
+    Script p = { 3, { 90, 1, 70 }, { 20, 18, 17 }, 12 };         // 216 tokens
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    const char *run[][2] = { { "full", "" }, { "loopserve", "loopserve-alpha=1 budget=216" }, { "loopserve", "" }, { "loopserve-p", "" }, { "loopserve-d", "budget=199" },
+        { "loopserve-d", "budget=216 loopserve-gen=literal loopserve-sel=q" }, { "loopserve", LOOP_SMALL "loopserve-alpha=1 loopserve-keep-answer-kv" }, { "a-shape", "" }, { "tri-shape", "a-shape-local=1" },
+        { "a-shape", "a-shape-init=0 a-shape-local=216" }, { "tri-shape", "tri-shape-init=216 tri-shape-local=1" }, { "tri-shape", "tri-shape-init=0 tri-shape-local=1 tri-shape-last=91" },
+        { "loopserve-p+streaming", "budget=216" }, { "minference+loopserve-d", "minference-slashes=216" },
+        { "loopserve-d", "budget=160" }, { "loopserve", LOOP_SMALL "loopserve-alpha=.5" }, { "a-shape", "a-shape-init=0 a-shape-local=89" } };
+    float *ref = NULL;
+    for (int i = 0; i < 17; i++) {
+        Options *o = options_of(run[i][1]);
+        Session *s = session_open(m.c, m.w, o, run[i][0]);
+        float *a = run_session(s, &p);
+        size_t n = (size_t)script_rows(&p) * m.c->V;
+        int exact = i != 13;                     // minference has no "every line" that it knows to be dense
+        int same = !ref || (exact ? !memcmp(a, ref, n * sizeof *a) : worst(a, ref, n, 1e-5, 1e-5, NULL) <= 1);
+        CHECK(same == (i < 14), "%s %s", run[i][0], run[i][1]);
+        CHECK(s->n_tok == 216 && s->head[0].len == 216, "%s: %d tokens, %d rows", run[i][0], s->n_tok, s->head[0].len);
+        if (i == 0) ref = a; else free(a);
+        session_close(s); options_free(o);
+    }
+    free(ref); tiny_free(m);
+}
+TEST(loopserve_decode, "Algorithm 3: selections at n_o = F, F + n_d, ..; exactly B rows and this answer are read; dropped when a turn begins") {
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 7);
+    for (int kind = 0; kind < 3; kind++) {
+        Options *o = options_of(kind == 0 ? "budget=20 loopserve-first=6 loopserve-interval=4" : kind == 1 ? "budget=20 loopserve-first=6 loopserve-interval=4 loopserve-gen=literal" :
+                                "ratio=.75 loopserve-first=6 loopserve-interval=4 loopserve-sel=q");
+        Session *s = session_open(m.c, m.w, o, "loopserve-d");
+        int ids[64], rows[256], last[32] = {0}, changed = 0, differ = 0;
+        for (int i = 0; i < 64; i++) ids[i] = (i * 37 + 5) % 61;
+        for (int turn = 0; turn < 3; turn++) {
+            int held = s->n_tok, fed = turn ? 40 : 60, B = kind == 2 ? (held + fed) - (int)floor((held + fed) * .75 + 1e-6) : 20;
+            prefill(s, ids, fed);
+            CHECK(s->n_tok == held + fed, "answers are prefilled again: %d tokens", s->n_tok);
+            for (int n_o = 1; n_o <= 15; n_o++) {
+                decode(s, ids[n_o]);
+                for (int h = 0; h < 8; h++) {
+                    const View *w = kv_view(s, h / 4, h % 4);
+                    int n = view_rows(s, h / 4, h % 4, rows), since = kind == 1 ? (n_o < 6 ? 0 : (n_o - 6) % 4 + 1) : n_o, all = s->n_tok;
+                    CHECK(n == (n_o < 6 ? all : B + since), "kind %d turn %d n_o %d: reads %d rows of %d", kind, turn, n_o, n, all);
+                    CHECK(n_o < 6 || w->tail == (kind == 1 ? all - since : held + fed), "kind %d n_o %d: tail %d", kind, n_o, w->tail);
+                    if (n_o >= 6 && (n_o - 6) % 4 && !h) CHECK(!memcmp(rows, last, 16 * sizeof(int)), "n_o %d: chose between selections", n_o);
+                    if (n_o > 6 && (n_o - 6) % 4 == 0 && !h) changed += memcmp(rows, last, 16 * sizeof(int)) != 0;
+                    if (!h) memcpy(last, rows, 16 * sizeof(int));
+                    if (h % 2 && n_o >= 6) differ += memcmp(w->idx, kv_view(s, h / 4, h % 4 - 1)->idx, w->n * sizeof(int)) != 0;
+                }
+            }
+        }
+        const LoopServe *x = s->part[0].ms;
+        CHECK(x->selections == 9 && x->steps == 45 && x->steps_all == 15, "%ld selections, %ld steps, %ld dense", x->selections, x->steps, x->steps_all);
+        CHECK(changed > 2, "the set must follow the answer (%d)", changed);
+        CHECK(kind == 2 ? differ > 0 : !differ, "one set a KV head, unless sel=q: %d differ", differ);
+        session_close(s); options_free(o);
+    }
+    tiny_free(m);
+}
+TEST(loopserve_same, "threads and -b change no bit; a reset session repeats itself; 50 turns neither leak nor drift; bytes are what is held") {
+    Script p = { 3, { 150, 70, 90 }, { 20, 17, 3 }, 5 };
+    Tiny m = tiny_model(2, 6, 3, 16, 32, 48, 61, 8);
+    float *ref = NULL;
+    const char *method[] = { "loopserve", "loopserve", "minference+loopserve-d" };
+    for (int kind = 0; kind < 3; kind++) {
+        for (int i = 0; i < 4; i++) {
+            char opt[512];
+            snprintf(opt, sizeof opt, LOOP_SMALL "loopserve-alpha=.8 budget=30 minference-verticals=40 minference-slashes=40 %s batch-size=%d", kind == 1 ? "loopserve-unit=tile64" : "", i == 1 ? 7 : i == 2 ? 64 : 512);
+            Options *o = options_of(opt);
+            Session *s = session_open(m.c, m.w, o, method[kind]);
+#ifdef _OPENMP
+            int threads = omp_get_max_threads();
+            omp_set_num_threads(1 + i % 2);
+#endif
+            float *a = run_session(s, &p);
+            session_reset(s);
+            float *b = run_session(s, &p);
+#ifdef _OPENMP
+            omp_set_num_threads(threads);
+#endif
+            size_t bytes = (size_t)script_rows(&p) * m.c->V * sizeof *a;
+            CHECK(!memcmp(a, b, bytes), "kind %d: after a reset", kind);
+            CHECK(!ref || !memcmp(a, ref, bytes), "kind %d run %d", kind, i);
+            size_t ring = (size_t)m.c->L * 16 * m.c->H * m.c->D * sizeof(float), views = 0, rows = 0;
+            for (int j = 0; j < m.c->L * m.c->H; j++) views += (size_t)s->view[j].cap * sizeof(int);
+            for (int j = 0; j < m.c->L * m.c->G; j++) rows += (size_t)s->head[j].cap * 2 * sizeof(int);
+            CHECK(kv_meta_bytes(s) == ring + views + rows, "kind %d: %zu metadata bytes", kind, kv_meta_bytes(s));
+            if (!ref) ref = a; else free(a);
+            free(b); session_close(s); options_free(o);
+        }
+        free(ref); ref = NULL;
+    }
+    Options *o = options_of(LOOP_SMALL "loopserve-alpha=.8 budget=24"), *f = options_of("");
+    Session *s = session_open(m.c, m.w, o, "loopserve"), *full = session_open(m.c, m.w, f, "full");
+    int ids[4] = { 3, 1, 4, 1 }, held = 0;
+    for (int turn = 0; turn < 50; turn++) {
+        prefill(s, ids, 2 + turn % 3); prefill(full, ids, 2 + turn % 3);
+        for (int i = 0; i < turn % 20; i++) { decode(s, i); decode(full, i); }
+        CHECK(s->n_tok == full->n_tok && s->pos_next == full->pos_next, "turn %d: %d tokens, full %d", turn, s->n_tok, full->n_tok);
+        for (int i = 0; i < s->n_tok; i++) if (s->tok[i].id != full->tok[i].id || s->tok[i].pos != i || s->tok[i].seg != full->tok[i].seg || s->tok[i].kind != full->tok[i].kind) held++;
+    }
+    CHECK(!held, "%d tokens are not the dialogue's", held);
+    CHECK(kv_bytes(s) == kv_bytes(full), "%zu bytes, full %zu", kv_bytes(s), kv_bytes(full));
+    session_close(s); session_close(full); options_free(o); options_free(f); tiny_free(m);
+}
+TEST(loopserve_answer, "the previous answer is prefilled again in front of the turn: the same rows as if it had been, kept with keep-answer-kv") {
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 9);
+    int ids[80];
+    for (int i = 0; i < 80; i++) ids[i] = (i * 29 + 3) % 61;
+    float ref[61];
+    for (int keep = 0; keep < 2; keep++) {
+        Options *o = options_of(keep ? "budget=10 loopserve-first=1 loopserve-interval=1 loopserve-keep-answer-kv" : "budget=10 loopserve-first=1 loopserve-interval=1"), *f = options_of("");
+        Session *s = session_open(m.c, m.w, o, "loopserve-d"), *full = session_open(m.c, m.w, f, "full");
+        prefill(s, ids, 40);
+        for (int i = 40; i < 60; i++) decode(s, ids[i]);         // read from 10 rows each, so their own rows are off in layer 1
+        memcpy(ref, prefill(s, ids + 60, 20), sizeof ref);
+        prefill(full, ids, 40);
+        int same = !memcmp(ref, prefill(full, ids + 40, 40), sizeof ref);
+        CHECK(same == !keep, "keep %d: %s full attention's", keep, same ? "equals" : "is not");
+        CHECK(s->clk.n_prefill == (keep ? 60 : 80), "%ld tokens prefilled", s->clk.n_prefill);
+        kv_truncate(s, 30);                                      // rolled back behind the prompt: nothing to prefill again
+        CHECK(((LoopServe *)s->part[0].ms)->prompt_end == 30, "prompt end");
+        prefill(s, ids, 5);
+        CHECK(s->n_tok == 35, "%d tokens", s->n_tok);
+        session_close(s); session_close(full); options_free(o); options_free(f);
+    }
+    tiny_free(m);
+}
+TEST(loopserve_refuses, "bad options and combinations end in one line and exit code 2") {
+    Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
+    const char *run[][3] = { { "loopserve+snapkv", "", "cannot be combined" }, { "loopserve-p+h2o", "", "cannot be combined" }, { "minference+loopserve-p", "", "cannot be combined" },
+        { "loopserve", "loopserve-local=0", "loopserve-local" }, { "loopserve", "loopserve-alpha=-1", "alpha" }, { "loopserve", "paper loopserve-unit=tile64", "variant a" }, { "loopserve-d", "loopserve-interval=0", "interval" },
+        { "a-shape", "a-shape-local=0", "a-shape-local" }, { "minference", "minference-ratio=-1", "ratio" }, { "loopserve-p", "loopserve-samples=0", "samples" } };
+    for (int i = 0; i < 10; i++) {
+        Options *o = options_of(run[i][1]);
+        int code;
+        EXPECT_DIE(code, session_open(m.c, m.w, o, run[i][0]));
+        CHECK(code == EXIT_USAGE && strstr(die_text, run[i][2]), "%s %s: exit %d, %s", run[i][0], run[i][1], code, die_text);
+        options_free(o);
+    }
+    tiny_free(m);
+}
+
+// ---- A-shape, Tri-shape, MInference
+typedef struct { int kind, init, local, last; char *mask[8]; int N; LoopTwin loop; } ShapeTwin;
+
+static int shape_twin_sees(void *p, Twin *t, int l, int h, int i, int row) {
+    ShapeTwin *u = p;
+    int n = (int)arrlen(t->id) - t->base, r = t->base + i;
+    if (!twin_causal(t, l, i, &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row])) return 0;
+    if (t->decoding || u->loop.probing) return 1;
+    if (u->kind == 2) return u->mask[h][(size_t)i * u->N + row];
+    return row < u->init || r - row < u->local || (u->kind == 1 && i >= n - u->last);
+}
+static void shape_twin_before(void *p, Twin *t, int l, const double *q, int n) {   // MInference: ranks counted one by one
+    ShapeTwin *u = p;
+    int H = t->c->H, D = t->c->D, N = (int)arrlen(t->row[l * t->c->G]), m = n < 64 ? n : 64;
+    if (u->kind != 2 || t->decoding) return;
+    u->N = N;
+    for (int h = 0; h < H; h++) {
+        Brute b = brute_new(N, N - n, m);
+        double *sum = xcalloc(2 * N, sizeof *sum);
+        u->loop.probing = 1;
+        for (int i = 0; i < m; i++) {
+            twin_probs(t, l, h, n - m + i, q + ((size_t)(n - m + i) * H + h) * D, b.P + (size_t)i * N);
+            for (int c = 0; c < N - m + i + 1; c++) { sum[c] += b.P[(size_t)i * N + c]; sum[N + N - m + i - c] += b.P[(size_t)i * N + c]; }
+        }
+        u->loop.probing = 0;
+        for (int x = 0; x < 2 * N; x++) if (x % N < (x < N ? 30 : 100)) sum[x] = 1e9;
+        for (int x = 0; x < 2 * N; x++) {
+            int better = 0;
+            for (int y = x / N * N; y < x / N * N + N; y++) better += sum[y] > sum[x] || (sum[y] == sum[x] && y < x);
+            (x < N ? b.v : b.s)[x % N] = better < (x < N ? u->init : u->local);
+        }
+        free(u->mask[h]);
+        u->mask[h] = xcalloc((size_t)n * N, 1);
+        for (int i = 0; i < n; i++) brute_cover(&b, N - n + i / 64 * 64, u->mask[h] + (size_t)i * N);
+        free(sum); brute_free(&b);
+    }
+}
+TEST(sparse_prefill_twin, "A-shape, Tri-shape and MInference agree with their slow twins, alone and beside StreamingLLM") {
+    Script p = { 2, { 170, 130 }, { 3, 2 }, 8 };
+    const char *run[][2] = { { "a-shape", "a-shape-init=9 a-shape-local=31" }, { "tri-shape", "tri-shape-init=3 tri-shape-local=20 tri-shape-last=11" },
+        { "minference", "minference-verticals=40 minference-slashes=110" }, { "minference", "minference-verticals=80 minference-slashes=240 minference-ratio=.5" } };
+    for (int i = 0; i < 4; i++) {
+        Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 50 + i);
+        Options *o = options_of(run[i][1]);
+        Session *s = session_open(m.c, m.w, o, run[i][0]);
+        Twin *t = twin_new(m.c, m.w, DT_F32);
+        ShapeTwin u = { .kind = i < 2 ? i : 2, .init = i == 0 ? 9 : i == 1 ? 3 : 40, .local = i == 0 ? 31 : i == 1 ? 20 : i == 2 ? 110 : 120, .last = 11 };
+        t->hook = (TwinHooks){ .u = &u, .sees = shape_twin_sees, .before = shape_twin_before };
+        float *a = run_session(s, &p), *b = run_twin(t, &p);
+        double e = worst(a, b, (size_t)script_rows(&p) * m.c->V, 1e-5, 1e-5, NULL);
+        CHECK(e <= 1, "%s %s: %g times the bound", run[i][0], run[i][1], e);
+        for (int h = 0; h < 4; h++) free(u.mask[h]);
+        free(a); free(b); twin_free(t); session_close(s); options_free(o); tiny_free(m);
+    }
+}
+
+// ==================================================================================================== 12 PATS
+// The slow side of every comparison is written in double or element by element, and shares no code with section 12.
+
+static double slow_bits(int schedule, int b_min, int b_max, int t, int T) {     // 3.1 with the formula of spec B1, in double
+    double n = T - 1, x = t - 1, u = schedule == PATS_OLD ? n - x : schedule == PATS_NEW ? x : n - fabs(2 * x - n);   // all times n: ties stay ties
+    double b = floor(b_min + b_max * u / n + .5);
+    return b < b_min ? b_min < b_max ? b_min : b_max : b > b_max ? b_max : b;
+}
+static double slow_cut(double x, int b, int rounding) {         // x an f16 value; b of its 10 mantissa bits go
+    int e;
+    if (!b || !x) return x;
+    frexp(fabs(x), &e);
+    double q = ldexp(1, (e - 11 > -24 ? e - 11 : -24) + b);     // what one unit of the last place left is worth
+    double y = rounding == PATS_NEAREST ? rint(fabs(x) / q) * q : floor(fabs(x) / q) * q;
+    if (rounding == PATS_NEAREST && b == 10 && fabs(x) / q == 1.5) y = (e + 14) % 2 ? 2 * q : q;    // no mantissa left: even is the exponent's last bit
+    if (rounding == PATS_NEAREST) { double top = floor(65504 / ldexp(1, 5 + b)) * ldexp(1, 5 + b); if (y > top) y = top; }
+    if (rounding == PATS_MID && y > 0) y += q / 2;
+    if (rounding == PATS_MID && !y) return copysign(0, x);
+    return copysign(y, x);
+}
+
+TEST(pats_vectors, "schedules: the spec's vectors at T = 1024 (first row of every step)") {
+    struct { int schedule, b_max, at[16][2]; } want[] = {
+        { PATS_NEW, 10, { { 0, 2 }, { 52, 3 }, { 154, 4 }, { 256, 5 }, { 359, 6 }, { 461, 7 }, { 563, 8 }, { 665, 9 }, { 768, 10 }, { 1024, -1 } } },
+        { PATS_MIDDLE, 8, { { 0, 2 }, { 32, 3 }, { 96, 4 }, { 160, 5 }, { 224, 6 }, { 288, 7 }, { 352, 8 }, { 672, 7 }, { 736, 6 }, { 800, 5 }, { 864, 4 }, { 928, 3 }, { 992, 2 }, { 1024, -1 } } },
+        { PATS_MIDDLE, 10, { { 0, 2 }, { 26, 3 }, { 77, 4 }, { 128, 5 }, { 180, 6 }, { 231, 7 }, { 282, 8 }, { 333, 9 }, { 384, 10 }, { 640, 9 }, { 691, 8 }, { 742, 7 }, { 793, 6 }, { 844, 5 }, { 896, 4 } } },
+    };
+    for (int i = 0; i < 3; i++)
+        for (int j = 0; want[i].at[j][1] > 0 && j < 14; j++)
+            for (int r = want[i].at[j][0]; r < want[i].at[j + 1][0]; r++)
+                CHECK(pats_schedule(want[i].schedule, 2, want[i].b_max, r + 1, 1024) == want[i].at[j][1], "schedule %d b_max %d row %d", want[i].schedule, want[i].b_max, r);
+    for (int t = 1; t <= 1024; t++) CHECK(pats_schedule(PATS_OLD, 2, 10, t, 1024) == pats_schedule(PATS_NEW, 2, 10, 1025 - t, 1024), "old is new from the other end, t %d", t);
+    CHECK(pats_schedule(PATS_MIDDLE, 2, 8, 1, 1) == 2 && pats_schedule(PATS_NEW, 2, 8, 1, 1) == 2 && pats_schedule(PATS_OLD, 2, 8, 1, 1) == 8, "T = 1");
+}
+TEST(pats_schedule_slow, "the integer schedule is the formula rounded half up, for thousands of random cases, t beyond T included") {
+    rnd_seed(4);
+    for (int i = 0; i < 20000; i++) {
+        int schedule = rnd_int(3), b_max = rnd_int(11), b_min = rnd_int(b_max + 1), T = 1 + rnd_int(i % 2 ? 20 : 40000), t = 1 + rnd_int(T);
+        double want = T > 1 ? slow_bits(schedule, b_min, b_max, t, T) : schedule == PATS_OLD ? b_max : b_min;
+        CHECK(pats_schedule(schedule, b_min, b_max, t, T) == want, "schedule %d, %d..%d, t %d of %d", schedule, b_min, b_max, t, T);
+        CHECK(T == 1 || pats_schedule(schedule, b_min, b_max, T + 1 + t, T) == (schedule == PATS_NEW ? b_max : b_min), "beyond the end");
+    }
+}
+static double mem_ideal(int schedule, int b_max, int T) {
+    double sum = 0;
+    for (int t = 1; t <= T; t++) sum += pats_schedule(schedule, 2, b_max, t, T);
+    return 100 * sum / T / 16;
+}
+TEST(pats_mem_table, "ideal MEM of the paper's setting, and what dense rows and 64-byte rows really save") {
+    double ideal[2][4] = { { 21.875, 29.163, 35.938, 42.493 }, { 21.875, 29.150, 35.938, 42.468 } }, mid128[4] = { 21.875, 29.004, 35.938, 42.285 };
+    struct { int D; double save[2][4]; } real[] = {     // [dense, rows64][b_max 4 6 8 10]
+        { 64,  { { 21.9, 29.0, 35.9, 42.2 }, { 0, 0, 15.6, 22.5 } } },
+        { 128, { { 21.9, 29.1, 35.9, 42.4 }, { 0, 14.6, 25.0, 30.0 } } },
+        { 256, { { 21.9, 29.1, 35.9, 42.4 }, { 10.9, 18.7, 29.7, 33.7 } } },
+    };
+    for (int i = 0; i < 4; i++) {
+        int b = 4 + 2 * i;
+        CHECK(fabs(mem_ideal(PATS_NEW, b, 1024) - ideal[0][i]) < 6e-4 && fabs(mem_ideal(PATS_OLD, b, 1024) - ideal[0][i]) < 6e-4, "new, old %d: %.4f", b, mem_ideal(PATS_NEW, b, 1024));
+        CHECK(fabs(mem_ideal(PATS_MIDDLE, b, 1024) - ideal[1][i]) < 6e-4, "middle %d: %.4f", b, mem_ideal(PATS_MIDDLE, b, 1024));
+        CHECK(fabs(mem_ideal(PATS_MIDDLE, b, 128) - mid128[i]) < 6e-4, "middle %d at 128: %.4f", b, mem_ideal(PATS_MIDDLE, b, 128));
+        for (int k = 0; k < 6; k++) {
+            int D = real[k / 2].D, rows64 = k % 2;
+            Region *reg = NULL;
+            for (int t = 1; t <= 1024; t++) reg = region_add(reg, 16 - pats_schedule(PATS_MIDDLE, 2, b, t, 1024), rows64, D);
+            CHECK((int)arrlen(reg) <= 2 * (b - 2) + 1, "%d regions", (int)arrlen(reg));
+            double save = 100 * (1 - (double)(regions_bytes(reg, (int)arrlen(reg), rows64, D) - PATS_GUARD) / (1024.0 * D * 2));
+            CHECK(fabs(save - real[k / 2].save[rows64][i]) < .11, "D %d rows64 %d b_max %d: saves %.2f", D, rows64, b, save);
+            arrfree(reg);
+        }
+    }
+    int want[11][3] = { { 128, 256, 448 }, { 128, 256, 448 }, { 128, 256, 512 }, };     // w 12, 13, 14 of the paper's rows
+    for (int w = 12; w <= 14; w++) for (int i = 0; i < 3; i++) CHECK((int)pats_row_bytes(1, 64 << i, w) == want[w - 12][i], "rows64 w %d D %d", w, 64 << i);
+    CHECK(pats_row_bytes(1, 128, 11) == 192 && pats_row_bytes(1, 128, 8) == 128 && pats_row_bytes(1, 128, 6) == 128 && pats_row_bytes(0, 128, 9) == 144, "row bytes");
+}
+
+// element c of a row at bit positions of the format, read bit by bit
+static int slow_element(const unsigned char *row, int c, int w, int rows64) {
+    int B = rows64 ? 512 / w : 1 << 30;
+    size_t bit = (size_t)(c / B) * 512 + (size_t)(c % B) * w;
+    int v = 0;
+    for (int i = 0; i < w; i++) v |= (row[(bit + i) / 8] >> (bit + i) % 8 & 1) << i;
+    return v;
+}
+TEST(pats_pack, "packing is bit-exact for every w, head size, both formats, 1..70 rows, and every unpacker this machine has") {
+    int dims[] = { 8, 40, 64, 128, 256 };
+    uint16_t row[256], back[256];
+    float *buf = xmalloc(70 * 256 * sizeof *buf);
+    void (*chosen)(uint16_t *, const unsigned char *, int, int) = (unpack_choose(), unpack_bits);
+    rnd_seed(8);
+    for (int w = 6; w <= 16; w++)
+        for (int i = 0; i < 10; i++) {
+            int D = dims[i / 2], rows64 = i % 2, n = 1 + rnd_int(70);
+            size_t bytes = pats_row_bytes(rows64, D, w);
+            Region reg = { .n = n, .w = w };
+            Pats x = { .rows64 = rows64 };
+            KVHead h = { .packed = n, .reg = &reg, .n_reg = 1 };
+            uint16_t *all = xmalloc((size_t)n * D * 2);
+            h.pk = xcalloc(n * bytes + PATS_GUARD, 1);
+            for (int r = 0; r < n; r++) {
+                for (int d = 0; d < D; d++) all[r * D + d] = row[d] = (uint16_t)(splitmix64(&rnd_state) >> (16 - w) << (16 - w));
+                for (int d = 0; d < D; d++) if ((row[d] & 0x7c00) == 0x7c00) all[r * D + d] = row[d] = (uint16_t)(row[d] & 0xbfff);     // finite
+                pats_write_row((unsigned char *)h.pk + r * bytes, row, D, w, rows64);
+            }
+            for (int which = 0; which < 3; which++) {
+                unpack_bits = which == 0 ? unpack_plain : chosen;
+#if defined(__x86_64__)
+                if (which == 2 && __builtin_cpu_supports("avx2")) unpack_bits = unpack_avx2;
+#endif
+                int bad = 0, r0 = rnd_int(n), m = 1 + rnd_int(n - r0);
+                for (int r = 0; r < n; r++) {
+                    pats_read_row(back, (unsigned char *)h.pk + r * bytes, D, w, rows64);
+                    for (int d = 0; d < D; d++) bad += back[d] != all[r * D + d] || slow_element((unsigned char *)h.pk + r * bytes, d, w, rows64) != all[r * D + d] >> (16 - w);
+                }
+                pats_load_region(&x, &h, &reg, 0, r0, m, D, buf);
+                for (int k = 0; k < m * D; k++) bad += buf[k] != f16_to_f32(all[r0 * D + k]);
+                CHECK(!bad, "w %d D %d rows64 %d unpacker %d: %d elements", w, D, rows64, which, bad);
+            }
+            free(all); free(h.pk);
+        }
+    unpack_bits = chosen;
+    free(buf);
+}
+TEST(pats_cut, "one element: every f16 value against the slow cut, composition, sign, zero, saturation") {
+    for (int b = 0; b <= 10; b++)
+        for (unsigned u = 0; u < 0x10000; u++) {
+            if ((u & 0x7c00) == 0x7c00) continue;
+            double x = f16_to_f32((uint16_t)u);
+            uint16_t mid = pats_cut((uint16_t)u, b, PATS_MID), one = mid;
+            pats_mid(&mid, 1, b);
+            CHECK(f16_to_f32(pats_cut((uint16_t)u, b, PATS_TRUNC)) == slow_cut(x, b, PATS_TRUNC), "truncate %04x by %d", u, b);
+            CHECK(f16_to_f32(pats_cut((uint16_t)u, b, PATS_NEAREST)) == slow_cut(x, b, PATS_NEAREST), "nearest %04x by %d: %g", u, b, f16_to_f32(pats_cut((uint16_t)u, b, PATS_NEAREST)));
+            CHECK(f16_to_f32(mid) == slow_cut(x, b, PATS_MID), "mid %04x by %d: %g", u, b, f16_to_f32(mid));
+            CHECK(one == pats_cut((uint16_t)u, b, PATS_TRUNC), "the read bit of mid is never stored");
+            for (int a = 0; a <= b; a++) CHECK(pats_cut(pats_cut((uint16_t)u, a, PATS_TRUNC), b, PATS_TRUNC) == pats_cut((uint16_t)u, b, PATS_TRUNC), "trunc(trunc) %04x %d %d", u, a, b);
+        }
+    CHECK(pats_cut(0x8000, 8, PATS_NEAREST) == 0x8000 && pats_cut(0x7bff, 8, PATS_NEAREST) == 0x7b00 && pats_cut(0x7e01, 2, PATS_NEAREST) == 0x7e00, "-0, the largest, NaN");
+    CHECK(pats_cut(0x3c01, 1, PATS_NEAREST) == 0x3c00 && pats_cut(0x3c03, 1, PATS_NEAREST) == 0x3c04 && pats_cut(0x3fff, 4, PATS_NEAREST) == 0x4000, "ties to even, carry into the exponent");
+}
+TEST(pats_mse, "relative squared error and shrinkage on N(0,1) as in spec B3; b <= 3 costs values from bf16 nothing") {
+    struct { int b; double mse[3], shrink; } want[] = { { 2, { 1.8e-6, 7.7e-7, 7.8e-7 }, .999 }, { 4, { 4.0e-5, 1.1e-5, 1.1e-5 }, .995 }, { 6, { 6.7e-4, 1.8e-4, 1.8e-4 }, .978 },
+        { 7, { 2.6e-3, 7.0e-4, 7.1e-4 }, .957 }, { 8, { 9.6e-3, 2.8e-3, 2.9e-3 }, .916 }, { 9, { 3.3e-2, 1.1e-2, 1.2e-2 }, .842 }, { 10, { 9.8e-2, 3.8e-2, 5.4e-2 }, .721 } };
+    enum { N = 200000 };
+    static float x[N];
+    rnd_seed(3);
+    for (int i = 0; i < N; i++) x[i] = rnd_normal();
+    for (int k = 0; k < 7; k++)
+        for (int mode = 0; mode < 3; mode++) {
+            double err = 0, sum = 0, shrink = 0;
+            for (int i = 0; i < N; i++) {
+                uint16_t h = f32_to_f16(x[i]);
+                double v = f16_to_f32(h);
+                h = pats_cut(h, want[k].b, mode);
+                if (mode == PATS_MID) pats_mid(&h, 1, want[k].b);
+                double y = f16_to_f32(h);
+                err += (v - y) * (v - y); sum += v * v;
+                if (v != 0) shrink += fabs(y) / fabs(v) / N;
+            }
+            CHECK(fabs(err / sum / want[k].mse[mode] - 1) < .05, "b %d mode %d: %g", want[k].b, mode, err / sum);
+            if (mode == PATS_TRUNC) CHECK(fabs(shrink - want[k].shrink) < 2e-3 + .02 * (want[k].b == 10), "b %d shrinks to %g", want[k].b, shrink);
+        }
+    for (int i = 0; i < N; i++) {
+        uint16_t h = f32_to_f16(bf16_to_f32(f32_to_bf16(x[i])));
+        if (fabsf(x[i]) > 1e-4f) CHECK(pats_cut(h, 3, PATS_TRUNC) == h, "bf16 value %g", x[i]);
+    }
+}
+
+// ---- timing, without any rows: one table for all heads
+static Session *pats_table_session(Config *c, Options *o) {
+    *c = (Config){ .D = 64 };
+    static Part *p;
+    Session *s = xcalloc(1, sizeof *s);
+    *s = (Session){ .c = c, .opt = o, .n_part = 1 };
+    p = &s->part[0];
+    for (const Method *m = methods; m->name; m++) if (!strcmp(m->name, "pats")) p->m = m;
+    p->ms = xcalloc(1, sizeof(Pats));
+    if (pats_open(s, p->ms)) CHECK(0, "%s", s->err);
+    return s;
+}
+static void pats_table_close(Session *s) { pats_close(s, s->part[0].ms); free(s->part[0].ms); free(s); }
+
+TEST(pats_ratchet, "re-packs of a long decode: 6, 12, 18 for growth by 2, 4, 8; the spec's savings; B[t] never falls, is never under the definition by more than an eighth allows") {
+    struct { const char *opt; int from, to, repacks; double mem; } want[] = {
+        { "pats-bmax=10", 1024, 2048, 6, 46.47 }, { "pats-bmax=10", 1024, 4096, 12, -1 }, { "pats-bmax=10", 4096, 32768, 18, 51.20 },
+        { "pats-bmax=10 pats-schedule=old", 4096, 32768, 18, 42.43 }, { "pats-bmax=10 pats-schedule=old pats-sink=0", 4096, 32768, 18, 42.45 },
+    };
+    for (int i = 0; i < 5; i++) {
+        char opt[128];
+        Config c;
+        snprintf(opt, sizeof opt, "ctk=f16 ctv=f16 %s", want[i].opt);
+        Options *o = options_of(opt);
+        Session *s = pats_table_session(&c, o);
+        Pats *x = s->part[0].ms;
+        unsigned char *before = xcalloc(40000, 1);
+        for (int T = want[i].from; T <= want[i].to; T++) {
+            int n = x->repacks;
+            s->base = T == want[i].from ? 0 : T - 1; s->n_tok = T;
+            pats_commit(s, x, 0, NULL, 1);
+            CHECK((x->repacks > n) == (x->T_last == T), "T_last");
+            if (x->repacks == n) continue;
+            for (int t = 0; t < x->cut; t++) {
+                CHECK(x->bits[t] >= before[t] && x->bits[t] >= pats_bits(x, t, T), "T %d t %d: %d after %d", T, t, x->bits[t], before[t]);
+                before[t] = x->bits[t];
+            }
+            CHECK(x->cut == T - 128 && !x->bits[x->cut], "the window stays raw");
+        }
+        CHECK(x->repacks == want[i].repacks, "%d..%d: %d re-packs", want[i].from, want[i].to, x->repacks);
+        for (int t = 16; t < x->cut; t++) CHECK(pats_bits(x, t, want[i].to) - x->bits[t] <= 10 / 9.0 + 1, "t %d is %d bits under the definition", t, pats_bits(x, t, want[i].to) - x->bits[t]);
+        x->T_last = 0;                                  // the spec's percentages have one more re-pack at the very end
+        pats_commit(s, x, 0, NULL, 1);
+        double sum = 0;
+        for (int t = 0; t < want[i].to; t++) sum += x->bits[t];
+        if (want[i].mem > 0) CHECK(fabs(100 * sum / want[i].to / 16 - want[i].mem) < .006, "%s: %.3f %%", want[i].opt, 100 * sum / want[i].to / 16);
+        for (int t = 0; t < x->sink; t++) CHECK(x->bits[t] == 2, "sink %d has lost %d bits", t, x->bits[t]);
+        free(before); pats_table_close(s); options_free(o);
+    }
+}
+
+// ---- whole dialogues against in-place cutting: `ref` runs the same selection on plain f16 rows and after every pass its rows
+// are cut by the rules where they stand. Logits must be the same bits.
+typedef struct { int schedule, policy, rounding, b_min, b_max, sink, window, T_end, T_last, T1; unsigned char bits[20000]; } SlowPats;
+
+static void slow_pats_pass(SlowPats *x, Session *s) {
+    int T = s->n_tok, D = s->c->D, repack = x->policy != PATS_RATCHET || 8 * T >= 9 * x->T_last;
+    if (!x->T1) x->T1 = T;
+    if (!repack) return;
+    x->T_last = T;
+    for (int t = 0; t < T - x->window; t++) {
+        if (x->policy != PATS_RATCHET && x->bits[t]) continue;
+        int len = x->policy == PATS_RATCHET ? T : x->policy == PATS_STATIC ? x->T_end : x->T1;
+        int b = t < x->sink || (x->policy == PATS_FROZEN && t >= x->T1) ? x->b_min : t >= len ? x->schedule == PATS_NEW ? x->b_max : x->b_min : (int)slow_bits(x->schedule, x->b_min, x->b_max, t + 1, len);
+        if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
+    }
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        KVHead *h = &s->head[i];
+        for (int r = 0; r < h->len; r++)
+            for (int d = 0; d < 2 * D; d++) {
+                uint16_t *e = (uint16_t *)(d < D ? h->k : h->v) + (size_t)r * D + d % D;
+                *e = f32_to_f16((float)slow_cut(f16_to_f32(*e), x->bits[h->src[r]], x->rounding));
+            }
+    }
+}
+static float *run_pats(Session *s, SlowPats *x, const Script *p) {      // run_session with slow_pats_pass after every pass; x NULL: without
+    int V = s->c->V, row = 0, ids[8192];
+    float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
+    for (int t = 0; t < p->turns; t++) {
+        script_ids(p, t, V, ids);
+        for (int i = -1; i < p->dec[t]; i++) {
+            memcpy(out + (size_t)row++ * V, i < 0 ? prefill(s, ids, p->pre[t]) : decode(s, ids[p->pre[t] + i]), V * sizeof *out);
+            if (x) slow_pats_pass(x, s);
+        }
+    }
+    return out;
+}
+// What the head holds must be what its table says it holds, to the byte.
+static void check_packed(const Session *s, const char *who) {
+    const Pats *x = pats_of(s);
+    size_t sum = 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        const KVHead *h = &s->head[i];
+        int rows = 0;
+        size_t end = 0;
+        for (int g = 0; g < h->n_reg; g++) {
+            CHECK(h->reg[g].row0 == rows && h->reg[g].n > 0 && h->reg[g].base >= end && h->reg[g].base < end + 64 && h->reg[g].base % 64 == 0, "%s: region %d of head %d", who, g, i);
+            CHECK(!g || h->reg[g].w != h->reg[g - 1].w, "%s: two regions of one width", who);
+            for (int r = rows; r < rows + h->reg[g].n; r++) CHECK(h->reg[g].w == 16 - x->bits[h->src[r]], "%s: row %d is %d bits wide, B %d", who, r, h->reg[g].w, x->bits[h->src[r]]);
+            end = h->reg[g].base + h->reg[g].n * pats_row_bytes(x->rows64, s->c->D, h->reg[g].w);
+            rows += h->reg[g].n;
+        }
+        CHECK(rows == h->packed && h->packed <= h->len, "%s: %d rows in regions, packed %d", who, rows, h->packed);
+        CHECK(h->pk_bytes == (rows ? end + PATS_GUARD : 0), "%s: %zu bytes held, %zu used", who, h->pk_bytes, end);
+        CHECK(h->cap >= h->len - h->packed && h->cap < h->len - h->packed + KV_STEP, "%s: room for %d raw rows, %d held", who, h->cap, h->len - h->packed);
+        for (int r = 0; r < h->len; r++) CHECK((h->src[r] < x->cut) == (r < h->packed), "%s: row %d", who, r);
+        sum += (size_t)h->cap * s->c->D * 4 + 2 * h->pk_bytes;
+    }
+    CHECK(sum == kv_bytes(s), "%s: kv_bytes %zu, held %zu", who, kv_bytes(s), sum);
+}
+static void pats_against_slow(const char *method, const char *opt, Tiny m, const Script *p) {
+    char text[256], name[64];
+    snprintf(text, sizeof text, "ctk=f16 ctv=f16 %s", opt);
+    snprintf(name, sizeof name, strcmp(method, "full") ? "%s+pats" : "pats", method);
+    Options *o = options_of(text);
+    Session *s = session_open(m.c, m.w, o, name), *ref = session_open(m.c, m.w, o, method);
+    const Pats *x = pats_of(s);
+    SlowPats *slow = xcalloc(1, sizeof *slow);
+    *slow = (SlowPats){ .schedule = x->schedule, .policy = x->policy, .rounding = x->rounding, .b_min = x->b_min, .b_max = x->b_max, .sink = x->sink, .window = x->window, .T_end = x->T_end };
+    float *a = run_pats(s, NULL, p), *b = run_pats(ref, slow, p);
+    CHECK(!memcmp(a, b, (size_t)script_rows(p) * m.c->V * sizeof *a), "%s %s: logits differ", name, opt);
+    CHECK(!memcmp(x->bits, slow->bits, s->n_tok < x->cap ? s->n_tok : x->cap), "%s %s: B[t] differs", name, opt);
+    for (int i = 0; i < m.c->L * m.c->G; i++)
+        CHECK(s->head[i].len == ref->head[i].len && !memcmp(s->head[i].src, ref->head[i].src, s->head[i].len * sizeof(int)), "%s %s: rows of head %d", name, opt, i);
+    check_packed(s, name);
+    free(a); free(b); free(slow); session_close(s); session_close(ref); options_free(o);
+}
+TEST(pats_exact, "every schedule, policy and rounding over four turns equals plain rows cut in place, bit for bit, in both formats") {
+    const char *schedule[] = { "middle", "old", "new" }, *policy[] = { "auto", "ratchet", "static", "frozen" }, *rounding[] = { "trunc", "nearest", "mid" };
+    Script p = { 4, { 70, 1, 33, 9 }, { 40, 3, 2, 30 }, 21 };
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    for (int i = 0; i < 36; i++) {
+        char opt[256];
+        snprintf(opt, sizeof opt, "pats-window=%d pats-sink=%d pats-bmax=%d pats-schedule=%s pats-policy=%s pats-round=%s pats-tend=%d pats-format=%s",
+                 i % 5 ? 12 : 0, i % 7 ? 3 : 0, 4 + i % 4 * 2, schedule[i % 3], policy[i / 3 % 4], rounding[i / 12], i % 2 ? 188 : 90, i % 2 ? "dense" : "rows64");
+        pats_against_slow("full", opt, m, &p);
+    }
+    tiny_free(m);
+}
+TEST(pats_compose, "PATS under every method that drops rows: heads of different lengths, cut last in a pass, bit for bit") {
+    const char *method[][2] = { { "streaming", "budget=40" }, { "window", "budget=31" }, { "snapkv", "budget=30 obs-window=8" }, { "adakv", "budget=30 obs-window=8" },
+        { "pyramidkv", "budget=30 obs-window=8" }, { "h2o", "budget=30" }, { "h2o", "budget=30 h2o=stream" }, { "expected-attention", "budget=30" } };
+    Script p = { 4, { 70, 1, 33, 50 }, { 40, 3, 2, 30 }, 22 };
+    Tiny m = tiny_model(3, 6, 3, 24, 32, 48, 61, 7);
+    for (int i = 0; i < 8; i++) {
+        char opt[256];
+        int known = 0;
+        for (const Method *k = methods; k->name; k++) known |= !strcmp(k->name, method[i][0]);
+        CHECK(known, "%s is not in the table", method[i][0]);
+        if (!known) continue;
+        snprintf(opt, sizeof opt, "%s pats-window=12 pats-sink=3 pats-policy=%s pats-tend=150 pats-format=%s", method[i][1], i % 3 == 0 ? "ratchet" : i % 3 == 1 ? "static" : "frozen", i % 2 ? "dense" : "rows64");
+        pats_against_slow(method[i][0], opt, m, &p);
+    }
+    tiny_free(m);
+}
+TEST(pats_limits, "b_max = 0, or a dialogue inside the raw window, equals full with f16 rows bit for bit, bytes included; both formats give the same logits; schedule new is frozen by default") {
+    Script p = { 3, { 70, 1, 30 }, { 5, 4, 6 }, 5 };
+    Tiny m = tiny_model(2, 4, 1, 16, 32, 48, 61, 6);
+    const char *opt[] = { "", "pats-bmax=0 pats-window=0", "pats-window=116", "pats-window=20 pats-format=dense", "pats-window=20 pats-format=rows64", "pats-schedule=new pats-window=20",
+                          "pats-schedule=new pats-window=20 pats-policy=frozen", "pats-bmin=5 pats-bmax=3 pats-window=20", "pats-bmin=3 pats-bmax=3 pats-window=20" };
+    float *a[9];
+    size_t bytes[9];
+    for (int i = 0; i < 9; i++) {
+        char text[128];
+        snprintf(text, sizeof text, "ctk=f16 ctv=f16 %s", opt[i]);
+        Options *o = options_of(text);
+        Session *s = session_open(m.c, m.w, o, i ? "pats" : "full");
+        a[i] = run_session(s, &p);
+        bytes[i] = kv_bytes(s);
+        CHECK(i != 3 || bytes[3] < bytes[0], "packed %zu of %zu bytes", bytes[3], bytes[0]);
+        session_close(s); options_free(o);
+    }
+    size_t n = (size_t)script_rows(&p) * m.c->V * sizeof(float);
+    CHECK(!memcmp(a[0], a[1], n) && bytes[0] == bytes[1], "b_max 0");
+    CHECK(!memcmp(a[0], a[2], n) && bytes[0] == bytes[2], "window 116 of 116 tokens");
+    CHECK(memcmp(a[0], a[3], n), "cutting changes logits");
+    CHECK(!memcmp(a[3], a[4], n), "formats differ in bytes only");
+    CHECK(!memcmp(a[5], a[6], n), "new: frozen");
+    CHECK(!memcmp(a[7], a[8], n), "b_min above b_max");
+    for (int i = 0; i < 9; i++) free(a[i]);
+    tiny_free(m);
+}
+TEST(pats_threads, "1 and 2 threads, -b 7, 64 and 512: the same bits") {
+    Script p = { 2, { 150, 40 }, { 6, 6 }, 5 };
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    float *ref = NULL;
+    for (int i = 0; i < 4; i++) {
+        const char *batch[] = { "512", "7", "64", "512" };
+        char text[128];
+        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-window=20 batch-size=%s", batch[i]);
+        Options *o = options_of(text);
+#ifdef _OPENMP
+        int threads = omp_get_max_threads();
+        omp_set_num_threads(i == 3 ? 1 : 2);
+#endif
+        Session *s = session_open(m.c, m.w, o, "pats");
+        float *a = run_session(s, &p);
+        if (!ref) ref = a;
+        else { CHECK(!memcmp(a, ref, (size_t)script_rows(&p) * m.c->V * sizeof *a), "case %d", i); free(a); }
+        session_close(s); options_free(o);
+#ifdef _OPENMP
+        omp_set_num_threads(threads);
+#endif
+    }
+    free(ref); tiny_free(m);
+}
+TEST(pats_keep, "dropping packed rows, truncating and going on: hundreds of random cases, the rows left are the same bits") {
+    Tiny m = tiny_model(1, 2, 2, 8, 16, 16, 31, 6);
+    rnd_seed(77);
+    for (int i = 0; i < 200; i++) {
+        char text[128];
+        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-window=%d pats-sink=%d pats-format=%s pats-policy=%s", rnd_int(30), rnd_int(6), i % 2 ? "dense" : "rows64", i % 3 ? "ratchet" : "frozen");
+        Options *o = options_of(text);
+        Session *s = session_open(m.c, m.w, o, "pats");
+        for (int round = 0; round < 4; round++) {
+            int ids[80], n = 1 + rnd_int(70), keep[512], kept = 0, g = rnd_int(2);
+            for (int k = 0; k < n; k++) ids[k] = rnd_int(31);
+            prefill(s, ids, n);
+            KVHead *h = kv_head(s, 0, g);
+            int N = h->len, src[512];
+            float *k = xmalloc((size_t)(N + 1) * 16 * sizeof *k), *v = k + (size_t)(N + 1) * 8, now_k[8], now_v[8];
+            kv_load_k(s, h, NULL, 0, N, k); kv_load_v(s, h, NULL, 0, N, v);
+            memcpy(src, h->src, N * sizeof(int));
+            if (round == 2) {
+                int to = rnd_int(s->n_tok);
+                kv_truncate(s, to);
+                for (int r = 0; r < N && src[r] < to; r++) keep[kept++] = r;
+                CHECK(((Pats *)s->part[0].ms)->cut <= to, "cut %d after truncating to %d", ((Pats *)s->part[0].ms)->cut, to);
+            } else {
+                for (int r = 0, share = 1 + rnd_int(9); r < N; r++) if (rnd_int(10) < share) keep[kept++] = r;
+                kv_keep(s, 0, g, keep, kept);
+            }
+            CHECK(h->len == kept, "len %d, kept %d", h->len, kept);
+            for (int r = 0; r < kept; r++) {
+                kv_load_k(s, h, NULL, r, 1, now_k); kv_load_v(s, h, NULL, r, 1, now_v);
+                CHECK(h->src[r] == src[keep[r]] && !memcmp(now_k, k + keep[r] * 8, 32) && !memcmp(now_v, v + keep[r] * 8, 32), "row %d", r);
+            }
+            check_packed(s, "keep");
+            free(k);
+        }
+        session_close(s); options_free(o);
+    }
+    tiny_free(m);
+}
+TEST(pats_refusals, "what cannot work is refused, with the reason") {
+    struct { const char *method, *opt; int D; const char *says; } bad[] = {
+        { "pats", "ctk=f32", 16, "f16" }, { "pats", "ctk=f16 ctv=q8_0", 16, "f16" }, { "pats", "ctk=f16 ctv=f16", 12, "multiple of 8" }, { "pats", "ctk=f16 ctv=f16 pats-bmax=11", 16, "0..10" },
+        { "pats", "ctk=f16 ctv=f16 pats-bmin=-1", 16, "bmin" }, { "pats", "ctk=f16 ctv=f16 pats-window=-1", 16, "window" }, { "pats", "ctk=f16 ctv=f16 pats-policy=static", 16, "--pats-tend" },
+        { "pats", "ctk=f16 ctv=f16 pats-policy=static ids=/nowhere", 16, "/nowhere" }, { "streaming+pats", "ctk=f16 ctv=f16 streaming-rerotate", 16, "rerotate" },
+        { "pats+q8", "ctk=f16 ctv=f16", 16, "cannot be combined" }, { "q8", "ctk=f16 ctv=f16", 16, "leave them out" },
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        Tiny m = tiny_model(1, 2, 1, bad[i].D, 16, 16, 31, 6);
+        Options *o = options_of(bad[i].opt);
+        char err[512] = "";
+        Session *s = session_try(m.c, m.w, o, bad[i].method, err);
+        CHECK(!s && strstr(err, bad[i].says), "%s %s: '%s'", bad[i].method, bad[i].opt, err);
+        session_close(s); options_free(o); tiny_free(m);
+    }
+}
+TEST(pats_many_turns, "50 short turns: no drift of the tables, bytes stay under those of full") {
+    Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 31, 6);
+    const char *policy[] = { "ratchet", "frozen" };
+    for (int i = 0; i < 2; i++) {
+        char text[128];
+        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-window=16 pats-policy=%s", policy[i]);
+        Options *o = options_of(text);
+        Session *s = session_open(m.c, m.w, o, "pats");
+        rnd_seed(5);
+        for (int t = 0; t < 50; t++) {
+            int ids[8], n = 1 + rnd_int(8);
+            for (int k = 0; k < n; k++) ids[k] = rnd_int(31);
+            const float *lo = prefill(s, ids, n);
+            for (int k = rnd_int(6); k > 0; k--) lo = decode(s, rnd_int(31));
+            CHECK(isfinite(lo[0]), "turn %d", t);
+            check_packed(s, "turn");
+        }
+        CHECK(kv_bytes(s) < kv_bytes_full(s), "%zu of %zu", kv_bytes(s), kv_bytes_full(s));
+        session_reset(s);
+        CHECK(kv_bytes(s) == 0 && prefill(s, (int[]){ 1, 2 }, 2), "works after a reset");
+        session_close(s); options_free(o);
+    }
+    tiny_free(m);
+}
+
+// ---- the twin in double: rows cut by `after`, own rows by `before` under --pats-when=write. Rows are f16, so a key on the edge
+// of two values may fall on the other side; the bound allows that, a wrong B[t] moves logits ten times further.
+typedef struct { SlowPats p; int write; } PatsTwin;
+
+static void pats_twin_cut(Twin *t, int l, const unsigned char *bits, int from, int rounding) {
+    for (int g = 0; g < t->c->G; g++) {
+        TwinRow *r = t->row[l * t->c->G + g];
+        for (int i = 0; i < (int)arrlen(r); i++)
+            for (int d = 0; r[i].src >= from && d < t->c->D; d++) {
+                r[i].k[d] = slow_cut(r[i].k[d], bits[r[i].src], rounding);
+                r[i].v[d] = slow_cut(r[i].v[d], bits[r[i].src], rounding);
+            }
+    }
+}
+static void pats_twin_table(PatsTwin *u, Twin *t, unsigned char *bits, int from) {
+    int T = (int)arrlen(t->id);
+    for (int i = from; i < T - u->p.window; i++) {
+        int b = i < u->p.sink ? u->p.b_min : (int)slow_bits(u->p.schedule, u->p.b_min, u->p.b_max, i + 1, T);
+        if (b > bits[i]) bits[i] = (unsigned char)b;
+    }
+}
+static void pats_twin_before(void *v, Twin *t, int l, const double *q, int n) {
+    PatsTwin *u = v;
+    (void)q; (void)n;
+    if (!u->write) return;
+    pats_twin_table(u, t, u->p.bits, t->base);
+    pats_twin_cut(t, l, u->p.bits, t->base, u->p.rounding);
+}
+static void pats_twin_after(void *v, Twin *t, int l, const double *q, const double *qp, int n) {
+    PatsTwin *u = v;
+    int T = (int)arrlen(t->id);
+    (void)q; (void)qp; (void)n;
+    if (l < t->c->L || 8 * T < 9 * u->p.T_last) return;
+    u->p.T_last = T;
+    pats_twin_table(u, t, u->p.bits, 0);
+    for (int k = 0; k < t->c->L; k++) pats_twin_cut(t, k, u->p.bits, 0, u->p.rounding);
+}
+TEST(pats_twin, "the ratchet over three turns, after the pass and at write time, agrees with the twin in double") {
+    Script p = { 3, { 60, 20, 9 }, { 12, 4, 5 }, 13 };
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 9);
+    for (int i = 0; i < 6; i++) {
+        char text[160];
+        const char *rounding[] = { "trunc", "nearest", "mid" };
+        int window = i % 2 ? 0 : 10;
+        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-bmax=6 pats-window=%d pats-sink=%d pats-when=%s pats-round=%s", window, i % 2 ? 0 : 4, i % 2 ? "write" : "after", rounding[i / 2]);
+        Options *o = options_of(text);
+        Session *s = session_open(m.c, m.w, o, "pats");
+        Twin *t = twin_new(m.c, m.w, DT_F16);
+        PatsTwin *u = xcalloc(1, sizeof *u);
+        *u = (PatsTwin){ .write = i % 2, .p = { .schedule = PATS_MIDDLE, .rounding = i / 2, .b_min = 2, .b_max = 6, .sink = i % 2 ? 0 : 4, .window = window } };
+        t->hook = (TwinHooks){ .u = u, .before = pats_twin_before, .after = pats_twin_after };
+        float *a = run_session(s, &p), *b = run_twin(t, &p);
+        double e = worst(a, b, (size_t)script_rows(&p) * m.c->V, 3e-2, 0, NULL);
+        CHECK(e <= 1, "%s: %g times the bound", text, e);
+        CHECK(!memcmp(u->p.bits, pats_of(s)->bits, s->n_tok), "%s: B[t]", text);
+        CHECK(!rows_differ(s, t), "rows");
+        free(a); free(b); free(u); twin_free(t); session_close(s); options_free(o);
+    }
+    tiny_free(m);
+}
+TEST(q8_method, "q8 is full with -ctk q8_0 -ctv q8_0") {
+    Script p = { 2, { 40, 9 }, { 5, 4 }, 5 };
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    Options *o = options_of("ctk=q8_0 ctv=q8_0"), *plain = options_new();
+    Session *s = session_open(m.c, m.w, o, "full"), *q = session_open(m.c, m.w, plain, "q8");
+    float *a = run_session(s, &p), *b = run_session(q, &p);
+    CHECK(!memcmp(a, b, (size_t)script_rows(&p) * m.c->V * sizeof *a), "logits");
+    CHECK(kv_bytes(s) == kv_bytes(q) && kv_bytes(q) < kv_bytes_full(q), "bytes");
+    free(a); free(b); session_close(s); session_close(q); options_free(o); options_free(plain); tiny_free(m);
+}
+
+// ==================================================================================================== 13 LYCHEECLUSTER AND QUEST
+// The twin works in double on whole texts and whole lists: it re-reads the text for every boundary, keeps each chunk key and
+// each cluster as a plain array, sorts everything, and shares no function with the section.
+
+#ifdef _OPENMP
+static int one_thread(void) { int n = omp_get_max_threads(); omp_set_num_threads(1); return n; }       // tiny models run faster so; threads have their own test
+static void threads_back(int n) { omp_set_num_threads(n); }
+#else
+static int one_thread(void) { return 1; }
+static void threads_back(int n) { (void)n; }
+#endif
+
+// ---- a toy tokenizer: id -> bytes; specials are ids with special 1
+typedef struct { const char *b; int n, special; } ToyPiece;
+typedef struct { ToyPiece p[128]; int n; } Toy;
+static const char *toy_bytes(const void *ctx, int id, int *len) {
+    const Toy *t = ctx;
+    *len = id < t->n && !t->p[id].special ? t->p[id].n : 0;
+    return id < t->n ? t->p[id].b : "";
+}
+static int toy_special(const void *ctx, int id) { const Toy *t = ctx; return id < t->n && t->p[id].special; }
+static int toy_add(Toy *t, const char *b) { t->p[t->n] = (ToyPiece){ b, (int)strlen(b), 0 }; return t->n++; }
+static void toy_use(const Toy *t) { token_text = (TokenText){ t, toy_bytes, toy_special }; }
+
+// 101 pieces: prose, code, JSON, marks, Chinese whole and cut inside a character, invalid bytes, an empty piece, two specials
+static void toy_fill(Toy *t) {
+    static const char *piece[] = { " the", " quick", "The", " brown", " fox", " a", " code", "foo", "bar", "3", "14", " x", "ing", "er", " int", " return", " \"", "\"", "key", "val",
+        ".", "?", "!", ",", ";", ":", "\n", "\n\n", " \n", "}", "]", ">", "{", "[", "<", "(", ")", " =", "=", "->", "=>", "::", "_", "-", "--", "---", "*", "**", "***", "`", "``", "```",
+        " ", "  ", "\t", "\r\n", ".\n", ".\"", ".)", "),", "};", "\",", "\":", "...", "?!", " -", "/", "\\", "\n    ", "\n\t", "。", "，", "、", "：", "；", "！", "？", "·", "你好", "世界",
+        "\xe4", "\xbd\xa0", "\xe4\xbd", "\xa0", "\xe3\x80", "\x82", "\xef\xbc", "\x8c", "」", "”", "’", "）", "\xe3\x80\x80", "\xff", "\xc3", "\xa9", "\xf0\x9f\x98", "\x80", "" };
+    t->n = 0;
+    for (size_t i = 0; i < sizeof piece / sizeof *piece; i++) toy_add(t, piece[i]);
+    t->p[t->n++] = (ToyPiece){ "<|eot|>", 7, 1 };
+    t->p[t->n++] = (ToyPiece){ "<|bos|>", 7, 1 };
+}
+
+// ---- the twin's chunker: levels from the whole text
+static int ends_with(const unsigned char *b, int lo, int hi, const char *w) { int n = (int)strlen(w); return hi - lo >= n && !memcmp(b + hi - n, w, n); }
+static int twin_boundary_level(const unsigned char *b, int lo, int hi, int tok_n, int next, int guard) {       // text b[lo..hi), the token is its last tok_n bytes
+    static const struct { const char *w; int level; } mark[] = { { "。", 2 }, { "？", 2 }, { "！", 2 }, { "，", 3 }, { "；", 3 }, { "：", 3 }, { "、", 3 }, { "·", 3 }, { "\xe3\x80\x80", 4 },
+        { ")", 0 }, { "\"", 0 }, { "'", 0 }, { "”", 0 }, { "’", 0 }, { "」", 0 }, { "』", 0 }, { "】", 0 }, { "）", 0 }, { " ", 4 }, { "\t", 4 }, { "\r", 4 } };
+    int level = 5, p = hi, blanks = tok_n > 0;
+    if (lo < hi - 64) lo = hi - 64;
+    for (int k = 1; k <= 4 && hi - k >= lo; k++) {                         // inside a character?
+        int c = b[hi - k], need = c >> 5 == 6 ? 1 : c >> 4 == 14 ? 2 : c >> 3 == 30 ? 3 : 0;
+        if ((c & 0xc0) == 0x80) continue;
+        if (k - 1 < need) return 9;
+        break;
+    }
+    for (int i = hi - tok_n; i < hi; i++) if (b[i] != ' ' && b[i] != '\t') blanks = 0;
+    if (blanks) return 4;
+    for (int step = 0; step < 8 && p > lo; step++) {
+        int c = b[p - 1], nx = p < hi ? b[p] : next, found = -1, len = 1;
+        int glued = guard && nx >= 0 && (strchr("_=:", nx) ? nx != 0 : (nx >= '0' && nx <= '9') || (nx >= 'a' && nx <= 'z') || (nx >= 'A' && nx <= 'Z'));
+        if (c == '\n') {
+            int k = p - 1;
+            while (k > lo && (b[k - 1] == ' ' || b[k - 1] == '\t' || b[k - 1] == '\r')) k--;
+            found = k > lo && b[k - 1] == '\n' ? 1 : 2;
+        }
+        else if (c == '}' || c == ']') found = 1;
+        else if (c == '>') found = guard && p - 2 >= lo && strchr("-=<", b[p - 2]) && b[p - 2] ? -1 : 1;
+        else if (ends_with(b, lo, p, "---") || ends_with(b, lo, p, "***") || ends_with(b, lo, p, "```")) found = 1;
+        else if (c == '.' || c == '?' || c == '!') found = glued ? -1 : 2;
+        else if (c == ',' || c == ';' || c == ':') found = glued ? -1 : 3;
+        else for (size_t i = 0; i < sizeof mark / sizeof *mark; i++) if (ends_with(b, lo, p, mark[i].w)) { found = mark[i].level; len = (int)strlen(mark[i].w); }
+        if (found < 0) break;
+        if (found > 0 && found < level) level = found;
+        p -= len;
+    }
+    if (level == 5 && (next == NEXT_END || next == ' ' || next == '\n' || next == '\t' || next == '\r')) level = 4;
+    return level;
+}
+// Chunks of the whole stream: end[] of each; a chunk needs keep tokens behind its longest form. Returns their number.
+static int twin_chunks(const int *id, int n, int sink, int min, int max, int keep, int first, int guard, int *end) {
+    unsigned char *b = xcalloc((size_t)n * 16 + 16, 1);
+    int *hi = xcalloc(n + 1, sizeof(int)), *lo = xcalloc(n + 1, sizeof(int)), at = 0, seg = 0, m = 0, len;
+    for (int i = 0; i < n; i++) {
+        if (special_token(id[i])) seg = at;
+        const char *w = text_of(id[i], &len);
+        memcpy(b + at, w, len);
+        at += len; hi[i] = at; lo[i] = seg;
+    }
+    for (int s = sink; n - s >= keep + max; s = end[m++] + 1) {
+        int level[4096], best = 9, pick = -1, complete = -1;
+        for (int e = s + min - 1; e < s + max; e++) {
+            int next = special_token(id[e + 1]) ? NEXT_END : hi[e + 1] > hi[e] ? b[hi[e]] : NEXT_EMPTY;
+            text_of(id[e], &len);
+            level[e - s] = special_token(id[e]) ? 1 : twin_boundary_level(b, lo[e], hi[e], len, next, guard);
+            if (level[e - s] < best) best = level[e - s];
+            if (level[e - s] != 9) complete = e;
+        }
+        for (int e = s + min - 1; e < s + max && best <= 4; e++) if (level[e - s] == best && (pick < 0 || !first)) pick = e;
+        end[m] = pick >= 0 ? pick : complete >= 0 ? complete : s + max - 1;
+    }
+    free(b); free(hi); free(lo);
+    return m;
+}
+
+// Feeds ids to the section in random portions, as turns and decode steps would.
+static void online_chunks(Lychee *x, const int *id, int n) {
+    Session s = {0};
+    s.tok = xcalloc(n + 1, sizeof(Token));
+    for (int i = 0; i < n; i++) s.tok[i].id = id[i];
+    while (s.n_tok < n) {
+        s.n_tok += rnd_int(3) ? 1 : 1 + rnd_int(60);
+        if (s.n_tok > n) s.n_tok = n;
+        cut_chunks(&s, x);
+    }
+    free(s.tok);
+}
+static Lychee chunker(int sink, int min, int max, int buffer, int first, int guard) {
+    Lychee x = { .sink = sink, .min = min, .max = max, .buffer = buffer, .first_tie = first, .guard = guard, .cap = 4 };
+    x.start = xcalloc(5, sizeof(int));
+    x.start[0] = sink;
+    return x;
+}
+
+TEST(lychee_chunk_vector, "the chunks of rules.md, item by item") {
+    Toy t = {0};
+    static const char *text[] = { "The", " quick", " brown", " fox", ",", " which", " had", " been", " asleep", ",", " woke", " up", ".", "\n", "\n", "Then", " it", " ran", " 3", ".", "14",
+        " miles", ";", " nobody", " saw", " it", " go", " (", "or", " came", ").", " End" };
+    int id[128], n = 0, m = 0;
+    for (int i = 0; i < 16; i++) id[n++] = 0;
+    toy_add(&t, "x");
+    for (size_t i = 0; i < sizeof text / sizeof *text; i++) id[n++] = toy_add(&t, text[i]);
+    t.p[t.n] = (ToyPiece){ "<special>", 9, 1 }; id[n++] = t.n++;
+    for (int y = toy_add(&t, "y"); m < 17; m++) id[n++] = y;
+    toy_use(&t);
+    Lychee x = chunker(16, 8, 16, 0, 0, 1);
+    online_chunks(&x, id, n);
+    CHECK(x.M == 3, "%d chunks", x.M);
+    int want[4] = { 16, 31, 47, 63 };
+    for (int j = 0; j <= 3; j++) CHECK(x.start[j] == want[j], "boundary %d: %d, expected %d", j, x.start[j], want[j]);
+    free(x.start); free(x.level);
+    token_text = (TokenText){0};
+    x = chunker(16, 8, 16, 0, 0, 1);                                       // no tokenizer: chunks of 16
+    online_chunks(&x, id, 64);
+    CHECK(x.M == 2 && x.start[1] == 32 && x.start[2] == 48, "forced: %d", x.M);
+    free(x.start); free(x.level);
+}
+TEST(lychee_levels, "boundary levels worked by hand") {
+    static const struct { const char *a, *b, *c; int guard, level; } v[] = {       // text before, the token, the token after; b NULL: special
+        { "pi is 3", ".", "14", 1, 5 }, { "pi is 3", ".", "14", 0, 2 }, { "foo", ".", "bar", 1, 5 }, { "it ended", ".", " Then", 1, 2 }, { "a", "::", "b", 1, 5 }, { "10", ":", "30", 1, 5 }, { "x", ":", "=", 1, 5 },
+        { "p", "->", "x", 1, 5 }, { "p", "->", "x", 0, 1 }, { "a ", "=>", " b", 1, 4 }, { "a<", ">", "b", 1, 5 }, { "<b", ">", "x", 1, 1 }, { "f()", "}", "\n", 1, 1 }, { "a[1", "]", ".", 1, 1 },
+        { "a", "-", "b", 1, 5 }, { "a", "--", " b", 1, 4 }, { "a --", "-", "b", 1, 1 }, { "`", "``", "c", 1, 1 }, { "x **", "*", "x", 1, 1 }, { "a\n", "\n", "b", 1, 1 }, { "a\n  \t\r", "\n", "b", 1, 1 }, { "a", "\n", "b", 1, 2 },
+        { "a\n", "  ", "b", 1, 4 }, { "a", "\t", "b", 1, 4 }, { "a\n", " b", "c", 1, 5 }, { "he said.", "\"", "x", 1, 2 }, { "came", ").", " End", 1, 2 }, { "came", ").", "End", 1, 5 }, { "so", ",", " it", 1, 3 }, { "so", ",\n", "x", 1, 2 },
+        { "word", "s", " next", 1, 4 }, { "word", "s", "x", 1, 5 }, { "word", "s", NULL, 1, 4 }, { "end.", ")", NULL, 1, 2 }, { "你好", "。", "世", 1, 2 }, { "你好", "，", "世", 1, 3 }, { "你好，", "”", "世", 1, 3 },
+        { "\xe3\x80", "\x82", "x", 1, 2 }, { "a", "\xe3\x80", "\x82", 1, 9 }, { "a", "\xe3", "\x80", 1, 9 }, { "a", "\xf0\x9f\x98", "\x80", 1, 9 }, { "a", "\xff", "b", 1, 5 }, { "a", "\x80", "b", 1, 5 }, { "", "", "b", 1, 5 }, { "a.", "", "b", 1, 5 },
+        { "a.", "", " b", 1, 2 }, { "x", "\xe3\x80\x80", "b", 1, 4 }, { "a. ) ' \" )", " )", "b", 1, 4 }, { "a.)'\")'", "\"", "b", 1, 2 }, { "a.)'\")'))", "\"", "b", 1, 5 }, { "\xc0\xae", "", "x", 1, 5 },
+        { "\n                                                                ", "\n", "b", 1, 2 }, { "\n                                                             ", "\n", "b", 1, 1 },
+    };
+    for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
+        Toy t = {0};
+        TextTail tail = {0};
+        unsigned char level[4];
+        Token tok[3] = { { .id = toy_add(&t, v[i].a) }, { .id = toy_add(&t, v[i].b) }, { .id = 2 } };
+        if (v[i].c) toy_add(&t, v[i].c); else t.p[t.n++] = (ToyPiece){ "", 0, 1 };
+        toy_use(&t);
+        levels_extend(level, 0, 2, &tail, tok, v[i].guard);
+        CHECK(level[1] == v[i].level, "case %zu '%s|%s|%s': level %d, expected %d", i, v[i].a, v[i].b, v[i].c ? v[i].c : "<special>", level[1], v[i].level);
+    }
+    token_text = (TokenText){0};
+}
+TEST(lychee_chunks_online, "chunks cut while tokens arrive equal those of the whole text, 400 random streams") {
+    static const int kind[6][2] = { { 0, 101 }, { 0, 28 }, { 14, 70 }, { 70, 101 }, { 16, 64 }, { 93, 101 } };       // ranges of pieces: all, prose, code, Chinese, JSON and marks, broken bytes
+    Toy t;
+    toy_fill(&t);
+    CHECK(t.n == 101, "the toy vocabulary has %d pieces", t.n);
+    toy_use(&t);
+    long forced = 0, cut = 0;
+    for (int trial = 0; trial < 400; trial++) {
+        rnd_seed(trial + 1);
+        int min = trial % 5 ? 8 : 1 + rnd_int(8), max = trial % 5 ? 16 : min + rnd_int(12), sink = rnd_int(20), buffer = rnd_int(30), first = trial % 3 == 0, guard = trial % 7 != 0, n = rnd_int(500);
+        int id[512], end[512], k = trial % 6;
+        for (int i = 0; i < n; i++) {
+            id[i] = kind[k][0] + rnd_int(kind[k][1] - kind[k][0]);
+            if (id[i] >= 99 && rnd_int(8)) id[i] = 0;
+            if (!rnd_int(40)) id[i] = 120;                                 // outside the tokenizer: empty
+        }
+        Lychee x = chunker(sink, min, max, buffer, first, guard);
+        online_chunks(&x, id, n);
+        int m = twin_chunks(id, n, sink, min, max, buffer > 1 ? buffer : 1, first, guard, end);
+        CHECK(x.M == m, "trial %d: %d chunks, twin %d", trial, x.M, m);
+        for (int j = 0; j < m && j < x.M; j++) {
+            CHECK(x.start[j + 1] == end[j] + 1, "trial %d chunk %d ends at %d, twin %d", trial, j, x.start[j + 1] - 1, end[j]);
+            CHECK(x.start[j + 1] - x.start[j] >= min && x.start[j + 1] - x.start[j] <= max, "length");
+        }
+        CHECK(n - t_idx(&x) < (buffer > 1 ? buffer : 1) + max || n < sink, "buffer of %d", n - t_idx(&x));
+        cut += x.M; forced += x.ends[CUT_NONE] + x.ends[CUT_INSIDE];
+        free(x.start); free(x.level);
+    }
+    CHECK(cut > 5000 && forced > 50 && forced < cut / 2, "%ld chunks, %ld forced", cut, forced);
+    token_text = (TokenText){0};
+}
+
+// ---- the twin's index
+enum { TW = 640, TWD = 64 };
+typedef struct { double mu[TWD], r; int chunk[TW], n, parent; } TwinCluster;
+typedef struct { double mu[TWD], R; } TwinUnit;
+typedef struct { TwinCluster *c; int K; TwinUnit *u; int P; int *ago; int steps, last; double recall, cover, cover_in, jac, hit; long n_recall, n_jac, n_hit; } TwinTree;
+typedef struct {
+    int B, sink, buffer, min, max, first_tie, guard, full, iters, per, coarse_max, gqa, kg, lazy, unit;
+    double beta, beta_coarse;
+    int start[TW], M, built;        // chunk j: start[j]..start[j+1]-1
+    TwinTree *tree;                 // (L,G)
+    char *see;                      // (L,H,8192) rows a head reads in this step; see[0] of a head 2: all
+    int grafts, builds;
+} TwinLychee;
+
+static double twin_bf16(double x) { int e; double m = frexp(x, &e); return x ? ldexp(rint(ldexp(m, 8)), e - 8) : 0; }
+static double twin_dot(const double *a, const double *b, int D) { double s = 0; for (int d = 0; d < D; d++) s += a[d] * b[d]; return s; }
+static double twin_dist(const double *a, const double *b, int D) { double s = 0; for (int d = 0; d < D; d++) s += (a[d] - b[d]) * (a[d] - b[d]); return sqrt(s); }
+static void twin_unit(double *x, int D) { double f = 1 / sqrt(twin_dot(x, x, D) + 1e-12); for (int d = 0; d < D; d++) x[d] *= f; }
+static void twin_key(const TwinLychee *y, Twin *t, int l, int g, int j, double *key) {
+    int D = t->c->D;
+    for (int d = 0; d < D; d++) {
+        key[d] = 0;
+        for (int r = y->start[j]; r < y->start[j + 1]; r++) key[d] += t->row[l * t->c->G + g][r].k[d] / (y->start[j + 1] - y->start[j]);
+    }
+    twin_unit(key, D);
+}
+// x (n) points of TWD doubles -> mu (K), label (n)
+static void twin_kmeans(double (*x)[TWD], int n, double (*mu)[TWD], int K, int D, int iters, int unit, int *label) {
+    for (int j = 0; j < K; j++) memcpy(mu[j], x[(2 * j + 1) * n / (2 * K)], sizeof *mu);
+    for (int it = 0; it <= iters; it++) {
+        if (it == iters) for (int j = 0; j < K; j++) for (int d = 0; d < D; d++) mu[j][d] = twin_bf16(mu[j][d]);
+        for (int i = 0; i < n; i++) {
+            double best = -INFINITY;
+            for (int j = 0; j < K; j++) {
+                double c = twin_dot(x[i], mu[j], D) / (unit ? 1 : sqrt(twin_dot(mu[j], mu[j], D) + 1e-12));
+                if (c > best) { best = c; label[i] = j; }
+            }
+        }
+        for (int j = 0; j < K && it < iters; j++) {
+            double sum[TWD] = {0}; int k = 0;
+            for (int i = 0; i < n; i++) if (label[i] == j) { k++; for (int d = 0; d < D; d++) sum[d] += x[i][d]; }
+            if (!k) continue;
+            if (unit) twin_unit(sum, D); else for (int d = 0; d < D; d++) sum[d] /= k;
+            memcpy(mu[j], sum, sizeof sum);
+        }
+    }
+}
+static void twin_index_build(TwinLychee *y, Twin *t, int l, int g) {
+    TwinTree *w = &y->tree[l * t->c->G + g];
+    int D = t->c->D, M = y->M, K = (M + y->per - 1) / y->per, P = (K + 1) / 2 < y->coarse_max ? (K + 1) / 2 : y->coarse_max, *label = xcalloc(M + K, sizeof(int));
+    double (*x)[TWD] = xcalloc(M, sizeof *x), (*mu)[TWD] = xcalloc(K, sizeof *mu), (*gm)[TWD] = xcalloc(P, sizeof *gm);
+    for (int j = 0; j < M; j++) twin_key(y, t, l, g, j, x[j]);
+    twin_kmeans(x, M, mu, K, D, y->iters, y->unit, label);
+    twin_kmeans(mu, K, gm, P, D, y->iters, y->unit, label + M);
+    free(w->c); free(w->u); free(w->ago);
+    w->c = xcalloc(K, sizeof *w->c); w->u = xcalloc(P, sizeof *w->u); w->ago = xcalloc(K, sizeof(int));
+    w->K = K; w->P = P; w->steps = w->last = 0;
+    for (int p = 0; p < P; p++) memcpy(w->u[p].mu, gm[p], sizeof *gm);
+    for (int j = 0; j < K; j++) { memcpy(w->c[j].mu, mu[j], sizeof *mu); w->c[j].parent = label[M + j]; w->ago[j] = 1000; }
+    for (int i = 0; i < M; i++) {
+        TwinCluster *c = &w->c[label[i]];
+        c->chunk[c->n++] = i;
+        c->r = fmax(c->r, twin_dist(x[i], c->mu, D));
+        w->u[c->parent].R = fmax(w->u[c->parent].R, twin_dist(x[i], w->u[c->parent].mu, D));
+    }
+    free(x); free(mu); free(gm); free(label);
+}
+static int twin_chunks_below(const TwinTree *w, int p) { int n = 0; for (int c = 0; c < w->K; c++) if (w->c[c].parent == p) n += w->c[c].n; return n; }
+static void twin_absorb(const TwinLychee *y, double *mu, double *r, int n, const double *v, int D) {
+    double d = twin_dist(mu, v, D), to[TWD], shift;
+    memcpy(to, mu, sizeof to);
+    if (y->lazy == 0 && d > *r) for (int i = 0; i < D; i++) to[i] = mu[i] + (v[i] - mu[i]) * (d - *r) / (2 * d);
+    if (y->lazy == 1) { for (int i = 0; i < D; i++) to[i] = (n * mu[i] + v[i]) / (n + 1); if (y->unit) twin_unit(to, D); }
+    for (int i = 0; i < D; i++) to[i] = twin_bf16(to[i]);
+    shift = twin_dist(to, mu, D);
+    memcpy(mu, to, sizeof to);
+    *r = fmax(*r + shift, twin_dist(mu, v, D));
+}
+static void twin_graft(TwinLychee *y, Twin *t, int l, int g, int j) {
+    TwinTree *w = &y->tree[l * t->c->G + g];
+    int D = t->c->D, best = -1;
+    double v[TWD] = {0}, top = 0;
+    twin_key(y, t, l, g, j, v);
+    for (int c = 0; c < w->K; c++) {
+        double x = twin_dot(v, w->c[c].mu, D);
+        if (w->c[c].n && (best < 0 || x > top)) { best = c; top = x; }
+    }
+    TwinCluster *c = &w->c[best];
+    twin_absorb(y, w->u[c->parent].mu, &w->u[c->parent].R, twin_chunks_below(w, c->parent), v, D);
+    twin_absorb(y, c->mu, &c->r, c->n, v, D);
+    c->chunk[c->n++] = j;
+}
+static void lychee_twin_after(void *u, Twin *t, int l, const double *q, const double *qp, int n) {
+    TwinLychee *y = u;
+    int N = (int)arrlen(t->id), end[TW], old = y->M;
+    (void)q; (void)qp; (void)n;
+    if (l < t->c->L || (!y->built && N <= y->B + y->buffer)) return;
+    y->M = twin_chunks(t->id, N, y->sink, y->min, y->max, y->buffer > 1 ? y->buffer : 1, y->first_tie, y->guard, end);
+    y->start[0] = y->sink;
+    for (int j = 0; j < y->M; j++) y->start[j + 1] = end[j] + 1;
+    if (y->M == old) return;
+    int build = y->M >= 2 * y->built;
+    for (int i = y->full; i < t->c->L; i++)
+        for (int g = 0; g < t->c->G; g++) {
+            if (build) twin_index_build(y, t, i, g);
+            else for (int j = old; j < y->M; j++) twin_graft(y, t, i, g, j);
+        }
+    if (build) { y->built = y->M; y->builds++; } else y->grafts += y->M - old;
+}
+static double twin_cluster_score(const TwinLychee *y, const double *q, int m, const double *mu, double r, double beta, int D) {
+    double best = -INFINITY, dot = 0, len = 0;
+    for (int i = 0; i < m; i++) {
+        double x = twin_dot(q + i * D, mu, D), n = sqrt(twin_dot(q + i * D, q + i * D, D));
+        best = fmax(best, x / n + beta * r); dot += x; len += n;
+    }
+    return y->gqa == 0 ? best : dot + beta * r * len;
+}
+static void twin_retrieve(const TwinLychee *y, const TwinTree *w, const double *q, int m, int D, char *take, char *used) {    // take (M), used (K)
+    int room = y->B > y->sink ? y->B - y->sink : 0, fill = 0, left = 0, tokens = 0;
+    int kg = y->kg < 0 ? (int)fmin(w->P, fmax(8, ceil(w->P / 4.0))) : y->kg > 0 && y->kg < w->P ? y->kg : w->P;
+    char *open = xcalloc(w->P, 1), *done = xcalloc(w->K, 1);
+    for (int i = 0; i < w->P; i++) {                                       // units, best first
+        int p = -1; double top = 0;
+        for (int g = 0; g < w->P; g++) {
+            double x = twin_cluster_score(y, q, m, w->u[g].mu, w->u[g].R, y->beta_coarse, D);
+            if (!open[g] && twin_chunks_below(w, g) && (p < 0 || x > top)) { p = g; top = x; }
+        }
+        if (p < 0 || (i >= kg && tokens >= 4 * room)) break;
+        open[p] = 1;
+        for (int c = 0; c < w->K; c++) if (w->c[c].parent == p) for (int j = 0; j < w->c[c].n; j++) tokens += y->start[w->c[c].chunk[j] + 1] - y->start[w->c[c].chunk[j]];
+    }
+    while (!fill) {
+        int b = -1; double top = 0;
+        for (int c = 0; c < w->K; c++) {
+            if (done[c] || !w->c[c].n || (y->kg && !open[w->c[c].parent])) continue;
+            double x = twin_cluster_score(y, q, m, w->c[c].mu, w->c[c].r, y->beta, D);
+            if (b < 0 || x > top) { b = c; top = x; }
+        }
+        if (b < 0) break;
+        done[b] = 1;
+        for (int j = 0; j < w->c[b].n && !fill; j++) {
+            int k = w->c[b].chunk[j], len = y->start[k + 1] - y->start[k];
+            if (left + len > room) { fill = 1; break; }
+            take[k] = 1; used[b] = 1; left += len;
+        }
+    }
+    free(open); free(done);
+}
+static void twin_watch(const TwinLychee *y, TwinTree *w, Twin *t, int l, int h, const double *q, const char *take) {      // recall and mass of one query head
+    int D = t->c->D, N = (int)arrlen(t->id), hi = y->start[y->M], k = 0, hits = 0;
+    TwinRow *row = t->row[l * t->c->G + h / (t->c->H / t->c->G)];
+    double *s = xcalloc(N, 8), all = 0, in = 0, got = 0, max = -INFINITY;
+    char *read = xcalloc(N, 1);
+    for (int j = 0; j < y->M; j++) for (int r = y->start[j]; take[j] && r < y->start[j + 1]; r++) { read[r] = 1; k++; }
+    for (int r = 0; r < N; r++) { s[r] = twin_dot(q, row[r].k, D) / sqrt(D); max = fmax(max, s[r]); }
+    for (int r = 0; r < N; r++) { double e = exp(s[r] - max); all += e; if (r >= y->sink && r < hi) { in += e; if (read[r]) got += e; } }
+    for (int r = y->sink; r < hi; r++) {
+        int rank = 0;
+        for (int o = y->sink; o < hi && read[r]; o++) rank += s[o] > s[r] || (s[o] == s[r] && o < r);
+        hits += rank < k && read[r];
+    }
+    if (k) { w->recall += (double)hits / k; w->cover += (all - in + got) / all; w->cover_in += got / in; w->n_recall++; }
+    free(s); free(read);
+}
+static void lychee_twin_before(void *u, Twin *t, int l, const double *q, int n) {
+    TwinLychee *y = u;
+    int H = t->c->H, G = t->c->G, R = H / G, D = t->c->D, N = (int)arrlen(t->id);
+    (void)n;
+    for (int h = 0; h < H; h++) y->see[((size_t)l * H + h) * 8192] = 2;
+    if (!t->decoding || l < y->full || !y->built || N <= y->B + y->buffer) return;
+    for (int g = 0; g < G; g++) {
+        TwinTree *w = &y->tree[l * G + g];
+        char *set = xcalloc(w->K, 1);
+        int both = 0, size = 0, hit = 0;
+        for (int i = 0; i < (y->gqa == 2 ? R : 1); i++) {
+            char *take = xcalloc(y->M, 1);
+            int m = y->gqa == 2 ? 1 : R;
+            twin_retrieve(y, w, q + (size_t)(g * R + i) * D, m, D, take, set);
+            for (int h = g * R + i; h < g * R + i + m; h++) {
+                char *see = y->see + ((size_t)l * H + h) * 8192;
+                for (int r = 0; r < N; r++) see[r] = r < y->sink || r >= y->start[y->M];
+                for (int j = 0; j < y->M; j++) if (take[j]) memset(see + y->start[j], 1, y->start[j + 1] - y->start[j]);
+                twin_watch(y, w, t, l, h, q + (size_t)h * D, take);
+            }
+            free(take);
+        }
+        w->steps++;
+        for (int c = 0; c < w->K; c++) { w->ago[c]++; if (set[c]) { size++; both += w->ago[c] == 1; hit += w->ago[c] <= 32; w->ago[c] = 0; } }
+        if (w->steps > 1 && size + w->last - both) { w->jac += (double)both / (size + w->last - both); w->n_jac++; }
+        if (w->steps > 1 && size) { w->hit += (double)hit / size; w->n_hit++; }
+        w->last = size;
+        free(set);
+    }
+}
+static int lychee_twin_sees(void *u, Twin *t, int l, int h, int i, int row) {
+    TwinLychee *y = u;
+    const char *see = y->see + ((size_t)l * t->c->H + h) * 8192;
+    return twin_causal(t, l, i, &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row]) && (see[0] == 2 || see[row]);
+}
+
+// ---- invariants of a live index: lists, counts, radii, bounds
+static void check_tree(Session *s, const Lychee *x, int l, int g) {
+    Tree *t = &x->tree[l * s->c->G + g];
+    int D = s->c->D, seen = 0, *in = xcalloc(x->M, sizeof(int));
+    float rows[64 * TWD], key[TWD], q[TWD];
+    for (int d = 0; d < D; d++) q[d] = rnd_normal();
+    float len = sqrtf(dot_f32(q, q, D));
+    for (int c = 0; c < t->fine.n; c++) {
+        int last = -1, n = 0, tokens = 0;
+        float mu[TWD];
+        to_f32(mu, t->fine.mu + (size_t)c * D, DT_BF16, D);
+        double ub = dot_f32(q, mu, D) + len * t->fine.r[c];
+        for (int j = t->fine.first[c]; j >= 0; last = j, j = t->fine.next[j]) {
+            CHECK(j > last, "children ascend");
+            in[j]++; n++; seen++; tokens += x->start[j + 1] - x->start[j];
+            chunk_key(s, kv_head(s, l, g), x->start[j], x->start[j + 1] - x->start[j], rows, key);
+            CHECK(distance(key, t->fine.mu + (size_t)c * D, D) <= t->fine.r[c] + 1e-7, "chunk %d outside its cluster: %g > %g", j, distance(key, t->fine.mu + (size_t)c * D, D), t->fine.r[c]);
+            CHECK(dot_f32(q, key, D) <= ub + 1e-5 * len, "Eq. 2: %g > %g", dot_f32(q, key, D), ub);
+            if (t->coarse.n) CHECK(distance(key, t->coarse.mu + (size_t)t->parent[c] * D, D) <= t->coarse.r[t->parent[c]] + 1e-7, "chunk %d outside its unit", j);
+        }
+        CHECK(n == t->fine.chunks[c] && tokens == t->fine.tokens[c] && t->fine.last[c] == last, "counts of cluster %d", c);
+        if (t->coarse.n && n) CHECK(distance(mu, t->coarse.mu + (size_t)t->parent[c] * D, D) + x->beta * t->fine.r[c] <= t->rho[t->parent[c]] + 1e-6, "rho of unit %d", t->parent[c]);
+    }
+    CHECK(seen == x->M, "%d of %d chunks listed", seen, x->M);
+    for (int j = 0; j < x->M; j++) CHECK(in[j] == 1, "chunk %d listed %d times", j, in[j]);
+    free(in);
+}
+// the twin reads the same options, with its own eyes
+static int twin_word(const Options *o, const char *name, const char *w1, const char *w2) { return !strcmp(opt_str(o, name), w1) ? 1 : !strcmp(opt_str(o, name), w2) ? 2 : 0; }
+static TwinLychee twin_settings(const Options *o) {
+    const char *kg = opt_str(o, "lychee-kg");
+    return (TwinLychee){ .B = opt_int(o, "budget"), .sink = opt_int(o, "lychee-sink"), .buffer = opt_int(o, "lychee-buffer"), .min = opt_int(o, "lychee-chunk-min"), .max = opt_int(o, "lychee-chunk-max"),
+        .first_tie = twin_word(o, "lychee-tie", "first", ""), .guard = opt_int(o, "lychee-guard"), .full = opt_int(o, "lychee-full-layers"), .iters = opt_int(o, "lychee-iters"),
+        .per = opt_int(o, "lychee-chunks-per-cluster"), .coarse_max = opt_int(o, "lychee-coarse-max"), .gqa = twin_word(o, "lychee-gqa", "sum", "head"),
+        .kg = !strcmp(kg, "flat") ? 0 : !strcmp(kg, "auto") ? -1 : atoi(kg), .lazy = twin_word(o, "lychee-lazy", "mean", "freeze"), .unit = !twin_word(o, "lychee-centroid", "mean", ""),
+        .beta = opt_real(o, "lychee-beta"), .beta_coarse = opt_real(o, "lychee-beta-coarse") };
+}
+static Lychee *lychee_of(Session *s) { return s->part[0].ms; }
+
+typedef struct { int L, H, G, D, sparse; Script p; const char *opt; } LycheeCase;      // sparse: views that must have been so at least
+
+static int lychee_against_twin(const LycheeCase *k, uint64_t seed, int with_text) {    // -> builds
+    Toy toy;
+    toy_fill(&toy);
+    if (with_text) toy_use(&toy); else token_text = (TokenText){0};
+    Tiny m = tiny_model(k->L, k->H, k->G, k->D, 48, 64, 101, seed);
+    Options *o = options_of(k->opt);
+    Session *s = session_open(m.c, m.w, o, "lychee");
+    Lychee *x = lychee_of(s);
+    Twin *t = twin_new(m.c, m.w, DT_F32);
+    TwinLychee set = twin_settings(o), *y = &set;
+    y->tree = xcalloc((size_t)k->L * k->G, sizeof *y->tree);
+    y->see = xcalloc((size_t)k->L * k->H * 8192, 1);
+    t->hook = (TwinHooks){ .u = y, .sees = lychee_twin_sees, .before = lychee_twin_before, .after = lychee_twin_after };
+    int V = m.c->V, ids[8192], rows[8192], bad_sets = 0, sparse = 0;
+    double *lo = xcalloc(V, 8), worst_row = 0;
+    float *want = xcalloc(V, 4);
+    for (int turn = 0; turn < k->p.turns; turn++) {
+        script_ids(&k->p, turn, V, ids);
+        for (int i = -1; i < k->p.dec[turn]; i++) {
+            const float *got = i < 0 ? prefill(s, ids, k->p.pre[turn]) : decode(s, ids[k->p.pre[turn] + i]);
+            if (i < 0) twin_prefill(t, ids, k->p.pre[turn], lo); else twin_decode(t, ids[k->p.pre[turn] + i], lo);
+            for (int v = 0; v < V; v++) want[v] = (float)lo[v];
+            worst_row = fmax(worst_row, worst(got, want, V, 1e-5, 1e-5, NULL));
+            for (int lh = 0; i >= 0 && lh < k->L * k->H; lh++) {           // the rows read: those of the twin, ascending, once each
+                int n = view_rows(s, lh / k->H, lh % k->H, rows), N = s->n_tok, at = 0, diff = 0;
+                const char *see = y->see + (size_t)lh * 8192;
+                for (int r = 0; r < N; r++) {
+                    int in = at < n && rows[at] == r;
+                    at += in;
+                    diff |= in != (see[0] == 2 || see[r]);
+                }
+                if (diff || at != n) bad_sets++;
+                if (kv_view(s, lh / k->H, lh % k->H)->tail) { sparse++; CHECK(kv_view(s, lh / k->H, lh % k->H)->n <= y->B, "read %d of a budget of %d", kv_view(s, lh / k->H, lh % k->H)->n, y->B); }
+            }
+        }
+    }
+    CHECK(worst_row <= 1, "logits: %g times the bound", worst_row);
+    CHECK(!bad_sets, "%d views differ", bad_sets);
+    CHECK(sparse >= k->sparse, "only %d sparse views", sparse);
+    CHECK(x->M == y->M && x->M_built == y->built, "chunks %d (%d), twin %d (%d)", x->M, x->M_built, y->M, y->built);
+    for (int i = 0; i < k->L * k->G; i++) {
+        TwinTree *w = &y->tree[i];
+        if (x->M_built && i / k->G >= x->full_layers) check_tree(s, x, i / k->G, i % k->G);
+        if (x->watch) {
+            Watch *a = &x->watch[i];
+            CHECK(a->n_recall == w->n_recall && a->n_jaccard == w->n_jac && a->n_hit == w->n_hit, "tree %d: counts %ld %ld %ld, twin %ld %ld %ld", i, a->n_recall, a->n_jaccard, a->n_hit, w->n_recall, w->n_jac, w->n_hit);
+            CHECK(fabs(a->recall - w->recall) < 1e-6 && fabs(a->covered - w->cover) < 1e-4 && fabs(a->covered_indexed - w->cover_in) < 1e-4, "recall %g %g, mass %g %g", a->recall, w->recall, a->covered, w->cover);
+            CHECK(fabs(a->jaccard - w->jac) < 1e-9 && fabs(a->hit - w->hit) < 1e-9, "Jaccard %g %g, hit %g %g", a->jaccard, w->jac, a->hit, w->hit);
+        }
+        free(w->c); free(w->u); free(w->ago);
+    }
+    free(y->tree); free(y->see); free(lo); free(want);
+    twin_free(t); session_close(s); options_free(o); tiny_free(m);
+    token_text = (TokenText){0};
+    CHECK(set.grafts > 0 && set.builds > 0, "%s: %d grafts, %d builds", k->opt, set.grafts, set.builds);
+    return set.builds;
+}
+#define BASE_OPT "lychee-buffer=24 lychee-full-layers=1 lychee-stats "
+
+TEST(lychee_twin, "sets, logits, statistics and index agree with the slow twin: GQA shapes, all options, turns, grafts, rebuilds") {
+    static const LycheeCase k[] = {
+        { 2, 4, 4, 24, 400, { 3, { 200, 60, 1 }, { 40, 30, 60 }, 1 }, BASE_OPT "budget=64" },
+        { 3, 4, 2, 40, 400, { 3, { 150, 40, 30 }, { 150, 20, 40 }, 2 }, BASE_OPT "budget=48 lychee-beta=1" },
+        { 2, 4, 1, 32, 200, { 3, { 120, 33, 70 }, { 90, 20, 60 }, 3 }, BASE_OPT "budget=80 lychee-gqa=sum lychee-beta=0.25" },
+        { 3, 6, 3, 40, 400, { 3, { 260, 9, 5 }, { 60, 70, 30 }, 4 }, BASE_OPT "budget=64 lychee-gqa=head lychee-beta=0.5" },
+        { 2, 6, 3, 24, 400, { 3, { 40, 25, 30 }, { 160, 90, 50 }, 5 }, BASE_OPT "budget=48 lychee-lazy=mean lychee-kg=3 lychee-beta=1 lychee-beta-coarse=1" },
+        { 2, 4, 2, 24, 300, { 2, { 330, 40 }, { 60, 40 }, 6 }, BASE_OPT "budget=64 lychee-lazy=freeze lychee-kg=auto lychee-gqa=sum lychee-coarse-max=9" },
+        { 2, 4, 2, 24, 300, { 2, { 150, 70 }, { 170, 40 }, 7 }, BASE_OPT "budget=56 lychee-centroid=mean lychee-lazy=mean lychee-beta=0.5" },
+        { 2, 4, 2, 24, 300, { 2, { 220, 70 }, { 50, 40 }, 8 }, "lychee-buffer=5 lychee-full-layers=1 lychee-stats budget=40 lychee-sink=3 lychee-chunk-min=3 lychee-chunk-max=9 lychee-tie=first lychee-guard=0 lychee-iters=3 lychee-chunks-per-cluster=3 lychee-beta=1" },
+        { 2, 4, 2, 24, 300, { 2, { 300, 31 }, { 90, 70 }, 9 }, BASE_OPT "budget=64 lychee-prune=exact lychee-beta=0.5" },
+        { 2, 4, 2, 24, 200, { 2, { 150, 31 }, { 60, 40 }, 10 }, "lychee-buffer=0 lychee-full-layers=0 lychee-stats budget=16" },
+    };
+    int threads = one_thread();
+    for (size_t i = 0; i < sizeof k / sizeof *k; i++) {
+        int builds = lychee_against_twin(&k[i], 40 + i, i % 5 != 1);
+        if (i == 4) CHECK(builds > 1, "case 4 must rebuild");
+    }
+    threads_back(threads);
+}
+
+// ---- limits, determinism, guarantees
+static float *lychee_run(const Tiny *m, const char *method, const char *opt, const Script *p, size_t *meta) {
+    Options *o = options_of(opt);
+    Session *s = session_open(m->c, m->w, o, method);
+    float *a = run_session(s, p);
+    if (meta) *meta = kv_meta_bytes(s);
+    session_close(s); options_free(o);
+    return a;
+}
+static int same_logits(const Tiny *m, const Script *p, const float *a, const float *b) { return !memcmp(a, b, (size_t)script_rows(p) * m->c->V * sizeof *a); }
+
+TEST(lychee_limits, "a budget that covers the context, or layers that are all full, equal full attention bit for bit; one row less does not") {
+    Script p = { 3, { 200, 1, 60 }, { 20, 9, 30 }, 21 };                   // 320 tokens in all
+    Tiny m = tiny_model(2, 4, 2, 24, 48, 64, 101, 3);
+    int threads = one_thread();
+    static const struct { const char *method, *opt; int same; } v[] = {
+        { "lychee", "budget=320 lychee-full-layers=0", 1 }, { "lychee", "budget=5000 lychee-full-layers=0 lychee-gqa=head", 1 }, { "lychee", "budget=296 lychee-buffer=24 lychee-full-layers=0", 1 },
+        { "lychee", "budget=64 lychee-full-layers=2", 1 }, { "lychee", "budget=64", 1 }, { "lychee", "budget=64 lychee-full-layers=1 lychee-buffer=300", 1 }, { "lychee", "", 1 },
+        { "lychee", "budget=64 lychee-full-layers=1 lychee-buffer=24", 0 }, { "lychee", "budget=200 lychee-full-layers=1 lychee-buffer=0", 0 }, { "lychee", "ratio=0 lychee-full-layers=0 lychee-buffer=60", 1 },
+        { "lychee", "ratio=0.5 lychee-full-layers=0 lychee-buffer=8", 0 }, { "quest", "budget=320 quest-full-layers=0", 1 }, { "quest", "budget=64", 1 }, { "quest", "budget=64 quest-full-layers=1", 0 }, { "quest", "", 1 } };
+    float *full = lychee_run(&m, "full", "", &p, NULL);
+    for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
+        float *a = lychee_run(&m, v[i].method, v[i].opt, &p, NULL);
+        CHECK(same_logits(&m, &p, a, full) == v[i].same, "%s %s", v[i].method, v[i].opt);
+        free(a);
+    }
+    threads_back(threads); free(full); tiny_free(m);
+}
+TEST(lychee_short, "contexts shorter than sinks, window and one chunk; one-token turns; a budget of the sinks alone") {
+    Script p = { 6, { 1, 1, 7, 20, 1, 40 }, { 0, 1, 5, 3, 9, 12 }, 22 };
+    Tiny m = tiny_model(2, 4, 1, 16, 32, 48, 53, 4);
+    int threads = one_thread();
+    float *full = lychee_run(&m, "full", "", &p, NULL), *a = lychee_run(&m, "lychee", "budget=16 lychee-full-layers=0", &p, NULL), *b = lychee_run(&m, "lychee", "budget=16 lychee-full-layers=0 lychee-buffer=4", &p, NULL);
+    CHECK(same_logits(&m, &p, a, full), "100 tokens fit beside a buffer of 128");
+    for (size_t i = 0; i < (size_t)script_rows(&p) * 53; i++) CHECK(isfinite(b[i]), "logit %zu", i);
+    CHECK(!same_logits(&m, &p, b, full), "a buffer of 4 reads less");
+    threads_back(threads); free(full); free(a); free(b); tiny_free(m);
+}
+TEST(lychee_exact, "prune=exact reads what the flat scan reads, bit for bit, under every score") {
+    static const char *score[] = { "", " lychee-beta=1", " lychee-beta=0.5 lychee-gqa=sum", " lychee-beta=1 lychee-gqa=head", " lychee-gqa=sum", " lychee-lazy=mean lychee-beta=0.25", " lychee-centroid=mean lychee-coarse-max=5 lychee-beta=2" };
+    Script p = { 2, { 400, 60 }, { 30, 50 }, 23 };
+    Tiny m = tiny_model(2, 4, 2, 24, 48, 64, 101, 5);
+    int threads = one_thread(), kg_differs = 0;
+    for (size_t i = 0; i < sizeof score / sizeof *score; i++) {
+        char opt[3][256];
+        float *a[3];
+        for (int k = 0; k < 3; k++) {
+            snprintf(opt[k], sizeof opt[k], "budget=96 lychee-buffer=24 lychee-full-layers=1%s%s", score[i], k == 1 ? " lychee-prune=exact" : k == 2 ? " lychee-kg=1" : "");
+            a[k] = lychee_run(&m, "lychee", opt[k], &p, NULL);
+        }
+        CHECK(same_logits(&m, &p, a[0], a[1]), "%s", opt[1]);
+        kg_differs += !same_logits(&m, &p, a[0], a[2]);
+        for (int k = 0; k < 3; k++) free(a[k]);
+    }
+    CHECK(kg_differs > 3, "one coarse unit must not be enough everywhere (%d)", kg_differs);
+    threads_back(threads); tiny_free(m);
+}
+TEST(lychee_deterministic, "1, 2, 3 threads and -b 7, 64, 512 give the same bits; so do two runs") {
+    static const char *method[] = { "lychee", "quest" }, *base[] = { "budget=64 lychee-buffer=16 lychee-full-layers=1 lychee-beta=1 lychee-kg=auto", "budget=64 quest-full-layers=1" };
+    Script p = { 2, { 300, 40 }, { 40, 20 }, 24 };
+    Tiny m = tiny_model(2, 6, 3, 24, 48, 64, 101, 6);
+    int threads = one_thread();
+    for (int k = 0; k < 2; k++) {
+        float *a = lychee_run(&m, method[k], base[k], &p, NULL);
+        for (int i = 0; i < 5; i++) {
+            char opt[256];
+            snprintf(opt, sizeof opt, "%s batch-size=%d", base[k], i < 2 ? 512 : i == 2 ? 7 : i == 3 ? 64 : 1);
+            threads_back(i < 2 ? i + 2 : 1);
+            float *b = lychee_run(&m, method[k], opt, &p, NULL);
+            CHECK(same_logits(&m, &p, a, b), "%s, run %d", opt, i);
+            free(b);
+        }
+        free(a);
+    }
+    threads_back(threads); tiny_free(m);
+}
+TEST(lychee_kmeans, "k-means: worked by hand; equal to the twin on 60 random cases; empty clusters keep their centre") {
+    // four points on a circle at 0, 10, 90, 100 degrees, two centres: start at points 1 and 3, end at 5 and 95 degrees
+    float x[8], mu[8 * TWD], sum[600 * 8], sc[KV_TILE * KV_TILE], len[600];
+    int label[600], want[600], count[600];
+    uint16_t dst[600 * 8];
+    BuildRoom w = { .sum = sum, .sc = sc, .len = len, .count = count };
+    for (int i = 0; i < 4; i++) { double a = (i / 2 * 90 + i % 2 * 10) * M_PI / 180; x[2 * i] = (float)cos(a); x[2 * i + 1] = (float)sin(a); }
+    kmeans(x, 4, 2, 2, 10, 1, &w, mu, dst, label);
+    CHECK(label[0] == 0 && label[1] == 0 && label[2] == 1 && label[3] == 1, "labels %d %d %d %d", label[0], label[1], label[2], label[3]);
+    CHECK(dst[0] == f32_to_bf16((float)cos(5 * M_PI / 180)) && dst[1] == f32_to_bf16((float)sin(5 * M_PI / 180)), "centre at 5 degrees: %g %g", bf16_to_f32(dst[0]), bf16_to_f32(dst[1]));
+    for (int i = 0; i < 8; i++) x[i] = i % 2 ? 0 : 1;                      // four equal points, three centres: ties go to the lowest, the others stay empty where they began
+    kmeans(x, 4, 3, 2, 10, 1, &w, mu, dst, label);
+    for (int i = 0; i < 4; i++) CHECK(label[i] == 0, "tie of point %d went to %d", i, label[i]);
+    CHECK(bf16_to_f32(dst[4]) == 1 && bf16_to_f32(dst[5]) == 0, "an empty cluster moved");
+    static float key[600 * 8], big[600 * 8];
+    static double dkey[600][TWD], dmu[600][TWD];
+    int differ = 0, points = 0;
+    for (int trial = 0; trial < 60; trial++) {
+        int n = 1 + rnd_int(trial < 40 ? 80 : 600), K = 1 + rnd_int(n), D = 8, iters = rnd_int(12), unit = trial % 4 != 3;
+        rnd_seed(trial + 77);
+        for (int i = 0; i < n; i++) {
+            for (int d = 0; d < D; d++) key[i * D + d] = rnd_normal();
+            normalise(key + (size_t)i * D, D);
+            for (int d = 0; d < D; d++) dkey[i][d] = key[i * D + d];
+        }
+        kmeans(key, n, K, D, iters, unit, &w, big, dst, label);
+        twin_kmeans(dkey, n, dmu, K, D, iters, unit, want);
+        for (int i = 0; i < n; i++, points++) differ += label[i] != want[i];
+        for (int i = 0; i < K * D; i++) CHECK(fabs(bf16_to_f32(dst[i]) - dmu[i / D][i % D]) <= 1e-6 + fabs(dmu[i / D][i % D]) / 120, "trial %d centre %d: %g %g", trial, i / D, bf16_to_f32(dst[i]), dmu[i / D][i % D]);
+    }
+    CHECK(differ * 1000 <= points, "%d of %d labels differ", differ, points);
+}
+TEST(lychee_lazy, "a node covers every chunk after 1,000 additions, under each rule; the literal rule of the paper does not") {
+    enum { D = 24, N = 1003 };
+    static float v[N][D];
+    static const char *rule[] = { "ball", "mean", "freeze" };
+    for (int trial = 0; trial < 12; trial++) {
+        Lychee x = { .lazy = trial % 3, .unit = trial % 2 };
+        uint16_t mu[D];
+        float r[1] = {0}, room[D], mean[D] = {0}, q[D], literal = 0;
+        int chunks[1] = { 3 }, outside = 0;
+        rnd_seed(500 + trial);
+        for (int i = 0; i < N; i++) {
+            float spread = i < 3 ? .2f : .1f + .4f * (float)(trial / 3);
+            for (int d = 0; d < D; d++) v[i][d] = (d ? 0 : 1) + spread * rnd_normal();
+            normalise(v[i], D);
+        }
+        for (int i = 0; i < 3; i++) for (int d = 0; d < D; d++) mean[d] += v[i][d] / 3;
+        if (x.unit) normalise(mean, D);
+        round_bf16(mu, mean, D);
+        Nodes u = { .n = 1, .mu = mu, .r = r, .chunks = chunks };
+        for (int i = 0; i < 3; i++) r[0] = fmaxf(r[0], above(distance(v[i], mu, D)));
+        for (int i = 3; i < N; i++) {
+            float before = r[0];
+            node_absorb(&x, &u, 0, v[i], D, room);
+            chunks[0]++;
+            CHECK(r[0] >= before || x.lazy != LAZY_FREEZE, "a radius shrank");
+            literal = fmaxf(literal, (float)distance(v[i], mu, D));        // the paper's text: expand to hold the new chunk, and no more
+            if (i % 100 && i + 1 < N) continue;
+            for (int d = 0; d < D; d++) q[d] = rnd_normal();
+            float len = sqrtf(dot_f32(q, q, D)), top[D];
+            to_f32(top, mu, DT_BF16, D);
+            for (int j = 0; j <= i; j++) {
+                double far = distance(v[j], mu, D);
+                CHECK(far <= r[0], "%s: chunk %d of %d is %g away, radius %g", rule[x.lazy], j, i, far, r[0]);
+                CHECK(dot_f32(q, v[j], D) <= dot_f32(q, top, D) + len * r[0] + 1e-5 * len, "%s: Eq. 2", rule[x.lazy]);
+                outside += far > literal;
+            }
+        }
+        if (x.lazy == LAZY_MEAN && trial >= 3) CHECK(r[0] > literal, "r + delta is what makes the mean rule valid");
+    }
+}
+TEST(lychee_rollback, "a rollback below the buffer drops the index, one inside it keeps it; both go on like a session that was never longer") {
+    Toy toy;
+    toy_fill(&toy);
+    toy_use(&toy);
+    int threads = one_thread(), V = 101, ids[400];
+    uint64_t seed = 5;
+    for (int i = 0; i < 400; i++) ids[i] = (int)(splitmix64(&seed) % 101);
+    Tiny m = tiny_model(2, 4, 2, 24, 48, 64, 101, 7);
+    Options *o = options_of("budget=160 lychee-buffer=24 lychee-full-layers=1");
+    for (int keep = 150; keep <= 290; keep += 140) {                       // 150 + anything <= 184: the short session has no index yet
+        Session *a = session_open(m.c, m.w, o, "lychee"), *b = session_open(m.c, m.w, o, "lychee");
+        prefill(a, ids, 280);
+        for (int i = 280; i < 300; i++) decode(a, ids[i]);
+        int built = lychee_of(a)->M_built, M = lychee_of(a)->M;
+        CHECK(built > 0, "no index");
+        kv_truncate(a, keep);
+        CHECK(keep < 200 ? !lychee_of(a)->M && !lychee_of(a)->M_built : lychee_of(a)->M == M && lychee_of(a)->M_built == built, "keep %d: %d chunks", keep, lychee_of(a)->M);
+        if (keep < 200) prefill(b, ids, keep);
+        else { prefill(b, ids, 280); for (int i = 280; i < keep; i++) decode(b, ids[i]); }
+        for (int turn = 0; turn < 2; turn++) {
+            const float *x = prefill(a, ids + 300 + turn * 40, 40), *y = prefill(b, ids + 300 + turn * 40, 40);
+            CHECK(!memcmp(x, y, V * sizeof *x), "keep %d, turn %d, prefill", keep, turn);
+            for (int i = 0; i < 30; i++) CHECK(!memcmp(decode(a, ids[i]), decode(b, ids[i]), V * sizeof *x), "keep %d, turn %d, step %d", keep, turn, i);
+        }
+        if (keep < 200) CHECK(lychee_of(a)->M == lychee_of(b)->M && lychee_of(a)->M_built > 0, "chunks %d %d", lychee_of(a)->M, lychee_of(b)->M);
+        for (int g = 0; g < 2; g++) check_tree(a, lychee_of(a), 1, g);
+        session_close(a); session_close(b);
+    }
+    token_text = (TokenText){0};
+    threads_back(threads); options_free(o); tiny_free(m);
+}
+TEST(lychee_long_chat, "50 turns: the index follows, bytes are those of its arrays, the decode path asks for no memory between builds") {
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 53, 8);
+    Options *o = options_of("budget=48 lychee-buffer=16 lychee-full-layers=1 lychee-kg=2");
+    Session *s = session_open(m.c, m.w, o, "lychee");
+    Lychee *x = lychee_of(s);
+    int threads = one_thread(), ids[32], builds = 0, last = 0;
+    for (int turn = 0; turn < 50; turn++) {
+        for (int i = 0; i < 32; i++) ids[i] = rnd_int(53);
+        const char *mem = x->tree[2].mem;
+        const float *lo = prefill(s, ids, 20);
+        for (int i = 0; i < 10; i++) lo = decode(s, ids[20 + i]);
+        for (int v = 0; v < 53; v++) CHECK(isfinite(lo[v]), "turn %d", turn);
+        if (x->M_built != last) builds++; else CHECK(mem == x->tree[2].mem, "a graft asked for memory");
+        last = x->M_built;
+    }
+    CHECK(x->M == (1500 - 16 - 16) / 16 && builds >= 5 && builds <= 9, "%d chunks, %d builds", x->M, builds);     // forced chunks of 16: 91; built at 3, 6, 12, .. chunks
+    for (int g = 0; g < 2; g++) check_tree(s, x, 1, g);
+    size_t want = 0, K = x->tree[2].fine.n, P = x->tree[2].coarse.n, cap = 2 * x->M_built, D = 16;
+    want = K * (2 * D + 4 * 5) + cap * 4 + P * (2 * D + 4 * 5) + K * 4 + K * 4 + P * 4;       // mu r chunks tokens first last; next; the same of units; parent; rho
+    CHECK(x->tree[2].bytes >= want && x->tree[2].bytes <= want + 16 * 63, "a tree holds %zu bytes, its arrays need %zu", x->tree[2].bytes, want);
+    CHECK(x->tree[0].bytes == 0 && lychee_bytes(s, x) == x->tree[2].bytes + x->tree[3].bytes + (x->cap + 1) * sizeof(int) + x->cap_level, "bytes");
+    CHECK(kv_bytes(s) == kv_bytes_full(s), "no row is dropped");
+    threads_back(threads); session_close(s); options_free(o); tiny_free(m);
+}
+TEST(lychee_windowed, "layers with a sliding window beside global ones stay out of the index; a model of windowed layers only is indexed") {
+    Script p = { 2, { 200, 30 }, { 30, 20 }, 25 };
+    int threads = one_thread();
+    for (int all = 0; all < 2; all++) {
+        Tiny m = tiny_model(3, 4, 2, 16, 32, 48, 53, 9);
+        m.c->window = 50;
+        m.c->windowed = xcalloc(3, 1);
+        for (int l = 0; l < 3; l++) m.c->windowed[l] = all || l == 1;
+        Options *o = options_of("budget=64 lychee-buffer=16 lychee-full-layers=0");
+        Session *s = session_open(m.c, m.w, o, "lychee");
+        float *a = run_session(s, &p);
+        for (size_t i = 0; i < (size_t)script_rows(&p) * 53; i++) CHECK(isfinite(a[i]), "logit");
+        for (int l = 0; l < 3; l++) {
+            CHECK(!!lychee_of(s)->tree[2 * l].bytes == (all || l != 1), "all %d layer %d", all, l);
+            CHECK(!!kv_view(s, l, 0)->tail == (all || l != 1), "view of layer %d", l);
+        }
+        free(a); session_close(s); options_free(o); tiny_free(m);
+    }
+    threads_back(threads);
+}
+TEST(lychee_options, "--paper sets both betas unless given; what makes no sense is refused; statistics print") {
+    Tiny m = tiny_model(3, 4, 2, 16, 32, 48, 53, 9);
+    int threads = one_thread();
+    static const struct { const char *opt; float beta, coarse; } v[] = { { "", 0, 0 }, { "paper", 1, 1 }, { "paper lychee-beta=0.25", .25f, 1 }, { "lychee-beta=0.5 lychee-beta-coarse=2", .5f, 2 } };
+    for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
+        Options *o = options_of(v[i].opt);
+        Session *s = session_open(m.c, m.w, o, "lychee");
+        CHECK(lychee_of(s)->beta == v[i].beta && lychee_of(s)->beta_coarse == v[i].coarse && s->budget == 1024 && lychee_of(s)->sink == 16 && lychee_of(s)->buffer == 128 && lychee_of(s)->full_layers == 2, "%s", v[i].opt);
+        session_close(s); options_free(o);
+    }
+    static const char *bad[] = { "lychee-kg=0", "lychee-kg=-1", "lychee-kg=some", "lychee-beta=-1", "lychee-chunk-min=0", "lychee-chunk-min=20", "lychee-buffer=-1", "lychee-chunks-per-cluster=0", "lychee-coarse-max=0", "budget=15", "lychee-iters=-1" };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        Options *o = options_of(bad[i]);
+        int code;
+        EXPECT_DIE(code, session_open(m.c, m.w, o, "lychee"));
+        CHECK(code == EXIT_USAGE && strlen(die_text) > 20, "%s: exit %d, '%s'", bad[i], code, die_text);
+        options_free(o);
+    }
+    Options *o = options_of("budget=48 lychee-buffer=16 lychee-stats");
+    Session *s = session_open(m.c, m.w, o, "lychee");
+    char *text = NULL; size_t size = 0;
+    Script p = { 1, { 200 }, { 20 }, 25 };
+    FILE *f = open_memstream(&text, &size);
+    lychee_stats(s, s->part[0].ms, f);
+    free(run_session(s, &p));
+    lychee_stats(s, s->part[0].ms, f);
+    fclose(f);
+    CHECK(strstr(text, "no index yet") && strstr(text, "recall") && strstr(text, "WindowHit(32)") && !strstr(text, "nan"), "%s", text);
+    threads_back(threads); free(text); session_close(s); options_free(o); tiny_free(m);
+}
+
+// ---- Quest
+typedef struct { int B, full; char *see; } TwinQuest;
+static void quest_twin_before(void *u, Twin *t, int l, const double *q, int n) {
+    TwinQuest *y = u;
+    int H = t->c->H, G = t->c->G, R = H / G, D = t->c->D, N = (int)arrlen(t->id), cur = (N - 1) / 16, want = (int)fmax(3, floor(y->B / 16.0)) - 1;
+    (void)n;
+    for (int g = 0; g < G; g++) {
+        char *see = y->see + ((size_t)l * G + g) * 8192, *done = xcalloc(cur + 1, 1);
+        TwinRow *row = t->row[l * G + g];
+        int all = !t->decoding || l < y->full || N <= y->B;
+        for (int r = 0; r < N; r++) see[r] = all || r / 16 == cur;
+        for (int k = 0; k < want && !all; k++) {
+            int best = -1; double top = 0;
+            for (int p = 0; p < cur; p++) {
+                double x = -INFINITY;
+                for (int h = 0; h < R; h++) {
+                    double sum = 0;
+                    for (int d = 0; d < D; d++) {
+                        double m = -INFINITY, qd = q[(size_t)(g * R + h) * D + d], lo = INFINITY, hi = -INFINITY;
+                        for (int r = p * 16; r < p * 16 + 16; r++) { lo = fmin(lo, row[r].k[d]); hi = fmax(hi, row[r].k[d]); }
+                        m = fmax(qd * lo, qd * hi);
+                        sum += m;
+                    }
+                    x = fmax(x, sum);
+                }
+                if (!done[p] && (best < 0 || x > top)) { best = p; top = x; }
+            }
+            if (best < 0) break;
+            done[best] = 1;
+            memset(see + best * 16, 1, 16);
+        }
+        free(done);
+    }
+}
+static int quest_twin_sees(void *u, Twin *t, int l, int h, int i, int row) {
+    TwinQuest *y = u;
+    int g = h / (t->c->H / t->c->G);
+    return twin_causal(t, l, i, &t->row[l * t->c->G + g][row]) && y->see[((size_t)l * t->c->G + g) * 8192 + row];
+}
+TEST(quest_twin, "Quest agrees with its slow twin: GQA shapes, page boundaries, three turns, formats f32 and f16") {
+    static const struct { int H, G, budget, full; Script p; const char *opt; } v[] = {
+        { 4, 4, 64, 1, { 3, { 130, 20, 31 }, { 40, 17, 30 }, 31 }, "" }, { 4, 2, 80, 0, { 3, { 60, 1, 90 }, { 50, 40, 10 }, 32 }, "" }, { 4, 1, 20, 1, { 3, { 33, 15, 16 }, { 30, 33, 20 }, 33 }, "" },
+        { 6, 3, 100, 0, { 3, { 97, 30, 3 }, { 20, 31, 30 }, 34 }, "" } };
+    int threads = one_thread();
+    for (int i = 0; i < 4; i++) {
+        Tiny m = tiny_model(2, v[i].H, v[i].G, 24, 48, 64, 101, 60 + i);
+        char opt[128];
+        snprintf(opt, sizeof opt, "budget=%d quest-full-layers=%d", v[i].budget, v[i].full);
+        Options *o = options_of(opt);
+        Session *s = session_open(m.c, m.w, o, "quest");
+        Twin *t = twin_new(m.c, m.w, DT_F32);
+        TwinQuest y = { v[i].budget, v[i].full, xcalloc((size_t)2 * v[i].G * 8192, 1) };
+        t->hook = (TwinHooks){ .u = &y, .sees = quest_twin_sees, .before = quest_twin_before };
+        float *a = run_session(s, &v[i].p), *b = run_twin(t, &v[i].p);
+        double e = worst(a, b, (size_t)script_rows(&v[i].p) * 101, 1e-5, 1e-5, NULL);
+        CHECK(e <= 1, "case %d: %g times the bound", i, e);
+        int rows[8192], n = view_rows(s, 1, 0, rows), N = s->n_tok, cur = (N - 1) / 16, pages = (v[i].budget / 16 > 3 ? v[i].budget / 16 : 3);
+        CHECK(n == (pages - 1) * 16 + N - cur * 16, "case %d reads %d rows", i, n);
+        for (int r = 0; r < n; r++) CHECK(y.see[((size_t)v[i].G) * 8192 + rows[r]], "row %d", rows[r]);
+        free(a); free(b); free(y.see); twin_free(t); session_close(s); options_free(o); tiny_free(m);
+    }
+    threads_back(threads);
+}
+TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage; bounds are exact; a rollback forgets pages; bytes are held") {
+    static const char *format[] = { "ctk=f32", "ctk=f16", "ctk=bf16", "ctk=q8_0" };
+    Tiny m = tiny_model(1, 4, 2, 24, 48, 64, 101, 70);
+    int threads = one_thread(), ids[300];
+    for (int i = 0; i < 300; i++) ids[i] = rnd_int(101);
+    for (int f = 0; f < 4; f++) {
+        char opt[64];
+        snprintf(opt, sizeof opt, "%s quest-full-layers=0", format[f]);
+        Options *o = options_of(opt);
+        Session *s = session_open(m.c, m.w, o, "quest");
+        Quest *x = s->part[0].ms;
+        prefill(s, ids, 250);
+        for (int i = 0; i < 20; i++) decode(s, ids[i]);
+        float key[24], q[48], split[96], sc[64], u[64], bound[48];
+        for (int g = 0; g < 2; g++) {
+            CHECK(x->head[g].n == 270 / 16, "%d pages", x->head[g].n);
+            for (int d = 0; d < 48; d++) q[d] = rnd_normal();
+            page_scores(x, x->head[g].bound, x->head[g].n, q, 2, 24, split, sc, u);
+            for (int r = 0; r < 256; r++) {
+                kv_load_k(s, kv_head(s, 0, g), NULL, r, 1, key);
+                to_f32(bound, x->head[g].bound + (size_t)(r / 16) * 48 * dtype_size(x->dtype), x->dtype, 48);
+                for (int d = 0; d < 24; d++) CHECK(bound[d] >= key[d] && bound[24 + d] <= key[d], "%s row %d channel %d", format[f], r, d);
+                for (int h = 0; h < 2; h++) CHECK(dot_f32(q + 24 * h, key, 24) <= u[r / 16] + 1e-4f, "row %d", r);
+            }
+        }
+        CHECK(quest_bytes(s, x) == (size_t)(x->head[0].cap + x->head[1].cap) * 48 * dtype_size(x->dtype) && quest_bytes(s, x) > 0, "bytes");
+        kv_truncate(s, 100);
+        CHECK(x->head[0].n == 6, "%d pages after a rollback to 100", x->head[0].n);
+        session_close(s); options_free(o);
+    }
+    threads_back(threads); tiny_free(m);
+}
+
+// ==================================================================================================== 15 DILILAZYKV
+
+static char *temp_text(const char *text) {               // a file that holds text -> its name, to be unlinked and freed
+    char *path = xmalloc(256);
+    snprintf(path, 256, "%s/kvcomp-test-XXXXXX", P_tmpdir);
+    int fd = mkstemp(path);
+    CHECK(fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text), "%s cannot be written", path);
+    close(fd);
+    return path;
+}
+static void temp_done(char *path) { unlink(path); free(path); }
+static char *scores_text(int L, int H, const double *x) {  // a flat file in an order that is not the heads'
+    char *t = xmalloc((size_t)L * H * 96 + 8), *p = t;
+    p += sprintf(p, "{");
+    for (int i = 0; i < L * H; i++) {
+        int k = (i * 7 + 3) % (L * H);                   // L*H is no multiple of 7 in these tests
+        p += sprintf(p, "%s\"%d-%d\": [%.17g, %.17g]", i ? ", " : "", k / H, k % H, x[k] * .5, x[k] * 1.5);
+    }
+    sprintf(p, "}");
+    return t;
+}
+
+TEST(dililazy_vector, "Algorithm 1 on the hand-size vector: as printed, conserving, and as the authors' code does it") {
+    double inf[4] = { .8, .2, .1, .1 };
+    int want[3][4] = { { 106, 36, 25, 25 }, { 108, 36, 25, 25 }, { 105, 36, 25, 25 } }, cap[4];
+    for (int alloc = 0; alloc < 3; alloc++) {
+        dililazy_caps(inf, 2, 2, 48, 1.351, .01, alloc, cap);
+        for (int i = 0; i < 4; i++) CHECK(cap[i] == want[alloc][i], "mode %d: caps %d %d %d %d", alloc, cap[0], cap[1], cap[2], cap[3]);
+    }
+    double zero[4] = {0}, layer[4] = { .3, .1, 0, 0 };
+    for (int alloc = 0; alloc < 3; alloc++) {
+        dililazy_caps(zero, 2, 2, 48, 1.351, .01, alloc, cap);                 // nothing known: all heads alike
+        int each = alloc == ALLOC_LITERAL ? 49 : 48;                           // 48 + 48/1.351 * .02 = 48.71
+        for (int i = 0; i < 4; i++) CHECK(cap[i] == each, "no scores, mode %d: %d", alloc, cap[i]);
+    }
+    dililazy_caps(layer, 2, 2, 48, 1, .01, ALLOC_PAPER, cap);                  // beta 1: nothing fixed; layer 1 has eps/(1+2eps) of 192 for both heads
+    CHECK(cap[0] == 143 && cap[1] == 48 && cap[2] == 1 && cap[3] == 1, "caps %d %d %d %d: 192/1.02 * 1.01 * (3/4, 1/4), 192/1.02 * .01 / 2", cap[0], cap[1], cap[2], cap[3]);
+    dililazy_caps(inf, 2, 2, 48, 1e12, .01, ALLOC_PAPER, cap);
+    CHECK(cap[0] == 48 && cap[3] == 48, "beta without end: %d %d", cap[0], cap[3]);
+    dililazy_caps(inf, 2, 2, 48, .5, .01, ALLOC_PAPER, cap);                   // beta below 1: b_fixed is negative
+    CHECK(cap[0] > 200 && cap[2] == 0 && cap[3] == 0, "caps %d .. %d %d", cap[0], cap[2], cap[3]);
+    dililazy_caps(inf, 2, 2, 0, 1.351, .01, ALLOC_CODE, cap);
+    CHECK(cap[0] == 0 && cap[3] == 0, "no budget: %d %d", cap[0], cap[3]);
+}
+// The three modes once more, as dililazy.md 3.1 and 3.2 write them down
+static void twin_caps(const double *inf, int L, int H, int bc, double beta, double eps, int alloc, int *cap) {
+    double s[512], lam[64], all = 0, sum = 0;
+    for (int i = 0; i < L; i++) { lam[i] = 0; for (int j = 0; j < H; j++) lam[i] += inf[i * H + j]; all += lam[i]; }
+    for (int i = 0; i < L; i++)
+        for (int j = 0; j < H; j++) { s[i * H + j] = inf[i * H + j] + eps * inf[i * H + j] / (lam[i] + 1e-9); sum += s[i * H + j]; }
+    int dyn = (int)floor(bc / beta), fix = bc - dyn;
+    double reserve = fmax(0, (double)dyn * L * H - .5 * L * H);
+    for (int i = 0; i < L; i++)
+        for (int j = 0; j < H; j++) {
+            double S = lam[i] == 0 ? 1.0 / H : inf[i * H + j] / lam[i], share = all == 0 ? 1.0 / L : lam[i] / all;
+            double b = bc * (1 - 1 / beta) + bc / beta * L * H * (eps + share) * S / (alloc == ALLOC_PAPER ? 1 + eps * L : 1);
+            double code = nearbyint((all == 0 ? 1.0 / (L * H) : s[i * H + j] / sum) * reserve + fix + .5);
+            cap[i * H + j] = alloc == ALLOC_CODE ? (int)fmax(code, 0) : (int)floor(fmax(0, b) + .5);
+        }
+}
+TEST(dililazy_caps, "caps in 500 random cases: the spec's formulas, the pool is spent, more score never means fewer rows") {
+    rnd_seed(31);
+    for (int c = 0; c < 500; c++) {
+        int L = 1 + rnd_int(12), H = 1 + rnd_int(12), base = rnd_int(400), cap[144], want[144];
+        double inf[144], beta = 1 + 2 * rnd_unit(), eps = rnd_int(3) ? .01 : rnd_unit();
+        for (int i = 0; i < L * H; i++) inf[i] = rnd_int(5) ? pow(rnd_unit(), 4) : 0;
+        if (c % 10 == 0) memset(inf, 0, H * sizeof *inf);
+        for (int alloc = 0; alloc < 3; alloc++) {
+            double sum = 0, all = 0, zero_layers = 0;
+            dililazy_caps(inf, L, H, base, beta, eps, alloc, cap);
+            twin_caps(inf, L, H, base, beta, eps, alloc, want);
+            for (int i = 0; i < L; i++) {
+                double lam = 0;
+                for (int j = 0; j < H; j++) {
+                    lam += inf[i * H + j];
+                    sum += cap[i * H + j];
+                    CHECK(abs(cap[i * H + j] - want[i * H + j]) <= (alloc == ALLOC_CODE), "mode %d head %d-%d: %d, expected %d", alloc, i, j, cap[i * H + j], want[i * H + j]);
+                    for (int k = 0; k < H; k++) CHECK(inf[i * H + j] < inf[i * H + k] || cap[i * H + j] >= cap[i * H + k], "head %d-%d has more score than %d-%d and fewer rows", i, j, i, k);
+                }
+                zero_layers += lam == 0;
+                all += lam;
+            }
+            double mean = sum / (L * H), target = alloc == ALLOC_LITERAL ? base * (1 + eps * L / beta) : base;
+            if (alloc == ALLOC_CODE && (zero_layers || all < 1e-6 || floor(base / beta) < 1)) continue;      // 1e-9 in a denominator; no whole row to share
+            CHECK(fabs(mean - target) <= .5 + 1e-9, "mode %d: caps have mean %g, expected %g", alloc, mean, target);
+        }
+    }
+}
+static int load_fails(const char *text, const char *which, const char *expected) {     // 1: refused with a line that names `expected`
+    char err[512] = "", *path = temp_text(text);
+    double *x = scores_load(path, which, 2, 2, err);
+    if (x) { free(x); temp_done(path); return 0; }
+    int named = strstr(err, expected) != NULL;
+    if (!named) fprintf(stderr, "  said: %s\n", err);
+    temp_done(path);
+    return named;
+}
+TEST(dililazy_files, "score files: keys are read, whatever their order; numbers, lists, wrappers, our names and the authors' names") {
+    const char *good[][2] = {
+        { "{\"1-1\": 4, \"0-1\": 2, \"0-0\": [0.5, 1.5], \"1-0\": [3]}", "inf" },
+        { "{\"average_precisions_weighted\": {\"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 4}}", "inf" },               // the only object: descend
+        { "{\"note\": \"x\", \"n\": 3, \"heads\": {\"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 4}}", "lazy" },
+        { "{\"inf\": {}, \"dili\": {\"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 4}, \"lazy\": {}}", "dili" },
+        { "{\"filter_condition\": \"x\", \"average_infscores_weighted\": {}, \"average_precisions_weighted\": {}, \"average_recalls_weighted\": {\"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 4}}", "lazy" },
+    };
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        char err[512] = "", *path = temp_text(good[i][0]);
+        double *x = scores_load(path, good[i][1], 2, 2, err);
+        CHECK(x && x[0] == 1 && x[1] == 2 && x[2] == 3 && x[3] == 4, "file %zu: %s", i, err);
+        free(x); temp_done(path);
+    }
+    CHECK(load_fails("{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3}", "inf", "1-1"), "a head is missing");
+    CHECK(load_fails("{\"0-0\": 1, \"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 3}", "inf", "twice"), "a head twice");
+    CHECK(load_fails("{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 3, \"2-0\": 1}", "inf", "2-0"), "a layer too many");
+    CHECK(load_fails("{\"0-2\": 1}", "inf", "0-2"), "a head too many");
+    CHECK(load_fails("{\"0-0\": -1}", "inf", "0-0"), "negative");
+    CHECK(load_fails("{\"0-0\": []}", "inf", "0-0"), "empty list");
+    CHECK(load_fails("{\"0-0\": [1, \"2\"]}", "inf", "0-0"), "a text in a list");
+    CHECK(load_fails("{\"0-0\": {\"1-1\": 1}, \"0-1\": {}}", "inf", "0-0"), "objects for values");
+    CHECK(load_fails("{\"a\": {}, \"b\": {}}", "inf", "layer-head"), "two objects: which one?");
+    CHECK(load_fails("{\"0--1\": 1}", "inf", "0--1") && load_fails("{\"-1-0\": 1}", "inf", "-1-0") && load_fails("{\"0-0x\": 1}", "inf", "0-0x") && load_fails("{\"00000000000000000-0\": 1}", "inf", "000"), "keys");
+    CHECK(load_fails("[1]", "inf", "layer-head") && load_fails("{", "inf", "end of the text") && load_fails("", "inf", "byte 0"), "no object");
+    char err[512] = "";
+    CHECK(!scores_load("no/such/file", "inf", 2, 2, err) && strstr(err, "no/such/file"), "%s", err);
+}
+
+// ---- the slow twin
+typedef struct { int B, w, width, alloc, per_kv; double ratio, beta, eps; const double *inf; int **read, end; } DiliTwin;  // read (L*H): stb arrays of tokens; end: tokens at the last prefill's end
+
+static int dili_sees(void *u, Twin *t, int l, int h, int i, int row) {
+    DiliTwin *x = u;
+    const TwinRow *r = &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row];
+    if (!t->decoding || x->per_kv || !x->read[l * t->c->H + h] || r->src >= x->end) return twin_causal(t, l, i, r);
+    for (int k = 0; k < (int)arrlen(x->read[l * t->c->H + h]); k++) if (x->read[l * t->c->H + h][k] == r->src) return twin_causal(t, l, i, r);
+    return 0;
+}
+static void dili_after(void *u, Twin *t, int l, const double *q, const double *q_pre, int n) {
+    DiliTwin *x = u;
+    int N = (int)arrlen(t->id), H = t->c->H, G = t->c->G, R = H / G, L = t->c->L, B = x->ratio < 0 ? x->B : N - (int)(N * x->ratio + 1e-6), w = x->w < B ? x->w : B;
+    int cap[512], idx[4096], keep[4096];
+    double inf[512], one[4096];
+    (void)q_pre;
+    if (t->decoding || l == L || N <= B) return;
+    x->end = N;
+    for (int i = 0; i < L * (x->per_kv ? G : H); i++) {
+        inf[i] = 0;
+        for (int r = 0; x->per_kv && r < R; r++) inf[i] += x->inf[i * R + r] / R;
+        if (!x->per_kv) inf[i] = x->inf[i];
+    }
+    twin_caps(inf, L, x->per_kv ? G : H, B - w, x->beta, x->eps, x->alloc, cap);
+    for (int g = 0; g < G; g++) {
+        TwinRow *row = t->row[l * G + g];
+        int rows = (int)arrlen(row), m = rows - w, k = 0;
+        double mean[4096] = {0};
+        char *wanted = xcalloc(rows + 1, 1);
+        for (int h = g * R; h < g * R + R; h++) {
+            twin_observe(t, l, h, q, n, x->w, one);
+            twin_pool(one, m, x->width);
+            for (int j = 0; j < m; j++) mean[j] += one[j] / R;
+            if (x->per_kv) continue;
+            int got = twin_pick(one, m, cap[l * H + h], idx);
+            arrsetlen(x->read[l * H + h], 0);
+            for (int j = 0; j < got; j++) { wanted[idx[j]] = 1; arrput(x->read[l * H + h], row[idx[j]].src); }
+            for (int j = m; j < rows; j++) arrput(x->read[l * H + h], row[j].src);
+        }
+        if (x->per_kv) for (int j = twin_pick(mean, m, cap[l * G + g], idx); j > 0; j--) wanted[idx[j - 1]] = 1;
+        for (int j = 0; j < rows; j++) if (wanted[j] || j >= m) keep[k++] = j;
+        twin_keep(t, l, g, keep, k);
+        free(wanted);
+    }
+}
+static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
+    char *text = scores_text(m.c->L, m.c->H, x.inf), *path = temp_text(text), all[512];
+    int bad = 0, rows[4096];
+    snprintf(all, sizeof all, "%s dililazy-scores=%s", opt, path);
+    Options *o = options_of(all);
+    Session *s = session_open(m.c, m.w, o, "dililazy");
+    Twin *t = twin_new(m.c, m.w, DT_F32);
+    x.read = xcalloc((size_t)m.c->L * m.c->H, sizeof *x.read);
+    t->hook = (TwinHooks){ .u = &x, .sees = dili_sees, .after = dili_after };
+    float *a = run_session(s, p), *b = run_twin(t, p);
+    double e = worst(a, b, (size_t)script_rows(p) * m.c->V, 1e-5, 1e-5, NULL);
+    CHECK(e <= 1, "%s, H %d G %d: logits are %g times the bound off", opt, m.c->H, m.c->G, e);
+    CHECK(!rows_differ(s, t), "%s, H %d G %d: %d heads hold other rows", opt, m.c->H, m.c->G, rows_differ(s, t));
+    for (int i = 0; i < m.c->L * m.c->H && !x.per_kv && x.read[0]; i++) {      // what every query head reads, the tokens since the prefill aside
+        const KVHead *h = &s->head[i / (m.c->H / m.c->G)];
+        int n = view_rows(s, i / m.c->H, i % m.c->H, rows), k = 0;
+        for (int r = 0; r < n; r++) if (h->src[rows[r]] < x.end) { bad += k >= (int)arrlen(x.read[i]) || x.read[i][k] != h->src[rows[r]]; k++; }
+        bad += k != (int)arrlen(x.read[i]);
+    }
+    CHECK(!bad, "%s: %d rows of the views differ", opt, bad);
+    for (int i = 0; i < m.c->L * m.c->H; i++) arrfree(x.read[i]);
+    free(x.read); free(a); free(b); free(text); twin_free(t); session_close(s); options_free(o); temp_done(path);
+}
+static const struct { const char *opt; DiliTwin x; } dili_case[] = {
+    { "budget=24 obs-window=8",                                                      { 24, 8, 7, ALLOC_PAPER, 0, -1, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=24 obs-window=8 dililazy-gqa=kv",                                      { 24, 8, 7, ALLOC_PAPER, 1, -1, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=30 obs-window=4 kernel=3 dililazy-alloc=code",                         { 30, 4, 3, ALLOC_CODE, 0, -1, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=20 dililazy-alloc=paper-literal dililazy-beta=1.1 dililazy-eps=.05",   { 20, 16, 7, ALLOC_LITERAL, 0, -1, 1.1, .05, NULL, NULL, 0 } },
+    { "ratio=.7",                                                                    { 0, 16, 7, ALLOC_PAPER, 0, .7, 1.351, .01, NULL, NULL, 0 } },
+    { "budget=40 obs-window=1 kernel=1 dililazy-alloc=code dililazy-gqa=kv",         { 40, 1, 1, ALLOC_CODE, 1, -1, 1.351, .01, NULL, NULL, 0 } },
+};
+enum { DILI_CASES = sizeof dili_case / sizeof *dili_case };
+static void random_scores(double *x, int n) { for (int i = 0; i < n; i++) x[i] = rnd_int(6) ? pow(rnd_unit(), 3) : 0; }
+
+TEST(dililazy_twin, "agrees with its slow twin over three turns: logits 1e-5, rows held, rows every query head reads; all modes, GQA 1:1, 2:1, 4:1, 3 KV heads") {
+    int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
+    Script p = { 3, { 90, 3, 40 }, { 6, 9, 4 }, 24 }, small = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
+    for (int i = 0; i < 4; i++) {
+        double inf[32];
+        Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 61 + i);
+        random_scores(inf, 3 * shape[i][0]);
+        for (int k = 0; k < DILI_CASES; k++) {
+            DiliTwin x = dili_case[k].x;
+            x.inf = inf;
+            dili_agrees(m, dili_case[k].opt, x, &p);
+            if (i == 3) dili_agrees(m, dili_case[k].opt, x, &small);
+        }
+        tiny_free(m);
+    }
+}
+// A session with random scores in a file that is gone again
+static Session *dili_open(Tiny m, const char *opt, const double *inf, Options **o) {
+    char *text = scores_text(m.c->L, m.c->H, inf), *path = temp_text(text), all[512];
+    snprintf(all, sizeof all, "%s dililazy-scores=%s", opt, path);
+    *o = options_of(all);
+    Session *s = session_open(m.c, m.w, *o, "dililazy");
+    free(text); temp_done(path);
+    return s;
+}
+TEST(dililazy_limits, "budget >= context is full attention bit for bit, at equality too; equal scores with 1:1 heads are SnapKV bit for bit") {
+    Script p = { 3, { 40, 3, 20 }, { 3, 3, 4 }, 9 };     // 69 tokens seen at the last prefill's end
+    const char *opt[] = { "budget=69", "ratio=0", "budget=69 dililazy-gqa=kv", "budget=68", "budget=68 dililazy-gqa=kv" };
+    double inf[16], flat[16];
+    rnd_seed(9);
+    random_scores(inf, 16);
+    for (int i = 0; i < 16; i++) flat[i] = .25;
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6), one = tiny_model(2, 4, 4, 16, 32, 48, 61, 7);
+    Options *o = options_of("");
+    Session *s = session_open(m.c, m.w, o, "full");
+    float *full = run_session(s, &p);
+    session_close(s); options_free(o);
+    for (int k = 0; k < 5; k++) {
+        s = dili_open(m, opt[k], inf, &o);
+        float *x = run_session(s, &p);
+        CHECK(!memcmp(x, full, (size_t)script_rows(&p) * m.c->V * sizeof *x) == (k < 3), "%s", opt[k]);
+        free(x); session_close(s); options_free(o);
+    }
+    o = options_of("budget=30 obs-window=16");
+    s = session_open(one.c, one.w, o, "snapkv");
+    float *snap = run_session(s, &p);
+    session_close(s); options_free(o);
+    const char *alloc[] = { "budget=30", "budget=30 dililazy-alloc=code", "budget=30 dililazy-gqa=kv" };
+    for (int k = 0; k < 3; k++) {
+        s = dili_open(one, alloc[k], flat, &o);
+        float *x = run_session(s, &p);
+        CHECK(worst(x, snap, (size_t)script_rows(&p) * m.c->V, 0, 0, NULL) == 0 || !memcmp(x, snap, (size_t)script_rows(&p) * m.c->V * sizeof *x), "%s is not SnapKV", alloc[k]);
+        free(x); session_close(s); options_free(o);
+    }
+    free(full); free(snap); tiny_free(m); tiny_free(one);
+}
+TEST(dililazy_rows, "every query head reads min(cap, candidates) + w rows, the last w among them; a KV head holds just their union; bytes are real; decode drops nothing") {
+    Tiny m = tiny_model(3, 6, 3, 16, 32, 40, 61, 71);
+    double inf[18];
+    int ids[300], rows[2048], w = 8, R = 2;
+    rnd_seed(10);
+    random_scores(inf, 18);
+    Options *o;
+    Session *s = dili_open(m, "budget=30 obs-window=8", inf, &o);
+    const DiliLazy *x = s->part[0].ms;
+    for (int turn = 0; turn < 5; turn++) {
+        int n = turn == 2 ? 3 : 60 + rnd_int(200), before[9], sum = 0;
+        for (int i = 0; i < 9; i++) before[i] = s->head[i].len;
+        random_ids(ids, n, 61);
+        prefill(s, ids, n);
+        CHECK(s->head[0].len < before[0] + n, "nothing was dropped");
+        for (int i = 0; i < 18; i++) {
+            const KVHead *h = &s->head[i / R];
+            int held = before[i / R] + n, want = x->cap[i] < held - w ? x->cap[i] + w : held;
+            int got = view_rows(s, i / 6, i % 6, rows);
+            CHECK(got == want, "turn %d head %d reads %d rows, expected %d", turn, i, got, want);
+            for (int r = 0; r < w && turn != 2; r++) CHECK(h->src[rows[got - 1 - r]] == s->n_tok - 1 - r, "the window");
+            sum += want;
+        }
+        for (int g = 0; g < 9; g++) {
+            char seen[2048] = {0};
+            int n_seen = 0;
+            for (int h = 0; h < R; h++) for (int r = view_rows(s, g / 3, g % 3 * R + h, rows); r > 0; r--) seen[rows[r - 1]] = 1;
+            for (int r = 0; r < s->head[g].len; r++) n_seen += seen[r];
+            CHECK(n_seen == s->head[g].len, "KV head %d holds %d rows, %d are read", g, s->head[g].len, n_seen);
+            CHECK(s->head[g].cap == (s->head[g].len + KV_STEP - 1) / KV_STEP * KV_STEP, "room for %d rows, %d held", s->head[g].cap, s->head[g].len);
+            before[g] = s->head[g].len;
+        }
+        CHECK(turn == 2 || abs(sum - 18 * 30) <= 18, "%d rows are read, expected about %d", sum, 18 * 30);
+        for (int i = 0; i < 3; i++) decode(s, i);
+        for (int g = 0; g < 9; g++) CHECK(s->head[g].len == before[g] + 3, "decode");
+    }
+    CHECK(kv_meta_bytes(s) >= dililazy_bytes(s, x) && dililazy_bytes(s, x) == 18 * 12, "metadata");
+    session_close(s); options_free(o); tiny_free(m);
+}
+TEST(dililazy_nested, "a larger budget keeps what a smaller one keeps, for every query head") {
+    Tiny m = tiny_model(2, 6, 3, 16, 32, 40, 61, 72);
+    double inf[12];
+    int ids[150], rows[512], n_old[12];
+    static int old[12][512];
+    rnd_seed(12);
+    random_scores(inf, 12);
+    random_ids(ids, 150, 61);
+    for (int B = 20, first = 1; B < 150; B += 13, first = 0) {
+        char opt[64];
+        Options *o;
+        snprintf(opt, sizeof opt, "budget=%d obs-window=8", B);
+        Session *s = dili_open(m, opt, inf, &o);
+        prefill(s, ids, 150);
+        for (int i = 0; i < 12; i++) {
+            int n = view_rows(s, i / 6, i % 6, rows), k = 0;
+            for (int r = 0; r < n; r++) rows[r] = s->head[i / 2].src[rows[r]];
+            for (int r = 0; r < n && !first && i < 6; r++) if (k < n_old[i] && rows[r] == old[i][k]) k++;   // layer 0: later layers see the same prefill too, but to the bit only there
+            if (!first && i < 6) CHECK(k == n_old[i], "budget %d, head %d lost %d rows", B, i, n_old[i] - k);
+            memcpy(old[i], rows, n * sizeof(int));
+            n_old[i] = n;
+        }
+        session_close(s); options_free(o);
+    }
+    tiny_free(m);
+}
+TEST(dililazy_usage, "no scores: exit 2 with the hint; a folder's head_scores.json is found; bad options are refused") {
+    Tiny m = tiny_model(1, 2, 1, 16, 32, 40, 61, 14);
+    double inf[2] = { .5, .25 };
+    char *text = scores_text(1, 2, inf), *path = temp_text(text), all[512], dir[] = P_tmpdir "/kvcomp-test-XXXXXX", file[128];
+    Options *o = options_of("");
+    int code = open_dies(m, o, "dililazy");
+    CHECK(code == EXIT_USAGE && strstr(die_text, "--calibrate") && strstr(die_text, "--dililazy-scores"), "exit %d, \"%s\"", code, die_text);
+    CHECK(mkdtemp(dir) != NULL, "no folder");
+    snprintf(m.c->dir, sizeof m.c->dir, "%s", dir);
+    snprintf(file, sizeof file, "%s/head_scores.json", dir);
+    CHECK(!rename(path, file), "rename");
+    code = open_dies(m, o, "dililazy");
+    CHECK(code == 0, "head_scores.json in the folder: exit %d, \"%s\"", code, die_text);
+    options_free(o);
+    const char *bad[][2] = { { "dililazy-beta=0", "--dililazy-beta" }, { "dililazy-eps=-1", "--dililazy-eps" }, { "budget=16", "--obs-window" }, { "kernel=4", "--kernel" } };
+    for (int i = 0; i < 4; i++) {
+        snprintf(all, sizeof all, "%s dililazy-scores=%s", bad[i][0], file);
+        o = options_of(all);
+        code = open_dies(m, o, "dililazy");
+        CHECK(code == EXIT_USAGE && strstr(die_text, bad[i][1]), "%s: exit %d, \"%s\"", bad[i][0], code, die_text);
+        options_free(o);
+    }
+    unlink(file); rmdir(dir);
+    free(text); free(path); tiny_free(m);
+}
+TEST(dililazy_batch, "-b 7, 64 or 512 and one or two threads: the same logits bit for bit; fifty turns stay bounded, a reset session repeats itself") {
+    Script p = { 3, { 90, 3, 40 }, { 3, 3, 2 }, 23 };
+    Tiny m = tiny_model(2, 6, 3, 16, 32, 40, 61, 73);
+    double inf[12];
+    int ids[40];
+    float first[61];
+    Options *o;
+    float *ref = NULL;
+    rnd_seed(13);
+    random_scores(inf, 12);
+    for (int i = 0; i < 4; i++) {
+        const char *b[] = { "512", "7", "64", "512" };
+        char opt[64];
+        snprintf(opt, sizeof opt, "budget=24 obs-window=8 batch-size=%s", b[i]);
+#ifdef _OPENMP
+        omp_set_num_threads(i == 3 ? 1 : 2);
+#endif
+        Session *s = dili_open(m, opt, inf, &o);
+        float *x = run_session(s, &p);
+        if (ref) CHECK(!memcmp(ref, x, (size_t)script_rows(&p) * m.c->V * sizeof *x), "-b %s%s", b[i], i == 3 ? ", one thread" : "");
+        if (ref) free(x); else ref = x;
+        session_close(s); options_free(o);
+    }
+    free(ref);
+#ifdef _OPENMP
+    omp_set_num_threads(2);
+#endif
+    char *text = scores_text(2, 6, inf), *path = temp_text(text), all[512];
+    snprintf(all, sizeof all, "budget=24 obs-window=8 dililazy-scores=%s", path);
+    o = options_of(all);
+    Session *s = session_open(m.c, m.w, o, "dililazy");  // a reset reads the file again
+    for (int again = 0; again < 2; again++) {
+        rnd_seed(14);
+        for (int turn = 0; turn < 50; turn++) {
+            int n = 1 + rnd_int(40);
+            random_ids(ids, n, 61);
+            const float *lo = prefill(s, ids, n);
+            for (int i = rnd_int(6); i > 0; i--) lo = decode(s, rnd_int(61));
+            if (turn % 7 == 6) kv_truncate(s, s->n_tok - rnd_int(30));
+            if (turn < 49) continue;
+            if (!again) memcpy(first, lo, sizeof first); else CHECK(!memcmp(first, lo, sizeof first), "the second run differs");
+        }
+        for (int g = 0; g < 6; g++) CHECK(s->head[g].len <= 400, "KV head %d holds %d rows", g, s->head[g].len);
+        session_reset(s);
+    }
+    session_close(s); options_free(o); free(text); temp_done(path); tiny_free(m);
+}
+
+// ---- stage 1
+TEST(dililazy_scores, "Dili, Lazy, Inf of one row by hand; the closed form, the counts and the paper's text in 300 random rows") {
+    Calibration r = { .at = 2, .n = 3, .k = 3 };
+    float a[8] = { .4f, .02f, .2f, .01f, .05f, .02f, .2f, .1f };               // needle: keys 2, 3, 4; T = 0, 2, 6
+    int idx[64];
+    double score[3], counts[4];
+    head_scores(&r, a, 8, idx, score, counts);
+    CHECK(fabs(score[1] - .2 / .8) < 1e-6 && fabs(score[2] - .2 / .26) < 1e-6 && fabs(score[0] - .4 / 1.06) < 1e-6, "Dili %g Lazy %g Inf %g", score[1], score[2], score[0]);
+    CHECK(counts[0] == 1 && counts[1] == 2 && counts[2] == 2 && counts[3] == 3, "counts %g %g %g %g", counts[0], counts[1], counts[2], counts[3]);
+    r.count = 1;
+    head_scores(&r, a, 8, idx, score, counts);
+    CHECK(fabs(score[1] - 1 / 3.) < 1e-9 && fabs(score[2] - (2 / 3. + 2 / 3. + 3 / 5.) / 3) < 1e-9, "counted: Dili %g Lazy %g", score[1], score[2]);
+    rnd_seed(15);
+    for (int c = 0; c < 300; c++) {
+        int n = 12 + rnd_int(50), taken[64] = {0};
+        float x[64], all = 0;
+        double hit = 0, top = 0, needle = 0;
+        Calibration k = { .at = rnd_int(n - 8), .n = 1 + rnd_int(7), .k = rnd_int(11) };
+        for (int i = 0; i < n; i++) all += x[i] = (float)pow(rnd_unit(), 8);
+        for (int i = 0; i < n; i++) x[i] /= all;
+        head_scores(&k, x, n, idx, score, counts);
+        for (int i = 0; i < (k.k ? k.k : k.n); i++) {
+            int best = -1;
+            for (int j = 0; j < n; j++) if (!taken[j] && (best < 0 || x[j] > x[best])) best = j;
+            taken[best] = 1;
+            top += x[best];
+            if (best >= k.at && best < k.at + k.n) hit += x[best];
+        }
+        for (int i = k.at; i < k.at + k.n; i++) needle += x[i];
+        CHECK(fabs(score[0] - 2 * hit / (top + needle)) < 1e-6 && fabs(score[1] - hit / top) < 1e-6 && (needle < 1e-8 || fabs(score[2] - hit / needle) < 1e-6), "scores %g %g %g", score[0], score[1], score[2]);
+        CHECK(counts[0] + counts[1] + counts[2] + counts[3] == n && counts[3] >= 0, "counts sum to %g, expected %d", counts[0] + counts[1] + counts[2] + counts[3], n);
+        CHECK(score[0] <= 1 + 1e-9 && score[0] >= 0 && score[0] <= fmax(score[1], score[2]) + 1e-9, "Inf %g lies outside", score[0]);
+    }
+}
+__attribute__((noinline)) static int list_dies(const char *text) { int code; EXPECT_DIE(code, number_list("n", text, 0, 100)); return code; }
+
+TEST(dililazy_words, "recall of the answer's words: case and punctuation fold, repeated words count; number lists") {
+    struct { const char *answer, *text; double want; } c[] = {
+        { "Row out to the lighthouse.", "you ROW out, to the lighthouse!", 1 }, { "Long walks and barley soup.", "Barley (soup)", .4 }, { "the the cat", "the cat", 2 / 3. },
+        { "the cat", "the the", .5 }, { "a b", "", 0 }, { "...", "x", 1 }, { "1947", "born in 1947.", 1 }, { "caf\xc3\xa9", "CAF\xc3\xa9", 1 }, { "cat", "concat", 0 },
+    };
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        double got = word_recall(c[i].answer, c[i].text, strlen(c[i].text));
+        CHECK(fabs(got - c[i].want) < 1e-9, "\"%s\" in \"%s\": %g", c[i].answer, c[i].text, got);
+    }
+    int *x = number_list("n", "2:98:3", 0, 100);
+    CHECK(arrlen(x) == 33 && x[0] == 2 && x[32] == 98, "%d depths", (int)arrlen(x));
+    arrfree(x);
+    x = number_list("n", "5,0,5,10:12:1", 0, 100);
+    CHECK(arrlen(x) == 5 && x[0] == 5 && x[1] == 0 && x[4] == 12, "a mix, each once");
+    arrfree(x);
+    const char *bad[] = { "", "x", "5,", "101", "-1", "5:1:1", "1:5:0", "1:5", "5 6", "1,,2" };
+    for (int i = 0; i < 10; i++) CHECK(list_dies(bad[i]) == EXIT_USAGE, "\"%s\"", bad[i]);
+}
+// A tokenizer of bytes: id = byte
+static Tokenizer *byte_tokenizer(void) {
+    char text[16384], *p = text, err[512];
+    p += sprintf(p, "{\"added_tokens\":[],\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true},\"decoder\":{\"type\":\"ByteLevel\"},\"model\":{\"type\":\"BPE\",\"merges\":[],\"vocab\":{");
+    for (int b = 0, extra = 0; b < 256; b++) {           // the byte alphabet: printable bytes stand for themselves, others for 256, 257, ..
+        int same = (b >= 33 && b <= 126) || (b >= 161 && b <= 172) || b >= 174;
+        p += sprintf(p, "%s\"\\u%04x\":%d", b ? "," : "", same ? b : 256 + extra++, b);
+    }
+    sprintf(p, "}}}");
+    Json *j = json_parse(text, strlen(text), err);
+    Tokenizer *t = j ? load_json(j, err) : NULL;
+    if (!t) CHECK(0, "%s", err);
+    json_free(j);
+    return t;
+}
+typedef struct { Calibration *r; double *score; } CalTwin;    // score (3,L,H): Inf, Dili, Lazy
+
+static void cal_after(void *u, Twin *t, int l, const double *q, const double *q_pre, int n) {
+    CalTwin *x = u;
+    int H = t->c->H, N = (int)arrlen(t->id), LH = t->c->L * H, idx[4096];
+    double p[4096];
+    (void)q_pre;
+    if (l == t->c->L) return;
+    for (int h = 0; h < H; h++) {
+        double top = 0, hit = 0, needle = 0;
+        twin_probs(t, l, h, n - 1, q + ((size_t)(n - 1) * H + h) * t->c->D, p);
+        for (int k = twin_pick(p, N, 10, idx); k > 0; k--) { top += p[idx[k - 1]]; if (idx[k - 1] >= x->r->at && idx[k - 1] < x->r->at + x->r->n) hit += p[idx[k - 1]]; }
+        for (int i = 0; i < x->r->n; i++) needle += p[x->r->at + i];
+        x->score[l * H + h] += 2 * hit / (top + needle);
+        x->score[LH + l * H + h] += hit / top;
+        x->score[2 * LH + l * H + h] += hit / needle;
+    }
+}
+__attribute__((noinline)) static int calibrate_dies(Tiny m, const Tokenizer *t, const Options *o) { int code; EXPECT_DIE(code, calibrate(m.c, m.w, t, o)); return code; }
+
+TEST(dililazy_calibrate, "--calibrate: scores equal the slow twin's, means over all runs; the file reads back; the needle stands where it should; no answer is exit 1 and leaves no file") {
+    Tokenizer *t = byte_tokenizer();
+    if (!t) return;
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 256, 81);
+    char *out = temp_text(""), all[512], err[512];
+    int code, *hay = hay_ids(t, "", 300), *again = hay_ids(t, "", 700);
+    CHECK(arrlen(hay) >= 300 && !memcmp(hay, again, arrlen(hay) * sizeof(int)), "hay depends on its length");
+    snprintf(all, sizeof all, "calibrate=%s calibrate-lengths=300,420 calibrate-depths=0:100:50 calibrate-accept=all quiet", out);
+    Options *o = options_of(all);
+    code = calibrate_dies(m, t, o);
+    CHECK(code == 0, "exit %d: %s", code, die_text);
+    double mean[24] = {0}, *file[3];
+    CalTwin x = { xcalloc(1, sizeof(Calibration)), mean };
+    int runs = 0;
+    for (int len = 300; len <= 420; len += 120)
+        for (int depth = 0; depth <= 100; depth += 50)
+            for (int k = 0; k < 3; k++, runs++) {
+                Run run = { &own_needles[k], len, depth };
+                int *ids = run_prompt(t, &run, again, opt_str(o, "calibrate-prompt"), x.r), room = len < 400 ? len - len / 2 : len - 200;
+                char *text = xcalloc(arrlen(ids) + 1, 1), *found;
+                for (int i = 0; i < (int)arrlen(ids); i++) text[i] = (char)ids[i];
+                found = strstr(text, own_needles[k].needle);
+                CHECK(found && found - text == x.r->at + 1 && x.r->n == (int)strlen(own_needles[k].needle) + 1, "the needle (and the blank before it) stands at %td, said %d", found - text, x.r->at);
+                CHECK(x.r->at == (room - x.r->n) * depth / 100 && strstr(text, own_needles[k].question) && !strcmp(text + strlen(text) - 7, "Answer:"), "prompt");
+                Twin *tw = twin_new(m.c, m.w, DT_F32);
+                tw->hook = (TwinHooks){ .u = &x, .after = cal_after };
+                twin_prefill(tw, ids, (int)arrlen(ids), NULL);
+                twin_free(tw); free(text); arrfree(ids);
+            }
+    for (int k = 0; k < 3; k++) {
+        file[k] = scores_load(out, score_names[k][0], 2, 4, err);
+        CHECK(file[k] != NULL, "%s", err);
+        for (int i = 0; file[k] && i < 8; i++) CHECK(fabs(file[k][i] - mean[k * 8 + i] / runs) < 1e-5, "%s of head %d: %g, expected %g", score_names[k][0], i, file[k][i], mean[k * 8 + i] / runs);
+        free(file[k]);
+    }
+    options_free(o);
+    unlink(out);
+    snprintf(all, sizeof all, "calibrate=%s calibrate-lengths=300 calibrate-depths=50 calibrate-predict=3 quiet", out);
+    o = options_of(all);
+    code = calibrate_dies(m, t, o);         // a random model does not answer
+    CHECK(code == EXIT_RUN && strstr(die_text, "calibrate-accept") && !file_exists(out), "exit %d: %s", code, die_text);
+    options_free(o);
+    o = options_of("calibrate=no/such/folder/x.json calibrate-lengths=300");
+    code = calibrate_dies(m, t, o);
+    CHECK(code == EXIT_USAGE, "exit %d", code);
+    code = calibrate_dies(m, NULL, o);
+    CHECK(code == EXIT_USAGE && strstr(die_text, "tokenizer"), "exit %d", code);
+    options_free(o);
+    arrfree(hay); arrfree(again); free(x.r); free(out); tokenizer_free(t); tiny_free(m);
+}
+
+// ==================================================================================================== MAIN
+
+int main(int argc, char **argv) {
+    int passed = 0, failed = 0;
+    if (argc == 2 && !strcmp(argv[1], "-l")) {
+        for (int i = 0; i < n_tests; i++) printf("%-40s %s\n", test_table[i].name, test_table[i].what);
+        return 0;
+    }
+    for (int i = 0; i < n_tests; i++) {
+        int wanted = argc < 2;
+        for (int j = 1; j < argc; j++) wanted |= strstr(test_table[i].name, argv[j]) != NULL;
+        if (!wanted) continue;
+        double t0 = now();
+        checks_failed = 0;
+        test_table[i].run();
+        double dt = now() - t0;
+        if (checks_failed) { failed++; printf("FAILED %s (%d checks): %s\n", test_table[i].name, checks_failed, test_table[i].what); }
+        else passed++;
+        if (argc > 1 || dt > 2) printf("       %s %.2f s\n", test_table[i].name, dt);
+        fflush(stdout);
+    }
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed || !passed ? EXIT_CHECK : 0;
+}
