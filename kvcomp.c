@@ -158,6 +158,7 @@ static int json_fail(JsonReader *r, const char *at, const char *what) {
 }
 
 static void *json_alloc(JsonReader *r, size_t n) {      // n a multiple of 8. Blocks double up to 1 MB
+    if (!n) return NULL;
     if (n > r->left) {
         size_t size = (size_t)1024 << (arrlen(r->doc->block) < 10 ? arrlen(r->doc->block) : 10);
         r->left = n > size ? n : size;
@@ -1197,12 +1198,15 @@ static void map_put(Map *m, uint64_t key, int64_t val) {            // a key tha
 // ---- What a tokenizer is
 enum { PIECE_USED = 1, PIECE_MODEL = 2, PIECE_ADDED = 4, PIECE_SPECIAL = 8, PIECE_NORMALIZED = 16 };
 // MODEL: in the BPE vocabulary; ADDED: in added_tokens; NORMALIZED: an added token that stands for its normalized text
-typedef struct { size_t text, bytes; int n_text, n_bytes, flags; } Piece;      // offsets into Tokenizer.chars: as written; as decoded
+typedef struct { size_t text, bytes; int n_text, n_bytes, flags; } Piece;   // offsets into Tokenizer.chars: as written; as decoded
 typedef struct { int id, guarded, lstrip, rstrip; } AddedToken;      // guarded: only text with parse_special may name it
 enum { NORM_NFC, NORM_PREPEND, NORM_PREPEND_START, NORM_REPLACE };       // START: only where everything begins
-typedef struct { int kind; char from[32], to[32]; } NormStep;
+enum { MAX_STEPS = 4 };         // of a normalizer, and splits of a pre-tokenizer
+typedef struct { int kind; char from[8], to[8]; } NormStep;
 enum { SPLIT_LLAMA3, SPLIT_QWEN2, SPLIT_GPT2, SPLIT_TEKKEN, SPLIT_DIGITS, SPLIT_NUMBERS, SPLIT_METASPACE };
 enum { META_NONE, META_NEVER, META_FIRST, META_ALWAYS };
+
+#define BLANK_MARK "\xe2\x96\x81"                   // U+2581, how SentencePiece writes a blank
 
 typedef struct Tokenizer {
     Piece *piece;               // (size) by id; flags 0: a hole in the numbering
@@ -1219,10 +1223,11 @@ typedef struct Tokenizer {
     int byte_level;             // 1: pieces are written in the byte alphabet before BPE
     int ignore_merges, byte_fallback, fuse_unk, unk;            // unk -1: characters that are not in the vocabulary vanish
     int byte_id[256];           // <0xNN>, or -1
-    int dec_byte_level, dec_space, dec_bytes, dec_strip;        // decoder: byte alphabet; U+2581 is a space; <0xNN> is a byte; strip one space
+    int dec_byte_level, dec_space, dec_bytes, dec_strip;        // decoder: byte alphabet; U+2581 is a blank; <0xNN> is a byte; first blank goes
     int bos, eos, add_bos;      // -1: none; add_bos: the model was trained with BOS before every text
 } Tokenizer;
 
+#define REFUSE(...) return tok_error(err, __VA_ARGS__)
 static int tok_error(char err[512], const char *fmt, ...) KV_PRINTF(2, 3);
 static int tok_error(char err[512], const char *fmt, ...) {         // -> -1
     va_list ap;
@@ -1232,7 +1237,7 @@ static int tok_error(char err[512], const char *fmt, ...) {         // -> -1
     return -1;
 }
 
-static size_t text_slot(const Tokenizer *t, const char *s, size_t n) {         // where s stands in by_text, or the empty slot where it would
+static size_t text_slot(const Tokenizer *t, const char *s, size_t n) {         // where s stands in by_text, or would
     uint64_t h = n;
     for (size_t i = 0; i < n; i++) h = (h ^ (unsigned char)s[i]) * 0x100000001b3ull;
     size_t i = mix64(h) & (t->n_by_text - 1);
@@ -1246,8 +1251,10 @@ static int text_id(const Tokenizer *t, const char *s, size_t n) { return t->by_t
 
 static int tokenizer_size(const Tokenizer *t) { return (int)arrlen(t->piece); }
 static int tokenizer_id(const Tokenizer *t, const char *text) { return text_id(t, text, strlen(text)); }
-static int tokenizer_is_special(const Tokenizer *t, int id) { return id >= 0 && id < tokenizer_size(t) && (t->piece[id].flags & PIECE_SPECIAL) != 0; }
-static const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {     // what the id adds to a text; an id outside the tokenizer adds nothing
+static int tokenizer_is_special(const Tokenizer *t, int id) {
+    return id >= 0 && id < tokenizer_size(t) && (t->piece[id].flags & PIECE_SPECIAL) != 0;
+}
+static const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {     // what the id adds to a text; unknown ids add nothing
     if (id < 0 || id >= tokenizer_size(t)) { *len = 0; return ""; }
     *len = t->piece[id].n_bytes;
     return *len ? t->chars + t->piece[id].bytes : "";
@@ -1282,7 +1289,10 @@ static void char_put(char **out, uint32_t c) {                      // appends t
     p[0] = (char)((k == 2 ? 0xc0 : k == 3 ? 0xe0 : 0xf0) | c);
 }
 static void bytes_put(char **out, const char *s, size_t n) { if (n) memcpy(arraddnptr(*out, n), s, n); }
-static int is_space(const char *s, size_t n, int *len) { uint32_t c = char_code(s, n, len); return c < BROKEN && unicode_class[c] == U_SPACE; }
+static int is_space(const char *s, size_t n, int *len) {
+    uint32_t c = char_code(s, n, len);
+    return c < BROKEN && unicode_class[c] == U_SPACE;
+}
 
 static void unicode_load(void) {                        // spreads the range tables of section 3c out; runs once
     static const unsigned char name[] = { U_REST, U_UPPER, U_LOWER, U_OTHER_LETTER, U_MARK, U_NUMBER, U_SPACE };
@@ -1293,9 +1303,9 @@ static void unicode_load(void) {                        // spreads the range tab
     const uint32_t *r = unicode_table(0, &n);
     for (size_t i = 0; i < n; i++)
         for (uint32_t c = r[i] >> 4, end = i + 1 < n ? r[i + 1] >> 4 : BROKEN, k = r[i] & 15; c < end; c++)
-            unicode_class[c] = k < 7 ? name[k] : (c & 1) == (k & 1) ? U_LOWER : U_UPPER;       // 7: even upper, odd lower; 8: the reverse
+            unicode_class[c] = k < 7 ? name[k] : (c & 1) == (k & 1) ? U_LOWER : U_UPPER;    // 7: even upper, odd lower; 8: odd upper
     r = unicode_table(1, &n);
-    for (size_t i = 0; i + 1 < n; i++) if (r[i] & 255) memset(unicode_ccc + (r[i] >> 8), (int)(r[i] & 255), (r[i + 1] >> 8) - (r[i] >> 8));
+    for (size_t i = 0; i + 1 < n; i++) memset(unicode_ccc + (r[i] >> 8), (int)(r[i] & 255), (r[i + 1] >> 8) - (r[i] >> 8));
     nfc_table = unicode_table(2, &n);
     for (size_t i = 0; i < n; )
         for (uint32_t c = nfc_table[i] >> 8, end = c + (nfc_table[i++] & 255); c < end; c++, i += 2) {
@@ -1317,8 +1327,8 @@ static int char_byte(uint32_t c) {                      // -1: not of the alphab
 }
 
 // ---- NFC (Unicode annex 15): decompose, put marks into canonical order, compose. Hangul by arithmetic.
-enum { HANGUL_S = 0xac00, HANGUL_L = 0x1100, HANGUL_V = 0x1161, HANGUL_T = 0x11a7, N_HANGUL_L = 19, N_HANGUL_V = 21, N_HANGUL_T = 28,
-       N_HANGUL_S = N_HANGUL_L * N_HANGUL_V * N_HANGUL_T };
+enum { HANGUL_S = 0xac00, HANGUL_L = 0x1100, HANGUL_V = 0x1161, HANGUL_T = 0x11a7,
+       N_HANGUL_L = 19, N_HANGUL_V = 21, N_HANGUL_T = 28, N_HANGUL_S = N_HANGUL_L * N_HANGUL_V * N_HANGUL_T };
 
 static void nfc_decompose(uint32_t **out, uint32_t c) {
     uint32_t s = c - HANGUL_S;
@@ -1334,13 +1344,14 @@ static void nfc_decompose(uint32_t **out, uint32_t c) {
     if (nfc_table[at + 1]) nfc_decompose(out, nfc_table[at + 1]);
 }
 static int64_t nfc_compose(uint32_t a, uint32_t b) {    // -1: the two do not compose
-    if (a - HANGUL_L < N_HANGUL_L && b - HANGUL_V < N_HANGUL_V) return HANGUL_S + ((a - HANGUL_L) * N_HANGUL_V + b - HANGUL_V) * N_HANGUL_T;
-    if (a - HANGUL_S < N_HANGUL_S && (a - HANGUL_S) % N_HANGUL_T == 0 && b - HANGUL_T - 1 < N_HANGUL_T - 1) return a + b - HANGUL_T;
+    uint32_t l = a - HANGUL_L, s = a - HANGUL_S, v = b - HANGUL_V, t = b - HANGUL_T;
+    if (l < N_HANGUL_L && v < N_HANGUL_V) return HANGUL_S + (l * N_HANGUL_V + v) * N_HANGUL_T;
+    if (s < N_HANGUL_S && s % N_HANGUL_T == 0 && t - 1 < N_HANGUL_T - 1) return a + t;
     return map_get(&nfc_pairs, (uint64_t)a << 32 | b);
 }
 static int code_ccc(uint32_t c) { return c < BROKEN ? unicode_ccc[c] : 0; }
 
-static void nfc_sort(uint32_t *code, size_t n) {        // a run of marks: a stable counting sort, so that a hostile run stays linear
+static void nfc_sort(uint32_t *code, size_t n) {        // a run of marks: a counting sort, stable and linear
     size_t start[257] = { 0 };
     uint32_t *old = xmalloc(n * sizeof *old);
     memcpy(old, code, n * sizeof *old);
@@ -1360,13 +1371,17 @@ static void nfc(char **text) {                          // an stb array, rewritt
     n = arrlenu(code);
     for (size_t from = 0, to; from < n; from = to) {    // order the runs of marks
         int sorted = 1;
-        for (to = from + 1; to < n && code_ccc(code[from]) && code_ccc(code[to]); to++) sorted &= code_ccc(code[to - 1]) <= code_ccc(code[to]);
+        for (to = from + 1; to < n && code_ccc(code[from]) && code_ccc(code[to]); to++)
+            sorted &= code_ccc(code[to - 1]) <= code_ccc(code[to]);
         if (!sorted) nfc_sort(code + from, to - from);
     }
     int64_t starter = -1, last = -1, both;              // last: class of the code kept after the starter, -1: none was
     for (i = 0; i < n; i++) {
         int ccc = code_ccc(code[i]);
-        if (starter >= 0 && last < ccc && (both = nfc_compose(code[starter], code[i])) >= 0) { code[starter] = (uint32_t)both; continue; }
+        if (starter >= 0 && last < ccc && (both = nfc_compose(code[starter], code[i])) >= 0) {
+            code[starter] = (uint32_t)both;
+            continue;
+        }
         if (ccc) last = ccc;
         else { starter = (int64_t)kept; last = -1; }
         code[kept++] = code[i];
@@ -1382,7 +1397,10 @@ static void nfc(char **text) {                          // an stb array, rewritt
 typedef struct { const char *s; const unsigned char *cls; size_t n; } Text;
 
 static size_t run(const Text *t, size_t i, int set) { while (i < t->n && t->cls[i] & set) i++; return i; }
-static size_t next_char(const Text *t, size_t i) { for (i++; i < t->n && t->cls[i] & U_INSIDE; i++); return i; }
+static size_t next_char(const Text *t, size_t i) {
+    do i++; while (i < t->n && t->cls[i] & U_INSIDE);
+    return i;
+}
 static size_t newlines(const Text *t, size_t i, int slash) {        // [\r\n]*, or [\r\n/]*
     while (i < t->n && (t->s[i] == '\n' || t->s[i] == '\r' || (slash && t->s[i] == '/'))) i++;
     return i;
@@ -1402,11 +1420,11 @@ static size_t match_contraction(const Text *t, size_t i, int any_case) {       /
     if (((a == 'r' || a == 'v') && b == 'e') || (a == 'l' && b == 'l')) return i + 3;
     return any_case && !memcmp(t->s + i + 1, "\xc5\xbf", 2) ? i + 3 : 0;       // U+017F is an s to a pattern without case
 }
-static size_t match_signs(const Text *t, size_t i, int slash) {     // ?[^\s\p{L}\p{N}]+[\r\n]*, with a blank before the ?; 0: no match
+static size_t match_signs(const Text *t, size_t i, int slash) {     // [^\s\p{L}\p{N}]+[\r\n]* after at most one blank; 0: none
     size_t j = i + (t->s[i] == ' '), end = run(t, j, U_SIGN);
     return end > j ? newlines(t, end, slash) : 0;
 }
-static size_t match_lines(const Text *t, size_t i) {                // \s*[\r\n]+ : to the last newline of the blanks; 0: there is none
+static size_t match_lines(const Text *t, size_t i) {                // \s*[\r\n]+ : to the last newline of the blanks; 0: none
     size_t end = run(t, i, U_SPACE);
     while (end > i && t->s[end - 1] != '\n' && t->s[end - 1] != '\r') end--;
     return end > i ? end : 0;
@@ -1449,7 +1467,7 @@ static size_t match_tekken(const Text *t, size_t i) {
     return match_blanks(t, i);
 }
 static size_t match_metaspace(const Text *t, size_t i) {            // up to the next U+2581
-    while (++i < t->n && !(t->n - i >= 3 && !memcmp(t->s + i, "\xe2\x96\x81", 3)));
+    while (++i < t->n && !(t->n - i >= 3 && !memcmp(t->s + i, BLANK_MARK, 3)));
     return i;
 }
 static size_t match(int kind, const Text *t, size_t i) {
@@ -1468,8 +1486,8 @@ static size_t match(int kind, const Text *t, size_t i) {
 
 // ---- BPE. A word is a linked list of symbols. Every neighbouring pair that merges waits in a heap, lowest rank first, leftmost
 // first among equals. An entry whose left symbol has got another pair since is skipped when it comes up.
-typedef struct { int id, prev, next, rank, into; } Symbol;          // rank, into: of the pair (this, next); NO_RANK: it does not merge
-enum { NO_RANK = INT_MAX };
+typedef struct { int id, prev, next, rank, into; } Symbol;          // rank, into: of the pair (this, next)
+enum { NO_RANK = INT_MAX };                             // the pair does not merge
 typedef struct {
     const Tokenizer *t;
     int special;                // 1: the text may name special tokens
@@ -1500,7 +1518,7 @@ static uint64_t heap_pop(uint64_t *h) {
     return top;
 }
 
-static int usable(const Encoder *e, int id) {           // may BPE make this id? User text never makes a special one, whatever the vocabulary holds
+static int usable(const Encoder *e, int id) {           // may BPE make this id? User text never makes a special one
     return id >= 0 && e->t->piece[id].flags & PIECE_MODEL && (e->special || !(e->t->piece[id].flags & PIECE_SPECIAL));
 }
 static void offer(Encoder *e, int i) {                  // symbol i has a new right neighbour: does the pair merge?
@@ -1516,7 +1534,7 @@ static void symbol_put(Encoder *e, int id) {
     Symbol s = { id, i - 1, i + 1, NO_RANK, -1 };
     arrput(e->sym, s);
 }
-static void word_symbols(Encoder *e, const char *s, size_t n) {     // one symbol a character; unknown ones: bytes, or unk, or nothing
+static void word_symbols(Encoder *e, const char *s, size_t n) {     // one a character; for unknown ones bytes, unk, or nothing
     const Tokenizer *t = e->t;
     int unk = 0;                                        // 1: an unk waits for the characters it may swallow (fuse_unk)
     arrsetlen(e->sym, 0);
@@ -1608,9 +1626,9 @@ static void encode_piece(Encoder *e, const char *s, size_t n, int at_start) {  /
     if (t->meta) {
         arrsetlen(e->mapped, 0);
         bytes_put(&e->mapped, s, n);
-        replace_all(&e->mapped, &e->spare, " ", "\xe2\x96\x81");
-        int marked = arrlen(e->mapped) >= 3 && !memcmp(e->mapped, "\xe2\x96\x81", 3);
-        if (!marked && (t->meta == META_ALWAYS || (t->meta == META_FIRST && at_start))) prepend(&e->mapped, "\xe2\x96\x81");
+        replace_all(&e->mapped, &e->spare, " ", BLANK_MARK);
+        int marked = arrlen(e->mapped) >= 3 && !memcmp(e->mapped, BLANK_MARK, 3);
+        if (!marked && (t->meta == META_ALWAYS || (t->meta == META_FIRST && at_start))) prepend(&e->mapped, BLANK_MARK);
         s = e->mapped; n = arrlenu(e->mapped);
     }
     if (arrlen(t->split)) {
@@ -1686,9 +1704,9 @@ static int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int
 
 // ---- Decoding as a stream: feed ids, get whole characters. Bytes that may still become one are held back; bytes that cannot
 // become U+FFFD, one for each longest beginning of a character.
-typedef struct { const Tokenizer *t; int skip_special, started, n; char held[4]; } Decoder;     // zeroed but for t: at the start of a text
+typedef struct { const Tokenizer *t; int skip_special, started, n; char held[4]; } Decoder;     // all but t 0: the start of a text
 
-static int utf8_begins(const char *s, int n) {          // is s (n <= 3 bytes, no whole character) the beginning of a well-formed one?
+static int utf8_begins(const char *s, int n) {          // can s (n <= 3 bytes, no whole character) become one?
     int need = (unsigned char)s[0] >= 0xf0 ? 4 : (unsigned char)s[0] >= 0xe0 ? 3 : 2;
     char low[4] = "\x80\x80\x80", high[4] = "\xbf\xbf\xbf";         // a beginning goes with the lowest or the highest continuation
     if (n >= need) return 0;
@@ -1746,15 +1764,20 @@ static Tokenizer *tokenizer_new(size_t n) {             // room for about n piec
     memset(t->byte_id, 255, sizeof t->byte_id);
     return t;
 }
+static int shown(size_t n) { return n > 100 ? 100 : (int)n; }       // bytes of a piece that a message shows
 static int piece_add(Tokenizer *t, int64_t id, const char *s, size_t n, int flags, char err[512]) {
-    size_t limit = t->n_by_text + 1024, old = arrlenu(t->piece), slot = text_slot(t, s, n);
-    if (id < 0 || (uint64_t)id >= limit) return tok_error(err, "token '%.100s' has id %lld: expected 0..%zu (holes of that size are no vocabulary)", s, (long long)id, limit - 1);
+    size_t limit = t->n_by_text + 1024, old = arrlenu(t->piece), slot = text_slot(t, s, n), k = 0;
+    while (k < n && utf8_length(s + k, n - k)) k += (size_t)utf8_length(s + k, n - k);
+    if (k < n || (flags & PIECE_ADDED && memchr(s, 0, n)))
+        REFUSE("token %lld is not UTF-8, or holds a NUL", (long long)id);
+    if (id < 0 || (uint64_t)id >= limit)
+        REFUSE("token '%.*s' has id %lld: expected 0..%zu", shown(n), s, (long long)id, limit - 1);
     if (t->by_text[slot] >= 0 && t->by_text[slot] != id)
-        return tok_error(err, "token '%.100s' has two ids, %d and %lld", s, t->by_text[slot], (long long)id);
+        REFUSE("token '%.*s' has two ids, %d and %lld", shown(n), s, t->by_text[slot], (long long)id);
     if ((size_t)id < old && t->piece[id].flags && t->by_text[slot] != id)
-        return tok_error(err, "id %lld belongs to two tokens, '%.100s' and '%.100s'", (long long)id, t->chars + t->piece[id].text, s);
+        REFUSE("id %lld belongs to two tokens, '%.100s' and '%.*s'", (long long)id, t->chars + t->piece[id].text, shown(n), s);
     if (t->by_text[slot] == id) {
-        if (t->piece[id].flags & flags) return tok_error(err, "token '%.100s' is listed twice", s);
+        if (t->piece[id].flags & flags) REFUSE("token '%.*s' is listed twice", shown(n), s);
         t->piece[id].flags |= flags;
         return 0;
     }
@@ -1805,7 +1828,7 @@ static void decode_piece(Tokenizer *t, int id, char **text, char **out) {      /
     }
     if (mapped) return;
     bytes_put(out, *text, (size_t)n);
-    if (t->dec_space) replace_all(out, text, "\xe2\x96\x81", " ");
+    if (t->dec_space) replace_all(out, text, BLANK_MARK, " ");
 }
 static void decode_table(Tokenizer *t) {                // the decoded form of every piece, from the decoder's flags
     char *text = NULL, *out = NULL;
@@ -1836,13 +1859,13 @@ static const char *json_text(const Json *obj, const char *key) {                
 }
 static int tok_refuse(char err[512], const char *where, const Json *obj) {      // for every type that is not done here
     const char *type = json_text(obj, "type");
-    return tok_error(err, *type ? "%s of type '%.100s' is not supported" : "%s without a type is not supported", where, type);
+    REFUSE(*type ? "%s of type '%.100s' is not supported" : "%s without a type is not supported", where, type);
 }
 
 static int load_vocab(Tokenizer *t, const Json *vocab, char err[512]) {
     for (int i = 0; i < vocab->n; i++) {
         const Json *id = &vocab->item[i];
-        if (id->type != JSON_NUMBER || !id->is_int) return tok_error(err, "model.vocab: the id of '%.100s' is not an integer", vocab->key[i]);
+        if (id->type != JSON_NUMBER || !id->is_int) REFUSE("model.vocab: the id of '%.100s' is no integer", vocab->key[i]);
         if (piece_add(t, id->i, vocab->key[i], strlen(vocab->key[i]), PIECE_MODEL, err)) return -1;
     }
     return 0;
@@ -1852,10 +1875,10 @@ static int merge_add(Tokenizer *t, int rank, const char *a, size_t na, const cha
     bytes_put(both, a, na);
     bytes_put(both, b, nb);
     int left = model_id(t, a, na), right = model_id(t, b, nb), into = model_id(t, *both, na + nb);
-    if (!na || !nb) return tok_error(err, "model.merges[%d] has an empty side", rank);
-    if (left < 0 || right < 0 || into < 0)
-        return tok_error(err, "model.merges[%d] needs '%.*s', which is not in the vocabulary", rank, (int)(left < 0 ? na : right < 0 ? nb : na + nb) & 127,
-                         left < 0 ? a : right < 0 ? b : *both);
+    if (!na || !nb) REFUSE("model.merges[%d] has an empty side", rank);
+    const char *missing = left < 0 ? a : right < 0 ? b : *both;
+    size_t n = left < 0 ? na : right < 0 ? nb : na + nb;
+    if (left < 0 || right < 0 || into < 0) REFUSE("model.merges[%d] needs '%.*s', which is not in the vocabulary", rank, shown(n), missing);
     map_put(&t->merges, (uint64_t)left << 32 | (uint64_t)right, (int64_t)rank << 32 | into);
     return 0;
 }
@@ -1876,18 +1899,20 @@ static int load_merges(Tokenizer *t, const Json *merges, char err[512]) {       
 }
 static int load_model(Tokenizer *t, const Json *m, char err[512]) {
     static const char *const affix[] = { "continuing_subword_prefix", "end_of_word_suffix" };
-    const Json *vocab = json_get(m, "vocab"), *merges = json_get(m, "merges"), *dropout = json_get(m, "dropout"), *unk = json_get(m, "unk_token");
+    const Json *vocab = json_get(m, "vocab"), *merges = json_get(m, "merges"), *unk = json_get(m, "unk_token");
+    const Json *dropout = json_get(m, "dropout");
     if (!json_none(json_get(m, "type")) && strcmp(json_text(m, "type"), "BPE")) return tok_refuse(err, "a model", m);
-    if (!json_is(vocab, JSON_OBJECT) || !vocab->n) return tok_error(err, "model.vocab: expected an object with tokens");
-    if (!json_is(merges, JSON_ARRAY) || !merges->n) return tok_error(err, "model.merges: expected a list with merges");
+    if (!json_is(vocab, JSON_OBJECT) || !vocab->n) REFUSE("model.vocab: expected an object with tokens");
+    if (!json_is(merges, JSON_ARRAY) || !merges->n) REFUSE("model.merges: expected a list with merges");
     for (int i = 0; i < 2; i++)
         if (!json_none(json_get(m, affix[i])) && (!json_is(json_get(m, affix[i]), JSON_STRING) || json_get(m, affix[i])->len))
-            return tok_error(err, "model.%s is not supported", affix[i]);
-    if (!json_none(dropout) && (dropout->type != JSON_NUMBER || dropout->num != 0)) return tok_error(err, "model.dropout is not supported");
+            REFUSE("model.%s is not supported", affix[i]);
+    if (!json_none(dropout) && (dropout->type != JSON_NUMBER || dropout->num != 0)) REFUSE("model.dropout is not supported");
     t->ignore_merges = json_flag(m, "ignore_merges", 0);
     t->byte_fallback = json_flag(m, "byte_fallback", 0);
     t->fuse_unk = json_flag(m, "fuse_unk", 0);
-    if (t->ignore_merges > 1 || t->byte_fallback > 1 || t->fuse_unk > 1) return tok_error(err, "model: ignore_merges, byte_fallback and fuse_unk are true or false");
+    if (t->ignore_merges > 1 || t->byte_fallback > 1 || t->fuse_unk > 1)
+        REFUSE("model: ignore_merges, byte_fallback and fuse_unk are true or false");
     if (load_vocab(t, vocab, err) || load_merges(t, merges, err)) return -1;
     byte_ids(t);
     if (json_none(unk)) return 0;
@@ -1895,20 +1920,23 @@ static int load_model(Tokenizer *t, const Json *m, char err[512]) {
     return t->unk >= 0 ? 0 : tok_error(err, "model.unk_token is not in the vocabulary");
 }
 
-// DeepSeek's <｜User｜> and other turn marks are not "special" in their files; a user must not be able to write them all the same.
-static int looks_special(const char *s, size_t n) { return n > 4 && (!strncmp(s, "<|", 2) || !strncmp(s, "<｜", 4)) && s[n - 1] == '>'; }
+// DeepSeek's <｜User｜> and other turn marks are not "special" in their files, but a user must not be able to write them either.
+static int looks_special(const char *s, size_t n) {
+    return n > 4 && (!strncmp(s, "<|", 2) || !strncmp(s, "<｜", 4)) && s[n - 1] == '>';
+}
 static int load_added(Tokenizer *t, const Json *list, char err[512]) {
     if (json_none(list)) return 0;
-    if (list->type != JSON_ARRAY) return tok_error(err, "added_tokens: expected a list");
+    if (list->type != JSON_ARRAY) REFUSE("added_tokens: expected a list");
     for (int i = 0; i < list->n; i++) {
         const Json *j = &list->item[i], *id = json_get(j, "id"), *content = json_get(j, "content");
         int special = json_flag(j, "special", 0), normalized = json_flag(j, "normalized", !special);
         AddedToken a = { .lstrip = json_flag(j, "lstrip", 0), .rstrip = json_flag(j, "rstrip", 0) };
-        if (!json_is(id, JSON_NUMBER) || !id->is_int) return tok_error(err, "added_tokens[%d].id is not an integer", i);
-        if (!json_is(content, JSON_STRING) || !content->len) return tok_error(err, "added_tokens[%d].content: expected a text that is not empty", i);
-        if (special > 1 || normalized > 1 || a.lstrip > 1 || a.rstrip > 1) return tok_error(err, "added_tokens[%d]: a flag is neither true nor false", i);
-        if (json_flag(j, "single_word", 0)) return tok_error(err, "added token '%.100s': single_word is not supported", content->str);
-        if (piece_add(t, id->i, content->str, content->len, PIECE_ADDED | (special ? PIECE_SPECIAL : 0) | (normalized ? PIECE_NORMALIZED : 0), err)) return -1;
+        if (!json_is(id, JSON_NUMBER) || !id->is_int) REFUSE("added_tokens[%d].id is not an integer", i);
+        if (!json_is(content, JSON_STRING) || !content->len) REFUSE("added_tokens[%d].content is no text, or empty", i);
+        if (special > 1 || normalized > 1 || a.lstrip > 1 || a.rstrip > 1) REFUSE("added_tokens[%d]: a flag is neither true nor false", i);
+        if (json_flag(j, "single_word", 0)) REFUSE("added token '%.100s': single_word is not supported", content->str);
+        int flags = PIECE_ADDED | (special ? PIECE_SPECIAL : 0) | (normalized ? PIECE_NORMALIZED : 0);
+        if (piece_add(t, id->i, content->str, content->len, flags, err)) return -1;
         a.id = (int)id->i;
         a.guarded = special || looks_special(content->str, content->len);
         arrput(t->added, a);
@@ -1930,8 +1958,9 @@ static int load_normalizer(Tokenizer *t, const Json *n, int depth, char err[512]
     else if (!strcmp(type, "Replace")) step.kind = NORM_REPLACE;
     else if (strcmp(type, "NFC")) return tok_refuse(err, "a normalizer", n);
     if (step.kind == NORM_REPLACE && (!*from || strlen(from) >= sizeof step.from))
-        return tok_error(err, "normalizer Replace: only a short pattern {\"String\": ...} is supported");
-    if (step.kind != NORM_NFC && (!*to || strlen(to) >= sizeof step.to)) return tok_error(err, "normalizer %s: only a short text to put is supported", type);
+        REFUSE("normalizer Replace: only a short pattern {\"String\": ...} is supported");
+    if (step.kind != NORM_NFC && (!*to || strlen(to) >= sizeof step.to)) REFUSE("normalizer %s: only a short text is supported", type);
+    if (arrlen(t->norm) == MAX_STEPS) REFUSE("normalizer: more than %d steps are not supported", MAX_STEPS);
     if (step.kind == NORM_REPLACE) strcpy(step.from, from);
     if (step.kind != NORM_NFC) strcpy(step.to, to);
     arrput(t->norm, step);
@@ -1953,25 +1982,27 @@ static const struct { const char *regex; int split; } split_patterns[] = {
 static int load_split(Tokenizer *t, const Json *p, char err[512]) {
     const char *regex = json_text(json_get(p, "pattern"), "Regex");
     if (strcmp(json_text(p, "behavior"), "Isolated") || json_flag(p, "invert", 0))
-        return tok_error(err, "pre_tokenizer Split: only behavior Isolated without invert is supported");
+        REFUSE("pre_tokenizer Split: only behavior Isolated without invert is supported");
     for (size_t i = 0; i < sizeof split_patterns / sizeof *split_patterns; i++)
         if (!strcmp(regex, split_patterns[i].regex)) { arrput(t->split, split_patterns[i].split); return 0; }
-    return tok_error(err, "pre_tokenizer Split: this pattern is not supported: %.400s", regex);
+    REFUSE("pre_tokenizer Split: this pattern is not supported: %.400s", regex);
 }
 static int load_metaspace(Tokenizer *t, const Json *p, char err[512]) {
     const char *scheme = json_text(p, "prepend_scheme");
     int split = json_flag(p, "split", 1), prefix = json_flag(p, "add_prefix_space", 1);
-    if (strcmp(json_text(p, "replacement"), "\xe2\x96\x81")) return tok_error(err, "pre_tokenizer Metaspace: only U+2581 as replacement is supported");
-    if (t->meta || arrlen(t->split) || split > 1) return tok_error(err, "pre_tokenizer Metaspace: supported only as the first step");
+    if (strcmp(json_text(p, "replacement"), BLANK_MARK)) REFUSE("pre_tokenizer Metaspace: only U+2581 as replacement is supported");
+    if (t->meta || arrlen(t->split) || split > 1) REFUSE("pre_tokenizer Metaspace: supported only as the first step");
     t->meta = !strcmp(scheme, "first") ? META_FIRST : !strcmp(scheme, "never") || !prefix ? META_NEVER : META_ALWAYS;
-    if (*scheme && t->meta == META_ALWAYS && strcmp(scheme, "always")) return tok_error(err, "pre_tokenizer Metaspace: prepend_scheme '%.50s' is not supported", scheme);
+    if (*scheme && t->meta == META_ALWAYS && strcmp(scheme, "always"))
+        REFUSE("pre_tokenizer Metaspace: prepend_scheme '%.50s' is not supported", scheme);
     if (split) arrput(t->split, SPLIT_METASPACE);
     return 0;
 }
 static int load_pre_tokenizer(Tokenizer *t, const Json *p, int depth, char err[512]) {
     const char *type = json_text(p, "type");
     if (json_none(p)) return 0;
-    if (t->byte_level) return tok_error(err, "pre_tokenizer: a step after ByteLevel is not supported");
+    if (t->byte_level) REFUSE("pre_tokenizer: a step after ByteLevel is not supported");
+    if (arrlen(t->split) == MAX_STEPS) REFUSE("pre_tokenizer: more than %d steps are not supported", MAX_STEPS);
     if (!strcmp(type, "Sequence") && json_is(json_get(p, "pretokenizers"), JSON_ARRAY) && depth < 4) {
         const Json *list = json_get(p, "pretokenizers");
         for (int i = 0; i < list->n; i++) if (load_pre_tokenizer(t, &list->item[i], depth + 1, err)) return -1;
@@ -1981,14 +2012,15 @@ static int load_pre_tokenizer(Tokenizer *t, const Json *p, int depth, char err[5
     if (!strcmp(type, "Metaspace")) return load_metaspace(t, p, err);
     if (!strcmp(type, "Digits")) {
         int single = json_flag(p, "individual_digits", 0);
-        if (single > 1) return tok_error(err, "pre_tokenizer Digits: individual_digits is neither true nor false");
+        if (single > 1) REFUSE("pre_tokenizer Digits: individual_digits is neither true nor false");
         arrput(t->split, single ? SPLIT_DIGITS : SPLIT_NUMBERS);
         return 0;
     }
     if (strcmp(type, "ByteLevel")) return tok_refuse(err, "a pre_tokenizer", p);
     int regex = json_flag(p, "use_regex", 1);
-    if (json_flag(p, "add_prefix_space", 1)) return tok_error(err, "pre_tokenizer ByteLevel: add_prefix_space is not supported");
-    if (regex > 1 || t->meta) return tok_error(err, "pre_tokenizer ByteLevel: %s", t->meta ? "not supported after Metaspace" : "use_regex is neither true nor false");
+    if (json_flag(p, "add_prefix_space", 1)) REFUSE("pre_tokenizer ByteLevel: add_prefix_space is not supported");
+    if (regex > 1) REFUSE("pre_tokenizer ByteLevel: use_regex is neither true nor false");
+    if (t->meta) REFUSE("pre_tokenizer ByteLevel is not supported after Metaspace");
     if (regex) arrput(t->split, SPLIT_GPT2);
     t->byte_level = 1;
     return 0;
@@ -2008,13 +2040,13 @@ static int load_decoder(Tokenizer *t, const Json *d, int depth, char err[512]) {
         t->dec_space = 1;
         t->dec_strip = strcmp(json_text(d, "prepend_scheme"), "never") && json_flag(d, "add_prefix_space", 1);
     } else if (!strcmp(type, "Replace")) {
-        if (strcmp(json_text(json_get(d, "pattern"), "String"), "\xe2\x96\x81") || strcmp(json_text(d, "content"), " "))
-            return tok_error(err, "decoder Replace: only U+2581 to a blank is supported");
+        if (strcmp(json_text(json_get(d, "pattern"), "String"), BLANK_MARK) || strcmp(json_text(d, "content"), " "))
+            REFUSE("decoder Replace: only U+2581 to a blank is supported");
         t->dec_space = 1;
     } else if (!strcmp(type, "Strip")) {
         const Json *start = json_get(d, "start"), *stop = json_get(d, "stop");
-        if (strcmp(json_text(d, "content"), " ") || !json_is(start, JSON_NUMBER) || start->num < 0 || start->num > 1 || (json_is(stop, JSON_NUMBER) && stop->num != 0))
-            return tok_error(err, "decoder Strip: only one blank at the start is supported");
+        int one = json_is(start, JSON_NUMBER) && (start->num == 0 || start->num == 1) && !(json_is(stop, JSON_NUMBER) && stop->num != 0);
+        if (strcmp(json_text(d, "content"), " ") || !one) REFUSE("decoder Strip: only one blank at the start is supported");
         t->dec_strip = start->num == 1;
     } else if (strcmp(type, "Fuse")) return tok_refuse(err, "a decoder", d);
     return 0;
@@ -2035,9 +2067,9 @@ static int load_post_processor(Tokenizer *t, const Json *p, int depth, char err[
         if (!special) { seen = 1; continue; }
         const char *name = json_text(special, "id");
         const Json *ids = json_get(json_get(json_get(p, "special_tokens"), name), "ids");
-        if (seen || t->add_bos) return tok_error(err, "post_processor TemplateProcessing: only one token before the text is supported, not '%.100s'", name);
+        if (seen || t->add_bos) REFUSE("post_processor: only one token before the text is supported, not '%.100s' as well", name);
         if (!json_is(ids, JSON_ARRAY) || ids->n != 1 || !ids->item[0].is_int || ids->item[0].i < 0 || ids->item[0].i >= tokenizer_size(t))
-            return tok_error(err, "post_processor TemplateProcessing: '%.100s' has no id of the vocabulary", name);
+            REFUSE("post_processor: '%.100s' has no id of the vocabulary", name);
         t->bos = (int)ids->item[0].i;
         t->add_bos = 1;
     }
@@ -2047,9 +2079,10 @@ static int load_post_processor(Tokenizer *t, const Json *p, int depth, char err[
 static Tokenizer *load_json(const Json *j, char err[512]) {
     const Json *model = json_get(j, "model"), *vocab = json_get(model, "vocab"), *added = json_get(j, "added_tokens");
     if (!json_is(model, JSON_OBJECT)) { tok_error(err, "no 'model' inside: expected a tokenizer.json"); return NULL; }
-    Tokenizer *t = tokenizer_new((json_is(vocab, JSON_OBJECT) ? (size_t)vocab->n : 0) + (json_is(added, JSON_ARRAY) ? (size_t)added->n : 0));
-    if (load_normalizer(t, json_get(j, "normalizer"), 0, err) || load_pre_tokenizer(t, json_get(j, "pre_tokenizer"), 0, err) || load_model(t, model, err) ||
-        load_added(t, added, err) || load_decoder(t, json_get(j, "decoder"), 0, err) || load_post_processor(t, json_get(j, "post_processor"), 0, err)) {
+    Tokenizer *t = tokenizer_new((vocab ? (size_t)vocab->n : 0) + (added ? (size_t)added->n : 0));
+    if (load_normalizer(t, json_get(j, "normalizer"), 0, err) || load_pre_tokenizer(t, json_get(j, "pre_tokenizer"), 0, err) ||
+        load_model(t, model, err) || load_added(t, added, err) ||
+        load_decoder(t, json_get(j, "decoder"), 0, err) || load_post_processor(t, json_get(j, "post_processor"), 0, err)) {
         tokenizer_free(t);
         return NULL;
     }
@@ -2102,10 +2135,11 @@ static int load_sp_piece(Tokenizer *t, int id, Proto b, Scored **scored, char er
         if (f.field == 3 && f.wire == 0) type = f.num > 6 ? 0 : (int)f.num;
     }
     size_t n = (size_t)(text.end - text.p);
-    if (b.bad || !n || n > INT_MAX || !isfinite(score)) return tok_error(err, "piece %d is malformed (text, score or type)", id);
-    if (type < SP_NORMAL || type == SP_UNUSED) return tok_error(err, "piece %d has type %d, which is not supported", id, type);
+    if (b.bad || !n || n > INT_MAX || !isfinite(score)) REFUSE("piece %d is malformed (text, score or type)", id);
+    if (type < SP_NORMAL || type == SP_UNUSED) REFUSE("piece %d has type %d, which is not supported", id, type);
     int special = type == SP_UNKNOWN || type == SP_CONTROL, added = special || type == SP_USER;
-    if (piece_add(t, id, (const char *)text.p, n, (type == SP_NORMAL || type == SP_BYTE ? PIECE_MODEL : 0) | (special ? PIECE_SPECIAL : 0) | (added ? PIECE_ADDED : 0), err)) return -1;
+    int flags = special ? PIECE_ADDED | PIECE_SPECIAL : added ? PIECE_ADDED : PIECE_MODEL;
+    if (piece_add(t, id, (const char *)text.p, n, flags, err)) return -1;
     if (type == SP_UNKNOWN) t->unk = id;
     if (type == SP_NORMAL) { Scored s = { score, id }; arrput(*scored, s); }
     if (added) { AddedToken a = { .id = id, .guarded = special }; arrput(t->added, a); }
@@ -2119,16 +2153,16 @@ static int load_sp_settings(Tokenizer *t, Proto trainer, Proto norm, int *prefix
     while (proto_next(&trainer, &f)) {
         if (f.field == 3 && f.wire == 0) type = f.num;
         if (f.field == 35 && f.wire == 0) t->byte_fallback = f.num != 0;
-        if (f.field == 24 && f.wire == 0 && f.num) return tok_error(err, "treat_whitespace_as_suffix is not supported");
+        if (f.field == 24 && f.wire == 0 && f.num) REFUSE("treat_whitespace_as_suffix is not supported");
     }
     while (proto_next(&norm, &f)) {
-        if (f.field == 2 && f.wire == 2 && f.sub.p < f.sub.end) return tok_error(err, "a precompiled normalizer is not supported, only 'identity'");
+        if (f.field == 2 && f.wire == 2 && f.sub.p < f.sub.end) REFUSE("a precompiled normalizer is not supported, only 'identity'");
         if (f.field == 3 && f.wire == 0) *prefix = f.num != 0;
         if (f.field == 4 && f.wire == 0) strip = f.num;
-        if (f.field == 5 && f.wire == 0 && !f.num) return tok_error(err, "escape_whitespaces = false is not supported");
+        if (f.field == 5 && f.wire == 0 && !f.num) REFUSE("escape_whitespaces = false is not supported");
     }
-    if (trainer.bad || norm.bad) return tok_error(err, "the settings are malformed");
-    if (type != 2) return tok_error(err, "a SentencePiece model of type '%s' is not supported, only BPE", kind[type < 5 ? type : 0]);
+    if (trainer.bad || norm.bad) REFUSE("the settings are malformed");
+    if (type != 2) REFUSE("a SentencePiece model of type '%s' is not supported, only BPE", kind[type < 5 ? type : 0]);
     return strip ? tok_error(err, "remove_extra_whitespaces is not supported") : 0;
 }
 // SentencePiece joins the neighbours whose joined text has the best score, so every way to cut a piece in two pieces of the
@@ -2143,7 +2177,8 @@ static void sp_merges(Tokenizer *t, Scored *scored) {
         for (int cut = 0, k; cut < p->n_text; cut += k) {
             char_code(s + cut, (size_t)(p->n_text - cut), &k);
             int left = model_id(t, s, (size_t)cut), right = model_id(t, s + cut, (size_t)(p->n_text - cut));
-            if (left >= 0 && right >= 0) map_put(&t->merges, (uint64_t)left << 32 | (uint64_t)right, (int64_t)rank << 32 | scored[i].id);
+            if (left < 0 || right < 0) continue;
+            map_put(&t->merges, (uint64_t)left << 32 | (uint64_t)right, (int64_t)rank << 32 | scored[i].id);
         }
     }
 }
@@ -2165,9 +2200,9 @@ static Tokenizer *load_sentencepiece(const char *data, size_t n, char err[512]) 
     if (!bad) {
         byte_ids(t);
         sp_merges(t, scored);
-        for (int i = 0; i < (int)arrlen(t->added); i++) trie_add(t, i, !t->added[i].guarded);       // the format's own user symbols are normalized already
-        if (prefix) arrput(t->norm, ((NormStep){ NORM_PREPEND, "", "\xe2\x96\x81" }));     // the folder's "legacy": false makes it NORM_PREPEND_START
-        arrput(t->norm, ((NormStep){ NORM_REPLACE, " ", "\xe2\x96\x81" }));
+        for (int i = 0; i < (int)arrlen(t->added); i++) trie_add(t, i, !t->added[i].guarded);       // before t->norm is filled: user
+        if (prefix) arrput(t->norm, ((NormStep){ NORM_PREPEND, "", BLANK_MARK }));              // symbols are normalized already
+        arrput(t->norm, ((NormStep){ NORM_REPLACE, " ", BLANK_MARK }));
         t->fuse_unk = t->dec_space = t->dec_bytes = 1;
         t->dec_strip = prefix;
         t->add_bos = (t->bos = text_id(t, "<s>", 3)) >= 0;
@@ -2179,8 +2214,8 @@ static Tokenizer *load_sentencepiece(const char *data, size_t n, char err[512]) 
 }
 
 // ---- Loading a folder
-static int token_named(const Tokenizer *t, const Json *config, const char *key, int otherwise) {      // "text", or {"content": "text"}
-    const Json *j = json_get(config, key);
+static int token_named(const Tokenizer *t, const Json *config, const char *key, int otherwise) {
+    const Json *j = json_get(config, key);              // "text", or {"content": "text"}
     if (json_is(j, JSON_OBJECT)) j = json_get(j, "content");
     int id = json_is(j, JSON_STRING) ? text_id(t, j->str, j->len) : -1;
     return id >= 0 ? id : otherwise;
@@ -2191,11 +2226,12 @@ static int load_tokenizer_config(Tokenizer *t, const char *path, int sentencepie
     char *text = file_exists(path) ? read_file(path, &n, why) : NULL;
     Json *j = text ? json_parse(text, n, why) : NULL;
     free(text);
-    if (file_exists(path) && !j) return tok_error(err, "%s: %s", path, why);
+    if (file_exists(path) && !j) REFUSE("%s: %s", path, why);
     int add = json_flag(j, "add_bos_token", t->add_bos), legacy = json_flag(j, "legacy", 1);
     t->bos = token_named(t, j, "bos_token", t->bos);
     t->eos = token_named(t, j, "eos_token", text_id(t, "</s>", 4));
     t->add_bos = add == 1 && t->bos >= 0;
+    // Older Llama tokenizers treat the text after every special token as a new text, with a blank before it ("legacy").
     if (sentencepiece && !legacy && t->norm[0].kind == NORM_PREPEND) t->norm[0].kind = NORM_PREPEND_START;
     json_free(j);
     return add > 1 || legacy > 1 ? tok_error(err, "%s: add_bos_token and legacy are true or false", path) : 0;
@@ -2210,7 +2246,7 @@ static Tokenizer *tokenizer_load(const char *path, char err[512]) {
     if (strlen(path) > 1100) { tok_error(err, "the path of the tokenizer is too long"); return NULL; }
     snprintf(file, sizeof file, folder ? "%s/tokenizer.json" : "%s", path);
     if (folder && !file_exists(file)) snprintf(file, sizeof file, "%s/tokenizer.model", path);
-    if (folder && !file_exists(file)) { tok_error(err, "%s: neither tokenizer.json nor tokenizer.model is here", path); return NULL; }
+    if (folder && !file_exists(file)) { tok_error(err, "%s: no tokenizer.json and no tokenizer.model here", path); return NULL; }
     const char *slash = strrchr(file, '/');
     snprintf(config, sizeof config, "%.*stokenizer_config.json", slash ? (int)(slash + 1 - file) : 0, file);
     if (!(text = read_file(file, &n, why))) { tok_error(err, "%s", why); return NULL; }
@@ -2236,7 +2272,7 @@ static Tokenizer *tokenizer_load(const char *path, char err[512]) {
 //
 // In the texts {bos} and {eos} stand for those tokens. Special tokens named by a template become their ids; the user's and the
 // system's words never do, whatever they contain (unless parse_user, the option --parse-special).
-enum { TRIM_NONE, TRIM_BOTH, TRIM_WHOLE };      // outer white space: stays; goes from system text and words; goes from the two together
+enum { TRIM_NONE, TRIM_BOTH, TRIM_WHOLE };      // outer blanks: stay; go from system text and words; from the two as one
 typedef struct {
     const char *name, *needs;               // a token without which the template makes no sense
     const char *open;                       // before everything
@@ -2251,9 +2287,9 @@ typedef struct {
 
 #define LLAMA3(label, lines, must) { .name = label, .needs = "<|start_header_id|>", .open = "{bos}", .trim = TRIM_BOTH, .always = must, \
     .sys = "<|start_header_id|>system<|end_header_id|>\n\n" lines, .sys_end = "<|eot_id|>", \
-    .user = "<|start_header_id|>user<|end_header_id|>\n\n", .user_end = "<|eot_id|>", .head = "<|start_header_id|>assistant<|end_header_id|>\n\n", \
-    .end = "<|eot_id|>", .stops = "<|eom_id|> <|end_of_text|>" }
-#define LLAMA31_LINES "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"      // the date is fixed: the same ids every day
+    .user = "<|start_header_id|>user<|end_header_id|>\n\n", .user_end = "<|eot_id|>", \
+    .head = "<|start_header_id|>assistant<|end_header_id|>\n\n", .end = "<|eot_id|>", .stops = "<|eom_id|> <|end_of_text|>" }
+#define LLAMA31_LINES "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"      // fixed: the same ids every day
 #define CHATML(label, off) { .name = label, .needs = "<|im_start|>", .sys = "<|im_start|>system\n", .sys_end = "<|im_end|>\n", \
     .user = "<|im_start|>user\n", .user_end = "<|im_end|>\n", .head = "<|im_start|>assistant\n", .no_think = off, \
     .end = "<|im_end|>", .foot = "\n", .stops = "<|endoftext|>" }
@@ -2265,14 +2301,15 @@ static const TemplateText templates[] = {
     CHATML("chatml", NULL), CHATML("qwen3", "<think>\n\n</think>\n\n"),
     MISTRAL("mistral-v1", "[INST] ", " [/INST]"), MISTRAL("mistral-v1-spaced", " [INST] ", " [/INST]"),
     MISTRAL("mistral-v3", "[INST] ", "[/INST]"), MISTRAL("mistral-tekken", "[INST]", "[/INST]"),
-    { .name = "llama2", .needs = "{eos}", .in_user = 1, .trim = TRIM_WHOLE, .sys = "<<SYS>>\n", .sys_end = "\n<</SYS>>\n\n", .user = "{bos}[INST] ", .user_end = " [/INST]", .end = "{eos}" },
-    { .name = "tinyllama", .needs = "{eos}", .sys = "<|system|>\n", .sys_end = "{eos}\n", .user = "<|user|>\n", .user_end = "{eos}\n", .head = "<|assistant|>\n",
-      .end = "{eos}", .foot = "\n" },
-    { .name = "vicuna", .needs = "{eos}", .open = "{bos}", .sys_end = " ", .user = "USER: ", .user_end = " ", .head = "ASSISTANT:", .end = "{eos}",
-      .system = "A chat between a curious user and an artificial intelligence assistant. "
+    { .name = "llama2", .needs = "{eos}", .in_user = 1, .trim = TRIM_WHOLE, .sys = "<<SYS>>\n", .sys_end = "\n<</SYS>>\n\n",
+      .user = "{bos}[INST] ", .user_end = " [/INST]", .end = "{eos}" },
+    { .name = "tinyllama", .needs = "{eos}", .sys = "<|system|>\n", .sys_end = "{eos}\n", .user = "<|user|>\n", .user_end = "{eos}\n",
+      .head = "<|assistant|>\n", .end = "{eos}", .foot = "\n" },
+    { .name = "vicuna", .needs = "{eos}", .open = "{bos}", .sys_end = " ", .user = "USER: ", .user_end = " ", .head = "ASSISTANT:",
+      .end = "{eos}", .system = "A chat between a curious user and an artificial intelligence assistant. "
                 "The assistant gives helpful, detailed, and polite answers to the user's questions." },
-    { .name = "deepseek-r1", .needs = "<｜User｜>", .open = "{bos}", .user = "<｜User｜>", .head = "<｜Assistant｜>", .think = "<think>\n",
-      .no_think = "<think>\n\n</think>\n\n", .end = "{eos}", .stops = "<｜end▁of▁sentence｜>" },
+    { .name = "deepseek-r1", .needs = "<｜User｜>", .open = "{bos}", .user = "<｜User｜>", .head = "<｜Assistant｜>",
+      .think = "<think>\n", .no_think = "<think>\n\n</think>\n\n", .end = "{eos}", .stops = "<｜end▁of▁sentence｜>" },
     { .name = "none", .sys_end = "\n" },
 };
 enum { N_TEMPLATES = sizeof templates / sizeof *templates };
@@ -2291,7 +2328,7 @@ static void template_free(Template *tp) {
     free(tp);
 }
 
-static int piece_id(const Tokenizer *t, const char *s, int *len) {  // id of the {bos}, {eos} or special token s begins with (the longest), or -1
+static int piece_id(const Tokenizer *t, const char *s, int *len) {  // the {bos}, {eos} or longest added token at s, or -1
     int best = -1;
     *len = 5;
     if (!strncmp(s, "{bos}", 5)) return t->bos;
@@ -2307,16 +2344,20 @@ static int piece_id(const Tokenizer *t, const char *s, int *len) {  // id of the
 static char *text_copy(const char *s, size_t n) { char *c = memcpy(xmalloc(n + 1), s, n); c[n] = 0; return c; }
 
 // ---- Picking a template
+static const TemplateText *template_named(const char *name) {      // NULL: no such name
+    for (int k = 0; k < N_TEMPLATES; k++) if (!strcmp(templates[k].name, name)) return &templates[k];
+    return NULL;
+}
 static const TemplateText *template_detect(const char *jinja) {     // NULL: none of ours
-    static const struct { const char *has, *hasnt, *name; } rule[] = {         // the first that fits
-        { "strftime_now", "<|im_start|>", "llama3.2" }, { "Cutting Knowledge Date", NULL, "llama3.1" }, { "<|start_header_id|>", NULL, "llama3" },
-        { "<｜Assistant｜>", NULL, "deepseek-r1" }, { "enable_thinking", "[INST]", "qwen3" }, { "<|im_start|>", NULL, "chatml" }, { "<<SYS>>", NULL, "llama2" },
-        { "' [INST] '", NULL, "mistral-v1-spaced" }, { "\" [INST] \"", NULL, "mistral-v1-spaced" }, { " [/INST]", NULL, "mistral-v1" },
-        { "[INST] ", NULL, "mistral-v3" }, { "[INST]", NULL, "mistral-tekken" }, { "<|user|>", "<|end|>", "tinyllama" }, { "ASSISTANT:", NULL, "vicuna" },
+    static const struct { const char *has, *also, *name; } rule[] = {           // the first that fits
+        { "[SYSTEM_PROMPT]", "", "" }, { "<|start_header_id|>", "strftime_now", "llama3.2" }, { "<|start_header_id|>", "Cutting Knowledge Date", "llama3.1" },
+        { "<|start_header_id|>", "", "llama3" }, { "<｜Assistant｜>", "", "deepseek-r1" }, { "<|im_start|>", "enable_thinking", "qwen3" },
+        { "<|im_start|>", "", "chatml" }, { "[INST]", "<<SYS>>", "llama2" }, { "[INST]", "' [INST] '", "mistral-v1-spaced" },
+        { "[INST]", "\" [INST] \"", "mistral-v1-spaced" }, { "[INST]", " [/INST]", "mistral-v1" }, { "[INST]", "[INST] ", "mistral-v3" },
+        { "[INST]", "", "mistral-tekken" }, { "<|user|>", "eos_token", "tinyllama" }, { "USER:", "ASSISTANT:", "vicuna" },
     };
     for (size_t i = 0; i < sizeof rule / sizeof *rule; i++)
-        if (strstr(jinja, rule[i].has) && !(rule[i].hasnt && strstr(jinja, rule[i].hasnt)))
-            for (int k = 0; k < N_TEMPLATES; k++) if (!strcmp(templates[k].name, rule[i].name)) return &templates[k];
+        if (strstr(jinja, rule[i].has) && strstr(jinja, rule[i].also)) return template_named(rule[i].name);
     return NULL;
 }
 // The default system text of a chatml program: the words it writes itself between "<|im_start|>system\n" and "<|im_end|>".
@@ -2368,7 +2409,8 @@ static int template_fits(Template *tp, const Tokenizer *t, char err[512]) {    /
     for (int i = 0; i < 4; i++) {
         const char *s = needs[i] ? needs[i] : "";
         if (i < 2 && strncmp(s, "{bos}", 5)) continue;
-        if (*s && (id = piece_id(t, s, &len)) < 0) return tok_error(err, "chat template %s needs the token %.*s, which this tokenizer does not have", tp->x.name, (int)(i < 2 ? 5 : strlen(s)), s);
+        if (*s && (id = piece_id(t, s, &len)) < 0)
+            REFUSE("chat template %s needs the token %.*s, which this tokenizer does not have", tp->x.name, i < 2 ? 5 : 100, s);
         if (i == 3 && *s) arrput(tp->stop, id);
     }
     for (const char *s = tp->x.stops ? tp->x.stops : ""; *s; s += strcspn(s, " "), s += strspn(s, " "))
@@ -2376,12 +2418,11 @@ static int template_fits(Template *tp, const Tokenizer *t, char err[512]) {    /
     return 0;
 }
 
-// name: one of ours, or the path of a Jinja program; NULL: what the folder says ("none" when it says nothing). NULL and err on failure.
+// name: one of ours, or the path of a Jinja program; NULL: what the folder says ("none" when it says nothing). NULL and err: refused.
 static Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]) {
-    const TemplateText *x = NULL;
+    const TemplateText *x = name ? template_named(name) : NULL;
     char *program = NULL, why[256];
     size_t n;
-    for (int k = 0; k < N_TEMPLATES && name; k++) if (!strcmp(templates[k].name, name)) x = &templates[k];
     if (!x && name && !(program = read_file(name, &n, why))) {
         int used = snprintf(err, 512, "chat template '%.200s' is neither a readable file nor one of", name);
         for (int k = 0; k < N_TEMPLATES; k++) used += snprintf(err + used, (size_t)(512 - used), " %s", templates[k].name);
@@ -2396,8 +2437,9 @@ static Template *template_load(const char *dir, const char *name, const Tokenize
     }
     Template *tp = xcalloc(1, sizeof *tp);
     tp->x = *x;
-    tp->system = x->system ? text_copy(x->system, strlen(x->system)) : program && x->needs && !strcmp(x->needs, "<|im_start|>") ? chatml_system(program) : NULL;
-    if (program && strstr(program, "<｜Assistant｜>") && !strstr(program, "<｜Assistant｜><think>")) tp->x.think = NULL;      // first R1 releases
+    if (x->system) tp->system = text_copy(x->system, strlen(x->system));
+    else if (program && x->needs && !strcmp(x->needs, "<|im_start|>")) tp->system = chatml_system(program);
+    if (program && !strstr(program, "<｜Assistant｜><think>")) tp->x.think = NULL;        // the first R1 releases do not open a thought
     free(program);
     if (template_fits(tp, t, err)) { template_free(tp); return NULL; }
     return tp;
@@ -2410,7 +2452,7 @@ typedef struct {
     char *plain;                // stb array: text not encoded yet
     int *ids, from;             // from: where this turn begins
     int at_start, special;      // special: the plain text may name special tokens
-    struct { int at, *upto; } mark[2];          // two places of the turn: ids before it; while it stands in plain text, the ids of the text up to it
+    struct { int at, *upto; } mark[2];          // two places: ids before it; while it stands in plain text, ids of that text up to it
 } Render;
 
 static void render_flush(Render *r) {
@@ -2458,8 +2500,8 @@ static void render_mark(Render *r, int k) {             // remember how many ids
 // before the words (system NULL: the template's default; "": none). Later: what closes the reply before; reply_closed says that its
 // last token is in the cache. think: for models that can, 1 leaves thinking to the template, 0 turns it off. *n_sys, *n_foot, *n_head:
 // leading ids that are BOS and system message, leading ids that close the reply before, trailing ids that open the next.
-static int *template_turn(const Template *tp, const Tokenizer *t, int first, const char *system, const char *user, int think, int reply_closed,
-                          int *ids, int *n_sys, int *n_foot, int *n_head) {
+static int *template_turn(const Template *tp, const Tokenizer *t, int first, const char *system, const char *user, int think,
+                          int reply_closed, int *ids, int *n_sys, int *n_foot, int *n_head) {
     const TemplateText *x = &tp->x;
     Render r = { .tp = tp, .t = t, .ids = ids, .from = (int)arrlen(ids), .at_start = first };
     int writes_bos = (x->open && !strncmp(x->open, "{bos}", 5)) || (x->user && !strncmp(x->user, "{bos}", 5));
@@ -2495,7 +2537,7 @@ static int *template_turn(const Template *tp, const Tokenizer *t, int first, con
     return r.ids;
 }
 // ==================================================================================================== 3c UNICODE TABLES
-// Made by data/make_unicode.py; read by unicode_classes() and nfc_load() in section 3. Nothing to read here.
+// Made by data/make_unicode.py; read by unicode_load() in section 3. Nothing to read here.
 static const uint32_t unicode_range[2176] = {    // first code point << 4 | class: 0 other 1 Lu Lt 2 Ll 3 Lm Lo 4 M 5 N 6 white space 7 even Lu, odd Ll 8 odd Lu, even Ll
     0, 0x96, 0xe0, 0x206, 0x210, 0x305, 0x3a0, 0x411, 0x5b0, 0x612, 0x7b0, 0x856, 0x860, 0xa06, 0xa10, 0xaa3, 0xab0, 0xb25, 0xb40, 0xb52, 0xb60, 0xb95, 0xba3, 0xbb0, 0xbc5, 0xbf0, 0xc01, 0xd70,
     0xd81, 0xdf2, 0xf70, 0xf82, 0xff7, 0x1388, 0x1497, 0x1798, 0x17f2, 0x1811, 0x1827, 0x1878, 0x18a1, 0x18c2, 0x18e1, 0x1918, 0x1947, 0x1971, 0x1992, 0x19c1, 0x19d8, 0x1a07, 0x1a78, 0x1ab7,
@@ -2992,7 +3034,8 @@ INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
 
 // ---- the kernels, once for all instruction sets
 // dots: tiles of MR rows of x by NR rows of w; a tile loads each vector once and uses it NR or MR times. Rows past the end of
-// the block repeat its last one and are not stored.
+// the block repeat its last one and are not stored. While a panel of NR rows of w meets the rows of x, each tile asks for one
+// more line of the next panel's rows: they are short, far apart, and the hardware does not see them coming (8 % of prefill).
 // mix: tiles of MR rows of o by NV vectors; each output adds its n products in order.
 // exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
 // two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
@@ -3027,7 +3070,10 @@ INLINE_##S void dots_tile_##S(const Dots *a, int dtype, int M, int i0, int j0) {
 INLINE_##S void dots_any_##S(const Dots *a, int dtype) { \
     for (int j = 0; j < a->n; j += NR) { \
         int i = 0; \
-        for (; a->m - i > 1; i += MR) dots_tile_##S(a, dtype, MR, i, j); \
+        for (; a->m - i > 1; i += MR) { \
+            for (int p = j + NR; p < j + 2 * NR; p++) __builtin_prefetch(a->w + (size_t)p * a->ldw + i / MR * 64); \
+            dots_tile_##S(a, dtype, MR, i, j); \
+        } \
         if (i < a->m) dots_tile_##S(a, dtype, 1, i, j); \
     } \
 } \
@@ -3595,8 +3641,7 @@ static void tile_begin(Tile *t, int m, int D) {
 // Folds one scored tile into the running softmax of its m queries. v NULL: only max and sum are wanted.
 static void tile_fold(Tile *t, int m, int n, int D, const float *v) {
     for (int i = 0; i < m; i++) {
-        float *p = t->sc + (size_t)i * n, top = t->max[i];
-        for (int j = 0; j < n; j++) top = p[j] > top ? p[j] : top;
+        float *p = t->sc + (size_t)i * n, top = fmaxf(t->max[i], max_f32(p, n));
         if (top == -INFINITY) { memset(p, 0, (size_t)n * sizeof(float)); continue; }
         if (top > t->max[i]) {                           // rescale what was gathered under the old maximum
             float c = expf(t->max[i] - top);
@@ -3664,8 +3709,8 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
                 if (!tile_in_window(s, l, hd, r + nr - 1, tok0)) continue;
                 kv_load_k(s, hd, NULL, r, nr, t->k);
                 if (!tile_scores(s, l, hd, t, m, NULL, r, nr)) continue;
-                kv_load_v(s, hd, NULL, r, nr, t->v);
-                tile_fold(t, m, nr, D, t->v);
+                kv_load_v(s, hd, NULL, r, nr, t->k);     // over the keys: both tiles and what they come from would not fit in L1
+                tile_fold(t, m, nr, D, t->k);
             }
             for (int i = 0; i < m; i++) {
                 float *o = out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D;
@@ -3737,8 +3782,8 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
         if (!tile_in_window(s, l, hd, rows ? rows[n - 1] : r0 + n - 1, s->base)) continue;
         kv_load_k(s, hd, rows, r0, n, t->k);
         if (!tile_scores(s, l, hd, t, d->m, rows, r0, n)) continue;
-        kv_load_v(s, hd, rows, r0, n, t->v);
-        tile_fold(t, d->m, n, D, t->v);
+        kv_load_v(s, hd, rows, r0, n, t->k);             // over the keys, see attn_prefill
+        tile_fold(t, d->m, n, D, t->k);
     }
     for (int i = 0; i < d->m; i++) {
         float *o = part + (size_t)i * (D + 2);
@@ -3986,8 +4031,8 @@ static float *pass(Session *s, int T) {
     return s->logits;
 }
 
-// Adds T tokens to the session and runs one pass over them. A token with pos < 0 gets the next position.
-float *forward(Session *s, const Token *in, int T) {
+// Adds T tokens to the session. A token with pos < 0 gets the next position.
+static void add_tokens(Session *s, const Token *in, int T) {
     if (s->n_tok + T > s->cap_tok) s->tok = xrealloc(s->tok, (size_t)(s->cap_tok = s->n_tok + T + 1024) * sizeof(Token));
     s->base = s->n_tok;
     for (int t = 0; t < T; t++) {
@@ -3996,6 +4041,9 @@ float *forward(Session *s, const Token *in, int T) {
         if (k->pos < 0) k->pos = s->pos_next;
         if (k->pos >= s->pos_next) s->pos_next = k->pos + 1;
     }
+}
+float *forward(Session *s, const Token *in, int T) {     // one pass over T new tokens
+    add_tokens(s, in, T);
     return pass(s, T);
 }
 
@@ -4019,7 +4067,7 @@ const float *prefill(Session *s, const int *ids, int n) {
 }
 const float *decode(Session *s, int id) {
     double t0 = now();
-    Token t = { id, -1, s->turn - 1, TOK_REPLY };
+    Token t = { id, -1, s->n_tok ? s->tok[s->n_tok - 1].seg : 0, TOK_REPLY };       // the segment goes on
     s->decoding = 1;
     const float *logits = s->forward(s, &t, 1);
     s->step++;
@@ -4166,6 +4214,12 @@ static const Opt program_options[] = {
     { "quiet",         'b', "0",    "errors only on stderr" },
     { "color",         'c', "auto|on|off", "colours in the chat" },
     // Measure
+    { "eval",          's', "",     "file, ppl or kld: quality through the compressed cache, of --eval-file" },
+    { "eval-file",     's', "",     "dialogues (json lines) for file, any text for ppl and kld" },
+    { "eval-window",   'i', "512",  "ppl, kld: tokens of a window; half is prefilled, half decoded" },
+    { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text" },
+    { "compare",       's', "",     "methods, comma-separated: the same items through each" },
+    { "budgets",       's', "",     "budgets for --compare, comma-separated" },
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
@@ -4702,31 +4756,37 @@ static int block_index(const Lines *a, int b, const LineRange *run, int n_run, c
 }
 
 // ---- how one head is computed. Chosen offsets that stand close together are done as one band, scored as a whole and masked;
-// the others one row at a time: a cell of theirs costs as much as LONE_CELL cells of a band (measured; NOTES.md).
-enum { LONE_CELL = 4 };
+// the others diagonal by diagonal: each of their cells reads its own rows, at LONE_CELL times the cost of a cell in a band.
+enum { LONE_CELL = 8 };
 
-typedef struct { int a, b, used, run0, run1; } LineBand;     // runs run0..run1-1: `used` offsets chosen among [a,b)
+typedef struct { int a, b, used, run0, run1; } LineBand; // runs run0..run1-1: `used` offsets chosen among [a,b)
 typedef struct {
     const Lines *line;
-    LineRange *run; int n_run;
+    LineRange *run; int n_run;  // all runs of S; exact lines: those outside the bands
     int *v; int nv;
     float *kv, *vv;             // (nv,D) rows of V, gathered; exact lines only
     LineBand *band; int n_band;
 } LinePlan;
 
-static int band_blocked(const LineBand *b) { return b->b - b->a + LINE_BLOCK - 1 <= LONE_CELL * b->used; }
-static int band_cost(const LineBand *b)    { return band_blocked(b) ? b->b - b->a + LINE_BLOCK - 1 : LONE_CELL * b->used; }
-static int plan_bands(const LineRange *run, int n_run, LineBand *band) {
-    int k = 0;
-    for (int j = 0; j < n_run; j++) {
-        LineBand one = { run[j].lo, run[j].hi, run[j].hi - run[j].lo, j, j + 1 };
+static int band_whole(const LineBand *b) { return b->b - b->a + LINE_BLOCK - 1 <= LONE_CELL * b->used; }
+static int band_cost(const LineBand *b)  { return band_whole(b) ? b->b - b->a + LINE_BLOCK - 1 : LONE_CELL * b->used; }
+static void plan_bands(LinePlan *p) {                    // neighbours join while that costs no more
+    LineBand *d = p->band;
+    int k = 0, lone = 0, n = 0;
+    for (int j = 0; j < p->n_run; j++) {
+        LineBand one = { p->run[j].lo, p->run[j].hi, p->run[j].hi - p->run[j].lo, j, j + 1 };
         if (k) {
-            LineBand both = { band[k - 1].a, one.b, band[k - 1].used + one.used, band[k - 1].run0, j + 1 };
-            if (band_cost(&both) <= band_cost(&band[k - 1]) + band_cost(&one)) { band[k - 1] = both; continue; }
+            LineBand both = { d[k - 1].a, one.b, d[k - 1].used + one.used, d[k - 1].run0, j + 1 };
+            if (band_cost(&both) <= band_cost(&d[k - 1]) + band_cost(&one)) { d[k - 1] = both; continue; }
         }
-        band[k++] = one;
+        d[k++] = one;
     }
-    return k;
+    for (int j = 0; j < k; j++) {
+        if (band_whole(&d[j])) { d[n++] = d[j]; continue; }
+        for (int r = d[j].run0; r < d[j].run1; r++) p->run[lone++] = p->run[r];
+    }
+    p->n_band = n;
+    p->n_run = lone;
 }
 static LinePlan plan_new(Session *s, const Lines *a, const float *K, const float *V) {
     LinePlan p = { .line = a };
@@ -4738,9 +4798,9 @@ static LinePlan plan_new(Session *s, const Lines *a, const float *K, const float
     p.n_run = bit_runs(a->s, a->n, p.run);
     if (a->tile64) return p;
     p.band = scratch(s, (size_t)p.n_run * sizeof(LineBand));
-    p.n_band = plan_bands(p.run, p.n_run, p.band);
+    plan_bands(&p);
     p.kv = scratch(s, p.nv * row); p.vv = scratch(s, p.nv * row);
-    #pragma omp parallel for schedule(static) if (p.nv > 64)
+    #pragma omp parallel for schedule(static) if (p.nv > 1024)
     for (int j = 0; j < p.nv; j++) {
         memcpy(p.kv + (size_t)j * s->c->D, K + (size_t)p.v[j] * s->c->D, row);
         memcpy(p.vv + (size_t)j * s->c->D, V + (size_t)p.v[j] * s->c->D, row);
@@ -4783,47 +4843,45 @@ static void fold_columns(RowBlock *b, const int *c, int n, const float *k, const
             if (c[j] > b->r0 + i || c[j] < b->first[i] || (a && bit_get(a->s, b->r0 + i - c[j]))) b->t->sc[(size_t)i * n + j] = -INFINITY;
     tile_fold(b->t, b->m, n, b->D, v);
 }
-// The cells of row i at the offsets of run, as rows [*lo,*hi) of K
+// Row i at the offsets of run: columns [*lo,*hi) of which it sees some; -> the column of the run's first cell
 static int run_columns(const RowBlock *b, int i, const LineRange *run, int *lo, int *hi) {
-    int r = b->r0 + i;
-    *lo = r - run->hi + 1 > b->first[i] ? r - run->hi + 1 : b->first[i];
-    *hi = r - run->lo + 1;
-    return *hi > *lo;
+    int r = b->r0 + i, first = r - run->hi + 1;
+    *lo = first > b->first[i] ? first : b->first[i];
+    *hi = r - run->lo + 1 > *lo ? r - run->lo + 1 : *lo;
+    return first;
 }
-// Row i alone over runs of offsets, at most KV_TILE * LINE_BLOCK cells at once.
-static void fold_runs(RowBlock *b, int i, const LineRange *run, int n_run) {
+// Narrow runs of offsets, KV_TILE cells a row at a time. Run by run and not row by row: the rows read then follow each other.
+static void fold_runs(RowBlock *b, const LineRange *run, int n_run) {
     Tile *t = b->t;
     int D = b->D, lo, hi;
-    float *p = t->sc, *acc = t->acc + (size_t)i * D, scale = 1 / sqrtf((float)D);
     for (int a = 0, e; a < n_run; a = e) {
-        int n = 0;
-        for (e = a; e < n_run && n + run[e].hi - run[e].lo <= KV_TILE * LINE_BLOCK; e++) {
-            if (!run_columns(b, i, &run[e], &lo, &hi)) continue;
-            attn_scores(p + n, t->q + (size_t)i * D, b->K + (size_t)lo * D, 1, hi - lo, D, scale);
-            n += hi - lo;
-        }
-        if (!n) continue;
-        float top = fmaxf(t->max[i], max_f32(p, n)), c = expf(t->max[i] - top);
-        t->max[i] = top;
-        t->sum[i] *= c;
-        for (int d = 0; d < D; d++) acc[d] *= c;
-        exp_shift(p, top, n, &t->sum[i]);
-        for (n = 0; a < e; a++) {
-            if (!run_columns(b, i, &run[a], &lo, &hi)) continue;
-            attn_mix(acc, p + n, b->V + (size_t)lo * D, 1, hi - lo, D);
-            n += hi - lo;
-        }
+        int n = 0, at = 0;
+        for (e = a; e < n_run && n + run[e].hi - run[e].lo <= KV_TILE; e++) n += run[e].hi - run[e].lo;
+        for (int j = a; j < e; at += run[j].hi - run[j].lo, j++)
+            for (int i = 0; i < b->m; i++) {
+                int first = run_columns(b, i, &run[j], &lo, &hi);
+                float *p = t->sc + (size_t)i * n + at;
+                for (int c = 0; c < run[j].hi - run[j].lo; c++) p[c] = -INFINITY;
+                if (hi > lo) attn_scores(p + (lo - first), t->q + (size_t)i * D, b->K + (size_t)lo * D, 1, hi - lo, D, 1 / sqrtf((float)D));
+            }
+        tile_fold(t, b->m, n, D, NULL);
+        at = 0;
+        for (int j = a; j < e; at += run[j].hi - run[j].lo, j++)
+            for (int i = 0; i < b->m; i++) {
+                int first = run_columns(b, i, &run[j], &lo, &hi);
+                attn_mix(t->acc + (size_t)i * D, t->sc + (size_t)i * n + at + (lo - first), b->V + (size_t)lo * D, 1, hi - lo, D);
+            }
     }
 }
 static void block_exact(RowBlock *b, const LinePlan *p) {
     const Lines *a = p->line;
-    int last = b->r0 + b->m - 1;
-    for (int j = 0; j < p->n_band; j++) {
+    int last = b->r0 + b->m - 1, n_run = p->n_run;
+    for (int j = 0; j < p->n_band && p->band[j].a <= last; j++) {
         const LineBand *d = &p->band[j];
-        if (d->a > last) break;
-        if (band_blocked(d)) fold_range(b, b->r0 - d->b + 1 > 0 ? b->r0 - d->b + 1 : 0, last - d->a + 1, a, d);
-        else for (int i = 0; i < b->m; i++) fold_runs(b, i, p->run + d->run0, d->run1 - d->run0);
+        fold_range(b, b->r0 - d->b + 1 > 0 ? b->r0 - d->b + 1 : 0, last - d->a + 1, a, d);
     }
+    while (n_run && p->run[n_run - 1].lo > last) n_run--;
+    fold_runs(b, p->run, n_run);
     for (int j = 0; j < p->nv && p->v[j] <= last; j += KV_TILE)
         fold_columns(b, p->v + j, p->nv - j < KV_TILE ? p->nv - j : KV_TILE, p->kv + (size_t)j * b->D, p->vv + (size_t)j * b->D, a);
 }
@@ -4855,14 +4913,14 @@ static void group_attend(Session *s, int l, int g, const Lines *lines, float *ou
     LinePlan *plan = scratch(s, (size_t)R * sizeof *plan);
     LineRange *range = scratch(s, (size_t)n_threads() * n * sizeof *range);
     int *cols = scratch(s, (size_t)n_threads() * n * sizeof *cols);
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static) if (n > 1024)
     for (int r = 0; r < hd->len; r += KV_TILE) {
         int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
         kv_load_k(s, hd, NULL, r, m, K + (size_t)r * D);
         kv_load_v(s, hd, NULL, r, m, V + (size_t)r * D);
     }
     for (int r = 0; r < R; r++) plan[r] = plan_new(s, &lines[g * R + r], K, V);
-    #pragma omp parallel for schedule(dynamic)
+    #pragma omp parallel for schedule(dynamic) if (n > 64)
     for (int item = R * blocks - 1; item >= 0; item--) { // long rows first: threads finish together
         int h = g * R + item % R, t0 = item / R * LINE_BLOCK;
         RowBlock b = { &tiles[thread_id()], K, V, D, T - t0 < LINE_BLOCK ? T - t0 : LINE_BLOCK, hd->len - T + t0, {0} };
@@ -6204,7 +6262,7 @@ typedef struct {            // statistics of one tree, on request (A7)
 } Watch;
 typedef struct {
     float beta, beta_coarse;
-    int gqa, kg, exact, lazy, unit, first_tie, guard, min, max, buffer, sink, full_layers, iters, per_cluster, coarse_max, stats;
+    int gqa, kg, exact, lazy, unit, tokens, first_tie, guard, min, max, buffer, sink, full_layers, iters, per_cluster, coarse_max, stats;
     int B;                              // the budget of this turn, sinks included
     unsigned char *level; int n_level, cap_level;       // boundary levels; the last token seen has none yet
     TextTail tail;                      // the text up to token n_level-1
@@ -6226,6 +6284,7 @@ static const Opt lychee_opts[] = {
     { "lychee-prune",        'c', "none|exact", "exact: open units by upper bound until none can matter; reads what flat reads" },
     { "lychee-lazy",         'c', "ball|mean|freeze", "what a grafted chunk does to its cluster's centre" },
     { "lychee-centroid",     'c', "unit|mean", "centres on the unit sphere, or plain means" },
+    { "lychee-bound",        'c', "chunk|token", "token: a cluster's centre and radius are those of its raw token keys, so Eq. 2 bounds tokens" },
     { "lychee-tie",          'c', "last|first", "of equally good ends of a chunk" },
     { "lychee-guard",        'i', "1",    "0: marks inside 3.14, a.b, a::b, -> may end a chunk too" },
     { "lychee-chunk-min",    'i', "8",    "fewest tokens of a chunk" },
@@ -6255,6 +6314,7 @@ static int lychee_open(Session *s, void *ms) {
     x->lazy = word_number(o, "lychee-lazy", (const char *[]){ "ball", "mean", "freeze", NULL });
     x->exact     = !strcmp(opt_str(o, "lychee-prune"), "exact");
     x->unit      = !strcmp(opt_str(o, "lychee-centroid"), "unit");
+    x->tokens    = !strcmp(opt_str(o, "lychee-bound"), "token");
     x->first_tie = !strcmp(opt_str(o, "lychee-tie"), "first");
     x->guard = opt_int(o, "lychee-guard");         x->min = opt_int(o, "lychee-chunk-min");         x->max = opt_int(o, "lychee-chunk-max");
     x->buffer = opt_int(o, "lychee-buffer");       x->sink = opt_int(o, "lychee-sink");             x->full_layers = opt_int(o, "lychee-full-layers");
@@ -6417,6 +6477,28 @@ static void unit_rho(Tree *t, int g, float beta, int D, float *mu) {            
         t->rho[g] = fmaxf(t->rho[g], above(distance(mu, t->coarse.mu + (size_t)g * D, D) + (double)beta * t->fine.r[c]));
     }
 }
+// bound=token: centre and radius of a cluster from the raw keys of its tokens (A4), the same bytes and the same formula.
+static void cover_tokens(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, const BuildRoom *w) {
+    int D = s->c->D;
+    for (int c = 0; c < t->fine.n; c++) {
+        float *sum = w->sum;
+        memset(sum, 0, (size_t)D * sizeof *sum);
+        for (int pass = 0; pass < 2; pass++) {
+            for (int j = t->fine.first[c]; j >= 0; j = t->fine.next[j]) {
+                int n = x->start[j + 1] - x->start[j];
+                kv_load_k(s, hd, NULL, x->start[j], n, w->rows);
+                for (int i = 0; i < n; i++) {
+                    const float *k = w->rows + (size_t)i * D;
+                    if (pass) t->fine.r[c] = fmaxf(t->fine.r[c], above(distance(k, t->fine.mu + (size_t)c * D, D)));
+                    else for (int d = 0; d < D; d++) sum[d] += k[d] / (float)t->fine.tokens[c];
+                }
+            }
+            if (pass || !t->fine.chunks[c]) continue;
+            round_bf16(t->fine.mu + (size_t)c * D, sum, D);
+            t->fine.r[c] = 0;
+        }
+    }
+}
 static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, const BuildRoom *w) {
     int D = s->c->D, M = x->M, K = t->fine.n, P = t->coarse.n;
     for (int j = 0; j < M; j++) chunk_key(s, hd, x->start[j], x->start[j + 1] - x->start[j], w->rows, w->key + (size_t)j * D);
@@ -6431,6 +6513,7 @@ static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead 
         node_cover(&t->fine, c, w->key + (size_t)j * D, tokens, D);
         if (P) node_cover(&t->coarse, t->parent[c], w->key + (size_t)j * D, tokens, D);
     }
+    if (x->tokens) cover_tokens(s, x, t, hd, w);
     for (int g = 0; g < P; g++) unit_rho(t, g, x->beta, D, w->rows);
 }
 static void watch_restart(Watch *w, int clusters) {      // cluster numbers change with a build
@@ -6704,14 +6787,15 @@ static void cut_chunks(const Session *s, Lychee *x) {
         x->start[++x->M] = e + 1;
     }
 }
-// The node takes in one more chunk key v: its centre follows, its radius goes on covering all (A6). n: chunks below it before.
-static void node_absorb(const Lychee *x, Nodes *u, int node, const float *v, int D, float *room) {
+// The node takes in one more key v beside the n it has: its centre follows, its radius goes on covering all (A6).
+static void node_absorb(const Lychee *x, Nodes *u, int node, int n, const float *v, int unit, int D, float *room) {
     uint16_t *mu = u->mu + (size_t)node * D;
-    double d = distance(v, mu, D), r = u->r[node], n = u->chunks[node], step = x->lazy == LAZY_MEAN ? 1 / (n + 1) : x->lazy == LAZY_BALL && d > r ? (d - r) / (2 * d) : 0, delta = 0;
+    double d = distance(v, mu, D), r = u->r[node], delta = 0;
+    double step = x->lazy == LAZY_MEAN ? 1 / (n + 1.0) : x->lazy == LAZY_BALL && d > r ? (d - r) / (2 * d) : 0;     // ball: the smallest that holds the old one and v
     if (step > 0) {
         to_f32(room, mu, DT_BF16, (size_t)D);
         for (int i = 0; i < D; i++) room[i] = (float)(room[i] + step * ((double)v[i] - room[i]));
-        if (x->lazy == LAZY_MEAN && x->unit) normalise(room, D);
+        if (x->lazy == LAZY_MEAN && unit) normalise(room, D);
         for (int i = 0; i < D; i++) {
             uint16_t to = f32_to_bf16(room[i]);
             double e = (double)bf16_to_f32(to) - bf16_to_f32(mu[i]);
@@ -6723,20 +6807,35 @@ static void node_absorb(const Lychee *x, Nodes *u, int node, const float *v, int
     }
     if (delta > 0 || d > r) u->r[node] = above(fmax(r + delta, d));
 }
-static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, int j, float *rows, float *v, SeekRoom *w) {
-    int D = s->c->D, n = x->start[j + 1] - x->start[j], c = -1;
+static int nearest_cluster(const Lychee *x, const Tree *t, const float *v, int D, float *mu, SeekRoom *w) {    // mu (D) is room
+    int c = -1;
     Probe p = { .q = v, .m = 1, .w = { 1 } };
-    chunk_key(s, hd, x->start[j], n, rows, v);
     score_all(&p, &t->fine, t->fine.r, 0, D, w->sc, w->S);
-    for (int i = 0; i < t->fine.n; i++) if (t->fine.chunks[i] && (c < 0 || w->S[i] > w->S[c])) c = i;
-    node_absorb(x, &t->fine, c, v, D, rows);
+    for (int i = 0; i < t->fine.n; i++) {
+        if (!t->fine.chunks[i]) continue;
+        if (x->tokens) {                                                   // raw centres differ in length: compare directions
+            to_f32(mu, t->fine.mu + (size_t)i * D, DT_BF16, (size_t)D);
+            w->S[i] /= sqrtf(dot_f32(mu, mu, D) + 1e-12f);
+        }
+        if (c < 0 || w->S[i] > w->S[c]) c = i;
+    }
+    return c;
+}
+static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, int j, float *room, SeekRoom *w) {   // room (chunk-max + 2,D)
+    int D = s->c->D, n = x->start[j + 1] - x->start[j];
+    float *v = room, *rows = room + (size_t)2 * D;
+    room += D;
+    chunk_key(s, hd, x->start[j], n, rows, v);
+    int c = nearest_cluster(x, t, v, D, room, w);
+    if (!x->tokens) node_absorb(x, &t->fine, c, t->fine.chunks[c], v, x->unit, D, room);
+    for (int i = 0; i < n && x->tokens; i++) node_absorb(x, &t->fine, c, t->fine.tokens[c] + i, rows + (size_t)i * D, 0, D, room);
     child_append(&t->fine, c, j);
     t->fine.chunks[c]++; t->fine.tokens[c] += n;
     if (!t->coarse.n) return;
     int g = t->parent[c];
-    node_absorb(x, &t->coarse, g, v, D, rows);
+    node_absorb(x, &t->coarse, g, t->coarse.chunks[g], v, x->unit, D, room);
     t->coarse.chunks[g]++; t->coarse.tokens[g] += n;
-    unit_rho(t, g, x->beta, D, rows);
+    unit_rho(t, g, x->beta, D, room);
 }
 static void lychee_graft(Session *s, Lychee *x, int from) {                // chunks from..M-1, in order
     int L = s->c->L, G = s->c->G, D = s->c->D, n = n_threads(), l0 = 0;
@@ -6744,12 +6843,11 @@ static void lychee_graft(Session *s, Lychee *x, int from) {                // ch
     if (l0 == L) return;
     size_t mark = scratch_mark(s);
     SeekRoom *w = seek_rooms(s, x, &x->tree[l0 * G], 1);
-    float *room = scratch(s, (size_t)n * (x->max + 1) * D * sizeof(float));
+    float *room = scratch(s, (size_t)n * (x->max + 2) * D * sizeof(float));
     #pragma omp parallel for schedule(static) if (x->M > 256)
     for (int i = l0 * G; i < L * G; i++) {
-        float *rows = room + (size_t)thread_id() * (x->max + 1) * D;
         for (int j = from; j < x->M && indexed_layer(s, x, i / G); j++)
-            tree_graft(s, x, &x->tree[i], &s->head[i], j, rows + D, rows, &w[thread_id()]);
+            tree_graft(s, x, &x->tree[i], &s->head[i], j, room + (size_t)thread_id() * (x->max + 2) * D, &w[thread_id()]);
     }
     scratch_reset(s, mark);
 }
@@ -6800,6 +6898,374 @@ static void lychee_stats(const Session *s, const void *ms, FILE *out) {
     if (a.n_recall) fprintf(out, "lychee: recall %.4f of the best rows, attention covered %.4f (of the indexed rows' %.4f), over %ld lists\n", a.recall / a.n_recall, a.covered / a.n_recall, a.covered_indexed / a.n_recall, a.n_recall);
     if (a.n_jaccard) fprintf(out, "lychee: Jaccard %.4f, WindowHit(%d) %.4f\n", a.jaccard / a.n_jaccard, WINDOW_HIT, a.n_hit ? a.hit / a.n_hit : 0);
 }
+
+// ==================================================================================================== 14 SONIC INFERENCE
+// SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching. arXiv 2601.21927 (papers/003).
+// A finished message is read once more by K learned Nexus tokens with their own weight matrices; afterwards only their K and
+// V rows stay and the message's own rows are dropped. System message and current turn are never compressed. The base model is frozen.
+//   S_aug = { I_sys, m_1, N^(1), m_2, N^(2), .., m_h, N^(h), Q_curr }                                     (1)
+//   e(N_j^t) = e_base + e_pos[j] + e_turn[t]          t: the turn, user and assistant share it              (2)
+//   text sees text at or before it                                                                        (3)
+//   the body of m_i is invisible behind N^(i)                                                             (4)
+//   Nexus tokens see each other                                                                           (5)
+//   a Nexus row uses W^N for q,k,v,o and the MLP; norms are the base's                                     (3.1; Session.alt)
+// Incremental (default): when the next turn begins, each message of the turn before it is encoded once and cached for ever:
+//   truncate behind the user message | its Nexus pass, drop it | encode the answer again | its Nexus pass, drop it
+// The answer is encoded again because it was generated while the raw user message was visible, which (4) forbids.
+// **Differs from the paper:**
+//   - (5) across segments lets old Nexus tokens see later ones, so their rows could not be cached: incremental is causal
+//     across segments (VIS_SEGMENT). --sonic-oneshot has the exact mask: the whole history in one pass, every turn;
+//   - K_i = max(1, min(K, |B_i|)), or by --sonic-ratio per message; the first --sonic-sink tokens count as system message;
+//   - positions, T_max, and what a body is (all tokens of a message) are not in the paper: see NOTES.md.
+// Options: --sonic-k, -ratio, -weights, -untrained, -seed, -pos, -oneshot, -sink, -force.
+
+typedef struct { int n, turn; } SonicMessage;           // a finished message: tokens of its body, its turn
+
+typedef struct {
+    SafeFile *file;             // the adapter, mapped; NULL: untrained
+    Layer *alt;                 // (L) the Nexus branch
+    float *embed, *pos, *turn;  // (C) e_base, (K_max,C) e_pos, (T_max,C) e_turn: one block, `embed` first
+    int K_max, T_max, K;
+    double ratio;               // share of a body to remove; < 0: K counts
+    int original, oneshot, sink;
+    int sys;                    // leading tokens that are the system message
+    int h;                      // finished messages; the segment number of the current turn
+    int cur, n_user;            // first token of the current turn; how many of its tokens are the user's message
+    int drop;                   // commit drops text rows of segments [0,drop)
+    SonicMessage *msg;          // stb_ds array, one-shot only: the h messages
+    long n_body, n_nexus;       // sums of |B_i| and K_i
+    double seconds;             // spent at turn starts on finished messages
+    int warned;
+} Sonic;
+
+KV_PRINTF(2, 3) static int sonic_fail(Session *s, const char *fmt, ...) {
+    va_list ap;
+    int n = snprintf(s->err, sizeof s->err, "sonic: ");
+    va_start(ap, fmt);
+    vsnprintf(s->err + n, sizeof s->err - n, fmt, ap);
+    va_end(ap);
+    return -1;
+}
+
+// ---- the adapter file
+typedef struct { Session *s; SafeFile *f; const SafeTensor *first; size_t bytes; } SonicFile;
+
+static int sonic_meta(SonicFile *a, const char *key, const char *want, const char *or) {      // the string must be one of two
+    const char *v = safetensors_meta(a->f, key);
+    if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) return 0;
+    return sonic_fail(a->s, "%.200s: metadata %s is %.60s, expected %s%s%s", a->f->path, key, v ? v : "missing", want, or ? " or " : "", or ? or : "");
+}
+static int sonic_meta_int(SonicFile *a, const char *key, int *value) {          // a whole number from 1 to 65536
+    const char *v = safetensors_meta(a->f, key);
+    char *end = NULL;
+    long n = v ? strtol(v, &end, 10) : 0;
+    if (!v || !*v || *end || n < 1 || n > 65536) return sonic_fail(a->s, "%.200s: metadata %s is %.60s, expected a number from 1 to 65536", a->f->path, key, v ? v : "missing");
+    *value = (int)n;
+    return 0;
+}
+static int sonic_meta_same(SonicFile *a, const char *key, int want) {           // a size of the base model
+    char text[16];
+    snprintf(text, sizeof text, "%d", want);
+    const char *v = safetensors_meta(a->f, key);
+    return v && !strcmp(v, text) ? 0 : sonic_fail(a->s, "%.200s: metadata %s is %.60s, base has %d (adapter made for another model?)", a->f->path, key, v ? v : "missing", want);
+}
+// rows 0: a vector (cols). The name may hold one %d for the layer.
+static int sonic_tensor(SonicFile *a, Tensor *t, const char *pattern, int l, int rows, int cols) {
+    char name[128], found[128] = "", want[64];
+    const char *rest = strstr(pattern, "%d");
+    if (rest) snprintf(name, sizeof name, "%.*s%d%s", (int)(rest - pattern), pattern, l, rest + 2);
+    else snprintf(name, sizeof name, "%s", pattern);
+    const SafeTensor *x = safetensors_find(a->f, name);
+    if (!x) return sonic_fail(a->s, "%.200s: %s is missing", a->f->path, name);
+    if (rows) snprintf(want, sizeof want, "[%d,%d]", rows, cols); else snprintf(want, sizeof want, "[%d]", cols);
+    for (int i = 0, n = 0; i < x->n_dim && n < 100; i++) n += snprintf(found + n, sizeof found - n, "%s%lld", i ? "," : "[", (long long)x->dim[i]);
+    strcat(found, *found ? "]" : "[]");
+    if (strcmp(found, want)) return sonic_fail(a->s, "%s is %s, base needs %s (adapter made for another model?)", name, found, want);
+    if (x->dtype < 0) return sonic_fail(a->s, "%s is %s, expected F32, F16 or BF16", name, x->type);
+    if (!a->first) a->first = x;
+    if (x->dtype != a->first->dtype) return sonic_fail(a->s, "%s is %s, but %s is %s: all tensors must have one type", name, x->type, a->first->name, a->first->type);
+    *t = (Tensor){ x->data, x->dtype, rows ? rows : 1, cols };
+    a->bytes += x->bytes;
+    return 0;
+}
+static int sonic_layer(SonicFile *a, Layer *y, int l, int mlp) {                // y: a copy of the base's layer
+    const Config *c = a->s->c;
+    int HD = c->H * c->D, GD = c->G * c->D;
+    if (sonic_tensor(a, &y->wq, "nexus.layers.%d.self_attn.q_proj.weight", l, HD, c->C)) return -1;
+    if (sonic_tensor(a, &y->wk, "nexus.layers.%d.self_attn.k_proj.weight", l, GD, c->C)) return -1;
+    if (sonic_tensor(a, &y->wv, "nexus.layers.%d.self_attn.v_proj.weight", l, GD, c->C)) return -1;
+    if (sonic_tensor(a, &y->wo, "nexus.layers.%d.self_attn.o_proj.weight", l, c->C, HD)) return -1;
+    if (y->bq.data && sonic_tensor(a, &y->bq, "nexus.layers.%d.self_attn.q_proj.bias", l, 0, HD)) return -1;
+    if (y->bk.data && sonic_tensor(a, &y->bk, "nexus.layers.%d.self_attn.k_proj.bias", l, 0, GD)) return -1;
+    if (y->bv.data && sonic_tensor(a, &y->bv, "nexus.layers.%d.self_attn.v_proj.bias", l, 0, GD)) return -1;
+    if (!mlp) return 0;
+    if (sonic_tensor(a, &y->gate, "nexus.layers.%d.mlp.gate_proj.weight", l, c->F, c->C)) return -1;
+    if (sonic_tensor(a, &y->up, "nexus.layers.%d.mlp.up_proj.weight", l, c->F, c->C)) return -1;
+    return sonic_tensor(a, &y->down, "nexus.layers.%d.mlp.down_proj.weight", l, c->C, c->F);
+}
+static uint64_t fnv1a(uint64_t h, const Tensor *t) {
+    const unsigned char *p = t->data;
+    for (size_t i = 0, n = (size_t)t->rows * t->cols * dtype_size(t->dtype); i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
+    return h;
+}
+static uint64_t sonic_fingerprint(const Weights *w) {   // FNV-1a 64 over the bytes of the embedding and of layer 0's q_proj, as in the base's file
+    return fnv1a(fnv1a(0xcbf29ce484222325ull, &w->embed), &w->layer[0].wq);
+}
+static int sonic_check_base(SonicFile *a) {
+    const Config *c = a->s->c;
+    if (sonic_meta(a, "format", "sonic-nexus", NULL) || sonic_meta(a, "version", "1", NULL) || sonic_meta(a, "model_type", c->model_type, NULL)) return -1;
+    if (sonic_meta_same(a, "hidden_size", c->C) || sonic_meta_same(a, "num_hidden_layers", c->L) || sonic_meta_same(a, "num_attention_heads", c->H)) return -1;
+    if (sonic_meta_same(a, "num_key_value_heads", c->G) || sonic_meta_same(a, "head_dim", c->D) || sonic_meta_same(a, "intermediate_size", c->F)) return -1;
+    if (sonic_meta(a, "attention_bias", a->s->w->layer[0].bq.data ? "true" : "false", NULL)) return -1;
+    if (sonic_meta(a, "body", "full_message", NULL) || sonic_meta(a, "position_mode", "augmented", "original") || sonic_meta(a, "mlp", "dedicated", "shared")) return -1;
+    char own[20];
+    const char *made = safetensors_meta(a->f, "base_fingerprint");
+    snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(a->s->w));
+    if (made && !strncmp(made, "0x", 2)) made += 2;
+    if (opt_int(a->s->opt, "sonic-force") || (made && !strcasecmp(made, own))) return 0;
+    return sonic_fail(a->s, "%.200s: metadata base_fingerprint is %.40s, base has %s (trained on other weights? --sonic-force tries it)", a->f->path, made ? made : "missing", own);
+}
+static int sonic_load(Session *s, Sonic *x, const char *path) {
+    const Config *c = s->c;
+    char why[512];
+    Tensor e, p, t;
+    SonicFile a = { .s = s, .f = x->file = safetensors_open(path, why) };
+    if (!a.f) return sonic_fail(s, "%.450s", why);
+    if (sonic_check_base(&a) || sonic_meta_int(&a, "k_max", &x->K_max) || sonic_meta_int(&a, "k_default", &x->K) || sonic_meta_int(&a, "t_max", &x->T_max)) return -1;
+    if (sonic_tensor(&a, &e, "nexus.embed.base", 0, 0, c->C) || sonic_tensor(&a, &p, "nexus.embed.pos", 0, x->K_max, c->C) || sonic_tensor(&a, &t, "nexus.embed.turn", 0, x->T_max, c->C)) return -1;
+    for (int l = 0; l < c->L; l++) if (sonic_layer(&a, &x->alt[l], l, !strcmp(safetensors_meta(a.f, "mlp"), "dedicated"))) return -1;
+    for (int i = 0; i < a.f->n; i++)
+        if (!a.f->tensor[i].used) return sonic_fail(s, "%.200s: unexpected tensor %.200s", path, a.f->tensor[i].name);
+    x->original = !strcmp(safetensors_meta(a.f, "position_mode"), "original");
+    x->embed = xmalloc((size_t)(1 + x->K_max + x->T_max) * c->C * sizeof(float));
+    to_f32(x->embed, e.data, e.dtype, c->C);
+    to_f32(x->embed + c->C, p.data, p.dtype, (size_t)x->K_max * c->C);
+    to_f32(x->embed + (size_t)(1 + x->K_max) * c->C, t.data, t.dtype, (size_t)x->T_max * c->C);
+    return 0;
+}
+// No adapter: the branch is the base itself, e_base the mean of the embedding, e_pos and e_turn small noise of its size.
+static double sonic_normal(uint64_t *state) {
+    double u = (double)(splitmix64(state) >> 11) / 9007199254740992.0, v = (double)(splitmix64(state) >> 11) / 9007199254740992.0;
+    return sqrt(-2 * log(1 - u)) * cos(2 * M_PI * v);
+}
+static void sonic_untrained(Session *s, Sonic *x) {
+    const Tensor *e = &s->w->embed;
+    int C = s->c->C, rows = e->rows < 4096 ? e->rows : 4096;    // enough for a mean
+    uint64_t state = mix64((uint64_t)opt_int(s->opt, "sonic-seed"));
+    double square = 0;
+    x->K_max = 64; x->T_max = 32; x->K = 16;
+    x->embed = xcalloc((size_t)(1 + x->K_max + x->T_max) * C, sizeof(float));
+    float *row = xmalloc((size_t)C * sizeof *row);
+    for (int r = 0; r < rows; r++) {
+        to_f32(row, (const char *)e->data + (size_t)r * C * dtype_size(e->dtype), e->dtype, C);
+        for (int i = 0; i < C; i++) { x->embed[i] += row[i] / (float)rows; square += (double)row[i] * row[i]; }
+    }
+    double std = sqrt(square / rows / C);
+    for (int r = 1; r < 1 + x->K_max + x->T_max; r++)
+        for (int i = 0; i < C; i++) x->embed[(size_t)r * C + i] = (float)(sonic_normal(&state) * std * (r > x->K_max ? .3 : 1));
+    free(row);
+    if (!opt_int(s->opt, "quiet"))
+        fprintf(stderr, "kvcomp: WARNING: --sonic-untrained: the Nexus tokens were never trained, whatever leaves the current turn is LOST to the model. Good for trials of memory and speed only.\n");
+}
+
+// ---- the augmented sequence
+static int sonic_K(const Sonic *x, int n) {             // Nexus tokens for a body of n >= 1 tokens
+    int K = x->ratio >= 0 ? (int)floor((1 - x->ratio) * n + .5 + 1e-6) : x->K, most = x->K_max < n ? x->K_max : n;
+    return K < 1 ? 1 : K > most ? most : K;
+}
+// Token j of a segment. Its id says which row of e_pos and e_turn it is made of.
+static Token sonic_token(const Sonic *x, int turn, int j, int seg, int pos) { return (Token){ -1 - (turn * x->K_max + j), pos, seg, TOK_EXTRA }; }
+
+static void sonic_embed(Session *s, void *ms, const Token *t, float *out) {     // Eq. 2. out (C)
+    Sonic *x = ms;
+    int i = -1 - t->id, j = i % x->K_max, turn = i / x->K_max, C = s->c->C;
+    if (turn >= x->T_max) {
+        if (!x->warned++ && !opt_int(s->opt, "quiet")) fprintf(stderr, "kvcomp: sonic: turn %d is past the %d the adapter knows; the last turn embedding is used from here on\n", turn, x->T_max);
+        turn = x->T_max - 1;
+    }
+    for (int c = 0; c < C; c++) out[c] = x->embed[c] + x->pos[(size_t)j * C + c] + x->turn[(size_t)turn * C + c];
+}
+static int sonic_seg(const Sonic *x, int i) { return i < x->sys ? -1 : x->h; }  // segment of a text token that is token i of the session
+
+// Drops what Eq. 4 hides for ever: text rows of finished messages.
+static void sonic_drop(Session *s, const Sonic *x, int l) {
+    for (int g = 0; g < s->c->G; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        size_t mark = scratch_mark(s);
+        int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
+        for (int r = 0; r < h->len; r++) {
+            const Token *t = &s->tok[h->src[r]];
+            if (t->kind == TOK_EXTRA || t->seg < 0 || t->seg >= x->drop) keep[n++] = r;
+        }
+        if (n < h->len) kv_keep(s, l, g, keep, n);
+        scratch_reset(s, mark);
+    }
+}
+static void sonic_commit(Session *s, void *ms, int l, const float *q, int T) {
+    const Sonic *x = ms;
+    (void)q; (void)T;
+    if (s->decoding) return;
+    if (l < s->c->L) { sonic_drop(s, x, l); return; }
+    for (int k = 0; k < s->c->L; k++) if (!layer_acts(s, k)) sonic_drop(s, x, k);       // a storage rule: every layer
+    if (!x->original) return;
+    int i = s->n_tok - 1;                               // original positions: text goes on where text ended
+    while (i > 0 && s->tok[i].kind == TOK_EXTRA) i--;
+    s->pos_next = s->tok[i].pos + 1;
+}
+
+// ---- incremental: section 5 of the spec, steps 1 to 5
+// Nexus pass for the body that begins at token `first` and ends the session; the body's rows are dropped layer by layer.
+static void sonic_nexus(Session *s, Sonic *x, int first, int turn) {
+    int n = s->n_tok - (first > x->sys ? first : x->sys);
+    if (n <= 0) return;                                 // empty, or counted as system message
+    int K = sonic_K(x, n);
+    size_t mark = scratch_mark(s);
+    Token *t = scratch(s, (size_t)K * sizeof *t);
+    for (int j = 0; j < K; j++) t[j] = sonic_token(x, turn, j, x->h, x->original ? s->pos_next + j : -1);
+    x->drop = ++x->h;
+    x->n_body += n; x->n_nexus += K;
+    s->forward(s, t, K);
+    scratch_reset(s, mark);
+}
+static int sonic_finish(Session *s, Sonic *x, Token *t, int n, int foot) {      // the messages of the last turn; -> ids left in t
+    int user = x->cur + x->n_user, n_old = s->n_tok - user, n_reply = n_old + foot, turn = s->turn - 1;
+    size_t mark = scratch_mark(s);
+    Token *reply = scratch(s, (size_t)(n_reply + 1) * sizeof *reply);
+    memcpy(reply, s->tok + user, (size_t)n_old * sizeof *reply);
+    memcpy(reply + n_old, t, (size_t)foot * sizeof *reply);
+    kv_truncate(s, user);                                                       // step 1
+    sonic_nexus(s, x, x->cur, turn);                                            // 2, 3
+    int first = s->n_tok;
+    for (int i = 0; i < n_reply; i++) reply[i] = (Token){ reply[i].id, -1, sonic_seg(x, first + i), TOK_REPLY };
+    if (n_reply) s->forward(s, reply, n_reply);                                 // 4
+    sonic_nexus(s, x, first, turn);                                             // 5
+    scratch_reset(s, mark);
+    memmove(t, t + foot, (size_t)(n - foot) * sizeof *t);
+    return n - foot;
+}
+
+// ---- one-shot: the whole of Eq. 1 again, every turn. -> ids in t, the current turn's from x->cur on
+static void sonic_message(Sonic *x, int first, int end, int turn) {
+    SonicMessage m = { end - (first > x->sys ? first : x->sys), turn };
+    if (m.n > 0) arrput(x->msg, m);
+}
+static int sonic_again(Session *s, Sonic *x, Token *t, int n, int foot) {
+    int n_text = 0, user = x->cur + x->n_user, i = 0, p = 0;
+    size_t mark = scratch_mark(s);
+    Token *text = scratch(s, (size_t)(s->n_tok + foot) * sizeof *text);
+    for (int k = 0; k < s->n_tok; k++) if (s->tok[k].kind != TOK_EXTRA) text[n_text++] = s->tok[k];
+    memcpy(text + n_text, t, (size_t)foot * sizeof *text);
+    n_text += foot;
+    sonic_message(x, x->cur, user, s->turn - 1);
+    sonic_message(x, user, s->n_tok + foot, s->turn - 1);
+    x->h = (int)arrlen(x->msg);
+    x->n_body = x->n_nexus = 0;
+    for (int m = 0; m < x->h; m++) { x->n_body += x->msg[m].n; x->n_nexus += sonic_K(x, x->msg[m].n); }
+    x->cur = n_text + (int)x->n_nexus;
+    memmove(t + x->cur, t + foot, (size_t)(n - foot) * sizeof *t);
+    for (; p < x->sys && p < n_text; p++) t[i++] = (Token){ text[p].id, p, -1, text[p].kind };
+    for (int m = 0; m < x->h; m++) {
+        for (int end = p + x->msg[m].n; p < end; p++) t[i++] = (Token){ text[p].id, x->original ? p : i, m, text[p].kind };
+        for (int j = 0, K = sonic_K(x, x->msg[m].n); j < K; j++, i++) t[i] = sonic_token(x, x->msg[m].turn, j, m, x->original ? p + j : i);
+    }
+    for (n += x->cur - foot; i < n; i++) t[i].pos = x->original ? p++ : i;
+    scratch_reset(s, mark);
+    kv_truncate(s, 0);
+    return n;
+}
+
+static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
+    Sonic *x = ms;
+    double t0 = now();
+    int foot = s->n_foot < n ? s->n_foot : n;
+    (void)cap;                                          // text and at most as many Nexus tokens: below 2 (n + n_tok)
+    if (!s->turn) x->sys = s->n_sys > x->sink ? s->n_sys : x->sink;
+    else if (x->oneshot) n = sonic_again(s, x, t, n, foot);
+    else n = sonic_finish(s, x, t, n, foot);
+    if (!x->oneshot || !s->turn) x->cur = s->n_tok;
+    int from = x->cur - s->n_tok, own = n - from;       // the current turn is t[from..n)
+    for (int i = from; i < n; i++) t[i].seg = sonic_seg(x, s->n_tok + i);
+    x->n_user = own - (s->n_head < own ? s->n_head : own);
+    x->drop = x->h;
+    if (s->pos_next + n > s->c->max_pos)
+        die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue, or --sonic-pos=original with an adapter trained so)", s->pos_next + n - 1, s->c->max_pos);
+    x->seconds += now() - t0;
+    return n;
+}
+
+// ---- opening
+static int sonic_numbers(Session *s, Sonic *x) {        // K, ratio, positions: options against what the adapter allows
+    const Options *o = s->opt;
+    const char *pos = opt_str(o, "sonic-pos");
+    int K = opt_int(o, "sonic-k");
+    x->ratio = opt_given(o, "sonic-ratio") ? opt_real(o, "sonic-ratio") : s->ratio;
+    if (x->ratio > 1 || (x->ratio < 0 && (opt_given(o, "sonic-ratio") || opt_given(o, "ratio")))) return sonic_fail(s, "--sonic-ratio %g: expected 0 to 1", x->ratio);
+    if (K && x->ratio >= 0) return sonic_fail(s, "--sonic-k and a ratio are two ways to say the same, give one");
+    if (K < 0 || K > x->K_max) return sonic_fail(s, "--sonic-k %d: the adapter knows 1 to %d Nexus tokens a message", K, x->K_max);
+    if (K) x->K = K;
+    if (x->K > x->K_max) return sonic_fail(s, "metadata k_default is %d, but k_max is %d", x->K, x->K_max);
+    if (strcmp(pos, "adapter") && x->file && x->original != !strcmp(pos, "original"))
+        return sonic_fail(s, "--sonic-pos=%s, but the adapter was trained with %s positions", pos, x->original ? "original" : "augmented");
+    if (!x->file) x->original = !strcmp(pos, "original");
+    if (x->sink < 0) return sonic_fail(s, "--sonic-sink %d: expected 0 or more", x->sink);
+    return 0;
+}
+static int sonic_open(Session *s, void *ms) {
+    Sonic *x = ms;
+    const Options *o = s->opt;
+    char path[1100];
+    int untrained = opt_int(o, "sonic-untrained");
+    x->oneshot = opt_int(o, "sonic-oneshot");
+    x->sink = opt_int(o, "sonic-sink");
+    snprintf(path, sizeof path, "%s", opt_str(o, "sonic-weights"));
+    if (*path && untrained) return sonic_fail(s, "--sonic-weights and --sonic-untrained exclude each other");
+    if (!*path) snprintf(path, sizeof path, "%s/nexus.safetensors", s->c->dir);
+    if (!untrained && !opt_given(o, "sonic-weights") && !file_exists(path))
+        return sonic_fail(s, "needs trained Nexus weights, and %.300s is not there: --sonic-weights=FILE, or --sonic-untrained for a trial", path);
+    x->alt = xmalloc((size_t)s->c->L * sizeof(Layer));
+    memcpy(x->alt, s->w->layer, (size_t)s->c->L * sizeof(Layer));
+    if (untrained) sonic_untrained(s, x);
+    else if (sonic_load(s, x, path)) return -1;
+    x->pos = x->embed + s->c->C;
+    x->turn = x->pos + (size_t)x->K_max * s->c->C;
+    if (sonic_numbers(s, x)) return -1;
+    s->alt = x->alt;
+    s->rule = x->oneshot ? VIS_SEGMENT_EXACT : VIS_SEGMENT;
+    return 0;
+}
+static void sonic_close(Session *s, void *ms) {
+    Sonic *x = ms;
+    s->alt = NULL;
+    safetensors_close(x->file);
+    free(x->alt); free(x->embed); arrfree(x->msg);
+}
+static size_t sonic_bytes(const Session *s, const void *ms) {      // embeddings and layer table; the branch's matrices are weights, not cache
+    const Sonic *x = ms;
+    return (size_t)(1 + x->K_max + x->T_max) * s->c->C * sizeof(float) + (size_t)s->c->L * sizeof(Layer) + arrlenu(x->msg) * sizeof(SonicMessage);
+}
+static void sonic_stats(const Session *s, const void *ms, FILE *out) {
+    const Sonic *x = ms;
+    long now_rows = s->n_tok - x->cur, sys = x->sys < s->n_tok ? x->sys : s->n_tok;
+    size_t bytes = 0;
+    for (int i = 0; x->file && i < x->file->n; i++) bytes += x->file->tensor[i].bytes;
+    if (!x->h && now_rows > sys) now_rows -= sys;       // the first turn holds the system message itself
+    double hist = x->n_body ? 1 - (double)x->n_nexus / x->n_body : 0, all = (double)(sys + x->n_body + now_rows), kept = (double)(sys + x->n_nexus + now_rows);
+    fprintf(out, "sonic: %d messages, %ld tokens in %ld Nexus tokens: hist_ratio %.4f, total_ratio %.4f, %s, %s positions\n", x->h, x->n_body, x->n_nexus, hist, all > 0 ? 1 - kept / all : 0,
+            x->oneshot ? "one-shot" : "incremental", x->original ? "original" : "augmented");
+    fprintf(out, "sonic: %.3f s at turn starts for finished messages; adapter %zu bytes%s\n", x->seconds, bytes, x->file ? "" : " (untrained: the base's weights)");
+}
+static const Opt sonic_opts[] = {
+    { "sonic-k",         'i', "0",    "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
+    { "sonic-ratio",     'f', "0",    "share of each message to remove instead (also --ratio): K_i = round((1-F)|B_i|), at most the adapter's k_max" },
+    { "sonic-weights",   's', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
+    { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
+    { "sonic-seed",      'i', "1",    "of those embeddings" },
+    { "sonic-pos",       'c', "adapter|augmented|original", "positions: as the adapter was trained (untrained: augmented), Nexus tokens take their own, or text keeps its own" },
+    { "sonic-oneshot",   'b', "0",    "the paper's exact mask: the whole history in one pass, every turn" },
+    { "sonic-sink",      'i', "4",    "first tokens that count as system message at least" },
+    { "sonic-force",     'b', "0",    "take an adapter whose fingerprint does not fit" },
+    { NULL, 0, NULL, NULL },
+};
 
 // ==================================================================================================== 15 DILILAZYKV
 // DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (anonymous ACL submission).
@@ -7057,6 +7523,7 @@ static int *number_list(const char *name, const char *text, long lo, long hi) {
         if (!*p) return list;
         p++;
     }
+    arrfree(list);
     die(EXIT_USAGE, "--%s wants numbers from %ld to %ld like 5,10 or 2:98:3, found '%.60s'", name, lo, hi, text);
     return NULL;
 }
@@ -7109,7 +7576,7 @@ static void head_scores(const Calibration *r, const float *a, int n, int *idx, d
     score[1] = P; score[2] = R;
 }
 typedef struct { Calibration *run; } HeadProbe;
-static void probe_commit(Session *s, void *ms, int l, const float *q, int T) {
+static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T) {
     Calibration *r = ((HeadProbe *)ms)->run;
     if (s->decoding || l == s->c->L) return;
     size_t mark = scratch_mark(s), LH = (size_t)s->c->L * s->c->H;
@@ -7124,7 +7591,7 @@ static void probe_commit(Session *s, void *ms, int l, const float *q, int T) {
     }
     scratch_reset(s, mark);
 }
-static const Method probe = { .name = "probe", .state = sizeof(HeadProbe), .commit = probe_commit };   // rides on "full"; not in the table
+static const Method head_probe = { .name = "probe", .state = sizeof(HeadProbe), .commit = head_probe_commit };    // rides on "full"; not in the table
 
 static char *greedy_answer(Session *s, const Tokenizer *t, const float *logits, int n) {        // stb array of at most n tokens' bytes
     char *text = NULL;
@@ -7143,30 +7610,33 @@ typedef struct { const Needle *needle; int length, depth; } Run;
 
 static int *ids_put(int *ids, const int *x, int n) { for (int i = 0; i < n; i++) arrput(ids, x[i]); return ids; }
 
-// [BOS] hay with the needle at depth % of it, then the question: ids as an stb array. Hay and needle have length - 200 ids.
-static int *run_prompt(const Tokenizer *t, const Run *run, const int *hay, const char *prompt, Calibration *r) {
-    int *ids = NULL, *needle = NULL, room = run->length - (run->length < 400 ? run->length / 2 : 200);
+// [BOS] prefix, hay with the needle at depth % of it, question: ids as an stb array. Hay and needle have length - 200 ids.
+static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r) {
+    int *ids = NULL, *needle = NULL, room = run->length - (run->length < 400 ? run->length / 2 : 200), len;
     char text[4096], line[4096];
+    const char *prefix = opt_str(o, "calibrate-prefix"), *prompt = opt_str(o, "calibrate-prompt"), *hole = strstr(prompt, "{}");
+    if (!hole || strlen(prompt) > 2000) die(EXIT_USAGE, "--calibrate-prompt wants a text up to 2000 bytes with {} where the question goes");
     snprintf(text, sizeof text, " %s", run->needle->needle);
-    needle = encode_at(t, text, strlen(text), 0, 0, NULL);
-    const char *hole = strstr(prompt, "{}");
-    if (!hole || strlen(prompt) > 2000) die(EXIT_USAGE, "--calibrate-prompt wants a text of at most 2000 bytes with {} where the question goes");
     snprintf(line, sizeof line, "%.*s%s%s", (int)(hole - prompt), prompt, run->needle->question, hole + 2);
+    needle = encode_at(t, text, strlen(text), 0, 0, NULL);
     int n_hay = room - (int)arrlen(needle), at = (int)((long)n_hay * run->depth / 100);
     if (n_hay < 1) die(EXIT_USAGE, "--calibrate-lengths: %d tokens do not hold a needle of %d beside the question", run->length, (int)arrlen(needle));
+    for (const char *b; opt_int(o, "calibrate-boundary") && at > 0; at--)       // back to the end of a sentence
+        if (b = tokenizer_bytes(t, hay[at - 1], &len), len && b[len - 1] == '.') break;
     if (t->add_bos && t->bos >= 0) arrput(ids, t->bos);
+    ids = encode_at(t, prefix, strlen(prefix), 1, 1, ids);
     r->at = (int)arrlen(ids) + at;
     r->n = (int)arrlen(needle);
     ids = ids_put(ids, hay, at);
     ids = ids_put(ids, needle, r->n);
     ids = ids_put(ids, hay + at, n_hay - at);
-    ids = encode_at(t, line, strlen(line), 0, 0, ids);
+    ids = encode_at(t, line, strlen(line), 1, 0, ids);
     arrfree(needle);
     return ids;
 }
 // One run -> 1 if the model found the needle (or that is not asked)
 static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r, double *recall) {
-    int *ids = run_prompt(t, run, hay, opt_str(o, "calibrate-prompt"), r);
+    int *ids = run_prompt(t, o, run, hay, r);
     int all = !strcmp(opt_str(o, "calibrate-accept"), "all");
     size_t LH = (size_t)s->c->L * s->c->H;
     session_reset(s);
@@ -7205,16 +7675,21 @@ static Needle *needles_load(const char *path, Json **file) {    // stb array; it
     if (!list) die(EXIT_USAGE, "--calibrate-needles: %s holds no needle", path);
     return list;
 }
-static void scores_write(FILE *f, const Config *c, const Options *o, const Calibration *r, int accepted, int trials) {
+typedef struct { int *length, *depth; Needle *needle; Json *file; } Plan;         // stb arrays: every length x depth x needle is a run
+
+static void list_write(FILE *f, const char *name, const int *list) {
+    fprintf(f, "  \"%s\": [", name);
+    for (int i = 0; i < (int)arrlen(list); i++) fprintf(f, "%s%d", i ? ", " : "", list[i]);
+    fprintf(f, "],\n");
+}
+static void scores_write(FILE *f, const Config *c, const Options *o, const Plan *p, const Calibration *r, int accepted) {
     fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
     json_escape(f, c->dir, strlen(c->dir));
-    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"%s\", \"k\": %d, \"accept\": \"%s\", \"trials\": %d, \"accepted\": %d,\n",
-            c->L, c->H, opt_str(o, "calibrate-score"), opt_int(o, "calibrate-k"), opt_str(o, "calibrate-accept"), trials, accepted);
-    fprintf(f, "  \"lengths\": ");
-    json_escape(f, opt_str(o, "calibrate-lengths"), strlen(opt_str(o, "calibrate-lengths")));
-    fprintf(f, ", \"depths\": ");
-    json_escape(f, opt_str(o, "calibrate-depths"), strlen(opt_str(o, "calibrate-depths")));
-    fprintf(f, ",\n  \"diligent_distracted_subconscious_diffuse\": [");
+    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"%s\", \"k\": %d, \"accept\": \"%s\", \"needles\": %d, \"accepted\": %d,\n",
+            c->L, c->H, opt_str(o, "calibrate-score"), opt_int(o, "calibrate-k"), opt_str(o, "calibrate-accept"), (int)arrlen(p->needle), accepted);
+    list_write(f, "lengths", p->length);
+    list_write(f, "depths", p->depth);
+    fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
     for (int i = 0; i < 4; i++) fprintf(f, "%s%.6g", i ? ", " : "", r->total[i] / accepted);
     fprintf(f, "]");
     for (int k = 0; k < 3; k++) {
@@ -7225,20 +7700,42 @@ static void scores_write(FILE *f, const Config *c, const Options *o, const Calib
     }
     fprintf(f, "\n}\n");
 }
-// Makes OUT.json of --calibrate: needles x lengths x depths runs. Returns the exit code.
+static Plan plan_read(const Config *c, const Options *o) {
+    Plan p = { .file = NULL };
+    char limit[16];
+    snprintf(limit, sizeof limit, "%d", c->max_pos);
+    int cut = !opt_given(o, "calibrate-lengths") && c->max_pos < 2048;         // the default does not fit a small model
+    p.length = number_list("calibrate-lengths", cut ? limit : opt_str(o, "calibrate-lengths"), 16, c->max_pos);
+    p.depth = number_list("calibrate-depths", opt_str(o, "calibrate-depths"), 0, 100);
+    p.needle = needles_load(opt_str(o, "calibrate-needles"), &p.file);
+    if (opt_int(o, "calibrate-k") < 0) die(EXIT_USAGE, "--calibrate-k must not be negative, found %d", opt_int(o, "calibrate-k"));
+    return p;
+}
+// All runs, with a session of method full and the probe beside it -> runs accepted
+static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t, const Options *o, const Plan *p, Calibration *r) {
+    int nd = (int)arrlen(p->depth), nn = (int)arrlen(p->needle), runs = (int)arrlen(p->length) * nd * nn, accepted = 0, longest = 0;
+    for (int i = 0; i < (int)arrlen(p->length); i++) longest = p->length[i] > longest ? p->length[i] : longest;
+    int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), longest);
+    Session *s = session_open(c, w, o, "full");
+    s->part[s->n_part++] = (Part){ &head_probe, xcalloc(1, sizeof(HeadProbe)) };
+    for (int i = 0; i < runs; i++) {
+        Run run = { &p->needle[i % nn], p->length[i / nn / nd], p->depth[i / nn % nd] };
+        double recall;
+        accepted += calibrate_run(s, t, o, &run, hay, r, &recall);
+        if (!opt_int(o, "quiet"))
+            fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d: recall %.2f; %d accepted\n",
+                    i + 1, runs, run.length, run.depth, i % nn + 1, recall, accepted);
+    }
+    session_close(s);
+    arrfree(hay);
+    return accepted;
+}
+// Makes OUT.json of --calibrate. Returns the exit code.
 static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o) {
     const char *out = opt_str(o, "calibrate");
-    Json *file = NULL;
     char part[1100];
     if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
-    int cut = !opt_given(o, "calibrate-lengths") && c->max_pos < 2048, accepted = 0, trials;
-    snprintf(part, sizeof part, "%d", c->max_pos);
-    int *length = number_list("calibrate-lengths", cut ? part : opt_str(o, "calibrate-lengths"), 16, c->max_pos), longest = 0;
-    int *depth = number_list("calibrate-depths", opt_str(o, "calibrate-depths"), 0, 100);
-    if (opt_int(o, "calibrate-k") < 0) die(EXIT_USAGE, "--calibrate-k must not be negative, found %d", opt_int(o, "calibrate-k"));
-    Needle *needle = needles_load(opt_str(o, "calibrate-needles"), &file);
-    for (int i = 0; i < (int)arrlen(length); i++) longest = length[i] > longest ? length[i] : longest;
-    int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), longest);
+    Plan p = plan_read(c, o);
     snprintf(part, sizeof part, "%.1000s.part", out);
     FILE *f = fopen(part, "wb");                        // before the work, not after it
     if (!f) die(EXIT_USAGE, "--calibrate: %s: %s", part, strerror(errno));
@@ -7246,28 +7743,15 @@ static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, cons
     Calibration r = { .k = opt_int(o, "calibrate-k"), .count = !strcmp(opt_str(o, "calibrate-score"), "count") };
     r.score = xcalloc(3 * LH, sizeof(double));
     r.sum = xcalloc(3 * LH, sizeof(double));
-    Session *s = session_open(c, w, o, "full");
-    s->part[s->n_part++] = (Part){ &probe, xcalloc(1, sizeof(HeadProbe)) };
-    trials = (int)(arrlen(length) * arrlen(depth) * arrlen(needle));
-    for (int i = 0; i < trials; i++) {
-        int nn = (int)arrlen(needle), nd = (int)arrlen(depth);
-        Run run = { &needle[i % nn], length[i / nn / nd], depth[i / nn % nd] };
-        double recall;
-        accepted += calibrate_run(s, t, o, &run, hay, &r, &recall);
-        if (!opt_int(o, "quiet"))
-            fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d: recall %.2f; %d accepted\n",
-                    i + 1, trials, run.length, run.depth, i % nn + 1, recall, accepted);
-    }
-    session_close(s);
-    if (accepted) scores_write(f, c, o, &r, accepted, trials);
+    int accepted = calibrate_runs(c, w, t, o, &p, &r);
+    if (accepted) scores_write(f, c, o, &p, &r, accepted);
     int bad = ferror(f) | fclose(f);
     if (bad || !accepted) remove(part);
-    if (!accepted)
-        die(EXIT_RUN, "--calibrate: none of %d answers had half of the expected words (--calibrate-accept all takes every run)", trials);
+    if (!accepted) die(EXIT_RUN, "--calibrate: no answer had half of the expected words (--calibrate-accept all takes every run)");
     if (bad || rename(part, out)) die(EXIT_RUN, "--calibrate: %s: %s", out, strerror(errno));
     free(r.score); free(r.sum);
-    arrfree(length); arrfree(depth); arrfree(hay); arrfree(needle);
-    json_free(file);
+    arrfree(p.length); arrfree(p.depth); arrfree(p.needle);
+    json_free(p.file);
     return EXIT_OK;
 }
 static const Opt dililazy_opts[] = {
@@ -7286,7 +7770,9 @@ static const Opt dililazy_opts[] = {
     { "calibrate-predict",  'i', "32", "longest answer" },
     { "calibrate-needles",  's', "", "JSON list of {question, needle, answer} instead of our three" },
     { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
-    { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:", "what follows the text; {}: the question" },
+    { "calibrate-boundary", 'b', "0", "hide the needle between two sentences" },
+    { "calibrate-prefix",   's', "", "what stands before the text, for instance the beginning of a chat; special tokens are read" },
+    { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:", "what follows it; {}: the question" },
     { NULL, 0, NULL, NULL },
 };
 
@@ -7604,26 +8090,12 @@ static int run_ids(App *a) {
 }
 
 // ---- sessions on disk: the record of ids with the model's fingerprint; loading replays it, which is exact for every method
-static uint64_t fnv1a(uint64_t h, const void *p, size_t n) {
-    for (const unsigned char *b = p; n--; b++) h = (h ^ *b) * 0x100000001b3ull;
-    return h;
-}
-static uint64_t model_print(const App *a) {              // sizes, and bytes of the embedding and of the first layer's W_q
-    int sizes[] = { a->c->L, a->c->H, a->c->G, a->c->D, a->c->C, a->c->F, a->c->V };
-    uint64_t h = fnv1a(0xcbf29ce484222325ull, sizes, sizeof sizes);
-    const Tensor *t[] = { &a->w->embed, &a->w->layer[0].wq };
-    for (int i = 0; i < 2; i++) {
-        size_t n = (size_t)t[i]->rows * t[i]->cols * dtype_size(t[i]->dtype);
-        h = fnv1a(h, t[i]->data, n < 65536 ? n : 65536);
-    }
-    return h;
-}
 static int session_save(const App *a, const char *path, char err[512]) {
     char tmp[4200];
     snprintf(tmp, sizeof tmp, "%s.part", path);          // written beside and renamed: a full disk loses nothing
     FILE *f = fopen(tmp, "w");
     if (!f) { snprintf(err, 512, "%.400s: %s", tmp, strerror(errno)); return -1; }
-    fprintf(f, "kvcomp session 1\nmodel %016llx\nmethod %s\n", (unsigned long long)model_print(a), a->method);
+    fprintf(f, "kvcomp session 1\nmodel %016llx\nmethod %s\n", (unsigned long long)sonic_fingerprint(a->w), a->method);
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
         fprintf(f, "turn %d %d %d :", t->n_sys, t->n_foot, t->n_head);
@@ -7656,7 +8128,7 @@ static int session_read(App *a, const char *path, char err[512]) {     // 0, or 
     int at = 0, closed = 0, bad = 0;
     err[0] = 0;
     if (sscanf(text, "kvcomp session 1\nmodel %llx\nmethod %*[^\n]\n%n", &print, &at) != 1 || !at) snprintf(err, 512, "%s: not a kvcomp session file", path);
-    else if (print != model_print(a)) snprintf(err, 512, "%s: made with another model (fingerprint %016llx, this one has %016llx)", path, print, (unsigned long long)model_print(a));
+    else if (print != sonic_fingerprint(a->w)) snprintf(err, 512, "%s: made with another model (fingerprint %016llx, this one has %016llx)", path, print, (unsigned long long)sonic_fingerprint(a->w));
     for (p = text + at; !*err && !bad && !strncmp(p, "turn ", 5); p = end + 1) {
         Turn t = { 0 };
         end = strchr(p, '\n');
@@ -7674,7 +8146,401 @@ static int session_read(App *a, const char *path, char err[512]) {     // 0, or 
     replay(a, (int)arrlen(a->turn));
     return 0;
 }
-static int bench(const Options*o){(void)o;return 0;}
+
+// ==================================================================================================== 18 EVALUATION
+// What a method costs in quality, measured through its own compressed cache. --eval file plays dialogues (one json object a
+// line: {"type":..,"turns":[{"user":..,"answers":[..]},..]}) greedily, with the model's own replies as history, and looks
+// for an answer in each scored reply. --eval ppl and kld cut a text into windows: half a window is prefilled as one turn,
+// the other half decoded token by token, and the probability of every next token is compared with the text (ppl) and with
+// full attention over the same tokens (kld). --compare runs methods and --budgets through the same items: one row each.
+
+typedef struct {            // one row of the result
+    char name[160];
+    int budget, items, scored;
+    double correct, f1;                         // sums over scored replies
+    double nll, kld, kld_top, top1;             // sums over predicted tokens; kld_top: the 99th percentile
+    long predicted;
+    double stored, full, attended, prefill_s, decode_s, n_prefill, n_decode;
+} Score;
+
+// ---- F1 of normalised words: lower case, no ASCII punctuation, no articles (loopserve.md 6)
+static char **words_of(const char *text) {               // stb_ds array of strdup'd words
+    char **words = NULL, *w = NULL;
+    for (const char *p = text; ; p++) {
+        unsigned char c = (unsigned char)*p;
+        if (c && !isspace(c)) { if (!ispunct(c)) arrput(w, (char)tolower(c)); continue; }
+        if (arrlen(w)) {
+            arrput(w, 0);
+            if (strcmp(w, "a") && strcmp(w, "an") && strcmp(w, "the")) arrput(words, strdup(w));
+            arrsetlen(w, 0);
+        }
+        if (!c) break;
+    }
+    arrfree(w);
+    return words;
+}
+static void words_free(char **w) { while (arrlen(w)) free(arrpop(w)); arrfree(w); }
+static double word_f1(const char *said, const char *gold) {
+    char **a = words_of(said), **b = words_of(gold);
+    int n = (int)arrlen(a), m = (int)arrlen(b), same = 0;
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < (int)arrlen(b); j++)
+            if (!strcmp(a[i], b[j])) { free(b[j]); arrdelswap(b, j); same++; break; }
+    words_free(a); words_free(b);
+    if (!same) return !n && !m;
+    double p = (double)same / n, r = (double)same / m;
+    return 2 * p * r / (p + r);
+}
+// Does the reply hold the answer as whole words? Compared as normalised words in order.
+static int holds_answer(const char *said, const char *gold) {
+    char **a = words_of(said), **b = words_of(gold);
+    int n = (int)arrlen(a), m = (int)arrlen(b), hit = 0;
+    for (int i = 0; i + m <= n && !hit; i++) {
+        int j = 0;
+        while (j < m && !strcmp(a[i + j], b[j])) j++;
+        hit = j == m && m > 0;
+    }
+    words_free(a); words_free(b);
+    return hit;
+}
+
+// ---- dialogues
+static const char *turn_text(const Json *turn, char **joined) {         // "user", or "paras" and "query" with blank lines between
+    const Json *user = json_get(turn, "user"), *paras = json_get(turn, "paras"), *query = json_get(turn, "query");
+    if (user && user->type == JSON_STRING) return user->str;
+    arrsetlen(*joined, 0);
+    for (int i = 0; i <= (paras ? paras->n : 0); i++) {
+        const Json *p = paras && i < paras->n ? &paras->item[i] : query;
+        if (!p || p->type != JSON_STRING) continue;
+        if (arrlen(*joined)) { arrput(*joined, '\n'); arrput(*joined, '\n'); }
+        memcpy(arraddnptr(*joined, p->len), p->str, p->len);
+    }
+    arrput(*joined, 0);
+    return *joined;
+}
+static void eval_turn(App *a, const Json *turn, Score *sc) {
+    Turn t = { 0 };
+    char *joined = NULL, *said = NULL;
+    size_t said_n = 0;
+    const char *text = turn_text(turn, &joined);
+    int first = !arrlen(a->turn), n = opt_int(a->o, "n-predict");
+    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL, text, 0, a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
+    else t.pre = tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
+    arrput(a->turn, t);
+    feed_prefill(a, &t);
+    FILE *f = open_memstream(&said, &said_n);
+    generate(a, n < 0 ? 64 : n, f);
+    fclose(f);
+    const Json *gold = json_get(turn, "answers");
+    double f1 = 0;
+    int hit = 0;
+    for (int i = 0; gold && i < gold->n; i++) {
+        if (gold->item[i].type != JSON_STRING) continue;
+        double x = word_f1(said, gold->item[i].str);
+        f1 = x > f1 ? x : f1;
+        hit |= holds_answer(said, gold->item[i].str);
+    }
+    if (gold && gold->n) { sc->scored++; sc->correct += hit; sc->f1 += f1; }
+    free(said);
+    arrfree(joined);
+}
+static void eval_note(const App *a, Score *sc) {          // what the session cost, once an item
+    const Session *s = a->s;
+    sc->items++;
+    sc->stored += (double)kv_bytes(s); sc->full += (double)kv_bytes_full(s); sc->attended += bytes_a_step(s);
+    sc->prefill_s += s->clk.prefill; sc->decode_s += s->clk.decode;
+    sc->n_prefill += (double)s->clk.n_prefill; sc->n_decode += (double)s->clk.n_decode;
+}
+static void eval_dialogues(App *a, const char *path, Score *sc) {
+    char err[256], *end;
+    size_t n;
+    char *text = read_file(path, &n, err);
+    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
+    for (char *p = text; *p; p = *end ? end + 1 : end) {
+        end = p + strcspn(p, "\n");
+        if (end == p) continue;
+        Json *item = json_parse(p, (size_t)(end - p), err);
+        const Json *turns = item ? json_get(item, "turns") : NULL;
+        if (!turns || turns->type != JSON_ARRAY) die(EXIT_USAGE, "--eval-file %s, item %d: %s", path, sc->items + 1, item ? "no list 'turns'" : err);
+        record_clear(a);
+        session_reset(a->s);
+        a->closed = 0;
+        for (int i = 0; i < turns->n; i++) eval_turn(a, &turns->item[i], sc);
+        eval_note(a, sc);
+        json_free(item);
+    }
+    free(text);
+}
+
+// ---- perplexity and divergence, token by token
+static int double_order(const void *a, const void *b) { double x = *(const double *)a, y = *(const double *)b; return (x > y) - (x < y); }
+static double log_sum_exp(const float *x, int n) {
+    double max = x[argmax(x, n)], sum = 0;
+    for (int i = 0; i < n; i++) sum += exp(x[i] - max);
+    return max + log(sum);
+}
+static double divergence(const float *p, const float *q, int n) {       // KL(softmax p || softmax q), nats
+    double zp = log_sum_exp(p, n), zq = log_sum_exp(q, n), sum = 0;
+    for (int i = 0; i < n; i++) sum += exp(p[i] - zp) * ((p[i] - zp) - (q[i] - zq));
+    return sum > 0 ? sum : 0;
+}
+static void eval_text(App *a, const char *path, int with_full, Score *sc) {
+    char err[256];
+    size_t n;
+    int V = a->c->V, window = opt_int(a->o, "eval-window"), half = window / 2;
+    char *text = read_file(path, &n, err);
+    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
+    int *ids = tokenizer_encode(a->tok, text, n, 0, NULL), windows = (int)arrlen(ids) / window;
+    free(text);
+    if (!windows) die(EXIT_USAGE, "--eval-file %s: %d tokens, one window needs %d (--eval-window)", path, (int)arrlen(ids), window);
+    if (windows > opt_int(a->o, "eval-windows")) windows = opt_int(a->o, "eval-windows");
+    Options *plain = options_new();
+    Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
+    double *kld = NULL;
+    float *ref = xmalloc((size_t)V * sizeof *ref);
+    for (int w = 0; w < windows; w++) {
+        const int *x = ids + (size_t)w * window;
+        session_reset(a->s);
+        if (full) session_reset(full);
+        for (int i = half - 1; i < window - 1; i++) {
+            const float *y = i < half ? prefill(a->s, x, half) : decode(a->s, x[i]);
+            if (full) memcpy(ref, i < half ? prefill(full, x, half) : decode(full, x[i]), (size_t)V * sizeof *ref);
+            sc->nll += log_sum_exp(y, V) - y[x[i + 1]];
+            sc->predicted++;
+            if (!full) continue;
+            double d = divergence(ref, y, V);
+            sc->kld += d;
+            sc->top1 += argmax(ref, V) == argmax(y, V);
+            arrput(kld, d);
+        }
+        eval_note(a, sc);
+    }
+    if (kld) { qsort(kld, arrlen(kld), sizeof *kld, double_order); sc->kld_top = kld[(arrlen(kld) - 1) * 99 / 100]; }
+    session_close(full); options_free(plain);
+    free(ref); arrfree(kld); arrfree(ids);
+}
+
+// ---- rows of the table
+static void score_print(const Score *s, int as_json, int as_csv, int first, int kind, FILE *f) {  // kind: 0 dialogues, 1 ppl, 2 kld
+    double items = s->items ? s->items : 1, n = s->predicted ? (double)s->predicted : 1, m = s->scored ? s->scored : 1;
+    const struct { const char *name; double x; int shown; } col[] = {
+        { "accuracy", s->correct / m, kind == 0 }, { "f1", s->f1 / m, kind == 0 }, { "ppl", exp(s->nll / n), kind > 0 }, { "kld_mean", s->kld / n, kind == 2 }, { "kld_p99", s->kld_top, kind == 2 },
+        { "top1", s->top1 / n, kind == 2 }, { "stored", s->stored / (s->full > 0 ? s->full : 1), 1 }, { "kv_bytes_stored", s->stored / items, as_json || as_csv }, { "kv_bytes_full", s->full / items, as_json || as_csv },
+        { "kv_bytes_attended", s->attended / items, 1 }, { "pp_tok_s", rate((long)s->n_prefill, s->prefill_s), 1 }, { "tg_tok_s", rate((long)s->n_decode, s->decode_s), 1 },
+    };
+    size_t cols = sizeof col / sizeof *col;
+    if (as_json) {
+        fprintf(f, "{");
+        json_pair(f, "method", s->name);
+        fprintf(f, "\"budget\":%d,\"items\":%d,\"scored\":%d", s->budget, s->items, s->scored);
+        for (size_t i = 0; i < cols; i++) if (col[i].shown) fprintf(f, ",\"%s\":%.6g", col[i].name, col[i].x);
+        fprintf(f, "}\n");
+        return;
+    }
+    const char *sep = as_csv ? "," : " | ", *edge = as_csv ? "" : "| ";
+    if (first) {
+        fprintf(f, "%smethod%sbudget", edge, sep);
+        for (size_t i = 0; i < cols; i++) if (col[i].shown) fprintf(f, "%s%s", sep, col[i].name);
+        fprintf(f, as_csv ? "\n" : " |\n|---|---");
+        for (size_t i = 0; i < cols && !as_csv; i++) if (col[i].shown) fprintf(f, "|---");
+        if (!as_csv) fprintf(f, "|\n");
+    }
+    fprintf(f, "%s%s%s%d", edge, s->name, sep, s->budget);
+    for (size_t i = 0; i < cols; i++) if (col[i].shown) fprintf(f, i < 6 ? "%s%.4f" : "%s%.4g", sep, col[i].x);
+    fprintf(f, as_csv ? "\n" : " |\n");
+    fflush(f);
+}
+static const char *list_word(const char *list, int k, char out[160]) {  // the k-th word of a,b,c; NULL behind the last
+    for (; k && (list = strchr(list, ',')); k--) list++;
+    if (!list) return NULL;
+    snprintf(out, 160, "%.*s", (int)strcspn(list, ","), list);
+    return out;
+}
+static int evaluate(App *a) {
+    static const char *kinds[] = { "file", "ppl", "kld" };
+    const char *what = opt_str(a->o, "eval"), *path = opt_str(a->o, "eval-file"), *list = opt_str(a->o, "compare");
+    char name[160], budget[160], err[256];
+    int kind = 0;
+    while (kind < 3 && strcmp(kinds[kind], what)) kind++;
+    if (kind == 3) die(EXIT_USAGE, "--eval wants one of file, ppl, kld, found '%s'", what);
+    if (!*path) die(EXIT_USAGE, "--eval wants --eval-file FILE");
+    if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
+    for (int i = 0, row = 0; list_word(*list ? list : a->method, i, name); i++)
+        for (int j = 0; list_word(opt_str(a->o, "budgets"), j, budget); j++) {
+            if (*budget && options_set(a->o, "budget", budget, err)) die(EXIT_USAGE, "--budgets: %s", err);
+            Score sc = { 0 };
+            double t0 = now();
+            session_close(a->s);
+            a->s = session_open(a->c, a->w, a->o, name);
+            snprintf(sc.name, sizeof sc.name, "%s", name);
+            sc.budget = a->s->budget;
+            if (kind) eval_text(a, path, kind == 2, &sc); else eval_dialogues(a, path, &sc);
+            score_print(&sc, opt_int(a->o, "json"), opt_int(a->o, "csv"), !row++, kind, stdout);
+            if (!quiet) fprintf(stderr, "%s, budget %d: %d items in %.1f s\n", name, sc.budget, sc.items, now() - t0);
+            if (!strcmp(name, "full")) break;            // no budget to vary
+        }
+    return 0;
+}
+
+// ==================================================================================================== 18 BENCHMARK
+// --bench measures a model, or random weights of a shape (--synthetic): prefill ("pp N": N ids from an empty cache) and decode
+// ("tg at D": one token with D rows behind it). A decode step is bytes: weights, the K and V rows attention reads, and the
+// method's index. They stand beside the read bandwidth of this machine, measured again before every line, so that the last
+// column says how far from the roofline a step is, whatever else the machine is doing.
+// A deep cache is filled with random rows instead of a prefill: only the speed of the layers' products is skipped, every hook
+// of the method runs.
+
+typedef struct {            // one line of the table. Times are seconds a token
+    const char *test; int n;
+    double tok_s, attend, select, commit, index, bandwidth;     // bandwidth: bytes a second this machine reads
+    double weights, kv, meta;                                   // bytes a decode step moves
+    size_t stored;                                              // bytes of rows held
+} BenchLine;
+
+enum { BENCH_STEPS = 8 };                               // decode steps of one repetition
+static void open_model(App *a);                         // section 20
+
+static double read_bandwidth(void) {                    // best of three passes over a buffer no cache holds
+    static float *buf;
+    const size_t piece = 1024, n = (size_t)1 << 26;     // 256 MiB
+    double best = 0;
+    if (!buf) {
+        buf = aligned_alloc((size_t)1 << 21, n * sizeof *buf);
+        if (!buf) die(EXIT_MEMORY, "out of memory: --bench reads a buffer of %zu bytes", n * sizeof *buf);
+        madvise(buf, n * sizeof *buf, MADV_HUGEPAGE);
+        #pragma omp parallel for schedule(static)
+        for (size_t i = 0; i < n; i += piece) for (size_t j = i; j < i + piece; j++) buf[j] = (float)(j & 255);
+    }
+    for (int r = 0; r < 3; r++) {
+        int odd = 0;
+        double t = now();
+        #pragma omp parallel for schedule(static) reduction(+ : odd)
+        for (size_t i = 0; i < n; i += piece) odd += max_f32(buf + i, (int)piece) != 255;
+        t = now() - t;
+        if (odd) die(EXIT_RUN, "--bench: memory gave back other values than were written");
+        if ((double)(n * sizeof *buf) / t > best) best = (double)(n * sizeof *buf) / t;
+    }
+    return best;
+}
+
+// Stands in for forward while a cache is filled: T random rows in every head, then the hooks of the method, no products.
+static float *fill_pass(Session *s, const Token *in, int T) {
+    const Config *c = s->c;
+    size_t nk = (size_t)T * c->G * c->D, nq = (size_t)T * c->H * c->D;
+    float *x = xmalloc((nq + 2 * nk) * sizeof *x), *k = x + nq, *v = k + nk;
+    for (size_t i = 0; i < nq + 2 * nk; i++) x[i] = (float)(int32_t)(uint32_t)mix64(i) * 0x1p-31f;
+    add_tokens(s, in, T);
+    for (int l = 0; l < c->L; l++) {
+        int acts = layer_acts(s, l);
+        if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, x, k, v, T);
+        kv_append(s, l, k, v, 0, T);
+        if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, x, T);
+    }
+    EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
+    free(x);
+    return s->logits;
+}
+static int *random_ids(int n, int V) {                  // stb_ds array
+    int *ids = NULL;
+    for (int i = 0; i < n; i++) arrput(ids, (int)(mix64((uint64_t)i) % (uint64_t)V));
+    return ids;
+}
+static int seconds_order(const void *a, const void *b) { double x = *(const double *)a, y = *(const double *)b; return (x > y) - (x < y); }
+static double median(double *x, int n) { qsort(x, (size_t)n, sizeof *x, seconds_order); return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2; }
+
+static void bench_clock(BenchLine *b, const Session *s, long tokens) {   // where the time went, a token
+    b->attend = s->clk.attend / (double)tokens; b->select = s->clk.select / (double)tokens;
+    b->commit = s->clk.commit / (double)tokens; b->index = s->clk.index / (double)tokens;
+    b->stored = kv_bytes(s);
+}
+static BenchLine bench_prefill(Session *s, int n, int repeat) {
+    BenchLine b = { .test = "pp", .n = n, .bandwidth = read_bandwidth() };
+    double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
+    int *ids = random_ids(n, s->c->V);
+    for (int r = 0; r < repeat; r++) {
+        session_reset(s);
+        prefill(s, ids, n);
+        seconds[r] = s->clk.prefill;
+        bench_clock(&b, s, n);
+    }
+    b.tok_s = n / median(seconds, repeat);
+    arrfree(ids);
+    free(seconds);
+    return b;
+}
+static BenchLine bench_decode(Session *s, int depth, int repeat) {
+    BenchLine b = { .test = "tg", .n = depth };
+    double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
+    int *ids = random_ids(depth ? depth : 1, s->c->V), V = s->c->V;
+    session_reset(s);
+    if (depth) s->forward = fill_pass;
+    prefill(s, ids, depth ? depth : 1);
+    s->forward = forward;
+    decode(s, ids[0]);                                  // the first step grows the arena
+    memset(&s->clk, 0, sizeof s->clk);
+    b.bandwidth = read_bandwidth();
+    for (int r = 0; r < repeat; r++) {
+        double t = s->clk.decode;
+        for (int i = 0; i < BENCH_STEPS; i++) decode(s, (int)(mix64((uint64_t)(r * BENCH_STEPS + i)) % (uint64_t)V));
+        seconds[r] = s->clk.decode - t;
+    }
+    b.tok_s = BENCH_STEPS / median(seconds, repeat);
+    b.weights = (double)s->w->bytes;
+    if (s->w->head.data != s->w->embed.data) b.weights -= (double)V * s->c->C * (double)dtype_size(s->w->embed.dtype);      // of which one row is read
+    b.kv = bytes_a_step(s);
+    EACH_PART(s, p) if (p->m->bytes) b.meta += (double)p->m->bytes(s, p->ms);
+    bench_clock(&b, s, s->clk.steps);
+    arrfree(ids);
+    free(seconds);
+    return b;
+}
+
+static void bench_header(FILE *f, const Options *o, const Config *c, const Weights *w) {
+    if (opt_int(o, "csv"))
+        fprintf(f, "test,n,method,model,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,read_gb_s,share,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,threads,simd\n");
+    else if (!opt_int(o, "json"))
+        fprintf(f, "%s, %s weights (%.2f GB), method %s, K %s, V %s, %d threads, %s\n\n"
+                "| test        |    tok/s | weights MB | KV MB | index MB |  GB/s | machine reads | share | attend ms | select ms | commit ms | index ms | KV held MB |\n"
+                "|-------------|---------:|-----------:|------:|---------:|------:|--------------:|------:|----------:|----------:|----------:|---------:|-----------:|\n",
+                c->dir, dtype_name(c->dtype), (double)w->bytes * 1e-9, opt_str(o, "method"), opt_str(o, "ctk"), opt_str(o, "ctv"), n_threads(), simd_name());
+}
+static void bench_print(FILE *f, const BenchLine *b, const Options *o, const Config *c) {
+    double gb_s = (b->weights + b->kv + b->meta) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
+    if (opt_int(o, "json")) {
+        fprintf(f, "{\"test\":\"%s\",\"n\":%d,", b->test, b->n);
+        json_pair(f, "method", opt_str(o, "method"));
+        json_pair(f, "model", c->dir);
+        fprintf(f, "\"tok_s\":%.3f,\"weight_bytes\":%.0f,\"kv_bytes_attended\":%.0f,\"index_bytes\":%.0f,\"gb_s\":%.2f,\"read_gb_s\":%.2f,\"share\":%.4f,"
+                "\"attend_ms\":%.4f,\"select_ms\":%.4f,\"commit_ms\":%.4f,\"index_ms\":%.4f,\"kv_bytes_stored\":%zu,\"threads\":%d,\"simd\":\"%s\"}\n",
+                b->tok_s, b->weights, b->kv, b->meta, gb_s, read, gb_s / read, b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, b->stored, n_threads(), simd_name());
+    } else if (opt_int(o, "csv"))
+        fprintf(f, "%s,%d,%s,%s,%.3f,%.0f,%.0f,%.0f,%.2f,%.2f,%.4f,%.4f,%.4f,%.4f,%.4f,%zu,%d,%s\n", b->test, b->n, opt_str(o, "method"), c->dir, b->tok_s, b->weights, b->kv,
+                b->meta, gb_s, read, gb_s / read, b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, b->stored, n_threads(), simd_name());
+    else {
+        char name[32];
+        snprintf(name, sizeof name, *b->test == 'p' ? "pp %d" : "tg at %d", b->n);
+        fprintf(f, "| %-11s | %8.2f ", name, b->tok_s);
+        if (*b->test == 'p') fprintf(f, "| %10s | %5s | %8s | %5s | %13.1f | %5s ", "", "", "", "", read, "");
+        else fprintf(f, "| %10.1f | %5.1f | %8.1f | %5.1f | %13.1f | %4.0f%% ", b->weights * 1e-6, b->kv * 1e-6, b->meta * 1e-6, gb_s, read, 100 * gb_s / read);
+        fprintf(f, "| %9.3f | %9.3f | %9.3f | %8.3f | %10.1f |\n", b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, (double)b->stored * 1e-6);
+    }
+    fflush(f);
+}
+static int bench(const Options *o) {
+    App a = { .o = (Options *)o };
+    int *prompt = number_list("bench-prompts", opt_str(o, "bench-prompts"), 1, 1 << 24), *depth = number_list("bench-depths", opt_str(o, "bench-depths"), 0, 1 << 24);
+    int repeat = opt_int(o, "repeat");
+    open_model(&a);
+    Session *s = session_open(a.c, a.w, o, opt_str(o, "method"));
+    bench_header(stdout, o, a.c, a.w);
+    for (int i = 0; i < (int)arrlen(prompt); i++) { BenchLine b = bench_prefill(s, prompt[i], repeat); bench_print(stdout, &b, o, a.c); }
+    for (int i = 0; i < (int)arrlen(depth); i++)  { BenchLine b = bench_decode(s, depth[i], repeat);   bench_print(stdout, &b, o, a.c); }
+    session_close(s);
+    weights_close(a.w, a.c);
+    arrfree(prompt);
+    arrfree(depth);
+    return 0;
+}
 
 // ==================================================================================================== 19 CHAT
 // A small line editor (UTF-8, history, multi-line pastes), the commands, and Ctrl-C: the first stops the reply and keeps
@@ -7993,7 +8859,7 @@ static const struct { const char *flag, *name; } short_options[] = {
     { "-f", "file" }, { "-sys", "system" }, { "-n", "n-predict" }, { "-st", "single-turn" }, { "-s", "seed" }, { "-v", "verbose" }, { "-q", "quiet" }, { "-r", "repeat" },
 };
 static const struct { const char *title, *first; } help_parts[] = {      // where a new paragraph of --help begins
-    { "Model and run", "model" }, { "Prompt", "prompt" }, { "Sampling", "temp" }, { "Compression", "method" }, { "Output", "json" }, { "Measure", "bench" }, { "Other", "list-methods" },
+    { "Model and run", "model" }, { "Prompt", "prompt" }, { "Sampling", "temp" }, { "Compression", "method" }, { "Output", "json" }, { "Measure", "eval" }, { "Other", "list-methods" },
 };
 
 static int edit_distance(const char *a, const char *b) {
@@ -8105,7 +8971,7 @@ static void check_options(const Options *o) {
     static const struct { const char *name; double lo, hi; } range[] = {
         { "threads", 0, 1024 }, { "ctx-size", 0, 1 << 30 }, { "batch-size", 1, 1 << 20 }, { "n-predict", -1, INT_MAX }, { "temp", 0, 100 }, { "top-k", 0, INT_MAX }, { "top-p", 0, 1 },
         { "min-p", 0, 1 }, { "repeat-penalty", 0.01, 100 }, { "repeat-last-n", 0, INT_MAX }, { "budget", 0, INT_MAX }, { "ratio", 0, 0.9999 }, { "sink", 0, INT_MAX }, { "obs-window", 1, 1 << 20 },
-        { "kernel", 1, 1023 }, { "repeat", 1, 1000 },
+        { "kernel", 1, 1023 }, { "eval-window", 4, 1 << 20 }, { "eval-windows", 1, 1 << 20 }, { "repeat", 1, 1000 },
     };
     for (size_t i = 0; i < sizeof range / sizeof *range; i++) {
         double x = opt_real(o, range[i].name);
@@ -8218,7 +9084,7 @@ static int run_app(App *a) {
     open_tokenizer(a, !ids);
     if (*opt_str(o, "calibrate")) { free(text); return calibrate(a->c, a->w, a->tok, o); }
     open_session(a);
-    rc = ids ? run_ids(a) : text ? answer_prompt(a, text) : chat(a);
+    rc = ids ? run_ids(a) : *opt_str(o, "eval") ? evaluate(a) : text ? answer_prompt(a, text) : chat(a);
     free(text);
     return rc;
 }
@@ -8299,6 +9165,11 @@ const Method methods[] = {
       .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats. Chunks follow the text only where a tokenizer is known",
       .role = ROLE_SELECT, .state = sizeof(Lychee), .opts = lychee_opts, .open = lychee_open, .close = lychee_close,
       .select = lychee_select, .commit = lychee_commit, .bytes = lychee_bytes, .forget = lychee_forget, .stats = lychee_stats },
+    { .name = "sonic", .paper = "SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching, arXiv 2601.21927",
+      .keeps = "keeps the system message, K Nexus rows a finished message, and the current turn; the rest is dropped when the next turn begins", .evicts = 1,
+      .limits = "needs an adapter trained for the model; --budget does not apply (see --sonic-k); goes with a storage format (sonic+pats), with no other selection or sparse prefill",
+      .role = ROLE_PREFILL | ROLE_SELECT, .rule = VIS_SEGMENT, .state = sizeof(Sonic), .opts = sonic_opts, .open = sonic_open, .close = sonic_close,
+      .enter = sonic_enter, .embed = sonic_embed, .commit = sonic_commit, .bytes = sonic_bytes, .stats = sonic_stats },
     { .name = "dililazy", .paper = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL submission)", .evicts = 1,
       .keeps = "every query head reads its own rows, B on average, more for heads that find facts; a KV head stores their union",
       .limits = "needs head scores (--dililazy-scores or --calibrate). B must exceed --obs-window. Uses --kernel", .role = ROLE_SELECT, .state = sizeof(DiliLazy),

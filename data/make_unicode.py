@@ -104,7 +104,7 @@ for (a, code), (b, _) in zip(ranges, ranges[1:] + [(0x110000, 0)]):
         back[c] = code if code < UPPER_EVEN else UPPER if (c % 2 == 0) == (code == UPPER_EVEN) else LOWER
 assert back == cls, "the ranges do not say what the classes are"
 print("// " + "=" * 100 + " 3c UNICODE TABLES")
-print("// Made by data/make_unicode.py; read by unicode_classes() and nfc_load() in section 3. Nothing to read here.")
+print("// Made by data/make_unicode.py; read by unicode_load() in section 3. Nothing to read here.")
 print(c_array("unicode_range", "first code point << 4 | class: 0 other 1 Lu Lt 2 Ll 3 Lm Lo 4 M 5 N 6 white space 7 even Lu, odd Ll 8 odd Lu, even Ll",
               [a << 4 | code for a, code in ranges]))
 print(c_array("unicode_combining", "first code point << 8 | canonical combining class", [a << 8 | k for a, k in combining_ranges()]))
