@@ -30,13 +30,13 @@ run: kvcomp
 tests: tests.c kvcomp.c kvcomp.h Makefile | deps
 	$(CC) $(WARN) -O2 -g $(OPENMP) -o $@ tests.c -lm
 test: kvcomp tests
-	./tests
+	OMP_WAIT_POLICY=passive ./tests
 
 # the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
 tests_asan: tests.c kvcomp.c kvcomp.h Makefile | deps
 	$(CC) $(WARN) -O1 -g $(OPENMP) -fsanitize=address,undefined -fno-sanitize-recover=undefined -o $@ tests.c -lm
 asan: kvcomp tests_asan
-	./tests_asan
+	OMP_WAIT_POLICY=passive ./tests_asan
 
 # fuzz targets need clang with its runtime (Debian: clang libclang-rt-dev); FUZZ_SECONDS each
 FUZZ_SECONDS ?= 60

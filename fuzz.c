@@ -72,7 +72,8 @@ static void target(const char *data, size_t n) {
     if (!r.err[0]) {
         double *f = xmalloc((size_t)(c->D / 2) * sizeof *f);
         float scale;
-        must(c->L > 0 && c->G > 0 && c->H % c->G == 0 && c->D % 2 == 0 && c->V > 0 && c->n_eos <= 8 && (c->window > 0) == (c->windowed != NULL), "a config that passed is sane");
+        must(c->L > 0 && c->G > 0 && c->H % c->G == 0 && c->D % 2 == 0 && c->V > 0, "sizes that passed are sane");
+        must(c->n_eos <= 8 && (c->window > 0) == (c->windowed != NULL), "so are eos ids and the window");
         rope_frequencies(c, f, &scale);
         for (int i = 0; i < c->D / 2; i++) must(isfinite(f[i]), "finite frequencies");
         free(f);
@@ -85,7 +86,10 @@ static void target(const char *data, size_t n) {
 static void use(Tokenizer *t, const char *text, size_t n) {
     for (int special = 0; special < 2; special++) {
         int *ids = tokenizer_encode(t, text, n, special, NULL), len;
-        for (size_t i = 0; i < arrlenu(ids); i++) { must(ids[i] >= 0 && ids[i] < tokenizer_size(t), "ids lie in the vocabulary"); tokenizer_bytes(t, ids[i], &len); }
+        for (size_t i = 0; i < arrlenu(ids); i++) {
+            must(ids[i] >= 0 && ids[i] < tokenizer_size(t), "ids lie in the vocabulary");
+            tokenizer_bytes(t, ids[i], &len);
+        }
         arrfree(ids);
     }
     tokenizer_free(t);

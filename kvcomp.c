@@ -153,7 +153,8 @@ typedef struct {
 static int json_fail(JsonReader *r, const char *at, const char *what) {
     int c = at < r->end ? (unsigned char)*at : 0;
     if (at >= r->end) snprintf(r->err, 256, "byte %zu: %s, found the end of the text", (size_t)(at - r->doc->text), what);
-    else snprintf(r->err, 256, c > 32 && c < 127 ? "byte %zu: %s, found '%c'" : "byte %zu: %s, found byte %d", (size_t)(at - r->doc->text), what, c);
+    else snprintf(r->err, 256, c > 32 && c < 127 ? "byte %zu: %s, found '%c'" : "byte %zu: %s, found byte %d",
+                  (size_t)(at - r->doc->text), what, c);
     return -1;
 }
 
@@ -175,7 +176,8 @@ static void json_space(JsonReader *r) { while (*r->p == ' ' || *r->p == '\n' || 
 static int json_hex4(const char *p) {           // p: 4 hexadecimal digits -> 0..65535, or -1. Stops at a NUL
     int v = 0;
     for (int i = 0; i < 4; i++) {
-        int c = (unsigned char)p[i], d = c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
+        int c = (unsigned char)p[i], low = c | 32;
+        int d = c >= '0' && c <= '9' ? c - '0' : low >= 'a' && low <= 'f' ? low - 'a' + 10 : -1;
         if (d < 0) return -1;
         v = v * 16 + d;
     }
@@ -183,10 +185,10 @@ static int json_hex4(const char *p) {           // p: 4 hexadecimal digits -> 0.
 }
 
 static char *utf8_put(char *o, unsigned c) {    // writes code point c -> the byte after it
-    if (c < 0x80) *o++ = (char)c;
-    else if (c < 0x800) { *o++ = (char)(0xc0 | c >> 6); *o++ = (char)(0x80 | (c & 63)); }
-    else if (c < 0x10000) { *o++ = (char)(0xe0 | c >> 12); *o++ = (char)(0x80 | (c >> 6 & 63)); *o++ = (char)(0x80 | (c & 63)); }
-    else { *o++ = (char)(0xf0 | c >> 18); *o++ = (char)(0x80 | (c >> 12 & 63)); *o++ = (char)(0x80 | (c >> 6 & 63)); *o++ = (char)(0x80 | (c & 63)); }
+    int more = c < 0x80 ? 0 : c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
+    static const unsigned char lead[] = { 0, 0xc0, 0xe0, 0xf0 };
+    *o++ = (char)(lead[more] | c >> 6 * more);
+    while (more-- > 0) *o++ = (char)(0x80 | (c >> 6 * more & 63));
     return o;
 }
 
@@ -201,7 +203,8 @@ static int json_string(JsonReader *r, char **str, size_t *len) {
         if (o != run) memmove(o, run, (size_t)(p - run));
         o += p - run;
         if (*p == '"') break;
-        if (*p != '\\') return json_fail(r, p, "expected '\"' at the end of a string");     // a control character, or the text ends
+        // a control character, or the text ends
+        if (*p != '\\') return json_fail(r, p, "expected '\"' at the end of a string");
         int c = (unsigned char)p[1], hex, low;
         p += 2;
         switch (c) {
@@ -214,7 +217,8 @@ static int json_string(JsonReader *r, char **str, size_t *len) {
         case 'u':
             if ((hex = json_hex4(p)) < 0) return json_fail(r, p, "expected 4 hexadecimal digits after \\u");
             p += 4;
-            if (hex >= 0xd800 && hex < 0xdc00 && p[0] == '\\' && p[1] == 'u' && (low = json_hex4(p + 2)) >= 0xdc00 && low < 0xe000) {
+            if (hex >= 0xd800 && hex < 0xdc00 && p[0] == '\\' && p[1] == 'u'
+                && (low = json_hex4(p + 2)) >= 0xdc00 && low < 0xe000) {
                 hex = 0x10000 + ((hex - 0xd800) << 10) + (low - 0xdc00);
                 p += 6;
             } else if (hex >= 0xd800 && hex < 0xe000) hex = 0xfffd;                         // half a surrogate pair
@@ -346,7 +350,8 @@ static Json *json_parse(const char *text, size_t n, char err[256]) {
     return NULL;
 }
 
-static const Json *json_get(const Json *obj, const char *key) {     // NULL when absent or obj is no object. Linear: a big object is walked, not searched
+// NULL when absent or obj is no object. Linear: a big object is walked, not searched
+static const Json *json_get(const Json *obj, const char *key) {
     if (!obj || obj->type != JSON_OBJECT) return NULL;
     for (int i = obj->n - 1; i >= 0; i--) if (!strcmp(obj->key[i], key)) return &obj->item[i];
     return NULL;
@@ -362,7 +367,8 @@ static int utf8_length(const char *s, size_t n) {       // bytes of the well-for
     return k;
 }
 
-static void json_escape(FILE *f, const char *s, size_t n) {         // s as a JSON string, quotes included; broken UTF-8 becomes U+FFFD
+// s as a JSON string, quotes included; broken UTF-8 becomes U+FFFD
+static void json_escape(FILE *f, const char *s, size_t n) {
     putc('"', f);
     for (size_t i = 0; i < n; ) {
         int k = utf8_length(s + i, n - i), c = (unsigned char)s[i];
@@ -374,6 +380,14 @@ static void json_escape(FILE *f, const char *s, size_t n) {         // s as a JS
         i += k ? (size_t)k : 1;
     }
     putc('"', f);
+}
+
+KV_PRINTF(2, 3) static int fault(char err[512], const char *fmt, ...) {        // one line into err -> -1
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(err, 512, fmt, ap);
+    va_end(ap);
+    return -1;
 }
 
 // ---- SAFETENSORS: u64 length of the header, the header (JSON: name -> dtype, shape, data_offsets), then the data.
@@ -397,10 +411,12 @@ typedef struct SafeFile {
 } SafeFile;
 
 static const struct { const char *name; int bits, dtype; } safe_types[] = {
-    { "F32", 32, DT_F32 }, { "F16", 16, DT_F16 }, { "BF16", 16, DT_BF16 }, { "F64", 64, DT_OTHER }, { "I64", 64, DT_OTHER }, { "U64", 64, DT_OTHER },
-    { "I32", 32, DT_OTHER }, { "U32", 32, DT_OTHER }, { "I16", 16, DT_OTHER }, { "U16", 16, DT_OTHER }, { "C64", 64, DT_OTHER }, { "BOOL", 8, DT_OTHER },
-    { "I8", 8, DT_QUANTIZED }, { "U8", 8, DT_QUANTIZED }, { "F8_E4M3", 8, DT_QUANTIZED }, { "F8_E5M2", 8, DT_QUANTIZED }, { "F8_E8M0", 8, DT_QUANTIZED },
-    { "F8_E4M3FNUZ", 8, DT_QUANTIZED }, { "F8_E5M2FNUZ", 8, DT_QUANTIZED }, { "F4", 4, DT_QUANTIZED }, { "F6_E2M3", 6, DT_QUANTIZED }, { "F6_E3M2", 6, DT_QUANTIZED }, { NULL, 0, 0 } };
+    { "F32", 32, DT_F32 }, { "F16", 16, DT_F16 }, { "BF16", 16, DT_BF16 },
+    { "F64", 64, DT_OTHER }, { "C64", 64, DT_OTHER }, { "I64", 64, DT_OTHER }, { "U64", 64, DT_OTHER }, { "I32", 32, DT_OTHER },
+    { "U32", 32, DT_OTHER }, { "I16", 16, DT_OTHER }, { "U16", 16, DT_OTHER }, { "BOOL", 8, DT_OTHER },
+    { "I8", 8, DT_QUANTIZED }, { "U8", 8, DT_QUANTIZED }, { "F8_E4M3", 8, DT_QUANTIZED }, { "F8_E5M2", 8, DT_QUANTIZED },
+    { "F8_E8M0", 8, DT_QUANTIZED }, { "F8_E4M3FNUZ", 8, DT_QUANTIZED }, { "F8_E5M2FNUZ", 8, DT_QUANTIZED },
+    { "F4", 4, DT_QUANTIZED }, { "F6_E2M3", 6, DT_QUANTIZED }, { "F6_E3M2", 6, DT_QUANTIZED }, { NULL, 0, 0 } };
 
 static void safetensors_close(SafeFile *f) {
     if (!f) return;
@@ -413,8 +429,11 @@ static void safetensors_close(SafeFile *f) {
     free(f);
 }
 
-static int safe_by_name(const void *a, const void *b) { return strcmp(((const SafeTensor *)a)->name, ((const SafeTensor *)b)->name); }
-static int safe_by_place(const void *a, const void *b) {        // of pointers; an empty tensor before the one that starts where it stands
+static int safe_by_name(const void *a, const void *b) {
+    return strcmp(((const SafeTensor *)a)->name, ((const SafeTensor *)b)->name);
+}
+// of pointers; an empty tensor before the one that starts where it stands
+static int safe_by_place(const void *a, const void *b) {
     const SafeTensor *x = *(SafeTensor *const *)a, *y = *(SafeTensor *const *)b;
     uintptr_t p = (uintptr_t)x->data, q = (uintptr_t)y->data;
     return p != q ? (p > q) - (p < q) : (x->bytes > y->bytes) - (x->bytes < y->bytes);
@@ -423,28 +442,33 @@ static int safe_by_place(const void *a, const void *b) {        // of pointers; 
 // One header entry -> t. data: where the file's data begin; size: how many bytes of them there are.
 static int safe_entry(SafeTensor *t, const char *name, const Json *v, const char *data, size_t size, char err[512]) {
     const Json *type = json_get(v, "dtype"), *shape = json_get(v, "shape"), *place = json_get(v, "data_offsets");
-    if (!type || type->type != JSON_STRING || !shape || shape->type != JSON_ARRAY || !place || place->type != JSON_ARRAY || place->n != 2
-        || !place->item[0].is_int || !place->item[1].is_int)
-        return snprintf(err, 512, "tensor %.200s: expected a dtype, a shape and two data_offsets", name), -1;
+    if (!type || type->type != JSON_STRING || !shape || shape->type != JSON_ARRAY || !place || place->type != JSON_ARRAY
+        || place->n != 2 || !place->item[0].is_int || !place->item[1].is_int)
+        return fault(err, "tensor %.200s: expected a dtype, a shape and two data_offsets", name);
     int k = 0;
     while (safe_types[k].name && strcmp(safe_types[k].name, type->str)) k++;
-    if (!safe_types[k].name) return snprintf(err, 512, "tensor %.200s: unknown dtype \"%.40s\"", name, type->str), -1;
+    if (!safe_types[k].name) return fault(err, "tensor %.200s: unknown dtype \"%.40s\"", name, type->str);
     *t = (SafeTensor){ .name = name, .type = safe_types[k].name, .dtype = safe_types[k].dtype, .n_dim = shape->n };
-    if (shape->n > SAFE_DIMS) return snprintf(err, 512, "tensor %.200s: expected at most %d dimensions, found %d", name, SAFE_DIMS, shape->n), -1;
+    if (shape->n > SAFE_DIMS)
+        return fault(err, "tensor %.200s: expected at most %d dimensions, found %d", name, SAFE_DIMS, shape->n);
     uint64_t count = 1, bits;
     for (int i = 0; i < shape->n; i++) {
         const Json *d = &shape->item[i];
-        if (d->type != JSON_NUMBER || !d->is_int || d->i < 0) return snprintf(err, 512, "tensor %.200s: dimension %d is no whole number >= 0", name, i), -1;
+        if (d->type != JSON_NUMBER || !d->is_int || d->i < 0)
+            return fault(err, "tensor %.200s: dimension %d is no whole number >= 0", name, i);
         t->dim[i] = d->i;
-        if (__builtin_mul_overflow(count, (uint64_t)d->i, &count)) return snprintf(err, 512, "tensor %.200s: the product of its dimensions overflows", name), -1;
+        if (__builtin_mul_overflow(count, (uint64_t)d->i, &count))
+            return fault(err, "tensor %.200s: the product of its dimensions overflows", name);
     }
-    if (__builtin_mul_overflow(count, (uint64_t)safe_types[k].bits, &bits)) return snprintf(err, 512, "tensor %.200s: the product of its dimensions overflows", name), -1;
+    if (__builtin_mul_overflow(count, (uint64_t)safe_types[k].bits, &bits))
+        return fault(err, "tensor %.200s: the product of its dimensions overflows", name);
     int64_t begin = place->item[0].i, end = place->item[1].i;
     if (begin < 0 || end < begin || (uint64_t)end > size)
-        return snprintf(err, 512, "tensor %.200s: data_offsets [%lld,%lld) lie outside the %zu bytes of data (is the file truncated?)",
-                        name, (long long)begin, (long long)end, size), -1;
+        return fault(err, "tensor %.200s: data_offsets [%lld,%lld) lie outside the %zu bytes of data (is the file truncated?)",
+                     name, (long long)begin, (long long)end, size);
     if (bits % 8 || (uint64_t)(end - begin) != bits / 8)
-        return snprintf(err, 512, "tensor %.200s: its shape needs %llu bytes, its data_offsets span %lld", name, (unsigned long long)(bits + 7) / 8, (long long)(end - begin)), -1;
+        return fault(err, "tensor %.200s: its shape needs %llu bytes, its data_offsets span %lld", name,
+                     (unsigned long long)(bits + 7) / 8, (long long)(end - begin));
     t->data = data + begin;
     t->bytes = (size_t)(end - begin);
     return 0;
@@ -453,42 +477,47 @@ static int safe_entry(SafeTensor *t, const char *name, const Json *v, const char
 static int safe_header(SafeFile *f, size_t len, char err[512]) {        // f->map, size and a header of len bytes -> f->tensor
     char why[256];
     f->header = json_parse(f->map + 8, len, why);
-    if (!f->header) return snprintf(err, 512, "the header is not JSON: %s", why), -1;
-    if (f->header->type != JSON_OBJECT) return snprintf(err, 512, "the header is no JSON object"), -1;
+    if (!f->header) return fault(err, "the header is not JSON: %s", why);
+    if (f->header->type != JSON_OBJECT) return fault(err, "the header is no JSON object");
     f->tensor = xcalloc((size_t)f->header->n, sizeof *f->tensor);
     for (int i = 0; i < f->header->n; i++) {
         const Json *v = &f->header->item[i];
         if (!strcmp(f->header->key[i], "__metadata__")) {
-            if (v->type != JSON_OBJECT) return snprintf(err, 512, "__metadata__ is no JSON object"), -1;
-            for (int j = 0; j < v->n; j++) if (v->item[j].type != JSON_STRING) return snprintf(err, 512, "__metadata__: %.200s is no string", v->key[j]), -1;
+            if (v->type != JSON_OBJECT) return fault(err, "__metadata__ is no JSON object");
+            for (int j = 0; j < v->n; j++)
+                if (v->item[j].type != JSON_STRING) return fault(err, "__metadata__: %.200s is no string", v->key[j]);
         } else if (safe_entry(&f->tensor[f->n++], f->header->key[i], v, f->map + 8 + len, f->size - 8 - len, err)) return -1;
     }
     qsort(f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_name);
     for (int i = 1; i < f->n; i++)
-        if (!strcmp(f->tensor[i].name, f->tensor[i - 1].name)) return snprintf(err, 512, "tensor %.200s stands in the header twice", f->tensor[i].name), -1;
+        if (!strcmp(f->tensor[i].name, f->tensor[i - 1].name))
+            return fault(err, "tensor %.200s stands in the header twice", f->tensor[i].name);
     SafeTensor **order = xmalloc((size_t)f->n * sizeof *order), *clash = NULL, *with = NULL;
     for (int i = 0; i < f->n; i++) order[i] = &f->tensor[i];
     qsort(order, (size_t)f->n, sizeof *order, safe_by_place);
     for (int i = 1; i < f->n && !clash; i++)            // ordered by place, only neighbours can be the first to overlap
-        if ((const char *)order[i - 1]->data + order[i - 1]->bytes > (const char *)order[i]->data) { clash = order[i]; with = order[i - 1]; }
+        if ((const char *)order[i - 1]->data + order[i - 1]->bytes > (const char *)order[i]->data) {
+            clash = order[i];
+            with = order[i - 1];
+        }
     free(order);
-    if (clash) return snprintf(err, 512, "tensors %.200s and %.200s overlap", with->name, clash->name), -1;
+    if (clash) return fault(err, "tensors %.200s and %.200s overlap", with->name, clash->name);
     return 0;
 }
 
 static int safe_map(SafeFile *f, char err[512]) {
     int fd = open(f->path, O_RDONLY | O_CLOEXEC);
     struct stat st;
-    if (fd < 0) return snprintf(err, 512, "%s", strerror(errno)), -1;
+    if (fd < 0) return fault(err, "%s", strerror(errno));
     if (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_size < 8) {
         close(fd);
-        return snprintf(err, 512, "not a safetensors file: expected a regular file of at least 8 bytes"), -1;
+        return fault(err, "not a safetensors file: expected a regular file of at least 8 bytes");
     }
     f->size = (size_t)st.st_size;
     void *p = mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fd, 0);
     int why = errno;
     close(fd);
-    if (p == MAP_FAILED) return snprintf(err, 512, "cannot be mapped: %s", strerror(why)), -1;
+    if (p == MAP_FAILED) return fault(err, "cannot be mapped: %s", strerror(why));
     f->map = p;
     return 0;
 }
@@ -502,9 +531,12 @@ static SafeFile *safetensors_open(const char *path, char err[512]) {
     int bad = safe_map(f, err);
     if (!bad) {
         for (int i = 7; i >= 0; i--) len = len << 8 | (unsigned char)f->map[i];
-        if (!memcmp(f->map, "version ", 8)) bad = snprintf(err, 512, "only a git-lfs pointer, not the weights themselves (git lfs pull fetches them)");
-        else if (len > SAFE_HEADER) bad = snprintf(err, 512, "not a safetensors file: a header of %llu bytes, the limit is %d", (unsigned long long)len, SAFE_HEADER);
-        else if (len > f->size - 8) bad = snprintf(err, 512, "truncated: a header of %llu bytes in a file of %zu", (unsigned long long)len, f->size);
+        if (!memcmp(f->map, "version ", 8))
+            bad = fault(err, "only a git-lfs pointer, not the weights themselves (git lfs pull fetches them)");
+        else if (len > SAFE_HEADER)
+            bad = fault(err, "not a safetensors file: a header of %llu bytes, the limit is %d", (unsigned long long)len, SAFE_HEADER);
+        else if (len > f->size - 8)
+            bad = fault(err, "truncated: a header of %llu bytes in a file of %zu", (unsigned long long)len, f->size);
         else bad = safe_header(f, (size_t)len, err);
     }
     if (!bad) return f;
@@ -536,8 +568,10 @@ typedef struct { const char *file; char err[512]; } ConfigReader;
 enum { ABSENT_IS_ERROR = -1000000 };            // as default: the key must be there
 
 static const struct { const char *type, *arch; } families[] = {
-    { "llama", "LlamaForCausalLM" }, { "mistral", "MistralForCausalLM" }, { "qwen2", "Qwen2ForCausalLM" }, { "qwen3", "Qwen3ForCausalLM" }, { NULL, NULL } };
-#define FAMILIES "supported: llama (LlamaForCausalLM), mistral (MistralForCausalLM), qwen2 (Qwen2ForCausalLM), qwen3 (Qwen3ForCausalLM)"
+    { "llama", "LlamaForCausalLM" }, { "mistral", "MistralForCausalLM" },
+    { "qwen2", "Qwen2ForCausalLM" }, { "qwen3", "Qwen3ForCausalLM" }, { NULL, NULL } };
+#define FAMILIES "supported: llama (LlamaForCausalLM), mistral (MistralForCausalLM), qwen2 (Qwen2ForCausalLM), " \
+                 "qwen3 (Qwen3ForCausalLM)"
 
 KV_PRINTF(2, 3) static void config_fail(ConfigReader *r, const char *fmt, ...) {
     if (r->err[0]) return;
@@ -551,7 +585,8 @@ KV_PRINTF(2, 3) static void config_fail(ConfigReader *r, const char *fmt, ...) {
 
 static const char *json_show(const Json *v, char buf[64]) {     // what was found, for a message
     static const char *const what[] = { "null", "a bool", "", "", "an array", "an object" };
-    if (v->type == JSON_NUMBER) { if (v->is_int) snprintf(buf, 64, "%lld", (long long)v->i); else snprintf(buf, 64, "%g", v->num); }
+    if (v->type == JSON_NUMBER && v->is_int) snprintf(buf, 64, "%lld", (long long)v->i);
+    else if (v->type == JSON_NUMBER) snprintf(buf, 64, "%g", v->num);
     else if (v->type == JSON_STRING) snprintf(buf, 64, "\"%.50s\"", v->str);
     else snprintf(buf, 64, "%s", what[v->type]);
     return buf;
@@ -611,7 +646,8 @@ static void config_family(ConfigReader *r, Config *c, const Json *o) {
     else snprintf(c->model_type, sizeof c->model_type, "%s", families[k].type);
     if (config_key(o, "quantization_config") || config_key(o, "compression_config")) {
         const char *how = config_str(r, config_key(o, "quantization_config"), "quant_method", "?");
-        config_fail(r, "quantized checkpoint (quantization_config, %.40s): kvcomp reads F32, F16 and BF16 weights; take the unquantized model", how);
+        config_fail(r, "quantized checkpoint (quantization_config, %.40s): kvcomp reads F32, F16 and BF16 weights; "
+                       "take the unquantized model", how);
     }
     const char *act = config_str(r, o, "hidden_act", config_str(r, o, "hidden_activation", "silu"));
     if (strcmp(act, "silu") && strcmp(act, "swish")) config_fail(r, "hidden_act: expected \"silu\", found \"%.40s\"", act);
@@ -631,23 +667,31 @@ static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
     c->qk_norm = !strcmp(c->model_type, "qwen3");
     if (r->err[0]) return;
     if (!c->D) {
-        if (c->C % c->H) config_fail(r, "hidden_size %d is no multiple of num_attention_heads %d, and there is no head_dim", c->C, c->H);
+        if (c->C % c->H)
+            config_fail(r, "hidden_size %d is no multiple of num_attention_heads %d, and there is no head_dim", c->C, c->H);
         c->D = c->C / c->H;
     }
     if (c->H % c->G) config_fail(r, "num_attention_heads %d is no multiple of num_key_value_heads %d", c->H, c->G);
-    if (c->D % 2 || c->D < 2 || c->D > 1024) config_fail(r, "head_dim %d: expected an even number from 2 to 1024 (RoPE turns pairs)", c->D);
+    if (c->D % 2 || c->D < 2 || c->D > 1024)
+        config_fail(r, "head_dim %d: expected an even number from 2 to 1024 (RoPE turns pairs)", c->D);
     const char *dtype = config_str(r, o, config_key(o, "dtype") ? "dtype" : "torch_dtype", "bfloat16");
-    c->dtype = !strcmp(dtype, "float32") ? DT_F32 : !strcmp(dtype, "float16") ? DT_F16 : DT_BF16;       // weights_load looks at the tensors
+    // weights_load looks at the tensors
+    c->dtype = !strcmp(dtype, "float32") ? DT_F32 : !strcmp(dtype, "float16") ? DT_F16 : DT_BF16;
 }
 
-// The sliding window (models.md 5.1): Mistral all layers; Qwen from max_window_layers on if use_sliding_window, or as layer_types says.
+// The sliding window: Mistral all layers; Qwen from max_window_layers on if use_sliding_window, or as layer_types says.
 static void config_window(ConfigReader *r, Config *c, const Json *o) {
     int qwen = !strncmp(c->model_type, "qwen", 4), mistral = !strcmp(c->model_type, "mistral"), any = 0;
     const Json *types = qwen ? config_key(o, "layer_types") : NULL;
     if (r->err[0] || !(mistral || qwen)) return;
-    int use = mistral || config_flag(r, o, "use_sliding_window", 0), from = qwen ? config_int(r, o, "max_window_layers", 28, 0, 1 << 30) : 0;
-    int window = config_int(r, o, "sliding_window", use && !json_get(o, "sliding_window") ? 4096 : 0, 1, 1 << 30);  // absent: the classes' default; null: none
-    if (types && (types->type != JSON_ARRAY || types->n != c->L)) { config_fail(r, "layer_types: expected a list of %d names, one a layer", c->L); return; }
+    int use = mistral || config_flag(r, o, "use_sliding_window", 0);
+    int from = qwen ? config_int(r, o, "max_window_layers", 28, 0, 1 << 30) : 0;
+    // absent: the classes' default; null: none
+    int window = config_int(r, o, "sliding_window", use && !json_get(o, "sliding_window") ? 4096 : 0, 1, 1 << 30);
+    if (types && (types->type != JSON_ARRAY || types->n != c->L)) {
+        config_fail(r, "layer_types: expected a list of %d names, one a layer", c->L);
+        return;
+    }
     c->windowed = xcalloc((size_t)c->L, 1);
     for (int l = 0; l < c->L; l++) {
         const Json *t = types ? &types->item[l] : NULL;
@@ -663,7 +707,8 @@ static void config_window(ConfigReader *r, Config *c, const Json *o) {
 }
 
 static int json_same(const Json *a, const Json *b) {        // the same numbers and strings under the same keys
-    if (a->type != b->type || a->n != b->n || a->num != b->num || a->len != b->len || (a->len && memcmp(a->str, b->str, a->len))) return 0;
+    if (a->type != b->type || a->n != b->n || a->num != b->num || a->len != b->len || (a->len && memcmp(a->str, b->str, a->len)))
+        return 0;
     for (int i = 0; i < a->n; i++) {
         const Json *y = a->type == JSON_OBJECT ? json_get(b, a->key[i]) : &b->item[i];
         if (!y || !json_same(&a->item[i], y)) return 0;
@@ -680,7 +725,8 @@ static void config_rope(ConfigReader *r, Config *c, const Json *o) {
     if (p && p->type != JSON_OBJECT) config_fail(r, "rope_parameters: expected an object, found %s", json_show(p, buf));
     if ((sub = config_key(p, "full_attention"))) {
         const Json *sliding = config_key(p, "sliding_attention");
-        if (sliding && !json_same(sub, sliding)) config_fail(r, "rope_parameters: full_attention and sliding_attention differ, which is not supported");
+        if (sliding && !json_same(sub, sliding))
+            config_fail(r, "rope_parameters: full_attention and sliding_attention differ, which is not supported");
         p = sub;
     }
     const char *type = config_str(r, p, "rope_type", config_str(r, p, "type", "default"));
@@ -689,23 +735,29 @@ static void config_rope(ConfigReader *r, Config *c, const Json *o) {
         c->theta = 10000;
         if (!r->err[0]) fprintf(stderr, "kvcomp: %s: no rope_theta, 10000 is used\n", r->file);
     }
-    if (config_real(r, p, "partial_rotary_factor", config_real(r, o, "partial_rotary_factor", 1, 0, 1), 0, 1) != 1) config_fail(r, "partial_rotary_factor: only 1 is supported");
+    if (config_real(r, p, "partial_rotary_factor", config_real(r, o, "partial_rotary_factor", 1, 0, 1), 0, 1) != 1)
+        config_fail(r, "partial_rotary_factor: only 1 is supported");
     c->factor = 1; c->low_freq = 1; c->high_freq = 4; c->beta_fast = 32; c->beta_slow = 1;
-    c->orig_pos = config_int(r, o, "original_max_position_embeddings", config_int(r, p, "original_max_position_embeddings", c->max_pos, 1, 1 << 30), 1, 1 << 30);
+    c->orig_pos = config_int(r, p, "original_max_position_embeddings", c->max_pos, 1, 1 << 30);
+    c->orig_pos = config_int(r, o, "original_max_position_embeddings", c->orig_pos, 1, 1 << 30);
     if (!strcmp(type, "default")) return;
-    c->rope_type = !strcmp(type, "linear") ? ROPE_LINEAR : !strcmp(type, "llama3") ? ROPE_LLAMA3 : !strcmp(type, "yarn") ? ROPE_YARN : -1;
-    if (c->rope_type < 0) { config_fail(r, "rope_type \"%.40s\" is not supported; supported: default, linear, llama3, yarn", type); return; }
+    if (!strcmp(type, "linear")) c->rope_type = ROPE_LINEAR;
+    else if (!strcmp(type, "llama3")) c->rope_type = ROPE_LLAMA3;
+    else if (!strcmp(type, "yarn")) c->rope_type = ROPE_YARN;
+    else config_fail(r, "rope_type \"%.40s\" is not supported; supported: default, linear, llama3, yarn", type);
     c->factor = config_real(r, p, "factor", ABSENT_IS_ERROR, 1, 1e6);
     if (c->rope_type == ROPE_LLAMA3) {
         c->low_freq = config_real(r, p, "low_freq_factor", ABSENT_IS_ERROR, 1e-6, 1e6);
         c->high_freq = config_real(r, p, "high_freq_factor", ABSENT_IS_ERROR, 1e-6, 1e6);
-        if (c->low_freq >= c->high_freq) config_fail(r, "low_freq_factor %g: expected less than high_freq_factor %g", c->low_freq, c->high_freq);
+        if (c->low_freq >= c->high_freq)
+            config_fail(r, "low_freq_factor %g: expected less than high_freq_factor %g", c->low_freq, c->high_freq);
     }
     if (c->rope_type == ROPE_YARN) {
         c->beta_fast = config_real(r, p, "beta_fast", 32, 1e-6, 1e6);
         c->beta_slow = config_real(r, p, "beta_slow", 1, 1e-6, 1e6);
         c->attn_factor = config_real(r, p, "attention_factor", 0, 1e-6, 1e6);
-        if (c->beta_fast < c->beta_slow) config_fail(r, "beta_fast %g: expected at least beta_slow %g", c->beta_fast, c->beta_slow);
+        if (c->beta_fast < c->beta_slow)
+            config_fail(r, "beta_fast %g: expected at least beta_slow %g", c->beta_fast, c->beta_slow);
         if (config_key(p, "mscale") || config_key(p, "mscale_all_dim")) config_fail(r, "yarn with mscale is not supported");
         if (!config_flag(r, p, "truncate", 1)) config_fail(r, "yarn with truncate false is not supported");
     }
@@ -716,12 +768,12 @@ static void config_eos(ConfigReader *r, Config *c, const Json *o) {     // adds 
     char buf[64];
     for (int i = 0; v && i < (v->type == JSON_ARRAY ? v->n : 1); i++) {
         const Json *e = v->type == JSON_ARRAY ? &v->item[i] : v;
-        if (e->type != JSON_NUMBER || !e->is_int) { config_fail(r, "eos_token_id: expected whole numbers, found %s", json_show(e, buf)); return; }
+        if (e->type != JSON_NUMBER || !e->is_int) config_fail(r, "eos_token_id: expected whole numbers, found %s", json_show(e, buf));
         int known = e->i < 0 || e->i >= c->V;           // an id without an embedding is never generated
         for (int k = 0; k < c->n_eos; k++) known |= c->eos[k] == e->i;
         if (known) continue;
-        if (c->n_eos == (int)(sizeof c->eos / sizeof *c->eos)) { config_fail(r, "eos_token_id: more than 8 different ids"); return; }
-        c->eos[c->n_eos++] = (int)e->i;
+        if (c->n_eos == (int)(sizeof c->eos / sizeof *c->eos)) config_fail(r, "eos_token_id: more than 8 different ids");
+        else c->eos[c->n_eos++] = (int)e->i;
     }
 }
 
@@ -733,33 +785,46 @@ static int foreign_files(const char *dir, char err[512]) {
     for (struct dirent *e; d && (e = readdir(d)); ) {
         size_t n = strlen(e->d_name);
         const char *w = NULL;
-        if (!strncmp(e->d_name, "pytorch_model", 13)) w = "pickled weights, which are not read: in Python, AutoModelForCausalLM.from_pretrained(IN).save_pretrained(OUT) writes safetensors";
-        else if (!strncmp(e->d_name, "consolidated.", 13)) w = "weights in the vendor's own layout (interleaved RoPE), which is not read: fetch the Hugging Face files, config.json and model*.safetensors";
-        else if (n > 5 && !strcmp(e->d_name + n - 5, ".gguf")) w = "a GGUF file, which is not read: fetch the Hugging Face folder it was made from";
-        if (w && (!found[0] || strcmp(e->d_name, found) < 0)) { snprintf(found, sizeof found, "%s", e->d_name); what = w; }     // readdir has no order
+        if (!strncmp(e->d_name, "pytorch_model", 13))
+            w = "pickled weights, which are not read: in Python, AutoModelForCausalLM.from_pretrained(IN).save_pretrained(OUT) "
+                "writes safetensors";
+        else if (!strncmp(e->d_name, "consolidated.", 13))
+            w = "weights in the vendor's own layout (interleaved RoPE), which is not read: fetch the Hugging Face files, "
+                "config.json and model*.safetensors";
+        else if (n > 5 && !strcmp(e->d_name + n - 5, ".gguf"))
+            w = "a GGUF file, which is not read: fetch the Hugging Face folder it was made from";
+        if (w && (!found[0] || strcmp(e->d_name, found) < 0)) {         // readdir has no order
+            snprintf(found, sizeof found, "%s", e->d_name);
+            what = w;
+        }
     }
     if (d) closedir(d);
     if (what) snprintf(err, 512, "%.200s: only %.100s: %s", dir, found, what);
     return what != NULL;
 }
 
-static Json *config_file(const char *dir, const char *name, int needed, char err[512]) {    // NULL with err "" when absent and not needed
-    char path[1400], why[256];
+// dir/name parsed. NULL with err "" when it is absent and not needed.
+static Json *config_file(const char *dir, const char *name, int needed, char err[512]) {
+    char path[1400], why[256], *text = NULL;
     size_t n;
     struct stat st;
+    Json *j = NULL;
     err[0] = 0;
     snprintf(path, sizeof path, "%s/%s", dir, name);
     if (!needed && !file_exists(path)) return NULL;
-    if (stat(dir, &st)) { snprintf(err, 512, "%.300s: no such folder", dir); return NULL; }
-    if (!S_ISDIR(st.st_mode)) { snprintf(err, 512, "%.300s: expected a Hugging Face folder (config.json, model.safetensors, tokenizer.json), found a file", dir); return NULL; }
-    if (needed && !file_exists(path) && foreign_files(dir, err)) return NULL;
-    char *text = read_file(path, &n, why);
-    if (!text) { snprintf(err, 512, "%s", why); return NULL; }
-    Json *j = json_parse(text, n, why);
+    if (stat(dir, &st)) fault(err, "%.300s: no such folder", dir);
+    else if (!S_ISDIR(st.st_mode))
+        fault(err, "%.300s: expected a Hugging Face folder (config.json, model.safetensors, tokenizer.json), found a file", dir);
+    else if (file_exists(path) || !foreign_files(dir, err)) text = read_file(path, &n, why);
+    if (err[0]) return NULL;
+    if (text) j = json_parse(text, n, why);
+    if (!text) fault(err, "%s", why);
+    else if (!j) fault(err, "%.220s/%s: %s", dir, name, why);
+    else if (j->type != JSON_OBJECT) fault(err, "%.300s/%s: expected a JSON object", dir, name);
     free(text);
-    if (!j) snprintf(err, 512, "%.220s/%s: %s", dir, name, why);
-    else if (j->type != JSON_OBJECT) { snprintf(err, 512, "%.300s/%s: expected a JSON object", dir, name); json_free(j); j = NULL; }
-    return j;
+    if (!err[0]) return j;
+    json_free(j);
+    return NULL;
 }
 
 static void config_read(ConfigReader *r, Config *c, const Json *o) {
@@ -780,7 +845,10 @@ Config *config_load(const char *dir) {
     ConfigReader r = { .file = file };
     size_t n = strlen(dir);
     while (n > 1 && dir[n - 1] == '/') n--;
-    if (n >= sizeof c->dir) { config_free(c); die(EXIT_MODEL, "%.60s...: the path is longer than %zu bytes", dir, sizeof c->dir - 1); }
+    if (n >= sizeof c->dir) {
+        config_free(c);
+        die(EXIT_MODEL, "%.60s...: the path is longer than %zu bytes", dir, sizeof c->dir - 1);
+    }
     memcpy(c->dir, dir, n);
     Json *o = config_file(c->dir, "config.json", 1, r.err), *g = NULL;
     snprintf(file, sizeof file, "%.300s/config.json", c->dir);
@@ -796,10 +864,14 @@ Config *config_load(const char *dir) {
 }
 
 static const struct { const char *name, *type; Config c; } synthetic_shapes[] = {
-    { "llama-3.2-1b", "llama", { .L = 16, .H = 32, .G = 8, .D = 64, .C = 2048, .F = 8192, .V = 128256, .eps = 1e-5f, .tied = 1, .theta = 5e5, .rope_type = ROPE_LLAMA3, .factor = 32 } },
-    { "llama-3.1-8b", "llama", { .L = 32, .H = 32, .G = 8, .D = 128, .C = 4096, .F = 14336, .V = 128256, .eps = 1e-5f, .theta = 5e5, .rope_type = ROPE_LLAMA3, .factor = 8 } },
-    { "qwen3-4b", "qwen3", { .L = 36, .H = 32, .G = 8, .D = 128, .C = 2560, .F = 9728, .V = 151936, .eps = 1e-6f, .tied = 1, .qk_norm = 1, .theta = 1e6, .factor = 1 } },
-    { "tiny", "llama", { .L = 8, .H = 8, .G = 4, .D = 64, .C = 512, .F = 1408, .V = 8192, .eps = 1e-5f, .tied = 1, .theta = 1e4, .factor = 1 } } };
+    { "llama-3.2-1b", "llama", { .L = 16, .H = 32, .G = 8, .D = 64, .C = 2048, .F = 8192, .V = 128256, .tied = 1,
+                                 .eps = 1e-5f, .theta = 5e5, .rope_type = ROPE_LLAMA3, .factor = 32 } },
+    { "llama-3.1-8b", "llama", { .L = 32, .H = 32, .G = 8, .D = 128, .C = 4096, .F = 14336, .V = 128256,
+                                 .eps = 1e-5f, .theta = 5e5, .rope_type = ROPE_LLAMA3, .factor = 8 } },
+    { "qwen3-4b",     "qwen3", { .L = 36, .H = 32, .G = 8, .D = 128, .C = 2560, .F = 9728, .V = 151936, .tied = 1, .qk_norm = 1,
+                                 .eps = 1e-6f, .theta = 1e6, .factor = 1 } },
+    { "tiny",         "llama", { .L = 8, .H = 8, .G = 4, .D = 64, .C = 512, .F = 1408, .V = 8192, .tied = 1,
+                                 .eps = 1e-5f, .theta = 1e4, .factor = 1 } } };
 enum { N_SHAPES = sizeof synthetic_shapes / sizeof *synthetic_shapes };
 
 // A config without a checkpoint, for speed: a known name, or sizes that replace those of llama-3.2-1b.
@@ -809,17 +881,21 @@ Config *config_synthetic(const char *shape) {
     while (k < N_SHAPES && strcmp(shape, synthetic_shapes[k].name)) k++;
     c = synthetic_shapes[k < N_SHAPES ? k : 0].c;
     snprintf(c.model_type, sizeof c.model_type, "%s", synthetic_shapes[k < N_SHAPES ? k : 0].type);
-    c.max_pos = 131072; c.orig_pos = 8192; c.low_freq = 1; c.high_freq = 4; c.beta_fast = 32; c.beta_slow = 1; c.bos = -1; c.dtype = DT_BF16;
+    c.max_pos = 131072; c.orig_pos = 8192; c.bos = -1; c.dtype = DT_BF16;
+    c.low_freq = 1; c.high_freq = 4; c.beta_fast = 32; c.beta_slow = 1;
     snprintf(c.dir, sizeof c.dir, "synthetic:%s", shape);
+    const struct { char letter; int *at, max; } size[] = {
+        { 'L', &c.L, 1024 }, { 'H', &c.H, 1024 }, { 'G', &c.G, 1024 }, { 'D', &c.D, 1024 }, { 'C', &c.C, 1 << 18 },
+        { 'F', &c.F, 1 << 20 }, { 'V', &c.V, 1 << 22 } };
+    const size_t sizes = sizeof size / sizeof *size;
     for (const char *p = shape; k == N_SHAPES; p++) {
-        struct { char letter; int *at; int max; } size[] = { { 'L', &c.L, 1024 }, { 'H', &c.H, 1024 }, { 'G', &c.G, 1024 }, { 'D', &c.D, 1024 }, { 'C', &c.C, 1 << 18 },
-                                                           { 'F', &c.F, 1 << 20 }, { 'V', &c.V, 1 << 22 } };
         size_t i = 0;
         char *end = (char *)p;
-        while (i < sizeof size / sizeof *size && size[i].letter != *p) i++;
-        long v = i < sizeof size / sizeof *size && isdigit((unsigned char)p[1]) ? strtol(p + 1, &end, 10) : 0;
+        while (i < sizes && size[i].letter != *p) i++;
+        long v = i < sizes && isdigit((unsigned char)p[1]) ? strtol(p + 1, &end, 10) : 0;
         if (v < 1 || v > size[i].max || (*end && *end != ','))
-            die(EXIT_USAGE, "shape \"%.60s\": expected llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny or sizes such as L16,H32,G8,D64,C2048,F8192,V128256", shape);
+            die(EXIT_USAGE, "shape \"%.60s\": expected llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny or sizes such as "
+                            "L16,H32,G8,D64,C2048,F8192,V128256", shape);
         *size[i].at = (int)v;
         p = end;
         if (!*p) break;
@@ -832,9 +908,11 @@ Config *config_synthetic(const char *shape) {
 }
 
 // ---- WEIGHTS. One table names every tensor, its sizes and when it must be there: loading, making and printing walk it.
-enum { TENSOR_NEEDED, TENSOR_OPTIONAL, TENSOR_QWEN2, TENSOR_QK_NORM };   // optional: taken if the file has it; the last two: needed by that family
+// optional: taken if the file has it; the last two: needed by that family
+enum { TENSOR_NEEDED, TENSOR_OPTIONAL, TENSOR_QWEN2, TENSOR_QK_NORM };
 
-static const struct { const char *name; size_t at; char rows, cols; int when; } layer_tensors[] = {   // sizes: letters of the legend, Q = H*D, K = G*D, 1 = a vector
+// sizes: letters of the legend, Q = H*D, K = G*D, 1 = a vector
+static const struct { const char *name; size_t at; char rows, cols; int when; } layer_tensors[] = {
     { "input_layernorm.weight",          offsetof(Layer, attn_norm), '1', 'C', TENSOR_NEEDED },
     { "self_attn.q_proj.weight",         offsetof(Layer, wq),        'Q', 'C', TENSOR_NEEDED },
     { "self_attn.k_proj.weight",         offsetof(Layer, wk),        'K', 'C', TENSOR_NEEDED },
@@ -869,13 +947,20 @@ static int config_size(const Config *c, char letter) {
     default:  return 1;
     }
 }
+static int tensor_rows(const Config *c, int i) { return config_size(c, layer_tensors[i].rows); }
+static int tensor_cols(const Config *c, int i) { return config_size(c, layer_tensors[i].cols); }
+static int tensor_needed(const Config *c, int i) {
+    int when = layer_tensors[i].when;
+    return when == TENSOR_NEEDED || (when == TENSOR_QK_NORM && c->qk_norm) || (when == TENSOR_QWEN2 && !strcmp(c->model_type, "qwen2"));
+}
 static size_t tensor_bytes(const Tensor *t) { return (size_t)t->rows * (size_t)t->cols * dtype_size(t->dtype); }
 
 // RoPE frequencies (D/2), one per pair (i, i+D/2): f_i = theta^(-2i/D), then the scaling of config.json. All in double.
 static void rope_frequencies(const Config *c, double *f, float *scale) {
     double low = 0, high = 0;
     *scale = 1;
-    if (c->rope_type == ROPE_YARN) {    // pairs below low turn fast enough to extrapolate, above high they interpolate, between: a ramp
+    // pairs below low turn fast enough to extrapolate, above high they interpolate, between: a ramp
+    if (c->rope_type == ROPE_YARN) {
         double turns = log(c->orig_pos / (c->beta_fast * 2 * M_PI));
         low = fmax(floor(c->D * turns / (2 * log(c->theta))), 0);
         turns = log(c->orig_pos / (c->beta_slow * 2 * M_PI));
@@ -898,7 +983,8 @@ static void rope_frequencies(const Config *c, double *f, float *scale) {
     }
 }
 
-typedef struct { SafeFile **file; Json *index; void *block; size_t block_bytes; } WeightFiles;     // Weights.files: mapped shards, or one block made from a seed
+// Weights.files: mapped shards, or one block made from a seed
+typedef struct { SafeFile **file; Json *index; void *block; size_t block_bytes; } WeightFiles;
 
 static Weights *weights_new(const Config *c) {
     Weights *w = xcalloc(1, sizeof *w);
@@ -931,12 +1017,13 @@ void weights_close(Weights *w, Config *c) {     // gives back both; either may b
 static int weights_open_file(WeightFiles *wf, const char *dir, const char *name, char err[512]) {
     char path[1400], why[512];
     if (!*name || *name == '.' || strchr(name, '/') || strlen(name) > 255)
-        return snprintf(err, 512, "%.200s/model.safetensors.index.json: weight_map names the file \"%.80s\", expected a name in the same folder", dir, name), -1;
+        return fault(err, "%.200s/model.safetensors.index.json: weight_map names the file \"%.80s\", expected a name in the same "
+                     "folder", dir, name);
     snprintf(path, sizeof path, "%s/%s", dir, name);
     for (size_t i = 0; i < arrlenu(wf->file); i++) if (!strcmp(wf->file[i]->path, path)) return 0;
-    if (arrlenu(wf->file) == 4096) return snprintf(err, 512, "%.200s/model.safetensors.index.json: more than 4096 shards", dir), -1;
+    if (arrlenu(wf->file) == 4096) return fault(err, "%.200s/model.safetensors.index.json: more than 4096 shards", dir);
     SafeFile *f = safetensors_open(path, why);
-    if (!f) return snprintf(err, 512, "%.200s/%.100s: %.200s", dir, name, why), -1;
+    if (!f) return fault(err, "%.200s/%.100s: %.200s", dir, name, why);
     arrput(wf->file, f);
     return 0;
 }
@@ -958,10 +1045,12 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
         return weights_open_file(wf, dir, "model.safetensors", err);
     }
     const Json *map = json_get(wf->index, "weight_map");
-    if (!map || map->type != JSON_OBJECT || !map->n) return snprintf(err, 512, "%.300s/model.safetensors.index.json: no weight_map", dir), -1;
+    if (!map || map->type != JSON_OBJECT || !map->n)
+        return fault(err, "%.300s/model.safetensors.index.json: no weight_map", dir);
     for (int i = 0; i < map->n; i++) {
         const Json *v = &map->item[i];
-        if (v->type != JSON_STRING) return snprintf(err, 512, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name", dir, map->key[i]), -1;
+        if (v->type != JSON_STRING)
+            return fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name", dir, map->key[i]);
         if (weights_open_file(wf, dir, v->str, err)) return -1;
     }
     return 0;
@@ -970,33 +1059,43 @@ static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
 static int weights_missing(const WeightFiles *wf, const Config *c, const char *name, char err[512]) {
     char packed[200];
     size_t stem = strlen(name) > 7 && !strcmp(name + strlen(name) - 7, ".weight") ? strlen(name) - 7 : 0;
-    static const char *const traces[] = { "qweight", "weight_packed", "weight_scale", "weight.absmax" };     // GPTQ and AWQ, compressed-tensors, FP8, bitsandbytes
+    // GPTQ and AWQ, compressed-tensors, FP8, bitsandbytes
+    static const char *const traces[] = { "qweight", "weight_packed", "weight_scale", "weight.absmax" };
     for (size_t i = 0; stem && i < sizeof traces / sizeof *traces; i++) {
         snprintf(packed, sizeof packed, "%.*s.%s", (int)stem, name, traces[i]);
         for (size_t k = 0; k < arrlenu(wf->file); k++)
-            if (safetensors_find(wf->file[k], packed)) return snprintf(err, 512, "%.200s: quantized checkpoint: tensor %s instead of %s; take the unquantized model", c->dir, packed, name), -1;
+            if (safetensors_find(wf->file[k], packed))
+                return fault(err, "%.200s: quantized checkpoint: tensor %s instead of %s; take the unquantized model", c->dir,
+                             packed, name);
     }
-    return snprintf(err, 512, "%.200s: tensor %s is missing", c->dir, name), -1;
+    return fault(err, "%.200s: tensor %s is missing", c->dir, name);
 }
 
 // The tensor called name -> *out, checked. 0 also when it is absent and not needed (data NULL).
-static int weights_take(WeightFiles *wf, const Config *c, const char *name, int needed, Tensor *out, int n_dim, int rows, int cols, char err[512]) {
+static int weights_take(WeightFiles *wf, const Config *c, const char *name, int needed, Tensor *out, int n_dim, int rows, int cols,
+                        char err[512]) {
     SafeTensor *t = NULL;
     const Json *place = json_get(json_get(wf->index, "weight_map"), name);
     if (place) {
         t = safetensors_find(weights_file_of(wf, c->dir, place->str), name);
-        if (!t) return snprintf(err, 512, "%.200s: tensor %s is not in %.100s, where model.safetensors.index.json says it is", c->dir, name, place->str), -1;
+        if (!t)
+            return fault(err, "%.200s: tensor %s is not in %.100s, where model.safetensors.index.json says it is", c->dir, name,
+                         place->str);
     }
     for (size_t i = 0; !t && !wf->index && i < arrlenu(wf->file); i++) t = safetensors_find(wf->file[i], name);
     if (!t) return needed ? weights_missing(wf, c, name, err) : 0;
-    if (t->dtype == DT_QUANTIZED) return snprintf(err, 512, "%.200s: quantized checkpoint: tensor %s is %s, expected F32, F16 or BF16; take the unquantized model", c->dir, name, t->type), -1;
-    if (t->dtype < 0) return snprintf(err, 512, "%.200s: tensor %s is %s, expected F32, F16 or BF16", c->dir, name, t->type), -1;
+    if (t->dtype == DT_QUANTIZED)
+        return fault(err, "%.200s: quantized checkpoint: tensor %s is %s, expected F32, F16 or BF16; take the unquantized model",
+                     c->dir, name, t->type);
+    if (t->dtype < 0) return fault(err, "%.200s: tensor %s is %s, expected F32, F16 or BF16", c->dir, name, t->type);
     if (t->n_dim != n_dim || t->dim[n_dim - 1] != cols || (n_dim == 2 && t->dim[0] != rows)) {
         char found[200] = "", want[64];
-        for (int i = 0; i < t->n_dim; i++) snprintf(found + strlen(found), sizeof found - strlen(found), "%s%lld", i ? "," : "", (long long)t->dim[i]);
+        for (int i = 0; i < t->n_dim; i++)
+            snprintf(found + strlen(found), sizeof found - strlen(found), "%s%lld", i ? "," : "", (long long)t->dim[i]);
         if (n_dim == 2) snprintf(want, sizeof want, "%d,%d", rows, cols);
         else snprintf(want, sizeof want, "%d", cols);
-        return snprintf(err, 512, "%.110s: tensor %.100s: found shape (%.180s), expected (%s) from config.json", c->dir, name, found, want), -1;
+        return fault(err, "%.110s: tensor %.100s: found shape (%.180s), expected (%s) from config.json", c->dir, name, found,
+                     want);
     }
     *out = (Tensor){ t->data, t->dtype, rows, cols };
     return 0;
@@ -1009,17 +1108,18 @@ static int weights_read(Weights *w, Config *c, char err[512]) {
     if (weights_take(wf, c, "model.embed_tokens.weight", 1, &w->embed, 2, c->V, c->C, err)) return -1;
     for (int l = 0; l < c->L; l++)
         for (int i = 0; i < N_LAYER_TENSORS; i++) {
-            int when = layer_tensors[i].when, vector = layer_tensors[i].rows == '1';
-            if (when == TENSOR_QK_NORM && !c->qk_norm) continue;
-            int needed = when == TENSOR_NEEDED || when == TENSOR_QK_NORM || (when == TENSOR_QWEN2 && !strcmp(c->model_type, "qwen2"));
+            int when = layer_tensors[i].when, n_dim = layer_tensors[i].rows == '1' ? 1 : 2;
+            if (when == TENSOR_QK_NORM && !c->qk_norm) continue;        // another family with such tensors: reported as not used
             snprintf(name, sizeof name, "model.layers.%d.%s", l, layer_tensors[i].name);
-            if (weights_take(wf, c, name, needed, layer_tensor(&w->layer[l], i), vector ? 1 : 2, config_size(c, layer_tensors[i].rows),
-                             config_size(c, layer_tensors[i].cols), err)) return -1;
+            if (weights_take(wf, c, name, tensor_needed(c, i), layer_tensor(&w->layer[l], i), n_dim, tensor_rows(c, i),
+                             tensor_cols(c, i), err)) return -1;
         }
     if (weights_take(wf, c, "model.norm.weight", 1, &w->norm, 1, 1, c->C, err)) return -1;
     if (weights_take(wf, c, "lm_head.weight", !c->tied, &w->head, 2, c->V, c->C, err)) return -1;
     if (c->tied) {
-        if (w->head.data) fprintf(stderr, "kvcomp: warning: %s: lm_head.weight is not used, config.json ties the output to the embedding\n", c->dir);
+        if (w->head.data)
+            fprintf(stderr, "kvcomp: warning: %s: lm_head.weight is not used, config.json ties the output to the embedding\n",
+                    c->dir);
         w->head = w->embed;
     }
     return 0;
@@ -1053,7 +1153,9 @@ Weights *weights_load(Config *c) {
             const SafeTensor *t = &wf->file[i]->tensor[k];
             if (!t->used && !strstr(t->name, "rotary_emb.inv_freq") && !left++) first = t->name;
         }
-    if (left) fprintf(stderr, "kvcomp: warning: %s: %d tensor%s not used, the first: %s\n", c->dir, left, left > 1 ? "s are" : " is", first);
+    if (left)
+        fprintf(stderr, "kvcomp: warning: %s: %d tensor%s not used, the first: %s\n", c->dir, left, left > 1 ? "s are" : " is",
+                first);
     return w;
 }
 
@@ -1066,10 +1168,12 @@ static void random_bf16(uint16_t *p, size_t n, double std, uint64_t seed) {
     }
 }
 
+static size_t synthetic_bytes(int rows, int cols) { return ((size_t)rows * (size_t)cols * 2 + 63) & ~(size_t)63; }
+
 static void make_tensor(Tensor *t, char **next, int rows, int cols, double std, uint64_t seed) {    // std 0: all ones
     uint16_t *p = (uint16_t *)*next;
     *t = (Tensor){ p, DT_BF16, rows, cols };
-    *next += (tensor_bytes(t) + 63) & ~(size_t)63;
+    *next += synthetic_bytes(rows, cols);
     #pragma omp parallel for schedule(static)
     for (int r = 0; r < rows; r++) {
         uint16_t *row = p + (size_t)r * (size_t)cols;
@@ -1078,19 +1182,15 @@ static void make_tensor(Tensor *t, char **next, int rows, int cols, double std, 
     }
 }
 
-static int synthetic_has(const Config *c, int i) {
-    return layer_tensors[i].when == TENSOR_NEEDED || (layer_tensors[i].when == TENSOR_QK_NORM && c->qk_norm) || (layer_tensors[i].when == TENSOR_QWEN2 && !strcmp(c->model_type, "qwen2"));
-}
-
 // Random bf16 weights of the right sizes, for speed and for tests. Logits get a standard deviation of about 2.5 and every
 // branch writes into the residual stream at the scale of the embedding, so that depth changes nothing.
 Weights *weights_synthetic(Config *c, uint64_t seed) {
     Weights *w = weights_new(c);
     WeightFiles *wf = w->files;
-    size_t matrix = (((size_t)c->V * (size_t)c->C * 2) + 63) & ~(size_t)63, total = matrix * (c->tied ? 1 : 2) + (size_t)c->C * 2 + 64;
+    size_t embed = synthetic_bytes(c->V, c->C), total = embed * (c->tied ? 1 : 2) + synthetic_bytes(1, c->C);
     double std = 2.5 / sqrt(c->C);
     for (int i = 0; i < N_LAYER_TENSORS; i++)
-        if (synthetic_has(c, i)) total += (size_t)c->L * (((size_t)config_size(c, layer_tensors[i].rows) * (size_t)config_size(c, layer_tensors[i].cols) * 2 + 63) & ~(size_t)63);
+        if (tensor_needed(c, i)) total += (size_t)c->L * synthetic_bytes(tensor_rows(c, i), tensor_cols(c, i));
     wf->block = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (wf->block == MAP_FAILED) {
         wf->block = NULL;
@@ -1103,9 +1203,10 @@ Weights *weights_synthetic(Config *c, uint64_t seed) {
     make_tensor(&w->embed, &next, c->V, c->C, std, mix64(seed ^ 1));
     for (int l = 0; l < c->L; l++)
         for (int i = 0; i < N_LAYER_TENSORS; i++) {
-            if (!synthetic_has(c, i)) continue;
-            int rows = config_size(c, layer_tensors[i].rows), cols = config_size(c, layer_tensors[i].cols), norm = strstr(layer_tensors[i].name, "norm") != NULL;
-            make_tensor(layer_tensor(&w->layer[l], i), &next, rows, cols, norm ? 0 : (layer_tensors[i].rows == 'C' ? std : 1) / sqrt(cols),
+            if (!tensor_needed(c, i)) continue;
+            int rows = tensor_rows(c, i), cols = tensor_cols(c, i), norm = strstr(layer_tensors[i].name, "norm") != NULL;
+            double spread = norm ? 0 : (layer_tensors[i].rows == 'C' ? std : 1) / sqrt(cols);
+            make_tensor(layer_tensor(&w->layer[l], i), &next, rows, cols, spread,
                         mix64(seed ^ mix64((uint64_t)l * 64 + (uint64_t)i + 16)));
         }
     make_tensor(&w->norm, &next, 1, c->C, 0, 0);
@@ -1120,9 +1221,9 @@ static void inspect_tensor(FILE *f, const char *name, const Tensor *t, int mixed
     if (!t->data) return;
     if (t->rows == 1) snprintf(shape, sizeof shape, "%d", t->cols);
     else snprintf(shape, sizeof shape, "%d x %d", t->rows, t->cols);
-    fprintf(f, "  %-46s %-5s %-16s", name, mixed ? "mixed" : dtype_names[t->dtype], shape);
-    if (times > 1) fprintf(f, " in %d layers", times);
-    fputc('\n', f);
+    fprintf(f, "  %-46s %-5s ", name, mixed ? "mixed" : dtype_names[t->dtype]);
+    if (times > 1) fprintf(f, "%-16s in %d layers\n", shape, times);
+    else fprintf(f, "%s\n", shape);
 }
 
 // What --inspect prints: config, tensors, bytes, and what one token costs in the cache.
@@ -1131,8 +1232,10 @@ static void inspect(const Config *c, const Weights *w, FILE *f) {
     int windowed = 0;
     for (int l = 0; l < c->L; l++) windowed += c->windowed && c->windowed[l];
     fprintf(f, "model      %s, %s\n", c->model_type, c->dir);
-    fprintf(f, "sizes      L %d layers, H %d query heads, G %d KV heads, D %d head_dim, C %d width, F %d MLP, V %d vocabulary\n", c->L, c->H, c->G, c->D, c->C, c->F, c->V);
-    fprintf(f, "rope       %s, theta %g, factor %g, trained for %d positions, max_position_embeddings %d\n", ropes[c->rope_type], c->theta, c->factor, c->orig_pos, c->max_pos);
+    fprintf(f, "sizes      L %d layers, H %d query heads, G %d KV heads, D %d head_dim, C %d width, F %d MLP, V %d vocabulary\n",
+            c->L, c->H, c->G, c->D, c->C, c->F, c->V);
+    fprintf(f, "rope       %s, theta %g, factor %g, trained for %d positions, max_position_embeddings %d\n", ropes[c->rope_type],
+            c->theta, c->factor, c->orig_pos, c->max_pos);
     fprintf(f, "norm       eps %g, QK-norm %s\n", c->eps, c->qk_norm ? "yes" : "no");
     if (c->window) fprintf(f, "window     %d positions in %d of %d layers\n", c->window, windowed, c->L);
     fprintf(f, "tokens     bos %d, eos", c->bos);
@@ -1223,7 +1326,7 @@ typedef struct Tokenizer {
     int byte_level;             // 1: pieces are written in the byte alphabet before BPE
     int ignore_merges, byte_fallback, fuse_unk, unk;            // unk -1: characters that are not in the vocabulary vanish
     int byte_id[256];           // <0xNN>, or -1
-    int dec_byte_level, dec_space, dec_bytes, dec_strip;        // decoder: byte alphabet; U+2581 is a blank; <0xNN> is a byte; first blank goes
+    int dec_byte_level, dec_space, dec_bytes, dec_strip;        // byte alphabet; U+2581 is a blank; <0xNN> is a byte; first blank goes
     int bos, eos, add_bos;      // -1: none; add_bos: the model was trained with BOS before every text
 } Tokenizer;
 
@@ -1265,7 +1368,7 @@ enum { BROKEN = 0x110000 };
 enum { U_UPPER = 1, U_LOWER = 2, U_OTHER_LETTER = 4, U_MARK = 8, U_NUMBER = 16, U_SPACE = 32, U_REST = 64, U_INSIDE = 128,
        U_LETTER = U_UPPER | U_LOWER | U_OTHER_LETTER, U_SIGN = U_MARK | U_REST };     // SIGN: [^\s\p{L}\p{N}]
 static const uint32_t *unicode_table(int which, size_t *n);                    // section 3c
-static unsigned char *unicode_class, *unicode_ccc;      // (BROKEN) U_* of a code point; its canonical combining class. Made once, kept
+static unsigned char *unicode_class, *unicode_ccc;      // (BROKEN) U_* of a code point; its combining class. Made once
 static Map nfc_parts, nfc_pairs;                        // code point -> index of its decomposition; first << 32 | second -> composed
 static const uint32_t *nfc_table;
 
@@ -1621,6 +1724,16 @@ static void normalize(const Tokenizer *t, char **text, char **spare, int at_star
     }
 }
 
+static void classify(const char *s, size_t n, unsigned char **cls) {           // an stb array: U_* of every byte
+    arrsetlen(*cls, n);
+    for (size_t i = 0; i < n; ) {
+        int k;
+        uint32_t c = char_code(s + i, n - i, &k);
+        unsigned char u = c < BROKEN ? unicode_class[c] : U_REST;
+        (*cls)[i++] = u;
+        while (--k) (*cls)[i++] = u | U_INSIDE;
+    }
+}
 static void encode_piece(Encoder *e, const char *s, size_t n, int at_start) {  // between added tokens, normalized
     const Tokenizer *t = e->t;
     if (t->meta) {
@@ -1631,16 +1744,7 @@ static void encode_piece(Encoder *e, const char *s, size_t n, int at_start) {  /
         if (!marked && (t->meta == META_ALWAYS || (t->meta == META_FIRST && at_start))) prepend(&e->mapped, BLANK_MARK);
         s = e->mapped; n = arrlenu(e->mapped);
     }
-    if (arrlen(t->split)) {
-        arrsetlen(e->cls, n);
-        for (size_t i = 0; i < n; ) {
-            int k;
-            uint32_t c = char_code(s + i, n - i, &k);
-            unsigned char u = c < BROKEN ? unicode_class[c] : U_REST;
-            e->cls[i++] = u;
-            while (--k) e->cls[i++] = u | U_INSIDE;
-        }
-    }
+    if (arrlen(t->split)) classify(s, n, &e->cls);
     split_piece(e, (Text){ s, e->cls, n }, 0, 0);
 }
 
@@ -1878,7 +1982,8 @@ static int merge_add(Tokenizer *t, int rank, const char *a, size_t na, const cha
     if (!na || !nb) REFUSE("model.merges[%d] has an empty side", rank);
     const char *missing = left < 0 ? a : right < 0 ? b : *both;
     size_t n = left < 0 ? na : right < 0 ? nb : na + nb;
-    if (left < 0 || right < 0 || into < 0) REFUSE("model.merges[%d] needs '%.*s', which is not in the vocabulary", rank, shown(n), missing);
+    if (left < 0 || right < 0 || into < 0)
+        REFUSE("model.merges[%d] needs '%.*s', which is not in the vocabulary", rank, shown(n), missing);
     map_put(&t->merges, (uint64_t)left << 32 | (uint64_t)right, (int64_t)rank << 32 | into);
     return 0;
 }
@@ -1933,7 +2038,8 @@ static int load_added(Tokenizer *t, const Json *list, char err[512]) {
         AddedToken a = { .lstrip = json_flag(j, "lstrip", 0), .rstrip = json_flag(j, "rstrip", 0) };
         if (!json_is(id, JSON_NUMBER) || !id->is_int) REFUSE("added_tokens[%d].id is not an integer", i);
         if (!json_is(content, JSON_STRING) || !content->len) REFUSE("added_tokens[%d].content is no text, or empty", i);
-        if (special > 1 || normalized > 1 || a.lstrip > 1 || a.rstrip > 1) REFUSE("added_tokens[%d]: a flag is neither true nor false", i);
+        if (special > 1 || normalized > 1 || a.lstrip > 1 || a.rstrip > 1)
+            REFUSE("added_tokens[%d]: a flag is neither true nor false", i);
         if (json_flag(j, "single_word", 0)) REFUSE("added token '%.100s': single_word is not supported", content->str);
         int flags = PIECE_ADDED | (special ? PIECE_SPECIAL : 0) | (normalized ? PIECE_NORMALIZED : 0);
         if (piece_add(t, id->i, content->str, content->len, flags, err)) return -1;
@@ -2045,7 +2151,8 @@ static int load_decoder(Tokenizer *t, const Json *d, int depth, char err[512]) {
         t->dec_space = 1;
     } else if (!strcmp(type, "Strip")) {
         const Json *start = json_get(d, "start"), *stop = json_get(d, "stop");
-        int one = json_is(start, JSON_NUMBER) && (start->num == 0 || start->num == 1) && !(json_is(stop, JSON_NUMBER) && stop->num != 0);
+        int one = json_is(start, JSON_NUMBER) && (start->num == 0 || start->num == 1);
+        one &= !json_is(stop, JSON_NUMBER) || stop->num == 0;
         if (strcmp(json_text(d, "content"), " ") || !one) REFUSE("decoder Strip: only one blank at the start is supported");
         t->dec_strip = start->num == 1;
     } else if (strcmp(type, "Fuse")) return tok_refuse(err, "a decoder", d);
@@ -2068,7 +2175,8 @@ static int load_post_processor(Tokenizer *t, const Json *p, int depth, char err[
         const char *name = json_text(special, "id");
         const Json *ids = json_get(json_get(json_get(p, "special_tokens"), name), "ids");
         if (seen || t->add_bos) REFUSE("post_processor: only one token before the text is supported, not '%.100s' as well", name);
-        if (!json_is(ids, JSON_ARRAY) || ids->n != 1 || !ids->item[0].is_int || ids->item[0].i < 0 || ids->item[0].i >= tokenizer_size(t))
+        if (!json_is(ids, JSON_ARRAY) || ids->n != 1 || !ids->item[0].is_int ||
+            ids->item[0].i < 0 || ids->item[0].i >= tokenizer_size(t))
             REFUSE("post_processor: '%.100s' has no id of the vocabulary", name);
         t->bos = (int)ids->item[0].i;
         t->add_bos = 1;
@@ -2328,7 +2436,7 @@ static void template_free(Template *tp) {
     free(tp);
 }
 
-static int piece_id(const Tokenizer *t, const char *s, int *len) {  // the {bos}, {eos} or longest added token at s, or -1
+static int piece_id(const Tokenizer *t, const char *s, int *len) {  // the {bos}, {eos} or longest special token at s, or -1
     int best = -1;
     *len = 5;
     if (!strncmp(s, "{bos}", 5)) return t->bos;
@@ -2336,7 +2444,9 @@ static int piece_id(const Tokenizer *t, const char *s, int *len) {  // the {bos}
     *len = 0;
     for (int i = 0; i < (int)arrlen(t->added); i++) {
         const Piece *p = &t->piece[t->added[i].id];
-        if (p->n_text > *len && !strncmp(s, t->chars + p->text, (size_t)p->n_text)) { best = t->added[i].id; *len = p->n_text; }
+        if (!t->added[i].guarded || p->n_text <= *len || strncmp(s, t->chars + p->text, (size_t)p->n_text)) continue;
+        best = t->added[i].id;
+        *len = p->n_text;
     }
     return best;
 }
@@ -2350,11 +2460,13 @@ static const TemplateText *template_named(const char *name) {      // NULL: no s
 }
 static const TemplateText *template_detect(const char *jinja) {     // NULL: none of ours
     static const struct { const char *has, *also, *name; } rule[] = {           // the first that fits
-        { "[SYSTEM_PROMPT]", "", "" }, { "<|start_header_id|>", "strftime_now", "llama3.2" }, { "<|start_header_id|>", "Cutting Knowledge Date", "llama3.1" },
-        { "<|start_header_id|>", "", "llama3" }, { "<｜Assistant｜>", "", "deepseek-r1" }, { "<|im_start|>", "enable_thinking", "qwen3" },
-        { "<|im_start|>", "", "chatml" }, { "[INST]", "<<SYS>>", "llama2" }, { "[INST]", "' [INST] '", "mistral-v1-spaced" },
-        { "[INST]", "\" [INST] \"", "mistral-v1-spaced" }, { "[INST]", " [/INST]", "mistral-v1" }, { "[INST]", "[INST] ", "mistral-v3" },
-        { "[INST]", "", "mistral-tekken" }, { "<|user|>", "eos_token", "tinyllama" }, { "USER:", "ASSISTANT:", "vicuna" },
+        { "[SYSTEM_PROMPT]", "", "" },
+        { "<|start_header_id|>", "strftime_now", "llama3.2" }, { "<|start_header_id|>", "Cutting Knowledge Date", "llama3.1" },
+        { "<|start_header_id|>", "", "llama3" }, { "<｜Assistant｜>", "", "deepseek-r1" },
+        { "<|im_start|>", "enable_thinking", "qwen3" }, { "<|im_start|>", "", "chatml" },
+        { "[INST]", "<<SYS>>", "llama2" }, { "[INST]", "' [INST] '", "mistral-v1-spaced" }, { "[INST]", "\" [INST] \"", "mistral-v1-spaced" },
+        { "[INST]", " [/INST]", "mistral-v1" }, { "[INST]", "[INST] ", "mistral-v3" }, { "[INST]", "", "mistral-tekken" },
+        { "<|user|>", "eos_token", "tinyllama" }, { "USER:", "ASSISTANT:", "vicuna" },
     };
     for (size_t i = 0; i < sizeof rule / sizeof *rule; i++)
         if (strstr(jinja, rule[i].has) && strstr(jinja, rule[i].also)) return template_named(rule[i].name);
@@ -2439,7 +2551,7 @@ static Template *template_load(const char *dir, const char *name, const Tokenize
     tp->x = *x;
     if (x->system) tp->system = text_copy(x->system, strlen(x->system));
     else if (program && x->needs && !strcmp(x->needs, "<|im_start|>")) tp->system = chatml_system(program);
-    if (program && !strstr(program, "<｜Assistant｜><think>")) tp->x.think = NULL;        // the first R1 releases do not open a thought
+    if (program && !strstr(program, "<｜Assistant｜><think>")) tp->x.think = NULL;        // R1's first releases
     free(program);
     if (template_fits(tp, t, err)) { template_free(tp); return NULL; }
     return tp;
@@ -2646,40 +2758,36 @@ static const uint32_t unicode_range[2176] = {    // first code point << 4 | clas
     0x2ceb03, 0x2ebe10, 0x2ebf03, 0x2ee5e0, 0x2f8003, 0x2fa1e0, 0x300003, 0x3134b0, 0x313503, 0x323b00, 0xe01004, 0xe01f00,
 };
 
-static const uint32_t unicode_combining[571] = {    // first code point << 8 | canonical combining class
+static const uint32_t unicode_combining[496] = {    // first code point << 8 | canonical combining class
     0, 0x300e6, 0x315e8, 0x316dc, 0x31ae8, 0x31bd8, 0x31cdc, 0x321ca, 0x323dc, 0x327ca, 0x329dc, 0x33401, 0x339dc, 0x33de6, 0x345f0, 0x346e6, 0x347dc, 0x34ae6, 0x34ddc, 0x34f00, 0x350e6, 0x353dc,
     0x357e6, 0x358e8, 0x359dc, 0x35be6, 0x35ce9, 0x35dea, 0x35fe9, 0x360ea, 0x362e9, 0x363e6, 0x37000, 0x483e6, 0x48800, 0x591dc, 0x592e6, 0x596dc, 0x597e6, 0x59ade, 0x59bdc, 0x59ce6, 0x5a2dc,
     0x5a8e6, 0x5aadc, 0x5abe6, 0x5adde, 0x5aee4, 0x5afe6, 0x5b00a, 0x5b10b, 0x5b20c, 0x5b30d, 0x5b40e, 0x5b50f, 0x5b610, 0x5b711, 0x5b812, 0x5b913, 0x5bb14, 0x5bc15, 0x5bd16, 0x5be00, 0x5bf17,
     0x5c000, 0x5c118, 0x5c219, 0x5c300, 0x5c4e6, 0x5c5dc, 0x5c600, 0x5c712, 0x5c800, 0x610e6, 0x6181e, 0x6191f, 0x61a20, 0x61b00, 0x64b1b, 0x64c1c, 0x64d1d, 0x64e1e, 0x64f1f, 0x65020, 0x65121,
     0x65222, 0x653e6, 0x655dc, 0x657e6, 0x65cdc, 0x65de6, 0x65fdc, 0x66000, 0x67023, 0x67100, 0x6d6e6, 0x6dd00, 0x6dfe6, 0x6e3dc, 0x6e4e6, 0x6e500, 0x6e7e6, 0x6e900, 0x6eadc, 0x6ebe6, 0x6eddc,
     0x6ee00, 0x71124, 0x71200, 0x730e6, 0x731dc, 0x732e6, 0x734dc, 0x735e6, 0x737dc, 0x73ae6, 0x73bdc, 0x73de6, 0x73edc, 0x73fe6, 0x742dc, 0x743e6, 0x744dc, 0x745e6, 0x746dc, 0x747e6, 0x748dc,
-    0x749e6, 0x74b00, 0x7ebe6, 0x7f2dc, 0x7f3e6, 0x7f400, 0x7fddc, 0x7fe00, 0x816e6, 0x81a00, 0x81be6, 0x82400, 0x825e6, 0x82800, 0x829e6, 0x82e00, 0x859dc, 0x85c00, 0x898e6, 0x899dc, 0x89ce6,
-    0x8a000, 0x8cae6, 0x8cfdc, 0x8d4e6, 0x8e200, 0x8e3dc, 0x8e4e6, 0x8e6dc, 0x8e7e6, 0x8e9dc, 0x8eae6, 0x8eddc, 0x8f01b, 0x8f11c, 0x8f21d, 0x8f3e6, 0x8f6dc, 0x8f7e6, 0x8f9dc, 0x8fbe6, 0x90000,
-    0x93c07, 0x93d00, 0x94d09, 0x94e00, 0x951e6, 0x952dc, 0x953e6, 0x95500, 0x9bc07, 0x9bd00, 0x9cd09, 0x9ce00, 0x9fee6, 0x9ff00, 0xa3c07, 0xa3d00, 0xa4d09, 0xa4e00, 0xabc07, 0xabd00, 0xacd09,
-    0xace00, 0xb3c07, 0xb3d00, 0xb4d09, 0xb4e00, 0xbcd09, 0xbce00, 0xc3c07, 0xc3d00, 0xc4d09, 0xc4e00, 0xc5554, 0xc565b, 0xc5700, 0xcbc07, 0xcbd00, 0xccd09, 0xcce00, 0xd3b09, 0xd3d00, 0xd4d09,
-    0xd4e00, 0xdca09, 0xdcb00, 0xe3867, 0xe3a09, 0xe3b00, 0xe486b, 0xe4c00, 0xeb876, 0xeba09, 0xebb00, 0xec87a, 0xecc00, 0xf18dc, 0xf1a00, 0xf35dc, 0xf3600, 0xf37dc, 0xf3800, 0xf39d8, 0xf3a00,
-    0xf7181, 0xf7282, 0xf7300, 0xf7484, 0xf7500, 0xf7a82, 0xf7e00, 0xf8082, 0xf8100, 0xf82e6, 0xf8409, 0xf8500, 0xf86e6, 0xf8800, 0xfc6dc, 0xfc700, 0x103707, 0x103800, 0x103909, 0x103b00,
-    0x108ddc, 0x108e00, 0x135de6, 0x136000, 0x171409, 0x171600, 0x173409, 0x173500, 0x17d209, 0x17d300, 0x17dde6, 0x17de00, 0x18a9e4, 0x18aa00, 0x1939de, 0x193ae6, 0x193bdc, 0x193c00, 0x1a17e6,
-    0x1a18dc, 0x1a1900, 0x1a6009, 0x1a6100, 0x1a75e6, 0x1a7d00, 0x1a7fdc, 0x1a8000, 0x1ab0e6, 0x1ab5dc, 0x1abbe6, 0x1abddc, 0x1abe00, 0x1abfdc, 0x1ac1e6, 0x1ac3dc, 0x1ac5e6, 0x1acadc, 0x1acbe6,
-    0x1acf00, 0x1b3407, 0x1b3500, 0x1b4409, 0x1b4500, 0x1b6be6, 0x1b6cdc, 0x1b6de6, 0x1b7400, 0x1baa09, 0x1bac00, 0x1be607, 0x1be700, 0x1bf209, 0x1bf400, 0x1c3707, 0x1c3800, 0x1cd0e6, 0x1cd300,
-    0x1cd401, 0x1cd5dc, 0x1cdae6, 0x1cdcdc, 0x1ce0e6, 0x1ce100, 0x1ce201, 0x1ce900, 0x1ceddc, 0x1cee00, 0x1cf4e6, 0x1cf500, 0x1cf8e6, 0x1cfa00, 0x1dc0e6, 0x1dc2dc, 0x1dc3e6, 0x1dcadc, 0x1dcbe6,
-    0x1dcdea, 0x1dced6, 0x1dcfdc, 0x1dd0ca, 0x1dd1e6, 0x1df6e8, 0x1df7e4, 0x1df9dc, 0x1dfada, 0x1dfbe6, 0x1dfce9, 0x1dfddc, 0x1dfee6, 0x1dffdc, 0x1e0000, 0x20d0e6, 0x20d201, 0x20d4e6, 0x20d801,
-    0x20dbe6, 0x20dd00, 0x20e1e6, 0x20e200, 0x20e501, 0x20e7e6, 0x20e8dc, 0x20e9e6, 0x20ea01, 0x20ecdc, 0x20f0e6, 0x20f100, 0x2cefe6, 0x2cf200, 0x2d7f09, 0x2d8000, 0x2de0e6, 0x2e0000, 0x302ada,
-    0x302be4, 0x302ce8, 0x302dde, 0x302ee0, 0x303000, 0x309908, 0x309b00, 0xa66fe6, 0xa67000, 0xa674e6, 0xa67e00, 0xa69ee6, 0xa6a000, 0xa6f0e6, 0xa6f200, 0xa80609, 0xa80700, 0xa82c09, 0xa82d00,
-    0xa8c409, 0xa8c500, 0xa8e0e6, 0xa8f200, 0xa92bdc, 0xa92e00, 0xa95309, 0xa95400, 0xa9b307, 0xa9b400, 0xa9c009, 0xa9c100, 0xaab0e6, 0xaab100, 0xaab2e6, 0xaab4dc, 0xaab500, 0xaab7e6, 0xaab900,
-    0xaabee6, 0xaac000, 0xaac1e6, 0xaac200, 0xaaf609, 0xaaf700, 0xabed09, 0xabee00, 0xfb1e1a, 0xfb1f00, 0xfe20e6, 0xfe27dc, 0xfe2ee6, 0xfe3000, 0x101fddc, 0x101fe00, 0x102e0dc, 0x102e100,
-    0x10376e6, 0x1037b00, 0x10a0ddc, 0x10a0e00, 0x10a0fe6, 0x10a1000, 0x10a38e6, 0x10a3901, 0x10a3adc, 0x10a3b00, 0x10a3f09, 0x10a4000, 0x10ae5e6, 0x10ae6dc, 0x10ae700, 0x10d24e6, 0x10d2800,
-    0x10eabe6, 0x10ead00, 0x10f46dc, 0x10f48e6, 0x10f4bdc, 0x10f4ce6, 0x10f4ddc, 0x10f5100, 0x10f82e6, 0x10f83dc, 0x10f84e6, 0x10f85dc, 0x10f8600, 0x1104609, 0x1104700, 0x1107009, 0x1107100,
-    0x1107f09, 0x1108000, 0x110b909, 0x110ba07, 0x110bb00, 0x11100e6, 0x1110300, 0x1113309, 0x1113500, 0x1117307, 0x1117400, 0x111c009, 0x111c100, 0x111ca07, 0x111cb00, 0x1123509, 0x1123607,
-    0x1123700, 0x112e907, 0x112ea09, 0x112eb00, 0x1133b07, 0x1133d00, 0x1134d09, 0x1134e00, 0x11366e6, 0x1136d00, 0x11370e6, 0x1137500, 0x1144209, 0x1144300, 0x1144607, 0x1144700, 0x1145ee6,
-    0x1145f00, 0x114c209, 0x114c307, 0x114c400, 0x115bf09, 0x115c007, 0x115c100, 0x1163f09, 0x1164000, 0x116b609, 0x116b707, 0x116b800, 0x1172b09, 0x1172c00, 0x1183909, 0x1183a07, 0x1183b00,
-    0x1193d09, 0x1193f00, 0x1194307, 0x1194400, 0x119e009, 0x119e100, 0x11a3409, 0x11a3500, 0x11a4709, 0x11a4800, 0x11a9909, 0x11a9a00, 0x11c3f09, 0x11c4000, 0x11d4207, 0x11d4300, 0x11d4409,
-    0x11d4600, 0x11d9709, 0x11d9800, 0x16af001, 0x16af500, 0x16b30e6, 0x16b3700, 0x16ff006, 0x16ff200, 0x1bc9e01, 0x1bc9f00, 0x1d165d8, 0x1d16701, 0x1d16a00, 0x1d16de2, 0x1d16ed8, 0x1d17300,
-    0x1d17bdc, 0x1d18300, 0x1d185e6, 0x1d18adc, 0x1d18c00, 0x1d1aae6, 0x1d1ae00, 0x1d242e6, 0x1d24500, 0x1e000e6, 0x1e00700, 0x1e008e6, 0x1e01900, 0x1e01be6, 0x1e02200, 0x1e023e6, 0x1e02500,
-    0x1e026e6, 0x1e02b00, 0x1e130e6, 0x1e13700, 0x1e2aee6, 0x1e2af00, 0x1e2ece6, 0x1e2f000, 0x1e8d0dc, 0x1e8d700, 0x1e944e6, 0x1e94a07, 0x1e94b00,
+    0x749e6, 0x74b00, 0x7ebe6, 0x7f2dc, 0x7f3e6, 0x7f400, 0x816e6, 0x81a00, 0x81be6, 0x82400, 0x825e6, 0x82800, 0x829e6, 0x82e00, 0x859dc, 0x85c00, 0x8d4e6, 0x8e200, 0x8e3dc, 0x8e4e6, 0x8e6dc,
+    0x8e7e6, 0x8e9dc, 0x8eae6, 0x8eddc, 0x8f01b, 0x8f11c, 0x8f21d, 0x8f3e6, 0x8f6dc, 0x8f7e6, 0x8f9dc, 0x8fbe6, 0x90000, 0x93c07, 0x93d00, 0x94d09, 0x94e00, 0x951e6, 0x952dc, 0x953e6, 0x95500,
+    0x9bc07, 0x9bd00, 0x9cd09, 0x9ce00, 0xa3c07, 0xa3d00, 0xa4d09, 0xa4e00, 0xabc07, 0xabd00, 0xacd09, 0xace00, 0xb3c07, 0xb3d00, 0xb4d09, 0xb4e00, 0xbcd09, 0xbce00, 0xc4d09, 0xc4e00, 0xc5554,
+    0xc565b, 0xc5700, 0xcbc07, 0xcbd00, 0xccd09, 0xcce00, 0xd4d09, 0xd4e00, 0xdca09, 0xdcb00, 0xe3867, 0xe3a09, 0xe3b00, 0xe486b, 0xe4c00, 0xeb876, 0xeba00, 0xec87a, 0xecc00, 0xf18dc, 0xf1a00,
+    0xf35dc, 0xf3600, 0xf37dc, 0xf3800, 0xf39d8, 0xf3a00, 0xf7181, 0xf7282, 0xf7300, 0xf7484, 0xf7500, 0xf7a82, 0xf7e00, 0xf8082, 0xf8100, 0xf82e6, 0xf8409, 0xf8500, 0xf86e6, 0xf8800, 0xfc6dc,
+    0xfc700, 0x103707, 0x103800, 0x103909, 0x103b00, 0x108ddc, 0x108e00, 0x135de6, 0x136000, 0x171409, 0x171500, 0x173409, 0x173500, 0x17d209, 0x17d300, 0x17dde6, 0x17de00, 0x18a9e4, 0x18aa00,
+    0x1939de, 0x193ae6, 0x193bdc, 0x193c00, 0x1a17e6, 0x1a18dc, 0x1a1900, 0x1a6009, 0x1a6100, 0x1a75e6, 0x1a7d00, 0x1a7fdc, 0x1a8000, 0x1ab0e6, 0x1ab5dc, 0x1abbe6, 0x1abddc, 0x1abe00, 0x1b3407,
+    0x1b3500, 0x1b4409, 0x1b4500, 0x1b6be6, 0x1b6cdc, 0x1b6de6, 0x1b7400, 0x1baa09, 0x1bac00, 0x1be607, 0x1be700, 0x1bf209, 0x1bf400, 0x1c3707, 0x1c3800, 0x1cd0e6, 0x1cd300, 0x1cd401, 0x1cd5dc,
+    0x1cdae6, 0x1cdcdc, 0x1ce0e6, 0x1ce100, 0x1ce201, 0x1ce900, 0x1ceddc, 0x1cee00, 0x1cf4e6, 0x1cf500, 0x1cf8e6, 0x1cfa00, 0x1dc0e6, 0x1dc2dc, 0x1dc3e6, 0x1dcadc, 0x1dcbe6, 0x1dcdea, 0x1dced6,
+    0x1dcfdc, 0x1dd0ca, 0x1dd1e6, 0x1df600, 0x1dfbe6, 0x1dfce9, 0x1dfddc, 0x1dfee6, 0x1dffdc, 0x1e0000, 0x20d0e6, 0x20d201, 0x20d4e6, 0x20d801, 0x20dbe6, 0x20dd00, 0x20e1e6, 0x20e200, 0x20e501,
+    0x20e7e6, 0x20e8dc, 0x20e9e6, 0x20ea01, 0x20ecdc, 0x20f0e6, 0x20f100, 0x2cefe6, 0x2cf200, 0x2d7f09, 0x2d8000, 0x2de0e6, 0x2e0000, 0x302ada, 0x302be4, 0x302ce8, 0x302dde, 0x302ee0, 0x303000,
+    0x309908, 0x309b00, 0xa66fe6, 0xa67000, 0xa674e6, 0xa67e00, 0xa69ee6, 0xa6a000, 0xa6f0e6, 0xa6f200, 0xa80609, 0xa80700, 0xa8c409, 0xa8c500, 0xa8e0e6, 0xa8f200, 0xa92bdc, 0xa92e00, 0xa95309,
+    0xa95400, 0xa9b307, 0xa9b400, 0xa9c009, 0xa9c100, 0xaab0e6, 0xaab100, 0xaab2e6, 0xaab4dc, 0xaab500, 0xaab7e6, 0xaab900, 0xaabee6, 0xaac000, 0xaac1e6, 0xaac200, 0xaaf609, 0xaaf700, 0xabed09,
+    0xabee00, 0xfb1e1a, 0xfb1f00, 0xfe20e6, 0xfe27dc, 0xfe2ee6, 0xfe3000, 0x101fddc, 0x101fe00, 0x102e0dc, 0x102e100, 0x10376e6, 0x1037b00, 0x10a0ddc, 0x10a0e00, 0x10a0fe6, 0x10a1000, 0x10a38e6,
+    0x10a3901, 0x10a3adc, 0x10a3b00, 0x10a3f09, 0x10a4000, 0x10ae5e6, 0x10ae6dc, 0x10ae700, 0x1104609, 0x1104700, 0x1107f09, 0x1108000, 0x110b909, 0x110ba07, 0x110bb00, 0x11100e6, 0x1110300,
+    0x1113309, 0x1113500, 0x1117307, 0x1117400, 0x111c009, 0x111c100, 0x111ca07, 0x111cb00, 0x1123509, 0x1123607, 0x1123700, 0x112e907, 0x112ea09, 0x112eb00, 0x1133c07, 0x1133d00, 0x1134d09,
+    0x1134e00, 0x11366e6, 0x1136d00, 0x11370e6, 0x1137500, 0x1144209, 0x1144300, 0x1144607, 0x1144700, 0x114c209, 0x114c307, 0x114c400, 0x115bf09, 0x115c007, 0x115c100, 0x1163f09, 0x1164000,
+    0x116b609, 0x116b707, 0x116b800, 0x1172b09, 0x1172c00, 0x11c3f09, 0x11c4000, 0x16af001, 0x16af500, 0x16b30e6, 0x16b3700, 0x1bc9e01, 0x1bc9f00, 0x1d165d8, 0x1d16701, 0x1d16a00, 0x1d16de2,
+    0x1d16ed8, 0x1d17300, 0x1d17bdc, 0x1d18300, 0x1d185e6, 0x1d18adc, 0x1d18c00, 0x1d1aae6, 0x1d1ae00, 0x1d242e6, 0x1d24500, 0x1e000e6, 0x1e00700, 0x1e008e6, 0x1e01900, 0x1e01be6, 0x1e02200,
+    0x1e023e6, 0x1e02500, 0x1e026e6, 0x1e02b00, 0x1e8d0dc, 0x1e8d700, 0x1e944e6, 0x1e94a07, 0x1e94b00,
 };
 
-static const uint32_t unicode_decomposition[4356] = {    // runs: first code point << 8 | count, then count pairs: first part (bit 31: never composed), second part or 0
+static const uint32_t unicode_decomposition[4353] = {    // runs: first code point << 8 | count, then count pairs: first part (bit 31: never composed), second part or 0
     0xc006, 0x41, 0x300, 0x41, 0x301, 0x41, 0x302, 0x41, 0x303, 0x41, 0x308, 0x41, 0x30a, 0xc709, 0x43, 0x327, 0x45, 0x300, 0x45, 0x301, 0x45, 0x302, 0x45, 0x308, 0x49, 0x300, 0x49, 0x301, 0x49,
     0x302, 0x49, 0x308, 0xd106, 0x4e, 0x303, 0x4f, 0x300, 0x4f, 0x301, 0x4f, 0x302, 0x4f, 0x303, 0x4f, 0x308, 0xd905, 0x55, 0x300, 0x55, 0x301, 0x55, 0x302, 0x55, 0x308, 0x59, 0x301, 0xe006, 0x61,
     0x300, 0x61, 0x301, 0x61, 0x302, 0x61, 0x303, 0x61, 0x308, 0x61, 0x30a, 0xe709, 0x63, 0x327, 0x65, 0x300, 0x65, 0x301, 0x65, 0x302, 0x65, 0x308, 0x69, 0x300, 0x69, 0x301, 0x69, 0x302, 0x69,
@@ -2806,52 +2914,52 @@ static const uint32_t unicode_decomposition[4356] = {    // runs: first code poi
     0x5bc, 0xfb3805, 0x800005d8, 0x5bc, 0x800005d9, 0x5bc, 0x800005da, 0x5bc, 0x800005db, 0x5bc, 0x800005dc, 0x5bc, 0xfb3e01, 0x800005de, 0x5bc, 0xfb4002, 0x800005e0, 0x5bc, 0x800005e1, 0x5bc,
     0xfb4302, 0x800005e3, 0x5bc, 0x800005e4, 0x5bc, 0xfb4609, 0x800005e6, 0x5bc, 0x800005e7, 0x5bc, 0x800005e8, 0x5bc, 0x800005e9, 0x5bc, 0x800005ea, 0x5bc, 0x800005d5, 0x5b9, 0x800005d1, 0x5bf,
     0x800005db, 0x5bf, 0x800005e4, 0x5bf, 0x1109a01, 0x11099, 0x110ba, 0x1109c01, 0x1109b, 0x110ba, 0x110ab01, 0x110a5, 0x110ba, 0x1112e02, 0x11131, 0x11127, 0x11132, 0x11127, 0x1134b02, 0x11347,
-    0x1133e, 0x11347, 0x11357, 0x114bb02, 0x114b9, 0x114ba, 0x114b9, 0x114b0, 0x114be01, 0x114b9, 0x114bd, 0x115ba02, 0x115b8, 0x115af, 0x115b9, 0x115af, 0x1193801, 0x11935, 0x11930, 0x1d15e07,
-    0x8001d157, 0x1d165, 0x8001d158, 0x1d165, 0x8001d15f, 0x1d16e, 0x8001d15f, 0x1d16f, 0x8001d15f, 0x1d170, 0x8001d15f, 0x1d171, 0x8001d15f, 0x1d172, 0x1d1bb06, 0x8001d1b9, 0x1d165, 0x8001d1ba,
-    0x1d165, 0x8001d1bb, 0x1d16e, 0x8001d1bc, 0x1d16e, 0x8001d1bb, 0x1d16f, 0x8001d1bc, 0x1d16f, 0x2f800ff, 0x80004e3d, 0, 0x80004e38, 0, 0x80004e41, 0, 0x80020122, 0, 0x80004f60, 0, 0x80004fae,
-    0, 0x80004fbb, 0, 0x80005002, 0, 0x8000507a, 0, 0x80005099, 0, 0x800050e7, 0, 0x800050cf, 0, 0x8000349e, 0, 0x8002063a, 0, 0x8000514d, 0, 0x80005154, 0, 0x80005164, 0, 0x80005177, 0,
-    0x8002051c, 0, 0x800034b9, 0, 0x80005167, 0, 0x8000518d, 0, 0x8002054b, 0, 0x80005197, 0, 0x800051a4, 0, 0x80004ecc, 0, 0x800051ac, 0, 0x800051b5, 0, 0x800291df, 0, 0x800051f5, 0, 0x80005203,
-    0, 0x800034df, 0, 0x8000523b, 0, 0x80005246, 0, 0x80005272, 0, 0x80005277, 0, 0x80003515, 0, 0x800052c7, 0, 0x800052c9, 0, 0x800052e4, 0, 0x800052fa, 0, 0x80005305, 0, 0x80005306, 0,
-    0x80005317, 0, 0x80005349, 0, 0x80005351, 0, 0x8000535a, 0, 0x80005373, 0, 0x8000537d, 0, 0x8000537f, 0, 0x8000537f, 0, 0x8000537f, 0, 0x80020a2c, 0, 0x80007070, 0, 0x800053ca, 0, 0x800053df,
-    0, 0x80020b63, 0, 0x800053eb, 0, 0x800053f1, 0, 0x80005406, 0, 0x8000549e, 0, 0x80005438, 0, 0x80005448, 0, 0x80005468, 0, 0x800054a2, 0, 0x800054f6, 0, 0x80005510, 0, 0x80005553, 0,
-    0x80005563, 0, 0x80005584, 0, 0x80005584, 0, 0x80005599, 0, 0x800055ab, 0, 0x800055b3, 0, 0x800055c2, 0, 0x80005716, 0, 0x80005606, 0, 0x80005717, 0, 0x80005651, 0, 0x80005674, 0, 0x80005207,
-    0, 0x800058ee, 0, 0x800057ce, 0, 0x800057f4, 0, 0x8000580d, 0, 0x8000578b, 0, 0x80005832, 0, 0x80005831, 0, 0x800058ac, 0, 0x800214e4, 0, 0x800058f2, 0, 0x800058f7, 0, 0x80005906, 0,
-    0x8000591a, 0, 0x80005922, 0, 0x80005962, 0, 0x800216a8, 0, 0x800216ea, 0, 0x800059ec, 0, 0x80005a1b, 0, 0x80005a27, 0, 0x800059d8, 0, 0x80005a66, 0, 0x800036ee, 0, 0x800036fc, 0, 0x80005b08,
-    0, 0x80005b3e, 0, 0x80005b3e, 0, 0x800219c8, 0, 0x80005bc3, 0, 0x80005bd8, 0, 0x80005be7, 0, 0x80005bf3, 0, 0x80021b18, 0, 0x80005bff, 0, 0x80005c06, 0, 0x80005f53, 0, 0x80005c22, 0,
-    0x80003781, 0, 0x80005c60, 0, 0x80005c6e, 0, 0x80005cc0, 0, 0x80005c8d, 0, 0x80021de4, 0, 0x80005d43, 0, 0x80021de6, 0, 0x80005d6e, 0, 0x80005d6b, 0, 0x80005d7c, 0, 0x80005de1, 0, 0x80005de2,
-    0, 0x8000382f, 0, 0x80005dfd, 0, 0x80005e28, 0, 0x80005e3d, 0, 0x80005e69, 0, 0x80003862, 0, 0x80022183, 0, 0x8000387c, 0, 0x80005eb0, 0, 0x80005eb3, 0, 0x80005eb6, 0, 0x80005eca, 0,
-    0x8002a392, 0, 0x80005efe, 0, 0x80022331, 0, 0x80022331, 0, 0x80008201, 0, 0x80005f22, 0, 0x80005f22, 0, 0x800038c7, 0, 0x800232b8, 0, 0x800261da, 0, 0x80005f62, 0, 0x80005f6b, 0, 0x800038e3,
-    0, 0x80005f9a, 0, 0x80005fcd, 0, 0x80005fd7, 0, 0x80005ff9, 0, 0x80006081, 0, 0x8000393a, 0, 0x8000391c, 0, 0x80006094, 0, 0x800226d4, 0, 0x800060c7, 0, 0x80006148, 0, 0x8000614c, 0,
-    0x8000614e, 0, 0x8000614c, 0, 0x8000617a, 0, 0x8000618e, 0, 0x800061b2, 0, 0x800061a4, 0, 0x800061af, 0, 0x800061de, 0, 0x800061f2, 0, 0x800061f6, 0, 0x80006210, 0, 0x8000621b, 0, 0x8000625d,
-    0, 0x800062b1, 0, 0x800062d4, 0, 0x80006350, 0, 0x80022b0c, 0, 0x8000633d, 0, 0x800062fc, 0, 0x80006368, 0, 0x80006383, 0, 0x800063e4, 0, 0x80022bf1, 0, 0x80006422, 0, 0x800063c5, 0,
-    0x800063a9, 0, 0x80003a2e, 0, 0x80006469, 0, 0x8000647e, 0, 0x8000649d, 0, 0x80006477, 0, 0x80003a6c, 0, 0x8000654f, 0, 0x8000656c, 0, 0x8002300a, 0, 0x800065e3, 0, 0x800066f8, 0, 0x80006649,
-    0, 0x80003b19, 0, 0x80006691, 0, 0x80003b08, 0, 0x80003ae4, 0, 0x80005192, 0, 0x80005195, 0, 0x80006700, 0, 0x8000669c, 0, 0x800080ad, 0, 0x800043d9, 0, 0x80006717, 0, 0x8000671b, 0,
-    0x80006721, 0, 0x8000675e, 0, 0x80006753, 0, 0x800233c3, 0, 0x80003b49, 0, 0x800067fa, 0, 0x80006785, 0, 0x80006852, 0, 0x80006885, 0, 0x8002346d, 0, 0x8000688e, 0, 0x8000681f, 0, 0x80006914,
-    0, 0x80003b9d, 0, 0x80006942, 0, 0x800069a3, 0, 0x800069ea, 0, 0x80006aa8, 0, 0x800236a3, 0, 0x80006adb, 0, 0x80003c18, 0, 0x80006b21, 0, 0x800238a7, 0, 0x80006b54, 0, 0x80003c4e, 0,
-    0x80006b72, 0, 0x80006b9f, 0, 0x80006bba, 0, 0x80006bbb, 0, 0x80023a8d, 0, 0x80021d0b, 0, 0x80023afa, 0, 0x80006c4e, 0, 0x80023cbc, 0, 0x80006cbf, 0, 0x80006ccd, 0, 0x80006c67, 0, 0x2f8ffff,
-    0x80006d16, 0, 0x80006d3e, 0, 0x80006d77, 0, 0x80006d41, 0, 0x80006d69, 0, 0x80006d78, 0, 0x80006d85, 0, 0x80023d1e, 0, 0x80006d34, 0, 0x80006e2f, 0, 0x80006e6e, 0, 0x80003d33, 0, 0x80006ecb,
-    0, 0x80006ec7, 0, 0x80023ed1, 0, 0x80006df9, 0, 0x80006f6e, 0, 0x80023f5e, 0, 0x80023f8e, 0, 0x80006fc6, 0, 0x80007039, 0, 0x8000701e, 0, 0x8000701b, 0, 0x80003d96, 0, 0x8000704a, 0,
-    0x8000707d, 0, 0x80007077, 0, 0x800070ad, 0, 0x80020525, 0, 0x80007145, 0, 0x80024263, 0, 0x8000719c, 0, 0x800243ab, 0, 0x80007228, 0, 0x80007235, 0, 0x80007250, 0, 0x80024608, 0, 0x80007280,
-    0, 0x80007295, 0, 0x80024735, 0, 0x80024814, 0, 0x8000737a, 0, 0x8000738b, 0, 0x80003eac, 0, 0x800073a5, 0, 0x80003eb8, 0, 0x80003eb8, 0, 0x80007447, 0, 0x8000745c, 0, 0x80007471, 0,
-    0x80007485, 0, 0x800074ca, 0, 0x80003f1b, 0, 0x80007524, 0, 0x80024c36, 0, 0x8000753e, 0, 0x80024c92, 0, 0x80007570, 0, 0x8002219f, 0, 0x80007610, 0, 0x80024fa1, 0, 0x80024fb8, 0, 0x80025044,
-    0, 0x80003ffc, 0, 0x80004008, 0, 0x800076f4, 0, 0x800250f3, 0, 0x800250f2, 0, 0x80025119, 0, 0x80025133, 0, 0x8000771e, 0, 0x8000771f, 0, 0x8000771f, 0, 0x8000774a, 0, 0x80004039, 0,
-    0x8000778b, 0, 0x80004046, 0, 0x80004096, 0, 0x8002541d, 0, 0x8000784e, 0, 0x8000788c, 0, 0x800078cc, 0, 0x800040e3, 0, 0x80025626, 0, 0x80007956, 0, 0x8002569a, 0, 0x800256c5, 0, 0x8000798f,
-    0, 0x800079eb, 0, 0x8000412f, 0, 0x80007a40, 0, 0x80007a4a, 0, 0x80007a4f, 0, 0x8002597c, 0, 0x80025aa7, 0, 0x80025aa7, 0, 0x80007aee, 0, 0x80004202, 0, 0x80025bab, 0, 0x80007bc6, 0,
-    0x80007bc9, 0, 0x80004227, 0, 0x80025c80, 0, 0x80007cd2, 0, 0x800042a0, 0, 0x80007ce8, 0, 0x80007ce3, 0, 0x80007d00, 0, 0x80025f86, 0, 0x80007d63, 0, 0x80004301, 0, 0x80007dc7, 0, 0x80007e02,
-    0, 0x80007e45, 0, 0x80004334, 0, 0x80026228, 0, 0x80026247, 0, 0x80004359, 0, 0x800262d9, 0, 0x80007f7a, 0, 0x8002633e, 0, 0x80007f95, 0, 0x80007ffa, 0, 0x80008005, 0, 0x800264da, 0,
-    0x80026523, 0, 0x80008060, 0, 0x800265a8, 0, 0x80008070, 0, 0x8002335f, 0, 0x800043d5, 0, 0x800080b2, 0, 0x80008103, 0, 0x8000440b, 0, 0x8000813e, 0, 0x80005ab5, 0, 0x800267a7, 0, 0x800267b5,
-    0, 0x80023393, 0, 0x8002339c, 0, 0x80008201, 0, 0x80008204, 0, 0x80008f9e, 0, 0x8000446b, 0, 0x80008291, 0, 0x8000828b, 0, 0x8000829d, 0, 0x800052b3, 0, 0x800082b1, 0, 0x800082b3, 0,
-    0x800082bd, 0, 0x800082e6, 0, 0x80026b3c, 0, 0x800082e5, 0, 0x8000831d, 0, 0x80008363, 0, 0x800083ad, 0, 0x80008323, 0, 0x800083bd, 0, 0x800083e7, 0, 0x80008457, 0, 0x80008353, 0, 0x800083ca,
-    0, 0x800083cc, 0, 0x800083dc, 0, 0x80026c36, 0, 0x80026d6b, 0, 0x80026cd5, 0, 0x8000452b, 0, 0x800084f1, 0, 0x800084f3, 0, 0x80008516, 0, 0x800273ca, 0, 0x80008564, 0, 0x80026f2c, 0,
-    0x8000455d, 0, 0x80004561, 0, 0x80026fb1, 0, 0x800270d2, 0, 0x8000456b, 0, 0x80008650, 0, 0x8000865c, 0, 0x80008667, 0, 0x80008669, 0, 0x800086a9, 0, 0x80008688, 0, 0x8000870e, 0, 0x800086e2,
-    0, 0x80008779, 0, 0x80008728, 0, 0x8000876b, 0, 0x80008786, 0, 0x800045d7, 0, 0x800087e1, 0, 0x80008801, 0, 0x800045f9, 0, 0x80008860, 0, 0x80008863, 0, 0x80027667, 0, 0x800088d7, 0,
-    0x800088de, 0, 0x80004635, 0, 0x800088fa, 0, 0x800034bb, 0, 0x800278ae, 0, 0x80027966, 0, 0x800046be, 0, 0x800046c7, 0, 0x80008aa0, 0, 0x80008aed, 0, 0x80008b8a, 0, 0x80008c55, 0, 0x80027ca8,
-    0, 0x80008cab, 0, 0x80008cc1, 0, 0x80008d1b, 0, 0x80008d77, 0, 0x80027f2f, 0, 0x80020804, 0, 0x80008dcb, 0, 0x80008dbc, 0, 0x80008df0, 0, 0x800208de, 0, 0x80008ed4, 0, 0x80008f38, 0,
-    0x800285d2, 0, 0x800285ed, 0, 0x80009094, 0, 0x800090f1, 0, 0x80009111, 0, 0x8002872e, 0, 0x8000911b, 0, 0x80009238, 0, 0x800092d7, 0, 0x800092d8, 0, 0x8000927c, 0, 0x800093f9, 0, 0x80009415,
-    0, 0x80028bfa, 0, 0x8000958b, 0, 0x80004995, 0, 0x800095b7, 0, 0x80028d77, 0, 0x800049e6, 0, 0x800096c3, 0, 0x80005db2, 0, 0x80009723, 0, 0x80029145, 0, 0x8002921a, 0, 0x80004a6e, 0,
-    0x80004a76, 0, 0x800097e0, 0, 0x8002940a, 0, 0x80004ab2, 0, 0x80029496, 0, 0x2f9fe20, 0x8000980b, 0, 0x8000980b, 0, 0x80009829, 0, 0x800295b6, 0, 0x800098e2, 0, 0x80004b33, 0, 0x80009929, 0,
-    0x800099a7, 0, 0x800099c2, 0, 0x800099fe, 0, 0x80004bce, 0, 0x80029b30, 0, 0x80009b12, 0, 0x80009c40, 0, 0x80009cfd, 0, 0x80004cce, 0, 0x80004ced, 0, 0x80009d67, 0, 0x8002a0ce, 0, 0x80004cf8,
-    0, 0x8002a105, 0, 0x8002a20e, 0, 0x8002a291, 0, 0x80009ebb, 0, 0x80004d56, 0, 0x80009ef9, 0, 0x80009efe, 0, 0x80009f05, 0, 0x80009f0f, 0, 0x80009f16, 0, 0x80009f3b, 0, 0x8002a600, 0,
+    0x1133e, 0x11347, 0x11357, 0x114bb02, 0x114b9, 0x114ba, 0x114b9, 0x114b0, 0x114be01, 0x114b9, 0x114bd, 0x115ba02, 0x115b8, 0x115af, 0x115b9, 0x115af, 0x1d15e07, 0x8001d157, 0x1d165,
+    0x8001d158, 0x1d165, 0x8001d15f, 0x1d16e, 0x8001d15f, 0x1d16f, 0x8001d15f, 0x1d170, 0x8001d15f, 0x1d171, 0x8001d15f, 0x1d172, 0x1d1bb06, 0x8001d1b9, 0x1d165, 0x8001d1ba, 0x1d165, 0x8001d1bb,
+    0x1d16e, 0x8001d1bc, 0x1d16e, 0x8001d1bb, 0x1d16f, 0x8001d1bc, 0x1d16f, 0x2f800ff, 0x80004e3d, 0, 0x80004e38, 0, 0x80004e41, 0, 0x80020122, 0, 0x80004f60, 0, 0x80004fae, 0, 0x80004fbb, 0,
+    0x80005002, 0, 0x8000507a, 0, 0x80005099, 0, 0x800050e7, 0, 0x800050cf, 0, 0x8000349e, 0, 0x8002063a, 0, 0x8000514d, 0, 0x80005154, 0, 0x80005164, 0, 0x80005177, 0, 0x8002051c, 0, 0x800034b9,
+    0, 0x80005167, 0, 0x8000518d, 0, 0x8002054b, 0, 0x80005197, 0, 0x800051a4, 0, 0x80004ecc, 0, 0x800051ac, 0, 0x800051b5, 0, 0x800291df, 0, 0x800051f5, 0, 0x80005203, 0, 0x800034df, 0,
+    0x8000523b, 0, 0x80005246, 0, 0x80005272, 0, 0x80005277, 0, 0x80003515, 0, 0x800052c7, 0, 0x800052c9, 0, 0x800052e4, 0, 0x800052fa, 0, 0x80005305, 0, 0x80005306, 0, 0x80005317, 0, 0x80005349,
+    0, 0x80005351, 0, 0x8000535a, 0, 0x80005373, 0, 0x8000537d, 0, 0x8000537f, 0, 0x8000537f, 0, 0x8000537f, 0, 0x80020a2c, 0, 0x80007070, 0, 0x800053ca, 0, 0x800053df, 0, 0x80020b63, 0,
+    0x800053eb, 0, 0x800053f1, 0, 0x80005406, 0, 0x8000549e, 0, 0x80005438, 0, 0x80005448, 0, 0x80005468, 0, 0x800054a2, 0, 0x800054f6, 0, 0x80005510, 0, 0x80005553, 0, 0x80005563, 0, 0x80005584,
+    0, 0x80005584, 0, 0x80005599, 0, 0x800055ab, 0, 0x800055b3, 0, 0x800055c2, 0, 0x80005716, 0, 0x80005606, 0, 0x80005717, 0, 0x80005651, 0, 0x80005674, 0, 0x80005207, 0, 0x800058ee, 0,
+    0x800057ce, 0, 0x800057f4, 0, 0x8000580d, 0, 0x8000578b, 0, 0x80005832, 0, 0x80005831, 0, 0x800058ac, 0, 0x800214e4, 0, 0x800058f2, 0, 0x800058f7, 0, 0x80005906, 0, 0x8000591a, 0, 0x80005922,
+    0, 0x80005962, 0, 0x800216a8, 0, 0x800216ea, 0, 0x800059ec, 0, 0x80005a1b, 0, 0x80005a27, 0, 0x800059d8, 0, 0x80005a66, 0, 0x800036ee, 0, 0x800036fc, 0, 0x80005b08, 0, 0x80005b3e, 0,
+    0x80005b3e, 0, 0x800219c8, 0, 0x80005bc3, 0, 0x80005bd8, 0, 0x80005be7, 0, 0x80005bf3, 0, 0x80021b18, 0, 0x80005bff, 0, 0x80005c06, 0, 0x80005f53, 0, 0x80005c22, 0, 0x80003781, 0, 0x80005c60,
+    0, 0x80005c6e, 0, 0x80005cc0, 0, 0x80005c8d, 0, 0x80021de4, 0, 0x80005d43, 0, 0x80021de6, 0, 0x80005d6e, 0, 0x80005d6b, 0, 0x80005d7c, 0, 0x80005de1, 0, 0x80005de2, 0, 0x8000382f, 0,
+    0x80005dfd, 0, 0x80005e28, 0, 0x80005e3d, 0, 0x80005e69, 0, 0x80003862, 0, 0x80022183, 0, 0x8000387c, 0, 0x80005eb0, 0, 0x80005eb3, 0, 0x80005eb6, 0, 0x80005eca, 0, 0x8002a392, 0, 0x80005efe,
+    0, 0x80022331, 0, 0x80022331, 0, 0x80008201, 0, 0x80005f22, 0, 0x80005f22, 0, 0x800038c7, 0, 0x800232b8, 0, 0x800261da, 0, 0x80005f62, 0, 0x80005f6b, 0, 0x800038e3, 0, 0x80005f9a, 0,
+    0x80005fcd, 0, 0x80005fd7, 0, 0x80005ff9, 0, 0x80006081, 0, 0x8000393a, 0, 0x8000391c, 0, 0x80006094, 0, 0x800226d4, 0, 0x800060c7, 0, 0x80006148, 0, 0x8000614c, 0, 0x8000614e, 0, 0x8000614c,
+    0, 0x8000617a, 0, 0x8000618e, 0, 0x800061b2, 0, 0x800061a4, 0, 0x800061af, 0, 0x800061de, 0, 0x800061f2, 0, 0x800061f6, 0, 0x80006210, 0, 0x8000621b, 0, 0x8000625d, 0, 0x800062b1, 0,
+    0x800062d4, 0, 0x80006350, 0, 0x80022b0c, 0, 0x8000633d, 0, 0x800062fc, 0, 0x80006368, 0, 0x80006383, 0, 0x800063e4, 0, 0x80022bf1, 0, 0x80006422, 0, 0x800063c5, 0, 0x800063a9, 0, 0x80003a2e,
+    0, 0x80006469, 0, 0x8000647e, 0, 0x8000649d, 0, 0x80006477, 0, 0x80003a6c, 0, 0x8000654f, 0, 0x8000656c, 0, 0x8002300a, 0, 0x800065e3, 0, 0x800066f8, 0, 0x80006649, 0, 0x80003b19, 0,
+    0x80006691, 0, 0x80003b08, 0, 0x80003ae4, 0, 0x80005192, 0, 0x80005195, 0, 0x80006700, 0, 0x8000669c, 0, 0x800080ad, 0, 0x800043d9, 0, 0x80006717, 0, 0x8000671b, 0, 0x80006721, 0, 0x8000675e,
+    0, 0x80006753, 0, 0x800233c3, 0, 0x80003b49, 0, 0x800067fa, 0, 0x80006785, 0, 0x80006852, 0, 0x80006885, 0, 0x8002346d, 0, 0x8000688e, 0, 0x8000681f, 0, 0x80006914, 0, 0x80003b9d, 0,
+    0x80006942, 0, 0x800069a3, 0, 0x800069ea, 0, 0x80006aa8, 0, 0x800236a3, 0, 0x80006adb, 0, 0x80003c18, 0, 0x80006b21, 0, 0x800238a7, 0, 0x80006b54, 0, 0x80003c4e, 0, 0x80006b72, 0, 0x80006b9f,
+    0, 0x80006bba, 0, 0x80006bbb, 0, 0x80023a8d, 0, 0x80021d0b, 0, 0x80023afa, 0, 0x80006c4e, 0, 0x80023cbc, 0, 0x80006cbf, 0, 0x80006ccd, 0, 0x80006c67, 0, 0x2f8ffff, 0x80006d16, 0, 0x80006d3e,
+    0, 0x80006d77, 0, 0x80006d41, 0, 0x80006d69, 0, 0x80006d78, 0, 0x80006d85, 0, 0x80023d1e, 0, 0x80006d34, 0, 0x80006e2f, 0, 0x80006e6e, 0, 0x80003d33, 0, 0x80006ecb, 0, 0x80006ec7, 0,
+    0x80023ed1, 0, 0x80006df9, 0, 0x80006f6e, 0, 0x80023f5e, 0, 0x80023f8e, 0, 0x80006fc6, 0, 0x80007039, 0, 0x8000701e, 0, 0x8000701b, 0, 0x80003d96, 0, 0x8000704a, 0, 0x8000707d, 0, 0x80007077,
+    0, 0x800070ad, 0, 0x80020525, 0, 0x80007145, 0, 0x80024263, 0, 0x8000719c, 0, 0x800243ab, 0, 0x80007228, 0, 0x80007235, 0, 0x80007250, 0, 0x80024608, 0, 0x80007280, 0, 0x80007295, 0,
+    0x80024735, 0, 0x80024814, 0, 0x8000737a, 0, 0x8000738b, 0, 0x80003eac, 0, 0x800073a5, 0, 0x80003eb8, 0, 0x80003eb8, 0, 0x80007447, 0, 0x8000745c, 0, 0x80007471, 0, 0x80007485, 0, 0x800074ca,
+    0, 0x80003f1b, 0, 0x80007524, 0, 0x80024c36, 0, 0x8000753e, 0, 0x80024c92, 0, 0x80007570, 0, 0x8002219f, 0, 0x80007610, 0, 0x80024fa1, 0, 0x80024fb8, 0, 0x80025044, 0, 0x80003ffc, 0,
+    0x80004008, 0, 0x800076f4, 0, 0x800250f3, 0, 0x800250f2, 0, 0x80025119, 0, 0x80025133, 0, 0x8000771e, 0, 0x8000771f, 0, 0x8000771f, 0, 0x8000774a, 0, 0x80004039, 0, 0x8000778b, 0, 0x80004046,
+    0, 0x80004096, 0, 0x8002541d, 0, 0x8000784e, 0, 0x8000788c, 0, 0x800078cc, 0, 0x800040e3, 0, 0x80025626, 0, 0x80007956, 0, 0x8002569a, 0, 0x800256c5, 0, 0x8000798f, 0, 0x800079eb, 0,
+    0x8000412f, 0, 0x80007a40, 0, 0x80007a4a, 0, 0x80007a4f, 0, 0x8002597c, 0, 0x80025aa7, 0, 0x80025aa7, 0, 0x80007aee, 0, 0x80004202, 0, 0x80025bab, 0, 0x80007bc6, 0, 0x80007bc9, 0, 0x80004227,
+    0, 0x80025c80, 0, 0x80007cd2, 0, 0x800042a0, 0, 0x80007ce8, 0, 0x80007ce3, 0, 0x80007d00, 0, 0x80025f86, 0, 0x80007d63, 0, 0x80004301, 0, 0x80007dc7, 0, 0x80007e02, 0, 0x80007e45, 0,
+    0x80004334, 0, 0x80026228, 0, 0x80026247, 0, 0x80004359, 0, 0x800262d9, 0, 0x80007f7a, 0, 0x8002633e, 0, 0x80007f95, 0, 0x80007ffa, 0, 0x80008005, 0, 0x800264da, 0, 0x80026523, 0, 0x80008060,
+    0, 0x800265a8, 0, 0x80008070, 0, 0x8002335f, 0, 0x800043d5, 0, 0x800080b2, 0, 0x80008103, 0, 0x8000440b, 0, 0x8000813e, 0, 0x80005ab5, 0, 0x800267a7, 0, 0x800267b5, 0, 0x80023393, 0,
+    0x8002339c, 0, 0x80008201, 0, 0x80008204, 0, 0x80008f9e, 0, 0x8000446b, 0, 0x80008291, 0, 0x8000828b, 0, 0x8000829d, 0, 0x800052b3, 0, 0x800082b1, 0, 0x800082b3, 0, 0x800082bd, 0, 0x800082e6,
+    0, 0x80026b3c, 0, 0x800082e5, 0, 0x8000831d, 0, 0x80008363, 0, 0x800083ad, 0, 0x80008323, 0, 0x800083bd, 0, 0x800083e7, 0, 0x80008457, 0, 0x80008353, 0, 0x800083ca, 0, 0x800083cc, 0,
+    0x800083dc, 0, 0x80026c36, 0, 0x80026d6b, 0, 0x80026cd5, 0, 0x8000452b, 0, 0x800084f1, 0, 0x800084f3, 0, 0x80008516, 0, 0x800273ca, 0, 0x80008564, 0, 0x80026f2c, 0, 0x8000455d, 0, 0x80004561,
+    0, 0x80026fb1, 0, 0x800270d2, 0, 0x8000456b, 0, 0x80008650, 0, 0x8000865c, 0, 0x80008667, 0, 0x80008669, 0, 0x800086a9, 0, 0x80008688, 0, 0x8000870e, 0, 0x800086e2, 0, 0x80008779, 0,
+    0x80008728, 0, 0x8000876b, 0, 0x80008786, 0, 0x800045d7, 0, 0x800087e1, 0, 0x80008801, 0, 0x800045f9, 0, 0x80008860, 0, 0x80008863, 0, 0x80027667, 0, 0x800088d7, 0, 0x800088de, 0, 0x80004635,
+    0, 0x800088fa, 0, 0x800034bb, 0, 0x800278ae, 0, 0x80027966, 0, 0x800046be, 0, 0x800046c7, 0, 0x80008aa0, 0, 0x80008aed, 0, 0x80008b8a, 0, 0x80008c55, 0, 0x80027ca8, 0, 0x80008cab, 0,
+    0x80008cc1, 0, 0x80008d1b, 0, 0x80008d77, 0, 0x80027f2f, 0, 0x80020804, 0, 0x80008dcb, 0, 0x80008dbc, 0, 0x80008df0, 0, 0x800208de, 0, 0x80008ed4, 0, 0x80008f38, 0, 0x800285d2, 0, 0x800285ed,
+    0, 0x80009094, 0, 0x800090f1, 0, 0x80009111, 0, 0x8002872e, 0, 0x8000911b, 0, 0x80009238, 0, 0x800092d7, 0, 0x800092d8, 0, 0x8000927c, 0, 0x800093f9, 0, 0x80009415, 0, 0x80028bfa, 0,
+    0x8000958b, 0, 0x80004995, 0, 0x800095b7, 0, 0x80028d77, 0, 0x800049e6, 0, 0x800096c3, 0, 0x80005db2, 0, 0x80009723, 0, 0x80029145, 0, 0x8002921a, 0, 0x80004a6e, 0, 0x80004a76, 0, 0x800097e0,
+    0, 0x8002940a, 0, 0x80004ab2, 0, 0x80029496, 0, 0x2f9fe20, 0x8000980b, 0, 0x8000980b, 0, 0x80009829, 0, 0x800295b6, 0, 0x800098e2, 0, 0x80004b33, 0, 0x80009929, 0, 0x800099a7, 0, 0x800099c2,
+    0, 0x800099fe, 0, 0x80004bce, 0, 0x80029b30, 0, 0x80009b12, 0, 0x80009c40, 0, 0x80009cfd, 0, 0x80004cce, 0, 0x80004ced, 0, 0x80009d67, 0, 0x8002a0ce, 0, 0x80004cf8, 0, 0x8002a105, 0,
+    0x8002a20e, 0, 0x8002a291, 0, 0x80009ebb, 0, 0x80004d56, 0, 0x80009ef9, 0, 0x80009efe, 0, 0x80009f05, 0, 0x80009f0f, 0, 0x80009f16, 0, 0x80009f3b, 0, 0x8002a600, 0,
 };
 
 static const uint32_t *unicode_table(int which, size_t *n) {     // 0 classes, 1 combining classes, 2 decompositions
@@ -2888,7 +2996,7 @@ typedef struct {            // one instruction set
     void  (*dots[3])(const Dots *a);                                    // by dtype of w
     void  (*widen[3])(float *dst, const void *src, size_t n);           // by dtype of src
     void  (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
-    void  (*mix)(float *o, const float *p, const float *v, int m, int n, int D);
+    void  (*mix[3])(float *o, const float *p, const void *v, int m, int n, int D);         // by dtype of v
     void  (*exp_shift)(float *x, float max, size_t n, float *sum);
     void  (*swiglu)(float *g, const float *u, size_t n);
     float (*max)(const float *x, size_t n);
@@ -3081,13 +3189,14 @@ TARGET_##S static void dots_f32_##S (const Dots *a) { dots_any_##S(a, DT_F32); }
 TARGET_##S static void dots_f16_##S (const Dots *a) { dots_any_##S(a, DT_F16); } \
 TARGET_##S static void dots_bf16_##S(const Dots *a) { dots_any_##S(a, DT_BF16); } \
 \
-INLINE_##S void mix_tile_##S(float *o, const float *p, const float *v, int M, int m, int n, int D, int vectors, int width) { \
+INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int vectors, int width) { \
     V_##S acc[MR * NV]; \
+    size_t size = dtype == DT_F32 ? 4 : 2; \
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
         acc[i * NV + c] = load_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, DT_F32, width); \
     for (int r = 0; r < n; r++) { \
         V_##S b[NV]; \
-        UNROLL for (int c = 0; c < vectors; c++) b[c] = load_##S(v + (size_t)r * D + c * LANES, DT_F32, width); \
+        UNROLL for (int c = 0; c < vectors; c++) b[c] = load_##S(v + ((size_t)r * D + c * LANES) * size, dtype, width); \
         UNROLL for (int i = 0; i < M; i++) { \
             V_##S a = all_##S(p[(size_t)(i < m ? i : m - 1) * n + r]); \
             UNROLL for (int c = 0; c < vectors; c++) acc[i * NV + c] = fma_##S(a, b[c], acc[i * NV + c]); \
@@ -3096,17 +3205,21 @@ INLINE_##S void mix_tile_##S(float *o, const float *p, const float *v, int M, in
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
         store_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, acc[i * NV + c], width); \
 } \
-INLINE_##S void mix_rows_##S(float *o, const float *p, const float *v, int M, int m, int n, int D) { \
+INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D) { \
+    size_t size = dtype == DT_F32 ? 4 : 2; \
     int d = 0; \
-    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d, M, m, n, D, NV, LANES); \
-    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d, M, m, n, D, 1, LANES); \
-    if (d < D) mix_tile_##S(o + d, p, v + d, M, m, n, D, 1, D - d); \
+    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, NV, LANES); \
+    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, LANES); \
+    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, D - d); \
 } \
-TARGET_##S static void mix_##S(float *o, const float *p, const float *v, int m, int n, int D) { \
+INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D) { \
     int i = 0; \
-    for (; m - i > 1; i += MR) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, MR, m - i < MR ? m - i : MR, n, D); \
-    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, 1, 1, n, D); \
+    for (; m - i > 1; i += MR) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D); \
+    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D); \
 } \
+TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D) { mix_any_##S(o, p, v, DT_F32, m, n, D); } \
+TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D) { mix_any_##S(o, p, v, DT_F16, m, n, D); } \
+TARGET_##S static void mix_bf16_##S(float *o, const float *p, const void *v, int m, int n, int D) { mix_any_##S(o, p, v, DT_BF16, m, n, D); } \
 \
 INLINE_##S V_##S exp_##S(V_##S x) { \
     x = min_##S(max_##S(x, all_##S(-150)), all_##S(150)); \
@@ -3170,7 +3283,7 @@ TARGET_##S static void narrow_f16_##S(uint16_t *dst, const float *src, size_t n)
     for (; i < n; i++) dst[i] = f32_to_f16(src[i]); \
 }
 #define SIMD_LINE(S) { #S, { dots_f32_##S, dots_f16_##S, dots_bf16_##S }, { widen_f32_##S, widen_f16_##S, widen_bf16_##S }, \
-                       narrow_f16_##S, mix_##S, exp_shift_##S, swiglu_##S, max_of_##S }
+                       narrow_f16_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, swiglu_##S, max_of_##S }
 
 KERNELS(plain, 1, 2, 2)
 #if defined(__x86_64__)
@@ -3225,11 +3338,16 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
 }
 void matmul(float *y, const float *x, const Tensor *w, int T) { matmul_strided(y, (size_t)w->rows, x, (size_t)w->cols, w, T); }
 
-// The tiles of attention. They run inside threads and are never parallel themselves.
-void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) {     // s (m,n) = scale * q (m,D) k (n,D)^T
-    simd->dots[DT_F32](&(Dots){ .y = s, .ldy = (size_t)n, .x = q, .ldx = (size_t)D, .w = (const char *)k, .ldw = (size_t)D * 4, .m = m, .n = n, .K = D, .scale = scale });
+// The tiles of attention. They run inside threads and are never parallel themselves. Rows of K and V may be f32 tiles or the
+// cache's own f16 and bf16 rows: the results are the same bits, and a decode step that does not copy them first is a third faster.
+static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale) {   // s (m,n) = scale * q (m,D) k (n,D)^T
+    simd->dots[dtype](&(Dots){ .y = s, .ldy = (size_t)n, .x = q, .ldx = (size_t)D, .w = k, .ldw = (size_t)D * dtype_size(dtype), .m = m, .n = n, .K = D, .scale = scale });
 }
-void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) { simd->mix(o, p, v, m, n, D); }    // o (m,D) += p (m,n) v (n,D)
+static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D) {                   // o (m,D) += p (m,n) v (n,D)
+    simd->mix[dtype](o, p, v, m, n, D);
+}
+void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) { scores_of(s, q, k, DT_F32, m, n, D, scale); }
+void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) { mix_of(o, p, v, DT_F32, m, n, D); }
 void exp_shift(float *x, float max, int n, float *sum) { simd->exp_shift(x, max, (size_t)n, sum); }
 float dot_f32(const float *a, const float *b, int n) {
     float s;
@@ -3415,6 +3533,17 @@ static void load_rows(const Session *s, const KVHead *h, int v, const int *rows,
         for (j = i + 1; j < n && rows[j] == rows[j - 1] + 1; ) j++;
         load_range(s, h, v, rows[i], j - i, buf + (size_t)i * s->c->D);
     }
+}
+// n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise unpacked to f32 in buf (n,D).
+static const void *rows_ready(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, float *buf, int *dtype) {
+    const Format *f = v ? s->fv : s->fk;
+    int first = rows ? rows[0] : r0;
+    *dtype = f->unpack == f16_unpack ? DT_F16 : f->unpack == bf16_unpack ? DT_BF16 : DT_F32;
+    if (first >= h->packed && (!rows || rows[n - 1] - first == n - 1) && (*dtype != DT_F32 || f->unpack == f32_unpack))
+        return (v ? h->v : h->k) + (size_t)(first - h->packed) * f->row_bytes(s->c->D);
+    *dtype = DT_F32;
+    load_rows(s, h, v, rows, r0, n, buf);
+    return buf;
 }
 void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 0, rows, r0, n, buf); }
 void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 1, rows, r0, n, buf); }
@@ -3618,11 +3747,11 @@ static Tile *tiles_new(Session *s) {                     // one Tile a thread, i
 }
 static int layer_window(const Session *s, int l) { return s->c->windowed && s->c->windowed[l] ? s->c->window : 0; }
 
-// Scores of m queries against n rows (t->k holds their keys): t->sc (m,n) = q k / sqrt(D), -INFINITY where not visible.
+// Scores of m queries against n rows whose keys are k (n,D) of any dtype: t->sc (m,n) = q k / sqrt(D), -INFINITY where not visible.
 // rows NULL: rows r0..; returns 0 when nothing is visible.
-static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n) {
+static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n, const void *k, int dtype) {
     int D = s->c->D, window = layer_window(s, l), any = 0, first = INT_MAX;
-    attn_scores(t->sc, t->q, t->k, m, n, D, 1 / sqrtf((float)D));
+    scores_of(t->sc, t->q, k, dtype, m, n, D, 1 / sqrtf((float)D));
     for (int i = 0; i < m; i++) if (t->tok[i] < first) first = t->tok[i];
     int last = hd->src[rows ? rows[n - 1] : r0 + n - 1];
     if (s->rule == VIS_CAUSAL && !window && last <= first) return 1;
@@ -3634,12 +3763,15 @@ static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m
         }
     return any;
 }
+static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n) {     // t->k holds the keys
+    return tile_scores_of(s, l, hd, t, m, rows, r0, n, t->k, DT_F32);
+}
 static void tile_begin(Tile *t, int m, int D) {
     memset(t->acc, 0, (size_t)m * D * sizeof(float));
     for (int i = 0; i < m; i++) { t->max[i] = -INFINITY; t->sum[i] = 0; }
 }
-// Folds one scored tile into the running softmax of its m queries. v NULL: only max and sum are wanted.
-static void tile_fold(Tile *t, int m, int n, int D, const float *v) {
+// Folds one scored tile into the running softmax of its m queries. v (n,D) of any dtype; NULL: only max and sum are wanted.
+static void tile_fold_of(Tile *t, int m, int n, int D, const void *v, int dtype) {
     for (int i = 0; i < m; i++) {
         float *p = t->sc + (size_t)i * n, top = fmaxf(t->max[i], max_f32(p, n));
         if (top == -INFINITY) { memset(p, 0, (size_t)n * sizeof(float)); continue; }
@@ -3651,8 +3783,9 @@ static void tile_fold(Tile *t, int m, int n, int D, const float *v) {
         }
         exp_shift(p, top, n, &t->sum[i]);
     }
-    if (v) attn_mix(t->acc, t->sc, v, m, n, D);
+    if (v) mix_of(t->acc, t->sc, v, dtype, m, n, D);
 }
+static void tile_fold(Tile *t, int m, int n, int D, const float *v) { tile_fold_of(t, m, n, D, v, DT_F32); }
 // Can any of the rows lie inside the sliding window of the oldest query? Otherwise the tile need not be read at all.
 static int tile_in_window(const Session *s, int l, const KVHead *hd, int r_last, int first_tok) {
     int w = layer_window(s, l);
@@ -3674,19 +3807,24 @@ static int last_visible(const Session *s, const KVHead *hd, int last_tok) {     
     if (s->rule == VIS_CAUSAL) while (n > 0 && hd->src[n - 1] > last_tok) n--;
     return n;
 }
+// Probabilities from a scored tile, once max and sum of its m queries are known; sum_j adds up over the queries. sum (n)
+static void tile_mass(Tile *t, int m, int n, const float *max, const float *sum, float *out) {
+    float unused = 0;
+    memset(out, 0, (size_t)n * sizeof(float));
+    for (int i = 0; i < m; i++) {
+        float *p = t->sc + (size_t)i * n;
+        exp_shift(p, max[i], n, &unused);
+        for (int j = 0; j < n; j++) out[j] += p[j] / sum[i];
+    }
+}
 static void add_mass(Session *s, int l, KVHead *hd, Tile *t, int m, int n_rows) {   // second pass: probabilities into mass
+    float mass[KV_TILE];
     for (int r = 0; r < n_rows; r += KV_TILE) {
         int n = n_rows - r < KV_TILE ? n_rows - r : KV_TILE;
         kv_load_k(s, hd, NULL, r, n, t->k);
         if (!tile_scores(s, l, hd, t, m, NULL, r, n)) continue;
-        for (int j = 0; j < n; j++) {
-            float x = 0;
-            for (int i = 0; i < m; i++) {
-                float sc = t->sc[(size_t)i * n + j];
-                if (sc > -INFINITY) x += expf(sc - t->max[i]) / t->sum[i];
-            }
-            hd->mass[r + j] += x;
-        }
+        tile_mass(t, m, n, t->max, t->sum, mass);
+        for (int j = 0; j < n; j++) hd->mass[r + j] += mass[j];
     }
 }
 // Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the rule lets them see. q, out (n,H,D).
@@ -3777,13 +3915,13 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
     for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
     tile_begin(t, d->m, D);
     for (int p = p0; p < p1; p += KV_TILE) {
-        int n = p1 - p < KV_TILE ? p1 - p : KV_TILE, r0 = 0;
+        int n = p1 - p < KV_TILE ? p1 - p : KV_TILE, r0 = 0, dtype;
         const int *rows = view_slice(w, p, n, t->rows, &r0);
         if (!tile_in_window(s, l, hd, rows ? rows[n - 1] : r0 + n - 1, s->base)) continue;
-        kv_load_k(s, hd, rows, r0, n, t->k);
-        if (!tile_scores(s, l, hd, t, d->m, rows, r0, n)) continue;
-        kv_load_v(s, hd, rows, r0, n, t->k);             // over the keys, see attn_prefill
-        tile_fold(t, d->m, n, D, t->k);
+        const void *x = rows_ready(s, hd, 0, rows, r0, n, t->k, &dtype);        // few queries: a tile is read once, so not copied if it need not be
+        if (!tile_scores_of(s, l, hd, t, d->m, rows, r0, n, x, dtype)) continue;
+        x = rows_ready(s, hd, 1, rows, r0, n, t->k, &dtype);                    // over the keys, see attn_prefill
+        tile_fold_of(t, d->m, n, D, x, dtype);
     }
     for (int i = 0; i < d->m; i++) {
         float *o = part + (size_t)i * (D + 2);
@@ -3814,11 +3952,9 @@ static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q,
         const int *rows = view_slice(w, p, n, t->rows, &r0);
         kv_load_k(s, hd, rows, r0, n, t->k);
         if (!tile_scores(s, l, hd, t, d->m, rows, r0, n)) continue;
-        for (int j = 0; j < n; j++)
-            for (int i = 0; i < d->m; i++) {
-                float sc = t->sc[(size_t)i * n + j];
-                if (sc > -INFINITY) hd->mass[rows ? rows[j] : r0 + j] += expf(sc - max[d->h0 + i]) / sum[d->h0 + i];
-            }
+        float mass[KV_TILE];
+        tile_mass(t, d->m, n, max + d->h0, sum + d->h0, mass);
+        for (int j = 0; j < n; j++) hd->mass[rows ? rows[j] : r0 + j] += mass[j];
     }
 }
 void attn_decode(Session *s, int l, float *out, const float *q) {       // out, q (H,D)
@@ -3831,7 +3967,9 @@ void attn_decode(Session *s, int l, float *out, const float *q) {       // out, 
     first[n_groups] = items;
     float *part = scratch(s, (size_t)items * Q_BLOCK * stride * sizeof(float)), *max = scratch(s, (size_t)H * 4), *sum = scratch(s, (size_t)H * 4);
     Tile *tiles = tiles_new(s);
-    #pragma omp parallel for schedule(dynamic) if (worth_threads(rows * D))
+    int team = worth_threads(rows * D);
+    (void)team;                                          // read by OpenMP only
+    #pragma omp parallel for schedule(dynamic) if (team)
     for (int item = 0; item < items; item++) {
         int i = 0;
         while (first[i + 1] <= item) i++;
@@ -3851,33 +3989,40 @@ void attn_decode(Session *s, int l, float *out, const float *q) {       // out, 
 }
 
 // Mean attention row of the last min(W,T) queries of a pass: score (H,N), N = kv_longest(s,l), over every row held (Eq. of SnapKV;
-// DiliLazyKV 4.1.3). Two passes over the keys, O(N) memory. q (T,H,D). Rows a query may not see count as 0.
-void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
-    int D = s->c->D, H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l), w = T < W ? T : W, per = Q_BLOCK / R > 0 ? Q_BLOCK / R : 1;
-    size_t mark = scratch_mark(s);
-    Tile *tiles = tiles_new(s);
-    memset(score, 0, (size_t)H * N * sizeof(float));
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)w * N * H * D))
-    for (int g = 0; g < G; g++) {
-        Tile *t = &tiles[thread_id()];
-        const KVHead *hd = kv_head(s, l, g);
-        for (int b = 0; b < w; b += per) {
-            int nb = w - b < per ? w - b : per, m = gather_queries(s, t, q, T - w + b, nb, s->base + T - w + b, g);
-            tile_begin(t, m, D);
-            for (int pass = 0; pass < 2; pass++)
-                for (int r = 0; r < hd->len; r += KV_TILE) {
-                    int n = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
-                    kv_load_k(s, hd, NULL, r, n, t->k);
-                    if (!tile_scores(s, l, hd, t, m, NULL, r, n)) continue;
-                    if (!pass) { tile_fold(t, m, n, 0, NULL); continue; }
-                    for (int i = 0; i < m; i++)
-                        for (int j = 0; j < n; j++) {
-                            float sc = t->sc[(size_t)i * n + j];
-                            if (sc > -INFINITY) score[(size_t)(g * R + i % R) * N + r + j] += expf(sc - t->max[i]) / t->sum[i] / (float)w;
-                        }
-                }
+// DiliLazyKV 4.1.3). q (T,H,D). Rows a query may not see count as 0. Keys are read once a block of queries: the exponentials
+// are kept with the maximum they were taken under, p (Q_BLOCK,N) and top (Q_BLOCK,tiles), and weighed when max and sum are final.
+static void group_scores(Session *s, int l, int g, const float *q, int q0, int n_q, int w, Tile *t, float *p, float *top, float *score) {
+    const KVHead *hd = kv_head(s, l, g);
+    int R = s->c->H / s->c->G, N = kv_longest(s, l), m = gather_queries(s, t, q, q0, n_q, s->base + q0, g);
+    tile_begin(t, m, s->c->D);
+    for (int r = 0; r < hd->len; r += KV_TILE) {
+        int n = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
+        kv_load_k(s, hd, NULL, r, n, t->k);
+        tile_scores(s, l, hd, t, m, NULL, r, n);
+        tile_fold(t, m, n, 0, NULL);
+        memcpy(p + (size_t)r * Q_BLOCK, t->sc, (size_t)m * n * sizeof(float));
+        memcpy(top + (size_t)(r / KV_TILE) * Q_BLOCK, t->max, (size_t)m * sizeof(float));
+    }
+    for (int r = 0; r < hd->len; r += KV_TILE) {
+        int n = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
+        for (int i = 0; i < m; i++) {
+            float before = top[(size_t)(r / KV_TILE) * Q_BLOCK + i], f = before == -INFINITY ? 0 : expf(before - t->max[i]) / t->sum[i] / (float)w;
+            const float *x = p + (size_t)r * Q_BLOCK + (size_t)i * n;
+            float *to = score + (size_t)(g * R + i % R) * N + r;
+            for (int j = 0; j < n; j++) to[j] += f * x[j];
         }
     }
+}
+void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
+    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l), w = T < W ? T : W, per = Q_BLOCK / R > 0 ? Q_BLOCK / R : 1;
+    size_t mark = scratch_mark(s), padded = (size_t)(N + KV_TILE) * Q_BLOCK, tops = (size_t)(N / KV_TILE + 1) * Q_BLOCK;
+    Tile *tiles = tiles_new(s);
+    float *p = scratch(s, n_threads() * padded * sizeof(float)), *top = scratch(s, n_threads() * tops * sizeof(float));
+    memset(score, 0, (size_t)H * N * sizeof(float));
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)w * N * H * s->c->D))
+    for (int g = 0; g < G; g++)
+        for (int b = 0; b < w; b += per)
+            group_scores(s, l, g, q, T - w + b, w - b < per ? w - b : per, w, &tiles[thread_id()], p + thread_id() * padded, top + thread_id() * tops, score);
     scratch_reset(s, mark);
 }
 
@@ -4181,7 +4326,7 @@ static const Opt program_options[] = {
     { "raw",           'b', "0",    "no chat template: the text as it is" },
     { "parse-special", 'b', "0",    "read special tokens in the prompt's text" },
     { "ignore-eos",    'b', "0",    "go on after an end token" },
-    { "think",         'b', "0",    "let a thinking model think" },
+    { "no-think",      'b', "0",    "turn a thinking model's thoughts off" },
     { "single-turn",   'b', "0",    "leave after one reply" },
     { "session",       's', "",     "load this session before, save it after" },
     // Sampling
@@ -4700,12 +4845,12 @@ typedef struct {            // what one query head reads in one prefill
 } Lines;
 typedef struct { int lo, hi; } LineRange;                    // [lo,hi)
 
-enum { LINE_BLOCK = 64 };                                // rows done together; a row block counts from p0. Q_BLOCK must not be less
+enum { LINE_BLOCK = 64 };                                // rows done together, counted from p0; at most Q_BLOCK
 
 static int  bit_get(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
 static void bit_set(uint64_t *b, int i) { b[i >> 6] |= (uint64_t)1 << (i & 63); }
 static size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }
-static int bit_list(const uint64_t *b, int n, int *list) {          // the set bits below n, ascending -> count; list NULL: only count
+static int bit_list(const uint64_t *b, int n, int *list) {          // the set bits below n, ascending -> count; NULL: count only
     int k = 0;
     for (int w = 0; w < (n + 63) / 64; w++)
         for (uint64_t u = b[w]; u; u &= u - 1) { if (list) list[k] = w * 64 + __builtin_ctzll(u); k++; }
@@ -4738,13 +4883,14 @@ static long line_len(int x, int p0, int n) { return n - (x > p0 ? x : p0); }    
 
 // What the 64 rows from p0+b read: disjoint ascending ranges of columns, and single columns outside of them, all left of the
 // block (a column inside it lies in the range of offset 0). run (n_run): the runs of S; v (nv): V, ascending. -> ranges
-static int block_index(const Lines *a, int b, const LineRange *run, int n_run, const int *v, int nv, LineRange *range, int *cols, int *n_cols) {
+static int block_index(const Lines *a, int b, const LineRange *run, int n_run, const int *v, int nv,
+                       LineRange *range, int *cols, int *n_cols) {
     int s0 = a->p0 + b, E = s0 + LINE_BLOCK < a->n ? s0 + LINE_BLOCK : a->n, k = 0, at = 0;
     for (int j = n_run - 1; j >= 0; j--) {               // offsets descending: columns ascending
         if (run[j].lo >= E) continue;
         int lo = s0 - run[j].hi + 1, hi = E - run[j].lo;
         if (lo < 0) lo = 0;
-        if (k && lo <= range[k - 1].hi) { if (hi > range[k - 1].hi) range[k - 1].hi = hi; }
+        if (k && lo <= range[k - 1].hi) range[k - 1].hi = hi;
         else range[k++] = (LineRange){ lo, hi };
     }
     *n_cols = 0;
@@ -4766,6 +4912,7 @@ typedef struct {
     int *v; int nv;
     float *kv, *vv;             // (nv,D) rows of V, gathered; exact lines only
     LineBand *band; int n_band;
+    float *miss;                // (n) miss[n-1-o] = 0 where offset o is chosen, else -INFINITY; exact lines only
 } LinePlan;
 
 static int band_whole(const LineBand *b) { return b->b - b->a + LINE_BLOCK - 1 <= LONE_CELL * b->used; }
@@ -4799,8 +4946,10 @@ static LinePlan plan_new(Session *s, const Lines *a, const float *K, const float
     if (a->tile64) return p;
     p.band = scratch(s, (size_t)p.n_run * sizeof(LineBand));
     plan_bands(&p);
+    p.miss = scratch(s, (size_t)a->n * sizeof(float));
+    for (int o = 0; o < a->n; o++) p.miss[a->n - 1 - o] = bit_get(a->s, o) ? 0 : -INFINITY;
     p.kv = scratch(s, p.nv * row); p.vv = scratch(s, p.nv * row);
-    #pragma omp parallel for schedule(static) if (p.nv > 1024)
+    #pragma omp parallel for schedule(static) if (worth_threads((size_t)p.nv * s->c->D))
     for (int j = 0; j < p.nv; j++) {
         memcpy(p.kv + (size_t)j * s->c->D, K + (size_t)p.v[j] * s->c->D, row);
         memcpy(p.vv + (size_t)j * s->c->D, V + (size_t)p.v[j] * s->c->D, row);
@@ -4816,12 +4965,15 @@ typedef struct {
     int first[LINE_BLOCK];      // the first row each query may see: 0, or where its sliding window begins
 } RowBlock;
 
-static void block_scores(RowBlock *b, const float *k, int n) { attn_scores(b->t->sc, b->t->q, k, b->m, n, b->D, 1 / sqrtf((float)b->D)); }
+static void block_scores(RowBlock *b, const float *k, int n) {
+    attn_scores(b->t->sc, b->t->q, k, b->m, n, b->D, 1 / sqrtf((float)b->D));
+}
 
-// Columns [lo,hi), of which row r sees those up to itself and, when a is given, at a chosen offset of the band.
-static void fold_range(RowBlock *b, int lo, int hi, const Lines *a, const LineBand *band) {
+// Columns [lo,hi), of which row r sees those up to itself and, when a band of p is given, at a chosen offset of the band.
+static void fold_range(RowBlock *b, int lo, int hi, const LinePlan *p, const LineBand *band) {
+    int gaps = band && band->used < band->b - band->a;
     for (int c = lo; c < hi; c += KV_TILE) {
-        int n = hi - c < KV_TILE ? hi - c : KV_TILE, full = band && band->used == band->b - band->a;
+        int n = hi - c < KV_TILE ? hi - c : KV_TILE;
         block_scores(b, b->K + (size_t)c * b->D, n);
         for (int i = 0; i < b->m; i++) {
             float *sc = b->t->sc + (size_t)i * n;
@@ -4829,8 +4981,9 @@ static void fold_range(RowBlock *b, int lo, int hi, const Lines *a, const LineBa
             if (from < b->first[i]) from = b->first[i];
             for (int j = 0; j < n && c + j < from; j++) sc[j] = -INFINITY;
             for (int j = to > c ? to - c : 0; j < n; j++) sc[j] = -INFINITY;
-            for (int j = from > c ? from - c : 0; band && !full && j < n && c + j < to; j++)
-                if (!bit_get(a->s, r - c - j)) sc[j] = -INFINITY;
+            if (!gaps || to <= c) continue;
+            const float *miss = p->miss + (p->line->n - 1 - (r - c));            // offset r - c - j stands at miss[j]
+            for (int j = from > c ? from - c : 0, e = to - c < n ? to - c : n; j < e; j++) sc[j] += miss[j];
         }
         tile_fold(b->t, b->m, n, b->D, b->V + (size_t)c * b->D);
     }
@@ -4839,8 +4992,10 @@ static void fold_range(RowBlock *b, int lo, int hi, const Lines *a, const LineBa
 static void fold_columns(RowBlock *b, const int *c, int n, const float *k, const float *v, const Lines *a) {
     block_scores(b, k, n);
     for (int i = 0; i < b->m; i++)
-        for (int j = 0; j < n; j++)
-            if (c[j] > b->r0 + i || c[j] < b->first[i] || (a && bit_get(a->s, b->r0 + i - c[j]))) b->t->sc[(size_t)i * n + j] = -INFINITY;
+        for (int j = 0; j < n; j++) {
+            int o = b->r0 + i - c[j];
+            if (o < 0 || c[j] < b->first[i] || (a && bit_get(a->s, o))) b->t->sc[(size_t)i * n + j] = -INFINITY;
+        }
     tile_fold(b->t, b->m, n, b->D, v);
 }
 // Row i at the offsets of run: columns [*lo,*hi) of which it sees some; -> the column of the run's first cell
@@ -4854,6 +5009,7 @@ static int run_columns(const RowBlock *b, int i, const LineRange *run, int *lo, 
 static void fold_runs(RowBlock *b, const LineRange *run, int n_run) {
     Tile *t = b->t;
     int D = b->D, lo, hi;
+    float scale = 1 / sqrtf((float)D);
     for (int a = 0, e; a < n_run; a = e) {
         int n = 0, at = 0;
         for (e = a; e < n_run && n + run[e].hi - run[e].lo <= KV_TILE; e++) n += run[e].hi - run[e].lo;
@@ -4862,7 +5018,7 @@ static void fold_runs(RowBlock *b, const LineRange *run, int n_run) {
                 int first = run_columns(b, i, &run[j], &lo, &hi);
                 float *p = t->sc + (size_t)i * n + at;
                 for (int c = 0; c < run[j].hi - run[j].lo; c++) p[c] = -INFINITY;
-                if (hi > lo) attn_scores(p + (lo - first), t->q + (size_t)i * D, b->K + (size_t)lo * D, 1, hi - lo, D, 1 / sqrtf((float)D));
+                if (hi > lo) attn_scores(p + (lo - first), t->q + (size_t)i * D, b->K + (size_t)lo * D, 1, hi - lo, D, scale);
             }
         tile_fold(t, b->m, n, D, NULL);
         at = 0;
@@ -4878,15 +5034,17 @@ static void block_exact(RowBlock *b, const LinePlan *p) {
     int last = b->r0 + b->m - 1, n_run = p->n_run;
     for (int j = 0; j < p->n_band && p->band[j].a <= last; j++) {
         const LineBand *d = &p->band[j];
-        fold_range(b, b->r0 - d->b + 1 > 0 ? b->r0 - d->b + 1 : 0, last - d->a + 1, a, d);
+        fold_range(b, b->r0 - d->b + 1 > 0 ? b->r0 - d->b + 1 : 0, last - d->a + 1, p, d);
     }
     while (n_run && p->run[n_run - 1].lo > last) n_run--;
     fold_runs(b, p->run, n_run);
-    for (int j = 0; j < p->nv && p->v[j] <= last; j += KV_TILE)
-        fold_columns(b, p->v + j, p->nv - j < KV_TILE ? p->nv - j : KV_TILE, p->kv + (size_t)j * b->D, p->vv + (size_t)j * b->D, a);
+    for (int j = 0; j < p->nv && p->v[j] <= last; j += KV_TILE) {
+        size_t at = (size_t)j * b->D;
+        fold_columns(b, p->v + j, p->nv - j < KV_TILE ? p->nv - j : KV_TILE, p->kv + at, p->vv + at, a);
+    }
 }
 static void block_tiles(RowBlock *b, const LinePlan *p, LineRange *range, int *cols) {
-    int n_cols, D = b->D, n_range = block_index(p->line, b->r0 - p->line->p0, p->run, p->n_run, p->v, p->nv, range, cols, &n_cols);
+    int n_cols, n_range = block_index(p->line, b->r0 - p->line->p0, p->run, p->n_run, p->v, p->nv, range, cols, &n_cols), D = b->D;
     for (int j = 0; j < n_range; j++) fold_range(b, range[j].lo, range[j].hi, NULL, NULL);
     for (int j = 0; j < n_cols; j += KV_TILE) {
         int n = n_cols - j < KV_TILE ? n_cols - j : KV_TILE;
@@ -4913,18 +5071,19 @@ static void group_attend(Session *s, int l, int g, const Lines *lines, float *ou
     LinePlan *plan = scratch(s, (size_t)R * sizeof *plan);
     LineRange *range = scratch(s, (size_t)n_threads() * n * sizeof *range);
     int *cols = scratch(s, (size_t)n_threads() * n * sizeof *cols);
-    #pragma omp parallel for schedule(static) if (n > 1024)
+    #pragma omp parallel for schedule(static) if (worth_threads(n * D))
     for (int r = 0; r < hd->len; r += KV_TILE) {
         int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
         kv_load_k(s, hd, NULL, r, m, K + (size_t)r * D);
         kv_load_v(s, hd, NULL, r, m, V + (size_t)r * D);
     }
     for (int r = 0; r < R; r++) plan[r] = plan_new(s, &lines[g * R + r], K, V);
-    #pragma omp parallel for schedule(dynamic) if (n > 64)
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)T * n * R * D))
     for (int item = R * blocks - 1; item >= 0; item--) { // long rows first: threads finish together
         int h = g * R + item % R, t0 = item / R * LINE_BLOCK;
         RowBlock b = { &tiles[thread_id()], K, V, D, T - t0 < LINE_BLOCK ? T - t0 : LINE_BLOCK, hd->len - T + t0, {0} };
-        for (int i = 0; i < b.m; i++) memcpy(b.t->q + (size_t)i * D, q + ((size_t)(t0 + i) * H + h) * D, (size_t)D * sizeof(float));
+        const float *from = q + ((size_t)t0 * H + h) * D;
+        for (int i = 0; i < b.m; i++) memcpy(b.t->q + (size_t)i * D, from + (size_t)i * H * D, (size_t)D * sizeof(float));
         window_starts(s, l, hd, &b);
         tile_begin(b.t, b.m, D);
         if (lines[h].dense) fold_range(&b, 0, b.r0 + b.m, NULL, NULL);
@@ -4948,7 +5107,8 @@ static void lines_attend(Session *s, int l, const Lines *lines, float *out, cons
 static int lines_open(Session *s, const char *name) {    // what every method with line attention needs of the parts beside it
     for (int i = 0; i < s->n_part; i++)
         if (s->part[i].m->rule != VIS_CAUSAL) {
-            snprintf(s->err, sizeof s->err, "%s and %s cannot be combined: sparse prefill attention knows causal masks only", name, s->part[i].m->name);
+            snprintf(s->err, sizeof s->err, "%s and %s cannot be combined: the first knows causal masks only", name,
+                     s->part[i].m->name);
             return -1;
         }
     return 0;
@@ -4965,12 +5125,13 @@ typedef struct { int init, local, last; } LineShape;
 
 static int a_shape_open(Session *s, void *ms) {
     LineShape *x = ms;
-    return lines_open(s, "a-shape") || opt_least(s, "a-shape-init", 0, &x->init) || opt_least(s, "a-shape-local", 1, &x->local) ? -1 : 0;
+    if (lines_open(s, "a-shape") || opt_least(s, "a-shape-init", 0, &x->init)) return -1;
+    return opt_least(s, "a-shape-local", 1, &x->local);
 }
 static int tri_shape_open(Session *s, void *ms) {
     LineShape *x = ms;
-    return lines_open(s, "tri-shape") || opt_least(s, "tri-shape-init", 0, &x->init) || opt_least(s, "tri-shape-local", 1, &x->local) ||
-           opt_least(s, "tri-shape-last", 0, &x->last) ? -1 : 0;
+    if (lines_open(s, "tri-shape") || opt_least(s, "tri-shape-init", 0, &x->init)) return -1;
+    return opt_least(s, "tri-shape-local", 1, &x->local) || opt_least(s, "tri-shape-last", 0, &x->last) ? -1 : 0;
 }
 static void shape_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     LineShape *x = ms;
@@ -4988,8 +5149,9 @@ static void shape_attend(Session *s, void *ms, int l, float *out, const float *q
 }
 
 // ---- softmax rows of a few queries of one head: what MInference and LoopServe look at
-// P (m,n): row i = probabilities of query row R[i] of head h over its n rows, 0 where it may not look. q (T,H,D)
-static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m, float *P, Tile *t) {
+// P (m,n): row i = exp(score - max) of query row R[i] of head h over its n rows, 0 where it may not look; inv (m): 1 / its sum.
+// q (T,H,D) are the queries of the last T rows
+static void line_exps(const Session *s, int l, int h, const float *q, int T, const int *R, int m, float *P, float *inv, Tile *t) {
     int D = s->c->D, H = s->c->H, per = H / s->c->G;
     const KVHead *hd = kv_head(s, l, h / per);
     int n = hd->len, p0 = n - T;
@@ -5009,8 +5171,14 @@ static void line_probs(const Session *s, int l, int h, const float *q, int T, co
     for (int i = 0; i < m; i++) {
         float *p = P + (size_t)i * n, sum = 0;
         exp_shift(p, max_f32(p, n), n, &sum);
-        for (int c = 0; c < n; c++) p[c] /= sum;
+        inv[i] = 1 / sum;
     }
+}
+static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m, float *P, float *inv, Tile *t) {
+    line_exps(s, l, h, q, T, R, m, P, inv, t);
+    size_t n = (size_t)kv_head(s, l, h / (s->c->H / s->c->G))->len;
+    for (int i = 0; i < m; i++)
+        for (size_t c = 0; c < n; c++) P[i * n + c] *= inv[i];
 }
 
 // ---- MInference, the vertical-slash kind
@@ -5020,12 +5188,14 @@ enum { MINF_LAST = 64, MINF_V = 30, MINF_S = 100 };      // rows looked at; colu
 static int minference_open(Session *s, void *ms) {
     Minference *x = ms;
     double ratio = opt_real(s->opt, "minference-ratio");
-    if (lines_open(s, "minference") || opt_least(s, "minference-verticals", 0, &x->nv) || opt_least(s, "minference-slashes", 0, &x->ns)) return -1;
+    if (lines_open(s, "minference")) return -1;
+    if (opt_least(s, "minference-verticals", 0, &x->nv) || opt_least(s, "minference-slashes", 0, &x->ns)) return -1;
     if (ratio < 0) { snprintf(s->err, sizeof s->err, "--minference-ratio must not be negative, found %g", ratio); return -1; }
     x->nv = (int)fmin(x->nv * ratio, INT_MAX); x->ns = (int)fmin(x->ns * ratio, INT_MAX);
     return 0;
 }
-static void minference_lines(const Minference *x, Lines *a, const int *R, int m, const float *P, float *sum, int *idx) {   // sum, idx (n)
+// sum, idx (n)
+static void minference_lines(const Minference *x, Lines *a, const int *R, int m, const float *P, float *sum, int *idx) {
     for (int slash = 0; slash < 2; slash++) {
         int least = slash ? MINF_S : MINF_V, want = slash ? x->ns : x->nv;
         memset(sum, 0, (size_t)a->n * sizeof(float));
@@ -5044,14 +5214,15 @@ static void minference_attend(Session *s, void *ms, int l, float *out, const flo
     float *P = scratch(s, room * m * N * sizeof(float)), *sum = scratch(s, room * N * sizeof(float));
     int *idx = scratch(s, room * N * sizeof(int));
     double t = now();
-    #pragma omp parallel for schedule(dynamic)
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * H * s->c->D))
     for (int h = 0; h < H; h++) {
         int id = thread_id(), R[MINF_LAST];
+        float inv[MINF_LAST];
         for (int i = 0; i < m; i++) R[i] = a[h].n - m + i;
         a[h].tile64 = 1;
         a[h].dense = a[h].n <= MINF_S;                   // the offsets always taken are every cell
         if (a[h].dense) continue;
-        line_probs(s, l, h, q, T, R, m, P + (size_t)id * m * N, &tiles[id]);
+        line_probs(s, l, h, q, T, R, m, P + (size_t)id * m * N, inv, &tiles[id]);
         minference_lines(ms, &a[h], R, m, P + (size_t)id * m * N, sum + (size_t)id * N, idx + (size_t)id * N);
     }
     timed(&s->clk.index, t);
@@ -5059,13 +5230,19 @@ static void minference_attend(Session *s, void *ms, int l, float *out, const flo
     scratch_reset(s, mark);
 }
 static const Opt a_shape_opts[] = {
-    { "a-shape-init", 'i', "128", "first columns every row sees" }, { "a-shape-local", 'i', "3968", "last columns every row sees, itself included" }, { NULL, 0, NULL, NULL } };
+    { "a-shape-init", 'i', "128", "first columns every row sees" },
+    { "a-shape-local", 'i', "3968", "last columns every row sees, itself included" },
+    { NULL, 0, NULL, NULL } };
 static const Opt tri_shape_opts[] = {
-    { "tri-shape-init", 'i', "128", "first columns every row sees" }, { "tri-shape-local", 'i', "3968", "last columns every row sees, itself included" },
-    { "tri-shape-last", 'i', "100", "last rows of a turn that see everything" }, { NULL, 0, NULL, NULL } };
+    { "tri-shape-init", 'i', "128", "first columns every row sees" },
+    { "tri-shape-local", 'i', "3968", "last columns every row sees, itself included" },
+    { "tri-shape-last", 'i', "100", "last rows of a turn that see everything" },
+    { NULL, 0, NULL, NULL } };
 static const Opt minference_opts[] = {
-    { "minference-verticals", 'i', "1000", "columns a head, 30 at least" }, { "minference-slashes", 'i', "6096", "diagonals a head, 100 at least" },
-    { "minference-ratio", 'f', "1", "factor on both, for short contexts" }, { NULL, 0, NULL, NULL } };
+    { "minference-verticals", 'i', "1000", "columns a head, 30 at least" },
+    { "minference-slashes", 'i', "6096", "diagonals a head, 100 at least" },
+    { "minference-ratio", 'f', "1", "factor on both, for short contexts" },
+    { NULL, 0, NULL, NULL } };
 
 // ==================================================================================================== 10c QUEST
 // Tang, Zhao, Zhu, Xiao, Kasikci, Han: Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference. arXiv 2406.10774.
@@ -5182,9 +5359,9 @@ static const Opt quest_opts[] = { { "quest-full-layers", 'i', "2", "first layers
 // A turn's prefill attends along few vertical and slash lines, chosen for this input in every layer and head from a sample of
 // its own query rows; in decode the rows to read are chosen anew every n_d tokens, by the queries of the last n_d tokens.
 //   Definition 1   X^ = [y_(j-1), X_j]: a turn prefills the previous answer again, then its own ids         loopserve_enter
-//   Eq. 1          min  sum of l_s over S^ + sum of l_v over V^   so that the cells of both recover >= alpha of the attention of X^
+//   Eq. 1          min  sum of l_s over S^ + sum of l_v over V^   while their cells recover >= alpha of the attention of X^
 //   Algorithm 2    RandomSelect, SlashSum, VerticalSum, greedy on (weight - overlap) / (length - crossings)  select_faithful
-//   Algorithm 3    if n_o = 16 or (n_o - 16) % n_d = 0:  X^_i = arg max over B rows of the sum of A[b][a], b in the last n_d tokens
+//   Algorithm 3    if n_o = 16 or (n_o - 16) % n_d = 0:  X^_i = arg max over B rows a of sum A[b][a], b in X^obs     loop_select
 // Lengths are l_x = n - max(x, p0) for both kinds (line_len): n rows held, of which p0.. are this pass's queries.
 // **Differs from the paper:**
 //   - Algorithm 2 bounds the overlap of two kinds of lines by the largest cell of every chosen line. The bound is so loose that
@@ -5193,8 +5370,8 @@ static const Opt quest_opts[] = { { "quest-full-layers", 'i', "2", "first layers
 //   - sampled rows are stratified, with a hold-out half that must be recovered too; the first --loopserve-sink columns and the
 //     last --loopserve-local offsets are always taken (a: offset 0 only); a head that needs too many cells is dense, and so is
 //     a short pass. With alpha 1, or all heads dense, the pass equals full attention bit for bit;
-//   - n_o = 0 does not trigger (16 - 16 % 16 would), candidates are the rows held at the prefill's end, and the tokens of this
-//     answer are read on top of B (--loopserve-gen=literal: they compete); one set a KV head (--loopserve-sel=q: one a query head).
+//   - n_o = 0 does not trigger ((0 - 16) % 16 would), candidates are the rows held at the prefill's end, and the tokens of this
+//     answer are read on top of B (--loopserve-gen=literal: they compete); one set a KV head (--loopserve-sel=q: a query head).
 // Nothing is ever dropped: any row may be chosen again later. It saves reads, not memory.
 // --loopserve-unit=tile64 chooses bands of 64 offsets at what a 64x64 GPU tile costs, by thresholds instead of a heap.
 
@@ -5209,17 +5386,17 @@ typedef struct {            // how it decides
     int holdout;            // 1: odd samples only validate
     double max_cells, max_tiles;        // beyond these shares of dense: dense
 } LoopRule;
-typedef struct { double key; int id; } LineItem;             // id < n: vertical id; else slash id-n (a band of 64 slashes under tile64)
+typedef struct { double key; int id; } LineItem;         // id < n: vertical id; else slash id-n
 typedef struct {            // room of one thread
-    float *P;               // (m,N)
+    float *P, *inv;         // (m,N) softmax rows; (m)
     double *g;              // (2N) residual gain of every line on the selecting samples
     double *one;            // (2N) tile64: the largest part of it that a single sample gave at the start
     float *top;             // (2N) variant a: the largest cell of every line
-    LineItem *item;             // (2N) heap, or sorted lists
-    LineRange *run, *range;     // (N) tile64: runs of offsets; ranges of a block
+    LineItem *item;         // (2N) heap, or sorted lists
+    LineRange *run, *range; // (N) tile64: runs of offsets; ranges of a block
     int *v, *cols, *R;      // (N) tile64: columns; columns of a block. (m) sampled rows
 } LoopRoom;
-typedef struct { double mass, cells; } LoopFound;            // shares: of the sampled mass recovered, of the causal cells (tile64: tiles) read
+typedef struct { double mass, cells; } LoopFound;        // shares: of the sampled mass; of the cells (tile64: tiles)
 
 typedef struct {
     LoopRule rule;
@@ -5230,11 +5407,12 @@ typedef struct {
     int ring_from;          // the ring holds the queries of tokens from here on, at most obs of them
     int budget;             // rows to choose
     float *ring;            // (L,obs,H,D): token i stands in slot i % obs
-    long passes, dense, selections, steps, steps_all;    // statistics: head passes, dense ones, decode steps, those that read every row
-    double mass, least, cells, n_v, n_s;                 // sums over sparse head passes: LoopFound, |V|, |S|; the least mass
+    // statistics: head passes, dense ones; selections, decode steps, those that read every row; sums over sparse head passes
+    long passes, dense, selections, steps, steps_all;
+    double mass, least, cells, n_v, n_s;
 } LoopServe;
 
-// ---- RandomSelect: one row of each of m strata of the nh new rows, the last row always (rules.md B3). R (m) ascending, without p0
+// ---- RandomSelect: one row of each of m strata of the nh new rows, and the last row (rules.md B3). R (m) ascending, less p0
 static int sample_rows(int nh, int want, uint64_t seed, int turn, int layer, int *R) {
     int m = want < nh ? want : nh;
     uint64_t state = mix64(mix64(mix64(seed) ^ (uint64_t)turn) ^ (uint64_t)layer);
@@ -5283,9 +5461,10 @@ static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, Loo
     while (sum < u->alpha * tot && (na < n || nb < n)) {
         double gs = nb < n ? fmax(0, is[nb].key - ol_v) : -INFINITY, gv = na < n ? fmax(0, iv[na].key - ol_s) : -INFINITY;
         if (gs <= 0 && gv <= 0) break;
-        double ls = nb < n ? fmax(1, line_len(is[nb].id, p->p0, n) - na) : 1, lv = na < n ? fmax(1, line_len(iv[na].id, p->p0, n) - nb) : 1;
-        if (nb < n && (na >= n || gs / ls >= gv / lv)) { int o = is[nb++].id; bit_set(a->s, o); ol_s += w->top[n + o]; sum += gs; }
-        else                                           { int c = iv[na++].id; bit_set(a->v, c); ol_v += w->top[c];     sum += gv; }
+        double ls = nb < n ? fmax(1, line_len(is[nb].id, p->p0, n) - na) : 1;
+        double lv = na < n ? fmax(1, line_len(iv[na].id, p->p0, n) - nb) : 1;
+        if (nb < n && (na >= n || gs / ls >= gv / lv)) { bit_set(a->s, is[nb].id); ol_s += w->top[n + is[nb++].id]; sum += gs; }
+        else                                           { bit_set(a->v, iv[na].id); ol_v += w->top[iv[na++].id];     sum += gv; }
     }
     int failed = sum < u->alpha * tot;
     bit_set(a->s, 0);                                    // a row must see itself (rules.md B7)
@@ -5294,10 +5473,13 @@ static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, Loo
 }
 
 // ---- variant b: exact residuals
-typedef struct { double rec[2], tot[2]; } Tally;         // mass recovered, and all of it; [0] selecting samples, [1] validating ones
+typedef struct { double rec[2], tot[2]; } Tally;         // mass recovered, and all of it; [0] selecting samples, [1] validating
 
-static int tally_done(const Tally *t, double alpha) { return !(t->rec[0] < alpha * t->tot[0]) && !(t->rec[1] < alpha * t->tot[1]); }
-static double tally_share(const Tally *t) { double all = t->tot[0] + t->tot[1]; return all > 0 ? (t->rec[0] + t->rec[1]) / all : 1; }
+static int tally_done(const Tally *t, double alpha) { return t->rec[0] >= alpha * t->tot[0] && t->rec[1] >= alpha * t->tot[1]; }
+static double tally_share(const Tally *t) {
+    double all = t->tot[0] + t->tot[1];
+    return all > 0 ? (t->rec[0] + t->rec[1]) / all : 1;
+}
 static void keep_lines(const LoopRule *u, Lines *a) {
     for (int c = 0; c < u->sink && c < a->n; c++) bit_set(a->v, c);
     for (int o = 0; o < u->local && o < a->n; o++) bit_set(a->s, o);
@@ -5325,7 +5507,8 @@ static void heap_down(LineItem *h, int n_heap, int i, int n) {
         LineItem x = h[i]; h[i] = h[j]; h[j] = x;
     }
 }
-static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, int id, Tally *t) {    // and what it covers leaves the others
+// Chooses a line; what it covers leaves the residuals of the lines that cross it.
+static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, int id, Tally *t) {
     int n = p->n, slash = id >= n, x = slash ? id - n : id;
     t->rec[0] += g[id];
     bit_set(slash ? a->s : a->v, x);
@@ -5445,17 +5628,18 @@ static int select_tiles(const LineSample *p, const LoopRule *u, Lines *a, LoopRo
 static LoopRoom *loop_rooms(Session *s, int m, int N) {  // one a thread
     int threads = n_threads();
     LoopRoom *w = scratch(s, (size_t)threads * sizeof *w);
-    size_t n = (size_t)N;
+    size_t n = (size_t)N, f = sizeof(float), d = sizeof(double);
     for (int i = 0; i < threads; i++)
-        w[i] = (LoopRoom){ .P = scratch(s, m * n * sizeof(float)), .g = scratch(s, 2 * n * sizeof(double)), .one = scratch(s, 2 * n * sizeof(double)),
-                           .top = scratch(s, 2 * n * sizeof(float)), .item = scratch(s, 2 * n * sizeof(LineItem)), .run = scratch(s, n * sizeof(LineRange)),
-                           .range = scratch(s, n * sizeof(LineRange)), .v = scratch(s, n * sizeof(int)), .cols = scratch(s, n * sizeof(int)),
-                           .R = scratch(s, (size_t)m * sizeof(int)) };
+        w[i] = (LoopRoom){ .P = scratch(s, m * n * f), .g = scratch(s, 2 * n * d), .one = scratch(s, 2 * n * d),
+                           .top = scratch(s, 2 * n * f), .item = scratch(s, 2 * n * sizeof(LineItem)),
+                           .R = scratch(s, m * sizeof(int)), .inv = scratch(s, m * f),
+                           .run = scratch(s, n * sizeof(LineRange)), .range = scratch(s, n * sizeof(LineRange)),
+                           .v = scratch(s, n * sizeof(int)), .cols = scratch(s, n * sizeof(int)) };
     return w;
 }
 static void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
     a->tile64 = x->tile64;
-    a->dense = x->variant_a ? select_faithful(p, &x->rule, a, w, f) : x->tile64 ? select_tiles(p, &x->rule, a, w, f) : select_exact(p, &x->rule, a, w, f);
+    a->dense = (x->variant_a ? select_faithful : x->tile64 ? select_tiles : select_exact)(p, &x->rule, a, w, f);
 }
 static void loop_count(LoopServe *x, const Lines *a, const LoopFound *f) {
     x->passes++;
@@ -5480,14 +5664,14 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     LoopFound *found = scratch(s, (size_t)H * sizeof *found);
     int *rows = scratch(s, (size_t)m * sizeof(int));
     sample_rows(T, m, x->seed, s->turn, l, rows);        // the same tokens for all heads
-    #pragma omp parallel for schedule(dynamic)
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * H * s->c->D))
     for (int h = 0; h < H; h++) {
         LoopRoom *w = &room[thread_id()];
         LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
         a[h].dense = a[h].n <= x->min_context;
         if (a[h].dense) continue;
         for (int i = 0; i < m; i++) w->R[i] = a[h].p0 + rows[i];
-        line_probs(s, l, h, q, T, w->R, m, w->P, &tiles[thread_id()]);
+        line_probs(s, l, h, q, T, w->R, m, w->P, w->inv, &tiles[thread_id()]);
         loop_choose(x, &p, &a[h], w, &found[h]);
     }
     for (int h = 0; h < H; h++) loop_count(x, &a[h], &found[h]);
@@ -5512,20 +5696,36 @@ static int loopserve_enter(Session *s, void *ms, Token *t, int n, int cap) {
 static float *ring_slot(const Session *s, const LoopServe *x, int l, int token) {       // (H,D)
     return x->ring + ((size_t)l * x->obs + token % x->obs) * s->c->H * s->c->D;
 }
-// Line 5: for every KV head of layer l (or query head) the B candidates that the queries in the ring attend to most.
-static void loop_select(Session *s, LoopServe *x, int l) {
-    int H = s->c->H, R = H / s->c->G, N = kv_longest(s, l), base = s->base, first = base - x->obs + 1 > x->ring_from ? base - x->obs + 1 : x->ring_from;
-    size_t mark = scratch_mark(s), row = (size_t)H * s->c->D;
-    float *score = scratch(s, (size_t)H * N * sizeof(float)), *obs = scratch(s, (size_t)x->obs * row * sizeof(float));
-    int *idx = scratch(s, (size_t)N * sizeof(int)), w = base - first + 1;
+// Line 5: for every KV head of layer l (or query head) the B candidates that the queries in the ring attend to most. The scores
+// are softmax rows over every row held, the ring's tokens being its last w: each sees the rows up to its own.
+static void loop_scores(Session *s, const LoopServe *x, int l, int first, float *score) {       // (H,N): sums over the ring
+    int H = s->c->H, N = kv_longest(s, l), w = s->base - first + 1;
+    size_t row = (size_t)H * s->c->D;
+    Tile *tiles = tiles_new(s);
+    float *obs = scratch(s, w * row * sizeof(float)), *P = scratch(s, (size_t)n_threads() * w * N * sizeof(float));
+    float *inv = scratch(s, (size_t)n_threads() * w * sizeof(float));
+    int *R = scratch(s, (size_t)H * w * sizeof(int));
     for (int i = 0; i < w; i++) memcpy(obs + i * row, ring_slot(s, x, l, first + i), row * sizeof(float));
-    s->base = first;                                     // the ring's tokens as if they were a pass: each sees the rows up to its own
-    window_scores(s, l, obs, w, w, score);
-    s->base = base;
+    memset(score, 0, (size_t)H * N * sizeof(float));
+    #pragma omp parallel for schedule(dynamic) if (worth_threads(w * row * N))
+    for (int h = 0; h < H; h++) {
+        int id = thread_id(), n = kv_head(s, l, h / (H / s->c->G))->len;
+        float *p = P + (size_t)id * w * N;
+        for (int i = 0; i < w; i++) R[h * w + i] = n - w + i;
+        line_exps(s, l, h, obs, w, R + h * w, w, p, inv + (size_t)id * w, &tiles[id]);
+        attn_mix(score + (size_t)h * N, inv + (size_t)id * w, p, 1, w, n);       // sum over the ring of exp / sum
+    }
+}
+static void loop_select(Session *s, LoopServe *x, int l) {
+    int H = s->c->H, R = H / s->c->G, N = kv_longest(s, l), first = s->base - x->obs + 1;
+    size_t mark = scratch_mark(s);
+    float *score = scratch(s, (size_t)H * N * sizeof(float));
+    int *idx = scratch(s, (size_t)N * sizeof(int));
+    loop_scores(s, x, l, first > x->ring_from ? first : x->ring_from, score);
     for (int g = 0; g < s->c->G; g++) {
         const KVHead *hd = kv_head(s, l, g);
         int end = hd->len, n = 0;                        // candidates: rows [0,end)
-        while (end > 0 && hd->src[end - 1] >= (x->literal ? base : x->prompt_end)) end--;
+        while (end > 0 && hd->src[end - 1] >= (x->literal ? s->base : x->prompt_end)) end--;
         for (int r = 1; r < R && !x->per_query; r++)     // the sum over the group ranks like its mean
             for (int c = 0; c < end; c++) score[(size_t)g * R * N + c] += score[(size_t)(g * R + r) * N + c];
         for (int r = 0; r < R; r++) {
@@ -5565,7 +5765,7 @@ static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T)
         for (int i = 0; i < L * s->c->H; i++) chosen |= s->view[i].tail > 0;
         x->steps++;
         x->steps_all += !chosen;
-        x->selections += chosen && loop_due(s, x);
+        x->selections += x->decodes && chosen && loop_due(s, x);
     }
     if (l == L || s->decoding || !x->decodes) return;
     x->ring_from = s->base + T - n;                              // a prefill refills the ring
@@ -5592,9 +5792,10 @@ static int loop_rule(Session *s, LoopServe *x) {                 // the options 
     if (opt_least(s, "loopserve-samples", 1, &x->m) || opt_least(s, "loopserve-min-context", 0, &x->min_context) ||
         opt_least(s, "loopserve-sink", 0, &x->rule.sink) || opt_least(s, "loopserve-local", 1, &x->rule.local)) return -1;
     x->rule.holdout = !strcmp(hold, "auto") ? x->m >= 32 : !strcmp(hold, "on");
-    if (x->rule.alpha < 0) { snprintf(s->err, sizeof s->err, "--loopserve-alpha is a share of the attention, 0 to 1, found %g", x->rule.alpha); return -1; }
-    if (x->variant_a && x->tile64) { snprintf(s->err, sizeof s->err, "--loopserve-unit=tile64 has no variant a (which --paper chooses)"); return -1; }
-    return lines_open(s, "loopserve");
+    if (x->rule.alpha < 0) snprintf(s->err, sizeof s->err, "--loopserve-alpha is a share, 0 to 1, found %g", x->rule.alpha);
+    else if (x->variant_a && x->tile64) snprintf(s->err, sizeof s->err, "--loopserve-unit=tile64 has no variant a (nor --paper)");
+    else return lines_open(s, "loopserve");
+    return -1;
 }
 static int loopserve_p_open(Session *s, void *ms) {
     LoopServe *x = ms;
@@ -5606,7 +5807,8 @@ static int loopserve_d_open(Session *s, void *ms) {
     x->keep_answer = opt_int(s->opt, "loopserve-keep-answer-kv");
     x->per_query = !strcmp(opt_str(s->opt, "loopserve-sel"), "q");
     x->literal = !strcmp(opt_str(s->opt, "loopserve-gen"), "literal");
-    if (opt_least(s, "loopserve-first", 1, &x->first) || opt_least(s, "loopserve-interval", 1, &x->interval) || opt_least(s, "loopserve-obs", 0, &x->obs)) return -1;
+    if (opt_least(s, "loopserve-first", 1, &x->first) || opt_least(s, "loopserve-interval", 1, &x->interval)) return -1;
+    if (opt_least(s, "loopserve-obs", 0, &x->obs)) return -1;
     if (!x->obs) x->obs = x->interval;
     if (!s->budget) s->budget = 1024;
     x->decodes = 1;
@@ -5625,9 +5827,10 @@ static void loopserve_stats(const Session *s, const void *ms, FILE *out) {
     (void)s;
     if (x->m) fprintf(out, "loopserve prefill: %ld head passes, %ld of them dense\n", x->passes, x->dense);
     if (x->passes > x->dense)
-        fprintf(out, "loopserve lines: %.1f verticals and %.1f slashes a sparse head, %.4f of its cells, sampled mass %.4f (least %.4f)\n",
-                x->n_v / sparse, x->n_s / sparse, x->cells / sparse, x->mass / sparse, x->least);
-    if (x->decodes) fprintf(out, "loopserve decode: %ld selections in %ld steps, %ld of which read every row\n", x->selections, x->steps, x->steps_all);
+        fprintf(out, "loopserve lines: %.1f verticals, %.1f slashes a sparse head, %.4f of its %s, sampled mass %.4f (least %.4f)\n",
+                x->n_v / sparse, x->n_s / sparse, x->cells / sparse, x->tile64 ? "tiles" : "cells", x->mass / sparse, x->least);
+    if (!x->decodes) return;
+    fprintf(out, "loopserve decode: %ld selections, %ld steps, %ld of them read every row\n", x->selections, x->steps, x->steps_all);
 }
 #define LOOPSERVE_OPTS_P \
     { "loopserve-alpha", 'f', "0.98", "share of the attention the lines recover (--paper: .955); 1: dense" }, \
@@ -5647,7 +5850,8 @@ static void loopserve_stats(const Session *s, const void *ms, FILE *out) {
     { "loopserve-obs", 'i', "0", "last queries that choose; 0: --loopserve-interval" }, \
     { "loopserve-sel", 'c', "kv|q", "one set of rows a KV head, or one a query head" }, \
     { "loopserve-gen", 'c', "keep|literal", "this answer's tokens: read on top of B, or chosen like the others" }
-#define LOOPSERVE_OPTS_PD { "loopserve-keep-answer-kv", 'b', "0", "do not prefill the previous answer again" }, { NULL, 0, NULL, NULL }
+#define LOOPSERVE_OPTS_PD \
+    { "loopserve-keep-answer-kv", 'b', "0", "do not prefill the previous answer again" }, { NULL, 0, NULL, NULL }
 static const Opt loopserve_opts[]   = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
 static const Opt loopserve_p_opts[] = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_PD };
 static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
@@ -5675,7 +5879,7 @@ static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
 enum { PATS_MIDDLE, PATS_OLD, PATS_NEW };               // schedules
 enum { PATS_RATCHET, PATS_STATIC, PATS_FROZEN };        // policies
 enum { PATS_TRUNC, PATS_NEAREST, PATS_MID };            // rounding; mid: truncated, and half a step added on every read
-enum { PATS_GUARD = 16, PATS_ALIGN = 64, PATS_BLOCK = 64, PATS_MAX_D = 1024, PATS_CHUNK = 1024 };
+enum { PATS_GUARD = 16, PATS_ALIGN = 64, PATS_BLOCK = 64, PATS_MAX_D = 1024, PATS_AHEAD = 2048 };     // AHEAD: bytes to prefetch; no effect beyond the end
 
 typedef struct {
     int schedule, policy, rounding, rows64, write;
@@ -5731,7 +5935,7 @@ static void pack_bits(unsigned char *p, const uint16_t *h, int n, int w) {
     for (; fill > 0; fill -= 8, acc >>= 8) *p++ = (unsigned char)acc;
 }
 // h (n) = the elements as f16, cut bits 0. May read PATS_GUARD bytes past the last one.
-static void unpack_plain(uint16_t *h, const unsigned char *p, int n, int w) {
+static void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w) {
     for (int i = 0; i < n; i++) {
         size_t bit = (size_t)i * w;
         uint32_t u;
@@ -5739,7 +5943,17 @@ static void unpack_plain(uint16_t *h, const unsigned char *p, int n, int w) {
         h[i] = (uint16_t)(u >> bit % 8 << (16 - w));    // bits of the next elements fall off at the top
     }
 }
-static void (*unpack_bits)(uint16_t *h, const unsigned char *p, int n, int w) = unpack_plain;
+// x (n) = the same as f32, in one go: attention reads packed rows through this. mid: the bit to add on reading, 0 for none
+static void unpack_plain(float *x, const unsigned char *p, int n, int w, int mid) {
+    uint16_t h[64];
+    for (int i = 0, m; i < n; i += m, p += 8 * w) {
+        m = n - i < 64 ? n - i : 64;
+        unpack_bits(h, p, m, w);
+        for (int j = 0; j < m; j++) if (h[j] & 0x7fff) h[j] = (uint16_t)(h[j] | mid);
+        to_f32(x + i, h, DT_F16, m);
+    }
+}
+static void (*unpack_f32)(float *x, const unsigned char *p, int n, int w, int mid) = unpack_plain;
 
 #if defined(__x86_64__)
 // Where the elements of a group stand, per w: bytes to bring together, then bits to shift by.
@@ -5761,36 +5975,47 @@ static void unpack_lanes_init(void) {
             }
     }
 }
-__attribute__((target("avx2"))) static void unpack_avx2(uint16_t *h, const unsigned char *p, int n, int w) {
+__attribute__((target("avx2,f16c"))) static void unpack_avx2(float *x, const unsigned char *p, int n, int w, int mid) {
     __m256i perm = _mm256_loadu_si256((const void *)unpack_lanes[w].perm8), shift = _mm256_loadu_si256((const void *)unpack_lanes[w].shift8);
-    __m256i mask = _mm256_set1_epi32((1 << w) - 1);
+    __m256i mask = _mm256_set1_epi32((1 << w) - 1), add = _mm256_set1_epi16((short)mid), zero = _mm256_setzero_si256();
     __m128i b = _mm_cvtsi32_si128(16 - w);
     int i = 0;
     for (; i + 16 <= n; i += 16, p += 2 * w) {
+        _mm_prefetch((const void *)(p + PATS_AHEAD), _MM_HINT_T0);
         __m256i lo = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)p)), hi = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(p + w)));
         lo = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(lo, perm), shift), mask);
         hi = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(hi, perm), shift), mask);
         lo = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);       // packus works in halves: put them in order
-        _mm256_storeu_si256((void *)(h + i), _mm256_sll_epi16(lo, b));
+        lo = _mm256_sll_epi16(lo, b);
+        lo = _mm256_or_si256(lo, _mm256_andnot_si256(_mm256_cmpeq_epi16(_mm256_add_epi16(lo, lo), zero), add));    // +0 and -0 double to 0
+        _mm256_storeu_ps(x + i, _mm256_cvtph_ps(_mm256_castsi256_si128(lo)));
+        _mm256_storeu_ps(x + i + 8, _mm256_cvtph_ps(_mm256_extracti128_si256(lo, 1)));
     }
-    unpack_plain(h + i, p, n - i, w);
+    _mm256_zeroupper();                                 // the compiler leaves it out before a tail call
+    if (i < n) unpack_plain(x + i, p, n - i, w, mid);
 }
-__attribute__((target("avx512f,avx512bw,avx512vbmi"))) static void unpack_vbmi(uint16_t *h, const unsigned char *p, int n, int w) {
-    __m512i perm = _mm512_loadu_si512(unpack_lanes[w].perm32), shift = _mm512_loadu_si512(unpack_lanes[w].shift32);
-    __mmask64 bytes = ~(__mmask64)0 >> (64 - 4 * w);
+__attribute__((target("avx512f,avx512bw,avx512vbmi"))) static void unpack_vbmi(float *x, const unsigned char *p, int n, int w, int mid) {
+    __m512i perm = _mm512_loadu_si512(unpack_lanes[w].perm32), shift = _mm512_loadu_si512(unpack_lanes[w].shift32), add = _mm512_set1_epi16((short)mid);
     __m128i b = _mm_cvtsi32_si128(16 - w);
-    int i = 0;
-    for (; i + 32 <= n; i += 32, p += 4 * w) {
-        __m512i x = _mm512_permutexvar_epi8(perm, _mm512_maskz_loadu_epi8(bytes, p));
-        _mm512_storeu_si512(h + i, _mm512_sll_epi16(_mm512_multishift_epi64_epi8(shift, x), b));
+    float rest[32];
+    for (int i = 0; i < n; i += 32, p += 4 * w) {
+        int bytes = n - i < 32 ? ((n - i) * w + 7) / 8 : 4 * w;
+        float *to = n - i < 32 ? rest : x + i;
+        _mm_prefetch((const void *)(p + PATS_AHEAD), _MM_HINT_T0);
+        __m512i h = _mm512_permutexvar_epi8(perm, _mm512_maskz_loadu_epi8(~(__mmask64)0 >> (64 - bytes), p));
+        h = _mm512_sll_epi16(_mm512_multishift_epi64_epi8(shift, h), b);
+        h = _mm512_or_si512(h, _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(h, _mm512_set1_epi16(0x7fff)), add));
+        _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm512_castsi512_si256(h)));
+        _mm512_storeu_ps(to + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1)));
+        if (to == rest) memcpy(x + i, rest, (size_t)(n - i) * sizeof *x);
     }
-    unpack_plain(h + i, p, n - i, w);
+    _mm256_zeroupper();
 }
 static void unpack_choose(void) {
     unpack_lanes_init();
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) unpack_bits = unpack_avx2;
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi")) unpack_bits = unpack_vbmi;
+    if (__builtin_cpu_supports("avx2")) unpack_f32 = unpack_avx2;      // every AVX2 machine has F16C
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi")) unpack_f32 = unpack_vbmi;
 }
 #else
 static void unpack_choose(void) { }
@@ -5820,17 +6045,12 @@ static const Pats *pats_of(const Session *s) {          // the state, for the st
 
 // Packing.load, the hot path of attention: rows r0 .. r0+n-1, all packed, as f32.
 static void pats_load_region(const Pats *x, const KVHead *h, const Region *g, int v, int r0, int n, int D, float *buf) {
-    uint16_t tmp[PATS_CHUNK];
     size_t bytes = pats_row_bytes(x->rows64, D, g->w);
     const unsigned char *p = pats_row(h, g, v, r0, bytes);
-    int step = x->rows64 ? D : PATS_CHUNK, b = x->rounding == PATS_MID ? 16 - g->w : 0;
-    for (int i = 0, m; i < n * D; i += m) {             // dense rows are one stream of elements
-        m = n * D - i < step ? n * D - i : step;
-        if (x->rows64) pats_read_row(tmp, p + i / D * bytes, D, g->w, 1);
-        else unpack_bits(tmp, p + (size_t)i / 8 * g->w, m, g->w);
-        pats_mid(tmp, m, b);
-        to_f32(buf + i, tmp, DT_F16, m);
-    }
+    int mid = x->rounding == PATS_MID && g->w < 16 ? 1 << (15 - g->w) : 0, B = 8 * PATS_BLOCK / g->w;
+    if (!x->rows64) { unpack_f32(buf, p, n * D, g->w, mid); return; }           // dense rows are one stream of elements
+    for (int r = 0; r < n; r++, p += bytes, buf += D)
+        for (int c = 0; c < D; c += B) unpack_f32(buf + c, p + c / B * PATS_BLOCK, D - c < B ? D - c : B, g->w, mid);
 }
 static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, float *buf) {
     const Pats *x = pats_of(s);
@@ -6140,7 +6360,8 @@ static TokenText token_text;
 
 // Level of the boundary after a token: structure, sentence, phrase, blank; none of them; inside a character
 enum { CUT_STRUCTURE = 1, CUT_SENTENCE, CUT_PHRASE, CUT_BLANK, CUT_NONE, CUT_INSIDE = 9 };
-enum { STREAM_TAIL = 64, WALK_CHARS = 8, NEXT_END = -1, NEXT_EMPTY = -2 };   // bytes remembered; characters looked back at; no next byte: end, or a token without text
+enum { STREAM_TAIL = 64, WALK_CHARS = 8 };              // bytes of the stream remembered; characters looked back at
+enum { NEXT_END = -1, NEXT_EMPTY = -2 };                // instead of the next byte: the stream ends; the next token has no text
 
 typedef struct { unsigned char b[STREAM_TAIL]; int n; } TextTail;   // the last bytes of the stream; a special token empties it
 
@@ -6298,11 +6519,6 @@ static const Opt lychee_opts[] = {
     { "lychee-stats",        'b', "0",    "measure recall, attention covered, Jaccard and WindowHit (slow)" },
     { NULL, 0, NULL, NULL },
 };
-static int word_number(const Options *o, const char *name, const char *const *words) {
-    int i = 0;
-    while (words[i] && strcmp(words[i], opt_str(o, name))) i++;
-    return i;
-}
 static int lychee_fail(Session *s, const char *what) { snprintf(s->err, sizeof s->err, "%s", what); return -1; }
 static int lychee_open(Session *s, void *ms) {
     Lychee *x = ms;
@@ -6310,19 +6526,16 @@ static int lychee_open(Session *s, void *ms) {
     float paper = opt_int(o, "paper") ? 1 : 0;
     x->beta        = paper && !opt_given(o, "lychee-beta")        ? paper : (float)opt_real(o, "lychee-beta");
     x->beta_coarse = paper && !opt_given(o, "lychee-beta-coarse") ? paper : (float)opt_real(o, "lychee-beta-coarse");
-    x->gqa  = word_number(o, "lychee-gqa",  (const char *[]){ "max", "sum", "head", NULL });
-    x->lazy = word_number(o, "lychee-lazy", (const char *[]){ "ball", "mean", "freeze", NULL });
-    x->exact     = !strcmp(opt_str(o, "lychee-prune"), "exact");
-    x->unit      = !strcmp(opt_str(o, "lychee-centroid"), "unit");
-    x->tokens    = !strcmp(opt_str(o, "lychee-bound"), "token");
-    x->first_tie = !strcmp(opt_str(o, "lychee-tie"), "first");
+    x->gqa    = choice(o, "lychee-gqa", "max|sum|head");           x->lazy      = choice(o, "lychee-lazy", "ball|mean|freeze");
+    x->exact  = choice(o, "lychee-prune", "none|exact");           x->unit      = choice(o, "lychee-centroid", "mean|unit");
+    x->tokens = choice(o, "lychee-bound", "chunk|token");          x->first_tie = choice(o, "lychee-tie", "last|first");
     x->guard = opt_int(o, "lychee-guard");         x->min = opt_int(o, "lychee-chunk-min");         x->max = opt_int(o, "lychee-chunk-max");
     x->buffer = opt_int(o, "lychee-buffer");       x->sink = opt_int(o, "lychee-sink");             x->full_layers = opt_int(o, "lychee-full-layers");
     x->iters = opt_int(o, "lychee-iters");         x->per_cluster = opt_int(o, "lychee-chunks-per-cluster");
     x->coarse_max = opt_int(o, "lychee-coarse-max");   x->stats = opt_int(o, "lychee-stats");
     const char *kg = opt_str(o, "lychee-kg");
     x->kg = !strcmp(kg, "flat") ? KG_FLAT : !strcmp(kg, "auto") ? KG_AUTO : atoi(kg);
-    if (x->kg < KG_AUTO || (!x->kg && strcmp(kg, "flat")) || (x->kg == KG_AUTO && strcmp(kg, "auto"))) return lychee_fail(s, "--lychee-kg wants flat, auto or a number of at least 1");
+    if (x->kg < 1 && strcmp(kg, "flat") && strcmp(kg, "auto")) return lychee_fail(s, "--lychee-kg wants flat, auto or a number of at least 1");
     if (x->beta < 0 || x->beta_coarse < 0) return lychee_fail(s, "--lychee-beta and --lychee-beta-coarse must not be negative");
     if (x->min < 1 || x->max < x->min || x->max > 4096) return lychee_fail(s, "--lychee-chunk-min and -max: 1 <= min <= max <= 4096 is needed");
     if (x->buffer < 0 || x->sink < 0 || x->full_layers < 0 || x->iters < 0) return lychee_fail(s, "--lychee-buffer, -sink, -full-layers and -iters must not be negative");
@@ -6575,7 +6788,10 @@ static void probe_sum(Probe *p, const float *q, int m, int D, float *sum) {     
 }
 static float probe_score(const Probe *p, const float *sc, int stride, float r, float beta) {    // sc: q_i . mu at sc[i*stride]
     float top = -INFINITY;
-    for (int i = 0; i < p->m; i++) top = fmaxf(top, sc[(size_t)i * stride] * p->w[i]);
+    for (int i = 0; i < p->m; i++) {
+        float v = sc[(size_t)i * stride] * p->w[i];
+        top = v > top ? v : top;
+    }
     return beta ? top + beta * p->slack * r : top;
 }
 static void dots_with(const Probe *p, const uint16_t *mu, int n, int D, float *sc) {            // sc (m,n) = q . mu
@@ -6626,7 +6842,8 @@ static int room_for_chunks(const Lychee *x) { return x->B > x->sink ? x->B - x->
 static int open_flat(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
     int n = 0;
     score_all(p, &t->fine, t->fine.r, x->beta, D, w->sc, w->S);
-    for (int c = 0; c < t->fine.n; c++) if (t->fine.chunks[c]) w->cand[n++] = c;
+    int k = top_k(w->S, t->fine.n, room_for_chunks(x) / x->min, w->cand);          // no more can fit: a cluster holds at least chunk-min tokens
+    for (int i = 0; i < k; i++) if (w->S[w->cand[i]] > -INFINITY) w->cand[n++] = w->cand[i];
     return n;
 }
 static int units_by_score(const Tree *t, const Probe *p, const float *r, float beta, int D, SeekRoom *w) {
@@ -6856,7 +7073,7 @@ static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
     int old = x->M;
     (void)q; (void)T;
     if (l < s->c->L) return;
-    if (kv_longest(s, 0) != s->n_tok) die(EXIT_USAGE, "--method: lychee needs every row, and another part has dropped some (%d tokens, %d rows)", s->n_tok, kv_longest(s, 0));
+    if (kv_longest(s, 0) != s->n_tok) die(EXIT_USAGE, "--method: lychee needs every row, another part has dropped some of %d", s->n_tok);
     if (!s->decoding) x->B = budget_now(s);
     if (!x->M_built && s->n_tok <= x->B + x->buffer) return;               // everything is read anyway: no index yet (B13)
     double t0 = now();
@@ -6877,26 +7094,34 @@ static size_t lychee_bytes(const Session *s, const void *ms) {
     for (int i = 0; i < s->c->L * s->c->G; i++) n += x->tree[i].bytes + (x->watch ? sizeof(Watch) + (size_t)x->watch[i].cap * sizeof(int) : 0);
     return n;
 }
+static Watch watch_total(const Session *s, const Lychee *x) {
+    Watch a = {0};
+    for (int i = 0; x->watch && i < s->c->L * s->c->G; i++) {
+        const Watch *b = &x->watch[i];
+        a.recall += b->recall;      a.covered += b->covered;        a.covered_indexed += b->covered_indexed;    a.n_recall += b->n_recall;
+        a.jaccard += b->jaccard;    a.n_jaccard += b->n_jaccard;    a.hit += b->hit;                            a.n_hit += b->n_hit;
+    }
+    return a;
+}
 static void lychee_stats(const Session *s, const void *ms, FILE *out) {
     const Lychee *x = ms;
-    long single = 0, empty = 0, n = 0, most = 0, forced = x->ends[CUT_NONE] + x->ends[CUT_INSIDE], cut = forced;
-    Watch a = {0};
+    long single = 0, empty = 0, clusters = 0, most = 0, forced = x->ends[CUT_NONE] + x->ends[CUT_INSIDE], cut = forced;
+    for (int i = 0; i < s->c->L * s->c->G && x->M_built; i++)
+        for (int c = 0; c < x->tree[i].fine.n; c++, clusters++) {
+            int n = x->tree[i].fine.chunks[c];
+            single += n == 1; empty += !n; most = n > most ? n : most;
+        }
     for (int k = CUT_STRUCTURE; k < CUT_NONE; k++) cut += x->ends[k];
-    for (int i = 0; i < s->c->L * s->c->G; i++) {
-        const Nodes *u = &x->tree[i].fine;
-        for (int c = 0; c < u->n && x->M_built; c++, n++) { single += u->chunks[c] == 1; empty += !u->chunks[c]; if (u->chunks[c] > most) most = u->chunks[c]; }
-        const Watch *b = x->watch ? &x->watch[i] : &a;
-        if (!x->watch) continue;
-        a.recall += b->recall; a.covered += b->covered; a.covered_indexed += b->covered_indexed; a.jaccard += b->jaccard; a.hit += b->hit;
-        a.n_recall += b->n_recall; a.n_jaccard += b->n_jaccard; a.n_hit += b->n_hit;
-    }
-    if (!cut || !n) { fprintf(out, "lychee: no index yet (it starts past %d tokens)\n", x->B + x->buffer); return; }
-    fprintf(out, "lychee: %d chunks of %.2f tokens, ends %.0f%% structure %.0f%% sentence %.0f%% phrase %.0f%% blank %.0f%% forced\n", x->M, (double)(t_idx(x) - x->sink) / x->M,
-            100.0 * x->ends[1] / cut, 100.0 * x->ends[2] / cut, 100.0 * x->ends[3] / cut, 100.0 * x->ends[4] / cut, 100.0 * forced / cut);
-    fprintf(out, "lychee: %d clusters a head, %.1f%% single, %.1f%% empty, largest %ld chunks; index %.2f%% of the rows' bytes\n", x->tree[(size_t)s->c->L * s->c->G - 1].fine.n,
-            100.0 * single / n, 100.0 * empty / n, most, 100.0 * lychee_bytes(s, x) / kv_bytes(s));
-    if (a.n_recall) fprintf(out, "lychee: recall %.4f of the best rows, attention covered %.4f (of the indexed rows' %.4f), over %ld lists\n", a.recall / a.n_recall, a.covered / a.n_recall, a.covered_indexed / a.n_recall, a.n_recall);
-    if (a.n_jaccard) fprintf(out, "lychee: Jaccard %.4f, WindowHit(%d) %.4f\n", a.jaccard / a.n_jaccard, WINDOW_HIT, a.n_hit ? a.hit / a.n_hit : 0);
+    if (!clusters) { fprintf(out, "lychee: no index yet (it starts past %d tokens)\n", x->B + x->buffer); return; }
+    fprintf(out, "lychee: %d chunks of %.2f tokens; ends: %.0f%% structure, %.0f%% sentence, %.0f%% phrase, %.0f%% blank, %.0f%% forced\n",
+            x->M, (double)(t_idx(x) - x->sink) / x->M, 100.0 * x->ends[CUT_STRUCTURE] / cut, 100.0 * x->ends[CUT_SENTENCE] / cut,
+            100.0 * x->ends[CUT_PHRASE] / cut, 100.0 * x->ends[CUT_BLANK] / cut, 100.0 * forced / cut);
+    fprintf(out, "lychee: %ld clusters, %.1f%% of one chunk, %.1f%% empty, largest %ld chunks; index %zu bytes, %.2f%% of the rows'\n",
+            clusters, 100.0 * single / clusters, 100.0 * empty / clusters, most, lychee_bytes(s, x), 100.0 * lychee_bytes(s, x) / kv_bytes(s));
+    Watch a = watch_total(s, x);
+    if (a.n_recall) fprintf(out, "lychee: recall %.4f, attention covered %.4f, of the indexed rows' %.4f, over %ld head steps\n",
+                            a.recall / a.n_recall, a.covered / a.n_recall, a.covered_indexed / a.n_recall, a.n_recall);
+    if (a.n_jaccard && a.n_hit) fprintf(out, "lychee: Jaccard %.4f, WindowHit(%d) %.4f\n", a.jaccard / a.n_jaccard, WINDOW_HIT, a.hit / a.n_hit);
 }
 
 // ==================================================================================================== 14 SONIC INFERENCE
@@ -6948,7 +7173,7 @@ KV_PRINTF(2, 3) static int sonic_fail(Session *s, const char *fmt, ...) {
 }
 
 // ---- the adapter file
-typedef struct { Session *s; SafeFile *f; const SafeTensor *first; size_t bytes; } SonicFile;
+typedef struct { Session *s; SafeFile *f; const SafeTensor *first; } SonicFile;
 
 static int sonic_meta(SonicFile *a, const char *key, const char *want, const char *or) {      // the string must be one of two
     const char *v = safetensors_meta(a->f, key);
@@ -6985,7 +7210,6 @@ static int sonic_tensor(SonicFile *a, Tensor *t, const char *pattern, int l, int
     if (!a->first) a->first = x;
     if (x->dtype != a->first->dtype) return sonic_fail(a->s, "%s is %s, but %s is %s: all tensors must have one type", name, x->type, a->first->name, a->first->type);
     *t = (Tensor){ x->data, x->dtype, rows ? rows : 1, cols };
-    a->bytes += x->bytes;
     return 0;
 }
 static int sonic_layer(SonicFile *a, Layer *y, int l, int mlp) {                // y: a copy of the base's layer
@@ -7030,7 +7254,7 @@ static int sonic_load(Session *s, Sonic *x, const char *path) {
     char why[512];
     Tensor e, p, t;
     SonicFile a = { .s = s, .f = x->file = safetensors_open(path, why) };
-    if (!a.f) return sonic_fail(s, "%.450s", why);
+    if (!a.f) return sonic_fail(s, "%.200s: %.250s", path, why);
     if (sonic_check_base(&a) || sonic_meta_int(&a, "k_max", &x->K_max) || sonic_meta_int(&a, "k_default", &x->K) || sonic_meta_int(&a, "t_max", &x->T_max)) return -1;
     if (sonic_tensor(&a, &e, "nexus.embed.base", 0, 0, c->C) || sonic_tensor(&a, &p, "nexus.embed.pos", 0, x->K_max, c->C) || sonic_tensor(&a, &t, "nexus.embed.turn", 0, x->T_max, c->C)) return -1;
     for (int l = 0; l < c->L; l++) if (sonic_layer(&a, &x->alt[l], l, !strcmp(safetensors_meta(a.f, "mlp"), "dedicated"))) return -1;
@@ -7163,9 +7387,9 @@ static int sonic_again(Session *s, Sonic *x, Token *t, int n, int foot) {
     for (int m = 0; m < x->h; m++) { x->n_body += x->msg[m].n; x->n_nexus += sonic_K(x, x->msg[m].n); }
     x->cur = n_text + (int)x->n_nexus;
     memmove(t + x->cur, t + foot, (size_t)(n - foot) * sizeof *t);
-    for (; p < x->sys && p < n_text; p++) t[i++] = (Token){ text[p].id, p, -1, text[p].kind };
+    for (; p < x->sys && p < n_text; p++, i++) t[i] = (Token){ text[p].id, p, -1, text[p].kind };
     for (int m = 0; m < x->h; m++) {
-        for (int end = p + x->msg[m].n; p < end; p++) t[i++] = (Token){ text[p].id, x->original ? p : i, m, text[p].kind };
+        for (int end = p + x->msg[m].n; p < end; p++, i++) t[i] = (Token){ text[p].id, x->original ? p : i, m, text[p].kind };
         for (int j = 0, K = sonic_K(x, x->msg[m].n); j < K; j++, i++) t[i] = sonic_token(x, x->msg[m].turn, j, m, x->original ? p + j : i);
     }
     for (n += x->cur - foot; i < n; i++) t[i].pos = x->original ? p++ : i;
@@ -7177,7 +7401,7 @@ static int sonic_again(Session *s, Sonic *x, Token *t, int n, int foot) {
 static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     Sonic *x = ms;
     double t0 = now();
-    int foot = s->n_foot < n ? s->n_foot : n;
+    int foot = s->n_foot < n ? s->n_foot : n - 1;      // at least one token is the new turn's
     (void)cap;                                          // text and at most as many Nexus tokens: below 2 (n + n_tok)
     if (!s->turn) x->sys = s->n_sys > x->sink ? s->n_sys : x->sink;
     else if (x->oneshot) n = sonic_again(s, x, t, n, foot);
@@ -7187,8 +7411,9 @@ static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     for (int i = from; i < n; i++) t[i].seg = sonic_seg(x, s->n_tok + i);
     x->n_user = own - (s->n_head < own ? s->n_head : own);
     x->drop = x->h;
-    if (s->pos_next + n > s->c->max_pos)
-        die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue, or --sonic-pos=original with an adapter trained so)", s->pos_next + n - 1, s->c->max_pos);
+    int last = t[n - 1].pos < 0 ? s->pos_next + n - 1 : t[n - 1].pos;
+    if (last >= s->c->max_pos)
+        die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue, or --sonic-pos=original with an adapter trained so)", last, s->c->max_pos);
     x->seconds += now() - t0;
     return n;
 }
@@ -7644,8 +7869,8 @@ static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const
     memset(r->counts, 0, sizeof r->counts);
     const float *logits = prefill(s, ids, (int)arrlen(ids));
     char *answer = all ? NULL : greedy_answer(s, t, logits, opt_int(o, "calibrate-predict"));
-    *recall = all ? 1 : word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer));
-    int accepted = *recall >= .5;
+    *recall = all ? -1 : word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer));       // -1: not asked
+    int accepted = all || *recall >= .5;
     for (size_t i = 0; accepted && i < 3 * LH; i++) r->sum[i] += r->score[i];
     for (int i = 0; accepted && i < 4; i++) r->total[i] += r->counts[i];
     arrfree(answer);
@@ -7722,9 +7947,10 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
         Run run = { &p->needle[i % nn], p->length[i / nn / nd], p->depth[i / nn % nd] };
         double recall;
         accepted += calibrate_run(s, t, o, &run, hay, r, &recall);
-        if (!opt_int(o, "quiet"))
-            fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d: recall %.2f; %d accepted\n",
-                    i + 1, runs, run.length, run.depth, i % nn + 1, recall, accepted);
+        if (opt_int(o, "quiet")) continue;
+        fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d", i + 1, runs, run.length, run.depth, i % nn + 1);
+        if (recall >= 0) fprintf(stderr, ": recall %.2f, %d accepted", recall, accepted);
+        fputc('\n', stderr);
     }
     session_close(s);
     arrfree(hay);
@@ -8224,7 +8450,7 @@ static void eval_turn(App *a, const Json *turn, Score *sc) {
     size_t said_n = 0;
     const char *text = turn_text(turn, &joined);
     int first = !arrlen(a->turn), n = opt_int(a->o, "n-predict");
-    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL, text, 0, a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
+    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
     else t.pre = tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
     arrput(a->turn, t);
     feed_prefill(a, &t);
@@ -8445,8 +8671,7 @@ static int *random_ids(int n, int V) {                  // stb_ds array
     for (int i = 0; i < n; i++) arrput(ids, (int)(mix64((uint64_t)i) % (uint64_t)V));
     return ids;
 }
-static int seconds_order(const void *a, const void *b) { double x = *(const double *)a, y = *(const double *)b; return (x > y) - (x < y); }
-static double median(double *x, int n) { qsort(x, (size_t)n, sizeof *x, seconds_order); return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2; }
+static double median(double *x, int n) { qsort(x, (size_t)n, sizeof *x, double_order); return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2; }
 
 static void bench_clock(BenchLine *b, const Session *s, long tokens) {   // where the time went, a token
     b->attend = s->clk.attend / (double)tokens; b->select = s->clk.select / (double)tokens;
@@ -8733,7 +8958,7 @@ static int read_message(Line *e, int tty, char **out) {  // *out: stb_ds array, 
 static int chat_turn(App *a, const char *text, FILE *out) {      // 0, or -1 when it does not fit
     Turn t = { 0 };
     int first = !arrlen(a->turn);
-    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL, text, opt_int(a->o, "think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
+    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
     else {
         if (first && a->tok->add_bos) arrput(t.pre, a->tok->bos);
         t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
@@ -9012,6 +9237,7 @@ static void open_tokenizer(App *a, int needed) {         // dies only when text 
     if (opt_int(a->o, "raw")) return;
     a->tp = template_load(*name || !*opt_str(a->o, "model") ? path : opt_str(a->o, "model"), *name ? name : NULL, a->tok, err);
     if (!a->tp && *name) die(EXIT_MODEL, "%s", err);
+    if (a->tp) a->tp->parse_user = opt_int(a->o, "parse-special");
     if (!a->tp && needed && !quiet) fprintf(stderr, "kvcomp: %s; going on with raw text\n", err);
 }
 static void open_session(App *a) {
@@ -9132,27 +9358,38 @@ const Method methods[] = {
     { .name = "expected-attention", .paper = "Expected Attention, arXiv 2510.00636", .keeps = "keeps the first --sink rows and those future queries are expected to attend to; B in all", .evicts = 1,
       .limits = "B must exceed --sink", .role = ROLE_SELECT, .state = sizeof(Expected), .open = expected_open, .close = expected_close, .bytes = expected_bytes,
       .project = expected_project, .commit = expected_commit },
-    { .name = "a-shape", .paper = "A-shape prefill mask, after StreamingLLM, arXiv 2309.17453", .keeps = "keeps every row; a prefill row reads the first --a-shape-init and the last --a-shape-local (saves reads only)",
-      .limits = "decides the prefill attention only; combine with a decode method by +", .role = ROLE_PREFILL, .state = sizeof(LineShape), .opts = a_shape_opts, .open = a_shape_open, .attend = shape_attend },
-    { .name = "tri-shape", .paper = "Tri-shape, SCBench, arXiv 2412.10319", .keeps = "keeps every row; a-shape in which a turn's last --tri-shape-last rows read everything (saves reads only)",
-      .limits = "decides the prefill attention only; combine with a decode method by +", .role = ROLE_PREFILL, .state = sizeof(LineShape), .opts = tri_shape_opts, .open = tri_shape_open, .attend = shape_attend },
-    { .name = "minference", .paper = "MInference 1.0, arXiv 2407.02490", .keeps = "keeps every row; prefill reads the heaviest columns and diagonals of a turn's last 64 rows (saves reads only)",
-      .limits = "decides the prefill attention only; combine with a decode method by +. Dense below some 7000 rows unless --minference-ratio is small", .role = ROLE_PREFILL,
-      .state = sizeof(Minference), .opts = minference_opts, .open = minference_open, .attend = minference_attend },
+    { .name = "a-shape", .paper = "A-shape prefill mask, after StreamingLLM, arXiv 2309.17453",
+      .keeps = "keeps every row; a prefill row reads the first --a-shape-init and the last --a-shape-local (saves reads only)",
+      .limits = "decides the prefill attention only; combine it with a decode method by +", .role = ROLE_PREFILL, .state = sizeof(LineShape),
+      .opts = a_shape_opts, .open = a_shape_open, .attend = shape_attend },
+    { .name = "tri-shape", .paper = "Tri-shape, SCBench, arXiv 2412.10319",
+      .keeps = "keeps every row; a-shape in which a turn's last --tri-shape-last rows read everything (saves reads only)",
+      .limits = "decides the prefill attention only; combine it with a decode method by +", .role = ROLE_PREFILL, .state = sizeof(LineShape),
+      .opts = tri_shape_opts, .open = tri_shape_open, .attend = shape_attend },
+    { .name = "minference", .paper = "MInference 1.0, arXiv 2407.02490",
+      .keeps = "keeps every row; prefill reads the heaviest columns and diagonals of a turn's last 64 rows (saves reads only)",
+      .limits = "decides the prefill attention only; combine it with a decode method by +. Its sizes are for 32k rows and more: on short "
+                "contexts give a small --minference-ratio", .role = ROLE_PREFILL, .state = sizeof(Minference),
+      .opts = minference_opts, .open = minference_open, .attend = minference_attend },
     { .name = "quest", .paper = "Quest, arXiv 2406.10774", .keeps = "keeps every row; reads the pages of 16 rows with the largest bound, budget in all: saves reads only",
       .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats", .role = ROLE_SELECT, .state = sizeof(Quest), .opts = quest_opts,
       .open = quest_open, .close = quest_close, .select = quest_select, .commit = quest_commit, .bytes = quest_bytes, .forget = quest_forget },
-    { .name = "loopserve", .paper = "LoopServe, arXiv 2507.13681", .keeps = "keeps every row; prefill reads chosen lines, decode the B rows the last queries like best and this answer (saves reads only)",
-      .limits = "prefills each answer again at the next turn. Dense below --loopserve-min-context rows and in short turns; answers under --loopserve-first tokens are decoded with full attention",
-      .role = ROLE_PREFILL | ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_opts, .open = loopserve_open, .close = loopserve_close, .enter = loopserve_enter, .attend = loopserve_attend,
-      .select = loopserve_select, .commit = loopserve_commit, .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
+    { .name = "loopserve", .paper = "LoopServe, arXiv 2507.13681",
+      .keeps = "keeps every row; prefill reads chosen lines, decode the B rows the last queries like best and this answer (saves reads only)",
+      .limits = "prefills each answer again at the next turn. Dense up to --loopserve-min-context rows and in short turns; the first "
+                "--loopserve-first tokens of an answer read every row",
+      .role = ROLE_PREFILL | ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_opts, .open = loopserve_open, .close = loopserve_close,
+      .enter = loopserve_enter, .attend = loopserve_attend, .select = loopserve_select, .commit = loopserve_commit,
+      .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
     { .name = "loopserve-p", .paper = "LoopServe-P: its prefill alone, arXiv 2507.13681", .keeps = "keeps every row; prefill reads chosen lines (saves reads only)",
-      .limits = "goes with any decode method by + but h2o and sonic. Prefills each answer again at the next turn",
-      .role = ROLE_PREFILL, .state = sizeof(LoopServe), .opts = loopserve_p_opts, .open = loopserve_p_open, .enter = loopserve_enter, .attend = loopserve_attend,
-      .commit = loopserve_commit, .forget = loopserve_forget, .stats = loopserve_stats },
-    { .name = "loopserve-d", .paper = "LoopServe-D: its decode alone, arXiv 2507.13681", .keeps = "keeps every row; decode reads the B rows the last queries like best and this answer (saves reads only)",
-      .limits = "prefills each answer again at the next turn", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts, .open = loopserve_d_open, .close = loopserve_close,
-      .enter = loopserve_enter, .select = loopserve_select, .commit = loopserve_commit, .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
+      .limits = "goes with any decode method by +, but h2o and sonic. Prefills each answer again at the next turn",
+      .role = ROLE_PREFILL, .state = sizeof(LoopServe), .opts = loopserve_p_opts, .open = loopserve_p_open, .enter = loopserve_enter,
+      .attend = loopserve_attend, .commit = loopserve_commit, .forget = loopserve_forget, .stats = loopserve_stats },
+    { .name = "loopserve-d", .paper = "LoopServe-D: its decode alone, arXiv 2507.13681",
+      .keeps = "keeps every row; decode reads the B rows the last queries like best and this answer (saves reads only)",
+      .limits = "prefills each answer again at the next turn", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts,
+      .open = loopserve_d_open, .close = loopserve_close, .enter = loopserve_enter, .select = loopserve_select, .commit = loopserve_commit,
+      .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
     { .name = "pats", .paper = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs (papers/001)",
       .keeps = "keeps every row; rows outside the last --pats-window tokens lose 2..8 low bits of f16 and are packed",
       .limits = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream (frozen), middle drifts towards more cutting in long decodes (ratchet)",

@@ -26,40 +26,56 @@ torch.set_num_threads(1)
 
 
 def base(**changes):
-    sizes = dict(vocab_size=160, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                 max_position_embeddings=256, rms_norm_eps=1e-5, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=None,
-                 rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    sizes = dict(vocab_size=160, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5, tie_word_embeddings=False,
+                 bos_token_id=1, eos_token_id=2, pad_token_id=None, rope_parameters=rope("default"))
     return {**sizes, **changes}
+
+
+def rope(kind, theta=10000.0, **more):
+    return {"rope_type": kind, "rope_theta": theta, **more}
 
 
 # name: (config class, its values, dtype of the file, what is done to the folder afterwards, what must matter)
 MODELS = {
-    "llama2-mha":     (LlamaConfig, base(num_key_value_heads=4, vocab_size=130, hidden_size=40, intermediate_size=72), "F32", {"old", "no_theta", "no_kv_heads"}, {}),
-    "llama3-tied":    (LlamaConfig, base(tie_word_embeddings=True, eos_token_id=[2, 5, 7], head_dim=16, rope_parameters={
-                           "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                           "original_max_position_embeddings": 64}), "BF16", {"old"}, {"rope_type": "default"}),
-    "llama-linear":   (LlamaConfig, base(vocab_size=137, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}), "F16",
-                       {"old", "type"}, {"rope_type": "default"}),
-    "llama-biases":   (LlamaConfig, base(hidden_size=54, intermediate_size=91, num_attention_heads=9, num_key_value_heads=3, head_dim=16, vocab_size=149,
-                           attention_bias=True, mlp_bias=True), "BF16", set(), {"bias": 0}),
-    "llama-sharded":  (LlamaConfig, base(num_attention_heads=3, num_key_value_heads=1, head_dim=40, hidden_size=60, intermediate_size=72), "F16",
-                       {"shards"}, {}),
-    "llama-mixed":    (LlamaConfig, base(num_attention_heads=2, num_key_value_heads=1, head_dim=48, hidden_size=56), "BF16", {"f32_norms"}, {}),
-    "qwen2-yarn":     (Qwen2Config, base(bos_token_id=None, rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
-                           "original_max_position_embeddings": 64}), "BF16", {"old", "type"}, {"rope_type": "default"}),
-    "qwen2-biases":   (Qwen2Config, base(num_attention_heads=6, num_key_value_heads=3, hidden_size=72, vocab_size=131), "BF16", {"old", "shards"}, {"bias": 0}),
-    "qwen2-window":   (Qwen2Config, base(num_hidden_layers=3, hidden_size=48, use_sliding_window=True, sliding_window=20, max_window_layers=1), "F16",
-                       {"old", "no_layer_types"}, {"sliding_window": 128}),
-    "qwen3-norms":    (Qwen3Config, base(num_attention_heads=9, num_key_value_heads=3, head_dim=16, hidden_size=60, tie_word_embeddings=True, rms_norm_eps=1e-6,
-                           rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}), "BF16", {"old"}, {"q_norm": 1}),
-    "qwen3-layers":   (Qwen3Config, base(num_hidden_layers=3, hidden_size=40, head_dim=24, use_sliding_window=True, sliding_window=17, max_window_layers=3,
-                           layer_types=["full_attention", "sliding_attention", "full_attention"]), "F16", set(), {"sliding_window": 128}),
-    "qwen3-yarn":     (Qwen3Config, base(head_dim=32, num_attention_heads=2, rope_parameters={"rope_type": "yarn", "rope_theta": 100.0, "factor": 3.0,
-                           "original_max_position_embeddings": 80, "beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.25}), "F16", set(),
-                       {"rope_type": "default"}),
+    "llama2-mha": (LlamaConfig, base(num_key_value_heads=4, vocab_size=130, hidden_size=40, intermediate_size=72),
+                   "F32", {"old", "no_theta", "no_kv_heads"}, {}),
+    "llama3-tied": (LlamaConfig, base(tie_word_embeddings=True, eos_token_id=[2, 5, 7], head_dim=16, rope_parameters=rope(
+                        "llama3", 500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)),
+                    "BF16", {"old"}, {"rope_type": "default"}),
+    "llama-linear": (LlamaConfig, base(vocab_size=137, rope_parameters=rope("linear", factor=2.5)),
+                     "F16", {"old", "type"}, {"rope_type": "default"}),
+    "llama-biases": (LlamaConfig, base(hidden_size=54, intermediate_size=91, num_attention_heads=9, num_key_value_heads=3,
+                                       head_dim=16, vocab_size=149, attention_bias=True, mlp_bias=True),
+                     "BF16", set(), {"bias": 0}),
+    "llama-sharded": (LlamaConfig, base(num_attention_heads=3, num_key_value_heads=1, head_dim=40, hidden_size=60,
+                                        intermediate_size=72),
+                      "F16", {"shards"}, {}),
+    "llama-mixed": (LlamaConfig, base(num_attention_heads=2, num_key_value_heads=1, head_dim=48, hidden_size=56),
+                    "BF16", {"f32_norms"}, {}),
+    "qwen2-yarn": (Qwen2Config, base(bos_token_id=None,
+                                     rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+                   "BF16", {"old", "type"}, {"rope_type": "default"}),
+    "qwen2-biases": (Qwen2Config, base(num_attention_heads=6, num_key_value_heads=3, hidden_size=72, vocab_size=131),
+                     "BF16", {"old", "shards"}, {"bias": 0}),
+    "qwen2-window": (Qwen2Config, base(num_hidden_layers=3, hidden_size=48, use_sliding_window=True, sliding_window=20,
+                                       max_window_layers=1),
+                     "F16", {"old", "no_layer_types"}, {"sliding_window": 128}),
+    "qwen3-norms": (Qwen3Config, base(num_attention_heads=9, num_key_value_heads=3, head_dim=16, hidden_size=60,
+                                      tie_word_embeddings=True, rms_norm_eps=1e-6, rope_parameters=rope("default", 1000000.0)),
+                    "BF16", {"old"}, {"q_norm": 1}),
+    "qwen3-layers": (Qwen3Config, base(num_hidden_layers=3, hidden_size=40, head_dim=24, use_sliding_window=True,
+                                       sliding_window=17, max_window_layers=3,
+                                       layer_types=["full_attention", "sliding_attention", "full_attention"]),
+                     "F16", set(), {"sliding_window": 128}),
+    "qwen3-yarn": (Qwen3Config, base(head_dim=32, num_attention_heads=2, rope_parameters=rope(
+                       "yarn", 100.0, factor=3.0, original_max_position_embeddings=80, beta_fast=4.0, beta_slow=0.5,
+                       attention_factor=1.25)),
+                   "F16", set(), {"rope_type": "default"}),
     "mistral-window": (MistralConfig, base(sliding_window=24), "BF16", {"old"}, {"sliding_window": 128}),
-    "mistral-nemo":   (MistralConfig, base(sliding_window=None, hidden_size=50, num_attention_heads=6, num_key_value_heads=2, head_dim=20, vocab_size=143,
-                           rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}), "F16", set(), {}),
+    "mistral-nemo": (MistralConfig, base(sliding_window=None, hidden_size=50, num_attention_heads=6, num_key_value_heads=2,
+                                         head_dim=20, vocab_size=143, rope_parameters=rope("default", 1000000.0)),
+                     "F16", set(), {}),
 }
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -139,7 +155,8 @@ def make(out, number, name):
     model.to(DTYPES[dtype]).save_pretrained(folder, max_shard_size="60KB" if "shards" in todo else "1GB")
     if "f32_norms" in todo:
         tensors = load_file(folder / "model.safetensors")
-        save_file({k: v.float() if v.dim() == 1 else v for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+        tensors = {k: v.float() if v.dim() == 1 else v for k, v in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     rewrite_config(folder, todo)
     logits = logits_of(folder, ids)
     std = logits.std()

@@ -6,6 +6,7 @@ that the packages `tokenizers` and `sentencepiece` give for them, and dialogues 
 
 strings.bin       every string: varint length, bytes
 NAME/*            tokenizer.json (or tokenizer.model) and tokenizer_config.json
+NAME.pieces       byte-level families: per string, the lengths in bytes of the pre-tokenizer's pieces of the normalized text
 NAME.ids          per string: ids with special tokens parsed; ids without (one byte 1 when they are the same, else 0 and the ids);
                   the decoded text (one byte 1 when it is the string, else 0, varint length, bytes). A list: varint count, varints
 chats.json        dialogues: template program, tokenizer, and per turn the ids to append and the ids of the reply
@@ -15,7 +16,7 @@ import io
 import json
 import os
 import random
-import re
+import struct
 
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -75,7 +76,7 @@ def strings():
          "1", "12", "123", "1234", "12345", "123456", "1234567", "33333333", " 1", " 12", "  123", "a1b22c333", "3.14", "1,000,000", "1e10", "0x1F", "½", "¼½¾", "ied 4 ½ months", "²³", "٣٤٥٦", "१२३४", "Ⅷ", "①②③④", "𝟘𝟙𝟚𝟛", "一二三", "1½2", "1٣2", "a１２３４b", "〇", "𐄇𐄈", "๑๒๓", "1\u0301", "1 2", "1\n2", "1\t2", "\u0664 4",
          "naïve café", "nai\u0308ve cafe\u0301", "e\u0301", "e\u0301\u0301", "\u0301", "\u0301e", "a\u0323\u0307", "a\u0307\u0323", "q\u0307\u0323", "q\u0323\u0307", "\u1e0d\u0307", "\u1e0b\u0323", "\u0344", "\u2126", "\u212b", "\u212a", "\uf900", "\u2f800", "\ufb1d", "\u0958", "\u1100\u1161\u11a8", "\u1100\u1161", "\uac00\u11a8", "\uac01\u11a8", "\u1161\u11a8", "\u1100\u1100\u1161",
          "\u0f71\u0f72\u0f74", "\u0cca\u0cd5", "\u09c7\u09be", "\u0b47\u0b56\u0b3e", "\u30ab\u3099", "\u30ab\u30fc\u3099", "\u1fbf\u0301", "\u03b1\u0345\u0301", "\u0391\u0301\u0345", "\u0390", "\u0308\u0301", "\U0001d15e", "\U0001d1bf", "\U0001d157\U0001d165\U0001d16e", "\u0340\u0341\u0343", "\u2000\u2001", "\u0374\u037e\u0387", "\u2adc", "o\u0302\u0323", "s\u0323\u0307\u0301", "\u0061\u05b0\u0301\u0327\u0328\u0316",
-         "a\u0300\u0316" * 5, "x" + "\u0301\u0323" * 9, "\u11a8", "\ud7a3", "\ud7a4", "Việt Nam", "Vie\u0302\u0323t Nam", "İi", "ß", "ẞ", "ŉ", "ǅ ǈ ǋ ǲ", "ʰʱʲ", "ªº", "ꟊ", "ﬁ", "ﬀ", "ᾈᾉ", "ǅabc", "ABCdef", "abcDEF", "AbCdEf", "camelCaseWord", "HTMLParser", "XMLHttpRequest2", "iPhone", "McDonald's", "ÉCOLE École", "你好Hello世界", "Hello世界Hello", "日本語テキスト", "あA", "Aあ", "あAあA", "AあaAa", "ʰA", "Aʰ", "Aʰa", "AAAʰAAA", "ʰʰAAA", "\u0301A", "A\u0301A", "A\u0301a", " \u0301A", "!\u0301A", "!\u0301a", "\u0301\u0301AA", "aA\u0301", "Ǆǅǆ",
+         "x\u1ac8\u0323", "x\u0323\u1ac8", "\U00011935\U00011930", "a\u0300\u0316" * 5, "x" + "\u0301\u0323" * 9, "\u11a8", "\ud7a3", "\ud7a4", "Việt Nam", "Vie\u0302\u0323t Nam", "İi", "ß", "ẞ", "ŉ", "ǅ ǈ ǋ ǲ", "ʰʱʲ", "ªº", "ꟊ", "ﬁ", "ﬀ", "ᾈᾉ", "ǅabc", "ABCdef", "abcDEF", "AbCdEf", "camelCaseWord", "HTMLParser", "XMLHttpRequest2", "iPhone", "McDonald's", "ÉCOLE École", "你好Hello世界", "Hello世界Hello", "日本語テキスト", "あA", "Aあ", "あAあA", "AあaAa", "ʰA", "Aʰ", "Aʰa", "AAAʰAAA", "ʰʰAAA", "\u0301A", "A\u0301A", "A\u0301a", " \u0301A", "!\u0301A", "!\u0301a", "\u0301\u0301AA", "aA\u0301", "Ǆǅǆ",
          "Привет, мир!", "ПРИВЕТ", "γειά σου κόσμε", "ΓΕΙΆ", "שלום עולם", "שָׁלוֹם", "مرحبا بالعالم", "مُحَمَّد", "नमस्ते दुनिया", "क्षत्रिय", "สวัสดีชาวโลก", "ကမ္ဘာ", "ខ្មែរ", "ᏣᎳᎩ", "አማርኛ", "ქართული", "Ქართული", "հայերեն", "ⴰⵎⴰⵣⵉⵖ", "བོད་སྐད", "한국어 텍스트", "안녕하세요", "𐐀𐐨", "𞤀𞤢", "ꙮ", "𓀀𓁐", "中文，標點。", "「引用」", "…—–", "¿Qué? ¡Sí!", "€100 £50 ¥1000", "™®©", "←↑→↓", "∑∏∫√", "ﷺ", "\U000e0001\U000e0041", "\ufffd", "\ufffe", "\uffff", "\U0010ffff", "\ue000", "\u0378",
          "🙂", "🙂🙃", "👨‍👩‍👧‍👦", "👍🏽", "🇩🇪🇫🇷", "❤️", "1️⃣", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "this is 🦙.cpp", " this is 🦙.cpp", "a🙂b 🙂 c", "🙂 1", "👩🏿‍🚀!", "\u200d", "\u200d\u200d", "a\u200da", "\ufe0f",
          "hello/world", "a/b\n/c", "//\n//", "!!\n/\n", "...\n...\n", "!?\r\n\r\nx", "; }\n}\n", "a;\n\n\tb", "---\n", "```c\nint x;\n```", "~/.bashrc", "a=b+c*d/e", "<html>&amp;</html>", "\"quoted\" 'single'", "\\n\\t", "x" * 40, "ab" * 40, "A" * 33, "a A " * 12, "=" * 50, "." * 70, "!" * 17 + "a", "-" * 9 + "\n" * 7,
@@ -168,6 +169,20 @@ def sp_model(text, size, **more):
     return out.getvalue()
 
 
+def coarse_scores(proto):
+    """the same model with scores rounded down to multiples of 64, so that many are equal"""
+    out, i = b"", 0
+    while i < len(proto) and proto[i] == 0x0A:          # field 1: a piece, shorter than 128 bytes
+        piece = proto[i + 2:i + 2 + proto[i + 1]]
+        at = 2 + piece[1]                               # after the text: field 2, the score
+        if len(piece) > at and piece[at] == 0x15:
+            score = struct.unpack("<f", piece[at + 1:at + 5])[0]
+            piece = piece[:at + 1] + struct.pack("<f", score // 64 * 64) + piece[at + 5:]
+        out += proto[i:i + 2] + piece
+        i += 2 + proto[i + 1]
+    return out + proto[i:]
+
+
 # ----------------------------------------------------------------------------------------------------------------------- chats
 # Minimal programs that write what the published templates of each family write (system, user and assistant messages, no tools).
 EACH = "{%- for m in messages %}"
@@ -224,11 +239,11 @@ def chats(tokenizers):
         end = eos if name in ("deepseek-r1",) or family.startswith(("spm", "tekken")) else "<|im_end|>" if "<|im_start|>" in program else "<|eot_id|>"
         fast = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token=bos, eos_token=eos, chat_template=program)
         auto = tok.encode("").ids if bos and "bos_token" not in program else []         # what the post-processor adds when the program does not
-        for system in SYSTEMS:
+        for nth, system in enumerate(SYSTEMS):
             for think in (1, 0) if name == "qwen3" else (1,):
                 messages = [{"role": "system", "content": system}] if system is not None else []
                 turns, have = [], []
-                for q, r in zip(QUESTIONS, REPLIES):
+                for q, r in zip(QUESTIONS[nth // 2:] + QUESTIONS[:nth // 2], REPLIES):         # with the last system text the first question begins with blanks
                     render = lambda m, gen: fast.apply_chat_template(m, tokenize=False, add_generation_prompt=gen, enable_thinking=bool(think))
                     messages = messages + [{"role": "user", "content": q}]
                     text = render(messages, True)
@@ -239,7 +254,7 @@ def chats(tokenizers):
                     assert ids[:len(have)] == have, (name, "is not append-safe here")
                     turn = {"user": q, "ids": ids[len(have):]}
                     if not turns:
-                        place = text.index(question) if question != "@" else text.index(q.strip() if name == "llama2" else q)
+                        place = text.index(question) if question != "@" else text.index(q.strip() if name == "llama2" and system is None else q.rstrip() if name == "llama2" else q)
                         turn["n_sys"] = len(auto) + sum(b <= place for a, b in full.offsets)
                     turn["n_head"] = sum(b > text.rindex(head) for a, b in full.offsets)     # a token over the edge counts
                     messages = messages + [{"role": "assistant", "content": r}]
@@ -326,7 +341,13 @@ def main():
             out += record(s, ids, t.encode(s, add_special_tokens=False).ids, t.decode(ids, skip_special_tokens=False))
         t.encode_special_tokens = False
         write(name + ".ids", out)
-    for name, proto in (("sp-bpe", sp_model(text, 900, byte_fallback=True, user_defined_symbols=["@@", "<tool_call>"])), ("sp-unk", sp_model(text, 400))):
+        if j["decoder"]["type"] == "ByteLevel":
+            pieces = b""
+            for s in cases:
+                s = t.normalizer.normalize_str(s) if t.normalizer else s
+                pieces += id_list([len(s[a:b].encode()) for _, (a, b) in t.pre_tokenizer.pre_tokenize_str(s)])
+            write(name + ".pieces", pieces)
+    for name, proto in (("sp-bpe", sp_model(text, 900, byte_fallback=True, user_defined_symbols=["@@", "<tool_call>"])), ("sp-unk", coarse_scores(sp_model(text, 400)))):
         write(name + "/tokenizer.model", proto)
         t = sentencepiece.SentencePieceProcessor(model_proto=proto)
         write(name + ".ids", b"".join(record(s, t.encode(s), t.encode(s), t.decode(t.encode(s))) for s in cases))

@@ -4,7 +4,8 @@
     python3 make_unicode.py > unicode.c          needs the package `tokenizers`
 
 Letter, mark and number classes are what the regex engine inside `tokenizers` says (Unicode 16), because ids must equal
-the ids that package gives. Normalization data come from Python's unicodedata and are checked against that package.
+the ids that package gives. Normalization data come from Python's unicodedata, less the marks and compositions that the
+package does not know yet (its NFC is that of Unicode 9), and are checked against it.
 """
 import unicodedata
 from tokenizers import Regex, normalizers, pre_tokenizers
@@ -12,6 +13,20 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 POINTS = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
 OTHER, UPPER, LOWER, LETTER, MARK, NUMBER, SPACE, UPPER_EVEN, UPPER_ODD = range(9)
 PATTERNS = {UPPER: r"[\p{Lu}\p{Lt}]", LOWER: r"\p{Ll}", LETTER: r"[\p{Lm}\p{Lo}]", MARK: r"\p{M}", NUMBER: r"\p{N}", SPACE: r"\s"}
+
+
+NFC = normalizers.NFC().normalize_str
+
+
+def combining_class(c, marks={}):
+    """0 for marks that the package's NFC leaves where they are"""
+    if not marks:
+        for m in map(chr, range(0x300, 0x1000)):
+            if unicodedata.combining(m) and unicodedata.normalize("NFC", "x" + m) == "x" + m:
+                marks.setdefault(unicodedata.combining(m), m)
+    k = unicodedata.combining(chr(c))
+    known = all(NFC(s) == unicodedata.normalize("NFC", s) for m in marks.values() for s in ("x" + chr(c) + m, "x" + m + chr(c))) if k else True
+    return k if known else 0
 
 
 def classes():
@@ -54,7 +69,7 @@ def class_ranges(cls):
 def combining_ranges():
     out = [(0, 0)]
     for c in range(0x110000):
-        ccc = unicodedata.combining(chr(c))
+        ccc = combining_class(c) if not 0xD800 <= c < 0xE000 else 0
         if ccc != out[-1][1]:
             out.append((c, ccc))
     return out
@@ -67,7 +82,9 @@ def decompositions():
         d = unicodedata.decomposition(chr(c))
         if d and not d.startswith("<"):
             parts = [int(x, 16) for x in d.split()]
-            composes = len(parts) == 2 and unicodedata.normalize("NFC", "".join(map(chr, parts))) == chr(c)
+            composes = len(parts) == 2 and NFC("".join(map(chr, parts))) == chr(c)
+            if not composes and NFC(chr(c)) == chr(c):
+                continue                # newer than the package
             table[c] = (parts[0] | (0 if composes else 1 << 31), parts[1] if len(parts) == 2 else 0)
     out, c = [], sorted(table)
     while c:
@@ -92,10 +109,9 @@ def c_array(name, what, values, fmt="%#x"):
     return "static const uint32_t %s[%d] = {    // %s\n%s\n};\n" % (name, len(values), what, "\n".join(lines + [line]))
 
 
-nfc = normalizers.NFC()
 for c in POINTS:
     for before in ("", "a", "e\u0323"):
-        assert nfc.normalize_str(before + chr(c)) == unicodedata.normalize("NFC", before + chr(c)), hex(c)
+        assert NFC(before + chr(c)) == unicodedata.normalize("NFC", before + chr(c)), hex(c)
 cls = classes()
 ranges = class_ranges(cls)
 back = bytearray(0x110000)
