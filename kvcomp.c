@@ -1353,7 +1353,6 @@ static size_t text_slot(const Tokenizer *t, const char *s, size_t n) {         /
 static int text_id(const Tokenizer *t, const char *s, size_t n) { return t->by_text[text_slot(t, s, n)]; }
 
 static int tokenizer_size(const Tokenizer *t) { return (int)arrlen(t->piece); }
-static int tokenizer_id(const Tokenizer *t, const char *text) { return text_id(t, text, strlen(text)); }
 static int tokenizer_is_special(const Tokenizer *t, int id) {
     return id >= 0 && id < tokenizer_size(t) && (t->piece[id].flags & PIECE_SPECIAL) != 0;
 }
@@ -3463,8 +3462,9 @@ static void q8_unpack(float *x, const char *o, int n, int D) {
             uint16_t d;
             memcpy(&d, o, 2);
             float scale = f16_to_f32(d);
-            for (int i = 0; i < m; i++) *x++ = scale * ((const signed char *)o)[2 + i];
-            o += 2 + m;
+            const signed char *q = (const signed char *)o + 2;
+            for (int i = 0; i < m; i++) x[i] = scale * q[i];
+            x += m; o += 2 + m;
         }
 }
 const Format formats[] = {
@@ -5879,7 +5879,8 @@ static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
 enum { PATS_MIDDLE, PATS_OLD, PATS_NEW };               // schedules
 enum { PATS_RATCHET, PATS_STATIC, PATS_FROZEN };        // policies
 enum { PATS_TRUNC, PATS_NEAREST, PATS_MID };            // rounding; mid: truncated, and half a step added on every read
-enum { PATS_GUARD = 16, PATS_ALIGN = 64, PATS_BLOCK = 64, PATS_MAX_D = 1024, PATS_AHEAD = 2048 };     // AHEAD: bytes to prefetch; no effect beyond the end
+// Bytes readable behind the last element; start of a region; the paper's block; largest head_dim; how far ahead to prefetch.
+enum { PATS_GUARD = 16, PATS_ALIGN = 64, PATS_BLOCK = 64, PATS_MAX_D = 1024, PATS_AHEAD = 2048 };
 
 typedef struct {
     int schedule, policy, rounding, rows64, write;
@@ -5966,7 +5967,7 @@ static void unpack_lanes_init(void) {
     for (int w = 1; w <= 16; w++) {
         for (int i = 0; i < 8; i++) {
             unpack_lanes[w].shift8[i] = i * w % 8;
-            for (int b = 0; b < 4; b++) unpack_lanes[w].perm8[4 * i + b] = (unsigned char)(i * w / 8 + b < 16 ? i * w / 8 + b : 128);   // 128: a zero
+            for (int b = 0, at = i * w / 8; b < 4; b++) unpack_lanes[w].perm8[4 * i + b] = (unsigned char)(at + b < 16 ? at + b : 128);   // 128: a zero
         }
         for (int j = 0; j < 8; j++)                     // 8 bytes from bit 4jw on, which is a whole or a half byte
             for (int b = 0; b < 8; b++) {
@@ -5976,18 +5977,21 @@ static void unpack_lanes_init(void) {
     }
 }
 __attribute__((target("avx2,f16c"))) static void unpack_avx2(float *x, const unsigned char *p, int n, int w, int mid) {
-    __m256i perm = _mm256_loadu_si256((const void *)unpack_lanes[w].perm8), shift = _mm256_loadu_si256((const void *)unpack_lanes[w].shift8);
+    __m256i perm = _mm256_loadu_si256((const void *)unpack_lanes[w].perm8);
+    __m256i shift = _mm256_loadu_si256((const void *)unpack_lanes[w].shift8);
     __m256i mask = _mm256_set1_epi32((1 << w) - 1), add = _mm256_set1_epi16((short)mid), zero = _mm256_setzero_si256();
     __m128i b = _mm_cvtsi32_si128(16 - w);
     int i = 0;
     for (; i + 16 <= n; i += 16, p += 2 * w) {
         _mm_prefetch((const void *)(p + PATS_AHEAD), _MM_HINT_T0);
-        __m256i lo = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)p)), hi = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(p + w)));
+        __m256i lo = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)p));
+        __m256i hi = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(p + w)));
         lo = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(lo, perm), shift), mask);
         hi = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(hi, perm), shift), mask);
         lo = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);       // packus works in halves: put them in order
         lo = _mm256_sll_epi16(lo, b);
-        lo = _mm256_or_si256(lo, _mm256_andnot_si256(_mm256_cmpeq_epi16(_mm256_add_epi16(lo, lo), zero), add));    // +0 and -0 double to 0
+        hi = _mm256_cmpeq_epi16(_mm256_add_epi16(lo, lo), zero);                // +0 and -0 double to 0
+        lo = _mm256_or_si256(lo, _mm256_andnot_si256(hi, add));
         _mm256_storeu_ps(x + i, _mm256_cvtph_ps(_mm256_castsi256_si128(lo)));
         _mm256_storeu_ps(x + i + 8, _mm256_cvtph_ps(_mm256_extracti128_si256(lo, 1)));
     }
@@ -5995,7 +5999,8 @@ __attribute__((target("avx2,f16c"))) static void unpack_avx2(float *x, const uns
     if (i < n) unpack_plain(x + i, p, n - i, w, mid);
 }
 __attribute__((target("avx512f,avx512bw,avx512vbmi"))) static void unpack_vbmi(float *x, const unsigned char *p, int n, int w, int mid) {
-    __m512i perm = _mm512_loadu_si512(unpack_lanes[w].perm32), shift = _mm512_loadu_si512(unpack_lanes[w].shift32), add = _mm512_set1_epi16((short)mid);
+    __m512i perm = _mm512_loadu_si512(unpack_lanes[w].perm32), shift = _mm512_loadu_si512(unpack_lanes[w].shift32);
+    __m512i add = _mm512_set1_epi16((short)mid);
     __m128i b = _mm_cvtsi32_si128(16 - w);
     float rest[32];
     for (int i = 0; i < n; i += 32, p += 4 * w) {
@@ -6162,8 +6167,10 @@ static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
         } else {
             char *to = xcalloc(total, 1);
             size_t bytes = 0;                           // of the rows that stay
-            for (int i = 0; i < (int)arrlen(reg) && reg[i].row0 < same; i++)
-                bytes = reg[i].base + (same - reg[i].row0 < reg[i].n ? same - reg[i].row0 : reg[i].n) * pats_row_bytes(x->rows64, D, reg[i].w);
+            for (int i = 0; i < (int)arrlen(reg) && reg[i].row0 < same; i++) {
+                int stay = same - reg[i].row0 < reg[i].n ? same - reg[i].row0 : reg[i].n;
+                bytes = reg[i].base + stay * pats_row_bytes(x->rows64, D, reg[i].w);
+            }
             if (bytes) memcpy(to, *p, bytes);
             pats_recut(s, x, h, v, reg, same, (unsigned char *)to);
             free(*p);
@@ -6274,21 +6281,26 @@ static int pats_open(Session *s, void *ms) {
     if (x->b_min < 0) return pats_refuse(s, "--pats-bmin wants 0 or more");
     if (x->sink < 0 || x->window < 0 || x->T_end < 0) return pats_refuse(s, "--pats-sink, --pats-window and --pats-tend want 0 or more");
     if (s->c->D % 8 || s->c->D > PATS_MAX_D) {
-        snprintf(s->err, sizeof s->err, "pats: head_dim is %d, needs a multiple of 8 up to %d (a packed row must end on a byte)", s->c->D, PATS_MAX_D);
+        snprintf(s->err, sizeof s->err, "pats: head_dim is %d, needs a multiple of 8 up to %d (a packed row must end on a byte)",
+                 s->c->D, PATS_MAX_D);
         return -1;
     }
-    if (strcmp(opt_str(o, "ctk"), "f16") || strcmp(opt_str(o, "ctv"), "f16")) return pats_refuse(s, "packs f16 rows, so -ctk and -ctv must be f16");
+    if (strcmp(opt_str(o, "ctk"), "f16") || strcmp(opt_str(o, "ctv"), "f16"))
+        return pats_refuse(s, "packs f16 rows, so -ctk and -ctv must be f16");
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
-        if (x->write && m->attend && m->open != pats_open) return pats_refuse(s, "--pats-when=write cannot be combined with a method that has its own prefill attention");
-        if (!strcmp(m->name, "streaming") && opt_int(o, "streaming-rerotate")) return pats_refuse(s, "--streaming-rerotate would rotate keys whose bits are cut already");
+        if (x->write && m->attend && m->open != pats_open)
+            return pats_refuse(s, "--pats-when=write cannot be combined with a method that has its own prefill attention");
+        if (!strcmp(m->name, "streaming") && opt_int(o, "streaming-rerotate"))
+            return pats_refuse(s, "--streaming-rerotate would rotate keys whose bits are cut already");
     }
     for (int l = 0; l < s->c->L; l++)
         if (x->write && !layer_acts(s, l)) return pats_refuse(s, "--pats-when=write needs a model whose layers are all global or all windowed");
     if (x->policy == PATS_STATIC && !x->T_end) {
         if (!*opt_str(o, "ids")) return pats_refuse(s, "--pats-policy=static must know how long the dialogue gets: give --pats-tend");
         char err[256];
-        if ((x->T_end = count_ids(opt_str(o, "ids"), err)) <= 0) return pats_refuse(s, x->T_end < 0 ? err : "--ids holds no ids, so --pats-tend must be given");
+        if ((x->T_end = count_ids(opt_str(o, "ids"), err)) <= 0)
+            return pats_refuse(s, x->T_end < 0 ? err : "--ids holds no ids, so --pats-tend must be given");
     }
     unpack_choose();
     s->fk = s->fv = format_find("f16");
@@ -6307,8 +6319,8 @@ static void pats_stats(const Session *s, const void *ms, FILE *out) {
         for (int r = 0; r < h->packed; r++) bits += x->bits[h->src[r]];
     }
     double f16 = (double)rows * s->c->D * 4, held = (double)kv_bytes(s) + (double)regions * sizeof(Region) + x->cap;
-    fprintf(out, "pats: %zu of %zu rows cut, %.2f bits an element, MEM ideal %.2f %%, packed %.2f %% of f16 rows (tables, raw rows and slack counted), %d re-packs\n",
-            packed, rows, rows ? (double)bits / rows : 0, rows ? 100.0 * bits / rows / 16 : 0, rows ? 100 * (1 - held / f16) : 0, x->repacks);
+    fprintf(out, "pats: %zu of %zu rows cut, %d re-packs, %.2f bits an element; saved of f16 rows: ideal %.2f %%, really %.2f %% (tables, raw rows, slack)\n",
+            packed, rows, x->repacks, rows ? (double)bits / rows : 0, rows ? 100.0 * bits / rows / 16 : 0, rows ? 100 * (1 - held / f16) : 0);
 }
 static const Opt pats_opts[] = {
     { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits" },
@@ -6320,14 +6332,17 @@ static const Opt pats_opts[] = {
     { "pats-tend",     'i', "0",   "static: tokens of the whole dialogue; 0: all of --ids" },
     { "pats-format",   'c', "dense|rows64", "packed bytes: bit after bit, or the paper's 64-byte blocks; the same values" },
     { "pats-round",    'c', "trunc|nearest|mid", "how bits are cut; mid: half a step is added on reading" },
-    { "pats-when",     'c', "after|write", "cut at the end of a pass, or own rows before its attention (the paper's perplexity protocol)" },
+    { "pats-when",     'c', "after|write", "cut at the end of a pass; or own rows before its attention (perplexity protocol)" },
     { NULL, 0, NULL, NULL },
 };
 
 // ---- q8, the plain way to halve a cache: every row in blocks of 32 values with one scale (format q8_0)
 static int q8_open(Session *s, void *ms) {
     (void)ms;
-    if (opt_given(s->opt, "ctk") || opt_given(s->opt, "ctv")) { snprintf(s->err, sizeof s->err, "q8: sets -ctk and -ctv to q8_0 itself, leave them out"); return -1; }
+    if (opt_given(s->opt, "ctk") || opt_given(s->opt, "ctv")) {
+        snprintf(s->err, sizeof s->err, "q8: sets -ctk and -ctv to q8_0 itself, leave them out");
+        return -1;
+    }
     s->fk = s->fv = format_find("q8_0");
     return 0;
 }
@@ -7178,13 +7193,15 @@ typedef struct { Session *s; SafeFile *f; const SafeTensor *first; } SonicFile;
 static int sonic_meta(SonicFile *a, const char *key, const char *want, const char *or) {      // the string must be one of two
     const char *v = safetensors_meta(a->f, key);
     if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) return 0;
-    return sonic_fail(a->s, "%.200s: metadata %s is %.60s, expected %s%s%s", a->f->path, key, v ? v : "missing", want, or ? " or " : "", or ? or : "");
+    return sonic_fail(a->s, "%.200s: metadata %s is %.60s, expected %s%s%s", a->f->path, key, v ? v : "missing", want,
+                      or ? " or " : "", or ? or : "");
 }
 static int sonic_meta_int(SonicFile *a, const char *key, int *value) {          // a whole number from 1 to 65536
     const char *v = safetensors_meta(a->f, key);
     char *end = NULL;
     long n = v ? strtol(v, &end, 10) : 0;
-    if (!v || !*v || *end || n < 1 || n > 65536) return sonic_fail(a->s, "%.200s: metadata %s is %.60s, expected a number from 1 to 65536", a->f->path, key, v ? v : "missing");
+    if (!v || !*v || *end || n < 1 || n > 65536)
+        return sonic_fail(a->s, "%.200s: metadata %s is %.60s, expected a number from 1 to 65536", a->f->path, key, v ? v : "missing");
     *value = (int)n;
     return 0;
 }
@@ -7192,7 +7209,8 @@ static int sonic_meta_same(SonicFile *a, const char *key, int want) {           
     char text[16];
     snprintf(text, sizeof text, "%d", want);
     const char *v = safetensors_meta(a->f, key);
-    return v && !strcmp(v, text) ? 0 : sonic_fail(a->s, "%.200s: metadata %s is %.60s, base has %d (adapter made for another model?)", a->f->path, key, v ? v : "missing", want);
+    if (v && !strcmp(v, text)) return 0;
+    return sonic_fail(a->s, "%.200s: metadata %s is %.60s, base has %d (adapter made for another model?)", a->f->path, key, v ? v : "missing", want);
 }
 // rows 0: a vector (cols). The name may hold one %d for the layer.
 static int sonic_tensor(SonicFile *a, Tensor *t, const char *pattern, int l, int rows, int cols) {
@@ -7203,12 +7221,14 @@ static int sonic_tensor(SonicFile *a, Tensor *t, const char *pattern, int l, int
     const SafeTensor *x = safetensors_find(a->f, name);
     if (!x) return sonic_fail(a->s, "%.200s: %s is missing", a->f->path, name);
     if (rows) snprintf(want, sizeof want, "[%d,%d]", rows, cols); else snprintf(want, sizeof want, "[%d]", cols);
-    for (int i = 0, n = 0; i < x->n_dim && n < 100; i++) n += snprintf(found + n, sizeof found - n, "%s%lld", i ? "," : "[", (long long)x->dim[i]);
+    for (int i = 0, n = 0; i < x->n_dim && n < 100; i++)
+        n += snprintf(found + n, sizeof found - n, "%s%lld", i ? "," : "[", (long long)x->dim[i]);
     strcat(found, *found ? "]" : "[]");
     if (strcmp(found, want)) return sonic_fail(a->s, "%s is %s, base needs %s (adapter made for another model?)", name, found, want);
     if (x->dtype < 0) return sonic_fail(a->s, "%s is %s, expected F32, F16 or BF16", name, x->type);
     if (!a->first) a->first = x;
-    if (x->dtype != a->first->dtype) return sonic_fail(a->s, "%s is %s, but %s is %s: all tensors must have one type", name, x->type, a->first->name, a->first->type);
+    if (x->dtype != a->first->dtype)
+        return sonic_fail(a->s, "%s is %s, but %s is %s: all tensors must have one type", name, x->type, a->first->name, a->first->type);
     *t = (Tensor){ x->data, x->dtype, rows ? rows : 1, cols };
     return 0;
 }
@@ -7232,22 +7252,25 @@ static uint64_t fnv1a(uint64_t h, const Tensor *t) {
     for (size_t i = 0, n = (size_t)t->rows * t->cols * dtype_size(t->dtype); i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
     return h;
 }
-static uint64_t sonic_fingerprint(const Weights *w) {   // FNV-1a 64 over the bytes of the embedding and of layer 0's q_proj, as in the base's file
+static uint64_t sonic_fingerprint(const Weights *w) {   // FNV-1a 64 over the bytes of the embedding, then layer 0's q_proj, as the base's file has them
     return fnv1a(fnv1a(0xcbf29ce484222325ull, &w->embed), &w->layer[0].wq);
 }
 static int sonic_check_base(SonicFile *a) {
     const Config *c = a->s->c;
-    if (sonic_meta(a, "format", "sonic-nexus", NULL) || sonic_meta(a, "version", "1", NULL) || sonic_meta(a, "model_type", c->model_type, NULL)) return -1;
-    if (sonic_meta_same(a, "hidden_size", c->C) || sonic_meta_same(a, "num_hidden_layers", c->L) || sonic_meta_same(a, "num_attention_heads", c->H)) return -1;
-    if (sonic_meta_same(a, "num_key_value_heads", c->G) || sonic_meta_same(a, "head_dim", c->D) || sonic_meta_same(a, "intermediate_size", c->F)) return -1;
-    if (sonic_meta(a, "attention_bias", a->s->w->layer[0].bq.data ? "true" : "false", NULL)) return -1;
-    if (sonic_meta(a, "body", "full_message", NULL) || sonic_meta(a, "position_mode", "augmented", "original") || sonic_meta(a, "mlp", "dedicated", "shared")) return -1;
+    const struct { const char *key, *want, *or; } words[] = {
+        { "format", "sonic-nexus", NULL }, { "version", "1", NULL }, { "model_type", c->model_type, NULL }, { "body", "full_message", NULL },
+        { "attention_bias", a->s->w->layer[0].bq.data ? "true" : "false", NULL }, { "position_mode", "augmented", "original" }, { "mlp", "dedicated", "shared" } };
+    const struct { const char *key; int want; } sizes[] = {
+        { "hidden_size", c->C }, { "num_hidden_layers", c->L }, { "num_attention_heads", c->H }, { "num_key_value_heads", c->G }, { "head_dim", c->D }, { "intermediate_size", c->F } };
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) if (sonic_meta(a, words[i].key, words[i].want, words[i].or)) return -1;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) if (sonic_meta_same(a, sizes[i].key, sizes[i].want)) return -1;
     char own[20];
     const char *made = safetensors_meta(a->f, "base_fingerprint");
     snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(a->s->w));
     if (made && !strncmp(made, "0x", 2)) made += 2;
     if (opt_int(a->s->opt, "sonic-force") || (made && !strcasecmp(made, own))) return 0;
-    return sonic_fail(a->s, "%.200s: metadata base_fingerprint is %.40s, base has %s (trained on other weights? --sonic-force tries it)", a->f->path, made ? made : "missing", own);
+    return sonic_fail(a->s, "%.200s: metadata base_fingerprint is %.40s, base has %s (trained on other weights? --sonic-force tries it)",
+                      a->f->path, made ? made : "missing", own);
 }
 static int sonic_load(Session *s, Sonic *x, const char *path) {
     const Config *c = s->c;
@@ -7255,9 +7278,13 @@ static int sonic_load(Session *s, Sonic *x, const char *path) {
     Tensor e, p, t;
     SonicFile a = { .s = s, .f = x->file = safetensors_open(path, why) };
     if (!a.f) return sonic_fail(s, "%.200s: %.250s", path, why);
-    if (sonic_check_base(&a) || sonic_meta_int(&a, "k_max", &x->K_max) || sonic_meta_int(&a, "k_default", &x->K) || sonic_meta_int(&a, "t_max", &x->T_max)) return -1;
-    if (sonic_tensor(&a, &e, "nexus.embed.base", 0, 0, c->C) || sonic_tensor(&a, &p, "nexus.embed.pos", 0, x->K_max, c->C) || sonic_tensor(&a, &t, "nexus.embed.turn", 0, x->T_max, c->C)) return -1;
-    for (int l = 0; l < c->L; l++) if (sonic_layer(&a, &x->alt[l], l, !strcmp(safetensors_meta(a.f, "mlp"), "dedicated"))) return -1;
+    if (sonic_check_base(&a)) return -1;
+    if (sonic_meta_int(&a, "k_max", &x->K_max) || sonic_meta_int(&a, "k_default", &x->K) || sonic_meta_int(&a, "t_max", &x->T_max)) return -1;
+    if (sonic_tensor(&a, &e, "nexus.embed.base", 0, 0, c->C)) return -1;
+    if (sonic_tensor(&a, &p, "nexus.embed.pos", 0, x->K_max, c->C)) return -1;
+    if (sonic_tensor(&a, &t, "nexus.embed.turn", 0, x->T_max, c->C)) return -1;
+    int mlp = !strcmp(safetensors_meta(a.f, "mlp"), "dedicated");
+    for (int l = 0; l < c->L; l++) if (sonic_layer(&a, &x->alt[l], l, mlp)) return -1;
     for (int i = 0; i < a.f->n; i++)
         if (!a.f->tensor[i].used) return sonic_fail(s, "%.200s: unexpected tensor %.200s", path, a.f->tensor[i].name);
     x->original = !strcmp(safetensors_meta(a.f, "position_mode"), "original");
@@ -7289,7 +7316,8 @@ static void sonic_untrained(Session *s, Sonic *x) {
         for (int i = 0; i < C; i++) x->embed[(size_t)r * C + i] = (float)(sonic_normal(&state) * std * (r > x->K_max ? .3 : 1));
     free(row);
     if (!opt_int(s->opt, "quiet"))
-        fprintf(stderr, "kvcomp: WARNING: --sonic-untrained: the Nexus tokens were never trained, whatever leaves the current turn is LOST to the model. Good for trials of memory and speed only.\n");
+        fprintf(stderr, "kvcomp: WARNING: --sonic-untrained: the Nexus tokens were never trained. What leaves the current turn is LOST to the model;\n"
+                        "kvcomp: WARNING: good for trials of memory and speed only.\n");
 }
 
 // ---- the augmented sequence
@@ -7298,13 +7326,16 @@ static int sonic_K(const Sonic *x, int n) {             // Nexus tokens for a bo
     return K < 1 ? 1 : K > most ? most : K;
 }
 // Token j of a segment. Its id says which row of e_pos and e_turn it is made of.
-static Token sonic_token(const Sonic *x, int turn, int j, int seg, int pos) { return (Token){ -1 - (turn * x->K_max + j), pos, seg, TOK_EXTRA }; }
+static Token sonic_token(const Sonic *x, int turn, int j, int seg, int pos) {
+    return (Token){ -1 - (turn * x->K_max + j), pos, seg, TOK_EXTRA };
+}
 
 static void sonic_embed(Session *s, void *ms, const Token *t, float *out) {     // Eq. 2. out (C)
     Sonic *x = ms;
     int i = -1 - t->id, j = i % x->K_max, turn = i / x->K_max, C = s->c->C;
     if (turn >= x->T_max) {
-        if (!x->warned++ && !opt_int(s->opt, "quiet")) fprintf(stderr, "kvcomp: sonic: turn %d is past the %d the adapter knows; the last turn embedding is used from here on\n", turn, x->T_max);
+        if (!x->warned++ && !opt_int(s->opt, "quiet"))
+            fprintf(stderr, "kvcomp: sonic: turn %d is past the %d the adapter knows; the last turn embedding is used from here on\n", turn, x->T_max);
         turn = x->T_max - 1;
     }
     for (int c = 0; c < C; c++) out[c] = x->embed[c] + x->pos[(size_t)j * C + c] + x->turn[(size_t)turn * C + c];
@@ -7389,8 +7420,9 @@ static int sonic_again(Session *s, Sonic *x, Token *t, int n, int foot) {
     memmove(t + x->cur, t + foot, (size_t)(n - foot) * sizeof *t);
     for (; p < x->sys && p < n_text; p++, i++) t[i] = (Token){ text[p].id, p, -1, text[p].kind };
     for (int m = 0; m < x->h; m++) {
+        int K = sonic_K(x, x->msg[m].n);
         for (int end = p + x->msg[m].n; p < end; p++, i++) t[i] = (Token){ text[p].id, x->original ? p : i, m, text[p].kind };
-        for (int j = 0, K = sonic_K(x, x->msg[m].n); j < K; j++, i++) t[i] = sonic_token(x, x->msg[m].turn, j, m, x->original ? p + j : i);
+        for (int j = 0; j < K; j++, i++) t[i] = sonic_token(x, x->msg[m].turn, j, m, x->original ? p + j : i);
     }
     for (n += x->cur - foot; i < n; i++) t[i].pos = x->original ? p++ : i;
     scratch_reset(s, mark);
@@ -7413,7 +7445,8 @@ static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     x->drop = x->h;
     int last = t[n - 1].pos < 0 ? s->pos_next + n - 1 : t[n - 1].pos;
     if (last >= s->c->max_pos)
-        die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue, or --sonic-pos=original with an adapter trained so)", last, s->c->max_pos);
+        die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue, or --sonic-pos=original with an adapter trained so)",
+            last, s->c->max_pos);
     x->seconds += now() - t0;
     return n;
 }
@@ -7424,7 +7457,8 @@ static int sonic_numbers(Session *s, Sonic *x) {        // K, ratio, positions: 
     const char *pos = opt_str(o, "sonic-pos");
     int K = opt_int(o, "sonic-k");
     x->ratio = opt_given(o, "sonic-ratio") ? opt_real(o, "sonic-ratio") : s->ratio;
-    if (x->ratio > 1 || (x->ratio < 0 && (opt_given(o, "sonic-ratio") || opt_given(o, "ratio")))) return sonic_fail(s, "--sonic-ratio %g: expected 0 to 1", x->ratio);
+    if (x->ratio > 1 || (x->ratio < 0 && (opt_given(o, "sonic-ratio") || opt_given(o, "ratio"))))
+        return sonic_fail(s, "--sonic-ratio %g: expected 0 to 1", x->ratio);
     if (K && x->ratio >= 0) return sonic_fail(s, "--sonic-k and a ratio are two ways to say the same, give one");
     if (K < 0 || K > x->K_max) return sonic_fail(s, "--sonic-k %d: the adapter knows 1 to %d Nexus tokens a message", K, x->K_max);
     if (K) x->K = K;
@@ -7466,7 +7500,8 @@ static void sonic_close(Session *s, void *ms) {
 }
 static size_t sonic_bytes(const Session *s, const void *ms) {      // embeddings and layer table; the branch's matrices are weights, not cache
     const Sonic *x = ms;
-    return (size_t)(1 + x->K_max + x->T_max) * s->c->C * sizeof(float) + (size_t)s->c->L * sizeof(Layer) + arrlenu(x->msg) * sizeof(SonicMessage);
+    size_t embed = (size_t)(1 + x->K_max + x->T_max) * s->c->C * sizeof(float);
+    return embed + (size_t)s->c->L * sizeof(Layer) + arrlenu(x->msg) * sizeof(SonicMessage);
 }
 static void sonic_stats(const Session *s, const void *ms, FILE *out) {
     const Sonic *x = ms;
@@ -7474,18 +7509,19 @@ static void sonic_stats(const Session *s, const void *ms, FILE *out) {
     size_t bytes = 0;
     for (int i = 0; x->file && i < x->file->n; i++) bytes += x->file->tensor[i].bytes;
     if (!x->h && now_rows > sys) now_rows -= sys;       // the first turn holds the system message itself
-    double hist = x->n_body ? 1 - (double)x->n_nexus / x->n_body : 0, all = (double)(sys + x->n_body + now_rows), kept = (double)(sys + x->n_nexus + now_rows);
-    fprintf(out, "sonic: %d messages, %ld tokens in %ld Nexus tokens: hist_ratio %.4f, total_ratio %.4f, %s, %s positions\n", x->h, x->n_body, x->n_nexus, hist, all > 0 ? 1 - kept / all : 0,
-            x->oneshot ? "one-shot" : "incremental", x->original ? "original" : "augmented");
+    double hist = x->n_body ? 1 - (double)x->n_nexus / x->n_body : 0, all = (double)(sys + x->n_body + now_rows);
+    double total = all > 0 ? 1 - (double)(sys + x->n_nexus + now_rows) / all : 0;
+    fprintf(out, "sonic: %d messages, %ld tokens in %ld Nexus tokens: hist_ratio %.4f, total_ratio %.4f, %s, %s positions\n",
+            x->h, x->n_body, x->n_nexus, hist, total, x->oneshot ? "one-shot" : "incremental", x->original ? "original" : "augmented");
     fprintf(out, "sonic: %.3f s at turn starts for finished messages; adapter %zu bytes%s\n", x->seconds, bytes, x->file ? "" : " (untrained: the base's weights)");
 }
 static const Opt sonic_opts[] = {
     { "sonic-k",         'i', "0",    "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
-    { "sonic-ratio",     'f', "0",    "share of each message to remove instead (also --ratio): K_i = round((1-F)|B_i|), at most the adapter's k_max" },
+    { "sonic-ratio",     'f', "0",    "share of each message to remove instead (also --ratio); at most the adapter's k_max tokens stay" },
     { "sonic-weights",   's', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
     { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
     { "sonic-seed",      'i', "1",    "of those embeddings" },
-    { "sonic-pos",       'c', "adapter|augmented|original", "positions: as the adapter was trained (untrained: augmented), Nexus tokens take their own, or text keeps its own" },
+    { "sonic-pos",       'c', "adapter|augmented|original", "as trained (untrained: augmented); Nexus tokens take positions of their own; text keeps its own" },
     { "sonic-oneshot",   'b', "0",    "the paper's exact mask: the whole history in one pass, every turn" },
     { "sonic-sink",      'i', "4",    "first tokens that count as system message at least" },
     { "sonic-force",     'b', "0",    "take an adapter whose fingerprint does not fit" },
@@ -8006,6 +8042,82 @@ static const Opt dililazy_opts[] = {
 static const char *glue_bytes(const void *t, int id, int *len) { return tokenizer_bytes(t, id, len); }
 static int glue_special(const void *t, int id) { return tokenizer_is_special(t, id); }
 static void lychee_text(const Tokenizer *t) { token_text = (TokenText){ t, glue_bytes, glue_special }; }
+
+// ==================================================================================================== 16 THE TABLE OF METHODS
+const Method methods[] = {
+    { .name = "full", .paper = "Vaswani et al., Attention Is All You Need, arXiv 1706.03762", .keeps = "keeps every row, reads every row" },
+    { .name = "streaming", .paper = "StreamingLLM, arXiv 2309.17453", .keeps = "keeps the first --sink and the most recent rows, B in all", .evicts = 1,
+      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = streaming_open, .commit = streaming_commit },
+    { .name = "window", .paper = "streaming without sinks", .keeps = "keeps the B most recent rows", .evicts = 1,
+      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = window_open, .commit = streaming_commit },
+    { .name = "snapkv", .paper = "SnapKV, arXiv 2404.14469", .keeps = "keeps the rows the last --obs-window queries attend to most, and those last rows; B in all", .evicts = 1,
+      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .commit = snapkv_commit },
+    { .name = "adakv", .paper = "Ada-KV, arXiv 2407.11550", .keeps = "snapkv with the budget shared out among a layer's heads by their scores; B a head on average", .evicts = 1,
+      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .commit = adakv_commit },
+    { .name = "pyramidkv", .paper = "PyramidKV, arXiv 2406.02069", .keeps = "snapkv with budgets that fall from the first layer to the last; B a head on average", .evicts = 1,
+      .limits = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen. Uses --kernel, --gqa-agg", .role = ROLE_SELECT,
+      .state = sizeof(Snap), .open = snapkv_open, .commit = pyramidkv_commit },
+    { .name = "h2o", .paper = "H2O, arXiv 2306.14048", .keeps = "keeps the last B/2 rows and the B/2 others that drew most attention so far", .evicts = 1,
+      .limits = "needs a dense prefill, so no loopserve-p", .role = ROLE_SELECT | ROLE_PREFILL, .wants = KV_MASS, .state = sizeof(H2o), .opts = h2o_opts,
+      .open = h2o_open, .commit = h2o_commit },
+    { .name = "expected-attention", .paper = "Expected Attention, arXiv 2510.00636", .keeps = "keeps the first --sink rows and those future queries are expected to attend to; B in all", .evicts = 1,
+      .limits = "B must exceed --sink", .role = ROLE_SELECT, .state = sizeof(Expected), .open = expected_open, .close = expected_close, .bytes = expected_bytes,
+      .project = expected_project, .commit = expected_commit },
+    { .name = "a-shape", .paper = "A-shape prefill mask, after StreamingLLM, arXiv 2309.17453",
+      .keeps = "keeps every row; a prefill row reads the first --a-shape-init and the last --a-shape-local (saves reads only)",
+      .limits = "decides the prefill attention only; combine it with a decode method by +", .role = ROLE_PREFILL, .state = sizeof(LineShape),
+      .opts = a_shape_opts, .open = a_shape_open, .attend = shape_attend },
+    { .name = "tri-shape", .paper = "Tri-shape, SCBench, arXiv 2412.10319",
+      .keeps = "keeps every row; a-shape in which a turn's last --tri-shape-last rows read everything (saves reads only)",
+      .limits = "decides the prefill attention only; combine it with a decode method by +", .role = ROLE_PREFILL, .state = sizeof(LineShape),
+      .opts = tri_shape_opts, .open = tri_shape_open, .attend = shape_attend },
+    { .name = "minference", .paper = "MInference 1.0, arXiv 2407.02490",
+      .keeps = "keeps every row; prefill reads the heaviest columns and diagonals of a turn's last 64 rows (saves reads only)",
+      .limits = "decides the prefill attention only; combine it with a decode method by +. Its sizes are for 32k rows and more: on short "
+                "contexts give a small --minference-ratio", .role = ROLE_PREFILL, .state = sizeof(Minference),
+      .opts = minference_opts, .open = minference_open, .attend = minference_attend },
+    { .name = "quest", .paper = "Quest, arXiv 2406.10774", .keeps = "keeps every row; reads the pages of 16 rows with the largest bound, budget in all: saves reads only",
+      .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats", .role = ROLE_SELECT, .state = sizeof(Quest), .opts = quest_opts,
+      .open = quest_open, .close = quest_close, .select = quest_select, .commit = quest_commit, .bytes = quest_bytes, .forget = quest_forget },
+    { .name = "loopserve", .paper = "LoopServe, arXiv 2507.13681",
+      .keeps = "keeps every row; prefill reads chosen lines, decode the B rows the last queries like best and this answer (saves reads only)",
+      .limits = "prefills each answer again at the next turn. Dense up to --loopserve-min-context rows and in short turns; the first "
+                "--loopserve-first tokens of an answer read every row",
+      .role = ROLE_PREFILL | ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_opts, .open = loopserve_open, .close = loopserve_close,
+      .enter = loopserve_enter, .attend = loopserve_attend, .select = loopserve_select, .commit = loopserve_commit,
+      .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
+    { .name = "loopserve-p", .paper = "LoopServe-P: its prefill alone, arXiv 2507.13681", .keeps = "keeps every row; prefill reads chosen lines (saves reads only)",
+      .limits = "goes with any decode method by +, but h2o and sonic. Prefills each answer again at the next turn",
+      .role = ROLE_PREFILL, .state = sizeof(LoopServe), .opts = loopserve_p_opts, .open = loopserve_p_open, .enter = loopserve_enter,
+      .attend = loopserve_attend, .commit = loopserve_commit, .forget = loopserve_forget, .stats = loopserve_stats },
+    { .name = "loopserve-d", .paper = "LoopServe-D: its decode alone, arXiv 2507.13681",
+      .keeps = "keeps every row; decode reads the B rows the last queries like best and this answer (saves reads only)",
+      .limits = "prefills each answer again at the next turn", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts,
+      .open = loopserve_d_open, .close = loopserve_close, .enter = loopserve_enter, .select = loopserve_select, .commit = loopserve_commit,
+      .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
+    { .name = "pats", .paper = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs (papers/001)",
+      .keeps = "keeps every row; rows outside the last --pats-window tokens lose 2..8 low bits of f16 and are packed",
+      .limits = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream (frozen), middle drifts towards more cutting in long decodes (ratchet)",
+      .role = ROLE_STORE, .state = sizeof(Pats), .opts = pats_opts, .open = pats_open, .close = pats_close, .attend = pats_attend,
+      .select = pats_select, .commit = pats_commit, .bytes = pats_bytes, .forget = pats_forget, .stats = pats_stats },
+    { .name = "q8", .paper = "blocks of 32 values with one f16 scale, as llama.cpp's q8_0", .keeps = "keeps every row at 8.5 bits an element",
+      .limits = "sets -ctk and -ctv itself", .role = ROLE_STORE, .open = q8_open },
+    { .name = "lychee", .paper = "LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and Hierarchical KV Indexing",
+      .keeps = "keeps every row; reads sinks, the text chunks of the best clusters (budget in all) and the recent rows: saves reads only",
+      .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats. Chunks follow the text only where a tokenizer is known",
+      .role = ROLE_SELECT, .state = sizeof(Lychee), .opts = lychee_opts, .open = lychee_open, .close = lychee_close,
+      .select = lychee_select, .commit = lychee_commit, .bytes = lychee_bytes, .forget = lychee_forget, .stats = lychee_stats },
+    { .name = "sonic", .paper = "SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching, arXiv 2601.21927",
+      .keeps = "keeps the system message, K Nexus rows a finished message, and the current turn; the rest is dropped when the next turn begins", .evicts = 1,
+      .limits = "needs an adapter trained for the model; --budget does not apply (see --sonic-k); goes with a storage format (sonic+pats), with no other selection or sparse prefill",
+      .role = ROLE_PREFILL | ROLE_SELECT, .rule = VIS_SEGMENT, .state = sizeof(Sonic), .opts = sonic_opts, .open = sonic_open, .close = sonic_close,
+      .enter = sonic_enter, .embed = sonic_embed, .commit = sonic_commit, .bytes = sonic_bytes, .stats = sonic_stats },
+    { .name = "dililazy", .paper = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL submission)", .evicts = 1,
+      .keeps = "every query head reads its own rows, B on average, more for heads that find facts; a KV head stores their union",
+      .limits = "needs head scores (--dililazy-scores or --calibrate). B must exceed --obs-window. Uses --kernel", .role = ROLE_SELECT, .state = sizeof(DiliLazy),
+      .opts = dililazy_opts, .open = dililazy_open, .close = dililazy_close, .bytes = dililazy_bytes, .commit = dililazy_commit, .stats = dililazy_stats },
+    { .name = NULL },
+};
 
 // ==================================================================================================== 17 SAMPLING, GENERATION, RECORDS
 // An App is what the command line opened: a model, a tokenizer, a template, one session, and the record of its turns.
@@ -9337,79 +9449,3 @@ int main(int argc, char **argv) {
     return rc;
 }
 #endif
-
-// ==================================================================================================== 16 THE TABLE OF METHODS
-const Method methods[] = {
-    { .name = "full", .paper = "Vaswani et al., Attention Is All You Need, arXiv 1706.03762", .keeps = "keeps every row, reads every row" },
-    { .name = "streaming", .paper = "StreamingLLM, arXiv 2309.17453", .keeps = "keeps the first --sink and the most recent rows, B in all", .evicts = 1,
-      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = streaming_open, .commit = streaming_commit },
-    { .name = "window", .paper = "streaming without sinks", .keeps = "keeps the B most recent rows", .evicts = 1,
-      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = window_open, .commit = streaming_commit },
-    { .name = "snapkv", .paper = "SnapKV, arXiv 2404.14469", .keeps = "keeps the rows the last --obs-window queries attend to most, and those last rows; B in all", .evicts = 1,
-      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .commit = snapkv_commit },
-    { .name = "adakv", .paper = "Ada-KV, arXiv 2407.11550", .keeps = "snapkv with the budget shared out among a layer's heads by their scores; B a head on average", .evicts = 1,
-      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .commit = adakv_commit },
-    { .name = "pyramidkv", .paper = "PyramidKV, arXiv 2406.02069", .keeps = "snapkv with budgets that fall from the first layer to the last; B a head on average", .evicts = 1,
-      .limits = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen. Uses --kernel, --gqa-agg", .role = ROLE_SELECT,
-      .state = sizeof(Snap), .open = snapkv_open, .commit = pyramidkv_commit },
-    { .name = "h2o", .paper = "H2O, arXiv 2306.14048", .keeps = "keeps the last B/2 rows and the B/2 others that drew most attention so far", .evicts = 1,
-      .limits = "needs a dense prefill, so no loopserve-p", .role = ROLE_SELECT | ROLE_PREFILL, .wants = KV_MASS, .state = sizeof(H2o), .opts = h2o_opts,
-      .open = h2o_open, .commit = h2o_commit },
-    { .name = "expected-attention", .paper = "Expected Attention, arXiv 2510.00636", .keeps = "keeps the first --sink rows and those future queries are expected to attend to; B in all", .evicts = 1,
-      .limits = "B must exceed --sink", .role = ROLE_SELECT, .state = sizeof(Expected), .open = expected_open, .close = expected_close, .bytes = expected_bytes,
-      .project = expected_project, .commit = expected_commit },
-    { .name = "a-shape", .paper = "A-shape prefill mask, after StreamingLLM, arXiv 2309.17453",
-      .keeps = "keeps every row; a prefill row reads the first --a-shape-init and the last --a-shape-local (saves reads only)",
-      .limits = "decides the prefill attention only; combine it with a decode method by +", .role = ROLE_PREFILL, .state = sizeof(LineShape),
-      .opts = a_shape_opts, .open = a_shape_open, .attend = shape_attend },
-    { .name = "tri-shape", .paper = "Tri-shape, SCBench, arXiv 2412.10319",
-      .keeps = "keeps every row; a-shape in which a turn's last --tri-shape-last rows read everything (saves reads only)",
-      .limits = "decides the prefill attention only; combine it with a decode method by +", .role = ROLE_PREFILL, .state = sizeof(LineShape),
-      .opts = tri_shape_opts, .open = tri_shape_open, .attend = shape_attend },
-    { .name = "minference", .paper = "MInference 1.0, arXiv 2407.02490",
-      .keeps = "keeps every row; prefill reads the heaviest columns and diagonals of a turn's last 64 rows (saves reads only)",
-      .limits = "decides the prefill attention only; combine it with a decode method by +. Its sizes are for 32k rows and more: on short "
-                "contexts give a small --minference-ratio", .role = ROLE_PREFILL, .state = sizeof(Minference),
-      .opts = minference_opts, .open = minference_open, .attend = minference_attend },
-    { .name = "quest", .paper = "Quest, arXiv 2406.10774", .keeps = "keeps every row; reads the pages of 16 rows with the largest bound, budget in all: saves reads only",
-      .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats", .role = ROLE_SELECT, .state = sizeof(Quest), .opts = quest_opts,
-      .open = quest_open, .close = quest_close, .select = quest_select, .commit = quest_commit, .bytes = quest_bytes, .forget = quest_forget },
-    { .name = "loopserve", .paper = "LoopServe, arXiv 2507.13681",
-      .keeps = "keeps every row; prefill reads chosen lines, decode the B rows the last queries like best and this answer (saves reads only)",
-      .limits = "prefills each answer again at the next turn. Dense up to --loopserve-min-context rows and in short turns; the first "
-                "--loopserve-first tokens of an answer read every row",
-      .role = ROLE_PREFILL | ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_opts, .open = loopserve_open, .close = loopserve_close,
-      .enter = loopserve_enter, .attend = loopserve_attend, .select = loopserve_select, .commit = loopserve_commit,
-      .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
-    { .name = "loopserve-p", .paper = "LoopServe-P: its prefill alone, arXiv 2507.13681", .keeps = "keeps every row; prefill reads chosen lines (saves reads only)",
-      .limits = "goes with any decode method by +, but h2o and sonic. Prefills each answer again at the next turn",
-      .role = ROLE_PREFILL, .state = sizeof(LoopServe), .opts = loopserve_p_opts, .open = loopserve_p_open, .enter = loopserve_enter,
-      .attend = loopserve_attend, .commit = loopserve_commit, .forget = loopserve_forget, .stats = loopserve_stats },
-    { .name = "loopserve-d", .paper = "LoopServe-D: its decode alone, arXiv 2507.13681",
-      .keeps = "keeps every row; decode reads the B rows the last queries like best and this answer (saves reads only)",
-      .limits = "prefills each answer again at the next turn", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts,
-      .open = loopserve_d_open, .close = loopserve_close, .enter = loopserve_enter, .select = loopserve_select, .commit = loopserve_commit,
-      .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
-    { .name = "pats", .paper = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs (papers/001)",
-      .keeps = "keeps every row; rows outside the last --pats-window tokens lose 2..8 low bits of f16 and are packed",
-      .limits = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream (frozen), middle drifts towards more cutting in long decodes (ratchet)",
-      .role = ROLE_STORE, .state = sizeof(Pats), .opts = pats_opts, .open = pats_open, .close = pats_close, .attend = pats_attend,
-      .select = pats_select, .commit = pats_commit, .bytes = pats_bytes, .forget = pats_forget, .stats = pats_stats },
-    { .name = "q8", .paper = "blocks of 32 values with one f16 scale, as llama.cpp's q8_0", .keeps = "keeps every row at 8.5 bits an element",
-      .limits = "sets -ctk and -ctv itself", .role = ROLE_STORE, .open = q8_open },
-    { .name = "lychee", .paper = "LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and Hierarchical KV Indexing",
-      .keeps = "keeps every row; reads sinks, the text chunks of the best clusters (budget in all) and the recent rows: saves reads only",
-      .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats. Chunks follow the text only where a tokenizer is known",
-      .role = ROLE_SELECT, .state = sizeof(Lychee), .opts = lychee_opts, .open = lychee_open, .close = lychee_close,
-      .select = lychee_select, .commit = lychee_commit, .bytes = lychee_bytes, .forget = lychee_forget, .stats = lychee_stats },
-    { .name = "sonic", .paper = "SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching, arXiv 2601.21927",
-      .keeps = "keeps the system message, K Nexus rows a finished message, and the current turn; the rest is dropped when the next turn begins", .evicts = 1,
-      .limits = "needs an adapter trained for the model; --budget does not apply (see --sonic-k); goes with a storage format (sonic+pats), with no other selection or sparse prefill",
-      .role = ROLE_PREFILL | ROLE_SELECT, .rule = VIS_SEGMENT, .state = sizeof(Sonic), .opts = sonic_opts, .open = sonic_open, .close = sonic_close,
-      .enter = sonic_enter, .embed = sonic_embed, .commit = sonic_commit, .bytes = sonic_bytes, .stats = sonic_stats },
-    { .name = "dililazy", .paper = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL submission)", .evicts = 1,
-      .keeps = "every query head reads its own rows, B on average, more for heads that find facts; a KV head stores their union",
-      .limits = "needs head scores (--dililazy-scores or --calibrate). B must exceed --obs-window. Uses --kernel", .role = ROLE_SELECT, .state = sizeof(DiliLazy),
-      .opts = dililazy_opts, .open = dililazy_open, .close = dililazy_close, .bytes = dililazy_bytes, .commit = dililazy_commit, .stats = dililazy_stats },
-    { .name = NULL },
-};

@@ -469,6 +469,12 @@ TEST(json_values, "values of every type, numbers to the bit, order and duplicate
     CHECK(j->item[2].len == 10 && !memcmp(j->item[2].str, "x\"\\/\b\f\n\r\ty", 10), "escapes: %s", j->item[2].str);
     CHECK(!strcmp(json_get(j, "s")->str, "last"), "the last duplicate wins, found %s", json_get(j, "s")->str);
     json_free(j);
+    static const char *const empty[] = { "[]", "{}", "[[],{}]" };           // found by fuzzing: nothing was allocated for no children
+    for (int i = 0; i < 3; i++) {
+        j = json_parse(empty[i], strlen(empty[i]), err);
+        CHECK(j && j->n == (i == 2 ? 2 : 0) && !json_get(j, "a"), "%s: %s", empty[i], err);
+        json_free(j);
+    }
 }
 
 TEST(json_unicode, "\\u escapes, surrogate pairs and halves, NUL inside a string, raw UTF-8") {
@@ -1324,6 +1330,8 @@ TEST(golden_formats, "f16, bf16 and q8_0 rows stay close to the f32 ones and are
 // ==================================================================================================== TOKENIZER AND CHAT TEMPLATES
 // Golden ids come from data/tokenizers/ (made by data/make_tokenizers.py with the reference packages). The rest are properties.
 
+static int tokenizer_id(const Tokenizer *t, const char *text) { return text_id(t, text, strlen(text)); }     // -1: absent
+
 typedef struct { const unsigned char *p, *end; } Fixture;
 static size_t fixture_varint(Fixture *f) {
     size_t x = 0;
@@ -2023,6 +2031,19 @@ TEST(math_attention_tiles, "attn_scores and attn_mix equal double for every head
                 memcpy(one, o0 + (size_t)t * D, (size_t)D * 4);
                 attn_mix(one, s + (size_t)t * n, k, 1, n, D);
                 CHECK(!memcmp(one, o + (size_t)t * D, (size_t)D * 4), "%s attn_mix: row %d of %d depends on m (n %d D %d)", simd->name, t, m, n, D);
+                for (int dt = DT_F16; dt <= DT_BF16; dt++) {        // rows as the cache holds them, and the same rows unpacked
+                    uint16_t rows[64 * 128];
+                    float *wide = xmalloc((size_t)n * D * 4), *s2 = xmalloc((size_t)m * n * 4), *o2 = xmalloc((size_t)m * D * 4);
+                    from_f32(rows, k, dt, (size_t)n * D);
+                    to_f32(wide, rows, dt, (size_t)n * D);
+                    scores_of(s, q, rows, dt, m, n, D, 0.3f);
+                    attn_scores(s2, q, wide, m, n, D, 0.3f);
+                    memcpy(o, o0, (size_t)m * D * 4); memcpy(o2, o0, (size_t)m * D * 4);
+                    mix_of(o, s, rows, dt, m, n, D);
+                    attn_mix(o2, s, wide, m, n, D);
+                    CHECK(!memcmp(s, s2, (size_t)m * n * 4) && !memcmp(o, o2, (size_t)m * D * 4), "%s dtype %d: unpacking rows changes a result (m %d n %d D %d)", simd->name, dt, m, n, D);
+                    free(wide); free(s2); free(o2);
+                }
             }
             free(q); free(k); free(o0); free(s); free(o); free(one);
         }
@@ -4969,6 +4990,7 @@ TEST(lychee_retrieve, "retrieval worked by hand: order, ties, cut at the first c
         { GQA_MAX, 16 + 16, 0, 8,  "100000" },      // the second chunk of cluster 0 ends it
         { GQA_MAX, 16 + 7,  0, 0,  "000000" },      // less than any chunk
         { GQA_MAX, 16,      0, 0,  "000000" },      // the sinks alone
+        { GQA_SUM, 16 + 8,  0, 8,  "100000" },      // the empty cluster scores 3 and takes nobody's place
         { GQA_SUM, 16 + 40, 0, 37, "101110" },      // scores 2, 1, -, 2, -2: clusters 0 and 3 hold 17 + 20; cluster 1 does not fit
         { GQA_MAX, 16 + 40, 1, 36, "001011" },      // 1.25, 1, -, 1.5, 3: cluster 4 (16), 3 (20); chunk 0 does not fit
         { GQA_SUM, 16 + 40, 1, 36, "001011" },      // 2 + 3/4, 1, -, 2 + 3/2, -2 + 9: the same
