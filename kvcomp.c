@@ -8851,7 +8851,7 @@ static void bench_print(FILE *f, const BenchLine *b, const Options *o, const Con
                 "\"attend_ms\":%.4f,\"select_ms\":%.4f,\"commit_ms\":%.4f,\"index_ms\":%.4f,\"kv_bytes_stored\":%zu,\"threads\":%d,\"simd\":\"%s\"}\n",
                 b->tok_s, b->weights, b->kv, b->meta, gb_s, read, gb_s / read, b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, b->stored, n_threads(), simd_name());
     } else if (opt_int(o, "csv"))
-        fprintf(f, "%s,%d,%s,%s,%.3f,%.0f,%.0f,%.0f,%.2f,%.2f,%.4f,%.4f,%.4f,%.4f,%.4f,%zu,%d,%s\n", b->test, b->n, opt_str(o, "method"), c->dir, b->tok_s, b->weights, b->kv,
+        fprintf(f, "%s,%d,%s,\"%s\",%.3f,%.0f,%.0f,%.0f,%.2f,%.2f,%.4f,%.4f,%.4f,%.4f,%.4f,%zu,%d,%s\n", b->test, b->n, opt_str(o, "method"), c->dir, b->tok_s, b->weights, b->kv,
                 b->meta, gb_s, read, gb_s / read, b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, b->stored, n_threads(), simd_name());
     else {
         char name[32];

@@ -400,6 +400,32 @@ TEST(streaming_limits, "budget >= context equals full attention bit for bit, at 
     }
     free(ref); tiny_free(m);
 }
+TEST(streaming_rerotate, "--streaming-rerotate: rows stand at positions 0..n-1, their keys are the ones RoPE gives there, the next token follows") {
+    Script p = { 2, { 50, 20 }, { 3, 0 }, 12 };
+    Tiny m = tiny_model(1, 4, 2, 16, 32, 48, 61, 8);     // one layer: a token's unrotated key does not depend on what was dropped
+    float *kept[2] = { NULL, NULL };
+    for (int turn = 0; turn < 2; turn++) {
+        Options *o = options_of(turn ? "budget=24 streaming-rerotate" : "budget=24");
+        Session *s = session_open(m.c, m.w, o, "streaming");
+        free(run_session(s, &p));
+        KVHead *h = kv_head(s, 0, 1);
+        CHECK(h->len == 24, "%d rows", h->len);
+        kept[turn] = xmalloc((size_t)h->len * 16 * sizeof(float));
+        kv_load_k(s, h, NULL, 0, h->len, kept[turn]);
+        Twin *t = twin_new(m.c, m.w, DT_F32);
+        for (int r = 0; r < h->len; r++) {
+            CHECK(h->pos[r] == (turn ? r : s->tok[h->src[r]].pos), "row %d stands at %d", r, h->pos[r]);
+            double k[16];                                // back to position 0 by the inverse rotation
+            for (int d = 0; d < 16; d++) k[d] = kept[turn][r * 16 + d];
+            twin_rope(t, k, -h->pos[r]);
+            for (int d = 0; d < 16; d++) kept[turn][r * 16 + d] = (float)k[d];
+        }
+        CHECK(s->pos_next == (turn ? 24 : 73), "next position %d", s->pos_next);
+        twin_free(t); session_close(s); options_free(o);
+    }
+    CHECK(worst(kept[0], kept[1], 24 * 16, 1e-5, 1e-5, NULL) <= 1, "keys differ by more than their rotation");
+    free(kept[0]); free(kept[1]); tiny_free(m);
+}
 
 // ==================================================================================================== 2 JSON, SAFETENSORS, CONFIG, WEIGHTS
 
@@ -6350,6 +6376,91 @@ TEST(dililazy_calibrate, "--calibrate: scores equal the slow twin's, means over 
     CHECK(code == EXIT_USAGE && strstr(said, "tokenizer"), "exit %d", code);
     options_free(o);
     arrfree(hay); arrfree(again); free(x.r); free(out); tokenizer_free(t); tiny_free(m);
+}
+
+// ==================================================================================================== 18 BENCHMARK
+// The benchmark's numbers: a filled cache is what a prefill would have left, bytes a step are those of the rows it read, and the
+// three forms of a line carry the same fields.
+
+static Session *bench_session(Options **o, Config **c, Weights **w, const char *method) {
+    char err[256];
+    *o = options_new();
+    options_set(*o, "budget", "40", err);
+    *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
+    *w = weights_synthetic(*c, 1);
+    return session_open(*c, *w, *o, method);
+}
+static void bench_close(Session *s, Options *o, Config *c, Weights *w) { session_close(s); weights_close(w, c); options_free(o); }
+
+TEST(bench_fill, "filling a cache leaves the rows, positions and evictions of a prefill, and decode goes on from there") {
+    for (int evicts = 0; evicts < 2; evicts++) {
+        Options *o; Config *c; Weights *w;
+        Session *s = bench_session(&o, &c, &w, evicts ? "streaming" : "full");
+        int *ids = random_ids(150, c->V);
+        s->forward = fill_pass;
+        prefill(s, ids, 150);
+        s->forward = forward;
+        decode(s, 3);
+        CHECK(s->n_tok == 151 && s->pos_next == 151 && s->turn == 1 && s->step == 1, "tokens %d, next position %d, turn %d, step %d", s->n_tok, s->pos_next, s->turn, s->step);
+        for (int l = 0; l < c->L; l++)
+            for (int g = 0; g < c->G; g++) {
+                KVHead *h = kv_head(s, l, g);
+                CHECK(h->len == (evicts ? 41 : 151), "method %d layer %d head %d holds %d rows", evicts, l, g, h->len);
+                CHECK(h->src[h->len - 1] == 150 && h->pos[h->len - 1] == 150, "the last row is token %d at %d", h->src[h->len - 1], h->pos[h->len - 1]);
+            }
+        for (int i = 0; i < c->V; i++) CHECK(isfinite(s->logits[i]), "logit %d is %g", i, s->logits[i]);
+        arrfree(ids);
+        bench_close(s, o, c, w);
+    }
+}
+TEST(bench_bytes, "a decode line counts the weights once and the mean of the rows its steps read; a prefill line gives tokens a second") {
+    Options *o; Config *c; Weights *w;
+    Session *s = bench_session(&o, &c, &w, "full");
+    BenchLine b = bench_decode(s, 64, 2);
+    double rows = 64 + 1 + (1 + 2 * BENCH_STEPS) / 2.0;             // one step before the clock starts; each reads its own row
+    CHECK(b.kv == rows * c->L * c->G * c->D * 2 * 2, "KV bytes a step %.1f, should be those of %.1f rows", b.kv, rows);
+    CHECK(b.weights == (double)w->bytes - (c->tied ? 0 : (double)c->V * c->C * 2), "weight bytes a step %.0f of %zu", b.weights, w->bytes);
+    CHECK(b.tok_s > 0 && b.bandwidth > 1e6 && b.attend > 0 && b.stored == kv_bytes(s), "%g tok/s, %g bytes/s, attend %g s", b.tok_s, b.bandwidth, b.attend);
+    b = bench_prefill(s, 33, 2);
+    CHECK(b.tok_s > 0 && s->n_tok == 33 && s->clk.n_prefill == 33, "%g tok/s, %d tokens held", b.tok_s, s->n_tok);
+    double odd[] = { 3, 1, 2 }, even[] = { 4, 1, 3, 2 };
+    CHECK(median(odd, 3) == 2 && median(even, 4) == 2.5, "medians");
+    bench_close(s, o, c, w);
+}
+TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table rows the header's columns") {
+    static const char *form[] = { "json", "csv", "quiet" };
+    for (int i = 0; i < 3; i++) {
+        Options *o; Config *c; Weights *w;
+        Session *s = bench_session(&o, &c, &w, "full");
+        BenchLine line[2] = { { .test = "pp", .n = 512, .tok_s = 80, .bandwidth = 33e9 }, { .test = "tg", .n = 32768, .tok_s = 9.5, .bandwidth = 33e9, .weights = 2.5e9, .kv = 1.1e9 } };
+        char err[256], *text = NULL;
+        size_t size = 0;
+        options_set(o, form[i], "1", err);
+        FILE *f = open_memstream(&text, &size);
+        bench_header(f, o, c, w);
+        for (int k = 0; k < 2; k++) bench_print(f, &line[k], o, c);
+        fclose(f);
+        int rows = 0, first = -1;
+        for (char *p = text, *end; *p; p = end + 1) {
+            end = strchr(p, '\n');
+            *end = 0;
+            if (i == 0) {
+                Json *j = json_parse(p, strlen(p), err);
+                CHECK(j && json_get(j, "share") && json_get(j, "tok_s") && json_get(j, "method"), "not an object with the keys: %s", p);
+                json_free(j);
+            }
+            if (i < 2 || *p == '|') {
+                int fields = 0;
+                for (char *q = p, in = 0; *q; q++) { in ^= i == 1 && *q == '"'; fields += !in && *q == (i == 2 ? '|' : ','); }
+                if (first < 0) first = fields;
+                CHECK(i == 0 || fields == first, "%d separators, the first line has %d: %s", fields, first, p);
+                rows++;
+            }
+        }
+        CHECK(rows == (i == 0 ? 2 : i == 1 ? 3 : 4), "%s: %d lines", form[i], rows);
+        free(text);
+        bench_close(s, o, c, w);
+    }
 }
 
 // ==================================================================================================== 20 THE PROGRAM FROM OUTSIDE
