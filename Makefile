@@ -6,8 +6,9 @@ CC := gcc
 endif
 CFLAGS ?= -O3
 WARN    = -std=c11 -Wall -Wextra -Werror
-# OpenMP if the compiler can link it; the program is right without it, only slower
-OPENMP := $(shell echo 'int main(void){return 0;}' > /tmp/kv_omp_$$$$.c; $(CC) -fopenmp -o /tmp/kv_omp_$$$$ /tmp/kv_omp_$$$$.c 2>/dev/null && echo -fopenmp; rm -f /tmp/kv_omp_$$$$ /tmp/kv_omp_$$$$.c)
+# OpenMP if the compiler can link it; the program is right without it, only slower. Looked up when a recipe runs, because
+# the compiler may have been installed only then
+OPENMP  = $(shell d=$$(mktemp -d) && echo 'int main(void){return 0;}' > $$d/a.c && $(CC) -fopenmp -o $$d/a $$d/a.c 2>/dev/null && echo -fopenmp || echo -Wno-unknown-pragmas; rm -rf $$d)
 
 all: kvcomp
 
@@ -20,9 +21,8 @@ install-deps:
 	@command -v apt-get >/dev/null || { echo "kvcomp needs a C compiler and stb_ds.h (Debian: gcc libc6-dev libstb-dev)"; exit 1; }
 	@echo "installing what is missing: gcc libc6-dev libstb-dev"
 	@if [ "$$(id -u)" = 0 ]; then S=; else S=sudo; fi; $$S apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$S apt-get install -y -qq gcc libc6-dev libstb-dev >/dev/null
-# the compiler may only now be there, so what was detected at the start is detected again
 kvcomp: kvcomp.c kvcomp.h Makefile | deps
-	@$(if $(OPENMP),,$(if $(KV_AGAIN),,$(MAKE) --no-print-directory KV_AGAIN=1 kvcomp && exit 0;)) $(CC) $(WARN) $(CFLAGS) $(OPENMP) -o $@ kvcomp.c -lm
+	$(CC) $(WARN) $(CFLAGS) $(OPENMP) -o $@ kvcomp.c -lm
 
 run: kvcomp
 	./kvcomp

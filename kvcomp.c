@@ -9427,8 +9427,7 @@ static int run_app(App *a) {
     return rc;
 }
 
-#ifndef KVCOMP_NO_MAIN
-int main(int argc, char **argv) {
+int kvcomp_main(int argc, char **argv) {
     App a = { .o = options_new() };
     for (int i = 1; i < argc; i++)
         if (!strcmp(argv[i], "-h") || !strcmp(argv[i], "--help")) return i + 1 < argc && argv[i + 1][0] != '-' ? help_method(argv[i + 1]) : help();
@@ -9448,4 +9447,6 @@ int main(int argc, char **argv) {
     app_close(&a);
     return rc;
 }
+#ifndef KVCOMP_NO_MAIN
+int main(int argc, char **argv) { return kvcomp_main(argc, argv); }
 #endif

@@ -1,0 +1,417 @@
+// cuda_emu.h - runs the kernels of kvcomp.cu on the CPU, so that they are tested on machines without a GPU. Tests only.
+//
+// kvcomp.cu compiles two ways:   nvcc kvcomp.cu    |    g++ -x c++ -std=c++17 -include cuda_emu.h kvcomp.cu
+// Every CUDA thread of a block is a fiber. Fibers change only where CUDA threads meet (__syncthreads, __syncwarp, shuffles,
+// votes); blocks run one after the other. Between two meetings the order comes from EMU_SEED or emu_set_seed(): 0 ascending,
+// 1 descending, other values random, so a kernel that counts on lockstep gives another answer. Caught, with kernel and line:
+//   - a barrier that some threads never reach, or reach on another line; a shuffle naming a lane that is gone or elsewhere
+//   - reading shared or fresh device memory nobody wrote (it starts as NaN, 0xff bytes)
+//   - kernels running past an allocation (guard pages) or into a freed one; host code touching device memory
+//   - a host pointer as kernel argument, as device side of a copy, or as a cuBLAS matrix; a matrix that runs past its memory
+// Device calls from several host threads are fine, one at a time. Built with -fsanitize=thread every CUDA thread is a TSan
+// fiber, and races on shared and global memory inside a block are reported with both stacks.
+#pragma once
+#include <math.h>
+#include <float.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <signal.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include "kvcomp.h"               // f16 and bf16
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#define EMU_TSAN(x) x
+#else
+#define EMU_TSAN(x)
+#endif
+#define EMU_QUIET __attribute__((no_sanitize("thread"), noinline))
+
+// ------------------------------------------------------------------------------------------------ the language: qualifiers, vector types, built-in variables
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static __attribute__((section("emu_shared")))   // poisoned before every block
+#define warpSize 32
+
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct dim3 { unsigned x, y, z; dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {} };
+
+enum { EMU_READY, EMU_BARRIER, EMU_WARP, EMU_DONE };
+struct EmuThread {
+    ucontext_t ctx;
+    dim3 tid;
+    int state, line;                  // why it waits, and on which line
+    unsigned mask, lane;              // of the warp operation it waits in
+    uint64_t in, got[32];             // what it brings; what the lanes of its mask brought
+    void *tsan;
+};
+struct Emu {
+    EmuThread *t; int n;              // the block's threads
+    ucontext_t sched; void *tsan;
+    EmuThread *cur;
+    dim3 grid, block, bid;
+    char *dyn; size_t dyn_bytes;      // dynamic shared memory
+    const char *kernel; void (*body)(void *); void *arg;
+    uint64_t rng; int seed;
+    char *arena; size_t used;         // device memory
+    struct EmuMem { char *p; size_t bytes, span; int live; } *mem; int n_mem, cap_mem;   // ascending addresses; never reused
+    long switches;
+};
+static Emu emu;
+static pthread_mutex_t emu_mutex = PTHREAD_MUTEX_INITIALIZER;
+struct EmuLock { EmuLock() { pthread_mutex_lock(&emu_mutex); } ~EmuLock() { pthread_mutex_unlock(&emu_mutex); } };
+#if defined(__SANITIZE_THREAD__)      // the emulator's own state must not count as a race
+EMU_QUIET static dim3 emu_tid(void) { return emu.cur->tid; }
+EMU_QUIET static dim3 emu_bid(void) { return emu.bid; }
+EMU_QUIET static dim3 emu_bdim(void) { return emu.block; }
+EMU_QUIET static dim3 emu_gdim(void) { return emu.grid; }
+EMU_QUIET static char *emu_dyn(void) { return emu.dyn; }
+#define threadIdx emu_tid()
+#define blockIdx  emu_bid()
+#define blockDim  emu_bdim()
+#define gridDim   emu_gdim()
+#else
+#define threadIdx (emu.cur->tid)
+#define blockIdx  (emu.bid)
+#define blockDim  (emu.block)
+#define gridDim   (emu.grid)
+#define emu_dyn() (emu.dyn)
+#endif
+
+#define emu_die(...) do { fprintf(stderr, "cuda_emu: %s: ", emu.kernel ? emu.kernel : "host"); \
+    fprintf(stderr, __VA_ARGS__); fprintf(stderr, "\n"); abort(); } while (0)
+
+// ------------------------------------------------------------------------------------------------ threads meet here
+
+EMU_QUIET static void emu_wait(int state, int line, unsigned mask) {
+    EmuThread *t = emu.cur;
+    t->state = state; t->line = line; t->mask = mask;
+    emu.switches++;
+    EMU_TSAN(__tsan_switch_to_fiber(emu.tsan, 1));          // 1 = no happens-before edge
+    swapcontext(&t->ctx, &emu.sched);
+}
+EMU_QUIET static void emu_syncthreads(int line) {
+    EMU_TSAN(__tsan_release(&emu.block));
+    emu_wait(EMU_BARRIER, line, 0);
+    EMU_TSAN(__tsan_acquire(&emu.block));
+}
+EMU_QUIET static void emu_syncwarp(unsigned mask, int line) {
+    EMU_TSAN(__tsan_release(&emu.t[(emu.cur - emu.t) & ~31]));
+    emu_wait(EMU_WARP, line, mask);
+    EMU_TSAN(__tsan_acquire(&emu.t[(emu.cur - emu.t) & ~31]));
+}
+template <class T> EMU_QUIET static T emu_shfl(unsigned mask, T v, int src, int line) {
+    static_assert(sizeof(T) <= 8, "shuffles move 4 or 8 bytes");
+    EmuThread *t = emu.cur;
+    memcpy(&t->in, &v, sizeof v);
+    emu_wait(EMU_WARP, line, mask);
+    if (src < 0 || src > 31) return v;                       // out of range: the lane's own value
+    if (!(mask >> src & 1)) emu_die("line %d: shuffle reads lane %d, outside its mask %08x", line, src, mask);
+    memcpy(&v, &t->got[src], sizeof v);
+    return v;
+}
+EMU_QUIET static unsigned emu_ballot(unsigned mask, int pred, int line) {
+    EmuThread *t = emu.cur;
+    t->in = !!pred;
+    emu_wait(EMU_WARP, line, mask);
+    unsigned r = 0;
+    for (int i = 0; i < 32; i++) if (mask >> i & 1 && t->got[i]) r |= 1u << i;
+    return r;
+}
+EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
+#define __syncthreads()                emu_syncthreads(__LINE__)
+#define __syncwarp(...)                emu_syncwarp((0, ##__VA_ARGS__) ? (0, ##__VA_ARGS__) : 0xffffffffu, __LINE__)
+#define __shfl_sync(m, v, s)           emu_shfl(m, v, s, __LINE__)
+#define __shfl_xor_sync(m, v, x)       emu_shfl(m, v, emu_lane() ^ (x), __LINE__)
+#define __shfl_down_sync(m, v, d)      emu_shfl(m, v, emu_lane() + (int)(d), __LINE__)
+#define __shfl_up_sync(m, v, d)        emu_shfl(m, v, emu_lane() - (int)(d), __LINE__)
+#define __ballot_sync(m, p)            emu_ballot(m, p, __LINE__)
+#define __any_sync(m, p)               (emu_ballot(m, p, __LINE__) != 0)
+#define __all_sync(m, p)               (emu_ballot(m, p, __LINE__) == (m))
+
+// ------------------------------------------------------------------------------------------------ the scheduler: one block at a time
+
+EMU_QUIET static void emu_entry(void) {
+    EMU_TSAN(__tsan_acquire(&emu.bid));
+    emu.body(emu.arg);
+    EMU_TSAN(__tsan_release(&emu.sched));
+    emu.cur->state = EMU_DONE;
+    EMU_TSAN(__tsan_switch_to_fiber(emu.tsan, 1));
+    setcontext(&emu.sched);
+}
+EMU_QUIET static void emu_release_warps(int *moved) {
+    for (int i = 0; i < emu.n; i++) {
+        EmuThread *t = &emu.t[i], *w = &emu.t[i & ~31];
+        if (t->state != EMU_WARP) continue;
+        if (!(t->mask >> t->lane & 1)) emu_die("line %d: lane %u is not in its own mask %08x", t->line, t->lane, t->mask);
+        int ready = 1;
+        for (int j = 0; j < 32; j++) {
+            if (!(t->mask >> j & 1)) continue;
+            if ((i & ~31) + j >= emu.n) emu_die("line %d: mask %08x names lane %d of a partial warp", t->line, t->mask, j);
+            if (w[j].state == EMU_DONE) emu_die("line %d: mask %08x names lane %d, which has returned", t->line, t->mask, j);
+            if (w[j].state != EMU_WARP) ready = 0;
+            else if (w[j].mask != t->mask || w[j].line != t->line)
+                emu_die("lanes %u (line %d) and %d (line %d) meet in different warp operations", t->lane, t->line, j, w[j].line);
+        }
+        if (!ready) continue;
+        uint64_t in[32];
+        for (int j = 0; j < 32; j++) in[j] = t->mask >> j & 1 ? w[j].in : 0;
+        unsigned m = t->mask;
+        for (int j = 0; j < 32; j++)
+            if (m >> j & 1) { memcpy(w[j].got, in, sizeof in); w[j].state = EMU_READY; }
+        *moved = 1;
+    }
+}
+EMU_QUIET static void emu_block(void) {
+    extern char __start_emu_shared[] __attribute__((weak)), __stop_emu_shared[] __attribute__((weak));
+    if (__start_emu_shared) memset(__start_emu_shared, 0xff, __stop_emu_shared - __start_emu_shared);
+    if (emu.dyn_bytes) memset(emu.dyn, 0xff, emu.dyn_bytes);
+    for (int i = 0; i < emu.n; i++) {
+        EmuThread *t = &emu.t[i];
+        unsigned x = emu.block.x, y = emu.block.y;
+        t->tid = dim3(i % x, i / x % y, i / (x * y));
+        t->state = EMU_READY; t->lane = i & 31;
+        void *sp = t->ctx.uc_stack.ss_sp; size_t ss = t->ctx.uc_stack.ss_size;
+        getcontext(&t->ctx);
+        t->ctx.uc_stack.ss_sp = sp; t->ctx.uc_stack.ss_size = ss; t->ctx.uc_link = NULL;
+        makecontext(&t->ctx, emu_entry, 0);
+        EMU_TSAN(if (t->tsan) __tsan_destroy_fiber(t->tsan); t->tsan = __tsan_create_fiber(0));
+        EMU_TSAN(char nm[64]; snprintf(nm, sizeof nm, "block %u,%u thread %d", emu.bid.x, emu.bid.y, i); __tsan_set_fiber_name(t->tsan, nm));
+    }
+    EMU_TSAN(__tsan_release(&emu.bid));          // orders block after block: see EMU_SEED for those
+    for (;;) {
+        int moved = 0, done = 0, barrier = 0, line = 0;
+        unsigned start = 0, back = emu.seed == 1;
+        if (emu.seed > 1) { emu.rng = emu.rng * 6364136223846793005ull + 1442695040888963407ull; start = emu.rng >> 33; back = emu.rng >> 32 & 1; }
+        for (int k = 0; k < emu.n; k++) {
+            int i = (k + start) % emu.n;
+            if (back) i = emu.n - 1 - i;
+            EmuThread *t = &emu.t[i];
+            if (t->state != EMU_READY) continue;
+            emu.cur = t; moved = 1;
+            EMU_TSAN(__tsan_switch_to_fiber(t->tsan, 1));
+            swapcontext(&emu.sched, &t->ctx);
+        }
+        emu_release_warps(&moved);
+        for (int i = 0; i < emu.n; i++) {
+            done += emu.t[i].state == EMU_DONE;
+            if (emu.t[i].state == EMU_BARRIER) { barrier++; if (!line) line = emu.t[i].line; }
+        }
+        if (done == emu.n) { EMU_TSAN(__tsan_acquire(&emu.sched)); return; }
+        if (barrier && barrier + done == emu.n) {
+            if (done) emu_die("line %d: %d of %d threads returned before __syncthreads", line, done, emu.n);
+            for (int i = 0; i < emu.n; i++) {
+                if (emu.t[i].line != line) emu_die("divergent barrier: thread 0 waits on line %d, thread %d on line %d", line, i, emu.t[i].line);
+                emu.t[i].state = EMU_READY;
+            }
+        } else if (!moved) emu_die("deadlock: %d threads wait at __syncthreads (line %d), %d returned, the rest wait in a warp operation", barrier, line, done);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ device memory: an arena which only kernels and cudaMemcpy can touch
+
+#define EMU_ARENA ((size_t)1 << 38)                  // addresses, not memory
+#define EMU_PAGE  ((size_t)4096)
+typedef int cudaError_t; typedef void *cudaStream_t;
+enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
+enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+struct cudaDeviceProp { char name[256]; int major, minor, multiProcessorCount; size_t totalGlobalMem; };
+
+static void emu_fault(int, siginfo_t *, void *);
+static void emu_init(void) {
+    emu.arena = (char *)mmap(NULL, EMU_ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    emu.dyn = (char *)mmap(NULL, 64 << 10, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    emu.t = (EmuThread *)calloc(1024, sizeof(EmuThread));
+    for (int i = 0; i < 1024; i++) {
+        char *s = (char *)mmap(NULL, 64 << 10, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        mprotect(s, EMU_PAGE, PROT_NONE);
+        emu.t[i].ctx.uc_stack.ss_sp = s; emu.t[i].ctx.uc_stack.ss_size = 64 << 10;
+    }
+    static char alt[16384];
+    stack_t st = {}; st.ss_sp = alt; st.ss_size = sizeof alt; sigaltstack(&st, NULL);
+    struct sigaction sa = {}; sa.sa_sigaction = emu_fault; sa.sa_flags = SA_SIGINFO | SA_ONSTACK; sigaction(SIGSEGV, &sa, NULL);
+    EMU_TSAN(emu.tsan = __tsan_get_current_fiber());
+    const char *e = getenv("EMU_SEED"); if (e) { emu.seed = atoi(e); emu.rng = emu.seed; }
+}
+extern "C" void emu_set_seed(int seed) { emu.seed = seed; emu.rng = (uint64_t)seed; }          // tests: another order of threads and blocks
+static int emu_find(const void *p) {                            // the live allocation p lies in (or ends), -1: none
+    int lo = 0, hi = emu.n_mem;
+    while (lo < hi) { int m = (lo + hi) / 2; if (emu.mem[m].p <= (char *)p) lo = m + 1; else hi = m; }
+    return lo && emu.mem[lo - 1].live && (char *)p <= emu.mem[lo - 1].p + emu.mem[lo - 1].bytes ? lo - 1 : -1;
+}
+static void emu_open1(int i, int prot) { if (i >= 0) mprotect((char *)((uintptr_t)emu.mem[i].p & ~(EMU_PAGE - 1)), emu.mem[i].span, prot); }
+static void emu_open(int prot) { for (int i = 0; i < emu.n_mem; i++) if (emu.mem[i].live) emu_open1(i, prot); }
+static cudaError_t emu_malloc(void **out, size_t bytes) {
+    EmuLock lock;
+    if (!emu.arena) emu_init();
+    size_t span = (bytes + EMU_PAGE - 1) / EMU_PAGE * EMU_PAGE + (bytes ? 0 : EMU_PAGE);
+    if (emu.used + span + EMU_PAGE > EMU_ARENA) return cudaErrorMemoryAllocation;
+    char *base = emu.arena + emu.used;
+    if (emu.n_mem == emu.cap_mem) emu.mem = (Emu::EmuMem *)realloc(emu.mem, (size_t)(emu.cap_mem = 2 * emu.cap_mem + 64) * sizeof *emu.mem);
+    emu.used += span + EMU_PAGE;
+    mprotect(base, span, PROT_READ | PROT_WRITE); memset(base, 0xff, span); mprotect(base, span, PROT_NONE);
+    emu.mem[emu.n_mem] = { base + ((span - bytes) & ~(size_t)15), bytes, span, 1 };          // ends at the guard page
+    *out = emu.mem[emu.n_mem++].p;
+    return cudaSuccess;
+}
+template <class T> static cudaError_t cudaMalloc(T **out, size_t bytes) { return emu_malloc((void **)out, bytes); }
+static cudaError_t cudaFree(void *p) {
+    EmuLock lock;
+    if (!p) return cudaSuccess;
+    int i = emu_find(p);
+    if (i < 0 || emu.mem[i].p != (char *)p) emu_die("cudaFree of a pointer cudaMalloc never returned");
+    emu.mem[i].live = 0;                                      // stays unreadable: use after free faults
+    madvise((char *)((uintptr_t)p & ~(EMU_PAGE - 1)), emu.mem[i].span, MADV_DONTNEED);
+    return cudaSuccess;
+}
+static int emu_range(const void *p, size_t bytes, const char *what) {
+    int i = emu_find(p);
+    if (i < 0) emu_die("%s is not device memory", what);
+    if ((char *)p + bytes > emu.mem[i].p + emu.mem[i].bytes) emu_die("%s runs %td bytes past its allocation", what, (char *)p + bytes - emu.mem[i].p - emu.mem[i].bytes);
+    return i;
+}
+static void emu_host(const void *p, const char *what) { if (emu.arena && (char *)p >= emu.arena && (char *)p < emu.arena + EMU_ARENA) emu_die("%s is device memory", what); }
+static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
+    EmuLock lock;
+    int id = -1, is = -1;
+    if (k == cudaMemcpyHostToDevice || k == cudaMemcpyDeviceToDevice) id = emu_range(d, n, "cudaMemcpy destination"); else emu_host(d, "cudaMemcpy destination");
+    if (k == cudaMemcpyDeviceToHost || k == cudaMemcpyDeviceToDevice) is = emu_range(s, n, "cudaMemcpy source"); else emu_host(s, "cudaMemcpy source");
+    if (k == cudaMemcpyDeviceToDevice && (char *)d < (char *)s + n && (char *)s < (char *)d + n) emu_die("cudaMemcpy: the ranges overlap");
+    emu_open1(id, PROT_READ | PROT_WRITE); emu_open1(is, PROT_READ | PROT_WRITE);
+    memcpy(d, s, n);
+    emu_open1(id, PROT_NONE); emu_open1(is, PROT_NONE);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind k, cudaStream_t = 0) { return cudaMemcpy(d, s, n, k); }
+static inline cudaError_t cudaMemset(void *d, int v, size_t n) {
+    EmuLock lock;
+    int i = emu_range(d, n, "cudaMemset");
+    emu_open1(i, PROT_READ | PROT_WRITE); memset(d, v, n); emu_open1(i, PROT_NONE);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMallocHost(void **p, size_t n) { *p = malloc(n ? n : 1); return *p ? cudaSuccess : cudaErrorMemoryAllocation; }
+static inline cudaError_t cudaFreeHost(void *p) { free(p); return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
+    *p = {};
+    snprintf(p->name, sizeof p->name, "emulator");
+    p->major = 8; p->multiProcessorCount = 2; p->totalGlobalMem = EMU_ARENA;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) { *total = EMU_ARENA; *unused = EMU_ARENA - emu.used; return cudaSuccess; }
+static inline cudaError_t cudaStreamCreate(cudaStream_t *s) { *s = NULL; return cudaSuccess; }     // everything happens at once
+static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+static inline cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
+static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
+static inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
+
+// ------------------------------------------------------------------------------------------------ launches
+
+static void emu_fault(int, siginfo_t *si, void *) {
+    char *a = (char *)si->si_addr;
+    int i = emu.n_mem - 1;
+    while (i > 0 && emu.mem[i].p > a) i--;
+    if (!emu.arena || a < emu.arena || a >= emu.arena + EMU_ARENA) fprintf(stderr, "cuda_emu: %s: fault at %p\n", emu.kernel ? emu.kernel : "host", (void *)a);
+    else if (!emu.kernel) fprintf(stderr, "cuda_emu: host code touched device memory\n");
+    else fprintf(stderr, "cuda_emu: %s: block %u,%u,%u thread %u,%u,%u: offset %td of a %s allocation of %zu bytes\n", emu.kernel, emu.bid.x, emu.bid.y, emu.bid.z,
+                 emu.cur->tid.x, emu.cur->tid.y, emu.cur->tid.z, a - emu.mem[i].p, emu.mem[i].live ? "live" : "freed", emu.mem[i].bytes);
+    _exit(139);
+}
+template <class T> static void emu_arg(T) {}
+template <class T> static void emu_arg(T *p) { if (p && emu_find(p) < 0) emu_die("a kernel argument is a host pointer"); }
+template <class... P, class... A>
+static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
+    EmuLock lock;
+    emu.kernel = name; emu.grid = grid; emu.block = block; emu.n = block.x * block.y * block.z;
+    if (emu.n < 1 || emu.n > 1024) emu_die("a block of %d threads", emu.n);
+    if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) emu_die("grid %u,%u,%u", grid.x, grid.y, grid.z);
+    if (dyn > 48 * 1024) emu_die("%zu bytes of dynamic shared memory", dyn);
+    (emu_arg<>(a), ...);
+    if (!emu.arena) emu_init();
+    emu.dyn_bytes = dyn;
+    auto call = [=] { k((P)a...); };
+    emu.arg = &call;
+    emu.body = [](void *p) { (*(decltype(call) *)p)(); };
+    emu_open(PROT_READ | PROT_WRITE);
+    size_t n = (size_t)grid.x * grid.y * grid.z;
+    for (size_t b = 0; b < n; b++) {
+        size_t i = emu.seed == 0 ? b : emu.seed == 1 ? n - 1 - b : (b + emu.seed * 7919ull) % n;
+        emu.bid = dim3(i % grid.x, i / grid.x % grid.y, i / ((size_t)grid.x * grid.y));
+        emu_block();
+    }
+    emu_open(PROT_NONE);
+    emu.kernel = NULL;
+}
+#define KV_LAUNCH(k, grid, block, smem, ...) emu_launch(#k, grid, block, smem, k, __VA_ARGS__)
+#define KV_DYN_SHARED(T, name) T *name = (T *)emu_dyn()
+
+// ------------------------------------------------------------------------------------------------ device functions
+
+static inline float __ldg(const float *p) { return *p; }
+static inline int   __ldg(const int *p) { return *p; }
+static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+#define __expf(x) expf(x)                       // glibc owns the name
+static inline int   __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int   __float_as_int(float x) { int i; memcpy(&i, &x, 4); return i; }
+static inline float __int_as_float(int x) { float f; memcpy(&f, &x, 4); return f; }
+template <class T> static inline T min(T a, T b) { return a < b ? a : b; }
+template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
+static inline int atomicAdd(int *p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+static inline unsigned atomicAdd(unsigned *p, unsigned v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+static inline int atomicCAS(int *p, int c, int v) { __atomic_compare_exchange_n(p, &c, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED); return c; }
+static inline int atomicMax(int *p, int v) { int o = *p; while (o < v && !__atomic_compare_exchange_n(p, &o, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {} return o; }
+static inline float atomicAdd(float *p, float v) {
+    int o = __atomic_load_n((int *)p, __ATOMIC_RELAXED), n;
+    do n = __float_as_int(__int_as_float(o) + v); while (!__atomic_compare_exchange_n((int *)p, &o, n, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return __int_as_float(o);
+}
+
+// ------------------------------------------------------------------------------------------------ cuBLAS, column-major like the real one, so transposes and leading dimensions are tested too
+
+typedef void *cublasHandle_t; typedef int cublasStatus_t;
+enum { CUBLAS_STATUS_SUCCESS = 0 };
+enum cudaDataType { CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF };
+enum cublasComputeType_t { CUBLAS_COMPUTE_32F };
+enum cublasGemmAlgo_t { CUBLAS_GEMM_DEFAULT };
+enum cublasOperation_t { CUBLAS_OP_N, CUBLAS_OP_T };
+static inline cublasStatus_t cublasCreate(cublasHandle_t *h) { *h = (void *)1; return 0; }
+static inline cublasStatus_t cublasDestroy(cublasHandle_t) { return 0; }
+static size_t emu_size(cudaDataType t) { return t == CUDA_R_32F ? 4 : 2; }
+static float emu_get(const void *p, size_t i, cudaDataType t) {
+    return t == CUDA_R_32F ? ((const float *)p)[i] : t == CUDA_R_16F ? f16_to_f32(((const uint16_t *)p)[i]) : bf16_to_f32(((const uint16_t *)p)[i]);
+}
+// C (m,n) = alpha op(A) op(B) + beta C, column-major; sums in f32 like CUBLAS_COMPUTE_32F; C must be f32
+static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k, const void *alpha,
+                                   const void *A, cudaDataType tA, int lda, const void *B, cudaDataType tB, int ldb,
+                                   const void *beta, void *C, cudaDataType tC, int ldc, cublasComputeType_t, cublasGemmAlgo_t) {
+    EmuLock lock;
+    if (m < 1 || n < 1 || k < 1 || lda < (ta ? k : m) || ldb < (tb ? n : k) || ldc < m) emu_die("cublasGemmEx: m %d n %d k %d lda %d ldb %d ldc %d", m, n, k, lda, ldb, ldc);
+    if (tA != tB || tC != CUDA_R_32F) emu_die("cublasGemmEx: types %d %d -> %d are not supported", tA, tB, tC);
+    int a = emu_range(A, emu_size(tA) * ((size_t)lda * ((ta ? m : k) - 1) + (ta ? k : m)), "cublasGemmEx A");
+    int b = emu_range(B, emu_size(tB) * ((size_t)ldb * ((tb ? k : n) - 1) + (tb ? n : k)), "cublasGemmEx B");
+    int c = emu_range(C, sizeof(float) * ((size_t)ldc * (n - 1) + m), "cublasGemmEx C");
+    if (((uintptr_t)A | (uintptr_t)B | (uintptr_t)C) & 3) emu_die("cublasGemmEx: a matrix is not aligned");
+    emu_open1(a, PROT_READ | PROT_WRITE); emu_open1(b, PROT_READ | PROT_WRITE); emu_open1(c, PROT_READ | PROT_WRITE);
+    for (int j = 0; j < n; j++) for (int i = 0; i < m; i++) {
+        float sum = 0, *to = (float *)C + (size_t)j * ldc + i, be = *(const float *)beta;
+        for (int p = 0; p < k; p++)
+            sum += emu_get(A, ta ? (size_t)i * lda + p : (size_t)p * lda + i, tA) * emu_get(B, tb ? (size_t)p * ldb + j : (size_t)j * ldb + p, tB);
+        *to = *(const float *)alpha * sum + (be != 0 ? be * *to : 0);
+    }
+    emu_open1(a, PROT_NONE); emu_open1(b, PROT_NONE); emu_open1(c, PROT_NONE);
+    return CUBLAS_STATUS_SUCCESS;
+}
