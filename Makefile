@@ -42,8 +42,8 @@ asan: kvcomp tests_asan
 FUZZ_SECONDS ?= 60
 fuzz_%: fuzz.c kvcomp.c kvcomp.h | deps
 	clang -std=c11 -O1 -g -DFUZZ_$* -fsanitize=fuzzer,address,undefined -o $@ fuzz.c -lm
-fuzz: fuzz_JSON fuzz_SAFETENSORS fuzz_TOKENIZER fuzz_SPM
+fuzz: fuzz_JSON fuzz_SAFETENSORS fuzz_CONFIG fuzz_TOKENIZER fuzz_SPM
 	for t in $^; do ./$$t -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=4096 || exit 1; done
 
 clean:
-	rm -f kvcomp tests tests_asan fuzz_JSON fuzz_SAFETENSORS fuzz_TOKENIZER fuzz_SPM
+	rm -f kvcomp tests tests_asan fuzz_JSON fuzz_SAFETENSORS fuzz_CONFIG fuzz_TOKENIZER fuzz_SPM

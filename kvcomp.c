@@ -3141,16 +3141,18 @@ INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
 
 // ---- the kernels, once for all instruction sets
 // dots: tiles of MR rows of x by NR rows of w; a tile loads each vector once and uses it NR or MR times. Rows past the end of
-// the block repeat its last one and are not stored. While a panel of NR rows of w meets the rows of x, each tile asks for one
-// more line of the next panel's rows: they are short, far apart, and the hardware does not see them coming (8 % of prefill).
+// the block repeat its last one and are not stored. The rows of the next panel are short, far apart, and the hardware does not see
+// them coming, so they are asked for in time: by a single tile as it goes (decode: 23 -> 34 GB/s a thread where 38 can be read), by
+// many tiles one line of each row each (8 % of prefill).
 // mix: tiles of MR rows of o by NV vectors; each output adds its n products in order.
 // exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
 // two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
 // 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY.
 #define KERNELS(S, MR, NR, NV) \
-INLINE_##S void dots_step_##S(V_##S *acc, const float *const *x, const char *const *w, int dtype, int M, int k, int n) { \
+INLINE_##S void dots_step_##S(V_##S *acc, const float *const *x, const char *const *w, int dtype, int M, int k, int n, size_t ahead) { \
     size_t size = dtype == DT_F32 ? 4 : 2; \
     V_##S b[NR]; \
+    if (M == 1 || ahead) UNROLL for (int j = 0; j < NR; j++) __builtin_prefetch(w[j] + (size_t)k * size + ahead); \
     UNROLL for (int j = 0; j < NR; j++) b[j] = load_##S(w[j] + (size_t)k * size, dtype, n); \
     UNROLL for (int i = 0; i < M; i++) { \
         V_##S a = load_##S(x[i] + k, DT_F32, n); \
@@ -3161,12 +3163,13 @@ INLINE_##S void dots_tile_##S(const Dots *a, int dtype, int M, int i0, int j0) {
     V_##S acc[MR * NR]; \
     const float *x[MR]; const char *w[NR]; \
     float sum[MR * NR]; \
+    size_t ahead = M == 1 || a->m <= MR ? NR * a->ldw + 1024 : 0; \
     int m = a->m - i0 < M ? a->m - i0 : M, n = a->n - j0 < NR ? a->n - j0 : NR, k = 0; \
     UNROLL for (int i = 0; i < M; i++) x[i] = a->x + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldx; \
     UNROLL for (int j = 0; j < NR; j++) w[j] = a->w + (size_t)(j0 + (j < n ? j : n - 1)) * a->ldw; \
     UNROLL for (int i = 0; i < M * NR; i++) acc[i] = all_##S(0); \
-    for (; k + LANES <= a->K; k += LANES) dots_step_##S(acc, x, w, dtype, M, k, LANES); \
-    if (k < a->K) dots_step_##S(acc, x, w, dtype, M, k, a->K - k); \
+    for (; k + LANES <= a->K; k += LANES) dots_step_##S(acc, x, w, dtype, M, k, LANES, ahead); \
+    if (k < a->K) dots_step_##S(acc, x, w, dtype, M, k, a->K - k, 0); \
     folds_##S(sum, acc, M * NR, a->scale); \
     for (int i = 0; i < m; i++) { \
         float *y = a->y + (size_t)(i0 + i) * a->ldy + j0; \
@@ -3178,7 +3181,7 @@ INLINE_##S void dots_any_##S(const Dots *a, int dtype) { \
     for (int j = 0; j < a->n; j += NR) { \
         int i = 0; \
         for (; a->m - i > 1; i += MR) { \
-            for (int p = j + NR; p < j + 2 * NR; p++) __builtin_prefetch(a->w + (size_t)p * a->ldw + i / MR * 64); \
+            for (int p = j + NR; a->m > MR && p < j + 2 * NR; p++) __builtin_prefetch(a->w + (size_t)p * a->ldw + i / MR * 64); \
             dots_tile_##S(a, dtype, MR, i, j); \
         } \
         if (i < a->m) dots_tile_##S(a, dtype, 1, i, j); \
@@ -3338,7 +3341,7 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
 void matmul(float *y, const float *x, const Tensor *w, int T) { matmul_strided(y, (size_t)w->rows, x, (size_t)w->cols, w, T); }
 
 // The tiles of attention. They run inside threads and are never parallel themselves. Rows of K and V may be f32 tiles or the
-// cache's own f16 and bf16 rows: the results are the same bits, and a decode step that does not copy them first is a third faster.
+// cache's own f16 and bf16 rows: the results are the same bits, and decode need not copy rows first (13 -> 21 GB/s a thread).
 static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale) {   // s (m,n) = scale * q (m,D) k (n,D)^T
     simd->dots[dtype](&(Dots){ .y = s, .ldy = (size_t)n, .x = q, .ldx = (size_t)D, .w = k, .ldw = (size_t)D * dtype_size(dtype), .m = m, .n = n, .K = D, .scale = scale });
 }
@@ -3483,14 +3486,18 @@ static const Format *format_find(const char *name) {
 static void head_reserve(Session *s, KVHead *h, int raw) {       // room for `raw` raw rows; keeps what is there, gives back what is not needed
     int D = s->c->D, cap = (raw + KV_STEP - 1) / KV_STEP * KV_STEP, all = h->packed + cap;
     if (cap == h->cap && h->src) return;
+    if (KV_DEV(s)) rows_resize_cuda(s, h, cap);
+    else {
+        h->k = xrealloc(h->k, (size_t)cap * s->fk->row_bytes(D));
+        h->v = xrealloc(h->v, (size_t)cap * s->fv->row_bytes(D));
+    }
     h->cap = cap;
-    h->k = xrealloc(h->k, (size_t)cap * s->fk->row_bytes(D));
-    h->v = xrealloc(h->v, (size_t)cap * s->fv->row_bytes(D));
     h->src = xrealloc(h->src, (size_t)all * sizeof(int));
     h->pos = xrealloc(h->pos, (size_t)all * sizeof(int));
     if (s->wants & KV_MASS) h->mass = xrealloc(h->mass, (size_t)all * sizeof(float));
 }
-static void head_free(KVHead *h) {
+static void head_free(Session *s, KVHead *h) {
+    if (KV_DEV(s)) rows_resize_cuda(s, h, 0);                    // leaves k and v NULL
     free(h->src); free(h->pos); free(h->mass); free(h->k); free(h->v); free(h->pk); free(h->pv); free(h->reg);
     memset(h, 0, sizeof *h);
 }
@@ -3506,6 +3513,7 @@ void kv_append(Session *s, int l, const float *k, const float *v, int t0, int n)
         KVHead *h = kv_head(s, l, g);
         if (h->len - h->packed + n > h->cap) head_reserve(s, h, h->len - h->packed + n);
     }
+    if (KV_DEV(s)) rows_append_cuda(s, l, k, v, t0, n);          // k, v lie where the rows lie
     #pragma omp parallel for collapse(2) schedule(static) if (n > 32)
     for (int g = 0; g < G; g++)
         for (int t = 0; t < n; t++) {
@@ -3514,6 +3522,7 @@ void kv_append(Session *s, int l, const float *k, const float *v, int t0, int n)
             h->src[r] = i;
             h->pos[r] = s->tok[i].pos;
             if (h->mass) h->mass[r] = 0;
+            if (KV_DEV(s)) continue;
             s->fk->pack(h->k + raw * bk, k + ((size_t)t * G + g) * D, D);
             s->fv->pack(h->v + raw * bv, v + ((size_t)t * G + g) * D, D);
         }
@@ -3525,7 +3534,10 @@ static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, 
     int D = s->c->D, packed = r0 < h->packed ? (r0 + n <= h->packed ? n : h->packed - r0) : 0;
     const Format *f = v ? s->fv : s->fk;
     if (packed) s->packing->load(s, h, v, r0, packed, buf);
-    if (packed < n) f->unpack(buf + (size_t)packed * D, (v ? h->v : h->k) + (size_t)(r0 + packed - h->packed) * f->row_bytes(D), n - packed, D);
+    if (packed == n) return;
+    const char *raw = (v ? h->v : h->k) + (size_t)(r0 + packed - h->packed) * f->row_bytes(D);
+    if (KV_DEV(s)) rows_load_cuda(f, raw, n - packed, D, buf + (size_t)packed * D);
+    else f->unpack(buf + (size_t)packed * D, raw, n - packed, D);
 }
 static void load_rows(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, float *buf) {
     if (!rows) { load_range(s, h, v, r0, n, buf); return; }
@@ -3582,9 +3594,10 @@ static void move_rows(Session *s, KVHead *h, const int *keep, int n) {
     int n_packed = 0, old_packed = h->packed;
     while (n_packed < n && keep[n_packed] < old_packed) n_packed++;
     if (old_packed && n_packed < old_packed) s->packing->keep(s, h, keep, n_packed);        // sets h->packed = n_packed
+    if (KV_DEV(s)) rows_move_cuda(s, h, keep, n);                // nothing is packed there
     for (int i = 0; i < n; i++) {
         int r = keep[i];
-        if (i >= n_packed) {
+        if (i >= n_packed && !KV_DEV(s)) {
             memmove(h->k + (size_t)(i - n_packed) * bk, h->k + (size_t)(r - old_packed) * bk, bk);
             memmove(h->v + (size_t)(i - n_packed) * bv, h->v + (size_t)(r - old_packed) * bv, bv);
         }
@@ -3657,7 +3670,12 @@ void kv_repos(Session *s, int l, int g, int row, int pos) {
         float c = (float)cos(a), n = (float)sin(a), x = k[i], y = k[i + D / 2];
         k[i] = x * c - y * n; k[i + D / 2] = y * c + x * n;
     }
-    s->fk->pack(h->k + (size_t)(row - h->packed) * s->fk->row_bytes(D), k, D);
+    char *to = h->k + (size_t)(row - h->packed) * s->fk->row_bytes(D);
+    if (KV_DEV(s)) {
+        char *raw = scratch(s, s->fk->row_bytes(D));
+        s->fk->pack(raw, k, D);
+        rows_store_cuda(to, raw, s->fk->row_bytes(D));
+    } else s->fk->pack(to, k, D);
     h->pos[row] = pos;
 }
 
@@ -3829,6 +3847,7 @@ static void add_mass(Session *s, int l, KVHead *hd, Tile *t, int m, int n_rows) 
 }
 // Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the rule lets them see. q, out (n,H,D).
 void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) {
+    if (KV_DEV(s)) { attn_prefill_cuda(s, l, out, q, t0, n); return; }
     int D = s->c->D, H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R > 0 ? Q_BLOCK / R : 1, blocks = (n + per - 1) / per;
     size_t mark = scratch_mark(s);
     Tile *tiles = tiles_new(s);
@@ -3958,6 +3977,7 @@ static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q,
     }
 }
 void attn_decode(Session *s, int l, float *out, const float *q) {       // out, q (H,D)
+    if (KV_DEV(s)) { attn_decode_cuda(s, l, out, q); return; }
     int D = s->c->D, H = s->c->H, items = 0;
     size_t mark = scratch_mark(s), stride = (size_t)D + 2;
     DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
@@ -4014,6 +4034,7 @@ static void group_scores(Session *s, int l, int g, const float *q, int q0, int n
     }
 }
 void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
+    if (KV_DEV(s)) { window_scores_cuda(s, l, q, T, W, score); return; }
     int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l), w = T < W ? T : W, per = Q_BLOCK / R > 0 ? Q_BLOCK / R : 1;
     size_t mark = scratch_mark(s), padded = (size_t)(N + KV_TILE) * Q_BLOCK, tops = (size_t)(N / KV_TILE + 1) * Q_BLOCK;
     Tile *tiles = tiles_new(s);
@@ -4189,7 +4210,7 @@ static void add_tokens(Session *s, const Token *in, int T) {
 }
 float *forward(Session *s, const Token *in, int T) {     // one pass over T new tokens
     add_tokens(s, in, T);
-    return pass(s, T);
+    return KV_DEV(s) ? pass_cuda(s, T) : pass(s, T);
 }
 
 // ---- a turn: prefill once, then decode token by token
@@ -4255,6 +4276,13 @@ static int parts_open(Session *s) {
     }
     return 0;
 }
+static int on_device(Session *s) {                       // -d cuda; auto stays on the CPU
+#ifdef KVCOMP_CUDA
+    if (!strcmp(opt_str(s->opt, "device"), "cuda")) return device_open(s);
+#endif
+    (void)s;
+    return 0;
+}
 // NULL, with the reason in err, when the options or the method do not fit.
 static Session *session_try(const Config *c, const Weights *w, const Options *o, const char *method, char err[512]) {
     Session *s = xcalloc(1, sizeof *s);
@@ -4267,7 +4295,7 @@ static Session *session_try(const Config *c, const Weights *w, const Options *o,
     s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
     s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
     s->logits = xcalloc(c->V, sizeof(float));
-    if (parts_parse(s, method) || parts_open(s)) {
+    if (parts_parse(s, method) || parts_open(s) || on_device(s)) {
         snprintf(err, 512, "%s", s->err);
         session_close(s);
         return NULL;
@@ -4283,7 +4311,8 @@ Session *session_open(const Config *c, const Weights *w, const Options *o, const
 void session_close(Session *s) {
     if (!s) return;
     EACH_PART(s, p) { if (p->ms && p->m->close) p->m->close(s, p->ms); free(p->ms); }
-    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(&s->head[i]);
+    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
+    if (KV_DEV(s)) device_close(s);
     for (int i = 0; i < s->c->L * s->c->H; i++) free(s->view[i].idx);
     free(s->head); free(s->view); free(s->tok); free(s->logits);
     arena_free(s->scratch);
@@ -4292,7 +4321,8 @@ void session_close(Session *s) {
 // Forgets the dialogue: close and open every part again, drop every row.
 void session_reset(Session *s) {
     EACH_PART(s, p) { if (p->m->close) p->m->close(s, p->ms); memset(p->ms, 0, p->m->state); }
-    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(&s->head[i]);
+    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
+    if (KV_DEV(s)) device_reset(s);
     view_all(s);
     s->n_tok = s->pos_next = s->turn = s->decoding = s->step = s->n_sys = s->n_foot = s->n_head = 0;
     s->budget = opt_int(s->opt, "budget");
@@ -6575,26 +6605,27 @@ static int indexed_layer(const Session *s, const Lychee *x, int l) { return l >=
 static int t_idx(const Lychee *x) { return x->start[x->M]; }
 static int wants_coarse(const Lychee *x) { return x->kg != KG_FLAT || x->exact; }
 
-static void *carve(char **at, size_t bytes) { void *p = *at; *at += (bytes + 63) & ~(size_t)63; return p; }
-static void nodes_carve(Nodes *u, char **at, int n, int children, int D) {
+typedef struct { char *mem; size_t at; } Block;          // mem NULL: only the size is wanted
+static void *carve(Block *b, size_t bytes) { void *p = b->mem ? b->mem + b->at : NULL; b->at += (bytes + 63) & ~(size_t)63; return p; }
+static void nodes_carve(Nodes *u, Block *at, int n, int children, int D) {
     u->n = n;
     u->mu = carve(at, (size_t)n * D * sizeof *u->mu);       u->r = carve(at, (size_t)n * sizeof *u->r);
     u->chunks = carve(at, (size_t)n * sizeof(int));         u->tokens = carve(at, (size_t)n * sizeof(int));
     u->first = carve(at, (size_t)n * sizeof(int));          u->last = carve(at, (size_t)n * sizeof(int));
     u->next = carve(at, (size_t)children * sizeof(int));
 }
-static char *tree_carve(Tree *t, char *at, int cap, int K, int P, int D) {
+static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {    // -> bytes
+    Block at = { mem, 0 };
     nodes_carve(&t->fine, &at, K, cap, D);
     nodes_carve(&t->coarse, &at, P, P ? K : 0, D);
     t->parent = carve(&at, P ? (size_t)K * sizeof(int) : 0);
     t->rho = carve(&at, (size_t)P * sizeof(float));
-    return at;
+    return at.at;
 }
 // One block for everything; cap: chunks there will be at most before the next build, so grafting never asks for memory.
 static void tree_room(Tree *t, int cap, int K, int P, int D) {
     Tree size;
-    static char zero;
-    size_t bytes = (size_t)(tree_carve(&size, &zero, cap, K, P, D) - &zero);
+    size_t bytes = tree_carve(&size, NULL, cap, K, P, D);
     if (bytes != t->bytes) { free(t->mem); t->mem = xmalloc(t->bytes = bytes); }
     tree_carve(t, t->mem, cap, K, P, D);
 }
@@ -7040,16 +7071,15 @@ static void node_absorb(const Lychee *x, Nodes *u, int node, int n, const float 
     if (delta > 0 || d > r) u->r[node] = above(fmax(r + delta, d));
 }
 static int nearest_cluster(const Lychee *x, const Tree *t, const float *v, int D, float *mu, SeekRoom *w) {    // mu (D) is room
-    int c = -1;
+    int c = 0;
     Probe p = { .q = v, .m = 1, .w = { 1 } };
-    score_all(&p, &t->fine, t->fine.r, 0, D, w->sc, w->S);
+    score_all(&p, &t->fine, t->fine.r, 0, D, w->sc, w->S);                 // -INFINITY for an empty cluster
     for (int i = 0; i < t->fine.n; i++) {
-        if (!t->fine.chunks[i]) continue;
         if (x->tokens) {                                                   // raw centres differ in length: compare directions
             to_f32(mu, t->fine.mu + (size_t)i * D, DT_BF16, (size_t)D);
             w->S[i] /= sqrtf(dot_f32(mu, mu, D) + 1e-12f);
         }
-        if (c < 0 || w->S[i] > w->S[c]) c = i;
+        if (w->S[i] > w->S[c]) c = i;
     }
     return c;
 }
@@ -9438,7 +9468,9 @@ int kvcomp_main(int argc, char **argv) {
     progress_hook = progress;
     if (opt_int(a.o, "version")) { printf("kvcomp %s\n", KVCOMP_VERSION); return 0; }
     if (opt_int(a.o, "list-methods")) return list_methods();
+#ifndef KVCOMP_CUDA
     if (!strcmp(opt_str(a.o, "device"), "cuda")) die(EXIT_RUN, "-d cuda: this kvcomp was built without CUDA (nvcc was not found); -d cpu works");
+#endif
 #ifdef _OPENMP
     if (opt_int(a.o, "threads")) omp_set_num_threads(opt_int(a.o, "threads"));
 #endif

@@ -173,7 +173,7 @@ struct Session {
     struct Arena *scratch;                      // per-pass memory
     float *logits;                              // (V) of the pass's last token
     Clock clk;
-    struct Device *dev;                         // the same in device memory; NULL on the CPU
+    struct Device *dev;                         // what kvcomp.cu holds for the session; NULL on the CPU
     float *(*forward)(Session *s, const Token *t, int T);   // forward or forward_cuda
     char err[512];
 };
@@ -313,6 +313,25 @@ const float *prefill(Session *s, const int *ids, int n);                        
 const float *decode(Session *s, int id);                                           // one token -> logits (V)
 float *forward(Session *s, const Token *t, int T);                                 // one pass over tokens already rewritten by enter
 void rope(const Weights *w, float *x, int heads, int D, int pos);                  // x (heads,D) rotated in place, half layout
+
+// ---- the GPU half (kvcomp.cu). When Session.dev is set, KVHead.k and .v are device memory and the functions above call these.
+#ifdef KVCOMP_CUDA
+#define KV_DEV(s) ((s)->dev != NULL)
+#else
+#define KV_DEV(s) 0                             // built without CUDA: the calls below are dropped by the compiler
+#endif
+int    device_open (Session *s);                                                   // sets s->dev; 0, or -1 with s->err set
+void   device_reset(Session *s);
+void   device_close(Session *s);                                                   // after every row has been given back
+float *pass_cuda(Session *s, int T);                                               // pass() of section 7
+void   rows_resize_cuda(Session *s, KVHead *h, int cap);                           // room for cap rows; h->cap is still the old one
+void   rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n);  // k, v: device memory; h->len is still the old one
+void   rows_move_cuda(Session *s, KVHead *h, const int *keep, int n);              // row i = row keep[i]
+void   rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf);  // n neighbours unpacked to buf (n,D) on the host
+void   rows_store_cuda(char *to, const char *raw, size_t bytes);
+void   attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n);
+void   attn_decode_cuda(Session *s, int l, float *out, const float *q);
+void   window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score);
 
 #ifdef __cplusplus
 }

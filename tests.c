@@ -4824,6 +4824,9 @@ TEST(lychee_kmeans, "k-means: worked by hand; equal to the twin on 60 random cas
     kmeans(x, 4, 3, 2, 10, 1, &w, mu, dst, label);
     for (int i = 0; i < 4; i++) CHECK(label[i] == 0, "tie of point %d went to %d", i, label[i]);
     CHECK(bf16_to_f32(dst[4]) == 1 && bf16_to_f32(dst[5]) == 0, "an empty cluster moved");
+    static const float near[8] = { 1, 0, 1.002f, 0, 1, 0, 1.003f, 0 };     // both centres round to 1: the last assignment is made against those, and ties
+    kmeans(near, 4, 2, 2, 0, 1, &w, mu, dst, label);
+    for (int i = 0; i < 4; i++) CHECK(label[i] == 0, "point %d was labelled %d against unrounded centres", i, label[i]);
     static float key[600 * 8], big[600 * 8];
     for (int i = 0; i < 260; i++) key[i] = i % 2 ? 0 : 1;                  // the same with 130 centres: ties across blocks of scores
     kmeans(key, 130, 130, 2, 2, 1, &w, big, dst, label);
@@ -5142,7 +5145,7 @@ static int quest_twin_sees(void *u, Twin *t, int l, int h, int i, int row) {
     int g = h / (t->c->H / t->c->G);
     return twin_causal(t, l, i, &t->row[l * t->c->G + g][row]) && y->see[((size_t)l * t->c->G + g) * 8192 + row];
 }
-TEST(quest_twin, "Quest agrees with its slow twin: GQA shapes, page boundaries, three turns, formats f32 and f16") {
+TEST(quest_twin, "Quest agrees with its slow twin: GQA shapes, page boundaries, three turns") {
     static const struct { int H, G, budget, full; Script p; const char *opt; } v[] = {
         { 4, 4, 64, 1, { 3, { 130, 20, 31 }, { 40, 17, 30 }, 31 }, "" }, { 4, 2, 80, 0, { 3, { 60, 1, 90 }, { 50, 40, 10 }, 32 }, "" }, { 4, 1, 20, 1, { 3, { 33, 15, 16 }, { 30, 33, 20 }, 33 }, "" },
         { 6, 3, 100, 0, { 3, { 97, 30, 3 }, { 20, 31, 30 }, 34 }, "" } };
@@ -6687,6 +6690,324 @@ TEST(cli_readme_code, "the method that README shows as the example is the one in
     }
     CHECK(n >= 20 && n <= 45, "%d lines of example", n);
 }
+
+// ==================================================================================================== CUDA
+// kvcomp.cu against its CPU twins. In a build without a GPU the kernels run under cuda_emu.h; every test goes through three
+// orders of threads (EMU_SEED 0, 1, 7). Shapes are odd on purpose, and small: an emulated thread costs a microsecond a meeting.
+#ifdef KVCOMP_CUDA
+
+void *cuda_put(const void *host, size_t bytes);
+void  cuda_get(void *host, const void *dev, size_t bytes);
+void  cuda_drop(void *dev);
+void  cuda_tokens(Session *s);
+void  cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx, const Tensor *w, int T);
+__attribute__((weak)) void emu_set_seed(int seed);                              // not there on a real GPU
+
+static const int cuda_seeds[] = { 0, 1, 7 };
+#define EACH_SEED(i) for (int i = 0; i < (emu_set_seed ? 3 : 1) && (!emu_set_seed || (emu_set_seed(cuda_seeds[i]), 1)); i++)
+
+static Session *cuda_session(Tiny m, const char *method, const char *text, Options **o) {
+    char err[256];
+    *o = options_of(text);
+    options_set(*o, "device", "cuda", err);
+    return session_open(m.c, m.w, *o, method);
+}
+static Tensor cuda_tensor(int rows, int cols, int dtype, double std) {          // data to be freed
+    float *x = xmalloc((size_t)rows * cols * sizeof *x);
+    char *y = xmalloc((size_t)rows * cols * dtype_size(dtype));
+    for (int i = 0; i < rows * cols; i++) x[i] = rnd_normal() * (float)std;
+    from_f32(y, x, dtype, (size_t)rows * cols);
+    free(x);
+    return (Tensor){ y, dtype, rows, cols };
+}
+static float *normals(size_t n, double std) {
+    float *x = xmalloc(n * sizeof *x);
+    for (size_t i = 0; i < n; i++) x[i] = rnd_normal() * (float)std;
+    return x;
+}
+static void cuda_product(Session *s, int O, int I, int T, int dtype) {
+    Tensor w = cuda_tensor(O, I, dtype, 1 / sqrt(I));
+    size_t nx = (size_t)T * I, ny = (size_t)T * O;
+    float *x = normals(nx, 1), *y = normals(ny, 1), *ref = xmalloc(ny * sizeof *ref), *wf = xmalloc((size_t)O * I * sizeof *wf);
+    cuda_math(s, 'm', y, ny, x, nx, &w, T);
+    if (T > 1 && dtype != DT_F32) {                                              // cuBLAS gets both factors in the weights' type
+        char *h = xmalloc(nx * 2);
+        from_f32(h, x, dtype, nx); to_f32(x, h, dtype, nx);
+        free(h);
+    }
+    to_f32(wf, w.data, dtype, (size_t)O * I);
+    for (int t = 0; t < T; t++)
+        for (int o = 0; o < O; o++) {
+            double sum = 0;
+            for (int i = 0; i < I; i++) sum += (double)wf[(size_t)o * I + i] * x[(size_t)t * I + i];
+            ref[(size_t)t * O + o] = (float)sum;
+        }
+    double e = worst(y, ref, ny, 2e-6, 2e-6, NULL);
+    CHECK(e <= 1, "O %d I %d T %d dtype %d: %g times the bound", O, I, T, dtype, e);
+    device_reset(s);                                                             // the tensor's copy, before its address is used again
+    free((void *)w.data); free(x); free(y); free(ref); free(wf);
+}
+TEST(cuda_math, "products (gemv, gemm; f32, f16, bf16), norms, biases, SwiGLU at odd shapes agree with the CPU") {
+    Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
+    Options *o;
+    Session *s = cuda_session(m, "full", "", &o);
+    EACH_SEED(seed) {
+        int shape[][2] = { { 1, 1 }, { 17, 40 }, { 33, 129 }, { 48, 512 }, { 5, 30 } }, T[] = { 1, 2, 7 };
+        for (int i = 0; i < 5; i++) for (int t = 0; t < 3; t++) for (int d = 0; d < 3; d++)
+            if (T[t] == 1 || d == DT_F32 || shape[i][1] % 2 == 0) cuda_product(s, shape[i][0], shape[i][1], T[t], d);
+        for (int i = 0; i < 4; i++) {
+            int n = (int[]){ 40, 1, 515, 600 }[i], rows = (int[]){ 3, 70, 2, 65 }[i], dtype = i % 3;
+            Tensor w = cuda_tensor(1, n, dtype, 1);
+            size_t all = (size_t)rows * n;
+            float *x = normals(all, 3), *y = normals(all, 1), *ref = xmalloc(all * sizeof *ref);
+            cuda_math(s, 'n', y, all, x, all, &w, rows); rmsnorm(ref, x, &w, rows, n, m.c->eps);
+            CHECK(worst(y, ref, all, 2e-6, 2e-6, NULL) <= 1, "norm of %d x %d", rows, n);
+            memcpy(ref, y, all * sizeof *y);
+            cuda_math(s, 'b', y, all, x, all, &w, rows); add_bias(ref, &w, rows);
+            CHECK(worst(y, ref, all, 1e-7, 1e-6, NULL) <= 1, "bias of %d x %d", rows, n);
+            memcpy(ref, y, all * sizeof *y);
+            cuda_math(s, 's', y, all, x, all, &w, rows); swiglu(ref, x, all);
+            CHECK(worst(y, ref, all, 2e-6, 2e-6, NULL) <= 1, "swiglu of %d x %d", rows, n);
+            device_reset(s);
+            free((void *)w.data); free(x); free(y); free(ref);
+        }
+    }
+    session_close(s); options_free(o); tiny_free(m);
+}
+
+// ---- two sessions with the same rows, one on each side; rows are put in directly, so the heads' contents are known to the bit
+typedef struct { Tiny m; Options *oc, *od; Session *c, *d; } Pair;
+
+static Pair pair_open(Tiny m, const char *text) {
+    Pair p = { .m = m, .oc = options_of(text) };
+    p.c = session_open(m.c, m.w, p.oc, "full");
+    p.d = cuda_session(m, "full", text, &p.od);
+    return p;
+}
+static void pair_close(Pair *p) { session_close(p->c); session_close(p->d); options_free(p->oc); options_free(p->od); }
+static void pair_append(Pair *p, int n, double k_std) {                          // a pass of n tokens: rows of every layer
+    const Config *c = p->m.c;
+    Token *t = xcalloc(n, sizeof *t);
+    for (int i = 0; i < n; i++) t[i] = (Token){ i % c->V, -1, p->c->turn, TOK_USER };
+    add_tokens(p->c, t, n); add_tokens(p->d, t, n);
+    p->c->turn++; p->d->turn++;
+    cuda_tokens(p->d);
+    for (int l = 0; l < c->L; l++) {
+        size_t all = (size_t)n * c->G * c->D;
+        float *k = normals(all, k_std), *v = normals(all, 1);
+        float *dk = cuda_put(k, all * sizeof *k), *dv = cuda_put(v, all * sizeof *v);
+        kv_append(p->c, l, k, v, 0, n); kv_append(p->d, l, dk, dv, 0, n);
+        cuda_drop(dk); cuda_drop(dv); free(k); free(v);
+    }
+    free(t);
+}
+static int pair_rows_differ(const Pair *p) {                                     // heads whose stored bytes, tokens or positions differ
+    int bad = 0, D = p->m.c->D;
+    for (int i = 0; i < p->m.c->L * p->m.c->G; i++) {
+        const KVHead *a = &p->c->head[i], *b = &p->d->head[i];
+        size_t nk = a->len * p->c->fk->row_bytes(D), nv = a->len * p->c->fv->row_bytes(D);
+        char *raw = xmalloc(nk + nv + 1);
+        int diff = a->len != b->len || a->cap != b->cap;
+        if (!diff && a->len) {
+            cuda_get(raw, b->k, nk); cuda_get(raw + nk, b->v, nv);
+            diff = memcmp(raw, a->k, nk) || memcmp(raw + nk, a->v, nv) || memcmp(a->src, b->src, a->len * sizeof(int)) || memcmp(a->pos, b->pos, a->len * sizeof(int));
+        }
+        bad += diff;
+        free(raw);
+    }
+    return bad + (kv_bytes(p->c) != kv_bytes(p->d)) + (kv_meta_bytes(p->c) != kv_meta_bytes(p->d));
+}
+static void pair_keep(Pair *p, int l, int g, int first, int step, int from) {    // the first rows, and every step-th from `from` on
+    int n = 0, len = kv_head(p->c, l, g)->len, *keep = xmalloc((len + 1) * sizeof(int));
+    while (n < first) { keep[n] = n; n++; }
+    for (int r = from; r < len; r += step) keep[n++] = r;
+    kv_keep(p->c, l, g, keep, n); kv_keep(p->d, l, g, keep, n);
+    free(keep);
+}
+TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: append, keep, compact, truncate, re-rotate, load; memory is given back") {
+    const char *format[] = { "f32", "f16", "bf16", "q8_0" };
+    EACH_SEED(seed) for (int f = 0; f < 4; f++) {
+        int D = (int[]){ 40, 48, 64, 72 }[f];
+        Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
+        char text[64];
+        snprintf(text, sizeof text, "ctk=%s ctv=%s", format[f], format[(f + 1) % 4]);
+        Pair p = pair_open(m, text);
+        pair_append(&p, 70, f == 1 ? 30000 : 1);                                 // f16: some values saturate
+        CHECK(!pair_rows_differ(&p), "%s: append", format[f]);
+        pair_keep(&p, 0, 0, 0, 3, 1); pair_keep(&p, 0, 2, 4, 1, 9); pair_keep(&p, 1, 1, 0, 1, 70);
+        CHECK(!pair_rows_differ(&p) && kv_head(p.d, 1, 1)->len == 0, "%s: keep", format[f]);
+        pair_append(&p, 9, 1);
+        int idx[] = { 1, 4, 7 };
+        for (Session *s = p.c; s; s = s == p.c ? p.d : NULL) {
+            view_set(s, 0, 0, idx, 3, 20); view_set(s, 0, 1, idx + 1, 1, 22);
+            kv_compact(s, 0, 0);
+            CHECK(kv_view(s, 0, 1)->tail == 5 && kv_view(s, 0, 1)->idx[0] == 1, "view renumbered");
+            kv_repos(s, 0, 1, 3, 77); kv_repos(s, 1, 0, 0, 5);
+        }
+        CHECK(!pair_rows_differ(&p), "%s: compact, re-rotate", format[f]);
+        kv_truncate(p.c, 73); kv_truncate(p.d, 73);
+        CHECK(!pair_rows_differ(&p), "%s: truncate", format[f]);
+        pair_append(&p, 60, 1);
+        CHECK(!pair_rows_differ(&p), "%s: growing", format[f]);
+        int rows[] = { 0, 1, 2, 9, 11, 12, 40 };
+        float a[7 * 72], b[7 * 72];
+        for (int v = 0; v < 2; v++) {
+            (v ? kv_load_v : kv_load_k)(p.c, kv_head(p.c, 0, 1), rows, 0, 7, a);
+            (v ? kv_load_v : kv_load_k)(p.d, kv_head(p.d, 0, 1), rows, 0, 7, b);
+            CHECK(!memcmp(a, b, (size_t)7 * D * sizeof *a), "%s: load", format[f]);
+        }
+        pair_close(&p); tiny_free(m);
+    }
+}
+static void pair_attention(Pair *p, int l, int n) {                              // the last n tokens ask; a decode view asks; window scores
+    const Config *c = p->m.c;
+    size_t row = (size_t)c->H * c->D, N = kv_longest(p->c, l);
+    float *q = normals(n * row, 1.5), *a = xmalloc(n * row * sizeof *a), *b = xmalloc(n * row * sizeof *b);
+    attn_prefill(p->c, l, a, q, 0, n); attn_prefill(p->d, l, b, q, 0, n);
+    CHECK(worst(b, a, n * row, 1e-5, 1e-5, NULL) <= 1, "prefill: layer %d, %d queries, H %d G %d D %d", l, n, c->H, c->G, c->D);
+    for (int W = 1; W <= 40; W += 13) {
+        float *x = xmalloc(c->H * N * sizeof *x), *y = xmalloc(c->H * N * sizeof *y);
+        window_scores(p->c, l, q, n, W, x); window_scores(p->d, l, q, n, W, y);
+        CHECK(worst(y, x, c->H * N, 1e-6, 1e-5, NULL) <= 1, "window scores: layer %d, W %d, %d queries", l, W, n);
+        free(x); free(y);
+    }
+    int base = p->c->base, R = c->H / c->G;
+    p->c->base = p->d->base = p->c->n_tok - 1;                                   // the last token decodes
+    p->c->decoding = p->d->decoding = 1;
+    for (int kind = 0; kind < 3; kind++) {
+        for (int h = 0; h < c->H; h++) {                                         // all rows; equal views in a group; different ones, some without idx or without tail
+            int idx[4096], k = 0, len = kv_head(p->c, l, h / R)->len, tail = kind == 0 ? 0 : (kind == 2 && h % 4 == 3) ? len : len - len / 4 - (kind == 2) * (h % R);
+            for (int r = kind == 2 ? h % 3 : 0; kind && r < tail && (kind == 1 || h % 4 != 2); r += 2 + kind) idx[k++] = r;
+            if (!k && tail == len) tail = 0;
+            view_set(p->c, l, h, idx, k, tail); view_set(p->d, l, h, idx, k, tail);
+        }
+        attn_decode(p->c, l, a, q); attn_decode(p->d, l, b, q);
+        CHECK(worst(b, a, row, 1e-5, 1e-5, NULL) <= 1, "decode: layer %d, views %d, H %d G %d D %d", l, kind, c->H, c->G, c->D);
+    }
+    for (int g = 0; g < c->G; g++) {
+        const KVHead *x = kv_head(p->c, l, g), *y = kv_head(p->d, l, g);
+        CHECK(!x->mass || worst(y->mass, x->mass, x->len, 1e-5, 1e-5, NULL) <= 1, "mass: layer %d, head %d", l, g);
+    }
+    CHECK(p->c->clk.bytes_attended == p->d->clk.bytes_attended, "bytes attended: %g, expected %g", p->d->clk.bytes_attended, p->c->clk.bytes_attended);
+    p->c->base = p->d->base = base;
+    p->c->decoding = p->d->decoding = 0;
+    view_all(p->c); view_all(p->d);
+    free(q); free(a); free(b);
+}
+TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to 12:1, 3 KV heads, head_dim 40 to 128, unequal heads, windows, tails") {
+    int shape[][3] = { { 6, 3, 40 }, { 3, 3, 48 }, { 12, 1, 64 }, { 15, 3, 128 } };
+    EACH_SEED(seed) for (int i = 0; i < 4; i++) {
+        Tiny m = tiny_model(2, shape[i][0], shape[i][1], shape[i][2], 16, 16, 11, 5 + i);
+        m.c->windowed = xcalloc(2, 1);
+        m.c->windowed[1] = 1; m.c->window = 21;
+        int n = (int[]){ 37, 1, 5, 3 }[i];
+        Pair p = pair_open(m, i == 2 ? "ctk=q8_0 ctv=f16" : i == 3 ? "ctk=bf16 ctv=f16" : "");
+        p.c->wants = p.d->wants = i == 3 ? 0 : KV_MASS;
+        pair_append(&p, 100, 1);
+        for (int g = 0; g < shape[i][1]; g++) pair_keep(&p, 0, g, 0, 2 + g, g);     // unequal heads
+        pair_append(&p, n, 1);
+        for (int l = 0; l < 2; l++) pair_attention(&p, l, n);
+        pair_close(&p); tiny_free(m);
+    }
+}
+
+// ---- whole dialogues: the same script on both sides, compared after every pass
+static int views_differ(const Session *a, const Session *b) {
+    int bad = 0;
+    for (int i = 0; i < a->c->L * a->c->H; i++) bad += !same_view(&a->view[i], &b->view[i]);
+    for (int i = 0; i < a->c->L * a->c->G; i++) {
+        const KVHead *x = &a->head[i], *y = &b->head[i];
+        bad += x->len != y->len || memcmp(x->src, y->src, x->len * sizeof(int)) || memcmp(x->pos, y->pos, x->len * sizeof(int));
+    }
+    return bad;
+}
+static void dialogue_agrees(Tiny m, const char *method, const char *text, const Script *p, const Layer *alt) {      // alt: weights of Nexus rows, or NULL
+    Options *oc = options_of(text), *od;
+    Session *a = session_open(m.c, m.w, oc, method), *b = cuda_session(m, method, text, &od);
+    if (alt) a->alt = b->alt = alt;
+    int ids[4096], V = m.c->V;
+    double w = 0;
+    for (int t = 0; t < p->turns; t++) {
+        script_ids(p, t, V, ids);
+        for (int i = -1; i < p->dec[t]; i++) {
+            const float *x = i < 0 ? prefill(a, ids, p->pre[t]) : decode(a, ids[p->pre[t] + i]);
+            const float *y = i < 0 ? prefill(b, ids, p->pre[t]) : decode(b, ids[p->pre[t] + i]);
+            double e = worst(y, x, V, 1e-3, 1e-3, NULL);
+            if (e > w) w = e;
+            CHECK(e <= 1, "%s %s: turn %d, pass %d: logits %g times the bound", method, text, t, i, e);
+            CHECK(!views_differ(a, b), "%s %s: turn %d, pass %d: other rows", method, text, t, i);
+        }
+    }
+    CHECK(kv_bytes(a) == kv_bytes(b) && kv_meta_bytes(a) == kv_meta_bytes(b), "%s: bytes", method);
+    CHECK(a->clk.bytes_attended == b->clk.bytes_attended && a->clk.peak == b->clk.peak, "%s: bytes attended or peak", method);
+    if (getenv("CUDA_VERBOSE")) printf("       %-12s %-40s worst %.4f of the bound, %d rows held\n", method, text, w, b->head[0].len);
+    session_close(a); session_close(b); options_free(oc); options_free(od);
+}
+static void dialogues_alt(const char *method, const char *text, const Layer *alt) {
+    Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
+    Script p = { 3, { 53, 1, 30 }, { 4, 3, 5 }, 4 };
+    EACH_SEED(seed) { p.seed = 4 + seed; dialogue_agrees(m, method, text, &p, alt); }
+    tiny_free(m);
+}
+static void dialogues(const char *method, const char *text) { dialogues_alt(method, text, NULL); }
+TEST(cuda_full, "-d cuda equals the CPU over three turns: full, with -b 7 and f16 rows too")  { dialogues("full", "ctk=f16 ctv=f16"); dialogues("full", "batch-size=7"); }
+TEST(cuda_streaming, "streaming, also re-rotating") { dialogues("streaming", "budget=20"); dialogues("streaming", "budget=20 streaming-rerotate"); }
+TEST(cuda_snapkv, "snapkv")       { dialogues("snapkv", "budget=20 obs-window=4"); }
+TEST(cuda_adakv, "adakv")         { dialogues("adakv", "budget=20 obs-window=4"); }
+TEST(cuda_h2o, "h2o, once and in every step") { dialogues("h2o", "budget=20"); dialogues("h2o", "budget=20 h2o=stream"); }
+TEST(cuda_expected, "expected-attention: the project hook") { dialogues("expected-attention", "budget=20 sink=2"); }
+TEST(cuda_lychee, "lychee")       { dialogues("lychee", "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4"); }
+TEST(cuda_quest, "quest")         { dialogues("quest", "budget=48 quest-full-layers=0"); }
+TEST(cuda_dililazy, "dililazy") {
+    double score[12];
+    char text[400];
+    for (int i = 0; i < 12; i++) score[i] = .1 * (i % 5) + .05;
+    char *json = scores_text(2, 6, score), *path = temp_text(json);
+    snprintf(text, sizeof text, "budget=24 obs-window=8 dililazy-scores=%s", path);
+    dialogues("dililazy", text);
+    free(json); temp_done(path);
+}
+TEST(cuda_loopserve, "loopserve, and its prefill with lychee's decode") { dialogues("loopserve", "budget=24"); dialogues("loopserve-p+streaming", "budget=24"); }
+TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
+    Tiny nexus = tiny_model(2, 6, 3, 16, 24, 40, 53, 77);
+    dialogues_alt("sonic", "sonic-untrained sonic-k=2 quiet", nexus.w->layer);
+    dialogues_alt("sonic", "sonic-untrained sonic-k=2 sonic-oneshot quiet", nexus.w->layer);
+    tiny_free(nexus);
+}
+TEST(cuda_model, "qk-norm, biases, tied f16 and bf16 weights, sliding windows and q8_0 rows agree with the CPU") {
+    EACH_SEED(seed) {
+        Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
+        Script p = { 2, { 37, 2 }, { 3, 2 }, 4 };
+        m.c->windowed = xcalloc(2, 1);
+        m.c->windowed[1] = 1; m.c->window = 9;
+        for (int l = 0; l < 2; l++) {
+            Layer *y = &m.w->layer[l];
+            y->q_norm = tiny_norm(40); y->k_norm = tiny_norm(40);
+            y->bq = tiny_tensor(1, 240, .1); y->bk = tiny_tensor(1, 120, .1); y->bv = tiny_tensor(1, 120, .1); y->bo = tiny_tensor(1, 24, .1);
+        }
+        dialogue_agrees(m, "full", "", &p, NULL);
+        dialogue_agrees(m, "snapkv", "budget=20 obs-window=4 ctk=f16 ctv=bf16", &p, NULL);
+        dialogue_agrees(m, "full", "ctk=q8_0 ctv=q8_0", &p, NULL);
+        tiny_free(m);
+    }
+}
+TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: pats, a head_dim past 128; sessions give everything back") {
+    Tiny m = tiny_model(1, 2, 1, 130, 16, 16, 11, 1), n = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
+    Options *o = NULL;
+    int rc;
+    EXPECT_DIE(rc, cuda_session(m, "full", "", &o));
+    CHECK(rc == EXIT_USAGE && strstr(die_text, "head_dim"), "%d: %s", rc, die_text);
+    EXPECT_DIE(rc, cuda_session(n, "pats", "", &o));
+    CHECK(rc == EXIT_USAGE && strstr(die_text, "pats"), "%d: %s", rc, die_text);
+    Script p = { 1, { 20 }, { 2 }, 1 };
+    Session *s = cuda_session(n, "full", "", &o);
+    float *a = run_session(s, &p);
+    session_reset(s);
+    float *b = run_session(s, &p);
+    CHECK(!memcmp(a, b, (size_t)script_rows(&p) * n.c->V * sizeof *a), "after a reset the same logits");
+    free(a); free(b); session_close(s); options_free(o); tiny_free(m); tiny_free(n);
+}
+#endif
 
 // ==================================================================================================== MAIN
 

@@ -65,6 +65,8 @@ PETS = "dog cat horse parrot rabbit hamster turtle goat".split()
 SYLLABLES = "ba be bo da do fi ga go ka ki ko la le li lo ma mi mo na ne ni no pa pi ra ri ro sa se si so ta te ti to va ve vi vo za zo bra dre kli sto tru".split()
 MATERIALS = "wooden iron golden silver glass paper stone plastic".split()
 
+LISTS = [NAMES, CITIES, FOODS, ANIMALS, HOBBIES, JOBS, THINGS, COUNTRIES, COLOURS, NOUNS, ADJS, ROOMS + SPOTS]
+
 def an(word):
     return ("an " if word[0] in "aeiou" else "a ") + word
 
@@ -80,6 +82,7 @@ class World:
         self.bare = r.random() < 0.3                                       # ... and without full stops
     def pick(self, words):
         if len(words) < 14: return self.r.choice(words)                    # short lists are not split
+        if not self.held and self.r.random() < 0.12: words = self.r.choice(LISTS)  # any word can be a value: copy what is there
         return self.r.choice([x for i, x in enumerate(words) if (i % 8 == 5) == self.held])
     def fresh(self, draw):
         for _ in range(50):
@@ -436,7 +439,7 @@ def profile(w, n=None, size=0):
     while i < n:
         a = attrs[i]; v = kase(FACTS[a][0](w)); i += 1
         text = tell(w, a, v); known[a] = v
-        if i < n and r.random() < 0.2:                                       # two facts in one message
+        if i < n and r.random() < 0.3:                                       # two facts in one message
             b = attrs[i]; u = kase(FACTS[b][0](w)); i += 1
             second = tell(w, b, u); second = re.sub(r"^(Hi!|Hi,|Hello,) ", "", second)
             if r.random() < 0.5: text = text.rstrip(".!") + " and " + (second if second.split()[0] in ("I", "I'm") else second[0].lower() + second[1:])
@@ -690,7 +693,7 @@ def constraint(w, size=0):
 # --------------------------------------------------------------------------------------------------------------- chats
 TASKS = {  # task: (thread maker, share in the mixture)
     "profile": (profile, 22), "unknown": (unknown, 2), "people": (people, 9), "coref": (coref, 7), "needle": (needle, 12), "multi_needle": (multi_needle, 5),
-    "multi_value": (multi_value, 4), "key_values": (key_values, 8), "status": (status, 11), "lists": (lists, 5), "chain": (chain, 5),
+    "multi_value": (multi_value, 4), "key_values": (key_values, 8), "status": (status, 11), "lists": (lists, 8), "chain": (chain, 5),
     "classify": (classify, 3), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 10),
 }
 SYSTEMS = ["You are a helpful assistant.", "You are a small and friendly model.", "You are kvcomp, a small assistant.", "Answer briefly.", "You are Tiny, a helpful assistant. Be polite."]
