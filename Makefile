@@ -10,31 +10,73 @@ WARN    = -std=c11 -Wall -Wextra -Werror
 # the compiler may have been installed only then
 OPENMP  = $(shell d=$$(mktemp -d) && echo 'int main(void){return 0;}' > $$d/a.c && $(CC) -fopenmp -o $$d/a $$d/a.c 2>/dev/null && echo -fopenmp || echo -Wno-unknown-pragmas; rm -rf $$d)
 
+NVCC   := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+CXX_OK := $(shell command -v g++ 2>/dev/null)
+
 all: kvcomp
+.PHONY: all deps install-deps run test asan race fuzz cuda-check gpu-test clean
 
 # stb_ds.h is the one library; a compiler and it are all that is needed
-.PHONY: all deps run test asan race fuzz clean
 deps:
 	@echo '#include <stb/stb_ds.h>' | $(CC) -E -x c - >/dev/null 2>&1 || $(MAKE) --no-print-directory install-deps
-.PHONY: install-deps
 install-deps:
 	@command -v apt-get >/dev/null || { echo "kvcomp needs a C compiler and stb_ds.h (Debian: gcc libc6-dev libstb-dev)"; exit 1; }
 	@echo "installing what is missing: gcc libc6-dev libstb-dev"
 	@if [ "$$(id -u)" = 0 ]; then S=; else S=sudo; fi; $$S apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$S apt-get install -y -qq gcc libc6-dev libstb-dev >/dev/null
+
+# with nvcc both halves go into one program; without it the CPU half is the program
+ifneq ($(NVCC),)
+NVARCH  = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90
+NVFLAGS = -std=c++17 -O3 -Werror all-warnings -DKVCOMP_CUDA
+NVLINK  = $(addprefix -Xcompiler ,$(filter -fopenmp,$(OPENMP))) -Xlinker -rpath=$(dir $(NVCC))../lib64 -lcublas -lm
+kvcomp.o: kvcomp.c kvcomp.h Makefile | deps
+	$(CC) $(WARN) $(CFLAGS) $(OPENMP) -DKVCOMP_CUDA -c -o $@ kvcomp.c
+kvcomp_cuda.o: kvcomp.cu kvcomp.h Makefile
+	$(NVCC) $(NVFLAGS) $(NVARCH) -c -o $@ kvcomp.cu
+kvcomp: kvcomp.o kvcomp_cuda.o
+	$(NVCC) -o $@ kvcomp.o kvcomp_cuda.o $(NVLINK)
+# registers, shared memory and spills of every kernel
+cuda-check: kvcomp.cu kvcomp.h
+	@$(NVCC) $(NVFLAGS) $(NVARCH) -Xptxas -v -c -o kvcomp_check.o kvcomp.cu 2>kvcomp_check.txt || { cat kvcomp_check.txt; exit 1; }
+	@c++filt <kvcomp_check.txt | awk -F"'" '/Compiling entry/ { k = $$2; sub(/\(.*/, "", k); a = $$4 } /bytes stack/ { sub(/^ */, ""); s = $$0 } \
+	    /Used/ { sub(/.*Used/, "Used"); printf "%-6s %-28s %s; %s\n", a, k, $$0, s }'
+	@rm -f kvcomp_check.o kvcomp_check.txt
+# the CUDA tests on a real device
+gpu-test: tests.c kvcomp.c kvcomp.cu kvcomp.h | deps
+	$(NVCC) $(NVFLAGS) -arch=native -DKVCOMP_TEST -c -o tests_gpu_cuda.o kvcomp.cu
+	$(CC) $(WARN) -O2 -g $(OPENMP) -DKVCOMP_CUDA -c -o tests_gpu.o tests.c
+	$(NVCC) -o tests_gpu tests_gpu.o tests_gpu_cuda.o $(NVLINK) && ./tests_gpu cuda
+else
 kvcomp: kvcomp.c kvcomp.h Makefile | deps
 	$(CC) $(WARN) $(CFLAGS) $(OPENMP) -o $@ kvcomp.c -lm
+endif
 
 run: kvcomp
 	./kvcomp
 
-tests: tests.c kvcomp.c kvcomp.h Makefile | deps
-	$(CC) $(WARN) -O2 -g $(OPENMP) -o $@ tests.c -lm
+# kvcomp.cu's kernels are tested without a GPU: g++ compiles them against cuda_emu.h. Without g++ they are left out
+EMUFLAGS = -x c++ -std=c++17 -g -Wall -Wextra -Werror -Wno-unused-function -fno-exceptions -fno-rtti -DKVCOMP_TEST -include cuda_emu.h
+ifneq ($(CXX_OK),)
+EMU_O := kvcomp_emu.o
+EMU_D := -DKVCOMP_CUDA
+endif
+kvcomp_emu.o: kvcomp.cu kvcomp.h cuda_emu.h Makefile
+	g++ $(EMUFLAGS) -O2 -c -o $@ kvcomp.cu
+tests: tests.c kvcomp.c kvcomp.h $(EMU_O) Makefile | deps
+	$(CC) $(WARN) -O2 -g $(OPENMP) $(EMU_D) -o $@ tests.c $(EMU_O) -lm -lpthread
 test: kvcomp tests
 	OMP_WAIT_POLICY=passive ./tests
 
+# the emulated kernels under ThreadSanitizer: every CUDA thread is a fiber it knows
+tests_race: tests.c kvcomp.c kvcomp.cu kvcomp.h cuda_emu.h | deps
+	g++ $(EMUFLAGS) -Wno-tsan -O1 -fsanitize=thread -c -o race_emu.o kvcomp.cu
+	$(CC) $(WARN) -Wno-unknown-pragmas -O1 -g1 -fsanitize=thread -DKVCOMP_CUDA -o $@ tests.c race_emu.o -lm -lpthread
+race: tests_race
+	./tests_race cuda
+
 # the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
 tests_asan: tests.c kvcomp.c kvcomp.h Makefile | deps
-	$(CC) $(WARN) -O1 -g $(OPENMP) -fsanitize=address,undefined -fno-sanitize-recover=undefined -o $@ tests.c -lm
+	$(CC) $(WARN) -O1 -g1 $(OPENMP) -fsanitize=address,undefined -fno-sanitize-recover=undefined -o $@ tests.c -lm
 asan: kvcomp tests_asan
 	OMP_WAIT_POLICY=passive ./tests_asan
 
@@ -46,4 +88,4 @@ fuzz: fuzz_JSON fuzz_SAFETENSORS fuzz_CONFIG fuzz_TOKENIZER fuzz_SPM
 	for t in $^; do ./$$t -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=4096 || exit 1; done
 
 clean:
-	rm -f kvcomp tests tests_asan fuzz_JSON fuzz_SAFETENSORS fuzz_CONFIG fuzz_TOKENIZER fuzz_SPM
+	rm -f *.o tests_race tests_gpu kvcomp tests tests_asan fuzz_JSON fuzz_SAFETENSORS fuzz_CONFIG fuzz_TOKENIZER fuzz_SPM

@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <setjmp.h>
 #include <signal.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -30,7 +31,7 @@
 #endif
 #define EMU_QUIET __attribute__((no_sanitize("thread"), noinline))
 
-// ------------------------------------------------------------------------------------------------ the language: qualifiers, vector types, built-in variables
+// ------------------------------------------------------------------------------------------------ the language
 
 #define __global__
 #define __device__
@@ -51,7 +52,7 @@ struct dim3 { unsigned x, y, z; dim3(unsigned a = 1, unsigned b = 1, unsigned c 
 
 enum { EMU_READY, EMU_BARRIER, EMU_WARP, EMU_DONE };
 struct EmuThread {
-    ucontext_t ctx;
+    ucontext_t ctx; jmp_buf at; int made, begun;     // a fiber lives as long as the program; ctx: its start, at: where it waits
     dim3 tid;
     int state, line;                  // why it waits, and on which line
     unsigned mask, lane;              // of the warp operation it waits in
@@ -60,14 +61,15 @@ struct EmuThread {
 };
 struct Emu {
     EmuThread *t; int n;              // the block's threads
-    ucontext_t sched; void *tsan;
+    ucontext_t sched; jmp_buf back; void *tsan;
     EmuThread *cur;
     dim3 grid, block, bid;
     char *dyn; size_t dyn_bytes;      // dynamic shared memory
     const char *kernel; void (*body)(void *); void *arg;
     uint64_t rng; int seed;
     char *arena; size_t used;         // device memory
-    struct EmuMem { char *p; size_t bytes, span; int live; } *mem; int n_mem, cap_mem;   // ascending addresses; never reused
+    struct EmuMem { char *p; size_t bytes, span; int live; } *mem;  // ascending addresses, never reused
+    int n_mem, cap_mem, open;         // open: all live ones are readable
     long switches;
 };
 static Emu emu;
@@ -96,12 +98,31 @@ EMU_QUIET static char *emu_dyn(void) { return emu.dyn; }
 
 // ------------------------------------------------------------------------------------------------ threads meet here
 
+// From a fiber to the scheduler and back. swapcontext makes a system call, so it is left to TSan, which cannot follow longjmp.
+EMU_QUIET static void emu_leave(EmuThread *t) {
+#if defined(__SANITIZE_THREAD__)
+    __tsan_switch_to_fiber(emu.tsan, 1);                    // 1: no happens-before edge
+    swapcontext(&t->ctx, &emu.sched);
+#else
+    if (!_setjmp(t->at)) _longjmp(emu.back, 1);
+#endif
+}
+EMU_QUIET static void emu_enter(EmuThread *t) {
+#if defined(__SANITIZE_THREAD__)
+    __tsan_switch_to_fiber(t->tsan, 1);
+    swapcontext(&emu.sched, &t->ctx);
+#else
+    if (_setjmp(emu.back)) return;
+    if (t->begun) _longjmp(t->at, 1);
+    t->begun = 1;
+    setcontext(&t->ctx);
+#endif
+}
 EMU_QUIET static void emu_wait(int state, int line, unsigned mask) {
     EmuThread *t = emu.cur;
     t->state = state; t->line = line; t->mask = mask;
     emu.switches++;
-    EMU_TSAN(__tsan_switch_to_fiber(emu.tsan, 1));          // 1 = no happens-before edge
-    swapcontext(&t->ctx, &emu.sched);
+    emu_leave(t);
 }
 EMU_QUIET static void emu_syncthreads(int line) {
     EMU_TSAN(__tsan_release(&emu.block));
@@ -131,9 +152,10 @@ EMU_QUIET static unsigned emu_ballot(unsigned mask, int pred, int line) {
     for (int i = 0; i < 32; i++) if (mask >> i & 1 && t->got[i]) r |= 1u << i;
     return r;
 }
+static inline unsigned emu_mask(unsigned m = 0xffffffffu) { return m; }
 EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
 #define __syncthreads()                emu_syncthreads(__LINE__)
-#define __syncwarp(...)                emu_syncwarp((0, ##__VA_ARGS__) ? (0, ##__VA_ARGS__) : 0xffffffffu, __LINE__)
+#define __syncwarp(...)                emu_syncwarp(emu_mask(__VA_ARGS__), __LINE__)
 #define __shfl_sync(m, v, s)           emu_shfl(m, v, s, __LINE__)
 #define __shfl_xor_sync(m, v, x)       emu_shfl(m, v, emu_lane() ^ (x), __LINE__)
 #define __shfl_down_sync(m, v, d)      emu_shfl(m, v, emu_lane() + (int)(d), __LINE__)
@@ -145,12 +167,21 @@ EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
 // ------------------------------------------------------------------------------------------------ the scheduler: one block at a time
 
 EMU_QUIET static void emu_entry(void) {
-    EMU_TSAN(__tsan_acquire(&emu.bid));
-    emu.body(emu.arg);
-    EMU_TSAN(__tsan_release(&emu.sched));
-    emu.cur->state = EMU_DONE;
-    EMU_TSAN(__tsan_switch_to_fiber(emu.tsan, 1));
-    setcontext(&emu.sched);
+    for (;;) {                                              // block after block
+        EMU_TSAN(__tsan_acquire(&emu.bid));
+        emu.body(emu.arg);
+        EMU_TSAN(__tsan_release(&emu.sched));
+        emu.cur->state = EMU_DONE;
+        emu_leave(emu.cur);
+    }
+}
+EMU_QUIET static void emu_make(EmuThread *t) {
+    stack_t room = t->ctx.uc_stack;
+    getcontext(&t->ctx);
+    t->ctx.uc_stack = room; t->ctx.uc_link = NULL;
+    makecontext(&t->ctx, emu_entry, 0);
+    EMU_TSAN(t->tsan = __tsan_create_fiber(0));
+    t->made = 1;
 }
 EMU_QUIET static void emu_release_warps(int *moved) {
     for (int i = 0; i < emu.n; i++) {
@@ -184,11 +215,7 @@ EMU_QUIET static void emu_block(void) {
         unsigned x = emu.block.x, y = emu.block.y;
         t->tid = dim3(i % x, i / x % y, i / (x * y));
         t->state = EMU_READY; t->lane = i & 31;
-        void *sp = t->ctx.uc_stack.ss_sp; size_t ss = t->ctx.uc_stack.ss_size;
-        getcontext(&t->ctx);
-        t->ctx.uc_stack.ss_sp = sp; t->ctx.uc_stack.ss_size = ss; t->ctx.uc_link = NULL;
-        makecontext(&t->ctx, emu_entry, 0);
-        EMU_TSAN(if (t->tsan) __tsan_destroy_fiber(t->tsan); t->tsan = __tsan_create_fiber(0));
+        if (!t->made) emu_make(t);
         EMU_TSAN(char nm[64]; snprintf(nm, sizeof nm, "block %u,%u thread %d", emu.bid.x, emu.bid.y, i); __tsan_set_fiber_name(t->tsan, nm));
     }
     EMU_TSAN(__tsan_release(&emu.bid));          // orders block after block: see EMU_SEED for those
@@ -202,8 +229,7 @@ EMU_QUIET static void emu_block(void) {
             EmuThread *t = &emu.t[i];
             if (t->state != EMU_READY) continue;
             emu.cur = t; moved = 1;
-            EMU_TSAN(__tsan_switch_to_fiber(t->tsan, 1));
-            swapcontext(&emu.sched, &t->ctx);
+            emu_enter(t);
         }
         emu_release_warps(&moved);
         for (int i = 0; i < emu.n; i++) {
@@ -221,7 +247,7 @@ EMU_QUIET static void emu_block(void) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------ device memory: an arena which only kernels and cudaMemcpy can touch
+// ------------------------------------------------------------------------------------------------ device memory
 
 #define EMU_ARENA ((size_t)1 << 38)                  // addresses, not memory
 #define EMU_PAGE  ((size_t)4096)
@@ -246,14 +272,25 @@ static void emu_init(void) {
     EMU_TSAN(emu.tsan = __tsan_get_current_fiber());
     const char *e = getenv("EMU_SEED"); if (e) { emu.seed = atoi(e); emu.rng = emu.seed; }
 }
-extern "C" void emu_set_seed(int seed) { emu.seed = seed; emu.rng = (uint64_t)seed; }          // tests: another order of threads and blocks
 static int emu_find(const void *p) {                            // the live allocation p lies in (or ends), -1: none
     int lo = 0, hi = emu.n_mem;
     while (lo < hi) { int m = (lo + hi) / 2; if (emu.mem[m].p <= (char *)p) lo = m + 1; else hi = m; }
     return lo && emu.mem[lo - 1].live && (char *)p <= emu.mem[lo - 1].p + emu.mem[lo - 1].bytes ? lo - 1 : -1;
 }
-static void emu_open1(int i, int prot) { if (i >= 0) mprotect((char *)((uintptr_t)emu.mem[i].p & ~(EMU_PAGE - 1)), emu.mem[i].span, prot); }
-static void emu_open(int prot) { for (int i = 0; i < emu.n_mem; i++) if (emu.mem[i].live) emu_open1(i, prot); }
+// Device memory is readable only while a kernel or a copy runs. Opening and closing it costs half of the time of a small
+// test, so other seeds than 0 leave it open: the host's mistakes do not depend on the order of threads.
+static void emu_protect(int i, int prot) { mprotect((char *)((uintptr_t)emu.mem[i].p & ~(EMU_PAGE - 1)), emu.mem[i].span, prot); }
+static void emu_open1(int i, int prot) { if (i >= 0 && !emu.open) emu_protect(i, prot); }
+static void emu_open(int prot) {
+    if (prot == PROT_NONE && emu.seed) return;
+    if (emu.open == (prot != PROT_NONE)) return;
+    for (int i = 0; i < emu.n_mem; i++) if (emu.mem[i].live) emu_protect(i, prot);
+    emu.open = prot != PROT_NONE;
+}
+extern "C" void emu_set_seed(int seed) {                        // tests: another order of threads and blocks
+    emu.seed = seed; emu.rng = (uint64_t)seed;
+    if (emu.arena) emu_open(PROT_NONE);
+}
 static cudaError_t emu_malloc(void **out, size_t bytes) {
     EmuLock lock;
     if (!emu.arena) emu_init();
@@ -262,7 +299,8 @@ static cudaError_t emu_malloc(void **out, size_t bytes) {
     char *base = emu.arena + emu.used;
     if (emu.n_mem == emu.cap_mem) emu.mem = (Emu::EmuMem *)realloc(emu.mem, (size_t)(emu.cap_mem = 2 * emu.cap_mem + 64) * sizeof *emu.mem);
     emu.used += span + EMU_PAGE;
-    mprotect(base, span, PROT_READ | PROT_WRITE); memset(base, 0xff, span); mprotect(base, span, PROT_NONE);
+    mprotect(base, span, PROT_READ | PROT_WRITE); memset(base, 0xff, span);
+    if (!emu.open) mprotect(base, span, PROT_NONE);
     emu.mem[emu.n_mem] = { base + ((span - bytes) & ~(size_t)15), bytes, span, 1 };          // ends at the guard page
     *out = emu.mem[emu.n_mem++].p;
     return cudaSuccess;
@@ -274,6 +312,7 @@ static cudaError_t cudaFree(void *p) {
     int i = emu_find(p);
     if (i < 0 || emu.mem[i].p != (char *)p) emu_die("cudaFree of a pointer cudaMalloc never returned");
     emu.mem[i].live = 0;                                      // stays unreadable: use after free faults
+    emu_protect(i, PROT_NONE);
     madvise((char *)((uintptr_t)p & ~(EMU_PAGE - 1)), emu.mem[i].span, MADV_DONTNEED);
     return cudaSuccess;
 }
@@ -283,13 +322,16 @@ static int emu_range(const void *p, size_t bytes, const char *what) {
     if ((char *)p + bytes > emu.mem[i].p + emu.mem[i].bytes) emu_die("%s runs %td bytes past its allocation", what, (char *)p + bytes - emu.mem[i].p - emu.mem[i].bytes);
     return i;
 }
-static void emu_host(const void *p, const char *what) { if (emu.arena && (char *)p >= emu.arena && (char *)p < emu.arena + EMU_ARENA) emu_die("%s is device memory", what); }
+static void emu_host(const void *p, const char *what) {
+    if (emu.arena && (char *)p >= emu.arena && (char *)p < emu.arena + EMU_ARENA) emu_die("%s is device memory", what);
+}
 static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
     EmuLock lock;
     int id = -1, is = -1;
-    if (k == cudaMemcpyHostToDevice || k == cudaMemcpyDeviceToDevice) id = emu_range(d, n, "cudaMemcpy destination"); else emu_host(d, "cudaMemcpy destination");
-    if (k == cudaMemcpyDeviceToHost || k == cudaMemcpyDeviceToDevice) is = emu_range(s, n, "cudaMemcpy source"); else emu_host(s, "cudaMemcpy source");
-    if (k == cudaMemcpyDeviceToDevice && (char *)d < (char *)s + n && (char *)s < (char *)d + n) emu_die("cudaMemcpy: the ranges overlap");
+    int to_dev = k == cudaMemcpyHostToDevice || k == cudaMemcpyDeviceToDevice, from_dev = k == cudaMemcpyDeviceToHost || k == cudaMemcpyDeviceToDevice;
+    if (to_dev) id = emu_range(d, n, "cudaMemcpy destination"); else emu_host(d, "cudaMemcpy destination");
+    if (from_dev) is = emu_range(s, n, "cudaMemcpy source"); else emu_host(s, "cudaMemcpy source");
+    if (to_dev && from_dev && (char *)d < (char *)s + n && (char *)s < (char *)d + n) emu_die("cudaMemcpy: the ranges overlap");
     emu_open1(id, PROT_READ | PROT_WRITE); emu_open1(is, PROT_READ | PROT_WRITE);
     memcpy(d, s, n);
     emu_open1(id, PROT_NONE); emu_open1(is, PROT_NONE);
@@ -380,7 +422,8 @@ static inline float atomicAdd(float *p, float v) {
     return __int_as_float(o);
 }
 
-// ------------------------------------------------------------------------------------------------ cuBLAS, column-major like the real one, so transposes and leading dimensions are tested too
+// ------------------------------------------------------------------------------------------------ cuBLAS
+// Column-major like the real one, so transposes and leading dimensions are tested too.
 
 typedef void *cublasHandle_t; typedef int cublasStatus_t;
 enum { CUBLAS_STATUS_SUCCESS = 0 };
@@ -399,7 +442,8 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
                                    const void *A, cudaDataType tA, int lda, const void *B, cudaDataType tB, int ldb,
                                    const void *beta, void *C, cudaDataType tC, int ldc, cublasComputeType_t, cublasGemmAlgo_t) {
     EmuLock lock;
-    if (m < 1 || n < 1 || k < 1 || lda < (ta ? k : m) || ldb < (tb ? n : k) || ldc < m) emu_die("cublasGemmEx: m %d n %d k %d lda %d ldb %d ldc %d", m, n, k, lda, ldb, ldc);
+    if (m < 1 || n < 1 || k < 1 || lda < (ta ? k : m) || ldb < (tb ? n : k) || ldc < m)
+        emu_die("cublasGemmEx: m %d n %d k %d lda %d ldb %d ldc %d", m, n, k, lda, ldb, ldc);
     if (tA != tB || tC != CUDA_R_32F) emu_die("cublasGemmEx: types %d %d -> %d are not supported", tA, tB, tC);
     int a = emu_range(A, emu_size(tA) * ((size_t)lda * ((ta ? m : k) - 1) + (ta ? k : m)), "cublasGemmEx A");
     int b = emu_range(B, emu_size(tB) * ((size_t)ldb * ((tb ? k : n) - 1) + (tb ? n : k)), "cublasGemmEx B");

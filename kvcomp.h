@@ -273,7 +273,7 @@ void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, 
 void attn_mix(float *o, const float *p, const float *v, int m, int n, int D);                  // o (m,D) += p (m,n) v (n,D)
 void exp_shift(float *x, float max, int n, float *sum);                 // x = exp(x - max), *sum += them; -INFINITY gives 0
 float dot_f32(const float *a, const float *b, int n);                   // the same lane order as attn_scores
-const char *simd_name(void);                                            // "avx512-bf16", "avx512", "avx2", "plain"
+const char *simd_name(void);                                            // "avx512", "avx2", "plain"; chosen at start, KVCOMP_SIMD overrides it
 int  top_k(const float *x, int n, int k, int *idx);                     // the k largest (ties: lower index), indices ascending -> count
 
 // ------------------------------------------------------------------------------------------------ cache (section 5)

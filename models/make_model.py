@@ -1,4 +1,4 @@
-"""Makes models/kvcomp-tiny, the model that kvcomp ships: a Llama of 3 million parameters, trained on two CPU cores in an evening.
+"""Makes models/kvcomp-tiny, the model that kvcomp ships: a Llama of 2.4 million parameters, trained on two shared CPU cores in ninety minutes.
 
     python make_model.py tokenizer        trains the byte-level BPE          -> kvcomp-tiny/tokenizer.json and its configs
     python make_model.py train [DIR]      runs (or resumes) the curriculum   -> DIR/checkpoint.pt every few minutes
@@ -239,8 +239,8 @@ def induction(r, T, n, known=V):
 
 # phase: (steps, tokens a batch and worker, shares of target lengths, share of induction rows, learning rate at its start and end)
 PHASES = [
-    ("induction", 150, 2048, {64: 1}, 1.0, 1.0, 1.0),
-    ("short", 700, 2048, {48: 2, 96: 3, 160: 2}, 0.04, 1.0, 1.0),
+    ("induction", 190, 2048, {64: 1}, 1.0, 1.0, 1.0),
+    ("short", 750, 2048, {48: 2, 96: 3, 160: 2}, 0.04, 1.0, 1.0),
     ("medium", 600, 2048, {64: 4, 160: 3, 256: 2, 512: 1}, 0.01, 1.0, 0.9),
     ("long", 1850, 2048, {64: 2, 160: 2, 256: 2, 512: 2, 1024: 1.5, 2048: 0.3}, 0.08, 0.9, 0.02),
 ]

@@ -1,0 +1,896 @@
+// kvcomp.cu - the GPU half of kvcomp. The same sections as kvcomp.c, under the same banners: read kvcomp.c first.
+//
+// Session.dev != NULL means: KVHead.k and .v are device memory, and everything else of a head (src, pos, mass, lengths)
+// stays on the host, where the methods decide. The arithmetic of a pass runs here; hooks get f32 copies of q, k, v when
+// some part has a hook that wants them. Layouts are kvcomp.h's: x (T,C), q (T,H,D), k v (T,G,D), rows as their Format says.
+//
+// Kernels use 32-lane warps, full masks, blocks of whole warps, no early return before the last meeting point, and shared
+// memory as one dynamic array in templates: then cuda_emu.h can run them on a CPU and check all of that.
+#include "kvcomp.h"
+#include <math.h>
+#include <stdlib.h>
+#ifdef __CUDACC__                               // otherwise cuda_emu.h has defined all of this
+#include <cublas_v2.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define KV_LAUNCH(k, grid, block, smem, ...) do { k<<<grid, block, smem>>>(__VA_ARGS__); KV_CUDA(cudaGetLastError()); } while (0)
+#define KV_DYN_SHARED(T, name) extern __shared__ float4 kv_dyn_[]; T *name = (T *)kv_dyn_
+#endif
+
+// ==================================================================================================== 1 HELPERS
+// Errors end the program with one line. Device memory is asked for through device_new; room() keeps one growing buffer
+// per purpose, so a decode step allocates nothing once the buffers have grown.
+
+static void cuda_fail(cudaError_t e, const char *call, int line) {
+    die(e == cudaErrorMemoryAllocation ? EXIT_MEMORY : EXIT_RUN, "CUDA: %s (kvcomp.cu:%d: %s)", cudaGetErrorString(e), line, call);
+}
+#define KV_CUDA(call) do { cudaError_t e_ = (call); if (e_ != cudaSuccess) cuda_fail(e_, #call, __LINE__); } while (0)
+#define KV_BLAS(call) do { int e_ = (int)(call); \
+    if (e_) die(EXIT_RUN, "cuBLAS: status %d (kvcomp.cu:%d: %s)", e_, __LINE__, #call); } while (0)
+
+static char *device_new(size_t bytes) {
+    char *p = NULL;
+    if (bytes) KV_CUDA(cudaMalloc(&p, bytes));
+    return p;
+}
+static void device_free(void *p) { if (p) KV_CUDA(cudaFree(p)); }
+static void upload(void *dev, const void *host, size_t n)   { if (n) KV_CUDA(cudaMemcpy(dev, host, n, cudaMemcpyHostToDevice)); }
+static void download(void *host, const void *dev, size_t n) { if (n) KV_CUDA(cudaMemcpy(host, dev, n, cudaMemcpyDeviceToHost)); }
+static int blocks(size_t n, int per) { return (int)((n + per - 1) / per); }
+
+struct Room { char *p; size_t bytes; };
+enum { ROOM_X, ROOM_H, ROOM_Q, ROOM_K, ROOM_V, ROOM_OUT, ROOM_GATE, ROOM_UP, ROOM_COS, ROOM_HALF, ROOM_IDS, ROOM_TOK, ROOM_PLAN,
+       ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_LIST, ROOM_LOGITS, ROOM_HOOK_Q, ROOM_HOOK_OUT, N_ROOMS };
+
+// Host tensors that lie on the device too, found by their host address.
+enum { MAP_SIZE = 1 << 13 };
+struct Copied { const void *host; char *dev; };
+struct Map { Copied at[MAP_SIZE]; int n; };
+
+struct Shared { const Weights *w; int users; Map map; Shared *next; };      // one upload of a model, whatever the number of sessions
+static Shared *all_shared;
+
+struct Device {
+    cublasHandle_t blas;
+    Room room[N_ROOMS];
+    Shared *base;               // the model's tensors
+    Map alt;                    // tensors of Session.alt
+    int **src;                  // (L*G) device copies of KVHead.src, as long as the head's cap
+    int n_tok;                  // tokens ROOM_TOK holds
+};
+template <class T> static T *room(Session *s, int which, size_t n) {
+    Room *r = &s->dev->room[which];
+    if (n * sizeof(T) > r->bytes) {
+        device_free(r->p);
+        r->bytes = n * sizeof(T) + n * sizeof(T) / 4 + 256;
+        r->p = device_new(r->bytes);
+    }
+    return (T *)r->p;
+}
+static Copied *map_slot(Map *m, const void *host) {              // the entry, or the free one it would take
+    size_t i = (size_t)mix64((uint64_t)(uintptr_t)host) % MAP_SIZE;
+    while (m->at[i].host && m->at[i].host != host) i = (i + 1) % MAP_SIZE;
+    return &m->at[i];
+}
+static const char *map_put(Map *m, const Tensor *t) {
+    Copied *c = map_slot(m, t->data);
+    if (c->host) return c->dev;
+    size_t bytes = (size_t)t->rows * t->cols * dtype_size(t->dtype);
+    if (++m->n > MAP_SIZE / 2) die(EXIT_RUN, "more than %d tensors on the GPU", MAP_SIZE / 2);
+    c->dev = device_new(bytes);
+    upload(c->dev, t->data, bytes);
+    c->host = t->data;
+    return c->dev;
+}
+static void map_clear(Map *m) {
+    for (int i = 0; i < MAP_SIZE; i++) device_free(m->at[i].dev);
+    memset(m, 0, sizeof *m);
+}
+static const char *on_device(Session *s, const Tensor *t) {      // NULL when there is no such tensor
+    if (!t->data) return NULL;
+    Copied *c = map_slot(&s->dev->base->map, t->data);
+    return c->host ? c->dev : map_put(&s->dev->alt, t);
+}
+
+// ==================================================================================================== 4 MATH
+// Weights are read as stored. A pass of one token multiplies f32 activations (gemv); more tokens go through cuBLAS, which
+// wants both factors alike: the activations go in as two numbers of the weights' type, the rounded value and what rounding
+// left over (a bf16 alone moved logits by a hundredth of their size), and the sums are f32.
+
+template <int DT> static __device__ float half_get(uint16_t h) {
+#ifdef __CUDACC__
+    return DT == DT_F16 ? __half2float(__ushort_as_half(h)) : bf16_to_f32(h);        // the hardware's conversion is exact too
+#else
+    return DT == DT_F16 ? f16_to_f32(h) : bf16_to_f32(h);
+#endif
+}
+static __device__ float number(const void *p, int dtype, size_t i) {
+    if (dtype == DT_F32) return ((const float *)p)[i];
+    return dtype == DT_F16 ? half_get<DT_F16>(((const uint16_t *)p)[i]) : half_get<DT_BF16>(((const uint16_t *)p)[i]);
+}
+// y, x (T,n): one block a row. Blocks of one warp when there are many rows, of eight when there are few.
+static __global__ void rmsnorm_kernel(float *y, const float *x, const void *w, int dtype, int n, float eps) {
+    __shared__ float part[32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const float *from = x + (size_t)blockIdx.x * n;
+    float *to = y + (size_t)blockIdx.x * n, ss = 0;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) ss += from[i] * from[i];
+    for (int d = 16; d; d >>= 1) ss += __shfl_xor_sync(0xffffffffu, ss, d);
+    if (warps > 1) {
+        if (!lane) part[warp] = ss;
+        __syncthreads();
+        ss = 0;
+        for (int i = 0; i < warps; i++) ss += part[i];
+    }
+    float inv = 1 / sqrtf(ss / (float)n + eps);
+    for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i] * inv * number(w, dtype, i);
+}
+static __global__ void bias_kernel(float *y, const void *b, int dtype, int cols, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] += number(b, dtype, i % cols);
+}
+static __global__ void add_kernel(float *x, const float *y, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] += y[i];
+}
+static __global__ void swiglu_kernel(float *g, const float *u, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) g[i] = g[i] / (1 + expf(-g[i])) * u[i];
+}
+// x (T,heads,D) in place; cs (T,D): cos of the D/2 angles, then sin, made by the host in double
+static __global__ void rope_kernel(float *x, const float *cs, int heads, int D, size_t pairs) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= pairs) return;
+    int half = D / 2, d = (int)(i % half);
+    size_t row = i / half;
+    float *p = x + row * D + d, a = p[0], b = p[half], c = cs[row / heads * D + d], n = cs[row / heads * D + half + d];
+    p[0] = a * c - b * n;
+    p[half] = b * c + a * n;
+}
+// rows of x (T,C) whose id is negative are left alone
+static __global__ void embed_kernel(float *x, const void *table, int dtype, const int *ids, int C, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n && ids[i / C] >= 0) x[i] = number(table, dtype, (size_t)ids[i / C] * C + i % C);
+}
+// y = x rounded to f16 or bf16; rest: what that rounding leaves over, rounded
+static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int rest, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float a = x[i];
+    if (rest) a -= dtype == DT_F16 ? f16_to_f32(f32_to_f16(a)) : bf16_to_f32(f32_to_bf16(a));
+    y[i] = dtype == DT_F16 ? f32_to_f16(a) : f32_to_bf16(a);
+}
+
+// y (rows) = W x. A warp takes GEMV_ROWS rows: every 16 bytes of W are read once, x comes from the cache.
+enum { GEMV_ROWS = 4, GEMV_WARPS = 4 };
+template <int DT> static __device__ float dot16(const char *w, size_t i, const float *x) {      // 16 bytes of W from element i
+    if (DT == DT_F32) {
+        float4 a = *(const float4 *)(w + i * 4), b = *(const float4 *)x;
+        return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
+    }
+    uint4 u = *(const uint4 *)(w + i * 2);
+    float4 a = *(const float4 *)x, b = *(const float4 *)(x + 4);
+    return half_get<DT>((uint16_t)u.x) * a.x + half_get<DT>((uint16_t)(u.x >> 16)) * a.y
+         + half_get<DT>((uint16_t)u.y) * a.z + half_get<DT>((uint16_t)(u.y >> 16)) * a.w
+         + half_get<DT>((uint16_t)u.z) * b.x + half_get<DT>((uint16_t)(u.z >> 16)) * b.y
+         + half_get<DT>((uint16_t)u.w) * b.z + half_get<DT>((uint16_t)(u.w >> 16)) * b.w;
+}
+template <int DT> static __global__ void gemv_kernel(float *y, const float *x, const char *w, int rows, int cols) {
+    KV_DYN_SHARED(float, part);                                  // (GEMV_WARPS,GEMV_ROWS,33)
+    const int step = DT == DT_F32 ? 4 : 8;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r0 = (blockIdx.x * GEMV_WARPS + warp) * GEMV_ROWS, wide = cols % step == 0;
+    float sum[GEMV_ROWS] = {0};
+    if (wide)
+        for (int c = lane * step; c < cols; c += 32 * step)
+            for (int j = 0; j < GEMV_ROWS; j++) { if (r0 + j < rows) sum[j] += dot16<DT>(w, (size_t)(r0 + j) * cols + c, x + c); }
+    else
+        for (int c = lane; c < cols; c += 32)
+            for (int j = 0; j < GEMV_ROWS; j++) { if (r0 + j < rows) sum[j] += number(w, DT, (size_t)(r0 + j) * cols + c) * x[c]; }
+    part += warp * GEMV_ROWS * 33;
+    for (int j = 0; j < GEMV_ROWS; j++) part[j * 33 + lane] = sum[j];
+    __syncwarp();
+    int j = lane / 8, e = lane % 8;                              // eight lanes add up one row
+    float a = part[j * 33 + e] + part[j * 33 + e + 8] + part[j * 33 + e + 16] + part[j * 33 + e + 24];
+    for (int d = 4; d; d >>= 1) a += __shfl_xor_sync(0xffffffffu, a, d);
+    if (!e && r0 + j < rows) y[r0 + j] = a;
+}
+
+static void rmsnorm_cuda(Session *s, float *y, const float *x, const Tensor *w, int T, int n) {
+    const char *d = on_device(s, w);
+    if (d) KV_LAUNCH(rmsnorm_kernel, T, T < 64 && n >= 512 ? 256 : 32, 0, y, x, d, w->dtype, n, s->c->eps);
+}
+static void bias_cuda(Session *s, float *y, const Tensor *b, int T, int n) {
+    const char *d = on_device(s, b);
+    if (d) KV_LAUNCH(bias_kernel, blocks((size_t)T * n, 256), 256, 0, y, d, b->dtype, n, (size_t)T * n);
+}
+// out (T,O) = x (T,I) W^T, W (O,I). Row-major (T,O) is column-major (O,T), so cuBLAS computes W^T-transposed times x.
+static void gemm_cuda(Session *s, float *out, const float *x, const Tensor *w, int T) {
+    int O = w->rows, I = w->cols;
+    const char *d = on_device(s, w);
+    size_t smem = (size_t)GEMV_WARPS * GEMV_ROWS * 33 * sizeof(float);
+    if (T == 1) {
+        int grid = blocks(O, GEMV_WARPS * GEMV_ROWS);
+        if (w->dtype == DT_F32)      KV_LAUNCH((gemv_kernel<DT_F32>),  grid, GEMV_WARPS * 32, smem, out, x, d, O, I);
+        else if (w->dtype == DT_F16) KV_LAUNCH((gemv_kernel<DT_F16>),  grid, GEMV_WARPS * 32, smem, out, x, d, O, I);
+        else                         KV_LAUNCH((gemv_kernel<DT_BF16>), grid, GEMV_WARPS * 32, smem, out, x, d, O, I);
+        return;
+    }
+    cudaDataType type = w->dtype == DT_F32 ? CUDA_R_32F : w->dtype == DT_F16 ? CUDA_R_16F : CUDA_R_16BF;
+    const float one = 1, zero = 0;
+    size_t n = (size_t)T * I;
+    uint16_t *half = w->dtype == DT_F32 ? NULL : room<uint16_t>(s, ROOM_HALF, n);
+    for (int rest = 0; rest < (half ? 2 : 1); rest++) {
+        if (half) KV_LAUNCH(round_kernel, blocks(n, 256), 256, 0, half, x, w->dtype, rest, n);
+        KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &one, d, type, I, half ? (const void *)half : x, type, I,
+                             rest ? &one : &zero, out, CUDA_R_32F, O, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+    }
+}
+
+// ==================================================================================================== 5 KV CACHE
+// The host keeps the books (kvcomp.c section 5) and calls these where bytes of rows are touched.
+
+enum { ROW_F32 = DT_F32, ROW_F16 = DT_F16, ROW_BF16 = DT_BF16, ROW_Q8, Q8_VALUES = 32, Q8_BYTES = Q8_VALUES + 2 };
+
+static int row_kind(const Format *f) {
+    return !strcmp(f->name, "f32") ? ROW_F32 : !strcmp(f->name, "f16") ? ROW_F16 : !strcmp(f->name, "bf16") ? ROW_BF16 : ROW_Q8;
+}
+static __device__ float row_get(const char *row, int kind, int d) {             // element d of a stored row
+    if (kind != ROW_Q8) return number(row, kind, d);
+    const char *b = row + d / Q8_VALUES * Q8_BYTES;
+    return half_get<DT_F16>(*(const uint16_t *)b) * (float)((const signed char *)b)[2 + d % Q8_VALUES];
+}
+// Stores value x of element d; the 32 lanes of a warp hold the 32 values of one block. Rounds exactly as the Format on the CPU.
+static __device__ void row_put(char *row, int kind, int d, int D, float x) {
+    if (kind == ROW_Q8) {
+        float top = d < D ? fabsf(x) : 0;
+        for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
+        uint16_t half = f32_to_f16(top / 127);
+        float scale = f16_to_f32(half), q = scale > 0 ? rintf(x / scale) : 0;
+        char *b = row + d / Q8_VALUES * Q8_BYTES;
+        if (d % Q8_VALUES == 0) *(uint16_t *)b = half;
+        if (d < D) ((signed char *)b)[2 + d % Q8_VALUES] = (signed char)(q > 127 ? 127 : q < -127 ? -127 : q);
+        return;
+    }
+    if (d >= D) return;
+    if (kind == ROW_F32) ((float *)row)[d] = x;
+    else ((uint16_t *)row)[d] = kind == ROW_F16 ? f32_to_f16(x) : f32_to_bf16(x);
+}
+enum { MAX_G = 64 };                            // KV heads a kernel's argument has room for
+struct HeadRef { char *k, *v; int *src; int row; };              // row: where the new rows begin
+struct HeadRefs { HeadRef at[MAX_G]; };
+
+// k, v (n,G,D) -> rows. One warp a (token, KV head); src of row t is tok0 + t.
+static __global__ void append_kernel(HeadRefs heads, const float *k, const float *v, int G, int D, int kind_k, int kind_v,
+                                     size_t bytes_k, size_t bytes_v, int tok0) {
+    int t = blockIdx.x, g = blockIdx.y, lane = threadIdx.x;
+    HeadRef h = heads.at[g];
+    const float *from_k = k + ((size_t)t * G + g) * D, *from_v = v + ((size_t)t * G + g) * D;
+    size_t r = (size_t)h.row + t;
+    for (int d = lane; d < D + 31 - (D + 31) % 32; d += 32) {    // whole blocks of 32, so that all lanes meet in row_put
+        row_put(h.k + r * bytes_k, kind_k, d, D, d < D ? from_k[d] : 0);
+        row_put(h.v + r * bytes_v, kind_v, d, D, d < D ? from_v[d] : 0);
+    }
+    if (!lane) h.src[r] = tok0 + t;
+}
+// to[i] = from[rows[i]], n rows of `bytes` bytes (an even number), two bytes a thread
+static __global__ void gather_kernel(char *to, const char *from, const int *rows, size_t bytes, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x, half = bytes / 2;
+    if (i < n * half) ((uint16_t *)to)[i] = ((const uint16_t *)from)[(size_t)rows[i / half] * half + i % half];
+}
+
+static char *grown(char *old, size_t have, size_t want) {        // realloc in device memory
+    char *p = device_new(want);
+    if (have && want) KV_CUDA(cudaMemcpy(p, old, have < want ? have : want, cudaMemcpyDeviceToDevice));
+    device_free(old);
+    return p;
+}
+void rows_resize_cuda(Session *s, KVHead *h, int cap) {          // h->cap is still the old one
+    size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
+    int **src = &s->dev->src[h - s->head];
+    h->k = grown(h->k, h->cap * bk, cap * bk);
+    h->v = grown(h->v, h->cap * bv, cap * bv);
+    *src = (int *)grown((char *)*src, h->cap * sizeof(int), cap * sizeof(int));
+}
+static HeadRefs head_refs(const Session *s, int l) {
+    HeadRefs r;
+    memset(&r, 0, sizeof r);
+    for (int g = 0; g < s->c->G; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        r.at[g] = { h->k, h->v, s->dev->src[h - s->head], h->len };
+    }
+    return r;
+}
+void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n) {       // k, v: device memory; before len grows
+    int G = s->c->G, D = s->c->D;
+    dim3 grid(n, G);
+    KV_LAUNCH(append_kernel, grid, 32, 0, head_refs(s, l), k, v, G, D, row_kind(s->fk), row_kind(s->fv),
+              s->fk->row_bytes(D), s->fv->row_bytes(D), s->base + t0);
+}
+void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n) {            // row i becomes row keep[i]; what follows is free
+    int first = 0;
+    while (first < n && keep[first] == first) first++;           // those stay where they are
+    if (first == n) return;
+    size_t m = n - first;
+    int *rows = room<int>(s, ROOM_LIST, m);
+    upload(rows, keep + first, m * sizeof(int));
+    struct { char *p; size_t bytes; } part[] = { { h->k, s->fk->row_bytes(s->c->D) }, { h->v, s->fv->row_bytes(s->c->D) },
+                                                 { (char *)s->dev->src[h - s->head], sizeof(int) } };
+    for (auto &x : part) {                                       // threads run in any order, so the rows go through a second buffer
+        char *to = room<char>(s, ROOM_MOVE, m * x.bytes);
+        KV_LAUNCH(gather_kernel, blocks(m * (x.bytes / 2), 256), 256, 0, to, x.p, rows, x.bytes, m);
+        KV_CUDA(cudaMemcpy(x.p + first * x.bytes, to, m * x.bytes, cudaMemcpyDeviceToDevice));
+    }
+}
+// buf (n,D) f32 on the host. Hooks ask from any of their threads
+void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf) {
+    char raw[1 << 14];
+    size_t bytes = f->row_bytes(D);
+    int step = (int)(sizeof raw / bytes);
+    for (int r = 0; r < n; r += step) {
+        int m = n - r < step ? n - r : step;
+        download(raw, from + r * bytes, m * bytes);
+        f->unpack(buf + (size_t)r * D, raw, m, D);
+    }
+}
+void rows_store_cuda(char *to, const char *raw, size_t bytes) { upload(to, raw, bytes); }
+
+// ==================================================================================================== 6 ATTENTION
+// Work is a set of query rows of one KV head that read the same list of rows: in decode the query heads whose views are
+// equal, in prefill up to 32 consecutive (token, query head) pairs. Its list is cut into items (split-K); a block takes an
+// item through tiles of TILE rows with an online softmax, and join_kernel puts the items of a work together in order.
+// Query row j of a work is m = m0 + j: token m / R of the pass, query head g*R + m % R.
+
+enum { TILE = 32, ATTN_WARPS = 4, MAX_D = 128 };
+
+struct Work {                   // n positions: p < n_idx is row idx[p], the others are rows tail + p - n_idx
+    int g, m0, m, n, idx, n_idx, tail;
+    int low;                    // least position of its query tokens
+    int first, items;           // its items
+};
+struct Item { int work, p0, p1; };
+struct Attn {                   // argument of the kernels
+    HeadRefs heads;
+    const float *q;             // (n,H,D)
+    const Token *tok; int tok0; // the session's tokens; index of the first query's
+    const Work *work; const Item *item; const int *idx;
+    float *part;                // (items,4 QW,D+2): max, sum, sum of p v
+    int kind_k, kind_v, rule, window, H, R, D;
+    size_t bytes_k, bytes_v;
+    float scale;
+};
+
+// The rows of positions p..p+n-1 and their tokens. Called by all threads; the lists are complete after the next barrier.
+static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w, int p, int n, int *row, int *src, int *any) {
+    if (threadIdx.x >= TILE) return;
+    int i = threadIdx.x, at = p + i, see = 0;
+    if (i < n) {
+        row[i] = at < w.n_idx ? a.idx[w.idx + at] : w.tail + at - w.n_idx;
+        src[i] = h.src[row[i]];
+        see = !a.window || a.tok[src[i]].pos > w.low - a.window;
+    }
+    see = __any_sync(0xffffffffu, see);
+    if (!i) *any = see;                                          // 0: the tile lies before every query's sliding window
+}
+// to (n,stride) = rows row[0..n) as f32
+static __device__ void load_tile(float *to, int stride, const char *rows, size_t bytes, int kind, const int *row, int n, int D) {
+    int lane = threadIdx.x & 31;
+    for (int j = threadIdx.x >> 5; j < n; j += ATTN_WARPS)
+        for (int d = lane; d < D; d += 32) to[j * stride + d] = row_get(rows + row[j] * bytes, kind, d);
+}
+// score[i] = q of the warp's row i times the lane's key
+template <int QW> static __device__ void score_rows(float *score, const float *q, const float *key, int D) {
+    for (int i = 0; i < QW; i++) score[i] = 0;
+    for (int d = 0; d < D; d++) {
+        float x = key[d];
+        for (int i = 0; i < QW; i++) score[i] += q[i * D + d] * x;
+    }
+}
+static size_t attend_smem(int QW, int D) {
+    return ((size_t)4 * QW * D + TILE * (D + 1) + 4 * QW * (TILE + 1) + 4 * QW + 2 * TILE + 4) * sizeof(float);
+}
+
+// A warp owns QW query rows; a lane owns a key while scoring, 32/QW lanes share a row in the softmax, and a lane owns ND
+// dimensions of all QW rows while mixing. ND 0: only max and sum are wanted.
+template <int QW, int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn a) {
+    KV_DYN_SHARED(float, q);                                     // (4 QW,D)
+    const int BQ = ATTN_WARPS * QW, LANES = 32 / QW;
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, *row, *src, *any;
+    float *kv = q + BQ * D, *sc = kv + TILE * (D + 1), *fix = sc + BQ * (TILE + 1);     // (TILE,D+1) (BQ,TILE+1) (BQ)
+    row = (int *)(fix + BQ); src = row + TILE; any = src + TILE;
+    Item it = a.item[blockIdx.x];
+    Work w = a.work[it.work];
+    HeadRef h = a.heads.at[w.g];
+    for (int j = warp; j < BQ; j += ATTN_WARPS) {
+        int m = w.m0 + j;
+        const float *from = a.q + ((size_t)(m / a.R) * a.H + w.g * a.R + m % a.R) * D;
+        for (int d = lane; d < D; d += 32) q[j * D + d] = j < w.m ? from[d] : 0;
+    }
+    float top = -INFINITY, sum = 0, acc[QW][ND ? ND : 1], score[QW];             // top, sum: of row warp*QW + lane/LANES
+    for (int i = 0; i < QW; i++) for (int c = 0; c < ND; c++) acc[i][c] = 0;
+    for (int p = it.p0; p < it.p1; p += TILE) {
+        int n = it.p1 - p < TILE ? it.p1 - p : TILE;
+        __syncthreads();                                         // the last tile is done with
+        list_rows(a, h, w, p, n, row, src, any);
+        __syncthreads();
+        if (!*any) continue;
+        load_tile(kv, D + 1, h.k, a.bytes_k, a.kind_k, row, n, D);
+        __syncthreads();
+        score_rows<QW>(score, q + warp * QW * D, kv + (lane < n ? lane : 0) * (D + 1), D);
+        int first = a.tok0 + w.m0 / a.R, masked = a.rule != VIS_CAUSAL || a.window || src[n - 1] > first;
+        for (int i = 0; i < QW; i++) {
+            int j = warp * QW + i, t = a.tok0 + (w.m0 + j) / a.R, see = lane < n && j < w.m;
+            if (see && masked) see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src[lane]], src[lane]);
+            sc[j * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
+        }
+        __syncwarp();
+        float *mine = sc + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES, high = top, add = 0;
+        for (int j = 0; j < TILE; j += LANES) high = fmaxf(high, mine[j]);
+        for (int d = LANES / 2; d; d >>= 1) high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, d));
+        for (int j = 0; j < TILE; j += LANES) { float e = high == -INFINITY ? 0 : expf(mine[j] - high); mine[j] = e; add += e; }
+        for (int d = LANES / 2; d; d >>= 1) add += __shfl_xor_sync(0xffffffffu, add, d);
+        float c = high == -INFINITY ? 1 : expf(top - high);      // what was gathered under the old maximum
+        sum = sum * c + add; top = high;
+        if (lane % LANES == 0) fix[warp * QW + lane / LANES] = c;
+        if (ND) {
+            __syncthreads();                                     // the keys are done with
+            load_tile(kv, D + 1, h.v, a.bytes_v, a.kind_v, row, n, D);
+            __syncthreads();
+            for (int i = 0; i < QW; i++) for (int e = 0; e < ND; e++) acc[i][e] *= fix[warp * QW + i];
+            for (int j = 0; j < n; j++)
+                for (int e = 0; e < ND; e++) {
+                    float x = lane + 32 * e < D ? kv[j * (D + 1) + lane + 32 * e] : 0;
+                    for (int i = 0; i < QW; i++) acc[i][e] += sc[(warp * QW + i) * (TILE + 1) + j] * x;
+                }
+        }
+    }
+    float *part = a.part + ((size_t)blockIdx.x * BQ + warp * QW) * (D + 2);
+    if (lane % LANES == 0) { part[(size_t)(lane / LANES) * (D + 2)] = top; part[(size_t)(lane / LANES) * (D + 2) + 1] = sum; }
+    for (int i = 0; i < QW; i++)
+        for (int e = 0; e < ND; e++) if (lane + 32 * e < D) part[(size_t)i * (D + 2) + 2 + lane + 32 * e] = acc[i][e];
+}
+// One warp a query row: out (n,H,D) or NULL, stat (n,H,2) = max and sum of its softmax.
+static __global__ void join_kernel(Attn a, int BQ, float *out, float *stat) {
+    Work w = a.work[blockIdx.x];
+    int j = blockIdx.y, lane = threadIdx.x, m = w.m0 + j, D = a.D;
+    if (j >= w.m) return;                                        // whole warps only, and nobody meets below
+    size_t stride = (size_t)BQ * (D + 2), row = (size_t)(m / a.R) * a.H + w.g * a.R + m % a.R;
+    const float *part = a.part + ((size_t)w.first * BQ + j) * (D + 2);
+    float top = -INFINITY, sum = 0;
+    for (int c = 0; c < w.items; c++) top = fmaxf(top, part[c * stride]);
+    for (int c = 0; c < w.items; c++) if (part[c * stride] != -INFINITY) sum += expf(part[c * stride] - top) * part[c * stride + 1];
+    for (int d = lane; out && d < D; d += 32) {
+        float x = 0;
+        for (int c = 0; c < w.items; c++) if (part[c * stride] != -INFINITY) x += expf(part[c * stride] - top) * part[c * stride + 2 + d];
+        out[row * D + d] = x / sum;
+    }
+    if (!lane) { stat[row * 2] = top; stat[row * 2 + 1] = sum; }
+}
+// out (H,N): for query head h and position p of its list, the sum over the n queries of softmax probability, times factor.
+// One block a (tile of positions, query head): the tile's keys stay, the queries come by. list (H): what each head reads.
+static size_t column_smem(int D) { return ((size_t)32 * D + TILE * (D + 1) + ATTN_WARPS * 33 + 2 * TILE + 4) * sizeof(float); }
+static __global__ void column_kernel(Attn a, const Work *list, const float *stat, int n_q, int N, float factor, float *out) {
+    KV_DYN_SHARED(float, q);                                     // (32,D)
+    const int QW = 8;
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, p = blockIdx.x * TILE;
+    float *kv = q + 32 * D, *red = kv + TILE * (D + 1), score[QW], sum = 0;
+    int *row = (int *)(red + ATTN_WARPS * 33), *src = row + TILE, *any = src + TILE;
+    Work w = list[head];
+    HeadRef h = a.heads.at[w.g];
+    int n = w.n - p < TILE ? w.n - p : TILE;
+    if (n <= 0) return;                                          // the same for the whole block
+    list_rows(a, h, w, p, n, row, src, any);
+    __syncthreads();
+    load_tile(kv, D + 1, h.k, a.bytes_k, a.kind_k, row, n, D);
+    for (int t0 = 0; t0 < n_q; t0 += 32) {
+        __syncthreads();
+        for (int j = warp; j < 32; j += ATTN_WARPS)
+            for (int d = lane; d < D; d += 32) q[j * D + d] = t0 + j < n_q ? a.q[((size_t)(t0 + j) * a.H + head) * D + d] : 0;
+        __syncthreads();
+        score_rows<QW>(score, q + warp * QW * D, kv + (lane < n ? lane : 0) * (D + 1), D);
+        for (int i = 0; i < QW; i++) {
+            int j = t0 + warp * QW + i, t = a.tok0 + j;
+            if (j >= n_q || lane >= n || !kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src[lane]], src[lane])) continue;
+            const float *st = stat + ((size_t)j * a.H + head) * 2;
+            sum += expf(score[i] * a.scale - st[0]) / st[1];
+        }
+    }
+    red[warp * 33 + lane] = sum;
+    __syncthreads();
+    if (warp == 0 && lane < n) out[(size_t)head * N + p + lane] = (red[lane] + red[33 + lane] + red[66 + lane] + red[99 + lane]) * factor;
+}
+
+// ---- the host's side: what to do, in one upload
+struct Plan { Work *work; int n_work, *idx, n_idx, BQ; };
+
+static int layer_window(const Session *s, int l) { return s->c->windowed && s->c->windowed[l] ? s->c->window : 0; }
+static int block_rows(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 8 : 32; }  // query rows of a block: 4 QW
+// blind: rows later than a block's queries are listed too; the mask hides them
+static Plan plan_prefill(Session *s, int l, int tok0, int n, int blind) {
+    int G = s->c->G, R = s->c->H / G, rows = n * R, BQ = block_rows(rows), per = blocks(rows, BQ);
+    Plan p = { (Work *)scratch(s, (size_t)G * per * sizeof(Work)), 0, NULL, 0, BQ };
+    for (int g = 0; g < G; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        int end = 0;
+        for (int b = 0; b < per; b++) {
+            int m0 = b * BQ, m = rows - m0 < BQ ? rows - m0 : BQ, last = tok0 + (m0 + m - 1) / R, low = s->tok[tok0 + m0 / R].pos;
+            for (int t = tok0 + m0 / R; t <= last; t++) if (s->tok[t].pos < low) low = s->tok[t].pos;
+            while (end < h->len && h->src[end] <= last) end++;   // causal: no row beyond the block's last token
+            p.work[p.n_work++] = { g, m0, m, s->rule == VIS_CAUSAL && !blind ? end : h->len, 0, 0, 0, low, 0, 0 };
+        }
+    }
+    return p;
+}
+static int view_equal(const View *a, const View *b) {
+    return a->n == b->n && a->tail == b->tail && (!a->n || !memcmp(a->idx, b->idx, (size_t)a->n * sizeof(int)));
+}
+static Plan plan_decode(Session *s, int l) {
+    int H = s->c->H, G = s->c->G, R = H / G, total = 0;
+    for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
+    Plan p = { (Work *)scratch(s, (size_t)H * sizeof(Work)), 0, (int *)scratch(s, (size_t)(total + 1) * sizeof(int)), 0, block_rows(R) };
+    for (int h = 0, m; h < H; h += m) {
+        const View *v = kv_view(s, l, h);
+        for (m = 1; (h + m) % R && m < p.BQ && view_equal(v, kv_view(s, l, h + m)); m++) {}
+        int rows = v->n + kv_head(s, l, h / R)->len - v->tail;
+        p.work[p.n_work++] = { h / R, h % R, m, rows, p.n_idx, v->n, v->tail, s->tok[s->base].pos, 0, 0 };
+        if (v->n) memcpy(p.idx + p.n_idx, v->idx, (size_t)v->n * sizeof(int));
+        p.n_idx += v->n;
+    }
+    return p;
+}
+static Attn attn_args(Session *s, int l, const float *q, int tok0) {
+    Attn a;
+    memset(&a, 0, sizeof a);
+    a.heads = head_refs(s, l);
+    a.q = q; a.tok = (const Token *)s->dev->room[ROOM_TOK].p; a.tok0 = tok0;
+    a.kind_k = row_kind(s->fk); a.kind_v = row_kind(s->fv); a.rule = s->rule; a.window = layer_window(s, l);
+    a.H = s->c->H; a.R = s->c->H / s->c->G; a.D = s->c->D;
+    a.bytes_k = s->fk->row_bytes(a.D); a.bytes_v = s->fv->row_bytes(a.D);
+    a.scale = 1 / sqrtf((float)a.D);
+    return a;
+}
+template <int QW> static void attend_launch(const Attn &a, int n, int mix) {
+    size_t smem = attend_smem(QW, a.D);
+    if (!mix)           KV_LAUNCH((attend_kernel<QW, 0>), n, ATTN_WARPS * 32, smem, a);
+    else if (a.D <= 64) KV_LAUNCH((attend_kernel<QW, 2>), n, ATTN_WARPS * 32, smem, a);
+    else                KV_LAUNCH((attend_kernel<QW, 4>), n, ATTN_WARPS * 32, smem, a);
+}
+// Runs a plan: out (n,H,D) on the device or NULL, stat (n,H,2) -> the argument, for column sums over the same rows.
+static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *out, float *stat) {
+    Attn a = attn_args(s, l, q, tok0);
+    size_t total = 0, n_items = 0;
+    for (int i = 0; i < p->n_work; i++) total += p->work[i].n;
+    size_t chunk = (total / 512 + TILE - 1) / TILE * TILE;       // about 512 blocks, of two tiles at least
+    if (chunk < 2 * TILE) chunk = 2 * TILE;
+    for (int i = 0; i < p->n_work; i++) {
+        p->work[i].first = (int)n_items;
+        n_items += p->work[i].items = blocks(p->work[i].n, (int)chunk);
+    }
+    size_t at_item = (size_t)p->n_work * sizeof(Work), at_idx = at_item + n_items * sizeof(Item);
+    size_t bytes = at_idx + (size_t)p->n_idx * sizeof(int);
+    char *host = (char *)scratch(s, bytes + 1), *dev = room<char>(s, ROOM_PLAN, bytes);
+    memcpy(host, p->work, at_item);
+    Item *item = (Item *)(host + at_item);
+    for (int i = 0; i < p->n_work; i++)
+        for (int c = 0; c < p->work[i].items; c++) {
+            int p0 = c * (int)chunk, p1 = p->work[i].n - p0 < (int)chunk ? p->work[i].n : p0 + (int)chunk;
+            *item++ = { i, p0, p1 };
+        }
+    if (p->n_idx) memcpy(host + at_idx, p->idx, (size_t)p->n_idx * sizeof(int));
+    upload(dev, host, bytes);
+    a.work = (const Work *)dev; a.item = (const Item *)(dev + at_item); a.idx = (const int *)(dev + at_idx);
+    a.part = room<float>(s, ROOM_PART, (n_items + 1) * p->BQ * (a.D + 2));
+    if (n_items) {
+        if (p->BQ == 4)      attend_launch<1>(a, (int)n_items, out != NULL);
+        else if (p->BQ == 8) attend_launch<2>(a, (int)n_items, out != NULL);
+        else                 attend_launch<8>(a, (int)n_items, out != NULL);
+    }
+    dim3 grid(p->n_work, p->BQ);
+    KV_LAUNCH(join_kernel, grid, 32, 0, a, p->BQ, out, stat);
+    return a;
+}
+// Column sums (H,N) to the host: head h reads list[h]. list (H) uses the idx of a.
+static void column_sums(Session *s, const Attn &a, const Work *list, const float *stat, int n_q, int N, float factor, float *host) {
+    size_t bytes = (size_t)a.H * sizeof(Work);
+    Work *dev = (Work *)room<char>(s, ROOM_LIST, bytes);
+    float *col = room<float>(s, ROOM_COL, (size_t)a.H * N);
+    upload(dev, list, bytes);
+    KV_CUDA(cudaMemset(col, 0, (size_t)a.H * N * sizeof(float)));
+    dim3 grid(blocks(N, TILE), a.H);
+    KV_LAUNCH(column_kernel, grid, ATTN_WARPS * 32, column_smem(a.D), a, dev, stat, n_q, N, factor, col);
+    download(host, col, (size_t)a.H * N * sizeof(float));
+}
+// KV_MASS: probabilities of n_q queries into the heads' mass, which the host keeps.
+static void add_mass(Session *s, int l, const Attn &a, const Plan *p, const float *stat, int n_q) {
+    int H = s->c->H, N = 1;
+    Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work));
+    for (int h = 0; h < H; h++) list[h] = { h / a.R, 0, 1, kv_head(s, l, h / a.R)->len, 0, 0, 0, 0, 0, 0 };
+    for (int i = 0; s->decoding && i < p->n_work; i++)
+        for (int j = 0; j < p->work[i].m; j++) list[p->work[i].g * a.R + p->work[i].m0 + j] = p->work[i];
+    for (int h = 0; h < H; h++) if (list[h].n > N) N = list[h].n;
+    float *sum = (float *)scratch(s, (size_t)H * N * sizeof(float));
+    column_sums(s, a, list, stat, n_q, N, 1, sum);
+    for (int h = 0; h < H; h++) {
+        const Work *w = &list[h];
+        float *mass = kv_head(s, l, w->g)->mass;
+        for (int i = 0; i < w->n; i++) mass[i < w->n_idx ? p->idx[w->idx + i] : w->tail + i - w->n_idx] += sum[(size_t)h * N + i];
+    }
+}
+static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n) {      // out, q (n,H,D) on the device
+    size_t mark = scratch_mark(s);
+    Plan p = plan_prefill(s, l, s->base + t0, n, 0);
+    float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
+    Attn a = attend(s, l, q, s->base + t0, &p, out, stat);
+    if (s->wants & KV_MASS) add_mass(s, l, a, &p, stat, n);
+    scratch_reset(s, mark);
+}
+static void decode_device(Session *s, int l, float *out, const float *q) {      // out, q (H,D) on the device
+    size_t mark = scratch_mark(s);
+    Plan p = plan_decode(s, l);
+    float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
+    Attn a = attend(s, l, q, s->base, &p, out, stat);
+    for (int i = 0; i < p.n_work; i++) s->clk.bytes_attended += (double)p.work[i].n * (double)(a.bytes_k + a.bytes_v);
+    if (s->wants & KV_MASS) add_mass(s, l, a, &p, stat, 1);
+    scratch_reset(s, mark);
+}
+// What hooks call: q and out on the host.
+void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n) {
+    size_t m = (size_t)n * s->c->H * s->c->D;
+    float *dq = room<float>(s, ROOM_HOOK_Q, m), *dout = room<float>(s, ROOM_HOOK_OUT, m);
+    upload(dq, q, m * sizeof(float));
+    prefill_device(s, l, dout, dq, t0, n);
+    download(out, dout, m * sizeof(float));
+}
+void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
+    size_t m = (size_t)s->c->H * s->c->D;
+    float *dq = room<float>(s, ROOM_HOOK_Q, m), *dout = room<float>(s, ROOM_HOOK_OUT, m);
+    upload(dq, q, m * sizeof(float));
+    decode_device(s, l, dout, dq);
+    download(out, dout, m * sizeof(float));
+}
+// Two passes over the keys, max and sum first, then columns: memory O(H N), whatever W.
+void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score) {
+    int H = s->c->H, w = T < W ? T : W, N = kv_longest(s, l), tok0 = s->base + T - w;
+    size_t mark = scratch_mark(s), row = (size_t)H * s->c->D;
+    float *dq = room<float>(s, ROOM_HOOK_Q, w * row), *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
+    if (!N) return;
+    upload(dq, q + (T - w) * row, w * row * sizeof(float));
+    Plan p = plan_prefill(s, l, tok0, w, 1);
+    Attn a = attend(s, l, dq, tok0, &p, NULL, stat);
+    Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work));
+    for (int h = 0; h < H; h++) list[h] = { h / a.R, 0, 1, kv_head(s, l, h / a.R)->len, 0, 0, 0, 0, 0, 0 };
+    column_sums(s, a, list, stat, w, N, 1 / (float)w, score);
+    scratch_reset(s, mark);
+}
+
+// ==================================================================================================== 7 MODEL
+// pass_cuda is pass() of kvcomp.c line by line, with the hooks called at the same places.
+
+#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
+
+struct Pass { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs, *host_q, *host_k, *host_v, *host_out; int span, want_project, want_q; };
+
+static Pass pass_room(Session *s, int T) {
+    const Config *c = s->c;
+    int whole = s->rule != VIS_CAUSAL, b = s->batch < T ? s->batch : T, sparse = 0;
+    Pass r;
+    memset(&r, 0, sizeof r);
+    EACH_PART(s, p) {
+        whole |= p->m->project || p->m->attend || p->m->commit;
+        r.want_project |= p->m->project != NULL;
+        r.want_q |= p->m->commit || (s->decoding ? p->m->select != NULL : p->m->attend != NULL);
+        sparse |= p->m->attend != NULL;
+    }
+    r.span = whole ? T : b;
+    size_t n = r.span, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    r.x = room<float>(s, ROOM_X, (size_t)T * c->C);        r.cs = room<float>(s, ROOM_COS, (size_t)T * c->D);
+    r.q = room<float>(s, ROOM_Q, n * HD);                  r.out = room<float>(s, ROOM_OUT, n * HD);
+    r.k = room<float>(s, ROOM_K, n * GD);                  r.v = room<float>(s, ROOM_V, n * GD);
+    r.h = room<float>(s, ROOM_H, (size_t)b * c->C);        r.gate = room<float>(s, ROOM_GATE, (size_t)b * c->F);
+    r.up = room<float>(s, ROOM_UP, (size_t)b * c->F);
+    if (r.want_q || r.want_project) r.host_q = (float *)scratch(s, n * HD * sizeof(float));
+    if (r.want_project) r.host_k = (float *)scratch(s, n * GD * sizeof(float));
+    if (r.want_project) r.host_v = (float *)scratch(s, n * GD * sizeof(float));
+    if (sparse) r.host_out = (float *)scratch(s, n * HD * sizeof(float));
+    return r;
+}
+static void upload_tokens(Session *s) {                          // a prefill sends all of them again: methods may have truncated some
+    Device *d = s->dev;
+    const char *old = d->room[ROOM_TOK].p;
+    Token *tok = room<Token>(s, ROOM_TOK, s->n_tok);
+    int from = s->decoding && (char *)tok == old && d->n_tok == s->base ? s->base : 0;
+    upload(tok + from, s->tok + from, (size_t)(s->n_tok - from) * sizeof(Token));
+    d->n_tok = s->n_tok;
+}
+static void embed_cuda(Session *s, float *x, int T) {            // x (T,C)
+    int C = s->c->C, *ids = (int *)scratch(s, (size_t)T * sizeof(int)), *dev = room<int>(s, ROOM_IDS, T);
+    float *own = (float *)scratch(s, (size_t)C * sizeof(float));
+    for (int t = 0; t < T; t++) ids[t] = s->tok[s->base + t].id;
+    upload(dev, ids, (size_t)T * sizeof(int));
+    KV_LAUNCH(embed_kernel, blocks((size_t)T * C, 256), 256, 0, x, on_device(s, &s->w->embed), s->w->embed.dtype, dev, C, (size_t)T * C);
+    for (int t = 0; t < T; t++) {
+        if (ids[t] >= 0) continue;
+        EACH_PART(s, p) if (p->m->embed) { p->m->embed(s, p->ms, &s->tok[s->base + t], own); break; }
+        upload(x + (size_t)t * C, own, (size_t)C * sizeof(float));
+    }
+}
+static void upload_angles(Session *s, float *cs, int T) {        // cs (T,D): cos and sin, angles in double as on the CPU
+    int D = s->c->D;
+    float *host = (float *)scratch(s, (size_t)T * D * sizeof(float));
+    for (int t = 0; t < T; t++)
+        for (int i = 0; i < D / 2; i++) {
+            double a = s->tok[s->base + t].pos * s->w->inv_freq64[i];
+            host[(size_t)t * D + i] = (float)(cos(a) * s->w->rope_scale);
+            host[(size_t)t * D + D / 2 + i] = (float)(sin(a) * s->w->rope_scale);
+        }
+    upload(cs, host, (size_t)T * D * sizeof(float));
+}
+static void rope_cuda(float *x, const float *cs, int T, int heads, int D) {
+    size_t pairs = (size_t)T * heads * (D / 2);
+    KV_LAUNCH(rope_kernel, blocks(pairs, 256), 256, 0, x, cs, heads, D, pairs);
+}
+static int same_weights(const Session *s, int t, int end, const Layer **y, int l) {      // as in kvcomp.c
+    int n = 0, alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
+    while (t + n < end && n < s->batch && (s->alt && s->tok[s->base + t + n].kind == TOK_EXTRA) == alt) n++;
+    *y = alt ? &s->alt[l] : &s->w->layer[l];
+    return n;
+}
+static void linear(Session *s, float *out, const float *x, const Tensor *w, const Tensor *b, int n) {
+    gemm_cuda(s, out, x, w, n);
+    bias_cuda(s, out, b, n, w->rows);
+}
+static void project_rows(Session *s, const Layer *y, const float *x, float *h, float *q, float *k, float *v, int n) {
+    const Config *c = s->c;
+    rmsnorm_cuda(s, h, x, &y->attn_norm, n, c->C);
+    linear(s, q, h, &y->wq, &y->bq, n);
+    linear(s, k, h, &y->wk, &y->bk, n);
+    linear(s, v, h, &y->wv, &y->bv, n);
+    rmsnorm_cuda(s, q, q, &y->q_norm, n * c->H, c->D);           // per head; nothing when the model has none
+    rmsnorm_cuda(s, k, k, &y->k_norm, n * c->G, c->D);
+}
+static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, const Pass *r, int n) {
+    const Config *c = s->c;
+    size_t nC = (size_t)n * c->C, nF = (size_t)n * c->F;
+    linear(s, r->h, out, &y->wo, &y->bo, n);
+    KV_LAUNCH(add_kernel, blocks(nC, 256), 256, 0, x, r->h, nC);
+    rmsnorm_cuda(s, r->h, x, &y->mlp_norm, n, c->C);
+    linear(s, r->gate, r->h, &y->gate, &y->bgate, n);
+    linear(s, r->up, r->h, &y->up, &y->bup, n);
+    KV_LAUNCH(swiglu_kernel, blocks(nF, 256), 256, 0, r->gate, r->up, nF);
+    linear(s, r->h, r->gate, &y->down, &y->bdown, n);
+    KV_LAUNCH(add_kernel, blocks(nC, 256), 256, 0, x, r->h, nC);
+}
+static double timed(double *sum, double t0) { double t = now(); *sum += t - t0; return t; }
+static void note_peak(Session *s) { size_t n = kv_bytes(s); if (n > s->clk.peak) s->clk.peak = n; }
+
+static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
+    double t = now();
+    size_t bytes = (size_t)n * s->c->H * s->c->D * sizeof(float);
+    Part *sparse = NULL;
+    EACH_PART(s, p) if (acts && p->m->attend && !sparse) sparse = p;
+    if (acts && r->want_q) download(r->host_q, r->q, bytes);
+    if (s->decoding) {
+        if (acts) EACH_PART(s, p) if (p->m->select) p->m->select(s, p->ms, l, r->host_q);
+        t = timed(&s->clk.select, t);
+        decode_device(s, l, r->out, r->q);
+    } else if (sparse) {
+        sparse->m->attend(s, sparse->ms, l, r->host_out, r->host_q, n);
+        upload(r->out, r->host_out, bytes);
+    } else prefill_device(s, l, r->out, r->q, t0, n);
+    t = timed(&s->clk.attend, t);                                // without a hook that waits for the device: time to launch, not to run
+    if (!s->decoding) note_peak(s);
+    if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->host_q, n);
+    timed(&s->clk.commit, t);
+}
+float *pass_cuda(Session *s, int T) {
+    const Config *c = s->c;
+    size_t mark = scratch_mark(s), C = c->C, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    Pass r = pass_room(s, T);
+    upload_tokens(s);
+    embed_cuda(s, r.x, T);
+    upload_angles(s, r.cs, T);
+    for (int l = 0; l < c->L; l++) {
+        int acts = layer_acts(s, l), n;
+        const Layer *y;
+        for (int t0 = 0, t1; t0 < T; t0 = t1) {                  // spans, as in pass()
+            t1 = t0 + r.span < T ? t0 + r.span : T;
+            n = t1 - t0;
+            for (int t = t0, m; t < t1; t += m) {
+                m = same_weights(s, t, t1, &y, l);
+                project_rows(s, y, r.x + t * C, r.h, r.q + (t - t0) * HD, r.k + (t - t0) * GD, r.v + (t - t0) * GD, m);
+            }
+            if (acts && r.want_project) {
+                download(r.host_q, r.q, n * HD * sizeof(float));
+                download(r.host_k, r.k, n * GD * sizeof(float)); download(r.host_v, r.v, n * GD * sizeof(float));
+                EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, r.host_q, r.host_k, r.host_v, n);
+            }
+            rope_cuda(r.q, r.cs + (size_t)t0 * c->D, n, c->H, c->D);
+            rope_cuda(r.k, r.cs + (size_t)t0 * c->D, n, c->G, c->D);
+            kv_append(s, l, r.k, r.v, t0, n);
+            attend_rows(s, l, &r, t0, n, acts);
+            for (int t = t0, m; t < t1; t += m) {
+                m = same_weights(s, t, t1, &y, l);
+                mlp_rows(s, y, r.x + t * C, r.out + (t - t0) * HD, &r, m);
+            }
+        }
+    }
+    double t = now();
+    EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
+    timed(&s->clk.commit, t);
+    float *logits = room<float>(s, ROOM_LOGITS, c->V);
+    rmsnorm_cuda(s, r.h, r.x + (T - 1) * C, &s->w->norm, 1, c->C);
+    gemm_cuda(s, logits, r.h, &s->w->head, 1);
+    download(s->logits, logits, (size_t)c->V * sizeof(float));
+    note_peak(s);
+    scratch_reset(s, mark);
+    return s->logits;
+}
+
+// ---- opening
+static Shared *shared_open(const Session *s) {                   // every tensor of the model, uploaded once
+    for (Shared *h = all_shared; h; h = h->next) if (h->w == s->w) { h->users++; return h; }
+    Shared *h = (Shared *)xcalloc(1, sizeof *h);
+    h->w = s->w; h->users = 1; h->next = all_shared; all_shared = h;
+    const Tensor *top[] = { &s->w->embed, &s->w->norm, &s->w->head };
+    for (const Tensor *t : top) map_put(&h->map, t);
+    for (int l = 0; l < s->c->L; l++) {
+        const Layer *y = &s->w->layer[l];
+        const Tensor *all[] = { &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk, &y->wv, &y->wo, &y->bq, &y->bk, &y->bv, &y->bo,
+                                &y->q_norm, &y->k_norm, &y->gate, &y->up, &y->down, &y->bgate, &y->bup, &y->bdown };
+        for (const Tensor *t : all) if (t->data) map_put(&h->map, t);
+    }
+    return h;
+}
+static void shared_close(Shared *h) {
+    if (--h->users) return;
+    Shared **p = &all_shared;
+    while (*p != h) p = &(*p)->next;
+    *p = h->next;
+    map_clear(&h->map);
+    free(h);
+}
+static int refuse(Session *s, const char *why) { snprintf(s->err, sizeof s->err, "-d cuda: %s; -d cpu works", why); return -1; }
+int device_open(Session *s) {
+    int n = 0, G = s->c->G, D = s->c->D;
+    char why[128];
+    snprintf(why, sizeof why, "at most %d KV heads of an even head_dim up to %d, found %d of %d", MAX_G, MAX_D, G, D);
+    if (D > MAX_D || D % 2 || G > MAX_G) return refuse(s, why);
+    if (s->packing) return refuse(s, "pats keeps bit-packed rows, which cannot be read on the GPU yet");
+    if (cudaGetDeviceCount(&n) != cudaSuccess || n < 1) return refuse(s, "no CUDA device can be used");
+    s->dev = (Device *)xcalloc(1, sizeof *s->dev);
+    KV_BLAS(cublasCreate(&s->dev->blas));
+    s->dev->src = (int **)xcalloc((size_t)s->c->L * G, sizeof(int *));
+    s->dev->base = shared_open(s);
+    return 0;
+}
+void device_reset(Session *s) { map_clear(&s->dev->alt); }       // the parts are opened again: their tensors may be others
+void device_close(Session *s) {                                  // after the rows have been given back
+    Device *d = s->dev;
+    for (int i = 0; i < N_ROOMS; i++) device_free(d->room[i].p);
+    map_clear(&d->alt);
+    shared_close(d->base);
+    KV_BLAS(cublasDestroy(d->blas));
+    free(d->src); free(d);
+    s->dev = NULL;
+}
+
+// ==================================================================================================== TESTS
+// Doors for tests.c, which cannot see static functions of another file.
+#ifdef KVCOMP_TEST
+extern "C" {
+void *cuda_put(const void *host, size_t bytes) { char *p = device_new(bytes); upload(p, host, bytes); return p; }
+void cuda_get(void *host, const void *dev, size_t bytes) { download(host, dev, bytes); }
+void cuda_drop(void *dev) { device_free(dev); }
+void cuda_tokens(Session *s) { upload_tokens(s); }
+// y, x (T,..) on the host. 'm' product, 'n' norm, 'b' y += bias, 's' y = silu(y) x, 'a' y += x
+void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx, const Tensor *w, int T) {
+    float *dy = (float *)cuda_put(y, ny * sizeof(float)), *dx = (float *)cuda_put(x, nx * sizeof(float));
+    if (op == 'm') gemm_cuda(s, dy, dx, w, T);
+    if (op == 'n') rmsnorm_cuda(s, dy, dx, w, T, w->cols);
+    if (op == 'b') bias_cuda(s, dy, w, T, w->cols);
+    if (op == 's') KV_LAUNCH(swiglu_kernel, blocks(ny, 256), 256, 0, dy, dx, ny);
+    if (op == 'a') KV_LAUNCH(add_kernel, blocks(ny, 256), 256, 0, dy, dx, ny);
+    download(y, dy, ny * sizeof(float));
+    cuda_drop(dy); cuda_drop(dx);
+}
+}
+#endif
