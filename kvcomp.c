@@ -3857,7 +3857,7 @@ static void tile_fold(Tile *t, int m, int n, int D, const float *v) { tile_fold_
 // Can any of the rows lie inside the sliding window of the oldest query? Otherwise the tile need not be read at all.
 static int tile_in_window(const Session *s, int l, const KVHead *hd, int r_last, int first_tok) {
     int w = layer_window(s, l);
-    return !w || hd->pos[r_last] > s->tok[first_tok].pos - w;
+    return !w || s->tok[hd->src[r_last]].pos > s->tok[first_tok].pos - w;      // by token, as kv_visible does
 }
 
 // Gathers the queries of tokens t0..t0+n-1 (relative to q's first) and the R heads of group g: row i*R+r of t->q.
