@@ -3584,13 +3584,11 @@ static void load_rows(const Session *s, const KVHead *h, int v, const int *rows,
     }
 }
 // Rows of a list lie anywhere: ask for them all before the first is needed, so that their ways from memory overlap.
-static void fetch_rows(const Session *s, const KVHead *h, const int *rows, int n) {
-    size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
+static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
+    size_t bytes = (v ? s->fv : s->fk)->row_bytes(s->c->D);
     for (int i = 0; i < n; i++) {
-        if (rows[i] < h->packed) continue;
-        const char *k = h->k + (size_t)(rows[i] - h->packed) * bk, *v = h->v + (size_t)(rows[i] - h->packed) * bv;
-        for (size_t b = 0; b < bk; b += 64) __builtin_prefetch(k + b);
-        for (size_t b = 0; b < bv; b += 64) __builtin_prefetch(v + b);
+        const char *p = (v ? h->v : h->k) + (size_t)(rows[i] - h->packed) * bytes;
+        for (size_t b = 0; rows[i] >= h->packed && b < bytes; b += 64) __builtin_prefetch(p + b);
     }
 }
 // n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise unpacked to f32 in buf (n,D).
@@ -3987,7 +3985,8 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
         int n = p1 - p < KV_TILE ? p1 - p : KV_TILE, r0 = 0, dtype;
         const int *rows = view_slice(w, p, n, t->rows, &r0);
         if (!tile_in_window(s, l, hd, rows ? rows[n - 1] : r0 + n - 1, s->base)) continue;
-        if (p + n < w->n) fetch_rows(s, hd, w->idx + p + n, w->n - p - n < KV_TILE ? w->n - p - n : KV_TILE);    // the next tile's
+        if (rows) fetch_rows(s, hd, 1, rows, n);         // this tile's values ...
+        if (p + n < w->n) fetch_rows(s, hd, 0, w->idx + p + n, w->n - p - n < KV_TILE ? w->n - p - n : KV_TILE);     // ... and the next one's keys
         const void *x = rows_ready(s, hd, 0, rows, r0, n, t->k, &dtype);        // few queries: a tile is read once, so not copied if it need not be
         if (!tile_scores_of(s, l, hd, t, d->m, rows, r0, n, x, dtype)) continue;
         x = rows_ready(s, hd, 1, rows, r0, n, t->k, &dtype);                    // over the keys, see attn_prefill
