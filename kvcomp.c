@@ -9413,7 +9413,25 @@ static void default_model(Options *o) {                  // models/ beside the p
     while (n > 0 && path[n - 1] != '/') n--;
     snprintf(path + (n > 0 ? n : 0), 100, "models/kvcomp-tiny");
     options_set(o, "model", n > 0 && file_exists(path) ? path : "models/kvcomp-tiny", err);
-    opt_given(o, "model");
+}
+// A mapped file is read when it is first touched. With somebody watching, that happens here, with a progress line, and not as a
+// silence before the first token.
+static void load_pages(const Tensor *t) {
+    const volatile unsigned char *p = t->data;
+    for (size_t i = 0, n = (size_t)t->rows * t->cols * dtype_size(t->dtype); i < n; i += 4096) (void)p[i];
+}
+static void load_weights(const Config *c, const Weights *w) {
+    if (quiet || !isatty(2)) return;
+    progress("loading", 0);
+    load_pages(&w->embed);
+    for (int l = 0; l < c->L; l++) {
+        const Layer *y = &w->layer[l];
+        const Tensor *t[] = { &y->wq, &y->wk, &y->wv, &y->wo, &y->gate, &y->up, &y->down };
+        progress("loading", (l + 1.0) / (c->L + 2));
+        for (int i = 0; i < 7; i++) load_pages(t[i]);
+    }
+    load_pages(&w->head);
+    progress("loading", 1);
 }
 static void open_model(App *a) {
     const char *shape = opt_str(a->o, "synthetic");
@@ -9425,6 +9443,7 @@ static void open_model(App *a) {
     if (!*opt_str(a->o, "model")) default_model(a->o);
     a->c = config_load(opt_str(a->o, "model"));
     a->w = weights_load(a->c);
+    load_weights(a->c, a->w);
 }
 static void open_tokenizer(App *a, int needed) {         // dies only when text has to be read or written
     char err[512];
