@@ -528,10 +528,16 @@ def read_then_ask(w, text, asks, intro=None):
     """The text and its questions: in one message, or the text first and the questions in turns of their own."""
     r = w.r
     intro = intro if intro is not None else c(r, "|||Read this text. |Here is a text: |Remember this. |Please read: ")
-    if r.random() < 0.3:
+    if r.random() < 0.4:
         q, a = asks[0]
-        first = [(w.say(f"{intro}{text}{c(r, ' ') if chr(10) not in text else chr(10)}{q}"), a)]
-        return first + [(w.say(q), a) for q, a in asks[1:]]
+        gap = "\n" if "\n" in text else " "
+        pieces, x = re.split("(?<=\n)" if gap == "\n" else r"(?<=[.!?]) ", text), r.random()
+        if x < 0.25: whole = f"{q}{gap}{intro}{text}"                        # the question before the text,
+        elif x < 0.45 and len(pieces) > 2 and not intro:                    # in the midst of it,
+            k = r.randrange(1, len(pieces)); join_ = "" if gap == "\n" else " "
+            whole = join_.join(pieces[:k]).rstrip() + gap + q + gap + join_.join(pieces[k:])
+        else: whole = f"{intro}{text}{gap}{q}"                               # or behind it
+        return [(w.say(whole), a)] + [(w.say(q), a) for q, a in asks[1:]]
     return [(w.say(intro + text), c(r, "I have read it.|Okay.|Got it.|I will remember that.|Understood."))] + [(w.say(q), a) for q, a in asks]
 
 def needle(w, size=0, n=None):
@@ -550,7 +556,9 @@ def needle(w, size=0, n=None):
         if w.low: s, a = s.lower(), a[0] + a[1:].lower()
         facts.append((s, (q, a)))
     text = document(r, [s for s, _ in facts], size)
-    return read_then_ask(w, text, [x for _, x in r.sample(facts, min(n, r.choice((1, 1, 2))))])
+    asks = [x for _, x in r.sample(facts, min(n, r.choice((1, 1, 2))))]
+    if len(asks) == 2 and r.random() < 0.4: asks = [(asks[0][0] + " " + asks[1][0], asks[0][1] + " " + asks[1][1])]  # both in one message
+    return read_then_ask(w, text, asks)
 
 def multi_needle(w, size=0): return needle(w, size, w.r.choice((3, 4, 5, 6, 8)))
 def single_needle(w, size=0): return needle(w, size, 1)
@@ -617,15 +625,16 @@ def lists(w, size=0):
     """A list, told at once or item by item, asked back in order."""
     r = w.r
     what, pool = r.choice((("shopping list", FOODS), ("packing list", THINGS), ("guest list", NAMES), ("animal list", ANIMALS), ("travel list", CITIES)))
-    n = r.choice((2, 2, 3, 3, 4, 5))
+    n = r.choice((2, 2, 3, 3, 4, 5)) if size < 100 else r.choice((2, 3, 4, 5, 6, 8, 12, 16, 24))
     items = []
     while len(items) < n:
         x = w.pick(pool); x = x.lower() if w.low else x
         if x not in items: items.append(x)
-    k = r.choice((n, n, max(1, n - 1), 1))
+    k = r.choice((n, n, max(1, n - 1), 1)) if n < 6 else r.choice((n, n, n - 1, n // 2))
     turns = [(w.say(c(r, (f"My {what}: {join(items[:k])}.", f"Put {join(items[:k])} on my {what}.", f"My {what} has {join(items[:k])}.", f"Please remember my {what}: {join(items[:k])}.",
              f"I need to buy {join(items[:k])}." if pool is FOODS else f"My {what}: {join(items[:k])}."))), c(r, PLAIN))]
     short = c(r, (what, "list")) if r.random() < 0.3 else what
+    if n >= 6 and k < n: turns.append((w.say(f"Add {join(items[k:])}."), c(r, PLAIN))); k = n
     for x in items[k:]: turns.append((w.say(c(r, (f"Add {x}.", f"Also add {x} to my {what}.", f"Put {x} on my {what}."))), c(r, f"I added «{x}».|Okay.|Done.")))
     turns.append((w.say(c(r, f"What is on my {short}?|Tell me my {short}.|Show me my {short}.|Read me my {short}." + ("|What do I need to buy?" if pool is FOODS else ""))), f"Your {what}: " + join(["«" + x + "»" for x in items]) + "."))
     return turns
@@ -644,6 +653,19 @@ def chain(w, size=0):
     q = (f"Where does the person live who {a} works with?", f"Where does the person live who {a} is married to?", f"Where does the friend of {a} live?")[kind]
     return read_then_ask(w, document(r, says, size), [(q, f"You said that {a} {verb} «{b}», and {b} lives in «{v}».")])
 
+def sums(w, size=0):
+    """Two amounts, told apart, added up: the answer names both first."""
+    r = w.r
+    what, n = c(r, "coins|books|apples|eggs|stones|keys|cups|balls"), r.choice((2, 2, 3, 4))
+    owners, amounts = [w.name() for _ in range(n)], [r.randrange(1, 13) for _ in range(n)]
+    if w.low: owners = [a.lower() for a in owners]
+    says = [c(r, f"{a} has {v} {what}.|{a} owns {v} {what}.") for a, v in zip(owners, amounts)]
+    i, j = r.sample(range(n), 2)
+    q = c(r, f"How many {what} do {owners[i]} and {owners[j]} have together?|How many {what} have {owners[i]} and {owners[j]}?")
+    a = f"You said that {owners[i]} has «{amounts[i]}» and {owners[j]} has «{amounts[j]}»: together «{amounts[i] + amounts[j]}»."
+    if r.random() < 0.5: return [(w.say(s), c(r, PLAIN)) for s in says] + [(w.say(q), a)]
+    return read_then_ask(w, document(r, says, size), [(q, a)])
+
 # ------------------------------------------------------------------------------------ rules, examples, the main sentence
 CLASSES = {"animal": ANIMALS, "food": FOODS, "city": CITIES, "colour": COLOURS, "job": JOBS, "person": NAMES[:80], "thing": THINGS, "hobby": HOBBIES}
 
@@ -659,6 +681,12 @@ def classify(w, size=0):
     r.shuffle(shots)
     i = r.randrange(len(kinds))
     x = r.choice([y for y in CLASSES[kinds[i]] if y not in used])
+    if r.random() < 0.35:                                                   # the examples come in two messages
+        k = r.randrange(1, len(shots))
+        first, shots = "\n".join(f"{a}: {l}" for a, l in shots[:k]), shots[k:]
+        if size: first = " ".join(filler(r, size)) + "\n" + first
+        text = "\n".join(f"{a}: {l}" for a, l in shots)
+        return [(first, c(r, "I have read it.|Okay.|Got it.|I will remember that.|Understood.")), (f"{text}\n{x}:", f"The label is «{labels[i]}».")]
     text = "\n".join(f"{a}: {l}" for a, l in shots)
     if size: text = " ".join(filler(r, size)) + "\n" + text
     return [(f"{text}\n{x}:", f"The label is «{labels[i]}».")]
@@ -692,9 +720,9 @@ def constraint(w, size=0):
 
 # --------------------------------------------------------------------------------------------------------------- chats
 TASKS = {  # task: (thread maker, share in the mixture)
-    "profile": (profile, 22), "unknown": (unknown, 2), "people": (people, 9), "coref": (coref, 7), "needle": (needle, 12), "multi_needle": (multi_needle, 5),
-    "multi_value": (multi_value, 4), "key_values": (key_values, 8), "status": (status, 11), "lists": (lists, 8), "chain": (chain, 5),
-    "classify": (classify, 3), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 10),
+    "profile": (profile, 16), "unknown": (unknown, 2), "people": (people, 10), "coref": (coref, 6), "needle": (needle, 9), "multi_needle": (multi_needle, 7),
+    "multi_value": (multi_value, 8), "key_values": (key_values, 9), "status": (status, 11), "lists": (lists, 10), "chain": (chain, 9), "sums": (sums, 5),
+    "classify": (classify, 7), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 7),
 }
 SYSTEMS = ["You are a helpful assistant.", "You are a small and friendly model.", "You are kvcomp, a small assistant.", "Answer briefly.", "You are Tiny, a helpful assistant. Be polite."]
 OVERHEAD = 11                                                              # tokens of the template around one turn
@@ -722,7 +750,7 @@ def make_chat(r, target=256, task=None, held=False):
     """A chat of about `target` tokens whose last turn belongs to `task`. Returns (system or None, turns)."""
     w = World(r, held)
     weights = [s for _, s in TASKS.values()]
-    task = task or r.choices(list(TASKS) + ["talk"], weights + [22])[0]
+    task = task or r.choices(list(TASKS) + ["talk"], weights + [16])[0]
     if task == "talk": threads, room = [[talk(w) for _ in range(r.choice((1, 1, 2, 3, 4)))]], 0
     else:
         share = r.choice((0, 0.3, 0.6, 0.9)) if target > 150 else r.choice((0, 0, 0.4))

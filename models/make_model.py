@@ -16,7 +16,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 OUT = os.path.join(HERE, "kvcomp-tiny")
 PREV, NOTE, MATCH, COPY = 1.5, 0.1, 3.0, 0.8                          # strengths of the prepared induction heads
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]                    # ids 0, 1, 2
-V, D, LAYERS, HEADS, KV, HD, FFN, THETA, EPS, MAXPOS = 4096, 192, 4, 6, 3, 32, 512, 100000.0, 1e-5, 4096
+V, D, LAYERS, HEADS, KV, HD, FFN, THETA, EPS, MAXPOS = 4096, 192, 6, 6, 3, 32, 512, 100000.0, 1e-5, 4096
+YOUNG = 4                                                                   # layers of the first phases; the last ones have LAYERS
 
 # ----------------------------------------------------------------------------------------------------------- tokenizer
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -84,10 +85,10 @@ class Block(nn.Module):
         return x + F.linear(F.silu(gate) * up, self.down)
 
 class Llama(nn.Module):
-    def __init__(self):
+    def __init__(self, layers=LAYERS):
         super().__init__()
         self.embed = nn.Parameter(torch.randn(V, D) * 0.06)                 # also the output matrix
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.norm = nn.Parameter(torch.ones(D))
 
     def forward(self, ids, pos, at):
@@ -97,6 +98,13 @@ class Llama(nn.Module):
         x = F.embedding(ids, self.embed)
         for block in self.blocks: x = block(x, cos, sin)
         return F.linear(F.rms_norm(x.reshape(-1, D)[at], (D,), self.norm, EPS), self.embed)
+
+    @torch.no_grad()
+    def grow(self):
+        """A new layer behind the second and one behind the third; they add nothing at first, so nothing is unlearned."""
+        for at in (2, 4):
+            block = Block(); block.o.zero_(); block.down.zero_()
+            self.blocks.insert(at, block)
 
     @torch.no_grad()
     def start_with_induction(self):
@@ -243,7 +251,10 @@ PHASES = [
     ("short", 750, 2048, {48: 2, 96: 3, 160: 2}, 0.04, 1.0, 1.0),
     ("medium", 600, 2048, {64: 4, 160: 3, 256: 2, 512: 1}, 0.01, 1.0, 0.9),
     ("long", 1850, 2048, {64: 2, 160: 2, 256: 2, 512: 2, 1024: 1.5, 2048: 0.3}, 0.08, 0.9, 0.02),
+    ("grown", 4200, 2048, {64: 2, 160: 3, 256: 3, 512: 3, 1024: 2.5, 2048: 0.5}, 0.05, 0.7, 0.5),
+    ("longer", 2200, 4096, {64: 1, 256: 2, 512: 2, 1024: 2, 2048: 1.5, 4000: 1}, 0.03, 0.5, 0.02),
 ]
+GROWN = 4                                                                   # from this phase on the model has all its layers
 
 def batches(seed, phase):
     """Endless batches of a phase."""
@@ -280,20 +291,26 @@ def work(rank, folder, meet):
     dist.init_process_group("gloo", init_method="file://" + meet, rank=rank, world_size=WORKERS)
     torch.manual_seed(7); torch.set_num_threads(1); torch.set_flush_denormal(True)
     path = os.path.join(folder, "checkpoint.pt")
-    model = Llama(); model.start_with_induction(); opt = Muon(model)
+    model = Llama(YOUNG); model.start_with_induction(); opt = Muon(model)
     mean = {k: v.clone() for k, v in model.state_dict().items()}            # running mean of the weights: what is exported
     done, step, tokens, spent = 0, 0, 0, 0.0                                # phases done, step in this phase, totals
     if os.path.exists(path):
         s = torch.load(path, weights_only=False)
-        model.load_state_dict(s["model"]); opt.load(s["opt"]); mean = s["mean"]; done, step, tokens, spent = s["at"]
+        done, step, tokens, spent = s["at"]; mean = s["mean"]
+        if "blocks.%d.o" % (LAYERS - 1) in mean: model = Llama(); opt = Muon(model)
+        model.load_state_dict(s["model"]); opt.load(s["opt"])
     if rank == 0: print("%d parameters; phase %d step %d" % (sum(p.numel() for p in model.parameters()), done, step), flush=True)
     def save():
         torch.save({"model": model.state_dict(), "opt": opt.state(), "mean": mean, "at": (done, step, tokens, spent)}, path + ".new")
         os.replace(path + ".new", path)
-    params, parent = list(model.parameters()), os.getppid()
+    parent = os.getppid()
     for i, phase in enumerate(PHASES):
         if i < done: continue
         name, steps, size, _, _, lr0, lr1 = phase
+        if i == GROWN and len(model.blocks) < LAYERS:
+            model.load_state_dict(mean); model.grow(); opt = Muon(model)
+            mean = {k: v.clone() for k, v in model.state_dict().items()}
+        params = list(model.parameters())
         source = batches(1000 * i + 2 * step + rank, phase)
         last, t0, saved, sums = spent, time.time(), time.time(), [0] * 6
         while step < steps and os.getppid() == parent:                     # never outlive the process that started us
@@ -305,9 +322,9 @@ def work(rank, folder, meet):
             flat = torch.cat([p.grad.reshape(-1) for p in params])
             dist.all_reduce(flat)
             for p, g in zip(params, flat.split([p.numel() for p in params])): p.grad.copy_(g.view_as(p) / WORKERS)
-            opt.step((lr0 + (lr1 - lr0) * step / steps) * (min(1, (step + 1) / 50) if i == 0 else 1))
+            opt.step((lr0 + (lr1 - lr0) * step / steps) * (min(1, (step + 1) / 50) if i in (0, GROWN) else 1))
             step += 1; tokens += ids.numel() * WORKERS
-            fade = min(0.998, step / (step + 20)) if i == 0 else 0.995 if i < 3 else 0.99
+            fade = min(0.998, step / (step + 20)) if i == 0 else 0.99 if i == 3 else 0.995
             for k, v in model.state_dict().items(): mean[k].lerp_(v, 1 - fade)
             if rank: continue
             with torch.no_grad():
