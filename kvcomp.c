@@ -4236,7 +4236,7 @@ static float *pass(Session *s, int T) {
             }
             kv_append(s, l, r.k, r.v, t0, t1 - t0);
             attend_rows(s, l, &r, t0, t1 - t0, acts);
-            for (int t = t0; t < t1; t += n) {
+            for (int t = l < c->L - 1 ? t0 : T - 1; t < t1; t += n) {     // of the last layer's rows only the very last is read
                 n = same_weights(s, t, t1, &y, l);
                 mlp_rows(s, y, r.x + (size_t)t * c->C, r.out + (t - t0) * HD, r.h, r.gate, r.up, n);
             }

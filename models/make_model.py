@@ -149,13 +149,13 @@ class Llama(nn.Module):
 class Muon:
     """Momentum whose update is made (nearly) orthogonal by five Newton-Schulz steps, for the matrices; it learns in far fewer steps
     than AdamW at this size. AdamW for the embedding and the norms."""
-    def __init__(self, model, lr=0.008, adam_lr=0.002, momentum=0.95, decay=0.05):
+    def __init__(self, model, lr=0.008, adam_lr=0.002, momentum=0.95, decay=0.05, rest=None):
         self.lr, self.momentum, self.decay = lr, momentum, decay
         self.groups = {}                                                    # equal shapes together: one batched product
         for p, row, n in model.matrices(): self.groups.setdefault((n, p.shape[1]), []).append((p, row))
         self.params = list({id(p): p for p, _, _ in model.matrices()}.values())
         self.buf = [torch.zeros_like(p) for p in self.params]
-        rest = [p for p in model.parameters() if not any(p is q for q in self.params)]
+        rest = rest or [p for p in model.parameters() if not any(p is q for q in self.params)]
         self.adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
         self.adam_lr = adam_lr
 
@@ -251,8 +251,8 @@ PHASES = [
     ("short", 750, 2048, {48: 2, 96: 3, 160: 2}, 0.04, 1.0, 1.0),
     ("medium", 600, 2048, {64: 4, 160: 3, 256: 2, 512: 1}, 0.01, 1.0, 0.9),
     ("long", 1850, 2048, {64: 2, 160: 2, 256: 2, 512: 2, 1024: 1.5, 2048: 0.3}, 0.08, 0.9, 0.02),
-    ("grown", 4200, 2048, {64: 2, 160: 3, 256: 3, 512: 3, 1024: 2.5, 2048: 0.5}, 0.05, 0.7, 0.5),
-    ("longer", 2200, 4096, {64: 1, 256: 2, 512: 2, 1024: 2, 2048: 1.5, 4000: 1}, 0.03, 0.5, 0.02),
+    ("grown", 3000, 2048, {64: 2, 160: 3, 256: 3, 512: 3, 1024: 2.5, 2048: 0.5}, 0.05, 0.7, 0.6),
+    ("longer", 1000, 4096, {64: 1, 256: 2, 512: 2, 1024: 2, 2048: 1.2, 4000: 0.7}, 0.03, 0.6, 0.02),
 ]
 GROWN = 4                                                                   # from this phase on the model has all its layers
 
