@@ -8607,7 +8607,6 @@ typedef struct {            // one row of the result
     double peak;                                // bytes of rows, the most any item held
     Answer *answers;                            // stb_ds
     double lo, hi;                              // 95 % interval of the mean score
-    double gap, gap_lo, gap_hi;                 // mean score minus that of full, and its interval; NAN without a row of full
 } Score;
 
 // ---- metrics (loopserve.md 6), all of two texts: what was said and what is right
@@ -8730,7 +8729,7 @@ static double rouge_l_longbench(const char *said, const char *gold) {
 
 // ---- items: dialogues with their right answers
 enum { METRIC_F1, METRIC_CLASS, METRIC_ROUGE, METRIC_ROUGE_LONGBENCH, METRIC_FOUND, METRIC_EXACT, METRICS };
-static const char *metric_names[METRICS] = { "f1", "accuracy", "rouge", "rouge-longbench", "found", "exact" };
+static const char *eval_metrics[METRICS] = { "f1", "accuracy", "rouge", "rouge-longbench", "found", "exact" };
 
 typedef struct {
     char *user, *reply;         // what the visitor says; what would be a right reply, as a whole sentence
@@ -9310,7 +9309,7 @@ static void make_items(EvalSet *e, const Tokenizer *tok, int task, const int *le
 }
 
 // ---- items from a file, one json object a line; blank lines are skipped. A dialogue: {"type":..,"metric":..,"turns":[{"user":.. or
-// "paras":[..] and "query":.., "answers":[..], "classes":[..], "reply":..},..]}; turns without answers are not scored. LongBench:
+// "paras":[..] and "query":.., "answers":[..], "classes":[..], "reply":..},..]}; turns without answers are not scored, a reply is the whole sentence around the first answer. LongBench:
 // {"input":..,"context":..,"answers":[..],"all_classes":[..] or null,"dataset":..}: one turn, the context and behind it the input.
 // err is filled and -1 comes back when a line is neither.
 static int read_list(EvalSet *e, const Json *obj, const char *key, char ***list, char err[512]) {
@@ -9340,6 +9339,8 @@ static int read_turn(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
         t->user = message(e, paras, "\n\n", query, 2);
         if (paras && query) t->position = 2;
     }
+    const char *at = !bad && t->reply && t->answers ? strstr(t->reply, t->answers[0]) : NULL;
+    if (at) { arrput(t->span, (int)(at - t->reply)); arrput(t->span, (int)(at - t->reply + (int)strlen(t->answers[0]))); }
     arrfree(paras);
     return bad ? -1 : t->user ? 0 : fault(err, "has neither 'user' nor 'paras' and 'query'");
 }
@@ -9347,7 +9348,7 @@ static int read_dialogue(EvalSet *e, const Json *obj, const Json *turns, EvalIte
     const char *metric = json_text(obj, "metric");
     char why[512];
     if (turns->type != JSON_ARRAY || !turns->n) return fault(err, "'turns' is no list of turns");
-    while (*metric && it->metric < METRICS && strcmp(metric, metric_names[it->metric])) it->metric++;
+    while (*metric && it->metric < METRICS && strcmp(metric, eval_metrics[it->metric])) it->metric++;
     if (it->metric == METRICS) return fault(err, "'metric' wants one of f1, accuracy, rouge, rouge-longbench, found, exact, found '%.40s'", metric);
     if (!*metric) it->metric = METRIC_FOUND;
     if (*json_text(obj, "type")) it->task = set_text(e, json_text(obj, "type"), strlen(json_text(obj, "type")));
@@ -9406,7 +9407,9 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
         if (!end) end = stop;
         char *solid = p;
         while (solid < end && isspace((unsigned char)*solid)) solid++;
-        if (solid < end && read_item(e, tok, p, (size_t)(end - p), err)) die(EXIT_USAGE, "--eval-file %s, line %d: %s", path, line, err);
+        if (solid == end || !read_item(e, tok, p, (size_t)(end - p), err)) continue;
+        free(text);
+        die(EXIT_USAGE, "--eval-file %s, line %d: %s", path, line, err);
     }
     free(text);
     for (int i = 0; i < (int)arrlen(e->item); i++) for (int j = 0; j < (int)arrlen(e->item[i].turn); j++) scored += e->item[i].turn[j].answers != NULL;
@@ -9417,7 +9420,8 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
 static Turn render_turn(const App *a, const char *text) {                // what the next message of the record prefills
     Turn t = { 0 };
     int first = !arrlen(a->turn);
-    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
+    const char *system = opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL;
+    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, system, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
     else {
         if (first && a->tok->add_bos) arrput(t.pre, a->tok->bos);
         t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
@@ -9586,38 +9590,40 @@ static void bootstrap(const Answer *x, const Answer *base, int n, uint64_t seed,
     *lo = mean[RESAMPLES / 40]; *hi = mean[RESAMPLES - 1 - RESAMPLES / 40];
     arrfree(sum); arrfree(count);
 }
-// Mean score (or, with nll, NLL) of the answers of a task (NULL: any) at a position (-2: any), or of last turns only; NAN without one.
+// The answers of a task (NULL: any) at a position (or ANY_PLACE), or those of last turns only. stb_ds
 enum { ANY_PLACE = -2, LAST_TURN = -3 };
-static double mean_answer(const Answer *x, const char *task, int position, int nll) {
-    double sum = 0;
-    int n = 0;
-    for (int i = 0; i < (int)arrlen(x); i++) {
-        if ((task && strcmp(task, x[i].task)) || (position >= -1 && x[i].position != position) || (position == LAST_TURN && x[i].turn != x[i].turns - 1)) continue;
-        sum += nll ? x[i].nll : x[i].score;
-        n++;
-    }
-    return n ? sum / n : NAN;
+static Answer *answers_of(const Answer *x, const char *task, int place) {
+    Answer *some = NULL;
+    for (int i = 0; i < (int)arrlen(x); i++)
+        if ((!task || !strcmp(task, x[i].task)) && (place == ANY_PLACE || (place == LAST_TURN ? x[i].turn == x[i].turns - 1 : x[i].position == place))) arrput(some, x[i]);
+    return some;
 }
-static void finish_row(Score *s, const Score *full, uint64_t seed) {
-    int n = (int)arrlen(s->answers), m = (int)arrlen(s->each);
-    double *sorted = NULL;
-    for (int i = 0; i < m; i++) arrput(sorted, s->each[i]);
-    if (m) qsort(sorted, (size_t)m, sizeof *sorted, double_order);
-    if (m) s->kld_top = sorted[(m - 1) * 99 / 100];
-    arrfree(sorted);
-    s->gap = s->gap_lo = s->gap_hi = NAN;
+static double mean_score(const Answer *x) {
+    double sum = 0;
+    for (int i = 0; i < (int)arrlen(x); i++) sum += x[i].score;
+    return sum / (double)arrlen(x);
+}
+static double mean_nll(const Answer *x) {
+    double sum = 0;
+    for (int i = 0; i < (int)arrlen(x); i++) sum += x[i].nll;
+    return sum / (double)arrlen(x);
+}
+static void finish_row(Score *s, uint64_t seed) {
+    int n = (int)arrlen(s->each);
+    if (s->answers) bootstrap(s->answers, NULL, (int)arrlen(s->answers), seed, &s->lo, &s->hi);
     if (!n) return;
-    bootstrap(s->answers, NULL, n, seed, &s->lo, &s->hi);
-    if (!full) return;
-    s->gap = mean_answer(s->answers, NULL, ANY_PLACE, 0) - mean_answer(full->answers, NULL, ANY_PLACE, 0);
-    bootstrap(s->answers, full->answers, n, seed, &s->gap_lo, &s->gap_hi);
+    double *sorted = xmalloc((size_t)n * sizeof *sorted);
+    memcpy(sorted, s->each, (size_t)n * sizeof *sorted);
+    qsort(sorted, (size_t)n, sizeof *sorted, double_order);
+    s->kld_top = sorted[(n - 1) * 99 / 100];
+    free(sorted);
 }
 
 // ---- rows of the table
-typedef struct { char name[48]; double x; int in_table; char text[48]; } Column;        // text: how the markdown table writes it
-static void add_column(Column **c, int in_table, const char *name, double x, const char *fmt, ...) KV_PRINTF(5, 6);
-static void add_column(Column **c, int in_table, const char *name, double x, const char *fmt, ...) {
-    Column k = { .x = x, .in_table = in_table };
+typedef struct { char name[48]; double x; int in_table; char text[48]; } Field;        // text: how the markdown table writes it
+static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...) KV_PRINTF(5, 6);
+static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...) {
+    Field k = { .x = x, .in_table = in_table };
     va_list ap;
     va_start(ap, fmt);
     snprintf(k.name, sizeof k.name, "%s", name);
@@ -9626,62 +9632,74 @@ static void add_column(Column **c, int in_table, const char *name, double x, con
     va_end(ap);
     arrput(*c, k);
 }
-static void add_bytes(Column **c, int in_table, const char *name, double x) {
+static void add_bytes(Field **c, int in_table, const char *name, double x) {
     char text[32];
     human_bytes(x, text);
-    add_column(c, in_table, name, x, "%s", text);
+    add_field(c, in_table, name, x, "%s", text);
 }
-static void add_mean(Column **c, int in_table, const char *name, const Answer *x, const char *task, int place) {       // only where there are such answers
-    double y = mean_answer(x, task, place, 0);
-    if (!isnan(y)) add_column(c, in_table, name, y, "%.3f", y);
+// What a run of rows shares: the row of full attention, if there is one, and the seed of the intervals; ppl: --eval ppl and kld.
+typedef struct { const Score *full; uint64_t seed; int ppl; } Shared;
+// The mean score of some answers, where there are any. detail 0: for csv and json alone; 1: the mean in the table, and its interval and
+// the gap to full for csv and json; 2: all of it in the table.
+static void add_score(Field **c, int detail, const char *name, const Score *s, const Shared *run, const char *task, int place) {
+    Answer *x = answers_of(s->answers, task, place), *base = run->full ? answers_of(run->full->answers, task, place) : NULL;
+    char full_name[64];
+    double lo, hi;
+    for (int gap = 0; gap < 1 + (base && detail) && x; gap++) {
+        double mean = mean_score(x) - (gap ? mean_score(base) : 0);
+        const char *form = gap ? "%+.3f" : "%.3f", *forms = gap ? "%+.3f..%+.3f" : "%.3f..%.3f", *suffix[] = { gap ? "_gap" : "", gap ? "_gap_lo" : "_lo", gap ? "_gap_hi" : "_hi" };
+        snprintf(full_name, sizeof full_name, "%.40s%s", name, suffix[0]);
+        add_field(c, detail > gap, full_name, mean, form, mean);
+        if (!detail) break;
+        bootstrap(x, gap ? base : NULL, (int)arrlen(x), run->seed, &lo, &hi);
+        snprintf(full_name, sizeof full_name, "%.40s%s", name, suffix[1]);
+        add_field(c, 0, full_name, lo, form, lo);
+        snprintf(full_name, sizeof full_name, "%.40s%s", name, suffix[2]);
+        add_field(c, detail == 2, full_name, hi, forms, lo, hi);
+    }
+    arrfree(x); arrfree(base);
 }
-static void score_columns(Column **c, const Score *s) {  // of rows that hold answers
+static void score_fields(Field **c, const Score *s, const Shared *run) {  // of rows that hold answers
     static const char *places[] = { "alone", "begin", "middle", "end" };
     const Answer *x = s->answers;
-    double n = (double)arrlen(x), mean = mean_answer(x, NULL, ANY_PLACE, 0);
+    double n = (double)arrlen(x), nll = mean_nll(x);
     char name[48];
-    add_column(c, 1, "score", mean, "%.3f", mean);
-    add_column(c, 0, "score_lo", s->lo, " "); add_column(c, 1, "score_hi", s->hi, "%.3f..%.3f", s->lo, s->hi);
-    if (!isnan(s->gap)) {
-        add_column(c, 1, "gap", s->gap, "%+.3f", s->gap);
-        add_column(c, 0, "gap_lo", s->gap_lo, " "); add_column(c, 1, "gap_hi", s->gap_hi, "%+.3f..%+.3f", s->gap_lo, s->gap_hi);
-    }
-    for (int i = 0; i < (int)n; i++) {                   // a column for each task, in the order of the items
+    add_score(c, 2, "score", s, run, NULL, ANY_PLACE);
+    for (int i = 0; i < (int)n; i++) {                   // every task, in the order of the items
         int known = 0;
         for (int j = 0; j < i && !known; j++) known = !strcmp(x[i].task, x[j].task);
         if (known) continue;
-        add_mean(c, 1, x[i].task, x, x[i].task, ANY_PLACE);
-        for (int p = -1; p < 3; p++) { snprintf(name, sizeof name, "%.30s_%s", x[i].task, places[p + 1]); add_mean(c, 0, name, x, x[i].task, p); }
+        add_score(c, 1, x[i].task, s, run, x[i].task, ANY_PLACE);
+        for (int p = -1; p < 3; p++) { snprintf(name, sizeof name, "%.30s_%s", x[i].task, places[p + 1]); add_score(c, 0, name, s, run, x[i].task, p); }
     }
-    for (int p = -1; p < 3; p++) add_mean(c, 1, places[p + 1], x, NULL, p);
-    add_mean(c, 1, "last_turn", x, NULL, LAST_TURN);
+    for (int p = -1; p < 3; p++) add_score(c, 1, places[p + 1], s, run, NULL, p);
+    add_score(c, 1, "last_turn", s, run, NULL, LAST_TURN);
     const struct { const char *name; double sum; } all[] = { { "exact", s->exact }, { "found", s->found }, { "f1", s->f1 }, { "rouge_l", s->rouge }, { "rouge_l_longbench", s->rouge_lb } };
-    for (int i = 0; i < 5; i++) add_column(c, i == 1, all[i].name, all[i].sum / n, "%.3f", all[i].sum / n);
-    double nll = mean_answer(x, NULL, ANY_PLACE, 1);
-    add_column(c, 1, "nll", nll, "%.3f", nll);
+    for (int i = 0; i < 5; i++) add_field(c, i == 1, all[i].name, all[i].sum / n, "%.3f", all[i].sum / n);
+    add_field(c, 1, "nll", nll, "%.3f", nll);
 }
-static Column *row_columns(const Score *s, int ppl) {    // stb_ds; ppl: 1 for --eval ppl and kld
-    Column *c = NULL;
+static Field *row_fields(const Score *s, const Shared *run) {             // stb_ds
+    Field *c = NULL;
     double items = s->items ? s->items : 1, n = s->predicted ? (double)s->predicted : 1, stored = s->stored / (s->full > 0 ? s->full : 1);
     double prefill_rate = rate((long)s->n_prefill, s->prefill_s), decode_rate = rate((long)s->n_decode, s->decode_s);
-    if (s->answers) score_columns(&c, s);
-    if (ppl) add_column(&c, 1, "ppl", exp(s->nll / n), "%.4f", exp(s->nll / n));
+    if (s->answers) score_fields(&c, s, run);
+    if (run->ppl) add_field(&c, 1, "ppl", exp(s->nll / n), "%.4f", exp(s->nll / n));
     if (s->each) {
-        add_column(&c, 1, "kld_mean", s->kld / n, "%.4f", s->kld / n);
-        add_column(&c, 0, "kld_p99", s->kld_top, "%.3f", s->kld_top);
-        add_column(&c, 1, "top1", s->top1 / n, "%.3f", s->top1 / n);
+        add_field(&c, 1, "kld_mean", s->kld / n, "%.4f", s->kld / n);
+        add_field(&c, run->ppl, "kld_p99", s->kld_top, "%.3f", s->kld_top);
+        add_field(&c, 1, "top1", s->top1 / n, "%.3f", s->top1 / n);
     }
-    add_column(&c, 1, "stored", stored, "%.1f %%", 100 * stored);
+    add_field(&c, 1, "stored", stored, "%.1f %%", 100 * stored);
     add_bytes(&c, 1, "kv_bytes_stored", s->stored / items); add_bytes(&c, 0, "kv_bytes_full", s->full / items);
     add_bytes(&c, 1, "kv_bytes_attended", s->attended / items); add_bytes(&c, 1, "kv_bytes_peak", s->peak);
-    add_column(&c, 1, "prefill_s", s->prefill_s, "%.2f", s->prefill_s);
-    add_column(&c, 0, "pp_tok_s", prefill_rate, "%.4g", prefill_rate);
-    add_column(&c, 1, "tg_tok_s", decode_rate, "%.4g", decode_rate);
+    add_field(&c, 1, "prefill_s", s->prefill_s, "%.2f", s->prefill_s);
+    add_field(&c, 0, "pp_tok_s", prefill_rate, "%.4g", prefill_rate);
+    add_field(&c, 1, "tg_tok_s", decode_rate, "%.4g", decode_rate);
     return c;
 }
 enum { AS_TABLE, AS_CSV, AS_JSON };
-static void print_row(const Score *s, int how, int first, int ppl, FILE *f) {
-    Column *c = row_columns(s, ppl);
+static void print_row(const Score *s, const Shared *run, int how, int first, FILE *f) {
+    Field *c = row_fields(s, run);
     int n = (int)arrlen(c);
     const char *sep = how == AS_CSV ? "," : " | ";
     if (how == AS_JSON) {
@@ -9808,7 +9826,7 @@ static int evaluate(App *a) {
     char err[256];
     EvalSet e = { 0 };
     Open *open = NULL;
-    const Score *full = NULL;
+    Shared run = { .seed = (uint64_t)opt_int(a->o, "eval-seed"), .ppl = ppl };
     Session *own = a->s;
     double t0 = now();
     if ((ppl || !strcmp(what, "file")) && !*path) die(EXIT_USAGE, "--eval %s wants --eval-file FILE", what);
@@ -9820,12 +9838,12 @@ static int evaluate(App *a) {
     for (int r = 0; r < (int)arrlen(rows); r++) {
         a->s = open[r].s;
         if (ppl) eval_text(a, path, !strcmp(what, "kld"), &rows[r]);
-        if (!strcmp(rows[r].name, "full") && !full) full = &rows[r];
+        if (!strcmp(rows[r].name, "full") && !ppl) run.full = &rows[r];
         open_close(&open[r]);
     }
     for (int r = 0; r < (int)arrlen(rows); r++) {
-        finish_row(&rows[r], full, (uint64_t)opt_int(a->o, "eval-seed"));
-        print_row(&rows[r], how, !r, ppl, stdout);
+        finish_row(&rows[r], run.seed);
+        print_row(&rows[r], &run, how, !r, stdout);
     }
     if (!quiet) fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items, (int)arrlen(rows[0].answers), now() - t0);
     a->s = own;
@@ -10551,7 +10569,7 @@ static int run_app(App *a) {
     open_tokenizer(a, !ids);
     if (*opt_str(o, "calibrate")) { free(text); return calibrate(a->c, a->w, a->tok, o); }
     open_session(a);
-    rc = ids ? run_ids(a) : *opt_str(o, "eval") || *opt_str(o, "compare") ? evaluate(a) : text ? answer_prompt(a, text) : chat(a);
+    rc = ids ? run_ids(a) : *opt_str(o, "eval") || *opt_str(o, "eval-file") || *opt_str(o, "compare") ? evaluate(a) : text ? answer_prompt(a, text) : chat(a);
     free(text);
     return rc;
 }
