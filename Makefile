@@ -58,7 +58,7 @@ run: kvcomp
 # gains nothing from two; the numbers but the last two columns are the same for any number
 COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,quest,lychee,loopserve,pats,q8
 compare: kvcomp
-	./kvcomp --eval all --eval-items 16 --compare $(COMPARE) --budgets 64,128 -t 1
+	./kvcomp --eval all --eval-items 12 --compare $(COMPARE) --budgets 64,128 -t 1
 
 # kvcomp.cu's kernels are tested without a GPU: g++ compiles them against cuda_emu.h. Without g++ they are left out
 EMUFLAGS = -x c++ -std=c++17 -g -Wall -Wextra -Werror -Wno-unused-function -fno-exceptions -fno-rtti -DKVCOMP_TEST -include cuda_emu.h
