@@ -8846,8 +8846,9 @@ static double best_score(int metric, const char *said, const EvalTurn *t) {     
 
 // ---- generators. The sentences are those that models/data_gen.py teaches the shipped model; any model can read them. Values are that
 // file's held-out words and numbers (digits that sum to a multiple of 8). A text is a list of lines: the facts, near misses (the same
-// sentence about something else) and filler up to --eval-length tokens. A number of an item is made from the seed, the task and that
-// number alone, so more items never change the first ones.
+// sentence about something else) and filler, --eval-length tokens in all. An item is made from the seed, its task, length and number
+// alone, so more items never change the first ones. LoopServe's benchmark ends every message with the same cue, wherever the query
+// stands; here the opening of the reply, which the chat template writes, is that cue.
 static const char eval_names[] = "Max Hugo Peter Frank Noah Yara George Omar Amir Ida Ruth Chris Kevin Toby Dennis Lars Tara Ravi Ahmed Jim";
 static const char eval_cities[] = "Madrid Delhi Munich Bern Istanbul Denver Nairobi Cologne Bristol Hanoi";
 static const char eval_animals[] = "cat goose tiger shark otter camel bat";
@@ -9637,8 +9638,8 @@ static void add_bytes(Field **c, int in_table, const char *name, double x) {
     human_bytes(x, text);
     add_field(c, in_table, name, x, "%s", text);
 }
-// What a run of rows shares: the row of full attention, if there is one, and the seed of the intervals; ppl: --eval ppl and kld.
-typedef struct { const Score *full; uint64_t seed; int ppl; } Shared;
+// What the rows of a run share: the row of full attention, if there is one, and the seed of the intervals; ppl: --eval ppl and kld.
+typedef struct { const App *a; const Score *full; uint64_t seed; int ppl; } Shared;
 // The mean score of some answers, where there are any. detail 0: for csv and json alone; 1: the mean in the table, and its interval and
 // the gap to full for csv and json; 2: all of it in the table.
 static void add_score(Field **c, int detail, const char *name, const Score *s, const Shared *run, const char *task, int place) {
@@ -9705,8 +9706,11 @@ static void print_row(const Score *s, const Shared *run, int how, int first, FIL
     if (how == AS_JSON) {
         fprintf(f, "{");
         json_pair(f, "method", s->name);
-        fprintf(f, "\"budget\":%d,\"items\":%d,\"scored\":%d", s->budget, s->items, (int)arrlen(s->answers));
-        for (int i = 0; i < n; i++) fprintf(f, ",\"%s\":%.6g", c[i].name, c[i].x);
+        fprintf(f, "\"budget\":%d,", s->budget);
+        json_pair(f, "model", run->a->c->dir);
+        fprintf(f, "\"items\":%d,\"scored\":%d,", s->items, (int)arrlen(s->answers));
+        for (int i = 0; i < n; i++) fprintf(f, "\"%s\":%.6g,", c[i].name, c[i].x);
+        json_options(run->a, f);
         fprintf(f, "}\n");
         arrfree(c);
         return;
@@ -9826,7 +9830,7 @@ static int evaluate(App *a) {
     char err[256];
     EvalSet e = { 0 };
     Open *open = NULL;
-    Shared run = { .seed = (uint64_t)opt_int(a->o, "eval-seed"), .ppl = ppl };
+    Shared run = { .a = a, .seed = (uint64_t)opt_int(a->o, "eval-seed"), .ppl = ppl };
     Session *own = a->s;
     double t0 = now();
     if ((ppl || !strcmp(what, "file")) && !*path) die(EXIT_USAGE, "--eval %s wants --eval-file FILE", what);

@@ -6720,6 +6720,13 @@ TEST(eval_files, "dialogues and LongBench items are read as documented; a malfor
         CHECK(e.item[3].metric == METRIC_F1 && !strcmp(e.item[3].turn[0].user, "Who?") && !strcmp(e.item[3].task, "file"), "question alone");
         CHECK(e.item[4].metric == METRIC_EXACT && e.item[4].number == 4, "metric by name");
     }
+    static const struct { const char *said; double score; } lines[] = { { "\n A\nB", 1 }, { "B\nA", 0 }, { "A or B", .5 } };
+    for (int i = 0; i < 3 && arrlen(e.item) > 1; i++) {  // TREC: the first line alone
+        Score sc = { 0 };
+        note_answer(&e.item[1], 0, lines[i].said, &sc);
+        CHECK(near_to(sc.answers[0].score, lines[i].score) && sc.answers[0].position == 2 && sc.answers[0].turns == 1, "'%s' scores %g", lines[i].said, sc.answers[0].score);
+        arrfree(sc.answers);
+    }
     eval_set_free(&e);
     static const struct { const char *line, *says; } bad[] = {
         { "{\"turns\":", "byte" }, { "[1]", "no object" }, { "{\"a\":1}", "neither 'turns'" }, { "{\"turns\":[]}", "no list of turns" }, { "{\"turns\":{}}", "no list of turns" },
@@ -6790,6 +6797,7 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
     session_close(s);
     arrfree(ref); arrfree(sc.answers); arrfree(sc.each); arrfree(gold.answers);
     eval_set_free(&e);
+    token_text = (TokenText){0};                         // open_tokenizer gave it the tokenizer that goes now
     app_close(&a);
 }
 
@@ -7106,7 +7114,7 @@ TEST(cli_eval, "--eval on the shipped model: the same rows for any number of thr
     char err[256];
     Json *row = json_parse(sh_out, strlen(sh_out), err);
     CHECK(row, "%s: %s", err, sh_out);
-    static const char *keys[] = { "method", "budget", "score", "score_lo", "score_hi", "score_gap", "score_gap_hi", "facts", "facts_lo", "facts_gap_lo", "alone", "alone_hi", "exact", "nll", "kld_mean", "kld_p99", "top1", "kv_bytes_stored", "kv_bytes_attended", "kv_bytes_peak", "prefill_s", "tg_tok_s" };
+    static const char *keys[] = { "method", "budget", "model", "options", "score", "score_lo", "score_hi", "score_gap", "score_gap_hi", "facts", "facts_lo", "facts_gap_lo", "alone", "alone_hi", "exact", "nll", "kld_mean", "kld_p99", "top1", "kv_bytes_stored", "kv_bytes_attended", "kv_bytes_peak", "prefill_s", "tg_tok_s" };
     for (size_t i = 0; row && i < sizeof keys / sizeof *keys; i++) CHECK(json_get(row, keys[i]), "no %s in %s", keys[i], sh_out);
     if (row) { CHECK(json_get(row, "kld_mean")->num == 0, "full differs from full"); json_free(row); }
     CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 -t 1") == 0 && !strncmp(sh_out, "| method | budget | score |", 27) && lines_in(sh_out) == 3 && strstr(sh_err, "1 rows"), "%s%s", sh_out, sh_err);
