@@ -8746,12 +8746,10 @@ typedef struct {
 } EvalItem;
 typedef struct { EvalItem *item; stbds_string_arena mem; } EvalSet;      // stb_ds; mem: every text in it
 
+static void turn_free_lists(EvalTurn *t) { arrfree(t->span); arrfree(t->answers); arrfree(t->classes); arrfree(t->evidence); }
 static void eval_set_free(EvalSet *e) {
     for (int i = 0; i < (int)arrlen(e->item); i++) {
-        for (int j = 0; j < (int)arrlen(e->item[i].turn); j++) {
-            EvalTurn *t = &e->item[i].turn[j];
-            arrfree(t->span); arrfree(t->answers); arrfree(t->classes); arrfree(t->evidence);
-        }
+        for (int j = 0; j < (int)arrlen(e->item[i].turn); j++) turn_free_lists(&e->item[i].turn[j]);
         arrfree(e->item[i].turn);
     }
     arrfree(e->item);
@@ -8887,6 +8885,7 @@ static int gen_int(Gen *g, int n) { return (int)(splitmix64(&g->rng) % (uint64_t
 static int gen_tokens(const Gen *g, const char *text) {
     int *ids = tokenizer_encode(g->tok, text, strlen(text), 0, NULL), n = (int)arrlen(ids);
     arrfree(ids);
+    if (!n && *text) die(EXIT_USAGE, "--eval: the tokenizer makes nothing of \"%.60s\"", text);
     return n;
 }
 static char *gen_word(Gen *g, const char *list) {        // one of the words of a list
@@ -8911,7 +8910,7 @@ static char *gen_value(Gen *g, int what) {
             if (sum % 8 == 0) return set_printf(g->set, "%d", n);
         }
     if (what == AN_AGE) return set_printf(g->set, "%d", 8 + gen_int(g, 87));
-    if (what == A_THING) return set_printf(g->set, "%s %s", gen_word(g, eval_colours), gen_word(g, eval_things));
+    if (what == A_THING) { char *colour = gen_word(g, eval_colours); return set_printf(g->set, "%s %s", colour, gen_word(g, eval_things)); }
     if (what == A_NAME && gen_int(g, 10) < 7) return gen_word(g, eval_names);
     if (what != A_NAME && what != A_KEY) return gen_word(g, lists[what]);
     char *name = gen_syllables(g, what == A_KEY ? 3 : 2 + gen_int(g, 2));
@@ -8986,7 +8985,6 @@ static char *message(EvalSet *e, char **lines, const char *sep, const char *quer
 
 // A turn before its query is placed: lines to read and a question about them, or (lines NULL) a turn as it is.
 typedef struct { char **lines; const char *sep; EvalTurn turn; } Passage;
-static void turn_free_lists(EvalTurn *t) { arrfree(t->span); arrfree(t->answers); arrfree(t->classes); arrfree(t->evidence); }
 // Adds versions from..to-1 of a dialogue, the same texts in each: with the query before, amid and behind its text, and (version 3) in a
 // turn of its own after it. Takes the passages.
 static void add_versions(Gen *g, Passage *p, int from, int to) {
@@ -9019,14 +9017,16 @@ static const Fact people_facts[] = {
     { "%s saw a %s.", "What did %s see?", "You said that %s saw a {%s}.", A_ANIMAL },
     { "%s's number is %s.", "What is %s's number?", "You said that %s's number is {%s}.", A_CODE },
 };
-// The sentence goes into *lines; the question comes back.
-static EvalTurn tell_fact(Gen *g, const Fact *f, const char *who, const char *what, char ***lines) {
+// A fact with a new value: the sentence goes into *lines, the question comes back. (Nowhere do two arguments of a call draw: C leaves
+// their order to the compiler, and the texts shall not depend on it.)
+static EvalTurn tell_fact(Gen *g, const Fact *f, const char *who, char ***lines) {
+    char *what = gen_fresh(g, f->value);
     EvalTurn t = gold_turn(g->set, set_printf(g->set, f->ask, who), set_printf(g->set, f->reply, who, what));
     arrput(*lines, set_printf(g->set, f->say, who, what));
     arrput(t.evidence, arrlast(*lines));
     return t;
 }
-static void tell_only(Gen *g, const Fact *f, const char *who, const char *what, char ***lines) { arrput(*lines, set_printf(g->set, f->say, who, what)); }
+static void tell_only(Gen *g, const Fact *f, const char *who, char ***lines) { arrput(*lines, set_printf(g->set, f->say, who, gen_fresh(g, f->value))); }
 // Three numbers of one thing, told in *lines[0..2] (which may be one list).
 static EvalTurn tell_values(Gen *g, char ***lines[3]) {
     const char *t = gen_fresh(g, A_THING), *v[3];
@@ -9036,8 +9036,8 @@ static EvalTurn tell_values(Gen *g, char ***lines[3]) {
         arrput(q.evidence, set_printf(g->set, "A number of the %s is %s.", t, v[i]));
         arrput(*lines[i], arrlast(q.evidence));
     }
-    char ***other = lines[gen_int(g, 3)];
-    arrput(*other, set_printf(g->set, "A number of the %s is %s.", near_miss(g, t), gen_fresh(g, A_CODE)));
+    char ***other = lines[gen_int(g, 3)], *near = near_miss(g, t);
+    arrput(*other, set_printf(g->set, "A number of the %s is %s.", near, gen_fresh(g, A_CODE)));
     return q;
 }
 
@@ -9065,9 +9065,9 @@ static void gen_needle(Gen *g) {
     if (kind == 2) q = tell_values(g, (char ***[3]){ &keys, &keys, &keys });
     else {
         char *thing = gen_fresh(g, A_THING);
-        q = tell_fact(g, f, thing, gen_fresh(g, f->value), &keys);
-        if (n > 1) second = tell_fact(g, f, near_miss(g, thing), gen_fresh(g, f->value), &keys);
-        for (int i = 2; i < n; i++) tell_only(g, f, gen_fresh(g, A_THING), gen_fresh(g, f->value), &keys);
+        q = tell_fact(g, f, thing, &keys);
+        if (n > 1) second = tell_fact(g, f, near_miss(g, thing), &keys);
+        for (int i = 2; i < n; i++) tell_only(g, f, gen_fresh(g, A_THING), &keys);
     }
     if (kind == 3) q = ask_both(g, &q, &second);
     q.depth = depth;
@@ -9086,8 +9086,8 @@ static EvalTurn tell_hops(Gen *g, char **keys[], int j, int hops) {
     if (hops == 1) {
         const Fact *f = &thing_facts[gen_int(g, 3)];
         char *thing = gen_fresh(g, A_THING);
-        EvalTurn q = tell_fact(g, f, thing, gen_fresh(g, f->value), &keys[at[0]]);
-        tell_only(g, f, near_miss(g, thing), gen_fresh(g, f->value), &keys[at[0]]);
+        EvalTurn q = tell_fact(g, f, thing, &keys[at[0]]);
+        tell_only(g, f, near_miss(g, thing), &keys[at[0]]);
         return q;
     }
     static const char *verbs[][2] = { { "works with", "Where does the person live who %s works with?" }, { "is married to", "Where does the person live who %s is married to?" },
@@ -9170,17 +9170,16 @@ static void gen_coref(Gen *g) {
     int room = g->length - 4 * 8;                         // the facts take about eight tokens each
     EvalTurn q[2];
     char **lines = NULL;
-    for (int i = 0; i < 2; i++) tell_only(g, &people_facts[kinds[i]], other, gen_fresh(g, people_facts[kinds[i]].value), &lines);
+    for (int i = 0; i < 2; i++) tell_only(g, &people_facts[kinds[i]], other, &lines);
     for (int i = 0; i < 2; i++) add_passage(&p, NULL, NULL, plain_turn(lines[i], "Okay."));
     char *met = set_printf(g->set, "I have a friend called %s.", name);
     add_passage(&p, NULL, NULL, plain_turn(met, "Okay."));
     for (int i = 0; i < 2; i++) {
         const Fact *f = &people_facts[kinds[i]];
-        char *what = gen_fresh(g, f->value);
         int owns = f == &people_facts[3];                // "Her number is ..."
         add_filler_turns(g, &p, room / 3);
-        q[i] = tell_fact(g, f, name, what, &lines);
-        q[i].evidence[0] = owns ? set_printf(g->set, "%s number is %s.", its, what) : set_printf(g->set, f->say, said, what);
+        q[i] = tell_fact(g, f, name, &lines);
+        q[i].evidence[0] = set_printf(g->set, owns ? "%s number is %s." : f->say, owns ? its : said, q[i].answers[0]);
         arrput(q[i].evidence, met);
         add_passage(&p, NULL, NULL, plain_turn(q[i].evidence[0], "Okay."));
     }
@@ -9201,7 +9200,7 @@ static void gen_facts(Gen *g) {
         char *name = gen_fresh(g, A_NAME);
         for (int k = 0; k < 2; k++) {
             const Fact *f = &people_facts[kinds[k]];
-            EvalTurn t = tell_fact(g, f, name, gen_fresh(g, f->value), &keys[gen_int(g, 4)]);
+            EvalTurn t = tell_fact(g, f, name, &keys[gen_int(g, 4)]);
             if (i == (k ? b : a)) q[k] = t; else turn_free_lists(&t);
         }
     }
@@ -9224,10 +9223,10 @@ static void gen_json(Gen *g) {
     Passage *p = NULL;
     do near = set_printf(g->set, "%.*s%s", (int)strlen(key) - 2, key, gen_word(g, eval_syllables)); while (word_in(g->used, near) >= 0);
     arrput(g->used, near);
-    EvalTurn q = tell_fact(g, &f, key, gen_fresh(g, A_CODE), &lines), second = tell_fact(g, &f, near, gen_fresh(g, A_CODE), &lines);
+    EvalTurn q = tell_fact(g, &f, key, &lines), second = tell_fact(g, &f, near, &lines);
     arrsetlen(lines, 0);                                 // both come in later; the rest of the text first, in ever smaller steps
     for (int left; (left = g->length - 2 * gen_tokens(g, q.evidence[0]) - gen_tokens(g, message(g->set, lines, seps[kind], NULL, 2))) > 8; )
-        for (int i = 0; i <= left / 20; i++) tell_only(g, &f, gen_fresh(g, A_KEY), gen_fresh(g, A_CODE), &lines);
+        for (int i = 0; i <= left / 20; i++) tell_only(g, &f, gen_fresh(g, A_KEY), &lines);
     int other = gen_int(g, (int)arrlen(lines) + 1), own;
     arrins(lines, other, second.evidence[0]);
     own = (int)arrlen(lines) * depth / 100;
@@ -9276,11 +9275,10 @@ static void gen_fewshot(Gen *g) {
 // summary: one sentence of the text says that it is the one that matters; the right reply repeats it.
 static void gen_summary(Gen *g) {
     static const char *marks[] = { "The main point is that %s.", "Important: %s.", "The most important thing is that %s." };
-    int depth = 30 * g->number % 110, kind = gen_int(g, 4);
-    char *point = kind == 0 ? set_printf(g->set, "the %s is closed on %s", gen_word(g, eval_nouns), gen_word(g, eval_days))
-                : kind == 1 ? set_printf(g->set, "%s will come to %s on %s", gen_fresh(g, A_NAME), gen_fresh(g, A_CITY), gen_word(g, eval_days))
-                : kind == 2 ? set_printf(g->set, "the meeting is in the %s at %d", gen_fresh(g, A_ROOM), 1 + gen_int(g, 12))
-                :             set_printf(g->set, "the %s needs a new %s", gen_word(g, eval_nouns), gen_word(g, eval_things));
+    int depth = 30 * g->number % 110, kind = gen_int(g, 4), hour = 1 + gen_int(g, 12);
+    char *name = gen_value(g, A_NAME), *city = gen_value(g, A_CITY), *day = gen_word(g, eval_days), *noun = gen_word(g, eval_nouns), *thing = gen_word(g, eval_things);
+    char *point = kind == 0 ? set_printf(g->set, "the %s is closed on %s", noun, day) : kind == 1 ? set_printf(g->set, "%s will come to %s on %s", name, city, day)
+                : kind == 2 ? set_printf(g->set, "the meeting is in the %s at %d", gen_value(g, A_ROOM), hour) : set_printf(g->set, "the %s needs a new %s", noun, thing);
     char **keys = NULL;
     Passage *p = NULL;
     arrput(keys, set_printf(g->set, marks[gen_int(g, 3)], point));
