@@ -8954,10 +8954,10 @@ static int int_order(const void *a, const void *b) { int x = *(const int *)a, y 
 static char **document(Gen *g, int tokens, char **keys, int depth) {
     char **lines = NULL;
     int *at = NULL, n = (int)arrlen(keys);
-    for (int i = 0; i < n; i++) tokens -= gen_tokens(g, keys[i]);
+    for (int i = 0; i < n; i++) tokens -= gen_tokens(g, set_printf(g->set, " %s", keys[i]));
     while (tokens > 4) {
         arrput(lines, filler_line(g));
-        tokens -= gen_tokens(g, arrlast(lines));
+        tokens -= gen_tokens(g, set_printf(g->set, " %s", arrlast(lines)));
     }
     for (int i = depth >= 0; i < n; i++) arrput(at, gen_int(g, (int)arrlen(lines) + 1));
     if (at) qsort(at, (size_t)arrlen(at), sizeof *at, int_order);
@@ -9071,7 +9071,7 @@ static void gen_needle(Gen *g) {
     }
     if (kind == 3) q = ask_both(g, &q, &second);
     q.depth = depth;
-    add_passage(&p, document(g, g->length, keys, depth), " ", q);
+    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
     if (kind == 1) add_passage(&p, NULL, NULL, second);
     arrfree(keys);
     add_versions(g, p, 0, 4);
@@ -9138,9 +9138,9 @@ static void gen_multiturn(Gen *g) {
     EvalTurn moved = tell_moves(g, keys);
     for (int i = 0; i < 12; i++) arrput(names, gen_fresh(g, A_NAME));
     char *half[2] = { set_printf(g->set, "My guest list: %s.", name_list(g->set, names, 0, 6, 0)), set_printf(g->set, "Add %s.", name_list(g->set, names, 6, 12, 0)) };
-    int room = g->length - gen_tokens(g, half[0]) - gen_tokens(g, half[1]);
+    int room = g->length - gen_tokens(g, half[0]) - gen_tokens(g, half[1]) - 2 * gen_tokens(g, moved.user);
     for (int j = 0; j < 3; j++) {
-        add_passage(&p, document(g, room / 3, keys[j], -1), " ", q[j]);
+        add_passage(&p, document(g, room / 3 - gen_tokens(g, q[j].user), keys[j], -1), " ", q[j]);
         if (j < 2) add_passage(&p, NULL, NULL, plain_turn(half[j], "Okay."));
         arrfree(keys[j]);
     }
@@ -9167,10 +9167,10 @@ static void gen_coref(Gen *g) {
     char *name = gen_fresh(g, A_NAME), *other = gen_fresh(g, A_NAME);
     const char *said = gen_int(g, 2) ? "She" : "He", *its = *said == 'S' ? "Her" : "His";
     int first = gen_int(g, 4), kinds[2] = { first, (first + 1 + gen_int(g, 3)) % 4 };
-    int room = g->length - 4 * 8;                         // the facts take about eight tokens each
     EvalTurn q[2];
     char **lines = NULL;
     for (int i = 0; i < 2; i++) tell_only(g, &people_facts[kinds[i]], other, &lines);
+    int room = g->length - 7 * gen_tokens(g, lines[0]);    // four facts, the name and two questions are about as long
     for (int i = 0; i < 2; i++) add_passage(&p, NULL, NULL, plain_turn(lines[i], "Okay."));
     char *met = set_printf(g->set, "I have a friend called %s.", name);
     add_passage(&p, NULL, NULL, plain_turn(met, "Okay."));
@@ -9205,7 +9205,7 @@ static void gen_facts(Gen *g) {
         }
     }
     for (int j = 0; j < 4; j++) {
-        char **lines = document(g, g->length / 4, keys[j], -1);
+        char **lines = document(g, g->length / 4 - 5, keys[j], -1);         // room for the two questions
         add_passage(&p, NULL, NULL, plain_turn(message(g->set, lines, " ", NULL, 2), "Okay."));
         arrfree(lines); arrfree(keys[j]);
     }
@@ -9224,8 +9224,8 @@ static void gen_json(Gen *g) {
     do near = set_printf(g->set, "%.*s%s", (int)strlen(key) - 2, key, gen_word(g, eval_syllables)); while (word_in(g->used, near) >= 0);
     arrput(g->used, near);
     EvalTurn q = tell_fact(g, &f, key, &lines), second = tell_fact(g, &f, near, &lines);
-    arrsetlen(lines, 0);                                 // both come in later; the rest of the text first, in ever smaller steps
-    for (int left; (left = g->length - 2 * gen_tokens(g, q.evidence[0]) - gen_tokens(g, message(g->set, lines, seps[kind], NULL, 2))) > 8; )
+    arrsetlen(lines, 0);                                 // both, and their questions, come in later; the rest first, in ever smaller steps
+    for (int left; (left = g->length - 4 * gen_tokens(g, q.evidence[0]) - gen_tokens(g, message(g->set, lines, seps[kind], NULL, 2))) > 8; )
         for (int i = 0; i <= left / 20; i++) tell_only(g, &f, gen_fresh(g, A_KEY), &lines);
     int other = gen_int(g, (int)arrlen(lines) + 1), own;
     arrins(lines, other, second.evidence[0]);
@@ -9285,7 +9285,7 @@ static void gen_summary(Gen *g) {
     EvalTurn q = gold_turn(g->set, gen_int(g, 2) ? "What is the main point?" : "Give me a summary.", set_printf(g->set, "The main point is that {%s.}", point));
     q.depth = depth;
     arrput(q.evidence, keys[0]);
-    add_passage(&p, document(g, g->length, keys, depth), " ", q);
+    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
     arrfree(keys);
     add_versions(g, p, 0, 4);
 }
