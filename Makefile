@@ -14,7 +14,7 @@ NVCC   := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/
 CXX_OK := $(shell command -v g++ 2>/dev/null)
 
 all: kvcomp
-.PHONY: all deps install-deps run test asan race fuzz cuda-check gpu-test clean
+.PHONY: all deps install-deps run compare test asan race fuzz cuda-check gpu-test clean
 
 # stb_ds.h is the one library; a compiler and it are all that is needed
 deps:
@@ -53,6 +53,12 @@ endif
 
 run: kvcomp
 	./kvcomp
+
+# README's table of results: every method over the same generated texts, on the shipped model. One thread, because a model this small
+# gains nothing from two; the numbers but the last two columns are the same for any number
+COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,quest,lychee,loopserve,pats,q8
+compare: kvcomp
+	./kvcomp --eval all --eval-items 12 --compare $(COMPARE) --budgets 64,128 -t 1
 
 # kvcomp.cu's kernels are tested without a GPU: g++ compiles them against cuda_emu.h. Without g++ they are left out
 EMUFLAGS = -x c++ -std=c++17 -g -Wall -Wextra -Werror -Wno-unused-function -fno-exceptions -fno-rtti -DKVCOMP_TEST -include cuda_emu.h

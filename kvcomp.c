@@ -4446,11 +4446,15 @@ static const Opt program_options[] = {
     { "quiet",         'b', "0",    "errors only on stderr" },
     { "color",         'c', "auto|on|off", "colours in the chat" },
     // Measure
-    { "eval",          's', "",     "file, ppl or kld: quality through the compressed cache, of --eval-file" },
-    { "eval-file",     's', "",     "dialogues (json lines) for file, any text for ppl and kld" },
+    { "eval",          's', "",     "quality through the compressed cache: all, or needle,multiturn,coref,facts,json,fewshot,summary; file, ppl, kld" },
+    { "eval-file",     's', "",     "dialogues or LongBench items (json lines) for file, any text for ppl and kld" },
+    { "eval-items",    'i', "8",    "texts of each task" },
+    { "eval-length",   's', "512",  "tokens of a text, or several lengths: 512,1024" },
+    { "eval-seed",     'i', "1",    "of the texts and of the intervals" },
+    { "eval-history",  'c', "own|gold", "whose replies the later turns see: the model's own or the right ones" },
     { "eval-window",   'i', "512",  "ppl, kld: tokens of a window; half is prefilled, half decoded" },
     { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text" },
-    { "compare",       's', "",     "methods, comma-separated: the same items through each" },
+    { "compare",       's', "",     "methods, comma-separated: the same items through each (--eval all unless given)" },
     { "budgets",       's', "",     "budgets for --compare, comma-separated" },
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
@@ -8573,30 +8577,52 @@ static int session_read(App *a, const char *path, char err[512]) {     // 0, or 
 }
 
 // ==================================================================================================== 18 EVALUATION
-// What a method costs in quality, measured through its own compressed cache. --eval file plays dialogues (one json object a
-// line: {"type":..,"turns":[{"user":..,"answers":[..]},..]}) greedily, with the model's own replies as history, and looks
-// for an answer in each scored reply. --eval ppl and kld cut a text into windows: half a window is prefilled as one turn,
-// the other half decoded token by token, and the probability of every next token is compared with the text (ppl) and with
-// full attention over the same tokens (kld). --compare runs methods and --budgets through the same items: one row each.
+// What a method costs in quality, measured through its own compressed cache. --eval TASK plays dialogues greedily: made up here
+// (needle, multiturn, coref, facts, json, fewshot, summary; each says what its texts are), or read from --eval-file (file).
+// --eval ppl and kld cut a text into windows: half a window is prefilled as one turn, the other half decoded token by token, and
+// the probability of every next token is compared with the text (ppl) and with full attention over the same tokens (kld).
+// --compare plays the same items through several methods and --budgets: one row each, so that differences are paired.
+// Every dialogue is played twice. First freely: the method answers, and its own answers are the history of the next turn
+// (--eval-history gold puts the right ones there instead); scores, bytes and seconds are of this pass. Then forced: the right
+// replies are fed token by token, to the method and to full attention alike; NLL, KLD and top-1 agreement are of this pass, over
+// the tokens of scored replies. So their numbers do not depend on what a method happened to say.
+
+typedef struct {            // one scored answer: what tables, intervals and the report are made from
+    const char *task;       // "needle", "multiturn", ... ; a static string or owned by the item list
+    int item, turn, turns;  // item number in the run, turn of the item, turns it has
+    int position;           // where the query stands: 0 begin, 1 middle, 2 end, -1 does not apply
+    int length, depth;      // tokens of the context; depth of the evidence in per cent, -1 does not apply
+    double score, nll;      // 0..1 by the task's own metric; NLL of the gold answer per token (nats)
+} Answer;
 
 typedef struct {            // one row of the result
     char name[160];
-    int budget, items, scored;
-    double correct, f1;                         // sums over scored replies
-    double nll, kld, kld_top, top1;             // sums over predicted tokens; kld_top: the 99th percentile
+    int budget, items;
+    double exact, found, f1, rouge, rouge_lb;   // sums over the answers, of every metric
+    double nll;                                 // ppl, kld: sum over predicted tokens
+    double kld, kld_top, top1;                  // sums over predicted tokens; kld_top: the 99th percentile
+    double *each;                               // stb_ds: the KLD of every predicted token
     long predicted;
     double stored, full, attended, prefill_s, decode_s, n_prefill, n_decode;
+    double peak;                                // bytes of rows, the most any item held
+    Answer *answers;                            // stb_ds
+    double lo, hi;                              // 95 % interval of the mean score
 } Score;
 
-// ---- F1 of normalised words: lower case, no ASCII punctuation, no articles (loopserve.md 6)
-static char **words_of(const char *text) {               // stb_ds array of strdup'd words
+// ---- metrics (loopserve.md 6), all of two texts: what was said and what is right
+enum { WORDS_RAW, WORDS_PLAIN, WORDS_BARE };    // cut at white space; also lower case without ASCII punctuation; also without articles
+static char **words_of(const char *text, int how) {      // stb_ds array of strdup'd words
     char **words = NULL, *w = NULL;
     for (const char *p = text; ; p++) {
         unsigned char c = (unsigned char)*p;
-        if (c && !isspace(c)) { if (!ispunct(c)) arrput(w, (char)tolower(c)); continue; }
+        if (c && !isspace(c)) {
+            if (how == WORDS_RAW) arrput(w, (char)c);
+            else if (!ispunct(c)) arrput(w, (char)tolower(c));
+            continue;
+        }
         if (arrlen(w)) {
             arrput(w, 0);
-            if (strcmp(w, "a") && strcmp(w, "an") && strcmp(w, "the")) arrput(words, strdup(w));
+            if (how != WORDS_BARE || (strcmp(w, "a") && strcmp(w, "an") && strcmp(w, "the"))) arrput(words, strdup(w));
             arrsetlen(w, 0);
         }
         if (!c) break;
@@ -8605,100 +8631,866 @@ static char **words_of(const char *text) {               // stb_ds array of strd
     return words;
 }
 static void words_free(char **w) { while (arrlen(w)) free(arrpop(w)); arrfree(w); }
-static double word_f1(const char *said, const char *gold) {
-    char **a = words_of(said), **b = words_of(gold);
-    int n = (int)arrlen(a), m = (int)arrlen(b), same = 0;
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < (int)arrlen(b); j++)
-            if (!strcmp(a[i], b[j])) { free(b[j]); arrdelswap(b, j); same++; break; }
-    words_free(a); words_free(b);
-    if (!same) return !n && !m;
-    double p = (double)same / n, r = (double)same / m;
-    return 2 * p * r / (p + r);
+static int word_in(char **words, const char *w) {        // index, or -1
+    for (int i = 0; i < (int)arrlen(words); i++) if (!strcmp(words[i], w)) return i;
+    return -1;
 }
-// Does the reply hold the answer as whole words? Compared as normalised words in order.
-static int holds_answer(const char *said, const char *gold) {
-    char **a = words_of(said), **b = words_of(gold);
+static double f_measure(double same, double n, double m) { return same > 0 ? 2 * (same / n) * (same / m) / (same / n + same / m) : 0; }
+static double word_f1(const char *said, const char *gold) {             // of the bags of words
+    char **a = words_of(said, WORDS_BARE), **b = words_of(gold, WORDS_BARE);
+    int n = (int)arrlen(a), m = (int)arrlen(b), same = 0;
+    for (int i = 0, j; i < n; i++)
+        if ((j = word_in(b, a[i])) >= 0) { free(b[j]); arrdelswap(b, j); same++; }
+    words_free(a); words_free(b);
+    return f_measure(same, n, m);
+}
+// Does the reply hold the answer as whole words in their order? whole: and nothing else.
+static int holds_answer(const char *said, const char *gold, int whole) {
+    char **a = words_of(said, WORDS_BARE), **b = words_of(gold, WORDS_BARE);
     int n = (int)arrlen(a), m = (int)arrlen(b), hit = 0;
-    for (int i = 0; i + m <= n && !hit; i++) {
+    for (int i = 0; i + m <= n && !hit && m > 0 && (!whole || n == m); i++) {
         int j = 0;
         while (j < m && !strcmp(a[i + j], b[j])) j++;
-        hit = j == m && m > 0;
+        hit = j == m;
     }
     words_free(a); words_free(b);
     return hit;
 }
-
-// ---- dialogues
-static const char *turn_text(const Json *turn, char **joined) {         // "user", or "paras" and "query" with blank lines between
-    const Json *user = json_get(turn, "user"), *paras = json_get(turn, "paras"), *query = json_get(turn, "query");
-    if (user && user->type == JSON_STRING) return user->str;
-    arrsetlen(*joined, 0);
-    for (int i = 0; i <= (paras ? paras->n : 0); i++) {
-        const Json *p = paras && i < paras->n ? &paras->item[i] : query;
-        if (!p || p->type != JSON_STRING) continue;
-        if (arrlen(*joined)) { arrput(*joined, '\n'); arrput(*joined, '\n'); }
-        memcpy(arraddnptr(*joined, p->len), p->str, p->len);
+// TREC as LongBench means it: the labels that the first line names, but those that are part of the right one; shared among them.
+static double class_accuracy(const char *said, const char *gold, char **classes) {
+    while (*said == '\n') said++;
+    char *line = strndup(said, strcspn(said, "\n"));
+    int named = 0, hit = 0;
+    for (int i = 0; i < (int)arrlen(classes); i++) {
+        if (!strstr(line, classes[i])) continue;
+        if (!strcmp(classes[i], gold)) hit = 1;
+        else if (strstr(gold, classes[i])) continue;
+        named++;
     }
-    arrput(*joined, 0);
-    return *joined;
+    free(line);
+    return hit ? 1.0 / named : 0;
 }
-static void eval_turn(App *a, const Json *turn, Score *sc) {
+// table (n+1, m+1): the longest common subsequence of the first i words of a and the first j of b. Malloc'd
+static int *lcs_table(char **a, int n, char **b, int m) {
+    int *t = xcalloc((size_t)(n + 1) * (m + 1), sizeof *t), w = m + 1;
+    for (int i = 1; i <= n; i++)
+        for (int j = 1; j <= m; j++) {
+            int up = t[(size_t)(i - 1) * w + j], left = t[(size_t)i * w + j - 1];
+            t[(size_t)i * w + j] = !strcmp(a[i - 1], b[j - 1]) ? t[(size_t)(i - 1) * w + j - 1] + 1 : up > left ? up : left;
+        }
+    return t;
+}
+static double rouge_l(const char *said, const char *gold) {
+    char **a = words_of(said, WORDS_RAW), **b = words_of(gold, WORDS_RAW);
+    int n = (int)arrlen(a), m = (int)arrlen(b), *t = lcs_table(a, n, b, m), same = t[(size_t)(n + 1) * (m + 1) - 1];
+    free(t);
+    words_free(a); words_free(b);
+    return f_measure(same, n, m);
+}
+// Rouge-L as LongBench's package counts it: sentences end at full stops; the words of the longest common subsequences of all pairs of
+// sentences are united as a set, and P and R are shares of the sets of words. A sentence of blanks counts as one empty word there.
+static char ***sentences_of(const char *text) {          // stb_ds array of stb_ds arrays of words
+    char ***list = NULL;
+    for (const char *p = text; *p; p += *p == '.') {
+        size_t n = strcspn(p, ".");
+        if (!n) continue;
+        char *one = strndup(p, n), **words = words_of(one, WORDS_RAW);
+        if (!words) arrput(words, strdup(""));
+        arrput(list, words);
+        free(one);
+        p += n;
+    }
+    return list;
+}
+static char **word_set(char ***sentences) {              // stb_ds array of words owned by the sentences
+    char **set = NULL;
+    for (int i = 0; i < (int)arrlen(sentences); i++)
+        for (int j = 0; j < (int)arrlen(sentences[i]); j++) if (word_in(set, sentences[i][j]) < 0) arrput(set, sentences[i][j]);
+    return set;
+}
+static double rouge_l_longbench(const char *said, const char *gold) {
+    char ***a = sentences_of(gold), ***b = sentences_of(said), **sa = word_set(a), **sb = word_set(b), **common = NULL;
+    for (int x = 0; x < (int)arrlen(a); x++)
+        for (int y = 0; y < (int)arrlen(b); y++) {
+            int n = (int)arrlen(a[x]), m = (int)arrlen(b[y]), w = m + 1, *t = lcs_table(a[x], n, b[y], m);
+            for (int i = n, j = m; i && j; )
+                if (!strcmp(a[x][i - 1], b[y][j - 1])) { if (word_in(common, a[x][i - 1]) < 0) arrput(common, a[x][i - 1]); i--; j--; }
+                else if (t[(size_t)(i - 1) * w + j] > t[(size_t)i * w + j - 1]) i--;
+                else j--;
+            free(t);
+        }
+    double same = (double)arrlen(common), r = same / (double)(arrlen(sa) ? arrlen(sa) : 1), p = same / (double)(arrlen(sb) ? arrlen(sb) : 1);
+    arrfree(common); arrfree(sa); arrfree(sb);
+    while (arrlen(a)) words_free(arrpop(a));
+    while (arrlen(b)) words_free(arrpop(b));
+    arrfree(a); arrfree(b);
+    return 2 * p * r / (p + r + 1e-8);
+}
+
+// ---- items: dialogues with their right answers
+enum { METRIC_F1, METRIC_CLASS, METRIC_ROUGE, METRIC_ROUGE_LONGBENCH, METRIC_FOUND, METRIC_EXACT, METRICS };
+static const char *eval_metrics[METRICS] = { "f1", "accuracy", "rouge", "rouge-longbench", "found", "exact" };
+
+typedef struct {
+    char *user, *reply;         // what the visitor says; what would be a right reply, as a whole sentence
+    int *span;                  // stb_ds: where in the reply its answer stands, as pairs of byte offsets; none: the whole reply
+    char **answers, **classes;  // stb_ds: the right answers (none: the turn is not scored); labels to choose from
+    char **evidence;            // stb_ds: the sentences of this turn and of earlier ones that the answer follows from
+    int position, depth;        // as in Answer
+} EvalTurn;
+typedef struct {
+    const char *task;
+    int number, length;         // versions of one text share a number; tokens of its texts
+    int metric, first_line;     // METRIC_*; 1: only the first line of a reply is scored
+    EvalTurn *turn;             // stb_ds
+} EvalItem;
+typedef struct { EvalItem *item; stbds_string_arena mem; } EvalSet;      // stb_ds; mem: every text in it
+
+static void turn_free_lists(EvalTurn *t) { arrfree(t->span); arrfree(t->answers); arrfree(t->classes); arrfree(t->evidence); }
+static void eval_set_free(EvalSet *e) {
+    for (int i = 0; i < (int)arrlen(e->item); i++) {
+        for (int j = 0; j < (int)arrlen(e->item[i].turn); j++) turn_free_lists(&e->item[i].turn[j]);
+        arrfree(e->item[i].turn);
+    }
+    arrfree(e->item);
+    strreset(&e->mem);
+}
+static char *set_text(EvalSet *e, const char *text, size_t n) {          // a copy that lives as long as the set
+    char *s = strndup(n ? text : "", n), *kept = stralloc(&e->mem, s);      // text may be an empty array: NULL
+    free(s);
+    return kept;
+}
+KV_PRINTF(2, 3) static char *set_printf(EvalSet *e, const char *fmt, ...) {
+    char *s = NULL;
+    va_list ap;
+    va_start(ap, fmt);
+    if (vasprintf(&s, fmt, ap) < 0) die(EXIT_MEMORY, "out of memory: a sentence of the evaluation");
+    va_end(ap);
+    char *kept = stralloc(&e->mem, s);
+    free(s);
+    return kept;
+}
+// A scored turn from its reply with the answer in braces: "The code is {4821}." Several pieces make one answer, blanks between.
+static EvalTurn gold_turn(EvalSet *e, const char *user, const char *reply) {
+    EvalTurn t = { .user = (char *)user, .position = -1, .depth = -1 };
+    char *text = NULL, *answer = NULL;
+    for (const char *p = reply; *p; p++) {
+        if (*p == '{' && arrlen(answer)) arrput(answer, ' ');
+        if (*p == '{' || *p == '}') { arrput(t.span, (int)arrlen(text)); continue; }
+        arrput(text, *p);
+        if (arrlen(t.span) % 2) arrput(answer, *p);
+    }
+    t.reply = set_text(e, text, (size_t)arrlen(text));
+    arrput(t.answers, set_text(e, answer, (size_t)arrlen(answer)));
+    arrfree(text);
+    arrfree(answer);
+    return t;
+}
+static EvalTurn plain_turn(const char *user, const char *reply) { return (EvalTurn){ .user = (char *)user, .reply = (char *)reply, .position = -1, .depth = -1 }; }
+static char **list_copy(char **list) { char **c = NULL; for (int i = 0; i < (int)arrlen(list); i++) arrput(c, list[i]); return c; }
+static EvalTurn turn_copy(const EvalTurn *t) {
+    EvalTurn c = *t;
+    c.span = NULL;
+    for (int i = 0; i < (int)arrlen(t->span); i++) arrput(c.span, t->span[i]);
+    c.answers = list_copy(t->answers); c.classes = list_copy(t->classes); c.evidence = list_copy(t->evidence);
+    return c;
+}
+
+// The reply without the sentence around its answer: "The code is 4821." leaves "4821.", so that a model that answers in whole
+// sentences is scored as one that answers in a word. Each word of the right reply's frame goes once; a wrong value stays. Malloc'd
+static char *without_frame(const EvalTurn *t, const char *said) {
+    if (!arrlen(t->span)) return strdup(said);
+    char *text = NULL, *out = NULL;
+    for (int i = 0, k = 0; t->reply[i]; i++) {           // k: span borders passed
+        while (k < (int)arrlen(t->span) && i >= t->span[k]) k++;
+        arrput(text, k % 2 ? ' ' : t->reply[i]);
+    }
+    arrput(text, 0);
+    char **frame = words_of(text, WORDS_PLAIN), **words = words_of(said, WORDS_RAW);
+    for (int i = 0; i < (int)arrlen(words); i++) {
+        char **plain = words_of(words[i], WORDS_PLAIN);
+        int at = plain ? word_in(frame, plain[0]) : -1;
+        if (at >= 0) { free(frame[at]); arrdelswap(frame, at); }
+        else {
+            if (arrlen(out)) arrput(out, ' ');
+            for (const char *p = words[i]; *p; p++) arrput(out, *p);
+        }
+        words_free(plain);
+    }
+    arrput(out, 0);
+    char *rest = strdup(out);
+    arrfree(out); arrfree(text);
+    words_free(frame); words_free(words);
+    return rest;
+}
+static double score_by(int metric, const char *said, const char *gold, char **classes) {
+    switch (metric) {
+    case METRIC_CLASS:           return class_accuracy(said, gold, classes);
+    case METRIC_ROUGE:           return rouge_l(said, gold);
+    case METRIC_ROUGE_LONGBENCH: return rouge_l_longbench(said, gold);
+    case METRIC_FOUND:           return holds_answer(said, gold, 0);
+    case METRIC_EXACT:           return holds_answer(said, gold, 1);
+    default:                     return word_f1(said, gold);
+    }
+}
+static double best_score(int metric, const char *said, const EvalTurn *t) {              // over the right answers
+    double best = 0;
+    for (int i = 0; i < (int)arrlen(t->answers); i++) {
+        double x = score_by(metric, said, t->answers[i], t->classes);
+        if (x > best) best = x;
+    }
+    return best;
+}
+
+// ---- generators. The sentences are those that models/data_gen.py teaches the shipped model; any model can read them. Values are that
+// file's held-out words and numbers (digits that sum to a multiple of 8). A text is a list of lines: the facts, near misses (the same
+// sentence about something else) and filler, --eval-length tokens in all. An item is made from the seed, its task, length and number
+// alone, so more items never change the first ones. LoopServe's benchmark ends every message with the same cue, wherever the query
+// stands; here the opening of the reply, which the chat template writes, is that cue.
+static const char eval_names[] = "Max Hugo Peter Frank Noah Yara George Omar Amir Ida Ruth Chris Kevin Toby Dennis Lars Tara Ravi Ahmed Jim";
+static const char eval_cities[] = "Madrid Delhi Munich Bern Istanbul Denver Nairobi Cologne Bristol Hanoi";
+static const char eval_animals[] = "cat goose tiger shark otter camel bat";
+static const char eval_colours[] = "red blue green yellow black white orange purple pink brown grey silver golden violet turquoise crimson";
+static const char eval_things[] = "box bag door key book chest drawer car boat tent lamp chair table bottle cup coat hat shoe ring clock phone letter map coin bell "
+    "basket jar safe locker suitcase bike kite drum ball pen knife rope mirror camera wallet";
+static const char eval_rooms[] = "kitchen garden cellar attic garage bedroom bathroom hall office library barn shed tower cave";
+static const char eval_adjs[] = "old new small big red blue green quiet long short dark bright cold warm soft heavy round strange pretty clean dusty wooden broken "
+    "empty narrow wide tall deep slow quick gentle busy lazy happy tired clever";
+static const char eval_nouns[] = "house garden river road tree bridge hill field market street window wall table room village forest lake mountain boat train station "
+    "school church shop park cloud wind rain sun moon star stone leaf flower bird farm mill gate path fence";
+static const char eval_beasts[] = "fox owl bear wolf mouse cat dog rabbit horse cow sheep goat duck goose hen frog turtle snail bee ant lion tiger elephant monkey";
+static const char eval_foods[] = "pizza pasta soup bread cheese rice salad cake chocolate apples";
+static const char eval_jobs[] = "teacher doctor nurse baker farmer painter singer writer driver pilot";
+static const char eval_days[] = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday";
+static const char eval_labels[] = "zip zap foo bar left right one two";
+static const char eval_syllables[] = "ba be bo da do fi ga go ka ki ko la le li lo ma mi mo na ne ni no pa pi ra ri ro sa se si so ta te ti to va ve vi vo za zo bra dre kli sto tru";
+static const char *const filler_forms[] = {             // $n, $m nouns, $a, $b adjectives, $x an animal, $d a day
+    "The $n was $a and $b.", "There is a $n near the $m.", "A $a $n stood behind the $m.", "On $d the $n looked $a.", "The $x walked along the $a $n.",
+    "We saw a $a $x by the $n.", "The $n is $a in the morning.", "People say that the $n was once $a.", "It rained on the $n all day.", "The wind moved the $n and the $m.",
+    "Nobody knew why the $n was so $a.", "A $x slept under the $m.", "The $a $n leads to the $b $m.", "Every $d the $m is $b.", "The sun shone on the $n.",
+    "It was a $a day in the $m.", "They painted the $n and cleaned the $m.", "The $m was full of people.", "From the $n you can see the $m.", "Some like the $n, others like the $m.",
+};
+
+typedef struct {            // what a generator works with
+    const Tokenizer *tok;
+    EvalSet *set;
+    const char *task;
+    int number, text;       // of the item in its task (it chooses kind and depth); of the text in the run
+    int length, metric;
+    uint64_t rng;
+    char **used;            // stb_ds: words drawn in this item
+} Gen;
+
+static int gen_int(Gen *g, int n) { return (int)(splitmix64(&g->rng) % (uint64_t)n); }  // [0,n)
+static int gen_tokens(const Gen *g, const char *text) {
+    int *ids = tokenizer_encode(g->tok, text, strlen(text), 0, NULL), n = (int)arrlen(ids);
+    arrfree(ids);
+    if (!n && *text) die(EXIT_USAGE, "--eval: the tokenizer makes nothing of \"%.60s\"", text);
+    return n;
+}
+static char *gen_word(Gen *g, const char *list) {        // one of the words of a list
+    int n = 1;
+    for (const char *p = list; *p; p++) n += *p == ' ';
+    for (int k = gen_int(g, n); k; k--) list = strchr(list, ' ') + 1;
+    return set_text(g->set, list, strcspn(list, " "));
+}
+static char *gen_syllables(Gen *g, int n) {
+    char text[32] = "";
+    for (int i = 0; i < n; i++) strncat(text, gen_word(g, eval_syllables), 4);
+    return set_text(g->set, text, strlen(text));
+}
+enum { A_NAME, A_KEY, A_CODE, A_THING, A_CITY, A_ANIMAL, A_ROOM, AN_AGE };
+static char *gen_value(Gen *g, int what) {
+    static const char *lists[] = { [A_CITY] = eval_cities, [A_ANIMAL] = eval_animals, [A_ROOM] = eval_rooms };
+    if (what == A_CODE)
+        for (;;) {
+            int n = 100 + gen_int(g, 99900), sum = 0;
+            if (gen_int(g, 2)) n = n % 9000 + 1000;      // four digits most of the time
+            for (int x = n; x; x /= 10) sum += x % 10;
+            if (sum % 8 == 0) return set_printf(g->set, "%d", n);
+        }
+    if (what == AN_AGE) return set_printf(g->set, "%d", 8 + gen_int(g, 87));
+    if (what == A_THING) { char *colour = gen_word(g, eval_colours); return set_printf(g->set, "%s %s", colour, gen_word(g, eval_things)); }
+    if (what == A_NAME && gen_int(g, 10) < 7) return gen_word(g, eval_names);
+    if (what != A_NAME && what != A_KEY) return gen_word(g, lists[what]);
+    char *name = gen_syllables(g, what == A_KEY ? 3 : 2 + gen_int(g, 2));
+    if (what == A_NAME) *name = (char)toupper((unsigned char)*name);
+    return name;
+}
+// A value, or a word of a list, that this item does not have yet, as far as the list goes.
+static char *gen_fresh_word(Gen *g, const char *list, int what) {
+    char *v;
+    int tries = 0;
+    do v = list ? gen_word(g, list) : gen_value(g, what); while (word_in(g->used, v) >= 0 && tries++ < 200);
+    arrput(g->used, v);
+    return v;
+}
+static char *gen_fresh(Gen *g, int what) { return gen_fresh_word(g, NULL, what); }
+// "red box" -> another colour of the same thing, or another thing of that colour.
+static char *near_miss(Gen *g, const char *thing) {
+    char *v;
+    int blank = (int)strcspn(thing, " ");
+    do v = gen_int(g, 2) ? set_printf(g->set, "%.*s %s", blank, thing, gen_word(g, eval_things)) : set_printf(g->set, "%s%s", gen_word(g, eval_colours), thing + blank);
+    while (word_in(g->used, v) >= 0);
+    arrput(g->used, v);
+    return v;
+}
+static char *filler_line(Gen *g) {
+    const char *form = filler_forms[gen_int(g, sizeof filler_forms / sizeof *filler_forms)];
+    char *text = NULL;
+    for (const char *p = form; *p; p++) {
+        if (*p != '$') { arrput(text, *p); continue; }
+        p++;
+        const char *w = gen_word(g, *p == 'n' || *p == 'm' ? eval_nouns : *p == 'x' ? eval_beasts : *p == 'd' ? eval_days : eval_adjs);
+        bytes_put(&text, w, strlen(w));
+    }
+    char *line = set_text(g->set, text, (size_t)arrlen(text));
+    arrfree(text);
+    return line;
+}
+static int int_order(const void *a, const void *b) { int x = *(const int *)a, y = *(const int *)b; return (x > y) - (x < y); }
+// About `tokens` tokens of lines (stb_ds): filler with the keys in it, in their order, anywhere; with a depth >= 0 keys[0] stands at
+// that share of the lines instead.
+static char **document(Gen *g, int tokens, char **keys, int depth) {
+    char **lines = NULL;
+    int *at = NULL, n = (int)arrlen(keys);
+    for (int i = 0; i < n; i++) tokens -= gen_tokens(g, set_printf(g->set, " %s", keys[i]));
+    while (tokens > 4) {
+        arrput(lines, filler_line(g));
+        tokens -= gen_tokens(g, set_printf(g->set, " %s", arrlast(lines)));
+    }
+    for (int i = depth >= 0; i < n; i++) arrput(at, gen_int(g, (int)arrlen(lines) + 1));
+    if (at) qsort(at, (size_t)arrlen(at), sizeof *at, int_order);
+    for (int i = (int)arrlen(at) - 1; i >= 0; i--) { int k = at[i]; arrins(lines, k, keys[i + (depth >= 0)]); }
+    int own = (int)arrlen(lines) * depth / 100;
+    if (depth >= 0) arrins(lines, own, keys[0]);
+    arrfree(at);
+    return lines;
+}
+// One message: the query before (0), amid (1) or behind (2) the lines; NULL: the lines alone.
+static char *message(EvalSet *e, char **lines, const char *sep, const char *query, int position) {
+    char *text = NULL;
+    int n = (int)arrlen(lines), at = position == 0 ? 0 : position == 1 ? n / 2 : n;
+    for (int i = 0; i <= n; i++)
+        for (int mine = i == at && query; mine >= 0; mine--) {
+            const char *p = mine ? query : i < n ? lines[i] : NULL;
+            if (!p) continue;
+            if (arrlen(text)) bytes_put(&text, sep, strlen(sep));
+            bytes_put(&text, p, strlen(p));
+        }
+    char *kept = set_text(e, text, (size_t)arrlen(text));
+    arrfree(text);
+    return kept;
+}
+
+// A turn before its query is placed: lines to read and a question about them, or (lines NULL) a turn as it is.
+typedef struct { char **lines; const char *sep; EvalTurn turn; } Passage;
+// Adds versions from..to-1 of a dialogue, the same texts in each: with the query before, amid and behind its text, and (version 3) in a
+// turn of its own after it. Takes the passages.
+static void add_versions(Gen *g, Passage *p, int from, int to) {
+    for (int v = from; v < to; v++) {
+        EvalItem it = { .task = g->task, .number = g->text, .length = g->length, .metric = g->metric };
+        for (int i = 0; i < (int)arrlen(p); i++) {
+            EvalTurn t = turn_copy(&p[i].turn);
+            if (p[i].lines && v == 3) arrput(it.turn, plain_turn(message(g->set, p[i].lines, p[i].sep, NULL, 2), "I have read it."));
+            else if (p[i].lines) { t.user = message(g->set, p[i].lines, p[i].sep, t.user, v); t.position = v; }
+            arrput(it.turn, t);
+        }
+        arrput(g->set->item, it);
+    }
+    for (int i = 0; i < (int)arrlen(p); i++) { arrfree(p[i].lines); turn_free_lists(&p[i].turn); }
+    arrfree(p);
+}
+static void add_passage(Passage **p, char **lines, const char *sep, EvalTurn turn) { arrput(*p, ((Passage){ lines, sep, turn })); }
+
+// A kind of fact: the sentence that tells it, the question, the reply, each of who and (not the question) what.
+typedef struct { const char *say, *ask, *reply; int value; } Fact;
+static const Fact thing_facts[] = {
+    { "The secret code of the %s is %s.", "What is the secret code of the %s?", "The secret code of the %s is {%s}.", A_CODE },
+    { "The number of the %s is %s.", "What is the number of the %s?", "The number of the %s is {%s}.", A_CODE },
+    { "The %s costs %s coins.", "How much does the %s cost?", "The %s costs {%s} coins.", A_CODE },
+    { "The %s is in the %s.", "Where is the %s?", "The %s is in the {%s}.", A_ROOM },
+};
+static const Fact people_facts[] = {
+    { "%s lives in %s.", "Where does %s live?", "You said that %s lives in {%s}.", A_CITY },
+    { "%s is %s years old.", "How old is %s?", "You said that %s is {%s} years old.", AN_AGE },
+    { "%s saw a %s.", "What did %s see?", "You said that %s saw a {%s}.", A_ANIMAL },
+    { "%s's number is %s.", "What is %s's number?", "You said that %s's number is {%s}.", A_CODE },
+};
+// A fact with a new value: the sentence goes into *lines, the question comes back. (Nowhere do two arguments of a call draw: C leaves
+// their order to the compiler, and the texts shall not depend on it.)
+static EvalTurn tell_fact(Gen *g, const Fact *f, const char *who, char ***lines) {
+    char *what = gen_fresh(g, f->value);
+    EvalTurn t = gold_turn(g->set, set_printf(g->set, f->ask, who), set_printf(g->set, f->reply, who, what));
+    arrput(*lines, set_printf(g->set, f->say, who, what));
+    arrput(t.evidence, arrlast(*lines));
+    return t;
+}
+static void tell_only(Gen *g, const Fact *f, const char *who, char ***lines) { arrput(*lines, set_printf(g->set, f->say, who, gen_fresh(g, f->value))); }
+// Three numbers of one thing, told in *lines[0..2] (which may be one list).
+static EvalTurn tell_values(Gen *g, char ***lines[3]) {
+    const char *t = gen_fresh(g, A_THING), *v[3];
+    for (int i = 0; i < 3; i++) v[i] = gen_fresh(g, A_CODE);
+    EvalTurn q = gold_turn(g->set, set_printf(g->set, "What are the numbers of the %s?", t), set_printf(g->set, "The numbers of the %s are {%s}, {%s} and {%s}.", t, v[0], v[1], v[2]));
+    for (int i = 0; i < 3; i++) {
+        arrput(q.evidence, set_printf(g->set, "A number of the %s is %s.", t, v[i]));
+        arrput(*lines[i], arrlast(q.evidence));
+    }
+    char ***other = lines[gen_int(g, 3)], *near = near_miss(g, t);
+    arrput(*other, set_printf(g->set, "A number of the %s is %s.", near, gen_fresh(g, A_CODE)));
+    return q;
+}
+
+// One message with two questions, one reply with both answers. Takes both turns.
+static EvalTurn ask_both(Gen *g, EvalTurn *a, EvalTurn *b) {
+    EvalTurn t = turn_copy(a);
+    int shift = (int)strlen(a->reply) + 1;
+    t.user = set_printf(g->set, "%s %s", a->user, b->user);
+    t.reply = set_printf(g->set, "%s %s", a->reply, b->reply);
+    t.answers[0] = set_printf(g->set, "%s %s", a->answers[0], b->answers[0]);
+    for (int i = 0; i < (int)arrlen(b->span); i++) arrput(t.span, b->span[i] + shift);
+    for (int i = 0; i < (int)arrlen(b->evidence); i++) arrput(t.evidence, b->evidence[i]);
+    turn_free_lists(a); turn_free_lists(b);
+    return t;
+}
+
+// needle: facts about things somewhere in filler. By number: one needle; six, asked for one and, in the next turn, for another;
+// three numbers of one thing; four, two of them asked for in one question. The first one asked for stands at the depth.
+static void gen_needle(Gen *g) {
+    int kind = g->number % 4, n = kind == 0 ? 1 : kind == 1 ? 6 : 4, depth = kind == 2 ? -1 : 30 * g->number % 110;
+    const Fact *f = &thing_facts[gen_int(g, 4)];
+    char **keys = NULL;
+    Passage *p = NULL;
+    EvalTurn q, second = { 0 };
+    if (kind == 2) q = tell_values(g, (char ***[3]){ &keys, &keys, &keys });
+    else {
+        char *thing = gen_fresh(g, A_THING);
+        q = tell_fact(g, f, thing, &keys);
+        if (n > 1) second = tell_fact(g, f, near_miss(g, thing), &keys);
+        for (int i = 2; i < n; i++) tell_only(g, f, gen_fresh(g, A_THING), &keys);
+    }
+    if (kind == 3) q = ask_both(g, &q, &second);
+    q.depth = depth;
+    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
+    if (kind == 1) add_passage(&p, NULL, NULL, second);
+    arrfree(keys);
+    add_versions(g, p, 0, 4);
+}
+
+// A question of `hops` steps whose facts are told in as many different messages of 0..j, each with a near miss beside it (loopserve.md 6).
+// One hop: a fact about a thing. Two: who is with whom, and where that one lives. Three: three numbers of one thing.
+static EvalTurn tell_hops(Gen *g, char **keys[], int j, int hops) {
+    int at[3] = { 0, 1, 2 };
+    for (int i = 0, n = j + 1; i < hops && i < n; i++) { int k = i + gen_int(g, n - i), x = at[i]; at[i] = at[k]; at[k] = x; }
+    if (hops == 3) return tell_values(g, (char ***[3]){ &keys[at[0]], &keys[at[1]], &keys[at[2]] });
+    if (hops == 1) {
+        const Fact *f = &thing_facts[gen_int(g, 3)];
+        char *thing = gen_fresh(g, A_THING);
+        EvalTurn q = tell_fact(g, f, thing, &keys[at[0]]);
+        tell_only(g, f, near_miss(g, thing), &keys[at[0]]);
+        return q;
+    }
+    static const char *verbs[][2] = { { "works with", "Where does the person live who %s works with?" }, { "is married to", "Where does the person live who %s is married to?" },
+                                      { "is a friend of", "Where does the friend of %s live?" } };
+    const char **verb = verbs[gen_int(g, 3)];
+    EvalTurn q = { 0 };
+    for (int i = 0; i < 2; i++) {                        // the chain, and another one like it
+        char *a = gen_fresh(g, A_NAME), *b = gen_fresh(g, A_NAME), *city = gen_fresh(g, A_CITY);
+        arrput(keys[at[0]], set_printf(g->set, "%s %s %s.", a, verb[0], b));
+        arrput(keys[at[1]], set_printf(g->set, "%s lives in %s.", b, city));
+        if (i) break;
+        q = gold_turn(g->set, set_printf(g->set, verb[1], a), set_printf(g->set, "You said that %s %s %s, and %s lives in {%s}.", a, verb[0], b, b, city));
+        arrput(q.evidence, arrlast(keys[at[0]]));
+        arrput(q.evidence, arrlast(keys[at[1]]));
+    }
+    return q;
+}
+// Where a thing is: told in the first message, changed in the two others; the last one is right. Another thing moves, too.
+static EvalTurn tell_moves(Gen *g, char **keys[3]) {
+    char *thing = gen_fresh(g, A_THING), *other = near_miss(g, thing), *room = NULL, *last = NULL;
+    for (int i = 0; i < 3; i++) {
+        const char *form = i ? "I moved the %s to the %s." : "The %s is in the %s.";
+        for (int k = 0, swap = gen_int(g, 2); k < 2; k++) {
+            char *what = k == swap ? thing : other, *where = gen_fresh(g, A_ROOM);
+            arrput(keys[i], set_printf(g->set, form, what, where));
+            if (what == thing) { room = where; last = arrlast(keys[i]); }
+        }
+    }
+    EvalTurn q = gold_turn(g->set, set_printf(g->set, "Where is the %s now?", thing), set_printf(g->set, "The %s is in the {%s}.", thing, room));
+    arrput(q.evidence, last);
+    return q;
+}
+// "a, b and c" of names[from..to), each within braces if marked.
+static char *name_list(EvalSet *e, char **names, int from, int to, int marked) {
+    char *text = "";
+    for (int i = from; i < to; i++)
+        text = set_printf(e, marked ? "%s%s{%s}" : "%s%s%s", text, i == from ? "" : i == to - 1 ? " and " : ", ", names[i]);
+    return text;
+}
+
+// multiturn: three messages to read, each with a question that needs 1..j of the messages so far; between them a list of twelve names in
+// two parts. At the end, in turns of their own: where the thing is that moved in every message, and the whole list.
+static void gen_multiturn(Gen *g) {
+    char **keys[3] = { 0 }, **names = NULL;
+    EvalTurn q[3];
+    Passage *p = NULL;
+    for (int j = 0; j < 3; j++) q[j] = tell_hops(g, keys, j, 1 + gen_int(g, j + 1));
+    EvalTurn moved = tell_moves(g, keys);
+    for (int i = 0; i < 12; i++) arrput(names, gen_fresh(g, A_NAME));
+    char *half[2] = { set_printf(g->set, "My guest list: %s.", name_list(g->set, names, 0, 6, 0)), set_printf(g->set, "Add %s.", name_list(g->set, names, 6, 12, 0)) };
+    int room = g->length - gen_tokens(g, half[0]) - gen_tokens(g, half[1]) - 2 * gen_tokens(g, moved.user);
+    for (int j = 0; j < 3; j++) {
+        add_passage(&p, document(g, room / 3 - gen_tokens(g, q[j].user), keys[j], -1), " ", q[j]);
+        if (j < 2) add_passage(&p, NULL, NULL, plain_turn(half[j], "Okay."));
+        arrfree(keys[j]);
+    }
+    EvalTurn list = gold_turn(g->set, "What is on my guest list?", set_printf(g->set, "Your guest list: %s.", name_list(g->set, names, 0, 12, 1)));
+    for (int i = 0; i < 2; i++) arrput(list.evidence, half[i]);
+    add_passage(&p, NULL, NULL, moved);
+    add_passage(&p, NULL, NULL, list);
+    arrfree(names);
+    add_versions(g, p, 0, 3);
+}
+
+static void add_filler_turns(Gen *g, Passage **p, int tokens) {          // messages of about 100 tokens that no question is about; at most eight
+    int n = tokens < 150 ? 1 : tokens / 100 < 8 ? tokens / 100 : 8;
+    for (int i = 0; i < n; i++) {
+        char **lines = document(g, tokens / n, NULL, -1);
+        add_passage(p, NULL, NULL, plain_turn(message(g->set, lines, " ", NULL, 2), "I see."));
+        arrfree(lines);
+    }
+}
+// coref: somebody is named once; two facts follow with a pronoun alone, messages about nothing lie between, and facts of the same kinds
+// about somebody else came before. Both are asked.
+static void gen_coref(Gen *g) {
+    Passage *p = NULL;
+    char *name = gen_fresh(g, A_NAME), *other = gen_fresh(g, A_NAME);
+    const char *said = gen_int(g, 2) ? "She" : "He", *its = *said == 'S' ? "Her" : "His";
+    int first = gen_int(g, 4), kinds[2] = { first, (first + 1 + gen_int(g, 3)) % 4 };
+    EvalTurn q[2];
+    char **lines = NULL;
+    for (int i = 0; i < 2; i++) tell_only(g, &people_facts[kinds[i]], other, &lines);
+    int room = g->length - 7 * gen_tokens(g, lines[0]);    // four facts, the name and two questions are about as long
+    for (int i = 0; i < 2; i++) add_passage(&p, NULL, NULL, plain_turn(lines[i], "Okay."));
+    char *met = set_printf(g->set, "I have a friend called %s.", name);
+    add_passage(&p, NULL, NULL, plain_turn(met, "Okay."));
+    for (int i = 0; i < 2; i++) {
+        const Fact *f = &people_facts[kinds[i]];
+        int owns = f == &people_facts[3];                // "Her number is ..."
+        add_filler_turns(g, &p, room / 3);
+        q[i] = tell_fact(g, f, name, &lines);
+        q[i].evidence[0] = set_printf(g->set, owns ? "%s number is %s." : f->say, owns ? its : said, q[i].answers[0]);
+        arrput(q[i].evidence, met);
+        add_passage(&p, NULL, NULL, plain_turn(q[i].evidence[0], "Okay."));
+    }
+    add_filler_turns(g, &p, room / 3);
+    for (int i = 0; i < 2; i++) add_passage(&p, NULL, NULL, q[i]);
+    arrfree(lines);
+    add_versions(g, p, 3, 4);
+}
+
+// facts: two facts about each of five people, scattered over four messages with filler; then two are asked, the second when the first
+// question has already gone through the cache.
+static void gen_facts(Gen *g) {
+    Passage *p = NULL;
+    int first = gen_int(g, 4), kinds[2] = { first, (first + 1 + gen_int(g, 3)) % 4 }, a = gen_int(g, 5), b = (a + 1 + gen_int(g, 4)) % 5;
+    char **keys[4] = { 0 };
+    EvalTurn q[2];
+    for (int i = 0; i < 5; i++) {
+        char *name = gen_fresh(g, A_NAME);
+        for (int k = 0; k < 2; k++) {
+            const Fact *f = &people_facts[kinds[k]];
+            EvalTurn t = tell_fact(g, f, name, &keys[gen_int(g, 4)]);
+            if (i == (k ? b : a)) q[k] = t; else turn_free_lists(&t);
+        }
+    }
+    for (int j = 0; j < 4; j++) {
+        char **lines = document(g, g->length / 4 - 5, keys[j], -1);         // room for the two questions
+        add_passage(&p, NULL, NULL, plain_turn(message(g->set, lines, " ", NULL, 2), "Okay."));
+        arrfree(lines); arrfree(keys[j]);
+    }
+    for (int k = 0; k < 2; k++) add_passage(&p, NULL, NULL, q[k]);
+    add_versions(g, p, 3, 4);
+}
+
+// json: look-up of one key among many that fill the text, as two JSON objects, as code or as prose, by number; one other key differs from
+// the one asked for in its last syllable. A second key is asked for in the next turn.
+static void gen_json(Gen *g) {
+    static const char *forms[] = { "\"%s\": %s", "%s = %s", "%s is %s." }, *seps[] = { ", ", "\n", " " };
+    int kind = g->number % 3, depth = 30 * g->number % 110;
+    char **lines = NULL, *key = gen_fresh(g, A_KEY), *near;
+    Fact f = { forms[kind], "What is the value of %s?", "The value of %s is {%s}.", A_CODE };
+    Passage *p = NULL;
+    do near = set_printf(g->set, "%.*s%s", (int)strlen(key) - 2, key, gen_word(g, eval_syllables)); while (word_in(g->used, near) >= 0);
+    arrput(g->used, near);
+    EvalTurn q = tell_fact(g, &f, key, &lines), second = tell_fact(g, &f, near, &lines);
+    arrsetlen(lines, 0);                                 // both, and their questions, come in later; the rest first, in ever smaller steps
+    for (int left; (left = g->length - 4 * gen_tokens(g, q.evidence[0]) - gen_tokens(g, message(g->set, lines, seps[kind], NULL, 2))) > 8; )
+        for (int i = 0; i <= left / 20; i++) tell_only(g, &f, gen_fresh(g, A_KEY), &lines);
+    int other = gen_int(g, (int)arrlen(lines) + 1), own;
+    arrins(lines, other, second.evidence[0]);
+    own = (int)arrlen(lines) * depth / 100;
+    arrins(lines, own, q.evidence[0]);
+    q.depth = depth;
+    if (kind == 0) {                                     // two lines: an object each
+        char **half[2] = { 0 };
+        for (int i = 0, n = (int)arrlen(lines); i < n; i++) arrput(half[i >= n / 2], lines[i]);
+        arrsetlen(lines, 0);
+        for (int i = 0; i < 2; i++) { arrput(lines, set_printf(g->set, "{%s}", message(g->set, half[i], ", ", NULL, 2))); arrfree(half[i]); }
+    }
+    add_passage(&p, lines, kind == 2 ? " " : "\n", q);
+    add_passage(&p, NULL, NULL, second);
+    add_versions(g, p, 0, 4);
+}
+
+// fewshot: three labels that examples alone define, three examples each; the first ones come in one message behind filler, the rest in
+// the next, with the word to label.
+static void gen_fewshot(Gen *g) {
+    static const char *pools[] = { eval_beasts, eval_foods, eval_jobs, eval_cities, eval_colours, eval_things };
+    static const char kinds[] = "animal food job city colour thing";
+    char **shots = NULL, **classes = NULL, **lines = document(g, g->length - 50, NULL, -1);
+    int first = gen_int(g, 6), step = 1 + gen_int(g, 2), own = gen_int(g, 2), right = gen_int(g, 3);
+    Passage *p = NULL;
+    for (int k = 0; k < 3; k++) {
+        int pool = (first + k * step) % 6;
+        const char *kind = kinds;
+        for (int i = 0; i < pool; i++) kind = strchr(kind, ' ') + 1;
+        arrput(classes, own ? set_text(g->set, kind, strcspn(kind, " ")) : gen_fresh_word(g, eval_labels, 0));
+        for (int i = 0; i < 3; i++) arrput(shots, set_printf(g->set, "%s: %s", gen_fresh_word(g, pools[pool], 0), classes[k]));
+    }
+    char *word = gen_fresh_word(g, pools[(first + right * step) % 6], 0), **part[2] = { 0 };
+    EvalTurn q = gold_turn(g->set, set_printf(g->set, "%s:", word), set_printf(g->set, "The label is {%s}.", classes[right]));
+    for (int i = 0; i < 3; i++) arrput(q.evidence, shots[3 * right + i]);
+    for (int i = 8; i > 0; i--) { int k = gen_int(g, i + 1); char *x = shots[i]; shots[i] = shots[k]; shots[k] = x; }
+    for (int i = 0; i < 9; i++) arrput(part[i >= 4], shots[i]);
+    char *text = message(g->set, lines, " ", NULL, 2), *shown = message(g->set, part[0], "\n", NULL, 2);
+    q.user = message(g->set, part[1], "\n", q.user, 2);
+    q.classes = classes;
+    add_passage(&p, NULL, NULL, plain_turn(set_printf(g->set, "%s\n%s", text, shown), "I have read it."));
+    add_passage(&p, NULL, NULL, q);
+    arrfree(shots); arrfree(lines); arrfree(part[0]); arrfree(part[1]);
+    add_versions(g, p, 3, 4);
+}
+
+// summary: one sentence of the text says that it is the one that matters; the right reply repeats it.
+static void gen_summary(Gen *g) {
+    static const char *marks[] = { "The main point is that %s.", "Important: %s.", "The most important thing is that %s." };
+    int depth = 30 * g->number % 110, kind = gen_int(g, 4), hour = 1 + gen_int(g, 12);
+    char *name = gen_value(g, A_NAME), *city = gen_value(g, A_CITY), *day = gen_word(g, eval_days), *noun = gen_word(g, eval_nouns), *thing = gen_word(g, eval_things);
+    char *point = kind == 0 ? set_printf(g->set, "the %s is closed on %s", noun, day) : kind == 1 ? set_printf(g->set, "%s will come to %s on %s", name, city, day)
+                : kind == 2 ? set_printf(g->set, "the meeting is in the %s at %d", gen_value(g, A_ROOM), hour) : set_printf(g->set, "the %s needs a new %s", noun, thing);
+    char **keys = NULL;
+    Passage *p = NULL;
+    arrput(keys, set_printf(g->set, marks[gen_int(g, 3)], point));
+    EvalTurn q = gold_turn(g->set, gen_int(g, 2) ? "What is the main point?" : "Give me a summary.", set_printf(g->set, "The main point is that {%s.}", point));
+    q.depth = depth;
+    arrput(q.evidence, keys[0]);
+    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
+    arrfree(keys);
+    add_versions(g, p, 0, 4);
+}
+
+static const struct { const char *name; int metric; void (*make)(Gen *g); } eval_tasks[] = {
+    { "needle", METRIC_F1, gen_needle }, { "multiturn", METRIC_F1, gen_multiturn }, { "coref", METRIC_F1, gen_coref }, { "facts", METRIC_F1, gen_facts },
+    { "json", METRIC_F1, gen_json }, { "fewshot", METRIC_CLASS, gen_fewshot }, { "summary", METRIC_ROUGE, gen_summary },
+};
+enum { EVAL_TASKS = sizeof eval_tasks / sizeof *eval_tasks };
+// Adds items 0..n-1 of a task at every length.
+static void make_items(EvalSet *e, const Tokenizer *tok, int task, const int *lengths, int n, uint64_t seed) {
+    for (int k = 0; k < (int)arrlen(lengths); k++)
+        for (int i = 0; i < n; i++) {
+            Gen g = { .tok = tok, .set = e, .task = eval_tasks[task].name, .number = i, .length = lengths[k], .metric = eval_tasks[task].metric };
+            g.text = arrlen(e->item) ? arrlast(e->item).number + 1 : 0;
+            g.rng = mix64(mix64(mix64(mix64(seed) + (uint64_t)task) + (uint64_t)lengths[k]) + (uint64_t)i);
+            eval_tasks[task].make(&g);
+            arrfree(g.used);
+        }
+}
+
+// ---- items from a file, one json object a line; blank lines are skipped. A dialogue: {"type":..,"metric":..,"turns":[{"user":.. or
+// "paras":[..] and "query":.., "answers":[..], "classes":[..], "reply":..},..]}; turns without answers are not scored, a reply is the whole sentence around the first answer. LongBench:
+// {"input":..,"context":..,"answers":[..],"all_classes":[..] or null,"dataset":..}: one turn, the context and behind it the input.
+// err is filled and -1 comes back when a line is neither.
+static int read_list(EvalSet *e, const Json *obj, const char *key, char ***list, char err[512]) {
+    const Json *j = json_get(obj, key);
+    if (json_none(j)) return 0;
+    if (j->type != JSON_ARRAY || !j->n) return fault(err, "'%s' is no list of texts", key);
+    for (int i = 0; i < j->n; i++) {
+        if (j->item[i].type != JSON_STRING) return fault(err, "'%s' holds something else than texts", key);
+        arrput(*list, set_text(e, j->item[i].str, j->item[i].len));
+    }
+    return 0;
+}
+static int read_text(EvalSet *e, const Json *obj, const char *key, char **text, char err[512]) {       // *text stays as it is when there is none
+    const Json *j = json_get(obj, key);
+    if (json_none(j)) return 0;
+    if (j->type != JSON_STRING) return fault(err, "'%s' is no text", key);
+    *text = set_text(e, j->str, j->len);
+    return 0;
+}
+static int read_turn(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
+    char **paras = NULL, *query = NULL;
+    if (obj->type != JSON_OBJECT) return fault(err, "is no object");
+    t->position = t->depth = -1;
+    int bad = read_text(e, obj, "user", &t->user, err) || read_text(e, obj, "query", &query, err) || read_text(e, obj, "reply", &t->reply, err)
+           || read_list(e, obj, "paras", &paras, err) || read_list(e, obj, "answers", &t->answers, err) || read_list(e, obj, "classes", &t->classes, err);
+    if (!bad && !t->user && (paras || query)) {
+        t->user = message(e, paras, "\n\n", query, 2);
+        if (paras && query) t->position = 2;
+    }
+    const char *at = !bad && t->reply && t->answers ? strstr(t->reply, t->answers[0]) : NULL;
+    if (at) { arrput(t->span, (int)(at - t->reply)); arrput(t->span, (int)(at - t->reply + (int)strlen(t->answers[0]))); }
+    arrfree(paras);
+    return bad ? -1 : t->user ? 0 : fault(err, "has neither 'user' nor 'paras' and 'query'");
+}
+static int read_dialogue(EvalSet *e, const Json *obj, const Json *turns, EvalItem *it, char err[512]) {
+    const char *metric = json_text(obj, "metric");
+    char why[512];
+    if (turns->type != JSON_ARRAY || !turns->n) return fault(err, "'turns' is no list of turns");
+    while (*metric && it->metric < METRICS && strcmp(metric, eval_metrics[it->metric])) it->metric++;
+    if (it->metric == METRICS) return fault(err, "'metric' wants one of f1, accuracy, rouge, rouge-longbench, found, exact, found '%.40s'", metric);
+    if (!*metric) it->metric = METRIC_FOUND;
+    if (*json_text(obj, "type")) it->task = set_text(e, json_text(obj, "type"), strlen(json_text(obj, "type")));
+    for (int i = 0; i < turns->n; i++) {
+        EvalTurn t = { 0 };
+        int bad = read_turn(e, &turns->item[i], &t, why);
+        arrput(it->turn, t);
+        if (bad) return fault(err, "turn %d: %.400s", i + 1, why);
+        if (it->metric == METRIC_CLASS && t.answers && !t.classes) return fault(err, "turn %d: metric accuracy wants 'classes'", i + 1);
+    }
+    return 0;
+}
+static int read_longbench(EvalSet *e, const Json *obj, EvalItem *it, char err[512]) {
+    static const char *summaries[] = { "gov_report", "qmsum", "multi_news", "vcsum", "samsum", "dureader" }, *one_line[] = { "trec", "lsht", "triviaqa", "samsum" };
+    char *context = NULL, *input = NULL, **lines = NULL;
+    EvalTurn t = { .position = 2, .depth = -1 };
+    int bad = read_text(e, obj, "context", &context, err) || read_text(e, obj, "input", &input, err)
+           || read_list(e, obj, "answers", &t.answers, err) || read_list(e, obj, "all_classes", &t.classes, err);
+    if (!bad && !t.answers) bad = fault(err, "a LongBench item without 'answers'");
+    if (!bad && context && *context) arrput(lines, context);
+    t.user = message(e, lines, "\n\n", input && *input ? input : NULL, 2);
+    arrfree(lines);
+    arrput(it->turn, t);
+    if (!bad && !*t.user) bad = fault(err, "'context' and 'input' are both empty");
+    if (*json_text(obj, "dataset")) it->task = set_text(e, json_text(obj, "dataset"), strlen(json_text(obj, "dataset")));
+    it->metric = t.classes ? METRIC_CLASS : METRIC_F1;
+    for (size_t i = 0; i < sizeof summaries / sizeof *summaries; i++) if (!strncmp(it->task, summaries[i], strlen(summaries[i]))) it->metric = METRIC_ROUGE_LONGBENCH;
+    for (size_t i = 0; i < sizeof one_line / sizeof *one_line; i++) it->first_line |= !strncmp(it->task, one_line[i], strlen(one_line[i]));
+    return bad;
+}
+static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t n, char err[512]) {
+    Json *obj = json_parse(line, n, err);
+    if (!obj) return -1;
+    const Json *turns = json_get(obj, "turns");
+    EvalItem it = { .task = "file", .number = (int)arrlen(e->item) };
+    int bad = obj->type != JSON_OBJECT ? fault(err, "is no object") : turns ? read_dialogue(e, obj, turns, &it, err)
+            : json_get(obj, "input") || json_get(obj, "context") ? read_longbench(e, obj, &it, err)
+            : fault(err, "neither 'turns' (a dialogue) nor 'input' and 'context' (LongBench)");
+    for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++) {
+        int *ids = tokenizer_encode(tok, it.turn[i].user, strlen(it.turn[i].user), 0, NULL);
+        it.length += (int)arrlen(ids);
+        arrfree(ids);
+    }
+    arrput(e->item, it);
+    json_free(obj);
+    return bad;
+}
+static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
+    char err[512], *end;
+    size_t n;
+    char *text = read_file(path, &n, err);
+    int line = 1, scored = 0;
+    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
+    for (char *p = text, *stop = text + n; p < stop; p = end + 1, line++) {
+        end = memchr(p, '\n', (size_t)(stop - p));
+        if (!end) end = stop;
+        char *solid = p;
+        while (solid < end && isspace((unsigned char)*solid)) solid++;
+        if (solid == end || !read_item(e, tok, p, (size_t)(end - p), err)) continue;
+        free(text);
+        die(EXIT_USAGE, "--eval-file %s, line %d: %s", path, line, err);
+    }
+    free(text);
+    for (int i = 0; i < (int)arrlen(e->item); i++) for (int j = 0; j < (int)arrlen(e->item[i].turn); j++) scored += e->item[i].turn[j].answers != NULL;
+    if (!scored) die(EXIT_USAGE, "--eval-file %s: no turn has 'answers'", path);
+}
+
+// ---- playing an item
+static Turn render_turn(const App *a, const char *text) {                // what the next message of the record prefills
     Turn t = { 0 };
-    char *joined = NULL, *said = NULL;
-    size_t said_n = 0;
-    const char *text = turn_text(turn, &joined);
-    int first = !arrlen(a->turn), n = opt_int(a->o, "n-predict");
-    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
-    else t.pre = tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
+    int first = !arrlen(a->turn);
+    const char *system = opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL;
+    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, system, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
+    else {
+        if (first && a->tok->add_bos) arrput(t.pre, a->tok->bos);
+        t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
+    }
+    return t;
+}
+static void play_start(App *a) {
+    record_clear(a);
+    session_reset(a->s);
+    a->closed = 0;
+    interrupts = 0;
+}
+static void play_prefill(App *a, const char *text) {
+    Turn t = render_turn(a, text);
     arrput(a->turn, t);
     feed_prefill(a, &t);
-    FILE *f = open_memstream(&said, &said_n);
-    generate(a, n < 0 ? 64 : n, f);
-    fclose(f);
-    const Json *gold = json_get(turn, "answers");
-    double f1 = 0;
-    int hit = 0;
-    for (int i = 0; gold && i < gold->n; i++) {
-        if (gold->item[i].type != JSON_STRING) continue;
-        double x = word_f1(said, gold->item[i].str);
-        f1 = x > f1 ? x : f1;
-        hit |= holds_answer(said, gold->item[i].str);
-    }
-    if (gold && gold->n) { sc->scored++; sc->correct += hit; sc->f1 += f1; }
-    free(said);
-    arrfree(joined);
 }
-static void eval_note(const App *a, Score *sc) {          // what the session cost, once an item
-    const Session *s = a->s;
+// The right reply as ids: the sentence, else the first answer; a turn that nobody scores is answered with a nod.
+static int *gold_ids(const App *a, const EvalTurn *t) {
+    const char *text = t->reply ? t->reply : t->answers ? t->answers[0] : "Okay.";
+    return tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
+}
+static void note_answer(const EvalItem *it, int turn, const char *said, Score *sc) {
+    const EvalTurn *t = &it->turn[turn];
+    while (it->first_line && *said == '\n') said++;
+    char *line = strndup(said, it->first_line ? strcspn(said, "\n") : strlen(said)), *rest = without_frame(t, line);
+    arrput(sc->answers, ((Answer){ it->task, it->number, turn, (int)arrlen(it->turn), t->position, it->length, t->depth, best_score(it->metric, rest, t), 0 }));
+    sc->exact += best_score(METRIC_EXACT, rest, t);
+    sc->found += best_score(METRIC_FOUND, rest, t);
+    sc->f1 += best_score(METRIC_F1, rest, t);
+    sc->rouge += best_score(METRIC_ROUGE, rest, t);
+    sc->rouge_lb += best_score(METRIC_ROUGE_LONGBENCH, rest, t);
+    free(rest);
+    free(line);
+}
+static void note_cost(const Session *s, Score *sc) {      // what the session cost, once an item
     sc->items++;
     sc->stored += (double)kv_bytes(s); sc->full += (double)kv_bytes_full(s); sc->attended += bytes_a_step(s);
     sc->prefill_s += s->clk.prefill; sc->decode_s += s->clk.decode;
     sc->n_prefill += (double)s->clk.n_prefill; sc->n_decode += (double)s->clk.n_decode;
+    if ((double)s->clk.peak > sc->peak) sc->peak = (double)s->clk.peak;
 }
-static void eval_dialogues(App *a, const char *path, Score *sc) {
-    char err[256], *end;
-    size_t n;
-    char *text = read_file(path, &n, err);
-    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
-    for (char *p = text; *p; p = *end ? end + 1 : end) {
-        end = p + strcspn(p, "\n");
-        if (end == p) continue;
-        Json *item = json_parse(p, (size_t)(end - p), err);
-        const Json *turns = item ? json_get(item, "turns") : NULL;
-        if (!turns || turns->type != JSON_ARRAY) die(EXIT_USAGE, "--eval-file %s, item %d: %s", path, sc->items + 1, item ? "no list 'turns'" : err);
-        record_clear(a);
-        session_reset(a->s);
-        a->closed = 0;
-        for (int i = 0; i < turns->n; i++) eval_turn(a, &turns->item[i], sc);
-        eval_note(a, sc);
-        json_free(item);
+// The free pass. A reply may be as long as --n-predict, by default 64 tokens or twice the right reply.
+static void play_free(App *a, const EvalItem *it, Score *sc) {
+    int gold = !strcmp(opt_str(a->o, "eval-history"), "gold");
+    play_start(a);
+    for (int i = 0; i < (int)arrlen(it->turn); i++) {
+        char *said = NULL;
+        size_t n = 0;
+        int *right = gold_ids(a, &it->turn[i]), most = 2 * (int)arrlen(right) > 64 ? 2 * (int)arrlen(right) : 64;
+        FILE *f = open_memstream(&said, &n);
+        play_prefill(a, it->turn[i].user);
+        generate(a, opt_int(a->o, "n-predict") < 0 ? most : opt_int(a->o, "n-predict"), f);
+        fclose(f);
+        if (it->turn[i].answers) note_answer(it, i, said, sc);
+        if (gold) {                                      // the history is rewritten, so the cache is built anew
+            arrfree(arrlast(a->turn).dec);
+            arrlast(a->turn).dec = right;
+            replay(a, (int)arrlen(a->turn));
+        } else arrfree(right);
+        free(said);
     }
-    free(text);
+    note_cost(a->s, sc);
 }
-
-// ---- perplexity and divergence, token by token
-static int double_order(const void *a, const void *b) { double x = *(const double *)a, y = *(const double *)b; return (x > y) - (x < y); }
+// Does token k of a reply touch its answer? from, to: the bytes of the token.
+static int in_answer(const EvalTurn *t, int from, int to) {
+    int hit = !arrlen(t->span);
+    for (int i = 0; i + 1 < (int)arrlen(t->span); i += 2) hit |= from < t->span[i + 1] && to > t->span[i];
+    return hit;
+}
 static double log_sum_exp(const float *x, int n) {
     double max = x[argmax(x, n)], sum = 0;
     for (int i = 0; i < n; i++) sum += exp(x[i] - max);
@@ -8709,6 +9501,43 @@ static double divergence(const float *p, const float *q, int n) {       // KL(so
     for (int i = 0; i < n; i++) sum += exp(p[i] - zp) * ((p[i] - zp) - (q[i] - zq));
     return sum > 0 ? sum : 0;
 }
+static void note_logits(const float *ref, const float *y, int V, Score *sc) {           // full attention's logits against the method's
+    double d = divergence(ref, y, V);
+    sc->kld += d;
+    sc->top1 += argmax(ref, V) == argmax(y, V);
+    sc->predicted++;
+    arrput(sc->each, d);
+}
+// The forced pass. sc NULL: this is full attention, whose logits go into *ref (stb_ds, V a row) for the methods that follow.
+static void play_forced(App *a, const EvalItem *it, float **ref, Score *sc) {
+    int V = a->c->V, turns = (int)arrlen(it->turn), answer = sc ? (int)arrlen(sc->answers) : 0;
+    size_t row = 0;
+    for (int i = 0; i < turns && sc; i++) answer -= it->turn[i].answers != NULL;
+    play_start(a);
+    for (int i = 0; i < turns; i++) {
+        const EvalTurn *t = &it->turn[i];
+        int *ids = gold_ids(a, t), n = (int)arrlen(ids), counted = 0;
+        Decoder d = { .t = a->tok };
+        char *text = NULL;
+        double nll = 0;
+        play_prefill(a, t->user);
+        for (int k = 0; k < n; k++) {
+            int from = (int)arrlen(text);
+            text = decode_token(&d, ids[k], text);
+            if (t->answers && !sc) memcpy(arraddnptr(*ref, V), a->logits, (size_t)V * sizeof **ref);
+            if (t->answers && sc) {
+                note_logits(*ref + V * row++, a->logits, V, sc);
+                if (in_answer(t, from, (int)arrlen(text))) { nll += log_sum_exp(a->logits, V) - a->logits[ids[k]]; counted++; }
+            }
+            if (i < turns - 1 || k < n - 1) feed_decode(a, ids[k]);      // behind the last token nothing is asked
+        }
+        if (t->answers && sc) sc->answers[answer++].nll = counted ? nll / counted : 0;
+        arrfree(ids); arrfree(text);
+    }
+}
+
+// ---- perplexity and divergence of a text, token by token
+static int double_order(const void *a, const void *b) { double x = *(const double *)a, y = *(const double *)b; return (x > y) - (x < y); }
 static void eval_text(App *a, const char *path, int with_full, Score *sc) {
     char err[256];
     size_t n;
@@ -8721,7 +9550,6 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
     if (windows > opt_int(a->o, "eval-windows")) windows = opt_int(a->o, "eval-windows");
     Options *plain = options_new();
     Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
-    double *kld = NULL;
     float *ref = xmalloc((size_t)V * sizeof *ref);
     for (int w = 0; w < windows; w++) {
         const int *x = ids + (size_t)w * window;
@@ -8731,79 +9559,299 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
             const float *y = i < half ? prefill(a->s, x, half) : decode(a->s, x[i]);
             if (full) memcpy(ref, i < half ? prefill(full, x, half) : decode(full, x[i]), (size_t)V * sizeof *ref);
             sc->nll += log_sum_exp(y, V) - y[x[i + 1]];
-            sc->predicted++;
-            if (!full) continue;
-            double d = divergence(ref, y, V);
-            sc->kld += d;
-            sc->top1 += argmax(ref, V) == argmax(y, V);
-            arrput(kld, d);
+            if (full) note_logits(ref, y, V, sc); else sc->predicted++;
         }
-        eval_note(a, sc);
+        note_cost(a->s, sc);
     }
-    if (kld) { qsort(kld, arrlen(kld), sizeof *kld, double_order); sc->kld_top = kld[(arrlen(kld) - 1) * 99 / 100]; }
     session_close(full); options_free(plain);
-    free(ref); arrfree(kld); arrfree(ids);
+    free(ref); arrfree(ids);
+}
+
+// ---- intervals: texts are drawn again with replacement, each with all its versions and turns, 1,000 times; the 2.5th and 97.5th
+// percentile of the mean. With base, the same texts' scores of another row, of the difference of the means.
+enum { RESAMPLES = 1000 };
+static void bootstrap(const Answer *x, const Answer *base, int n, uint64_t seed, double *lo, double *hi) {
+    double *sum = NULL, mean[RESAMPLES];
+    int *count = NULL;
+    for (int i = 0; i < n; i++) {                        // sums over a text
+        if (!i || x[i].item != x[i - 1].item) { arrput(sum, 0); arrput(count, 0); }
+        arrlast(sum) += x[i].score - (base ? base[i].score : 0);
+        arrlast(count)++;
+    }
+    int texts = (int)arrlen(sum);
+    for (int r = 0; r < RESAMPLES; r++) {
+        double s = 0;
+        long c = 0;
+        for (int i = 0; i < texts; i++) { int k = (int)(splitmix64(&seed) % (uint64_t)texts); s += sum[k]; c += count[k]; }
+        mean[r] = c ? s / (double)c : 0;
+    }
+    qsort(mean, RESAMPLES, sizeof *mean, double_order);
+    *lo = mean[RESAMPLES / 40]; *hi = mean[RESAMPLES - 1 - RESAMPLES / 40];
+    arrfree(sum); arrfree(count);
+}
+// The answers of a task (NULL: any) at a position (or ANY_PLACE), or those of last turns only. stb_ds
+enum { ANY_PLACE = -2, LAST_TURN = -3 };
+static Answer *answers_of(const Answer *x, const char *task, int place) {
+    Answer *some = NULL;
+    for (int i = 0; i < (int)arrlen(x); i++)
+        if ((!task || !strcmp(task, x[i].task)) && (place == ANY_PLACE || (place == LAST_TURN ? x[i].turn == x[i].turns - 1 : x[i].position == place))) arrput(some, x[i]);
+    return some;
+}
+static double mean_score(const Answer *x) {
+    double sum = 0;
+    for (int i = 0; i < (int)arrlen(x); i++) sum += x[i].score;
+    return sum / (double)arrlen(x);
+}
+static double mean_nll(const Answer *x) {
+    double sum = 0;
+    for (int i = 0; i < (int)arrlen(x); i++) sum += x[i].nll;
+    return sum / (double)arrlen(x);
+}
+static void finish_row(Score *s, uint64_t seed) {
+    int n = (int)arrlen(s->each);
+    if (s->answers) bootstrap(s->answers, NULL, (int)arrlen(s->answers), seed, &s->lo, &s->hi);
+    if (!n) return;
+    double *sorted = xmalloc((size_t)n * sizeof *sorted);
+    memcpy(sorted, s->each, (size_t)n * sizeof *sorted);
+    qsort(sorted, (size_t)n, sizeof *sorted, double_order);
+    s->kld_top = sorted[(n - 1) * 99 / 100];
+    free(sorted);
 }
 
 // ---- rows of the table
-static void score_print(const Score *s, int as_json, int as_csv, int first, int kind, FILE *f) {  // kind: 0 dialogues, 1 ppl, 2 kld
-    double items = s->items ? s->items : 1, n = s->predicted ? (double)s->predicted : 1, m = s->scored ? s->scored : 1;
-    const struct { const char *name; double x; int shown; } col[] = {
-        { "accuracy", s->correct / m, kind == 0 }, { "f1", s->f1 / m, kind == 0 }, { "ppl", exp(s->nll / n), kind > 0 }, { "kld_mean", s->kld / n, kind == 2 }, { "kld_p99", s->kld_top, kind == 2 },
-        { "top1", s->top1 / n, kind == 2 }, { "stored", s->stored / (s->full > 0 ? s->full : 1), 1 }, { "kv_bytes_stored", s->stored / items, as_json || as_csv }, { "kv_bytes_full", s->full / items, as_json || as_csv },
-        { "kv_bytes_attended", s->attended / items, 1 }, { "pp_tok_s", rate((long)s->n_prefill, s->prefill_s), 1 }, { "tg_tok_s", rate((long)s->n_decode, s->decode_s), 1 },
-    };
-    size_t cols = sizeof col / sizeof *col;
-    if (as_json) {
+typedef struct { char name[48]; double x; int in_table; char text[48]; } Field;        // text: how the markdown table writes it
+static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...) KV_PRINTF(5, 6);
+static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...) {
+    Field k = { .x = x, .in_table = in_table };
+    va_list ap;
+    va_start(ap, fmt);
+    snprintf(k.name, sizeof k.name, "%s", name);
+    for (char *p = k.name; *p; p++) if (!isalnum((unsigned char)*p) && !strchr("_.-", *p)) *p = '_';       // a file's task name must not break a table
+    vsnprintf(k.text, sizeof k.text, fmt, ap);
+    va_end(ap);
+    arrput(*c, k);
+}
+static void add_bytes(Field **c, int in_table, const char *name, double x) {
+    char text[32];
+    human_bytes(x, text);
+    add_field(c, in_table, name, x, "%s", text);
+}
+// What the rows of a run share: the row of full attention, if there is one, and the seed of the intervals; ppl: --eval ppl and kld.
+typedef struct { const App *a; const Score *full; uint64_t seed; int ppl; } Shared;
+// The mean score of some answers, where there are any. detail 0: for csv and json alone; 1: the mean in the table, and its interval and
+// the gap to full for csv and json; 2: all of it in the table.
+static void add_score(Field **c, int detail, const char *name, const Score *s, const Shared *run, const char *task, int place) {
+    Answer *x = answers_of(s->answers, task, place), *base = run->full ? answers_of(run->full->answers, task, place) : NULL;
+    char full_name[64];
+    double lo, hi;
+    for (int gap = 0; gap < 1 + (base && detail) && x; gap++) {
+        double mean = mean_score(x) - (gap ? mean_score(base) : 0);
+        const char *form = gap ? "%+.3f" : "%.3f", *forms = gap ? "%+.3f..%+.3f" : "%.3f..%.3f", *suffix[] = { gap ? "_gap" : "", gap ? "_gap_lo" : "_lo", gap ? "_gap_hi" : "_hi" };
+        snprintf(full_name, sizeof full_name, "%.40s%s", name, suffix[0]);
+        add_field(c, detail > gap, full_name, mean, form, mean);
+        if (!detail) break;
+        bootstrap(x, gap ? base : NULL, (int)arrlen(x), run->seed, &lo, &hi);
+        snprintf(full_name, sizeof full_name, "%.40s%s", name, suffix[1]);
+        add_field(c, 0, full_name, lo, form, lo);
+        snprintf(full_name, sizeof full_name, "%.40s%s", name, suffix[2]);
+        add_field(c, detail == 2, full_name, hi, forms, lo, hi);
+    }
+    arrfree(x); arrfree(base);
+}
+static void score_fields(Field **c, const Score *s, const Shared *run) {  // of rows that hold answers
+    static const char *places[] = { "alone", "begin", "middle", "end" };
+    const Answer *x = s->answers;
+    double n = (double)arrlen(x), nll = mean_nll(x);
+    char name[48];
+    add_score(c, 2, "score", s, run, NULL, ANY_PLACE);
+    for (int i = 0; i < (int)n; i++) {                   // every task, in the order of the items
+        int known = 0;
+        for (int j = 0; j < i && !known; j++) known = !strcmp(x[i].task, x[j].task);
+        if (known) continue;
+        add_score(c, 1, x[i].task, s, run, x[i].task, ANY_PLACE);
+        for (int p = -1; p < 3; p++) { snprintf(name, sizeof name, "%.30s_%s", x[i].task, places[p + 1]); add_score(c, 0, name, s, run, x[i].task, p); }
+    }
+    for (int p = -1; p < 3; p++) add_score(c, 1, places[p + 1], s, run, NULL, p);
+    add_score(c, 1, "last_turn", s, run, NULL, LAST_TURN);
+    const struct { const char *name; double sum; } all[] = { { "exact", s->exact }, { "found", s->found }, { "f1", s->f1 }, { "rouge_l", s->rouge }, { "rouge_l_longbench", s->rouge_lb } };
+    for (int i = 0; i < 5; i++) add_field(c, i == 1, all[i].name, all[i].sum / n, "%.3f", all[i].sum / n);
+    add_field(c, 1, "nll", nll, "%.3f", nll);
+}
+static Field *row_fields(const Score *s, const Shared *run) {             // stb_ds
+    Field *c = NULL;
+    double items = s->items ? s->items : 1, n = s->predicted ? (double)s->predicted : 1, stored = s->stored / (s->full > 0 ? s->full : 1);
+    double prefill_rate = rate((long)s->n_prefill, s->prefill_s), decode_rate = rate((long)s->n_decode, s->decode_s);
+    if (s->answers) score_fields(&c, s, run);
+    if (run->ppl) add_field(&c, 1, "ppl", exp(s->nll / n), "%.4f", exp(s->nll / n));
+    if (s->each) {
+        add_field(&c, 1, "kld_mean", s->kld / n, "%.4f", s->kld / n);
+        add_field(&c, run->ppl, "kld_p99", s->kld_top, "%.3f", s->kld_top);
+        add_field(&c, 1, "top1", s->top1 / n, "%.3f", s->top1 / n);
+    }
+    add_field(&c, 1, "stored", stored, "%.1f %%", 100 * stored);
+    add_bytes(&c, 1, "kv_bytes_stored", s->stored / items); add_bytes(&c, 0, "kv_bytes_full", s->full / items);
+    add_bytes(&c, 1, "kv_bytes_attended", s->attended / items); add_bytes(&c, 1, "kv_bytes_peak", s->peak);
+    add_field(&c, 1, "prefill_s", s->prefill_s, "%.2f", s->prefill_s);
+    add_field(&c, 0, "pp_tok_s", prefill_rate, "%.4g", prefill_rate);
+    add_field(&c, 1, "tg_tok_s", decode_rate, "%.4g", decode_rate);
+    return c;
+}
+enum { AS_TABLE, AS_CSV, AS_JSON };
+static void print_row(const Score *s, const Shared *run, int how, int first, FILE *f) {
+    Field *c = row_fields(s, run);
+    int n = (int)arrlen(c);
+    const char *sep = how == AS_CSV ? "," : " | ";
+    if (how == AS_JSON) {
         fprintf(f, "{");
         json_pair(f, "method", s->name);
-        fprintf(f, "\"budget\":%d,\"items\":%d,\"scored\":%d", s->budget, s->items, s->scored);
-        for (size_t i = 0; i < cols; i++) if (col[i].shown) fprintf(f, ",\"%s\":%.6g", col[i].name, col[i].x);
+        fprintf(f, "\"budget\":%d,", s->budget);
+        json_pair(f, "model", run->a->c->dir);
+        fprintf(f, "\"items\":%d,\"scored\":%d,", s->items, (int)arrlen(s->answers));
+        for (int i = 0; i < n; i++) fprintf(f, "\"%s\":%.6g,", c[i].name, c[i].x);
+        json_options(run->a, f);
         fprintf(f, "}\n");
+        arrfree(c);
         return;
     }
-    const char *sep = as_csv ? "," : " | ", *edge = as_csv ? "" : "| ";
     if (first) {
-        fprintf(f, "%smethod%sbudget", edge, sep);
-        for (size_t i = 0; i < cols; i++) if (col[i].shown) fprintf(f, "%s%s", sep, col[i].name);
-        fprintf(f, as_csv ? "\n" : " |\n|---|---");
-        for (size_t i = 0; i < cols && !as_csv; i++) if (col[i].shown) fprintf(f, "|---");
-        if (!as_csv) fprintf(f, "|\n");
+        fprintf(f, how == AS_CSV ? "method,budget,items,scored" : "| method | budget");
+        for (int i = 0; i < n; i++) if (how == AS_CSV || c[i].in_table) fprintf(f, "%s%s", sep, how == AS_TABLE && strstr(c[i].name, "_hi") ? "95 %" : c[i].name);
+        fprintf(f, how == AS_CSV ? "\n" : " |\n|---|---:");
+        for (int i = 0; i < n && how == AS_TABLE; i++) if (c[i].in_table) fprintf(f, "|---:");
+        if (how == AS_TABLE) fprintf(f, "|\n");
     }
-    fprintf(f, "%s%s%s%d", edge, s->name, sep, s->budget);
-    for (size_t i = 0; i < cols; i++) if (col[i].shown) fprintf(f, i < 6 ? "%s%.4f" : "%s%.4g", sep, col[i].x);
-    fprintf(f, as_csv ? "\n" : " |\n");
+    if (how == AS_CSV) fprintf(f, "%s,%d,%d,%d", s->name, s->budget, s->items, (int)arrlen(s->answers));
+    else fprintf(f, "| %s | %d", s->name, s->budget);
+    for (int i = 0; i < n; i++) {
+        if (how == AS_CSV) fprintf(f, ",%.6g", c[i].x);
+        else if (c[i].in_table) fprintf(f, " | %s", c[i].text);
+    }
+    fprintf(f, how == AS_CSV ? "\n" : " |\n");
+    arrfree(c);
     fflush(f);
 }
+
+// ---- the run
 static const char *list_word(const char *list, int k, char out[160]) {  // the k-th word of a,b,c; NULL behind the last
     for (; k && (list = strchr(list, ',')); k--) list++;
     if (!list) return NULL;
     snprintf(out, 160, "%.*s", (int)strcspn(list, ","), list);
     return out;
 }
-static int evaluate(App *a) {
-    static const char *kinds[] = { "file", "ppl", "kld" };
-    const char *what = opt_str(a->o, "eval"), *path = opt_str(a->o, "eval-file"), *list = opt_str(a->o, "compare");
+static Options *options_copy(const Options *o) {         // a session reads its options again at every reset, so each row has its own
+    Options *c = options_new();
+    char err[256];
+    for (int i = 0; i < (int)shlen(o->given); i++)
+        if (options_set(c, o->given[i].key, opt_str(o, o->given[i].key), err)) die(EXIT_RUN, "%s", err);
+    return c;
+}
+typedef struct { Options *o; Session *s; } Open;         // what a row's session stands on
+static void open_close(Open *p) { session_close(p->s); options_free(p->o); }
+static int has_budget(const Session *s) {
+    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->role & ROLE_SELECT) return 1;
+    return 0;
+}
+// Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the program at once.
+static Score *open_rows(const App *a, Open **open) {
     char name[160], budget[160], err[256];
-    int kind = 0;
-    while (kind < 3 && strcmp(kinds[kind], what)) kind++;
-    if (kind == 3) die(EXIT_USAGE, "--eval wants one of file, ppl, kld, found '%s'", what);
-    if (!*path) die(EXIT_USAGE, "--eval wants --eval-file FILE");
-    if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
-    for (int i = 0, row = 0; list_word(*list ? list : a->method, i, name); i++)
+    const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
+    Score *rows = NULL;
+    for (int i = 0; list_word(list, i, name); i++)
         for (int j = 0; list_word(opt_str(a->o, "budgets"), j, budget); j++) {
-            if (*budget && options_set(a->o, "budget", budget, err)) die(EXIT_USAGE, "--budgets: %s", err);
+            Open p = { .o = options_copy(a->o) };
             Score sc = { 0 };
-            double t0 = now();
-            session_close(a->s);
-            a->s = session_open(a->c, a->w, a->o, name);
+            if (*budget && options_set(p.o, "budget", budget, err)) die(EXIT_USAGE, "--budgets: %s", err);
+            p.s = session_open(a->c, a->w, p.o, name);
             snprintf(sc.name, sizeof sc.name, "%s", name);
-            sc.budget = a->s->budget;
-            if (kind) eval_text(a, path, kind == 2, &sc); else eval_dialogues(a, path, &sc);
-            score_print(&sc, opt_int(a->o, "json"), opt_int(a->o, "csv"), !row++, kind, stdout);
-            if (!quiet) fprintf(stderr, "%s, budget %d: %d items in %.1f s\n", name, sc.budget, sc.items, now() - t0);
-            if (!strcmp(name, "full")) break;            // no budget to vary
+            sc.budget = has_budget(p.s) ? p.s->budget : 0;
+            arrput(*open, p);
+            arrput(rows, sc);
+            if (!has_budget(p.s)) break;
         }
+    return rows;
+}
+static void eval_progress(const App *a, int done, int all, double t0) {  // on a terminal one line that is rewritten; with -v a line a tenth
+    int seconds = done ? (int)((now() - t0) * (all - done) / done) : 0, tty = isatty(2);
+    if (quiet || (!tty && (!opt_int(a->o, "verbose") || done * 10 / all == (done - 1) * 10 / all))) return;
+    fprintf(stderr, tty ? "\r\x1b[K%d of %d items, %d:%02d left" : "%d of %d items, %d:%02d left\n", done, all, seconds / 60, seconds % 60);
+    if (tty && done == all) fprintf(stderr, "\r\x1b[K");
+}
+// Item by item through every row: the logits of full attention are held for one item only, and what else the machine does falls on all rows.
+static void play_items(App *a, const EvalSet *e, Score *rows, Open *open) {
+    Open full = { .o = options_copy(a->o) };
+    float *ref = NULL;
+    int n = (int)arrlen(e->item);
+    double t0 = now();
+    full.s = session_open(a->c, a->w, full.o, "full");
+    for (int i = 0; i < n; i++) {
+        a->s = full.s;
+        arrsetlen(ref, 0);
+        play_forced(a, &e->item[i], &ref, NULL);
+        for (int r = 0; r < (int)arrlen(rows); r++) {
+            a->s = open[r].s;
+            play_free(a, &e->item[i], &rows[r]);
+            play_forced(a, &e->item[i], &ref, &rows[r]);
+            session_reset(a->s);                         // rows given back: many sessions are open
+        }
+        eval_progress(a, i + 1, n, t0);
+    }
+    arrfree(ref);
+    open_close(&full);
+}
+static void check_fit(const App *a, const EvalSet *e) {
+    for (int i = 0; i < (int)arrlen(e->item); i++) {
+        int need = 0;
+        for (int j = 0; j < (int)arrlen(e->item[i].turn); j++) {
+            const EvalTurn *t = &e->item[i].turn[j];
+            int *ids = tokenizer_encode(a->tok, t->user, strlen(t->user), 0, gold_ids(a, t));
+            need += (int)arrlen(ids) + 16;               // and about that much for the template
+            arrfree(ids);
+        }
+        if (need > ctx_limit(a)) die(EXIT_USAGE, "--eval: %s, item %d needs about %d tokens, the context has %d (-c)", e->item[i].task, i + 1, need, ctx_limit(a));
+    }
+}
+static void eval_items(const App *a, const char *what, EvalSet *e) {     // the items of --eval A,B,..
+    char word[160];
+    int *lengths = number_list("eval-length", opt_str(a->o, "eval-length"), 96, 1 << 20);
+    for (int i = 0; list_word(what, i, word); i++) {
+        int found = 0;
+        for (int t = 0; t < EVAL_TASKS; t++)
+            if (!strcmp(word, "all") || !strcmp(word, eval_tasks[t].name)) { make_items(e, a->tok, t, lengths, opt_int(a->o, "eval-items"), (uint64_t)opt_int(a->o, "eval-seed")); found = 1; }
+        if (!found) die(EXIT_USAGE, "--eval wants all, file, ppl, kld or a list of needle, multiturn, coref, facts, json, fewshot, summary; found '%s'", word);
+    }
+    arrfree(lengths);
+    check_fit(a, e);
+}
+static int evaluate(App *a) {
+    const char *path = opt_str(a->o, "eval-file"), *what = *opt_str(a->o, "eval") ? opt_str(a->o, "eval") : *path ? "file" : "all";
+    int ppl = !strcmp(what, "ppl") || !strcmp(what, "kld"), how = opt_int(a->o, "json") ? AS_JSON : opt_int(a->o, "csv") ? AS_CSV : AS_TABLE;
+    char err[256];
+    EvalSet e = { 0 };
+    Open *open = NULL;
+    Shared run = { .a = a, .seed = (uint64_t)opt_int(a->o, "eval-seed"), .ppl = ppl };
+    Session *own = a->s;
+    double t0 = now();
+    if ((ppl || !strcmp(what, "file")) && !*path) die(EXIT_USAGE, "--eval %s wants --eval-file FILE", what);
+    if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
+    if (!strcmp(what, "file")) { read_items(&e, a->tok, path); check_fit(a, &e); }
+    else if (!ppl) eval_items(a, what, &e);
+    Score *rows = open_rows(a, &open);
+    if (!ppl) play_items(a, &e, rows, open);
+    for (int r = 0; r < (int)arrlen(rows); r++) {
+        a->s = open[r].s;
+        if (ppl) eval_text(a, path, !strcmp(what, "kld"), &rows[r]);
+        if (!strcmp(rows[r].name, "full") && !ppl) run.full = &rows[r];
+        open_close(&open[r]);
+    }
+    for (int r = 0; r < (int)arrlen(rows); r++) {
+        finish_row(&rows[r], run.seed);
+        print_row(&rows[r], &run, how, !r, stdout);
+    }
+    if (!quiet) fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items, (int)arrlen(rows[0].answers), now() - t0);
+    a->s = own;
+    for (int r = 0; r < (int)arrlen(rows); r++) { arrfree(rows[r].answers); arrfree(rows[r].each); }
+    arrfree(rows); arrfree(open);
+    eval_set_free(&e);
     return 0;
 }
 
@@ -9155,13 +10203,7 @@ static int read_message(Line *e, int tty, char **out) {  // *out: stb_ds array, 
 
 // ---- a turn of the chat
 static int chat_turn(App *a, const char *text, FILE *out) {      // 0, or -1 when it does not fit
-    Turn t = { 0 };
-    int first = !arrlen(a->turn);
-    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
-    else {
-        if (first && a->tok->add_bos) arrput(t.pre, a->tok->bos);
-        t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
-    }
+    Turn t = render_turn(a, text);
     int n = (int)arrlen(t.pre), n_predict = opt_int(a->o, "n-predict");
     if (!n) { turn_free(t); return 0; }
     if (!fits(a, n)) {
@@ -9395,7 +10437,7 @@ static void check_options(const Options *o) {
     static const struct { const char *name; double lo, hi; } range[] = {
         { "threads", 0, 1024 }, { "ctx-size", 0, 1 << 30 }, { "batch-size", 1, 1 << 20 }, { "n-predict", -1, INT_MAX }, { "temp", 0, 100 }, { "top-k", 0, INT_MAX }, { "top-p", 0, 1 },
         { "min-p", 0, 1 }, { "repeat-penalty", 0.01, 100 }, { "repeat-last-n", 0, INT_MAX }, { "budget", 0, INT_MAX }, { "ratio", 0, 0.9999 }, { "sink", 0, INT_MAX }, { "obs-window", 1, 1 << 20 },
-        { "kernel", 1, 1023 }, { "eval-window", 4, 1 << 20 }, { "eval-windows", 1, 1 << 20 }, { "repeat", 1, 1000 },
+        { "kernel", 1, 1023 }, { "eval-items", 1, 1 << 20 }, { "eval-window", 4, 1 << 20 }, { "eval-windows", 1, 1 << 20 }, { "repeat", 1, 1000 },
     };
     for (size_t i = 0; i < sizeof range / sizeof *range; i++) {
         double x = opt_real(o, range[i].name);
@@ -9529,7 +10571,7 @@ static int run_app(App *a) {
     open_tokenizer(a, !ids);
     if (*opt_str(o, "calibrate")) { free(text); return calibrate(a->c, a->w, a->tok, o); }
     open_session(a);
-    rc = ids ? run_ids(a) : *opt_str(o, "eval") ? evaluate(a) : text ? answer_prompt(a, text) : chat(a);
+    rc = ids ? run_ids(a) : *opt_str(o, "eval") || *opt_str(o, "eval-file") || *opt_str(o, "compare") ? evaluate(a) : text ? answer_prompt(a, text) : chat(a);
     free(text);
     return rc;
 }

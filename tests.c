@@ -6390,6 +6390,417 @@ TEST(dililazy_calibrate, "--calibrate: scores equal the slow twin's, means over 
     arrfree(hay); arrfree(again); free(x.r); free(out); tokenizer_free(t); tiny_free(m);
 }
 
+// ==================================================================================================== 18 EVALUATION
+// Metrics on cases worked by hand; every generator against what its text really holds; the reader on good and malformed lines;
+// intervals on cases with a known answer; the two passes against a session driven by hand; and the program from outside.
+
+static int near_to(double a, double b) { return fabs(a - b) < 1e-6; }
+TEST(eval_f1, "F1 of word bags: case, punctuation and articles do not count, repeated words count as often as both have them") {
+    static const struct { const char *said, *gold; double f1; } cases[] = {
+        { "The PARIS!", "paris", 1 }, { "b c", "b c d", .8 }, { "a b the c", "an b c, d", .8 }, { "x x y", "x y y", 2. / 3 }, { "one two", "three", 0 },
+        { "", "x", 0 }, { "the", "a", 0 }, { "4821", "The secret code is 4821.", .4 }, { "it's", "its", 1 },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        double x = word_f1(cases[i].said, cases[i].gold);
+        CHECK(near_to(x, cases[i].f1), "'%s' against '%s': %g, expected %g", cases[i].said, cases[i].gold, x, cases[i].f1);
+    }
+    CHECK(holds_answer("It is red, blue.", "red blue", 0) && !holds_answer("It is blue red", "red blue", 0) && !holds_answer("reddish", "red", 0), "whole words in order");
+    CHECK(holds_answer("The red!", "red", 1) && !holds_answer("dark red", "red", 1) && !holds_answer("", "", 1), "exact match");
+}
+TEST(eval_accuracy, "TREC accuracy: named labels share the point, labels inside the right one do not count, only the first line does") {
+    char *nested[] = { "a", "ab", "abc", "x" };
+    char **classes = NULL;
+    for (int i = 0; i < 4; i++) arrput(classes, nested[i]);
+    static const struct { const char *said, *gold; double x; } cases[] = {
+        { "abc", "abc", 1 }, { "abc", "a", 1. / 3 }, { "abc", "ab", .5 }, { "x or abc", "abc", .5 }, { "x", "abc", 0 }, { "\n\nx\nabc", "abc", 0 }, { "\nabc\nx", "abc", 1 }, { "", "x", 0 },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        double x = class_accuracy(cases[i].said, cases[i].gold, classes);
+        CHECK(near_to(x, cases[i].x), "'%s' against '%s': %g, expected %g", cases[i].said, cases[i].gold, x, cases[i].x);
+    }
+    arrfree(classes);
+}
+TEST(eval_rouge, "Rouge-L in both forms: ours over words in order, LongBench's over the sets of words of common subsequences, sentence by sentence") {
+    static const struct { const char *said, *gold; double ours, longbench; } cases[] = {
+        { "a b c d", "a c d e", .75, .75 }, { "d c b a", "a b c d", .25, .25 }, { "a a a", "a", .5, 1 }, { "", "a", 0, 0 }, { "...", "a", 0, 0 },
+        { "the cat sat. on the mat", "the cat sat on the mat", 5. / 6, 1 },       // "sat." is another word for ours; the sentences' sets unite for the other
+        { "a. ", "a", 0, 2. / 3 },                                              // a sentence of blanks is one empty word there
+        { "x b y", "b", .5, .5 }, { "c d a b", "a b. c d", .5, 1 },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        double x = rouge_l(cases[i].said, cases[i].gold), y = rouge_l_longbench(cases[i].said, cases[i].gold);
+        CHECK(near_to(x, cases[i].ours), "'%s' against '%s': %g, expected %g", cases[i].said, cases[i].gold, x, cases[i].ours);
+        CHECK(near_to(y, cases[i].longbench), "LongBench '%s' against '%s': %g, expected %g", cases[i].said, cases[i].gold, y, cases[i].longbench);
+    }
+}
+TEST(eval_frame, "the sentence around an answer is not scored, what stands in it wrongly is; replies without a known frame stay as they are") {
+    EvalSet e = { 0 };
+    EvalTurn t = gold_turn(&e, "?", "The numbers of the red box are {12} and {7}.");
+    static const struct { const char *said, *rest; } cases[] = {
+        { "The numbers of the red box are 12 and 7.", "12 7." }, { "the numbers of the red box are 3.", "3." }, { "12", "12" }, { "The red red box", "red" }, { "You said nothing", "You said nothing" }, { "", "" },
+    };
+    CHECK(!strcmp(t.reply, "The numbers of the red box are 12 and 7.") && !strcmp(t.answers[0], "12 7") && arrlen(t.span) == 4, "'%s' '%s'", t.reply, t.answers[0]);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char *rest = without_frame(&t, cases[i].said);
+        CHECK(!strcmp(rest, cases[i].rest), "'%s' leaves '%s', expected '%s'", cases[i].said, rest, cases[i].rest);
+        free(rest);
+    }
+    int from = (int)(strstr(t.reply, "12") - t.reply);
+    CHECK(in_answer(&t, from, from + 2) && in_answer(&t, from - 1, from + 1) && !in_answer(&t, from - 4, from) && !in_answer(&t, from + 2, from + 6), "tokens of the answer");
+    arrsetlen(t.span, 0);
+    char *rest = without_frame(&t, "The numbers\n");
+    CHECK(!strcmp(rest, "The numbers\n") && in_answer(&t, 0, 1), "no frame: '%s'", rest);
+    free(rest);
+    turn_free_lists(&t);
+    eval_set_free(&e);
+}
+
+// ---- generators
+static Tokenizer *tiny_tokenizer(void) {
+    char err[512];
+    Tokenizer *t = tokenizer_load("models/kvcomp-tiny", err);
+    CHECK(t, "%s", err);
+    return t;
+}
+static EvalSet make_set(const Tokenizer *tok, int task, int length, int n, uint64_t seed) {
+    EvalSet e = { 0 };
+    int *lengths = NULL;
+    arrput(lengths, length);
+    make_items(&e, tok, task, lengths, n, seed);
+    arrfree(lengths);
+    return e;
+}
+static int count_in(const char *text, const char *what) {
+    int n = 0;
+    for (const char *p = text; (p = strstr(p, what)); p++) n++;
+    return n;
+}
+static int told_by(const EvalItem *it, int turn, const char *sentence) {       // how often, in the messages up to that turn
+    int n = 0;
+    for (int j = 0; j <= turn; j++) n += count_in(it->turn[j].user, sentence);
+    return n;
+}
+static void check_turn(const EvalItem *it, int turn) {                          // a scored turn: its evidence is told once, and holds the answer
+    const EvalTurn *t = &it->turn[turn];
+    CHECK(arrlen(t->answers) == 1 && arrlen(t->evidence) > 0 && arrlen(t->span) >= 2, "%s %d turn %d", it->task, it->number, turn);
+    for (int i = 0; i < (int)arrlen(t->evidence); i++)
+        CHECK(told_by(it, turn, t->evidence[i]) == 1, "%s %d turn %d: '%s' is told %d times", it->task, it->number, turn, t->evidence[i], told_by(it, turn, t->evidence[i]));
+    char **words = words_of(t->answers[0], WORDS_BARE);
+    for (int w = 0; w < (int)arrlen(words); w++) {
+        int found = 0;
+        for (int i = 0; i < (int)arrlen(t->evidence); i++) found |= holds_answer(t->evidence[i], words[w], 0);
+        CHECK(found, "%s %d turn %d: '%s' does not follow from the evidence", it->task, it->number, turn, words[w]);
+    }
+    words_free(words);
+    char *rest = without_frame(t, t->reply), *wrong = without_frame(t, "You have not told me.");
+    CHECK(near_to(best_score(it->metric, rest, t), 1), "%s %d turn %d: the right reply '%s' scores %g", it->task, it->number, turn, t->reply, best_score(it->metric, rest, t));
+    CHECK(best_score(it->metric, wrong, t) < .2, "%s: a denial scores %g", it->task, best_score(it->metric, wrong, t));
+    free(rest); free(wrong);
+}
+TEST(eval_generators, "every task: evidence stands in the text once and gives the answer, the right reply scores 1, texts have the length asked for") {
+    Tokenizer *tok = tiny_tokenizer();
+    for (int task = 0; task < EVAL_TASKS; task++)
+        for (int length = 512; length <= 1024; length *= 2) {
+            EvalSet e = make_set(tok, task, length, 6, 3);
+            for (int i = 0; i < (int)arrlen(e.item); i++) {
+                const EvalItem *it = &e.item[i];
+                int tokens = 0, scored = 0, n = (int)arrlen(it->turn);
+                for (int j = 0; j < n; j++) {
+                    int *ids = tokenizer_encode(tok, it->turn[j].user, strlen(it->turn[j].user), 0, NULL);
+                    tokens += (int)arrlen(ids);
+                    arrfree(ids);
+                    CHECK(it->turn[j].reply && *it->turn[j].reply, "a turn without a reply");
+                    if (it->turn[j].answers) { check_turn(it, j); scored++; }
+                }
+                CHECK(scored && it->turn[n - 1].answers, "%s %d: the last turn asks", it->task, it->number);
+                CHECK(tokens >= .9 * length && tokens <= 1.1 * length, "%s %d: %d tokens for %d", it->task, it->number, tokens, length);
+            }
+            eval_set_free(&e);
+        }
+    tokenizer_free(tok);
+}
+// The query of a version at the beginning and the same at the end: begin = query, separator, text; end = text, separator, query. Returns
+// the length of the query with its separator, 0 if there is none that fits.
+static int query_length(const char *begin, const char *end) {
+    size_t n = strlen(begin);
+    for (size_t k = 2; k < n && strlen(end) == n; k++)
+        if (isspace((unsigned char)begin[k - 1]) && isspace((unsigned char)end[n - k]) && !memcmp(begin + k, end, n - k) && !memcmp(begin, end + n - k + 1, k - 1)) return (int)k;
+    return 0;
+}
+TEST(eval_positions, "the versions of a text are the same text: only the query moves, and the version without it is the text alone") {
+    Tokenizer *tok = tiny_tokenizer();
+    for (int task = 0; task < EVAL_TASKS; task++) {
+        EvalSet e = make_set(tok, task, 300, 6, 4);
+        int versions = 1, n = (int)arrlen(e.item);
+        while (versions < n && e.item[versions].number == e.item[0].number) versions++;
+        CHECK(n == 6 * versions && (versions == 1 || versions == 3 || versions == 4), "%s: %d items of %d versions", eval_tasks[task].name, n, versions);
+        for (int i = 0; i < n; i += versions)
+            for (int j = 0; j < (int)arrlen(e.item[i].turn); j++) {
+                const EvalTurn *b = &e.item[i].turn[j];
+                if (b->position < 0) continue;
+                const EvalTurn *m = &e.item[i + 1].turn[j], *z = &e.item[i + 2].turn[j];
+                CHECK(b->position == 0 && m->position == 1 && z->position == 2, "positions %d %d %d", b->position, m->position, z->position);
+                int k = query_length(b->user, z->user), len = (int)strlen(z->user);
+                CHECK(k > 5 && (int)strlen(m->user) == len, "%s: begin and end differ: %s\n%s", e.item[i].task, b->user, z->user);
+                char query[256];
+                snprintf(query, sizeof query, "%.*s", k - 1, b->user);
+                char *at = strstr(m->user, query);
+                CHECK(at && at > m->user && at + k < m->user + len, "%s: the query is not amid: %s", e.item[i].task, m->user);
+                if (at) CHECK(!memcmp(m->user, z->user, (size_t)(at - m->user)) && !strncmp(at + k, z->user + (at - m->user), (size_t)(len - k - (at - m->user))), "%s: the middle version is another text", e.item[i].task);
+                CHECK(!strcmp(b->answers[0], m->answers[0]) && !strcmp(b->answers[0], z->answers[0]), "other answers");
+                if (versions < 4) continue;
+                const EvalItem *alone = &e.item[i + 3];
+                CHECK(!alone->turn[0].answers && alone->turn[1].position == -1 && !strcmp(alone->turn[1].user, query) && !strcmp(alone->turn[1].answers[0], b->answers[0]), "the question alone: %s", alone->turn[1].user);
+                CHECK((int)strlen(alone->turn[0].user) == len - k && !strncmp(alone->turn[0].user, z->user, (size_t)(len - k)), "the text alone is another one");
+            }
+        eval_set_free(&e);
+    }
+    tokenizer_free(tok);
+}
+// Is there another sentence of the same words but for one or two?
+static int has_near_miss(const EvalItem *it, int turn, const char *sentence) {
+    char **want = words_of(sentence, WORDS_RAW);
+    int found = 0;
+    for (int j = 0; j <= turn; j++)
+        for (const char *p = it->turn[j].user; *p; ) {
+            size_t n = strcspn(p, ".") + (strchr(p, '.') != NULL);
+            char *one = strndup(p, n), **have = words_of(one, WORDS_RAW);
+            int other = 0, same = arrlen(have) == arrlen(want);
+            for (int i = 0; same && i < (int)arrlen(want); i++) other += strcmp(have[i], want[i]) != 0;
+            found |= same && other >= 1 && other <= 2;
+            words_free(have);
+            free(one);
+            p += n;
+        }
+    words_free(want);
+    return found;
+}
+TEST(eval_details, "near misses, depths, the last of several moves, evidence over turns, pronouns, labels, numbers never trained on") {
+    Tokenizer *tok = tiny_tokenizer();
+    EvalSet e = make_set(tok, 0, 512, 12, 5);            // needle
+    for (int i = 0; i < (int)arrlen(e.item); i++) {
+        const EvalItem *it = &e.item[i];
+        const EvalTurn *t = &it->turn[it->turn[0].answers == NULL];
+        if (it->number % 4 == 1 || it->number % 4 == 3) CHECK(has_near_miss(it, 1 < arrlen(it->turn), t->evidence[0]), "no near miss of '%s'", t->evidence[0]);
+        if (it->number % 4 == 2) { CHECK(t->depth == -1 && arrlen(t->evidence) == 3, "three numbers"); continue; }
+        double at = (double)(strstr(it->turn[0].user, t->evidence[0]) - it->turn[0].user) / (double)strlen(it->turn[0].user);
+        CHECK(t->depth == 30 * it->number % 110 && fabs(at - t->depth / 100.) < .08, "%d: depth %d, found at %.2f", it->number, t->depth, at);
+        for (const char *p = t->answers[0]; strlen(p) > 2 && isdigit((unsigned char)*p); p += strcspn(p, " ") + (strchr(p, ' ') != NULL)) {
+            int sum = 0;
+            for (const char *q = p; isdigit((unsigned char)*q); q++) sum += *q - '0';
+            CHECK(sum % 8 == 0, "%s was seen in training", t->answers[0]);
+        }
+    }
+    eval_set_free(&e);
+    e = make_set(tok, 1, 512, 12, 5);                    // multiturn
+    int spread = 0;
+    for (int i = 0; i < (int)arrlen(e.item); i++) {
+        const EvalItem *it = &e.item[i];
+        int n = (int)arrlen(it->turn), last = n - 2;
+        CHECK(n == 7 && it->turn[0].answers && it->turn[2].answers && it->turn[4].answers, "%d turns", n);
+        for (int j = 2; j < 5; j += 2) for (int k = 0; k < (int)arrlen(it->turn[j].evidence); k++) spread += !strstr(it->turn[j].user, it->turn[j].evidence[k]);
+        char thing[64];
+        CHECK(sscanf(it->turn[last].user, "Where is the %63[^?]", thing) == 1 && strstr(thing, " now"), "%s", it->turn[last].user);
+        *strstr(thing, " now") = 0;
+        char *told = strstr(it->turn[4].user, it->turn[last].evidence[0]);
+        CHECK(told && strstr(told, thing) && !strstr(strstr(told, thing) + 1, thing), "'%s' moves again after '%s'", thing, it->turn[last].evidence[0]);
+        CHECK(told_by(it, 0, thing) == 1 && told_by(it, 2, thing) == 2 && told_by(it, 4, thing) == 3, "'%s' is told of %d times", thing, told_by(it, 4, thing));
+        char **names = words_of(it->turn[n - 1].answers[0], WORDS_RAW);
+        CHECK(arrlen(names) == 12, "a list of %d", (int)arrlen(names));
+        words_free(names);
+    }
+    CHECK(spread > 10, "evidence of %d facts lies in earlier turns", spread);
+    eval_set_free(&e);
+    e = make_set(tok, 2, 400, 6, 5);                     // coref: the name is told once before it is asked
+    for (int i = 0; i < (int)arrlen(e.item); i++) {
+        const EvalItem *it = &e.item[i];
+        int n = (int)arrlen(it->turn);
+        char name[64];
+        CHECK(sscanf(it->turn[2].user, "I have a friend called %63[^.]", name) == 1 && told_by(it, n - 3, name) == 1 && strstr(it->turn[n - 1].user, name), "%s", it->turn[2].user);
+    }
+    eval_set_free(&e);
+    e = make_set(tok, 4, 400, 6, 5);                     // json
+    for (int i = 3; i < (int)arrlen(e.item); i += 4) {   // another key differs in its last syllable
+        char key[64];
+        CHECK(sscanf(e.item[i].turn[1].user, "What is the value of %63[^?]", key) == 1, "%s", e.item[i].turn[1].user);
+        key[strlen(key) - 2] = 0;
+        CHECK(count_in(e.item[i].turn[0].user, key) >= 2, "no key like %s in %s", key, e.item[i].turn[0].user);
+    }
+    eval_set_free(&e);
+    e = make_set(tok, 5, 400, 6, 5);                     // fewshot: nine examples over two messages, three of each label
+    for (int i = 0; i < (int)arrlen(e.item); i++) {
+        const EvalItem *it = &e.item[i];
+        CHECK(arrlen(it->turn) == 2 && arrlen(it->turn[1].classes) == 3 && word_in(it->turn[1].classes, it->turn[1].answers[0]) >= 0, "labels");
+        CHECK(count_in(it->turn[0].user, ": ") == 4 && count_in(it->turn[1].user, ": ") == 5 && it->turn[1].user[strlen(it->turn[1].user) - 1] == ':', "%s", it->turn[1].user);
+    }
+    eval_set_free(&e);
+    tokenizer_free(tok);
+}
+TEST(eval_seed, "a seed always makes the same texts, another one others; more items never change the first ones") {
+    Tokenizer *tok = tiny_tokenizer();
+    for (int task = 0; task < EVAL_TASKS; task++) {
+        EvalSet a = make_set(tok, task, 200, 3, 1), b = make_set(tok, task, 200, 5, 1), c = make_set(tok, task, 200, 3, 2);
+        for (int i = 0; i < (int)arrlen(a.item); i++) {
+            int others = 0;
+            for (int j = 0; j < (int)arrlen(a.item[i].turn); j++) {
+                CHECK(!strcmp(a.item[i].turn[j].user, b.item[i].turn[j].user), "%s %d: %s", a.item[i].task, i, b.item[i].turn[j].user);
+                others += j >= (int)arrlen(c.item[i].turn) || strcmp(a.item[i].turn[j].user, c.item[i].turn[j].user) != 0;
+            }
+            CHECK(others, "%s %d: seed 2 made the same", a.item[i].task, i);
+        }
+        eval_set_free(&a); eval_set_free(&b); eval_set_free(&c);
+    }
+    tokenizer_free(tok);
+}
+
+// ---- intervals
+TEST(eval_bootstrap, "intervals: a constant has none, two texts reach from one to the other, a coin has its textbook width, a constant gap is exact") {
+    Answer x[400] = { 0 }, y[400] = { 0 };
+    double lo, hi;
+    for (int i = 0; i < 400; i++) { x[i].item = y[i].item = i; x[i].score = .25; }
+    bootstrap(x, NULL, 400, 1, &lo, &hi);
+    CHECK(near_to(lo, .25) && near_to(hi, .25), "constant: %g..%g", lo, hi);
+    x[0].score = 0; x[1].score = 1;
+    bootstrap(x, NULL, 2, 1, &lo, &hi);
+    CHECK(lo == 0 && hi == 1, "two texts: %g..%g", lo, hi);
+    for (int i = 0; i < 400; i++) x[i].score = i % 2;
+    bootstrap(x, NULL, 400, 1, &lo, &hi);
+    CHECK(fabs(hi - lo - 2 * 1.96 * .025) < .012 && fabs(hi + lo - 1) < .01, "a coin thrown 400 times: %g..%g, expected .451 .. .549", lo, hi);
+    double again[2];
+    bootstrap(x, NULL, 400, 1, &again[0], &again[1]);
+    CHECK(lo == again[0] && hi == again[1], "another interval from the same seed");
+    for (int i = 0; i < 400; i++) y[i].score = x[i].score - .5;
+    bootstrap(y, x, 400, 1, &lo, &hi);
+    CHECK(near_to(lo, -.5) && near_to(hi, -.5), "a constant gap: %g..%g", lo, hi);
+    for (int i = 0; i < 400; i++) { x[i].item = i / 4; x[i].score = i / 4 % 2; }       // four answers of a text say the same: a hundred coins
+    bootstrap(x, NULL, 400, 1, &lo, &hi);
+    CHECK(fabs(hi - lo - 2 * 1.96 * .05) < .025, "a hundred texts of four answers: %g..%g, expected .402 .. .598", lo, hi);
+}
+TEST(eval_means, "means by task, by position and over last turns; no answer gives no array") {
+    Answer *x = NULL;
+    for (int i = 0; i < 6; i++) arrput(x, ((Answer){ i < 4 ? "one" : "two", i / 2, i % 2, 2, i % 2 ? -1 : i / 2, 10, -1, i * .1, i }));
+    static const struct { const char *task; int place, n; double mean; } cases[] = { { NULL, ANY_PLACE, 6, .25 }, { "one", ANY_PLACE, 4, .15 }, { "two", LAST_TURN, 1, .5 }, { NULL, LAST_TURN, 3, .3 },
+        { NULL, -1, 3, .3 }, { NULL, 1, 1, .2 }, { "two", 0, 0, 0 }, { "three", ANY_PLACE, 0, 0 } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Answer *some = answers_of(x, cases[i].task, cases[i].place);
+        CHECK((int)arrlen(some) == cases[i].n && (!some || near_to(mean_score(some), cases[i].mean)), "case %d: %d answers, mean %g", (int)i, (int)arrlen(some), mean_score(some));
+        arrfree(some);
+    }
+    CHECK(near_to(mean_nll(x), 2.5), "NLL %g", mean_nll(x));
+    arrfree(x);
+}
+
+// ---- files
+static int read_lines(const char *text, EvalSet *e) {                          // -> exit code, with die_text
+    char path[64];
+    static Tokenizer *tok;
+    if (!tok) tok = tiny_tokenizer();
+    snprintf(path, sizeof path, "/tmp/kvt_%d_items", (int)getpid());
+    FILE *f = fopen(path, "w");
+    if (f) { fputs(text, f); fclose(f); }
+    int code;
+    EXPECT_DIE(code, read_items(e, tok, path));
+    unlink(path);
+    return code;
+}
+TEST(eval_files, "dialogues and LongBench items are read as documented; a malformed line ends with 2 and its number") {
+    EvalSet e = { 0 };
+    int code = read_lines("{\"type\":\"t\",\"turns\":[{\"user\":\"hi\"},{\"paras\":[\"p\",\"q\"],\"query\":\"w?\",\"answers\":[\"x\",\"y\"],\"reply\":\"It is x.\"}]}\n\n  \n"
+                          "{\"input\":\"Which?\",\"context\":\"C.\",\"answers\":[\"A\"],\"all_classes\":[\"A\",\"B\"],\"dataset\":\"trec\",\"length\":3}\n"
+                          "{\"input\":\"\",\"context\":\"Long.\",\"answers\":[\"short\"],\"all_classes\":null,\"dataset\":\"gov_report_e\"}\n"
+                          "{\"input\":\"Who?\",\"context\":\"\",\"answers\":[\"me\"]}\n{\"metric\":\"exact\",\"turns\":[{\"user\":\"u\",\"answers\":[\"v\"]}]}", &e);
+    CHECK(code == 0 && arrlen(e.item) == 5, "%d: %s", code, die_text);
+    if (arrlen(e.item) == 5) {
+        const EvalTurn *t = &e.item[0].turn[1];
+        CHECK(!strcmp(e.item[0].task, "t") && e.item[0].metric == METRIC_FOUND && !e.item[0].turn[0].answers && !strcmp(t->user, "p\n\nq\n\nw?") && arrlen(t->answers) == 2 && t->position == 2, "dialogue: %s", t->user);
+        CHECK(!strcmp(t->reply, "It is x.") && e.item[0].length > 3, "reply %s, length %d", t->reply, e.item[0].length);
+        CHECK(arrlen(t->span) == 2 && t->span[0] == 6 && t->span[1] == 7, "the answer in the reply");
+        CHECK(!strcmp(e.item[1].task, "trec") && e.item[1].metric == METRIC_CLASS && e.item[1].first_line && arrlen(e.item[1].turn[0].classes) == 2 && !strcmp(e.item[1].turn[0].user, "C.\n\nWhich?"), "trec");
+        CHECK(e.item[2].metric == METRIC_ROUGE_LONGBENCH && !e.item[2].first_line && !strcmp(e.item[2].turn[0].user, "Long."), "summary: %s", e.item[2].turn[0].user);
+        CHECK(e.item[3].metric == METRIC_F1 && !strcmp(e.item[3].turn[0].user, "Who?") && !strcmp(e.item[3].task, "file"), "question alone");
+        CHECK(e.item[4].metric == METRIC_EXACT && e.item[4].number == 4, "metric by name");
+    }
+    static const struct { const char *said; double score; } lines[] = { { "\n A\nB", 1 }, { "B\nA", 0 }, { "A or B", .5 } };
+    for (int i = 0; i < 3 && arrlen(e.item) > 1; i++) {  // TREC: the first line alone
+        Score sc = { 0 };
+        note_answer(&e.item[1], 0, lines[i].said, &sc);
+        CHECK(near_to(sc.answers[0].score, lines[i].score) && sc.answers[0].position == 2 && sc.answers[0].turns == 1, "'%s' scores %g", lines[i].said, sc.answers[0].score);
+        arrfree(sc.answers);
+    }
+    eval_set_free(&e);
+    static const struct { const char *line, *says; } bad[] = {
+        { "{\"turns\":", "byte" }, { "[1]", "no object" }, { "{\"a\":1}", "neither 'turns'" }, { "{\"turns\":[]}", "no list of turns" }, { "{\"turns\":{}}", "no list of turns" },
+        { "{\"turns\":[3]}", "turn 1" }, { "{\"turns\":[{\"user\":\"u\"},{}]}", "turn 2" }, { "{\"turns\":[{\"user\":4,\"answers\":[\"x\"]}]}", "'user'" },
+        { "{\"turns\":[{\"user\":\"u\",\"answers\":\"x\"}]}", "'answers'" }, { "{\"turns\":[{\"user\":\"u\",\"answers\":[]}]}", "'answers'" }, { "{\"turns\":[{\"user\":\"u\",\"answers\":[1]}]}", "'answers'" },
+        { "{\"metric\":\"best\",\"turns\":[{\"user\":\"u\"}]}", "'metric'" }, { "{\"metric\":\"accuracy\",\"turns\":[{\"user\":\"u\",\"answers\":[\"x\"]}]}", "'classes'" },
+        { "{\"input\":\"i\",\"context\":\"c\"}", "'answers'" }, { "{\"input\":\"i\",\"context\":7,\"answers\":[\"x\"]}", "'context'" }, { "{\"input\":\"\",\"context\":\"\",\"answers\":[\"x\"]}", "empty" },
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char text[512];
+        EvalSet f = { 0 };
+        snprintf(text, sizeof text, "{\"turns\":[{\"user\":\"u\",\"answers\":[\"v\"]}]}\n\n%s\n", bad[i].line);
+        code = read_lines(text, &f);
+        CHECK(code == EXIT_USAGE && strstr(die_text, "line 3") && strstr(die_text, bad[i].says), "%s: %d %s", bad[i].line, code, die_text);
+        eval_set_free(&f);
+    }
+    EvalSet f = { 0 };
+    CHECK(read_lines("{\"turns\":[{\"user\":\"u\"}]}\n", &f) == EXIT_USAGE && strstr(die_text, "no turn has 'answers'"), "%s", die_text);
+    eval_set_free(&f);
+}
+
+// ---- the two passes, and the program
+TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, computed by hand; full differs from itself by nothing; rewritten history is the right one") {
+    char err[256];
+    App a = { .o = options_new() };
+    options_set(a.o, "model", "models/kvcomp-tiny", err);
+    options_set(a.o, "temp", "0", err);
+    open_model(&a);
+    open_tokenizer(&a, 1);
+    open_session(&a);
+    EvalSet e = make_set(a.tok, 0, 128, 2, 1);
+    const EvalItem *it = &e.item[7];                     // a text, a question, a second question
+    float *ref = NULL;
+    Score sc = { 0 };
+    play_forced(&a, it, &ref, NULL);
+    play_free(&a, it, &sc);
+    play_forced(&a, it, &ref, &sc);
+    CHECK(arrlen(it->turn) == 3 && arrlen(sc.answers) == 2 && sc.items == 1 && sc.peak > 0, "%d turns, %d answers", (int)arrlen(it->turn), (int)arrlen(sc.answers));
+    CHECK(sc.kld == 0 && sc.top1 == sc.predicted && sc.predicted == (long)arrlen(sc.each) && sc.predicted == (long)(arrlen(ref) / a.c->V), "kld %g, top1 %g of %ld", sc.kld, sc.top1, sc.predicted);
+    double nll = 0;                                      // the last answer again, one flat dialogue
+    int counted = 0, from = (int)(strstr(it->turn[2].reply, it->turn[2].answers[0]) - it->turn[2].reply), to = from + (int)strlen(it->turn[2].answers[0]), at = 0;
+    Session *s = session_open(a.c, a.w, a.o, "full");
+    record_clear(&a);
+    for (int j = 0; j < 3; j++) {
+        Turn t = render_turn(&a, it->turn[j].user);
+        int *ids = tokenizer_encode(a.tok, it->turn[j].reply, strlen(it->turn[j].reply), 0, NULL);
+        const float *y = prefill(s, t.pre, (int)arrlen(t.pre));
+        for (int k = 0; k < (int)arrlen(ids); k++) {
+            int n, begin = at;
+            tokenizer_bytes(a.tok, ids[k], &n);
+            if (j == 2) at += n;
+            if (j == 2 && at > from && begin < to) { nll += log_sum_exp(y, a.c->V) - y[ids[k]]; counted++; }
+            y = decode(s, ids[k]);
+        }
+        arrfree(ids);
+        arrput(a.turn, t);
+    }
+    CHECK(counted && fabs(nll / counted - sc.answers[1].nll) < 1e-4, "NLL %g, by hand %g over %d tokens", sc.answers[1].nll, nll / counted, counted);
+    options_set(a.o, "eval-history", "gold", err);
+    Score gold = { 0 };
+    play_free(&a, it, &gold);
+    for (int j = 0; j < 3; j++) {
+        int *ids = gold_ids(&a, &it->turn[j]);
+        CHECK(arrlen(ids) == arrlen(a.turn[j].dec) && !memcmp(ids, a.turn[j].dec, (size_t)arrlen(ids) * sizeof *ids), "turn %d: the history is not the right reply", j);
+        arrfree(ids);
+    }
+    CHECK(arrlen(gold.answers) == 2, "%d answers", (int)arrlen(gold.answers));
+    session_close(s);
+    arrfree(ref); arrfree(sc.answers); arrfree(sc.each); arrfree(gold.answers);
+    eval_set_free(&e);
+    token_text = (TokenText){0};                         // open_tokenizer gave it the tokenizer that goes now
+    app_close(&a);
+}
+
 // ==================================================================================================== 18 BENCHMARK
 // The benchmark's numbers: a filled cache is what a prefill would have left, bytes a step are those of the rows it read, and the
 // three forms of a line carry the same fields.
@@ -6673,6 +7084,46 @@ TEST(cli_terminal, "on a terminal: editing keys, a long paste in one piece, Ctrl
     const char *leave[] = { "\x03", "\x03" };
     double wait3[] = { 1.5, .3 };
     CHECK(pty_chat(leave, wait3, 2, seen, sizeof seen) == EXIT_INTERRUPT, "twice at the prompt leaves with 130");
+}
+// What a row of --csv says up to its clock: seconds are no property of the method.
+static void cut_clock(char *csv) {
+    int column = -1, k = 0;
+    char *w = csv;
+    for (char *p = csv; *p && *p != '\n'; p++) if (*p == ',') { k++; if (!strncmp(p, ",prefill_s", 10)) column = k; }
+    k = 0;
+    for (char *r = csv; *r; r++) {
+        if (*r == '\n') k = 0;
+        if (*r == ',') k++;
+        if (k < column) *w++ = *r;
+    }
+    *w = 0;
+}
+TEST(cli_eval, "--eval on the shipped model: the same rows for any number of threads, full above a small budget, json and csv with the same names; misuse ends with 2") {
+    static char one[1 << 14];
+    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp --eval needle,facts --eval-items 2 --eval-length 128 --compare full,streaming,q8 --budgets 24 -q";
+    CHECK(sh("%s --csv -t 1", run) == 0 && lines_in(sh_out) == 4 && !*sh_err, "%s%s", sh_out, sh_err);
+    double score[3] = { 0 };
+    char *line = strchr(sh_out, '\n');
+    for (int i = 0; i < 3 && line; i++, line = strchr(line + 1, '\n')) CHECK(sscanf(line, "\n%*[^,],%*d,10,16,%lf", &score[i]) == 1, "%s", line);
+    CHECK(score[0] > score[1] && score[0] > .3, "full %g, streaming %g", score[0], score[1]);
+    snprintf(one, sizeof one, "%.16000s", sh_out);
+    CHECK(sh("%s --csv -t 2", run) == 0, "%s", sh_err);
+    cut_clock(one); cut_clock(sh_out);
+    CHECK(strstr(one, "kv_bytes_peak") && !strstr(one, "prefill_s") && !strcmp(one, sh_out), "two threads:\n%s\none:\n%s", sh_out, one);
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --json -q -t 1 --eval-history gold") == 0 && lines_in(sh_out) == 1, "%s", sh_err);
+    char err[256];
+    Json *row = json_parse(sh_out, strlen(sh_out), err);
+    CHECK(row, "%s: %s", err, sh_out);
+    static const char *keys[] = { "method", "budget", "model", "options", "score", "score_lo", "score_hi", "score_gap", "score_gap_hi", "facts", "facts_lo", "facts_gap_lo", "alone", "alone_hi", "exact", "nll", "kld_mean", "kld_p99", "top1", "kv_bytes_stored", "kv_bytes_attended", "kv_bytes_peak", "prefill_s", "tg_tok_s" };
+    for (size_t i = 0; row && i < sizeof keys / sizeof *keys; i++) CHECK(json_get(row, keys[i]), "no %s in %s", keys[i], sh_out);
+    if (row) { CHECK(json_get(row, "kld_mean")->num == 0, "full differs from full"); json_free(row); }
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 -t 1") == 0 && !strncmp(sh_out, "| method | budget | score |", 27) && lines_in(sh_out) == 3 && strstr(sh_err, "1 rows"), "%s%s", sh_out, sh_err);
+    CHECK(sh("./kvcomp --eval nosuch") == 2 && strstr(sh_err, "needle"), "%s", sh_err);
+    CHECK(sh("./kvcomp --eval needle --eval-length 12") == 2 && strstr(sh_err, "--eval-length"), "%s", sh_err);
+    CHECK(sh("./kvcomp --eval needle --eval-length 5000") == 2 && strstr(sh_err, "context has 4096"), "%s", sh_err);
+    CHECK(sh("./kvcomp --eval file") == 2 && sh("./kvcomp --eval kld") == 2 && strstr(sh_err, "--eval-file"), "%s", sh_err);
+    CHECK(sh("./kvcomp --eval file --eval-file /nonexistent") == 2 && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("./kvcomp --eval needle --compare full,nosuch") == 2 && !*sh_out && strstr(sh_err, "nosuch"), "%s", sh_err);
 }
 TEST(cli_readme, "every command README.md prints works as typed") {
     static char text[1 << 18];
