@@ -252,7 +252,7 @@ PHASES = [
     ("medium", 600, 2048, {64: 4, 160: 3, 256: 2, 512: 1}, 0.01, 1.0, 0.9),
     ("long", 1850, 2048, {64: 2, 160: 2, 256: 2, 512: 2, 1024: 1.5, 2048: 0.3}, 0.08, 0.9, 0.02),
     ("grown", 3000, 2048, {64: 2, 160: 3, 256: 3, 512: 3, 1024: 2.5, 2048: 0.5}, 0.05, 0.7, 0.6),
-    ("longer", 1000, 4096, {64: 1, 256: 2, 512: 2, 1024: 2, 2048: 1.2, 4000: 0.7}, 0.03, 0.6, 0.02),
+    ("longer", 1500, 4096, {64: 1, 256: 2, 512: 2, 1024: 2, 2048: 1.2, 4000: 0.7}, 0.03, 0.6, 0.02),
 ]
 GROWN = 4                                                                   # from this phase on the model has all its layers
 
@@ -261,7 +261,7 @@ def batches(seed, phase):
     from tokenizers import Tokenizer
     tok = Tokenizer.from_file(os.path.join(OUT, "tokenizer.json"))
     name, _, size, lengths, share, _, _ = phase
-    r = random.Random(seed); np.random.seed(seed % 2 ** 32)
+    r, pace = random.Random(seed), random.Random(seed // 2); np.random.seed(seed % 2 ** 32)
     while True:
         if name == "induction": rows = induction(r, 64, size // 64 * 8)
         else:
@@ -273,8 +273,7 @@ def batches(seed, phase):
         for x in rows:
             if group and (len(group) + 1) * len(x[0]) > size: out.append(group); group = []
             group.append(x)
-        r.shuffle(out)
-        for g in out: yield pack(r, g)
+        while out: yield pack(r, out.pop(int(pace.random() * len(out))))     # both workers draw rows of like length: neither waits for the other
 
 # ------------------------------------------------------------------------------------------------------------ training
 WORKERS = 2                                                                 # processes, each with one thread and half of every batch

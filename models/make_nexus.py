@@ -70,7 +70,7 @@ def collate(examples):
 def batches(seed, fixed):
     from tokenizers import Tokenizer
     tok = Tokenizer.from_file(os.path.join(M.OUT, "tokenizer.json"))
-    r = random.Random(seed); np.random.seed(seed % 2 ** 32)
+    r, pace = random.Random(seed), random.Random(seed // 2); np.random.seed(seed % 2 ** 32)
     while True:
         chats = [data_gen.make_chat(r, r.choice((64, 100, 160, 240, 360))) for _ in range(120)]
         coded = [(*x, bool(c[0])) for x, c in zip(M.encode(tok, chats), chats) if len(c[1]) > 1 and len(x[0]) < 560]
@@ -82,8 +82,7 @@ def batches(seed, fixed):
         for e in rows:
             if group and (len(group) + 1) * sum(map(len, e[3:])) > ROWS: out.append(group); group = []
             group.append(e)
-        r.shuffle(out)
-        for g in out: yield collate(g)
+        while out: yield collate(out.pop(int(pace.random() * len(out))))
 
 # --------------------------------------------------------------------------------------------------------------- student
 class Nexus(nn.Module):
