@@ -9135,8 +9135,8 @@ static void base64_write(FILE *f, const unsigned char *p, size_t n) {
 
 // ---- the page
 static const char *report_style =
-    ":root{--bg:#fff;--fg:#1b1f24;--dim:#5c6670;--line:#d5dae0;--card:#f5f7f9;--kept:31,152,139;color-scheme:light dark}\n"
-    "@media (prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e3e7eb;--dim:#98a2ad;--line:#343b43;--card:#1d2227;--kept:45,190,165}}\n"
+    ":root{--bg:#fff;--fg:#1b1f24;--dim:#5c6670;--line:#d5dae0;--card:#f5f7f9;--kept:31,152,139;--ok:#11784f;--bad:#c23a20;color-scheme:light dark}\n"
+    "@media (prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e3e7eb;--dim:#98a2ad;--line:#343b43;--card:#1d2227;--kept:18,134,118;--ok:#4cc492;--bad:#ff7a5c}}\n"
     "body{background:var(--bg);color:var(--fg);font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:1.5rem auto;padding:0 1rem}\n"
     "section{border-top:1px solid var(--line);margin-top:2.5rem}h1{margin-bottom:.3rem}h2{margin:1.2rem 0 .3rem}h3{font-size:1rem;margin:1rem 0 .3rem}\n"
     "p.how{max-width:60rem;margin:.2rem 0 .8rem}p.note{color:var(--dim);font-size:.9rem}p.src{color:var(--dim);font-size:.75rem;overflow-wrap:anywhere}\n"
@@ -9156,7 +9156,7 @@ static const char *report_style =
     ".maps{display:flex;flex-wrap:wrap;gap:.8rem}.maps figure{margin:0;width:11rem}.maps figcaption{font-size:.75rem;line-height:1.3}.maps svg{width:100%;display:block}\n"
     ".maps.one figure{display:none;width:min(34rem,100%)}.maps.one figure.on{display:block}.maps.one figcaption{font-size:.9rem}.maps image{image-rendering:pixelated}\n"
     ".maps .void{fill:var(--bg)}.maps .line{fill:#ff4d4d;fill-opacity:.18;stroke:#ff4d4d;stroke-width:1;vector-effect:non-scaling-stroke}.maps .whole{fill:#f2a33c;stroke:#f2a33c;fill-opacity:.12;stroke-dasharray:3 3;stroke-opacity:.7}#lines:not(:checked)~.maps .line{display:none}\n"
-    ".sliders{display:none}.js .sliders{display:flex;flex-wrap:wrap;gap:.4rem 1.5rem;margin:.4rem 0}.sliders input{vertical-align:middle;width:14rem}.ok{color:#128a5f}.bad{color:#d0452b}\n";
+    ".sliders{display:none}.js .sliders{display:flex;flex-wrap:wrap;gap:.4rem 1.5rem;margin:.4rem 0}.sliders input{vertical-align:middle;width:14rem}.ok{color:var(--ok)}.bad{color:var(--bad)}\n";
 
 static void report_shades(FILE *f) {                     // classes: v0..v15 viridis; r0..r10 red to green; k1..k8 the share of heads that keep a token
     for (int i = 0; i < SHADES; i++)
@@ -9826,8 +9826,8 @@ static int cluster_answers(const Report *r, const TreeView *v, int c) {  // does
 static void node_line(Report *r, TreeView *v, const Nodes *u, int node, const char *what, int n_read, int answers) {
     float match = node_match(v, u, node), bound = match + u->r[node];
     int shade = v->hi > v->lo ? (int)((bound - v->lo) / (v->hi - v->lo) * (SHADES - 1) + .5f) : 0;
-    fprintf(r->f, "<details%s><summary class=\"%s\"><i class=\"v%d\"></i>%s %d: %d chunks, %d read; bound %.2f = match %.2f + radius %.2f%s</summary>\n", n_read || answers ? " open=\"open\"" : "",
-            n_read ? "read" : "skip", shade, what, node, u->chunks[node], n_read, bound, match, u->r[node], answers ? " <b class=\"gold\">the answer is in here</b>" : "");
+    fprintf(r->f, "<details%s><summary class=\"%s\"><i class=\"v%d\"></i>%s %d: %d chunk%s, %d read; bound %.2f = match %.2f + radius %.2f%s</summary>\n", n_read || answers ? " open=\"open\"" : "",
+            n_read ? "read" : "skip", shade, what, node, u->chunks[node], u->chunks[node] == 1 ? "" : "s", n_read, bound, match, u->r[node], answers ? " <b class=\"gold\">the answer is in here</b>" : "");
     csv_row(r, "lychee", what, "node, chunks read, upper bound, radius, match", node, n_read, bound, u->r[node], match);
 }
 static void tokens_text(Report *r, const Token *t, int n) {      // the tokens' bytes as one text
