@@ -9143,10 +9143,10 @@ static const char *report_style =
     "nav a{margin-right:1rem}a{color:#2a88c8}svg{max-width:100%;height:auto}svg text{fill:var(--fg);font:12px system-ui,sans-serif}svg text.dim{fill:var(--dim)}\n"
     "svg .grid{stroke:var(--line);stroke-width:1;fill:none}.row{display:flex;flex-wrap:wrap;gap:1.5rem;align-items:flex-start}\n"
     "table{border-collapse:collapse;font-size:.9rem;margin:.5rem 0}th,td{white-space:nowrap;padding:.2rem .6rem;border:1px solid var(--line);text-align:right;font-variant-numeric:tabular-nums}\n"
-    "th{background:var(--card);font-weight:600}td.t,th.t{text-align:left;white-space:normal}caption{text-align:left;font-weight:600;padding:.2rem 0}div.wide{overflow-x:auto}\n"
+    "th{background:var(--card);font-weight:600}td.t,th.t{text-align:left;white-space:normal}caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}div.wide{overflow-x:auto}\n"
     "ul.legend{list-style:none;padding:0;margin:.4rem 0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;font-size:.9rem}ul.legend svg{vertical-align:middle;margin-right:.4rem}\n"
     ".s0{--c:var(--fg)}.s1{--c:#1f83c4}.s2{--c:#e09a00}.s3{--c:#0fa37a}.s4{--c:#cc6fa3}.s5{--c:#dd5a1e}.s6{--c:#58b4e8}.s7{--c:#9273bd}.s8{--c:#9a9a18}\n"
-    "path.s{fill:none;stroke:var(--c);stroke-width:2.2}path.s0.s{stroke-width:7;opacity:.3}circle.s,rect.s{fill:var(--c)}path.s6,path.s7{stroke-dasharray:7 4}path.s8{stroke-dasharray:2 3}\n"
+    "path.s{fill:none;stroke:var(--c);stroke-width:2.2}path.s0.s{stroke-width:7;opacity:.3}circle.s,rect.s{fill:var(--c)}path.s6,path.s7{stroke-dasharray:7 4}path.s8{stroke-dasharray:2 3}path.again{stroke-dasharray:11 3 2 3}\n"
     "path.front{fill:none;stroke:var(--fg);stroke-dasharray:5 5;stroke-width:1.3;opacity:.7}path.bar{fill:none;stroke:var(--c);stroke-width:1.3}\n"
     ".tokens{background:var(--card);padding:.6rem .9rem;white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem;line-height:1.55}.tokens .k0{color:var(--dim);opacity:.6}.tokens b{font-weight:600;border-bottom:3px solid #e0662a}\n"
     ".side{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(30rem,100%),1fr));gap:0 1.5rem}\n"
@@ -9191,14 +9191,14 @@ KV_PRINTF(2, 3) static void picture_note(Report *r, const char *fmt, ...) {     
 
 // ---- a chart of lines: y from 0, x linear or logarithmic
 typedef struct { double x, y, lo, hi; char what[32]; } Spot;    // lo < hi: an error bar
-typedef struct { const char *name; Spot *spot; } Series;        // spot: stb array
-typedef struct { const char *x_name, *y_name; int log_x, bytes_x, bytes_y, dots, colour; double y_top; } Axes;    // colour: of the first series; 0 is full attention's band
+typedef struct { const char *name; int colour; Spot *spot; } Series;      // colour 0: full attention's wide band. spot: stb array
+typedef struct { const char *x_name, *y_name; int log_x, bytes_x, bytes_y, dots; double y_top; } Axes;
 typedef struct { const Axes *ax; double x0, x1, y1; } Frame;    // the ranges shown
 enum { CHART_W = 520, CHART_H = 330, CHART_LEFT = 66, CHART_RIGHT = 16, CHART_TOP = 14, CHART_BOTTOM = 48 };
 
 static double nice_step(double range, int n) {
     double p = pow(10, floor(log10(range / n))), k = range / n / p;
-    return p * (k <= 1 ? 1 : k <= 2 ? 2 : k <= 5 ? 5 : 10);
+    return p * (k < 1.5 ? 1 : k < 3.5 ? 2 : k < 7.5 ? 5 : 10);
 }
 static double chart_x(const Frame *c, double x) {
     double share = c->ax->log_x ? log(x / c->x0) / log(c->x1 / c->x0) : (x - c->x0) / (c->x1 - c->x0);
@@ -9249,27 +9249,39 @@ static void chart_grid(FILE *f, const Frame *c) {
     html_text(f, c->ax->y_name);
     fprintf(f, "</text>\n");
 }
-static void chart_series(FILE *f, const Frame *c, const Series *s, int i) {
-    fprintf(f, "<path class=\"s%d s\" d=\"", i % SERIES);
+static const char *series_class(int colour, char class[24]) {    // after the last colour again the first ones, dashed otherwise
+    snprintf(class, 24, "s%d s%s", colour ? 1 + (colour - 1) % (SERIES - 1) : 0, colour >= SERIES ? " again" : "");
+    return class;
+}
+static void chart_series(FILE *f, const Frame *c, const Series *s) {
+    char class[24];
+    fprintf(f, "<path class=\"%s\" d=\"", series_class(s->colour, class));
     for (int j = 0; j < (int)arrlen(s->spot); j++) fprintf(f, "%s%.1f %.1f", j ? "L" : "M", chart_x(c, s->spot[j].x), chart_y(c, s->spot[j].y));
     fprintf(f, "\"/>\n");
+    double at_x = -99, at_y = -99;                       // the last number written: the next must not cover it
     for (int j = 0; c->ax->dots && j < (int)arrlen(s->spot); j++) {
         const Spot *p = &s->spot[j];
         double x = chart_x(c, p->x), y = chart_y(c, p->y), lo = chart_y(c, p->lo), hi = chart_y(c, p->hi);
-        if (p->lo < p->hi) fprintf(f, "<path class=\"s%d bar\" d=\"M%.1f %.1fV%.1fM%.1f %.1fh8M%.1f %.1fh8\"/>", i % SERIES, x, lo, hi, x - 4, lo, x - 4, hi);
-        fprintf(f, "<circle class=\"s%d s\" cx=\"%.1f\" cy=\"%.1f\" r=\"4.5\"><title>", i % SERIES, x, y);
+        if (p->lo < p->hi) fprintf(f, "<path class=\"%.2s bar\" d=\"M%.1f %.1fV%.1fM%.1f %.1fh8M%.1f %.1fh8\"/>", class, x, lo, hi, x - 4, lo, x - 4, hi);
+        fprintf(f, "<circle class=\"%s\" cx=\"%.1f\" cy=\"%.1f\" r=\"4.5\"><title>", class, x, y);
         html_text(f, s->name);
         fprintf(f, " %s: %.4g</title></circle>", p->what, p->y);
-        if (*p->what) fprintf(f, "<text class=\"dim\" x=\"%.1f\" y=\"%.1f\">%s</text>", x + 7, y - 6, p->what);
+        int room = fabs(x + 7 - at_x) > 20 || fabs(y - 6 - at_y) > 12;
+        if (*p->what && room) fprintf(f, "<text class=\"dim\" x=\"%.1f\" y=\"%.1f\">%s</text>", at_x = x + 7, at_y = y - 6, p->what);
         fputc('\n', f);
     }
 }
 static void legend_begin(FILE *f) { fprintf(f, "<ul class=\"legend\">\n"); }
 static void legend_end(FILE *f) { fprintf(f, "</ul>\n"); }
-static void legend_line(FILE *f, int i, const char *name) {
-    fprintf(f, "<li><svg width=\"34\" height=\"12\"><path class=\"s%d s\" d=\"M1 6H33\"/></svg>", i % SERIES);
-    html_text(f, name);
-    fprintf(f, "</li>\n");
+static void legend_lines(FILE *f, const Series *s, int n) {
+    char class[24];
+    legend_begin(f);
+    for (int i = 0; i < n; i++) {
+        fprintf(f, "<li><svg width=\"34\" height=\"12\"><path class=\"%s\" d=\"M1 6H33\"/></svg>", series_class(s[i].colour, class));
+        html_text(f, s[i].name);
+        fprintf(f, "</li>\n");
+    }
+    legend_end(f);
 }
 static void legend_box(FILE *f, const char *class, const char *name) {
     fprintf(f, "<li><svg width=\"16\" height=\"12\"><rect class=\"%s\" x=\"1\" y=\"1\" width=\"14\" height=\"10\"/></svg>", class);
@@ -9283,7 +9295,7 @@ static void chart(FILE *f, const Axes *ax, const Series *s, int n, const Spot *f
     if (front) fprintf(f, "<path class=\"front\" d=\"");
     for (int i = 0; i < (int)arrlen(front); i++) fprintf(f, i ? "H%.1fV%.1f" : "M%.1f %.1f", chart_x(&c, front[i].x), chart_y(&c, front[i].y));
     if (front) fprintf(f, "H%d\"/>\n", CHART_W - CHART_RIGHT);
-    for (int i = 0; i < n; i++) chart_series(f, &c, &s[i], ax->colour + i);
+    for (int i = 0; i < n; i++) chart_series(f, &c, &s[i]);
     fprintf(f, "</svg>\n");
 }
 static void series_free(Series *s) {
@@ -9293,7 +9305,7 @@ static void series_free(Series *s) {
 
 // ---- 1: quality against bytes
 enum { BY_SCORE, BY_KLD, BY_PPL };
-static const char *metric_names[] = { "mean score (0 to 1, higher is better)", "KL divergence from full attention (nats, lower is better)", "perplexity (lower is better)" };
+static const char *metric_names[] = { "mean score (0 to 1; higher is better)", "KL divergence from full (nats; lower is better)", "perplexity (lower is better)" };
 
 static int rows_metric(const Score *rows) {
     int metric = BY_PPL;
@@ -9330,10 +9342,11 @@ static Spot *frontier(const Series *s, int n, int higher) {      // the points n
 }
 static Series *score_series(Report *r, const Score *rows, int metric, int read) {        // one a method, its budgets as points
     Series *s = NULL;
+    int colours = 0;
     for (int i = 0; i < (int)arrlen(rows); i++) {
         int k = 0;
         while (k < (int)arrlen(s) && strcmp(s[k].name, rows[i].name)) k++;
-        if (k == (int)arrlen(s)) { Series one = { rows[i].name, NULL }; arrput(s, one); }
+        if (k == (int)arrlen(s)) { Series one = { rows[i].name, strcmp(rows[i].name, "full") ? ++colours : 0, NULL }; arrput(s, one); }
         Spot p = { .x = row_bytes(&rows[i], read), .y = row_quality(&rows[i], metric), .lo = rows[i].lo, .hi = rows[i].hi };
         if (rows[i].budget && strcmp(rows[i].name, "full")) snprintf(p.what, sizeof p.what, "%d", rows[i].budget);
         arrput(s[k].spot, p);
@@ -9344,22 +9357,25 @@ static Series *score_series(Report *r, const Score *rows, int metric, int read) 
 static void score_table(Report *r, const Score *rows, int metric) {      // the table of --compare, and a column a task
     const char **task = NULL;
     char b[32];
+    int spread = 0;                                      // are there intervals?
+    for (int i = 0; i < (int)arrlen(rows); i++) spread |= rows[i].lo < rows[i].hi;
     for (int i = 0; i < (int)arrlen(rows); i++)
         for (int j = 0; j < (int)arrlen(rows[i].answers); j++) {
             int k = 0;
             while (k < (int)arrlen(task) && strcmp(task[k], rows[i].answers[j].task)) k++;
             if (k == (int)arrlen(task)) arrput(task, rows[i].answers[j].task);
         }
-    fprintf(r->f, "<div class=\"wide\"><table><tr><th class=\"t\">method</th><th>budget (rows a head)</th><th>%s</th><th>95 %% interval</th>", metric == BY_SCORE ? "mean score" : metric == BY_KLD ? "KLD (nats)" : "perplexity");
+    fprintf(r->f, "<div class=\"wide\"><table><tr><th class=\"t\">method</th><th>budget (rows a head)</th><th>%s</th>", metric == BY_SCORE ? "mean score" : metric == BY_KLD ? "KLD (nats)" : "perplexity");
+    if (spread) fprintf(r->f, "<th>95 %% interval</th>");
     for (int k = 0; k < (int)arrlen(task) && arrlen(task) > 1; k++) { fprintf(r->f, "<th>"); html_text(r->f, task[k]); fprintf(r->f, "</th>"); }
     fprintf(r->f, "<th>stored</th><th>of full</th><th>read a step</th><th>peak</th><th>prefill s</th><th>tok/s</th></tr>\n");
     for (int i = 0; i < (int)arrlen(rows); i++) {
         const Score *s = &rows[i];
         fprintf(r->f, "<tr><td class=\"t\">");
         html_text(r->f, s->name);
-        fprintf(r->f, "</td><td>%d</td><td>%.3f</td><td>", s->budget, row_quality(s, metric));
-        if (s->lo < s->hi) fprintf(r->f, "%.3f to %.3f", s->lo, s->hi);
-        fprintf(r->f, "</td>");
+        if (strcmp(s->name, "full")) fprintf(r->f, "</td><td>%d", s->budget); else fprintf(r->f, "</td><td>");
+        fprintf(r->f, metric == BY_KLD ? "</td><td>%.5f</td>" : "</td><td>%.3f</td>", row_quality(s, metric));
+        if (spread) fprintf(r->f, "<td>%.3f to %.3f</td>", s->lo, s->hi);
         for (int k = 0; k < (int)arrlen(task) && arrlen(task) > 1; k++) {
             double x = mean_answer(s->answers, task[k]);
             if (x < 0) fprintf(r->f, "<td></td>"); else fprintf(r->f, "<td>%.3f</td>", x);
@@ -9372,9 +9388,11 @@ static void score_table(Report *r, const Score *rows, int metric) {      // the 
     arrfree(task);
 }
 static void draw_pareto(Report *r, const Score *rows) {
-    picture_begin(r, "pareto", "Quality against bytes",
-                  "Each point is one method at one budget (the small number: rows kept or read per head). Up and to the left is good: right answers from few bytes. "
-                  "Bars are 95 % bootstrap intervals; on the dashed line nothing cheaper is better. Left: bytes held; right: bytes read for one new token (methods that only save reads gain there).");
+    char how[640];
+    snprintf(how, sizeof how, "Each point is one method at one budget (the small number: rows kept or read per head). Good is left and %s. Bars, if there are any, are 95 %% bootstrap intervals; "
+             "on the dashed line nothing cheaper is better. Left chart: bytes held; right chart: bytes read for one new token (methods that only save reads gain there).",
+             rows_metric(rows) == BY_SCORE || !arrlen(rows) ? "up: right answers from few bytes" : "down: close to full attention from few bytes");
+    picture_begin(r, "pareto", "Quality against bytes", how);
     if (!arrlen(rows)) picture_note(r, "No scores were measured: give --eval TASK (and --compare METHODS --budgets LIST) together with --report.");
     else {
         int metric = rows_metric(rows);
@@ -9387,9 +9405,7 @@ static void draw_pareto(Report *r, const Score *rows) {
             chart(r->f, &ax, s, (int)arrlen(s), front);
             if (read) {
                 fprintf(r->f, "</div>\n");
-                legend_begin(r->f);
-                for (int i = 0; i < (int)arrlen(s); i++) legend_line(r->f, i, s[i].name);
-                legend_end(r->f);
+                legend_lines(r->f, s, (int)arrlen(s));
             }
             arrfree(front);
             series_free(s);
@@ -9600,7 +9616,7 @@ static void draw_memory(Report *r, const DemoRun *d) {
         Series *s = NULL;
         for (int i = 0; i < (int)arrlen(d); i++) {
             if (*d[i].why) continue;
-            Series one = { d[i].name, NULL };
+            Series one = { d[i].name, i, NULL };
             for (int t = 0; t < DEMO_TURNS; t++) {
                 Spot p = { .x = t + 1, .y = read ? d[i].read[t] : d[i].stored[t] };
                 arrput(one.spot, p);
@@ -9612,9 +9628,7 @@ static void draw_memory(Report *r, const DemoRun *d) {
         chart(r->f, &ax, s, (int)arrlen(s), NULL);
         if (read) {
             fprintf(r->f, "</div>\n");
-            legend_begin(r->f);
-            for (int i = 0; i < (int)arrlen(s); i++) legend_line(r->f, i, s[i].name);
-            legend_end(r->f);
+            legend_lines(r->f, s, (int)arrlen(s));
         }
         series_free(s);
     }
@@ -9674,10 +9688,12 @@ static void draw_heads(Report *r) {
 }
 
 // ---- 5: PATS
-static Series pats_line(Report *r, const char *name, const Pats *x, int T) {     // b(t,T) of every token, as a step line
-    Series s = { name, NULL };
+static Series pats_line(Report *r, const char *name, int colour, const Pats *x, int T) {     // b(t,T) of every token, as a step line
+    Series s = { name, colour, NULL };
+    Pats y = *x;
+    y.T1 = y.n1 = T;                                     // frozen: a first prefill of T tokens
     for (int t = 0, b = -1; t <= T; t++) {
-        int next = t < T ? pats_bits(x, t, T) : b;
+        int next = t < T ? pats_bits(&y, t, T) : b;
         if (next == b && t < T) continue;
         Spot p = { .x = t, .y = b };
         if (b >= 0) arrput(s.spot, p);
@@ -9688,14 +9704,12 @@ static Series pats_line(Report *r, const char *name, const Pats *x, int T) {    
     return s;
 }
 static void pats_chart(Report *r, Series *s, const char *title) {
-    Axes ax = { .x_name = "position t of the token (0: oldest)", .y_name = "b(t,T): low bits cut from each element", .colour = 1, .y_top = 11 };
+    Axes ax = { .x_name = "position t of the token (0: oldest)", .y_name = "b(t,T): low bits cut from each element", .y_top = 11 };
     fprintf(r->f, "<div><h3>");
     html_text(r->f, title);
     fprintf(r->f, "</h3>\n");
     chart(r->f, &ax, s, (int)arrlen(s), NULL);
-    legend_begin(r->f);
-    for (int i = 0; i < (int)arrlen(s); i++) legend_line(r->f, i + 1, s[i].name);
-    legend_end(r->f);
+    legend_lines(r->f, s, (int)arrlen(s));
     fprintf(r->f, "</div>\n");
     series_free(s);
 }
@@ -9704,13 +9718,13 @@ static void pats_schedules(Report *r, const Pats *x) {
     static const int T[] = { 256, 512, 1024 };
     Series *s = NULL;
     fprintf(r->f, "<div class=\"row\">\n");
-    for (int i = 0; i < 3; i++) arrput(s, pats_line(r, name[i], x, T[i]));
+    for (int i = 0; i < 3; i++) arrput(s, pats_line(r, name[i], i + 1, x, T[i]));
     pats_chart(r, s, "The chosen schedule as the dialogue grows");
     s = NULL;
     for (int i = 0; i < 3; i++) {
         Pats y = *x;
         y.schedule = i; y.policy = PATS_RATCHET;
-        arrput(s, pats_line(r, kind[i], &y, 1024));
+        arrput(s, pats_line(r, kind[i], i + 1, &y, 1024));
     }
     pats_chart(r, s, "The three schedules at 1,024 tokens");
     fprintf(r->f, "</div>\n");
@@ -9930,11 +9944,11 @@ static void lychee_picture(Report *r, Session *s, const float *q) {      // q (L
         html_text(r->f, demo_turns[DEMO_TURNS - 1].user);
         fprintf(r->f, "</b> and the reply has reached <b>");
         tokens_text(r, s->tok + s->n_tok - s->step, s->step);
-        fprintf(r->f, "</b> Layer %d, KV head %d (the head that finds facts best) reads %d of %d chunks to go on.</p>\n", l, g, used, x->M);
+        fprintf(r->f, "</b>. Layer %d, KV head %d (the head that finds facts best) reads %d of %d chunks to go on.</p>\n", l, g, used, x->M);
         tree_draw(r, &v);
         tree_legend(r, &v);
-        picture_note(r, "Match: q.mu / |q| of the best query head with the node's centre mu (1: the same direction); radius: how far the key of a chunk below lies from mu at most. The choice goes by match alone (--lychee-beta 0). "
-                     "The first %d tokens and the last %d are outside the tree and always read. The chunk with the answer is underlined.", x->sink, s->n_tok - t_idx(x));
+        picture_note(r, "Match: q.mu / |q| of the best query head with the node's centre mu (1: the same direction); radius: how far the key of a chunk below lies from mu at most. The choice goes by match + %g radius (--lychee-beta). "
+                     "The first %d tokens and the last %d are outside the tree and always read. The chunk with the answer is underlined.", x->beta, x->sink, s->n_tok - t_idx(x));
     }
     free(rows); free(v.read); free(v.mu);
 }
@@ -10109,7 +10123,8 @@ static void draw_text(Report *r, const DemoRun *d) {
                   "Look at the answer, underlined: where it is grey the method cannot know it, where it is coloured it may.");
     legend_begin(r->f);
     fprintf(r->f, "<li><span class=\"tokens\"><span class=\"k0\"> grey </span></span> no head</li><li><span class=\"k1\"> word </span> few heads</li>"
-            "<li><span class=\"k4\"> word </span> half</li><li><span class=\"k8\"> word </span> all heads</li>\n");
+            "<li><span class=\"k4\"> word </span> half</li><li><span class=\"k8\"> word </span> all heads</li>"
+            "<li>\xe2\x97\x86 a row the method made itself, to stand for a whole message (SONIC)</li>\n");
     legend_end(r->f);
     for (int i = 0; i < (int)arrlen(d); i++) {
         float least = 1;
@@ -10204,7 +10219,7 @@ static void report_source(Report *r) {                   // the command line as 
     }
     source_put(r, " | model ");
     source_put(r, r->a->c->dir);
-    snprintf(text, sizeof text, " (%d layers, %d heads, %d KV heads of %d) | greedy, seed %d | kvcomp %s", r->a->c->L, r->a->c->H, r->a->c->G, r->a->c->D, opt_int(r->a->o, "seed"), KVCOMP_VERSION);
+    snprintf(text, sizeof text, " (%d layers, %d heads, %d KV heads of %d) | greedy, --seed %d | kvcomp %s", r->a->c->L, r->a->c->H, r->a->c->G, r->a->c->D, opt_int(r->a->o, "seed"), KVCOMP_VERSION);
     source_put(r, text);
     arrput(r->source, 0);
 }
@@ -10724,6 +10739,8 @@ static void check_options(const Options *o) {
     if (opt_int(o, "kernel") % 2 == 0) die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
     if (opt_given(o, "budget") && opt_given(o, "ratio")) die(EXIT_USAGE, "--budget and --ratio both say how much to keep; give one");
     if (*opt_str(o, "dump-logits") && !*opt_str(o, "ids")) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
+    if (*opt_str(o, "report") && (*opt_str(o, "ids") || *opt_str(o, "file") || opt_given(o, "prompt") || opt_int(o, "bench")))
+        die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
 }
 
 // ---- opening what the options name

@@ -6560,7 +6560,7 @@ TEST(report_escape, "markup, quotes, control characters and broken UTF-8 come ou
     }
 }
 TEST(report_frontier, "the frontier holds the points that nothing cheaper beats, for scores and for divergences; names of files") {
-    Series s[2] = { { "a", NULL }, { "b", NULL } };
+    Series s[2] = { { "a", 0, NULL }, { "b", 1, NULL } };
     static const double at[][2] = { { 10, .2 }, { 40, .9 }, { 20, .1 }, { 30, .5 }, { 40, .95 }, { 50, .95 } };
     for (int i = 0; i < 6; i++) { Spot p = { .x = at[i][0], .y = at[i][1] }; arrput(s[i % 2].spot, p); }
     Spot *best = frontier(s, 2, 1), *least = frontier(s, 2, 0);
