@@ -9146,16 +9146,20 @@ static const char *report_style =
     "th{background:var(--card);font-weight:600}td.t,th.t{text-align:left;white-space:normal}caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}div.wide{overflow-x:auto}\n"
     "ul.legend{list-style:none;padding:0;margin:.4rem 0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;font-size:.9rem}ul.legend svg{vertical-align:middle;margin-right:.4rem}\n"
     ".s0{--c:var(--fg)}.s1{--c:#1f83c4}.s2{--c:#e09a00}.s3{--c:#0fa37a}.s4{--c:#cc6fa3}.s5{--c:#dd5a1e}.s6{--c:#58b4e8}.s7{--c:#9273bd}.s8{--c:#9a9a18}\n"
-    "path.s{fill:none;stroke:var(--c);stroke-width:2.2}path.s0.s{stroke-width:7;opacity:.3}circle.s,rect.s{fill:var(--c)}path.s6,path.s7{stroke-dasharray:7 4}path.s8{stroke-dasharray:2 3}path.again{stroke-dasharray:11 3 2 3}\n"
+    "path.s{fill:none;stroke:var(--c);stroke-width:2.2}path.s0.s{stroke-width:7;opacity:.3}circle.s,rect.s{fill:var(--c)}\n"
+    "path.s6,path.s7{stroke-dasharray:7 4}path.s8{stroke-dasharray:2 3}path.again{stroke-dasharray:11 3 2 3}\n"
     "path.front{fill:none;stroke:var(--fg);stroke-dasharray:5 5;stroke-width:1.3;opacity:.7}path.bar{fill:none;stroke:var(--c);stroke-width:1.3}\n"
-    ".tokens{background:var(--card);padding:.6rem .9rem;white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem;line-height:1.55}.tokens .k0{color:var(--dim);opacity:.6}.tokens b{font-weight:600;border-bottom:3px solid #e0662a}\n"
+    ".tokens{background:var(--card);padding:.6rem .9rem;white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem;line-height:1.55}\n"
+    ".tokens .k0{color:var(--dim);opacity:.6}.tokens b{font-weight:600;border-bottom:3px solid #e0662a}\n"
     ".side{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(30rem,100%),1fr));gap:0 1.5rem}\n"
     ".b0{fill:#7b52ab}.b1{fill:#2a78b5}.b2{fill:#22a884}.b3{fill:var(--line)}.b4{fill:none;stroke:var(--dim);stroke-dasharray:3 2}.off{opacity:.45}\n"
     ".tree{background:var(--card);padding:.6rem .9rem;font-size:.85rem}.tree details{margin:.15rem 0 .15rem 1.2rem}.tree summary{cursor:pointer}.tree p{margin:.15rem 0 .15rem 2.4rem}\n"
-    ".tree i,.swatch{display:inline-block;width:.9em;height:.9em;border-radius:.2em;margin-right:.4em;vertical-align:-.1em}.tree .read{font-weight:600}.tree .gold{border-bottom:3px solid #e0662a}.tree .skip{color:var(--dim)}\n"
+    ".tree i,.swatch{display:inline-block;width:.9em;height:.9em;border-radius:.2em;margin-right:.4em;vertical-align:-.1em}\n"
+    ".tree .read{font-weight:600}.tree .gold{border-bottom:3px solid #e0662a}.tree .skip{color:var(--dim)}\n"
     ".maps{display:flex;flex-wrap:wrap;gap:.8rem}.maps figure{margin:0;width:11rem}.maps figcaption{font-size:.75rem;line-height:1.3}.maps svg{width:100%;display:block}\n"
     ".maps.one figure{display:none;width:min(34rem,100%)}.maps.one figure.on{display:block}.maps.one figcaption{font-size:.9rem}.maps image{image-rendering:pixelated}\n"
-    ".maps .void{fill:var(--bg)}.maps .line{fill:#ff4d4d;fill-opacity:.18;stroke:#ff4d4d;stroke-width:1;vector-effect:non-scaling-stroke}.maps .whole{fill:#f2a33c;stroke:#f2a33c;fill-opacity:.12;stroke-dasharray:3 3;stroke-opacity:.7}#lines:not(:checked)~.maps .line{display:none}\n"
+    ".maps .void{fill:var(--bg)}.maps .line{fill:#ff4d4d;fill-opacity:.18;stroke:#ff4d4d;stroke-width:1;vector-effect:non-scaling-stroke}\n"
+    ".maps .whole{fill:#f2a33c;stroke:#f2a33c;fill-opacity:.12;stroke-dasharray:3 3;stroke-opacity:.7}#lines:not(:checked)~.maps .line{display:none}\n"
     ".sliders{display:none}.js .sliders{display:flex;flex-wrap:wrap;gap:.4rem 1.5rem;margin:.4rem 0}.sliders input{vertical-align:middle;width:14rem}.ok{color:var(--ok)}.bad{color:var(--bad)}\n";
 
 static void report_shades(FILE *f) {                     // classes: v0..v15 viridis; r0..r10 red to green; k1..k8 the share of heads that keep a token
@@ -9315,15 +9319,15 @@ static int rows_metric(const Score *rows) {
     }
     return metric;
 }
-static double mean_answer(const Answer *x, const char *task) {   // of one task, or of all (NULL); -1: none
+static double mean_answer(const Answer *x, const char *task, int position) {     // of one task, or of all (NULL); of one place, or of all (-1). -1: none
     double sum = 0;
     int n = 0;
-    for (int i = 0; i < (int)arrlen(x); i++) if (!task || !strcmp(task, x[i].task)) { sum += x[i].score; n++; }
+    for (int i = 0; i < (int)arrlen(x); i++) if ((!task || !strcmp(task, x[i].task)) && (position < 0 || position == x[i].position)) { sum += x[i].score; n++; }
     return n ? sum / n : -1;
 }
 static double row_quality(const Score *s, int metric) {
     double n = s->predicted ? (double)s->predicted : 1;
-    return metric == BY_SCORE ? fmax(0, mean_answer(s->answers, NULL)) : metric == BY_KLD ? s->kld / n : exp(s->nll / n);
+    return metric == BY_SCORE ? fmax(0, mean_answer(s->answers, NULL, -1)) : metric == BY_KLD ? s->kld / n : exp(s->nll / n);
 }
 static double row_bytes(const Score *s, int read) { return (read ? s->attended : s->stored) / (s->items ? s->items : 1); }
 
@@ -9354,38 +9358,74 @@ static Series *score_series(Report *r, const Score *rows, int metric, int read) 
     }
     return s;
 }
-static void score_table(Report *r, const Score *rows, int metric) {      // the table of --compare, and a column a task
-    const char **task = NULL;
-    char b[32];
-    int spread = 0;                                      // are there intervals?
-    for (int i = 0; i < (int)arrlen(rows); i++) spread |= rows[i].lo < rows[i].hi;
+// The table of --compare: a column for every task, for every place of the question, for what was measured at all.
+enum { COL_QUALITY, COL_INTERVAL, COL_MEAN, COL_KLD, COL_STORED, COL_SHARE, COL_READ, COL_PEAK, COL_PREFILL, COL_DECODE };
+typedef struct { const char *name; int kind; const char *task; int position; } Column;      // task, position of COL_MEAN: as in mean_answer
+
+static Column *column_put(Column *c, const char *name, int kind, const char *task, int position) {
+    for (int i = 0; i < (int)arrlen(c); i++) if (!strcmp(c[i].name, name)) return c;
+    Column one = { name, kind, task, position };
+    arrput(c, one);
+    return c;
+}
+static Column *score_columns(const Score *rows, int metric) {    // stb array
+    static const char *place[] = { "asked first", "asked amid", "asked last" };
+    Column *c = NULL, *tasks = NULL;
+    int spread = 0, kld = 0;
+    for (int i = 0; i < (int)arrlen(rows); i++) {
+        spread |= rows[i].lo < rows[i].hi;
+        kld |= rows[i].kld > 0;
+        for (int j = 0; j < (int)arrlen(rows[i].answers); j++) tasks = column_put(tasks, rows[i].answers[j].task, COL_MEAN, rows[i].answers[j].task, -1);
+    }
+    c = column_put(c, metric == BY_SCORE ? "mean score" : metric == BY_KLD ? "KLD (nats)" : "perplexity", COL_QUALITY, NULL, -1);
+    if (spread) c = column_put(c, "95 % interval", COL_INTERVAL, NULL, -1);
+    for (int i = 0; i < (int)arrlen(tasks) && arrlen(tasks) > 1; i++) arrput(c, tasks[i]);
     for (int i = 0; i < (int)arrlen(rows); i++)
         for (int j = 0; j < (int)arrlen(rows[i].answers); j++) {
-            int k = 0;
-            while (k < (int)arrlen(task) && strcmp(task[k], rows[i].answers[j].task)) k++;
-            if (k == (int)arrlen(task)) arrput(task, rows[i].answers[j].task);
+            int p = rows[i].answers[j].position;
+            if (p >= 0 && p < 3) c = column_put(c, place[p], COL_MEAN, NULL, p);
         }
-    fprintf(r->f, "<div class=\"wide\"><table><tr><th class=\"t\">method</th><th>budget (rows a head)</th><th>%s</th>", metric == BY_SCORE ? "mean score" : metric == BY_KLD ? "KLD (nats)" : "perplexity");
-    if (spread) fprintf(r->f, "<th>95 %% interval</th>");
-    for (int k = 0; k < (int)arrlen(task) && arrlen(task) > 1; k++) { fprintf(r->f, "<th>"); html_text(r->f, task[k]); fprintf(r->f, "</th>"); }
-    fprintf(r->f, "<th>stored</th><th>of full</th><th>read a step</th><th>peak</th><th>prefill s</th><th>tok/s</th></tr>\n");
+    if (kld) c = column_put(c, "KLD (nats)", COL_KLD, NULL, -1);
+    c = column_put(c, "held", COL_STORED, NULL, -1);         c = column_put(c, "of full", COL_SHARE, NULL, -1);
+    c = column_put(c, "read a step", COL_READ, NULL, -1);    c = column_put(c, "peak", COL_PEAK, NULL, -1);
+    c = column_put(c, "prefill s", COL_PREFILL, NULL, -1);   c = column_put(c, "tok/s", COL_DECODE, NULL, -1);
+    arrfree(tasks);
+    return c;
+}
+static void score_cell(const Score *s, const Column *c, int metric, char b[32]) {
+    double x = c->kind == COL_MEAN ? mean_answer(s->answers, c->task, c->position) : 0;
+    switch (c->kind) {
+    case COL_QUALITY:  snprintf(b, 32, metric == BY_KLD ? "%.5f" : "%.3f", row_quality(s, metric)); break;
+    case COL_INTERVAL: snprintf(b, 32, "%.3f to %.3f", s->lo, s->hi); break;
+    case COL_MEAN:     snprintf(b, 32, x < 0 ? "" : "%.3f", x); break;
+    case COL_KLD:      snprintf(b, 32, "%.5f", s->kld / (s->predicted ? (double)s->predicted : 1)); break;
+    case COL_STORED:   human_bytes(row_bytes(s, 0), b); break;
+    case COL_SHARE:    snprintf(b, 32, "%.1f %%", 100 * s->stored / (s->full > 0 ? s->full : 1)); break;
+    case COL_READ:     human_bytes(row_bytes(s, 1), b); break;
+    case COL_PEAK:     human_bytes(s->peak, b); break;
+    case COL_PREFILL:  snprintf(b, 32, "%.2f", s->prefill_s); break;
+    case COL_DECODE:   snprintf(b, 32, "%.0f", rate((long)s->n_decode, s->decode_s)); break;
+    }
+}
+static void score_table(Report *r, const Score *rows, int metric) {
+    Column *c = score_columns(rows, metric);
+    char b[32];
+    fprintf(r->f, "<div class=\"wide\"><table><tr><th class=\"t\">method</th><th>budget</th>");
+    for (int k = 0; k < (int)arrlen(c); k++) { fprintf(r->f, "<th>"); html_text(r->f, c[k].name); fprintf(r->f, "</th>"); }
+    fprintf(r->f, "</tr>\n");
     for (int i = 0; i < (int)arrlen(rows); i++) {
-        const Score *s = &rows[i];
         fprintf(r->f, "<tr><td class=\"t\">");
-        html_text(r->f, s->name);
-        if (strcmp(s->name, "full")) fprintf(r->f, "</td><td>%d", s->budget); else fprintf(r->f, "</td><td>");
-        fprintf(r->f, metric == BY_KLD ? "</td><td>%.5f</td>" : "</td><td>%.3f</td>", row_quality(s, metric));
-        if (spread) fprintf(r->f, "<td>%.3f to %.3f</td>", s->lo, s->hi);
-        for (int k = 0; k < (int)arrlen(task) && arrlen(task) > 1; k++) {
-            double x = mean_answer(s->answers, task[k]);
-            if (x < 0) fprintf(r->f, "<td></td>"); else fprintf(r->f, "<td>%.3f</td>", x);
+        html_text(r->f, rows[i].name);
+        if (strcmp(rows[i].name, "full")) fprintf(r->f, "</td><td>%d</td>", rows[i].budget); else fprintf(r->f, "</td><td></td>");
+        for (int k = 0; k < (int)arrlen(c); k++) {
+            score_cell(&rows[i], &c[k], metric, b);
+            fprintf(r->f, "<td>%s</td>", b);
+            if (c[k].kind == COL_MEAN && *b) csv_row(r, "scores", rows[i].name, c[k].name, rows[i].budget, 0, atof(b), 0, 0);
         }
-        human_bytes(row_bytes(s, 0), b); fprintf(r->f, "<td>%s</td><td>%.1f %%</td>", b, 100 * s->stored / (s->full > 0 ? s->full : 1));
-        human_bytes(row_bytes(s, 1), b); fprintf(r->f, "<td>%s</td>", b);
-        human_bytes(s->peak, b);         fprintf(r->f, "<td>%s</td><td>%.2f</td><td>%.0f</td></tr>\n", b, s->prefill_s, rate((long)s->n_decode, s->decode_s));
+        fprintf(r->f, "</tr>\n");
     }
     fprintf(r->f, "</table></div>\n");
-    arrfree(task);
+    arrfree(c);
 }
 static void draw_pareto(Report *r, const Score *rows) {
     char how[640];
@@ -9491,7 +9531,8 @@ static void phase_note(DemoRun *d, int phase, const Clock *a, const Clock *b) { 
 }
 static Turn demo_turn(const App *a, const char *text) {
     Turn t = { 0 };
-    if (a->tp) t.pre = template_turn(a->tp, a->tok, !arrlen(a->turn), opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
+    const char *system = opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL;
+    if (a->tp) t.pre = template_turn(a->tp, a->tok, !arrlen(a->turn), system, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
     else t.pre = tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
     return t;
 }
@@ -9587,7 +9628,7 @@ static void demo_free(DemoRun *d) {
     for (int i = 0; i < (int)arrlen(d); i++) { arrfree(d[i].said); arrfree(d[i].tok); arrfree(d[i].share); }
     arrfree(d);
 }
-static int right_answer(const DemoRun *d) { return d->said && holds_answer(d->said, demo_turns[DEMO_TURNS - 1].answer); }
+static int right_answer(const DemoRun *d) { return d->said && strstr(d->said, demo_turns[DEMO_TURNS - 1].answer); }
 
 // ---- 3: memory over turns
 static void memory_table(Report *r, const DemoRun *d) {
@@ -9733,7 +9774,8 @@ static void pats_schedules(Report *r, const Pats *x) {
 static void pats_row_bits(Report *r, const uint16_t *h, int D, int b) {
     int cell = D <= 64 ? 16 : 8, tall = 9;
     fprintf(r->f, "<svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", 80 + D * cell, 16 * tall + 18, 80 + D * cell, 16 * tall + 18);
-    fprintf(r->f, "<text x=\"70\" y=\"9\" text-anchor=\"end\">sign</text><text x=\"70\" y=\"%d\" text-anchor=\"end\">exponent</text><text x=\"70\" y=\"%d\" text-anchor=\"end\">mantissa</text>\n", 4 * tall, 10 * tall);
+    fprintf(r->f, "<text x=\"70\" y=\"9\" text-anchor=\"end\">sign</text><text x=\"70\" y=\"%d\" text-anchor=\"end\">exponent</text>"
+            "<text x=\"70\" y=\"%d\" text-anchor=\"end\">mantissa</text>\n", 4 * tall, 10 * tall);
     for (int d = 0; d < D; d++)
         for (int i = 0, n; i < 16; i += n) {
             int kind = i == 0 ? 0 : i < 6 ? 1 : i < 16 - b ? 2 : 3, on = h[d] >> (15 - i) & 1, end = i == 0 ? 1 : i < 6 ? 6 : i < 16 - b ? 16 - b : 16;
@@ -9756,7 +9798,8 @@ static void pats_row_blocks(Report *r, int D) {
     for (int b = 0; b <= 10; b += 2)
         for (int rows64 = 0; rows64 < 2; rows64++, y += 17) {
             int bytes = (int)pats_row_bytes(rows64, D, 16 - b), used = D * (16 - b) / 8;
-            fprintf(r->f, "<text x=\"180\" y=\"%d\" text-anchor=\"end\">%d bits cut, %s</text><rect class=\"b2\" x=\"188\" y=\"%d\" width=\"%d\" height=\"13\"/>", y + 11, b, rows64 ? "64-byte blocks" : "dense", y, used * scale);
+            fprintf(r->f, "<text x=\"180\" y=\"%d\" text-anchor=\"end\">%d bits cut, %s</text><rect class=\"b2\" x=\"188\" y=\"%d\" width=\"%d\" height=\"13\"/>", y + 11, b,
+                    rows64 ? "64-byte blocks" : "dense", y, used * scale);
             if (bytes > used) fprintf(r->f, "<rect class=\"b4\" x=\"%d\" y=\"%d\" width=\"%d\" height=\"13\"/>", 188 + used * scale, y, (bytes - used) * scale);
             fprintf(r->f, "<text x=\"%d\" y=\"%d\">%d bytes</text>\n", 194 + (bytes > used ? bytes : used) * scale, y + 11, bytes);
             csv_row(r, "pats", rows64 ? "64-byte blocks" : "dense", "bits cut, elements, bytes of a row", b, D, bytes, 0, 0);
@@ -9947,7 +9990,8 @@ static void lychee_picture(Report *r, Session *s, const float *q) {      // q (L
         fprintf(r->f, "</b>. Layer %d, KV head %d (the head that finds facts best) reads %d of %d chunks to go on.</p>\n", l, g, used, x->M);
         tree_draw(r, &v);
         tree_legend(r, &v);
-        picture_note(r, "Match: q.mu / |q| of the best query head with the node's centre mu (1: the same direction); radius: how far the key of a chunk below lies from mu at most. The choice goes by match + %g radius (--lychee-beta). "
+        picture_note(r, "Match: q.mu / |q| of the best query head with the node's centre mu (1: the same direction); radius: how far the key of a chunk below lies from mu at most. "
+                     "The choice goes by match + %g radius (--lychee-beta). "
                      "The first %d tokens and the last %d are outside the tree and always read. The chunk with the answer is underlined.", x->beta, x->sink, s->n_tok - t_idx(x));
     }
     free(rows); free(v.read); free(v.mu);
@@ -10062,7 +10106,8 @@ static void draw_attention(Report *r) {
     Session *s = session_open(c, r->a->w, r->o, "full");
     picture_begin(r, "attention", "Where heads look, and the lines LoopServe keeps",
                   "One square per head: each row is a token that reads, each column a token that is read, bright where much attention goes. Red columns (single tokens everyone reads) and "
-                  "diagonals (a fixed distance back) are the lines LoopServe would compute in this prefill; all else is skipped. Where lines on a third of the cells do not hold enough (orange, dashed), the head is read whole.");
+                  "diagonals (a fixed distance back) are the lines LoopServe would compute in this prefill; all else is skipped. "
+                  "Where few lines do not hold enough (orange, dashed), the head is read whole.");
     fprintf(r->f, "<input type=\"checkbox\" id=\"lines\" checked=\"checked\"/><label for=\"lines\"> show LoopServe's lines</label>\n"
             "<div class=\"sliders\"><label>layer <input type=\"range\" id=\"map-l\" min=\"0\" max=\"%d\" value=\"%d\" data-step=\"%d\"/> <output>0</output></label>"
             "<label>head <input type=\"range\" id=\"map-h\" min=\"0\" max=\"%d\" value=\"0\" data-step=\"%d\"/> <output>0</output></label></div>\n<div class=\"maps\" id=\"maps\">\n",
@@ -10153,7 +10198,8 @@ static void time_bars(Report *r, const DemoRun *d, int phase) {
         for (int k = 0; k < PHASE_PARTS; k++) sum += d[i].seconds[phase][k];
         if (d[i].tokens[phase]) { top = fmax(top, 1e3 * sum / (double)d[i].tokens[phase]); n++; }
     }
-    fprintf(r->f, "<div><h3>%s</h3><svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", phase ? "Decode: one new token" : "Prefill: one token of the prompt", CHART_W, 24 * n + 8, CHART_W, 24 * n + 8);
+    fprintf(r->f, "<div><h3>%s</h3><svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", phase ? "Decode: one new token" : "Prefill: one token of the prompt",
+            CHART_W, 24 * n + 8, CHART_W, 24 * n + 8);
     for (int i = 0; i < (int)arrlen(d); i++) {
         static const char *class[] = { "b1", "s2 s", "s5 s", "b3" }, *part[] = { "attention", "choosing rows", "bookkeeping", "the rest of the model" };
         double x = 130, sum = 0;

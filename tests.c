@@ -6543,7 +6543,8 @@ TEST(report_png, "crc, adler and base64 of known texts; images of odd width and 
 TEST(report_escape, "markup, quotes, control characters and broken UTF-8 come out as text; what is valid stays; csv fields are quoted") {
     static const char *text[][2] = {
         { "<a href=\"x\">&'", "&lt;a href=&quot;x&quot;&gt;&amp;&#39;" }, { "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x99\x82\n", "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x99\x82\n" },
-        { "\xe2\x82", "&lt;0xE2&gt;&lt;0x82&gt;" }, { "a\xff" "b\x07\x7f\r", "a&lt;0xFF&gt;b&lt;0x07&gt;&lt;0x7F&gt;&lt;0x0D&gt;" }, { "\xc0\xaf\xed\xa0\x80", "&lt;0xC0&gt;&lt;0xAF&gt;&lt;0xED&gt;&lt;0xA0&gt;&lt;0x80&gt;" },
+        { "\xe2\x82", "&lt;0xE2&gt;&lt;0x82&gt;" }, { "a\xff" "b\x07\x7f\r", "a&lt;0xFF&gt;b&lt;0x07&gt;&lt;0x7F&gt;&lt;0x0D&gt;" },
+        { "\xc0\xaf\xed\xa0\x80", "&lt;0xC0&gt;&lt;0xAF&gt;&lt;0xED&gt;&lt;0xA0&gt;&lt;0x80&gt;" },
         { "", "" },
     };
     static const char *field[][2] = { { "plain", "plain" }, { "a,b", "\"a,b\"" }, { "say \"hi\"", "\"say \"\"hi\"\"\"" }, { "two\nlines", "\"two\nlines\"" } };
@@ -6679,10 +6680,11 @@ TEST(report_checker, "the checker of the page test finds what it should: crossed
 static Score *report_rows(void) {        // two methods at two budgets; needles at three depths in two lengths; a name that has to be escaped
     Score *rows = NULL;
     for (int i = 0; i < 4; i++) {
-        Score s = { .budget = i % 2 ? 128 : 64, .items = 4, .scored = 4, .stored = 4e5 * (i + 1), .full = 4e6, .attended = 3e5 * (i + 1), .peak = 5e5, .lo = .2 + .1 * i, .hi = .5 + .1 * i, .n_decode = 10, .decode_s = 1 };
+        Score s = { .budget = i % 2 ? 128 : 64, .items = 4, .stored = 4e5 * (i + 1), .full = 4e6, .attended = 3e5 * (i + 1), .peak = 5e5, .lo = .2 + .1 * i, .hi = .5 + .1 * i, .n_decode = 10, .decode_s = 1 };
         snprintf(s.name, sizeof s.name, "%s", i < 2 ? "snapkv" : "<b>&\"odd\"");
         for (int k = 0; k < 8; k++) {
-            Answer a = { .task = k < 6 ? "needle" : "json", .item = k, .position = -1, .length = k % 2 ? 1000 + k : 500 - k, .depth = k < 6 ? k / 2 * 50 : -1, .score = k < 2 ? 0 : k < 4 ? .25 * (i + 1) : 1 };
+            Answer a = { .task = k < 6 ? "needle" : "json", .item = k, .position = k < 6 ? -1 : 2, .length = k % 2 ? 1000 + k : 500 - k, .depth = k < 6 ? k / 2 * 50 : -1,
+                         .score = k < 2 ? 0 : k < 4 ? .25 * (i + 1) : 1 };
             arrput(s.answers, a);
         }
         arrput(rows, s);
@@ -6738,7 +6740,7 @@ TEST(report_page, "the page of the shipped model: well-formed, every picture, no
         report_page(page, a.c);
         report_csv(table);
         CHECK(strstr(page, "&lt;b&gt;&amp;&quot;odd&quot;") && !strstr(page, "<b>&"), "the odd name");
-        CHECK(strstr(page, "<th>needle</th><th>json</th>") && strstr(page, "0.200 to 0.500"), "a column a task, and intervals");
+        CHECK(strstr(page, "<th>needle</th><th>json</th><th>asked last</th><th>held</th>") && strstr(page, "0.200 to 0.500"), "a column a task and place, and intervals");
         CHECK(strstr(page, "<tr><th>0 %</th><td class=\"r0\">0.00</td><td class=\"r0\">0.00</td></tr>") && strstr(page, "<tr><th>100 %</th><td class=\"r10\">1.00</td>"), "needles");
         CHECK(strstr(page, "<tr><th>50 %</th><td class=\"r3\">0.25</td>") && strstr(table, "\nneedle,snapkv,\"length, depth, score\",496,0,0,64,1\n"), "needles at half depth, and in the csv");
         CHECK(strstr(page, "<td class=\"t\">full</td>") && strstr(page, "100 %</td>") && strstr(page, demo_turns[6].user), "the demonstration");
