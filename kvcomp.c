@@ -9319,7 +9319,7 @@ static int rows_metric(const Score *rows) {
     }
     return metric;
 }
-static double mean_answer(const Answer *x, const char *task, int position) {     // of one task, or of all (NULL); of one place, or of all (-1). -1: none
+static double report_mean(const Answer *x, const char *task, int position) {     // of one task, or of all (NULL); of one place, or of all (-1). -1: none
     double sum = 0;
     int n = 0;
     for (int i = 0; i < (int)arrlen(x); i++) if ((!task || !strcmp(task, x[i].task)) && (position < 0 || position == x[i].position)) { sum += x[i].score; n++; }
@@ -9327,7 +9327,7 @@ static double mean_answer(const Answer *x, const char *task, int position) {    
 }
 static double row_quality(const Score *s, int metric) {
     double n = s->predicted ? (double)s->predicted : 1;
-    return metric == BY_SCORE ? fmax(0, mean_answer(s->answers, NULL, -1)) : metric == BY_KLD ? s->kld / n : exp(s->nll / n);
+    return metric == BY_SCORE ? fmax(0, report_mean(s->answers, NULL, -1)) : metric == BY_KLD ? s->kld / n : exp(s->nll / n);
 }
 static double row_bytes(const Score *s, int read) { return (read ? s->attended : s->stored) / (s->items ? s->items : 1); }
 
@@ -9360,40 +9360,40 @@ static Series *score_series(Report *r, const Score *rows, int metric, int read) 
 }
 // The table of --compare: a column for every task, for every place of the question, for what was measured at all.
 enum { COL_QUALITY, COL_INTERVAL, COL_MEAN, COL_KLD, COL_STORED, COL_SHARE, COL_READ, COL_PEAK, COL_PREFILL, COL_DECODE };
-typedef struct { const char *name; int kind; const char *task; int position; } Column;      // task, position of COL_MEAN: as in mean_answer
+typedef struct { const char *name; int kind; const char *task; int position; } TableColumn;      // task, position of COL_MEAN: as in report_mean
 
-static Column *column_put(Column *c, const char *name, int kind, const char *task, int position) {
+static TableColumn *table_column(TableColumn *c, const char *name, int kind, const char *task, int position) {
     for (int i = 0; i < (int)arrlen(c); i++) if (!strcmp(c[i].name, name)) return c;
-    Column one = { name, kind, task, position };
+    TableColumn one = { name, kind, task, position };
     arrput(c, one);
     return c;
 }
-static Column *score_columns(const Score *rows, int metric) {    // stb array
+static TableColumn *table_columns(const Score *rows, int metric) {    // stb array
     static const char *place[] = { "asked first", "asked amid", "asked last" };
-    Column *c = NULL, *tasks = NULL;
+    TableColumn *c = NULL, *tasks = NULL;
     int spread = 0, kld = 0;
     for (int i = 0; i < (int)arrlen(rows); i++) {
         spread |= rows[i].lo < rows[i].hi;
         kld |= rows[i].kld > 0;
-        for (int j = 0; j < (int)arrlen(rows[i].answers); j++) tasks = column_put(tasks, rows[i].answers[j].task, COL_MEAN, rows[i].answers[j].task, -1);
+        for (int j = 0; j < (int)arrlen(rows[i].answers); j++) tasks = table_column(tasks, rows[i].answers[j].task, COL_MEAN, rows[i].answers[j].task, -1);
     }
-    c = column_put(c, metric == BY_SCORE ? "mean score" : metric == BY_KLD ? "KLD (nats)" : "perplexity", COL_QUALITY, NULL, -1);
-    if (spread) c = column_put(c, "95 % interval", COL_INTERVAL, NULL, -1);
+    c = table_column(c, metric == BY_SCORE ? "mean score" : metric == BY_KLD ? "KLD (nats)" : "perplexity", COL_QUALITY, NULL, -1);
+    if (spread) c = table_column(c, "95 % interval", COL_INTERVAL, NULL, -1);
     for (int i = 0; i < (int)arrlen(tasks) && arrlen(tasks) > 1; i++) arrput(c, tasks[i]);
     for (int i = 0; i < (int)arrlen(rows); i++)
         for (int j = 0; j < (int)arrlen(rows[i].answers); j++) {
             int p = rows[i].answers[j].position;
-            if (p >= 0 && p < 3) c = column_put(c, place[p], COL_MEAN, NULL, p);
+            if (p >= 0 && p < 3) c = table_column(c, place[p], COL_MEAN, NULL, p);
         }
-    if (kld) c = column_put(c, "KLD (nats)", COL_KLD, NULL, -1);
-    c = column_put(c, "held", COL_STORED, NULL, -1);         c = column_put(c, "of full", COL_SHARE, NULL, -1);
-    c = column_put(c, "read a step", COL_READ, NULL, -1);    c = column_put(c, "peak", COL_PEAK, NULL, -1);
-    c = column_put(c, "prefill s", COL_PREFILL, NULL, -1);   c = column_put(c, "tok/s", COL_DECODE, NULL, -1);
+    if (kld) c = table_column(c, "KLD (nats)", COL_KLD, NULL, -1);
+    c = table_column(c, "held", COL_STORED, NULL, -1);         c = table_column(c, "of full", COL_SHARE, NULL, -1);
+    c = table_column(c, "read a step", COL_READ, NULL, -1);    c = table_column(c, "peak", COL_PEAK, NULL, -1);
+    c = table_column(c, "prefill s", COL_PREFILL, NULL, -1);   c = table_column(c, "tok/s", COL_DECODE, NULL, -1);
     arrfree(tasks);
     return c;
 }
-static void score_cell(const Score *s, const Column *c, int metric, char b[32]) {
-    double x = c->kind == COL_MEAN ? mean_answer(s->answers, c->task, c->position) : 0;
+static void score_cell(const Score *s, const TableColumn *c, int metric, char b[32]) {
+    double x = c->kind == COL_MEAN ? report_mean(s->answers, c->task, c->position) : 0;
     switch (c->kind) {
     case COL_QUALITY:  snprintf(b, 32, metric == BY_KLD ? "%.5f" : "%.3f", row_quality(s, metric)); break;
     case COL_INTERVAL: snprintf(b, 32, "%.3f to %.3f", s->lo, s->hi); break;
@@ -9408,7 +9408,7 @@ static void score_cell(const Score *s, const Column *c, int metric, char b[32]) 
     }
 }
 static void score_table(Report *r, const Score *rows, int metric) {
-    Column *c = score_columns(rows, metric);
+    TableColumn *c = table_columns(rows, metric);
     char b[32];
     fprintf(r->f, "<div class=\"wide\"><table><tr><th class=\"t\">method</th><th>budget</th>");
     for (int k = 0; k < (int)arrlen(c); k++) { fprintf(r->f, "<th>"); html_text(r->f, c[k].name); fprintf(r->f, "</th>"); }
@@ -9416,7 +9416,7 @@ static void score_table(Report *r, const Score *rows, int metric) {
     for (int i = 0; i < (int)arrlen(rows); i++) {
         fprintf(r->f, "<tr><td class=\"t\">");
         html_text(r->f, rows[i].name);
-        if (strcmp(rows[i].name, "full")) fprintf(r->f, "</td><td>%d</td>", rows[i].budget); else fprintf(r->f, "</td><td></td>");
+        if (rows[i].budget && strcmp(rows[i].name, "full")) fprintf(r->f, "</td><td>%d</td>", rows[i].budget); else fprintf(r->f, "</td><td></td>");
         for (int k = 0; k < (int)arrlen(c); k++) {
             score_cell(&rows[i], &c[k], metric, b);
             fprintf(r->f, "<td>%s</td>", b);
