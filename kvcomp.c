@@ -8991,7 +8991,7 @@ static int bench(const Options *o) {
 // ==================================================================================================== 18c REPORT
 // --report OUT.html: what was measured and what the methods do, as one page that needs nothing else: no network, no library, and
 // a script for the sliders only. OUT.csv beside it holds the numbers. The scores come from --eval; everything else from a
-// demonstration: a built-in dialogue of seven turns, played through each method of --compare (or a default set). Full attention
+// demonstration: a built-in dialogue of seven turns, played through each method of --compare, or --method, or a default set. Full attention
 // speaks first; the others are fed its replies, so that all hold the same tokens, and answer only the last question themselves.
 // Small drawings are inline svg, attention maps are png files written here (stored, not compressed) inside the page.
 
@@ -9309,7 +9309,7 @@ static void series_free(Series *s) {
 
 // ---- 1: quality against bytes
 enum { BY_SCORE, BY_KLD, BY_PPL };
-static const char *metric_names[] = { "mean score (0 to 1; higher is better)", "KL divergence from full (nats; lower is better)", "perplexity (lower is better)" };
+static const char *report_metrics[] = { "mean score (0 to 1; higher is better)", "KL divergence from full (nats; lower is better)", "perplexity (lower is better)" };
 
 static int rows_metric(const Score *rows) {
     int metric = BY_PPL;
@@ -9436,7 +9436,7 @@ static void draw_pareto(Report *r, const Score *rows) {
     if (!arrlen(rows)) picture_note(r, "No scores were measured: give --eval TASK (and --compare METHODS --budgets LIST) together with --report.");
     else {
         int metric = rows_metric(rows);
-        Axes ax = { .y_name = metric_names[metric], .log_x = 1, .bytes_x = 1, .dots = 1, .y_top = metric == BY_SCORE ? 1.06 : 0 };
+        Axes ax = { .y_name = report_metrics[metric], .log_x = 1, .bytes_x = 1, .dots = 1, .y_top = metric == BY_SCORE ? 1.06 : 0 };
         fprintf(r->f, "<div class=\"row\">\n");
         for (int read = 0; read < 2; read++) {
             Series *s = score_series(r, rows, metric, read);
@@ -9617,7 +9617,8 @@ static DemoRun demo_run(Report *r, const char *name) {
     return d;
 }
 static DemoRun *demo_runs(Report *r) {                   // full, and the methods asked for; stb array
-    const char *list = *opt_str(r->a->o, "compare") ? opt_str(r->a->o, "compare") : demo_methods;
+    const Options *o = r->a->o;
+    const char *list = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_given(o, "method") ? opt_str(o, "method") : demo_methods;
     DemoRun *d = NULL;
     char name[160];
     arrput(d, demo_run(r, "full"));
