@@ -8991,8 +8991,9 @@ static int bench(const Options *o) {
 // ==================================================================================================== 18c REPORT
 // --report OUT.html: what was measured and what the methods do, as one page that needs nothing else: no network, no library, and
 // a script for the sliders only. OUT.csv beside it holds the numbers. The scores come from --eval; everything else from a
-// demonstration: a built-in dialogue of seven turns, played through each method of --compare, or --method, or a default set. Full attention
-// speaks first; the others are fed its replies, so that all hold the same tokens, and answer only the last question themselves.
+// demonstration: a built-in dialogue of seven turns, played through each method of --compare, or --method, or a default set.
+// Full attention speaks first; the others are fed its replies, so that all hold the same tokens, and answer only the last
+// question themselves.
 // Small drawings are inline svg, attention maps are png files written here (stored, not compressed) inside the page.
 
 enum { DEMO_TURNS = 7, DEMO_BUDGET = 96, MAP_SIDE = 256, MAP_MOST = 36, SHADES = 16, TEXT_SHADES = 8, SERIES = 9 };
@@ -9143,7 +9144,7 @@ static const char *report_style =
     "nav a{margin-right:1rem}a{color:#2a88c8}svg{max-width:100%;height:auto}svg text{fill:var(--fg);font:12px system-ui,sans-serif}svg text.dim{fill:var(--dim)}\n"
     "svg .grid{stroke:var(--line);stroke-width:1;fill:none}.row{display:flex;flex-wrap:wrap;gap:1.5rem;align-items:flex-start}\n"
     "table{border-collapse:collapse;font-size:.9rem;margin:.5rem 0}th,td{white-space:nowrap;padding:.2rem .6rem;border:1px solid var(--line);text-align:right;font-variant-numeric:tabular-nums}\n"
-    "th{background:var(--card);font-weight:600}td.t,th.t{text-align:left;white-space:normal}caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}div.wide{overflow-x:auto}\n"
+    "th{background:var(--card);font-weight:600}td.t,th.t{text-align:left;white-space:normal}caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}div.wide{overflow-x:auto}div.wide th,div.wide td{font-size:.8rem;padding:.2rem .4rem}\n"
     "ul.legend{list-style:none;padding:0;margin:.4rem 0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;font-size:.9rem}ul.legend svg{vertical-align:middle;margin-right:.4rem}\n"
     ".s0{--c:var(--fg)}.s1{--c:#1f83c4}.s2{--c:#e09a00}.s3{--c:#0fa37a}.s4{--c:#cc6fa3}.s5{--c:#dd5a1e}.s6{--c:#58b4e8}.s7{--c:#9273bd}.s8{--c:#9a9a18}\n"
     "path.s{fill:none;stroke:var(--c);stroke-width:2.2}path.s0.s{stroke-width:7;opacity:.3}circle.s,rect.s{fill:var(--c)}\n"
