@@ -9155,7 +9155,7 @@ static const char *report_style =
     ".side{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(30rem,100%),1fr));gap:0 1.5rem}\n"
     ".b0{fill:#7b52ab}.b1{fill:#2a78b5}.b2{fill:#22a884}.b3{fill:var(--line)}.b4{fill:none;stroke:var(--dim);stroke-dasharray:3 2}.off{opacity:.45}\n"
     ".tree{background:var(--card);padding:.6rem .9rem;font-size:.85rem}.tree details{margin:.15rem 0 .15rem 1.2rem}.tree summary{cursor:pointer}.tree p{margin:.15rem 0 .15rem 2.4rem}\n"
-    ".tree i,.swatch{display:inline-block;width:.9em;height:.9em;border-radius:.2em;margin-right:.4em;vertical-align:-.1em}\n"
+    ".tree i{display:inline-block;width:.9em;height:.9em;border-radius:.2em;margin-right:.4em;vertical-align:-.1em}\n"
     ".tree .read{font-weight:600}.tree .gold{border-bottom:3px solid #e0662a}.tree .skip{color:var(--dim)}\n"
     ".maps{display:flex;flex-wrap:wrap;gap:.8rem}.maps figure{margin:0;width:11rem}.maps figcaption{font-size:.75rem;line-height:1.3}.maps svg{width:100%;display:block}\n"
     ".maps.one figure{display:none;width:min(34rem,100%)}.maps.one figure.on{display:block}.maps.one figcaption{font-size:.9rem}.maps image{image-rendering:pixelated}\n"
