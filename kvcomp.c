@@ -9398,7 +9398,7 @@ static void score_cell(const Score *s, const TableColumn *c, int metric, char b[
     switch (c->kind) {
     case COL_QUALITY:  snprintf(b, 32, metric == BY_KLD ? "%.5f" : "%.3f", row_quality(s, metric)); break;
     case COL_INTERVAL: snprintf(b, 32, "%.3f to %.3f", s->lo, s->hi); break;
-    case COL_MEAN:     snprintf(b, 32, x < 0 ? "" : "%.3f", x); break;
+    case COL_MEAN:     if (x < 0) *b = 0; else snprintf(b, 32, "%.3f", x); break;
     case COL_KLD:      snprintf(b, 32, "%.5f", s->kld / (s->predicted ? (double)s->predicted : 1)); break;
     case COL_STORED:   human_bytes(row_bytes(s, 0), b); break;
     case COL_SHARE:    snprintf(b, 32, "%.1f %%", 100 * s->stored / (s->full > 0 ? s->full : 1)); break;
