@@ -8996,7 +8996,7 @@ static int bench(const Options *o) {
 // question themselves.
 // Small drawings are inline svg, attention maps are png files written here (stored, not compressed) inside the page.
 
-enum { DEMO_TURNS = 7, DEMO_BUDGET = 96, MAP_SIDE = 256, MAP_MOST = 36, SHADES = 16, TEXT_SHADES = 8, SERIES = 9 };
+enum { DEMO_TURNS = 7, DEMO_BUDGET = 96, DEMO_MOST = 256, MAP_SIDE = 256, MAP_MOST = 36, SHADES = 16, TEXT_SHADES = 8, SERIES = 9 };
 enum { IN_ATTEND, IN_SELECT, IN_COMMIT, IN_REST, PHASE_PARTS };
 
 typedef struct { const char *user, *answer; } DemoTurn;
@@ -9017,8 +9017,8 @@ static const DemoTurn demo_turns[DEMO_TURNS] = {
 };
 static const char *demo_methods = "streaming,snapkv,h2o,dililazy,sonic,loopserve,lychee,pats";
 static const char *demo_values[][2] = {     // what a short dialogue needs to show a method at work; options given by the user win
-    { "lychee-buffer", "32" }, { "lychee-full-layers", "1" }, { "lychee-kg", "2" }, { "loopserve-min-context", "0" }, { "loopserve-local", "8" },
-    { "loopserve-alpha", "0.9" }, { "loopserve-first", "4" }, { "loopserve-interval", "4" }, { "pats-window", "32" }, { "pats-sink", "4" },
+    { "lychee-buffer", "32" }, { "lychee-kg", "2" }, { "loopserve-min-context", "0" }, { "loopserve-local", "8" },
+    { "loopserve-alpha", "0.9" }, { "loopserve-first", "4" }, { "loopserve-interval", "4" }, { "loopserve-obs", "16" }, { "pats-window", "32" }, { "pats-sink", "4" },
 };
 
 typedef struct {
@@ -9151,7 +9151,7 @@ static const char *report_style =
     "path.s6,path.s7{stroke-dasharray:7 4}path.s8{stroke-dasharray:2 3}path.again{stroke-dasharray:11 3 2 3}\n"
     "path.front{fill:none;stroke:var(--fg);stroke-dasharray:5 5;stroke-width:1.3;opacity:.7}path.bar{fill:none;stroke:var(--c);stroke-width:1.3}\n"
     ".tokens{background:var(--card);padding:.6rem .9rem;white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem;line-height:1.55}\n"
-    ".tokens .k0{color:var(--dim);opacity:.6}.tokens b{font-weight:600;border-bottom:3px solid #e0662a}\n"
+    ".tokens .k0{color:var(--dim);opacity:.7}.tokens b{font-weight:600;border-bottom:3px solid #e0662a}\n"
     ".side{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(30rem,100%),1fr));gap:0 1.5rem}\n"
     ".b0{fill:#7b52ab}.b1{fill:#2a78b5}.b2{fill:#22a884}.b3{fill:var(--line)}.b4{fill:none;stroke:var(--dim);stroke-dasharray:3 2}.off{opacity:.45}\n"
     ".tree{background:var(--card);padding:.6rem .9rem;font-size:.85rem}.tree details{margin:.15rem 0 .15rem 1.2rem}.tree summary{cursor:pointer}.tree p{margin:.15rem 0 .15rem 2.4rem}\n"
@@ -9989,7 +9989,7 @@ static void lychee_picture(Report *r, Session *s, const float *q) {      // q (L
         html_text(r->f, demo_turns[DEMO_TURNS - 1].user);
         fprintf(r->f, "</b> and the reply has reached <b>");
         tokens_text(r, s->tok + s->n_tok - s->step, s->step);
-        fprintf(r->f, "</b>. Layer %d, KV head %d (the head that finds facts best) reads %d of %d chunks to go on.</p>\n", l, g, used, x->M);
+        fprintf(r->f, "</b>\xe2\x80\xa6 Layer %d, KV head %d (the head that finds facts best) reads %d of %d chunks to go on.</p>\n", l, g, used, x->M);
         tree_draw(r, &v);
         tree_legend(r, &v);
         picture_note(r, "Match: q.mu / |q| of the best query head with the node's centre mu (1: the same direction); radius: how far the key of a chunk below lies from mu at most. "
@@ -10277,7 +10277,8 @@ static Options *demo_options(const App *a) {
     for (int i = 0; i < (int)shlen(a->o->given); i++) options_set(o, a->o->given[i].key, opt_str(a->o, a->o->given[i].key), err);
     for (size_t i = 0; i < sizeof demo_values / sizeof *demo_values; i++) if (!opt_given(o, demo_values[i][0])) options_set(o, demo_values[i][0], demo_values[i][1], err);
     list_word(*opt_str(o, "budgets") ? opt_str(o, "budgets") : opt_str(o, "budget"), 0, budget);
-    if (atoi(budget) <= 0 || atoi(budget) > DEMO_BUDGET) snprintf(budget, sizeof budget, "%d", DEMO_BUDGET);
+    if (atoi(budget) > DEMO_MOST) snprintf(budget, sizeof budget, "%d", DEMO_MOST);     // the dialogue has about 450 tokens
+    if (atoi(budget) <= 0) snprintf(budget, sizeof budget, "%d", DEMO_BUDGET);
     if (!opt_given(o, "ratio")) options_set(o, "budget", budget, err);
     options_set(o, "temp", "0", err);
     return o;
