@@ -10857,6 +10857,7 @@ static void app_close(App *a) {
     arrfree(a->turn);
     session_close(a->s);
     template_free(a->tp);
+    lychee_text(NULL);                                  // its texts go with the tokenizer
     tokenizer_free(a->tok);
     if (a->w) weights_close(a->w, a->c);
     options_free(a->o);
