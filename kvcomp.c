@@ -8999,22 +8999,22 @@ static int bench(const Options *o) {
 enum { DEMO_TURNS = 7, DEMO_BUDGET = 96, DEMO_MOST = 256, MAP_SIDE = 256, MAP_MOST = 36, SHADES = 16, TEXT_SHADES = 8, SERIES = 9 };
 enum { IN_ATTEND, IN_SELECT, IN_COMMIT, IN_REST, PHASE_PARTS };
 
-typedef struct { const char *user, *answer; } DemoTurn;
-static const DemoTurn demo_turns[DEMO_TURNS] = {
-    { "My name is Tara.", NULL },
-    { "Please read: The old mill was dusty and quiet. There is a garden near the river. A tall lamp stood behind the church. The wind moved the gate and the leaf. "
-      "On Monday the street looked empty. The secret code of the red box is 4821. A badger slept under the bridge. The narrow path leads to the warm kitchen. "
-      "People say that the market was once busy. It rained on the fence all day. From the hill you can see the lake. Every Friday the school is full.", NULL },
-    { "Here is a text: The fox walked along the quiet road. They painted the wall and cleaned the window. Nobody knew why the forest was so dark. The sun shone on the "
-      "mountain. The golden key is in the cellar. We saw a clever swan by the boat. Some like the moon, others like the star. It was a cold day in the village. "
-      "The shop was full of people. There is a stone near the station. A slow cloud stood behind the tree. The farm is pretty in the morning.", NULL },
-    { "What is my name?", "Tara" },
-    { "Remember this. The bird was small and happy. The green door costs 57 coins. The train is busy in the morning. On Sunday the park looked tired. The otter walked "
-      "along the deep river. They painted the bridge and cleaned the house. Nobody knew why the table was so heavy. The wooden gate leads to the soft field. "
-      "It rained on the church all day. A hedgehog slept under the flower. The room was full of people. From the window you can see the moon.", NULL },
-    { "Where is the golden key?", "cellar" },
-    { "What is the secret code of the red box?", "4821" },
+static const char *demo_turns[DEMO_TURNS] = {            // what the user says
+    "My name is Tara.",
+    "Please read: The old mill was dusty and quiet. There is a garden near the river. A tall lamp stood behind the church. The wind moved the gate and the leaf. "
+    "On Monday the street looked empty. The secret code of the red box is 4821. A badger slept under the bridge. The narrow path leads to the warm kitchen. "
+    "People say that the market was once busy. It rained on the fence all day. From the hill you can see the lake. Every Friday the school is full.",
+    "Here is a text: The fox walked along the quiet road. They painted the wall and cleaned the window. Nobody knew why the forest was so dark. The sun shone on the "
+    "mountain. The golden key is in the cellar. We saw a clever swan by the boat. Some like the moon, others like the star. It was a cold day in the village. "
+    "The shop was full of people. There is a stone near the station. A slow cloud stood behind the tree. The farm is pretty in the morning.",
+    "What is my name?",
+    "Remember this. The bird was small and happy. The green door costs 57 coins. The train is busy in the morning. On Sunday the park looked tired. The otter walked "
+    "along the deep river. They painted the bridge and cleaned the house. Nobody knew why the table was so heavy. The wooden gate leads to the soft field. "
+    "It rained on the church all day. A hedgehog slept under the flower. The room was full of people. From the window you can see the moon.",
+    "Where is the golden key?",
+    "What is the secret code of the red box?",
 };
+static const char *demo_answer = "4821";                // to the last question
 static const char *demo_methods = "streaming,snapkv,h2o,dililazy,sonic,loopserve,lychee,pats";
 static const char *demo_values[][2] = {     // what a short dialogue needs to show a method at work; options given by the user win
     { "lychee-buffer", "32" }, { "lychee-kg", "2" }, { "loopserve-min-context", "0" }, { "loopserve-local", "8" },
@@ -9144,7 +9144,8 @@ static const char *report_style =
     "nav a{margin-right:1rem}a{color:#2a88c8}svg{max-width:100%;height:auto}svg text{fill:var(--fg);font:12px system-ui,sans-serif}svg text.dim{fill:var(--dim)}\n"
     "svg .grid{stroke:var(--line);stroke-width:1;fill:none}.row{display:flex;flex-wrap:wrap;gap:1.5rem;align-items:flex-start}\n"
     "table{border-collapse:collapse;font-size:.9rem;margin:.5rem 0}th,td{white-space:nowrap;padding:.2rem .6rem;border:1px solid var(--line);text-align:right;font-variant-numeric:tabular-nums}\n"
-    "th{background:var(--card);font-weight:600}td.t,th.t{text-align:left;white-space:normal}caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}div.wide{overflow-x:auto}div.wide th,div.wide td{font-size:.8rem;padding:.2rem .4rem}\n"
+    "th{background:var(--card);font-weight:600}\n"
+    "td.t,th.t{text-align:left;white-space:normal}caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}div.wide{overflow-x:auto}div.wide th,div.wide td{font-size:.8rem;padding:.2rem .4rem}\n"
     "ul.legend{list-style:none;padding:0;margin:.4rem 0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;font-size:.9rem}ul.legend svg{vertical-align:middle;margin-right:.4rem}\n"
     ".s0{--c:var(--fg)}.s1{--c:#1f83c4}.s2{--c:#e09a00}.s3{--c:#0fa37a}.s4{--c:#cc6fa3}.s5{--c:#dd5a1e}.s6{--c:#58b4e8}.s7{--c:#9273bd}.s8{--c:#9a9a18}\n"
     "path.s{fill:none;stroke:var(--c);stroke-width:2.2}path.s0.s{stroke-width:7;opacity:.3}circle.s,rect.s{fill:var(--c)}\n"
@@ -9549,7 +9550,6 @@ static void demo_say(App *a, char **said) {              // a reply of its own; 
 }
 // Where the answer to the last question first stands among the ids: tokens [*from,*to), both n if nowhere.
 static void answer_at(const Report *r, const Token *t, int n, int *from, int *to) {
-    const char *answer = demo_turns[DEMO_TURNS - 1].answer;
     char *text = NULL;
     int len;
     for (int i = 0; i < n; i++) {
@@ -9557,8 +9557,8 @@ static void answer_at(const Report *r, const Token *t, int n, int *from, int *to
         if (b && len) memcpy(arraddnptr(text, len), b, (size_t)len);
     }
     arrput(text, 0);
-    const char *hit = strstr(text, answer);
-    long at = 0, begin = hit ? hit - text : LONG_MAX, end = hit ? begin + (long)strlen(answer) : LONG_MAX;
+    const char *hit = strstr(text, demo_answer);
+    long at = 0, begin = hit ? hit - text : LONG_MAX, end = hit ? begin + (long)strlen(demo_answer) : LONG_MAX;
     *from = *to = n;
     for (int i = 0; i < n && at < end; i++) {
         if (t[i].id >= 0 && tokenizer_bytes(r->a->tok, t[i].id, &len)) at += len;
@@ -9587,7 +9587,7 @@ static void demo_play(Report *r, Session *s, DemoRun *d, int given) {
     a.o = r->o; a.s = s; a.turn = NULL; a.closed = 0;
     a.logits = xcalloc(s->c->V, sizeof(float));
     for (int i = 0; i < DEMO_TURNS; i++) {
-        Turn t = first ? demo_turn(&a, demo_turns[i].user) : r->script[i];
+        Turn t = first ? demo_turn(&a, demo_turns[i]) : r->script[i];
         int last = i == DEMO_TURNS - 1, speaks = first || (last && given < 0), n = last && given >= 0 ? given : (int)arrlen(t.dec);
         Clock c0 = s->clk;
         if (speaks) t.dec = NULL;
@@ -9630,7 +9630,7 @@ static void demo_free(DemoRun *d) {
     for (int i = 0; i < (int)arrlen(d); i++) { arrfree(d[i].said); arrfree(d[i].tok); arrfree(d[i].share); }
     arrfree(d);
 }
-static int right_answer(const DemoRun *d) { return d->said && strstr(d->said, demo_turns[DEMO_TURNS - 1].answer); }
+static int right_answer(const DemoRun *d) { return d->said && strstr(d->said, demo_answer); }
 
 // ---- 3: memory over turns
 static void memory_table(Report *r, const DemoRun *d) {
@@ -9986,7 +9986,7 @@ static void lychee_picture(Report *r, Session *s, const float *q) {      // q (L
     else {
         tree_range(&v);
         fprintf(r->f, "<p>The user asks <b>");
-        html_text(r->f, demo_turns[DEMO_TURNS - 1].user);
+        html_text(r->f, demo_turns[DEMO_TURNS - 1]);
         fprintf(r->f, "</b> and the reply has reached <b>");
         tokens_text(r, s->tok + s->n_tok - s->step, s->step);
         fprintf(r->f, "</b>\xe2\x80\xa6 Layer %d, KV head %d (the head that finds facts best) reads %d of %d chunks to go on.</p>\n", l, g, used, x->M);
@@ -10305,7 +10305,7 @@ static void report_demo(Report *r) {                     // what pictures 3 to 9
     fprintf(r->f, ".</p>\n<details><summary>The questions, and full attention's replies</summary>\n<table><tr><th>turn</th><th class=\"t\">the user says</th><th class=\"t\">full attention replies</th></tr>\n");
     for (int i = 0; i < DEMO_TURNS; i++) {
         fprintf(r->f, "<tr><td>%d</td><td class=\"t\">", i + 1);
-        html_text(r->f, demo_turns[i].user);
+        html_text(r->f, demo_turns[i]);
         fprintf(r->f, "</td><td class=\"t\">");
         Token t = { 0 };
         for (int j = 0; j < (int)arrlen(r->script[i].dec); j++) { t.id = r->script[i].dec[j]; tokens_text(r, &t, 1); }

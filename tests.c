@@ -6743,7 +6743,7 @@ TEST(report_page, "the page of the shipped model: well-formed, every picture, no
         CHECK(strstr(page, "<th>needle</th><th>json</th><th>asked last</th><th>held</th>") && strstr(page, "0.200 to 0.500"), "a column a task and place, and intervals");
         CHECK(strstr(page, "<tr><th>0 %</th><td class=\"r0\">0.00</td><td class=\"r0\">0.00</td></tr>") && strstr(page, "<tr><th>100 %</th><td class=\"r10\">1.00</td>"), "needles");
         CHECK(strstr(page, "<tr><th>50 %</th><td class=\"r3\">0.25</td>") && strstr(table, "\nneedle,snapkv,\"length, depth, score\",496,0,0,64,1\n"), "needles at half depth, and in the csv");
-        CHECK(strstr(page, "<td class=\"t\">full</td>") && strstr(page, "100 %</td>") && strstr(page, demo_turns[6].user) && strstr(page, "<b class=\"k"), "the demonstration, and the answer marked in it");
+        CHECK(strstr(page, "<td class=\"t\">full</td>") && strstr(page, "100 %</td>") && strstr(page, demo_turns[6]) && strstr(page, "<b class=\"k"), "the demonstration, and the answer marked in it");
     }
     free(page); free(table);
     for (int i = 0; i < (int)arrlen(rows); i++) arrfree(rows[i].answers);
