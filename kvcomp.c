@@ -9207,7 +9207,7 @@ static double nice_step(double range, int n) {
     return p * (k < 1.5 ? 1 : k < 3.5 ? 2 : k < 7.5 ? 5 : 10);
 }
 static double chart_x(const Frame *c, double x) {
-    double share = c->ax->log_x ? log(x / c->x0) / log(c->x1 / c->x0) : (x - c->x0) / (c->x1 - c->x0);
+    double share = c->ax->log_x ? log(fmax(x, c->x0) / c->x0) / log(c->x1 / c->x0) : (x - c->x0) / (c->x1 - c->x0);
     return CHART_LEFT + share * (CHART_W - CHART_LEFT - CHART_RIGHT);
 }
 static double chart_y(const Frame *c, double y) { return CHART_H - CHART_BOTTOM - y / c->y1 * (CHART_H - CHART_BOTTOM - CHART_TOP); }

@@ -6575,6 +6575,8 @@ TEST(report_frontier, "the frontier holds the points that nothing cheaper beats,
         free(csv);
     }
     for (int i = 0; i < SHADES; i++) CHECK(map_shade(powf(10, 4.f * i / (SHADES - 1) - 4)) == i, "shade %d", i);
+    Frame c = { &(Axes){ .log_x = 1 }, 10, 1000, 1 };
+    CHECK(chart_x(&c, 0) == CHART_LEFT && fabs(chart_x(&c, 100) - (CHART_LEFT + CHART_W - CHART_RIGHT) / 2.0) < 1e-9, "a logarithmic axis: nothing read stands at the left end");
     CHECK(map_shade(0) == 0 && map_shade(2) == SHADES - 1 && text_shade(0) == 0 && text_shade(.001f) == 1 && text_shade(.5f) == 4 && text_shade(1) == TEXT_SHADES, "ends of the scales");
 }
 TEST(report_shares, "a token's share is the part of all query heads that read it: 0 or 1 under streaming, the views' counts under a selection") {
