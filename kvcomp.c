@@ -9145,7 +9145,7 @@ static const char *report_style =
     "svg .grid{stroke:var(--line);stroke-width:1;fill:none}.row{display:flex;flex-wrap:wrap;gap:1.5rem;align-items:flex-start}\n"
     "table{border-collapse:collapse;font-size:.9rem;margin:.5rem 0}th,td{white-space:nowrap;padding:.2rem .6rem;border:1px solid var(--line);text-align:right;font-variant-numeric:tabular-nums}\n"
     "th{background:var(--card);font-weight:600}\n"
-    "td.t,th.t{text-align:left;white-space:normal}caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}div.wide{overflow-x:auto}div.wide th,div.wide td{font-size:.8rem;padding:.2rem .4rem}\n"
+    "td.t,th.t{text-align:left;white-space:normal}caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}div.wide{overflow-x:auto}div.wide th,div.wide td{font-size:.8rem;padding:.2rem .4rem}div.wide th{white-space:normal}\n"
     "ul.legend{list-style:none;padding:0;margin:.4rem 0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;font-size:.9rem}ul.legend svg{vertical-align:middle;margin-right:.4rem}\n"
     ".s0{--c:var(--fg)}.s1{--c:#1f83c4}.s2{--c:#e09a00}.s3{--c:#0fa37a}.s4{--c:#cc6fa3}.s5{--c:#dd5a1e}.s6{--c:#58b4e8}.s7{--c:#9273bd}.s8{--c:#9a9a18}\n"
     "path.s{fill:none;stroke:var(--c);stroke-width:2.2}path.s0.s{stroke-width:7;opacity:.3}circle.s,rect.s{fill:var(--c)}\n"
@@ -9279,11 +9279,13 @@ static void chart_series(FILE *f, const Frame *c, const Series *s) {
 }
 static void legend_begin(FILE *f) { fprintf(f, "<ul class=\"legend\">\n"); }
 static void legend_end(FILE *f) { fprintf(f, "</ul>\n"); }
-static void legend_lines(FILE *f, const Series *s, int n) {
+static void legend_lines(FILE *f, const Series *s, int n, int dots) {
     char class[24];
     legend_begin(f);
     for (int i = 0; i < n; i++) {
-        fprintf(f, "<li><svg width=\"34\" height=\"12\"><path class=\"%s\" d=\"M1 6H33\"/></svg>", series_class(s[i].colour, class));
+        fprintf(f, "<li><svg width=\"34\" height=\"12\"><path class=\"%s\" d=\"M1 6H33\"/>", series_class(s[i].colour, class));
+        if (dots) fprintf(f, "<circle class=\"%s\" cx=\"17\" cy=\"6\" r=\"4.5\"/>", class);
+        fprintf(f, "</svg>");
         html_text(f, s[i].name);
         fprintf(f, "</li>\n");
     }
@@ -9447,7 +9449,7 @@ static void draw_pareto(Report *r, const Score *rows) {
             chart(r->f, &ax, s, (int)arrlen(s), front);
             if (read) {
                 fprintf(r->f, "</div>\n");
-                legend_lines(r->f, s, (int)arrlen(s));
+                legend_lines(r->f, s, (int)arrlen(s), 1);
             }
             arrfree(front);
             series_free(s);
@@ -9671,7 +9673,7 @@ static void draw_memory(Report *r, const DemoRun *d) {
         chart(r->f, &ax, s, (int)arrlen(s), NULL);
         if (read) {
             fprintf(r->f, "</div>\n");
-            legend_lines(r->f, s, (int)arrlen(s));
+            legend_lines(r->f, s, (int)arrlen(s), 1);
         }
         series_free(s);
     }
@@ -9752,7 +9754,7 @@ static void pats_chart(Report *r, Series *s, const char *title) {
     html_text(r->f, title);
     fprintf(r->f, "</h3>\n");
     chart(r->f, &ax, s, (int)arrlen(s), NULL);
-    legend_lines(r->f, s, (int)arrlen(s));
+    legend_lines(r->f, s, (int)arrlen(s), 0);
     fprintf(r->f, "</div>\n");
     series_free(s);
 }
