@@ -10563,13 +10563,6 @@ static void phase_note(DemoRun *d, int phase, const Clock *a, const Clock *b) { 
     for (int i = 0; i < PHASE_PARTS; i++) x[i] += part[i];
     d->tokens[phase] += phase ? b->n_decode - a->n_decode : b->n_prefill - a->n_prefill;
 }
-static Turn demo_turn(const App *a, const char *text) {
-    Turn t = { 0 };
-    const char *system = opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL;
-    if (a->tp) t.pre = template_turn(a->tp, a->tok, !arrlen(a->turn), system, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
-    else t.pre = tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
-    return t;
-}
 static void demo_say(App *a, char **said) {              // a reply of its own; *said: its text as an stb array
     char *text = NULL;
     size_t n = 0;
@@ -10619,7 +10612,7 @@ static void demo_play(Report *r, Session *s, DemoRun *d, int given) {
     a.o = r->o; a.s = s; a.turn = NULL; a.closed = 0;
     a.logits = xcalloc(s->c->V, sizeof(float));
     for (int i = 0; i < DEMO_TURNS; i++) {
-        Turn t = first ? demo_turn(&a, demo_turns[i]) : r->script[i];
+        Turn t = first ? render_turn(&a, demo_turns[i]) : r->script[i];
         int last = i == DEMO_TURNS - 1, speaks = first || (last && given < 0), n = last && given >= 0 ? given : (int)arrlen(t.dec);
         Clock c0 = s->clk;
         if (speaks) t.dec = NULL;
@@ -11299,14 +11292,13 @@ static void report_source(Report *r) {                   // the command line as 
     }
     source_put(r, " | model ");
     source_put(r, r->a->c->dir);
-    snprintf(text, sizeof text, " (%d layers, %d heads, %d KV heads of %d) | greedy, --seed %d | kvcomp %s", r->a->c->L, r->a->c->H, r->a->c->G, r->a->c->D, opt_int(r->a->o, "seed"), KVCOMP_VERSION);
+    snprintf(text, sizeof text, " (%d layers, %d heads, %d KV heads of %d) | greedy, --seed %d, --eval-seed %d | kvcomp %s", r->a->c->L, r->a->c->H, r->a->c->G, r->a->c->D, opt_int(r->a->o, "seed"), opt_int(r->a->o, "eval-seed"), KVCOMP_VERSION);
     source_put(r, text);
     arrput(r->source, 0);
 }
 static Options *demo_options(const App *a) {
-    Options *o = options_new();
+    Options *o = options_copy(a->o);
     char err[256], budget[160] = "";
-    for (int i = 0; i < (int)shlen(a->o->given); i++) options_set(o, a->o->given[i].key, opt_str(a->o, a->o->given[i].key), err);
     for (size_t i = 0; i < sizeof demo_values / sizeof *demo_values; i++) if (!opt_given(o, demo_values[i][0])) options_set(o, demo_values[i][0], demo_values[i][1], err);
     list_word(*opt_str(o, "budgets") ? opt_str(o, "budgets") : opt_str(o, "budget"), 0, budget);
     if (atoi(budget) > DEMO_MOST) snprintf(budget, sizeof budget, "%d", DEMO_MOST);     // the dialogue has about 450 tokens
