@@ -4456,6 +4456,7 @@ static const Opt program_options[] = {
     { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text" },
     { "compare",       's', "",     "methods, comma-separated: the same items through each (--eval all unless given)" },
     { "budgets",       's', "",     "budgets for --compare, comma-separated" },
+    { "report",        's', "",     "write OUT.html: scores of --eval and pictures of what each method keeps, as one page; numbers in OUT.csv" },
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
@@ -9458,6 +9459,7 @@ static void note_answer(const EvalItem *it, int turn, const char *said, Score *s
 }
 static void note_cost(const Session *s, Score *sc) {      // what the session cost, once an item
     sc->items++;
+    sc->peak = fmax(sc->peak, (double)s->clk.peak);
     sc->stored += (double)kv_bytes(s); sc->full += (double)kv_bytes_full(s); sc->attended += bytes_a_step(s);
     sc->prefill_s += s->clk.prefill; sc->decode_s += s->clk.decode;
     sc->n_prefill += (double)s->clk.n_prefill; sc->n_decode += (double)s->clk.n_decode;
@@ -9822,6 +9824,7 @@ static void eval_items(const App *a, const char *what, EvalSet *e) {     // the 
     arrfree(lengths);
     check_fit(a, e);
 }
+static int report_write(App *a, const char *path, const Score *rows);    // section 18c
 static int evaluate(App *a) {
     const char *path = opt_str(a->o, "eval-file"), *what = *opt_str(a->o, "eval") ? opt_str(a->o, "eval") : *path ? "file" : "all";
     int ppl = !strcmp(what, "ppl") || !strcmp(what, "kld"), how = opt_int(a->o, "json") ? AS_JSON : opt_int(a->o, "csv") ? AS_CSV : AS_TABLE;
@@ -9849,6 +9852,7 @@ static int evaluate(App *a) {
     }
     if (!quiet) fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items, (int)arrlen(rows[0].answers), now() - t0);
     a->s = own;
+    if (*opt_str(a->o, "report")) report_write(a, opt_str(a->o, "report"), rows);
     for (int r = 0; r < (int)arrlen(rows); r++) { arrfree(rows[r].answers); arrfree(rows[r].each); }
     arrfree(rows); arrfree(open);
     eval_set_free(&e);
@@ -10011,6 +10015,1362 @@ static int bench(const Options *o) {
     weights_close(a.w, a.c);
     arrfree(prompt);
     arrfree(depth);
+    return 0;
+}
+
+// ==================================================================================================== 18c REPORT
+// --report OUT.html: what was measured and what the methods do, as one page that needs nothing else: no network, no library, and
+// a script for the sliders only. OUT.csv beside it holds the numbers. The scores come from --eval; everything else from a
+// demonstration: a built-in dialogue of seven turns, played through each method of --compare, or --method, or a default set.
+// Full attention speaks first; the others are fed its replies, so that all hold the same tokens, and answer only the last
+// question themselves.
+// Small drawings are inline svg, attention maps are png files written here (stored, not compressed) inside the page.
+
+enum { DEMO_TURNS = 7, DEMO_BUDGET = 96, DEMO_MOST = 256, MAP_SIDE = 256, MAP_MOST = 36, SHADES = 16, TEXT_SHADES = 8, SERIES = 9 };
+enum { IN_ATTEND, IN_SELECT, IN_COMMIT, IN_REST, PHASE_PARTS };
+
+static const char *demo_turns[DEMO_TURNS] = {            // what the user says
+    "My name is Tara.",
+    "Please read: The old mill was dusty and quiet. There is a garden near the river. A tall lamp stood behind the church. The wind moved the gate and the leaf. "
+    "On Monday the street looked empty. The secret code of the red box is 4821. A badger slept under the bridge. The narrow path leads to the warm kitchen. "
+    "People say that the market was once busy. It rained on the fence all day. From the hill you can see the lake. Every Friday the school is full.",
+    "Here is a text: The fox walked along the quiet road. They painted the wall and cleaned the window. Nobody knew why the forest was so dark. The sun shone on the "
+    "mountain. The golden key is in the cellar. We saw a clever swan by the boat. Some like the moon, others like the star. It was a cold day in the village. "
+    "The shop was full of people. There is a stone near the station. A slow cloud stood behind the tree. The farm is pretty in the morning.",
+    "What is my name?",
+    "Remember this. The bird was small and happy. The green door costs 57 coins. The train is busy in the morning. On Sunday the park looked tired. The otter walked "
+    "along the deep river. They painted the bridge and cleaned the house. Nobody knew why the table was so heavy. The wooden gate leads to the soft field. "
+    "It rained on the church all day. A hedgehog slept under the flower. The room was full of people. From the window you can see the moon.",
+    "Where is the golden key?",
+    "What is the secret code of the red box?",
+};
+static const char *demo_answer = "4821";                // to the last question
+static const char *demo_methods = "streaming,snapkv,h2o,dililazy,sonic,loopserve,lychee,pats";
+static const char *demo_values[][2] = {     // what a short dialogue needs to show a method at work; options given by the user win
+    { "lychee-buffer", "32" }, { "lychee-kg", "2" }, { "loopserve-min-context", "0" }, { "loopserve-local", "8" },
+    { "loopserve-alpha", "0.9" }, { "loopserve-first", "4" }, { "loopserve-interval", "4" }, { "loopserve-obs", "16" }, { "pats-window", "32" }, { "pats-sink", "4" },
+};
+
+typedef struct {
+    FILE *f, *csv;
+    App *a;
+    Options *o;                 // of the demonstration
+    char *source;               // stb array, NUL-terminated: command line, model, seed; stands under every picture
+    Turn *script;               // stb array: the dialogue with full attention's replies
+    int pictures;
+} Report;
+
+typedef struct {                // the demonstration through one method
+    char name[160], why[512];   // why: the reason it was not played
+    double stored[DEMO_TURNS], read[DEMO_TURNS];        // bytes held after a turn; bytes read a decode step of it
+    double seconds[2][PHASE_PARTS]; long tokens[2];     // [0] prefill, [1] decode
+    char *said;                 // stb array, NUL-terminated: its own answer to the last question
+    Token *tok; float *share;   // stb arrays: tokens seen; share of all query heads that read each in the last step
+} DemoRun;
+
+static int arg_count;           // the command line, for captions
+static char **args;
+
+// ---- text in a page: the five characters of markup, control characters and broken UTF-8 made visible
+static void html_bytes(FILE *f, const char *s, size_t n) {
+    for (size_t i = 0; i < n; ) {
+        int k = utf8_length(s + i, n - i), c = (unsigned char)s[i];
+        if (c == '&') fputs("&amp;", f);
+        else if (c == '<') fputs("&lt;", f);
+        else if (c == '>') fputs("&gt;", f);
+        else if (c == '"') fputs("&quot;", f);
+        else if (c == '\'') fputs("&#39;", f);
+        else if (!k || (c < ' ' && c != '\n') || c == 127) fprintf(f, "&lt;0x%02X&gt;", (unsigned)c);
+        else fwrite(s + i, 1, (size_t)k, f);
+        i += k ? (size_t)k : 1;
+    }
+}
+static void html_text(FILE *f, const char *s) { html_bytes(f, s, strlen(s)); }
+static void csv_text(FILE *f, const char *s) {           // quoted where a comma, quote or line end asks for it
+    if (!strpbrk(s, ",\"\r\n")) { fputs(s, f); return; }
+    putc('"', f);
+    for (; *s; s++) { if (*s == '"') putc('"', f); putc(*s, f); }
+    putc('"', f);
+}
+static void csv_row(Report *r, const char *picture, const char *series, const char *what, double x, double y, double value, double lo, double hi) {
+    csv_text(r->csv, picture); putc(',', r->csv);
+    csv_text(r->csv, series); putc(',', r->csv);
+    csv_text(r->csv, what);
+    fprintf(r->csv, ",%.6g,%.6g,%.6g,%.6g,%.6g\n", x, y, value, lo, hi);
+}
+
+// ---- png: up to 16 colours, four bits a pixel, stored deflate blocks
+static const unsigned char viridis[SHADES][3] = {
+    { 68, 1, 84 }, { 72, 26, 108 }, { 71, 47, 125 }, { 65, 68, 135 }, { 57, 86, 140 }, { 49, 104, 142 }, { 42, 120, 142 }, { 35, 136, 142 },
+    { 31, 152, 139 }, { 34, 168, 132 }, { 53, 183, 121 }, { 84, 197, 104 }, { 122, 209, 81 }, { 165, 219, 54 }, { 210, 226, 27 }, { 253, 231, 37 },
+};
+static uint32_t crc32_of(uint32_t crc, const unsigned char *p, size_t n) {      // crc: 0, or of the bytes before
+    crc = ~crc;
+    for (size_t i = 0; i < n; i++) {
+        crc ^= p[i];
+        for (int b = 0; b < 8; b++) crc = crc >> 1 ^ (0xedb88320u & (0u - (crc & 1)));
+    }
+    return ~crc;
+}
+static uint32_t adler32_of(const unsigned char *p, size_t n) {
+    uint32_t a = 1, b = 0;
+    for (size_t i = 0; i < n; i++) { a = (a + p[i]) % 65521; b = (b + a) % 65521; }
+    return b << 16 | a;
+}
+static unsigned char *big_endian(unsigned char *to, uint32_t x) {        // appends four bytes to the stb array
+    for (int shift = 24; shift >= 0; shift -= 8) arrput(to, (unsigned char)(x >> shift));
+    return to;
+}
+static unsigned char *png_chunk(unsigned char *png, const char *type, const unsigned char *data, size_t n) {
+    png = big_endian(png, (uint32_t)n);
+    size_t from = arrlenu(png);
+    memcpy(arraddnptr(png, 4), type, 4);
+    if (n) memcpy(arraddnptr(png, n), data, n);
+    return big_endian(png, crc32_of(0, png + from, arrlenu(png) - from));
+}
+static unsigned char *png_make(const unsigned char *pixel, int w, int h) {       // pixel (h,w) 0..15 -> the file, as an stb array
+    unsigned char *raw = NULL, *z = NULL, *head = NULL, *png = NULL;
+    for (int y = 0; y < h; y++) {
+        arrput(raw, 0);                                  // the row's filter: none
+        for (int x = 0; x < w; x += 2) arrput(raw, (unsigned char)(pixel[(size_t)y * w + x] << 4 | (x + 1 < w ? pixel[(size_t)y * w + x + 1] : 0)));
+    }
+    arrput(z, 0x78); arrput(z, 0x01);
+    for (size_t i = 0, n; i < arrlenu(raw); i += n) {    // stored blocks: last?, length, its complement, bytes
+        n = arrlenu(raw) - i < 65535 ? arrlenu(raw) - i : 65535;
+        arrput(z, i + n == arrlenu(raw));
+        arrput(z, (unsigned char)n); arrput(z, (unsigned char)(n >> 8));
+        arrput(z, (unsigned char)~n); arrput(z, (unsigned char)(~n >> 8));
+        memcpy(arraddnptr(z, n), raw + i, n);
+    }
+    z = big_endian(z, adler32_of(raw, arrlenu(raw)));
+    head = big_endian(big_endian(head, (uint32_t)w), (uint32_t)h);
+    memcpy(arraddnptr(head, 5), "\x04\x03\0\0\0", 5);    // 4 bits, palette
+    memcpy(arraddnptr(png, 8), "\x89PNG\r\n\x1a\n", 8);
+    png = png_chunk(png, "IHDR", head, 13);
+    png = png_chunk(png, "PLTE", viridis[0], sizeof viridis);
+    png = png_chunk(png, "IDAT", z, arrlenu(z));
+    png = png_chunk(png, "IEND", NULL, 0);
+    arrfree(raw); arrfree(z); arrfree(head);
+    return png;
+}
+static void base64_write(FILE *f, const unsigned char *p, size_t n) {
+    static const char *digit = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    for (size_t i = 0; i < n; i += 3) {
+        uint32_t u = (uint32_t)p[i] << 16 | (uint32_t)(i + 1 < n ? p[i + 1] : 0) << 8 | (i + 2 < n ? p[i + 2] : 0);
+        putc(digit[u >> 18], f);
+        putc(digit[u >> 12 & 63], f);
+        putc(i + 1 < n ? digit[u >> 6 & 63] : '=', f);
+        putc(i + 2 < n ? digit[u & 63] : '=', f);
+    }
+}
+
+// ---- the page
+static const char *report_style =
+    ":root{--bg:#fff;--fg:#1b1f24;--dim:#5c6670;--line:#d5dae0;--card:#f5f7f9;--kept:31,152,139;--ok:#11784f;--bad:#c23a20;color-scheme:light dark}\n"
+    "@media (prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e3e7eb;--dim:#98a2ad;--line:#343b43;--card:#1d2227;--kept:18,134,118;--ok:#4cc492;--bad:#ff7a5c}}\n"
+    "body{background:var(--bg);color:var(--fg);font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:1.5rem auto;padding:0 1rem}\n"
+    "section{border-top:1px solid var(--line);margin-top:2.5rem}h1{margin-bottom:.3rem}h2{margin:1.2rem 0 .3rem}h3{font-size:1rem;margin:1rem 0 .3rem}\n"
+    "p.how{max-width:60rem;margin:.2rem 0 .8rem}p.note{color:var(--dim);font-size:.9rem}p.src{color:var(--dim);font-size:.75rem;overflow-wrap:anywhere}\n"
+    "nav a{margin-right:1rem}a{color:#2a88c8}svg{max-width:100%;height:auto}svg text{fill:var(--fg);font:12px system-ui,sans-serif}svg text.dim{fill:var(--dim)}\n"
+    "svg .grid{stroke:var(--line);stroke-width:1;fill:none}.row{display:flex;flex-wrap:wrap;gap:1.5rem;align-items:flex-start}\n"
+    "table{border-collapse:collapse;font-size:.9rem;margin:.5rem 0}th,td{white-space:nowrap;padding:.2rem .6rem;border:1px solid var(--line);text-align:right;font-variant-numeric:tabular-nums}\n"
+    "th{background:var(--card);font-weight:600}\n"
+    "td.t,th.t{text-align:left;white-space:normal}caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}div.wide{overflow-x:auto}div.wide th,div.wide td{font-size:.8rem;padding:.2rem .4rem}div.wide th{white-space:normal}\n"
+    "ul.legend{list-style:none;padding:0;margin:.4rem 0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;font-size:.9rem}ul.legend svg{vertical-align:middle;margin-right:.4rem}\n"
+    ".s0{--c:var(--fg)}.s1{--c:#1f83c4}.s2{--c:#e09a00}.s3{--c:#0fa37a}.s4{--c:#cc6fa3}.s5{--c:#dd5a1e}.s6{--c:#58b4e8}.s7{--c:#9273bd}.s8{--c:#9a9a18}\n"
+    "path.s{fill:none;stroke:var(--c);stroke-width:2.2}path.s0.s{stroke-width:7;opacity:.3}circle.s,rect.s{fill:var(--c)}\n"
+    "path.s6,path.s7{stroke-dasharray:7 4}path.s8{stroke-dasharray:2 3}path.again{stroke-dasharray:11 3 2 3}\n"
+    "path.front{fill:none;stroke:var(--fg);stroke-dasharray:5 5;stroke-width:1.3;opacity:.7}path.bar{fill:none;stroke:var(--c);stroke-width:1.3}\n"
+    ".tokens{background:var(--card);padding:.6rem .9rem;white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem;line-height:1.55}\n"
+    ".tokens .k0{color:var(--dim);opacity:.7}.tokens b{font-weight:600;border-bottom:3px solid #e0662a}\n"
+    ".side{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(30rem,100%),1fr));gap:0 1.5rem}\n"
+    ".b0{fill:#7b52ab}.b1{fill:#2a78b5}.b2{fill:#22a884}.b3{fill:var(--line)}.b4{fill:none;stroke:var(--dim);stroke-dasharray:3 2}.off{opacity:.45}\n"
+    ".tree{background:var(--card);padding:.6rem .9rem;font-size:.85rem}.tree details{margin:.15rem 0 .15rem 1.2rem}.tree summary{cursor:pointer}.tree p{margin:.15rem 0 .15rem 2.4rem}\n"
+    ".tree i{display:inline-block;width:.9em;height:.9em;border-radius:.2em;margin-right:.4em;vertical-align:-.1em}\n"
+    ".tree .read{font-weight:600}.tree .gold{border-bottom:3px solid #e0662a}.tree .skip{color:var(--dim)}\n"
+    ".maps{display:flex;flex-wrap:wrap;gap:.8rem}.maps figure{margin:0;width:11rem}.maps figcaption{font-size:.75rem;line-height:1.3}.maps svg{width:100%;display:block}\n"
+    ".maps.one figure{display:none;width:min(34rem,100%)}.maps.one figure.on{display:block}.maps.one figcaption{font-size:.9rem}.maps image{image-rendering:pixelated}\n"
+    ".maps .void{fill:var(--bg)}.maps .line{fill:#ff4d4d;fill-opacity:.18;stroke:#ff4d4d;stroke-width:1;vector-effect:non-scaling-stroke}\n"
+    ".maps .whole{fill:#f2a33c;stroke:#f2a33c;fill-opacity:.12;stroke-dasharray:3 3;stroke-opacity:.7}#lines:not(:checked)~.maps .line{display:none}\n"
+    ".sliders{display:none}.js .sliders{display:flex;flex-wrap:wrap;gap:.4rem 1.5rem;margin:.4rem 0}.sliders input{vertical-align:middle;width:14rem}.ok{color:var(--ok)}.bad{color:var(--bad)}\n";
+
+static void report_shades(FILE *f) {                     // classes: v0..v15 viridis; r0..r10 red to green; k1..k8 the share of heads that keep a token
+    for (int i = 0; i < SHADES; i++)
+        fprintf(f, ".v%d{fill:#%02x%02x%02x;background:#%02x%02x%02x}%s", i, viridis[i][0], viridis[i][1], viridis[i][2], viridis[i][0], viridis[i][1], viridis[i][2], i % 4 == 3 ? "\n" : "");
+    fprintf(f, "svg text.on-dark{fill:#fff}svg text.on-light{fill:#111}\n");
+    for (int i = 0; i <= 10; i++) fprintf(f, "td.r%d{background:hsl(%d,70%%,%d%%);color:#111}", i, 12 * i, 66 - i);
+    for (int i = 1; i <= TEXT_SHADES; i++) fprintf(f, ".k%d{background:rgba(var(--kept),%.3g)}", i, .12 + .68 * i / TEXT_SHADES);
+    fputc('\n', f);
+}
+static void picture_begin(Report *r, const char *id, const char *title, const char *how) {
+    fprintf(r->f, "<section id=\"%s\">\n<h2>%d. ", id, ++r->pictures);
+    html_text(r->f, title);
+    fprintf(r->f, "</h2>\n<p class=\"how\">");
+    html_text(r->f, how);
+    fprintf(r->f, "</p>\n");
+}
+static void picture_end(Report *r) {
+    fprintf(r->f, "<p class=\"src\">");
+    html_text(r->f, r->source);
+    fprintf(r->f, "</p>\n</section>\n");
+}
+KV_PRINTF(2, 3) static void picture_note(Report *r, const char *fmt, ...) {      // one plain sentence
+    char text[2048];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    fprintf(r->f, "<p class=\"note\">");
+    html_text(r->f, text);
+    fprintf(r->f, "</p>\n");
+}
+
+// ---- a chart of lines: y from 0, x linear or logarithmic
+typedef struct { double x, y, lo, hi; char what[32]; } Spot;    // lo < hi: an error bar
+typedef struct { const char *name; int colour; Spot *spot; } Series;      // colour 0: full attention's wide band. spot: stb array
+typedef struct { const char *x_name, *y_name; int log_x, bytes_x, bytes_y, dots; double y_top; } Axes;
+typedef struct { const Axes *ax; double x0, x1, y1; } Frame;    // the ranges shown
+enum { CHART_W = 520, CHART_H = 330, CHART_LEFT = 66, CHART_RIGHT = 16, CHART_TOP = 14, CHART_BOTTOM = 48 };
+
+static double nice_step(double range, int n) {
+    double p = pow(10, floor(log10(range / n))), k = range / n / p;
+    return p * (k < 1.5 ? 1 : k < 3.5 ? 2 : k < 7.5 ? 5 : 10);
+}
+static double chart_x(const Frame *c, double x) {
+    double share = c->ax->log_x ? log(fmax(x, c->x0) / c->x0) / log(c->x1 / c->x0) : (x - c->x0) / (c->x1 - c->x0);
+    return CHART_LEFT + share * (CHART_W - CHART_LEFT - CHART_RIGHT);
+}
+static double chart_y(const Frame *c, double y) { return CHART_H - CHART_BOTTOM - y / c->y1 * (CHART_H - CHART_BOTTOM - CHART_TOP); }
+
+static Frame chart_frame(const Axes *ax, const Series *s, int n) {
+    Frame c = { ax, INFINITY, -INFINITY, ax->y_top };
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < (int)arrlen(s[i].spot); j++) {
+            const Spot *p = &s[i].spot[j];
+            if (!ax->log_x || p->x > 0) { c.x0 = fmin(c.x0, p->x); c.x1 = fmax(c.x1, p->x); }
+            if (!ax->y_top) c.y1 = fmax(c.y1, 1.05 * fmax(p->y, p->hi));
+        }
+    if (c.x0 > c.x1) c.x0 = c.x1 = 1;
+    if (ax->log_x) { c.x0 /= 1.3; c.x1 *= 1.3; }
+    if (c.x0 == c.x1) c.x1 += 1;
+    if (!(c.y1 > 0)) c.y1 = 1;
+    return c;
+}
+static void tick_x(FILE *f, const Frame *c, double x) {
+    char b[32];
+    if (c->ax->bytes_x) human_bytes(x, b); else snprintf(b, sizeof b, "%g", x);
+    fprintf(f, "<path class=\"grid\" d=\"M%.1f %dV%d\"/><text x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%s</text>\n", chart_x(c, x), CHART_TOP, CHART_H - CHART_BOTTOM,
+            chart_x(c, x), CHART_H - CHART_BOTTOM + 16, b);
+}
+static void chart_grid(FILE *f, const Frame *c) {
+    char b[32];
+    double step = nice_step(c->y1, 5);
+    for (int i = 0; i * step <= c->y1 * 1.0001; i++) {
+        if (c->ax->bytes_y) human_bytes(i * step, b); else snprintf(b, sizeof b, "%g", i * step);
+        fprintf(f, "<path class=\"grid\" d=\"M%d %.1fH%d\"/><text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%s</text>\n", CHART_LEFT, chart_y(c, i * step), CHART_W - CHART_RIGHT,
+                CHART_LEFT - 6, chart_y(c, i * step) + 4, b);
+    }
+    if (c->ax->log_x) {
+        static const int mark[] = { 1, 2, 5 };
+        int wide = c->x1 / c->x0 > 100;
+        for (int k = (int)floor(log10(c->x0)); k <= log10(c->x1); k++)
+            for (int i = 0; i < (wide ? 1 : 3); i++) { double x = mark[i] * pow(10, k); if (x >= c->x0 && x <= c->x1) tick_x(f, c, x); }
+    } else {
+        step = nice_step(c->x1 - c->x0, 8);
+        for (double x = ceil(c->x0 / step) * step; x <= c->x1 * 1.0001; x += step) tick_x(f, c, x);
+    }
+    fprintf(f, "<text class=\"dim\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">", (CHART_LEFT + CHART_W - CHART_RIGHT) / 2, CHART_H - 10);
+    html_text(f, c->ax->x_name);
+    fprintf(f, "</text>\n<text class=\"dim\" transform=\"translate(12 %d) rotate(-90)\" text-anchor=\"middle\">", (CHART_TOP + CHART_H - CHART_BOTTOM) / 2);
+    html_text(f, c->ax->y_name);
+    fprintf(f, "</text>\n");
+}
+static const char *series_class(int colour, char class[24]) {    // after the last colour again the first ones, dashed otherwise
+    snprintf(class, 24, "s%d s%s", colour ? 1 + (colour - 1) % (SERIES - 1) : 0, colour >= SERIES ? " again" : "");
+    return class;
+}
+static void chart_series(FILE *f, const Frame *c, const Series *s) {
+    char class[24];
+    fprintf(f, "<path class=\"%s\" d=\"", series_class(s->colour, class));
+    for (int j = 0; j < (int)arrlen(s->spot); j++) fprintf(f, "%s%.1f %.1f", j ? "L" : "M", chart_x(c, s->spot[j].x), chart_y(c, s->spot[j].y));
+    fprintf(f, "\"/>\n");
+    double at_x = -99, at_y = -99;                       // the last number written: the next must not cover it
+    for (int j = 0; c->ax->dots && j < (int)arrlen(s->spot); j++) {
+        const Spot *p = &s->spot[j];
+        double x = chart_x(c, p->x), y = chart_y(c, p->y), lo = chart_y(c, p->lo), hi = chart_y(c, p->hi);
+        if (p->lo < p->hi) fprintf(f, "<path class=\"%.2s bar\" d=\"M%.1f %.1fV%.1fM%.1f %.1fh8M%.1f %.1fh8\"/>", class, x, lo, hi, x - 4, lo, x - 4, hi);
+        fprintf(f, "<circle class=\"%s\" cx=\"%.1f\" cy=\"%.1f\" r=\"4.5\"><title>", class, x, y);
+        html_text(f, s->name);
+        fprintf(f, " %s: %.4g</title></circle>", p->what, p->y);
+        int room = fabs(x + 7 - at_x) > 20 || fabs(y - 6 - at_y) > 12;
+        if (*p->what && room) fprintf(f, "<text class=\"dim\" x=\"%.1f\" y=\"%.1f\">%s</text>", at_x = x + 7, at_y = y - 6, p->what);
+        fputc('\n', f);
+    }
+}
+static void legend_begin(FILE *f) { fprintf(f, "<ul class=\"legend\">\n"); }
+static void legend_end(FILE *f) { fprintf(f, "</ul>\n"); }
+static void legend_lines(FILE *f, const Series *s, int n, int dots) {
+    char class[24];
+    legend_begin(f);
+    for (int i = 0; i < n; i++) {
+        fprintf(f, "<li><svg width=\"34\" height=\"12\"><path class=\"%s\" d=\"M1 6H33\"/>", series_class(s[i].colour, class));
+        if (dots) fprintf(f, "<circle class=\"%s\" cx=\"17\" cy=\"6\" r=\"4.5\"/>", class);
+        fprintf(f, "</svg>");
+        html_text(f, s[i].name);
+        fprintf(f, "</li>\n");
+    }
+    legend_end(f);
+}
+static void legend_box(FILE *f, const char *class, const char *name) {
+    fprintf(f, "<li><svg width=\"16\" height=\"12\"><rect class=\"%s\" x=\"1\" y=\"1\" width=\"14\" height=\"10\"/></svg>", class);
+    html_text(f, name);
+    fprintf(f, "</li>\n");
+}
+static void chart(FILE *f, const Axes *ax, const Series *s, int n, const Spot *front) {     // front: stb array of a frontier's points, or NULL
+    Frame c = chart_frame(ax, s, n);
+    fprintf(f, "<svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", CHART_W, CHART_H, CHART_W, CHART_H);
+    chart_grid(f, &c);
+    if (front) fprintf(f, "<path class=\"front\" d=\"");
+    for (int i = 0; i < (int)arrlen(front); i++) fprintf(f, i ? "H%.1fV%.1f" : "M%.1f %.1f", chart_x(&c, front[i].x), chart_y(&c, front[i].y));
+    if (front) fprintf(f, "H%d\"/>\n", CHART_W - CHART_RIGHT);
+    for (int i = 0; i < n; i++) chart_series(f, &c, &s[i]);
+    fprintf(f, "</svg>\n");
+}
+static void series_free(Series *s) {
+    for (int i = 0; i < (int)arrlen(s); i++) arrfree(s[i].spot);
+    arrfree(s);
+}
+
+// ---- 1: quality against bytes
+enum { BY_SCORE, BY_KLD, BY_PPL };
+static const char *report_metrics[] = { "mean score (0 to 1; higher is better)", "KL divergence from full (nats; lower is better)", "perplexity (lower is better)" };
+
+static int rows_metric(const Score *rows) {
+    int metric = BY_PPL;
+    for (int i = 0; i < (int)arrlen(rows); i++) {
+        if (arrlen(rows[i].answers)) return BY_SCORE;
+        if (rows[i].kld > 0) metric = BY_KLD;
+    }
+    return metric;
+}
+static double report_mean(const Answer *x, const char *task, int position) {     // of one task, or of all (NULL); of one place, or of all (-1). -1: none
+    double sum = 0;
+    int n = 0;
+    for (int i = 0; i < (int)arrlen(x); i++) if ((!task || !strcmp(task, x[i].task)) && (position < 0 || position == x[i].position)) { sum += x[i].score; n++; }
+    return n ? sum / n : -1;
+}
+static double row_quality(const Score *s, int metric) {
+    double n = s->predicted ? (double)s->predicted : 1;
+    return metric == BY_SCORE ? fmax(0, report_mean(s->answers, NULL, -1)) : metric == BY_KLD ? s->kld / n : exp(s->nll / n);
+}
+static double row_bytes(const Score *s, int read) { return (read ? s->attended : s->stored) / (s->items ? s->items : 1); }
+
+static int spot_order(const void *a, const void *b) { const Spot *p = a, *q = b; return (p->x > q->x) - (p->x < q->x); }
+static Spot *frontier(const Series *s, int n, int higher) {      // the points nothing cheaper beats, by rising x
+    Spot *all = NULL, *best = NULL;
+    for (int i = 0; i < n; i++) for (int j = 0; j < (int)arrlen(s[i].spot); j++) arrput(all, s[i].spot[j]);
+    if (all) qsort(all, arrlen(all), sizeof *all, spot_order);
+    for (int i = 0; i < (int)arrlen(all); i++) {
+        int better = !arrlen(best) || (higher ? all[i].y > arrlast(best).y : all[i].y < arrlast(best).y);
+        if (better && arrlen(best) && arrlast(best).x == all[i].x) arrlast(best) = all[i];
+        else if (better) arrput(best, all[i]);
+    }
+    arrfree(all);
+    return best;
+}
+static Series *score_series(Report *r, const Score *rows, int metric, int read) {        // one a method, its budgets as points
+    Series *s = NULL;
+    int colours = 0;
+    for (int i = 0; i < (int)arrlen(rows); i++) {
+        int k = 0;
+        while (k < (int)arrlen(s) && strcmp(s[k].name, rows[i].name)) k++;
+        if (k == (int)arrlen(s)) { Series one = { rows[i].name, strcmp(rows[i].name, "full") ? ++colours : 0, NULL }; arrput(s, one); }
+        Spot p = { .x = row_bytes(&rows[i], read), .y = row_quality(&rows[i], metric), .lo = rows[i].lo, .hi = rows[i].hi };
+        if (rows[i].budget && strcmp(rows[i].name, "full")) snprintf(p.what, sizeof p.what, "%d", rows[i].budget);
+        arrput(s[k].spot, p);
+        csv_row(r, "pareto", rows[i].name, read ? "bytes read a step, score" : "bytes stored, score", p.x, rows[i].budget, p.y, p.lo, p.hi);
+    }
+    return s;
+}
+// The table of --compare: a column for every task, for every place of the question, for what was measured at all.
+enum { COL_QUALITY, COL_INTERVAL, COL_MEAN, COL_KLD, COL_STORED, COL_SHARE, COL_READ, COL_PEAK, COL_PREFILL, COL_DECODE };
+typedef struct { const char *name; int kind; const char *task; int position; } TableColumn;      // task, position of COL_MEAN: as in report_mean
+
+static TableColumn *table_column(TableColumn *c, const char *name, int kind, const char *task, int position) {
+    for (int i = 0; i < (int)arrlen(c); i++) if (!strcmp(c[i].name, name)) return c;
+    TableColumn one = { name, kind, task, position };
+    arrput(c, one);
+    return c;
+}
+static TableColumn *table_columns(const Score *rows, int metric) {    // stb array
+    static const char *place[] = { "asked first", "asked amid", "asked last" };
+    TableColumn *c = NULL, *tasks = NULL;
+    int spread = 0, kld = 0;
+    for (int i = 0; i < (int)arrlen(rows); i++) {
+        spread |= rows[i].lo < rows[i].hi;
+        kld |= rows[i].kld > 0;
+        for (int j = 0; j < (int)arrlen(rows[i].answers); j++) tasks = table_column(tasks, rows[i].answers[j].task, COL_MEAN, rows[i].answers[j].task, -1);
+    }
+    c = table_column(c, metric == BY_SCORE ? "mean score" : metric == BY_KLD ? "KLD (nats)" : "perplexity", COL_QUALITY, NULL, -1);
+    if (spread) c = table_column(c, "95 % interval", COL_INTERVAL, NULL, -1);
+    for (int i = 0; i < (int)arrlen(tasks) && arrlen(tasks) > 1; i++) arrput(c, tasks[i]);
+    for (int i = 0; i < (int)arrlen(rows); i++)
+        for (int j = 0; j < (int)arrlen(rows[i].answers); j++) {
+            int p = rows[i].answers[j].position;
+            if (p >= 0 && p < 3) c = table_column(c, place[p], COL_MEAN, NULL, p);
+        }
+    if (kld) c = table_column(c, "KLD (nats)", COL_KLD, NULL, -1);
+    c = table_column(c, "held", COL_STORED, NULL, -1);         c = table_column(c, "of full", COL_SHARE, NULL, -1);
+    c = table_column(c, "read a step", COL_READ, NULL, -1);    c = table_column(c, "peak", COL_PEAK, NULL, -1);
+    c = table_column(c, "prefill s", COL_PREFILL, NULL, -1);   c = table_column(c, "tok/s", COL_DECODE, NULL, -1);
+    arrfree(tasks);
+    return c;
+}
+static void score_cell(const Score *s, const TableColumn *c, int metric, char b[32]) {
+    double x = c->kind == COL_MEAN ? report_mean(s->answers, c->task, c->position) : 0;
+    switch (c->kind) {
+    case COL_QUALITY:  snprintf(b, 32, metric == BY_KLD ? "%.5f" : "%.3f", row_quality(s, metric)); break;
+    case COL_INTERVAL: snprintf(b, 32, "%.3f to %.3f", s->lo, s->hi); break;
+    case COL_MEAN:     if (x < 0) *b = 0; else snprintf(b, 32, "%.3f", x); break;
+    case COL_KLD:      snprintf(b, 32, "%.5f", s->kld / (s->predicted ? (double)s->predicted : 1)); break;
+    case COL_STORED:   human_bytes(row_bytes(s, 0), b); break;
+    case COL_SHARE:    snprintf(b, 32, "%.1f %%", 100 * s->stored / (s->full > 0 ? s->full : 1)); break;
+    case COL_READ:     human_bytes(row_bytes(s, 1), b); break;
+    case COL_PEAK:     human_bytes(s->peak, b); break;
+    case COL_PREFILL:  snprintf(b, 32, "%.2f", s->prefill_s); break;
+    case COL_DECODE:   snprintf(b, 32, "%.0f", rate((long)s->n_decode, s->decode_s)); break;
+    }
+}
+static void score_table(Report *r, const Score *rows, int metric) {
+    TableColumn *c = table_columns(rows, metric);
+    char b[32];
+    fprintf(r->f, "<div class=\"wide\"><table><tr><th class=\"t\">method</th><th>budget</th>");
+    for (int k = 0; k < (int)arrlen(c); k++) { fprintf(r->f, "<th>"); html_text(r->f, c[k].name); fprintf(r->f, "</th>"); }
+    fprintf(r->f, "</tr>\n");
+    for (int i = 0; i < (int)arrlen(rows); i++) {
+        fprintf(r->f, "<tr><td class=\"t\">");
+        html_text(r->f, rows[i].name);
+        if (rows[i].budget && strcmp(rows[i].name, "full")) fprintf(r->f, "</td><td>%d</td>", rows[i].budget); else fprintf(r->f, "</td><td></td>");
+        for (int k = 0; k < (int)arrlen(c); k++) {
+            score_cell(&rows[i], &c[k], metric, b);
+            fprintf(r->f, "<td>%s</td>", b);
+            if (c[k].kind == COL_MEAN && *b) csv_row(r, "scores", rows[i].name, c[k].name, rows[i].budget, 0, atof(b), 0, 0);
+        }
+        fprintf(r->f, "</tr>\n");
+    }
+    fprintf(r->f, "</table></div>\n");
+    arrfree(c);
+}
+static void draw_pareto(Report *r, const Score *rows) {
+    char how[640];
+    snprintf(how, sizeof how, "Each point is one method at one budget (the small number: rows kept or read per head). Good is left and %s. Bars, if there are any, are 95 %% bootstrap intervals; "
+             "on the dashed line nothing cheaper is better. Left chart: bytes held; right chart: bytes read for one new token (methods that only save reads gain there).",
+             rows_metric(rows) == BY_SCORE || !arrlen(rows) ? "up: right answers from few bytes" : "down: close to full attention from few bytes");
+    picture_begin(r, "pareto", "Quality against bytes", how);
+    if (!arrlen(rows)) picture_note(r, "No scores were measured: give --eval TASK (and --compare METHODS --budgets LIST) together with --report.");
+    else {
+        int metric = rows_metric(rows);
+        Axes ax = { .y_name = report_metrics[metric], .log_x = 1, .bytes_x = 1, .dots = 1, .y_top = metric == BY_SCORE ? 1.06 : 0 };
+        fprintf(r->f, "<div class=\"row\">\n");
+        for (int read = 0; read < 2; read++) {
+            Series *s = score_series(r, rows, metric, read);
+            Spot *front = frontier(s, (int)arrlen(s), metric == BY_SCORE);
+            ax.x_name = read ? "bytes read per decode step (log scale)" : "bytes of K and V held after a dialogue (log scale)";
+            chart(r->f, &ax, s, (int)arrlen(s), front);
+            if (read) {
+                fprintf(r->f, "</div>\n");
+                legend_lines(r->f, s, (int)arrlen(s), 1);
+            }
+            arrfree(front);
+            series_free(s);
+        }
+        score_table(r, rows, metric);
+    }
+    picture_end(r);
+}
+
+// ---- 2: needles by depth and length
+static int on_grid(const Answer *x) { return x->depth >= 0 && x->length > 0; }
+// Ascending values of an axis. Lengths vary by a few tokens with the item: what lies within an eighth of the first of its class counts as one.
+static double *grid_axis(const Score *rows, int depth) {
+    double *v = NULL;
+    int n = 0;
+    for (int i = 0; i < (int)arrlen(rows); i++)
+        for (int j = 0; j < (int)arrlen(rows[i].answers); j++) {
+            const Answer *x = &rows[i].answers[j];
+            if (on_grid(x)) arrput(v, depth ? x->depth : x->length);
+        }
+    if (v) qsort(v, arrlen(v), sizeof *v, double_order);
+    for (int i = 0; i < (int)arrlen(v); i++) if (!n || v[i] > v[n - 1] + (depth ? 3 : v[n - 1] / 8)) v[n++] = v[i];
+    if (v) arrsetlen(v, n);
+    return v;
+}
+static int grid_at(const double *v, double x) { int i = (int)arrlen(v) - 1; while (i > 0 && v[i] > x) i--; return i; }
+
+static void needle_table(Report *r, const Score *s, const double *len, const double *depth) {
+    int nl = (int)arrlen(len), nd = (int)arrlen(depth);
+    double *sum = xcalloc((size_t)nl * nd, sizeof *sum), *n = xcalloc((size_t)nl * nd, sizeof *n);
+    for (int i = 0; i < (int)arrlen(s->answers); i++) {
+        const Answer *x = &s->answers[i];
+        if (!on_grid(x)) continue;
+        int at = grid_at(depth, x->depth) * nl + grid_at(len, x->length);
+        sum[at] += x->score; n[at]++;
+    }
+    fprintf(r->f, "<table><caption>");
+    html_text(r->f, s->name);
+    if (s->budget && strcmp(s->name, "full")) fprintf(r->f, ", budget %d", s->budget);
+    fprintf(r->f, "</caption><tr><th>depth</th>");
+    for (int l = 0; l < nl; l++) fprintf(r->f, "<th>%g</th>", len[l]);
+    fprintf(r->f, "</tr>\n");
+    for (int d = 0; d < nd; d++) {
+        fprintf(r->f, "<tr><th>%g %%</th>", depth[d]);
+        for (int l = 0; l < nl; l++) {
+            int at = d * nl + l;
+            double x = n[at] ? sum[at] / n[at] : 0;
+            if (!n[at]) { fprintf(r->f, "<td></td>"); continue; }
+            fprintf(r->f, "<td class=\"r%d\">%.2f</td>", (int)(10 * fmin(fmax(x, 0), 1) + .5), x);
+            csv_row(r, "needle", s->name, "length, depth, score", len[l], depth[d], x, s->budget, n[at]);
+        }
+        fprintf(r->f, "</tr>\n");
+    }
+    fprintf(r->f, "</table>\n");
+    free(sum); free(n);
+}
+static void draw_needle(Report *r, const Score *rows) {
+    double *len = grid_axis(rows, 0), *depth = grid_axis(rows, 1);
+    picture_begin(r, "needle", "Needles found, by depth and length",
+                  "A fact was hidden in a long text and asked for at the end. Columns: length of the text in tokens; rows: how deep the fact stands (0 %: at the beginning). "
+                  "The number is the share of right answers; green is 1, yellow one half, red 0. A method that forgets shows red where it forgets.");
+    if (!arrlen(depth)) picture_note(r, "No answers with a depth were measured: --eval needle makes them.");
+    else {
+        fprintf(r->f, "<div class=\"row\">\n");
+        for (int i = 0; i < (int)arrlen(rows); i++) {
+            int any = 0;
+            for (int j = 0; j < (int)arrlen(rows[i].answers) && !any; j++) any = on_grid(&rows[i].answers[j]);
+            if (any) needle_table(r, &rows[i], len, depth);
+        }
+        fprintf(r->f, "</div>\n");
+    }
+    picture_end(r);
+    arrfree(len); arrfree(depth);
+}
+
+// ---- the demonstration
+static void phase_note(DemoRun *d, int phase, const Clock *a, const Clock *b) {  // what the clocks gained in one phase of a turn
+    double *x = d->seconds[phase], all = phase ? b->decode - a->decode : b->prefill - a->prefill;
+    double part[PHASE_PARTS] = { b->attend - a->attend, b->select - a->select, b->commit - a->commit };
+    part[IN_REST] = fmax(0, all - part[0] - part[1] - part[2]);
+    for (int i = 0; i < PHASE_PARTS; i++) x[i] += part[i];
+    d->tokens[phase] += phase ? b->n_decode - a->n_decode : b->n_prefill - a->n_prefill;
+}
+static void demo_say(App *a, char **said) {              // a reply of its own; *said: its text as an stb array
+    char *text = NULL;
+    size_t n = 0;
+    FILE *f = open_memstream(&text, &n);
+    generate(a, 32, f);
+    fclose(f);
+    arrsetlen(*said, 0);
+    memcpy(arraddnptr(*said, n + 1), text, n + 1);
+    free(text);
+}
+// Where the answer to the last question first stands among the ids: tokens [*from,*to), both n if nowhere.
+static void answer_at(const Report *r, const Token *t, int n, int *from, int *to) {
+    char *text = NULL;
+    int len;
+    for (int i = 0; i < n; i++) {
+        const char *b = t[i].id >= 0 ? tokenizer_bytes(r->a->tok, t[i].id, &len) : NULL;
+        if (b && len) memcpy(arraddnptr(text, len), b, (size_t)len);
+    }
+    arrput(text, 0);
+    const char *hit = strstr(text, demo_answer);
+    long at = 0, begin = hit ? hit - text : LONG_MAX, end = hit ? begin + (long)strlen(demo_answer) : LONG_MAX;
+    *from = *to = n;
+    for (int i = 0; i < n && at < end; i++) {
+        if (t[i].id >= 0 && tokenizer_bytes(r->a->tok, t[i].id, &len)) at += len;
+        if (at > begin && *from == n) *from = i;
+        if (at >= end) *to = i + 1;
+    }
+    arrfree(text);
+}
+// What the last step read: for every token the share of all query heads with a row of it in their view.
+static void demo_shares(const Session *s, DemoRun *d) {
+    int heads = s->c->L * s->c->H, R = s->c->H / s->c->G, *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
+    memcpy(arraddnptr(d->tok, s->n_tok), s->tok, (size_t)s->n_tok * sizeof *d->tok);
+    memset(arraddnptr(d->share, s->n_tok), 0, (size_t)s->n_tok * sizeof *d->share);
+    for (int i = 0; i < heads; i++) {
+        const KVHead *h = kv_head(s, i / s->c->H, i % s->c->H / R);
+        int n = view_rows(s, i / s->c->H, i % s->c->H, rows);
+        for (int j = 0; j < n; j++) d->share[h->src[rows[j]]] += 1.f / (float)heads;
+    }
+    free(rows);
+}
+// Plays the dialogue through the session. The first run writes the script: full attention's replies. Later runs are fed its
+// tokens and speak for themselves in the last reply only, or are fed the first `given` tokens of that one too (given >= 0).
+static void demo_play(Report *r, Session *s, DemoRun *d, int given) {
+    App a = *r->a;
+    int first = !arrlen(r->script);
+    a.o = r->o; a.s = s; a.turn = NULL; a.closed = 0;
+    a.logits = xcalloc(s->c->V, sizeof(float));
+    for (int i = 0; i < DEMO_TURNS; i++) {
+        Turn t = first ? render_turn(&a, demo_turns[i]) : r->script[i];
+        int last = i == DEMO_TURNS - 1, speaks = first || (last && given < 0), n = last && given >= 0 ? given : (int)arrlen(t.dec);
+        Clock c0 = s->clk;
+        if (speaks) t.dec = NULL;
+        arrput(a.turn, t);
+        feed_prefill(&a, &t);
+        Clock c1 = s->clk;
+        if (speaks) demo_say(&a, &d->said); else for (int j = 0; j < n; j++) feed_decode(&a, t.dec[j]);
+        phase_note(d, 0, &c0, &c1);
+        phase_note(d, 1, &c1, &s->clk);
+        d->stored[i] = (double)kv_bytes(s);
+        d->read[i] = s->clk.steps > c1.steps ? (s->clk.bytes_attended - c1.bytes_attended) / (double)(s->clk.steps - c1.steps) : 0;
+    }
+    if (first) r->script = a.turn;
+    else {
+        if (given < 0) arrfree(arrlast(a.turn).dec);
+        arrfree(a.turn);
+    }
+    free(a.logits);
+}
+static DemoRun demo_run(Report *r, const char *name) {
+    DemoRun d = { 0 };
+    snprintf(d.name, sizeof d.name, "%s", name);
+    Session *s = session_try(r->a->c, r->a->w, r->o, name, d.why);
+    if (!s) return d;
+    demo_play(r, s, &d, -1);
+    demo_shares(s, &d);
+    session_close(s);
+    return d;
+}
+static DemoRun *demo_runs(Report *r) {                   // full, and the methods asked for; stb array
+    const Options *o = r->a->o;
+    const char *list = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_given(o, "method") ? opt_str(o, "method") : demo_methods;
+    DemoRun *d = NULL;
+    char name[160];
+    arrput(d, demo_run(r, "full"));
+    for (int i = 0; list_word(list, i, name); i++) if (strcmp(name, "full")) arrput(d, demo_run(r, name));
+    return d;
+}
+static void demo_free(DemoRun *d) {
+    for (int i = 0; i < (int)arrlen(d); i++) { arrfree(d[i].said); arrfree(d[i].tok); arrfree(d[i].share); }
+    arrfree(d);
+}
+static int right_answer(const DemoRun *d) { return d->said && strstr(d->said, demo_answer); }
+
+// ---- 3: memory over turns
+static void memory_table(Report *r, const DemoRun *d) {
+    char b[2][32];
+    fprintf(r->f, "<div class=\"wide\"><table><tr><th class=\"t\">method</th><th>held at the end</th><th>of full</th><th>read per step</th><th class=\"t\">its answer to the last question</th></tr>\n");
+    for (int i = 0; i < (int)arrlen(d); i++) {
+        if (*d[i].why) continue;
+        human_bytes(d[i].stored[DEMO_TURNS - 1], b[0]);
+        human_bytes(d[i].read[DEMO_TURNS - 1], b[1]);
+        fprintf(r->f, "<tr><td class=\"t\">");
+        html_text(r->f, d[i].name);
+        fprintf(r->f, "</td><td>%s</td><td>%.0f %%</td><td>%s</td><td class=\"t\"><span class=\"%s</span> ", b[0], 100 * d[i].stored[DEMO_TURNS - 1] / fmax(1, d[0].stored[DEMO_TURNS - 1]), b[1],
+                right_answer(&d[i]) ? "ok\">right:" : "bad\">wrong:");
+        html_text(r->f, d[i].said ? d[i].said : "");
+        fprintf(r->f, "</td></tr>\n");
+    }
+    fprintf(r->f, "</table></div>\n");
+}
+static void draw_memory(Report *r, const DemoRun *d) {
+    Axes ax = { .x_name = "turn of the dialogue", .bytes_y = 1, .dots = 1 };
+    picture_begin(r, "memory", "Memory over the turns of a dialogue",
+                  "The built-in dialogue, turn by turn. Left: bytes of keys and values held when a turn ends; a line that stays flat is a method that really gives memory back. "
+                  "Right: bytes read for each new token; methods that keep everything but read little are low here only.");
+    fprintf(r->f, "<div class=\"row\">\n");
+    for (int read = 0; read < 2; read++) {
+        Series *s = NULL;
+        for (int i = 0; i < (int)arrlen(d); i++) {
+            if (*d[i].why) continue;
+            Series one = { d[i].name, i, NULL };
+            for (int t = 0; t < DEMO_TURNS; t++) {
+                Spot p = { .x = t + 1, .y = read ? d[i].read[t] : d[i].stored[t] };
+                arrput(one.spot, p);
+                csv_row(r, "memory", d[i].name, read ? "turn, bytes read a step" : "turn, bytes held", t + 1, 0, p.y, 0, 0);
+            }
+            arrput(s, one);
+        }
+        ax.y_name = read ? "bytes read per decode step" : "bytes held at the end of the turn";
+        chart(r->f, &ax, s, (int)arrlen(s), NULL);
+        if (read) {
+            fprintf(r->f, "</div>\n");
+            legend_lines(r->f, s, (int)arrlen(s), 1);
+        }
+        series_free(s);
+    }
+    memory_table(r, d);
+    for (int i = 0; i < (int)arrlen(d); i++) if (*d[i].why) picture_note(r, "%s was left out: %s", d[i].name, d[i].why);
+    picture_end(r);
+}
+
+// ---- 4: head scores
+static void head_grid(Report *r, const char *name, const double *x, int whole) {     // x (L,H); whole: numbers without decimals
+    int L = r->a->c->L, H = r->a->c->H, cell = H <= 12 ? 44 : H <= 32 ? 16 : 6, tall = H <= 12 ? 24 : cell, named = H <= 12;
+    double top = 0;
+    for (int i = 0; i < L * H; i++) top = fmax(top, x[i]);
+    fprintf(r->f, "<div><h3>");
+    html_text(r->f, name);
+    fprintf(r->f, "</h3><svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", 44 + H * cell, 36 + L * tall, 44 + H * cell, 36 + L * tall);
+    for (int h = 0; h < H; h += named ? 1 : 8) fprintf(r->f, "<text x=\"%d\" y=\"14\" text-anchor=\"middle\">%d</text>", 40 + h * cell + cell / 2, h);
+    for (int l = 0; l < L; l += named ? 1 : 4) fprintf(r->f, "<text x=\"34\" y=\"%d\" text-anchor=\"end\">%d</text>", 20 + l * tall + tall / 2 + 4, l);
+    for (int i = 0; i < L * H; i++) {
+        int v = top > 0 ? (int)(x[i] / top * (SHADES - 1) + .5) : 0, px = 40 + i % H * cell, py = 20 + i / H * tall;
+        fprintf(r->f, "<rect class=\"v%d\" x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\"><title>layer %d, head %d: %.4g</title></rect>", v, px, py, cell - 1, tall - 1, i / H, i % H, x[i]);
+        if (named) fprintf(r->f, "<text class=\"%s\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">%.*f</text>", v < 9 ? "on-dark" : "on-light", px + cell / 2, py + tall / 2 + 4, whole ? 0 : 3, x[i]);
+        csv_row(r, "heads", name, "layer, head", i / H, i % H, x[i], 0, 0);
+    }
+    fprintf(r->f, "\n<text class=\"dim\" x=\"40\" y=\"%d\">head; rows: layer; brightest = %.4g</text></svg></div>\n", 32 + L * tall, top);
+}
+static void scores_path(const Report *r, char path[1100]) {
+    const char *given = opt_str(r->o, "dililazy-scores");
+    if (*given) snprintf(path, 1100, "%s", given); else snprintf(path, 1100, "%s/head_scores.json", r->a->c->dir);
+}
+static void draw_heads(Report *r) {
+    static const char *kind[] = { "dili", "lazy", "inf" }, *title[] = { "Dili: of what the head looks at most, the needle's share", "Lazy: of its looks at the needle, those among its strongest",
+                                  "Inf: both together (harmonic mean)" };
+    const Config *c = r->a->c;
+    char path[1100], err[512];
+    double *x[3], budget = opt_int(r->o, "budget") ? opt_int(r->o, "budget") : 128, window = opt_given(r->o, "obs-window") ? opt_int(r->o, "obs-window") : 16;
+    picture_begin(r, "heads", "Which heads find facts, and the budget that earns them (DiliLazyKV)",
+                  "Each cell is one attention head: how strongly it looked at a fact hidden in a long text, measured once per model with --calibrate. "
+                  "Bright heads find facts; DiliLazyKV gives them more rows (last map) and takes them from the dark ones.");
+    scores_path(r, path);
+    for (int i = 0; i < 3; i++) x[i] = scores_load(path, kind[i], c->L, c->H, err);
+    if (!x[2]) picture_note(r, "No head scores: %s", err);
+    else {
+        int n = c->L * c->H, base = budget > window ? (int)(budget - window) : (int)budget, *cap = xmalloc((size_t)n * sizeof *cap);
+        double *rows = xmalloc((size_t)n * sizeof *rows);
+        dililazy_caps(x[2], c->L, c->H, base, opt_real(r->o, "dililazy-beta"), opt_real(r->o, "dililazy-eps"), ALLOC_PAPER, cap);
+        for (int i = 0; i < n; i++) rows[i] = cap[i];
+        fprintf(r->f, "<div class=\"row\">\n");
+        for (int i = 0; i < 3; i++) if (x[i]) head_grid(r, title[i], x[i], 0);
+        head_grid(r, "Rows each head may read beside the recent ones", rows, 1);
+        fprintf(r->f, "</div>\n");
+        picture_note(r, "%d rows a head on average, before the last %g that every head keeps; beta %g.", base, window, opt_real(r->o, "dililazy-beta"));
+        free(cap); free(rows);
+    }
+    for (int i = 0; i < 3; i++) free(x[i]);
+    picture_end(r);
+}
+
+// ---- 5: PATS
+static Series pats_line(Report *r, const char *name, int colour, const Pats *x, int T) {     // b(t,T) of every token, as a step line
+    Series s = { name, colour, NULL };
+    Pats y = *x;
+    y.T1 = y.n1 = T;                                     // frozen: a first prefill of T tokens
+    for (int t = 0, b = -1; t <= T; t++) {
+        int next = t < T ? pats_bits(&y, t, T) : b;
+        if (next == b && t < T) continue;
+        Spot p = { .x = t, .y = b };
+        if (b >= 0) arrput(s.spot, p);
+        p.y = b = next;
+        if (t < T) arrput(s.spot, p);
+        csv_row(r, "pats", name, "tokens, position, bits cut", T, p.x, b, 0, 0);
+    }
+    return s;
+}
+static void pats_chart(Report *r, Series *s, const char *title) {
+    Axes ax = { .x_name = "position t of the token (0: oldest)", .y_name = "b(t,T): low bits cut from each element", .y_top = 11 };
+    fprintf(r->f, "<div><h3>");
+    html_text(r->f, title);
+    fprintf(r->f, "</h3>\n");
+    chart(r->f, &ax, s, (int)arrlen(s), NULL);
+    legend_lines(r->f, s, (int)arrlen(s), 0);
+    fprintf(r->f, "</div>\n");
+    series_free(s);
+}
+static void pats_schedules(Report *r, const Pats *x) {
+    static const char *kind[] = { "middle", "old", "new" }, *name[] = { "T = 256 tokens", "T = 512", "T = 1,024" };
+    static const int T[] = { 256, 512, 1024 };
+    Series *s = NULL;
+    fprintf(r->f, "<div class=\"row\">\n");
+    for (int i = 0; i < 3; i++) arrput(s, pats_line(r, name[i], i + 1, x, T[i]));
+    pats_chart(r, s, "The chosen schedule as the dialogue grows");
+    s = NULL;
+    for (int i = 0; i < 3; i++) {
+        Pats y = *x;
+        y.schedule = i; y.policy = PATS_RATCHET;
+        arrput(s, pats_line(r, kind[i], i + 1, &y, 1024));
+    }
+    pats_chart(r, s, "The three schedules at 1,024 tokens");
+    fprintf(r->f, "</div>\n");
+}
+// One key row, element by element (columns) and bit by bit (sign on top); bits of a kind and value that stand together are one rect.
+static void pats_row_bits(Report *r, const uint16_t *h, int D, int b) {
+    int cell = D <= 64 ? 16 : 8, tall = 9;
+    fprintf(r->f, "<svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", 80 + D * cell, 16 * tall + 18, 80 + D * cell, 16 * tall + 18);
+    fprintf(r->f, "<text x=\"70\" y=\"9\" text-anchor=\"end\">sign</text><text x=\"70\" y=\"%d\" text-anchor=\"end\">exponent</text>"
+            "<text x=\"70\" y=\"%d\" text-anchor=\"end\">mantissa</text>\n", 4 * tall, 10 * tall);
+    for (int d = 0; d < D; d++)
+        for (int i = 0, n; i < 16; i += n) {
+            int kind = i == 0 ? 0 : i < 6 ? 1 : i < 16 - b ? 2 : 3, on = h[d] >> (15 - i) & 1, end = i == 0 ? 1 : i < 6 ? 6 : i < 16 - b ? 16 - b : 16;
+            for (n = 1; i + n < end && (h[d] >> (15 - i - n) & 1) == on; n++) { }
+            fprintf(r->f, "<rect class=\"b%d%s\" x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\"/>", kind, on ? "" : " off", 76 + d * cell, i * tall, cell - 1, n * tall - 1);
+        }
+    fprintf(r->f, "\n<text class=\"dim\" x=\"76\" y=\"%d\">elements 0 to %d of one key row; %d bits cut</text></svg>\n", 16 * tall + 14, D - 1, b);
+    legend_begin(r->f);
+    legend_box(r->f, "b0", "sign");
+    legend_box(r->f, "b1", "exponent");
+    legend_box(r->f, "b2", "mantissa, kept");
+    legend_box(r->f, "b3", "mantissa, cut: not stored");
+    fprintf(r->f, "<li>full colour: bit 1, pale: bit 0</li>\n");
+    legend_end(r->f);
+}
+// How many bytes a row takes as more bits are cut, in blocks of 64 bytes: packed densely (ours), or each row in blocks of its own (the paper's)
+static void pats_row_blocks(Report *r, int D) {
+    int wide = (int)pats_row_bytes(1, D, 16), scale = wide <= 128 ? 4 : wide <= 256 ? 2 : 1, y = 0;
+    fprintf(r->f, "<svg viewBox=\"0 0 %d 250\" width=\"%d\" height=\"250\" role=\"img\">\n", 330 + wide * scale, 330 + wide * scale);
+    for (int b = 0; b <= 10; b += 2)
+        for (int rows64 = 0; rows64 < 2; rows64++, y += 17) {
+            int bytes = (int)pats_row_bytes(rows64, D, 16 - b), used = D * (16 - b) / 8;
+            fprintf(r->f, "<text x=\"180\" y=\"%d\" text-anchor=\"end\">%d bits cut, %s</text><rect class=\"b2\" x=\"188\" y=\"%d\" width=\"%d\" height=\"13\"/>", y + 11, b,
+                    rows64 ? "64-byte blocks" : "dense", y, used * scale);
+            if (bytes > used) fprintf(r->f, "<rect class=\"b4\" x=\"%d\" y=\"%d\" width=\"%d\" height=\"13\"/>", 188 + used * scale, y, (bytes - used) * scale);
+            fprintf(r->f, "<text x=\"%d\" y=\"%d\">%d bytes</text>\n", 194 + (bytes > used ? bytes : used) * scale, y + 11, bytes);
+            csv_row(r, "pats", rows64 ? "64-byte blocks" : "dense", "bits cut, elements, bytes of a row", b, D, bytes, 0, 0);
+        }
+    for (int x = 0; x <= wide; x += 64) fprintf(r->f, "<path class=\"grid\" d=\"M%d 0V206\"/><text class=\"dim\" x=\"%d\" y=\"222\" text-anchor=\"middle\">%d</text>", 188 + x * scale, 188 + x * scale, x);
+    fprintf(r->f, "<text class=\"dim\" x=\"188\" y=\"240\">bytes of one row; lines every 64</text></svg>\n");
+    legend_begin(r->f);
+    legend_box(r->f, "b2", "bits of the row");
+    legend_box(r->f, "b4", "padding of the last block: nothing saved");
+    legend_end(r->f);
+}
+static void draw_pats(Report *r) {
+    char err[512];
+    Session *s = session_try(r->a->c, r->a->w, r->o, "pats", err), *full = NULL;
+    picture_begin(r, "pats", "Fewer bits for some tokens (PATS)",
+                  "PATS keeps every token but cuts low mantissa bits of 16-bit numbers, by the token's place in the dialogue: the curves say how many. "
+                  "Below: one key row of this model with its bits, and how many bytes such a row takes.");
+    if (!s) picture_note(r, "PATS does not fit this model or these options: %s", err);
+    else {
+        const Pats *x = s->part[0].ms;
+        int D = r->a->c->D, at = s->n_tok, n = 0, b = pats_bits(x, 128, 256);
+        float *row = xmalloc((size_t)D * sizeof *row);
+        uint16_t *h = xmalloc((size_t)D * sizeof *h);
+        pats_schedules(r, x);
+        full = session_open(r->a->c, r->a->w, r->o, "full");
+        n = (int)arrlen(r->script[0].pre);
+        prefill(full, r->script[0].pre, n);
+        at = n / 2;
+        kv_load_k(full, kv_head(full, r->a->c->L / 2, 0), NULL, at, 1, row);
+        from_f32(h, row, DT_F16, (size_t)D);
+        fprintf(r->f, "<h3>One key row: token %d, layer %d, KV head 0</h3>\n<div class=\"wide\">", at, r->a->c->L / 2);
+        pats_row_bits(r, h, D, b);
+        fprintf(r->f, "</div>\n<h3>Bytes of a row</h3>\n<div class=\"wide\">");
+        pats_row_blocks(r, D);
+        fprintf(r->f, "</div>\n");
+        picture_note(r, "Schedule %s, %d to %d bits; the first %d tokens lose %d bits only, the last %d none.", opt_str(r->o, "pats-schedule"), x->b_min, x->b_max, x->sink, x->b_min, x->window);
+        free(row); free(h);
+        session_close(full);
+    }
+    session_close(s);
+    picture_end(r);
+}
+
+// ---- 6: the tree of LycheeCluster
+typedef struct { float *q; } QueryProbe;                 // (L,H,D): the queries of the last decode step
+static void query_probe_select(Session *s, void *ms, int l, const float *q) {
+    size_t n = (size_t)s->c->H * s->c->D;
+    memcpy(((QueryProbe *)ms)->q + (size_t)l * n, q, n * sizeof *q);
+}
+static const Method query_probe = { .name = "probe", .state = sizeof(QueryProbe), .select = query_probe_select };   // rides on lychee; not in the table
+
+typedef struct {                // what the tree is drawn from: one layer and KV head
+    const Session *s; const Lychee *x; const Tree *t;
+    Probe p;
+    unsigned char *read;        // (n_tok) 1: a row the step read
+    float lo, hi;               // the bounds of its nodes
+    float *mu;                  // (D) room
+} TreeView;
+
+static float node_match(TreeView *v, const Nodes *u, int node) {         // best over the query heads of q.mu / |q|
+    float best = -INFINITY;
+    int D = v->s->c->D;
+    to_f32(v->mu, u->mu + (size_t)node * D, DT_BF16, (size_t)D);
+    for (int i = 0; i < v->p.m; i++) best = fmaxf(best, dot_f32(v->p.q + (size_t)i * D, v->mu, D) * v->p.w[i]);
+    return best;
+}
+static int cluster_read(const TreeView *v, int c) {      // chunks of the cluster the step read
+    int n = 0;
+    for (int j = v->t->fine.first[c]; j >= 0; j = v->t->fine.next[j]) n += v->read[v->x->start[j]];
+    return n;
+}
+static int cluster_answers(const Report *r, const TreeView *v, int c) {  // does one of its chunks hold the answer?
+    const int *start = v->x->start;
+    int from, to, found = 0;
+    for (int j = v->t->fine.first[c]; j >= 0 && !found; j = v->t->fine.next[j]) {
+        answer_at(r, v->s->tok + start[j], start[j + 1] - start[j], &from, &to);
+        found = from < to;
+    }
+    return found;
+}
+static void node_line(Report *r, TreeView *v, const Nodes *u, int node, const char *what, int n_read, int answers) {
+    float match = node_match(v, u, node), bound = match + u->r[node];
+    int shade = v->hi > v->lo ? (int)((bound - v->lo) / (v->hi - v->lo) * (SHADES - 1) + .5f) : 0;
+    fprintf(r->f, "<details%s><summary class=\"%s\"><i class=\"v%d\"></i>%s %d: %d chunk%s, %d read; bound %.2f = match %.2f + radius %.2f%s</summary>\n", n_read || answers ? " open=\"open\"" : "",
+            n_read ? "read" : "skip", shade, what, node, u->chunks[node], u->chunks[node] == 1 ? "" : "s", n_read, bound, match, u->r[node], answers ? " <b class=\"gold\">the answer is in here</b>" : "");
+    csv_row(r, "lychee", what, "node, chunks read, upper bound, radius, match", node, n_read, bound, u->r[node], match);
+}
+static void tokens_text(Report *r, const Token *t, int n) {      // the tokens' bytes as one text
+    char *text = NULL;
+    int len;
+    for (int i = 0; i < n; i++) {
+        const char *b = t[i].id >= 0 ? tokenizer_bytes(r->a->tok, t[i].id, &len) : NULL;
+        if (b) memcpy(arraddnptr(text, len), b, (size_t)len);
+    }
+    if (text) html_bytes(r->f, text, arrlenu(text));
+    arrfree(text);
+}
+static void tree_cluster(Report *r, TreeView *v, int c) {
+    const int *start = v->x->start;
+    node_line(r, v, &v->t->fine, c, "cluster", cluster_read(v, c), cluster_answers(r, v, c));
+    for (int j = v->t->fine.first[c]; j >= 0; j = v->t->fine.next[j]) {
+        int from, to, n = start[j + 1] - start[j];
+        answer_at(r, v->s->tok + start[j], n, &from, &to);
+        fprintf(r->f, "<p class=\"%s\">%s, tokens %d to %d: <span%s>", v->read[start[j]] ? "read" : "skip", v->read[start[j]] ? "read" : "skipped", start[j], start[j + 1] - 1,
+                from < to ? " class=\"gold\"" : "");
+        tokens_text(r, v->s->tok + start[j], n);
+        fprintf(r->f, "</span></p>\n");
+    }
+    fprintf(r->f, "</details>\n");
+}
+static int *by_bound(TreeView *v, const Nodes *u, int first, const int *next) {  // children in order of their bound, best first; stb array
+    int *order = NULL;
+    for (int i = first; i >= 0; i = next ? next[i] : i + 1 < u->n ? i + 1 : -1) if (u->chunks[i]) arrput(order, i);
+    for (int i = 1; i < (int)arrlen(order); i++)         // few: insertion
+        for (int j = i; j > 0 && node_match(v, u, order[j]) + u->r[order[j]] > node_match(v, u, order[j - 1]) + u->r[order[j - 1]]; j--) {
+            int x = order[j]; order[j] = order[j - 1]; order[j - 1] = x;
+        }
+    return order;
+}
+static void tree_clusters(Report *r, TreeView *v, int first, const int *next) {
+    int *order = by_bound(v, &v->t->fine, first, next);
+    for (int i = 0; i < (int)arrlen(order); i++) tree_cluster(r, v, order[i]);
+    arrfree(order);
+}
+static void tree_draw(Report *r, TreeView *v) {
+    const Nodes *top = &v->t->coarse;
+    fprintf(r->f, "<div class=\"tree\">\n");
+    if (!top->n) tree_clusters(r, v, 0, NULL);
+    else {
+        int *order = by_bound(v, top, 0, NULL);
+        for (int i = 0; i < (int)arrlen(order); i++) {
+            int n = 0, answers = 0;
+            for (int c = top->first[order[i]]; c >= 0; c = top->next[c]) { n += cluster_read(v, c); answers |= cluster_answers(r, v, c); }
+            node_line(r, v, top, order[i], "unit", n, answers);
+            tree_clusters(r, v, top->first[order[i]], top->next);
+            fprintf(r->f, "</details>\n");
+        }
+        arrfree(order);
+    }
+    fprintf(r->f, "</div>\n");
+}
+static void tree_legend(Report *r, const TreeView *v) {
+    legend_begin(r->f);
+    for (int i = 0; i < SHADES; i += 3) {
+        char text[32], class[8];
+        snprintf(text, sizeof text, "%s%.2f", i ? "" : "upper bound ", v->lo + (v->hi - v->lo) * i / (SHADES - 1));
+        snprintf(class, sizeof class, "v%d", i);
+        legend_box(r->f, class, text);
+    }
+    legend_end(r->f);
+}
+static void tree_range(TreeView *v) {                    // of all bounds, for the colours
+    v->lo = INFINITY; v->hi = -INFINITY;
+    for (int level = 0; level < 2; level++) {
+        const Nodes *u = level ? &v->t->coarse : &v->t->fine;
+        for (int i = 0; i < u->n; i++) {
+            float bound = u->chunks[i] ? node_match(v, u, i) + u->r[i] : NAN;
+            v->lo = fminf(v->lo, bound); v->hi = fmaxf(v->hi, bound);        // a NaN is passed over
+        }
+    }
+}
+// The head to look at: of the indexed layers the query head with the best score, or the last layer's first when there are no scores.
+static int fact_head(const Report *r, int first) {
+    const Config *c = r->a->c;
+    char path[1100], err[512];
+    scores_path(r, path);
+    double *inf = scores_load(path, "inf", c->L, c->H, err);
+    int best = (c->L - 1) * c->H;
+    for (int i = first * c->H; inf && i < c->L * c->H; i++) if (inf[i] > inf[best]) best = i;
+    free(inf);
+    return best;
+}
+static void lychee_picture(Report *r, Session *s, const float *q) {      // q (L,H,D)
+    const Lychee *x = s->part[0].ms;
+    int H = s->c->H, R = H / s->c->G, D = s->c->D, at = fact_head(r, x->full_layers), l = at / H, g = at % H / R, *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
+    TreeView v = { .s = s, .x = x, .t = &x->tree[l * s->c->G + g], .read = xcalloc((size_t)s->n_tok + 1, 1), .mu = xmalloc((size_t)D * sizeof(float)) };
+    probe_max(&v.p, q + ((size_t)l * H + g * R) * D, R, D);
+    int n = view_rows(s, l, g * R, rows), used = 0;
+    for (int i = 0; i < n; i++) v.read[rows[i]] = 1;
+    for (int j = 0; j < x->M; j++) used += v.read[x->start[j]];
+    if (!x->M_built || l < x->full_layers) picture_note(r, "No index was built: the dialogue fits into the budget, or --lychee-full-layers covers every layer.");
+    else {
+        tree_range(&v);
+        fprintf(r->f, "<p>The user asks <b>");
+        html_text(r->f, demo_turns[DEMO_TURNS - 1]);
+        fprintf(r->f, "</b> and the reply has reached <b>");
+        tokens_text(r, s->tok + s->n_tok - s->step, s->step);
+        fprintf(r->f, "</b>\xe2\x80\xa6 Layer %d, KV head %d (the head that finds facts best) reads %d of %d chunks to go on.</p>\n", l, g, used, x->M);
+        tree_draw(r, &v);
+        tree_legend(r, &v);
+        picture_note(r, "Match: q.mu / |q| of the best query head with the node's centre mu (1: the same direction); radius: how far the key of a chunk below lies from mu at most. "
+                     "The choice goes by match + %g radius (--lychee-beta). "
+                     "The first %d tokens and the last %d are outside the tree and always read. The chunk with the answer is underlined.", x->beta, x->sink, s->n_tok - t_idx(x));
+    }
+    free(rows); free(v.read); free(v.mu);
+}
+static int tokens_before_answer(const Report *r) {       // of full attention's last reply; all of them if the answer is not in it
+    const int *id = r->script[DEMO_TURNS - 1].dec;
+    Token *t = NULL;
+    int from, to;
+    for (int i = 0; i < (int)arrlen(id); i++) { Token one = { .id = id[i] }; arrput(t, one); }
+    answer_at(r, t, (int)arrlen(t), &from, &to);
+    arrfree(t);
+    return from;
+}
+static void draw_lychee(Report *r) {
+    char err[512];
+    Session *s = session_try(r->a->c, r->a->w, r->o, "lychee", err);
+    picture_begin(r, "lychee", "The tree a question walks down (LycheeCluster)",
+                  "The text is cut into chunks, alike chunks form clusters, alike clusters form units. For each new token only the chunks of the best matching clusters are read: "
+                  "bold branches were read, grey ones skipped. The square's colour is the upper bound of how well anything below can match (brighter: better). Click to open a branch.");
+    if (!s) picture_note(r, "LycheeCluster does not fit these options: %s", err);
+    else {
+        DemoRun d = { 0 };
+        QueryProbe *probe = xcalloc(1, sizeof *probe);
+        float *q = probe->q = xcalloc((size_t)s->c->L * s->c->H * s->c->D, sizeof(float));
+        s->part[s->n_part++] = (Part){ &query_probe, probe };
+        demo_play(r, s, &d, tokens_before_answer(r));
+        lychee_picture(r, s, q);
+        session_close(s);
+        free(q);
+    }
+    picture_end(r);
+}
+
+// ---- 7: attention maps with LoopServe's lines
+typedef struct { Report *r; LoopServe *x; } MapProbe;    // the whole dialogue is prefilled as one turn; maps are written layer by layer
+
+static int map_shade(float p) {                          // logarithmic: 1e-4 and below 0, 1 the top
+    float v = p > 1e-4f ? (log10f(p) + 4) / 4 * (SHADES - 1) + .5f : 0;
+    return v > SHADES - 1 ? SHADES - 1 : (int)v;
+}
+// All layers and heads of a small model; of a large one some from all over.
+static int map_step(int n) { int most = 1; while (most * most < MAP_MOST) most++; return (n + most - 1) / most; }
+
+static void map_pixels(Session *s, int l, int h, const float *q, int T, int side, Tile *tile, unsigned char *pixel) {   // pixel (side,side)
+    float *P = scratch(s, (size_t)LINE_BLOCK * T * sizeof(float)), inv[LINE_BLOCK];
+    int R[LINE_BLOCK];
+    memset(pixel, 0, (size_t)side * side);
+    for (int r0 = 0; r0 < T; r0 += LINE_BLOCK) {
+        int m = T - r0 < LINE_BLOCK ? T - r0 : LINE_BLOCK;
+        for (int i = 0; i < m; i++) R[i] = r0 + i;
+        line_probs(s, l, h, q, T, R, m, P, inv, tile);
+        for (int i = 0; i < m; i++)
+            for (int c = 0; c <= r0 + i; c++) {          // the largest of what falls on a pixel
+                unsigned char *to = &pixel[(size_t)((int64_t)(r0 + i) * side / T) * side + (size_t)((int64_t)c * side / T)];
+                int v = map_shade(P[(size_t)i * T + c]);
+                if (v > *to) *to = (unsigned char)v;
+            }
+    }
+}
+static void map_lines(Report *r, const Lines *a, LineRange *run) {       // neighbours as one shape; pale if in the end the head is read whole. run (n) is room
+    int n = a->n, k = bit_runs(a->v, n, run);
+    fprintf(r->f, "<path class=\"line%s\" d=\"", a->dense ? " whole" : "");
+    for (int i = 0; i < k; i++) fprintf(r->f, "M%d %dV%dH%dV%dz", run[i].lo, run[i].lo, n, run[i].hi, run[i].hi);
+    k = bit_runs(a->s, n, run);
+    for (int i = 0; i < k; i++) fprintf(r->f, "M0 %dV%dL%d %dH%dz", run[i].lo, run[i].hi, n - run[i].hi, n, n - run[i].lo);
+    fprintf(r->f, "\"/>");
+}
+static void map_figure(Report *r, Session *s, const LoopServe *x, int l, int h, const float *q, int T, LoopRoom *w, Tile *tile) {
+    int side = T < MAP_SIDE ? T : MAP_SIDE;
+    unsigned char *pixel = scratch(s, (size_t)side * side), *png;
+    Lines a = { .n = T, .v = scratch(s, bit_bytes(T)), .s = scratch(s, bit_bytes(T)) };
+    LoopFound found = { 1, 1 };
+    LineSample p = { 0, T, 0, w->R, w->P };
+    p.m = sample_rows(T, x->m, x->seed, 0, l, w->R);
+    lines_clear(&a);
+    line_probs(s, l, h, q, T, w->R, p.m, w->P, w->inv, tile);
+    if (x->rule.alpha >= 1) a.dense = 1; else loop_choose(x, &p, &a, w, &found);
+    map_pixels(s, l, h, q, T, side, tile, pixel);
+    png = png_make(pixel, side, side);
+    fprintf(r->f, "<figure data-l=\"%d\" data-h=\"%d\"%s><svg viewBox=\"0 0 %d %d\" role=\"img\"><image width=\"%d\" height=\"%d\" preserveAspectRatio=\"none\" href=\"data:image/png;base64,",
+            l / map_step(s->c->L), h / map_step(s->c->H), a.dense ? "" : " data-lines=\"1\"", T, T, T, T);
+    base64_write(r->f, png, arrlenu(png));
+    fprintf(r->f, "\"/><path class=\"void\" d=\"M0 0H%dV%dz\"/>", T, T);
+    map_lines(r, &a, w->run);
+    fprintf(r->f, "</svg><figcaption>layer %d, head %d: ", l, h);
+    fprintf(r->f, "%s%d columns and %d diagonals, %.0f %% of the cells, hold %.1f %% of the attention", a.dense ? "read whole, for " : "", bit_list(a.v, T, NULL), bit_list(a.s, T, NULL),
+            100 * found.cells, 100 * found.mass);
+    fprintf(r->f, "</figcaption></figure>\n");
+    csv_row(r, "attention", a.dense ? "dense" : "lines", "layer, head, share of cells, share of attention, verticals", l, h, found.cells, found.mass, bit_list(a.v, T, NULL));
+    arrfree(png);
+}
+static void map_probe_commit(Session *s, void *ms, int l, const float *q, int T) {
+    MapProbe *m = ms;
+    if (l == s->c->L || l % map_step(s->c->L)) return;
+    size_t mark = scratch_mark(s);
+    Tile *tile = tiles_new(s);
+    LoopRoom *w = loop_rooms(s, m->x->m, T);
+    for (int h = 0; h < s->c->H; h += map_step(s->c->H)) {
+        size_t inner = scratch_mark(s);
+        map_figure(m->r, s, m->x, l, h, q, T, w, tile);
+        scratch_reset(s, inner);
+    }
+    scratch_reset(s, mark);
+}
+static const Method map_probe = { .name = "maps", .state = sizeof(MapProbe), .commit = map_probe_commit };   // rides on full; not in the table
+
+static void draw_attention(Report *r) {
+    const Config *c = r->a->c;
+    int *ids = NULL, nl = (c->L - 1) / map_step(c->L), nh = (c->H - 1) / map_step(c->H);
+    LoopServe x = { 0 };
+    MapProbe *probe = xcalloc(1, sizeof *probe);
+    Session *s = session_open(c, r->a->w, r->o, "full");
+    picture_begin(r, "attention", "Where heads look, and the lines LoopServe keeps",
+                  "One square per head: each row is a token that reads, each column a token that is read, bright where much attention goes. Red columns (single tokens everyone reads) and "
+                  "diagonals (a fixed distance back) are the lines LoopServe would compute in this prefill; all else is skipped. "
+                  "Where few lines do not hold enough (orange, dashed), the head is read whole.");
+    fprintf(r->f, "<input type=\"checkbox\" id=\"lines\" checked=\"checked\"/><label for=\"lines\"> show LoopServe's lines</label>\n"
+            "<div class=\"sliders\"><label>layer <input type=\"range\" id=\"map-l\" min=\"0\" max=\"%d\" value=\"%d\" data-step=\"%d\"/> <output>0</output></label>"
+            "<label>head <input type=\"range\" id=\"map-h\" min=\"0\" max=\"%d\" value=\"0\" data-step=\"%d\"/> <output>0</output></label></div>\n<div class=\"maps\" id=\"maps\">\n",
+            nl, nl / 2, map_step(c->L), nh, map_step(c->H));
+    if (loop_rule(s, &x)) die(EXIT_USAGE, "--report: %s", s->err);
+    *probe = (MapProbe){ r, &x };
+    s->part[s->n_part++] = (Part){ &map_probe, probe };
+    for (int i = 0; i < DEMO_TURNS; i++) {
+        ids = ids_put(ids, r->script[i].pre, (int)arrlen(r->script[i].pre));
+        ids = ids_put(ids, r->script[i].dec, (int)arrlen(r->script[i].dec));
+    }
+    prefill(s, ids, (int)arrlen(ids));
+    fprintf(r->f, "</div>\n");
+    legend_begin(r->f);
+    for (int i = 0; i < SHADES; i += 3) {
+        char text[48], class[8];
+        snprintf(text, sizeof text, i ? "%.2g" : "at most %.2g of a row's attention", pow(10, 4.0 * i / (SHADES - 1) - 4));
+        snprintf(class, sizeof class, "v%d", i);
+        legend_box(r->f, class, text);
+    }
+    legend_end(r->f);
+    picture_note(r, "%d tokens, one prefill; alpha %g. Where a pixel covers several cells it shows the largest. Logarithmic colours.", (int)arrlen(ids), x.rule.alpha);
+    picture_end(r);
+    arrfree(ids);
+    session_close(s);
+}
+
+// ---- 8: the text, coloured by what is kept
+static int text_shade(float share) { return share <= 0 ? 0 : (int)fminf(TEXT_SHADES, 1 + share * (TEXT_SHADES - .5f)); }
+static void kept_text(Report *r, const DemoRun *d) {
+    char *run = NULL;
+    int len, n = (int)arrlen(d->tok), shade = -1, from, to;      // shade: of the run, doubled; odd: the answer
+    answer_at(r, d->tok, n, &from, &to);
+    fprintf(r->f, "<div class=\"tokens\">");
+    for (int i = 0; i <= n; i++) {                       // tokens of one shade are one span, so that characters split over tokens stay whole
+        int next = i < n ? 2 * text_shade(d->share[i]) + (i >= from && i < to) : -1;
+        if (next != shade && arrlen(run)) {
+            fprintf(r->f, "<%s class=\"k%d\">", shade & 1 ? "b" : "span", shade / 2);
+            html_bytes(r->f, run, arrlenu(run));
+            fprintf(r->f, shade & 1 ? "</b>" : "</span>");
+            arrsetlen(run, 0);
+        }
+        shade = next;
+        if (i == n) break;
+        const char *b = "\xe2\x97\x86";                  // a method's own token: a diamond
+        len = 3;
+        if (d->tok[i].id >= 0) b = tokenizer_bytes(r->a->tok, d->tok[i].id, &len);
+        if (len) memcpy(arraddnptr(run, len), b, (size_t)len);
+        csv_row(r, "text", d->name, "token, id, share of heads", i, d->tok[i].id, d->share[i], 0, 0);
+    }
+    fprintf(r->f, "</div>\n");
+    arrfree(run);
+}
+static void draw_text(Report *r, const DemoRun *d) {
+    int drawn = 0;
+    picture_begin(r, "text", "What is still there when the last question is answered",
+                  "The whole dialogue as each method sees it at its last step. The stronger the colour, the more heads read that word; grey words are read by no head. "
+                  "Look at the answer, underlined: where it is grey the method cannot know it, where it is coloured it may.");
+    legend_begin(r->f);
+    fprintf(r->f, "<li><span class=\"tokens\"><span class=\"k0\"> grey </span></span> no head</li><li><span class=\"k1\"> word </span> few heads</li>"
+            "<li><span class=\"k4\"> word </span> half</li><li><span class=\"k8\"> word </span> all heads</li>"
+            "<li>\xe2\x97\x86 a row the method made itself, to stand for a whole message (SONIC)</li>\n");
+    legend_end(r->f);
+    for (int i = 0; i < (int)arrlen(d); i++) {
+        float least = 1;
+        double sum = 0;
+        for (int j = 0; j < (int)arrlen(d[i].share); j++) { least = fminf(least, d[i].share[j]); sum += d[i].share[j]; }
+        if (*d[i].why || least > .999f) continue;
+        fprintf(r->f, "%s<div><h3>", drawn++ ? "" : "<div class=\"side\">\n");
+        html_text(r->f, d[i].name);
+        fprintf(r->f, ": reads %.0f %% of %d tokens; answers <span class=\"%s\">", 100 * sum / fmax(1, (double)arrlen(d[i].share)), (int)arrlen(d[i].share), right_answer(&d[i]) ? "ok" : "bad");
+        html_text(r->f, d[i].said ? d[i].said : "");
+        fprintf(r->f, "</span></h3>\n");
+        kept_text(r, &d[i]);
+        fprintf(r->f, "</div>\n");
+    }
+    if (drawn) fprintf(r->f, "</div>\n");
+    else picture_note(r, "Every method shown here reads every token in every head.");
+    picture_end(r);
+}
+
+// ---- 9: where time goes
+static void time_bars(Report *r, const DemoRun *d, int phase) {
+    double top = 0;
+    int y = 0, n = 0;
+    for (int i = 0; i < (int)arrlen(d); i++) {
+        double sum = 0;
+        for (int k = 0; k < PHASE_PARTS; k++) sum += d[i].seconds[phase][k];
+        if (d[i].tokens[phase]) { top = fmax(top, 1e3 * sum / (double)d[i].tokens[phase]); n++; }
+    }
+    fprintf(r->f, "<div><h3>%s</h3><svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", phase ? "Decode: one new token" : "Prefill: one token of the prompt",
+            CHART_W, 24 * n + 8, CHART_W, 24 * n + 8);
+    for (int i = 0; i < (int)arrlen(d); i++) {
+        static const char *class[] = { "b1", "s2 s", "s5 s", "b3" }, *part[] = { "attention", "choosing rows", "bookkeeping", "the rest of the model" };
+        double x = 130, sum = 0;
+        if (!d[i].tokens[phase]) continue;
+        fprintf(r->f, "<text x=\"122\" y=\"%d\" text-anchor=\"end\">%.18s</text>", y + 16, d[i].name);
+        for (int k = 0; k < PHASE_PARTS; k++) {
+            double ms = 1e3 * d[i].seconds[phase][k] / (double)d[i].tokens[phase], w = top > 0 ? ms / top * (CHART_W - 220) : 0;
+            fprintf(r->f, "<rect class=\"%s\" x=\"%.1f\" y=\"%d\" width=\"%.1f\" height=\"17\"><title>%s: %.4f ms</title></rect>", class[k], x, y + 3, w, part[k], ms);
+            csv_row(r, "time", d[i].name, part[k], phase, k, ms, 0, 0);
+            x += w; sum += ms;
+        }
+        fprintf(r->f, "<text x=\"%.1f\" y=\"%d\">%.3f ms</text>\n", x + 6, y + 16, sum);
+        y += 24;
+    }
+    fprintf(r->f, "</svg></div>\n");
+}
+static void draw_time(Report *r, const DemoRun *d) {
+    picture_begin(r, "time", "Where the time goes",
+                  "Milliseconds for one token of the built-in dialogue, on this machine. On a small model and a short text the rest of the model dominates; attention and what a method adds "
+                  "to it grow with the length of the text. Compare shares, not machines; --bench measures speed properly.");
+    fprintf(r->f, "<div class=\"row\">\n");
+    for (int phase = 0; phase < 2; phase++) time_bars(r, d, phase);
+    fprintf(r->f, "</div>\n");
+    legend_begin(r->f);
+    legend_box(r->f, "b1", "attention (in a prefill also LoopServe's choice of lines)");
+    legend_box(r->f, "s2 s", "choosing the rows to read");
+    legend_box(r->f, "s5 s", "bookkeeping: indexing, packing, dropping rows");
+    legend_box(r->f, "b3", "the rest of the model");
+    legend_end(r->f);
+    picture_end(r);
+}
+
+// ---- the whole
+static FILE *report_file(const char *path, const char *mode) {
+    FILE *f = fopen(path, mode);
+    if (!f) die(EXIT_RUN, "--report %.900s: cannot be written: %s", path, strerror(errno));
+    return f;
+}
+static char *csv_path(const char *path) {                // NAME.html -> NAME.csv; malloc'd
+    size_t n = strlen(path);
+    char *csv = xmalloc(n + 5);
+    if (n > 5 && !strcmp(path + n - 5, ".html")) n -= 5;
+    else if (n > 4 && !strcmp(path + n - 4, ".htm")) n -= 4;
+    snprintf(csv, n + 5, "%.*s.csv", (int)n, path);
+    return csv;
+}
+static void report_check(const char *path) {             // before any work is done: can it be written?
+    char *csv = csv_path(path);
+    fclose(report_file(path, "ab"));
+    fclose(report_file(csv, "ab"));
+    free(csv);
+}
+static void source_put(Report *r, const char *s) { memcpy(arraddnptr(r->source, strlen(s)), s, strlen(s)); }
+static void report_source(Report *r) {                   // the command line as a shell would take it, model, seed
+    char text[160];
+    for (int i = 0; i < arg_count; i++) {
+        int plain = *args[i] && !args[i][strcspn(args[i], " \t\n\"'\\$&|;<>()*?`!#~")];
+        if (i) arrput(r->source, ' ');
+        if (plain) { source_put(r, args[i]); continue; }
+        arrput(r->source, '\'');
+        for (const char *p = args[i]; *p; p++) { if (*p == '\'') source_put(r, "'\\''"); else arrput(r->source, *p); }
+        arrput(r->source, '\'');
+    }
+    source_put(r, " | model ");
+    source_put(r, r->a->c->dir);
+    snprintf(text, sizeof text, " (%d layers, %d heads, %d KV heads of %d) | greedy, --seed %d, --eval-seed %d | kvcomp %s", r->a->c->L, r->a->c->H, r->a->c->G, r->a->c->D, opt_int(r->a->o, "seed"), opt_int(r->a->o, "eval-seed"), KVCOMP_VERSION);
+    source_put(r, text);
+    arrput(r->source, 0);
+}
+static Options *demo_options(const App *a) {
+    Options *o = options_copy(a->o);
+    char err[256], budget[160] = "";
+    for (size_t i = 0; i < sizeof demo_values / sizeof *demo_values; i++) if (!opt_given(o, demo_values[i][0])) options_set(o, demo_values[i][0], demo_values[i][1], err);
+    list_word(*opt_str(o, "budgets") ? opt_str(o, "budgets") : opt_str(o, "budget"), 0, budget);
+    if (atoi(budget) > DEMO_MOST) snprintf(budget, sizeof budget, "%d", DEMO_MOST);     // the dialogue has about 450 tokens
+    if (atoi(budget) <= 0) snprintf(budget, sizeof budget, "%d", DEMO_BUDGET);
+    if (!opt_given(o, "ratio")) options_set(o, "budget", budget, err);
+    options_set(o, "temp", "0", err);
+    return o;
+}
+static void report_head(Report *r) {
+    static const char *parts[][2] = { { "pareto", "quality and bytes" }, { "needle", "needles" }, { "memory", "memory" }, { "heads", "heads" }, { "pats", "bits" }, { "lychee", "tree" },
+                                      { "attention", "attention" }, { "text", "kept text" }, { "time", "time" } };
+    fprintf(r->f, "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n"
+            "<title>kvcomp report</title>\n<style>\n%s", report_style);
+    report_shades(r->f);
+    fprintf(r->f, "</style>\n</head>\n<body>\n<h1>kvcomp: what KV-cache compression keeps, and what it costs</h1>\n"
+            "<p class=\"how\">A language model remembers a conversation as rows of numbers: two (key and value) for every token, in every layer and KV head. Together they are the KV cache, and it grows "
+            "with every word. The methods on this page make it smaller or read less of it: some drop rows, some keep all but read few, some store fewer bits.</p>\n<nav>");
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) fprintf(r->f, "<a href=\"#%s\">%zu %s</a> ", parts[i][0], i + 1, parts[i][1]);
+    fprintf(r->f, "</nav>\n");
+    fprintf(r->csv, "picture,series,what,x,y,value,lo,hi\n");
+}
+static void report_demo(Report *r) {                     // what pictures 3 to 9 were made from
+    char budget[64];
+    snprintf(budget, sizeof budget, opt_given(r->o, "ratio") ? "--ratio %s" : "--budget %s", opt_str(r->o, opt_given(r->o, "ratio") ? "ratio" : "budget"));
+    fprintf(r->f, "<section>\n<p class=\"how\">The pictures below come from one short conversation, played through every method with %s. The methods get the same words; each answers the last question itself. "
+            "So that methods made for long texts show themselves on a short one, these options were set unless given: ", budget);
+    for (size_t i = 0; i < sizeof demo_values / sizeof *demo_values; i++) fprintf(r->f, "%s--%s %s", i ? ", " : "", demo_values[i][0], opt_str(r->o, demo_values[i][0]));
+    fprintf(r->f, ".</p>\n<details><summary>The questions, and full attention's replies</summary>\n<table><tr><th>turn</th><th class=\"t\">the user says</th><th class=\"t\">full attention replies</th></tr>\n");
+    for (int i = 0; i < DEMO_TURNS; i++) {
+        fprintf(r->f, "<tr><td>%d</td><td class=\"t\">", i + 1);
+        html_text(r->f, demo_turns[i]);
+        fprintf(r->f, "</td><td class=\"t\">");
+        Token t = { 0 };
+        for (int j = 0; j < (int)arrlen(r->script[i].dec); j++) { t.id = r->script[i].dec[j]; tokens_text(r, &t, 1); }
+        fprintf(r->f, "</td></tr>\n");
+    }
+    fprintf(r->f, "</table></details>\n</section>\n");
+}
+static void report_foot(Report *r) {
+    fprintf(r->f, "<script>\n(function(){var d=document,m=d.getElementById('maps'),l=d.getElementById('map-l'),h=d.getElementById('map-h');\n"
+            "d.documentElement.classList.add('js');m.classList.add('one');\n"
+            "function show(){m.querySelectorAll('figure').forEach(function(f){f.classList.toggle('on',f.dataset.l==l.value?f.dataset.h==h.value:false)});\n"
+            "[l,h].forEach(function(x){x.parentNode.querySelector('output').textContent=x.value*x.dataset.step})}\n"
+            "l.oninput=h.oninput=show;var s=m.querySelectorAll('figure[data-lines]'),f=s[s.length-1];if(f){l.value=f.dataset.l;h.value=f.dataset.h}show()})();\n</script>\n</body>\n</html>\n");
+}
+// Writes the page and its numbers. rows: what --eval measured, or NULL.
+static int report_write(App *a, const char *path, const Score *rows /* stb_ds */) {
+    char *csv = csv_path(path);
+    Report r = { .a = a, .f = report_file(path, "wb"), .csv = report_file(csv, "wb"), .o = demo_options(a) };
+    report_source(&r);
+    report_head(&r);
+    draw_pareto(&r, rows);
+    draw_needle(&r, rows);
+    DemoRun *d = demo_runs(&r);
+    report_demo(&r);
+    draw_memory(&r, d);
+    draw_heads(&r);
+    draw_pats(&r);
+    draw_lychee(&r);
+    draw_attention(&r);
+    draw_text(&r, d);
+    draw_time(&r, d);
+    report_foot(&r);
+    int bad = ferror(r.f) | ferror(r.csv);
+    bad |= fclose(r.f) | fclose(r.csv);
+    if (bad) die(EXIT_RUN, "--report %.900s: writing failed (is the disk full?)", path);
+    if (!quiet) fprintf(stderr, "report: %s, numbers in %s\n", path, csv);
+    demo_free(d);
+    while (arrlen(r.script)) turn_free(arrpop(r.script));
+    arrfree(r.script); arrfree(r.source);
+    options_free(r.o);
+    free(csv);
     return 0;
 }
 
@@ -10446,6 +11806,8 @@ static void check_options(const Options *o) {
     if (opt_int(o, "kernel") % 2 == 0) die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
     if (opt_given(o, "budget") && opt_given(o, "ratio")) die(EXIT_USAGE, "--budget and --ratio both say how much to keep; give one");
     if (*opt_str(o, "dump-logits") && !*opt_str(o, "ids")) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
+    if (*opt_str(o, "report") && (*opt_str(o, "ids") || *opt_str(o, "file") || opt_given(o, "prompt") || opt_int(o, "bench")))
+        die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
 }
 
 // ---- opening what the options name
@@ -10513,6 +11875,7 @@ static void app_close(App *a) {
     arrfree(a->turn);
     session_close(a->s);
     template_free(a->tp);
+    lychee_text(NULL);                                  // its texts go with the tokenizer
     tokenizer_free(a->tok);
     if (a->w) weights_close(a->w, a->c);
     options_free(a->o);
@@ -10556,6 +11919,7 @@ static int answer_prompt(App *a, const char *text) {        // one reply
 static int run_app(App *a) {
     Options *o = a->o;
     if (opt_int(o, "bench")) return bench(o);
+    if (*opt_str(o, "report")) report_check(opt_str(o, "report"));
     char *text = prompt_text(a);
     int ids = *opt_str(o, "ids") != 0, rc;
     if (opt_int(o, "dump-tokens")) {
@@ -10571,13 +11935,14 @@ static int run_app(App *a) {
     open_tokenizer(a, !ids);
     if (*opt_str(o, "calibrate")) { free(text); return calibrate(a->c, a->w, a->tok, o); }
     open_session(a);
-    rc = ids ? run_ids(a) : *opt_str(o, "eval") || *opt_str(o, "eval-file") || *opt_str(o, "compare") ? evaluate(a) : text ? answer_prompt(a, text) : chat(a);
+    rc = ids ? run_ids(a) : *opt_str(o, "eval") || *opt_str(o, "eval-file") || *opt_str(o, "compare") ? evaluate(a) : *opt_str(o, "report") ? report_write(a, opt_str(o, "report"), NULL) : text ? answer_prompt(a, text) : chat(a);
     free(text);
     return rc;
 }
 
 int kvcomp_main(int argc, char **argv) {
     App a = { .o = options_new() };
+    arg_count = argc; args = argv;
     for (int i = 1; i < argc; i++)
         if (!strcmp(argv[i], "-h") || !strcmp(argv[i], "--help")) return i + 1 < argc && argv[i + 1][0] != '-' ? help_method(argv[i + 1]) : help();
     parse_env(a.o);

@@ -6886,6 +6886,286 @@ TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table ro
     }
 }
 
+// ==================================================================================================== 18c REPORT
+// The png writer against an independent reader, escaping, the well-formedness of the whole page, and what its pictures say.
+
+static uint32_t be32(const unsigned char *p) { return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]; }
+// Reads a png of 4-bit pixels in stored blocks; every length and sum is checked. -> pixels (h,w), malloc'd, or NULL
+static unsigned char *png_read(const unsigned char *p, size_t n, int *w, int *h) {
+    unsigned char *z = NULL, *raw = NULL, *pixel = NULL;
+    size_t at = 8, used = 2;
+    int ended = 0;
+    if (n < 8 || memcmp(p, "\x89PNG\r\n\x1a\n", 8)) return NULL;
+    while (at + 12 <= n && !ended) {
+        size_t len = be32(p + at);
+        CHECK(at + 12 + len <= n, "chunk of %zu bytes at %zu of %zu", len, at, n);
+        if (at + 12 + len > n) return NULL;
+        const unsigned char *d = p + at + 8;
+        CHECK(crc32_of(0, d - 4, len + 4) == be32(d + len), "crc of %.4s", (const char *)d - 4);
+        if (!memcmp(d - 4, "IHDR", 4)) { *w = (int)be32(d); *h = (int)be32(d + 4); CHECK(len == 13 && d[8] == 4 && d[9] == 3, "4 bits, palette"); }
+        if (!memcmp(d - 4, "PLTE", 4)) CHECK(len == 48, "16 colours, %zu bytes", len);
+        if (!memcmp(d - 4, "IDAT", 4)) memcpy(arraddnptr(z, len), d, len);
+        ended = !memcmp(d - 4, "IEND", 4);
+        at += 12 + len;
+    }
+    CHECK(ended && at == n && z && (z[0] * 256 + z[1]) % 31 == 0 && (z[0] & 15) == 8, "IEND at the end, a zlib header");
+    for (int last = 0; z && !last && used + 5 <= arrlenu(z); ) {
+        size_t len = z[used + 1] | (size_t)z[used + 2] << 8, not = z[used + 3] | (size_t)z[used + 4] << 8;
+        last = z[used] & 1;
+        CHECK(!(z[used] & ~1) && (len ^ not) == 0xffff && used + 5 + len <= arrlenu(z), "a stored block of %zu", len);
+        if (used + 5 + len > arrlenu(z)) break;
+        memcpy(arraddnptr(raw, len), z + used + 5, len);
+        used += 5 + len;
+    }
+    size_t row = 1 + ((size_t)*w + 1) / 2;
+    CHECK(arrlenu(raw) == row * (size_t)*h && used + 4 == arrlenu(z) && adler32_of(raw, arrlenu(raw)) == be32(z + used), "%zu bytes of %d x %d", arrlenu(raw), *w, *h);
+    if (arrlenu(raw) == row * (size_t)*h) {
+        pixel = xmalloc((size_t)*w * *h);
+        for (int y = 0; y < *h; y++)
+            for (int x = 0; x < *w; x++) pixel[(size_t)y * *w + x] = raw[y * row + 1 + x / 2] >> (x % 2 ? 0 : 4) & 15;
+    }
+    arrfree(z); arrfree(raw);
+    return pixel;
+}
+TEST(report_png, "crc, adler and base64 of known texts; images of odd width and of several deflate blocks are read back pixel for pixel") {
+    CHECK(crc32_of(0, (const unsigned char *)"123456789", 9) == 0xcbf43926u && crc32_of(crc32_of(0, (const unsigned char *)"1234", 4), (const unsigned char *)"56789", 5) == 0xcbf43926u, "crc");
+    CHECK(crc32_of(0, NULL, 0) == 0 && adler32_of(NULL, 0) == 1, "of nothing");
+    CHECK(adler32_of((const unsigned char *)"Wikipedia", 9) == 0x11e60398u, "adler %08x", adler32_of((const unsigned char *)"Wikipedia", 9));
+    static const int size[][2] = { { 1, 1 }, { 5, 3 }, { 16, 2 }, { 601, 300 } };
+    for (size_t k = 0; k < sizeof size / sizeof *size; k++) {
+        int w = size[k][0], h = size[k][1], rw = 0, rh = 0;
+        unsigned char *pixel = xmalloc((size_t)w * h);
+        for (int i = 0; i < w * h; i++) pixel[i] = (unsigned char)((i * 7 + i / w * 3) % 16);
+        unsigned char *png = png_make(pixel, w, h), *back = png_read(png, arrlenu(png), &rw, &rh);
+        CHECK(back && rw == w && rh == h && !memcmp(back, pixel, (size_t)w * h), "%d x %d came back as %d x %d", w, h, rw, rh);
+        free(pixel); free(back); arrfree(png);
+    }
+    static const char *code[][2] = { { "", "" }, { "M", "TQ==" }, { "Ma", "TWE=" }, { "Man", "TWFu" }, { "\xff\xfe\x00\x01", "//4AAQ==" } };
+    for (int i = 0; i < 5; i++) {
+        char *text = NULL;
+        size_t n;
+        FILE *f = open_memstream(&text, &n);
+        base64_write(f, (const unsigned char *)code[i][0], i < 4 ? (size_t)i : 4);
+        fclose(f);
+        CHECK(!strcmp(text, code[i][1]), "'%s', expected '%s'", text, code[i][1]);
+        free(text);
+    }
+}
+TEST(report_escape, "markup, quotes, control characters and broken UTF-8 come out as text; what is valid stays; csv fields are quoted") {
+    static const char *text[][2] = {
+        { "<a href=\"x\">&'", "&lt;a href=&quot;x&quot;&gt;&amp;&#39;" }, { "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x99\x82\n", "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x99\x82\n" },
+        { "\xe2\x82", "&lt;0xE2&gt;&lt;0x82&gt;" }, { "a\xff" "b\x07\x7f\r", "a&lt;0xFF&gt;b&lt;0x07&gt;&lt;0x7F&gt;&lt;0x0D&gt;" },
+        { "\xc0\xaf\xed\xa0\x80", "&lt;0xC0&gt;&lt;0xAF&gt;&lt;0xED&gt;&lt;0xA0&gt;&lt;0x80&gt;" },
+        { "", "" },
+    };
+    static const char *field[][2] = { { "plain", "plain" }, { "a,b", "\"a,b\"" }, { "say \"hi\"", "\"say \"\"hi\"\"\"" }, { "two\nlines", "\"two\nlines\"" } };
+    for (size_t i = 0; i < sizeof text / sizeof *text + 4; i++) {
+        int csv = i >= sizeof text / sizeof *text;
+        const char *const *want = csv ? field[i - sizeof text / sizeof *text] : text[i];
+        char *out = NULL;
+        size_t n;
+        FILE *f = open_memstream(&out, &n);
+        if (csv) csv_text(f, want[0]); else html_text(f, want[0]);
+        fclose(f);
+        CHECK(!strcmp(out, want[1]), "'%s', expected '%s'", out, want[1]);
+        free(out);
+    }
+}
+TEST(report_frontier, "the frontier holds the points that nothing cheaper beats, for scores and for divergences; names of files") {
+    Series s[2] = { { "a", 0, NULL }, { "b", 1, NULL } };
+    static const double at[][2] = { { 10, .2 }, { 40, .9 }, { 20, .1 }, { 30, .5 }, { 40, .95 }, { 50, .95 } };
+    for (int i = 0; i < 6; i++) { Spot p = { .x = at[i][0], .y = at[i][1] }; arrput(s[i % 2].spot, p); }
+    Spot *best = frontier(s, 2, 1), *least = frontier(s, 2, 0);
+    CHECK(arrlen(best) == 3 && best[0].y == .2 && best[1].y == .5 && best[2].x == 40 && best[2].y == .95, "%d points on the frontier", (int)arrlen(best));
+    CHECK(arrlen(least) == 2 && least[0].y == .2 && least[1].y == .1, "%d points the other way", (int)arrlen(least));
+    arrfree(best); arrfree(least); arrfree(s[0].spot); arrfree(s[1].spot);
+    static const char *path[][2] = { { "a/b.html", "a/b.csv" }, { "b.htm", "b.csv" }, { "page", "page.csv" }, { ".html", ".html.csv" } };
+    for (int i = 0; i < 4; i++) {
+        char *csv = csv_path(path[i][0]);
+        CHECK(!strcmp(csv, path[i][1]), "%s -> %s", path[i][0], csv);
+        free(csv);
+    }
+    for (int i = 0; i < SHADES; i++) CHECK(map_shade(powf(10, 4.f * i / (SHADES - 1) - 4)) == i, "shade %d", i);
+    Frame c = { &(Axes){ .log_x = 1 }, 10, 1000, 1 };
+    CHECK(chart_x(&c, 0) == CHART_LEFT && fabs(chart_x(&c, 100) - (CHART_LEFT + CHART_W - CHART_RIGHT) / 2.0) < 1e-9, "a logarithmic axis: nothing read stands at the left end");
+    CHECK(map_shade(0) == 0 && map_shade(2) == SHADES - 1 && text_shade(0) == 0 && text_shade(.001f) == 1 && text_shade(.5f) == 4 && text_shade(1) == TEXT_SHADES, "ends of the scales");
+}
+TEST(report_shares, "a token's share is the part of all query heads that read it: 0 or 1 under streaming, the views' counts under a selection") {
+    Options *o; Config *c; Weights *w;
+    static const char *method[] = { "streaming", "lychee", "full" };
+    for (int k = 0; k < 3; k++) {
+        Session *s = bench_session(&o, &c, &w, method[k]);
+        int *ids = random_ids(300, c->V), *rows = xmalloc(400 * sizeof *rows);
+        DemoRun d = { 0 };
+        double sum = 0, views = 0;
+        prefill(s, ids, 300);
+        decode(s, 3);
+        demo_shares(s, &d);
+        for (int i = 0; i < 301; i++) {
+            sum += d.share[i];
+            int held = k == 2 || i < 4 || i >= 300 - 36;
+            if (k != 1) CHECK(fabs(d.share[i] - held) < 1e-5, "%s: token %d is read by %g", method[k], i, d.share[i]);
+        }
+        for (int l = 0; l < c->L; l++) for (int h = 0; h < c->H; h++) views += view_rows(s, l, h, rows);
+        CHECK(arrlen(d.tok) == 301 && fabs(sum - views / (c->L * c->H)) < 1e-3, "%s: shares sum to %g, a head reads %g rows", method[k], sum, views / (c->L * c->H));
+        arrfree(d.tok); arrfree(d.share); arrfree(ids); free(rows);
+        bench_close(s, o, c, w);
+    }
+}
+
+// ---- the page: a checker of its own for tags, attributes and references
+typedef struct { const char *p, *why; char **open, **ids, **links; int maps; } Page;
+
+static const char *page_tag(Page *g) {                   // behind '<'; -> behind '>', or NULL with why
+    char name[32], *id;
+    int n = 0, closing = *g->p == '/', empty;
+    const char *p = g->p + closing;
+    while (isalnum((unsigned char)p[n]) && n < 31) { name[n] = p[n]; n++; }
+    name[n] = 0;
+    if (!n) { g->why = "a bare <"; return NULL; }
+    for (p += n; *p != '>' && *p != '/'; ) {             // name="value" ...
+        if (*p++ != ' ') { g->why = "no blank before an attribute"; return NULL; }
+        const char *a = p;
+        while (isalnum((unsigned char)*p) || *p == '-' || *p == ':') p++;
+        if (p == a || p[0] != '=' || p[1] != '"') { g->why = "an attribute without a quoted value"; return NULL; }
+        const char *v = p + 2, *e = v + strcspn(v, "\"<");
+        if (*e != '"') { g->why = "an attribute that does not end"; return NULL; }
+        id = xmalloc((size_t)(e - v) + 1);
+        memcpy(id, v, (size_t)(e - v));
+        id[e - v] = 0;
+        if (!strncmp(a, "id=", 3)) arrput(g->ids, id);
+        else if (!strncmp(a, "href=", 5) && *v == '#') arrput(g->links, id);
+        else { g->maps += !strncmp(a, "href=\"data:image/png;base64,iVBOR", 33); free(id); }
+        p = e + 1;
+    }
+    empty = *p == '/';
+    if (p[empty] != '>') { g->why = "a tag that does not end"; return NULL; }
+    if (closing) {
+        int fits = arrlen(g->open) && !strcmp(arrlast(g->open), name);
+        if (!fits) { g->why = "a tag is closed that is not the last one opened"; return NULL; }
+        free(arrpop(g->open));
+    } else if (!empty) arrput(g->open, strdup(name));
+    p += empty + 1;
+    if (!closing && (!strcmp(name, "style") || !strcmp(name, "script"))) { p = strstr(p, "</"); if (!p) g->why = "style or script does not end"; }
+    return p;
+}
+static void page_read(Page *g, const char *text) {       // why stays NULL if it is well-formed
+    static const char *entity[] = { "&amp;", "&lt;", "&gt;", "&quot;", "&#39;" };
+    g->p = text;
+    if (strncmp(text, "<!DOCTYPE html>\n", 16)) { g->why = "no doctype"; return; }
+    for (const char *p = text + 16; *p; ) {
+        int known = *p != '&';
+        for (int i = 0; i < 5 && !known; i++) known = !strncmp(p, entity[i], strlen(entity[i]));
+        g->p = p;
+        if (!known) { g->why = "an unknown entity"; return; }
+        if (*p == '>') { g->why = "a bare >"; return; }
+        if (*p != '<') { p++; continue; }
+        g->p = p + 1;
+        if (!(p = page_tag(g))) return;
+    }
+    if (arrlen(g->open)) g->why = "a tag is left open";
+}
+static void page_free(Page *g) {
+    char ***list[] = { &g->open, &g->ids, &g->links };
+    for (int i = 0; i < 3; i++) { while (arrlen(*list[i])) free(arrpop(*list[i])); arrfree(*list[i]); }
+}
+static int page_has(const Page *g, const char *id) {     // how often
+    int n = 0;
+    for (int i = 0; i < (int)arrlen(g->ids); i++) n += !strcmp(g->ids[i], id);
+    return n;
+}
+TEST(report_checker, "the checker of the page test finds what it should: crossed tags, bare signs, open ends") {
+    static const char *bad[] = { "<p>", "<b><i></b></i>", "a < b", "<p>a & b</p>", "<p class=x></p>", "<p id=\"a></p>", "</p>", "<p>a > b</p>", "<br>" };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char text[128];
+        Page g = { 0 };
+        snprintf(text, sizeof text, "<!DOCTYPE html>\n%s", bad[i]);
+        page_read(&g, text);
+        CHECK(g.why, "accepted: %s", bad[i]);
+        page_free(&g);
+    }
+    Page g = { 0 };
+    page_read(&g, "<!DOCTYPE html>\n<p id=\"a\">x &lt; y<br/><a href=\"#a\">z</a></p><script>if (a < b) {}</script>");
+    CHECK(!g.why && page_has(&g, "a") == 1 && arrlen(g.links) == 1, "%s", g.why);
+    page_free(&g);
+}
+
+static Score *report_rows(void) {        // two methods at two budgets; needles at three depths in two lengths; a name that has to be escaped
+    Score *rows = NULL;
+    for (int i = 0; i < 4; i++) {
+        Score s = { .budget = i % 2 ? 128 : 64, .items = 4, .stored = 4e5 * (i + 1), .full = 4e6, .attended = 3e5 * (i + 1), .peak = 5e5, .lo = .2 + .1 * i, .hi = .5 + .1 * i, .n_decode = 10, .decode_s = 1 };
+        snprintf(s.name, sizeof s.name, "%s", i < 2 ? "snapkv" : "<b>&\"odd\"");
+        for (int k = 0; k < 8; k++) {
+            Answer a = { .task = k < 6 ? "needle" : "json", .item = k, .position = k < 6 ? -1 : 2, .length = k % 2 ? 1000 + k : 500 - k, .depth = k < 6 ? k / 2 * 50 : -1,
+                         .score = k < 2 ? 0 : k < 4 ? .25 * (i + 1) : 1 };
+            arrput(s.answers, a);
+        }
+        arrput(rows, s);
+    }
+    return rows;
+}
+static void report_csv(const char *csv) {                // every line has the header's eight fields; every picture with numbers is there
+    static const char *pictures[] = { "pareto", "needle", "memory", "heads", "pats", "lychee", "attention", "text", "time" };
+    int fields = 1, quoted = 0, lines = 0;
+    for (const char *p = csv; *p; p++) {
+        if (*p == '"') quoted = !quoted;
+        if (*p == ',' && !quoted) fields++;
+        if (*p != '\n' || quoted) continue;
+        CHECK(fields == 8, "line %d has %d fields", lines + 1, fields);
+        lines++; fields = 1;
+    }
+    CHECK(lines > 100 && !strncmp(csv, "picture,series,what,x,y,value,lo,hi\n", 36), "%d lines", lines);
+    for (int i = 0; i < 9; i++) {
+        char start[32];
+        snprintf(start, sizeof start, "\n%s,", pictures[i]);
+        CHECK(strstr(csv, start), "no line of %s", pictures[i]);
+    }
+}
+static void report_page(const char *html, const Config *c) {
+    static const char *ids[] = { "pareto", "needle", "memory", "heads", "pats", "lychee", "attention", "text", "time", "maps", "map-l", "map-h", "lines" };
+    int L = (c->L + map_step(c->L) - 1) / map_step(c->L), H = (c->H + map_step(c->H) - 1) / map_step(c->H);
+    Page g = { 0 };
+    page_read(&g, html);
+    CHECK(!g.why, "%s: %.80s", g.why, g.p);
+    for (size_t i = 0; i < sizeof ids / sizeof *ids; i++) CHECK(page_has(&g, ids[i]) == 1, "id %s stands there %d times", ids[i], page_has(&g, ids[i]));
+    for (int i = 0; i < (int)arrlen(g.links); i++) CHECK(page_has(&g, g.links[i] + 1) == 1, "link to %s", g.links[i]);
+    CHECK(g.maps == L * H, "%d attention maps of %d x %d heads", g.maps, L, H);
+    CHECK(!strstr(html, "http://") && !strstr(html, "https://") && !strstr(html, "url(") && !strstr(html, "@import") && !strstr(html, "src="), "something is loaded");
+    static const char *odd[] = { "\"nan", " nan", ">nan", "-nan", "\"inf", " inf\"", ">inf", "-inf" };
+    for (size_t i = 0; i < sizeof odd / sizeof *odd; i++) CHECK(!strstr(html, odd[i]), "a number is '%s'", odd[i]);
+    page_free(&g);
+}
+TEST(report_page, "the page of the shipped model: well-formed, every picture, nothing loaded, under 3 MB; scores, intervals and needles say what the rows say") {
+    App a = { .o = options_new() };
+    char err[256], html[64], csv[64];
+    size_t n;
+    quiet = 1;
+    options_set(a.o, "model", "models/kvcomp-tiny", err);
+    open_model(&a);
+    open_tokenizer(&a, 1);
+    snprintf(html, sizeof html, "/tmp/kvt_%d_report.html", (int)getpid());
+    snprintf(csv, sizeof csv, "/tmp/kvt_%d_report.csv", (int)getpid());
+    Score *rows = report_rows();
+    CHECK(report_write(&a, html, rows) == 0, "wrote");
+    char *page = read_file(html, &n, err), *table = read_file(csv, &n, err);
+    CHECK(page && table && strlen(page) < 3000000, "%s, %zu bytes", err, page ? strlen(page) : 0);
+    if (page && table) {
+        report_page(page, a.c);
+        report_csv(table);
+        CHECK(strstr(page, "&lt;b&gt;&amp;&quot;odd&quot;") && !strstr(page, "<b>&"), "the odd name");
+        CHECK(strstr(page, "<th>needle</th><th>json</th><th>asked last</th><th>held</th>") && strstr(page, "0.200 to 0.500"), "a column a task and place, and intervals");
+        CHECK(strstr(page, "<tr><th>0 %</th><td class=\"r0\">0.00</td><td class=\"r0\">0.00</td></tr>") && strstr(page, "<tr><th>100 %</th><td class=\"r10\">1.00</td>"), "needles");
+        CHECK(strstr(page, "<tr><th>50 %</th><td class=\"r3\">0.25</td>") && strstr(table, "\nneedle,snapkv,\"length, depth, score\",496,0,0,64,1\n"), "needles at half depth, and in the csv");
+        CHECK(strstr(page, "<td class=\"t\">full</td>") && strstr(page, "100 %</td>") && strstr(page, demo_turns[6]) && strstr(page, "<b class=\"k"), "the demonstration, and the answer marked in it");
+    }
+    free(page); free(table);
+    for (int i = 0; i < (int)arrlen(rows); i++) arrfree(rows[i].answers);
+    arrfree(rows);
+    if (!getenv("KVT_KEEP")) { unlink(html); unlink(csv); }
+    quiet = 0;
+    app_close(&a);
+}
+
 // ==================================================================================================== 20 THE PROGRAM FROM OUTSIDE
 // Runs ./kvcomp as a user or a script would: exit codes, what goes to stdout and what to stderr, the outside contract, the
 // chat on a pipe and on a terminal, sessions on disk, and every command that README.md prints.
@@ -7016,6 +7296,18 @@ TEST(cli_ratio, "--ratio 0.5 halves the stored bytes of every method that drops 
         json_free(j);
     }
     unlink(p);
+}
+TEST(cli_report, "--report writes the page and its csv, alone and with --eval; a path that cannot be written is one line and exit 1, before any work") {
+    char p[64], d[64];
+    snprintf(p, sizeof p, "/tmp/kvt_%d_r.html", (int)getpid());
+    snprintf(d, sizeof d, "/tmp/kvt_%d_d.jsonl", (int)getpid());
+    CHECK(sh("./kvcomp -m models/kvcomp-tiny --report /nowhere/r.html --eval file --eval-file data/dialogues.jsonl") == EXIT_RUN && lines_in(sh_err) == 1 && strstr(sh_err, "/nowhere/r.html") && !*sh_out, "%s", sh_err);
+    CHECK(sh("./kvcomp -m models/kvcomp-tiny --method streaming --report %s", p) == 0 && !*sh_out && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("grep -c 'method streaming --report' %s", p) == 0 && atoi(sh_out) >= 9, "the command line stands under every picture: %s", sh_out);
+    CHECK(sh("head -2 data/dialogues.jsonl >%s", d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m models/kvcomp-tiny -q --eval file --eval-file %s --compare full,streaming --budgets 32,64 --csv --report %s", d, p) == 0 && lines_in(sh_out) == 4 && !*sh_err, "%s%s", sh_out, sh_err);
+    CHECK(sh("grep -c '^pareto,' /tmp/kvt_%d_r.csv", (int)getpid()) == 0 && atoi(sh_out) == 6, "three rows in two charts: %s", sh_out);
+    CHECK(sh("rm /tmp/kvt_%d_r.csv %s %s", (int)getpid(), p, d) == 0, "the csv stands beside the page: %s", sh_err);
 }
 #define CHAT "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24 "
 TEST(cli_stdout, "stdout is the reply and nothing else; --dump-tokens prints ids on one line") {
