@@ -2,7 +2,7 @@
 
     python data/make_dialogues.py
 
-One json object a line: {"type", "turns": [{"user", "answers"?}, ..]}. A turn with answers is scored. Sentences and values are
+One json object a line: {"type", "turns": [{"user", "reply", "answers"?}, ..]}. A turn with answers is scored. Sentences and values are
 made by models/data_gen.py from its held-out entries, which training never uses as values.
 """
 import json, os, random, re, sys
@@ -18,7 +18,7 @@ def dialogue(r, task):
     _, turns = data_gen.make_chat(r, TOKENS, task, held=True)
     last = re.findall("«(.*?)»", turns[-1][1])
     if len(last) != 1 or len(turns) < 2: return None
-    out = [{"user": u} for u, _ in turns]
+    out = [{"user": u, "reply": re.sub("[«»]", "", a)} for u, a in turns]
     out[-1]["answers"] = last
     return {"type": task, "turns": out}
 
