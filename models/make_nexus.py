@@ -21,7 +21,7 @@ K_MAX, T_MAX, KS, K_DEFAULT, SINK = 64, 32, (4, 8, 16, 32, 64), 8, 4
 TAU, GAMMA, BETA = 3.0, 0.1, 0.1                                            # Eq. 6, 9, 11
 KD, HIDDEN, AKD, REG, RECON = 1.0, 0.5, 0.5, 0.5, 1.0                        # Eq. 12
 CE, LAYER, ROUTE = 1.0, 1.0, 0.2                                             # ours
-STEPS, ROWS, LR = 3000, 1400, 0.003                                          # augmented rows a batch and worker
+STEPS, ROWS, LR = 4500, 1400, 0.003                                          # augmented rows a batch and worker
 
 # -------------------------------------------------------------------------------------------------------------- examples
 def example(r, chat, K, turn0):
@@ -211,7 +211,7 @@ def losses(base, nexus, b, off):
     scale = {"kd": KD, "h": HIDDEN, "akd": AKD, "reg": REG, "recon": RECON, "ce": CE, "layer": LAYER, "route": ROUTE}
     hit = (zs.argmax(-1) == y).float(); told = (zt.argmax(-1) == y).float(); answer = w >= M.ANSWER
     seen = {"A": mass, "answer": hit[answer].sum() / max(1, answer.sum()), "teacher": told[answer].sum() / max(1, answer.sum())}
-    return sum(scale[k] * v for k, v in out.items()), {k: float(v) for k, v in {**out, **seen}.items()}
+    return sum(scale[k] * v for k, v in out.items()), {k: float(v.detach()) for k, v in {**out, **seen}.items()}
 
 # -------------------------------------------------------------------------------------------------------------- training
 def load_base():
