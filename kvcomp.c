@@ -7568,6 +7568,7 @@ static int sonic_open(Session *s, void *ms) {
     int untrained = opt_int(o, "sonic-untrained");
     x->oneshot = opt_int(o, "sonic-oneshot");
     x->sink = opt_int(o, "sonic-sink");
+    s->budget = 0;                                      // K says what is kept
     snprintf(path, sizeof path, "%s", opt_str(o, "sonic-weights"));
     if (*path && untrained) return sonic_fail(s, "--sonic-weights and --sonic-untrained exclude each other");
     if (!*path) snprintf(path, sizeof path, "%s/nexus.safetensors", s->c->dir);
@@ -9750,7 +9751,7 @@ static Options *options_copy(const Options *o) {         // a session reads its 
 typedef struct { Options *o; Session *s; } Open;         // what a row's session stands on
 static void open_close(Open *p) { session_close(p->s); options_free(p->o); }
 static int has_budget(const Session *s) {
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->role & ROLE_SELECT) return 1;
+    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->role & ROLE_SELECT) return s->budget > 0;
     return 0;
 }
 // Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the program at once.

@@ -626,6 +626,7 @@ def lists(w, size=0):
     r = w.r
     what, pool = r.choice((("shopping list", FOODS), ("packing list", THINGS), ("guest list", NAMES), ("animal list", ANIMALS), ("travel list", CITIES)))
     n = r.choice((2, 2, 3, 3, 4, 5)) if size < 100 else r.choice((2, 3, 4, 5, 6, 8, 12, 16, 24))
+    n = min(n, sum((i % 8 == 5) == w.held for i in range(len(pool))))       # there are few held-out words
     items = []
     while len(items) < n:
         x = w.pick(pool); x = x.lower() if w.low else x
