@@ -28,9 +28,9 @@ lychee() {      # Fig. 6: chunks that follow the text against 16 tokens; Fig. 7:
     run $K "$@" --budgets 64,128,256,512 --compare full,quest,lychee
     run $K "$@" --budgets 64,128,256,512 --compare lychee --lychee-chunk-min 16 --lychee-chunk-max 16
     head -c 14000 $TEXT >/tmp/kvcomp-claims.txt
-    for n in 1 2 4 8; do
-        run $K --raw -f /tmp/kvcomp-claims.txt --no-display-prompt -n 48 --ignore-eos --method lychee --budget 256 --lychee-full-layers 1 --lychee-buffer 64 \
-            --lychee-chunks-per-cluster $n --lychee-stats --stats 2>&1 | grep -a -i "recall\|jaccard\|index\|chunk" || true
+    for n in "chunks-per-cluster 1" "chunks-per-cluster 2" "chunks-per-cluster 4" "chunks-per-cluster 8" "beta 0.25" "beta 1" "gqa sum" "gqa head" "chunk-min 16"; do
+        run $K --raw -f /tmp/kvcomp-claims.txt -n 48 --ignore-eos --method lychee --budget 256 --lychee-full-layers 1 --lychee-buffer 64 \
+            --lychee-$n --lychee-stats --stats 2>&1 | grep "^lychee"
     done
 }
 sonic() {       # Table 1: 80 % of the history gone; Fig. 4: K it was not trained for
