@@ -8,6 +8,7 @@
 //   - reading shared or fresh device memory nobody wrote (it starts as NaN, 0xff bytes)
 //   - kernels running past an allocation (guard pages) or into a freed one; host code touching device memory
 //   - a host pointer as kernel argument, as device side of a copy, or as a cuBLAS matrix; a matrix that runs past its memory
+//   - tensor-core operations that some lanes miss or do with other arguments, unaligned, or on a fragment nobody filled
 // Device calls from several host threads are fine, one at a time. Built with -fsanitize=thread every CUDA thread is a TSan
 // fiber, and races on shared and global memory inside a block are reported with both stacks.
 #pragma once
@@ -164,6 +165,88 @@ EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
 #define __any_sync(m, p)               (emu_ballot(m, p, __LINE__) != 0)
 #define __all_sync(m, p)               (emu_ballot(m, p, __LINE__) == (m))
 
+// ------------------------------------------------------------------------------------------------ tensor cores
+// The part of nvcuda::wmma that kvcomp.cu uses: 16x16x16, f16 or bf16 factors, f32 sums. Every operation is done by a whole
+// warp: all 32 lanes come to the same line with the same pointer and stride. Where in a fragment an element lies is nobody's
+// business, so it changes with the seed. The operations order no memory: TSan sees a missing __syncwarp.
+
+struct __half { uint16_t bits; };
+struct __nv_bfloat16 { uint16_t bits; };
+static inline float emu_float(__half h)        { return f16_to_f32(h.bits); }
+static inline float emu_float(__nv_bfloat16 h) { return bf16_to_f32(h.bits); }
+static inline float emu_float(float x)         { return x; }
+
+namespace nvcuda { namespace wmma {
+struct matrix_a; struct matrix_b; struct accumulator; struct row_major; struct col_major;
+enum layout_t { mem_row_major, mem_col_major };
+template <class A, class B> struct same { enum { yes = 0 }; };
+template <class A> struct same<A, A> { enum { yes = 1 }; };
+template <class Use, int M, int N, int K, class T, class Layout = void> struct fragment {
+    static_assert(M == 16 && N == 16 && K == 16, "only 16x16x16 is emulated");
+    enum { num_elements = 8 };
+    float x[8]; int filled;
+    fragment() : filled(0) { memset(x, 0xff, sizeof x); }
+};
+EMU_QUIET static int emu_cell(int i) { return ((int)(emu.cur->lane * 8 + i) * 37 + emu.seed * 11) & 255; }      // row * 16 + column
+EMU_QUIET static void emu_together(int line, const void *p, unsigned ld, size_t size) {
+    EmuThread *t = emu.cur;
+    if ((uintptr_t)p % 32 || ld * size % 16) emu_die("line %d: a matrix at %p with stride %u: tensor cores want 32 and 16 bytes", line, p, ld);
+    t->in = (uint64_t)(uintptr_t)p ^ (uint64_t)ld << 48;
+    emu_wait(EMU_WARP, line, 0xffffffffu);
+    for (int i = 0; i < 32; i++) if (t->got[i] != t->got[0]) emu_die("line %d: lanes 0 and %d name different matrices", line, i);
+}
+template <class Use, class T, class Layout> static void emu_load(int line, fragment<Use, 16, 16, 16, T, Layout> &f, const T *p, unsigned ld) {
+    emu_together(line, p, ld, sizeof(T));
+    for (int i = 0; i < 8; i++) {
+        int c = emu_cell(i), r = c / 16, col = c % 16;
+        f.x[i] = emu_float(same<Layout, col_major>::yes ? p[(size_t)col * ld + r] : p[(size_t)r * ld + col]);
+    }
+    f.filled = 1;
+}
+static void emu_load(int line, fragment<accumulator, 16, 16, 16, float> &f, const float *p, unsigned ld, layout_t layout) {
+    emu_together(line, p, ld, sizeof *p);
+    for (int i = 0; i < 8; i++) { int c = emu_cell(i), r = c / 16, col = c % 16; f.x[i] = layout == mem_row_major ? p[(size_t)r * ld + col] : p[(size_t)col * ld + r]; }
+    f.filled = 1;
+}
+static void emu_store(int line, float *p, const fragment<accumulator, 16, 16, 16, float> &f, unsigned ld, layout_t layout) {
+    if (!f.filled) emu_die("line %d: a fragment is stored that was never filled", line);
+    emu_together(line, p, ld, sizeof *p);
+    for (int i = 0; i < 8; i++) { int c = emu_cell(i), r = c / 16, col = c % 16; (layout == mem_row_major ? p[(size_t)r * ld + col] : p[(size_t)col * ld + r]) = f.x[i]; }
+}
+template <class Use, class T, class Layout> static void emu_fill(int line, fragment<Use, 16, 16, 16, T, Layout> &f, float x) {
+    emu_together(line, NULL, 0, 16);
+    for (int i = 0; i < 8; i++) f.x[i] = x;
+    f.filled = 1;
+}
+template <class T, class LA, class LB> EMU_QUIET static void emu_mma(int line, fragment<accumulator, 16, 16, 16, float> &d, const fragment<matrix_a, 16, 16, 16, T, LA> &a,
+                                                                     const fragment<matrix_b, 16, 16, 16, T, LB> &b, const fragment<accumulator, 16, 16, 16, float> &c) {
+    static float product[32][256];                           // of each warp
+    EmuThread *t = emu.cur;
+    float A[256], B[256], *sum = product[(t - emu.t) / 32];  // B: its columns one after the other
+    const float *mine[2] = { a.x, b.x };
+    if (!a.filled || !b.filled || !c.filled) emu_die("line %d: mma_sync of a fragment that was never filled", line);
+    t->in = (uint64_t)(uintptr_t)mine;
+    emu_wait(EMU_WARP, line, 0xffffffffu);
+    for (int i = 0; t->lane == 0 && i < 256; i++) {          // lane 0 computes for all
+        int cell = (i * 37 + emu.seed * 11) & 255;
+        const float *const *from = (const float *const *)(uintptr_t)t->got[i / 8];
+        A[cell] = from[0][i % 8]; B[cell % 16 * 16 + cell / 16] = from[1][i % 8];
+    }
+    for (int i = 0; t->lane == 0 && i < 256; i++) {
+        const float *x = A + i / 16 * 16, *y = B + i % 16 * 16;
+        sum[i] = 0;
+        for (int k = 0; k < 16; k++) sum[i] += x[k] * y[k];
+    }
+    emu_wait(EMU_WARP, line, 0xffffffffu);                   // nobody changes a fragment that is still read
+    for (int i = 0; i < 8; i++) d.x[i] = c.x[i] + sum[emu_cell(i)];
+    d.filled = 1;
+}
+#define load_matrix_sync(...)  emu_load(__LINE__, __VA_ARGS__)
+#define store_matrix_sync(...) emu_store(__LINE__, __VA_ARGS__)
+#define fill_fragment(...)     emu_fill(__LINE__, __VA_ARGS__)
+#define mma_sync(...)          emu_mma(__LINE__, __VA_ARGS__)
+} }
+
 // ------------------------------------------------------------------------------------------------ the scheduler: one block at a time
 
 EMU_QUIET static void emu_entry(void) {
@@ -251,6 +334,7 @@ EMU_QUIET static void emu_block(void) {
 
 #define EMU_ARENA ((size_t)1 << 38)                  // addresses, not memory
 #define EMU_PAGE  ((size_t)4096)
+#define EMU_DYN   ((size_t)99 << 10)                 // most shared memory a block may ask for: what sm_86 has
 typedef int cudaError_t; typedef void *cudaStream_t;
 enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
 enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
@@ -259,7 +343,7 @@ struct cudaDeviceProp { char name[256]; int major, minor, multiProcessorCount; s
 static void emu_fault(int, siginfo_t *, void *);
 static void emu_init(void) {
     emu.arena = (char *)mmap(NULL, EMU_ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    emu.dyn = (char *)mmap(NULL, 64 << 10, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    emu.dyn = (char *)mmap(NULL, EMU_DYN, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     emu.t = (EmuThread *)calloc(1024, sizeof(EmuThread));
     for (int i = 0; i < 1024; i++) {
         char *s = (char *)mmap(NULL, 64 << 10, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -373,6 +457,20 @@ static void emu_fault(int, siginfo_t *si, void *) {
                  emu.cur->tid.x, emu.cur->tid.y, emu.cur->tid.z, a - emu.mem[i].p, emu.mem[i].live ? "live" : "freed", emu.mem[i].bytes);
     _exit(139);
 }
+static size_t emu_allowed(void *kernel, size_t set) {             // dynamic shared memory a kernel was allowed; set > 0: allows more
+    static struct { void *kernel; size_t bytes; } at[64];
+    int i = 0;
+    while (i < 63 && at[i].kernel && at[i].kernel != kernel) i++;
+    if (set) { at[i].kernel = kernel; at[i].bytes = set; }
+    return at[i].kernel == kernel ? at[i].bytes : 0;
+}
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+template <class... P> static cudaError_t cudaFuncSetAttribute(void (*k)(P...), cudaFuncAttribute, int bytes) {
+    EmuLock lock;
+    if (bytes < 0 || (size_t)bytes > EMU_DYN) return 1;
+    emu_allowed((void *)k, (size_t)bytes);
+    return cudaSuccess;
+}
 template <class T> static void emu_arg(T) {}
 template <class T> static void emu_arg(T *p) { if (p && emu_find(p) < 0) emu_die("a kernel argument is a host pointer"); }
 template <class... P, class... A>
@@ -381,7 +479,7 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
     emu.kernel = name; emu.grid = grid; emu.block = block; emu.n = block.x * block.y * block.z;
     if (emu.n < 1 || emu.n > 1024) emu_die("a block of %d threads", emu.n);
     if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) emu_die("grid %u,%u,%u", grid.x, grid.y, grid.z);
-    if (dyn > 48 * 1024) emu_die("%zu bytes of dynamic shared memory", dyn);
+    if (dyn > 48 * 1024 && dyn > emu_allowed((void *)k, 0)) emu_die("%zu bytes of dynamic shared memory, not asked for by cudaFuncSetAttribute", dyn);
     (emu_arg<>(a), ...);
     if (!emu.arena) emu_init();
     emu.dyn_bytes = dyn;

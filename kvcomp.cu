@@ -11,10 +11,12 @@
 #include <stdlib.h>
 #ifdef __CUDACC__                               // otherwise cuda_emu.h has defined all of this
 #include <cublas_v2.h>
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <mma.h>
 #define KV_LAUNCH(k, grid, block, smem, ...) do { k<<<grid, block, smem>>>(__VA_ARGS__); KV_CUDA(cudaGetLastError()); } while (0)
-#define KV_DYN_SHARED(T, name) extern __shared__ float4 kv_dyn_[]; T *name = (T *)kv_dyn_
+#define KV_DYN_SHARED(T, name) extern __shared__ __align__(128) float4 kv_dyn_[]; T *name = (T *)kv_dyn_
 #endif
 
 // ==================================================================================================== 1 HELPERS
@@ -465,6 +467,146 @@ static __global__ void join_kernel(Attn a, int BQ, float *out, float *stat) {
     }
     if (!lane) { stat[row * 2] = top; stat[row * 2 + 1] = sum; }
 }
+// ---- a long prefill on tensor cores: K and V as stored (f16 or bf16), f32 sums, the online softmax of attend_kernel
+// A block holds 64 query rows of a KV head, 16 a warp, and walks through the rows they may see, TILE at a time: K and V come
+// into shared memory once a block, scores and probabilities never leave it. Tensor cores multiply 16-bit numbers; q and the
+// probabilities are therefore two each, the rounded value and what rounding left over, and every product is two products.
+// That costs twice the tensor-core work (as much again as an f16-only kernel does) and buys scores that differ from exact
+// ones by 2^-21 |q||k| with f16 rows and 2^-16 |q||k| with bf16 rows, and probabilities right to 2^-24 and 2^-16 of the largest.
+
+enum { TC_ROWS = 16 * ATTN_WARPS, TC_MIN = 256 };               // TC_MIN: tokens of a pass; below, split-K keeps more of the device busy
+namespace wmma = nvcuda::wmma;
+template <int DT> struct Half { typedef __half type; };
+template <> struct Half<DT_BF16> { typedef __nv_bfloat16 type; };
+typedef wmma::fragment<wmma::accumulator, 16, 16, 16, float> Sums;
+
+template <int DT> static __device__ uint16_t half_put(float x) { return DT == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x); }
+template <int DT> static __device__ void half_split(uint16_t *value, uint16_t *rest, float x) {
+    *value = half_put<DT>(x);
+    *rest = half_put<DT>(x - half_get<DT>(*value));
+}
+static size_t tensor_smem(int D) { return (size_t)(2 * TC_ROWS + 2 * TILE) * (D + 8) * 2 + (TC_ROWS * (TILE + 5) + 2 * TILE + 4) * sizeof(float); }
+
+// to (TILE,P) = rows row[0..n) as stored, 16 bytes a load; zeros behind them
+static __device__ void copy_tile(uint16_t *to, int P, const char *rows, size_t bytes, const int *row, int n, int D) {
+    uint4 zero = { 0, 0, 0, 0 };
+    for (int i = threadIdx.x, per = D / 8; i < TILE * per; i += blockDim.x) {
+        int j = i / per, c = i % per;
+        *(uint4 *)(to + j * P + c * 8) = j < n ? *(const uint4 *)(rows + row[j] * bytes + c * 16) : zero;
+    }
+}
+// sc (16,TILE+4) = the warp's 16 rows of q (value and rest, TC_ROWS rows apart) times the tile's keys
+template <int DT> static __device__ void tensor_scores(float *sc, const uint16_t *q, const uint16_t *keys, int P, int D) {
+    typedef typename Half<DT>::type T;
+    wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> x;
+    wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::col_major> k;
+    Sums s[TILE / 16];
+    for (int c = 0; c < TILE / 16; c++) wmma::fill_fragment(s[c], 0.f);
+    for (int d = 0; d < D; d += 16)
+        for (int rest = 0; rest < 2; rest++) {
+            wmma::load_matrix_sync(x, (const T *)(q + rest * TC_ROWS * P + d), P);
+            for (int c = 0; c < TILE / 16; c++) {
+                wmma::load_matrix_sync(k, (const T *)(keys + c * 16 * P + d), P);
+                wmma::mma_sync(s[c], x, k, s[c]);
+            }
+        }
+    for (int c = 0; c < TILE / 16; c++) wmma::store_matrix_sync(sc + c * 16, s[c], TILE + 4, wmma::mem_row_major);
+    __syncwarp();
+}
+// The softmax of one tile, in place: two lanes share a row of scores and leave its probabilities (value, then rest) where it was.
+// see: bit k, this row may see key lane % 2 + 2 k. Returns by how much the row's older sums shrink.
+template <int DT> static __device__ float tensor_softmax(float *sc, unsigned see, float scale, float *top, float *sum) {
+    int odd = threadIdx.x & 1;
+    float *row = sc + (threadIdx.x & 31) / 2 * (TILE + 4), e[TILE / 2], high = *top, add = 0;
+    for (int k = 0; k < TILE / 2; k++) {
+        e[k] = see >> k & 1 ? row[odd + 2 * k] * scale : -INFINITY;
+        high = fmaxf(high, e[k]);
+    }
+    high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
+    __syncwarp();                                                // the scores have been read
+    for (int k = 0; k < TILE / 2; k++) {
+        float x = high == -INFINITY ? 0 : expf(e[k] - high);
+        uint16_t *p = (uint16_t *)row + odd + 2 * k;
+        half_split<DT>(p, p + TILE, x);
+        add += x;
+    }
+    add += __shfl_xor_sync(0xffffffffu, add, 1);
+    float c = high == -INFINITY ? 1 : expf(*top - high);
+    *sum = *sum * c + add; *top = high;
+    return c;
+}
+template <int DT, int ND> static __device__ void tensor_mix(Sums *acc, const float *sc, const uint16_t *vals, int P, int D) {       // acc += p v
+    typedef typename Half<DT>::type T;
+    wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> p[2];
+    wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::row_major> v;
+    for (int c = 0; c < TILE; c += 16) {
+        for (int rest = 0; rest < 2; rest++) wmma::load_matrix_sync(p[rest], (const T *)sc + rest * TILE + c, 2 * (TILE + 4));
+        for (int e = 0; e < ND; e++) {
+            if (e * 16 >= D) continue;
+            wmma::load_matrix_sync(v, (const T *)vals + c * P + e * 16, P);
+            for (int rest = 0; rest < 2; rest++) wmma::mma_sync(acc[e], p[rest], v, acc[e]);
+        }
+    }
+}
+// DK, DV: dtypes of the rows; ND: D / 16, rounded up to 4 or 8. The longest lists start first.
+template <int DK, int DV, int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) tensor_kernel(Attn a, float *out, float *stat) {
+    KV_DYN_SHARED(uint16_t, q);                                  // (2,TC_ROWS,P): value and rest of q
+    int D = a.D, P = D + 8, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at[8];
+    uint16_t *keys = q + 2 * TC_ROWS * P, *vals = keys + TILE * P;              // (TILE,P)
+    float *sc = (float *)(vals + TILE * P) + warp * 16 * (TILE + 4), *fix = (float *)(vals + TILE * P) + TC_ROWS * (TILE + 4), top = -INFINITY, sum = 0;
+    int *row = (int *)(fix + TC_ROWS), *src = row + TILE, *any = src + TILE;
+    Work w = a.work[gridDim.x - 1 - blockIdx.x];
+    HeadRef h = a.heads.at[w.g];
+    int mine = warp * 16 + lane / 2, t = a.tok0 + (w.m0 + mine) / a.R, first = a.tok0 + w.m0 / a.R;     // the lane's row in the softmax, its token
+    fix += warp * 16;
+    for (int j = warp; j < TC_ROWS; j += ATTN_WARPS) {
+        int m = w.m0 + j;
+        const float *from = a.q + ((size_t)(m / a.R) * a.H + w.g * a.R + m % a.R) * D;
+        for (int d = lane; d < D; d += 32) half_split<DK>(q + j * P + d, q + (TC_ROWS + j) * P + d, j < w.m ? from[d] : 0);
+    }
+    Sums acc[ND];                                                // which element lies where is the hardware's business: read row numbers to know
+    for (int i = lane; i < 256; i += 32) sc[i / 16 * (TILE + 4) + i % 16] = (float)(i / 16);
+    __syncwarp();
+    wmma::load_matrix_sync(acc[0], sc, TILE + 4, wmma::mem_row_major);
+    for (int i = 0; i < 8; i++) at[i] = (int)acc[0].x[i];
+    for (int e = 0; e < ND; e++) wmma::fill_fragment(acc[e], 0.f);
+    for (int p = 0; p < w.n; p += TILE) {
+        int n = w.n - p < TILE ? w.n - p : TILE;
+        __syncthreads();                                         // the last tile is done with
+        list_rows(a, h, w, p, n, row, src, any);
+        __syncthreads();
+        if (!*any) continue;
+        copy_tile(keys, P, h.k, a.bytes_k, row, n, D);
+        copy_tile(vals, P, h.v, a.bytes_v, row, n, D);
+        unsigned see = 0;
+        int masked = a.rule != VIS_CAUSAL || a.window || src[n - 1] > first;
+        for (int k = 0, j = lane & 1; k < TILE / 2; k++, j += 2)
+            if (j < n && mine < w.m && (!masked || kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src[j]], src[j]))) see |= 1u << k;
+        __syncthreads();
+        tensor_scores<DK>(sc, q + warp * 16 * P, keys, P, D);
+        float c = tensor_softmax<DV>(sc, see, a.scale, &top, &sum);
+        if (!(lane & 1)) fix[lane / 2] = c;
+        __syncwarp();
+        for (int i = 0; i < 8; i++) {
+            float f = fix[at[i]];
+            for (int e = 0; e < ND; e++) acc[e].x[i] *= f;
+        }
+        tensor_mix<DV, ND>(acc, sc, vals, P, D);
+    }
+    __syncthreads();                                             // q is done with: its room takes the sums
+    float *to = (float *)q + warp * 16 * (D + 4);                // (16,D+4)
+    for (int e = 0; e < ND; e++) if (e * 16 < D) wmma::store_matrix_sync(to + e * 16, acc[e], D + 4, wmma::mem_row_major);
+    if (!(lane & 1)) fix[lane / 2] = sum;
+    __syncwarp();
+    for (int i = 0; i < 16 && warp * 16 + i < w.m; i++) {
+        int m = w.m0 + warp * 16 + i;
+        size_t r = (size_t)(m / a.R) * a.H + w.g * a.R + m % a.R;
+        for (int d = lane; d < D; d += 32) out[r * D + d] = to[i * (D + 4) + d] / fix[i];
+        if (lane == 2 * i) { stat[r * 2] = top; stat[r * 2 + 1] = sum; }
+    }
+}
+
+// ---- sums over queries
 // out (H,N): for query head h and position p of its list, the sum over the n queries of softmax probability, times factor.
 // One block a (tile of positions, query head): the tile's keys stay, the queries come by. list (H): what each head reads.
 static size_t column_smem(int D) { return ((size_t)32 * D + TILE * (D + 1) + ATTN_WARPS * 33 + 2 * TILE + 4) * sizeof(float); }
@@ -504,20 +646,22 @@ struct Plan { Work *work; int n_work, *idx, n_idx, BQ; };
 
 static int layer_window(const Session *s, int l) { return s->c->windowed && s->c->windowed[l] ? s->c->window : 0; }
 static int block_rows(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 8 : 32; }  // query rows of a block: 4 QW
-// blind: rows later than a block's queries are listed too; the mask hides them
-static Plan plan_prefill(Session *s, int l, int tok0, int n, int blind) {
-    int G = s->c->G, R = s->c->H / G, rows = n * R, BQ = block_rows(rows), per = blocks(rows, BQ);
+static int rows_until(const KVHead *h, int tok) {                // rows of tokens up to tok
+    int lo = 0, hi = h->len;
+    while (lo < hi) { int m = (lo + hi) / 2; if (h->src[m] <= tok) lo = m + 1; else hi = m; }
+    return lo;
+}
+// BQ query rows a work. blind: rows later than a block's queries are listed too; the mask hides them
+static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int blind) {
+    int G = s->c->G, R = s->c->H / G, rows = n * R, per = blocks(rows, BQ);
     Plan p = { (Work *)scratch(s, (size_t)G * per * sizeof(Work)), 0, NULL, 0, BQ };
-    for (int g = 0; g < G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        int end = 0;
-        for (int b = 0; b < per; b++) {
+    for (int b = 0; b < per; b++)
+        for (int g = 0; g < G; g++) {
+            const KVHead *h = kv_head(s, l, g);
             int m0 = b * BQ, m = rows - m0 < BQ ? rows - m0 : BQ, last = tok0 + (m0 + m - 1) / R, low = s->tok[tok0 + m0 / R].pos;
             for (int t = tok0 + m0 / R; t <= last; t++) if (s->tok[t].pos < low) low = s->tok[t].pos;
-            while (end < h->len && h->src[end] <= last) end++;   // causal: no row beyond the block's last token
-            p.work[p.n_work++] = { g, m0, m, s->rule == VIS_CAUSAL && !blind ? end : h->len, 0, 0, 0, low, 0, 0 };
+            p.work[p.n_work++] = { g, m0, m, s->rule == VIS_CAUSAL && !blind ? rows_until(h, last) : h->len, 0, 0, 0, low, 0, 0 };
         }
-    }
     return p;
 }
 static int view_equal(const View *a, const View *b) {
@@ -588,6 +732,34 @@ static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *
     KV_LAUNCH(join_kernel, grid, 32, 0, a, p->BQ, out, stat);
     return a;
 }
+// Whether a pass goes through tensor_kernel. The answer must not depend on the method nor on -b: methods with a budget of
+// everything and full attention are then the same arithmetic.
+static int tensor_cores(const Session *s) {
+    int k = row_kind(s->fk), v = row_kind(s->fv);
+    return s->n_tok - s->base >= TC_MIN && s->c->D % 16 == 0 && !s->packing && (k == ROW_F16 || k == ROW_BF16) && (v == ROW_F16 || v == ROW_BF16);
+}
+template <int DK, int DV, int ND> static void tensor_launch(const Attn &a, int n, float *out, float *stat) {
+    size_t smem = tensor_smem(a.D);
+    KV_CUDA(cudaFuncSetAttribute(tensor_kernel<DK, DV, ND>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem));
+    KV_LAUNCH((tensor_kernel<DK, DV, ND>), n, ATTN_WARPS * 32, smem, a, out, stat);
+}
+template <int DK, int DV> static void tensor_width(const Attn &a, int n, float *out, float *stat) {
+    if (a.D <= 64) tensor_launch<DK, DV, 4>(a, n, out, stat);
+    else           tensor_launch<DK, DV, 8>(a, n, out, stat);
+}
+static Attn attend_tensor(Session *s, int l, const float *q, int tok0, Plan *p, float *out, float *stat) {     // a plan of works of TC_ROWS rows
+    Attn a = attn_args(s, l, q, tok0);
+    size_t bytes = (size_t)p->n_work * sizeof(Work);
+    char *dev = room<char>(s, ROOM_PLAN, bytes);
+    upload(dev, p->work, bytes);
+    a.work = (const Work *)dev;
+    if (a.kind_k == ROW_F16)
+        if (a.kind_v == ROW_F16) tensor_width<DT_F16, DT_F16>(a, p->n_work, out, stat);
+        else                     tensor_width<DT_F16, DT_BF16>(a, p->n_work, out, stat);
+    else if (a.kind_v == ROW_F16) tensor_width<DT_BF16, DT_F16>(a, p->n_work, out, stat);
+    else                          tensor_width<DT_BF16, DT_BF16>(a, p->n_work, out, stat);
+    return a;
+}
 // Column sums (H,N) to the host: head h reads list[h]. list (H) uses the idx of a.
 static void column_sums(Session *s, const Attn &a, const Work *list, const float *stat, int n_q, int N, float factor, float *host) {
     size_t bytes = (size_t)a.H * sizeof(Work);
@@ -617,9 +789,10 @@ static void add_mass(Session *s, int l, const Attn &a, const Plan *p, const floa
 }
 static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n) {      // out, q (n,H,D) on the device
     size_t mark = scratch_mark(s);
-    Plan p = plan_prefill(s, l, s->base + t0, n, 0);
+    int tensor = tensor_cores(s);
+    Plan p = plan_prefill(s, l, s->base + t0, n, tensor ? TC_ROWS : block_rows(n * (s->c->H / s->c->G)), 0);
     float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
-    Attn a = attend(s, l, q, s->base + t0, &p, out, stat);
+    Attn a = tensor ? attend_tensor(s, l, q, s->base + t0, &p, out, stat) : attend(s, l, q, s->base + t0, &p, out, stat);
     if (s->wants & KV_MASS) add_mass(s, l, a, &p, stat, n);
     scratch_reset(s, mark);
 }
@@ -654,7 +827,7 @@ void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *
     float *dq = room<float>(s, ROOM_HOOK_Q, w * row), *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
     if (!N) return;
     upload(dq, q + (T - w) * row, w * row * sizeof(float));
-    Plan p = plan_prefill(s, l, tok0, w, 1);
+    Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 1);
     Attn a = attend(s, l, dq, tok0, &p, NULL, stat);
     Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work));
     for (int h = 0; h < H; h++) list[h] = { h / a.R, 0, 1, kv_head(s, l, h / a.R)->len, 0, 0, 0, 0, 0, 0 };

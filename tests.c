@@ -6915,6 +6915,33 @@ TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to
     }
 }
 
+TEST(cuda_tensor_cores, "a prefill of 256 tokens and more agrees with the CPU: f16, bf16, mixed rows, head_dim 16 to 128, windows, unequal heads; -b changes no bit") {
+    int shape[][3] = { { 3, 3, 48 }, { 3, 1, 64 }, { 2, 1, 128 }, { 3, 3, 16 } };
+    const char *format[] = { "ctk=f16 ctv=f16", "ctk=bf16 ctv=f16", "ctk=f16 ctv=bf16", "ctk=bf16 ctv=bf16" };
+    EACH_SEED(seed) for (int i = 0; i < 4; i++) {
+        Tiny m = tiny_model(2, shape[i][0], shape[i][1], shape[i][2], 16, 16, 11, 5 + i);
+        const Config *c = m.c;
+        m.c->windowed = xcalloc(2, 1);
+        m.c->windowed[1] = 1; m.c->window = 150;
+        int n = 256 + 3 * seed, half = 129;
+        size_t row = (size_t)c->H * c->D, all = n * row;
+        Pair p = pair_open(m, format[(i + seed) % 4]);
+        pair_append(&p, 70, 1);
+        for (int g = 0; g < c->G; g++) pair_keep(&p, 0, g, 0, 2 + g, g);            // unequal heads
+        pair_append(&p, n, 1);
+        for (int l = 0; l < 2; l++) {
+            float *q = normals(all, 2), *a = xmalloc(all * sizeof *a), *b = xmalloc(all * sizeof *b), *x = xmalloc(all * sizeof *x);
+            attn_prefill(p.c, l, a, q, 0, n); attn_prefill(p.d, l, b, q, 0, n);
+            double tol = (i + seed) % 4 == 0 ? 1e-5 : 1e-4, e = worst(b, a, all, tol, tol, NULL);        // bf16: q and p in 16 bits
+            CHECK(e <= 1, "%s, layer %d, D %d: %g times the bound", format[(i + seed) % 4], l, c->D, e);
+            attn_prefill(p.d, l, x + half * row, q + half * row, half, n - half);
+            CHECK(!memcmp(x + half * row, b + half * row, (n - half) * row * sizeof *x), "%s, layer %d: the second half alone", format[(i + seed) % 4], l);
+            free(q); free(a); free(b); free(x);
+        }
+        pair_close(&p); tiny_free(m);
+    }
+}
+
 // ---- whole dialogues: the same script on both sides, compared after every pass
 static int views_differ(const Session *a, const Session *b) {
     int bad = 0;
