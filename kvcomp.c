@@ -4193,6 +4193,7 @@ static Pass pass_room(Session *s, int T) {
     return r;
 }
 static void (*progress_hook)(const char *what, double share);    // the command line shows how far a long prefill is
+void progress_tell(const char *what, double share) { if (progress_hook) progress_hook(what, share); }
 static double timed(double *sum, double t0) { double t = now(); *sum += t - t0; return t; }
 
 // Attention of tokens t0..t0+n-1 of the pass in layer l, and the hooks around it.
@@ -4384,6 +4385,31 @@ void session_reset(Session *s) {
     s->alt = NULL; s->packing = NULL;
     memset(&s->clk, 0, sizeof s->clk);
     EACH_PART(s, p) if (p->m->open && p->m->open(s, p->ms)) die(EXIT_USAGE, "%s", s->err);
+}
+
+// What a dialogue of -c tokens takes, worked out from the shapes. Rows: what is kept, and one layer uncompressed where a method
+// drops rows, because a prefill compresses layer by layer. Pass: the rooms of pass_cuda for a turn as long as -c, the largest
+// there is; the CPU needs the same but for the halves, the partial sums and the second copy of a head that grows.
+MemoryPlan memory_plan(const Session *s) {
+    const Config *c = s->c;
+    int ctx = opt_int(s->opt, "ctx-size"), kept, hooks = s->rule != VIS_CAUSAL, evicts = 0, b;
+    if (!ctx) ctx = c->max_pos;
+    for (int i = 0; i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        hooks |= m->project || m->attend || m->commit;
+        evicts |= m->evicts;
+    }
+    kept = !evicts ? ctx : s->ratio >= 0 ? ctx - (int)(ctx * s->ratio) : s->budget && s->budget < ctx ? s->budget : ctx;
+    b = s->batch < ctx ? s->batch : ctx;
+    size_t row = s->fk->row_bytes(c->D) + s->fv->row_bytes(c->D), f = sizeof(float), n = hooks ? ctx : b, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    size_t step = KV_STEP, held = (kept + step - 1) / step * step, all = (ctx + step - 1) / step * step, wide = (size_t)c->F > HD ? (size_t)c->F : HD;
+    size_t part = (512 + (n * c->H / 32 + c->G)) * 32 * (c->D + 2) * f;         // of attention without tensor cores: 512 pieces and one a block
+    MemoryPlan p = { .weights = s->w->bytes, .ctx = ctx };
+    p.kv = ((c->L - 1) * held + all) * c->G * (row + sizeof(int));
+    p.pass = (size_t)ctx * (c->C + c->D) * f + 2 * n * (HD + GD) * f + (size_t)b * (c->C + 2 * (size_t)c->F) * f + 2 * b * wide + part
+           + 2 * n * c->H * f + (size_t)c->V * f + (size_t)ctx * (sizeof(Token) + sizeof(int)) + all * row + (hooks ? (size_t)c->H * ctx * f + n * HD * 2 * f : 0);
+    p.pass += p.pass / 4;                                        // rooms grow by more than is asked for
+    return p;
 }
 
 // ==================================================================================================== 8 OPTIONS
@@ -9476,6 +9502,22 @@ static void app_close(App *a) {
     options_free(a->o);
     free(a->method); free(a->logits);
 }
+// --inspect and -v: what the options will take, asked of a session on the CPU, which needs nothing of it yet.
+static void print_memory(const App *a, FILE *f) {
+    char err[512], keep[8];
+    const char *method = opt_str(a->o, "method");
+    snprintf(keep, sizeof keep, "%s", opt_str(a->o, "device"));
+    options_set(a->o, "device", "cpu", err);
+    Session *s = session_try(a->c, a->w, a->o, method, err);
+    if (!s) { fprintf(f, "memory     not known: %s\n", err); }
+    else {
+        MemoryPlan p = memory_plan(s);
+        fprintf(f, "memory     -c %d, method %s, K %s, V %s: weights %.3f GB + rows %.3f GB + passes %.3f GB = %.3f GB with -d cuda\n", p.ctx, method, s->fk->name, s->fv->name,
+                (double)p.weights * 1e-9, (double)p.kv * 1e-9, (double)p.pass * 1e-9, (double)(p.weights + p.kv + p.pass) * 1e-9);
+        session_close(s);
+    }
+    options_set(a->o, "device", keep, err);
+}
 static void print_values(const Options *o) {             // -v: every effective value
     for (int i = 0; i < (int)shlen(o->map); i++)
         fprintf(stderr, "  --%s=%s%s\n", o->map[i].key, o->map[i].value, opt_given(o, o->map[i].key) ? "  (given)" : "");
@@ -9525,7 +9567,8 @@ static int run_app(App *a) {
         return rc;
     }
     open_model(a);
-    if (opt_int(o, "inspect")) { inspect(a->c, a->w, stdout); free(text); return 0; }
+    if (opt_int(o, "inspect")) { inspect(a->c, a->w, stdout); print_memory(a, stdout); free(text); return 0; }
+    if (opt_int(o, "verbose")) print_memory(a, stderr);
     open_tokenizer(a, !ids);
     if (*opt_str(o, "calibrate")) { free(text); return calibrate(a->c, a->w, a->tok, o); }
     open_session(a);

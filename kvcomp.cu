@@ -15,16 +15,19 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <mma.h>
-#define KV_LAUNCH(k, grid, block, smem, ...) do { k<<<grid, block, smem>>>(__VA_ARGS__); KV_CUDA(cudaGetLastError()); } while (0)
+#define KV_LAUNCH(k, grid, block, smem, ...) do { k<<<grid, block, smem, kv_stream>>>(__VA_ARGS__); KV_CUDA(cudaGetLastError()); } while (0)
 #define KV_DYN_SHARED(T, name) extern __shared__ __align__(128) float4 kv_dyn_[]; T *name = (T *)kv_dyn_
 #endif
 
 // ==================================================================================================== 1 HELPERS
-// Errors end the program with one line. Device memory is asked for through device_new; room() keeps one growing buffer
-// per purpose, so a decode step allocates nothing once the buffers have grown.
+// Errors end the program with one line. Everything happens in one stream, in the order it is asked for. Device memory is asked
+// for through device_new; room() keeps one growing buffer per purpose, so a decode step allocates nothing once the buffers have grown.
+
+static cudaStream_t kv_stream;                  // made by the first device_open, kept until the program ends
 
 static void cuda_fail(cudaError_t e, const char *call, int line) {
-    die(e == cudaErrorMemoryAllocation ? EXIT_MEMORY : EXIT_RUN, "CUDA: %s (kvcomp.cu:%d: %s)", cudaGetErrorString(e), line, call);
+    if (e == cudaErrorMemoryAllocation) die(EXIT_MEMORY, "the GPU is out of memory (kvcomp.cu:%d): a smaller -c, -b or --budget needs less, and so does -ctk/-ctv q8_0", line);
+    die(EXIT_RUN, "CUDA: %s (kvcomp.cu:%d: %s)", cudaGetErrorString(e), line, call);
 }
 #define KV_CUDA(call) do { cudaError_t e_ = (call); if (e_ != cudaSuccess) cuda_fail(e_, #call, __LINE__); } while (0)
 #define KV_BLAS(call) do { int e_ = (int)(call); \
@@ -36,8 +39,15 @@ static char *device_new(size_t bytes) {
     return p;
 }
 static void device_free(void *p) { if (p) KV_CUDA(cudaFree(p)); }
-static void upload(void *dev, const void *host, size_t n)   { if (n) KV_CUDA(cudaMemcpy(dev, host, n, cudaMemcpyHostToDevice)); }
-static void download(void *host, const void *dev, size_t n) { if (n) KV_CUDA(cudaMemcpy(host, dev, n, cudaMemcpyDeviceToHost)); }
+static void upload(void *dev, const void *host, size_t n) {      // ordinary host memory: it may be used again at once
+    if (n) KV_CUDA(cudaMemcpyAsync(dev, host, n, cudaMemcpyHostToDevice, kv_stream));
+}
+static void download(void *host, const void *dev, size_t n) {
+    if (!n) return;
+    KV_CUDA(cudaMemcpyAsync(host, dev, n, cudaMemcpyDeviceToHost, kv_stream));
+    KV_CUDA(cudaStreamSynchronize(kv_stream));
+}
+static void device_copy(void *to, const void *from, size_t n) { if (n) KV_CUDA(cudaMemcpyAsync(to, from, n, cudaMemcpyDeviceToDevice, kv_stream)); }
 static int blocks(size_t n, int per) { return (int)((n + per - 1) / per); }
 
 struct Room { char *p; size_t bytes; };
@@ -74,13 +84,51 @@ static Copied *map_slot(Map *m, const void *host) {              // the entry, o
     while (m->at[i].host && m->at[i].host != host) i = (i + 1) % MAP_SIZE;
     return &m->at[i];
 }
-static const char *map_put(Map *m, const Tensor *t) {
+// Weights go through two pinned halves: while one is on its way to the device, the other is filled (from a mapped file, that is
+// where the disk is read). Ordinary memory would be copied twice, and no faster than the driver's own small buffer.
+#ifdef KVCOMP_TEST
+enum { STAGE_BYTES = 1000 };                    // so that every test's weights take many turns
+#else
+enum { STAGE_BYTES = 16 << 20 };                // of one half
+#endif
+struct Stage { char *half[2]; cudaEvent_t gone[2]; int turn; size_t sent, all; };
+
+static void stage_open(Stage *g, size_t all) {                   // all: bytes that will come, for the progress line
+    memset(g, 0, sizeof *g);
+    g->all = all;
+    for (int i = 0; i < 2; i++) {
+        KV_CUDA(cudaMallocHost((void **)&g->half[i], STAGE_BYTES));
+        KV_CUDA(cudaEventCreateWithFlags(&g->gone[i], cudaEventDisableTiming));
+    }
+    progress_tell("uploading", 0);
+}
+static void stage_send(Stage *g, char *dev, const char *host, size_t n) {
+    for (size_t at = 0, m; at < n; at += m, g->turn ^= 1) {
+        m = n - at < STAGE_BYTES ? n - at : (size_t)STAGE_BYTES;
+        KV_CUDA(cudaEventSynchronize(g->gone[g->turn]));         // of the copy before the last; at first there is none
+        memcpy(g->half[g->turn], host + at, m);
+        KV_CUDA(cudaMemcpyAsync(dev + at, g->half[g->turn], m, cudaMemcpyHostToDevice, kv_stream));
+        KV_CUDA(cudaEventRecord(g->gone[g->turn], kv_stream));
+        g->sent += m;
+        progress_tell("uploading", g->sent < g->all ? (double)g->sent / (double)g->all : 0.999);
+    }
+}
+static void stage_close(Stage *g) {
+    KV_CUDA(cudaStreamSynchronize(kv_stream));
+    for (int i = 0; i < 2; i++) {
+        KV_CUDA(cudaEventDestroy(g->gone[i]));
+        KV_CUDA(cudaFreeHost(g->half[i]));
+    }
+    progress_tell("uploading", 1);
+}
+static const char *map_put(Map *m, const Tensor *t, Stage *g) {  // g: the staging buffer of a whole model, or NULL
     Copied *c = map_slot(m, t->data);
     if (c->host) return c->dev;
     size_t bytes = (size_t)t->rows * t->cols * dtype_size(t->dtype);
     if (++m->n > MAP_SIZE / 2) die(EXIT_RUN, "more than %d tensors on the GPU", MAP_SIZE / 2);
     c->dev = device_new(bytes);
-    upload(c->dev, t->data, bytes);
+    if (g) stage_send(g, c->dev, (const char *)t->data, bytes);
+    else upload(c->dev, t->data, bytes);
     c->host = t->data;
     return c->dev;
 }
@@ -91,7 +139,7 @@ static void map_clear(Map *m) {
 static const char *on_device(Session *s, const Tensor *t) {      // NULL when there is no such tensor
     if (!t->data) return NULL;
     Copied *c = map_slot(&s->dev->base->map, t->data);
-    return c->host ? c->dev : map_put(&s->dev->alt, t);
+    return c->host ? c->dev : map_put(&s->dev->alt, t, NULL);
 }
 
 // ==================================================================================================== 4 MATH
@@ -280,10 +328,12 @@ static __global__ void gather_kernel(char *to, const char *from, const int *rows
     if (i < n * half) ((uint16_t *)to)[i] = ((const uint16_t *)from)[(size_t)rows[i / half] * half + i % half];
 }
 
-static char *grown(char *old, size_t have, size_t want) {        // realloc in device memory
-    char *p = device_new(want);
-    if (have && want) KV_CUDA(cudaMemcpy(p, old, have < want ? have : want, cudaMemcpyDeviceToDevice));
-    device_free(old);
+// realloc in device memory, in the order of the stream: a decode step that needs more rows does not wait for the device
+static char *grown(char *old, size_t have, size_t want) {
+    char *p = NULL;
+    if (want) KV_CUDA(cudaMallocAsync(&p, want, kv_stream));
+    if (want && have) device_copy(p, old, have < want ? have : want);
+    if (old) KV_CUDA(cudaFreeAsync(old, kv_stream));
     return p;
 }
 void rows_resize_cuda(Session *s, KVHead *h, int cap) {          // h->cap is still the old one
@@ -320,7 +370,7 @@ void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n) {            
     for (auto &x : part) {                                       // threads run in any order, so the rows go through a second buffer
         char *to = room<char>(s, ROOM_MOVE, m * x.bytes);
         KV_LAUNCH(gather_kernel, blocks(m * (x.bytes / 2), 256), 256, 0, to, x.p, rows, x.bytes, m);
-        KV_CUDA(cudaMemcpy(x.p + first * x.bytes, to, m * x.bytes, cudaMemcpyDeviceToDevice));
+        device_copy(x.p + first * x.bytes, to, m * x.bytes);
     }
 }
 // buf (n,D) f32 on the host. Hooks ask from any of their threads
@@ -766,7 +816,7 @@ static void column_sums(Session *s, const Attn &a, const Work *list, const float
     Work *dev = (Work *)room<char>(s, ROOM_LIST, bytes);
     float *col = room<float>(s, ROOM_COL, (size_t)a.H * N);
     upload(dev, list, bytes);
-    KV_CUDA(cudaMemset(col, 0, (size_t)a.H * N * sizeof(float)));
+    KV_CUDA(cudaMemsetAsync(col, 0, (size_t)a.H * N * sizeof(float), kv_stream));
     dim3 grid(blocks(N, TILE), a.H);
     KV_LAUNCH(column_kernel, grid, ATTN_WARPS * 32, column_smem(a.D), a, dev, stat, n_q, N, factor, col);
     download(host, col, (size_t)a.H * N * sizeof(float));
@@ -999,18 +1049,27 @@ float *pass_cuda(Session *s, int T) {
 }
 
 // ---- opening
+static Shared *shared_find(const Weights *w) {
+    Shared *h = all_shared;
+    while (h && h->w != w) h = h->next;
+    return h;
+}
 static Shared *shared_open(const Session *s) {                   // every tensor of the model, uploaded once
-    for (Shared *h = all_shared; h; h = h->next) if (h->w == s->w) { h->users++; return h; }
-    Shared *h = (Shared *)xcalloc(1, sizeof *h);
+    Shared *h = shared_find(s->w);
+    if (h) { h->users++; return h; }
+    h = (Shared *)xcalloc(1, sizeof *h);
     h->w = s->w; h->users = 1; h->next = all_shared; all_shared = h;
+    Stage g;
+    stage_open(&g, s->w->bytes);
     const Tensor *top[] = { &s->w->embed, &s->w->norm, &s->w->head };
-    for (const Tensor *t : top) map_put(&h->map, t);
+    for (const Tensor *t : top) map_put(&h->map, t, &g);
     for (int l = 0; l < s->c->L; l++) {
         const Layer *y = &s->w->layer[l];
         const Tensor *all[] = { &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk, &y->wv, &y->wo, &y->bq, &y->bk, &y->bv, &y->bo,
                                 &y->q_norm, &y->k_norm, &y->gate, &y->up, &y->down, &y->bgate, &y->bup, &y->bdown };
-        for (const Tensor *t : all) if (t->data) map_put(&h->map, t);
+        for (const Tensor *t : all) if (t->data) map_put(&h->map, t, &g);
     }
+    stage_close(&g);
     return h;
 }
 static void shared_close(Shared *h) {
@@ -1021,6 +1080,29 @@ static void shared_close(Shared *h) {
     map_clear(&h->map);
     free(h);
 }
+// Whether everything will fit is asked before anything is allocated.
+static void check_memory(const Session *s) {
+    size_t unused, total;
+    MemoryPlan p = memory_plan(s);
+    if (shared_find(s->w)) p.weights = 0;                        // another session has brought them
+    KV_CUDA(cudaMemGetInfo(&unused, &total));
+    size_t need = p.weights + p.kv + p.pass;
+    if (need <= unused) return;
+    const char *help = p.weights >= unused ? "the weights alone are too much for this GPU; -d cpu works"
+                     : p.weights + p.pass >= unused ? "a smaller -b or -c needs less" : "a smaller -c, --budget with a method that drops rows, or -ctk/-ctv q8_0 needs less";
+    die(EXIT_MEMORY, "-d cuda: %.2f GB needed (weights %.2f, KV rows for -c %d %.2f, passes %.2f), %.2f of %.2f GB are free: %s", (double)need * 1e-9,
+        (double)p.weights * 1e-9, p.ctx, (double)p.kv * 1e-9, (double)p.pass * 1e-9, (double)unused * 1e-9, (double)total * 1e-9, help);
+}
+static void stream_open(void) {
+    if (kv_stream) return;
+    int device;
+    cudaMemPool_t pool;
+    uint64_t keep = (uint64_t)256 << 20;                         // rows given back stay ours up to this: heads grow every KV_STEP tokens
+    KV_CUDA(cudaStreamCreateWithFlags(&kv_stream, cudaStreamNonBlocking));
+    KV_CUDA(cudaGetDevice(&device));
+    KV_CUDA(cudaDeviceGetDefaultMemPool(&pool, device));
+    KV_CUDA(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep));
+}
 static int refuse(Session *s, const char *why) { snprintf(s->err, sizeof s->err, "-d cuda: %s; -d cpu works", why); return -1; }
 int device_open(Session *s) {
     int n = 0, G = s->c->G, D = s->c->D;
@@ -1029,8 +1111,11 @@ int device_open(Session *s) {
     if (D > MAX_D || D % 2 || G > MAX_G) return refuse(s, why);
     if (s->packing) return refuse(s, "pats keeps bit-packed rows, which cannot be read on the GPU yet");
     if (cudaGetDeviceCount(&n) != cudaSuccess || n < 1) return refuse(s, "no CUDA device can be used");
+    stream_open();
+    check_memory(s);
     s->dev = (Device *)xcalloc(1, sizeof *s->dev);
     KV_BLAS(cublasCreate(&s->dev->blas));
+    KV_BLAS(cublasSetStream(s->dev->blas, kv_stream));
     s->dev->src = (int **)xcalloc((size_t)s->c->L * G, sizeof(int *));
     s->dev->base = shared_open(s);
     return 0;

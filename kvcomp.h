@@ -277,7 +277,7 @@ const char *simd_name(void);                                            // "avx5
 int  top_k(const float *x, int n, int k, int *idx);                     // the k largest (ties: lower index), indices ascending -> count
 
 // ------------------------------------------------------------------------------------------------ cache (section 5)
-void   kv_append  (Session *s, int l, const float *k, const float *v, int t0, int n);  // k, v (n,G,D), rotated: tokens base+t0 .. of this pass
+void   kv_append  (Session *s, int l, const float *k, const float *v, int t0, int n);  // k, v (n,G,D), rotated: tokens base+t0 .. of this pass; KV_DEV: in device memory
 void   kv_keep    (Session *s, int l, int g, const int *keep, int n);              // keep (n) ascending; the rest is given back; the group's views reset
 void   kv_compact (Session *s, int l, int g);                                      // drop rows no view of the group reads, renumber the views
 void   kv_truncate(Session *s, int n_tok);                                         // forget tokens (and their rows) from n_tok on; views reset
@@ -313,6 +313,10 @@ const float *prefill(Session *s, const int *ids, int n);                        
 const float *decode(Session *s, int id);                                           // one token -> logits (V)
 float *forward(Session *s, const Token *t, int T);                                 // one pass over tokens already rewritten by enter
 void rope(const Weights *w, float *x, int heads, int D, int pos);                  // x (heads,D) rotated in place, half layout
+
+typedef struct { size_t weights, kv, pass; int ctx; } MemoryPlan;                  // bytes a dialogue of ctx tokens needs: weights, rows, rooms of the largest pass
+MemoryPlan memory_plan(const Session *s);
+void   progress_tell(const char *what, double share);                             // 0: begins, 1: over
 
 // ---- the GPU half (kvcomp.cu). When Session.dev is set, KVHead.k and .v are device memory and the functions above call these.
 #ifdef KVCOMP_CUDA

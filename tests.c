@@ -6519,6 +6519,7 @@ TEST(cli_exit_codes, "usage errors end with 2 and one line naming the nearest op
     CHECK(sh(SYN "--method=streaming+window --ids data/ids/three-turns.txt") == 2 && strstr(sh_err, "both decide"), "%s", sh_err);
     CHECK(sh(SYN "--method=streaming --budget 3 --ids data/ids/three-turns.txt") == 2 && strstr(sh_err, "--sink"), "%s", sh_err);
     CHECK(sh("./kvcomp --synthetic L0 --inspect") == 2, "%s", sh_err);
+    CHECK(sh("./kvcomp --synthetic tiny --inspect --method=snapkv -c 0") == 0 && strstr(sh_out, "memory     -c 131072, method snapkv, K f16, V f16: weights"), "%s", sh_out);
     CHECK(sh("./kvcomp --help") == 0 && !*sh_err && strstr(sh_out, "--method"), "help");
     CHECK(sh("./kvcomp --version") == 0 && !strncmp(sh_out, "kvcomp ", 7), "%s", sh_out);
 }
@@ -6711,6 +6712,8 @@ void  cuda_drop(void *dev);
 void  cuda_tokens(Session *s);
 void  cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx, const Tensor *w, int T);
 __attribute__((weak)) void emu_set_seed(int seed);                              // not there on a real GPU
+__attribute__((weak)) void emu_set_memory(size_t bytes);
+__attribute__((weak)) size_t emu_most_memory(void);
 
 static const int cuda_seeds[] = { 0, 1, 7 };
 #define EACH_SEED(i) for (int i = 0; i < (emu_set_seed ? 3 : 1) && (!emu_set_seed || (emu_set_seed(cuda_seeds[i]), 1)); i++)
@@ -7019,6 +7022,33 @@ TEST(cuda_model, "qk-norm, biases, tied f16 and bf16 weights, sliding windows an
         dialogue_agrees(m, "full", "", &p, NULL);
         dialogue_agrees(m, "snapkv", "budget=20 obs-window=4 ctk=f16 ctv=bf16", &p, NULL);
         dialogue_agrees(m, "full", "ctk=q8_0 ctv=q8_0", &p, NULL);
+        tiny_free(m);
+    }
+}
+TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it; too small a device: exit 4 with the numbers and what helps") {
+    const char *method[] = { "full", "full", "snapkv", "window" }, *text[] = { "ctx-size=300 ctk=f32 ctv=f32", "ctx-size=300 batch-size=64", "ctx-size=300 budget=64", "ctx-size=300 budget=64" };
+    for (int i = 0; emu_set_memory && i < 4; i++) {
+        Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
+        int rc, ids[300];
+        Options *o;
+        for (int t = 0; t < 300; t++) ids[t] = t % 53;
+        weights_count(m.w, m.c);
+        emu_most_memory();
+        CHECK(emu_most_memory() == 0, "%zu bytes were never given back", emu_most_memory());
+        Session *s = cuda_session(m, method[i], text[i], &o);
+        MemoryPlan p = memory_plan(s);
+        prefill(s, ids, 299); decode(s, 1);
+        size_t need = p.weights + p.kv + p.pass, most = emu_most_memory();
+        CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned", method[i], text[i], most, need);
+        session_close(s); options_free(o);
+        emu_set_memory(i == 1 ? p.weights / 2 : need - 1);
+        EXPECT_DIE(rc, s = cuda_session(m, method[i], text[i], &o));
+        CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") && strstr(die_text, i == 1 ? "the weights alone" : "-c"), "%d: %s", rc, die_text);
+        options_free(o);
+        emu_set_memory(need);
+        s = cuda_session(m, method[i], text[i], &o);             // exactly enough
+        session_close(s); options_free(o);
+        emu_set_memory(0);
         tiny_free(m);
     }
 }
