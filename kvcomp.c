@@ -3523,6 +3523,7 @@ static const Format *format_find(const char *name) {
 static void head_reserve(Session *s, KVHead *h, int raw) {       // room for `raw` raw rows; keeps what is there, gives back what is not needed
     int D = s->c->D, cap = (raw + KV_STEP - 1) / KV_STEP * KV_STEP, all = h->packed + cap;
     if (cap == h->cap && h->src) return;
+    s->changes++;
     if (KV_DEV(s)) rows_resize_cuda(s, h, cap);
     else {
         h->k = xrealloc(h->k, (size_t)cap * s->fk->row_bytes(D));
@@ -3542,28 +3543,41 @@ static size_t head_row_bytes(const Session *s, const KVHead *h) {     // bytes o
     return (size_t)h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes;
 }
 
+void kv_reserve(Session *s, int l, int n) {
+    for (int g = 0; g < s->c->G; g++) {
+        KVHead *h = kv_head(s, l, g);
+        if (h->len - h->packed + n > h->cap) head_reserve(s, h, h->len - h->packed + n);
+    }
+}
+void kv_note(Session *s, int l, int t0, int n) {
+    for (int g = 0; g < s->c->G; g++) {
+        KVHead *h = kv_head(s, l, g);
+        for (int t = 0; t < n; t++) {
+            int r = h->len + t, i = s->base + t0 + t;
+            h->src[r] = i;
+            h->pos[r] = s->tok[i].pos;
+            if (h->mass) h->mass[r] = 0;
+        }
+        h->len += n;
+    }
+}
 // Appends the rows of tokens base+t0 .. base+t0+n-1 to every KV head of layer l. k, v (n,G,D).
 void kv_append(Session *s, int l, const float *k, const float *v, int t0, int n) {
     int G = s->c->G, D = s->c->D;
     size_t bk = s->fk->row_bytes(D), bv = s->fv->row_bytes(D);
-    for (int g = 0; g < G; g++) {
-        KVHead *h = kv_head(s, l, g);
-        if (h->len - h->packed + n > h->cap) head_reserve(s, h, h->len - h->packed + n);
-    }
+    kv_reserve(s, l, n);
     if (KV_DEV(s)) rows_append_cuda(s, l, k, v, t0, n);          // k, v lie where the rows lie
-    #pragma omp parallel for collapse(2) schedule(static) if (n > 32)
-    for (int g = 0; g < G; g++)
-        for (int t = 0; t < n; t++) {
-            KVHead *h = kv_head(s, l, g);
-            int r = h->len + t, raw = r - h->packed, i = s->base + t0 + t;
-            h->src[r] = i;
-            h->pos[r] = s->tok[i].pos;
-            if (h->mass) h->mass[r] = 0;
-            if (KV_DEV(s)) continue;
-            s->fk->pack(h->k + raw * bk, k + ((size_t)t * G + g) * D, D);
-            s->fv->pack(h->v + raw * bv, v + ((size_t)t * G + g) * D, D);
-        }
-    for (int g = 0; g < G; g++) kv_head(s, l, g)->len += n;
+    else {
+        #pragma omp parallel for collapse(2) schedule(static) if (n > 32)
+        for (int g = 0; g < G; g++)
+            for (int t = 0; t < n; t++) {
+                KVHead *h = kv_head(s, l, g);
+                int raw = h->len - h->packed + t;
+                s->fk->pack(h->k + raw * bk, k + ((size_t)t * G + g) * D, D);
+                s->fv->pack(h->v + raw * bv, v + ((size_t)t * G + g) * D, D);
+            }
+    }
+    kv_note(s, l, t0, n);
 }
 
 // Unpacks rows to f32, whatever their storage. rows NULL: rows r0..r0+n-1; otherwise rows[0..n), runs of neighbours at once.
@@ -3614,11 +3628,13 @@ int kv_longest(const Session *s, int l) {
 // ---- views
 void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
     View *w = kv_view(s, l, h);
+    s->changes++;
     if (n > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = n + n / 4 + KV_STEP) * sizeof(int));
     if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
     w->n = n; w->tail = tail;
 }
 void view_all(Session *s) {
+    s->changes++;
     for (int i = 0; i < s->c->L * s->c->H; i++) s->view[i].n = s->view[i].tail = 0;
 }
 int view_rows(const Session *s, int l, int h, int *rows) {
@@ -3675,6 +3691,7 @@ void kv_compact(Session *s, int l, int g) {
         n += seen;
     }
     map[hd->len] = n;
+    s->changes++;
     for (int h = g * R; h < (g + 1) * R; h++) {
         View *w = kv_view(s, l, h);
         for (int i = 0; i < w->n; i++) w->idx[i] = map[w->idx[i]];
@@ -8160,16 +8177,16 @@ static void lychee_text(const Tokenizer *t) { token_text = (TokenText){ t, glue_
 const Method methods[] = {
     { .name = "full", .paper = "Vaswani et al., Attention Is All You Need, arXiv 1706.03762", .keeps = "keeps every row, reads every row" },
     { .name = "streaming", .paper = "StreamingLLM, arXiv 2309.17453", .keeps = "keeps the first --sink and the most recent rows, B in all", .evicts = 1,
-      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = streaming_open, .commit = streaming_commit },
+      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = streaming_open, .wants = KV_BLIND, .commit = streaming_commit },
     { .name = "window", .paper = "streaming without sinks", .keeps = "keeps the B most recent rows", .evicts = 1,
-      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = window_open, .commit = streaming_commit },
+      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = window_open, .wants = KV_BLIND, .commit = streaming_commit },
     { .name = "snapkv", .paper = "SnapKV, arXiv 2404.14469", .keeps = "keeps the rows the last --obs-window queries attend to most, and those last rows; B in all", .evicts = 1,
-      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .commit = snapkv_commit },
+      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = snapkv_commit },
     { .name = "adakv", .paper = "Ada-KV, arXiv 2407.11550", .keeps = "snapkv with the budget shared out among a layer's heads by their scores; B a head on average", .evicts = 1,
-      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .commit = adakv_commit },
+      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = adakv_commit },
     { .name = "pyramidkv", .paper = "PyramidKV, arXiv 2406.02069", .keeps = "snapkv with budgets that fall from the first layer to the last; B a head on average", .evicts = 1,
       .limits = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen. Uses --kernel, --gqa-agg", .role = ROLE_SELECT,
-      .state = sizeof(Snap), .open = snapkv_open, .commit = pyramidkv_commit },
+      .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = pyramidkv_commit },
     { .name = "h2o", .paper = "H2O, arXiv 2306.14048", .keeps = "keeps the last B/2 rows and the B/2 others that drew most attention so far", .evicts = 1,
       .limits = "needs a dense prefill, so no loopserve-p", .role = ROLE_SELECT | ROLE_PREFILL, .wants = KV_MASS, .state = sizeof(H2o), .opts = h2o_opts,
       .open = h2o_open, .commit = h2o_commit },
@@ -8202,7 +8219,7 @@ const Method methods[] = {
     { .name = "loopserve-p", .paper = "LoopServe-P: its prefill alone, arXiv 2507.13681", .keeps = "keeps every row; prefill reads chosen lines (saves reads only)",
       .limits = "goes with any decode method by +, but h2o and sonic. Prefills each answer again at the next turn",
       .role = ROLE_PREFILL, .state = sizeof(LoopServe), .opts = loopserve_p_opts, .open = loopserve_p_open, .enter = loopserve_enter,
-      .attend = loopserve_attend, .commit = loopserve_commit, .forget = loopserve_forget, .stats = loopserve_stats },
+      .attend = loopserve_attend, .wants = KV_BLIND, .commit = loopserve_commit, .forget = loopserve_forget, .stats = loopserve_stats },
     { .name = "loopserve-d", .paper = "LoopServe-D: its decode alone, arXiv 2507.13681",
       .keeps = "keeps every row; decode reads the B rows the last queries like best and this answer (saves reads only)",
       .limits = "prefills each answer again at the next turn", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts,
@@ -8224,11 +8241,11 @@ const Method methods[] = {
       .keeps = "keeps the system message, K Nexus rows a finished message, and the current turn; the rest is dropped when the next turn begins", .evicts = 1,
       .limits = "needs an adapter trained for the model; --budget does not apply (see --sonic-k); goes with a storage format (sonic+pats), with no other selection or sparse prefill",
       .role = ROLE_PREFILL | ROLE_SELECT, .rule = VIS_SEGMENT, .state = sizeof(Sonic), .opts = sonic_opts, .open = sonic_open, .close = sonic_close,
-      .enter = sonic_enter, .embed = sonic_embed, .commit = sonic_commit, .bytes = sonic_bytes, .stats = sonic_stats },
+      .enter = sonic_enter, .embed = sonic_embed, .wants = KV_BLIND, .commit = sonic_commit, .bytes = sonic_bytes, .stats = sonic_stats },
     { .name = "dililazy", .paper = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL submission)", .evicts = 1,
       .keeps = "every query head reads its own rows, B on average, more for heads that find facts; a KV head stores their union",
       .limits = "needs head scores (--dililazy-scores or --calibrate). B must exceed --obs-window. Uses --kernel", .role = ROLE_SELECT, .state = sizeof(DiliLazy),
-      .opts = dililazy_opts, .open = dililazy_open, .close = dililazy_close, .bytes = dililazy_bytes, .commit = dililazy_commit, .stats = dililazy_stats },
+      .opts = dililazy_opts, .open = dililazy_open, .close = dililazy_close, .bytes = dililazy_bytes, .wants = KV_BLIND, .commit = dililazy_commit, .stats = dililazy_stats },
     { .name = NULL },
 };
 

@@ -52,7 +52,7 @@ static int blocks(size_t n, int per) { return (int)((n + per - 1) / per); }
 
 struct Room { char *p; size_t bytes; };
 enum { ROOM_X, ROOM_H, ROOM_Q, ROOM_K, ROOM_V, ROOM_OUT, ROOM_GATE, ROOM_UP, ROOM_COS, ROOM_HALF, ROOM_IDS, ROOM_TOK, ROOM_PLAN,
-       ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_LIST, ROOM_LOGITS, ROOM_HOOK_Q, ROOM_HOOK_OUT, N_ROOMS };
+       ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_STEP, ROOM_WORK, ROOM_ITEM, ROOM_LIST, ROOM_LOGITS, ROOM_HOOK_Q, ROOM_HOOK_OUT, N_ROOMS };
 
 // Host tensors that lie on the device too, found by their host address.
 enum { MAP_SIZE = 1 << 13 };
@@ -69,6 +69,14 @@ struct Device {
     Map alt;                    // tensors of Session.alt
     int **src;                  // (L*G) device copies of KVHead.src, as long as the head's cap
     int n_tok;                  // tokens ROOM_TOK holds
+    struct Step *step;          // pinned: what the next decode step is told ...
+    float *logits;              // (V) ... and says; see "a decode step in one go"
+    unsigned seen;              // Session.changes when what follows was made
+    int *first;                 // (L+1) works of the layers before
+    int grid, BQ;               // items of a layer, at most; query rows of a work
+    double rows, lists;         // rows all lists of the last step had together; lists
+    cudaGraphExec_t graph;      // the step, or NULL
+    int no_graph;               // 1: this device would not take one
 };
 template <class T> static T *room(Session *s, int which, size_t n) {
     Room *r = &s->dev->room[which];
@@ -76,6 +84,7 @@ template <class T> static T *room(Session *s, int which, size_t n) {
         device_free(r->p);
         r->bytes = n * sizeof(T) + n * sizeof(T) / 4 + 256;
         r->p = device_new(r->bytes);
+        s->changes++;
     }
     return (T *)r->p;
 }
@@ -179,23 +188,9 @@ static __global__ void bias_kernel(float *y, const void *b, int dtype, int cols,
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) y[i] += number(b, dtype, i % cols);
 }
-static __global__ void add_kernel(float *x, const float *y, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) x[i] += y[i];
-}
 static __global__ void swiglu_kernel(float *g, const float *u, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) g[i] = g[i] / (1 + expf(-g[i])) * u[i];
-}
-// x (T,heads,D) in place; cs (T,D): cos of the D/2 angles, then sin, made by the host in double
-static __global__ void rope_kernel(float *x, const float *cs, int heads, int D, size_t pairs) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= pairs) return;
-    int half = D / 2, d = (int)(i % half);
-    size_t row = i / half;
-    float *p = x + row * D + d, a = p[0], b = p[half], c = cs[row / heads * D + d], n = cs[row / heads * D + half + d];
-    p[0] = a * c - b * n;
-    p[half] = b * c + a * n;
 }
 // rows of x (T,C) whose id is negative are left alone
 static __global__ void embed_kernel(float *x, const void *table, int dtype, const int *ids, int C, size_t n) {
@@ -211,38 +206,57 @@ static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int 
     y[i] = dtype == DT_F16 ? f32_to_f16(a) : f32_to_bf16(a);
 }
 
-// y (rows) = W x. A warp takes GEMV_ROWS rows: every 16 bytes of W are read once, x comes from the cache.
+// Products of one token. Up to three matrices of one dtype and width that read the same x share a launch: their rows count on from
+// one to the next. A warp takes GEMV_ROWS of them, so that every 16 bytes of W are read once, by one lane, and x comes from the cache.
 enum { GEMV_ROWS = 4, GEMV_WARPS = 4 };
-template <int DT> static __device__ float dot16(const char *w, size_t i, const float *x) {      // 16 bytes of W from element i
+enum { GEMV_STORE, GEMV_ADD, GEMV_SWIGLU };                      // y = Wx + b | y += Wx + b | y = silu(W0 x + b0) (W1 x + b1), rows of both in turn
+struct GemvPart { const char *w; const void *bias; float *y; int rows, bias_type; };     // bias NULL: none
+struct Gemv { GemvPart part[3]; int n, rows, cols; };            // rows: of all parts
+
+template <int DT> static __device__ float dot16(const char *w, int i, const float *x) {         // 16 bytes of W from element i
     if (DT == DT_F32) {
-        float4 a = *(const float4 *)(w + i * 4), b = *(const float4 *)x;
+        float4 a = *(const float4 *)(w + (size_t)i * 4), b = *(const float4 *)x;
         return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
     }
-    uint4 u = *(const uint4 *)(w + i * 2);
+    uint4 u = *(const uint4 *)(w + (size_t)i * 2);
     float4 a = *(const float4 *)x, b = *(const float4 *)(x + 4);
     return half_get<DT>((uint16_t)u.x) * a.x + half_get<DT>((uint16_t)(u.x >> 16)) * a.y
          + half_get<DT>((uint16_t)u.y) * a.z + half_get<DT>((uint16_t)(u.y >> 16)) * a.w
          + half_get<DT>((uint16_t)u.z) * b.x + half_get<DT>((uint16_t)(u.z >> 16)) * b.y
          + half_get<DT>((uint16_t)u.w) * b.z + half_get<DT>((uint16_t)(u.w >> 16)) * b.w;
 }
-template <int DT> static __global__ void gemv_kernel(float *y, const float *x, const char *w, int rows, int cols) {
+template <int MODE> static __device__ int gemv_part(const Gemv &a, int *row) {   // which part row *row of the launch lies in, and where
+    int v = *row, i = 0;
+    if (MODE == GEMV_SWIGLU) { i = v % 2; v /= 2; }
+    else while (v >= a.part[i].rows) v -= a.part[i++].rows;
+    *row = v;
+    return i;
+}
+template <int DT, int MODE> static __global__ void __launch_bounds__(GEMV_WARPS * 32) gemv_kernel(Gemv a, const float *x) {
     KV_DYN_SHARED(float, part);                                  // (GEMV_WARPS,GEMV_ROWS,33)
     const int step = DT == DT_F32 ? 4 : 8;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r0 = (blockIdx.x * GEMV_WARPS + warp) * GEMV_ROWS, wide = cols % step == 0;
-    float sum[GEMV_ROWS] = {0};
-    if (wide)
-        for (int c = lane * step; c < cols; c += 32 * step)
-            for (int j = 0; j < GEMV_ROWS; j++) { if (r0 + j < rows) sum[j] += dot16<DT>(w, (size_t)(r0 + j) * cols + c, x + c); }
-    else
-        for (int c = lane; c < cols; c += 32)
-            for (int j = 0; j < GEMV_ROWS; j++) { if (r0 + j < rows) sum[j] += number(w, DT, (size_t)(r0 + j) * cols + c) * x[c]; }
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r0 = (blockIdx.x * GEMV_WARPS + warp) * GEMV_ROWS, wide = a.cols % step == 0;
+    const char *w[GEMV_ROWS];
+    float sum[GEMV_ROWS];
+    for (int j = 0; j < GEMV_ROWS; j++) {
+        int r = r0 + j < a.rows ? r0 + j : a.rows - 1, i = gemv_part<MODE>(a, &r);              // past the end: the last row again, for nobody
+        w[j] = a.part[i].w + (size_t)r * a.cols * (DT == DT_F32 ? 4 : 2);
+        sum[j] = 0;
+    }
+    if (wide) for (int c = lane * step; c < a.cols; c += 32 * step) for (int j = 0; j < GEMV_ROWS; j++) sum[j] += dot16<DT>(w[j], c, x + c);
+    else      for (int c = lane; c < a.cols; c += 32)               for (int j = 0; j < GEMV_ROWS; j++) sum[j] += number(w[j], DT, c) * x[c];
     part += warp * GEMV_ROWS * 33;
     for (int j = 0; j < GEMV_ROWS; j++) part[j * 33 + lane] = sum[j];
     __syncwarp();
-    int j = lane / 8, e = lane % 8;                              // eight lanes add up one row
-    float a = part[j * 33 + e] + part[j * 33 + e + 8] + part[j * 33 + e + 16] + part[j * 33 + e + 24];
-    for (int d = 4; d; d >>= 1) a += __shfl_xor_sync(0xffffffffu, a, d);
-    if (!e && r0 + j < rows) y[r0 + j] = a;
+    int j = lane / 8, e = lane % 8, r = r0 + j < a.rows ? r0 + j : a.rows - 1, i = gemv_part<MODE>(a, &r);      // eight lanes add up one row
+    float y = part[j * 33 + e] + part[j * 33 + e + 8] + part[j * 33 + e + 16] + part[j * 33 + e + 24];
+    for (int d = 4; d; d >>= 1) y += __shfl_xor_sync(0xffffffffu, y, d);
+    if (a.part[i].bias) y += number(a.part[i].bias, a.part[i].bias_type, r);
+    float up = __shfl_xor_sync(0xffffffffu, y, 8);
+    if (e || r0 + j >= a.rows) return;
+    if (MODE == GEMV_STORE) a.part[i].y[r] = y;
+    if (MODE == GEMV_ADD)   a.part[i].y[r] += y;
+    if (MODE == GEMV_SWIGLU && !i) a.part[0].y[r] = y / (1 + expf(-y)) * up;
 }
 
 static void rmsnorm_cuda(Session *s, float *y, const float *x, const Tensor *w, int T, int n) {
@@ -253,18 +267,32 @@ static void bias_cuda(Session *s, float *y, const Tensor *b, int T, int n) {
     const char *d = on_device(s, b);
     if (d) KV_LAUNCH(bias_kernel, blocks((size_t)T * n, 256), 256, 0, y, d, b->dtype, n, (size_t)T * n);
 }
-// out (T,O) = x (T,I) W^T, W (O,I). Row-major (T,O) is column-major (O,T), so cuBLAS computes W^T-transposed times x.
-static void gemm_cuda(Session *s, float *out, const float *x, const Tensor *w, int T) {
+struct Linear { float *y; const Tensor *w, *b; };                // y (T,rows) = x W^T + b
+template <int MODE> static void gemv_launch(const Gemv &a, int dtype, const float *x) {
+    size_t smem = (size_t)GEMV_WARPS * GEMV_ROWS * 33 * sizeof(float);
+    int grid = blocks(a.rows, GEMV_WARPS * GEMV_ROWS);
+    if (dtype == DT_F32)      KV_LAUNCH((gemv_kernel<DT_F32, MODE>),  grid, GEMV_WARPS * 32, smem, a, x);
+    else if (dtype == DT_F16) KV_LAUNCH((gemv_kernel<DT_F16, MODE>),  grid, GEMV_WARPS * 32, smem, a, x);
+    else                      KV_LAUNCH((gemv_kernel<DT_BF16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
+}
+template <int MODE> static void gemv_cuda(Session *s, const float *x, const Linear *p, int n) {     // one token; matrices stored alike share a launch
+    for (int i = 0; i < n; ) {
+        Gemv a;
+        memset(&a, 0, sizeof a);
+        a.cols = p[i].w->cols;
+        int dtype = p[i].w->dtype;
+        for (; i < n && p[i].w->dtype == dtype; i++) {
+            const char *b = p[i].b ? on_device(s, p[i].b) : NULL;
+            a.part[a.n++] = { on_device(s, p[i].w), b, p[i].y, p[i].w->rows, b ? p[i].b->dtype : 0 };
+            a.rows += p[i].w->rows;
+        }
+        gemv_launch<MODE>(a, dtype, x);
+    }
+}
+// out (T,O) = x (T,I) W^T, or += when add; W (O,I), T > 1. Row-major (T,O) is column-major (O,T), so cuBLAS computes W^T-transposed times x.
+static void gemm_cuda(Session *s, float *out, const float *x, const Tensor *w, int T, int add) {
     int O = w->rows, I = w->cols;
     const char *d = on_device(s, w);
-    size_t smem = (size_t)GEMV_WARPS * GEMV_ROWS * 33 * sizeof(float);
-    if (T == 1) {
-        int grid = blocks(O, GEMV_WARPS * GEMV_ROWS);
-        if (w->dtype == DT_F32)      KV_LAUNCH((gemv_kernel<DT_F32>),  grid, GEMV_WARPS * 32, smem, out, x, d, O, I);
-        else if (w->dtype == DT_F16) KV_LAUNCH((gemv_kernel<DT_F16>),  grid, GEMV_WARPS * 32, smem, out, x, d, O, I);
-        else                         KV_LAUNCH((gemv_kernel<DT_BF16>), grid, GEMV_WARPS * 32, smem, out, x, d, O, I);
-        return;
-    }
     cudaDataType type = w->dtype == DT_F32 ? CUDA_R_32F : w->dtype == DT_F16 ? CUDA_R_16F : CUDA_R_16BF;
     const float one = 1, zero = 0;
     size_t n = (size_t)T * I;
@@ -272,8 +300,21 @@ static void gemm_cuda(Session *s, float *out, const float *x, const Tensor *w, i
     for (int rest = 0; rest < (half ? 2 : 1); rest++) {
         if (half) KV_LAUNCH(round_kernel, blocks(n, 256), 256, 0, half, x, w->dtype, rest, n);
         KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &one, d, type, I, half ? (const void *)half : x, type, I,
-                             rest ? &one : &zero, out, CUDA_R_32F, O, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+                             rest || add ? &one : &zero, out, CUDA_R_32F, O, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
     }
+}
+// Products of T tokens with n matrices that read the same x (T,cols)
+template <int MODE> static void linear(Session *s, const float *x, int T, const Linear *p, int n) {
+    if (T == 1 && (MODE != GEMV_SWIGLU || p[0].w->dtype == p[1].w->dtype)) { gemv_cuda<MODE>(s, x, p, n); return; }
+    for (int i = 0; i < n; i++) {
+        if (T == 1) gemv_cuda<GEMV_STORE>(s, x, p + i, 1);
+        else {
+            gemm_cuda(s, p[i].y, x, p[i].w, T, MODE == GEMV_ADD);
+            if (p[i].b) bias_cuda(s, p[i].y, p[i].b, T, p[i].w->rows);
+        }
+    }
+    size_t m = (size_t)T * p[0].w->rows;
+    if (MODE == GEMV_SWIGLU) KV_LAUNCH(swiglu_kernel, blocks(m, 256), 256, 0, p[0].y, p[1].y, m);
 }
 
 // ==================================================================================================== 5 KV CACHE
@@ -305,22 +346,40 @@ static __device__ void row_put(char *row, int kind, int d, int D, float x) {
     if (kind == ROW_F32) ((float *)row)[d] = x;
     else ((uint16_t *)row)[d] = kind == ROW_F16 ? f32_to_f16(x) : f32_to_bf16(x);
 }
-enum { MAX_G = 64 };                            // KV heads a kernel's argument has room for
+enum { MAX_G = 64, MAX_D = 128 };                // KV heads a kernel's argument has room for; head_dim the kernels can do
 struct HeadRef { char *k, *v; int *src; int row; };              // row: where the new rows begin
 struct HeadRefs { HeadRef at[MAX_G]; };
 
-// k, v (n,G,D) -> rows. One warp a (token, KV head); src of row t is tok0 + t.
-static __global__ void append_kernel(HeadRefs heads, const float *k, const float *v, int G, int D, int kind_k, int kind_v,
-                                     size_t bytes_k, size_t bytes_v, int tok0) {
-    int t = blockIdx.x, g = blockIdx.y, lane = threadIdx.x;
+// What a decode step tells the device, written by the host before it and the only thing that changes from one to the next.
+struct Step { Token tok; int base; float cs[MAX_D]; int len[]; };               // the token, its index, its angles as in upload_angles, rows of every head (L,G)
+
+static __device__ float turned(const float *x, const float *cs, int d, int D) { // element d of x (D) after RoPE; cs NULL: as it is
+    int half = D / 2, i = d < half ? d : d - half;
+    if (!cs) return x[d];
+    return d < half ? x[d] * cs[d] - x[d + half] * cs[half + d] : x[d] * cs[i] + x[i] * cs[half + i];
+}
+// One warp a (token, head). Heads 0..H-1: q (n,H,D) turned in place. The G others: k, v (n,G,D) -> rows, k turned. cs (n,D): cos of the
+// D/2 angles, then sin. src of row t is tok0 + t. step: where a decode step finds its token and where the rows end, or NULL.
+static __global__ void rope_append_kernel(HeadRefs heads, const Step *step, int head0, float *q, const float *k, const float *v, const float *cs, int H, int G, int D,
+                                          int kind_k, int kind_v, size_t bytes_k, size_t bytes_v, int tok0) {
+    int t = blockIdx.x, head = blockIdx.y, lane = threadIdx.x, g = head - H, whole = D + 31 - (D + 31) % 32;
+    if (cs) cs += (size_t)t * D;
+    if (g < 0) {
+        float *x = q + ((size_t)t * H + head) * D;
+        for (int d = lane; d < D / 2; d += 32) {
+            float a = turned(x, cs, d, D), b = turned(x, cs, d + D / 2, D);
+            x[d] = a; x[d + D / 2] = b;
+        }
+        return;                                                  // whole warps only
+    }
     HeadRef h = heads.at[g];
     const float *from_k = k + ((size_t)t * G + g) * D, *from_v = v + ((size_t)t * G + g) * D;
-    size_t r = (size_t)h.row + t;
-    for (int d = lane; d < D + 31 - (D + 31) % 32; d += 32) {    // whole blocks of 32, so that all lanes meet in row_put
-        row_put(h.k + r * bytes_k, kind_k, d, D, d < D ? from_k[d] : 0);
+    size_t r = (size_t)(step ? step->len[head0 + g] : h.row) + t;
+    for (int d = lane; d < whole; d += 32) {                     // whole blocks of 32, so that all lanes meet in row_put
+        row_put(h.k + r * bytes_k, kind_k, d, D, d < D ? turned(from_k, cs, d, D) : 0);
         row_put(h.v + r * bytes_v, kind_v, d, D, d < D ? from_v[d] : 0);
     }
-    if (!lane) h.src[r] = tok0 + t;
+    if (!lane) h.src[r] = (step ? step->base : tok0) + t;
 }
 // to[i] = from[rows[i]], n rows of `bytes` bytes (an even number), two bytes a thread
 static __global__ void gather_kernel(char *to, const char *from, const int *rows, size_t bytes, size_t n) {
@@ -352,11 +411,15 @@ static HeadRefs head_refs(const Session *s, int l) {
     }
     return r;
 }
-void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n) {       // k, v: device memory; before len grows
-    int G = s->c->G, D = s->c->D;
-    dim3 grid(n, G);
-    KV_LAUNCH(append_kernel, grid, 32, 0, head_refs(s, l), k, v, G, D, row_kind(s->fk), row_kind(s->fv),
+// q and cs NULL: k is turned already, and q is nobody's business
+static void rope_append(Session *s, int l, const Step *step, float *q, const float *k, const float *v, const float *cs, int t0, int n) {
+    int H = q ? s->c->H : 0, G = s->c->G, D = s->c->D;
+    dim3 grid(n, H + G);
+    KV_LAUNCH(rope_append_kernel, grid, 32, 0, head_refs(s, l), step, l * G, q, k, v, cs, H, G, D, row_kind(s->fk), row_kind(s->fv),
               s->fk->row_bytes(D), s->fv->row_bytes(D), s->base + t0);
+}
+void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n) {       // k, v: device memory, turned; before len grows
+    rope_append(s, l, NULL, NULL, k, v, NULL, t0, n);
 }
 void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n) {            // row i becomes row keep[i]; what follows is free
     int first = 0;
@@ -388,18 +451,23 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) { upload(to, raw, 
 
 // ==================================================================================================== 6 ATTENTION
 // Work is a set of query rows of one KV head that read the same list of rows: in decode the query heads whose views are
-// equal, in prefill up to 32 consecutive (token, query head) pairs. Its list is cut into items (split-K); a block takes an
+// equal, in prefill up to 64 consecutive (token, query head) pairs. Its list is cut into items (split-K); a block takes an
 // item through tiles of TILE rows with an online softmax, and join_kernel puts the items of a work together in order.
 // Query row j of a work is m = m0 + j: token m / R of the pass, query head g*R + m % R.
 
-enum { TILE = 32, ATTN_WARPS = 4, MAX_D = 128 };
+enum { TILE = 32, ATTN_WARPS = 4 };
 
 struct Work {                   // n positions: p < n_idx is row idx[p], the others are rows tail + p - n_idx
     int g, m0, m, n, idx, n_idx, tail;
-    int low;                    // least position of its query tokens
+    int low, tok0;              // least position of its query tokens; the token of query row 0 (of m = 0)
     int first, items;           // its items
 };
 struct Item { int work, p0, p1; };
+enum { PIECES = 512 };                                           // about as many items as the device can take at once
+KV_HD static size_t chunk_rows(size_t total) {                   // rows of an item, of all works together: two tiles at least
+    size_t chunk = (total / PIECES + TILE - 1) / TILE * TILE;
+    return chunk < 2 * TILE ? 2 * TILE : chunk;
+}
 struct Attn {                   // argument of the kernels
     HeadRefs heads;
     const float *q;             // (n,H,D)
@@ -468,9 +536,9 @@ template <int QW, int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 
         load_tile(kv, D + 1, h.k, a.bytes_k, a.kind_k, row, n, D);
         __syncthreads();
         score_rows<QW>(score, q + warp * QW * D, kv + (lane < n ? lane : 0) * (D + 1), D);
-        int first = a.tok0 + w.m0 / a.R, masked = a.rule != VIS_CAUSAL || a.window || src[n - 1] > first;
+        int first = w.tok0 + w.m0 / a.R, masked = a.rule != VIS_CAUSAL || a.window || src[n - 1] > first;
         for (int i = 0; i < QW; i++) {
-            int j = warp * QW + i, t = a.tok0 + (w.m0 + j) / a.R, see = lane < n && j < w.m;
+            int j = warp * QW + i, t = w.tok0 + (w.m0 + j) / a.R, see = lane < n && j < w.m;
             if (see && masked) see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src[lane]], src[lane]);
             sc[j * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
         }
@@ -517,6 +585,95 @@ static __global__ void join_kernel(Attn a, int BQ, float *out, float *stat) {
     }
     if (!lane) { stat[row * 2] = top; stat[row * 2 + 1] = sum; }
 }
+// ---- decode over plain rows: K and V of one dtype, head_dim a multiple of 8
+// The rows go from device memory into registers, 16 bytes a load: LW lanes share a row, 8 dimensions each, so a warp reads 32/LW
+// rows at once and U of them one after the other, keys and values together, before it needs any. A lane's q and sums are its 8
+// dimensions of all NR query rows; a score is a sum over the LW lanes. Warps take turns in the item and are joined at its end.
+template <int DT> static __device__ void load8(float *x, const char *p) {
+    if (DT == DT_F32) {
+        float4 a = ((const float4 *)p)[0], b = ((const float4 *)p)[1];
+        x[0] = a.x; x[1] = a.y; x[2] = a.z; x[3] = a.w; x[4] = b.x; x[5] = b.y; x[6] = b.z; x[7] = b.w;
+        return;
+    }
+    uint4 u = *(const uint4 *)p;
+    x[0] = half_get<DT>((uint16_t)u.x); x[1] = half_get<DT>((uint16_t)(u.x >> 16)); x[2] = half_get<DT>((uint16_t)u.y); x[3] = half_get<DT>((uint16_t)(u.y >> 16));
+    x[4] = half_get<DT>((uint16_t)u.z); x[5] = half_get<DT>((uint16_t)(u.z >> 16)); x[6] = half_get<DT>((uint16_t)u.w); x[7] = half_get<DT>((uint16_t)(u.w >> 16));
+}
+// One query row meets U keys: s (U) scores -> probabilities under the new maximum; returns what the older sums shrink to.
+template <int LW, int U> static __device__ float decode_softmax(float *s, const int *see, float *top, float *sum) {
+    float high = *top, add = 0;
+    for (int u = 0; u < U; u++) {
+        for (int o = LW / 2; o; o >>= 1) s[u] += __shfl_xor_sync(0xffffffffu, s[u], o);
+        if (!see[u]) s[u] = -INFINITY;
+        high = fmaxf(high, s[u]);
+    }
+    for (int o = LW; o < 32; o <<= 1) high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, o));
+    float c = high == -INFINITY ? 1 : expf(*top - high);
+    for (int u = 0; u < U; u++) add += s[u] = high == -INFINITY ? 0 : expf(s[u] - high);
+    *sum = *sum * c + add; *top = high;
+    return c;
+}
+// The warps' sums of an item become one: sh (ATTN_WARPS,NR,D+2) -> part (NR,D+2)
+static __device__ void decode_join(float *part, const float *sh, int NR, int D) {
+    for (int i = threadIdx.x; i < NR * (D + 2); i += blockDim.x) {
+        int r = i / (D + 2), e = i % (D + 2), stride = NR * (D + 2);
+        const float *from = sh + r * (D + 2);
+        float top = -INFINITY, x = 0;
+        for (int w = 0; w < ATTN_WARPS; w++) top = fmaxf(top, from[w * stride]);
+        for (int w = 0; w < ATTN_WARPS; w++) if (from[w * stride] != -INFINITY) x += expf(from[w * stride] - top) * from[w * stride + e];
+        part[i] = e ? x : top;
+    }
+}
+static size_t decode_smem(int NR, int D) { return (size_t)ATTN_WARPS * NR * (D + 2) * sizeof(float); }
+template <int DT, int LW, int NR, int U> static __global__ void __launch_bounds__(ATTN_WARPS * 32) decode_kernel(Attn a) {
+    KV_DYN_SHARED(float, sh);                                    // (ATTN_WARPS,NR,D+2)
+    const int ROWS = 32 / LW;
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, d = lane % LW * 8, on = d < D, size = DT == DT_F32 ? 4 : 2, row[U], see[U];
+    Item it = a.item[blockIdx.x];
+    Work w = a.work[it.work];
+    HeadRef h = a.heads.at[w.g];
+    float q[NR][8], acc[NR][8], s[NR][U], x[8], top[NR], sum[NR];
+    for (int i = 0; i < NR; i++) {
+        const float *from = a.q + (size_t)(w.g * a.R + w.m0 + i) * D + d;
+        for (int j = 0; j < 8; j++) { q[i][j] = i < w.m && on ? from[j] * a.scale : 0; acc[i][j] = 0; }
+        top[i] = -INFINITY; sum[i] = 0;
+    }
+    for (int p = it.p0 + warp * ROWS * U; p < it.p1; p += ATTN_WARPS * ROWS * U) {
+        for (int u = 0; u < U; u++) {
+            int at = p + u * ROWS + lane / LW;
+            see[u] = at < it.p1;
+            if (!see[u]) at = it.p1 - 1;                         // a row that is there, and that nobody sees twice
+            row[u] = at < w.n_idx ? a.idx[w.idx + at] : w.tail + at - w.n_idx;
+            if (a.window || a.rule != VIS_CAUSAL) see[u] = see[u] && kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[h.src[row[u]]], h.src[row[u]]);
+        }
+        float v[U][8];
+        for (int u = 0; u < U; u++) {
+            load8<DT>(x, h.k + row[u] * a.bytes_k + (on ? d : 0) * size);
+            load8<DT>(v[u], h.v + row[u] * a.bytes_v + (on ? d : 0) * size);
+            for (int i = 0; i < NR; i++) {
+                s[i][u] = 0;
+                for (int j = 0; j < 8; j++) s[i][u] += q[i][j] * x[j];
+            }
+        }
+        for (int i = 0; i < NR; i++) {
+            float c = decode_softmax<LW, U>(s[i], see, &top[i], &sum[i]);
+            for (int j = 0; j < 8; j++) acc[i][j] *= c;
+            for (int u = 0; u < U; u++) for (int j = 0; j < 8; j++) acc[i][j] += s[i][u] * v[u][j];
+        }
+    }
+    for (int i = 0; i < NR; i++) {                               // over the rows the warp held side by side
+        for (int o = LW; o < 32; o <<= 1) {
+            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], o);
+            for (int j = 0; j < 8; j++) acc[i][j] += __shfl_xor_sync(0xffffffffu, acc[i][j], o);
+        }
+        float *to = sh + (warp * NR + i) * (D + 2);
+        if (lane < LW && on) for (int j = 0; j < 8; j++) to[2 + d + j] = acc[i][j];
+        if (!lane) { to[0] = top[i]; to[1] = sum[i]; }
+    }
+    __syncthreads();
+    decode_join(a.part + (size_t)blockIdx.x * NR * (D + 2), sh, NR, D);
+}
+
 // ---- a long prefill on tensor cores: K and V as stored (f16 or bf16), f32 sums, the online softmax of attend_kernel
 // A block holds 64 query rows of a KV head, 16 a warp, and walks through the rows they may see, TILE at a time: K and V come
 // into shared memory once a block, scores and probabilities never leave it. Tensor cores multiply 16-bit numbers; q and the
@@ -607,7 +764,7 @@ template <int DK, int DV, int ND> static __global__ void __launch_bounds__(ATTN_
     int *row = (int *)(fix + TC_ROWS), *src = row + TILE, *any = src + TILE;
     Work w = a.work[gridDim.x - 1 - blockIdx.x];
     HeadRef h = a.heads.at[w.g];
-    int mine = warp * 16 + lane / 2, t = a.tok0 + (w.m0 + mine) / a.R, first = a.tok0 + w.m0 / a.R;     // the lane's row in the softmax, its token
+    int mine = warp * 16 + lane / 2, t = w.tok0 + (w.m0 + mine) / a.R, first = w.tok0 + w.m0 / a.R;     // the lane's row in the softmax, its token
     fix += warp * 16;
     for (int j = warp; j < TC_ROWS; j += ATTN_WARPS) {
         int m = w.m0 + j;
@@ -692,7 +849,7 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 }
 
 // ---- the host's side: what to do, in one upload
-struct Plan { Work *work; int n_work, *idx, n_idx, BQ; };
+struct Plan { Work *work; int n_work, *idx, n_idx, BQ, plain; };        // plain: for decode_kernel
 
 static int layer_window(const Session *s, int l) { return s->c->windowed && s->c->windowed[l] ? s->c->window : 0; }
 static int block_rows(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 8 : 32; }  // query rows of a block: 4 QW
@@ -704,28 +861,35 @@ static int rows_until(const KVHead *h, int tok) {                // rows of toke
 // BQ query rows a work. blind: rows later than a block's queries are listed too; the mask hides them
 static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int blind) {
     int G = s->c->G, R = s->c->H / G, rows = n * R, per = blocks(rows, BQ);
-    Plan p = { (Work *)scratch(s, (size_t)G * per * sizeof(Work)), 0, NULL, 0, BQ };
+    Plan p = { (Work *)scratch(s, (size_t)G * per * sizeof(Work)), 0, NULL, 0, BQ, 0 };
     for (int b = 0; b < per; b++)
         for (int g = 0; g < G; g++) {
             const KVHead *h = kv_head(s, l, g);
             int m0 = b * BQ, m = rows - m0 < BQ ? rows - m0 : BQ, last = tok0 + (m0 + m - 1) / R, low = s->tok[tok0 + m0 / R].pos;
             for (int t = tok0 + m0 / R; t <= last; t++) if (s->tok[t].pos < low) low = s->tok[t].pos;
-            p.work[p.n_work++] = { g, m0, m, s->rule == VIS_CAUSAL && !blind ? rows_until(h, last) : h->len, 0, 0, 0, low, 0, 0 };
+            p.work[p.n_work++] = { g, m0, m, s->rule == VIS_CAUSAL && !blind ? rows_until(h, last) : h->len, 0, 0, 0, low, tok0, 0, 0 };
         }
     return p;
 }
+// Whether decode goes through decode_kernel. As with tensor_cores, no method decides this.
+static int plain_rows(const Session *s) { return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && s->c->D % 8 == 0 && !s->packing; }
 static int view_equal(const View *a, const View *b) {
     return a->n == b->n && a->tail == b->tail && (!a->n || !memcmp(a->idx, b->idx, (size_t)a->n * sizeof(int)));
+}
+// 0: query heads with equal views did not fit into one work, and the one before has counted their rows; as on the CPU, once
+static int counts(const Session *s, int l, const Work *w) {
+    int h = w->g * (s->c->H / s->c->G) + w->m0;
+    return w->m0 && view_equal(kv_view(s, l, h), kv_view(s, l, h - 1)) ? 0 : 1;
 }
 static Plan plan_decode(Session *s, int l) {
     int H = s->c->H, G = s->c->G, R = H / G, total = 0;
     for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
-    Plan p = { (Work *)scratch(s, (size_t)H * sizeof(Work)), 0, (int *)scratch(s, (size_t)(total + 1) * sizeof(int)), 0, block_rows(R) };
+    Plan p = { (Work *)scratch(s, (size_t)H * sizeof(Work)), 0, (int *)scratch(s, (size_t)(total + 1) * sizeof(int)), 0, plain_rows(s) && R > 4 ? 8 : block_rows(R), plain_rows(s) };
     for (int h = 0, m; h < H; h += m) {
         const View *v = kv_view(s, l, h);
         for (m = 1; (h + m) % R && m < p.BQ && view_equal(v, kv_view(s, l, h + m)); m++) {}
         int rows = v->n + kv_head(s, l, h / R)->len - v->tail;
-        p.work[p.n_work++] = { h / R, h % R, m, rows, p.n_idx, v->n, v->tail, s->tok[s->base].pos, 0, 0 };
+        p.work[p.n_work++] = { h / R, h % R, m, rows, p.n_idx, v->n, v->tail, s->tok[s->base].pos, s->base, 0, 0 };
         if (v->n) memcpy(p.idx + p.n_idx, v->idx, (size_t)v->n * sizeof(int));
         p.n_idx += v->n;
     }
@@ -748,13 +912,33 @@ template <int QW> static void attend_launch(const Attn &a, int n, int mix) {
     else if (a.D <= 64) KV_LAUNCH((attend_kernel<QW, 2>), n, ATTN_WARPS * 32, smem, a);
     else                KV_LAUNCH((attend_kernel<QW, 4>), n, ATTN_WARPS * 32, smem, a);
 }
+template <int DT> static void decode_launch(const Attn &a, int n, int BQ) {
+    size_t smem = decode_smem(BQ, a.D);
+    if (BQ == 4 && a.D > 64) KV_LAUNCH((decode_kernel<DT, 16, 4, 4>), n, ATTN_WARPS * 32, smem, a);
+    else if (BQ == 4)        KV_LAUNCH((decode_kernel<DT, 8, 4, 4>),  n, ATTN_WARPS * 32, smem, a);
+    else if (a.D > 64)       KV_LAUNCH((decode_kernel<DT, 16, 8, 2>), n, ATTN_WARPS * 32, smem, a);
+    else                     KV_LAUNCH((decode_kernel<DT, 8, 8, 2>),  n, ATTN_WARPS * 32, smem, a);
+}
+// The items of a plan, n blocks of 4, 8 or 32 query rows, and their joining: out (n,H,D) on the device or NULL, stat (n,H,2)
+static void run_items(const Attn &a, int n, int n_work, int BQ, int plain, float *out, float *stat) {
+    if (plain && n) {
+        if (a.kind_k == ROW_F32)      decode_launch<DT_F32>(a, n, BQ);
+        else if (a.kind_k == ROW_F16) decode_launch<DT_F16>(a, n, BQ);
+        else                          decode_launch<DT_BF16>(a, n, BQ);
+    } else if (n) {
+        if (BQ == 4)      attend_launch<1>(a, n, out != NULL);
+        else if (BQ == 8) attend_launch<2>(a, n, out != NULL);
+        else              attend_launch<8>(a, n, out != NULL);
+    }
+    dim3 grid(n_work, BQ);
+    KV_LAUNCH(join_kernel, grid, 32, 0, a, BQ, out, stat);
+}
 // Runs a plan: out (n,H,D) on the device or NULL, stat (n,H,2) -> the argument, for column sums over the same rows.
 static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *out, float *stat) {
     Attn a = attn_args(s, l, q, tok0);
     size_t total = 0, n_items = 0;
     for (int i = 0; i < p->n_work; i++) total += p->work[i].n;
-    size_t chunk = (total / 512 + TILE - 1) / TILE * TILE;       // about 512 blocks, of two tiles at least
-    if (chunk < 2 * TILE) chunk = 2 * TILE;
+    size_t chunk = chunk_rows(total);
     for (int i = 0; i < p->n_work; i++) {
         p->work[i].first = (int)n_items;
         n_items += p->work[i].items = blocks(p->work[i].n, (int)chunk);
@@ -773,13 +957,7 @@ static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *
     upload(dev, host, bytes);
     a.work = (const Work *)dev; a.item = (const Item *)(dev + at_item); a.idx = (const int *)(dev + at_idx);
     a.part = room<float>(s, ROOM_PART, (n_items + 1) * p->BQ * (a.D + 2));
-    if (n_items) {
-        if (p->BQ == 4)      attend_launch<1>(a, (int)n_items, out != NULL);
-        else if (p->BQ == 8) attend_launch<2>(a, (int)n_items, out != NULL);
-        else                 attend_launch<8>(a, (int)n_items, out != NULL);
-    }
-    dim3 grid(p->n_work, p->BQ);
-    KV_LAUNCH(join_kernel, grid, 32, 0, a, p->BQ, out, stat);
+    run_items(a, (int)n_items, p->n_work, p->BQ, p->plain, out, stat);
     return a;
 }
 // Whether a pass goes through tensor_kernel. The answer must not depend on the method nor on -b: methods with a budget of
@@ -825,7 +1003,7 @@ static void column_sums(Session *s, const Attn &a, const Work *list, const float
 static void add_mass(Session *s, int l, const Attn &a, const Plan *p, const float *stat, int n_q) {
     int H = s->c->H, N = 1;
     Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work));
-    for (int h = 0; h < H; h++) list[h] = { h / a.R, 0, 1, kv_head(s, l, h / a.R)->len, 0, 0, 0, 0, 0, 0 };
+    for (int h = 0; h < H; h++) list[h] = { h / a.R, 0, 1, kv_head(s, l, h / a.R)->len, 0, 0, 0, 0, 0, 0, 0 };
     for (int i = 0; s->decoding && i < p->n_work; i++)
         for (int j = 0; j < p->work[i].m; j++) list[p->work[i].g * a.R + p->work[i].m0 + j] = p->work[i];
     for (int h = 0; h < H; h++) if (list[h].n > N) N = list[h].n;
@@ -851,7 +1029,7 @@ static void decode_device(Session *s, int l, float *out, const float *q) {      
     Plan p = plan_decode(s, l);
     float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     Attn a = attend(s, l, q, s->base, &p, out, stat);
-    for (int i = 0; i < p.n_work; i++) s->clk.bytes_attended += (double)p.work[i].n * (double)(a.bytes_k + a.bytes_v);
+    for (int i = 0; i < p.n_work; i++) s->clk.bytes_attended += (double)(counts(s, l, &p.work[i]) * p.work[i].n) * (double)(a.bytes_k + a.bytes_v);
     if (s->wants & KV_MASS) add_mass(s, l, a, &p, stat, 1);
     scratch_reset(s, mark);
 }
@@ -880,7 +1058,7 @@ void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *
     Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 1);
     Attn a = attend(s, l, dq, tok0, &p, NULL, stat);
     Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work));
-    for (int h = 0; h < H; h++) list[h] = { h / a.R, 0, 1, kv_head(s, l, h / a.R)->len, 0, 0, 0, 0, 0, 0 };
+    for (int h = 0; h < H; h++) list[h] = { h / a.R, 0, 1, kv_head(s, l, h / a.R)->len, 0, 0, 0, 0, 0, 0, 0 };
     column_sums(s, a, list, stat, w, N, 1 / (float)w, score);
     scratch_reset(s, mark);
 }
@@ -916,12 +1094,14 @@ static Pass pass_room(Session *s, int T) {
     if (sparse) r.host_out = (float *)scratch(s, n * HD * sizeof(float));
     return r;
 }
-static void upload_tokens(Session *s) {                          // a prefill sends all of them again: methods may have truncated some
+// Brings the tokens to the device. A prefill sends all of them again: methods may have truncated some. A decode step sends its own,
+// or none when step_kernel writes it (last 0).
+static void upload_tokens(Session *s, int last) {
     Device *d = s->dev;
     const char *old = d->room[ROOM_TOK].p;
     Token *tok = room<Token>(s, ROOM_TOK, s->n_tok);
     int from = s->decoding && (char *)tok == old && d->n_tok == s->base ? s->base : 0;
-    upload(tok + from, s->tok + from, (size_t)(s->n_tok - from) * sizeof(Token));
+    if (last || !from) upload(tok + from, s->tok + from, (size_t)(s->n_tok - from) * sizeof(Token));
     d->n_tok = s->n_tok;
 }
 static void embed_cuda(Session *s, float *x, int T) {            // x (T,C)
@@ -936,20 +1116,19 @@ static void embed_cuda(Session *s, float *x, int T) {            // x (T,C)
         upload(x + (size_t)t * C, own, (size_t)C * sizeof(float));
     }
 }
-static void upload_angles(Session *s, float *cs, int T) {        // cs (T,D): cos and sin, angles in double as on the CPU
+static void angles(const Session *s, float *cs, int pos) {       // cs (D): cos, then sin, of angles in double as on the CPU
+    int D = s->c->D;
+    for (int i = 0; i < D / 2; i++) {
+        double a = pos * s->w->inv_freq64[i];
+        cs[i] = (float)(cos(a) * s->w->rope_scale);
+        cs[D / 2 + i] = (float)(sin(a) * s->w->rope_scale);
+    }
+}
+static void upload_angles(Session *s, float *cs, int T) {        // cs (T,D)
     int D = s->c->D;
     float *host = (float *)scratch(s, (size_t)T * D * sizeof(float));
-    for (int t = 0; t < T; t++)
-        for (int i = 0; i < D / 2; i++) {
-            double a = s->tok[s->base + t].pos * s->w->inv_freq64[i];
-            host[(size_t)t * D + i] = (float)(cos(a) * s->w->rope_scale);
-            host[(size_t)t * D + D / 2 + i] = (float)(sin(a) * s->w->rope_scale);
-        }
+    for (int t = 0; t < T; t++) angles(s, host + (size_t)t * D, s->tok[s->base + t].pos);
     upload(cs, host, (size_t)T * D * sizeof(float));
-}
-static void rope_cuda(float *x, const float *cs, int T, int heads, int D) {
-    size_t pairs = (size_t)T * heads * (D / 2);
-    KV_LAUNCH(rope_kernel, blocks(pairs, 256), 256, 0, x, cs, heads, D, pairs);
 }
 static int same_weights(const Session *s, int t, int end, const Layer **y, int l) {      // as in kvcomp.c
     int n = 0, alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
@@ -957,30 +1136,30 @@ static int same_weights(const Session *s, int t, int end, const Layer **y, int l
     *y = alt ? &s->alt[l] : &s->w->layer[l];
     return n;
 }
-static void linear(Session *s, float *out, const float *x, const Tensor *w, const Tensor *b, int n) {
-    gemm_cuda(s, out, x, w, n);
-    bias_cuda(s, out, b, n, w->rows);
-}
 static void project_rows(Session *s, const Layer *y, const float *x, float *h, float *q, float *k, float *v, int n) {
     const Config *c = s->c;
+    Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
     rmsnorm_cuda(s, h, x, &y->attn_norm, n, c->C);
-    linear(s, q, h, &y->wq, &y->bq, n);
-    linear(s, k, h, &y->wk, &y->bk, n);
-    linear(s, v, h, &y->wv, &y->bv, n);
+    linear<GEMV_STORE>(s, h, n, p, 3);
     rmsnorm_cuda(s, q, q, &y->q_norm, n * c->H, c->D);           // per head; nothing when the model has none
     rmsnorm_cuda(s, k, k, &y->k_norm, n * c->G, c->D);
 }
 static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, const Pass *r, int n) {
-    const Config *c = s->c;
-    size_t nC = (size_t)n * c->C, nF = (size_t)n * c->F;
-    linear(s, r->h, out, &y->wo, &y->bo, n);
-    KV_LAUNCH(add_kernel, blocks(nC, 256), 256, 0, x, r->h, nC);
-    rmsnorm_cuda(s, r->h, x, &y->mlp_norm, n, c->C);
-    linear(s, r->gate, r->h, &y->gate, &y->bgate, n);
-    linear(s, r->up, r->h, &y->up, &y->bup, n);
-    KV_LAUNCH(swiglu_kernel, blocks(nF, 256), 256, 0, r->gate, r->up, nF);
-    linear(s, r->h, r->gate, &y->down, &y->bdown, n);
-    KV_LAUNCH(add_kernel, blocks(nC, 256), 256, 0, x, r->h, nC);
+    Linear o = { x, &y->wo, &y->bo }, in[] = { { r->gate, &y->gate, &y->bgate }, { r->up, &y->up, &y->bup } }, down = { x, &y->down, &y->bdown };
+    linear<GEMV_ADD>(s, out, n, &o, 1);
+    rmsnorm_cuda(s, r->h, x, &y->mlp_norm, n, s->c->C);
+    linear<GEMV_SWIGLU>(s, r->h, n, in, 2);
+    linear<GEMV_ADD>(s, r->gate, n, &down, 1);
+}
+static void logits_cuda(Session *s, const float *x, float *h) {  // x (C): the last token's; the logits are on their way to dev->logits
+    Linear head = { room<float>(s, ROOM_LOGITS, s->c->V), &s->w->head, NULL };
+    rmsnorm_cuda(s, h, x, &s->w->norm, 1, s->c->C);
+    linear<GEMV_STORE>(s, h, 1, &head, 1);
+    KV_CUDA(cudaMemcpyAsync(s->dev->logits, head.y, (size_t)s->c->V * sizeof(float), cudaMemcpyDeviceToHost, kv_stream));
+}
+static void logits_wait(Session *s) {
+    KV_CUDA(cudaStreamSynchronize(kv_stream));
+    memcpy(s->logits, s->dev->logits, (size_t)s->c->V * sizeof(float));
 }
 static double timed(double *sum, double t0) { double t = now(); *sum += t - t0; return t; }
 static void note_peak(Session *s) { size_t n = kv_bytes(s); if (n > s->clk.peak) s->clk.peak = n; }
@@ -1004,16 +1183,161 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->host_q, n);
     timed(&s->clk.commit, t);
 }
+// ---- a decode step in one go
+// When no hook has to see or change anything in the middle of a step, the host tells the device the token and the lengths (Step) and
+// waits for the logits; everything between depends on nothing but device memory. As long as no memory moves and no view changes
+// the launches are the same from step to step, and are one CUDA graph, launched again. Heads grow every KV_STEP tokens: then the
+// graph is captured anew.
+
+static int step_free(const Session *s) {
+    if (!s->decoding || (s->wants & KV_MASS) || s->packing) return 0;
+    for (int i = 0; i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        if (m->project || m->select || (m->commit && !(m->wants & KV_BLIND))) return 0;
+    }
+    return 1;
+}
+// What the host's plan_decode and attend do from lengths it knows, for all layers: a block is a layer. work and item hold its works and
+// `grid` items; first (L+1): works of the layers before.
+static __global__ void step_kernel(Token *tok, const Step *step, const int *first, Work *work, Item *item, int G, int grid) {
+    int l = blockIdx.x, lane = threadIdx.x, n_work = first[l + 1] - first[l], total = 0, before = 0;
+    work += first[l]; item += (size_t)l * grid;
+    if (!l && !lane) tok[step->base] = step->tok;
+    for (int i = lane; i < n_work; i += 32) total += work[i].n = work[i].n_idx + step->len[l * G + work[i].g] + 1 - work[i].tail;
+    for (int d = 16; d; d >>= 1) total += __shfl_xor_sync(0xffffffffu, total, d);
+    int chunk = (int)chunk_rows(total);
+    for (int i0 = 0; i0 < n_work; i0 += 32) {
+        int i = i0 + lane, rows = i < n_work ? work[i].n : 0, n = (rows + chunk - 1) / chunk, end = n;
+        for (int d = 1; d < 32; d <<= 1) { int low = __shfl_up_sync(0xffffffffu, end, d); if (lane >= d) end += low; }
+        if (i < n_work) { work[i].first = before + end - n; work[i].items = n; work[i].low = step->tok.pos; work[i].tok0 = step->base; }
+        for (int c = 0; c < n; c++) item[before + end - n + c] = { i, c * chunk, rows - c * chunk < chunk ? rows : c * chunk + chunk };
+        before += __shfl_sync(0xffffffffu, end, 31);
+    }
+    for (int i = before + lane; i < grid; i += 32) item[i] = { 0, 0, 0 };
+}
+static size_t step_bytes(const Session *s) { return sizeof(Step) + (size_t)s->c->L * s->c->G * sizeof(int); }
+
+// The works of every layer, and their lists, to the device. Room for items: those of the longest lists the heads' memory allows.
+static void step_plan(Session *s) {
+    Device *d = s->dev;
+    int L = s->c->L, H = s->c->H, n = 0, n_idx = 0;
+    size_t total = 1, mark = scratch_mark(s);
+    for (int i = 0; i < L * H; i++) total += s->view[i].n;
+    size_t bytes = (size_t)L * H * sizeof(Work) + (L + 1 + total) * sizeof(int);
+    char *host = (char *)scratch(s, bytes), *dev = room<char>(s, ROOM_WORK, bytes);
+    Work *work = (Work *)host;
+    int *first = (int *)(work + L * H), *idx = first + L + 1;
+    d->grid = 1; d->rows = d->lists = 0;
+    for (int l = 0; l < L; l++) {
+        Plan p = plan_decode(s, l);
+        int pieces = 0;
+        for (int i = 0; i < p.n_work; i++) {
+            Work *w = &p.work[i];
+            pieces += blocks(w->n_idx + kv_head(s, l, w->g)->cap - w->tail, 2 * TILE);
+            d->lists += counts(s, l, w);
+            d->rows += counts(s, l, w) * w->n;
+            w->idx += n_idx;
+        }
+        if (pieces > PIECES + p.n_work) pieces = PIECES + p.n_work;
+        if (pieces > d->grid) d->grid = pieces;
+        first[l] = n; d->BQ = p.BQ;
+        memcpy(work + n, p.work, (size_t)p.n_work * sizeof(Work));
+        if (p.n_idx) memcpy(idx + n_idx, p.idx, (size_t)p.n_idx * sizeof(int));
+        n += p.n_work; n_idx += p.n_idx;
+    }
+    first[L] = n;
+    memcpy(d->first, first, (L + 1) * sizeof(int));
+    upload(dev, host, bytes);
+    scratch_reset(s, mark);
+}
+// Everything a step needs is there, and is what the graph, if there is one, was made for.
+static Pass step_prepare(Session *s) {
+    Device *d = s->dev;
+    for (int l = 0; l < s->c->L; l++) kv_reserve(s, l, 1);
+    upload_tokens(s, 0);
+    Pass r = pass_room(s, 1);
+    room<float>(s, ROOM_LOGITS, s->c->V);
+    room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
+    room<char>(s, ROOM_STEP, step_bytes(s));
+    if (s->changes != d->seen) {
+        step_plan(s);
+        room<Item>(s, ROOM_ITEM, (size_t)s->c->L * d->grid);
+        room<float>(s, ROOM_PART, (size_t)d->grid * d->BQ * (s->c->D + 2));
+        if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
+        d->graph = NULL;
+        d->seen = s->changes;
+    }
+    d->step->tok = s->tok[s->base]; d->step->base = s->base;
+    angles(s, d->step->cs, s->tok[s->base].pos);
+    for (int i = 0; i < s->c->L * s->c->G; i++) d->step->len[i] = s->head[i].len;
+    return r;
+}
+static void step_launches(Session *s, const Pass *r) {
+    Device *d = s->dev;
+    const Config *c = s->c;
+    Step *step = (Step *)d->room[ROOM_STEP].p;
+    Work *work = (Work *)d->room[ROOM_WORK].p;
+    Item *item = (Item *)d->room[ROOM_ITEM].p;
+    const int *first = (const int *)(work + c->L * c->H), *idx = first + c->L + 1;
+    float *stat = (float *)d->room[ROOM_STAT].p;
+    KV_CUDA(cudaMemcpyAsync(step, d->step, step_bytes(s), cudaMemcpyHostToDevice, kv_stream));
+    KV_LAUNCH(step_kernel, c->L, 32, 0, (Token *)d->room[ROOM_TOK].p, step, first, work, item, c->G, d->grid);
+    KV_LAUNCH(embed_kernel, blocks(c->C, 256), 256, 0, r->x, on_device(s, &s->w->embed), s->w->embed.dtype, &step->tok.id, c->C, (size_t)c->C);
+    for (int l = 0; l < c->L; l++) {
+        const Layer *y = &s->w->layer[l];
+        project_rows(s, y, r->x, r->h, r->q, r->k, r->v, 1);
+        rope_append(s, l, step, r->q, r->k, r->v, step->cs, 0, 1);
+        Attn a = attn_args(s, l, r->q, 0);
+        a.work = work + d->first[l]; a.item = item + (size_t)l * d->grid; a.idx = idx; a.part = (float *)d->room[ROOM_PART].p;
+        run_items(a, d->grid, d->first[l + 1] - d->first[l], d->BQ, plain_rows(s), r->out, stat);
+        mlp_rows(s, y, r->x, r->out, r, 1);
+    }
+    logits_cuda(s, r->x, r->h);
+}
+static void step_capture(Session *s, const Pass *r) {            // a device that refuses gets the launches one by one from then on
+    Device *d = s->dev;
+    cudaGraph_t g = NULL;
+    d->no_graph = cudaStreamBeginCapture(kv_stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess;
+    if (!d->no_graph) {
+        step_launches(s, r);
+        d->no_graph = cudaStreamEndCapture(kv_stream, &g) != cudaSuccess || cudaGraphInstantiateWithFlags(&d->graph, g, 0) != cudaSuccess;
+        if (g) KV_CUDA(cudaGraphDestroy(g));
+    }
+    if (d->no_graph) { d->graph = NULL; (void)cudaGetLastError(); }
+}
+static float *step_cuda(Session *s) {
+    Device *d = s->dev;
+    size_t mark = scratch_mark(s);
+    Pass r = step_prepare(s);
+    if (!d->graph && !d->no_graph) step_capture(s, &r);
+    if (d->graph) KV_CUDA(cudaGraphLaunch(d->graph, kv_stream));
+    else step_launches(s, &r);
+    for (int l = 0; l < s->c->L; l++) kv_note(s, l, 0, 1);       // while the device works
+    d->rows += d->lists;                                         // every list has one row more
+    s->clk.bytes_attended += d->rows * (double)(s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D));
+    logits_wait(s);
+    double t = now();
+    for (int l = 0; l <= s->c->L; l++)
+        EACH_PART(s, p) if (p->m->commit && (l == s->c->L || layer_acts(s, l))) p->m->commit(s, p->ms, l, NULL, 1);
+    timed(&s->clk.commit, t);
+    note_peak(s);
+    scratch_reset(s, mark);
+    return s->logits;
+}
+
+// ---- any other pass
 float *pass_cuda(Session *s, int T) {
+    if (step_free(s)) return step_cuda(s);
     const Config *c = s->c;
     size_t mark = scratch_mark(s), C = c->C, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     Pass r = pass_room(s, T);
-    upload_tokens(s);
+    upload_tokens(s, 1);
     embed_cuda(s, r.x, T);
     upload_angles(s, r.cs, T);
     for (int l = 0; l < c->L; l++) {
         int acts = layer_acts(s, l), n;
         const Layer *y;
+        if (l && T > 1) progress_tell("prefill", (double)l / c->L);
         for (int t0 = 0, t1; t0 < T; t0 = t1) {                  // spans, as in pass()
             t1 = t0 + r.span < T ? t0 + r.span : T;
             n = t1 - t0;
@@ -1026,9 +1350,9 @@ float *pass_cuda(Session *s, int T) {
                 download(r.host_k, r.k, n * GD * sizeof(float)); download(r.host_v, r.v, n * GD * sizeof(float));
                 EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, r.host_q, r.host_k, r.host_v, n);
             }
-            rope_cuda(r.q, r.cs + (size_t)t0 * c->D, n, c->H, c->D);
-            rope_cuda(r.k, r.cs + (size_t)t0 * c->D, n, c->G, c->D);
-            kv_append(s, l, r.k, r.v, t0, n);
+            kv_reserve(s, l, n);
+            rope_append(s, l, NULL, r.q, r.k, r.v, r.cs + (size_t)t0 * c->D, t0, n);
+            kv_note(s, l, t0, n);
             attend_rows(s, l, &r, t0, n, acts);
             for (int t = t0, m; t < t1; t += m) {
                 m = same_weights(s, t, t1, &y, l);
@@ -1039,10 +1363,8 @@ float *pass_cuda(Session *s, int T) {
     double t = now();
     EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
     timed(&s->clk.commit, t);
-    float *logits = room<float>(s, ROOM_LOGITS, c->V);
-    rmsnorm_cuda(s, r.h, r.x + (T - 1) * C, &s->w->norm, 1, c->C);
-    gemm_cuda(s, logits, r.h, &s->w->head, 1);
-    download(s->logits, logits, (size_t)c->V * sizeof(float));
+    logits_cuda(s, r.x + (T - 1) * C, r.h);
+    logits_wait(s);
     note_peak(s);
     scratch_reset(s, mark);
     return s->logits;
@@ -1117,6 +1439,10 @@ int device_open(Session *s) {
     KV_BLAS(cublasCreate(&s->dev->blas));
     KV_BLAS(cublasSetStream(s->dev->blas, kv_stream));
     s->dev->src = (int **)xcalloc((size_t)s->c->L * G, sizeof(int *));
+    s->dev->first = (int *)xcalloc((size_t)s->c->L + 1, sizeof(int));
+    s->dev->seen = s->changes - 1;                               // nothing is prepared yet
+    KV_CUDA(cudaMallocHost((void **)&s->dev->step, step_bytes(s)));
+    KV_CUDA(cudaMallocHost((void **)&s->dev->logits, (size_t)s->c->V * sizeof(float)));
     s->dev->base = shared_open(s);
     return 0;
 }
@@ -1127,7 +1453,10 @@ void device_close(Session *s) {                                  // after the ro
     map_clear(&d->alt);
     shared_close(d->base);
     KV_BLAS(cublasDestroy(d->blas));
-    free(d->src); free(d);
+    if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
+    KV_CUDA(cudaFreeHost(d->step));
+    KV_CUDA(cudaFreeHost(d->logits));
+    free(d->src); free(d->first); free(d);
     s->dev = NULL;
 }
 
@@ -1138,17 +1467,19 @@ extern "C" {
 void *cuda_put(const void *host, size_t bytes) { char *p = device_new(bytes); upload(p, host, bytes); return p; }
 void cuda_get(void *host, const void *dev, size_t bytes) { download(host, dev, bytes); }
 void cuda_drop(void *dev) { device_free(dev); }
-void cuda_tokens(Session *s) { upload_tokens(s); }
-// y, x (T,..) on the host. 'm' product, 'n' norm, 'b' y += bias, 's' y = silu(y) x, 'a' y += x
+void cuda_tokens(Session *s) { upload_tokens(s, 1); }
+// y, x (T,..) on the host. 'm' product, 'p' y += product, 'n' norm, 'b' y += bias, 's' y = silu(y) x
 void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx, const Tensor *w, int T) {
     float *dy = (float *)cuda_put(y, ny * sizeof(float)), *dx = (float *)cuda_put(x, nx * sizeof(float));
-    if (op == 'm') gemm_cuda(s, dy, dx, w, T);
+    Linear p = { dy, w, NULL };
+    if (op == 'm') linear<GEMV_STORE>(s, dx, T, &p, 1);
+    if (op == 'p') linear<GEMV_ADD>(s, dx, T, &p, 1);
     if (op == 'n') rmsnorm_cuda(s, dy, dx, w, T, w->cols);
     if (op == 'b') bias_cuda(s, dy, w, T, w->cols);
     if (op == 's') KV_LAUNCH(swiglu_kernel, blocks(ny, 256), 256, 0, dy, dx, ny);
-    if (op == 'a') KV_LAUNCH(add_kernel, blocks(ny, 256), 256, 0, dy, dx, ny);
     download(y, dy, ny * sizeof(float));
     cuda_drop(dy); cuda_drop(dx);
 }
+int cuda_graphs(const Session *s) { return s->dev->graph != NULL; }
 }
 #endif

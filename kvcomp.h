@@ -108,7 +108,9 @@ typedef struct Options Options;                 // every command-line value; rea
 typedef struct { const char *name; char kind; const char *def, *help; } Opt;   // kind 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice (def "a|b|c", the first is the default)
 
 enum { VIS_CAUSAL, VIS_SEGMENT, VIS_SEGMENT_EXACT };   // prefill mask: kv_visible below
-enum { KV_MASS = 1 };                           // Method.wants: attention adds its probabilities into KVHead.mass
+enum { KV_MASS = 1,                             // Method.wants: attention adds its probabilities into KVHead.mass
+       KV_BLIND = 2 };                          // in a decode step commit needs nothing of the pass and may run when every layer is done: the GPU then
+                                                // takes the whole step in one go
 enum { ROLE_PREFILL = 1, ROLE_SELECT = 2, ROLE_STORE = 4 };   // what a method decides; two parts of a "+" must not share a role
 
 // A method is a table line of optional hooks along the timeline of one pass. ms is the part's own state (zeroed, .state bytes).
@@ -174,6 +176,7 @@ struct Session {
     float *logits;                              // (V) of the pass's last token
     Clock clk;
     struct Device *dev;                         // what kvcomp.cu holds for the session; NULL on the CPU
+    unsigned changes;                           // grows when a view is set or the memory of rows moves: what was told to the GPU is old then
     float *(*forward)(Session *s, const Token *t, int T);   // forward or forward_cuda
     char err[512];
 };
@@ -278,6 +281,8 @@ int  top_k(const float *x, int n, int k, int *idx);                     // the k
 
 // ------------------------------------------------------------------------------------------------ cache (section 5)
 void   kv_append  (Session *s, int l, const float *k, const float *v, int t0, int n);  // k, v (n,G,D), rotated: tokens base+t0 .. of this pass; KV_DEV: in device memory
+void   kv_reserve (Session *s, int l, int n);                                      // the three parts of it: room for n more rows in every head of layer l,
+void   kv_note    (Session *s, int l, int t0, int n);                              // their bytes, and last their tokens, positions, lengths
 void   kv_keep    (Session *s, int l, int g, const int *keep, int n);              // keep (n) ascending; the rest is given back; the group's views reset
 void   kv_compact (Session *s, int l, int g);                                      // drop rows no view of the group reads, renumber the views
 void   kv_truncate(Session *s, int n_tok);                                         // forget tokens (and their rows) from n_tok on; views reset

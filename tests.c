@@ -6711,6 +6711,8 @@ void  cuda_get(void *host, const void *dev, size_t bytes);
 void  cuda_drop(void *dev);
 void  cuda_tokens(Session *s);
 void  cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx, const Tensor *w, int T);
+int   cuda_graphs(const Session *s);
+extern int emu_no_graphs __attribute__((weak));
 __attribute__((weak)) void emu_set_seed(int seed);                              // not there on a real GPU
 __attribute__((weak)) void emu_set_memory(size_t bytes);
 __attribute__((weak)) size_t emu_most_memory(void);
@@ -6751,6 +6753,11 @@ static void cuda_product(Session *s, int O, int I, int T, int dtype) {
         }
     double tol = dtype == DT_BF16 && T > 1 ? 2e-5 : 3e-6, e = worst(y, ref, ny, tol, tol, NULL);    // cuBLAS gets two bf16 an activation: 16 bits
     CHECK(e <= 1, "O %d I %d T %d dtype %d: %g times the bound", O, I, T, dtype, e);
+    float *z = normals(ny, 1), *sum = xmalloc(ny * sizeof *sum);
+    for (size_t i = 0; i < ny; i++) sum[i] = z[i] + ref[i];
+    cuda_math(s, 'p', z, ny, x, nx, &w, T);
+    CHECK(worst(z, sum, ny, 2 * tol, 2 * tol, NULL) <= 1, "added: O %d I %d T %d dtype %d", O, I, T, dtype);
+    free(z); free(sum);
     device_reset(s);                                                             // the tensor's copy, before its address is used again
     free((void *)w.data); free(x); free(y); free(ref); free(wf);
 }
@@ -6901,23 +6908,23 @@ static void pair_attention(Pair *p, int l, int n) {                             
     view_all(p->c); view_all(p->d);
     free(q); free(a); free(b);
 }
-TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to 12:1, 3 KV heads, head_dim 40 to 128, unequal heads, windows, tails") {
-    int shape[][3] = { { 6, 3, 40 }, { 3, 3, 48 }, { 12, 1, 64 }, { 15, 3, 128 } };
-    EACH_SEED(seed) for (int i = 0; i < 4; i++) {
-        Tiny m = tiny_model(2, shape[i][0], shape[i][1], shape[i][2], 16, 16, 11, 5 + i);
+TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to 12:1, 3 KV heads, head_dim 40 to 128, every row format, unequal heads, windows, tails") {
+    static const struct { int H, G, D, n; const char *text; } shape[] = {
+        { 6, 3, 40, 37, "ctk=f32 ctv=f32" }, { 3, 3, 48, 1, "ctk=bf16 ctv=bf16" }, { 12, 1, 64, 5, "ctk=q8_0 ctv=f16" }, { 15, 3, 128, 3, "ctk=bf16 ctv=f16" },
+        { 6, 3, 128, 2, "ctk=f16 ctv=f16" }, { 12, 1, 64, 2, "ctk=f16 ctv=f16" }, { 10, 2, 72, 2, "ctk=f32 ctv=f32" }, { 3, 3, 42, 2, "ctk=f16 ctv=f16" } };
+    EACH_SEED(seed) for (int i = 0; i < 8; i++) {
+        Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
         m.c->windowed = xcalloc(2, 1);
         m.c->windowed[1] = 1; m.c->window = 21;
-        int n = (int[]){ 37, 1, 5, 3 }[i];
-        Pair p = pair_open(m, i == 2 ? "ctk=q8_0 ctv=f16" : i == 3 ? "ctk=bf16 ctv=f16" : "");
+        Pair p = pair_open(m, shape[i].text);
         p.c->wants = p.d->wants = i == 3 ? 0 : KV_MASS;
         pair_append(&p, 100, 1);
-        for (int g = 0; g < shape[i][1]; g++) pair_keep(&p, 0, g, 0, 2 + g, g);     // unequal heads
-        pair_append(&p, n, 1);
-        for (int l = 0; l < 2; l++) pair_attention(&p, l, n);
+        for (int g = 0; g < shape[i].G; g++) pair_keep(&p, 0, g, 0, 2 + g, g);      // unequal heads
+        pair_append(&p, shape[i].n, 1);
+        for (int l = 0; l < 2; l++) pair_attention(&p, l, shape[i].n);
         pair_close(&p); tiny_free(m);
     }
 }
-
 TEST(cuda_tensor_cores, "a prefill of 256 tokens and more agrees with the CPU: f16, bf16, mixed rows, head_dim 16 to 128, windows, unequal heads; -b changes no bit") {
     int shape[][3] = { { 3, 3, 48 }, { 3, 1, 64 }, { 2, 1, 128 }, { 3, 3, 16 } };
     const char *format[] = { "ctk=f16 ctv=f16", "ctk=bf16 ctv=f16", "ctk=f16 ctv=bf16", "ctk=bf16 ctv=bf16" };
@@ -7001,6 +7008,50 @@ TEST(cuda_dililazy, "dililazy") {
     dialogues("dililazy", text);
     free(json); temp_done(path);
 }
+// ---- steps in one go
+static float *step_logits(Tiny m, const char *method, const char *text, int n, int steps, int graph) {        // -> (steps,V), to be freed
+    Options *o;
+    Session *s = cuda_session(m, method, text, &o);
+    int V = m.c->V, *ids = xmalloc(n * sizeof *ids);
+    float *x = xmalloc((size_t)steps * V * sizeof *x);
+    for (int i = 0; i < n; i++) ids[i] = i * 7 % V;
+    prefill(s, ids, n);
+    for (int i = 0; i < steps; i++) {
+        memcpy(x + (size_t)i * V, decode(s, i * 5 % V), V * sizeof *x);
+        CHECK(cuda_graphs(s) == graph, "%s: step %d %s a graph", method, i, graph ? "without" : "with");
+    }
+    session_close(s); options_free(o); free(ids);
+    return x;
+}
+TEST(cuda_steps, "steps replayed as a graph, over heads that grow, are bit for bit the launches one by one, and equal the CPU") {
+    const char *method[] = { "full", "streaming", "snapkv", "full" }, *text[] = { "", "budget=20 ctk=f16 ctv=f16", "budget=20 obs-window=4 ctk=bf16", "ctk=q8_0 ctv=q8_0" };
+    Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
+    for (int i = 0; i < 4; i++) {
+        float *a = step_logits(m, method[i], text[i], 60, 9, 1);
+        if (&emu_no_graphs) {
+            emu_no_graphs = 1;
+            float *b = step_logits(m, method[i], text[i], 60, 9, 0);
+            emu_no_graphs = 0;
+            CHECK(!memcmp(a, b, 9 * 53 * sizeof *a), "%s: the graph gives other logits", method[i]);
+            free(b);
+        }
+        free(a);
+        Script p = { 2, { 60, 9 }, { 9, 6 }, 4 };
+        dialogue_agrees(m, method[i], text[i], &p, NULL);
+    }
+    tiny_free(m);
+}
+TEST(cuda_same_bits, "methods that read everything are full attention to the bit on the device, with and without hooks in a step") {
+    const char *method[] = { "snapkv", "adakv", "lychee", "quest", "loopserve-d" };
+    Tiny m = tiny_model(2, 2, 1, 16, 16, 24, 53, 31);
+    float *a = step_logits(m, "full", "batch-size=100", 260, 6, 1);
+    for (int i = 0; i < 5; i++) {
+        float *b = step_logits(m, method[i], "batch-size=100 budget=1000", 260, 6, i < 2);
+        CHECK(!memcmp(a, b, 6 * 53 * sizeof *a), "%s", method[i]);
+        free(b);
+    }
+    free(a); tiny_free(m);
+}
 TEST(cuda_loopserve, "loopserve, and its prefill with lychee's decode") { dialogues("loopserve", "budget=24"); dialogues("loopserve-p+streaming", "budget=24"); }
 TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
     Tiny nexus = tiny_model(2, 6, 3, 16, 24, 40, 53, 77);
@@ -7008,8 +7059,14 @@ TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
     dialogues_alt("sonic", "sonic-untrained sonic-k=2 sonic-oneshot quiet", nexus.w->layer);
     tiny_free(nexus);
 }
-TEST(cuda_model, "qk-norm, biases, tied f16 and bf16 weights, sliding windows and q8_0 rows agree with the CPU") {
-    EACH_SEED(seed) {
+static Tensor tiny_as(Tensor t, int dtype) {              // the same numbers in another dtype; t is freed
+    Tensor x = { xmalloc((size_t)t.rows * t.cols * dtype_size(dtype)), dtype, t.rows, t.cols };
+    from_f32((void *)x.data, t.data, dtype, (size_t)t.rows * t.cols);
+    free((void *)t.data);
+    return x;
+}
+TEST(cuda_model, "qk-norm, biases, f16 and bf16 weights, tied ones, mixed dtypes, sliding windows and q8_0 rows agree with the CPU") {
+    EACH_SEED(seed) for (int kind = 0; kind < 3; kind++) {                       // F32; F16 with a tied embedding; BF16, some tensors F16 and F32
         Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
         Script p = { 2, { 37, 2 }, { 3, 2 }, 4 };
         m.c->windowed = xcalloc(2, 1);
@@ -7018,10 +7075,15 @@ TEST(cuda_model, "qk-norm, biases, tied f16 and bf16 weights, sliding windows an
             Layer *y = &m.w->layer[l];
             y->q_norm = tiny_norm(40); y->k_norm = tiny_norm(40);
             y->bq = tiny_tensor(1, 240, .1); y->bk = tiny_tensor(1, 120, .1); y->bv = tiny_tensor(1, 120, .1); y->bo = tiny_tensor(1, 24, .1);
+            Tensor *all[] = { &y->attn_norm, &y->wq, &y->wk, &y->wv, &y->wo, &y->gate, &y->up, &y->down, &y->bq, &y->bk, &y->q_norm };
+            for (int i = 0; kind && i < 11; i++) *all[i] = tiny_as(*all[i], kind == 1 ? DT_F16 : l && i == 2 ? DT_F16 : l && i == 6 ? DT_F32 : DT_BF16);
         }
+        if (kind) m.w->embed = tiny_as(m.w->embed, kind == 1 ? DT_F16 : DT_BF16);
+        if (kind == 1) { free((void *)m.w->head.data); m.w->head = m.w->embed; m.c->tied = 1; }
         dialogue_agrees(m, "full", "", &p, NULL);
-        dialogue_agrees(m, "snapkv", "budget=20 obs-window=4 ctk=f16 ctv=bf16", &p, NULL);
-        dialogue_agrees(m, "full", "ctk=q8_0 ctv=q8_0", &p, NULL);
+        if (kind < 2) dialogue_agrees(m, "snapkv", "budget=20 obs-window=4 ctk=f16 ctv=bf16", &p, NULL);
+        if (kind < 2) dialogue_agrees(m, "full", "ctk=q8_0 ctv=q8_0", &p, NULL);
+        if (kind == 1) m.w->head.data = NULL;
         tiny_free(m);
     }
 }
