@@ -42,6 +42,7 @@
 #define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __shared__ static __attribute__((section("emu_shared")))   // poisoned before every block
 #define warpSize 32
 
@@ -613,6 +614,7 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
     emu_do(0, [=] { emu_run(name, grid, block, dyn, k, a...); });
 }
 #define KV_LAUNCH(k, grid, block, smem, ...) emu_launch(#k, grid, block, smem, k, __VA_ARGS__)
+#define KV_UNROLL(n)
 #define KV_DYN_SHARED(T, name) T *name = (T *)emu_dyn()
 
 // ------------------------------------------------------------------------------------------------ device functions

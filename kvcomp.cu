@@ -16,6 +16,8 @@
 #include <cuda_runtime.h>
 #include <mma.h>
 #define KV_LAUNCH(k, grid, block, smem, ...) do { k<<<grid, block, smem, kv_stream>>>(__VA_ARGS__); KV_CUDA(cudaGetLastError()); } while (0)
+#define KV_PRAGMA(x) _Pragma(#x)
+#define KV_UNROLL(n) KV_PRAGMA(unroll n)        // so that more loads are under way at once
 #define KV_DYN_SHARED(T, name) extern __shared__ __align__(128) float4 kv_dyn_[]; T *name = (T *)kv_dyn_
 #endif
 
@@ -232,7 +234,7 @@ template <int MODE> static __device__ int gemv_part(const Gemv &a, int *row) {  
     *row = v;
     return i;
 }
-template <int DT, int MODE> static __global__ void __launch_bounds__(GEMV_WARPS * 32) gemv_kernel(Gemv a, const float *x) {
+template <int DT, int MODE> static __global__ void __launch_bounds__(GEMV_WARPS * 32) gemv_kernel(const __grid_constant__ Gemv a, const float *x) {
     KV_DYN_SHARED(float, part);                                  // (GEMV_WARPS,GEMV_ROWS,33)
     const int step = DT == DT_F32 ? 4 : 8;
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r0 = (blockIdx.x * GEMV_WARPS + warp) * GEMV_ROWS, wide = a.cols % step == 0;
@@ -243,7 +245,7 @@ template <int DT, int MODE> static __global__ void __launch_bounds__(GEMV_WARPS 
         w[j] = a.part[i].w + (size_t)r * a.cols * (DT == DT_F32 ? 4 : 2);
         sum[j] = 0;
     }
-    if (wide) for (int c = lane * step; c < a.cols; c += 32 * step) for (int j = 0; j < GEMV_ROWS; j++) sum[j] += dot16<DT>(w[j], c, x + c);
+    if (wide) KV_UNROLL(2) for (int c = lane * step; c < a.cols; c += 32 * step) for (int j = 0; j < GEMV_ROWS; j++) sum[j] += dot16<DT>(w[j], c, x + c);
     else      for (int c = lane; c < a.cols; c += 32)               for (int j = 0; j < GEMV_ROWS; j++) sum[j] += number(w[j], DT, c) * x[c];
     part += warp * GEMV_ROWS * 33;
     for (int j = 0; j < GEMV_ROWS; j++) part[j * 33 + lane] = sum[j];
@@ -587,17 +589,21 @@ static __global__ void join_kernel(Attn a, int BQ, float *out, float *stat) {
 }
 // ---- decode over plain rows: K and V of one dtype, head_dim a multiple of 8
 // The rows go from device memory into registers, 16 bytes a load: LW lanes share a row, 8 dimensions each, so a warp reads 32/LW
-// rows at once and U of them one after the other, keys and values together, before it needs any. A lane's q and sums are its 8
+// rows at once and U of them one after the other, keys and values together, before it needs any. A lane's sums are its 8
 // dimensions of all NR query rows; a score is a sum over the LW lanes. Warps take turns in the item and are joined at its end.
-template <int DT> static __device__ void load8(float *x, const char *p) {
-    if (DT == DT_F32) {
-        float4 a = ((const float4 *)p)[0], b = ((const float4 *)p)[1];
-        x[0] = a.x; x[1] = a.y; x[2] = a.z; x[3] = a.w; x[4] = b.x; x[5] = b.y; x[6] = b.z; x[7] = b.w;
-        return;
+template <int DT> struct Eight { uint4 u[DT == DT_F32 ? 2 : 1]; };               // 8 numbers as stored
+template <int DT> static __device__ Eight<DT> load8(const char *p) {
+    Eight<DT> e;
+    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) e.u[i] = ((const uint4 *)p)[i];
+    return e;
+}
+template <int DT> static __device__ void unpack8(float *x, const Eight<DT> &e) {
+    for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) {
+        unsigned w[4] = { e.u[i].x, e.u[i].y, e.u[i].z, e.u[i].w };
+        for (int j = 0; j < 4; j++)
+            if (DT == DT_F32) x[4 * i + j] = __int_as_float((int)w[j]);
+            else { x[2 * j] = half_get<DT>((uint16_t)w[j]); x[2 * j + 1] = half_get<DT>((uint16_t)(w[j] >> 16)); }
     }
-    uint4 u = *(const uint4 *)p;
-    x[0] = half_get<DT>((uint16_t)u.x); x[1] = half_get<DT>((uint16_t)(u.x >> 16)); x[2] = half_get<DT>((uint16_t)u.y); x[3] = half_get<DT>((uint16_t)(u.y >> 16));
-    x[4] = half_get<DT>((uint16_t)u.z); x[5] = half_get<DT>((uint16_t)(u.z >> 16)); x[6] = half_get<DT>((uint16_t)u.w); x[7] = half_get<DT>((uint16_t)(u.w >> 16));
 }
 // One query row meets U keys: s (U) scores -> probabilities under the new maximum; returns what the older sums shrink to.
 template <int LW, int U> static __device__ float decode_softmax(float *s, const int *see, float *top, float *sum) {
@@ -624,41 +630,48 @@ static __device__ void decode_join(float *part, const float *sh, int NR, int D) 
         part[i] = e ? x : top;
     }
 }
-static size_t decode_smem(int NR, int D) { return (size_t)ATTN_WARPS * NR * (D + 2) * sizeof(float); }
-template <int DT, int LW, int NR, int U> static __global__ void __launch_bounds__(ATTN_WARPS * 32) decode_kernel(Attn a) {
-    KV_DYN_SHARED(float, sh);                                    // (ATTN_WARPS,NR,D+2)
+static size_t decode_smem(int NR, int D) { return ((size_t)ATTN_WARPS * NR * (D + 2) + NR * 128) * sizeof(float); }
+// Four blocks an SM: the 512 items of a long context are one wave on a device of 132
+template <int DT, int LW, int NR, int U> static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decode_kernel(Attn a) {
+    KV_DYN_SHARED(float, q);                                     // (NR,128), scaled, zeros behind D and m; then (ATTN_WARPS,NR,D+2)
     const int ROWS = 32 / LW;
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, d = lane % LW * 8, on = d < D, size = DT == DT_F32 ? 4 : 2, row[U], see[U];
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, d = lane % LW * 8, on = d < D, at8 = on ? d * (DT == DT_F32 ? 4 : 2) : 0, see[U];
+    float *sh = q + NR * 128, acc[NR][8], s[NR][U], x[8], top[NR], sum[NR];
     Item it = a.item[blockIdx.x];
     Work w = a.work[it.work];
     HeadRef h = a.heads.at[w.g];
-    float q[NR][8], acc[NR][8], s[NR][U], x[8], top[NR], sum[NR];
+    for (int i = threadIdx.x; i < NR * 128; i += blockDim.x)
+        q[i] = i / 128 < w.m && i % 128 < D ? a.q[(size_t)(w.g * a.R + w.m0 + i / 128) * D + i % 128] * a.scale : 0;
+    __syncthreads();
     for (int i = 0; i < NR; i++) {
-        const float *from = a.q + (size_t)(w.g * a.R + w.m0 + i) * D + d;
-        for (int j = 0; j < 8; j++) { q[i][j] = i < w.m && on ? from[j] * a.scale : 0; acc[i][j] = 0; }
+        for (int j = 0; j < 8; j++) acc[i][j] = 0;
         top[i] = -INFINITY; sum[i] = 0;
     }
     for (int p = it.p0 + warp * ROWS * U; p < it.p1; p += ATTN_WARPS * ROWS * U) {
+        Eight<DT> k[U], v[U];
         for (int u = 0; u < U; u++) {
             int at = p + u * ROWS + lane / LW;
             see[u] = at < it.p1;
             if (!see[u]) at = it.p1 - 1;                         // a row that is there, and that nobody sees twice
-            row[u] = at < w.n_idx ? a.idx[w.idx + at] : w.tail + at - w.n_idx;
-            if (a.window || a.rule != VIS_CAUSAL) see[u] = see[u] && kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[h.src[row[u]]], h.src[row[u]]);
+            int row = at < w.n_idx ? a.idx[w.idx + at] : w.tail + at - w.n_idx;
+            k[u] = load8<DT>(h.k + row * a.bytes_k + at8);
+            v[u] = load8<DT>(h.v + row * a.bytes_v + at8);
+            if (a.window || a.rule != VIS_CAUSAL) see[u] = see[u] && kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[h.src[row]], h.src[row]);
         }
-        float v[U][8];
         for (int u = 0; u < U; u++) {
-            load8<DT>(x, h.k + row[u] * a.bytes_k + (on ? d : 0) * size);
-            load8<DT>(v[u], h.v + row[u] * a.bytes_v + (on ? d : 0) * size);
+            unpack8<DT>(x, k[u]);
             for (int i = 0; i < NR; i++) {
-                s[i][u] = 0;
-                for (int j = 0; j < 8; j++) s[i][u] += q[i][j] * x[j];
+                const float4 *qi = (const float4 *)(q + i * 128 + d);
+                s[i][u] = qi[0].x * x[0] + qi[0].y * x[1] + qi[0].z * x[2] + qi[0].w * x[3] + qi[1].x * x[4] + qi[1].y * x[5] + qi[1].z * x[6] + qi[1].w * x[7];
             }
         }
         for (int i = 0; i < NR; i++) {
             float c = decode_softmax<LW, U>(s[i], see, &top[i], &sum[i]);
             for (int j = 0; j < 8; j++) acc[i][j] *= c;
-            for (int u = 0; u < U; u++) for (int j = 0; j < 8; j++) acc[i][j] += s[i][u] * v[u][j];
+        }
+        for (int u = 0; u < U; u++) {
+            unpack8<DT>(x, v[u]);
+            for (int i = 0; i < NR; i++) for (int j = 0; j < 8; j++) acc[i][j] += s[i][u] * x[j];
         }
     }
     for (int i = 0; i < NR; i++) {                               // over the rows the warp held side by side
@@ -914,8 +927,9 @@ template <int QW> static void attend_launch(const Attn &a, int n, int mix) {
 }
 template <int DT> static void decode_launch(const Attn &a, int n, int BQ) {
     size_t smem = decode_smem(BQ, a.D);
-    if (BQ == 4 && a.D > 64) KV_LAUNCH((decode_kernel<DT, 16, 4, 4>), n, ATTN_WARPS * 32, smem, a);
-    else if (BQ == 4)        KV_LAUNCH((decode_kernel<DT, 8, 4, 4>),  n, ATTN_WARPS * 32, smem, a);
+    const int U = DT == DT_F32 ? 2 : 4;
+    if (BQ == 4 && a.D > 64) KV_LAUNCH((decode_kernel<DT, 16, 4, U>), n, ATTN_WARPS * 32, smem, a);
+    else if (BQ == 4)        KV_LAUNCH((decode_kernel<DT, 8, 4, U>),  n, ATTN_WARPS * 32, smem, a);
     else if (a.D > 64)       KV_LAUNCH((decode_kernel<DT, 16, 8, 2>), n, ATTN_WARPS * 32, smem, a);
     else                     KV_LAUNCH((decode_kernel<DT, 8, 8, 2>),  n, ATTN_WARPS * 32, smem, a);
 }
