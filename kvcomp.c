@@ -4498,6 +4498,7 @@ static const Opt program_options[] = {
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
+    { "bench-suite",   's', "",     "the papers' methods one after another, prefill and decode: a table, and this file as CSV" },
     { "repeat",        'i', "5",    "runs per number, the median counts" },
     // Other
     { "list-methods",  'b', "0",    "one name a line" },
@@ -8862,6 +8863,7 @@ typedef struct {            // one line of the table. Times are seconds a token
     const char *test; int n;
     double tok_s, attend, select, commit, index, bandwidth;     // bandwidth: bytes a second this machine reads
     double weights, kv, meta;                                   // bytes a decode step moves
+    double flops;                                               // of a prefill: products and causal attention, each counted once
     size_t stored;                                              // bytes of rows held
 } BenchLine;
 
@@ -8891,20 +8893,26 @@ static double read_bandwidth(void) {                    // best of three passes 
     return best;
 }
 
+// Bytes a second: what a decode step is measured by. On the GPU a copy's, read and written.
+static double bandwidth(const Session *s) { return KV_DEV(s) ? device_copy_rate() : read_bandwidth(); }
+
 // Stands in for forward while a cache is filled: T random rows in every head, then the hooks of the method, no products.
 static float *fill_pass(Session *s, const Token *in, int T) {
     const Config *c = s->c;
     size_t nk = (size_t)T * c->G * c->D, nq = (size_t)T * c->H * c->D;
-    float *x = xmalloc((nq + 2 * nk) * sizeof *x), *k = x + nq, *v = k + nk;
+    float *x = xmalloc((nq + 2 * nk) * sizeof *x), *k = x + nq, *v = k + nk, *rows = k;
+    #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < nq + 2 * nk; i++) x[i] = (float)(int32_t)(uint32_t)mix64(i) * 0x1p-31f;
+    if (KV_DEV(s)) rows = device_floats(k, 2 * nk);
     add_tokens(s, in, T);
     for (int l = 0; l < c->L; l++) {
         int acts = layer_acts(s, l);
         if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, x, k, v, T);
-        kv_append(s, l, k, v, 0, T);
+        kv_append(s, l, rows, rows + nk, 0, T);
         if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, x, T);
     }
     EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
+    if (KV_DEV(s)) device_drop(rows);
     free(x);
     return s->logits;
 }
@@ -8920,8 +8928,12 @@ static void bench_clock(BenchLine *b, const Session *s, long tokens) {   // wher
     b->commit = s->clk.commit / (double)tokens; b->index = s->clk.index / (double)tokens;
     b->stored = kv_bytes(s);
 }
+static double prefill_flops(const Config *c, double n) {
+    double HD = (double)c->H * c->D, GD = (double)c->G * c->D, products = 2 * HD * c->C + 2 * GD * c->C + 3.0 * c->F * c->C;
+    return 2 * (n * c->L * products + (double)c->V * c->C) + 2 * n * (n + 1) * HD * c->L;
+}
 static BenchLine bench_prefill(Session *s, int n, int repeat) {
-    BenchLine b = { .test = "pp", .n = n, .bandwidth = read_bandwidth() };
+    BenchLine b = { .test = "pp", .n = n, .bandwidth = bandwidth(s), .flops = prefill_flops(s->c, n) };
     double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
     int *ids = random_ids(n, s->c->V);
     for (int r = 0; r < repeat; r++) {
@@ -8945,7 +8957,7 @@ static BenchLine bench_decode(Session *s, int depth, int repeat) {
     s->forward = forward;
     decode(s, ids[0]);                                  // the first step grows the arena
     memset(&s->clk, 0, sizeof s->clk);
-    b.bandwidth = read_bandwidth();
+    b.bandwidth = bandwidth(s);
     for (int r = 0; r < repeat; r++) {
         double t = s->clk.decode;
         for (int i = 0; i < BENCH_STEPS; i++) decode(s, (int)(mix64((uint64_t)(r * BENCH_STEPS + i)) % (uint64_t)V));
@@ -8993,16 +9005,127 @@ static void bench_print(FILE *f, const BenchLine *b, const Options *o, const Con
     }
     fflush(f);
 }
-static int bench(const Options *o) {
-    App a = { .o = (Options *)o };
+// ---- the suite: the methods of the five papers and what they are compared with, on one model, in one table (`make gpu-bench`).
+// A method that refuses, or that would take the suite past its time, is a row that says so.
+
+typedef struct { const char *name, *method, *options; int prompts, depths; } SuiteRun;      // options "x=1 y=2"; which tests it takes part in
+static const SuiteRun suite_runs[] = {
+    { "full", "full", "", 1, 1 }, { "loopserve-p", "loopserve-p", "", 1, 0 }, { "streaming 1024", "streaming", "budget=1024", 0, 1 }, { "snapkv 1024", "snapkv", "budget=1024", 0, 1 },
+    { "dililazy 128", "dililazy", "budget=128", 0, 1 }, { "lychee", "lychee", "", 0, 1 }, { "pats 8", "pats", "pats-bmax=8", 0, 1 }, { "pats 10", "pats", "pats-bmax=10", 0, 1 },
+    { "loopserve-d", "loopserve-d", "", 0, 1 },
+};
+enum { SUITE_SECONDS = 400 };
+typedef struct { App *a; FILE *table, *csv; int *prompt, *depth, repeat; double t0; char scores[64]; } Suite;
+
+static void suite_row(const Suite *u, const SuiteRun *r, const BenchLine *b, const char *instead) {     // instead: why there are no numbers, or NULL
+    double bytes = b->weights + b->kv + b->meta, rate = bytes * b->tok_s * 1e-9, share = b->bandwidth > 0 ? 1e9 * rate / b->bandwidth : 0, tera = b->n ? b->flops * b->tok_s / b->n * 1e-12 : 0;
+    fprintf(u->table, "| %-14s | %s %6d | ", r->name, b->test, b->n);
+    if (instead) fprintf(u->table, "%s |\n", instead);
+    else fprintf(u->table, "%9.2f | %8.3f | %8.3f | %7.1f | %4.0f%% | %7.1f | %8.3f | %8.3f | %8.3f | %8.3f | %8.3f |\n", b->tok_s, 1e3 / b->tok_s, bytes * 1e-9, rate, 100 * share, tera,
+                 b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, (double)b->stored * 1e-9);
+    fprintf(u->csv, "\"%s\",%s,%d,%.3f,%.0f,%.0f,%.0f,%.2f,%.2f,%.4f,%.3f,%.4f,%.4f,%.4f,%.4f,%zu,\"%s\"\n", r->name, b->test, b->n, b->tok_s, b->weights, b->kv, b->meta, rate,
+            b->bandwidth * 1e-9, share, tera, b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, b->stored, instead ? instead : "");
+    fflush(u->table); fflush(u->csv);
+}
+static Options *options_copy(const Options *o) {
+    Options *x = options_new();
+    char err[256];
+    for (int i = 0; i < (int)shlen(o->map); i++) if (opt_given(o, o->map[i].key)) options_set(x, o->map[i].key, o->map[i].value, err);
+    return x;
+}
+static Options *suite_options(const Suite *u, const SuiteRun *r) {
+    Options *o = options_copy(u->a->o);
+    char err[256], text[128], *next = text;
+    snprintf(text, sizeof text, "%s", r->options);
+    for (char *word; (word = strsep(&next, " ")); ) {
+        char *value = strchr(word, '=');
+        if (!value) continue;
+        *value = 0;
+        options_set(o, word, value + 1, err);
+    }
+    options_set(o, "method", r->method, err);
+    options_set(o, "dililazy-scores", u->scores, err);
+    return o;
+}
+static void suite_lines(const Suite *u, const SuiteRun *r, Session *s) {
+    for (int decode = 0; decode < 2; decode++) {
+        const int *n = decode ? u->depth : u->prompt;
+        double last = 0;                                         // seconds of the line before; the next takes longer as contexts grow
+        for (int i = 0; (decode ? r->depths : r->prompts) && i < (int)arrlen(n); i++) {
+            double t = now(), guess = i && n[i - 1] ? 1.5 * last * n[i] / n[i - 1] : 0;
+            BenchLine b = { .test = decode ? "tg" : "pp", .n = n[i] };
+            int late = t - u->t0 + guess > SUITE_SECONDS;
+            if (!late) b = decode ? bench_decode(s, n[i], u->repeat) : bench_prefill(s, n[i], u->repeat);
+            suite_row(u, r, &b, late ? "left out: no time" : NULL);
+            if (late) break;
+            last = now() - t;
+        }
+    }
+}
+static void suite_run(const Suite *u, const SuiteRun *r) {
+    jmp_buf jump, *outer = die_jump;
+    char err[512];
+    Options *o = suite_options(u, r);
+    Session *volatile s = NULL;
+    BenchLine none = { .test = r->depths ? "tg" : "pp" };
+    die_jump = &jump;                                            // a method that cannot go on ends its rows, not the suite
+    if (setjmp(jump)) suite_row(u, r, &none, die_text);
+    else if (!(s = session_try(u->a->c, u->a->w, o, r->method, err))) suite_row(u, r, &none, err);
+    else suite_lines(u, r, s);
+    die_jump = outer;
+    session_close(s);
+    options_free(o);
+}
+static void suite_scores(Suite *u) {                             // DiliLazyKV needs scores of a model's heads: made-up ones
+    snprintf(u->scores, sizeof u->scores, "/tmp/kvcomp_scores_XXXXXX");
+    int fd = mkstemp(u->scores), n = u->a->c->L * u->a->c->H;
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "w");
+    if (!f) die(EXIT_RUN, "--bench-suite: %s cannot be written", u->scores);
+    for (int i = 0; i < n; i++) fprintf(f, "%c\"%d-%d\": [%.6f]%s", i ? ',' : '{', i / u->a->c->H, i % u->a->c->H, (double)(mix64((uint64_t)i) >> 11) * 0x1p-53, i + 1 < n ? "" : "}");
+    fclose(f);
+}
+static void suite(App *a, int *prompt, int *depth, int repeat, FILE *table, FILE *csv) {
+    Suite u = { .a = a, .table = table, .csv = csv, .prompt = prompt, .depth = depth, .repeat = repeat, .t0 = now() };
+    const Config *c = a->c;
+    Session *base = session_open(c, a->w, a->o, "full");         // stays open, so that the weights stay on the device
+    double gemm = KV_DEV(base) ? device_gemm_rate(base, c->F, c->C, c->C) : 0, copy = bandwidth(base);
+    suite_scores(&u);
+    fprintf(table, "%s, %.2f GB of weights, -d %s: copy %.1f GB/s (read and written), bf16 product of %d x %d x %d %.1f TFLOP/s; K %s, V %s; share: of the copy rate, measured beside every line\n\n"
+            "| method         | test      |     tok/s | ms/token |  GB/step |    GB/s | share | TFLOP/s | attend ms | select   | commit   | index    | rows GB  |\n"
+            "|----------------|-----------|----------:|---------:|---------:|--------:|------:|--------:|---------:|---------:|---------:|---------:|---------:|\n",
+            c->dir, (double)a->w->bytes * 1e-9, opt_str(a->o, "device"), copy * 1e-9, c->F, c->C, c->C, gemm * 1e-12, opt_str(a->o, "ctk"), opt_str(a->o, "ctv"));
+    fprintf(csv, "method,test,n,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,copy_gb_s,share,tflop_s,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,note\n");
+    for (size_t i = 0; i < sizeof suite_runs / sizeof *suite_runs; i++) suite_run(&u, &suite_runs[i]);
+    unlink(u.scores);
+    session_close(base);
+}
+static void bench_context(Options *o, const int *prompt, const int *depth) {     // what the memory plan is told: the longest context there will be
+    int n = 0;
+    char text[16], err[256];
+    for (int i = 0; i < (int)arrlen(prompt); i++) if (prompt[i] > n) n = prompt[i];
+    for (int i = 0; i < (int)arrlen(depth); i++)  if (depth[i] > n) n = depth[i];
+    snprintf(text, sizeof text, "%d", n + BENCH_STEPS * opt_int(o, "repeat") + 1);
+    options_set(o, "ctx-size", text, err);
+}
+static int bench(Options *o) {
+    App a = { .o = o };
+    const char *path = opt_str(o, "bench-suite");
     int *prompt = number_list("bench-prompts", opt_str(o, "bench-prompts"), 1, 1 << 24), *depth = number_list("bench-depths", opt_str(o, "bench-depths"), 0, 1 << 24);
     int repeat = opt_int(o, "repeat");
+    FILE *csv = *path ? fopen(path, "w") : NULL;
+    if (*path && !csv) die(EXIT_USAGE, "--bench-suite %s: %s", path, strerror(errno));
+    bench_context(o, prompt, depth);
     open_model(&a);
-    Session *s = session_open(a.c, a.w, o, opt_str(o, "method"));
-    bench_header(stdout, o, a.c, a.w);
-    for (int i = 0; i < (int)arrlen(prompt); i++) { BenchLine b = bench_prefill(s, prompt[i], repeat); bench_print(stdout, &b, o, a.c); }
-    for (int i = 0; i < (int)arrlen(depth); i++)  { BenchLine b = bench_decode(s, depth[i], repeat);   bench_print(stdout, &b, o, a.c); }
-    session_close(s);
+    if (csv) {
+        suite(&a, prompt, depth, repeat, stdout, csv);
+        fclose(csv);
+    } else {
+        Session *s = session_open(a.c, a.w, o, opt_str(o, "method"));
+        bench_header(stdout, o, a.c, a.w);
+        for (int i = 0; i < (int)arrlen(prompt); i++) { BenchLine b = bench_prefill(s, prompt[i], repeat); bench_print(stdout, &b, o, a.c); }
+        for (int i = 0; i < (int)arrlen(depth); i++)  { BenchLine b = bench_decode(s, depth[i], repeat);   bench_print(stdout, &b, o, a.c); }
+        session_close(s);
+    }
     weights_close(a.w, a.c);
     arrfree(prompt);
     arrfree(depth);

@@ -98,9 +98,9 @@ static Copied *map_slot(Map *m, const void *host) {              // the entry, o
 // Weights go through two pinned halves: while one is on its way to the device, the other is filled (from a mapped file, that is
 // where the disk is read). Ordinary memory would be copied twice, and no faster than the driver's own small buffer.
 #ifdef KVCOMP_TEST
-enum { STAGE_BYTES = 1000 };                    // so that every test's weights take many turns
+enum { STAGE_BYTES = 1000, COPY_BYTES = 1 << 16 };               // so that every test's weights take many turns
 #else
-enum { STAGE_BYTES = 16 << 20 };                // of one half
+enum { STAGE_BYTES = 16 << 20, COPY_BYTES = 1 << 29 };           // of one half; of what device_copy_rate copies
 #endif
 struct Stage { char *half[2]; cudaEvent_t gone[2]; int turn; size_t sent, all; };
 
@@ -1472,6 +1472,46 @@ void device_close(Session *s) {                                  // after the ro
     KV_CUDA(cudaFreeHost(d->logits));
     free(d->src); free(d->first); free(d);
     s->dev = NULL;
+}
+
+// ---- for --bench
+float *device_floats(const float *x, size_t n) {
+    char *p = device_new(n * sizeof *x);
+    upload(p, x, n * sizeof *x);
+    return (float *)p;
+}
+void device_drop(float *x) { KV_CUDA(cudaStreamSynchronize(kv_stream)); device_free(x); }
+double device_copy_rate(void) {                                  // the best of five
+    char *from = device_new(COPY_BYTES), *to = device_new(COPY_BYTES);
+    double best = 0;
+    KV_CUDA(cudaMemsetAsync(from, 1, COPY_BYTES, kv_stream));
+    for (int i = 0; i < 5; i++) {
+        KV_CUDA(cudaStreamSynchronize(kv_stream));
+        double t = now();
+        device_copy(to, from, COPY_BYTES);
+        KV_CUDA(cudaStreamSynchronize(kv_stream));
+        best = fmax(best, 2.0 * COPY_BYTES / (now() - t));
+    }
+    device_free(from); device_free(to);
+    return best;
+}
+double device_gemm_rate(Session *s, int O, int I, int T) {       // one product, as cuBLAS does it with ordinary bf16 factors
+    size_t nw = (size_t)O * I * 2, nx = (size_t)T * I * 2;
+    char *w = device_new(nw), *x = device_new(nx), *y = device_new((size_t)T * O * sizeof(float));
+    const float one = 1, zero = 0;
+    double best = 0;
+    KV_CUDA(cudaMemsetAsync(w, 0x3c, nw, kv_stream));
+    KV_CUDA(cudaMemsetAsync(x, 0x3c, nx, kv_stream));
+    for (int i = 0; i < 5; i++) {
+        KV_CUDA(cudaStreamSynchronize(kv_stream));
+        double t = now();
+        KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &one, w, CUDA_R_16BF, I, x, CUDA_R_16BF, I,
+                             &zero, y, CUDA_R_32F, O, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+        KV_CUDA(cudaStreamSynchronize(kv_stream));
+        best = fmax(best, 2.0 * O * I * T / (now() - t));
+    }
+    device_free(w); device_free(x); device_free(y);
+    return best;
 }
 
 // ==================================================================================================== TESTS

@@ -341,6 +341,10 @@ void   rows_store_cuda(char *to, const char *raw, size_t bytes);
 void   attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n);
 void   attn_decode_cuda(Session *s, int l, float *out, const float *q);
 void   window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score);
+float *device_floats(const float *x, size_t n);                                    // x (n) in device memory, for kv_append; to be dropped
+void   device_drop(float *x);
+double device_copy_rate(void);                                                     // bytes a second a copy inside device memory reads and writes
+double device_gemm_rate(Session *s, int O, int I, int T);                          // FLOP/s of the product (T,I) (O,I)^T in bf16
 
 #ifdef __cplusplus
 }

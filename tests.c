@@ -7087,6 +7087,42 @@ TEST(cuda_model, "qk-norm, biases, f16 and bf16 weights, tied ones, mixed dtypes
         tiny_free(m);
     }
 }
+static int suite_text(char *text, char comma, const char *method, int *fields) {         // lines of a table or CSV about a method; every line's columns
+    int lines = 0, first = -1;
+    for (char *p = text, *end; *p; p = end + 1) {
+        int n = 0;
+        end = strchr(p, '\n');
+        for (char *q = p, in = 0; q < end; q++) { in ^= comma == ',' && *q == '"'; n += !in && *q == comma; }
+        if (n && first < 0) first = n;
+        if (n && n != first) *fields = n;
+        lines += memmem(p, (size_t)(end - p), method, strlen(method)) != NULL;
+    }
+    return lines;
+}
+TEST(cuda_bench, "the suite of gpu-bench: a row for every test of every method, what refuses or has no time is a row too; the CSV has the same") {
+    char err[256], *text[2] = { NULL, NULL };
+    size_t size[2];
+    App a = { .o = options_new() };
+    const char *set[][2] = { { "device", "cuda" }, { "obs-window", "2000" }, { "pats-window", "8" }, { "ctx-size", "400" } };
+    for (int i = 0; i < 4; i++) options_set(a.o, set[i][0], set[i][1], err);
+    a.c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
+    a.w = weights_synthetic(a.c, 1);
+    FILE *table = open_memstream(&text[0], &size[0]), *csv = open_memstream(&text[1], &size[1]);
+    int *prompt = NULL, *depth = NULL;
+    arrput(prompt, 33); arrput(depth, 0); arrput(depth, 100);
+    suite(&a, prompt, depth, 1, table, csv);
+    fclose(table); fclose(csv);
+    for (int i = 0; i < 2; i++) {
+        int odd = 0;
+        CHECK(suite_text(text[i], i ? ',' : '|', i ? "\"full\"" : "| full ", &odd) == 3, "full: one prefill, two depths: %s", text[i]);
+        CHECK(suite_text(text[i], i ? ',' : '|', "loopserve-p", &odd) == 1 && suite_text(text[i], i ? ',' : '|', "streaming", &odd) == 2, "%s", text[i]);
+        CHECK(suite_text(text[i], i ? ',' : '|', "leaves no row", &odd) == 2, "snapkv and dililazy refuse such a window: %s", text[i]);
+        CHECK(!i || !odd, "a CSV line has %d commas: %s", odd, text[i]);
+        free(text[i]);
+    }
+    arrfree(prompt); arrfree(depth);
+    weights_close(a.w, a.c); options_free(a.o);
+}
 TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it; too small a device: exit 4 with the numbers and what helps") {
     const char *method[] = { "full", "full", "snapkv", "window" }, *text[] = { "ctx-size=300 ctk=f32 ctv=f32", "ctx-size=300 batch-size=64", "ctx-size=300 budget=64", "ctx-size=300 budget=64" };
     for (int i = 0; emu_set_memory && i < 4; i++) {
