@@ -7123,11 +7123,18 @@ TEST(cuda_bench, "the suite of gpu-bench: a row for every test of every method, 
     arrfree(prompt); arrfree(depth);
     weights_close(a.w, a.c); options_free(a.o);
 }
+static int cuda_try(Tiny m, const char *method, const char *text) {              // the exit code opening a session ends with; 0: it opened
+    static Options *o;                                                          // static: longjmp leaves it alone
+    int rc;
+    EXPECT_DIE(rc, session_close(cuda_session(m, method, text, &o)));
+    options_free(o);
+    return rc;
+}
 TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it; too small a device: exit 4 with the numbers and what helps") {
     const char *method[] = { "full", "full", "snapkv", "window" }, *text[] = { "ctx-size=300 ctk=f32 ctv=f32", "ctx-size=300 batch-size=64", "ctx-size=300 budget=64", "ctx-size=300 budget=64" };
     for (int i = 0; emu_set_memory && i < 4; i++) {
         Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
-        int rc, ids[300];
+        int ids[300];
         Options *o;
         for (int t = 0; t < 300; t++) ids[t] = t % 53;
         weights_count(m.w, m.c);
@@ -7140,12 +7147,10 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
         CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned", method[i], text[i], most, need);
         session_close(s); options_free(o);
         emu_set_memory(i == 1 ? p.weights / 2 : need - 1);
-        EXPECT_DIE(rc, s = cuda_session(m, method[i], text[i], &o));
+        int rc = cuda_try(m, method[i], text[i]);
         CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") && strstr(die_text, i == 1 ? "the weights alone" : "-c"), "%d: %s", rc, die_text);
-        options_free(o);
         emu_set_memory(need);
-        s = cuda_session(m, method[i], text[i], &o);             // exactly enough
-        session_close(s); options_free(o);
+        CHECK(cuda_try(m, method[i], text[i]) == 0, "exactly enough: %s", die_text);
         emu_set_memory(0);
         tiny_free(m);
     }
@@ -7153,13 +7158,10 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
 TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: pats, a head_dim past 128; sessions give everything back") {
     Tiny m = tiny_model(1, 2, 1, 130, 16, 16, 11, 1), n = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
     Options *o = NULL;
-    int rc;
-    EXPECT_DIE(rc, cuda_session(m, "full", "", &o));
+    int rc = cuda_try(m, "full", "");
     CHECK(rc == EXIT_USAGE && strstr(die_text, "head_dim"), "%d: %s", rc, die_text);
-    options_free(o);
-    EXPECT_DIE(rc, cuda_session(n, "pats", "", &o));
+    rc = cuda_try(n, "pats", "");
     CHECK(rc == EXIT_USAGE && strstr(die_text, "pats"), "%d: %s", rc, die_text);
-    options_free(o);
     Script p = { 1, { 20 }, { 2 }, 1 };
     Session *s = cuda_session(n, "full", "", &o);
     float *a = run_session(s, &p);
