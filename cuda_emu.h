@@ -586,8 +586,23 @@ template <class... P> static cudaError_t cudaFuncSetAttribute(void (*k)(P...), c
 }
 template <class T> static void emu_arg(T) {}
 template <class T> static void emu_arg(T *p) { if (p && emu_find(p) < 0) emu_die("a kernel argument is a host pointer"); }
+static struct { const char *name; long n; } emu_counts[256];       // launches of each place in the source
+static void emu_count_one(const char *name) {
+    int i = 0;
+    while (i < 255 && emu_counts[i].name && emu_counts[i].name != name) i++;
+    emu_counts[i].name = name; emu_counts[i].n++;
+}
+extern "C" long emu_count(const char *part) {                     // tests: launches of kernels whose name has this part; NULL: forget all
+    long n = 0;
+    for (int i = 0; i < 256 && emu_counts[i].name; i++) {
+        if (!part) emu_counts[i].n = 0;
+        else if (strstr(emu_counts[i].name, part)) n += emu_counts[i].n;
+    }
+    return n;
+}
 template <class... P, class... A>
 static void emu_run(const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
+    emu_count_one(name);
     emu.kernel = name; emu.grid = grid; emu.block = block; emu.n = block.x * block.y * block.z; emu.dyn_bytes = dyn;
     (emu_arg<>(a), ...);
     auto call = [=] { k((P)a...); };
@@ -660,6 +675,7 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
                                    const void *beta, void *C, cudaDataType tC, int ldc, cublasComputeType_t, cublasGemmAlgo_t) {
     EmuLock lock;
     emu_settle("cublasGemmEx");
+    emu_count_one("cublasGemmEx");
     if (m < 1 || n < 1 || k < 1 || lda < (ta ? k : m) || ldb < (tb ? n : k) || ldc < m)
         emu_die("cublasGemmEx: m %d n %d k %d lda %d ldb %d ldc %d", m, n, k, lda, ldb, ldc);
     if (tA != tB || tC != CUDA_R_32F) emu_die("cublasGemmEx: types %d %d -> %d are not supported", tA, tB, tC);

@@ -213,7 +213,7 @@ static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int 
 enum { GEMV_ROWS = 4, GEMV_WARPS = 4 };
 enum { GEMV_STORE, GEMV_ADD, GEMV_SWIGLU };                      // y = Wx + b | y += Wx + b | y = silu(W0 x + b0) (W1 x + b1), rows of both in turn
 struct GemvPart { const char *w; const void *bias; float *y; int rows, bias_type; };     // bias NULL: none
-struct Gemv { GemvPart part[3]; int n, rows, cols; };            // rows: of all parts
+struct Gemv { GemvPart part[3]; int rows, cols; };               // rows: of all parts
 
 template <int DT> static __device__ float dot16(const char *w, int i, const float *x) {         // 16 bytes of W from element i
     if (DT == DT_F32) {
@@ -277,44 +277,40 @@ template <int MODE> static void gemv_launch(const Gemv &a, int dtype, const floa
     else if (dtype == DT_F16) KV_LAUNCH((gemv_kernel<DT_F16, MODE>),  grid, GEMV_WARPS * 32, smem, a, x);
     else                      KV_LAUNCH((gemv_kernel<DT_BF16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
 }
-template <int MODE> static void gemv_cuda(Session *s, const float *x, const Linear *p, int n) {     // one token; matrices stored alike share a launch
-    for (int i = 0; i < n; ) {
-        Gemv a;
-        memset(&a, 0, sizeof a);
-        a.cols = p[i].w->cols;
-        int dtype = p[i].w->dtype;
-        for (; i < n && p[i].w->dtype == dtype; i++) {
-            const char *b = p[i].b ? on_device(s, p[i].b) : NULL;
-            a.part[a.n++] = { on_device(s, p[i].w), b, p[i].y, p[i].w->rows, b ? p[i].b->dtype : 0 };
-            a.rows += p[i].w->rows;
-        }
-        gemv_launch<MODE>(a, dtype, x);
-    }
-}
-// out (T,O) = x (T,I) W^T, or += when add; W (O,I), T > 1. Row-major (T,O) is column-major (O,T), so cuBLAS computes W^T-transposed times x.
-static void gemm_cuda(Session *s, float *out, const float *x, const Tensor *w, int T, int add) {
-    int O = w->rows, I = w->cols;
-    const char *d = on_device(s, w);
-    cudaDataType type = w->dtype == DT_F32 ? CUDA_R_32F : w->dtype == DT_F16 ? CUDA_R_16F : CUDA_R_16BF;
-    const float one = 1, zero = 0;
-    size_t n = (size_t)T * I;
-    uint16_t *half = w->dtype == DT_F32 ? NULL : room<uint16_t>(s, ROOM_HALF, n);
-    for (int rest = 0; rest < (half ? 2 : 1); rest++) {
-        if (half) KV_LAUNCH(round_kernel, blocks(n, 256), 256, 0, half, x, w->dtype, rest, n);
-        KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &one, d, type, I, half ? (const void *)half : x, type, I,
-                             rest || add ? &one : &zero, out, CUDA_R_32F, O, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
-    }
-}
-// Products of T tokens with n matrices that read the same x (T,cols)
-template <int MODE> static void linear(Session *s, const float *x, int T, const Linear *p, int n) {
-    if (T == 1 && (MODE != GEMV_SWIGLU || p[0].w->dtype == p[1].w->dtype)) { gemv_cuda<MODE>(s, x, p, n); return; }
+template <int MODE> static void gemv_cuda(Session *s, const float *x, const Linear *p, int n) {     // one token, matrices of one dtype
+    Gemv a;
+    memset(&a, 0, sizeof a);
+    a.cols = p[0].w->cols;
     for (int i = 0; i < n; i++) {
-        if (T == 1) gemv_cuda<GEMV_STORE>(s, x, p + i, 1);
-        else {
-            gemm_cuda(s, p[i].y, x, p[i].w, T, MODE == GEMV_ADD);
-            if (p[i].b) bias_cuda(s, p[i].y, p[i].b, T, p[i].w->rows);
-        }
+        const char *b = p[i].b ? on_device(s, p[i].b) : NULL;
+        a.part[i] = { on_device(s, p[i].w), b, p[i].y, p[i].w->rows, b ? p[i].b->dtype : 0 };
+        a.rows += p[i].w->rows;
     }
+    gemv_launch<MODE>(a, p[0].w->dtype, x);
+}
+// T > 1 tokens through matrices of one dtype: y (T,O) = x (T,I) W^T + b, or y += when add; W (O,I). Row-major (T,O) is column-major
+// (O,T), so cuBLAS computes W^T-transposed times x.
+static void gemm_cuda(Session *s, const float *x, int T, const Linear *p, int n, int add) {
+    int I = p[0].w->cols, dtype = p[0].w->dtype;
+    cudaDataType type = dtype == DT_F32 ? CUDA_R_32F : dtype == DT_F16 ? CUDA_R_16F : CUDA_R_16BF;
+    const float one = 1, zero = 0;
+    size_t nx = (size_t)T * I;
+    uint16_t *half = dtype == DT_F32 ? NULL : room<uint16_t>(s, ROOM_HALF, nx);
+    for (int rest = 0; rest < (half ? 2 : 1); rest++) {
+        if (half) KV_LAUNCH(round_kernel, blocks(nx, 256), 256, 0, half, x, dtype, rest, nx);
+        for (int i = 0; i < n; i++)
+            KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, p[i].w->rows, T, I, &one, on_device(s, p[i].w), type, I, half ? (const void *)half : x, type, I,
+                                 rest || add ? &one : &zero, p[i].y, CUDA_R_32F, p[i].w->rows, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+    }
+    for (int i = 0; i < n; i++) if (p[i].b) bias_cuda(s, p[i].y, p[i].b, T, p[i].w->rows);
+}
+// Products of T tokens with up to three matrices that read the same x (T,I). Matrices stored alike go together.
+template <int MODE> static void linear(Session *s, const float *x, int T, const Linear *p, int n) {
+    int alike = 1;
+    for (int i = 1; i < n; i++) alike &= p[i].w->dtype == p[0].w->dtype;
+    if (!alike) for (int i = 0; i < n; i++) linear<MODE == GEMV_SWIGLU ? (int)GEMV_STORE : MODE>(s, x, T, p + i, 1);
+    else if (T == 1) { gemv_cuda<MODE>(s, x, p, n); return; }
+    else gemm_cuda(s, x, T, p, n, MODE == GEMV_ADD);
     size_t m = (size_t)T * p[0].w->rows;
     if (MODE == GEMV_SWIGLU) KV_LAUNCH(swiglu_kernel, blocks(m, 256), 256, 0, p[0].y, p[1].y, m);
 }

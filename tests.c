@@ -6716,6 +6716,7 @@ extern int emu_no_graphs __attribute__((weak));
 __attribute__((weak)) void emu_set_seed(int seed);                              // not there on a real GPU
 __attribute__((weak)) void emu_set_memory(size_t bytes);
 __attribute__((weak)) size_t emu_most_memory(void);
+__attribute__((weak)) long emu_count(const char *part);
 
 static const int cuda_seeds[] = { 0, 1, 7 };
 #define EACH_SEED(i) for (int i = 0; i < (emu_set_seed ? 3 : 1) && (!emu_set_seed || (emu_set_seed(cuda_seeds[i]), 1)); i++)
@@ -7129,6 +7130,101 @@ static int cuda_try(Tiny m, const char *method, const char *text) {             
     EXPECT_DIE(rc, session_close(cuda_session(m, method, text, &o)));
     options_free(o);
     return rc;
+}
+// ---- traffic: what every kernel must move and compute, from the shapes. Launches, weights and K and V rows are checked against what the
+// emulator counted; CUDA_VERBOSE=1 ./tests cuda_traffic prints the tables for Llama-3.1-8B. Bytes count once what a kernel needs from device
+// memory; what comes again from a cache (the activations of a product, K and V for a second block of queries) is not in them, but in a prefill's
+// attention it is. Symbols: kvcomp.h's, w bytes a weight, r bytes of a K and a V row, I items of a decode step's attention, b tokens of a block.
+typedef struct { const char *kernel, *name, *reads, *writes, *operations; double launches, weights, rows, read, written, flops; int tensor; } Traffic;   // read: beside weights, rows
+
+static Traffic *traffic_decode(const Config *c, double N) {      // one step with N rows behind and at it. stb_ds array
+    double L = c->L, C = c->C, F = c->F, V = c->V, H = c->H, HD = (double)c->H * c->D, GD = (double)c->G * c->D, w = (double)dtype_size(c->dtype), r = 4.0 * c->D, Q = HD + 2 * GD;
+    double chunk = ceil(floor(c->G * N / 512) / 32) * 32, items = c->G * ceil(N / (chunk < 64 ? 64 : chunk)), part = items * (H / c->G < 5 ? 4 : 8) * (c->D + 2) * 4;
+    Traffic all[] = {
+        { "step_kernel", "items of every layer", "-", "12 I L", "-", 1, 0, 0, 0, 12 * items * L, 0, 0 },
+        { "embed_kernel", "embedding", "w C", "4 C", "-", 1, C * w, 0, 0, 4 * C, 0, 0 },
+        { "rmsnorm_kernel", "norms", "(2L+1)(w C + 4 C)", "(2L+1) 4 C", "(2L+1) 4 C", 2 * L + 1, (2 * L + 1) * C * w, 0, (2 * L + 1) * 4 * C, (2 * L + 1) * 4 * C, (2 * L + 1) * 4 * C, 0 },
+        { "gemv_kernel", "q, k, v", "L (w C (HD + 2 GD) + 4 C)", "L 4 (HD + 2 GD)", "L 2 C (HD + 2 GD)", L, L * Q * C * w, 0, L * 4 * C, L * 4 * Q, L * 2 * C * Q, 0 },
+        { "rope_append_kernel", "RoPE, append", "L 4 (HD + 2 GD)", "L (4 HD + G r)", "L 3 (HD + GD)", L, 0, 0, L * 4 * Q, L * (4 * HD + c->G * r), L * 3 * (HD + GD), 0 },
+        { "decode_kernel", "attention", "L (N G r + 4 HD)", "L 16 I (D + 2)", "L 4 N HD", L, 0, L * N * c->G * r, L * 4 * HD, L * part, L * 4 * N * HD, 0 },
+        { "join_kernel", "joining", "L 16 I (D + 2)", "L 4 HD", "L 8 I (D + 2)", L, 0, 0, L * part, L * (4 * HD + 8 * H), L * part / 2, 0 },
+        { "gemv_kernel", "output, + residual", "L (w C HD + 4 HD + 4 C)", "L 4 C", "L 2 C HD", L, L * HD * C * w, 0, L * 4 * (HD + C), L * 4 * C, L * 2 * C * HD, 0 },
+        { "gemv_kernel", "gate, up, SwiGLU", "L (2 w C F + 4 C)", "L 4 F", "L 4 C F", L, L * 2 * F * C * w, 0, L * 4 * C, L * 4 * F, L * 4 * C * F, 0 },
+        { "gemv_kernel", "down, + residual", "L (w C F + 4 F + 4 C)", "L 4 C", "L 2 C F", L, L * F * C * w, 0, L * 4 * (F + C), L * 4 * C, L * 2 * C * F, 0 },
+        { "gemv_kernel", "logits", "w C V + 4 C", "4 V", "2 C V", 1, V * C * w, 0, 4 * C, 4 * V, 2 * C * V, 0 },
+    };
+    Traffic *t = NULL;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) arrput(t, all[i]);
+    return t;
+}
+// A token of a prefill of T from nothing, in blocks of b. launches: of the whole pass
+static Traffic *traffic_prefill(const Config *c, double T, double b) {
+    double L = c->L, C = c->C, F = c->F, H = c->H, HD = (double)c->H * c->D, GD = (double)c->G * c->D, w = (double)dtype_size(c->dtype), r = 4.0 * c->D, Q = HD + 2 * GD;
+    double n = L * ceil(T / b), P = C * (Q + HD + 3 * F), in = 2 * C + HD + F, out = Q + 2 * C + 2 * F, norm = (2 * L * ceil(T / b) + 1) * C * w / T;
+    Traffic all[] = {
+        { "embed_kernel", "embedding", "w C", "4 C", "-", 1, C * w, 0, 0, 4 * C, 0, 0 },
+        { "rmsnorm_kernel", "norms", "L 8 C", "L 8 C", "L 8 C", 2 * n + 1, norm, 0, L * 8 * C, L * 8 * C, L * 8 * C, 0 },
+        { "round_kernel", "activations in two halves", "L 8 (2 C + HD + F)", "L 4 (2 C + HD + F)", "-", 8 * n, 0, 0, L * 8 * in, L * 4 * in, 0, 0 },
+        { "cublasGemmEx", "products", "L (2 w P / b + 4 (5 C + HD + F) + 4 (HD + 2 GD + 2 F) + 16 C)", "L 8 (HD + 2 GD + 2 C + 2 F)", "L 4 P, P = C (2 HD + 2 GD + 3 F)", 14 * n, 2 * L * P * w / b, 0,
+          L * (4 * (5 * C + HD + F) + 4 * (Q + 2 * F) + 16 * C), L * 8 * out, L * 4 * P, 1 },
+        { "rope_append_kernel", "RoPE, append", "L 4 (HD + 2 GD)", "L (4 HD + G r)", "L 3 (HD + GD)", n, 0, 0, L * 4 * Q, L * (4 * HD + c->G * r), L * 3 * (HD + GD), 0 },
+        { "tensor_kernel", "attention", "L (H T r / 128 + 4 HD)", "L (4 HD + 8 H)", "L 4 T HD", n, 0, L * H * T * r / 128, L * 4 * HD, L * (4 * HD + 8 * H), L * 4 * T * HD, 1 },
+        { "swiglu_kernel", "SwiGLU", "L 8 F", "L 4 F", "L 4 F", n, 0, 0, L * 8 * F, L * 4 * F, L * 4 * F, 0 },
+    };
+    Traffic *t = NULL;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) arrput(t, all[i]);
+    return t;
+}
+static void traffic_print(const Traffic *t, const char *what) {   // H100: 3.35 TB/s, 990 TFLOP/s on tensor cores, 67 in f32 beside them
+    Traffic sum = { .name = "all" };
+    double least = 0;
+    printf("\n%s\n\n| kernel | what | launches | reads, bytes | writes, bytes | operations | MB read | MB written | GFLOP | us at least | bound |\n|---|---|---:|---|---|---|---:|---:|---:|---:|---|\n", what);
+    for (int i = 0; i < (int)arrlen(t); i++) {
+        double read = t[i].weights + t[i].rows + t[i].read, memory = (read + t[i].written) / 3.35e12, work = t[i].flops / (t[i].tensor ? 990e12 : 67e12);
+        printf("| %s | %s | %.0f | %s | %s | %s | %.3f | %.3f | %.3f | %.2f | %s |\n", t[i].kernel, t[i].name, t[i].launches, t[i].reads, t[i].writes, t[i].operations, read * 1e-6, t[i].written * 1e-6,
+               t[i].flops * 1e-9, 1e6 * fmax(memory, work), memory > work ? "memory" : "arithmetic");
+        sum.launches += t[i].launches; sum.read += read; sum.written += t[i].written; sum.flops += t[i].flops;
+        least += fmax(memory, work);
+    }
+    printf("| all | | %.0f | | | | %.3f | %.3f | %.3f | %.2f | |\n", sum.launches, sum.read * 1e-6, sum.written * 1e-6, sum.flops * 1e-9, 1e6 * least);
+}
+static void traffic_launches(const Traffic *t, const char *what) {                // as many as the emulator counted since it last forgot
+    for (int i = 0; i < (int)arrlen(t); i++) {
+        double n = 0;
+        for (int j = 0; j < (int)arrlen(t); j++) if (!strcmp(t[i].kernel, t[j].kernel)) n += t[j].launches;
+        CHECK((double)emu_count(t[i].kernel) == n, "%s: %s was launched %ld times, the table says %g", what, t[i].kernel, emu_count(t[i].kernel), n);
+    }
+}
+TEST(cuda_traffic, "the traffic table's launches, weight bytes and rows are those of a step and of a prefill that ran") {
+    const int T = 300, b = 128;
+    char err[256];
+    Options *o = options_of("ctk=f16 ctv=f16 batch-size=128");
+    Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
+    Weights *w = weights_synthetic(c, 1);
+    options_set(o, "device", "cuda", err);
+    Session *s = session_open(c, w, o, "full");
+    int *ids = random_ids(T, c->V);
+    Traffic *pp = traffic_prefill(c, T, b), *tg = traffic_decode(c, T + 2);
+    double weights = 0, rows = 0;
+    if (emu_count) emu_count(NULL);
+    prefill(s, ids, T);
+    if (emu_count) { CHECK(emu_count("gemv_kernel") == 1, "the last token's logits"); traffic_launches(pp, "prefill"); }
+    decode(s, ids[0]);
+    if (emu_count) emu_count(NULL);
+    memset(&s->clk, 0, sizeof s->clk);
+    decode(s, ids[1]);
+    if (emu_count) traffic_launches(tg, "decode");
+    for (int i = 0; i < (int)arrlen(tg); i++) { weights += tg[i].weights; rows += tg[i].rows; }
+    CHECK(rows == s->clk.bytes_attended, "%g bytes of rows, %g were read", rows, s->clk.bytes_attended);
+    CHECK(weights == (double)w->bytes - (c->tied ? 0 : c->V * c->C * 2.0) + c->C * 2.0, "%g bytes of weights, the model has %zu", weights, w->bytes);
+    arrfree(pp); arrfree(tg); arrfree(ids);
+    session_close(s); weights_close(w, c); options_free(o);
+    if (!getenv("CUDA_VERBOSE")) return;
+    Config big = { .L = 32, .H = 32, .G = 8, .D = 128, .C = 4096, .F = 14336, .V = 128256, .dtype = DT_BF16 };
+    pp = traffic_prefill(&big, 32768, 2048); tg = traffic_decode(&big, 32768);
+    traffic_print(tg, "A decode step, 32,768 rows of f16, BF16 weights:");
+    traffic_print(pp, "A token of a 32,768-token prefill in blocks of 2,048:");
+    arrfree(pp); arrfree(tg);
 }
 TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it; too small a device: exit 4 with the numbers and what helps") {
     const char *method[] = { "full", "full", "snapkv", "window" }, *text[] = { "ctx-size=300 ctk=f32 ctv=f32", "ctx-size=300 batch-size=64", "ctx-size=300 budget=64", "ctx-size=300 budget=64" };
