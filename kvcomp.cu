@@ -169,7 +169,7 @@ static __device__ float number(const void *p, int dtype, size_t i) {
     if (dtype == DT_F32) return ((const float *)p)[i];
     return dtype == DT_F16 ? half_get<DT_F16>(((const uint16_t *)p)[i]) : half_get<DT_BF16>(((const uint16_t *)p)[i]);
 }
-// y, x (T,n): one block a row. Blocks of one warp when there are many rows, of eight when there are few.
+// y, x (T,n): one block a row. Blocks of one warp when there are many rows; when there are few, as many as finish soonest.
 static __global__ void rmsnorm_kernel(float *y, const float *x, const void *w, int dtype, int n, float eps) {
     __shared__ float part[32];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
@@ -263,7 +263,7 @@ template <int DT, int MODE> static __global__ void __launch_bounds__(GEMV_WARPS 
 
 static void rmsnorm_cuda(Session *s, float *y, const float *x, const Tensor *w, int T, int n) {
     const char *d = on_device(s, w);
-    if (d) KV_LAUNCH(rmsnorm_kernel, T, T < 64 && n >= 512 ? 256 : 32, 0, y, x, d, w->dtype, n, s->c->eps);
+    if (d) KV_LAUNCH(rmsnorm_kernel, T, T >= 64 || n < 512 ? 32 : n < 2048 ? 256 : 1024, 0, y, x, d, w->dtype, n, s->c->eps);
 }
 static void bias_cuda(Session *s, float *y, const Tensor *b, int T, int n) {
     const char *d = on_device(s, b);
@@ -463,7 +463,7 @@ struct Work {                   // n positions: p < n_idx is row idx[p], the oth
 struct Item { int work, p0, p1; };
 enum { PIECES = 512 };                                           // about as many items as the device can take at once
 KV_HD static size_t chunk_rows(size_t total) {                   // rows of an item, of all works together: two tiles at least
-    size_t chunk = (total / PIECES + TILE - 1) / TILE * TILE;
+    size_t chunk = (total + PIECES * TILE - 1) / (PIECES * TILE) * TILE;        // at least total / PIECES: no more than PIECES items and one a work
     return chunk < 2 * TILE ? 2 * TILE : chunk;
 }
 struct Attn {                   // argument of the kernels
@@ -566,22 +566,30 @@ template <int QW, int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 
     for (int i = 0; i < QW; i++)
         for (int e = 0; e < ND; e++) if (lane + 32 * e < D) part[(size_t)i * (D + 2) + 2 + lane + 32 * e] = acc[i][e];
 }
-// One warp a query row: out (n,H,D) or NULL, stat (n,H,2) = max and sum of its softmax.
-static __global__ void join_kernel(Attn a, int BQ, float *out, float *stat) {
+// One block a query row: out (n,H,D) or NULL, stat (n,H,2) = max and sum of its softmax. The warps take turns in the row's items.
+static __global__ void __launch_bounds__(ATTN_WARPS * 32) join_kernel(Attn a, int BQ, float *out, float *stat) {
+    __shared__ float sh[ATTN_WARPS][MAX_D + 1];
     Work w = a.work[blockIdx.x];
-    int j = blockIdx.y, lane = threadIdx.x, m = w.m0 + j, D = a.D;
-    if (j >= w.m) return;                                        // whole warps only, and nobody meets below
+    int j = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m = w.m0 + j, D = a.D;
+    if (j >= w.m) return;                                        // the whole block
     size_t stride = (size_t)BQ * (D + 2), row = (size_t)(m / a.R) * a.H + w.g * a.R + m % a.R;
     const float *part = a.part + ((size_t)w.first * BQ + j) * (D + 2);
-    float top = -INFINITY, sum = 0;
-    for (int c = 0; c < w.items; c++) top = fmaxf(top, part[c * stride]);
-    for (int c = 0; c < w.items; c++) if (part[c * stride] != -INFINITY) sum += expf(part[c * stride] - top) * part[c * stride + 1];
-    for (int d = lane; out && d < D; d += 32) {
-        float x = 0;
-        for (int c = 0; c < w.items; c++) if (part[c * stride] != -INFINITY) x += expf(part[c * stride] - top) * part[c * stride + 2 + d];
-        out[row * D + d] = x / sum;
+    float top = -INFINITY, sum = 0, x[MAX_D / 32] = {0};
+    for (int c = lane; c < w.items; c += 32) top = fmaxf(top, part[c * stride]);
+    for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
+    KV_UNROLL(4) for (int c = warp; c < w.items; c += ATTN_WARPS) {
+        const float *from = part + c * stride;
+        float e = from[0] == -INFINITY ? 0 : expf(from[0] - top);
+        sum += e * from[1];
+        for (int i = 0; i < MAX_D / 32; i++) if (out && lane + 32 * i < D) x[i] += e * from[2 + lane + 32 * i];
     }
-    if (!lane) { stat[row * 2] = top; stat[row * 2 + 1] = sum; }
+    for (int i = 0; i < MAX_D / 32; i++) if (lane + 32 * i < D) sh[warp][lane + 32 * i] = x[i];
+    if (!lane) sh[warp][MAX_D] = sum;
+    __syncthreads();
+    sum = sh[0][MAX_D] + sh[1][MAX_D] + sh[2][MAX_D] + sh[3][MAX_D];
+    int d = threadIdx.x;                                         // MAX_D threads
+    if (out && d < D) out[row * D + d] = (sh[0][d] + sh[1][d] + sh[2][d] + sh[3][d]) / sum;
+    if (!d) { stat[row * 2] = top; stat[row * 2 + 1] = sum; }
 }
 // ---- decode over plain rows: K and V of one dtype, head_dim a multiple of 8
 // The rows go from device memory into registers, 16 bytes a load: LW lanes share a row, 8 dimensions each, so a warp reads 32/LW
@@ -886,7 +894,7 @@ static int view_equal(const View *a, const View *b) {
     return a->n == b->n && a->tail == b->tail && (!a->n || !memcmp(a->idx, b->idx, (size_t)a->n * sizeof(int)));
 }
 // 0: query heads with equal views did not fit into one work, and the one before has counted their rows; as on the CPU, once
-static int counts(const Session *s, int l, const Work *w) {
+static int reads_first(const Session *s, int l, const Work *w) {
     int h = w->g * (s->c->H / s->c->G) + w->m0;
     return w->m0 && view_equal(kv_view(s, l, h), kv_view(s, l, h - 1)) ? 0 : 1;
 }
@@ -941,7 +949,7 @@ static void run_items(const Attn &a, int n, int n_work, int BQ, int plain, float
         else              attend_launch<8>(a, n, out != NULL);
     }
     dim3 grid(n_work, BQ);
-    KV_LAUNCH(join_kernel, grid, 32, 0, a, BQ, out, stat);
+    KV_LAUNCH(join_kernel, grid, ATTN_WARPS * 32, 0, a, BQ, out, stat);
 }
 // Runs a plan: out (n,H,D) on the device or NULL, stat (n,H,2) -> the argument, for column sums over the same rows.
 static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *out, float *stat) {
@@ -1039,7 +1047,7 @@ static void decode_device(Session *s, int l, float *out, const float *q) {      
     Plan p = plan_decode(s, l);
     float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     Attn a = attend(s, l, q, s->base, &p, out, stat);
-    for (int i = 0; i < p.n_work; i++) s->clk.bytes_attended += (double)(counts(s, l, &p.work[i]) * p.work[i].n) * (double)(a.bytes_k + a.bytes_v);
+    for (int i = 0; i < p.n_work; i++) s->clk.bytes_attended += (double)(reads_first(s, l, &p.work[i]) * p.work[i].n) * (double)(a.bytes_k + a.bytes_v);
     if (s->wants & KV_MASS) add_mass(s, l, a, &p, stat, 1);
     scratch_reset(s, mark);
 }
@@ -1244,8 +1252,8 @@ static void step_plan(Session *s) {
         for (int i = 0; i < p.n_work; i++) {
             Work *w = &p.work[i];
             pieces += blocks(w->n_idx + kv_head(s, l, w->g)->cap - w->tail, 2 * TILE);
-            d->lists += counts(s, l, w);
-            d->rows += counts(s, l, w) * w->n;
+            d->lists += reads_first(s, l, w);
+            d->rows += reads_first(s, l, w) * w->n;
             w->idx += n_idx;
         }
         if (pieces > PIECES + p.n_work) pieces = PIECES + p.n_work;
@@ -1530,6 +1538,7 @@ void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t 
     download(y, dy, ny * sizeof(float));
     cuda_drop(dy); cuda_drop(dx);
 }
+size_t cuda_chunk(size_t total) { return chunk_rows(total); }
 int cuda_graphs(const Session *s) { return s->dev->graph != NULL; }
 }
 #endif
