@@ -3534,7 +3534,7 @@ static void head_reserve(Session *s, KVHead *h, int raw) {       // room for `ra
     if (s->wants & KV_MASS) h->mass = xrealloc(h->mass, (size_t)all * sizeof(float));
 }
 static void head_free(Session *s, KVHead *h) {
-    if (KV_DEV(s)) rows_resize_cuda(s, h, 0);                    // leaves k and v NULL
+    if (KV_DEV(s)) rows_free_cuda(s, h);
     free(h->src); free(h->pos); free(h->mass); free(h->k); free(h->v); free(h->pk); free(h->pv); free(h->reg);
     memset(h, 0, sizeof *h);
 }
@@ -3639,7 +3639,7 @@ static void move_rows(Session *s, KVHead *h, const int *keep, int n) {
     int n_packed = 0, old_packed = h->packed;
     while (n_packed < n && keep[n_packed] < old_packed) n_packed++;
     if (old_packed && n_packed < old_packed) s->packing->keep(s, h, keep, n_packed);        // sets h->packed = n_packed
-    if (KV_DEV(s)) rows_move_cuda(s, h, keep, n);                // nothing is packed there
+    if (KV_DEV(s)) rows_move_cuda(s, h, keep, n, n_packed, old_packed);
     for (int i = 0; i < n; i++) {
         int r = keep[i];
         if (i >= n_packed && !KV_DEV(s)) {
@@ -5965,9 +5965,8 @@ static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
 
 enum { PATS_MIDDLE, PATS_OLD, PATS_NEW };               // schedules
 enum { PATS_RATCHET, PATS_STATIC, PATS_FROZEN };        // policies
-enum { PATS_TRUNC, PATS_NEAREST, PATS_MID };            // rounding; mid: truncated, and half a step added on every read
-// Bytes readable behind the last element; start of a region; the paper's block; largest head_dim; how far ahead to prefetch.
-enum { PATS_GUARD = 16, PATS_ALIGN = 64, PATS_BLOCK = 64, PATS_MAX_D = 1024, PATS_AHEAD = 2048 };
+// Start of a region; largest head_dim; how far ahead to prefetch.
+enum { PATS_ALIGN = 64, PATS_MAX_D = 1024, PATS_AHEAD = 2048 };
 
 typedef struct {
     int schedule, policy, rounding, rows64, write;
@@ -5996,14 +5995,7 @@ static int pats_bits(const Pats *x, int src, int T) {
     return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, T);
 }
 
-// ---- one element: h an f16, b bits to lose
-static uint16_t pats_cut(uint16_t h, int b, int rounding) {
-    if (!b) return h;
-    unsigned m = h & 0x7fff, top = 0x7bffu >> b << b;
-    if (rounding != PATS_NEAREST || m > 0x7c00) return (uint16_t)(h >> b << b);  // a NaN is never rounded
-    m = (m + (1u << (b - 1)) - 1 + (m >> b & 1)) >> b << b;                     // nearest even; the carry into the exponent is right
-    return (uint16_t)((h & 0x8000) | (m > top ? top : m));
-}
+// ---- one element: an f16 that loses b bits is pats_cut of kvcomp.h
 static void pats_mid(uint16_t *h, int n, int b) {       // bit b-1 on, except in a zero
     if (!b) return;
     #pragma omp simd
@@ -6135,22 +6127,33 @@ static const Pats *pats_of(const Session *s) {          // the state, for the st
     return NULL;
 }
 
-// Packing.load, the hot path of attention: rows r0 .. r0+n-1, all packed, as f32.
-static void pats_load_region(const Pats *x, const KVHead *h, const Region *g, int v, int r0, int n, int D, float *buf) {
+// Packing.load, the hot path of attention: rows r0 .. r0+n-1, all packed, as f32. p: n rows of region g
+static void pats_load_region(const Pats *x, const Region *g, const unsigned char *p, int n, int D, float *buf) {
     size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-    const unsigned char *p = pats_row(h, g, v, r0, bytes);
     int mid = x->rounding == PATS_MID && g->w < 16 ? 1 << (15 - g->w) : 0, B = 8 * PATS_BLOCK / g->w;
     if (!x->rows64) { unpack_f32(buf, p, n * D, g->w, mid); return; }           // dense rows are one stream of elements
     for (int r = 0; r < n; r++, p += bytes, buf += D)
         for (int c = 0; c < D; c += B) unpack_f32(buf + c, p + c / B * PATS_BLOCK, D - c < B ? D - c : B, g->w, mid);
 }
+static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D, float *buf) {   // p lies on the GPU
+    unsigned char raw[1 << 14];
+    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
+    int step = (int)((sizeof raw - PATS_GUARD) / bytes);
+    for (int r = 0; r < n; r += step) {
+        int m = n - r < step ? n - r : step;
+        bytes_load_cuda(raw, p + r * bytes, m * bytes + PATS_GUARD);
+        pats_load_region(x, g, raw, m, D, buf + (size_t)r * D);
+    }
+}
 static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, float *buf) {
     const Pats *x = pats_of(s);
     const Region *g = h->reg;
+    int D = s->c->D;
     while (g->row0 + g->n <= r0) g++;
-    for (int m; n > 0; g++, r0 += m, n -= m, buf += (size_t)m * s->c->D) {
+    for (int m; n > 0; g++, r0 += m, n -= m, buf += (size_t)m * D) {
+        const unsigned char *p = pats_row(h, g, v, r0, pats_row_bytes(x->rows64, D, g->w));
         m = g->row0 + g->n - r0 < n ? g->row0 + g->n - r0 : n;
-        pats_load_region(x, h, g, v, r0, m, s->c->D, buf);
+        if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf); else pats_load_region(x, g, p, m, D, buf);
     }
 }
 
@@ -6187,7 +6190,8 @@ static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
         reg = region_add(reg, h->reg[g].w, x->rows64, D);
     }
     size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D);
-    for (int v = 0; v < 2; v++) {
+    if (KV_DEV(s)) rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, 0, keep, x->rounding, x->rows64);
+    for (int v = 0; v < 2 && !KV_DEV(s); v++) {
         unsigned char *to = total ? xcalloc(total, 1) : NULL;
         const Region *g = h->reg, *t = reg;
         for (int i = 0; i < n; i++) {
@@ -6217,6 +6221,12 @@ static int regions_same(const KVHead *h, const Region *reg) {
     }
     return same;
 }
+static size_t regions_stay(const Region *reg, int n, int same, int rows64, int D) {     // bytes of rows [0,same), with the gaps between
+    size_t bytes = 0;
+    for (int i = 0; i < n && reg[i].row0 < same; i++)
+        bytes = reg[i].base + (same - reg[i].row0 < reg[i].n ? same - reg[i].row0 : reg[i].n) * pats_row_bytes(rows64, D, reg[i].w);
+    return bytes;
+}
 // Rows same .. of the new table `reg` into `to`, read from where they are stored now: through already cut bits, never anew.
 static void pats_recut(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg, int same, unsigned char *to) {
     int D = s->c->D;
@@ -6244,8 +6254,12 @@ static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
     for (; n < h->len && h->src[n] < x->cut; n++) reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, D);
     int same = regions_same(h, reg), gone = n - h->packed;
     if (same == n && !gone) { arrfree(reg); return; }
-    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D), old = h->pk_bytes;
-    for (int v = 0; v < 2; v++) {
+    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D), stay = regions_stay(reg, (int)arrlen(reg), same, x->rows64, D), old = h->pk_bytes;
+    if (KV_DEV(s)) {
+        rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, stay, NULL, x->rounding, x->rows64);
+        rows_drop_cuda(s, h, gone, h->len - n);
+    }
+    for (int v = 0; v < 2 && !KV_DEV(s); v++) {
         char **p = v ? &h->pv : &h->pk, *raw = v ? h->v : h->k;
         if (same == h->packed) {                        // only new rows: they go behind the others
             *p = xrealloc(*p, total);
@@ -6253,12 +6267,7 @@ static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
             pats_recut(s, x, h, v, reg, same, (unsigned char *)*p);
         } else {
             char *to = xcalloc(total, 1);
-            size_t bytes = 0;                           // of the rows that stay
-            for (int i = 0; i < (int)arrlen(reg) && reg[i].row0 < same; i++) {
-                int stay = same - reg[i].row0 < reg[i].n ? same - reg[i].row0 : reg[i].n;
-                bytes = reg[i].base + stay * pats_row_bytes(x->rows64, D, reg[i].w);
-            }
-            if (bytes) memcpy(to, *p, bytes);
+            if (stay) memcpy(to, *p, stay);
             pats_recut(s, x, h, v, reg, same, (unsigned char *)to);
             free(*p);
             *p = to;
@@ -6295,7 +6304,7 @@ static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass)
     }
     if (cut <= 0) return;
     x->cut = cut > x->cut ? cut : x->cut;
-    #pragma omp parallel for schedule(dynamic) if (T > 1024)
+    #pragma omp parallel for schedule(dynamic) if (T > 1024 && !KV_DEV(s))
     for (int i = 0; i < s->c->L * s->c->G; i++) pats_pack_head(s, x, &s->head[i]);
 }
 
@@ -6304,6 +6313,14 @@ static void pats_write(Session *s, Pats *x, int l, int T_pass) {
     int D = s->c->D, T = s->n_tok;
     if (!x->write || !x->b_max) return;
     if (!x->T1) x->T1 = x->n1 = T;
+    if (KV_DEV(s)) {
+        size_t mark = scratch_mark(s);
+        unsigned char *bits = scratch(s, (size_t)T_pass);
+        for (int t = 0; t < T_pass; t++) bits[t] = (unsigned char)pats_bits(x, s->base + t, T);
+        rows_cut_cuda(s, l, bits, T_pass, x->rounding);
+        scratch_reset(s, mark);
+        return;
+    }
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
         for (int r = h->len - T_pass; r < h->len; r++) {

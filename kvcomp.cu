@@ -50,12 +50,19 @@ struct Map { Copied at[MAP_SIZE]; int n; };
 struct Shared { const Weights *w; int users; Map map; Shared *next; };      // one upload of a model, whatever the number of sessions
 static Shared *all_shared;
 
+struct Packed;
+struct Rows {
+    int *src, n_src;            // copy of KVHead.src, with room for n_src
+    int cap;                    // raw rows there is room for; KVHead.cap says so too, except while rows are being packed
+    Packed *pack, *spare; int n_pack, n_spare;      // regions of the packed rows, and the table before: room for so many
+    size_t pk_bytes;            // bytes allocated for KVHead.pk (and for .pv)
+};
 struct Device {
     cublasHandle_t blas;
     Room room[N_ROOMS];
     Shared *base;               // the model's tensors
     Map alt;                    // tensors of Session.alt
-    int **src;                  // (L*G) device copies of KVHead.src, as long as the head's cap
+    struct Rows *rows;          // (L*G) what the device holds of a head beside KVHead.k and .v
     int n_tok;                  // tokens ROOM_TOK holds
 };
 template <class T> static T *room(Session *s, int which, size_t n) {
@@ -256,8 +263,9 @@ static __device__ void row_put(char *row, int kind, int d, int D, float x) {
     else ((uint16_t *)row)[d] = kind == ROW_F16 ? f32_to_f16(x) : f32_to_bf16(x);
 }
 enum { MAX_G = 64 };                            // KV heads a kernel's argument has room for
-struct HeadRef { char *k, *v; int *src; int row; };              // row: where the new rows begin
+struct HeadRef { char *k, *v; int *src; const Packed *pack; int packed, len; };  // rows [0,packed) are pack's, k and v hold the others
 struct HeadRefs { HeadRef at[MAX_G]; };
+static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane);  // section 12
 
 // k, v (n,G,D) -> rows. One warp a (token, KV head); src of row t is tok0 + t.
 static __global__ void append_kernel(HeadRefs heads, const float *k, const float *v, int G, int D, int kind_k, int kind_v,
@@ -265,12 +273,12 @@ static __global__ void append_kernel(HeadRefs heads, const float *k, const float
     int t = blockIdx.x, g = blockIdx.y, lane = threadIdx.x;
     HeadRef h = heads.at[g];
     const float *from_k = k + ((size_t)t * G + g) * D, *from_v = v + ((size_t)t * G + g) * D;
-    size_t r = (size_t)h.row + t;
+    size_t r = (size_t)h.len - h.packed + t;
     for (int d = lane; d < D + 31 - (D + 31) % 32; d += 32) {    // whole blocks of 32, so that all lanes meet in row_put
         row_put(h.k + r * bytes_k, kind_k, d, D, d < D ? from_k[d] : 0);
         row_put(h.v + r * bytes_v, kind_v, d, D, d < D ? from_v[d] : 0);
     }
-    if (!lane) h.src[r] = tok0 + t;
+    if (!lane) h.src[h.len + t] = tok0 + t;
 }
 // to[i] = from[rows[i]], n rows of `bytes` bytes (an even number), two bytes a thread
 static __global__ void gather_kernel(char *to, const char *from, const int *rows, size_t bytes, size_t n) {
@@ -279,24 +287,34 @@ static __global__ void gather_kernel(char *to, const char *from, const int *rows
 }
 
 static char *grown(char *old, size_t have, size_t want) {        // realloc in device memory
+    if (have == want) return old;
     char *p = device_new(want);
     if (have && want) KV_CUDA(cudaMemcpy(p, old, have < want ? have : want, cudaMemcpyDeviceToDevice));
     device_free(old);
     return p;
 }
-void rows_resize_cuda(Session *s, KVHead *h, int cap) {          // h->cap is still the old one
+void rows_resize_cuda(Session *s, KVHead *h, int cap) {          // raw rows there is to be room for; h->packed are counted already
     size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
-    int **src = &s->dev->src[h - s->head];
-    h->k = grown(h->k, h->cap * bk, cap * bk);
-    h->v = grown(h->v, h->cap * bv, cap * bv);
-    *src = (int *)grown((char *)*src, h->cap * sizeof(int), cap * sizeof(int));
+    Rows *r = &s->dev->rows[h - s->head];
+    int all = h->packed + cap;
+    h->k = grown(h->k, r->cap * bk, cap * bk);
+    h->v = grown(h->v, r->cap * bv, cap * bv);
+    r->src = (int *)grown((char *)r->src, r->n_src * sizeof(int), all * sizeof(int));
+    r->cap = cap; r->n_src = all;
+}
+void rows_free_cuda(Session *s, KVHead *h) {
+    Rows *r = &s->dev->rows[h - s->head];
+    void *all[] = { h->k, h->v, h->pk, h->pv, r->src, r->pack, r->spare };
+    for (void *p : all) device_free(p);
+    h->k = h->v = h->pk = h->pv = NULL;
+    memset(r, 0, sizeof *r);
 }
 static HeadRefs head_refs(const Session *s, int l) {
     HeadRefs r;
     memset(&r, 0, sizeof r);
     for (int g = 0; g < s->c->G; g++) {
         const KVHead *h = kv_head(s, l, g);
-        r.at[g] = { h->k, h->v, s->dev->src[h - s->head], h->len };
+        r.at[g] = { h->k, h->v, s->dev->rows[h - s->head].src, s->dev->rows[h - s->head].pack, h->packed, h->len };
     }
     return r;
 }
@@ -306,20 +324,27 @@ void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0,
     KV_LAUNCH(append_kernel, grid, 32, 0, head_refs(s, l), k, v, G, D, row_kind(s->fk), row_kind(s->fv),
               s->fk->row_bytes(D), s->fv->row_bytes(D), s->base + t0);
 }
-void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n) {            // row i becomes row keep[i]; what follows is free
+// Of n rows of `bytes` bytes, row i becomes row rows[i]; what follows is free
+static void rows_gather(Session *s, char *p, size_t bytes, const int *rows, int n) {
     int first = 0;
-    while (first < n && keep[first] == first) first++;           // those stay where they are
+    while (first < n && rows[first] == first) first++;           // those stay where they are
     if (first == n) return;
     size_t m = n - first;
-    int *rows = room<int>(s, ROOM_LIST, m);
-    upload(rows, keep + first, m * sizeof(int));
-    struct { char *p; size_t bytes; } part[] = { { h->k, s->fk->row_bytes(s->c->D) }, { h->v, s->fv->row_bytes(s->c->D) },
-                                                 { (char *)s->dev->src[h - s->head], sizeof(int) } };
-    for (auto &x : part) {                                       // threads run in any order, so the rows go through a second buffer
-        char *to = room<char>(s, ROOM_MOVE, m * x.bytes);
-        KV_LAUNCH(gather_kernel, blocks(m * (x.bytes / 2), 256), 256, 0, to, x.p, rows, x.bytes, m);
-        KV_CUDA(cudaMemcpy(x.p + first * x.bytes, to, m * x.bytes, cudaMemcpyDeviceToDevice));
-    }
+    int *list = room<int>(s, ROOM_LIST, m);
+    char *to = room<char>(s, ROOM_MOVE, m * bytes);              // threads run in any order, so the rows go through a second buffer
+    upload(list, rows + first, m * sizeof(int));
+    KV_LAUNCH(gather_kernel, blocks(m * (bytes / 2), 256), 256, 0, to, p, list, bytes, m);
+    KV_CUDA(cudaMemcpy(p + first * bytes, to, m * bytes, cudaMemcpyDeviceToDevice));
+}
+// Row i becomes row keep[i]. Of the old_packed packed rows n_packed stay, and packing->keep has seen to them: raw rows and sources are left.
+void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed, int old_packed) {
+    size_t mark = scratch_mark(s);
+    int *raw = (int *)scratch(s, (size_t)(n + 1) * sizeof(int));
+    for (int i = n_packed; i < n; i++) raw[i - n_packed] = keep[i] - old_packed;
+    rows_gather(s, h->k, s->fk->row_bytes(s->c->D), raw, n - n_packed);
+    rows_gather(s, h->v, s->fv->row_bytes(s->c->D), raw, n - n_packed);
+    rows_gather(s, (char *)s->dev->rows[h - s->head].src, sizeof(int), keep, n);
+    scratch_reset(s, mark);
 }
 // buf (n,D) f32 on the host. Hooks ask from any of their threads
 void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf) {
@@ -372,10 +397,13 @@ static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w,
     if (!i) *any = see;                                          // 0: the tile lies before every query's sliding window
 }
 // to (n,stride) = rows row[0..n) as f32
-static __device__ void load_tile(float *to, int stride, const char *rows, size_t bytes, int kind, const int *row, int n, int D) {
-    int lane = threadIdx.x & 31;
-    for (int j = threadIdx.x >> 5; j < n; j += ATTN_WARPS)
-        for (int d = lane; d < D; d += 32) to[j * stride + d] = row_get(rows + row[j] * bytes, kind, d);
+static __device__ void load_tile(float *to, int stride, const Attn &a, const HeadRef &h, int v, const int *row, int n) {
+    int lane = threadIdx.x & 31, kind = v ? a.kind_v : a.kind_k;
+    for (int j = threadIdx.x >> 5; j < n; j += ATTN_WARPS) {
+        if (row[j] < h.packed) { load_packed(to + j * stride, h, v, row[j], a.D, lane); continue; }
+        const char *from = (v ? h.v : h.k) + (row[j] - h.packed) * (v ? a.bytes_v : a.bytes_k);
+        for (int d = lane; d < a.D; d += 32) to[j * stride + d] = row_get(from, kind, d);
+    }
 }
 // score[i] = q of the warp's row i times the lane's key
 template <int QW> static __device__ void score_rows(float *score, const float *q, const float *key, int D) {
@@ -413,7 +441,7 @@ template <int QW, int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 
         list_rows(a, h, w, p, n, row, src, any);
         __syncthreads();
         if (!*any) continue;
-        load_tile(kv, D + 1, h.k, a.bytes_k, a.kind_k, row, n, D);
+        load_tile(kv, D + 1, a, h, 0, row, n);
         __syncthreads();
         score_rows<QW>(score, q + warp * QW * D, kv + (lane < n ? lane : 0) * (D + 1), D);
         int first = a.tok0 + w.m0 / a.R, masked = a.rule != VIS_CAUSAL || a.window || src[n - 1] > first;
@@ -433,7 +461,7 @@ template <int QW, int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 
         if (lane % LANES == 0) fix[warp * QW + lane / LANES] = c;
         if (ND) {
             __syncthreads();                                     // the keys are done with
-            load_tile(kv, D + 1, h.v, a.bytes_v, a.kind_v, row, n, D);
+            load_tile(kv, D + 1, a, h, 1, row, n);
             __syncthreads();
             for (int i = 0; i < QW; i++) for (int e = 0; e < ND; e++) acc[i][e] *= fix[warp * QW + i];
             for (int j = 0; j < n; j++)
@@ -480,7 +508,7 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
     if (n <= 0) return;                                          // the same for the whole block
     list_rows(a, h, w, p, n, row, src, any);
     __syncthreads();
-    load_tile(kv, D + 1, h.k, a.bytes_k, a.kind_k, row, n, D);
+    load_tile(kv, D + 1, a, h, 0, row, n);
     for (int t0 = 0; t0 < n_q; t0 += 32) {
         __syncthreads();
         for (int j = warp; j < 32; j += ATTN_WARPS)
@@ -628,7 +656,10 @@ static void decode_device(Session *s, int l, float *out, const float *q) {      
     Plan p = plan_decode(s, l);
     float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     Attn a = attend(s, l, q, s->base, &p, out, stat);
-    for (int i = 0; i < p.n_work; i++) s->clk.bytes_attended += (double)p.work[i].n * (double)(a.bytes_k + a.bytes_v);
+    for (int i = 0; i < p.n_work; i++) {
+        const KVHead *h = kv_head(s, l, p.work[i].g);
+        s->clk.bytes_attended += (double)p.work[i].n * ((double)(h->cap * (a.bytes_k + a.bytes_v) + 2 * h->pk_bytes) / (h->packed + h->cap));
+    }
     if (s->wants & KV_MASS) add_mass(s, l, a, &p, stat, 1);
     scratch_reset(s, mark);
 }
@@ -854,11 +885,10 @@ int device_open(Session *s) {
     char why[128];
     snprintf(why, sizeof why, "at most %d KV heads of an even head_dim up to %d, found %d of %d", MAX_G, MAX_D, G, D);
     if (D > MAX_D || D % 2 || G > MAX_G) return refuse(s, why);
-    if (s->packing) return refuse(s, "pats keeps bit-packed rows, which cannot be read on the GPU yet");
     if (cudaGetDeviceCount(&n) != cudaSuccess || n < 1) return refuse(s, "no CUDA device can be used");
     s->dev = (Device *)xcalloc(1, sizeof *s->dev);
     KV_BLAS(cublasCreate(&s->dev->blas));
-    s->dev->src = (int **)xcalloc((size_t)s->c->L * G, sizeof(int *));
+    s->dev->rows = (Rows *)xcalloc((size_t)s->c->L * G, sizeof(Rows));
     s->dev->base = shared_open(s);
     return 0;
 }
@@ -869,9 +899,154 @@ void device_close(Session *s) {                                  // after the ro
     map_clear(&d->alt);
     shared_close(d->base);
     KV_BLAS(cublasDestroy(d->blas));
-    free(d->src); free(d);
+    free(d->rows); free(d);
     s->dev = NULL;
 }
+
+// ==================================================================================================== 12 PATS
+// Packed rows are read where they lie: element e of a region starts at bit e*w, so a lane fetches the one or two 32-bit words that
+// hold it, shifts and masks. Packing works the other way around, a thread makes one word of the new bytes: the elements it
+// touches are read from where they are stored now (packed or raw), cut if the new table says more, and no two threads write alike.
+// The bytes are those of kvcomp.c, guard and gaps included. kvcomp.c keeps the books and decides; these are its inner loops.
+
+struct Packed {                 // device memory: a header and the table
+    const uint32_t *k, *v;
+    int n_reg, rows64, mid;     // mid: half a step is added on reading
+    Region reg[1];              // (n_reg) ascending by row0
+};
+static __device__ const Region *region_of(const Packed *p, int r) {
+    int lo = 0, hi = p->n_reg - 1;                               // the last region with row0 <= r
+    while (lo < hi) { int m = (lo + hi + 1) / 2; if (p->reg[m].row0 <= r) lo = m; else hi = m - 1; }
+    return &p->reg[lo];
+}
+// The f16 of element d of row r of region g, cut bits 0. words: K's or V's
+static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, int rows64, int r, int d, int D) {
+    size_t bit = (size_t)(r - g->row0) * D * g->w + (size_t)d * g->w;
+    if (rows64) {
+        int B = 8 * PATS_BLOCK / g->w;
+        bit = ((size_t)(r - g->row0) * ((D + B - 1) / B) + d / B) * (8 * PATS_BLOCK) + d % B * g->w;
+    }
+    const uint32_t *p = words + g->base / 4 + bit / 32;
+    uint64_t two = p[0] | (bit % 32 + g->w > 32 ? (uint64_t)p[1] << 32 : 0);
+    return (uint16_t)(two >> bit % 32 << (16 - g->w));
+}
+// pats_load_region for one row: to (D) = K (v 0) or V of row r, by one warp
+static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane) {
+    const Packed *p = h.pack;
+    const Region *g = region_of(p, r);
+    int add = p->mid && g->w < 16 ? 1 << (15 - g->w) : 0;
+    for (int d = lane; d < D; d += 32) {
+        uint16_t x = packed_half(v ? p->v : p->k, g, p->rows64, r, d, D);
+        to[d] = half_get<DT_F16>((uint16_t)(x & 0x7fff ? x | add : x));
+    }
+}
+
+struct Repack {                 // row i of the new table is row rows[i] of what is stored now (rows NULL: row i)
+    HeadRef now;
+    const Packed *next;         // whose k and v are written
+    const int *rows;
+    size_t word0, words;        // words [word0,words) are made
+    int rounding, D;
+};
+// pats_cut of element d of the new row r of region g
+static __device__ uint16_t repacked_half(const Repack &a, int v, const Region *g, int r, int d) {
+    const Packed *p = a.now.pack;
+    int from = a.rows ? a.rows[r] : r, b = 16 - g->w;
+    if (from >= a.now.packed) return pats_cut(((const uint16_t *)(v ? a.now.v : a.now.k))[(size_t)(from - a.now.packed) * a.D + d], b, a.rounding);
+    const Region *old = region_of(p, from);
+    uint16_t x = packed_half(v ? p->v : p->k, old, p->rows64, from, d, a.D);
+    return b > 16 - old->w ? pats_cut(x, b, a.rounding) : x;
+}
+static __global__ void repack_kernel(Repack a) {                 // blockIdx.y: K, V. pats_recut and pats_keep
+    size_t word = a.word0 + (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (word >= a.words) return;
+    const Packed *p = a.next;
+    int i = p->n_reg - 1, v = blockIdx.y;
+    while (i && p->reg[i].base > word * 4) i--;
+    Region g = p->reg[i];
+    int w = g.w, B = p->rows64 ? 8 * PATS_BLOCK / w : a.D, per = (a.D + B - 1) / B;    // elements and number of a row's blocks; dense: one
+    size_t at = (word * 4 - g.base) * 8, block = p->rows64 ? at / (8 * PATS_BLOCK) : 0, all = p->rows64 ? B : (size_t)g.n * a.D;
+    uint32_t out = 0;
+    if (p->rows64) at %= 8 * PATS_BLOCK;
+    for (size_t e = at / w; e * w < at + 32 && e < all; e++) {
+        size_t r = p->rows64 ? block / per : e / a.D;
+        int d = p->rows64 ? (int)(block % per * B + e) : (int)(e % a.D);
+        if (r >= (size_t)g.n || d >= a.D) break;
+        uint32_t x = repacked_half(a, v, &g, g.row0 + (int)r, d) >> (16 - w);
+        out |= e * w >= at ? x << (e * w - at) : x >> (at - e * w);
+    }
+    ((uint32_t *)(v ? p->v : p->k))[word] = out;
+}
+// raw rows row0 .. of the KV heads lose bits[t] bits (--pats-when=write). grid (T,G)
+static __global__ void cut_kernel(HeadRefs heads, const unsigned char *bits, int T, int D, int rounding) {
+    HeadRef h = heads.at[blockIdx.y];
+    int t = blockIdx.x, b = bits[t], mid = rounding == PATS_MID && b ? 1 << (b - 1) : 0;
+    uint16_t *row[2] = { (uint16_t *)h.k, (uint16_t *)h.v };
+    for (int v = 0; v < 2; v++)
+        for (int d = threadIdx.x; d < D; d += 32) {
+            uint16_t *x = row[v] + (size_t)(h.len - h.packed - T + t) * D + d, y = pats_cut(*x, b, rounding);
+            *x = (uint16_t)(y & 0x7fff ? y | mid : y);
+        }
+}
+
+// The packed rows of h become those of table reg (n_reg), `bytes` bytes: row i is row rows[i] (NULL: row i) of what is stored now. The
+// first `stay` bytes hold rows that are the same in both. Sets pk and pv; the caller then sets reg, packed and pk_bytes. Memory is asked
+// for in steps of PACK_STEP bytes, so that rows that are packed one by one (static, frozen) are mostly added in place.
+enum { PACK_STEP = 4096 };
+static Packed *pack_table(Session *s, Rows *r, const Packed *head, const Region *reg) {    // in the spare, which becomes r->pack
+    size_t bytes = offsetof(Packed, reg) + (size_t)head->n_reg * sizeof(Region), mark = scratch_mark(s);
+    if (head->n_reg > r->n_spare) {
+        device_free(r->spare);
+        r->n_spare = head->n_reg + 8;
+        r->spare = (Packed *)device_new(offsetof(Packed, reg) + (size_t)r->n_spare * sizeof(Region));
+    }
+    char *host = (char *)scratch(s, bytes);
+    memcpy(host, head, offsetof(Packed, reg));
+    memcpy(host + offsetof(Packed, reg), reg, (size_t)head->n_reg * sizeof(Region));
+    upload(r->spare, host, bytes);
+    scratch_reset(s, mark);
+    return r->spare;
+}
+void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, size_t stay, const int *rows, int rounding, int rows64) {
+    Rows *r = &s->dev->rows[h - s->head];
+    size_t want = (bytes + PACK_STEP - 1) / PACK_STEP * PACK_STEP;
+    int n = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0, only_added = want == r->pk_bytes && !rows && stay && stay == h->pk_bytes - PATS_GUARD;
+    char *pk = only_added ? h->pk : device_new(want), *pv = only_added ? h->pv : device_new(want);
+    if (n) {
+        int *list = rows ? room<int>(s, ROOM_LIST, n) : NULL;
+        if (rows) upload(list, rows, (size_t)n * sizeof(int));
+        Packed head = { (const uint32_t *)pk, (const uint32_t *)pv, n_reg, rows64, rounding == PATS_MID, {} };
+        HeadRef now = { h->k, h->v, NULL, r->pack, h->packed, h->len };
+        Repack a = { now, pack_table(s, r, &head, reg), list, stay / 4, (bytes + 3) / 4, rounding, s->c->D };
+        for (int v = 0; v < 2 && !only_added && stay >= 4; v++) KV_CUDA(cudaMemcpy(v ? pv : pk, v ? h->pv : h->pk, stay / 4 * 4, cudaMemcpyDeviceToDevice));
+        dim3 grid(blocks(a.words - a.word0, 128), 2);
+        KV_LAUNCH(repack_kernel, grid, 128, 0, a);
+        Packed *old = r->pack;                                   // the tables change places
+        int n_old = r->n_pack;
+        r->pack = r->spare; r->n_pack = r->n_spare;
+        r->spare = old; r->n_spare = n_old;
+    }
+    if (!only_added) { device_free(h->pk); device_free(h->pv); }
+    h->pk = pk; h->pv = pv;
+    r->pk_bytes = want;
+}
+// The first `gone` raw rows are packed now: the `left` others move up
+void rows_drop_cuda(Session *s, KVHead *h, int gone, int left) {
+    struct { char *p; size_t bytes; } part[] = { { h->k, s->fk->row_bytes(s->c->D) }, { h->v, s->fv->row_bytes(s->c->D) } };
+    if (!gone || !left) return;
+    for (auto &x : part) {                                       // the ranges may overlap
+        char *mid = room<char>(s, ROOM_MOVE, left * x.bytes);
+        KV_CUDA(cudaMemcpy(mid, x.p + gone * x.bytes, left * x.bytes, cudaMemcpyDeviceToDevice));
+        KV_CUDA(cudaMemcpy(x.p, mid, left * x.bytes, cudaMemcpyDeviceToDevice));
+    }
+}
+void rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int rounding) {    // the last T rows of layer l lose bits (T)
+    unsigned char *dev = (unsigned char *)room<char>(s, ROOM_LIST, T);
+    dim3 grid(T, s->c->G);
+    upload(dev, bits, T);
+    KV_LAUNCH(cut_kernel, grid, 32, 0, head_refs(s, l), dev, T, s->c->D, rounding);
+}
+void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, n); }
 
 // ==================================================================================================== TESTS
 // Doors for tests.c, which cannot see static functions of another file.
@@ -881,6 +1056,11 @@ void *cuda_put(const void *host, size_t bytes) { char *p = device_new(bytes); up
 void cuda_get(void *host, const void *dev, size_t bytes) { download(host, dev, bytes); }
 void cuda_drop(void *dev) { device_free(dev); }
 void cuda_tokens(Session *s) { upload_tokens(s); }
+size_t cuda_held(const Session *s) {                             // bytes of K and V rows really asked for
+    size_t n = 0, row = s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
+    for (int i = 0; i < s->c->L * s->c->G; i++) n += s->dev->rows[i].cap * row + 2 * s->dev->rows[i].pk_bytes;
+    return n;
+}
 // y, x (T,..) on the host. 'm' product, 'n' norm, 'b' y += bias, 's' y = silu(y) x, 'a' y += x
 void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx, const Tensor *w, int T) {
     float *dy = (float *)cuda_put(y, ny * sizeof(float)), *dx = (float *)cuda_put(x, nx * sizeof(float));

@@ -220,6 +220,15 @@ KV_HD static inline uint16_t f32_to_f16(float f) {      // nearest even; saturat
     a += 0xfff + (a >> 13 & 1);
     return (uint16_t)(s | (a - 0x38000000) >> 13);
 }
+enum { PATS_TRUNC, PATS_NEAREST, PATS_MID };            // how PATS rounds; mid: truncated, and half a step added on every read
+enum { PATS_BLOCK = 64, PATS_GUARD = 16 };              // the paper's block; bytes readable behind the last packed element
+KV_HD static inline uint16_t pats_cut(uint16_t h, int b, int rounding) {                  // one element: h an f16, b bits to lose
+    if (!b) return h;
+    unsigned m = h & 0x7fff, top = 0x7bffu >> b << b;
+    if (rounding != PATS_NEAREST || m > 0x7c00) return (uint16_t)(h >> b << b);           // a NaN is never rounded
+    m = (m + (1u << (b - 1)) - 1 + (m >> b & 1)) >> b << b;                               // nearest even; the carry into the exponent is right
+    return (uint16_t)((h & 0x8000) | (m > top ? top : m));
+}
 KV_HD static inline uint64_t splitmix64(uint64_t *state) {
     uint64_t z = (*state += 0x9e3779b97f4a7c15ull);
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
@@ -326,7 +335,12 @@ void   device_close(Session *s);                                                
 float *pass_cuda(Session *s, int T);                                               // pass() of section 7
 void   rows_resize_cuda(Session *s, KVHead *h, int cap);                           // room for cap rows; h->cap is still the old one
 void   rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n);  // k, v: device memory; h->len is still the old one
-void   rows_move_cuda(Session *s, KVHead *h, const int *keep, int n);              // row i = row keep[i]
+void   rows_free_cuda(Session *s, KVHead *h);                                      // all of them; leaves k, v, pk and pv NULL
+void   rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed, int old_packed);    // row i = row keep[i]
+void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, size_t stay, const int *rows, int rounding, int rows64);
+void   rows_drop_cuda(Session *s, KVHead *h, int gone, int left);                  // raw rows gone.. move up: those before are packed
+void   rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int rounding);   // the last T rows lose bits (T), in place
+void   bytes_load_cuda(void *to, const void *from, size_t n);
 void   rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf);  // n neighbours unpacked to buf (n,D) on the host
 void   rows_store_cuda(char *to, const char *raw, size_t bytes);
 void   attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n);

@@ -3794,7 +3794,7 @@ TEST(pats_pack, "packing is bit-exact for every w, head size, both formats, 1..7
                     pats_read_row(back, (unsigned char *)h.pk + r * bytes, D, w, rows64);
                     for (int d = 0; d < D; d++) bad += back[d] != all[r * D + d] || slow_element((unsigned char *)h.pk + r * bytes, d, w, rows64) != all[r * D + d] >> (16 - w);
                 }
-                pats_load_region(&x, &h, &reg, 0, r0, m, D, buf);
+                pats_load_region(&x, &reg, pats_row(&h, &reg, 0, r0, pats_row_bytes(rows64, D, reg.w)), m, D, buf);
                 for (int k = 0; k < m * D; k++) {
                     uint16_t e = all[r0 * D + k];
                     if (x.rounding == PATS_MID) pats_mid(&e, 1, 16 - w);
@@ -6709,6 +6709,7 @@ void *cuda_put(const void *host, size_t bytes);
 void  cuda_get(void *host, const void *dev, size_t bytes);
 void  cuda_drop(void *dev);
 void  cuda_tokens(Session *s);
+size_t cuda_held(const Session *s);
 void  cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx, const Tensor *w, int T);
 __attribute__((weak)) void emu_set_seed(int seed);                              // not there on a real GPU
 
@@ -6782,10 +6783,10 @@ TEST(cuda_math, "products (gemv, gemm; f32, f16, bf16), norms, biases, SwiGLU at
 // ---- two sessions with the same rows, one on each side; rows are put in directly, so the heads' contents are known to the bit
 typedef struct { Tiny m; Options *oc, *od; Session *c, *d; } Pair;
 
-static Pair pair_open(Tiny m, const char *text) {
+static Pair pair_open(Tiny m, const char *method, const char *text) {
     Pair p = { .m = m, .oc = options_of(text) };
-    p.c = session_open(m.c, m.w, p.oc, "full");
-    p.d = cuda_session(m, "full", text, &p.od);
+    p.c = session_open(m.c, m.w, p.oc, method);
+    p.d = cuda_session(m, method, text, &p.od);
     return p;
 }
 static void pair_close(Pair *p) { session_close(p->c); session_close(p->d); options_free(p->oc); options_free(p->od); }
@@ -6805,22 +6806,34 @@ static void pair_append(Pair *p, int n, double k_std) {                         
     }
     free(t);
 }
-static int pair_rows_differ(const Pair *p) {                                     // heads whose stored bytes, tokens or positions differ
-    int bad = 0, D = p->m.c->D;
-    for (int i = 0; i < p->m.c->L * p->m.c->G; i++) {
-        const KVHead *a = &p->c->head[i], *b = &p->d->head[i];
-        size_t nk = a->len * p->c->fk->row_bytes(D), nv = a->len * p->c->fv->row_bytes(D);
-        char *raw = xmalloc(nk + nv + 1);
-        int diff = a->len != b->len || a->cap != b->cap;
-        if (!diff && a->len) {
-            cuda_get(raw, b->k, nk); cuda_get(raw + nk, b->v, nv);
-            diff = memcmp(raw, a->k, nk) || memcmp(raw + nk, a->v, nv) || memcmp(a->src, b->src, a->len * sizeof(int)) || memcmp(a->pos, b->pos, a->len * sizeof(int));
-        }
-        bad += diff;
-        free(raw);
-    }
-    return bad + (kv_bytes(p->c) != kv_bytes(p->d)) + (kv_meta_bytes(p->c) != kv_meta_bytes(p->d));
+static int bytes_differ(const void *host, const void *dev, size_t n) {           // dev: device memory
+    char *x = xmalloc(n + 1);
+    if (n) cuda_get(x, dev, n);
+    int diff = n && memcmp(x, host, n);
+    free(x);
+    return diff;
 }
+static int tables_differ(const KVHead *a, const KVHead *b) {                     // of packed rows
+    int bad = a->packed != b->packed || a->n_reg != b->n_reg;
+    for (int i = 0; i < a->n_reg && !bad; i++) {
+        const Region *x = &a->reg[i], *y = &b->reg[i];
+        bad = x->row0 != y->row0 || x->n != y->n || x->w != y->w || x->base != y->base;
+    }
+    return bad;
+}
+static int head_differs(const Session *c, const KVHead *a, const KVHead *b) {    // a on the CPU, b on the device: rows, tokens, positions, packed rows
+    size_t raw = a->len - a->packed, n = a->len * sizeof(int);
+    if (a->len != b->len || a->cap != b->cap || a->pk_bytes != b->pk_bytes || tables_differ(a, b)) return 1;
+    if (n && (memcmp(a->src, b->src, n) || memcmp(a->pos, b->pos, n))) return 1;
+    return bytes_differ(a->k, b->k, raw * c->fk->row_bytes(c->c->D)) || bytes_differ(a->v, b->v, raw * c->fv->row_bytes(c->c->D)) ||
+           bytes_differ(a->pk, b->pk, a->pk_bytes) || bytes_differ(a->pv, b->pv, a->pk_bytes);
+}
+static int device_differs(const Session *c, const Session *d) {                     // heads that differ, and the sums of bytes
+    int bad = 0;
+    for (int i = 0; i < c->c->L * c->c->G; i++) bad += head_differs(c, &c->head[i], &d->head[i]);
+    return bad + (kv_bytes(c) != kv_bytes(d)) + (kv_meta_bytes(c) != kv_meta_bytes(d));
+}
+static int pair_rows_differ(const Pair *p) { return device_differs(p->c, p->d); }
 static void pair_keep(Pair *p, int l, int g, int first, int step, int from) {    // the first rows, and every step-th from `from` on
     int n = 0, len = kv_head(p->c, l, g)->len, *keep = xmalloc((len + 1) * sizeof(int));
     while (n < first) { keep[n] = n; n++; }
@@ -6835,7 +6848,7 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
         Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
         char text[64];
         snprintf(text, sizeof text, "ctk=%s ctv=%s", format[f], format[(f + 1) % 4]);
-        Pair p = pair_open(m, text);
+        Pair p = pair_open(m, "full", text);
         pair_append(&p, 70, f == 1 ? 30000 : 1);                                 // f16: some values saturate
         CHECK(!pair_rows_differ(&p), "%s: append", format[f]);
         pair_keep(&p, 0, 0, 0, 3, 1); pair_keep(&p, 0, 2, 4, 1, 9); pair_keep(&p, 1, 1, 0, 1, 70);
@@ -6905,12 +6918,60 @@ TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to
         m.c->windowed = xcalloc(2, 1);
         m.c->windowed[1] = 1; m.c->window = 21;
         int n = (int[]){ 37, 1, 5, 3 }[i];
-        Pair p = pair_open(m, i == 2 ? "ctk=q8_0 ctv=f16" : i == 3 ? "ctk=bf16 ctv=f16" : "");
+        Pair p = pair_open(m, "full", i == 2 ? "ctk=q8_0 ctv=f16" : i == 3 ? "ctk=bf16 ctv=f16" : "");
         p.c->wants = p.d->wants = i == 3 ? 0 : KV_MASS;
         pair_append(&p, 100, 1);
         for (int g = 0; g < shape[i][1]; g++) pair_keep(&p, 0, g, 0, 2 + g, g);     // unequal heads
         pair_append(&p, n, 1);
         for (int l = 0; l < 2; l++) pair_attention(&p, l, n);
+        pair_close(&p); tiny_free(m);
+    }
+}
+
+static void pair_loads(Pair *p, int l, int g) {                                  // rows as f32, what hooks read
+    int D = p->m.c->D, len = kv_head(p->c, l, g)->len, rows[64], n = 0;
+    for (int r = 0; r < len && n < 64; r += 1 + r % 3) rows[n++] = r;
+    float *a = normals((size_t)len * D, 1), *b = normals((size_t)len * D, 1);
+    for (int v = 0; v < 2; v++) {
+        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), NULL, 0, len, a); (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), NULL, 0, len, b);
+        CHECK(!memcmp(a, b, (size_t)len * D * sizeof *a), "load of all rows");
+        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), rows, 0, n, a); (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), rows, 0, n, b);
+        CHECK(!memcmp(a, b, (size_t)n * D * sizeof *a), "load of a list of rows");
+    }
+    free(a); free(b);
+}
+static void pair_pass(Pair *p, int n) {                                          // rows of n tokens, and the end of the pass
+    pair_append(p, n, 1);
+    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL) pats_commit(s, s->part[0].ms, s->c->L, NULL, n);
+}
+TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the CPU's after cutting, re-packing, dropping and truncating; attention reads them") {
+    const char *text[] = { "ctk=f16 ctv=f16 pats-window=9 pats-sink=3", "ctk=f16 ctv=f16 pats-window=9 pats-sink=3 pats-bmax=10 pats-round=mid pats-format=rows64",
+                           "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-round=nearest", "ctk=f16 ctv=f16 pats-window=0 pats-sink=0 pats-schedule=old pats-policy=static pats-tend=150 pats-format=rows64",
+                           "ctk=f16 ctv=f16 pats-window=7 pats-policy=static pats-tend=150 pats-bmax=10" };
+    EACH_SEED(seed) for (int i = 0; i < 5; i++) {
+        int D = (int[]){ 40, 64, 48, 128, 8 }[i];
+        Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
+        Pair p = pair_open(m, "pats", text[i]);
+        pair_pass(&p, 70);
+        CHECK(!pair_rows_differ(&p) && kv_head(p.d, 0, 0)->packed > 30, "%s: first pass", text[i]);
+        for (int k = 0; k < 14; k++) {
+            pair_pass(&p, 1 + k % 2);
+            CHECK(!pair_rows_differ(&p), "%s: pass %d", text[i], k);
+        }
+        pair_keep(&p, 0, 0, 0, 3, 1); pair_keep(&p, 0, 2, 4, 1, 40); pair_keep(&p, 1, 1, 0, 1, 88); pair_keep(&p, 1, 0, 80, 2, 81);
+        CHECK(!pair_rows_differ(&p), "%s: keep", text[i]);
+        pair_pass(&p, 13);
+        CHECK(!pair_rows_differ(&p), "%s: a pass after rows were dropped", text[i]);
+        for (int l = 0; l < 2; l++) {
+            pair_attention(&p, l, 13);
+            for (int g = 0; g < 3; g++) pair_loads(&p, l, g);
+        }
+        kv_truncate(p.c, 60); kv_truncate(p.d, 60);
+        CHECK(!pair_rows_differ(&p), "%s: truncate", text[i]);
+        pair_pass(&p, 40);
+        CHECK(!pair_rows_differ(&p), "%s: growing again", text[i]);
+        size_t held = cuda_held(p.d), told = kv_bytes(p.d);
+        CHECK(held >= told && held < told + 6 * 2 * 4096, "%s: %zu bytes held, %zu told: packed rows come in steps of 4096", text[i], held, told);
         pair_close(&p); tiny_free(m);
     }
 }
@@ -6921,7 +6982,7 @@ static int views_differ(const Session *a, const Session *b) {
     for (int i = 0; i < a->c->L * a->c->H; i++) bad += !same_view(&a->view[i], &b->view[i]);
     for (int i = 0; i < a->c->L * a->c->G; i++) {
         const KVHead *x = &a->head[i], *y = &b->head[i];
-        bad += x->len != y->len || memcmp(x->src, y->src, x->len * sizeof(int)) || memcmp(x->pos, y->pos, x->len * sizeof(int));
+        bad += x->len != y->len || memcmp(x->src, y->src, x->len * sizeof(int)) || memcmp(x->pos, y->pos, x->len * sizeof(int)) || tables_differ(x, y);
     }
     return bad;
 }
@@ -6955,28 +7016,38 @@ static void dialogues_alt(const char *method, const char *text, const Layer *alt
 }
 static void dialogues(const char *method, const char *text) { dialogues_alt(method, text, NULL); }
 TEST(cuda_full, "-d cuda equals the CPU over three turns: full, with -b 7 and f16 rows too")  { dialogues("full", "ctk=f16 ctv=f16"); dialogues("full", "batch-size=7"); }
-TEST(cuda_streaming, "streaming, also re-rotating") { dialogues("streaming", "budget=20"); dialogues("streaming", "budget=20 streaming-rerotate"); }
-TEST(cuda_snapkv, "snapkv")       { dialogues("snapkv", "budget=20 obs-window=4"); }
-TEST(cuda_adakv, "adakv")         { dialogues("adakv", "budget=20 obs-window=4"); }
-TEST(cuda_h2o, "h2o, once and in every step") { dialogues("h2o", "budget=20"); dialogues("h2o", "budget=20 h2o=stream"); }
-TEST(cuda_expected, "expected-attention: the project hook") { dialogues("expected-attention", "budget=20 sink=2"); }
-TEST(cuda_lychee, "lychee")       { dialogues("lychee", "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4"); }
-TEST(cuda_quest, "quest")         { dialogues("quest", "budget=48 quest-full-layers=0"); }
+TEST(cuda_streaming, "streaming, also re-rotating") { dialogues("streaming", "ctk=f16 ctv=f16 budget=20"); dialogues("streaming", "ctk=f16 ctv=f16 budget=20 streaming-rerotate"); }
+TEST(cuda_snapkv, "snapkv")       { dialogues("snapkv", "ctk=f16 ctv=f16 budget=20 obs-window=4"); }
+TEST(cuda_adakv, "adakv")         { dialogues("adakv", "ctk=f16 ctv=f16 budget=20 obs-window=4"); }
+TEST(cuda_h2o, "h2o, once and in every step") { dialogues("h2o", "ctk=f16 ctv=f16 budget=20"); dialogues("h2o", "ctk=f16 ctv=f16 budget=20 h2o=stream"); }
+TEST(cuda_expected, "expected-attention: the project hook") { dialogues("expected-attention", "ctk=f16 ctv=f16 budget=20 sink=2"); }
+TEST(cuda_lychee, "lychee")       { dialogues("lychee", "ctk=f16 ctv=f16 budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4"); }
+TEST(cuda_quest, "quest")         { dialogues("quest", "ctk=f16 ctv=f16 budget=48 quest-full-layers=0"); }
 TEST(cuda_dililazy, "dililazy") {
     double score[12];
     char text[400];
     for (int i = 0; i < 12; i++) score[i] = .1 * (i % 5) + .05;
     char *json = scores_text(2, 6, score), *path = temp_text(json);
-    snprintf(text, sizeof text, "budget=24 obs-window=8 dililazy-scores=%s", path);
+    snprintf(text, sizeof text, "ctk=f16 ctv=f16 budget=24 obs-window=8 dililazy-scores=%s", path);
     dialogues("dililazy", text);
     free(json); temp_done(path);
 }
-TEST(cuda_loopserve, "loopserve, and its prefill with lychee's decode") { dialogues("loopserve", "budget=24"); dialogues("loopserve-p+streaming", "budget=24"); }
+TEST(cuda_loopserve, "loopserve, and its prefill with lychee's decode") { dialogues("loopserve", "ctk=f16 ctv=f16 budget=24"); dialogues("loopserve-p+streaming", "ctk=f16 ctv=f16 budget=24"); }
 TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
     Tiny nexus = tiny_model(2, 6, 3, 16, 24, 40, 53, 77);
     dialogues_alt("sonic", "sonic-untrained sonic-k=2 quiet", nexus.w->layer);
     dialogues_alt("sonic", "sonic-untrained sonic-k=2 sonic-oneshot quiet", nexus.w->layer);
     tiny_free(nexus);
+}
+TEST(cuda_pats, "pats: every policy, rounding and format, cut before attention too; with methods that drop and select rows") {
+    dialogues("pats", "ctk=f16 ctv=f16 pats-window=8 pats-sink=3");
+    dialogues("pats", "ctk=f16 ctv=f16 pats-window=8 pats-schedule=new pats-round=nearest pats-format=rows64");
+    dialogues("pats", "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-round=mid pats-when=write");
+    dialogues("pats", "ctk=f16 ctv=f16 pats-window=2 pats-policy=static pats-tend=100 pats-bmax=10 pats-schedule=old");
+    dialogues("pats", "ctk=f16 ctv=f16 pats-bmax=0");
+    dialogues("snapkv+pats", "ctk=f16 ctv=f16 budget=20 obs-window=4 pats-window=8");
+    dialogues("lychee+pats", "ctk=f16 ctv=f16 budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 pats-window=8");
+    dialogues("loopserve-p+streaming+pats", "ctk=f16 ctv=f16 budget=20 pats-window=8");
 }
 TEST(cuda_model, "qk-norm, biases, tied f16 and bf16 weights, sliding windows and q8_0 rows agree with the CPU") {
     EACH_SEED(seed) {
@@ -6995,15 +7066,12 @@ TEST(cuda_model, "qk-norm, biases, tied f16 and bf16 weights, sliding windows an
         tiny_free(m);
     }
 }
-TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: pats, a head_dim past 128; sessions give everything back") {
+TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: a head_dim past 128; sessions give everything back") {
     Tiny m = tiny_model(1, 2, 1, 130, 16, 16, 11, 1), n = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
     Options *o = NULL;
     int rc;
     EXPECT_DIE(rc, cuda_session(m, "full", "", &o));
     CHECK(rc == EXIT_USAGE && strstr(die_text, "head_dim"), "%d: %s", rc, die_text);
-    options_free(o);
-    EXPECT_DIE(rc, cuda_session(n, "pats", "", &o));
-    CHECK(rc == EXIT_USAGE && strstr(die_text, "pats"), "%d: %s", rc, die_text);
     options_free(o);
     Script p = { 1, { 20 }, { 2 }, 1 };
     Session *s = cuda_session(n, "full", "", &o);
