@@ -3605,6 +3605,13 @@ static const void *rows_ready(const Session *s, const KVHead *h, int v, const in
 void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 0, rows, r0, n, buf); }
 void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 1, rows, r0, n, buf); }
 
+const float *on_host(Session *s, const float *q, int t0, int n) {
+    size_t row = (size_t)s->c->H * s->c->D;
+    if (!KV_DEV(s)) return q + t0 * row;
+    float *copy = scratch(s, n * row * sizeof(float));
+    host_copy_cuda(copy, q + t0 * row, n * row);
+    return copy;
+}
 int kv_longest(const Session *s, int l) {
     int n = 0;
     for (int g = 0; g < s->c->G; g++) if (kv_head(s, l, g)->len > n) n = kv_head(s, l, g)->len;
@@ -4592,7 +4599,6 @@ static const Opt streaming_opts[] = { { "streaming-rerotate", 'b', "0", "re-numb
 //   window_scores -> one score a KV head -> max over neighbours -> the best `cap` rows and the last w
 
 typedef struct { int window, kernel, agg; } Snap;       // --obs-window w, --kernel, --gqa-agg
-enum { AGG_MEAN, AGG_MAX, AGG_SUM };
 
 static int refuse(Session *s, const char *fmt, ...) KV_PRINTF(2, 3);
 static int refuse(Session *s, const char *fmt, ...) {   // what an open hook returns when the options do not fit
@@ -4640,24 +4646,38 @@ static int keep_best(int *keep, const float *score, int n, int cap, int len) {
     for (int r = n; r < len; r++) keep[kept++] = r;
     return kept;
 }
-// Pooled scores (G,N) of each KV head's candidates; N = kv_longest. Heads first, then pool (rules.md A6).
-static float *snap_scores(Session *s, const Snap *x, int l, const float *q, int T, int w) {
-    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l);
-    float *row = scratch(s, (size_t)s->c->H * N * sizeof(float)), *one = scratch(s, (size_t)N * sizeof(float));
-    float *pooled = scratch(s, (size_t)G * N * sizeof(float));
+// Pooled scores of each KV head's candidates n[g], (G,N) or, under POOL_ONLY, (H,N); N = kv_longest. Device memory in a device session.
+static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, int T, int w, int order, int *n) {     // n (G) is set here
+    int H = s->c->H, G = s->c->G, R = H / G, agg = order == JOIN_POOL ? x->agg : AGG_MEAN;
+    size_t N = kv_longest(s, l);
+    for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
+    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, agg, x->kernel, order);
+    float *row = scratch(s, H * N * sizeof(float)), *pooled = scratch(s, H * N * sizeof(float)), *one = scratch(s, N * sizeof(float));
     window_scores(s, l, q, T, x->window, row);
     for (int g = 0; g < G; g++) {
-        int n = candidates(kv_head(s, l, g), w);
-        join_heads(one, row + (size_t)g * R * N, n, N, R, x->agg);
-        pool_max(pooled + (size_t)g * N, one, n, x->kernel);
+        float *from = row + g * R * N, *to = pooled + g * R * N;
+        if (order == JOIN_POOL) {
+            join_heads(one, from, n[g], N, R, agg);
+            pool_max(pooled + g * N, one, n[g], x->kernel);
+            continue;
+        }
+        for (int r = 0; r < R; r++) pool_max(to + r * N, from + r * N, n[g], x->kernel);
+        if (order == POOL_JOIN) join_heads(pooled + g * N, to, n[g], N, R, agg);
     }
     return pooled;
 }
-static void snap_keep(Session *s, int l, const float *score, int w, const int *cap) {       // score (G,N), cap (G)
-    int N = kv_longest(s, l), *keep = scratch(s, (size_t)N * sizeof(int));
-    for (int g = 0; g < s->c->G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        kv_keep(s, l, g, keep, keep_best(keep, score + (size_t)g * N, candidates(h, w), cap[g], h->len));
+// idx (S,per), count (S): the k[i] largest of the first n[i] of each row of x (S,stride), which lies where the rows lie
+static void top_k_rows(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count) {
+    if (KV_DEV(s)) { top_k_rows_cuda(s, x, S, stride, n, k, idx, per, count); return; }
+    for (int i = 0; i < S; i++) count[i] = top_k(x + i * stride, n[i], k[i], idx + (size_t)i * per);
+}
+static void snap_keep(Session *s, int l, const float *score, const int *n, const int *cap) {     // score (G,N); n, cap (G): candidates, and how many of them stay
+    int G = s->c->G, N = kv_longest(s, l), *keep = scratch(s, (size_t)G * N * sizeof(int)), *kept = scratch(s, (size_t)G * sizeof(int));
+    top_k_rows(s, score, G, N, n, cap, keep, N, kept);
+    for (int g = 0; g < G; g++) {
+        int *to = keep + (size_t)g * N;
+        for (int r = n[g]; r < kv_head(s, l, g)->len; r++) to[kept[g]++] = r;
+        kv_keep(s, l, g, to, kept[g]);
     }
 }
 
@@ -4670,10 +4690,10 @@ static void snapkv_commit(Session *s, void *ms, int l, const float *q, int T) {
     int B = budget_now(s), w = snap_kept_window(x, B);
     if (!snap_due(s, l, B)) return;
     size_t mark = scratch_mark(s);
-    float *score = snap_scores(s, x, l, q, T, w);
-    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
     for (int g = 0; g < s->c->G; g++) cap[g] = B - w;
-    snap_keep(s, l, score, w, cap);
+    snap_keep(s, l, score, n, cap);
     scratch_reset(s, mark);
 }
 
@@ -4682,22 +4702,28 @@ static void snapkv_commit(Session *s, void *ms, int l, const float *q, int T) {
 //   base = B-w;  share_g = sum(best base of g) / sum(all of g);  cnt_g = rows of g among the G*base best of score * share
 //   cap_g = rint(0.8 cnt_g + floor(0.2 base)), at most the rows there are; what a short head leaves over is not given on
 // **Differs from the paper:** heads are KV heads; a layer is compressed iff its candidates exceed G*base.
-static void adakv_caps(Session *s, int l, const float *score, int w, int base, int *cap) {   // score (G,N), cap (G)
-    int G = s->c->G, N = kv_longest(s, l), n = 0, from = 0;
-    float *all = scratch(s, (size_t)G * N * sizeof(float));
-    int *idx = scratch(s, (size_t)G * N * sizeof(int));
-    for (int g = 0; g < G; g++) {
+// Shares are of sums in fixed point: a layer's heads compete for rows, so two devices must get the same sums in any order.
+static float *adakv_shares(Session *s, const float *score, int N, const int *n, int base) {      // score (G,N) -> (sum of n), where score lies
+    if (KV_DEV(s)) return adakv_shares_cuda(s, score, N, n, base);
+    float *all = scratch(s, (size_t)s->c->G * N * sizeof(float)), *to = all;
+    int *idx = scratch(s, (size_t)N * sizeof(int));
+    for (int g = 0; g < s->c->G; g++) {
         const float *x = score + (size_t)g * N;
-        int rows = candidates(kv_head(s, l, g), w), k = top_k(x, rows, base, idx);
-        double best = 0, sum = 0;
-        for (int i = 0; i < k; i++) best += x[idx[i]];
-        for (int r = 0; r < rows; r++) sum += x[r];
-        for (int r = 0; r < rows; r++) all[n++] = sum > 0 ? (float)(x[r] * (best / sum)) : 0;
+        int64_t best = 0, sum = 0;
+        for (int i = 0, k = top_k(x, n[g], base, idx); i < k; i++) best += fixed_mass(x[idx[i]]);
+        for (int r = 0; r < n[g]; r++) sum += fixed_mass(x[r]);
+        for (int r = 0; r < n[g]; r++) *to++ = sum > 0 ? (float)(x[r] * ((double)best / (double)sum)) : 0;
     }
-    int k = top_k(all, n, G * base, idx);               // ties go to the lower (head, row)
+    return all;
+}
+static void adakv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {   // score (G,N); n, cap (G)
+    int G = s->c->G, N = kv_longest(s, l), total = 0, want = G * base, k, from = 0;
+    for (int g = 0; g < G; g++) total += n[g];
+    int *idx = scratch(s, (size_t)want * sizeof(int));
+    top_k_rows(s, adakv_shares(s, score, N, n, base), 1, 0, &total, &want, idx, want, &k);       // ties go to the lower (head, row)
     for (int g = 0, i = 0; g < G; g++) {
         int cnt = 0;
-        for (from += candidates(kv_head(s, l, g), w); i < k && idx[i] < from; i++) cnt++;
+        for (from += n[g]; i < k && idx[i] < from; i++) cnt++;
         cap[g] = (int)rint(0.8 * cnt + base / 5);
     }
 }
@@ -4709,10 +4735,10 @@ static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
     for (int g = 0; g < s->c->G; g++) rows += candidates(kv_head(s, l, g), w);
     if (rows <= (long)s->c->G * (B - w)) return;
     size_t mark = scratch_mark(s);
-    float *score = snap_scores(s, x, l, q, T, w);
-    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
-    adakv_caps(s, l, score, w, B - w, cap);
-    snap_keep(s, l, score, w, cap);
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
+    adakv_caps(s, l, score, n, B - w, cap);
+    snap_keep(s, l, score, n, cap);
     scratch_reset(s, mark);
 }
 
@@ -4731,10 +4757,10 @@ static void pyramidkv_commit(Session *s, void *ms, int l, const float *q, int T)
     int B = budget_now(s), w = snap_kept_window(x, B);
     if (!snap_due(s, l, B)) return;
     size_t mark = scratch_mark(s);
-    float *score = snap_scores(s, x, l, q, T, w);
-    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
     for (int g = 0; g < s->c->G; g++) cap[g] = pyramid_cap(l, s->c->L, s->n_tok, B, w);
-    snap_keep(s, l, score, w, cap);
+    snap_keep(s, l, score, n, cap);
     scratch_reset(s, mark);
 }
 
@@ -5188,7 +5214,11 @@ static void lines_attend(Session *s, int l, const Lines *lines, float *out, cons
     if (dense == H) { attn_prefill(s, l, out, q, 0, T); return; }
     size_t mark = scratch_mark(s);
     Tile *tiles = tiles_new(s);
-    for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, out, q, T, tiles);
+    size_t all = (size_t)T * H * s->c->D;
+    float *to = KV_DEV(s) ? scratch(s, all * sizeof(float)) : out;
+    q = on_host(s, q, 0, T);
+    for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, to, q, T, tiles);
+    if (KV_DEV(s)) host_give_cuda(out, to, all);
     scratch_reset(s, mark);
 }
 static int lines_open(Session *s, const char *name) {    // what every method with line attention needs of the parts beside it
@@ -5301,6 +5331,7 @@ static void minference_attend(Session *s, void *ms, int l, float *out, const flo
     float *P = scratch(s, room * m * N * sizeof(float)), *sum = scratch(s, room * N * sizeof(float));
     int *idx = scratch(s, room * N * sizeof(int));
     double t = now();
+    const float *host = on_host(s, q, 0, T);
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * H * s->c->D))
     for (int h = 0; h < H; h++) {
         int id = thread_id(), R[MINF_LAST];
@@ -5309,7 +5340,7 @@ static void minference_attend(Session *s, void *ms, int l, float *out, const flo
         a[h].tile64 = 1;
         a[h].dense = a[h].n <= MINF_S;                   // the offsets always taken are every cell
         if (a[h].dense) continue;
-        line_probs(s, l, h, q, T, R, m, P + (size_t)id * m * N, inv, &tiles[id]);
+        line_probs(s, l, h, host, T, R, m, P + (size_t)id * m * N, inv, &tiles[id]);
         minference_lines(ms, &a[h], R, m, P + (size_t)id * m * N, sum + (size_t)id * N, idx + (size_t)id * N);
     }
     timed(&s->clk.index, t);
@@ -5416,6 +5447,7 @@ static void quest_select(Session *s, void *ms, int l, const float *q) {
     size_t mark = scratch_mark(s), per = (size_t)2 * R * D + (size_t)(R + 1) * pages;
     float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
     int *idx = scratch(s, (size_t)n_threads() * (want + want * PAGE) * sizeof(int));
+    q = on_host(s, q, 0, 1);
     #pragma omp parallel for schedule(static) if (pages > 64)
     for (int g = 0; g < G; g++) {
         float *split = room + (size_t)thread_id() * per, *sc = split + (size_t)2 * R * D, *u = sc + (size_t)R * pages;
@@ -5750,6 +5782,7 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     LoopRoom *room = loop_rooms(s, m, kv_longest(s, l));
     LoopFound *found = scratch(s, (size_t)H * sizeof *found);
     int *rows = scratch(s, (size_t)m * sizeof(int));
+    const float *host = on_host(s, q, 0, T);
     sample_rows(T, m, x->seed, s->turn, l, rows);        // the same tokens for all heads
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * H * s->c->D))
     for (int h = 0; h < H; h++) {
@@ -5758,7 +5791,7 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
         a[h].dense = a[h].n <= x->min_context;
         if (a[h].dense) continue;
         for (int i = 0; i < m; i++) w->R[i] = a[h].p0 + rows[i];
-        line_probs(s, l, h, q, T, w->R, m, w->P, w->inv, &tiles[thread_id()]);
+        line_probs(s, l, h, host, T, w->R, m, w->P, w->inv, &tiles[thread_id()]);
         loop_choose(x, &p, &a[h], w, &found[h]);
     }
     for (int h = 0; h < H; h++) loop_count(x, &a[h], &found[h]);
@@ -5829,7 +5862,7 @@ static int loop_due(const Session *s, const LoopServe *x) {      // line 3: n_o 
 }
 static void loopserve_select(Session *s, void *ms, int l, const float *q) {
     LoopServe *x = ms;
-    memcpy(ring_slot(s, x, l, s->base), q, (size_t)s->c->H * s->c->D * sizeof(float));
+    memcpy(ring_slot(s, x, l, s->base), on_host(s, q, 0, 1), (size_t)s->c->H * s->c->D * sizeof(float));
     if (loop_due(s, x)) loop_select(s, x, l);
 }
 static void loop_prompt_done(Session *s, LoopServe *x) {         // the end of a prefill
@@ -5856,7 +5889,8 @@ static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T)
     }
     if (l == L || s->decoding || !x->decodes) return;
     x->ring_from = s->base + T - n;                              // a prefill refills the ring
-    for (int i = 0; i < n; i++) memcpy(ring_slot(s, x, l, x->ring_from + i), q + (T - n + i) * row, row * sizeof(float));
+    q = on_host(s, q, T - n, n);
+    for (int i = 0; i < n; i++) memcpy(ring_slot(s, x, l, x->ring_from + i), q + i * row, row * sizeof(float));
 }
 static void loopserve_forget(Session *s, void *ms, int n_tok) {
     LoopServe *x = ms;
@@ -7105,6 +7139,7 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
     double t0 = now();
     size_t mark = scratch_mark(s);
     SeekRoom *w = seek_rooms(s, x, &x->tree[l * G], R);
+    q = on_host(s, q, 0, 1);
     #pragma omp parallel for schedule(static) if (x->M > 256)
     for (int g = 0; g < G; g++) select_group(s, x, l, g, q + (size_t)g * R * D, &w[thread_id()]);
     scratch_reset(s, mark);
@@ -7797,24 +7832,16 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
         x->base = B - w;
         dililazy_caps(x->inf, s->c->L, x->heads, x->base, x->beta, x->eps, x->alloc, x->cap);
     }
-    size_t mark = scratch_mark(s), N = kv_longest(s, l);
-    float *row = scratch(s, H * N * sizeof(float)), *pooled = scratch(s, R * N * sizeof(float));
-    int *keep = scratch(s, N * sizeof(int));
-    window_scores(s, l, q, T, x->snap.window, row);
-    for (int g = 0; g < G; g++) {
-        const KVHead *hd = kv_head(s, l, g);
-        int n = candidates(hd, w), len = hd->len;
-        for (int r = 0; r < R; r++) pool_max(pooled + r * N, row + (g * R + r) * N, n, x->snap.kernel);
-        if (x->heads < H) {                             // gqa=kv
-            join_heads(pooled, pooled, n, N, R, AGG_MEAN);
-            kv_keep(s, l, g, keep, keep_best(keep, pooled, n, x->cap[l * G + g], len));
-            continue;
-        }
-        for (int r = 0; r < R; r++) {
-            int kept = top_k(pooled + r * N, n, x->cap[l * H + g * R + r], keep);
-            view_set(s, l, g * R + r, keep, kept, n);
-        }
-        kv_compact(s, l, g);                            // rows that no query head of the group reads are given back
+    size_t mark = scratch_mark(s);
+    int N = kv_longest(s, l), per_group = x->heads < H, *keep = scratch(s, (size_t)H * N * sizeof(int));      // per_group: --dililazy-gqa=kv
+    int *n = scratch(s, (size_t)G * sizeof(int)), *wide = scratch(s, (size_t)H * sizeof(int)), *kept = scratch(s, (size_t)H * sizeof(int));
+    float *score = pooled_scores(s, &x->snap, l, q, T, w, per_group ? POOL_JOIN : POOL_ONLY, n);
+    if (per_group) snap_keep(s, l, score, n, x->cap + (size_t)l * G);
+    else {
+        for (int h = 0; h < H; h++) wide[h] = n[h / R];
+        top_k_rows(s, score, H, N, wide, x->cap + (size_t)l * H, keep, N, kept);
+        for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
+        for (int g = 0; g < G; g++) kv_compact(s, l, g); // rows that no query head of the group reads are given back
     }
     scratch_reset(s, mark);
 }

@@ -1,8 +1,8 @@
 // kvcomp.cu - the GPU half of kvcomp. The same sections as kvcomp.c, under the same banners: read kvcomp.c first.
 //
 // Session.dev != NULL means: KVHead.k and .v are device memory, and everything else of a head (src, pos, mass, lengths)
-// stays on the host, where the methods decide. The arithmetic of a pass runs here; hooks get f32 copies of q, k, v when
-// some part has a hook that wants them. Layouts are kvcomp.h's: x (T,C), q (T,H,D), k v (T,G,D), rows as their Format says.
+// stays on the host, which keeps the books. The arithmetic of a pass runs here; hooks get q and out where they lie, on the
+// device (project hooks get copies on the host). Layouts are kvcomp.h's: x (T,C), q (T,H,D), k v (T,G,D), rows as their Format says.
 //
 // Kernels use 32-lane warps, full masks, blocks of whole warps, no early return before the last meeting point, and shared
 // memory as one dynamic array in templates: then cuda_emu.h can run them on a CPU and check all of that.
@@ -40,7 +40,7 @@ static int blocks(size_t n, int per) { return (int)((n + per - 1) / per); }
 
 struct Room { char *p; size_t bytes; };
 enum { ROOM_X, ROOM_H, ROOM_Q, ROOM_K, ROOM_V, ROOM_OUT, ROOM_GATE, ROOM_UP, ROOM_COS, ROOM_HALF, ROOM_IDS, ROOM_TOK, ROOM_PLAN,
-       ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_LIST, ROOM_LOGITS, ROOM_HOOK_Q, ROOM_HOOK_OUT, N_ROOMS };
+       ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_LIST, ROOM_LOGITS, ROOM_POOL, ROOM_TOP, ROOM_TOP_IDX, N_ROOMS };
 
 // Host tensors that lie on the device too, found by their host address.
 enum { MAP_SIZE = 1 << 13 };
@@ -616,8 +616,8 @@ static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *
     KV_LAUNCH(join_kernel, grid, 32, 0, a, p->BQ, out, stat);
     return a;
 }
-// Column sums (H,N) to the host: head h reads list[h]. list (H) uses the idx of a.
-static void column_sums(Session *s, const Attn &a, const Work *list, const float *stat, int n_q, int N, float factor, float *host) {
+// Column sums (H,N) on the device: head h reads list[h]. list (H) uses the idx of a.
+static float *column_sums(Session *s, const Attn &a, const Work *list, const float *stat, int n_q, int N, float factor) {
     size_t bytes = (size_t)a.H * sizeof(Work);
     Work *dev = (Work *)room<char>(s, ROOM_LIST, bytes);
     float *col = room<float>(s, ROOM_COL, (size_t)a.H * N);
@@ -625,7 +625,7 @@ static void column_sums(Session *s, const Attn &a, const Work *list, const float
     KV_CUDA(cudaMemset(col, 0, (size_t)a.H * N * sizeof(float)));
     dim3 grid(blocks(N, TILE), a.H);
     KV_LAUNCH(column_kernel, grid, ATTN_WARPS * 32, column_smem(a.D), a, dev, stat, n_q, N, factor, col);
-    download(host, col, (size_t)a.H * N * sizeof(float));
+    return col;
 }
 // KV_MASS: probabilities of n_q queries into the heads' mass, which the host keeps.
 static void add_mass(Session *s, int l, const Attn &a, const Plan *p, const float *stat, int n_q) {
@@ -636,7 +636,7 @@ static void add_mass(Session *s, int l, const Attn &a, const Plan *p, const floa
         for (int j = 0; j < p->work[i].m; j++) list[p->work[i].g * a.R + p->work[i].m0 + j] = p->work[i];
     for (int h = 0; h < H; h++) if (list[h].n > N) N = list[h].n;
     float *sum = (float *)scratch(s, (size_t)H * N * sizeof(float));
-    column_sums(s, a, list, stat, n_q, N, 1, sum);
+    download(sum, column_sums(s, a, list, stat, n_q, N, 1), (size_t)H * N * sizeof(float));
     for (int h = 0; h < H; h++) {
         const Work *w = &list[h];
         float *mass = kv_head(s, l, w->g)->mass;
@@ -663,34 +663,27 @@ static void decode_device(Session *s, int l, float *out, const float *q) {      
     if (s->wants & KV_MASS) add_mass(s, l, a, &p, stat, 1);
     scratch_reset(s, mark);
 }
-// What hooks call: q and out on the host.
-void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n) {
-    size_t m = (size_t)n * s->c->H * s->c->D;
-    float *dq = room<float>(s, ROOM_HOOK_Q, m), *dout = room<float>(s, ROOM_HOOK_OUT, m);
-    upload(dq, q, m * sizeof(float));
-    prefill_device(s, l, dout, dq, t0, n);
-    download(out, dout, m * sizeof(float));
-}
-void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
-    size_t m = (size_t)s->c->H * s->c->D;
-    float *dq = room<float>(s, ROOM_HOOK_Q, m), *dout = room<float>(s, ROOM_HOOK_OUT, m);
-    upload(dq, q, m * sizeof(float));
-    decode_device(s, l, dout, dq);
-    download(out, dout, m * sizeof(float));
-}
-// Two passes over the keys, max and sum first, then columns: memory O(H N), whatever W.
-void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score) {
+// What hooks call: q and out are the pass's own, on the device.
+void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n) { prefill_device(s, l, out, q, t0, n); }
+void attn_decode_cuda(Session *s, int l, float *out, const float *q) { decode_device(s, l, out, q); }
+void host_copy_cuda(float *to, const float *from, size_t n) { download(to, from, n * sizeof(float)); }
+void host_give_cuda(float *to, const float *from, size_t n) { upload(to, from, n * sizeof(float)); }
+// Two passes over the keys, max and sum first, then columns: memory O(H N), whatever W. -> (H,N) on the device
+static float *window_device(Session *s, int l, const float *q, int T, int W) {
     int H = s->c->H, w = T < W ? T : W, N = kv_longest(s, l), tok0 = s->base + T - w;
     size_t mark = scratch_mark(s), row = (size_t)H * s->c->D;
-    float *dq = room<float>(s, ROOM_HOOK_Q, w * row), *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
-    if (!N) return;
-    upload(dq, q + (T - w) * row, w * row * sizeof(float));
+    float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
     Plan p = plan_prefill(s, l, tok0, w, 1);
-    Attn a = attend(s, l, dq, tok0, &p, NULL, stat);
+    Attn a = attend(s, l, q + (T - w) * row, tok0, &p, NULL, stat);
     Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work));
     for (int h = 0; h < H; h++) list[h] = { h / a.R, 0, 1, kv_head(s, l, h / a.R)->len, 0, 0, 0, 0, 0, 0 };
-    column_sums(s, a, list, stat, w, N, 1 / (float)w, score);
+    float *score = column_sums(s, a, list, stat, w, N, 1 / (float)w);
     scratch_reset(s, mark);
+    return score;
+}
+void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score) {         // score (H,N) on the host
+    size_t n = (size_t)s->c->H * kv_longest(s, l);
+    if (n) download(score, window_device(s, l, q, T, W), n * sizeof(float));
 }
 
 // ==================================================================================================== 7 MODEL
@@ -698,18 +691,16 @@ void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *
 
 #define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
 
-struct Pass { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs, *host_q, *host_k, *host_v, *host_out; int span, want_project, want_q; };
+struct Pass { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs, *host_q, *host_k, *host_v; int span, want_project; };
 
 static Pass pass_room(Session *s, int T) {
     const Config *c = s->c;
-    int whole = s->rule != VIS_CAUSAL, b = s->batch < T ? s->batch : T, sparse = 0;
+    int whole = s->rule != VIS_CAUSAL, b = s->batch < T ? s->batch : T;
     Pass r;
     memset(&r, 0, sizeof r);
     EACH_PART(s, p) {
         whole |= p->m->project || p->m->attend || p->m->commit;
         r.want_project |= p->m->project != NULL;
-        r.want_q |= p->m->commit || (s->decoding ? p->m->select != NULL : p->m->attend != NULL);
-        sparse |= p->m->attend != NULL;
     }
     r.span = whole ? T : b;
     size_t n = r.span, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
@@ -718,10 +709,9 @@ static Pass pass_room(Session *s, int T) {
     r.k = room<float>(s, ROOM_K, n * GD);                  r.v = room<float>(s, ROOM_V, n * GD);
     r.h = room<float>(s, ROOM_H, (size_t)b * c->C);        r.gate = room<float>(s, ROOM_GATE, (size_t)b * c->F);
     r.up = room<float>(s, ROOM_UP, (size_t)b * c->F);
-    if (r.want_q || r.want_project) r.host_q = (float *)scratch(s, n * HD * sizeof(float));
+    if (r.want_project) r.host_q = (float *)scratch(s, n * HD * sizeof(float));
     if (r.want_project) r.host_k = (float *)scratch(s, n * GD * sizeof(float));
     if (r.want_project) r.host_v = (float *)scratch(s, n * GD * sizeof(float));
-    if (sparse) r.host_out = (float *)scratch(s, n * HD * sizeof(float));
     return r;
 }
 static void upload_tokens(Session *s) {                          // a prefill sends all of them again: methods may have truncated some
@@ -795,21 +785,17 @@ static void note_peak(Session *s) { size_t n = kv_bytes(s); if (n > s->clk.peak)
 
 static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     double t = now();
-    size_t bytes = (size_t)n * s->c->H * s->c->D * sizeof(float);
     Part *sparse = NULL;
     EACH_PART(s, p) if (acts && p->m->attend && !sparse) sparse = p;
-    if (acts && r->want_q) download(r->host_q, r->q, bytes);
     if (s->decoding) {
-        if (acts) EACH_PART(s, p) if (p->m->select) p->m->select(s, p->ms, l, r->host_q);
+        if (acts) EACH_PART(s, p) if (p->m->select) p->m->select(s, p->ms, l, r->q);
         t = timed(&s->clk.select, t);
         decode_device(s, l, r->out, r->q);
-    } else if (sparse) {
-        sparse->m->attend(s, sparse->ms, l, r->host_out, r->host_q, n);
-        upload(r->out, r->host_out, bytes);
-    } else prefill_device(s, l, r->out, r->q, t0, n);
+    } else if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
+    else prefill_device(s, l, r->out, r->q, t0, n);
     t = timed(&s->clk.attend, t);                                // without a hook that waits for the device: time to launch, not to run
     if (!s->decoding) note_peak(s);
-    if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->host_q, n);
+    if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->q, n);
     timed(&s->clk.commit, t);
 }
 float *pass_cuda(Session *s, int T) {
@@ -901,6 +887,158 @@ void device_close(Session *s) {                                  // after the ro
     KV_BLAS(cublasDestroy(d->blas));
     free(d->rows); free(d);
     s->dev = NULL;
+}
+
+// ==================================================================================================== 10 BASELINES
+// Selection at the end of a prefill, in links that work on the device and are the same for every method: window_scores (section
+// 6) -> pooled_scores -> top_k_rows -> kv_keep. Only the kept lists come to the host, whose books need them. Window scores agree
+// with the CPU's to rounding (another order of sums, another exp), so scores closer than that may change places; everything after
+// them is exact: maxima, a mean that adds heads in the CPU's order, and a top-k of keys that are integers.
+
+// out[row][j] = max over |t-j| <= width/2 of the joined scores, or the join of the R maxima. x (H,N); row: KV head, or query head when
+// nothing is joined. n: candidates a KV head. join_heads and pool_max of kvcomp.c
+static __device__ float window_max(const float *x, int j, int n, int width) {
+    int a = j > width / 2 ? j - width / 2 : 0, b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
+    float top = x[a];
+    for (int t = a + 1; t <= b; t++) top = fmaxf(top, x[t]);
+    return top;
+}
+static __global__ void join_heads_kernel(float *out, const float *x, const int *n, int N, int R, int agg) {
+    int g = blockIdx.y, j = blockIdx.x * blockDim.x + threadIdx.x;
+    if (j >= n[g]) return;
+    float a = x[(size_t)g * R * N + j];
+    for (int r = 1; r < R; r++) { float b = x[((size_t)g * R + r) * N + j]; a = agg == AGG_MAX ? fmaxf(a, b) : a + b; }
+    out[(size_t)g * N + j] = agg == AGG_MEAN ? a / (float)R : a;
+}
+static __global__ void pool_max_kernel(float *out, const float *x, const int *n, int N, int per, int width) {     // per: rows a KV head
+    int row = blockIdx.y, j = blockIdx.x * blockDim.x + threadIdx.x;
+    if (j < n[row / per]) out[(size_t)row * N + j] = window_max(x + (size_t)row * N, j, n[row / per], width);
+}
+
+// top_k of kvcomp.c for many rows at once, a block a row: four passes find the k-th largest key byte by byte; then every warp counts, and
+// after that writes, what it takes of its stretch of the row. Indices ascending, ties to the lower one, no float is added.
+enum { TOP_THREADS = 512, TOP_WARPS = TOP_THREADS / 32 };
+struct TopRow { int n, k; };
+static __device__ uint32_t order_key(float x) {
+    float y = x + 0.0f;                                          // -0 counts as +0
+    uint32_t u = (uint32_t)__float_as_int(y);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+// One warp: the largest byte b with at least `left` keys in bins b..255; *left becomes how many are wanted of bin b
+static __device__ int top_bin(const int *bin, int *left) {
+    int lane = threadIdx.x & 31, sum = 0;
+    for (int i = 0; i < 8; i++) sum += bin[255 - lane * 8 - i];  // lane 0 holds the eight largest bytes
+    int before = sum;
+    for (int d = 1; d < 32; d *= 2) { int x = __shfl_up_sync(0xffffffffu, before, d); if (lane >= d) before += x; }
+    before -= sum;
+    int mine = before < *left && before + sum >= *left, b = 255 - lane * 8, rest = *left - before;
+    if (mine) while (bin[b] < rest) rest -= bin[b--];
+    int from = __popc(__ballot_sync(0xffffffffu, before + sum < *left));        // the one lane that has it
+    *left = __shfl_sync(0xffffffffu, rest, from);
+    return __shfl_sync(0xffffffffu, b, from);
+}
+static __global__ void __launch_bounds__(TOP_THREADS) top_k_kernel(const float *x, size_t stride, const TopRow *rows, int *idx, int per, int *count) {
+    __shared__ int bin[256], above[TOP_WARPS], equal[TOP_WARPS], found[2];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    TopRow row = rows[blockIdx.x];
+    int left = row.k < row.n ? row.k : row.n;
+    x += blockIdx.x * stride; idx += (size_t)blockIdx.x * per;
+    if (!threadIdx.x) count[blockIdx.x] = left > 0 ? left : 0;
+    if (left <= 0) return;                                       // the same for the whole block
+    uint32_t key = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        __syncthreads();                                         // the last pass's bins have been read
+        if (threadIdx.x < 256) bin[threadIdx.x] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < row.n; i += TOP_THREADS) {
+            uint32_t u = order_key(x[i]);
+            if (((uint64_t)(u ^ key) >> (shift + 8)) == 0) atomicAdd(&bin[u >> shift & 255], 1);
+        }
+        __syncthreads();
+        if (!warp) { int b = top_bin(bin, &left); if (!lane) { found[0] = b; found[1] = left; } }
+        __syncthreads();
+        key |= (uint32_t)found[0] << shift; left = found[1];
+    }
+    int each = (row.n + TOP_THREADS - 1) / TOP_THREADS * 32, from = warp * each, to = from + each, n_above = 0, n_equal = 0;
+    for (int i = from; i < to; i += 32) {
+        uint32_t u = i + lane < row.n ? order_key(x[i + lane]) : 0;             // 0 is no number's key but that of a NaN
+        n_above += __popc(__ballot_sync(0xffffffffu, u > key));
+        n_equal += __popc(__ballot_sync(0xffffffffu, u == key));
+    }
+    if (!lane) { above[warp] = n_above; equal[warp] = n_equal; }
+    __syncthreads();
+    n_above = n_equal = 0;
+    for (int w = 0; w < warp; w++) { n_above += above[w]; n_equal += equal[w]; }
+    for (int i = from; i < to; i += 32) {
+        uint32_t u = i + lane < row.n ? order_key(x[i + lane]) : 0;
+        unsigned more = __ballot_sync(0xffffffffu, u > key), same = __ballot_sync(0xffffffffu, u == key), below = (1u << lane) - 1;
+        int a = n_above + __popc(more & below), e = n_equal + __popc(same & below);
+        if (u > key || (u == key && e < left)) idx[a + (e < left ? e : left)] = i + lane;
+        n_above += __popc(more); n_equal += __popc(same);
+    }
+}
+// x (S,stride), idx (S,per), count (S) on the device; rows (S) on the host
+static void top_k_device(Session *s, const float *x, int S, size_t stride, const TopRow *rows, int *idx, int per, int *count) {
+    TopRow *dev = room<TopRow>(s, ROOM_LIST, S);
+    upload(dev, rows, S * sizeof(TopRow));
+    KV_LAUNCH(top_k_kernel, S, TOP_THREADS, 0, x, stride, dev, idx, per, count);
+}
+void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count) {
+    size_t mark = scratch_mark(s);
+    int most = 0;                                                // of one row
+    TopRow *rows = (TopRow *)scratch(s, S * sizeof(TopRow));
+    for (int i = 0; i < S; i++) { rows[i] = { n[i], k[i] }; if (n[i] && k[i] > most) most = k[i] < n[i] ? k[i] : n[i] > most ? n[i] : most; }
+    size_t all = (size_t)S * most;
+    int *dev = room<int>(s, ROOM_TOP_IDX, all + S), *host = (int *)scratch(s, (all + S) * sizeof(int));
+    top_k_device(s, x, S, stride, rows, dev, most, dev + all);
+    download(host, dev, (all + S) * sizeof(int));
+    memcpy(count, host + all, S * sizeof(int));
+    for (int i = 0; i < S; i++) memcpy(idx + (size_t)i * per, host + (size_t)i * most, count[i] * sizeof(int));
+    scratch_reset(s, mark);
+}
+// pooled_scores of kvcomp.c -> (G or H,N) on the device
+float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg, int width, int order) {
+    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l);
+    float *x = window_device(s, l, q, T, W), *pool = room<float>(s, ROOM_POOL, (size_t)(H + G) * N), *one = pool + (size_t)H * N;
+    int *dev = room<int>(s, ROOM_TOP, G);
+    dim3 heads(blocks(N, 256), H), groups(blocks(N, 256), G);
+    upload(dev, n, G * sizeof(int));
+    if (order == JOIN_POOL) {
+        KV_LAUNCH(join_heads_kernel, groups, 256, 0, one, x, dev, N, R, agg);
+        KV_LAUNCH(pool_max_kernel, groups, 256, 0, pool, one, dev, N, 1, width);
+        return pool;
+    }
+    KV_LAUNCH(pool_max_kernel, heads, 256, 0, pool, x, dev, N, R, width);
+    if (order == POOL_JOIN) KV_LAUNCH(join_heads_kernel, groups, 256, 0, one, pool, dev, N, R, agg);
+    return order == POOL_JOIN ? one : pool;
+}
+// adakv_shares of kvcomp.c. The sums are of integers, so their order does not matter. One block a head
+static __global__ void __launch_bounds__(TOP_THREADS) shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
+    __shared__ int64_t part[2][TOP_WARPS];
+    int g = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = rows[g].n, k = rows[g].k < n ? rows[g].k : n, from = 0;
+    const float *x = score + (size_t)g * N;
+    int64_t sum = 0, best = 0;
+    for (int i = 0; i < g; i++) from += rows[i].n;
+    for (int i = threadIdx.x; i < n; i += TOP_THREADS) sum += fixed_mass(x[i]);
+    for (int i = threadIdx.x; i < k; i += TOP_THREADS) best += fixed_mass(x[idx[(size_t)g * per + i]]);
+    for (int d = 16; d; d >>= 1) { sum += __shfl_xor_sync(0xffffffffu, sum, d); best += __shfl_xor_sync(0xffffffffu, best, d); }
+    if (!lane) { part[0][warp] = sum; part[1][warp] = best; }
+    __syncthreads();
+    sum = best = 0;
+    for (int i = 0; i < TOP_WARPS; i++) { sum += part[0][i]; best += part[1][i]; }
+    for (int i = threadIdx.x; i < n; i += TOP_THREADS) all[from + i] = sum > 0 ? (float)(x[i] * ((double)best / (double)sum)) : 0;
+}
+float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base) {         // score (G,N) -> (sum of n), on the device
+    int G = s->c->G, per = base > 0 ? base : 1;
+    size_t mark = scratch_mark(s);
+    TopRow *rows = (TopRow *)scratch(s, G * sizeof(TopRow));
+    int *idx = room<int>(s, ROOM_TOP_IDX, (size_t)G * per + G);
+    float *all = room<float>(s, ROOM_TOP, (size_t)G * N);
+    for (int g = 0; g < G; g++) rows[g] = { n[g], base };
+    top_k_device(s, score, G, N, rows, idx, per, idx + (size_t)G * per);
+    KV_LAUNCH(shares_kernel, G, TOP_THREADS, 0, all, score, N, (const TopRow *)s->dev->room[ROOM_LIST].p, idx, per);
+    scratch_reset(s, mark);
+    return all;
 }
 
 // ==================================================================================================== 12 PATS

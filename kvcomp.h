@@ -13,6 +13,7 @@
 // says otherwise. Success is 0 everywhere.
 #ifndef KVCOMP_H
 #define KVCOMP_H
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -112,7 +113,8 @@ enum { KV_MASS = 1 };                           // Method.wants: attention adds 
 enum { ROLE_PREFILL = 1, ROLE_SELECT = 2, ROLE_STORE = 4 };   // what a method decides; two parts of a "+" must not share a role
 
 // A method is a table line of optional hooks along the timeline of one pass. ms is the part's own state (zeroed, .state bytes).
-// q, k, v are f32. Hooks see a whole turn: -b never changes what they get.
+// q, k, v are f32. Hooks see a whole turn: -b never changes what they get. With Session.dev set, q and out are device memory (but
+// project's q, k, v): hand them on, or bring them with on_host().
 typedef struct Method {
     const char *name;
     const char *paper;          // citation for --help METHOD
@@ -220,6 +222,15 @@ KV_HD static inline uint16_t f32_to_f16(float f) {      // nearest even; saturat
     a += 0xfff + (a >> 13 & 1);
     return (uint16_t)(s | (a - 0x38000000) >> 13);
 }
+enum { AGG_MEAN, AGG_MAX, AGG_SUM };                    // how the query heads of a group become one
+enum { JOIN_POOL, POOL_ONLY, POOL_JOIN };               // window scores: heads first, then neighbours; neighbours only; neighbours, then heads
+KV_HD static inline int64_t fixed_mass(float x) {       // sums of these do not depend on their order: for shares that two devices must agree on
+#ifdef __CUDA_ARCH__
+    return __double2ll_rn((double)x * 1099511627776.0);
+#else
+    return (int64_t)rint((double)x * 1099511627776.0);  // 2^40
+#endif
+}
 enum { PATS_TRUNC, PATS_NEAREST, PATS_MID };            // how PATS rounds; mid: truncated, and half a step added on every read
 enum { PATS_BLOCK = 64, PATS_GUARD = 16 };              // the paper's block; bytes readable behind the last packed element
 KV_HD static inline uint16_t pats_cut(uint16_t h, int b, int rounding) {                  // one element: h an f16, b bits to lose
@@ -293,6 +304,7 @@ void   kv_truncate(Session *s, int n_tok);                                      
 void   kv_repos   (Session *s, int l, int g, int row, int pos);                    // re-rotate one key to another position
 void   kv_load_k  (const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf); // buf (n,D) f32; rows NULL: rows r0..r0+n-1
 void   kv_load_v  (const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf);
+const float *on_host(Session *s, const float *q, int t0, int n);                   // rows t0..t0+n-1 (n,H,D) of a hook's q, where C can read them
 int    kv_longest (const Session *s, int l);                                       // rows of the longest head of layer l
 void   view_set   (Session *s, int l, int h, const int *idx, int n, int tail);     // idx (n) ascending, all < tail
 void   view_all   (Session *s);                                                    // every view: every row
@@ -346,6 +358,11 @@ void   rows_store_cuda(char *to, const char *raw, size_t bytes);
 void   attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n);
 void   attn_decode_cuda(Session *s, int l, float *out, const float *q);
 void   window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score);
+void   host_copy_cuda(float *to, const float *from, size_t n);                     // n floats to the host ...
+void   host_give_cuda(float *to, const float *from, size_t n);                     // ... and to the device
+float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg, int width, int order);
+void   top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count);
+float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);
 
 #ifdef __cplusplus
 }

@@ -2551,7 +2551,9 @@ TEST(baselines_order, "rules A6: snapkv takes the mean over the heads first and 
     s->base = N - 8;
     Snap x;
     CHECK(!snap_options(s, &x, 32, 1024) && x.window == 8 && x.kernel == 7 && x.agg == AGG_MEAN, "options");
-    float *got = snap_scores(s, &x, 0, q, 8, 8);
+    int n[1];
+    float *got = pooled_scores(s, &x, 0, q, 8, 8, JOIN_POOL, n);
+    CHECK(n[0] == N - 8, "candidates %d", n[0]);
     window_scores(s, 0, q, 8, 8, row);
     for (int j = 0; j < N - 8; j++) {
         double mean_first = 0, pool_first = 0;
@@ -2593,16 +2595,16 @@ TEST(baselines_adakv, "AdaKV by hand: shares, counts, caps; ties go to the lower
     Tiny m = tiny_model(1, 2, 2, 16, 32, 40, 61, 13);
     Options *o = options_of("");
     Session *s = session_open(m.c, m.w, o, "full");
-    int cap[2];
+    int cap[2], n[2] = { 8, 8 };
     s->head[0].len = 10; s->head[1].len = 10;            // w 2: 8 candidates each, base 5
     float a[20] = { 8, 0, 0, 0, 0, 0, 0, 0, 0, 0,   1, 1, 1, 1, 1, 1, 1, 1, 0, 0 };
-    adakv_caps(s, 0, a, 2, 5, cap);                      // share 1 and 5/8; best ten: one of head 0, eight of head 1, then a 0 of head 0 -> cnt 2, 8
+    adakv_caps(s, 0, a, n, 5, cap);                      // share 1 and 5/8; best ten: one of head 0, eight of head 1, then a 0 of head 0 -> cnt 2, 8
     CHECK(cap[0] == 3 && cap[1] == 7, "caps %d %d: rint(.8*2 + 1), rint(.8*8 + 1)", cap[0], cap[1]);
     for (int i = 0; i < 20; i++) a[i] = 1;
-    adakv_caps(s, 0, a, 2, 5, cap);                      // all equal: head 0's eight first, then two of head 1
+    adakv_caps(s, 0, a, n, 5, cap);                      // all equal: head 0's eight first, then two of head 1
     CHECK(cap[0] == 7 && cap[1] == 3, "caps %d %d with ties", cap[0], cap[1]);
-    s->head[1].len = 3;                                  // 1 candidate: N = 10 stays the stride
-    adakv_caps(s, 0, a, 2, 5, cap);
+    s->head[1].len = 3; n[1] = 1;                              // 1 candidate: N = 10 stays the stride
+    adakv_caps(s, 0, a, n, 5, cap);
     CHECK(cap[0] == 7 && cap[1] == 2, "caps %d %d of a short head: cnt 8 and 1", cap[0], cap[1]);
     rnd_seed(5);
     for (int c = 0; c < 200; c++) {
@@ -2610,8 +2612,9 @@ TEST(baselines_adakv, "AdaKV by hand: shares, counts, caps; ties go to the lower
         float *x = xmalloc(2 * 60 * sizeof *x);
         s->head[0].len = w + rnd_int(50); s->head[1].len = w + rnd_int(50);
         for (int i = 0; i < 120; i++) x[i] = (float)rnd_unit() + .01f;
-        adakv_caps(s, 0, x, w, base, cap);
-        int n0 = s->head[0].len - w, n1 = s->head[1].len - w, cnt = n0 + n1 < 2 * base ? n0 + n1 : 2 * base;
+        n[0] = s->head[0].len - w; n[1] = s->head[1].len - w;
+        adakv_caps(s, 0, x, n, base, cap);
+        int n0 = n[0], n1 = n[1], cnt = n0 + n1 < 2 * base ? n0 + n1 : 2 * base;
         CHECK(abs(cap[0] + cap[1] - (int)rint(.8 * cnt) - 2 * (base / 5)) <= 1 && cap[0] >= base / 5 && cap[1] >= base / 5, "caps %d %d of base %d", cap[0], cap[1], base);
         free(x);
     }
@@ -6880,11 +6883,13 @@ static void pair_attention(Pair *p, int l, int n) {                             
     const Config *c = p->m.c;
     size_t row = (size_t)c->H * c->D, N = kv_longest(p->c, l);
     float *q = normals(n * row, 1.5), *a = xmalloc(n * row * sizeof *a), *b = xmalloc(n * row * sizeof *b);
-    attn_prefill(p->c, l, a, q, 0, n); attn_prefill(p->d, l, b, q, 0, n);
+    float *dq = cuda_put(q, n * row * sizeof *q), *db = cuda_put(b, n * row * sizeof *b);
+    attn_prefill(p->c, l, a, q, 0, n); attn_prefill(p->d, l, db, dq, 0, n);
+    cuda_get(b, db, n * row * sizeof *b);
     CHECK(worst(b, a, n * row, 1e-5, 1e-5, NULL) <= 1, "prefill: layer %d, %d queries, H %d G %d D %d", l, n, c->H, c->G, c->D);
     for (int W = 1; W <= 40; W += 13) {
         float *x = xmalloc(c->H * N * sizeof *x), *y = xmalloc(c->H * N * sizeof *y);
-        window_scores(p->c, l, q, n, W, x); window_scores(p->d, l, q, n, W, y);
+        window_scores(p->c, l, q, n, W, x); window_scores(p->d, l, dq, n, W, y);
         CHECK(worst(y, x, c->H * N, 1e-6, 1e-5, NULL) <= 1, "window scores: layer %d, W %d, %d queries", l, W, n);
         free(x); free(y);
     }
@@ -6898,7 +6903,8 @@ static void pair_attention(Pair *p, int l, int n) {                             
             if (!k && tail == len) tail = 0;
             view_set(p->c, l, h, idx, k, tail); view_set(p->d, l, h, idx, k, tail);
         }
-        attn_decode(p->c, l, a, q); attn_decode(p->d, l, b, q);
+        attn_decode(p->c, l, a, q); attn_decode(p->d, l, db, dq);
+        cuda_get(b, db, row * sizeof *b);
         CHECK(worst(b, a, row, 1e-5, 1e-5, NULL) <= 1, "decode: layer %d, views %d, H %d G %d D %d", l, kind, c->H, c->G, c->D);
     }
     for (int g = 0; g < c->G; g++) {
@@ -6909,6 +6915,7 @@ static void pair_attention(Pair *p, int l, int n) {                             
     p->c->base = p->d->base = base;
     p->c->decoding = p->d->decoding = 0;
     view_all(p->c); view_all(p->d);
+    cuda_drop(dq); cuda_drop(db);
     free(q); free(a); free(b);
 }
 TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to 12:1, 3 KV heads, head_dim 40 to 128, unequal heads, windows, tails") {
@@ -6976,6 +6983,70 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
     }
 }
 
+TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's to the bit: ties, signs, infinities, empty and short rows, k 0 to past n") {
+    Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
+    Options *o, *oc = options_of("");
+    Session *s = cuda_session(m, "full", "", &o), *c = session_open(m.c, m.w, oc, "full");
+    EACH_SEED(seed) for (int kind = 0; kind < 4; kind++) {
+        enum { S = 6, N = 1300 };
+        int n[S] = { 1300, 1, 0, 513, 31, 700 }, k[S] = { 64, 3, 5, 513, 0, 699 }, got[S], want[N], per = 700;
+        float *x = normals(S * N, 1);
+        for (int i = 0; i < S * N && kind; i++) {
+            if (kind == 1) x[i] = (float)(i % 7);                                // many ties
+            if (kind == 2) x[i] = i % 3 ? -0.0f : 0;                             // all equal
+            if (kind == 3 && i % 5 == 0) x[i] = i % 2 ? INFINITY : -INFINITY;
+        }
+        int *idx = xmalloc(S * per * sizeof *idx);
+        float *dx = cuda_put(x, S * N * sizeof *x);
+        top_k_rows(s, dx, S, N, n, k, idx, per, got);
+        for (int i = 0; i < S; i++) {
+            int w = top_k(x + i * N, n[i], k[i], want);
+            CHECK(got[i] == w && !memcmp(want, idx + i * per, w * sizeof(int)), "values %d, row %d: %d, expected %d", kind, i, got[i], w);
+        }
+        int heads[3] = { 1300, 0, 40 }, total = 1340;
+        for (int i = 0; i < S * N; i++) x[i] = fabsf(x[i]) > 3 ? 0 : fabsf(x[i]);
+        cuda_drop(dx); dx = cuda_put(x, S * N * sizeof *x);
+        float *a = adakv_shares(c, x, N, heads, 30), *b = xmalloc(total * sizeof *b);
+        cuda_get(b, adakv_shares(s, dx, N, heads, 30), total * sizeof *b);
+        CHECK(!memcmp(a, b, total * sizeof *b), "shares");
+        cuda_drop(dx); free(x); free(idx); free(b);
+    }
+    session_close(s); session_close(c); options_free(o); options_free(oc); tiny_free(m);
+}
+TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the same window scores, in every order") {
+    Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
+    EACH_SEED(seed) {
+        Pair p = pair_open(m, "full", "");
+        pair_append(&p, 90, 1); pair_keep(&p, 0, 1, 3, 2, 5); pair_keep(&p, 0, 2, 2, 1, 88);
+        pair_append(&p, 5, 1);
+        int N = kv_longest(p.d, 0), n[3], one = 6 * N;
+        float *q = normals(5 * 96, 1.5), *dq = cuda_put(q, 5 * 96 * sizeof *q), *row = xmalloc(one * sizeof *row), *got = xmalloc(one * sizeof *got);
+        window_scores(p.d, 0, dq, 5, 3, row);
+        for (int i = 0; i < 9; i++) {
+            Snap x = { 3, (int[]){ 1, 7, 41 }[i % 3], i / 3 };                   // order i/3: agg too, where it counts
+            for (int order = JOIN_POOL; order <= POOL_JOIN; order++) {
+                float a[200], b[6][200];
+                cuda_get(got, pooled_scores(p.d, &x, 0, dq, 5, 3, order, n), (order == POOL_ONLY ? 6 : 3) * N * sizeof *got);
+                for (int g = 0; g < 3; g++) {
+                    float *from = row + 2 * g * N;
+                    CHECK(n[g] == candidates(kv_head(p.d, 0, g), 3), "candidates");
+                    join_heads(a, from, n[g], N, 2, x.agg);
+                    if (order == JOIN_POOL) pool_max(b[g], a, n[g], x.kernel);
+                    for (int r = 0; r < 2 && order != JOIN_POOL; r++) pool_max(b[2 * g + r], from + r * N, n[g], x.kernel);
+                    if (order == POOL_JOIN) join_heads(a, b[2 * g], n[g], 200, 2, AGG_MEAN);
+                    for (int r = 0; r < (order == POOL_ONLY ? 2 : 1); r++) {
+                        int at = order == POOL_ONLY ? 2 * g + r : g;
+                        CHECK(!memcmp(got + at * N, order == POOL_JOIN ? a : b[at], n[g] * sizeof *got), "order %d, width %d, head %d", order, x.kernel, at);
+                    }
+                }
+            }
+        }
+        cuda_drop(dq); free(q); free(row); free(got);
+        pair_close(&p);
+    }
+    tiny_free(m);
+}
+
 // ---- whole dialogues: the same script on both sides, compared after every pass
 static int views_differ(const Session *a, const Session *b) {
     int bad = 0;
@@ -7016,23 +7087,28 @@ static void dialogues_alt(const char *method, const char *text, const Layer *alt
 }
 static void dialogues(const char *method, const char *text) { dialogues_alt(method, text, NULL); }
 TEST(cuda_full, "-d cuda equals the CPU over three turns: full, with -b 7 and f16 rows too")  { dialogues("full", "ctk=f16 ctv=f16"); dialogues("full", "batch-size=7"); }
-TEST(cuda_streaming, "streaming, also re-rotating") { dialogues("streaming", "ctk=f16 ctv=f16 budget=20"); dialogues("streaming", "ctk=f16 ctv=f16 budget=20 streaming-rerotate"); }
-TEST(cuda_snapkv, "snapkv")       { dialogues("snapkv", "ctk=f16 ctv=f16 budget=20 obs-window=4"); }
-TEST(cuda_adakv, "adakv")         { dialogues("adakv", "ctk=f16 ctv=f16 budget=20 obs-window=4"); }
-TEST(cuda_h2o, "h2o, once and in every step") { dialogues("h2o", "ctk=f16 ctv=f16 budget=20"); dialogues("h2o", "ctk=f16 ctv=f16 budget=20 h2o=stream"); }
-TEST(cuda_expected, "expected-attention: the project hook") { dialogues("expected-attention", "ctk=f16 ctv=f16 budget=20 sink=2"); }
-TEST(cuda_lychee, "lychee")       { dialogues("lychee", "ctk=f16 ctv=f16 budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4"); }
-TEST(cuda_quest, "quest")         { dialogues("quest", "ctk=f16 ctv=f16 budget=48 quest-full-layers=0"); }
+TEST(cuda_streaming, "streaming, also re-rotating") { dialogues("streaming", "budget=20"); dialogues("streaming", "budget=20 streaming-rerotate"); }
+TEST(cuda_snapkv, "snapkv")       { dialogues("snapkv", "budget=20 obs-window=4"); }
+TEST(cuda_adakv, "adakv, pyramidkv; sums over the group, ratios") {
+    dialogues("adakv", "budget=20 obs-window=4"); dialogues("adakv", "ratio=.4 obs-window=4 gqa-agg=sum kernel=3");
+    dialogues("pyramidkv", "budget=20 obs-window=4 gqa-agg=max");
+}
+TEST(cuda_h2o, "h2o, once and in every step") { dialogues("h2o", "budget=20"); dialogues("h2o", "budget=20 h2o=stream"); }
+TEST(cuda_expected, "expected-attention: the project hook") { dialogues("expected-attention", "budget=20 sink=2"); }
+TEST(cuda_lychee, "lychee")       { dialogues("lychee", "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4"); }
+TEST(cuda_quest, "quest")         { dialogues("quest", "budget=48 quest-full-layers=0"); }
 TEST(cuda_dililazy, "dililazy") {
     double score[12];
     char text[400];
     for (int i = 0; i < 12; i++) score[i] = .1 * (i % 5) + .05;
     char *json = scores_text(2, 6, score), *path = temp_text(json);
-    snprintf(text, sizeof text, "ctk=f16 ctv=f16 budget=24 obs-window=8 dililazy-scores=%s", path);
+    snprintf(text, sizeof text, "budget=24 obs-window=8 dililazy-scores=%s", path);
+    dialogues("dililazy", text);
+    strcat(text, " dililazy-gqa=kv");
     dialogues("dililazy", text);
     free(json); temp_done(path);
 }
-TEST(cuda_loopserve, "loopserve, and its prefill with lychee's decode") { dialogues("loopserve", "ctk=f16 ctv=f16 budget=24"); dialogues("loopserve-p+streaming", "ctk=f16 ctv=f16 budget=24"); }
+TEST(cuda_loopserve, "loopserve, and its prefill with lychee's decode") { dialogues("loopserve", "budget=24"); dialogues("loopserve-p+streaming", "budget=24"); }
 TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
     Tiny nexus = tiny_model(2, 6, 3, 16, 24, 40, 53, 77);
     dialogues_alt("sonic", "sonic-untrained sonic-k=2 quiet", nexus.w->layer);
