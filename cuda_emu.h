@@ -407,6 +407,10 @@ static inline float __ldg(const float *p) { return *p; }
 static inline int   __ldg(const int *p) { return *p; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 #define __expf(x) expf(x)                       // glibc owns the name
+static inline float  __fmul_rn(float a, float b)   { return a * b; }    // never fused with an addition
+static inline float  __fadd_rn(float a, float b)   { return a + b; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline double __dadd_rn(double a, double b) { return a + b; }
 static inline int   __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int   __float_as_int(float x) { int i; memcpy(&i, &x, 4); return i; }
 static inline float __int_as_float(int x) { float f; memcpy(&f, &x, 4); return f; }

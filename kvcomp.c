@@ -6613,21 +6613,7 @@ static int chunk_end(const unsigned char *level, int s, int min, int max, int fi
     return best;
 }
 
-// ---- the index
-typedef struct {            // one level of a tree: n nodes over some children
-    int n;
-    uint16_t *mu;           // (n,D) centres, bf16
-    float *r;               // (n) covers every chunk key below the node, measured against the rounded mu
-    int *chunks, *tokens;   // (n) below the node
-    int *first, *last;      // (n) its children, ascending; -1: none
-    int *next;              // (children) the sibling after a child; -1: none
-} Nodes;
-typedef struct {            // the index of one KV head of one layer
-    Nodes fine, coarse;     // clusters of chunks; units of clusters (n 0 where nothing reads them)
-    int *parent;            // (clusters) their unit
-    float *rho;             // (units) max over its clusters c of |mu_c - mu_g| + beta r_c: what exact pruning needs
-    char *mem; size_t bytes;
-} Tree;
+// ---- the index: Nodes and Tree of kvcomp.h
 typedef struct {            // statistics of one tree, on request (A7)
     double recall, covered, covered_indexed, jaccard, hit;
     long n_recall, n_jaccard, n_hit;
@@ -6645,8 +6631,6 @@ typedef struct {
     Tree *tree; Watch *watch;           // (L,G)
     long ends[CUT_INSIDE + 1];          // chunks by the level of their end
 } Lychee;
-enum { GQA_MAX, GQA_SUM, GQA_HEAD };
-enum { LAZY_BALL, LAZY_MEAN, LAZY_FREEZE };
 enum { KG_FLAT = 0, KG_AUTO = -1 };
 enum { WINDOW_HIT = 32 };
 
@@ -6703,15 +6687,26 @@ static int lychee_open(Session *s, void *ms) {
     x->start[0] = x->sink;
     return 0;
 }
+static void tree_free(const Session *s, Tree *t) {
+    (void)s;
+    if (KV_DEV(s)) near_free_cuda(t->mem); else free(t->mem);
+}
 static void lychee_close(Session *s, void *ms) {
     Lychee *x = ms;
-    for (int i = 0; x->tree && i < s->c->L * s->c->G; i++) free(x->tree[i].mem);
+    for (int i = 0; x->tree && i < s->c->L * s->c->G; i++) tree_free(s, &x->tree[i]);
     for (int i = 0; x->watch && i < s->c->L * s->c->G; i++) free(x->watch[i].seen);
     free(x->tree); free(x->watch); free(x->start); free(x->level);
 }
 static int indexed_layer(const Session *s, const Lychee *x, int l) { return l >= x->full_layers && layer_acts(s, l); }
 static int t_idx(const Lychee *x) { return x->start[x->M]; }
 static int wants_coarse(const Lychee *x) { return x->kg != KG_FLAT || x->exact; }
+
+static int room_for_chunks(const Lychee *x) { return x->B > x->sink ? x->B - x->sink : 0; }
+static LycheeRule lychee_rule(const Lychee *x, int P) {          // for the kernels; P: coarse units
+    int kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
+    return (LycheeRule){ .beta = x->beta, .beta_coarse = x->beta_coarse, .gqa = x->gqa, .units = x->exact ? 0 : kg, .lazy = x->lazy, .unit = x->unit,
+                         .tokens = x->tokens, .iters = x->iters, .min = x->min, .room = room_for_chunks(x), .sink = x->sink, .M = x->M, .start = x->start };
+}
 
 typedef struct { char *mem; size_t at; } Block;          // mem NULL: only the size is wanted
 static void *carve(Block *b, size_t bytes) { void *p = b->mem ? b->mem + b->at : NULL; b->at += (bytes + 63) & ~(size_t)63; return p; }
@@ -6731,10 +6726,11 @@ static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {    
     return at.at;
 }
 // One block for everything; cap: chunks there will be at most before the next build, so grafting never asks for memory.
-static void tree_room(Tree *t, int cap, int K, int P, int D) {
+static void tree_room(const Session *s, Tree *t, int cap, int K, int P, int D) {
     Tree size;
     size_t bytes = tree_carve(&size, NULL, cap, K, P, D);
-    if (bytes != t->bytes) { free(t->mem); t->mem = xmalloc(t->bytes = bytes); }
+    if (bytes != t->bytes) { tree_free(s, t); t->mem = KV_DEV(s) ? near_new_cuda(bytes) : xmalloc(bytes); }
+    t->bytes = bytes;
     tree_carve(t, t->mem, cap, K, P, D);
 }
 static void child_append(Nodes *u, int node, int child) {
@@ -6888,9 +6884,8 @@ static void watch_restart(Watch *w, int clusters) {      // cluster numbers chan
     for (int c = 0; c < clusters; c++) w->seen[c] = -2 * WINDOW_HIT;
     w->step = w->size = 0;
 }
-static void lychee_build(Session *s, Lychee *x) {
-    int L = s->c->L, G = s->c->G, D = s->c->D, M = x->M, K = (M + x->per_cluster - 1) / x->per_cluster;
-    int P = !wants_coarse(x) ? 0 : (K + 1) / 2 < x->coarse_max ? (K + 1) / 2 : x->coarse_max, n = n_threads();
+static void build_host(Session *s, Lychee *x, int K, int P) {
+    int L = s->c->L, G = s->c->G, D = s->c->D, M = x->M, n = n_threads();
     size_t mark = scratch_mark(s), f = sizeof(float);
     BuildRoom *room = scratch(s, (size_t)n * sizeof *room);
     for (int i = 0; i < n; i++)
@@ -6899,13 +6894,22 @@ static void lychee_build(Session *s, Lychee *x) {
             .sc = scratch(s, (size_t)KV_TILE * KV_TILE * f), .len = scratch(s, (size_t)K * f), .rows = scratch(s, (size_t)x->max * D * f),
             .label = scratch(s, (size_t)M * sizeof(int)), .glabel = scratch(s, (size_t)K * sizeof(int)), .count = scratch(s, (size_t)K * sizeof(int)) };
     #pragma omp parallel for schedule(dynamic)
-    for (int i = 0; i < L * G; i++) {
-        if (!indexed_layer(s, x, i / G)) continue;
-        tree_room(&x->tree[i], 2 * M, K, P, D);
-        tree_build(s, x, &x->tree[i], &s->head[i], &room[thread_id()]);
-        if (x->watch) watch_restart(&x->watch[i], K);
-    }
+    for (int i = 0; i < L * G; i++) if (indexed_layer(s, x, i / G)) tree_build(s, x, &x->tree[i], &s->head[i], &room[thread_id()]);
     scratch_reset(s, mark);
+}
+static void lychee_build(Session *s, Lychee *x) {
+    int G = s->c->G, M = x->M, K = (M + x->per_cluster - 1) / x->per_cluster;
+    int P = !wants_coarse(x) ? 0 : (K + 1) / 2 < x->coarse_max ? (K + 1) / 2 : x->coarse_max;
+    LycheeRule rule = lychee_rule(x, P);
+    for (int l = 0; l < s->c->L; l++) {
+        if (!indexed_layer(s, x, l)) continue;
+        for (int i = l * G; i < (l + 1) * G; i++) {
+            tree_room(s, &x->tree[i], 2 * M, K, P, s->c->D);
+            if (x->watch) watch_restart(&x->watch[i], K);
+        }
+        if (KV_DEV(s)) lychee_build_cuda(s, &rule, l, &x->tree[l * G]);
+    }
+    if (!KV_DEV(s)) build_host(s, x, K, P);
     x->M_built = M;
 }
 
@@ -6990,8 +6994,6 @@ static int pop_best(int *heap, int *n, const float *S) {
     if (*n) sift_down(heap, *n, 0, S);
     return top;
 }
-static int room_for_chunks(const Lychee *x) { return x->B > x->sink ? x->B - x->sink : 0; }
-
 // ---- retrieval (Algorithm 1, lines 8-16)
 static int open_flat(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
     int n = 0;
@@ -7115,16 +7117,31 @@ static SeekRoom *seek_rooms(Session *s, const Lychee *x, const Tree *t, int R) {
             .mu = scratch(s, (size_t)KV_TILE * D * sizeof(float)), .prob = x->watch ? scratch(s, (size_t)N * sizeof(float)) : NULL };
     return w;
 }
-static void select_group(Session *s, const Lychee *x, int l, int g, const float *q, SeekRoom *w) {      // q (R,D): the heads of KV head g
+static int seek(const Lychee *x, const Tree *t, const float *q, int m, int D, SeekRoom *w, int *n) {     // q (m,D) -> tokens of the chunks; w->rows (n)
+    Probe p;
+    if (x->gqa == GQA_MAX) probe_max(&p, q, m, D); else probe_sum(&p, q, m, D, w->q);
+    int k = retrieve(x, t, &p, D, w);
+    *n = rows_to_read(x, w->taken, w->rows);
+    return k;
+}
+static int seek_found(const Lychee *x, const int *found, int per, SeekRoom *w, int *n) {       // the same from what the GPU found (3+2 per)
+    *n = found[0]; w->n_used = found[2];
+    memcpy(w->rows, found + 3, (size_t)*n * sizeof(int));
+    memcpy(w->used, found + 3 + per, (size_t)w->n_used * sizeof(int));
+    for (int j = 0, i = x->sink; j < x->M && x->watch; j++) {
+        w->taken[j] = i < *n && w->rows[i] == x->start[j];
+        if (w->taken[j]) i += x->start[j + 1] - x->start[j];
+    }
+    return found[1];
+}
+// q (R,D): the heads of KV head g. found: of its lists, (lists,3+2 per), or NULL
+static void select_group(Session *s, const Lychee *x, int l, int g, const float *q, const int *found, int per, SeekRoom *w) {
     int R = s->c->H / s->c->G, D = s->c->D, lists = x->gqa == GQA_HEAD ? R : 1, each = R / lists, size = 0, inter = 0, hit = 0;
     const Tree *t = &x->tree[l * s->c->G + g];
     Watch *a = x->watch ? &x->watch[l * s->c->G + g] : NULL;
-    Probe p;
     if (a) a->step++;
     for (int i = 0; i < lists; i++) {
-        const float *qi = q + (size_t)i * each * D;
-        if (x->gqa == GQA_MAX) probe_max(&p, qi, each, D); else probe_sum(&p, qi, each, D, w->q);
-        int k = retrieve(x, t, &p, D, w), n = rows_to_read(x, w->taken, w->rows);
+        int n, k = found ? seek_found(x, found + (size_t)i * (3 + 2 * per), per, w, &n) : seek(x, t, q + (size_t)i * each * D, each, D, w, &n);
         for (int h = i * each; h < (i + 1) * each; h++) view_set(s, l, g * R + h, w->rows, n, t_idx(x));
         if (!a) continue;
         watch_mark(a, w->used, w->n_used, &size, &inter, &hit);
@@ -7139,9 +7156,15 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
     double t0 = now();
     size_t mark = scratch_mark(s);
     SeekRoom *w = seek_rooms(s, x, &x->tree[l * G], R);
-    q = on_host(s, q, 0, 1);
-    #pragma omp parallel for schedule(static) if (x->M > 256)
-    for (int g = 0; g < G; g++) select_group(s, x, l, g, q + (size_t)g * R * D, &w[thread_id()]);
+    int per = x->sink + room_for_chunks(x), *found = NULL;
+    size_t each = (size_t)(x->gqa == GQA_HEAD ? R : 1) * (3 + 2 * per);           // of a KV head
+    if (KV_DEV(s)) {
+        LycheeRule rule = lychee_rule(x, x->tree[l * G].coarse.n);
+        found = lychee_seek_cuda(s, &rule, l, &x->tree[l * G], q, per);
+        if (x->watch) q = on_host(s, q, 0, 1);                             // statistics are measured on the host
+    }
+    #pragma omp parallel for schedule(static) if (x->M > 256 && !found)
+    for (int g = 0; g < G; g++) select_group(s, x, l, g, q + (size_t)g * R * D, found ? found + g * each : NULL, per, &w[thread_id()]);
     scratch_reset(s, mark);
     timed(&s->clk.index, t0);
 }
@@ -7209,6 +7232,9 @@ static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead 
     unit_rho(t, g, x->beta, D, room);
 }
 static void lychee_graft(Session *s, Lychee *x, int from) {                // chunks from..M-1, in order
+    LycheeRule rule = lychee_rule(x, 0);
+    for (int l = 0; KV_DEV(s) && l < s->c->L; l++) if (indexed_layer(s, x, l)) lychee_graft_cuda(s, &rule, l, &x->tree[l * s->c->G], from);
+    if (KV_DEV(s)) return;
     int L = s->c->L, G = s->c->G, D = s->c->D, n = n_threads(), l0 = 0;
     while (l0 < L && !indexed_layer(s, x, l0)) l0++;
     if (l0 == L) return;
@@ -7260,11 +7286,16 @@ static Watch watch_total(const Session *s, const Lychee *x) {
 static void lychee_stats(const Session *s, const void *ms, FILE *out) {
     const Lychee *x = ms;
     long single = 0, empty = 0, clusters = 0, most = 0, forced = x->ends[CUT_NONE] + x->ends[CUT_INSIDE], cut = forced;
-    for (int i = 0; i < s->c->L * s->c->G && x->M_built; i++)
-        for (int c = 0; c < x->tree[i].fine.n; c++, clusters++) {
-            int n = x->tree[i].fine.chunks[c];
+    for (int i = 0; i < s->c->L * s->c->G && x->M_built; i++) {
+        const Nodes *u = &x->tree[i].fine;
+        int *copy = KV_DEV(s) ? xmalloc((size_t)(u->n + 1) * sizeof(int)) : NULL;
+        if (copy) bytes_load_cuda(copy, u->chunks, (size_t)u->n * sizeof(int));
+        for (int c = 0; c < u->n; c++, clusters++) {
+            int n = (copy ? copy : u->chunks)[c];
             single += n == 1; empty += !n; most = n > most ? n : most;
         }
+        free(copy);
+    }
     for (int k = CUT_STRUCTURE; k < CUT_NONE; k++) cut += x->ends[k];
     if (!clusters) { fprintf(out, "lychee: no index yet (it starts past %d tokens)\n", x->B + x->buffer); return; }
     fprintf(out, "lychee: %d chunks of %.2f tokens; ends: %.0f%% structure, %.0f%% sentence, %.0f%% phrase, %.0f%% blank, %.0f%% forced\n",

@@ -40,7 +40,8 @@ static int blocks(size_t n, int per) { return (int)((n + per - 1) / per); }
 
 struct Room { char *p; size_t bytes; };
 enum { ROOM_X, ROOM_H, ROOM_Q, ROOM_K, ROOM_V, ROOM_OUT, ROOM_GATE, ROOM_UP, ROOM_COS, ROOM_HALF, ROOM_IDS, ROOM_TOK, ROOM_PLAN,
-       ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_LIST, ROOM_LOGITS, ROOM_POOL, ROOM_TOP, ROOM_TOP_IDX, N_ROOMS };
+       ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_LIST, ROOM_LOGITS, ROOM_POOL, ROOM_TOP, ROOM_TOP_IDX,
+       ROOM_START, ROOM_TREES, ROOM_KEYS, ROOM_CENTRES, ROOM_LABELS, ROOM_SEEK, N_ROOMS };
 
 // Host tensors that lie on the device too, found by their host address.
 enum { MAP_SIZE = 1 << 13 };
@@ -266,6 +267,7 @@ enum { MAX_G = 64 };                            // KV heads a kernel's argument 
 struct HeadRef { char *k, *v; int *src; const Packed *pack; int packed, len; };  // rows [0,packed) are pack's, k and v hold the others
 struct HeadRefs { HeadRef at[MAX_G]; };
 static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane);  // section 12
+static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D);
 
 // k, v (n,G,D) -> rows. One warp a (token, KV head); src of row t is tok0 + t.
 static __global__ void append_kernel(HeadRefs heads, const float *k, const float *v, int G, int D, int kind_k, int kind_v,
@@ -1068,15 +1070,16 @@ static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, i
     uint64_t two = p[0] | (bit % 32 + g->w > 32 ? (uint64_t)p[1] << 32 : 0);
     return (uint16_t)(two >> bit % 32 << (16 - g->w));
 }
-// pats_load_region for one row: to (D) = K (v 0) or V of row r, by one warp
-static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane) {
-    const Packed *p = h.pack;
-    const Region *g = region_of(p, r);
-    int add = p->mid && g->w < 16 ? 1 << (15 - g->w) : 0;
-    for (int d = lane; d < D; d += 32) {
-        uint16_t x = packed_half(v ? p->v : p->k, g, p->rows64, r, d, D);
-        to[d] = half_get<DT_F16>((uint16_t)(x & 0x7fff ? x | add : x));
-    }
+// pats_load_region for one element: K's (v 0) or V's
+static __device__ float packed_read(const Packed *p, const Region *g, int v, int r, int d, int D) {
+    uint16_t x = packed_half(v ? p->v : p->k, g, p->rows64, r, d, D);
+    if (p->mid && g->w < 16 && x & 0x7fff) x |= (uint16_t)(1 << (15 - g->w));
+    return half_get<DT_F16>(x);
+}
+static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D) { return packed_read(h.pack, region_of(h.pack, r), v, r, d, D); }
+static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane) {                // a row, by one warp
+    const Region *g = region_of(h.pack, r);
+    for (int d = lane; d < D; d += 32) to[d] = packed_read(h.pack, g, v, r, d, D);
 }
 
 struct Repack {                 // row i of the new table is row rows[i] of what is stored now (rows NULL: row i)
@@ -1185,6 +1188,497 @@ void rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int roun
     KV_LAUNCH(cut_kernel, grid, 32, 0, head_refs(s, l), dev, T, s->c->D, rounding);
 }
 void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, n); }
+
+// ==================================================================================================== 13 LYCHEECLUSTER
+// The index is device memory: built, grafted on and searched here; the host cuts the text into chunks and knows how many there are.
+// Every sum has the CPU's order: dot products go by lanes of 16 with fused multiply-adds as in section 4 of kvcomp.c (so a CPU with
+// FMA has the same bits; plain C agrees to rounding), centroids add their chunks in ascending order, distances are serial sums in
+// double that are never fused. No float is added atomically. From equal rows both halves make equal trees and equal lists.
+
+static __device__ float lanes_fold(float sum) {                  // 8+8, 4+4, 2+2, 1+1; every lane of a half warp gets it
+    for (int i = 8; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    return sum;
+}
+static __device__ float dot_lanes(const float *a, const float *b, int D) {      // dot_f32
+    float sum = 0;
+    for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], b[d], sum);
+    return lanes_fold(sum);
+}
+static __device__ float dot_centre(const float *a, const uint16_t *mu, int D) {
+    float sum = 0;
+    for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], bf16_to_f32(mu[d]), sum);
+    return lanes_fold(sum);
+}
+static __device__ void normalise(float *x, int D) {              // one warp; x (D) shared
+    __syncwarp();
+    float f = 1 / sqrtf(dot_lanes(x, x, D) + 1e-12f);
+    __syncwarp();
+    for (int d = threadIdx.x & 31; d < D; d += 32) x[d] *= f;
+    __syncwarp();
+}
+static __device__ double distance(const float *v, const uint16_t *mu, int D) {
+    double ss = 0;
+    for (int d = 0; d < D; d++) { double e = (double)v[d] - bf16_to_f32(mu[d]); ss = __dadd_rn(ss, __dmul_rn(e, e)); }
+    return sqrt(ss);
+}
+static __device__ float above(double r) { return nextafterf((float)r, INFINITY); }
+static __device__ int lowest_bit(unsigned m) { return __popc((m & (0u - m)) - 1); }
+static __device__ float max_warp(float x) {
+    for (int i = 16; i; i >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, i));
+    return x;
+}
+
+// ---- keys and k-means. blockIdx.y is the KV head; all heads of a layer have as many chunks, clusters and units
+struct Keys { HeadRefs heads; int kind, D; size_t bytes; };      // where the keys of a layer lie
+static __device__ float key_value(const Keys &a, const HeadRef &h, int r, int d) {
+    if (r >= h.packed) return row_get(h.k + (r - h.packed) * a.bytes, a.kind, d);
+    return packed_value(h, 0, r, d, a.D);
+}
+// chunk_key: key (D) shared = normalised mean of rows r0 .. r0+n-1; one warp
+static __device__ void chunk_key(const Keys &a, const HeadRef &h, int r0, int n, float *key) {
+    for (int d = threadIdx.x & 31; d < a.D; d += 32) {
+        float sum = 0;
+        for (int i = 0; i < n; i++) sum += key_value(a, h, r0 + i, d);
+        key[d] = sum / (float)n;
+    }
+    normalise(key, a.D);
+}
+static __global__ void chunk_keys_kernel(Keys a, const int *start, float *keys) {                // keys (G,M,D). One warp a chunk
+    __shared__ float key[MAX_D];
+    int j = blockIdx.x;
+    chunk_key(a, a.heads.at[blockIdx.y], start[j], start[j + 1] - start[j], key);
+    float *to = keys + ((size_t)blockIdx.y * gridDim.x + j) * a.D;
+    for (int d = threadIdx.x; d < a.D; d += 32) to[d] = key[d];
+}
+static __global__ void first_centres_kernel(float *mu, const float *x, int n, int D) {           // mu (G,K,D): every so many-th point
+    int j = blockIdx.x, K = gridDim.x;
+    const float *from = x + ((size_t)blockIdx.y * n + (size_t)(((int64_t)2 * j + 1) * n / ((int64_t)2 * K))) * D;
+    for (int d = threadIdx.x; d < D; d += 32) mu[((size_t)blockIdx.y * K + j) * D + d] = from[d];
+}
+static __global__ void lengths_kernel(float *len, const float *mu, int D) {      // len (G,K) = 1/|mu|
+    const float *m = mu + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * D;
+    float f = 1 / sqrtf(dot_lanes(m, m, D) + 1e-12f);
+    if (!threadIdx.x) len[blockIdx.y * gridDim.x + blockIdx.x] = f;
+}
+// assign_points: 32 points a block against all centres, 32 at a time. A thread holds 2 points and 2 centres and all 16 lanes of their dot
+// products, so that the sums have the CPU's order without a shuffle; x (G,n,D), mu (G,K,D), label (G,n)
+enum { POINTS = 32 };
+static size_t assign_smem(int D) { return (size_t)2 * POINTS * ((D + 15) / 16 * 16 + 4) * sizeof(float); }
+static __device__ void points_load(float *to, int P, const float *x, int n, int D) {             // rows of D padded with zeros to P
+    for (int i = threadIdx.x; i < POINTS * P; i += blockDim.x) { int r = i / P, d = i % P; to[i] = r < n && d < D ? x[(size_t)r * D + d] : 0; }
+}
+static __global__ void __launch_bounds__(256) assign_kernel(const float *x, int n, const float *mu, int K, int D, const float *len, int *label) {
+    KV_DYN_SHARED(float, xs);                                    // (POINTS,P) points, (POINTS,P) centres
+    int P = (D + 15) / 16 * 16 + 4, i0 = blockIdx.x * POINTS, tj = threadIdx.x & 15, ti = threadIdx.x >> 4, at[2] = { 0, 0 };
+    float *ms = xs + POINTS * P, best[2] = { -INFINITY, -INFINITY };
+    x += (size_t)blockIdx.y * n * D; mu += (size_t)blockIdx.y * K * D; label += (size_t)blockIdx.y * n;
+    points_load(xs, P, x + (size_t)i0 * D, n - i0, D);
+    for (int j0 = 0; j0 < K; j0 += POINTS) {
+        __syncthreads();
+        points_load(ms, P, mu + (size_t)j0 * D, K - j0, D);
+        __syncthreads();
+        float acc[4][16];
+        for (int p = 0; p < 4; p++) for (int u = 0; u < 16; u++) acc[p][u] = 0;
+        for (int k = 0; k < P - 4; k += 16)
+            for (int u = 0; u < 16; u++) {
+                float a0 = xs[ti * P + k + u], a1 = xs[(ti + 16) * P + k + u], b0 = ms[tj * P + k + u], b1 = ms[(tj + 16) * P + k + u];
+                acc[0][u] = fmaf(a0, b0, acc[0][u]); acc[1][u] = fmaf(a0, b1, acc[1][u]);
+                acc[2][u] = fmaf(a1, b0, acc[2][u]); acc[3][u] = fmaf(a1, b1, acc[3][u]);
+            }
+        for (int p = 0; p < 4; p++) {
+            int j = j0 + tj + p % 2 * 16;
+            for (int h = 8; h; h >>= 1) for (int u = 0; u < h; u++) acc[p][u] += acc[p][u + h];
+            if (j >= K) continue;
+            float v = len ? acc[p][0] * len[(size_t)blockIdx.y * K + j] : acc[p][0];
+            if (v > best[p / 2]) { best[p / 2] = v; at[p / 2] = j; }
+        }
+    }
+    for (int p = 0; p < 2; p++) {
+        for (int h = 8; h; h >>= 1) {                            // ties: the lower centre
+            float v = __shfl_xor_sync(0xffffffffu, best[p], h);
+            int j = __shfl_xor_sync(0xffffffffu, at[p], h);
+            if (v > best[p] || (v == best[p] && j < at[p])) { best[p] = v; at[p] = j; }
+        }
+        if (!tj && i0 + ti + 16 * p < n) label[i0 + ti + 16 * p] = at[p];
+    }
+}
+// update_centres: one warp a centre walks through the labels and adds its points in ascending order; an empty one stays
+static __global__ void centres_kernel(float *mu, const float *x, const int *label, int n, int D, int unit) {
+    __shared__ float sum[MAX_D];
+    int j = blockIdx.x, lane = threadIdx.x, count = 0;
+    float acc[MAX_D / 32] = {0}, *to = mu + ((size_t)blockIdx.y * gridDim.x + j) * D;
+    x += (size_t)blockIdx.y * n * D; label += (size_t)blockIdx.y * n;
+    for (int i = 0; i < n; i += 32) {
+        unsigned m = __ballot_sync(0xffffffffu, i + lane < n && label[i + lane] == j);
+        for (count += __popc(m); m; m &= m - 1) {
+            const float *p = x + (size_t)(i + lowest_bit(m)) * D;
+            for (int c = 0; c < MAX_D / 32; c++) if (lane + 32 * c < D) acc[c] += p[lane + 32 * c];
+        }
+    }
+    if (!count) return;                                          // the whole warp
+    for (int c = 0; c < MAX_D / 32; c++) if (lane + 32 * c < D) sum[lane + 32 * c] = unit ? acc[c] : acc[c] / (float)count;
+    if (unit) normalise(sum, D); else __syncwarp();
+    for (int d = lane; d < D; d += 32) to[d] = sum[d];
+}
+static __device__ Nodes *level_of(Tree *t, int coarse) { return coarse ? &t->coarse : &t->fine; }
+static __global__ void round_centres_kernel(Tree *t, int coarse, float *mu, int n) {             // mu (G,n) elements, rounded in place too
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float *x = mu + (size_t)blockIdx.y * n + i;
+    *x = bf16_to_f32(level_of(&t[blockIdx.y], coarse)->mu[i] = f32_to_bf16(*x));
+}
+
+// ---- the nodes: children in ascending order, counts and radii. One warp a node, blockIdx.y the tree
+static __global__ void children_kernel(Tree *t, int coarse, const int *label, int n) {           // label (G,n): the node of each child
+    int j = blockIdx.x, lane = threadIdx.x, last = -1;
+    Nodes *u = level_of(&t[blockIdx.y], coarse);
+    label += (size_t)blockIdx.y * n;
+    if (!lane) u->first[j] = -1;
+    for (int i = 0; i < n; i += 32) {
+        unsigned m = __ballot_sync(0xffffffffu, i + lane < n && label[i + lane] == j);
+        if (!lane && coarse) for (unsigned k = m; k; k &= k - 1) t[blockIdx.y].parent[i + lowest_bit(k)] = j;
+        for (; m; m &= m - 1) {
+            int child = i + lowest_bit(m);
+            if (!lane) { if (last < 0) u->first[j] = child; else u->next[last] = child; u->next[child] = -1; }
+            last = child;
+        }
+    }
+    if (!lane) u->last[j] = last;
+}
+static __global__ void cover_kernel(Tree *t, int coarse, const float *keys, const int *label, const int *start, int M, int D) {    // node_cover of every chunk
+    int j = blockIdx.x, lane = threadIdx.x, chunks = 0, tokens = 0;
+    Tree *tree = &t[blockIdx.y];
+    Nodes *u = level_of(tree, coarse);
+    float r = 0;
+    label += (size_t)blockIdx.y * M; keys += (size_t)blockIdx.y * M * D;
+    for (int i = lane; i < M; i += 32) {
+        if ((coarse ? tree->parent[label[i]] : label[i]) != j) continue;
+        chunks++; tokens += start[i + 1] - start[i];
+        r = fmaxf(r, above(distance(keys + (size_t)i * D, u->mu + (size_t)j * D, D)));
+    }
+    r = max_warp(r);
+    for (int d = 16; d; d >>= 1) { chunks += __shfl_xor_sync(0xffffffffu, chunks, d); tokens += __shfl_xor_sync(0xffffffffu, tokens, d); }
+    if (!lane) { u->r[j] = r; u->chunks[j] = chunks; u->tokens[j] = tokens; }
+}
+static __global__ void cover_tokens_kernel(Tree *t, Keys a, const int *start) {  // cover_tokens: centre and radius of a cluster from its raw keys
+    __shared__ float row[MAX_D];
+    int j = blockIdx.x, lane = threadIdx.x;
+    const HeadRef &h = a.heads.at[blockIdx.y];
+    Nodes *u = &t[blockIdx.y].fine;
+    float acc[MAX_D / 32] = {0}, r = 0, tokens = (float)u->tokens[j];
+    if (!u->chunks[j]) return;                                   // the whole warp
+    for (int i = u->first[j]; i >= 0; i = u->next[i])
+        for (int k = start[i]; k < start[i + 1]; k++)
+            for (int c = 0; c < MAX_D / 32; c++) if (lane + 32 * c < a.D) acc[c] += key_value(a, h, k, lane + 32 * c) / tokens;
+    for (int c = 0; c < MAX_D / 32; c++) if (lane + 32 * c < a.D) u->mu[(size_t)j * a.D + lane + 32 * c] = f32_to_bf16(acc[c]);
+    __syncwarp();
+    for (int i = u->first[j]; i >= 0; i = u->next[i])
+        for (int k = start[i]; k < start[i + 1]; k++) {
+            for (int d = lane; d < a.D; d += 32) row[d] = key_value(a, h, k, d);
+            __syncwarp();
+            r = fmaxf(r, above(distance(row, u->mu + (size_t)j * a.D, a.D)));
+            __syncwarp();
+        }
+    if (!lane) u->r[j] = r;
+}
+static __device__ float unit_rho(const Tree *t, int g, float beta, int D, float *room) {         // one warp; room (D) shared
+    float rho = 0;
+    for (int c = t->coarse.first[g]; c >= 0; c = t->coarse.next[c]) {
+        if (!t->fine.chunks[c]) continue;
+        for (int d = threadIdx.x & 31; d < D; d += 32) room[d] = bf16_to_f32(t->fine.mu[(size_t)c * D + d]);
+        __syncwarp();
+        rho = fmaxf(rho, above(__dadd_rn(distance(room, t->coarse.mu + (size_t)g * D, D), __dmul_rn((double)beta, t->fine.r[c]))));
+        __syncwarp();
+    }
+    return rho;
+}
+static __global__ void rho_kernel(Tree *t, float beta, int D) {
+    __shared__ float room[MAX_D];
+    float rho = unit_rho(&t[blockIdx.y], blockIdx.x, beta, D, room);
+    if (!threadIdx.x) t[blockIdx.y].rho[blockIdx.x] = rho;
+}
+
+// ---- the host's side of building
+char *near_new_cuda(size_t bytes) { return device_new(bytes); }
+void near_free_cuda(char *p) { device_free(p); }
+static Keys keys_of(const Session *s, int l) {
+    Keys a = { head_refs(s, l), row_kind(s->fk), s->c->D, s->fk->row_bytes(s->c->D) };
+    return a;
+}
+static const int *starts_upload(Session *s, const LycheeRule *x) {
+    int *dev = room<int>(s, ROOM_START, x->M + 1);
+    upload(dev, x->start, (x->M + 1) * sizeof(int));
+    return dev;
+}
+static Tree *trees_upload(Session *s, const Tree *t) {           // a layer's trees: pointers into device memory
+    Tree *dev = room<Tree>(s, ROOM_TREES, s->c->G);
+    upload(dev, t, s->c->G * sizeof(Tree));
+    return dev;
+}
+// kmeans: x (G,n,D) -> mu (G,K,D) as rounded, level's mu, label (G,n)
+static void kmeans_device(Session *s, const LycheeRule *x, Tree *t, int coarse, const float *points, int n, int K, float *mu, float *len, int *label) {
+    int D = s->c->D, G = s->c->G;
+    dim3 nodes(K, G), tiles(blocks(n, POINTS), G), all(blocks((size_t)K * D, 256), G);
+    KV_LAUNCH(first_centres_kernel, nodes, 32, 0, mu, points, n, D);
+    for (int i = 0; i <= x->iters; i++) {
+        if (i == x->iters) KV_LAUNCH(round_centres_kernel, all, 256, 0, t, coarse, mu, K * D);
+        if (!x->unit) KV_LAUNCH(lengths_kernel, nodes, 32, 0, len, mu, D);
+        KV_LAUNCH(assign_kernel, tiles, 256, assign_smem(D), points, n, mu, K, D, x->unit ? (const float *)NULL : len, label);
+        if (i < x->iters) KV_LAUNCH(centres_kernel, nodes, 32, 0, mu, points, label, n, D, x->unit);
+    }
+}
+void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees) {              // tree_build of a layer's heads
+    int D = s->c->D, G = s->c->G, M = x->M, K = trees->fine.n, P = trees->coarse.n;
+    const int *start = starts_upload(s, x);
+    Tree *t = trees_upload(s, trees);
+    float *keys = room<float>(s, ROOM_KEYS, (size_t)G * M * D), *mu = room<float>(s, ROOM_CENTRES, (size_t)G * (K + P) * (D + 1));
+    float *gmu = mu + (size_t)G * K * D, *len = gmu + (size_t)G * P * D;
+    int *label = room<int>(s, ROOM_LABELS, (size_t)G * (M + K)), *glabel = label + (size_t)G * M;
+    dim3 chunks(M, G), fine(K, G), coarse(P, G);
+    KV_LAUNCH(chunk_keys_kernel, chunks, 32, 0, keys_of(s, l), start, keys);
+    kmeans_device(s, x, t, 0, keys, M, K, mu, len, label);
+    if (P) kmeans_device(s, x, t, 1, mu, K, P, gmu, len, glabel);
+    KV_LAUNCH(children_kernel, fine, 32, 0, t, 0, label, M);
+    KV_LAUNCH(cover_kernel, fine, 32, 0, t, 0, keys, label, start, M, D);
+    if (P) KV_LAUNCH(children_kernel, coarse, 32, 0, t, 1, glabel, K);
+    if (P) KV_LAUNCH(cover_kernel, coarse, 32, 0, t, 1, keys, label, start, M, D);
+    if (x->tokens) KV_LAUNCH(cover_tokens_kernel, fine, 32, 0, t, keys_of(s, l), start);
+    if (P) KV_LAUNCH(rho_kernel, coarse, 32, 0, t, x->beta, D);
+}
+
+// ---- grafting: tree_graft, a block a tree. All warps look for the nearest cluster, the first one takes the chunk in
+enum { GRAFT_THREADS = 256 };
+static __device__ void node_absorb(const LycheeRule &x, Nodes *u, int node, int n, const float *v, int unit, int D, float *room) {    // one warp; v, room (D) shared
+    uint16_t *mu = u->mu + (size_t)node * D;
+    int lane = threadIdx.x & 31;
+    double d = distance(v, mu, D), r = u->r[node], delta = 0;
+    double step = x.lazy == LAZY_MEAN ? 1 / (n + 1.0) : x.lazy == LAZY_BALL && d > r ? (d - r) / (2 * d) : 0;
+    if (step > 0) {
+        for (int i = lane; i < D; i += 32) {
+            float m = bf16_to_f32(mu[i]);
+            room[i] = (float)__dadd_rn(m, __dmul_rn(step, (double)v[i] - m));
+        }
+        if (x.lazy == LAZY_MEAN && unit) normalise(room, D); else __syncwarp();
+        for (int i = 0; i < D; i++) {                            // every lane the same sum
+            double e = (double)bf16_to_f32(f32_to_bf16(room[i])) - bf16_to_f32(mu[i]);
+            delta = __dadd_rn(delta, __dmul_rn(e, e));
+        }
+        __syncwarp();                                            // the old centre has been read
+        for (int i = lane; i < D; i += 32) mu[i] = f32_to_bf16(room[i]);
+        __syncwarp();
+        delta = sqrt(delta);
+        d = distance(v, mu, D);
+    }
+    __syncwarp();
+    if (!lane && (delta > 0 || d > r)) u->r[node] = above(fmax(r + delta, d));
+    __syncwarp();
+}
+// nearest_cluster: the block's best cluster for v (D) shared; ties: the lower one
+static __device__ int nearest_cluster(const Nodes *u, const float *v, int tokens, int D, float *best_of, int *at_of) {
+    int half = threadIdx.x >> 4, halves = GRAFT_THREADS / 16, at = 0;
+    float best = -INFINITY;
+    for (int c0 = 0; c0 < u->n; c0 += halves) {                  // all lanes take part in every shuffle
+        int c = c0 + half < u->n ? c0 + half : u->n - 1;
+        const uint16_t *mu = u->mu + (size_t)c * D;
+        float S = dot_centre(v, mu, D), ss = 0;
+        if (tokens) {                                            // raw centres differ in length: compare directions
+            for (int d = threadIdx.x & 15; d < D; d += 16) ss = fmaf(bf16_to_f32(mu[d]), bf16_to_f32(mu[d]), ss);
+            S /= sqrtf(lanes_fold(ss) + 1e-12f);
+        }
+        if (u->chunks[c] && (S > best || (S == best && c < at))) { best = S; at = c; }
+    }
+    if (!(threadIdx.x & 15)) { best_of[half] = best; at_of[half] = at; }
+    __syncthreads();
+    for (int i = 0; i < halves; i++) if (best_of[i] > best || (best_of[i] == best && at_of[i] < at)) { best = best_of[i]; at = at_of[i]; }
+    return at;
+}
+static __device__ void child_append(Nodes *u, int node, int child, int tokens) {                 // one thread
+    u->next[child] = -1;
+    if (u->first[node] < 0) u->first[node] = child; else u->next[u->last[node]] = child;
+    u->last[node] = child;
+    u->chunks[node]++; u->tokens[node] += tokens;
+}
+static __global__ void __launch_bounds__(GRAFT_THREADS, 1) graft_kernel(Tree *trees, Keys a, LycheeRule x, const int *start, int from) {
+    __shared__ float v[MAX_D], row[MAX_D], tmp[MAX_D], best_of[GRAFT_THREADS / 16];
+    __shared__ int at_of[GRAFT_THREADS / 16];
+    Tree *t = &trees[blockIdx.x];
+    const HeadRef &h = a.heads.at[blockIdx.x];
+    int lane = threadIdx.x & 31, D = a.D;
+    for (int j = from; j < x.M; j++) {
+        int n = start[j + 1] - start[j];
+        if (threadIdx.x < 32) chunk_key(a, h, start[j], n, v);
+        __syncthreads();
+        int c = nearest_cluster(&t->fine, v, x.tokens, D, best_of, at_of);
+        if (threadIdx.x < 32) {
+            for (int i = 0; i < (x.tokens ? n : 1); i++) {       // bound=token: the chunk's raw keys one by one
+                for (int d = lane; d < D; d += 32) row[d] = x.tokens ? key_value(a, h, start[j] + i, d) : v[d];
+                __syncwarp();
+                node_absorb(x, &t->fine, c, x.tokens ? t->fine.tokens[c] + i : t->fine.chunks[c], row, x.unit && !x.tokens, D, tmp);
+            }
+            if (!lane) child_append(&t->fine, c, j, n);
+            __syncwarp();
+            if (t->coarse.n) {
+                int g = t->parent[c];
+                node_absorb(x, &t->coarse, g, t->coarse.chunks[g], v, x.unit, D, tmp);
+                float rho = unit_rho(t, g, x.beta, D, tmp);
+                if (!lane) { t->coarse.chunks[g]++; t->coarse.tokens[g] += n; t->rho[g] = rho; }
+            }
+        }
+        __syncthreads();                                         // the next chunk sees what this one changed
+    }
+}
+void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, int from) {
+    const int *start = starts_upload(s, x);
+    KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_upload(s, trees), keys_of(s, l), *x, start, from);
+}
+
+// ---- retrieval: scores (of units, then of the clusters below opened ones), the best clusters, their chunks under the budget, rows.
+// A list is what a group of query heads reads, or one head under gqa=head; blockIdx.y is the list. --lychee-prune=exact reads what a flat scan
+// reads, so it is one here.
+struct Probes { const float *q; int m, R, D, gqa; };             // q (H,D); m: query heads of a list
+struct Probe { const float *q; int m; const float *w; float slack; };
+static size_t probe_smem(int m, int D) { return ((size_t)m * D + D + m + 1) * sizeof(float); }
+// probe_max, probe_sum: all threads of a block; room: probe_smem
+static __device__ Probe probe_make(const Probes &a, int list, float *room) {
+    const float *q = a.q + (size_t)list * a.m * a.D;
+    float *own = room, *sum = own + a.m * a.D, *w = sum + a.D, slack = 0;        // (m,D) (D) (m)
+    for (int i = threadIdx.x; i < a.m * a.D; i += blockDim.x) own[i] = q[i];
+    __syncthreads();
+    for (int d = threadIdx.x; d < a.D; d += blockDim.x) {
+        float x = 0;
+        for (int i = 0; i < a.m; i++) x += own[i * a.D + d];
+        sum[d] = x;
+    }
+    for (int i = 0; i < a.m; i++) {                              // every half warp the same
+        float length = sqrtf(dot_lanes(own + i * a.D, own + i * a.D, a.D));
+        if (!threadIdx.x) w[i] = 1 / fmaxf(length, 1e-20f);
+        slack += length;
+    }
+    __syncthreads();
+    Probe p = { own, a.m, w, 1 };
+    if (a.gqa != GQA_MAX) { p.q = sum; p.m = 1; p.w = NULL; p.slack = slack; }
+    return p;
+}
+static __device__ float probe_score(const Probe &p, const uint16_t *mu, float r, float beta, int D) {    // a half warp
+    float top = -INFINITY;
+    for (int i = 0; i < p.m; i++) {
+        float v = dot_centre(p.q + i * D, mu, D);
+        if (p.w) v *= p.w[i];
+        top = v > top ? v : top;
+    }
+    return beta ? __fadd_rn(top, __fmul_rn(__fmul_rn(beta, p.slack), r)) : top;
+}
+// open_top: units by score, the first `want` of them and more while they hold too few tokens. open (lists,P). One block a list
+static __global__ void open_units_kernel(Tree *trees, Probes a, float beta, int want, int least, float *score, unsigned char *open) {
+    KV_DYN_SHARED(float, room);
+    int list = blockIdx.x, half = threadIdx.x >> 4;
+    const Nodes *u = &trees[list / (a.R / a.m)].coarse;
+    Probe p = probe_make(a, list, room);
+    score += (size_t)list * u->n; open += (size_t)list * u->n;
+    for (int g0 = 0; g0 < u->n; g0 += blockDim.x / 16) {
+        int g = g0 + half < u->n ? g0 + half : u->n - 1;
+        float S = probe_score(p, u->mu + (size_t)g * a.D, u->r[g], beta, a.D);
+        if (!(threadIdx.x & 15) && g0 + half < u->n) score[g] = S;
+    }
+    __syncthreads();
+    for (int g = threadIdx.x; g < u->n; g += blockDim.x) {       // a unit is opened iff those before it are too few
+        int before = 0, tokens = 0;
+        for (int i = 0; i < u->n; i++) {
+            if (!u->chunks[i] || !(score[i] > score[g] || (score[i] == score[g] && i < g))) continue;
+            before++; tokens += u->tokens[i];
+        }
+        open[g] = u->chunks[g] && (before < want || tokens < least);
+    }
+}
+static __global__ void cluster_scores_kernel(Tree *trees, Probes a, float beta, const unsigned char *open, float *score) {      // score (lists,K)
+    KV_DYN_SHARED(float, room);
+    int list = blockIdx.y, half = threadIdx.x >> 4;
+    const Tree *t = &trees[list / (a.R / a.m)];
+    const Nodes *u = &t->fine;
+    Probe p = probe_make(a, list, room);
+    int c = blockIdx.x * (blockDim.x / 16) + half, last = c < u->n ? c : u->n - 1;
+    int dead = !u->chunks[last] || (open && !open[(size_t)list * t->coarse.n + t->parent[last]]);
+    if (__all_sync(0xffffffffu, dead)) { if (!(threadIdx.x & 15) && c < u->n) score[(size_t)list * u->n + c] = -INFINITY; return; }
+    float S = probe_score(p, u->mu + (size_t)last * a.D, u->r[last], beta, a.D);
+    if (!(threadIdx.x & 15) && c < u->n) score[(size_t)list * u->n + c] = dead ? -INFINITY : S;
+}
+// retrieve and rows_to_read: out (lists,3+2 per) = rows, tokens, clusters used; the rows; the clusters. cand (lists,most) ascending
+enum { TAKE_THREADS = 256 };
+struct Take { const Tree *trees; const int *start, *cand, *count; const float *score; int *order; unsigned char *taken; int *out, most, per, lists, M, room, sink; };
+static __device__ int take_clusters(const Take &a, const Nodes *u, const int *order, int n, unsigned char *taken, int *tokens) {     // one thread: clusters that fit, in order
+    int used = 0, i = 0, part = 0;
+    while (i < n && used + u->tokens[order[i]] <= a.room) used += u->tokens[order[i++]];
+    for (int j = i < n ? u->first[order[i]] : -1; j >= 0; j = u->next[j]) {     // the first chunk that does not fit ends it
+        int k = a.start[j + 1] - a.start[j];
+        if (used + k > a.room) break;
+        taken[j] = 1; used += k; part = 1;
+    }
+    *tokens = used;
+    return i * 2 + part;
+}
+static __global__ void __launch_bounds__(TAKE_THREADS) take_kernel(Take a) {
+    __shared__ int state[2], sum[TAKE_THREADS / 32];
+    int list = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = a.count[list], valid = 0;
+    const Nodes *u = &a.trees[list / a.lists].fine;
+    const float *S = a.score + (size_t)list * u->n;
+    const int *cand = a.cand + (size_t)list * a.most;
+    int *order = a.order + (size_t)list * a.most, *out = a.out + (size_t)list * (3 + 2 * a.per);
+    unsigned char *taken = a.taken + (size_t)list * a.M;
+    for (int i = 0; i < n; i++) valid += S[cand[i]] > -INFINITY;
+    for (int i = threadIdx.x; i < n; i += TAKE_THREADS) {        // place in the order: larger score, then lower number
+        int c = cand[i], place = 0;
+        if (!(S[c] > -INFINITY)) continue;
+        for (int k = 0; k < n; k++) place += S[cand[k]] > S[c] || (S[cand[k]] == S[c] && cand[k] < c);
+        order[place] = c;
+    }
+    for (int j = threadIdx.x; j < a.M; j += TAKE_THREADS) taken[j] = 0;
+    __syncthreads();
+    if (!threadIdx.x) { state[0] = take_clusters(a, u, order, valid, taken, &out[1]); out[2] = state[0] / 2 + state[0] % 2; }
+    __syncthreads();
+    for (int i = threadIdx.x; i < state[0] / 2; i += TAKE_THREADS) for (int j = u->first[order[i]]; j >= 0; j = u->next[j]) taken[j] = 1;
+    for (int i = threadIdx.x; i < state[0] / 2 + state[0] % 2; i += TAKE_THREADS) out[3 + a.per + i] = order[i];
+    for (int r = threadIdx.x; r < a.sink; r += TAKE_THREADS) out[3 + r] = r;
+    int at = a.sink;
+    for (int j0 = 0; j0 < a.M; j0 += TAKE_THREADS) {             // rows of the taken chunks, ascending: a sum of lengths says where
+        int j = j0 + threadIdx.x, before, all = 0;
+        __syncthreads();
+        int len = j < a.M && taken[j] ? a.start[j + 1] - a.start[j] : 0;
+        before = len;
+        for (int d = 1; d < 32; d *= 2) { int x = __shfl_up_sync(0xffffffffu, before, d); if (lane >= d) before += x; }
+        if (lane == 31) sum[warp] = before;
+        __syncthreads();
+        for (int w = 0; w < TAKE_THREADS / 32; w++) { if (w == warp) before += all; all += sum[w]; }
+        for (int r = 0; r < len; r++) out[3 + at + before - len + r] = a.start[j] + r;
+        at += all;
+    }
+    if (!threadIdx.x) out[0] = at;
+}
+// -> (lists,3+2 per) on the host, in scratch. per: sink + room at least; M > 0
+int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q, int per) {
+    int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D, m = x->gqa == GQA_HEAD ? 1 : R, lists = H / m, K = trees->fine.n, P = trees->coarse.n;
+    int most = x->room / x->min < K ? x->room / x->min : K;
+    size_t n_score = (size_t)lists * (K + P), n_out = (size_t)lists * (3 + 2 * per), bytes = n_score * 4 + (n_out + lists * (2 * most + 1)) * 4 + (size_t)lists * (x->M + P);
+    (void)l;
+    float *score = (float *)room<char>(s, ROOM_SEEK, bytes), *unit = score + (size_t)lists * K;
+    int *out = (int *)(score + n_score), *cand = out + n_out, *order = cand + lists * most, *count = order + lists * most;
+    unsigned char *taken = (unsigned char *)(count + lists), *open = taken + (size_t)lists * x->M;
+    Probes p = { q, m, R, D, x->gqa };
+    Tree *t = trees_upload(s, trees);
+    const int *start = (const int *)s->dev->room[ROOM_START].p;  // as the last build or graft left it
+    dim3 all(blocks(K, 16), lists);
+    size_t mark = scratch_mark(s);
+    TopRow *rows = (TopRow *)scratch(s, lists * sizeof(TopRow));
+    for (int i = 0; i < lists; i++) rows[i] = { K, most };
+    if (x->units) KV_LAUNCH(open_units_kernel, lists, 256, probe_smem(m, D), t, p, x->beta_coarse, x->units, 4 * x->room, unit, open);
+    KV_LAUNCH(cluster_scores_kernel, all, 256, probe_smem(m, D), t, p, x->beta, x->units ? open : (unsigned char *)NULL, score);
+    top_k_device(s, score, lists, K, rows, cand, most, count);
+    Take a = { t, start, cand, count, score, order, taken, out, most, per, R / m, x->M, x->room, x->sink };
+    KV_LAUNCH(take_kernel, lists, TAKE_THREADS, 0, a);
+    scratch_reset(s, mark);
+    int *host = (int *)scratch(s, n_out * sizeof(int));
+    download(host, out, n_out * sizeof(int));
+    return host;
+}
 
 // ==================================================================================================== TESTS
 // Doors for tests.c, which cannot see static functions of another file.

@@ -224,13 +224,7 @@ KV_HD static inline uint16_t f32_to_f16(float f) {      // nearest even; saturat
 }
 enum { AGG_MEAN, AGG_MAX, AGG_SUM };                    // how the query heads of a group become one
 enum { JOIN_POOL, POOL_ONLY, POOL_JOIN };               // window scores: heads first, then neighbours; neighbours only; neighbours, then heads
-KV_HD static inline int64_t fixed_mass(float x) {       // sums of these do not depend on their order: for shares that two devices must agree on
-#ifdef __CUDA_ARCH__
-    return __double2ll_rn((double)x * 1099511627776.0);
-#else
-    return (int64_t)rint((double)x * 1099511627776.0);  // 2^40
-#endif
-}
+KV_HD static inline int64_t fixed_mass(float x) { return (int64_t)rint((double)x * 1099511627776.0); }     // 2^40 x: sums of these do not depend on their order
 enum { PATS_TRUNC, PATS_NEAREST, PATS_MID };            // how PATS rounds; mid: truncated, and half a step added on every read
 enum { PATS_BLOCK = 64, PATS_GUARD = 16 };              // the paper's block; bytes readable behind the last packed element
 KV_HD static inline uint16_t pats_cut(uint16_t h, int b, int rounding) {                  // one element: h an f16, b bits to lose
@@ -247,6 +241,30 @@ KV_HD static inline uint64_t splitmix64(uint64_t *state) {
     return z ^ z >> 31;
 }
 KV_HD static inline uint64_t mix64(uint64_t x) { return splitmix64(&x); }                 // first output of state x (rules.md B3)
+
+// ------------------------------------------------------------------------------------------------ LycheeCluster's index (section 13), on the device in a device session
+typedef struct {            // one level of a tree: n nodes over some children
+    int n;
+    uint16_t *mu;           // (n,D) centres, bf16
+    float *r;               // (n) covers every chunk key below the node, measured against the rounded mu
+    int *chunks, *tokens;   // (n) below the node
+    int *first, *last;      // (n) its children, ascending; -1: none
+    int *next;              // (children) the sibling after a child; -1: none
+} Nodes;
+typedef struct {            // the index of one KV head of one layer
+    Nodes fine, coarse;     // clusters of chunks; units of clusters (n 0 where nothing reads them)
+    int *parent;            // (clusters) their unit
+    float *rho;             // (units) max over its clusters c of |mu_c - mu_g| + beta r_c: what exact pruning needs
+    char *mem; size_t bytes;
+} Tree;
+enum { GQA_MAX, GQA_SUM, GQA_HEAD };
+enum { LAZY_BALL, LAZY_MEAN, LAZY_FREEZE };
+typedef struct {            // what the kernels need to know of a session's index
+    float beta, beta_coarse;
+    int gqa, units, lazy, unit, tokens, iters;      // units: coarse units opened at least, 0: a flat scan
+    int min, room, sink;                            // fewest tokens of a chunk; tokens the chunks of a list may have; rows before the index
+    int M; const int *start;                        // chunks; their first tokens (M+1), on the host
+} LycheeRule;
 
 static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }
 static inline KVHead *kv_head(const Session *s, int l, int g) { return &s->head[(size_t)l * s->c->G + g]; }
@@ -363,6 +381,11 @@ void   host_give_cuda(float *to, const float *from, size_t n);                  
 float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg, int width, int order);
 void   top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count);
 float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);
+char  *near_new_cuda(size_t bytes);                                                // memory of a method, on the device
+void   near_free_cuda(char *p);
+void   lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *t);   // t (G): the trees of layer l, room made
+void   lychee_graft_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, int from);
+int   *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, int per);   // -> (lists,3+2 per) on the host
 
 #ifdef __cplusplus
 }

@@ -5018,7 +5018,7 @@ TEST(lychee_retrieve, "retrieval worked by hand: order, ties, cut at the first c
     unsigned char taken[6];
     Tree t = {0};
     SeekRoom w = { .sc = sc, .S = S, .cand = cand, .used = used, .taken = taken };
-    tree_room(&t, 6, 5, 0, 2);
+    tree_room(&(Session){ 0 }, &t, 6, 5, 0, 2);
     nodes_clear(&t.fine);
     for (int c = 0; c < 5; c++) { t.fine.mu[2 * c] = f32_to_bf16(centre[c][0]); t.fine.mu[2 * c + 1] = f32_to_bf16(centre[c][1]); }
     for (int j = 0; j < 6; j++) { child_append(&t.fine, member[j], j); t.fine.chunks[member[j]]++; t.fine.tokens[member[j]] += start[j + 1] - start[j]; }
@@ -7096,6 +7096,67 @@ TEST(cuda_adakv, "adakv, pyramidkv; sums over the group, ratios") {
 TEST(cuda_h2o, "h2o, once and in every step") { dialogues("h2o", "budget=20"); dialogues("h2o", "budget=20 h2o=stream"); }
 TEST(cuda_expected, "expected-attention: the project hook") { dialogues("expected-attention", "budget=20 sink=2"); }
 TEST(cuda_lychee, "lychee")       { dialogues("lychee", "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4"); }
+static int floats_differ(const void *host, const void *dev, size_t n) { return n && bytes_differ(host, dev, n * 4); }
+static int nodes_differ(const Nodes *a, const Nodes *b, int children, int D) {   // a on the CPU
+    size_t n = a->n;
+    return a->n != b->n || bytes_differ(a->mu, b->mu, n * D * 2) || floats_differ(a->r, b->r, n) || floats_differ(a->chunks, b->chunks, n) || floats_differ(a->tokens, b->tokens, n) ||
+           floats_differ(a->first, b->first, n) || floats_differ(a->last, b->last, n) || (n && floats_differ(a->next, b->next, children));
+}
+static int trees_differ(const Session *c, const Lychee *a, const Lychee *b) {    // to the bit
+    int bad = a->M != b->M || a->M_built != b->M_built, D = c->c->D;
+    for (int i = 0; i < c->c->L * c->c->G && a->M_built; i++) {
+        const Tree *x = &a->tree[i], *y = &b->tree[i];
+        if (!x->mem) continue;
+        bad += nodes_differ(&x->fine, &y->fine, a->M, D) || nodes_differ(&x->coarse, &y->coarse, x->fine.n, D) || x->bytes != y->bytes;
+        if (x->coarse.n) bad += floats_differ(x->parent, y->parent, x->fine.n) || floats_differ(x->rho, y->rho, x->coarse.n);
+    }
+    return bad;
+}
+static void lychee_pass(Pair *p, int n, const char *text) {                      // n tokens, the end of the pass, then what a query would read
+    const Config *c = p->m.c;
+    Lychee *a = p->c->part[0].ms, *b = p->d->part[0].ms;
+    pair_append(p, n, 1);
+    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
+        for (int i = 0; i < s->n_part; i++) s->part[i].m->commit(s, s->part[i].ms, c->L, NULL, n);
+    CHECK(!trees_differ(p->c, a, b), "%s: trees after %d tokens, %d chunks", text, p->c->n_tok, a->M);
+    float *q = normals((size_t)c->H * c->D, 1.5), *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+    for (int l = 0; l < c->L; l++) {
+        lychee_select(p->c, a, l, q); lychee_select(p->d, b, l, dq);
+        for (int h = 0; h < c->H; h++) CHECK(same_view(kv_view(p->c, l, h), kv_view(p->d, l, h)), "%s: layer %d, head %d reads other rows after %d tokens", text, l, h, p->c->n_tok);
+    }
+    CHECK(p->c->n_tok < 120 || kv_view(p->c, 1, 0)->tail > 90, "nothing was selected, so this shows nothing");
+    cuda_drop(dq); free(q);
+}
+static void lychee_pair(Tiny m, const char *method, const char *text) {
+    char all[300];
+    snprintf(all, sizeof all, "lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 %s", text);
+    Pair p = pair_open(m, method, all);
+    const Method *lychee = p.c->part[0].m;
+    lychee_pass(&p, 90, text);
+    for (int i = 0; i < 12; i++) lychee_pass(&p, 7, text);                       // grafts
+    lychee_pass(&p, 130, text);                                                  // twice the chunks: built anew
+    lychee_pass(&p, 30, text);
+    char *a = NULL, *b = NULL;
+    size_t na, nb;
+    FILE *f = open_memstream(&a, &na), *g = open_memstream(&b, &nb);
+    lychee->stats(p.c, p.c->part[0].ms, f); lychee->stats(p.d, p.d->part[0].ms, g);
+    fclose(f); fclose(g);
+    CHECK(na == nb && !memcmp(a, b, na) && strstr(a, "clusters"), "%s: statistics\n%s%s", text, a, b);
+    free(a); free(b);
+    pair_close(&p);
+}
+TEST(cuda_lychee_index, "from equal rows both devices make the same index to the bit, and read the same rows: every score, rule, level and bound, f16 and packed rows") {
+    if (!strcmp(simd_name(), "plain")) return;                                   // no fused multiply-add: equal to rounding only
+    EACH_SEED(seed) {
+        Tiny m = tiny_model(2, 6, 3, 40, 16, 16, 11, 3 + seed), n = tiny_model(2, 12, 3, 16, 16, 16, 11, 6 + seed), o = tiny_model(2, 2, 2, 128, 16, 16, 11, 9);
+        lychee_pair(m, "lychee", "budget=40");
+        lychee_pair(n, "lychee", "budget=50 paper lychee-kg=3 lychee-coarse-max=7 lychee-gqa=sum lychee-lazy=mean ctk=f16 ctv=f16");
+        lychee_pair(n, "lychee", "budget=30 lychee-kg=auto lychee-gqa=head lychee-bound=token lychee-beta=.5 lychee-stats");
+        lychee_pair(o, "lychee", "budget=40 lychee-prune=exact lychee-beta=.3 lychee-centroid=mean lychee-lazy=mean lychee-stats");
+        lychee_pair(n, "lychee+pats", "budget=40 lychee-centroid=mean lychee-lazy=freeze lychee-iters=2 pats-window=8 pats-round=mid ctk=f16 ctv=f16");
+        tiny_free(m); tiny_free(n); tiny_free(o);
+    }
+}
 TEST(cuda_quest, "quest")         { dialogues("quest", "budget=48 quest-full-layers=0"); }
 TEST(cuda_dililazy, "dililazy") {
     double score[12];
