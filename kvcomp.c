@@ -4669,7 +4669,16 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
 // idx (S,per), count (S): the k[i] largest of the first n[i] of each row of x (S,stride), which lies where the rows lie
 static void top_k_rows(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count) {
     if (KV_DEV(s)) { top_k_rows_cuda(s, x, S, stride, n, k, idx, per, count); return; }
+    #pragma omp parallel for schedule(static) if (S > 1 && n[0] > 64)
     for (int i = 0; i < S; i++) count[i] = top_k(x + i * stride, n[i], k[i], idx + (size_t)i * per);
+}
+// (G,N): the query heads of each group as one, for the first n[g] rows. score (H,N); both lie where the rows lie
+static float *join_rows(Session *s, const float *score, const int *n, int N, int agg) {
+    int G = s->c->G, R = s->c->H / G;
+    if (KV_DEV(s)) return join_rows_cuda(s, score, n, N, agg);
+    float *one = scratch(s, (size_t)G * N * sizeof(float));
+    for (int g = 0; g < G; g++) join_heads(one + (size_t)g * N, score + (size_t)g * R * N, n[g], N, R, agg);
+    return one;
 }
 static void snap_keep(Session *s, int l, const float *score, const int *n, const int *cap) {     // score (G,N); n, cap (G): candidates, and how many of them stay
     int G = s->c->G, N = kv_longest(s, l), *keep = scratch(s, (size_t)G * N * sizeof(int)), *kept = scratch(s, (size_t)G * sizeof(int));
@@ -5371,8 +5380,6 @@ static const Opt minference_opts[] = {
 // always read, inside the budget, and takes no part in the ranking; a budget that covers the context reads every row.
 // Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers read everything).
 
-enum { PAGE = 16 };
-
 typedef struct {
     int full_layers, B;         // B: budget of this turn
     int dtype;                  // of the bounds: that of the rows, so bounds are exact
@@ -5391,8 +5398,15 @@ static int quest_open(Session *s, void *ms) {
 }
 static void quest_close(Session *s, void *ms) {
     Quest *x = ms;
-    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) free(x->head[i].bound);
+    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) { if (KV_DEV(s)) near_free_cuda(x->head[i].bound); else free(x->head[i].bound); }
     free(x->head);
+}
+static void quest_room(Session *s, Quest *x, int i, int pages, size_t row) {     // of head i
+    int old = x->head[i].cap;
+    if (pages <= old) return;
+    x->head[i].cap = pages + pages / 4 + 4;
+    if (KV_DEV(s)) x->head[i].bound = near_grow_cuda(x->head[i].bound, old * row, x->head[i].cap * row);
+    else x->head[i].bound = xrealloc(x->head[i].bound, x->head[i].cap * row);
 }
 static void page_bounds(const Session *s, const KVHead *hd, int page, float *rows, float *bound) {     // rows (PAGE,D) is room; bound (2D)
     int D = s->c->D;
@@ -5411,12 +5425,18 @@ static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
     if (l == s->c->L && !s->decoding) x->B = budget_now(s);
     if (l == s->c->L || l < x->full_layers) return;
     float *room = scratch(s, (size_t)n_threads() * (PAGE + 2) * D * sizeof(float));
+    for (int g = 0; g < G; g++) {
+        int i = l * G + g, n = kv_head(s, l, g)->len / PAGE;
+        quest_room(s, x, i, n, row);
+        if (!KV_DEV(s) || n <= x->head[i].n) continue;
+        page_bounds_cuda(s, l, g, x->head[i].bound, x->head[i].n, n, x->dtype);
+        x->head[i].n = n;
+    }
     #pragma omp parallel for schedule(static) if (T > PAGE)
     for (int g = 0; g < G; g++) {
         const KVHead *hd = kv_head(s, l, g);
         float *rows = room + (size_t)thread_id() * (PAGE + 2) * D, *bound = rows + (size_t)PAGE * D;
         int i = l * G + g, n = hd->len / PAGE;
-        if (n > x->head[i].cap) x->head[i].bound = xrealloc(x->head[i].bound, (size_t)(x->head[i].cap = n + n / 4 + 4) * row);
         for (int p = x->head[i].n; p < n; p++) {
             page_bounds(s, hd, p, rows, bound);
             from_f32(x->head[i].bound + p * row, bound, x->dtype, (size_t)2 * D);
@@ -5439,23 +5459,35 @@ static void page_scores(const Quest *x, const char *bound, int n, const float *q
     for (int h = 1; h < R; h++)
         for (int p = 0; p < n; p++) u[p] = sc[(size_t)h * n + p] > u[p] ? sc[(size_t)h * n + p] : u[p];
 }
-static void quest_select(Session *s, void *ms, int l, const float *q) {
-    Quest *x = ms;
-    int G = s->c->G, R = s->c->H / G, D = s->c->D, N = kv_longest(s, l), pages = (N - 1) / PAGE, want = x->B / PAGE > 3 ? x->B / PAGE : 3;
-    if (l < x->full_layers || N <= x->B) return;                           // the views say: every row
-    double t0 = now();
-    size_t mark = scratch_mark(s), per = (size_t)2 * R * D + (size_t)(R + 1) * pages;
-    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
-    int *idx = scratch(s, (size_t)n_threads() * (want + want * PAGE) * sizeof(int));
-    q = on_host(s, q, 0, 1);
+static float *quest_scores(Session *s, const Quest *x, int l, const float *q, int pages) {       // (G,pages), where the rows lie
+    int G = s->c->G, R = s->c->H / G, D = s->c->D;
+    if (KV_DEV(s)) {
+        const char *bound[MAX_G];
+        for (int g = 0; g < G; g++) bound[g] = x->head[l * G + g].bound;
+        return page_scores_cuda(s, bound, pages, q, x->dtype);
+    }
+    size_t per = (size_t)2 * R * D + (size_t)R * pages;
+    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float)), *u = scratch(s, (size_t)G * pages * sizeof(float));
     #pragma omp parallel for schedule(static) if (pages > 64)
     for (int g = 0; g < G; g++) {
-        float *split = room + (size_t)thread_id() * per, *sc = split + (size_t)2 * R * D, *u = sc + (size_t)R * pages;
-        int *best = idx + (size_t)thread_id() * (want + want * PAGE), *rows = best + want;
-        page_scores(x, x->head[l * G + g].bound, pages, q + (size_t)g * R * D, R, D, split, sc, u);
-        int n = top_k(u, pages, want - 1, best);
-        for (int i = 0; i < n * PAGE; i++) rows[i] = best[i / PAGE] * PAGE + i % PAGE;
-        for (int h = g * R; h < (g + 1) * R; h++) view_set(s, l, h, rows, n * PAGE, pages * PAGE);
+        float *split = room + (size_t)thread_id() * per;
+        page_scores(x, x->head[l * G + g].bound, pages, q + (size_t)g * R * D, R, D, split, split + (size_t)2 * R * D, u + (size_t)g * pages);
+    }
+    return u;
+}
+static void quest_select(Session *s, void *ms, int l, const float *q) {
+    Quest *x = ms;
+    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), pages = (N - 1) / PAGE, want = x->B / PAGE > 3 ? x->B / PAGE : 3;
+    if (l < x->full_layers || N <= x->B) return;                           // the views say: every row
+    double t0 = now();
+    size_t mark = scratch_mark(s);
+    int *best = scratch(s, (size_t)G * want * sizeof(int)), *rows = scratch(s, (size_t)want * PAGE * sizeof(int));
+    int *n = scratch(s, (size_t)3 * G * sizeof(int)), *k = n + G, *found = k + G;
+    for (int g = 0; g < G; g++) { n[g] = pages; k[g] = want - 1; }
+    top_k_rows(s, quest_scores(s, x, l, q, pages), G, pages, n, k, best, want, found);
+    for (int g = 0; g < G; g++) {
+        for (int i = 0; i < found[g] * PAGE; i++) rows[i] = best[g * want + i / PAGE] * PAGE + i % PAGE;
+        for (int h = g * R; h < (g + 1) * R; h++) view_set(s, l, h, rows, found[g] * PAGE, pages * PAGE);
     }
     scratch_reset(s, mark);
     timed(&s->clk.index, t0);
@@ -5525,7 +5557,7 @@ typedef struct {
     int prompt_end;         // tokens when the last prefill ended
     int ring_from;          // the ring holds the queries of tokens from here on, at most obs of them
     int budget;             // rows to choose
-    float *ring;            // (L,obs,H,D): token i stands in slot i % obs
+    float *ring;            // (L,obs,H,D), made by the first query: token i stands in slot i % obs
     // statistics: head passes, dense ones; selections, decode steps, those that read every row; sums over sparse head passes
     long passes, dense, selections, steps, steps_all;
     double mass, least, cells, n_v, n_s;
@@ -5816,14 +5848,21 @@ static int loopserve_enter(Session *s, void *ms, Token *t, int n, int cap) {
 static float *ring_slot(const Session *s, const LoopServe *x, int l, int token) {       // (H,D)
     return x->ring + ((size_t)l * x->obs + token % x->obs) * s->c->H * s->c->D;
 }
+static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q) {      // q (H,D)
+    size_t row = (size_t)s->c->H * s->c->D * sizeof(float), all = (size_t)s->c->L * x->obs * row;
+    if (!x->ring) x->ring = KV_DEV(s) ? (float *)near_grow_cuda(NULL, 0, all) : xcalloc(1, all);
+    if (KV_DEV(s)) near_copy_cuda(ring_slot(s, x, l, token), q, row);
+    else memcpy(ring_slot(s, x, l, token), q, row);
+}
 // Line 5: for every KV head of layer l (or query head) the B candidates that the queries in the ring attend to most. The scores
 // are softmax rows over every row held, the ring's tokens being its last w: each sees the rows up to its own.
-static void loop_scores(Session *s, const LoopServe *x, int l, int first, float *score) {       // (H,N): sums over the ring
+static float *loop_scores(Session *s, const LoopServe *x, int l, int first) {           // (H,N): sums over the ring, where the rows lie
     int H = s->c->H, N = kv_longest(s, l), w = s->base - first + 1;
     size_t row = (size_t)H * s->c->D;
+    if (KV_DEV(s)) return ring_scores_cuda(s, l, ring_slot(s, x, l, 0), x->obs, first, w);
     Tile *tiles = tiles_new(s);
     float *obs = scratch(s, w * row * sizeof(float)), *P = scratch(s, (size_t)n_threads() * w * N * sizeof(float));
-    float *inv = scratch(s, (size_t)n_threads() * w * sizeof(float));
+    float *inv = scratch(s, (size_t)n_threads() * w * sizeof(float)), *score = scratch(s, (size_t)H * N * sizeof(float));
     int *R = scratch(s, (size_t)H * w * sizeof(int));
     for (int i = 0; i < w; i++) memcpy(obs + i * row, ring_slot(s, x, l, first + i), row * sizeof(float));
     memset(score, 0, (size_t)H * N * sizeof(float));
@@ -5835,24 +5874,24 @@ static void loop_scores(Session *s, const LoopServe *x, int l, int first, float 
         line_exps(s, l, h, obs, w, R + h * w, w, p, inv + (size_t)id * w, &tiles[id]);
         attn_mix(score + (size_t)h * N, inv + (size_t)id * w, p, 1, w, n);       // sum over the ring of exp / sum
     }
+    return score;
 }
 static void loop_select(Session *s, LoopServe *x, int l) {
-    int H = s->c->H, R = H / s->c->G, N = kv_longest(s, l), first = s->base - x->obs + 1;
+    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l), first = s->base - x->obs + 1, lists = x->per_query ? H : G, each = H / lists;
     size_t mark = scratch_mark(s);
-    float *score = scratch(s, (size_t)H * N * sizeof(float));
-    int *idx = scratch(s, (size_t)N * sizeof(int));
-    loop_scores(s, x, l, first > x->ring_from ? first : x->ring_from, score);
-    for (int g = 0; g < s->c->G; g++) {
+    int *idx = scratch(s, (size_t)lists * x->budget * sizeof(int)), *end = scratch(s, (size_t)(G + 3 * lists) * sizeof(int));
+    int *n = end + G, *want = n + lists, *found = want + lists;
+    for (int g = 0; g < G; g++) {                        // candidates: rows [0,end)
         const KVHead *hd = kv_head(s, l, g);
-        int end = hd->len, n = 0;                        // candidates: rows [0,end)
-        while (end > 0 && hd->src[end - 1] >= (x->literal ? s->base : x->prompt_end)) end--;
-        for (int r = 1; r < R && !x->per_query; r++)     // the sum over the group ranks like its mean
-            for (int c = 0; c < end; c++) score[(size_t)g * R * N + c] += score[(size_t)(g * R + r) * N + c];
-        for (int r = 0; r < R; r++) {
-            if (end <= x->budget) { view_set(s, l, g * R + r, NULL, 0, 0); continue; }
-            if (!r || x->per_query) n = top_k(score + (size_t)(g * R + r) * N, end, x->budget, idx);
-            view_set(s, l, g * R + r, idx, n, end);
-        }
+        for (end[g] = hd->len; end[g] > 0 && hd->src[end[g] - 1] >= (x->literal ? s->base : x->prompt_end); ) end[g]--;
+    }
+    float *score = loop_scores(s, x, l, first > x->ring_from ? first : x->ring_from);
+    if (!x->per_query) score = join_rows(s, score, end, N, AGG_SUM);             // the sum over the group ranks like its mean
+    for (int i = 0; i < lists; i++) { n[i] = end[i * each / R]; want[i] = n[i] > x->budget ? x->budget : 0; }
+    top_k_rows(s, score, lists, N, n, want, idx, x->budget, found);
+    for (int h = 0; h < H; h++) {
+        int all = end[h / R] <= x->budget;
+        view_set(s, l, h, idx + (size_t)(h / each) * x->budget, found[h / each], all ? 0 : end[h / R]);
     }
     scratch_reset(s, mark);
 }
@@ -5862,7 +5901,7 @@ static int loop_due(const Session *s, const LoopServe *x) {      // line 3: n_o 
 }
 static void loopserve_select(Session *s, void *ms, int l, const float *q) {
     LoopServe *x = ms;
-    memcpy(ring_slot(s, x, l, s->base), on_host(s, q, 0, 1), (size_t)s->c->H * s->c->D * sizeof(float));
+    ring_put(s, x, l, s->base, q);
     if (loop_due(s, x)) loop_select(s, x, l);
 }
 static void loop_prompt_done(Session *s, LoopServe *x) {         // the end of a prefill
@@ -5889,8 +5928,7 @@ static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T)
     }
     if (l == L || s->decoding || !x->decodes) return;
     x->ring_from = s->base + T - n;                              // a prefill refills the ring
-    q = on_host(s, q, T - n, n);
-    for (int i = 0; i < n; i++) memcpy(ring_slot(s, x, l, x->ring_from + i), q + i * row, row * sizeof(float));
+    for (int i = 0; i < n; i++) ring_put(s, x, l, x->ring_from + i, q + (T - n + i) * row);
 }
 static void loopserve_forget(Session *s, void *ms, int n_tok) {
     LoopServe *x = ms;
@@ -5933,11 +5971,14 @@ static int loopserve_d_open(Session *s, void *ms) {
     if (!x->obs) x->obs = x->interval;
     if (!s->budget) s->budget = 1024;
     x->decodes = 1;
-    x->ring = xcalloc((size_t)s->c->L * x->obs, (size_t)s->c->H * s->c->D * sizeof(float));
     return 0;
 }
 static int loopserve_open(Session *s, void *ms) { return loopserve_p_open(s, ms) || loopserve_d_open(s, ms) ? -1 : 0; }
-static void loopserve_close(Session *s, void *ms) { (void)s; free(((LoopServe *)ms)->ring); }
+static void loopserve_close(Session *s, void *ms) {
+    float *ring = ((LoopServe *)ms)->ring;
+    (void)s;
+    if (KV_DEV(s)) near_free_cuda((char *)ring); else free(ring);
+}
 static size_t loopserve_bytes(const Session *s, const void *ms) {
     const LoopServe *x = ms;
     return x->decodes ? (size_t)s->c->L * x->obs * s->c->H * s->c->D * sizeof(float) : 0;
@@ -6729,7 +6770,7 @@ static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {    
 static void tree_room(const Session *s, Tree *t, int cap, int K, int P, int D) {
     Tree size;
     size_t bytes = tree_carve(&size, NULL, cap, K, P, D);
-    if (bytes != t->bytes) { tree_free(s, t); t->mem = KV_DEV(s) ? near_new_cuda(bytes) : xmalloc(bytes); }
+    if (bytes != t->bytes) { tree_free(s, t); t->mem = KV_DEV(s) ? near_grow_cuda(NULL, 0, bytes) : xmalloc(bytes); }
     t->bytes = bytes;
     tree_carve(t, t->mem, cap, K, P, D);
 }

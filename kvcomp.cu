@@ -41,7 +41,7 @@ static int blocks(size_t n, int per) { return (int)((n + per - 1) / per); }
 struct Room { char *p; size_t bytes; };
 enum { ROOM_X, ROOM_H, ROOM_Q, ROOM_K, ROOM_V, ROOM_OUT, ROOM_GATE, ROOM_UP, ROOM_COS, ROOM_HALF, ROOM_IDS, ROOM_TOK, ROOM_PLAN,
        ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_LIST, ROOM_LOGITS, ROOM_POOL, ROOM_TOP, ROOM_TOP_IDX,
-       ROOM_START, ROOM_TREES, ROOM_KEYS, ROOM_CENTRES, ROOM_LABELS, ROOM_SEEK, N_ROOMS };
+       ROOM_START, ROOM_TREES, ROOM_KEYS, ROOM_CENTRES, ROOM_LABELS, ROOM_SEEK, ROOM_RING, N_ROOMS };
 
 // Host tensors that lie on the device too, found by their host address.
 enum { MAP_SIZE = 1 << 13 };
@@ -263,7 +263,6 @@ static __device__ void row_put(char *row, int kind, int d, int D, float x) {
     if (kind == ROW_F32) ((float *)row)[d] = x;
     else ((uint16_t *)row)[d] = kind == ROW_F16 ? f32_to_f16(x) : f32_to_bf16(x);
 }
-enum { MAX_G = 64 };                            // KV heads a kernel's argument has room for
 struct HeadRef { char *k, *v; int *src; const Packed *pack; int packed, len; };  // rows [0,packed) are pack's, k and v hold the others
 struct HeadRefs { HeadRef at[MAX_G]; };
 static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane);  // section 12
@@ -670,18 +669,23 @@ void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, in
 void attn_decode_cuda(Session *s, int l, float *out, const float *q) { decode_device(s, l, out, q); }
 void host_copy_cuda(float *to, const float *from, size_t n) { download(to, from, n * sizeof(float)); }
 void host_give_cuda(float *to, const float *from, size_t n) { upload(to, from, n * sizeof(float)); }
-// Two passes over the keys, max and sum first, then columns: memory O(H N), whatever W. -> (H,N) on the device
-static float *window_device(Session *s, int l, const float *q, int T, int W) {
-    int H = s->c->H, w = T < W ? T : W, N = kv_longest(s, l), tok0 = s->base + T - w;
-    size_t mark = scratch_mark(s), row = (size_t)H * s->c->D;
+// (H,N) on the device: softmax rows of w tokens from tok0 on, summed, times factor. q (w,H,D). Two passes over the keys, max and sum first,
+// then columns: memory O(H N), whatever w.
+static float *columns_device(Session *s, int l, const float *q, int tok0, int w, float factor) {
+    int H = s->c->H, N = kv_longest(s, l);
+    size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
     Plan p = plan_prefill(s, l, tok0, w, 1);
-    Attn a = attend(s, l, q + (T - w) * row, tok0, &p, NULL, stat);
+    Attn a = attend(s, l, q, tok0, &p, NULL, stat);
     Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work));
     for (int h = 0; h < H; h++) list[h] = { h / a.R, 0, 1, kv_head(s, l, h / a.R)->len, 0, 0, 0, 0, 0, 0 };
-    float *score = column_sums(s, a, list, stat, w, N, 1 / (float)w);
+    float *score = column_sums(s, a, list, stat, w, N, factor);
     scratch_reset(s, mark);
     return score;
+}
+static float *window_device(Session *s, int l, const float *q, int T, int W) {
+    int w = T < W ? T : W;
+    return columns_device(s, l, q + (size_t)(T - w) * s->c->H * s->c->D, s->base + T - w, w, 1 / (float)w);
 }
 void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score) {         // score (H,N) on the host
     size_t n = (size_t)s->c->H * kv_longest(s, l);
@@ -1014,6 +1018,17 @@ float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const
     if (order == POOL_JOIN) KV_LAUNCH(join_heads_kernel, groups, 256, 0, one, pool, dev, N, R, agg);
     return order == POOL_JOIN ? one : pool;
 }
+float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg) {            // (H,N) -> (G,N)
+    int G = s->c->G, *dev = room<int>(s, ROOM_TOP, G);
+    float *one = room<float>(s, ROOM_POOL, (size_t)G * N);
+    dim3 grid(blocks(N, 256), G);
+    upload(dev, n, G * sizeof(int));
+    KV_LAUNCH(join_heads_kernel, grid, 256, 0, one, score, dev, N, s->c->H / G, agg);
+    return one;
+}
+char *near_grow_cuda(char *old, size_t have, size_t want) { return grown(old, have, want); }
+void near_free_cuda(char *p) { device_free(p); }
+void near_copy_cuda(void *to, const void *from, size_t n) { if (n) KV_CUDA(cudaMemcpy(to, from, n, cudaMemcpyDeviceToDevice)); }
 // adakv_shares of kvcomp.c. The sums are of integers, so their order does not matter. One block a head
 static __global__ void __launch_bounds__(TOP_THREADS) shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
     __shared__ int64_t part[2][TOP_WARPS];
@@ -1041,6 +1056,82 @@ float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, in
     KV_LAUNCH(shares_kernel, G, TOP_THREADS, 0, all, score, N, (const TopRow *)s->dev->room[ROOM_LIST].p, idx, per);
     scratch_reset(s, mark);
     return all;
+}
+
+// ==================================================================================================== 10c QUEST
+// Bounds are of the stored values, so exact; a page's score has the CPU's order of sums (lanes of 16, fused), so from equal rows and
+// queries both halves choose the same pages.
+
+struct Keys { HeadRefs heads; int kind, D; size_t bytes; };      // where the keys of a layer lie
+static __device__ float key_value(const Keys &a, const HeadRef &h, int r, int d) {
+    if (r >= h.packed) return row_get(h.k + (r - h.packed) * a.bytes, a.kind, d);
+    return packed_value(h, 0, r, d, a.D);
+}
+static Keys keys_of(const Session *s, int l) {
+    Keys a = { head_refs(s, l), row_kind(s->fk), s->c->D, s->fk->row_bytes(s->c->D) };
+    return a;
+}
+// page_bounds: one warp a page. bound (pages,2D) of dtype
+static __device__ void number_put(void *p, int dtype, size_t i, float x) {
+    if (dtype == DT_F32) ((float *)p)[i] = x;
+    else ((uint16_t *)p)[i] = dtype == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x);
+}
+static __global__ void page_bounds_kernel(Keys a, int g, char *bound, int from, int dtype) {
+    int page = from + blockIdx.x;
+    for (int d = threadIdx.x; d < a.D; d += 32) {
+        float hi = key_value(a, a.heads.at[g], page * PAGE, d), lo = hi;
+        for (int r = 1; r < PAGE; r++) { float k = key_value(a, a.heads.at[g], page * PAGE + r, d); hi = k > hi ? k : hi; lo = k < lo ? k : lo; }
+        number_put(bound, dtype, (size_t)page * 2 * a.D + d, hi);
+        number_put(bound, dtype, (size_t)page * 2 * a.D + a.D + d, lo);
+    }
+}
+static __device__ float lanes_fold(float sum) {                  // 8+8, 4+4, 2+2, 1+1; every lane of a half warp gets it
+    for (int i = 8; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    return sum;
+}
+struct Pages { const char *bound[MAX_G]; };
+// page_scores: u (G,n); a half warp a page, the queries in shared memory, split into positive and negative part as it goes
+static __global__ void page_scores_kernel(Pages pages, int n, const float *q, int R, int D, int dtype, float *u) {
+    KV_DYN_SHARED(float, own);                                   // (R,D)
+    int g = blockIdx.y, lane = threadIdx.x & 15, p = blockIdx.x * (blockDim.x / 16) + (threadIdx.x >> 4), page = p < n ? p : n - 1;
+    float top = 0;
+    for (int i = threadIdx.x; i < R * D; i += blockDim.x) own[i] = q[(size_t)g * R * D + i];
+    __syncthreads();
+    for (int h = 0; h < R; h++) {
+        float sum = 0;
+        for (int k = lane; k < 2 * D; k += 16) {
+            float x = own[h * D + k % D], part = (x > 0) == (k < D) ? x : 0;
+            sum = fmaf(part, number(pages.bound[g], dtype, (size_t)page * 2 * D + k), sum);
+        }
+        sum = lanes_fold(sum);
+        top = h && !(sum > top) ? top : sum;
+    }
+    if (!lane && p < n) u[(size_t)g * n + p] = top;
+}
+void page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype) {
+    KV_LAUNCH(page_bounds_kernel, to - from, 32, 0, keys_of(s, l), g, bound, from, dtype);
+}
+float *page_scores_cuda(Session *s, const char *const *bound, int pages, const float *q, int dtype) {
+    int G = s->c->G, R = s->c->H / G, D = s->c->D;
+    Pages p;
+    memset(&p, 0, sizeof p);
+    for (int g = 0; g < G; g++) p.bound[g] = bound[g];
+    float *u = room<float>(s, ROOM_POOL, (size_t)G * pages);
+    dim3 grid(blocks(pages, 16), G);
+    KV_LAUNCH(page_scores_kernel, grid, 256, (size_t)R * D * sizeof(float), p, pages, q, R, D, dtype, u);
+    return u;
+}
+
+// ==================================================================================================== 11 LOOPSERVE
+// The scores of progressive decode are window scores with the ring's tokens as the window and sums for means: they agree with the CPU's
+// to rounding, what is made of them (join_rows, top_k_rows) exactly.
+float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w) {       // ring (obs,H,D): token i in slot i % obs
+    size_t row = (size_t)s->c->H * s->c->D;
+    int slot = first % obs, n = w < obs - slot ? w : obs - slot;
+    float *q = room<float>(s, ROOM_RING, w * row);
+    near_copy_cuda(q, ring + slot * row, n * row * sizeof(float));
+    near_copy_cuda(q + n * row, ring, (w - n) * row * sizeof(float));
+    return columns_device(s, l, q, first, w, 1);
 }
 
 // ==================================================================================================== 12 PATS
@@ -1195,10 +1286,6 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 // FMA has the same bits; plain C agrees to rounding), centroids add their chunks in ascending order, distances are serial sums in
 // double that are never fused. No float is added atomically. From equal rows both halves make equal trees and equal lists.
 
-static __device__ float lanes_fold(float sum) {                  // 8+8, 4+4, 2+2, 1+1; every lane of a half warp gets it
-    for (int i = 8; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
-    return sum;
-}
 static __device__ float dot_lanes(const float *a, const float *b, int D) {      // dot_f32
     float sum = 0;
     for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], b[d], sum);
@@ -1229,11 +1316,6 @@ static __device__ float max_warp(float x) {
 }
 
 // ---- keys and k-means. blockIdx.y is the KV head; all heads of a layer have as many chunks, clusters and units
-struct Keys { HeadRefs heads; int kind, D; size_t bytes; };      // where the keys of a layer lie
-static __device__ float key_value(const Keys &a, const HeadRef &h, int r, int d) {
-    if (r >= h.packed) return row_get(h.k + (r - h.packed) * a.bytes, a.kind, d);
-    return packed_value(h, 0, r, d, a.D);
-}
 // chunk_key: key (D) shared = normalised mean of rows r0 .. r0+n-1; one warp
 static __device__ void chunk_key(const Keys &a, const HeadRef &h, int r0, int n, float *key) {
     for (int d = threadIdx.x & 31; d < a.D; d += 32) {
@@ -1399,12 +1481,6 @@ static __global__ void rho_kernel(Tree *t, float beta, int D) {
 }
 
 // ---- the host's side of building
-char *near_new_cuda(size_t bytes) { return device_new(bytes); }
-void near_free_cuda(char *p) { device_free(p); }
-static Keys keys_of(const Session *s, int l) {
-    Keys a = { head_refs(s, l), row_kind(s->fk), s->c->D, s->fk->row_bytes(s->c->D) };
-    return a;
-}
 static const int *starts_upload(Session *s, const LycheeRule *x) {
     int *dev = room<int>(s, ROOM_START, x->M + 1);
     upload(dev, x->start, (x->M + 1) * sizeof(int));

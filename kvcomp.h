@@ -67,6 +67,7 @@ typedef struct {
 } Weights;
 
 // ------------------------------------------------------------------------------------------------ tokens, rows, views
+enum { MAX_G = 64 };                            // KV heads a kernel's argument has room for
 enum { TOK_USER, TOK_REPLY, TOK_EXTRA };        // fed by prefill; fed by decode; a method's own token (SONIC's Nexus)
 
 typedef struct {            // one token of the dialogue. A session keeps every token it has seen; rows point back here
@@ -223,6 +224,7 @@ KV_HD static inline uint16_t f32_to_f16(float f) {      // nearest even; saturat
     return (uint16_t)(s | (a - 0x38000000) >> 13);
 }
 enum { AGG_MEAN, AGG_MAX, AGG_SUM };                    // how the query heads of a group become one
+enum { PAGE = 16 };                                     // rows of a Quest page
 enum { JOIN_POOL, POOL_ONLY, POOL_JOIN };               // window scores: heads first, then neighbours; neighbours only; neighbours, then heads
 KV_HD static inline int64_t fixed_mass(float x) { return (int64_t)rint((double)x * 1099511627776.0); }     // 2^40 x: sums of these do not depend on their order
 enum { PATS_TRUNC, PATS_NEAREST, PATS_MID };            // how PATS rounds; mid: truncated, and half a step added on every read
@@ -381,8 +383,13 @@ void   host_give_cuda(float *to, const float *from, size_t n);                  
 float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg, int width, int order);
 void   top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count);
 float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);
-char  *near_new_cuda(size_t bytes);                                                // memory of a method, on the device
+float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg);
+char  *near_grow_cuda(char *old, size_t have, size_t want);                        // memory of a method, on the device: keeps what is there
 void   near_free_cuda(char *p);
+void   near_copy_cuda(void *to, const void *from, size_t n);                       // from device to device
+void   page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype);
+float *page_scores_cuda(Session *s, const char *const *bound, int pages, const float *q, int dtype);   // (G,pages) on the device
+float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);               // (H,N) on the device
 void   lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *t);   // t (G): the trees of layer l, room made
 void   lychee_graft_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, int from);
 int   *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, int per);   // -> (lists,3+2 per) on the host

@@ -7157,7 +7157,34 @@ TEST(cuda_lychee_index, "from equal rows both devices make the same index to the
         tiny_free(m); tiny_free(n); tiny_free(o);
     }
 }
-TEST(cuda_quest, "quest")         { dialogues("quest", "budget=48 quest-full-layers=0"); }
+TEST(cuda_quest, "quest")         { dialogues("quest", "budget=48 quest-full-layers=0"); dialogues("quest", "ratio=.3 quest-full-layers=1 ctk=f16 ctv=f16"); }
+TEST(cuda_quest_pages, "from equal rows both devices hold the same bounds to the bit and read the same pages: every format, packed rows, growing pages") {
+    const char *text[] = { "ctk=f32", "ctk=f16 ctv=f16", "ctk=bf16", "ctk=q8_0", "ctk=f16 ctv=f16 pats-window=8" };
+    if (!strcmp(simd_name(), "plain")) return;                                   // no fused multiply-add: equal to rounding only
+    EACH_SEED(seed) for (int i = 0; i < 5; i++) {
+        Tiny m = tiny_model(2, 6, 3, (int[]){ 40, 64, 16, 48, 128 }[i], 16, 16, 11, 3);
+        char all[200];
+        snprintf(all, sizeof all, "%s budget=64 quest-full-layers=0", text[i]);
+        Pair p = pair_open(m, i == 4 ? "quest+pats" : "quest", all);
+        const Config *c = m.c;
+        Quest *a = p.c->part[0].ms, *b = p.d->part[0].ms;
+        for (int pass = 0; pass < 7; pass++) {
+            pair_append(&p, pass ? 1 + 9 * pass : 77, 1);
+            for (Session *s = p.c; s; s = s == p.c ? p.d : NULL)
+                for (int l = 0; l <= c->L; l++)
+                    for (int k = 0; k < s->n_part; k++) s->part[k].m->commit(s, s->part[k].ms, l, NULL, 9);
+            float *q = normals((size_t)c->H * c->D, 1.5), *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+            for (int l = 0; l < c->L; l++) {
+                quest_select(p.c, a, l, q); quest_select(p.d, b, l, dq);
+                for (int h = 0; h < c->H; h++) CHECK(same_view(kv_view(p.c, l, h), kv_view(p.d, l, h)) && kv_view(p.d, l, h)->tail > 60, "%s: layer %d, head %d, pass %d", all, l, h, pass);
+                for (int g = l * 3; g < l * 3 + 3; g++)
+                    CHECK(a->head[g].n == b->head[g].n && !bytes_differ(a->head[g].bound, b->head[g].bound, a->head[g].n * 2 * c->D * dtype_size(a->dtype)), "%s: bounds of head %d", all, g);
+            }
+            cuda_drop(dq); free(q);
+        }
+        pair_close(&p); tiny_free(m);
+    }
+}
 TEST(cuda_dililazy, "dililazy") {
     double score[12];
     char text[400];
@@ -7169,7 +7196,16 @@ TEST(cuda_dililazy, "dililazy") {
     dialogues("dililazy", text);
     free(json); temp_done(path);
 }
-TEST(cuda_loopserve, "loopserve, and its prefill with lychee's decode") { dialogues("loopserve", "budget=24"); dialogues("loopserve-p+streaming", "budget=24"); }
+TEST(cuda_loopserve, "loopserve, dense and over lines of both units; selections in decode, per head, with this answer's rows; other fixed lines") {
+    dialogues("loopserve", "budget=24"); dialogues("loopserve-p+streaming", "budget=24");
+    dialogues("loopserve-d", "budget=20 loopserve-first=1 loopserve-interval=2");
+    dialogues("loopserve-d", "budget=20 loopserve-first=2 loopserve-interval=1 loopserve-obs=3 loopserve-sel=q");
+    dialogues("loopserve-d+pats", "budget=20 loopserve-first=2 loopserve-interval=2 loopserve-gen=literal pats-window=8 ctk=f16 ctv=f16");
+    dialogues("loopserve", "budget=24 loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.8 loopserve-max-cells=.95 loopserve-first=2");
+    dialogues("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.7 loopserve-variant=a");
+    dialogues("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.7 loopserve-unit=tile64 loopserve-max-tiles=9");
+    dialogues("tri-shape", "tri-shape-init=3 tri-shape-local=9 tri-shape-last=4");
+}
 TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
     Tiny nexus = tiny_model(2, 6, 3, 16, 24, 40, 53, 77);
     dialogues_alt("sonic", "sonic-untrained sonic-k=2 quiet", nexus.w->layer);
