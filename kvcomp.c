@@ -5403,6 +5403,7 @@ static void quest_close(Session *s, void *ms) {
 }
 static void quest_room(Session *s, Quest *x, int i, int pages, size_t row) {     // of head i
     int old = x->head[i].cap;
+    (void)s;
     if (pages <= old) return;
     x->head[i].cap = pages + pages / 4 + 4;
     if (KV_DEV(s)) x->head[i].bound = near_grow_cuda(x->head[i].bound, old * row, x->head[i].cap * row);
