@@ -4959,19 +4959,12 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
 //   minference   V, S = the heaviest columns and diagonals of the last 64 rows; tile64    (MInference, arXiv 2407.02490)
 // **Differs from MInference:** one size (--minference-verticals, -slashes) for all heads instead of an offline search per head.
 
-typedef struct {            // what one query head reads in one prefill
-    int n, p0;              // rows its KV head holds; the first row of this pass: the queries are rows p0..n-1
-    int dense;              // 1: every cell; v and s do not matter
-    int tile64;             // 1: slashes rounded up to ranges of columns, 0: exactly the cells of the lines
-    uint64_t *v, *s;        // (n bits) columns; offsets. s must hold offset 0, so that every row sees itself
-} Lines;
 typedef struct { int lo, hi; } LineRange;                    // [lo,hi)
 
 enum { LINE_BLOCK = 64 };                                // rows done together, counted from p0; at most Q_BLOCK
 
 static int  bit_get(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
 static void bit_set(uint64_t *b, int i) { b[i >> 6] |= (uint64_t)1 << (i & 63); }
-static size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }
 static int bit_list(const uint64_t *b, int n, int *list) {          // the set bits below n, ascending -> count; NULL: count only
     int k = 0;
     for (int w = 0; w < (n + 63) / 64; w++)
@@ -5221,10 +5214,11 @@ static void lines_attend(Session *s, int l, const Lines *lines, float *out, cons
     int dense = 0, H = s->c->H;
     for (int h = 0; h < H; h++) dense += lines[h].dense;
     if (dense == H) { attn_prefill(s, l, out, q, 0, T); return; }
+    if (KV_DEV(s) && !layer_window(s, l)) { lines_attend_cuda(s, l, lines, out, q, T); return; }
     size_t mark = scratch_mark(s);
     Tile *tiles = tiles_new(s);
     size_t all = (size_t)T * H * s->c->D;
-    float *to = KV_DEV(s) ? scratch(s, all * sizeof(float)) : out;
+    float *to = KV_DEV(s) ? scratch(s, all * sizeof(float)) : out;               // a device session with a sliding window comes here too
     q = on_host(s, q, 0, T);
     for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, to, q, T, tiles);
     if (KV_DEV(s)) host_give_cuda(out, to, all);
@@ -5332,23 +5326,41 @@ static void minference_lines(const Minference *x, Lines *a, const int *R, int m,
         for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
     }
 }
+static void minference_device(Session *s, const Minference *x, int l, const float *q, int T, Lines *a, int m) {     // a (H): dense is set, lines are chosen
+    int R = s->c->H / s->c->G, N = kv_longest(s, l), r[MINF_LAST];
+    int *idx = scratch(s, (size_t)R * N * sizeof(int)), *n = scratch(s, (size_t)3 * R * sizeof(int)), *k = n + R, *found = k + R;
+    for (int g = 0; g < s->c->G; g++, a += R) {
+        if (a->dense) continue;
+        for (int i = 0; i < m; i++) r[i] = a->n - m + i;
+        float *P = line_probs_cuda(s, l, g, q, T, r, m);
+        for (int slash = 0; slash < 2; slash++) {
+            int least = slash ? MINF_S : MINF_V, want = slash ? x->ns : x->nv;
+            for (int i = 0; i < R; i++) { n[i] = a->n; k[i] = want > least ? want : least; }
+            top_k_rows(s, line_sums_cuda(s, P, m, a->n, slash, least), R, a->n, n, k, idx, N, found);
+            for (int i = 0; i < R; i++) for (int j = 0; j < found[i]; j++) bit_set(slash ? a[i].s : a[i].v, idx[(size_t)i * N + j]);
+        }
+    }
+}
 static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    int H = s->c->H, N = kv_longest(s, l), m = T < MINF_LAST ? T : MINF_LAST;
+    int H = s->c->H, N = kv_longest(s, l), m = T < MINF_LAST ? T : MINF_LAST, device = KV_DEV(s) && !layer_window(s, l);
     size_t mark = scratch_mark(s), room = (size_t)n_threads();
     Lines *a = lines_new(s, l, T);
     Tile *tiles = tiles_new(s);
     float *P = scratch(s, room * m * N * sizeof(float)), *sum = scratch(s, room * N * sizeof(float));
     int *idx = scratch(s, room * N * sizeof(int));
     double t = now();
-    const float *host = on_host(s, q, 0, T);
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * H * s->c->D))
+    const float *host = device ? NULL : on_host(s, q, 0, T);
+    for (int h = 0; h < H; h++) {
+        a[h].tile64 = 1;
+        a[h].dense = a[h].n <= MINF_S;                   // the offsets always taken are every cell
+    }
+    if (device) minference_device(s, ms, l, q, T, a, m);
+    #pragma omp parallel for schedule(dynamic) if (!device && worth_threads((size_t)m * N * H * s->c->D))
     for (int h = 0; h < H; h++) {
         int id = thread_id(), R[MINF_LAST];
         float inv[MINF_LAST];
+        if (a[h].dense || device) continue;
         for (int i = 0; i < m; i++) R[i] = a[h].n - m + i;
-        a[h].tile64 = 1;
-        a[h].dense = a[h].n <= MINF_S;                   // the offsets always taken are every cell
-        if (a[h].dense) continue;
         line_probs(s, l, h, host, T, R, m, P + (size_t)id * m * N, inv, &tiles[id]);
         minference_lines(ms, &a[h], R, m, P + (size_t)id * m * N, sum + (size_t)id * N, idx + (size_t)id * N);
     }
@@ -5800,6 +5812,30 @@ static void loop_count(LoopServe *x, const Lines *a, const LoopFound *f) {
     x->mass += f->mass; x->cells += f->cells;
     x->n_v += bit_list(a->v, a->n, NULL); x->n_s += bit_list(a->s, a->n, NULL);
 }
+// The lines of heads h0..h0+n-1. P: their probabilities (n,m,..) on the device, or NULL: then they are computed here from q, on the host.
+static void loop_heads(Session *s, LoopServe *x, int l, int h0, int n, const float *q, int T, const int *rows, const float *P, Lines *a, LoopRoom *room, Tile *tiles, LoopFound *found) {
+    int m = x->m;
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * n * s->c->D))
+    for (int h = h0; h < h0 + n; h++) {
+        LoopRoom *w = &room[thread_id()];
+        LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
+        size_t all = (size_t)m * a[h].n;
+        if (a[h].dense) continue;
+        for (int i = 0; i < m; i++) w->R[i] = a[h].p0 + rows[i];
+        if (P) host_copy_cuda(w->P, P + (h - h0) * all, all);
+        else line_probs(s, l, h, q, T, w->R, m, w->P, w->inv, &tiles[thread_id()]);
+        loop_choose(x, &p, &a[h], w, &found[h]);
+    }
+}
+static void loop_lines(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, Tile *tiles, LoopFound *found) {
+    int H = s->c->H, R = H / s->c->G, *r = scratch(s, (size_t)x->m * sizeof(int));
+    if (!KV_DEV(s) || layer_window(s, l)) { loop_heads(s, x, l, 0, H, on_host(s, q, 0, T), T, rows, NULL, a, room, tiles, found); return; }
+    for (int h = 0; h < H; h += R) {                     // the GPU makes the probabilities of a KV head's query heads, the host chooses
+        if (a[h].dense) continue;
+        for (int i = 0; i < x->m; i++) r[i] = a[h].p0 + rows[i];
+        loop_heads(s, x, l, h, R, NULL, T, rows, line_probs_cuda(s, l, h / R, q, T, r, x->m), a, room, tiles, found);
+    }
+}
 static void loopserve_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     LoopServe *x = ms;
     int H = s->c->H, m = x->m;
@@ -5815,18 +5851,9 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     LoopRoom *room = loop_rooms(s, m, kv_longest(s, l));
     LoopFound *found = scratch(s, (size_t)H * sizeof *found);
     int *rows = scratch(s, (size_t)m * sizeof(int));
-    const float *host = on_host(s, q, 0, T);
     sample_rows(T, m, x->seed, s->turn, l, rows);        // the same tokens for all heads
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * H * s->c->D))
-    for (int h = 0; h < H; h++) {
-        LoopRoom *w = &room[thread_id()];
-        LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
-        a[h].dense = a[h].n <= x->min_context;
-        if (a[h].dense) continue;
-        for (int i = 0; i < m; i++) w->R[i] = a[h].p0 + rows[i];
-        line_probs(s, l, h, host, T, w->R, m, w->P, w->inv, &tiles[thread_id()]);
-        loop_choose(x, &p, &a[h], w, &found[h]);
-    }
+    for (int h = 0; h < H; h++) a[h].dense = a[h].n <= x->min_context;
+    loop_lines(s, x, l, q, T, rows, a, room, tiles, found);
     for (int h = 0; h < H; h++) loop_count(x, &a[h], &found[h]);
     timed(&s->clk.index, t);
     lines_attend(s, l, a, out, q, T);

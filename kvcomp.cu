@@ -36,12 +36,13 @@ static char *device_new(size_t bytes) {
 static void device_free(void *p) { if (p) KV_CUDA(cudaFree(p)); }
 static void upload(void *dev, const void *host, size_t n)   { if (n) KV_CUDA(cudaMemcpy(dev, host, n, cudaMemcpyHostToDevice)); }
 static void download(void *host, const void *dev, size_t n) { if (n) KV_CUDA(cudaMemcpy(host, dev, n, cudaMemcpyDeviceToHost)); }
+static void device_copy(void *to, const void *from, size_t n) { if (n) KV_CUDA(cudaMemcpy(to, from, n, cudaMemcpyDeviceToDevice)); }
 static int blocks(size_t n, int per) { return (int)((n + per - 1) / per); }
 
 struct Room { char *p; size_t bytes; };
 enum { ROOM_X, ROOM_H, ROOM_Q, ROOM_K, ROOM_V, ROOM_OUT, ROOM_GATE, ROOM_UP, ROOM_COS, ROOM_HALF, ROOM_IDS, ROOM_TOK, ROOM_PLAN,
        ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_LIST, ROOM_LOGITS, ROOM_POOL, ROOM_TOP, ROOM_TOP_IDX,
-       ROOM_START, ROOM_TREES, ROOM_KEYS, ROOM_CENTRES, ROOM_LABELS, ROOM_SEEK, ROOM_RING, N_ROOMS };
+       ROOM_START, ROOM_TREES, ROOM_KEYS, ROOM_CENTRES, ROOM_LABELS, ROOM_SEEK, ROOM_RING, ROOM_PROBS, N_ROOMS };
 
 // Host tensors that lie on the device too, found by their host address.
 enum { MAP_SIZE = 1 << 13 };
@@ -288,7 +289,6 @@ static __global__ void gather_kernel(char *to, const char *from, const int *rows
 }
 
 static char *grown(char *old, size_t have, size_t want) {        // realloc in device memory
-    if (have == want) return old;
     char *p = device_new(want);
     if (have && want) KV_CUDA(cudaMemcpy(p, old, have < want ? have : want, cudaMemcpyDeviceToDevice));
     device_free(old);
@@ -298,15 +298,15 @@ void rows_resize_cuda(Session *s, KVHead *h, int cap) {          // raw rows the
     size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
     Rows *r = &s->dev->rows[h - s->head];
     int all = h->packed + cap;
-    h->k = grown(h->k, r->cap * bk, cap * bk);
-    h->v = grown(h->v, r->cap * bv, cap * bv);
-    r->src = (int *)grown((char *)r->src, r->n_src * sizeof(int), all * sizeof(int));
+    if (cap != r->cap) h->k = grown(h->k, r->cap * bk, cap * bk);
+    if (cap != r->cap) h->v = grown(h->v, r->cap * bv, cap * bv);
+    if (all != r->n_src) r->src = (int *)grown((char *)r->src, r->n_src * sizeof(int), all * sizeof(int));
     r->cap = cap; r->n_src = all;
 }
 void rows_free_cuda(Session *s, KVHead *h) {
     Rows *r = &s->dev->rows[h - s->head];
     void *all[] = { h->k, h->v, h->pk, h->pv, r->src, r->pack, r->spare };
-    for (void *p : all) device_free(p);
+    for (void *p : all) grown((char *)p, 0, 0);
     h->k = h->v = h->pk = h->pv = NULL;
     memset(r, 0, sizeof *r);
 }
@@ -335,7 +335,7 @@ static void rows_gather(Session *s, char *p, size_t bytes, const int *rows, int 
     char *to = room<char>(s, ROOM_MOVE, m * bytes);              // threads run in any order, so the rows go through a second buffer
     upload(list, rows + first, m * sizeof(int));
     KV_LAUNCH(gather_kernel, blocks(m * (bytes / 2), 256), 256, 0, to, p, list, bytes, m);
-    KV_CUDA(cudaMemcpy(p + first * bytes, to, m * bytes, cudaMemcpyDeviceToDevice));
+    device_copy(p + first * bytes, to, m * bytes);
 }
 // Row i becomes row keep[i]. Of the old_packed packed rows n_packed stay, and packing->keep has seen to them: raw rows and sources are left.
 void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed, int old_packed) {
@@ -1027,8 +1027,8 @@ float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int a
     return one;
 }
 char *near_grow_cuda(char *old, size_t have, size_t want) { return grown(old, have, want); }
-void near_free_cuda(char *p) { device_free(p); }
-void near_copy_cuda(void *to, const void *from, size_t n) { if (n) KV_CUDA(cudaMemcpy(to, from, n, cudaMemcpyDeviceToDevice)); }
+void near_free_cuda(char *p) { grown(p, 0, 0); }
+void near_copy_cuda(void *to, const void *from, size_t n) { device_copy(to, from, n); }
 // adakv_shares of kvcomp.c. The sums are of integers, so their order does not matter. One block a head
 static __global__ void __launch_bounds__(TOP_THREADS) shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
     __shared__ int64_t part[2][TOP_WARPS];
@@ -1056,6 +1056,191 @@ float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, in
     KV_LAUNCH(shares_kernel, G, TOP_THREADS, 0, all, score, N, (const TopRow *)s->dev->room[ROOM_LIST].p, idx, per);
     scratch_reset(s, mark);
     return all;
+}
+
+// ==================================================================================================== 10b SPARSE PREFILL BASELINES
+// Attention over lines. A block takes 32 rows of one query head and walks through the columns its 64-row block needs (block_index): column
+// c is needed iff it is a vertical left of the block, or some offset of [s0-c, E-1-c] is chosen, which is one look at 64 bits. Needed
+// columns are gathered 32 at a time. Under tile64 all of them are read by every row that may, else exactly the cells of the lines. So the
+// same columns and cells as on the CPU; sums are in another order.
+
+struct Cells { const uint64_t *v, *s; int n, p0, dense, tile64; };              // Lines, in device memory
+static __device__ int bit_of(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
+static __device__ uint64_t bits_from(const uint64_t *b, int n, int lo) {         // bits lo .. lo+63 of b (n); those outside are 0
+    if (lo <= -64 || lo >= n) return 0;
+    if (lo < 0) return b[0] << -lo;
+    int w = lo >> 6, d = lo & 63;
+    return b[w] >> d | (d && (w + 1) * 64 < n ? b[w + 1] << (64 - d) : 0);
+}
+static __device__ int column_needed(const Cells &x, int c, int s0, int E) {
+    if (c >= E) return 0;
+    if (x.dense || (c < s0 && bit_of(x.v, c))) return 1;
+    return (bits_from(x.s, x.n, s0 - c) & ~0ull >> (64 - (E - s0))) != 0;
+}
+enum { LINE_ROWS = 32, LINE_QW = LINE_ROWS / ATTN_WARPS, LINE_LIST = TILE + ATTN_WARPS * 32 };
+static size_t lines_smem(int D) { return ((size_t)LINE_ROWS * D + TILE * (D + 1) + LINE_ROWS * (TILE + 1) + LINE_ROWS + LINE_LIST + ATTN_WARPS) * sizeof(float); }
+// Appends needed columns from *c on until the list has TILE of them or none is left; -> its length
+static __device__ int gather_columns(const Cells &x, int s0, int E, int *c, int n, int *row, int *counts) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    while (n < TILE && *c < E) {
+        int need = column_needed(x, *c + (int)threadIdx.x, s0, E), all = 0;
+        unsigned m = __ballot_sync(0xffffffffu, need);
+        if (!lane) counts[warp] = __popc(m);
+        __syncthreads();
+        for (int w = 0; w < ATTN_WARPS; w++) { if (w == warp && need) row[n + all + __popc(m & ((1u << lane) - 1))] = *c + (int)threadIdx.x; all += counts[w]; }
+        __syncthreads();
+        n += all;
+        *c += ATTN_WARPS * 32;
+    }
+    return n;
+}
+template <int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) lines_kernel(Attn a, const Cells *cells, int T, float *out) {
+    KV_DYN_SHARED(float, q);                                     // (LINE_ROWS,D)
+    const int QW = LINE_QW, LANES = 32 / QW;
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, t0 = (gridDim.x - 1 - blockIdx.x) * LINE_ROWS;
+    float *kv = q + LINE_ROWS * D, *sc = kv + TILE * (D + 1), *fix = sc + LINE_ROWS * (TILE + 1);
+    int *row = (int *)(fix + LINE_ROWS), *counts = row + LINE_LIST, at = 0, n = 0;
+    Cells x = cells[head];
+    HeadRef h = a.heads.at[head / a.R];
+    int s0 = x.p0 + t0 / 64 * 64, E = s0 + 64 < x.n ? s0 + 64 : x.n, r0 = x.p0 + t0, stop = r0 + LINE_ROWS < E ? r0 + LINE_ROWS : E;
+    for (int j = warp; j < LINE_ROWS; j += ATTN_WARPS)
+        for (int d = lane; d < D; d += 32) q[j * D + d] = t0 + j < T ? a.q[((size_t)(t0 + j) * a.H + head) * D + d] : 0;
+    float top = -INFINITY, sum = 0, acc[QW][ND], score[QW];
+    for (int i = 0; i < QW; i++) for (int e = 0; e < ND; e++) acc[i][e] = 0;
+    for (;;) {
+        n = gather_columns(x, s0, E, &at, n, row, counts);
+        int m = n < TILE ? n : TILE, more = 0;
+        if (!m || row[0] >= stop) break;                         // the same for the whole block
+        load_tile(kv, D + 1, a, h, 0, row, m);
+        __syncthreads();
+        score_rows<QW>(score, q + warp * QW * D, kv + (lane < m ? lane : 0) * (D + 1), D);
+        for (int i = 0; i < QW; i++) {
+            int c = row[lane < m ? lane : 0], r = r0 + warp * QW + i, see = lane < m && c <= r && r < stop;
+            if (see && !x.dense && !x.tile64) see = bit_of(x.v, c) || bit_of(x.s, r - c);
+            sc[(warp * QW + i) * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
+        }
+        __syncwarp();
+        float *mine = sc + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES, high = top, add = 0;
+        for (int j = 0; j < TILE; j += LANES) high = fmaxf(high, mine[j]);
+        for (int d = LANES / 2; d; d >>= 1) high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, d));
+        for (int j = 0; j < TILE; j += LANES) { float e = high == -INFINITY ? 0 : expf(mine[j] - high); mine[j] = e; add += e; }
+        for (int d = LANES / 2; d; d >>= 1) add += __shfl_xor_sync(0xffffffffu, add, d);
+        float f = high == -INFINITY ? 1 : expf(top - high);
+        sum = sum * f + add; top = high;
+        if (lane % LANES == 0) fix[warp * QW + lane / LANES] = f;
+        __syncthreads();                                         // the keys are done with
+        load_tile(kv, D + 1, a, h, 1, row, m);
+        if ((int)threadIdx.x < n - m) more = row[m + threadIdx.x];    // at most 128 are left over
+        __syncthreads();
+        if ((int)threadIdx.x < n - m) row[threadIdx.x] = more;
+        n -= m;
+        for (int i = 0; i < QW; i++) for (int e = 0; e < ND; e++) acc[i][e] *= fix[warp * QW + i];
+        for (int j = 0; j < m; j++)
+            for (int e = 0; e < ND; e++) {
+                float v = lane + 32 * e < D ? kv[j * (D + 1) + lane + 32 * e] : 0;
+                for (int i = 0; i < QW; i++) acc[i][e] += sc[(warp * QW + i) * (TILE + 1) + j] * v;
+            }
+        __syncthreads();                                         // the values are done with, and the list has moved up
+    }
+    if (lane % LANES == 0) fix[warp * QW + lane / LANES] = sum;
+    __syncwarp();
+    for (int i = 0; i < QW && t0 + warp * QW + i < T; i++)
+        for (int e = 0; e < ND; e++)
+            if (lane + 32 * e < D) out[((size_t)(t0 + warp * QW + i) * a.H + head) * D + lane + 32 * e] = acc[i][e] / fix[warp * QW + i];
+}
+// lines_attend: heads (H): n, p0, dense, tile64 and host pointers to the bits. out, q (T,H,D)
+void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
+    int H = s->c->H;
+    size_t at = (size_t)H * sizeof(Cells), bytes = at, mark = scratch_mark(s);
+    for (int h = 0; h < H; h++) bytes += 2 * bit_bytes(lines[h].n);
+    char *host = (char *)scratch(s, bytes), *dev = room<char>(s, ROOM_LIST, bytes);
+    for (int h = 0; h < H; h++) {
+        const Lines *x = &lines[h];
+        size_t b = bit_bytes(x->n);
+        Cells cell = { (const uint64_t *)(dev + at), (const uint64_t *)(dev + at + b), x->n, x->p0, x->dense, x->tile64 };
+        memcpy(host + h * sizeof(Cells), &cell, sizeof cell);
+        memcpy(host + at, x->v, b); memcpy(host + at + b, x->s, b);
+        at += 2 * b;
+    }
+    upload(dev, host, bytes);
+    Attn a = attn_args(s, l, q, s->base);
+    dim3 grid(blocks(T, LINE_ROWS), H);
+    if (a.D <= 64) KV_LAUNCH((lines_kernel<2>), grid, ATTN_WARPS * 32, lines_smem(a.D), a, (const Cells *)dev, T, out);
+    else           KV_LAUNCH((lines_kernel<4>), grid, ATTN_WARPS * 32, lines_smem(a.D), a, (const Cells *)dev, T, out);
+    scratch_reset(s, mark);
+}
+
+// ---- line_probs: P (R,m,n) for the query heads of KV head g: softmax rows of its rows r[i] (m), ascending; agrees to rounding
+static size_t sample_smem(int D) { return ((size_t)32 * D + TILE * (D + 1) + TILE) * sizeof(float); }
+static __global__ void sample_scores_kernel(Attn a, int g, const int *r, int m, int n, int p0, float *P) {       // a block a tile of columns and a head
+    KV_DYN_SHARED(float, q);                                     // (32,D)
+    const int QW = 8;
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c0 = blockIdx.x * TILE, cols = n - c0 < TILE ? n - c0 : TILE;
+    float *kv = q + 32 * D, score[QW];
+    int *row = (int *)(kv + TILE * (D + 1));
+    P += (size_t)blockIdx.y * m * n;
+    if (threadIdx.x < TILE) row[threadIdx.x] = c0 + threadIdx.x;
+    __syncthreads();
+    load_tile(kv, D + 1, a, a.heads.at[g], 0, row, cols);
+    for (int i0 = 0; i0 < m; i0 += 32) {
+        __syncthreads();
+        for (int j = warp; j < 32; j += ATTN_WARPS)
+            for (int d = lane; d < D; d += 32) q[j * D + d] = i0 + j < m ? a.q[((size_t)(r[i0 + j] - p0) * a.H + g * a.R + blockIdx.y) * D + d] : 0;
+        __syncthreads();
+        score_rows<QW>(score, q + warp * QW * D, kv + (lane < cols ? lane : 0) * (D + 1), D);
+        for (int i = 0; i < QW; i++) {
+            int j = i0 + warp * QW + i;
+            if (j < m && lane < cols) P[(size_t)j * n + c0 + lane] = c0 + lane <= r[j] ? score[i] * a.scale : -INFINITY;
+        }
+    }
+}
+enum { SOFT_THREADS = 256 };
+static __global__ void softmax_rows_kernel(float *P, int n) {    // a block a row
+    __shared__ float part[2][SOFT_THREADS / 32];
+    float *x = P + (size_t)blockIdx.x * n, top = -INFINITY, sum = 0;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int i = threadIdx.x; i < n; i += SOFT_THREADS) top = fmaxf(top, x[i]);
+    for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
+    if (!lane) part[0][warp] = top;
+    __syncthreads();
+    for (int w = 0; w < SOFT_THREADS / 32; w++) top = fmaxf(top, part[0][w]);
+    for (int i = threadIdx.x; i < n; i += SOFT_THREADS) { float e = expf(x[i] - top); x[i] = e; sum += e; }
+    for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    if (!lane) part[1][warp] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int w = 0; w < SOFT_THREADS / 32; w++) sum += part[1][w];
+    float inv = 1 / sum;
+    for (int i = threadIdx.x; i < n; i += SOFT_THREADS) x[i] *= inv;
+}
+float *line_probs_cuda(Session *s, int l, int g, const float *q, int T, const int *r, int m) {
+    const KVHead *h = kv_head(s, l, g);
+    int n = h->len, R = s->c->H / s->c->G, *rows = room<int>(s, ROOM_TOP, m);
+    float *P = room<float>(s, ROOM_PROBS, (size_t)R * m * n);
+    upload(rows, r, m * sizeof(int));
+    dim3 grid(blocks(n, TILE), R);
+    KV_LAUNCH(sample_scores_kernel, grid, ATTN_WARPS * 32, sample_smem(s->c->D), attn_args(s, l, q, s->base), g, rows, m, n, n - T, P);
+    KV_LAUNCH(softmax_rows_kernel, R * m, SOFT_THREADS, 0, P, n);
+    return P;
+}
+// What minference_lines sums: column c, or offset c (slash), over the m rows in their order; the first `least` always win. sum (R,n)
+static __global__ void line_sums_kernel(const float *P, const int *r, int m, int n, int slash, int least, float *sum) {
+    int x = blockIdx.x * blockDim.x + threadIdx.x;
+    if (x >= n) return;
+    const float *p = P + (size_t)blockIdx.y * m * n;
+    float a = 0;
+    for (int i = 0; i < m; i++) {
+        int c = slash ? r[i] - x : x;
+        if (c >= 0 && c <= r[i]) a += p[(size_t)i * n + c];
+    }
+    sum[(size_t)blockIdx.y * n + x] = x < least ? INFINITY : a;
+}
+float *line_sums_cuda(Session *s, const float *P, int m, int n, int slash, int least) {          // after line_probs_cuda, of the same rows
+    int R = s->c->H / s->c->G;
+    float *sum = room<float>(s, ROOM_POOL, (size_t)R * n);
+    dim3 grid(blocks(n, 256), R);
+    KV_LAUNCH(line_sums_kernel, grid, 256, 0, P, (const int *)s->dev->room[ROOM_TOP].p, m, n, slash, least, sum);
+    return sum;
 }
 
 // ==================================================================================================== 10c QUEST
@@ -1228,9 +1413,8 @@ enum { PACK_STEP = 4096 };
 static Packed *pack_table(Session *s, Rows *r, const Packed *head, const Region *reg) {    // in the spare, which becomes r->pack
     size_t bytes = offsetof(Packed, reg) + (size_t)head->n_reg * sizeof(Region), mark = scratch_mark(s);
     if (head->n_reg > r->n_spare) {
-        device_free(r->spare);
         r->n_spare = head->n_reg + 8;
-        r->spare = (Packed *)device_new(offsetof(Packed, reg) + (size_t)r->n_spare * sizeof(Region));
+        r->spare = (Packed *)grown((char *)r->spare, 0, offsetof(Packed, reg) + (size_t)r->n_spare * sizeof(Region));
     }
     char *host = (char *)scratch(s, bytes);
     memcpy(host, head, offsetof(Packed, reg));
@@ -1243,14 +1427,14 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
     Rows *r = &s->dev->rows[h - s->head];
     size_t want = (bytes + PACK_STEP - 1) / PACK_STEP * PACK_STEP;
     int n = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0, only_added = want == r->pk_bytes && !rows && stay && stay == h->pk_bytes - PATS_GUARD;
-    char *pk = only_added ? h->pk : device_new(want), *pv = only_added ? h->pv : device_new(want);
+    char *pk = only_added ? h->pk : grown(NULL, 0, want), *pv = only_added ? h->pv : grown(NULL, 0, want);
     if (n) {
         int *list = rows ? room<int>(s, ROOM_LIST, n) : NULL;
         if (rows) upload(list, rows, (size_t)n * sizeof(int));
         Packed head = { (const uint32_t *)pk, (const uint32_t *)pv, n_reg, rows64, rounding == PATS_MID, {} };
         HeadRef now = { h->k, h->v, NULL, r->pack, h->packed, h->len };
         Repack a = { now, pack_table(s, r, &head, reg), list, stay / 4, (bytes + 3) / 4, rounding, s->c->D };
-        for (int v = 0; v < 2 && !only_added && stay >= 4; v++) KV_CUDA(cudaMemcpy(v ? pv : pk, v ? h->pv : h->pk, stay / 4 * 4, cudaMemcpyDeviceToDevice));
+        for (int v = 0; v < 2 && !only_added; v++) device_copy(v ? pv : pk, v ? h->pv : h->pk, stay / 4 * 4);
         dim3 grid(blocks(a.words - a.word0, 128), 2);
         KV_LAUNCH(repack_kernel, grid, 128, 0, a);
         Packed *old = r->pack;                                   // the tables change places
@@ -1258,7 +1442,7 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
         r->pack = r->spare; r->n_pack = r->n_spare;
         r->spare = old; r->n_spare = n_old;
     }
-    if (!only_added) { device_free(h->pk); device_free(h->pv); }
+    if (!only_added) { grown(h->pk, 0, 0); grown(h->pv, 0, 0); }
     h->pk = pk; h->pv = pv;
     r->pk_bytes = want;
 }
@@ -1268,8 +1452,8 @@ void rows_drop_cuda(Session *s, KVHead *h, int gone, int left) {
     if (!gone || !left) return;
     for (auto &x : part) {                                       // the ranges may overlap
         char *mid = room<char>(s, ROOM_MOVE, left * x.bytes);
-        KV_CUDA(cudaMemcpy(mid, x.p + gone * x.bytes, left * x.bytes, cudaMemcpyDeviceToDevice));
-        KV_CUDA(cudaMemcpy(x.p, mid, left * x.bytes, cudaMemcpyDeviceToDevice));
+        device_copy(mid, x.p + gone * x.bytes, left * x.bytes);
+        device_copy(x.p, mid, left * x.bytes);
     }
 }
 void rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int rounding) {    // the last T rows of layer l lose bits (T)

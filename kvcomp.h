@@ -244,6 +244,14 @@ KV_HD static inline uint64_t splitmix64(uint64_t *state) {
 }
 KV_HD static inline uint64_t mix64(uint64_t x) { return splitmix64(&x); }                 // first output of state x (rules.md B3)
 
+typedef struct {            // what one query head reads in one prefill (section 10b)
+    int n, p0;              // rows its KV head holds; the first row of this pass: the queries are rows p0..n-1
+    int dense;              // 1: every cell; v and s do not matter
+    int tile64;             // 1: slashes rounded up to ranges of columns, 0: exactly the cells of the lines
+    uint64_t *v, *s;        // (n bits) columns; offsets. s must hold offset 0, so that every row sees itself
+} Lines;
+static inline size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }
+
 // ------------------------------------------------------------------------------------------------ LycheeCluster's index (section 13), on the device in a device session
 typedef struct {            // one level of a tree: n nodes over some children
     int n;
@@ -387,6 +395,9 @@ float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int a
 char  *near_grow_cuda(char *old, size_t have, size_t want);                        // memory of a method, on the device: keeps what is there
 void   near_free_cuda(char *p);
 void   near_copy_cuda(void *to, const void *from, size_t n);                       // from device to device
+void   lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T);
+float *line_probs_cuda(Session *s, int l, int g, const float *q, int T, const int *r, int m);          // (R,m,n) on the device
+float *line_sums_cuda(Session *s, const float *P, int m, int n, int slash, int least);                  // (R,n) on the device
 void   page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype);
 float *page_scores_cuda(Session *s, const char *const *bound, int pages, const float *q, int dtype);   // (G,pages) on the device
 float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);               // (H,N) on the device

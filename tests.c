@@ -7047,6 +7047,62 @@ TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the sam
     tiny_free(m);
 }
 
+static void draw_lines(Lines *a, int kind) {                                     // kind 0: few lines; 1: many; 2: bands of 64 offsets; 3: dense
+    bit_set(a->s, 0);
+    for (int i = 0; i < a->n; i++) if (rnd_int(kind == 1 ? 3 : 25) == 0) bit_set(a->v, i);
+    for (int i = 0; i < a->n; i++) if (rnd_int(kind == 1 ? 4 : 60) == 0) bit_set(a->s, i);
+    for (int i = 64; i < 128 && i < a->n && kind == 2; i++) bit_set(a->s, i);
+    a->dense = kind == 3;
+}
+static void pair_lines(Pair *p, int T, int tile64) {
+    const Config *c = p->m.c;
+    size_t all = (size_t)T * c->H * c->D;
+    float *q = normals(all, 1.5), *a = xmalloc(all * sizeof *a), *b = xmalloc(all * sizeof *b), *dq = cuda_put(q, all * sizeof *q), *db = cuda_put(q, all * sizeof *q);
+    size_t mark = scratch_mark(p->c);
+    Lines *lines = lines_new(p->c, 0, T);
+    for (int h = 0; h < c->H; h++) { draw_lines(&lines[h], h % 4); lines[h].tile64 = tile64; }
+    lines_attend(p->c, 0, lines, a, q, T); lines_attend(p->d, 0, lines, db, dq, T);
+    cuda_get(b, db, all * sizeof *b);
+    CHECK(worst(b, a, all, 1e-5, 1e-5, NULL) <= 1, "lines: %d queries, tile64 %d, H %d G %d D %d", T, tile64, c->H, c->G, c->D);
+    int R = c->H / c->G, m = T < 40 ? T : 40, r[40];
+    for (int g = 0; g < c->G; g++) {
+        int n = kv_head(p->c, 0, g)->len;
+        float inv[40], *P = xmalloc((size_t)m * n * sizeof *P), *Q = xmalloc((size_t)R * m * n * sizeof *Q), *sum = xmalloc((size_t)R * n * sizeof *sum);
+        for (int i = 0; i < m; i++) r[i] = n - T + (int)((long)i * T / m);
+        const float *dev = line_probs_cuda(p->d, 0, g, dq, T, r, m);
+        cuda_get(Q, dev, (size_t)R * m * n * sizeof *Q);
+        for (int i = 0; i < R; i++) {
+            line_probs(p->c, 0, g * R + i, q, T, r, m, P, inv, tiles_new(p->c));
+            CHECK(worst(Q + (size_t)i * m * n, P, (size_t)m * n, 1e-6, 1e-5, NULL) <= 1, "probabilities of head %d", g * R + i);
+        }
+        for (int slash = 0; slash < 2; slash++) {
+            cuda_get(sum, line_sums_cuda(p->d, dev, m, n, slash, 3), (size_t)R * n * sizeof *sum);
+            for (int x = 0; x < n; x++) {
+                float want = 0;
+                for (int i = 0; i < m; i++) { int at = slash ? r[i] - x : x; if (at >= 0 && at <= r[i]) want += Q[(size_t)(R - 1) * m * n + (size_t)i * n + at]; }
+                CHECK(sum[(size_t)(R - 1) * n + x] == (x < 3 ? INFINITY : want), "sum %d of head %d, slash %d", x, g, slash);
+            }
+        }
+        free(P); free(Q); free(sum);
+    }
+    scratch_reset(p->c, mark);
+    cuda_drop(dq); cuda_drop(db); free(q); free(a); free(b);
+}
+TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed with dense heads, unequal heads, tails, packed rows; sampled softmax rows and their line sums too") {
+    EACH_SEED(seed) for (int i = 0; i < 4; i++) {
+        Tiny m = tiny_model(1, (int[]){ 6, 3, 8, 6 }[i], (int[]){ 3, 3, 1, 3 }[i], (int[]){ 40, 48, 128, 64 }[i], 16, 16, 11, 4 + i);
+        Pair p = pair_open(m, i == 3 ? "pats" : "full", i == 3 ? "ctk=f16 ctv=f16 pats-window=9" : i == 1 ? "ctk=bf16 ctv=q8_0" : "");
+        if (i) pair_append(&p, 90, 1);
+        for (int g = 0; g < 3 && i == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
+        for (Session *s = p.c; s && i == 3; s = s == p.c ? p.d : NULL) pats_commit(s, s->part[0].ms, 1, NULL, 90);
+        int T = (int[]){ 131, 70, 33, 64 }[i];
+        rnd_seed(40 + i);
+        pair_append(&p, T, 1);
+        pair_lines(&p, T, 0); pair_lines(&p, T, 1);
+        pair_close(&p); tiny_free(m);
+    }
+}
+
 // ---- whole dialogues: the same script on both sides, compared after every pass
 static int views_differ(const Session *a, const Session *b) {
     int bad = 0;
@@ -7204,6 +7260,13 @@ TEST(cuda_loopserve, "loopserve, dense and over lines of both units; selections 
     dialogues("loopserve", "budget=24 loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.8 loopserve-max-cells=.95 loopserve-first=2");
     dialogues("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.7 loopserve-variant=a");
     dialogues("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.7 loopserve-unit=tile64 loopserve-max-tiles=9");
+    Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
+    Script p = { 2, { 130, 20 }, { 1, 1 }, 4 };
+    dialogue_agrees(m, "minference", "minference-verticals=30 minference-slashes=100 minference-ratio=.5", &p, NULL);
+    m.c->windowed = xcalloc(2, 1);
+    m.c->windowed[0] = m.c->windowed[1] = 1; m.c->window = 40;
+    dialogue_agrees(m, "minference", "", &p, NULL);
+    tiny_free(m);
     dialogues("tri-shape", "tri-shape-init=3 tri-shape-local=9 tri-shape-last=4");
 }
 TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
