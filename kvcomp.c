@@ -5327,17 +5327,16 @@ static void minference_lines(const Minference *x, Lines *a, const int *R, int m,
     }
 }
 static void minference_device(Session *s, const Minference *x, int l, const float *q, int T, Lines *a, int m) {     // a (H): dense is set, lines are chosen
-    int R = s->c->H / s->c->G, N = kv_longest(s, l), r[MINF_LAST];
-    int *idx = scratch(s, (size_t)R * N * sizeof(int)), *n = scratch(s, (size_t)3 * R * sizeof(int)), *k = n + R, *found = k + R;
-    for (int g = 0; g < s->c->G; g++, a += R) {
-        if (a->dense) continue;
-        for (int i = 0; i < m; i++) r[i] = a->n - m + i;
-        float *P = line_probs_cuda(s, l, g, q, T, r, m);
+    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), ng = line_batch_cuda(s, l, m), heads = ng * R, t[MINF_LAST];
+    int *idx = scratch(s, (size_t)heads * N * sizeof(int)), *n = scratch(s, (size_t)3 * heads * sizeof(int)), *k = n + heads, *found = k + heads;
+    for (int i = 0; i < m; i++) t[i] = T - m + i;
+    for (int g = 0; g < G; g += ng, a += heads) {
+        float *P = line_probs_cuda(s, l, g, ng, q, T, t, m);
         for (int slash = 0; slash < 2; slash++) {
             int least = slash ? MINF_S : MINF_V, want = slash ? x->ns : x->nv;
-            for (int i = 0; i < R; i++) { n[i] = a->n; k[i] = want > least ? want : least; }
-            top_k_rows(s, line_sums_cuda(s, P, m, a->n, slash, least), R, a->n, n, k, idx, N, found);
-            for (int i = 0; i < R; i++) for (int j = 0; j < found[i]; j++) bit_set(slash ? a[i].s : a[i].v, idx[(size_t)i * N + j]);
+            for (int i = 0; i < heads; i++) { n[i] = a[i].n; k[i] = want > least ? want : least; }
+            top_k_rows(s, line_sums_cuda(s, l, g, ng, P, T, m, slash, least), heads, N, n, k, idx, N, found);
+            for (int i = 0; i < heads; i++) for (int j = 0; j < found[i]; j++) bit_set(slash ? a[i].s : a[i].v, idx[(size_t)i * N + j]);
         }
     }
 }
@@ -5544,12 +5543,6 @@ typedef struct {            // what a selection looks at: sampled softmax rows o
     const int *R;           // (m) their row numbers, ascending
     const float *P;         // (m,n) P[i][c] = 0 for c > R[i]
 } LineSample;
-typedef struct {            // how it decides
-    double alpha;
-    int sink, local;        // lines always taken
-    int holdout;            // 1: odd samples only validate
-    double max_cells, max_tiles;        // beyond these shares of dense: dense
-} LoopRule;
 typedef struct { double key; int id; } LineItem;         // id < n: vertical id; else slash id-n
 typedef struct {            // room of one thread
     float *P, *inv;         // (m,N) softmax rows; (m)
@@ -5560,7 +5553,6 @@ typedef struct {            // room of one thread
     LineRange *run, *range; // (N) tile64: runs of offsets; ranges of a block
     int *v, *cols, *R;      // (N) tile64: columns; columns of a block. (m) sampled rows
 } LoopRoom;
-typedef struct { double mass, cells; } LoopFound;        // shares: of the sampled mass; of the cells (tile64: tiles)
 
 typedef struct {
     LoopRule rule;
@@ -5713,7 +5705,8 @@ static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, LoopRo
     return failed || (u->holdout && t.rec[1] < u->alpha * t.tot[1]);
 }
 
-// ---- unit tile64: verticals, and bands of 64 offsets, by thresholds: what a GPU does without a heap, at what its tiles cost
+// ---- unit tile64: verticals, and bands of 64 offsets, by thresholds: what a GPU does without a heap, at what its tiles cost. Masses are
+// counted in fixed point (fixed_mass), so a GPU that adds them in another order finds the same lines.
 enum { BAND = 64 };
 
 static double band_len(int k, int p0, int n) {
@@ -5722,19 +5715,19 @@ static double band_len(int k, int p0, int n) {
     return sum;
 }
 // Residual gains given the lines in a: g[c], g[n+k]. one (2n) or NULL: the largest part of each that one selecting sample gives
-static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines *a, double *g, double *one) {
-    Tally t = {{0, 0}, {0, 0}};
+static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines *a, int64_t *g, int64_t *one) {
+    int64_t rec[2] = { 0, 0 }, tot[2] = { 0, 0 };
     int n = p->n;
     memset(g, 0, 2 * (size_t)n * sizeof *g);
     if (one) memset(one, 0, 2 * (size_t)n * sizeof *one);
     for (int i = 0; i < p->m; i++) {
         int half = u->holdout & i;
-        double part = 0;                                 // of the band this cell is in, in this row
+        int64_t part = 0;                                // of the band this cell is in, in this row
         for (int c = 0; c <= p->R[i]; c++) {
-            double x = p->P[(size_t)i * n + c];
+            int64_t x = fixed_mass(p->P[(size_t)i * n + c]);
             int o = p->R[i] - c, k = n + o / BAND;
-            t.tot[half] += x;
-            if (bit_get(a->v, c) || bit_get(a->s, o)) t.rec[half] += x;
+            tot[half] += x;
+            if (bit_get(a->v, c) || bit_get(a->s, o)) rec[half] += x;
             else if (!half) {
                 g[c] += x; g[k] += x; part += x;
                 if (one && x > one[c]) one[c] = x;
@@ -5744,7 +5737,7 @@ static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines 
             part = 0;
         }
     }
-    return t;
+    return (Tally){ { (double)rec[0], (double)rec[1] }, { (double)tot[0], (double)tot[1] } };
 }
 // Share of the dense 64-wide tiles that the row blocks need: ranges cut into tiles, single columns gathered 64 at a time
 static double tile_share(const Lines *a, LoopRoom *w) {
@@ -5761,27 +5754,28 @@ static double tile_share(const Lines *a, LoopRoom *w) {
 }
 // Rounds: every line within .9 of the best residual per cost (less what its best single sample gave: a line needs two) is
 // taken at once, then all residuals anew. Fails (1): too many tiles, or nothing left that two samples support.
+static double gain_of(const int64_t *g, const int64_t *one, int id, int p0, int n) {   // per cost; 0: not even 2^-40
+    int64_t gain = g[id] - one[id];
+    return gain > 1 ? (double)gain / (id < n ? (double)line_len(id, p0, n) : band_len(id - n, p0, n)) : 0;
+}
 static int select_tiles(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
     int n = p->n, ids = n + (n + BAND - 1) / BAND;
+    int64_t *g = (int64_t *)w->g, *one = (int64_t *)w->one;                     // as many bytes as the doubles of variant b
     double lam = INFINITY;
     keep_lines(u, a);
-    Tally t = band_residuals(p, u, a, w->g, w->one);
+    Tally t = band_residuals(p, u, a, g, one);
     *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
     while (!tally_done(&t, u->alpha)) {
         double best = 0;
-        for (int id = 0; id < ids; id++) {               // g becomes gain / cost
-            double gain = w->g[id] - w->one[id];
-            w->g[id] = gain > 1e-12 ? gain / (id < n ? (double)line_len(id, p->p0, n) : band_len(id - n, p->p0, n)) : 0;
-            if (w->g[id] > best) best = w->g[id];
-        }
+        for (int id = 0; id < ids; id++) best = fmax(best, gain_of(g, one, id, p->p0, n));
         if (best <= 0) return 1;
         lam = .9 * fmin(lam, best);
         for (int id = 0; id < ids; id++) {
-            if (w->g[id] < lam) continue;
+            if (gain_of(g, one, id, p->p0, n) < lam) continue;
             if (id < n) bit_set(a->v, id);
             else for (int o = (id - n) * BAND; o < n && o < (id - n + 1) * BAND; o++) bit_set(a->s, o);
         }
-        t = band_residuals(p, u, a, w->g, NULL);
+        t = band_residuals(p, u, a, g, NULL);
         *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
         if (f->cells > u->max_tiles) return 1;
     }
@@ -5812,33 +5806,42 @@ static void loop_count(LoopServe *x, const Lines *a, const LoopFound *f) {
     x->mass += f->mass; x->cells += f->cells;
     x->n_v += bit_list(a->v, a->n, NULL); x->n_s += bit_list(a->s, a->n, NULL);
 }
-// The lines of heads h0..h0+n-1. P: their probabilities (n,m,..) on the device, or NULL: then they are computed here from q, on the host.
-static void loop_heads(Session *s, LoopServe *x, int l, int h0, int n, const float *q, int T, const int *rows, const float *P, Lines *a, LoopRoom *room, Tile *tiles, LoopFound *found) {
-    int m = x->m;
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * n * s->c->D))
-    for (int h = h0; h < h0 + n; h++) {
+static void loop_heads(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, LoopFound *found) {      // on the host
+    int H = s->c->H, m = x->m;
+    Tile *tiles = tiles_new(s);
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * H * s->c->D))
+    for (int h = 0; h < H; h++) {
         LoopRoom *w = &room[thread_id()];
         LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
-        size_t all = (size_t)m * a[h].n;
         if (a[h].dense) continue;
         for (int i = 0; i < m; i++) w->R[i] = a[h].p0 + rows[i];
-        if (P) host_copy_cuda(w->P, P + (h - h0) * all, all);
-        else line_probs(s, l, h, q, T, w->R, m, w->P, w->inv, &tiles[thread_id()]);
+        line_probs(s, l, h, q, T, w->R, m, w->P, w->inv, &tiles[thread_id()]);
         loop_choose(x, &p, &a[h], w, &found[h]);
     }
 }
-static void loop_lines(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, Tile *tiles, LoopFound *found) {
-    int H = s->c->H, R = H / s->c->G, *r = scratch(s, (size_t)x->m * sizeof(int));
-    if (!KV_DEV(s) || layer_window(s, l)) { loop_heads(s, x, l, 0, H, on_host(s, q, 0, T), T, rows, NULL, a, room, tiles, found); return; }
-    for (int h = 0; h < H; h += R) {                     // the GPU makes the probabilities of a KV head's query heads, the host chooses
-        if (a[h].dense) continue;
-        for (int i = 0; i < x->m; i++) r[i] = a[h].p0 + rows[i];
-        loop_heads(s, x, l, h, R, NULL, T, rows, line_probs_cuda(s, l, h / R, q, T, r, x->m), a, room, tiles, found);
+// The GPU makes the probabilities, and chooses under tile64; single lines are chosen one after the other, which is the host's work.
+static void loop_heads_device(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, LoopFound *found) {
+    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), m = x->m, ng = line_batch_cuda(s, l, m);
+    for (int h0 = 0; h0 < G * R; h0 += ng * R) {
+        float *P = line_probs_cuda(s, l, h0 / R, ng, q, T, rows, m);
+        if (x->tile64) select_tiles_cuda(s, l, h0 / R, ng, &x->rule, P, T, m, a + h0, found + h0);
+        #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * ng * R))
+        for (int h = h0; h < h0 + ng * R; h++) {
+            LoopRoom *w = &room[thread_id()];
+            LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
+            a[h].dense |= a[h].n <= x->min_context;
+            if (a[h].dense || x->tile64) continue;
+            for (int i = 0; i < m; i++) {
+                w->R[i] = a[h].p0 + rows[i];
+                host_copy_cuda(w->P + (size_t)i * a[h].n, P + ((size_t)(h - h0) * m + i) * N, a[h].n);
+            }
+            loop_choose(x, &p, &a[h], w, &found[h]);
+        }
     }
 }
 static void loopserve_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     LoopServe *x = ms;
-    int H = s->c->H, m = x->m;
+    int H = s->c->H, m = x->m, all_dense = 1;
     if (x->rule.alpha >= 1 || T / 4 < m) {               // choosing would cost more than it saves
         x->passes += H; x->dense += H;
         attn_prefill(s, l, out, q, 0, T);
@@ -5847,13 +5850,13 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     size_t mark = scratch_mark(s);
     double t = now();
     Lines *a = lines_new(s, l, T);
-    Tile *tiles = tiles_new(s);
     LoopRoom *room = loop_rooms(s, m, kv_longest(s, l));
     LoopFound *found = scratch(s, (size_t)H * sizeof *found);
     int *rows = scratch(s, (size_t)m * sizeof(int));
     sample_rows(T, m, x->seed, s->turn, l, rows);        // the same tokens for all heads
-    for (int h = 0; h < H; h++) a[h].dense = a[h].n <= x->min_context;
-    loop_lines(s, x, l, q, T, rows, a, room, tiles, found);
+    for (int h = 0; h < H; h++) { a[h].dense = a[h].n <= x->min_context; all_dense &= a[h].dense; }
+    if (KV_DEV(s) && !layer_window(s, l) && !all_dense) loop_heads_device(s, x, l, q, T, rows, a, room, found);
+    else if (!all_dense) loop_heads(s, x, l, on_host(s, q, 0, T), T, rows, a, room, found);
     for (int h = 0; h < H; h++) loop_count(x, &a[h], &found[h]);
     timed(&s->clk.index, t);
     lines_attend(s, l, a, out, q, T);

@@ -42,7 +42,7 @@ static int blocks(size_t n, int per) { return (int)((n + per - 1) / per); }
 struct Room { char *p; size_t bytes; };
 enum { ROOM_X, ROOM_H, ROOM_Q, ROOM_K, ROOM_V, ROOM_OUT, ROOM_GATE, ROOM_UP, ROOM_COS, ROOM_HALF, ROOM_IDS, ROOM_TOK, ROOM_PLAN,
        ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_LIST, ROOM_LOGITS, ROOM_POOL, ROOM_TOP, ROOM_TOP_IDX,
-       ROOM_START, ROOM_TREES, ROOM_KEYS, ROOM_CENTRES, ROOM_LABELS, ROOM_SEEK, ROOM_RING, ROOM_PROBS, N_ROOMS };
+       ROOM_START, ROOM_TREES, ROOM_KEYS, ROOM_CENTRES, ROOM_LABELS, ROOM_SEEK, ROOM_RING, ROOM_PROBS, ROOM_PICKS, N_ROOMS };
 
 // Host tensors that lie on the device too, found by their host address.
 enum { MAP_SIZE = 1 << 13 };
@@ -1170,34 +1170,37 @@ void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const 
     scratch_reset(s, mark);
 }
 
-// ---- line_probs: P (R,m,n) for the query heads of KV head g: softmax rows of its rows r[i] (m), ascending; agrees to rounding
+// ---- line_probs: P (ng R,m,N) for the query heads of KV heads g0.. (ng): softmax rows of the pass's tokens t[i] (m), ascending; agrees to rounding
 static size_t sample_smem(int D) { return ((size_t)32 * D + TILE * (D + 1) + TILE) * sizeof(float); }
-static __global__ void sample_scores_kernel(Attn a, int g, const int *r, int m, int n, int p0, float *P) {       // a block a tile of columns and a head
+static __global__ void sample_scores_kernel(Attn a, int g0, const int *t, int m, int N, int T, float *P) {       // a block a tile of columns and a head
     KV_DYN_SHARED(float, q);                                     // (32,D)
     const int QW = 8;
+    int g = g0 + blockIdx.y / a.R, n = a.heads.at[g].len, p0 = n - T;
     int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c0 = blockIdx.x * TILE, cols = n - c0 < TILE ? n - c0 : TILE;
+    if (cols <= 0) return;                                       // the same for the whole block
     float *kv = q + 32 * D, score[QW];
     int *row = (int *)(kv + TILE * (D + 1));
-    P += (size_t)blockIdx.y * m * n;
+    P += (size_t)blockIdx.y * m * N;
     if (threadIdx.x < TILE) row[threadIdx.x] = c0 + threadIdx.x;
     __syncthreads();
     load_tile(kv, D + 1, a, a.heads.at[g], 0, row, cols);
     for (int i0 = 0; i0 < m; i0 += 32) {
         __syncthreads();
         for (int j = warp; j < 32; j += ATTN_WARPS)
-            for (int d = lane; d < D; d += 32) q[j * D + d] = i0 + j < m ? a.q[((size_t)(r[i0 + j] - p0) * a.H + g * a.R + blockIdx.y) * D + d] : 0;
+            for (int d = lane; d < D; d += 32) q[j * D + d] = i0 + j < m ? a.q[((size_t)t[i0 + j] * a.H + g0 * a.R + blockIdx.y) * D + d] : 0;
         __syncthreads();
         score_rows<QW>(score, q + warp * QW * D, kv + (lane < cols ? lane : 0) * (D + 1), D);
         for (int i = 0; i < QW; i++) {
             int j = i0 + warp * QW + i;
-            if (j < m && lane < cols) P[(size_t)j * n + c0 + lane] = c0 + lane <= r[j] ? score[i] * a.scale : -INFINITY;
+            if (j < m && lane < cols) P[(size_t)j * N + c0 + lane] = c0 + lane <= p0 + t[j] ? score[i] * a.scale : -INFINITY;
         }
     }
 }
 enum { SOFT_THREADS = 256 };
-static __global__ void softmax_rows_kernel(float *P, int n) {    // a block a row
+static __global__ void softmax_rows_kernel(HeadRefs heads, int g0, int R, int m, int N, float *P) {  // a block a row
     __shared__ float part[2][SOFT_THREADS / 32];
-    float *x = P + (size_t)blockIdx.x * n, top = -INFINITY, sum = 0;
+    float *x = P + (size_t)blockIdx.x * N, top = -INFINITY, sum = 0;
+    int n = heads.at[g0 + blockIdx.x / m / R].len;
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int i = threadIdx.x; i < n; i += SOFT_THREADS) top = fmaxf(top, x[i]);
     for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
@@ -1213,33 +1216,36 @@ static __global__ void softmax_rows_kernel(float *P, int n) {    // a block a ro
     float inv = 1 / sum;
     for (int i = threadIdx.x; i < n; i += SOFT_THREADS) x[i] *= inv;
 }
-float *line_probs_cuda(Session *s, int l, int g, const float *q, int T, const int *r, int m) {
-    const KVHead *h = kv_head(s, l, g);
-    int n = h->len, R = s->c->H / s->c->G, *rows = room<int>(s, ROOM_TOP, m);
-    float *P = room<float>(s, ROOM_PROBS, (size_t)R * m * n);
-    upload(rows, r, m * sizeof(int));
-    dim3 grid(blocks(n, TILE), R);
-    KV_LAUNCH(sample_scores_kernel, grid, ATTN_WARPS * 32, sample_smem(s->c->D), attn_args(s, l, q, s->base), g, rows, m, n, n - T, P);
-    KV_LAUNCH(softmax_rows_kernel, R * m, SOFT_THREADS, 0, P, n);
+// Room for this many bytes of probabilities at once: all heads of a layer at 128k rows and 64 samples
+enum { PROBS_MIB = 1024 };
+int line_batch_cuda(const Session *s, int l, int m) { return (size_t)s->c->H * m * kv_longest(s, l) * sizeof(float) >> 20 <= PROBS_MIB ? s->c->G : 1; }    // KV heads at once
+float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T, const int *t, int m) {
+    int N = kv_longest(s, l), R = s->c->H / s->c->G, *tokens = room<int>(s, ROOM_TOP, m);
+    float *P = room<float>(s, ROOM_PROBS, (size_t)ng * R * m * N);
+    Attn a = attn_args(s, l, q, s->base);
+    upload(tokens, t, m * sizeof(int));
+    dim3 grid(blocks(N, TILE), ng * R);
+    KV_LAUNCH(sample_scores_kernel, grid, ATTN_WARPS * 32, sample_smem(a.D), a, g0, tokens, m, N, T, P);
+    KV_LAUNCH(softmax_rows_kernel, ng * R * m, SOFT_THREADS, 0, a.heads, g0, R, m, N, P);
     return P;
 }
 // What minference_lines sums: column c, or offset c (slash), over the m rows in their order; the first `least` always win. sum (R,n)
-static __global__ void line_sums_kernel(const float *P, const int *r, int m, int n, int slash, int least, float *sum) {
-    int x = blockIdx.x * blockDim.x + threadIdx.x;
+static __global__ void line_sums_kernel(const float *P, HeadRefs heads, int g0, int R, const int *t, int m, int N, int T, int slash, int least, float *sum) {
+    int x = blockIdx.x * blockDim.x + threadIdx.x, n = heads.at[g0 + blockIdx.y / R].len;
     if (x >= n) return;
-    const float *p = P + (size_t)blockIdx.y * m * n;
+    const float *p = P + (size_t)blockIdx.y * m * N;
     float a = 0;
     for (int i = 0; i < m; i++) {
-        int c = slash ? r[i] - x : x;
-        if (c >= 0 && c <= r[i]) a += p[(size_t)i * n + c];
+        int r = n - T + t[i], c = slash ? r - x : x;
+        if (c >= 0 && c <= r) a += p[(size_t)i * N + c];
     }
-    sum[(size_t)blockIdx.y * n + x] = x < least ? INFINITY : a;
+    sum[(size_t)blockIdx.y * N + x] = x < least ? INFINITY : a;
 }
-float *line_sums_cuda(Session *s, const float *P, int m, int n, int slash, int least) {          // after line_probs_cuda, of the same rows
-    int R = s->c->H / s->c->G;
-    float *sum = room<float>(s, ROOM_POOL, (size_t)R * n);
-    dim3 grid(blocks(n, 256), R);
-    KV_LAUNCH(line_sums_kernel, grid, 256, 0, P, (const int *)s->dev->room[ROOM_TOP].p, m, n, slash, least, sum);
+float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, int m, int slash, int least) {       // after line_probs_cuda -> (ng R,N)
+    int R = s->c->H / s->c->G, N = kv_longest(s, l);
+    float *sum = room<float>(s, ROOM_POOL, (size_t)ng * R * N);
+    dim3 grid(blocks(N, 256), ng * R);
+    KV_LAUNCH(line_sums_kernel, grid, 256, 0, P, head_refs(s, l), g0, R, (const int *)s->dev->room[ROOM_TOP].p, m, N, T, slash, least, sum);
     return sum;
 }
 
@@ -1317,6 +1323,205 @@ float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first
     near_copy_cuda(q, ring + slot * row, n * row * sizeof(float));
     near_copy_cuda(q + n * row, ring, (w - n) * row * sizeof(float));
     return columns_device(s, l, q, first, w, 1);
+}
+
+// ---- select_tiles: a block a query head, rounds until enough is recovered. Masses are int64, so no order of additions matters; keys are the
+// CPU's doubles; tiles are counted, not estimated: the lines are those of kvcomp.c for the same probabilities.
+enum { BAND = 64, PICK_THREADS = 256, PICK_WARPS = PICK_THREADS / 32 };
+struct Picks {                  // argument; per head, N columns: P (m,N), gain and one (N + bands), v, s and wide (words), run (N/2 + 2,3), found (3)
+    HeadRefs heads;
+    LoopRule rule;
+    const float *P; const int *t;
+    int64_t *gain, *one;
+    uint64_t *v, *s, *wide;
+    int *run;
+    double *found;              // failed, share of the mass, share of the tiles
+    int g0, R, m, N, T, bands, words;
+};
+struct Head { const float *P; int64_t *gain, *one; uint64_t *v, *s, *wide; int *run; int n, p0, words; };
+static __device__ int64_t sum_block(int64_t x, int64_t *part) {  // part (PICK_WARPS) shared
+    for (int d = 16; d; d >>= 1) x += __shfl_xor_sync(0xffffffffu, x, d);
+    __syncthreads();                                             // the last sum has been read
+    if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
+    __syncthreads();
+    x = 0;
+    for (int w = 0; w < PICK_WARPS; w++) x += part[w];
+    return x;
+}
+static __device__ int covered(const Head &x, int c, int r) { return bit_of(x.v, c) || bit_of(x.s, r - c); }
+// band_residuals; first: the largest parts too. rec, tot (2): the block's sums
+static __device__ void band_residuals(const Picks &a, const Head &x, int first, int64_t *rec, int64_t *tot, int64_t *part) {
+    int lane = threadIdx.x & 31, hold = a.rule.holdout;
+    int64_t sum[4] = { 0, 0, 0, 0 };
+    for (int c = threadIdx.x; c < x.n; c += PICK_THREADS) {
+        int64_t gain = 0, most = 0;
+        for (int i = 0; i < a.m; i++) {
+            int r = x.p0 + a.t[i], half = hold & i;
+            if (c > r) continue;
+            int64_t mass = fixed_mass(x.P[(size_t)i * a.N + c]);
+            sum[2 + half] += mass;
+            if (covered(x, c, r)) sum[half] += mass;
+            else if (!half) { gain += mass; most = mass > most ? mass : most; }
+        }
+        x.gain[c] = gain;
+        if (first) x.one[c] = most;
+    }
+    for (int k = threadIdx.x >> 5; k < (x.n + BAND - 1) / BAND; k += PICK_WARPS) {
+        int64_t gain = 0, most = 0;
+        for (int i = 0; i < a.m; i++) {
+            int r = x.p0 + a.t[i];
+            int64_t mass = 0;
+            for (int o = k * BAND + lane; o < (k + 1) * BAND && o <= r && !(hold & i); o += 32)
+                if (!covered(x, r - o, r)) mass += fixed_mass(x.P[(size_t)i * a.N + r - o]);
+            for (int d = 16; d; d >>= 1) mass += __shfl_xor_sync(0xffffffffu, mass, d);
+            gain += mass; most = mass > most ? mass : most;
+        }
+        if (!lane) x.gain[x.n + k] = gain;
+        if (!lane && first) x.one[x.n + k] = most;
+    }
+    for (int h = 0; h < 2; h++) { rec[h] = sum_block(sum[h], part); tot[h] = sum_block(sum[2 + h], part); }
+}
+static __device__ int bits_of(uint64_t x) { return __popc((unsigned)x) + __popc((unsigned)(x >> 32)); }
+// Runs of bits of x.wide, ascending: run[3 j] = lo, hi, tiles from it on to the right. One thread; -> how many
+static __device__ int wide_runs(const Head &x) {
+    int k = 0, open = -1, tiles = 0;
+    for (int i = 0; i < x.n; i++) {
+        uint64_t w = x.wide[i >> 6];
+        if (!(i & 63) && i + 64 <= x.n && w == (open < 0 ? 0 : ~0ull)) { i += 63; continue; }    // a word that changes nothing
+        int bit = (int)(w >> (i & 63) & 1);
+        if (bit && open < 0) open = i;
+        if (!bit && open >= 0) { x.run[3 * k] = open; x.run[3 * k++ + 1] = i; open = -1; }
+    }
+    if (open >= 0) { x.run[3 * k] = open; x.run[3 * k++ + 1] = x.n; }
+    for (int j = k - 1; j >= 0; j--) x.run[3 * j + 2] = tiles += (x.run[3 * j + 1] - x.run[3 * j] + BAND - 1) / BAND;
+    return k;
+}
+// Tiles of the row blocks of `rows` rows each that end at E = first, first + 64, .. <= last. Seen from its last row a block needs the column
+// E-1-o iff an offset of [o-rows+1, o] is chosen, so one list of runs serves all blocks of a length: wide holds it, column order, right-aligned.
+static __device__ int64_t count_tiles(const Head &x, int rows, int first, int last, int *shared) {
+    int64_t tiles = 0;
+    for (int w = threadIdx.x; w < x.words; w += PICK_THREADS) {
+        uint64_t bits = 0;
+        for (int i = 0; i < 64 && w * 64 + i < x.n; i++) {
+            int o = x.n - 1 - (w * 64 + i);
+            if (bits_from(x.s, x.n, o - rows + 1) & ~0ull >> (64 - rows)) bits |= (uint64_t)1 << i;
+        }
+        x.wide[w] = bits;
+    }
+    __syncthreads();
+    if (!threadIdx.x) *shared = wide_runs(x);
+    __syncthreads();
+    for (int E = first + 64 * (int)threadIdx.x; E <= last; E += 64 * PICK_THREADS) {
+        int j = 0, left = x.n - E, cols = 0;                     // columns c < E stand at left + c
+        while (x.run[3 * j + 1] <= left) j++;
+        int lo = x.run[3 * j] > left ? x.run[3 * j] : left, hi = x.run[3 * j + 1];
+        tiles += (hi - lo + BAND - 1) / BAND + (j + 1 < *shared ? x.run[3 * j + 5] : 0);
+        for (int c = 0; c < E - rows; c += 64) {                 // verticals left of the block that no range holds
+            uint64_t single = x.v[c >> 6] & ~bits_from(x.wide, x.n, left + c);
+            if (E - rows - c < 64) single &= ~0ull >> (64 - (E - rows - c));
+            cols += bits_of(single);
+        }
+        tiles += (cols + BAND - 1) / BAND;
+    }
+    __syncthreads();                                             // the runs have been read
+    return tiles;
+}
+static __device__ double tile_share(const Picks &a, const Head &x, int *shared, int64_t *part) {
+    int full = x.p0 + a.T / 64 * 64;                             // the last end of a whole block
+    int64_t tiles = count_tiles(x, 64, x.p0 + 64, full, shared), dense = 0;
+    if (a.T % 64) tiles += count_tiles(x, a.T % 64, x.n, x.n, shared);
+    for (int b = threadIdx.x; b < (a.T + 63) / 64; b += PICK_THREADS) {
+        int E = x.p0 + b * 64 + 64 < x.n ? x.p0 + b * 64 + 64 : x.n;
+        dense += (E + BAND - 1) / BAND;
+    }
+    tiles = sum_block(tiles, part);
+    return (double)tiles / (double)sum_block(dense, part);
+}
+static __device__ double band_len(int k, int p0, int n) {
+    int64_t sum = 0;
+    for (int o = k * BAND; o < n && o < (k + 1) * BAND; o++) sum += n - (o > p0 ? o : p0);
+    return (double)sum;
+}
+static __device__ double gain_of(const Head &x, int id) {
+    int64_t gain = x.gain[id] - x.one[id];
+    if (gain <= 1) return 0;
+    return (double)gain / (id < x.n ? (double)(x.n - (id > x.p0 ? id : x.p0)) : band_len(id - x.n, x.p0, x.n));
+}
+static __device__ double best_gain(const Head &x, double *part) {
+    double best = 0;
+    for (int id = threadIdx.x; id < x.n + (x.n + BAND - 1) / BAND; id += PICK_THREADS) best = fmax(best, gain_of(x, id));
+    for (int d = 16; d; d >>= 1) best = fmax(best, __shfl_xor_sync(0xffffffffu, best, d));
+    __syncthreads();
+    if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = best;
+    __syncthreads();
+    for (int w = 0; w < PICK_WARPS; w++) best = fmax(best, part[w]);
+    return best;
+}
+// Every line within reach at once: a thread a word of columns, and the band that is a word of offsets
+static __device__ void take_lines(const Head &x, double lam) {
+    for (int w = threadIdx.x; w < x.words; w += PICK_THREADS) {
+        uint64_t v = 0;
+        for (int i = 0; i < 64 && w * 64 + i < x.n; i++) if (gain_of(x, w * 64 + i) >= lam) v |= (uint64_t)1 << i;
+        x.v[w] |= v;
+        if (gain_of(x, x.n + w) >= lam) x.s[w] |= x.n - w * 64 < 64 ? ~0ull >> (64 - (x.n - w * 64)) : ~0ull;
+    }
+    __syncthreads();
+}
+static __device__ uint64_t first_bits(int n, int w) { return n <= w * 64 ? 0 : n - w * 64 < 64 ? ~0ull >> (64 - (n - w * 64)) : ~0ull; }
+static __global__ void __launch_bounds__(PICK_THREADS, 1) select_tiles_kernel(Picks a) {
+    __shared__ int64_t part[PICK_WARPS];
+    __shared__ double high[PICK_WARPS];
+    __shared__ int shared;
+    int h = blockIdx.x, n = a.heads.at[a.g0 + h / a.R].len, words = (n + 63) / 64, failed = 0;
+    Head x = { a.P + (size_t)h * a.m * a.N, a.gain + (size_t)h * (a.N + a.bands), a.one + (size_t)h * (a.N + a.bands), a.v + (size_t)h * a.words,
+               a.s + (size_t)h * a.words, a.wide + (size_t)h * a.words, a.run + (size_t)h * 3 * (a.N / 2 + 2), n, n - a.T, words };
+    for (int w = threadIdx.x; w < words; w += PICK_THREADS) {    // keep_lines
+        x.v[w] = first_bits(a.rule.sink < n ? a.rule.sink : n, w);
+        x.s[w] = first_bits(a.rule.local < n ? a.rule.local : n, w);
+    }
+    __syncthreads();
+    int64_t rec[2], tot[2];
+    double lam = INFINITY, share;
+    for (int round = 0; ; round++) {
+        band_residuals(a, x, !round, rec, tot, part);
+        share = tile_share(a, x, &shared, part);
+        failed = round && share > a.rule.max_tiles;
+        if (failed || ((double)rec[0] >= a.rule.alpha * (double)tot[0] && (double)rec[1] >= a.rule.alpha * (double)tot[1])) break;
+        double best = best_gain(x, high);
+        failed = best <= 0;
+        if (failed) break;
+        lam = .9 * fmin(lam, best);
+        take_lines(x, lam);
+    }
+    if (threadIdx.x) return;
+    double all = (double)tot[0] + (double)tot[1], *found = a.found + (size_t)h * 3;
+    found[0] = failed; found[1] = all > 0 ? ((double)rec[0] + (double)rec[1]) / all : 1; found[2] = share;
+}
+// After line_probs_cuda of the same heads and tokens: lines (ng R) get their bits, dense and found
+void select_tiles_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T, int m, Lines *lines, LoopFound *found) {
+    int R = s->c->H / s->c->G, N = kv_longest(s, l), heads = ng * R, bands = (N + BAND - 1) / BAND, words = bands;
+    size_t ids = (size_t)heads * (N + bands), bits = (size_t)heads * words, runs = (size_t)heads * 3 * (N / 2 + 2), mark = scratch_mark(s);
+    char *dev = room<char>(s, ROOM_PICKS, 2 * ids * 8 + 3 * bits * 8 + (size_t)heads * 3 * 8 + runs * 4);
+    Picks a;
+    memset(&a, 0, sizeof a);
+    a.heads = head_refs(s, l); a.rule = *rule; a.P = P; a.t = (const int *)s->dev->room[ROOM_TOP].p;
+    a.gain = (int64_t *)dev; a.one = a.gain + ids;
+    a.v = (uint64_t *)(a.one + ids); a.s = a.v + bits; a.wide = a.s + bits;
+    a.found = (double *)(a.wide + bits); a.run = (int *)(a.found + (size_t)heads * 3);
+    a.g0 = g0; a.R = R; a.m = m; a.N = N; a.T = T; a.bands = bands; a.words = words;
+    KV_LAUNCH(select_tiles_kernel, heads, PICK_THREADS, 0, a);
+    uint64_t *host = (uint64_t *)scratch(s, 2 * bits * 8);
+    double *told = (double *)scratch(s, heads * 3 * sizeof(double));
+    download(host, a.v, 2 * bits * 8);
+    download(told, a.found, heads * 3 * sizeof(double));
+    for (int h = 0; h < heads; h++) {
+        memcpy(lines[h].v, host + (size_t)h * words, bit_bytes(lines[h].n));
+        memcpy(lines[h].s, host + bits + (size_t)h * words, bit_bytes(lines[h].n));
+        lines[h].tile64 = 1;
+        lines[h].dense = told[3 * h] != 0;
+        found[h] = { told[3 * h + 1], told[3 * h + 2] };
+    }
+    scratch_reset(s, mark);
 }
 
 // ==================================================================================================== 12 PATS

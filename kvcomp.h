@@ -250,6 +250,13 @@ typedef struct {            // what one query head reads in one prefill (section
     int tile64;             // 1: slashes rounded up to ranges of columns, 0: exactly the cells of the lines
     uint64_t *v, *s;        // (n bits) columns; offsets. s must hold offset 0, so that every row sees itself
 } Lines;
+typedef struct {            // how LoopServe chooses them (section 11)
+    double alpha;
+    int sink, local;        // lines always taken
+    int holdout;            // 1: odd samples only validate
+    double max_cells, max_tiles;        // beyond these shares of dense: dense
+} LoopRule;
+typedef struct { double mass, cells; } LoopFound;        // shares: of the sampled mass; of the cells (tile64: tiles)
 static inline size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }
 
 // ------------------------------------------------------------------------------------------------ LycheeCluster's index (section 13), on the device in a device session
@@ -396,8 +403,10 @@ char  *near_grow_cuda(char *old, size_t have, size_t want);                     
 void   near_free_cuda(char *p);
 void   near_copy_cuda(void *to, const void *from, size_t n);                       // from device to device
 void   lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T);
-float *line_probs_cuda(Session *s, int l, int g, const float *q, int T, const int *r, int m);          // (R,m,n) on the device
-float *line_sums_cuda(Session *s, const float *P, int m, int n, int slash, int least);                  // (R,n) on the device
+int    line_batch_cuda(const Session *s, int l, int m);                            // KV heads that line_probs_cuda should do at once
+float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T, const int *t, int m);  // (ng R,m,N) on the device
+float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, int m, int slash, int least);   // (ng R,N) on the device
+void   select_tiles_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T, int m, Lines *lines, LoopFound *found);
 void   page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype);
 float *page_scores_cuda(Session *s, const char *const *bound, int pages, const float *q, int dtype);   // (G,pages) on the device
 float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);               // (H,N) on the device

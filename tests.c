@@ -7054,6 +7054,54 @@ static void draw_lines(Lines *a, int kind) {                                    
     for (int i = 64; i < 128 && i < a->n && kind == 2; i++) bit_set(a->s, i);
     a->dense = kind == 3;
 }
+static void tiles_agree(Pair *p, int T, const int *t, int m, const float *dev, const float *Q) {    // select_tiles from the same probabilities (H,m,N)
+    const Config *c = p->m.c;
+    int N = kv_longest(p->c, 0), R = c->H / c->G;
+    for (int i = T % 3; i < 12; i += 3) {
+        LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3], i % 4, 1 + i % 5 * 7, i % 2, 1, i % 5 ? .9 : .4 };
+        Lines *a = lines_new(p->c, 0, T), *b = lines_new(p->c, 0, T);
+        LoopFound f[16], g[16];
+        LoopRoom *w = loop_rooms(p->c, m, N);
+        select_tiles_cuda(p->d, 0, 0, c->G, &u, dev, T, m, b, g);
+        for (int h = 0; h < c->H; h++) {
+            for (int j = 0; j < m; j++) {
+                w->R[j] = a[h].p0 + t[j];
+                memcpy(w->P + (size_t)j * a[h].n, Q + ((size_t)h * m + j) * N, a[h].n * sizeof(float));
+            }
+            LineSample x = { m, a[h].n, a[h].p0, w->R, w->P };
+            a[h].dense = select_tiles(&x, &u, &a[h], w, &f[h]);
+            CHECK(a[h].dense == b[h].dense && f[h].mass == g[h].mass && f[h].cells == g[h].cells, "rule %d, head %d of %d: dense %d %d, mass %.17g %.17g, tiles %.17g %.17g", i, h, R,
+                  a[h].dense, b[h].dense, f[h].mass, g[h].mass, f[h].cells, g[h].cells);
+            CHECK(!memcmp(a[h].v, b[h].v, bit_bytes(a[h].n)) && !memcmp(a[h].s, b[h].s, bit_bytes(a[h].n)), "rule %d, head %d: other lines", i, h);
+        }
+    }
+}
+static void pair_samples(Pair *p, int T, const float *q, const float *dq) {      // the sampled softmax rows, and what is made of them
+    const Config *c = p->m.c;
+    int R = c->H / c->G, N = kv_longest(p->c, 0), m = T < 20 ? T : 20, t[20], r[20];
+    size_t each = (size_t)m * N;
+    for (int i = 0; i < m; i++) t[i] = (int)((long)(i + 1) * T / m) - 1;
+    const float *dev = line_probs_cuda(p->d, 0, 0, c->G, dq, T, t, m);
+    float inv[20], *P = xmalloc(each * sizeof *P), *Q = xmalloc(c->H * each * sizeof *Q), *sum = xmalloc((size_t)c->H * N * sizeof *sum);
+    cuda_get(Q, dev, c->H * each * sizeof *Q);
+    for (int h = 0; h < c->H; h++) {
+        int n = kv_head(p->c, 0, h / R)->len, bad = 0;
+        for (int i = 0; i < m; i++) r[i] = n - T + t[i];
+        line_probs(p->c, 0, h, q, T, r, m, P, inv, tiles_new(p->c));
+        for (int i = 0; i < m; i++) bad += worst(Q + h * each + (size_t)i * N, P + (size_t)i * n, n, 1e-6, 1e-5, NULL) > 1;
+        CHECK(!bad, "probabilities of head %d: %d rows", h, bad);
+        for (int slash = 0; slash < 2; slash++) {
+            cuda_get(sum, line_sums_cuda(p->d, 0, 0, c->G, dev, T, m, slash, 3), (size_t)c->H * N * sizeof *sum);
+            for (int x = 0; x < n; x++) {
+                float want = 0;
+                for (int i = 0; i < m; i++) { int at = slash ? r[i] - x : x; if (at >= 0 && at <= r[i]) want += Q[h * each + (size_t)i * N + at]; }
+                CHECK(sum[(size_t)h * N + x] == (x < 3 ? INFINITY : want), "sum %d of head %d, slash %d", x, h, slash);
+            }
+        }
+    }
+    tiles_agree(p, T, t, m, dev, Q);
+    free(P); free(Q); free(sum);
+}
 static void pair_lines(Pair *p, int T, int tile64) {
     const Config *c = p->m.c;
     size_t all = (size_t)T * c->H * c->D;
@@ -7064,38 +7112,18 @@ static void pair_lines(Pair *p, int T, int tile64) {
     lines_attend(p->c, 0, lines, a, q, T); lines_attend(p->d, 0, lines, db, dq, T);
     cuda_get(b, db, all * sizeof *b);
     CHECK(worst(b, a, all, 1e-5, 1e-5, NULL) <= 1, "lines: %d queries, tile64 %d, H %d G %d D %d", T, tile64, c->H, c->G, c->D);
-    int R = c->H / c->G, m = T < 40 ? T : 40, r[40];
-    for (int g = 0; g < c->G; g++) {
-        int n = kv_head(p->c, 0, g)->len;
-        float inv[40], *P = xmalloc((size_t)m * n * sizeof *P), *Q = xmalloc((size_t)R * m * n * sizeof *Q), *sum = xmalloc((size_t)R * n * sizeof *sum);
-        for (int i = 0; i < m; i++) r[i] = n - T + (int)((long)i * T / m);
-        const float *dev = line_probs_cuda(p->d, 0, g, dq, T, r, m);
-        cuda_get(Q, dev, (size_t)R * m * n * sizeof *Q);
-        for (int i = 0; i < R; i++) {
-            line_probs(p->c, 0, g * R + i, q, T, r, m, P, inv, tiles_new(p->c));
-            CHECK(worst(Q + (size_t)i * m * n, P, (size_t)m * n, 1e-6, 1e-5, NULL) <= 1, "probabilities of head %d", g * R + i);
-        }
-        for (int slash = 0; slash < 2; slash++) {
-            cuda_get(sum, line_sums_cuda(p->d, dev, m, n, slash, 3), (size_t)R * n * sizeof *sum);
-            for (int x = 0; x < n; x++) {
-                float want = 0;
-                for (int i = 0; i < m; i++) { int at = slash ? r[i] - x : x; if (at >= 0 && at <= r[i]) want += Q[(size_t)(R - 1) * m * n + (size_t)i * n + at]; }
-                CHECK(sum[(size_t)(R - 1) * n + x] == (x < 3 ? INFINITY : want), "sum %d of head %d, slash %d", x, g, slash);
-            }
-        }
-        free(P); free(Q); free(sum);
-    }
+    if (tile64) pair_samples(p, T, q, dq);
     scratch_reset(p->c, mark);
     cuda_drop(dq); cuda_drop(db); free(q); free(a); free(b);
 }
-TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed with dense heads, unequal heads, tails, packed rows; sampled softmax rows and their line sums too") {
+TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed with dense heads, unequal heads, tails, packed rows; sampled softmax rows, their line sums and the lines of tile64 too") {
     EACH_SEED(seed) for (int i = 0; i < 4; i++) {
         Tiny m = tiny_model(1, (int[]){ 6, 3, 8, 6 }[i], (int[]){ 3, 3, 1, 3 }[i], (int[]){ 40, 48, 128, 64 }[i], 16, 16, 11, 4 + i);
         Pair p = pair_open(m, i == 3 ? "pats" : "full", i == 3 ? "ctk=f16 ctv=f16 pats-window=9" : i == 1 ? "ctk=bf16 ctv=q8_0" : "");
         if (i) pair_append(&p, 90, 1);
         for (int g = 0; g < 3 && i == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
         for (Session *s = p.c; s && i == 3; s = s == p.c ? p.d : NULL) pats_commit(s, s->part[0].ms, 1, NULL, 90);
-        int T = (int[]){ 131, 70, 33, 64 }[i];
+        int T = (int[]){ 131, 70, 33, 64 }[i];                                   // each mod 3 tries other rules
         rnd_seed(40 + i);
         pair_append(&p, T, 1);
         pair_lines(&p, T, 0); pair_lines(&p, T, 1);
