@@ -3625,10 +3625,13 @@ void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
     if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
     w->n = n; w->tail = tail;
 }
+static void views_here(const Session *s) { (void)s; if (KV_DEV(s)) views_fetch_cuda((Session *)s); }     // a device may have kept the last step's
 void view_all(Session *s) {
+    if (KV_DEV(s)) views_drop_cuda(s);
     for (int i = 0; i < s->c->L * s->c->H; i++) s->view[i].n = s->view[i].tail = 0;
 }
 int view_rows(const Session *s, int l, int h, int *rows) {
+    views_here(s);
     const View *w = kv_view(s, l, h);
     int n = w->n, len = kv_head(s, l, h / (s->c->H / s->c->G))->len;
     if (n) memcpy(rows, w->idx, (size_t)n * sizeof(int));
@@ -3746,6 +3749,7 @@ size_t kv_bytes_full(const Session *s) {
 }
 size_t kv_meta_bytes(const Session *s) {
     size_t n = 0;
+    views_here(s);
     for (int i = 0; i < s->c->L * s->c->G; i++) {
         const KVHead *h = &s->head[i];
         n += (size_t)(h->packed + h->cap) * (2 * sizeof(int) + (h->mass ? sizeof(float) : 0)) + (size_t)h->n_reg * sizeof(Region);
@@ -5471,13 +5475,8 @@ static void page_scores(const Quest *x, const char *bound, int n, const float *q
     for (int h = 1; h < R; h++)
         for (int p = 0; p < n; p++) u[p] = sc[(size_t)h * n + p] > u[p] ? sc[(size_t)h * n + p] : u[p];
 }
-static float *quest_scores(Session *s, const Quest *x, int l, const float *q, int pages) {       // (G,pages), where the rows lie
+static float *quest_scores(Session *s, const Quest *x, int l, const float *q, int pages) {       // (G,pages)
     int G = s->c->G, R = s->c->H / G, D = s->c->D;
-    if (KV_DEV(s)) {
-        const char *bound[MAX_G];
-        for (int g = 0; g < G; g++) bound[g] = x->head[l * G + g].bound;
-        return page_scores_cuda(s, bound, pages, q, x->dtype);
-    }
     size_t per = (size_t)2 * R * D + (size_t)R * pages;
     float *room = scratch(s, (size_t)n_threads() * per * sizeof(float)), *u = scratch(s, (size_t)G * pages * sizeof(float));
     #pragma omp parallel for schedule(static) if (pages > 64)
@@ -5487,20 +5486,26 @@ static float *quest_scores(Session *s, const Quest *x, int l, const float *q, in
     }
     return u;
 }
+static void quest_select_host(Session *s, const Quest *x, int l, const float *q, int pages, int best) {
+    int G = s->c->G, R = s->c->H / G, *idx = scratch(s, (size_t)G * best * sizeof(int)), *rows = scratch(s, (size_t)best * PAGE * sizeof(int));
+    int *n = scratch(s, (size_t)3 * G * sizeof(int)), *k = n + G, *found = k + G;
+    for (int g = 0; g < G; g++) { n[g] = pages; k[g] = best; }
+    top_k_rows(s, quest_scores(s, x, l, q, pages), G, pages, n, k, idx, best, found);
+    for (int g = 0; g < G; g++) {
+        for (int i = 0; i < found[g] * PAGE; i++) rows[i] = idx[g * best + i / PAGE] * PAGE + i % PAGE;
+        for (int h = g * R; h < (g + 1) * R; h++) view_set(s, l, h, rows, found[g] * PAGE, pages * PAGE);
+    }
+}
 static void quest_select(Session *s, void *ms, int l, const float *q) {
     Quest *x = ms;
-    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), pages = (N - 1) / PAGE, want = x->B / PAGE > 3 ? x->B / PAGE : 3;
+    int G = s->c->G, N = kv_longest(s, l), pages = (N - 1) / PAGE, best = (x->B / PAGE > 3 ? x->B / PAGE : 3) - 1;      // the current page is read too
     if (l < x->full_layers || N <= x->B) return;                           // the views say: every row
     double t0 = now();
     size_t mark = scratch_mark(s);
-    int *best = scratch(s, (size_t)G * want * sizeof(int)), *rows = scratch(s, (size_t)want * PAGE * sizeof(int));
-    int *n = scratch(s, (size_t)3 * G * sizeof(int)), *k = n + G, *found = k + G;
-    for (int g = 0; g < G; g++) { n[g] = pages; k[g] = want - 1; }
-    top_k_rows(s, quest_scores(s, x, l, q, pages), G, pages, n, k, best, want, found);
-    for (int g = 0; g < G; g++) {
-        for (int i = 0; i < found[g] * PAGE; i++) rows[i] = best[g * want + i / PAGE] * PAGE + i % PAGE;
-        for (int h = g * R; h < (g + 1) * R; h++) view_set(s, l, h, rows, found[g] * PAGE, pages * PAGE);
-    }
+    const char *bound[MAX_G];
+    for (int g = 0; g < G && KV_DEV(s); g++) bound[g] = x->head[l * G + g].bound;
+    if (KV_DEV(s)) quest_select_cuda(s, l, bound, pages, best, q, x->dtype);
+    else quest_select_host(s, x, l, q, pages, best);
     scratch_reset(s, mark);
     timed(&s->clk.index, t0);
 }
@@ -7227,16 +7232,16 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
     if (l < x->full_layers || !x->M_built || s->n_tok <= x->B + x->buffer) return;       // the views say: every row
     double t0 = now();
     size_t mark = scratch_mark(s);
-    SeekRoom *w = seek_rooms(s, x, &x->tree[l * G], R);
-    int per = x->sink + room_for_chunks(x), *found = NULL;
+    int per = x->sink + room_for_chunks(x), *found = NULL, bring = x->watch || x->gqa == GQA_HEAD;     // bring: the host must see what the GPU finds
     size_t each = (size_t)(x->gqa == GQA_HEAD ? R : 1) * (3 + 2 * per);           // of a KV head
     if (KV_DEV(s)) {
         LycheeRule rule = lychee_rule(x, x->tree[l * G].coarse.n);
-        found = lychee_seek_cuda(s, &rule, l, &x->tree[l * G], q, per);
+        found = lychee_seek_cuda(s, &rule, l, &x->tree[l * G], q, per, bring);
         if (x->watch) q = on_host(s, q, 0, 1);                             // statistics are measured on the host
     }
+    SeekRoom *w = KV_DEV(s) && !bring ? NULL : seek_rooms(s, x, &x->tree[l * G], R);
     #pragma omp parallel for schedule(static) if (x->M > 256 && !found)
-    for (int g = 0; g < G; g++) select_group(s, x, l, g, q + (size_t)g * R * D, found ? found + g * each : NULL, per, &w[thread_id()]);
+    for (int g = 0; g < G; g++) if (w) select_group(s, x, l, g, q + (size_t)g * R * D, found ? found + g * each : NULL, per, &w[thread_id()]);
     scratch_reset(s, mark);
     timed(&s->clk.index, t0);
 }

@@ -42,7 +42,7 @@ static int blocks(size_t n, int per) { return (int)((n + per - 1) / per); }
 struct Room { char *p; size_t bytes; };
 enum { ROOM_X, ROOM_H, ROOM_Q, ROOM_K, ROOM_V, ROOM_OUT, ROOM_GATE, ROOM_UP, ROOM_COS, ROOM_HALF, ROOM_IDS, ROOM_TOK, ROOM_PLAN,
        ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_LIST, ROOM_LOGITS, ROOM_POOL, ROOM_TOP, ROOM_TOP_IDX,
-       ROOM_START, ROOM_TREES, ROOM_KEYS, ROOM_CENTRES, ROOM_LABELS, ROOM_SEEK, ROOM_RING, ROOM_PROBS, ROOM_PICKS, N_ROOMS };
+       ROOM_START, ROOM_TREES, ROOM_KEYS, ROOM_CENTRES, ROOM_LABELS, ROOM_SEEK, ROOM_RING, ROOM_PROBS, ROOM_PICKS, ROOM_VIEWS, N_ROOMS };
 
 // Host tensors that lie on the device too, found by their host address.
 enum { MAP_SIZE = 1 << 13 };
@@ -59,8 +59,14 @@ struct Rows {
     Packed *pack, *spare; int n_pack, n_spare;      // regions of the packed rows, and the table before: room for so many
     size_t pk_bytes;            // bytes allocated for KVHead.pk (and for .pv)
 };
+struct Chosen {                 // views that were chosen on the device and have not been to the host: one list a KV head
+    int stride;                 // of a list in ROOM_VIEWS (L,G,stride): its length, two more numbers, its rows
+    int *tail, *stale;          // (L) rows from tail on are read too; of this step, and of the last one the host has not seen. -1: none
+    double *row_bytes;          // (L,G) of this step
+};
 struct Device {
     cublasHandle_t blas;
+    Chosen chosen;
     Room room[N_ROOMS];
     Shared *base;               // the model's tensors
     Map alt;                    // tensors of Session.alt
@@ -529,14 +535,16 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 }
 
 // ---- the host's side: what to do, in one upload
-struct Plan { Work *work; int n_work, *idx, n_idx, BQ; };
+struct Plan { Work *work; int n_work, *idx, n_idx, BQ; const int *lists; };     // lists: device memory the works' lists lie in, instead of idx
+static Plan plan_chosen(Session *s, int l);                                     // section 10c
+static void chosen_patch(Session *s, const Plan *p, Work *work, Item *item, int n_items);
 
 static int layer_window(const Session *s, int l) { return s->c->windowed && s->c->windowed[l] ? s->c->window : 0; }
 static int block_rows(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 8 : 32; }  // query rows of a block: 4 QW
 // blind: rows later than a block's queries are listed too; the mask hides them
 static Plan plan_prefill(Session *s, int l, int tok0, int n, int blind) {
     int G = s->c->G, R = s->c->H / G, rows = n * R, BQ = block_rows(rows), per = blocks(rows, BQ);
-    Plan p = { (Work *)scratch(s, (size_t)G * per * sizeof(Work)), 0, NULL, 0, BQ };
+    Plan p = { (Work *)scratch(s, (size_t)G * per * sizeof(Work)), 0, NULL, 0, BQ, NULL };
     for (int g = 0; g < G; g++) {
         const KVHead *h = kv_head(s, l, g);
         int end = 0;
@@ -553,9 +561,11 @@ static int view_equal(const View *a, const View *b) {
     return a->n == b->n && a->tail == b->tail && (!a->n || !memcmp(a->idx, b->idx, (size_t)a->n * sizeof(int)));
 }
 static Plan plan_decode(Session *s, int l) {
+    if (s->dev->chosen.tail[l] >= 0) return plan_chosen(s, l);
+    if (s->dev->chosen.stale[l] >= 0) views_fetch_cuda(s);       // the last step's views go on
     int H = s->c->H, G = s->c->G, R = H / G, total = 0;
     for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
-    Plan p = { (Work *)scratch(s, (size_t)H * sizeof(Work)), 0, (int *)scratch(s, (size_t)(total + 1) * sizeof(int)), 0, block_rows(R) };
+    Plan p = { (Work *)scratch(s, (size_t)H * sizeof(Work)), 0, (int *)scratch(s, (size_t)(total + 1) * sizeof(int)), 0, block_rows(R), NULL };
     for (int h = 0, m; h < H; h += m) {
         const View *v = kv_view(s, l, h);
         for (m = 1; (h + m) % R && m < p.BQ && view_equal(v, kv_view(s, l, h + m)); m++) {}
@@ -607,6 +617,7 @@ static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *
     if (p->n_idx) memcpy(host + at_idx, p->idx, (size_t)p->n_idx * sizeof(int));
     upload(dev, host, bytes);
     a.work = (const Work *)dev; a.item = (const Item *)(dev + at_item); a.idx = (const int *)(dev + at_idx);
+    if (p->lists) { a.idx = p->lists; chosen_patch(s, p, (Work *)dev, (Item *)(dev + at_item), (int)n_items); }
     a.part = room<float>(s, ROOM_PART, (n_items + 1) * p->BQ * (a.D + 2));
     if (n_items) {
         if (p->BQ == 4)      attend_launch<1>(a, (int)n_items, out != NULL);
@@ -657,7 +668,7 @@ static void decode_device(Session *s, int l, float *out, const float *q) {      
     Plan p = plan_decode(s, l);
     float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     Attn a = attend(s, l, q, s->base, &p, out, stat);
-    for (int i = 0; i < p.n_work; i++) {
+    for (int i = 0; i < p.n_work && !p.lists; i++) {             // chosen ones are counted at the end of the pass
         const KVHead *h = kv_head(s, l, p.work[i].g);
         s->clk.bytes_attended += (double)p.work[i].n * ((double)(h->cap * (a.bytes_k + a.bytes_v) + 2 * h->pk_bytes) / (h->packed + h->cap));
     }
@@ -692,6 +703,7 @@ void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *
     if (n) download(score, window_device(s, l, q, T, W), n * sizeof(float));
 }
 
+static void chosen_end(Session *s);
 // ==================================================================================================== 7 MODEL
 // pass_cuda is pass() of kvcomp.c line by line, with the hooks called at the same places.
 
@@ -843,6 +855,7 @@ float *pass_cuda(Session *s, int T) {
     rmsnorm_cuda(s, r.h, r.x + (T - 1) * C, &s->w->norm, 1, c->C);
     gemm_cuda(s, logits, r.h, &s->w->head, 1);
     download(s->logits, logits, (size_t)c->V * sizeof(float));
+    chosen_end(s);
     note_peak(s);
     scratch_reset(s, mark);
     return s->logits;
@@ -881,6 +894,10 @@ int device_open(Session *s) {
     s->dev = (Device *)xcalloc(1, sizeof *s->dev);
     KV_BLAS(cublasCreate(&s->dev->blas));
     s->dev->rows = (Rows *)xcalloc((size_t)s->c->L * G, sizeof(Rows));
+    s->dev->chosen.tail = (int *)xmalloc(2 * s->c->L * sizeof(int));
+    s->dev->chosen.stale = s->dev->chosen.tail + s->c->L;
+    s->dev->chosen.row_bytes = (double *)xmalloc((size_t)s->c->L * G * sizeof(double));
+    for (int i = 0; i < 2 * s->c->L; i++) s->dev->chosen.tail[i] = -1;
     s->dev->base = shared_open(s);
     return 0;
 }
@@ -891,7 +908,7 @@ void device_close(Session *s) {                                  // after the ro
     map_clear(&d->alt);
     shared_close(d->base);
     KV_BLAS(cublasDestroy(d->blas));
-    free(d->rows); free(d);
+    free(d->rows); free(d->chosen.tail); free(d->chosen.row_bytes); free(d);
     s->dev = NULL;
 }
 
@@ -1262,6 +1279,83 @@ static Keys keys_of(const Session *s, int l) {
     Keys a = { head_refs(s, l), row_kind(s->fk), s->c->D, s->fk->row_bytes(s->c->D) };
     return a;
 }
+// ---- views that stay on the device. A decode step of Quest or LycheeCluster chooses rows in every layer; if the host had to see them, it
+// would wait for the device as often. So a list is left where it was made, attention reads it there, and only its length comes to the host,
+// with the logits. views_fetch_cuda() brings the rows, for whoever asks (kv_meta_bytes, view_rows).
+static int *chosen_room(Session *s, int l, int stride, int tail) {              // (G,stride) for layer l's lists, to be filled before its attention
+    Chosen *c = &s->dev->chosen;
+    if (stride != c->stride) views_fetch_cuda(s);
+    c->stride = stride;
+    c->tail[l] = tail;
+    c->stale[l] = -1;
+    for (int g = 0; g < s->c->G; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        c->row_bytes[l * s->c->G + g] = (double)(h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes) / (h->packed + h->cap);
+    }
+    return room<int>(s, ROOM_VIEWS, (size_t)s->c->L * s->c->G * stride) + (size_t)l * s->c->G * stride;
+}
+enum { LIST_HEAD = 3 };                                          // numbers before the rows of a list
+static Plan plan_chosen(Session *s, int l) {                     // works as long as the lists can be
+    const Chosen *c = &s->dev->chosen;
+    int G = s->c->G, R = s->c->H / G, BQ = block_rows(R), most = c->stride - LIST_HEAD, n = blocks(R, BQ);
+    const int *lists = (const int *)s->dev->room[ROOM_VIEWS].p + (size_t)l * G * c->stride;
+    Plan p = { (Work *)scratch(s, (size_t)G * n * sizeof(Work)), 0, NULL, 0, BQ, lists };
+    for (int g = 0; g < G; g++)
+        for (int m0 = 0; m0 < R; m0 += BQ)
+            p.work[p.n_work++] = { g, m0, R - m0 < BQ ? R - m0 : BQ, most + kv_head(s, l, g)->len - c->tail[l], g * c->stride + LIST_HEAD, most, c->tail[l], s->tok[s->base].pos, 0, 0 };
+    return p;
+}
+// Works and items as long as the lists are: an item past the end has nothing to do, and join_kernel leaves it out. n stays what it could be.
+static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int n_items, const int *lists, int most) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n_work) work[i].n_idx = lists[work[i].idx - LIST_HEAD];
+    if (i >= n_items) return;
+    const Work *w = &work[item[i].work];
+    int end = w->n - most + lists[w->idx - LIST_HEAD];
+    if (item[i].p1 > end) item[i].p1 = end;
+    if (item[i].p0 > end) item[i].p0 = end;
+}
+static void chosen_patch(Session *s, const Plan *p, Work *work, Item *item, int n_items) {
+    int n = n_items > p->n_work ? n_items : p->n_work;
+    KV_LAUNCH(chosen_kernel, blocks(n, 128), 128, 0, work, p->n_work, item, n_items, p->lists, s->dev->chosen.stride - LIST_HEAD);
+}
+static __global__ void list_lengths_kernel(const int *views, int stride, int n, int *length) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) length[i] = views[(size_t)i * stride];
+}
+static void chosen_end(Session *s) {                             // the end of a pass: what its chosen lists cost
+    Chosen *c = &s->dev->chosen;
+    int L = s->c->L, G = s->c->G, any = 0;
+    for (int l = 0; l < L; l++) any |= c->tail[l] >= 0;
+    if (!any) return;
+    size_t mark = scratch_mark(s);
+    int *dev = room<int>(s, ROOM_LIST, (size_t)L * G), *n = (int *)scratch(s, (size_t)L * G * sizeof(int));
+    KV_LAUNCH(list_lengths_kernel, blocks((size_t)L * G, 128), 128, 0, (const int *)s->dev->room[ROOM_VIEWS].p, c->stride, L * G, dev);
+    download(n, dev, (size_t)L * G * sizeof(int));
+    for (int l = 0; l < L; l++) {
+        if (c->tail[l] < 0) continue;
+        for (int g = 0; g < G; g++) s->clk.bytes_attended += (double)(n[l * G + g] + kv_head(s, l, g)->len - c->tail[l]) * c->row_bytes[l * G + g];
+        c->stale[l] = c->tail[l];
+        c->tail[l] = -1;
+    }
+    scratch_reset(s, mark);
+}
+void views_fetch_cuda(Session *s) {                              // the last step's views to the host
+    Chosen *c = &s->dev->chosen;
+    int G = s->c->G, R = s->c->H / G;
+    size_t layer = (size_t)G * c->stride, mark = scratch_mark(s);
+    int *host = (int *)scratch(s, layer * sizeof(int));
+    for (int l = 0; l < s->c->L; l++) {
+        int tail = c->tail[l] >= 0 ? c->tail[l] : c->stale[l];   // of this step, when a test asks before its end
+        if (tail < 0) continue;
+        download(host, (const int *)s->dev->room[ROOM_VIEWS].p + l * layer, layer * sizeof(int));
+        for (int h = 0; h < s->c->H; h++) view_set(s, l, h, host + (h / R) * c->stride + LIST_HEAD, host[(h / R) * c->stride], tail);
+        c->stale[l] = -1;
+    }
+    scratch_reset(s, mark);
+}
+void views_drop_cuda(Session *s) { for (int i = 0; i < 2 * s->c->L; i++) s->dev->chosen.tail[i] = -1; }
+
 // page_bounds: one warp a page. bound (pages,2D) of dtype
 static __device__ void number_put(void *p, int dtype, size_t i, float x) {
     if (dtype == DT_F32) ((float *)p)[i] = x;
@@ -1302,15 +1396,30 @@ static __global__ void page_scores_kernel(Pages pages, int n, const float *q, in
 void page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype) {
     KV_LAUNCH(page_bounds_kernel, to - from, 32, 0, keys_of(s, l), g, bound, from, dtype);
 }
-float *page_scores_cuda(Session *s, const char *const *bound, int pages, const float *q, int dtype) {
+// pages (G,best) ascending -> lists of their rows
+static __global__ void page_rows_kernel(const int *pages, const int *count, int best, int *lists, int stride) {
+    int g = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x, n = count[g] * PAGE;
+    int *to = lists + (size_t)g * stride;
+    if (!i) to[0] = n;
+    if (i < n) to[LIST_HEAD + i] = pages[g * best + i / PAGE] * PAGE + i % PAGE;
+}
+// quest_select: the `best` pages of every KV head by score, of the first `pages`; the rows behind those are read too
+void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int best, const float *q, int dtype) {
     int G = s->c->G, R = s->c->H / G, D = s->c->D;
+    size_t mark = scratch_mark(s);
     Pages p;
     memset(&p, 0, sizeof p);
     for (int g = 0; g < G; g++) p.bound[g] = bound[g];
     float *u = room<float>(s, ROOM_POOL, (size_t)G * pages);
     dim3 grid(blocks(pages, 16), G);
     KV_LAUNCH(page_scores_kernel, grid, 256, (size_t)R * D * sizeof(float), p, pages, q, R, D, dtype, u);
-    return u;
+    int *idx = room<int>(s, ROOM_TOP_IDX, (size_t)G * (best + 1)), *count = idx + (size_t)G * best, stride = LIST_HEAD + best * PAGE;
+    TopRow *rows = (TopRow *)scratch(s, G * sizeof(TopRow));
+    for (int g = 0; g < G; g++) rows[g] = { pages, best };
+    top_k_device(s, u, G, pages, rows, idx, best, count);
+    dim3 all(blocks(best * PAGE, 256), G);
+    KV_LAUNCH(page_rows_kernel, all, 256, 0, idx, count, best, chosen_room(s, l, stride, pages * PAGE), stride);
+    scratch_reset(s, mark);
 }
 
 // ==================================================================================================== 11 LOOPSERVE
@@ -2067,9 +2176,9 @@ static __global__ void cluster_scores_kernel(Tree *trees, Probes a, float beta, 
     float S = probe_score(p, u->mu + (size_t)last * a.D, u->r[last], beta, a.D);
     if (!(threadIdx.x & 15) && c < u->n) score[(size_t)list * u->n + c] = dead ? -INFINITY : S;
 }
-// retrieve and rows_to_read: out (lists,3+2 per) = rows, tokens, clusters used; the rows; the clusters. cand (lists,most) ascending
+// retrieve and rows_to_read: out (lists,stride) = rows, tokens, clusters used; the rows (per); the clusters when wanted. cand (lists,most) ascending
 enum { TAKE_THREADS = 256 };
-struct Take { const Tree *trees; const int *start, *cand, *count; const float *score; int *order; unsigned char *taken; int *out, most, per, lists, M, room, sink; };
+struct Take { const Tree *trees; const int *start, *cand, *count; const float *score; int *order; unsigned char *taken; int *out, stride, most, per, lists, M, room, sink; };
 static __device__ int take_clusters(const Take &a, const Nodes *u, const int *order, int n, unsigned char *taken, int *tokens) {     // one thread: clusters that fit, in order
     int used = 0, i = 0, part = 0;
     while (i < n && used + u->tokens[order[i]] <= a.room) used += u->tokens[order[i++]];
@@ -2087,7 +2196,7 @@ static __global__ void __launch_bounds__(TAKE_THREADS) take_kernel(Take a) {
     const Nodes *u = &a.trees[list / a.lists].fine;
     const float *S = a.score + (size_t)list * u->n;
     const int *cand = a.cand + (size_t)list * a.most;
-    int *order = a.order + (size_t)list * a.most, *out = a.out + (size_t)list * (3 + 2 * a.per);
+    int *order = a.order + (size_t)list * a.most, *out = a.out + (size_t)list * a.stride;
     unsigned char *taken = a.taken + (size_t)list * a.M;
     for (int i = 0; i < n; i++) valid += S[cand[i]] > -INFINITY;
     for (int i = threadIdx.x; i < n; i += TAKE_THREADS) {        // place in the order: larger score, then lower number
@@ -2101,8 +2210,8 @@ static __global__ void __launch_bounds__(TAKE_THREADS) take_kernel(Take a) {
     if (!threadIdx.x) { state[0] = take_clusters(a, u, order, valid, taken, &out[1]); out[2] = state[0] / 2 + state[0] % 2; }
     __syncthreads();
     for (int i = threadIdx.x; i < state[0] / 2; i += TAKE_THREADS) for (int j = u->first[order[i]]; j >= 0; j = u->next[j]) taken[j] = 1;
-    for (int i = threadIdx.x; i < state[0] / 2 + state[0] % 2; i += TAKE_THREADS) out[3 + a.per + i] = order[i];
-    for (int r = threadIdx.x; r < a.sink; r += TAKE_THREADS) out[3 + r] = r;
+    for (int i = threadIdx.x; a.stride > LIST_HEAD + a.per && i < state[0] / 2 + state[0] % 2; i += TAKE_THREADS) out[LIST_HEAD + a.per + i] = order[i];
+    for (int r = threadIdx.x; r < a.sink; r += TAKE_THREADS) out[LIST_HEAD + r] = r;
     int at = a.sink;
     for (int j0 = 0; j0 < a.M; j0 += TAKE_THREADS) {             // rows of the taken chunks, ascending: a sum of lengths says where
         int j = j0 + threadIdx.x, before, all = 0;
@@ -2113,20 +2222,22 @@ static __global__ void __launch_bounds__(TAKE_THREADS) take_kernel(Take a) {
         if (lane == 31) sum[warp] = before;
         __syncthreads();
         for (int w = 0; w < TAKE_THREADS / 32; w++) { if (w == warp) before += all; all += sum[w]; }
-        for (int r = 0; r < len; r++) out[3 + at + before - len + r] = a.start[j] + r;
+        for (int r = 0; r < len; r++) out[LIST_HEAD + at + before - len + r] = a.start[j] + r;
         at += all;
     }
     if (!threadIdx.x) out[0] = at;
 }
-// -> (lists,3+2 per) on the host, in scratch. per: sink + room at least; M > 0
-int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q, int per) {
+// bring: -> (lists,LIST_HEAD + 2 per) on the host, in scratch. Otherwise the lists, one a KV head, become the layer's views, and NULL is returned.
+// per: sink + room at least; M > 0
+int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q, int per, int bring) {
     int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D, m = x->gqa == GQA_HEAD ? 1 : R, lists = H / m, K = trees->fine.n, P = trees->coarse.n;
-    int most = x->room / x->min < K ? x->room / x->min : K;
-    size_t n_score = (size_t)lists * (K + P), n_out = (size_t)lists * (3 + 2 * per), bytes = n_score * 4 + (n_out + lists * (2 * most + 1)) * 4 + (size_t)lists * (x->M + P);
-    (void)l;
+    int most = x->room / x->min < K ? x->room / x->min : K, stride = LIST_HEAD + (bring ? 2 : 1) * per;
+    size_t n_score = (size_t)lists * (K + P), n_out = bring ? (size_t)lists * stride : 0;
+    size_t bytes = n_score * 4 + (n_out + lists * (2 * most + 1)) * 4 + (size_t)lists * (x->M + P);
     float *score = (float *)room<char>(s, ROOM_SEEK, bytes), *unit = score + (size_t)lists * K;
-    int *out = (int *)(score + n_score), *cand = out + n_out, *order = cand + lists * most, *count = order + lists * most;
+    int *here = (int *)(score + n_score), *cand = here + n_out, *order = cand + lists * most, *count = order + lists * most;
     unsigned char *taken = (unsigned char *)(count + lists), *open = taken + (size_t)lists * x->M;
+    int *out = bring ? here : chosen_room(s, l, stride, x->start[x->M]);
     Probes p = { q, m, R, D, x->gqa };
     Tree *t = trees_upload(s, trees);
     const int *start = (const int *)s->dev->room[ROOM_START].p;  // as the last build or graft left it
@@ -2137,9 +2248,10 @@ int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     if (x->units) KV_LAUNCH(open_units_kernel, lists, 256, probe_smem(m, D), t, p, x->beta_coarse, x->units, 4 * x->room, unit, open);
     KV_LAUNCH(cluster_scores_kernel, all, 256, probe_smem(m, D), t, p, x->beta, x->units ? open : (unsigned char *)NULL, score);
     top_k_device(s, score, lists, K, rows, cand, most, count);
-    Take a = { t, start, cand, count, score, order, taken, out, most, per, R / m, x->M, x->room, x->sink };
+    Take a = { t, start, cand, count, score, order, taken, out, stride, most, per, R / m, x->M, x->room, x->sink };
     KV_LAUNCH(take_kernel, lists, TAKE_THREADS, 0, a);
     scratch_reset(s, mark);
+    if (!bring) return NULL;
     int *host = (int *)scratch(s, n_out * sizeof(int));
     download(host, out, n_out * sizeof(int));
     return host;

@@ -408,11 +408,13 @@ float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T,
 float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, int m, int slash, int least);   // (ng R,N) on the device
 void   select_tiles_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T, int m, Lines *lines, LoopFound *found);
 void   page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype);
-float *page_scores_cuda(Session *s, const char *const *bound, int pages, const float *q, int dtype);   // (G,pages) on the device
+void   quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int best, const float *q, int dtype);
+void   views_fetch_cuda(Session *s);                                               // views the device chose and kept, to the host
+void   views_drop_cuda(Session *s);
 float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);               // (H,N) on the device
 void   lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *t);   // t (G): the trees of layer l, room made
 void   lychee_graft_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, int from);
-int   *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, int per);   // -> (lists,3+2 per) on the host
+int   *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, int per, int bring);   // bring: -> (lists,3+2 per) on the host
 
 #ifdef __cplusplus
 }

@@ -7132,8 +7132,9 @@ TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed wi
 }
 
 // ---- whole dialogues: the same script on both sides, compared after every pass
-static int views_differ(const Session *a, const Session *b) {
+static int views_differ(const Session *a, Session *b) {
     int bad = 0;
+    views_fetch_cuda(b);
     for (int i = 0; i < a->c->L * a->c->H; i++) bad += !same_view(&a->view[i], &b->view[i]);
     for (int i = 0; i < a->c->L * a->c->G; i++) {
         const KVHead *x = &a->head[i], *y = &b->head[i];
@@ -7206,6 +7207,7 @@ static void lychee_pass(Pair *p, int n, const char *text) {                     
     float *q = normals((size_t)c->H * c->D, 1.5), *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
     for (int l = 0; l < c->L; l++) {
         lychee_select(p->c, a, l, q); lychee_select(p->d, b, l, dq);
+        views_fetch_cuda(p->d);
         for (int h = 0; h < c->H; h++) CHECK(same_view(kv_view(p->c, l, h), kv_view(p->d, l, h)), "%s: layer %d, head %d reads other rows after %d tokens", text, l, h, p->c->n_tok);
     }
     CHECK(p->c->n_tok < 120 || kv_view(p->c, 1, 0)->tail > 90, "nothing was selected, so this shows nothing");
@@ -7260,6 +7262,7 @@ TEST(cuda_quest_pages, "from equal rows both devices hold the same bounds to the
             float *q = normals((size_t)c->H * c->D, 1.5), *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
             for (int l = 0; l < c->L; l++) {
                 quest_select(p.c, a, l, q); quest_select(p.d, b, l, dq);
+                views_fetch_cuda(p.d);
                 for (int h = 0; h < c->H; h++) CHECK(same_view(kv_view(p.c, l, h), kv_view(p.d, l, h)) && kv_view(p.d, l, h)->tail > 60, "%s: layer %d, head %d, pass %d", all, l, h, pass);
                 for (int g = l * 3; g < l * 3 + 3; g++)
                     CHECK(a->head[g].n == b->head[g].n && !bytes_differ(a->head[g].bound, b->head[g].bound, a->head[g].n * 2 * c->D * dtype_size(a->dtype)), "%s: bounds of head %d", all, g);
