@@ -6719,6 +6719,7 @@ __attribute__((weak)) void emu_set_seed(int seed);                              
 static const int cuda_seeds[] = { 0, 1, 7 };
 #define EACH_SEED(i) for (int i = 0; i < (emu_set_seed ? 3 : 1) && (!emu_set_seed || (emu_set_seed(cuda_seeds[i]), 1)); i++)
 
+static int variants_step(void) { return emu_set_seed ? 2 : 1; }                 // under the emulator every order takes half of a test's variants
 static Session *cuda_session(Tiny m, const char *method, const char *text, Options **o) {
     char err[256];
     *o = options_of(text);
@@ -6955,7 +6956,7 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
     const char *text[] = { "ctk=f16 ctv=f16 pats-window=9 pats-sink=3", "ctk=f16 ctv=f16 pats-window=9 pats-sink=3 pats-bmax=10 pats-round=mid pats-format=rows64",
                            "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-round=nearest", "ctk=f16 ctv=f16 pats-window=0 pats-sink=0 pats-schedule=old pats-policy=static pats-tend=150 pats-format=rows64",
                            "ctk=f16 ctv=f16 pats-window=7 pats-policy=static pats-tend=150 pats-bmax=10" };
-    EACH_SEED(seed) for (int i = 0; i < 5; i++) {
+    EACH_SEED(seed) for (int i = seed; i < 5; i += variants_step()) {
         int D = (int[]){ 40, 64, 48, 128, 8 }[i];
         Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
         Pair p = pair_open(m, "pats", text[i]);
@@ -7117,7 +7118,7 @@ static void pair_lines(Pair *p, int T, int tile64) {
     cuda_drop(dq); cuda_drop(db); free(q); free(a); free(b);
 }
 TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed with dense heads, unequal heads, tails, packed rows; sampled softmax rows, their line sums and the lines of tile64 too") {
-    EACH_SEED(seed) for (int i = 0; i < 4; i++) {
+    EACH_SEED(seed) for (int i = seed; i < 4; i += variants_step()) {
         Tiny m = tiny_model(1, (int[]){ 6, 3, 8, 6 }[i], (int[]){ 3, 3, 1, 3 }[i], (int[]){ 40, 48, 128, 64 }[i], 16, 16, 11, 4 + i);
         Pair p = pair_open(m, i == 3 ? "pats" : "full", i == 3 ? "ctk=f16 ctv=f16 pats-window=9" : i == 1 ? "ctk=bf16 ctv=q8_0" : "");
         if (i) pair_append(&p, 90, 1);
@@ -7171,12 +7172,20 @@ static void dialogues_alt(const char *method, const char *text, const Layer *alt
     tiny_free(m);
 }
 static void dialogues(const char *method, const char *text) { dialogues_alt(method, text, NULL); }
+static void dialogues_more(const char *method, const char *text) {              // a variant of what dialogues() has shown: one order of threads, another one each time
+    static int turn;
+    Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
+    Script p = { 3, { 53, 1, 30 }, { 4, 3, 5 }, 4 };
+    if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
+    dialogue_agrees(m, method, text, &p, NULL);
+    tiny_free(m);
+}
 TEST(cuda_full, "-d cuda equals the CPU over three turns: full, with -b 7 and f16 rows too")  { dialogues("full", "ctk=f16 ctv=f16"); dialogues("full", "batch-size=7"); }
 TEST(cuda_streaming, "streaming, also re-rotating") { dialogues("streaming", "budget=20"); dialogues("streaming", "budget=20 streaming-rerotate"); }
 TEST(cuda_snapkv, "snapkv")       { dialogues("snapkv", "budget=20 obs-window=4"); }
 TEST(cuda_adakv, "adakv, pyramidkv; sums over the group, ratios") {
-    dialogues("adakv", "budget=20 obs-window=4"); dialogues("adakv", "ratio=.4 obs-window=4 gqa-agg=sum kernel=3");
-    dialogues("pyramidkv", "budget=20 obs-window=4 gqa-agg=max");
+    dialogues("adakv", "budget=20 obs-window=4"); dialogues_more("adakv", "ratio=.4 obs-window=4 gqa-agg=sum kernel=3");
+    dialogues_more("pyramidkv", "budget=20 obs-window=4 gqa-agg=max");
 }
 TEST(cuda_h2o, "h2o, once and in every step") { dialogues("h2o", "budget=20"); dialogues("h2o", "budget=20 h2o=stream"); }
 TEST(cuda_expected, "expected-attention: the project hook") { dialogues("expected-attention", "budget=20 sink=2"); }
@@ -7233,21 +7242,22 @@ static void lychee_pair(Tiny m, const char *method, const char *text) {
 }
 TEST(cuda_lychee_index, "from equal rows both devices make the same index to the bit, and read the same rows: every score, rule, level and bound, f16 and packed rows") {
     if (!strcmp(simd_name(), "plain")) return;                                   // no fused multiply-add: equal to rounding only
-    EACH_SEED(seed) {
-        Tiny m = tiny_model(2, 6, 3, 40, 16, 16, 11, 3 + seed), n = tiny_model(2, 12, 3, 16, 16, 16, 11, 6 + seed), o = tiny_model(2, 2, 2, 128, 16, 16, 11, 9);
-        lychee_pair(m, "lychee", "budget=40");
-        lychee_pair(n, "lychee", "budget=50 paper lychee-kg=3 lychee-coarse-max=7 lychee-gqa=sum lychee-lazy=mean ctk=f16 ctv=f16");
-        lychee_pair(n, "lychee", "budget=30 lychee-kg=auto lychee-gqa=head lychee-bound=token lychee-beta=.5 lychee-stats");
-        lychee_pair(o, "lychee", "budget=40 lychee-prune=exact lychee-beta=.3 lychee-centroid=mean lychee-lazy=mean lychee-stats");
-        lychee_pair(n, "lychee+pats", "budget=40 lychee-centroid=mean lychee-lazy=freeze lychee-iters=2 pats-window=8 pats-round=mid ctk=f16 ctv=f16");
-        tiny_free(m); tiny_free(n); tiny_free(o);
+    Tiny m = tiny_model(2, 6, 3, 40, 16, 16, 11, 3), n = tiny_model(2, 12, 3, 16, 16, 16, 11, 6), o = tiny_model(2, 2, 2, 128, 16, 16, 11, 9);
+    int all = !emu_set_seed;
+    EACH_SEED(seed) {                                                            // each order of threads sees two or more of them
+        if (all || seed != 1) lychee_pair(m, "lychee", "budget=40");
+        if (all || seed != 2) lychee_pair(n, "lychee", "budget=50 paper lychee-kg=3 lychee-coarse-max=7 lychee-gqa=sum lychee-lazy=mean ctk=f16 ctv=f16");
+        if (all || seed != 0) lychee_pair(n, "lychee", "budget=30 lychee-kg=auto lychee-gqa=head lychee-bound=token lychee-beta=.5 lychee-stats");
+        if (all || seed == 1) lychee_pair(o, "lychee", "budget=40 lychee-prune=exact lychee-beta=.3 lychee-centroid=mean lychee-lazy=mean lychee-stats");
+        if (all || seed == 2) lychee_pair(n, "lychee+pats", "budget=40 lychee-centroid=mean lychee-lazy=freeze lychee-iters=2 pats-window=8 pats-round=mid ctk=f16 ctv=f16");
     }
+    tiny_free(m); tiny_free(n); tiny_free(o);
 }
-TEST(cuda_quest, "quest")         { dialogues("quest", "budget=48 quest-full-layers=0"); dialogues("quest", "ratio=.3 quest-full-layers=1 ctk=f16 ctv=f16"); }
+TEST(cuda_quest, "quest")         { dialogues("quest", "budget=48 quest-full-layers=0"); dialogues_more("quest", "ratio=.3 quest-full-layers=1 ctk=f16 ctv=f16"); }
 TEST(cuda_quest_pages, "from equal rows both devices hold the same bounds to the bit and read the same pages: every format, packed rows, growing pages") {
     const char *text[] = { "ctk=f32", "ctk=f16 ctv=f16", "ctk=bf16", "ctk=q8_0", "ctk=f16 ctv=f16 pats-window=8" };
     if (!strcmp(simd_name(), "plain")) return;                                   // no fused multiply-add: equal to rounding only
-    EACH_SEED(seed) for (int i = 0; i < 5; i++) {
+    EACH_SEED(seed) for (int i = seed; i < 5; i += variants_step()) {
         Tiny m = tiny_model(2, 6, 3, (int[]){ 40, 64, 16, 48, 128 }[i], 16, 16, 11, 3);
         char all[200];
         snprintf(all, sizeof all, "%s budget=64 quest-full-layers=0", text[i]);
@@ -7280,17 +7290,17 @@ TEST(cuda_dililazy, "dililazy") {
     snprintf(text, sizeof text, "budget=24 obs-window=8 dililazy-scores=%s", path);
     dialogues("dililazy", text);
     strcat(text, " dililazy-gqa=kv");
-    dialogues("dililazy", text);
+    dialogues_more("dililazy", text);
     free(json); temp_done(path);
 }
 TEST(cuda_loopserve, "loopserve, dense and over lines of both units; selections in decode, per head, with this answer's rows; other fixed lines") {
-    dialogues("loopserve", "budget=24"); dialogues("loopserve-p+streaming", "budget=24");
-    dialogues("loopserve-d", "budget=20 loopserve-first=1 loopserve-interval=2");
-    dialogues("loopserve-d", "budget=20 loopserve-first=2 loopserve-interval=1 loopserve-obs=3 loopserve-sel=q");
-    dialogues("loopserve-d+pats", "budget=20 loopserve-first=2 loopserve-interval=2 loopserve-gen=literal pats-window=8 ctk=f16 ctv=f16");
-    dialogues("loopserve", "budget=24 loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.8 loopserve-max-cells=.95 loopserve-first=2");
-    dialogues("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.7 loopserve-variant=a");
-    dialogues("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.7 loopserve-unit=tile64 loopserve-max-tiles=9");
+    dialogues("loopserve", "budget=24"); dialogues_more("loopserve-p+streaming", "budget=24");
+    dialogues_more("loopserve-d", "budget=20 loopserve-first=1 loopserve-interval=2");
+    dialogues_more("loopserve-d", "budget=20 loopserve-first=2 loopserve-interval=1 loopserve-obs=3 loopserve-sel=q");
+    dialogues_more("loopserve-d+pats", "budget=20 loopserve-first=2 loopserve-interval=2 loopserve-gen=literal pats-window=8 ctk=f16 ctv=f16");
+    dialogues_more("loopserve", "budget=24 loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.8 loopserve-max-cells=.95 loopserve-first=2");
+    dialogues_more("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.7 loopserve-variant=a");
+    dialogues_more("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.7 loopserve-unit=tile64 loopserve-max-tiles=9");
     Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
     Script p = { 2, { 130, 20 }, { 1, 1 }, 4 };
     dialogue_agrees(m, "minference", "minference-verticals=30 minference-slashes=100 minference-ratio=.5", &p, NULL);
@@ -7298,7 +7308,7 @@ TEST(cuda_loopserve, "loopserve, dense and over lines of both units; selections 
     m.c->windowed[0] = m.c->windowed[1] = 1; m.c->window = 40;
     dialogue_agrees(m, "minference", "", &p, NULL);
     tiny_free(m);
-    dialogues("tri-shape", "tri-shape-init=3 tri-shape-local=9 tri-shape-last=4");
+    dialogues_more("tri-shape", "tri-shape-init=3 tri-shape-local=9 tri-shape-last=4");
 }
 TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
     Tiny nexus = tiny_model(2, 6, 3, 16, 24, 40, 53, 77);
@@ -7308,13 +7318,13 @@ TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
 }
 TEST(cuda_pats, "pats: every policy, rounding and format, cut before attention too; with methods that drop and select rows") {
     dialogues("pats", "ctk=f16 ctv=f16 pats-window=8 pats-sink=3");
-    dialogues("pats", "ctk=f16 ctv=f16 pats-window=8 pats-schedule=new pats-round=nearest pats-format=rows64");
-    dialogues("pats", "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-round=mid pats-when=write");
-    dialogues("pats", "ctk=f16 ctv=f16 pats-window=2 pats-policy=static pats-tend=100 pats-bmax=10 pats-schedule=old");
-    dialogues("pats", "ctk=f16 ctv=f16 pats-bmax=0");
-    dialogues("snapkv+pats", "ctk=f16 ctv=f16 budget=20 obs-window=4 pats-window=8");
-    dialogues("lychee+pats", "ctk=f16 ctv=f16 budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 pats-window=8");
-    dialogues("loopserve-p+streaming+pats", "ctk=f16 ctv=f16 budget=20 pats-window=8");
+    dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=8 pats-schedule=new pats-round=nearest pats-format=rows64");
+    dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-round=mid pats-when=write");
+    dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=2 pats-policy=static pats-tend=100 pats-bmax=10 pats-schedule=old");
+    dialogues_more("pats", "ctk=f16 ctv=f16 pats-bmax=0");
+    dialogues_more("snapkv+pats", "ctk=f16 ctv=f16 budget=20 obs-window=4 pats-window=8");
+    dialogues_more("lychee+pats", "ctk=f16 ctv=f16 budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 pats-window=8");
+    dialogues_more("loopserve-p+streaming+pats", "ctk=f16 ctv=f16 budget=20 pats-window=8");
 }
 TEST(cuda_model, "qk-norm, biases, tied f16 and bf16 weights, sliding windows and q8_0 rows agree with the CPU") {
     EACH_SEED(seed) {
