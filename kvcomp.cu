@@ -70,7 +70,7 @@ struct Device {
     Room room[N_ROOMS];
     Shared *base;               // the model's tensors
     Map alt;                    // tensors of Session.alt
-    struct Rows *rows;          // (L*G) what the device holds of a head beside KVHead.k and .v
+    struct Rows *held;          // (L*G) what the device holds of a head beside KVHead.k and .v
     int n_tok;                  // tokens ROOM_TOK holds
 };
 template <class T> static T *room(Session *s, int which, size_t n) {
@@ -302,7 +302,7 @@ static char *grown(char *old, size_t have, size_t want) {        // realloc in d
 }
 void rows_resize_cuda(Session *s, KVHead *h, int cap) {          // raw rows there is to be room for; h->packed are counted already
     size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
-    Rows *r = &s->dev->rows[h - s->head];
+    Rows *r = &s->dev->held[h - s->head];
     int all = h->packed + cap;
     if (cap != r->cap) h->k = grown(h->k, r->cap * bk, cap * bk);
     if (cap != r->cap) h->v = grown(h->v, r->cap * bv, cap * bv);
@@ -310,7 +310,7 @@ void rows_resize_cuda(Session *s, KVHead *h, int cap) {          // raw rows the
     r->cap = cap; r->n_src = all;
 }
 void rows_free_cuda(Session *s, KVHead *h) {
-    Rows *r = &s->dev->rows[h - s->head];
+    Rows *r = &s->dev->held[h - s->head];
     void *all[] = { h->k, h->v, h->pk, h->pv, r->src, r->pack, r->spare };
     for (void *p : all) grown((char *)p, 0, 0);
     h->k = h->v = h->pk = h->pv = NULL;
@@ -321,7 +321,7 @@ static HeadRefs head_refs(const Session *s, int l) {
     memset(&r, 0, sizeof r);
     for (int g = 0; g < s->c->G; g++) {
         const KVHead *h = kv_head(s, l, g);
-        r.at[g] = { h->k, h->v, s->dev->rows[h - s->head].src, s->dev->rows[h - s->head].pack, h->packed, h->len };
+        r.at[g] = { h->k, h->v, s->dev->held[h - s->head].src, s->dev->held[h - s->head].pack, h->packed, h->len };
     }
     return r;
 }
@@ -350,7 +350,7 @@ void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed,
     for (int i = n_packed; i < n; i++) raw[i - n_packed] = keep[i] - old_packed;
     rows_gather(s, h->k, s->fk->row_bytes(s->c->D), raw, n - n_packed);
     rows_gather(s, h->v, s->fv->row_bytes(s->c->D), raw, n - n_packed);
-    rows_gather(s, (char *)s->dev->rows[h - s->head].src, sizeof(int), keep, n);
+    rows_gather(s, (char *)s->dev->held[h - s->head].src, sizeof(int), keep, n);
     scratch_reset(s, mark);
 }
 // buf (n,D) f32 on the host. Hooks ask from any of their threads
@@ -893,7 +893,7 @@ int device_open(Session *s) {
     if (cudaGetDeviceCount(&n) != cudaSuccess || n < 1) return refuse(s, "no CUDA device can be used");
     s->dev = (Device *)xcalloc(1, sizeof *s->dev);
     KV_BLAS(cublasCreate(&s->dev->blas));
-    s->dev->rows = (Rows *)xcalloc((size_t)s->c->L * G, sizeof(Rows));
+    s->dev->held = (Rows *)xcalloc((size_t)s->c->L * G, sizeof(Rows));
     s->dev->chosen.tail = (int *)xmalloc(2 * s->c->L * sizeof(int));
     s->dev->chosen.stale = s->dev->chosen.tail + s->c->L;
     s->dev->chosen.row_bytes = (double *)xmalloc((size_t)s->c->L * G * sizeof(double));
@@ -908,7 +908,7 @@ void device_close(Session *s) {                                  // after the ro
     map_clear(&d->alt);
     shared_close(d->base);
     KV_BLAS(cublasDestroy(d->blas));
-    free(d->rows); free(d->chosen.tail); free(d->chosen.row_bytes); free(d);
+    free(d->held); free(d->chosen.tail); free(d->chosen.row_bytes); free(d);
     s->dev = NULL;
 }
 
@@ -1738,7 +1738,7 @@ static Packed *pack_table(Session *s, Rows *r, const Packed *head, const Region 
     return r->spare;
 }
 void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, size_t stay, const int *rows, int rounding, int rows64) {
-    Rows *r = &s->dev->rows[h - s->head];
+    Rows *r = &s->dev->held[h - s->head];
     size_t want = (bytes + PACK_STEP - 1) / PACK_STEP * PACK_STEP;
     int n = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0, only_added = want == r->pk_bytes && !rows && stay && stay == h->pk_bytes - PATS_GUARD;
     char *pk = only_added ? h->pk : grown(NULL, 0, want), *pv = only_added ? h->pv : grown(NULL, 0, want);
@@ -2267,7 +2267,7 @@ void cuda_drop(void *dev) { device_free(dev); }
 void cuda_tokens(Session *s) { upload_tokens(s); }
 size_t cuda_held(const Session *s) {                             // bytes of K and V rows really asked for
     size_t n = 0, row = s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += s->dev->rows[i].cap * row + 2 * s->dev->rows[i].pk_bytes;
+    for (int i = 0; i < s->c->L * s->c->G; i++) n += s->dev->held[i].cap * row + 2 * s->dev->held[i].pk_bytes;
     return n;
 }
 // y, x (T,..) on the host. 'm' product, 'n' norm, 'b' y += bias, 's' y = silu(y) x, 'a' y += x
