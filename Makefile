@@ -14,7 +14,7 @@ NVCC   := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/
 CXX_OK := $(shell command -v g++ 2>/dev/null)
 
 all: kvcomp
-.PHONY: all deps install-deps run compare test asan race fuzz cuda-check gpu-test clean
+.PHONY: all deps install-deps run compare test asan race fuzz cuda-check gpu-test gpu-bench clean
 
 # stb_ds.h is the one library; a compiler and it are all that is needed
 deps:
@@ -41,11 +41,20 @@ cuda-check: kvcomp.cu kvcomp.h
 	@c++filt <kvcomp_check.txt | awk -F"'" '/Compiling entry/ { k = $$2; sub(/\(.*/, "", k); a = $$4 } /bytes stack/ { sub(/^ */, ""); s = $$0 } \
 	    /Used/ { sub(/.*Used/, "Used"); printf "%-6s %-28s %s; %s\n", a, k, $$0, s }'
 	@rm -f kvcomp_check.o kvcomp_check.txt
-# the CUDA tests on a real device
+# the CUDA tests on a real device, and the smaller ones under compute-sanitizer where it is installed
+SANITIZE = memcheck racecheck initcheck
 gpu-test: tests.c kvcomp.c kvcomp.cu kvcomp.h | deps
-	$(NVCC) $(NVFLAGS) -arch=native -DKVCOMP_TEST -c -o tests_gpu_cuda.o kvcomp.cu
+	$(NVCC) $(NVFLAGS) -arch=$(GPU_ARCH) -lineinfo -DKVCOMP_TEST -c -o tests_gpu_cuda.o kvcomp.cu
 	$(CC) $(WARN) -O2 -g $(OPENMP) -DKVCOMP_CUDA -c -o tests_gpu.o tests.c
-	$(NVCC) -o tests_gpu tests_gpu.o tests_gpu_cuda.o $(NVLINK) && ./tests_gpu cuda
+	$(NVCC) -o tests_gpu tests_gpu.o tests_gpu_cuda.o $(NVLINK)
+	./tests_gpu cuda
+	@if ! command -v compute-sanitizer >/dev/null; then echo "compute-sanitizer is not installed: its checks are left out"; \
+	else for t in $(SANITIZE); do compute-sanitizer --tool $$t --error-exitcode 1 ./tests_gpu cuda_math cuda_rows cuda_attention cuda_full cuda_steps || exit 1; done; fi
+GPU_ARCH = native
+# speed on a real device: the papers' methods on random weights of a real shape. A table on stdout, gpu-bench.csv beside it
+GPU_SHAPE = llama-3.1-8b
+gpu-bench: kvcomp
+	./kvcomp --bench -d cuda --synthetic $(GPU_SHAPE) --bench-prompts 2048,8192,32768 --bench-depths 0,8192,32768,65536,131072 -b 2048 -r 3 --bench-suite gpu-bench.csv
 else
 kvcomp: kvcomp.c kvcomp.h Makefile | deps
 	$(CC) $(WARN) $(CFLAGS) $(OPENMP) -o $@ kvcomp.c -lm

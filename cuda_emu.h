@@ -7,7 +7,10 @@
 //   - a barrier that some threads never reach, or reach on another line; a shuffle naming a lane that is gone or elsewhere
 //   - reading shared or fresh device memory nobody wrote (it starts as NaN, 0xff bytes)
 //   - kernels running past an allocation (guard pages) or into a freed one; host code touching device memory
+//   - a pinned buffer that is changed, or read, before its copy has been waited for: such copies run as late as they may
+//   - what a stream being captured into a graph must not do; a graph is a list of launches and copies, run again when launched
 //   - a host pointer as kernel argument, as device side of a copy, or as a cuBLAS matrix; a matrix that runs past its memory
+//   - tensor-core operations that some lanes miss or do with other arguments, unaligned, or on a fragment nobody filled
 // Device calls from several host threads are fine, one at a time. Built with -fsanitize=thread every CUDA thread is a TSan
 // fiber, and races on shared and global memory inside a block are reported with both stacks.
 #pragma once
@@ -39,6 +42,7 @@
 #define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __shared__ static __attribute__((section("emu_shared")))   // poisoned before every block
 #define warpSize 32
 
@@ -70,6 +74,7 @@ struct Emu {
     char *arena; size_t used;         // device memory
     struct EmuMem { char *p; size_t bytes, span; int live; } *mem;  // ascending addresses, never reused
     int n_mem, cap_mem, open;         // open: all live ones are readable
+    size_t live, peak;                // bytes of the live ones, and the most there ever were
     long switches;
 };
 static Emu emu;
@@ -164,6 +169,88 @@ EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
 #define __any_sync(m, p)               (emu_ballot(m, p, __LINE__) != 0)
 #define __all_sync(m, p)               (emu_ballot(m, p, __LINE__) == (m))
 
+// ------------------------------------------------------------------------------------------------ tensor cores
+// The part of nvcuda::wmma that kvcomp.cu uses: 16x16x16, f16 or bf16 factors, f32 sums. Every operation is done by a whole
+// warp: all 32 lanes come to the same line with the same pointer and stride. Where in a fragment an element lies is nobody's
+// business, so it changes with the seed. The operations order no memory: TSan sees a missing __syncwarp.
+
+struct __half { uint16_t bits; };
+struct __nv_bfloat16 { uint16_t bits; };
+static inline float emu_float(__half h)        { return f16_to_f32(h.bits); }
+static inline float emu_float(__nv_bfloat16 h) { return bf16_to_f32(h.bits); }
+static inline float emu_float(float x)         { return x; }
+
+namespace nvcuda { namespace wmma {
+struct matrix_a; struct matrix_b; struct accumulator; struct row_major; struct col_major;
+enum layout_t { mem_row_major, mem_col_major };
+template <class A, class B> struct same { enum { yes = 0 }; };
+template <class A> struct same<A, A> { enum { yes = 1 }; };
+template <class Use, int M, int N, int K, class T, class Layout = void> struct fragment {
+    static_assert(M == 16 && N == 16 && K == 16, "only 16x16x16 is emulated");
+    enum { num_elements = 8 };
+    float x[8]; int filled;
+    fragment() : filled(0) { memset(x, 0xff, sizeof x); }
+};
+EMU_QUIET static int emu_cell(int i) { return ((int)(emu.cur->lane * 8 + i) * 37 + emu.seed * 11) & 255; }      // row * 16 + column
+EMU_QUIET static void emu_together(int line, const void *p, unsigned ld, size_t size) {
+    EmuThread *t = emu.cur;
+    if ((uintptr_t)p % 32 || ld * size % 16) emu_die("line %d: a matrix at %p with stride %u: tensor cores want 32 and 16 bytes", line, p, ld);
+    t->in = (uint64_t)(uintptr_t)p ^ (uint64_t)ld << 48;
+    emu_wait(EMU_WARP, line, 0xffffffffu);
+    for (int i = 0; i < 32; i++) if (t->got[i] != t->got[0]) emu_die("line %d: lanes 0 and %d name different matrices", line, i);
+}
+template <class Use, class T, class Layout> static void emu_load(int line, fragment<Use, 16, 16, 16, T, Layout> &f, const T *p, unsigned ld) {
+    emu_together(line, p, ld, sizeof(T));
+    for (int i = 0; i < 8; i++) {
+        int c = emu_cell(i), r = c / 16, col = c % 16;
+        f.x[i] = emu_float(same<Layout, col_major>::yes ? p[(size_t)col * ld + r] : p[(size_t)r * ld + col]);
+    }
+    f.filled = 1;
+}
+static void emu_load(int line, fragment<accumulator, 16, 16, 16, float> &f, const float *p, unsigned ld, layout_t layout) {
+    emu_together(line, p, ld, sizeof *p);
+    for (int i = 0; i < 8; i++) { int c = emu_cell(i), r = c / 16, col = c % 16; f.x[i] = layout == mem_row_major ? p[(size_t)r * ld + col] : p[(size_t)col * ld + r]; }
+    f.filled = 1;
+}
+static void emu_store(int line, float *p, const fragment<accumulator, 16, 16, 16, float> &f, unsigned ld, layout_t layout) {
+    if (!f.filled) emu_die("line %d: a fragment is stored that was never filled", line);
+    emu_together(line, p, ld, sizeof *p);
+    for (int i = 0; i < 8; i++) { int c = emu_cell(i), r = c / 16, col = c % 16; (layout == mem_row_major ? p[(size_t)r * ld + col] : p[(size_t)col * ld + r]) = f.x[i]; }
+}
+template <class Use, class T, class Layout> static void emu_fill(int line, fragment<Use, 16, 16, 16, T, Layout> &f, float x) {
+    emu_together(line, NULL, 0, 16);
+    for (int i = 0; i < 8; i++) f.x[i] = x;
+    f.filled = 1;
+}
+template <class T, class LA, class LB> EMU_QUIET static void emu_mma(int line, fragment<accumulator, 16, 16, 16, float> &d, const fragment<matrix_a, 16, 16, 16, T, LA> &a,
+                                                                     const fragment<matrix_b, 16, 16, 16, T, LB> &b, const fragment<accumulator, 16, 16, 16, float> &c) {
+    static float product[32][256];                           // of each warp
+    EmuThread *t = emu.cur;
+    float A[256], B[256], *sum = product[(t - emu.t) / 32];  // B: its columns one after the other
+    const float *mine[2] = { a.x, b.x };
+    if (!a.filled || !b.filled || !c.filled) emu_die("line %d: mma_sync of a fragment that was never filled", line);
+    t->in = (uint64_t)(uintptr_t)mine;
+    emu_wait(EMU_WARP, line, 0xffffffffu);
+    for (int i = 0; t->lane == 0 && i < 256; i++) {          // lane 0 computes for all
+        int cell = (i * 37 + emu.seed * 11) & 255;
+        const float *const *from = (const float *const *)(uintptr_t)t->got[i / 8];
+        A[cell] = from[0][i % 8]; B[cell % 16 * 16 + cell / 16] = from[1][i % 8];
+    }
+    for (int i = 0; t->lane == 0 && i < 256; i++) {
+        const float *x = A + i / 16 * 16, *y = B + i % 16 * 16;
+        sum[i] = 0;
+        for (int k = 0; k < 16; k++) sum[i] += x[k] * y[k];
+    }
+    emu_wait(EMU_WARP, line, 0xffffffffu);                   // nobody changes a fragment that is still read
+    for (int i = 0; i < 8; i++) d.x[i] = c.x[i] + sum[emu_cell(i)];
+    d.filled = 1;
+}
+#define load_matrix_sync(...)  emu_load(__LINE__, __VA_ARGS__)
+#define store_matrix_sync(...) emu_store(__LINE__, __VA_ARGS__)
+#define fill_fragment(...)     emu_fill(__LINE__, __VA_ARGS__)
+#define mma_sync(...)          emu_mma(__LINE__, __VA_ARGS__)
+} }
+
 // ------------------------------------------------------------------------------------------------ the scheduler: one block at a time
 
 EMU_QUIET static void emu_entry(void) {
@@ -251,6 +338,7 @@ EMU_QUIET static void emu_block(void) {
 
 #define EMU_ARENA ((size_t)1 << 38)                  // addresses, not memory
 #define EMU_PAGE  ((size_t)4096)
+#define EMU_DYN   ((size_t)99 << 10)                 // most shared memory a block may ask for: what sm_86 has
 typedef int cudaError_t; typedef void *cudaStream_t;
 enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
 enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
@@ -259,7 +347,7 @@ struct cudaDeviceProp { char name[256]; int major, minor, multiProcessorCount; s
 static void emu_fault(int, siginfo_t *, void *);
 static void emu_init(void) {
     emu.arena = (char *)mmap(NULL, EMU_ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    emu.dyn = (char *)mmap(NULL, 64 << 10, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    emu.dyn = (char *)mmap(NULL, EMU_DYN, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     emu.t = (EmuThread *)calloc(1024, sizeof(EmuThread));
     for (int i = 0; i < 1024; i++) {
         char *s = (char *)mmap(NULL, 64 << 10, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -291,31 +379,84 @@ extern "C" void emu_set_seed(int seed) {                        // tests: anothe
     emu.seed = seed; emu.rng = (uint64_t)seed;
     if (emu.arena) emu_open(PROT_NONE);
 }
+static size_t emu_memory = EMU_ARENA;                           // what the device says it has
 static cudaError_t emu_malloc(void **out, size_t bytes) {
-    EmuLock lock;
     if (!emu.arena) emu_init();
     size_t span = (bytes + EMU_PAGE - 1) / EMU_PAGE * EMU_PAGE + (bytes ? 0 : EMU_PAGE);
     if (emu.used + span + EMU_PAGE > EMU_ARENA) return cudaErrorMemoryAllocation;
     char *base = emu.arena + emu.used;
     if (emu.n_mem == emu.cap_mem) emu.mem = (Emu::EmuMem *)realloc(emu.mem, (size_t)(emu.cap_mem = 2 * emu.cap_mem + 64) * sizeof *emu.mem);
     emu.used += span + EMU_PAGE;
+    if (emu.live + bytes > emu_memory) { emu.used -= span + EMU_PAGE; return cudaErrorMemoryAllocation; }
+    emu.live += bytes;
+    if (emu.live > emu.peak) emu.peak = emu.live;
     mprotect(base, span, PROT_READ | PROT_WRITE); memset(base, 0xff, span);
     if (!emu.open) mprotect(base, span, PROT_NONE);
     emu.mem[emu.n_mem] = { base + ((span - bytes) & ~(size_t)15), bytes, span, 1 };          // ends at the guard page
     *out = emu.mem[emu.n_mem++].p;
     return cudaSuccess;
 }
-template <class T> static cudaError_t cudaMalloc(T **out, size_t bytes) { return emu_malloc((void **)out, bytes); }
+// ---- the stream: what may wait does. An operation is a function with its arguments; kernels and copies of ordinary host memory run
+// at once, after whatever waits; copies of pinned memory wait until somebody synchronises. A capture writes operations down instead.
+struct EmuOp { void (*run)(void *); void *arg; };
+struct EmuOps { EmuOp *at; int n, cap; };
+static EmuOps emu_waiting;
+static long emu_done, emu_queued;                             // waiting operations run, and ever put there
+static EmuOps *emu_capture;                                   // not NULL: operations go here
+extern "C" { int emu_no_graphs; }                             // tests: captures are refused
+typedef EmuOps *cudaGraph_t, *cudaGraphExec_t;
+typedef long *cudaEvent_t;
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
+
+template <class F> static void emu_push(EmuOps *list, F f) {
+    if (list->n == list->cap) list->at = (EmuOp *)realloc(list->at, (size_t)(list->cap = 2 * list->cap + 64) * sizeof *list->at);
+    F *copy = (F *)malloc(sizeof f);
+    memcpy((void *)copy, (void *)&f, sizeof f);
+    list->at[list->n++] = { [](void *p) { (*(F *)p)(); }, copy };
+}
+static void emu_flush(long until) {                           // runs waiting operations, up to the until-th ever queued
+    int n = 0;
+    while (n < emu_waiting.n && emu_done < until) { emu_waiting.at[n].run(emu_waiting.at[n].arg); free(emu_waiting.at[n++].arg); emu_done++; }
+    memmove(emu_waiting.at, emu_waiting.at + n, (size_t)(emu_waiting.n -= n) * sizeof(EmuOp));
+}
+static void emu_settle(const char *what) {                    // before a call that waits for the device, or works beside the stream
+    if (emu_capture) emu_die("%s while a graph is captured", what);
+    emu_flush(emu_queued);
+}
+template <class F> static void emu_do(int may_wait, F f) {
+    if (emu_capture) emu_push(emu_capture, f);
+    else if (may_wait) { emu_push(&emu_waiting, f); emu_queued++; }
+    else { emu_flush(emu_queued); f(); }
+}
+static struct { char *p; size_t n; } emu_pinned[64];
+static int emu_pin(const void *p, const void *is, size_t n) { // replaces the entry of `is` (NULL: a free one) -> found
+    for (int i = 0; i < 64; i++) if (emu_pinned[i].p == is) { emu_pinned[i].p = (char *)p; emu_pinned[i].n = n; return 1; }
+    return 0;
+}
+static int emu_is_pinned(const void *p) {
+    for (int i = 0; i < 64; i++) if (emu_pinned[i].p && (char *)p >= emu_pinned[i].p && (char *)p < emu_pinned[i].p + emu_pinned[i].n) return 1;
+    return 0;
+}
+
+template <class T> static cudaError_t cudaMalloc(T **out, size_t bytes) {
+    EmuLock lock;
+    emu_settle("cudaMalloc");
+    return emu_malloc((void **)out, bytes);
+}
 static cudaError_t cudaFree(void *p) {
     EmuLock lock;
+    emu_settle("cudaFree");
     if (!p) return cudaSuccess;
     int i = emu_find(p);
     if (i < 0 || emu.mem[i].p != (char *)p) emu_die("cudaFree of a pointer cudaMalloc never returned");
     emu.mem[i].live = 0;                                      // stays unreadable: use after free faults
+    emu.live -= emu.mem[i].bytes;
     emu_protect(i, PROT_NONE);
     madvise((char *)((uintptr_t)p & ~(EMU_PAGE - 1)), emu.mem[i].span, MADV_DONTNEED);
     return cudaSuccess;
 }
+template <class T> static cudaError_t cudaMallocAsync(T **out, size_t bytes, cudaStream_t) { return cudaMalloc(out, bytes); }
+static inline cudaError_t cudaFreeAsync(void *p, cudaStream_t) { return cudaFree(p); }
 static int emu_range(const void *p, size_t bytes, const char *what) {
     int i = emu_find(p);
     if (i < 0) emu_die("%s is not device memory", what);
@@ -325,8 +466,7 @@ static int emu_range(const void *p, size_t bytes, const char *what) {
 static void emu_host(const void *p, const char *what) {
     if (emu.arena && (char *)p >= emu.arena && (char *)p < emu.arena + EMU_ARENA) emu_die("%s is device memory", what);
 }
-static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
-    EmuLock lock;
+static void emu_copy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
     int id = -1, is = -1;
     int to_dev = k == cudaMemcpyHostToDevice || k == cudaMemcpyDeviceToDevice, from_dev = k == cudaMemcpyDeviceToHost || k == cudaMemcpyDeviceToDevice;
     if (to_dev) id = emu_range(d, n, "cudaMemcpy destination"); else emu_host(d, "cudaMemcpy destination");
@@ -335,31 +475,88 @@ static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k
     emu_open1(id, PROT_READ | PROT_WRITE); emu_open1(is, PROT_READ | PROT_WRITE);
     memcpy(d, s, n);
     emu_open1(id, PROT_NONE); emu_open1(is, PROT_NONE);
-    return cudaSuccess;
 }
-static inline cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind k, cudaStream_t = 0) { return cudaMemcpy(d, s, n, k); }
-static inline cudaError_t cudaMemset(void *d, int v, size_t n) {
+static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
     EmuLock lock;
-    int i = emu_range(d, n, "cudaMemset");
-    emu_open1(i, PROT_READ | PROT_WRITE); memset(d, v, n); emu_open1(i, PROT_NONE);
+    emu_settle("cudaMemcpy");
+    emu_copy(d, s, n, k);
     return cudaSuccess;
 }
-static inline cudaError_t cudaMallocHost(void **p, size_t n) { *p = malloc(n ? n : 1); return *p ? cudaSuccess : cudaErrorMemoryAllocation; }
-static inline cudaError_t cudaFreeHost(void *p) { free(p); return cudaSuccess; }
+static inline cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind k, cudaStream_t = 0) {
+    EmuLock lock;
+    int pinned = (k == cudaMemcpyHostToDevice && emu_is_pinned(s)) || (k == cudaMemcpyDeviceToHost && emu_is_pinned(d));
+    if (emu_capture && !pinned && k != cudaMemcpyDeviceToDevice) emu_die("a copy of ordinary host memory while a graph is captured");
+    emu_do(pinned, [=] { emu_copy(d, s, n, k); });
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t = 0) {
+    EmuLock lock;
+    emu_do(0, [=] { int i = emu_range(d, n, "cudaMemset"); emu_open1(i, PROT_READ | PROT_WRITE); memset(d, v, n); emu_open1(i, PROT_NONE); });
+    return cudaSuccess;
+}
+static inline cudaError_t cudaHostRegister(void *p, size_t n, unsigned) { EmuLock lock; return emu_pin(p, NULL, n) ? cudaSuccess : cudaErrorMemoryAllocation; }
+static inline cudaError_t cudaHostUnregister(void *p) {
+    EmuLock lock;
+    emu_settle("cudaHostUnregister");
+    if (!emu_pin(NULL, p, 0)) emu_die("cudaHostUnregister of memory that was not registered");
+    return cudaSuccess;
+}
+template <class T> static inline cudaError_t cudaMallocHost(T **p, size_t n) { *p = (T *)malloc(n ? n : 1); return *p ? cudaHostRegister(*p, n, 0) : cudaErrorMemoryAllocation; }
+static inline cudaError_t cudaFreeHost(void *p) { cudaHostUnregister(p); free(p); return cudaSuccess; }
 static inline cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return cudaSuccess; }
+static inline cudaError_t cudaGetDevice(int *d) { *d = 0; return cudaSuccess; }
+typedef int cudaMemPool_t;
+enum cudaMemPoolAttr { cudaMemPoolAttrReleaseThreshold = 4 };
+static inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *m, int) { *m = 0; return cudaSuccess; }
+static inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { return cudaSuccess; }
 static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
     *p = {};
     snprintf(p->name, sizeof p->name, "emulator");
     p->major = 8; p->multiProcessorCount = 2; p->totalGlobalMem = EMU_ARENA;
     return cudaSuccess;
 }
-static inline cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) { *total = EMU_ARENA; *unused = EMU_ARENA - emu.used; return cudaSuccess; }
-static inline cudaError_t cudaStreamCreate(cudaStream_t *s) { *s = NULL; return cudaSuccess; }     // everything happens at once
-static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-static inline cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
+extern "C" size_t emu_most_memory(void) { size_t n = emu.peak; emu.peak = emu.live; return n; } // tests: the most bytes held since the last call
+extern "C" void emu_set_memory(size_t bytes) { emu_memory = bytes ? bytes : EMU_ARENA; }         // tests: a small device; 0: a big one again
+static inline cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) { *total = emu_memory; *unused = emu_memory > emu.live ? emu_memory - emu.live : 0; return cudaSuccess; }
+enum { cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventDisableTiming = 2 };
+static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) { *s = (void *)1; return cudaSuccess; }
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { EmuLock lock; emu_settle("cudaStreamSynchronize"); return cudaSuccess; }
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) { *e = (long *)calloc(1, sizeof **e); return cudaSuccess; }
+static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) { EmuLock lock; *e = emu_queued; return cudaSuccess; }
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) { EmuLock lock; emu_flush(*e); return cudaSuccess; }
+static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { *ms = 1; return cudaSuccess; }
+static inline cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return cudaSuccess; }
 static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 static inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
+
+static inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+    EmuLock lock;
+    if (!s) emu_die("the default stream cannot be captured");
+    if (emu_no_graphs) return 1;
+    emu_flush(emu_queued);
+    emu_capture = (EmuOps *)calloc(1, sizeof *emu_capture);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) { EmuLock lock; *g = emu_capture; emu_capture = NULL; return cudaSuccess; }
+static inline cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *x, cudaGraph_t g, unsigned long long) {
+    *x = (EmuOps *)calloc(1, sizeof **x);
+    **x = *g; *g = {};                                        // the launches move into what can be run
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { free(g->at); free(g); return cudaSuccess; }
+static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t x) {
+    EmuLock lock;
+    emu_settle("cudaGraphExecDestroy");
+    for (int i = 0; i < x->n; i++) free(x->at[i].arg);
+    free(x->at); free(x);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t x, cudaStream_t) {
+    EmuLock lock;
+    if (emu_capture) emu_die("cudaGraphLaunch while a graph is captured");
+    emu_do(1, [=] { for (int i = 0; i < x->n; i++) x->at[i].run(x->at[i].arg); });
+    return cudaSuccess;
+}
 
 // ------------------------------------------------------------------------------------------------ launches
 
@@ -373,18 +570,41 @@ static void emu_fault(int, siginfo_t *si, void *) {
                  emu.cur->tid.x, emu.cur->tid.y, emu.cur->tid.z, a - emu.mem[i].p, emu.mem[i].live ? "live" : "freed", emu.mem[i].bytes);
     _exit(139);
 }
+static size_t emu_allowed(void *kernel, size_t set) {             // dynamic shared memory a kernel was allowed; set > 0: allows more
+    static struct { void *kernel; size_t bytes; } at[64];
+    int i = 0;
+    while (i < 63 && at[i].kernel && at[i].kernel != kernel) i++;
+    if (set) { at[i].kernel = kernel; at[i].bytes = set; }
+    return at[i].kernel == kernel ? at[i].bytes : 0;
+}
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+template <class... P> static cudaError_t cudaFuncSetAttribute(void (*k)(P...), cudaFuncAttribute, int bytes) {
+    EmuLock lock;
+    if (bytes < 0 || (size_t)bytes > EMU_DYN) return 1;
+    emu_allowed((void *)k, (size_t)bytes);
+    return cudaSuccess;
+}
 template <class T> static void emu_arg(T) {}
 template <class T> static void emu_arg(T *p) { if (p && emu_find(p) < 0) emu_die("a kernel argument is a host pointer"); }
+static struct { const char *name; long n; } emu_counts[256];       // launches of each place in the source
+static void emu_count_one(const char *name) {
+    int i = 0;
+    while (i < 255 && emu_counts[i].name && emu_counts[i].name != name) i++;
+    emu_counts[i].name = name; emu_counts[i].n++;
+}
+extern "C" long emu_count(const char *part) {                     // tests: launches of kernels whose name has this part; NULL: forget all
+    long n = 0;
+    for (int i = 0; i < 256 && emu_counts[i].name; i++) {
+        if (!part) emu_counts[i].n = 0;
+        else if (strstr(emu_counts[i].name, part)) n += emu_counts[i].n;
+    }
+    return n;
+}
 template <class... P, class... A>
-static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
-    EmuLock lock;
-    emu.kernel = name; emu.grid = grid; emu.block = block; emu.n = block.x * block.y * block.z;
-    if (emu.n < 1 || emu.n > 1024) emu_die("a block of %d threads", emu.n);
-    if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) emu_die("grid %u,%u,%u", grid.x, grid.y, grid.z);
-    if (dyn > 48 * 1024) emu_die("%zu bytes of dynamic shared memory", dyn);
+static void emu_run(const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
+    emu_count_one(name);
+    emu.kernel = name; emu.grid = grid; emu.block = block; emu.n = block.x * block.y * block.z; emu.dyn_bytes = dyn;
     (emu_arg<>(a), ...);
-    if (!emu.arena) emu_init();
-    emu.dyn_bytes = dyn;
     auto call = [=] { k((P)a...); };
     emu.arg = &call;
     emu.body = [](void *p) { (*(decltype(call) *)p)(); };
@@ -398,7 +618,18 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
     emu_open(PROT_NONE);
     emu.kernel = NULL;
 }
+template <class... P, class... A>
+static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
+    EmuLock lock;
+    int threads = block.x * block.y * block.z;
+    if (threads < 1 || threads > 1024) emu_die("%s: a block of %d threads", name, threads);
+    if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) emu_die("%s: grid %u,%u,%u", name, grid.x, grid.y, grid.z);
+    if (dyn > 48 * 1024 && dyn > emu_allowed((void *)k, 0)) emu_die("%s: %zu bytes of dynamic shared memory, not asked for by cudaFuncSetAttribute", name, dyn);
+    if (!emu.arena) emu_init();
+    emu_do(0, [=] { emu_run(name, grid, block, dyn, k, a...); });
+}
 #define KV_LAUNCH(k, grid, block, smem, ...) emu_launch(#k, grid, block, smem, k, __VA_ARGS__)
+#define KV_UNROLL(n)
 #define KV_DYN_SHARED(T, name) T *name = (T *)emu_dyn()
 
 // ------------------------------------------------------------------------------------------------ device functions
@@ -407,6 +638,10 @@ static inline float __ldg(const float *p) { return *p; }
 static inline int   __ldg(const int *p) { return *p; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 #define __expf(x) expf(x)                       // glibc owns the name
+static inline float  __fmul_rn(float a, float b)   { return a * b; }    // never fused with an addition
+static inline float  __fadd_rn(float a, float b)   { return a + b; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline double __dadd_rn(double a, double b) { return a + b; }
 static inline int   __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int   __float_as_int(float x) { int i; memcpy(&i, &x, 4); return i; }
 static inline float __int_as_float(int x) { float f; memcpy(&f, &x, 4); return f; }
@@ -433,6 +668,7 @@ enum cublasGemmAlgo_t { CUBLAS_GEMM_DEFAULT };
 enum cublasOperation_t { CUBLAS_OP_N, CUBLAS_OP_T };
 static inline cublasStatus_t cublasCreate(cublasHandle_t *h) { *h = (void *)1; return 0; }
 static inline cublasStatus_t cublasDestroy(cublasHandle_t) { return 0; }
+static inline cublasStatus_t cublasSetStream(cublasHandle_t, cudaStream_t) { return 0; }
 static size_t emu_size(cudaDataType t) { return t == CUDA_R_32F ? 4 : 2; }
 static float emu_get(const void *p, size_t i, cudaDataType t) {
     return t == CUDA_R_32F ? ((const float *)p)[i] : t == CUDA_R_16F ? f16_to_f32(((const uint16_t *)p)[i]) : bf16_to_f32(((const uint16_t *)p)[i]);
@@ -442,6 +678,8 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
                                    const void *A, cudaDataType tA, int lda, const void *B, cudaDataType tB, int ldb,
                                    const void *beta, void *C, cudaDataType tC, int ldc, cublasComputeType_t, cublasGemmAlgo_t) {
     EmuLock lock;
+    emu_settle("cublasGemmEx");
+    emu_count_one("cublasGemmEx");
     if (m < 1 || n < 1 || k < 1 || lda < (ta ? k : m) || ldb < (tb ? n : k) || ldc < m)
         emu_die("cublasGemmEx: m %d n %d k %d lda %d ldb %d ldc %d", m, n, k, lda, ldb, ldc);
     if (tA != tB || tC != CUDA_R_32F) emu_die("cublasGemmEx: types %d %d -> %d are not supported", tA, tB, tC);

@@ -3523,6 +3523,7 @@ static const Format *format_find(const char *name) {
 static void head_reserve(Session *s, KVHead *h, int raw) {       // room for `raw` raw rows; keeps what is there, gives back what is not needed
     int D = s->c->D, cap = (raw + KV_STEP - 1) / KV_STEP * KV_STEP, all = h->packed + cap;
     if (cap == h->cap && h->src) return;
+    s->changes++;
     if (KV_DEV(s)) rows_resize_cuda(s, h, cap);
     else {
         h->k = xrealloc(h->k, (size_t)cap * s->fk->row_bytes(D));
@@ -3534,7 +3535,7 @@ static void head_reserve(Session *s, KVHead *h, int raw) {       // room for `ra
     if (s->wants & KV_MASS) h->mass = xrealloc(h->mass, (size_t)all * sizeof(float));
 }
 static void head_free(Session *s, KVHead *h) {
-    if (KV_DEV(s)) rows_resize_cuda(s, h, 0);                    // leaves k and v NULL
+    if (KV_DEV(s)) rows_free_cuda(s, h);
     free(h->src); free(h->pos); free(h->mass); free(h->k); free(h->v); free(h->pk); free(h->pv); free(h->reg);
     memset(h, 0, sizeof *h);
 }
@@ -3542,28 +3543,41 @@ static size_t head_row_bytes(const Session *s, const KVHead *h) {     // bytes o
     return (size_t)h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes;
 }
 
+void kv_reserve(Session *s, int l, int n) {
+    for (int g = 0; g < s->c->G; g++) {
+        KVHead *h = kv_head(s, l, g);
+        if (h->len - h->packed + n > h->cap) head_reserve(s, h, h->len - h->packed + n);
+    }
+}
+void kv_note(Session *s, int l, int t0, int n) {
+    for (int g = 0; g < s->c->G; g++) {
+        KVHead *h = kv_head(s, l, g);
+        for (int t = 0; t < n; t++) {
+            int r = h->len + t, i = s->base + t0 + t;
+            h->src[r] = i;
+            h->pos[r] = s->tok[i].pos;
+            if (h->mass) h->mass[r] = 0;
+        }
+        h->len += n;
+    }
+}
 // Appends the rows of tokens base+t0 .. base+t0+n-1 to every KV head of layer l. k, v (n,G,D).
 void kv_append(Session *s, int l, const float *k, const float *v, int t0, int n) {
     int G = s->c->G, D = s->c->D;
     size_t bk = s->fk->row_bytes(D), bv = s->fv->row_bytes(D);
-    for (int g = 0; g < G; g++) {
-        KVHead *h = kv_head(s, l, g);
-        if (h->len - h->packed + n > h->cap) head_reserve(s, h, h->len - h->packed + n);
-    }
+    kv_reserve(s, l, n);
     if (KV_DEV(s)) rows_append_cuda(s, l, k, v, t0, n);          // k, v lie where the rows lie
-    #pragma omp parallel for collapse(2) schedule(static) if (n > 32)
-    for (int g = 0; g < G; g++)
-        for (int t = 0; t < n; t++) {
-            KVHead *h = kv_head(s, l, g);
-            int r = h->len + t, raw = r - h->packed, i = s->base + t0 + t;
-            h->src[r] = i;
-            h->pos[r] = s->tok[i].pos;
-            if (h->mass) h->mass[r] = 0;
-            if (KV_DEV(s)) continue;
-            s->fk->pack(h->k + raw * bk, k + ((size_t)t * G + g) * D, D);
-            s->fv->pack(h->v + raw * bv, v + ((size_t)t * G + g) * D, D);
-        }
-    for (int g = 0; g < G; g++) kv_head(s, l, g)->len += n;
+    else {
+        #pragma omp parallel for collapse(2) schedule(static) if (n > 32)
+        for (int g = 0; g < G; g++)
+            for (int t = 0; t < n; t++) {
+                KVHead *h = kv_head(s, l, g);
+                int raw = h->len - h->packed + t;
+                s->fk->pack(h->k + raw * bk, k + ((size_t)t * G + g) * D, D);
+                s->fv->pack(h->v + raw * bv, v + ((size_t)t * G + g) * D, D);
+            }
+    }
+    kv_note(s, l, t0, n);
 }
 
 // Unpacks rows to f32, whatever their storage. rows NULL: rows r0..r0+n-1; otherwise rows[0..n), runs of neighbours at once.
@@ -3605,6 +3619,13 @@ static const void *rows_ready(const Session *s, const KVHead *h, int v, const in
 void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 0, rows, r0, n, buf); }
 void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 1, rows, r0, n, buf); }
 
+const float *on_host(Session *s, const float *q, int t0, int n) {
+    size_t row = (size_t)s->c->H * s->c->D;
+    if (!KV_DEV(s)) return q + t0 * row;
+    float *copy = scratch(s, n * row * sizeof(float));
+    host_copy_cuda(copy, q + t0 * row, n * row);
+    return copy;
+}
 int kv_longest(const Session *s, int l) {
     int n = 0;
     for (int g = 0; g < s->c->G; g++) if (kv_head(s, l, g)->len > n) n = kv_head(s, l, g)->len;
@@ -3614,14 +3635,19 @@ int kv_longest(const Session *s, int l) {
 // ---- views
 void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
     View *w = kv_view(s, l, h);
+    s->changes++;
     if (n > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = n + n / 4 + KV_STEP) * sizeof(int));
     if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
     w->n = n; w->tail = tail;
 }
+static void views_here(const Session *s) { (void)s; if (KV_DEV(s)) views_fetch_cuda((Session *)s); }     // a device may have kept the last step's
 void view_all(Session *s) {
+    s->changes++;
+    if (KV_DEV(s)) views_drop_cuda(s);
     for (int i = 0; i < s->c->L * s->c->H; i++) s->view[i].n = s->view[i].tail = 0;
 }
 int view_rows(const Session *s, int l, int h, int *rows) {
+    views_here(s);
     const View *w = kv_view(s, l, h);
     int n = w->n, len = kv_head(s, l, h / (s->c->H / s->c->G))->len;
     if (n) memcpy(rows, w->idx, (size_t)n * sizeof(int));
@@ -3639,7 +3665,7 @@ static void move_rows(Session *s, KVHead *h, const int *keep, int n) {
     int n_packed = 0, old_packed = h->packed;
     while (n_packed < n && keep[n_packed] < old_packed) n_packed++;
     if (old_packed && n_packed < old_packed) s->packing->keep(s, h, keep, n_packed);        // sets h->packed = n_packed
-    if (KV_DEV(s)) rows_move_cuda(s, h, keep, n);                // nothing is packed there
+    if (KV_DEV(s)) rows_move_cuda(s, h, keep, n, n_packed, old_packed);
     for (int i = 0; i < n; i++) {
         int r = keep[i];
         if (i >= n_packed && !KV_DEV(s)) {
@@ -3675,6 +3701,7 @@ void kv_compact(Session *s, int l, int g) {
         n += seen;
     }
     map[hd->len] = n;
+    s->changes++;
     for (int h = g * R; h < (g + 1) * R; h++) {
         View *w = kv_view(s, l, h);
         for (int i = 0; i < w->n; i++) w->idx[i] = map[w->idx[i]];
@@ -3739,6 +3766,7 @@ size_t kv_bytes_full(const Session *s) {
 }
 size_t kv_meta_bytes(const Session *s) {
     size_t n = 0;
+    views_here(s);
     for (int i = 0; i < s->c->L * s->c->G; i++) {
         const KVHead *h = &s->head[i];
         n += (size_t)(h->packed + h->cap) * (2 * sizeof(int) + (h->mass ? sizeof(float) : 0)) + (size_t)h->n_reg * sizeof(Region);
@@ -4193,6 +4221,7 @@ static Pass pass_room(Session *s, int T) {
     return r;
 }
 static void (*progress_hook)(const char *what, double share);    // the command line shows how far a long prefill is
+void progress_tell(const char *what, double share) { if (progress_hook) progress_hook(what, share); }
 static double timed(double *sum, double t0) { double t = now(); *sum += t - t0; return t; }
 
 // Attention of tokens t0..t0+n-1 of the pass in layer l, and the hooks around it.
@@ -4386,6 +4415,34 @@ void session_reset(Session *s) {
     EACH_PART(s, p) if (p->m->open && p->m->open(s, p->ms)) die(EXIT_USAGE, "%s", s->err);
 }
 
+// What a dialogue of -c tokens takes, worked out from the shapes. Rows: what is kept, and one layer uncompressed where a method
+// drops rows, because a prefill compresses layer by layer. Pass: the rooms of pass_cuda for a turn as long as -c, the largest
+// there is, scores of every row where hooks choose rows, and a sparse prefill's sampled probabilities (line_batch_cuda); the CPU needs
+// the same but for the halves, the partial sums and the second copy of a head that grows. PATS packs when a prefill is over: until
+// then its rows are f16 rows, and counted as such.
+MemoryPlan memory_plan(const Session *s) {
+    const Config *c = s->c;
+    int ctx = opt_int(s->opt, "ctx-size"), kept, hooks = s->rule != VIS_CAUSAL, evicts = 0, sparse = 0, b;
+    if (!ctx) ctx = c->max_pos;
+    for (int i = 0; i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        hooks |= m->project || m->attend || m->commit;
+        evicts |= m->evicts;
+        sparse |= m->attend && m->role & ROLE_PREFILL;
+    }
+    kept = !evicts ? ctx : s->ratio >= 0 ? ctx - (int)(ctx * s->ratio) : s->budget && s->budget < ctx ? s->budget : ctx;
+    b = s->batch < ctx ? s->batch : ctx;
+    size_t row = s->fk->row_bytes(c->D) + s->fv->row_bytes(c->D), f = sizeof(float), n = hooks ? ctx : b, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    size_t step = KV_STEP, held = (kept + step - 1) / step * step, all = (ctx + step - 1) / step * step, wide = (size_t)c->F > HD ? (size_t)c->F : HD;
+    size_t scores = (size_t)c->H * ctx * f, part = (512 + (n * c->H / 32 + c->G)) * 32 * (c->D + 2) * f;         // of attention without tensor cores: 512 pieces and one a block
+    MemoryPlan p = { .weights = s->w->bytes, .ctx = ctx };
+    p.kv = ((c->L - 1) * held + all) * c->G * (row + sizeof(int));
+    p.pass = (size_t)ctx * (c->C + c->D) * f + 2 * n * (HD + GD) * f + (size_t)b * (c->C + 2 * (size_t)c->F) * f + 2 * b * wide + part
+           + 2 * n * c->H * f + (size_t)c->V * f + (size_t)ctx * (sizeof(Token) + sizeof(int)) + all * row + (hooks ? 3 * scores : 0) + (sparse ? 64 * scores < (size_t)1 << 30 ? 64 * scores : (size_t)1 << 30 : 0);
+    p.pass += p.pass / 4;                                        // rooms grow by more than is asked for
+    return p;
+}
+
 // ==================================================================================================== 8 OPTIONS
 // One table drives parsing, --help, defaults and suggestions. A method's own options are in its section; this table is
 // the program's. Values are kept as text by name and checked when they are set, so a getter cannot fail.
@@ -4460,6 +4517,7 @@ static const Opt program_options[] = {
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
+    { "bench-suite",   's', "",     "the papers' methods one after another, prefill and decode: a table, and this file as CSV" },
     { "repeat",        'i', "5",    "runs per number, the median counts" },
     // Other
     { "list-methods",  'b', "0",    "one name a line" },
@@ -4597,7 +4655,6 @@ static const Opt streaming_opts[] = { { "streaming-rerotate", 'b', "0", "re-numb
 //   window_scores -> one score a KV head -> max over neighbours -> the best `cap` rows and the last w
 
 typedef struct { int window, kernel, agg; } Snap;       // --obs-window w, --kernel, --gqa-agg
-enum { AGG_MEAN, AGG_MAX, AGG_SUM };
 
 static int refuse(Session *s, const char *fmt, ...) KV_PRINTF(2, 3);
 static int refuse(Session *s, const char *fmt, ...) {   // what an open hook returns when the options do not fit
@@ -4645,24 +4702,47 @@ static int keep_best(int *keep, const float *score, int n, int cap, int len) {
     for (int r = n; r < len; r++) keep[kept++] = r;
     return kept;
 }
-// Pooled scores (G,N) of each KV head's candidates; N = kv_longest. Heads first, then pool (rules.md A6).
-static float *snap_scores(Session *s, const Snap *x, int l, const float *q, int T, int w) {
-    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l);
-    float *row = scratch(s, (size_t)s->c->H * N * sizeof(float)), *one = scratch(s, (size_t)N * sizeof(float));
-    float *pooled = scratch(s, (size_t)G * N * sizeof(float));
+// Pooled scores of each KV head's candidates n[g], (G,N) or, under POOL_ONLY, (H,N); N = kv_longest. Device memory in a device session.
+static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, int T, int w, int order, int *n) {     // n (G) is set here
+    int H = s->c->H, G = s->c->G, R = H / G, agg = order == JOIN_POOL ? x->agg : AGG_MEAN;
+    size_t N = kv_longest(s, l);
+    for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
+    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, agg, x->kernel, order);
+    float *row = scratch(s, H * N * sizeof(float)), *pooled = scratch(s, H * N * sizeof(float)), *one = scratch(s, N * sizeof(float));
     window_scores(s, l, q, T, x->window, row);
     for (int g = 0; g < G; g++) {
-        int n = candidates(kv_head(s, l, g), w);
-        join_heads(one, row + (size_t)g * R * N, n, N, R, x->agg);
-        pool_max(pooled + (size_t)g * N, one, n, x->kernel);
+        float *from = row + g * R * N, *to = pooled + g * R * N;
+        if (order == JOIN_POOL) {
+            join_heads(one, from, n[g], N, R, agg);
+            pool_max(pooled + g * N, one, n[g], x->kernel);
+            continue;
+        }
+        for (int r = 0; r < R; r++) pool_max(to + r * N, from + r * N, n[g], x->kernel);
+        if (order == POOL_JOIN) join_heads(pooled + g * N, to, n[g], N, R, agg);
     }
     return pooled;
 }
-static void snap_keep(Session *s, int l, const float *score, int w, const int *cap) {       // score (G,N), cap (G)
-    int N = kv_longest(s, l), *keep = scratch(s, (size_t)N * sizeof(int));
-    for (int g = 0; g < s->c->G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        kv_keep(s, l, g, keep, keep_best(keep, score + (size_t)g * N, candidates(h, w), cap[g], h->len));
+// idx (S,per), count (S): the k[i] largest of the first n[i] of each row of x (S,stride), which lies where the rows lie
+static void top_k_rows(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count) {
+    if (KV_DEV(s)) { top_k_rows_cuda(s, x, S, stride, n, k, idx, per, count); return; }
+    #pragma omp parallel for schedule(static) if (S > 1 && n[0] > 64)
+    for (int i = 0; i < S; i++) count[i] = top_k(x + i * stride, n[i], k[i], idx + (size_t)i * per);
+}
+// (G,N): the query heads of each group as one, for the first n[g] rows. score (H,N); both lie where the rows lie
+static float *join_rows(Session *s, const float *score, const int *n, int N, int agg) {
+    int G = s->c->G, R = s->c->H / G;
+    if (KV_DEV(s)) return join_rows_cuda(s, score, n, N, agg);
+    float *one = scratch(s, (size_t)G * N * sizeof(float));
+    for (int g = 0; g < G; g++) join_heads(one + (size_t)g * N, score + (size_t)g * R * N, n[g], N, R, agg);
+    return one;
+}
+static void snap_keep(Session *s, int l, const float *score, const int *n, const int *cap) {     // score (G,N); n, cap (G): candidates, and how many of them stay
+    int G = s->c->G, N = kv_longest(s, l), *keep = scratch(s, (size_t)G * N * sizeof(int)), *kept = scratch(s, (size_t)G * sizeof(int));
+    top_k_rows(s, score, G, N, n, cap, keep, N, kept);
+    for (int g = 0; g < G; g++) {
+        int *to = keep + (size_t)g * N;
+        for (int r = n[g]; r < kv_head(s, l, g)->len; r++) to[kept[g]++] = r;
+        kv_keep(s, l, g, to, kept[g]);
     }
 }
 
@@ -4675,10 +4755,10 @@ static void snapkv_commit(Session *s, void *ms, int l, const float *q, int T) {
     int B = budget_now(s), w = snap_kept_window(x, B);
     if (!snap_due(s, l, B)) return;
     size_t mark = scratch_mark(s);
-    float *score = snap_scores(s, x, l, q, T, w);
-    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
     for (int g = 0; g < s->c->G; g++) cap[g] = B - w;
-    snap_keep(s, l, score, w, cap);
+    snap_keep(s, l, score, n, cap);
     scratch_reset(s, mark);
 }
 
@@ -4687,22 +4767,28 @@ static void snapkv_commit(Session *s, void *ms, int l, const float *q, int T) {
 //   base = B-w;  share_g = sum(best base of g) / sum(all of g);  cnt_g = rows of g among the G*base best of score * share
 //   cap_g = rint(0.8 cnt_g + floor(0.2 base)), at most the rows there are; what a short head leaves over is not given on
 // **Differs from the paper:** heads are KV heads; a layer is compressed iff its candidates exceed G*base.
-static void adakv_caps(Session *s, int l, const float *score, int w, int base, int *cap) {   // score (G,N), cap (G)
-    int G = s->c->G, N = kv_longest(s, l), n = 0, from = 0;
-    float *all = scratch(s, (size_t)G * N * sizeof(float));
-    int *idx = scratch(s, (size_t)G * N * sizeof(int));
-    for (int g = 0; g < G; g++) {
+// Shares are of sums in fixed point: a layer's heads compete for rows, so two devices must get the same sums in any order.
+static float *adakv_shares(Session *s, const float *score, int N, const int *n, int base) {      // score (G,N) -> (sum of n), where score lies
+    if (KV_DEV(s)) return adakv_shares_cuda(s, score, N, n, base);
+    float *all = scratch(s, (size_t)s->c->G * N * sizeof(float)), *to = all;
+    int *idx = scratch(s, (size_t)N * sizeof(int));
+    for (int g = 0; g < s->c->G; g++) {
         const float *x = score + (size_t)g * N;
-        int rows = candidates(kv_head(s, l, g), w), k = top_k(x, rows, base, idx);
-        double best = 0, sum = 0;
-        for (int i = 0; i < k; i++) best += x[idx[i]];
-        for (int r = 0; r < rows; r++) sum += x[r];
-        for (int r = 0; r < rows; r++) all[n++] = sum > 0 ? (float)(x[r] * (best / sum)) : 0;
+        int64_t best = 0, sum = 0;
+        for (int i = 0, k = top_k(x, n[g], base, idx); i < k; i++) best += fixed_mass(x[idx[i]]);
+        for (int r = 0; r < n[g]; r++) sum += fixed_mass(x[r]);
+        for (int r = 0; r < n[g]; r++) *to++ = sum > 0 ? (float)(x[r] * ((double)best / (double)sum)) : 0;
     }
-    int k = top_k(all, n, G * base, idx);               // ties go to the lower (head, row)
+    return all;
+}
+static void adakv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {   // score (G,N); n, cap (G)
+    int G = s->c->G, N = kv_longest(s, l), total = 0, want = G * base, k, from = 0;
+    for (int g = 0; g < G; g++) total += n[g];
+    int *idx = scratch(s, (size_t)want * sizeof(int));
+    top_k_rows(s, adakv_shares(s, score, N, n, base), 1, 0, &total, &want, idx, want, &k);       // ties go to the lower (head, row)
     for (int g = 0, i = 0; g < G; g++) {
         int cnt = 0;
-        for (from += candidates(kv_head(s, l, g), w); i < k && idx[i] < from; i++) cnt++;
+        for (from += n[g]; i < k && idx[i] < from; i++) cnt++;
         cap[g] = (int)rint(0.8 * cnt + base / 5);
     }
 }
@@ -4714,10 +4800,10 @@ static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
     for (int g = 0; g < s->c->G; g++) rows += candidates(kv_head(s, l, g), w);
     if (rows <= (long)s->c->G * (B - w)) return;
     size_t mark = scratch_mark(s);
-    float *score = snap_scores(s, x, l, q, T, w);
-    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
-    adakv_caps(s, l, score, w, B - w, cap);
-    snap_keep(s, l, score, w, cap);
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
+    adakv_caps(s, l, score, n, B - w, cap);
+    snap_keep(s, l, score, n, cap);
     scratch_reset(s, mark);
 }
 
@@ -4736,10 +4822,10 @@ static void pyramidkv_commit(Session *s, void *ms, int l, const float *q, int T)
     int B = budget_now(s), w = snap_kept_window(x, B);
     if (!snap_due(s, l, B)) return;
     size_t mark = scratch_mark(s);
-    float *score = snap_scores(s, x, l, q, T, w);
-    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
     for (int g = 0; g < s->c->G; g++) cap[g] = pyramid_cap(l, s->c->L, s->n_tok, B, w);
-    snap_keep(s, l, score, w, cap);
+    snap_keep(s, l, score, n, cap);
     scratch_reset(s, mark);
 }
 
@@ -4929,19 +5015,12 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
 //   minference   V, S = the heaviest columns and diagonals of the last 64 rows; tile64    (MInference, arXiv 2407.02490)
 // **Differs from MInference:** one size (--minference-verticals, -slashes) for all heads instead of an offline search per head.
 
-typedef struct {            // what one query head reads in one prefill
-    int n, p0;              // rows its KV head holds; the first row of this pass: the queries are rows p0..n-1
-    int dense;              // 1: every cell; v and s do not matter
-    int tile64;             // 1: slashes rounded up to ranges of columns, 0: exactly the cells of the lines
-    uint64_t *v, *s;        // (n bits) columns; offsets. s must hold offset 0, so that every row sees itself
-} Lines;
 typedef struct { int lo, hi; } LineRange;                    // [lo,hi)
 
 enum { LINE_BLOCK = 64 };                                // rows done together, counted from p0; at most Q_BLOCK
 
 static int  bit_get(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
 static void bit_set(uint64_t *b, int i) { b[i >> 6] |= (uint64_t)1 << (i & 63); }
-static size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }
 static int bit_list(const uint64_t *b, int n, int *list) {          // the set bits below n, ascending -> count; NULL: count only
     int k = 0;
     for (int w = 0; w < (n + 63) / 64; w++)
@@ -5191,9 +5270,14 @@ static void lines_attend(Session *s, int l, const Lines *lines, float *out, cons
     int dense = 0, H = s->c->H;
     for (int h = 0; h < H; h++) dense += lines[h].dense;
     if (dense == H) { attn_prefill(s, l, out, q, 0, T); return; }
+    if (KV_DEV(s) && !layer_window(s, l)) { lines_attend_cuda(s, l, lines, out, q, T); return; }
     size_t mark = scratch_mark(s);
     Tile *tiles = tiles_new(s);
-    for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, out, q, T, tiles);
+    size_t all = (size_t)T * H * s->c->D;
+    float *to = KV_DEV(s) ? scratch(s, all * sizeof(float)) : out;               // a device session with a sliding window comes here too
+    q = on_host(s, q, 0, T);
+    for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, to, q, T, tiles);
+    if (KV_DEV(s)) host_give_cuda(out, to, all);
     scratch_reset(s, mark);
 }
 static int lines_open(Session *s, const char *name) {    // what every method with line attention needs of the parts beside it
@@ -5298,23 +5382,41 @@ static void minference_lines(const Minference *x, Lines *a, const int *R, int m,
         for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
     }
 }
+static void minference_device(Session *s, const Minference *x, int l, const float *q, int T, Lines *a, int m) {     // a (H): dense is set, lines are chosen
+    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), ng = line_batch_cuda(s, l, m), heads = ng * R, t[MINF_LAST];
+    int *idx = scratch(s, (size_t)heads * N * sizeof(int)), *n = scratch(s, (size_t)3 * heads * sizeof(int)), *k = n + heads, *found = k + heads;
+    for (int i = 0; i < m; i++) t[i] = T - m + i;
+    for (int g = 0; g < G; g += ng, a += heads) {
+        float *P = line_probs_cuda(s, l, g, ng, q, T, t, m);
+        for (int slash = 0; slash < 2; slash++) {
+            int least = slash ? MINF_S : MINF_V, want = slash ? x->ns : x->nv;
+            for (int i = 0; i < heads; i++) { n[i] = a[i].n; k[i] = want > least ? want : least; }
+            top_k_rows(s, line_sums_cuda(s, l, g, ng, P, T, m, slash, least), heads, N, n, k, idx, N, found);
+            for (int i = 0; i < heads; i++) for (int j = 0; j < found[i]; j++) bit_set(slash ? a[i].s : a[i].v, idx[(size_t)i * N + j]);
+        }
+    }
+}
 static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    int H = s->c->H, N = kv_longest(s, l), m = T < MINF_LAST ? T : MINF_LAST;
+    int H = s->c->H, N = kv_longest(s, l), m = T < MINF_LAST ? T : MINF_LAST, device = KV_DEV(s) && !layer_window(s, l);
     size_t mark = scratch_mark(s), room = (size_t)n_threads();
     Lines *a = lines_new(s, l, T);
     Tile *tiles = tiles_new(s);
     float *P = scratch(s, room * m * N * sizeof(float)), *sum = scratch(s, room * N * sizeof(float));
     int *idx = scratch(s, room * N * sizeof(int));
     double t = now();
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * H * s->c->D))
+    const float *host = device ? NULL : on_host(s, q, 0, T);
+    for (int h = 0; h < H; h++) {
+        a[h].tile64 = 1;
+        a[h].dense = a[h].n <= MINF_S;                   // the offsets always taken are every cell
+    }
+    if (device) minference_device(s, ms, l, q, T, a, m);
+    #pragma omp parallel for schedule(dynamic) if (!device && worth_threads((size_t)m * N * H * s->c->D))
     for (int h = 0; h < H; h++) {
         int id = thread_id(), R[MINF_LAST];
         float inv[MINF_LAST];
+        if (a[h].dense || device) continue;
         for (int i = 0; i < m; i++) R[i] = a[h].n - m + i;
-        a[h].tile64 = 1;
-        a[h].dense = a[h].n <= MINF_S;                   // the offsets always taken are every cell
-        if (a[h].dense) continue;
-        line_probs(s, l, h, q, T, R, m, P + (size_t)id * m * N, inv, &tiles[id]);
+        line_probs(s, l, h, host, T, R, m, P + (size_t)id * m * N, inv, &tiles[id]);
         minference_lines(ms, &a[h], R, m, P + (size_t)id * m * N, sum + (size_t)id * N, idx + (size_t)id * N);
     }
     timed(&s->clk.index, t);
@@ -5345,8 +5447,6 @@ static const Opt minference_opts[] = {
 // always read, inside the budget, and takes no part in the ranking; a budget that covers the context reads every row.
 // Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers read everything).
 
-enum { PAGE = 16 };
-
 typedef struct {
     int full_layers, B;         // B: budget of this turn
     int dtype;                  // of the bounds: that of the rows, so bounds are exact
@@ -5365,8 +5465,16 @@ static int quest_open(Session *s, void *ms) {
 }
 static void quest_close(Session *s, void *ms) {
     Quest *x = ms;
-    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) free(x->head[i].bound);
+    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) { if (KV_DEV(s)) near_free_cuda(x->head[i].bound); else free(x->head[i].bound); }
     free(x->head);
+}
+static void quest_room(Session *s, Quest *x, int i, int pages, size_t row) {     // of head i
+    int old = x->head[i].cap;
+    (void)s;
+    if (pages <= old) return;
+    x->head[i].cap = pages + pages / 4 + 4;
+    if (KV_DEV(s)) x->head[i].bound = near_grow_cuda(x->head[i].bound, old * row, x->head[i].cap * row);
+    else x->head[i].bound = xrealloc(x->head[i].bound, x->head[i].cap * row);
 }
 static void page_bounds(const Session *s, const KVHead *hd, int page, float *rows, float *bound) {     // rows (PAGE,D) is room; bound (2D)
     int D = s->c->D;
@@ -5385,12 +5493,18 @@ static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
     if (l == s->c->L && !s->decoding) x->B = budget_now(s);
     if (l == s->c->L || l < x->full_layers) return;
     float *room = scratch(s, (size_t)n_threads() * (PAGE + 2) * D * sizeof(float));
+    for (int g = 0; g < G; g++) {
+        int i = l * G + g, n = kv_head(s, l, g)->len / PAGE;
+        quest_room(s, x, i, n, row);
+        if (!KV_DEV(s) || n <= x->head[i].n) continue;
+        page_bounds_cuda(s, l, g, x->head[i].bound, x->head[i].n, n, x->dtype);
+        x->head[i].n = n;
+    }
     #pragma omp parallel for schedule(static) if (T > PAGE)
     for (int g = 0; g < G; g++) {
         const KVHead *hd = kv_head(s, l, g);
         float *rows = room + (size_t)thread_id() * (PAGE + 2) * D, *bound = rows + (size_t)PAGE * D;
         int i = l * G + g, n = hd->len / PAGE;
-        if (n > x->head[i].cap) x->head[i].bound = xrealloc(x->head[i].bound, (size_t)(x->head[i].cap = n + n / 4 + 4) * row);
         for (int p = x->head[i].n; p < n; p++) {
             page_bounds(s, hd, p, rows, bound);
             from_f32(x->head[i].bound + p * row, bound, x->dtype, (size_t)2 * D);
@@ -5413,23 +5527,37 @@ static void page_scores(const Quest *x, const char *bound, int n, const float *q
     for (int h = 1; h < R; h++)
         for (int p = 0; p < n; p++) u[p] = sc[(size_t)h * n + p] > u[p] ? sc[(size_t)h * n + p] : u[p];
 }
-static void quest_select(Session *s, void *ms, int l, const float *q) {
-    Quest *x = ms;
-    int G = s->c->G, R = s->c->H / G, D = s->c->D, N = kv_longest(s, l), pages = (N - 1) / PAGE, want = x->B / PAGE > 3 ? x->B / PAGE : 3;
-    if (l < x->full_layers || N <= x->B) return;                           // the views say: every row
-    double t0 = now();
-    size_t mark = scratch_mark(s), per = (size_t)2 * R * D + (size_t)(R + 1) * pages;
-    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
-    int *idx = scratch(s, (size_t)n_threads() * (want + want * PAGE) * sizeof(int));
+static float *quest_scores(Session *s, const Quest *x, int l, const float *q, int pages) {       // (G,pages)
+    int G = s->c->G, R = s->c->H / G, D = s->c->D;
+    size_t per = (size_t)2 * R * D + (size_t)R * pages;
+    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float)), *u = scratch(s, (size_t)G * pages * sizeof(float));
     #pragma omp parallel for schedule(static) if (pages > 64)
     for (int g = 0; g < G; g++) {
-        float *split = room + (size_t)thread_id() * per, *sc = split + (size_t)2 * R * D, *u = sc + (size_t)R * pages;
-        int *best = idx + (size_t)thread_id() * (want + want * PAGE), *rows = best + want;
-        page_scores(x, x->head[l * G + g].bound, pages, q + (size_t)g * R * D, R, D, split, sc, u);
-        int n = top_k(u, pages, want - 1, best);
-        for (int i = 0; i < n * PAGE; i++) rows[i] = best[i / PAGE] * PAGE + i % PAGE;
-        for (int h = g * R; h < (g + 1) * R; h++) view_set(s, l, h, rows, n * PAGE, pages * PAGE);
+        float *split = room + (size_t)thread_id() * per;
+        page_scores(x, x->head[l * G + g].bound, pages, q + (size_t)g * R * D, R, D, split, split + (size_t)2 * R * D, u + (size_t)g * pages);
     }
+    return u;
+}
+static void quest_select_host(Session *s, const Quest *x, int l, const float *q, int pages, int best) {
+    int G = s->c->G, R = s->c->H / G, *idx = scratch(s, (size_t)G * best * sizeof(int)), *rows = scratch(s, (size_t)best * PAGE * sizeof(int));
+    int *n = scratch(s, (size_t)3 * G * sizeof(int)), *k = n + G, *found = k + G;
+    for (int g = 0; g < G; g++) { n[g] = pages; k[g] = best; }
+    top_k_rows(s, quest_scores(s, x, l, q, pages), G, pages, n, k, idx, best, found);
+    for (int g = 0; g < G; g++) {
+        for (int i = 0; i < found[g] * PAGE; i++) rows[i] = idx[g * best + i / PAGE] * PAGE + i % PAGE;
+        for (int h = g * R; h < (g + 1) * R; h++) view_set(s, l, h, rows, found[g] * PAGE, pages * PAGE);
+    }
+}
+static void quest_select(Session *s, void *ms, int l, const float *q) {
+    Quest *x = ms;
+    int G = s->c->G, N = kv_longest(s, l), pages = (N - 1) / PAGE, best = (x->B / PAGE > 3 ? x->B / PAGE : 3) - 1;      // the current page is read too
+    if (l < x->full_layers || N <= x->B) return;                           // the views say: every row
+    double t0 = now();
+    size_t mark = scratch_mark(s);
+    const char *bound[MAX_G];
+    for (int g = 0; g < G && KV_DEV(s); g++) bound[g] = x->head[l * G + g].bound;
+    if (KV_DEV(s)) quest_select_cuda(s, l, bound, pages, best, q, x->dtype);
+    else quest_select_host(s, x, l, q, pages, best);
     scratch_reset(s, mark);
     timed(&s->clk.index, t0);
 }
@@ -5472,12 +5600,6 @@ typedef struct {            // what a selection looks at: sampled softmax rows o
     const int *R;           // (m) their row numbers, ascending
     const float *P;         // (m,n) P[i][c] = 0 for c > R[i]
 } LineSample;
-typedef struct {            // how it decides
-    double alpha;
-    int sink, local;        // lines always taken
-    int holdout;            // 1: odd samples only validate
-    double max_cells, max_tiles;        // beyond these shares of dense: dense
-} LoopRule;
 typedef struct { double key; int id; } LineItem;         // id < n: vertical id; else slash id-n
 typedef struct {            // room of one thread
     float *P, *inv;         // (m,N) softmax rows; (m)
@@ -5488,7 +5610,6 @@ typedef struct {            // room of one thread
     LineRange *run, *range; // (N) tile64: runs of offsets; ranges of a block
     int *v, *cols, *R;      // (N) tile64: columns; columns of a block. (m) sampled rows
 } LoopRoom;
-typedef struct { double mass, cells; } LoopFound;        // shares: of the sampled mass; of the cells (tile64: tiles)
 
 typedef struct {
     LoopRule rule;
@@ -5498,7 +5619,7 @@ typedef struct {
     int prompt_end;         // tokens when the last prefill ended
     int ring_from;          // the ring holds the queries of tokens from here on, at most obs of them
     int budget;             // rows to choose
-    float *ring;            // (L,obs,H,D): token i stands in slot i % obs
+    float *ring;            // (L,obs,H,D), made by the first query: token i stands in slot i % obs
     // statistics: head passes, dense ones; selections, decode steps, those that read every row; sums over sparse head passes
     long passes, dense, selections, steps, steps_all;
     double mass, least, cells, n_v, n_s;
@@ -5641,7 +5762,8 @@ static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, LoopRo
     return failed || (u->holdout && t.rec[1] < u->alpha * t.tot[1]);
 }
 
-// ---- unit tile64: verticals, and bands of 64 offsets, by thresholds: what a GPU does without a heap, at what its tiles cost
+// ---- unit tile64: verticals, and bands of 64 offsets, by thresholds: what a GPU does without a heap, at what its tiles cost. Masses are
+// counted in fixed point (fixed_mass), so a GPU that adds them in another order finds the same lines.
 enum { BAND = 64 };
 
 static double band_len(int k, int p0, int n) {
@@ -5650,19 +5772,19 @@ static double band_len(int k, int p0, int n) {
     return sum;
 }
 // Residual gains given the lines in a: g[c], g[n+k]. one (2n) or NULL: the largest part of each that one selecting sample gives
-static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines *a, double *g, double *one) {
-    Tally t = {{0, 0}, {0, 0}};
+static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines *a, int64_t *g, int64_t *one) {
+    int64_t rec[2] = { 0, 0 }, tot[2] = { 0, 0 };
     int n = p->n;
     memset(g, 0, 2 * (size_t)n * sizeof *g);
     if (one) memset(one, 0, 2 * (size_t)n * sizeof *one);
     for (int i = 0; i < p->m; i++) {
         int half = u->holdout & i;
-        double part = 0;                                 // of the band this cell is in, in this row
+        int64_t part = 0;                                // of the band this cell is in, in this row
         for (int c = 0; c <= p->R[i]; c++) {
-            double x = p->P[(size_t)i * n + c];
+            int64_t x = fixed_mass(p->P[(size_t)i * n + c]);
             int o = p->R[i] - c, k = n + o / BAND;
-            t.tot[half] += x;
-            if (bit_get(a->v, c) || bit_get(a->s, o)) t.rec[half] += x;
+            tot[half] += x;
+            if (bit_get(a->v, c) || bit_get(a->s, o)) rec[half] += x;
             else if (!half) {
                 g[c] += x; g[k] += x; part += x;
                 if (one && x > one[c]) one[c] = x;
@@ -5672,7 +5794,7 @@ static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines 
             part = 0;
         }
     }
-    return t;
+    return (Tally){ { (double)rec[0], (double)rec[1] }, { (double)tot[0], (double)tot[1] } };
 }
 // Share of the dense 64-wide tiles that the row blocks need: ranges cut into tiles, single columns gathered 64 at a time
 static double tile_share(const Lines *a, LoopRoom *w) {
@@ -5689,27 +5811,28 @@ static double tile_share(const Lines *a, LoopRoom *w) {
 }
 // Rounds: every line within .9 of the best residual per cost (less what its best single sample gave: a line needs two) is
 // taken at once, then all residuals anew. Fails (1): too many tiles, or nothing left that two samples support.
+static double gain_of(const int64_t *g, const int64_t *one, int id, int p0, int n) {   // per cost; 0: not even 2^-40
+    int64_t gain = g[id] - one[id];
+    return gain > 1 ? (double)gain / (id < n ? (double)line_len(id, p0, n) : band_len(id - n, p0, n)) : 0;
+}
 static int select_tiles(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
     int n = p->n, ids = n + (n + BAND - 1) / BAND;
+    int64_t *g = (int64_t *)w->g, *one = (int64_t *)w->one;                     // as many bytes as the doubles of variant b
     double lam = INFINITY;
     keep_lines(u, a);
-    Tally t = band_residuals(p, u, a, w->g, w->one);
+    Tally t = band_residuals(p, u, a, g, one);
     *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
     while (!tally_done(&t, u->alpha)) {
         double best = 0;
-        for (int id = 0; id < ids; id++) {               // g becomes gain / cost
-            double gain = w->g[id] - w->one[id];
-            w->g[id] = gain > 1e-12 ? gain / (id < n ? (double)line_len(id, p->p0, n) : band_len(id - n, p->p0, n)) : 0;
-            if (w->g[id] > best) best = w->g[id];
-        }
+        for (int id = 0; id < ids; id++) best = fmax(best, gain_of(g, one, id, p->p0, n));
         if (best <= 0) return 1;
         lam = .9 * fmin(lam, best);
         for (int id = 0; id < ids; id++) {
-            if (w->g[id] < lam) continue;
+            if (gain_of(g, one, id, p->p0, n) < lam) continue;
             if (id < n) bit_set(a->v, id);
             else for (int o = (id - n) * BAND; o < n && o < (id - n + 1) * BAND; o++) bit_set(a->s, o);
         }
-        t = band_residuals(p, u, a, w->g, NULL);
+        t = band_residuals(p, u, a, g, NULL);
         *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
         if (f->cells > u->max_tiles) return 1;
     }
@@ -5740,9 +5863,42 @@ static void loop_count(LoopServe *x, const Lines *a, const LoopFound *f) {
     x->mass += f->mass; x->cells += f->cells;
     x->n_v += bit_list(a->v, a->n, NULL); x->n_s += bit_list(a->s, a->n, NULL);
 }
+static void loop_heads(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, LoopFound *found) {      // on the host
+    int H = s->c->H, m = x->m;
+    Tile *tiles = tiles_new(s);
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * H * s->c->D))
+    for (int h = 0; h < H; h++) {
+        LoopRoom *w = &room[thread_id()];
+        LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
+        if (a[h].dense) continue;
+        for (int i = 0; i < m; i++) w->R[i] = a[h].p0 + rows[i];
+        line_probs(s, l, h, q, T, w->R, m, w->P, w->inv, &tiles[thread_id()]);
+        loop_choose(x, &p, &a[h], w, &found[h]);
+    }
+}
+// The GPU makes the probabilities, and chooses under tile64; single lines are chosen one after the other, which is the host's work.
+static void loop_heads_device(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, LoopFound *found) {
+    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), m = x->m, ng = line_batch_cuda(s, l, m);
+    for (int h0 = 0; h0 < G * R; h0 += ng * R) {
+        float *P = line_probs_cuda(s, l, h0 / R, ng, q, T, rows, m);
+        if (x->tile64) select_tiles_cuda(s, l, h0 / R, ng, &x->rule, P, T, m, a + h0, found + h0);
+        #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * ng * R))
+        for (int h = h0; h < h0 + ng * R; h++) {
+            LoopRoom *w = &room[thread_id()];
+            LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
+            a[h].dense |= a[h].n <= x->min_context;
+            if (a[h].dense || x->tile64) continue;
+            for (int i = 0; i < m; i++) {
+                w->R[i] = a[h].p0 + rows[i];
+                host_copy_cuda(w->P + (size_t)i * a[h].n, P + ((size_t)(h - h0) * m + i) * N, a[h].n);
+            }
+            loop_choose(x, &p, &a[h], w, &found[h]);
+        }
+    }
+}
 static void loopserve_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     LoopServe *x = ms;
-    int H = s->c->H, m = x->m;
+    int H = s->c->H, m = x->m, all_dense = 1;
     if (x->rule.alpha >= 1 || T / 4 < m) {               // choosing would cost more than it saves
         x->passes += H; x->dense += H;
         attn_prefill(s, l, out, q, 0, T);
@@ -5751,21 +5907,13 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     size_t mark = scratch_mark(s);
     double t = now();
     Lines *a = lines_new(s, l, T);
-    Tile *tiles = tiles_new(s);
     LoopRoom *room = loop_rooms(s, m, kv_longest(s, l));
     LoopFound *found = scratch(s, (size_t)H * sizeof *found);
     int *rows = scratch(s, (size_t)m * sizeof(int));
     sample_rows(T, m, x->seed, s->turn, l, rows);        // the same tokens for all heads
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * H * s->c->D))
-    for (int h = 0; h < H; h++) {
-        LoopRoom *w = &room[thread_id()];
-        LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
-        a[h].dense = a[h].n <= x->min_context;
-        if (a[h].dense) continue;
-        for (int i = 0; i < m; i++) w->R[i] = a[h].p0 + rows[i];
-        line_probs(s, l, h, q, T, w->R, m, w->P, w->inv, &tiles[thread_id()]);
-        loop_choose(x, &p, &a[h], w, &found[h]);
-    }
+    for (int h = 0; h < H; h++) { a[h].dense = a[h].n <= x->min_context; all_dense &= a[h].dense; }
+    if (KV_DEV(s) && !layer_window(s, l) && !all_dense) loop_heads_device(s, x, l, q, T, rows, a, room, found);
+    else if (!all_dense) loop_heads(s, x, l, on_host(s, q, 0, T), T, rows, a, room, found);
     for (int h = 0; h < H; h++) loop_count(x, &a[h], &found[h]);
     timed(&s->clk.index, t);
     lines_attend(s, l, a, out, q, T);
@@ -5788,14 +5936,21 @@ static int loopserve_enter(Session *s, void *ms, Token *t, int n, int cap) {
 static float *ring_slot(const Session *s, const LoopServe *x, int l, int token) {       // (H,D)
     return x->ring + ((size_t)l * x->obs + token % x->obs) * s->c->H * s->c->D;
 }
+static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q) {      // q (H,D)
+    size_t row = (size_t)s->c->H * s->c->D * sizeof(float), all = (size_t)s->c->L * x->obs * row;
+    if (!x->ring) x->ring = KV_DEV(s) ? (float *)near_grow_cuda(NULL, 0, all) : xcalloc(1, all);
+    if (KV_DEV(s)) near_copy_cuda(ring_slot(s, x, l, token), q, row);
+    else memcpy(ring_slot(s, x, l, token), q, row);
+}
 // Line 5: for every KV head of layer l (or query head) the B candidates that the queries in the ring attend to most. The scores
 // are softmax rows over every row held, the ring's tokens being its last w: each sees the rows up to its own.
-static void loop_scores(Session *s, const LoopServe *x, int l, int first, float *score) {       // (H,N): sums over the ring
+static float *loop_scores(Session *s, const LoopServe *x, int l, int first) {           // (H,N): sums over the ring, where the rows lie
     int H = s->c->H, N = kv_longest(s, l), w = s->base - first + 1;
     size_t row = (size_t)H * s->c->D;
+    if (KV_DEV(s)) return ring_scores_cuda(s, l, ring_slot(s, x, l, 0), x->obs, first, w);
     Tile *tiles = tiles_new(s);
     float *obs = scratch(s, w * row * sizeof(float)), *P = scratch(s, (size_t)n_threads() * w * N * sizeof(float));
-    float *inv = scratch(s, (size_t)n_threads() * w * sizeof(float));
+    float *inv = scratch(s, (size_t)n_threads() * w * sizeof(float)), *score = scratch(s, (size_t)H * N * sizeof(float));
     int *R = scratch(s, (size_t)H * w * sizeof(int));
     for (int i = 0; i < w; i++) memcpy(obs + i * row, ring_slot(s, x, l, first + i), row * sizeof(float));
     memset(score, 0, (size_t)H * N * sizeof(float));
@@ -5807,24 +5962,24 @@ static void loop_scores(Session *s, const LoopServe *x, int l, int first, float 
         line_exps(s, l, h, obs, w, R + h * w, w, p, inv + (size_t)id * w, &tiles[id]);
         attn_mix(score + (size_t)h * N, inv + (size_t)id * w, p, 1, w, n);       // sum over the ring of exp / sum
     }
+    return score;
 }
 static void loop_select(Session *s, LoopServe *x, int l) {
-    int H = s->c->H, R = H / s->c->G, N = kv_longest(s, l), first = s->base - x->obs + 1;
+    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l), first = s->base - x->obs + 1, lists = x->per_query ? H : G, each = H / lists;
     size_t mark = scratch_mark(s);
-    float *score = scratch(s, (size_t)H * N * sizeof(float));
-    int *idx = scratch(s, (size_t)N * sizeof(int));
-    loop_scores(s, x, l, first > x->ring_from ? first : x->ring_from, score);
-    for (int g = 0; g < s->c->G; g++) {
+    int *idx = scratch(s, (size_t)lists * x->budget * sizeof(int)), *end = scratch(s, (size_t)(G + 3 * lists) * sizeof(int));
+    int *n = end + G, *want = n + lists, *found = want + lists;
+    for (int g = 0; g < G; g++) {                        // candidates: rows [0,end)
         const KVHead *hd = kv_head(s, l, g);
-        int end = hd->len, n = 0;                        // candidates: rows [0,end)
-        while (end > 0 && hd->src[end - 1] >= (x->literal ? s->base : x->prompt_end)) end--;
-        for (int r = 1; r < R && !x->per_query; r++)     // the sum over the group ranks like its mean
-            for (int c = 0; c < end; c++) score[(size_t)g * R * N + c] += score[(size_t)(g * R + r) * N + c];
-        for (int r = 0; r < R; r++) {
-            if (end <= x->budget) { view_set(s, l, g * R + r, NULL, 0, 0); continue; }
-            if (!r || x->per_query) n = top_k(score + (size_t)(g * R + r) * N, end, x->budget, idx);
-            view_set(s, l, g * R + r, idx, n, end);
-        }
+        for (end[g] = hd->len; end[g] > 0 && hd->src[end[g] - 1] >= (x->literal ? s->base : x->prompt_end); ) end[g]--;
+    }
+    float *score = loop_scores(s, x, l, first > x->ring_from ? first : x->ring_from);
+    if (!x->per_query) score = join_rows(s, score, end, N, AGG_SUM);             // the sum over the group ranks like its mean
+    for (int i = 0; i < lists; i++) { n[i] = end[i * each / R]; want[i] = n[i] > x->budget ? x->budget : 0; }
+    top_k_rows(s, score, lists, N, n, want, idx, x->budget, found);
+    for (int h = 0; h < H; h++) {
+        int all = end[h / R] <= x->budget;
+        view_set(s, l, h, idx + (size_t)(h / each) * x->budget, found[h / each], all ? 0 : end[h / R]);
     }
     scratch_reset(s, mark);
 }
@@ -5834,7 +5989,7 @@ static int loop_due(const Session *s, const LoopServe *x) {      // line 3: n_o 
 }
 static void loopserve_select(Session *s, void *ms, int l, const float *q) {
     LoopServe *x = ms;
-    memcpy(ring_slot(s, x, l, s->base), q, (size_t)s->c->H * s->c->D * sizeof(float));
+    ring_put(s, x, l, s->base, q);
     if (loop_due(s, x)) loop_select(s, x, l);
 }
 static void loop_prompt_done(Session *s, LoopServe *x) {         // the end of a prefill
@@ -5861,7 +6016,7 @@ static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T)
     }
     if (l == L || s->decoding || !x->decodes) return;
     x->ring_from = s->base + T - n;                              // a prefill refills the ring
-    for (int i = 0; i < n; i++) memcpy(ring_slot(s, x, l, x->ring_from + i), q + (T - n + i) * row, row * sizeof(float));
+    for (int i = 0; i < n; i++) ring_put(s, x, l, x->ring_from + i, q + (T - n + i) * row);
 }
 static void loopserve_forget(Session *s, void *ms, int n_tok) {
     LoopServe *x = ms;
@@ -5904,11 +6059,14 @@ static int loopserve_d_open(Session *s, void *ms) {
     if (!x->obs) x->obs = x->interval;
     if (!s->budget) s->budget = 1024;
     x->decodes = 1;
-    x->ring = xcalloc((size_t)s->c->L * x->obs, (size_t)s->c->H * s->c->D * sizeof(float));
     return 0;
 }
 static int loopserve_open(Session *s, void *ms) { return loopserve_p_open(s, ms) || loopserve_d_open(s, ms) ? -1 : 0; }
-static void loopserve_close(Session *s, void *ms) { (void)s; free(((LoopServe *)ms)->ring); }
+static void loopserve_close(Session *s, void *ms) {
+    float *ring = ((LoopServe *)ms)->ring;
+    (void)s;
+    if (KV_DEV(s)) near_free_cuda((char *)ring); else free(ring);
+}
 static size_t loopserve_bytes(const Session *s, const void *ms) {
     const LoopServe *x = ms;
     return x->decodes ? (size_t)s->c->L * x->obs * s->c->H * s->c->D * sizeof(float) : 0;
@@ -5970,9 +6128,8 @@ static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
 
 enum { PATS_MIDDLE, PATS_OLD, PATS_NEW };               // schedules
 enum { PATS_RATCHET, PATS_STATIC, PATS_FROZEN };        // policies
-enum { PATS_TRUNC, PATS_NEAREST, PATS_MID };            // rounding; mid: truncated, and half a step added on every read
-// Bytes readable behind the last element; start of a region; the paper's block; largest head_dim; how far ahead to prefetch.
-enum { PATS_GUARD = 16, PATS_ALIGN = 64, PATS_BLOCK = 64, PATS_MAX_D = 1024, PATS_AHEAD = 2048 };
+// Start of a region; largest head_dim; how far ahead to prefetch.
+enum { PATS_ALIGN = 64, PATS_MAX_D = 1024, PATS_AHEAD = 2048 };
 
 typedef struct {
     int schedule, policy, rounding, rows64, write;
@@ -6001,14 +6158,7 @@ static int pats_bits(const Pats *x, int src, int T) {
     return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, T);
 }
 
-// ---- one element: h an f16, b bits to lose
-static uint16_t pats_cut(uint16_t h, int b, int rounding) {
-    if (!b) return h;
-    unsigned m = h & 0x7fff, top = 0x7bffu >> b << b;
-    if (rounding != PATS_NEAREST || m > 0x7c00) return (uint16_t)(h >> b << b);  // a NaN is never rounded
-    m = (m + (1u << (b - 1)) - 1 + (m >> b & 1)) >> b << b;                     // nearest even; the carry into the exponent is right
-    return (uint16_t)((h & 0x8000) | (m > top ? top : m));
-}
+// ---- one element: an f16 that loses b bits is pats_cut of kvcomp.h
 static void pats_mid(uint16_t *h, int n, int b) {       // bit b-1 on, except in a zero
     if (!b) return;
     #pragma omp simd
@@ -6140,22 +6290,33 @@ static const Pats *pats_of(const Session *s) {          // the state, for the st
     return NULL;
 }
 
-// Packing.load, the hot path of attention: rows r0 .. r0+n-1, all packed, as f32.
-static void pats_load_region(const Pats *x, const KVHead *h, const Region *g, int v, int r0, int n, int D, float *buf) {
+// Packing.load, the hot path of attention: rows r0 .. r0+n-1, all packed, as f32. p: n rows of region g
+static void pats_load_region(const Pats *x, const Region *g, const unsigned char *p, int n, int D, float *buf) {
     size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-    const unsigned char *p = pats_row(h, g, v, r0, bytes);
     int mid = x->rounding == PATS_MID && g->w < 16 ? 1 << (15 - g->w) : 0, B = 8 * PATS_BLOCK / g->w;
     if (!x->rows64) { unpack_f32(buf, p, n * D, g->w, mid); return; }           // dense rows are one stream of elements
     for (int r = 0; r < n; r++, p += bytes, buf += D)
         for (int c = 0; c < D; c += B) unpack_f32(buf + c, p + c / B * PATS_BLOCK, D - c < B ? D - c : B, g->w, mid);
 }
+static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D, float *buf) {   // p lies on the GPU
+    unsigned char raw[1 << 14];
+    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
+    int step = (int)((sizeof raw - PATS_GUARD) / bytes);
+    for (int r = 0; r < n; r += step) {
+        int m = n - r < step ? n - r : step;
+        bytes_load_cuda(raw, p + r * bytes, m * bytes + PATS_GUARD);
+        pats_load_region(x, g, raw, m, D, buf + (size_t)r * D);
+    }
+}
 static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, float *buf) {
     const Pats *x = pats_of(s);
     const Region *g = h->reg;
+    int D = s->c->D;
     while (g->row0 + g->n <= r0) g++;
-    for (int m; n > 0; g++, r0 += m, n -= m, buf += (size_t)m * s->c->D) {
+    for (int m; n > 0; g++, r0 += m, n -= m, buf += (size_t)m * D) {
+        const unsigned char *p = pats_row(h, g, v, r0, pats_row_bytes(x->rows64, D, g->w));
         m = g->row0 + g->n - r0 < n ? g->row0 + g->n - r0 : n;
-        pats_load_region(x, h, g, v, r0, m, s->c->D, buf);
+        if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf); else pats_load_region(x, g, p, m, D, buf);
     }
 }
 
@@ -6192,7 +6353,8 @@ static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
         reg = region_add(reg, h->reg[g].w, x->rows64, D);
     }
     size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D);
-    for (int v = 0; v < 2; v++) {
+    if (KV_DEV(s)) rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, 0, keep, x->rounding, x->rows64);
+    for (int v = 0; v < 2 && !KV_DEV(s); v++) {
         unsigned char *to = total ? xcalloc(total, 1) : NULL;
         const Region *g = h->reg, *t = reg;
         for (int i = 0; i < n; i++) {
@@ -6222,6 +6384,12 @@ static int regions_same(const KVHead *h, const Region *reg) {
     }
     return same;
 }
+static size_t regions_stay(const Region *reg, int n, int same, int rows64, int D) {     // bytes of rows [0,same), with the gaps between
+    size_t bytes = 0;
+    for (int i = 0; i < n && reg[i].row0 < same; i++)
+        bytes = reg[i].base + (same - reg[i].row0 < reg[i].n ? same - reg[i].row0 : reg[i].n) * pats_row_bytes(rows64, D, reg[i].w);
+    return bytes;
+}
 // Rows same .. of the new table `reg` into `to`, read from where they are stored now: through already cut bits, never anew.
 static void pats_recut(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg, int same, unsigned char *to) {
     int D = s->c->D;
@@ -6249,8 +6417,12 @@ static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
     for (; n < h->len && h->src[n] < x->cut; n++) reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, D);
     int same = regions_same(h, reg), gone = n - h->packed;
     if (same == n && !gone) { arrfree(reg); return; }
-    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D), old = h->pk_bytes;
-    for (int v = 0; v < 2; v++) {
+    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D), stay = regions_stay(reg, (int)arrlen(reg), same, x->rows64, D), old = h->pk_bytes;
+    if (KV_DEV(s)) {
+        rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, stay, NULL, x->rounding, x->rows64);
+        rows_drop_cuda(s, h, gone, h->len - n);
+    }
+    for (int v = 0; v < 2 && !KV_DEV(s); v++) {
         char **p = v ? &h->pv : &h->pk, *raw = v ? h->v : h->k;
         if (same == h->packed) {                        // only new rows: they go behind the others
             *p = xrealloc(*p, total);
@@ -6258,12 +6430,7 @@ static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
             pats_recut(s, x, h, v, reg, same, (unsigned char *)*p);
         } else {
             char *to = xcalloc(total, 1);
-            size_t bytes = 0;                           // of the rows that stay
-            for (int i = 0; i < (int)arrlen(reg) && reg[i].row0 < same; i++) {
-                int stay = same - reg[i].row0 < reg[i].n ? same - reg[i].row0 : reg[i].n;
-                bytes = reg[i].base + stay * pats_row_bytes(x->rows64, D, reg[i].w);
-            }
-            if (bytes) memcpy(to, *p, bytes);
+            if (stay) memcpy(to, *p, stay);
             pats_recut(s, x, h, v, reg, same, (unsigned char *)to);
             free(*p);
             *p = to;
@@ -6300,7 +6467,7 @@ static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass)
     }
     if (cut <= 0) return;
     x->cut = cut > x->cut ? cut : x->cut;
-    #pragma omp parallel for schedule(dynamic) if (T > 1024)
+    #pragma omp parallel for schedule(dynamic) if (T > 1024 && !KV_DEV(s))
     for (int i = 0; i < s->c->L * s->c->G; i++) pats_pack_head(s, x, &s->head[i]);
 }
 
@@ -6309,6 +6476,14 @@ static void pats_write(Session *s, Pats *x, int l, int T_pass) {
     int D = s->c->D, T = s->n_tok;
     if (!x->write || !x->b_max) return;
     if (!x->T1) x->T1 = x->n1 = T;
+    if (KV_DEV(s)) {
+        size_t mark = scratch_mark(s);
+        unsigned char *bits = scratch(s, (size_t)T_pass);
+        for (int t = 0; t < T_pass; t++) bits[t] = (unsigned char)pats_bits(x, s->base + t, T);
+        rows_cut_cuda(s, l, bits, T_pass, x->rounding);
+        scratch_reset(s, mark);
+        return;
+    }
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
         for (int r = h->len - T_pass; r < h->len; r++) {
@@ -6567,21 +6742,7 @@ static int chunk_end(const unsigned char *level, int s, int min, int max, int fi
     return best;
 }
 
-// ---- the index
-typedef struct {            // one level of a tree: n nodes over some children
-    int n;
-    uint16_t *mu;           // (n,D) centres, bf16
-    float *r;               // (n) covers every chunk key below the node, measured against the rounded mu
-    int *chunks, *tokens;   // (n) below the node
-    int *first, *last;      // (n) its children, ascending; -1: none
-    int *next;              // (children) the sibling after a child; -1: none
-} Nodes;
-typedef struct {            // the index of one KV head of one layer
-    Nodes fine, coarse;     // clusters of chunks; units of clusters (n 0 where nothing reads them)
-    int *parent;            // (clusters) their unit
-    float *rho;             // (units) max over its clusters c of |mu_c - mu_g| + beta r_c: what exact pruning needs
-    char *mem; size_t bytes;
-} Tree;
+// ---- the index: Nodes and Tree of kvcomp.h
 typedef struct {            // statistics of one tree, on request (A7)
     double recall, covered, covered_indexed, jaccard, hit;
     long n_recall, n_jaccard, n_hit;
@@ -6599,8 +6760,6 @@ typedef struct {
     Tree *tree; Watch *watch;           // (L,G)
     long ends[CUT_INSIDE + 1];          // chunks by the level of their end
 } Lychee;
-enum { GQA_MAX, GQA_SUM, GQA_HEAD };
-enum { LAZY_BALL, LAZY_MEAN, LAZY_FREEZE };
 enum { KG_FLAT = 0, KG_AUTO = -1 };
 enum { WINDOW_HIT = 32 };
 
@@ -6657,15 +6816,26 @@ static int lychee_open(Session *s, void *ms) {
     x->start[0] = x->sink;
     return 0;
 }
+static void tree_free(const Session *s, Tree *t) {
+    (void)s;
+    if (KV_DEV(s)) near_free_cuda(t->mem); else free(t->mem);
+}
 static void lychee_close(Session *s, void *ms) {
     Lychee *x = ms;
-    for (int i = 0; x->tree && i < s->c->L * s->c->G; i++) free(x->tree[i].mem);
+    for (int i = 0; x->tree && i < s->c->L * s->c->G; i++) tree_free(s, &x->tree[i]);
     for (int i = 0; x->watch && i < s->c->L * s->c->G; i++) free(x->watch[i].seen);
     free(x->tree); free(x->watch); free(x->start); free(x->level);
 }
 static int indexed_layer(const Session *s, const Lychee *x, int l) { return l >= x->full_layers && layer_acts(s, l); }
 static int t_idx(const Lychee *x) { return x->start[x->M]; }
 static int wants_coarse(const Lychee *x) { return x->kg != KG_FLAT || x->exact; }
+
+static int room_for_chunks(const Lychee *x) { return x->B > x->sink ? x->B - x->sink : 0; }
+static LycheeRule lychee_rule(const Lychee *x, int P) {          // for the kernels; P: coarse units
+    int kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
+    return (LycheeRule){ .beta = x->beta, .beta_coarse = x->beta_coarse, .gqa = x->gqa, .units = x->exact ? 0 : kg, .lazy = x->lazy, .unit = x->unit,
+                         .tokens = x->tokens, .iters = x->iters, .min = x->min, .room = room_for_chunks(x), .sink = x->sink, .M = x->M, .start = x->start };
+}
 
 typedef struct { char *mem; size_t at; } Block;          // mem NULL: only the size is wanted
 static void *carve(Block *b, size_t bytes) { void *p = b->mem ? b->mem + b->at : NULL; b->at += (bytes + 63) & ~(size_t)63; return p; }
@@ -6685,10 +6855,11 @@ static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {    
     return at.at;
 }
 // One block for everything; cap: chunks there will be at most before the next build, so grafting never asks for memory.
-static void tree_room(Tree *t, int cap, int K, int P, int D) {
+static void tree_room(const Session *s, Tree *t, int cap, int K, int P, int D) {
     Tree size;
     size_t bytes = tree_carve(&size, NULL, cap, K, P, D);
-    if (bytes != t->bytes) { free(t->mem); t->mem = xmalloc(t->bytes = bytes); }
+    if (bytes != t->bytes) { tree_free(s, t); t->mem = KV_DEV(s) ? near_grow_cuda(NULL, 0, bytes) : xmalloc(bytes); }
+    t->bytes = bytes;
     tree_carve(t, t->mem, cap, K, P, D);
 }
 static void child_append(Nodes *u, int node, int child) {
@@ -6842,9 +7013,8 @@ static void watch_restart(Watch *w, int clusters) {      // cluster numbers chan
     for (int c = 0; c < clusters; c++) w->seen[c] = -2 * WINDOW_HIT;
     w->step = w->size = 0;
 }
-static void lychee_build(Session *s, Lychee *x) {
-    int L = s->c->L, G = s->c->G, D = s->c->D, M = x->M, K = (M + x->per_cluster - 1) / x->per_cluster;
-    int P = !wants_coarse(x) ? 0 : (K + 1) / 2 < x->coarse_max ? (K + 1) / 2 : x->coarse_max, n = n_threads();
+static void build_host(Session *s, Lychee *x, int K, int P) {
+    int L = s->c->L, G = s->c->G, D = s->c->D, M = x->M, n = n_threads();
     size_t mark = scratch_mark(s), f = sizeof(float);
     BuildRoom *room = scratch(s, (size_t)n * sizeof *room);
     for (int i = 0; i < n; i++)
@@ -6853,13 +7023,22 @@ static void lychee_build(Session *s, Lychee *x) {
             .sc = scratch(s, (size_t)KV_TILE * KV_TILE * f), .len = scratch(s, (size_t)K * f), .rows = scratch(s, (size_t)x->max * D * f),
             .label = scratch(s, (size_t)M * sizeof(int)), .glabel = scratch(s, (size_t)K * sizeof(int)), .count = scratch(s, (size_t)K * sizeof(int)) };
     #pragma omp parallel for schedule(dynamic)
-    for (int i = 0; i < L * G; i++) {
-        if (!indexed_layer(s, x, i / G)) continue;
-        tree_room(&x->tree[i], 2 * M, K, P, D);
-        tree_build(s, x, &x->tree[i], &s->head[i], &room[thread_id()]);
-        if (x->watch) watch_restart(&x->watch[i], K);
-    }
+    for (int i = 0; i < L * G; i++) if (indexed_layer(s, x, i / G)) tree_build(s, x, &x->tree[i], &s->head[i], &room[thread_id()]);
     scratch_reset(s, mark);
+}
+static void lychee_build(Session *s, Lychee *x) {
+    int G = s->c->G, M = x->M, K = (M + x->per_cluster - 1) / x->per_cluster;
+    int P = !wants_coarse(x) ? 0 : (K + 1) / 2 < x->coarse_max ? (K + 1) / 2 : x->coarse_max;
+    LycheeRule rule = lychee_rule(x, P);
+    for (int l = 0; l < s->c->L; l++) {
+        if (!indexed_layer(s, x, l)) continue;
+        for (int i = l * G; i < (l + 1) * G; i++) {
+            tree_room(s, &x->tree[i], 2 * M, K, P, s->c->D);
+            if (x->watch) watch_restart(&x->watch[i], K);
+        }
+        if (KV_DEV(s)) lychee_build_cuda(s, &rule, l, &x->tree[l * G]);
+    }
+    if (!KV_DEV(s)) build_host(s, x, K, P);
     x->M_built = M;
 }
 
@@ -6944,8 +7123,6 @@ static int pop_best(int *heap, int *n, const float *S) {
     if (*n) sift_down(heap, *n, 0, S);
     return top;
 }
-static int room_for_chunks(const Lychee *x) { return x->B > x->sink ? x->B - x->sink : 0; }
-
 // ---- retrieval (Algorithm 1, lines 8-16)
 static int open_flat(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
     int n = 0;
@@ -7069,16 +7246,31 @@ static SeekRoom *seek_rooms(Session *s, const Lychee *x, const Tree *t, int R) {
             .mu = scratch(s, (size_t)KV_TILE * D * sizeof(float)), .prob = x->watch ? scratch(s, (size_t)N * sizeof(float)) : NULL };
     return w;
 }
-static void select_group(Session *s, const Lychee *x, int l, int g, const float *q, SeekRoom *w) {      // q (R,D): the heads of KV head g
+static int seek(const Lychee *x, const Tree *t, const float *q, int m, int D, SeekRoom *w, int *n) {     // q (m,D) -> tokens of the chunks; w->rows (n)
+    Probe p;
+    if (x->gqa == GQA_MAX) probe_max(&p, q, m, D); else probe_sum(&p, q, m, D, w->q);
+    int k = retrieve(x, t, &p, D, w);
+    *n = rows_to_read(x, w->taken, w->rows);
+    return k;
+}
+static int seek_found(const Lychee *x, const int *found, int per, SeekRoom *w, int *n) {       // the same from what the GPU found (3+2 per)
+    *n = found[0]; w->n_used = found[2];
+    memcpy(w->rows, found + 3, (size_t)*n * sizeof(int));
+    memcpy(w->used, found + 3 + per, (size_t)w->n_used * sizeof(int));
+    for (int j = 0, i = x->sink; j < x->M && x->watch; j++) {
+        w->taken[j] = i < *n && w->rows[i] == x->start[j];
+        if (w->taken[j]) i += x->start[j + 1] - x->start[j];
+    }
+    return found[1];
+}
+// q (R,D): the heads of KV head g. found: of its lists, (lists,3+2 per), or NULL
+static void select_group(Session *s, const Lychee *x, int l, int g, const float *q, const int *found, int per, SeekRoom *w) {
     int R = s->c->H / s->c->G, D = s->c->D, lists = x->gqa == GQA_HEAD ? R : 1, each = R / lists, size = 0, inter = 0, hit = 0;
     const Tree *t = &x->tree[l * s->c->G + g];
     Watch *a = x->watch ? &x->watch[l * s->c->G + g] : NULL;
-    Probe p;
     if (a) a->step++;
     for (int i = 0; i < lists; i++) {
-        const float *qi = q + (size_t)i * each * D;
-        if (x->gqa == GQA_MAX) probe_max(&p, qi, each, D); else probe_sum(&p, qi, each, D, w->q);
-        int k = retrieve(x, t, &p, D, w), n = rows_to_read(x, w->taken, w->rows);
+        int n, k = found ? seek_found(x, found + (size_t)i * (3 + 2 * per), per, w, &n) : seek(x, t, q + (size_t)i * each * D, each, D, w, &n);
         for (int h = i * each; h < (i + 1) * each; h++) view_set(s, l, g * R + h, w->rows, n, t_idx(x));
         if (!a) continue;
         watch_mark(a, w->used, w->n_used, &size, &inter, &hit);
@@ -7092,9 +7284,16 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
     if (l < x->full_layers || !x->M_built || s->n_tok <= x->B + x->buffer) return;       // the views say: every row
     double t0 = now();
     size_t mark = scratch_mark(s);
-    SeekRoom *w = seek_rooms(s, x, &x->tree[l * G], R);
-    #pragma omp parallel for schedule(static) if (x->M > 256)
-    for (int g = 0; g < G; g++) select_group(s, x, l, g, q + (size_t)g * R * D, &w[thread_id()]);
+    int per = x->sink + room_for_chunks(x), *found = NULL, bring = x->watch || x->gqa == GQA_HEAD;     // bring: the host must see what the GPU finds
+    size_t each = (size_t)(x->gqa == GQA_HEAD ? R : 1) * (3 + 2 * per);           // of a KV head
+    if (KV_DEV(s)) {
+        LycheeRule rule = lychee_rule(x, x->tree[l * G].coarse.n);
+        found = lychee_seek_cuda(s, &rule, l, &x->tree[l * G], q, per, bring);
+        if (x->watch) q = on_host(s, q, 0, 1);                             // statistics are measured on the host
+    }
+    SeekRoom *w = KV_DEV(s) && !bring ? NULL : seek_rooms(s, x, &x->tree[l * G], R);
+    #pragma omp parallel for schedule(static) if (x->M > 256 && !found)
+    for (int g = 0; g < G; g++) if (w) select_group(s, x, l, g, q + (size_t)g * R * D, found ? found + g * each : NULL, per, &w[thread_id()]);
     scratch_reset(s, mark);
     timed(&s->clk.index, t0);
 }
@@ -7162,6 +7361,9 @@ static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead 
     unit_rho(t, g, x->beta, D, room);
 }
 static void lychee_graft(Session *s, Lychee *x, int from) {                // chunks from..M-1, in order
+    LycheeRule rule = lychee_rule(x, 0);
+    for (int l = 0; KV_DEV(s) && l < s->c->L; l++) if (indexed_layer(s, x, l)) lychee_graft_cuda(s, &rule, l, &x->tree[l * s->c->G], from);
+    if (KV_DEV(s)) return;
     int L = s->c->L, G = s->c->G, D = s->c->D, n = n_threads(), l0 = 0;
     while (l0 < L && !indexed_layer(s, x, l0)) l0++;
     if (l0 == L) return;
@@ -7213,11 +7415,16 @@ static Watch watch_total(const Session *s, const Lychee *x) {
 static void lychee_stats(const Session *s, const void *ms, FILE *out) {
     const Lychee *x = ms;
     long single = 0, empty = 0, clusters = 0, most = 0, forced = x->ends[CUT_NONE] + x->ends[CUT_INSIDE], cut = forced;
-    for (int i = 0; i < s->c->L * s->c->G && x->M_built; i++)
-        for (int c = 0; c < x->tree[i].fine.n; c++, clusters++) {
-            int n = x->tree[i].fine.chunks[c];
+    for (int i = 0; i < s->c->L * s->c->G && x->M_built; i++) {
+        const Nodes *u = &x->tree[i].fine;
+        int *copy = KV_DEV(s) ? xmalloc((size_t)(u->n + 1) * sizeof(int)) : NULL;
+        if (copy) bytes_load_cuda(copy, u->chunks, (size_t)u->n * sizeof(int));
+        for (int c = 0; c < u->n; c++, clusters++) {
+            int n = (copy ? copy : u->chunks)[c];
             single += n == 1; empty += !n; most = n > most ? n : most;
         }
+        free(copy);
+    }
     for (int k = CUT_STRUCTURE; k < CUT_NONE; k++) cut += x->ends[k];
     if (!clusters) { fprintf(out, "lychee: no index yet (it starts past %d tokens)\n", x->B + x->buffer); return; }
     fprintf(out, "lychee: %d chunks of %.2f tokens; ends: %.0f%% structure, %.0f%% sentence, %.0f%% phrase, %.0f%% blank, %.0f%% forced\n",
@@ -7786,24 +7993,16 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
         x->base = B - w;
         dililazy_caps(x->inf, s->c->L, x->heads, x->base, x->beta, x->eps, x->alloc, x->cap);
     }
-    size_t mark = scratch_mark(s), N = kv_longest(s, l);
-    float *row = scratch(s, H * N * sizeof(float)), *pooled = scratch(s, R * N * sizeof(float));
-    int *keep = scratch(s, N * sizeof(int));
-    window_scores(s, l, q, T, x->snap.window, row);
-    for (int g = 0; g < G; g++) {
-        const KVHead *hd = kv_head(s, l, g);
-        int n = candidates(hd, w), len = hd->len;
-        for (int r = 0; r < R; r++) pool_max(pooled + r * N, row + (g * R + r) * N, n, x->snap.kernel);
-        if (x->heads < H) {                             // gqa=kv
-            join_heads(pooled, pooled, n, N, R, AGG_MEAN);
-            kv_keep(s, l, g, keep, keep_best(keep, pooled, n, x->cap[l * G + g], len));
-            continue;
-        }
-        for (int r = 0; r < R; r++) {
-            int kept = top_k(pooled + r * N, n, x->cap[l * H + g * R + r], keep);
-            view_set(s, l, g * R + r, keep, kept, n);
-        }
-        kv_compact(s, l, g);                            // rows that no query head of the group reads are given back
+    size_t mark = scratch_mark(s);
+    int N = kv_longest(s, l), per_group = x->heads < H, *keep = scratch(s, (size_t)H * N * sizeof(int));      // per_group: --dililazy-gqa=kv
+    int *n = scratch(s, (size_t)G * sizeof(int)), *wide = scratch(s, (size_t)H * sizeof(int)), *kept = scratch(s, (size_t)H * sizeof(int));
+    float *score = pooled_scores(s, &x->snap, l, q, T, w, per_group ? POOL_JOIN : POOL_ONLY, n);
+    if (per_group) snap_keep(s, l, score, n, x->cap + (size_t)l * G);
+    else {
+        for (int h = 0; h < H; h++) wide[h] = n[h / R];
+        top_k_rows(s, score, H, N, wide, x->cap + (size_t)l * H, keep, N, kept);
+        for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
+        for (int g = 0; g < G; g++) kv_compact(s, l, g); // rows that no query head of the group reads are given back
     }
     scratch_reset(s, mark);
 }
@@ -8140,16 +8339,16 @@ static void lychee_text(const Tokenizer *t) { token_text = (TokenText){ t, glue_
 const Method methods[] = {
     { .name = "full", .paper = "Vaswani et al., Attention Is All You Need, arXiv 1706.03762", .keeps = "keeps every row, reads every row" },
     { .name = "streaming", .paper = "StreamingLLM, arXiv 2309.17453", .keeps = "keeps the first --sink and the most recent rows, B in all", .evicts = 1,
-      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = streaming_open, .commit = streaming_commit },
+      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = streaming_open, .wants = KV_BLIND, .commit = streaming_commit },
     { .name = "window", .paper = "streaming without sinks", .keeps = "keeps the B most recent rows", .evicts = 1,
-      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = window_open, .commit = streaming_commit },
+      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = window_open, .wants = KV_BLIND, .commit = streaming_commit },
     { .name = "snapkv", .paper = "SnapKV, arXiv 2404.14469", .keeps = "keeps the rows the last --obs-window queries attend to most, and those last rows; B in all", .evicts = 1,
-      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .commit = snapkv_commit },
+      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = snapkv_commit },
     { .name = "adakv", .paper = "Ada-KV, arXiv 2407.11550", .keeps = "snapkv with the budget shared out among a layer's heads by their scores; B a head on average", .evicts = 1,
-      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .commit = adakv_commit },
+      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = adakv_commit },
     { .name = "pyramidkv", .paper = "PyramidKV, arXiv 2406.02069", .keeps = "snapkv with budgets that fall from the first layer to the last; B a head on average", .evicts = 1,
       .limits = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen. Uses --kernel, --gqa-agg", .role = ROLE_SELECT,
-      .state = sizeof(Snap), .open = snapkv_open, .commit = pyramidkv_commit },
+      .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = pyramidkv_commit },
     { .name = "h2o", .paper = "H2O, arXiv 2306.14048", .keeps = "keeps the last B/2 rows and the B/2 others that drew most attention so far", .evicts = 1,
       .limits = "needs a dense prefill, so no loopserve-p", .role = ROLE_SELECT | ROLE_PREFILL, .wants = KV_MASS, .state = sizeof(H2o), .opts = h2o_opts,
       .open = h2o_open, .commit = h2o_commit },
@@ -8182,7 +8381,7 @@ const Method methods[] = {
     { .name = "loopserve-p", .paper = "LoopServe-P: its prefill alone, arXiv 2507.13681", .keeps = "keeps every row; prefill reads chosen lines (saves reads only)",
       .limits = "goes with any decode method by +, but h2o and sonic. Prefills each answer again at the next turn",
       .role = ROLE_PREFILL, .state = sizeof(LoopServe), .opts = loopserve_p_opts, .open = loopserve_p_open, .enter = loopserve_enter,
-      .attend = loopserve_attend, .commit = loopserve_commit, .forget = loopserve_forget, .stats = loopserve_stats },
+      .attend = loopserve_attend, .wants = KV_BLIND, .commit = loopserve_commit, .forget = loopserve_forget, .stats = loopserve_stats },
     { .name = "loopserve-d", .paper = "LoopServe-D: its decode alone, arXiv 2507.13681",
       .keeps = "keeps every row; decode reads the B rows the last queries like best and this answer (saves reads only)",
       .limits = "prefills each answer again at the next turn", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts,
@@ -8204,11 +8403,11 @@ const Method methods[] = {
       .keeps = "keeps the system message, K Nexus rows a finished message, and the current turn; the rest is dropped when the next turn begins", .evicts = 1,
       .limits = "needs an adapter trained for the model; --budget does not apply (see --sonic-k); goes with a storage format (sonic+pats), with no other selection or sparse prefill",
       .role = ROLE_PREFILL | ROLE_SELECT, .rule = VIS_SEGMENT, .state = sizeof(Sonic), .opts = sonic_opts, .open = sonic_open, .close = sonic_close,
-      .enter = sonic_enter, .embed = sonic_embed, .commit = sonic_commit, .bytes = sonic_bytes, .stats = sonic_stats },
+      .enter = sonic_enter, .embed = sonic_embed, .wants = KV_BLIND, .commit = sonic_commit, .bytes = sonic_bytes, .stats = sonic_stats },
     { .name = "dililazy", .paper = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL submission)", .evicts = 1,
       .keeps = "every query head reads its own rows, B on average, more for heads that find facts; a KV head stores their union",
       .limits = "needs head scores (--dililazy-scores or --calibrate). B must exceed --obs-window. Uses --kernel", .role = ROLE_SELECT, .state = sizeof(DiliLazy),
-      .opts = dililazy_opts, .open = dililazy_open, .close = dililazy_close, .bytes = dililazy_bytes, .commit = dililazy_commit, .stats = dililazy_stats },
+      .opts = dililazy_opts, .open = dililazy_open, .close = dililazy_close, .bytes = dililazy_bytes, .wants = KV_BLIND, .commit = dililazy_commit, .stats = dililazy_stats },
     { .name = NULL },
 };
 
@@ -9872,6 +10071,7 @@ typedef struct {            // one line of the table. Times are seconds a token
     const char *test; int n;
     double tok_s, attend, select, commit, index, bandwidth;     // bandwidth: bytes a second this machine reads
     double weights, kv, meta;                                   // bytes a decode step moves
+    double flops;                                               // of a prefill: products and causal attention, each counted once
     size_t stored;                                              // bytes of rows held
 } BenchLine;
 
@@ -9901,20 +10101,26 @@ static double read_bandwidth(void) {                    // best of three passes 
     return best;
 }
 
+// Bytes a second: what a decode step is measured by. On the GPU a copy's, read and written.
+static double bandwidth(const Session *s) { (void)s; return KV_DEV(s) ? device_copy_rate() : read_bandwidth(); }
+
 // Stands in for forward while a cache is filled: T random rows in every head, then the hooks of the method, no products.
 static float *fill_pass(Session *s, const Token *in, int T) {
     const Config *c = s->c;
     size_t nk = (size_t)T * c->G * c->D, nq = (size_t)T * c->H * c->D;
-    float *x = xmalloc((nq + 2 * nk) * sizeof *x), *k = x + nq, *v = k + nk;
+    float *x = xmalloc((nq + 2 * nk) * sizeof *x), *k = x + nq, *v = k + nk, *near = x;    // near: where the device, if any, has them
+    #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < nq + 2 * nk; i++) x[i] = (float)(int32_t)(uint32_t)mix64(i) * 0x1p-31f;
+    if (KV_DEV(s)) near = device_floats(x, nq + 2 * nk);
     add_tokens(s, in, T);
     for (int l = 0; l < c->L; l++) {
         int acts = layer_acts(s, l);
         if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, x, k, v, T);
-        kv_append(s, l, k, v, 0, T);
-        if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, x, T);
+        kv_append(s, l, near + nq, near + nq + nk, 0, T);
+        if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, near, T);
     }
     EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
+    if (KV_DEV(s)) device_drop(near);
     free(x);
     return s->logits;
 }
@@ -9930,8 +10136,12 @@ static void bench_clock(BenchLine *b, const Session *s, long tokens) {   // wher
     b->commit = s->clk.commit / (double)tokens; b->index = s->clk.index / (double)tokens;
     b->stored = kv_bytes(s);
 }
+static double prefill_flops(const Config *c, double n) {
+    double HD = (double)c->H * c->D, GD = (double)c->G * c->D, products = 2 * HD * c->C + 2 * GD * c->C + 3.0 * c->F * c->C;
+    return 2 * (n * c->L * products + (double)c->V * c->C) + 2 * n * (n + 1) * HD * c->L;
+}
 static BenchLine bench_prefill(Session *s, int n, int repeat) {
-    BenchLine b = { .test = "pp", .n = n, .bandwidth = read_bandwidth() };
+    BenchLine b = { .test = "pp", .n = n, .bandwidth = bandwidth(s), .flops = prefill_flops(s->c, n) };
     double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
     int *ids = random_ids(n, s->c->V);
     for (int r = 0; r < repeat; r++) {
@@ -9955,7 +10165,7 @@ static BenchLine bench_decode(Session *s, int depth, int repeat) {
     s->forward = forward;
     decode(s, ids[0]);                                  // the first step grows the arena
     memset(&s->clk, 0, sizeof s->clk);
-    b.bandwidth = read_bandwidth();
+    b.bandwidth = bandwidth(s);
     for (int r = 0; r < repeat; r++) {
         double t = s->clk.decode;
         for (int i = 0; i < BENCH_STEPS; i++) decode(s, (int)(mix64((uint64_t)(r * BENCH_STEPS + i)) % (uint64_t)V));
@@ -10003,16 +10213,121 @@ static void bench_print(FILE *f, const BenchLine *b, const Options *o, const Con
     }
     fflush(f);
 }
-static int bench(const Options *o) {
-    App a = { .o = (Options *)o };
+// ---- the suite: the methods of the five papers and what they are compared with, on one model, in one table (`make gpu-bench`).
+// A method that refuses, or that would take the suite past its time, is a row that says so.
+
+typedef struct { const char *name, *method, *options; int prompts, depths; } SuiteRun;      // options "x=1 y=2"; which tests it takes part in
+static const SuiteRun suite_runs[] = {
+    { "full", "full", "", 1, 1 }, { "loopserve-p", "loopserve-p", "", 1, 0 }, { "streaming 1024", "streaming", "budget=1024", 0, 1 }, { "snapkv 1024", "snapkv", "budget=1024", 0, 1 },
+    { "dililazy 128", "dililazy", "budget=128", 0, 1 }, { "lychee", "lychee", "", 0, 1 }, { "pats 8", "pats", "pats-bmax=8", 0, 1 }, { "pats 10", "pats", "pats-bmax=10", 0, 1 },
+    { "loopserve-d", "loopserve-d", "", 0, 1 },
+};
+enum { SUITE_SECONDS = 400 };
+typedef struct { App *a; FILE *table, *csv; int *prompt, *depth, repeat; double t0; char scores[64]; } Suite;
+
+static void suite_row(const Suite *u, const SuiteRun *r, const BenchLine *b, const char *instead) {     // instead: why there are no numbers, or NULL
+    double bytes = b->weights + b->kv + b->meta, rate = bytes * b->tok_s * 1e-9, share = b->bandwidth > 0 ? 1e9 * rate / b->bandwidth : 0, tera = b->n ? b->flops * b->tok_s / b->n * 1e-12 : 0;
+    fprintf(u->table, "| %-14s | %s %6d | ", r->name, b->test, b->n);
+    if (instead) fprintf(u->table, "%s |\n", instead);
+    else fprintf(u->table, "%9.2f | %8.3f | %8.3f | %7.1f | %4.0f%% | %7.1f | %8.3f | %8.3f | %8.3f | %8.3f | %8.3f |\n", b->tok_s, 1e3 / b->tok_s, bytes * 1e-9, rate, 100 * share, tera,
+                 b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, (double)b->stored * 1e-9);
+    fprintf(u->csv, "\"%s\",%s,%d,%.3f,%.0f,%.0f,%.0f,%.2f,%.2f,%.4f,%.3f,%.4f,%.4f,%.4f,%.4f,%zu,\"%s\"\n", r->name, b->test, b->n, b->tok_s, b->weights, b->kv, b->meta, rate,
+            b->bandwidth * 1e-9, share, tera, b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, b->stored, instead ? instead : "");
+    fflush(u->table); fflush(u->csv);
+}
+static Options *suite_options(const Suite *u, const SuiteRun *r) {
+    Options *o = options_copy(u->a->o);
+    char err[256], text[128], *next = text;
+    snprintf(text, sizeof text, "%s", r->options);
+    for (char *word; (word = strsep(&next, " ")); ) {
+        char *value = strchr(word, '=');
+        if (!value) continue;
+        *value = 0;
+        options_set(o, word, value + 1, err);
+    }
+    options_set(o, "method", r->method, err);
+    options_set(o, "dililazy-scores", u->scores, err);
+    return o;
+}
+static void suite_lines(const Suite *u, const SuiteRun *r, Session *s) {
+    for (int decode = 0; decode < 2; decode++) {
+        const int *n = decode ? u->depth : u->prompt;
+        double last = 0;                                         // seconds of the line before; the next takes longer as contexts grow
+        for (int i = 0; (decode ? r->depths : r->prompts) && i < (int)arrlen(n); i++) {
+            double t = now(), guess = i && n[i - 1] ? 1.5 * last * n[i] / n[i - 1] : 0;
+            BenchLine b = { .test = decode ? "tg" : "pp", .n = n[i] };
+            int late = t - u->t0 + guess > SUITE_SECONDS;
+            if (!late) b = decode ? bench_decode(s, n[i], u->repeat) : bench_prefill(s, n[i], u->repeat);
+            suite_row(u, r, &b, late ? "left out: no time" : NULL);
+            if (late) break;
+            last = now() - t;
+        }
+    }
+}
+static void suite_run(const Suite *u, const SuiteRun *r) {
+    jmp_buf jump, *outer = die_jump;
+    char err[512];
+    Options *o = suite_options(u, r);
+    Session *volatile s = NULL;
+    BenchLine none = { .test = r->depths ? "tg" : "pp" };
+    die_jump = &jump;                                            // a method that cannot go on ends its rows, not the suite
+    if (setjmp(jump)) suite_row(u, r, &none, die_text);
+    else if (!(s = session_try(u->a->c, u->a->w, o, r->method, err))) suite_row(u, r, &none, err);
+    else suite_lines(u, r, s);
+    die_jump = outer;
+    session_close(s);
+    options_free(o);
+}
+static void suite_scores(Suite *u) {                             // DiliLazyKV needs scores of a model's heads: made-up ones
+    snprintf(u->scores, sizeof u->scores, "/tmp/kvcomp_scores_XXXXXX");
+    int fd = mkstemp(u->scores), n = u->a->c->L * u->a->c->H;
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "w");
+    if (!f) die(EXIT_RUN, "--bench-suite: %s cannot be written", u->scores);
+    for (int i = 0; i < n; i++) fprintf(f, "%c\"%d-%d\": [%.6f]%s", i ? ',' : '{', i / u->a->c->H, i % u->a->c->H, (double)(mix64((uint64_t)i) >> 11) * 0x1p-53, i + 1 < n ? "" : "}");
+    fclose(f);
+}
+static void suite(App *a, int *prompt, int *depth, int repeat, FILE *table, FILE *csv) {
+    Suite u = { .a = a, .table = table, .csv = csv, .prompt = prompt, .depth = depth, .repeat = repeat, .t0 = now() };
+    const Config *c = a->c;
+    Session *base = session_open(c, a->w, a->o, "full");         // stays open, so that the weights stay on the device
+    double gemm = KV_DEV(base) ? device_gemm_rate(base, c->F, c->C, c->C) : 0, copy = bandwidth(base);
+    suite_scores(&u);
+    fprintf(table, "%s, %.2f GB of weights, -d %s: copy %.1f GB/s (read and written), bf16 product of %d x %d x %d %.1f TFLOP/s; K %s, V %s; share: of the copy rate, measured beside every line\n\n"
+            "| method         | test      |     tok/s | ms/token |  GB/step |    GB/s | share | TFLOP/s | attend ms | select   | commit   | index    | rows GB  |\n"
+            "|----------------|-----------|----------:|---------:|---------:|--------:|------:|--------:|---------:|---------:|---------:|---------:|---------:|\n",
+            c->dir, (double)a->w->bytes * 1e-9, opt_str(a->o, "device"), copy * 1e-9, c->F, c->C, c->C, gemm * 1e-12, opt_str(a->o, "ctk"), opt_str(a->o, "ctv"));
+    fprintf(csv, "method,test,n,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,copy_gb_s,share,tflop_s,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,note\n");
+    for (size_t i = 0; i < sizeof suite_runs / sizeof *suite_runs; i++) suite_run(&u, &suite_runs[i]);
+    unlink(u.scores);
+    session_close(base);
+}
+static void bench_context(Options *o, const int *prompt, const int *depth) {     // what the memory plan is told: the longest context there will be
+    int n = 0;
+    char text[16], err[256];
+    for (int i = 0; i < (int)arrlen(prompt); i++) if (prompt[i] > n) n = prompt[i];
+    for (int i = 0; i < (int)arrlen(depth); i++)  if (depth[i] > n) n = depth[i];
+    snprintf(text, sizeof text, "%d", n + BENCH_STEPS * opt_int(o, "repeat") + 1);
+    options_set(o, "ctx-size", text, err);
+}
+static int bench(Options *o) {
+    App a = { .o = o };
+    const char *path = opt_str(o, "bench-suite");
     int *prompt = number_list("bench-prompts", opt_str(o, "bench-prompts"), 1, 1 << 24), *depth = number_list("bench-depths", opt_str(o, "bench-depths"), 0, 1 << 24);
     int repeat = opt_int(o, "repeat");
+    FILE *csv = *path ? fopen(path, "w") : NULL;
+    if (*path && !csv) die(EXIT_USAGE, "--bench-suite %s: %s", path, strerror(errno));
+    bench_context(o, prompt, depth);
     open_model(&a);
-    Session *s = session_open(a.c, a.w, o, opt_str(o, "method"));
-    bench_header(stdout, o, a.c, a.w);
-    for (int i = 0; i < (int)arrlen(prompt); i++) { BenchLine b = bench_prefill(s, prompt[i], repeat); bench_print(stdout, &b, o, a.c); }
-    for (int i = 0; i < (int)arrlen(depth); i++)  { BenchLine b = bench_decode(s, depth[i], repeat);   bench_print(stdout, &b, o, a.c); }
-    session_close(s);
+    if (csv) {
+        suite(&a, prompt, depth, repeat, stdout, csv);
+        fclose(csv);
+    } else {
+        Session *s = session_open(a.c, a.w, o, opt_str(o, "method"));
+        bench_header(stdout, o, a.c, a.w);
+        for (int i = 0; i < (int)arrlen(prompt); i++) { BenchLine b = bench_prefill(s, prompt[i], repeat); bench_print(stdout, &b, o, a.c); }
+        for (int i = 0; i < (int)arrlen(depth); i++)  { BenchLine b = bench_decode(s, depth[i], repeat);   bench_print(stdout, &b, o, a.c); }
+        session_close(s);
+    }
     weights_close(a.w, a.c);
     arrfree(prompt);
     arrfree(depth);
@@ -11882,6 +12197,22 @@ static void app_close(App *a) {
     options_free(a->o);
     free(a->method); free(a->logits);
 }
+// --inspect and -v: what the options will take, asked of a session on the CPU, which needs nothing of it yet.
+static void print_memory(const App *a, FILE *f) {
+    char err[512], keep[8];
+    const char *method = opt_str(a->o, "method");
+    snprintf(keep, sizeof keep, "%s", opt_str(a->o, "device"));
+    options_set(a->o, "device", "cpu", err);
+    Session *s = session_try(a->c, a->w, a->o, method, err);
+    if (!s) { fprintf(f, "memory     not known: %s\n", err); }
+    else {
+        MemoryPlan p = memory_plan(s);
+        fprintf(f, "memory     -c %d, method %s, K %s, V %s: weights %.3f GB + rows %.3f GB + passes %.3f GB = %.3f GB with -d cuda\n", p.ctx, method, s->fk->name, s->fv->name,
+                (double)p.weights * 1e-9, (double)p.kv * 1e-9, (double)p.pass * 1e-9, (double)(p.weights + p.kv + p.pass) * 1e-9);
+        session_close(s);
+    }
+    options_set(a->o, "device", keep, err);
+}
 static void print_values(const Options *o) {             // -v: every effective value
     for (int i = 0; i < (int)shlen(o->map); i++)
         fprintf(stderr, "  --%s=%s%s\n", o->map[i].key, o->map[i].value, opt_given(o, o->map[i].key) ? "  (given)" : "");
@@ -11932,7 +12263,8 @@ static int run_app(App *a) {
         return rc;
     }
     open_model(a);
-    if (opt_int(o, "inspect")) { inspect(a->c, a->w, stdout); free(text); return 0; }
+    if (opt_int(o, "inspect")) { inspect(a->c, a->w, stdout); print_memory(a, stdout); free(text); return 0; }
+    if (opt_int(o, "verbose")) print_memory(a, stderr);
     open_tokenizer(a, !ids);
     if (*opt_str(o, "calibrate")) { free(text); return calibrate(a->c, a->w, a->tok, o); }
     open_session(a);

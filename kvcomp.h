@@ -13,6 +13,7 @@
 // says otherwise. Success is 0 everywhere.
 #ifndef KVCOMP_H
 #define KVCOMP_H
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -66,6 +67,7 @@ typedef struct {
 } Weights;
 
 // ------------------------------------------------------------------------------------------------ tokens, rows, views
+enum { MAX_G = 64 };                            // KV heads a kernel's argument has room for
 enum { TOK_USER, TOK_REPLY, TOK_EXTRA };        // fed by prefill; fed by decode; a method's own token (SONIC's Nexus)
 
 typedef struct {            // one token of the dialogue. A session keeps every token it has seen; rows point back here
@@ -108,11 +110,14 @@ typedef struct Options Options;                 // every command-line value; rea
 typedef struct { const char *name; char kind; const char *def, *help; } Opt;   // kind 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice (def "a|b|c", the first is the default)
 
 enum { VIS_CAUSAL, VIS_SEGMENT, VIS_SEGMENT_EXACT };   // prefill mask: kv_visible below
-enum { KV_MASS = 1 };                           // Method.wants: attention adds its probabilities into KVHead.mass
+enum { KV_MASS = 1,                             // Method.wants: attention adds its probabilities into KVHead.mass
+       KV_BLIND = 2 };                          // in a decode step commit needs nothing of the pass and may run when every layer is done: the GPU then
+                                                // takes the whole step in one go
 enum { ROLE_PREFILL = 1, ROLE_SELECT = 2, ROLE_STORE = 4 };   // what a method decides; two parts of a "+" must not share a role
 
 // A method is a table line of optional hooks along the timeline of one pass. ms is the part's own state (zeroed, .state bytes).
-// q, k, v are f32. Hooks see a whole turn: -b never changes what they get.
+// q, k, v are f32. Hooks see a whole turn: -b never changes what they get. With Session.dev set, q and out are device memory (but
+// project's q, k, v): hand them on, or bring them with on_host().
 typedef struct Method {
     const char *name;
     const char *paper;          // citation for --help METHOD
@@ -174,6 +179,7 @@ struct Session {
     float *logits;                              // (V) of the pass's last token
     Clock clk;
     struct Device *dev;                         // what kvcomp.cu holds for the session; NULL on the CPU
+    unsigned changes;                           // grows when a view is set or the memory of rows moves: what was told to the GPU is old then
     float *(*forward)(Session *s, const Token *t, int T);   // forward or forward_cuda
     char err[512];
 };
@@ -220,6 +226,19 @@ KV_HD static inline uint16_t f32_to_f16(float f) {      // nearest even; saturat
     a += 0xfff + (a >> 13 & 1);
     return (uint16_t)(s | (a - 0x38000000) >> 13);
 }
+enum { AGG_MEAN, AGG_MAX, AGG_SUM };                    // how the query heads of a group become one
+enum { PAGE = 16 };                                     // rows of a Quest page
+enum { JOIN_POOL, POOL_ONLY, POOL_JOIN };               // window scores: heads first, then neighbours; neighbours only; neighbours, then heads
+KV_HD static inline int64_t fixed_mass(float x) { return (int64_t)rint((double)x * 1099511627776.0); }     // 2^40 x: sums of these do not depend on their order
+enum { PATS_TRUNC, PATS_NEAREST, PATS_MID };            // how PATS rounds; mid: truncated, and half a step added on every read
+enum { PATS_BLOCK = 64, PATS_GUARD = 16 };              // the paper's block; bytes readable behind the last packed element
+KV_HD static inline uint16_t pats_cut(uint16_t h, int b, int rounding) {                  // one element: h an f16, b bits to lose
+    if (!b) return h;
+    unsigned m = h & 0x7fff, top = 0x7bffu >> b << b;
+    if (rounding != PATS_NEAREST || m > 0x7c00) return (uint16_t)(h >> b << b);           // a NaN is never rounded
+    m = (m + (1u << (b - 1)) - 1 + (m >> b & 1)) >> b << b;                               // nearest even; the carry into the exponent is right
+    return (uint16_t)((h & 0x8000) | (m > top ? top : m));
+}
 KV_HD static inline uint64_t splitmix64(uint64_t *state) {
     uint64_t z = (*state += 0x9e3779b97f4a7c15ull);
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
@@ -227,6 +246,45 @@ KV_HD static inline uint64_t splitmix64(uint64_t *state) {
     return z ^ z >> 31;
 }
 KV_HD static inline uint64_t mix64(uint64_t x) { return splitmix64(&x); }                 // first output of state x (rules.md B3)
+
+typedef struct {            // what one query head reads in one prefill (section 10b)
+    int n, p0;              // rows its KV head holds; the first row of this pass: the queries are rows p0..n-1
+    int dense;              // 1: every cell; v and s do not matter
+    int tile64;             // 1: slashes rounded up to ranges of columns, 0: exactly the cells of the lines
+    uint64_t *v, *s;        // (n bits) columns; offsets. s must hold offset 0, so that every row sees itself
+} Lines;
+typedef struct {            // how LoopServe chooses them (section 11)
+    double alpha;
+    int sink, local;        // lines always taken
+    int holdout;            // 1: odd samples only validate
+    double max_cells, max_tiles;        // beyond these shares of dense: dense
+} LoopRule;
+typedef struct { double mass, cells; } LoopFound;        // shares: of the sampled mass; of the cells (tile64: tiles)
+static inline size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }
+
+// ------------------------------------------------------------------------------------------------ LycheeCluster's index (section 13), on the device in a device session
+typedef struct {            // one level of a tree: n nodes over some children
+    int n;
+    uint16_t *mu;           // (n,D) centres, bf16
+    float *r;               // (n) covers every chunk key below the node, measured against the rounded mu
+    int *chunks, *tokens;   // (n) below the node
+    int *first, *last;      // (n) its children, ascending; -1: none
+    int *next;              // (children) the sibling after a child; -1: none
+} Nodes;
+typedef struct {            // the index of one KV head of one layer
+    Nodes fine, coarse;     // clusters of chunks; units of clusters (n 0 where nothing reads them)
+    int *parent;            // (clusters) their unit
+    float *rho;             // (units) max over its clusters c of |mu_c - mu_g| + beta r_c: what exact pruning needs
+    char *mem; size_t bytes;
+} Tree;
+enum { GQA_MAX, GQA_SUM, GQA_HEAD };
+enum { LAZY_BALL, LAZY_MEAN, LAZY_FREEZE };
+typedef struct {            // what the kernels need to know of a session's index
+    float beta, beta_coarse;
+    int gqa, units, lazy, unit, tokens, iters;      // units: coarse units opened at least, 0: a flat scan
+    int min, room, sink;                            // fewest tokens of a chunk; tokens the chunks of a list may have; rows before the index
+    int M; const int *start;                        // chunks; their first tokens (M+1), on the host
+} LycheeRule;
 
 static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }
 static inline KVHead *kv_head(const Session *s, int l, int g) { return &s->head[(size_t)l * s->c->G + g]; }
@@ -277,13 +335,16 @@ const char *simd_name(void);                                            // "avx5
 int  top_k(const float *x, int n, int k, int *idx);                     // the k largest (ties: lower index), indices ascending -> count
 
 // ------------------------------------------------------------------------------------------------ cache (section 5)
-void   kv_append  (Session *s, int l, const float *k, const float *v, int t0, int n);  // k, v (n,G,D), rotated: tokens base+t0 .. of this pass
+void   kv_append  (Session *s, int l, const float *k, const float *v, int t0, int n);  // k, v (n,G,D), rotated: tokens base+t0 .. of this pass; KV_DEV: in device memory
+void   kv_reserve (Session *s, int l, int n);                                      // the three parts of it: room for n more rows in every head of layer l,
+void   kv_note    (Session *s, int l, int t0, int n);                              // their bytes, and last their tokens, positions, lengths
 void   kv_keep    (Session *s, int l, int g, const int *keep, int n);              // keep (n) ascending; the rest is given back; the group's views reset
 void   kv_compact (Session *s, int l, int g);                                      // drop rows no view of the group reads, renumber the views
 void   kv_truncate(Session *s, int n_tok);                                         // forget tokens (and their rows) from n_tok on; views reset
 void   kv_repos   (Session *s, int l, int g, int row, int pos);                    // re-rotate one key to another position
 void   kv_load_k  (const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf); // buf (n,D) f32; rows NULL: rows r0..r0+n-1
 void   kv_load_v  (const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf);
+const float *on_host(Session *s, const float *q, int t0, int n);                   // rows t0..t0+n-1 (n,H,D) of a hook's q, where C can read them
 int    kv_longest (const Session *s, int l);                                       // rows of the longest head of layer l
 void   view_set   (Session *s, int l, int h, const int *idx, int n, int tail);     // idx (n) ascending, all < tail
 void   view_all   (Session *s);                                                    // every view: every row
@@ -314,6 +375,10 @@ const float *decode(Session *s, int id);                                        
 float *forward(Session *s, const Token *t, int T);                                 // one pass over tokens already rewritten by enter
 void rope(const Weights *w, float *x, int heads, int D, int pos);                  // x (heads,D) rotated in place, half layout
 
+typedef struct { size_t weights, kv, pass; int ctx; } MemoryPlan;                  // bytes a dialogue of ctx tokens needs: weights, rows, rooms of the largest pass
+MemoryPlan memory_plan(const Session *s);
+void   progress_tell(const char *what, double share);                             // 0: begins, 1: over
+
 // ---- the GPU half (kvcomp.cu). When Session.dev is set, KVHead.k and .v are device memory and the functions above call these.
 #ifdef KVCOMP_CUDA
 #define KV_DEV(s) ((s)->dev != NULL)
@@ -326,12 +391,43 @@ void   device_close(Session *s);                                                
 float *pass_cuda(Session *s, int T);                                               // pass() of section 7
 void   rows_resize_cuda(Session *s, KVHead *h, int cap);                           // room for cap rows; h->cap is still the old one
 void   rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n);  // k, v: device memory; h->len is still the old one
-void   rows_move_cuda(Session *s, KVHead *h, const int *keep, int n);              // row i = row keep[i]
+void   rows_free_cuda(Session *s, KVHead *h);                                      // all of them; leaves k, v, pk and pv NULL
+void   rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed, int old_packed);    // row i = row keep[i]
+void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, size_t stay, const int *rows, int rounding, int rows64);
+void   rows_drop_cuda(Session *s, KVHead *h, int gone, int left);                  // raw rows gone.. move up: those before are packed
+void   rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int rounding);   // the last T rows lose bits (T), in place
+void   bytes_load_cuda(void *to, const void *from, size_t n);
 void   rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf);  // n neighbours unpacked to buf (n,D) on the host
 void   rows_store_cuda(char *to, const char *raw, size_t bytes);
 void   attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n);
 void   attn_decode_cuda(Session *s, int l, float *out, const float *q);
 void   window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score);
+float *device_floats(const float *x, size_t n);                                    // x (n) in device memory, for kv_append; to be dropped
+void   device_drop(float *x);
+double device_copy_rate(void);                                                     // bytes a second a copy inside device memory reads and writes
+double device_gemm_rate(Session *s, int O, int I, int T);                          // FLOP/s of the product (T,I) (O,I)^T in bf16
+void   host_copy_cuda(float *to, const float *from, size_t n);                     // n floats to the host ...
+void   host_give_cuda(float *to, const float *from, size_t n);                     // ... and to the device
+float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg, int width, int order);
+void   top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count);
+float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);
+float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg);
+char  *near_grow_cuda(char *old, size_t have, size_t want);                        // memory of a method, on the device: keeps what is there
+void   near_free_cuda(char *p);
+void   near_copy_cuda(void *to, const void *from, size_t n);                       // from device to device
+void   lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T);
+int    line_batch_cuda(const Session *s, int l, int m);                            // KV heads that line_probs_cuda should do at once
+float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T, const int *t, int m);  // (ng R,m,N) on the device
+float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, int m, int slash, int least);   // (ng R,N) on the device
+void   select_tiles_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T, int m, Lines *lines, LoopFound *found);
+void   page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype);
+void   quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int best, const float *q, int dtype);
+void   views_fetch_cuda(Session *s);                                               // views the device chose and kept, to the host
+void   views_drop_cuda(Session *s);
+float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);               // (H,N) on the device
+void   lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *t);   // t (G): the trees of layer l, room made
+void   lychee_graft_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, int from);
+int   *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, int per, int bring);   // bring: -> (lists,3+2 per) on the host
 
 #ifdef __cplusplus
 }

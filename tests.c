@@ -2551,7 +2551,9 @@ TEST(baselines_order, "rules A6: snapkv takes the mean over the heads first and 
     s->base = N - 8;
     Snap x;
     CHECK(!snap_options(s, &x, 32, 1024) && x.window == 8 && x.kernel == 7 && x.agg == AGG_MEAN, "options");
-    float *got = snap_scores(s, &x, 0, q, 8, 8);
+    int n[1];
+    float *got = pooled_scores(s, &x, 0, q, 8, 8, JOIN_POOL, n);
+    CHECK(n[0] == N - 8, "candidates %d", n[0]);
     window_scores(s, 0, q, 8, 8, row);
     for (int j = 0; j < N - 8; j++) {
         double mean_first = 0, pool_first = 0;
@@ -2593,16 +2595,16 @@ TEST(baselines_adakv, "AdaKV by hand: shares, counts, caps; ties go to the lower
     Tiny m = tiny_model(1, 2, 2, 16, 32, 40, 61, 13);
     Options *o = options_of("");
     Session *s = session_open(m.c, m.w, o, "full");
-    int cap[2];
+    int cap[2], n[2] = { 8, 8 };
     s->head[0].len = 10; s->head[1].len = 10;            // w 2: 8 candidates each, base 5
     float a[20] = { 8, 0, 0, 0, 0, 0, 0, 0, 0, 0,   1, 1, 1, 1, 1, 1, 1, 1, 0, 0 };
-    adakv_caps(s, 0, a, 2, 5, cap);                      // share 1 and 5/8; best ten: one of head 0, eight of head 1, then a 0 of head 0 -> cnt 2, 8
+    adakv_caps(s, 0, a, n, 5, cap);                      // share 1 and 5/8; best ten: one of head 0, eight of head 1, then a 0 of head 0 -> cnt 2, 8
     CHECK(cap[0] == 3 && cap[1] == 7, "caps %d %d: rint(.8*2 + 1), rint(.8*8 + 1)", cap[0], cap[1]);
     for (int i = 0; i < 20; i++) a[i] = 1;
-    adakv_caps(s, 0, a, 2, 5, cap);                      // all equal: head 0's eight first, then two of head 1
+    adakv_caps(s, 0, a, n, 5, cap);                      // all equal: head 0's eight first, then two of head 1
     CHECK(cap[0] == 7 && cap[1] == 3, "caps %d %d with ties", cap[0], cap[1]);
-    s->head[1].len = 3;                                  // 1 candidate: N = 10 stays the stride
-    adakv_caps(s, 0, a, 2, 5, cap);
+    s->head[1].len = 3; n[1] = 1;                              // 1 candidate: N = 10 stays the stride
+    adakv_caps(s, 0, a, n, 5, cap);
     CHECK(cap[0] == 7 && cap[1] == 2, "caps %d %d of a short head: cnt 8 and 1", cap[0], cap[1]);
     rnd_seed(5);
     for (int c = 0; c < 200; c++) {
@@ -2610,8 +2612,9 @@ TEST(baselines_adakv, "AdaKV by hand: shares, counts, caps; ties go to the lower
         float *x = xmalloc(2 * 60 * sizeof *x);
         s->head[0].len = w + rnd_int(50); s->head[1].len = w + rnd_int(50);
         for (int i = 0; i < 120; i++) x[i] = (float)rnd_unit() + .01f;
-        adakv_caps(s, 0, x, w, base, cap);
-        int n0 = s->head[0].len - w, n1 = s->head[1].len - w, cnt = n0 + n1 < 2 * base ? n0 + n1 : 2 * base;
+        n[0] = s->head[0].len - w; n[1] = s->head[1].len - w;
+        adakv_caps(s, 0, x, n, base, cap);
+        int n0 = n[0], n1 = n[1], cnt = n0 + n1 < 2 * base ? n0 + n1 : 2 * base;
         CHECK(abs(cap[0] + cap[1] - (int)rint(.8 * cnt) - 2 * (base / 5)) <= 1 && cap[0] >= base / 5 && cap[1] >= base / 5, "caps %d %d of base %d", cap[0], cap[1], base);
         free(x);
     }
@@ -3794,7 +3797,7 @@ TEST(pats_pack, "packing is bit-exact for every w, head size, both formats, 1..7
                     pats_read_row(back, (unsigned char *)h.pk + r * bytes, D, w, rows64);
                     for (int d = 0; d < D; d++) bad += back[d] != all[r * D + d] || slow_element((unsigned char *)h.pk + r * bytes, d, w, rows64) != all[r * D + d] >> (16 - w);
                 }
-                pats_load_region(&x, &h, &reg, 0, r0, m, D, buf);
+                pats_load_region(&x, &reg, pats_row(&h, &reg, 0, r0, pats_row_bytes(rows64, D, reg.w)), m, D, buf);
                 for (int k = 0; k < m * D; k++) {
                     uint16_t e = all[r0 * D + k];
                     if (x.rounding == PATS_MID) pats_mid(&e, 1, 16 - w);
@@ -5015,7 +5018,7 @@ TEST(lychee_retrieve, "retrieval worked by hand: order, ties, cut at the first c
     unsigned char taken[6];
     Tree t = {0};
     SeekRoom w = { .sc = sc, .S = S, .cand = cand, .used = used, .taken = taken };
-    tree_room(&t, 6, 5, 0, 2);
+    tree_room(&(Session){ 0 }, &t, 6, 5, 0, 2);
     nodes_clear(&t.fine);
     for (int c = 0; c < 5; c++) { t.fine.mu[2 * c] = f32_to_bf16(centre[c][0]); t.fine.mu[2 * c + 1] = f32_to_bf16(centre[c][1]); }
     for (int j = 0; j < 6; j++) { child_append(&t.fine, member[j], j); t.fine.chunks[member[j]]++; t.fine.tokens[member[j]] += start[j + 1] - start[j]; }
@@ -7210,6 +7213,7 @@ TEST(cli_exit_codes, "usage errors end with 2 and one line naming the nearest op
     CHECK(sh(SYN "--method=streaming+window --ids data/ids/three-turns.txt") == 2 && strstr(sh_err, "both decide"), "%s", sh_err);
     CHECK(sh(SYN "--method=streaming --budget 3 --ids data/ids/three-turns.txt") == 2 && strstr(sh_err, "--sink"), "%s", sh_err);
     CHECK(sh("./kvcomp --synthetic L0 --inspect") == 2, "%s", sh_err);
+    CHECK(sh("./kvcomp --synthetic tiny --inspect --method=snapkv -c 0") == 0 && strstr(sh_out, "memory     -c 131072, method snapkv, K f16, V f16: weights"), "%s", sh_out);
     CHECK(sh("./kvcomp --help") == 0 && !*sh_err && strstr(sh_out, "--method"), "help");
     CHECK(sh("./kvcomp --version") == 0 && !strncmp(sh_out, "kvcomp ", 7), "%s", sh_out);
 }
@@ -7452,12 +7456,25 @@ void *cuda_put(const void *host, size_t bytes);
 void  cuda_get(void *host, const void *dev, size_t bytes);
 void  cuda_drop(void *dev);
 void  cuda_tokens(Session *s);
+size_t cuda_held(const Session *s);
 void  cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx, const Tensor *w, int T);
+int   cuda_graphs(const Session *s);
+size_t cuda_chunk(size_t total);
+extern int emu_no_graphs __attribute__((weak));
 __attribute__((weak)) void emu_set_seed(int seed);                              // not there on a real GPU
+__attribute__((weak)) void emu_set_memory(size_t bytes);
+__attribute__((weak)) size_t emu_most_memory(void);
+__attribute__((weak)) long emu_count(const char *part);
 
 static const int cuda_seeds[] = { 0, 1, 7 };
-#define EACH_SEED(i) for (int i = 0; i < (emu_set_seed ? 3 : 1) && (!emu_set_seed || (emu_set_seed(cuda_seeds[i]), 1)); i++)
+#if defined(__SANITIZE_THREAD__)
+#define SEEDS 1                                           // TSan knows what is ordered by what, whatever order it sees
+#else
+#define SEEDS 3
+#endif
+#define EACH_SEED(i) for (int i = 0; i < (emu_set_seed ? SEEDS : 1) && (!emu_set_seed || (emu_set_seed(cuda_seeds[i]), 1)); i++)
 
+static int variants_step(void) { return emu_set_seed ? 2 : 1; }                 // under the emulator every order takes half of a test's variants
 static Session *cuda_session(Tiny m, const char *method, const char *text, Options **o) {
     char err[256];
     *o = options_of(text);
@@ -7491,6 +7508,11 @@ static void cuda_product(Session *s, int O, int I, int T, int dtype) {
         }
     double tol = dtype == DT_BF16 && T > 1 ? 2e-5 : 3e-6, e = worst(y, ref, ny, tol, tol, NULL);    // cuBLAS gets two bf16 an activation: 16 bits
     CHECK(e <= 1, "O %d I %d T %d dtype %d: %g times the bound", O, I, T, dtype, e);
+    float *z = normals(ny, 1), *sum = xmalloc(ny * sizeof *sum);
+    for (size_t i = 0; i < ny; i++) sum[i] = z[i] + ref[i];
+    cuda_math(s, 'p', z, ny, x, nx, &w, T);
+    CHECK(worst(z, sum, ny, 2 * tol, 2 * tol, NULL) <= 1, "added: O %d I %d T %d dtype %d", O, I, T, dtype);
+    free(z); free(sum);
     device_reset(s);                                                             // the tensor's copy, before its address is used again
     free((void *)w.data); free(x); free(y); free(ref); free(wf);
 }
@@ -7502,8 +7524,8 @@ TEST(cuda_math, "products (gemv, gemm; f32, f16, bf16), norms, biases, SwiGLU at
         int shape[][2] = { { 1, 1 }, { 17, 40 }, { 33, 129 }, { 48, 512 }, { 5, 30 } }, T[] = { 1, 2, 7 };
         for (int i = 0; i < 5; i++) for (int t = 0; t < 3; t++) for (int d = 0; d < 3; d++)
             if (T[t] == 1 || d == DT_F32 || shape[i][1] % 2 == 0) cuda_product(s, shape[i][0], shape[i][1], T[t], d);
-        for (int i = 0; i < 4; i++) {
-            int n = (int[]){ 40, 1, 515, 600 }[i], rows = (int[]){ 3, 70, 2, 65 }[i], dtype = i % 3;
+        for (int i = 0; i < 5; i++) {
+            int n = (int[]){ 40, 1, 515, 600, 2049 }[i], rows = (int[]){ 3, 70, 2, 65, 2 }[i], dtype = i % 3;
             Tensor w = cuda_tensor(1, n, dtype, 1);
             size_t all = (size_t)rows * n;
             float *x = normals(all, 3), *y = normals(all, 1), *ref = xmalloc(all * sizeof *ref);
@@ -7525,10 +7547,10 @@ TEST(cuda_math, "products (gemv, gemm; f32, f16, bf16), norms, biases, SwiGLU at
 // ---- two sessions with the same rows, one on each side; rows are put in directly, so the heads' contents are known to the bit
 typedef struct { Tiny m; Options *oc, *od; Session *c, *d; } Pair;
 
-static Pair pair_open(Tiny m, const char *text) {
+static Pair pair_open(Tiny m, const char *method, const char *text) {
     Pair p = { .m = m, .oc = options_of(text) };
-    p.c = session_open(m.c, m.w, p.oc, "full");
-    p.d = cuda_session(m, "full", text, &p.od);
+    p.c = session_open(m.c, m.w, p.oc, method);
+    p.d = cuda_session(m, method, text, &p.od);
     return p;
 }
 static void pair_close(Pair *p) { session_close(p->c); session_close(p->d); options_free(p->oc); options_free(p->od); }
@@ -7548,22 +7570,34 @@ static void pair_append(Pair *p, int n, double k_std) {                         
     }
     free(t);
 }
-static int pair_rows_differ(const Pair *p) {                                     // heads whose stored bytes, tokens or positions differ
-    int bad = 0, D = p->m.c->D;
-    for (int i = 0; i < p->m.c->L * p->m.c->G; i++) {
-        const KVHead *a = &p->c->head[i], *b = &p->d->head[i];
-        size_t nk = a->len * p->c->fk->row_bytes(D), nv = a->len * p->c->fv->row_bytes(D);
-        char *raw = xmalloc(nk + nv + 1);
-        int diff = a->len != b->len || a->cap != b->cap;
-        if (!diff && a->len) {
-            cuda_get(raw, b->k, nk); cuda_get(raw + nk, b->v, nv);
-            diff = memcmp(raw, a->k, nk) || memcmp(raw + nk, a->v, nv) || memcmp(a->src, b->src, a->len * sizeof(int)) || memcmp(a->pos, b->pos, a->len * sizeof(int));
-        }
-        bad += diff;
-        free(raw);
-    }
-    return bad + (kv_bytes(p->c) != kv_bytes(p->d)) + (kv_meta_bytes(p->c) != kv_meta_bytes(p->d));
+static int bytes_differ(const void *host, const void *dev, size_t n) {           // dev: device memory
+    char *x = xmalloc(n + 1);
+    if (n) cuda_get(x, dev, n);
+    int diff = n && memcmp(x, host, n);
+    free(x);
+    return diff;
 }
+static int tables_differ(const KVHead *a, const KVHead *b) {                     // of packed rows
+    int bad = a->packed != b->packed || a->n_reg != b->n_reg;
+    for (int i = 0; i < a->n_reg && !bad; i++) {
+        const Region *x = &a->reg[i], *y = &b->reg[i];
+        bad = x->row0 != y->row0 || x->n != y->n || x->w != y->w || x->base != y->base;
+    }
+    return bad;
+}
+static int head_differs(const Session *c, const KVHead *a, const KVHead *b) {    // a on the CPU, b on the device: rows, tokens, positions, packed rows
+    size_t raw = a->len - a->packed, n = a->len * sizeof(int);
+    if (a->len != b->len || a->cap != b->cap || a->pk_bytes != b->pk_bytes || tables_differ(a, b)) return 1;
+    if (n && (memcmp(a->src, b->src, n) || memcmp(a->pos, b->pos, n))) return 1;
+    return bytes_differ(a->k, b->k, raw * c->fk->row_bytes(c->c->D)) || bytes_differ(a->v, b->v, raw * c->fv->row_bytes(c->c->D)) ||
+           bytes_differ(a->pk, b->pk, a->pk_bytes) || bytes_differ(a->pv, b->pv, a->pk_bytes);
+}
+static int device_differs(const Session *c, const Session *d) {                     // heads that differ, and the sums of bytes
+    int bad = 0;
+    for (int i = 0; i < c->c->L * c->c->G; i++) bad += head_differs(c, &c->head[i], &d->head[i]);
+    return bad + (kv_bytes(c) != kv_bytes(d)) + (kv_meta_bytes(c) != kv_meta_bytes(d));
+}
+static int pair_rows_differ(const Pair *p) { return device_differs(p->c, p->d); }
 static void pair_keep(Pair *p, int l, int g, int first, int step, int from) {    // the first rows, and every step-th from `from` on
     int n = 0, len = kv_head(p->c, l, g)->len, *keep = xmalloc((len + 1) * sizeof(int));
     while (n < first) { keep[n] = n; n++; }
@@ -7578,7 +7612,7 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
         Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
         char text[64];
         snprintf(text, sizeof text, "ctk=%s ctv=%s", format[f], format[(f + 1) % 4]);
-        Pair p = pair_open(m, text);
+        Pair p = pair_open(m, "full", text);
         pair_append(&p, 70, f == 1 ? 30000 : 1);                                 // f16: some values saturate
         CHECK(!pair_rows_differ(&p), "%s: append", format[f]);
         pair_keep(&p, 0, 0, 0, 3, 1); pair_keep(&p, 0, 2, 4, 1, 9); pair_keep(&p, 1, 1, 0, 1, 70);
@@ -7610,11 +7644,13 @@ static void pair_attention(Pair *p, int l, int n) {                             
     const Config *c = p->m.c;
     size_t row = (size_t)c->H * c->D, N = kv_longest(p->c, l);
     float *q = normals(n * row, 1.5), *a = xmalloc(n * row * sizeof *a), *b = xmalloc(n * row * sizeof *b);
-    attn_prefill(p->c, l, a, q, 0, n); attn_prefill(p->d, l, b, q, 0, n);
+    float *dq = cuda_put(q, n * row * sizeof *q), *db = cuda_put(b, n * row * sizeof *b);
+    attn_prefill(p->c, l, a, q, 0, n); attn_prefill(p->d, l, db, dq, 0, n);
+    cuda_get(b, db, n * row * sizeof *b);
     CHECK(worst(b, a, n * row, 1e-5, 1e-5, NULL) <= 1, "prefill: layer %d, %d queries, H %d G %d D %d", l, n, c->H, c->G, c->D);
     for (int W = 1; W <= 40; W += 13) {
         float *x = xmalloc(c->H * N * sizeof *x), *y = xmalloc(c->H * N * sizeof *y);
-        window_scores(p->c, l, q, n, W, x); window_scores(p->d, l, q, n, W, y);
+        window_scores(p->c, l, q, n, W, x); window_scores(p->d, l, dq, n, W, y);
         CHECK(worst(y, x, c->H * N, 1e-6, 1e-5, NULL) <= 1, "window scores: layer %d, W %d, %d queries", l, W, n);
         free(x); free(y);
     }
@@ -7628,7 +7664,8 @@ static void pair_attention(Pair *p, int l, int n) {                             
             if (!k && tail == len) tail = 0;
             view_set(p->c, l, h, idx, k, tail); view_set(p->d, l, h, idx, k, tail);
         }
-        attn_decode(p->c, l, a, q); attn_decode(p->d, l, b, q);
+        attn_decode(p->c, l, a, q); attn_decode(p->d, l, db, dq);
+        cuda_get(b, db, row * sizeof *b);
         CHECK(worst(b, a, row, 1e-5, 1e-5, NULL) <= 1, "decode: layer %d, views %d, H %d G %d D %d", l, kind, c->H, c->G, c->D);
     }
     for (int g = 0; g < c->G; g++) {
@@ -7639,32 +7676,261 @@ static void pair_attention(Pair *p, int l, int n) {                             
     p->c->base = p->d->base = base;
     p->c->decoding = p->d->decoding = 0;
     view_all(p->c); view_all(p->d);
+    cuda_drop(dq); cuda_drop(db);
     free(q); free(a); free(b);
 }
-TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to 12:1, 3 KV heads, head_dim 40 to 128, unequal heads, windows, tails") {
-    int shape[][3] = { { 6, 3, 40 }, { 3, 3, 48 }, { 12, 1, 64 }, { 15, 3, 128 } };
-    EACH_SEED(seed) for (int i = 0; i < 4; i++) {
-        Tiny m = tiny_model(2, shape[i][0], shape[i][1], shape[i][2], 16, 16, 11, 5 + i);
+TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to 12:1, 3 KV heads, head_dim 40 to 128, every row format, unequal heads, windows, tails") {
+    static const struct { int H, G, D, n; const char *text; } shape[] = {
+        { 6, 3, 40, 37, "ctk=f32 ctv=f32" }, { 3, 3, 48, 1, "ctk=bf16 ctv=bf16" }, { 12, 1, 64, 5, "ctk=q8_0 ctv=f16" }, { 15, 3, 128, 3, "ctk=bf16 ctv=f16" },
+        { 6, 3, 128, 2, "ctk=f16 ctv=f16" }, { 12, 1, 64, 2, "ctk=f16 ctv=f16" }, { 10, 2, 72, 2, "ctk=f32 ctv=f32" }, { 3, 3, 42, 2, "ctk=f16 ctv=f16" } };
+    EACH_SEED(seed) for (int i = 0; i < 8; i++) {
+        Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
         m.c->windowed = xcalloc(2, 1);
         m.c->windowed[1] = 1; m.c->window = 21;
-        int n = (int[]){ 37, 1, 5, 3 }[i];
-        Pair p = pair_open(m, i == 2 ? "ctk=q8_0 ctv=f16" : i == 3 ? "ctk=bf16 ctv=f16" : "");
+        Pair p = pair_open(m, "full", shape[i].text);
         p.c->wants = p.d->wants = i == 3 ? 0 : KV_MASS;
         pair_append(&p, 100, 1);
-        for (int g = 0; g < shape[i][1]; g++) pair_keep(&p, 0, g, 0, 2 + g, g);     // unequal heads
+        for (int g = 0; g < shape[i].G; g++) pair_keep(&p, 0, g, 0, 2 + g, g);      // unequal heads
+        pair_append(&p, shape[i].n, 1);
+        for (int l = 0; l < 2; l++) pair_attention(&p, l, shape[i].n);
+        pair_close(&p); tiny_free(m);
+    }
+}
+TEST(cuda_tensor_cores, "a prefill of 256 tokens and more agrees with the CPU: f16, bf16, mixed rows, head_dim 16 to 128, windows, unequal heads; -b changes no bit") {
+    int shape[][3] = { { 3, 3, 48 }, { 3, 1, 64 }, { 2, 1, 128 }, { 3, 3, 16 } };
+    const char *format[] = { "ctk=f16 ctv=f16", "ctk=bf16 ctv=f16", "ctk=f16 ctv=bf16", "ctk=bf16 ctv=bf16" };
+    EACH_SEED(seed) for (int i = 0; i < 4; i++) {
+        Tiny m = tiny_model(2, shape[i][0], shape[i][1], shape[i][2], 16, 16, 11, 5 + i);
+        const Config *c = m.c;
+        m.c->windowed = xcalloc(2, 1);
+        m.c->windowed[1] = 1; m.c->window = 150;
+        int n = 256 + 3 * seed, half = 129;
+        size_t row = (size_t)c->H * c->D, all = n * row;
+        Pair p = pair_open(m, "full", format[(i + seed) % 4]);
+        pair_append(&p, 70, 1);
+        for (int g = 0; g < c->G; g++) pair_keep(&p, 0, g, 0, 2 + g, g);            // unequal heads
         pair_append(&p, n, 1);
-        for (int l = 0; l < 2; l++) pair_attention(&p, l, n);
+        for (int l = 0; l < 2; l++) {
+            float *q = normals(all, 2), *a = xmalloc(all * sizeof *a), *b = xmalloc(all * sizeof *b), *x = xmalloc(all * sizeof *x);
+            float *dq = cuda_put(q, all * sizeof *q), *db = cuda_put(b, all * sizeof *b);
+            attn_prefill(p.c, l, a, q, 0, n); attn_prefill(p.d, l, db, dq, 0, n);
+            cuda_get(b, db, all * sizeof *b);
+            double tol = (i + seed) % 4 == 0 ? 1e-5 : 1e-4, e = worst(b, a, all, tol, tol, NULL);        // bf16: q and p in 16 bits
+            CHECK(e <= 1, "%s, layer %d, D %d: %g times the bound", format[(i + seed) % 4], l, c->D, e);
+            attn_prefill(p.d, l, db + half * row, dq + half * row, half, n - half);
+            cuda_get(x, db, all * sizeof *x);
+            CHECK(!memcmp(x + half * row, b + half * row, (n - half) * row * sizeof *x), "%s, layer %d: the second half alone", format[(i + seed) % 4], l);
+            cuda_drop(dq); cuda_drop(db);
+            free(q); free(a); free(b); free(x);
+        }
+        pair_close(&p); tiny_free(m);
+    }
+}
+
+static void pair_loads(Pair *p, int l, int g) {                                  // rows as f32, what hooks read
+    int D = p->m.c->D, len = kv_head(p->c, l, g)->len, rows[64], n = 0;
+    for (int r = 0; r < len && n < 64; r += 1 + r % 3) rows[n++] = r;
+    float *a = normals((size_t)len * D, 1), *b = normals((size_t)len * D, 1);
+    for (int v = 0; v < 2; v++) {
+        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), NULL, 0, len, a); (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), NULL, 0, len, b);
+        CHECK(!memcmp(a, b, (size_t)len * D * sizeof *a), "load of all rows");
+        (v ? kv_load_v : kv_load_k)(p->c, kv_head(p->c, l, g), rows, 0, n, a); (v ? kv_load_v : kv_load_k)(p->d, kv_head(p->d, l, g), rows, 0, n, b);
+        CHECK(!memcmp(a, b, (size_t)n * D * sizeof *a), "load of a list of rows");
+    }
+    free(a); free(b);
+}
+static void pair_pass(Pair *p, int n) {                                          // rows of n tokens, and the end of the pass
+    pair_append(p, n, 1);
+    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL) pats_commit(s, s->part[0].ms, s->c->L, NULL, n);
+}
+TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the CPU's after cutting, re-packing, dropping and truncating; attention reads them") {
+    const char *text[] = { "ctk=f16 ctv=f16 pats-window=9 pats-sink=3", "ctk=f16 ctv=f16 pats-window=9 pats-sink=3 pats-bmax=10 pats-round=mid pats-format=rows64",
+                           "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-round=nearest", "ctk=f16 ctv=f16 pats-window=0 pats-sink=0 pats-schedule=old pats-policy=static pats-tend=150 pats-format=rows64",
+                           "ctk=f16 ctv=f16 pats-window=7 pats-policy=static pats-tend=150 pats-bmax=10" };
+    EACH_SEED(seed) for (int i = seed; i < 5; i += variants_step()) {
+        int D = (int[]){ 40, 64, 48, 128, 8 }[i];
+        Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
+        Pair p = pair_open(m, "pats", text[i]);
+        pair_pass(&p, 70);
+        CHECK(!pair_rows_differ(&p) && kv_head(p.d, 0, 0)->packed > 30, "%s: first pass", text[i]);
+        for (int k = 0; k < 14; k++) {
+            pair_pass(&p, 1 + k % 2);
+            CHECK(!pair_rows_differ(&p), "%s: pass %d", text[i], k);
+        }
+        pair_keep(&p, 0, 0, 0, 3, 1); pair_keep(&p, 0, 2, 4, 1, 40); pair_keep(&p, 1, 1, 0, 1, 88); pair_keep(&p, 1, 0, 80, 2, 81);
+        CHECK(!pair_rows_differ(&p), "%s: keep", text[i]);
+        pair_pass(&p, 13);
+        CHECK(!pair_rows_differ(&p), "%s: a pass after rows were dropped", text[i]);
+        for (int l = 0; l < 2; l++) {
+            pair_attention(&p, l, 13);
+            for (int g = 0; g < 3; g++) pair_loads(&p, l, g);
+        }
+        kv_truncate(p.c, 60); kv_truncate(p.d, 60);
+        CHECK(!pair_rows_differ(&p), "%s: truncate", text[i]);
+        pair_pass(&p, 40);
+        CHECK(!pair_rows_differ(&p), "%s: growing again", text[i]);
+        size_t held = cuda_held(p.d), told = kv_bytes(p.d);
+        CHECK(held >= told && held < told + 6 * 2 * 4096, "%s: %zu bytes held, %zu told: packed rows come in steps of 4096", text[i], held, told);
+        pair_close(&p); tiny_free(m);
+    }
+}
+
+TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's to the bit: ties, signs, infinities, empty and short rows, k 0 to past n") {
+    Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
+    Options *o, *oc = options_of("");
+    Session *s = cuda_session(m, "full", "", &o), *c = session_open(m.c, m.w, oc, "full");
+    EACH_SEED(seed) for (int kind = 0; kind < 4; kind++) {
+        enum { S = 6, N = 1300 };
+        int n[S] = { 1300, 1, 0, 513, 31, 700 }, k[S] = { 64, 3, 5, 513, 0, 699 }, got[S], want[N], per = 700;
+        float *x = normals(S * N, 1);
+        for (int i = 0; i < S * N && kind; i++) {
+            if (kind == 1) x[i] = (float)(i % 7);                                // many ties
+            if (kind == 2) x[i] = i % 3 ? -0.0f : 0;                             // all equal
+            if (kind == 3 && i % 5 == 0) x[i] = i % 2 ? INFINITY : -INFINITY;
+        }
+        int *idx = xmalloc(S * per * sizeof *idx);
+        float *dx = cuda_put(x, S * N * sizeof *x);
+        top_k_rows(s, dx, S, N, n, k, idx, per, got);
+        for (int i = 0; i < S; i++) {
+            int w = top_k(x + i * N, n[i], k[i], want);
+            CHECK(got[i] == w && !memcmp(want, idx + i * per, w * sizeof(int)), "values %d, row %d: %d, expected %d", kind, i, got[i], w);
+        }
+        int heads[3] = { 1300, 0, 40 }, total = 1340;
+        for (int i = 0; i < S * N; i++) x[i] = fabsf(x[i]) > 3 ? 0 : fabsf(x[i]);
+        cuda_drop(dx); dx = cuda_put(x, S * N * sizeof *x);
+        float *a = adakv_shares(c, x, N, heads, 30), *b = xmalloc(total * sizeof *b);
+        cuda_get(b, adakv_shares(s, dx, N, heads, 30), total * sizeof *b);
+        CHECK(!memcmp(a, b, total * sizeof *b), "shares");
+        cuda_drop(dx); free(x); free(idx); free(b);
+    }
+    session_close(s); session_close(c); options_free(o); options_free(oc); tiny_free(m);
+}
+TEST(cuda_pooled, "pooled scores on the device are what the CPU makes of the same window scores, in every order") {
+    Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
+    EACH_SEED(seed) {
+        Pair p = pair_open(m, "full", "");
+        pair_append(&p, 90, 1); pair_keep(&p, 0, 1, 3, 2, 5); pair_keep(&p, 0, 2, 2, 1, 88);
+        pair_append(&p, 5, 1);
+        int N = kv_longest(p.d, 0), n[3], one = 6 * N;
+        float *q = normals(5 * 96, 1.5), *dq = cuda_put(q, 5 * 96 * sizeof *q), *row = xmalloc(one * sizeof *row), *got = xmalloc(one * sizeof *got);
+        window_scores(p.d, 0, dq, 5, 3, row);
+        for (int i = 0; i < 9; i++) {
+            Snap x = { 3, (int[]){ 1, 7, 41 }[i % 3], i / 3 };                   // order i/3: agg too, where it counts
+            for (int order = JOIN_POOL; order <= POOL_JOIN; order++) {
+                float a[200], b[6][200];
+                cuda_get(got, pooled_scores(p.d, &x, 0, dq, 5, 3, order, n), (order == POOL_ONLY ? 6 : 3) * N * sizeof *got);
+                for (int g = 0; g < 3; g++) {
+                    float *from = row + 2 * g * N;
+                    CHECK(n[g] == candidates(kv_head(p.d, 0, g), 3), "candidates");
+                    join_heads(a, from, n[g], N, 2, x.agg);
+                    if (order == JOIN_POOL) pool_max(b[g], a, n[g], x.kernel);
+                    for (int r = 0; r < 2 && order != JOIN_POOL; r++) pool_max(b[2 * g + r], from + r * N, n[g], x.kernel);
+                    if (order == POOL_JOIN) join_heads(a, b[2 * g], n[g], 200, 2, AGG_MEAN);
+                    for (int r = 0; r < (order == POOL_ONLY ? 2 : 1); r++) {
+                        int at = order == POOL_ONLY ? 2 * g + r : g;
+                        CHECK(!memcmp(got + at * N, order == POOL_JOIN ? a : b[at], n[g] * sizeof *got), "order %d, width %d, head %d", order, x.kernel, at);
+                    }
+                }
+            }
+        }
+        cuda_drop(dq); free(q); free(row); free(got);
+        pair_close(&p);
+    }
+    tiny_free(m);
+}
+
+static void draw_lines(Lines *a, int kind) {                                     // kind 0: few lines; 1: many; 2: bands of 64 offsets; 3: dense
+    bit_set(a->s, 0);
+    for (int i = 0; i < a->n; i++) if (rnd_int(kind == 1 ? 3 : 25) == 0) bit_set(a->v, i);
+    for (int i = 0; i < a->n; i++) if (rnd_int(kind == 1 ? 4 : 60) == 0) bit_set(a->s, i);
+    for (int i = 64; i < 128 && i < a->n && kind == 2; i++) bit_set(a->s, i);
+    a->dense = kind == 3;
+}
+static void tiles_agree(Pair *p, int T, const int *t, int m, const float *dev, const float *Q) {    // select_tiles from the same probabilities (H,m,N)
+    const Config *c = p->m.c;
+    int N = kv_longest(p->c, 0), R = c->H / c->G;
+    for (int i = T % 3; i < 12; i += 3) {
+        LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3], i % 4, 1 + i % 5 * 7, i % 2, 1, i % 5 ? .9 : .4 };
+        Lines *a = lines_new(p->c, 0, T), *b = lines_new(p->c, 0, T);
+        LoopFound f[16], g[16];
+        LoopRoom *w = loop_rooms(p->c, m, N);
+        select_tiles_cuda(p->d, 0, 0, c->G, &u, dev, T, m, b, g);
+        for (int h = 0; h < c->H; h++) {
+            for (int j = 0; j < m; j++) {
+                w->R[j] = a[h].p0 + t[j];
+                memcpy(w->P + (size_t)j * a[h].n, Q + ((size_t)h * m + j) * N, a[h].n * sizeof(float));
+            }
+            LineSample x = { m, a[h].n, a[h].p0, w->R, w->P };
+            a[h].dense = select_tiles(&x, &u, &a[h], w, &f[h]);
+            CHECK(a[h].dense == b[h].dense && f[h].mass == g[h].mass && f[h].cells == g[h].cells, "rule %d, head %d of %d: dense %d %d, mass %.17g %.17g, tiles %.17g %.17g", i, h, R,
+                  a[h].dense, b[h].dense, f[h].mass, g[h].mass, f[h].cells, g[h].cells);
+            CHECK(!memcmp(a[h].v, b[h].v, bit_bytes(a[h].n)) && !memcmp(a[h].s, b[h].s, bit_bytes(a[h].n)), "rule %d, head %d: other lines", i, h);
+        }
+    }
+}
+static void pair_samples(Pair *p, int T, const float *q, const float *dq) {      // the sampled softmax rows, and what is made of them
+    const Config *c = p->m.c;
+    int R = c->H / c->G, N = kv_longest(p->c, 0), m = T < 20 ? T : 20, t[20], r[20];
+    size_t each = (size_t)m * N;
+    for (int i = 0; i < m; i++) t[i] = (int)((long)(i + 1) * T / m) - 1;
+    const float *dev = line_probs_cuda(p->d, 0, 0, c->G, dq, T, t, m);
+    float inv[20], *P = xmalloc(each * sizeof *P), *Q = xmalloc(c->H * each * sizeof *Q), *sum = xmalloc((size_t)c->H * N * sizeof *sum);
+    cuda_get(Q, dev, c->H * each * sizeof *Q);
+    for (int h = 0; h < c->H; h++) {
+        int n = kv_head(p->c, 0, h / R)->len, bad = 0;
+        for (int i = 0; i < m; i++) r[i] = n - T + t[i];
+        line_probs(p->c, 0, h, q, T, r, m, P, inv, tiles_new(p->c));
+        for (int i = 0; i < m; i++) bad += worst(Q + h * each + (size_t)i * N, P + (size_t)i * n, n, 1e-6, 1e-5, NULL) > 1;
+        CHECK(!bad, "probabilities of head %d: %d rows", h, bad);
+        for (int slash = 0; slash < 2; slash++) {
+            cuda_get(sum, line_sums_cuda(p->d, 0, 0, c->G, dev, T, m, slash, 3), (size_t)c->H * N * sizeof *sum);
+            for (int x = 0; x < n; x++) {
+                float want = 0;
+                for (int i = 0; i < m; i++) { int at = slash ? r[i] - x : x; if (at >= 0 && at <= r[i]) want += Q[h * each + (size_t)i * N + at]; }
+                CHECK(sum[(size_t)h * N + x] == (x < 3 ? INFINITY : want), "sum %d of head %d, slash %d", x, h, slash);
+            }
+        }
+    }
+    tiles_agree(p, T, t, m, dev, Q);
+    free(P); free(Q); free(sum);
+}
+static void pair_lines(Pair *p, int T, int tile64) {
+    const Config *c = p->m.c;
+    size_t all = (size_t)T * c->H * c->D;
+    float *q = normals(all, 1.5), *a = xmalloc(all * sizeof *a), *b = xmalloc(all * sizeof *b), *dq = cuda_put(q, all * sizeof *q), *db = cuda_put(q, all * sizeof *q);
+    size_t mark = scratch_mark(p->c);
+    Lines *lines = lines_new(p->c, 0, T);
+    for (int h = 0; h < c->H; h++) { draw_lines(&lines[h], h % 4); lines[h].tile64 = tile64; }
+    lines_attend(p->c, 0, lines, a, q, T); lines_attend(p->d, 0, lines, db, dq, T);
+    cuda_get(b, db, all * sizeof *b);
+    CHECK(worst(b, a, all, 1e-5, 1e-5, NULL) <= 1, "lines: %d queries, tile64 %d, H %d G %d D %d", T, tile64, c->H, c->G, c->D);
+    if (tile64) pair_samples(p, T, q, dq);
+    scratch_reset(p->c, mark);
+    cuda_drop(dq); cuda_drop(db); free(q); free(a); free(b);
+}
+TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed with dense heads, unequal heads, tails, packed rows; sampled softmax rows, their line sums and the lines of tile64 too") {
+    EACH_SEED(seed) for (int i = seed; i < 4; i += variants_step()) {
+        Tiny m = tiny_model(1, (int[]){ 6, 3, 8, 6 }[i], (int[]){ 3, 3, 1, 3 }[i], (int[]){ 40, 48, 128, 64 }[i], 16, 16, 11, 4 + i);
+        Pair p = pair_open(m, i == 3 ? "pats" : "full", i == 3 ? "ctk=f16 ctv=f16 pats-window=9" : i == 1 ? "ctk=bf16 ctv=q8_0" : "");
+        if (i) pair_append(&p, 90, 1);
+        for (int g = 0; g < 3 && i == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
+        for (Session *s = p.c; s && i == 3; s = s == p.c ? p.d : NULL) pats_commit(s, s->part[0].ms, 1, NULL, 90);
+        int T = (int[]){ 131, 70, 33, 64 }[i];                                   // each mod 3 tries other rules
+        rnd_seed(40 + i);
+        pair_append(&p, T, 1);
+        pair_lines(&p, T, 0); pair_lines(&p, T, 1);
         pair_close(&p); tiny_free(m);
     }
 }
 
 // ---- whole dialogues: the same script on both sides, compared after every pass
-static int views_differ(const Session *a, const Session *b) {
+static int views_differ(const Session *a, Session *b) {
     int bad = 0;
+    views_fetch_cuda(b);
     for (int i = 0; i < a->c->L * a->c->H; i++) bad += !same_view(&a->view[i], &b->view[i]);
     for (int i = 0; i < a->c->L * a->c->G; i++) {
         const KVHead *x = &a->head[i], *y = &b->head[i];
-        bad += x->len != y->len || memcmp(x->src, y->src, x->len * sizeof(int)) || memcmp(x->pos, y->pos, x->len * sizeof(int));
+        bad += x->len != y->len || memcmp(x->src, y->src, x->len * sizeof(int)) || memcmp(x->pos, y->pos, x->len * sizeof(int)) || tables_differ(x, y);
     }
     return bad;
 }
@@ -7697,14 +7963,125 @@ static void dialogues_alt(const char *method, const char *text, const Layer *alt
     tiny_free(m);
 }
 static void dialogues(const char *method, const char *text) { dialogues_alt(method, text, NULL); }
+static void dialogues_more(const char *method, const char *text) {              // a variant of what dialogues() has shown: one order of threads, another one each time
+    static int turn;
+    Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
+    Script p = { 3, { 53, 1, 30 }, { 4, 3, 5 }, 4 };
+    if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);
+    dialogue_agrees(m, method, text, &p, NULL);
+    tiny_free(m);
+}
 TEST(cuda_full, "-d cuda equals the CPU over three turns: full, with -b 7 and f16 rows too")  { dialogues("full", "ctk=f16 ctv=f16"); dialogues("full", "batch-size=7"); }
 TEST(cuda_streaming, "streaming, also re-rotating") { dialogues("streaming", "budget=20"); dialogues("streaming", "budget=20 streaming-rerotate"); }
 TEST(cuda_snapkv, "snapkv")       { dialogues("snapkv", "budget=20 obs-window=4"); }
-TEST(cuda_adakv, "adakv")         { dialogues("adakv", "budget=20 obs-window=4"); }
+TEST(cuda_adakv, "adakv, pyramidkv; sums over the group, ratios") {
+    dialogues("adakv", "budget=20 obs-window=4"); dialogues_more("adakv", "ratio=.4 obs-window=4 gqa-agg=sum kernel=3");
+    dialogues_more("pyramidkv", "budget=20 obs-window=4 gqa-agg=max");
+}
 TEST(cuda_h2o, "h2o, once and in every step") { dialogues("h2o", "budget=20"); dialogues("h2o", "budget=20 h2o=stream"); }
 TEST(cuda_expected, "expected-attention: the project hook") { dialogues("expected-attention", "budget=20 sink=2"); }
 TEST(cuda_lychee, "lychee")       { dialogues("lychee", "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4"); }
-TEST(cuda_quest, "quest")         { dialogues("quest", "budget=48 quest-full-layers=0"); }
+static int floats_differ(const void *host, const void *dev, size_t n) { return n && bytes_differ(host, dev, n * 4); }
+static int nodes_differ(const Nodes *a, const Nodes *b, int children, int D) {   // a on the CPU
+    size_t n = a->n;
+    return a->n != b->n || bytes_differ(a->mu, b->mu, n * D * 2) || floats_differ(a->r, b->r, n) || floats_differ(a->chunks, b->chunks, n) || floats_differ(a->tokens, b->tokens, n) ||
+           floats_differ(a->first, b->first, n) || floats_differ(a->last, b->last, n) || (n && floats_differ(a->next, b->next, children));
+}
+static int trees_differ(const Session *c, const Lychee *a, const Lychee *b) {    // to the bit
+    int bad = a->M != b->M || a->M_built != b->M_built, D = c->c->D;
+    for (int i = 0; i < c->c->L * c->c->G && a->M_built; i++) {
+        const Tree *x = &a->tree[i], *y = &b->tree[i];
+        if (!x->mem) continue;
+        bad += nodes_differ(&x->fine, &y->fine, a->M, D) || nodes_differ(&x->coarse, &y->coarse, x->fine.n, D) || x->bytes != y->bytes;
+        if (x->coarse.n) bad += floats_differ(x->parent, y->parent, x->fine.n) || floats_differ(x->rho, y->rho, x->coarse.n);
+    }
+    return bad;
+}
+static void lychee_pass(Pair *p, int n, const char *text) {                      // n tokens, the end of the pass, then what a query would read
+    const Config *c = p->m.c;
+    Lychee *a = p->c->part[0].ms, *b = p->d->part[0].ms;
+    pair_append(p, n, 1);
+    for (Session *s = p->c; s; s = s == p->c ? p->d : NULL)
+        for (int i = 0; i < s->n_part; i++) s->part[i].m->commit(s, s->part[i].ms, c->L, NULL, n);
+    CHECK(!trees_differ(p->c, a, b), "%s: trees after %d tokens, %d chunks", text, p->c->n_tok, a->M);
+    float *q = normals((size_t)c->H * c->D, 1.5), *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+    for (int l = 0; l < c->L; l++) {
+        lychee_select(p->c, a, l, q); lychee_select(p->d, b, l, dq);
+        views_fetch_cuda(p->d);
+        for (int h = 0; h < c->H; h++) CHECK(same_view(kv_view(p->c, l, h), kv_view(p->d, l, h)), "%s: layer %d, head %d reads other rows after %d tokens", text, l, h, p->c->n_tok);
+    }
+    CHECK(p->c->n_tok < 120 || kv_view(p->c, 1, 0)->tail > 90, "nothing was selected, so this shows nothing");
+    cuda_drop(dq); free(q);
+}
+static void lychee_pair(Tiny m, const char *method, const char *text) {
+    char all[300];
+    snprintf(all, sizeof all, "lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 %s", text);
+    Pair p = pair_open(m, method, all);
+    const Method *lychee = p.c->part[0].m;
+    lychee_pass(&p, 90, text);
+    for (int i = 0; i < 12; i++) lychee_pass(&p, 7, text);                       // grafts
+    lychee_pass(&p, 130, text);                                                  // twice the chunks: built anew
+    lychee_pass(&p, 30, text);
+    char *a = NULL, *b = NULL;
+    size_t na, nb;
+    FILE *f = open_memstream(&a, &na), *g = open_memstream(&b, &nb);
+    lychee->stats(p.c, p.c->part[0].ms, f); lychee->stats(p.d, p.d->part[0].ms, g);
+    fclose(f); fclose(g);
+    CHECK(na == nb && !memcmp(a, b, na) && strstr(a, "clusters"), "%s: statistics\n%s%s", text, a, b);
+    free(a); free(b);
+    pair_close(&p);
+}
+TEST(cuda_lychee_index, "from equal rows both devices make the same index to the bit, and read the same rows: every score, rule, level and bound, f16 and packed rows") {
+    if (!strcmp(simd_name(), "plain")) return;                                   // no fused multiply-add: equal to rounding only
+    Tiny m = tiny_model(2, 6, 3, 40, 16, 16, 11, 3), n = tiny_model(2, 12, 3, 16, 16, 16, 11, 6), o = tiny_model(2, 2, 2, 128, 16, 16, 11, 9);
+    int all = !emu_set_seed;
+    EACH_SEED(seed) {                                                            // each order of threads sees two or more of them
+        if (all || seed != 1) lychee_pair(m, "lychee", "budget=40");
+        if (all || seed != 2) lychee_pair(n, "lychee", "budget=50 paper lychee-kg=3 lychee-coarse-max=7 lychee-gqa=sum lychee-lazy=mean ctk=f16 ctv=f16");
+        if (all || seed != 0) lychee_pair(n, "lychee", "budget=30 lychee-kg=auto lychee-gqa=head lychee-bound=token lychee-beta=.5 lychee-stats");
+        if (all || seed == 1) lychee_pair(o, "lychee", "budget=40 lychee-prune=exact lychee-beta=.3 lychee-centroid=mean lychee-lazy=mean lychee-stats");
+        if (all || seed == 2) lychee_pair(n, "lychee+pats", "budget=40 lychee-centroid=mean lychee-lazy=freeze lychee-iters=2 pats-window=8 pats-round=mid ctk=f16 ctv=f16");
+    }
+    tiny_free(m); tiny_free(n); tiny_free(o);
+}
+TEST(cuda_quest, "quest; 5, 9 and 12 query heads a list, the fast kernel's and the general one's") {
+    dialogues("quest", "budget=48 quest-full-layers=0");
+    dialogues_more("quest", "ratio=.3 quest-full-layers=1 ctk=f16 ctv=f16");
+    for (int i = 0; i < 3; i++) {
+        Tiny m = tiny_model(2, (int[]){ 10, 9, 12 }[i], (int[]){ 2, 1, 1 }[i], 16, 24, 40, 53, 21);
+        Script p = { 1, { 90 }, { 4 }, 4 };
+        dialogue_agrees(m, "quest", i == 2 ? "budget=48 quest-full-layers=0 ctk=q8_0 ctv=q8_0" : "budget=48 quest-full-layers=0 ctk=bf16 ctv=bf16", &p, NULL);
+        tiny_free(m);
+    }
+}
+TEST(cuda_quest_pages, "from equal rows both devices hold the same bounds to the bit and read the same pages: every format, packed rows, growing pages") {
+    const char *text[] = { "ctk=f32", "ctk=f16 ctv=f16", "ctk=bf16", "ctk=q8_0", "ctk=f16 ctv=f16 pats-window=8" };
+    if (!strcmp(simd_name(), "plain")) return;                                   // no fused multiply-add: equal to rounding only
+    EACH_SEED(seed) for (int i = seed; i < 5; i += variants_step()) {
+        Tiny m = tiny_model(2, 6, 3, (int[]){ 40, 64, 16, 48, 128 }[i], 16, 16, 11, 3);
+        char all[200];
+        snprintf(all, sizeof all, "%s budget=64 quest-full-layers=0", text[i]);
+        Pair p = pair_open(m, i == 4 ? "quest+pats" : "quest", all);
+        const Config *c = m.c;
+        Quest *a = p.c->part[0].ms, *b = p.d->part[0].ms;
+        for (int pass = 0; pass < 7; pass++) {
+            pair_append(&p, pass ? 1 + 9 * pass : 77, 1);
+            for (Session *s = p.c; s; s = s == p.c ? p.d : NULL)
+                for (int l = 0; l <= c->L; l++)
+                    for (int k = 0; k < s->n_part; k++) s->part[k].m->commit(s, s->part[k].ms, l, NULL, 9);
+            float *q = normals((size_t)c->H * c->D, 1.5), *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+            for (int l = 0; l < c->L; l++) {
+                quest_select(p.c, a, l, q); quest_select(p.d, b, l, dq);
+                views_fetch_cuda(p.d);
+                for (int h = 0; h < c->H; h++) CHECK(same_view(kv_view(p.c, l, h), kv_view(p.d, l, h)) && kv_view(p.d, l, h)->tail > 60, "%s: layer %d, head %d, pass %d", all, l, h, pass);
+                for (int g = l * 3; g < l * 3 + 3; g++)
+                    CHECK(a->head[g].n == b->head[g].n && !bytes_differ(a->head[g].bound, b->head[g].bound, a->head[g].n * 2 * c->D * dtype_size(a->dtype)), "%s: bounds of head %d", all, g);
+            }
+            cuda_drop(dq); free(q);
+        }
+        pair_close(&p); tiny_free(m);
+    }
+}
 TEST(cuda_dililazy, "dililazy") {
     double score[12];
     char text[400];
@@ -7712,17 +8089,99 @@ TEST(cuda_dililazy, "dililazy") {
     char *json = scores_text(2, 6, score), *path = temp_text(json);
     snprintf(text, sizeof text, "budget=24 obs-window=8 dililazy-scores=%s", path);
     dialogues("dililazy", text);
+    strcat(text, " dililazy-gqa=kv");
+    dialogues_more("dililazy", text);
     free(json); temp_done(path);
 }
-TEST(cuda_loopserve, "loopserve, and its prefill with lychee's decode") { dialogues("loopserve", "budget=24"); dialogues("loopserve-p+streaming", "budget=24"); }
+// ---- steps in one go
+static float *step_logits(Tiny m, const char *method, const char *text, int n, int steps, int graph) {        // -> (steps,V), to be freed
+    Options *o;
+    Session *s = cuda_session(m, method, text, &o);
+    int V = m.c->V, *ids = xmalloc(n * sizeof *ids);
+    float *x = xmalloc((size_t)steps * V * sizeof *x);
+    for (int i = 0; i < n; i++) ids[i] = i * 7 % V;
+    prefill(s, ids, n);
+    for (int i = 0; i < steps; i++) {
+        memcpy(x + (size_t)i * V, decode(s, i * 5 % V), V * sizeof *x);
+        CHECK(cuda_graphs(s) == graph, "%s: step %d %s a graph", method, i, graph ? "without" : "with");
+    }
+    session_close(s); options_free(o); free(ids);
+    return x;
+}
+TEST(cuda_steps, "steps replayed as a graph, over heads that grow, are bit for bit the launches one by one, and equal the CPU") {
+    const char *method[] = { "full", "streaming", "snapkv", "full" }, *text[] = { "", "budget=20 ctk=f16 ctv=f16", "budget=20 obs-window=4 ctk=bf16", "ctk=q8_0 ctv=q8_0" };
+    Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
+    for (int i = 0; i < 4; i++) {
+        float *a = step_logits(m, method[i], text[i], 60, 9, 1);
+        if (&emu_no_graphs) {
+            emu_no_graphs = 1;
+            float *b = step_logits(m, method[i], text[i], 60, 9, 0);
+            emu_no_graphs = 0;
+            CHECK(!memcmp(a, b, 9 * 53 * sizeof *a), "%s: the graph gives other logits", method[i]);
+            free(b);
+        }
+        free(a);
+        Script p = { 2, { 60, 9 }, { 9, 6 }, 4 };
+        dialogue_agrees(m, method[i], text[i], &p, NULL);
+    }
+    Tiny wide = tiny_model(1, 34, 34, 8, 16, 16, 53, 31);                        // more works a layer than a warp has lanes
+    Script p = { 1, { 70 }, { 3 }, 4 };
+    dialogue_agrees(wide, "full", "", &p, NULL);
+    for (size_t n = 1; n < 3000000; n += n / 3 + 1) CHECK((n + cuda_chunk(n) - 1) / cuda_chunk(n) <= 512, "%zu rows in pieces of %zu", n, cuda_chunk(n));
+    tiny_free(m); tiny_free(wide);
+}
+TEST(cuda_same_bits, "methods that read everything are full attention to the bit on the device, with and without hooks in a step") {
+    const char *method[] = { "snapkv", "adakv", "lychee", "quest", "loopserve-d" };
+    Tiny m = tiny_model(2, 2, 1, 16, 16, 24, 53, 31);
+    float *a = step_logits(m, "full", "batch-size=100", 260, 6, 1);
+    for (int i = 0; i < 5; i++) {
+        float *b = step_logits(m, method[i], "batch-size=100 budget=1000", 260, 6, i < 2);
+        CHECK(!memcmp(a, b, 6 * 53 * sizeof *a), "%s", method[i]);
+        free(b);
+    }
+    free(a); tiny_free(m);
+}
+TEST(cuda_loopserve, "loopserve, dense and over lines of both units; selections in decode, per head, with this answer's rows; other fixed lines") {
+    dialogues("loopserve", "budget=24"); dialogues_more("loopserve-p+streaming", "budget=24");
+    dialogues_more("loopserve-d", "budget=20 loopserve-first=1 loopserve-interval=2");
+    dialogues_more("loopserve-d", "budget=20 loopserve-first=2 loopserve-interval=1 loopserve-obs=3 loopserve-sel=q");
+    dialogues_more("loopserve-d+pats", "budget=20 loopserve-first=2 loopserve-interval=2 loopserve-gen=literal pats-window=8 ctk=f16 ctv=f16");
+    dialogues_more("loopserve", "budget=24 loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.8 loopserve-max-cells=.95 loopserve-first=2");
+    dialogues_more("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.7 loopserve-variant=a");
+    dialogues_more("loopserve-p", "loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.7 loopserve-unit=tile64 loopserve-max-tiles=9");
+    Tiny m = tiny_model(2, 6, 3, 16, 24, 40, 53, 21);
+    Script p = { 2, { 130, 20 }, { 1, 1 }, 4 };
+    dialogue_agrees(m, "minference", "minference-verticals=30 minference-slashes=100 minference-ratio=.5", &p, NULL);
+    m.c->windowed = xcalloc(2, 1);
+    m.c->windowed[0] = m.c->windowed[1] = 1; m.c->window = 40;
+    dialogue_agrees(m, "minference", "", &p, NULL);
+    tiny_free(m);
+    dialogues_more("tri-shape", "tri-shape-init=3 tri-shape-local=9 tri-shape-last=4");
+}
 TEST(cuda_sonic, "sonic: segment rules, Nexus rows with weights of their own") {
     Tiny nexus = tiny_model(2, 6, 3, 16, 24, 40, 53, 77);
     dialogues_alt("sonic", "sonic-untrained sonic-k=2 quiet", nexus.w->layer);
     dialogues_alt("sonic", "sonic-untrained sonic-k=2 sonic-oneshot quiet", nexus.w->layer);
     tiny_free(nexus);
 }
-TEST(cuda_model, "qk-norm, biases, tied f16 and bf16 weights, sliding windows and q8_0 rows agree with the CPU") {
-    EACH_SEED(seed) {
+static Tensor tiny_as(Tensor t, int dtype) {              // the same numbers in another dtype; t is freed
+    Tensor x = { xmalloc((size_t)t.rows * t.cols * dtype_size(dtype)), dtype, t.rows, t.cols };
+    from_f32((void *)x.data, t.data, dtype, (size_t)t.rows * t.cols);
+    free((void *)t.data);
+    return x;
+}
+TEST(cuda_pats, "pats: every policy, rounding and format, cut before attention too; with methods that drop and select rows") {
+    dialogues("pats", "ctk=f16 ctv=f16 pats-window=8 pats-sink=3");
+    dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=8 pats-schedule=new pats-round=nearest pats-format=rows64");
+    dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-round=mid pats-when=write");
+    dialogues_more("pats", "ctk=f16 ctv=f16 pats-window=2 pats-policy=static pats-tend=100 pats-bmax=10 pats-schedule=old");
+    dialogues_more("pats", "ctk=f16 ctv=f16 pats-bmax=0");
+    dialogues_more("snapkv+pats", "ctk=f16 ctv=f16 budget=20 obs-window=4 pats-window=8");
+    dialogues_more("lychee+pats", "ctk=f16 ctv=f16 budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 pats-window=8");
+    dialogues_more("loopserve-p+streaming+pats", "ctk=f16 ctv=f16 budget=20 pats-window=8");
+}
+TEST(cuda_model, "qk-norm, biases, f16 and bf16 weights, tied ones, mixed dtypes, sliding windows and q8_0 rows agree with the CPU") {
+    EACH_SEED(seed) for (int kind = 0; kind < 3; kind++) {                       // F32; F16 with a tied embedding; BF16, some tensors F16 and F32
         Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
         Script p = { 2, { 37, 2 }, { 3, 2 }, 4 };
         m.c->windowed = xcalloc(2, 1);
@@ -7731,23 +8190,188 @@ TEST(cuda_model, "qk-norm, biases, tied f16 and bf16 weights, sliding windows an
             Layer *y = &m.w->layer[l];
             y->q_norm = tiny_norm(40); y->k_norm = tiny_norm(40);
             y->bq = tiny_tensor(1, 240, .1); y->bk = tiny_tensor(1, 120, .1); y->bv = tiny_tensor(1, 120, .1); y->bo = tiny_tensor(1, 24, .1);
+            Tensor *all[] = { &y->attn_norm, &y->wq, &y->wk, &y->wv, &y->wo, &y->gate, &y->up, &y->down, &y->bq, &y->bk, &y->q_norm };
+            for (int i = 0; kind && i < 11; i++) *all[i] = tiny_as(*all[i], kind == 1 ? DT_F16 : l && i == 2 ? DT_F16 : l && i == 6 ? DT_F32 : DT_BF16);
         }
+        if (kind) m.w->embed = tiny_as(m.w->embed, kind == 1 ? DT_F16 : DT_BF16);
+        if (kind == 1) { free((void *)m.w->head.data); m.w->head = m.w->embed; m.c->tied = 1; }
         dialogue_agrees(m, "full", "", &p, NULL);
-        dialogue_agrees(m, "snapkv", "budget=20 obs-window=4 ctk=f16 ctv=bf16", &p, NULL);
-        dialogue_agrees(m, "full", "ctk=q8_0 ctv=q8_0", &p, NULL);
+        if (kind < 2) dialogue_agrees(m, "snapkv", "budget=20 obs-window=4 ctk=f16 ctv=bf16", &p, NULL);
+        if (kind < 2) dialogue_agrees(m, "full", "ctk=q8_0 ctv=q8_0", &p, NULL);
+        if (kind == 1) m.w->head.data = NULL;
         tiny_free(m);
     }
 }
-TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: pats, a head_dim past 128; sessions give everything back") {
+static int suite_text(char *text, char comma, const char *method, int *fields) {         // lines of a table or CSV about a method; every line's columns
+    int lines = 0, first = -1;
+    for (char *p = text, *end; *p; p = end + 1) {
+        int n = 0;
+        end = strchr(p, '\n');
+        for (char *q = p, in = 0; q < end; q++) { in ^= comma == ',' && *q == '"'; n += !in && *q == comma; }
+        if (n && first < 0) first = n;
+        if (n && n != first) *fields = n;
+        lines += memmem(p, (size_t)(end - p), method, strlen(method)) != NULL;
+    }
+    return lines;
+}
+TEST(cuda_bench, "the suite of gpu-bench: a row for every test of every method, what refuses or has no time is a row too; the CSV has the same") {
+    char err[256], *text[2] = { NULL, NULL };
+    size_t size[2];
+    App a = { .o = options_new() };
+    const char *set[][2] = { { "device", "cuda" }, { "obs-window", "2000" }, { "pats-window", "8" }, { "ctx-size", "400" } };
+    for (int i = 0; i < 4; i++) options_set(a.o, set[i][0], set[i][1], err);
+    a.c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
+    a.w = weights_synthetic(a.c, 1);
+    FILE *table = open_memstream(&text[0], &size[0]), *csv = open_memstream(&text[1], &size[1]);
+    int *prompt = NULL, *depth = NULL;
+    arrput(prompt, 33); arrput(depth, 0); arrput(depth, 100);
+    suite(&a, prompt, depth, 1, table, csv);
+    fclose(table); fclose(csv);
+    for (int i = 0; i < 2; i++) {
+        int odd = 0;
+        CHECK(suite_text(text[i], i ? ',' : '|', i ? "\"full\"" : "| full ", &odd) == 3, "full: one prefill, two depths: %s", text[i]);
+        CHECK(suite_text(text[i], i ? ',' : '|', "loopserve-p", &odd) == 1 && suite_text(text[i], i ? ',' : '|', "streaming", &odd) == 2, "%s", text[i]);
+        CHECK(suite_text(text[i], i ? ',' : '|', "leaves no row", &odd) == 2, "snapkv and dililazy refuse such a window: %s", text[i]);
+        CHECK(!i || !odd, "a CSV line has %d commas: %s", odd, text[i]);
+        free(text[i]);
+    }
+    arrfree(prompt); arrfree(depth);
+    weights_close(a.w, a.c); options_free(a.o);
+}
+static int cuda_try(Tiny m, const char *method, const char *text) {              // the exit code opening a session ends with; 0: it opened
+    static Options *o;                                                          // static: longjmp leaves it alone
+    int rc;
+    EXPECT_DIE(rc, session_close(cuda_session(m, method, text, &o)));
+    options_free(o);
+    return rc;
+}
+// ---- traffic: what every kernel must move and compute, from the shapes. Launches, weights and K and V rows are checked against what the
+// emulator counted; CUDA_VERBOSE=1 ./tests cuda_traffic prints the tables for Llama-3.1-8B. Bytes count once what a kernel needs from device
+// memory; what comes again from a cache (the activations of a product, K and V for a second block of queries) is not in them, but in a prefill's
+// attention it is. Symbols: kvcomp.h's, w bytes a weight, r bytes of a K and a V row, I items of a decode step's attention, b tokens of a block.
+typedef struct { const char *kernel, *name, *reads, *writes, *operations; double launches, weights, rows, read, written, flops; int tensor; } Traffic;   // read: beside weights, rows
+
+static Traffic *traffic_decode(const Config *c, double N) {      // one step with N rows behind and at it. stb_ds array
+    double L = c->L, C = c->C, F = c->F, V = c->V, H = c->H, HD = (double)c->H * c->D, GD = (double)c->G * c->D, w = (double)dtype_size(c->dtype), r = 4.0 * c->D, Q = HD + 2 * GD;
+    double chunk = ceil(c->G * N / 512 / 32) * 32, items = c->G * ceil(N / (chunk < 64 ? 64 : chunk)), part = items * (H / c->G < 5 ? 4 : 8) * (c->D + 2) * 4;
+    Traffic all[] = {
+        { "step_kernel", "items of every layer", "-", "12 I L", "-", 1, 0, 0, 0, 12 * items * L, 0, 0 },
+        { "embed_kernel", "embedding", "w C", "4 C", "-", 1, C * w, 0, 0, 4 * C, 0, 0 },
+        { "rmsnorm_kernel", "norms", "(2L+1)(w C + 4 C)", "(2L+1) 4 C", "(2L+1) 4 C", 2 * L + 1, (2 * L + 1) * C * w, 0, (2 * L + 1) * 4 * C, (2 * L + 1) * 4 * C, (2 * L + 1) * 4 * C, 0 },
+        { "gemv_kernel", "q, k, v", "L (w C (HD + 2 GD) + 4 C)", "L 4 (HD + 2 GD)", "L 2 C (HD + 2 GD)", L, L * Q * C * w, 0, L * 4 * C, L * 4 * Q, L * 2 * C * Q, 0 },
+        { "rope_append_kernel", "RoPE, append", "L 4 (HD + 2 GD)", "L (4 HD + G r)", "L 3 (HD + GD)", L, 0, 0, L * 4 * Q, L * (4 * HD + c->G * r), L * 3 * (HD + GD), 0 },
+        { "decode_kernel", "attention", "L (N G r + 4 HD)", "L 16 I (D + 2)", "L 4 N HD", L, 0, L * N * c->G * r, L * 4 * HD, L * part, L * 4 * N * HD, 0 },
+        { "join_kernel", "joining", "L 16 I (D + 2)", "L 4 HD", "L 8 I (D + 2)", L, 0, 0, L * part, L * (4 * HD + 8 * H), L * part / 2, 0 },
+        { "gemv_kernel", "output, + residual", "L (w C HD + 4 HD + 4 C)", "L 4 C", "L 2 C HD", L, L * HD * C * w, 0, L * 4 * (HD + C), L * 4 * C, L * 2 * C * HD, 0 },
+        { "gemv_kernel", "gate, up, SwiGLU", "L (2 w C F + 4 C)", "L 4 F", "L 4 C F", L, L * 2 * F * C * w, 0, L * 4 * C, L * 4 * F, L * 4 * C * F, 0 },
+        { "gemv_kernel", "down, + residual", "L (w C F + 4 F + 4 C)", "L 4 C", "L 2 C F", L, L * F * C * w, 0, L * 4 * (F + C), L * 4 * C, L * 2 * C * F, 0 },
+        { "gemv_kernel", "logits", "w C V + 4 C", "4 V", "2 C V", 1, V * C * w, 0, 4 * C, 4 * V, 2 * C * V, 0 },
+    };
+    Traffic *t = NULL;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) arrput(t, all[i]);
+    return t;
+}
+// A token of a prefill of T from nothing, in blocks of b. launches: of the whole pass
+static Traffic *traffic_prefill(const Config *c, double T, double b) {            // a token's share. The last layer ends with the last token alone: K = L-1 layers go on after attention
+    double L = c->L, C = c->C, F = c->F, H = c->H, HD = (double)c->H * c->D, GD = (double)c->G * c->D, w = (double)dtype_size(c->dtype), r = 4.0 * c->D, Q = HD + 2 * GD;
+    double K = L - 1, n = L * ceil(T / b), k = K * ceil(T / b), P = L * C * Q + K * C * (HD + 3 * F), in = L * C + K * (HD + C + F), out = L * Q + K * (2 * C + 2 * F);
+    Traffic all[] = {
+        { "embed_kernel", "embedding", "w C", "4 C", "-", 1, C * w, 0, 0, 4 * C, 0, 0 },
+        { "rmsnorm_kernel", "norms", "(2L-1) 4 C", "(2L-1) 4 C", "(2L-1) 4 C", n + k + 2, (n + k + 2) * C * w / T, 0, (L + K) * 4 * C, (L + K) * 4 * C, (L + K) * 4 * C, 0 },
+        { "round_kernel", "activations in two halves", "8 A, A = L C + K (HD + C + F)", "4 A", "-", 2 * n + 6 * k, 0, 0, 8 * in, 4 * in, 0, 0 },
+        { "cublasGemmEx", "products", "2 w P / b + L 4 (3 C + HD + 2 GD) + K 4 (6 C + HD + 3 F)", "L 8 (HD + 2 GD) + K 16 (C + F)", "4 P, P = L C (HD + 2 GD) + K C (HD + 3 F)", 6 * n + 8 * k, 2 * P * w / b, 0,
+          L * 4 * (3 * C + Q) + K * 4 * (6 * C + HD + 3 * F), 8 * out, 4 * P, 1 },
+        { "rope_append_kernel", "RoPE, append", "L 4 (HD + 2 GD)", "L (4 HD + G r)", "L 3 (HD + GD)", n, 0, 0, L * 4 * Q, L * (4 * HD + c->G * r), L * 3 * (HD + GD), 0 },
+        { "tensor_kernel", "attention", "L (H T r / 128 + 4 HD)", "L (4 HD + 8 H)", "L 4 T HD", n, 0, L * H * T * r / 128, L * 4 * HD, L * (4 * HD + 8 * H), L * 4 * T * HD, 1 },
+        { "swiglu_kernel", "SwiGLU", "K 8 F", "K 4 F", "K 4 F", k, 0, 0, K * 8 * F, K * 4 * F, K * 4 * F, 0 },
+    };
+    Traffic *t = NULL;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) arrput(t, all[i]);
+    return t;
+}
+static void traffic_print(const Traffic *t, const char *what) {   // H100: 3.35 TB/s, 990 TFLOP/s on tensor cores, 67 in f32 beside them
+    Traffic sum = { .name = "all" };
+    double least = 0;
+    printf("\n%s\n\n| kernel | what | launches | reads, bytes | writes, bytes | operations | MB read | MB written | GFLOP | us at least | bound |\n|---|---|---:|---|---|---|---:|---:|---:|---:|---|\n", what);
+    for (int i = 0; i < (int)arrlen(t); i++) {
+        double read = t[i].weights + t[i].rows + t[i].read, memory = (read + t[i].written) / 3.35e12, work = t[i].flops / (t[i].tensor ? 990e12 : 67e12);
+        printf("| %s | %s | %.0f | %s | %s | %s | %.3f | %.3f | %.3f | %.2f | %s |\n", t[i].kernel, t[i].name, t[i].launches, t[i].reads, t[i].writes, t[i].operations, read * 1e-6, t[i].written * 1e-6,
+               t[i].flops * 1e-9, 1e6 * fmax(memory, work), memory > work ? "memory" : "arithmetic");
+        sum.launches += t[i].launches; sum.read += read; sum.written += t[i].written; sum.flops += t[i].flops;
+        least += fmax(memory, work);
+    }
+    printf("| all | | %.0f | | | | %.3f | %.3f | %.3f | %.2f | |\n", sum.launches, sum.read * 1e-6, sum.written * 1e-6, sum.flops * 1e-9, 1e6 * least);
+}
+static void traffic_launches(const Traffic *t, const char *what) {                // as many as the emulator counted since it last forgot
+    for (int i = 0; i < (int)arrlen(t); i++) {
+        double n = 0;
+        for (int j = 0; j < (int)arrlen(t); j++) if (!strcmp(t[i].kernel, t[j].kernel)) n += t[j].launches;
+        CHECK((double)emu_count(t[i].kernel) == n, "%s: %s was launched %ld times, the table says %g", what, t[i].kernel, emu_count(t[i].kernel), n);
+    }
+}
+TEST(cuda_traffic, "the traffic table's launches, weight bytes and rows are those of a step and of a prefill that ran") {
+    const int T = 300, b = 128;
+    char err[256];
+    Options *o = options_of("ctk=f16 ctv=f16 batch-size=128");
+    Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
+    Weights *w = weights_synthetic(c, 1);
+    options_set(o, "device", "cuda", err);
+    Session *s = session_open(c, w, o, "full");
+    int *ids = random_ids(T, c->V);
+    Traffic *pp = traffic_prefill(c, T, b), *tg = traffic_decode(c, T + 2);
+    double weights = 0, rows = 0;
+    if (emu_count) emu_count(NULL);
+    prefill(s, ids, T);
+    if (emu_count) { CHECK(emu_count("gemv_kernel") == 4, "the last token: output, MLP and logits"); traffic_launches(pp, "prefill"); }
+    decode(s, ids[0]);
+    if (emu_count) emu_count(NULL);
+    memset(&s->clk, 0, sizeof s->clk);
+    decode(s, ids[1]);
+    if (emu_count) traffic_launches(tg, "decode");
+    for (int i = 0; i < (int)arrlen(tg); i++) { weights += tg[i].weights; rows += tg[i].rows; }
+    CHECK(rows == s->clk.bytes_attended, "%g bytes of rows, %g were read", rows, s->clk.bytes_attended);
+    CHECK(weights == (double)w->bytes - (c->tied ? 0 : c->V * c->C * 2.0) + c->C * 2.0, "%g bytes of weights, the model has %zu", weights, w->bytes);
+    arrfree(pp); arrfree(tg); arrfree(ids);
+    session_close(s); weights_close(w, c); options_free(o);
+    if (!getenv("CUDA_VERBOSE")) return;
+    Config big = { .L = 32, .H = 32, .G = 8, .D = 128, .C = 4096, .F = 14336, .V = 128256, .dtype = DT_BF16 };
+    pp = traffic_prefill(&big, 32768, 2048); tg = traffic_decode(&big, 32768);
+    traffic_print(tg, "A decode step, 32,768 rows of f16, BF16 weights:");
+    traffic_print(pp, "A token of a 32,768-token prefill in blocks of 2,048:");
+    arrfree(pp); arrfree(tg);
+}
+TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it; too small a device: exit 4 with the numbers and what helps") {
+    const char *method[] = { "full", "full", "snapkv", "window", "pats", "quest", "lychee", "loopserve" };
+    const char *text[] = { "ctx-size=300 ctk=f32 ctv=f32", "ctx-size=300 batch-size=64", "ctx-size=300 budget=64", "ctx-size=300 budget=64", "ctx-size=300 ctk=f16 ctv=f16 pats-window=16",
+                           "ctx-size=300 budget=64", "ctx-size=300 budget=64 lychee-buffer=8 lychee-sink=4", "ctx-size=300 loopserve-min-context=0 loopserve-unit=tile64" };
+    for (int i = 0; emu_set_memory && i < 8; i++) {
+        Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
+        int ids[300];
+        Options *o;
+        for (int t = 0; t < 300; t++) ids[t] = t % 53;
+        weights_count(m.w, m.c);
+        emu_most_memory();
+        CHECK(emu_most_memory() == 0, "%zu bytes were never given back", emu_most_memory());
+        Session *s = cuda_session(m, method[i], text[i], &o);
+        MemoryPlan p = memory_plan(s);
+        prefill(s, ids, 299); decode(s, 1);
+        size_t need = p.weights + p.kv + p.pass, most = emu_most_memory();
+        CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned", method[i], text[i], most, need);
+        session_close(s); options_free(o);
+        emu_set_memory(i == 1 ? p.weights / 2 : need - 1);
+        int rc = cuda_try(m, method[i], text[i]);
+        CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") && strstr(die_text, i == 1 ? "the weights alone" : "-c"), "%d: %s", rc, die_text);
+        emu_set_memory(need);
+        CHECK(cuda_try(m, method[i], text[i]) == 0, "exactly enough: %s", die_text);
+        emu_set_memory(0);
+        tiny_free(m);
+    }
+}
+TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: a head_dim past 128; sessions give everything back") {
     Tiny m = tiny_model(1, 2, 1, 130, 16, 16, 11, 1), n = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
     Options *o = NULL;
-    int rc;
-    EXPECT_DIE(rc, cuda_session(m, "full", "", &o));
+    int rc = cuda_try(m, "full", "");
     CHECK(rc == EXIT_USAGE && strstr(die_text, "head_dim"), "%d: %s", rc, die_text);
-    options_free(o);
-    EXPECT_DIE(rc, cuda_session(n, "pats", "", &o));
-    CHECK(rc == EXIT_USAGE && strstr(die_text, "pats"), "%d: %s", rc, die_text);
-    options_free(o);
     Script p = { 1, { 20 }, { 2 }, 1 };
     Session *s = cuda_session(n, "full", "", &o);
     float *a = run_session(s, &p);
