@@ -63,8 +63,8 @@ endif
 run: kvcomp
 	./kvcomp
 
-# README's table of results: every method over the same generated texts, on the shipped model. One thread, because a model this small
-# gains nothing from two; the numbers but the last two columns are the same for any number
+# README's table of results: every method over the same generated texts, on the shipped model. One thread, because on shared cores
+# a model this small loses with two; the numbers but the last two columns are the same for any number
 COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,quest,lychee,loopserve,pats,q8,sonic
 compare: kvcomp
 	./kvcomp --eval all --eval-items 12 --compare $(COMPARE) --budgets 64,128 -t 1
@@ -103,4 +103,4 @@ fuzz: fuzz_JSON fuzz_SAFETENSORS fuzz_CONFIG fuzz_TOKENIZER fuzz_SPM
 	for t in $^; do ./$$t -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=4096 || exit 1; done
 
 clean:
-	rm -f *.o tests_race tests_gpu kvcomp tests tests_asan fuzz_JSON fuzz_SAFETENSORS fuzz_CONFIG fuzz_TOKENIZER fuzz_SPM
+	rm -f *.o gpu-bench.csv tests_race tests_gpu kvcomp tests tests_asan fuzz_JSON fuzz_SAFETENSORS fuzz_CONFIG fuzz_TOKENIZER fuzz_SPM

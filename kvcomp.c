@@ -4450,7 +4450,7 @@ MemoryPlan memory_plan(const Session *s) {
 static const Opt program_options[] = {
     // Model and run
     { "model",         's', "",     "a Hugging Face folder (default: the shipped model)" },
-    { "device",        'c', "auto|cpu|cuda", "where to run" },
+    { "device",        'c', "auto|cpu|cuda", "where to run; auto is the CPU until the GPU half has been run on one" },
     { "threads",       'i', "0",    "OpenMP threads; 0: all cores" },
     { "ctx-size",      'i', "4096", "most rows a head may hold; 0: the model's own limit" },
     { "batch-size",    'i', "512",  "rows of a prefill block; changes speed and memory, never a logit" },

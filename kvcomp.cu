@@ -545,6 +545,19 @@ static size_t attend_smem(int QW, int D) {
 
 // A warp owns QW query rows; a lane owns a key while scoring, 32/QW lanes share a row in the softmax, and a lane owns ND
 // dimensions of all QW rows while mixing. ND 0: only max and sum are wanted.
+// Folds a scored tile into a running softmax: the 32/QW lanes of a row each hold every (32/QW)-th score of it, from `mine` on, and leave the
+// exponentials there. -> what was gathered under the old maximum is to be multiplied by this
+template <int QW> static __device__ float fold_scores(float *mine, float *top, float *sum) {
+    const int LANES = 32 / QW;
+    float high = *top, add = 0;
+    for (int j = 0; j < TILE; j += LANES) high = fmaxf(high, mine[j]);
+    for (int d = LANES / 2; d; d >>= 1) high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, d));
+    for (int j = 0; j < TILE; j += LANES) { float e = high == -INFINITY ? 0 : expf(mine[j] - high); mine[j] = e; add += e; }
+    for (int d = LANES / 2; d; d >>= 1) add += __shfl_xor_sync(0xffffffffu, add, d);
+    float c = high == -INFINITY ? 1 : expf(*top - high);
+    *sum = *sum * c + add; *top = high;
+    return c;
+}
 template <int QW, int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn a) {
     KV_DYN_SHARED(float, q);                                     // (4 QW,D)
     const int BQ = ATTN_WARPS * QW, LANES = 32 / QW;
@@ -577,13 +590,7 @@ template <int QW, int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 
             sc[j * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
         }
         __syncwarp();
-        float *mine = sc + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES, high = top, add = 0;
-        for (int j = 0; j < TILE; j += LANES) high = fmaxf(high, mine[j]);
-        for (int d = LANES / 2; d; d >>= 1) high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, d));
-        for (int j = 0; j < TILE; j += LANES) { float e = high == -INFINITY ? 0 : expf(mine[j] - high); mine[j] = e; add += e; }
-        for (int d = LANES / 2; d; d >>= 1) add += __shfl_xor_sync(0xffffffffu, add, d);
-        float c = high == -INFINITY ? 1 : expf(top - high);      // what was gathered under the old maximum
-        sum = sum * c + add; top = high;
+        float c = fold_scores<QW>(sc + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES, &top, &sum);
         if (lane % LANES == 0) fix[warp * QW + lane / LANES] = c;
         if (ND) {
             __syncthreads();                                     // the keys are done with
@@ -1788,13 +1795,7 @@ template <int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) l
             sc[(warp * QW + i) * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
         }
         __syncwarp();
-        float *mine = sc + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES, high = top, add = 0;
-        for (int j = 0; j < TILE; j += LANES) high = fmaxf(high, mine[j]);
-        for (int d = LANES / 2; d; d >>= 1) high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, d));
-        for (int j = 0; j < TILE; j += LANES) { float e = high == -INFINITY ? 0 : expf(mine[j] - high); mine[j] = e; add += e; }
-        for (int d = LANES / 2; d; d >>= 1) add += __shfl_xor_sync(0xffffffffu, add, d);
-        float f = high == -INFINITY ? 1 : expf(top - high);
-        sum = sum * f + add; top = high;
+        float f = fold_scores<QW>(sc + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES, &top, &sum);
         if (lane % LANES == 0) fix[warp * QW + lane / LANES] = f;
         __syncthreads();                                         // the keys are done with
         load_tile(kv, D + 1, a, h, 1, row, m);

@@ -180,7 +180,7 @@ struct Session {
     Clock clk;
     struct Device *dev;                         // what kvcomp.cu holds for the session; NULL on the CPU
     unsigned changes;                           // grows when a view is set or the memory of rows moves: what was told to the GPU is old then
-    float *(*forward)(Session *s, const Token *t, int T);   // forward or forward_cuda
+    float *(*forward)(Session *s, const Token *t, int T);   // forward(): what hooks call for a pass of their own
     char err[512];
 };
 
@@ -389,10 +389,12 @@ int    device_open (Session *s);                                                
 void   device_reset(Session *s);
 void   device_close(Session *s);                                                   // after every row has been given back
 float *pass_cuda(Session *s, int T);                                               // pass() of section 7
-void   rows_resize_cuda(Session *s, KVHead *h, int cap);                           // room for cap rows; h->cap is still the old one
+void   rows_resize_cuda(Session *s, KVHead *h, int cap);                           // room for cap raw rows; h->packed is the new number already
 void   rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n);  // k, v: device memory; h->len is still the old one
 void   rows_free_cuda(Session *s, KVHead *h);                                      // all of them; leaves k, v, pk and pv NULL
 void   rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed, int old_packed);    // row i = row keep[i]
+// h's packed memory anew: reg (n_reg) are the regions, `bytes` long for K and for V; its first `stay` bytes are as they were. rows: row i was packed row rows[i];
+// NULL: packed rows stay where they are and the raw ones behind them follow
 void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, size_t stay, const int *rows, int rounding, int rows64);
 void   rows_drop_cuda(Session *s, KVHead *h, int gone, int left);                  // raw rows gone.. move up: those before are packed
 void   rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int rounding);   // the last T rows lose bits (T), in place
@@ -408,23 +410,23 @@ double device_copy_rate(void);                                                  
 double device_gemm_rate(Session *s, int O, int I, int T);                          // FLOP/s of the product (T,I) (O,I)^T in bf16
 void   host_copy_cuda(float *to, const float *from, size_t n);                     // n floats to the host ...
 void   host_give_cuda(float *to, const float *from, size_t n);                     // ... and to the device
-float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg, int width, int order);
-void   top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count);
-float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);
-float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg);
+float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg, int width, int order);   // q (T,H,D), n (G) -> (G,N) or, POOL_ONLY, (H,N) on the device
+void   top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count);   // x (S,stride) on the device; n, k, count (S), idx (S,per)
+float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);   // score (G,N), n (G) -> (sum of n), both on the device
+float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg);       // score (H,N), n (G) -> (G,N), both on the device
 char  *near_grow_cuda(char *old, size_t have, size_t want);                        // memory of a method, on the device: keeps what is there
 void   near_free_cuda(char *p);
 void   near_copy_cuda(void *to, const void *from, size_t n);                       // from device to device
-void   lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T);
+void   lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T);     // lines (H); out, q (T,H,D) on the device
 int    line_batch_cuda(const Session *s, int l, int m);                            // KV heads that line_probs_cuda should do at once
 float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T, const int *t, int m);  // (ng R,m,N) on the device
 float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, int m, int slash, int least);   // (ng R,N) on the device
-void   select_tiles_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T, int m, Lines *lines, LoopFound *found);
-void   page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype);
-void   quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int best, const float *q, int dtype);
+void   select_tiles_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T, int m, Lines *lines, LoopFound *found);   // P (ng R,m,N); lines, found (ng R)
+void   page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype);       // pages from..to-1 of head g; bound (pages,2,D) of dtype, on the device
+void   quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int best, const float *q, int dtype);   // bound (G) of those, q (H,D) on the device
 void   views_fetch_cuda(Session *s);                                               // views the device chose and kept, to the host
 void   views_drop_cuda(Session *s);
-float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);               // (H,N) on the device
+float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);               // ring (obs,H,D) -> (H,N), both on the device
 void   lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *t);   // t (G): the trees of layer l, room made
 void   lychee_graft_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, int from);
 int   *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, int per, int bring);   // bring: -> (lists,3+2 per) on the host

@@ -74,7 +74,7 @@ def batches(seed, fixed):
     while True:
         chats = [data_gen.make_chat(r, r.choice((64, 100, 160, 240, 360))) for _ in range(120)]
         coded = [(*x, bool(c[0])) for x, c in zip(M.encode(tok, chats), chats) if len(c[1]) > 1 and len(x[0]) < 560]
-        K = 16 if fixed else r.choice(KS)
+        K = 16 if fixed else r.choice(KS)                                   # (13)
         rows = [example(r, c, K, r.randrange(T_MAX - 1)) for c in coded]
         rows = [e for e in rows if max((t[5] for t in e[5]), default=0) < T_MAX]
         rows.sort(key=lambda e: sum(map(len, e[3:])))
@@ -150,7 +150,7 @@ def teach(base, b, n):
     return res, routes, (routes[-1].mean(1) * history).sum(-1)
 
 def student(base, nexus, b, n):
-    """-> residuals and shares at the reply rows as above; A_nexus (Eq. 10); final hidden of body and Nexus rows."""
+    """-> residuals and shares at the reply rows as above; A_nexus (of Eq. 9); final hidden of body and Nexus rows."""
     Tt, Tc, Tn, rows = b["Tt"], b["Tc"], b["Tn"], b["rows"]
     T = Tt + Tc
     x = F.embedding(rows[:, :T, 0], base.embed)
@@ -167,7 +167,7 @@ def student(base, nexus, b, n):
 
 # ---------------------------------------------------------------------------------------------------------------- losses
 def recon(b, h, z):
-    """Eq. 11: Nexus token j stands for the j-th of K_i equal pieces of its body. h (B,Tt,D) body rows, z (B,Tn,D)."""
+    """Eq. 10 and 11: Nexus token j stands for the j-th of K_i equal pieces of its body. h (B,Tt,D) body rows, z (B,Tn,D)."""
     Tt, T, rows = b["Tt"], b["Tt"] + b["Tc"], b["rows"]
     total, count = 0.0, 0
     for k in range(rows.shape[0]):
@@ -196,12 +196,12 @@ def losses(base, nexus, b, off):
     def final(x): return F.rms_norm(x[real], (M.D,), base.norm, M.EPS)
     hs, ht = final(res_s[-1]), final(res_t[-1])
     zs, zt = F.linear(hs, base.embed).float(), F.linear(ht, base.embed).float()
-    kl = TAU ** 2 * F.kl_div(F.log_softmax(zs / TAU, -1), F.log_softmax(zt / TAU, -1), reduction="none", log_target=True).sum(-1)
+    kl = TAU ** 2 * F.kl_div(F.log_softmax(zs / TAU, -1), F.log_softmax(zt / TAU, -1), reduction="none", log_target=True).sum(-1)   # the terms of Eq. 6 and 8
     weight = history[real].float(); weight = weight / weight.mean().clamp(min=1e-6)
-    out = {"kd": kl.mean(), "h": (1 - F.cosine_similarity(hs.float(), ht.float(), dim=-1)).mean()}
-    if "noakd" not in off: out["akd"] = (kl * weight).mean()
-    if "noreg" not in off: out["reg"] = F.relu(GAMMA - mass)
-    if "norecon" not in off: out["recon"] = recon(b, h, z)
+    out = {"kd": kl.mean(), "h": (1 - F.cosine_similarity(hs.float(), ht.float(), dim=-1)).mean()}      # (6), a mean instead of a sum; (7)
+    if "noakd" not in off: out["akd"] = (kl * weight).mean()                # (8)
+    if "noreg" not in off: out["reg"] = F.relu(GAMMA - mass)                # (9)
+    if "norecon" not in off: out["recon"] = recon(b, h, z)                  # (11)
     w, y = b["w"][real], b["y"][real]
     ce = F.cross_entropy(zs, y, reduction="none")
     if "paper" not in off:
