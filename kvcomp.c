@@ -4360,7 +4360,7 @@ static int parts_open(Session *s) {
     }
     return 0;
 }
-static int on_device(Session *s) {                       // -d cuda; auto stays on the CPU
+static int on_device(Session *s) {                       // -d cuda; the command line has made cuda or cpu of auto
 #ifdef KVCOMP_CUDA
     if (!strcmp(opt_str(s->opt, "device"), "cuda")) return device_open(s);
 #endif
@@ -4418,24 +4418,26 @@ void session_reset(Session *s) {
 // What a dialogue of -c tokens takes, worked out from the shapes. Rows: what is kept, and one layer uncompressed where a method
 // drops rows, because a prefill compresses layer by layer. Pass: the rooms of pass_cuda for a turn as long as -c, the largest
 // there is, scores of every row where hooks choose rows, and a sparse prefill's sampled probabilities (line_batch_cuda); the CPU needs
-// the same but for the halves, the partial sums and the second copy of a head that grows. PATS packs when a prefill is over: until
+// the same but for the halves, the partial sums and the second copy of a head that grows. Parts: index, bounds, adapter. PATS packs when a prefill is over: until
 // then its rows are f16 rows, and counted as such.
 MemoryPlan memory_plan(const Session *s) {
     const Config *c = s->c;
     int ctx = opt_int(s->opt, "ctx-size"), kept, hooks = s->rule != VIS_CAUSAL, evicts = 0, sparse = 0, b;
     if (!ctx) ctx = c->max_pos;
+    size_t parts = 0;
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
         hooks |= m->project || m->attend || m->commit;
         evicts |= m->evicts;
         sparse |= m->attend && m->role & ROLE_PREFILL;
+        parts += m->plan ? m->plan(s, s->part[i].ms, ctx) : m->bytes ? m->bytes(s, s->part[i].ms) : 0;
     }
     kept = !evicts ? ctx : s->ratio >= 0 ? ctx - (int)(ctx * s->ratio) : s->budget && s->budget < ctx ? s->budget : ctx;
     b = s->batch < ctx ? s->batch : ctx;
     size_t row = s->fk->row_bytes(c->D) + s->fv->row_bytes(c->D), f = sizeof(float), n = hooks ? ctx : b, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     size_t step = KV_STEP, held = (kept + step - 1) / step * step, all = (ctx + step - 1) / step * step, wide = (size_t)c->F > HD ? (size_t)c->F : HD;
     size_t scores = (size_t)c->H * ctx * f, part = (512 + (n * c->H / 32 + c->G)) * 32 * (c->D + 2) * f;         // of attention without tensor cores: 512 pieces and one a block
-    MemoryPlan p = { .weights = s->w->bytes, .ctx = ctx };
+    MemoryPlan p = { .weights = s->w->bytes, .parts = parts, .ctx = ctx };
     p.kv = ((c->L - 1) * held + all) * c->G * (row + sizeof(int));
     p.pass = (size_t)ctx * (c->C + c->D) * f + 2 * n * (HD + GD) * f + (size_t)b * (c->C + 2 * (size_t)c->F) * f + 2 * b * wide + part
            + 2 * n * c->H * f + (size_t)c->V * f + (size_t)ctx * (sizeof(Token) + sizeof(int)) + all * row + (hooks ? 3 * scores : 0) + (sparse ? 64 * scores < (size_t)1 << 30 ? 64 * scores : (size_t)1 << 30 : 0);
@@ -4450,7 +4452,7 @@ MemoryPlan memory_plan(const Session *s) {
 static const Opt program_options[] = {
     // Model and run
     { "model",         's', "",     "a Hugging Face folder (default: the shipped model)" },
-    { "device",        'c', "auto|cpu|cuda", "where to run; auto is the CPU until the GPU half has been run on one" },
+    { "device",        'c', "auto|cpu|cuda", "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
     { "threads",       'i', "0",    "OpenMP threads; 0: all cores" },
     { "ctx-size",      'i', "4096", "most rows a head may hold; 0: the model's own limit" },
     { "batch-size",    'i', "512",  "rows of a prefill block; changes speed and memory, never a logit" },
@@ -4981,7 +4983,7 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
     size_t mark = scratch_mark(s);
     int N = kv_longest(s, l), *keep = scratch(s, (size_t)(N + 1) * sizeof(int)), *sink = scratch(s, (size_t)G * sizeof(int));
     float *p = scratch(s, (size_t)s->c->H * N * sizeof(float)), *one = scratch(s, (size_t)N * sizeof(float));
-    float *v = scratch(s, (size_t)D * sizeof(float));
+    float *v = scratch(s, (size_t)KV_TILE * D * sizeof(float));
     for (int g = 0; g < G; g++) {
         const KVHead *h = kv_head(s, l, g);
         for (sink[g] = 0; sink[g] < h->len && h->src[sink[g]] < x->sink; ) sink[g]++;
@@ -4991,9 +4993,10 @@ static void expected_commit(Session *s, void *ms, int l, const float *q, int T) 
         const KVHead *h = kv_head(s, l, g);
         int n0 = sink[g], n = h->len - n0, first = n0 < B ? n0 : B;
         join_heads(one, p + (size_t)g * R * N + n0, n, N, R, AGG_MEAN);
-        for (int r = 0; r < n; r++) {
-            kv_load_v(s, h, NULL, n0 + r, 1, v);
-            one[r] *= sqrtf(dot_f32(v, v, D));
+        for (int r = 0; r < n; r += KV_TILE) {
+            int m = n - r < KV_TILE ? n - r : KV_TILE;
+            kv_load_v(s, h, NULL, n0 + r, m, v);
+            for (int j = 0; j < m; j++) one[r + j] *= sqrtf(dot_f32(v + (size_t)j * D, v + (size_t)j * D, D));
         }
         int kept = top_k(one, n, B - first, keep + first);
         for (int i = 0; i < first; i++) keep[i] = i;
@@ -5570,6 +5573,11 @@ static size_t quest_bytes(const Session *s, const void *ms) {
     size_t n = 0;
     for (int i = 0; i < s->c->L * s->c->G; i++) n += (size_t)x->head[i].cap * 2 * s->c->D * dtype_size(x->dtype);
     return n;
+}
+static size_t quest_plan(const Session *s, const void *ms, int n) {        // quest_grow asks for a quarter more than it needs
+    const Quest *x = ms;
+    int pages = n / PAGE, layers = s->c->L - x->full_layers;
+    return layers > 0 ? (size_t)layers * s->c->G * (pages + pages / 4 + 4) * 2 * s->c->D * dtype_size(x->dtype) : 0;
 }
 static const Opt quest_opts[] = { { "quest-full-layers", 'i', "2", "first layers that read every row" }, { NULL, 0, NULL, NULL } };
 
@@ -6854,6 +6862,10 @@ static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {    
     t->rho = carve(&at, (size_t)P * sizeof(float));
     return at.at;
 }
+static void tree_shape(const Lychee *x, int M, int *K, int *P) {                // clusters and coarse units of M chunks
+    *K = (M + x->per_cluster - 1) / x->per_cluster;
+    *P = !wants_coarse(x) ? 0 : (*K + 1) / 2 < x->coarse_max ? (*K + 1) / 2 : x->coarse_max;
+}
 // One block for everything; cap: chunks there will be at most before the next build, so grafting never asks for memory.
 static void tree_room(const Session *s, Tree *t, int cap, int K, int P, int D) {
     Tree size;
@@ -7027,8 +7039,8 @@ static void build_host(Session *s, Lychee *x, int K, int P) {
     scratch_reset(s, mark);
 }
 static void lychee_build(Session *s, Lychee *x) {
-    int G = s->c->G, M = x->M, K = (M + x->per_cluster - 1) / x->per_cluster;
-    int P = !wants_coarse(x) ? 0 : (K + 1) / 2 < x->coarse_max ? (K + 1) / 2 : x->coarse_max;
+    int G = s->c->G, M = x->M, K, P;
+    tree_shape(x, M, &K, &P);
     LycheeRule rule = lychee_rule(x, P);
     for (int l = 0; l < s->c->L; l++) {
         if (!indexed_layer(s, x, l)) continue;
@@ -7402,6 +7414,13 @@ static size_t lychee_bytes(const Session *s, const void *ms) {
     size_t n = (size_t)x->cap_level + (size_t)(x->cap + 1) * sizeof(int);
     for (int i = 0; i < s->c->L * s->c->G; i++) n += x->tree[i].bytes + (x->watch ? sizeof(Watch) + (size_t)x->watch[i].cap * sizeof(int) : 0);
     return n;
+}
+static size_t lychee_plan(const Session *s, const void *ms, int n) {       // if every chunk is as short as it may be
+    const Lychee *x = ms;
+    int M = n / x->min, K, P, heads = 0;
+    tree_shape(x, M, &K, &P);
+    for (int l = 0; l < s->c->L; l++) heads += indexed_layer(s, x, l) ? s->c->G : 0;
+    return (size_t)n + (size_t)(M + 1) * sizeof(int) + heads * tree_carve(&(Tree){ 0 }, NULL, 2 * M, K, P, s->c->D);
 }
 static Watch watch_total(const Session *s, const Lychee *x) {
     Watch a = {0};
@@ -7803,11 +7822,16 @@ static size_t sonic_bytes(const Session *s, const void *ms) {      // embeddings
     size_t embed = (size_t)(1 + x->K_max + x->T_max) * s->c->C * sizeof(float);
     return embed + (size_t)s->c->L * sizeof(Layer) + arrlenu(x->msg) * sizeof(SonicMessage);
 }
+static size_t sonic_file_bytes(const Sonic *x) {         // the adapter's tensors
+    size_t n = 0;
+    for (int i = 0; x->file && i < x->file->n; i++) n += x->file->tensor[i].bytes;
+    return n;
+}
+static size_t sonic_plan(const Session *s, const void *ms, int n) { return sonic_bytes(s, ms) + sonic_file_bytes(ms) + (size_t)n / 8 * sizeof(SonicMessage); }   // a message takes 8 tokens or more
 static void sonic_stats(const Session *s, const void *ms, FILE *out) {
     const Sonic *x = ms;
     long now_rows = s->n_tok - x->cur, sys = x->sys < s->n_tok ? x->sys : s->n_tok;
-    size_t bytes = 0;
-    for (int i = 0; x->file && i < x->file->n; i++) bytes += x->file->tensor[i].bytes;
+    size_t bytes = sonic_file_bytes(x);
     if (!x->h && now_rows > sys) now_rows -= sys;       // the first turn holds the system message itself
     double hist = x->n_body ? 1 - (double)x->n_nexus / x->n_body : 0, all = (double)(sys + x->n_body + now_rows);
     double total = all > 0 ? 1 - (double)(sys + x->n_nexus + now_rows) / all : 0;
@@ -8370,7 +8394,7 @@ const Method methods[] = {
       .opts = minference_opts, .open = minference_open, .attend = minference_attend },
     { .name = "quest", .paper = "Quest, arXiv 2406.10774", .keeps = "keeps every row; reads the pages of 16 rows with the largest bound, budget in all: saves reads only",
       .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats", .role = ROLE_SELECT, .state = sizeof(Quest), .opts = quest_opts,
-      .open = quest_open, .close = quest_close, .select = quest_select, .commit = quest_commit, .bytes = quest_bytes, .forget = quest_forget },
+      .open = quest_open, .close = quest_close, .select = quest_select, .commit = quest_commit, .bytes = quest_bytes, .plan = quest_plan, .forget = quest_forget },
     { .name = "loopserve", .paper = "LoopServe, arXiv 2507.13681",
       .keeps = "keeps every row; prefill reads chosen lines, decode the B rows the last queries like best and this answer (saves reads only)",
       .limits = "prefills each answer again at the next turn. Dense up to --loopserve-min-context rows and in short turns; the first "
@@ -8398,12 +8422,12 @@ const Method methods[] = {
       .keeps = "keeps every row; reads sinks, the text chunks of the best clusters (budget in all) and the recent rows: saves reads only",
       .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats. Chunks follow the text only where a tokenizer is known",
       .role = ROLE_SELECT, .state = sizeof(Lychee), .opts = lychee_opts, .open = lychee_open, .close = lychee_close,
-      .select = lychee_select, .commit = lychee_commit, .bytes = lychee_bytes, .forget = lychee_forget, .stats = lychee_stats },
+      .select = lychee_select, .commit = lychee_commit, .bytes = lychee_bytes, .plan = lychee_plan, .forget = lychee_forget, .stats = lychee_stats },
     { .name = "sonic", .paper = "SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching, arXiv 2601.21927",
       .keeps = "keeps the system message, K Nexus rows a finished message, and the current turn; the rest is dropped when the next turn begins", .evicts = 1,
       .limits = "needs an adapter trained for the model; --budget does not apply (see --sonic-k); goes with a storage format (sonic+pats), with no other selection or sparse prefill",
       .role = ROLE_PREFILL | ROLE_SELECT, .rule = VIS_SEGMENT, .state = sizeof(Sonic), .opts = sonic_opts, .open = sonic_open, .close = sonic_close,
-      .enter = sonic_enter, .embed = sonic_embed, .wants = KV_BLIND, .commit = sonic_commit, .bytes = sonic_bytes, .stats = sonic_stats },
+      .enter = sonic_enter, .embed = sonic_embed, .wants = KV_BLIND, .commit = sonic_commit, .bytes = sonic_bytes, .plan = sonic_plan, .stats = sonic_stats },
     { .name = "dililazy", .paper = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL submission)", .evicts = 1,
       .keeps = "every query head reads its own rows, B on average, more for heads that find facts; a KV head stores their union",
       .limits = "needs head scores (--dililazy-scores or --calibrate). B must exceed --obs-window. Uses --kernel", .role = ROLE_SELECT, .state = sizeof(DiliLazy),
@@ -10113,6 +10137,7 @@ static float *fill_pass(Session *s, const Token *in, int T) {
     for (size_t i = 0; i < nq + 2 * nk; i++) x[i] = (float)(int32_t)(uint32_t)mix64(i) * 0x1p-31f;
     if (KV_DEV(s)) near = device_floats(x, nq + 2 * nk);
     add_tokens(s, in, T);
+    if (KV_DEV(s)) tokens_give_cuda(s);
     for (int l = 0; l < c->L; l++) {
         int acts = layer_acts(s, l);
         if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, x, k, v, T);
@@ -12153,17 +12178,77 @@ static void load_weights(const Config *c, const Weights *w) {
     load_pages(&w->head);
     progress("loading", 1);
 }
+static void choose_device(App *a);
 static void open_model(App *a) {
     const char *shape = opt_str(a->o, "synthetic");
     if (*shape) {
         a->c = config_synthetic(shape);
         a->w = weights_synthetic(a->c, 1);
-        return;
+    } else {
+        if (!*opt_str(a->o, "model")) default_model(a->o);
+        a->c = config_load(opt_str(a->o, "model"));
+        a->w = weights_load(a->c);
+        load_weights(a->c, a->w);
     }
-    if (!*opt_str(a->o, "model")) default_model(a->o);
-    a->c = config_load(opt_str(a->o, "model"));
-    a->w = weights_load(a->c);
-    load_weights(a->c, a->w);
+    choose_device(a);
+}
+#ifdef KVCOMP_CUDA
+enum { TRIAL_IDS = 300, TRIAL_STEPS = 4 };
+static const double trial_tolerance = 1e-2;             // bf16 weights, f16 rows; a broken kernel is off by the logits themselves
+// Does the GPU compute what the CPU computes? A prefill and four steps of random weights on both: the largest difference of logits by
+// the largest logit. -1: it died on the way, with its line in die_text. A kernel that is wrong on somebody's card must not chat there.
+static double device_trial(void) {
+    jmp_buf jump, *outer = die_jump;
+    float *both[2] = { 0 };
+    char err[512];
+    Config *c = config_synthetic("L2,H4,G2,D64,C128,F256,V512");
+    Weights *w = weights_synthetic(c, 1);
+    Options *o = options_new();
+    int *ids = random_ids(TRIAL_IDS, c->V);              // long enough for the kernels on tensor cores
+    volatile double worst = 0, top = 1e-9;
+    die_jump = &jump;
+    if (setjmp(jump)) worst = -1;
+    else {
+        for (int d = 0; d < 2; d++) {
+            options_set(o, "device", d ? "cuda" : "cpu", err);
+            Session *s = session_open(c, w, o, "full");
+            both[d] = xmalloc((1 + TRIAL_STEPS) * (size_t)c->V * sizeof(float));
+            memcpy(both[d], prefill(s, ids, TRIAL_IDS), (size_t)c->V * sizeof(float));
+            for (int i = 1; i <= TRIAL_STEPS; i++) memcpy(both[d] + (size_t)i * c->V, decode(s, ids[i]), (size_t)c->V * sizeof(float));
+            session_close(s);
+        }
+        for (int i = 0; i < (1 + TRIAL_STEPS) * c->V; i++) {
+            double e = fabs((double)both[0][i] - both[1][i]);
+            if (!(e <= worst)) worst = isnan(e) ? INFINITY : e;
+            if (fabs((double)both[0][i]) > top) top = fabs((double)both[0][i]);
+        }
+    }
+    die_jump = outer;
+    free(both[0]); free(both[1]); arrfree(ids);
+    options_free(o); weights_close(w, c);
+    return worst < 0 ? -1 : worst / top;
+}
+#endif
+// Makes cuda or cpu of -d auto, and says with -v why. The plan is that of --method; other methods of a comparison ask again.
+static void choose_device(App *a) {
+    if (strcmp(opt_str(a->o, "device"), "auto")) return;
+    char err[512], why[512] = "this kvcomp was built without CUDA";
+    int good = 0;
+    options_set(a->o, "device", "cpu", err);
+#ifdef KVCOMP_CUDA
+    Session *s = session_try(a->c, a->w, a->o, opt_str(a->o, "method"), err);
+    if (!s) snprintf(why, sizeof why, "%.500s", err);    // the same line again, from the session that is wanted
+    else if (!device_bars(s, why)) {
+        double e = device_trial();
+        good = e >= 0 && e < trial_tolerance;
+        if (e < 0) snprintf(why, sizeof why, "a trial of the GPU ended with: %.400s", die_text);
+        else snprintf(why, sizeof why, good ? "logits of a trial differ by %.1e of the largest" : "its logits differ by %.1e of the largest: that is wrong", e);
+        if (!good && !quiet) fprintf(stderr, "kvcomp: -d auto keeps to the CPU: %s\n", why);
+    }
+    session_close(s);
+#endif
+    if (good) options_set(a->o, "device", "cuda", err);
+    if (opt_int(a->o, "verbose")) fprintf(stderr, "device     %s (%s)\n", good ? "cuda" : "cpu", why);
 }
 static void open_tokenizer(App *a, int needed) {         // dies only when text has to be read or written
     char err[512];
@@ -12207,8 +12292,8 @@ static void print_memory(const App *a, FILE *f) {
     if (!s) { fprintf(f, "memory     not known: %s\n", err); }
     else {
         MemoryPlan p = memory_plan(s);
-        fprintf(f, "memory     -c %d, method %s, K %s, V %s: weights %.3f GB + rows %.3f GB + passes %.3f GB = %.3f GB with -d cuda\n", p.ctx, method, s->fk->name, s->fv->name,
-                (double)p.weights * 1e-9, (double)p.kv * 1e-9, (double)p.pass * 1e-9, (double)(p.weights + p.kv + p.pass) * 1e-9);
+        fprintf(f, "memory     -c %d, method %s, K %s, V %s: weights %.3f GB + rows %.3f GB + method %.3f GB + passes %.3f GB = %.3f GB with -d cuda\n", p.ctx, method, s->fk->name,
+                s->fv->name, (double)p.weights * 1e-9, (double)p.kv * 1e-9, (double)p.parts * 1e-9, (double)p.pass * 1e-9, (double)(p.weights + p.kv + p.parts + p.pass) * 1e-9);
         session_close(s);
     }
     options_set(a->o, "device", keep, err);

@@ -1174,6 +1174,7 @@ static void upload_tokens(Session *s, int last) {
     if (last || !from) upload(tok + from, s->tok + from, (size_t)(s->n_tok - from) * sizeof(Token));
     d->n_tok = s->n_tok;
 }
+void tokens_give_cuda(Session *s) { upload_tokens(s, 1); }
 static void embed_cuda(Session *s, float *x, int T) {            // x (T,C)
     int C = s->c->C, *ids = (int *)scratch(s, (size_t)T * sizeof(int)), *dev = room<int>(s, ROOM_IDS, T);
     float *own = (float *)scratch(s, (size_t)C * sizeof(float));
@@ -1470,17 +1471,19 @@ static void shared_close(Shared *h) {
     free(h);
 }
 // Whether everything will fit is asked before anything is allocated.
-static void check_memory(const Session *s) {
+static int check_memory(const Session *s, char why[512]) {
     size_t unused, total;
     MemoryPlan p = memory_plan(s);
     if (shared_find(s->w)) p.weights = 0;                        // another session has brought them
-    KV_CUDA(cudaMemGetInfo(&unused, &total));
-    size_t need = p.weights + p.kv + p.pass;
-    if (need <= unused) return;
+    cudaError_t e = cudaMemGetInfo(&unused, &total);
+    if (e != cudaSuccess) { snprintf(why, 512, "the GPU does not answer (%s); -d cpu works", cudaGetErrorString(e)); return EXIT_RUN; }
+    size_t need = p.weights + p.kv + p.parts + p.pass;
+    if (need <= unused) return 0;
     const char *help = p.weights >= unused ? "the weights alone are too much for this GPU; -d cpu works"
                      : p.weights + p.pass >= unused ? "a smaller -b or -c needs less" : "a smaller -c, --budget with a method that drops rows, or -ctk/-ctv q8_0 needs less";
-    die(EXIT_MEMORY, "-d cuda: %.2f GB needed (weights %.2f, KV rows for -c %d %.2f, passes %.2f), %.2f of %.2f GB are free: %s", (double)need * 1e-9,
-        (double)p.weights * 1e-9, p.ctx, (double)p.kv * 1e-9, (double)p.pass * 1e-9, (double)unused * 1e-9, (double)total * 1e-9, help);
+    snprintf(why, 512, "%.2f GB needed (weights %.2f, KV rows for -c %d %.2f, method %.2f, passes %.2f), %.2f of %.2f GB are free: %s", (double)need * 1e-9,
+             (double)p.weights * 1e-9, p.ctx, (double)p.kv * 1e-9, (double)p.parts * 1e-9, (double)p.pass * 1e-9, (double)unused * 1e-9, (double)total * 1e-9, help);
+    return EXIT_MEMORY;
 }
 static void stream_open(void) {
     if (kv_stream) return;
@@ -1492,15 +1495,19 @@ static void stream_open(void) {
     KV_CUDA(cudaDeviceGetDefaultMemPool(&pool, device));
     KV_CUDA(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep));
 }
-static int refuse(Session *s, const char *why) { snprintf(s->err, sizeof s->err, "-d cuda: %s; -d cpu works", why); return -1; }
-int device_open(Session *s) {
+int device_bars(const Session *s, char why[512]) {
     int n = 0, G = s->c->G, D = s->c->D;
-    char why[128];
-    snprintf(why, sizeof why, "at most %d KV heads of an even head_dim up to %d, found %d of %d", MAX_G, MAX_D, G, D);
-    if (D > MAX_D || D % 2 || G > MAX_G) return refuse(s, why);
-    if (cudaGetDeviceCount(&n) != cudaSuccess || n < 1) return refuse(s, "no CUDA device can be used");
+    snprintf(why, 512, "at most %d KV heads of an even head_dim up to %d, found %d of %d; -d cpu works", MAX_G, MAX_D, G, D);
+    if (D > MAX_D || D % 2 || G > MAX_G) return EXIT_USAGE;
+    snprintf(why, 512, "no CUDA device can be used; -d cpu works");
+    return cudaGetDeviceCount(&n) != cudaSuccess || n < 1 ? EXIT_USAGE : check_memory(s, why);
+}
+int device_open(Session *s) {
+    char why[512];
+    int G = s->c->G, code = device_bars(s, why);
+    if (code == EXIT_MEMORY) die(EXIT_MEMORY, "-d cuda: %s", why);
+    if (code) { snprintf(s->err, sizeof s->err, "-d cuda: %.480s", why); return -1; }
     stream_open();
-    check_memory(s);
     s->dev = (Device *)xcalloc(1, sizeof *s->dev);
     KV_BLAS(cublasCreate(&s->dev->blas));
     KV_BLAS(cublasSetStream(s->dev->blas, kv_stream));
@@ -2916,7 +2923,6 @@ extern "C" {
 void *cuda_put(const void *host, size_t bytes) { char *p = device_new(bytes); upload(p, host, bytes); return p; }
 void cuda_get(void *host, const void *dev, size_t bytes) { download(host, dev, bytes); }
 void cuda_drop(void *dev) { device_free(dev); }
-void cuda_tokens(Session *s) { upload_tokens(s, 1); }
 size_t cuda_held(const Session *s) {                             // bytes of K and V rows really asked for
     size_t n = 0, row = s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
     for (int i = 0; i < s->c->L * s->c->G; i++) n += s->dev->held[i].cap * row + 2 * s->dev->held[i].pk_bytes;

@@ -137,6 +137,7 @@ typedef struct Method {
     void (*commit) (Session *s, void *ms, int l, const float *q, int T);          // after attention of layer l: index, drop rows. l == L: end of the pass, q NULL
     void (*turn)   (Session *s, void *ms);                                        // a prefill begins (before enter): reset what lives one turn
     size_t (*bytes)(const Session *s, const void *ms);                            // metadata the part holds
+    size_t (*plan) (const Session *s, const void *ms, int n);                     // at most so many when n tokens are held; NULL: what it holds once open
     void (*forget) (Session *s, void *ms, int n_tok);                             // tokens from n_tok on were truncated
     void (*stats)  (const Session *s, const void *ms, FILE *out);                 // statistics on request, one line each
 } Method;
@@ -375,7 +376,7 @@ const float *decode(Session *s, int id);                                        
 float *forward(Session *s, const Token *t, int T);                                 // one pass over tokens already rewritten by enter
 void rope(const Weights *w, float *x, int heads, int D, int pos);                  // x (heads,D) rotated in place, half layout
 
-typedef struct { size_t weights, kv, pass; int ctx; } MemoryPlan;                  // bytes a dialogue of ctx tokens needs: weights, rows, rooms of the largest pass
+typedef struct { size_t weights, kv, parts, pass; int ctx; } MemoryPlan;           // bytes a dialogue of ctx tokens needs: weights, rows, what the method adds, rooms of the largest pass
 MemoryPlan memory_plan(const Session *s);
 void   progress_tell(const char *what, double share);                             // 0: begins, 1: over
 
@@ -385,10 +386,12 @@ void   progress_tell(const char *what, double share);                           
 #else
 #define KV_DEV(s) 0                             // built without CUDA: the calls below are dropped by the compiler
 #endif
-int    device_open (Session *s);                                                   // sets s->dev; 0, or -1 with s->err set
+int    device_bars (const Session *s, char why[512]);                              // 0: a GPU answers and holds all of memory_plan; else the exit code, and why
+int    device_open (Session *s);                                                   // sets s->dev; 0, or -1 with s->err set; exit 4
 void   device_reset(Session *s);
 void   device_close(Session *s);                                                   // after every row has been given back
 float *pass_cuda(Session *s, int T);                                               // pass() of section 7
+void   tokens_give_cuda(Session *s);                                               // s->tok to the device, for hooks without a pass
 void   rows_resize_cuda(Session *s, KVHead *h, int cap);                           // room for cap raw rows; h->packed is the new number already
 void   rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n);  // k, v: device memory; h->len is still the old one
 void   rows_free_cuda(Session *s, KVHead *h);                                      // all of them; leaves k, v, pk and pv NULL

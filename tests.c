@@ -7455,7 +7455,6 @@ TEST(cli_readme_code, "the method that README shows as the example is the one in
 void *cuda_put(const void *host, size_t bytes);
 void  cuda_get(void *host, const void *dev, size_t bytes);
 void  cuda_drop(void *dev);
-void  cuda_tokens(Session *s);
 size_t cuda_held(const Session *s);
 void  cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx, const Tensor *w, int T);
 int   cuda_graphs(const Session *s);
@@ -7560,7 +7559,7 @@ static void pair_append(Pair *p, int n, double k_std) {                         
     for (int i = 0; i < n; i++) t[i] = (Token){ i % c->V, -1, p->c->turn, TOK_USER };
     add_tokens(p->c, t, n); add_tokens(p->d, t, n);
     p->c->turn++; p->d->turn++;
-    cuda_tokens(p->d);
+    tokens_give_cuda(p->d);
     for (int l = 0; l < c->L; l++) {
         size_t all = (size_t)n * c->G * c->D;
         float *k = normals(all, k_std), *v = normals(all, 1);
@@ -8355,7 +8354,7 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
         Session *s = cuda_session(m, method[i], text[i], &o);
         MemoryPlan p = memory_plan(s);
         prefill(s, ids, 299); decode(s, 1);
-        size_t need = p.weights + p.kv + p.pass, most = emu_most_memory();
+        size_t need = p.weights + p.kv + p.parts + p.pass, most = emu_most_memory();
         CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned", method[i], text[i], most, need);
         session_close(s); options_free(o);
         emu_set_memory(i == 1 ? p.weights / 2 : need - 1);
@@ -8364,6 +8363,55 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
         emu_set_memory(need);
         CHECK(cuda_try(m, method[i], text[i]) == 0, "exactly enough: %s", die_text);
         emu_set_memory(0);
+        tiny_free(m);
+    }
+}
+static size_t cuda_plan(Tiny m, const char *text) {
+    char err[512];
+    Options *o = options_of(text);
+    Session *s = session_try(m.c, m.w, o, "full", err);
+    MemoryPlan p = memory_plan(s);
+    session_close(s); options_free(o);
+    return p.weights + p.kv + p.parts + p.pass;
+}
+static size_t held_now(void) { emu_most_memory(); return emu_most_memory(); }    // the first call sets the mark to what is held
+TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the model or for the trial keeps it on the CPU") {
+    Tiny m = tiny_model(2, 2, 1, 32, 48, 96, 53, 31);
+    weights_count(m.w, m.c);
+    double e = device_trial();
+    CHECK(e >= 0 && e < 1e-3, "the trial: %g", e);
+    for (int i = 0; i < (emu_set_memory ? 3 : 1); i++) {
+        App a = { .o = options_of("ctx-size=300"), .c = m.c, .w = m.w };
+        size_t few[3] = { 0, 1000, 0 };
+        if (i == 2) few[i] = cuda_plan(m, "ctx-size=300") + 1000;         // enough for this model, not for the trial's
+        if (emu_set_memory) emu_set_memory(few[i]);
+        int was = quiet;
+        quiet = 1;
+        choose_device(&a);
+        quiet = was;
+        CHECK(!strcmp(opt_str(a.o, "device"), i ? "cpu" : "cuda"), "%zu bytes: -d %s", few[i], opt_str(a.o, "device"));
+        if (i == 2) CHECK(device_trial() == -1 && strstr(die_text, "needed"), "%s", die_text);
+        options_free(a.o);
+    }
+    if (emu_set_memory) emu_set_memory(0);
+    tiny_free(m);
+}
+TEST(cuda_turns, "1,000 turns on the device and 100 dialogues one after the other: as many bytes held as at the start") {
+    const char *method[] = { "streaming", "snapkv", "h2o", "lychee", "pats", "sonic" };
+    const char *text[] = { "budget=12", "budget=12 obs-window=4", "budget=12", "budget=16 lychee-buffer=4 lychee-sink=2", "pats-window=4 ctk=f16 ctv=f16", "sonic-untrained quiet sonic-k=2" };
+    for (int i = 0; emu_most_memory && i < 6; i++) {
+        Tiny m = tiny_model(1, 1, 1, 8, 16, 16, 23, 31);
+        Options *o;
+        Session *s = cuda_session(m, method[i], text[i], &o);
+        size_t first = 0;
+        for (int t = 0; t < 170; t++) {                          // a dialogue has ten turns
+            int ids[3] = { t % 23, 3, 5 };
+            if (t % 10 == 0) { session_reset(s); if (t == 20) first = held_now(); if (t > 20) CHECK(held_now() == first, "%s turn %d: %zu bytes, at first %zu", method[i], t, held_now(), first); }
+            prefill(s, ids, 3);
+            decode(s, 1); decode(s, 2);
+        }
+        session_close(s); options_free(o);
+        CHECK(held_now() == 0, "%s: %zu bytes were never given back", method[i], held_now());
         tiny_free(m);
     }
 }

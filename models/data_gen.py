@@ -3,7 +3,8 @@
 A *thread* is a list of turns [(user, assistant), ...] that belong together: facts and the questions about them, a story, small
 talk. A *chat* weaves a few threads into each other (each keeps its own order), so that a fact and its question end up turns apart.
 In an assistant text the words between « and » are the answer: what the reader came for, weighted more in training, scored in
-evaluation. One entry in eight of every word list is held out: training never uses it as a value, evaluation uses nothing else.
+evaluation. One entry in eight of every word list is held out: training never uses it as a value of its own list (a name as a name, a
+city as a city; it does turn up as a value of other lists, so that its token can be copied at all), evaluation uses nothing else.
 
     python data_gen.py [N]      prints N chats to look at
 """
@@ -82,7 +83,12 @@ class World:
         self.bare = r.random() < 0.3                                       # ... and without full stops
     def pick(self, words):
         if len(words) < 14: return self.r.choice(words)                    # short lists are not split
-        if not self.held and self.r.random() < 0.12: words = self.r.choice(LISTS)  # any word can be a value: copy what is there
+        if not self.held and self.r.random() < 0.2:                        # any word can be a value, those held out elsewhere first of all: copy what is there
+            other, rare = self.r.choice(LISTS), self.r.random() < 0.5
+            own = words[5::8]
+            words = [x for i, x in enumerate(other) if x not in own and (i % 8 == 5 or not rare)]
+            if words: return self.r.choice(words)
+            words = other
         return self.r.choice([x for i, x in enumerate(words) if (i % 8 == 5) == self.held])
     def fresh(self, draw):
         for _ in range(50):
@@ -109,6 +115,10 @@ class World:
     def thing(self):
         """'red box', 'old key': something that a chat mentions once."""
         return self.fresh(lambda: self.r.choice(self.r.choice((COLOURS, COLOURS, MATERIALS))) + " " + self.r.choice(THINGS))
+    def near(self, thing):
+        """A near miss: another thing of this colour, or this thing in another colour."""
+        colour, what = thing.split()
+        return self.fresh(lambda: colour + " " + self.r.choice(THINGS) if self.r.random() < 0.5 else self.r.choice(COLOURS) + " " + what)
     def say(self, text):
         """What this visitor types for `text`: the visitor's habits of case and punctuation."""
         r = self.r
@@ -143,6 +153,13 @@ def document(r, keys, tokens, sep=" "):
     places = sorted(r.randrange(len(lines) + 1) for _ in keys)
     for at, key in reversed(list(zip(places, keys))): lines.insert(at, key)
     return sep.join(lines)
+
+def scatter(w, keys, tokens):
+    """The sentences `keys` over two to four messages of filler to read; each keeps its order in its message."""
+    r, n = w.r, w.r.choice((2, 3, 4))
+    parts = [[] for _ in range(n)]
+    for k in keys: r.choice(parts).append(k)
+    return [(w.say(document(r, p, tokens // n)), c(r, PLAIN + "|I have read it.")) for p in parts if p or tokens >= 30]
 
 # ---------------------------------------------------------------------------------------------------------- small talk
 TALK = [  # (what one may say, what may be replied); '/' between options
@@ -499,7 +516,9 @@ def people(w, size=0, n=None):
             facts.append((k, name, v))
     if r.random() < 0.5: r.shuffle(facts)
     says = [k[1].format(n=a, v=v) for k, a, v in facts]
-    if r.random() < 0.6: turns = [(w.say((document(r, says, size))), c(r, PLAIN))]
+    x = r.random()
+    if x < 0.35: turns = [(w.say((document(r, says, size))), c(r, PLAIN))]
+    elif x < 0.7: turns = scatter(w, says, size)
     else: turns = [(w.say(s), c(r, PLAIN)) for s in says]
     for k, a, v in r.sample(facts, r.choice((1, 1, 2))):
         turns.append((w.say(c(r, k[2]).format(n=a)), k[3].format(n=a, v=v)))
@@ -513,14 +532,18 @@ def coref(w, size=0):
     name = w.name().lower() if w.low else w.name()
     rel = c(r, "friend|neighbour|cousin|teacher|boss|colleague")
     turns = [(w.say(c(r, (f"I have a {rel} called {name}.", f"My {rel} is {name}.", f"Let me tell you about my {rel} {name}.", f"Yesterday I met {name}."))), c(r, PLAIN + f"|Tell me more about «{name}»."))]
-    kinds = r.sample(PEOPLE, r.choice((1, 2, 3)))
+    kinds = r.sample(PEOPLE, r.choice((1, 2, 2, 3)))
+    if r.random() < 0.5:                                                    # the same about somebody else, before
+        other = w.name().lower() if w.low else w.name()
+        says = [k[1].format(n=other, v=k[0](w)) for k in kinds]
+        turns = [(w.say(s.lower() if w.low else s), c(r, PLAIN)) for s in says] + turns
     vals = []
     for k in kinds:
         v = k[0](w); v = v.lower() if w.low else v
         vals.append(v)
         turns.append((w.say(k[4].format(P=P, H=H, v=v)), c(r, PLAIN)))
-    i = r.randrange(len(kinds))
-    turns.append((w.say(c(r, kinds[i][2]).format(n=name)), kinds[i][3].format(n=name, v=vals[i])))
+    for i in r.sample(range(len(kinds)), min(len(kinds), r.choice((1, 1, 2)))):
+        turns.append((w.say(c(r, kinds[i][2]).format(n=name)), kinds[i][3].format(n=name, v=vals[i])))
     return turns
 
 # --------------------------------------------------------------------------------------------- needles, keys and values
@@ -538,6 +561,11 @@ def read_then_ask(w, text, asks, intro=None):
             whole = join_.join(pieces[:k]).rstrip() + gap + q + gap + join_.join(pieces[k:])
         else: whole = f"{intro}{text}{gap}{q}"                               # or behind it
         return [(w.say(whole), a)] + [(w.say(q), a) for q, a in asks[1:]]
+    if r.random() < 0.3:                                                    # the text in two or three messages
+        pieces = re.split("(?<=\n)" if "\n" in text else r"(?<=[.!?]) ", text)
+        cuts = [0] + sorted(r.randrange(1, len(pieces) + 1) for _ in range(r.choice((1, 2)))) + [len(pieces)]
+        parts = [("" if "\n" in text else " ").join(pieces[a:b]).rstrip() for a, b in zip(cuts, cuts[1:]) if b > a]
+        return [(w.say((intro if not i else "") + p), c(r, "I have read it.|Okay.|Got it.|I will remember that.|Understood.")) for i, p in enumerate(parts)] + [(w.say(q), a) for q, a in asks]
     return [(w.say(intro + text), c(r, "I have read it.|Okay.|Got it.|I will remember that.|Understood."))] + [(w.say(q), a) for q, a in asks]
 
 def needle(w, size=0, n=None):
@@ -545,8 +573,8 @@ def needle(w, size=0, n=None):
     r = w.r
     n = n or r.choice((1, 1, 1, 2, 3, 4, 6))
     facts, kind = [], r.randrange(4)
-    for _ in range(n):
-        t = w.thing()
+    for i in range(n):
+        t = w.thing() if not i or r.random() < 0.6 else w.near(t)
         v = w.code() if r.random() < 0.7 else w.word()
         place = r.choice(ROOMS)
         s, q, a = ((f"The secret code of the {t} is {v}.", c(r, f"What is the secret code of the {t}?|What is the code of the {t}?|Tell me the secret code of the {t}."), f"The secret code of the {t} is «{v}»."),
@@ -572,8 +600,8 @@ def multi_value(w, size=0):
         v = w.code()
         if v not in vals: vals.append(v)
     says = [f"A number of the {t} is {v}." for v in vals]
-    other = w.thing()
-    if r.random() < 0.4: says.insert(r.randrange(n + 1), f"A number of the {other} is {w.code()}.")
+    other = w.near(t)
+    if r.random() < 0.5: says.insert(r.randrange(n + 1), f"A number of the {other} is {w.code()}.")
     return read_then_ask(w, document(r, says, size), [(c(r, f"What are the numbers of the {t}?|Tell me all numbers of the {t}.|Which numbers does the {t} have?"),
                                                        f"The numbers of the {t} are " + join(["«" + v + "»" for v in vals]) + ".")])
 
@@ -583,7 +611,8 @@ def key_values(w, size=0):
     n = max(2, min(size // 9, 200)) if size else r.choice((2, 3, 4, 6, 8))
     keys, kind = [], r.randrange(3)
     while len(keys) < n:
-        k = (w.r.choice(NAMES) if r.random() < 0.5 else "".join(r.choice(SYLLABLES) for _ in range(r.choice((2, 3))))).lower()
+        k = (r.choice(NAMES) if r.random() < 0.35 else "".join(r.choice(SYLLABLES) for _ in range(r.choice((2, 3, 3))))).lower()
+        if keys and r.random() < 0.1: k = keys[-1][:-2] + r.choice(SYLLABLES)
         if k not in keys: keys.append(k)
     vals = [w.code() if r.random() < 0.8 else w.word() for _ in keys]
     if kind == 0: text = "{" + ", ".join(f'"{k}": {v if v.isdigit() else chr(34) + v + chr(34)}' for k, v in zip(keys, vals)) + "}"
@@ -673,11 +702,11 @@ CLASSES = {"animal": ANIMALS, "food": FOODS, "city": CITIES, "colour": COLOURS, 
 def classify(w, size=0):
     """Few-shot classification: the labels are defined by examples alone."""
     r = w.r
-    kinds = r.sample(list(CLASSES), r.choice((2, 2, 3)))
+    kinds = r.sample(list(CLASSES), r.choice((2, 2, 3, 3)))
     labels = kinds if r.random() < 0.5 else r.sample("A B C D X Y Z one two left right zip zap foo bar".split(), len(kinds))
     shots, used = [], set()
     for k, l in zip(kinds, labels):
-        for _ in range(r.choice((2, 3))):
+        for _ in range(r.choice((2, 3, 3))):
             x = r.choice([y for y in CLASSES[k] if y not in used]); used.add(x); shots.append((x, l))
     r.shuffle(shots)
     i = r.randrange(len(kinds))
@@ -722,8 +751,8 @@ def constraint(w, size=0):
 # --------------------------------------------------------------------------------------------------------------- chats
 TASKS = {  # task: (thread maker, share in the mixture)
     "profile": (profile, 16), "unknown": (unknown, 2), "people": (people, 10), "coref": (coref, 6), "needle": (needle, 9), "multi_needle": (multi_needle, 7),
-    "multi_value": (multi_value, 8), "key_values": (key_values, 9), "status": (status, 11), "lists": (lists, 10), "chain": (chain, 9), "sums": (sums, 5),
-    "classify": (classify, 7), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 7),
+    "multi_value": (multi_value, 9), "key_values": (key_values, 9), "status": (status, 10), "lists": (lists, 10), "chain": (chain, 9), "sums": (sums, 5),
+    "classify": (classify, 10), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 7),
 }
 SYSTEMS = ["You are a helpful assistant.", "You are a small and friendly model.", "You are kvcomp, a small assistant.", "Answer briefly.", "You are Tiny, a helpful assistant. Be polite."]
 OVERHEAD = 11                                                              # tokens of the template around one turn

@@ -253,6 +253,8 @@ PHASES = [
     ("long", 1850, 2048, {64: 2, 160: 2, 256: 2, 512: 2, 1024: 1.5, 2048: 0.3}, 0.08, 0.9, 0.02),
     ("grown", 3000, 2048, {64: 2, 160: 3, 256: 3, 512: 3, 1024: 2.5, 2048: 0.5}, 0.05, 0.7, 0.6),
     ("longer", 1500, 4096, {64: 1, 256: 2, 512: 2, 1024: 2, 2048: 1.2, 4000: 0.7}, 0.03, 0.6, 0.02),
+    ("words", 5600, 2048, {64: 1, 160: 3, 256: 3, 512: 3, 1024: 1.5, 2048: 0.4}, 0.05, 0.5, 0.25),
+    ("last", 1600, 4096, {64: 1, 256: 2, 512: 2, 1024: 2, 2048: 1.2, 4000: 0.7}, 0.03, 0.25, 0.01),
 ]
 GROWN = 4                                                                   # from this phase on the model has all its layers
 
@@ -335,6 +337,7 @@ def work(rank, folder, meet):
                       tokens / 1e6, spent, time.strftime("%H:%M:%S")), flush=True)
                 sums = [0] * 6
             if time.time() - saved > 120: save(); saved = time.time()
+        if step < steps: return
         done, step = i + 1, 0
         if rank == 0: save()
 
