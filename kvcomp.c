@@ -12195,38 +12195,40 @@ static void open_model(App *a) {
 #ifdef KVCOMP_CUDA
 enum { TRIAL_IDS = 300, TRIAL_STEPS = 4 };
 static const double trial_tolerance = 1e-2;             // bf16 weights, f16 rows; a broken kernel is off by the logits themselves
-// Does the GPU compute what the CPU computes? A prefill and four steps of random weights on both: the largest difference of logits by
-// the largest logit. -1: it died on the way, with its line in die_text. A kernel that is wrong on somebody's card must not chat there.
+static void trial_logits(const Config *c, const Weights *w, const char *device, float *out) {      // out (1+TRIAL_STEPS,V)
+    char err[512];
+    Options *o = options_new();
+    int *ids = random_ids(TRIAL_IDS, c->V);
+    options_set(o, "device", device, err);
+    Session *s = session_open(c, w, o, "full");
+    memcpy(out, prefill(s, ids, TRIAL_IDS), (size_t)c->V * sizeof(float));
+    for (int i = 1; i <= TRIAL_STEPS; i++) memcpy(out + (size_t)i * c->V, decode(s, ids[i]), (size_t)c->V * sizeof(float));
+    session_close(s);
+    arrfree(ids);
+    options_free(o);
+}
+// Does the GPU compute what the CPU computes? A prefill (long enough for the kernels on tensor cores) and a few steps of random weights
+// on both: the largest difference of logits by the largest logit. -1: it died on the way, with its line in die_text. A kernel that is
+// wrong on somebody's card must not chat there.
 static double device_trial(void) {
     jmp_buf jump, *outer = die_jump;
-    float *both[2] = { 0 };
-    char err[512];
     Config *c = config_synthetic("L2,H4,G2,D64,C128,F256,V512");
     Weights *w = weights_synthetic(c, 1);
-    Options *o = options_new();
-    int *ids = random_ids(TRIAL_IDS, c->V);              // long enough for the kernels on tensor cores
-    volatile double worst = 0, top = 1e-9;
+    int n = (1 + TRIAL_STEPS) * c->V;
+    float *both = xcalloc(2 * (size_t)n, sizeof *both);
+    double worst = 0, top = 0;
     die_jump = &jump;
-    if (setjmp(jump)) worst = -1;
-    else {
-        for (int d = 0; d < 2; d++) {
-            options_set(o, "device", d ? "cuda" : "cpu", err);
-            Session *s = session_open(c, w, o, "full");
-            both[d] = xmalloc((1 + TRIAL_STEPS) * (size_t)c->V * sizeof(float));
-            memcpy(both[d], prefill(s, ids, TRIAL_IDS), (size_t)c->V * sizeof(float));
-            for (int i = 1; i <= TRIAL_STEPS; i++) memcpy(both[d] + (size_t)i * c->V, decode(s, ids[i]), (size_t)c->V * sizeof(float));
-            session_close(s);
-        }
-        for (int i = 0; i < (1 + TRIAL_STEPS) * c->V; i++) {
-            double e = fabs((double)both[0][i] - both[1][i]);
-            if (!(e <= worst)) worst = isnan(e) ? INFINITY : e;
-            if (fabs((double)both[0][i]) > top) top = fabs((double)both[0][i]);
-        }
-    }
+    int died = setjmp(jump);
+    if (!died) { trial_logits(c, w, "cpu", both); trial_logits(c, w, "cuda", both + n); }
     die_jump = outer;
-    free(both[0]); free(both[1]); arrfree(ids);
-    options_free(o); weights_close(w, c);
-    return worst < 0 ? -1 : worst / top;
+    for (int i = 0; i < n && !died; i++) {
+        double e = fabs((double)both[i] - both[n + i]);
+        if (!(e <= worst)) worst = isnan(e) ? INFINITY : e;
+        top = fmax(top, fabs((double)both[i]));
+    }
+    free(both);
+    weights_close(w, c);
+    return died ? -1 : worst / top;
 }
 #endif
 // Makes cuda or cpu of -d auto, and says with -v why. The plan is that of --method; other methods of a comparison ask again.
