@@ -4013,11 +4013,17 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
         int n = p1 - p < KV_TILE ? p1 - p : KV_TILE, r0 = 0, dtype;
         const int *rows = view_slice(w, p, n, t->rows, &r0);
         if (!tile_in_window(s, l, hd, rows ? rows[n - 1] : r0 + n - 1, s->base)) continue;
-        if (rows) fetch_rows(s, hd, 1, rows, n);         // this tile's values ...
-        if (p + n < w->n) fetch_rows(s, hd, 0, w->idx + p + n, w->n - p - n < KV_TILE ? w->n - p - n : KV_TILE);     // ... and the next one's keys
+        // Rows of a list are asked for in time, half a tile at a time, so that memory is never idle nor flooded: this tile's values
+        // while its keys are scored, the next tile's keys while the values are added up.
+        int half = n / 2, next = p + n >= w->n ? 0 : w->n - p - n < KV_TILE ? w->n - p - n : KV_TILE;
+        const int *after = next ? w->idx + p + n : NULL;
+        if (rows) fetch_rows(s, hd, 1, rows, half);
         const void *x = rows_ready(s, hd, 0, rows, r0, n, t->k, &dtype);        // few queries: a tile is read once, so not copied if it need not be
+        if (rows) fetch_rows(s, hd, 1, rows + half, n - half);
         if (!tile_scores_of(s, l, hd, t, d->m, rows, r0, n, x, dtype)) continue;
+        fetch_rows(s, hd, 0, after, next / 2);
         x = rows_ready(s, hd, 1, rows, r0, n, t->k, &dtype);                    // over the keys, see attn_prefill
+        if (next) fetch_rows(s, hd, 0, after + next / 2, next - next / 2);
         tile_fold_of(t, d->m, n, D, x, dtype);
     }
     for (int i = 0; i < d->m; i++) {

@@ -750,9 +750,9 @@ def constraint(w, size=0):
 
 # --------------------------------------------------------------------------------------------------------------- chats
 TASKS = {  # task: (thread maker, share in the mixture)
-    "profile": (profile, 16), "unknown": (unknown, 2), "people": (people, 10), "coref": (coref, 6), "needle": (needle, 9), "multi_needle": (multi_needle, 7),
-    "multi_value": (multi_value, 9), "key_values": (key_values, 9), "status": (status, 10), "lists": (lists, 10), "chain": (chain, 9), "sums": (sums, 5),
-    "classify": (classify, 10), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 7),
+    "profile": (profile, 16), "unknown": (unknown, 2), "people": (people, 10), "coref": (coref, 6), "needle": (needle, 9), "multi_needle": (multi_needle, 8),
+    "multi_value": (multi_value, 14), "key_values": (key_values, 11), "status": (status, 10), "lists": (lists, 12), "chain": (chain, 9), "sums": (sums, 5),
+    "classify": (classify, 20), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 7),
 }
 SYSTEMS = ["You are a helpful assistant.", "You are a small and friendly model.", "You are kvcomp, a small assistant.", "Answer briefly.", "You are Tiny, a helpful assistant. Be polite."]
 OVERHEAD = 11                                                              # tokens of the template around one turn
