@@ -10107,6 +10107,7 @@ typedef struct {            // one line of the table. Times are seconds a token
 
 enum { BENCH_STEPS = 8 };                               // decode steps of one repetition
 static void open_model(App *a);                         // section 20
+static void choose_device(App *a);                      // the same
 
 static double read_bandwidth(void) {                    // best of three passes over a buffer no cache holds
     static float *buf;
@@ -10349,6 +10350,7 @@ static int bench(Options *o) {
     if (*path && !csv) die(EXIT_USAGE, "--bench-suite %s: %s", path, strerror(errno));
     bench_context(o, prompt, depth);
     open_model(&a);
+    choose_device(&a);
     if (csv) {
         suite(&a, prompt, depth, repeat, stdout, csv);
         fclose(csv);
@@ -12184,7 +12186,6 @@ static void load_weights(const Config *c, const Weights *w) {
     load_pages(&w->head);
     progress("loading", 1);
 }
-static void choose_device(App *a);
 static void open_model(App *a) {
     const char *shape = opt_str(a->o, "synthetic");
     if (*shape) {
@@ -12196,7 +12197,6 @@ static void open_model(App *a) {
         a->w = weights_load(a->c);
         load_weights(a->c, a->w);
     }
-    choose_device(a);
 }
 #ifdef KVCOMP_CUDA
 enum { TRIAL_IDS = 300, TRIAL_STEPS = 4 };
@@ -12244,8 +12244,9 @@ static void choose_device(App *a) {
     int good = 0;
     options_set(a->o, "device", "cpu", err);
 #ifdef KVCOMP_CUDA
-    Session *s = session_try(a->c, a->w, a->o, opt_str(a->o, "method"), err);
-    if (!s) snprintf(why, sizeof why, "%.500s", err);    // the same line again, from the session that is wanted
+    int there = device_there();
+    Session *s = there ? session_try(a->c, a->w, a->o, opt_str(a->o, "method"), err) : NULL;
+    if (!s) snprintf(why, sizeof why, "%.500s", there ? err : "no GPU answers");    // err comes again, from the session that is wanted
     else if (!device_bars(s, why)) {
         double e = device_trial();
         good = e >= 0 && e < trial_tolerance;
@@ -12356,6 +12357,7 @@ static int run_app(App *a) {
         return rc;
     }
     open_model(a);
+    choose_device(a);
     if (opt_int(o, "inspect")) { inspect(a->c, a->w, stdout); print_memory(a, stdout); free(text); return 0; }
     if (opt_int(o, "verbose")) print_memory(a, stderr);
     open_tokenizer(a, !ids);

@@ -1495,12 +1495,16 @@ static void stream_open(void) {
     KV_CUDA(cudaDeviceGetDefaultMemPool(&pool, device));
     KV_CUDA(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep));
 }
+int device_there(void) {
+    int n = 0;
+    return cudaGetDeviceCount(&n) == cudaSuccess && n > 0;
+}
 int device_bars(const Session *s, char why[512]) {
-    int n = 0, G = s->c->G, D = s->c->D;
+    int G = s->c->G, D = s->c->D;
     snprintf(why, 512, "at most %d KV heads of an even head_dim up to %d, found %d of %d; -d cpu works", MAX_G, MAX_D, G, D);
     if (D > MAX_D || D % 2 || G > MAX_G) return EXIT_USAGE;
     snprintf(why, 512, "no CUDA device can be used; -d cpu works");
-    return cudaGetDeviceCount(&n) != cudaSuccess || n < 1 ? EXIT_USAGE : check_memory(s, why);
+    return !device_there() ? EXIT_USAGE : check_memory(s, why);
 }
 int device_open(Session *s) {
     char why[512];

@@ -386,6 +386,7 @@ void   progress_tell(const char *what, double share);                           
 #else
 #define KV_DEV(s) 0                             // built without CUDA: the calls below are dropped by the compiler
 #endif
+int    device_there(void);                                                         // does a GPU answer?
 int    device_bars (const Session *s, char why[512]);                              // 0: a GPU answers and holds all of memory_plan; else the exit code, and why
 int    device_open (Session *s);                                                   // sets s->dev; 0, or -1 with s->err set; exit 4
 void   device_reset(Session *s);

@@ -3,7 +3,7 @@
     python data/make_dialogues.py
 
 One json object a line: {"type", "turns": [{"user", "reply", "answers"?}, ..]}. A turn with answers is scored. Sentences and values are
-made by models/data_gen.py from its held-out entries, which training never uses as values.
+made by models/data_gen.py from its held-out entries, which training never uses as values of their own kind.
 """
 import json, os, random, re, sys
 HERE = os.path.dirname(os.path.abspath(__file__))

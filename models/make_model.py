@@ -1,10 +1,11 @@
-"""Makes models/kvcomp-tiny, the model that kvcomp ships: a Llama of 3.2 million parameters, trained on two shared CPU cores in under three hours.
+"""Makes models/kvcomp-tiny, the model that kvcomp ships: a Llama of 3.2 million parameters, trained on two shared CPU cores in four hours.
 
     python make_model.py tokenizer        trains the byte-level BPE          -> kvcomp-tiny/tokenizer.json and its configs
     python make_model.py train [DIR]      runs (or resumes) the curriculum   -> DIR/checkpoint.pt every few minutes
     python make_model.py export [DIR]     writes the averaged weights        -> kvcomp-tiny/{config.json, model.safetensors, ...}
     python make_model.py eval             scores kvcomp-tiny on held-out words, by task and by length
-    python make_model.py all              all of these, in this order
+    python make_model.py curve            draws training.log (what train printed)       -> loss.svg
+    python make_model.py all              tokenizer, train, export, eval
 
 Needs numpy, torch, tokenizers, safetensors (transformers only to check the result). Nothing is downloaded: data_gen.py makes the data.
 """
@@ -385,6 +386,28 @@ def evaluate(n=20, lengths=(128, 256, 512, 1024, 2048, 4000)):
     for t in EVAL: print(f"| {t} | " + " | ".join(percent([table[t, l]] if (t, l) in table else []) for l in lengths) + " |")
     print("| mean | " + " | ".join(percent([table[t, l] for t in EVAL if (t, l) in table]) for l in lengths) + " |", flush=True)
 
+def curve():
+    """training.log -> loss.svg: loss (left, logarithmic) and share of answer tokens right (right) against tokens seen, phases marked."""
+    rows = []                                                               # (phase, loss, right, million tokens)
+    for line in open(os.path.join(HERE, "training.log")):
+        f = line.split()
+        if "answer" in f: rows.append((f[0], float(f[3]), float(f[6]), float(f[10].rstrip("M"))))
+    X, Y, W, H, end = 50, 20, 800, 300, rows[-1][3]
+    def x(m): return X + W * m / end
+    def left(loss): return Y + H * (math.log(8) - math.log(loss)) / (math.log(8) - math.log(0.25))
+    def right(share): return Y + H * (1 - share)
+    def line(points, colour): return '<polyline fill="none" stroke="%s" stroke-width="1.5" points="%s"/>' % (colour, " ".join("%.1f,%.1f" % p for p in points))
+    def text(at, y, s, anchor="middle", colour="#444"): return '<text x="%.1f" y="%.1f" text-anchor="%s" fill="%s">%s</text>' % (at, y, anchor, colour, s)
+    out = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="sans-serif" font-size="12"><rect width="100%%" height="100%%" fill="#fff"/>' % (X + W + 50, Y + H + 40)]
+    for loss in (0.25, 0.5, 1, 2, 4, 8): out += [line([(X, left(loss)), (X + W, left(loss))], "#ddd"), text(X - 6, left(loss) + 4, "%g" % loss, "end", "#b40")]
+    for share in (0, 0.25, 0.5, 0.75, 1): out.append(text(X + W + 6, right(share) + 4, "%g %%" % (100 * share), "start", "#06b"))
+    for m in range(0, int(end) + 1, 10): out.append(text(x(m), Y + H + 18, m))
+    for i in range(1, len(rows)):
+        if i == 1 or rows[i][0] != rows[i - 1][0]: out += [line([(x(rows[i][3]), Y), (x(rows[i][3]), Y + H)], "#aaa"), text(x(rows[i][3]) + 3, Y + H / 2 - 14 * (len(out) % 4 // 2), rows[i][0], "start")]
+    out += [line([(x(m), left(l)) for _, l, _, m in rows], "#b40"), line([(x(m), right(a)) for _, _, a, m in rows], "#06b"),
+            text(X + W / 2, Y + H + 34, "million tokens seen; loss (left, red), answer tokens right (blue)"), "</svg>"]
+    with open(os.path.join(HERE, "loss.svg"), "w") as f: f.write("\n".join(out))
+
 # -------------------------------------------------------------------------------------------------------------- export
 def to_hf(w):
     """Our tensors -> Hugging Face's names, one matrix each."""
@@ -424,3 +447,4 @@ if __name__ == "__main__":
     if what in ("train", "all"): train(folder)
     if what in ("export", "all"): export(folder)
     if what in ("eval", "all"): evaluate()
+    if what == "curve": curve()

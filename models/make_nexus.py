@@ -21,7 +21,7 @@ K_MAX, T_MAX, KS, K_DEFAULT, SINK = 64, 32, (4, 8, 16, 32, 64), 8, 4
 TAU, GAMMA, BETA = 3.0, 0.1, 0.1                                            # Eq. 6, 9, 11
 KD, HIDDEN, AKD, REG, RECON = 1.0, 0.5, 0.5, 0.5, 1.0                        # Eq. 12
 CE, LAYER, ROUTE = 1.0, 1.0, 0.2                                             # ours
-STEPS, ROWS, LR = 3000, 1400, 0.003                                          # augmented rows a batch and worker
+STEPS, ROWS, LR = 2500, 1400, 0.003                                          # augmented rows a batch and worker
 
 # -------------------------------------------------------------------------------------------------------------- examples
 def example(r, chat, K, turn0):
