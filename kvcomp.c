@@ -8266,8 +8266,9 @@ static void list_write(FILE *f, const char *name, const int *list) {
     fprintf(f, "],\n");
 }
 static void scores_write(FILE *f, const Config *c, const Options *o, const Plan *p, const Calibration *r, int accepted) {
+    const char *slash = strrchr(c->dir, '/'), *name = slash && slash[1] ? slash + 1 : c->dir;     // the folder's name: the file travels, the path to it does not
     fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
-    json_escape(f, c->dir, strlen(c->dir));
+    json_escape(f, name, strlen(name));
     fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"%s\", \"k\": %d, \"accept\": \"%s\", \"needles\": %d, \"accepted\": %d,\n",
             c->L, c->H, opt_str(o, "calibrate-score"), opt_int(o, "calibrate-k"), opt_str(o, "calibrate-accept"), (int)arrlen(p->needle), accepted);
     list_write(f, "lengths", p->length);
