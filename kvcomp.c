@@ -5711,19 +5711,23 @@ static void keep_lines(const LoopRule *u, Lines *a) {
     for (int c = 0; c < u->sink && c < a->n; c++) bit_set(a->v, c);
     for (int o = 0; o < u->local && o < a->n; o++) bit_set(a->s, o);
 }
-// Residual gains with the kept lines taken out. g (2n)
+// Residual gains with the kept lines taken out. g (2n). A row is summed in 32 lanes, so that a warp of the GPU can add in the same order.
+static double lanes32(double *x) { for (int h = 16; h; h >>= 1) for (int i = 0; i < h; i++) x[i] += x[i + h]; return x[0]; }
 static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
     Tally t = {{0, 0}, {0, 0}};
     int n = p->n;
     memset(g, 0, 2 * (size_t)n * sizeof *g);
     for (int i = 0; i < p->m; i++) {
         int half = u->holdout & i;                       // even samples select
+        double rec[32] = { 0 }, tot[32] = { 0 };
         for (int c = 0; c <= p->R[i]; c++) {
             double x = p->P[(size_t)i * n + c];
-            t.tot[half] += x;
-            if (c < u->sink || p->R[i] - c < u->local) t.rec[half] += x;
+            tot[c % 32] += x;
+            if (c < u->sink || p->R[i] - c < u->local) rec[c % 32] += x;
             else if (!half) { g[c] += x; g[n + p->R[i] - c] += x; }
         }
+        t.rec[half] += lanes32(rec);
+        t.tot[half] += lanes32(tot);
     }
     return t;
 }
@@ -5890,18 +5894,18 @@ static void loop_heads(Session *s, LoopServe *x, int l, const float *q, int T, c
         loop_choose(x, &p, &a[h], w, &found[h]);
     }
 }
-// The GPU makes the probabilities, and chooses under tile64; single lines are chosen one after the other, which is the host's work.
+// The GPU makes the probabilities and chooses; the paper's own loop (variant a) sorts and pops on the host.
 static void loop_heads_device(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, LoopFound *found) {
     int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), m = x->m, ng = line_batch_cuda(s, l, m);
     for (int h0 = 0; h0 < G * R; h0 += ng * R) {
         float *P = line_probs_cuda(s, l, h0 / R, ng, q, T, rows, m);
-        if (x->tile64) select_tiles_cuda(s, l, h0 / R, ng, &x->rule, P, T, m, a + h0, found + h0);
+        if (!x->variant_a) choose_lines_cuda(s, l, h0 / R, ng, &x->rule, x->tile64, P, T, m, a + h0, found + h0);
         #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * ng * R))
         for (int h = h0; h < h0 + ng * R; h++) {
             LoopRoom *w = &room[thread_id()];
             LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
             a[h].dense |= a[h].n <= x->min_context;
-            if (a[h].dense || x->tile64) continue;
+            if (a[h].dense || !x->variant_a) continue;
             for (int i = 0; i < m; i++) {
                 w->R[i] = a[h].p0 + rows[i];
                 host_copy_cuda(w->P + (size_t)i * a[h].n, P + ((size_t)(h - h0) * m + i) * N, a[h].n);
@@ -6765,7 +6769,7 @@ typedef struct {            // statistics of one tree, on request (A7)
 } Watch;
 typedef struct {
     float beta, beta_coarse;
-    int gqa, kg, exact, lazy, unit, tokens, first_tie, guard, min, max, buffer, sink, full_layers, iters, per_cluster, coarse_max, stats;
+    int gqa, kg, exact, lazy, unit, tokens, pool_max, first_tie, guard, min, max, buffer, sink, full_layers, iters, per_cluster, coarse_max, stats;
     int B;                              // the budget of this turn, sinks included
     unsigned char *level; int n_level, cap_level;       // boundary levels; the last token seen has none yet
     TextTail tail;                      // the text up to token n_level-1
@@ -6785,6 +6789,7 @@ static const Opt lychee_opts[] = {
     { "lychee-prune",        'c', "none|exact", "exact: open units by upper bound until none can matter; reads what flat reads" },
     { "lychee-lazy",         'c', "ball|mean|freeze", "what a grafted chunk does to its cluster's centre" },
     { "lychee-centroid",     'c', "unit|mean", "centres on the unit sphere, or plain means" },
+    { "lychee-pool",         'c', "mean|max", "a chunk's key: the mean of its keys, or their largest value in every dimension (Table 3)" },
     { "lychee-bound",        'c', "chunk|token", "token: a cluster's centre and radius are those of its raw token keys, so Eq. 2 bounds tokens" },
     { "lychee-tie",          'c', "last|first", "of equally good ends of a chunk" },
     { "lychee-guard",        'i', "1",    "0: marks inside 3.14, a.b, a::b, -> may end a chunk too" },
@@ -6809,6 +6814,7 @@ static int lychee_open(Session *s, void *ms) {
     x->gqa    = choice(o, "lychee-gqa", "max|sum|head");           x->lazy      = choice(o, "lychee-lazy", "ball|mean|freeze");
     x->exact  = choice(o, "lychee-prune", "none|exact");           x->unit      = choice(o, "lychee-centroid", "mean|unit");
     x->tokens = choice(o, "lychee-bound", "chunk|token");          x->first_tie = choice(o, "lychee-tie", "last|first");
+    x->pool_max = choice(o, "lychee-pool", "mean|max");
     x->guard = opt_int(o, "lychee-guard");         x->min = opt_int(o, "lychee-chunk-min");         x->max = opt_int(o, "lychee-chunk-max");
     x->buffer = opt_int(o, "lychee-buffer");       x->sink = opt_int(o, "lychee-sink");             x->full_layers = opt_int(o, "lychee-full-layers");
     x->iters = opt_int(o, "lychee-iters");         x->per_cluster = opt_int(o, "lychee-chunks-per-cluster");
@@ -6848,7 +6854,7 @@ static int room_for_chunks(const Lychee *x) { return x->B > x->sink ? x->B - x->
 static LycheeRule lychee_rule(const Lychee *x, int P) {          // for the kernels; P: coarse units
     int kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
     return (LycheeRule){ .beta = x->beta, .beta_coarse = x->beta_coarse, .gqa = x->gqa, .units = x->exact ? 0 : kg, .lazy = x->lazy, .unit = x->unit,
-                         .tokens = x->tokens, .iters = x->iters, .min = x->min, .room = room_for_chunks(x), .sink = x->sink, .M = x->M, .start = x->start };
+                         .tokens = x->tokens, .pool_max = x->pool_max, .iters = x->iters, .min = x->min, .room = room_for_chunks(x), .sink = x->sink, .M = x->M, .start = x->start };
 }
 
 typedef struct { char *mem; size_t at; } Block;          // mem NULL: only the size is wanted
@@ -6891,12 +6897,13 @@ static void normalise(float *x, int D) {
     float f = 1 / sqrtf(dot_f32(x, x, D) + 1e-12f);
     for (int d = 0; d < D; d++) x[d] *= f;
 }
-static void chunk_key(const Session *s, const KVHead *hd, int r0, int n, float *rows, float *key) {      // kbar: rows r0..r0+n-1; rows (n,D) is room
+// kbar of rows r0..r0+n-1: their mean or, for Table 3, their largest value in every dimension; rows (n,D) is room
+static void chunk_key(const Session *s, int pool_max, const KVHead *hd, int r0, int n, float *rows, float *key) {
     int D = s->c->D;
     kv_load_k(s, hd, NULL, r0, n, rows);
-    memset(key, 0, (size_t)D * sizeof *key);
-    for (int i = 0; i < n; i++) for (int d = 0; d < D; d++) key[d] += rows[(size_t)i * D + d];
-    for (int d = 0; d < D; d++) key[d] /= (float)n;
+    memcpy(key, rows, (size_t)D * sizeof *key);
+    for (int i = 1; i < n; i++) for (int d = 0; d < D; d++) { float k = rows[(size_t)i * D + d]; key[d] = pool_max ? fmaxf(key[d], k) : key[d] + k; }
+    for (int d = 0; d < D && !pool_max; d++) key[d] /= (float)n;
     normalise(key, D);
 }
 static void round_bf16(uint16_t *dst, float *x, int D) { for (int d = 0; d < D; d++) x[d] = bf16_to_f32(dst[d] = f32_to_bf16(x[d])); }
@@ -7011,7 +7018,7 @@ static void cover_tokens(const Session *s, const Lychee *x, Tree *t, const KVHea
 }
 static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, const BuildRoom *w) {
     int D = s->c->D, M = x->M, K = t->fine.n, P = t->coarse.n;
-    for (int j = 0; j < M; j++) chunk_key(s, hd, x->start[j], x->start[j + 1] - x->start[j], w->rows, w->key + (size_t)j * D);
+    for (int j = 0; j < M; j++) chunk_key(s, x->pool_max, hd, x->start[j], x->start[j + 1] - x->start[j], w->rows, w->key + (size_t)j * D);
     kmeans(w->key, M, K, D, x->iters, x->unit, w, w->mu, t->fine.mu, w->label);
     if (P) kmeans(w->mu, K, P, D, x->iters, x->unit, w, w->gmu, t->coarse.mu, w->glabel);
     nodes_clear(&t->fine);
@@ -7366,7 +7373,7 @@ static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead 
     int D = s->c->D, n = x->start[j + 1] - x->start[j];
     float *v = room, *rows = room + (size_t)2 * D;
     room += D;
-    chunk_key(s, hd, x->start[j], n, rows, v);
+    chunk_key(s, x->pool_max, hd, x->start[j], n, rows, v);
     int c = nearest_cluster(x, t, v, D, room, w);
     if (!x->tokens) node_absorb(x, &t->fine, c, t->fine.chunks[c], v, x->unit, D, room);
     for (int i = 0; i < n && x->tokens; i++) node_absorb(x, &t->fine, c, t->fine.tokens[c] + i, rows + (size_t)i * D, 0, D, room);
@@ -9263,7 +9270,7 @@ static void tell_only(Gen *g, const Fact *f, const char *who, char ***lines) { a
 static EvalTurn tell_values(Gen *g, char ***lines[3]) {
     const char *t = gen_fresh(g, A_THING), *v[3];
     for (int i = 0; i < 3; i++) v[i] = gen_fresh(g, A_CODE);
-    EvalTurn q = gold_turn(g->set, set_printf(g->set, "What are the numbers of the %s?", t), set_printf(g->set, "The numbers of the %s are {%s}, {%s} and {%s}.", t, v[0], v[1], v[2]));
+    EvalTurn q = gold_turn(g->set, set_printf(g->set, "What are the numbers of the %s?", t), set_printf(g->set, "The numbers of the %s are {%s}, {%s}, {%s}.", t, v[0], v[1], v[2]));
     for (int i = 0; i < 3; i++) {
         arrput(q.evidence, set_printf(g->set, "A number of the %s is %s.", t, v[i]));
         arrput(*lines[i], arrlast(q.evidence));
@@ -9352,11 +9359,11 @@ static EvalTurn tell_moves(Gen *g, char **keys[3]) {
     arrput(q.evidence, last);
     return q;
 }
-// "a, b and c" of names[from..to), each within braces if marked.
+// names[from..to) as a user lists them, "a, b and c", or marked: as the answer does, "{a}, {b}, {c}".
 static char *name_list(EvalSet *e, char **names, int from, int to, int marked) {
     char *text = "";
     for (int i = from; i < to; i++)
-        text = set_printf(e, marked ? "%s%s{%s}" : "%s%s%s", text, i == from ? "" : i == to - 1 ? " and " : ", ", names[i]);
+        text = set_printf(e, marked ? "%s%s{%s}" : "%s%s%s", text, i == from ? "" : i == to - 1 && !marked ? " and " : ", ", names[i]);
     return text;
 }
 

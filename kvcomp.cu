@@ -21,6 +21,11 @@
 #define KV_DYN_SHARED(T, name) extern __shared__ __align__(128) float4 kv_dyn_[]; T *name = (T *)kv_dyn_
 #endif
 
+// A launch with more shared memory than every kernel may have unasked: `smem` is a variable
+#define KV_LAUNCH_WIDE(k, grid, block, smem, ...) do { \
+    if (smem > 48 * 1024) KV_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)); \
+    KV_LAUNCH(k, grid, block, smem, __VA_ARGS__); } while (0)
+
 // ==================================================================================================== 1 HELPERS
 // Errors end the program with one line. Everything happens in one stream, in the order it is asked for. Device memory is asked
 // for through device_new; room() keeps one growing buffer per purpose, so a decode step allocates nothing once the buffers have grown.
@@ -358,7 +363,7 @@ static __device__ void row_put(char *row, int kind, int d, int D, float x) {
     if (kind == ROW_F32) ((float *)row)[d] = x;
     else ((uint16_t *)row)[d] = kind == ROW_F16 ? f32_to_f16(x) : f32_to_bf16(x);
 }
-enum { MAX_D = 128 };                           // head_dim the kernels can do
+enum { MAX_D = 256 };                           // head_dim the kernels can do
 struct HeadRef { char *k, *v; int *src; const Packed *pack; int packed, len; };  // rows [0,packed) are pack's, k and v hold the others
 struct HeadRefs { HeadRef at[MAX_G]; };
 static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane);  // section 12
@@ -630,9 +635,8 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32) join_kernel(Attn a, in
     if (!lane) sh[warp][MAX_D] = sum;
     __syncthreads();
     sum = sh[0][MAX_D] + sh[1][MAX_D] + sh[2][MAX_D] + sh[3][MAX_D];
-    int d = threadIdx.x;                                         // MAX_D threads
-    if (out && d < D) out[row * D + d] = (sh[0][d] + sh[1][d] + sh[2][d] + sh[3][d]) / sum;
-    if (!d) { stat[row * 2] = top; stat[row * 2 + 1] = sum; }
+    for (int d = threadIdx.x; out && d < D; d += blockDim.x) out[row * D + d] = (sh[0][d] + sh[1][d] + sh[2][d] + sh[3][d]) / sum;
+    if (!threadIdx.x) { stat[row * 2] = top; stat[row * 2 + 1] = sum; }
 }
 // ---- decode over plain rows: K and V of one dtype, head_dim a multiple of 8
 // The rows go from device memory into registers, 16 bytes a load: LW lanes share a row, 8 dimensions each, so a warp reads 32/LW
@@ -677,18 +681,18 @@ static __device__ void decode_join(float *part, const float *sh, int NR, int D) 
         part[i] = e ? x : top;
     }
 }
-static size_t decode_smem(int NR, int D) { return ((size_t)ATTN_WARPS * NR * (D + 2) + NR * 128) * sizeof(float); }
+static size_t decode_smem(int LW, int NR, int D) { return ((size_t)ATTN_WARPS * NR * (D + 2) + NR * 8 * LW) * sizeof(float); }
 // Four blocks an SM: the 512 items of a long context are one wave on a device of 132
 template <int DT, int LW, int NR, int U> static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decode_kernel(Attn a) {
-    KV_DYN_SHARED(float, q);                                     // (NR,128), scaled, zeros behind D and m; then (ATTN_WARPS,NR,D+2)
-    const int ROWS = 32 / LW;
+    KV_DYN_SHARED(float, q);                                     // (NR,DIM), scaled, zeros behind D and m; then (ATTN_WARPS,NR,D+2)
+    const int ROWS = 32 / LW, DIM = 8 * LW;
     int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, d = lane % LW * 8, on = d < D, at8 = on ? d * (DT == DT_F32 ? 4 : 2) : 0, see[U];
-    float *sh = q + NR * 128, acc[NR][8], s[NR][U], x[8], top[NR], sum[NR];
+    float *sh = q + NR * DIM, acc[NR][8], s[NR][U], x[8], top[NR], sum[NR];
     Item it = a.item[blockIdx.x];
     Work w = a.work[it.work];
     HeadRef h = a.heads.at[w.g];
-    for (int i = threadIdx.x; i < NR * 128; i += blockDim.x)
-        q[i] = i / 128 < w.m && i % 128 < D ? a.q[(size_t)(w.g * a.R + w.m0 + i / 128) * D + i % 128] * a.scale : 0;
+    for (int i = threadIdx.x; i < NR * DIM; i += blockDim.x)
+        q[i] = i / DIM < w.m && i % DIM < D ? a.q[(size_t)(w.g * a.R + w.m0 + i / DIM) * D + i % DIM] * a.scale : 0;
     __syncthreads();
     for (int i = 0; i < NR; i++) {
         for (int j = 0; j < 8; j++) acc[i][j] = 0;
@@ -708,7 +712,7 @@ template <int DT, int LW, int NR, int U> static __global__ void __launch_bounds_
         for (int u = 0; u < U; u++) {
             unpack8<DT>(x, k[u]);
             for (int i = 0; i < NR; i++) {
-                const float4 *qi = (const float4 *)(q + i * 128 + d);
+                const float4 *qi = (const float4 *)(q + i * DIM + d);
                 s[i][u] = qi[0].x * x[0] + qi[0].y * x[1] + qi[0].z * x[2] + qi[0].w * x[3] + qi[1].x * x[4] + qi[1].y * x[5] + qi[1].z * x[6] + qi[1].w * x[7];
             }
         }
@@ -741,7 +745,8 @@ template <int DT, int LW, int NR, int U> static __global__ void __launch_bounds_
 // That costs twice the tensor-core work (as much again as an f16-only kernel does) and buys scores that differ from exact
 // ones by 2^-21 |q||k| with f16 rows and 2^-16 |q||k| with bf16 rows, and probabilities right to 2^-24 and 2^-16 of the largest.
 
-enum { TC_ROWS = 16 * ATTN_WARPS, TC_MIN = 256 };               // TC_MIN: tokens of a pass; below, split-K keeps more of the device busy
+// TC_MIN: tokens of a pass; below, split-K keeps more of the device busy. TC_MAX_D: wider sums do not fit into the registers
+enum { TC_ROWS = 16 * ATTN_WARPS, TC_MIN = 256, TC_MAX_D = 128 };
 namespace wmma = nvcuda::wmma;
 template <int DT> struct Half { typedef __half type; };
 template <> struct Half<DT_BF16> { typedef __nv_bfloat16 type; };
@@ -977,17 +982,21 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
 }
 template <int QW> static void attend_launch(const Attn &a, int n, int mix) {
     size_t smem = attend_smem(QW, a.D);
-    if (!mix)           KV_LAUNCH((attend_kernel<QW, 0>), n, ATTN_WARPS * 32, smem, a);
-    else if (a.D <= 64) KV_LAUNCH((attend_kernel<QW, 2>), n, ATTN_WARPS * 32, smem, a);
-    else                KV_LAUNCH((attend_kernel<QW, 4>), n, ATTN_WARPS * 32, smem, a);
+    if (!mix)            KV_LAUNCH_WIDE((attend_kernel<QW, 0>), n, ATTN_WARPS * 32, smem, a);
+    else if (a.D <= 64)  KV_LAUNCH_WIDE((attend_kernel<QW, 2>), n, ATTN_WARPS * 32, smem, a);
+    else if (a.D <= 128) KV_LAUNCH_WIDE((attend_kernel<QW, 4>), n, ATTN_WARPS * 32, smem, a);
+    else                 KV_LAUNCH_WIDE((attend_kernel<QW, 8>), n, ATTN_WARPS * 32, smem, a);
+}
+template <int DT, int LW> static void decode_width(const Attn &a, int n, int BQ) {
+    size_t smem = decode_smem(LW, BQ, a.D);
+    const int U = DT == DT_F32 ? 2 : 4;
+    if (BQ == 4) KV_LAUNCH((decode_kernel<DT, LW, 4, U>), n, ATTN_WARPS * 32, smem, a);
+    else         KV_LAUNCH((decode_kernel<DT, LW, 8, 2>), n, ATTN_WARPS * 32, smem, a);
 }
 template <int DT> static void decode_launch(const Attn &a, int n, int BQ) {
-    size_t smem = decode_smem(BQ, a.D);
-    const int U = DT == DT_F32 ? 2 : 4;
-    if (BQ == 4 && a.D > 64) KV_LAUNCH((decode_kernel<DT, 16, 4, U>), n, ATTN_WARPS * 32, smem, a);
-    else if (BQ == 4)        KV_LAUNCH((decode_kernel<DT, 8, 4, U>),  n, ATTN_WARPS * 32, smem, a);
-    else if (a.D > 64)       KV_LAUNCH((decode_kernel<DT, 16, 8, 2>), n, ATTN_WARPS * 32, smem, a);
-    else                     KV_LAUNCH((decode_kernel<DT, 8, 8, 2>),  n, ATTN_WARPS * 32, smem, a);
+    if (a.D <= 64)       decode_width<DT, 8>(a, n, BQ);
+    else if (a.D <= 128) decode_width<DT, 16>(a, n, BQ);
+    else                 decode_width<DT, 32>(a, n, BQ);
 }
 // The items of a plan, n blocks of 4, 8 or 32 query rows, and their joining: out (n,H,D) on the device or NULL, stat (n,H,2)
 static void run_items(const Attn &a, int n, int n_work, int BQ, int plain, float *out, float *stat) {
@@ -1035,12 +1044,11 @@ static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *
 // everything and full attention are then the same arithmetic.
 static int tensor_cores(const Session *s) {
     int k = row_kind(s->fk), v = row_kind(s->fv);
-    return s->n_tok - s->base >= TC_MIN && s->c->D % 16 == 0 && !s->packing && (k == ROW_F16 || k == ROW_BF16) && (v == ROW_F16 || v == ROW_BF16);
+    return s->n_tok - s->base >= TC_MIN && s->c->D % 16 == 0 && s->c->D <= TC_MAX_D && !s->packing && (k == ROW_F16 || k == ROW_BF16) && (v == ROW_F16 || v == ROW_BF16);
 }
 template <int DK, int DV, int ND> static void tensor_launch(const Attn &a, int n, float *out, float *stat) {
     size_t smem = tensor_smem(a.D);
-    KV_CUDA(cudaFuncSetAttribute(tensor_kernel<DK, DV, ND>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem));
-    KV_LAUNCH((tensor_kernel<DK, DV, ND>), n, ATTN_WARPS * 32, smem, a, out, stat);
+    KV_LAUNCH_WIDE((tensor_kernel<DK, DV, ND>), n, ATTN_WARPS * 32, smem, a, out, stat);
 }
 template <int DK, int DV> static void tensor_width(const Attn &a, int n, float *out, float *stat) {
     if (a.D <= 64) tensor_launch<DK, DV, 4>(a, n, out, stat);
@@ -1066,8 +1074,9 @@ static float *column_sums(Session *s, const Attn &a, const Work *list, const flo
     float *col = room<float>(s, ROOM_COL, (size_t)a.H * N);
     upload(dev, list, bytes);
     KV_CUDA(cudaMemsetAsync(col, 0, (size_t)a.H * N * sizeof(float), kv_stream));
+    size_t smem = column_smem(a.D);
     dim3 grid(blocks(N, TILE), a.H);
-    KV_LAUNCH(column_kernel, grid, ATTN_WARPS * 32, column_smem(a.D), a, dev, stat, n_q, N, factor, col);
+    KV_LAUNCH_WIDE(column_kernel, grid, ATTN_WARPS * 32, smem, a, dev, stat, n_q, N, factor, col);
     return col;
 }
 // KV_MASS: probabilities of n_q queries into the heads' mass, which the host keeps.
@@ -1780,7 +1789,7 @@ static __device__ int gather_columns(const Cells &x, int s0, int E, int *c, int 
     }
     return n;
 }
-template <int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) lines_kernel(Attn a, const Cells *cells, int T, float *out) {
+template <int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, ND > 4 ? 3 : 4) lines_kernel(Attn a, const Cells *cells, int T, float *out) {
     KV_DYN_SHARED(float, q);                                     // (LINE_ROWS,D)
     const int QW = LINE_QW, LANES = 32 / QW;
     int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, t0 = (gridDim.x - 1 - blockIdx.x) * LINE_ROWS;
@@ -1844,9 +1853,11 @@ void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const 
     }
     upload(dev, host, bytes);
     Attn a = attn_args(s, l, q, s->base);
+    size_t smem = lines_smem(a.D);
     dim3 grid(blocks(T, LINE_ROWS), H);
-    if (a.D <= 64) KV_LAUNCH((lines_kernel<2>), grid, ATTN_WARPS * 32, lines_smem(a.D), a, (const Cells *)dev, T, out);
-    else           KV_LAUNCH((lines_kernel<4>), grid, ATTN_WARPS * 32, lines_smem(a.D), a, (const Cells *)dev, T, out);
+    if (a.D <= 64)       KV_LAUNCH_WIDE((lines_kernel<2>), grid, ATTN_WARPS * 32, smem, a, (const Cells *)dev, T, out);
+    else if (a.D <= 128) KV_LAUNCH_WIDE((lines_kernel<4>), grid, ATTN_WARPS * 32, smem, a, (const Cells *)dev, T, out);
+    else                 KV_LAUNCH_WIDE((lines_kernel<8>), grid, ATTN_WARPS * 32, smem, a, (const Cells *)dev, T, out);
     scratch_reset(s, mark);
 }
 
@@ -1904,8 +1915,9 @@ float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T,
     float *P = room<float>(s, ROOM_PROBS, (size_t)ng * R * m * N);
     Attn a = attn_args(s, l, q, s->base);
     upload(tokens, t, m * sizeof(int));
+    size_t smem = sample_smem(a.D);
     dim3 grid(blocks(N, TILE), ng * R);
-    KV_LAUNCH(sample_scores_kernel, grid, ATTN_WARPS * 32, sample_smem(a.D), a, g0, tokens, m, N, T, P);
+    KV_LAUNCH_WIDE(sample_scores_kernel, grid, ATTN_WARPS * 32, smem, a, g0, tokens, m, N, T, P);
     KV_LAUNCH(softmax_rows_kernel, ng * R * m, SOFT_THREADS, 0, a.heads, g0, R, m, N, P);
     return P;
 }
@@ -2097,20 +2109,39 @@ float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first
     return columns_device(s, l, q, first, w, 1);
 }
 
-// ---- select_tiles: a block a query head, rounds until enough is recovered. Masses are int64, so no order of additions matters; keys are the
-// CPU's doubles; tiles are counted, not estimated: the lines are those of kvcomp.c for the same probabilities.
+// ---- what is chosen from sampled probabilities: a block a query head. Keys are the CPU's doubles, and sums have its order or none at all, so
+// the lines are those of kvcomp.c for the same probabilities.
 enum { BAND = 64, PICK_THREADS = 256, PICK_WARPS = PICK_THREADS / 32 };
-struct Picks {                  // argument; per head, N columns: P (m,N), gain and one (N + bands), v, s and wide (words), run (N/2 + 2,3), found (3)
-    HeadRefs heads;
+struct Picks {                  // argument; per head, N columns: P (m,N), v, s and wide (words), run (N/2 + 2,3), found (3);
+    HeadRefs heads;             // tile64: gain and one (N + bands); single lines: g and key (2 N, in gain's and one's room), row (2,m)
     LoopRule rule;
     const float *P; const int *t;
     int64_t *gain, *one;
+    double *row;
     uint64_t *v, *s, *wide;
     int *run;
-    double *found;              // failed, share of the mass, share of the tiles
-    int g0, R, m, N, T, bands, words;
+    double *found;              // failed, share of the mass, share of the tiles or cells
+    int g0, R, m, N, T, ids, words;
 };
-struct Head { const float *P; int64_t *gain, *one; uint64_t *v, *s, *wide; int *run; int n, p0, words; };
+struct Head { const float *P; int64_t *gain, *one; double *row; uint64_t *v, *s, *wide; int *run; int n, p0, words; };
+static __device__ uint64_t first_bits(int n, int w) { return n <= w * 64 ? 0 : n - w * 64 < 64 ? ~0ull >> (64 - (n - w * 64)) : ~0ull; }
+static __device__ Head head_of(const Picks &a) {                 // the block's, with the lines that are always kept
+    size_t h = blockIdx.x;
+    int n = a.heads.at[a.g0 + blockIdx.x / a.R].len;
+    Head x = { a.P + h * a.m * a.N, a.gain + h * a.ids, a.one + h * a.ids, a.row + 2 * h * a.m, a.v + h * a.words, a.s + h * a.words, a.wide + h * a.words,
+               a.run + h * 3 * (a.N / 2 + 2), n, n - a.T, (n + 63) / 64 };
+    for (int w = threadIdx.x; w < x.words; w += PICK_THREADS) {
+        x.v[w] = first_bits(a.rule.sink < n ? a.rule.sink : n, w);
+        x.s[w] = first_bits(a.rule.local < n ? a.rule.local : n, w);
+    }
+    __syncthreads();
+    return x;
+}
+static __device__ int recovered(const Picks &a, const double *rec, const double *tot) { return rec[0] >= a.rule.alpha * tot[0] && rec[1] >= a.rule.alpha * tot[1]; }
+static __device__ void tell_found(const Picks &a, int failed, const double *rec, const double *tot, double share) {
+    double all = tot[0] + tot[1], *found = a.found + (size_t)blockIdx.x * 3;
+    found[0] = failed; found[1] = all > 0 ? (rec[0] + rec[1]) / all : 1; found[2] = share;
+}
 static __device__ int64_t sum_block(int64_t x, int64_t *part) {  // part (PICK_WARPS) shared
     for (int d = 16; d; d >>= 1) x += __shfl_xor_sync(0xffffffffu, x, d);
     __syncthreads();                                             // the last sum has been read
@@ -2120,6 +2151,7 @@ static __device__ int64_t sum_block(int64_t x, int64_t *part) {  // part (PICK_W
     for (int w = 0; w < PICK_WARPS; w++) x += part[w];
     return x;
 }
+// ---- select_tiles: rounds until enough is recovered. Masses are int64, so no order of additions matters; tiles are counted, not estimated
 static __device__ int covered(const Head &x, int c, int r) { return bit_of(x.v, c) || bit_of(x.s, r - c); }
 // band_residuals; first: the largest parts too. rec, tot (2): the block's sums
 static __device__ void band_residuals(const Picks &a, const Head &x, int first, int64_t *rec, int64_t *tot, int64_t *part) {
@@ -2239,49 +2271,143 @@ static __device__ void take_lines(const Head &x, double lam) {
     }
     __syncthreads();
 }
-static __device__ uint64_t first_bits(int n, int w) { return n <= w * 64 ? 0 : n - w * 64 < 64 ? ~0ull >> (64 - (n - w * 64)) : ~0ull; }
 static __global__ void __launch_bounds__(PICK_THREADS, 1) select_tiles_kernel(Picks a) {
     __shared__ int64_t part[PICK_WARPS];
     __shared__ double high[PICK_WARPS];
     __shared__ int shared;
-    int h = blockIdx.x, n = a.heads.at[a.g0 + h / a.R].len, words = (n + 63) / 64, failed = 0;
-    Head x = { a.P + (size_t)h * a.m * a.N, a.gain + (size_t)h * (a.N + a.bands), a.one + (size_t)h * (a.N + a.bands), a.v + (size_t)h * a.words,
-               a.s + (size_t)h * a.words, a.wide + (size_t)h * a.words, a.run + (size_t)h * 3 * (a.N / 2 + 2), n, n - a.T, words };
-    for (int w = threadIdx.x; w < words; w += PICK_THREADS) {    // keep_lines
-        x.v[w] = first_bits(a.rule.sink < n ? a.rule.sink : n, w);
-        x.s[w] = first_bits(a.rule.local < n ? a.rule.local : n, w);
-    }
-    __syncthreads();
-    int64_t rec[2], tot[2];
-    double lam = INFINITY, share;
+    int failed = 0;
+    Head x = head_of(a);
+    int64_t got[2], of[2];
+    double rec[2], tot[2], lam = INFINITY, share;
     for (int round = 0; ; round++) {
-        band_residuals(a, x, !round, rec, tot, part);
+        band_residuals(a, x, !round, got, of, part);
+        for (int i = 0; i < 2; i++) { rec[i] = (double)got[i]; tot[i] = (double)of[i]; }
         share = tile_share(a, x, &shared, part);
         failed = round && share > a.rule.max_tiles;
-        if (failed || ((double)rec[0] >= a.rule.alpha * (double)tot[0] && (double)rec[1] >= a.rule.alpha * (double)tot[1])) break;
+        if (failed || recovered(a, rec, tot)) break;
         double best = best_gain(x, high);
         failed = best <= 0;
         if (failed) break;
         lam = .9 * fmin(lam, best);
         take_lines(x, lam);
     }
-    if (threadIdx.x) return;
-    double all = (double)tot[0] + (double)tot[1], *found = a.found + (size_t)h * 3;
-    found[0] = failed; found[1] = all > 0 ? ((double)rec[0] + (double)rec[1]) / all : 1; found[2] = share;
+    if (!threadIdx.x) tell_found(a, failed, rec, tot, share);
+}
+
+// ---- select_exact: one line after the other, without a heap. Gains only fall, so the best line of every SEG lines, once known, stays an upper
+// bound: the segment with the best bound is looked at again, and if its best line is still that one, it is the best of all. Ties as on the CPU.
+enum { SEG = PICK_THREADS };
+struct Best { double key; int id; };
+static __device__ Best better(Best a, Best b, int n) {           // item_before
+    if (a.key != b.key) return a.key > b.key ? a : b;
+    if ((a.id >= n) != (b.id >= n)) return a.id >= n ? a : b;
+    return a.id < b.id ? a : b;
+}
+static __device__ Best best_block(Best x, int n, Best *part) {   // part (PICK_WARPS) shared
+    for (int d = 16; d; d >>= 1) { Best y = { __shfl_xor_sync(0xffffffffu, x.key, d), __shfl_xor_sync(0xffffffffu, x.id, d) }; x = better(x, y, n); }
+    __syncthreads();                                             // the last one has been read
+    if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
+    __syncthreads();
+    for (int w = 0; w < PICK_WARPS; w++) x = better(x, part[w], n);
+    return x;
+}
+static __device__ Best segment_best(const Head &x, int seg, Best *part) {        // of lines not taken that gain something
+    int id = seg * SEG + threadIdx.x, y = id < x.n ? id : id - x.n;
+    double g = id < 2 * x.n && !bit_of(id < x.n ? x.v : x.s, y) ? ((const double *)x.gain)[id] : 0;
+    return best_block({ g > 1e-12 ? g / (double)(x.n - (y > x.p0 ? y : x.p0)) : 0, id }, x.n, part);
+}
+// residuals: a thread a line, over the samples in their order; a warp a sample for its sums
+static __device__ void line_residuals(const Picks &a, const Head &x, double *rec, double *tot) {        // rec, tot (2) shared
+    int lane = threadIdx.x & 31;
+    double *g = (double *)x.gain;
+    for (int id = threadIdx.x; id < 2 * x.n; id += PICK_THREADS) {
+        double sum = 0;
+        for (int i = 0; i < a.m; i++) {
+            int r = x.p0 + a.t[i], c = id < x.n ? id : r - (id - x.n);
+            if (c >= a.rule.sink && r - c >= a.rule.local && !(a.rule.holdout & i)) sum += x.P[(size_t)i * a.N + c];
+        }
+        g[id] = sum;
+    }
+    for (int i = threadIdx.x >> 5; i < a.m; i += PICK_WARPS) {
+        int r = x.p0 + a.t[i];
+        double got = 0, all = 0;
+        for (int c = lane; c <= r; c += 32) {
+            double p = x.P[(size_t)i * a.N + c];
+            all += p;
+            if (c < a.rule.sink || r - c < a.rule.local) got += p;
+        }
+        for (int d = 16; d; d >>= 1) { got += __shfl_xor_sync(0xffffffffu, got, d); all += __shfl_xor_sync(0xffffffffu, all, d); }
+        if (!lane) { x.row[i] = got; x.row[a.m + i] = all; }
+    }
+    __syncthreads();
+    if (!threadIdx.x) {
+        rec[0] = rec[1] = tot[0] = tot[1] = 0;
+        for (int i = 0; i < a.m; i++) { rec[a.rule.holdout & i & 1] += x.row[i]; tot[a.rule.holdout & i & 1] += x.row[a.m + i]; }
+    }
+    __syncthreads();
+}
+static __device__ void take_one(const Picks &a, const Head &x, int id, double *rec) {    // take_line
+    int slash = id >= x.n, y = slash ? id - x.n : id;
+    double *g = (double *)x.gain;
+    for (int i = threadIdx.x; i < a.m; i += PICK_THREADS) {
+        int other = x.p0 + a.t[i] - y, on = other >= 0 && !bit_of(slash ? x.v : x.s, other);
+        double cell = on ? x.P[(size_t)i * a.N + (slash ? other : y)] : 0;
+        x.row[i] = cell;
+        if (on && !(a.rule.holdout & i)) g[slash ? other : x.n + other] -= cell;     // another line for every sample
+    }
+    __syncthreads();
+    if (!threadIdx.x) {
+        rec[0] += g[id];
+        for (int i = 1; i < a.m && a.rule.holdout; i += 2) rec[1] += x.row[i];
+        (slash ? x.s : x.v)[y >> 6] |= (uint64_t)1 << (y & 63);
+    }
+    __syncthreads();
+}
+static __device__ double cells_of(const Head &x, const uint64_t *bits, int64_t *part) {
+    int64_t sum = 0;
+    for (int y = threadIdx.x; y < x.n; y += PICK_THREADS) if (bit_of(bits, y)) sum += x.n - (y > x.p0 ? y : x.p0);
+    return (double)sum_block(sum, part);
+}
+static __global__ void __launch_bounds__(PICK_THREADS, 1) select_lines_kernel(Picks a) {
+    __shared__ Best part[PICK_WARPS];
+    __shared__ int64_t sums[PICK_WARPS];
+    __shared__ double rec[2], tot[2];
+    Head x = head_of(a);
+    int n = x.n, segs = (2 * n + SEG - 1) / SEG, failed = 0;
+    Best *bound = (Best *)x.one;                                 // (segs)
+    double all = .5 * ((double)n * (n + 1) - (double)x.p0 * (x.p0 + 1)), cells = cells_of(x, x.v, sums) + cells_of(x, x.s, sums);
+    line_residuals(a, x, rec, tot);
+    for (int i = 0; i < segs; i++) { Best b = segment_best(x, i, part); if (!threadIdx.x) bound[i] = b; }
+    __syncthreads();
+    while (!failed && !recovered(a, rec, tot)) {
+        Best top = { 0, 2 * n };
+        for (int i = threadIdx.x; i < segs; i += PICK_THREADS) top = better(top, bound[i], n);
+        top = best_block(top, n, part);
+        if (top.key <= 0) break;                                 // nothing is left
+        Best now = segment_best(x, top.id / SEG, part);
+        if (now.key == top.key && now.id == top.id) {
+            take_one(a, x, top.id, rec);
+            cells += (double)(n - (top.id % n > x.p0 ? top.id % n : x.p0));
+            failed = cells > a.rule.max_cells * all;
+        } else if (!threadIdx.x) bound[top.id / SEG] = now;
+        __syncthreads();
+    }
+    if (!threadIdx.x) tell_found(a, failed || (a.rule.holdout && rec[1] < a.rule.alpha * tot[1]), rec, tot, cells / all);
 }
 // After line_probs_cuda of the same heads and tokens: lines (ng R) get their bits, dense and found
-void select_tiles_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T, int m, Lines *lines, LoopFound *found) {
-    int R = s->c->H / s->c->G, N = kv_longest(s, l), heads = ng * R, bands = (N + BAND - 1) / BAND, words = bands;
-    size_t ids = (size_t)heads * (N + bands), bits = (size_t)heads * words, runs = (size_t)heads * 3 * (N / 2 + 2), mark = scratch_mark(s);
-    char *dev = room<char>(s, ROOM_PICKS, 2 * ids * 8 + 3 * bits * 8 + (size_t)heads * 3 * 8 + runs * 4);
+void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, int tile64, const float *P, int T, int m, Lines *lines, LoopFound *found) {
+    int R = s->c->H / s->c->G, N = kv_longest(s, l), heads = ng * R, words = (N + 63) / 64, each = tile64 ? N + words : 2 * N;
+    size_t ids = (size_t)heads * each, bits = (size_t)heads * words, runs = (size_t)heads * 3 * (N / 2 + 2), mark = scratch_mark(s);
+    char *dev = room<char>(s, ROOM_PICKS, 2 * ids * 8 + 3 * bits * 8 + (size_t)heads * (3 + 2 * m) * 8 + runs * 4);
     Picks a;
     memset(&a, 0, sizeof a);
     a.heads = head_refs(s, l); a.rule = *rule; a.P = P; a.t = (const int *)s->dev->room[ROOM_TOP].p;
     a.gain = (int64_t *)dev; a.one = a.gain + ids;
     a.v = (uint64_t *)(a.one + ids); a.s = a.v + bits; a.wide = a.s + bits;
-    a.found = (double *)(a.wide + bits); a.run = (int *)(a.found + (size_t)heads * 3);
-    a.g0 = g0; a.R = R; a.m = m; a.N = N; a.T = T; a.bands = bands; a.words = words;
-    KV_LAUNCH(select_tiles_kernel, heads, PICK_THREADS, 0, a);
+    a.found = (double *)(a.wide + bits); a.row = a.found + (size_t)heads * 3; a.run = (int *)(a.row + (size_t)heads * 2 * m);
+    a.g0 = g0; a.R = R; a.m = m; a.N = N; a.T = T; a.ids = each; a.words = words;
+    if (tile64) KV_LAUNCH(select_tiles_kernel, heads, PICK_THREADS, 0, a);
+    else        KV_LAUNCH(select_lines_kernel, heads, PICK_THREADS, 0, a);
     uint64_t *host = (uint64_t *)scratch(s, 2 * bits * 8);
     double *told = (double *)scratch(s, heads * 3 * sizeof(double));
     download(host, a.v, 2 * bits * 8);
@@ -2289,7 +2415,7 @@ void select_tiles_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
     for (int h = 0; h < heads; h++) {
         memcpy(lines[h].v, host + (size_t)h * words, bit_bytes(lines[h].n));
         memcpy(lines[h].s, host + bits + (size_t)h * words, bit_bytes(lines[h].n));
-        lines[h].tile64 = 1;
+        lines[h].tile64 = tile64;
         lines[h].dense = told[3 * h] != 0;
         found[h] = { told[3 * h + 1], told[3 * h + 2] };
     }
@@ -2477,19 +2603,19 @@ static __device__ float max_warp(float x) {
 }
 
 // ---- keys and k-means. blockIdx.y is the KV head; all heads of a layer have as many chunks, clusters and units
-// chunk_key: key (D) shared = normalised mean of rows r0 .. r0+n-1; one warp
-static __device__ void chunk_key(const Keys &a, const HeadRef &h, int r0, int n, float *key) {
+// chunk_key: key (D) shared = normalised mean, or maximum, of rows r0 .. r0+n-1; one warp
+static __device__ void chunk_key(const Keys &a, int pool_max, const HeadRef &h, int r0, int n, float *key) {
     for (int d = threadIdx.x & 31; d < a.D; d += 32) {
-        float sum = 0;
-        for (int i = 0; i < n; i++) sum += key_value(a, h, r0 + i, d);
-        key[d] = sum / (float)n;
+        float x = key_value(a, h, r0, d);
+        for (int i = 1; i < n; i++) { float k = key_value(a, h, r0 + i, d); x = pool_max ? fmaxf(x, k) : x + k; }
+        key[d] = pool_max ? x : x / (float)n;
     }
     normalise(key, a.D);
 }
-static __global__ void chunk_keys_kernel(Keys a, const int *start, float *keys) {                // keys (G,M,D). One warp a chunk
+static __global__ void chunk_keys_kernel(Keys a, int pool_max, const int *start, float *keys) {  // keys (G,M,D). One warp a chunk
     __shared__ float key[MAX_D];
     int j = blockIdx.x;
-    chunk_key(a, a.heads.at[blockIdx.y], start[j], start[j + 1] - start[j], key);
+    chunk_key(a, pool_max, a.heads.at[blockIdx.y], start[j], start[j + 1] - start[j], key);
     float *to = keys + ((size_t)blockIdx.y * gridDim.x + j) * a.D;
     for (int d = threadIdx.x; d < a.D; d += 32) to[d] = key[d];
 }
@@ -2655,12 +2781,13 @@ static Tree *trees_upload(Session *s, const Tree *t) {           // a layer's tr
 // kmeans: x (G,n,D) -> mu (G,K,D) as rounded, level's mu, label (G,n)
 static void kmeans_device(Session *s, const LycheeRule *x, Tree *t, int coarse, const float *points, int n, int K, float *mu, float *len, int *label) {
     int D = s->c->D, G = s->c->G;
+    size_t smem = assign_smem(D);
     dim3 nodes(K, G), tiles(blocks(n, POINTS), G), all(blocks((size_t)K * D, 256), G);
     KV_LAUNCH(first_centres_kernel, nodes, 32, 0, mu, points, n, D);
     for (int i = 0; i <= x->iters; i++) {
         if (i == x->iters) KV_LAUNCH(round_centres_kernel, all, 256, 0, t, coarse, mu, K * D);
         if (!x->unit) KV_LAUNCH(lengths_kernel, nodes, 32, 0, len, mu, D);
-        KV_LAUNCH(assign_kernel, tiles, 256, assign_smem(D), points, n, mu, K, D, x->unit ? (const float *)NULL : len, label);
+        KV_LAUNCH_WIDE(assign_kernel, tiles, 256, smem, points, n, mu, K, D, x->unit ? (const float *)NULL : len, label);
         if (i < x->iters) KV_LAUNCH(centres_kernel, nodes, 32, 0, mu, points, label, n, D, x->unit);
     }
 }
@@ -2672,7 +2799,7 @@ void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees
     float *gmu = mu + (size_t)G * K * D, *len = gmu + (size_t)G * P * D;
     int *label = room<int>(s, ROOM_LABELS, (size_t)G * (M + K)), *glabel = label + (size_t)G * M;
     dim3 chunks(M, G), fine(K, G), coarse(P, G);
-    KV_LAUNCH(chunk_keys_kernel, chunks, 32, 0, keys_of(s, l), start, keys);
+    KV_LAUNCH(chunk_keys_kernel, chunks, 32, 0, keys_of(s, l), x->pool_max, start, keys);
     kmeans_device(s, x, t, 0, keys, M, K, mu, len, label);
     if (P) kmeans_device(s, x, t, 1, mu, K, P, gmu, len, glabel);
     KV_LAUNCH(children_kernel, fine, 32, 0, t, 0, label, M);
@@ -2743,7 +2870,7 @@ static __global__ void __launch_bounds__(GRAFT_THREADS, 1) graft_kernel(Tree *tr
     int lane = threadIdx.x & 31, D = a.D;
     for (int j = from; j < x.M; j++) {
         int n = start[j + 1] - start[j];
-        if (threadIdx.x < 32) chunk_key(a, h, start[j], n, v);
+        if (threadIdx.x < 32) chunk_key(a, x.pool_max, h, start[j], n, v);
         __syncthreads();
         int c = nearest_cluster(&t->fine, v, x.tokens, D, best_of, at_of);
         if (threadIdx.x < 32) {

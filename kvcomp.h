@@ -282,7 +282,7 @@ enum { GQA_MAX, GQA_SUM, GQA_HEAD };
 enum { LAZY_BALL, LAZY_MEAN, LAZY_FREEZE };
 typedef struct {            // what the kernels need to know of a session's index
     float beta, beta_coarse;
-    int gqa, units, lazy, unit, tokens, iters;      // units: coarse units opened at least, 0: a flat scan
+    int gqa, units, lazy, unit, tokens, pool_max, iters;        // units: coarse units opened at least, 0: a flat scan
     int min, room, sink;                            // fewest tokens of a chunk; tokens the chunks of a list may have; rows before the index
     int M; const int *start;                        // chunks; their first tokens (M+1), on the host
 } LycheeRule;
@@ -425,7 +425,7 @@ void   lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, cons
 int    line_batch_cuda(const Session *s, int l, int m);                            // KV heads that line_probs_cuda should do at once
 float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T, const int *t, int m);  // (ng R,m,N) on the device
 float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, int m, int slash, int least);   // (ng R,N) on the device
-void   select_tiles_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T, int m, Lines *lines, LoopFound *found);   // P (ng R,m,N); lines, found (ng R)
+void   choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, int tile64, const float *P, int T, int m, Lines *lines, LoopFound *found);   // P (ng R,m,N); lines, found (ng R)
 void   page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype);       // pages from..to-1 of head g; bound (pages,2,D) of dtype, on the device
 void   quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int best, const float *q, int dtype);   // bound (G) of those, q (H,D) on the device
 void   views_fetch_cuda(Session *s);                                               // views the device chose and kept, to the host

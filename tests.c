@@ -4428,7 +4428,7 @@ typedef struct { double mu[TWD], r; int chunk[TW], n, parent; } TwinCluster;
 typedef struct { double mu[TWD], R; } TwinUnit;
 typedef struct { TwinCluster *c; int K; TwinUnit *u; int P; int *ago; int steps, last; double recall, cover, cover_in, jac, hit; long n_recall, n_jac, n_hit; } TwinTree;
 typedef struct {
-    int B, sink, buffer, min, max, first_tie, guard, full, iters, per, coarse_max, gqa, kg, lazy, unit;
+    int B, sink, buffer, min, max, first_tie, guard, full, iters, per, coarse_max, gqa, kg, lazy, unit, largest;
     double beta, beta_coarse;
     int start[TW], M, built;        // chunk j: start[j]..start[j+1]-1
     TwinTree *tree;                 // (L,G)
@@ -4443,8 +4443,9 @@ static void twin_unit(double *x, int D) { double f = 1 / sqrt(twin_dot(x, x, D) 
 static void twin_key(const TwinLychee *y, Twin *t, int l, int g, int j, double *key) {
     int D = t->c->D;
     for (int d = 0; d < D; d++) {
-        key[d] = 0;
-        for (int r = y->start[j]; r < y->start[j + 1]; r++) key[d] += t->row[l * t->c->G + g][r].k[d] / (y->start[j + 1] - y->start[j]);
+        double sum = 0, most = -INFINITY;
+        for (int r = y->start[j]; r < y->start[j + 1]; r++) { double k = t->row[l * t->c->G + g][r].k[d]; sum += k; most = fmax(most, k); }
+        key[d] = y->largest ? most : sum / (y->start[j + 1] - y->start[j]);
     }
     twin_unit(key, D);
 }
@@ -4637,7 +4638,7 @@ static void check_tree(Session *s, const Lychee *x, int l, int g) {
         for (int j = t->fine.first[c]; j >= 0; last = j, j = t->fine.next[j]) {
             CHECK(j > last, "children ascend");
             in[j]++; n++; seen++; tokens += x->start[j + 1] - x->start[j];
-            chunk_key(s, kv_head(s, l, g), x->start[j], x->start[j + 1] - x->start[j], rows, key);
+            chunk_key(s, x->pool_max, kv_head(s, l, g), x->start[j], x->start[j + 1] - x->start[j], rows, key);
             for (int i = x->tokens ? 0 : -1; i < (x->tokens ? x->start[j + 1] - x->start[j] : 0); i++) {       // bound=token: every token key, else the chunk key
                 const float *k = i < 0 ? key : rows + (size_t)i * D;
                 CHECK(distance(k, t->fine.mu + (size_t)c * D, D) <= t->fine.r[c] + 1e-7, "chunk %d outside its cluster: %g > %g", j, distance(k, t->fine.mu + (size_t)c * D, D), t->fine.r[c]);
@@ -4659,7 +4660,7 @@ static TwinLychee twin_settings(const Options *o) {
     return (TwinLychee){ .B = opt_int(o, "budget"), .sink = opt_int(o, "lychee-sink"), .buffer = opt_int(o, "lychee-buffer"), .min = opt_int(o, "lychee-chunk-min"), .max = opt_int(o, "lychee-chunk-max"),
         .first_tie = twin_word(o, "lychee-tie", "first", ""), .guard = opt_int(o, "lychee-guard"), .full = opt_int(o, "lychee-full-layers"), .iters = opt_int(o, "lychee-iters"),
         .per = opt_int(o, "lychee-chunks-per-cluster"), .coarse_max = opt_int(o, "lychee-coarse-max"), .gqa = twin_word(o, "lychee-gqa", "sum", "head"),
-        .kg = !strcmp(kg, "flat") ? 0 : !strcmp(kg, "auto") ? -1 : atoi(kg), .lazy = twin_word(o, "lychee-lazy", "mean", "freeze"), .unit = !twin_word(o, "lychee-centroid", "mean", ""),
+        .kg = !strcmp(kg, "flat") ? 0 : !strcmp(kg, "auto") ? -1 : atoi(kg), .lazy = twin_word(o, "lychee-lazy", "mean", "freeze"), .unit = !twin_word(o, "lychee-centroid", "mean", ""), .largest = twin_word(o, "lychee-pool", "max", ""),
         .beta = opt_real(o, "lychee-beta"), .beta_coarse = opt_real(o, "lychee-beta-coarse") };
 }
 static Lychee *lychee_of(Session *s) { return s->part[0].ms; }
@@ -4737,6 +4738,7 @@ TEST(lychee_twin, "sets, logits, statistics and index agree with the slow twin: 
         { 2, 4, 2, 24, 300, { 2, { 220, 70 }, { 50, 40 }, 8 }, "lychee-buffer=5 lychee-full-layers=1 lychee-stats budget=40 lychee-sink=3 lychee-chunk-min=3 lychee-chunk-max=9 lychee-tie=first lychee-guard=0 lychee-iters=3 lychee-chunks-per-cluster=3 lychee-beta=1" },
         { 2, 4, 2, 24, 300, { 2, { 300, 31 }, { 90, 70 }, 9 }, BASE_OPT "budget=64 lychee-prune=exact lychee-beta=0.5" },
         { 2, 4, 2, 24, 200, { 2, { 150, 31 }, { 60, 40 }, 10 }, "lychee-buffer=0 lychee-full-layers=0 lychee-stats budget=16" },
+        { 2, 4, 2, 24, 300, { 2, { 200, 40 }, { 110, 40 }, 11 }, BASE_OPT "budget=56 lychee-pool=max lychee-beta=0.5" },
     };
     int threads = one_thread();
     for (size_t i = 0; i < sizeof k / sizeof *k; i++) {
@@ -7678,11 +7680,12 @@ static void pair_attention(Pair *p, int l, int n) {                             
     cuda_drop(dq); cuda_drop(db);
     free(q); free(a); free(b);
 }
-TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to 12:1, 3 KV heads, head_dim 40 to 128, every row format, unequal heads, windows, tails") {
+TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to 12:1, 3 KV heads, head_dim 40 to 256, every row format, unequal heads, windows, tails") {
     static const struct { int H, G, D, n; const char *text; } shape[] = {
         { 6, 3, 40, 37, "ctk=f32 ctv=f32" }, { 3, 3, 48, 1, "ctk=bf16 ctv=bf16" }, { 12, 1, 64, 5, "ctk=q8_0 ctv=f16" }, { 15, 3, 128, 3, "ctk=bf16 ctv=f16" },
-        { 6, 3, 128, 2, "ctk=f16 ctv=f16" }, { 12, 1, 64, 2, "ctk=f16 ctv=f16" }, { 10, 2, 72, 2, "ctk=f32 ctv=f32" }, { 3, 3, 42, 2, "ctk=f16 ctv=f16" } };
-    EACH_SEED(seed) for (int i = 0; i < 8; i++) {
+        { 6, 3, 128, 2, "ctk=f16 ctv=f16" }, { 12, 1, 64, 2, "ctk=f16 ctv=f16" }, { 10, 2, 72, 2, "ctk=f32 ctv=f32" }, { 3, 3, 42, 2, "ctk=f16 ctv=f16" },
+        { 2, 1, 256, 40, "ctk=bf16 ctv=bf16" }, { 9, 1, 160, 2, "ctk=f32 ctv=f32" } };
+    EACH_SEED(seed) for (size_t i = 0; i < sizeof shape / sizeof *shape; i++) {
         Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
         m.c->windowed = xcalloc(2, 1);
         m.c->windowed[1] = 1; m.c->window = 21;
@@ -7845,23 +7848,24 @@ static void draw_lines(Lines *a, int kind) {                                    
     for (int i = 64; i < 128 && i < a->n && kind == 2; i++) bit_set(a->s, i);
     a->dense = kind == 3;
 }
-static void tiles_agree(Pair *p, int T, const int *t, int m, const float *dev, const float *Q) {    // select_tiles from the same probabilities (H,m,N)
+// select_exact or select_tiles from the same probabilities (H,m,N)
+static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev, const float *Q, int tile64) {
     const Config *c = p->m.c;
     int N = kv_longest(p->c, 0), R = c->H / c->G;
     for (int i = T % 3; i < 12; i += 3) {
-        LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3], i % 4, 1 + i % 5 * 7, i % 2, 1, i % 5 ? .9 : .4 };
+        LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3], i % 4, 1 + i % 5 * 7, i % 2, i % 4 ? .9 : .3, i % 5 ? .9 : .4 };
         Lines *a = lines_new(p->c, 0, T), *b = lines_new(p->c, 0, T);
         LoopFound f[16], g[16];
         LoopRoom *w = loop_rooms(p->c, m, N);
-        select_tiles_cuda(p->d, 0, 0, c->G, &u, dev, T, m, b, g);
+        choose_lines_cuda(p->d, 0, 0, c->G, &u, tile64, dev, T, m, b, g);
         for (int h = 0; h < c->H; h++) {
             for (int j = 0; j < m; j++) {
                 w->R[j] = a[h].p0 + t[j];
                 memcpy(w->P + (size_t)j * a[h].n, Q + ((size_t)h * m + j) * N, a[h].n * sizeof(float));
             }
             LineSample x = { m, a[h].n, a[h].p0, w->R, w->P };
-            a[h].dense = select_tiles(&x, &u, &a[h], w, &f[h]);
-            CHECK(a[h].dense == b[h].dense && f[h].mass == g[h].mass && f[h].cells == g[h].cells, "rule %d, head %d of %d: dense %d %d, mass %.17g %.17g, tiles %.17g %.17g", i, h, R,
+            a[h].dense = (tile64 ? select_tiles : select_exact)(&x, &u, &a[h], w, &f[h]);
+            CHECK(a[h].dense == b[h].dense && f[h].mass == g[h].mass && f[h].cells == g[h].cells, "tile64 %d, rule %d, head %d of %d: dense %d %d, mass %.17g %.17g, share %.17g %.17g", tile64, i, h, R,
                   a[h].dense, b[h].dense, f[h].mass, g[h].mass, f[h].cells, g[h].cells);
             CHECK(!memcmp(a[h].v, b[h].v, bit_bytes(a[h].n)) && !memcmp(a[h].s, b[h].s, bit_bytes(a[h].n)), "rule %d, head %d: other lines", i, h);
         }
@@ -7890,7 +7894,11 @@ static void pair_samples(Pair *p, int T, const float *q, const float *dq) {     
             }
         }
     }
-    tiles_agree(p, T, t, m, dev, Q);
+    for (int tile64 = 0; tile64 < 2; tile64++) choices_agree(p, T, t, m, dev, Q, tile64);
+    for (size_t i = 0; i < c->H * each; i++) Q[i] = rintf(Q[i] * 64) / 64;                       // many equal gains
+    float *even = cuda_put(Q, c->H * each * sizeof *Q);
+    for (int tile64 = 0; tile64 < 2; tile64++) choices_agree(p, T, t, m, even, Q, tile64);
+    cuda_drop(even);
     free(P); free(Q); free(sum);
 }
 static void pair_lines(Pair *p, int T, int tile64) {
@@ -7907,7 +7915,7 @@ static void pair_lines(Pair *p, int T, int tile64) {
     scratch_reset(p->c, mark);
     cuda_drop(dq); cuda_drop(db); free(q); free(a); free(b);
 }
-TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed with dense heads, unequal heads, tails, packed rows; sampled softmax rows, their line sums and the lines of tile64 too") {
+TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed with dense heads, unequal heads, tails, packed rows; sampled softmax rows, their line sums and what is chosen by either unit too") {
     EACH_SEED(seed) for (int i = seed; i < 4; i += variants_step()) {
         Tiny m = tiny_model(1, (int[]){ 6, 3, 8, 6 }[i], (int[]){ 3, 3, 1, 3 }[i], (int[]){ 40, 48, 128, 64 }[i], 16, 16, 11, 4 + i);
         Pair p = pair_open(m, i == 3 ? "pats" : "full", i == 3 ? "ctk=f16 ctv=f16 pats-window=9" : i == 1 ? "ctk=bf16 ctv=q8_0" : "");
@@ -8038,7 +8046,7 @@ TEST(cuda_lychee_index, "from equal rows both devices make the same index to the
         if (all || seed != 1) lychee_pair(m, "lychee", "budget=40");
         if (all || seed != 2) lychee_pair(n, "lychee", "budget=50 paper lychee-kg=3 lychee-coarse-max=7 lychee-gqa=sum lychee-lazy=mean ctk=f16 ctv=f16");
         if (all || seed != 0) lychee_pair(n, "lychee", "budget=30 lychee-kg=auto lychee-gqa=head lychee-bound=token lychee-beta=.5 lychee-stats");
-        if (all || seed == 1) lychee_pair(o, "lychee", "budget=40 lychee-prune=exact lychee-beta=.3 lychee-centroid=mean lychee-lazy=mean lychee-stats");
+        if (all || seed == 1) lychee_pair(o, "lychee", "budget=40 lychee-pool=max lychee-prune=exact lychee-beta=.3 lychee-centroid=mean lychee-lazy=mean lychee-stats");
         if (all || seed == 2) lychee_pair(n, "lychee+pats", "budget=40 lychee-centroid=mean lychee-lazy=freeze lychee-iters=2 pats-window=8 pats-round=mid ctk=f16 ctv=f16");
     }
     tiny_free(m); tiny_free(n); tiny_free(o);
@@ -8212,6 +8220,20 @@ static int suite_text(char *text, char comma, const char *method, int *fields) {
         lines += memmem(p, (size_t)(end - p), method, strlen(method)) != NULL;
     }
     return lines;
+}
+TEST(cuda_wide, "head_dim 256 and 160: every method's kernels agree with the CPU where a head is wider than a tensor-core tile's sums") {
+    const char *run[][2] = { { "full", "ctk=f16 ctv=f16" }, { "snapkv", "budget=20 obs-window=4" }, { "quest", "budget=48 quest-full-layers=0" }, { "lychee", "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4" },
+                             { "loopserve", "budget=24 loopserve-min-context=0 loopserve-samples=6 loopserve-local=4 loopserve-alpha=.8 loopserve-max-cells=.95 loopserve-first=2" }, { "expected-attention", "budget=20 sink=2" }, { "streaming", "budget=20 streaming-rerotate" },
+                             { "pats", "ctk=f16 ctv=f16 pats-window=8 pats-sink=3" } };
+    Tiny m[2] = { tiny_model(2, 2, 1, 256, 24, 40, 53, 21), tiny_model(2, 3, 3, 160, 24, 40, 53, 22) };
+    Script p = { 2, { 40, 9 }, { 3, 2 }, 4 };
+    for (int i = 0; i < 8; i++) {
+        if (emu_set_seed) emu_set_seed(cuda_seeds[i % 3]);
+        dialogue_agrees(m[i % 2], run[i][0], run[i][1], &p, NULL);
+    }
+    Script longer = { 1, { 280 }, { 1 }, 4 };                                    // a pass that narrower heads take through tensor cores
+    dialogue_agrees(m[0], "full", "ctk=bf16 ctv=bf16", &longer, NULL);
+    tiny_free(m[0]); tiny_free(m[1]);
 }
 TEST(cuda_bench, "the suite of gpu-bench: a row for every test of every method, what refuses or has no time is a row too; the CSV has the same") {
     char err[256], *text[2] = { NULL, NULL };
@@ -8415,8 +8437,8 @@ TEST(cuda_turns, "1,000 turns on the device and 100 dialogues one after the othe
         tiny_free(m);
     }
 }
-TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: a head_dim past 128; sessions give everything back") {
-    Tiny m = tiny_model(1, 2, 1, 130, 16, 16, 11, 1), n = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
+TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: a head_dim past 256; sessions give everything back") {
+    Tiny m = tiny_model(1, 2, 1, 258, 16, 16, 11, 1), n = tiny_model(1, 2, 1, 16, 16, 16, 11, 1);
     Options *o = NULL;
     int rc = cuda_try(m, "full", "");
     CHECK(rc == EXIT_USAGE && strstr(die_text, "head_dim"), "%d: %s", rc, die_text);

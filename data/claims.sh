@@ -23,12 +23,12 @@ pats() {        # Table 2: memory and perplexity by schedule; Tables 3 and 4: ac
     run $K --eval needle,facts,json --eval-items 10 --compare full,pats
     run $K --eval needle,facts,json --eval-items 10 --compare pats --pats-bmax 10
 }
-lychee() {      # Fig. 6: chunks that follow the text against 16 tokens; Fig. 7: budget; Table 6: needles; Figs. 9, 10: retrieval
+lychee() {      # Fig. 6: chunks that follow the text against 16 tokens; Fig. 7: budget; Tables 1, 6: needles; Figs. 9, 10, Table 3: retrieval
     set -- --eval needle,json --eval-items 10 --eval-length 1024 --lychee-full-layers 1 --lychee-buffer 32
     run $K "$@" --budgets 64,128,256,512 --compare full,quest,lychee
     run $K "$@" --budgets 64,128,256,512 --compare lychee --lychee-chunk-min 16 --lychee-chunk-max 16
     head -c 14000 $TEXT >/tmp/kvcomp-claims.txt
-    for n in "chunks-per-cluster 1" "chunks-per-cluster 2" "chunks-per-cluster 4" "chunks-per-cluster 8" "beta 0.25" "beta 1" "gqa sum" "gqa head" "chunk-min 16"; do
+    for n in "chunks-per-cluster 1" "chunks-per-cluster 2" "chunks-per-cluster 4" "chunks-per-cluster 8" "beta 0.25" "beta 1" "gqa sum" "gqa head" "chunk-min 16" "pool max"; do
         run $K --raw -f /tmp/kvcomp-claims.txt -n 48 --ignore-eos --method lychee --budget 256 --lychee-full-layers 1 --lychee-buffer 64 \
             --lychee-$n --lychee-stats --stats 2>&1 | grep "^lychee"
     done
