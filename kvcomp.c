@@ -5238,7 +5238,7 @@ static void block_tiles(RowBlock *b, const LinePlan *p, LineRange *range, int *c
 static void window_starts(const Session *s, int l, const KVHead *hd, RowBlock *b) {
     int w = layer_window(s, l), c = 0;
     for (int i = 0; i < b->m; i++) {                     // positions rise with the rows, so c only moves on
-        while (w && hd->pos[c] <= hd->pos[b->r0 + i] - w) c++;
+        while (w && s->tok[hd->src[c]].pos <= s->tok[hd->src[b->r0 + i]].pos - w) c++;     // by token, as kv_visible does
         b->first[i] = c;
     }
 }
@@ -5279,14 +5279,10 @@ static void lines_attend(Session *s, int l, const Lines *lines, float *out, cons
     int dense = 0, H = s->c->H;
     for (int h = 0; h < H; h++) dense += lines[h].dense;
     if (dense == H) { attn_prefill(s, l, out, q, 0, T); return; }
-    if (KV_DEV(s) && !layer_window(s, l)) { lines_attend_cuda(s, l, lines, out, q, T); return; }
+    if (KV_DEV(s)) { lines_attend_cuda(s, l, lines, out, q, T); return; }
     size_t mark = scratch_mark(s);
     Tile *tiles = tiles_new(s);
-    size_t all = (size_t)T * H * s->c->D;
-    float *to = KV_DEV(s) ? scratch(s, all * sizeof(float)) : out;               // a device session with a sliding window comes here too
-    q = on_host(s, q, 0, T);
-    for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, to, q, T, tiles);
-    if (KV_DEV(s)) host_give_cuda(out, to, all);
+    for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, out, q, T, tiles);
     scratch_reset(s, mark);
 }
 static int lines_open(Session *s, const char *name) {    // what every method with line attention needs of the parts beside it
@@ -5406,26 +5402,25 @@ static void minference_device(Session *s, const Minference *x, int l, const floa
     }
 }
 static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    int H = s->c->H, N = kv_longest(s, l), m = T < MINF_LAST ? T : MINF_LAST, device = KV_DEV(s) && !layer_window(s, l);
+    int H = s->c->H, N = kv_longest(s, l), m = T < MINF_LAST ? T : MINF_LAST;
     size_t mark = scratch_mark(s), room = (size_t)n_threads();
     Lines *a = lines_new(s, l, T);
     Tile *tiles = tiles_new(s);
     float *P = scratch(s, room * m * N * sizeof(float)), *sum = scratch(s, room * N * sizeof(float));
     int *idx = scratch(s, room * N * sizeof(int));
     double t = now();
-    const float *host = device ? NULL : on_host(s, q, 0, T);
     for (int h = 0; h < H; h++) {
         a[h].tile64 = 1;
         a[h].dense = a[h].n <= MINF_S;                   // the offsets always taken are every cell
     }
-    if (device) minference_device(s, ms, l, q, T, a, m);
-    #pragma omp parallel for schedule(dynamic) if (!device && worth_threads((size_t)m * N * H * s->c->D))
+    if (KV_DEV(s)) minference_device(s, ms, l, q, T, a, m);
+    #pragma omp parallel for schedule(dynamic) if (!KV_DEV(s) && worth_threads((size_t)m * N * H * s->c->D))
     for (int h = 0; h < H; h++) {
         int id = thread_id(), R[MINF_LAST];
         float inv[MINF_LAST];
-        if (a[h].dense || device) continue;
+        if (a[h].dense || KV_DEV(s)) continue;
         for (int i = 0; i < m; i++) R[i] = a[h].n - m + i;
-        line_probs(s, l, h, host, T, R, m, P + (size_t)id * m * N, inv, &tiles[id]);
+        line_probs(s, l, h, q, T, R, m, P + (size_t)id * m * N, inv, &tiles[id]);
         minference_lines(ms, &a[h], R, m, P + (size_t)id * m * N, sum + (size_t)id * N, idx + (size_t)id * N);
     }
     timed(&s->clk.index, t);
@@ -5930,8 +5925,7 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     int *rows = scratch(s, (size_t)m * sizeof(int));
     sample_rows(T, m, x->seed, s->turn, l, rows);        // the same tokens for all heads
     for (int h = 0; h < H; h++) { a[h].dense = a[h].n <= x->min_context; all_dense &= a[h].dense; }
-    if (KV_DEV(s) && !layer_window(s, l) && !all_dense) loop_heads_device(s, x, l, q, T, rows, a, room, found);
-    else if (!all_dense) loop_heads(s, x, l, on_host(s, q, 0, T), T, rows, a, room, found);
+    if (!all_dense) (KV_DEV(s) ? loop_heads_device : loop_heads)(s, x, l, q, T, rows, a, room, found);
     for (int h = 0; h < H; h++) loop_count(x, &a[h], &found[h]);
     timed(&s->clk.index, t);
     lines_attend(s, l, a, out, q, T);

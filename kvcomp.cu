@@ -1120,7 +1120,6 @@ static void decode_device(Session *s, int l, float *out, const float *q) {      
 void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n) { prefill_device(s, l, out, q, t0, n); }
 void attn_decode_cuda(Session *s, int l, float *out, const float *q) { decode_device(s, l, out, q); }
 void host_copy_cuda(float *to, const float *from, size_t n) { download(to, from, n * sizeof(float)); }
-void host_give_cuda(float *to, const float *from, size_t n) { upload(to, from, n * sizeof(float)); }
 // (H,N) on the device: softmax rows of w tokens from tok0 on, summed, times factor. q (w,H,D). Two passes over the keys, max and sum first,
 // then columns: memory O(H N), whatever w.
 static float *columns_device(Session *s, int l, const float *q, int tok0, int w, float factor) {
@@ -1789,6 +1788,7 @@ static __device__ int gather_columns(const Cells &x, int s0, int E, int *c, int 
     }
     return n;
 }
+static __device__ int in_window(const Attn &a, const HeadRef &h, int row, int tok) { return a.tok[h.src[row]].pos > a.tok[tok].pos - a.window; }
 template <int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, ND > 4 ? 3 : 4) lines_kernel(Attn a, const Cells *cells, int T, float *out) {
     KV_DYN_SHARED(float, q);                                     // (LINE_ROWS,D)
     const int QW = LINE_QW, LANES = 32 / QW;
@@ -1811,6 +1811,7 @@ template <int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, ND >
         score_rows<QW>(score, q + warp * QW * D, kv + (lane < m ? lane : 0) * (D + 1), D);
         for (int i = 0; i < QW; i++) {
             int c = row[lane < m ? lane : 0], r = r0 + warp * QW + i, see = lane < m && c <= r && r < stop;
+            if (see && a.window) see = in_window(a, h, c, a.tok0 + r - x.p0);
             if (see && !x.dense && !x.tile64) see = bit_of(x.v, c) || bit_of(x.s, r - c);
             sc[(warp * QW + i) * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
         }
@@ -1883,7 +1884,9 @@ static __global__ void sample_scores_kernel(Attn a, int g0, const int *t, int m,
         score_rows<QW>(score, q + warp * QW * D, kv + (lane < cols ? lane : 0) * (D + 1), D);
         for (int i = 0; i < QW; i++) {
             int j = i0 + warp * QW + i;
-            if (j < m && lane < cols) P[(size_t)j * N + c0 + lane] = c0 + lane <= p0 + t[j] ? score[i] * a.scale : -INFINITY;
+            if (j >= m || lane >= cols) continue;
+            int see = c0 + lane <= p0 + t[j] && (!a.window || in_window(a, a.heads.at[g], c0 + lane, a.tok0 + t[j]));
+            P[(size_t)j * N + c0 + lane] = see ? score[i] * a.scale : -INFINITY;
         }
     }
 }

@@ -412,8 +412,7 @@ float *device_floats(const float *x, size_t n);                                 
 void   device_drop(float *x);
 double device_copy_rate(void);                                                     // bytes a second a copy inside device memory reads and writes
 double device_gemm_rate(Session *s, int O, int I, int T);                          // FLOP/s of the product (T,I) (O,I)^T in bf16
-void   host_copy_cuda(float *to, const float *from, size_t n);                     // n floats to the host ...
-void   host_give_cuda(float *to, const float *from, size_t n);                     // ... and to the device
+void   host_copy_cuda(float *to, const float *from, size_t n);                     // n floats to the host
 float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg, int width, int order);   // q (T,H,D), n (G) -> (G,N) or, POOL_ONLY, (H,N) on the device
 void   top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count);   // x (S,stride) on the device; n, k, count (S), idx (S,per)
 float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);   // score (G,N), n (G) -> (sum of n), both on the device

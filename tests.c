@@ -7915,9 +7915,11 @@ static void pair_lines(Pair *p, int T, int tile64) {
     scratch_reset(p->c, mark);
     cuda_drop(dq); cuda_drop(db); free(q); free(a); free(b);
 }
-TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed with dense heads, unequal heads, tails, packed rows; sampled softmax rows, their line sums and what is chosen by either unit too") {
+TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed with dense heads, unequal heads, tails, packed rows, a sliding window; sampled softmax rows, their line sums and what is chosen by either unit too") {
     EACH_SEED(seed) for (int i = seed; i < 4; i += variants_step()) {
         Tiny m = tiny_model(1, (int[]){ 6, 3, 8, 6 }[i], (int[]){ 3, 3, 1, 3 }[i], (int[]){ 40, 48, 128, 64 }[i], 16, 16, 11, 4 + i);
+        m.c->windowed = xcalloc(1, 1);
+        m.c->windowed[0] = i == 2; m.c->window = 50;
         Pair p = pair_open(m, i == 3 ? "pats" : "full", i == 3 ? "ctk=f16 ctv=f16 pats-window=9" : i == 1 ? "ctk=bf16 ctv=q8_0" : "");
         if (i) pair_append(&p, 90, 1);
         for (int g = 0; g < 3 && i == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
