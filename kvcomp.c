@@ -3761,7 +3761,9 @@ size_t kv_bytes_full(const Session *s) {
     const Format *fk = s->packing ? format_find("f16") : s->fk, *fv = s->packing ? fk : s->fv;
     if (!strcmp(fk->name, "q8_0")) fk = format_find("f16");     // q8_0 is a way of compressing, so full means f16
     if (!strcmp(fv->name, "q8_0")) fv = format_find("f16");
-    size_t rows = ((size_t)s->n_tok + KV_STEP - 1) / KV_STEP * KV_STEP;
+    size_t rows = 0;
+    for (int i = 0; i < s->n_tok; i++) rows += s->tok[i].kind != TOK_EXTRA;      // full attention has no tokens of a method's own
+    rows = (rows + KV_STEP - 1) / KV_STEP * KV_STEP;
     return (size_t)s->c->L * s->c->G * rows * (fk->row_bytes(s->c->D) + fv->row_bytes(s->c->D));
 }
 size_t kv_meta_bytes(const Session *s) {
@@ -3796,7 +3798,7 @@ int layer_acts(const Session *s, int l) {
 // rows is scored against the tile, masked, and folded into an online softmax (running max, sum and weighted V). A query's
 // result depends only on its own list of rows, never on the block it sits in, the batch size or the number of threads.
 
-enum { KV_TILE = 64, Q_BLOCK = 64, KV_CHUNK = 2048 };   // rows of a tile; most query rows of a block; rows one thread takes in decode
+enum { KV_TILE = 64, Q_BLOCK = 64, KV_CHUNK = 2048 };   // rows of a tile; most query rows of a block; rows of one online softmax
 
 typedef struct {            // what one thread works in
     float *k, *v;           // (KV_TILE,D) unpacked rows
@@ -3921,34 +3923,59 @@ static void add_mass(Session *s, int l, KVHead *hd, Tile *t, int m, int n_rows) 
         for (int j = 0; j < n; j++) hd->mass[r + j] += mass[j];
     }
 }
+// Rows are taken KV_CHUNK at a time, and what each chunk gives is joined in order: prefill and decode do the same arithmetic, so a token's
+// logits do not depend on how it came in. part: max, sum, sum of p v of every query of a tile, D + 2 apart
+static void chunk_put(float *part, const Tile *t, int m, int D) {
+    for (int i = 0; i < m; i++) {
+        float *o = part + (size_t)i * (D + 2);
+        o[0] = t->max[i]; o[1] = t->sum[i];
+        memcpy(o + 2, t->acc + (size_t)i * D, (size_t)D * sizeof(float));
+    }
+}
+static void chunks_join(const float *part, size_t stride, int chunks, int D, float *out, float *max, float *sum) {
+    *max = -INFINITY; *sum = 0;
+    for (int c = 0; c < chunks; c++) *max = fmaxf(*max, part[c * stride]);
+    memset(out, 0, (size_t)D * sizeof(float));
+    for (int c = 0; c < chunks; c++) {
+        const float *p = part + c * stride;
+        if (p[0] == -INFINITY) continue;
+        float f = expf(p[0] - *max);
+        *sum += f * p[1];
+        for (int d = 0; d < D; d++) out[d] += f * p[2 + d];
+    }
+    for (int d = 0; d < D; d++) out[d] /= *sum;
+}
 // Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the rule lets them see. q, out (n,H,D).
 void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) {
     if (KV_DEV(s)) { attn_prefill_cuda(s, l, out, q, t0, n); return; }
     int D = s->c->D, H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R > 0 ? Q_BLOCK / R : 1, blocks = (n + per - 1) / per;
-    size_t mark = scratch_mark(s);
+    size_t mark = scratch_mark(s), stride = (size_t)D + 2, chunk = Q_BLOCK * stride, all = ((size_t)kv_longest(s, l) / KV_CHUNK + 1) * chunk;
     Tile *tiles = tiles_new(s);
+    float *parts = scratch(s, (size_t)n_threads() * all * sizeof(float));
     int inner = s->wants & KV_MASS ? blocks : 1;         // mass of a head is summed by one thread, block after block
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)n * kv_longest(s, l) * H * D))
     for (int item = 0; item < G * blocks / inner; item++) {
         int g = item % G;
         for (int b = item / G * inner; b < item / G * inner + inner; b++) {
             Tile *t = &tiles[thread_id()];
+            float *part = parts + (size_t)thread_id() * all;
             KVHead *hd = kv_head(s, l, g);
             int i0 = b * per, nb = n - i0 < per ? n - i0 : per, tok0 = s->base + t0 + i0;
-            int m = gather_queries(s, t, q, i0, nb, tok0, g), n_rows = last_visible(s, hd, tok0 + nb - 1);
-            tile_begin(t, m, D);
+            int m = gather_queries(s, t, q, i0, nb, tok0, g), n_rows = last_visible(s, hd, tok0 + nb - 1), n_chunks = 0;
             for (int r = 0; r < n_rows; r += KV_TILE) {
                 int nr = n_rows - r < KV_TILE ? n_rows - r : KV_TILE;
-                if (!tile_in_window(s, l, hd, r + nr - 1, tok0)) continue;
-                kv_load_k(s, hd, NULL, r, nr, t->k);
-                if (!tile_scores(s, l, hd, t, m, NULL, r, nr)) continue;
-                kv_load_v(s, hd, NULL, r, nr, t->k);     // over the keys: both tiles and what they come from would not fit in L1
-                tile_fold(t, m, nr, D, t->k);
+                if (r % KV_CHUNK == 0) tile_begin(t, m, D);
+                if (tile_in_window(s, l, hd, r + nr - 1, tok0)) {
+                    kv_load_k(s, hd, NULL, r, nr, t->k);
+                    if (tile_scores(s, l, hd, t, m, NULL, r, nr)) {
+                        kv_load_v(s, hd, NULL, r, nr, t->k);     // over the keys: both tiles and what they come from would not fit in L1
+                        tile_fold(t, m, nr, D, t->k);
+                    }
+                }
+                if ((r + KV_TILE) % KV_CHUNK == 0 || r + nr == n_rows) chunk_put(part + n_chunks++ * chunk, t, m, D);
             }
-            for (int i = 0; i < m; i++) {
-                float *o = out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D;
-                for (int d = 0; d < D; d++) o[d] = t->acc[(size_t)i * D + d] / t->sum[i];
-            }
+            for (int i = 0; i < m; i++)
+                chunks_join(part + i * stride, chunk, n_chunks, D, out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D, &t->max[i], &t->sum[i]);
             if (hd->mass) add_mass(s, l, hd, t, m, n_rows);
         }
     }
@@ -4026,24 +4053,7 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
         if (next) fetch_rows(s, hd, 0, after + next / 2, next - next / 2);
         tile_fold_of(t, d->m, n, D, x, dtype);
     }
-    for (int i = 0; i < d->m; i++) {
-        float *o = part + (size_t)i * (D + 2);
-        o[0] = t->max[i]; o[1] = t->sum[i];
-        memcpy(o + 2, t->acc + (size_t)i * D, (size_t)D * sizeof(float));
-    }
-}
-static void decode_join(const float *part, size_t stride, int chunks, int D, float *out, float *max, float *sum) {
-    *max = -INFINITY; *sum = 0;
-    for (int c = 0; c < chunks; c++) *max = fmaxf(*max, part[c * stride]);
-    memset(out, 0, (size_t)D * sizeof(float));
-    for (int c = 0; c < chunks; c++) {
-        const float *p = part + c * stride;
-        if (p[0] == -INFINITY) continue;
-        float f = expf(p[0] - *max);
-        *sum += f * p[1];
-        for (int d = 0; d < D; d++) out[d] += f * p[2 + d];
-    }
-    for (int d = 0; d < D; d++) out[d] /= *sum;
+    chunk_put(part, t, d->m, D);
 }
 static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q, Tile *t, const float *max, const float *sum) {
     KVHead *hd = kv_head(s, l, d->g);
@@ -4084,7 +4094,7 @@ void attn_decode(Session *s, int l, float *out, const float *q) {       // out, 
         const KVHead *hd = kv_head(s, l, group[i].g);
         for (int j = 0; j < group[i].m; j++) {
             int h = group[i].h0 + j;
-            decode_join(part + (size_t)first[i] * Q_BLOCK * stride + j * stride, Q_BLOCK * stride, first[i + 1] - first[i], D, out + (size_t)h * D, &max[h], &sum[h]);
+            chunks_join(part + (size_t)first[i] * Q_BLOCK * stride + j * stride, Q_BLOCK * stride, first[i + 1] - first[i], D, out + (size_t)h * D, &max[h], &sum[h]);
         }
         s->clk.bytes_attended += (double)group[i].n * ((double)head_row_bytes(s, hd) / (hd->packed + hd->cap));
         if (hd->mass) decode_mass(s, l, &group[i], q, tiles, max, sum);
@@ -4316,6 +4326,7 @@ const float *prefill(Session *s, const int *ids, int n) {
     const float *logits = s->forward(s, t, n);
     free(t);
     s->turn++;
+    s->applied = budget_now(s);
     s->n_sys = s->n_foot = s->n_head = 0;
     s->clk.n_prefill += n;
     timed(&s->clk.prefill, t0);
@@ -8370,22 +8381,22 @@ static void lychee_text(const Tokenizer *t) { token_text = (TokenText){ t, glue_
 // ==================================================================================================== 16 THE TABLE OF METHODS
 const Method methods[] = {
     { .name = "full", .paper = "Vaswani et al., Attention Is All You Need, arXiv 1706.03762", .keeps = "keeps every row, reads every row" },
-    { .name = "streaming", .paper = "StreamingLLM, arXiv 2309.17453", .keeps = "keeps the first --sink and the most recent rows, B in all", .evicts = 1,
+    { .name = "streaming", .paper = "StreamingLLM, arXiv 2309.17453", .keeps = "keeps the first --sink and the most recent rows, B in all", .evicts = 1, .uses = "--budget 1024, --sink 4",
       .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = streaming_open, .wants = KV_BLIND, .commit = streaming_commit },
-    { .name = "window", .paper = "streaming without sinks", .keeps = "keeps the B most recent rows", .evicts = 1,
+    { .name = "window", .paper = "streaming without sinks", .keeps = "keeps the B most recent rows", .evicts = 1, .uses = "--budget 1024",
       .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = window_open, .wants = KV_BLIND, .commit = streaming_commit },
     { .name = "snapkv", .paper = "SnapKV, arXiv 2404.14469", .keeps = "keeps the rows the last --obs-window queries attend to most, and those last rows; B in all", .evicts = 1,
-      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = snapkv_commit },
+      .limits = "B must exceed --obs-window", .uses = "--budget 1024, --obs-window 32, --kernel 7, --gqa-agg mean", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = snapkv_commit },
     { .name = "adakv", .paper = "Ada-KV, arXiv 2407.11550", .keeps = "snapkv with the budget shared out among a layer's heads by their scores; B a head on average", .evicts = 1,
-      .limits = "B must exceed --obs-window. Uses --kernel, --gqa-agg", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = adakv_commit },
+      .limits = "B must exceed --obs-window", .uses = "--budget 1024, --obs-window 32, --kernel 7, --gqa-agg mean", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = adakv_commit },
     { .name = "pyramidkv", .paper = "PyramidKV, arXiv 2406.02069", .keeps = "snapkv with budgets that fall from the first layer to the last; B a head on average", .evicts = 1,
-      .limits = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen. Uses --kernel, --gqa-agg", .role = ROLE_SELECT,
+      .limits = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen", .uses = "--budget 1024, --obs-window 32, --kernel 7, --gqa-agg mean", .role = ROLE_SELECT,
       .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = pyramidkv_commit },
     { .name = "h2o", .paper = "H2O, arXiv 2306.14048", .keeps = "keeps the last B/2 rows and the B/2 others that drew most attention so far", .evicts = 1,
-      .limits = "needs a dense prefill, so no loopserve-p", .role = ROLE_SELECT | ROLE_PREFILL, .wants = KV_MASS, .state = sizeof(H2o), .opts = h2o_opts,
+      .limits = "needs a dense prefill, so no loopserve-p", .uses = "--budget 1024", .role = ROLE_SELECT | ROLE_PREFILL, .wants = KV_MASS, .state = sizeof(H2o), .opts = h2o_opts,
       .open = h2o_open, .commit = h2o_commit },
     { .name = "expected-attention", .paper = "Expected Attention, arXiv 2510.00636", .keeps = "keeps the first --sink rows and those future queries are expected to attend to; B in all", .evicts = 1,
-      .limits = "B must exceed --sink", .role = ROLE_SELECT, .state = sizeof(Expected), .open = expected_open, .close = expected_close, .bytes = expected_bytes,
+      .limits = "B must exceed --sink", .uses = "--budget 1024, --sink 4", .role = ROLE_SELECT, .state = sizeof(Expected), .open = expected_open, .close = expected_close, .bytes = expected_bytes,
       .project = expected_project, .commit = expected_commit },
     { .name = "a-shape", .paper = "A-shape prefill mask, after StreamingLLM, arXiv 2309.17453",
       .keeps = "keeps every row; a prefill row reads the first --a-shape-init and the last --a-shape-local (saves reads only)",
@@ -8401,12 +8412,12 @@ const Method methods[] = {
                 "contexts give a small --minference-ratio", .role = ROLE_PREFILL, .state = sizeof(Minference),
       .opts = minference_opts, .open = minference_open, .attend = minference_attend },
     { .name = "quest", .paper = "Quest, arXiv 2406.10774", .keeps = "keeps every row; reads the pages of 16 rows with the largest bound, budget in all: saves reads only",
-      .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats", .role = ROLE_SELECT, .state = sizeof(Quest), .opts = quest_opts,
+      .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats", .uses = "--budget 1024", .role = ROLE_SELECT, .state = sizeof(Quest), .opts = quest_opts,
       .open = quest_open, .close = quest_close, .select = quest_select, .commit = quest_commit, .bytes = quest_bytes, .plan = quest_plan, .forget = quest_forget },
     { .name = "loopserve", .paper = "LoopServe, arXiv 2507.13681",
       .keeps = "keeps every row; prefill reads chosen lines, decode the B rows the last queries like best and this answer (saves reads only)",
       .limits = "prefills each answer again at the next turn. Dense up to --loopserve-min-context rows and in short turns; the first "
-                "--loopserve-first tokens of an answer read every row",
+                "--loopserve-first tokens of an answer read every row", .uses = "--budget 1024",
       .role = ROLE_PREFILL | ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_opts, .open = loopserve_open, .close = loopserve_close,
       .enter = loopserve_enter, .attend = loopserve_attend, .select = loopserve_select, .commit = loopserve_commit,
       .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
@@ -8416,7 +8427,7 @@ const Method methods[] = {
       .attend = loopserve_attend, .wants = KV_BLIND, .commit = loopserve_commit, .forget = loopserve_forget, .stats = loopserve_stats },
     { .name = "loopserve-d", .paper = "LoopServe-D: its decode alone, arXiv 2507.13681",
       .keeps = "keeps every row; decode reads the B rows the last queries like best and this answer (saves reads only)",
-      .limits = "prefills each answer again at the next turn", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts,
+      .limits = "prefills each answer again at the next turn", .uses = "--budget 1024", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts,
       .open = loopserve_d_open, .close = loopserve_close, .enter = loopserve_enter, .select = loopserve_select, .commit = loopserve_commit,
       .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
     { .name = "pats", .paper = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs (papers/001)",
@@ -8428,7 +8439,7 @@ const Method methods[] = {
       .limits = "sets -ctk and -ctv itself", .role = ROLE_STORE, .open = q8_open },
     { .name = "lychee", .paper = "LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and Hierarchical KV Indexing",
       .keeps = "keeps every row; reads sinks, the text chunks of the best clusters (budget in all) and the recent rows: saves reads only",
-      .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats. Chunks follow the text only where a tokenizer is known",
+      .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats. Chunks follow the text only where a tokenizer is known", .uses = "--budget 1024",
       .role = ROLE_SELECT, .state = sizeof(Lychee), .opts = lychee_opts, .open = lychee_open, .close = lychee_close,
       .select = lychee_select, .commit = lychee_commit, .bytes = lychee_bytes, .plan = lychee_plan, .forget = lychee_forget, .stats = lychee_stats },
     { .name = "sonic", .paper = "SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching, arXiv 2601.21927",
@@ -8438,7 +8449,7 @@ const Method methods[] = {
       .enter = sonic_enter, .embed = sonic_embed, .wants = KV_BLIND, .commit = sonic_commit, .bytes = sonic_bytes, .plan = sonic_plan, .stats = sonic_stats },
     { .name = "dililazy", .paper = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL submission)", .evicts = 1,
       .keeps = "every query head reads its own rows, B on average, more for heads that find facts; a KV head stores their union",
-      .limits = "needs head scores (--dililazy-scores or --calibrate). B must exceed --obs-window. Uses --kernel", .role = ROLE_SELECT, .state = sizeof(DiliLazy),
+      .limits = "needs head scores (--dililazy-scores or --calibrate). B must exceed --obs-window", .uses = "--budget 128, --obs-window 16, --kernel 7", .role = ROLE_SELECT, .state = sizeof(DiliLazy),
       .opts = dililazy_opts, .open = dililazy_open, .close = dililazy_close, .bytes = dililazy_bytes, .wants = KV_BLIND, .commit = dililazy_commit, .stats = dililazy_stats },
     { .name = NULL },
 };
@@ -8642,7 +8653,7 @@ static void print_json(const App *a, FILE *f) {
     const Session *s = a->s;
     fprintf(f, "{");
     json_pair(f, "method", a->method);
-    fprintf(f, "\"budget\":%d,", budget_now(s));
+    fprintf(f, "\"budget\":%d,", s->turn ? s->applied : budget_now(s));
     json_pair(f, "model", a->c->dir);
     json_pair(f, "dtype", dtype_name(a->c->dtype));
     json_pair(f, "device", s->dev ? "cuda" : "cpu");
@@ -12034,6 +12045,7 @@ static int chat(App *a) {
 static const struct { const char *flag, *name; } short_options[] = {
     { "-m", "model" }, { "-d", "device" }, { "-t", "threads" }, { "-c", "ctx-size" }, { "-b", "batch-size" }, { "-ctk", "ctk" }, { "-ctv", "ctv" }, { "-p", "prompt" },
     { "-f", "file" }, { "-sys", "system" }, { "-n", "n-predict" }, { "-st", "single-turn" }, { "-s", "seed" }, { "-v", "verbose" }, { "-q", "quiet" }, { "-r", "repeat" },
+    { "--keep-answer-kv", "loopserve-keep-answer-kv" },
 };
 static const struct { const char *title, *first; } help_parts[] = {      // where a new paragraph of --help begins
     { "Model and run", "model" }, { "Prompt", "prompt" }, { "Sampling", "temp" }, { "Compression", "method" }, { "Output", "json" }, { "Measure", "eval" }, { "Other", "list-methods" },
@@ -12100,7 +12112,8 @@ static int help_method(const char *name) {
     printf("  %s\n", m->evicts ? "Memory is really given back." : m->role & ROLE_STORE ? "Rows take fewer bytes." : m->role & ROLE_SELECT ? "Saves reads, not memory: every row stays stored."
                      : m->role ? "Saves prefill work, not memory." : "Saves nothing: the reference.");
     if (m->limits) printf("  %s\n", m->limits);
-    if (m->opts) printf("Options (with their defaults); --budget and --ratio where rows are kept or read\n");
+    if (m->uses) printf("Uses %s%s\n", m->uses, strstr(m->uses, "--budget") ? "; or --ratio instead of --budget" : "");
+    if (m->opts) printf("Options (with their defaults)\n");
     for (const Opt *o = m->opts; o && o->name; o++) help_option(o);
     return 0;
 }

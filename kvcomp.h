@@ -123,6 +123,7 @@ typedef struct Method {
     const char *paper;          // citation for --help METHOD
     const char *keeps;          // one line: what is stored, what is read (also: "saves reads only")
     const char *limits;         // what cannot be combined, what it needs; printed by --help METHOD
+    const char *uses;           // the shared options it reads, with its defaults: "--budget 1024, ..."
     const Opt *opts;            // its own options, ended by name NULL; NULL: none
     int role, wants, rule;      // ROLE_* bits, KV_MASS, VIS_*
     int evicts;                 // 1: rows are really dropped; 0: saves reads only, or bytes a row
@@ -171,6 +172,7 @@ struct Session {
     int turn;                                   // prefills before this one
     int decoding, step;                         // 1 in a decode pass; decode passes since the last prefill, this one not counted
     int budget;                                 // rows per KV head (0: the method's default); open may set it
+    int applied;                                // what it came to at the end of the last prefill
     double ratio;                               // --ratio: budget = N - floor(N*ratio + 1e-6) at each prefill end; < 0: off
     KVHead *head; View *view;                   // (L,G), (L,H)
     const Layer *alt;                           // (L) weights for rows of kind TOK_EXTRA; NULL: the model's own

@@ -3370,6 +3370,21 @@ TEST(loopserve_limits, "alpha 1 and a budget of the whole context equal full att
     }
     free(ref); tiny_free(m);
 }
+TEST(loopserve_limits_long, "the same past 2,048 rows: an answer prefilled again is the answer decoded, to the bit") {
+    Script p = { 2, { 2090, 30 }, { 12, 3 }, 12 };
+    Tiny m = tiny_model(1, 2, 1, 8, 8, 8, 61, 6);
+    const char *run[][2] = { { "full", "" }, { "loopserve", "loopserve-alpha=1 budget=3000" }, { "loopserve-d", "budget=3000" }, { "full", "batch-size=7" } };
+    float *a[4];
+    for (int i = 0; i < 4; i++) {
+        Options *o = options_of(run[i][1]);
+        Session *s = session_open(m.c, m.w, o, run[i][0]);
+        a[i] = run_session(s, &p);
+        CHECK(!memcmp(a[i], a[0], (size_t)script_rows(&p) * m.c->V * sizeof **a), "%s %s", run[i][0], run[i][1]);
+        session_close(s); options_free(o);
+    }
+    for (int i = 0; i < 4; i++) free(a[i]);
+    tiny_free(m);
+}
 TEST(loopserve_decode, "Algorithm 3: selections at n_o = F, F + n_d, ..; exactly B rows and this answer are read; dropped when a turn begins") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 7);
     for (int kind = 0; kind < 3; kind++) {
@@ -5569,6 +5584,8 @@ TEST(sonic_rows, "T5, T9: rows held in every head = n_sys + sum K_i + current tu
         size_t bytes = 0;
         for (int h = 0; h < 2; h++) bytes += (size_t)kv_head(s, h, 0)->cap * 8 * 4 * 2;
         CHECK(bytes == kv_bytes(s), "kv_bytes");
+        int all = text + n_prev[0] + n_prev[1], steps = (all + KV_STEP - 1) / KV_STEP;
+        CHECK(kv_bytes_full(s) == (size_t)2 * steps * KV_STEP * 8 * 4 * 2, "full attention holds %d tokens: %zu bytes", all, kv_bytes_full(s));
         session_close(s); options_free(o); nexus_free(a);
     }
     tiny_free(m);
@@ -7233,9 +7250,29 @@ TEST(cli_methods, "--list-methods starts each line with a name; --help NAME tell
             snprintf(want, sizeof want, "--%s", o->name);
             CHECK(strstr(sh_out, want), "--help %s does not tell %s", m->name, want);
         }
+        if (m->uses) CHECK(strstr(sh_out, m->uses) && strstr(sh_out, "or --ratio"), "--help %s: %s", m->name, m->uses);
     }
     CHECK(lines_in(list) == n, "%d lines, %d methods", lines_in(list), n);
     CHECK(sh("./kvcomp --help nosuch") == 2, "%s", sh_err);
+}
+TEST(method_defaults, "the budget a method opens with is the one its --help names") {
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    int named = 0;
+    for (const Method *t = methods; t->name; t++) {
+        char err[512];
+        Options *o = options_of("");
+        Session *s = t->uses && strcmp(t->name, "dililazy") ? session_try(m.c, m.w, o, t->name, err) : NULL;
+        if (s) { CHECK(s->budget == atoi(t->uses + strlen("--budget ")), "%s: %d, %s", t->name, s->budget, t->uses); named++; session_close(s); }
+        options_free(o);
+    }
+    CHECK(named == 11, "%d methods", named);
+    Script p = { 1, { 100 }, { 20 }, 3 };
+    Options *o = options_of("ratio=.5 obs-window=4");
+    Session *s = session_open(m.c, m.w, o, "snapkv");
+    free(run_session(s, &p));
+    CHECK(s->applied == 50 && s->head[0].len == 70, "--ratio .5 of 100 rows: B %d, %d rows after 20 steps", s->applied, s->head[0].len);
+    session_close(s); options_free(o);
+    tiny_free(m);
 }
 TEST(cli_options_help, "every option of the table is in --help with its default") {
     sh("./kvcomp --help");
