@@ -492,6 +492,7 @@ static int safe_header(SafeFile *f, size_t len, char err[512]) {        // f->ma
     for (int i = 1; i < f->n; i++)
         if (!strcmp(f->tensor[i].name, f->tensor[i - 1].name))
             return fault(err, "tensor %.200s stands in the header twice", f->tensor[i].name);
+    const char *end = f->map + 8 + len;                 // of the tensors so far: they lie side by side and fill the file
     SafeTensor **order = xmalloc((size_t)f->n * sizeof *order), *clash = NULL, *with = NULL;
     for (int i = 0; i < f->n; i++) order[i] = &f->tensor[i];
     qsort(order, (size_t)f->n, sizeof *order, safe_by_place);
@@ -500,8 +501,15 @@ static int safe_header(SafeFile *f, size_t len, char err[512]) {        // f->ma
             clash = order[i];
             with = order[i - 1];
         }
+    long long gap = 0;
+    for (int i = 0; i < f->n && !clash && !gap; i++) {
+        gap = (const char *)order[i]->data - end;
+        end = (const char *)order[i]->data + order[i]->bytes;
+    }
     free(order);
     if (clash) return fault(err, "tensors %.200s and %.200s overlap", with->name, clash->name);
+    if (!gap) gap = f->map + f->size - end;
+    if (gap) return fault(err, "%lld bytes of data belong to no tensor: the header's length or its data_offsets are wrong", gap);
     return 0;
 }
 
@@ -4350,7 +4358,7 @@ static const Method *method_find(const char *name, size_t n) {
 }
 static int parts_parse(Session *s, const char *spec) {
     static const char *decides[] = { "the prefill attention", "which rows are kept or read", "how rows are stored" };
-    for (const char *a = spec, *b; *a; a = *b ? b + 1 : b) {
+    for (const char *a = spec, *b; a; a = *b ? b + 1 : NULL) {
         b = a + strcspn(a, "+");
         const Method *m = method_find(a, b - a);
         if (!m) { snprintf(s->err, sizeof s->err, "--method: no method is called '%.*s' (see --list-methods)", (int)(b - a), a); return -1; }
@@ -4363,7 +4371,6 @@ static int parts_parse(Session *s, const char *spec) {
                 }
         s->part[s->n_part++].m = m;
     }
-    if (!s->n_part) { snprintf(s->err, sizeof s->err, "--method: empty"); return -1; }
     for (int i = 1; i < s->n_part; i++)                  // timeline order: prefill, select, store
         for (int j = i; j > 0 && s->part[j].m->role < s->part[j - 1].m->role; j--) { Part x = s->part[j]; s->part[j] = s->part[j - 1]; s->part[j - 1] = x; }
     return 0;
@@ -4471,7 +4478,7 @@ static const Opt program_options[] = {
     { "model",         's', "",     "a Hugging Face folder (default: the shipped model)" },
     { "device",        'c', "auto|cpu|cuda", "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
     { "threads",       'i', "0",    "OpenMP threads; 0: all cores" },
-    { "ctx-size",      'i', "4096", "most rows a head may hold; 0: the model's own limit" },
+    { "ctx-size",      'i', "4096", "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit" },
     { "batch-size",    'i', "512",  "rows of a prefill block; changes speed and memory, never a logit" },
     { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
     { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
@@ -7311,7 +7318,7 @@ static void select_group(Session *s, const Lychee *x, int l, int g, const float 
 static void lychee_select(Session *s, void *ms, int l, const float *q) {
     Lychee *x = ms;
     int G = s->c->G, R = s->c->H / G, D = s->c->D;
-    if (l < x->full_layers || !x->M_built || s->n_tok <= x->B + x->buffer) return;       // the views say: every row
+    if (l < x->full_layers || !x->M_built || s->n_tok <= (long)x->B + x->buffer) return;       // the views say: every row
     double t0 = now();
     size_t mark = scratch_mark(s);
     int per = x->sink + room_for_chunks(x), *found = NULL, bring = x->watch || x->gqa == GQA_HEAD;     // bring: the host must see what the GPU finds
@@ -7414,7 +7421,7 @@ static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
     if (l < s->c->L) return;
     if (kv_longest(s, 0) != s->n_tok) die(EXIT_USAGE, "--method: lychee needs every row, another part has dropped some of %d", s->n_tok);
     if (!s->decoding) x->B = budget_now(s);
-    if (!x->M_built && s->n_tok <= x->B + x->buffer) return;               // everything is read anyway: no index yet (B13)
+    if (!x->M_built && s->n_tok <= (long)x->B + x->buffer) return;               // everything is read anyway: no index yet (B13)
     double t0 = now();
     cut_chunks(s, x);
     if (x->M == old) return;
@@ -7463,7 +7470,7 @@ static void lychee_stats(const Session *s, const void *ms, FILE *out) {
         free(copy);
     }
     for (int k = CUT_STRUCTURE; k < CUT_NONE; k++) cut += x->ends[k];
-    if (!clusters) { fprintf(out, "lychee: no index yet (it starts past %d tokens)\n", x->B + x->buffer); return; }
+    if (!clusters) { fprintf(out, "lychee: no index yet (it starts past %ld tokens)\n", (long)x->B + x->buffer); return; }
     fprintf(out, "lychee: %d chunks of %.2f tokens; ends: %.0f%% structure, %.0f%% sentence, %.0f%% phrase, %.0f%% blank, %.0f%% forced\n",
             x->M, (double)(t_idx(x) - x->sink) / x->M, 100.0 * x->ends[CUT_STRUCTURE] / cut, 100.0 * x->ends[CUT_SENTENCE] / cut,
             100.0 * x->ends[CUT_PHRASE] / cut, 100.0 * x->ends[CUT_BLANK] / cut, 100.0 * forced / cut);
@@ -11852,7 +11859,7 @@ static void line_paste(Line *e) {                        // until ESC [ 2 0 1 ~ 
 static void line_escape(Line *e) {
     int c = input_ready() ? input_byte() : 0, arg = 0;
     if (c != '[' && c != 'O') return;
-    while ((c = input_byte()) >= '0' && c <= '9') arg = arg * 10 + c - '0';
+    while ((c = input_byte()) == ';' || (c >= '0' && c <= '9')) arg = c == ';' ? 0 : arg % 1000 * 10 + c - '0';     // ESC [ 1 ; 5 D: Ctrl and an arrow
     int n = (int)arrlen(e->text);
     if (c == 'A') line_history(e, -1);
     if (c == 'B') line_history(e, 1);
@@ -11979,11 +11986,31 @@ static const char *chat_help =
     "/save FILE       keep the dialogue      /load FILE       go on with a kept one\n"
     "/quit            leave (so does Ctrl-D); Ctrl-C stops a reply\n";
 
+// What an option may be; checked before anything is opened
+static const struct Range { const char *name; double lo, hi; } ranges[] = {
+    { "threads", 0, 1024 }, { "ctx-size", 0, 1 << 30 }, { "batch-size", 1, 1 << 20 }, { "n-predict", -1, INT_MAX }, { "temp", 0, 100 }, { "top-k", 0, INT_MAX }, { "top-p", 0, 1 },
+    { "min-p", 0, 1 }, { "repeat-penalty", 0.01, 100 }, { "repeat-last-n", 0, INT_MAX }, { "budget", 0, INT_MAX }, { "ratio", 0, 0.9999 }, { "sink", 0, INT_MAX }, { "obs-window", 1, 1 << 20 },
+    { "kernel", 1, 1023 }, { "eval-items", 1, 1 << 20 }, { "eval-window", 4, 1 << 20 }, { "eval-windows", 1, 1 << 20 }, { "repeat", 1, 1000 },
+    { "lychee-buffer", 0, 1 << 30 }, { "lychee-sink", 0, 1 << 30 }, { "lychee-iters", 0, 1000 }, { "lychee-guard", 0, 1 },
+    { "loopserve-alpha", 0, 1 }, { "loopserve-max-cells", 0, 1 }, { "loopserve-max-tiles", 0, 1 }, { "loopserve-interval", 1, 1 << 16 }, { "loopserve-obs", 0, 1 << 16 }, { "loopserve-samples", 1, 1 << 16 },
+};
+static int out_of_range(const Options *o, const struct Range *r, char err[256]) {
+    double x = opt_real(o, r->name);
+    if (x >= r->lo && x <= r->hi) return 0;
+    snprintf(err, 256, "--%s %.10g is outside %.10g..%.10g", r->name, x, r->lo, r->hi);
+    return 1;
+}
 static void chat_clear(App *a) { record_clear(a); session_reset(a->s); a->closed = 0; }
-static void chat_set(App *a, const char *name, const char *value) {     // sets an option and reopens the method; undone when refused
-    char err[256], *old = strdup(opt_str(a->o, name));
-    if (options_set(a->o, name, value, err)) fprintf(stderr, "kvcomp: %s\n", err);
-    else if (chat_method(a, a->method)) options_set(a->o, name, old, err);
+static void chat_budget(App *a, const char *value) {     // reopens the method, instead of --ratio if that was given; undone when refused
+    char err[256], *old = strdup(opt_str(a->o, "budget"));
+    int ratio = opt_given(a->o, "ratio"), bad = options_set(a->o, "budget", value, err);
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges && !bad; i++) bad = !strcmp(ranges[i].name, "budget") && out_of_range(a->o, &ranges[i], err);
+    if (bad) fprintf(stderr, "kvcomp: %s\n", err);
+    if (ratio) (void)shdel(a->o->given, "ratio");
+    if (bad || chat_method(a, a->method)) {
+        options_set(a->o, "budget", old, err);
+        if (ratio) shput(a->o->given, "ratio", 1);
+    }
     free(old);
 }
 static void chat_read(App *a, const char *path) {
@@ -12003,10 +12030,11 @@ static int chat_command(App *a, char *line) {            // 1: leave
     else if (!strcmp(line, "/clear")) chat_clear(a);
     else if (!strcmp(line, "/regen")) chat_regen(a, stdout);
     else if (!strcmp(line, "/method")) { if (*arg) chat_method(a, arg); else fprintf(stderr, "%s\n", a->method); }
-    else if (!strcmp(line, "/budget")) { if (*arg) chat_set(a, "budget", arg); else fprintf(stderr, "%d\n", a->s->budget); }
+    else if (!strcmp(line, "/budget")) { if (*arg) chat_budget(a, arg); else fprintf(stderr, "%d\n", a->s->budget); }
     else if (!strcmp(line, "/system")) { if (!options_set(a->o, "system", arg, err)) chat_clear(a); }
-    else if (!strcmp(line, "/read")) chat_read(a, arg);
+    else if ((!strcmp(line, "/save") || !strcmp(line, "/load") || !strcmp(line, "/read")) && !*arg) fprintf(stderr, "%s wants a file\n", line);
     else if (!strcmp(line, "/save")) { if (session_save(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err); }
+    else if (!strcmp(line, "/read")) chat_read(a, arg);
     else if (!strcmp(line, "/load")) { if (session_read(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err); }
     else fprintf(stderr, "no command %s; /help lists them\n", line);
     return 0;
@@ -12158,18 +12186,16 @@ static void parse_env(Options *o) {
     }
 }
 static void check_options(const Options *o) {
-    static const struct { const char *name; double lo, hi; } range[] = {
-        { "threads", 0, 1024 }, { "ctx-size", 0, 1 << 30 }, { "batch-size", 1, 1 << 20 }, { "n-predict", -1, INT_MAX }, { "temp", 0, 100 }, { "top-k", 0, INT_MAX }, { "top-p", 0, 1 },
-        { "min-p", 0, 1 }, { "repeat-penalty", 0.01, 100 }, { "repeat-last-n", 0, INT_MAX }, { "budget", 0, INT_MAX }, { "ratio", 0, 0.9999 }, { "sink", 0, INT_MAX }, { "obs-window", 1, 1 << 20 },
-        { "kernel", 1, 1023 }, { "eval-items", 1, 1 << 20 }, { "eval-window", 4, 1 << 20 }, { "eval-windows", 1, 1 << 20 }, { "repeat", 1, 1000 },
-    };
-    for (size_t i = 0; i < sizeof range / sizeof *range; i++) {
-        double x = opt_real(o, range[i].name);
-        if (x < range[i].lo || x > range[i].hi) die(EXIT_USAGE, "--%s %g is outside %g..%g", range[i].name, x, range[i].lo, range[i].hi);
-    }
+    char err[256];
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) if (out_of_range(o, &ranges[i], err)) die(EXIT_USAGE, "%s", err);
     if (opt_int(o, "kernel") % 2 == 0) die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
     if (opt_given(o, "budget") && opt_given(o, "ratio")) die(EXIT_USAGE, "--budget and --ratio both say how much to keep; give one");
     if (*opt_str(o, "dump-logits") && !*opt_str(o, "ids")) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
+    int eval = *opt_str(o, "eval") || *opt_str(o, "eval-file") || *opt_str(o, "compare"), bench = opt_int(o, "bench");
+    if (*opt_str(o, "bench-suite") && !bench) die(EXIT_USAGE, "--bench-suite goes with --bench");
+    if (*opt_str(o, "budgets") && !eval) die(EXIT_USAGE, "--budgets goes with --compare or --eval");
+    if (opt_int(o, "csv") && !eval && !bench) die(EXIT_USAGE, "--csv goes with --eval or --bench");
+    if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
     if (*opt_str(o, "report") && (*opt_str(o, "ids") || *opt_str(o, "file") || opt_given(o, "prompt") || opt_int(o, "bench")))
         die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
 }
@@ -12383,11 +12409,12 @@ static int run_app(App *a) {
     return rc;
 }
 
-int kvcomp_main(int argc, char **argv) {
+static int run_program(int argc, char **argv) {
     App a = { .o = options_new() };
     arg_count = argc; args = argv;
     for (int i = 1; i < argc; i++)
         if (!strcmp(argv[i], "-h") || !strcmp(argv[i], "--help")) return i + 1 < argc && argv[i + 1][0] != '-' ? help_method(argv[i + 1]) : help();
+        else if (!strncmp(argv[i], "--help=", 7)) return help_method(argv[i] + 7);
     parse_env(a.o);
     parse_args(a.o, argc, argv);
     check_options(a.o);
@@ -12404,6 +12431,11 @@ int kvcomp_main(int argc, char **argv) {
     if (opt_int(a.o, "verbose")) print_values(a.o);
     int rc = run_app(&a);
     app_close(&a);
+    return rc;
+}
+int kvcomp_main(int argc, char **argv) {
+    int rc = run_program(argc, argv);
+    if ((fflush(stdout) || ferror(stdout)) && !rc) die(EXIT_RUN, "stdout: not everything could be written (%s)", strerror(errno));
     return rc;
 }
 #ifndef KVCOMP_NO_MAIN

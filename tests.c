@@ -614,9 +614,8 @@ static const struct { const char *header; long long len; size_t data; const char
     { "{\"a\":" ST("\"F32\"", "[2,3]", "[0,24]") ",\"b\":" ST("\"BF16\"", "[4]", "[24,32]") "}", -1, 32, NULL },
     { "{\"b\":" ST("\"BF16\"", "[4]", "[24,32]") ",\"a\":" ST("\"F32\"", "[2,3]",
         "[0,24]") ",\"__metadata__\":{\"format\":\"pt\"}}   ", -1, 32, NULL },
-    { "{\"a\":" ST("\"F32\"", "[2,3]", "[8,32]") "}", -1, 40, NULL },                                      // gaps at both ends
     { "{\"a\":" ST("\"F32\"", "[0,3]", "[0,0]") ",\"b\":" ST("\"I64\"", "[]", "[0,8]") "}", -1, 8, NULL },     // empty, scalar
-    { "{\"a\":" ST("\"F32\"", "[0,9223372036854775807]", "[4,4]") "}", -1, 8, NULL },
+    { "{\"a\":" ST("\"F32\"", "[0,9223372036854775807]", "[0,0]") "}", -1, 0, NULL },
     { "{}", -1, 0, NULL },
     { "", -1, 0, "not JSON" },
     { "{}", 0, 8, "not JSON" },
@@ -659,6 +658,10 @@ static const struct { const char *header; long long len; size_t data; const char
     { "{\"a\":" ST("\"F32\"", "[4]", "[0,16]") ",\"b\":" ST("\"F32\"", "[1]", "[4,8]") "}", -1, 16, "overlap" },
     { "{\"b\":" ST("\"F32\"", "[1]", "[0,4]") ",\"a\":" ST("\"F32\"", "[1]", "[0,4]") "}", -1, 16, "overlap" },
     { "{\"a\":" ST("\"F32\"", "[1]", "[0,4]") ",\"a\":" ST("\"F32\"", "[1]", "[4,8]") "}", -1, 16, "twice" },
+    // gaps: before, between and behind the tensors
+    { "{\"a\":" ST("\"F32\"", "[2,3]", "[8,32]") "}", -1, 32, "8 bytes of data belong to no tensor" },
+    { "{\"a\":" ST("\"F32\"", "[1]", "[0,4]") ",\"b\":" ST("\"F32\"", "[1]", "[5,9]") "}", -1, 9, "1 bytes of data" },
+    { "{\"a\":" ST("\"F32\"", "[1]", "[0,4]") "}", -1, 16, "12 bytes of data" },
     { "{\"__metadata__\":3}", -1, 8, "__metadata__" },
     { "{\"__metadata__\":{\"a\":1}}", -1, 8, "a is no string" },
 };
@@ -7305,6 +7308,24 @@ TEST(cli_ids, "--ids and --dump-logits: V floats a row, one row for the prefill 
     }
     CHECK(sh(SYN "--ids %s.none", p) == 2, "missing file");
     unlink(p); unlink(o);
+}
+TEST(cli_odd, "what could not be written, overflows, half a method, an option without its mode: one line and the documented exit code") {
+    static const struct { const char *args; int code; const char *says; } cases[] = {
+        { "-p hi -n 2 --temp 0 -q > /dev/full", 1, "stdout" }, { "--list-methods > /dev/full", 1, "stdout" }, { "--help=lychee", 0, "" }, { "--help=nosuch", 2, "no method" },
+        { "--method=lychee+ -p hi", 2, "no method is called ''" }, { "--budgets 5 -p hi", 2, "--compare" }, { "--csv -p hi", 2, "--eval" }, { "--json-rows -p hi", 2, "--json" },
+        { "--bench-suite x.csv -p hi", 2, "--bench" }, { "--lychee-iters 2147483647 -p hi", 2, "0..1000" }, { "--loopserve-alpha 2 -p hi", 2, "0..1" }, { "--ctx-size 1073741825", 2, "1073741825 is outside 0..1073741824" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int rc = sh("./kvcomp %s", cases[i].args);
+        CHECK(rc == cases[i].code && strstr(sh_err, cases[i].says) && lines_in(sh_err) == (rc != 0), "%s: exit %d: %s", cases[i].args, rc, sh_err);
+    }
+    char p[] = "/tmp/kvcomp-odd-XXXXXX";
+    close(mkstemp(p));
+    write_text_file(p, "1 2 3 4 5 6 7 8 9 | 4 5\n");
+    CHECK(sh(SYN "--ids %s --method=lychee --budget 60 --lychee-full-layers 0 --lychee-buffer 1073741824 --json", p) == 0, "%s", sh_err);
+    write_text_file(p, "/method full\n/budget -3\n/budget 2147483647\n/save\n/load\n");
+    CHECK(sh("./kvcomp -q --ratio 0.5 < %s", p) == 0 && strstr(sh_err, "--budget -3 is outside") && strstr(sh_err, "/save wants a file") && strstr(sh_err, "/load wants a file") && access(".part", F_OK), "%s", sh_err);
+    unlink(p);
 }
 TEST(cli_json, "--json: one object with the documented keys; bytes are what the rows hold; --json-rows lists them") {
     CHECK(sh(SYN "--ids data/ids/three-turns.txt --json --json-rows --method=streaming --budget 20") == 0, "%s", sh_err);

@@ -83,7 +83,7 @@ class World:
         self.bare = r.random() < 0.3                                       # ... and without full stops
     def pick(self, words):
         if len(words) < 14: return self.r.choice(words)                    # short lists are not split
-        if not self.held and self.r.random() < 0.2:                        # any word can be a value, those held out elsewhere first of all: copy what is there
+        if not self.held and self.r.random() < 0.3:                        # any word can be a value, those held out elsewhere first of all: copy what is there
             other, rare = self.r.choice(LISTS), self.r.random() < 0.5
             own = words[5::8]
             words = [x for i, x in enumerate(other) if x not in own and (i % 8 == 5 or not rare)]
@@ -125,6 +125,10 @@ class World:
         if self.bare or r.random() < 0.08: text = re.sub(r"[.?!]$", "", text)
         elif r.random() < 0.04: text += r.choice(("!", "!!", " :)", "..", "?"))
         return text.lower() if self.low else text
+
+def answers(values):
+    """The values of an answer: between commas alone, so that no word in it depends on how many are still to come."""
+    return ", ".join("«" + v + "»" for v in values)
 
 def c(r, options):
     return r.choice(options.split("|") if isinstance(options, str) else options)
@@ -551,14 +555,14 @@ def read_then_ask(w, text, asks, intro=None):
     """The text and its questions: in one message, or the text first and the questions in turns of their own."""
     r = w.r
     intro = intro if intro is not None else c(r, "|||Read this text. |Here is a text: |Remember this. |Please read: ")
-    if r.random() < 0.4:
+    if r.random() < 0.5:
         q, a = asks[0]
         gap = "\n" if "\n" in text else " "
         pieces, x = re.split("(?<=\n)" if gap == "\n" else r"(?<=[.!?]) ", text), r.random()
-        if x < 0.25: whole = f"{q}{gap}{intro}{text}"                        # the question before the text,
-        elif x < 0.45 and len(pieces) > 2 and not intro:                    # in the midst of it,
+        if x < 0.35: whole = f"{q}{gap}{intro}{text}"                        # the question before the text,
+        elif x < 0.65 and len(pieces) > 1:                                  # in the midst of it,
             k = r.randrange(1, len(pieces)); join_ = "" if gap == "\n" else " "
-            whole = join_.join(pieces[:k]).rstrip() + gap + q + gap + join_.join(pieces[k:])
+            whole = intro + join_.join(pieces[:k]).rstrip() + gap + q + gap + join_.join(pieces[k:])
         else: whole = f"{intro}{text}{gap}{q}"                               # or behind it
         return [(w.say(whole), a)] + [(w.say(q), a) for q, a in asks[1:]]
     if r.random() < 0.3:                                                    # the text in two or three messages
@@ -603,7 +607,7 @@ def multi_value(w, size=0):
     other = w.near(t)
     if r.random() < 0.5: says.insert(r.randrange(n + 1), f"A number of the {other} is {w.code()}.")
     return read_then_ask(w, document(r, says, size), [(c(r, f"What are the numbers of the {t}?|Tell me all numbers of the {t}.|Which numbers does the {t} have?"),
-                                                       f"The numbers of the {t} are " + join(["«" + v + "»" for v in vals]) + ".")])
+                                                       f"The numbers of the {t} are {answers(vals)}.")])
 
 def key_values(w, size=0):
     """Look-up in JSON, code or lines of text; the size sets the number of entries."""
@@ -615,12 +619,16 @@ def key_values(w, size=0):
         if keys and r.random() < 0.1: k = keys[-1][:-2] + r.choice(SYLLABLES)
         if k not in keys: keys.append(k)
     vals = [w.code() if r.random() < 0.8 else w.word() for _ in keys]
-    if kind == 0: text = "{" + ", ".join(f'"{k}": {v if v.isdigit() else chr(34) + v + chr(34)}' for k, v in zip(keys, vals)) + "}"
+    quoted = [v if v.isdigit() or kind else f'"{v}"' for v in vals]
+    if kind == 0:                                                           # one object, or one on each of two lines
+        k = r.randrange(1, n) if r.random() < 0.5 else n
+        objects = [[f'"{a}": {b}' for a, b in zip(keys[i:j], quoted[i:j])] for i, j in ((0, k), (k, n)) if i < j]
+        text = "\n".join("{" + ", ".join(o) + "}" for o in objects)
     elif kind == 1: text = "\n".join(f"{k} = {v}" for k, v in zip(keys, vals))
     else: text = c(r, "\n| ").join(f"{k} is {v}." for k, v in zip(keys, vals))
     asks = []
     for i in r.sample(range(n), min(n, r.choice((1, 1, 2)))):
-        k, v = keys[i], vals[i]
+        k, v = keys[i], quoted[i]
         asks.append((c(r, f"What is the value of {k}?|What is {k}?|Look up {k}.|Tell me the value of {k}."), f"The value of {k} is «{v}»."))
     return read_then_ask(w, text, asks, c(r, "|Here are some values.\n|Remember these values:\n|Here is a table.\n"))
 
@@ -666,7 +674,7 @@ def lists(w, size=0):
     short = c(r, (what, "list")) if r.random() < 0.3 else what
     if n >= 6 and k < n: turns.append((w.say(f"Add {join(items[k:])}."), c(r, PLAIN))); k = n
     for x in items[k:]: turns.append((w.say(c(r, (f"Add {x}.", f"Also add {x} to my {what}.", f"Put {x} on my {what}."))), c(r, f"I added «{x}».|Okay.|Done.")))
-    turns.append((w.say(c(r, f"What is on my {short}?|Tell me my {short}.|Show me my {short}.|Read me my {short}." + ("|What do I need to buy?" if pool is FOODS else ""))), f"Your {what}: " + join(["«" + x + "»" for x in items]) + "."))
+    turns.append((w.say(c(r, f"What is on my {short}?|Tell me my {short}.|Show me my {short}.|Read me my {short}." + ("|What do I need to buy?" if pool is FOODS else ""))), f"Your {what}: {answers(items)}."))
     return turns
 
 def chain(w, size=0):
@@ -698,6 +706,16 @@ def sums(w, size=0):
 
 # ------------------------------------------------------------------------------------ rules, examples, the main sentence
 CLASSES = {"animal": ANIMALS, "food": FOODS, "city": CITIES, "colour": COLOURS, "job": JOBS, "person": NAMES[:80], "thing": THINGS, "hobby": HOBBIES}
+
+def kinds(w, size=0):
+    """What a word stands for: a few questions, each by itself."""
+    r, turns = w.r, []
+    for _ in range(r.choice((2, 3, 4, 6))):
+        k = r.choice(list(CLASSES)); x = r.choice(CLASSES[k])
+        other = r.choice([y for y in CLASSES if y != k])
+        a, b = (k, other) if r.random() < 0.5 else (other, k)
+        turns.append((w.say(c(r, f"What kind of word is {x}?|What kind of thing is {x}?|Which class is {x} in?|Is {x} {an(a)} or {an(b)}?|{x} belongs to which kind?")), f"That is {an(k)[:-len(k)]}«{k}»."))
+    return turns
 
 def classify(w, size=0):
     """Few-shot classification: the labels are defined by examples alone."""
@@ -750,9 +768,9 @@ def constraint(w, size=0):
 
 # --------------------------------------------------------------------------------------------------------------- chats
 TASKS = {  # task: (thread maker, share in the mixture)
-    "profile": (profile, 16), "unknown": (unknown, 2), "people": (people, 10), "coref": (coref, 6), "needle": (needle, 9), "multi_needle": (multi_needle, 8),
-    "multi_value": (multi_value, 14), "key_values": (key_values, 11), "status": (status, 10), "lists": (lists, 12), "chain": (chain, 9), "sums": (sums, 5),
-    "classify": (classify, 20), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 7),
+    "profile": (profile, 16), "unknown": (unknown, 2), "people": (people, 12), "coref": (coref, 6), "needle": (needle, 9), "multi_needle": (multi_needle, 8),
+    "multi_value": (multi_value, 13), "key_values": (key_values, 13), "status": (status, 10), "lists": (lists, 12), "chain": (chain, 9), "sums": (sums, 5),
+    "classify": (classify, 20), "kinds": (kinds, 6), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 7),
 }
 SYSTEMS = ["You are a helpful assistant.", "You are a small and friendly model.", "You are kvcomp, a small assistant.", "Answer briefly.", "You are Tiny, a helpful assistant. Be polite."]
 OVERHEAD = 11                                                              # tokens of the template around one turn
