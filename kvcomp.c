@@ -5912,13 +5912,16 @@ static void loop_heads_device(Session *s, LoopServe *x, int l, const float *q, i
     int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), m = x->m, ng = line_batch_cuda(s, l, m);
     for (int h0 = 0; h0 < G * R; h0 += ng * R) {
         float *P = line_probs_cuda(s, l, h0 / R, ng, q, T, rows, m);
-        if (!x->variant_a) choose_lines_cuda(s, l, h0 / R, ng, &x->rule, x->tile64, P, T, m, a + h0, found + h0);
+        if (!x->variant_a) {
+            choose_lines_cuda(s, l, h0 / R, ng, &x->rule, x->tile64, P, T, m, a + h0, found + h0);
+            for (int h = h0; h < h0 + ng * R; h++) a[h].dense |= a[h].n <= x->min_context;
+            continue;
+        }
         #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * ng * R))
         for (int h = h0; h < h0 + ng * R; h++) {
             LoopRoom *w = &room[thread_id()];
             LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
-            a[h].dense |= a[h].n <= x->min_context;
-            if (a[h].dense || !x->variant_a) continue;
+            if (a[h].dense) continue;
             for (int i = 0; i < m; i++) {
                 w->R[i] = a[h].p0 + rows[i];
                 host_copy_cuda(w->P + (size_t)i * a[h].n, P + ((size_t)(h - h0) * m + i) * N, a[h].n);
@@ -5938,7 +5941,7 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     size_t mark = scratch_mark(s);
     double t = now();
     Lines *a = lines_new(s, l, T);
-    LoopRoom *room = loop_rooms(s, m, kv_longest(s, l));
+    LoopRoom *room = KV_DEV(s) && !x->variant_a ? NULL : loop_rooms(s, m, kv_longest(s, l));
     LoopFound *found = scratch(s, (size_t)H * sizeof *found);
     int *rows = scratch(s, (size_t)m * sizeof(int));
     sample_rows(T, m, x->seed, s->turn, l, rows);        // the same tokens for all heads

@@ -2116,7 +2116,7 @@ float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first
 // the lines are those of kvcomp.c for the same probabilities.
 enum { BAND = 64, PICK_THREADS = 256, PICK_WARPS = PICK_THREADS / 32 };
 struct Picks {                  // argument; per head, N columns: P (m,N), v, s and wide (words), run (N/2 + 2,3), found (3);
-    HeadRefs heads;             // tile64: gain and one (N + bands); single lines: g and key (2 N, in gain's and one's room), row (2,m)
+    HeadRefs heads;             // tile64: gain and one (N + bands); single lines: residuals (2 N) in gain's room, the segments' best in one's; row (2,m)
     LoopRule rule;
     const float *P; const int *t;
     int64_t *gain, *one;
@@ -2140,6 +2140,7 @@ static __device__ Head head_of(const Picks &a) {                 // the block's,
     __syncthreads();
     return x;
 }
+static __device__ int line_len(const Head &x, int y) { return x.n - (y > x.p0 ? y : x.p0); }       // cells of vertical or slash y
 static __device__ int recovered(const Picks &a, const double *rec, const double *tot) { return rec[0] >= a.rule.alpha * tot[0] && rec[1] >= a.rule.alpha * tot[1]; }
 static __device__ void tell_found(const Picks &a, int failed, const double *rec, const double *tot, double share) {
     double all = tot[0] + tot[1], *found = a.found + (size_t)blockIdx.x * 3;
@@ -2252,7 +2253,7 @@ static __device__ double band_len(int k, int p0, int n) {
 static __device__ double gain_of(const Head &x, int id) {
     int64_t gain = x.gain[id] - x.one[id];
     if (gain <= 1) return 0;
-    return (double)gain / (id < x.n ? (double)(x.n - (id > x.p0 ? id : x.p0)) : band_len(id - x.n, x.p0, x.n));
+    return (double)gain / (id < x.n ? (double)line_len(x, id) : band_len(id - x.n, x.p0, x.n));
 }
 static __device__ double best_gain(const Head &x, double *part) {
     double best = 0;
@@ -2317,7 +2318,7 @@ static __device__ Best best_block(Best x, int n, Best *part) {   // part (PICK_W
 static __device__ Best segment_best(const Head &x, int seg, Best *part) {        // of lines not taken that gain something
     int id = seg * SEG + threadIdx.x, y = id < x.n ? id : id - x.n;
     double g = id < 2 * x.n && !bit_of(id < x.n ? x.v : x.s, y) ? ((const double *)x.gain)[id] : 0;
-    return best_block({ g > 1e-12 ? g / (double)(x.n - (y > x.p0 ? y : x.p0)) : 0, id }, x.n, part);
+    return best_block({ g > 1e-12 ? g / (double)line_len(x, y) : 0, id }, x.n, part);
 }
 // residuals: a thread a line, over the samples in their order; a warp a sample for its sums
 static __device__ void line_residuals(const Picks &a, const Head &x, double *rec, double *tot) {        // rec, tot (2) shared
@@ -2368,7 +2369,7 @@ static __device__ void take_one(const Picks &a, const Head &x, int id, double *r
 }
 static __device__ double cells_of(const Head &x, const uint64_t *bits, int64_t *part) {
     int64_t sum = 0;
-    for (int y = threadIdx.x; y < x.n; y += PICK_THREADS) if (bit_of(bits, y)) sum += x.n - (y > x.p0 ? y : x.p0);
+    for (int y = threadIdx.x; y < x.n; y += PICK_THREADS) if (bit_of(bits, y)) sum += line_len(x, y);
     return (double)sum_block(sum, part);
 }
 static __global__ void __launch_bounds__(PICK_THREADS, 1) select_lines_kernel(Picks a) {
@@ -2390,7 +2391,7 @@ static __global__ void __launch_bounds__(PICK_THREADS, 1) select_lines_kernel(Pi
         Best now = segment_best(x, top.id / SEG, part);
         if (now.key == top.key && now.id == top.id) {
             take_one(a, x, top.id, rec);
-            cells += (double)(n - (top.id % n > x.p0 ? top.id % n : x.p0));
+            cells += (double)line_len(x, top.id % n);
             failed = cells > a.rule.max_cells * all;
         } else if (!threadIdx.x) bound[top.id / SEG] = now;
         __syncthreads();
