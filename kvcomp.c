@@ -3003,11 +3003,15 @@ typedef struct {            // one instruction set
     void  (*dots[3])(const Dots *a);                                    // by dtype of w
     void  (*widen[3])(float *dst, const void *src, size_t n);           // by dtype of src
     void  (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
+    void  (*unpack_q8)(float *dst, const char *src, int n, int D);      // n rows of format q8_0 (section 5)
     void  (*mix[3])(float *o, const float *p, const void *v, int m, int n, int D);         // by dtype of v
     void  (*exp_shift)(float *x, float max, size_t n, float *sum);
     void  (*swiglu)(float *g, const float *u, size_t n);
     float (*max)(const float *x, size_t n);
 } Simd;
+
+enum { Q8_BLOCK = 32 };
+static size_t q8_bytes(int D) { return (size_t)D + 2 * ((D + Q8_BLOCK - 1) / Q8_BLOCK); }
 
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -3057,6 +3061,13 @@ INLINE_plain V_plain load_plain(const void *p, int dtype, int n) {         // n 
     char part[LANES * 4] = {0};
     const char *at = n < LANES ? memcpy(part, p, (size_t)n * size) : p;
     return EACH_QUARTER(LOAD);
+}
+INLINE_plain V_plain load_bytes_plain(const signed char *p) {              // 16 small integers
+    float f[LANES];
+    V_plain x;
+    for (int i = 0; i < LANES; i++) f[i] = p[i];
+    memcpy(&x, f, sizeof x);
+    return x;
 }
 INLINE_plain void store_plain(float *p, V_plain x, int n) { memcpy(p, &x, (size_t)n * 4); }
 INLINE_plain void store_f16_plain(uint16_t *p, V_plain x) {
@@ -3109,6 +3120,8 @@ INLINE_avx2 V_avx2 load_avx2(const void *p, int dtype, int n) {
     if (n < LANES) p = memcpy(part, p, (size_t)n * size);
     return (V_avx2){ load8_avx2(p, dtype), load8_avx2((const char *)p + 8 * size, dtype) };
 }
+INLINE_avx2 __m256 bytes8_avx2(const signed char *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p))); }
+INLINE_avx2 V_avx2 load_bytes_avx2(const signed char *p) { return (V_avx2){ bytes8_avx2(p), bytes8_avx2(p + 8) }; }
 INLINE_avx2 void store_avx2(float *p, V_avx2 x, int n) {
     float part[LANES], *to = n < LANES ? part : p;
     _mm256_storeu_ps(to, x.a); _mm256_storeu_ps(to + 8, x.b);
@@ -3148,6 +3161,7 @@ INLINE_avx512 __m512 load_avx512(const void *p, int dtype, int n) {
     __m256i h = n < LANES ? _mm256_maskz_loadu_epi16(mask_avx512(n), p) : _mm256_loadu_si256(p);
     return dtype == DT_F16 ? _mm512_cvtph_ps(h) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
+INLINE_avx512 __m512 load_bytes_avx512(const signed char *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p))); }
 INLINE_avx512 void store_avx512(float *p, __m512 x, int n) {
     if (n < LANES) _mm512_mask_storeu_ps(p, mask_avx512(n), x); else _mm512_storeu_ps(p, x);
 }
@@ -3189,7 +3203,8 @@ INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
 // the block repeat its last one and are not stored. The rows of the next panel are short, far apart, and the hardware does not see
 // them coming, so they are asked for in time: by a single tile as it goes (decode: 23 -> 34 GB/s a thread where 38 can be read), by
 // many tiles one line of each row each (8 % of prefill).
-// mix: tiles of MR rows of o by NV vectors; each output adds its n products in order.
+// mix: tiles of MR rows of o by NV vectors; each output adds its n products in order. The first columns ask for the whole of a stored row
+// 16 rows ahead (a decode step over 32k rows of head_dim 128: four fifths of the time).
 // exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
 // two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
 // 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY.
@@ -3236,13 +3251,14 @@ TARGET_##S static void dots_f32_##S (const Dots *a) { dots_any_##S(a, DT_F32); }
 TARGET_##S static void dots_f16_##S (const Dots *a) { dots_any_##S(a, DT_F16); } \
 TARGET_##S static void dots_bf16_##S(const Dots *a) { dots_any_##S(a, DT_BF16); } \
 \
-INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int vectors, int width) { \
+INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int vectors, int width, size_t ahead) { \
     V_##S acc[MR * NV]; \
     size_t size = dtype == DT_F32 ? 4 : 2; \
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
         acc[i * NV + c] = load_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, DT_F32, width); \
     for (int r = 0; r < n; r++) { \
         V_##S b[NV]; \
+        for (size_t line = 0; line < ahead; line += 64) __builtin_prefetch(v + (r + 16) * D * size + line); \
         UNROLL for (int c = 0; c < vectors; c++) b[c] = load_##S(v + ((size_t)r * D + c * LANES) * size, dtype, width); \
         UNROLL for (int i = 0; i < M; i++) { \
             V_##S a = all_##S(p[(size_t)(i < m ? i : m - 1) * n + r]); \
@@ -3253,11 +3269,11 @@ INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype,
         store_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, acc[i * NV + c], width); \
 } \
 INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D) { \
-    size_t size = dtype == DT_F32 ? 4 : 2; \
+    size_t size = dtype == DT_F32 ? 4 : 2, ahead = dtype == DT_F32 ? 0 : D * size; \
     int d = 0; \
-    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, NV, LANES); \
-    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, LANES); \
-    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, D - d); \
+    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, NV, LANES, d ? 0 : ahead); \
+    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, LANES, 0); \
+    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, D - d, 0); \
 } \
 INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D) { \
     int i = 0; \
@@ -3328,9 +3344,24 @@ TARGET_##S static void narrow_f16_##S(uint16_t *dst, const float *src, size_t n)
     size_t i = 0; \
     for (; i + LANES <= n; i += LANES) store_f16_##S(dst + i, load_##S(src + i, DT_F32, LANES)); \
     for (; i < n; i++) dst[i] = f32_to_f16(src[i]); \
+} \
+TARGET_##S static void unpack_q8_##S(float *dst, const char *src, int n, int D) { \
+    size_t ahead = n * q8_bytes(D) + 1024;               /* the rows after these: while these are used, they come */ \
+    for (int left = n * D, col = 0, m; left > 0; left -= m, dst += m, col = col + m < D ? col + m : 0) { \
+        uint16_t d; \
+        int i = 0; \
+        memcpy(&d, src, 2); \
+        float scale = f16_to_f32(d); \
+        const signed char *q = (const signed char *)src + 2; \
+        m = D - col < Q8_BLOCK ? D - col : Q8_BLOCK; \
+        __builtin_prefetch(src + ahead); \
+        for (; i + LANES <= m; i += LANES) store_##S(dst + i, mul_##S(load_bytes_##S(q + i), all_##S(scale)), LANES); \
+        for (; i < m; i++) dst[i] = scale * q[i]; \
+        src += 2 + m; \
+    } \
 }
 #define SIMD_LINE(S) { #S, { dots_f32_##S, dots_f16_##S, dots_bf16_##S }, { widen_f32_##S, widen_f16_##S, widen_bf16_##S }, \
-                       narrow_f16_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, swiglu_##S, max_of_##S }
+                       narrow_f16_##S, unpack_q8_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, swiglu_##S, max_of_##S }
 
 KERNELS(plain, 1, 2, 2)
 #if defined(__x86_64__)
@@ -3485,9 +3516,7 @@ static void f16_unpack (float *x, const char *o, int n, int D) { to_f32(x, o, DT
 static void bf16_pack  (char *o, const float *x, int D)        { from_f32(o, x, DT_BF16, D); }
 static void bf16_unpack(float *x, const char *o, int n, int D) { to_f32(x, o, DT_BF16, (size_t)n * D); }
 
-// q8_0: blocks of 32 values, each an f16 scale d = max|x|/127 and 32 bytes round(x/d)
-enum { Q8_BLOCK = 32 };
-static size_t q8_bytes(int D) { return (size_t)D + 2 * ((D + Q8_BLOCK - 1) / Q8_BLOCK); }
+// q8_0: blocks of 32 values, each an f16 scale d = max|x|/127 and 32 bytes round(x/d); the last of a row may be shorter
 static void q8_pack(char *o, const float *x, int D) {
     for (int b = 0; b < D; b += Q8_BLOCK) {
         int n = D - b < Q8_BLOCK ? D - b : Q8_BLOCK;
@@ -3503,18 +3532,7 @@ static void q8_pack(char *o, const float *x, int D) {
         o += 2 + n;
     }
 }
-static void q8_unpack(float *x, const char *o, int n, int D) {
-    for (int r = 0; r < n; r++)
-        for (int b = 0; b < D; b += Q8_BLOCK) {
-            int m = D - b < Q8_BLOCK ? D - b : Q8_BLOCK;
-            uint16_t d;
-            memcpy(&d, o, 2);
-            float scale = f16_to_f32(d);
-            const signed char *q = (const signed char *)o + 2;
-            for (int i = 0; i < m; i++) x[i] = scale * q[i];
-            x += m; o += 2 + m;
-        }
-}
+static void q8_unpack  (float *x, const char *o, int n, int D) { simd->unpack_q8(x, o, n, D); }
 const Format formats[] = {
     { "f16",  half_bytes, f16_pack,  f16_unpack  },
     { "f32",  f32_bytes,  f32_pack,  f32_unpack  },
@@ -3588,21 +3606,28 @@ void kv_append(Session *s, int l, const float *k, const float *v, int t0, int n)
     kv_note(s, l, t0, n);
 }
 
-// Unpacks rows to f32, whatever their storage. rows NULL: rows r0..r0+n-1; otherwise rows[0..n), runs of neighbours at once.
-static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, float *buf) {
+// Unpacks rows to f32, whatever their storage, or brings f16 and bf16 rows together as they are (dtype, of raw and packed rows alike).
+static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, char *buf, int dtype) {     // buf (n,D) of dtype
     int D = s->c->D, packed = r0 < h->packed ? (r0 + n <= h->packed ? n : h->packed - r0) : 0;
     const Format *f = v ? s->fv : s->fk;
-    if (packed) s->packing->load(s, h, v, r0, packed, buf);
+    size_t size = dtype_size(dtype), front = packed * (size_t)D;
+    if (packed) {                                        // f32: the f16 numbers go to the rear half of their place, and are widened from the front
+        char *half = buf + front * (size - 2);
+        s->packing->load(s, h, v, r0, packed, (uint16_t *)half);
+        if (dtype == DT_F32) to_f32((float *)buf, half, DT_F16, front);
+    }
     if (packed == n) return;
     const char *raw = (v ? h->v : h->k) + (size_t)(r0 + packed - h->packed) * f->row_bytes(D);
-    if (KV_DEV(s)) rows_load_cuda(f, raw, n - packed, D, buf + (size_t)packed * D);
-    else f->unpack(buf + (size_t)packed * D, raw, n - packed, D);
+    if (dtype != DT_F32) memcpy(buf + front * size, raw, (size_t)(n - packed) * f->row_bytes(D));
+    else if (KV_DEV(s)) rows_load_cuda(f, raw, n - packed, D, (float *)buf + front);
+    else f->unpack((float *)buf + front, raw, n - packed, D);
 }
-static void load_rows(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, float *buf) {
-    if (!rows) { load_range(s, h, v, r0, n, buf); return; }
-    for (int i = 0, j; i < n; i = j) {
+static void load_rows(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, void *buf, int dtype) {    // rows NULL: rows r0..r0+n-1
+    size_t row = s->c->D * dtype_size(dtype);
+    if (!rows) { load_range(s, h, v, r0, n, buf, dtype); return; }
+    for (int i = 0, j; i < n; i = j) {                   // runs of neighbours at once
         for (j = i + 1; j < n && rows[j] == rows[j - 1] + 1; ) j++;
-        load_range(s, h, v, rows[i], j - i, buf + (size_t)i * s->c->D);
+        load_range(s, h, v, rows[i], j - i, (char *)buf + i * row, dtype);
     }
 }
 // Rows of a list lie anywhere: ask for them all before the first is needed, so that their ways from memory overlap.
@@ -3613,19 +3638,18 @@ static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows
         for (size_t b = 0; rows[i] >= h->packed && b < bytes; b += 64) __builtin_prefetch(p + b);
     }
 }
-// n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise unpacked to f32 in buf (n,D).
+// n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise together in buf (n,D), f16 and bf16 as they are.
 static const void *rows_ready(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, float *buf, int *dtype) {
     const Format *f = v ? s->fv : s->fk;
     int first = rows ? rows[0] : r0;
     *dtype = f->unpack == f16_unpack ? DT_F16 : f->unpack == bf16_unpack ? DT_BF16 : DT_F32;
     if (first >= h->packed && (!rows || rows[n - 1] - first == n - 1) && (*dtype != DT_F32 || f->unpack == f32_unpack))
         return (v ? h->v : h->k) + (size_t)(first - h->packed) * f->row_bytes(s->c->D);
-    *dtype = DT_F32;
-    load_rows(s, h, v, rows, r0, n, buf);
+    load_rows(s, h, v, rows, r0, n, buf, *dtype);
     return buf;
 }
-void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 0, rows, r0, n, buf); }
-void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 1, rows, r0, n, buf); }
+void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 0, rows, r0, n, buf, DT_F32); }
+void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 1, rows, r0, n, buf, DT_F32); }
 
 const float *on_host(Session *s, const float *q, int t0, int n) {
     size_t row = (size_t)s->c->H * s->c->D;
@@ -6161,8 +6185,8 @@ static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
 
 enum { PATS_MIDDLE, PATS_OLD, PATS_NEW };               // schedules
 enum { PATS_RATCHET, PATS_STATIC, PATS_FROZEN };        // policies
-// Start of a region; largest head_dim; how far ahead to prefetch.
-enum { PATS_ALIGN = 64, PATS_MAX_D = 1024, PATS_AHEAD = 2048 };
+// Start of a region; largest head_dim; how much further than the rows being read to prefetch.
+enum { PATS_ALIGN = 64, PATS_MAX_D = 1024, PATS_AHEAD = 1024 };
 
 typedef struct {
     int schedule, policy, rounding, rows64, write;
@@ -6219,17 +6243,12 @@ static void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w) {
         h[i] = (uint16_t)(u >> bit % 8 << (16 - w));    // bits of the next elements fall off at the top
     }
 }
-// x (n) = the same as f32, in one go: attention reads packed rows through this. mid: the bit to add on reading, 0 for none
-static void unpack_plain(float *x, const unsigned char *p, int n, int w, int mid) {
-    uint16_t h[64];
-    for (int i = 0, m; i < n; i += m, p += 8 * w) {
-        m = n - i < 64 ? n - i : 64;
-        unpack_bits(h, p, m, w);
-        for (int j = 0; j < m; j++) if (h[j] & 0x7fff) h[j] = (uint16_t)(h[j] | mid);
-        to_f32(x + i, h, DT_F16, m);
-    }
+// The same as attention reads it. mid: the bit to add on reading, 0 for none
+static void unpack_plain(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
+    unpack_bits(h, p, n, w);
+    for (int i = 0; mid && i < n; i++) if (h[i] & 0x7fff) h[i] = (uint16_t)(h[i] | mid);
 }
-static void (*unpack_f32)(float *x, const unsigned char *p, int n, int w, int mid) = unpack_plain;
+static void (*unpack_f16)(uint16_t *h, const unsigned char *p, int n, int w, int mid) = unpack_plain;
 
 #if defined(__x86_64__)
 // Where the elements of a group stand, per w: bytes to bring together, then bits to shift by.
@@ -6247,18 +6266,19 @@ static void unpack_lanes_init(void) {
         for (int j = 0; j < 8; j++)                     // 8 bytes from bit 4jw on, which is a whole or a half byte
             for (int b = 0; b < 8; b++) {
                 unpack_lanes[w].perm32[8 * j + b] = (unsigned char)(j * w / 2 + b);
-                unpack_lanes[w].shift32[8 * j + b] = (unsigned char)((j * w % 2 * 4 + b / 2 * w + b % 2 * 8) % 64);
+                unpack_lanes[w].shift32[8 * j + b] = (unsigned char)((j * w % 2 * 4 + b / 2 * w + w - 16 + b % 2 * 8) & 63);   // the element on top
             }
     }
 }
-__attribute__((target("avx2,f16c"))) static void unpack_avx2(float *x, const unsigned char *p, int n, int w, int mid) {
+__attribute__((target("avx2"))) static void unpack_avx2(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
+    size_t ahead = (size_t)n * w / 8 + PATS_AHEAD;      // the next tile, which has the time of this one's arithmetic to come
     __m256i perm = _mm256_loadu_si256((const void *)unpack_lanes[w].perm8);
     __m256i shift = _mm256_loadu_si256((const void *)unpack_lanes[w].shift8);
     __m256i mask = _mm256_set1_epi32((1 << w) - 1), add = _mm256_set1_epi16((short)mid), zero = _mm256_setzero_si256();
     __m128i b = _mm_cvtsi32_si128(16 - w);
     int i = 0;
     for (; i + 16 <= n; i += 16, p += 2 * w) {
-        _mm_prefetch((const void *)(p + PATS_AHEAD), _MM_HINT_T0);
+        _mm_prefetch((const void *)(p + ahead), _MM_HINT_T0);
         __m256i lo = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)p));
         __m256i hi = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(p + w)));
         lo = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(lo, perm), shift), mask);
@@ -6266,36 +6286,38 @@ __attribute__((target("avx2,f16c"))) static void unpack_avx2(float *x, const uns
         lo = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);       // packus works in halves: put them in order
         lo = _mm256_sll_epi16(lo, b);
         hi = _mm256_cmpeq_epi16(_mm256_add_epi16(lo, lo), zero);                // +0 and -0 double to 0
-        lo = _mm256_or_si256(lo, _mm256_andnot_si256(hi, add));
-        _mm256_storeu_ps(x + i, _mm256_cvtph_ps(_mm256_castsi256_si128(lo)));
-        _mm256_storeu_ps(x + i + 8, _mm256_cvtph_ps(_mm256_extracti128_si256(lo, 1)));
+        _mm256_storeu_si256((void *)(h + i), _mm256_or_si256(lo, _mm256_andnot_si256(hi, add)));
     }
     _mm256_zeroupper();                                 // the compiler leaves it out before a tail call
-    if (i < n) unpack_plain(x + i, p, n - i, w, mid);
+    if (i < n) unpack_plain(h + i, p, n - i, w, mid);
 }
-__attribute__((target("avx512f,avx512bw,avx512vbmi"))) static void unpack_vbmi(float *x, const unsigned char *p, int n, int w, int mid) {
-    __m512i perm = _mm512_loadu_si512(unpack_lanes[w].perm32), shift = _mm512_loadu_si512(unpack_lanes[w].shift32);
-    __m512i add = _mm512_set1_epi16((short)mid);
-    __m128i b = _mm_cvtsi32_si128(16 - w);
-    float rest[32];
-    for (int i = 0; i < n; i += 32, p += 4 * w) {
-        int bytes = n - i < 32 ? ((n - i) * w + 7) / 8 : 4 * w;
-        float *to = n - i < 32 ? rest : x + i;
-        _mm_prefetch((const void *)(p + PATS_AHEAD), _MM_HINT_T0);
-        __m512i h = _mm512_permutexvar_epi8(perm, _mm512_maskz_loadu_epi8(~(__mmask64)0 >> (64 - bytes), p));
-        h = _mm512_sll_epi16(_mm512_multishift_epi64_epi8(shift, h), b);
-        h = _mm512_or_si512(h, _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(h, _mm512_set1_epi16(0x7fff)), add));
-        _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm512_castsi512_si256(h)));
-        _mm512_storeu_ps(to + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1)));
-        if (to == rest) memcpy(x + i, rest, (size_t)(n - i) * sizeof *x);
+#define VBMI __attribute__((target("avx512f,avx512bw,avx512vbmi")))
+VBMI __attribute__((always_inline)) static inline __m512i unpack_32(__m512i x, const __m512i *lanes, __m512i kept, __m512i add, int mid) {
+    x = _mm512_and_si512(_mm512_multishift_epi64_epi8(lanes[1], _mm512_permutexvar_epi8(lanes[0], x)), kept);
+    return mid ? _mm512_mask_add_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7fff)), x, add) : x;
+}
+VBMI static void unpack_vbmi(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
+    size_t ahead = (size_t)n * w / 8 + PATS_AHEAD;
+    const __m512i lanes[2] = { _mm512_loadu_si512(unpack_lanes[w].perm32), _mm512_loadu_si512(unpack_lanes[w].shift32) };
+    __m512i kept = _mm512_set1_epi16((short)(0xffff << (16 - w))), add = _mm512_set1_epi16((short)mid);
+    int i = 0;
+    for (; (n - i) * w >= 512; i += 32, p += 4 * w) {   // 64 bytes are there to be read
+        _mm_prefetch((const void *)(p + ahead), _MM_HINT_T0);
+        _mm512_storeu_si512(h + i, unpack_32(_mm512_loadu_si512(p), lanes, kept, add, mid));
+    }
+    for (; i < n; i += 32, p += 4 * w) {
+        int m = n - i < 32 ? n - i : 32;
+        __m512i x = _mm512_maskz_loadu_epi8(~(__mmask64)0 >> (64 - (m * w + 7) / 8), p);
+        _mm512_mask_storeu_epi16(h + i, ~(__mmask32)0 >> (32 - m), unpack_32(x, lanes, kept, add, mid));
     }
     _mm256_zeroupper();
 }
+#undef VBMI
 static void unpack_choose(void) {
     unpack_lanes_init();
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) unpack_f32 = unpack_avx2;      // every AVX2 machine has F16C
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi")) unpack_f32 = unpack_vbmi;
+    if (__builtin_cpu_supports("avx2")) unpack_f16 = unpack_avx2;
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi")) unpack_f16 = unpack_vbmi;
 }
 #else
 static void unpack_choose(void) { }
@@ -6323,15 +6345,15 @@ static const Pats *pats_of(const Session *s) {          // the state, for the st
     return NULL;
 }
 
-// Packing.load, the hot path of attention: rows r0 .. r0+n-1, all packed, as f32. p: n rows of region g
-static void pats_load_region(const Pats *x, const Region *g, const unsigned char *p, int n, int D, float *buf) {
+// Packing.load, the hot path of attention: rows r0 .. r0+n-1, all packed, as f16. p: n rows of region g
+static void pats_load_region(const Pats *x, const Region *g, const unsigned char *p, int n, int D, uint16_t *buf) {
     size_t bytes = pats_row_bytes(x->rows64, D, g->w);
     int mid = x->rounding == PATS_MID && g->w < 16 ? 1 << (15 - g->w) : 0, B = 8 * PATS_BLOCK / g->w;
-    if (!x->rows64) { unpack_f32(buf, p, n * D, g->w, mid); return; }           // dense rows are one stream of elements
+    if (!x->rows64) { unpack_f16(buf, p, n * D, g->w, mid); return; }           // dense rows are one stream of elements
     for (int r = 0; r < n; r++, p += bytes, buf += D)
-        for (int c = 0; c < D; c += B) unpack_f32(buf + c, p + c / B * PATS_BLOCK, D - c < B ? D - c : B, g->w, mid);
+        for (int c = 0; c < D; c += B) unpack_f16(buf + c, p + c / B * PATS_BLOCK, D - c < B ? D - c : B, g->w, mid);
 }
-static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D, float *buf) {   // p lies on the GPU
+static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D, uint16_t *buf) {   // p lies on the GPU
     unsigned char raw[1 << 14];
     size_t bytes = pats_row_bytes(x->rows64, D, g->w);
     int step = (int)((sizeof raw - PATS_GUARD) / bytes);
@@ -6341,7 +6363,7 @@ static void pats_load_device(const Pats *x, const Region *g, const unsigned char
         pats_load_region(x, g, raw, m, D, buf + (size_t)r * D);
     }
 }
-static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, float *buf) {
+static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf) {
     const Pats *x = pats_of(s);
     const Region *g = h->reg;
     int D = s->c->D;

@@ -145,7 +145,7 @@ typedef struct Method {
 extern const Method methods[];                  // ended by name NULL; the model knows no method by name
 
 typedef struct Packing {        // rows that are not stored one by one (PATS): how to read them, how to drop some
-    void (*load)(const Session *s, const KVHead *h, int v, int r0, int n, float *buf);  // buf (n,D) = rows r0.. of K (v 0) or V (v 1)
+    void (*load)(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf);  // buf (n,D) f16 = rows r0.. of K (v 0) or V (v 1)
     void (*keep)(Session *s, KVHead *h, const int *keep, int n);                        // of rows [0,packed) keep these (ascending), exactly as stored
 } Packing;
 

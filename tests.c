@@ -2088,6 +2088,30 @@ TEST(math_attention_tiles, "attn_scores and attn_mix equal double for every head
     simd_set(NULL);
 }
 
+TEST(math_q8, "rows of q8_0 unpack to scale times integer, for every head_dim and instruction set, and nothing is written past them") {
+    enum { ROWS = 5, MOST = 131 };
+    char *packed = xmalloc(ROWS * q8_bytes(MOST));
+    float x[ROWS * MOST], y[ROWS * MOST + 1];
+    rnd_seed(47);
+    EACH_SIMD(i)
+        for (int D = 1; D <= MOST; D++) {
+            int bad = 0;
+            for (int j = 0; j < ROWS * D; j++) x[j] = rnd_normal() * (j % 7 ? 1 : 90);
+            for (int r = 0; r < ROWS; r++) q8_pack(packed + r * q8_bytes(D), x + r * D, D);
+            y[ROWS * D] = 77;
+            q8_unpack(y, packed, ROWS, D);
+            for (int j = 0; j < ROWS * D; j++) {
+                const char *block = packed + j / D * q8_bytes(D) + j % D / Q8_BLOCK * (Q8_BLOCK + 2);
+                uint16_t d;
+                memcpy(&d, block, 2);
+                bad += y[j] != f16_to_f32(d) * (signed char)block[2 + j % D % Q8_BLOCK] || fabsf(y[j] - x[j]) > f16_to_f32(d) * .56f;
+            }
+            CHECK(!bad && y[ROWS * D] == 77, "%s D %d: %d wrong numbers, behind them %g", simd->name, D, bad, y[ROWS * D]);
+        }
+    simd_set(NULL);
+    free(packed);
+}
+
 static double ulps(float got, double want) {            // error in units in the last place of the right answer
     int e;
     frexp(want, &e);
@@ -3787,9 +3811,8 @@ static int slow_element(const unsigned char *row, int c, int w, int rows64) {
 }
 TEST(pats_pack, "packing is bit-exact for every w, head size, both formats, 1..70 rows, and every unpacker this machine has") {
     int dims[] = { 8, 40, 64, 128, 256 };
-    uint16_t row[256], back[256];
-    float *buf = xmalloc(70 * 256 * sizeof *buf);
-    void (*chosen)(float *, const unsigned char *, int, int, int) = (unpack_choose(), unpack_f32);
+    uint16_t row[256], back[256], *buf = xmalloc(70 * 256 * sizeof *buf);
+    void (*chosen)(uint16_t *, const unsigned char *, int, int, int) = (unpack_choose(), unpack_f16);
     rnd_seed(8);
     for (int w = 6; w <= 16; w++)
         for (int i = 0; i < 10; i++) {
@@ -3806,9 +3829,9 @@ TEST(pats_pack, "packing is bit-exact for every w, head size, both formats, 1..7
                 pats_write_row((unsigned char *)h.pk + r * bytes, row, D, w, rows64);
             }
             for (int which = 0; which < 3; which++) {
-                unpack_f32 = which == 0 ? unpack_plain : chosen;
+                unpack_f16 = which == 0 ? unpack_plain : chosen;
 #if defined(__x86_64__)
-                if (which == 2 && __builtin_cpu_supports("avx2")) unpack_f32 = unpack_avx2;
+                if (which == 2 && __builtin_cpu_supports("avx2")) unpack_f16 = unpack_avx2;
 #endif
                 int bad = 0, r0 = rnd_int(n), m = 1 + rnd_int(n - r0);
                 for (int r = 0; r < n; r++) {
@@ -3819,13 +3842,13 @@ TEST(pats_pack, "packing is bit-exact for every w, head size, both formats, 1..7
                 for (int k = 0; k < m * D; k++) {
                     uint16_t e = all[r0 * D + k];
                     if (x.rounding == PATS_MID) pats_mid(&e, 1, 16 - w);
-                    bad += buf[k] != f16_to_f32(e);
+                    bad += buf[k] != e;
                 }
                 CHECK(!bad, "w %d D %d rows64 %d unpacker %d: %d elements", w, D, rows64, which, bad);
             }
             free(all); free(h.pk);
         }
-    unpack_f32 = chosen;
+    unpack_f16 = chosen;
     free(buf);
 }
 TEST(pats_cut, "one element: every f16 value against the slow cut, composition, sign, zero, saturation") {

@@ -76,9 +76,9 @@ def join(words, last="and"):
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f" {last} " + words[-1]
 
 class World:
-    """Draws words for one chat. `held`: only held-out entries as values. A person's name is never drawn twice."""
-    def __init__(self, r, held=False):
-        self.r, self.held, self.used = r, held, set()
+    """Draws words for one chat. `held`: only held-out entries as values; `apart`: a text's questions never stand in its own message. A person's name is never drawn twice."""
+    def __init__(self, r, held=False, apart=False):
+        self.r, self.held, self.apart, self.used = r, held, apart, set()
         self.low = r.random() < 0.22                                       # this visitor types without capitals
         self.bare = r.random() < 0.3                                       # ... and without full stops
     def pick(self, words):
@@ -555,7 +555,7 @@ def read_then_ask(w, text, asks, intro=None):
     """The text and its questions: in one message, or the text first and the questions in turns of their own."""
     r = w.r
     intro = intro if intro is not None else c(r, "|||Read this text. |Here is a text: |Remember this. |Please read: ")
-    if r.random() < 0.5:
+    if not w.apart and r.random() < 0.5:
         q, a = asks[0]
         gap = "\n" if "\n" in text else " "
         pieces, x = re.split("(?<=\n)" if gap == "\n" else r"(?<=[.!?]) ", text), r.random()
@@ -794,10 +794,11 @@ def weave(r, threads):
     its = [iter(t) for t in threads]
     return [next(its[i]) for i in slots]
 
-def make_chat(r, target=256, task=None, held=False):
-    """A chat of about `target` tokens whose last turn belongs to `task`. Returns (system or None, turns)."""
-    w = World(r, held)
-    weights = [s for _, s in TASKS.values()]
+def make_chat(r, target=256, task=None, held=False, apart=None):
+    """A chat of about `target` tokens whose last turn belongs to `task`. Returns (system or None, turns).
+    `apart`: shares of the tasks in another mixture, in which the questions about a text always stand in later turns."""
+    w = World(r, held, bool(apart))
+    weights = [apart.get(t, 0) if apart else s for t, (_, s) in TASKS.items()]
     task = task or r.choices(list(TASKS) + ["talk"], weights + [16])[0]
     if task == "talk": threads, room = [[talk(w) for _ in range(r.choice((1, 1, 2, 3, 4)))]], 0
     else:

@@ -21,7 +21,13 @@ K_MAX, T_MAX, KS, K_DEFAULT, SINK = 64, 32, (4, 8, 16, 32, 64), 8, 4
 TAU, GAMMA, BETA = 3.0, 0.1, 0.1                                            # Eq. 6, 9, 11
 KD, HIDDEN, AKD, REG, RECON = 1.0, 0.5, 0.5, 0.5, 1.0                        # Eq. 12
 CE, LAYER, ROUTE = 1.0, 1.0, 0.2                                             # ours
-STEPS, ROWS, LR = 2500, 1400, 0.003                                          # augmented rows a batch and worker
+ROWS, LR = 1400, 0.003                                                       # augmented rows a batch and worker
+APART = {"profile": 12, "unknown": 2, "people": 26, "coref": 10, "needle": 12, "multi_needle": 14, "multi_value": 8, "key_values": 10, "status": 10, "lists": 12,
+         "chain": 16, "sums": 8, "classify": 6, "summary": 3, "constraint": 2, "story": 4}   # what must pass through Nexus tokens
+PHASES = (  # steps, shares of the tasks (None: as for the base), lengths of the chats, what K is drawn from
+    (2500, None, (64, 100, 160, 240, 360), KS),
+    (5000, APART, (100, 160, 240, 240, 360), (4, 4, 4, 8, 8, 16, 32, 64)))
+STEPS = sum(p[0] for p in PHASES)
 
 # -------------------------------------------------------------------------------------------------------------- examples
 def example(r, chat, K, turn0):
@@ -67,14 +73,15 @@ def collate(examples):
     to = torch.from_numpy
     return dict(rows=to(rows), ids=to(ids), pos=to(pos), mask=to(mask), part=to(part), y=to(y), w=to(w), Tt=Tt, Tc=Tc, Tn=Tn)
 
-def batches(seed, fixed):
+def batches(seed, phase, fixed):
     from tokenizers import Tokenizer
     tok = Tokenizer.from_file(os.path.join(M.OUT, "tokenizer.json"))
     r, pace = random.Random(seed), random.Random(seed // 2); np.random.seed(seed % 2 ** 32)
+    _, shares, lengths, ks = PHASES[phase]
     while True:
-        chats = [data_gen.make_chat(r, r.choice((64, 100, 160, 240, 360))) for _ in range(120)]
+        chats = [data_gen.make_chat(r, r.choice(lengths), apart=shares) for _ in range(120)]
         coded = [(*x, bool(c[0])) for x, c in zip(M.encode(tok, chats), chats) if len(c[1]) > 1 and len(x[0]) < 560]
-        K = 16 if fixed else r.choice(KS)                                   # (13)
+        K = 16 if fixed else r.choice(ks)                                   # (13)
         rows = [example(r, c, K, r.randrange(T_MAX - 1)) for c in coded]
         rows = [e for e in rows if max((t[5] for t in e[5]), default=0) < T_MAX]
         rows.sort(key=lambda e: sum(map(len, e[3:])))
@@ -220,6 +227,12 @@ def load_base():
     for p in base.parameters(): p.requires_grad = False
     return base
 
+def place(step, steps):
+    """Step of the whole training -> step in its phase, length of the phase (the last one may be cut), its number."""
+    for i, (n, *_) in enumerate(PHASES):
+        if step < n: return step, min(n, steps), i
+        step, steps = step - n, steps - n
+
 def train(folder, off, steps):
     os.makedirs(folder, exist_ok=True)
     meet = os.path.join(folder, "meet")
@@ -238,8 +251,10 @@ def work(rank, folder, meet, off, steps):
     def save():
         torch.save({"nexus": nexus.state_dict(), "opt": opt.state(), "at": (step, spent)}, path + ".new"); os.replace(path + ".new", path)
     params = [p for p in nexus.parameters() if p.requires_grad]
-    source, parent, t0, saved, sums, last = batches(5000 + 2 * step + rank, "fixed" in off), os.getppid(), time.time(), time.time(), {}, spent
+    source, phase, parent, t0, saved, sums, last = None, -1, os.getppid(), time.time(), time.time(), {}, spent
     while step < steps and os.getppid() == parent:
+        at, n, now = place(step, steps)
+        if now != phase: source, phase = batches(5000 + 2 * step + rank, now, "fixed" in off), now
         b = next(source)
         with torch.autocast("cpu", torch.bfloat16): loss, seen = losses(base, nexus, b, off)
         loss.backward()
@@ -248,7 +263,7 @@ def work(rank, folder, meet, off, steps):
         flat /= M.WORKERS
         flat *= min(1.0, 5.0 / (float(flat.norm()) + 1e-6))
         for p, g in zip(params, flat.split([p.numel() for p in params])): p.grad = g.view_as(p).clone()
-        opt.step(min(1, (step + 1) / 50) * (1 if step < 0.4 * steps else 0.03 + 0.97 * (steps - step) / (0.6 * steps)))
+        opt.step(min(1, (at + 1) / 50) * (1 if at < 0.4 * n else 0.03 + 0.97 * (n - at) / (0.6 * n)))
         step += 1; spent = last + time.time() - t0
         if rank: continue
         for k, v in seen.items(): sums[k] = sums.get(k, 0) + v / 50
