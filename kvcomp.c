@@ -6872,7 +6872,8 @@ static int room_for_chunks(const Lychee *x) { return x->B > x->sink ? x->B - x->
 static LycheeRule lychee_rule(const Lychee *x, int P) {          // for the kernels; P: coarse units
     int kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
     return (LycheeRule){ .beta = x->beta, .beta_coarse = x->beta_coarse, .gqa = x->gqa, .units = x->exact ? 0 : kg, .lazy = x->lazy, .unit = x->unit,
-                         .tokens = x->tokens, .pool_max = x->pool_max, .iters = x->iters, .min = x->min, .room = room_for_chunks(x), .sink = x->sink, .M = x->M, .cap = 2 * x->M_built, .start = x->start };
+                         .tokens = x->tokens, .pool_max = x->pool_max, .iters = x->iters, .min = x->min, .room = room_for_chunks(x), .sink = x->sink,
+                         .M = x->M, .cap = 2 * x->M_built, .start = x->start };
 }
 
 typedef struct { char *mem; size_t at; } Block;          // mem NULL: only the size is wanted
@@ -8430,7 +8431,8 @@ const Method methods[] = {
       .opts = minference_opts, .open = minference_open, .attend = minference_attend },
     { .name = "quest", .paper = "Quest, arXiv 2406.10774", .keeps = "keeps every row; reads the pages of 16 rows with the largest bound, budget in all: saves reads only",
       .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats", .uses = "--budget 1024", .role = ROLE_SELECT, .state = sizeof(Quest), .opts = quest_opts,
-      .open = quest_open, .close = quest_close, .select = quest_select, .steady = quest_steady, .wants = KV_BLIND, .commit = quest_commit, .bytes = quest_bytes, .plan = quest_plan, .forget = quest_forget },
+      .open = quest_open, .close = quest_close, .select = quest_select, .steady = quest_steady, .wants = KV_BLIND, .commit = quest_commit,
+      .bytes = quest_bytes, .plan = quest_plan, .forget = quest_forget },
     { .name = "loopserve", .paper = "LoopServe, arXiv 2507.13681",
       .keeps = "keeps every row; prefill reads chosen lines, decode the B rows the last queries like best and this answer (saves reads only)",
       .limits = "prefills each answer again at the next turn. Dense up to --loopserve-min-context rows and in short turns; the first "

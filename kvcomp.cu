@@ -1153,7 +1153,8 @@ void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *
 static void lists_tell(Session *s);
 static void lists_count(Session *s);
 // ==================================================================================================== 7 MODEL
-// pass_cuda is pass() of kvcomp.c line by line, with the hooks called at the same places.
+// pass_cuda is pass() of kvcomp.c line by line, with the hooks called at the same places; but commits of a decode step come when every layer
+// is done, if all of them are KV_BLIND.
 
 #define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
 

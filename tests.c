@@ -8199,7 +8199,9 @@ TEST(cuda_steps, "steps replayed as a graph, over heads that grow, are bit for b
 }
 // graphs: how many of the 56 steps are one. captures: at the start of a turn, and after rows or bounds have grown, an index was built, other views were set
 static void steady_agrees(Tiny m, const char *method, const char *text, int graphs, int captures) {
+    static int turn;
     Script p = { 2, { 30, 22 }, { 38, 18 }, 4 }, once = { 1, { 110 }, { 2 }, 5 };
+    if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);      // another order of threads each time
     size_t bytes = (size_t)script_rows(&p) * m.c->V * sizeof(float);
     Options *o;
     Session *s = cuda_session(m, method, text, &o);
