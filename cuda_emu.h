@@ -529,10 +529,12 @@ static inline cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return cuda
 static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 static inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
 
+static void emu_count_one(const char *name);
 static inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
     EmuLock lock;
     if (!s) emu_die("the default stream cannot be captured");
     if (emu_no_graphs) return 1;
+    emu_count_one("cudaStreamBeginCapture");
     emu_flush(emu_queued);
     emu_capture = (EmuOps *)calloc(1, sizeof *emu_capture);
     return cudaSuccess;
@@ -554,6 +556,7 @@ static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t x) {
 static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t x, cudaStream_t) {
     EmuLock lock;
     if (emu_capture) emu_die("cudaGraphLaunch while a graph is captured");
+    emu_count_one("cudaGraphLaunch");
     emu_do(1, [=] { for (int i = 0; i < x->n; i++) x->at[i].run(x->at[i].arg); });
     return cudaSuccess;
 }
@@ -586,13 +589,13 @@ template <class... P> static cudaError_t cudaFuncSetAttribute(void (*k)(P...), c
 }
 template <class T> static void emu_arg(T) {}
 template <class T> static void emu_arg(T *p) { if (p && emu_find(p) < 0) emu_die("a kernel argument is a host pointer"); }
-static struct { const char *name; long n; } emu_counts[256];       // launches of each place in the source
+static struct { const char *name; long n; } emu_counts[256];       // launches of each place in the source; captures and graphs launched
 static void emu_count_one(const char *name) {
     int i = 0;
     while (i < 255 && emu_counts[i].name && emu_counts[i].name != name) i++;
     emu_counts[i].name = name; emu_counts[i].n++;
 }
-extern "C" long emu_count(const char *part) {                     // tests: launches of kernels whose name has this part; NULL: forget all
+extern "C" long emu_count(const char *part) {                     // tests: launches of kernels, or calls, whose name has this part; NULL: forget all
     long n = 0;
     for (int i = 0; i < 256 && emu_counts[i].name; i++) {
         if (!part) emu_counts[i].n = 0;

@@ -5516,8 +5516,8 @@ static void quest_close(Session *s, void *ms) {
 }
 static void quest_room(Session *s, Quest *x, int i, int pages, size_t row) {     // of head i
     int old = x->head[i].cap;
-    (void)s;
     if (pages <= old) return;
+    s->changes++;
     x->head[i].cap = pages + pages / 4 + 4;
     if (KV_DEV(s)) x->head[i].bound = near_grow_cuda(x->head[i].bound, old * row, x->head[i].cap * row);
     else x->head[i].bound = xrealloc(x->head[i].bound, x->head[i].cap * row);
@@ -5594,15 +5594,17 @@ static void quest_select_host(Session *s, const Quest *x, int l, const float *q,
         for (int h = g * R; h < (g + 1) * R; h++) view_set(s, l, h, rows, found[g] * PAGE, pages * PAGE);
     }
 }
+static int quest_dense(const Quest *x) { return x->B > PAGE ? x->B : PAGE; }     // up to so many tokens every row is read
+static int quest_steady(const Session *s, const void *ms) { return s->n_tok != quest_dense(ms) + 1; }
 static void quest_select(Session *s, void *ms, int l, const float *q) {
     Quest *x = ms;
-    int G = s->c->G, N = kv_longest(s, l), pages = (N - 1) / PAGE, best = (x->B / PAGE > 3 ? x->B / PAGE : 3) - 1;      // the current page is read too
-    if (l < x->full_layers || N <= x->B) return;                           // the views say: every row
+    int G = s->c->G, pages = (s->n_tok - 1) / PAGE, best = (x->B / PAGE > 3 ? x->B / PAGE : 3) - 1;        // the current page is read too
+    if (l < x->full_layers || s->n_tok <= quest_dense(x)) return;          // the views say: every row
     double t0 = now();
     size_t mark = scratch_mark(s);
     const char *bound[MAX_G];
     for (int g = 0; g < G && KV_DEV(s); g++) bound[g] = x->head[l * G + g].bound;
-    if (KV_DEV(s)) quest_select_cuda(s, l, bound, pages, best, q, x->dtype);
+    if (KV_DEV(s)) quest_select_cuda(s, l, bound, pages, x->head[l * G].cap, best, q, x->dtype);
     else quest_select_host(s, x, l, q, pages, best);
     scratch_reset(s, mark);
     timed(&s->clk.index, t0);
@@ -5996,7 +5998,7 @@ static float *ring_slot(const Session *s, const LoopServe *x, int l, int token) 
 static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q) {      // q (H,D)
     size_t row = (size_t)s->c->H * s->c->D * sizeof(float), all = (size_t)s->c->L * x->obs * row;
     if (!x->ring) x->ring = KV_DEV(s) ? (float *)near_grow_cuda(NULL, 0, all) : xcalloc(1, all);
-    if (KV_DEV(s)) near_copy_cuda(ring_slot(s, x, l, token), q, row);
+    if (KV_DEV(s)) ring_put_cuda(s, ring_slot(s, x, l, 0), x->obs, token, q);
     else memcpy(ring_slot(s, x, l, token), q, row);
 }
 // Line 5: for every KV head of layer l (or query head) the B candidates that the queries in the ring attend to most. The scores
@@ -6044,6 +6046,7 @@ static int loop_due(const Session *s, const LoopServe *x) {      // line 3: n_o 
     int n_o = s->step + 1;
     return n_o >= x->first && (n_o - x->first) % x->interval == 0;
 }
+static int loopserve_steady(const Session *s, const void *ms) { return !loop_due(s, ms); }
 static void loopserve_select(Session *s, void *ms, int l, const float *q) {
     LoopServe *x = ms;
     ring_put(s, x, l, s->base, q);
@@ -6891,7 +6894,8 @@ static int room_for_chunks(const Lychee *x) { return x->B > x->sink ? x->B - x->
 static LycheeRule lychee_rule(const Lychee *x, int P) {          // for the kernels; P: coarse units
     int kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
     return (LycheeRule){ .beta = x->beta, .beta_coarse = x->beta_coarse, .gqa = x->gqa, .units = x->exact ? 0 : kg, .lazy = x->lazy, .unit = x->unit,
-                         .tokens = x->tokens, .pool_max = x->pool_max, .iters = x->iters, .min = x->min, .room = room_for_chunks(x), .sink = x->sink, .M = x->M, .start = x->start };
+                         .tokens = x->tokens, .pool_max = x->pool_max, .iters = x->iters, .min = x->min, .room = room_for_chunks(x), .sink = x->sink,
+                         .M = x->M, .cap = 2 * x->M_built, .start = x->start };
 }
 
 typedef struct { char *mem; size_t at; } Block;          // mem NULL: only the size is wanted
@@ -7102,6 +7106,7 @@ static void lychee_build(Session *s, Lychee *x) {
     }
     if (!KV_DEV(s)) build_host(s, x, K, P);
     x->M_built = M;
+    s->changes++;
 }
 
 // ---- scores
@@ -7315,24 +7320,24 @@ static int seek(const Lychee *x, const Tree *t, const float *q, int m, int D, Se
     *n = rows_to_read(x, w->taken, w->rows);
     return k;
 }
-static int seek_found(const Lychee *x, const int *found, int per, SeekRoom *w, int *n) {       // the same from what the GPU found (3+2 per)
-    *n = found[0]; w->n_used = found[2];
-    memcpy(w->rows, found + 3, (size_t)*n * sizeof(int));
-    memcpy(w->used, found + 3 + per, (size_t)w->n_used * sizeof(int));
+static int seek_found(const Lychee *x, const int *found, int per, SeekRoom *w, int *n) {       // the same from what the GPU found (LIST_HEAD + 2 per)
+    *n = found[LIST_ROWS]; w->n_used = found[LIST_CLUSTERS];
+    memcpy(w->rows, found + LIST_HEAD, (size_t)*n * sizeof(int));
+    memcpy(w->used, found + LIST_HEAD + per, (size_t)w->n_used * sizeof(int));
     for (int j = 0, i = x->sink; j < x->M && x->watch; j++) {
         w->taken[j] = i < *n && w->rows[i] == x->start[j];
         if (w->taken[j]) i += x->start[j + 1] - x->start[j];
     }
-    return found[1];
+    return found[LIST_TOKENS];
 }
-// q (R,D): the heads of KV head g. found: of its lists, (lists,3+2 per), or NULL
+// q (R,D): the heads of KV head g. found: of its lists, (lists,LIST_HEAD + 2 per), or NULL
 static void select_group(Session *s, const Lychee *x, int l, int g, const float *q, const int *found, int per, SeekRoom *w) {
     int R = s->c->H / s->c->G, D = s->c->D, lists = x->gqa == GQA_HEAD ? R : 1, each = R / lists, size = 0, inter = 0, hit = 0;
     const Tree *t = &x->tree[l * s->c->G + g];
     Watch *a = x->watch ? &x->watch[l * s->c->G + g] : NULL;
     if (a) a->step++;
     for (int i = 0; i < lists; i++) {
-        int n, k = found ? seek_found(x, found + (size_t)i * (3 + 2 * per), per, w, &n) : seek(x, t, q + (size_t)i * each * D, each, D, w, &n);
+        int n, k = found ? seek_found(x, found + (size_t)i * (LIST_HEAD + 2 * per), per, w, &n) : seek(x, t, q + (size_t)i * each * D, each, D, w, &n);
         for (int h = i * each; h < (i + 1) * each; h++) view_set(s, l, g * R + h, w->rows, n, t_idx(x));
         if (!a) continue;
         watch_mark(a, w->used, w->n_used, &size, &inter, &hit);
@@ -7340,14 +7345,17 @@ static void select_group(Session *s, const Lychee *x, int l, int g, const float 
     }
     if (a) watch_step(a, size, inter, hit);
 }
+static long lychee_dense(const Lychee *x) { return (long)x->B + x->buffer; }               // up to so many tokens every row is read
+static int lychee_bring(const Lychee *x) { return x->watch || x->gqa == GQA_HEAD; }        // the host must see what the GPU finds
+static int lychee_steady(const Session *s, const void *ms) { return !lychee_bring(ms) && s->n_tok != lychee_dense(ms) + 1; }
 static void lychee_select(Session *s, void *ms, int l, const float *q) {
     Lychee *x = ms;
     int G = s->c->G, R = s->c->H / G, D = s->c->D;
-    if (l < x->full_layers || !x->M_built || s->n_tok <= (long)x->B + x->buffer) return;       // the views say: every row
+    if (l < x->full_layers || !x->M_built || s->n_tok <= lychee_dense(x)) return;              // the views say: every row
     double t0 = now();
     size_t mark = scratch_mark(s);
-    int per = x->sink + room_for_chunks(x), *found = NULL, bring = x->watch || x->gqa == GQA_HEAD;     // bring: the host must see what the GPU finds
-    size_t each = (size_t)(x->gqa == GQA_HEAD ? R : 1) * (3 + 2 * per);           // of a KV head
+    int per = x->sink + room_for_chunks(x), *found = NULL, bring = lychee_bring(x);
+    size_t each = (size_t)(x->gqa == GQA_HEAD ? R : 1) * (LIST_HEAD + 2 * per);   // of a KV head
     if (KV_DEV(s)) {
         LycheeRule rule = lychee_rule(x, x->tree[l * G].coarse.n);
         found = lychee_seek_cuda(s, &rule, l, &x->tree[l * G], q, per, bring);
@@ -7424,7 +7432,7 @@ static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead 
 }
 static void lychee_graft(Session *s, Lychee *x, int from) {                // chunks from..M-1, in order
     LycheeRule rule = lychee_rule(x, 0);
-    for (int l = 0; KV_DEV(s) && l < s->c->L; l++) if (indexed_layer(s, x, l)) lychee_graft_cuda(s, &rule, l, &x->tree[l * s->c->G], from);
+    for (int l = 0; KV_DEV(s) && l < s->c->L; l++) if (indexed_layer(s, x, l)) lychee_graft_cuda(s, &rule, l, from);
     if (KV_DEV(s)) return;
     int L = s->c->L, G = s->c->G, D = s->c->D, n = n_threads(), l0 = 0;
     while (l0 < L && !indexed_layer(s, x, l0)) l0++;
@@ -7446,7 +7454,7 @@ static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
     if (l < s->c->L) return;
     if (kv_longest(s, 0) != s->n_tok) die(EXIT_USAGE, "--method: lychee needs every row, another part has dropped some of %d", s->n_tok);
     if (!s->decoding) x->B = budget_now(s);
-    if (!x->M_built && s->n_tok <= (long)x->B + x->buffer) return;               // everything is read anyway: no index yet (B13)
+    if (!x->M_built && s->n_tok <= lychee_dense(x)) return;                      // everything is read anyway: no index yet (B13)
     double t0 = now();
     cut_chunks(s, x);
     if (x->M == old) return;
@@ -8445,13 +8453,14 @@ const Method methods[] = {
       .opts = minference_opts, .open = minference_open, .attend = minference_attend },
     { .name = "quest", .paper = "Quest, arXiv 2406.10774", .keeps = "keeps every row; reads the pages of 16 rows with the largest bound, budget in all: saves reads only",
       .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats", .uses = "--budget 1024", .role = ROLE_SELECT, .state = sizeof(Quest), .opts = quest_opts,
-      .open = quest_open, .close = quest_close, .select = quest_select, .commit = quest_commit, .bytes = quest_bytes, .plan = quest_plan, .forget = quest_forget },
+      .open = quest_open, .close = quest_close, .select = quest_select, .steady = quest_steady, .wants = KV_BLIND, .commit = quest_commit,
+      .bytes = quest_bytes, .plan = quest_plan, .forget = quest_forget },
     { .name = "loopserve", .paper = "LoopServe, arXiv 2507.13681",
       .keeps = "keeps every row; prefill reads chosen lines, decode the B rows the last queries like best and this answer (saves reads only)",
       .limits = "prefills each answer again at the next turn. Dense up to --loopserve-min-context rows and in short turns; the first "
                 "--loopserve-first tokens of an answer read every row", .uses = "--budget 1024",
       .role = ROLE_PREFILL | ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_opts, .open = loopserve_open, .close = loopserve_close,
-      .enter = loopserve_enter, .attend = loopserve_attend, .select = loopserve_select, .commit = loopserve_commit,
+      .enter = loopserve_enter, .attend = loopserve_attend, .select = loopserve_select, .steady = loopserve_steady, .wants = KV_BLIND, .commit = loopserve_commit,
       .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
     { .name = "loopserve-p", .paper = "LoopServe-P: its prefill alone, arXiv 2507.13681", .keeps = "keeps every row; prefill reads chosen lines (saves reads only)",
       .limits = "goes with any decode method by +, but h2o and sonic. Prefills each answer again at the next turn",
@@ -8460,7 +8469,7 @@ const Method methods[] = {
     { .name = "loopserve-d", .paper = "LoopServe-D: its decode alone, arXiv 2507.13681",
       .keeps = "keeps every row; decode reads the B rows the last queries like best and this answer (saves reads only)",
       .limits = "prefills each answer again at the next turn", .uses = "--budget 1024", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts,
-      .open = loopserve_d_open, .close = loopserve_close, .enter = loopserve_enter, .select = loopserve_select, .commit = loopserve_commit,
+      .open = loopserve_d_open, .close = loopserve_close, .enter = loopserve_enter, .select = loopserve_select, .steady = loopserve_steady, .wants = KV_BLIND, .commit = loopserve_commit,
       .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
     { .name = "pats", .paper = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs (papers/001)",
       .keeps = "keeps every row; rows outside the last --pats-window tokens lose 2..8 low bits of f16 and are packed",
@@ -8473,7 +8482,7 @@ const Method methods[] = {
       .keeps = "keeps every row; reads sinks, the text chunks of the best clusters (budget in all) and the recent rows: saves reads only",
       .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats. Chunks follow the text only where a tokenizer is known", .uses = "--budget 1024",
       .role = ROLE_SELECT, .state = sizeof(Lychee), .opts = lychee_opts, .open = lychee_open, .close = lychee_close,
-      .select = lychee_select, .commit = lychee_commit, .bytes = lychee_bytes, .plan = lychee_plan, .forget = lychee_forget, .stats = lychee_stats },
+      .select = lychee_select, .steady = lychee_steady, .wants = KV_BLIND, .commit = lychee_commit, .bytes = lychee_bytes, .plan = lychee_plan, .forget = lychee_forget, .stats = lychee_stats },
     { .name = "sonic", .paper = "SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching, arXiv 2601.21927",
       .keeps = "keeps the system message, K Nexus rows a finished message, and the current turn; the rest is dropped when the next turn begins", .evicts = 1,
       .limits = "needs an adapter trained for the model; --budget does not apply (see --sonic-k); goes with a storage format (sonic+pats), with no other selection or sparse prefill",

@@ -77,10 +77,12 @@ struct Rows {
     Packed *pack, *spare; int n_pack, n_spare;      // regions of the packed rows, and the table before: room for so many
     size_t pk_bytes;            // bytes allocated for KVHead.pk (and for .pv)
 };
-struct Chosen {                 // views that were chosen on the device and have not been to the host: one list a KV head
-    int stride;                 // of a list in ROOM_VIEWS (L,G,stride): its length, two more numbers, its rows
-    int *tail, *stale;          // (L) rows from tail on are read too; of this step, and of the last one the host has not seen. -1: none
-    double *row_bytes;          // (L,G) of this step
+enum { KEPT_NONE, KEPT, KEPT_SEEN };
+struct Chosen {                 // views that were chosen on the device and stay there: one list a KV head
+    int stride;                 // of a list in ROOM_VIEWS (L,G,stride): LIST_HEAD numbers, its rows
+    char *kept;                 // (L) KEPT: the layer's views are lists; SEEN: and the host's views are a copy; NONE: they are the host's
+    int *rows;                  // (L,G) pinned: rows of a list less its tail; with the head's length, what is read
+    double *row_bytes;          // (L,G) bytes of a row when the list was made
 };
 struct Device {
     cublasHandle_t blas;
@@ -92,6 +94,8 @@ struct Device {
     int n_tok;                  // tokens ROOM_TOK holds
     struct Step *step;          // pinned: what the next decode step is told ...
     float *logits;              // (V) ... and says; see "a decode step in one go"
+    const struct Step *told;    // on the device, where kernels of a step in one go find its lengths; NULL in any other pass: the host gives them
+    unsigned settled;           // Session.changes when select hooks were last called in an ordinary step: they have all the memory they need
     unsigned seen;              // Session.changes when what follows was made
     int *first;                 // (L+1) works of the layers before
     int grid, BQ;               // items of a layer, at most; query rows of a work
@@ -920,7 +924,8 @@ struct Plan {
     const int *lists;           // device memory the works' lists lie in, instead of idx
 };
 static Plan plan_chosen(Session *s, int l);                                     // section 10c
-static void chosen_patch(Session *s, const Plan *p, Work *work, Item *item, int n_items);
+static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int grid, const int *lists);
+static int *lists_of(const Session *s, int l) { return (int *)s->dev->room[ROOM_VIEWS].p + (size_t)l * s->c->G * s->dev->chosen.stride; }       // (G,stride)
 
 static int layer_window(const Session *s, int l) { return s->c->windowed && s->c->windowed[l] ? s->c->window : 0; }
 static int block_rows(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 8 : 32; }  // query rows of a block: 4 QW
@@ -954,8 +959,7 @@ static int reads_first(const Session *s, int l, const Work *w) {
     return w->m0 && view_equal(kv_view(s, l, h), kv_view(s, l, h - 1)) ? 0 : 1;
 }
 static Plan plan_decode(Session *s, int l) {
-    if (s->dev->chosen.tail[l] >= 0) return plan_chosen(s, l);
-    if (s->dev->chosen.stale[l] >= 0) views_fetch_cuda(s);       // the last step's views go on
+    if (s->dev->chosen.kept[l]) return plan_chosen(s, l);
     int H = s->c->H, G = s->c->G, R = H / G, total = 0;
     for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
     Plan p = { (Work *)scratch(s, (size_t)H * sizeof(Work)), 0, (int *)scratch(s, (size_t)(total + 1) * sizeof(int)), 0, decode_rows(s), plain_rows(s), NULL };
@@ -1012,30 +1016,33 @@ static void run_items(const Attn &a, int n, int n_work, int BQ, int plain, float
     dim3 grid(n_work, BQ);
     KV_LAUNCH(join_kernel, grid, ATTN_WARPS * 32, 0, a, BQ, out, stat);
 }
+static int most_items(int pairs, int n_work) { return pairs < PIECES + n_work ? pairs : PIECES + n_work; }      // of works that fill so many pairs of tiles: chunk_rows
 // Runs a plan: out (n,H,D) on the device or NULL, stat (n,H,2) -> the argument, for column sums over the same rows.
 static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *out, float *stat) {
     Attn a = attn_args(s, l, q, tok0);
     size_t total = 0, n_items = 0;
-    for (int i = 0; i < p->n_work; i++) total += p->work[i].n;
+    int pairs = 0;
+    for (int i = 0; i < p->n_work; i++) { total += p->work[i].n; pairs += blocks(p->work[i].n, 2 * TILE); }
     size_t chunk = chunk_rows(total);
     for (int i = 0; i < p->n_work; i++) {
         p->work[i].first = (int)n_items;
         n_items += p->work[i].items = blocks(p->work[i].n, (int)chunk);
     }
+    if (p->lists) n_items = most_items(pairs, p->n_work);        // chosen_kernel will see how long the lists are
     size_t at_item = (size_t)p->n_work * sizeof(Work), at_idx = at_item + n_items * sizeof(Item);
     size_t bytes = at_idx + (size_t)p->n_idx * sizeof(int);
     char *host = (char *)scratch(s, bytes + 1), *dev = room<char>(s, ROOM_PLAN, bytes);
     memcpy(host, p->work, at_item);
     Item *item = (Item *)(host + at_item);
-    for (int i = 0; i < p->n_work; i++)
+    for (int i = 0; i < p->n_work && !p->lists; i++)
         for (int c = 0; c < p->work[i].items; c++) {
             int p0 = c * (int)chunk, p1 = p->work[i].n - p0 < (int)chunk ? p->work[i].n : p0 + (int)chunk;
             *item++ = { i, p0, p1 };
         }
     if (p->n_idx) memcpy(host + at_idx, p->idx, (size_t)p->n_idx * sizeof(int));
-    upload(dev, host, bytes);
-    a.work = (const Work *)dev; a.item = (const Item *)(dev + at_item); a.idx = (const int *)(dev + at_idx);
-    if (p->lists) { a.idx = p->lists; chosen_patch(s, p, (Work *)dev, (Item *)(dev + at_item), (int)n_items); }
+    upload(dev, host, p->lists ? at_item : bytes);
+    a.work = (const Work *)dev; a.item = (const Item *)(dev + at_item); a.idx = p->lists ? p->lists : (const int *)(dev + at_idx);
+    if (p->lists) KV_LAUNCH(chosen_kernel, 1, 32, 0, (Work *)dev, p->n_work, (Item *)(dev + at_item), (int)n_items, p->lists);
     a.part = room<float>(s, ROOM_PART, (n_items + 1) * p->BQ * (a.D + 2));
     run_items(a, (int)n_items, p->n_work, p->BQ, p->plain, out, stat);
     return a;
@@ -1143,14 +1150,20 @@ void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *
     if (n) download(score, window_device(s, l, q, T, W), n * sizeof(float));
 }
 
-static void chosen_end(Session *s);
+static void lists_tell(Session *s);
+static void lists_count(Session *s);
 // ==================================================================================================== 7 MODEL
-// pass_cuda is pass() of kvcomp.c line by line, with the hooks called at the same places.
+// pass_cuda is pass() of kvcomp.c line by line, with the hooks called at the same places; but commits of a decode step come when every layer
+// is done, if all of them are KV_BLIND.
 
 #define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
 
-struct Pass { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs, *host_q, *host_k, *host_v; int span, want_project; };
+struct Pass { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs, *host_q, *host_k, *host_v; int span, want_project, late; };
 
+static int commits_late(const Session *s) {                      // a decode step whose commits may run when every layer is done
+    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->commit && !(s->part[i].m->wants & KV_BLIND)) return 0;
+    return s->decoding;
+}
 static Pass pass_room(Session *s, int T) {
     const Config *c = s->c;
     int whole = s->rule != VIS_CAUSAL, b = s->batch < T ? s->batch : T;
@@ -1161,6 +1174,7 @@ static Pass pass_room(Session *s, int T) {
         r.want_project |= p->m->project != NULL;
     }
     r.span = whole ? T : b;
+    r.late = commits_late(s);
     size_t n = r.span, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     r.x = room<float>(s, ROOM_X, (size_t)T * c->C);        r.cs = room<float>(s, ROOM_COS, (size_t)T * c->D);
     r.q = room<float>(s, ROOM_Q, n * HD);                  r.out = room<float>(s, ROOM_OUT, n * HD);
@@ -1255,7 +1269,13 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     else prefill_device(s, l, r->out, r->q, t0, n);
     t = timed(&s->clk.attend, t);                                // without a hook that waits for the device: time to launch, not to run
     if (!s->decoding) note_peak(s);
-    if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->q, n);
+    if (acts && !r->late) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->q, n);
+    timed(&s->clk.commit, t);
+}
+static void commits(Session *s, int from, int T) {               // of layers from.., and of the end of the pass
+    double t = now();
+    for (int l = from; l <= s->c->L; l++)
+        EACH_PART(s, p) if (p->m->commit && (l == s->c->L || layer_acts(s, l))) p->m->commit(s, p->ms, l, NULL, T);
     timed(&s->clk.commit, t);
 }
 // ---- a decode step in one go
@@ -1263,32 +1283,56 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
 // waits for the logits; everything between depends on nothing but device memory. As long as no memory moves and no view changes
 // the launches are the same from step to step, and are one CUDA graph, launched again. Heads grow every KV_STEP tokens: then the
 // graph is captured anew.
+// Select hooks may take part while they are steady: one that chooses lists on the device (section 10c), or only puts its query by. They
+// are called where their launches are captured, and not when those are replayed. What they need memory for, and whether they choose at
+// all, shows in an ordinary step: one comes after every change, the step after it is captured.
 
 static int step_free(const Session *s) {
-    if (!s->decoding || (s->wants & KV_MASS) || s->packing) return 0;
+    if (!commits_late(s) || (s->wants & KV_MASS) || s->packing) return 0;
     for (int i = 0; i < s->n_part; i++) {
-        const Method *m = s->part[i].m;
-        if (m->project || m->select || (m->commit && !(m->wants & KV_BLIND))) return 0;
+        const Part *p = &s->part[i];
+        if (p->m->project || (p->m->select && !(p->m->steady && p->m->steady(s, p->ms)))) return 0;
     }
     return 1;
 }
-// What the host's plan_decode and attend do from lengths it knows, for all layers: a block is a layer. work and item hold its works and
-// `grid` items; first (L+1): works of the layers before.
-static __global__ void step_kernel(Token *tok, const Step *step, const int *first, Work *work, Item *item, int G, int grid) {
-    int l = blockIdx.x, lane = threadIdx.x, n_work = first[l + 1] - first[l], total = 0, before = 0;
-    work += first[l]; item += (size_t)l * grid;
-    if (!l && !lane) tok[step->base] = step->tok;
-    for (int i = lane; i < n_work; i += 32) total += work[i].n = work[i].n_idx + step->len[l * G + work[i].g] + 1 - work[i].tail;
+static int step_settled(Session *s) {                            // once there is room for the new rows: has nothing changed since select was last called?
+    int selects = 0;
+    for (int l = 0; l < s->c->L; l++) kv_reserve(s, l, 1);
+    EACH_PART(s, p) selects |= p->m->select != NULL;
+    return !selects || s->changes == s->dev->settled;
+}
+// Cuts works, whose n are known, into items; what is left of the `grid` items is empty. One warp, and lane i % 32 has work i.
+static __device__ void cut_items(Work *work, int n_work, Item *item, int grid) {
+    int lane = threadIdx.x, total = 0, before = 0;
+    for (int i = lane; i < n_work; i += 32) total += work[i].n;
     for (int d = 16; d; d >>= 1) total += __shfl_xor_sync(0xffffffffu, total, d);
     int chunk = (int)chunk_rows(total);
     for (int i0 = 0; i0 < n_work; i0 += 32) {
         int i = i0 + lane, rows = i < n_work ? work[i].n : 0, n = (rows + chunk - 1) / chunk, end = n;
         for (int d = 1; d < 32; d <<= 1) { int low = __shfl_up_sync(0xffffffffu, end, d); if (lane >= d) end += low; }
-        if (i < n_work) { work[i].first = before + end - n; work[i].items = n; work[i].low = step->tok.pos; work[i].tok0 = step->base; }
+        if (i < n_work) { work[i].first = before + end - n; work[i].items = n; }
         for (int c = 0; c < n; c++) item[before + end - n + c] = { i, c * chunk, rows - c * chunk < chunk ? rows : c * chunk + chunk };
         before += __shfl_sync(0xffffffffu, end, 31);
     }
     for (int i = before + lane; i < grid; i += 32) item[i] = { 0, 0, 0 };
+}
+static __device__ void read_list(Work *w, const int *lists) {    // lists (G,stride) of a layer: what the list says of a work that reads it
+    w->n_idx = lists[w->idx - LIST_HEAD + LIST_ROWS];
+    w->tail = lists[w->idx - LIST_HEAD + LIST_TAIL];
+}
+// What the host's plan_decode and attend do from lengths it knows: a block is a layer, from l0 on. work and item hold its works and
+// `grid` items; first (L+1): works of the layers before. All layers at the start of a step; one again when its lists have been chosen.
+static __global__ void step_kernel(Token *tok, const Step *step, const int *first, Work *work, Item *item, int G, int grid, int l0, const int *lists) {
+    int l = l0 + blockIdx.x, n_work = first[l + 1] - first[l];
+    work += first[l]; item += (size_t)l * grid;
+    if (!l && !threadIdx.x) tok[step->base] = step->tok;
+    for (int i = threadIdx.x; i < n_work; i += 32) {
+        Work *w = &work[i];
+        if (lists) read_list(w, lists);
+        w->n = w->n_idx + step->len[l * G + w->g] + 1 - w->tail;
+        w->low = step->tok.pos; w->tok0 = step->base;
+    }
+    cut_items(work, n_work, item, grid);
 }
 static size_t step_bytes(const Session *s) { return sizeof(Step) + (size_t)s->c->L * s->c->G * sizeof(int); }
 
@@ -1309,12 +1353,12 @@ static void step_plan(Session *s) {
         for (int i = 0; i < p.n_work; i++) {
             Work *w = &p.work[i];
             pieces += blocks(w->n_idx + kv_head(s, l, w->g)->cap - w->tail, 2 * TILE);
+            if (p.lists) continue;                               // lists_count will know their rows
             d->lists += reads_first(s, l, w);
             d->rows += reads_first(s, l, w) * w->n;
             w->idx += n_idx;
         }
-        if (pieces > PIECES + p.n_work) pieces = PIECES + p.n_work;
-        if (pieces > d->grid) d->grid = pieces;
+        if (most_items(pieces, p.n_work) > d->grid) d->grid = most_items(pieces, p.n_work);
         first[l] = n; d->BQ = p.BQ;
         memcpy(work + n, p.work, (size_t)p.n_work * sizeof(Work));
         if (p.n_idx) memcpy(idx + n_idx, p.idx, (size_t)p.n_idx * sizeof(int));
@@ -1328,7 +1372,6 @@ static void step_plan(Session *s) {
 // Everything a step needs is there, and is what the graph, if there is one, was made for.
 static Pass step_prepare(Session *s) {
     Device *d = s->dev;
-    for (int l = 0; l < s->c->L; l++) kv_reserve(s, l, 1);
     upload_tokens(s, 0);
     Pass r = pass_room(s, 1);
     room<float>(s, ROOM_LOGITS, s->c->V);
@@ -1340,7 +1383,7 @@ static Pass step_prepare(Session *s) {
         room<float>(s, ROOM_PART, (size_t)d->grid * d->BQ * (s->c->D + 2));
         if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
         d->graph = NULL;
-        d->seen = s->changes;
+        d->seen = d->settled = s->changes;                       // no hook had a part in these rooms
     }
     d->step->tok = s->tok[s->base]; d->step->base = s->base;
     angles(s, d->step->cs, s->tok[s->base].pos);
@@ -1353,21 +1396,28 @@ static void step_launches(Session *s, const Pass *r) {
     Step *step = (Step *)d->room[ROOM_STEP].p;
     Work *work = (Work *)d->room[ROOM_WORK].p;
     Item *item = (Item *)d->room[ROOM_ITEM].p;
+    Token *tok = (Token *)d->room[ROOM_TOK].p;
     const int *first = (const int *)(work + c->L * c->H), *idx = first + c->L + 1;
     float *stat = (float *)d->room[ROOM_STAT].p;
+    d->told = step;
     KV_CUDA(cudaMemcpyAsync(step, d->step, step_bytes(s), cudaMemcpyHostToDevice, kv_stream));
-    KV_LAUNCH(step_kernel, c->L, 32, 0, (Token *)d->room[ROOM_TOK].p, step, first, work, item, c->G, d->grid);
+    KV_LAUNCH(step_kernel, c->L, 32, 0, tok, step, first, work, item, c->G, d->grid, 0, (const int *)NULL);
     KV_LAUNCH(embed_kernel, blocks(c->C, 256), 256, 0, r->x, on_device(s, &s->w->embed), s->w->embed.dtype, &step->tok.id, c->C, (size_t)c->C);
     for (int l = 0; l < c->L; l++) {
         const Layer *y = &s->w->layer[l];
         project_rows(s, y, r->x, r->h, r->q, r->k, r->v, 1);
         rope_append(s, l, step, r->q, r->k, r->v, step->cs, 0, 1);
+        if (layer_acts(s, l)) EACH_PART(s, p) if (p->m->select) p->m->select(s, p->ms, l, r->q);
+        const int *lists = d->chosen.kept[l] ? lists_of(s, l) : NULL;
+        if (lists) KV_LAUNCH(step_kernel, 1, 32, 0, tok, step, first, work, item, c->G, d->grid, l, lists);
         Attn a = attn_args(s, l, r->q, 0);
-        a.work = work + d->first[l]; a.item = item + (size_t)l * d->grid; a.idx = idx; a.part = (float *)d->room[ROOM_PART].p;
+        a.work = work + d->first[l]; a.item = item + (size_t)l * d->grid; a.idx = lists ? lists : idx; a.part = (float *)d->room[ROOM_PART].p;
         run_items(a, d->grid, d->first[l + 1] - d->first[l], d->BQ, plain_rows(s), r->out, stat);
         mlp_rows(s, y, r->x, r->out, r, 1);
     }
+    lists_tell(s);
     logits_cuda(s, r->x, r->h);
+    d->told = NULL;
 }
 static void step_capture(Session *s, const Pass *r) {            // a device that refuses gets the launches one by one from then on
     Device *d = s->dev;
@@ -1391,10 +1441,8 @@ static float *step_cuda(Session *s) {
     d->rows += d->lists;                                         // every list has one row more
     s->clk.bytes_attended += d->rows * (double)(s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D));
     logits_wait(s);
-    double t = now();
-    for (int l = 0; l <= s->c->L; l++)
-        EACH_PART(s, p) if (p->m->commit && (l == s->c->L || layer_acts(s, l))) p->m->commit(s, p->ms, l, NULL, 1);
-    timed(&s->clk.commit, t);
+    lists_count(s);
+    commits(s, 0, 1);
     note_peak(s);
     scratch_reset(s, mark);
     return s->logits;
@@ -1402,7 +1450,7 @@ static float *step_cuda(Session *s) {
 
 // ---- any other pass
 float *pass_cuda(Session *s, int T) {
-    if (step_free(s)) return step_cuda(s);
+    if (step_free(s) && step_settled(s)) return step_cuda(s);
     const Config *c = s->c;
     size_t mark = scratch_mark(s), C = c->C, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     Pass r = pass_room(s, T);
@@ -1435,12 +1483,12 @@ float *pass_cuda(Session *s, int T) {
             }
         }
     }
-    double t = now();
-    EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
-    timed(&s->clk.commit, t);
+    lists_tell(s);
+    if (s->decoding) s->dev->settled = s->changes;
+    commits(s, r.late ? 0 : c->L, T);
     logits_cuda(s, r.x + (T - 1) * C, r.h);
-    chosen_end(s);
     logits_wait(s);
+    lists_count(s);
     note_peak(s);
     scratch_reset(s, mark);
     return s->logits;
@@ -1524,14 +1572,13 @@ int device_open(Session *s) {
     KV_BLAS(cublasCreate(&s->dev->blas));
     KV_BLAS(cublasSetStream(s->dev->blas, kv_stream));
     s->dev->first = (int *)xcalloc((size_t)s->c->L + 1, sizeof(int));
-    s->dev->seen = s->changes - 1;                               // nothing is prepared yet
+    s->dev->seen = s->dev->settled = s->changes - 1;             // nothing is prepared yet
     KV_CUDA(cudaMallocHost((void **)&s->dev->step, step_bytes(s)));
     KV_CUDA(cudaMallocHost((void **)&s->dev->logits, (size_t)s->c->V * sizeof(float)));
     s->dev->held = (Rows *)xcalloc((size_t)s->c->L * G, sizeof(Rows));
-    s->dev->chosen.tail = (int *)xmalloc(2 * s->c->L * sizeof(int));
-    s->dev->chosen.stale = s->dev->chosen.tail + s->c->L;
+    s->dev->chosen.kept = (char *)xcalloc(s->c->L, 1);
     s->dev->chosen.row_bytes = (double *)xmalloc((size_t)s->c->L * G * sizeof(double));
-    for (int i = 0; i < 2 * s->c->L; i++) s->dev->chosen.tail[i] = -1;
+    KV_CUDA(cudaMallocHost((void **)&s->dev->chosen.rows, (size_t)s->c->L * G * sizeof(int)));
     s->dev->base = shared_open(s);
     return 0;
 }
@@ -1545,7 +1592,8 @@ void device_close(Session *s) {                                  // after the ro
     if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
     KV_CUDA(cudaFreeHost(d->step));
     KV_CUDA(cudaFreeHost(d->logits));
-    free(d->held); free(d->chosen.tail); free(d->chosen.row_bytes); free(d->first); free(d);
+    KV_CUDA(cudaFreeHost(d->chosen.rows));
+    free(d->held); free(d->chosen.kept); free(d->chosen.row_bytes); free(d->first); free(d);
     s->dev = NULL;
 }
 
@@ -1677,10 +1725,10 @@ static __global__ void __launch_bounds__(TOP_THREADS) top_k_kernel(const float *
         n_above += __popc(more); n_equal += __popc(same);
     }
 }
-// x (S,stride), idx (S,per), count (S) on the device; rows (S) on the host
+// x (S,stride), idx (S,per), count (S) on the device; rows (S) on the host, or NULL: a kernel has put them into ROOM_LIST
 static void top_k_device(Session *s, const float *x, int S, size_t stride, const TopRow *rows, int *idx, int per, int *count) {
     TopRow *dev = room<TopRow>(s, ROOM_LIST, S);
-    upload(dev, rows, S * sizeof(TopRow));
+    if (rows) upload(dev, rows, S * sizeof(TopRow));
     KV_LAUNCH(top_k_kernel, S, TOP_THREADS, 0, x, stride, dev, idx, per, count);
 }
 void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count) {
@@ -1722,7 +1770,6 @@ float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int a
 }
 char *near_grow_cuda(char *old, size_t have, size_t want) { return grown(old, have, want); }
 void near_free_cuda(char *p) { grown(p, 0, 0); }
-void near_copy_cuda(void *to, const void *from, size_t n) { device_copy(to, from, n); }
 // adakv_shares of kvcomp.c. The sums are of integers, so their order does not matter. One block a head
 static __global__ void __launch_bounds__(TOP_THREADS) shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
     __shared__ int64_t part[2][TOP_WARPS];
@@ -1958,81 +2005,75 @@ static Keys keys_of(const Session *s, int l) {
     return a;
 }
 // ---- views that stay on the device. A decode step of Quest or LycheeCluster chooses rows in every layer; if the host had to see them, it
-// would wait for the device as often. So a list is left where it was made, attention reads it there, and only its length comes to the host,
-// with the logits. views_fetch_cuda() brings the rows, for whoever asks (kv_meta_bytes, view_rows).
-static int *chosen_room(Session *s, int l, int stride, int tail) {              // (G,stride) for layer l's lists, to be filled before its attention
+// would wait for the device as often. So a list is left where it was made, with the View's n and tail in front; attention reads it there, and
+// only a number of rows comes to the host, with the logits. views_fetch_cuda() brings copies, for whoever asks (kv_meta_bytes, view_rows).
+static int *chosen_room(Session *s, int l, int stride) {         // (G,stride) for layer l's lists, to be filled before its attention
     Chosen *c = &s->dev->chosen;
-    if (stride != c->stride) views_fetch_cuda(s);
+    if (stride != c->stride) { views_fetch_cuda(s); views_drop_cuda(s); }
     c->stride = stride;
-    c->tail[l] = tail;
-    c->stale[l] = -1;
+    if (!c->kept[l]) s->changes++;
+    c->kept[l] = KEPT;
     for (int g = 0; g < s->c->G; g++) {
         const KVHead *h = kv_head(s, l, g);
         c->row_bytes[l * s->c->G + g] = (double)(h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes) / (h->packed + h->cap);
     }
-    return room<int>(s, ROOM_VIEWS, (size_t)s->c->L * s->c->G * stride) + (size_t)l * s->c->G * stride;
+    room<int>(s, ROOM_VIEWS, (size_t)s->c->L * s->c->G * stride);
+    return lists_of(s, l);
 }
-enum { LIST_HEAD = 3 };                                          // numbers before the rows of a list
-static Plan plan_chosen(Session *s, int l) {                     // works as long as the lists can be
-    const Chosen *c = &s->dev->chosen;
-    int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), most = c->stride - LIST_HEAD, n = blocks(R, BQ);
-    const int *lists = (const int *)s->dev->room[ROOM_VIEWS].p + (size_t)l * G * c->stride;
-    Plan p = { (Work *)scratch(s, (size_t)G * n * sizeof(Work)), 0, NULL, 0, BQ, plain_rows(s), lists };
+static Plan plan_chosen(Session *s, int l) {                     // works of all rows until read_list
+    int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), stride = s->dev->chosen.stride;
+    Plan p = { (Work *)scratch(s, (size_t)G * blocks(R, BQ) * sizeof(Work)), 0, NULL, 0, BQ, plain_rows(s), lists_of(s, l) };
     for (int g = 0; g < G; g++)
         for (int m0 = 0; m0 < R; m0 += BQ)
-            p.work[p.n_work++] = { g, m0, R - m0 < BQ ? R - m0 : BQ, most + kv_head(s, l, g)->len - c->tail[l], g * c->stride + LIST_HEAD, most, c->tail[l], s->tok[s->base].pos, s->base, 0, 0 };
+            p.work[p.n_work++] = { g, m0, R - m0 < BQ ? R - m0 : BQ, kv_head(s, l, g)->len, g * stride + LIST_HEAD, 0, 0, s->tok[s->base].pos, s->base, 0, 0 };
     return p;
 }
-// Works and items as long as the lists are: an item past the end has nothing to do, and join_kernel leaves it out. n stays what it could be.
-static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int n_items, const int *lists, int most) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n_work) work[i].n_idx = lists[work[i].idx - LIST_HEAD];
-    if (i >= n_items) return;
-    const Work *w = &work[item[i].work];
-    int end = w->n - most + lists[w->idx - LIST_HEAD];
-    if (item[i].p1 > end) item[i].p1 = end;
-    if (item[i].p0 > end) item[i].p0 = end;
-}
-static void chosen_patch(Session *s, const Plan *p, Work *work, Item *item, int n_items) {
-    int n = n_items > p->n_work ? n_items : p->n_work;
-    KV_LAUNCH(chosen_kernel, blocks(n, 128), 128, 0, work, p->n_work, item, n_items, p->lists, s->dev->chosen.stride - LIST_HEAD);
-}
-static __global__ void list_lengths_kernel(const int *views, int stride, int n, int *length) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) length[i] = views[(size_t)i * stride];
-}
-static void chosen_end(Session *s) {                             // the end of a pass: what its chosen lists cost
-    Chosen *c = &s->dev->chosen;
-    int L = s->c->L, G = s->c->G, any = 0;
-    for (int l = 0; l < L; l++) any |= c->tail[l] >= 0;
-    if (!any) return;
-    size_t mark = scratch_mark(s);
-    int *dev = room<int>(s, ROOM_LIST, (size_t)L * G), *n = (int *)scratch(s, (size_t)L * G * sizeof(int));
-    KV_LAUNCH(list_lengths_kernel, blocks((size_t)L * G, 128), 128, 0, (const int *)s->dev->room[ROOM_VIEWS].p, c->stride, L * G, dev);
-    download(n, dev, (size_t)L * G * sizeof(int));
-    for (int l = 0; l < L; l++) {
-        if (c->tail[l] < 0) continue;
-        for (int g = 0; g < G; g++) s->clk.bytes_attended += (double)(n[l * G + g] + kv_head(s, l, g)->len - c->tail[l]) * c->row_bytes[l * G + g];
-        c->stale[l] = c->tail[l];
-        c->tail[l] = -1;
+static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {           // as step_kernel, from the n that plan_chosen gave
+    for (int i = threadIdx.x; i < n_work; i += 32) {
+        read_list(&work[i], lists);
+        work[i].n += work[i].n_idx - work[i].tail;
     }
-    scratch_reset(s, mark);
+    cut_items(work, n_work, item, grid);
+}
+static __global__ void list_numbers_kernel(const int *views, int stride, int n, int *rows) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) rows[i] = views[(size_t)i * stride + LIST_ROWS] - views[(size_t)i * stride + LIST_TAIL];
+}
+static void lists_tell(Session *s) {                             // after the last layer: how many rows the lists have is on its way to the host
+    Chosen *c = &s->dev->chosen;
+    int n = s->c->L * s->c->G, any = 0;
+    for (int l = 0; l < s->c->L; l++) any |= c->kept[l];
+    if (!any) return;
+    int *dev = room<int>(s, ROOM_LIST, n);
+    KV_LAUNCH(list_numbers_kernel, blocks(n, 128), 128, 0, lists_of(s, 0), c->stride, n, dev);
+    KV_CUDA(cudaMemcpyAsync(c->rows, dev, n * sizeof(int), cudaMemcpyDeviceToHost, kv_stream));
+}
+static void lists_count(Session *s) {                            // after logits_wait: what they cost
+    Chosen *c = &s->dev->chosen;
+    for (int l = 0; l < s->c->L; l++) {
+        for (int i = l * s->c->G; c->kept[l] && i < (l + 1) * s->c->G; i++) s->clk.bytes_attended += (double)(c->rows[i] + s->head[i].len) * c->row_bytes[i];
+        if (c->kept[l]) c->kept[l] = KEPT;                       // a copy the host may have is of an older step
+    }
 }
 void views_fetch_cuda(Session *s) {                              // the last step's views to the host
     Chosen *c = &s->dev->chosen;
     int G = s->c->G, R = s->c->H / G;
+    unsigned changes = s->changes;
     size_t layer = (size_t)G * c->stride, mark = scratch_mark(s);
     int *host = (int *)scratch(s, layer * sizeof(int));
     for (int l = 0; l < s->c->L; l++) {
-        int tail = c->tail[l] >= 0 ? c->tail[l] : c->stale[l];   // of this step, when a test asks before its end
-        if (tail < 0) continue;
-        download(host, (const int *)s->dev->room[ROOM_VIEWS].p + l * layer, layer * sizeof(int));
-        for (int h = 0; h < s->c->H; h++) view_set(s, l, h, host + (h / R) * c->stride + LIST_HEAD, host[(h / R) * c->stride], tail);
-        c->stale[l] = -1;
+        if (c->kept[l] != KEPT) continue;
+        download(host, lists_of(s, l), layer * sizeof(int));
+        for (int h = 0; h < s->c->H; h++) {
+            const int *list = host + (h / R) * c->stride;
+            view_set(s, l, h, list + LIST_HEAD, list[LIST_ROWS], list[LIST_TAIL]);
+        }
+        c->kept[l] = KEPT_SEEN;
     }
+    s->changes = changes;                                        // the device goes on reading its lists
     scratch_reset(s, mark);
 }
-void views_drop_cuda(Session *s) { for (int i = 0; i < 2 * s->c->L; i++) s->dev->chosen.tail[i] = -1; }
+void views_drop_cuda(Session *s) { memset(s->dev->chosen.kept, KEPT_NONE, s->c->L); }
 
 // page_bounds: one warp a page. bound (pages,2D) of dtype
 static __device__ void number_put(void *p, int dtype, size_t i, float x) {
@@ -2053,62 +2094,70 @@ static __device__ float lanes_fold(float sum) {                  // 8+8, 4+4, 2+
     return sum;
 }
 struct Pages { const char *bound[MAX_G]; };
-// page_scores: u (G,n); a half warp a page, the queries in shared memory, split into positive and negative part as it goes
-static __global__ void page_scores_kernel(Pages pages, int n, const float *q, int R, int D, int dtype, float *u) {
+// page_scores: u (G,cap); a half warp a page, the queries in shared memory, split into positive and negative part as it goes. step: the heads
+// from head0 on have as many full pages as it says, NULL: n. rows (G): so many pages, of which `best` are wanted
+static __global__ void page_scores_kernel(Pages pages, const Step *step, int head0, int n, int cap, const float *q, int R, int D, int dtype, float *u, TopRow *rows, int best) {
     KV_DYN_SHARED(float, own);                                   // (R,D)
-    int g = blockIdx.y, lane = threadIdx.x & 15, p = blockIdx.x * (blockDim.x / 16) + (threadIdx.x >> 4), page = p < n ? p : n - 1;
+    int g = blockIdx.y, lane = threadIdx.x & 15, p = blockIdx.x * (blockDim.x / 16) + (threadIdx.x >> 4);
     float top = 0;
+    if (step) n = step->len[head0 + g] / PAGE;
+    if (!blockIdx.x && !threadIdx.x) rows[g] = { n, best };
     for (int i = threadIdx.x; i < R * D; i += blockDim.x) own[i] = q[(size_t)g * R * D + i];
     __syncthreads();
     for (int h = 0; h < R; h++) {
         float sum = 0;
-        for (int k = lane; k < 2 * D; k += 16) {
+        for (int k = lane; p < n && k < 2 * D; k += 16) {
             float x = own[h * D + k % D], part = (x > 0) == (k < D) ? x : 0;
-            sum = fmaf(part, number(pages.bound[g], dtype, (size_t)page * 2 * D + k), sum);
+            sum = fmaf(part, number(pages.bound[g], dtype, (size_t)p * 2 * D + k), sum);
         }
         sum = lanes_fold(sum);
         top = h && !(sum > top) ? top : sum;
     }
-    if (!lane && p < n) u[(size_t)g * n + p] = top;
+    if (!lane && p < n) u[(size_t)g * cap + p] = top;
 }
 void page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype) {
     KV_LAUNCH(page_bounds_kernel, to - from, 32, 0, keys_of(s, l), g, bound, from, dtype);
 }
-// pages (G,best) ascending -> lists of their rows
-static __global__ void page_rows_kernel(const int *pages, const int *count, int best, int *lists, int stride) {
+// pages (G,best) ascending -> lists of their rows; those of pages not full are read too
+static __global__ void page_rows_kernel(const int *pages, const int *count, const TopRow *rows, int best, int *lists, int stride) {
     int g = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x, n = count[g] * PAGE;
     int *to = lists + (size_t)g * stride;
-    if (!i) to[0] = n;
+    if (!i) { to[LIST_ROWS] = n; to[LIST_TAIL] = rows[g].n * PAGE; }
     if (i < n) to[LIST_HEAD + i] = pages[g * best + i / PAGE] * PAGE + i % PAGE;
 }
-// quest_select: the `best` pages of every KV head by score, of the first `pages`; the rows behind those are read too
-void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int best, const float *q, int dtype) {
+// quest_select: the `best` pages of every KV head by score, of the first `pages` (in a step, of as many as it says; cap: at most)
+void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int cap, int best, const float *q, int dtype) {
     int G = s->c->G, R = s->c->H / G, D = s->c->D;
-    size_t mark = scratch_mark(s);
     Pages p;
     memset(&p, 0, sizeof p);
     for (int g = 0; g < G; g++) p.bound[g] = bound[g];
-    float *u = room<float>(s, ROOM_POOL, (size_t)G * pages);
-    dim3 grid(blocks(pages, 16), G);
-    KV_LAUNCH(page_scores_kernel, grid, 256, (size_t)R * D * sizeof(float), p, pages, q, R, D, dtype, u);
+    float *u = room<float>(s, ROOM_POOL, (size_t)G * cap);
+    TopRow *rows = room<TopRow>(s, ROOM_LIST, G);
+    dim3 grid(blocks(cap, 16), G);
+    KV_LAUNCH(page_scores_kernel, grid, 256, (size_t)R * D * sizeof(float), p, s->dev->told, l * G, pages, cap, q, R, D, dtype, u, rows, best);
     int *idx = room<int>(s, ROOM_TOP_IDX, (size_t)G * (best + 1)), *count = idx + (size_t)G * best, stride = LIST_HEAD + best * PAGE;
-    TopRow *rows = (TopRow *)scratch(s, G * sizeof(TopRow));
-    for (int g = 0; g < G; g++) rows[g] = { pages, best };
-    top_k_device(s, u, G, pages, rows, idx, best, count);
+    top_k_device(s, u, G, cap, NULL, idx, best, count);
     dim3 all(blocks(best * PAGE, 256), G);
-    KV_LAUNCH(page_rows_kernel, all, 256, 0, idx, count, best, chosen_room(s, l, stride, pages * PAGE), stride);
-    scratch_reset(s, mark);
+    KV_LAUNCH(page_rows_kernel, all, 256, 0, idx, count, rows, best, chosen_room(s, l, stride), stride);
 }
 
 // ==================================================================================================== 11 LOOPSERVE
 // The scores of progressive decode are window scores with the ring's tokens as the window and sums for means: they agree with the CPU's
 // to rounding, what is made of them (join_rows, top_k_rows) exactly.
-float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w) {       // ring (obs,H,D): token i in slot i % obs
+static __global__ void ring_put_kernel(float *ring, int obs, const Step *step, int token, const float *q, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x, slot = (step ? step->base : token) % obs;
+    if (i < n) ring[(size_t)slot * n + i] = q[i];
+}
+void ring_put_cuda(Session *s, float *ring, int obs, int token, const float *q) {                // ring (obs,H,D): token i in slot i % obs; a step says which it is
+    int n = s->c->H * s->c->D;
+    KV_LAUNCH(ring_put_kernel, blocks(n, 256), 256, 0, ring, obs, s->dev->told, token, q, n);
+}
+float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w) {
     size_t row = (size_t)s->c->H * s->c->D;
     int slot = first % obs, n = w < obs - slot ? w : obs - slot;
     float *q = room<float>(s, ROOM_RING, w * row);
-    near_copy_cuda(q, ring + slot * row, n * row * sizeof(float));
-    near_copy_cuda(q + n * row, ring, (w - n) * row * sizeof(float));
+    device_copy(q, ring + slot * row, n * row * sizeof(float));
+    device_copy(q + n * row, ring, (w - n) * row * sizeof(float));
     return columns_device(s, l, q, first, w, 1);
 }
 
@@ -2772,16 +2821,13 @@ static __global__ void rho_kernel(Tree *t, float beta, int D) {
 }
 
 // ---- the host's side of building
-static const int *starts_upload(Session *s, const LycheeRule *x) {
-    int *dev = room<int>(s, ROOM_START, x->M + 1);
-    upload(dev, x->start, (x->M + 1) * sizeof(int));
-    return dev;
+static const int *starts_upload(Session *s, const LycheeRule *x) {              // M, and the starts
+    int *dev = room<int>(s, ROOM_START, x->M + 2);
+    upload(dev, &x->M, sizeof(int));
+    upload(dev + 1, x->start, (x->M + 1) * sizeof(int));
+    return dev + 1;
 }
-static Tree *trees_upload(Session *s, const Tree *t) {           // a layer's trees: pointers into device memory
-    Tree *dev = room<Tree>(s, ROOM_TREES, s->c->G);
-    upload(dev, t, s->c->G * sizeof(Tree));
-    return dev;
-}
+static Tree *trees_of(const Session *s, int l) { return (Tree *)s->dev->room[ROOM_TREES].p + (size_t)l * s->c->G; }      // (G), as the last build left them
 // kmeans: x (G,n,D) -> mu (G,K,D) as rounded, level's mu, label (G,n)
 static void kmeans_device(Session *s, const LycheeRule *x, Tree *t, int coarse, const float *points, int n, int K, float *mu, float *len, int *label) {
     int D = s->c->D, G = s->c->G;
@@ -2798,7 +2844,9 @@ static void kmeans_device(Session *s, const LycheeRule *x, Tree *t, int coarse, 
 void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees) {              // tree_build of a layer's heads
     int D = s->c->D, G = s->c->G, M = x->M, K = trees->fine.n, P = trees->coarse.n;
     const int *start = starts_upload(s, x);
-    Tree *t = trees_upload(s, trees);
+    room<Tree>(s, ROOM_TREES, (size_t)s->c->L * G);
+    Tree *t = trees_of(s, l);                                    // pointers into device memory
+    upload(t, trees, G * sizeof(Tree));
     float *keys = room<float>(s, ROOM_KEYS, (size_t)G * M * D), *mu = room<float>(s, ROOM_CENTRES, (size_t)G * (K + P) * (D + 1));
     float *gmu = mu + (size_t)G * K * D, *len = gmu + (size_t)G * P * D;
     int *label = room<int>(s, ROOM_LABELS, (size_t)G * (M + K)), *glabel = label + (size_t)G * M;
@@ -2895,9 +2943,9 @@ static __global__ void __launch_bounds__(GRAFT_THREADS, 1) graft_kernel(Tree *tr
         __syncthreads();                                         // the next chunk sees what this one changed
     }
 }
-void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, int from) {
+void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
     const int *start = starts_upload(s, x);
-    KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_upload(s, trees), keys_of(s, l), *x, start, from);
+    KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), keys_of(s, l), *x, start, from);
 }
 
 // ---- retrieval: scores (of units, then of the clusters below opened ones), the best clusters, their chunks under the budget, rows.
@@ -2958,11 +3006,13 @@ static __global__ void open_units_kernel(Tree *trees, Probes a, float beta, int 
         open[g] = u->chunks[g] && (before < want || tokens < least);
     }
 }
-static __global__ void cluster_scores_kernel(Tree *trees, Probes a, float beta, const unsigned char *open, float *score) {      // score (lists,K)
+// score (lists,K); rows (lists): K clusters, of which `most` are wanted
+static __global__ void cluster_scores_kernel(Tree *trees, Probes a, float beta, const unsigned char *open, float *score, TopRow *rows, int most) {
     KV_DYN_SHARED(float, room);
     int list = blockIdx.y, half = threadIdx.x >> 4;
     const Tree *t = &trees[list / (a.R / a.m)];
     const Nodes *u = &t->fine;
+    if (!blockIdx.x && !threadIdx.x) rows[list] = { u->n, most };
     Probe p = probe_make(a, list, room);
     int c = blockIdx.x * (blockDim.x / 16) + half, last = c < u->n ? c : u->n - 1;
     int dead = !u->chunks[last] || (open && !open[(size_t)list * t->coarse.n + t->parent[last]]);
@@ -2970,14 +3020,15 @@ static __global__ void cluster_scores_kernel(Tree *trees, Probes a, float beta, 
     float S = probe_score(p, u->mu + (size_t)last * a.D, u->r[last], beta, a.D);
     if (!(threadIdx.x & 15) && c < u->n) score[(size_t)list * u->n + c] = dead ? -INFINITY : S;
 }
-// retrieve and rows_to_read: out (lists,stride) = rows, tokens, clusters used; the rows (per); the clusters when wanted. cand (lists,most) ascending
+// retrieve and rows_to_read: out (lists,stride) = LIST_HEAD numbers; the rows (per); the clusters when wanted. chunks: M, their M+1 starts; cand
+// (lists,most) ascending; taken (lists,cap)
 enum { TAKE_THREADS = 256 };
-struct Take { const Tree *trees; const int *start, *cand, *count; const float *score; int *order; unsigned char *taken; int *out, stride, most, per, lists, M, room, sink; };
-static __device__ int take_clusters(const Take &a, const Nodes *u, const int *order, int n, unsigned char *taken, int *tokens) {     // one thread: clusters that fit, in order
+struct Take { const Tree *trees; const int *chunks, *cand, *count; const float *score; int *order; unsigned char *taken; int *out, stride, most, per, lists, cap, room, sink; };
+static __device__ int take_clusters(const Take &a, const int *start, const Nodes *u, const int *order, int n, unsigned char *taken, int *tokens) {    // one thread: clusters that fit, in order
     int used = 0, i = 0, part = 0;
     while (i < n && used + u->tokens[order[i]] <= a.room) used += u->tokens[order[i++]];
     for (int j = i < n ? u->first[order[i]] : -1; j >= 0; j = u->next[j]) {     // the first chunk that does not fit ends it
-        int k = a.start[j + 1] - a.start[j];
+        int k = start[j + 1] - start[j];
         if (used + k > a.room) break;
         taken[j] = 1; used += k; part = 1;
     }
@@ -2986,12 +3037,13 @@ static __device__ int take_clusters(const Take &a, const Nodes *u, const int *or
 }
 static __global__ void __launch_bounds__(TAKE_THREADS) take_kernel(Take a) {
     __shared__ int state[2], sum[TAKE_THREADS / 32];
-    int list = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = a.count[list], valid = 0;
+    int list = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = a.count[list], valid = 0, M = a.chunks[0];
+    const int *start = a.chunks + 1;
     const Nodes *u = &a.trees[list / a.lists].fine;
     const float *S = a.score + (size_t)list * u->n;
     const int *cand = a.cand + (size_t)list * a.most;
     int *order = a.order + (size_t)list * a.most, *out = a.out + (size_t)list * a.stride;
-    unsigned char *taken = a.taken + (size_t)list * a.M;
+    unsigned char *taken = a.taken + (size_t)list * a.cap;
     for (int i = 0; i < n; i++) valid += S[cand[i]] > -INFINITY;
     for (int i = threadIdx.x; i < n; i += TAKE_THREADS) {        // place in the order: larger score, then lower number
         int c = cand[i], place = 0;
@@ -2999,27 +3051,27 @@ static __global__ void __launch_bounds__(TAKE_THREADS) take_kernel(Take a) {
         for (int k = 0; k < n; k++) place += S[cand[k]] > S[c] || (S[cand[k]] == S[c] && cand[k] < c);
         order[place] = c;
     }
-    for (int j = threadIdx.x; j < a.M; j += TAKE_THREADS) taken[j] = 0;
+    for (int j = threadIdx.x; j < M; j += TAKE_THREADS) taken[j] = 0;
     __syncthreads();
-    if (!threadIdx.x) { state[0] = take_clusters(a, u, order, valid, taken, &out[1]); out[2] = state[0] / 2 + state[0] % 2; }
+    if (!threadIdx.x) { state[0] = take_clusters(a, start, u, order, valid, taken, &out[LIST_TOKENS]); out[LIST_CLUSTERS] = state[0] / 2 + state[0] % 2; }
     __syncthreads();
     for (int i = threadIdx.x; i < state[0] / 2; i += TAKE_THREADS) for (int j = u->first[order[i]]; j >= 0; j = u->next[j]) taken[j] = 1;
     for (int i = threadIdx.x; a.stride > LIST_HEAD + a.per && i < state[0] / 2 + state[0] % 2; i += TAKE_THREADS) out[LIST_HEAD + a.per + i] = order[i];
     for (int r = threadIdx.x; r < a.sink; r += TAKE_THREADS) out[LIST_HEAD + r] = r;
     int at = a.sink;
-    for (int j0 = 0; j0 < a.M; j0 += TAKE_THREADS) {             // rows of the taken chunks, ascending: a sum of lengths says where
+    for (int j0 = 0; j0 < M; j0 += TAKE_THREADS) {               // rows of the taken chunks, ascending: a sum of lengths says where
         int j = j0 + threadIdx.x, before, all = 0;
         __syncthreads();
-        int len = j < a.M && taken[j] ? a.start[j + 1] - a.start[j] : 0;
+        int len = j < M && taken[j] ? start[j + 1] - start[j] : 0;
         before = len;
         for (int d = 1; d < 32; d *= 2) { int x = __shfl_up_sync(0xffffffffu, before, d); if (lane >= d) before += x; }
         if (lane == 31) sum[warp] = before;
         __syncthreads();
         for (int w = 0; w < TAKE_THREADS / 32; w++) { if (w == warp) before += all; all += sum[w]; }
-        for (int r = 0; r < len; r++) out[LIST_HEAD + at + before - len + r] = a.start[j] + r;
+        for (int r = 0; r < len; r++) out[LIST_HEAD + at + before - len + r] = start[j] + r;
         at += all;
     }
-    if (!threadIdx.x) out[0] = at;
+    if (!threadIdx.x) { out[LIST_ROWS] = at; out[LIST_TAIL] = start[M]; }
 }
 // bring: -> (lists,LIST_HEAD + 2 per) on the host, in scratch. Otherwise the lists, one a KV head, become the layer's views, and NULL is returned.
 // per: sink + room at least; M > 0
@@ -3027,24 +3079,21 @@ int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D, m = x->gqa == GQA_HEAD ? 1 : R, lists = H / m, K = trees->fine.n, P = trees->coarse.n;
     int most = x->room / x->min < K ? x->room / x->min : K, stride = LIST_HEAD + (bring ? 2 : 1) * per;
     size_t n_score = (size_t)lists * (K + P), n_out = bring ? (size_t)lists * stride : 0;
-    size_t bytes = n_score * 4 + (n_out + lists * (2 * most + 1)) * 4 + (size_t)lists * (x->M + P);
+    size_t bytes = n_score * 4 + (n_out + lists * (2 * most + 1)) * 4 + (size_t)lists * (x->cap + P);
     float *score = (float *)room<char>(s, ROOM_SEEK, bytes), *unit = score + (size_t)lists * K;
     int *here = (int *)(score + n_score), *cand = here + n_out, *order = cand + lists * most, *count = order + lists * most;
-    unsigned char *taken = (unsigned char *)(count + lists), *open = taken + (size_t)lists * x->M;
-    int *out = bring ? here : chosen_room(s, l, stride, x->start[x->M]);
+    unsigned char *taken = (unsigned char *)(count + lists), *open = taken + (size_t)lists * x->cap;
+    int *out = bring ? here : chosen_room(s, l, stride);
     Probes p = { q, m, R, D, x->gqa };
-    Tree *t = trees_upload(s, trees);
-    const int *start = (const int *)s->dev->room[ROOM_START].p;  // as the last build or graft left it
+    Tree *t = trees_of(s, l);
+    const int *chunks = (const int *)s->dev->room[ROOM_START].p; // as the last build or graft left it
+    TopRow *rows = room<TopRow>(s, ROOM_LIST, lists);
     dim3 all(blocks(K, 16), lists);
-    size_t mark = scratch_mark(s);
-    TopRow *rows = (TopRow *)scratch(s, lists * sizeof(TopRow));
-    for (int i = 0; i < lists; i++) rows[i] = { K, most };
     if (x->units) KV_LAUNCH(open_units_kernel, lists, 256, probe_smem(m, D), t, p, x->beta_coarse, x->units, 4 * x->room, unit, open);
-    KV_LAUNCH(cluster_scores_kernel, all, 256, probe_smem(m, D), t, p, x->beta, x->units ? open : (unsigned char *)NULL, score);
-    top_k_device(s, score, lists, K, rows, cand, most, count);
-    Take a = { t, start, cand, count, score, order, taken, out, stride, most, per, R / m, x->M, x->room, x->sink };
+    KV_LAUNCH(cluster_scores_kernel, all, 256, probe_smem(m, D), t, p, x->beta, x->units ? open : (unsigned char *)NULL, score, rows, most);
+    top_k_device(s, score, lists, K, NULL, cand, most, count);
+    Take a = { t, chunks, cand, count, score, order, taken, out, stride, most, per, R / m, x->cap, x->room, x->sink };
     KV_LAUNCH(take_kernel, lists, TAKE_THREADS, 0, a);
-    scratch_reset(s, mark);
     if (!bring) return NULL;
     int *host = (int *)scratch(s, n_out * sizeof(int));
     download(host, out, n_out * sizeof(int));

@@ -111,8 +111,8 @@ typedef struct { const char *name; char kind; const char *def, *help; } Opt;   /
 
 enum { VIS_CAUSAL, VIS_SEGMENT, VIS_SEGMENT_EXACT };   // prefill mask: kv_visible below
 enum { KV_MASS = 1,                             // Method.wants: attention adds its probabilities into KVHead.mass
-       KV_BLIND = 2 };                          // in a decode step commit needs nothing of the pass and may run when every layer is done: the GPU then
-                                                // takes the whole step in one go
+       KV_BLIND = 2 };                          // in a decode step commit needs nothing of the pass and may run when every layer is done: the GPU can
+                                                // then take the whole step in one go, if there is no select or it is steady
 enum { ROLE_PREFILL = 1, ROLE_SELECT = 2, ROLE_STORE = 4 };   // what a method decides; two parts of a "+" must not share a role
 
 // A method is a table line of optional hooks along the timeline of one pass. ms is the part's own state (zeroed, .state bytes).
@@ -135,6 +135,8 @@ typedef struct Method {
     void (*project)(Session *s, void *ms, int l, const float *q, const float *k, const float *v, int T); // after bias and QK-norm, before RoPE. q (T,H,D) k,v (T,G,D)
     void (*attend) (Session *s, void *ms, int l, float *out, const float *q, int T);   // prefill attention. out, q (T,H,D); rows of the pass are the last T of each head
     void (*select) (Session *s, void *ms, int l, const float *q);                 // decode: set the views. q (H,D), post-RoPE; the current token's row is appended
+    int  (*steady) (const Session *s, const void *ms);                            // on a device, before a decode step: would select launch what it launched in the last
+                                                                                  // step, with lengths found in device memory? 1: as long as Session.changes is the same
     void (*commit) (Session *s, void *ms, int l, const float *q, int T);          // after attention of layer l: index, drop rows. l == L: end of the pass, q NULL
     void (*turn)   (Session *s, void *ms);                                        // a prefill begins (before enter): reset what lives one turn
     size_t (*bytes)(const Session *s, const void *ms);                            // metadata the part holds
@@ -182,7 +184,7 @@ struct Session {
     float *logits;                              // (V) of the pass's last token
     Clock clk;
     struct Device *dev;                         // what kvcomp.cu holds for the session; NULL on the CPU
-    unsigned changes;                           // grows when a view is set or the memory of rows moves: what was told to the GPU is old then
+    unsigned changes;                           // grows when a view is set, or the memory of rows or of what select reads moves: what was told to the GPU is old then
     float *(*forward)(Session *s, const Token *t, int T);   // forward(): what hooks call for a pass of their own
     char err[512];
 };
@@ -282,11 +284,12 @@ typedef struct {            // the index of one KV head of one layer
 } Tree;
 enum { GQA_MAX, GQA_SUM, GQA_HEAD };
 enum { LAZY_BALL, LAZY_MEAN, LAZY_FREEZE };
+enum { LIST_ROWS, LIST_TAIL, LIST_TOKENS, LIST_CLUSTERS, LIST_HEAD };  // numbers before the rows of a list made on the device: a View's n and tail; of LycheeCluster's, tokens and clusters used
 typedef struct {            // what the kernels need to know of a session's index
     float beta, beta_coarse;
     int gqa, units, lazy, unit, tokens, pool_max, iters;        // units: coarse units opened at least, 0: a flat scan
     int min, room, sink;                            // fewest tokens of a chunk; tokens the chunks of a list may have; rows before the index
-    int M; const int *start;                        // chunks; their first tokens (M+1), on the host
+    int M, cap; const int *start;                   // chunks; most there will be before the next build; their first tokens (M+1), on the host
 } LycheeRule;
 
 static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }
@@ -421,20 +424,20 @@ float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, in
 float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg);       // score (H,N), n (G) -> (G,N), both on the device
 char  *near_grow_cuda(char *old, size_t have, size_t want);                        // memory of a method, on the device: keeps what is there
 void   near_free_cuda(char *p);
-void   near_copy_cuda(void *to, const void *from, size_t n);                       // from device to device
 void   lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T);     // lines (H); out, q (T,H,D) on the device
 int    line_batch_cuda(const Session *s, int l, int m);                            // KV heads that line_probs_cuda should do at once
 float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T, const int *t, int m);  // (ng R,m,N) on the device
 float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, int m, int slash, int least);   // (ng R,N) on the device
 void   choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, int tile64, const float *P, int T, int m, Lines *lines, LoopFound *found);   // P (ng R,m,N); lines, found (ng R)
 void   page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype);       // pages from..to-1 of head g; bound (pages,2,D) of dtype, on the device
-void   quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int best, const float *q, int dtype);   // bound (G) of those, q (H,D) on the device
+void   quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int cap, int best, const float *q, int dtype);    // bound (G) of those, cap pages long; q (H,D) on the device
 void   views_fetch_cuda(Session *s);                                               // views the device chose and kept, to the host
 void   views_drop_cuda(Session *s);
+void   ring_put_cuda(Session *s, float *ring, int obs, int token, const float *q); // ring (obs,H,D), q (H,D), both on the device
 float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);               // ring (obs,H,D) -> (H,N), both on the device
 void   lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *t);   // t (G): the trees of layer l, room made
-void   lychee_graft_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, int from);
-int   *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, int per, int bring);   // bring: -> (lists,3+2 per) on the host
+void   lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from);
+int   *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, int per, int bring);   // bring: -> (lists,LIST_HEAD + 2 per) on the host
 
 #ifdef __cplusplus
 }

@@ -8184,7 +8184,7 @@ TEST(cuda_dililazy, "dililazy") {
     free(json); temp_done(path);
 }
 // ---- steps in one go
-static float *step_logits(Tiny m, const char *method, const char *text, int n, int steps, int graph) {        // -> (steps,V), to be freed
+static float *step_logits(Tiny m, const char *method, const char *text, int n, int steps, int graph) {        // -> (steps,V), to be freed. graph: the first step that is one
     Options *o;
     Session *s = cuda_session(m, method, text, &o);
     int V = m.c->V, *ids = xmalloc(n * sizeof *ids);
@@ -8193,7 +8193,7 @@ static float *step_logits(Tiny m, const char *method, const char *text, int n, i
     prefill(s, ids, n);
     for (int i = 0; i < steps; i++) {
         memcpy(x + (size_t)i * V, decode(s, i * 5 % V), V * sizeof *x);
-        CHECK(cuda_graphs(s) == graph, "%s: step %d %s a graph", method, i, graph ? "without" : "with");
+        CHECK(cuda_graphs(s) == (i >= graph), "%s: step %d %s a graph", method, i, i < graph ? "with" : "without");
     }
     session_close(s); options_free(o); free(ids);
     return x;
@@ -8202,10 +8202,10 @@ TEST(cuda_steps, "steps replayed as a graph, over heads that grow, are bit for b
     const char *method[] = { "full", "streaming", "snapkv", "full" }, *text[] = { "", "budget=20 ctk=f16 ctv=f16", "budget=20 obs-window=4 ctk=bf16", "ctk=q8_0 ctv=q8_0" };
     Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
     for (int i = 0; i < 4; i++) {
-        float *a = step_logits(m, method[i], text[i], 60, 9, 1);
+        float *a = step_logits(m, method[i], text[i], 60, 9, 0);
         if (&emu_no_graphs) {
             emu_no_graphs = 1;
-            float *b = step_logits(m, method[i], text[i], 60, 9, 0);
+            float *b = step_logits(m, method[i], text[i], 60, 9, 9);
             emu_no_graphs = 0;
             CHECK(!memcmp(a, b, 9 * 53 * sizeof *a), "%s: the graph gives other logits", method[i]);
             free(b);
@@ -8220,12 +8220,52 @@ TEST(cuda_steps, "steps replayed as a graph, over heads that grow, are bit for b
     for (size_t n = 1; n < 3000000; n += n / 3 + 1) CHECK((n + cuda_chunk(n) - 1) / cuda_chunk(n) <= 512, "%zu rows in pieces of %zu", n, cuda_chunk(n));
     tiny_free(m); tiny_free(wide);
 }
+// graphs: how many of the 56 steps are one. captures: at the start of a turn, and after rows or bounds have grown, an index was built, other views were set
+static void steady_agrees(Tiny m, const char *method, const char *text, int graphs, int captures) {
+    static int turn;
+    Script p = { 2, { 30, 22 }, { 38, 18 }, 4 }, once = { 1, { 110 }, { 2 }, 5 };
+    if (emu_set_seed) emu_set_seed(cuda_seeds[turn++ % 3]);      // another order of threads each time
+    size_t bytes = (size_t)script_rows(&p) * m.c->V * sizeof(float);
+    Options *o;
+    Session *s = cuda_session(m, method, text, &o);
+    free(run_session(s, &once));                                 // all rooms are there from now on: only what a step means asks for another graph
+    session_reset(s);
+    if (emu_count) emu_count(NULL);
+    float *a = run_session(s, &p), *b;
+    if (emu_count) {
+        long n = emu_count("cudaGraphLaunch"), k = emu_count("cudaStreamBeginCapture");
+        CHECK(n == graphs && k == captures, "%s %s: %ld steps were graphs, captured %ld times; should be %d and %d", method, text, n, k, graphs, captures);
+    }
+    if (&emu_no_graphs) {
+        session_reset(s);
+        emu_no_graphs = 1;
+        b = run_session(s, &p);
+        emu_no_graphs = 0;
+        CHECK(!memcmp(a, b, bytes), "%s %s: the graph gives other logits", method, text);
+        free(b);
+    }
+    free(a); session_close(s); options_free(o);
+    dialogue_agrees(m, method, text, &p, NULL);
+}
+TEST(cuda_steady, "steps that choose rows as a graph, over grafts, ends of pages, selections, heads that grow and a second turn: the launches one by one to the bit, the CPU's rows and views") {
+    Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 29, 31), w = tiny_model(2, 2, 1, 16, 16, 16, 29, 31);
+    w.c->windowed = xcalloc(2, 1);
+    w.c->windowed[0] = 1; w.c->window = 40;                      // hooks skip that layer
+    steady_agrees(m, "quest", "budget=48 quest-full-layers=1", 51, 5);                           // tokens 31, 49 (the first choice), 65, 91, 97 go the ordinary way
+    steady_agrees(w, "quest", "budget=20 quest-full-layers=0 ctk=q8_0 ctv=q8_0", 52, 4);         // 31, 65, 91, 97
+    steady_agrees(m, "lychee", "budget=40 lychee-buffer=8 lychee-chunk-min=4 lychee-chunk-max=8 lychee-full-layers=1 lychee-sink=4", 51, 4);     // 31, 49, 50 (just built), 65, 91
+    steady_agrees(m, "loopserve-p+lychee", "budget=20 lychee-buffer=4 lychee-chunk-min=4 lychee-chunk-max=8 lychee-full-layers=0 lychee-sink=4 lychee-kg=2 ctk=f16 ctv=f16", 52, 4);   // 31, 41 (built again), 65, 91
+    steady_agrees(m, "loopserve-d", "budget=16 ctk=f16 ctv=f16", 50, 6);                         // 31, 46, 62 (selections), 65, 91, 106
+    free(step_logits(m, "lychee", "budget=40 lychee-buffer=8 lychee-full-layers=1 lychee-sink=4 lychee-gqa=head", 60, 3, 3));
+    free(step_logits(m, "quest+pats", "budget=48 quest-full-layers=1 pats-window=8 ctk=f16 ctv=f16", 60, 3, 3));
+    tiny_free(m); tiny_free(w);
+}
 TEST(cuda_same_bits, "methods that read everything are full attention to the bit on the device, with and without hooks in a step") {
     const char *method[] = { "snapkv", "adakv", "lychee", "quest", "loopserve-d" };
     Tiny m = tiny_model(2, 2, 1, 16, 16, 24, 53, 31);
-    float *a = step_logits(m, "full", "batch-size=100", 260, 6, 1);
+    float *a = step_logits(m, "full", "batch-size=100", 260, 6, 0);
     for (int i = 0; i < 5; i++) {
-        float *b = step_logits(m, method[i], "batch-size=100 budget=1000", 260, 6, i < 2);
+        float *b = step_logits(m, method[i], "batch-size=100 budget=1000", 260, 6, i >= 2);     // the first step shows what a select hook does
         CHECK(!memcmp(a, b, 6 * 53 * sizeof *a), "%s", method[i]);
         free(b);
     }
