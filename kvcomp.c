@@ -6558,6 +6558,7 @@ static void pats_attend(Session *s, void *ms, int l, float *out, const float *q,
     pats_write(s, ms, l, T);
     attn_prefill(s, l, out, q, 0, T);
 }
+static int pats_steady(const Session *s, const void *ms) { (void)s; return !((const Pats *)ms)->write; }
 static void pats_select(Session *s, void *ms, int l, const float *q) {
     (void)q;
     pats_write(s, ms, l, 1);
@@ -8475,7 +8476,7 @@ const Method methods[] = {
       .keeps = "keeps every row; rows outside the last --pats-window tokens lose 2..8 low bits of f16 and are packed",
       .limits = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream (frozen), middle drifts towards more cutting in long decodes (ratchet)",
       .role = ROLE_STORE, .state = sizeof(Pats), .opts = pats_opts, .open = pats_open, .close = pats_close, .attend = pats_attend,
-      .select = pats_select, .commit = pats_commit, .bytes = pats_bytes, .forget = pats_forget, .stats = pats_stats },
+      .select = pats_select, .steady = pats_steady, .wants = KV_BLIND, .commit = pats_commit, .bytes = pats_bytes, .forget = pats_forget, .stats = pats_stats },
     { .name = "q8", .paper = "blocks of 32 values with one f16 scale, as llama.cpp's q8_0", .keeps = "keeps every row at 8.5 bits an element",
       .limits = "sets -ctk and -ctv itself", .role = ROLE_STORE, .open = q8_open },
     { .name = "lychee", .paper = "LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and Hierarchical KV Indexing",

@@ -84,6 +84,7 @@ struct Chosen {                 // views that were chosen on the device and stay
     int *rows;                  // (L,G) pinned: rows of a list less its tail; with the head's length, what is read
     double *row_bytes;          // (L,G) bytes of a row when the list was made
 };
+struct Read { int n; double each; };     // rows of a list, and the bytes of a row
 struct Device {
     cublasHandle_t blas;
     Chosen chosen;
@@ -99,7 +100,7 @@ struct Device {
     unsigned seen;              // Session.changes when what follows was made
     int *first;                 // (L+1) works of the layers before
     int grid, BQ;               // items of a layer, at most; query rows of a work
-    double rows, lists;         // rows all lists of the last step had together; lists
+    struct Read *read; int n_read;      // (LH) what was read in the last step
     cudaGraphExec_t graph;      // the step, or NULL
     int no_graph;               // 1: this device would not take one
 };
@@ -958,6 +959,9 @@ static int reads_first(const Session *s, int l, const Work *w) {
     int h = w->g * (s->c->H / s->c->G) + w->m0;
     return w->m0 && view_equal(kv_view(s, l, h), kv_view(s, l, h - 1)) ? 0 : 1;
 }
+static double row_bytes(const Session *s, const KVHead *h) {     // of a row of K and V, as allocated
+    return (double)(h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes) / (h->packed + h->cap);
+}
 static Plan plan_decode(Session *s, int l) {
     if (s->dev->chosen.kept[l]) return plan_chosen(s, l);
     int H = s->c->H, G = s->c->G, R = H / G, total = 0;
@@ -1116,10 +1120,8 @@ static void decode_device(Session *s, int l, float *out, const float *q) {      
     Plan p = plan_decode(s, l);
     float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     Attn a = attend(s, l, q, s->base, &p, out, stat);
-    for (int i = 0; i < p.n_work && !p.lists; i++) {             // chosen ones are counted at the end of the pass
-        const KVHead *h = kv_head(s, l, p.work[i].g);
-        s->clk.bytes_attended += (double)(reads_first(s, l, &p.work[i]) * p.work[i].n) * ((double)(h->cap * (a.bytes_k + a.bytes_v) + 2 * h->pk_bytes) / (h->packed + h->cap));
-    }
+    for (int i = 0; i < p.n_work && !p.lists; i++)               // chosen ones are counted at the end of the pass
+        s->clk.bytes_attended += reads_first(s, l, &p.work[i]) * p.work[i].n * row_bytes(s, kv_head(s, l, p.work[i].g));
     if (s->wants & KV_MASS) add_mass(s, l, a, &p, stat, 1);
     scratch_reset(s, mark);
 }
@@ -1288,7 +1290,7 @@ static void commits(Session *s, int from, int T) {               // of layers fr
 // all, shows in an ordinary step: one comes after every change, the step after it is captured.
 
 static int step_free(const Session *s) {
-    if (!commits_late(s) || (s->wants & KV_MASS) || s->packing) return 0;
+    if (!commits_late(s) || (s->wants & KV_MASS)) return 0;
     for (int i = 0; i < s->n_part; i++) {
         const Part *p = &s->part[i];
         if (p->m->project || (p->m->select && !(p->m->steady && p->m->steady(s, p->ms)))) return 0;
@@ -1346,16 +1348,16 @@ static void step_plan(Session *s) {
     char *host = (char *)scratch(s, bytes), *dev = room<char>(s, ROOM_WORK, bytes);
     Work *work = (Work *)host;
     int *first = (int *)(work + L * H), *idx = first + L + 1;
-    d->grid = 1; d->rows = d->lists = 0;
+    d->grid = 1; d->n_read = 0;
     for (int l = 0; l < L; l++) {
         Plan p = plan_decode(s, l);
         int pieces = 0;
         for (int i = 0; i < p.n_work; i++) {
             Work *w = &p.work[i];
-            pieces += blocks(w->n_idx + kv_head(s, l, w->g)->cap - w->tail, 2 * TILE);
+            const KVHead *h = kv_head(s, l, w->g);
+            pieces += blocks(w->n_idx + h->packed + h->cap - w->tail, 2 * TILE);
             if (p.lists) continue;                               // lists_count will know their rows
-            d->lists += reads_first(s, l, w);
-            d->rows += reads_first(s, l, w) * w->n;
+            if (reads_first(s, l, w)) d->read[d->n_read++] = { w->n, row_bytes(s, h) };
             w->idx += n_idx;
         }
         if (most_items(pieces, p.n_work) > d->grid) d->grid = most_items(pieces, p.n_work);
@@ -1438,8 +1440,7 @@ static float *step_cuda(Session *s) {
     if (d->graph) KV_CUDA(cudaGraphLaunch(d->graph, kv_stream));
     else step_launches(s, &r);
     for (int l = 0; l < s->c->L; l++) kv_note(s, l, 0, 1);       // while the device works
-    d->rows += d->lists;                                         // every list has one row more
-    s->clk.bytes_attended += d->rows * (double)(s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D));
+    for (int i = 0; i < d->n_read; i++) s->clk.bytes_attended += ++d->read[i].n * d->read[i].each;       // every list has one row more
     logits_wait(s);
     lists_count(s);
     commits(s, 0, 1);
@@ -1572,6 +1573,7 @@ int device_open(Session *s) {
     KV_BLAS(cublasCreate(&s->dev->blas));
     KV_BLAS(cublasSetStream(s->dev->blas, kv_stream));
     s->dev->first = (int *)xcalloc((size_t)s->c->L + 1, sizeof(int));
+    s->dev->read = (Read *)xcalloc((size_t)s->c->L * s->c->H, sizeof(Read));
     s->dev->seen = s->dev->settled = s->changes - 1;             // nothing is prepared yet
     KV_CUDA(cudaMallocHost((void **)&s->dev->step, step_bytes(s)));
     KV_CUDA(cudaMallocHost((void **)&s->dev->logits, (size_t)s->c->V * sizeof(float)));
@@ -1593,7 +1595,7 @@ void device_close(Session *s) {                                  // after the ro
     KV_CUDA(cudaFreeHost(d->step));
     KV_CUDA(cudaFreeHost(d->logits));
     KV_CUDA(cudaFreeHost(d->chosen.rows));
-    free(d->held); free(d->chosen.kept); free(d->chosen.row_bytes); free(d->first); free(d);
+    free(d->held); free(d->chosen.kept); free(d->chosen.row_bytes); free(d->first); free(d->read); free(d);
     s->dev = NULL;
 }
 
@@ -2013,10 +2015,7 @@ static int *chosen_room(Session *s, int l, int stride) {         // (G,stride) f
     c->stride = stride;
     if (!c->kept[l]) s->changes++;
     c->kept[l] = KEPT;
-    for (int g = 0; g < s->c->G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        c->row_bytes[l * s->c->G + g] = (double)(h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes) / (h->packed + h->cap);
-    }
+    for (int g = 0; g < s->c->G; g++) c->row_bytes[l * s->c->G + g] = row_bytes(s, kv_head(s, l, g));
     room<int>(s, ROOM_VIEWS, (size_t)s->c->L * s->c->G * stride);
     return lists_of(s, l);
 }
@@ -2601,6 +2600,7 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
     if (!only_added) { grown(h->pk, 0, 0); grown(h->pv, 0, 0); }
     h->pk = pk; h->pv = pv;
     r->pk_bytes = want;
+    s->changes++;
 }
 // The first `gone` raw rows are packed now: the `left` others move up
 void rows_drop_cuda(Session *s, KVHead *h, int gone, int left) {

@@ -8257,7 +8257,10 @@ TEST(cuda_steady, "steps that choose rows as a graph, over grafts, ends of pages
     steady_agrees(m, "loopserve-p+lychee", "budget=20 lychee-buffer=4 lychee-chunk-min=4 lychee-chunk-max=8 lychee-full-layers=0 lychee-sink=4 lychee-kg=2 ctk=f16 ctv=f16", 52, 4);   // 31, 41 (built again), 65, 91
     steady_agrees(m, "loopserve-d", "budget=16 ctk=f16 ctv=f16", 50, 6);                         // 31, 46, 62 (selections), 65, 91, 106
     free(step_logits(m, "lychee", "budget=40 lychee-buffer=8 lychee-full-layers=1 lychee-sink=4 lychee-gqa=head", 60, 3, 3));
-    free(step_logits(m, "quest+pats", "budget=48 quest-full-layers=1 pats-window=8 ctk=f16 ctv=f16", 60, 3, 3));
+    steady_agrees(m, "pats", "pats-window=8 ctk=f16 ctv=f16", 47, 9);                            // packed again at 34, 39, 44, ..
+    steady_agrees(m, "pats", "pats-window=8 pats-policy=static pats-tend=120 ctk=f16 ctv=f16", 0, 0);
+    steady_agrees(m, "quest+pats", "budget=48 quest-full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16", 45, 11);
+    free(step_logits(m, "pats", "pats-window=8 pats-when=write ctk=f16 ctv=f16", 60, 3, 3));
     tiny_free(m); tiny_free(w);
 }
 TEST(cuda_same_bits, "methods that read everything are full attention to the bit on the device, with and without hooks in a step") {
