@@ -4962,6 +4962,7 @@ static void expected_project(Session *s, void *ms, int l, const float *q, const 
         }
     }
 }
+static int expected_steady(const Session *s, const void *ms) { (void)s; (void)ms; return 1; }     // a decode step is not looked at
 // cs (D): means of cos over the next FUTURE positions for the D/2 frequencies, then of sin
 static void expected_rope(const Session *s, double *cs) {
     int D = s->c->D;
@@ -8438,7 +8439,7 @@ const Method methods[] = {
       .open = h2o_open, .commit = h2o_commit },
     { .name = "expected-attention", .paper = "Expected Attention, arXiv 2510.00636", .keeps = "keeps the first --sink rows and those future queries are expected to attend to; B in all", .evicts = 1,
       .limits = "B must exceed --sink", .uses = "--budget 1024, --sink 4", .role = ROLE_SELECT, .state = sizeof(Expected), .open = expected_open, .close = expected_close, .bytes = expected_bytes,
-      .project = expected_project, .commit = expected_commit },
+      .project = expected_project, .steady = expected_steady, .wants = KV_BLIND, .commit = expected_commit },
     { .name = "a-shape", .paper = "A-shape prefill mask, after StreamingLLM, arXiv 2309.17453",
       .keeps = "keeps every row; a prefill row reads the first --a-shape-init and the last --a-shape-local (saves reads only)",
       .limits = "decides the prefill attention only; combine it with a decode method by +", .role = ROLE_PREFILL, .state = sizeof(LineShape),

@@ -1293,7 +1293,7 @@ static int step_free(const Session *s) {
     if (!commits_late(s) || (s->wants & KV_MASS)) return 0;
     for (int i = 0; i < s->n_part; i++) {
         const Part *p = &s->part[i];
-        if (p->m->project || (p->m->select && !(p->m->steady && p->m->steady(s, p->ms)))) return 0;
+        if ((p->m->project || p->m->select) && !(p->m->steady && p->m->steady(s, p->ms))) return 0;
     }
     return 1;
 }

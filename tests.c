@@ -8199,9 +8199,10 @@ static float *step_logits(Tiny m, const char *method, const char *text, int n, i
     return x;
 }
 TEST(cuda_steps, "steps replayed as a graph, over heads that grow, are bit for bit the launches one by one, and equal the CPU") {
-    const char *method[] = { "full", "streaming", "snapkv", "full" }, *text[] = { "", "budget=20 ctk=f16 ctv=f16", "budget=20 obs-window=4 ctk=bf16", "ctk=q8_0 ctv=q8_0" };
+    const char *method[] = { "full", "streaming", "snapkv", "full", "expected-attention" };
+    const char *text[] = { "", "budget=20 ctk=f16 ctv=f16", "budget=20 obs-window=4 ctk=bf16", "ctk=q8_0 ctv=q8_0", "budget=20" };
     Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 5; i++) {
         float *a = step_logits(m, method[i], text[i], 60, 9, 0);
         if (&emu_no_graphs) {
             emu_no_graphs = 1;
