@@ -4919,24 +4919,21 @@ static const Opt h2o_opts[] = {
 // mu and Sg (divided by the count) are of every query a prefill of the dialogue fed at position >= --sink.
 // **Differs from the paper:** applied at every turn's end; a query once counted is not taken back when tokens are truncated.
 enum { FUTURE = 512 };                                  // positions Rbar is a mean of
-typedef struct { int sink; long *n; double *sum, *outer; } Expected;       // n (L); sum (L,H,D) of q; outer (L,H,D,D) of q q^T
+typedef struct { int sink; long *n; double *sum, *outer; } Expected;       // n (L); sum (L,H,D) of q; outer (L,H,D,D) of q q^T, made by the first prefill where q lies
 
 static int expected_open(Session *s, void *ms) {
     Expected *x = ms;
-    size_t L = s->c->L, H = s->c->H, D = s->c->D;
     x->sink = opt_int(s->opt, "sink");
     if (x->sink < 0) return refuse(s, "--sink must not be negative, found %d", x->sink);
     if (!s->budget) s->budget = 1024;
     if (s->ratio < 0 && s->budget <= x->sink) return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
-    x->n = xcalloc(L, sizeof(long));
-    x->sum = xcalloc(L * H * D, sizeof(double));
-    x->outer = xcalloc(L * H * D * D, sizeof(double));
+    x->n = xcalloc(s->c->L, sizeof(long));
     return 0;
 }
 static void expected_close(Session *s, void *ms) {
     Expected *x = ms;
-    (void)s;
-    free(x->n); free(x->sum); free(x->outer);
+    free(x->n);
+    if (KV_DEV(s)) near_free_cuda((char *)x->sum); else free(x->sum);
 }
 static size_t expected_bytes(const Session *s, const void *ms) {
     size_t L = s->c->L, H = s->c->H, D = s->c->D;
@@ -4946,12 +4943,19 @@ static size_t expected_bytes(const Session *s, const void *ms) {
 static void expected_project(Session *s, void *ms, int l, const float *q, const float *k, const float *v, int T) {
     Expected *x = ms;
     int H = s->c->H, D = s->c->D;
+    size_t n = (size_t)s->c->L * H * D;
     (void)k; (void)v;
     if (s->decoding) return;
+    if (!x->sum) {
+        x->sum = KV_DEV(s) ? (double *)near_zero_cuda(n * (D + 1) * sizeof(double)) : xcalloc(n * (D + 1), sizeof(double));
+        x->outer = x->sum + n;
+    }
+    double *sums = x->sum + (size_t)l * H * D, *outers = x->outer + (size_t)l * H * D * D;
     for (int t = 0; t < T; t++) x->n[l] += s->tok[s->base + t].pos >= x->sink;
+    if (KV_DEV(s)) { moments_add_cuda(s, sums, outers, q, T, x->sink); return; }
     #pragma omp parallel for schedule(static)
     for (int h = 0; h < H; h++) {
-        double *sum = x->sum + ((size_t)l * H + h) * D, *outer = x->outer + ((size_t)l * H + h) * D * D;
+        double *sum = sums + (size_t)h * D, *outer = outers + (size_t)h * D * D;
         for (int t = 0; t < T; t++) {
             const float *p = q + ((size_t)t * H + h) * D;
             if (s->tok[s->base + t].pos < x->sink) continue;
@@ -4980,11 +4984,9 @@ static void expected_turn(double *x, size_t step, int D, const double *cs) {    
         x[(i + D / 2) * step] = b * cs[i] + a * cs[D / 2 + i];
     }
 }
-// mu (D), cov (D,D) of one head's queries as they will stand at future positions; tmp (D,D+1) is room
-static void expected_moments(const Session *s, const Expected *x, int l, int h, const double *cs, float *mu, float *cov, double *tmp) {
-    int D = s->c->D;
-    const double *sum = x->sum + ((size_t)l * s->c->H + h) * D, *outer = x->outer + ((size_t)l * s->c->H + h) * D * D;
-    double n = x->n[l] ? (double)x->n[l] : 1, *mean = tmp + (size_t)D * D;
+// mu (D), cov (D,D) of one head's n queries as they will stand at future positions. sum (D), outer (D,D); tmp (D,D+1) is room
+static void expected_moments(double n, const double *sum, const double *outer, int D, const double *cs, float *mu, float *cov, double *tmp) {
+    double *mean = tmp + (size_t)D * D;
     for (int i = 0; i < D; i++) mean[i] = sum[i] / n;
     for (int i = 0; i < D; i++)
         for (int j = 0; j < D; j++) tmp[(size_t)i * D + j] = outer[(size_t)i * D + j] / n - mean[i] * mean[j];
@@ -4994,59 +4996,77 @@ static void expected_moments(const Session *s, const Expected *x, int l, int h, 
     for (int i = 0; i < D; i++) mu[i] = (float)mean[i];
     for (size_t i = 0; i < (size_t)D * D; i++) cov[i] = (float)tmp[i];
 }
-// p (H,N): softmax of z over rows sink[g].. of each query head's KV head g; the rows before are left alone. sink (G)
-static void expected_scores(Session *s, const Expected *x, int l, const int *sink, float *p, int N) {
+static void expected_exponents(const Session *s, const KVHead *hd, int n0, const float *mu, const float *cov, float *buf, float *z) {     // z (N) from row n0 on; buf is room
+    int D = s->c->D;
+    float *k = buf, *y = k + (size_t)KV_TILE * D, *lin = y + (size_t)KV_TILE * D;
+    for (int r = n0; r < hd->len; r += KV_TILE) {
+        int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
+        kv_load_k(s, hd, NULL, r, m, k);
+        attn_scores(lin, mu, k, 1, m, D, 1 / sqrtf((float)D));
+        attn_scores(y, cov, k, D, m, D, 1 / (2 * (float)D));                     // y (D,m) = Sg k^T / 2D
+        for (int j = 0; j < m; j++) {
+            double a = lin[j];
+            for (int d = 0; d < D; d++) a += (double)k[(size_t)j * D + d] * y[(size_t)d * m + j];
+            z[r + j] = (float)a;
+        }
+    }
+}
+static void value_squares(const Session *s, const KVHead *hd, float *v, float *out) {      // out (N): |v|^2; v is room
+    int D = s->c->D;
+    for (int r = 0; r < hd->len; r += KV_TILE) {
+        int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
+        kv_load_v(s, hd, NULL, r, m, v);
+        for (int j = 0; j < m; j++) out[r + j] = dot_f32(v + (size_t)j * D, v + (size_t)j * D, D);
+    }
+}
+// p (H,N): softmax of z over rows sink[g].. of each query head's KV head g; the rows before are left alone. sq (G,N): |v|^2. sink (G)
+static void expected_scores(Session *s, const Expected *x, int l, const int *sink, float *p, float *sq, int N) {
     int H = s->c->H, D = s->c->D, R = H / s->c->G;
+    size_t n = (size_t)H * D, room = 2 * (size_t)KV_TILE * D + KV_TILE;
     double *cs = scratch(s, (size_t)D * sizeof(double)), *tmp = scratch(s, (size_t)n_threads() * D * (D + 1) * sizeof(double));
-    size_t room = (size_t)D + (size_t)D * D + 2 * (size_t)KV_TILE * D + KV_TILE;
-    float *buf = scratch(s, n_threads() * room * sizeof(float));
+    double *sum = x->sum + (size_t)l * n, *outer = x->outer + (size_t)l * n * D;
+    float *mu = scratch(s, n * (D + 1) * sizeof(float)), *cov = mu + n, *buf = scratch(s, n_threads() * room * sizeof(float));
+    if (KV_DEV(s)) {
+        double *copy = scratch(s, n * (D + 1) * sizeof(double));
+        bytes_load_cuda(copy, sum, n * sizeof(double)); bytes_load_cuda(copy + n, outer, n * D * sizeof(double));
+        sum = copy; outer = copy + n;
+    }
     expected_rope(s, cs);
+    #pragma omp parallel for schedule(static)
+    for (int h = 0; h < H; h++)
+        expected_moments(x->n[l] ? (double)x->n[l] : 1, sum + (size_t)h * D, outer + (size_t)h * D * D, D, cs, mu + (size_t)h * D, cov + (size_t)h * D * D, tmp + (size_t)thread_id() * D * (D + 1));
+    if (KV_DEV(s)) expected_scores_cuda(s, l, mu, cov, p, sq, N);
     #pragma omp parallel for schedule(static)
     for (int h = 0; h < H; h++) {
         const KVHead *hd = kv_head(s, l, h / R);
-        float *mu = buf + thread_id() * room, *cov = mu + D, *k = cov + (size_t)D * D, *y = k + (size_t)KV_TILE * D, *lin = y + (size_t)KV_TILE * D;
-        float *z = p + (size_t)h * N, max = -INFINITY, sum = 0;
-        int n0 = sink[h / R], n = hd->len - n0;
-        expected_moments(s, x, l, h, cs, mu, cov, tmp + (size_t)thread_id() * D * (D + 1));
-        for (int r = n0; r < hd->len; r += KV_TILE) {
-            int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
-            kv_load_k(s, hd, NULL, r, m, k);
-            attn_scores(lin, mu, k, 1, m, D, 1 / sqrtf((float)D));
-            attn_scores(y, cov, k, D, m, D, 1 / (2 * (float)D));                 // y (D,m) = Sg k^T / 2D
-            for (int j = 0; j < m; j++) {
-                double a = lin[j];
-                for (int d = 0; d < D; d++) a += (double)k[(size_t)j * D + d] * y[(size_t)d * m + j];
-                z[r + j] = (float)a;
-                max = fmaxf(max, z[r + j]);
-            }
-        }
-        exp_shift(z + n0, max, n, &sum);
-        for (int r = n0; r < hd->len; r++) z[r] /= sum;
+        float *z = p + (size_t)h * N, max = -INFINITY, all = 0, *own = buf + thread_id() * room;
+        int n0 = sink[h / R];
+        if (!KV_DEV(s)) expected_exponents(s, hd, n0, mu + (size_t)h * D, cov + (size_t)h * D * D, own, z);
+        if (!KV_DEV(s) && h % R == 0) value_squares(s, hd, own, sq + (size_t)(h / R) * N);
+        for (int r = n0; r < hd->len; r++) max = fmaxf(max, z[r]);
+        exp_shift(z + n0, max, hd->len - n0, &all);
+        for (int r = n0; r < hd->len; r++) z[r] /= all;
     }
 }
 static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
     Expected *x = ms;
-    int B = budget_now(s), G = s->c->G, D = s->c->D, R = s->c->H / G;
+    int B = budget_now(s), G = s->c->G, R = s->c->H / G;
     (void)q; (void)T;
     if (s->decoding || l == s->c->L || s->n_tok <= B) return;
     size_t mark = scratch_mark(s);
     int N = kv_longest(s, l), *keep = scratch(s, (size_t)(N + 1) * sizeof(int)), *sink = scratch(s, (size_t)G * sizeof(int));
     float *p = scratch(s, (size_t)s->c->H * N * sizeof(float)), *one = scratch(s, (size_t)N * sizeof(float));
-    float *v = scratch(s, (size_t)KV_TILE * D * sizeof(float));
+    float *sq = scratch(s, (size_t)G * N * sizeof(float));
     for (int g = 0; g < G; g++) {
         const KVHead *h = kv_head(s, l, g);
         for (sink[g] = 0; sink[g] < h->len && h->src[sink[g]] < x->sink; ) sink[g]++;
     }
-    expected_scores(s, x, l, sink, p, N);
+    expected_scores(s, x, l, sink, p, sq, N);
     for (int g = 0; g < G; g++) {
         const KVHead *h = kv_head(s, l, g);
         int n0 = sink[g], n = h->len - n0, first = n0 < B ? n0 : B;
         join_heads(one, p + (size_t)g * R * N + n0, n, N, R, AGG_MEAN);
-        for (int r = 0; r < n; r += KV_TILE) {
-            int m = n - r < KV_TILE ? n - r : KV_TILE;
-            kv_load_v(s, h, NULL, n0 + r, m, v);
-            for (int j = 0; j < m; j++) one[r + j] *= sqrtf(dot_f32(v + (size_t)j * D, v + (size_t)j * D, D));
-        }
+        for (int r = 0; r < n; r++) one[r] *= sqrtf(sq[(size_t)g * N + n0 + r]);
         int kept = top_k(one, n, B - first, keep + first);
         for (int i = 0; i < first; i++) keep[i] = i;
         for (int i = 0; i < kept; i++) keep[first + i] += n0;
@@ -10195,7 +10215,7 @@ static double bandwidth(const Session *s) { (void)s; return KV_DEV(s) ? device_c
 static float *fill_pass(Session *s, const Token *in, int T) {
     const Config *c = s->c;
     size_t nk = (size_t)T * c->G * c->D, nq = (size_t)T * c->H * c->D;
-    float *x = xmalloc((nq + 2 * nk) * sizeof *x), *k = x + nq, *v = k + nk, *near = x;    // near: where the device, if any, has them
+    float *x = xmalloc((nq + 2 * nk) * sizeof *x), *near = x;    // near: where the device, if any, has them
     #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < nq + 2 * nk; i++) x[i] = (float)(int32_t)(uint32_t)mix64(i) * 0x1p-31f;
     if (KV_DEV(s)) near = device_floats(x, nq + 2 * nk);
@@ -10203,7 +10223,7 @@ static float *fill_pass(Session *s, const Token *in, int T) {
     if (KV_DEV(s)) tokens_give_cuda(s);
     for (int l = 0; l < c->L; l++) {
         int acts = layer_acts(s, l);
-        if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, x, k, v, T);
+        if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, near, near + nq, near + nq + nk, T);
         kv_append(s, l, near + nq, near + nq + nk, 0, T);
         if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, near, T);
     }

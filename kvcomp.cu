@@ -1160,7 +1160,7 @@ static void lists_count(Session *s);
 
 #define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
 
-struct Pass { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs, *host_q, *host_k, *host_v; int span, want_project, late; };
+struct Pass { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs; int span, late; };
 
 static int commits_late(const Session *s) {                      // a decode step whose commits may run when every layer is done
     for (int i = 0; i < s->n_part; i++) if (s->part[i].m->commit && !(s->part[i].m->wants & KV_BLIND)) return 0;
@@ -1171,10 +1171,7 @@ static Pass pass_room(Session *s, int T) {
     int whole = s->rule != VIS_CAUSAL, b = s->batch < T ? s->batch : T;
     Pass r;
     memset(&r, 0, sizeof r);
-    EACH_PART(s, p) {
-        whole |= p->m->project || p->m->attend || p->m->commit;
-        r.want_project |= p->m->project != NULL;
-    }
+    EACH_PART(s, p) whole |= p->m->project || p->m->attend || p->m->commit;
     r.span = whole ? T : b;
     r.late = commits_late(s);
     size_t n = r.span, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
@@ -1183,9 +1180,6 @@ static Pass pass_room(Session *s, int T) {
     r.k = room<float>(s, ROOM_K, n * GD);                  r.v = room<float>(s, ROOM_V, n * GD);
     r.h = room<float>(s, ROOM_H, (size_t)b * c->C);        r.gate = room<float>(s, ROOM_GATE, (size_t)b * c->F);
     r.up = room<float>(s, ROOM_UP, (size_t)b * c->F);
-    if (r.want_project) r.host_q = (float *)scratch(s, n * HD * sizeof(float));
-    if (r.want_project) r.host_k = (float *)scratch(s, n * GD * sizeof(float));
-    if (r.want_project) r.host_v = (float *)scratch(s, n * GD * sizeof(float));
     return r;
 }
 // Brings the tokens to the device. A prefill sends all of them again: methods may have truncated some. A decode step sends its own,
@@ -1469,11 +1463,7 @@ float *pass_cuda(Session *s, int T) {
                 m = same_weights(s, t, t1, &y, l);
                 project_rows(s, y, r.x + t * C, r.h, r.q + (t - t0) * HD, r.k + (t - t0) * GD, r.v + (t - t0) * GD, m);
             }
-            if (acts && r.want_project) {
-                download(r.host_q, r.q, n * HD * sizeof(float));
-                download(r.host_k, r.k, n * GD * sizeof(float)); download(r.host_v, r.v, n * GD * sizeof(float));
-                EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, r.host_q, r.host_k, r.host_v, n);
-            }
+            if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, r.q, r.k, r.v, n);
             kv_reserve(s, l, n);
             rope_append(s, l, NULL, r.q, r.k, r.v, r.cs + (size_t)t0 * c->D, t0, n);
             kv_note(s, l, t0, n);
@@ -1640,6 +1630,30 @@ double device_gemm_rate(Session *s, int O, int I, int T) {       // one product,
 }
 
 // ==================================================================================================== 10 BASELINES
+// Some scores are exactly the CPU's: their dot products go by lanes of 16 with fused multiply-adds, as in section 4 of kvcomp.c (a CPU with
+// FMA has the same bits), and what is left of a sum is added in the same order.
+
+// Where the keys (v 0) or the values (v 1) of a layer lie, to be read one number at a time
+struct Column { HeadRefs heads; int v, kind, D; size_t bytes; };
+static __device__ float row_value(const Column &a, const HeadRef &h, int r, int d) {
+    if (r >= h.packed) return row_get((a.v ? h.v : h.k) + (r - h.packed) * a.bytes, a.kind, d);
+    return packed_value(h, a.v, r, d, a.D);
+}
+static Column column_of(const Session *s, int l, int v) {
+    const Format *f = v ? s->fv : s->fk;
+    Column a = { head_refs(s, l), v, row_kind(f), s->c->D, f->row_bytes(s->c->D) };
+    return a;
+}
+static Column keys_of(const Session *s, int l) { return column_of(s, l, 0); }
+static __device__ float lanes_fold(float sum) {                  // 8+8, 4+4, 2+2, 1+1; every lane of a half warp gets it
+    for (int i = 8; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    return sum;
+}
+static __device__ float dot_lanes(const float *a, const float *b, int D) {      // dot_f32
+    float sum = 0;
+    for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], b[d], sum);
+    return lanes_fold(sum);
+}
 // Selection at the end of a prefill, in links that work on the device and are the same for every method: window_scores (section
 // 6) -> pooled_scores -> top_k_rows -> kv_keep. Only the kept lists come to the host, whose books need them. Window scores agree
 // with the CPU's to rounding (another order of sums, another exp), so scores closer than that may change places; everything after
@@ -1771,7 +1785,75 @@ float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int a
     return one;
 }
 char *near_grow_cuda(char *old, size_t have, size_t want) { return grown(old, have, want); }
+char *near_zero_cuda(size_t n) {
+    char *p = grown(NULL, 0, n);
+    KV_CUDA(cudaMemsetAsync(p, 0, n, kv_stream));
+    return p;
+}
 void near_free_cuda(char *p) { grown(p, 0, 0); }
+// ---- ExpectedAttention: sums of queries, exponents of the scores and lengths of values, to the CPU's bit
+enum { MOMENT_TILE = 16 };
+// sum (H,D), outer (H,D,D) += those of q (T,H,D). A block has 16 x 16 numbers of outer, each of its threads one; products of two floats are exact
+// in double, and the tokens come in order.
+static __global__ void moments_kernel(double *sum, double *outer, const float *q, const Token *tok, int sink, int T, int H, int D) {
+    __shared__ float row[MOMENT_TILE][MOMENT_TILE + 1], col[MOMENT_TILE][MOMENT_TILE + 1];
+    int x = threadIdx.x, y = threadIdx.y, h = blockIdx.z, i0 = blockIdx.y * MOMENT_TILE, j0 = blockIdx.x * MOMENT_TILE, i = i0 + y, j = j0 + x;
+    int mine = i < D && j < D, sums = mine && !j;
+    double *to = outer + ((size_t)h * D + i) * D + j, a = mine ? *to : 0, b = sums ? sum[(size_t)h * D + i] : 0;
+    for (int t0 = 0; t0 < T; t0 += MOMENT_TILE) {
+        const float *p = q + ((size_t)(t0 + y) * H + h) * D;     // thread (x,y) brings numbers i0 + x and j0 + x of token t0 + y
+        int counts = t0 + y < T && tok[t0 + y].pos >= sink;      // a 0 adds nothing, like a query that does not count
+        row[y][x] = counts && i0 + x < D ? p[i0 + x] : 0;
+        col[y][x] = counts && j0 + x < D ? p[j0 + x] : 0;
+        __syncthreads();
+        for (int t = 0; t < MOMENT_TILE; t++) {
+            a += (double)row[t][y] * col[t][x];
+            b += row[t][y];
+        }
+        __syncthreads();
+    }
+    if (mine) *to = a;
+    if (sums) sum[(size_t)h * D + i] = b;
+}
+void moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int T, int sink) {
+    dim3 grid(blocks(s->c->D, MOMENT_TILE), blocks(s->c->D, MOMENT_TILE), s->c->H), block(MOMENT_TILE, MOMENT_TILE);
+    KV_LAUNCH(moments_kernel, grid, block, 0, sum, outer, q, (const Token *)s->dev->room[ROOM_TOK].p + s->base, sink, T, s->c->H, s->c->D);
+}
+// z (H,N): mu.k / sqrt(D) + k^T Sg k / 2D. mu (H,D), Sg (H,D,D). A half warp a row
+static __global__ void expected_kernel(Column a, const float *mu, const float *cov, float f_mu, float f_cov, int R, int N, float *z) {
+    KV_DYN_SHARED(float, keys);                                  // (rows of a block,D)
+    int h = blockIdx.y, D = a.D, half = threadIdx.x >> 4, r = blockIdx.x * (blockDim.x / 16) + half;
+    HeadRef hd = a.heads.at[h / R];
+    float *k = keys + half * D;
+    for (int d = threadIdx.x & 15; d < D; d += 16) k[d] = r < hd.len ? row_value(a, hd, r, d) : 0;
+    __syncwarp();
+    double sum = __fmul_rn(dot_lanes(mu + (size_t)h * D, k, D), f_mu);
+    for (int d = 0; d < D; d++) sum += (double)k[d] * __fmul_rn(dot_lanes(cov + ((size_t)h * D + d) * D, k, D), f_cov);
+    if (!(threadIdx.x & 15) && r < hd.len) z[(size_t)h * N + r] = (float)sum;
+}
+static __global__ void squares_kernel(Column a, int N, float *out) {             // out (G,N): v.v
+    KV_DYN_SHARED(float, rows);
+    int g = blockIdx.y, half = threadIdx.x >> 4, r = blockIdx.x * (blockDim.x / 16) + half;
+    HeadRef hd = a.heads.at[g];
+    float *v = rows + half * a.D;
+    for (int d = threadIdx.x & 15; d < a.D; d += 16) v[d] = r < hd.len ? row_value(a, hd, r, d) : 0;
+    __syncwarp();
+    float sum = dot_lanes(v, v, a.D);
+    if (!(threadIdx.x & 15) && r < hd.len) out[(size_t)g * N + r] = sum;
+}
+// All on the host but the rows: mu (H,D), cov (H,D,D) -> z (H,N), squares (G,N)
+void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, float *z, float *squares, int N) {
+    int H = s->c->H, G = s->c->G, D = s->c->D;
+    size_t n_mu = (size_t)H * D, n_cov = n_mu * D, n_z = (size_t)H * N, n_sq = (size_t)G * N;
+    float *dev = room<float>(s, ROOM_POOL, n_mu + n_cov + n_z + n_sq), *dev_z = dev + n_mu + n_cov;
+    upload(dev, mu, n_mu * sizeof(float));
+    upload(dev + n_mu, cov, n_cov * sizeof(float));
+    dim3 queries(blocks(N, 8), H), heads(blocks(N, 8), G);
+    KV_LAUNCH(expected_kernel, queries, 128, 8 * D * sizeof(float), keys_of(s, l), dev, dev + n_mu, 1 / sqrtf((float)D), 1 / (2 * (float)D), H / G, N, dev_z);
+    KV_LAUNCH(squares_kernel, heads, 128, 8 * D * sizeof(float), column_of(s, l, 1), N, dev_z + n_z);
+    download(z, dev_z, n_z * sizeof(float));
+    download(squares, dev_z + n_z, n_sq * sizeof(float));
+}
 // adakv_shares of kvcomp.c. The sums are of integers, so their order does not matter. One block a head
 static __global__ void __launch_bounds__(TOP_THREADS) shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
     __shared__ int64_t part[2][TOP_WARPS];
@@ -1997,15 +2079,6 @@ float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, 
 // Bounds are of the stored values, so exact; a page's score has the CPU's order of sums (lanes of 16, fused), so from equal rows and
 // queries both halves choose the same pages.
 
-struct Keys { HeadRefs heads; int kind, D; size_t bytes; };      // where the keys of a layer lie
-static __device__ float key_value(const Keys &a, const HeadRef &h, int r, int d) {
-    if (r >= h.packed) return row_get(h.k + (r - h.packed) * a.bytes, a.kind, d);
-    return packed_value(h, 0, r, d, a.D);
-}
-static Keys keys_of(const Session *s, int l) {
-    Keys a = { head_refs(s, l), row_kind(s->fk), s->c->D, s->fk->row_bytes(s->c->D) };
-    return a;
-}
 // ---- views that stay on the device. A decode step of Quest or LycheeCluster chooses rows in every layer; if the host had to see them, it
 // would wait for the device as often. So a list is left where it was made, with the View's n and tail in front; attention reads it there, and
 // only a number of rows comes to the host, with the logits. views_fetch_cuda() brings copies, for whoever asks (kv_meta_bytes, view_rows).
@@ -2079,18 +2152,14 @@ static __device__ void number_put(void *p, int dtype, size_t i, float x) {
     if (dtype == DT_F32) ((float *)p)[i] = x;
     else ((uint16_t *)p)[i] = dtype == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x);
 }
-static __global__ void page_bounds_kernel(Keys a, int g, char *bound, int from, int dtype) {
+static __global__ void page_bounds_kernel(Column a, int g, char *bound, int from, int dtype) {
     int page = from + blockIdx.x;
     for (int d = threadIdx.x; d < a.D; d += 32) {
-        float hi = key_value(a, a.heads.at[g], page * PAGE, d), lo = hi;
-        for (int r = 1; r < PAGE; r++) { float k = key_value(a, a.heads.at[g], page * PAGE + r, d); hi = k > hi ? k : hi; lo = k < lo ? k : lo; }
+        float hi = row_value(a, a.heads.at[g], page * PAGE, d), lo = hi;
+        for (int r = 1; r < PAGE; r++) { float k = row_value(a, a.heads.at[g], page * PAGE + r, d); hi = k > hi ? k : hi; lo = k < lo ? k : lo; }
         number_put(bound, dtype, (size_t)page * 2 * a.D + d, hi);
         number_put(bound, dtype, (size_t)page * 2 * a.D + a.D + d, lo);
     }
-}
-static __device__ float lanes_fold(float sum) {                  // 8+8, 4+4, 2+2, 1+1; every lane of a half warp gets it
-    for (int i = 8; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
-    return sum;
 }
 struct Pages { const char *bound[MAX_G]; };
 // page_scores: u (G,cap); a half warp a page, the queries in shared memory, split into positive and negative part as it goes. step: the heads
@@ -2160,7 +2229,7 @@ float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first
     return columns_device(s, l, q, first, w, 1);
 }
 
-// ---- what is chosen from sampled probabilities: a block a query head. Keys are the CPU's doubles, and sums have its order or none at all, so
+// ---- what is chosen from sampled probabilities: a block a query head. Column are the CPU's doubles, and sums have its order or none at all, so
 // the lines are those of kvcomp.c for the same probabilities.
 enum { BAND = 64, PICK_THREADS = 256, PICK_WARPS = PICK_THREADS / 32 };
 struct Picks {                  // argument; per head, N columns: P (m,N), v, s and wide (words), run (N/2 + 2,3), found (3);
@@ -2626,11 +2695,6 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 // FMA has the same bits; plain C agrees to rounding), centroids add their chunks in ascending order, distances are serial sums in
 // double that are never fused. No float is added atomically. From equal rows both halves make equal trees and equal lists.
 
-static __device__ float dot_lanes(const float *a, const float *b, int D) {      // dot_f32
-    float sum = 0;
-    for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], b[d], sum);
-    return lanes_fold(sum);
-}
 static __device__ float dot_centre(const float *a, const uint16_t *mu, int D) {
     float sum = 0;
     for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], bf16_to_f32(mu[d]), sum);
@@ -2657,15 +2721,15 @@ static __device__ float max_warp(float x) {
 
 // ---- keys and k-means. blockIdx.y is the KV head; all heads of a layer have as many chunks, clusters and units
 // chunk_key: key (D) shared = normalised mean, or maximum, of rows r0 .. r0+n-1; one warp
-static __device__ void chunk_key(const Keys &a, int pool_max, const HeadRef &h, int r0, int n, float *key) {
+static __device__ void chunk_key(const Column &a, int pool_max, const HeadRef &h, int r0, int n, float *key) {
     for (int d = threadIdx.x & 31; d < a.D; d += 32) {
-        float x = key_value(a, h, r0, d);
-        for (int i = 1; i < n; i++) { float k = key_value(a, h, r0 + i, d); x = pool_max ? fmaxf(x, k) : x + k; }
+        float x = row_value(a, h, r0, d);
+        for (int i = 1; i < n; i++) { float k = row_value(a, h, r0 + i, d); x = pool_max ? fmaxf(x, k) : x + k; }
         key[d] = pool_max ? x : x / (float)n;
     }
     normalise(key, a.D);
 }
-static __global__ void chunk_keys_kernel(Keys a, int pool_max, const int *start, float *keys) {  // keys (G,M,D). One warp a chunk
+static __global__ void chunk_keys_kernel(Column a, int pool_max, const int *start, float *keys) {  // keys (G,M,D). One warp a chunk
     __shared__ float key[MAX_D];
     int j = blockIdx.x;
     chunk_key(a, pool_max, a.heads.at[blockIdx.y], start[j], start[j + 1] - start[j], key);
@@ -2782,7 +2846,7 @@ static __global__ void cover_kernel(Tree *t, int coarse, const float *keys, cons
     for (int d = 16; d; d >>= 1) { chunks += __shfl_xor_sync(0xffffffffu, chunks, d); tokens += __shfl_xor_sync(0xffffffffu, tokens, d); }
     if (!lane) { u->r[j] = r; u->chunks[j] = chunks; u->tokens[j] = tokens; }
 }
-static __global__ void cover_tokens_kernel(Tree *t, Keys a, const int *start) {  // cover_tokens: centre and radius of a cluster from its raw keys
+static __global__ void cover_tokens_kernel(Tree *t, Column a, const int *start) {  // cover_tokens: centre and radius of a cluster from its raw keys
     __shared__ float row[MAX_D];
     int j = blockIdx.x, lane = threadIdx.x;
     const HeadRef &h = a.heads.at[blockIdx.y];
@@ -2791,12 +2855,12 @@ static __global__ void cover_tokens_kernel(Tree *t, Keys a, const int *start) { 
     if (!u->chunks[j]) return;                                   // the whole warp
     for (int i = u->first[j]; i >= 0; i = u->next[i])
         for (int k = start[i]; k < start[i + 1]; k++)
-            for (int c = 0; c < MAX_D / 32; c++) if (lane + 32 * c < a.D) acc[c] += key_value(a, h, k, lane + 32 * c) / tokens;
+            for (int c = 0; c < MAX_D / 32; c++) if (lane + 32 * c < a.D) acc[c] += row_value(a, h, k, lane + 32 * c) / tokens;
     for (int c = 0; c < MAX_D / 32; c++) if (lane + 32 * c < a.D) u->mu[(size_t)j * a.D + lane + 32 * c] = f32_to_bf16(acc[c]);
     __syncwarp();
     for (int i = u->first[j]; i >= 0; i = u->next[i])
         for (int k = start[i]; k < start[i + 1]; k++) {
-            for (int d = lane; d < a.D; d += 32) row[d] = key_value(a, h, k, d);
+            for (int d = lane; d < a.D; d += 32) row[d] = row_value(a, h, k, d);
             __syncwarp();
             r = fmaxf(r, above(distance(row, u->mu + (size_t)j * a.D, a.D)));
             __syncwarp();
@@ -2914,7 +2978,7 @@ static __device__ void child_append(Nodes *u, int node, int child, int tokens) {
     u->last[node] = child;
     u->chunks[node]++; u->tokens[node] += tokens;
 }
-static __global__ void __launch_bounds__(GRAFT_THREADS, 1) graft_kernel(Tree *trees, Keys a, LycheeRule x, const int *start, int from) {
+static __global__ void __launch_bounds__(GRAFT_THREADS, 1) graft_kernel(Tree *trees, Column a, LycheeRule x, const int *start, int from) {
     __shared__ float v[MAX_D], row[MAX_D], tmp[MAX_D], best_of[GRAFT_THREADS / 16];
     __shared__ int at_of[GRAFT_THREADS / 16];
     Tree *t = &trees[blockIdx.x];
@@ -2927,7 +2991,7 @@ static __global__ void __launch_bounds__(GRAFT_THREADS, 1) graft_kernel(Tree *tr
         int c = nearest_cluster(&t->fine, v, x.tokens, D, best_of, at_of);
         if (threadIdx.x < 32) {
             for (int i = 0; i < (x.tokens ? n : 1); i++) {       // bound=token: the chunk's raw keys one by one
-                for (int d = lane; d < D; d += 32) row[d] = x.tokens ? key_value(a, h, start[j] + i, d) : v[d];
+                for (int d = lane; d < D; d += 32) row[d] = x.tokens ? row_value(a, h, start[j] + i, d) : v[d];
                 __syncwarp();
                 node_absorb(x, &t->fine, c, x.tokens ? t->fine.tokens[c] + i : t->fine.chunks[c], row, x.unit && !x.tokens, D, tmp);
             }

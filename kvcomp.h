@@ -116,8 +116,8 @@ enum { KV_MASS = 1,                             // Method.wants: attention adds 
 enum { ROLE_PREFILL = 1, ROLE_SELECT = 2, ROLE_STORE = 4 };   // what a method decides; two parts of a "+" must not share a role
 
 // A method is a table line of optional hooks along the timeline of one pass. ms is the part's own state (zeroed, .state bytes).
-// q, k, v are f32. Hooks see a whole turn: -b never changes what they get. With Session.dev set, q and out are device memory (but
-// project's q, k, v): hand them on, or bring them with on_host().
+// q, k, v are f32. Hooks see a whole turn: -b never changes what they get. With Session.dev set, q, k, v and out are device
+// memory: hand them on, or bring them with on_host().
 typedef struct Method {
     const char *name;
     const char *paper;          // citation for --help METHOD
@@ -421,8 +421,11 @@ void   host_copy_cuda(float *to, const float *from, size_t n);                  
 float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg, int width, int order);   // q (T,H,D), n (G) -> (G,N) or, POOL_ONLY, (H,N) on the device
 void   top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count);   // x (S,stride) on the device; n, k, count (S), idx (S,per)
 float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);   // score (G,N), n (G) -> (sum of n), both on the device
+void   moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int T, int sink);   // sum (H,D), outer (H,D,D) += of q (T,H,D), tokens at position >= sink; all on the device
+void   expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, float *z, float *squares, int N);    // mu (H,D), cov (H,D,D) -> z (H,N), squares (G,N): |v|^2, all on the host
 float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg);       // score (H,N), n (G) -> (G,N), both on the device
 char  *near_grow_cuda(char *old, size_t have, size_t want);                        // memory of a method, on the device: keeps what is there
+char  *near_zero_cuda(size_t n);                                                   // n bytes of it, all 0
 void   near_free_cuda(char *p);
 void   lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T);     // lines (H); out, q (T,H,D) on the device
 int    line_batch_cuda(const Session *s, int l, int m);                            // KV heads that line_probs_cuda should do at once

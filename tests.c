@@ -2768,9 +2768,9 @@ TEST(baselines_expected, "ExpectedAttention's moments by hand: two queries, D 2;
     expected_project(s, x, 0, q, NULL, NULL, 3);
     s->decoding = 1; expected_project(s, x, 0, q, NULL, NULL, 3);  // decoded queries do not count
     CHECK(x->n[0] == 2, "%ld queries counted", x->n[0]);
-    expected_moments(s, x, 0, 0, id, mu, cov, tmp);
+    expected_moments(2, x->sum, x->outer, 2, id, mu, cov, tmp);
     CHECK(mu[0] == 2 && mu[1] == 0 && cov[0] == 1 && cov[1] == -2 && cov[2] == -2 && cov[3] == 4, "mean %g %g, covariance %g %g %g %g", mu[0], mu[1], cov[0], cov[1], cov[2], cov[3]);
-    expected_moments(s, x, 0, 0, quarter, mu, cov, tmp);
+    expected_moments(2, x->sum, x->outer, 2, quarter, mu, cov, tmp);
     CHECK(mu[0] == 0 && mu[1] == 2 && cov[0] == 4 && cov[1] == 2 && cov[2] == 2 && cov[3] == 1, "turned: mean %g %g, covariance %g %g %g %g", mu[0], mu[1], cov[0], cov[1], cov[2], cov[3]);
     CHECK(expected_bytes(s, x) == sizeof(long) + (2 + 4) * sizeof(double), "%zu bytes", expected_bytes(s, x));
     session_close(s); options_free(o); tiny_free(m);
@@ -8070,6 +8070,38 @@ TEST(cuda_adakv, "adakv, pyramidkv; sums over the group, ratios") {
 }
 TEST(cuda_h2o, "h2o, once and in every step") { dialogues("h2o", "budget=20"); dialogues("h2o", "budget=20 h2o=stream"); }
 TEST(cuda_expected, "expected-attention: the project hook") { dialogues("expected-attention", "budget=20 sink=2"); }
+TEST(cuda_expected_bits, "ExpectedAttention from equal rows and queries: sums of queries, exponents, lengths of values and kept rows to the CPU's bit, in a second turn too") {
+    static const char *method[] = { "expected-attention", "expected-attention", "expected-attention+pats" };
+    static const char *text[] = { "budget=30 ctk=f32 ctv=f16", "budget=30 sink=0 ctk=q8_0 ctv=q8_0", "budget=60 ctk=f16 ctv=f16 pats-window=8" };
+    int dims[] = { 40, 48, 64 };
+    for (int i = 0; i < 3; i++) {
+        if (emu_set_seed) emu_set_seed(cuda_seeds[i]);
+        Tiny m = tiny_model(2, 6, 3, dims[i], 16, 16, 53, 33);
+        Pair p = pair_open(m, method[i], text[i]);
+        Expected *a = p.c->part[0].ms, *b = p.d->part[0].ms;
+        size_t H = 6, D = (size_t)dims[i];
+        p.c->forward = p.d->forward = fill_pass;
+        for (int turn = 0; turn < 2; turn++) {
+            int n = turn ? 43 : 150, *ids = random_ids(n, 53);
+            prefill(p.c, ids, n); prefill(p.d, ids, n);
+            CHECK(!bytes_differ(a->sum, b->sum, 2 * H * D * (D + 1) * sizeof(double)), "%s D %zu: sums in turn %d", method[i], D, turn);
+            for (int j = 0; j < 6; j++)
+                CHECK(p.c->head[j].len == p.d->head[j].len && !memcmp(p.c->head[j].src, p.d->head[j].src, (size_t)p.c->head[j].len * sizeof(int)), "%s D %zu: rows of head %d in turn %d", method[i], D, j, turn);
+            arrfree(ids);
+        }
+        int N = kv_longest(p.c, 1), R = 2;
+        size_t n_mu = H * D, n_z = H * (size_t)N;
+        float *mu = normals(n_mu, 1), *cov = normals(n_mu * D, 1), *z = xcalloc(n_z, 4), *sq = xcalloc(n_z, 4), *z2 = xcalloc(n_z, 4), *sq2 = xcalloc(n_z, 4), *buf = xmalloc((2 * (size_t)KV_TILE * D + KV_TILE) * 4);
+        expected_scores_cuda(p.d, 1, mu, cov, z2, sq2, N);
+        for (int h = 0; h < 6; h++) {
+            expected_exponents(p.c, kv_head(p.c, 1, h / R), 0, mu + h * D, cov + h * D * D, buf, z + (size_t)h * N);
+            value_squares(p.c, kv_head(p.c, 1, h / R), buf, sq + (size_t)(h / R) * N);
+            CHECK(!memcmp(z + (size_t)h * N, z2 + (size_t)h * N, (size_t)N * 4) && !memcmp(sq + (size_t)(h / R) * N, sq2 + (size_t)(h / R) * N, (size_t)N * 4), "%s D %zu: exponents or lengths of head %d", method[i], D, h);
+        }
+        free(mu); free(cov); free(z); free(sq); free(z2); free(sq2); free(buf);
+        pair_close(&p); tiny_free(m);
+    }
+}
 TEST(cuda_lychee, "lychee")       { dialogues("lychee", "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4"); }
 static int floats_differ(const void *host, const void *dev, size_t n) { return n && bytes_differ(host, dev, n * 4); }
 static int nodes_differ(const Nodes *a, const Nodes *b, int children, int D) {   // a on the CPU
