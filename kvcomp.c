@@ -4892,6 +4892,7 @@ static int h2o_open(Session *s, void *ms) {
     if (s->budget < 1) return refuse(s, "--budget must be at least 1, found %d", s->budget);
     return 0;
 }
+static int h2o_steady(const Session *s, const void *ms) { (void)s; return !((const H2o *)ms)->stream; }
 static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
     H2o *x = ms;
     (void)q; (void)T;
@@ -4900,7 +4901,8 @@ static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
     size_t mark = scratch_mark(s);
     int recent = x->B / 2, *keep = scratch(s, (size_t)kv_longest(s, l) * sizeof(int));
     for (int g = 0; g < s->c->G; g++) {
-        const KVHead *h = kv_head(s, l, g);
+        KVHead *h = kv_head(s, l, g);
+        if (KV_DEV(s)) mass_fetch_cuda(s, h);
         kv_keep(s, l, g, keep, keep_best(keep, h->mass, candidates(h, recent), x->B - recent, h->len));
     }
     scratch_reset(s, mark);
@@ -8455,7 +8457,7 @@ const Method methods[] = {
       .limits = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen", .uses = "--budget 1024, --obs-window 32, --kernel 7, --gqa-agg mean", .role = ROLE_SELECT,
       .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = pyramidkv_commit },
     { .name = "h2o", .paper = "H2O, arXiv 2306.14048", .keeps = "keeps the last B/2 rows and the B/2 others that drew most attention so far", .evicts = 1,
-      .limits = "needs a dense prefill, so no loopserve-p", .uses = "--budget 1024", .role = ROLE_SELECT | ROLE_PREFILL, .wants = KV_MASS, .state = sizeof(H2o), .opts = h2o_opts,
+      .limits = "needs a dense prefill, so no loopserve-p", .uses = "--budget 1024", .role = ROLE_SELECT | ROLE_PREFILL, .wants = KV_MASS | KV_BLIND, .steady = h2o_steady, .state = sizeof(H2o), .opts = h2o_opts,
       .open = h2o_open, .commit = h2o_commit },
     { .name = "expected-attention", .paper = "Expected Attention, arXiv 2510.00636", .keeps = "keeps the first --sink rows and those future queries are expected to attend to; B in all", .evicts = 1,
       .limits = "B must exceed --sink", .uses = "--budget 1024, --sink 4", .role = ROLE_SELECT, .state = sizeof(Expected), .open = expected_open, .close = expected_close, .bytes = expected_bytes,

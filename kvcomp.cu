@@ -1,8 +1,8 @@
 // kvcomp.cu - the GPU half of kvcomp. The same sections as kvcomp.c, under the same banners: read kvcomp.c first.
 //
-// Session.dev != NULL means: KVHead.k and .v are device memory, and everything else of a head (src, pos, mass, lengths)
-// stays on the host, which keeps the books. The arithmetic of a pass runs here; hooks get q and out where they lie, on the
-// device (project hooks get copies on the host). Layouts are kvcomp.h's: x (T,C), q (T,H,D), k v (T,G,D), rows as their Format says.
+// Session.dev != NULL means: KVHead.k and .v are device memory, and everything else of a head (src, pos, lengths)
+// stays on the host, which keeps the books. The arithmetic of a pass runs here; hooks get q, k, v and out where they lie, on the
+// device. Layouts are kvcomp.h's: x (T,C), q (T,H,D), k v (T,G,D), rows as their Format says.
 //
 // Kernels use 32-lane warps, full masks, blocks of whole warps, no early return before the last meeting point, and shared
 // memory as one dynamic array in templates: then cuda_emu.h can run them on a CPU and check all of that.
@@ -73,6 +73,7 @@ static Shared *all_shared;
 struct Packed;
 struct Rows {
     int *src, n_src;            // copy of KVHead.src, with room for n_src
+    float *mass;                // KVHead.mass, as large; NULL without KV_MASS. The host's is a copy: mass_fetch_cuda
     int cap;                    // raw rows there is room for; KVHead.cap says so too, except while rows are being packed
     Packed *pack, *spare; int n_pack, n_spare;      // regions of the packed rows, and the table before: room for so many
     size_t pk_bytes;            // bytes allocated for KVHead.pk (and for .pv)
@@ -369,7 +370,7 @@ static __device__ void row_put(char *row, int kind, int d, int D, float x) {
     else ((uint16_t *)row)[d] = kind == ROW_F16 ? f32_to_f16(x) : f32_to_bf16(x);
 }
 enum { MAX_D = 256 };                           // head_dim the kernels can do
-struct HeadRef { char *k, *v; int *src; const Packed *pack; int packed, len; };  // rows [0,packed) are pack's, k and v hold the others
+struct HeadRef { char *k, *v; int *src; float *mass; const Packed *pack; int packed, len; };  // rows [0,packed) are pack's, k and v hold the others
 struct HeadRefs { HeadRef at[MAX_G]; };
 static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane);  // section 12
 static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D);
@@ -404,7 +405,9 @@ static __global__ void rope_append_kernel(HeadRefs heads, const Step *step, int 
         row_put(h.k + r * bytes_k, kind_k, d, D, d < D ? turned(from_k, cs, d, D) : 0);
         row_put(h.v + r * bytes_v, kind_v, d, D, d < D ? from_v[d] : 0);
     }
-    if (!lane) h.src[len + t] = (step ? step->base : tok0) + t;
+    if (lane) return;
+    h.src[len + t] = (step ? step->base : tok0) + t;
+    if (h.mass) h.mass[len + t] = 0;
 }
 // to[i] = from[rows[i]], n rows of `bytes` bytes (an even number), two bytes a thread
 static __global__ void gather_kernel(char *to, const char *from, const int *rows, size_t bytes, size_t n) {
@@ -427,11 +430,12 @@ void rows_resize_cuda(Session *s, KVHead *h, int cap) {          // raw rows the
     if (cap != r->cap) h->k = grown(h->k, r->cap * bk, cap * bk);
     if (cap != r->cap) h->v = grown(h->v, r->cap * bv, cap * bv);
     if (all != r->n_src) r->src = (int *)grown((char *)r->src, r->n_src * sizeof(int), all * sizeof(int));
+    if (all != r->n_src && s->wants & KV_MASS) r->mass = (float *)grown((char *)r->mass, r->n_src * sizeof(float), all * sizeof(float));
     r->cap = cap; r->n_src = all;
 }
 void rows_free_cuda(Session *s, KVHead *h) {
     Rows *r = &s->dev->held[h - s->head];
-    void *all[] = { h->k, h->v, h->pk, h->pv, r->src, r->pack, r->spare };
+    void *all[] = { h->k, h->v, h->pk, h->pv, r->src, r->mass, r->pack, r->spare };
     for (void *p : all) grown((char *)p, 0, 0);
     h->k = h->v = h->pk = h->pv = NULL;
     memset(r, 0, sizeof *r);
@@ -441,7 +445,8 @@ static HeadRefs head_refs(const Session *s, int l) {
     memset(&r, 0, sizeof r);
     for (int g = 0; g < s->c->G; g++) {
         const KVHead *h = kv_head(s, l, g);
-        r.at[g] = { h->k, h->v, s->dev->held[h - s->head].src, s->dev->held[h - s->head].pack, h->packed, h->len };
+        const Rows *x = &s->dev->held[h - s->head];
+        r.at[g] = { h->k, h->v, x->src, x->mass, x->pack, h->packed, h->len };
     }
     return r;
 }
@@ -474,7 +479,9 @@ void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed,
     for (int i = n_packed; i < n; i++) raw[i - n_packed] = keep[i] - old_packed;
     rows_gather(s, h->k, s->fk->row_bytes(s->c->D), raw, n - n_packed);
     rows_gather(s, h->v, s->fv->row_bytes(s->c->D), raw, n - n_packed);
-    rows_gather(s, (char *)s->dev->held[h - s->head].src, sizeof(int), keep, n);
+    Rows *r = &s->dev->held[h - s->head];
+    rows_gather(s, (char *)r->src, sizeof(int), keep, n);
+    if (r->mass) rows_gather(s, (char *)r->mass, sizeof(float), keep, n);
     scratch_reset(s, mark);
 }
 // buf (n,D) f32 on the host. Hooks ask from any of their threads
@@ -907,7 +914,7 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
         __syncthreads();
         score_rows<QW>(score, q + warp * QW * D, kv + (lane < n ? lane : 0) * (D + 1), D);
         for (int i = 0; i < QW; i++) {
-            int j = t0 + warp * QW + i, t = a.tok0 + j;
+            int j = t0 + warp * QW + i, t = w.tok0 + j;
             if (j >= n_q || lane >= n || !kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src[lane]], src[lane])) continue;
             const float *st = stat + ((size_t)j * a.H + head) * 2;
             sum += expf(score[i] * a.scale - st[0]) / st[1];
@@ -1078,41 +1085,55 @@ static Attn attend_tensor(Session *s, int l, const float *q, int tok0, Plan *p, 
     else                          tensor_width<DT_BF16, DT_BF16>(a, p->n_work, out, stat);
     return a;
 }
-// Column sums (H,N) on the device: head h reads list[h]. list (H) uses the idx of a.
+// Column sums (H,N) on the device: head h reads list[h]. list (H), on the device, uses the idx of a; n_q queries from its tok0 on
 static float *column_sums(Session *s, const Attn &a, const Work *list, const float *stat, int n_q, int N, float factor) {
-    size_t bytes = (size_t)a.H * sizeof(Work);
-    Work *dev = (Work *)room<char>(s, ROOM_LIST, bytes);
     float *col = room<float>(s, ROOM_COL, (size_t)a.H * N);
-    upload(dev, list, bytes);
     KV_CUDA(cudaMemsetAsync(col, 0, (size_t)a.H * N * sizeof(float), kv_stream));
     size_t smem = column_smem(a.D);
     dim3 grid(blocks(N, TILE), a.H);
-    KV_LAUNCH_WIDE(column_kernel, grid, ATTN_WARPS * 32, smem, a, dev, stat, n_q, N, factor, col);
+    KV_LAUNCH_WIDE(column_kernel, grid, ATTN_WARPS * 32, smem, a, list, stat, n_q, N, factor, col);
     return col;
 }
-// KV_MASS: probabilities of n_q queries into the heads' mass, which the host keeps.
-static void add_mass(Session *s, int l, const Attn &a, const Plan *p, const float *stat, int n_q) {
-    int H = s->c->H, N = 1;
-    Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work));
-    for (int h = 0; h < H; h++) list[h] = { h / a.R, 0, 1, kv_head(s, l, h / a.R)->len, 0, 0, 0, 0, 0, 0, 0 };
-    for (int i = 0; s->decoding && i < p->n_work; i++)
-        for (int j = 0; j < p->work[i].m; j++) list[p->work[i].g * a.R + p->work[i].m0 + j] = p->work[i];
-    for (int h = 0; h < H; h++) if (list[h].n > N) N = list[h].n;
-    float *sum = (float *)scratch(s, (size_t)H * N * sizeof(float));
-    download(sum, column_sums(s, a, list, stat, n_q, N, 1), (size_t)H * N * sizeof(float));
-    for (int h = 0; h < H; h++) {
-        const Work *w = &list[h];
-        float *mass = kv_head(s, l, w->g)->mass;
-        for (int i = 0; i < w->n; i++) mass[i < w->n_idx ? p->idx[w->idx + i] : w->tail + i - w->n_idx] += sum[(size_t)h * N + i];
-    }
+static const Work *whole_lists(Session *s, int l, int tok0) {    // (H) on the device: every row
+    int H = s->c->H, R = H / s->c->G;
+    Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work)), *dev = room<Work>(s, ROOM_LIST, H);
+    for (int h = 0; h < H; h++) list[h] = { h / R, 0, 1, kv_head(s, l, h / R)->len, 0, 0, 0, 0, tok0, 0, 0 };
+    upload(dev, list, (size_t)H * sizeof(Work));
+    return dev;
 }
+// KV_MASS: column sums of one query head of every group are added to the mass of the rows it reads
+static __global__ void mass_kernel(HeadRefs heads, const Work *list, const int *idx, const float *col, int N, int R, int r) {
+    int g = blockIdx.y, h = g * R + r, i = blockIdx.x * blockDim.x + threadIdx.x;
+    Work w = list[h];
+    if (i < w.n) heads.at[g].mass[i < w.n_idx ? idx[w.idx + i] : w.tail + i - w.n_idx] += col[(size_t)h * N + i];
+}
+static void add_mass(Session *s, const Attn &a, const Work *list, const float *stat, int n_q, int N) {
+    float *col = column_sums(s, a, list, stat, n_q, N, 1);
+    dim3 grid(blocks(N, 256), a.H / a.R);
+    for (int r = 0; r < a.R; r++) KV_LAUNCH(mass_kernel, grid, 256, 0, a.heads, list, a.idx, col, N, a.R, r);
+}
+static __global__ void head_works_kernel(const Work *work, int n_work, int R, Work *list) {     // list (H): the work each query head belongs to
+    for (int i = threadIdx.x; i < n_work; i += 32)
+        for (int j = 0; j < work[i].m; j++) list[work[i].g * R + work[i].m0 + j] = work[i];
+}
+static int most_rows(const Session *s) {                         // that a head has memory for
+    int n = 1;
+    for (int i = 0; i < s->c->L * s->c->G; i++) if (s->head[i].packed + s->head[i].cap > n) n = s->head[i].packed + s->head[i].cap;
+    return n;
+}
+static void decode_mass(Session *s, const Attn &a, int n_work, const float *stat) {
+    Work *list = room<Work>(s, ROOM_LIST, a.H);
+    KV_LAUNCH(head_works_kernel, 1, 32, 0, a.work, n_work, a.R, list);
+    add_mass(s, a, list, stat, 1, most_rows(s));
+}
+void mass_fetch_cuda(Session *s, KVHead *h) { download(h->mass, s->dev->held[h - s->head].mass, (size_t)h->len * sizeof(float)); }
 static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n) {      // out, q (n,H,D) on the device
     size_t mark = scratch_mark(s);
     int tensor = tensor_cores(s);
     Plan p = plan_prefill(s, l, s->base + t0, n, tensor ? TC_ROWS : block_rows(n * (s->c->H / s->c->G)), 0);
     float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
     Attn a = tensor ? attend_tensor(s, l, q, s->base + t0, &p, out, stat) : attend(s, l, q, s->base + t0, &p, out, stat);
-    if (s->wants & KV_MASS) add_mass(s, l, a, &p, stat, n);
+    if (s->wants & KV_MASS) add_mass(s, a, whole_lists(s, l, s->base + t0), stat, n, kv_longest(s, l));
     scratch_reset(s, mark);
 }
 static void decode_device(Session *s, int l, float *out, const float *q) {      // out, q (H,D) on the device
@@ -1122,7 +1143,7 @@ static void decode_device(Session *s, int l, float *out, const float *q) {      
     Attn a = attend(s, l, q, s->base, &p, out, stat);
     for (int i = 0; i < p.n_work && !p.lists; i++)               // chosen ones are counted at the end of the pass
         s->clk.bytes_attended += reads_first(s, l, &p.work[i]) * p.work[i].n * row_bytes(s, kv_head(s, l, p.work[i].g));
-    if (s->wants & KV_MASS) add_mass(s, l, a, &p, stat, 1);
+    if (s->wants & KV_MASS) decode_mass(s, a, p.n_work, stat);
     scratch_reset(s, mark);
 }
 // What hooks call: q and out are the pass's own, on the device.
@@ -1137,9 +1158,7 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
     Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 1);
     Attn a = attend(s, l, q, tok0, &p, NULL, stat);
-    Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work));
-    for (int h = 0; h < H; h++) list[h] = { h / a.R, 0, 1, kv_head(s, l, h / a.R)->len, 0, 0, 0, 0, 0, 0, 0 };
-    float *score = column_sums(s, a, list, stat, w, N, factor);
+    float *score = column_sums(s, a, whole_lists(s, l, tok0), stat, w, N, factor);
     scratch_reset(s, mark);
     return score;
 }
@@ -1284,10 +1303,10 @@ static void commits(Session *s, int from, int T) {               // of layers fr
 // all, shows in an ordinary step: one comes after every change, the step after it is captured.
 
 static int step_free(const Session *s) {
-    if (!commits_late(s) || (s->wants & KV_MASS)) return 0;
+    if (!commits_late(s)) return 0;
     for (int i = 0; i < s->n_part; i++) {
         const Part *p = &s->part[i];
-        if ((p->m->project || p->m->select) && !(p->m->steady && p->m->steady(s, p->ms))) return 0;
+        if (p->m->steady ? !p->m->steady(s, p->ms) : p->m->project || p->m->select) return 0;
     }
     return 1;
 }
@@ -1373,6 +1392,7 @@ static Pass step_prepare(Session *s) {
     room<float>(s, ROOM_LOGITS, s->c->V);
     room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     room<char>(s, ROOM_STEP, step_bytes(s));
+    if (s->wants & KV_MASS) { room<Work>(s, ROOM_LIST, s->c->H); room<float>(s, ROOM_COL, (size_t)s->c->H * most_rows(s)); }
     if (s->changes != d->seen) {
         step_plan(s);
         room<Item>(s, ROOM_ITEM, (size_t)s->c->L * d->grid);
@@ -1409,6 +1429,7 @@ static void step_launches(Session *s, const Pass *r) {
         Attn a = attn_args(s, l, r->q, 0);
         a.work = work + d->first[l]; a.item = item + (size_t)l * d->grid; a.idx = lists ? lists : idx; a.part = (float *)d->room[ROOM_PART].p;
         run_items(a, d->grid, d->first[l + 1] - d->first[l], d->BQ, plain_rows(s), r->out, stat);
+        if (s->wants & KV_MASS) decode_mass(s, a, d->first[l + 1] - d->first[l], stat);
         mlp_rows(s, y, r->x, r->out, r, 1);
     }
     lists_tell(s);
@@ -2656,7 +2677,7 @@ void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_
         int *list = rows ? room<int>(s, ROOM_LIST, n) : NULL;
         if (rows) upload(list, rows, (size_t)n * sizeof(int));
         Packed head = { (const uint32_t *)pk, (const uint32_t *)pv, n_reg, rows64, rounding == PATS_MID, {} };
-        HeadRef now = { h->k, h->v, NULL, r->pack, h->packed, h->len };
+        HeadRef now = { h->k, h->v, NULL, NULL, r->pack, h->packed, h->len };
         Repack a = { now, pack_table(s, r, &head, reg), list, stay / 4, (bytes + 3) / 4, rounding, s->c->D };
         for (int v = 0; v < 2 && !only_added; v++) device_copy(v ? pv : pk, v ? h->pv : h->pk, stay / 4 * 4);
         dim3 grid(blocks(a.words - a.word0, 128), 2);

@@ -421,6 +421,7 @@ void   host_copy_cuda(float *to, const float *from, size_t n);                  
 float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg, int width, int order);   // q (T,H,D), n (G) -> (G,N) or, POOL_ONLY, (H,N) on the device
 void   top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count);   // x (S,stride) on the device; n, k, count (S), idx (S,per)
 float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);   // score (G,N), n (G) -> (sum of n), both on the device
+void   mass_fetch_cuda(Session *s, KVHead *h);                                     // h->mass, which attention adds to on the device
 void   moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int T, int sink);   // sum (H,D), outer (H,D,D) += of q (T,H,D), tokens at position >= sink; all on the device
 void   expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, float *z, float *squares, int N);    // mu (H,D), cov (H,D,D) -> z (H,N), squares (G,N): |v|^2, all on the host
 float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg);       // score (H,N), n (G) -> (G,N), both on the device

@@ -7751,7 +7751,9 @@ static void pair_attention(Pair *p, int l, int n) {                             
         CHECK(worst(b, a, row, 1e-5, 1e-5, NULL) <= 1, "decode: layer %d, views %d, H %d G %d D %d", l, kind, c->H, c->G, c->D);
     }
     for (int g = 0; g < c->G; g++) {
-        const KVHead *x = kv_head(p->c, l, g), *y = kv_head(p->d, l, g);
+        const KVHead *x = kv_head(p->c, l, g);
+        KVHead *y = kv_head(p->d, l, g);
+        if (x->mass) mass_fetch_cuda(p->d, y);
         CHECK(!x->mass || worst(y->mass, x->mass, x->len, 1e-5, 1e-5, NULL) <= 1, "mass: layer %d, head %d", l, g);
     }
     CHECK(p->c->clk.bytes_attended == p->d->clk.bytes_attended, "bytes attended: %g, expected %g", p->d->clk.bytes_attended, p->c->clk.bytes_attended);
@@ -8041,6 +8043,10 @@ static void dialogue_agrees(Tiny m, const char *method, const char *text, const 
             CHECK(!views_differ(a, b), "%s %s: turn %d, pass %d: other rows", method, text, t, i);
         }
     }
+    for (int i = 0; a->wants & KV_MASS && i < m.c->L * m.c->G; i++) {
+        mass_fetch_cuda(b, &b->head[i]);
+        CHECK(worst(b->head[i].mass, a->head[i].mass, a->head[i].len, 1e-4, 1e-4, NULL) <= 1, "%s %s: mass of head %d", method, text, i);
+    }
     CHECK(kv_bytes(a) == kv_bytes(b) && kv_meta_bytes(a) == kv_meta_bytes(b), "%s: bytes", method);
     CHECK(a->clk.bytes_attended == b->clk.bytes_attended && a->clk.peak == b->clk.peak, "%s: bytes attended or peak", method);
     if (getenv("CUDA_VERBOSE")) printf("       %-12s %-40s worst %.4f of the bound, %d rows held\n", method, text, w, b->head[0].len);
@@ -8231,10 +8237,10 @@ static float *step_logits(Tiny m, const char *method, const char *text, int n, i
     return x;
 }
 TEST(cuda_steps, "steps replayed as a graph, over heads that grow, are bit for bit the launches one by one, and equal the CPU") {
-    const char *method[] = { "full", "streaming", "snapkv", "full", "expected-attention" };
-    const char *text[] = { "", "budget=20 ctk=f16 ctv=f16", "budget=20 obs-window=4 ctk=bf16", "ctk=q8_0 ctv=q8_0", "budget=20" };
+    const char *method[] = { "full", "streaming", "snapkv", "full", "expected-attention", "h2o" };
+    const char *text[] = { "", "budget=20 ctk=f16 ctv=f16", "budget=20 obs-window=4 ctk=bf16", "ctk=q8_0 ctv=q8_0", "budget=20", "budget=20 ctk=bf16 ctv=f16" };
     Tiny m = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 6; i++) {
         float *a = step_logits(m, method[i], text[i], 60, 9, 0);
         if (&emu_no_graphs) {
             emu_no_graphs = 1;
