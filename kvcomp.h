@@ -83,7 +83,7 @@ typedef struct KVHead {     // the rows one KV head of one layer holds, oldest f
     int len, cap;           // rows held; rows the raw part has room for
     int   *src;             // (len) the row's token: index into Session.tok, ascending
     int   *pos;             // (len) RoPE position its key is rotated to; == tok[src].pos unless a method moved it
-    float *mass;            // (len) attention received, summed over the R query heads; NULL unless a part wants KV_MASS
+    float *mass;            // (len) attention received, summed over the R query heads; NULL unless a part wants KV_MASS. On a device: mass_fetch_cuda
     char  *k, *v;           // raw rows [packed,len): row r at (r-packed)*row_bytes of the format
     int   packed;           // rows [0,packed) live in pk, pv as regions (PATS); 0 for every other format
     char  *pk, *pv;         // dense bit-packed rows
