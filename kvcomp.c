@@ -3472,7 +3472,7 @@ void swiglu(float *g, const float *u, size_t n) {       // g = g / (1 + e^-g) * 
 }
 
 // ---- the k largest
-// Keys are the floats as unsigned numbers in the same order (-0 counts as +0). Four passes over the values find the k-th largest
+// Keys are the floats as unsigned numbers in the same order (-0 counts as +0). At most four passes over the values find the k-th largest
 // key byte by byte: each counts, among keys that share the bytes found so far, how many have which next byte. No memory is needed.
 static uint32_t order_key(float x) {
     union { float f; uint32_t u; } v;
@@ -3491,6 +3491,7 @@ int top_k(const float *x, int n, int k, int *idx) {     // x (n) -> idx (min(k,n
         }
         while (bin[b] < left) left -= bin[b--];
         key |= (uint32_t)b << shift;
+        if (bin[b] == left) break;                      // all that begin like this are taken
     }
     for (int i = 0; i < n; i++) {                       // every key above the k-th, and the first `left` that equal it
         uint32_t u = order_key(x[i]);
@@ -7164,35 +7165,36 @@ static void probe_sum(Probe *p, const float *q, int m, int D, float *sum) {     
         p->slack += sqrtf(dot_f32(q + (size_t)i * D, q + (size_t)i * D, D));
     }
 }
-static float probe_score(const Probe *p, const float *sc, int stride, float r, float beta) {    // sc: q_i . mu at sc[i*stride]
-    float top = -INFINITY;
-    for (int i = 0; i < p->m; i++) {
-        float v = sc[(size_t)i * stride] * p->w[i];
-        top = v > top ? v : top;
+static void probe_scores(const Probe *p, const float *sc, int n, const float *r, float beta, float *S) {        // S (n) of n nodes; sc (m,n): q_i . mu
+    float slack = beta * p->slack;
+    for (int j = 0; j < n; j++) S[j] = -INFINITY;
+    for (int i = 0; i < p->m; i++, sc += n) {
+        float w = p->w[i];
+        for (int j = 0; j < n; j++) S[j] = sc[j] * w > S[j] ? sc[j] * w : S[j];
     }
-    return beta ? top + beta * p->slack * r : top;
-}
-static void dots_with(const Probe *p, const uint16_t *mu, int n, int D, float *sc) {            // sc (m,n) = q . mu
-    matmul(sc, p->q, &(Tensor){ mu, DT_BF16, n, D }, p->m);
+    for (int j = 0; beta && j < n; j++) S[j] += slack * r[j];
 }
 static void score_all(const Probe *p, const Nodes *u, const float *r, float beta, int D, float *sc, float *S) {
-    dots_with(p, u->mu, u->n, D, sc);
-    for (int j = 0; j < u->n; j++) S[j] = u->chunks[j] ? probe_score(p, sc + j, u->n, r[j], beta) : -INFINITY;
+    scores_of(sc, p->q, u->mu, DT_BF16, p->m, u->n, D, 1);
+    probe_scores(p, sc, u->n, r, beta, S);
+    for (int j = 0; j < u->n; j++) S[j] = u->chunks[j] ? S[j] : -INFINITY;
 }
 // Clusters of one unit: appended to cand with their scores; returns the new count.
 static int score_unit(const Lychee *x, const Tree *t, const Probe *p, int g, int D, SeekRoom *w, int n) {
     const Nodes *u = &t->fine;
-    float sc[Q_BLOCK * KV_TILE];
+    float sc[Q_BLOCK * KV_TILE], r[KV_TILE], S[KV_TILE];
     int c = t->coarse.first[g];
     while (c >= 0) {
-        int k = 0, n0 = n;
+        int k = 0;
         for (; c >= 0 && k < KV_TILE; c = t->coarse.next[c]) {
             if (!u->chunks[c]) continue;
-            to_f32(w->mu + (size_t)k++ * D, u->mu + (size_t)c * D, DT_BF16, (size_t)D);
+            to_f32(w->mu + (size_t)k * D, u->mu + (size_t)c * D, DT_BF16, (size_t)D);
+            r[k++] = u->r[c];
             w->cand[n++] = c;
         }
         attn_scores(sc, p->q, w->mu, p->m, k, D, 1);
-        for (int j = 0; j < k; j++) w->S[w->cand[n0 + j]] = probe_score(p, sc + j, k, u->r[w->cand[n0 + j]], x->beta);
+        probe_scores(p, sc, k, r, x->beta, S);
+        for (int j = 0; j < k; j++) w->S[w->cand[n - k + j]] = S[j];
     }
     return n;
 }
@@ -7258,6 +7260,8 @@ static int retrieve(const Lychee *x, const Tree *t, const Probe *p, int D, SeekR
     int n = x->exact ? open_exact(x, t, p, D, w) : x->kg != KG_FLAT ? open_top(x, t, p, D, w) : open_flat(x, t, p, D, w);
     memset(w->taken, 0, (size_t)x->M);
     w->n_used = 0;
+    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.first[w->cand[i]]);  // anywhere in memory: all at once, and not one after the other
+    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.next[t->fine.first[w->cand[i]]]);
     heapify(w->cand, n, w->S);
     while (n > 0) {
         int c = pop_best(w->cand, &n, w->S);
