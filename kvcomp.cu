@@ -1812,6 +1812,7 @@ char *near_zero_cuda(size_t n) {
     return p;
 }
 void near_free_cuda(char *p) { grown(p, 0, 0); }
+
 // ---- ExpectedAttention: sums of queries, exponents of the scores and lengths of values, to the CPU's bit
 enum { MOMENT_TILE = 16 };
 // sum (H,D), outer (H,D,D) += those of q (T,H,D). A block has 16 x 16 numbers of outer, each of its threads one; products of two floats are exact
@@ -1875,7 +1876,7 @@ void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, 
     download(z, dev_z, n_z * sizeof(float));
     download(squares, dev_z + n_z, n_sq * sizeof(float));
 }
-// adakv_shares of kvcomp.c. The sums are of integers, so their order does not matter. One block a head
+// ---- AdaKV: adakv_shares of kvcomp.c. The sums are of integers, so their order does not matter. One block a head
 static __global__ void __launch_bounds__(TOP_THREADS) shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
     __shared__ int64_t part[2][TOP_WARPS];
     int g = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = rows[g].n, k = rows[g].k < n ? rows[g].k : n, from = 0;

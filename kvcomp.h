@@ -136,7 +136,8 @@ typedef struct Method {
     void (*attend) (Session *s, void *ms, int l, float *out, const float *q, int T);   // prefill attention. out, q (T,H,D); rows of the pass are the last T of each head
     void (*select) (Session *s, void *ms, int l, const float *q);                 // decode: set the views. q (H,D), post-RoPE; the current token's row is appended
     int  (*steady) (const Session *s, const void *ms);                            // on a device, before a decode step. 1: project would do nothing, and select launch what it
-                                                                                  // launched in the last step, with lengths found in device memory, as long as Session.changes is the same
+                                                                                  // launched in the last step, with lengths found in device memory, as long as Session.changes is the same;
+                                                                                  // 0 also where commit moves rows in every step. NULL: no such hooks, or never steady
     void (*commit) (Session *s, void *ms, int l, const float *q, int T);          // after attention of layer l: index, drop rows. l == L: end of the pass, q NULL
     void (*turn)   (Session *s, void *ms);                                        // a prefill begins (before enter): reset what lives one turn
     size_t (*bytes)(const Session *s, const void *ms);                            // metadata the part holds
