@@ -4935,6 +4935,7 @@ static int expected_open(Session *s, void *ms) {
 }
 static void expected_close(Session *s, void *ms) {
     Expected *x = ms;
+    (void)s;
     free(x->n);
     if (KV_DEV(s)) near_free_cuda((char *)x->sum); else free(x->sum);
 }
