@@ -3204,7 +3204,7 @@ INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
 // them coming, so they are asked for in time: by a single tile as it goes (decode: 23 -> 34 GB/s a thread where 38 can be read), by
 // many tiles one line of each row each (8 % of prefill).
 // mix: tiles of MR rows of o by NV vectors; each output adds its n products in order. The first columns ask for the whole of a stored row
-// 16 rows ahead (a decode step over 32k rows of head_dim 128: four fifths of the time).
+// 16 rows ahead (a decode step over 32k rows of head_dim 128: about four fifths of the time).
 // exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
 // two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
 // 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY.

@@ -1,6 +1,6 @@
 """Trains kvcomp-tiny/nexus.safetensors: the Nexus adapter of SONIC (arXiv 2601.21927) for the shipped model, which stays frozen.
 
-    python make_nexus.py train [DIR] [ABLATION]    -> DIR/nexus.pt every few minutes; resumes from it
+    python make_nexus.py train [DIR] [ABLATION] [STEPS]   -> DIR/nexus.pt every few minutes; resumes from it
     python make_nexus.py export [DIR]              -> kvcomp-tiny/nexus.safetensors
     python make_nexus.py eval [DIR]                held-out dialogues through the adapter, by K: exact replies
 
@@ -228,9 +228,10 @@ def load_base():
     return base
 
 def place(step, steps):
-    """Step of the whole training -> step in its phase, length of the phase (the last one may be cut), its number."""
+    """Step of the whole training -> step in its phase, length of the phase (the last one may be cut or stretched), its number."""
     for i, (n, *_) in enumerate(PHASES):
-        if step < n: return step, min(n, steps), i
+        last = i == len(PHASES) - 1
+        if step < n or last: return step, steps if last else min(n, steps), i
         step, steps = step - n, steps - n
 
 def train(folder, off, steps):

@@ -1,0 +1,62 @@
+// How long the parts of a decode step take, without a model around them: the numbers of NOTES.md that --bench is too coarse for.
+//   gcc -std=c11 -O3 -fopenmp -o /tmp/steps data/steps.c -lm && /tmp/steps [METHOD [HEAD_DIM [ROWS]]]
+// Prints attention over ROWS rows (32768) of every layer, best of 8, in ns an element of K and V; for lychee the selection of all indexed
+// layers, best and mean of 40 steps; and what unpacking PATS rows that lie in L1 costs (one thread).
+#define KVCOMP_NO_MAIN
+#include "../kvcomp.c"
+
+static void time_attention(Session *s, int N, float *q, float *out) {
+    const Config *c = s->c;
+    double best = 1e9;
+    for (int i = 0; i < 8; i++) {
+        double t = now();
+        for (int l = 0; l < c->L; l++) attn_decode(s, l, out, q);
+        best = fmin(best, now() - t);
+    }
+    printf("attention: %.4f ns an element of K and V, %d rows of %d layers\n", best * 1e9 / ((double)N * c->G * c->D * 2 * c->L), N, c->L);
+}
+static void time_select(Session *s, const float *q) {
+    double best = 1e9, sum = 0;
+    for (int i = 0; i < 40; i++) {
+        double t = now();
+        for (int l = 2; l < s->c->L; l++) s->part[0].m->select(s, s->part[0].ms, l, q + (size_t)i * s->c->H * s->c->D);
+        t = now() - t;
+        best = fmin(best, t); sum += t;
+    }
+    printf("selection: best %.3f ms, mean %.3f ms, %d layers\n", best * 1e3, sum / 40 * 1e3, s->c->L - 2);
+}
+static void time_unpack(void) {
+    static unsigned char p[1 << 14];
+    static uint16_t h[4096];
+    for (int w = 8; w <= 14; w += 2) {
+        double best = 1e9;
+        for (int i = 0; i < 2000; i++) {
+            double t = now();
+            for (int k = 0; k < 20; k++) unpack_f16(h, p + k % 3 * 8, 4096, w, 0);
+            best = fmin(best, now() - t);
+        }
+        printf("unpacking: %.3f ns for 32 elements of %d bits\n", best * 1e9 / 20 / 128, w);
+    }
+}
+int main(int argc, char **argv) {
+    const char *method = argc > 1 ? argv[1] : "full";
+    int D = argc > 2 ? atoi(argv[2]) : 64, N = argc > 3 ? atoi(argv[3]) : 32768;
+    char err[512], shape[64];
+    Options *o = options_new();
+    options_set(o, "ctx-size", "0", err);
+    snprintf(shape, sizeof shape, "L%d,H32,G8,D%d,C64,F64,V64", D > 64 ? 8 : 16, D);
+    Config *c = config_synthetic(shape);
+    Weights *w = weights_synthetic(c, 1);
+    Session *s = session_try(c, w, o, method, err);
+    if (!s) { fprintf(stderr, "%s\n", err); return 2; }
+    s->forward = fill_pass;
+    prefill(s, random_ids(N, c->V), N);
+    s->base = N - 1;
+    size_t row = (size_t)c->H * c->D;
+    float *q = xmalloc(40 * row * sizeof *q), *out = xmalloc(row * sizeof *out);
+    for (size_t i = 0; i < 40 * row; i++) q[i] = (float)((int)(mix64(i) % 2001) - 1000) * 0.001f;
+    time_attention(s, N, q, out);
+    if (!strcmp(method, "lychee")) time_select(s, q);
+    if (!strcmp(method, "pats")) { unpack_choose(); time_unpack(); }
+    return 0;
+}
