@@ -2990,12 +2990,19 @@ static const uint32_t *unicode_table(int which, size_t *n) {     // 0 classes, 1
 
 enum { LANES = 16, K_CHUNK = 1024, T_BLOCK = 128, ROW_BLOCK = 64 };    // columns a sum runs over; rows of x in L2 (512 KiB); rows of W one job takes
 
+// Portion `part` of `parts`. Spread over the arithmetic, because a burst of requests fills the queue to memory and then leaves it idle.
+static inline __attribute__((always_inline)) void ask_ahead(Ahead a, size_t part, size_t parts) {
+    size_t portion = (a.bytes / parts + 63) / 64 * 64, end = (part + 1) * portion < a.bytes ? (part + 1) * portion : a.bytes;
+    for (size_t b = part * portion; b < end; b += 64) __builtin_prefetch(a.p + b);
+}
+
 typedef struct {            // y (m,n) = scale * x (m,K) w (n,K)^T; add: y += that
     float *y; size_t ldy;           // element strides of the rows of y and x
     const float *x; size_t ldx;
     const char *w; size_t ldw;      // byte stride of the rows of w
     int m, n, K, add;
     float scale;
+    Ahead next;                     // none: rows of w that follow these
 } Dots;
 
 typedef struct {            // one instruction set
@@ -3004,7 +3011,7 @@ typedef struct {            // one instruction set
     void  (*widen[3])(float *dst, const void *src, size_t n);           // by dtype of src
     void  (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
     void  (*unpack_q8)(float *dst, const char *src, int n, int D);      // n rows of format q8_0 (section 5)
-    void  (*mix[3])(float *o, const float *p, const void *v, int m, int n, int D);         // by dtype of v
+    void  (*mix[3])(float *o, const float *p, const void *v, int m, int n, int D, Ahead next);      // by dtype of v; next as in Dots
     void  (*exp_shift)(float *x, float max, size_t n, float *sum);
     void  (*swiglu)(float *g, const float *u, size_t n);
     float (*max)(const float *x, size_t n);
@@ -3079,6 +3086,11 @@ INLINE_plain float fold_plain(V_plain x) {
     F4 s = (x.a + x.c) + (x.b + x.d);
     return (s[0] + s[2]) + (s[1] + s[3]);
 }
+INLINE_plain float most_plain(V_plain x) {
+    F4 y = pick(x.a > x.b, x.a, x.b), z = pick(x.c > x.d, x.c, x.d);
+    y = pick(y > z, y, z);
+    return fmaxf(fmaxf(y[0], y[1]), fmaxf(y[2], y[3]));
+}
 INLINE_plain void folds_plain(float *out, V_plain *a, int n, float scale) { for (int i = 0; i < n; i++) out[i] = fold_plain(a[i]) * scale; }
 #undef ALL
 #undef ADD
@@ -3141,6 +3153,12 @@ INLINE_avx2 float fold8_avx2(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 INLINE_avx2 float fold_avx2(V_avx2 x) { return fold8_avx2(_mm256_add_ps(x.a, x.b)); }
+INLINE_avx2 float most_avx2(V_avx2 x) {
+    __m256 y = _mm256_max_ps(x.a, x.b);
+    __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    z = _mm_max_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
+}
 INLINE_avx2 void folds_avx2(float *out, V_avx2 *a, int n, float scale) { for (int i = 0; i < n; i++) out[i] = fold_avx2(a[i]) * scale; }
 
 // ---- AVX-512
@@ -3179,18 +3197,16 @@ INLINE_avx512 float fold_avx512(__m512 x) {
     q = _mm_add_ps(q, _mm_movehl_ps(q, q));
     return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
 }
-// Folds 16 vectors at once: a step with distance h keeps the lanes of x without bit h and those of y with it, and adds to each the lane
-// h away. These are the additions of fold, and after h = 8, 4, 2, 1 lane i holds the sum of a[i].
-#define FOLD_TWO(x, y, has_h, lane_h_away) _mm512_add_ps(_mm512_mask_blend_ps(has_h, x, y), lane_h_away(_mm512_mask_blend_ps(has_h, y, x)))
-#define AWAY_8(v) _mm512_shuffle_f32x4(v, v, 0x4e)
-#define AWAY_4(v) _mm512_shuffle_f32x4(v, v, 0xb1)
-#define AWAY_2(v) _mm512_permute_ps(v, 0x4e)
-#define AWAY_1(v) _mm512_permute_ps(v, 0xb1)
-INLINE_avx512 __m512 fold16_avx512(__m512 *a) {
-    UNROLL for (int i = 0; i < 8; i++) a[i] = FOLD_TWO(a[i], a[i + 8], 0xff00, AWAY_8);
-    UNROLL for (int i = 0; i < 4; i++) a[i] = FOLD_TWO(a[i], a[i + 4], 0xf0f0, AWAY_4);
-    UNROLL for (int i = 0; i < 2; i++) a[i] = FOLD_TWO(a[i], a[i + 2], 0xcccc, AWAY_2);
-    return FOLD_TWO(a[0], a[1], 0xaaaa, AWAY_1);
+INLINE_avx512 float most_avx512(__m512 x)                           { return _mm512_reduce_max_ps(x); }
+// Folds 16 vectors at once: a step puts one half of x beside the same half of y, the other halves likewise, and adds the two. These are
+// the additions of fold, between lanes 8, 4, 2 and 1 apart; vectors are paired so that lane i ends with the sum of a[i].
+#define FOLD_TWO(shuffle, x, y, some, others) _mm512_add_ps(shuffle(x, y, some), shuffle(x, y, others))
+INLINE_avx512 __m512 fold16_avx512(const __m512 *a) {
+    __m512 b[8], c[4], d[2];
+    UNROLL for (int i = 0; i < 8; i++) b[i] = FOLD_TWO(_mm512_shuffle_f32x4, a[i / 4 * 8 + i % 4], a[i / 4 * 8 + i % 4 + 4], 0x44, 0xee);
+    UNROLL for (int i = 0; i < 4; i++) c[i] = FOLD_TWO(_mm512_shuffle_f32x4, b[i], b[i + 4], 0x88, 0xdd);
+    UNROLL for (int i = 0; i < 2; i++) d[i] = FOLD_TWO(_mm512_shuffle_ps, c[2 * i], c[2 * i + 1], 0x44, 0xee);
+    return FOLD_TWO(_mm512_shuffle_ps, d[0], d[1], 0x88, 0xdd);
 }
 INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
     if (n == LANES) _mm512_storeu_ps(out, _mm512_mul_ps(fold16_avx512(a), _mm512_set1_ps(scale)));
@@ -3212,53 +3228,56 @@ INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
 INLINE_##S void dots_step_##S(V_##S *acc, const float *const *x, const char *const *w, int dtype, int M, int k, int n, size_t ahead) { \
     size_t size = dtype == DT_F32 ? 4 : 2; \
     V_##S b[NR]; \
-    if (M == 1 || ahead) UNROLL for (int j = 0; j < NR; j++) __builtin_prefetch(w[j] + (size_t)k * size + ahead); \
+    if (ahead) UNROLL for (int j = 0; j < NR; j++) __builtin_prefetch(w[j] + (size_t)k * size + ahead); \
     UNROLL for (int j = 0; j < NR; j++) b[j] = load_##S(w[j] + (size_t)k * size, dtype, n); \
     UNROLL for (int i = 0; i < M; i++) { \
         V_##S a = load_##S(x[i] + k, DT_F32, n); \
         UNROLL for (int j = 0; j < NR; j++) acc[i * NR + j] = fma_##S(a, b[j], acc[i * NR + j]); \
     } \
 } \
-INLINE_##S void dots_tile_##S(const Dots *a, int dtype, int M, int i0, int j0) { \
+INLINE_##S void dots_tile_##S(const Dots *a, int dtype, int M, int i0, int j0, int whole) { \
     V_##S acc[MR * NR]; \
     const float *x[MR]; const char *w[NR]; \
     float sum[MR * NR]; \
-    size_t ahead = M == 1 || a->m <= MR ? NR * a->ldw + 1024 : 0; \
-    int m = a->m - i0 < M ? a->m - i0 : M, n = a->n - j0 < NR ? a->n - j0 : NR, k = 0; \
+    size_t ahead = !a->next.p && (M == 1 || a->m <= MR) ? NR * a->ldw + (M == 1 ? 1024 : 4096) : 0; \
+    int m = whole || a->m - i0 > M ? M : a->m - i0, n = whole || a->n - j0 > NR ? NR : a->n - j0, k = 0; \
     UNROLL for (int i = 0; i < M; i++) x[i] = a->x + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldx; \
     UNROLL for (int j = 0; j < NR; j++) w[j] = a->w + (size_t)(j0 + (j < n ? j : n - 1)) * a->ldw; \
     UNROLL for (int i = 0; i < M * NR; i++) acc[i] = all_##S(0); \
     for (; k + LANES <= a->K; k += LANES) dots_step_##S(acc, x, w, dtype, M, k, LANES, ahead); \
-    if (k < a->K) dots_step_##S(acc, x, w, dtype, M, k, a->K - k, 0); \
+    if (!whole && k < a->K) dots_step_##S(acc, x, w, dtype, M, k, a->K - k, 0); \
     folds_##S(sum, acc, M * NR, a->scale); \
     for (int i = 0; i < m; i++) { \
         float *y = a->y + (size_t)(i0 + i) * a->ldy + j0; \
-        if (n == NR && !a->add) memcpy(y, sum + i * NR, NR * sizeof *y); \
+        if (whole || (n == NR && !a->add)) memcpy(y, sum + i * NR, NR * sizeof *y); \
         else for (int j = 0; j < n; j++) y[j] = a->add ? y[j] + sum[i * NR + j] : sum[i * NR + j]; \
     } \
 } \
 INLINE_##S void dots_any_##S(const Dots *a, int dtype) { \
     for (int j = 0; j < a->n; j += NR) { \
         int i = 0; \
+        if (a->next.p) ask_ahead(a->next, j / NR, (a->n + NR - 1) / NR); \
         for (; a->m - i > 1; i += MR) { \
             for (int p = j + NR; a->m > MR && p < j + 2 * NR; p++) __builtin_prefetch(a->w + (size_t)p * a->ldw + i / MR * 64); \
-            dots_tile_##S(a, dtype, MR, i, j); \
+            if (a->m - i >= MR && a->n - j >= NR && a->K % LANES == 0 && !a->add) dots_tile_##S(a, dtype, MR, i, j, 1); \
+            else dots_tile_##S(a, dtype, MR, i, j, 0); \
         } \
-        if (i < a->m) dots_tile_##S(a, dtype, 1, i, j); \
+        if (i < a->m) dots_tile_##S(a, dtype, 1, i, j, 0); \
     } \
 } \
 TARGET_##S static void dots_f32_##S (const Dots *a) { dots_any_##S(a, DT_F32); } \
 TARGET_##S static void dots_f16_##S (const Dots *a) { dots_any_##S(a, DT_F16); } \
 TARGET_##S static void dots_bf16_##S(const Dots *a) { dots_any_##S(a, DT_BF16); } \
 \
-INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int vectors, int width, size_t ahead) { \
+INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int vectors, int width, size_t ahead, Ahead next) { \
     V_##S acc[MR * NV]; \
     size_t size = dtype == DT_F32 ? 4 : 2; \
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
         acc[i * NV + c] = load_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, DT_F32, width); \
     for (int r = 0; r < n; r++) { \
         V_##S b[NV]; \
-        for (size_t line = 0; line < ahead; line += 64) __builtin_prefetch(v + (r + 16) * D * size + line); \
+        if (next.p) ask_ahead(next, r, n); \
+        else for (size_t line = 0; line < ahead; line += 64) __builtin_prefetch(v + (r + 16) * D * size + line); \
         UNROLL for (int c = 0; c < vectors; c++) b[c] = load_##S(v + ((size_t)r * D + c * LANES) * size, dtype, width); \
         UNROLL for (int i = 0; i < M; i++) { \
             V_##S a = all_##S(p[(size_t)(i < m ? i : m - 1) * n + r]); \
@@ -3268,21 +3287,21 @@ INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype,
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
         store_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, acc[i * NV + c], width); \
 } \
-INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D) { \
+INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, Ahead next) { \
     size_t size = dtype == DT_F32 ? 4 : 2, ahead = dtype == DT_F32 ? 0 : D * size; \
     int d = 0; \
-    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, NV, LANES, d ? 0 : ahead); \
-    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, LANES, 0); \
-    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, D - d, 0); \
+    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, NV, LANES, d ? 0 : ahead, d ? (Ahead){0} : next); \
+    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, LANES, 0, (Ahead){0}); \
+    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, D - d, 0, (Ahead){0}); \
 } \
-INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D) { \
+INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D, Ahead next) { \
     int i = 0; \
-    for (; m - i > 1; i += MR) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D); \
-    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D); \
+    for (; m - i > 1; i += MR) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, i ? (Ahead){0} : next); \
+    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, i ? (Ahead){0} : next); \
 } \
-TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D) { mix_any_##S(o, p, v, DT_F32, m, n, D); } \
-TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D) { mix_any_##S(o, p, v, DT_F16, m, n, D); } \
-TARGET_##S static void mix_bf16_##S(float *o, const float *p, const void *v, int m, int n, int D) { mix_any_##S(o, p, v, DT_BF16, m, n, D); } \
+TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D, Ahead next) { mix_any_##S(o, p, v, DT_F32, m, n, D, next); } \
+TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D, Ahead next) { mix_any_##S(o, p, v, DT_F16, m, n, D, next); } \
+TARGET_##S static void mix_bf16_##S(float *o, const float *p, const void *v, int m, int n, int D, Ahead next) { mix_any_##S(o, p, v, DT_BF16, m, n, D, next); } \
 \
 INLINE_##S V_##S exp_##S(V_##S x) { \
     x = min_##S(max_##S(x, all_##S(-150)), all_##S(150)); \
@@ -3323,11 +3342,9 @@ TARGET_##S static void swiglu_##S(float *g, const float *u, size_t n) { \
 } \
 TARGET_##S static float max_of_##S(const float *x, size_t n) { \
     V_##S top = all_##S(-INFINITY); \
-    float part[LANES], best = -INFINITY; \
     size_t i = 0; \
     for (; i + LANES <= n; i += LANES) top = max_##S(load_##S(x + i, DT_F32, LANES), top); \
-    store_##S(part, top, LANES); \
-    for (int j = 0; j < LANES; j++) best = part[j] > best ? part[j] : best; \
+    float best = most_##S(top);                          /* no lane is a NaN */ \
     for (; i < n; i++) best = x[i] > best ? x[i] : best; \
     return best; \
 } \
@@ -3346,7 +3363,6 @@ TARGET_##S static void narrow_f16_##S(uint16_t *dst, const float *src, size_t n)
     for (; i < n; i++) dst[i] = f32_to_f16(src[i]); \
 } \
 TARGET_##S static void unpack_q8_##S(float *dst, const char *src, int n, int D) { \
-    size_t ahead = n * q8_bytes(D) + 1024;               /* the rows after these: while these are used, they come */ \
     for (int left = n * D, col = 0, m; left > 0; left -= m, dst += m, col = col + m < D ? col + m : 0) { \
         uint16_t d; \
         int i = 0; \
@@ -3354,7 +3370,6 @@ TARGET_##S static void unpack_q8_##S(float *dst, const char *src, int n, int D) 
         float scale = f16_to_f32(d); \
         const signed char *q = (const signed char *)src + 2; \
         m = D - col < Q8_BLOCK ? D - col : Q8_BLOCK; \
-        __builtin_prefetch(src + ahead); \
         for (; i + LANES <= m; i += LANES) store_##S(dst + i, mul_##S(load_bytes_##S(q + i), all_##S(scale)), LANES); \
         for (; i < m; i++) dst[i] = scale * q[i]; \
         src += 2 + m; \
@@ -3418,14 +3433,14 @@ void matmul(float *y, const float *x, const Tensor *w, int T) { matmul_strided(y
 
 // The tiles of attention. They run inside threads and are never parallel themselves. Rows of K and V may be f32 tiles or the
 // cache's own f16 and bf16 rows: the results are the same bits, and decode need not copy rows first (13 -> 21 GB/s a thread).
-static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale) {   // s (m,n) = scale * q (m,D) k (n,D)^T
-    simd->dots[dtype](&(Dots){ .y = s, .ldy = (size_t)n, .x = q, .ldx = (size_t)D, .w = k, .ldw = (size_t)D * dtype_size(dtype), .m = m, .n = n, .K = D, .scale = scale });
+static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next) {   // s (m,n) = scale * q (m,D) k (n,D)^T
+    simd->dots[dtype](&(Dots){ .y = s, .ldy = (size_t)n, .x = q, .ldx = (size_t)D, .w = k, .ldw = (size_t)D * dtype_size(dtype), .m = m, .n = n, .K = D, .scale = scale, .next = next });
 }
-static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D) {                   // o (m,D) += p (m,n) v (n,D)
-    simd->mix[dtype](o, p, v, m, n, D);
+static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, Ahead next) {                   // o (m,D) += p (m,n) v (n,D)
+    simd->mix[dtype](o, p, v, m, n, D, next);
 }
-void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) { scores_of(s, q, k, DT_F32, m, n, D, scale); }
-void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) { mix_of(o, p, v, DT_F32, m, n, D); }
+void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) { scores_of(s, q, k, DT_F32, m, n, D, scale, (Ahead){0}); }
+void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) { mix_of(o, p, v, DT_F32, m, n, D, (Ahead){0}); }
 void exp_shift(float *x, float max, int n, float *sum) { simd->exp_shift(x, max, (size_t)n, sum); }
 float dot_f32(const float *a, const float *b, int n) {
     float s;
@@ -3639,12 +3654,13 @@ static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows
         for (size_t b = 0; rows[i] >= h->packed && b < bytes; b += 64) __builtin_prefetch(p + b);
     }
 }
+static int rows_in_place(const Format *f) { return f->unpack == f16_unpack || f->unpack == bf16_unpack || f->unpack == f32_unpack; }
 // n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise together in buf (n,D), f16 and bf16 as they are.
 static const void *rows_ready(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, float *buf, int *dtype) {
     const Format *f = v ? s->fv : s->fk;
     int first = rows ? rows[0] : r0;
     *dtype = f->unpack == f16_unpack ? DT_F16 : f->unpack == bf16_unpack ? DT_BF16 : DT_F32;
-    if (first >= h->packed && (!rows || rows[n - 1] - first == n - 1) && (*dtype != DT_F32 || f->unpack == f32_unpack))
+    if (first >= h->packed && (!rows || rows[n - 1] - first == n - 1) && rows_in_place(f))
         return (v ? h->v : h->k) + (size_t)(first - h->packed) * f->row_bytes(s->c->D);
     load_rows(s, h, v, rows, r0, n, buf, *dtype);
     return buf;
@@ -3878,8 +3894,7 @@ static int layer_window(const Session *s, int l) { return s->c->windowed && s->c
 static int tile_mask(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n) {
     int window = layer_window(s, l), any = 0, first = INT_MAX;
     for (int i = 0; i < m; i++) if (t->tok[i] < first) first = t->tok[i];
-    int last = hd->src[rows ? rows[n - 1] : r0 + n - 1];
-    if (s->rule == VIS_CAUSAL && !window && last <= first) return 1;
+    if (s->rule == VIS_CAUSAL && !window && (hd->src[hd->len - 1] <= first || hd->src[rows ? rows[n - 1] : r0 + n - 1] <= first)) return 1;
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++) {
             int src = hd->src[rows ? rows[j] : r0 + j];
@@ -3888,19 +3903,19 @@ static int tile_mask(const Session *s, int l, const KVHead *hd, Tile *t, int m, 
         }
     return any;
 }
-static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n, const void *k, int dtype) {
-    scores_of(t->sc, t->q, k, dtype, m, n, s->c->D, 1 / sqrtf((float)s->c->D));
+static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n, const void *k, int dtype, Ahead next) {
+    scores_of(t->sc, t->q, k, dtype, m, n, s->c->D, 1 / sqrtf((float)s->c->D), next);
     return tile_mask(s, l, hd, t, m, rows, r0, n);
 }
 static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n) {     // t->k holds the keys
-    return tile_scores_of(s, l, hd, t, m, rows, r0, n, t->k, DT_F32);
+    return tile_scores_of(s, l, hd, t, m, rows, r0, n, t->k, DT_F32, (Ahead){0});
 }
 static void tile_begin(Tile *t, int m, int D) {
     memset(t->acc, 0, (size_t)m * D * sizeof(float));
     for (int i = 0; i < m; i++) { t->max[i] = -INFINITY; t->sum[i] = 0; }
 }
 // Folds one scored tile into the running softmax of its m queries. v (n,D) of any dtype; NULL: only max and sum are wanted.
-static void tile_fold_of(Tile *t, int m, int n, int D, const void *v, int dtype) {
+static void tile_fold_of(Tile *t, int m, int n, int D, const void *v, int dtype, Ahead next) {
     for (int i = 0; i < m; i++) {
         float *p = t->sc + (size_t)i * n, top = fmaxf(t->max[i], max_f32(p, n));
         if (top == -INFINITY) { memset(p, 0, (size_t)n * sizeof(float)); continue; }
@@ -3912,9 +3927,9 @@ static void tile_fold_of(Tile *t, int m, int n, int D, const void *v, int dtype)
         }
         exp_shift(p, top, n, &t->sum[i]);
     }
-    if (v) mix_of(t->acc, t->sc, v, dtype, m, n, D);
+    if (v) mix_of(t->acc, t->sc, v, dtype, m, n, D, next);
 }
-static void tile_fold(Tile *t, int m, int n, int D, const float *v) { tile_fold_of(t, m, n, D, v, DT_F32); }
+static void tile_fold(Tile *t, int m, int n, int D, const float *v) { tile_fold_of(t, m, n, D, v, DT_F32, (Ahead){0}); }
 // Can any of the rows lie inside the sliding window of the oldest query? Otherwise the tile need not be read at all.
 static int tile_in_window(const Session *s, int l, const KVHead *hd, int r_last, int first_tok) {
     int w = layer_window(s, l);
@@ -4062,6 +4077,15 @@ static const int *view_slice(const View *w, int p, int n, int *rows, int *r0) { 
     for (int i = 0; i < n; i++) rows[i] = p + i < w->n ? w->idx[p + i] : w->tail + p + i - w->n;
     return rows;
 }
+// A tile of rows from r0 on, at most n, that will be unpacked: what to ask memory for. Rows that are read in place, or by a list, are asked for elsewhere.
+static Ahead rows_ahead(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n) {
+    const Format *f = v ? s->fv : s->fk;
+    if (n > KV_TILE) n = KV_TILE;
+    if (rows || n <= 0) return (Ahead){0};
+    if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
+    if (rows_in_place(f)) return (Ahead){0};
+    return (Ahead){ (v ? h->v : h->k) + (size_t)(r0 - h->packed) * f->row_bytes(s->c->D), n * f->row_bytes(s->c->D) };
+}
 static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1, const float *q, Tile *t, float *part) { // part (m,D+2)
     int D = s->c->D;
     const KVHead *hd = kv_head(s, l, d->g);
@@ -4080,11 +4104,11 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
         if (rows) fetch_rows(s, hd, 1, rows, half);
         const void *x = rows_ready(s, hd, 0, rows, r0, n, t->k, &dtype);        // few queries: a tile is read once, so not copied if it need not be
         if (rows) fetch_rows(s, hd, 1, rows + half, n - half);
-        if (!tile_scores_of(s, l, hd, t, d->m, rows, r0, n, x, dtype)) continue;
+        if (!tile_scores_of(s, l, hd, t, d->m, rows, r0, n, x, dtype, rows_ahead(s, hd, 0, rows, r0 + n, p1 - p - n))) continue;
         fetch_rows(s, hd, 0, after, next / 2);
         x = rows_ready(s, hd, 1, rows, r0, n, t->k, &dtype);                    // over the keys, see attn_prefill
         if (next) fetch_rows(s, hd, 0, after + next / 2, next - next / 2);
-        tile_fold_of(t, d->m, n, D, x, dtype);
+        tile_fold_of(t, d->m, n, D, x, dtype, rows_ahead(s, hd, 1, rows, r0 + n, p1 - p - n));
     }
     chunk_put(part, t, d->m, D);
 }
@@ -6213,8 +6237,8 @@ static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
 
 enum { PATS_MIDDLE, PATS_OLD, PATS_NEW };               // schedules
 enum { PATS_RATCHET, PATS_STATIC, PATS_FROZEN };        // policies
-// Start of a region; largest head_dim; how much further than the rows being read to prefetch.
-enum { PATS_ALIGN = 64, PATS_MAX_D = 1024, PATS_AHEAD = 1024 };
+// Start of a region; largest head_dim.
+enum { PATS_ALIGN = 64, PATS_MAX_D = 1024 };
 
 typedef struct {
     int schedule, policy, rounding, rows64, write;
@@ -6299,14 +6323,12 @@ static void unpack_lanes_init(void) {
     }
 }
 __attribute__((target("avx2"))) static void unpack_avx2(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
-    size_t ahead = (size_t)n * w / 8 + PATS_AHEAD;      // the next tile, which has the time of this one's arithmetic to come
     __m256i perm = _mm256_loadu_si256((const void *)unpack_lanes[w].perm8);
     __m256i shift = _mm256_loadu_si256((const void *)unpack_lanes[w].shift8);
     __m256i mask = _mm256_set1_epi32((1 << w) - 1), add = _mm256_set1_epi16((short)mid), zero = _mm256_setzero_si256();
     __m128i b = _mm_cvtsi32_si128(16 - w);
     int i = 0;
     for (; i + 16 <= n; i += 16, p += 2 * w) {
-        _mm_prefetch((const void *)(p + ahead), _MM_HINT_T0);
         __m256i lo = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)p));
         __m256i hi = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(p + w)));
         lo = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(lo, perm), shift), mask);
@@ -6325,14 +6347,11 @@ VBMI __attribute__((always_inline)) static inline __m512i unpack_32(__m512i x, c
     return mid ? _mm512_mask_add_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7fff)), x, add) : x;
 }
 VBMI static void unpack_vbmi(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
-    size_t ahead = (size_t)n * w / 8 + PATS_AHEAD;
     const __m512i lanes[2] = { _mm512_loadu_si512(unpack_lanes[w].perm32), _mm512_loadu_si512(unpack_lanes[w].shift32) };
     __m512i kept = _mm512_set1_epi16((short)(0xffff << (16 - w))), add = _mm512_set1_epi16((short)mid);
     int i = 0;
-    for (; (n - i) * w >= 512; i += 32, p += 4 * w) {   // 64 bytes are there to be read
-        _mm_prefetch((const void *)(p + ahead), _MM_HINT_T0);
-        _mm512_storeu_si512(h + i, unpack_32(_mm512_loadu_si512(p), lanes, kept, add, mid));
-    }
+    for (; (n - i - 96) * w >= 512; i += 128, p += 16 * w)      // four at a time; 64 bytes are there to be read behind the start of each
+        UNROLL for (int j = 0; j < 4; j++) _mm512_storeu_si512(h + i + 32 * j, unpack_32(_mm512_loadu_si512(p + 4 * w * j), lanes, kept, add, mid));
     for (; i < n; i += 32, p += 4 * w) {
         int m = n - i < 32 ? n - i : 32;
         __m512i x = _mm512_maskz_loadu_epi8(~(__mmask64)0 >> (64 - (m * w + 7) / 8), p);
@@ -6426,6 +6445,13 @@ static void regions_set(KVHead *h, Region *reg) {       // an exact copy of the 
     arrfree(reg);
 }
 
+// Packing.stored: where rows r0 .. r0+n-1 lie, for prefetching (rows of the next region not counted).
+static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n) {
+    const Region *g = h->reg;
+    while (g->row0 + g->n <= r0) g++;
+    size_t bytes = pats_row_bytes(pats_of(s)->rows64, s->c->D, g->w);
+    return (Ahead){ (const char *)pats_row(h, g, v, r0, bytes), (n < g->row0 + g->n - r0 ? n : g->row0 + g->n - r0) * bytes };
+}
 // Packing.keep: of the packed rows only keep[0..n) stay, bit for bit as they are.
 static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
     const Pats *x = pats_of(s);
@@ -6453,7 +6479,7 @@ static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
     regions_set(h, reg);
     h->cap = -1;                                        // packed changed: head_reserve must size src and pos anew
 }
-static const Packing pats_packing = { pats_load, pats_keep };
+static const Packing pats_packing = { pats_load, pats_stored, pats_keep };
 
 // ---- cutting
 // Leading rows that keep both place and width under the new table: they need not be touched.
@@ -7176,7 +7202,7 @@ static void probe_scores(const Probe *p, const float *sc, int n, const float *r,
     for (int j = 0; beta && j < n; j++) S[j] += slack * r[j];
 }
 static void score_all(const Probe *p, const Nodes *u, const float *r, float beta, int D, float *sc, float *S) {
-    scores_of(sc, p->q, u->mu, DT_BF16, p->m, u->n, D, 1);
+    scores_of(sc, p->q, u->mu, DT_BF16, p->m, u->n, D, 1, (Ahead){0});
     probe_scores(p, sc, u->n, r, beta, S);
     for (int j = 0; j < u->n; j++) S[j] = u->chunks[j] ? S[j] : -INFINITY;
 }

@@ -147,8 +147,11 @@ typedef struct Method {
 } Method;
 extern const Method methods[];                  // ended by name NULL; the model knows no method by name
 
+typedef struct { const char *p; size_t bytes; } Ahead;  // memory that will be read next: a kernel asks for it, in portions, while it computes
+
 typedef struct Packing {        // rows that are not stored one by one (PATS): how to read them, how to drop some
     void (*load)(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf);  // buf (n,D) f16 = rows r0.. of K (v 0) or V (v 1)
+    Ahead (*stored)(const Session *s, const KVHead *h, int v, int r0, int n);           // where rows r0.. lie, or the first of them
     void (*keep)(Session *s, KVHead *h, const int *keep, int n);                        // of rows [0,packed) keep these (ascending), exactly as stored
 } Packing;
 

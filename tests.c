@@ -2074,16 +2074,30 @@ TEST(math_attention_tiles, "attn_scores and attn_mix equal double for every head
                     float *wide = xmalloc((size_t)n * D * 4), *s2 = xmalloc((size_t)m * n * 4), *o2 = xmalloc((size_t)m * D * 4);
                     from_f32(rows, k, dt, (size_t)n * D);
                     to_f32(wide, rows, dt, (size_t)n * D);
-                    scores_of(s, q, rows, dt, m, n, D, 0.3f);
+                    Ahead next = { (const char *)k, (size_t)n * D * 2 + 5 };         // what to ask memory for changes no number
+                    scores_of(s, q, rows, dt, m, n, D, 0.3f, next);
                     attn_scores(s2, q, wide, m, n, D, 0.3f);
                     memcpy(o, o0, (size_t)m * D * 4); memcpy(o2, o0, (size_t)m * D * 4);
-                    mix_of(o, s, rows, dt, m, n, D);
+                    mix_of(o, s, rows, dt, m, n, D, next);
                     attn_mix(o2, s, wide, m, n, D);
                     CHECK(!memcmp(s, s2, (size_t)m * n * 4) && !memcmp(o, o2, (size_t)m * D * 4), "%s dtype %d: unpacking rows changes a result (m %d n %d D %d)", simd->name, dt, m, n, D);
                     free(wide); free(s2); free(o2);
                 }
             }
             free(q); free(k); free(o0); free(s); free(o); free(one);
+        }
+    simd_set(NULL);
+}
+
+TEST(math_max, "the largest of n numbers, wherever it stands; a NaN is passed over, none is -infinity") {
+    float x[70];
+    rnd_seed(48);
+    EACH_SIMD(i)
+        for (int n = 0; n <= 70; n++) {
+            int at = n ? rnd_int(n) : 0, odd = n > 1 ? (at + 1 + rnd_int(n - 1)) % n : 70;
+            for (int j = 0; j < n; j++) x[j] = j == at ? 3 : j == odd ? NAN : -rnd_unit();
+            float top = max_f32(x, n);
+            CHECK(top == (n ? 3 : -INFINITY), "%s n %d: %g, expected the %d-th number, 3", simd->name, n, top, at);
         }
     simd_set(NULL);
 }
