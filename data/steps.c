@@ -27,7 +27,7 @@ static void time_select(Session *s, const float *q) {
 }
 static void time_unpack(void) {
     static unsigned char p[1 << 14];
-    static uint16_t h[4096];
+    static _Alignas(64) uint16_t h[4096];     // as tiles are
     for (int w = 8; w <= 14; w += 2) {
         double best = 1e9;
         for (int i = 0; i < 2000; i++) {

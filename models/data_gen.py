@@ -506,11 +506,11 @@ PEOPLE = [  # (draw, statement, question, answer); {n} the person, {p}/{P}/{o} p
     (lambda w: w.pick(ANIMALS), "{n} saw a {v}.", "What did {n} see?|Which animal did {n} see?", "You said that {n} saw a «{v}».", "{P} saw a {v}."),
 ]
 
-def people(w, size=0, n=None):
-    """Several people with the same or different facts: in one message or one each turn; a question or two."""
+def people(w, size=0, crowd=False):
+    """Several people with the same or different facts: in one message or one each turn; a question or two. `crowd`: more of them, over several messages."""
     r = w.r
-    n = n or r.choice((2, 2, 3, 3, 4, 5))
-    kinds = r.sample(PEOPLE, r.choice((1, 1, 2)))
+    n = r.choice((3, 4, 5, 5) if crowd else (2, 2, 3, 3, 4, 5))
+    kinds = r.sample(PEOPLE, r.choice((1, 2, 2) if crowd else (1, 1, 2)))
     facts = []
     for _ in range(n):
         name = w.name()
@@ -520,13 +520,15 @@ def people(w, size=0, n=None):
             facts.append((k, name, v))
     if r.random() < 0.5: r.shuffle(facts)
     says = [k[1].format(n=a, v=v) for k, a, v in facts]
-    x = r.random()
+    x = 0.5 if crowd else r.random()
     if x < 0.35: turns = [(w.say((document(r, says, size))), c(r, PLAIN))]
     elif x < 0.7: turns = scatter(w, says, size)
     else: turns = [(w.say(s), c(r, PLAIN)) for s in says]
     for k, a, v in r.sample(facts, r.choice((1, 1, 2))):
         turns.append((w.say(c(r, k[2]).format(n=a)), k[3].format(n=a, v=v)))
     return turns
+
+def crowd(w, size=0): return people(w, size, True)
 
 def coref(w, size=0):
     """The person is named once; pronouns say the rest, distractors come between."""
@@ -771,6 +773,7 @@ TASKS = {  # task: (thread maker, share in the mixture)
     "profile": (profile, 16), "unknown": (unknown, 2), "people": (people, 12), "coref": (coref, 6), "needle": (needle, 9), "multi_needle": (multi_needle, 8),
     "multi_value": (multi_value, 13), "key_values": (key_values, 13), "status": (status, 10), "lists": (lists, 12), "chain": (chain, 9), "sums": (sums, 5),
     "classify": (classify, 20), "kinds": (kinds, 6), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 7),
+    "crowd": (crowd, 0),                                                    # for the Nexus adapter alone
 }
 SYSTEMS = ["You are a helpful assistant.", "You are a small and friendly model.", "You are kvcomp, a small assistant.", "Answer briefly.", "You are Tiny, a helpful assistant. Be polite."]
 OVERHEAD = 11                                                              # tokens of the template around one turn

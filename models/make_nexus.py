@@ -24,9 +24,10 @@ CE, LAYER, ROUTE = 1.0, 1.0, 0.2                                             # o
 ROWS, LR = 1400, 0.003                                                       # augmented rows a batch and worker
 APART = {"profile": 12, "unknown": 2, "people": 26, "coref": 10, "needle": 12, "multi_needle": 14, "multi_value": 8, "key_values": 10, "status": 10, "lists": 12,
          "chain": 16, "sums": 8, "classify": 6, "summary": 3, "constraint": 2, "story": 4}   # what must pass through Nexus tokens
-PHASES = (  # steps, shares of the tasks (None: as for the base), lengths of the chats, what K is drawn from
+PHASES = (  # steps, shares of the tasks (None: as for the base), lengths of the chats, what K is drawn from (below 1: that share of each message)
     (2500, None, (64, 100, 160, 240, 360), KS),
-    (5000, APART, (100, 160, 240, 240, 360), (4, 4, 4, 8, 8, 16, 32, 64)))
+    (5000, APART, (100, 160, 240, 240, 360), (4, 4, 4, 8, 8, 16, 32, 64)),
+    (5000, {**APART, "people": 16, "crowd": 50}, (100, 160, 240, 300, 360), (0.2, 0.2, 0.3, 0.5, 2, 4, 4, 4, 8, 8, 16, 32, 64)))
 STEPS = sum(p[0] for p in PHASES)
 
 # -------------------------------------------------------------------------------------------------------------- examples
@@ -42,7 +43,7 @@ def example(r, chat, K, turn0):
         a = max(a, sys_end)
         if s < len(messages) - 1: text += [(ids[x], pos[x], 1, s, x, 0) for x in range(a, b)]
         if s % 2: copies += [(ids[x], pos[x], 2, s, x, 0) for x in range(a, b - 2)]  # predicts up to the reply's <|im_end|>
-        if s < len(messages) - 2: nexus += [(j, pos[b - 1] + 1 + j, 3, s, b - 1, turn0 + s // 2) for j in range(max(1, min(K, b - a)))]
+        if s < len(messages) - 2: nexus += [(j, pos[b - 1] + 1 + j, 3, s, b - 1, turn0 + s // 2) for j in range(max(1, min(K if K >= 1 else int(K * (b - a) + 0.5), b - a, K_MAX)))]
     return ids, w, pos, text, copies, nexus
 
 def visible(kind, seg, at):
