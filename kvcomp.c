@@ -3216,7 +3216,7 @@ INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
 
 // ---- the kernels, once for all instruction sets
 // dots: tiles of MR rows of x by NR rows of w; a tile loads each vector once and uses it NR or MR times. Rows past the end of
-// the block repeat its last one and are not stored. The rows of the next panel are short, far apart, and the hardware does not see
+// the block repeat its last one and are not stored; a whole tile of whole vectors is compiled without that. The rows of the next panel are short, far apart, and the hardware does not see
 // them coming, so they are asked for in time: by a single tile as it goes (decode: 23 -> 34 GB/s a thread where 38 can be read), by
 // many tiles one line of each row each (8 % of prefill).
 // mix: tiles of MR rows of o by NV vectors; each output adds its n products in order. The first columns ask for the whole of a stored row

@@ -1,14 +1,15 @@
 // How long the parts of a decode step take, without a model around them: the numbers of NOTES.md that --bench is too coarse for.
-//   gcc -std=c11 -O3 -fopenmp -o /tmp/steps data/steps.c -lm && /tmp/steps [METHOD [HEAD_DIM [ROWS]]]
-// Prints attention over ROWS rows (32768) of every layer, best of 8, in ns an element of K and V; for lychee the selection of all indexed
-// layers, best and mean of 40 steps; and what unpacking PATS rows that lie in L1 costs (one thread).
+//   gcc -std=c11 -O3 -fopenmp -o /tmp/steps data/steps.c -lm && /tmp/steps [METHOD [HEAD_DIM [ROWS [LAYERS]]]]
+// Prints attention over ROWS rows (32768) of LAYERS layers (16, or 8 of wide heads), best of 8 (of 400 where all fits in the caches), in
+// ns an element of K and V; for lychee the selection of all indexed layers, best and mean of 40 steps; and what unpacking PATS rows that
+// lie in L1 costs (one thread).
 #define KVCOMP_NO_MAIN
 #include "../kvcomp.c"
 
 static void time_attention(Session *s, int N, float *q, float *out) {
     const Config *c = s->c;
     double best = 1e9;
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < (N * c->L > 1 << 14 ? 8 : 400); i++) {
         double t = now();
         for (int l = 0; l < c->L; l++) attn_decode(s, l, out, q);
         best = fmin(best, now() - t);
@@ -40,11 +41,11 @@ static void time_unpack(void) {
 }
 int main(int argc, char **argv) {
     const char *method = argc > 1 ? argv[1] : "full";
-    int D = argc > 2 ? atoi(argv[2]) : 64, N = argc > 3 ? atoi(argv[3]) : 32768;
+    int D = argc > 2 ? atoi(argv[2]) : 64, N = argc > 3 ? atoi(argv[3]) : 32768, L = argc > 4 ? atoi(argv[4]) : D > 64 ? 8 : 16;
     char err[512], shape[64];
     Options *o = options_new();
     options_set(o, "ctx-size", "0", err);
-    snprintf(shape, sizeof shape, "L%d,H32,G8,D%d,C64,F64,V64", D > 64 ? 8 : 16, D);
+    snprintf(shape, sizeof shape, "L%d,H32,G8,D%d,C64,F64,V64", L, D);
     Config *c = config_synthetic(shape);
     Weights *w = weights_synthetic(c, 1);
     Session *s = session_try(c, w, o, method, err);
