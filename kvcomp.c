@@ -3216,11 +3216,12 @@ INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
 
 // ---- the kernels, once for all instruction sets
 // dots: tiles of MR rows of x by NR rows of w; a tile loads each vector once and uses it NR or MR times. Rows past the end of
-// the block repeat its last one and are not stored; a whole tile of whole vectors is compiled without that. The rows of the next panel are short, far apart, and the hardware does not see
-// them coming, so they are asked for in time: by a single tile as it goes (decode: 23 -> 34 GB/s a thread where 38 can be read), by
-// many tiles one line of each row each (8 % of prefill).
-// mix: tiles of MR rows of o by NV vectors; each output adds its n products in order. The first columns ask for the whole of a stored row
-// 16 rows ahead (a decode step over 32k rows of head_dim 128: about four fifths of the time).
+// the block repeat its last one and are not stored; a whole tile of whole vectors is compiled without that. The rows of the next
+// panel are short, far apart, and the hardware does not see them coming, so they are asked for in time: by a single tile as it goes
+// (decode: 23 -> 34 GB/s a thread where 38 can be read; 1 KB past the panel for one row of x, 4 KB for the few queries that share
+// keys), by many tiles one line of each row each (8 % of prefill).
+// mix: tiles of MR rows of o by NV vectors; each output adds its n products in order. The first columns ask for what comes next:
+// what the caller says, or stored rows 16 further on (a decode step over 32k rows of head_dim 128: about four fifths of the time).
 // exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
 // two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
 // 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY.
@@ -3269,7 +3270,7 @@ TARGET_##S static void dots_f32_##S (const Dots *a) { dots_any_##S(a, DT_F32); }
 TARGET_##S static void dots_f16_##S (const Dots *a) { dots_any_##S(a, DT_F16); } \
 TARGET_##S static void dots_bf16_##S(const Dots *a) { dots_any_##S(a, DT_BF16); } \
 \
-INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int vectors, int width, size_t ahead, Ahead next) { \
+INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int vectors, int width, Ahead next) { \
     V_##S acc[MR * NV]; \
     size_t size = dtype == DT_F32 ? 4 : 2; \
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
@@ -3277,7 +3278,6 @@ INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype,
     for (int r = 0; r < n; r++) { \
         V_##S b[NV]; \
         if (next.p) ask_ahead(next, r, n); \
-        else for (size_t line = 0; line < ahead; line += 64) __builtin_prefetch(v + (r + 16) * D * size + line); \
         UNROLL for (int c = 0; c < vectors; c++) b[c] = load_##S(v + ((size_t)r * D + c * LANES) * size, dtype, width); \
         UNROLL for (int i = 0; i < M; i++) { \
             V_##S a = all_##S(p[(size_t)(i < m ? i : m - 1) * n + r]); \
@@ -3288,16 +3288,17 @@ INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype,
         store_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, acc[i * NV + c], width); \
 } \
 INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, Ahead next) { \
-    size_t size = dtype == DT_F32 ? 4 : 2, ahead = dtype == DT_F32 ? 0 : D * size; \
+    size_t size = dtype == DT_F32 ? 4 : 2; \
     int d = 0; \
-    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, NV, LANES, d ? 0 : ahead, d ? (Ahead){0} : next); \
-    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, LANES, 0, (Ahead){0}); \
-    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, D - d, 0, (Ahead){0}); \
+    if (!next.p && dtype != DT_F32) next = (Ahead){ v + 16 * D * size, n * D * size }; \
+    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, NV, LANES, d ? (Ahead){0} : next); \
+    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, LANES, d ? (Ahead){0} : next); \
+    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, D - d, d ? (Ahead){0} : next); \
 } \
 INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D, Ahead next) { \
     int i = 0; \
-    for (; m - i > 1; i += MR) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, i ? (Ahead){0} : next); \
-    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, i ? (Ahead){0} : next); \
+    for (; m - i > 1; i += MR) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, next); \
+    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, next); \
 } \
 TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D, Ahead next) { mix_any_##S(o, p, v, DT_F32, m, n, D, next); } \
 TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D, Ahead next) { mix_any_##S(o, p, v, DT_F16, m, n, D, next); } \
@@ -3622,6 +3623,9 @@ void kv_append(Session *s, int l, const float *k, const float *v, int t0, int n)
     kv_note(s, l, t0, n);
 }
 
+static const char *raw_row(const Session *s, const KVHead *h, int v, int r) {       // r >= h->packed
+    return (v ? h->v : h->k) + (size_t)(r - h->packed) * (v ? s->fv : s->fk)->row_bytes(s->c->D);
+}
 // Unpacks rows to f32, whatever their storage, or brings f16 and bf16 rows together as they are (dtype, of raw and packed rows alike).
 static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, char *buf, int dtype) {     // buf (n,D) of dtype
     int D = s->c->D, packed = r0 < h->packed ? (r0 + n <= h->packed ? n : h->packed - r0) : 0;
@@ -3633,7 +3637,7 @@ static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, 
         if (dtype == DT_F32) to_f32((float *)buf, half, DT_F16, front);
     }
     if (packed == n) return;
-    const char *raw = (v ? h->v : h->k) + (size_t)(r0 + packed - h->packed) * f->row_bytes(D);
+    const char *raw = raw_row(s, h, v, r0 + packed);
     if (dtype != DT_F32) memcpy(buf + front * size, raw, (size_t)(n - packed) * f->row_bytes(D));
     else if (KV_DEV(s)) rows_load_cuda(f, raw, n - packed, D, (float *)buf + front);
     else f->unpack((float *)buf + front, raw, n - packed, D);
@@ -3649,10 +3653,8 @@ static void load_rows(const Session *s, const KVHead *h, int v, const int *rows,
 // Rows of a list lie anywhere: ask for them all before the first is needed, so that their ways from memory overlap.
 static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
     size_t bytes = (v ? s->fv : s->fk)->row_bytes(s->c->D);
-    for (int i = 0; i < n; i++) {
-        const char *p = (v ? h->v : h->k) + (size_t)(rows[i] - h->packed) * bytes;
-        for (size_t b = 0; rows[i] >= h->packed && b < bytes; b += 64) __builtin_prefetch(p + b);
-    }
+    for (int i = 0; i < n; i++)
+        if (rows[i] >= h->packed) ask_ahead((Ahead){ raw_row(s, h, v, rows[i]), bytes }, 0, 1);
 }
 static int rows_in_place(const Format *f) { return f->unpack == f16_unpack || f->unpack == bf16_unpack || f->unpack == f32_unpack; }
 // n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise together in buf (n,D), f16 and bf16 as they are.
@@ -3661,7 +3663,7 @@ static const void *rows_ready(const Session *s, const KVHead *h, int v, const in
     int first = rows ? rows[0] : r0;
     *dtype = f->unpack == f16_unpack ? DT_F16 : f->unpack == bf16_unpack ? DT_BF16 : DT_F32;
     if (first >= h->packed && (!rows || rows[n - 1] - first == n - 1) && rows_in_place(f))
-        return (v ? h->v : h->k) + (size_t)(first - h->packed) * f->row_bytes(s->c->D);
+        return raw_row(s, h, v, first);
     load_rows(s, h, v, rows, r0, n, buf, *dtype);
     return buf;
 }
@@ -3894,6 +3896,7 @@ static int layer_window(const Session *s, int l) { return s->c->windowed && s->c
 static int tile_mask(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n) {
     int window = layer_window(s, l), any = 0, first = INT_MAX;
     for (int i = 0; i < m; i++) if (t->tok[i] < first) first = t->tok[i];
+    // The head's newest row settles most decode steps, and lies in the cache; the tile's newest would have to come from memory.
     if (s->rule == VIS_CAUSAL && !window && (hd->src[hd->len - 1] <= first || hd->src[rows ? rows[n - 1] : r0 + n - 1] <= first)) return 1;
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++) {
@@ -4084,7 +4087,7 @@ static Ahead rows_ahead(const Session *s, const KVHead *h, int v, const int *row
     if (rows || n <= 0) return (Ahead){0};
     if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
     if (rows_in_place(f)) return (Ahead){0};
-    return (Ahead){ (v ? h->v : h->k) + (size_t)(r0 - h->packed) * f->row_bytes(s->c->D), n * f->row_bytes(s->c->D) };
+    return (Ahead){ raw_row(s, h, v, r0), n * f->row_bytes(s->c->D) };
 }
 static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1, const float *q, Tile *t, float *part) { // part (m,D+2)
     int D = s->c->D;
