@@ -42,7 +42,7 @@ cuda-check: kvcomp.cu kvcomp.h
 	    /Used/ { sub(/.*Used/, "Used"); printf "%-6s %-28s %s; %s\n", a, k, $$0, s }'
 	@rm -f kvcomp_check.o kvcomp_check.txt
 # the CUDA tests on a real device, and the smaller ones under compute-sanitizer where it is installed
-SANITIZE = memcheck racecheck initcheck
+SANITIZE = memcheck racecheck synccheck
 gpu-test: tests.c kvcomp.c kvcomp.cu kvcomp.h | deps
 	$(NVCC) $(NVFLAGS) -arch=$(GPU_ARCH) -lineinfo -DKVCOMP_TEST -c -o tests_gpu_cuda.o kvcomp.cu
 	$(CC) $(WARN) -O2 -g $(OPENMP) -DKVCOMP_CUDA -c -o tests_gpu.o tests.c

@@ -680,6 +680,7 @@ static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
         c->D = c->C / c->H;
     }
     if (c->H % c->G) config_fail(r, "num_attention_heads %d is no multiple of num_key_value_heads %d", c->H, c->G);
+    if (c->H / c->G > MAX_R) config_fail(r, "num_attention_heads %d, num_key_value_heads %d: expected at most %d query heads a KV head", c->H, c->G, MAX_R);
     if (c->D % 2 || c->D < 2 || c->D > 1024)
         config_fail(r, "head_dim %d: expected an even number from 2 to 1024 (RoPE turns pairs)", c->D);
     const char *dtype = config_str(r, o, config_key(o, "dtype") ? "dtype" : "torch_dtype", "bfloat16");
@@ -909,6 +910,7 @@ Config *config_synthetic(const char *shape) {
         if (!*p) break;
     }
     if (c.H % c.G) die(EXIT_USAGE, "shape \"%.60s\": H %d is no multiple of G %d", shape, c.H, c.G);
+    if (c.H / c.G > MAX_R) die(EXIT_USAGE, "shape \"%.60s\": H %d, G %d: expected at most %d query heads a KV head", shape, c.H, c.G, MAX_R);
     if (c.D % 2) die(EXIT_USAGE, "shape \"%.60s\": D %d is odd (RoPE turns pairs)", shape, c.D);
     Config *out = xmalloc(sizeof *out);
     *out = c;
@@ -3849,7 +3851,7 @@ int layer_acts(const Session *s, int l) {
 // rows is scored against the tile, masked, and folded into an online softmax (running max, sum and weighted V). A query's
 // result depends only on its own list of rows, never on the block it sits in, the batch size or the number of threads.
 
-enum { KV_TILE = 64, Q_BLOCK = 64, KV_CHUNK = 2048 };   // rows of a tile; most query rows of a block; rows of one online softmax
+enum { KV_TILE = 64, Q_BLOCK = MAX_R, KV_CHUNK = 2048 };   // rows of a tile; most query rows of a block; rows of one online softmax
 
 typedef struct {            // what one thread works in
     float *k, *v;           // (KV_TILE,D) unpacked rows
@@ -3999,7 +4001,7 @@ static void chunks_join(const float *part, size_t stride, int chunks, int D, flo
 // Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the rule lets them see. q, out (n,H,D).
 void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) {
     if (KV_DEV(s)) { attn_prefill_cuda(s, l, out, q, t0, n); return; }
-    int D = s->c->D, H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R > 0 ? Q_BLOCK / R : 1, blocks = (n + per - 1) / per;
+    int D = s->c->D, H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R, blocks = (n + per - 1) / per;
     size_t mark = scratch_mark(s), stride = (size_t)D + 2, chunk = Q_BLOCK * stride, all = ((size_t)kv_longest(s, l) / KV_CHUNK + 1) * chunk;
     Tile *tiles = tiles_new(s);
     float *parts = scratch(s, (size_t)n_threads() * all * sizeof(float));
@@ -4196,7 +4198,7 @@ static void group_scores(Session *s, int l, int g, const float *q, int q0, int n
 }
 void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
     if (KV_DEV(s)) { window_scores_cuda(s, l, q, T, W, score); return; }
-    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l), w = T < W ? T : W, per = Q_BLOCK / R > 0 ? Q_BLOCK / R : 1;
+    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l), w = T < W ? T : W, per = Q_BLOCK / R;
     size_t mark = scratch_mark(s);
     Tile *tiles = tiles_new(s);
     memset(score, 0, (size_t)H * N * sizeof(float));
@@ -4374,6 +4376,7 @@ float *forward(Session *s, const Token *in, int T) {     // one pass over T new 
 }
 
 // ---- a turn: prefill once, then decode token by token
+int pos_fits(const Session *s, int n, int extra) { return !s->pos_end || s->pos_next + n + extra <= s->pos_end; }
 const float *prefill(Session *s, const int *ids, int n) {
     double t0 = now();
     int cap = 2 * (n + s->n_tok) + 4096;
@@ -4394,6 +4397,7 @@ const float *prefill(Session *s, const int *ids, int n) {
 }
 const float *decode(Session *s, int id) {
     double t0 = now();
+    if (!pos_fits(s, 1, 0)) die(EXIT_RUN, "position %d is past max_position_embeddings %d", s->pos_next, s->pos_end);
     Token t = { id, -1, s->n_tok ? s->tok[s->n_tok - 1].seg : 0, TOK_REPLY };       // the segment goes on
     s->decoding = 1;
     const float *logits = s->forward(s, &t, 1);
@@ -4443,6 +4447,10 @@ static int on_device(Session *s) {                       // -d cuda; the command
     (void)s;
     return 0;
 }
+static void budget_options(Session *s) {                 // what the user asked for; open may know better
+    s->budget = opt_int(s->opt, "budget");
+    s->ratio = opt_given(s->opt, "ratio") ? opt_real(s->opt, "ratio") : -1;
+}
 // NULL, with the reason in err, when the options or the method do not fit.
 static Session *session_try(const Config *c, const Weights *w, const Options *o, const char *method, char err[512]) {
     Session *s = xcalloc(1, sizeof *s);
@@ -4450,8 +4458,7 @@ static Session *session_try(const Config *c, const Weights *w, const Options *o,
     s->fk = format_find(opt_str(o, "ctk"));
     s->fv = format_find(opt_str(o, "ctv"));
     s->batch = opt_int(o, "batch-size");
-    s->budget = opt_int(o, "budget");
-    s->ratio = opt_given(o, "ratio") ? opt_real(o, "ratio") : -1;
+    budget_options(s);
     s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
     s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
     s->logits = xcalloc(c->V, sizeof(float));
@@ -4485,8 +4492,8 @@ void session_reset(Session *s) {
     if (KV_DEV(s)) device_reset(s);
     view_all(s);
     s->n_tok = s->pos_next = s->turn = s->decoding = s->step = s->n_sys = s->n_foot = s->n_head = 0;
-    s->budget = opt_int(s->opt, "budget");
-    s->alt = NULL; s->packing = NULL;
+    budget_options(s);
+    s->alt = NULL; s->packing = NULL; s->pos_end = s->pos_extra = 0; s->made_for = NULL;
     memset(&s->clk, 0, sizeof s->clk);
     EACH_PART(s, p) if (p->m->open && p->m->open(s, p->ms)) die(EXIT_USAGE, "%s", s->err);
 }
@@ -4531,7 +4538,7 @@ static const Opt program_options[] = {
     { "device",        'c', "auto|cpu|cuda", "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
     { "threads",       'i', "0",    "OpenMP threads; 0: all cores" },
     { "ctx-size",      'i', "4096", "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit" },
-    { "batch-size",    'i', "512",  "rows of a prefill block; changes speed and memory, never a logit" },
+    { "batch-size",    'i', "512",  "rows of a prefill block; changes speed and memory, never a logit (on a GPU: their rounding)" },
     { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
     { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
     { "tokenizer",     's', "",     "tokenizer.json or tokenizer.model instead of the model's" },
@@ -4692,17 +4699,18 @@ const char *opt_str (const Options *o, const char *name) { return opt_value(o, n
 
 typedef struct { int sink, rerotate; } Streaming;
 
+static int window_open(Session *s, void *ms) {           // no sinks, so any budget is legal
+    Streaming *x = ms;
+    x->rerotate = opt_int(s->opt, "streaming-rerotate");
+    if (!s->budget) s->budget = 1024;
+    if (x->rerotate && s->c->windowed) { snprintf(s->err, sizeof s->err, "--streaming-rerotate: this model's sliding windows count original positions"); return -1; }
+    return 0;
+}
 static int streaming_open(Session *s, void *ms) {
     Streaming *x = ms;
     x->sink = opt_int(s->opt, "sink");
-    x->rerotate = opt_int(s->opt, "streaming-rerotate");
-    if (!s->budget) s->budget = 1024;
+    if (window_open(s, ms)) return -1;
     if (s->ratio < 0 && s->budget <= x->sink) { snprintf(s->err, sizeof s->err, "--budget %d leaves no recent row beside --sink %d", s->budget, x->sink); return -1; }
-    return 0;
-}
-static int window_open(Session *s, void *ms) {           // no sinks, so any budget is legal
-    ((Streaming *)ms)->rerotate = opt_int(s->opt, "streaming-rerotate");
-    if (!s->budget) s->budget = 1024;
     return 0;
 }
 static void streaming_commit(Session *s, void *ms, int l, const float *q, int T) {
@@ -6915,13 +6923,13 @@ static int lychee_open(Session *s, void *ms) {
     x->iters = opt_int(o, "lychee-iters");         x->per_cluster = opt_int(o, "lychee-chunks-per-cluster");
     x->coarse_max = opt_int(o, "lychee-coarse-max");   x->stats = opt_int(o, "lychee-stats");
     const char *kg = opt_str(o, "lychee-kg");
+    int named = !strcmp(kg, "flat") || !strcmp(kg, "auto");
     x->kg = !strcmp(kg, "flat") ? KG_FLAT : !strcmp(kg, "auto") ? KG_AUTO : atoi(kg);
-    if (x->kg < 1 && strcmp(kg, "flat") && strcmp(kg, "auto")) return lychee_fail(s, "--lychee-kg wants flat, auto or a number of at least 1");
+    if (!named && (opt_check(&(Opt){ "lychee-kg", 'i', NULL, NULL }, kg, s->err) || x->kg < 1)) return lychee_fail(s, "--lychee-kg wants flat, auto or a number of at least 1");
     if (x->beta < 0 || x->beta_coarse < 0) return lychee_fail(s, "--lychee-beta and --lychee-beta-coarse must not be negative");
     if (x->min < 1 || x->max < x->min || x->max > 4096) return lychee_fail(s, "--lychee-chunk-min and -max: 1 <= min <= max <= 4096 is needed");
     if (x->buffer < 0 || x->sink < 0 || x->full_layers < 0 || x->iters < 0) return lychee_fail(s, "--lychee-buffer, -sink, -full-layers and -iters must not be negative");
     if (x->per_cluster < 1 || x->coarse_max < 1) return lychee_fail(s, "--lychee-chunks-per-cluster and --lychee-coarse-max must be at least 1");
-    if (s->c->H / s->c->G > Q_BLOCK) return lychee_fail(s, "lychee handles at most 64 query heads a KV head");
     if (!s->budget) s->budget = 1024;
     if (s->ratio < 0 && s->budget < x->sink) { snprintf(s->err, sizeof s->err, "--budget %d is smaller than --lychee-sink %d", s->budget, x->sink); return -1; }
     x->B = s->budget;
@@ -7878,9 +7886,9 @@ static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     x->n_user = own - (s->n_head < own ? s->n_head : own);
     x->drop = x->h;
     int last = t[n - 1].pos < 0 ? s->pos_next + n - 1 : t[n - 1].pos;
-    if (last >= s->c->max_pos)
-        die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue, or --sonic-pos=original with an adapter trained so)",
-            last, s->c->max_pos);
+    if (last >= s->pos_end)
+        die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue%s)", last, s->pos_end,
+            x->original ? "" : ", or --sonic-pos=original with an adapter trained so");
     x->seconds += now() - t0;
     return n;
 }
@@ -7923,6 +7931,10 @@ static int sonic_open(Session *s, void *ms) {
     x->pos = x->embed + s->c->C;
     x->turn = x->pos + (size_t)x->K_max * s->c->C;
     if (sonic_numbers(s, x)) return -1;
+    s->ratio = -1;                                      // it was a share of each message
+    s->pos_end = s->c->max_pos;
+    s->pos_extra = x->original ? 0 : 2 * (x->ratio >= 0 ? x->K_max : x->K);      // two messages finish at a turn's start
+    s->made_for = x->file ? safetensors_meta(x->file, "chat_template") : NULL;
     s->alt = x->alt;
     s->rule = x->oneshot ? VIS_SEGMENT_EXACT : VIS_SEGMENT;
     return 0;
@@ -8062,7 +8074,7 @@ static void dililazy_caps(const double *inf, int L, int n, int base, double beta
     double total = 0, weights = 0, fixed = base * (1 - 1 / beta), pool = base / beta * L * n;
     if (alloc == ALLOC_PAPER) pool /= 1 + eps * L;
     if (alloc == ALLOC_CODE) {                          // the authors' code: whole rows, half a row a head set aside and given to all
-        double dyn = floor(base / beta);
+        double dyn = rint((base - fmod(base, beta)) / beta);    // Python's //: floor(base / beta) could round up to a whole number first
         fixed = base - dyn + .5;
         pool = fmax(0, dyn * L * n - .5 * L * n);
     }
@@ -8669,6 +8681,13 @@ static void replay(App *a, int turns) {
         for (int j = 0; j < (int)arrlen(a->turn[i].dec); j++) feed_decode(a, a->turn[i].dec[j]);
     }
 }
+static int record_fits(const Session *s, const Turn *turns, char err[512]) {      // a record that s, still empty, is to replay: 0, or -1 with err
+    long n = 0;
+    for (int i = 0; i < (int)arrlen(turns); i++) n += (long)arrlen(turns[i].pre) + (long)arrlen(turns[i].dec) + s->pos_extra;
+    if (!s->pos_end || n <= s->pos_end) return 0;
+    snprintf(err, 512, "the dialogue takes %ld positions, this method goes to max_position_embeddings %d", n, s->pos_end);
+    return -1;
+}
 static int is_stop(const App *a, int id) {
     if (opt_int(a->o, "ignore-eos")) return 0;
     for (int i = 0; i < a->c->n_eos; i++) if (a->c->eos[i] == id) return 1;
@@ -8695,6 +8714,10 @@ static int generate(App *a, int n, FILE *out) {
         write_text(&text, out);
         if (rows_held(a) + 1 > limit) {
             fprintf(stderr, "\nkvcomp: the context is full: %d rows held, -c %d (a method that drops rows, or a larger -c, goes on)\n", rows_held(a), limit);
+            break;
+        }
+        if (!pos_fits(a->s, 1, 0)) {
+            fprintf(stderr, "\nkvcomp: the positions are used up: %s goes to max_position_embeddings %d\n", a->method, a->s->pos_end);
             break;
         }
         arrput(arrlast(a->turn).dec, id);
@@ -8909,6 +8932,7 @@ static int session_read(App *a, const char *path, char err[512]) {     // 0, or 
         arrput(turns, t);
     }
     if (!*err && (bad || sscanf(p, "end %d", &closed) != 1)) snprintf(err, 512, "%s: damaged at turn %d", path, (int)arrlen(turns) + !bad);
+    if (!*err) record_fits(a->s, turns, err);
     free(text);
     if (*err) { while (arrlen(turns)) turn_free(arrpop(turns)); arrfree(turns); return -1; }
     record_clear(a);
@@ -12032,6 +12056,11 @@ static int chat_turn(App *a, const char *text, FILE *out) {      // 0, or -1 whe
         turn_free(t);
         return -1;
     }
+    if (!pos_fits(a->s, n, a->s->pos_extra)) {
+        fprintf(stderr, "kvcomp: %d tokens do not fit: the next position is %d, %s goes to max_position_embeddings %d (see /clear, or /method)\n", n, a->s->pos_next, a->method, a->s->pos_end);
+        turn_free(t);
+        return -1;
+    }
     arrput(a->turn, t);
     interrupts = 0;
     feed_prefill(a, &t);
@@ -12053,13 +12082,19 @@ static void chat_regen(App *a, FILE *out) {              // the last reply again
     fputc('\n', out);
     print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
 }
+static void template_differs(const App *a) {             // llama3.1 and llama3.2 mark messages as llama3 does
+    const char *made = a->s->made_for;
+    if (made && a->tp && !quiet && strncmp(a->tp->x.name, made, strlen(made)))
+        fprintf(stderr, "kvcomp: WARNING: the weights of %s were trained with chat template %s, this chat uses %s\n", a->method, made, a->tp->x.name);
+}
 // Opens the session again with another method (or the same) and plays the dialogue into it. The old one stays on failure.
 static int chat_method(App *a, const char *spec) {
     char err[512];
     Session *s = session_try(a->c, a->w, a->o, spec, err);
-    if (!s) { fprintf(stderr, "kvcomp: %s\n", err); return -1; }
+    if (!s || record_fits(s, a->turn, err)) { fprintf(stderr, "kvcomp: %s\n", err); session_close(s); return -1; }
     session_close(a->s);
     a->s = s;
+    template_differs(a);
     char *copy = strdup(spec);
     free(a->method);
     a->method = copy;
@@ -12409,6 +12444,7 @@ static void open_tokenizer(App *a, int needed) {         // dies only when text 
 static void open_session(App *a) {
     a->method = strdup(opt_str(a->o, "method"));
     a->s = session_open(a->c, a->w, a->o, a->method);
+    template_differs(a);
     a->logits = xcalloc(a->c->V, sizeof(float));
     int seed = opt_int(a->o, "seed");
     a->rng = seed < 0 ? (uint64_t)time(NULL) ^ (uint64_t)(now() * 1e9) : (uint64_t)seed;

@@ -235,18 +235,15 @@ static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int 
 
 // Products of one token. Up to three matrices of one dtype and width that read the same x share a launch: their rows count on from
 // one to the next. A warp takes GEMV_ROWS of them, so that every 16 bytes of W are read once, by one lane, and x comes from the cache.
-enum { GEMV_ROWS = 4, GEMV_WARPS = 4 };
+enum { GEMV_ROWS = 4, GEMV_WARPS = 4, GEMV_AHEAD = 2 };
 enum { GEMV_STORE, GEMV_ADD, GEMV_SWIGLU };                      // y = Wx + b | y += Wx + b | y = silu(W0 x + b0) (W1 x + b1), rows of both in turn
 struct GemvPart { const char *w; const void *bias; float *y; int rows, bias_type; };     // bias NULL: none
 struct Gemv { GemvPart part[3]; int rows, cols; };               // rows: of all parts
 
-template <int DT> static __device__ float dot16(const char *w, int i, const float *x) {         // 16 bytes of W from element i
-    if (DT == DT_F32) {
-        float4 a = *(const float4 *)(w + (size_t)i * 4), b = *(const float4 *)x;
-        return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
-    }
-    uint4 u = *(const uint4 *)(w + (size_t)i * 2);
-    float4 a = *(const float4 *)x, b = *(const float4 *)(x + 4);
+template <int DT> static __device__ float dot16(uint4 u, const float *x) {       // 16 bytes of W
+    float4 a = *(const float4 *)x;
+    if (DT == DT_F32) return __int_as_float((int)u.x) * a.x + __int_as_float((int)u.y) * a.y + __int_as_float((int)u.z) * a.z + __int_as_float((int)u.w) * a.w;
+    float4 b = *(const float4 *)(x + 4);
     return half_get<DT>((uint16_t)u.x) * a.x + half_get<DT>((uint16_t)(u.x >> 16)) * a.y
          + half_get<DT>((uint16_t)u.y) * a.z + half_get<DT>((uint16_t)(u.y >> 16)) * a.w
          + half_get<DT>((uint16_t)u.z) * b.x + half_get<DT>((uint16_t)(u.z >> 16)) * b.y
@@ -270,8 +267,14 @@ template <int DT, int MODE> static __global__ void __launch_bounds__(GEMV_WARPS 
         w[j] = a.part[i].w + (size_t)r * a.cols * (DT == DT_F32 ? 4 : 2);
         sum[j] = 0;
     }
-    if (wide) KV_UNROLL(2) for (int c = lane * step; c < a.cols; c += 32 * step) for (int j = 0; j < GEMV_ROWS; j++) sum[j] += dot16<DT>(w[j], c, x + c);
-    else      for (int c = lane; c < a.cols; c += 32)               for (int j = 0; j < GEMV_ROWS; j++) sum[j] += number(w[j], DT, c) * x[c];
+    for (int c = lane * step; wide && c < a.cols; c += GEMV_AHEAD * 32 * step) {
+        uint4 u[GEMV_AHEAD][GEMV_ROWS];                             // all on their way before the first is waited for
+        for (int k = 0; k < GEMV_AHEAD; k++) for (int j = 0; j < GEMV_ROWS; j++)
+            if (c + k * 32 * step < a.cols) u[k][j] = *(const uint4 *)(w[j] + (size_t)(c + k * 32 * step) * (DT == DT_F32 ? 4 : 2));
+        for (int k = 0; k < GEMV_AHEAD; k++) for (int j = 0; j < GEMV_ROWS; j++)
+            if (c + k * 32 * step < a.cols) sum[j] += dot16<DT>(u[k][j], x + c + k * 32 * step);
+    }
+    for (int c = lane; !wide && c < a.cols; c += 32) for (int j = 0; j < GEMV_ROWS; j++) sum[j] += number(w[j], DT, c) * x[c];
     part += warp * GEMV_ROWS * 33;
     for (int j = 0; j < GEMV_ROWS; j++) part[j * 33 + lane] = sum[j];
     __syncwarp();
@@ -712,15 +715,19 @@ template <int DT, int LW, int NR, int U> static __global__ void __launch_bounds_
     }
     for (int p = it.p0 + warp * ROWS * U; p < it.p1; p += ATTN_WARPS * ROWS * U) {
         Eight<DT> k[U], v[U];
-        for (int u = 0; u < U; u++) {
+        int row[U];
+        for (int u = 0; u < U; u++) {                            // first all row numbers, then all rows: two waits, not 2 U
             int at = p + u * ROWS + lane / LW;
             see[u] = at < it.p1;
             if (!see[u]) at = it.p1 - 1;                         // a row that is there, and that nobody sees twice
-            int row = at < w.n_idx ? a.idx[w.idx + at] : w.tail + at - w.n_idx;
-            k[u] = load8<DT>(h.k + row * a.bytes_k + at8);
-            v[u] = load8<DT>(h.v + row * a.bytes_v + at8);
-            if (a.window || a.rule != VIS_CAUSAL) see[u] = see[u] && kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[h.src[row]], h.src[row]);
+            row[u] = at < w.n_idx ? a.idx[w.idx + at] : w.tail + at - w.n_idx;
         }
+        for (int u = 0; u < U; u++) {
+            k[u] = load8<DT>(h.k + row[u] * a.bytes_k + at8);
+            v[u] = load8<DT>(h.v + row[u] * a.bytes_v + at8);
+        }
+        for (int u = 0; u < U; u++)
+            if (a.window || a.rule != VIS_CAUSAL) see[u] = see[u] && kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[h.src[row[u]]], h.src[row[u]]);
         for (int u = 0; u < U; u++) {
             unpack8<DT>(x, k[u]);
             for (int i = 0; i < NR; i++) {
@@ -764,7 +771,14 @@ template <int DT> struct Half { typedef __half type; };
 template <> struct Half<DT_BF16> { typedef __nv_bfloat16 type; };
 typedef wmma::fragment<wmma::accumulator, 16, 16, 16, float> Sums;
 
-template <int DT> static __device__ uint16_t half_put(float x) { return DT == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x); }
+template <int DT> static __device__ uint16_t half_put(float x) {
+#ifdef __CUDACC__
+    uint16_t h = DT == DT_F16 ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    return (h & 0x7fff) == (DT == DT_F16 ? 0x7c00 : 0x7f80) ? h - 1 : h;         // the same bits by the hardware: infinity becomes the largest number
+#else
+    return DT == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x);
+#endif
+}
 template <int DT> static __device__ void half_split(uint16_t *value, uint16_t *rest, float x) {
     *value = half_put<DT>(x);
     *rest = half_put<DT>(x - half_get<DT>(*value));
@@ -782,18 +796,17 @@ static __device__ void copy_tile(uint16_t *to, int P, const char *rows, size_t b
 // sc (16,TILE+4) = the warp's 16 rows of q (value and rest, TC_ROWS rows apart) times the tile's keys
 template <int DT> static __device__ void tensor_scores(float *sc, const uint16_t *q, const uint16_t *keys, int P, int D) {
     typedef typename Half<DT>::type T;
-    wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> x;
+    wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> x[2];
     wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::col_major> k;
     Sums s[TILE / 16];
     for (int c = 0; c < TILE / 16; c++) wmma::fill_fragment(s[c], 0.f);
-    for (int d = 0; d < D; d += 16)
-        for (int rest = 0; rest < 2; rest++) {
-            wmma::load_matrix_sync(x, (const T *)(q + rest * TC_ROWS * P + d), P);
-            for (int c = 0; c < TILE / 16; c++) {
-                wmma::load_matrix_sync(k, (const T *)(keys + c * 16 * P + d), P);
-                wmma::mma_sync(s[c], x, k, s[c]);
-            }
+    for (int d = 0; d < D; d += 16) {
+        for (int rest = 0; rest < 2; rest++) wmma::load_matrix_sync(x[rest], (const T *)(q + rest * TC_ROWS * P + d), P);
+        for (int c = 0; c < TILE / 16; c++) {
+            wmma::load_matrix_sync(k, (const T *)(keys + c * 16 * P + d), P);
+            for (int rest = 0; rest < 2; rest++) wmma::mma_sync(s[c], x[rest], k, s[c]);
         }
+    }
     for (int c = 0; c < TILE / 16; c++) wmma::store_matrix_sync(sc + c * 16, s[c], TILE + 4, wmma::mem_row_major);
     __syncwarp();
 }
@@ -819,8 +832,11 @@ template <int DT> static __device__ float tensor_softmax(float *sc, unsigned see
     *sum = *sum * c + add; *top = high;
     return c;
 }
-template <int DT, int ND> static __device__ void tensor_mix(Sums *acc, const float *sc, const uint16_t *vals, int P, int D) {       // acc += p v
+// acc += p v. Tensor cores round a sum towards zero each time they add to it, which over a long list would pull values with a mean of
+// their own that way; so they sum 16 rows from nothing, and f32 adders, which round to nearest, do the rest.
+template <int DT, int ND> static __device__ void tensor_mix(Sums *acc, const float *sc, const uint16_t *vals, int P, int D) {
     typedef typename Half<DT>::type T;
+    Sums t;
     wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> p[2];
     wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::row_major> v;
     for (int c = 0; c < TILE; c += 16) {
@@ -828,7 +844,9 @@ template <int DT, int ND> static __device__ void tensor_mix(Sums *acc, const flo
         for (int e = 0; e < ND; e++) {
             if (e * 16 >= D) continue;
             wmma::load_matrix_sync(v, (const T *)vals + c * P + e * 16, P);
-            for (int rest = 0; rest < 2; rest++) wmma::mma_sync(acc[e], p[rest], v, acc[e]);
+            wmma::fill_fragment(t, 0.f);
+            for (int rest = 0; rest < 2; rest++) wmma::mma_sync(t, p[rest], v, t);
+            for (int i = 0; i < 8; i++) acc[e].x[i] += t.x[i];
         }
     }
 }
@@ -1205,9 +1223,9 @@ static Pass pass_room(Session *s, int T) {
 // or none when step_kernel writes it (last 0).
 static void upload_tokens(Session *s, int last) {
     Device *d = s->dev;
-    const char *old = d->room[ROOM_TOK].p;
+    unsigned before = s->changes;                                // room counts a move; a new place may have the old address
     Token *tok = room<Token>(s, ROOM_TOK, s->n_tok);
-    int from = s->decoding && (char *)tok == old && d->n_tok == s->base ? s->base : 0;
+    int from = s->decoding && s->changes == before && d->n_tok == s->base ? s->base : 0;
     if (last || !from) upload(tok + from, s->tok + from, (size_t)(s->n_tok - from) * sizeof(Token));
     d->n_tok = s->n_tok;
 }
@@ -1436,10 +1454,11 @@ static void step_launches(Session *s, const Pass *r) {
     logits_cuda(s, r->x, r->h);
     d->told = NULL;
 }
-static void step_capture(Session *s, const Pass *r) {            // a device that refuses gets the launches one by one from then on
+// A device that refuses gets the launches one by one from then on. Relaxed: a kernel's first launch may still load its code.
+static void step_capture(Session *s, const Pass *r) {
     Device *d = s->dev;
     cudaGraph_t g = NULL;
-    d->no_graph = cudaStreamBeginCapture(kv_stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess;
+    d->no_graph = cudaStreamBeginCapture(kv_stream, cudaStreamCaptureModeRelaxed) != cudaSuccess;
     if (!d->no_graph) {
         step_launches(s, r);
         d->no_graph = cudaStreamEndCapture(kv_stream, &g) != cudaSuccess || cudaGraphInstantiateWithFlags(&d->graph, g, 0) != cudaSuccess;
@@ -1538,19 +1557,25 @@ static void shared_close(Shared *h) {
     map_clear(&h->map);
     free(h);
 }
-// Whether everything will fit is asked before anything is allocated.
+// Whether everything will fit is asked before anything is allocated. Beside the plan, a real device holds cuBLAS' workspace, the
+// graph of a step and the gaps that growing heads leave in the pool.
+#ifdef __CUDACC__
+static const size_t DEVICE_SPARE = (size_t)256 << 20;
+#else
+static const size_t DEVICE_SPARE = 0;
+#endif
 static int check_memory(const Session *s, char why[512]) {
     size_t unused, total;
     MemoryPlan p = memory_plan(s);
     if (shared_find(s->w)) p.weights = 0;                        // another session has brought them
     cudaError_t e = cudaMemGetInfo(&unused, &total);
     if (e != cudaSuccess) { snprintf(why, 512, "the GPU does not answer (%s); -d cpu works", cudaGetErrorString(e)); return EXIT_RUN; }
-    size_t need = p.weights + p.kv + p.parts + p.pass;
+    size_t need = p.weights + p.kv + p.parts + p.pass + DEVICE_SPARE;
     if (need <= unused) return 0;
     const char *help = p.weights >= unused ? "the weights alone are too much for this GPU; -d cpu works"
                      : p.weights + p.pass >= unused ? "a smaller -b or -c needs less" : "a smaller -c, --budget with a method that drops rows, or -ctk/-ctv q8_0 needs less";
-    snprintf(why, 512, "%.2f GB needed (weights %.2f, KV rows for -c %d %.2f, method %.2f, passes %.2f), %.2f of %.2f GB are free: %s", (double)need * 1e-9,
-             (double)p.weights * 1e-9, p.ctx, (double)p.kv * 1e-9, (double)p.parts * 1e-9, (double)p.pass * 1e-9, (double)unused * 1e-9, (double)total * 1e-9, help);
+    snprintf(why, 512, "%.2f GB needed (weights %.2f, KV rows for -c %d %.2f, method %.2f, passes %.2f, CUDA %.2f), %.2f of %.2f GB are free: %s", (double)need * 1e-9,
+             (double)p.weights * 1e-9, p.ctx, (double)p.kv * 1e-9, (double)p.parts * 1e-9, (double)p.pass * 1e-9, (double)DEVICE_SPARE * 1e-9, (double)unused * 1e-9, (double)total * 1e-9, help);
     return EXIT_MEMORY;
 }
 static void stream_open(void) {
@@ -2197,7 +2222,7 @@ static __global__ void page_scores_kernel(Pages pages, const Step *step, int hea
     for (int h = 0; h < R; h++) {
         float sum = 0;
         for (int k = lane; p < n && k < 2 * D; k += 16) {
-            float x = own[h * D + k % D], part = (x > 0) == (k < D) ? x : 0;
+            float x = own[h * D + (k < D ? k : k - D)], part = (x > 0) == (k < D) ? x : 0;
             sum = fmaf(part, number(pages.bound[g], dtype, (size_t)p * 2 * D + k), sum);
         }
         sum = lanes_fold(sum);
@@ -2306,8 +2331,8 @@ static __device__ void band_residuals(const Picks &a, const Head &x, int first, 
             int r = x.p0 + a.t[i], half = hold & i;
             if (c > r) continue;
             int64_t mass = fixed_mass(x.P[(size_t)i * a.N + c]);
-            sum[2 + half] += mass;
-            if (covered(x, c, r)) sum[half] += mass;
+            if (half) sum[3] += mass; else sum[2] += mass;       // no index that only the run knows: the sums stay in registers
+            if (covered(x, c, r)) { if (half) sum[1] += mass; else sum[0] += mass; }
             else if (!half) { gain += mass; most = mass > most ? mass : most; }
         }
         x.gain[c] = gain;

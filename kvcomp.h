@@ -68,6 +68,7 @@ typedef struct {
 
 // ------------------------------------------------------------------------------------------------ tokens, rows, views
 enum { MAX_G = 64 };                            // KV heads a kernel's argument has room for
+enum { MAX_R = 64 };                            // query heads a KV head may have: a tile of attention holds them all
 enum { TOK_USER, TOK_REPLY, TOK_EXTRA };        // fed by prefill; fed by decode; a method's own token (SONIC's Nexus)
 
 typedef struct {            // one token of the dialogue. A session keeps every token it has seen; rows point back here
@@ -175,12 +176,14 @@ struct Session {
     int n_sys, n_foot, n_head;                  // set by a chat before prefill: leading ids that are the system message; that end the
                                                 // previous reply; trailing ids that open the next reply. 0 with --ids. Cleared by prefill
     int pos_next;                               // RoPE position of the next token
+    int pos_end, pos_extra;                     // a method whose positions end: there (0: nowhere); positions a turn takes beside its tokens', at most
     int turn;                                   // prefills before this one
     int decoding, step;                         // 1 in a decode pass; decode passes since the last prefill, this one not counted
     int budget;                                 // rows per KV head (0: the method's default); open may set it
     int applied;                                // what it came to at the end of the last prefill
     double ratio;                               // --ratio: budget = N - floor(N*ratio + 1e-6) at each prefill end; < 0: off
     KVHead *head; View *view;                   // (L,G), (L,H)
+    const char *made_for;                       // chat template that a method's own weights were trained with; NULL: none, or not said
     const Layer *alt;                           // (L) weights for rows of kind TOK_EXTRA; NULL: the model's own
     const struct Packing *packing;              // storage of rows [0,packed); NULL: no part packs
     int batch;                                  // -b
@@ -363,6 +366,7 @@ size_t kv_bytes   (const Session *s);                                           
 size_t kv_bytes_full(const Session *s);                                            // what full attention would hold for the same tokens and -ctk/-ctv
 size_t kv_meta_bytes(const Session *s);                                            // views and the parts' indexes
 int    layer_acts (const Session *s, int l);                                       // 0: a windowed layer of a model that also has global ones: hooks skip it (rules.md A9)
+int    pos_fits   (const Session *s, int n, int extra);                            // are there positions for n tokens and `extra` more?
 int    budget_now (const Session *s);                                              // B at a prefill end: --budget, or from --ratio and N = n_tok
 
 // ------------------------------------------------------------------------------------------------ attention (section 6)

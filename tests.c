@@ -753,6 +753,7 @@ static const struct { const char *old, *with, *want; } config_cases[] = {
     { "\"num_key_value_heads\":2", "\"num_key_value_heads\":2,\"head_dim\":0", "head_dim: expected" },
     { "\"num_key_value_heads\":2", "\"num_key_value_heads\":2,\"head_dim\":4096", "head_dim: expected" },
     { "\"vocab_size\":10", "\"vocab_size\":2000000000", "vocab_size: expected" },
+    { "\"num_attention_heads\":4", "\"num_attention_heads\":130,\"head_dim\":2", "expected at most 64 query heads a KV head" },
     { "1e-05", "0", "rms_norm_eps: expected" },
     { "1e-05", "-1e-05", "rms_norm_eps: expected" },
     { "1e-05", "\"small\"", "rms_norm_eps: expected a number" },
@@ -965,7 +966,7 @@ TEST(config_synthetic_shapes, "named shapes, sizes over the defaults, bad shapes
     c = config_synthetic("L2");
     CHECK(c->L == 2 && c->C == 2048, "one letter");
     weights_close(NULL, c);
-    static const char *const bad[] = { "", "llama", "L", "L0", "L-1", "L2;", "L2,", "L2,X3", "L99999999999999999999", "H8,G3",
+    static const char *const bad[] = { "", "llama", "L", "L0", "L-1", "L2;", "L2,", "L2,X3", "L99999999999999999999", "H8,G3", "H65,G1",
         "D7", "L 2", "l2" };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         int code = try_synthetic(bad[i]);
@@ -2768,6 +2769,13 @@ TEST(baselines_windowed, "a model with some windowed layers: methods leave those
             session_close(s); options_free(o);
         }
     }
+    Options *o = options_of("budget=24 streaming-rerotate");
+    const char *method[] = { "streaming", "window" };
+    for (int i = 0; i < 2; i++) {
+        char err[512] = "";
+        CHECK(!session_try(m.c, m.w, o, method[i], err) && strstr(err, "original positions"), "%s re-numbers rows under windows that count the old numbers: '%s'", method[i], err);
+    }
+    options_free(o);
     tiny_free(m);
 }
 TEST(baselines_expected, "ExpectedAttention's moments by hand: two queries, D 2; and the bytes it says it holds") {
@@ -5154,7 +5162,7 @@ TEST(lychee_options, "--paper sets both betas unless given; what makes no sense 
         CHECK(lychee_of(s)->beta == v[i].beta && lychee_of(s)->beta_coarse == v[i].coarse && s->budget == 1024 && lychee_of(s)->sink == 16 && lychee_of(s)->buffer == 128 && lychee_of(s)->full_layers == 2, "%s", v[i].opt);
         session_close(s); options_free(o);
     }
-    static const char *bad[] = { "lychee-kg=0", "lychee-kg=-1", "lychee-kg=some", "lychee-beta=-1", "lychee-chunk-min=0", "lychee-chunk-min=20", "lychee-buffer=-1", "lychee-chunks-per-cluster=0", "lychee-coarse-max=0", "budget=15", "lychee-iters=-1" };
+    static const char *bad[] = { "lychee-kg=0", "lychee-kg=-1", "lychee-kg=some", "lychee-kg=8x", "lychee-beta=-1", "lychee-chunk-min=0", "lychee-chunk-min=20", "lychee-buffer=-1", "lychee-chunks-per-cluster=0", "lychee-coarse-max=0", "budget=15", "lychee-iters=-1" };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         Options *o = options_of(bad[i]);
         int code;
@@ -5926,6 +5934,8 @@ TEST(dililazy_vector, "Algorithm 1 on the hand-size vector: as printed, conservi
     CHECK(cap[0] == 48 && cap[3] == 48, "beta without end: %d %d", cap[0], cap[3]);
     dililazy_caps(inf, 2, 2, 48, .5, .01, ALLOC_PAPER, cap);                   // beta below 1: b_fixed is negative
     CHECK(cap[0] > 200 && cap[2] == 0 && cap[3] == 0, "caps %d .. %d %d", cap[0], cap[2], cap[3]);
+    dililazy_caps((double[4]){ 1 }, 2, 2, 48, 1.6, .01, ALLOC_CODE, cap);      // 48 // 1.6 is 29, though 48 / 1.6 rounds to 30
+    CHECK(cap[0] == 134 && cap[1] == 20 && cap[2] == 20 && cap[3] == 20, "%d %d %d %d", cap[0], cap[1], cap[2], cap[3]);
     dililazy_caps(inf, 2, 2, 0, 1.351, .01, ALLOC_CODE, cap);
     CHECK(cap[0] == 0 && cap[3] == 0, "no budget: %d %d", cap[0], cap[3]);
 }
@@ -7433,6 +7443,23 @@ TEST(cli_chat_pipe, "a chat on a pipe: commands, method changes that keep the di
     write_text_file(p, "kvcomp session 1\nmodel zz\n");
     CHECK(sh("printf '/load %s\\n' | " CHAT, p) == 0 && strstr(sh_err, "not a kvcomp session"), "%s", sh_err);
     unlink(p);
+}
+TEST(cli_sonic_ends, "a chat under sonic that runs out of positions goes on: a reply stops, a line is refused, another method takes over; a foreign template is told") {
+    char d[] = "/tmp/kvcomp-ends-XXXXXX", ids[64];
+    CHECK(mkdtemp(d) && sh("ln -s $PWD/models/kvcomp-tiny/* %s && rm %s/config.json && sed 's/\\(max_position_embeddings\": *\\)4096/\\172/' models/kvcomp-tiny/config.json > %s/config.json", d, d, d) == 0, "%s", sh_err);
+    CHECK(sh("printf 'hello\ntell me a story about a fox\nwhat is my name?\n/save %s/kept\n/method full\nwho are you?\n/method sonic\n/stats\n' | ./kvcomp -m %s -c 500 --temp 0 --method=sonic", d, d) == 0, "%s", sh_err);
+    CHECK(strstr(sh_err, "positions are used up: sonic goes to max_position_embeddings 72") && strstr(sh_err, "do not fit: the next position is 72"), "%s", sh_err);
+    CHECK(strstr(sh_err, "[turn 3 ") && strstr(sh_err, "the dialogue takes ") && strstr(sh_err, "method full"), "%s", sh_err);
+    CHECK(sh("printf '/load %s/kept\n/stats\n' | ./kvcomp -m %s -c 500 --method=sonic", d, d) == 0 && strstr(sh_err, "in 2 turns"), "%s", sh_err);
+    snprintf(ids, sizeof ids, "%s/ids", d);
+    for (int i = 0; i < 2; i++) {
+        FILE *f = fopen(ids, "w");
+        for (int t = 0; f && t < 71 + i; t++) fprintf(f, " %d", 300 + t);
+        if (f) { fprintf(f, " | 7%s\n", i ? " 8" : ""); fclose(f); }
+        CHECK(sh("./kvcomp -m %s --method=sonic --ids %s", d, ids) == i && (!i || strstr(sh_err, "position 72 is past max_position_embeddings 72")), "%s", sh_err);
+    }
+    CHECK(sh("./kvcomp -p hi -n 1 --temp 0 --method=sonic --chat-template qwen3") == 0 && strstr(sh_err, "trained with chat template chatml, this chat uses qwen3"), "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 // A chat on a real terminal: what is typed, then everything the program printed within the time.
 static int pty_chat(const char *const *typed, const double *wait, int n, char *seen, size_t size) {
