@@ -770,9 +770,9 @@ def constraint(w, size=0):
 
 # --------------------------------------------------------------------------------------------------------------- chats
 TASKS = {  # task: (thread maker, share in the mixture)
-    "profile": (profile, 16), "unknown": (unknown, 2), "people": (people, 12), "coref": (coref, 6), "needle": (needle, 9), "multi_needle": (multi_needle, 8),
-    "multi_value": (multi_value, 13), "key_values": (key_values, 13), "status": (status, 10), "lists": (lists, 12), "chain": (chain, 9), "sums": (sums, 5),
-    "classify": (classify, 20), "kinds": (kinds, 6), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 7),
+    "profile": (profile, 16), "unknown": (unknown, 2), "people": (people, 15), "coref": (coref, 6), "needle": (needle, 9), "multi_needle": (multi_needle, 8),
+    "multi_value": (multi_value, 24), "key_values": (key_values, 17), "status": (status, 10), "lists": (lists, 17), "chain": (chain, 9), "sums": (sums, 5),
+    "classify": (classify, 14), "kinds": (kinds, 5), "summary": (summary, 4), "constraint": (constraint, 3), "story": (story_thread, 7),
     "crowd": (crowd, 0),                                                    # for the Nexus adapter alone
 }
 SYSTEMS = ["You are a helpful assistant.", "You are a small and friendly model.", "You are kvcomp, a small assistant.", "Answer briefly.", "You are Tiny, a helpful assistant. Be polite."]
