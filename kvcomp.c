@@ -730,8 +730,9 @@ static int json_same(const Json *a, const Json *b) {        // the same numbers 
 static void config_rope(ConfigReader *r, Config *c, const Json *o) {
     const Json *p = config_key(o, "rope_scaling"), *sub;
     char buf[64];
-    if (!p || (p->type == JSON_OBJECT && !p->n)) p = config_key(o, "rope_parameters");
-    if (p && p->type != JSON_OBJECT) config_fail(r, "rope_parameters: expected an object, found %s", json_show(p, buf));
+    const char *key = "rope_scaling";
+    if (!p || (p->type == JSON_OBJECT && !p->n)) p = config_key(o, key = "rope_parameters");
+    if (p && p->type != JSON_OBJECT) config_fail(r, "%s: expected an object, found %s", key, json_show(p, buf));
     if ((sub = config_key(p, "full_attention"))) {
         const Json *sliding = config_key(p, "sliding_attention");
         if (sliding && !json_same(sub, sliding))
@@ -4376,6 +4377,15 @@ float *forward(Session *s, const Token *in, int T) {     // one pass over T new 
 }
 
 // ---- a turn: prefill once, then decode token by token
+static const float *sound(const Session *s, const float *logits) {      // (V). Weights that hold NaN or overflow speak nonsense, and every comparison finds it equal
+    uint32_t worst = 0;
+    for (int i = 0; i < s->c->V; i++) {
+        union { float f; uint32_t u; } x = { logits[i] };
+        worst = (x.u & 0x7fffffff) > worst ? x.u & 0x7fffffff : worst;
+    }
+    if (worst >= 0x7f800000) die(EXIT_MODEL, "%.300s: a logit of token %d is %s: its weights are damaged", s->c->dir, s->n_tok - 1, worst > 0x7f800000 ? "not a number" : "infinite");
+    return logits;
+}
 int pos_fits(const Session *s, int n, int extra) { return !s->pos_end || s->pos_next + n + extra <= s->pos_end; }
 const float *prefill(Session *s, const int *ids, int n) {
     double t0 = now();
@@ -4393,7 +4403,7 @@ const float *prefill(Session *s, const int *ids, int n) {
     s->n_sys = s->n_foot = s->n_head = 0;
     s->clk.n_prefill += n;
     timed(&s->clk.prefill, t0);
-    return logits;
+    return sound(s, logits);
 }
 const float *decode(Session *s, int id) {
     double t0 = now();
@@ -4404,7 +4414,7 @@ const float *decode(Session *s, int id) {
     s->step++;
     s->clk.n_decode++; s->clk.steps++;
     timed(&s->clk.decode, t0);
-    return logits;
+    return sound(s, logits);
 }
 
 // ---- opening: "loopserve-p+lychee+pats" is three parts; two that decide the same thing cannot be combined
@@ -4659,7 +4669,7 @@ static int opt_check(const Opt *t, const char *v, char err[256]) {
     if (t->kind == 'b' && strcmp(v, "0") && strcmp(v, "1")) { snprintf(err, 256, "--%s is a flag and takes no value, found '%.60s'", t->name, v); return -1; }
     if (t->kind == 'c') {
         size_t n = strlen(v);
-        for (const char *a = t->def; a; a = strchr(a, '|') ? strchr(a, '|') + 1 : NULL)
+        for (const char *a = t->def; a && !strchr(v, '|'); a = strchr(a, '|') ? strchr(a, '|') + 1 : NULL)
             if (n && !strncmp(a, v, n) && (a[n] == '|' || !a[n])) return 0;
         snprintf(err, 256, "--%s wants one of %s, found '%.60s'", t->name, t->def, v);
         return -1;
@@ -4686,6 +4696,25 @@ int         opt_given(const Options *o, const char *name) { Options *w = (Option
 int         opt_int (const Options *o, const char *name) { return atoi(opt_value(o, name)); }
 double      opt_real(const Options *o, const char *name) { return strtod(opt_value(o, name), NULL); }
 const char *opt_str (const Options *o, const char *name) { return opt_value(o, name); }
+
+// What an option may be; checked before anything is opened
+static const struct Range { const char *name; double lo, hi; } ranges[] = {
+    { "threads", 0, 1024 }, { "ctx-size", 0, 1 << 30 }, { "batch-size", 1, 1 << 20 }, { "n-predict", -1, INT_MAX }, { "temp", 0, 100 }, { "top-k", 0, INT_MAX }, { "top-p", 0, 1 },
+    { "min-p", 0, 1 }, { "repeat-penalty", 0.01, 100 }, { "repeat-last-n", 0, INT_MAX }, { "budget", 0, INT_MAX }, { "ratio", 0, 0.9999 }, { "sink", 0, INT_MAX }, { "obs-window", 1, 1 << 20 },
+    { "kernel", 1, 1023 }, { "eval-items", 1, 1 << 20 }, { "eval-window", 4, 1 << 20 }, { "eval-windows", 1, 1 << 20 }, { "repeat", 1, 1000 },
+    { "lychee-buffer", 0, 1 << 30 }, { "lychee-sink", 0, 1 << 30 }, { "lychee-iters", 0, 1000 }, { "lychee-guard", 0, 1 },
+    { "loopserve-alpha", 0, 1 }, { "loopserve-max-cells", 0, 1 }, { "loopserve-max-tiles", 0, 1 }, { "loopserve-interval", 1, 1 << 16 }, { "loopserve-obs", 0, 1 << 16 }, { "loopserve-samples", 1, 1 << 16 },
+};
+static int out_of_range(const Options *o, const char *name, char err[256]) {     // of this option, or of any (NULL)
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
+        const struct Range *r = &ranges[i];
+        double x = opt_real(o, r->name);
+        if ((name && strcmp(name, r->name)) || (x >= r->lo && x <= r->hi)) continue;
+        snprintf(err, 256, "--%s %.10g is outside %.10g..%.10g", r->name, x, r->lo, r->hi);
+        return 1;
+    }
+    return 0;
+}
 
 // ==================================================================================================== 9 STREAMINGLLM
 // Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks. arXiv 2309.17453.
@@ -8445,7 +8474,7 @@ static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, cons
     Plan p = plan_read(c, o);
     snprintf(part, sizeof part, "%.1000s.part", out);
     FILE *f = fopen(part, "wb");                        // before the work, not after it
-    if (!f) die(EXIT_USAGE, "--calibrate: %s: %s", part, strerror(errno));
+    if (!f) die(EXIT_RUN, "--calibrate: %s: %s", part, strerror(errno));
     size_t LH = (size_t)c->L * c->H;
     Calibration r = { .k = opt_int(o, "calibrate-k"), .count = !strcmp(opt_str(o, "calibrate-score"), "count") };
     r.score = xcalloc(3 * LH, sizeof(double));
@@ -8455,7 +8484,7 @@ static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, cons
     int bad = ferror(f) | fclose(f);
     if (bad || !accepted) remove(part);
     if (!accepted) die(EXIT_RUN, "--calibrate: no answer had half of the expected words (--calibrate-accept all takes every run)");
-    if (bad || rename(part, out)) die(EXIT_RUN, "--calibrate: %s: %s", out, strerror(errno));
+    if (bad || rename(part, out)) { int why = errno; remove(part); die(EXIT_RUN, "--calibrate: %s: %s", out, strerror(why)); }
     free(r.score); free(r.sum);
     arrfree(p.length); arrfree(p.depth); arrfree(p.needle);
     json_free(p.file);
@@ -8734,8 +8763,9 @@ static int fits(const App *a, int n) { return rows_held(a) + n <= ctx_limit(a); 
 static double rate(long n, double seconds) { return seconds > 0 ? (double)n / seconds : 0; }
 static double bytes_a_step(const Session *s) { return s->clk.steps ? s->clk.bytes_attended / (double)s->clk.steps : 0; }
 static int saves_reads_only(const Session *s) {
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->evicts || s->part[i].m->role & ROLE_STORE) return 0;
-    return s->n_part > 1 || s->part[0].m->role;
+    int role = 0;
+    for (int i = 0; i < s->n_part; role |= s->part[i++].m->role) if (s->part[i].m->evicts || s->part[i].m->role & ROLE_STORE) return 0;
+    return role != 0;
 }
 static void json_pair(FILE *f, const char *key, const char *text) {
     fprintf(f, "\"%s\":", key);
@@ -8901,7 +8931,7 @@ static int session_save(const App *a, const char *path, char err[512]) {
     }
     fprintf(f, "end %d\n", a->closed);
     int bad = ferror(f) | fclose(f);
-    if (bad || rename(tmp, path)) { snprintf(err, 512, "%s: %s", path, strerror(errno)); return -1; }
+    if (bad || rename(tmp, path)) { snprintf(err, 512, "%s: %s", path, strerror(errno)); remove(tmp); return -1; }
     return 0;
 }
 // One "turn ..." line. 0, or -1: the line is not what session_save writes.
@@ -10128,7 +10158,7 @@ static Score *open_rows(const App *a, Open **open) {
         for (int j = 0; list_word(opt_str(a->o, "budgets"), j, budget); j++) {
             Open p = { .o = options_copy(a->o) };
             Score sc = { 0 };
-            if (*budget && options_set(p.o, "budget", budget, err)) die(EXIT_USAGE, "--budgets: %s", err);
+            if (opt_given(a->o, "budgets") && (options_set(p.o, "budget", budget, err) || out_of_range(p.o, "budget", err))) die(EXIT_USAGE, "--budgets: %s", err);
             p.s = session_open(a->c, a->w, p.o, name);
             snprintf(sc.name, sizeof sc.name, "%s", name);
             sc.budget = has_budget(p.s) ? p.s->budget : 0;
@@ -12113,25 +12143,10 @@ static const char *chat_help =
     "/save FILE       keep the dialogue      /load FILE       go on with a kept one\n"
     "/quit            leave (so does Ctrl-D); Ctrl-C stops a reply\n";
 
-// What an option may be; checked before anything is opened
-static const struct Range { const char *name; double lo, hi; } ranges[] = {
-    { "threads", 0, 1024 }, { "ctx-size", 0, 1 << 30 }, { "batch-size", 1, 1 << 20 }, { "n-predict", -1, INT_MAX }, { "temp", 0, 100 }, { "top-k", 0, INT_MAX }, { "top-p", 0, 1 },
-    { "min-p", 0, 1 }, { "repeat-penalty", 0.01, 100 }, { "repeat-last-n", 0, INT_MAX }, { "budget", 0, INT_MAX }, { "ratio", 0, 0.9999 }, { "sink", 0, INT_MAX }, { "obs-window", 1, 1 << 20 },
-    { "kernel", 1, 1023 }, { "eval-items", 1, 1 << 20 }, { "eval-window", 4, 1 << 20 }, { "eval-windows", 1, 1 << 20 }, { "repeat", 1, 1000 },
-    { "lychee-buffer", 0, 1 << 30 }, { "lychee-sink", 0, 1 << 30 }, { "lychee-iters", 0, 1000 }, { "lychee-guard", 0, 1 },
-    { "loopserve-alpha", 0, 1 }, { "loopserve-max-cells", 0, 1 }, { "loopserve-max-tiles", 0, 1 }, { "loopserve-interval", 1, 1 << 16 }, { "loopserve-obs", 0, 1 << 16 }, { "loopserve-samples", 1, 1 << 16 },
-};
-static int out_of_range(const Options *o, const struct Range *r, char err[256]) {
-    double x = opt_real(o, r->name);
-    if (x >= r->lo && x <= r->hi) return 0;
-    snprintf(err, 256, "--%s %.10g is outside %.10g..%.10g", r->name, x, r->lo, r->hi);
-    return 1;
-}
 static void chat_clear(App *a) { record_clear(a); session_reset(a->s); a->closed = 0; }
 static void chat_budget(App *a, const char *value) {     // reopens the method, instead of --ratio if that was given; undone when refused
     char err[256], *old = strdup(opt_str(a->o, "budget"));
-    int ratio = opt_given(a->o, "ratio"), bad = options_set(a->o, "budget", value, err);
-    for (size_t i = 0; i < sizeof ranges / sizeof *ranges && !bad; i++) bad = !strcmp(ranges[i].name, "budget") && out_of_range(a->o, &ranges[i], err);
+    int ratio = opt_given(a->o, "ratio"), bad = options_set(a->o, "budget", value, err) || out_of_range(a->o, "budget", err);
     if (bad) fprintf(stderr, "kvcomp: %s\n", err);
     if (ratio) (void)shdel(a->o->given, "ratio");
     if (bad || chat_method(a, a->method)) {
@@ -12314,7 +12329,7 @@ static void parse_env(Options *o) {
 }
 static void check_options(const Options *o) {
     char err[256];
-    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) if (out_of_range(o, &ranges[i], err)) die(EXIT_USAGE, "%s", err);
+    if (out_of_range(o, NULL, err)) die(EXIT_USAGE, "%s", err);
     if (opt_int(o, "kernel") % 2 == 0) die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
     if (opt_given(o, "budget") && opt_given(o, "ratio")) die(EXIT_USAGE, "--budget and --ratio both say how much to keep; give one");
     if (*opt_str(o, "dump-logits") && !*opt_str(o, "ids")) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");

@@ -7360,7 +7360,8 @@ TEST(cli_odd, "what could not be written, overflows, half a method, an option wi
     static const struct { const char *args; int code; const char *says; } cases[] = {
         { "-p hi -n 2 --temp 0 -q > /dev/full", 1, "stdout" }, { "--list-methods > /dev/full", 1, "stdout" }, { "--help=lychee", 0, "" }, { "--help=nosuch", 2, "no method" },
         { "--method=lychee+ -p hi", 2, "no method is called ''" }, { "--budgets 5 -p hi", 2, "--compare" }, { "--csv -p hi", 2, "--eval" }, { "--json-rows -p hi", 2, "--json" },
-        { "--bench-suite x.csv -p hi", 2, "--bench" }, { "--lychee-iters 2147483647 -p hi", 2, "0..1000" }, { "--loopserve-alpha 2 -p hi", 2, "0..1" }, { "--ctx-size 1073741825", 2, "1073741825 is outside 0..1073741824" },
+        { "--bench-suite x.csv -p hi", 2, "--bench" }, { "--lychee-iters 2147483647 -p hi", 2, "0..1000" }, { "--loopserve-alpha 2 -p hi", 2, "0..1" }, { "-ctk 'f16|f32' -p hi", 2, "wants one of" }, { "--eval needle --compare window,full --budgets=-3", 2, "-3 is outside" },
+        { "--eval needle --compare window --budgets 40,,64", 2, "whole number, found ''" }, { "--calibrate /nonexistent/x", 1, "No such file" }, { "--ctx-size 1073741825", 2, "1073741825 is outside 0..1073741824" },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         int rc = sh("./kvcomp %s", cases[i].args);
@@ -7430,6 +7431,14 @@ TEST(cli_stdout, "stdout is the reply and nothing else; --dump-tokens prints ids
     CHECK(sh("printf hello | ./kvcomp -m models/kvcomp-tiny --temp 0 -n 24 -f - -q") == 0, "%s", sh_err);
     CHECK(sh("./kvcomp -m models/kvcomp-tiny --dump-tokens -p 'Hello world'") == 0 && lines_in(sh_out) == 1 && isdigit((unsigned char)*sh_out), "%s", sh_out);
     CHECK(sh(CHAT "-p hello --method=streaming --seed 1 --json") == 0 && sh_out[0] == '{', "%s", sh_out);
+}
+TEST(cli_damaged, "weights that hold a NaN: exit 3 at the first logits, in a chat and in an evaluation, not an empty reply and a divergence of 0") {
+    char d[] = "/tmp/kvcomp-nan-XXXXXX";
+    CHECK(mkdtemp(d) && sh("cp models/kvcomp-tiny/* %s && printf '\\300\\177' | dd of=%s/model.safetensors bs=1 seek=$(($(stat -c %%s %s/model.safetensors) - 2)) conv=notrunc 2>&1", d, d, d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi", d) == 3 && strstr(sh_err, "is not a number") && lines_in(sh_err) == 1 && !*sh_out, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s --eval kld --eval-file README.md --eval-window 32 --eval-windows 1 --compare full,window --budgets 8", d) == 3 && !*sh_out, "%s", sh_err);
+    CHECK(sh("printf '/save %s\n' | " CHAT, d) == 0 && strstr(sh_err, "directory") && sh("test ! -e %s.part", d) == 0, "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 TEST(cli_chat_pipe, "a chat on a pipe: commands, method changes that keep the dialogue, save and load") {
     char p[64];
