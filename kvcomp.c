@@ -12124,10 +12124,10 @@ static int chat_method(App *a, const char *spec) {
     if (!s || record_fits(s, a->turn, err)) { fprintf(stderr, "kvcomp: %s\n", err); session_close(s); return -1; }
     session_close(a->s);
     a->s = s;
-    template_differs(a);
     char *copy = strdup(spec);
     free(a->method);
     a->method = copy;
+    template_differs(a);
     replay(a, (int)arrlen(a->turn));
     return 0;
 }

@@ -27,7 +27,8 @@ APART = {"profile": 12, "unknown": 2, "people": 26, "coref": 10, "needle": 12, "
 PHASES = (  # steps, shares of the tasks (None: as for the base), lengths of the chats, what K is drawn from (below 1: that share of each message)
     (2500, None, (64, 100, 160, 240, 360), KS),
     (5000, APART, (100, 160, 240, 240, 360), (4, 4, 4, 8, 8, 16, 32, 64)),
-    (5000, {**APART, "people": 16, "crowd": 50}, (100, 160, 240, 300, 360), (0.2, 0.2, 0.3, 0.5, 2, 4, 4, 4, 8, 8, 16, 32, 64)))
+    (5000, {**APART, "people": 16, "crowd": 50}, (100, 160, 240, 300, 360), (0.2, 0.2, 0.3, 0.5, 2, 4, 4, 4, 8, 8, 16, 32, 64)),
+    (1500, {**APART, "people": 16, "crowd": 50}, (100, 160, 240, 300, 360), (0.2, 0.2, 0.3, 0.5, 2, 4, 4, 4, 8, 8, 16, 32, 64)))
 STEPS = sum(p[0] for p in PHASES)
 
 # -------------------------------------------------------------------------------------------------------------- examples
