@@ -6952,9 +6952,9 @@ static int lychee_open(Session *s, void *ms) {
     x->iters = opt_int(o, "lychee-iters");         x->per_cluster = opt_int(o, "lychee-chunks-per-cluster");
     x->coarse_max = opt_int(o, "lychee-coarse-max");   x->stats = opt_int(o, "lychee-stats");
     const char *kg = opt_str(o, "lychee-kg");
-    int named = !strcmp(kg, "flat") || !strcmp(kg, "auto");
-    x->kg = !strcmp(kg, "flat") ? KG_FLAT : !strcmp(kg, "auto") ? KG_AUTO : atoi(kg);
-    if (!named && (opt_check(&(Opt){ "lychee-kg", 'i', NULL, NULL }, kg, s->err) || x->kg < 1)) return lychee_fail(s, "--lychee-kg wants flat, auto or a number of at least 1");
+    int flat = !strcmp(kg, "flat"), by_itself = !strcmp(kg, "auto");
+    x->kg = flat ? KG_FLAT : by_itself ? KG_AUTO : atoi(kg);
+    if (!flat && !by_itself && (opt_check(&(Opt){ "lychee-kg", 'i', NULL, NULL }, kg, s->err) || x->kg < 1)) return lychee_fail(s, "--lychee-kg wants flat, auto or a number of at least 1");
     if (x->beta < 0 || x->beta_coarse < 0) return lychee_fail(s, "--lychee-beta and --lychee-beta-coarse must not be negative");
     if (x->min < 1 || x->max < x->min || x->max > 4096) return lychee_fail(s, "--lychee-chunk-min and -max: 1 <= min <= max <= 4096 is needed");
     if (x->buffer < 0 || x->sink < 0 || x->full_layers < 0 || x->iters < 0) return lychee_fail(s, "--lychee-buffer, -sink, -full-layers and -iters must not be negative");
@@ -8584,7 +8584,7 @@ const Method methods[] = {
       .select = lychee_select, .steady = lychee_steady, .wants = KV_BLIND, .commit = lychee_commit, .bytes = lychee_bytes, .plan = lychee_plan, .forget = lychee_forget, .stats = lychee_stats },
     { .name = "sonic", .paper = "SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching, arXiv 2601.21927",
       .keeps = "keeps the system message, K Nexus rows a finished message, and the current turn; the rest is dropped when the next turn begins", .evicts = 1,
-      .limits = "needs an adapter trained for the model; --budget does not apply (see --sonic-k); goes with a storage format (sonic+pats), with no other selection or sparse prefill",
+      .limits = "needs an adapter trained for the model; --budget does not apply (see --sonic-k); a dialogue ends where its positions pass max_position_embeddings; goes with a storage format (sonic+pats), with no other selection or sparse prefill",
       .role = ROLE_PREFILL | ROLE_SELECT, .rule = VIS_SEGMENT, .state = sizeof(Sonic), .opts = sonic_opts, .open = sonic_open, .close = sonic_close,
       .enter = sonic_enter, .embed = sonic_embed, .wants = KV_BLIND, .commit = sonic_commit, .bytes = sonic_bytes, .plan = sonic_plan, .stats = sonic_stats },
     { .name = "dililazy", .paper = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL submission)", .evicts = 1,

@@ -754,6 +754,8 @@ static const struct { const char *old, *with, *want; } config_cases[] = {
     { "\"num_key_value_heads\":2", "\"num_key_value_heads\":2,\"head_dim\":4096", "head_dim: expected" },
     { "\"vocab_size\":10", "\"vocab_size\":2000000000", "vocab_size: expected" },
     { "\"num_attention_heads\":4", "\"num_attention_heads\":130,\"head_dim\":2", "expected at most 64 query heads a KV head" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":5", "rope_scaling: expected an object, found 5" },
+    { "\"rope_scaling\":null", "\"rope_parameters\":5", "rope_parameters: expected an object, found 5" },
     { "1e-05", "0", "rms_norm_eps: expected" },
     { "1e-05", "-1e-05", "rms_norm_eps: expected" },
     { "1e-05", "\"small\"", "rms_norm_eps: expected a number" },

@@ -437,7 +437,7 @@ def export(folder):
     from safetensors.torch import save_file
     os.makedirs(OUT, exist_ok=True)
     ends = {name: torch.load(os.path.join(folder, f"mean-{name}.pt"), weights_only=False) for name in SHIPPED}
-    weights = {k: sum(share * ends[name][k] for name, share in SHIPPED.items()) for k in ends["end"]}
+    weights = {k: sum(share * ends[name][k] for name, share in SHIPPED.items()) for k in next(iter(ends.values()))}
     path = os.path.join(OUT, "model.safetensors")
     save_file(to_hf(weights), path + ".new", metadata={"format": "pt"}); os.chmod(path + ".new", 0o644); os.replace(path + ".new", path)
     write_json("config.json", {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": D, "intermediate_size": FFN, "num_hidden_layers": LAYERS,

@@ -24,11 +24,12 @@ CE, LAYER, ROUTE = 1.0, 1.0, 0.2                                             # o
 ROWS, LR = 1400, 0.003                                                       # augmented rows a batch and worker
 APART = {"profile": 12, "unknown": 2, "people": 26, "coref": 10, "needle": 12, "multi_needle": 14, "multi_value": 8, "key_values": 10, "status": 10, "lists": 12,
          "chain": 16, "sums": 8, "classify": 6, "summary": 3, "constraint": 2, "story": 4}   # what must pass through Nexus tokens
+CROWDED = {**APART, "people": 16, "crowd": 50}, (100, 160, 240, 300, 360), (0.2, 0.2, 0.3, 0.5, 2, 4, 4, 4, 8, 8, 16, 32, 64)
 PHASES = (  # steps, shares of the tasks (None: as for the base), lengths of the chats, what K is drawn from (below 1: that share of each message)
     (2500, None, (64, 100, 160, 240, 360), KS),
     (5000, APART, (100, 160, 240, 240, 360), (4, 4, 4, 8, 8, 16, 32, 64)),
-    (5000, {**APART, "people": 16, "crowd": 50}, (100, 160, 240, 300, 360), (0.2, 0.2, 0.3, 0.5, 2, 4, 4, 4, 8, 8, 16, 32, 64)),
-    (1500, {**APART, "people": 16, "crowd": 50}, (100, 160, 240, 300, 360), (0.2, 0.2, 0.3, 0.5, 2, 4, 4, 4, 8, 8, 16, 32, 64)))
+    (5000, *CROWDED),
+    (1500, *CROWDED))                                                       # on a base that was trained on since
 STEPS = sum(p[0] for p in PHASES)
 
 # -------------------------------------------------------------------------------------------------------------- examples
