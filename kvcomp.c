@@ -3018,12 +3018,19 @@ typedef struct {            // one instruction set
     void  (*exp_shift)(float *x, float max, size_t n, float *sum);
     void  (*swiglu)(float *g, const float *u, size_t n);
     float (*max)(const float *x, size_t n);
+    int   (*sum_from)(const float *x, const int *w, int n, uint32_t key);   // w (n) summed where order_key(x) >= key; NULL: their number
 } Simd;
 
 enum { Q8_BLOCK = 32 };
 static size_t q8_bytes(int D) { return (size_t)D + 2 * ((D + Q8_BLOCK - 1) / Q8_BLOCK); }
 
 #define UNROLL _Pragma("GCC unroll 16")
+
+static inline uint32_t order_key(float x) {              // floats as unsigned numbers in the same order; -0 counts as +0
+    union { float f; uint32_t u; int32_t i; } v;
+    v.f = x + 0.0f;
+    return v.u ^ ((uint32_t)(v.i >> 31) | 0x80000000u); // negative: every bit the other way; else the sign's
+}
 
 // ---- vectors in plain C, with the compiler's own vectors of four (SSE2, NEON, or whatever the processor has)
 #define INLINE_plain static inline __attribute__((always_inline))
@@ -3353,6 +3360,13 @@ TARGET_##S static float max_of_##S(const float *x, size_t n) { \
     return best; \
 } \
 \
+TARGET_##S static int sum_from_##S(const float *x, const int *w, int n, uint32_t key) {      /* simple enough for the compiler to make vectors of it */ \
+    int sum = 0; \
+    if (w) for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key ? w[i] : 0; \
+    else   for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key; \
+    return sum; \
+} \
+\
 INLINE_##S void widen_##S(float *dst, const char *src, int dtype, size_t n) { \
     size_t size = dtype == DT_F32 ? 4 : 2, i = 0; \
     for (; i + LANES <= n; i += LANES) store_##S(dst + i, load_##S(src + i * size, dtype, LANES), LANES); \
@@ -3380,7 +3394,7 @@ TARGET_##S static void unpack_q8_##S(float *dst, const char *src, int n, int D) 
     } \
 }
 #define SIMD_LINE(S) { #S, { dots_f32_##S, dots_f16_##S, dots_bf16_##S }, { widen_f32_##S, widen_f16_##S, widen_bf16_##S }, \
-                       narrow_f16_##S, unpack_q8_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, swiglu_##S, max_of_##S }
+                       narrow_f16_##S, unpack_q8_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, swiglu_##S, max_of_##S, sum_from_##S }
 
 KERNELS(plain, 1, 2, 2)
 #if defined(__x86_64__)
@@ -3491,30 +3505,23 @@ void swiglu(float *g, const float *u, size_t n) {       // g = g / (1 + e^-g) * 
 }
 
 // ---- the k largest
-// Keys are the floats as unsigned numbers in the same order (-0 counts as +0). At most four passes over the values find the k-th largest
-// key byte by byte: each counts, among keys that share the bytes found so far, how many have which next byte. No memory is needed.
-static uint32_t order_key(float x) {
-    union { float f; uint32_t u; } v;
-    v.f = x + 0.0f;
-    return v.u & 0x80000000u ? ~v.u : v.u | 0x80000000u;
-}
+// The k-th largest key is found bit by bit, highest first: a bit is set if k keys are at least as large with it. One pass over the values
+// each, as vectors; often half of the bits are enough, because exactly k keys are left.
 int top_k(const float *x, int n, int k, int *idx) {     // x (n) -> idx (min(k,n)) ascending; ties go to the lower index
     uint32_t key = 0;
-    int left = k < n ? k : n, count = 0;                // still to be taken among the keys that start with the bytes found so far
-    if (left <= 0) return 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        int bin[256] = {0}, b = 255;
-        for (int i = 0; i < n; i++) {
-            uint32_t u = order_key(x[i]);
-            if (((uint64_t)(u ^ key) >> (shift + 8)) == 0) bin[u >> shift & 255]++;
-        }
-        while (bin[b] < left) left -= bin[b--];
-        key |= (uint32_t)b << shift;
-        if (bin[b] == left) break;                      // all that begin like this are taken
+    int take = k < n ? k : n, above = 0, from = -1, count = 0;          // keys above the k-th; keys from the bits so far on
+    if (take <= 0) return 0;
+    for (uint32_t bit = 1u << 31; bit && from != take; bit >>= 1) {
+        int c = simd->sum_from(x, NULL, n, key | bit);
+        if (c < take) above = c; else { key |= bit; from = c; }
     }
-    for (int i = 0; i < n; i++) {                       // every key above the k-th, and the first `left` that equal it
+    int equal = from == take ? take : take - above;                     // how many of the keys that equal the k-th
+    for (int i = 0; count < take; i++) {
         uint32_t u = order_key(x[i]);
-        if (u > key || (u == key && left-- > 0)) idx[count++] = i;
+        int tie = u == key;
+        idx[count] = i;
+        count += u > key || (tie && equal > 0);
+        equal -= tie;
     }
     return count;
 }
@@ -3656,8 +3663,9 @@ static void load_rows(const Session *s, const KVHead *h, int v, const int *rows,
 // Rows of a list lie anywhere: ask for them all before the first is needed, so that their ways from memory overlap.
 static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
     size_t bytes = (v ? s->fv : s->fk)->row_bytes(s->c->D);
+    const char *raw = raw_row(s, h, v, h->packed);
     for (int i = 0; i < n; i++)
-        if (rows[i] >= h->packed) ask_ahead((Ahead){ raw_row(s, h, v, rows[i]), bytes }, 0, 1);
+        if (rows[i] >= h->packed) ask_ahead((Ahead){ raw + (size_t)(rows[i] - h->packed) * bytes, bytes }, 0, 1);
 }
 static int rows_in_place(const Format *f) { return f->unpack == f16_unpack || f->unpack == bf16_unpack || f->unpack == f32_unpack; }
 // n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise together in buf (n,D), f16 and bf16 as they are.
@@ -3687,31 +3695,38 @@ int kv_longest(const Session *s, int l) {
 }
 
 // ---- views
-void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
-    View *w = kv_view(s, l, h);
-    s->changes++;
+static void view_fill(Session *s, View *w, const int *idx, int n, int tail) {
+    if (KV_DEV(s)) s->changes++;                         // on a CPU nobody asks, and threads set views side by side
     if (n > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = n + n / 4 + KV_STEP) * sizeof(int));
     if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
-    w->n = n; w->tail = tail;
+    w->n = n; w->tail = tail; w->same = 0;
+}
+void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
+    View old = view_of(s, l, h), *w = kv_view(s, l, h);
+    if ((h + 1) % (s->c->H / s->c->G) && w[1].same) view_fill(s, w + 1, old.idx, old.n, old.tail);   // the next head goes on reading what it read
+    view_fill(s, w, idx, n, tail);
+}
+void view_group(Session *s, int l, int g, const int *idx, int n, int tail) {
+    int R = s->c->H / s->c->G;
+    View *w = kv_view(s, l, g * R);
+    view_fill(s, w, idx, n, tail);
+    for (int r = 1; r < R; r++) { w[r].n = n; w[r].tail = tail; w[r].same = 1; }
 }
 static void views_here(const Session *s) { (void)s; if (KV_DEV(s)) views_fetch_cuda((Session *)s); }     // a device may have kept the last step's
 void view_all(Session *s) {
     s->changes++;
     if (KV_DEV(s)) views_drop_cuda(s);
-    for (int i = 0; i < s->c->L * s->c->H; i++) s->view[i].n = s->view[i].tail = 0;
+    for (int i = 0; i < s->c->L * s->c->H; i++) s->view[i].n = s->view[i].tail = s->view[i].same = 0;
 }
 int view_rows(const Session *s, int l, int h, int *rows) {
     views_here(s);
-    const View *w = kv_view(s, l, h);
-    int n = w->n, len = kv_head(s, l, h / (s->c->H / s->c->G))->len;
-    if (n) memcpy(rows, w->idx, (size_t)n * sizeof(int));
-    for (int r = w->tail; r < len; r++) rows[n++] = r;
+    const View w = view_of(s, l, h);
+    int n = w.n, len = kv_head(s, l, h / (s->c->H / s->c->G))->len;
+    if (n) memcpy(rows, w.idx, (size_t)n * sizeof(int));
+    for (int r = w.tail; r < len; r++) rows[n++] = r;
     return n;
 }
-static void views_reset(Session *s, int l, int g) {
-    int R = s->c->H / s->c->G;
-    for (int h = g * R; h < (g + 1) * R; h++) view_set(s, l, h, NULL, 0, 0);
-}
+static void views_reset(Session *s, int l, int g) { view_group(s, l, g, NULL, 0, 0); }
 
 // ---- dropping rows
 static void move_rows(Session *s, KVHead *h, const int *keep, int n) {
@@ -3745,7 +3760,7 @@ void kv_compact(Session *s, int l, int g) {
     memset(map, 0, (size_t)(hd->len + 1) * sizeof(int));
     for (int h = g * R; h < (g + 1) * R; h++) {
         View *w = kv_view(s, l, h);
-        for (int i = 0; i < w->n; i++) map[w->idx[i]] = 1;
+        for (int i = 0; i < w->n && !w->same; i++) map[w->idx[i]] = 1;
         for (int r = w->tail; r < hd->len; r++) map[r] = 1;
     }
     for (int r = 0; r < hd->len; r++) {                          // map becomes: rows kept below r
@@ -3758,7 +3773,7 @@ void kv_compact(Session *s, int l, int g) {
     s->changes++;
     for (int h = g * R; h < (g + 1) * R; h++) {
         View *w = kv_view(s, l, h);
-        for (int i = 0; i < w->n; i++) w->idx[i] = map[w->idx[i]];
+        for (int i = 0; i < w->n && !w->same; i++) w->idx[i] = map[w->idx[i]];
         w->tail = map[w->tail];
     }
     if (n < hd->len) move_rows(s, hd, keep, n);
@@ -4063,16 +4078,13 @@ void attn_rows(Session *s, int l, int h, const float *q, const int *rows, int n,
 // ---- decode: through the views, split into chunks of KV_CHUNK rows that threads take and one thread joins in order
 typedef struct { int g, h0, m, n; } DecodeGroup;        // query heads h0..h0+m-1 of KV head g read the same n rows
 
-static int same_view(const View *a, const View *b) {
-    return a->n == b->n && a->tail == b->tail && (!a->n || !memcmp(a->idx, b->idx, (size_t)a->n * sizeof(int)));
-}
 static int decode_groups(Session *s, int l, DecodeGroup *out) {
     int R = s->c->H / s->c->G, n = 0;
     for (int g = 0; g < s->c->G; g++)
         for (int h = g * R; h < (g + 1) * R; ) {
             const View *w = kv_view(s, l, h);
             int h0 = h++;
-            while (h < (g + 1) * R && h - h0 < Q_BLOCK && same_view(w, kv_view(s, l, h))) h++;
+            while (h < (g + 1) * R && h - h0 < Q_BLOCK && same_as_before(s, l, h)) h++;
             out[n++] = (DecodeGroup){ g, h0, h - h0, w->n + kv_head(s, l, g)->len - w->tail };
         }
     return n;
@@ -4095,7 +4107,7 @@ static Ahead rows_ahead(const Session *s, const KVHead *h, int v, const int *row
 static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1, const float *q, Tile *t, float *part) { // part (m,D+2)
     int D = s->c->D;
     const KVHead *hd = kv_head(s, l, d->g);
-    const View *w = kv_view(s, l, d->h0);
+    const View view = view_of(s, l, d->h0), *w = &view;
     memcpy(t->q, q + (size_t)d->h0 * D, (size_t)d->m * D * sizeof(float));
     for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
     tile_begin(t, d->m, D);
@@ -4120,7 +4132,7 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
 }
 static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q, Tile *t, const float *max, const float *sum) {
     KVHead *hd = kv_head(s, l, d->g);
-    const View *w = kv_view(s, l, d->h0);
+    const View view = view_of(s, l, d->h0), *w = &view;
     memcpy(t->q, q + (size_t)d->h0 * s->c->D, (size_t)d->m * s->c->D * sizeof(float));
     for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
     for (int p = 0; p < d->n; p += KV_TILE) {
@@ -5674,13 +5686,13 @@ static float *quest_scores(Session *s, const Quest *x, int l, const float *q, in
     return u;
 }
 static void quest_select_host(Session *s, const Quest *x, int l, const float *q, int pages, int best) {
-    int G = s->c->G, R = s->c->H / G, *idx = scratch(s, (size_t)G * best * sizeof(int)), *rows = scratch(s, (size_t)best * PAGE * sizeof(int));
+    int G = s->c->G, *idx = scratch(s, (size_t)G * best * sizeof(int)), *rows = scratch(s, (size_t)best * PAGE * sizeof(int));
     int *n = scratch(s, (size_t)3 * G * sizeof(int)), *k = n + G, *found = k + G;
     for (int g = 0; g < G; g++) { n[g] = pages; k[g] = best; }
     top_k_rows(s, quest_scores(s, x, l, q, pages), G, pages, n, k, idx, best, found);
     for (int g = 0; g < G; g++) {
         for (int i = 0; i < found[g] * PAGE; i++) rows[i] = idx[g * best + i / PAGE] * PAGE + i % PAGE;
-        for (int h = g * R; h < (g + 1) * R; h++) view_set(s, l, h, rows, found[g] * PAGE, pages * PAGE);
+        view_group(s, l, g, rows, found[g] * PAGE, pages * PAGE);
     }
 }
 static int quest_dense(const Quest *x) { return x->B > PAGE ? x->B : PAGE; }     // up to so many tokens every row is read
@@ -6125,9 +6137,9 @@ static void loop_select(Session *s, LoopServe *x, int l) {
     if (!x->per_query) score = join_rows(s, score, end, N, AGG_SUM);             // the sum over the group ranks like its mean
     for (int i = 0; i < lists; i++) { n[i] = end[i * each / R]; want[i] = n[i] > x->budget ? x->budget : 0; }
     top_k_rows(s, score, lists, N, n, want, idx, x->budget, found);
-    for (int h = 0; h < H; h++) {
-        int all = end[h / R] <= x->budget;
-        view_set(s, l, h, idx + (size_t)(h / each) * x->budget, found[h / each], all ? 0 : end[h / R]);
+    for (int i = 0; i < lists; i++) {
+        int last = end[i * each / R], tail = last <= x->budget ? 0 : last, *list = idx + (size_t)i * x->budget;
+        if (each == R) view_group(s, l, i, list, found[i], tail); else view_set(s, l, i, list, found[i], tail);
     }
     scratch_reset(s, mark);
 }
@@ -6145,7 +6157,7 @@ static void loop_prompt_done(Session *s, LoopServe *x) {         // the end of a
     x->prompt_end = s->n_tok;
     x->budget = budget_now(s);
     for (int l = 0; x->decodes && l < s->c->L; l++)              // room for the views now, so that decode allocates nothing
-        for (int h = 0; h < s->c->H; h++) {
+        for (int h = 0; h < s->c->H; h += x->per_query ? 1 : s->c->H / s->c->G) {
             int n = kv_head(s, l, h * s->c->G / s->c->H)->len, room = x->budget < n + x->literal * 1024 ? x->budget : 0;
             View *w = kv_view(s, l, h);
             if (room > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = room) * sizeof(int));
@@ -7211,8 +7223,8 @@ typedef struct {            // what a group, or one query head, looks for
 typedef struct {            // what one thread retrieves in
     float *sc;              // (R,max(K,P)) dot products
     float *S, *Sg;          // (K) (P) scores
-    int *cand, *unit;       // (K) clusters in question, a heap; (P) units
-    int *used, n_used;      // (K) clusters a chunk was taken from
+    int *unit;              // (P) units, a heap
+    int *used, n_used;      // (K+1) clusters a chunk was taken from
     unsigned char *taken;   // (M) chunks
     int *rows;              // (N) rows
     float *q;               // (D) summed query
@@ -7246,24 +7258,22 @@ static void score_all(const Probe *p, const Nodes *u, const float *r, float beta
     probe_scores(p, sc, u->n, r, beta, S);
     for (int j = 0; j < u->n; j++) S[j] = u->chunks[j] ? S[j] : -INFINITY;
 }
-// Clusters of one unit: appended to cand with their scores; returns the new count.
-static int score_unit(const Lychee *x, const Tree *t, const Probe *p, int g, int D, SeekRoom *w, int n) {
+static void score_unit(const Lychee *x, const Tree *t, const Probe *p, int g, int D, SeekRoom *w) {      // the clusters of one unit: w->S
     const Nodes *u = &t->fine;
     float sc[Q_BLOCK * KV_TILE], r[KV_TILE], S[KV_TILE];
-    int c = t->coarse.first[g];
+    int c = t->coarse.first[g], id[KV_TILE];
     while (c >= 0) {
         int k = 0;
         for (; c >= 0 && k < KV_TILE; c = t->coarse.next[c]) {
             if (!u->chunks[c]) continue;
             to_f32(w->mu + (size_t)k * D, u->mu + (size_t)c * D, DT_BF16, (size_t)D);
-            r[k++] = u->r[c];
-            w->cand[n++] = c;
+            r[k] = u->r[c];
+            id[k++] = c;
         }
         attn_scores(sc, p->q, w->mu, p->m, k, D, 1);
         probe_scores(p, sc, k, r, x->beta, S);
-        for (int j = 0; j < k; j++) w->S[w->cand[n - k + j]] = S[j];
+        for (int j = 0; j < k; j++) w->S[id[j]] = S[j];
     }
-    return n;
 }
 
 // ---- a heap of nodes, best on top: larger score, then lower number
@@ -7283,63 +7293,61 @@ static int pop_best(int *heap, int *n, const float *S) {
     if (*n) sift_down(heap, *n, 0, S);
     return top;
 }
-// ---- retrieval (Algorithm 1, lines 8-16)
-static int open_flat(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
-    int n = 0;
-    score_all(p, &t->fine, t->fine.r, x->beta, D, w->sc, w->S);
-    int k = top_k(w->S, t->fine.n, room_for_chunks(x) / x->min, w->cand);          // no more can fit: a cluster holds at least chunk-min tokens
-    for (int i = 0; i < k; i++) if (w->S[w->cand[i]] > -INFINITY) w->cand[n++] = w->cand[i];
-    return n;
-}
+// ---- retrieval (Algorithm 1, lines 8-16). Scores of the clusters opened go to w->S (K); a cluster that is empty or not opened has -INFINITY.
+static void open_flat(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) { score_all(p, &t->fine, t->fine.r, x->beta, D, w->sc, w->S); }
+
 static int units_by_score(const Tree *t, const Probe *p, const float *r, float beta, int D, SeekRoom *w) {
     int n = 0;
     score_all(p, &t->coarse, r, beta, D, w->sc, w->Sg);
     for (int g = 0; g < t->coarse.n; g++) if (t->coarse.chunks[g]) w->unit[n++] = g;
     heapify(w->unit, n, w->Sg);
+    for (int c = 0; c < t->fine.n; c++) w->S[c] = -INFINITY;
     return n;
 }
-static int open_top(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {       // the best k_g units, more while they hold too little
-    int P = t->coarse.n, n = 0, tokens = 0, kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
+static void open_top(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {      // the best k_g units, more while they hold too little
+    int P = t->coarse.n, tokens = 0, kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
     int units = units_by_score(t, p, t->coarse.r, x->beta_coarse, D, w);
     for (int i = 0; units > 0 && (i < kg || tokens < 4 * room_for_chunks(x)); i++) {
         int g = pop_best(w->unit, &units, w->Sg);
         tokens += t->coarse.tokens[g];
-        n = score_unit(x, t, p, g, D, w, n);
+        score_unit(x, t, p, g, D, w);
     }
-    return n;
 }
 // Units by their upper bound, until the budget fills with clusters that score above the bound of every unit not opened.
 // The bound gets 1e-4 |q| of air, more than the rounding of f32 dot products takes, so the result is that of a flat scan.
-static int open_exact(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
-    int n = 0, units = units_by_score(t, p, t->rho, 1, D, w);
+static void open_exact(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
+    int units = units_by_score(t, p, t->rho, 1, D, w);
     while (units > 0) {
         float bound = w->Sg[w->unit[0]] + 1e-4f * p->slack;
-        int tokens = 0;
-        for (int i = 0; i < n; i++) if (w->S[w->cand[i]] > bound) tokens += t->fine.tokens[w->cand[i]];
-        if (tokens > room_for_chunks(x)) break;
-        n = score_unit(x, t, p, pop_best(w->unit, &units, w->Sg), D, w, n);
+        if (simd->sum_from(w->S, t->fine.tokens, t->fine.n, order_key(bound) + 1) > room_for_chunks(x)) break;
+        score_unit(x, t, p, pop_best(w->unit, &units, w->Sg), D, w);
     }
-    return n;
 }
-// Marks the chunks to read in w->taken (M), notes their clusters in w->used; returns their tokens. The first chunk that does not fit ends it.
-static int retrieve(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
-    int used = 0, room = room_for_chunks(x);
-    int n = x->exact ? open_exact(x, t, p, D, w) : x->kg != KG_FLAT ? open_top(x, t, p, D, w) : open_flat(x, t, p, D, w);
-    memset(w->taken, 0, (size_t)x->M);
-    w->n_used = 0;
-    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.first[w->cand[i]]);  // anywhere in memory: all at once, and not one after the other
-    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.next[t->fine.first[w->cand[i]]]);
-    heapify(w->cand, n, w->S);
-    while (n > 0) {
-        int c = pop_best(w->cand, &n, w->S);
-        for (int j = t->fine.first[c]; j >= 0; j = t->fine.next[j]) {
-            int tokens = x->start[j + 1] - x->start[j];
-            if (used + tokens > room) return used;
-            if (j == t->fine.first[c]) w->used[w->n_used++] = c;
-            w->taken[j] = 1;
-            used += tokens;
-        }
+static int take_chunks(const Lychee *x, const Tree *t, int c, int *used, SeekRoom *w) {        // of cluster c, in order; 0: one did not fit
+    for (int j = t->fine.first[c]; j >= 0; j = t->fine.next[j]) {
+        int tokens = x->start[j + 1] - x->start[j];
+        if (*used + tokens > room_for_chunks(x)) return 0;
+        if (j == t->fine.first[c]) w->used[w->n_used++] = c;
+        w->taken[j] = 1;
+        *used += tokens;
     }
+    return 1;
+}
+// Marks the chunks to read in w->taken (M), notes their clusters in w->used; returns their tokens. Clusters are taken by score, then number,
+// and the first chunk that does not fit ends it. That needs no order but one threshold: the score from which on clusters hold more than
+// there is room for. All above it fit, and those that equal it are taken as long as they do.
+static int retrieve(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
+    int used = 0, n = 0, K = t->fine.n, room = room_for_chunks(x);
+    uint32_t key = 0;
+    (x->exact ? open_exact : x->kg != KG_FLAT ? open_top : open_flat)(x, t, p, D, w);
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) if (simd->sum_from(w->S, t->fine.tokens, K, key | bit) > room) key |= bit;
+    memset(w->taken, 0, (size_t)x->M);
+    for (int c = 0; c < K; c++) { w->used[n] = c; n += order_key(w->S[c]) > key && w->S[c] > -INFINITY; }
+    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.first[w->used[i]]);  // anywhere in memory: all at once, and not one after the other
+    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.next[t->fine.first[w->used[i]]]);
+    w->n_used = 0;                                       // each of the n writes itself back to its place
+    for (int i = 0; i < n; i++) take_chunks(x, t, w->used[i], &used, w);
+    for (int c = 0; c < K; c++) if (order_key(w->S[c]) == key && w->S[c] > -INFINITY && !take_chunks(x, t, c, &used, w)) break;
     return used;
 }
 static int rows_to_read(const Lychee *x, const unsigned char *taken, int *rows) {       // sinks and chunks taken, ascending
@@ -7403,7 +7411,7 @@ static SeekRoom *seek_rooms(Session *s, const Lychee *x, const Tree *t, int R) {
     for (int i = 0; i < n; i++)
         w[i] = (SeekRoom){
             .sc = scratch(s, (size_t)R * wide * sizeof(float)), .S = scratch(s, (size_t)K * sizeof(float)), .Sg = scratch(s, (size_t)P * sizeof(float)),
-            .cand = scratch(s, (size_t)K * sizeof(int)), .unit = scratch(s, (size_t)P * sizeof(int)), .used = scratch(s, (size_t)K * sizeof(int)),
+            .unit = scratch(s, (size_t)P * sizeof(int)), .used = scratch(s, (size_t)(K + 1) * sizeof(int)),
             .taken = scratch(s, (size_t)x->M), .rows = scratch(s, (size_t)N * sizeof(int)), .q = scratch(s, (size_t)D * sizeof(float)),
             .mu = scratch(s, (size_t)KV_TILE * D * sizeof(float)), .prob = x->watch ? scratch(s, (size_t)N * sizeof(float)) : NULL };
     return w;
@@ -7433,7 +7441,7 @@ static void select_group(Session *s, const Lychee *x, int l, int g, const float 
     if (a) a->step++;
     for (int i = 0; i < lists; i++) {
         int n, k = found ? seek_found(x, found + (size_t)i * (LIST_HEAD + 2 * per), per, w, &n) : seek(x, t, q + (size_t)i * each * D, each, D, w, &n);
-        for (int h = i * each; h < (i + 1) * each; h++) view_set(s, l, g * R + h, w->rows, n, t_idx(x));
+        if (lists == 1) view_group(s, l, g, w->rows, n, t_idx(x)); else view_set(s, l, g * R + i, w->rows, n, t_idx(x));
         if (!a) continue;
         watch_mark(a, w->used, w->n_used, &size, &inter, &hit);
         for (int h = i * each; h < (i + 1) * each; h++) watch_head(s, x, a, kv_head(s, l, g), q + (size_t)h * D, k, w, w->rows);
@@ -8793,9 +8801,9 @@ static void json_rows(const Session *s, FILE *f) {       // rows[layer][head] = 
     fprintf(f, "],\"views\":[");                         // views[layer][query head] = row numbers the last decode step read; empty: every row
     for (int l = 0; l < s->c->L; l++)
         for (int h = 0; h < s->c->H; h++) {
-            const View *w = kv_view(s, l, h);
-            fprintf(f, "%s{\"tail\":%d,\"idx\":[", h ? "," : l ? ",[" : "[", w->tail);
-            for (int i = 0; i < w->n; i++) fprintf(f, "%s%d", i ? "," : "", w->idx[i]);
+            const View w = view_of(s, l, h);
+            fprintf(f, "%s{\"tail\":%d,\"idx\":[", h ? "," : l ? ",[" : "[", w.tail);
+            for (int i = 0; i < w.n; i++) fprintf(f, "%s%d", i ? "," : "", w.idx[i]);
             fprintf(f, h == s->c->H - 1 ? "]}]" : "]}");
         }
     fprintf(f, "]");

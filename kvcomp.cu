@@ -976,13 +976,10 @@ static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int blind) 
 // Whether decode goes through decode_kernel. As with tensor_cores, no method decides this.
 static int plain_rows(const Session *s) { return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && s->c->D % 8 == 0 && !s->packing; }
 static int decode_rows(const Session *s) { int R = s->c->H / s->c->G; return plain_rows(s) && R > 4 ? 8 : block_rows(R); }       // query rows of a work
-static int view_equal(const View *a, const View *b) {
-    return a->n == b->n && a->tail == b->tail && (!a->n || !memcmp(a->idx, b->idx, (size_t)a->n * sizeof(int)));
-}
 // 0: query heads with equal views did not fit into one work, and the one before has counted their rows; as on the CPU, once
 static int reads_first(const Session *s, int l, const Work *w) {
     int h = w->g * (s->c->H / s->c->G) + w->m0;
-    return w->m0 && view_equal(kv_view(s, l, h), kv_view(s, l, h - 1)) ? 0 : 1;
+    return w->m0 && same_as_before(s, l, h) ? 0 : 1;
 }
 static double row_bytes(const Session *s, const KVHead *h) {     // of a row of K and V, as allocated
     return (double)(h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes) / (h->packed + h->cap);
@@ -993,12 +990,12 @@ static Plan plan_decode(Session *s, int l) {
     for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
     Plan p = { (Work *)scratch(s, (size_t)H * sizeof(Work)), 0, (int *)scratch(s, (size_t)(total + 1) * sizeof(int)), 0, decode_rows(s), plain_rows(s), NULL };
     for (int h = 0, m; h < H; h += m) {
-        const View *v = kv_view(s, l, h);
-        for (m = 1; (h + m) % R && m < p.BQ && view_equal(v, kv_view(s, l, h + m)); m++) {}
-        int rows = v->n + kv_head(s, l, h / R)->len - v->tail;
-        p.work[p.n_work++] = { h / R, h % R, m, rows, p.n_idx, v->n, v->tail, s->tok[s->base].pos, s->base, 0, 0 };
-        if (v->n) memcpy(p.idx + p.n_idx, v->idx, (size_t)v->n * sizeof(int));
-        p.n_idx += v->n;
+        const View v = view_of(s, l, h);
+        for (m = 1; (h + m) % R && m < p.BQ && same_as_before(s, l, h + m); m++) {}
+        int rows = v.n + kv_head(s, l, h / R)->len - v.tail;
+        p.work[p.n_work++] = { h / R, h % R, m, rows, p.n_idx, v.n, v.tail, s->tok[s->base].pos, s->base, 0, 0 };
+        if (v.n) memcpy(p.idx + p.n_idx, v.idx, (size_t)v.n * sizeof(int));
+        p.n_idx += v.n;
     }
     return p;
 }
@@ -2176,16 +2173,16 @@ static void lists_count(Session *s) {                            // after logits
 }
 void views_fetch_cuda(Session *s) {                              // the last step's views to the host
     Chosen *c = &s->dev->chosen;
-    int G = s->c->G, R = s->c->H / G;
+    int G = s->c->G;
     unsigned changes = s->changes;
     size_t layer = (size_t)G * c->stride, mark = scratch_mark(s);
     int *host = (int *)scratch(s, layer * sizeof(int));
     for (int l = 0; l < s->c->L; l++) {
         if (c->kept[l] != KEPT) continue;
         download(host, lists_of(s, l), layer * sizeof(int));
-        for (int h = 0; h < s->c->H; h++) {
-            const int *list = host + (h / R) * c->stride;
-            view_set(s, l, h, list + LIST_HEAD, list[LIST_ROWS], list[LIST_TAIL]);
+        for (int g = 0; g < G; g++) {
+            const int *list = host + g * c->stride;
+            view_group(s, l, g, list + LIST_HEAD, list[LIST_ROWS], list[LIST_TAIL]);
         }
         c->kept[l] = KEPT_SEEN;
     }

@@ -95,6 +95,7 @@ typedef struct KVHead {     // the rows one KV head of one layer holds, oldest f
 typedef struct {            // what ONE QUERY HEAD reads in a decode step: rows idx[0..n) and every row from tail on
     int n, tail, cap;       // idx ascending, all < tail; n == 0 and tail == 0: every row
     int *idx;               // (cap)
+    int same;               // 1: reads what the head before reads, whose idx serves both (view_of)
 } View;
 
 typedef struct Format {     // how raw rows are stored. One for K and one for V
@@ -302,6 +303,13 @@ typedef struct {            // what the kernels need to know of a session's inde
 static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }
 static inline KVHead *kv_head(const Session *s, int l, int g) { return &s->head[(size_t)l * s->c->G + g]; }
 static inline View   *kv_view(const Session *s, int l, int h) { return &s->view[(size_t)l * s->c->H + h]; }
+static inline View view_of(const Session *s, int l, int h) {     // with the idx it reads by
+    View w = *kv_view(s, l, h);
+    while (kv_view(s, l, h)->same) w.idx = kv_view(s, l, --h)->idx;
+    return w;
+}
+static inline int same_view(View a, View b) { return a.n == b.n && a.tail == b.tail && (!a.n || !memcmp(a.idx, b.idx, (size_t)a.n * sizeof(int))); }
+static inline int same_as_before(const Session *s, int l, int h) { return kv_view(s, l, h)->same || same_view(view_of(s, l, h - 1), view_of(s, l, h)); }    // head h > 0 of its layer
 
 #ifdef __cplusplus
 extern "C" {
@@ -360,6 +368,7 @@ void   kv_load_v  (const Session *s, const KVHead *h, const int *rows, int r0, i
 const float *on_host(Session *s, const float *q, int t0, int n);                   // rows t0..t0+n-1 (n,H,D) of a hook's q, where C can read them
 int    kv_longest (const Session *s, int l);                                       // rows of the longest head of layer l
 void   view_set   (Session *s, int l, int h, const int *idx, int n, int tail);     // idx (n) ascending, all < tail
+void   view_group (Session *s, int l, int g, const int *idx, int n, int tail);     // the same for all query heads of KV head g
 void   view_all   (Session *s);                                                    // every view: every row
 int    view_rows  (const Session *s, int l, int h, int *rows);                     // rows (N): the view spelled out -> count
 size_t kv_bytes   (const Session *s);                                              // rows, src, pos, mass, regions: what the allocator holds

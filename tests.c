@@ -3458,7 +3458,7 @@ TEST(loopserve_decode, "Algorithm 3: selections at n_o = F, F + n_d, ..; exactly
                     if (n_o >= 6 && (n_o - 6) % 4 && !h) CHECK(!memcmp(rows, last, 16 * sizeof(int)), "n_o %d: chose between selections", n_o);
                     if (n_o > 6 && (n_o - 6) % 4 == 0 && !h) changed += memcmp(rows, last, 16 * sizeof(int)) != 0;
                     if (!h) memcpy(last, rows, 16 * sizeof(int));
-                    if (h % 2 && n_o >= 6) differ += memcmp(w->idx, kv_view(s, h / 4, h % 4 - 1)->idx, w->n * sizeof(int)) != 0;
+                    if (h % 2 && n_o >= 6) differ += !same_as_before(s, h / 4, h % 4);
                 }
             }
         }
@@ -5061,7 +5061,7 @@ TEST(lychee_long_chat, "50 turns: the index follows, bytes are those of its arra
     CHECK(kv_bytes(s) == kv_bytes_full(s), "no row is dropped");
     threads_back(threads); session_close(s); options_free(o); tiny_free(m);
 }
-TEST(lychee_order, "clusters leave the heap by score, then number, ties and all, 300 random lists") {
+TEST(lychee_order, "units leave the heap by score, then number, ties and all, 300 random lists") {
     float S[200];
     int heap[200], seen[200];
     for (int trial = 0; trial < 300; trial++) {
@@ -5081,10 +5081,10 @@ TEST(lychee_retrieve, "retrieval worked by hand: order, ties, cut at the first c
     static const float centre[5][2] = { { 1, 0 }, { 0, 1 }, { 1, 1 }, { 1, 0 }, { -1, 0 } };
     static const int member[6] = { 0, 1, 3, 0, 3, 4 }, start[7] = { 16, 24, 34, 46, 55, 63, 79 };
     float q[4] = { 2, 0, 0, 1 }, sc[64], S[8], sum[2];
-    int cand[8], used[8];
+    int used[8];
     unsigned char taken[6];
     Tree t = {0};
-    SeekRoom w = { .sc = sc, .S = S, .cand = cand, .used = used, .taken = taken };
+    SeekRoom w = { .sc = sc, .S = S, .used = used, .taken = taken };
     tree_room(&(Session){ 0 }, &t, 6, 5, 0, 2);
     nodes_clear(&t.fine);
     for (int c = 0; c < 5; c++) { t.fine.mu[2 * c] = f32_to_bf16(centre[c][0]); t.fine.mu[2 * c + 1] = f32_to_bf16(centre[c][1]); }
@@ -7754,6 +7754,10 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
         pair_append(&p, 9, 1);
         int idx[] = { 1, 4, 7 };
         for (Session *s = p.c; s; s = s == p.c ? p.d : NULL) {
+            view_group(s, 0, 0, idx, 3, 20);
+            CHECK(kv_view(s, 0, 1)->same && same_as_before(s, 0, 1) && view_of(s, 0, 1).idx == kv_view(s, 0, 0)->idx, "one list for the group");
+            view_set(s, 0, 0, idx + 1, 1, 22);
+            CHECK(!same_as_before(s, 0, 1) && view_of(s, 0, 1).n == 3 && view_of(s, 0, 1).idx[0] == 1 && view_of(s, 0, 1).tail == 20, "a view set alone leaves the next head's");
             view_set(s, 0, 0, idx, 3, 20); view_set(s, 0, 1, idx + 1, 1, 22);
             kv_compact(s, 0, 0);
             CHECK(kv_view(s, 0, 1)->tail == 5 && kv_view(s, 0, 1)->idx[0] == 1, "view renumbered");
@@ -8071,7 +8075,7 @@ TEST(cuda_lines, "attention over lines agrees with the CPU: both units, mixed wi
 static int views_differ(const Session *a, Session *b) {
     int bad = 0;
     views_fetch_cuda(b);
-    for (int i = 0; i < a->c->L * a->c->H; i++) bad += !same_view(&a->view[i], &b->view[i]);
+    for (int i = 0; i < a->c->L * a->c->H; i++) bad += !same_view(view_of(a, i / a->c->H, i % a->c->H), view_of(b, i / a->c->H, i % a->c->H));
     for (int i = 0; i < a->c->L * a->c->G; i++) {
         const KVHead *x = &a->head[i], *y = &b->head[i];
         bad += x->len != y->len || memcmp(x->src, y->src, x->len * sizeof(int)) || memcmp(x->pos, y->pos, x->len * sizeof(int)) || tables_differ(x, y);
@@ -8188,7 +8192,7 @@ static void lychee_pass(Pair *p, int n, const char *text) {                     
     for (int l = 0; l < c->L; l++) {
         lychee_select(p->c, a, l, q); lychee_select(p->d, b, l, dq);
         views_fetch_cuda(p->d);
-        for (int h = 0; h < c->H; h++) CHECK(same_view(kv_view(p->c, l, h), kv_view(p->d, l, h)), "%s: layer %d, head %d reads other rows after %d tokens", text, l, h, p->c->n_tok);
+        for (int h = 0; h < c->H; h++) CHECK(same_view(view_of(p->c, l, h), view_of(p->d, l, h)), "%s: layer %d, head %d reads other rows after %d tokens", text, l, h, p->c->n_tok);
     }
     CHECK(p->c->n_tok < 120 || kv_view(p->c, 1, 0)->tail > 90, "nothing was selected, so this shows nothing");
     cuda_drop(dq); free(q);
@@ -8253,7 +8257,7 @@ TEST(cuda_quest_pages, "from equal rows both devices hold the same bounds to the
             for (int l = 0; l < c->L; l++) {
                 quest_select(p.c, a, l, q); quest_select(p.d, b, l, dq);
                 views_fetch_cuda(p.d);
-                for (int h = 0; h < c->H; h++) CHECK(same_view(kv_view(p.c, l, h), kv_view(p.d, l, h)) && kv_view(p.d, l, h)->tail > 60, "%s: layer %d, head %d, pass %d", all, l, h, pass);
+                for (int h = 0; h < c->H; h++) CHECK(same_view(view_of(p.c, l, h), view_of(p.d, l, h)) && kv_view(p.d, l, h)->tail > 60, "%s: layer %d, head %d, pass %d", all, l, h, pass);
                 for (int g = l * 3; g < l * 3 + 3; g++)
                     CHECK(a->head[g].n == b->head[g].n && !bytes_differ(a->head[g].bound, b->head[g].bound, a->head[g].n * 2 * c->D * dtype_size(a->dtype)), "%s: bounds of head %d", all, g);
             }
