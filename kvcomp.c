@@ -3667,6 +3667,11 @@ static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows
     for (int i = 0; i < n; i++)
         if (rows[i] >= h->packed) ask_ahead((Ahead){ raw + (size_t)(rows[i] - h->packed) * bytes, bytes }, 0, 1);
 }
+// The runs of a list begin on pages of their own. One request to each, all at once, has the processor look up their addresses side by side.
+static void fetch_runs(const Session *s, const KVHead *h, const int *rows, int n) {
+    for (int i = 0; i < n; i++)
+        for (int v = 0; v < 2 && rows[i] >= h->packed && (!i || rows[i] != rows[i - 1] + 1); v++) __builtin_prefetch(raw_row(s, h, v, rows[i]));
+}
 static int rows_in_place(const Format *f) { return f->unpack == f16_unpack || f->unpack == bf16_unpack || f->unpack == f32_unpack; }
 // n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise together in buf (n,D), f16 and bf16 as they are.
 static const void *rows_ready(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, float *buf, int *dtype) {
@@ -4111,6 +4116,7 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
     memcpy(t->q, q + (size_t)d->h0 * D, (size_t)d->m * D * sizeof(float));
     for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
     tile_begin(t, d->m, D);
+    if (p0 < w->n) fetch_runs(s, hd, w->idx + p0, (p1 < w->n ? p1 : w->n) - p0);
     for (int p = p0; p < p1; p += KV_TILE) {
         int n = p1 - p < KV_TILE ? p1 - p : KV_TILE, r0 = 0, dtype;
         const int *rows = view_slice(w, p, n, t->rows, &r0);
