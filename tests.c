@@ -5061,6 +5061,39 @@ TEST(lychee_long_chat, "50 turns: the index follows, bytes are those of its arra
     CHECK(kv_bytes(s) == kv_bytes_full(s), "no row is dropped");
     threads_back(threads); session_close(s); options_free(o); tiny_free(m);
 }
+static int reads(const Session *s, int h, int n, const int *want) {      // does query head h of layer 0 read exactly these rows?
+    int rows[64];
+    return view_rows(s, 0, h, rows) == n && !memcmp(rows, want, (size_t)n * sizeof(int));
+}
+TEST(views, "the heads of a group read one list: rows, a head set alone, two in a row, compaction, rows not read by any head are gone") {
+    Tiny m = tiny_model(1, 6, 2, 8, 16, 16, 11, 3);
+    Options *o = options_of("");
+    Session *s = session_open(m.c, m.w, o, "full");
+    int ids[30] = { 1, 2, 3 }, one[] = { 1, 4, 7 }, two[] = { 0, 9, 20 }, stale[] = { 25, 26, 27, 28 };
+    static const int group[] = { 1, 4, 7, 27, 28, 29 }, alone[] = { 0, 9, 20, 29 };
+    prefill(s, ids, 30);
+    view_set(s, 0, 1, stale, 4, 29);                                        // a list of its own, soon out of use and out of range
+    view_set(s, 0, 2, stale, 4, 29);
+    view_group(s, 0, 0, one, 3, 27);
+    for (int h = 0; h < 3; h++) CHECK(reads(s, h, 6, group) && kv_view(s, 0, h)->same == (h > 0) && (!h || same_as_before(s, 0, h)), "head %d", h);
+    CHECK(!kv_view(s, 0, 3)->same && !kv_view(s, 0, 3)->n, "the other group is untouched");
+    view_set(s, 0, 0, two, 3, 29);
+    CHECK(reads(s, 0, 4, alone) && reads(s, 1, 6, group) && reads(s, 2, 6, group) && !same_as_before(s, 0, 1) && same_as_before(s, 0, 2), "the first head alone");
+    view_set(s, 0, 1, two, 3, 29);
+    CHECK(reads(s, 0, 4, alone) && reads(s, 1, 4, alone) && reads(s, 2, 6, group) && same_as_before(s, 0, 1), "the second as well");
+    view_group(s, 0, 0, one, 3, 27);
+    view_set(s, 0, 1, two, 3, 29);                                          // a head amid the group: the last one goes on reading the first one's list
+    CHECK(reads(s, 0, 6, group) && reads(s, 1, 4, alone) && reads(s, 2, 6, group), "the head amid the group");
+    view_group(s, 0, 0, one, 3, 27);
+    kv_compact(s, 0, 0);
+    static const int all[] = { 0, 1, 2, 3, 4, 5 };
+    const KVHead *h = kv_head(s, 0, 0);
+    CHECK(h->len == 6 && !memcmp(h->src, group, sizeof group) && kv_head(s, 0, 1)->len == 30, "%d rows stay", h->len);
+    for (int i = 0; i < 3; i++) CHECK(reads(s, i, 6, all) && kv_view(s, 0, i)->n == 3 && kv_view(s, 0, i)->tail == 3, "head %d after compaction", i);
+    view_all(s);
+    CHECK(!kv_view(s, 0, 1)->same && reads(s, 2, 6, all), "every row again");
+    session_close(s); options_free(o); tiny_free(m);
+}
 TEST(lychee_order, "units leave the heap by score, then number, ties and all, 300 random lists") {
     float S[200];
     int heap[200], seen[200];
