@@ -3506,7 +3506,7 @@ void swiglu(float *g, const float *u, size_t n) {       // g = g / (1 + e^-g) * 
 
 // ---- the k largest
 // The k-th largest key is found bit by bit, highest first: a bit is set if k keys are at least as large with it. One pass over the values
-// each, as vectors; often half of the bits are enough, because exactly k keys are left.
+// each, as vectors; it ends early when exactly k keys are left.
 int top_k(const float *x, int n, int k, int *idx) {     // x (n) -> idx (min(k,n)) ascending; ties go to the lower index
     uint32_t key = 0;
     int take = k < n ? k : n, above = 0, from = -1, count = 0;          // keys above the k-th; keys from the bits so far on

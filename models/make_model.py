@@ -1,4 +1,4 @@
-"""Makes models/kvcomp-tiny, the model that kvcomp ships: a Llama of 3.2 million parameters, trained on two shared CPU cores in five and a half hours.
+"""Makes models/kvcomp-tiny, the model that kvcomp ships: a Llama of 3.2 million parameters, trained on two shared CPU cores in under seven hours.
 
     python make_model.py tokenizer        trains the byte-level BPE          -> kvcomp-tiny/tokenizer.json and its configs
     python make_model.py train [DIR]      runs (or resumes) the curriculum   -> DIR/checkpoint.pt every few minutes
