@@ -2994,9 +2994,13 @@ static const uint32_t *unicode_table(int which, size_t *n) {     // 0 classes, 1
 enum { LANES = 16, K_CHUNK = 1024, T_BLOCK = 128, ROW_BLOCK = 64 };    // columns a sum runs over; rows of x in L2 (512 KiB); rows of W one job takes
 
 // Portion `part` of `parts`. Spread over the arithmetic, because a burst of requests fills the queue to memory and then leaves it idle.
+static inline __attribute__((always_inline)) Ahead ahead_part(Ahead a, size_t part, size_t parts) {
+    size_t each = (a.bytes / parts + 63) / 64 * 64, from = part * each, left = a.bytes > from ? a.bytes - from : 0;
+    return left ? (Ahead){ a.p + from, left < each ? left : each } : (Ahead){0};
+}
 static inline __attribute__((always_inline)) void ask_ahead(Ahead a, size_t part, size_t parts) {
-    size_t portion = (a.bytes / parts + 63) / 64 * 64, end = (part + 1) * portion < a.bytes ? (part + 1) * portion : a.bytes;
-    for (size_t b = part * portion; b < end; b += 64) __builtin_prefetch(a.p + b);
+    a = ahead_part(a, part, parts);
+    for (size_t b = 0; b < a.bytes; b += 64) __builtin_prefetch(a.p + b);
 }
 
 typedef struct {            // y (m,n) = scale * x (m,K) w (n,K)^T; add: y += that
@@ -3016,6 +3020,7 @@ typedef struct {            // one instruction set
     void  (*unpack_q8)(float *dst, const char *src, int n, int D);      // n rows of format q8_0 (section 5)
     void  (*mix[3])(float *o, const float *p, const void *v, int m, int n, int D, Ahead next);      // by dtype of v; next as in Dots
     void  (*exp_shift)(float *x, float max, size_t n, float *sum);
+    void  (*softmax_columns)(float *x, int n, int m, float *max, float *sum);      // x (n,m) = exp(x - max) down each column; max, sum (m) go on from before
     void  (*swiglu)(float *g, const float *u, size_t n);
     float (*max)(const float *x, size_t n);
     int   (*sum_from)(const float *x, const int *w, int n, uint32_t key);   // w (n) summed where order_key(x) >= key; NULL: their number
@@ -3306,9 +3311,10 @@ INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype,
     if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, D - d, d ? (Ahead){0} : next); \
 } \
 INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D, Ahead next) { \
-    int i = 0; \
-    for (; m - i > 1; i += MR) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, next); \
-    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, next); \
+    int i = 0, blocks = (m + MR - 1) / MR; \
+    for (; m - i > 1; i += MR) \
+        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, ahead_part(next, i / MR, blocks)); \
+    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, ahead_part(next, i / MR, blocks)); \
 } \
 TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D, Ahead next) { mix_any_##S(o, p, v, DT_F32, m, n, D, next); } \
 TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D, Ahead next) { mix_any_##S(o, p, v, DT_F16, m, n, D, next); } \
@@ -3350,6 +3356,23 @@ TARGET_##S static void swiglu_##S(float *g, const float *u, size_t n) { \
     size_t i = 0; \
     for (; i + LANES <= n; i += LANES) swiglu_step_##S(g + i, u + i, LANES); \
     if (i < n) swiglu_step_##S(g + i, u + i, (int)(n - i)); \
+} \
+INLINE_##S void softmax_down_##S(float *x, int n, size_t m, float *max, float *sum, int width) { \
+    V_##S old = load_##S(max, DT_F32, width), top = old, total; \
+    for (int j = 0; j < n; j++) top = max_##S(load_##S(x + j * m, DT_F32, width), top); \
+    V_##S shift = mul_##S(top, all_##S(-1)); \
+    total = mul_##S(load_##S(sum, DT_F32, width), exp_##S(add_##S(old, shift)));          /* what was gathered under the old maximum */ \
+    for (int j = 0; j < n; j++) { \
+        V_##S e = exp_##S(add_##S(load_##S(x + j * m, DT_F32, width), shift)); \
+        store_##S(x + j * m, e, width); \
+        total = add_##S(total, e); \
+    } \
+    store_##S(max, top, width); store_##S(sum, total, width); \
+} \
+TARGET_##S static void softmax_columns_##S(float *x, int n, int m, float *max, float *sum) { \
+    int c = 0; \
+    for (; c + LANES <= m; c += LANES) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, LANES); \
+    if (c < m) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, m - c); \
 } \
 TARGET_##S static float max_of_##S(const float *x, size_t n) { \
     V_##S top = all_##S(-INFINITY); \
@@ -3394,7 +3417,7 @@ TARGET_##S static void unpack_q8_##S(float *dst, const char *src, int n, int D) 
     } \
 }
 #define SIMD_LINE(S) { #S, { dots_f32_##S, dots_f16_##S, dots_bf16_##S }, { widen_f32_##S, widen_f16_##S, widen_bf16_##S }, \
-                       narrow_f16_##S, unpack_q8_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, swiglu_##S, max_of_##S, sum_from_##S }
+                       narrow_f16_##S, unpack_q8_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, softmax_columns_##S, swiglu_##S, max_of_##S, sum_from_##S }
 
 KERNELS(plain, 1, 2, 2)
 #if defined(__x86_64__)
@@ -3914,9 +3937,9 @@ static Tile *tiles_new(Session *s) {                     // one Tile a thread, i
 }
 static int layer_window(const Session *s, int l) { return s->c->windowed && s->c->windowed[l] ? s->c->window : 0; }
 
-// Scores of m queries against n rows whose keys are k (n,D) of any dtype: t->sc (m,n) = q k / sqrt(D), -INFINITY where not visible.
+// Which of n rows can m queries not see? Their scores become -INFINITY; row j and query i meet at x[i * by + j * bx].
 // rows NULL: rows r0..; returns 0 when nothing is visible.
-static int tile_mask(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n) {
+static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, int m, const int *rows, int r0, int n, float *x, size_t by, size_t bx) {
     int window = layer_window(s, l), any = 0, first = INT_MAX;
     for (int i = 0; i < m; i++) if (t->tok[i] < first) first = t->tok[i];
     // The head's newest row settles most decode steps, and lies in the cache; the tile's newest would have to come from memory.
@@ -3925,13 +3948,14 @@ static int tile_mask(const Session *s, int l, const KVHead *hd, Tile *t, int m, 
         for (int j = 0; j < n; j++) {
             int src = hd->src[rows ? rows[j] : r0 + j];
             if (kv_visible(s->rule, window, &s->tok[t->tok[i]], t->tok[i], &s->tok[src], src)) any = 1;
-            else t->sc[(size_t)i * n + j] = -INFINITY;
+            else x[i * by + j * bx] = -INFINITY;
         }
     return any;
 }
+// Scores of m queries against n rows whose keys are k (n,D) of any dtype: t->sc (m,n) = q k / sqrt(D), masked
 static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n, const void *k, int dtype, Ahead next) {
     scores_of(t->sc, t->q, k, dtype, m, n, s->c->D, 1 / sqrtf((float)s->c->D), next);
-    return tile_mask(s, l, hd, t, m, rows, r0, n);
+    return mask_tile(s, l, hd, t, m, rows, r0, n, t->sc, (size_t)n, 1);
 }
 static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n) {     // t->k holds the keys
     return tile_scores_of(s, l, hd, t, m, rows, r0, n, t->k, DT_F32, (Ahead){0});
@@ -4101,13 +4125,15 @@ static const int *view_slice(const View *w, int p, int n, int *rows, int *r0) { 
     return rows;
 }
 // A tile of rows from r0 on, at most n, that will be unpacked: what to ask memory for. Rows that are read in place, or by a list, are asked for elsewhere.
-static Ahead rows_ahead(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n) {
+static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n) {
     const Format *f = v ? s->fv : s->fk;
     if (n > KV_TILE) n = KV_TILE;
-    if (rows || n <= 0) return (Ahead){0};
+    if (n <= 0) return (Ahead){0};
     if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
-    if (rows_in_place(f)) return (Ahead){0};
     return (Ahead){ raw_row(s, h, v, r0), n * f->row_bytes(s->c->D) };
+}
+static Ahead rows_ahead(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n) {
+    return rows || (r0 >= h->packed && rows_in_place(v ? s->fv : s->fk)) ? (Ahead){0} : tile_ahead(s, h, v, r0, n);
 }
 static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1, const float *q, Tile *t, float *part) { // part (m,D+2)
     int D = s->c->D;
@@ -4183,48 +4209,73 @@ void attn_decode(Session *s, int l, float *out, const float *q) {       // out, 
     scratch_reset(s, mark);
 }
 
-// Mean attention row of the last min(W,T) queries of a pass: score (H,N), N = kv_longest(s,l), over every row held (Eq. of SnapKV;
-// DiliLazyKV 4.1.3). q (T,H,D). Rows a query may not see count as 0. Two passes over the keys, so that nothing of size queries x N
-// is kept: remembering the first pass was measured and is no faster.
-static void column_scores(Session *s, int l, const KVHead *hd, Tile *t, int m, int r, int n) {  // t->sc (m,n); t->q is scaled already
-    int D = s->c->D;
-    kv_load_k(s, hd, NULL, r, n, t->k);
-    for (int j = 0; j < n; j++)                          // keys as columns: sums down columns need no folding
-        for (int d = 0; d < D; d++) t->v[(size_t)d * n + j] = t->k[(size_t)j * D + d];
-    memset(t->sc, 0, (size_t)m * n * sizeof(float));
-    attn_mix(t->sc, t->q, t->v, m, D, n);
-    tile_mask(s, l, hd, t, m, NULL, r, n);
-}
-static void group_scores(Session *s, int l, int g, const float *q, int q0, int n_q, int w, Tile *t, float *score) {
-    const KVHead *hd = kv_head(s, l, g);
-    int D = s->c->D, R = s->c->H / s->c->G, N = kv_longest(s, l), m = gather_queries(s, t, q, q0, n_q, s->base + q0, g);
-    for (int i = 0; i < m * D; i++) t->q[i] /= sqrtf((float)D);
-    tile_begin(t, m, D);
-    for (int r = 0; r < hd->len; r += KV_TILE) {
-        int n = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
-        column_scores(s, l, hd, t, m, r, n);
-        tile_fold(t, m, n, 0, NULL);
-    }
-    for (int r = 0; r < hd->len; r += KV_TILE) {
-        int n = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
-        column_scores(s, l, hd, t, m, r, n);
-        for (int i = 0; i < m; i++) {
-            float *x = t->sc + (size_t)i * n, *to = score + (size_t)(g * R + i % R) * N + r, f = 1 / (t->sum[i] * (float)w), unused = 0;
-            exp_shift(x, t->max[i], n, &unused);
-            for (int j = 0; j < n; j++) to[j] += f * x[j];
+// Mean softmax row of w queries of every head over all rows held: q (w,H,D), of the tokens from tok0 on, -> score (H,N), N = kv_longest(s,l)
+// (SnapKV; DiliLazyKV 4.1.3; LoopServe, Algorithm 3). A tile's scores lie with keys along rows and the queries of a whole group along
+// columns: a key is unpacked once for all of them, and neither products nor sums of exponentials need folding. Rows a query may not see
+// count as 0.
+typedef struct { float *e, *top; } Columns;             // (N,m) exp(score - maximum so far); (N/KV_TILE+1,m) that maximum, tile by tile
+
+static int column_queries(const Session *s, Tile *t, const float *q, int tok0, int n, int g) {     // column k*n+i: query i of head k
+    int D = s->c->D, H = s->c->H, R = H / s->c->G, m = R * n, c = 0;
+    float scale = 1 / sqrtf((float)D);
+    for (int k = 0; k < R; k++)
+        for (int i = 0; i < n; i++, c++) {
+            const float *from = q + ((size_t)i * H + g * R + k) * D;
+            for (int d = 0; d < D; d++) t->acc[(size_t)d * m + c] = from[d] * scale;       // acc (D,m): the queries as columns
+            t->tok[c] = tok0 + i;
+            t->max[c] = -INFINITY;
+            t->sum[c] = 0;
         }
+    return m;
+}
+static void column_exps(const Session *s, int l, const KVHead *hd, Tile *t, int m, Columns *c) {
+    for (int r = 0; r < hd->len; r += KV_TILE) {
+        int n = hd->len - r < KV_TILE ? hd->len - r : KV_TILE, D = s->c->D;
+        float *x = c->e + (size_t)r * m;
+        kv_load_k(s, hd, NULL, r, n, t->k);
+        memset(x, 0, (size_t)n * m * sizeof *x);
+        mix_of(x, t->k, t->acc, DT_F32, n, D, m, tile_ahead(s, hd, 0, r + n, hd->len - r - n));
+        mask_tile(s, l, hd, t, m, NULL, r, n, x, 1, (size_t)m);
+        simd->softmax_columns(x, n, m, t->max, t->sum);
+        memcpy(c->top + (size_t)(r / KV_TILE) * m, t->max, (size_t)m * sizeof *c->top);
     }
 }
-void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
-    if (KV_DEV(s)) { window_scores_cuda(s, l, q, T, W, score); return; }
-    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l), w = T < W ? T : W, per = Q_BLOCK / R;
-    size_t mark = scratch_mark(s);
+// score (R,N) += each head's n columns, weighted with what makes the exponentials of a tile probabilities, over w. All heads are one product,
+// with 0 for the weights of the other heads' columns.
+static void column_sums(const KVHead *hd, Tile *t, int R, int n, int w, Columns *c, float *score, size_t N) {
+    int m = R * n;
+    memset(t->sc, 0, (size_t)R * m * sizeof *t->sc);
+    for (int r = 0; r < hd->len; r += KV_TILE) {
+        float *f = c->top + (size_t)(r / KV_TILE) * m, unused = 0;
+        for (int i = 0; i < m; i++) f[i] -= t->max[i];
+        exp_shift(f, 0, m, &unused);
+        for (int k = 0, i = 0; k < R; k++)
+            for (int end = i + n; i < end; i++) t->sc[k * m + i] = f[i] / (t->sum[i] * (float)w);
+        simd->dots[DT_F32](&(Dots){ .y = score + r, .ldy = N, .x = t->sc, .ldx = (size_t)m, .w = (const char *)(c->e + (size_t)r * m), .ldw = m * sizeof(float),
+                                    .m = R, .n = hd->len - r < KV_TILE ? hd->len - r : KV_TILE, .K = m, .add = 1, .scale = 1 });
+    }
+}
+static void mean_rows(Session *s, int l, const float *q, int tok0, int w, float *score) {
+    int H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R, most = R * (w < per ? w : per);
+    size_t mark = scratch_mark(s), N = (size_t)kv_longest(s, l), threads = (size_t)n_threads();
     Tile *tiles = tiles_new(s);
-    memset(score, 0, (size_t)H * N * sizeof(float));
+    Columns *room = scratch(s, threads * sizeof *room);
+    for (size_t i = 0; i < threads; i++)
+        room[i] = (Columns){ scratch(s, N * most * sizeof(float)), scratch(s, (N / KV_TILE + 1) * most * sizeof(float)) };
+    memset(score, 0, (size_t)H * N * sizeof *score);
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)w * N * H * s->c->D))
     for (int g = 0; g < G; g++)
-        for (int b = 0; b < w; b += per) group_scores(s, l, g, q, T - w + b, w - b < per ? w - b : per, w, &tiles[thread_id()], score);
+        for (int i = 0, id = thread_id(); i < w; i += per) {
+            int n = w - i < per ? w - i : per, m = column_queries(s, &tiles[id], q + (size_t)i * H * s->c->D, tok0 + i, n, g);
+            column_exps(s, l, kv_head(s, l, g), &tiles[id], m, &room[id]);
+            column_sums(kv_head(s, l, g), &tiles[id], R, n, w, &room[id], score + (size_t)g * R * N, N);
+        }
     scratch_reset(s, mark);
+}
+void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
+    int w = T < W ? T : W;
+    if (KV_DEV(s)) window_scores_cuda(s, l, q, T, W, score);
+    else mean_rows(s, l, q + (size_t)(T - w) * s->c->H * s->c->D, s->base + T - w, w, score);
 }
 
 // ==================================================================================================== 7 MODEL
@@ -5479,9 +5530,8 @@ static void shape_attend(Session *s, void *ms, int l, float *out, const float *q
 }
 
 // ---- softmax rows of a few queries of one head: what MInference and LoopServe look at
-// P (m,n): row i = exp(score - max) of query row R[i] of head h over its n rows, 0 where it may not look; inv (m): 1 / its sum.
-// q (T,H,D) are the queries of the last T rows
-static void line_exps(const Session *s, int l, int h, const float *q, int T, const int *R, int m, float *P, float *inv, Tile *t) {
+// P (m,n): the probabilities of query row R[i] of head h over its n rows, 0 where it may not look. q (T,H,D) are the queries of the last T rows
+static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m, float *P, Tile *t) {
     int D = s->c->D, H = s->c->H, per = H / s->c->G;
     const KVHead *hd = kv_head(s, l, h / per);
     int n = hd->len, p0 = n - T;
@@ -5501,14 +5551,8 @@ static void line_exps(const Session *s, int l, int h, const float *q, int T, con
     for (int i = 0; i < m; i++) {
         float *p = P + (size_t)i * n, sum = 0;
         exp_shift(p, max_f32(p, n), n, &sum);
-        inv[i] = 1 / sum;
+        for (int c = 0; c < n; c++) p[c] *= 1 / sum;
     }
-}
-static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m, float *P, float *inv, Tile *t) {
-    line_exps(s, l, h, q, T, R, m, P, inv, t);
-    size_t n = (size_t)kv_head(s, l, h / (s->c->H / s->c->G))->len;
-    for (int i = 0; i < m; i++)
-        for (size_t c = 0; c < n; c++) P[i * n + c] *= inv[i];
 }
 
 // ---- MInference, the vertical-slash kind
@@ -5566,10 +5610,9 @@ static void minference_attend(Session *s, void *ms, int l, float *out, const flo
     #pragma omp parallel for schedule(dynamic) if (!KV_DEV(s) && worth_threads((size_t)m * N * H * s->c->D))
     for (int h = 0; h < H; h++) {
         int id = thread_id(), R[MINF_LAST];
-        float inv[MINF_LAST];
         if (a[h].dense || KV_DEV(s)) continue;
         for (int i = 0; i < m; i++) R[i] = a[h].n - m + i;
-        line_probs(s, l, h, q, T, R, m, P + (size_t)id * m * N, inv, &tiles[id]);
+        line_probs(s, l, h, q, T, R, m, P + (size_t)id * m * N, &tiles[id]);
         minference_lines(ms, &a[h], R, m, P + (size_t)id * m * N, sum + (size_t)id * N, idx + (size_t)id * N);
     }
     timed(&s->clk.index, t);
@@ -5762,7 +5805,7 @@ typedef struct {            // what a selection looks at: sampled softmax rows o
 } LineSample;
 typedef struct { double key; int id; } LineItem;         // id < n: vertical id; else slash id-n
 typedef struct {            // room of one thread
-    float *P, *inv;         // (m,N) softmax rows; (m)
+    float *P;               // (m,N) softmax rows
     double *g;              // (2N) residual gain of every line on the selecting samples
     double *one;            // (2N) tile64: the largest part of it that a single sample gave at the start
     float *top;             // (2N) variant a: the largest cell of every line
@@ -6011,9 +6054,8 @@ static LoopRoom *loop_rooms(Session *s, int m, int N) {  // one a thread
     for (int i = 0; i < threads; i++)
         w[i] = (LoopRoom){ .P = scratch(s, m * n * f), .g = scratch(s, 2 * n * d), .one = scratch(s, 2 * n * d),
                            .top = scratch(s, 2 * n * f), .item = scratch(s, 2 * n * sizeof(LineItem)),
-                           .R = scratch(s, m * sizeof(int)), .inv = scratch(s, m * f),
                            .run = scratch(s, n * sizeof(LineRange)), .range = scratch(s, n * sizeof(LineRange)),
-                           .v = scratch(s, n * sizeof(int)), .cols = scratch(s, n * sizeof(int)) };
+                           .v = scratch(s, n * sizeof(int)), .cols = scratch(s, n * sizeof(int)), .R = scratch(s, m * sizeof(int)) };
     return w;
 }
 static void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
@@ -6036,7 +6078,7 @@ static void loop_heads(Session *s, LoopServe *x, int l, const float *q, int T, c
         LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
         if (a[h].dense) continue;
         for (int i = 0; i < m; i++) w->R[i] = a[h].p0 + rows[i];
-        line_probs(s, l, h, q, T, w->R, m, w->P, w->inv, &tiles[thread_id()]);
+        line_probs(s, l, h, q, T, w->R, m, w->P, &tiles[thread_id()]);
         loop_choose(x, &p, &a[h], w, &found[h]);
     }
 }
@@ -6110,24 +6152,13 @@ static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q)
 }
 // Line 5: for every KV head of layer l (or query head) the B candidates that the queries in the ring attend to most. The scores
 // are softmax rows over every row held, the ring's tokens being its last w: each sees the rows up to its own.
-static float *loop_scores(Session *s, const LoopServe *x, int l, int first) {           // (H,N): sums over the ring, where the rows lie
+static float *loop_scores(Session *s, const LoopServe *x, int l, int first) {           // (H,N), where the rows lie: sums over the ring, or means
     int H = s->c->H, N = kv_longest(s, l), w = s->base - first + 1;
     size_t row = (size_t)H * s->c->D;
     if (KV_DEV(s)) return ring_scores_cuda(s, l, ring_slot(s, x, l, 0), x->obs, first, w);
-    Tile *tiles = tiles_new(s);
-    float *obs = scratch(s, w * row * sizeof(float)), *P = scratch(s, (size_t)n_threads() * w * N * sizeof(float));
-    float *inv = scratch(s, (size_t)n_threads() * w * sizeof(float)), *score = scratch(s, (size_t)H * N * sizeof(float));
-    int *R = scratch(s, (size_t)H * w * sizeof(int));
+    float *obs = scratch(s, w * row * sizeof(float)), *score = scratch(s, (size_t)H * N * sizeof(float));
     for (int i = 0; i < w; i++) memcpy(obs + i * row, ring_slot(s, x, l, first + i), row * sizeof(float));
-    memset(score, 0, (size_t)H * N * sizeof(float));
-    #pragma omp parallel for schedule(dynamic) if (worth_threads(w * row * N))
-    for (int h = 0; h < H; h++) {
-        int id = thread_id(), n = kv_head(s, l, h / (H / s->c->G))->len;
-        float *p = P + (size_t)id * w * N;
-        for (int i = 0; i < w; i++) R[h * w + i] = n - w + i;
-        line_exps(s, l, h, obs, w, R + h * w, w, p, inv + (size_t)id * w, &tiles[id]);
-        attn_mix(score + (size_t)h * N, inv + (size_t)id * w, p, 1, w, n);       // sum over the ring of exp / sum
-    }
+    mean_rows(s, l, obs, first, w, score);
     return score;
 }
 static void loop_select(Session *s, LoopServe *x, int l) {
@@ -11592,13 +11623,13 @@ static int map_shade(float p) {                          // logarithmic: 1e-4 an
 static int map_step(int n) { int most = 1; while (most * most < MAP_MOST) most++; return (n + most - 1) / most; }
 
 static void map_pixels(Session *s, int l, int h, const float *q, int T, int side, Tile *tile, unsigned char *pixel) {   // pixel (side,side)
-    float *P = scratch(s, (size_t)LINE_BLOCK * T * sizeof(float)), inv[LINE_BLOCK];
+    float *P = scratch(s, (size_t)LINE_BLOCK * T * sizeof(float));
     int R[LINE_BLOCK];
     memset(pixel, 0, (size_t)side * side);
     for (int r0 = 0; r0 < T; r0 += LINE_BLOCK) {
         int m = T - r0 < LINE_BLOCK ? T - r0 : LINE_BLOCK;
         for (int i = 0; i < m; i++) R[i] = r0 + i;
-        line_probs(s, l, h, q, T, R, m, P, inv, tile);
+        line_probs(s, l, h, q, T, R, m, P, tile);
         for (int i = 0; i < m; i++)
             for (int c = 0; c <= r0 + i; c++) {          // the largest of what falls on a pixel
                 unsigned char *to = &pixel[(size_t)((int64_t)(r0 + i) * side / T) * side + (size_t)((int64_t)c * side / T)];
@@ -11623,7 +11654,7 @@ static void map_figure(Report *r, Session *s, const LoopServe *x, int l, int h, 
     LineSample p = { 0, T, 0, w->R, w->P };
     p.m = sample_rows(T, x->m, x->seed, 0, l, w->R);
     lines_clear(&a);
-    line_probs(s, l, h, q, T, w->R, p.m, w->P, w->inv, tile);
+    line_probs(s, l, h, q, T, w->R, p.m, w->P, tile);
     if (x->rule.alpha >= 1) a.dense = 1; else loop_choose(x, &p, &a, w, &found);
     map_pixels(s, l, h, q, T, side, tile, pixel);
     png = png_make(pixel, side, side);

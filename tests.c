@@ -2017,9 +2017,9 @@ TEST(math_row_independence, "a row of a product is the same bits whatever T, the
     set_threads(omp_get_num_procs());
 #endif
 }
-TEST(math_simd_agree, "AVX2 and AVX-512 give the same bits: products, attention tiles, exp") {
+TEST(math_simd_agree, "AVX2 and AVX-512 give the same bits: products, attention tiles, exp, softmax down columns") {
     enum { M = 5, N = 37, D = 72, W = 130 };
-    float got[2][M * N + M * D + 100], q[M * D], k[N * D], v[N * D], e[100], sum[2] = { 0, 0 };
+    float got[2][M * N + M * D + 100 + 100 + 2 * 20], q[M * D], k[N * D], v[N * D], e[100], sum[2] = { 0, 0 };
     int n = 0;
     rnd_seed(43);
     for (int i = 0; i < M * D; i++) q[i] = rnd_normal();
@@ -2032,7 +2032,10 @@ TEST(math_simd_agree, "AVX2 and AVX-512 give the same bits: products, attention 
         memset(o, 0, M * D * 4);
         attn_mix(o, s, v, M, N, D);
         memcpy(x, e, sizeof e);
+        memcpy(x + 100, e, sizeof e);
         exp_shift(x, 0.5f, 100, &sum[n++]);
+        for (int j = 0; j < 20; j++) { x[200 + j] = e[j]; x[220 + j] = 3; }
+        simd->softmax_columns(x + 100, 5, 20, x + 200, x + 220);
     }
     if (n == 2) CHECK(!memcmp(got[0], got[1], sizeof got[0]) && sum[0] == sum[1], "the two differ");
     simd_set(NULL);
@@ -2170,6 +2173,40 @@ TEST(math_exp, "exp_shift is within 2 ulp from 0 to underflow, exact at 0 and -i
         }
     }
     free(x); free(in);
+    simd_set(NULL);
+}
+TEST(math_softmax_columns, "softmax down columns, tile after tile: values, maxima and sums are those of double; masked cells give 0 and nothing beyond the tile is touched") {
+    EACH_SIMD(i) {
+        rnd_seed(47);
+        for (int c = 0; c < 300; c++) {
+            int m = 1 + rnd_int(70), tiles = 1 + rnd_int(4), bad = 0;
+            float max[72], sum[72], *x = xmalloc((70 * 20 + 2) * sizeof *x), *was = xmalloc(70 * 20 * sizeof *was);
+            double top[70], all[70];
+            for (int j = 0; j < 72; j++) { max[j] = j < m ? -INFINITY : 7; sum[j] = j < m ? 0 : 7; }
+            for (int j = 0; j < m; j++) { top[j] = -INFINITY; all[j] = 0; }
+            for (int t = 0; t < tiles; t++) {
+                int n = 1 + rnd_int(20);
+                for (int j = 0; j < n * m; j++) was[j] = x[j] = rnd_int(4) && (t || j % m % 3) ? 10 * rnd_normal() : -INFINITY;     // every third column begins with a tile it cannot see
+                x[n * m] = x[n * m + 1] = -77;
+                simd->softmax_columns(x, n, m, max, sum);
+                for (int j = 0; j < m; j++) {
+                    double old = top[j];
+                    for (int r = 0; r < n; r++) top[j] = fmax(top[j], was[r * m + j]);
+                    if (top[j] == -INFINITY) { for (int r = 0; r < n; r++) bad += x[r * m + j] != 0; continue; }
+                    all[j] *= exp(old - top[j]);
+                    for (int r = 0; r < n; r++) {
+                        double e = exp(was[r * m + j] - top[j]);
+                        all[j] += e;
+                        bad += !(fabs(x[r * m + j] - e) <= 1e-5 * e + 1e-44) || (was[r * m + j] == -INFINITY && x[r * m + j] != 0);
+                    }
+                }
+                CHECK(x[n * m] == -77 && x[n * m + 1] == -77, "%s m %d n %d: wrote past the tile", simd->name, m, n);
+            }
+            for (int j = 0; j < m; j++) bad += max[j] != (float)top[j] || !(fabs(sum[j] - all[j]) <= 1e-5 * all[j]);
+            CHECK(!bad && max[m] == 7 && sum[m] == 7, "%s m %d, %d tiles: %d values are wrong", simd->name, m, tiles, bad);
+            free(x); free(was);
+        }
+    }
     simd_set(NULL);
 }
 TEST(math_convert, "all 65536 f16 and bf16 values widen exactly; narrowing gives the bits of kvcomp.h at every tie and limit") {
@@ -2581,6 +2618,44 @@ TEST(baselines_links, "by hand: join_heads, pool_max, keep_best; and against pla
         for (int i = 0; i < n; i++) CHECK(out[i] == d[i], "pool");
         int got = keep_best(keep, out, n, cap, n + 2), want = twin_pick(d, n, cap, idx);
         CHECK(got == want + 2 && !memcmp(keep, idx, want * sizeof(int)), "keep_best, n %d cap %d", n, cap);
+    }
+}
+TEST(baselines_mean_rows, "the mean softmax row of w queries is that of double: heads a group, queries over many blocks, masks, windows and storage formats") {
+    static const int heads[][2] = { {1,1}, {4,4}, {4,2}, {4,1}, {6,3}, {64,1} };
+    static const char *const formats[] = { "f32", "f16", "q8_0" };
+    for (int c = 0; c < 36; c++) {
+        int H = heads[c % 6][0], G = heads[c % 6][1], D = c % 2 ? 16 : 20, N = c < 6 ? 64 + c % 3 - 1 : 1 + rnd_int(300), W = 1 + rnd_int(90), w = W < N ? W : N;
+        char opt[64];
+        Tiny m = tiny_model(1, H, G, D, 32, 40, 61, 70 + c);
+        if (c % 4 == 3) { m.c->windowed = xmalloc(1); m.c->windowed[0] = 1; m.c->window = 1 + rnd_int(120); }
+        snprintf(opt, sizeof opt, "ctk=%s", formats[c % 3]);
+        Options *o = options_of(opt);
+        Session *s = session_open(m.c, m.w, o, "full");
+        int ids[300];
+        draw_ids(ids, N, 61);
+        prefill(s, ids, N);
+        s->base = 0;                                     // the scores see a pass of N tokens whose queries are these
+        float *q = random_floats((size_t)N * H * D), *got = xmalloc((size_t)H * N * sizeof *got), *k = xmalloc((size_t)N * D * sizeof *k);
+        double *want = xcalloc((size_t)H * N, sizeof *want), *e = xmalloc(N * sizeof *e), bad = 0;
+        window_scores(s, 0, q, N, W, got);
+        for (int h = 0; h < H; h++) {
+            kv_load_k(s, kv_head(s, 0, h * G / H), NULL, 0, N, k);
+            for (int t = N - w; t < N; t++) {
+                double top = -INFINITY, sum = 0;
+                int from = m.c->windowed && t >= m.c->window ? t - m.c->window + 1 : 0;
+                for (int j = from; j <= t; j++) {
+                    e[j] = 0;
+                    for (int d = 0; d < D; d++) e[j] += (double)q[((size_t)t * H + h) * D + d] * k[j * D + d] / sqrt(D);
+                    top = fmax(top, e[j]);
+                }
+                for (int j = from; j <= t; j++) sum += e[j] = exp(e[j] - top);
+                for (int j = from; j <= t; j++) want[h * N + j] += e[j] / sum / w;
+            }
+        }
+        for (int i = 0; i < H * N; i++) bad = fmax(bad, fabs(got[i] - want[i]) / (want[i] + 1e-7));
+        CHECK(bad < 2e-5, "case %d: H %d G %d D %d N %d w %d: off by %g of a value", c, H, G, D, N, w, bad);
+        free(q); free(got); free(k); free(want); free(e);
+        session_close(s); options_free(o); tiny_free(m);
     }
 }
 TEST(baselines_order, "rules A6: snapkv takes the mean over the heads first and pools then; the other order gives other scores") {
@@ -3674,7 +3749,7 @@ TEST(loopserve_gain, "known lines are found: nearly alpha of every row's mass on
             LoopFound f;
             LineSample p = { x->m, N, 0, w->R, w->P };
             sample_rows(N, x->m, 1, 0, 0, w->R);
-            line_probs(s, 0, 0, q, N, w->R, x->m, w->P, w->inv, tiles_new(s));
+            line_probs(s, 0, 0, q, N, w->R, x->m, w->P, tiles_new(s));
             loop_choose(x, &p, a, w, &f);
             CHECK(!x->dense || (run % 2 && N < 4096), "a peaky head must be sparse");
             CHECK(x->n_v < 80 && x->n_s < 400, "%g verticals, %g slashes", x->n_v, x->n_s);
@@ -8049,12 +8124,12 @@ static void pair_samples(Pair *p, int T, const float *q, const float *dq) {     
     size_t each = (size_t)m * N;
     for (int i = 0; i < m; i++) t[i] = (int)((long)(i + 1) * T / m) - 1;
     const float *dev = line_probs_cuda(p->d, 0, 0, c->G, dq, T, t, m);
-    float inv[20], *P = xmalloc(each * sizeof *P), *Q = xmalloc(c->H * each * sizeof *Q), *sum = xmalloc((size_t)c->H * N * sizeof *sum);
+    float *P = xmalloc(each * sizeof *P), *Q = xmalloc(c->H * each * sizeof *Q), *sum = xmalloc((size_t)c->H * N * sizeof *sum);
     cuda_get(Q, dev, c->H * each * sizeof *Q);
     for (int h = 0; h < c->H; h++) {
         int n = kv_head(p->c, 0, h / R)->len, bad = 0;
         for (int i = 0; i < m; i++) r[i] = n - T + t[i];
-        line_probs(p->c, 0, h, q, T, r, m, P, inv, tiles_new(p->c));
+        line_probs(p->c, 0, h, q, T, r, m, P, tiles_new(p->c));
         for (int i = 0; i < m; i++) bad += worst(Q + h * each + (size_t)i * N, P + (size_t)i * n, n, 1e-6, 1e-5, NULL) > 1;
         CHECK(!bad, "probabilities of head %d: %d rows", h, bad);
         for (int slash = 0; slash < 2; slash++) {
