@@ -3696,14 +3696,23 @@ static void fetch_runs(const Session *s, const KVHead *h, const int *rows, int n
         for (int v = 0; v < 2 && rows[i] >= h->packed && (!i || rows[i] != rows[i - 1] + 1); v++) __builtin_prefetch(raw_row(s, h, v, rows[i]));
 }
 static int rows_in_place(const Format *f) { return f->unpack == f16_unpack || f->unpack == bf16_unpack || f->unpack == f32_unpack; }
+static int dtype_in_place(const Format *f) { return f->unpack == f16_unpack ? DT_F16 : f->unpack == bf16_unpack ? DT_BF16 : DT_F32; }
 // n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise together in buf (n,D), f16 and bf16 as they are.
 static const void *rows_ready(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, float *buf, int *dtype) {
     const Format *f = v ? s->fv : s->fk;
     int first = rows ? rows[0] : r0;
-    *dtype = f->unpack == f16_unpack ? DT_F16 : f->unpack == bf16_unpack ? DT_BF16 : DT_F32;
+    *dtype = dtype_in_place(f);
     if (first >= h->packed && (!rows || rows[n - 1] - first == n - 1) && rows_in_place(f))
         return raw_row(s, h, v, first);
     load_rows(s, h, v, rows, r0, n, buf, *dtype);
+    return buf;
+}
+static const void *near_ready(const Session *s, const View *w, int v, int p, int n, float *buf, int *dtype) {      // rows p.. of the view's copy
+    const Format *f = v ? s->fv : s->fk;
+    const char *from = w->near + (v ? w->n * s->fk->row_bytes(s->c->D) : 0) + p * f->row_bytes(s->c->D);
+    *dtype = dtype_in_place(f);
+    if (rows_in_place(f)) return from;
+    f->unpack(buf, from, n, s->c->D);
     return buf;
 }
 void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 0, rows, r0, n, buf, DT_F32); }
@@ -3727,7 +3736,7 @@ static void view_fill(Session *s, View *w, const int *idx, int n, int tail) {
     if (KV_DEV(s)) s->changes++;                         // on a CPU nobody asks, and threads set views side by side
     if (n > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = n + n / 4 + KV_STEP) * sizeof(int));
     if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
-    w->n = n; w->tail = tail; w->same = 0;
+    w->n = n; w->tail = tail; w->same = w->is_near = 0;
 }
 void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
     View old = view_of(s, l, h), *w = kv_view(s, l, h);
@@ -3740,11 +3749,35 @@ void view_group(Session *s, int l, int g, const int *idx, int n, int tail) {
     view_fill(s, w, idx, n, tail);
     for (int r = 1; r < R; r++) { w[r].n = n; w[r].tail = tail; w[r].same = 1; }
 }
+// Rows that lie anywhere come from memory at a fraction of its speed (LoopServe's single rows at a sixth). A list that stays for some steps
+// pays for a copy. Packed rows may change under it, and a GPU gathers fast enough: not there.
+static int copies_views(const Session *s) { return !KV_DEV(s) && !s->packing; }
+void view_room(Session *s, int l, int h, int n, int near) {
+    View *w = kv_view(s, l, h);
+    size_t bytes = near && copies_views(s) ? n * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) : 0;
+    if (n > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = n) * sizeof(int));
+    if (bytes > w->room) w->near = xrealloc(w->near, w->room = bytes);
+}
+void view_near(Session *s, int l, int h) {
+    View *w = kv_view(s, l, h);
+    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
+    if (!copies_views(s) || !w->n) return;
+    view_room(s, l, h, w->n, 1);
+    char *to = w->near;
+    for (int v = 0; v < 2; v++) {
+        size_t bytes = (v ? s->fv : s->fk)->row_bytes(s->c->D);
+        for (int i = 0; i < w->n; i++, to += bytes) {
+            if (i % 16 == 0 && w->n - i > 16) fetch_rows(s, hd, v, w->idx + i + 16, w->n - i - 16 < 16 ? w->n - i - 16 : 16);
+            memcpy(to, raw_row(s, hd, v, w->idx[i]), bytes);
+        }
+    }
+    w->is_near = 1;
+}
 static void views_here(const Session *s) { (void)s; if (KV_DEV(s)) views_fetch_cuda((Session *)s); }     // a device may have kept the last step's
 void view_all(Session *s) {
     s->changes++;
     if (KV_DEV(s)) views_drop_cuda(s);
-    for (int i = 0; i < s->c->L * s->c->H; i++) s->view[i].n = s->view[i].tail = s->view[i].same = 0;
+    for (int i = 0; i < s->c->L * s->c->H; i++) s->view[i].n = s->view[i].tail = s->view[i].same = s->view[i].is_near = 0;
 }
 int view_rows(const Session *s, int l, int h, int *rows) {
     views_here(s);
@@ -3846,6 +3879,7 @@ void kv_repos(Session *s, int l, int g, int row, int pos) {
         rows_store_cuda(to, raw, s->fk->row_bytes(D));
     } else s->fk->pack(to, k, D);
     h->pos[row] = pos;
+    for (int r = 0, R = s->c->H / s->c->G; r < R; r++) kv_view(s, l, g * R + r)->is_near = 0;
 }
 
 // ---- accounting: what the allocator holds
@@ -3870,7 +3904,7 @@ size_t kv_meta_bytes(const Session *s) {
         const KVHead *h = &s->head[i];
         n += (size_t)(h->packed + h->cap) * (2 * sizeof(int) + (h->mass ? sizeof(float) : 0)) + (size_t)h->n_reg * sizeof(Region);
     }
-    for (int i = 0; i < s->c->L * s->c->H; i++) n += (size_t)s->view[i].cap * sizeof(int);
+    for (int i = 0; i < s->c->L * s->c->H; i++) n += (size_t)s->view[i].cap * sizeof(int) + s->view[i].room;
     for (int i = 0; i < s->n_part; i++) if (s->part[i].m->bytes) n += s->part[i].m->bytes(s, s->part[i].ms);
     return n;
 }
@@ -4142,21 +4176,22 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
     memcpy(t->q, q + (size_t)d->h0 * D, (size_t)d->m * D * sizeof(float));
     for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
     tile_begin(t, d->m, D);
-    if (p0 < w->n) fetch_runs(s, hd, w->idx + p0, (p1 < w->n ? p1 : w->n) - p0);
+    if (p0 < w->n && !w->is_near) fetch_runs(s, hd, w->idx + p0, (p1 < w->n ? p1 : w->n) - p0);
     for (int p = p0; p < p1; p += KV_TILE) {
         int n = p1 - p < KV_TILE ? p1 - p : KV_TILE, r0 = 0, dtype;
         const int *rows = view_slice(w, p, n, t->rows, &r0);
         if (!tile_in_window(s, l, hd, rows ? rows[n - 1] : r0 + n - 1, s->base)) continue;
         // Rows of a list are asked for in time, half a tile at a time, so that memory is never idle nor flooded: this tile's values
         // while its keys are scored, the next tile's keys while the values are added up.
-        int half = n / 2, next = p + n >= w->n ? 0 : w->n - p - n < KV_TILE ? w->n - p - n : KV_TILE;
+        int near = w->is_near && p + n <= w->n, half = rows && !near ? n / 2 : 0, rest = rows && !near ? n - half : 0;
+        int next = p + n >= w->n || w->is_near ? 0 : w->n - p - n < KV_TILE ? w->n - p - n : KV_TILE;
         const int *after = next ? w->idx + p + n : NULL;
-        if (rows) fetch_rows(s, hd, 1, rows, half);
-        const void *x = rows_ready(s, hd, 0, rows, r0, n, t->k, &dtype);        // few queries: a tile is read once, so not copied if it need not be
-        if (rows) fetch_rows(s, hd, 1, rows + half, n - half);
+        fetch_rows(s, hd, 1, rows, half);
+        const void *x = near ? near_ready(s, w, 0, p, n, t->k, &dtype) : rows_ready(s, hd, 0, rows, r0, n, t->k, &dtype);      // few queries: a tile is read once, so not copied if it need not be
+        if (rest) fetch_rows(s, hd, 1, rows + half, rest);
         if (!tile_scores_of(s, l, hd, t, d->m, rows, r0, n, x, dtype, rows_ahead(s, hd, 0, rows, r0 + n, p1 - p - n))) continue;
         fetch_rows(s, hd, 0, after, next / 2);
-        x = rows_ready(s, hd, 1, rows, r0, n, t->k, &dtype);                    // over the keys, see attn_prefill
+        x = near ? near_ready(s, w, 1, p, n, t->k, &dtype) : rows_ready(s, hd, 1, rows, r0, n, t->k, &dtype);     // over the keys, see attn_prefill
         if (next) fetch_rows(s, hd, 0, after + next / 2, next - next / 2);
         tile_fold_of(t, d->m, n, D, x, dtype, rows_ahead(s, hd, 1, rows, r0 + n, p1 - p - n));
     }
@@ -4559,7 +4594,7 @@ void session_close(Session *s) {
     EACH_PART(s, p) { if (p->ms && p->m->close) p->m->close(s, p->ms); free(p->ms); }
     for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
     if (KV_DEV(s)) device_close(s);
-    for (int i = 0; i < s->c->L * s->c->H; i++) free(s->view[i].idx);
+    for (int i = 0; i < s->c->L * s->c->H; i++) { free(s->view[i].idx); free(s->view[i].near); }
     free(s->head); free(s->view); free(s->tok); free(s->logits);
     arena_free(s->scratch);
     free(s);
@@ -6178,6 +6213,8 @@ static void loop_select(Session *s, LoopServe *x, int l) {
         int last = end[i * each / R], tail = last <= x->budget ? 0 : last, *list = idx + (size_t)i * x->budget;
         if (each == R) view_group(s, l, i, list, found[i], tail); else view_set(s, l, i, list, found[i], tail);
     }
+    #pragma omp parallel for schedule(static) if (worth_threads((size_t)lists * x->budget * s->c->D))
+    for (int i = 0; i < lists; i++) view_near(s, l, i * each);
     scratch_reset(s, mark);
 }
 static int loop_due(const Session *s, const LoopServe *x) {      // line 3: n_o tokens of the answer so far, this one included
@@ -6196,8 +6233,7 @@ static void loop_prompt_done(Session *s, LoopServe *x) {         // the end of a
     for (int l = 0; x->decodes && l < s->c->L; l++)              // room for the views now, so that decode allocates nothing
         for (int h = 0; h < s->c->H; h += x->per_query ? 1 : s->c->H / s->c->G) {
             int n = kv_head(s, l, h * s->c->G / s->c->H)->len, room = x->budget < n + x->literal * 1024 ? x->budget : 0;
-            View *w = kv_view(s, l, h);
-            if (room > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = room) * sizeof(int));
+            view_room(s, l, h, room, 1);
         }
 }
 static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T) {

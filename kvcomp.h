@@ -95,7 +95,9 @@ typedef struct KVHead {     // the rows one KV head of one layer holds, oldest f
 typedef struct {            // what ONE QUERY HEAD reads in a decode step: rows idx[0..n) and every row from tail on
     int n, tail, cap;       // idx ascending, all < tail; n == 0 and tail == 0: every row
     int *idx;               // (cap)
-    int same;               // 1: reads what the head before reads, whose idx serves both (view_of)
+    int same;               // 1: reads what the head before reads, whose idx and near serve both (view_of)
+    int is_near;            // 1: near holds the rows of idx side by side, K then V, as they are stored (view_near)
+    char *near; size_t room; // (room) bytes
 } View;
 
 typedef struct Format {     // how raw rows are stored. One for K and one for V
@@ -303,9 +305,9 @@ typedef struct {            // what the kernels need to know of a session's inde
 static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }
 static inline KVHead *kv_head(const Session *s, int l, int g) { return &s->head[(size_t)l * s->c->G + g]; }
 static inline View   *kv_view(const Session *s, int l, int h) { return &s->view[(size_t)l * s->c->H + h]; }
-static inline View view_of(const Session *s, int l, int h) {     // with the idx it reads by
+static inline View view_of(const Session *s, int l, int h) {     // with the idx and near it reads by
     View w = *kv_view(s, l, h);
-    while (kv_view(s, l, h)->same) w.idx = kv_view(s, l, --h)->idx;
+    while (kv_view(s, l, h)->same) { const View *b = kv_view(s, l, --h); w.idx = b->idx; w.near = b->near; w.is_near = b->is_near; }
     return w;
 }
 static inline int same_view(View a, View b) { return a.n == b.n && a.tail == b.tail && (!a.n || !memcmp(a.idx, b.idx, (size_t)a.n * sizeof(int))); }
@@ -369,6 +371,8 @@ const float *on_host(Session *s, const float *q, int t0, int n);                
 int    kv_longest (const Session *s, int l);                                       // rows of the longest head of layer l
 void   view_set   (Session *s, int l, int h, const int *idx, int n, int tail);     // idx (n) ascending, all < tail
 void   view_group (Session *s, int l, int g, const int *idx, int n, int tail);     // the same for all query heads of KV head g
+void   view_room  (Session *s, int l, int h, int n, int near);                     // room for a list of n rows, and for view_near
+void   view_near  (Session *s, int l, int h);                                      // copies the listed rows side by side: for a list that many steps will read
 void   view_all   (Session *s);                                                    // every view: every row
 int    view_rows  (const Session *s, int l, int h, int *rows);                     // rows (N): the view spelled out -> count
 size_t kv_bytes   (const Session *s);                                              // rows, src, pos, mass, regions: what the allocator holds

@@ -1,7 +1,7 @@
 // How long the parts of a decode step take, without a model around them: the numbers of NOTES.md that --bench is too coarse for.
 //   gcc -std=c11 -O3 -fopenmp -o /tmp/steps data/steps.c -lm && /tmp/steps [METHOD [HEAD_DIM [ROWS [LAYERS]]]]
 // Prints attention over ROWS rows (32768) of LAYERS layers (16, or 8 of wide heads), best of 8 (of 400 where all fits in the caches), in
-// ns an element of K and V; for lychee the selection of all indexed layers, best and mean of 40 steps; and what unpacking PATS rows that
+// ns an element of K and V; for loopserve a selection and the rows it chooses, as a share of full attention; for lychee the selection of all indexed layers, best and mean of 40 steps; and what unpacking PATS rows that
 // lie in L1 costs (one thread).
 #define KVCOMP_NO_MAIN
 #include "../kvcomp.c"
@@ -25,6 +25,28 @@ static void time_select(Session *s, const float *q) {
         best = fmin(best, t); sum += t;
     }
     printf("selection: best %.3f ms, mean %.3f ms, %d layers\n", best * 1e3, sum / 40 * 1e3, s->c->L - 2);
+}
+static int by_value(const void *a, const void *b) { return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b); }
+static void time_loopserve(Session *s, int N, const float *q, float *out) {
+    enum { ROUNDS = 15 };
+    LoopServe *x = s->part[0].ms;
+    const Config *c = s->c;
+    double ms[4][ROUNDS];                     // a step of full attention, a selection, the steps after it; (selection + steps) / as many of full attention
+    x->ring_from = x->prompt_end = N - x->obs;
+    for (int l = 0; l < c->L; l++) for (int i = 0; i < x->obs; i++) ring_put(s, x, l, N - x->obs + i, q + (size_t)i * c->H * c->D);
+    for (int r = 0; r < ROUNDS; r++) {
+        view_all(s);
+        for (int k = 0; k < 3; k++) {
+            double t = now();
+            for (int i = 0; i < (k == 2 ? x->interval : 1); i++)
+                for (int l = 0; l < c->L; l++) if (k == 1) loop_select(s, x, l); else attn_decode(s, l, out, q);
+            ms[k][r] = (now() - t) * 1e3;
+        }
+        ms[3][r] = (ms[1][r] + ms[2][r]) / (x->interval * ms[0][r]);
+    }
+    for (int k = 0; k < 4; k++) qsort(ms[k], ROUNDS, sizeof **ms, by_value);
+    printf("loopserve: full attention %.1f ms, a selection %.1f, %d steps of chosen rows %.1f; together %.2f of as many steps of full (%.2f to %.2f); medians of %d rounds\n",
+           ms[0][ROUNDS / 2], ms[1][ROUNDS / 2], x->interval, ms[2][ROUNDS / 2], ms[3][ROUNDS / 2], ms[3][0], ms[3][ROUNDS - 1], ROUNDS);
 }
 static void time_unpack(void) {
     static unsigned char p[1 << 14];
@@ -58,6 +80,7 @@ int main(int argc, char **argv) {
     for (size_t i = 0; i < 40 * row; i++) q[i] = (float)((int)(mix64(i) % 2001) - 1000) * 0.001f;
     time_attention(s, N, q, out);
     if (!strcmp(method, "lychee")) time_select(s, q);
+    if (!strncmp(method, "loopserve", 9)) time_loopserve(s, N, q, out);
     if (!strcmp(method, "pats")) { unpack_choose(); time_unpack(); }
     return 0;
 }
