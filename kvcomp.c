@@ -2994,13 +2994,13 @@ static const uint32_t *unicode_table(int which, size_t *n) {     // 0 classes, 1
 enum { LANES = 16, K_CHUNK = 1024, T_BLOCK = 128, ROW_BLOCK = 64 };    // columns a sum runs over; rows of x in L2 (512 KiB); rows of W one job takes
 
 // Portion `part` of `parts`. Spread over the arithmetic, because a burst of requests fills the queue to memory and then leaves it idle.
-static inline __attribute__((always_inline)) Ahead ahead_part(Ahead a, size_t part, size_t parts) {
+static inline __attribute__((always_inline)) void ask_ahead(Ahead a, size_t part, size_t parts) {
+    size_t portion = (a.bytes / parts + 63) / 64 * 64, end = (part + 1) * portion < a.bytes ? (part + 1) * portion : a.bytes;
+    for (size_t b = part * portion; b < end; b += 64) __builtin_prefetch(a.p + b);
+}
+static Ahead ahead_part(Ahead a, size_t part, size_t parts) {      // the part as an Ahead of its own
     size_t each = (a.bytes / parts + 63) / 64 * 64, from = part * each, left = a.bytes > from ? a.bytes - from : 0;
     return left ? (Ahead){ a.p + from, left < each ? left : each } : (Ahead){0};
-}
-static inline __attribute__((always_inline)) void ask_ahead(Ahead a, size_t part, size_t parts) {
-    a = ahead_part(a, part, parts);
-    for (size_t b = 0; b < a.bytes; b += 64) __builtin_prefetch(a.p + b);
 }
 
 typedef struct {            // y (m,n) = scale * x (m,K) w (n,K)^T; add: y += that
@@ -4264,13 +4264,14 @@ static int column_queries(const Session *s, Tile *t, const float *q, int tok0, i
     return m;
 }
 static void column_exps(const Session *s, int l, const KVHead *hd, Tile *t, int m, Columns *c) {
+    int seen = s->rule == VIS_CAUSAL && !layer_window(s, l) ? last_visible(s, hd, t->tok[0]) : 0;      // by all queries
     for (int r = 0; r < hd->len; r += KV_TILE) {
         int n = hd->len - r < KV_TILE ? hd->len - r : KV_TILE, D = s->c->D;
         float *x = c->e + (size_t)r * m;
         kv_load_k(s, hd, NULL, r, n, t->k);
         memset(x, 0, (size_t)n * m * sizeof *x);
         mix_of(x, t->k, t->acc, DT_F32, n, D, m, tile_ahead(s, hd, 0, r + n, hd->len - r - n));
-        mask_tile(s, l, hd, t, m, NULL, r, n, x, 1, (size_t)m);
+        if (r + n > seen) mask_tile(s, l, hd, t, m, NULL, r, n, x, 1, (size_t)m);
         simd->softmax_columns(x, n, m, t->max, t->sum);
         memcpy(c->top + (size_t)(r / KV_TILE) * m, t->max, (size_t)m * sizeof *c->top);
     }
@@ -5830,7 +5831,8 @@ static const Opt quest_opts[] = { { "quest-full-layers", 'i', "2", "first layers
 //     a short pass. With alpha 1, or all heads dense, the pass equals full attention bit for bit;
 //   - n_o = 0 does not trigger ((0 - 16) % 16 would), candidates are the rows held at the prefill's end, and the tokens of this
 //     answer are read on top of B (--loopserve-gen=literal: they compete); one set a KV head (--loopserve-sel=q: a query head).
-// Nothing is ever dropped: any row may be chosen again later. It saves reads, not memory.
+// Nothing is ever dropped: any row may be chosen again later. It saves reads, not memory; on a CPU the chosen rows are even held twice, side by
+// side for the steps until the next choice (view_near).
 // --loopserve-unit=tile64 chooses bands of 64 offsets at what a 64x64 GPU tile costs, by thresholds instead of a heap.
 
 typedef struct {            // what a selection looks at: sampled softmax rows of one head
