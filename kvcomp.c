@@ -4248,64 +4248,84 @@ void attn_decode(Session *s, int l, float *out, const float *q) {       // out, 
 // (SnapKV; DiliLazyKV 4.1.3; LoopServe, Algorithm 3). A tile's scores lie with keys along rows and the queries of a whole group along
 // columns: a key is unpacked once for all of them, and neither products nor sums of exponentials need folding. Rows a query may not see
 // count as 0.
-typedef struct { float *e, *top; } Columns;             // (N,m) exp(score - maximum so far); (N/KV_TILE+1,m) that maximum, tile by tile
+typedef struct {
+    const KVHead *hd;
+    const float *q;         // (n,H,D) the block's queries, of the tokens from tok0 on
+    int l, g, n, m, tok0;   // m = R n columns; k n + i: query i of head k
+    float *e, *top;         // (len,m) exp(score - maximum of the chunk so far); (tiles,m) that maximum, tile by tile
+    float *max, *sum;       // (chunks,m) of a chunk of KV_CHUNK rows; then, in the first chunk's place, of all
+} Columns;
 
-static int column_queries(const Session *s, Tile *t, const float *q, int tok0, int n, int g) {     // column k*n+i: query i of head k
-    int D = s->c->D, H = s->c->H, R = H / s->c->G, m = R * n, c = 0;
+static void column_queries(const Session *s, const Columns *c, Tile *t) {       // t->acc (D,m): the queries as columns
+    int D = s->c->D, H = s->c->H, R = H / s->c->G, j = 0;
     float scale = 1 / sqrtf((float)D);
     for (int k = 0; k < R; k++)
-        for (int i = 0; i < n; i++, c++) {
-            const float *from = q + ((size_t)i * H + g * R + k) * D;
-            for (int d = 0; d < D; d++) t->acc[(size_t)d * m + c] = from[d] * scale;       // acc (D,m): the queries as columns
-            t->tok[c] = tok0 + i;
-            t->max[c] = -INFINITY;
-            t->sum[c] = 0;
+        for (int i = 0; i < c->n; i++, j++) {
+            const float *from = c->q + ((size_t)i * H + c->g * R + k) * D;
+            for (int d = 0; d < D; d++) t->acc[(size_t)d * c->m + j] = from[d] * scale;
+            t->tok[j] = c->tok0 + i;
+            t->max[j] = -INFINITY;
+            t->sum[j] = 0;
         }
-    return m;
 }
-static void column_exps(const Session *s, int l, const KVHead *hd, Tile *t, int m, Columns *c) {
-    int seen = s->rule == VIS_CAUSAL && !layer_window(s, l) ? last_visible(s, hd, t->tok[0]) : 0;      // by all queries
-    for (int r = 0; r < hd->len; r += KV_TILE) {
-        int n = hd->len - r < KV_TILE ? hd->len - r : KV_TILE, D = s->c->D;
+static void column_exps(const Session *s, const Columns *c, Tile *t, int from, int to) {
+    int D = s->c->D, m = c->m, seen = s->rule == VIS_CAUSAL && !layer_window(s, c->l) ? last_visible(s, c->hd, c->tok0) : 0;      // by all queries
+    column_queries(s, c, t);
+    for (int r = from; r < to; r += KV_TILE) {
+        int n = to - r < KV_TILE ? to - r : KV_TILE;
         float *x = c->e + (size_t)r * m;
-        kv_load_k(s, hd, NULL, r, n, t->k);
+        kv_load_k(s, c->hd, NULL, r, n, t->k);
         memset(x, 0, (size_t)n * m * sizeof *x);
-        mix_of(x, t->k, t->acc, DT_F32, n, D, m, tile_ahead(s, hd, 0, r + n, hd->len - r - n));
-        if (r + n > seen) mask_tile(s, l, hd, t, m, NULL, r, n, x, 1, (size_t)m);
+        mix_of(x, t->k, t->acc, DT_F32, n, D, m, tile_ahead(s, c->hd, 0, r + n, to - r - n));
+        if (r + n > seen) mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
         simd->softmax_columns(x, n, m, t->max, t->sum);
         memcpy(c->top + (size_t)(r / KV_TILE) * m, t->max, (size_t)m * sizeof *c->top);
     }
+    memcpy(c->max + (size_t)(from / KV_CHUNK) * m, t->max, (size_t)m * sizeof *c->max);
+    memcpy(c->sum + (size_t)(from / KV_CHUNK) * m, t->sum, (size_t)m * sizeof *c->sum);
 }
-// score (R,N) += each head's n columns, weighted with what makes the exponentials of a tile probabilities, over w. All heads are one product,
-// with 0 for the weights of the other heads' columns.
-static void column_sums(const KVHead *hd, Tile *t, int R, int n, int w, Columns *c, float *score, size_t N) {
-    int m = R * n;
+static void columns_join(const Columns *c, int chunks) {
+    for (int j = 0; j < c->m; j++) {
+        float max = -INFINITY, sum = 0;
+        for (int k = 0; k < chunks; k++) max = fmaxf(max, c->max[k * c->m + j]);
+        for (int k = 0; k < chunks; k++) sum += c->sum[k * c->m + j] * expf(c->max[k * c->m + j] - max);
+        c->max[j] = max; c->sum[j] = sum;
+    }
+}
+// score (R,N) += each head's columns, times what makes the exponentials of a tile probabilities, over w. All heads are one product, with 0
+// for the weights of the other heads' columns.
+static void column_sums(const Columns *c, Tile *t, int from, int to, int R, int w, float *score, size_t N) {
+    int m = c->m;
     memset(t->sc, 0, (size_t)R * m * sizeof *t->sc);
-    for (int r = 0; r < hd->len; r += KV_TILE) {
+    for (int r = from; r < to; r += KV_TILE) {
         float *f = c->top + (size_t)(r / KV_TILE) * m, unused = 0;
-        for (int i = 0; i < m; i++) f[i] -= t->max[i];
+        for (int j = 0; j < m; j++) f[j] -= c->max[j];
         exp_shift(f, 0, m, &unused);
-        for (int k = 0, i = 0; k < R; k++)
-            for (int end = i + n; i < end; i++) t->sc[k * m + i] = f[i] / (t->sum[i] * (float)w);
+        for (int k = 0, j = 0; k < R; k++)
+            for (int end = j + c->n; j < end; j++) t->sc[k * m + j] = f[j] / (c->sum[j] * (float)w);
         simd->dots[DT_F32](&(Dots){ .y = score + r, .ldy = N, .x = t->sc, .ldx = (size_t)m, .w = (const char *)(c->e + (size_t)r * m), .ldw = m * sizeof(float),
-                                    .m = R, .n = hd->len - r < KV_TILE ? hd->len - r : KV_TILE, .K = m, .add = 1, .scale = 1 });
+                                    .m = R, .n = to - r < KV_TILE ? to - r : KV_TILE, .K = m, .add = 1, .scale = 1 });
     }
 }
 static void mean_rows(Session *s, int l, const float *q, int tok0, int w, float *score) {
-    int H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R, most = R * (w < per ? w : per);
-    size_t mark = scratch_mark(s), N = (size_t)kv_longest(s, l), threads = (size_t)n_threads();
+    int H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R;
+    size_t mark = scratch_mark(s), N = (size_t)kv_longest(s, l), most = R * (w < per ? w : per), chunks_most = N / KV_CHUNK + 1;
     Tile *tiles = tiles_new(s);
-    Columns *room = scratch(s, threads * sizeof *room);
-    for (size_t i = 0; i < threads; i++)
-        room[i] = (Columns){ scratch(s, N * most * sizeof(float)), scratch(s, (N / KV_TILE + 1) * most * sizeof(float)) };
+    Columns c = { .l = l, .e = scratch(s, N * most * sizeof(float)), .top = scratch(s, (N / KV_TILE + 1) * most * sizeof(float)),
+                  .max = scratch(s, chunks_most * most * sizeof(float)), .sum = scratch(s, chunks_most * most * sizeof(float)) };
     memset(score, 0, (size_t)H * N * sizeof *score);
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)w * N * H * s->c->D))
-    for (int g = 0; g < G; g++)
-        for (int i = 0, id = thread_id(); i < w; i += per) {
-            int n = w - i < per ? w - i : per, m = column_queries(s, &tiles[id], q + (size_t)i * H * s->c->D, tok0 + i, n, g);
-            column_exps(s, l, kv_head(s, l, g), &tiles[id], m, &room[id]);
-            column_sums(kv_head(s, l, g), &tiles[id], R, n, w, &room[id], score + (size_t)g * R * N, N);
-        }
+    for (int item = 0; item < G * ((w + per - 1) / per); item++) {
+        int i = item / G * per;
+        c.g = item % G; c.n = w - i < per ? w - i : per; c.m = R * c.n; c.tok0 = tok0 + i;
+        c.hd = kv_head(s, l, c.g); c.q = q + (size_t)i * H * s->c->D;
+        int len = c.hd->len, chunks = (len + KV_CHUNK - 1) / KV_CHUNK, team = worth_threads((size_t)c.m * len * s->c->D);
+        (void)team;                                      // read by OpenMP only
+        #pragma omp parallel for schedule(dynamic) if (team)
+        for (int k = 0; k < chunks; k++) column_exps(s, &c, &tiles[thread_id()], k * KV_CHUNK, len - k * KV_CHUNK < KV_CHUNK ? len : (k + 1) * KV_CHUNK);
+        columns_join(&c, chunks);
+        #pragma omp parallel for schedule(dynamic) if (team)
+        for (int k = 0; k < chunks; k++) column_sums(&c, &tiles[thread_id()], k * KV_CHUNK, len - k * KV_CHUNK < KV_CHUNK ? len : (k + 1) * KV_CHUNK, R, w, score + (size_t)c.g * R * N, N);
+    }
     scratch_reset(s, mark);
 }
 void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {

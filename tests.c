@@ -2620,24 +2620,32 @@ TEST(baselines_links, "by hand: join_heads, pool_max, keep_best; and against pla
         CHECK(got == want + 2 && !memcmp(keep, idx, want * sizeof(int)), "keep_best, n %d cap %d", n, cap);
     }
 }
-TEST(baselines_mean_rows, "the mean softmax row of w queries is that of double: heads a group, queries over many blocks, masks, windows and storage formats") {
+TEST(baselines_mean_rows, "the mean softmax row of w queries is that of double: heads a group, queries over many blocks, rows over many chunks, masks, windows and storage formats; the same bits for any number of threads") {
     static const int heads[][2] = { {1,1}, {4,4}, {4,2}, {4,1}, {6,3}, {64,1} };
     static const char *const formats[] = { "f32", "f16", "q8_0" };
-    for (int c = 0; c < 36; c++) {
-        int H = heads[c % 6][0], G = heads[c % 6][1], D = c % 2 ? 16 : 20, N = c < 6 ? 64 + c % 3 - 1 : 1 + rnd_int(300), W = 1 + rnd_int(90), w = W < N ? W : N;
+    static const int longer[] = { KV_CHUNK, KV_CHUNK + 1, 2 * KV_CHUNK + 70 };
+    for (int c = 0; c < 33; c++) {
+        int H = heads[c % 6][0], G = heads[c % 6][1], D = c % 2 ? 16 : 20, N = c < 6 ? 64 + c % 3 - 1 : c < 30 ? 1 + rnd_int(300) : longer[c - 30], W = 1 + rnd_int(90), w = W < N ? W : N;
         char opt[64];
         Tiny m = tiny_model(1, H, G, D, 32, 40, 61, 70 + c);
         if (c % 4 == 3) { m.c->windowed = xmalloc(1); m.c->windowed[0] = 1; m.c->window = 1 + rnd_int(120); }
         snprintf(opt, sizeof opt, "ctk=%s", formats[c % 3]);
         Options *o = options_of(opt);
         Session *s = session_open(m.c, m.w, o, "full");
-        int ids[300];
+        int *ids = xmalloc(N * sizeof *ids);
         draw_ids(ids, N, 61);
         prefill(s, ids, N);
         s->base = 0;                                     // the scores see a pass of N tokens whose queries are these
         float *q = random_floats((size_t)N * H * D), *got = xmalloc((size_t)H * N * sizeof *got), *k = xmalloc((size_t)N * D * sizeof *k);
         double *want = xcalloc((size_t)H * N, sizeof *want), *e = xmalloc(N * sizeof *e), bad = 0;
+        float *again = xmalloc((size_t)H * N * sizeof *again);
         window_scores(s, 0, q, N, W, got);
+        set_threads(1 + c % 3);
+        window_scores(s, 0, q, N, W, again);
+#ifdef _OPENMP
+        set_threads(omp_get_num_procs());
+#endif
+        CHECK(!memcmp(got, again, (size_t)H * N * sizeof *got), "case %d: other bits with %d threads", c, 1 + c % 3);
         for (int h = 0; h < H; h++) {
             kv_load_k(s, kv_head(s, 0, h * G / H), NULL, 0, N, k);
             for (int t = N - w; t < N; t++) {
@@ -2654,7 +2662,7 @@ TEST(baselines_mean_rows, "the mean softmax row of w queries is that of double: 
         }
         for (int i = 0; i < H * N; i++) bad = fmax(bad, fabs(got[i] - want[i]) / (want[i] + 1e-7));
         CHECK(bad < 2e-5, "case %d: H %d G %d D %d N %d w %d: off by %g of a value", c, H, G, D, N, w, bad);
-        free(q); free(got); free(k); free(want); free(e);
+        free(q); free(got); free(k); free(want); free(e); free(again); free(ids);
         session_close(s); options_free(o); tiny_free(m);
     }
 }
