@@ -8660,7 +8660,7 @@ const Method methods[] = {
     { .name = "loopserve", .paper = "LoopServe, arXiv 2507.13681",
       .keeps = "keeps every row; prefill reads chosen lines, decode the B rows the last queries like best and this answer (saves reads only)",
       .limits = "prefills each answer again at the next turn. Dense up to --loopserve-min-context rows and in short turns; the first "
-                "--loopserve-first tokens of an answer read every row", .uses = "--budget 1024",
+                "--loopserve-first tokens of an answer read every row. On a CPU the chosen rows are held twice", .uses = "--budget 1024",
       .role = ROLE_PREFILL | ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_opts, .open = loopserve_open, .close = loopserve_close,
       .enter = loopserve_enter, .attend = loopserve_attend, .select = loopserve_select, .steady = loopserve_steady, .wants = KV_BLIND, .commit = loopserve_commit,
       .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
@@ -8670,7 +8670,7 @@ const Method methods[] = {
       .attend = loopserve_attend, .wants = KV_BLIND, .commit = loopserve_commit, .forget = loopserve_forget, .stats = loopserve_stats },
     { .name = "loopserve-d", .paper = "LoopServe-D: its decode alone, arXiv 2507.13681",
       .keeps = "keeps every row; decode reads the B rows the last queries like best and this answer (saves reads only)",
-      .limits = "prefills each answer again at the next turn", .uses = "--budget 1024", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts,
+      .limits = "prefills each answer again at the next turn. On a CPU the chosen rows are held twice", .uses = "--budget 1024", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts,
       .open = loopserve_d_open, .close = loopserve_close, .enter = loopserve_enter, .select = loopserve_select, .steady = loopserve_steady, .wants = KV_BLIND, .commit = loopserve_commit,
       .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
     { .name = "pats", .paper = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs (papers/001)",

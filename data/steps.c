@@ -1,5 +1,5 @@
 // How long the parts of a decode step take, without a model around them: the numbers of NOTES.md that --bench is too coarse for.
-//   gcc -std=c11 -O3 -fopenmp -o /tmp/steps data/steps.c -lm && /tmp/steps [METHOD [HEAD_DIM [ROWS [LAYERS]]]]
+//   gcc -std=c11 -O3 -fopenmp -o /tmp/steps data/steps.c -lm && /tmp/steps [METHOD [HEAD_DIM [ROWS [LAYERS [BUDGET]]]]]
 // Prints attention over ROWS rows (32768) of LAYERS layers (16, or 8 of wide heads), best of 8 (of 400 where all fits in the caches), in
 // ns an element of K and V; for loopserve a selection and the rows it chooses, as a share of full attention; for lychee the selection of all indexed layers, best and mean of 40 steps; and what unpacking PATS rows that
 // lie in L1 costs (one thread).
@@ -67,6 +67,7 @@ int main(int argc, char **argv) {
     char err[512], shape[64];
     Options *o = options_new();
     options_set(o, "ctx-size", "0", err);
+    if (argc > 5) options_set(o, "budget", argv[5], err);
     snprintf(shape, sizeof shape, "L%d,H32,G8,D%d,C64,F64,V64", L, D);
     Config *c = config_synthetic(shape);
     Weights *w = weights_synthetic(c, 1);
