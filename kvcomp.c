@@ -3749,8 +3749,8 @@ void view_group(Session *s, int l, int g, const int *idx, int n, int tail) {
     view_fill(s, w, idx, n, tail);
     for (int r = 1; r < R; r++) { w[r].n = n; w[r].tail = tail; w[r].same = 1; }
 }
-// Rows that lie anywhere come from memory at a fraction of its speed (LoopServe's single rows at a sixth). A list that stays for some steps
-// pays for a copy. Packed rows may change under it, and a GPU gathers fast enough: not there.
+// Rows that lie anywhere come from memory at a fraction of its speed (LoopServe's single rows at an eighth: NOTES.md, Speed on the CPU). A
+// list that stays for some steps pays for a copy. Packed rows may change under it, and a GPU gathers fast enough: not there.
 static int copies_views(const Session *s) { return !KV_DEV(s) && !s->packing; }
 void view_room(Session *s, int l, int h, int n, int near) {
     View *w = kv_view(s, l, h);
@@ -3986,7 +3986,7 @@ static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, i
         }
     return any;
 }
-// Scores of m queries against n rows whose keys are k (n,D) of any dtype: t->sc (m,n) = q k / sqrt(D), masked
+// Scores of m queries against n rows whose keys are k (n,D) of any dtype: t->sc (m,n) = q k / sqrt(D), masked. 0 when nothing is visible
 static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n, const void *k, int dtype, Ahead next) {
     scores_of(t->sc, t->q, k, dtype, m, n, s->c->D, 1 / sqrtf((float)s->c->D), next);
     return mask_tile(s, l, hd, t, m, rows, r0, n, t->sc, (size_t)n, 1);
@@ -4158,7 +4158,7 @@ static const int *view_slice(const View *w, int p, int n, int *rows, int *r0) { 
     for (int i = 0; i < n; i++) rows[i] = p + i < w->n ? w->idx[p + i] : w->tail + p + i - w->n;
     return rows;
 }
-// A tile of rows from r0 on, at most n, that will be unpacked: what to ask memory for. Rows that are read in place, or by a list, are asked for elsewhere.
+// A tile of rows from r0 on, at most n, that will be unpacked: what to ask memory for.
 static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n) {
     const Format *f = v ? s->fv : s->fk;
     if (n > KV_TILE) n = KV_TILE;
@@ -4166,6 +4166,7 @@ static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n)
     if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
     return (Ahead){ raw_row(s, h, v, r0), n * f->row_bytes(s->c->D) };
 }
+// The same in decode, where rows that are read in place, or by a list, are asked for elsewhere.
 static Ahead rows_ahead(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n) {
     return rows || (r0 >= h->packed && rows_in_place(v ? s->fv : s->fk)) ? (Ahead){0} : tile_ahead(s, h, v, r0, n);
 }
