@@ -2993,13 +2993,16 @@ static const uint32_t *unicode_table(int which, size_t *n) {     // 0 classes, 1
 
 enum { LANES = 16, K_CHUNK = 1024, T_BLOCK = 128, ROW_BLOCK = 64 };    // columns a sum runs over; rows of x in L2 (512 KiB); rows of W one job takes
 
-// Portion `part` of `parts`. Spread over the arithmetic, because a burst of requests fills the queue to memory and then leaves it idle.
-static inline __attribute__((always_inline)) void ask_ahead(Ahead a, size_t part, size_t parts) {
-    size_t portion = (a.bytes / parts + 63) / 64 * 64, end = (part + 1) * portion < a.bytes ? (part + 1) * portion : a.bytes;
-    for (size_t b = part * portion; b < end; b += 64) __builtin_prefetch(a.p + b);
+// Asks for `bytes` more of it. Spread over the arithmetic, because a burst of requests fills the queue to memory and then leaves it idle;
+// the share of each time is divided out once, not amid the products.
+static inline __attribute__((always_inline)) void ask_ahead(Ahead *a, size_t bytes) {
+    if (bytes > a->bytes) bytes = a->bytes;
+    for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(a->p + b);
+    a->p += bytes; a->bytes -= bytes;
 }
+static inline __attribute__((always_inline)) size_t ahead_share(Ahead a, size_t parts) { return (a.bytes / parts + 63) / 64 * 64; }     // whole lines
 static Ahead ahead_part(Ahead a, size_t part, size_t parts) {      // the part as an Ahead of its own
-    size_t each = (a.bytes / parts + 63) / 64 * 64, from = part * each, left = a.bytes > from ? a.bytes - from : 0;
+    size_t each = ahead_share(a, parts), from = part * each, left = a.bytes > from ? a.bytes - from : 0;
     return left ? (Ahead){ a.p + from, left < each ? left : each } : (Ahead){0};
 }
 
@@ -3018,7 +3021,7 @@ typedef struct {            // one instruction set
     void  (*widen[3])(float *dst, const void *src, size_t n);           // by dtype of src
     void  (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
     void  (*unpack_q8)(float *dst, const char *src, int n, int D);      // n rows of format q8_0 (section 5)
-    void  (*mix[3])(float *o, const float *p, const void *v, int m, int n, int D, Ahead next);      // by dtype of v; next as in Dots
+    void  (*mix[3])(float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next);      // by dtype of v; add, next as in Dots
     void  (*exp_shift)(float *x, float max, size_t n, float *sum);
     void  (*softmax_columns)(float *x, int n, int m, float *max, float *sum);      // x (n,m) = exp(x - max) down each column; max, sum (m) go on from before
     void  (*swiglu)(float *g, const float *u, size_t n);
@@ -3270,9 +3273,11 @@ INLINE_##S void dots_tile_##S(const Dots *a, int dtype, int M, int i0, int j0, i
     } \
 } \
 INLINE_##S void dots_any_##S(const Dots *a, int dtype) { \
+    Ahead next = a->next; \
+    size_t share = next.bytes ? ahead_share(next, (a->n + NR - 1) / NR) : 0; \
     for (int j = 0; j < a->n; j += NR) { \
         int i = 0; \
-        if (a->next.p) ask_ahead(a->next, j / NR, (a->n + NR - 1) / NR); \
+        if (next.bytes) ask_ahead(&next, share); \
         for (; a->m - i > 1; i += MR) { \
             for (int p = j + NR; a->m > MR && p < j + 2 * NR; p++) __builtin_prefetch(a->w + (size_t)p * a->ldw + i / MR * 64); \
             if (a->m - i >= MR && a->n - j >= NR && a->K % LANES == 0 && !a->add) dots_tile_##S(a, dtype, MR, i, j, 1); \
@@ -3285,14 +3290,14 @@ TARGET_##S static void dots_f32_##S (const Dots *a) { dots_any_##S(a, DT_F32); }
 TARGET_##S static void dots_f16_##S (const Dots *a) { dots_any_##S(a, DT_F16); } \
 TARGET_##S static void dots_bf16_##S(const Dots *a) { dots_any_##S(a, DT_BF16); } \
 \
-INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int vectors, int width, Ahead next) { \
+INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int add, int vectors, int width, Ahead next) { \
     V_##S acc[MR * NV]; \
-    size_t size = dtype == DT_F32 ? 4 : 2; \
+    size_t size = dtype == DT_F32 ? 4 : 2, share = next.bytes ? ahead_share(next, n) : 0; \
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
-        acc[i * NV + c] = load_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, DT_F32, width); \
+        acc[i * NV + c] = add ? load_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, DT_F32, width) : all_##S(0); \
     for (int r = 0; r < n; r++) { \
         V_##S b[NV]; \
-        if (next.p) ask_ahead(next, r, n); \
+        if (next.bytes) ask_ahead(&next, share); \
         UNROLL for (int c = 0; c < vectors; c++) b[c] = load_##S(v + ((size_t)r * D + c * LANES) * size, dtype, width); \
         UNROLL for (int i = 0; i < M; i++) { \
             V_##S a = all_##S(p[(size_t)(i < m ? i : m - 1) * n + r]); \
@@ -3302,23 +3307,23 @@ INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype,
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
         store_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, acc[i * NV + c], width); \
 } \
-INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, Ahead next) { \
+INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int add, Ahead next) { \
     size_t size = dtype == DT_F32 ? 4 : 2; \
     int d = 0; \
     if (!next.p && dtype != DT_F32) next = (Ahead){ v + 16 * D * size, n * D * size }; \
-    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, NV, LANES, d ? (Ahead){0} : next); \
-    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, LANES, d ? (Ahead){0} : next); \
-    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, 1, D - d, d ? (Ahead){0} : next); \
+    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, NV, LANES, d ? (Ahead){0} : next); \
+    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, 1, LANES, d ? (Ahead){0} : next); \
+    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, 1, D - d, d ? (Ahead){0} : next); \
 } \
-INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D, Ahead next) { \
+INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D, int add, Ahead next) { \
     int i = 0, blocks = (m + MR - 1) / MR; \
     for (; m - i > 1; i += MR) \
-        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, ahead_part(next, i / MR, blocks)); \
-    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, ahead_part(next, i / MR, blocks)); \
+        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, add, ahead_part(next, i / MR, blocks)); \
+    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, add, ahead_part(next, i / MR, blocks)); \
 } \
-TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D, Ahead next) { mix_any_##S(o, p, v, DT_F32, m, n, D, next); } \
-TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D, Ahead next) { mix_any_##S(o, p, v, DT_F16, m, n, D, next); } \
-TARGET_##S static void mix_bf16_##S(float *o, const float *p, const void *v, int m, int n, int D, Ahead next) { mix_any_##S(o, p, v, DT_BF16, m, n, D, next); } \
+TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F32, m, n, D, add, next); } \
+TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F16, m, n, D, add, next); } \
+TARGET_##S static void mix_bf16_##S(float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_BF16, m, n, D, add, next); } \
 \
 INLINE_##S V_##S exp_##S(V_##S x) { \
     x = min_##S(max_##S(x, all_##S(-150)), all_##S(150)); \
@@ -3358,8 +3363,14 @@ TARGET_##S static void swiglu_##S(float *g, const float *u, size_t n) { \
     if (i < n) swiglu_step_##S(g + i, u + i, (int)(n - i)); \
 } \
 INLINE_##S void softmax_down_##S(float *x, int n, size_t m, float *max, float *sum, int width) { \
-    V_##S old = load_##S(max, DT_F32, width), top = old, total; \
-    for (int j = 0; j < n; j++) top = max_##S(load_##S(x + j * m, DT_F32, width), top); \
+    V_##S old = load_##S(max, DT_F32, width), top = old, other = old, total; \
+    int i = 0; \
+    for (; i + 2 <= n; i += 2) {                         /* two at a time: no maximum waits for the one before */ \
+        top = max_##S(load_##S(x + i * m, DT_F32, width), top); \
+        other = max_##S(load_##S(x + (i + 1) * m, DT_F32, width), other); \
+    } \
+    if (i < n) other = max_##S(load_##S(x + i * m, DT_F32, width), other); \
+    top = max_##S(top, other); \
     V_##S shift = mul_##S(top, all_##S(-1)); \
     total = mul_##S(load_##S(sum, DT_F32, width), exp_##S(add_##S(old, shift)));          /* what was gathered under the old maximum */ \
     for (int j = 0; j < n; j++) { \
@@ -3477,11 +3488,11 @@ void matmul(float *y, const float *x, const Tensor *w, int T) { matmul_strided(y
 static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next) {   // s (m,n) = scale * q (m,D) k (n,D)^T
     simd->dots[dtype](&(Dots){ .y = s, .ldy = (size_t)n, .x = q, .ldx = (size_t)D, .w = k, .ldw = (size_t)D * dtype_size(dtype), .m = m, .n = n, .K = D, .scale = scale, .next = next });
 }
-static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, Ahead next) {                   // o (m,D) += p (m,n) v (n,D)
-    simd->mix[dtype](o, p, v, m, n, D, next);
+static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next) {          // o (m,D) = p (m,n) v (n,D); add: o += that
+    simd->mix[dtype](o, p, v, m, n, D, add, next);
 }
 void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) { scores_of(s, q, k, DT_F32, m, n, D, scale, (Ahead){0}); }
-void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) { mix_of(o, p, v, DT_F32, m, n, D, (Ahead){0}); }
+void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) { mix_of(o, p, v, DT_F32, m, n, D, 1, (Ahead){0}); }
 void exp_shift(float *x, float max, int n, float *sum) { simd->exp_shift(x, max, (size_t)n, sum); }
 float dot_f32(const float *a, const float *b, int n) {
     float s;
@@ -3688,7 +3699,7 @@ static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows
     size_t bytes = (v ? s->fv : s->fk)->row_bytes(s->c->D);
     const char *raw = raw_row(s, h, v, h->packed);
     for (int i = 0; i < n; i++)
-        if (rows[i] >= h->packed) ask_ahead((Ahead){ raw + (size_t)(rows[i] - h->packed) * bytes, bytes }, 0, 1);
+        if (rows[i] >= h->packed) ask_ahead(&(Ahead){ raw + (size_t)(rows[i] - h->packed) * bytes, bytes }, bytes);
 }
 // The runs of a list begin on pages of their own. One request to each, all at once, has the processor look up their addresses side by side.
 static void fetch_runs(const Session *s, const KVHead *h, const int *rows, int n) {
@@ -4011,7 +4022,7 @@ static void tile_fold_of(Tile *t, int m, int n, int D, const void *v, int dtype,
         }
         exp_shift(p, top, n, &t->sum[i]);
     }
-    if (v) mix_of(t->acc, t->sc, v, dtype, m, n, D, next);
+    if (v) mix_of(t->acc, t->sc, v, dtype, m, n, D, 1, next);
 }
 static void tile_fold(Tile *t, int m, int n, int D, const float *v) { tile_fold_of(t, m, n, D, v, DT_F32, (Ahead){0}); }
 // Can any of the rows lie inside the sliding window of the oldest query? Otherwise the tile need not be read at all.
@@ -4245,10 +4256,10 @@ void attn_decode(Session *s, int l, float *out, const float *q) {       // out, 
     scratch_reset(s, mark);
 }
 
-// Mean softmax row of w queries of every head over all rows held: q (w,H,D), of the tokens from tok0 on, -> score (H,N), N = kv_longest(s,l)
-// (SnapKV; DiliLazyKV 4.1.3; LoopServe, Algorithm 3). A tile's scores lie with keys along rows and the queries of a whole group along
-// columns: a key is unpacked once for all of them, and neither products nor sums of exponentials need folding. Rows a query may not see
-// count as 0.
+// Mean softmax row of w queries over all rows held, of every query head (lists = R), or the sum of those of a group (lists = 1): q (w,H,D), of
+// the tokens from tok0 on, -> score (G lists,N), N = kv_longest(s,l) (SnapKV; DiliLazyKV 4.1.3; LoopServe, Algorithm 3). A tile's scores
+// lie with keys along rows and the queries of a whole group along columns: a key is unpacked once for all of them, and neither products
+// nor sums of exponentials need folding. Rows a query may not see count as 0.
 typedef struct {
     const KVHead *hd;
     const float *q;         // (n,H,D) the block's queries, of the tokens from tok0 on
@@ -4276,8 +4287,7 @@ static void column_exps(const Session *s, const Columns *c, Tile *t, int from, i
         int n = to - r < KV_TILE ? to - r : KV_TILE;
         float *x = c->e + (size_t)r * m;
         kv_load_k(s, c->hd, NULL, r, n, t->k);
-        memset(x, 0, (size_t)n * m * sizeof *x);
-        mix_of(x, t->k, t->acc, DT_F32, n, D, m, tile_ahead(s, c->hd, 0, r + n, to - r - n));
+        mix_of(x, t->k, t->acc, DT_F32, n, D, m, 0, tile_ahead(s, c->hd, 0, r + n, to - r - n));
         if (r + n > seen) mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
         simd->softmax_columns(x, n, m, t->max, t->sum);
         memcpy(c->top + (size_t)(r / KV_TILE) * m, t->max, (size_t)m * sizeof *c->top);
@@ -4293,46 +4303,49 @@ static void columns_join(const Columns *c, int chunks) {
         c->max[j] = max; c->sum[j] = sum;
     }
 }
-// score (R,N) += each head's columns, times what makes the exponentials of a tile probabilities, over w. All heads are one product, with 0
-// for the weights of the other heads' columns.
-static void column_sums(const Columns *c, Tile *t, int from, int to, int R, int w, float *score, size_t N) {
+// score (lists,N) = the columns of each head, or of all as one list, times what makes the exponentials of a tile probabilities, over w; add: +=
+// that. Several lists are one product, with 0 for the weights of the other heads' columns.
+static void column_sums(const Columns *c, Tile *t, int from, int to, int lists, int w, int add, float *score, size_t N) {
     int m = c->m;
-    memset(t->sc, 0, (size_t)R * m * sizeof *t->sc);
+    memset(t->sc, 0, (size_t)lists * m * sizeof *t->sc);
     for (int r = from; r < to; r += KV_TILE) {
+        int n = to - r < KV_TILE ? to - r : KV_TILE, more = to - r - n < KV_TILE ? to - r - n : KV_TILE;
+        const float *e = c->e + (size_t)r * m;
         float *f = c->top + (size_t)(r / KV_TILE) * m, unused = 0;
         for (int j = 0; j < m; j++) f[j] -= c->max[j];
         exp_shift(f, 0, m, &unused);
-        for (int k = 0, j = 0; k < R; k++)
-            for (int end = j + c->n; j < end; j++) t->sc[k * m + j] = f[j] / (c->sum[j] * (float)w);
-        simd->dots[DT_F32](&(Dots){ .y = score + r, .ldy = N, .x = t->sc, .ldx = (size_t)m, .w = (const char *)(c->e + (size_t)r * m), .ldw = m * sizeof(float),
-                                    .m = R, .n = to - r < KV_TILE ? to - r : KV_TILE, .K = m, .add = 1, .scale = 1 });
+        for (int k = 0, j = 0; k < lists; k++)
+            for (int end = j + m / lists; j < end; j++) t->sc[k * m + j] = f[j] / (c->sum[j] * (float)w);
+        simd->dots[DT_F32](&(Dots){ .y = score + r, .ldy = N, .x = t->sc, .ldx = (size_t)m, .w = (const char *)e, .ldw = m * sizeof *e, .m = lists, .n = n, .K = m,
+                                    .add = add, .scale = 1, .next = { (const char *)(e + (size_t)n * m), (size_t)more * m * sizeof *e } });
     }
 }
-static void mean_rows(Session *s, int l, const float *q, int tok0, int w, float *score) {
+static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score) {
     int H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R;
     size_t mark = scratch_mark(s), N = (size_t)kv_longest(s, l), most = R * (w < per ? w : per), chunks_most = N / KV_CHUNK + 1;
     Tile *tiles = tiles_new(s);
     Columns c = { .l = l, .e = scratch(s, N * most * sizeof(float)), .top = scratch(s, (N / KV_TILE + 1) * most * sizeof(float)),
                   .max = scratch(s, chunks_most * most * sizeof(float)), .sum = scratch(s, chunks_most * most * sizeof(float)) };
-    memset(score, 0, (size_t)H * N * sizeof *score);
     for (int item = 0; item < G * ((w + per - 1) / per); item++) {
         int i = item / G * per;
         c.g = item % G; c.n = w - i < per ? w - i : per; c.m = R * c.n; c.tok0 = tok0 + i;
         c.hd = kv_head(s, l, c.g); c.q = q + (size_t)i * H * s->c->D;
         int len = c.hd->len, chunks = (len + KV_CHUNK - 1) / KV_CHUNK, team = worth_threads((size_t)c.m * len * s->c->D);
+        float *sums = score + (size_t)c.g * lists * N;
         (void)team;                                      // read by OpenMP only
         #pragma omp parallel for schedule(dynamic) if (team)
         for (int k = 0; k < chunks; k++) column_exps(s, &c, &tiles[thread_id()], k * KV_CHUNK, len - k * KV_CHUNK < KV_CHUNK ? len : (k + 1) * KV_CHUNK);
         columns_join(&c, chunks);
         #pragma omp parallel for schedule(dynamic) if (team)
-        for (int k = 0; k < chunks; k++) column_sums(&c, &tiles[thread_id()], k * KV_CHUNK, len - k * KV_CHUNK < KV_CHUNK ? len : (k + 1) * KV_CHUNK, R, w, score + (size_t)c.g * R * N, N);
+        for (int k = 0; k < chunks; k++) column_sums(&c, &tiles[thread_id()], k * KV_CHUNK, len - k * KV_CHUNK < KV_CHUNK ? len : (k + 1) * KV_CHUNK, lists, w, i > 0, sums, N);
+        for (int k = 0; k < lists; k++) memset(sums + k * N + len, 0, (N - len) * sizeof *sums);
     }
     scratch_reset(s, mark);
 }
 void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
     int w = T < W ? T : W;
     if (KV_DEV(s)) window_scores_cuda(s, l, q, T, W, score);
-    else mean_rows(s, l, q + (size_t)(T - w) * s->c->H * s->c->D, s->base + T - w, w, score);
+    else mean_rows(s, l, q + (size_t)(T - w) * s->c->H * s->c->D, s->base + T - w, w, s->c->H / s->c->G, score);
 }
 
 // ==================================================================================================== 7 MODEL
@@ -6209,14 +6222,18 @@ static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q)
     else memcpy(ring_slot(s, x, l, token), q, row);
 }
 // Line 5: for every KV head of layer l (or query head) the B candidates that the queries in the ring attend to most. The scores
-// are softmax rows over every row held, the ring's tokens being its last w: each sees the rows up to its own.
-static float *loop_scores(Session *s, const LoopServe *x, int l, int first) {           // (H,N), where the rows lie: sums over the ring, or means
-    int H = s->c->H, N = kv_longest(s, l), w = s->base - first + 1;
+// are softmax rows over every row held, the ring's tokens being its last w: each sees the rows up to its own. The sum over a group's
+// heads ranks like their mean.
+static float *loop_scores(Session *s, const LoopServe *x, int l, int first, const int *end) {      // (lists,N), where the rows lie: sums over the ring, or means
+    int H = s->c->H, G = s->c->G, N = kv_longest(s, l), w = s->base - first + 1, lists = x->per_query ? H : G;
     size_t row = (size_t)H * s->c->D;
-    if (KV_DEV(s)) return ring_scores_cuda(s, l, ring_slot(s, x, l, 0), x->obs, first, w);
-    float *obs = scratch(s, w * row * sizeof(float)), *score = scratch(s, (size_t)H * N * sizeof(float));
+    if (KV_DEV(s)) {
+        float *score = ring_scores_cuda(s, l, ring_slot(s, x, l, 0), x->obs, first, w);
+        return x->per_query ? score : join_rows(s, score, end, N, AGG_SUM);
+    }
+    float *obs = scratch(s, w * row * sizeof(float)), *score = scratch(s, (size_t)lists * N * sizeof(float));
     for (int i = 0; i < w; i++) memcpy(obs + i * row, ring_slot(s, x, l, first + i), row * sizeof(float));
-    mean_rows(s, l, obs, first, w, score);
+    mean_rows(s, l, obs, first, w, lists / G, score);
     return score;
 }
 static void loop_select(Session *s, LoopServe *x, int l) {
@@ -6228,8 +6245,7 @@ static void loop_select(Session *s, LoopServe *x, int l) {
         const KVHead *hd = kv_head(s, l, g);
         for (end[g] = hd->len; end[g] > 0 && hd->src[end[g] - 1] >= (x->literal ? s->base : x->prompt_end); ) end[g]--;
     }
-    float *score = loop_scores(s, x, l, first > x->ring_from ? first : x->ring_from);
-    if (!x->per_query) score = join_rows(s, score, end, N, AGG_SUM);             // the sum over the group ranks like its mean
+    float *score = loop_scores(s, x, l, first > x->ring_from ? first : x->ring_from, end);
     for (int i = 0; i < lists; i++) { n[i] = end[i * each / R]; want[i] = n[i] > x->budget ? x->budget : 0; }
     top_k_rows(s, score, lists, N, n, want, idx, x->budget, found);
     for (int i = 0; i < lists; i++) {

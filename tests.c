@@ -2084,9 +2084,13 @@ TEST(math_attention_tiles, "attn_scores and attn_mix equal double for every head
                     scores_of(s, q, rows, dt, m, n, D, 0.3f, next);
                     attn_scores(s2, q, wide, m, n, D, 0.3f);
                     memcpy(o, o0, (size_t)m * D * 4); memcpy(o2, o0, (size_t)m * D * 4);
-                    mix_of(o, s, rows, dt, m, n, D, next);
+                    mix_of(o, s, rows, dt, m, n, D, 1, next);
                     attn_mix(o2, s, wide, m, n, D);
                     CHECK(!memcmp(s, s2, (size_t)m * n * 4) && !memcmp(o, o2, (size_t)m * D * 4), "%s dtype %d: unpacking rows changes a result (m %d n %d D %d)", simd->name, dt, m, n, D);
+                    for (int x = 0; x < m * D; x++) { o[x] = NAN; o2[x] = 0; }
+                    mix_of(o, s, rows, dt, m, n, D, 0, next);
+                    attn_mix(o2, s, wide, m, n, D);
+                    CHECK(!memcmp(o, o2, (size_t)m * D * 4), "%s dtype %d: a product that begins anew is not that added to 0 (m %d n %d D %d)", simd->name, dt, m, n, D);
                     free(wide); free(s2); free(o2);
                 }
             }
@@ -2663,6 +2667,15 @@ TEST(baselines_mean_rows, "the mean softmax row of w queries is that of double: 
         }
         for (int i = 0; i < H * N; i++) wrong += !(fabs(got[i] - want[i]) < 2e-5 * (want[i] + 1e-7));     // a NaN is wrong too
         CHECK(!wrong, "case %d: H %d G %d D %d N %d w %d: %d values are off", c, H, G, D, N, w, wrong);
+        for (int i = 0; i < G * N; i++) got[i] = NAN;
+        mean_rows(s, 0, q + (size_t)(N - w) * H * D, N - w, w, 1, got);          // the heads of a group as one list: their sum
+        for (int g = 0; g < G; g++)
+            for (int j = 0; j < N; j++) {
+                double sum = 0;
+                for (int h = g * H / G; h < (g + 1) * H / G; h++) sum += want[h * N + j];
+                wrong += !(fabs(got[g * N + j] - sum) < 2e-5 * (sum + 1e-7));
+            }
+        CHECK(!wrong, "case %d: H %d G %d D %d N %d w %d, sums of groups: %d values are off", c, H, G, D, N, w, wrong);
         free(q); free(got); free(k); free(want); free(e); free(again); free(ids);
         session_close(s); options_free(o); tiny_free(m);
     }
