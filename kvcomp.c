@@ -4264,30 +4264,27 @@ typedef struct {
     const KVHead *hd;
     const float *q;         // (n,H,D) the block's queries, of the tokens from tok0 on
     int l, g, n, m, tok0;   // m = R n columns; k n + i: query i of head k
+    float *x;               // (D,m) its queries, scaled, as columns
     float *e, *top;         // (len,m) exp(score - maximum of the chunk so far); (tiles,m) that maximum, tile by tile
     float *max, *sum;       // (chunks,m) of a chunk of KV_CHUNK rows; then, in the first chunk's place, of all
 } Columns;
 
-static void column_queries(const Session *s, const Columns *c, Tile *t) {       // t->acc (D,m): the queries as columns
-    int D = s->c->D, H = s->c->H, R = H / s->c->G, j = 0;
+static void column_queries(const Session *s, const Columns *c) {
+    int D = s->c->D, H = s->c->H, R = H / s->c->G;
     float scale = 1 / sqrtf((float)D);
-    for (int k = 0; k < R; k++)
-        for (int i = 0; i < c->n; i++, j++) {
-            const float *from = c->q + ((size_t)i * H + c->g * R + k) * D;
-            for (int d = 0; d < D; d++) t->acc[(size_t)d * c->m + j] = from[d] * scale;
-            t->tok[j] = c->tok0 + i;
-            t->max[j] = -INFINITY;
-            t->sum[j] = 0;
-        }
+    for (int j = 0; j < c->m; j++) {
+        const float *from = c->q + ((size_t)(j % c->n) * H + c->g * R + j / c->n) * D;
+        for (int d = 0; d < D; d++) c->x[(size_t)d * c->m + j] = from[d] * scale;
+    }
 }
 static void column_exps(const Session *s, const Columns *c, Tile *t, int from, int to) {
     int D = s->c->D, m = c->m, seen = s->rule == VIS_CAUSAL && !layer_window(s, c->l) ? last_visible(s, c->hd, c->tok0) : 0;      // by all queries
-    column_queries(s, c, t);
+    for (int j = 0; j < m; j++) { t->tok[j] = c->tok0 + j % c->n; t->max[j] = -INFINITY; t->sum[j] = 0; }
     for (int r = from; r < to; r += KV_TILE) {
         int n = to - r < KV_TILE ? to - r : KV_TILE;
         float *x = c->e + (size_t)r * m;
         kv_load_k(s, c->hd, NULL, r, n, t->k);
-        mix_of(x, t->k, t->acc, DT_F32, n, D, m, 0, tile_ahead(s, c->hd, 0, r + n, to - r - n));
+        mix_of(x, t->k, c->x, DT_F32, n, D, m, 0, tile_ahead(s, c->hd, 0, r + n, to - r - n));
         if (r + n > seen) mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
         simd->softmax_columns(x, n, m, t->max, t->sum);
         memcpy(c->top + (size_t)(r / KV_TILE) * m, t->max, (size_t)m * sizeof *c->top);
@@ -4324,7 +4321,7 @@ static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int li
     int H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R;
     size_t mark = scratch_mark(s), N = (size_t)kv_longest(s, l), most = R * (w < per ? w : per), chunks_most = N / KV_CHUNK + 1;
     Tile *tiles = tiles_new(s);
-    Columns c = { .l = l, .e = scratch(s, N * most * sizeof(float)), .top = scratch(s, (N / KV_TILE + 1) * most * sizeof(float)),
+    Columns c = { .l = l, .x = scratch(s, s->c->D * most * sizeof(float)), .e = scratch(s, N * most * sizeof(float)), .top = scratch(s, (N / KV_TILE + 1) * most * sizeof(float)),
                   .max = scratch(s, chunks_most * most * sizeof(float)), .sum = scratch(s, chunks_most * most * sizeof(float)) };
     for (int item = 0; item < G * ((w + per - 1) / per); item++) {
         int i = item / G * per;
@@ -4333,6 +4330,7 @@ static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int li
         int len = c.hd->len, chunks = (len + KV_CHUNK - 1) / KV_CHUNK, team = worth_threads((size_t)c.m * len * s->c->D);
         float *sums = score + (size_t)c.g * lists * N;
         (void)team;                                      // read by OpenMP only
+        column_queries(s, &c);
         #pragma omp parallel for schedule(dynamic) if (team)
         for (int k = 0; k < chunks; k++) column_exps(s, &c, &tiles[thread_id()], k * KV_CHUNK, len - k * KV_CHUNK < KV_CHUNK ? len : (k + 1) * KV_CHUNK);
         columns_join(&c, chunks);
