@@ -3242,7 +3242,7 @@ INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
 // what the caller says, or stored rows 16 further on (a decode step over 32k rows of head_dim 128: about four fifths of the time).
 // exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
 // two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
-// 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY.
+// 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY; above, x may be 150 at most.
 #define KERNELS(S, MR, NR, NV) \
 INLINE_##S void dots_step_##S(V_##S *acc, const float *const *x, const char *const *w, int dtype, int M, int k, int n, size_t ahead) { \
     size_t size = dtype == DT_F32 ? 4 : 2; \
@@ -3326,7 +3326,7 @@ TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int
 TARGET_##S static void mix_bf16_##S(float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_BF16, m, n, D, add, next); } \
 \
 INLINE_##S V_##S exp_##S(V_##S x) { \
-    x = min_##S(max_##S(x, all_##S(-150)), all_##S(150)); \
+    x = max_##S(x, all_##S(-150)); \
     V_##S magic = all_##S(12582912), k = add_##S(fma_##S(x, all_##S(1.44269504f), magic), all_##S(-12582912)); \
     V_##S r = fma_##S(k, all_##S(-1.42860677e-6f), fma_##S(k, all_##S(-0.693145752f), x)); \
     V_##S p = fma_##S(r, all_##S(0.00138145986f), all_##S(0.00836871688f)); \
@@ -3354,7 +3354,7 @@ TARGET_##S static void exp_shift_##S(float *x, float max, size_t n, float *sum) 
     *sum += fold_##S(total); \
 } \
 INLINE_##S void swiglu_step_##S(float *g, const float *u, int n) { \
-    V_##S x = load_##S(g, DT_F32, n), e = exp_##S(mul_##S(x, all_##S(-1))); \
+    V_##S x = load_##S(g, DT_F32, n), e = exp_##S(min_##S(mul_##S(x, all_##S(-1)), all_##S(150))); \
     store_##S(g, mul_##S(div_##S(x, add_##S(all_##S(1), e)), load_##S(u, DT_F32, n)), n); \
 } \
 TARGET_##S static void swiglu_##S(float *g, const float *u, size_t n) { \
@@ -3362,28 +3362,26 @@ TARGET_##S static void swiglu_##S(float *g, const float *u, size_t n) { \
     for (; i + LANES <= n; i += LANES) swiglu_step_##S(g + i, u + i, LANES); \
     if (i < n) swiglu_step_##S(g + i, u + i, (int)(n - i)); \
 } \
-INLINE_##S void softmax_down_##S(float *x, int n, size_t m, float *max, float *sum, int width) { \
-    V_##S old = load_##S(max, DT_F32, width), top = old, other = old, total; \
-    int i = 0; \
-    for (; i + 2 <= n; i += 2) {                         /* two at a time: no maximum waits for the one before */ \
-        top = max_##S(load_##S(x + i * m, DT_F32, width), top); \
-        other = max_##S(load_##S(x + (i + 1) * m, DT_F32, width), other); \
+INLINE_##S void softmax_down_##S(float *x, int n, size_t m, float *max, float *sum, int vectors, int width) { /* `vectors` side by side: rows are read from end to end, and no exponential waits for another */ \
+    V_##S top[NV], shift[NV], total[NV]; \
+    UNROLL for (int c = 0; c < vectors; c++) top[c] = load_##S(max + c * LANES, DT_F32, width); \
+    for (int j = 0; j < n; j++) UNROLL for (int c = 0; c < vectors; c++) top[c] = max_##S(load_##S(x + j * m + c * LANES, DT_F32, width), top[c]); \
+    UNROLL for (int c = 0; c < vectors; c++) { \
+        shift[c] = mul_##S(top[c], all_##S(-1)); \
+        total[c] = mul_##S(load_##S(sum + c * LANES, DT_F32, width), exp_##S(add_##S(load_##S(max + c * LANES, DT_F32, width), shift[c])));     /* what was gathered under the old maximum */ \
     } \
-    if (i < n) other = max_##S(load_##S(x + i * m, DT_F32, width), other); \
-    top = max_##S(top, other); \
-    V_##S shift = mul_##S(top, all_##S(-1)); \
-    total = mul_##S(load_##S(sum, DT_F32, width), exp_##S(add_##S(old, shift)));          /* what was gathered under the old maximum */ \
-    for (int j = 0; j < n; j++) { \
-        V_##S e = exp_##S(add_##S(load_##S(x + j * m, DT_F32, width), shift)); \
-        store_##S(x + j * m, e, width); \
-        total = add_##S(total, e); \
+    for (int j = 0; j < n; j++) UNROLL for (int c = 0; c < vectors; c++) { \
+        V_##S e = exp_##S(add_##S(load_##S(x + j * m + c * LANES, DT_F32, width), shift[c])); \
+        store_##S(x + j * m + c * LANES, e, width); \
+        total[c] = add_##S(total[c], e); \
     } \
-    store_##S(max, top, width); store_##S(sum, total, width); \
+    UNROLL for (int c = 0; c < vectors; c++) { store_##S(max + c * LANES, top[c], width); store_##S(sum + c * LANES, total[c], width); } \
 } \
 TARGET_##S static void softmax_columns_##S(float *x, int n, int m, float *max, float *sum) { \
     int c = 0; \
-    for (; c + LANES <= m; c += LANES) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, LANES); \
-    if (c < m) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, m - c); \
+    for (; c + NV * LANES <= m; c += NV * LANES) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, NV, LANES); \
+    for (; c + LANES <= m; c += LANES) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, 1, LANES); \
+    if (c < m) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, 1, m - c); \
 } \
 TARGET_##S static float max_of_##S(const float *x, size_t n) { \
     V_##S top = all_##S(-INFINITY); \
