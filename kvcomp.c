@@ -2994,7 +2994,7 @@ static const uint32_t *unicode_table(int which, size_t *n) {     // 0 classes, 1
 enum { LANES = 16, K_CHUNK = 1024, T_BLOCK = 128, ROW_BLOCK = 64 };    // columns a sum runs over; rows of x in L2 (512 KiB); rows of W one job takes
 
 // Asks for `bytes` more of it. Spread over the arithmetic, because a burst of requests fills the queue to memory and then leaves it idle;
-// the share of each time is divided out once, not amid the products.
+// the share of each time is divided out before a loop of products, not in it.
 static inline __attribute__((always_inline)) void ask_ahead(Ahead *a, size_t bytes) {
     if (bytes > a->bytes) bytes = a->bytes;
     for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(a->p + b);
@@ -6220,7 +6220,7 @@ static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q)
 // Line 5: for every KV head of layer l (or query head) the B candidates that the queries in the ring attend to most. The scores
 // are softmax rows over every row held, the ring's tokens being its last w: each sees the rows up to its own. The sum over a group's
 // heads ranks like their mean.
-static float *loop_scores(Session *s, const LoopServe *x, int l, int first, const int *end) {      // (lists,N), where the rows lie: sums over the ring, or means
+static float *loop_scores(Session *s, const LoopServe *x, int l, int first, const int *end) {      // end (G): candidates -> (lists,N), where the rows lie: sums over the ring, or means
     int H = s->c->H, G = s->c->G, N = kv_longest(s, l), w = s->base - first + 1, lists = x->per_query ? H : G;
     size_t row = (size_t)H * s->c->D;
     if (KV_DEV(s)) {
