@@ -4978,14 +4978,6 @@ static void top_k_rows(Session *s, const float *x, int S, size_t stride, const i
     #pragma omp parallel for schedule(static) if (S > 1 && n[0] > 64)
     for (int i = 0; i < S; i++) count[i] = top_k(x + i * stride, n[i], k[i], idx + (size_t)i * per);
 }
-// (G,N): the query heads of each group as one, for the first n[g] rows. score (H,N); both lie where the rows lie
-static float *join_rows(Session *s, const float *score, const int *n, int N, int agg) {
-    int G = s->c->G, R = s->c->H / G;
-    if (KV_DEV(s)) return join_rows_cuda(s, score, n, N, agg);
-    float *one = scratch(s, (size_t)G * N * sizeof(float));
-    for (int g = 0; g < G; g++) join_heads(one + (size_t)g * N, score + (size_t)g * R * N, n[g], N, R, agg);
-    return one;
-}
 static void snap_keep(Session *s, int l, const float *score, const int *n, const int *cap) {     // score (G,N); n, cap (G): candidates, and how many of them stay
     int G = s->c->G, N = kv_longest(s, l), *keep = scratch(s, (size_t)G * N * sizeof(int)), *kept = scratch(s, (size_t)G * sizeof(int));
     top_k_rows(s, score, G, N, n, cap, keep, N, kept);
@@ -6225,7 +6217,7 @@ static float *loop_scores(Session *s, const LoopServe *x, int l, int first, cons
     size_t row = (size_t)H * s->c->D;
     if (KV_DEV(s)) {
         float *score = ring_scores_cuda(s, l, ring_slot(s, x, l, 0), x->obs, first, w);
-        return x->per_query ? score : join_rows(s, score, end, N, AGG_SUM);
+        return x->per_query ? score : join_rows_cuda(s, score, end, N, AGG_SUM);
     }
     float *obs = scratch(s, w * row * sizeof(float)), *score = scratch(s, (size_t)lists * N * sizeof(float));
     for (int i = 0; i < w; i++) memcpy(obs + i * row, ring_slot(s, x, l, first + i), row * sizeof(float));

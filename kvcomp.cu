@@ -2255,7 +2255,7 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 
 // ==================================================================================================== 11 LOOPSERVE
 // The scores of progressive decode are window scores with the ring's tokens as the window and sums for means: they agree with the CPU's
-// to rounding, what is made of them (join_rows, top_k_rows) exactly.
+// to rounding, what is made of them (join_rows_cuda, top_k_rows) exactly.
 static __global__ void ring_put_kernel(float *ring, int obs, const Step *step, int token, const float *q, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x, slot = (step ? step->base : token) % obs;
     if (i < n) ring[(size_t)slot * n + i] = q[i];
