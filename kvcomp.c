@@ -3023,16 +3023,18 @@ typedef struct {            // one instruction set
     void  (*unpack_q8)(float *dst, const char *src, int n, int D);      // n rows of format q8_0 (section 5)
     void  (*mix[3])(float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next);      // by dtype of v; add, next as in Dots
     void  (*exp_shift)(float *x, float max, size_t n, float *sum);
-    void  (*softmax_columns)(float *x, int n, int m, float *max, float *sum);      // x (n,m) = exp(x - max) down each column; max, sum (m) go on from before
+    void  (*softmax_columns)(float *x, int n, int m, float *max, float *sum);      // x (n,m) = 2^(x - max) down each column; max, sum (m) go on from before
     void  (*swiglu)(float *g, const float *u, size_t n);
     float (*max)(const float *x, size_t n);
     int   (*sum_from)(const float *x, const int *w, int n, uint32_t key);   // w (n) summed where order_key(x) >= key; NULL: their number
+    int   (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);      // idx = those of i.. n - 1, ascending -> how many
 } Simd;
 
 enum { Q8_BLOCK = 32 };
 static size_t q8_bytes(int D) { return (size_t)D + 2 * ((D + Q8_BLOCK - 1) / Q8_BLOCK); }
 
 #define UNROLL _Pragma("GCC unroll 16")
+#define LOG2_E 1.44269504f
 
 static inline uint32_t order_key(float x) {              // floats as unsigned numbers in the same order; -0 counts as +0
     union { float f; uint32_t u; int32_t i; } v;
@@ -3109,6 +3111,11 @@ INLINE_plain float most_plain(V_plain x) {
     y = pick(y > z, y, z);
     return fmaxf(fmaxf(y[0], y[1]), fmaxf(y[2], y[3]));
 }
+INLINE_plain uint32_t from_plain(const float *p, uint32_t key) {           // of 16, a bit each: order_key >= key
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= (uint32_t)(order_key(p[i]) >= key) << i;
+    return bits;
+}
 INLINE_plain void folds_plain(float *out, V_plain *a, int n, float scale) { for (int i = 0; i < n; i++) out[i] = fold_plain(a[i]) * scale; }
 #undef ALL
 #undef ADD
@@ -3177,6 +3184,13 @@ INLINE_avx2 float most_avx2(V_avx2 x) {
     z = _mm_max_ps(z, _mm_movehl_ps(z, z));
     return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
 }
+INLINE_avx2 uint32_t from8_avx2(const float *p, uint32_t key) {
+    __m256i x = _mm256_castps_si256(_mm256_add_ps(_mm256_loadu_ps(p), _mm256_setzero_ps())), sign = _mm256_set1_epi32((int)0x80000000u);
+    x = _mm256_xor_si256(x, _mm256_or_si256(_mm256_srai_epi32(x, 31), sign));
+    x = _mm256_cmpeq_epi32(_mm256_max_epu32(x, _mm256_set1_epi32((int)key)), x);
+    return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(x));
+}
+INLINE_avx2 uint32_t from_avx2(const float *p, uint32_t key) { return from8_avx2(p, key) | from8_avx2(p + 8, key) << 8; }
 INLINE_avx2 void folds_avx2(float *out, V_avx2 *a, int n, float scale) { for (int i = 0; i < n; i++) out[i] = fold_avx2(a[i]) * scale; }
 
 // ---- AVX-512
@@ -3215,6 +3229,11 @@ INLINE_avx512 float fold_avx512(__m512 x) {
     q = _mm_add_ps(q, _mm_movehl_ps(q, q));
     return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
 }
+INLINE_avx512 uint32_t from_avx512(const float *p, uint32_t key) {
+    __m512i x = _mm512_castps_si512(_mm512_add_ps(_mm512_loadu_ps(p), _mm512_setzero_ps())), sign = _mm512_set1_epi32((int)0x80000000u);
+    x = _mm512_xor_si512(x, _mm512_or_si512(_mm512_srai_epi32(x, 31), sign));
+    return _mm512_cmpge_epu32_mask(x, _mm512_set1_epi32((int)key));
+}
 INLINE_avx512 float most_avx512(__m512 x)                           { return _mm512_reduce_max_ps(x); }
 // Folds 16 vectors at once: a step puts one half of x beside the same half of y, the other halves likewise, and adds the two. These are
 // the additions of fold, between lanes 8, 4, 2 and 1 apart; vectors are paired so that lane i ends with the sum of a[i].
@@ -3243,6 +3262,8 @@ INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
 // exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
 // two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
 // 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY; above, x may be 150 at most.
+// exp2: x = k + r is exact as it stands: no products to reduce x, and no 1 + r apart, which saves two of seventeen instructions. 2^r = 1 + r (c1 + .. + c6 r^5),
+// minimax with relative error 2.0e-9. For scores that can be had times log2 e.
 #define KERNELS(S, MR, NR, NV) \
 INLINE_##S void dots_step_##S(V_##S *acc, const float *const *x, const char *const *w, int dtype, int M, int k, int n, size_t ahead) { \
     size_t size = dtype == DT_F32 ? 4 : 2; \
@@ -3327,7 +3348,7 @@ TARGET_##S static void mix_bf16_##S(float *o, const float *p, const void *v, int
 \
 INLINE_##S V_##S exp_##S(V_##S x) { \
     x = max_##S(x, all_##S(-150)); \
-    V_##S magic = all_##S(12582912), k = add_##S(fma_##S(x, all_##S(1.44269504f), magic), all_##S(-12582912)); \
+    V_##S magic = all_##S(12582912), k = add_##S(fma_##S(x, all_##S(LOG2_E), magic), all_##S(-12582912)); \
     V_##S r = fma_##S(k, all_##S(-1.42860677e-6f), fma_##S(k, all_##S(-0.693145752f), x)); \
     V_##S p = fma_##S(r, all_##S(0.00138145986f), all_##S(0.00836871688f)); \
     p = fma_##S(r, p, all_##S(0.0416683880f)); \
@@ -3335,6 +3356,16 @@ INLINE_##S V_##S exp_##S(V_##S x) { \
     p = fma_##S(r, p, all_##S(0.499999934f)); \
     p = add_##S(fma_##S(mul_##S(r, r), p, r), all_##S(1)); \
     return scale_##S(p, k); \
+} \
+INLINE_##S V_##S exp2_##S(V_##S x) { \
+    x = max_##S(x, all_##S(-150)); \
+    V_##S k = add_##S(add_##S(x, all_##S(12582912)), all_##S(-12582912)), r = fma_##S(k, all_##S(-1), x); \
+    V_##S p = fma_##S(r, all_##S(0.000153533620f), all_##S(0.00133988750f)); \
+    p = fma_##S(r, p, all_##S(0.00961843692f)); \
+    p = fma_##S(r, p, all_##S(0.0555033237f)); \
+    p = fma_##S(r, p, all_##S(0.240226477f)); \
+    p = fma_##S(r, p, all_##S(0.693147182f)); \
+    return scale_##S(fma_##S(r, p, all_##S(1)), k); \
 } \
 TARGET_##S static void exp_shift_##S(float *x, float max, size_t n, float *sum) { \
     V_##S shift = all_##S(-max), total = all_##S(0); \
@@ -3368,10 +3399,10 @@ INLINE_##S void softmax_down_##S(float *x, int n, size_t m, float *max, float *s
     for (int j = 0; j < n; j++) UNROLL for (int c = 0; c < vectors; c++) top[c] = max_##S(load_##S(x + j * m + c * LANES, DT_F32, width), top[c]); \
     UNROLL for (int c = 0; c < vectors; c++) { \
         shift[c] = mul_##S(top[c], all_##S(-1)); \
-        total[c] = mul_##S(load_##S(sum + c * LANES, DT_F32, width), exp_##S(add_##S(load_##S(max + c * LANES, DT_F32, width), shift[c])));     /* what was gathered under the old maximum */ \
+        total[c] = mul_##S(load_##S(sum + c * LANES, DT_F32, width), exp2_##S(add_##S(load_##S(max + c * LANES, DT_F32, width), shift[c])));     /* what was gathered under the old maximum */ \
     } \
     for (int j = 0; j < n; j++) UNROLL for (int c = 0; c < vectors; c++) { \
-        V_##S e = exp_##S(add_##S(load_##S(x + j * m + c * LANES, DT_F32, width), shift[c])); \
+        V_##S e = exp2_##S(add_##S(load_##S(x + j * m + c * LANES, DT_F32, width), shift[c])); \
         store_##S(x + j * m + c * LANES, e, width); \
         total[c] = add_##S(total[c], e); \
     } \
@@ -3397,6 +3428,13 @@ TARGET_##S static int sum_from_##S(const float *x, const int *w, int n, uint32_t
     if (w) for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key ? w[i] : 0; \
     else   for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key; \
     return sum; \
+} \
+\
+TARGET_##S static int list_from_##S(const float *x, int i, int n, uint32_t key, int *idx) { \
+    int count = 0; \
+    for (; i + LANES <= n; i += LANES) for (uint32_t bits = from_##S(x + i, key); bits; bits &= bits - 1) idx[count++] = i + __builtin_ctz(bits); \
+    for (; i < n; i++) if (order_key(x[i]) >= key) idx[count++] = i; \
+    return count; \
 } \
 \
 INLINE_##S void widen_##S(float *dst, const char *src, int dtype, size_t n) { \
@@ -3426,7 +3464,7 @@ TARGET_##S static void unpack_q8_##S(float *dst, const char *src, int n, int D) 
     } \
 }
 #define SIMD_LINE(S) { #S, { dots_f32_##S, dots_f16_##S, dots_bf16_##S }, { widen_f32_##S, widen_f16_##S, widen_bf16_##S }, \
-                       narrow_f16_##S, unpack_q8_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, softmax_columns_##S, swiglu_##S, max_of_##S, sum_from_##S }
+                       narrow_f16_##S, unpack_q8_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, softmax_columns_##S, swiglu_##S, max_of_##S, sum_from_##S, list_from_##S }
 
 KERNELS(plain, 1, 2, 2)
 #if defined(__x86_64__)
@@ -3541,20 +3579,16 @@ void swiglu(float *g, const float *u, size_t n) {       // g = g / (1 + e^-g) * 
 // each, as vectors; it ends early when exactly k keys are left.
 int top_k(const float *x, int n, int k, int *idx) {     // x (n) -> idx (min(k,n)) ascending; ties go to the lower index
     uint32_t key = 0;
-    int take = k < n ? k : n, above = 0, from = -1, count = 0;          // keys above the k-th; keys from the bits so far on
+    int take = k < n ? k : n, above = 0, from = -1, last = n;           // keys above the k-th; keys from the bits so far on
     if (take <= 0) return 0;
     for (uint32_t bit = 1u << 31; bit && from != take; bit >>= 1) {
         int c = simd->sum_from(x, NULL, n, key | bit);
         if (c < take) above = c; else { key |= bit; from = c; }
     }
-    int equal = from == take ? take : take - above;                     // how many of the keys that equal the k-th
-    for (int i = 0; count < take; i++) {
-        uint32_t u = order_key(x[i]);
-        int tie = u == key;
-        idx[count] = i;
-        count += u > key || (tie && equal > 0);
-        equal -= tie;
-    }
+    if (from != take)                                                   // more than that: some keys that equal the k-th stay behind
+        for (last = 0; above < take; last++) above += order_key(x[last]) == key;
+    int count = simd->list_from(x, 0, last, key, idx);
+    if (count < take) count += simd->list_from(x, last, n, key + 1, idx + count);
     return count;
 }
 
@@ -4258,18 +4292,19 @@ void attn_decode(Session *s, int l, float *out, const float *q) {       // out, 
 // the tokens from tok0 on, -> score (G lists,N), N = kv_longest(s,l) (SnapKV; DiliLazyKV 4.1.3; LoopServe, Algorithm 3). A tile's scores
 // lie with keys along rows and the queries of a whole group along columns: a key is unpacked once for all of them, and neither products
 // nor sums of exponentials need folding. Rows a query may not see count as 0.
+enum { COLUMN_TILE = KV_TILE / 2 };     // rows of a tile here: its keys, its scores and the queries lie in L1 together
 typedef struct {
     const KVHead *hd;
     const float *q;         // (n,H,D) the block's queries, of the tokens from tok0 on
     int l, g, n, m, tok0;   // m = R n columns; k n + i: query i of head k
-    float *x;               // (D,m) its queries, scaled, as columns
-    float *e, *top;         // (len,m) exp(score - maximum of the chunk so far); (tiles,m) that maximum, tile by tile
-    float *max, *sum;       // (chunks,m) of a chunk of KV_CHUNK rows; then, in the first chunk's place, of all
+    float *x;               // (D,m) its queries as columns, times log2 e / sqrt(D): probabilities are powers of 2 here
+    float *e, *top;         // (len,m) 2^(score - maximum of the chunk so far); (tiles,m) that maximum, tile by tile
+    float *max, *sum;       // (chunks,m) of a chunk of KV_CHUNK rows; then, in the first chunk's place, of all: maximum, and 1 / (w sum)
 } Columns;
 
 static void column_queries(const Session *s, const Columns *c) {
     int D = s->c->D, H = s->c->H, R = H / s->c->G;
-    float scale = 1 / sqrtf((float)D);
+    float scale = LOG2_E / sqrtf((float)D);
     for (int j = 0; j < c->m; j++) {
         const float *from = c->q + ((size_t)(j % c->n) * H + c->g * R + j / c->n) * D;
         for (int d = 0; d < D; d++) c->x[(size_t)d * c->m + j] = from[d] * scale;
@@ -4278,39 +4313,39 @@ static void column_queries(const Session *s, const Columns *c) {
 static void column_exps(const Session *s, const Columns *c, Tile *t, int from, int to) {
     int D = s->c->D, m = c->m, seen = s->rule == VIS_CAUSAL && !layer_window(s, c->l) ? last_visible(s, c->hd, c->tok0) : 0;      // by all queries
     for (int j = 0; j < m; j++) { t->tok[j] = c->tok0 + j % c->n; t->max[j] = -INFINITY; t->sum[j] = 0; }
-    for (int r = from; r < to; r += KV_TILE) {
-        int n = to - r < KV_TILE ? to - r : KV_TILE;
+    for (int r = from; r < to; r += COLUMN_TILE) {
+        int n = to - r < COLUMN_TILE ? to - r : COLUMN_TILE;
         float *x = c->e + (size_t)r * m;
         kv_load_k(s, c->hd, NULL, r, n, t->k);
-        mix_of(x, t->k, c->x, DT_F32, n, D, m, 0, tile_ahead(s, c->hd, 0, r + n, to - r - n));
+        mix_of(x, t->k, c->x, DT_F32, n, D, m, 0, tile_ahead(s, c->hd, 0, r + n, to - r - n < n ? to - r - n : n));
         if (r + n > seen) mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
         simd->softmax_columns(x, n, m, t->max, t->sum);
-        memcpy(c->top + (size_t)(r / KV_TILE) * m, t->max, (size_t)m * sizeof *c->top);
+        memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, t->max, (size_t)m * sizeof *c->top);
     }
     memcpy(c->max + (size_t)(from / KV_CHUNK) * m, t->max, (size_t)m * sizeof *c->max);
     memcpy(c->sum + (size_t)(from / KV_CHUNK) * m, t->sum, (size_t)m * sizeof *c->sum);
 }
-static void columns_join(const Columns *c, int chunks) {
+static void columns_join(const Columns *c, int chunks, int w) {
     for (int j = 0; j < c->m; j++) {
         float max = -INFINITY, sum = 0;
         for (int k = 0; k < chunks; k++) max = fmaxf(max, c->max[k * c->m + j]);
-        for (int k = 0; k < chunks; k++) sum += c->sum[k * c->m + j] * expf(c->max[k * c->m + j] - max);
-        c->max[j] = max; c->sum[j] = sum;
+        for (int k = 0; k < chunks; k++) sum += c->sum[k * c->m + j] * exp2f(c->max[k * c->m + j] - max);
+        c->max[j] = max; c->sum[j] = 1 / (sum * (float)w);
     }
 }
 // score (lists,N) = the columns of each head, or of all as one list, times what makes the exponentials of a tile probabilities, over w; add: +=
 // that. Several lists are one product, with 0 for the weights of the other heads' columns.
-static void column_sums(const Columns *c, Tile *t, int from, int to, int lists, int w, int add, float *score, size_t N) {
-    int m = c->m;
+static void column_sums(const Columns *c, Tile *t, int from, int to, int lists, int add, float *score, size_t N) {
+    int m = c->m, tile0 = from / COLUMN_TILE, tiles = (to - from + COLUMN_TILE - 1) / COLUMN_TILE;
+    float *top = c->top + (size_t)tile0 * m, unused = 0;
+    for (int i = 0; i < tiles; i++) for (int j = 0; j < m; j++) top[i * m + j] = (top[i * m + j] - c->max[j]) / LOG2_E;
+    exp_shift(top, 0, tiles * m, &unused);
     memset(t->sc, 0, (size_t)lists * m * sizeof *t->sc);
-    for (int r = from; r < to; r += KV_TILE) {
-        int n = to - r < KV_TILE ? to - r : KV_TILE, more = to - r - n < KV_TILE ? to - r - n : KV_TILE;
+    for (int r = from; r < to; r += COLUMN_TILE, top += m) {
+        int n = to - r < COLUMN_TILE ? to - r : COLUMN_TILE, more = to - r - n < COLUMN_TILE ? to - r - n : COLUMN_TILE;
         const float *e = c->e + (size_t)r * m;
-        float *f = c->top + (size_t)(r / KV_TILE) * m, unused = 0;
-        for (int j = 0; j < m; j++) f[j] -= c->max[j];
-        exp_shift(f, 0, m, &unused);
         for (int k = 0, j = 0; k < lists; k++)
-            for (int end = j + m / lists; j < end; j++) t->sc[k * m + j] = f[j] / (c->sum[j] * (float)w);
+            for (int end = j + m / lists; j < end; j++) t->sc[k * m + j] = top[j] * c->sum[j];
         simd->dots[DT_F32](&(Dots){ .y = score + r, .ldy = N, .x = t->sc, .ldx = (size_t)m, .w = (const char *)e, .ldw = m * sizeof *e, .m = lists, .n = n, .K = m,
                                     .add = add, .scale = 1, .next = { (const char *)(e + (size_t)n * m), (size_t)more * m * sizeof *e } });
     }
@@ -4319,7 +4354,7 @@ static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int li
     int H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R;
     size_t mark = scratch_mark(s), N = (size_t)kv_longest(s, l), most = R * (w < per ? w : per), chunks_most = N / KV_CHUNK + 1;
     Tile *tiles = tiles_new(s);
-    Columns c = { .l = l, .x = scratch(s, s->c->D * most * sizeof(float)), .e = scratch(s, N * most * sizeof(float)), .top = scratch(s, (N / KV_TILE + 1) * most * sizeof(float)),
+    Columns c = { .l = l, .x = scratch(s, s->c->D * most * sizeof(float)), .e = scratch(s, N * most * sizeof(float)), .top = scratch(s, (N / COLUMN_TILE + 1) * most * sizeof(float)),
                   .max = scratch(s, chunks_most * most * sizeof(float)), .sum = scratch(s, chunks_most * most * sizeof(float)) };
     for (int item = 0; item < G * ((w + per - 1) / per); item++) {
         int i = item / G * per;
@@ -4331,9 +4366,9 @@ static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int li
         column_queries(s, &c);
         #pragma omp parallel for schedule(dynamic) if (team)
         for (int k = 0; k < chunks; k++) column_exps(s, &c, &tiles[thread_id()], k * KV_CHUNK, len - k * KV_CHUNK < KV_CHUNK ? len : (k + 1) * KV_CHUNK);
-        columns_join(&c, chunks);
+        columns_join(&c, chunks, w);
         #pragma omp parallel for schedule(dynamic) if (team)
-        for (int k = 0; k < chunks; k++) column_sums(&c, &tiles[thread_id()], k * KV_CHUNK, len - k * KV_CHUNK < KV_CHUNK ? len : (k + 1) * KV_CHUNK, lists, w, i > 0, sums, N);
+        for (int k = 0; k < chunks; k++) column_sums(&c, &tiles[thread_id()], k * KV_CHUNK, len - k * KV_CHUNK < KV_CHUNK ? len : (k + 1) * KV_CHUNK, lists, i > 0, sums, N);
         for (int k = 0; k < lists; k++) memset(sums + k * N + len, 0, (N - len) * sizeof *sums);
     }
     scratch_reset(s, mark);

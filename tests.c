@@ -2141,7 +2141,7 @@ static double ulps(float got, double want) {            // error in units in the
     frexp(want, &e);
     return fabs(got - want) / ldexp(1, (e < -125 ? -125 : e) - 24);
 }
-TEST(math_exp, "exp_shift is within 2 ulp from 0 to underflow, exact at 0 and -inf, and its sum is that of its values") {
+TEST(math_exp, "exp_shift and the powers of 2 of softmax_columns are within 2 ulp from 0 to underflow, exact at 0 and -inf, and their sum is that of the values") {
     enum { N = 1 << 16 };
     float *x = xmalloc(N * 4), *in = xmalloc(N * 4);
     EACH_SIMD(i) {
@@ -2156,6 +2156,18 @@ TEST(math_exp, "exp_shift is within 2 ulp from 0 to underflow, exact at 0 and -i
         }
         CHECK(bad <= 2, "%s: %.3f ulp at %g", simd->name, bad, at);
         CHECK(fabs(got - sum) <= 1e-5 * sum, "%s: sum %g, should be %g", simd->name, got, sum);
+        float zeros[4] = {0}, four[4] = {0};            // 2^x down four columns whose maximum is 0
+        for (int j = 0; j < N; j++) x[j] = in[j] = -160.0f * (float)j / N;
+        simd->softmax_columns(x, N / 4, 4, zeros, four);
+        bad = sum = 0;
+        for (int j = 0; j < N; j++) {
+            double e = ulps(x[j], exp2(in[j]));
+            if (e > bad) { bad = e; at = in[j]; }
+            sum += x[j];
+        }
+        CHECK(bad <= 2 && x[0] == 1, "%s: 2^x is off by %.3f ulp at %g; 2^0 = %g", simd->name, bad, at, x[0]);
+        got = four[0] + four[1] + four[2] + four[3];
+        CHECK(fabs(got - sum) <= 1e-5 * sum, "%s: sum of powers %g, should be %g", simd->name, got, sum);
         for (int n = 0; n <= 35; n++) {                 // every tail; equal values in, equal values out, wherever they stand
             float y[40], total = 1;
             for (int j = 0; j < 40; j++) y[j] = j % 3 == 0 ? 2.5f : j % 3 == 1 ? -INFINITY : 1.25f;
@@ -2197,9 +2209,9 @@ TEST(math_softmax_columns, "softmax down columns, tile after tile: values, maxim
                     double old = top[j];
                     for (int r = 0; r < n; r++) top[j] = fmax(top[j], was[r * m + j]);
                     if (top[j] == -INFINITY) { for (int r = 0; r < n; r++) bad += x[r * m + j] != 0; continue; }
-                    all[j] *= exp(old - top[j]);
+                    all[j] *= exp2(old - top[j]);
                     for (int r = 0; r < n; r++) {
-                        double e = exp(was[r * m + j] - top[j]);
+                        double e = exp2(was[r * m + j] - top[j]);
                         all[j] += e;
                         bad += !(fabs(x[r * m + j] - e) <= 1e-5 * e + 1e-44) || (was[r * m + j] == -INFINITY && x[r * m + j] != 0);
                     }
@@ -2306,7 +2318,7 @@ TEST(math_top_k, "top_k takes the k largest, ties by lower index, indices ascend
     float x[MOST];
     int got[MOST], want[MOST];
     rnd_seed(48);
-    for (int round = 0; round < 600; round++) {
+    EACH_SIMD(s) for (int round = 0; round < 600; round++) {
         int n = round < 40 ? round / 4 : 1 + rnd_int(MOST), k = rnd_int(n + 3), levels = 1 + rnd_int(round % 3 ? 6 : 1000);
         for (int j = 0; j < n; j++) {
             int r = rnd_int(levels);
@@ -2314,9 +2326,12 @@ TEST(math_top_k, "top_k takes the k largest, ties by lower index, indices ascend
             if (round % 7 == 0 && j % 4 == 0) x[j] = from_bits(bits_of(1.0f) + (uint32_t)rnd_int(3));        // one last bit apart
             if (round % 11 == 0) x[j] *= 1e-40f;                                                             // subnormal
         }
+        for (int j = 0; j < MOST; j++) got[j] = -1;
         int a = top_k(x, n, k, got), b = slow_top_k(x, n, k, want);
-        CHECK(a == b && a == (k < n ? k : n) && !memcmp(got, want, (size_t)a * sizeof(int)), "round %d, n %d, k %d: %d taken, should be %d, or others", round, n, k, a, b);
+        CHECK(a == b && a == (k < n ? k : n) && !memcmp(got, want, (size_t)a * sizeof(int)), "%s round %d, n %d, k %d: %d taken, should be %d, or others", simd->name, round, n, k, a, b);
+        for (int j = a; j < MOST; j++) CHECK(got[j] == -1, "%s round %d, n %d, k %d: wrote past the list at %d", simd->name, round, n, k, j);
     }
+    simd_set(NULL);
     CHECK(top_k(x, 5, -1, got) == 0 && top_k(x, 0, 3, got) == 0, "nothing to take");
 }
 
