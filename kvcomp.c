@@ -10414,7 +10414,9 @@ typedef struct {            // one line of the table. Times are seconds a token
     size_t stored;                                              // bytes of rows held
 } BenchLine;
 
-enum { BENCH_STEPS = 8 };                               // decode steps of one repetition
+// Decode steps before the clock starts, and of one repetition: LoopServe chooses rows first at its 16th step and then every 16, so by default a
+// repetition is one whole cycle of it, and of the methods that choose at every step 16.
+enum { BENCH_WARM = 16, BENCH_STEPS = 16 };
 static void open_model(App *a);                         // section 20
 static void choose_device(App *a);                      // the same
 
@@ -10504,7 +10506,7 @@ static BenchLine bench_decode(Session *s, int depth, int repeat) {
     if (depth) s->forward = fill_pass;
     prefill(s, ids, depth ? depth : 1);
     s->forward = forward;
-    decode(s, ids[0]);                                  // the first step grows the arena
+    for (int i = 0; i < BENCH_WARM; i++) decode(s, ids[0]);
     memset(&s->clk, 0, sizeof s->clk);
     b.bandwidth = bandwidth(s);
     for (int r = 0; r < repeat; r++) {
@@ -10647,7 +10649,7 @@ static void bench_context(Options *o, const int *prompt, const int *depth) {    
     char text[16], err[256];
     for (int i = 0; i < (int)arrlen(prompt); i++) if (prompt[i] > n) n = prompt[i];
     for (int i = 0; i < (int)arrlen(depth); i++)  if (depth[i] > n) n = depth[i];
-    snprintf(text, sizeof text, "%d", n + BENCH_STEPS * opt_int(o, "repeat") + 1);
+    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(o, "repeat"));
     options_set(o, "ctx-size", text, err);
 }
 static int bench(Options *o) {

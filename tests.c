@@ -7116,7 +7116,7 @@ TEST(bench_bytes, "a decode line counts the weights once and the mean of the row
     Options *o; Config *c; Weights *w;
     Session *s = bench_session(&o, &c, &w, "full");
     BenchLine b = bench_decode(s, 64, 2);
-    double rows = 64 + 1 + (1 + 2 * BENCH_STEPS) / 2.0;             // one step before the clock starts; each reads its own row
+    double rows = 64 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0;    // each step reads its own row too
     CHECK(b.kv == rows * c->L * c->G * c->D * 2 * 2, "KV bytes a step %.1f, should be those of %.1f rows", b.kv, rows);
     CHECK(b.weights == (double)w->bytes - (c->tied ? 0 : (double)c->V * c->C * 2), "weight bytes a step %.0f of %zu", b.weights, w->bytes);
     CHECK(b.tok_s > 0 && b.bandwidth > 1e6 && b.attend > 0 && b.stored == kv_bytes(s), "%g tok/s, %g bytes/s, attend %g s", b.tok_s, b.bandwidth, b.attend);
@@ -7124,6 +7124,15 @@ TEST(bench_bytes, "a decode line counts the weights once and the mean of the row
     CHECK(b.tok_s > 0 && s->n_tok == 33 && s->clk.n_prefill == 33, "%g tok/s, %d tokens held", b.tok_s, s->n_tok);
     double odd[] = { 3, 1, 2 }, even[] = { 4, 1, 3, 2 };
     CHECK(median(odd, 3) == 2 && median(even, 4) == 2.5, "medians");
+    bench_close(s, o, c, w);
+}
+TEST(bench_cycle, "a repetition of LoopServe is a whole cycle: every step on the clock reads the chosen rows and those of the answer, and choosing takes time") {
+    Options *o; Config *c; Weights *w;
+    Session *s = bench_session(&o, &c, &w, "loopserve-d");
+    BenchLine b = bench_decode(s, 150, 2);
+    double rows = 40 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0;
+    CHECK(b.kv == rows * c->L * c->G * c->D * 2 * 2, "KV bytes a step %.1f, should be those of %.1f rows", b.kv, rows);
+    CHECK(b.select > 0 && s->step == BENCH_WARM + 2 * BENCH_STEPS, "select %g s, %d steps", b.select, s->step);
     bench_close(s, o, c, w);
 }
 TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table rows the header's columns") {
