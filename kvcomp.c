@@ -3257,14 +3257,14 @@ INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
 // panel are short, far apart, and the hardware does not see them coming, so they are asked for in time: by a single tile as it goes
 // (decode: 23 -> 34 GB/s a thread where 38 can be read; 1 KB past the panel for one row of x, 4 KB for the few queries that share
 // keys), by many tiles one line of each row each (8 % of prefill).
-// mix: tiles of MR rows of o by NV vectors; each output adds its n products in order. The first columns ask for what comes next:
+// mix: tiles of MX rows of o by NV vectors, of MR where fewer are left (the heads of a decode step); each output adds its n products in order. The first columns ask for what comes next:
 // what the caller says, or stored rows 16 further on (a decode step over 32k rows of head_dim 128: about four fifths of the time).
 // exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
 // two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
 // 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY; above, x may be 150 at most.
 // exp2: x = k + r is exact as it stands: no products to reduce x, and no 1 + r apart, which saves two of seventeen instructions. 2^r = 1 + r (c1 + .. + c6 r^5),
 // minimax with relative error 2.0e-9. For scores that can be had times log2 e.
-#define KERNELS(S, MR, NR, NV) \
+#define KERNELS(S, MR, NR, NV, MX) \
 INLINE_##S void dots_step_##S(V_##S *acc, const float *const *x, const char *const *w, int dtype, int M, int k, int n, size_t ahead) { \
     size_t size = dtype == DT_F32 ? 4 : 2; \
     V_##S b[NR]; \
@@ -3312,7 +3312,7 @@ TARGET_##S static void dots_f16_##S (const Dots *a) { dots_any_##S(a, DT_F16); }
 TARGET_##S static void dots_bf16_##S(const Dots *a) { dots_any_##S(a, DT_BF16); } \
 \
 INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int add, int vectors, int width, Ahead next) { \
-    V_##S acc[MR * NV]; \
+    V_##S acc[MX * NV]; \
     size_t size = dtype == DT_F32 ? 4 : 2, share = next.bytes ? ahead_share(next, n) : 0; \
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
         acc[i * NV + c] = add ? load_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, DT_F32, width) : all_##S(0); \
@@ -3337,10 +3337,12 @@ INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype,
     if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, 1, D - d, d ? (Ahead){0} : next); \
 } \
 INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D, int add, Ahead next) { \
-    int i = 0, blocks = (m + MR - 1) / MR; \
+    int i = 0, block = 0, blocks = m / MX + (m % MX + MR - 1) / MR; \
+    for (; m - i >= MX; i += MX) \
+        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MX, MX, n, D, add, ahead_part(next, block++, blocks)); \
     for (; m - i > 1; i += MR) \
-        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, add, ahead_part(next, i / MR, blocks)); \
-    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, add, ahead_part(next, i / MR, blocks)); \
+        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, add, ahead_part(next, block++, blocks)); \
+    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, add, ahead_part(next, block++, blocks)); \
 } \
 TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F32, m, n, D, add, next); } \
 TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F16, m, n, D, add, next); } \
@@ -3466,10 +3468,10 @@ TARGET_##S static void unpack_q8_##S(float *dst, const char *src, int n, int D) 
 #define SIMD_LINE(S) { #S, { dots_f32_##S, dots_f16_##S, dots_bf16_##S }, { widen_f32_##S, widen_f16_##S, widen_bf16_##S }, \
                        narrow_f16_##S, unpack_q8_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, softmax_columns_##S, swiglu_##S, max_of_##S, sum_from_##S, list_from_##S }
 
-KERNELS(plain, 1, 2, 2)
+KERNELS(plain, 1, 2, 2, 1)
 #if defined(__x86_64__)
-KERNELS(avx2, 3, 2, 2)
-KERNELS(avx512, 4, 4, 4)
+KERNELS(avx2, 3, 2, 2, 3)
+KERNELS(avx512, 4, 4, 4, 6)
 #endif
 static const Simd simd_table[] = {                      // best first
 #if defined(__x86_64__)
@@ -4000,6 +4002,13 @@ static int thread_id(void) {
     return 0;
 #endif
 }
+static int team_size(void) {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
 static Tile *tiles_new(Session *s) {                     // one Tile a thread, in scratch
     int n = n_threads(), D = s->c->D;
     Tile *t = scratch(s, (size_t)n * sizeof(Tile));
@@ -4292,14 +4301,14 @@ void attn_decode(Session *s, int l, float *out, const float *q) {       // out, 
 // the tokens from tok0 on, -> score (G lists,N), N = kv_longest(s,l) (SnapKV; DiliLazyKV 4.1.3; LoopServe, Algorithm 3). A tile's scores
 // lie with keys along rows and the queries of a whole group along columns: a key is unpacked once for all of them, and neither products
 // nor sums of exponentials need folding. Rows a query may not see count as 0.
-enum { COLUMN_TILE = KV_TILE / 2 };     // rows of a tile here: its keys, its scores and the queries lie in L1 together
+enum { COLUMN_TILE = 36, COLUMN_CHUNK = 57 * COLUMN_TILE };     // rows: keys and scores of a tile lie in L1 beside the queries, in whole blocks of 6 (mix); of a softmax
 typedef struct {
     const KVHead *hd;
     const float *q;         // (n,H,D) the block's queries, of the tokens from tok0 on
     int l, g, n, m, tok0;   // m = R n columns; k n + i: query i of head k
     float *x;               // (D,m) its queries as columns, times log2 e / sqrt(D): probabilities are powers of 2 here
     float *e, *top;         // (len,m) 2^(score - maximum of the chunk so far); (tiles,m) that maximum, tile by tile
-    float *max, *sum;       // (chunks,m) of a chunk of KV_CHUNK rows; then, in the first chunk's place, of all: maximum, and 1 / (w sum)
+    float *max, *sum;       // (chunks,m) of a chunk; then, in the first chunk's place, of all: maximum, and 1 / (w sum)
 } Columns;
 
 static void column_queries(const Session *s, const Columns *c) {
@@ -4310,8 +4319,10 @@ static void column_queries(const Session *s, const Columns *c) {
         for (int d = 0; d < D; d++) c->x[(size_t)d * c->m + j] = from[d] * scale;
     }
 }
-static void column_exps(const Session *s, const Columns *c, Tile *t, int from, int to) {
-    int D = s->c->D, m = c->m, seen = s->rule == VIS_CAUSAL && !layer_window(s, c->l) ? last_visible(s, c->hd, c->tok0) : 0;      // by all queries
+static int column_end(const Columns *c, int chunk) { return c->hd->len - chunk * COLUMN_CHUNK < COLUMN_CHUNK ? c->hd->len : (chunk + 1) * COLUMN_CHUNK; }
+static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) {
+    int D = s->c->D, m = c->m, from = chunk * COLUMN_CHUNK, to = column_end(c, chunk);
+    int seen = s->rule == VIS_CAUSAL && !layer_window(s, c->l) ? last_visible(s, c->hd, c->tok0) : 0;      // by all queries
     for (int j = 0; j < m; j++) { t->tok[j] = c->tok0 + j % c->n; t->max[j] = -INFINITY; t->sum[j] = 0; }
     for (int r = from; r < to; r += COLUMN_TILE) {
         int n = to - r < COLUMN_TILE ? to - r : COLUMN_TILE;
@@ -4322,8 +4333,8 @@ static void column_exps(const Session *s, const Columns *c, Tile *t, int from, i
         simd->softmax_columns(x, n, m, t->max, t->sum);
         memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, t->max, (size_t)m * sizeof *c->top);
     }
-    memcpy(c->max + (size_t)(from / KV_CHUNK) * m, t->max, (size_t)m * sizeof *c->max);
-    memcpy(c->sum + (size_t)(from / KV_CHUNK) * m, t->sum, (size_t)m * sizeof *c->sum);
+    memcpy(c->max + (size_t)chunk * m, t->max, (size_t)m * sizeof *c->max);
+    memcpy(c->sum + (size_t)chunk * m, t->sum, (size_t)m * sizeof *c->sum);
 }
 static void columns_join(const Columns *c, int chunks, int w) {
     for (int j = 0; j < c->m; j++) {
@@ -4335,9 +4346,9 @@ static void columns_join(const Columns *c, int chunks, int w) {
 }
 // score (lists,N) = the columns of each head, or of all as one list, times what makes the exponentials of a tile probabilities, over w; add: +=
 // that. Several lists are one product, with 0 for the weights of the other heads' columns.
-static void column_sums(const Columns *c, Tile *t, int from, int to, int lists, int add, float *score, size_t N) {
-    int m = c->m, tile0 = from / COLUMN_TILE, tiles = (to - from + COLUMN_TILE - 1) / COLUMN_TILE;
-    float *top = c->top + (size_t)tile0 * m, unused = 0;
+static void column_sums(const Columns *c, Tile *t, int chunk, int lists, int add, float *score, size_t N) {
+    int m = c->m, from = chunk * COLUMN_CHUNK, to = column_end(c, chunk), tiles = (to - from + COLUMN_TILE - 1) / COLUMN_TILE;
+    float *top = c->top + (size_t)from / COLUMN_TILE * m, unused = 0;
     for (int i = 0; i < tiles; i++) for (int j = 0; j < m; j++) top[i * m + j] = (top[i * m + j] - c->max[j]) / LOG2_E;
     exp_shift(top, 0, tiles * m, &unused);
     memset(t->sc, 0, (size_t)lists * m * sizeof *t->sc);
@@ -4352,7 +4363,7 @@ static void column_sums(const Columns *c, Tile *t, int from, int to, int lists, 
 }
 static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score) {
     int H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R;
-    size_t mark = scratch_mark(s), N = (size_t)kv_longest(s, l), most = R * (w < per ? w : per), chunks_most = N / KV_CHUNK + 1;
+    size_t mark = scratch_mark(s), N = (size_t)kv_longest(s, l), most = R * (w < per ? w : per), chunks_most = N / COLUMN_CHUNK + 1;
     Tile *tiles = tiles_new(s);
     Columns c = { .l = l, .x = scratch(s, s->c->D * most * sizeof(float)), .e = scratch(s, N * most * sizeof(float)), .top = scratch(s, (N / COLUMN_TILE + 1) * most * sizeof(float)),
                   .max = scratch(s, chunks_most * most * sizeof(float)), .sum = scratch(s, chunks_most * most * sizeof(float)) };
@@ -4360,15 +4371,16 @@ static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int li
         int i = item / G * per;
         c.g = item % G; c.n = w - i < per ? w - i : per; c.m = R * c.n; c.tok0 = tok0 + i;
         c.hd = kv_head(s, l, c.g); c.q = q + (size_t)i * H * s->c->D;
-        int len = c.hd->len, chunks = (len + KV_CHUNK - 1) / KV_CHUNK, team = worth_threads((size_t)c.m * len * s->c->D);
+        int len = c.hd->len, chunks = (len + COLUMN_CHUNK - 1) / COLUMN_CHUNK, team = worth_threads((size_t)c.m * len * s->c->D);
         float *sums = score + (size_t)c.g * lists * N;
         (void)team;                                      // read by OpenMP only
         column_queries(s, &c);
-        #pragma omp parallel for schedule(dynamic) if (team)
-        for (int k = 0; k < chunks; k++) column_exps(s, &c, &tiles[thread_id()], k * KV_CHUNK, len - k * KV_CHUNK < KV_CHUNK ? len : (k + 1) * KV_CHUNK);
+        // A thread sums the chunks it has made, the last one first: a group's exponentials are more than its cache holds, and those are still there.
+        #pragma omp parallel if (team)
+        for (int k = 0; k < chunks; k++) if (k % team_size() == thread_id()) column_exps(s, &c, &tiles[thread_id()], k);
         columns_join(&c, chunks, w);
-        #pragma omp parallel for schedule(dynamic) if (team)
-        for (int k = 0; k < chunks; k++) column_sums(&c, &tiles[thread_id()], k * KV_CHUNK, len - k * KV_CHUNK < KV_CHUNK ? len : (k + 1) * KV_CHUNK, lists, i > 0, sums, N);
+        #pragma omp parallel if (team)
+        for (int k = chunks - 1; k >= 0; k--) if (k % team_size() == thread_id()) column_sums(&c, &tiles[thread_id()], k, lists, i > 0, sums, N);
         for (int k = 0; k < lists; k++) memset(sums + k * N + len, 0, (N - len) * sizeof *sums);
     }
     scratch_reset(s, mark);

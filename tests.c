@@ -2041,7 +2041,7 @@ TEST(math_simd_agree, "AVX2 and AVX-512 give the same bits: products, attention 
     simd_set(NULL);
 }
 TEST(math_attention_tiles, "attn_scores and attn_mix equal double for every head size and block, and a row does not depend on m") {
-    static const int Ds[] = { 2, 16, 36, 40, 48, 64, 80, 96, 128 }, Ms[] = { 1, 2, 3, 4, 5, 7, 8, 64 }, Ns[] = { 1, 2, 5, 33, 63, 64 };
+    static const int Ds[] = { 2, 16, 36, 40, 48, 64, 80, 96, 128 }, Ms[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 64 }, Ns[] = { 1, 2, 5, 33, 63, 64 };
     rnd_seed(44);
     EACH_SIMD(i)
         for (size_t a = 0; a < sizeof Ds / sizeof *Ds; a++) {
@@ -2049,7 +2049,7 @@ TEST(math_attention_tiles, "attn_scores and attn_mix equal double for every head
             float *q = random_floats((size_t)64 * D), *k = random_floats((size_t)64 * D), *o0 = random_floats((size_t)64 * D);
             float *s = xmalloc(64 * 64 * 4), *o = xmalloc((size_t)64 * D * 4), *one = xmalloc((size_t)(64 + D) * 4);
             for (size_t b = 0; b < sizeof Ms / sizeof *Ms * (sizeof Ns / sizeof *Ns); b++) {
-                int m = Ms[b % 8], n = Ns[b / 8], t = rnd_int(m);
+                int m = Ms[b % (sizeof Ms / sizeof *Ms)], n = Ns[b / (sizeof Ms / sizeof *Ms)], t = rnd_int(m);
                 double bad = 0;
                 attn_scores(s, q, k, m, n, D, 0.3f);
                 for (int x = 0; x < m * n; x++) {
@@ -2642,7 +2642,7 @@ TEST(baselines_links, "by hand: join_heads, pool_max, keep_best; and against pla
 TEST(baselines_mean_rows, "the mean softmax row of w queries is that of double: heads a group, queries over many blocks, rows over many chunks, masks, windows and storage formats; the same bits for any number of threads") {
     static const int heads[][2] = { {1,1}, {4,4}, {4,2}, {4,1}, {6,3}, {64,1} };
     static const char *const formats[] = { "f32", "f16", "q8_0" };
-    static const int longer[] = { KV_CHUNK, KV_CHUNK + 1, 2 * KV_CHUNK + 70 };
+    static const int longer[] = { COLUMN_CHUNK, COLUMN_CHUNK + 1, 2 * COLUMN_CHUNK + 70 };
     for (int c = 0; c < 33; c++) {
         int H = heads[c % 6][0], G = heads[c % 6][1], D = c % 2 ? 16 : 20, N = c < 6 ? 64 + c % 3 - 1 : c < 30 ? 1 + rnd_int(300) : longer[c - 30], W = 1 + rnd_int(90), w = W < N ? W : N;
         char opt[64];
