@@ -71,7 +71,8 @@ double now(void) {
 }
 
 // The arena: blocks that are kept from pass to pass, so that a decode step allocates nothing once the first has run.
-// A mark is the number of bytes handed out so far; falling back to it frees everything handed out since.
+// A mark is the number of bytes handed out so far; falling back to it frees everything handed out since. A new block is half as large again
+// as what it is for, because much of what is asked for grows by a row a step, and would find every block too small by one.
 struct Arena { struct { char *p; size_t size, start; } *block; size_t used; };
 
 void *scratch(Session *s, size_t bytes) {
@@ -84,7 +85,8 @@ void *scratch(Session *s, size_t bytes) {
         size_t at = a->used > a->block[i].start ? a->used : a->block[i].start;
         if (at + n <= end) { a->used = at + n; return a->block[i].p + (at - a->block[i].start); }
     }
-    size_t start = arrlen(a->block) ? arrlast(a->block).start + arrlast(a->block).size : 0, size = n > ((size_t)1 << 20) ? n : (size_t)1 << 20;
+    size_t start = arrlen(a->block) ? arrlast(a->block).start + arrlast(a->block).size : 0, size = n + n / 128 * 64;
+    if (size < (size_t)1 << 20) size = (size_t)1 << 20;
     arrsetlen(a->block, arrlen(a->block) + 1);
     arrlast(a->block).start = start; arrlast(a->block).size = size;
     arrlast(a->block).p = aligned_alloc(64, size);
@@ -4353,12 +4355,11 @@ static void column_sums(const Columns *c, Tile *t, int chunk, int lists, int add
     exp_shift(top, 0, tiles * m, &unused);
     memset(t->sc, 0, (size_t)lists * m * sizeof *t->sc);
     for (int r = from; r < to; r += COLUMN_TILE, top += m) {
-        int n = to - r < COLUMN_TILE ? to - r : COLUMN_TILE, more = to - r - n < COLUMN_TILE ? to - r - n : COLUMN_TILE;
-        const float *e = c->e + (size_t)r * m;
+        int n = to - r < COLUMN_TILE ? to - r : COLUMN_TILE;
         for (int k = 0, j = 0; k < lists; k++)
             for (int end = j + m / lists; j < end; j++) t->sc[k * m + j] = top[j] * c->sum[j];
-        simd->dots[DT_F32](&(Dots){ .y = score + r, .ldy = N, .x = t->sc, .ldx = (size_t)m, .w = (const char *)e, .ldw = m * sizeof *e, .m = lists, .n = n, .K = m,
-                                    .add = add, .scale = 1, .next = { (const char *)(e + (size_t)n * m), (size_t)more * m * sizeof *e } });
+        simd->dots[DT_F32](&(Dots){ .y = score + r, .ldy = N, .x = t->sc, .ldx = (size_t)m, .w = (const char *)(c->e + (size_t)r * m), .ldw = m * sizeof(float),
+                                    .m = lists, .n = n, .K = m, .add = add, .scale = 1 });
     }
 }
 static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score) {

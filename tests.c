@@ -7091,6 +7091,22 @@ static Session *bench_session(Options **o, Config **c, Weights **w, const char *
 }
 static void bench_close(Session *s, Options *o, Config *c, Weights *w) { session_close(s); weights_close(w, c); options_free(o); }
 
+TEST(bench_scratch, "scratch that grows a little every step takes few blocks, and never two places at once") {
+    Options *o; Config *c; Weights *w;
+    Session *s = bench_session(&o, &c, &w, "full");
+    size_t mark = scratch_mark(s);
+    for (size_t n = 900000; n < 4000000; n += 1000) {
+        char *a = scratch(s, n), *b = scratch(s, n / 2);
+        CHECK((size_t)a % 64 == 0 && (size_t)b % 64 == 0 && (b >= a + n || b + n / 2 <= a), "%zu bytes: %p and %p", n, (void *)a, (void *)b);
+        a[0] = a[n - 1] = b[0] = b[n / 2 - 1] = 1;       // AddressSanitizer looks
+        scratch_reset(s, mark);
+    }
+    size_t all = 0;
+    int blocks = (int)arrlen(s->scratch->block);
+    for (int i = 0; i < blocks; i++) all += s->scratch->block[i].size;
+    CHECK(blocks <= 8 && all < 4 * 6000000, "%d blocks, %zu bytes", blocks, all);
+    bench_close(s, o, c, w);
+}
 TEST(bench_fill, "filling a cache leaves the rows, positions and evictions of a prefill, and decode goes on from there") {
     for (int evicts = 0; evicts < 2; evicts++) {
         Options *o; Config *c; Weights *w;
