@@ -4303,7 +4303,7 @@ void attn_decode(Session *s, int l, float *out, const float *q) {       // out, 
 // the tokens from tok0 on, -> score (G lists,N), N = kv_longest(s,l) (SnapKV; DiliLazyKV 4.1.3; LoopServe, Algorithm 3). A tile's scores
 // lie with keys along rows and the queries of a whole group along columns: a key is unpacked once for all of them, and neither products
 // nor sums of exponentials need folding. Rows a query may not see count as 0.
-enum { COLUMN_TILE = 36, COLUMN_CHUNK = 57 * COLUMN_TILE };     // rows: keys and scores of a tile lie in L1 beside the queries, in whole blocks of 6 (mix); of a softmax
+enum { COLUMN_TILE = 36, COLUMN_CHUNK = 57 * COLUMN_TILE };     // rows of a tile: its keys and scores lie in L1 beside the queries, and mix takes them 6 at a time; of one softmax
 typedef struct {
     const KVHead *hd;
     const float *q;         // (n,H,D) the block's queries, of the tokens from tok0 on
