@@ -3029,7 +3029,7 @@ typedef struct {            // one instruction set
     void  (*swiglu)(float *g, const float *u, size_t n);
     float (*max)(const float *x, size_t n);
     int   (*sum_from)(const float *x, const int *w, int n, uint32_t key);   // w (n) summed where order_key(x) >= key; NULL: their number
-    int   (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);      // idx = those of i.. n - 1, ascending -> how many
+    int   (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);      // of x (n), idx (as many) = those from the i-th on, ascending -> how many
 } Simd;
 
 enum { Q8_BLOCK = 32 };
@@ -3259,13 +3259,13 @@ INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
 // panel are short, far apart, and the hardware does not see them coming, so they are asked for in time: by a single tile as it goes
 // (decode: 23 -> 34 GB/s a thread where 38 can be read; 1 KB past the panel for one row of x, 4 KB for the few queries that share
 // keys), by many tiles one line of each row each (8 % of prefill).
-// mix: tiles of MX rows of o by NV vectors, of MR where fewer are left (the heads of a decode step); each output adds its n products in order. The first columns ask for what comes next:
-// what the caller says, or stored rows 16 further on (a decode step over 32k rows of head_dim 128: about four fifths of the time).
+// mix: tiles of MX rows of o by NV vectors, of MR where fewer are left (the heads of a decode step); each output adds its n products
+// in order. The first columns ask for what comes next: what the caller says, or stored rows 16 further on (a decode step over 32k rows of head_dim 128: about four fifths of the time).
 // exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
 // two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
 // 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY; above, x may be 150 at most.
-// exp2: x = k + r is exact as it stands: no products to reduce x, and no 1 + r apart, which saves two of seventeen instructions. 2^r = 1 + r (c1 + .. + c6 r^5),
-// minimax with relative error 2.0e-9. For scores that can be had times log2 e.
+// exp2: x = k + r is exact as it stands: no products to reduce x, and no 1 + r apart, which saves two of seventeen instructions.
+// 2^r = 1 + r (c1 + .. + c6 r^5), minimax with relative error 2.0e-9. For scores that can be had times log2 e.
 #define KERNELS(S, MR, NR, NV, MX) \
 INLINE_##S void dots_step_##S(V_##S *acc, const float *const *x, const char *const *w, int dtype, int M, int k, int n, size_t ahead) { \
     size_t size = dtype == DT_F32 ? 4 : 2; \
@@ -3344,7 +3344,7 @@ INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, 
         mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MX, MX, n, D, add, ahead_part(next, block++, blocks)); \
     for (; m - i > 1; i += MR) \
         mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, add, ahead_part(next, block++, blocks)); \
-    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, add, ahead_part(next, block++, blocks)); \
+    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, add, ahead_part(next, block, blocks)); \
 } \
 TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F32, m, n, D, add, next); } \
 TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F16, m, n, D, add, next); } \
@@ -4299,11 +4299,11 @@ void attn_decode(Session *s, int l, float *out, const float *q) {       // out, 
     scratch_reset(s, mark);
 }
 
+enum { COLUMN_TILE = 36, COLUMN_CHUNK = 57 * COLUMN_TILE };     // rows of a tile: its keys and scores lie in L1 beside the queries, and mix takes them 6 at a time; of one softmax
 // Mean softmax row of w queries over all rows held, of every query head (lists = R), or the sum of those of a group (lists = 1): q (w,H,D), of
 // the tokens from tok0 on, -> score (G lists,N), N = kv_longest(s,l) (SnapKV; DiliLazyKV 4.1.3; LoopServe, Algorithm 3). A tile's scores
 // lie with keys along rows and the queries of a whole group along columns: a key is unpacked once for all of them, and neither products
 // nor sums of exponentials need folding. Rows a query may not see count as 0.
-enum { COLUMN_TILE = 36, COLUMN_CHUNK = 57 * COLUMN_TILE };     // rows of a tile: its keys and scores lie in L1 beside the queries, and mix takes them 6 at a time; of one softmax
 typedef struct {
     const KVHead *hd;
     const float *q;         // (n,H,D) the block's queries, of the tokens from tok0 on
