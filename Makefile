@@ -29,7 +29,7 @@ ifneq ($(NVCC),)
 NVARCH  = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90
 NVFLAGS = -std=c++17 -O3 -Werror all-warnings -DKVCOMP_CUDA
 NVLINK  = $(addprefix -Xcompiler ,$(filter -fopenmp,$(OPENMP))) -Xlinker -rpath=$(dir $(NVCC))../lib64 -lcublas -lm
-kvcomp.o: kvcomp.c kvcomp.h Makefile | deps
+kvcomp.o: kvcomp.c kvcomp.h data/unicode.h Makefile | deps
 	$(CC) $(WARN) $(CFLAGS) $(OPENMP) -DKVCOMP_CUDA -c -o $@ kvcomp.c
 kvcomp_cuda.o: kvcomp.cu kvcomp.h Makefile
 	$(NVCC) $(NVFLAGS) $(NVARCH) -c -o $@ kvcomp.cu
@@ -56,7 +56,7 @@ GPU_SHAPE = llama-3.1-8b
 gpu-bench: kvcomp
 	./kvcomp --bench -d cuda --synthetic $(GPU_SHAPE) --bench-prompts 2048,8192,32768 --bench-depths 0,8192,32768,65536,131072 -b 2048 -r 3 --bench-suite gpu-bench.csv
 else
-kvcomp: kvcomp.c kvcomp.h Makefile | deps
+kvcomp: kvcomp.c kvcomp.h data/unicode.h Makefile | deps
 	$(CC) $(WARN) $(CFLAGS) $(OPENMP) -o $@ kvcomp.c -lm
 endif
 
@@ -77,7 +77,7 @@ EMU_D := -DKVCOMP_CUDA
 endif
 kvcomp_emu.o: kvcomp.cu kvcomp.h cuda_emu.h Makefile
 	g++ $(EMUFLAGS) -O2 -c -o $@ kvcomp.cu
-tests: tests.c kvcomp.c kvcomp.h $(EMU_O) Makefile | deps
+tests: tests.c kvcomp.c kvcomp.h data/unicode.h $(EMU_O) Makefile | deps
 	$(CC) $(WARN) -O2 -g $(OPENMP) $(EMU_D) -o $@ tests.c $(EMU_O) -lm -lpthread
 test: kvcomp tests
 	OMP_WAIT_POLICY=passive ./tests

@@ -1,5 +1,4 @@
-// kvcomp.c - the CPU half of kvcomp: everything from json to chat, one section after the other.
-// Start with kvcomp.h. Then `grep -n '^// ====' kvcomp.c` prints the table of contents.
+// kvcomp.c - the CPU half of kvcomp.
 #define _GNU_SOURCE
 #include "kvcomp.h"
 #include <ctype.h>
@@ -33,7 +32,4651 @@
 #define STBDS_FREE(c, p) free(p)
 #include <stb/stb_ds.h>
 
-// ==================================================================================================== 1 HELPERS
+// ---- what Part I calls of Part II. Shared with the GPU half: kvcomp.h
+typedef struct Json Json;
+typedef struct SafeFile SafeFile;
+typedef struct Tokenizer Tokenizer;
+
+enum { KV_STEP = 64 };                          // rows: memory of a head grows by so many
+struct Arena *arena_new(void);
+void  arena_free(struct Arena *a);
+static char *read_file(const char *path, size_t *size, char err[256]);
+static int   file_exists(const char *path);
+static int   opt_check(const Opt *o, const char *value, char err[256]);
+static void  json_escape(FILE *f, const char *s, size_t n);
+static const char *safetensors_meta(const SafeFile *f, const char *key);
+static void  safetensors_close(SafeFile *f);
+static double *scores_load(const char *path, const char *which, int L, int H, char err[512]);     // (L,H)
+
+static inline void ask_ahead(Ahead *a, size_t bytes);
+static float max_f32(const float *x, int n);
+static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next);
+static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next);
+static int  weight_from(const float *x, const int *w, int n, uint32_t key);
+static void q8_unpack(float *x, const char *o, int n, int D);
+static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score);
+static void unpack_choose(void);
+
+static inline uint32_t order_key(float x) {              // floats as unsigned numbers in the same order; -0 counts as +0
+    union { float f; uint32_t u; int32_t i; } v;
+    v.f = x + 0.0f;
+    return v.u ^ ((uint32_t)(v.i >> 31) | 0x80000000u); // negative: every bit the other way; else the sign's
+}
+
+// ---- what Part I calls before it stands
+static void note_peak(Session *s);
+static void head_free(Session *s, KVHead *h);
+
+// ####################################################################################################
+// PART I: THE SUBJECT
+// ####################################################################################################
+
+// ==================================================================================================== 1 MODEL
+// A session is one dialogue: its tokens, its rows, its method. forward() is the whole transformer; nothing in it knows a
+// method by name. A pass goes layer by layer over the whole turn (so hooks see a whole turn and a prefill holds one
+// uncompressed layer at most); -b only cuts the matrix products into blocks.
+
+#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
+
+static Part *part_with_attend(Session *s) { EACH_PART(s, p) if (p->m->attend) return p; return NULL; }
+
+// Rotates x (heads,D) by its position: pairs (i, i+D/2), angle pos * freq_i in double.
+static void rope_angles(const Weights *w, int D, int pos, float *cs) {       // cs (D): cos of D/2 angles, then sin
+    for (int i = 0; i < D / 2; i++) {
+        double a = pos * w->inv_freq64[i];
+        cs[i] = (float)(cos(a) * w->rope_scale);
+        cs[D / 2 + i] = (float)(sin(a) * w->rope_scale);
+    }
+}
+static void rope_apply(float *x, int heads, int D, const float *cs) {
+    for (int h = 0; h < heads; h++, x += D)
+        for (int i = 0; i < D / 2; i++) {
+            float a = x[i], b = x[i + D / 2];
+            x[i] = a * cs[i] - b * cs[i + D / 2];
+            x[i + D / 2] = b * cs[i] + a * cs[i + D / 2];
+        }
+}
+void rope(const Weights *w, float *x, int heads, int D, int pos) {
+    float cs[1024];
+    rope_angles(w, D, pos, cs);
+    rope_apply(x, heads, D, cs);
+}
+
+// x (T,C): the embeddings of the pass's tokens. A negative id is some part's own token.
+static void embed(Session *s, float *x, int T) {
+    int C = s->c->C;
+    size_t row = (size_t)C * dtype_size(s->w->embed.dtype);
+    for (int t = 0; t < T; t++) {
+        const Token *k = &s->tok[s->base + t];
+        if (k->id >= 0) to_f32(x + (size_t)t * C, (const char *)s->w->embed.data + k->id * row, s->w->embed.dtype, C);
+        else EACH_PART(s, p) if (p->m->embed) { p->m->embed(s, p->ms, k, x + (size_t)t * C); break; }
+    }
+}
+// The longest run of tokens t, t+1, .. < end with the same weights (SONIC's Nexus rows have their own), at most -b of them.
+static int same_weights(const Session *s, int t, int end, const Layer **y, int l) {
+    int n = 0, alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
+    while (t + n < end && n < s->batch && (s->alt && s->tok[s->base + t + n].kind == TOK_EXTRA) == alt) n++;
+    *y = alt ? &s->alt[l] : &s->w->layer[l];
+    return n;
+}
+static void norm_heads(float *x, const Tensor *w, int n, int D, float eps) { if (w->data) rmsnorm(x, x, w, n, D, eps); }
+
+// q (n,H,D), k, v (n,G,D) of n rows that share the weights y; h (n,C) is room for the normed input.
+static void project_rows(const Session *s, const Layer *y, const float *x, float *h, float *q, float *k, float *v, int n) {
+    const Config *c = s->c;
+    rmsnorm(h, x, &y->attn_norm, n, c->C, c->eps);
+    matmul(q, h, &y->wq, n); add_bias(q, &y->bq, n);
+    matmul(k, h, &y->wk, n); add_bias(k, &y->bk, n);
+    matmul(v, h, &y->wv, n); add_bias(v, &y->bv, n);
+    norm_heads(q, &y->q_norm, n * c->H, c->D, c->eps);
+    norm_heads(k, &y->k_norm, n * c->G, c->D, c->eps);
+}
+// x += W_o out; x += W_down (silu(W_gate h) * W_up h), h the normed x. Room: h (n,C), gate, up (n,F).
+static void mlp_rows(const Session *s, const Layer *y, float *x, const float *out, float *h, float *gate, float *up, int n) {
+    const Config *c = s->c;
+    size_t nC = (size_t)n * c->C;
+    matmul(h, out, &y->wo, n); add_bias(h, &y->bo, n);
+    for (size_t i = 0; i < nC; i++) x[i] += h[i];
+    rmsnorm(h, x, &y->mlp_norm, n, c->C, c->eps);
+    matmul(gate, h, &y->gate, n); add_bias(gate, &y->bgate, n);
+    matmul(up, h, &y->up, n);     add_bias(up, &y->bup, n);
+    swiglu(gate, up, (size_t)n * c->F);
+    matmul(h, gate, &y->down, n); add_bias(h, &y->bdown, n);
+    for (size_t i = 0; i < nC; i++) x[i] += h[i];
+}
+
+// Room of one pass. span: tokens whose queries live at once; all T when a hook wants to see them.
+typedef struct { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs; int span; } Pass;
+
+static Pass pass_room(Session *s, int T) {
+    const Config *c = s->c;
+    int whole = s->rule != VIS_CAUSAL, b = s->batch < T ? s->batch : T;
+    EACH_PART(s, p) whole |= p->m->project || p->m->attend || p->m->commit;
+    Pass r = { .span = whole ? T : b };
+    size_t f = sizeof(float), n = r.span;
+    r.x = scratch(s, (size_t)T * c->C * f);         r.cs = scratch(s, (size_t)T * c->D * f);
+    r.q = scratch(s, n * c->H * c->D * f);          r.out = scratch(s, n * c->H * c->D * f);
+    r.k = scratch(s, n * c->G * c->D * f);          r.v = scratch(s, n * c->G * c->D * f);
+    r.h = scratch(s, (size_t)b * c->C * f);         r.gate = scratch(s, (size_t)b * c->F * f);
+    r.up = scratch(s, (size_t)b * c->F * f);
+    return r;
+}
+static void (*progress_hook)(const char *what, double share);    // the command line shows how far a long prefill is
+void progress_tell(const char *what, double share) { if (progress_hook) progress_hook(what, share); }
+static double timed(double *sum, double t0) { double t = now(); *sum += t - t0; return t; }
+
+// Attention of tokens t0..t0+n-1 of the pass in layer l, and the hooks around it.
+static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
+    double t = now();
+    Part *sparse = acts ? part_with_attend(s) : NULL;
+    if (s->decoding) {
+        if (acts) EACH_PART(s, p) if (p->m->select) p->m->select(s, p->ms, l, r->q);
+        t = timed(&s->clk.select, t);
+        attn_decode(s, l, r->out, r->q);
+    }
+    else if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
+    else attn_prefill(s, l, r->out, r->q, t0, n);
+    t = timed(&s->clk.attend, t);
+    if (!s->decoding) note_peak(s);                      // the peak of a prefill: this layer still holds every row
+    if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->q, n);
+    timed(&s->clk.commit, t);
+}
+// One pass over the tokens tok[base..base+T), already in the session: returns the logits (V) of the last one.
+static float *pass(Session *s, int T) {
+    const Config *c = s->c;
+    size_t mark = scratch_mark(s), HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    Pass r = pass_room(s, T);
+    embed(s, r.x, T);
+    for (int t = 0; t < T; t++) rope_angles(s->w, c->D, s->tok[s->base + t].pos, r.cs + (size_t)t * c->D);
+    for (int l = 0; l < c->L; l++) {
+        int acts = layer_acts(s, l), n;
+        const Layer *y;
+        if (progress_hook && l && T > 1) progress_hook("prefill", (double)l / c->L);
+        for (int t0 = 0, t1; t0 < T; t0 = t1) {          // spans: one if a hook wants the whole turn, else blocks of -b
+            t1 = t0 + r.span < T ? t0 + r.span : T;
+            for (int t = t0; t < t1; t += n) {
+                n = same_weights(s, t, t1, &y, l);
+                project_rows(s, y, r.x + (size_t)t * c->C, r.h, r.q + (t - t0) * HD, r.k + (t - t0) * GD, r.v + (t - t0) * GD, n);
+            }
+            if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, r.q, r.k, r.v, t1 - t0);
+            #pragma omp parallel for schedule(static) if (t1 - t0 > 32)
+            for (int t = t0; t < t1; t++) {
+                rope_apply(r.q + (t - t0) * HD, c->H, c->D, r.cs + (size_t)t * c->D);
+                rope_apply(r.k + (t - t0) * GD, c->G, c->D, r.cs + (size_t)t * c->D);
+            }
+            kv_append(s, l, r.k, r.v, t0, t1 - t0);
+            attend_rows(s, l, &r, t0, t1 - t0, acts);
+            for (int t = l < c->L - 1 ? t0 : T - 1; t < t1; t += n) {     // of the last layer's rows only the very last is read
+                n = same_weights(s, t, t1, &y, l);
+                mlp_rows(s, y, r.x + (size_t)t * c->C, r.out + (t - t0) * HD, r.h, r.gate, r.up, n);
+            }
+        }
+    }
+    double t = now();
+    EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
+    timed(&s->clk.commit, t);
+    rmsnorm(r.h, r.x + (size_t)(T - 1) * c->C, &s->w->norm, 1, c->C, c->eps);
+    matmul(s->logits, r.h, &s->w->head, 1);
+    note_peak(s);
+    scratch_reset(s, mark);
+    return s->logits;
+}
+
+// Adds T tokens to the session. A token with pos < 0 gets the next position.
+static void add_tokens(Session *s, const Token *in, int T) {
+    if (s->n_tok + T > s->cap_tok) s->tok = xrealloc(s->tok, (size_t)(s->cap_tok = s->n_tok + T + 1024) * sizeof(Token));
+    s->base = s->n_tok;
+    for (int t = 0; t < T; t++) {
+        Token *k = &s->tok[s->n_tok++];
+        *k = in[t];
+        if (k->pos < 0) k->pos = s->pos_next;
+        if (k->pos >= s->pos_next) s->pos_next = k->pos + 1;
+    }
+}
+float *forward(Session *s, const Token *in, int T) {     // one pass over T new tokens
+    add_tokens(s, in, T);
+    return KV_DEV(s) ? pass_cuda(s, T) : pass(s, T);
+}
+
+// ==================================================================================================== 2 CACHE
+// A head is a list of rows. Each (layer, KV head) owns len rows, oldest first: source token, RoPE position, K and V bytes.
+// Heads differ in length once a method drops rows; dropped rows are given back to the allocator at once. Keys are stored
+// rotated. Row counts are rounded up to KV_STEP when memory is asked for, so that a decode step rarely allocates.
+
+
+// ---- formats of raw rows
+static size_t f32_bytes(int D)  { return (size_t)D * 4; }
+static size_t half_bytes(int D) { return (size_t)D * 2; }
+static void f32_pack   (char *o, const float *x, int D)        { memcpy(o, x, (size_t)D * 4); }
+static void f32_unpack (float *x, const char *o, int n, int D) { memcpy(x, o, (size_t)n * D * 4); }
+static void f16_pack   (char *o, const float *x, int D)        { from_f32(o, x, DT_F16, D); }
+static void f16_unpack (float *x, const char *o, int n, int D) { to_f32(x, o, DT_F16, (size_t)n * D); }
+static void bf16_pack  (char *o, const float *x, int D)        { from_f32(o, x, DT_BF16, D); }
+static void bf16_unpack(float *x, const char *o, int n, int D) { to_f32(x, o, DT_BF16, (size_t)n * D); }
+
+enum { Q8_BLOCK = 32 };
+static size_t q8_bytes(int D) { return (size_t)D + 2 * ((D + Q8_BLOCK - 1) / Q8_BLOCK); }
+// q8_0: blocks of 32 values, each an f16 scale d = max|x|/127 and 32 bytes round(x/d); the last of a row may be shorter
+static void q8_pack(char *o, const float *x, int D) {
+    for (int b = 0; b < D; b += Q8_BLOCK) {
+        int n = D - b < Q8_BLOCK ? D - b : Q8_BLOCK;
+        float top = 0;
+        for (int i = 0; i < n; i++) top = fmaxf(top, fabsf(x[b + i]));
+        uint16_t d = f32_to_f16(top / 127);
+        float scale = f16_to_f32(d);
+        memcpy(o, &d, 2);
+        for (int i = 0; i < n; i++) {
+            float q = scale > 0 ? rintf(x[b + i] / scale) : 0;
+            ((signed char *)o)[2 + i] = (signed char)(q > 127 ? 127 : q < -127 ? -127 : q);
+        }
+        o += 2 + n;
+    }
+}
+
+const Format formats[] = {
+    { "f16",  half_bytes, f16_pack,  f16_unpack  },
+    { "f32",  f32_bytes,  f32_pack,  f32_unpack  },
+    { "bf16", half_bytes, bf16_pack, bf16_unpack },
+    { "q8_0", q8_bytes,   q8_pack,   q8_unpack   },
+    { NULL, NULL, NULL, NULL },
+};
+static const Format *format_find(const char *name) {
+    for (const Format *f = formats; f->name; f++) if (!strcmp(f->name, name)) return f;
+    return NULL;
+}
+
+// ---- memory of one head
+static void head_reserve(Session *s, KVHead *h, int raw) {       // room for `raw` raw rows; keeps what is there, gives back what is not needed
+    int D = s->c->D, cap = (raw + KV_STEP - 1) / KV_STEP * KV_STEP, all = h->packed + cap;
+    if (cap == h->cap && h->src) return;
+    s->changes++;
+    if (KV_DEV(s)) rows_resize_cuda(s, h, cap);
+    else {
+        h->k = xrealloc(h->k, (size_t)cap * s->fk->row_bytes(D));
+        h->v = xrealloc(h->v, (size_t)cap * s->fv->row_bytes(D));
+    }
+    h->cap = cap;
+    h->src = xrealloc(h->src, (size_t)all * sizeof(int));
+    h->pos = xrealloc(h->pos, (size_t)all * sizeof(int));
+    if (s->wants & KV_MASS) h->mass = xrealloc(h->mass, (size_t)all * sizeof(float));
+}
+static void head_free(Session *s, KVHead *h) {
+    if (KV_DEV(s)) rows_free_cuda(s, h);
+    free(h->src); free(h->pos); free(h->mass); free(h->k); free(h->v); free(h->pk); free(h->pv); free(h->reg);
+    memset(h, 0, sizeof *h);
+}
+static size_t head_row_bytes(const Session *s, const KVHead *h) {     // bytes of K and V rows, as allocated
+    return (size_t)h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes;
+}
+
+void kv_reserve(Session *s, int l, int n) {
+    for (int g = 0; g < s->c->G; g++) {
+        KVHead *h = kv_head(s, l, g);
+        if (h->len - h->packed + n > h->cap) head_reserve(s, h, h->len - h->packed + n);
+    }
+}
+void kv_note(Session *s, int l, int t0, int n) {
+    for (int g = 0; g < s->c->G; g++) {
+        KVHead *h = kv_head(s, l, g);
+        for (int t = 0; t < n; t++) {
+            int r = h->len + t, i = s->base + t0 + t;
+            h->src[r] = i;
+            h->pos[r] = s->tok[i].pos;
+            if (h->mass) h->mass[r] = 0;
+        }
+        h->len += n;
+    }
+}
+// Appends the rows of tokens base+t0 .. base+t0+n-1 to every KV head of layer l. k, v (n,G,D).
+void kv_append(Session *s, int l, const float *k, const float *v, int t0, int n) {
+    int G = s->c->G, D = s->c->D;
+    size_t bk = s->fk->row_bytes(D), bv = s->fv->row_bytes(D);
+    kv_reserve(s, l, n);
+    if (KV_DEV(s)) rows_append_cuda(s, l, k, v, t0, n);          // k, v lie where the rows lie
+    else {
+        #pragma omp parallel for collapse(2) schedule(static) if (n > 32)
+        for (int g = 0; g < G; g++)
+            for (int t = 0; t < n; t++) {
+                KVHead *h = kv_head(s, l, g);
+                int raw = h->len - h->packed + t;
+                s->fk->pack(h->k + raw * bk, k + ((size_t)t * G + g) * D, D);
+                s->fv->pack(h->v + raw * bv, v + ((size_t)t * G + g) * D, D);
+            }
+    }
+    kv_note(s, l, t0, n);
+}
+
+static const char *raw_row(const Session *s, const KVHead *h, int v, int r) {       // r >= h->packed
+    return (v ? h->v : h->k) + (size_t)(r - h->packed) * (v ? s->fv : s->fk)->row_bytes(s->c->D);
+}
+// Unpacks rows to f32, whatever their storage, or brings f16 and bf16 rows together as they are (dtype, of raw and packed rows alike).
+static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, char *buf, int dtype) {     // buf (n,D) of dtype
+    int D = s->c->D, packed = r0 < h->packed ? (r0 + n <= h->packed ? n : h->packed - r0) : 0;
+    const Format *f = v ? s->fv : s->fk;
+    size_t size = dtype_size(dtype), front = packed * (size_t)D;
+    if (packed) {                                        // f32: the f16 numbers go to the rear half of their place, and are widened from the front
+        char *half = buf + front * (size - 2);
+        s->packing->load(s, h, v, r0, packed, (uint16_t *)half);
+        if (dtype == DT_F32) to_f32((float *)buf, half, DT_F16, front);
+    }
+    if (packed == n) return;
+    const char *raw = raw_row(s, h, v, r0 + packed);
+    if (dtype != DT_F32) memcpy(buf + front * size, raw, (size_t)(n - packed) * f->row_bytes(D));
+    else if (KV_DEV(s)) rows_load_cuda(f, raw, n - packed, D, (float *)buf + front);
+    else f->unpack((float *)buf + front, raw, n - packed, D);
+}
+static void load_rows(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, void *buf, int dtype) {    // rows NULL: rows r0..r0+n-1
+    size_t row = s->c->D * dtype_size(dtype);
+    if (!rows) { load_range(s, h, v, r0, n, buf, dtype); return; }
+    for (int i = 0, j; i < n; i = j) {                   // runs of neighbours at once
+        for (j = i + 1; j < n && rows[j] == rows[j - 1] + 1; ) j++;
+        load_range(s, h, v, rows[i], j - i, (char *)buf + i * row, dtype);
+    }
+}
+// Rows of a list lie anywhere: ask for them all before the first is needed, so that their ways from memory overlap.
+static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
+    size_t bytes = (v ? s->fv : s->fk)->row_bytes(s->c->D);
+    const char *raw = raw_row(s, h, v, h->packed);
+    for (int i = 0; i < n; i++)
+        if (rows[i] >= h->packed) ask_ahead(&(Ahead){ raw + (size_t)(rows[i] - h->packed) * bytes, bytes }, bytes);
+}
+// The runs of a list begin on pages of their own. One request to each, all at once, has the processor look up their addresses side by side.
+static void fetch_runs(const Session *s, const KVHead *h, const int *rows, int n) {
+    for (int i = 0; i < n; i++)
+        for (int v = 0; v < 2 && rows[i] >= h->packed && (!i || rows[i] != rows[i - 1] + 1); v++) __builtin_prefetch(raw_row(s, h, v, rows[i]));
+}
+static int rows_in_place(const Format *f) { return f->unpack == f16_unpack || f->unpack == bf16_unpack || f->unpack == f32_unpack; }
+static int dtype_in_place(const Format *f) { return f->unpack == f16_unpack ? DT_F16 : f->unpack == bf16_unpack ? DT_BF16 : DT_F32; }
+// n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise together in buf (n,D), f16 and bf16 as they are.
+static const void *rows_ready(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, float *buf, int *dtype) {
+    const Format *f = v ? s->fv : s->fk;
+    int first = rows ? rows[0] : r0;
+    *dtype = dtype_in_place(f);
+    if (first >= h->packed && (!rows || rows[n - 1] - first == n - 1) && rows_in_place(f))
+        return raw_row(s, h, v, first);
+    load_rows(s, h, v, rows, r0, n, buf, *dtype);
+    return buf;
+}
+static const void *near_ready(const Session *s, const View *w, int v, int p, int n, float *buf, int *dtype) {      // rows p.. of the view's copy
+    const Format *f = v ? s->fv : s->fk;
+    const char *from = w->near + (v ? w->n * s->fk->row_bytes(s->c->D) : 0) + p * f->row_bytes(s->c->D);
+    *dtype = dtype_in_place(f);
+    if (rows_in_place(f)) return from;
+    f->unpack(buf, from, n, s->c->D);
+    return buf;
+}
+void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 0, rows, r0, n, buf, DT_F32); }
+void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 1, rows, r0, n, buf, DT_F32); }
+
+const float *on_host(Session *s, const float *q, int t0, int n) {
+    size_t row = (size_t)s->c->H * s->c->D;
+    if (!KV_DEV(s)) return q + t0 * row;
+    float *copy = scratch(s, n * row * sizeof(float));
+    host_copy_cuda(copy, q + t0 * row, n * row);
+    return copy;
+}
+int kv_longest(const Session *s, int l) {
+    int n = 0;
+    for (int g = 0; g < s->c->G; g++) if (kv_head(s, l, g)->len > n) n = kv_head(s, l, g)->len;
+    return n;
+}
+
+// ---- views
+static void view_fill(Session *s, View *w, const int *idx, int n, int tail) {
+    if (KV_DEV(s)) s->changes++;                         // on a CPU nobody asks, and threads set views side by side
+    if (n > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = n + n / 4 + KV_STEP) * sizeof(int));
+    if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
+    w->n = n; w->tail = tail; w->same = w->is_near = 0;
+}
+void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
+    View old = view_of(s, l, h), *w = kv_view(s, l, h);
+    if ((h + 1) % (s->c->H / s->c->G) && w[1].same) view_fill(s, w + 1, old.idx, old.n, old.tail);   // the next head goes on reading what it read
+    view_fill(s, w, idx, n, tail);
+}
+void view_group(Session *s, int l, int g, const int *idx, int n, int tail) {
+    int R = s->c->H / s->c->G;
+    View *w = kv_view(s, l, g * R);
+    view_fill(s, w, idx, n, tail);
+    for (int r = 1; r < R; r++) { w[r].n = n; w[r].tail = tail; w[r].same = 1; }
+}
+// Rows that lie anywhere come from memory at a fraction of its speed (LoopServe's single rows at an eighth: NOTES.md, Speed on the CPU). A
+// list that stays for some steps pays for a copy. Packed rows may change under it, and a GPU gathers fast enough: not there.
+static int copies_views(const Session *s) { return !KV_DEV(s) && !s->packing; }
+void view_room(Session *s, int l, int h, int n, int near) {
+    View *w = kv_view(s, l, h);
+    size_t bytes = near && copies_views(s) ? n * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) : 0;
+    if (n > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = n) * sizeof(int));
+    if (bytes > w->room) w->near = xrealloc(w->near, w->room = bytes);
+}
+void view_near(Session *s, int l, int h) {
+    View *w = kv_view(s, l, h);
+    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
+    if (!copies_views(s) || !w->n) return;
+    view_room(s, l, h, w->n, 1);
+    char *to = w->near;
+    for (int v = 0; v < 2; v++) {
+        size_t bytes = (v ? s->fv : s->fk)->row_bytes(s->c->D);
+        for (int i = 0; i < w->n; i++, to += bytes) {
+            if (i % 16 == 0 && w->n - i > 16) fetch_rows(s, hd, v, w->idx + i + 16, w->n - i - 16 < 16 ? w->n - i - 16 : 16);
+            memcpy(to, raw_row(s, hd, v, w->idx[i]), bytes);
+        }
+    }
+    w->is_near = 1;
+}
+static void views_here(const Session *s) { (void)s; if (KV_DEV(s)) views_fetch_cuda((Session *)s); }     // a device may have kept the last step's
+void view_all(Session *s) {
+    s->changes++;
+    if (KV_DEV(s)) views_drop_cuda(s);
+    for (int i = 0; i < s->c->L * s->c->H; i++) s->view[i].n = s->view[i].tail = s->view[i].same = s->view[i].is_near = 0;
+}
+int view_rows(const Session *s, int l, int h, int *rows) {
+    views_here(s);
+    const View w = view_of(s, l, h);
+    int n = w.n, len = kv_head(s, l, h / (s->c->H / s->c->G))->len;
+    if (n) memcpy(rows, w.idx, (size_t)n * sizeof(int));
+    for (int r = w.tail; r < len; r++) rows[n++] = r;
+    return n;
+}
+static void views_reset(Session *s, int l, int g) { view_group(s, l, g, NULL, 0, 0); }
+
+// ---- dropping rows
+static void move_rows(Session *s, KVHead *h, const int *keep, int n) {
+    size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
+    int n_packed = 0, old_packed = h->packed;
+    while (n_packed < n && keep[n_packed] < old_packed) n_packed++;
+    if (old_packed && n_packed < old_packed) s->packing->keep(s, h, keep, n_packed);        // sets h->packed = n_packed
+    if (KV_DEV(s)) rows_move_cuda(s, h, keep, n, n_packed, old_packed);
+    for (int i = 0; i < n; i++) {
+        int r = keep[i];
+        if (i >= n_packed && !KV_DEV(s)) {
+            memmove(h->k + (size_t)(i - n_packed) * bk, h->k + (size_t)(r - old_packed) * bk, bk);
+            memmove(h->v + (size_t)(i - n_packed) * bv, h->v + (size_t)(r - old_packed) * bv, bv);
+        }
+        h->src[i] = h->src[r]; h->pos[i] = h->pos[r];
+        if (h->mass) h->mass[i] = h->mass[r];
+    }
+    h->len = n;
+    head_reserve(s, h, n - n_packed);
+}
+void kv_keep(Session *s, int l, int g, const int *keep, int n) {
+    KVHead *h = kv_head(s, l, g);
+    if (n < h->len) move_rows(s, h, keep, n);
+    views_reset(s, l, g);
+}
+void kv_compact(Session *s, int l, int g) {
+    KVHead *hd = kv_head(s, l, g);
+    int R = s->c->H / s->c->G, n = 0;
+    size_t mark = scratch_mark(s);
+    int *map = scratch(s, (size_t)(hd->len + 1) * sizeof(int)), *keep = scratch(s, (size_t)(hd->len + 1) * sizeof(int));
+    memset(map, 0, (size_t)(hd->len + 1) * sizeof(int));
+    for (int h = g * R; h < (g + 1) * R; h++) {
+        View *w = kv_view(s, l, h);
+        for (int i = 0; i < w->n && !w->same; i++) map[w->idx[i]] = 1;
+        for (int r = w->tail; r < hd->len; r++) map[r] = 1;
+    }
+    for (int r = 0; r < hd->len; r++) {                          // map becomes: rows kept below r
+        int seen = map[r];
+        if (seen) keep[n] = r;
+        map[r] = n;
+        n += seen;
+    }
+    map[hd->len] = n;
+    s->changes++;
+    for (int h = g * R; h < (g + 1) * R; h++) {
+        View *w = kv_view(s, l, h);
+        for (int i = 0; i < w->n && !w->same; i++) w->idx[i] = map[w->idx[i]];
+        w->tail = map[w->tail];
+    }
+    if (n < hd->len) move_rows(s, hd, keep, n);
+    scratch_reset(s, mark);
+}
+void kv_truncate(Session *s, int n_tok) {
+    if (n_tok >= s->n_tok) return;
+    for (int l = 0; l < s->c->L; l++)
+        for (int g = 0; g < s->c->G; g++) {
+            KVHead *h = kv_head(s, l, g);
+            int n = h->len;
+            while (n > 0 && h->src[n - 1] >= n_tok) n--;
+            if (n == h->len) continue;
+            size_t mark = scratch_mark(s);
+            int *keep = scratch(s, (size_t)(n + 1) * sizeof(int));
+            for (int r = 0; r < n; r++) keep[r] = r;
+            move_rows(s, h, keep, n);
+            scratch_reset(s, mark);
+        }
+    view_all(s);
+    s->pos_next = s->tok[n_tok].pos;
+    s->n_tok = n_tok;
+    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->forget) s->part[i].m->forget(s, s->part[i].ms, n_tok);
+}
+
+// Rotates one raw key from its position to another: RoPE angles add, so R(new - old) does it in one step.
+void kv_repos(Session *s, int l, int g, int row, int pos) {
+    KVHead *h = kv_head(s, l, g);
+    int D = s->c->D, shift = pos - h->pos[row];
+    if (!shift) return;
+    float *k = scratch(s, (size_t)D * sizeof(float));
+    kv_load_k(s, h, NULL, row, 1, k);
+    for (int i = 0; i < D / 2; i++) {                            // no rope_scale here: the stored key has it already
+        double a = shift * s->w->inv_freq64[i];
+        float c = (float)cos(a), n = (float)sin(a), x = k[i], y = k[i + D / 2];
+        k[i] = x * c - y * n; k[i + D / 2] = y * c + x * n;
+    }
+    char *to = h->k + (size_t)(row - h->packed) * s->fk->row_bytes(D);
+    if (KV_DEV(s)) {
+        char *raw = scratch(s, s->fk->row_bytes(D));
+        s->fk->pack(raw, k, D);
+        rows_store_cuda(to, raw, s->fk->row_bytes(D));
+    } else s->fk->pack(to, k, D);
+    h->pos[row] = pos;
+    for (int r = 0, R = s->c->H / s->c->G; r < R; r++) kv_view(s, l, g * R + r)->is_near = 0;
+}
+
+// ---- accounting: what the allocator holds
+size_t kv_bytes(const Session *s) {
+    size_t n = 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) n += head_row_bytes(s, &s->head[i]);
+    return n;
+}
+size_t kv_bytes_full(const Session *s) {
+    const Format *fk = s->packing ? format_find("f16") : s->fk, *fv = s->packing ? fk : s->fv;
+    if (!strcmp(fk->name, "q8_0")) fk = format_find("f16");     // q8_0 is a way of compressing, so full means f16
+    if (!strcmp(fv->name, "q8_0")) fv = format_find("f16");
+    size_t rows = 0;
+    for (int i = 0; i < s->n_tok; i++) rows += s->tok[i].kind != TOK_EXTRA;      // full attention has no tokens of a method's own
+    rows = (rows + KV_STEP - 1) / KV_STEP * KV_STEP;
+    return (size_t)s->c->L * s->c->G * rows * (fk->row_bytes(s->c->D) + fv->row_bytes(s->c->D));
+}
+size_t kv_meta_bytes(const Session *s) {
+    size_t n = 0;
+    views_here(s);
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        const KVHead *h = &s->head[i];
+        n += (size_t)(h->packed + h->cap) * (2 * sizeof(int) + (h->mass ? sizeof(float) : 0)) + (size_t)h->n_reg * sizeof(Region);
+    }
+    for (int i = 0; i < s->c->L * s->c->H; i++) n += (size_t)s->view[i].cap * sizeof(int) + s->view[i].room;
+    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->bytes) n += s->part[i].m->bytes(s, s->part[i].ms);
+    return n;
+}
+static void note_peak(Session *s) {
+    size_t n = kv_bytes(s);
+    if (n > s->clk.peak) s->clk.peak = n;
+}
+
+// B at a prefill end. --ratio F removes the share F of the N tokens seen: B = N - floor(N F + 1e-6) (rules.md A32).
+int budget_now(const Session *s) {
+    if (s->ratio >= 0) return s->n_tok - (int)floor(s->n_tok * s->ratio + 1e-6);
+    return s->budget;
+}
+int layer_acts(const Session *s, int l) {
+    if (!s->c->windowed || !s->c->windowed[l]) return 1;
+    for (int i = 0; i < s->c->L; i++) if (!s->c->windowed[i]) return 0;
+    return 1;
+}
+
+// ==================================================================================================== 3 ATTENTION
+// One engine for prefill, decode and scores: keys are unpacked tile by tile (KV_TILE rows, f32, in L1), a block of query
+// rows is scored against the tile, masked, and folded into an online softmax (running max, sum and weighted V). A query's
+// result depends only on its own list of rows, never on the block it sits in, the batch size or the number of threads.
+
+enum { KV_TILE = 64, Q_BLOCK = MAX_R, KV_CHUNK = 2048 };   // rows of a tile; most query rows of a block; rows of one online softmax
+
+typedef struct {            // what one thread works in
+    float *k, *v;           // (KV_TILE,D) unpacked rows
+    float *q;               // (Q_BLOCK,D) gathered queries
+    float *sc;              // (Q_BLOCK,KV_TILE) scores, then probabilities
+    float *acc;             // (Q_BLOCK,D) running sum of p v
+    float max[Q_BLOCK], sum[Q_BLOCK];
+    int tok[Q_BLOCK];       // token index of each query row
+    int rows[KV_TILE];
+} Tile;
+
+static int n_threads(void) {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+// Starting a team of threads costs microseconds: only for work that is worth it. Results do not depend on it.
+static int worth_threads(size_t multiply_adds) { return multiply_adds > (size_t)1 << 18; }
+static int thread_id(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+static int team_size(void) {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+static Tile *tiles_new(Session *s) {                     // one Tile a thread, in scratch
+    int n = n_threads(), D = s->c->D;
+    Tile *t = scratch(s, (size_t)n * sizeof(Tile));
+    for (int i = 0; i < n; i++) {
+        t[i].k   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
+        t[i].v   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
+        t[i].q   = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
+        t[i].sc  = scratch(s, (size_t)Q_BLOCK * KV_TILE * sizeof(float));
+        t[i].acc = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
+    }
+    return t;
+}
+static int layer_window(const Session *s, int l) { return s->c->windowed && s->c->windowed[l] ? s->c->window : 0; }
+
+// Which of n rows can m queries not see? Their scores become -INFINITY; row j and query i meet at x[i * by + j * bx].
+// rows NULL: rows r0..; returns 0 when nothing is visible.
+static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, int m, const int *rows, int r0, int n, float *x, size_t by, size_t bx) {
+    int window = layer_window(s, l), any = 0, first = INT_MAX;
+    for (int i = 0; i < m; i++) if (t->tok[i] < first) first = t->tok[i];
+    // The head's newest row settles most decode steps, and lies in the cache; the tile's newest would have to come from memory.
+    if (s->rule == VIS_CAUSAL && !window && (hd->src[hd->len - 1] <= first || hd->src[rows ? rows[n - 1] : r0 + n - 1] <= first)) return 1;
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < n; j++) {
+            int src = hd->src[rows ? rows[j] : r0 + j];
+            if (kv_visible(s->rule, window, &s->tok[t->tok[i]], t->tok[i], &s->tok[src], src)) any = 1;
+            else x[i * by + j * bx] = -INFINITY;
+        }
+    return any;
+}
+// Scores of m queries against n rows whose keys are k (n,D) of any dtype: t->sc (m,n) = q k / sqrt(D), masked. 0 when nothing is visible
+static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n, const void *k, int dtype, Ahead next) {
+    scores_of(t->sc, t->q, k, dtype, m, n, s->c->D, 1 / sqrtf((float)s->c->D), next);
+    return mask_tile(s, l, hd, t, m, rows, r0, n, t->sc, (size_t)n, 1);
+}
+static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n) {     // t->k holds the keys
+    return tile_scores_of(s, l, hd, t, m, rows, r0, n, t->k, DT_F32, (Ahead){0});
+}
+static void tile_begin(Tile *t, int m, int D) {
+    memset(t->acc, 0, (size_t)m * D * sizeof(float));
+    for (int i = 0; i < m; i++) { t->max[i] = -INFINITY; t->sum[i] = 0; }
+}
+// Folds one scored tile into the running softmax of its m queries. v (n,D) of any dtype; NULL: only max and sum are wanted.
+static void tile_fold_of(Tile *t, int m, int n, int D, const void *v, int dtype, Ahead next) {
+    for (int i = 0; i < m; i++) {
+        float *p = t->sc + (size_t)i * n, top = fmaxf(t->max[i], max_f32(p, n));
+        if (top == -INFINITY) { memset(p, 0, (size_t)n * sizeof(float)); continue; }
+        if (top > t->max[i]) {                           // rescale what was gathered under the old maximum
+            float c = expf(t->max[i] - top);
+            t->sum[i] *= c;
+            for (int d = 0; d < D; d++) t->acc[(size_t)i * D + d] *= c;
+            t->max[i] = top;
+        }
+        exp_shift(p, top, n, &t->sum[i]);
+    }
+    if (v) mix_of(t->acc, t->sc, v, dtype, m, n, D, 1, next);
+}
+static void tile_fold(Tile *t, int m, int n, int D, const float *v) { tile_fold_of(t, m, n, D, v, DT_F32, (Ahead){0}); }
+// Can any of the rows lie inside the sliding window of the oldest query? Otherwise the tile need not be read at all.
+static int tile_in_window(const Session *s, int l, const KVHead *hd, int r_last, int first_tok) {
+    int w = layer_window(s, l);
+    return !w || s->tok[hd->src[r_last]].pos > s->tok[first_tok].pos - w;      // by token, as kv_visible does
+}
+
+// Gathers the queries of tokens t0..t0+n-1 (relative to q's first) and the R heads of group g: row i*R+r of t->q.
+static int gather_queries(const Session *s, Tile *t, const float *q, int t0, int n, int tok0, int g) {
+    int D = s->c->D, H = s->c->H, R = H / s->c->G, m = 0;
+    for (int i = 0; i < n; i++)
+        for (int r = 0; r < R; r++, m++) {
+            memcpy(t->q + (size_t)m * D, q + ((size_t)(t0 + i) * H + g * R + r) * D, (size_t)D * sizeof(float));
+            t->tok[m] = tok0 + i;
+        }
+    return m;
+}
+static int last_visible(const Session *s, const KVHead *hd, int last_tok) {     // rows [0,return) can hold what token last_tok sees
+    int n = hd->len;
+    if (s->rule == VIS_CAUSAL) while (n > 0 && hd->src[n - 1] > last_tok) n--;
+    return n;
+}
+// Probabilities from a scored tile, once max and sum of its m queries are known; sum_j adds up over the queries. sum (n)
+static void tile_mass(Tile *t, int m, int n, const float *max, const float *sum, float *out) {
+    float unused = 0;
+    memset(out, 0, (size_t)n * sizeof(float));
+    for (int i = 0; i < m; i++) {
+        float *p = t->sc + (size_t)i * n;
+        exp_shift(p, max[i], n, &unused);
+        for (int j = 0; j < n; j++) out[j] += p[j] / sum[i];
+    }
+}
+static void add_mass(Session *s, int l, KVHead *hd, Tile *t, int m, int n_rows) {   // second pass: probabilities into mass
+    float mass[KV_TILE];
+    for (int r = 0; r < n_rows; r += KV_TILE) {
+        int n = n_rows - r < KV_TILE ? n_rows - r : KV_TILE;
+        kv_load_k(s, hd, NULL, r, n, t->k);
+        if (!tile_scores(s, l, hd, t, m, NULL, r, n)) continue;
+        tile_mass(t, m, n, t->max, t->sum, mass);
+        for (int j = 0; j < n; j++) hd->mass[r + j] += mass[j];
+    }
+}
+// Rows are taken KV_CHUNK at a time, and what each chunk gives is joined in order: prefill and decode do the same arithmetic, so a token's
+// logits do not depend on how it came in. part: max, sum, sum of p v of every query of a tile, D + 2 apart
+static void chunk_put(float *part, const Tile *t, int m, int D) {
+    for (int i = 0; i < m; i++) {
+        float *o = part + (size_t)i * (D + 2);
+        o[0] = t->max[i]; o[1] = t->sum[i];
+        memcpy(o + 2, t->acc + (size_t)i * D, (size_t)D * sizeof(float));
+    }
+}
+static void chunks_join(const float *part, size_t stride, int chunks, int D, float *out, float *max, float *sum) {
+    *max = -INFINITY; *sum = 0;
+    for (int c = 0; c < chunks; c++) *max = fmaxf(*max, part[c * stride]);
+    memset(out, 0, (size_t)D * sizeof(float));
+    for (int c = 0; c < chunks; c++) {
+        const float *p = part + c * stride;
+        if (p[0] == -INFINITY) continue;
+        float f = expf(p[0] - *max);
+        *sum += f * p[1];
+        for (int d = 0; d < D; d++) out[d] += f * p[2 + d];
+    }
+    for (int d = 0; d < D; d++) out[d] /= *sum;
+}
+// Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the rule lets them see. q, out (n,H,D).
+void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) {
+    if (KV_DEV(s)) { attn_prefill_cuda(s, l, out, q, t0, n); return; }
+    int D = s->c->D, H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R, blocks = (n + per - 1) / per;
+    size_t mark = scratch_mark(s), stride = (size_t)D + 2, chunk = Q_BLOCK * stride, all = ((size_t)kv_longest(s, l) / KV_CHUNK + 1) * chunk;
+    Tile *tiles = tiles_new(s);
+    float *parts = scratch(s, (size_t)n_threads() * all * sizeof(float));
+    int inner = s->wants & KV_MASS ? blocks : 1;         // mass of a head is summed by one thread, block after block
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)n * kv_longest(s, l) * H * D))
+    for (int item = 0; item < G * blocks / inner; item++) {
+        int g = item % G;
+        for (int b = item / G * inner; b < item / G * inner + inner; b++) {
+            Tile *t = &tiles[thread_id()];
+            float *part = parts + (size_t)thread_id() * all;
+            KVHead *hd = kv_head(s, l, g);
+            int i0 = b * per, nb = n - i0 < per ? n - i0 : per, tok0 = s->base + t0 + i0;
+            int m = gather_queries(s, t, q, i0, nb, tok0, g), n_rows = last_visible(s, hd, tok0 + nb - 1), n_chunks = 0;
+            for (int r = 0; r < n_rows; r += KV_TILE) {
+                int nr = n_rows - r < KV_TILE ? n_rows - r : KV_TILE;
+                if (r % KV_CHUNK == 0) tile_begin(t, m, D);
+                if (tile_in_window(s, l, hd, r + nr - 1, tok0)) {
+                    kv_load_k(s, hd, NULL, r, nr, t->k);
+                    if (tile_scores(s, l, hd, t, m, NULL, r, nr)) {
+                        kv_load_v(s, hd, NULL, r, nr, t->k);     // over the keys: both tiles and what they come from would not fit in L1
+                        tile_fold(t, m, nr, D, t->k);
+                    }
+                }
+                if ((r + KV_TILE) % KV_CHUNK == 0 || r + nr == n_rows) chunk_put(part + n_chunks++ * chunk, t, m, D);
+            }
+            for (int i = 0; i < m; i++)
+                chunks_join(part + i * stride, chunk, n_chunks, D, out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D, &t->max[i], &t->sum[i]);
+            if (hd->mass) add_mass(s, l, hd, t, m, n_rows);
+        }
+    }
+    scratch_reset(s, mark);
+}
+
+// One softmax over exactly these rows (visible or not is the caller's business). q, out (D); prob (n) or NULL.
+void attn_rows(Session *s, int l, int h, const float *q, const int *rows, int n, float *out, float *prob) {
+    int D = s->c->D;
+    size_t mark = scratch_mark(s);
+    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
+    float *k = scratch(s, (size_t)KV_TILE * D * sizeof(float)), *p = prob ? prob : scratch(s, (size_t)(n + 1) * sizeof(float)), max = -INFINITY, sum = 0;
+    for (int r = 0; r < n; r += KV_TILE) {
+        int nr = n - r < KV_TILE ? n - r : KV_TILE;
+        kv_load_k(s, hd, rows + r, 0, nr, k);
+        attn_scores(p + r, q, k, 1, nr, D, 1 / sqrtf((float)D));
+        for (int j = 0; j < nr; j++) max = p[r + j] > max ? p[r + j] : max;
+    }
+    memset(out, 0, (size_t)D * sizeof(float));
+    for (int r = 0; r < n; r += KV_TILE) {
+        int nr = n - r < KV_TILE ? n - r : KV_TILE;
+        exp_shift(p + r, max, nr, &sum);
+        kv_load_v(s, hd, rows + r, 0, nr, k);
+        attn_mix(out, p + r, k, 1, nr, D);
+    }
+    for (int d = 0; d < D; d++) out[d] /= sum;
+    if (prob) for (int i = 0; i < n; i++) prob[i] /= sum;
+    scratch_reset(s, mark);
+}
+
+// ---- decode: through the views, split into chunks of KV_CHUNK rows that threads take and one thread joins in order
+typedef struct { int g, h0, m, n; } DecodeGroup;        // query heads h0..h0+m-1 of KV head g read the same n rows
+
+static int decode_groups(Session *s, int l, DecodeGroup *out) {
+    int R = s->c->H / s->c->G, n = 0;
+    for (int g = 0; g < s->c->G; g++)
+        for (int h = g * R; h < (g + 1) * R; ) {
+            const View *w = kv_view(s, l, h);
+            int h0 = h++;
+            while (h < (g + 1) * R && h - h0 < Q_BLOCK && same_as_before(s, l, h)) h++;
+            out[n++] = (DecodeGroup){ g, h0, h - h0, w->n + kv_head(s, l, g)->len - w->tail };
+        }
+    return n;
+}
+static const int *view_slice(const View *w, int p, int n, int *rows, int *r0) { // rows at positions p..p+n-1 of the view; NULL: r0..
+    if (p >= w->n) { *r0 = w->tail + p - w->n; return NULL; }
+    if (p + n <= w->n) return w->idx + p;
+    for (int i = 0; i < n; i++) rows[i] = p + i < w->n ? w->idx[p + i] : w->tail + p + i - w->n;
+    return rows;
+}
+// A tile of rows from r0 on, at most n, that will be unpacked: what to ask memory for.
+static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n) {
+    const Format *f = v ? s->fv : s->fk;
+    if (n > KV_TILE) n = KV_TILE;
+    if (n <= 0) return (Ahead){0};
+    if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
+    return (Ahead){ raw_row(s, h, v, r0), n * f->row_bytes(s->c->D) };
+}
+// The same in decode, where rows that are read in place, or by a list, are asked for elsewhere.
+static Ahead rows_ahead(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n) {
+    return rows || (r0 >= h->packed && rows_in_place(v ? s->fv : s->fk)) ? (Ahead){0} : tile_ahead(s, h, v, r0, n);
+}
+static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1, const float *q, Tile *t, float *part) { // part (m,D+2)
+    int D = s->c->D;
+    const KVHead *hd = kv_head(s, l, d->g);
+    const View view = view_of(s, l, d->h0), *w = &view;
+    memcpy(t->q, q + (size_t)d->h0 * D, (size_t)d->m * D * sizeof(float));
+    for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
+    tile_begin(t, d->m, D);
+    if (p0 < w->n && !w->is_near) fetch_runs(s, hd, w->idx + p0, (p1 < w->n ? p1 : w->n) - p0);
+    for (int p = p0; p < p1; p += KV_TILE) {
+        int n = p1 - p < KV_TILE ? p1 - p : KV_TILE, r0 = 0, dtype;
+        const int *rows = view_slice(w, p, n, t->rows, &r0);
+        if (!tile_in_window(s, l, hd, rows ? rows[n - 1] : r0 + n - 1, s->base)) continue;
+        // Rows of a list are asked for in time, half a tile at a time, so that memory is never idle nor flooded: this tile's values
+        // while its keys are scored, the next tile's keys while the values are added up.
+        int near = w->is_near && p + n <= w->n, half = rows && !near ? n / 2 : 0, rest = rows && !near ? n - half : 0;
+        int next = p + n >= w->n || w->is_near ? 0 : w->n - p - n < KV_TILE ? w->n - p - n : KV_TILE;
+        const int *after = next ? w->idx + p + n : NULL;
+        fetch_rows(s, hd, 1, rows, half);
+        const void *x = near ? near_ready(s, w, 0, p, n, t->k, &dtype) : rows_ready(s, hd, 0, rows, r0, n, t->k, &dtype);      // few queries: a tile is read once, so not copied if it need not be
+        if (rest) fetch_rows(s, hd, 1, rows + half, rest);
+        if (!tile_scores_of(s, l, hd, t, d->m, rows, r0, n, x, dtype, rows_ahead(s, hd, 0, rows, r0 + n, p1 - p - n))) continue;
+        fetch_rows(s, hd, 0, after, next / 2);
+        x = near ? near_ready(s, w, 1, p, n, t->k, &dtype) : rows_ready(s, hd, 1, rows, r0, n, t->k, &dtype);     // over the keys, see attn_prefill
+        if (next) fetch_rows(s, hd, 0, after + next / 2, next - next / 2);
+        tile_fold_of(t, d->m, n, D, x, dtype, rows_ahead(s, hd, 1, rows, r0 + n, p1 - p - n));
+    }
+    chunk_put(part, t, d->m, D);
+}
+static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q, Tile *t, const float *max, const float *sum) {
+    KVHead *hd = kv_head(s, l, d->g);
+    const View view = view_of(s, l, d->h0), *w = &view;
+    memcpy(t->q, q + (size_t)d->h0 * s->c->D, (size_t)d->m * s->c->D * sizeof(float));
+    for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
+    for (int p = 0; p < d->n; p += KV_TILE) {
+        int n = d->n - p < KV_TILE ? d->n - p : KV_TILE, r0 = 0;
+        const int *rows = view_slice(w, p, n, t->rows, &r0);
+        kv_load_k(s, hd, rows, r0, n, t->k);
+        if (!tile_scores(s, l, hd, t, d->m, rows, r0, n)) continue;
+        float mass[KV_TILE];
+        tile_mass(t, d->m, n, max + d->h0, sum + d->h0, mass);
+        for (int j = 0; j < n; j++) hd->mass[rows ? rows[j] : r0 + j] += mass[j];
+    }
+}
+void attn_decode(Session *s, int l, float *out, const float *q) {       // out, q (H,D)
+    if (KV_DEV(s)) { attn_decode_cuda(s, l, out, q); return; }
+    int D = s->c->D, H = s->c->H, items = 0;
+    size_t mark = scratch_mark(s), stride = (size_t)D + 2;
+    DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
+    size_t rows = 0;
+    int n_groups = decode_groups(s, l, group), *first = scratch(s, (size_t)(n_groups + 1) * sizeof(int));
+    for (int i = 0; i < n_groups; i++) { first[i] = items; items += (group[i].n + KV_CHUNK - 1) / KV_CHUNK; rows += (size_t)group[i].n * group[i].m; }
+    first[n_groups] = items;
+    float *part = scratch(s, (size_t)items * Q_BLOCK * stride * sizeof(float)), *max = scratch(s, (size_t)H * 4), *sum = scratch(s, (size_t)H * 4);
+    Tile *tiles = tiles_new(s);
+    int team = worth_threads(rows * D);
+    (void)team;                                          // read by OpenMP only
+    #pragma omp parallel for schedule(dynamic) if (team)
+    for (int item = 0; item < items; item++) {
+        int i = 0;
+        while (first[i + 1] <= item) i++;
+        int p0 = (item - first[i]) * KV_CHUNK, p1 = p0 + KV_CHUNK < group[i].n ? p0 + KV_CHUNK : group[i].n;
+        decode_chunk(s, l, &group[i], p0, p1, q, &tiles[thread_id()], part + (size_t)item * Q_BLOCK * stride);
+    }
+    for (int i = 0; i < n_groups; i++) {
+        const KVHead *hd = kv_head(s, l, group[i].g);
+        for (int j = 0; j < group[i].m; j++) {
+            int h = group[i].h0 + j;
+            chunks_join(part + (size_t)first[i] * Q_BLOCK * stride + j * stride, Q_BLOCK * stride, first[i + 1] - first[i], D, out + (size_t)h * D, &max[h], &sum[h]);
+        }
+        s->clk.bytes_attended += (double)group[i].n * ((double)head_row_bytes(s, hd) / (hd->packed + hd->cap));
+        if (hd->mass) decode_mass(s, l, &group[i], q, tiles, max, sum);
+    }
+    scratch_reset(s, mark);
+}
+
+void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
+    int w = T < W ? T : W;
+    if (KV_DEV(s)) window_scores_cuda(s, l, q, T, W, score);
+    else mean_rows(s, l, q + (size_t)(T - w) * s->c->H * s->c->D, s->base + T - w, w, s->c->H / s->c->G, score);
+}
+
+// ==================================================================================================== 4 THE DECODE LOOP
+// A turn is one prefill and then one decode a token. A session is opened for a method of one or more parts, lives as long as the
+// dialogue, and can forget it.
+
+// ---- a turn: prefill once, then decode token by token
+static const float *sound(const Session *s, const float *logits) {      // (V). Weights that hold NaN or overflow speak nonsense, and every comparison finds it equal
+    uint32_t worst = 0;
+    for (int i = 0; i < s->c->V; i++) {
+        union { float f; uint32_t u; } x = { logits[i] };
+        worst = (x.u & 0x7fffffff) > worst ? x.u & 0x7fffffff : worst;
+    }
+    if (worst >= 0x7f800000) die(EXIT_MODEL, "%.300s: a logit of token %d is %s: its weights are damaged", s->c->dir, s->n_tok - 1, worst > 0x7f800000 ? "not a number" : "infinite");
+    return logits;
+}
+int pos_fits(const Session *s, int n, int extra) { return !s->pos_end || s->pos_next + n + extra <= s->pos_end; }
+const float *prefill(Session *s, const int *ids, int n) {
+    double t0 = now();
+    int cap = 2 * (n + s->n_tok) + 4096;
+    Token *t = xmalloc((size_t)cap * sizeof(Token));     // once a turn, not in the decode path
+    for (int i = 0; i < n; i++) t[i] = (Token){ ids[i], -1, s->turn, TOK_USER };
+    s->decoding = s->step = 0;
+    EACH_PART(s, p) if (p->m->turn) p->m->turn(s, p->ms);
+    view_all(s);
+    EACH_PART(s, p) if (p->m->enter) n = p->m->enter(s, p->ms, t, n, cap);
+    const float *logits = s->forward(s, t, n);
+    free(t);
+    s->turn++;
+    s->applied = budget_now(s);
+    s->n_sys = s->n_foot = s->n_head = 0;
+    s->clk.n_prefill += n;
+    timed(&s->clk.prefill, t0);
+    return sound(s, logits);
+}
+const float *decode(Session *s, int id) {
+    double t0 = now();
+    if (!pos_fits(s, 1, 0)) die(EXIT_RUN, "position %d is past max_position_embeddings %d", s->pos_next, s->pos_end);
+    Token t = { id, -1, s->n_tok ? s->tok[s->n_tok - 1].seg : 0, TOK_REPLY };       // the segment goes on
+    s->decoding = 1;
+    const float *logits = s->forward(s, &t, 1);
+    s->step++;
+    s->clk.n_decode++; s->clk.steps++;
+    timed(&s->clk.decode, t0);
+    return sound(s, logits);
+}
+
+// ---- opening: "loopserve-p+lychee+pats" is three parts; two that decide the same thing cannot be combined
+static const Method *method_find(const char *name, size_t n) {
+    EACH_METHOD(m) if (strlen((*m)->name) == n && !strncmp((*m)->name, name, n)) return *m;
+    return NULL;
+}
+static int parts_parse(Session *s, const char *spec) {
+    static const char *decides[] = { "the prefill attention", "which rows are kept or read", "how rows are stored" };
+    for (const char *a = spec, *b; a; a = *b ? b + 1 : NULL) {
+        b = a + strcspn(a, "+");
+        const Method *m = method_find(a, b - a);
+        if (!m) { snprintf(s->err, sizeof s->err, "--method: no method is called '%.*s' (see --list-methods)", (int)(b - a), a); return -1; }
+        if (s->n_part == MAX_PARTS) { snprintf(s->err, sizeof s->err, "--method=%s: more than %d parts", spec, MAX_PARTS); return -1; }
+        EACH_PART(s, p)
+            for (int bit = 0; bit < 3; bit++)
+                if (p->m->role & m->role & 1 << bit) {
+                    snprintf(s->err, sizeof s->err, "--method=%s: %s and %s cannot be combined, both decide %s", spec, p->m->name, m->name, decides[bit]);
+                    return -1;
+                }
+        s->part[s->n_part++].m = m;
+    }
+    for (int i = 1; i < s->n_part; i++)                  // timeline order: prefill, select, store
+        for (int j = i; j > 0 && s->part[j].m->role < s->part[j - 1].m->role; j--) { Part x = s->part[j]; s->part[j] = s->part[j - 1]; s->part[j - 1] = x; }
+    return 0;
+}
+// Opens every part, whose state is all zeros. A part may name the budget to take when the user gave none.
+static int parts_begin(Session *s) {
+    EACH_PART(s, p) {
+        if (!s->budget) s->budget = p->m->budget;
+        if (p->m->open && p->m->open(s, p->ms)) return -1;
+    }
+    return 0;
+}
+static int parts_open(Session *s) {
+    EACH_PART(s, p) {
+        s->wants |= p->m->wants;
+        if (p->m->rule) s->rule = p->m->rule;
+        p->ms = xcalloc(1, p->m->state + 1);
+    }
+    return parts_begin(s);
+}
+static int on_device(Session *s) {                       // -d cuda; the command line has made cuda or cpu of auto
+#ifdef KVCOMP_CUDA
+    if (!strcmp(opt_str(s->opt, "device"), "cuda")) return device_open(s);
+#endif
+    (void)s;
+    return 0;
+}
+static void budget_options(Session *s) {                 // what the user asked for; open may know better
+    s->budget = opt_int(s->opt, "budget");
+    s->ratio = opt_given(s->opt, "ratio") ? opt_real(s->opt, "ratio") : -1;
+}
+// NULL, with the reason in err, when the options or the method do not fit.
+static Session *session_try(const Config *c, const Weights *w, const Options *o, const char *method, char err[512]) {
+    Session *s = xcalloc(1, sizeof *s);
+    *s = (Session){ .c = c, .w = w, .opt = o, .forward = forward, .scratch = arena_new() };
+    s->fk = format_find(opt_str(o, "ctk"));
+    s->fv = format_find(opt_str(o, "ctv"));
+    s->batch = opt_int(o, "batch-size");
+    budget_options(s);
+    s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
+    s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
+    s->logits = xcalloc(c->V, sizeof(float));
+    if (parts_parse(s, method) || parts_open(s) || on_device(s)) {
+        snprintf(err, 512, "%s", s->err);
+        session_close(s);
+        return NULL;
+    }
+    return s;
+}
+Session *session_open(const Config *c, const Weights *w, const Options *o, const char *method) {
+    char err[512];
+    Session *s = session_try(c, w, o, method, err);
+    if (!s) die(EXIT_USAGE, "%s", err);
+    return s;
+}
+void session_close(Session *s) {
+    if (!s) return;
+    EACH_PART(s, p) { if (p->ms && p->m->close) p->m->close(s, p->ms); free(p->ms); }
+    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
+    if (KV_DEV(s)) device_close(s);
+    for (int i = 0; i < s->c->L * s->c->H; i++) { free(s->view[i].idx); free(s->view[i].near); }
+    free(s->head); free(s->view); free(s->tok); free(s->logits);
+    arena_free(s->scratch);
+    free(s);
+}
+// Forgets the dialogue: close and open every part again, drop every row.
+void session_reset(Session *s) {
+    EACH_PART(s, p) { if (p->m->close) p->m->close(s, p->ms); memset(p->ms, 0, p->m->state); }
+    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
+    if (KV_DEV(s)) device_reset(s);
+    view_all(s);
+    s->n_tok = s->pos_next = s->turn = s->decoding = s->step = s->n_sys = s->n_foot = s->n_head = 0;
+    budget_options(s);
+    s->alt = NULL; s->packing = NULL; s->pos_end = s->pos_extra = 0; s->made_for = NULL;
+    memset(&s->clk, 0, sizeof s->clk);
+    if (parts_begin(s)) die(EXIT_USAGE, "%s", s->err);
+}
+
+// ==================================================================================================== 5 STREAMINGLLM
+// Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks. arXiv 2309.17453.
+// The first tokens of a text draw attention whatever they say (sinks); with them and the most recent rows kept, a model
+// goes on fluently for ever. Everything between is dropped, and a prefill is dense over what is held.
+//   keep row r of a head with N rows iff  r < sink  or  r >= N - (B - sink)
+// **Differs from the paper:**
+//   - rows are dropped at the end of a prefill, not at every decoded token (rules.md A13);
+//   - rows keep their original positions; --streaming-rerotate re-numbers them inside the cache as the paper does.
+// Options: --budget (1024), --sink (4), --streaming-rerotate. `window` is the same with no sink.
+
+typedef struct { int sink, rerotate; } Streaming;
+
+static int window_open(Session *s, void *ms) {           // no sinks, so any budget is legal
+    Streaming *x = ms;
+    x->rerotate = opt_int(s->opt, "streaming-rerotate");
+    if (x->rerotate && s->c->windowed) return refuse(s, "--streaming-rerotate: this model's sliding windows count original positions");
+    return 0;
+}
+static int streaming_open(Session *s, void *ms) {
+    Streaming *x = ms;
+    x->sink = opt_int(s->opt, "sink");
+    if (window_open(s, ms)) return -1;
+    if (s->ratio < 0 && s->budget <= x->sink) return refuse(s, "--budget %d leaves no recent row beside --sink %d", s->budget, x->sink);
+    return 0;
+}
+static void streaming_commit(Session *s, void *ms, int l, const float *q, int T) {
+    Streaming *x = ms;
+    int B = budget_now(s), sink = x->sink < B ? x->sink : B;
+    (void)q; (void)T;
+    if (s->decoding || s->n_tok <= B) return;
+    if (l == s->c->L) {
+        if (x->rerotate) s->pos_next = kv_longest(s, 0);         // the next token stands right behind the rows
+        return;
+    }
+    for (int g = 0; g < s->c->G; g++) {
+        KVHead *h = kv_head(s, l, g);
+        int n = 0, *keep = scratch(s, (size_t)h->len * sizeof(int));
+        for (int r = 0; r < h->len; r++)
+            if (r < sink || r >= h->len - (B - sink)) keep[n++] = r;
+        kv_keep(s, l, g, keep, n);
+        for (int r = 0; x->rerotate && r < n; r++) kv_repos(s, l, g, r, r);      // position = place in the cache
+    }
+}
+static const Opt streaming_opts[] = { { "streaming-rerotate", 'b', "0", "re-number positions inside the cache" }, { NULL, 0, NULL, NULL } };
+
+
+const Method streaming_method = {
+    .name    = "streaming",
+    .paper   = "StreamingLLM, arXiv 2309.17453",
+    .keeps   = "keeps the first --sink and the most recent rows, B in all",
+    .budget  = 1024,
+    .uses    = "--sink 4",
+    .opts    = streaming_opts,
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(Streaming),
+    .open    = streaming_open,
+    .commit  = streaming_commit,
+};
+
+const Method window_method = {
+    .name    = "window",
+    .paper   = "streaming without sinks",
+    .keeps   = "keeps the B most recent rows",
+    .budget  = 1024,
+    .opts    = streaming_opts,
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(Streaming),
+    .open    = window_open,
+    .commit  = streaming_commit,
+};
+
+// ==================================================================================================== 6 BASELINES
+// The methods the five papers compare themselves with. All of them are dense in a prefill, drop rows at the end of every
+// turn's prefill, and never in decode (but for --h2o=stream). N is the number of tokens seen and B the budget; N <= B
+// keeps everything, at equality too. n is the number of rows a head holds.
+// SnapKV, AdaKV and PyramidKV share one chain, and DiliLazyKV takes its links in another order:
+//   window_scores -> one score a KV head -> max over neighbours -> the best `cap` rows and the last w
+
+typedef struct { int window, kernel, agg; } Snap;       // --obs-window w, --kernel, --gqa-agg
+
+static int snap_options(Session *s, Snap *x, int window) {       // window: the method's default
+    const char *agg = opt_str(s->opt, "gqa-agg");
+    x->window = opt_given(s->opt, "obs-window") ? opt_int(s->opt, "obs-window") : window;
+    x->kernel = opt_int(s->opt, "kernel");
+    x->agg = !strcmp(agg, "max") ? AGG_MAX : !strcmp(agg, "sum") ? AGG_SUM : AGG_MEAN;
+    if (x->window < 1) return refuse(s, "--obs-window must be at least 1, found %d", x->window);
+    if (x->kernel < 1 || x->kernel % 2 == 0) return refuse(s, "--kernel must be odd, found %d", x->kernel);
+    if (s->ratio < 0 && s->budget <= x->window) return refuse(s, "--budget %d leaves no row beside --obs-window %d", s->budget, x->window);
+    return 0;
+}
+static int snap_due(const Session *s, int l, int B) { return !s->decoding && l < s->c->L && s->n_tok > B; }
+static int snap_kept_window(const Snap *x, int B) { return x->window < B ? x->window : B; }     // --ratio can make B the smaller one
+static int candidates(const KVHead *h, int w) { return h->len > w ? h->len - w : 0; }           // the rows before the last w
+
+// out (n): the R rows of score (R,stride) as one
+static void join_heads(float *out, const float *score, int n, size_t stride, int R, int agg) {
+    for (int j = 0; j < n; j++) {
+        float a = score[j];
+        for (int r = 1; r < R; r++) { float b = score[r * stride + j]; a = agg == AGG_MAX ? fmaxf(a, b) : a + b; }
+        out[j] = agg == AGG_MEAN ? a / (float)R : a;
+    }
+}
+// out[j] = max of x[t] over |t-j| <= width/2. Neighbours in the head's row list, not in position. out, x (n)
+static void pool_max(float *out, const float *x, int n, int width) {
+    for (int j = 0; j < n; j++) {
+        int a = j > width / 2 ? j - width / 2 : 0, b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
+        float top = x[a];
+        for (int t = a + 1; t <= b; t++) top = fmaxf(top, x[t]);
+        out[j] = top;
+    }
+}
+// keep: the best `cap` of rows [0,n) by score, and every row of [n,len); ascending -> count
+static int keep_best(int *keep, const float *score, int n, int cap, int len) {
+    int kept = top_k(score, n, cap, keep);
+    for (int r = n; r < len; r++) keep[kept++] = r;
+    return kept;
+}
+// Pooled scores of each KV head's candidates n[g], (G,N) or, under POOL_ONLY, (H,N); N = kv_longest. Device memory in a device session.
+static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, int T, int w, int order, int *n) {     // n (G) is set here
+    int H = s->c->H, G = s->c->G, R = H / G, agg = order == JOIN_POOL ? x->agg : AGG_MEAN;
+    size_t N = kv_longest(s, l);
+    for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
+    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, agg, x->kernel, order);
+    float *row = scratch(s, H * N * sizeof(float)), *pooled = scratch(s, H * N * sizeof(float)), *one = scratch(s, N * sizeof(float));
+    window_scores(s, l, q, T, x->window, row);
+    for (int g = 0; g < G; g++) {
+        float *from = row + g * R * N, *to = pooled + g * R * N;
+        if (order == JOIN_POOL) {
+            join_heads(one, from, n[g], N, R, agg);
+            pool_max(pooled + g * N, one, n[g], x->kernel);
+            continue;
+        }
+        for (int r = 0; r < R; r++) pool_max(to + r * N, from + r * N, n[g], x->kernel);
+        if (order == POOL_JOIN) join_heads(pooled + g * N, to, n[g], N, R, agg);
+    }
+    return pooled;
+}
+// idx (S,per), count (S): the k[i] largest of the first n[i] of each row of x (S,stride), which lies where the rows lie
+static void top_k_rows(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count) {
+    if (KV_DEV(s)) { top_k_rows_cuda(s, x, S, stride, n, k, idx, per, count); return; }
+    #pragma omp parallel for schedule(static) if (S > 1 && n[0] > 64)
+    for (int i = 0; i < S; i++) count[i] = top_k(x + i * stride, n[i], k[i], idx + (size_t)i * per);
+}
+static void snap_keep(Session *s, int l, const float *score, const int *n, const int *cap) {     // score (G,N); n, cap (G): candidates, and how many of them stay
+    int G = s->c->G, N = kv_longest(s, l), *keep = scratch(s, (size_t)G * N * sizeof(int)), *kept = scratch(s, (size_t)G * sizeof(int));
+    top_k_rows(s, score, G, N, n, cap, keep, N, kept);
+    for (int g = 0; g < G; g++) {
+        int *to = keep + (size_t)g * N;
+        for (int r = n[g]; r < kv_head(s, l, g)->len; r++) to[kept[g]++] = r;
+        kv_keep(s, l, g, to, kept[g]);
+    }
+}
+
+// ---- SnapKV. Li et al.: SnapKV: LLM Knows What You Are Looking for Before Generation. arXiv 2404.14469.
+// What the last queries of a prompt look at is what its answer will look at. Every KV head keeps the B-w best candidates.
+// **Differs from the paper:** one kept set a KV head, not a query head (mean over the group); kernel 7 max, w 32.
+static int snapkv_open(Session *s, void *ms) { return snap_options(s, ms, 32); }
+static void snapkv_commit(Session *s, void *ms, int l, const float *q, int T) {
+    const Snap *x = ms;
+    int B = budget_now(s), w = snap_kept_window(x, B);
+    if (!snap_due(s, l, B)) return;
+    size_t mark = scratch_mark(s);
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
+    for (int g = 0; g < s->c->G; g++) cap[g] = B - w;
+    snap_keep(s, l, score, n, cap);
+    scratch_reset(s, mark);
+}
+
+// ---- AdaKV. Feng et al.: Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation. arXiv 2407.11550.
+// The layer's budget goes where the scores are: heads with flat scores get more rows than heads with a few high ones.
+//   base = B-w;  share_g = sum(best base of g) / sum(all of g);  cnt_g = rows of g among the G*base best of score * share
+//   cap_g = rint(0.8 cnt_g + floor(0.2 base)), at most the rows there are; what a short head leaves over is not given on
+// **Differs from the paper:** heads are KV heads; a layer is compressed iff its candidates exceed G*base.
+// Shares are of sums in fixed point: a layer's heads compete for rows, so two devices must get the same sums in any order.
+static float *adakv_shares(Session *s, const float *score, int N, const int *n, int base) {      // score (G,N) -> (sum of n), where score lies
+    if (KV_DEV(s)) return adakv_shares_cuda(s, score, N, n, base);
+    float *all = scratch(s, (size_t)s->c->G * N * sizeof(float)), *to = all;
+    int *idx = scratch(s, (size_t)N * sizeof(int));
+    for (int g = 0; g < s->c->G; g++) {
+        const float *x = score + (size_t)g * N;
+        int64_t best = 0, sum = 0;
+        for (int i = 0, k = top_k(x, n[g], base, idx); i < k; i++) best += fixed_mass(x[idx[i]]);
+        for (int r = 0; r < n[g]; r++) sum += fixed_mass(x[r]);
+        for (int r = 0; r < n[g]; r++) *to++ = sum > 0 ? (float)(x[r] * ((double)best / (double)sum)) : 0;
+    }
+    return all;
+}
+static void adakv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {   // score (G,N); n, cap (G)
+    int G = s->c->G, N = kv_longest(s, l), total = 0, want = G * base, k, from = 0;
+    for (int g = 0; g < G; g++) total += n[g];
+    int *idx = scratch(s, (size_t)want * sizeof(int));
+    top_k_rows(s, adakv_shares(s, score, N, n, base), 1, 0, &total, &want, idx, want, &k);       // ties go to the lower (head, row)
+    for (int g = 0, i = 0; g < G; g++) {
+        int cnt = 0;
+        for (from += n[g]; i < k && idx[i] < from; i++) cnt++;
+        cap[g] = (int)rint(0.8 * cnt + base / 5);
+    }
+}
+static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
+    const Snap *x = ms;
+    int B = budget_now(s), w = snap_kept_window(x, B);
+    long rows = 0;
+    if (!snap_due(s, l, B)) return;
+    for (int g = 0; g < s->c->G; g++) rows += candidates(kv_head(s, l, g), w);
+    if (rows <= (long)s->c->G * (B - w)) return;
+    size_t mark = scratch_mark(s);
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
+    adakv_caps(s, l, score, n, B - w, cap);
+    snap_keep(s, l, score, n, cap);
+    scratch_reset(s, mark);
+}
+
+// ---- PyramidKV. Cai et al.: PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling. arXiv 2406.02069.
+// Lower layers spread their attention, upper ones gather it: budgets fall by a constant step from layer to layer.
+//   base = B-w, lo = base/20, hi = 2 base - lo;  hi > N-w: hi = N-w, lo = 2 base - hi;  layer l: hi - l (hi-lo)/(L-1)
+// **Differs from the paper:** integers throughout; SnapKV when N < 2 base or L = 1; one kept set a KV head.
+static int pyramid_cap(int l, int L, int N, int B, int w) {
+    int base = B - w, lo = base / 20, hi = 2 * base - lo;
+    if (L == 1 || N < 2 * base) return base;
+    if (hi >= N - w) { hi = N - w; lo = 2 * base - hi; }
+    return hi - l * ((hi - lo) / (L - 1));
+}
+static void pyramidkv_commit(Session *s, void *ms, int l, const float *q, int T) {
+    const Snap *x = ms;
+    int B = budget_now(s), w = snap_kept_window(x, B);
+    if (!snap_due(s, l, B)) return;
+    size_t mark = scratch_mark(s);
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
+    for (int g = 0; g < s->c->G; g++) cap[g] = pyramid_cap(l, s->c->L, s->n_tok, B, w);
+    snap_keep(s, l, score, n, cap);
+    scratch_reset(s, mark);
+}
+
+// ---- H2O. Zhang et al.: H2O: Heavy-Hitter Oracle for Efficient Generative Inference. arXiv 2306.14048.
+// A few rows draw most of the attention: keep those (heavy hitters) beside the recent ones.
+//   floor(B/2) last rows, and of the others the best by mass: all attention the row ever drew, from every query of the group
+// --h2o=stream also drops the row of least mass outside the recent half in every decode step, as the paper does.
+// **Differs from the paper:** oneshot is the default; a prefill is dense over what is held.
+typedef struct { int stream, B; } H2o;                  // B: the budget at the last prefill's end, which decode steps go by
+
+static int h2o_open(Session *s, void *ms) {
+    ((H2o *)ms)->stream = !strcmp(opt_str(s->opt, "h2o"), "stream");
+    if (s->budget < 1) return refuse(s, "--budget must be at least 1, found %d", s->budget);
+    return 0;
+}
+static int h2o_steady(const Session *s, const void *ms) { (void)s; return !((const H2o *)ms)->stream; }
+static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
+    H2o *x = ms;
+    (void)q; (void)T;
+    if (!s->decoding) x->B = budget_now(s);
+    if (l == s->c->L || s->n_tok <= x->B || (s->decoding && !x->stream)) return;
+    size_t mark = scratch_mark(s);
+    int recent = x->B / 2, *keep = scratch(s, (size_t)kv_longest(s, l) * sizeof(int));
+    for (int g = 0; g < s->c->G; g++) {
+        KVHead *h = kv_head(s, l, g);
+        if (KV_DEV(s)) mass_fetch_cuda(s, h);
+        kv_keep(s, l, g, keep, keep_best(keep, h->mass, candidates(h, recent), x->B - recent, h->len));
+    }
+    scratch_reset(s, mark);
+}
+static const Opt h2o_opts[] = {
+    { "h2o", 'c', "oneshot|stream", "drop rows at prefill ends only, or in every decode step too" },
+    { NULL, 0, NULL, NULL },
+};
+
+// ---- ExpectedAttention. Devoto, Jeblick, Jegou: Expected Attention: KV Cache Compression by Estimating Attention from
+// Future Queries Distribution. arXiv 2510.00636.
+// Queries before RoPE look Gaussian, so the attention a key will draw from the next 512 positions can be written down:
+//   mu <- Rbar mu, Sg <- Rbar Sg Rbar^T,  Rbar = mean RoPE matrix of positions N..N+511
+//   z_c = mu.k_c / sqrt(D) + k_c^T Sg k_c / (2D);  score_c = mean over the group of softmax_c(z) times |v_c|
+// The first --sink tokens always stay and count inside B; candidates and softmax are the other rows held.
+// mu and Sg (divided by the count) are of every query a prefill of the dialogue fed at position >= --sink.
+// **Differs from the paper:** applied at every turn's end; a query once counted is not taken back when tokens are truncated.
+enum { FUTURE = 512 };                                  // positions Rbar is a mean of
+typedef struct { int sink; long *n; double *sum, *outer; } Expected;       // n (L); sum (L,H,D) of q; outer (L,H,D,D) of q q^T, made by the first prefill where q lies
+
+static int expected_open(Session *s, void *ms) {
+    Expected *x = ms;
+    x->sink = opt_int(s->opt, "sink");
+    if (x->sink < 0) return refuse(s, "--sink must not be negative, found %d", x->sink);
+    if (s->ratio < 0 && s->budget <= x->sink) return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
+    x->n = xcalloc(s->c->L, sizeof(long));
+    return 0;
+}
+static void expected_close(Session *s, void *ms) {
+    Expected *x = ms;
+    (void)s;
+    free(x->n);
+    if (KV_DEV(s)) near_free_cuda((char *)x->sum); else free(x->sum);
+}
+static size_t expected_bytes(const Session *s, const void *ms) {
+    size_t L = s->c->L, H = s->c->H, D = s->c->D;
+    (void)ms;
+    return L * sizeof(long) + L * H * D * (D + 1) * sizeof(double);
+}
+static void expected_project(Session *s, void *ms, int l, const float *q, const float *k, const float *v, int T) {
+    Expected *x = ms;
+    int H = s->c->H, D = s->c->D;
+    size_t n = (size_t)s->c->L * H * D;
+    (void)k; (void)v;
+    if (s->decoding) return;
+    if (!x->sum) {
+        x->sum = KV_DEV(s) ? (double *)near_zero_cuda(n * (D + 1) * sizeof(double)) : xcalloc(n * (D + 1), sizeof(double));
+        x->outer = x->sum + n;
+    }
+    double *sums = x->sum + (size_t)l * H * D, *outers = x->outer + (size_t)l * H * D * D;
+    for (int t = 0; t < T; t++) x->n[l] += s->tok[s->base + t].pos >= x->sink;
+    if (KV_DEV(s)) { moments_add_cuda(s, sums, outers, q, T, x->sink); return; }
+    #pragma omp parallel for schedule(static)
+    for (int h = 0; h < H; h++) {
+        double *sum = sums + (size_t)h * D, *outer = outers + (size_t)h * D * D;
+        for (int t = 0; t < T; t++) {
+            const float *p = q + ((size_t)t * H + h) * D;
+            if (s->tok[s->base + t].pos < x->sink) continue;
+            for (int i = 0; i < D; i++) {
+                sum[i] += p[i];
+                for (int j = 0; j < D; j++) outer[(size_t)i * D + j] += (double)p[i] * p[j];
+            }
+        }
+    }
+}
+static int expected_steady(const Session *s, const void *ms) { (void)s; (void)ms; return 1; }     // a decode step is not looked at
+// cs (D): means of cos over the next FUTURE positions for the D/2 frequencies, then of sin
+static void expected_rope(const Session *s, double *cs) {
+    int D = s->c->D;
+    for (int i = 0; i < D / 2; i++) {
+        double c = 0, n = 0;
+        for (int p = s->n_tok; p < s->n_tok + FUTURE; p++) { c += cos(p * s->w->inv_freq64[i]); n += sin(p * s->w->inv_freq64[i]); }
+        cs[i] = c * s->w->rope_scale / FUTURE;
+        cs[D / 2 + i] = n * s->w->rope_scale / FUTURE;
+    }
+}
+static void expected_turn(double *x, size_t step, int D, const double *cs) {    // the vector x[0], x[step], .. (D) times Rbar
+    for (int i = 0; i < D / 2; i++) {
+        double a = x[i * step], b = x[(i + D / 2) * step];
+        x[i * step] = a * cs[i] - b * cs[D / 2 + i];
+        x[(i + D / 2) * step] = b * cs[i] + a * cs[D / 2 + i];
+    }
+}
+// mu (D), cov (D,D) of one head's n queries as they will stand at future positions. sum (D), outer (D,D); tmp (D,D+1) is room
+static void expected_moments(double n, const double *sum, const double *outer, int D, const double *cs, float *mu, float *cov, double *tmp) {
+    double *mean = tmp + (size_t)D * D;
+    for (int i = 0; i < D; i++) mean[i] = sum[i] / n;
+    for (int i = 0; i < D; i++)
+        for (int j = 0; j < D; j++) tmp[(size_t)i * D + j] = outer[(size_t)i * D + j] / n - mean[i] * mean[j];
+    for (int i = 0; i < D; i++) expected_turn(tmp + i, D, D, cs);                // columns: Rbar Sg
+    for (int i = 0; i < D; i++) expected_turn(tmp + (size_t)i * D, 1, D, cs);    // rows:    .. Rbar^T
+    expected_turn(mean, 1, D, cs);
+    for (int i = 0; i < D; i++) mu[i] = (float)mean[i];
+    for (size_t i = 0; i < (size_t)D * D; i++) cov[i] = (float)tmp[i];
+}
+static void expected_exponents(const Session *s, const KVHead *hd, int n0, const float *mu, const float *cov, float *buf, float *z) {     // z (N) from row n0 on; buf is room
+    int D = s->c->D;
+    float *k = buf, *y = k + (size_t)KV_TILE * D, *lin = y + (size_t)KV_TILE * D;
+    for (int r = n0; r < hd->len; r += KV_TILE) {
+        int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
+        kv_load_k(s, hd, NULL, r, m, k);
+        attn_scores(lin, mu, k, 1, m, D, 1 / sqrtf((float)D));
+        attn_scores(y, cov, k, D, m, D, 1 / (2 * (float)D));                     // y (D,m) = Sg k^T / 2D
+        for (int j = 0; j < m; j++) {
+            double a = lin[j];
+            for (int d = 0; d < D; d++) a += (double)k[(size_t)j * D + d] * y[(size_t)d * m + j];
+            z[r + j] = (float)a;
+        }
+    }
+}
+static void value_squares(const Session *s, const KVHead *hd, float *v, float *out) {      // out (N): |v|^2; v is room
+    int D = s->c->D;
+    for (int r = 0; r < hd->len; r += KV_TILE) {
+        int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
+        kv_load_v(s, hd, NULL, r, m, v);
+        for (int j = 0; j < m; j++) out[r + j] = dot_f32(v + (size_t)j * D, v + (size_t)j * D, D);
+    }
+}
+// p (H,N): softmax of z over rows sink[g].. of each query head's KV head g; the rows before are left alone. sq (G,N): |v|^2. sink (G)
+static void expected_scores(Session *s, const Expected *x, int l, const int *sink, float *p, float *sq, int N) {
+    int H = s->c->H, D = s->c->D, R = H / s->c->G;
+    size_t n = (size_t)H * D, room = 2 * (size_t)KV_TILE * D + KV_TILE;
+    double *cs = scratch(s, (size_t)D * sizeof(double)), *tmp = scratch(s, (size_t)n_threads() * D * (D + 1) * sizeof(double));
+    double *sum = x->sum + (size_t)l * n, *outer = x->outer + (size_t)l * n * D;
+    float *mu = scratch(s, n * (D + 1) * sizeof(float)), *cov = mu + n, *buf = scratch(s, n_threads() * room * sizeof(float));
+    if (KV_DEV(s)) {
+        double *copy = scratch(s, n * (D + 1) * sizeof(double));
+        bytes_load_cuda(copy, sum, n * sizeof(double)); bytes_load_cuda(copy + n, outer, n * D * sizeof(double));
+        sum = copy; outer = copy + n;
+    }
+    expected_rope(s, cs);
+    #pragma omp parallel for schedule(static)
+    for (int h = 0; h < H; h++)
+        expected_moments(x->n[l] ? (double)x->n[l] : 1, sum + (size_t)h * D, outer + (size_t)h * D * D, D, cs, mu + (size_t)h * D, cov + (size_t)h * D * D, tmp + (size_t)thread_id() * D * (D + 1));
+    if (KV_DEV(s)) expected_scores_cuda(s, l, mu, cov, p, sq, N);
+    #pragma omp parallel for schedule(static)
+    for (int h = 0; h < H; h++) {
+        const KVHead *hd = kv_head(s, l, h / R);
+        float *z = p + (size_t)h * N, max = -INFINITY, all = 0, *own = buf + thread_id() * room;
+        int n0 = sink[h / R];
+        if (!KV_DEV(s)) expected_exponents(s, hd, n0, mu + (size_t)h * D, cov + (size_t)h * D * D, own, z);
+        if (!KV_DEV(s) && h % R == 0) value_squares(s, hd, own, sq + (size_t)(h / R) * N);
+        for (int r = n0; r < hd->len; r++) max = fmaxf(max, z[r]);
+        exp_shift(z + n0, max, hd->len - n0, &all);
+        for (int r = n0; r < hd->len; r++) z[r] /= all;
+    }
+}
+static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
+    Expected *x = ms;
+    int B = budget_now(s), G = s->c->G, R = s->c->H / G;
+    (void)q; (void)T;
+    if (s->decoding || l == s->c->L || s->n_tok <= B) return;
+    size_t mark = scratch_mark(s);
+    int N = kv_longest(s, l), *keep = scratch(s, (size_t)(N + 1) * sizeof(int)), *sink = scratch(s, (size_t)G * sizeof(int));
+    float *p = scratch(s, (size_t)s->c->H * N * sizeof(float)), *one = scratch(s, (size_t)N * sizeof(float));
+    float *sq = scratch(s, (size_t)G * N * sizeof(float));
+    for (int g = 0; g < G; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        for (sink[g] = 0; sink[g] < h->len && h->src[sink[g]] < x->sink; ) sink[g]++;
+    }
+    expected_scores(s, x, l, sink, p, sq, N);
+    for (int g = 0; g < G; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        int n0 = sink[g], n = h->len - n0, first = n0 < B ? n0 : B;
+        join_heads(one, p + (size_t)g * R * N + n0, n, N, R, AGG_MEAN);
+        for (int r = 0; r < n; r++) one[r] *= sqrtf(sq[(size_t)g * N + n0 + r]);
+        int kept = top_k(one, n, B - first, keep + first);
+        for (int i = 0; i < first; i++) keep[i] = i;
+        for (int i = 0; i < kept; i++) keep[first + i] += n0;
+        kv_keep(s, l, g, keep, first + kept);
+    }
+    scratch_reset(s, mark);
+}
+
+// ---- q8, the plain way to halve a cache: every row in blocks of 32 values with one scale (format q8_0)
+static int q8_open(Session *s, void *ms) {
+    (void)ms;
+    if (opt_given(s->opt, "ctk") || opt_given(s->opt, "ctv")) {
+        snprintf(s->err, sizeof s->err, "q8: sets -ctk and -ctv to q8_0 itself, leave them out");
+        return -1;
+    }
+    s->fk = s->fv = format_find("q8_0");
+    return 0;
+}
+
+
+const Method snapkv_method = {
+    .name    = "snapkv",
+    .paper   = "SnapKV, arXiv 2404.14469",
+    .keeps   = "keeps the rows the last --obs-window queries attend to most, and those last "
+               "rows; B in all",
+    .limits  = "B must exceed --obs-window",
+    .budget  = 1024,
+    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(Snap),
+    .open    = snapkv_open,
+    .commit  = snapkv_commit,
+};
+
+const Method adakv_method = {
+    .name    = "adakv",
+    .paper   = "Ada-KV, arXiv 2407.11550",
+    .keeps   = "snapkv with the budget shared out among a layer's heads by their scores; B a "
+               "head on average",
+    .limits  = "B must exceed --obs-window",
+    .budget  = 1024,
+    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(Snap),
+    .open    = snapkv_open,
+    .commit  = adakv_commit,
+};
+
+const Method pyramidkv_method = {
+    .name    = "pyramidkv",
+    .paper   = "PyramidKV, arXiv 2406.02069",
+    .keeps   = "snapkv with budgets that fall from the first layer to the last; B a head on "
+               "average",
+    .limits  = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen",
+    .budget  = 1024,
+    .uses    = "--obs-window 32, --kernel 7, --gqa-agg mean",
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(Snap),
+    .open    = snapkv_open,
+    .commit  = pyramidkv_commit,
+};
+
+const Method h2o_method = {
+    .name    = "h2o",
+    .paper   = "H2O, arXiv 2306.14048",
+    .keeps   = "keeps the last B/2 rows and the B/2 others that drew most attention so far",
+    .limits  = "needs a dense prefill, so no loopserve-p",
+    .budget  = 1024,
+    .opts    = h2o_opts,
+    .role    = ROLE_SELECT | ROLE_PREFILL,
+    .wants   = KV_MASS,
+    .evicts  = 1,
+    .state   = sizeof(H2o),
+    .open    = h2o_open,
+    .steady  = h2o_steady,
+    .commit  = h2o_commit,
+};
+
+const Method expected_attention_method = {
+    .name    = "expected-attention",
+    .paper   = "Expected Attention, arXiv 2510.00636",
+    .keeps   = "keeps the first --sink rows and those future queries are expected to attend "
+               "to; B in all",
+    .limits  = "B must exceed --sink",
+    .budget  = 1024,
+    .uses    = "--sink 4",
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(Expected),
+    .open    = expected_open,
+    .close   = expected_close,
+    .project = expected_project,
+    .steady  = expected_steady,
+    .commit  = expected_commit,
+    .bytes   = expected_bytes,
+};
+
+const Method q8_method = {
+    .name    = "q8",
+    .paper   = "blocks of 32 values with one f16 scale, as llama.cpp's q8_0",
+    .keeps   = "keeps every row at 8.5 bits an element",
+    .limits  = "sets -ctk and -ctv itself",
+    .role    = ROLE_STORE,
+    .open    = q8_open,
+};
+
+// ==================================================================================================== 7 SPARSE PREFILL BASELINES
+// Prefill attention over lines, and three methods that fix the lines beforehand. In the matrix of n - p0 new rows r (queries)
+// against n rows held (columns c <= r), a vertical c is the column c, and a slash o is the diagonal of the cells (r, r-o).
+// Row r of a head with verticals V and slashes S attends, with one softmax, to
+//   M(r) = { c in V : c <= r }  u  { r-o : o in S, o <= r }
+// in the head's own row numbers (rules.md B27). Under tile64 the slashes are rounded up to what a GPU block of 64 rows reads:
+// whole ranges of columns (block_index). LoopServe (section 11) chooses its lines anew in every prefill and uses the same code.
+//   a-shape      V = the first --a-shape-init columns, S = the last --a-shape-local       (arXiv 2309.17453, as a prefill mask)
+//   tri-shape    the same, and the last --tri-shape-last rows see everything              (SCBench, arXiv 2412.10319)
+//   minference   V, S = the heaviest columns and diagonals of the last 64 rows; tile64    (MInference, arXiv 2407.02490)
+// **Differs from MInference:** one size (--minference-verticals, -slashes) for all heads instead of an offline search per head.
+
+typedef struct { int lo, hi; } LineRange;                    // [lo,hi)
+
+enum { LINE_BLOCK = 64 };                                // rows done together, counted from p0; at most Q_BLOCK
+
+static int  bit_get(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
+static void bit_set(uint64_t *b, int i) { b[i >> 6] |= (uint64_t)1 << (i & 63); }
+static int bit_list(const uint64_t *b, int n, int *list) {          // the set bits below n, ascending -> count; NULL: count only
+    int k = 0;
+    for (int w = 0; w < (n + 63) / 64; w++)
+        for (uint64_t u = b[w]; u; u &= u - 1) { if (list) list[k] = w * 64 + __builtin_ctzll(u); k++; }
+    return k;
+}
+static int bit_runs(const uint64_t *b, int n, LineRange *run) {         // maximal runs of set bits, ascending -> count
+    int k = 0;
+    for (int i = 0; i < n; ) {
+        if (!b[i >> 6]) { i = (i | 63) + 1; continue; }
+        int j = i;
+        while (j < n && bit_get(b, j)) j++;
+        if (j > i) run[k++] = (LineRange){ i, j };
+        i = j + 1;
+    }
+    return k;
+}
+static void lines_clear(Lines *a) { memset(a->v, 0, bit_bytes(a->n)); memset(a->s, 0, bit_bytes(a->n)); }
+// One Lines a query head, empty, in scratch; n and p0 from the rows held now.
+static Lines *lines_new(Session *s, int l, int T) {
+    int H = s->c->H, R = H / s->c->G;
+    Lines *a = scratch(s, (size_t)H * sizeof *a);
+    for (int h = 0; h < H; h++) {
+        int n = kv_head(s, l, h / R)->len;
+        a[h] = (Lines){ .n = n, .p0 = n - T, .v = scratch(s, bit_bytes(n)), .s = scratch(s, bit_bytes(n)) };
+        lines_clear(&a[h]);
+    }
+    return a;
+}
+static long line_len(int x, int p0, int n) { return n - (x > p0 ? x : p0); }      // cells of vertical x, and as many of slash x
+
+// What the 64 rows from p0+b read: disjoint ascending ranges of columns, and single columns outside of them, all left of the
+// block (a column inside it lies in the range of offset 0). run (n_run): the runs of S; v (nv): V, ascending. -> ranges
+static int block_index(const Lines *a, int b, const LineRange *run, int n_run, const int *v, int nv,
+                       LineRange *range, int *cols, int *n_cols) {
+    int s0 = a->p0 + b, E = s0 + LINE_BLOCK < a->n ? s0 + LINE_BLOCK : a->n, k = 0, at = 0;
+    for (int j = n_run - 1; j >= 0; j--) {               // offsets descending: columns ascending
+        if (run[j].lo >= E) continue;
+        int lo = s0 - run[j].hi + 1, hi = E - run[j].lo;
+        if (lo < 0) lo = 0;
+        if (k && lo <= range[k - 1].hi) range[k - 1].hi = hi;
+        else range[k++] = (LineRange){ lo, hi };
+    }
+    *n_cols = 0;
+    for (int j = 0; j < nv && v[j] < s0; j++) {
+        while (at < k && range[at].hi <= v[j]) at++;
+        if (at == k || v[j] < range[at].lo) cols[(*n_cols)++] = v[j];
+    }
+    return k;
+}
+
+// ---- how one head is computed. Chosen offsets that stand close together are done as one band, scored as a whole and masked;
+// the others diagonal by diagonal: each of their cells reads its own rows, at LONE_CELL times the cost of a cell in a band.
+enum { LONE_CELL = 8 };
+
+typedef struct { int a, b, used, run0, run1; } LineBand; // runs run0..run1-1: `used` offsets chosen among [a,b)
+typedef struct {
+    const Lines *line;
+    LineRange *run; int n_run;  // all runs of S; exact lines: those outside the bands
+    int *v; int nv;
+    float *kv, *vv;             // (nv,D) rows of V, gathered; exact lines only
+    LineBand *band; int n_band;
+    float *miss;                // (n) miss[n-1-o] = 0 where offset o is chosen, else -INFINITY; exact lines only
+} LinePlan;
+
+static int band_whole(const LineBand *b) { return b->b - b->a + LINE_BLOCK - 1 <= LONE_CELL * b->used; }
+static int band_cost(const LineBand *b)  { return band_whole(b) ? b->b - b->a + LINE_BLOCK - 1 : LONE_CELL * b->used; }
+static void plan_bands(LinePlan *p) {                    // neighbours join while that costs no more
+    LineBand *d = p->band;
+    int k = 0, lone = 0, n = 0;
+    for (int j = 0; j < p->n_run; j++) {
+        LineBand one = { p->run[j].lo, p->run[j].hi, p->run[j].hi - p->run[j].lo, j, j + 1 };
+        if (k) {
+            LineBand both = { d[k - 1].a, one.b, d[k - 1].used + one.used, d[k - 1].run0, j + 1 };
+            if (band_cost(&both) <= band_cost(&d[k - 1]) + band_cost(&one)) { d[k - 1] = both; continue; }
+        }
+        d[k++] = one;
+    }
+    for (int j = 0; j < k; j++) {
+        if (band_whole(&d[j])) { d[n++] = d[j]; continue; }
+        for (int r = d[j].run0; r < d[j].run1; r++) p->run[lone++] = p->run[r];
+    }
+    p->n_band = n;
+    p->n_run = lone;
+}
+static LinePlan plan_new(Session *s, const Lines *a, const float *K, const float *V) {
+    LinePlan p = { .line = a };
+    size_t row = (size_t)s->c->D * sizeof(float);
+    if (a->dense) return p;
+    p.v = scratch(s, (size_t)bit_list(a->v, a->n, NULL) * sizeof(int));
+    p.nv = bit_list(a->v, a->n, p.v);
+    p.run = scratch(s, ((size_t)bit_list(a->s, a->n, NULL) + 1) * sizeof(LineRange));
+    p.n_run = bit_runs(a->s, a->n, p.run);
+    if (a->tile64) return p;
+    p.band = scratch(s, (size_t)p.n_run * sizeof(LineBand));
+    plan_bands(&p);
+    p.miss = scratch(s, (size_t)a->n * sizeof(float));
+    for (int o = 0; o < a->n; o++) p.miss[a->n - 1 - o] = bit_get(a->s, o) ? 0 : -INFINITY;
+    p.kv = scratch(s, p.nv * row); p.vv = scratch(s, p.nv * row);
+    #pragma omp parallel for schedule(static) if (worth_threads((size_t)p.nv * s->c->D))
+    for (int j = 0; j < p.nv; j++) {
+        memcpy(p.kv + (size_t)j * s->c->D, K + (size_t)p.v[j] * s->c->D, row);
+        memcpy(p.vv + (size_t)j * s->c->D, V + (size_t)p.v[j] * s->c->D, row);
+    }
+    return p;
+}
+
+// ---- one block of rows r0..r0+m-1 of one head against the unpacked rows K, V (n,D) of its KV head
+typedef struct {
+    Tile *t;
+    const float *K, *V;
+    int D, m, r0;
+    int first[LINE_BLOCK];      // the first row each query may see: 0, or where its sliding window begins
+} RowBlock;
+
+static void block_scores(RowBlock *b, const float *k, int n) {
+    attn_scores(b->t->sc, b->t->q, k, b->m, n, b->D, 1 / sqrtf((float)b->D));
+}
+
+// Columns [lo,hi), of which row r sees those up to itself and, when a band of p is given, at a chosen offset of the band.
+static void fold_range(RowBlock *b, int lo, int hi, const LinePlan *p, const LineBand *band) {
+    int gaps = band && band->used < band->b - band->a;
+    for (int c = lo; c < hi; c += KV_TILE) {
+        int n = hi - c < KV_TILE ? hi - c : KV_TILE;
+        block_scores(b, b->K + (size_t)c * b->D, n);
+        for (int i = 0; i < b->m; i++) {
+            float *sc = b->t->sc + (size_t)i * n;
+            int r = b->r0 + i, from = band ? r - band->b + 1 : 0, to = r + 1 - (band ? band->a : 0);     // columns [from,to)
+            if (from < b->first[i]) from = b->first[i];
+            for (int j = 0; j < n && c + j < from; j++) sc[j] = -INFINITY;
+            for (int j = to > c ? to - c : 0; j < n; j++) sc[j] = -INFINITY;
+            if (!gaps || to <= c) continue;
+            const float *miss = p->miss + (p->line->n - 1 - (r - c));            // offset r - c - j stands at miss[j]
+            for (int j = from > c ? from - c : 0, e = to - c < n ? to - c : n; j < e; j++) sc[j] += miss[j];
+        }
+        tile_fold(b->t, b->m, n, b->D, b->V + (size_t)c * b->D);
+    }
+}
+// n <= KV_TILE single columns c with gathered rows k, v (n,D). a given: cells that lie on a chosen slash are not counted twice.
+static void fold_columns(RowBlock *b, const int *c, int n, const float *k, const float *v, const Lines *a) {
+    block_scores(b, k, n);
+    for (int i = 0; i < b->m; i++)
+        for (int j = 0; j < n; j++) {
+            int o = b->r0 + i - c[j];
+            if (o < 0 || c[j] < b->first[i] || (a && bit_get(a->s, o))) b->t->sc[(size_t)i * n + j] = -INFINITY;
+        }
+    tile_fold(b->t, b->m, n, b->D, v);
+}
+// Row i at the offsets of run: columns [*lo,*hi) of which it sees some; -> the column of the run's first cell
+static int run_columns(const RowBlock *b, int i, const LineRange *run, int *lo, int *hi) {
+    int r = b->r0 + i, first = r - run->hi + 1;
+    *lo = first > b->first[i] ? first : b->first[i];
+    *hi = r - run->lo + 1 > *lo ? r - run->lo + 1 : *lo;
+    return first;
+}
+// Narrow runs of offsets, KV_TILE cells a row at a time. Run by run and not row by row: the rows read then follow each other.
+static void fold_runs(RowBlock *b, const LineRange *run, int n_run) {
+    Tile *t = b->t;
+    int D = b->D, lo, hi;
+    float scale = 1 / sqrtf((float)D);
+    for (int a = 0, e; a < n_run; a = e) {
+        int n = 0, at = 0;
+        for (e = a; e < n_run && n + run[e].hi - run[e].lo <= KV_TILE; e++) n += run[e].hi - run[e].lo;
+        for (int j = a; j < e; at += run[j].hi - run[j].lo, j++)
+            for (int i = 0; i < b->m; i++) {
+                int first = run_columns(b, i, &run[j], &lo, &hi);
+                float *p = t->sc + (size_t)i * n + at;
+                for (int c = 0; c < run[j].hi - run[j].lo; c++) p[c] = -INFINITY;
+                if (hi > lo) attn_scores(p + (lo - first), t->q + (size_t)i * D, b->K + (size_t)lo * D, 1, hi - lo, D, scale);
+            }
+        tile_fold(t, b->m, n, D, NULL);
+        at = 0;
+        for (int j = a; j < e; at += run[j].hi - run[j].lo, j++)
+            for (int i = 0; i < b->m; i++) {
+                int first = run_columns(b, i, &run[j], &lo, &hi);
+                attn_mix(t->acc + (size_t)i * D, t->sc + (size_t)i * n + at + (lo - first), b->V + (size_t)lo * D, 1, hi - lo, D);
+            }
+    }
+}
+static void block_exact(RowBlock *b, const LinePlan *p) {
+    const Lines *a = p->line;
+    int last = b->r0 + b->m - 1, n_run = p->n_run;
+    for (int j = 0; j < p->n_band && p->band[j].a <= last; j++) {
+        const LineBand *d = &p->band[j];
+        fold_range(b, b->r0 - d->b + 1 > 0 ? b->r0 - d->b + 1 : 0, last - d->a + 1, p, d);
+    }
+    while (n_run && p->run[n_run - 1].lo > last) n_run--;
+    fold_runs(b, p->run, n_run);
+    for (int j = 0; j < p->nv && p->v[j] <= last; j += KV_TILE) {
+        size_t at = (size_t)j * b->D;
+        fold_columns(b, p->v + j, p->nv - j < KV_TILE ? p->nv - j : KV_TILE, p->kv + at, p->vv + at, a);
+    }
+}
+static void block_tiles(RowBlock *b, const LinePlan *p, LineRange *range, int *cols) {
+    int n_cols, n_range = block_index(p->line, b->r0 - p->line->p0, p->run, p->n_run, p->v, p->nv, range, cols, &n_cols), D = b->D;
+    for (int j = 0; j < n_range; j++) fold_range(b, range[j].lo, range[j].hi, NULL, NULL);
+    for (int j = 0; j < n_cols; j += KV_TILE) {
+        int n = n_cols - j < KV_TILE ? n_cols - j : KV_TILE;
+        for (int i = 0; i < n; i++) {
+            memcpy(b->t->k + (size_t)i * D, b->K + (size_t)cols[j + i] * D, (size_t)D * sizeof(float));
+            memcpy(b->t->v + (size_t)i * D, b->V + (size_t)cols[j + i] * D, (size_t)D * sizeof(float));
+        }
+        fold_columns(b, cols + j, n, b->t->k, b->t->v, NULL);
+    }
+}
+static void window_starts(const Session *s, int l, const KVHead *hd, RowBlock *b) {
+    int w = layer_window(s, l), c = 0;
+    for (int i = 0; i < b->m; i++) {                     // positions rise with the rows, so c only moves on
+        while (w && s->tok[hd->src[c]].pos <= s->tok[hd->src[b->r0 + i]].pos - w) c++;     // by token, as kv_visible does
+        b->first[i] = c;
+    }
+}
+// The R heads of KV head g over their lines. out, q (T,H,D)
+static void group_attend(Session *s, int l, int g, const Lines *lines, float *out, const float *q, int T, Tile *tiles) {
+    int D = s->c->D, H = s->c->H, R = H / s->c->G, blocks = (T + LINE_BLOCK - 1) / LINE_BLOCK;
+    const KVHead *hd = kv_head(s, l, g);
+    size_t mark = scratch_mark(s), n = hd->len;
+    float *K = scratch(s, n * D * sizeof(float)), *V = scratch(s, n * D * sizeof(float));
+    LinePlan *plan = scratch(s, (size_t)R * sizeof *plan);
+    LineRange *range = scratch(s, (size_t)n_threads() * n * sizeof *range);
+    int *cols = scratch(s, (size_t)n_threads() * n * sizeof *cols);
+    #pragma omp parallel for schedule(static) if (worth_threads(n * D))
+    for (int r = 0; r < hd->len; r += KV_TILE) {
+        int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
+        kv_load_k(s, hd, NULL, r, m, K + (size_t)r * D);
+        kv_load_v(s, hd, NULL, r, m, V + (size_t)r * D);
+    }
+    for (int r = 0; r < R; r++) plan[r] = plan_new(s, &lines[g * R + r], K, V);
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)T * n * R * D))
+    for (int item = R * blocks - 1; item >= 0; item--) { // long rows first: threads finish together
+        int h = g * R + item % R, t0 = item / R * LINE_BLOCK;
+        RowBlock b = { &tiles[thread_id()], K, V, D, T - t0 < LINE_BLOCK ? T - t0 : LINE_BLOCK, hd->len - T + t0, {0} };
+        const float *from = q + ((size_t)t0 * H + h) * D;
+        for (int i = 0; i < b.m; i++) memcpy(b.t->q + (size_t)i * D, from + (size_t)i * H * D, (size_t)D * sizeof(float));
+        window_starts(s, l, hd, &b);
+        tile_begin(b.t, b.m, D);
+        if (lines[h].dense) fold_range(&b, 0, b.r0 + b.m, NULL, NULL);
+        else if (lines[h].tile64) block_tiles(&b, &plan[item % R], range + thread_id() * n, cols + thread_id() * n);
+        else block_exact(&b, &plan[item % R]);
+        for (int i = 0; i < b.m; i++)
+            for (int d = 0; d < D; d++) out[((size_t)(t0 + i) * H + h) * D + d] = b.t->acc[(size_t)i * D + d] / b.t->sum[i];
+    }
+    scratch_reset(s, mark);
+}
+// Prefill attention of all heads over their lines (H); when every head is dense, full attention bit for bit. out, q (T,H,D)
+static void lines_attend(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
+    int dense = 0, H = s->c->H;
+    for (int h = 0; h < H; h++) dense += lines[h].dense;
+    if (dense == H) { attn_prefill(s, l, out, q, 0, T); return; }
+    if (KV_DEV(s)) { lines_attend_cuda(s, l, lines, out, q, T); return; }
+    size_t mark = scratch_mark(s);
+    Tile *tiles = tiles_new(s);
+    for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, out, q, T, tiles);
+    scratch_reset(s, mark);
+}
+static int lines_open(Session *s, const char *name) {    // what every method with line attention needs of the parts beside it
+    for (int i = 0; i < s->n_part; i++)
+        if (s->part[i].m->rule != VIS_CAUSAL) {
+            snprintf(s->err, sizeof s->err, "%s and %s cannot be combined: the first knows causal masks only", name,
+                     s->part[i].m->name);
+            return -1;
+        }
+    return 0;
+}
+static int opt_least(Session *s, const char *name, int least, int *value) {        // an int option, refused below its least value
+    *value = opt_int(s->opt, name);
+    if (*value >= least) return 0;
+    snprintf(s->err, sizeof s->err, "--%s must be at least %d, found %d", name, least, *value);
+    return -1;
+}
+
+// ---- A-shape and Tri-shape: fixed lines
+typedef struct { int init, local, last; } LineShape;
+
+static int a_shape_open(Session *s, void *ms) {
+    LineShape *x = ms;
+    if (lines_open(s, "a-shape") || opt_least(s, "a-shape-init", 0, &x->init)) return -1;
+    return opt_least(s, "a-shape-local", 1, &x->local);
+}
+static int tri_shape_open(Session *s, void *ms) {
+    LineShape *x = ms;
+    if (lines_open(s, "tri-shape") || opt_least(s, "tri-shape-init", 0, &x->init)) return -1;
+    return opt_least(s, "tri-shape-local", 1, &x->local) || opt_least(s, "tri-shape-last", 0, &x->last) ? -1 : 0;
+}
+static void shape_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
+    LineShape *x = ms;
+    size_t mark = scratch_mark(s), row = (size_t)s->c->H * s->c->D;
+    Lines *a = lines_new(s, l, T);
+    int last = x->last < T ? x->last : T;
+    for (int h = 0; h < s->c->H; h++) {
+        a[h].dense = a[h].n - x->init <= x->local;      // row n-1 lacks columns [init,n-local) only
+        for (int c = 0; c < a[h].n && c < x->init; c++) bit_set(a[h].v, c);
+        for (int o = 0; o < a[h].n && o < x->local; o++) bit_set(a[h].s, o);
+    }
+    lines_attend(s, l, a, out, q, T);
+    if (last) attn_prefill(s, l, out + (T - last) * row, q + (T - last) * row, T - last, last);
+    scratch_reset(s, mark);
+}
+
+// ---- softmax rows of a few queries of one head: what MInference and LoopServe look at
+// P (m,n): the probabilities of query row R[i] of head h over its n rows, 0 where it may not look. q (T,H,D) are the queries of the last T rows
+static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m, float *P, Tile *t) {
+    int D = s->c->D, H = s->c->H, per = H / s->c->G;
+    const KVHead *hd = kv_head(s, l, h / per);
+    int n = hd->len, p0 = n - T;
+    for (int i0 = 0; i0 < m; i0 += Q_BLOCK) {
+        int mb = m - i0 < Q_BLOCK ? m - i0 : Q_BLOCK;
+        for (int i = 0; i < mb; i++) {
+            memcpy(t->q + (size_t)i * D, q + ((size_t)(R[i0 + i] - p0) * H + h) * D, (size_t)D * sizeof(float));
+            t->tok[i] = hd->src[R[i0 + i]];
+        }
+        for (int r = 0; r < n; r += KV_TILE) {
+            int nr = n - r < KV_TILE ? n - r : KV_TILE;
+            kv_load_k(s, hd, NULL, r, nr, t->k);
+            tile_scores(s, l, hd, t, mb, NULL, r, nr);
+            for (int i = 0; i < mb; i++) memcpy(P + (size_t)(i0 + i) * n + r, t->sc + (size_t)i * nr, (size_t)nr * sizeof(float));
+        }
+    }
+    for (int i = 0; i < m; i++) {
+        float *p = P + (size_t)i * n, sum = 0;
+        exp_shift(p, max_f32(p, n), n, &sum);
+        for (int c = 0; c < n; c++) p[c] *= 1 / sum;
+    }
+}
+
+// ---- MInference, the vertical-slash kind
+typedef struct { int nv, ns; } Minference;
+enum { MINF_LAST = 64, MINF_V = 30, MINF_S = 100 };      // rows looked at; columns and offsets always taken
+
+static int minference_open(Session *s, void *ms) {
+    Minference *x = ms;
+    double ratio = opt_real(s->opt, "minference-ratio");
+    if (lines_open(s, "minference")) return -1;
+    if (opt_least(s, "minference-verticals", 0, &x->nv) || opt_least(s, "minference-slashes", 0, &x->ns)) return -1;
+    if (ratio < 0) return refuse(s, "--minference-ratio must not be negative, found %g", ratio);
+    x->nv = (int)fmin(x->nv * ratio, INT_MAX); x->ns = (int)fmin(x->ns * ratio, INT_MAX);
+    return 0;
+}
+// sum, idx (n)
+static void minference_lines(const Minference *x, Lines *a, const int *R, int m, const float *P, float *sum, int *idx) {
+    for (int slash = 0; slash < 2; slash++) {
+        int least = slash ? MINF_S : MINF_V, want = slash ? x->ns : x->nv;
+        memset(sum, 0, (size_t)a->n * sizeof(float));
+        for (int i = 0; i < m; i++)
+            for (int c = 0; c <= R[i]; c++) sum[slash ? R[i] - c : c] += P[(size_t)i * a->n + c];
+        for (int j = 0; j < a->n && j < least; j++) sum[j] = INFINITY;
+        int k = top_k(sum, a->n, want > least ? want : least, idx);
+        for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
+    }
+}
+static void minference_device(Session *s, const Minference *x, int l, const float *q, int T, Lines *a, int m) {     // a (H): dense is set, lines are chosen
+    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), ng = line_batch_cuda(s, l, m), heads = ng * R, t[MINF_LAST];
+    int *idx = scratch(s, (size_t)heads * N * sizeof(int)), *n = scratch(s, (size_t)3 * heads * sizeof(int)), *k = n + heads, *found = k + heads;
+    for (int i = 0; i < m; i++) t[i] = T - m + i;
+    for (int g = 0; g < G; g += ng, a += heads) {
+        float *P = line_probs_cuda(s, l, g, ng, q, T, t, m);
+        for (int slash = 0; slash < 2; slash++) {
+            int least = slash ? MINF_S : MINF_V, want = slash ? x->ns : x->nv;
+            for (int i = 0; i < heads; i++) { n[i] = a[i].n; k[i] = want > least ? want : least; }
+            top_k_rows(s, line_sums_cuda(s, l, g, ng, P, T, m, slash, least), heads, N, n, k, idx, N, found);
+            for (int i = 0; i < heads; i++) for (int j = 0; j < found[i]; j++) bit_set(slash ? a[i].s : a[i].v, idx[(size_t)i * N + j]);
+        }
+    }
+}
+static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
+    int H = s->c->H, N = kv_longest(s, l), m = T < MINF_LAST ? T : MINF_LAST;
+    size_t mark = scratch_mark(s), room = (size_t)n_threads();
+    Lines *a = lines_new(s, l, T);
+    Tile *tiles = tiles_new(s);
+    float *P = scratch(s, room * m * N * sizeof(float)), *sum = scratch(s, room * N * sizeof(float));
+    int *idx = scratch(s, room * N * sizeof(int));
+    double t = now();
+    for (int h = 0; h < H; h++) {
+        a[h].tile64 = 1;
+        a[h].dense = a[h].n <= MINF_S;                   // the offsets always taken are every cell
+    }
+    if (KV_DEV(s)) minference_device(s, ms, l, q, T, a, m);
+    #pragma omp parallel for schedule(dynamic) if (!KV_DEV(s) && worth_threads((size_t)m * N * H * s->c->D))
+    for (int h = 0; h < H; h++) {
+        int id = thread_id(), R[MINF_LAST];
+        if (a[h].dense || KV_DEV(s)) continue;
+        for (int i = 0; i < m; i++) R[i] = a[h].n - m + i;
+        line_probs(s, l, h, q, T, R, m, P + (size_t)id * m * N, &tiles[id]);
+        minference_lines(ms, &a[h], R, m, P + (size_t)id * m * N, sum + (size_t)id * N, idx + (size_t)id * N);
+    }
+    timed(&s->clk.index, t);
+    lines_attend(s, l, a, out, q, T);
+    scratch_reset(s, mark);
+}
+static const Opt a_shape_opts[] = {
+    { "a-shape-init", 'i', "128", "first columns every row sees" },
+    { "a-shape-local", 'i', "3968", "last columns every row sees, itself included" },
+    { NULL, 0, NULL, NULL } };
+static const Opt tri_shape_opts[] = {
+    { "tri-shape-init", 'i', "128", "first columns every row sees" },
+    { "tri-shape-local", 'i', "3968", "last columns every row sees, itself included" },
+    { "tri-shape-last", 'i', "100", "last rows of a turn that see everything" },
+    { NULL, 0, NULL, NULL } };
+static const Opt minference_opts[] = {
+    { "minference-verticals", 'i', "1000", "columns a head, 30 at least" },
+    { "minference-slashes", 'i', "6096", "diagonals a head, 100 at least" },
+    { "minference-ratio", 'f', "1", "factor on both, for short contexts" },
+    { NULL, 0, NULL, NULL } };
+
+
+const Method a_shape_method = {
+    .name    = "a-shape",
+    .paper   = "A-shape prefill mask, after StreamingLLM, arXiv 2309.17453",
+    .keeps   = "keeps every row; a prefill row reads the first --a-shape-init and the last "
+               "--a-shape-local (saves reads only)",
+    .limits  = "decides the prefill attention only; combine it with a decode method by +",
+    .opts    = a_shape_opts,
+    .role    = ROLE_PREFILL,
+    .state   = sizeof(LineShape),
+    .open    = a_shape_open,
+    .attend  = shape_attend,
+};
+
+const Method tri_shape_method = {
+    .name    = "tri-shape",
+    .paper   = "Tri-shape, SCBench, arXiv 2412.10319",
+    .keeps   = "keeps every row; a-shape in which a turn's last --tri-shape-last rows read "
+               "everything (saves reads only)",
+    .limits  = "decides the prefill attention only; combine it with a decode method by +",
+    .opts    = tri_shape_opts,
+    .role    = ROLE_PREFILL,
+    .state   = sizeof(LineShape),
+    .open    = tri_shape_open,
+    .attend  = shape_attend,
+};
+
+const Method minference_method = {
+    .name    = "minference",
+    .paper   = "MInference 1.0, arXiv 2407.02490",
+    .keeps   = "keeps every row; prefill reads the heaviest columns and diagonals of a turn's "
+               "last 64 rows (saves reads only)",
+    .limits  = "decides the prefill attention only; combine it with a decode method by +. Its "
+               "sizes are for 32k rows and more: on short contexts give a small "
+               "--minference-ratio",
+    .opts    = minference_opts,
+    .role    = ROLE_PREFILL,
+    .state   = sizeof(Minference),
+    .open    = minference_open,
+    .attend  = minference_attend,
+};
+
+// ==================================================================================================== 8 QUEST
+// Tang, Zhao, Zhu, Xiao, Kasikci, Han: Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference. arXiv 2406.10774.
+// Rows are read in pages of 16. The smallest and largest key value of a page, channel by channel, bound q.k for every row in it:
+//   u(page) = sum_d max(q_d max_d, q_d min_d) >= q.k        for every key k of the page
+// A decode step reads the pages with the largest bound and the page it writes to. Nothing is dropped.
+// **Differs from the paper** (rules.md A8): one page set per KV head, u is the largest over its query heads; the current page is
+// always read, inside the budget, and takes no part in the ranking; a budget that covers the context reads every row.
+// Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers read everything).
+
+typedef struct {
+    int full_layers, B;         // B: budget of this turn
+    int dtype;                  // of the bounds: that of the rows, so bounds are exact
+    struct { int n, cap; char *bound; } *head;      // (L,G) full pages; bound (n,2D): largest, then smallest
+} Quest;
+
+static int quest_open(Session *s, void *ms) {
+    Quest *x = ms;
+    x->full_layers = opt_int(s->opt, "quest-full-layers");
+    if (x->full_layers < 0) return refuse(s, "--quest-full-layers must not be negative, found %d", x->full_layers);
+    x->B = s->budget;
+    x->dtype = !strcmp(s->fk->name, "f16") ? DT_F16 : !strcmp(s->fk->name, "bf16") ? DT_BF16 : DT_F32;
+    x->head = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->head);
+    return 0;
+}
+static void quest_close(Session *s, void *ms) {
+    Quest *x = ms;
+    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) { if (KV_DEV(s)) near_free_cuda(x->head[i].bound); else free(x->head[i].bound); }
+    free(x->head);
+}
+static void quest_room(Session *s, Quest *x, int i, int pages, size_t row) {     // of head i
+    int old = x->head[i].cap;
+    if (pages <= old) return;
+    s->changes++;
+    x->head[i].cap = pages + pages / 4 + 4;
+    if (KV_DEV(s)) x->head[i].bound = near_grow_cuda(x->head[i].bound, old * row, x->head[i].cap * row);
+    else x->head[i].bound = xrealloc(x->head[i].bound, x->head[i].cap * row);
+}
+static void page_bounds(const Session *s, const KVHead *hd, int page, float *rows, float *bound) {     // rows (PAGE,D) is room; bound (2D)
+    int D = s->c->D;
+    kv_load_k(s, hd, NULL, page * PAGE, PAGE, rows);
+    for (int d = 0; d < D; d++) {
+        float hi = rows[d], lo = rows[d];
+        for (int r = 1; r < PAGE; r++) { float k = rows[(size_t)r * D + d]; hi = k > hi ? k : hi; lo = k < lo ? k : lo; }
+        bound[d] = hi; bound[D + d] = lo;
+    }
+}
+static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
+    Quest *x = ms;
+    int G = s->c->G, D = s->c->D;
+    size_t row = (size_t)2 * D * dtype_size(x->dtype), mark = scratch_mark(s);
+    (void)q; (void)T;
+    if (l == s->c->L && !s->decoding) x->B = budget_now(s);
+    if (l == s->c->L || l < x->full_layers) return;
+    float *room = scratch(s, (size_t)n_threads() * (PAGE + 2) * D * sizeof(float));
+    for (int g = 0; g < G; g++) {
+        int i = l * G + g, n = kv_head(s, l, g)->len / PAGE;
+        quest_room(s, x, i, n, row);
+        if (!KV_DEV(s) || n <= x->head[i].n) continue;
+        page_bounds_cuda(s, l, g, x->head[i].bound, x->head[i].n, n, x->dtype);
+        x->head[i].n = n;
+    }
+    #pragma omp parallel for schedule(static) if (T > PAGE)
+    for (int g = 0; g < G; g++) {
+        const KVHead *hd = kv_head(s, l, g);
+        float *rows = room + (size_t)thread_id() * (PAGE + 2) * D, *bound = rows + (size_t)PAGE * D;
+        int i = l * G + g, n = hd->len / PAGE;
+        for (int p = x->head[i].n; p < n; p++) {
+            page_bounds(s, hd, p, rows, bound);
+            from_f32(x->head[i].bound + p * row, bound, x->dtype, (size_t)2 * D);
+        }
+        x->head[i].n = n;
+    }
+    scratch_reset(s, mark);
+}
+// u of pages 0..n-1 (n): the largest over the R query heads. With q split into its positive and negative part, u is one dot
+// product: max(q max, q min) = q+ max + q- min, channel by channel.
+static void page_scores(const Quest *x, const char *bound, int n, const float *q, int R, int D, float *split, float *sc, float *u) {
+    for (int h = 0; h < R; h++)
+        for (int d = 0; d < D; d++) {
+            float a = q[(size_t)h * D + d];
+            split[(size_t)h * 2 * D + d] = a > 0 ? a : 0;
+            split[(size_t)h * 2 * D + D + d] = a > 0 ? 0 : a;
+        }
+    matmul(sc, split, &(Tensor){ bound, x->dtype, n, 2 * D }, R);
+    for (int p = 0; p < n; p++) u[p] = sc[p];
+    for (int h = 1; h < R; h++)
+        for (int p = 0; p < n; p++) u[p] = sc[(size_t)h * n + p] > u[p] ? sc[(size_t)h * n + p] : u[p];
+}
+static float *quest_scores(Session *s, const Quest *x, int l, const float *q, int pages) {       // (G,pages)
+    int G = s->c->G, R = s->c->H / G, D = s->c->D;
+    size_t per = (size_t)2 * R * D + (size_t)R * pages;
+    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float)), *u = scratch(s, (size_t)G * pages * sizeof(float));
+    #pragma omp parallel for schedule(static) if (pages > 64)
+    for (int g = 0; g < G; g++) {
+        float *split = room + (size_t)thread_id() * per;
+        page_scores(x, x->head[l * G + g].bound, pages, q + (size_t)g * R * D, R, D, split, split + (size_t)2 * R * D, u + (size_t)g * pages);
+    }
+    return u;
+}
+static void quest_select_host(Session *s, const Quest *x, int l, const float *q, int pages, int best) {
+    int G = s->c->G, *idx = scratch(s, (size_t)G * best * sizeof(int)), *rows = scratch(s, (size_t)best * PAGE * sizeof(int));
+    int *n = scratch(s, (size_t)3 * G * sizeof(int)), *k = n + G, *found = k + G;
+    for (int g = 0; g < G; g++) { n[g] = pages; k[g] = best; }
+    top_k_rows(s, quest_scores(s, x, l, q, pages), G, pages, n, k, idx, best, found);
+    for (int g = 0; g < G; g++) {
+        for (int i = 0; i < found[g] * PAGE; i++) rows[i] = idx[g * best + i / PAGE] * PAGE + i % PAGE;
+        view_group(s, l, g, rows, found[g] * PAGE, pages * PAGE);
+    }
+}
+static int quest_dense(const Quest *x) { return x->B > PAGE ? x->B : PAGE; }     // up to so many tokens every row is read
+static int quest_steady(const Session *s, const void *ms) { return s->n_tok != quest_dense(ms) + 1; }
+static void quest_select(Session *s, void *ms, int l, const float *q) {
+    Quest *x = ms;
+    int G = s->c->G, pages = (s->n_tok - 1) / PAGE, best = (x->B / PAGE > 3 ? x->B / PAGE : 3) - 1;        // the current page is read too
+    if (l < x->full_layers || s->n_tok <= quest_dense(x)) return;          // the views say: every row
+    double t0 = now();
+    size_t mark = scratch_mark(s);
+    const char *bound[MAX_G];
+    for (int g = 0; g < G && KV_DEV(s); g++) bound[g] = x->head[l * G + g].bound;
+    if (KV_DEV(s)) quest_select_cuda(s, l, bound, pages, x->head[l * G].cap, best, q, x->dtype);
+    else quest_select_host(s, x, l, q, pages, best);
+    scratch_reset(s, mark);
+    timed(&s->clk.index, t0);
+}
+static void quest_forget(Session *s, void *ms, int n_tok) {
+    Quest *x = ms;
+    for (int i = 0; i < s->c->L * s->c->G; i++) if (x->head[i].n > n_tok / PAGE) x->head[i].n = n_tok / PAGE;
+}
+static size_t quest_bytes(const Session *s, const void *ms) {
+    const Quest *x = ms;
+    size_t n = 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) n += (size_t)x->head[i].cap * 2 * s->c->D * dtype_size(x->dtype);
+    return n;
+}
+static size_t quest_plan(const Session *s, const void *ms, int n) {        // quest_grow asks for a quarter more than it needs
+    const Quest *x = ms;
+    int pages = n / PAGE, layers = s->c->L - x->full_layers;
+    return layers > 0 ? (size_t)layers * s->c->G * (pages + pages / 4 + 4) * 2 * s->c->D * dtype_size(x->dtype) : 0;
+}
+static const Opt quest_opts[] = { { "quest-full-layers", 'i', "2", "first layers that read every row" }, { NULL, 0, NULL, NULL } };
+
+
+const Method quest_method = {
+    .name    = "quest",
+    .paper   = "Quest, arXiv 2406.10774",
+    .keeps   = "keeps every row; reads the pages of 16 rows with the largest bound, budget in "
+               "all: saves reads only",
+    .limits  = "needs every row: not with methods that drop some. Goes with loopserve-p and "
+               "pats",
+    .budget  = 1024,
+    .opts    = quest_opts,
+    .role    = ROLE_SELECT,
+    .state   = sizeof(Quest),
+    .open    = quest_open,
+    .close   = quest_close,
+    .select  = quest_select,
+    .steady  = quest_steady,
+    .commit  = quest_commit,
+    .bytes   = quest_bytes,
+    .plan    = quest_plan,
+    .forget  = quest_forget,
+};
+
+// ==================================================================================================== 9 LOOPSERVE
+// Li, Xu, Li, Chen, Li, Tian, Xiao, Deng, Wang, Li, Chen, Yuan: LoopServe: An Adaptive Dual-phase LLM Inference Acceleration
+// System for Multi-Turn Dialogues. arXiv 2507.13681.
+// A turn's prefill attends along few vertical and slash lines, chosen for this input in every layer and head from a sample of
+// its own query rows; in decode the rows to read are chosen anew every n_d tokens, by the queries of the last n_d tokens.
+//   Definition 1   X^ = [y_(j-1), X_j]: a turn prefills the previous answer again, then its own ids         loopserve_enter
+//   Eq. 1          min  sum of l_s over S^ + sum of l_v over V^   while their cells recover >= alpha of the attention of X^
+//   Algorithm 2    RandomSelect, SlashSum, VerticalSum, greedy on (weight - overlap) / (length - crossings)  select_faithful
+//   Algorithm 3    if n_o = 16 or (n_o - 16) % n_d = 0:  X^_i = arg max over B rows a of sum A[b][a], b in X^obs     loop_select
+// Lengths are l_x = n - max(x, p0) for both kinds (line_len): n rows held, of which p0.. are this pass's queries.
+// **Differs from the paper:**
+//   - Algorithm 2 bounds the overlap of two kinds of lines by the largest cell of every chosen line. The bound is so loose that
+//     heads run out of lines, so the default (variant b) keeps the exact residual of every line, and a heap; variant a (--paper,
+//     alpha .955) is the paper's loop with what it lacks: lines are popped, gains stop at 0, no gain left means dense;
+//   - sampled rows are stratified, with a hold-out half that must be recovered too; the first --loopserve-sink columns and the
+//     last --loopserve-local offsets are always taken (a: offset 0 only); a head that needs too many cells is dense, and so is
+//     a short pass. With alpha 1, or all heads dense, the pass equals full attention bit for bit;
+//   - n_o = 0 does not trigger ((0 - 16) % 16 would), candidates are the rows held at the prefill's end, and the tokens of this
+//     answer are read on top of B (--loopserve-gen=literal: they compete); one set a KV head (--loopserve-sel=q: a query head).
+// Nothing is ever dropped: any row may be chosen again later. It saves reads, not memory; on a CPU the chosen rows are even held twice, side by
+// side for the steps until the next choice (view_near).
+// --loopserve-unit=tile64 chooses bands of 64 offsets at what a 64x64 GPU tile costs, by thresholds instead of a heap.
+
+typedef struct {            // what a selection looks at: sampled softmax rows of one head
+    int m, n, p0;
+    const int *R;           // (m) their row numbers, ascending
+    const float *P;         // (m,n) P[i][c] = 0 for c > R[i]
+} LineSample;
+typedef struct { double key; int id; } LineItem;         // id < n: vertical id; else slash id-n
+typedef struct {            // room of one thread
+    float *P;               // (m,N) softmax rows
+    double *g;              // (2N) residual gain of every line on the selecting samples
+    double *one;            // (2N) tile64: the largest part of it that a single sample gave at the start
+    float *top;             // (2N) variant a: the largest cell of every line
+    LineItem *item;         // (2N) heap, or sorted lists
+    LineRange *run, *range; // (N) tile64: runs of offsets; ranges of a block
+    int *v, *cols, *R;      // (N) tile64: columns; columns of a block. (m) sampled rows
+} LoopRoom;
+
+typedef struct {
+    LoopRule rule;
+    int variant_a, tile64, m, min_context;
+    uint64_t seed;
+    int first, interval, obs, per_query, literal, keep_answer, decodes;      // Algorithm 3; decodes: 1 unless loopserve-p
+    int prompt_end;         // tokens when the last prefill ended
+    int ring_from;          // the ring holds the queries of tokens from here on, at most obs of them
+    int budget;             // rows to choose
+    float *ring;            // (L,obs,H,D), made by the first query: token i stands in slot i % obs
+    // statistics: head passes, dense ones; selections, decode steps, those that read every row; sums over sparse head passes
+    long passes, dense, selections, steps, steps_all;
+    double mass, least, cells, n_v, n_s;
+} LoopServe;
+
+// ---- RandomSelect: one row of each of m strata of the nh new rows, and the last row (rules.md B3). R (m) ascending, less p0
+static int sample_rows(int nh, int want, uint64_t seed, int turn, int layer, int *R) {
+    int m = want < nh ? want : nh;
+    uint64_t state = mix64(mix64(mix64(seed) ^ (uint64_t)turn) ^ (uint64_t)layer);
+    for (int i = 0; i < m; i++) {
+        int lo = (int)((long)i * nh / m), hi = (int)((long)(i + 1) * nh / m);
+        R[i] = lo + (int)(splitmix64(&state) % (uint64_t)(hi - lo));
+    }
+    R[m - 1] = nh - 1;
+    return m;
+}
+
+// ---- lengths: cells of lines, and of the whole pass. A crossing counts twice, as in Eq. 1
+static double cells_all(const Lines *a) { return .5 * ((double)a->n * (a->n + 1) - (double)a->p0 * (a->p0 + 1)); }
+static double cells_of(const Lines *a, const uint64_t *bits) {
+    double sum = 0;
+    for (int x = 0; x < a->n; x++) if (bit_get(bits, x)) sum += (double)line_len(x, a->p0, a->n);
+    return sum;
+}
+
+// ---- variant a: Algorithm 2 to the letter where it has letters
+static int item_before(LineItem a, LineItem b, int n) {          // key descending, slashes first, then the smaller index
+    if (a.key != b.key) return a.key > b.key;
+    return (a.id >= n) != (b.id >= n) ? a.id >= n : a.id < b.id;
+}
+static int by_weight(const void *pa, const void *pb) {
+    const LineItem *a = pa, *b = pb;
+    return a->key != b->key ? (a->key < b->key ? 1 : -1) : a->id - b->id;
+}
+// The sum of gains is a lower bound of the mass recovered: every shared cell of a slash and a vertical is charged once, by at
+// least its own size (w^max of the earlier line). Fails (1) when no line promises a gain before alpha is reached.
+static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
+    int n = p->n, na = 0, nb = 0;                        // |V|, |S|: also how many of each sorted list are used up
+    LineItem *iv = w->item, *is = w->item + n;
+    double tot = 0, sum = 0, ol_v = 0, ol_s = 0;
+    for (int j = 0; j < n; j++) { iv[j] = (LineItem){ 0, j }; is[j] = (LineItem){ 0, j }; w->top[j] = w->top[n + j] = 0; }
+    for (int i = 0; i < p->m; i++)
+        for (int c = 0; c <= p->R[i]; c++) {             // SlashSum, VerticalSum
+            float x = p->P[(size_t)i * n + c];
+            int o = p->R[i] - c;
+            iv[c].key += x; is[o].key += x; tot += x;
+            if (x > w->top[c]) w->top[c] = x;
+            if (x > w->top[n + o]) w->top[n + o] = x;
+        }
+    qsort(iv, n, sizeof *iv, by_weight);
+    qsort(is, n, sizeof *is, by_weight);
+    while (sum < u->alpha * tot && (na < n || nb < n)) {
+        double gs = nb < n ? fmax(0, is[nb].key - ol_v) : -INFINITY, gv = na < n ? fmax(0, iv[na].key - ol_s) : -INFINITY;
+        if (gs <= 0 && gv <= 0) break;
+        double ls = nb < n ? fmax(1, line_len(is[nb].id, p->p0, n) - na) : 1;
+        double lv = na < n ? fmax(1, line_len(iv[na].id, p->p0, n) - nb) : 1;
+        if (nb < n && (na >= n || gs / ls >= gv / lv)) { bit_set(a->s, is[nb].id); ol_s += w->top[n + is[nb++].id]; sum += gs; }
+        else                                           { bit_set(a->v, iv[na].id); ol_v += w->top[iv[na++].id];     sum += gv; }
+    }
+    int failed = sum < u->alpha * tot;
+    bit_set(a->s, 0);                                    // a row must see itself (rules.md B7)
+    *f = (LoopFound){ tot > 0 ? sum / tot : 1, (cells_of(a, a->v) + cells_of(a, a->s)) / cells_all(a) };
+    return failed;
+}
+
+// ---- variant b: exact residuals
+typedef struct { double rec[2], tot[2]; } Tally;         // mass recovered, and all of it; [0] selecting samples, [1] validating
+
+static int tally_done(const Tally *t, double alpha) { return t->rec[0] >= alpha * t->tot[0] && t->rec[1] >= alpha * t->tot[1]; }
+static double tally_share(const Tally *t) {
+    double all = t->tot[0] + t->tot[1];
+    return all > 0 ? (t->rec[0] + t->rec[1]) / all : 1;
+}
+static void keep_lines(const LoopRule *u, Lines *a) {
+    for (int c = 0; c < u->sink && c < a->n; c++) bit_set(a->v, c);
+    for (int o = 0; o < u->local && o < a->n; o++) bit_set(a->s, o);
+}
+// Residual gains with the kept lines taken out. g (2n). A row is summed in 32 lanes, so that a warp of the GPU can add in the same order.
+static double lanes32(double *x) { for (int h = 16; h; h >>= 1) for (int i = 0; i < h; i++) x[i] += x[i + h]; return x[0]; }
+static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
+    Tally t = {{0, 0}, {0, 0}};
+    int n = p->n;
+    memset(g, 0, 2 * (size_t)n * sizeof *g);
+    for (int i = 0; i < p->m; i++) {
+        int half = u->holdout & i;                       // even samples select
+        double rec[32] = { 0 }, tot[32] = { 0 };
+        for (int c = 0; c <= p->R[i]; c++) {
+            double x = p->P[(size_t)i * n + c];
+            tot[c % 32] += x;
+            if (c < u->sink || p->R[i] - c < u->local) rec[c % 32] += x;
+            else if (!half) { g[c] += x; g[n + p->R[i] - c] += x; }
+        }
+        t.rec[half] += lanes32(rec);
+        t.tot[half] += lanes32(tot);
+    }
+    return t;
+}
+static void heap_down(LineItem *h, int n_heap, int i, int n) {
+    for (int j; (j = 2 * i + 1) < n_heap; i = j) {
+        if (j + 1 < n_heap && item_before(h[j + 1], h[j], n)) j++;
+        if (!item_before(h[j], h[i], n)) return;
+        LineItem x = h[i]; h[i] = h[j]; h[j] = x;
+    }
+}
+// Chooses a line; what it covers leaves the residuals of the lines that cross it.
+static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, int id, Tally *t) {
+    int n = p->n, slash = id >= n, x = slash ? id - n : id;
+    t->rec[0] += g[id];
+    bit_set(slash ? a->s : a->v, x);
+    for (int i = 0; i < p->m; i++) {
+        int other = p->R[i] - x;                         // the line of the other kind that crosses it in this row
+        if (other < 0 || bit_get(slash ? a->v : a->s, other)) continue;
+        double cell = p->P[(size_t)i * n + (slash ? other : x)];
+        if (u->holdout & i) t->rec[1] += cell;
+        else g[slash ? other : n + other] -= cell;
+    }
+}
+// Greedy on residual / length until alpha of both halves is recovered (Eq. 1). A gain only ever falls, so a popped entry whose
+// refreshed key still precedes the top is the best line there is (rules.md B10). Fails (1): too many cells, or nothing left.
+static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
+    int n = p->n, n_heap = 0, failed = 0;
+    LineItem *h = w->item;
+    double all = cells_all(a), cells;
+    keep_lines(u, a);
+    cells = cells_of(a, a->v) + cells_of(a, a->s);
+    Tally t = residuals(p, u, w->g);
+    for (int id = 0; id < 2 * n; id++)
+        if (w->g[id] > 1e-12) h[n_heap++] = (LineItem){ w->g[id] / (double)line_len(id % n, p->p0, n), id };
+    for (int i = n_heap / 2 - 1; i >= 0; i--) heap_down(h, n_heap, i, n);
+    while (!tally_done(&t, u->alpha) && n_heap && !failed) {
+        int id = h[0].id;
+        if (w->g[id] > 1e-12) {
+            h[0].key = w->g[id] / (double)line_len(id % n, p->p0, n);
+            heap_down(h, n_heap, 0, n);
+            if (h[0].id != id) continue;
+            take_line(p, u, a, w->g, id, &t);
+            cells += (double)line_len(id % n, p->p0, n);
+            failed = cells > u->max_cells * all;
+        }
+        h[0] = h[--n_heap];
+        heap_down(h, n_heap, 0, n);
+    }
+    *f = (LoopFound){ tally_share(&t), cells / all };
+    return failed || (u->holdout && t.rec[1] < u->alpha * t.tot[1]);
+}
+
+// ---- unit tile64: verticals, and bands of 64 offsets, by thresholds: what a GPU does without a heap, at what its tiles cost. Masses are
+// counted in fixed point (fixed_mass), so a GPU that adds them in another order finds the same lines.
+enum { BAND = 64 };
+
+static double band_len(int k, int p0, int n) {
+    double sum = 0;
+    for (int o = k * BAND; o < n && o < (k + 1) * BAND; o++) sum += (double)line_len(o, p0, n);
+    return sum;
+}
+// Residual gains given the lines in a: g[c], g[n+k]. one (2n) or NULL: the largest part of each that one selecting sample gives
+static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines *a, int64_t *g, int64_t *one) {
+    int64_t rec[2] = { 0, 0 }, tot[2] = { 0, 0 };
+    int n = p->n;
+    memset(g, 0, 2 * (size_t)n * sizeof *g);
+    if (one) memset(one, 0, 2 * (size_t)n * sizeof *one);
+    for (int i = 0; i < p->m; i++) {
+        int half = u->holdout & i;
+        int64_t part = 0;                                // of the band this cell is in, in this row
+        for (int c = 0; c <= p->R[i]; c++) {
+            int64_t x = fixed_mass(p->P[(size_t)i * n + c]);
+            int o = p->R[i] - c, k = n + o / BAND;
+            tot[half] += x;
+            if (bit_get(a->v, c) || bit_get(a->s, o)) rec[half] += x;
+            else if (!half) {
+                g[c] += x; g[k] += x; part += x;
+                if (one && x > one[c]) one[c] = x;
+            }
+            if (o % BAND) continue;
+            if (one && part > one[k]) one[k] = part;
+            part = 0;
+        }
+    }
+    return (Tally){ { (double)rec[0], (double)rec[1] }, { (double)tot[0], (double)tot[1] } };
+}
+// Share of the dense 64-wide tiles that the row blocks need: ranges cut into tiles, single columns gathered 64 at a time
+static double tile_share(const Lines *a, LoopRoom *w) {
+    double tiles = 0, dense = 0;
+    int nv = bit_list(a->v, a->n, w->v), n_run = bit_runs(a->s, a->n, w->run), n_cols;
+    for (int b = 0; b < a->n - a->p0; b += LINE_BLOCK) {
+        int E = a->p0 + b + LINE_BLOCK < a->n ? a->p0 + b + LINE_BLOCK : a->n;
+        int k = block_index(a, b, w->run, n_run, w->v, nv, w->range, w->cols, &n_cols);
+        for (int j = 0; j < k; j++) tiles += (w->range[j].hi - w->range[j].lo + KV_TILE - 1) / KV_TILE;
+        tiles += (n_cols + KV_TILE - 1) / KV_TILE;
+        dense += (E + KV_TILE - 1) / KV_TILE;
+    }
+    return tiles / dense;
+}
+// Rounds: every line within .9 of the best residual per cost (less what its best single sample gave: a line needs two) is
+// taken at once, then all residuals anew. Fails (1): too many tiles, or nothing left that two samples support.
+static double gain_of(const int64_t *g, const int64_t *one, int id, int p0, int n) {   // per cost; 0: not even 2^-40
+    int64_t gain = g[id] - one[id];
+    return gain > 1 ? (double)gain / (id < n ? (double)line_len(id, p0, n) : band_len(id - n, p0, n)) : 0;
+}
+static int select_tiles(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
+    int n = p->n, ids = n + (n + BAND - 1) / BAND;
+    int64_t *g = (int64_t *)w->g, *one = (int64_t *)w->one;                     // as many bytes as the doubles of variant b
+    double lam = INFINITY;
+    keep_lines(u, a);
+    Tally t = band_residuals(p, u, a, g, one);
+    *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
+    while (!tally_done(&t, u->alpha)) {
+        double best = 0;
+        for (int id = 0; id < ids; id++) best = fmax(best, gain_of(g, one, id, p->p0, n));
+        if (best <= 0) return 1;
+        lam = .9 * fmin(lam, best);
+        for (int id = 0; id < ids; id++) {
+            if (gain_of(g, one, id, p->p0, n) < lam) continue;
+            if (id < n) bit_set(a->v, id);
+            else for (int o = (id - n) * BAND; o < n && o < (id - n + 1) * BAND; o++) bit_set(a->s, o);
+        }
+        t = band_residuals(p, u, a, g, NULL);
+        *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
+        if (f->cells > u->max_tiles) return 1;
+    }
+    return 0;
+}
+
+// ---- prefill
+static LoopRoom *loop_rooms(Session *s, int m, int N) {  // one a thread
+    int threads = n_threads();
+    LoopRoom *w = scratch(s, (size_t)threads * sizeof *w);
+    size_t n = (size_t)N, f = sizeof(float), d = sizeof(double);
+    for (int i = 0; i < threads; i++)
+        w[i] = (LoopRoom){ .P = scratch(s, m * n * f), .g = scratch(s, 2 * n * d), .one = scratch(s, 2 * n * d),
+                           .top = scratch(s, 2 * n * f), .item = scratch(s, 2 * n * sizeof(LineItem)),
+                           .run = scratch(s, n * sizeof(LineRange)), .range = scratch(s, n * sizeof(LineRange)),
+                           .v = scratch(s, n * sizeof(int)), .cols = scratch(s, n * sizeof(int)), .R = scratch(s, m * sizeof(int)) };
+    return w;
+}
+static void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
+    a->tile64 = x->tile64;
+    a->dense = (x->variant_a ? select_faithful : x->tile64 ? select_tiles : select_exact)(p, &x->rule, a, w, f);
+}
+static void loop_count(LoopServe *x, const Lines *a, const LoopFound *f) {
+    x->passes++;
+    if (a->dense) { x->dense++; return; }
+    if (x->passes - x->dense == 1 || f->mass < x->least) x->least = f->mass;
+    x->mass += f->mass; x->cells += f->cells;
+    x->n_v += bit_list(a->v, a->n, NULL); x->n_s += bit_list(a->s, a->n, NULL);
+}
+static void loop_heads(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, LoopFound *found) {      // on the host
+    int H = s->c->H, m = x->m;
+    Tile *tiles = tiles_new(s);
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * H * s->c->D))
+    for (int h = 0; h < H; h++) {
+        LoopRoom *w = &room[thread_id()];
+        LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
+        if (a[h].dense) continue;
+        for (int i = 0; i < m; i++) w->R[i] = a[h].p0 + rows[i];
+        line_probs(s, l, h, q, T, w->R, m, w->P, &tiles[thread_id()]);
+        loop_choose(x, &p, &a[h], w, &found[h]);
+    }
+}
+// The GPU makes the probabilities and chooses; the paper's own loop (variant a) sorts and pops on the host.
+static void loop_heads_device(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, LoopFound *found) {
+    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), m = x->m, ng = line_batch_cuda(s, l, m);
+    for (int h0 = 0; h0 < G * R; h0 += ng * R) {
+        float *P = line_probs_cuda(s, l, h0 / R, ng, q, T, rows, m);
+        if (!x->variant_a) {
+            choose_lines_cuda(s, l, h0 / R, ng, &x->rule, x->tile64, P, T, m, a + h0, found + h0);
+            for (int h = h0; h < h0 + ng * R; h++) a[h].dense |= a[h].n <= x->min_context;
+            continue;
+        }
+        #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * ng * R))
+        for (int h = h0; h < h0 + ng * R; h++) {
+            LoopRoom *w = &room[thread_id()];
+            LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
+            if (a[h].dense) continue;
+            for (int i = 0; i < m; i++) {
+                w->R[i] = a[h].p0 + rows[i];
+                host_copy_cuda(w->P + (size_t)i * a[h].n, P + ((size_t)(h - h0) * m + i) * N, a[h].n);
+            }
+            loop_choose(x, &p, &a[h], w, &found[h]);
+        }
+    }
+}
+static void loopserve_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
+    LoopServe *x = ms;
+    int H = s->c->H, m = x->m, all_dense = 1;
+    if (x->rule.alpha >= 1 || T / 4 < m) {               // choosing would cost more than it saves
+        x->passes += H; x->dense += H;
+        attn_prefill(s, l, out, q, 0, T);
+        return;
+    }
+    size_t mark = scratch_mark(s);
+    double t = now();
+    Lines *a = lines_new(s, l, T);
+    LoopRoom *room = KV_DEV(s) && !x->variant_a ? NULL : loop_rooms(s, m, kv_longest(s, l));
+    LoopFound *found = scratch(s, (size_t)H * sizeof *found);
+    int *rows = scratch(s, (size_t)m * sizeof(int));
+    sample_rows(T, m, x->seed, s->turn, l, rows);        // the same tokens for all heads
+    for (int h = 0; h < H; h++) { a[h].dense = a[h].n <= x->min_context; all_dense &= a[h].dense; }
+    if (!all_dense) (KV_DEV(s) ? loop_heads_device : loop_heads)(s, x, l, q, T, rows, a, room, found);
+    for (int h = 0; h < H; h++) loop_count(x, &a[h], &found[h]);
+    timed(&s->clk.index, t);
+    lines_attend(s, l, a, out, q, T);
+    scratch_reset(s, mark);
+}
+// Definition 1: the previous answer is dropped and prefilled again in front of this turn's ids. Its rows came one by one from
+// passes that read chosen rows only. (Its last token was never fed: it comes with this turn's ids.)
+static int loopserve_enter(Session *s, void *ms, Token *t, int n, int cap) {
+    LoopServe *x = ms;
+    int k = s->n_tok - x->prompt_end;
+    if (x->keep_answer || k <= 0) return n;
+    if (n + k > cap) die(EXIT_RUN, "loopserve: no room to prefill an answer of %d tokens again", k);
+    memmove(t + k, t, (size_t)n * sizeof *t);
+    for (int i = 0; i < k; i++) { t[i] = s->tok[x->prompt_end + i]; t[i].pos = -1; }
+    kv_truncate(s, x->prompt_end);
+    return n + k;
+}
+
+// ---- decode: Algorithm 3
+static float *ring_slot(const Session *s, const LoopServe *x, int l, int token) {       // (H,D)
+    return x->ring + ((size_t)l * x->obs + token % x->obs) * s->c->H * s->c->D;
+}
+static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q) {      // q (H,D)
+    size_t row = (size_t)s->c->H * s->c->D * sizeof(float), all = (size_t)s->c->L * x->obs * row;
+    if (!x->ring) x->ring = KV_DEV(s) ? (float *)near_grow_cuda(NULL, 0, all) : xcalloc(1, all);
+    if (KV_DEV(s)) ring_put_cuda(s, ring_slot(s, x, l, 0), x->obs, token, q);
+    else memcpy(ring_slot(s, x, l, token), q, row);
+}
+// Line 5: for every KV head of layer l (or query head) the B candidates that the queries in the ring attend to most. The scores
+// are softmax rows over every row held, the ring's tokens being its last w: each sees the rows up to its own. The sum over a group's
+// heads ranks like their mean.
+static float *loop_scores(Session *s, const LoopServe *x, int l, int first, const int *end) {      // end (G): candidates -> (lists,N), where the rows lie: sums over the ring, or means
+    int H = s->c->H, G = s->c->G, N = kv_longest(s, l), w = s->base - first + 1, lists = x->per_query ? H : G;
+    size_t row = (size_t)H * s->c->D;
+    if (KV_DEV(s)) {
+        float *score = ring_scores_cuda(s, l, ring_slot(s, x, l, 0), x->obs, first, w);
+        return x->per_query ? score : join_rows_cuda(s, score, end, N, AGG_SUM);
+    }
+    float *obs = scratch(s, w * row * sizeof(float)), *score = scratch(s, (size_t)lists * N * sizeof(float));
+    for (int i = 0; i < w; i++) memcpy(obs + i * row, ring_slot(s, x, l, first + i), row * sizeof(float));
+    mean_rows(s, l, obs, first, w, lists / G, score);
+    return score;
+}
+static void loop_select(Session *s, LoopServe *x, int l) {
+    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l), first = s->base - x->obs + 1, lists = x->per_query ? H : G, each = H / lists;
+    size_t mark = scratch_mark(s);
+    int *idx = scratch(s, (size_t)lists * x->budget * sizeof(int)), *end = scratch(s, (size_t)(G + 3 * lists) * sizeof(int));
+    int *n = end + G, *want = n + lists, *found = want + lists;
+    for (int g = 0; g < G; g++) {                        // candidates: rows [0,end)
+        const KVHead *hd = kv_head(s, l, g);
+        for (end[g] = hd->len; end[g] > 0 && hd->src[end[g] - 1] >= (x->literal ? s->base : x->prompt_end); ) end[g]--;
+    }
+    float *score = loop_scores(s, x, l, first > x->ring_from ? first : x->ring_from, end);
+    for (int i = 0; i < lists; i++) { n[i] = end[i * each / R]; want[i] = n[i] > x->budget ? x->budget : 0; }
+    top_k_rows(s, score, lists, N, n, want, idx, x->budget, found);
+    for (int i = 0; i < lists; i++) {
+        int last = end[i * each / R], tail = last <= x->budget ? 0 : last, *list = idx + (size_t)i * x->budget;
+        if (each == R) view_group(s, l, i, list, found[i], tail); else view_set(s, l, i, list, found[i], tail);
+    }
+    #pragma omp parallel for schedule(static) if (worth_threads((size_t)lists * x->budget * s->c->D))
+    for (int i = 0; i < lists; i++) view_near(s, l, i * each);
+    scratch_reset(s, mark);
+}
+static int loop_due(const Session *s, const LoopServe *x) {      // line 3: n_o tokens of the answer so far, this one included
+    int n_o = s->step + 1;
+    return n_o >= x->first && (n_o - x->first) % x->interval == 0;
+}
+static int loopserve_steady(const Session *s, const void *ms) { return !loop_due(s, ms); }
+static void loopserve_select(Session *s, void *ms, int l, const float *q) {
+    LoopServe *x = ms;
+    ring_put(s, x, l, s->base, q);
+    if (loop_due(s, x)) loop_select(s, x, l);
+}
+static void loop_prompt_done(Session *s, LoopServe *x) {         // the end of a prefill
+    x->prompt_end = s->n_tok;
+    x->budget = budget_now(s);
+    for (int l = 0; x->decodes && l < s->c->L; l++)              // room for the views now, so that decode allocates nothing
+        for (int h = 0; h < s->c->H; h += x->per_query ? 1 : s->c->H / s->c->G) {
+            int n = kv_head(s, l, h * s->c->G / s->c->H)->len, room = x->budget < n + x->literal * 1024 ? x->budget : 0;
+            view_room(s, l, h, room, 1);
+        }
+}
+static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T) {
+    LoopServe *x = ms;
+    int L = s->c->L, n = T < x->obs ? T : x->obs;
+    size_t row = (size_t)s->c->H * s->c->D;
+    if (l == L && !s->decoding) loop_prompt_done(s, x);
+    if (l == L && s->decoding) {
+        int chosen = 0;
+        for (int i = 0; i < L * s->c->H; i++) chosen |= s->view[i].tail > 0;
+        x->steps++;
+        x->steps_all += !chosen;
+        x->selections += x->decodes && chosen && loop_due(s, x);
+    }
+    if (l == L || s->decoding || !x->decodes) return;
+    x->ring_from = s->base + T - n;                              // a prefill refills the ring
+    for (int i = 0; i < n; i++) ring_put(s, x, l, x->ring_from + i, q + (T - n + i) * row);
+}
+static void loopserve_forget(Session *s, void *ms, int n_tok) {
+    LoopServe *x = ms;
+    (void)s;
+    if (x->prompt_end > n_tok) x->prompt_end = n_tok;
+    x->ring_from = n_tok;
+}
+
+// ---- opening, bytes, statistics
+static int loop_rule(Session *s, LoopServe *x) {                 // the options of the prefill
+    const Options *o = s->opt;
+    int paper = opt_int(o, "paper");
+    const char *hold = opt_str(o, "loopserve-holdout");
+    x->variant_a = opt_given(o, "loopserve-variant") ? !strcmp(opt_str(o, "loopserve-variant"), "a") : paper;
+    x->tile64 = !strcmp(opt_str(o, "loopserve-unit"), "tile64");
+    x->seed = (uint64_t)opt_int(o, "loopserve-seed");
+    x->rule.alpha = paper && !opt_given(o, "loopserve-alpha") ? .955 : opt_real(o, "loopserve-alpha");
+    x->rule.max_cells = opt_real(o, "loopserve-max-cells");
+    x->rule.max_tiles = opt_real(o, "loopserve-max-tiles");
+    if (opt_least(s, "loopserve-samples", 1, &x->m) || opt_least(s, "loopserve-min-context", 0, &x->min_context) ||
+        opt_least(s, "loopserve-sink", 0, &x->rule.sink) || opt_least(s, "loopserve-local", 1, &x->rule.local)) return -1;
+    x->rule.holdout = !strcmp(hold, "auto") ? x->m >= 32 : !strcmp(hold, "on");
+    if (x->rule.alpha < 0) snprintf(s->err, sizeof s->err, "--loopserve-alpha is a share, 0 to 1, found %g", x->rule.alpha);
+    else if (x->variant_a && x->tile64) snprintf(s->err, sizeof s->err, "--loopserve-unit=tile64 has no variant a (nor --paper)");
+    else return lines_open(s, "loopserve");
+    return -1;
+}
+static int loopserve_p_open(Session *s, void *ms) {
+    LoopServe *x = ms;
+    x->keep_answer = opt_int(s->opt, "loopserve-keep-answer-kv");
+    return loop_rule(s, x);
+}
+static int loopserve_d_open(Session *s, void *ms) {
+    LoopServe *x = ms;
+    x->keep_answer = opt_int(s->opt, "loopserve-keep-answer-kv");
+    x->per_query = !strcmp(opt_str(s->opt, "loopserve-sel"), "q");
+    x->literal = !strcmp(opt_str(s->opt, "loopserve-gen"), "literal");
+    if (opt_least(s, "loopserve-first", 1, &x->first) || opt_least(s, "loopserve-interval", 1, &x->interval)) return -1;
+    if (opt_least(s, "loopserve-obs", 0, &x->obs)) return -1;
+    if (!x->obs) x->obs = x->interval;
+    x->decodes = 1;
+    return 0;
+}
+static int loopserve_open(Session *s, void *ms) { return loopserve_p_open(s, ms) || loopserve_d_open(s, ms) ? -1 : 0; }
+static void loopserve_close(Session *s, void *ms) {
+    float *ring = ((LoopServe *)ms)->ring;
+    (void)s;
+    if (KV_DEV(s)) near_free_cuda((char *)ring); else free(ring);
+}
+static size_t loopserve_bytes(const Session *s, const void *ms) {
+    const LoopServe *x = ms;
+    return x->decodes ? (size_t)s->c->L * x->obs * s->c->H * s->c->D * sizeof(float) : 0;
+}
+static void loopserve_stats(const Session *s, const void *ms, FILE *out) {
+    const LoopServe *x = ms;
+    double sparse = x->passes > x->dense ? (double)(x->passes - x->dense) : 1;
+    (void)s;
+    if (x->m) fprintf(out, "loopserve prefill: %ld head passes, %ld of them dense\n", x->passes, x->dense);
+    if (x->passes > x->dense)
+        fprintf(out, "loopserve lines: %.1f verticals, %.1f slashes a sparse head, %.4f of its %s, sampled mass %.4f (least %.4f)\n",
+                x->n_v / sparse, x->n_s / sparse, x->cells / sparse, x->tile64 ? "tiles" : "cells", x->mass / sparse, x->least);
+    if (!x->decodes) return;
+    fprintf(out, "loopserve decode: %ld selections, %ld steps, %ld of them read every row\n", x->selections, x->steps, x->steps_all);
+}
+#define LOOPSERVE_OPTS_P \
+    { "loopserve-alpha", 'f', "0.98", "share of the attention the lines recover (--paper: .955); 1: dense" }, \
+    { "loopserve-variant", 'c', "b|a", "b: exact overlaps, a: the paper's bound (--paper: a)" }, \
+    { "loopserve-unit", 'c', "line|tile64", "what is chosen and read: single lines, or what fits 64x64 tiles" }, \
+    { "loopserve-samples", 'i', "64", "query rows looked at; a turn of fewer than 4 times as many is dense" }, \
+    { "loopserve-min-context", 'i', "1024", "heads with no more rows are dense" }, \
+    { "loopserve-max-cells", 'f', "0.33", "share of the causal cells beyond which a head is dense (unit line)" }, \
+    { "loopserve-max-tiles", 'f', "0.6", "the same for tiles (unit tile64)" }, \
+    { "loopserve-sink", 'i', "4", "first columns always read" }, \
+    { "loopserve-local", 'i', "64", "last rows always read, the query's own included" }, \
+    { "loopserve-holdout", 'c', "auto|on|off", "odd samples only validate; auto: from 32 samples on" }, \
+    { "loopserve-seed", 'i', "1", "of the sampled rows" }
+#define LOOPSERVE_OPTS_D \
+    { "loopserve-first", 'i', "16", "first selection, at this token of an answer" }, \
+    { "loopserve-interval", 'i', "16", "n_d, tokens between selections" }, \
+    { "loopserve-obs", 'i', "0", "last queries that choose; 0: --loopserve-interval" }, \
+    { "loopserve-sel", 'c', "kv|q", "one set of rows a KV head, or one a query head" }, \
+    { "loopserve-gen", 'c', "keep|literal", "this answer's tokens: read on top of B, or chosen like the others" }
+#define LOOPSERVE_OPTS_PD \
+    { "loopserve-keep-answer-kv", 'b', "0", "do not prefill the previous answer again" }, { NULL, 0, NULL, NULL }
+static const Opt loopserve_opts[]   = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
+static const Opt loopserve_p_opts[] = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_PD };
+static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
+
+
+const Method loopserve_method = {
+    .name    = "loopserve",
+    .paper   = "LoopServe, arXiv 2507.13681",
+    .keeps   = "keeps every row; prefill reads chosen lines, decode the B rows the last "
+               "queries like best and this answer (saves reads only)",
+    .limits  = "prefills each answer again at the next turn. Dense up to "
+               "--loopserve-min-context rows and in short turns; the first --loopserve-first "
+               "tokens of an answer read every row. On a CPU the chosen rows are held twice",
+    .budget  = 1024,
+    .opts    = loopserve_opts,
+    .role    = ROLE_PREFILL | ROLE_SELECT,
+    .state   = sizeof(LoopServe),
+    .open    = loopserve_open,
+    .close   = loopserve_close,
+    .enter   = loopserve_enter,
+    .attend  = loopserve_attend,
+    .select  = loopserve_select,
+    .steady  = loopserve_steady,
+    .commit  = loopserve_commit,
+    .bytes   = loopserve_bytes,
+    .forget  = loopserve_forget,
+    .stats   = loopserve_stats,
+};
+
+const Method loopserve_p_method = {
+    .name    = "loopserve-p",
+    .paper   = "LoopServe-P: its prefill alone, arXiv 2507.13681",
+    .keeps   = "keeps every row; prefill reads chosen lines (saves reads only)",
+    .limits  = "goes with any decode method by +, but h2o and sonic. Prefills each answer "
+               "again at the next turn",
+    .opts    = loopserve_p_opts,
+    .role    = ROLE_PREFILL,
+    .state   = sizeof(LoopServe),
+    .open    = loopserve_p_open,
+    .enter   = loopserve_enter,
+    .attend  = loopserve_attend,
+    .commit  = loopserve_commit,
+    .forget  = loopserve_forget,
+    .stats   = loopserve_stats,
+};
+
+const Method loopserve_d_method = {
+    .name    = "loopserve-d",
+    .paper   = "LoopServe-D: its decode alone, arXiv 2507.13681",
+    .keeps   = "keeps every row; decode reads the B rows the last queries like best and this "
+               "answer (saves reads only)",
+    .limits  = "prefills each answer again at the next turn. On a CPU the chosen rows are "
+               "held twice",
+    .budget  = 1024,
+    .opts    = loopserve_d_opts,
+    .role    = ROLE_SELECT,
+    .state   = sizeof(LoopServe),
+    .open    = loopserve_d_open,
+    .close   = loopserve_close,
+    .enter   = loopserve_enter,
+    .select  = loopserve_select,
+    .steady  = loopserve_steady,
+    .commit  = loopserve_commit,
+    .bytes   = loopserve_bytes,
+    .forget  = loopserve_forget,
+    .stats   = loopserve_stats,
+};
+
+// ==================================================================================================== 10 PATS
+// Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs (papers/001).
+// No token is dropped; old rows lose low mantissa bits. How many bits b a token loses depends on its position t in T tokens
+// only, so one table serves every layer and head, and rows of one b lie packed side by side with w = 16-b bits an element.
+//   b(t,T) = max(b_min, min(b_max, f(t,T))), f = round(b_min + b_max u), x = (t-1)/(T-1)                  (3.1; spec B1)
+//            old: u = 1-x      new: u = x      middle: u = 1-|2x-1|
+// Storage: the rows of a head are regions of one w (table KVHead.reg), then raw f16 rows: those of the last `window` tokens.
+//   dense  (D) element e of a region starts at bit e*w                                   row: D*w/8 bytes
+//   rows64 (A) the paper's: blocks of 64 bytes, floor(512/w) elements each, a row starts a block
+// While tokens arrive b(t,T) changes, and cut bits are gone: B[t] only grows. When rows are cut is the policy:
+//   ratchet  at re-packs, whenever T has grown by an eighth: B[t] = max(B[t], b(t,T))
+//   static   once, when a row leaves the raw window, with b(t,T_end)
+//   frozen   once; b(t,T_1) for the rows of the first prefill, b_min for all later ones
+// **Differs from the paper:**
+//   - it is silent about decoding (its T is known), packing across rows, f's formula and rounding: all of the above is ours;
+//   - the first `sink` tokens are cut by b_min only, the last `window` not at all (--pats-sink=0 --pats-window=0: as the paper);
+//   - rows are packed densely: the paper's blocks save nothing for w >= 12 at D = 128, for w >= 9 at D = 64;
+//   - always f16, whatever dtype the model computes in: cutting 8 bits of bf16 would cut the exponent.
+// Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round, -when.
+
+enum { PATS_MIDDLE, PATS_OLD, PATS_NEW };               // schedules
+enum { PATS_RATCHET, PATS_STATIC, PATS_FROZEN };        // policies
+// Start of a region; largest head_dim.
+enum { PATS_ALIGN = 64, PATS_MAX_D = 1024 };
+
+typedef struct {
+    int schedule, policy, rounding, rows64, write;
+    int b_min, b_max, sink, window, T_end;
+    int T_last, repacks;        // tokens seen at the last re-pack; how many there were
+    int T1, n1;                 // frozen: length of the first prefill; tokens [0,n1) are still its own
+    int cut;                    // tokens [0,cut) are packed, in every head that holds them
+    unsigned char *bits;        // (cap) B[t]: bits cut off the rows of token t so far
+    int cap;
+} Pats;
+
+// ---- schedules: Eq. of 3.1 in integers. t = 1..T; u = a/n, rounded half up
+static int pats_schedule(int schedule, int b_min, int b_max, int t, int T) {
+    int64_t n = T - 1, a = schedule == PATS_OLD ? T - t : schedule == PATS_NEW ? t - 1 : 2 * (t - 1 < T - t ? t - 1 : T - t), b;
+    a = a < 0 ? 0 : a > n ? n : a;                                              // t beyond T_end: a static dialogue that ran on
+    if (!n) b = schedule == PATS_OLD ? b_min + b_max : b_min;                   // T = 1
+    else b = (2 * b_min * n + 2 * b_max * a + n) / (2 * n);
+    return b > b_max ? b_max : b < b_min ? b_min : (int)b;
+}
+// Bits token `src` (from 0) should lose when T tokens have been seen (rules.md A18, A21).
+static int pats_bits(const Pats *x, int src, int T) {
+    if (src >= T - x->window) return 0;
+    if (src < x->sink) return x->b_min;
+    if (x->policy == PATS_STATIC) return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->T_end);
+    if (x->policy == PATS_FROZEN) return src < x->n1 ? pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->T1) : x->b_min;
+    return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, T);
+}
+
+// ---- one element: an f16 that loses b bits is pats_cut of kvcomp.h
+static void pats_mid(uint16_t *h, int n, int b) {       // bit b-1 on, except in a zero
+    if (!b) return;
+    #pragma omp simd
+    for (int i = 0; i < n; i++) h[i] = (uint16_t)(h[i] | ((h[i] & 0x7fff) ? 1 << (b - 1) : 0));
+}
+
+// ---- n elements of w bits. Eight of them are w bytes, so a row (D a multiple of 8) begins and ends on a byte
+static void pack_bits(unsigned char *p, const uint16_t *h, int n, int w) {
+    uint64_t acc = 0;
+    int fill = 0;
+    for (int i = 0; i < n; i++) {
+        acc |= (uint64_t)(h[i] >> (16 - w)) << fill;
+        if ((fill += w) < 32) continue;
+        memcpy(p, &acc, 4);
+        p += 4; acc >>= 32; fill -= 32;
+    }
+    for (; fill > 0; fill -= 8, acc >>= 8) *p++ = (unsigned char)acc;
+}
+// h (n) = the elements as f16, cut bits 0. May read PATS_GUARD bytes past the last one.
+static void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w) {
+    for (int i = 0; i < n; i++) {
+        size_t bit = (size_t)i * w;
+        uint32_t u;
+        memcpy(&u, p + bit / 8, 4);
+        h[i] = (uint16_t)(u >> bit % 8 << (16 - w));    // bits of the next elements fall off at the top
+    }
+}
+// The same as attention reads it. mid: the bit to add on reading, 0 for none
+static void unpack_plain(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
+    unpack_bits(h, p, n, w);
+    for (int i = 0; mid && i < n; i++) if (h[i] & 0x7fff) h[i] = (uint16_t)(h[i] | mid);
+}
+static void (*unpack_f16)(uint16_t *h, const unsigned char *p, int n, int w, int mid) = unpack_plain;
+
+// ---- one row, and rows of a head
+static size_t pats_row_bytes(int rows64, int D, int w) {
+    int B = 8 * PATS_BLOCK / w;
+    return rows64 ? (size_t)PATS_BLOCK * ((D + B - 1) / B) : (size_t)D * w / 8;
+}
+static void pats_write_row(unsigned char *p, const uint16_t *h, int D, int w, int rows64) {     // h (D) f16, already cut
+    int B = rows64 ? 8 * PATS_BLOCK / w : D;
+    for (int c = 0; c < D; c += B, p += PATS_BLOCK) pack_bits(p, h + c, D - c < B ? D - c : B, w);
+}
+static void pats_read_row(uint16_t *h, const unsigned char *p, int D, int w, int rows64) {
+    int B = rows64 ? 8 * PATS_BLOCK / w : D;
+    for (int c = 0; c < D; c += B, p += PATS_BLOCK) unpack_bits(h + c, p, D - c < B ? D - c : B, w);
+}
+static const unsigned char *pats_row(const KVHead *h, const Region *g, int v, int r, size_t bytes) {
+    return (const unsigned char *)(v ? h->pv : h->pk) + g->base + (size_t)(r - g->row0) * bytes;
+}
+static int pats_open(Session *s, void *ms);
+static const Pats *pats_of(const Session *s) {          // the state, for the storage hooks, which are called without it
+    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->open == pats_open) return s->part[i].ms;
+    return NULL;
+}
+
+// Packing.load, the hot path of attention: rows r0 .. r0+n-1, all packed, as f16. p: n rows of region g
+static void pats_load_region(const Pats *x, const Region *g, const unsigned char *p, int n, int D, uint16_t *buf) {
+    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
+    int mid = x->rounding == PATS_MID && g->w < 16 ? 1 << (15 - g->w) : 0, B = 8 * PATS_BLOCK / g->w;
+    if (!x->rows64) { unpack_f16(buf, p, n * D, g->w, mid); return; }           // dense rows are one stream of elements
+    for (int r = 0; r < n; r++, p += bytes, buf += D)
+        for (int c = 0; c < D; c += B) unpack_f16(buf + c, p + c / B * PATS_BLOCK, D - c < B ? D - c : B, g->w, mid);
+}
+static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D, uint16_t *buf) {   // p lies on the GPU
+    unsigned char raw[1 << 14];
+    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
+    int step = (int)((sizeof raw - PATS_GUARD) / bytes);
+    for (int r = 0; r < n; r += step) {
+        int m = n - r < step ? n - r : step;
+        bytes_load_cuda(raw, p + r * bytes, m * bytes + PATS_GUARD);
+        pats_load_region(x, g, raw, m, D, buf + (size_t)r * D);
+    }
+}
+static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf) {
+    const Pats *x = pats_of(s);
+    const Region *g = h->reg;
+    int D = s->c->D;
+    while (g->row0 + g->n <= r0) g++;
+    for (int m; n > 0; g++, r0 += m, n -= m, buf += (size_t)m * D) {
+        const unsigned char *p = pats_row(h, g, v, r0, pats_row_bytes(x->rows64, D, g->w));
+        m = g->row0 + g->n - r0 < n ? g->row0 + g->n - r0 : n;
+        if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf); else pats_load_region(x, g, p, m, D, buf);
+    }
+}
+
+// Adds one row of width w behind the others of a region table (stb array); a new region starts on PATS_ALIGN bytes.
+static Region *region_add(Region *reg, int w, int rows64, int D) {
+    int n = (int)arrlen(reg);
+    if (n && reg[n - 1].w == w) { reg[n - 1].n++; return reg; }
+    Region next = { .n = 1, .w = w };
+    if (n) {
+        next.row0 = reg[n - 1].row0 + reg[n - 1].n;
+        next.base = (reg[n - 1].base + reg[n - 1].n * pats_row_bytes(rows64, D, reg[n - 1].w) + PATS_ALIGN - 1) / PATS_ALIGN * PATS_ALIGN;
+    }
+    arrput(reg, next);
+    return reg;
+}
+static size_t regions_bytes(const Region *reg, int n, int rows64, int D) {      // of pk, the guard included
+    return n ? reg[n - 1].base + reg[n - 1].n * pats_row_bytes(rows64, D, reg[n - 1].w) + PATS_GUARD : 0;
+}
+static void regions_set(KVHead *h, Region *reg) {       // an exact copy of the stb array, which is freed
+    h->n_reg = (int)arrlen(reg);
+    h->packed = h->n_reg ? reg[h->n_reg - 1].row0 + reg[h->n_reg - 1].n : 0;
+    if (!h->n_reg) { free(h->reg); h->reg = NULL; }
+    else memcpy(h->reg = xrealloc(h->reg, h->n_reg * sizeof(Region)), reg, h->n_reg * sizeof(Region));
+    arrfree(reg);
+}
+
+// Packing.stored: where rows r0 .. r0+n-1 lie, for prefetching (rows of the next region not counted).
+static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n) {
+    const Region *g = h->reg;
+    while (g->row0 + g->n <= r0) g++;
+    size_t bytes = pats_row_bytes(pats_of(s)->rows64, s->c->D, g->w);
+    return (Ahead){ (const char *)pats_row(h, g, v, r0, bytes), (n < g->row0 + g->n - r0 ? n : g->row0 + g->n - r0) * bytes };
+}
+// Packing.keep: of the packed rows only keep[0..n) stay, bit for bit as they are.
+static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
+    const Pats *x = pats_of(s);
+    int D = s->c->D;
+    Region *reg = NULL;
+    for (int i = 0, g = 0; i < n; i++) {
+        while (h->reg[g].row0 + h->reg[g].n <= keep[i]) g++;
+        reg = region_add(reg, h->reg[g].w, x->rows64, D);
+    }
+    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D);
+    if (KV_DEV(s)) rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, 0, keep, x->rounding, x->rows64);
+    for (int v = 0; v < 2 && !KV_DEV(s); v++) {
+        unsigned char *to = total ? xcalloc(total, 1) : NULL;
+        const Region *g = h->reg, *t = reg;
+        for (int i = 0; i < n; i++) {
+            while (g->row0 + g->n <= keep[i]) g++;
+            while (t->row0 + t->n <= i) t++;
+            size_t bytes = pats_row_bytes(x->rows64, D, g->w);
+            memcpy(to + t->base + (size_t)(i - t->row0) * bytes, pats_row(h, g, v, keep[i], bytes), bytes);
+        }
+        free(v ? h->pv : h->pk);
+        if (v) h->pv = (char *)to; else h->pk = (char *)to;
+    }
+    h->pk_bytes = total;
+    regions_set(h, reg);
+    h->cap = -1;                                        // packed changed: head_reserve must size src and pos anew
+}
+static const Packing pats_packing = { pats_load, pats_stored, pats_keep };
+
+// ---- cutting
+// Leading rows that keep both place and width under the new table: they need not be touched.
+static int regions_same(const KVHead *h, const Region *reg) {
+    int same = 0;
+    for (int i = 0; i < (int)arrlen(reg) && i < h->n_reg; i++) {
+        const Region *a = &h->reg[i], *b = &reg[i];
+        if (a->w != b->w) break;                        // all before are alike, so row0 and base are too
+        same = a->row0 + (a->n < b->n ? a->n : b->n);
+        if (a->n != b->n) break;
+    }
+    return same;
+}
+static size_t regions_stay(const Region *reg, int n, int same, int rows64, int D) {     // bytes of rows [0,same), with the gaps between
+    size_t bytes = 0;
+    for (int i = 0; i < n && reg[i].row0 < same; i++)
+        bytes = reg[i].base + (same - reg[i].row0 < reg[i].n ? same - reg[i].row0 : reg[i].n) * pats_row_bytes(rows64, D, reg[i].w);
+    return bytes;
+}
+// Rows same .. of the new table `reg` into `to`, read from where they are stored now: through already cut bits, never anew.
+static void pats_recut(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg, int same, unsigned char *to) {
+    int D = s->c->D;
+    const Region *g = h->reg;
+    uint16_t row[PATS_MAX_D];
+    for (int i = 0; i < (int)arrlen(reg); i++) {
+        size_t bytes = pats_row_bytes(x->rows64, D, reg[i].w);
+        for (int r = reg[i].row0 > same ? reg[i].row0 : same; r < reg[i].row0 + reg[i].n; r++) {
+            int b = 16 - reg[i].w, old = 0;
+            if (r < h->packed) {
+                while (g->row0 + g->n <= r) g++;
+                old = 16 - g->w;
+                pats_read_row(row, pats_row(h, g, v, r, pats_row_bytes(x->rows64, D, g->w)), D, g->w, x->rows64);
+            }
+            else memcpy(row, (v ? h->v : h->k) + (size_t)(r - h->packed) * D * 2, (size_t)D * 2);
+            for (int d = 0; b > old && d < D; d++) row[d] = pats_cut(row[d], b, x->rounding);
+            pats_write_row(to + reg[i].base + (size_t)(r - reg[i].row0) * bytes, row, D, reg[i].w, x->rows64);
+        }
+    }
+}
+static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
+    int D = s->c->D, first = x->policy == PATS_RATCHET ? 0 : h->packed, n = first;   // cut once: regions are only added to
+    Region *reg = NULL;
+    for (int i = 0; first && i < h->n_reg; i++) arrput(reg, h->reg[i]);
+    for (; n < h->len && h->src[n] < x->cut; n++) reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, D);
+    int same = regions_same(h, reg), gone = n - h->packed;
+    if (same == n && !gone) { arrfree(reg); return; }
+    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D), stay = regions_stay(reg, (int)arrlen(reg), same, x->rows64, D), old = h->pk_bytes;
+    if (KV_DEV(s)) {
+        rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, stay, NULL, x->rounding, x->rows64);
+        rows_drop_cuda(s, h, gone, h->len - n);
+    }
+    for (int v = 0; v < 2 && !KV_DEV(s); v++) {
+        char **p = v ? &h->pv : &h->pk, *raw = v ? h->v : h->k;
+        if (same == h->packed) {                        // only new rows: they go behind the others
+            *p = xrealloc(*p, total);
+            memset(*p + old, 0, total - old);
+            pats_recut(s, x, h, v, reg, same, (unsigned char *)*p);
+        } else {
+            char *to = xcalloc(total, 1);
+            if (stay) memcpy(to, *p, stay);
+            pats_recut(s, x, h, v, reg, same, (unsigned char *)to);
+            free(*p);
+            *p = to;
+        }
+        memmove(raw, raw + (size_t)gone * D * 2, (size_t)(h->len - n) * D * 2);
+    }
+    h->pk_bytes = total;
+    regions_set(h, reg);
+    h->cap = -1;                                        // as in pats_keep
+    head_reserve(s, h, h->len - n);
+}
+
+// The end of a pass. T tokens seen. Ratchet: only when T has grown by an eighth since the last time (rules.md A17).
+static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass) {
+    Pats *x = ms;
+    int T = s->n_tok, cut = T - x->window;
+    (void)q; (void)T_pass;
+    if (l < s->c->L || !x->b_max) return;
+    if (!x->T1) x->T1 = x->n1 = T;
+    if (T > x->cap) {
+        x->bits = xrealloc(x->bits, (size_t)(T + T / 4 + 1024));
+        memset(x->bits + x->cap, 0, (size_t)(T + T / 4 + 1024 - x->cap));
+        x->cap = T + T / 4 + 1024;
+    }
+    for (int t = s->base; x->write && t < cut; t++) {   // cut before attention already: remember by how much
+        int b = pats_bits(x, t, T);
+        if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
+    }
+    if (x->policy == PATS_RATCHET && 8 * (int64_t)T < 9 * (int64_t)x->T_last) return;
+    if (x->policy == PATS_RATCHET) { x->T_last = T; x->repacks++; }
+    for (int t = x->policy == PATS_RATCHET ? 0 : x->cut; t < cut; t++) {
+        int b = pats_bits(x, t, T);
+        if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
+    }
+    if (cut <= 0) return;
+    x->cut = cut > x->cut ? cut : x->cut;
+    #pragma omp parallel for schedule(dynamic) if (T > 1024 && !KV_DEV(s))
+    for (int i = 0; i < s->c->L * s->c->G; i++) pats_pack_head(s, x, &s->head[i]);
+}
+
+// --pats-when=write: the pass reads its own rows cut already. Values only; bytes follow at the end of the pass.
+static void pats_write(Session *s, Pats *x, int l, int T_pass) {
+    int D = s->c->D, T = s->n_tok;
+    if (!x->write || !x->b_max) return;
+    if (!x->T1) x->T1 = x->n1 = T;
+    if (KV_DEV(s)) {
+        size_t mark = scratch_mark(s);
+        unsigned char *bits = scratch(s, (size_t)T_pass);
+        for (int t = 0; t < T_pass; t++) bits[t] = (unsigned char)pats_bits(x, s->base + t, T);
+        rows_cut_cuda(s, l, bits, T_pass, x->rounding);
+        scratch_reset(s, mark);
+        return;
+    }
+    for (int g = 0; g < s->c->G; g++) {
+        KVHead *h = kv_head(s, l, g);
+        for (int r = h->len - T_pass; r < h->len; r++) {
+            int b = pats_bits(x, h->src[r], T);
+            uint16_t *row[2] = { (uint16_t *)h->k + (size_t)(r - h->packed) * D, (uint16_t *)h->v + (size_t)(r - h->packed) * D };
+            for (int v = 0; v < 2; v++) {
+                for (int d = 0; d < D; d++) row[v][d] = pats_cut(row[v][d], b, x->rounding);
+                if (x->rounding == PATS_MID) pats_mid(row[v], D, b);
+            }
+        }
+    }
+}
+static void pats_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
+    pats_write(s, ms, l, T);
+    attn_prefill(s, l, out, q, 0, T);
+}
+static int pats_steady(const Session *s, const void *ms) { (void)s; return !((const Pats *)ms)->write; }
+static void pats_select(Session *s, void *ms, int l, const float *q) {
+    (void)q;
+    pats_write(s, ms, l, 1);
+}
+static void pats_forget(Session *s, void *ms, int n_tok) {     // B[t] goes with the rows, T_last stays (rules.md A35)
+    Pats *x = ms;
+    (void)s;
+    if (n_tok < x->cap) memset(x->bits + n_tok, 0, (size_t)(x->cap - n_tok));
+    if (n_tok < x->cut) x->cut = n_tok;
+    if (n_tok < x->n1) x->n1 = n_tok;
+}
+
+// ---- opening
+static int count_ids(const char *path, char err[256]) {        // numbers in an --ids file
+    size_t size, n = 0;
+    char *text = read_file(path, &size, err);
+    if (!text) return -1;
+    for (size_t i = 0; i < size; i++) n += isdigit((unsigned char)text[i]) && (!i || !isdigit((unsigned char)text[i - 1]));
+    free(text);
+    return n > INT_MAX ? INT_MAX : (int)n;
+}
+
+static int pats_open(Session *s, void *ms) {
+    Pats *x = ms;
+    const Options *o = s->opt;
+    int policy = opt_choice(o, "pats-policy", "auto|ratchet|static|frozen");
+    x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
+    x->policy = policy ? policy - 1 : x->schedule == PATS_NEW ? PATS_FROZEN : PATS_RATCHET;     // rules.md A24
+    x->rounding = opt_choice(o, "pats-round", "trunc|nearest|mid");
+    x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
+    x->write = opt_choice(o, "pats-when", "after|write");
+    x->b_max = opt_int(o, "pats-bmax");
+    x->b_min = opt_int(o, "pats-bmin") < x->b_max ? opt_int(o, "pats-bmin") : x->b_max;         // rules.md A16
+    x->sink = opt_int(o, "pats-sink");
+    x->window = opt_int(o, "pats-window");
+    x->T_end = opt_int(o, "pats-tend");
+    if (x->b_max < 0 || x->b_max > 10) return refuse(s, "pats: --pats-bmax wants 0..10: an f16 has 10 mantissa bits");
+    if (x->b_min < 0) return refuse(s, "pats: --pats-bmin wants 0 or more");
+    if (x->sink < 0 || x->window < 0 || x->T_end < 0) return refuse(s, "pats: --pats-sink, --pats-window and --pats-tend want 0 or more");
+    if (s->c->D % 8 || s->c->D > PATS_MAX_D) {
+        snprintf(s->err, sizeof s->err, "pats: head_dim is %d, needs a multiple of 8 up to %d (a packed row must end on a byte)",
+                 s->c->D, PATS_MAX_D);
+        return -1;
+    }
+    if (strcmp(opt_str(o, "ctk"), "f16") || strcmp(opt_str(o, "ctv"), "f16"))
+        return refuse(s, "pats: packs f16 rows, so -ctk and -ctv must be f16");
+    for (int i = 0; i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        if (x->write && m->attend && m->open != pats_open)
+            return refuse(s, "pats: --pats-when=write cannot be combined with a method that has its own prefill attention");
+        if (!strcmp(m->name, "streaming") && opt_int(o, "streaming-rerotate"))
+            return refuse(s, "pats: --streaming-rerotate would rotate keys whose bits are cut already");
+    }
+    for (int l = 0; l < s->c->L; l++)
+        if (x->write && !layer_acts(s, l)) return refuse(s, "pats: --pats-when=write needs a model whose layers are all global or all windowed");
+    if (x->policy == PATS_STATIC && !x->T_end) {
+        if (!*opt_str(o, "ids")) return refuse(s, "pats: --pats-policy=static must know how long the dialogue gets: give --pats-tend");
+        char err[256];
+        if ((x->T_end = count_ids(opt_str(o, "ids"), err)) <= 0)
+            return refuse(s, "pats: %s", x->T_end < 0 ? err : "--ids holds no ids, so --pats-tend must be given");
+    }
+    unpack_choose();
+    s->fk = s->fv = format_find("f16");
+    s->packing = &pats_packing;
+    return 0;
+}
+static void pats_close(Session *s, void *ms) { (void)s; free(((Pats *)ms)->bits); }
+static size_t pats_bytes(const Session *s, const void *ms) { (void)s; return (size_t)((const Pats *)ms)->cap; }
+
+static void pats_stats(const Session *s, const void *ms, FILE *out) {
+    const Pats *x = ms;
+    size_t rows = 0, packed = 0, bits = 0, regions = 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        const KVHead *h = &s->head[i];
+        rows += h->len; packed += h->packed; regions += h->n_reg;
+        for (int r = 0; r < h->packed; r++) bits += x->bits[h->src[r]];
+    }
+    double f16 = (double)rows * s->c->D * 4, held = (double)kv_bytes(s) + (double)regions * sizeof(Region) + x->cap;
+    fprintf(out, "pats: %zu of %zu rows cut, %d re-packs, %.2f bits an element; saved of f16 rows: ideal %.2f %%, really %.2f %% (tables, raw rows, slack)\n",
+            packed, rows, x->repacks, rows ? (double)bits / rows : 0, rows ? 100.0 * bits / rows / 16 : 0, rows ? 100 * (1 - held / f16) : 0);
+}
+static const Opt pats_opts[] = {
+    { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits" },
+    { "pats-policy",   'c', "auto|ratchet|static|frozen", "when rows are cut; auto: ratchet, frozen for schedule new" },
+    { "pats-bmin",     'i', "2",   "bits every row outside the window loses" },
+    { "pats-bmax",     'i', "8",   "most bits a row loses, at most 10; 0: none, as full" },
+    { "pats-sink",     'i', "16",  "first tokens that lose bmin bits only" },
+    { "pats-window",   'i', "128", "last tokens that stay raw" },
+    { "pats-tend",     'i', "0",   "static: tokens of the whole dialogue; 0: all of --ids" },
+    { "pats-format",   'c', "dense|rows64", "packed bytes: bit after bit, or the paper's 64-byte blocks; the same values" },
+    { "pats-round",    'c', "trunc|nearest|mid", "how bits are cut; mid: half a step is added on reading" },
+    { "pats-when",     'c', "after|write", "cut at the end of a pass; or own rows before its attention (perplexity protocol)" },
+    { NULL, 0, NULL, NULL },
+};
+
+
+const Method pats_method = {
+    .name    = "pats",
+    .paper   = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs "
+               "(papers/001)",
+    .keeps   = "keeps every row; rows outside the last --pats-window tokens lose 2..8 low "
+               "bits of f16 and are packed",
+    .limits  = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream "
+               "(frozen), middle drifts towards more cutting in long decodes (ratchet)",
+    .opts    = pats_opts,
+    .role    = ROLE_STORE,
+    .state   = sizeof(Pats),
+    .open    = pats_open,
+    .close   = pats_close,
+    .attend  = pats_attend,
+    .select  = pats_select,
+    .steady  = pats_steady,
+    .commit  = pats_commit,
+    .bytes   = pats_bytes,
+    .forget  = pats_forget,
+    .stats   = pats_stats,
+};
+
+// ==================================================================================================== 11 LYCHEECLUSTER
+// Li, Liu, Lin, Hu, Zhang: LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and Hierarchical KV Indexing.
+// The text is cut into chunks that end where sentences, lines or brackets end; the mean key of a chunk stands for its tokens. Chunk
+// keys are clustered (spherical k-means), clusters again into coarse units, and a decode step reads only the chunks of the clusters
+// that score best for its query. New chunks are grafted onto the nearest cluster, whose covering radius grows to hold them.
+//   kbar_j = normalise(mean of the keys of chunk j);  r_u = max over the chunks v below u of |v - mu_u|
+//   q.v <= q.mu_u + |q| r_u                                                                (Eq. 2, the bound UB; beta = 1 ranks by it)
+//   J(S_t, S_t-1) = |S_t n S_t-1| / |S_t u S_t-1|   (Eq. 3);    WindowHit(S_t) = |S_t n (S_t-1 u .. u S_t-32)| / |S_t|   (Eq. 4)
+// A step reads: sinks [0,sink) + chunks retrieved, budget rows in all, + every row from t_idx on, the recent buffer. Nothing is dropped.
+// **Differs from the paper:**
+//   - clusters are ranked by q.mu + beta |q| r with beta 0: the bound favours loose clusters (--paper: beta 1 at both levels);
+//   - Eq. 2 bounds chunk keys, not token keys; coarse radii cover the chunks below, not only the centroids (else they bound nothing);
+//   - a moved centre also adds its shift to the radius; "moving average + expansion" alone loses members. Default: smallest enclosing ball;
+//   - the first 16 tokens and the last 128 stay outside the index and are always read (Algorithm 1 starts with an empty buffer);
+//   - the index is built again when the chunks have doubled (grafting alone never makes a cluster); the scan is flat unless --lychee-kg;
+//   - k-means starts from every second chunk, so that runs repeat; the first two layers stay full, as in Quest and ClusterKV.
+// Options: --budget (1024, sinks included) and lychee_opts below. The tree of one (layer, KV head): units -> clusters -> chunks.
+
+// ---- the chunker: where may a chunk end? (paper Table 4)
+typedef struct TokenText {          // the text of a token, given by whoever has a tokenizer. ctx NULL: every token is empty, none special
+    const void *ctx;
+    const char *(*bytes)(const void *ctx, int id, int *len);     // what the id adds to the text (a SentencePiece blank is a space)
+    int (*special)(const void *ctx, int id);                     // 1: a control token; it has no text and ends the stream before it
+} TokenText;
+static TokenText token_text;
+
+// Level of the boundary after a token: structure, sentence, phrase, blank; none of them; inside a character
+enum { CUT_STRUCTURE = 1, CUT_SENTENCE, CUT_PHRASE, CUT_BLANK, CUT_NONE, CUT_INSIDE = 9 };
+enum { STREAM_TAIL = 64, WALK_CHARS = 8 };              // bytes of the stream remembered; characters looked back at
+enum { NEXT_END = -1, NEXT_EMPTY = -2 };                // instead of the next byte: the stream ends; the next token has no text
+
+typedef struct { unsigned char b[STREAM_TAIL]; int n; } TextTail;   // the last bytes of the stream; a special token empties it
+
+static const char *text_of(int id, int *n) {
+    *n = 0;
+    return token_text.ctx && id >= 0 ? token_text.bytes(token_text.ctx, id, n) : "";
+}
+static int special_token(int id) { return token_text.ctx && id >= 0 && token_text.special(token_text.ctx, id); }
+
+static void tail_push(TextTail *t, const char *p, int n) {
+    if (n > STREAM_TAIL) { p += n - STREAM_TAIL; n = STREAM_TAIL; }
+    int keep = t->n + n > STREAM_TAIL ? STREAM_TAIL - n : t->n;
+    memmove(t->b, t->b + t->n - keep, (size_t)keep);
+    if (n) memcpy(t->b + keep, p, (size_t)n);
+    t->n = keep + n;
+}
+static int tail_complete(const TextTail *t) {           // does the stream end at the end of a character? Invalid bytes do
+    int k = 0;
+    while (k < 3 && k < t->n && (t->b[t->n - 1 - k] & 0xc0) == 0x80) k++;
+    if (k == t->n) return 1;
+    int c = t->b[t->n - 1 - k], need = c >= 0xc0 && c < 0xe0 ? 1 : c >= 0xe0 && c < 0xf0 ? 2 : c >= 0xf0 && c < 0xf8 ? 3 : 0;
+    return k >= need;
+}
+static int char_before(const unsigned char *b, int end, int *at) {      // the character that ends at `end` (> 0); *at: its first byte. Invalid: one byte, 0xfffd
+    int k = end - 1;
+    while (k > 0 && end - k < 4 && (b[k] & 0xc0) == 0x80) k--;
+    int c = b[k], len = c < 0x80 ? 1 : c >= 0xc0 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf8 ? 4 : 0;
+    *at = end - 1;
+    if (len != end - k) return b[end - 1] < 0x80 ? b[end - 1] : 0xfffd;
+    *at = k;
+    c &= len == 1 ? 0x7f : 0xff >> (len + 1);
+    for (int i = 1; i < len; i++) c = c << 6 | (b[k + i] & 0x3f);
+    static const int least[5] = { 0, 0, 0x80, 0x800, 0x10000 };
+    return c < least[len] ? 0xfffd : c;                 // written longer than need be: invalid
+}
+static int run_before(const unsigned char *b, int at) { int n = 1; while (at - n >= 0 && b[at - n] == b[at]) n++; return n; }
+static int newline_level(const unsigned char *b, int at) {
+    while (at > 0 && (b[at - 1] == ' ' || b[at - 1] == '\t' || b[at - 1] == '\r')) at--;
+    return at > 0 && b[at - 1] == '\n' ? CUT_STRUCTURE : CUT_SENTENCE;
+}
+static int joins(int next) { return next >= 0 && next < 128 && (isalnum(next) || next == '_' || next == '=' || next == ':'); }   // 3.14, a.b, a::b, 10:30
+
+// Level of the character c at byte `at`; 0: a closer, which lets the walk go on; -1: the walk stops. next: the byte after it.
+static int delimiter_level(const TextTail *t, int at, int c, int next, int guard) {
+    int before = at > 0 ? t->b[at - 1] : 0;
+    switch (c) {
+    case '\n': return newline_level(t->b, at);
+    case '}': case ']': return CUT_STRUCTURE;
+    case '>': return guard && (before == '-' || before == '=' || before == '<') ? -1 : CUT_STRUCTURE;    // -> => <> are one sign
+    case '-': case '*': case '`': return run_before(t->b, at) >= 3 ? CUT_STRUCTURE : -1;
+    case '.': case '?': case '!': return guard && joins(next) ? -1 : CUT_SENTENCE;
+    case ',': case ';': case ':': return guard && joins(next) ? -1 : CUT_PHRASE;
+    case 0x3002: case 0xff1f: case 0xff01: return CUT_SENTENCE;                                          // ideographic . ? !
+    case 0xff0c: case 0xff1b: case 0xff1a: case 0x3001: case 0xb7: return CUT_PHRASE;                    // ideographic , ; : enumeration comma, middle dot
+    case ' ': case '\t': case '\r': case 0x3000: return CUT_BLANK;
+    case ')': case '"': case '\'': case 0x201d: case 0x2019: case 0x300d: case 0x300f: case 0x3011: case 0xff09: return 0;
+    }
+    return -1;
+}
+static int all_blank(const char *p, int n) {
+    for (int i = 0; i < n; i++) if (p[i] != ' ' && p[i] != '\t') return 0;
+    return n > 0;
+}
+// Level of the boundary after the token (text, n), whose bytes end the tail; next: first byte of the next token, or NEXT_*.
+static int boundary_level(const TextTail *t, const char *text, int n, int next, int guard) {
+    int level = CUT_NONE, end = t->n, at;
+    if (!tail_complete(t)) return CUT_INSIDE;
+    if (all_blank(text, n)) return CUT_BLANK;
+    for (int i = 0; i < WALK_CHARS && end > 0; i++, end = at) {
+        int c = char_before(t->b, end, &at), v = delimiter_level(t, at, c, end < t->n ? t->b[end] : next, guard);
+        if (v < 0) break;
+        if (v && v < level) level = v;
+    }
+    if (level < CUT_NONE) return level;
+    return next == NEXT_END || next == ' ' || next == '\t' || next == '\r' || next == '\n' ? CUT_BLANK : CUT_NONE;
+}
+// Appends levels until level[0..n) is known; token n-1 has a successor, so id has n+1 entries.
+static void levels_extend(unsigned char *level, int from, int n, TextTail *t, const Token *tok, int guard) {
+    for (int i = from; i < n; i++) {
+        int len, next_len;
+        if (special_token(tok[i].id)) { t->n = 0; level[i] = CUT_STRUCTURE; continue; }
+        const char *text = text_of(tok[i].id, &len), *after = text_of(tok[i + 1].id, &next_len);
+        tail_push(t, text, len);
+        int next = special_token(tok[i + 1].id) ? NEXT_END : next_len ? (unsigned char)after[0] : NEXT_EMPTY;
+        level[i] = (unsigned char)boundary_level(t, text, len, next, guard);
+    }
+}
+// Last token of the chunk that starts at s: the best level among its possible ends; of equals the last (or first); failing all, the
+// last end of a character; failing that, the longest chunk.
+static int chunk_end(const unsigned char *level, int s, int min, int max, int first) {
+    int best = s + max - 1, found = CUT_INSIDE;
+    for (int e = s + min - 1; e < s + max; e++) {
+        int better = level[e] < found || (level[e] == found && !(first && found < CUT_NONE));
+        if (level[e] != CUT_INSIDE && better) { best = e; found = level[e]; }
+    }
+    return best;
+}
+
+// ---- the index: Nodes and Tree of kvcomp.h
+typedef struct {            // statistics of one tree, on request (A7)
+    double recall, covered, covered_indexed, jaccard, hit;
+    long n_recall, n_jaccard, n_hit;
+    int *seen, cap;         // (clusters) the step a cluster was last used in
+    int step, size;         // steps since the build; |S_t-1|
+} Watch;
+typedef struct {
+    float beta, beta_coarse;
+    int gqa, kg, exact, lazy, unit, tokens, pool_max, first_tie, guard, min, max, buffer, sink, full_layers, iters, per_cluster, coarse_max, stats;
+    int B;                              // the budget of this turn, sinks included
+    unsigned char *level; int n_level, cap_level;       // boundary levels; the last token seen has none yet
+    TextTail tail;                      // the text up to token n_level-1
+    int *start, M, cap;                 // (M+1) chunk j is tokens start[j]..start[j+1]-1; start[M] is t_idx, the first token of the buffer
+    int M_built;                        // chunks when the index was built; 0: there is none
+    Tree *tree; Watch *watch;           // (L,G)
+    long ends[CUT_INSIDE + 1];          // chunks by the level of their end
+} Lychee;
+enum { KG_FLAT = 0, KG_AUTO = -1 };
+enum { WINDOW_HIT = 32 };
+
+static const Opt lychee_opts[] = {
+    { "lychee-beta",         'f', "0",    "weight of |q| r in a cluster's score; 1: the upper bound of Eq. 2" },
+    { "lychee-beta-coarse",  'f', "0",    "the same for coarse units" },
+    { "lychee-gqa",          'c', "max|sum|head", "query heads of a group: best of them, their sum, or a list for each" },
+    { "lychee-kg",           's', "flat", "coarse units opened in a step: flat (no coarse level), auto, or a number" },
+    { "lychee-prune",        'c', "none|exact", "exact: open units by upper bound until none can matter; reads what flat reads" },
+    { "lychee-lazy",         'c', "ball|mean|freeze", "what a grafted chunk does to its cluster's centre" },
+    { "lychee-centroid",     'c', "unit|mean", "centres on the unit sphere, or plain means" },
+    { "lychee-pool",         'c', "mean|max", "a chunk's key: the mean of its keys, or their largest value in every dimension (Table 3)" },
+    { "lychee-bound",        'c', "chunk|token", "token: a cluster's centre and radius are those of its raw token keys, so Eq. 2 bounds tokens" },
+    { "lychee-tie",          'c', "last|first", "of equally good ends of a chunk" },
+    { "lychee-guard",        'i', "1",    "0: marks inside 3.14, a.b, a::b, -> may end a chunk too" },
+    { "lychee-chunk-min",    'i', "8",    "fewest tokens of a chunk" },
+    { "lychee-chunk-max",    'i', "16",   "most tokens of a chunk" },
+    { "lychee-buffer",       'i', "128",  "recent rows outside the index, always read, on top of the budget" },
+    { "lychee-sink",         'i', "16",   "first rows outside the index, always read, inside the budget" },
+    { "lychee-full-layers",  'i', "2",    "first layers that read every row" },
+    { "lychee-iters",        'i', "10",   "iterations of k-means" },
+    { "lychee-chunks-per-cluster", 'i', "2", "chunks a cluster has on average" },
+    { "lychee-coarse-max",   'i', "64",   "most coarse units" },
+    { "lychee-stats",        'b', "0",    "measure recall, attention covered, Jaccard and WindowHit (slow)" },
+    { NULL, 0, NULL, NULL },
+};
+static int lychee_open(Session *s, void *ms) {
+    Lychee *x = ms;
+    const Options *o = s->opt;
+    float paper = opt_int(o, "paper") ? 1 : 0;
+    x->beta        = paper && !opt_given(o, "lychee-beta")        ? paper : (float)opt_real(o, "lychee-beta");
+    x->beta_coarse = paper && !opt_given(o, "lychee-beta-coarse") ? paper : (float)opt_real(o, "lychee-beta-coarse");
+    x->gqa    = opt_choice(o, "lychee-gqa", "max|sum|head");           x->lazy      = opt_choice(o, "lychee-lazy", "ball|mean|freeze");
+    x->exact  = opt_choice(o, "lychee-prune", "none|exact");           x->unit      = opt_choice(o, "lychee-centroid", "mean|unit");
+    x->tokens = opt_choice(o, "lychee-bound", "chunk|token");          x->first_tie = opt_choice(o, "lychee-tie", "last|first");
+    x->pool_max = opt_choice(o, "lychee-pool", "mean|max");
+    x->guard = opt_int(o, "lychee-guard");         x->min = opt_int(o, "lychee-chunk-min");         x->max = opt_int(o, "lychee-chunk-max");
+    x->buffer = opt_int(o, "lychee-buffer");       x->sink = opt_int(o, "lychee-sink");             x->full_layers = opt_int(o, "lychee-full-layers");
+    x->iters = opt_int(o, "lychee-iters");         x->per_cluster = opt_int(o, "lychee-chunks-per-cluster");
+    x->coarse_max = opt_int(o, "lychee-coarse-max");   x->stats = opt_int(o, "lychee-stats");
+    const char *kg = opt_str(o, "lychee-kg");
+    int flat = !strcmp(kg, "flat"), by_itself = !strcmp(kg, "auto");
+    x->kg = flat ? KG_FLAT : by_itself ? KG_AUTO : atoi(kg);
+    if (!flat && !by_itself && (opt_check(&(Opt){ "lychee-kg", 'i', NULL, NULL }, kg, s->err) || x->kg < 1)) return refuse(s, "--lychee-kg wants flat, auto or a number of at least 1");
+    if (x->beta < 0 || x->beta_coarse < 0) return refuse(s, "--lychee-beta and --lychee-beta-coarse must not be negative");
+    if (x->min < 1 || x->max < x->min || x->max > 4096) return refuse(s, "--lychee-chunk-min and -max: 1 <= min <= max <= 4096 is needed");
+    if (x->buffer < 0 || x->sink < 0 || x->full_layers < 0 || x->iters < 0) return refuse(s, "--lychee-buffer, -sink, -full-layers and -iters must not be negative");
+    if (x->per_cluster < 1 || x->coarse_max < 1) return refuse(s, "--lychee-chunks-per-cluster and --lychee-coarse-max must be at least 1");
+    if (s->ratio < 0 && s->budget < x->sink) return refuse(s, "--budget %d is smaller than --lychee-sink %d", s->budget, x->sink);
+    x->B = s->budget;
+    x->tree = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->tree);
+    if (x->stats) x->watch = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->watch);
+    x->start = xmalloc(sizeof(int) * (size_t)((x->cap = 64) + 1));
+    x->start[0] = x->sink;
+    return 0;
+}
+static void tree_free(const Session *s, Tree *t) {
+    (void)s;
+    if (KV_DEV(s)) near_free_cuda(t->mem); else free(t->mem);
+}
+static void lychee_close(Session *s, void *ms) {
+    Lychee *x = ms;
+    for (int i = 0; x->tree && i < s->c->L * s->c->G; i++) tree_free(s, &x->tree[i]);
+    for (int i = 0; x->watch && i < s->c->L * s->c->G; i++) free(x->watch[i].seen);
+    free(x->tree); free(x->watch); free(x->start); free(x->level);
+}
+static int indexed_layer(const Session *s, const Lychee *x, int l) { return l >= x->full_layers && layer_acts(s, l); }
+static int t_idx(const Lychee *x) { return x->start[x->M]; }
+static int wants_coarse(const Lychee *x) { return x->kg != KG_FLAT || x->exact; }
+
+static int room_for_chunks(const Lychee *x) { return x->B > x->sink ? x->B - x->sink : 0; }
+static LycheeRule lychee_rule(const Lychee *x, int P) {          // for the kernels; P: coarse units
+    int kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
+    return (LycheeRule){ .beta = x->beta, .beta_coarse = x->beta_coarse, .gqa = x->gqa, .units = x->exact ? 0 : kg, .lazy = x->lazy, .unit = x->unit,
+                         .tokens = x->tokens, .pool_max = x->pool_max, .iters = x->iters, .min = x->min, .room = room_for_chunks(x), .sink = x->sink,
+                         .M = x->M, .cap = 2 * x->M_built, .start = x->start };
+}
+
+typedef struct { char *mem; size_t at; } Block;          // mem NULL: only the size is wanted
+static void *carve(Block *b, size_t bytes) { void *p = b->mem ? b->mem + b->at : NULL; b->at += (bytes + 63) & ~(size_t)63; return p; }
+static void nodes_carve(Nodes *u, Block *at, int n, int children, int D) {
+    u->n = n;
+    u->mu = carve(at, (size_t)n * D * sizeof *u->mu);       u->r = carve(at, (size_t)n * sizeof *u->r);
+    u->chunks = carve(at, (size_t)n * sizeof(int));         u->tokens = carve(at, (size_t)n * sizeof(int));
+    u->first = carve(at, (size_t)n * sizeof(int));          u->last = carve(at, (size_t)n * sizeof(int));
+    u->next = carve(at, (size_t)children * sizeof(int));
+}
+static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {    // -> bytes
+    Block at = { mem, 0 };
+    nodes_carve(&t->fine, &at, K, cap, D);
+    nodes_carve(&t->coarse, &at, P, P ? K : 0, D);
+    t->parent = carve(&at, P ? (size_t)K * sizeof(int) : 0);
+    t->rho = carve(&at, (size_t)P * sizeof(float));
+    return at.at;
+}
+static void tree_shape(const Lychee *x, int M, int *K, int *P) {                // clusters and coarse units of M chunks
+    *K = (M + x->per_cluster - 1) / x->per_cluster;
+    *P = !wants_coarse(x) ? 0 : (*K + 1) / 2 < x->coarse_max ? (*K + 1) / 2 : x->coarse_max;
+}
+// One block for everything; cap: chunks there will be at most before the next build, so grafting never asks for memory.
+static void tree_room(const Session *s, Tree *t, int cap, int K, int P, int D) {
+    Tree size;
+    size_t bytes = tree_carve(&size, NULL, cap, K, P, D);
+    if (bytes != t->bytes) { tree_free(s, t); t->mem = KV_DEV(s) ? near_grow_cuda(NULL, 0, bytes) : xmalloc(bytes); }
+    t->bytes = bytes;
+    tree_carve(t, t->mem, cap, K, P, D);
+}
+static void child_append(Nodes *u, int node, int child) {
+    u->next[child] = -1;
+    if (u->first[node] < 0) u->first[node] = child; else u->next[u->last[node]] = child;
+    u->last[node] = child;
+}
+
+// ---- keys, distances, k-means
+static void normalise(float *x, int D) {
+    float f = 1 / sqrtf(dot_f32(x, x, D) + 1e-12f);
+    for (int d = 0; d < D; d++) x[d] *= f;
+}
+// kbar of rows r0..r0+n-1: their mean or, for Table 3, their largest value in every dimension; rows (n,D) is room
+static void chunk_key(const Session *s, int pool_max, const KVHead *hd, int r0, int n, float *rows, float *key) {
+    int D = s->c->D;
+    kv_load_k(s, hd, NULL, r0, n, rows);
+    memcpy(key, rows, (size_t)D * sizeof *key);
+    for (int i = 1; i < n; i++) for (int d = 0; d < D; d++) { float k = rows[(size_t)i * D + d]; key[d] = pool_max ? fmaxf(key[d], k) : key[d] + k; }
+    for (int d = 0; d < D && !pool_max; d++) key[d] /= (float)n;
+    normalise(key, D);
+}
+static void round_bf16(uint16_t *dst, float *x, int D) { for (int d = 0; d < D; d++) x[d] = bf16_to_f32(dst[d] = f32_to_bf16(x[d])); }
+static double distance(const float *v, const uint16_t *mu, int D) {
+    double ss = 0;
+    for (int d = 0; d < D; d++) { double e = (double)v[d] - bf16_to_f32(mu[d]); ss += e * e; }
+    return sqrt(ss);
+}
+static float above(double r) { return nextafterf((float)r, INFINITY); }      // f32 never below r
+
+typedef struct {            // what one thread builds in
+    float *key;             // (M,D) chunk keys
+    float *mu;              // (K,D) centres in f32
+    float *gmu;             // (P,D) of the units
+    float *sum;             // (K,D)
+    float *sc;              // (KV_TILE,KV_TILE)
+    float *len;             // (K) 1/|mu|, for centroid=mean
+    float *rows;            // (chunk-max,D)
+    int *label, *glabel;    // (M) (K)
+    int *count;             // (K)
+} BuildRoom;
+
+// label (n): the centre with the largest cosine; ties: the lower one. len NULL: centres have length 1. The (n,K) scores never exist at once.
+static void assign_points(const float *x, int n, const float *mu, int K, int D, const float *len, float *sc, int *label) {
+    for (int i0 = 0; i0 < n; i0 += KV_TILE) {
+        int m = n - i0 < KV_TILE ? n - i0 : KV_TILE;
+        float best[KV_TILE];
+        for (int i = 0; i < m; i++) { best[i] = -INFINITY; label[i0 + i] = 0; }
+        for (int j0 = 0; j0 < K; j0 += KV_TILE) {
+            int k = K - j0 < KV_TILE ? K - j0 : KV_TILE;
+            attn_scores(sc, x + (size_t)i0 * D, mu + (size_t)j0 * D, m, k, D, 1);
+            for (int i = 0; i < m; i++) {
+                float *row = sc + (size_t)i * k;
+                for (int j = 0; len && j < k; j++) row[j] *= len[j0 + j];
+                float top = max_f32(row, k);
+                if (!(top > best[i])) continue;
+                int j = 0;
+                while (row[j] != top) j++;
+                best[i] = top; label[i0 + i] = j0 + j;
+            }
+        }
+    }
+}
+static void update_centres(const float *x, int n, const int *label, float *mu, int K, int D, int unit, const BuildRoom *w) {
+    memset(w->sum, 0, (size_t)K * D * sizeof(float));
+    memset(w->count, 0, (size_t)K * sizeof(int));
+    for (int i = 0; i < n; i++) {
+        float *to = w->sum + (size_t)label[i] * D;
+        w->count[label[i]]++;
+        for (int d = 0; d < D; d++) to[d] += x[(size_t)i * D + d];
+    }
+    for (int j = 0; j < K; j++) {                           // an empty cluster keeps its centre
+        float *to = w->sum + (size_t)j * D;
+        if (!w->count[j]) continue;
+        if (unit) normalise(to, D); else for (int d = 0; d < D; d++) to[d] /= (float)w->count[j];
+        memcpy(mu + (size_t)j * D, to, (size_t)D * sizeof(float));
+    }
+}
+static const float *inverse_lengths(const float *mu, int K, int D, int unit, float *len) {
+    for (int j = 0; j < K && !unit; j++) len[j] = 1 / sqrtf(dot_f32(mu + (size_t)j * D, mu + (size_t)j * D, D) + 1e-12f);
+    return unit ? NULL : len;
+}
+// Spherical k-means of x (n,D) into K centres: mu (K,D) as rounded to bf16 in dst (K,D); label (n) is the last assignment, made against those.
+static void kmeans(const float *x, int n, int K, int D, int iters, int unit, const BuildRoom *w, float *mu, uint16_t *dst, int *label) {
+    for (int j = 0; j < K; j++) memcpy(mu + (size_t)j * D, x + (size_t)(((int64_t)2 * j + 1) * n / ((int64_t)2 * K)) * D, (size_t)D * sizeof(float));
+    for (int it = 0; it < iters; it++) {
+        assign_points(x, n, mu, K, D, inverse_lengths(mu, K, D, unit, w->len), w->sc, label);
+        update_centres(x, n, label, mu, K, D, unit, w);
+    }
+    for (int j = 0; j < K; j++) round_bf16(dst + (size_t)j * D, mu + (size_t)j * D, D);
+    assign_points(x, n, mu, K, D, inverse_lengths(mu, K, D, unit, w->len), w->sc, label);
+}
+
+// ---- building the trees
+static void nodes_clear(Nodes *u) {
+    for (int j = 0; j < u->n; j++) { u->r[j] = 0; u->chunks[j] = u->tokens[j] = 0; u->first[j] = u->last[j] = -1; }
+}
+static void node_cover(Nodes *u, int node, const float *key, int tokens, int D) {       // one more chunk below the node, centre unmoved
+    u->chunks[node]++;
+    u->tokens[node] += tokens;
+    u->r[node] = fmaxf(u->r[node], above(distance(key, u->mu + (size_t)node * D, D)));
+}
+static void unit_rho(Tree *t, int g, float beta, int D, float *mu) {                    // mu (D) is room
+    t->rho[g] = 0;
+    for (int c = t->coarse.first[g]; c >= 0; c = t->coarse.next[c]) {
+        if (!t->fine.chunks[c]) continue;
+        to_f32(mu, t->fine.mu + (size_t)c * D, DT_BF16, (size_t)D);
+        t->rho[g] = fmaxf(t->rho[g], above(distance(mu, t->coarse.mu + (size_t)g * D, D) + (double)beta * t->fine.r[c]));
+    }
+}
+// bound=token: centre and radius of a cluster from the raw keys of its tokens (A4), the same bytes and the same formula.
+static void cover_tokens(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, const BuildRoom *w) {
+    int D = s->c->D;
+    for (int c = 0; c < t->fine.n; c++) {
+        float *sum = w->sum;
+        memset(sum, 0, (size_t)D * sizeof *sum);
+        for (int pass = 0; pass < 2; pass++) {
+            for (int j = t->fine.first[c]; j >= 0; j = t->fine.next[j]) {
+                int n = x->start[j + 1] - x->start[j];
+                kv_load_k(s, hd, NULL, x->start[j], n, w->rows);
+                for (int i = 0; i < n; i++) {
+                    const float *k = w->rows + (size_t)i * D;
+                    if (pass) t->fine.r[c] = fmaxf(t->fine.r[c], above(distance(k, t->fine.mu + (size_t)c * D, D)));
+                    else for (int d = 0; d < D; d++) sum[d] += k[d] / (float)t->fine.tokens[c];
+                }
+            }
+            if (pass || !t->fine.chunks[c]) continue;
+            round_bf16(t->fine.mu + (size_t)c * D, sum, D);
+            t->fine.r[c] = 0;
+        }
+    }
+}
+static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, const BuildRoom *w) {
+    int D = s->c->D, M = x->M, K = t->fine.n, P = t->coarse.n;
+    for (int j = 0; j < M; j++) chunk_key(s, x->pool_max, hd, x->start[j], x->start[j + 1] - x->start[j], w->rows, w->key + (size_t)j * D);
+    kmeans(w->key, M, K, D, x->iters, x->unit, w, w->mu, t->fine.mu, w->label);
+    if (P) kmeans(w->mu, K, P, D, x->iters, x->unit, w, w->gmu, t->coarse.mu, w->glabel);
+    nodes_clear(&t->fine);
+    nodes_clear(&t->coarse);
+    for (int c = 0; c < K && P; c++) { t->parent[c] = w->glabel[c]; child_append(&t->coarse, w->glabel[c], c); }
+    for (int j = 0; j < M; j++) {
+        int c = w->label[j], tokens = x->start[j + 1] - x->start[j];
+        child_append(&t->fine, c, j);
+        node_cover(&t->fine, c, w->key + (size_t)j * D, tokens, D);
+        if (P) node_cover(&t->coarse, t->parent[c], w->key + (size_t)j * D, tokens, D);
+    }
+    if (x->tokens) cover_tokens(s, x, t, hd, w);
+    for (int g = 0; g < P; g++) unit_rho(t, g, x->beta, D, w->rows);
+}
+static void watch_restart(Watch *w, int clusters) {      // cluster numbers change with a build
+    if (clusters > w->cap) w->seen = xrealloc(w->seen, (size_t)(w->cap = clusters) * sizeof(int));
+    for (int c = 0; c < clusters; c++) w->seen[c] = -2 * WINDOW_HIT;
+    w->step = w->size = 0;
+}
+static void build_host(Session *s, Lychee *x, int K, int P) {
+    int L = s->c->L, G = s->c->G, D = s->c->D, M = x->M, n = n_threads();
+    size_t mark = scratch_mark(s), f = sizeof(float);
+    BuildRoom *room = scratch(s, (size_t)n * sizeof *room);
+    for (int i = 0; i < n; i++)
+        room[i] = (BuildRoom){
+            .key = scratch(s, (size_t)M * D * f), .mu = scratch(s, (size_t)K * D * f), .gmu = scratch(s, (size_t)P * D * f), .sum = scratch(s, (size_t)K * D * f),
+            .sc = scratch(s, (size_t)KV_TILE * KV_TILE * f), .len = scratch(s, (size_t)K * f), .rows = scratch(s, (size_t)x->max * D * f),
+            .label = scratch(s, (size_t)M * sizeof(int)), .glabel = scratch(s, (size_t)K * sizeof(int)), .count = scratch(s, (size_t)K * sizeof(int)) };
+    #pragma omp parallel for schedule(dynamic)
+    for (int i = 0; i < L * G; i++) if (indexed_layer(s, x, i / G)) tree_build(s, x, &x->tree[i], &s->head[i], &room[thread_id()]);
+    scratch_reset(s, mark);
+}
+static void lychee_build(Session *s, Lychee *x) {
+    int G = s->c->G, M = x->M, K, P;
+    tree_shape(x, M, &K, &P);
+    LycheeRule rule = lychee_rule(x, P);
+    for (int l = 0; l < s->c->L; l++) {
+        if (!indexed_layer(s, x, l)) continue;
+        for (int i = l * G; i < (l + 1) * G; i++) {
+            tree_room(s, &x->tree[i], 2 * M, K, P, s->c->D);
+            if (x->watch) watch_restart(&x->watch[i], K);
+        }
+        if (KV_DEV(s)) lychee_build_cuda(s, &rule, l, &x->tree[l * G]);
+    }
+    if (!KV_DEV(s)) build_host(s, x, K, P);
+    x->M_built = M;
+    s->changes++;
+}
+
+// ---- scores
+typedef struct {            // what a group, or one query head, looks for
+    const float *q;         // (m,D)
+    int m;
+    float w[Q_BLOCK];       // score of a node = max over i of (q_i . mu) w_i, + beta slack r
+    float slack;
+} Probe;
+typedef struct {            // what one thread retrieves in
+    float *sc;              // (R,max(K,P)) dot products
+    float *S, *Sg;          // (K) (P) scores
+    int *unit;              // (P) units, a heap
+    int *used, n_used;      // (K+1) clusters a chunk was taken from
+    unsigned char *taken;   // (M) chunks
+    int *rows;              // (N) rows
+    float *q;               // (D) summed query
+    float *mu;              // (KV_TILE,D) gathered centres; also keys, for statistics
+    float *prob;            // (N) with --lychee-stats
+} SeekRoom;
+
+static void probe_max(Probe *p, const float *q, int m, int D) {                 // gqa=max: scale free, every head may win
+    *p = (Probe){ .q = q, .m = m, .slack = 1 };
+    for (int i = 0; i < m; i++) p->w[i] = 1 / fmaxf(sqrtf(dot_f32(q + (size_t)i * D, q + (size_t)i * D, D)), 1e-20f);
+}
+static void probe_sum(Probe *p, const float *q, int m, int D, float *sum) {     // gqa=sum; with m == 1 also gqa=head
+    *p = (Probe){ .q = sum, .m = 1, .w = { 1 } };
+    memset(sum, 0, (size_t)D * sizeof *sum);
+    for (int i = 0; i < m; i++) {
+        for (int d = 0; d < D; d++) sum[d] += q[(size_t)i * D + d];
+        p->slack += sqrtf(dot_f32(q + (size_t)i * D, q + (size_t)i * D, D));
+    }
+}
+static void probe_scores(const Probe *p, const float *sc, int n, const float *r, float beta, float *S) {        // S (n) of n nodes; sc (m,n): q_i . mu
+    float slack = beta * p->slack;
+    for (int j = 0; j < n; j++) S[j] = -INFINITY;
+    for (int i = 0; i < p->m; i++, sc += n) {
+        float w = p->w[i];
+        for (int j = 0; j < n; j++) S[j] = sc[j] * w > S[j] ? sc[j] * w : S[j];
+    }
+    for (int j = 0; beta && j < n; j++) S[j] += slack * r[j];
+}
+static void score_all(const Probe *p, const Nodes *u, const float *r, float beta, int D, float *sc, float *S) {
+    scores_of(sc, p->q, u->mu, DT_BF16, p->m, u->n, D, 1, (Ahead){0});
+    probe_scores(p, sc, u->n, r, beta, S);
+    for (int j = 0; j < u->n; j++) S[j] = u->chunks[j] ? S[j] : -INFINITY;
+}
+static void score_unit(const Lychee *x, const Tree *t, const Probe *p, int g, int D, SeekRoom *w) {      // the clusters of one unit: w->S
+    const Nodes *u = &t->fine;
+    float sc[Q_BLOCK * KV_TILE], r[KV_TILE], S[KV_TILE];
+    int c = t->coarse.first[g], id[KV_TILE];
+    while (c >= 0) {
+        int k = 0;
+        for (; c >= 0 && k < KV_TILE; c = t->coarse.next[c]) {
+            if (!u->chunks[c]) continue;
+            to_f32(w->mu + (size_t)k * D, u->mu + (size_t)c * D, DT_BF16, (size_t)D);
+            r[k] = u->r[c];
+            id[k++] = c;
+        }
+        attn_scores(sc, p->q, w->mu, p->m, k, D, 1);
+        probe_scores(p, sc, k, r, x->beta, S);
+        for (int j = 0; j < k; j++) w->S[id[j]] = S[j];
+    }
+}
+
+// ---- a heap of nodes, best on top: larger score, then lower number
+static int before_in(const float *S, int a, int b) { return S[a] > S[b] || (S[a] == S[b] && a < b); }
+static void sift_down(int *heap, int n, int i, const float *S) {
+    for (int k, x = heap[i]; ; i = k) {
+        k = 2 * i + 1;
+        if (k + 1 < n && before_in(S, heap[k + 1], heap[k])) k++;
+        if (k >= n || !before_in(S, heap[k], x)) { heap[i] = x; return; }
+        heap[i] = heap[k];
+    }
+}
+static void heapify(int *heap, int n, const float *S) { for (int i = n / 2 - 1; i >= 0; i--) sift_down(heap, n, i, S); }
+static int pop_best(int *heap, int *n, const float *S) {
+    int top = heap[0];
+    heap[0] = heap[--*n];
+    if (*n) sift_down(heap, *n, 0, S);
+    return top;
+}
+// ---- retrieval (Algorithm 1, lines 8-16). Scores of the clusters opened go to w->S (K); a cluster that is empty or not opened has -INFINITY.
+static void open_flat(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) { score_all(p, &t->fine, t->fine.r, x->beta, D, w->sc, w->S); }
+
+static int units_by_score(const Tree *t, const Probe *p, const float *r, float beta, int D, SeekRoom *w) {
+    int n = 0;
+    score_all(p, &t->coarse, r, beta, D, w->sc, w->Sg);
+    for (int g = 0; g < t->coarse.n; g++) if (t->coarse.chunks[g]) w->unit[n++] = g;
+    heapify(w->unit, n, w->Sg);
+    for (int c = 0; c < t->fine.n; c++) w->S[c] = -INFINITY;
+    return n;
+}
+static void open_top(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {      // the best k_g units, more while they hold too little
+    int P = t->coarse.n, tokens = 0, kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
+    int units = units_by_score(t, p, t->coarse.r, x->beta_coarse, D, w);
+    for (int i = 0; units > 0 && (i < kg || tokens < 4 * room_for_chunks(x)); i++) {
+        int g = pop_best(w->unit, &units, w->Sg);
+        tokens += t->coarse.tokens[g];
+        score_unit(x, t, p, g, D, w);
+    }
+}
+// Units by their upper bound, until the budget fills with clusters that score above the bound of every unit not opened.
+// The bound gets 1e-4 |q| of air, more than the rounding of f32 dot products takes, so the result is that of a flat scan.
+static void open_exact(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
+    int units = units_by_score(t, p, t->rho, 1, D, w);
+    while (units > 0) {
+        float bound = w->Sg[w->unit[0]] + 1e-4f * p->slack;
+        if (weight_from(w->S, t->fine.tokens, t->fine.n, order_key(bound) + 1) > room_for_chunks(x)) break;
+        score_unit(x, t, p, pop_best(w->unit, &units, w->Sg), D, w);
+    }
+}
+static int take_chunks(const Lychee *x, const Tree *t, int c, int *used, SeekRoom *w) {        // of cluster c, in order; 0: one did not fit
+    for (int j = t->fine.first[c]; j >= 0; j = t->fine.next[j]) {
+        int tokens = x->start[j + 1] - x->start[j];
+        if (*used + tokens > room_for_chunks(x)) return 0;
+        if (j == t->fine.first[c]) w->used[w->n_used++] = c;
+        w->taken[j] = 1;
+        *used += tokens;
+    }
+    return 1;
+}
+// Marks the chunks to read in w->taken (M), notes their clusters in w->used; returns their tokens. Clusters are taken by score, then number,
+// and the first chunk that does not fit ends it. That needs no order but one threshold: the score from which on clusters hold more than
+// there is room for. All above it fit, and those that equal it are taken as long as they do.
+static int retrieve(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
+    int used = 0, n = 0, K = t->fine.n, room = room_for_chunks(x);
+    uint32_t key = 0;
+    (x->exact ? open_exact : x->kg != KG_FLAT ? open_top : open_flat)(x, t, p, D, w);
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) if (weight_from(w->S, t->fine.tokens, K, key | bit) > room) key |= bit;
+    memset(w->taken, 0, (size_t)x->M);
+    for (int c = 0; c < K; c++) { w->used[n] = c; n += order_key(w->S[c]) > key && w->S[c] > -INFINITY; }
+    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.first[w->used[i]]);  // anywhere in memory: all at once, and not one after the other
+    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.next[t->fine.first[w->used[i]]]);
+    w->n_used = 0;                                       // each of the n writes itself back to its place
+    for (int i = 0; i < n; i++) take_chunks(x, t, w->used[i], &used, w);
+    for (int c = 0; c < K; c++) if (order_key(w->S[c]) == key && w->S[c] > -INFINITY && !take_chunks(x, t, c, &used, w)) break;
+    return used;
+}
+static int rows_to_read(const Lychee *x, const unsigned char *taken, int *rows) {       // sinks and chunks taken, ascending
+    int n = 0;
+    for (int r = 0; r < x->sink; r++) rows[n++] = r;
+    for (int j = 0; j < x->M; j++)
+        if (taken[j]) for (int r = x->start[j]; r < x->start[j + 1]; r++) rows[n++] = r;
+    return n;
+}
+
+// ---- statistics on request (A7, rules B30): against exact dot products, for every query head
+static void watch_head(Session *s, const Lychee *x, Watch *a, const KVHead *hd, const float *q, int k, SeekRoom *w, int *top) {
+    int D = s->c->D, N = hd->len, lo = x->sink, hi = t_idx(x), hits = 0;
+    double sum = 0, got = 0, sum_indexed = 0, got_indexed = 0;
+    for (int r = 0; r < N; r += KV_TILE) {
+        int n = N - r < KV_TILE ? N - r : KV_TILE;
+        kv_load_k(s, hd, NULL, r, n, w->mu);
+        attn_scores(w->prob + r, q, w->mu, 1, n, D, 1 / sqrtf((float)D));
+    }
+    int m = top_k(w->prob + lo, hi - lo, k, top);
+    float max = max_f32(w->prob, N);
+    for (int j = 0, i = 0; j < x->M; j++)                                  // rows of the index: top is ascending too
+        for (int r = x->start[j]; r < x->start[j + 1]; r++) {
+            double e = exp((double)w->prob[r] - max);
+            int is_top = i < m && top[i] == r - lo;
+            i += is_top;
+            sum_indexed += e;
+            if (w->taken[j]) { hits += is_top; got_indexed += e; }
+        }
+    for (int r = 0; r < lo; r++) sum += exp((double)w->prob[r] - max);
+    for (int r = hi; r < N; r++) sum += exp((double)w->prob[r] - max);
+    got = sum + got_indexed;                                               // sinks and recent rows are read anyway
+    sum += sum_indexed;
+    if (!k) return;
+    a->recall += (double)hits / k;
+    a->covered += got / sum;
+    a->covered_indexed += got_indexed / sum_indexed;
+    a->n_recall++;
+}
+static void watch_mark(Watch *a, const int *used, int n, int *size, int *inter, int *hit) {     // S_t grows by these clusters
+    for (int i = 0; i < n; i++) {
+        int ago = a->step - a->seen[used[i]];
+        if (!ago) continue;                                                // another head of the group brought it
+        ++*size;
+        *inter += ago == 1;
+        *hit += ago <= WINDOW_HIT;
+        a->seen[used[i]] = a->step;
+    }
+}
+static void watch_step(Watch *a, int size, int inter, int hit) {           // Eq. 3 and 4; a step after a build has no past
+    int united = size + a->size - inter;
+    if (a->step > 1 && united) { a->jaccard += (double)inter / united; a->n_jaccard++; }
+    if (a->step > 1 && size)   { a->hit += (double)hit / size; a->n_hit++; }
+    a->size = size;
+}
+
+// ---- hooks
+static SeekRoom *seek_rooms(Session *s, const Lychee *x, const Tree *t, int R) {
+    int n = n_threads(), K = t->fine.n, P = t->coarse.n, wide = K > P ? K : P, D = s->c->D, N = s->n_tok;
+    SeekRoom *w = scratch(s, (size_t)n * sizeof *w);
+    for (int i = 0; i < n; i++)
+        w[i] = (SeekRoom){
+            .sc = scratch(s, (size_t)R * wide * sizeof(float)), .S = scratch(s, (size_t)K * sizeof(float)), .Sg = scratch(s, (size_t)P * sizeof(float)),
+            .unit = scratch(s, (size_t)P * sizeof(int)), .used = scratch(s, (size_t)(K + 1) * sizeof(int)),
+            .taken = scratch(s, (size_t)x->M), .rows = scratch(s, (size_t)N * sizeof(int)), .q = scratch(s, (size_t)D * sizeof(float)),
+            .mu = scratch(s, (size_t)KV_TILE * D * sizeof(float)), .prob = x->watch ? scratch(s, (size_t)N * sizeof(float)) : NULL };
+    return w;
+}
+static int seek(const Lychee *x, const Tree *t, const float *q, int m, int D, SeekRoom *w, int *n) {     // q (m,D) -> tokens of the chunks; w->rows (n)
+    Probe p;
+    if (x->gqa == GQA_MAX) probe_max(&p, q, m, D); else probe_sum(&p, q, m, D, w->q);
+    int k = retrieve(x, t, &p, D, w);
+    *n = rows_to_read(x, w->taken, w->rows);
+    return k;
+}
+static int seek_found(const Lychee *x, const int *found, int per, SeekRoom *w, int *n) {       // the same from what the GPU found (LIST_HEAD + 2 per)
+    *n = found[LIST_ROWS]; w->n_used = found[LIST_CLUSTERS];
+    memcpy(w->rows, found + LIST_HEAD, (size_t)*n * sizeof(int));
+    memcpy(w->used, found + LIST_HEAD + per, (size_t)w->n_used * sizeof(int));
+    for (int j = 0, i = x->sink; j < x->M && x->watch; j++) {
+        w->taken[j] = i < *n && w->rows[i] == x->start[j];
+        if (w->taken[j]) i += x->start[j + 1] - x->start[j];
+    }
+    return found[LIST_TOKENS];
+}
+// q (R,D): the heads of KV head g. found: of its lists, (lists,LIST_HEAD + 2 per), or NULL
+static void select_group(Session *s, const Lychee *x, int l, int g, const float *q, const int *found, int per, SeekRoom *w) {
+    int R = s->c->H / s->c->G, D = s->c->D, lists = x->gqa == GQA_HEAD ? R : 1, each = R / lists, size = 0, inter = 0, hit = 0;
+    const Tree *t = &x->tree[l * s->c->G + g];
+    Watch *a = x->watch ? &x->watch[l * s->c->G + g] : NULL;
+    if (a) a->step++;
+    for (int i = 0; i < lists; i++) {
+        int n, k = found ? seek_found(x, found + (size_t)i * (LIST_HEAD + 2 * per), per, w, &n) : seek(x, t, q + (size_t)i * each * D, each, D, w, &n);
+        if (lists == 1) view_group(s, l, g, w->rows, n, t_idx(x)); else view_set(s, l, g * R + i, w->rows, n, t_idx(x));
+        if (!a) continue;
+        watch_mark(a, w->used, w->n_used, &size, &inter, &hit);
+        for (int h = i * each; h < (i + 1) * each; h++) watch_head(s, x, a, kv_head(s, l, g), q + (size_t)h * D, k, w, w->rows);
+    }
+    if (a) watch_step(a, size, inter, hit);
+}
+static long lychee_dense(const Lychee *x) { return (long)x->B + x->buffer; }               // up to so many tokens every row is read
+static int lychee_bring(const Lychee *x) { return x->watch || x->gqa == GQA_HEAD; }        // the host must see what the GPU finds
+static int lychee_steady(const Session *s, const void *ms) { return !lychee_bring(ms) && s->n_tok != lychee_dense(ms) + 1; }
+static void lychee_select(Session *s, void *ms, int l, const float *q) {
+    Lychee *x = ms;
+    int G = s->c->G, R = s->c->H / G, D = s->c->D;
+    if (l < x->full_layers || !x->M_built || s->n_tok <= lychee_dense(x)) return;              // the views say: every row
+    double t0 = now();
+    size_t mark = scratch_mark(s);
+    int per = x->sink + room_for_chunks(x), *found = NULL, bring = lychee_bring(x);
+    size_t each = (size_t)(x->gqa == GQA_HEAD ? R : 1) * (LIST_HEAD + 2 * per);   // of a KV head
+    if (KV_DEV(s)) {
+        LycheeRule rule = lychee_rule(x, x->tree[l * G].coarse.n);
+        found = lychee_seek_cuda(s, &rule, l, &x->tree[l * G], q, per, bring);
+        if (x->watch) q = on_host(s, q, 0, 1);                             // statistics are measured on the host
+    }
+    SeekRoom *w = KV_DEV(s) && !bring ? NULL : seek_rooms(s, x, &x->tree[l * G], R);
+    #pragma omp parallel for schedule(static) if (x->M > 256 && !found)
+    for (int g = 0; g < G; g++) if (w) select_group(s, x, l, g, q + (size_t)g * R * D, found ? found + g * each : NULL, per, &w[thread_id()]);
+    scratch_reset(s, mark);
+    timed(&s->clk.index, t0);
+}
+
+// Cuts every chunk whose end can be known: it and the recent rows after it have been seen, and one token more (B16).
+static void cut_chunks(const Session *s, Lychee *x) {
+    int N = s->n_tok, behind = (x->buffer > 1 ? x->buffer : 1) + x->max;
+    if (N > x->cap_level) x->level = xrealloc(x->level, (size_t)(x->cap_level = N + N / 2 + 256));
+    if (x->n_level < N - 1) levels_extend(x->level, x->n_level, N - 1, &x->tail, s->tok, x->guard);
+    if (x->n_level < N - 1) x->n_level = N - 1;
+    while (N - t_idx(x) >= behind) {
+        int e = chunk_end(x->level, t_idx(x), x->min, x->max, x->first_tie);
+        if (x->M == x->cap) x->start = xrealloc(x->start, (size_t)((x->cap += x->cap / 2) + 1) * sizeof(int));
+        x->ends[x->level[e]]++;
+        x->start[++x->M] = e + 1;
+    }
+}
+// The node takes in one more key v beside the n it has: its centre follows, its radius goes on covering all (A6).
+static void node_absorb(const Lychee *x, Nodes *u, int node, int n, const float *v, int unit, int D, float *room) {
+    uint16_t *mu = u->mu + (size_t)node * D;
+    double d = distance(v, mu, D), r = u->r[node], delta = 0;
+    double step = x->lazy == LAZY_MEAN ? 1 / (n + 1.0) : x->lazy == LAZY_BALL && d > r ? (d - r) / (2 * d) : 0;     // ball: the smallest that holds the old one and v
+    if (step > 0) {
+        to_f32(room, mu, DT_BF16, (size_t)D);
+        for (int i = 0; i < D; i++) room[i] = (float)(room[i] + step * ((double)v[i] - room[i]));
+        if (x->lazy == LAZY_MEAN && unit) normalise(room, D);
+        for (int i = 0; i < D; i++) {
+            uint16_t to = f32_to_bf16(room[i]);
+            double e = (double)bf16_to_f32(to) - bf16_to_f32(mu[i]);
+            delta += e * e;
+            mu[i] = to;
+        }
+        delta = sqrt(delta);
+        d = distance(v, mu, D);
+    }
+    if (delta > 0 || d > r) u->r[node] = above(fmax(r + delta, d));
+}
+static int nearest_cluster(const Lychee *x, const Tree *t, const float *v, int D, float *mu, SeekRoom *w) {    // mu (D) is room
+    int c = 0;
+    Probe p = { .q = v, .m = 1, .w = { 1 } };
+    score_all(&p, &t->fine, t->fine.r, 0, D, w->sc, w->S);                 // -INFINITY for an empty cluster
+    for (int i = 0; i < t->fine.n; i++) {
+        if (x->tokens) {                                                   // raw centres differ in length: compare directions
+            to_f32(mu, t->fine.mu + (size_t)i * D, DT_BF16, (size_t)D);
+            w->S[i] /= sqrtf(dot_f32(mu, mu, D) + 1e-12f);
+        }
+        if (w->S[i] > w->S[c]) c = i;
+    }
+    return c;
+}
+static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, int j, float *room, SeekRoom *w) {   // room (chunk-max + 2,D)
+    int D = s->c->D, n = x->start[j + 1] - x->start[j];
+    float *v = room, *rows = room + (size_t)2 * D;
+    room += D;
+    chunk_key(s, x->pool_max, hd, x->start[j], n, rows, v);
+    int c = nearest_cluster(x, t, v, D, room, w);
+    if (!x->tokens) node_absorb(x, &t->fine, c, t->fine.chunks[c], v, x->unit, D, room);
+    for (int i = 0; i < n && x->tokens; i++) node_absorb(x, &t->fine, c, t->fine.tokens[c] + i, rows + (size_t)i * D, 0, D, room);
+    child_append(&t->fine, c, j);
+    t->fine.chunks[c]++; t->fine.tokens[c] += n;
+    if (!t->coarse.n) return;
+    int g = t->parent[c];
+    node_absorb(x, &t->coarse, g, t->coarse.chunks[g], v, x->unit, D, room);
+    t->coarse.chunks[g]++; t->coarse.tokens[g] += n;
+    unit_rho(t, g, x->beta, D, room);
+}
+static void lychee_graft(Session *s, Lychee *x, int from) {                // chunks from..M-1, in order
+    LycheeRule rule = lychee_rule(x, 0);
+    for (int l = 0; KV_DEV(s) && l < s->c->L; l++) if (indexed_layer(s, x, l)) lychee_graft_cuda(s, &rule, l, from);
+    if (KV_DEV(s)) return;
+    int L = s->c->L, G = s->c->G, D = s->c->D, n = n_threads(), l0 = 0;
+    while (l0 < L && !indexed_layer(s, x, l0)) l0++;
+    if (l0 == L) return;
+    size_t mark = scratch_mark(s);
+    SeekRoom *w = seek_rooms(s, x, &x->tree[l0 * G], 1);
+    float *room = scratch(s, (size_t)n * (x->max + 2) * D * sizeof(float));
+    #pragma omp parallel for schedule(static) if (x->M > 256)
+    for (int i = l0 * G; i < L * G; i++) {
+        for (int j = from; j < x->M && indexed_layer(s, x, i / G); j++)
+            tree_graft(s, x, &x->tree[i], &s->head[i], j, room + (size_t)thread_id() * (x->max + 2) * D, &w[thread_id()]);
+    }
+    scratch_reset(s, mark);
+}
+static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
+    Lychee *x = ms;
+    int old = x->M;
+    (void)q; (void)T;
+    if (l < s->c->L) return;
+    if (kv_longest(s, 0) != s->n_tok) die(EXIT_USAGE, "--method: lychee needs every row, another part has dropped some of %d", s->n_tok);
+    if (!s->decoding) x->B = budget_now(s);
+    if (!x->M_built && s->n_tok <= lychee_dense(x)) return;                      // everything is read anyway: no index yet (B13)
+    double t0 = now();
+    cut_chunks(s, x);
+    if (x->M == old) return;
+    if (x->M >= 2 * x->M_built) lychee_build(s, x); else lychee_graft(s, x, old);
+    timed(&s->clk.index, t0);
+}
+static void lychee_forget(Session *s, void *ms, int n_tok) {
+    Lychee *x = ms;
+    (void)s;
+    x->n_level = x->tail.n = 0;                                            // other tokens may follow: the text is read again when needed
+    if (t_idx(x) > n_tok) { x->M = x->M_built = 0; x->start[0] = x->sink; }
+}
+static size_t lychee_bytes(const Session *s, const void *ms) {
+    const Lychee *x = ms;
+    size_t n = (size_t)x->cap_level + (size_t)(x->cap + 1) * sizeof(int);
+    for (int i = 0; i < s->c->L * s->c->G; i++) n += x->tree[i].bytes + (x->watch ? sizeof(Watch) + (size_t)x->watch[i].cap * sizeof(int) : 0);
+    return n;
+}
+static size_t lychee_plan(const Session *s, const void *ms, int n) {       // if every chunk is as short as it may be
+    const Lychee *x = ms;
+    int M = n / x->min, K, P, heads = 0;
+    tree_shape(x, M, &K, &P);
+    for (int l = 0; l < s->c->L; l++) heads += indexed_layer(s, x, l) ? s->c->G : 0;
+    return (size_t)n + (size_t)(M + 1) * sizeof(int) + heads * tree_carve(&(Tree){ 0 }, NULL, 2 * M, K, P, s->c->D);
+}
+static Watch watch_total(const Session *s, const Lychee *x) {
+    Watch a = {0};
+    for (int i = 0; x->watch && i < s->c->L * s->c->G; i++) {
+        const Watch *b = &x->watch[i];
+        a.recall += b->recall;      a.covered += b->covered;        a.covered_indexed += b->covered_indexed;    a.n_recall += b->n_recall;
+        a.jaccard += b->jaccard;    a.n_jaccard += b->n_jaccard;    a.hit += b->hit;                            a.n_hit += b->n_hit;
+    }
+    return a;
+}
+static void lychee_stats(const Session *s, const void *ms, FILE *out) {
+    const Lychee *x = ms;
+    long single = 0, empty = 0, clusters = 0, most = 0, forced = x->ends[CUT_NONE] + x->ends[CUT_INSIDE], cut = forced;
+    for (int i = 0; i < s->c->L * s->c->G && x->M_built; i++) {
+        const Nodes *u = &x->tree[i].fine;
+        int *copy = KV_DEV(s) ? xmalloc((size_t)(u->n + 1) * sizeof(int)) : NULL;
+        if (copy) bytes_load_cuda(copy, u->chunks, (size_t)u->n * sizeof(int));
+        for (int c = 0; c < u->n; c++, clusters++) {
+            int n = (copy ? copy : u->chunks)[c];
+            single += n == 1; empty += !n; most = n > most ? n : most;
+        }
+        free(copy);
+    }
+    for (int k = CUT_STRUCTURE; k < CUT_NONE; k++) cut += x->ends[k];
+    if (!clusters) { fprintf(out, "lychee: no index yet (it starts past %ld tokens)\n", (long)x->B + x->buffer); return; }
+    fprintf(out, "lychee: %d chunks of %.2f tokens; ends: %.0f%% structure, %.0f%% sentence, %.0f%% phrase, %.0f%% blank, %.0f%% forced\n",
+            x->M, (double)(t_idx(x) - x->sink) / x->M, 100.0 * x->ends[CUT_STRUCTURE] / cut, 100.0 * x->ends[CUT_SENTENCE] / cut,
+            100.0 * x->ends[CUT_PHRASE] / cut, 100.0 * x->ends[CUT_BLANK] / cut, 100.0 * forced / cut);
+    fprintf(out, "lychee: %ld clusters, %.1f%% of one chunk, %.1f%% empty, largest %ld chunks; index %zu bytes, %.2f%% of the rows'\n",
+            clusters, 100.0 * single / clusters, 100.0 * empty / clusters, most, lychee_bytes(s, x), 100.0 * lychee_bytes(s, x) / kv_bytes(s));
+    Watch a = watch_total(s, x);
+    if (a.n_recall) fprintf(out, "lychee: recall %.4f, attention covered %.4f, of the indexed rows' %.4f, over %ld head steps\n",
+                            a.recall / a.n_recall, a.covered / a.n_recall, a.covered_indexed / a.n_recall, a.n_recall);
+    if (a.n_jaccard && a.n_hit) fprintf(out, "lychee: Jaccard %.4f, WindowHit(%d) %.4f\n", a.jaccard / a.n_jaccard, WINDOW_HIT, a.hit / a.n_hit);
+}
+
+
+const Method lychee_method = {
+    .name    = "lychee",
+    .paper   = "LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking "
+               "and Hierarchical KV Indexing",
+    .keeps   = "keeps every row; reads sinks, the text chunks of the best clusters (budget in "
+               "all) and the recent rows: saves reads only",
+    .limits  = "needs every row: not with methods that drop some. Goes with loopserve-p and "
+               "pats. Chunks follow the text only where a tokenizer is known",
+    .budget  = 1024,
+    .opts    = lychee_opts,
+    .role    = ROLE_SELECT,
+    .state   = sizeof(Lychee),
+    .open    = lychee_open,
+    .close   = lychee_close,
+    .select  = lychee_select,
+    .steady  = lychee_steady,
+    .commit  = lychee_commit,
+    .bytes   = lychee_bytes,
+    .plan    = lychee_plan,
+    .forget  = lychee_forget,
+    .stats   = lychee_stats,
+};
+
+// ==================================================================================================== 12 SONIC INFERENCE
+// SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching. arXiv 2601.21927 (papers/003).
+// A finished message is read once more by K learned Nexus tokens with their own weight matrices; afterwards only their K and
+// V rows stay and the message's own rows are dropped. System message and current turn are never compressed. The base model is frozen.
+//   S_aug = { I_sys, m_1, N^(1), m_2, N^(2), .., m_h, N^(h), Q_curr }                                     (1)
+//   e(N_j^t) = e_base + e_pos[j] + e_turn[t]          t: the turn, user and assistant share it              (2)
+//   text sees text at or before it                                                                        (3)
+//   the body of m_i is invisible behind N^(i)                                                             (4)
+//   Nexus tokens see each other                                                                           (5)
+//   a Nexus row uses W^N for q,k,v,o and the MLP; norms are the base's                                     (3.1; Session.alt)
+// Incremental (default): when the next turn begins, each message of the turn before it is encoded once and cached for ever:
+//   truncate behind the user message | its Nexus pass, drop it | encode the answer again | its Nexus pass, drop it
+// The answer is encoded again because it was generated while the raw user message was visible, which (4) forbids.
+// **Differs from the paper:**
+//   - (5) across segments lets old Nexus tokens see later ones, so their rows could not be cached: incremental is causal
+//     across segments (VIS_SEGMENT). --sonic-oneshot has the exact mask: the whole history in one pass, every turn;
+//   - K_i = max(1, min(K, |B_i|)), or by --sonic-ratio per message; the first --sonic-sink tokens count as system message;
+//   - positions, T_max, and what a body is (all tokens of a message) are not in the paper: see NOTES.md.
+// Options: --sonic-k, -ratio, -weights, -untrained, -seed, -pos, -oneshot, -sink, -force.
+
+typedef struct { int n, turn; } SonicMessage;           // a finished message: tokens of its body, its turn
+
+typedef struct {
+    SafeFile *file;             // the adapter, mapped; NULL: untrained
+    Layer *alt;                 // (L) the Nexus branch
+    float *embed, *pos, *turn;  // (C) e_base, (K_max,C) e_pos, (T_max,C) e_turn: one block, `embed` first
+    int K_max, T_max, K;
+    double ratio;               // share of a body to remove; < 0: K counts
+    int original, oneshot, sink;
+    int sys;                    // leading tokens that are the system message
+    int h;                      // finished messages; the segment number of the current turn
+    int cur, n_user;            // first token of the current turn; how many of its tokens are the user's message
+    int drop;                   // commit drops text rows of segments [0,drop)
+    SonicMessage *msg;          // stb_ds array, one-shot only: the h messages
+    long n_body, n_nexus;       // sums of |B_i| and K_i
+    double seconds;             // spent at turn starts on finished messages
+    int warned;
+} Sonic;
+static int sonic_load(Session *s, Sonic *x, const char *path);  // reads the adapter (section 20); 0, or -1 with s->err set
+static size_t sonic_file_bytes(const Sonic *x);                 // the adapter's tensors
+
+
+// ---- the adapter file
+// No adapter: the branch is the base itself, e_base the mean of the embedding, e_pos and e_turn small noise of its size.
+static double sonic_normal(uint64_t *state) {
+    double u = (double)(splitmix64(state) >> 11) / 9007199254740992.0, v = (double)(splitmix64(state) >> 11) / 9007199254740992.0;
+    return sqrt(-2 * log(1 - u)) * cos(2 * M_PI * v);
+}
+static void sonic_untrained(Session *s, Sonic *x) {
+    const Tensor *e = &s->w->embed;
+    int C = s->c->C, rows = e->rows < 4096 ? e->rows : 4096;    // enough for a mean
+    uint64_t state = mix64((uint64_t)opt_int(s->opt, "sonic-seed"));
+    double square = 0;
+    x->K_max = 64; x->T_max = 32; x->K = 16;
+    x->embed = xcalloc((size_t)(1 + x->K_max + x->T_max) * C, sizeof(float));
+    float *row = xmalloc((size_t)C * sizeof *row);
+    for (int r = 0; r < rows; r++) {
+        to_f32(row, (const char *)e->data + (size_t)r * C * dtype_size(e->dtype), e->dtype, C);
+        for (int i = 0; i < C; i++) { x->embed[i] += row[i] / (float)rows; square += (double)row[i] * row[i]; }
+    }
+    double std = sqrt(square / rows / C);
+    for (int r = 1; r < 1 + x->K_max + x->T_max; r++)
+        for (int i = 0; i < C; i++) x->embed[(size_t)r * C + i] = (float)(sonic_normal(&state) * std * (r > x->K_max ? .3 : 1));
+    free(row);
+    if (!opt_int(s->opt, "quiet"))
+        fprintf(stderr, "kvcomp: WARNING: --sonic-untrained: the Nexus tokens were never trained. What leaves the current turn is LOST to the model;\n"
+                        "kvcomp: WARNING: good for trials of memory and speed only.\n");
+}
+
+// ---- the augmented sequence
+static int sonic_K(const Sonic *x, int n) {             // Nexus tokens for a body of n >= 1 tokens
+    int K = x->ratio >= 0 ? (int)floor((1 - x->ratio) * n + .5 + 1e-6) : x->K, most = x->K_max < n ? x->K_max : n;
+    return K < 1 ? 1 : K > most ? most : K;
+}
+// Token j of a segment. Its id says which row of e_pos and e_turn it is made of.
+static Token sonic_token(const Sonic *x, int turn, int j, int seg, int pos) {
+    return (Token){ -1 - (turn * x->K_max + j), pos, seg, TOK_EXTRA };
+}
+
+static void sonic_embed(Session *s, void *ms, const Token *t, float *out) {     // Eq. 2. out (C)
+    Sonic *x = ms;
+    int i = -1 - t->id, j = i % x->K_max, turn = i / x->K_max, C = s->c->C;
+    if (turn >= x->T_max) {
+        if (!x->warned++ && !opt_int(s->opt, "quiet"))
+            fprintf(stderr, "kvcomp: sonic: turn %d is past the %d the adapter knows; the last turn embedding is used from here on\n", turn, x->T_max);
+        turn = x->T_max - 1;
+    }
+    for (int c = 0; c < C; c++) out[c] = x->embed[c] + x->pos[(size_t)j * C + c] + x->turn[(size_t)turn * C + c];
+}
+static int sonic_seg(const Sonic *x, int i) { return i < x->sys ? -1 : x->h; }  // segment of a text token that is token i of the session
+
+// Drops what Eq. 4 hides for ever: text rows of finished messages.
+static void sonic_drop(Session *s, const Sonic *x, int l) {
+    for (int g = 0; g < s->c->G; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        size_t mark = scratch_mark(s);
+        int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
+        for (int r = 0; r < h->len; r++) {
+            const Token *t = &s->tok[h->src[r]];
+            if (t->kind == TOK_EXTRA || t->seg < 0 || t->seg >= x->drop) keep[n++] = r;
+        }
+        if (n < h->len) kv_keep(s, l, g, keep, n);
+        scratch_reset(s, mark);
+    }
+}
+static void sonic_commit(Session *s, void *ms, int l, const float *q, int T) {
+    const Sonic *x = ms;
+    (void)q; (void)T;
+    if (s->decoding) return;
+    if (l < s->c->L) { sonic_drop(s, x, l); return; }
+    for (int k = 0; k < s->c->L; k++) if (!layer_acts(s, k)) sonic_drop(s, x, k);       // a storage rule: every layer
+    if (!x->original) return;
+    int i = s->n_tok - 1;                               // original positions: text goes on where text ended
+    while (i > 0 && s->tok[i].kind == TOK_EXTRA) i--;
+    s->pos_next = s->tok[i].pos + 1;
+}
+
+// ---- incremental: section 5 of the spec, steps 1 to 5
+// Nexus pass for the body that begins at token `first` and ends the session; the body's rows are dropped layer by layer.
+static void sonic_nexus(Session *s, Sonic *x, int first, int turn) {
+    int n = s->n_tok - (first > x->sys ? first : x->sys);
+    if (n <= 0) return;                                 // empty, or counted as system message
+    int K = sonic_K(x, n);
+    size_t mark = scratch_mark(s);
+    Token *t = scratch(s, (size_t)K * sizeof *t);
+    for (int j = 0; j < K; j++) t[j] = sonic_token(x, turn, j, x->h, x->original ? s->pos_next + j : -1);
+    x->drop = ++x->h;
+    x->n_body += n; x->n_nexus += K;
+    s->forward(s, t, K);
+    scratch_reset(s, mark);
+}
+static int sonic_finish(Session *s, Sonic *x, Token *t, int n, int foot) {      // the messages of the last turn; -> ids left in t
+    int user = x->cur + x->n_user, n_old = s->n_tok - user, n_reply = n_old + foot, turn = s->turn - 1;
+    size_t mark = scratch_mark(s);
+    Token *reply = scratch(s, (size_t)(n_reply + 1) * sizeof *reply);
+    memcpy(reply, s->tok + user, (size_t)n_old * sizeof *reply);
+    memcpy(reply + n_old, t, (size_t)foot * sizeof *reply);
+    kv_truncate(s, user);                                                       // step 1
+    sonic_nexus(s, x, x->cur, turn);                                            // 2, 3
+    int first = s->n_tok;
+    for (int i = 0; i < n_reply; i++) reply[i] = (Token){ reply[i].id, -1, sonic_seg(x, first + i), TOK_REPLY };
+    if (n_reply) s->forward(s, reply, n_reply);                                 // 4
+    sonic_nexus(s, x, first, turn);                                             // 5
+    scratch_reset(s, mark);
+    memmove(t, t + foot, (size_t)(n - foot) * sizeof *t);
+    return n - foot;
+}
+
+// ---- one-shot: the whole of Eq. 1 again, every turn. -> ids in t, the current turn's from x->cur on
+static void sonic_message(Sonic *x, int first, int end, int turn) {
+    SonicMessage m = { end - (first > x->sys ? first : x->sys), turn };
+    if (m.n > 0) arrput(x->msg, m);
+}
+static int sonic_again(Session *s, Sonic *x, Token *t, int n, int foot) {
+    int n_text = 0, user = x->cur + x->n_user, i = 0, p = 0;
+    size_t mark = scratch_mark(s);
+    Token *text = scratch(s, (size_t)(s->n_tok + foot) * sizeof *text);
+    for (int k = 0; k < s->n_tok; k++) if (s->tok[k].kind != TOK_EXTRA) text[n_text++] = s->tok[k];
+    memcpy(text + n_text, t, (size_t)foot * sizeof *text);
+    n_text += foot;
+    sonic_message(x, x->cur, user, s->turn - 1);
+    sonic_message(x, user, s->n_tok + foot, s->turn - 1);
+    x->h = (int)arrlen(x->msg);
+    x->n_body = x->n_nexus = 0;
+    for (int m = 0; m < x->h; m++) { x->n_body += x->msg[m].n; x->n_nexus += sonic_K(x, x->msg[m].n); }
+    x->cur = n_text + (int)x->n_nexus;
+    memmove(t + x->cur, t + foot, (size_t)(n - foot) * sizeof *t);
+    for (; p < x->sys && p < n_text; p++, i++) t[i] = (Token){ text[p].id, p, -1, text[p].kind };
+    for (int m = 0; m < x->h; m++) {
+        int K = sonic_K(x, x->msg[m].n);
+        for (int end = p + x->msg[m].n; p < end; p++, i++) t[i] = (Token){ text[p].id, x->original ? p : i, m, text[p].kind };
+        for (int j = 0; j < K; j++, i++) t[i] = sonic_token(x, x->msg[m].turn, j, m, x->original ? p + j : i);
+    }
+    for (n += x->cur - foot; i < n; i++) t[i].pos = x->original ? p++ : i;
+    scratch_reset(s, mark);
+    kv_truncate(s, 0);
+    return n;
+}
+
+static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
+    Sonic *x = ms;
+    double t0 = now();
+    int foot = s->n_foot < n ? s->n_foot : n - 1;      // at least one token is the new turn's
+    (void)cap;                                          // text and at most as many Nexus tokens: below 2 (n + n_tok)
+    if (!s->turn) x->sys = s->n_sys > x->sink ? s->n_sys : x->sink;
+    else if (x->oneshot) n = sonic_again(s, x, t, n, foot);
+    else n = sonic_finish(s, x, t, n, foot);
+    if (!x->oneshot || !s->turn) x->cur = s->n_tok;
+    int from = x->cur - s->n_tok, own = n - from;       // the current turn is t[from..n)
+    for (int i = from; i < n; i++) t[i].seg = sonic_seg(x, s->n_tok + i);
+    x->n_user = own - (s->n_head < own ? s->n_head : own);
+    x->drop = x->h;
+    int last = t[n - 1].pos < 0 ? s->pos_next + n - 1 : t[n - 1].pos;
+    if (last >= s->pos_end)
+        die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue%s)", last, s->pos_end,
+            x->original ? "" : ", or --sonic-pos=original with an adapter trained so");
+    x->seconds += now() - t0;
+    return n;
+}
+
+// ---- opening
+static int sonic_numbers(Session *s, Sonic *x) {        // K, ratio, positions: options against what the adapter allows
+    const Options *o = s->opt;
+    const char *pos = opt_str(o, "sonic-pos");
+    int K = opt_int(o, "sonic-k");
+    x->ratio = opt_given(o, "sonic-ratio") ? opt_real(o, "sonic-ratio") : s->ratio;
+    if (x->ratio > 1 || (x->ratio < 0 && (opt_given(o, "sonic-ratio") || opt_given(o, "ratio"))))
+        return refuse(s, "sonic: --sonic-ratio %g: expected 0 to 1", x->ratio);
+    if (K && x->ratio >= 0) return refuse(s, "sonic: --sonic-k and a ratio are two ways to say the same, give one");
+    if (K < 0 || K > x->K_max) return refuse(s, "sonic: --sonic-k %d: the adapter knows 1 to %d Nexus tokens a message", K, x->K_max);
+    if (K) x->K = K;
+    if (x->K > x->K_max) return refuse(s, "sonic: metadata k_default is %d, but k_max is %d", x->K, x->K_max);
+    if (strcmp(pos, "adapter") && x->file && x->original != !strcmp(pos, "original"))
+        return refuse(s, "sonic: --sonic-pos=%s, but the adapter was trained with %s positions", pos, x->original ? "original" : "augmented");
+    if (!x->file) x->original = !strcmp(pos, "original");
+    if (x->sink < 0) return refuse(s, "sonic: --sonic-sink %d: expected 0 or more", x->sink);
+    return 0;
+}
+static int sonic_open(Session *s, void *ms) {
+    Sonic *x = ms;
+    const Options *o = s->opt;
+    char path[1100];
+    int untrained = opt_int(o, "sonic-untrained");
+    x->oneshot = opt_int(o, "sonic-oneshot");
+    x->sink = opt_int(o, "sonic-sink");
+    s->budget = 0;                                      // K says what is kept
+    snprintf(path, sizeof path, "%s", opt_str(o, "sonic-weights"));
+    if (*path && untrained) return refuse(s, "sonic: --sonic-weights and --sonic-untrained exclude each other");
+    if (!*path) snprintf(path, sizeof path, "%s/nexus.safetensors", s->c->dir);
+    if (!untrained && !opt_given(o, "sonic-weights") && !file_exists(path))
+        return refuse(s, "sonic: needs trained Nexus weights, and %.300s is not there: --sonic-weights=FILE, or --sonic-untrained for a trial", path);
+    x->alt = xmalloc((size_t)s->c->L * sizeof(Layer));
+    memcpy(x->alt, s->w->layer, (size_t)s->c->L * sizeof(Layer));
+    if (untrained) sonic_untrained(s, x);
+    else if (sonic_load(s, x, path)) return -1;
+    x->pos = x->embed + s->c->C;
+    x->turn = x->pos + (size_t)x->K_max * s->c->C;
+    if (sonic_numbers(s, x)) return -1;
+    s->ratio = -1;                                      // it was a share of each message
+    s->pos_end = s->c->max_pos;
+    s->pos_extra = x->original ? 0 : 2 * (x->ratio >= 0 ? x->K_max : x->K);      // two messages finish at a turn's start
+    s->made_for = x->file ? safetensors_meta(x->file, "chat_template") : NULL;
+    s->alt = x->alt;
+    s->rule = x->oneshot ? VIS_SEGMENT_EXACT : VIS_SEGMENT;
+    return 0;
+}
+static void sonic_close(Session *s, void *ms) {
+    Sonic *x = ms;
+    s->alt = NULL;
+    safetensors_close(x->file);
+    free(x->alt); free(x->embed); arrfree(x->msg);
+}
+static size_t sonic_bytes(const Session *s, const void *ms) {      // embeddings and layer table; the branch's matrices are weights, not cache
+    const Sonic *x = ms;
+    size_t embed = (size_t)(1 + x->K_max + x->T_max) * s->c->C * sizeof(float);
+    return embed + (size_t)s->c->L * sizeof(Layer) + arrlenu(x->msg) * sizeof(SonicMessage);
+}
+static size_t sonic_plan(const Session *s, const void *ms, int n) { return sonic_bytes(s, ms) + sonic_file_bytes(ms) + (size_t)n / 8 * sizeof(SonicMessage); }   // a message takes 8 tokens or more
+static void sonic_stats(const Session *s, const void *ms, FILE *out) {
+    const Sonic *x = ms;
+    long now_rows = s->n_tok - x->cur, sys = x->sys < s->n_tok ? x->sys : s->n_tok;
+    size_t bytes = sonic_file_bytes(x);
+    if (!x->h && now_rows > sys) now_rows -= sys;       // the first turn holds the system message itself
+    double hist = x->n_body ? 1 - (double)x->n_nexus / x->n_body : 0, all = (double)(sys + x->n_body + now_rows);
+    double total = all > 0 ? 1 - (double)(sys + x->n_nexus + now_rows) / all : 0;
+    fprintf(out, "sonic: %d messages, %ld tokens in %ld Nexus tokens: hist_ratio %.4f, total_ratio %.4f, %s, %s positions\n",
+            x->h, x->n_body, x->n_nexus, hist, total, x->oneshot ? "one-shot" : "incremental", x->original ? "original" : "augmented");
+    fprintf(out, "sonic: %.3f s at turn starts for finished messages; adapter %zu bytes%s\n", x->seconds, bytes, x->file ? "" : " (untrained: the base's weights)");
+}
+static const Opt sonic_opts[] = {
+    { "sonic-k",         'i', "0",    "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
+    { "sonic-ratio",     'f', "0",    "share of each message to remove instead (also --ratio); at most the adapter's k_max tokens stay" },
+    { "sonic-weights",   's', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
+    { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
+    { "sonic-seed",      'i', "1",    "of those embeddings" },
+    { "sonic-pos",       'c', "adapter|augmented|original", "as trained (untrained: augmented); Nexus tokens take positions of their own; text keeps its own" },
+    { "sonic-oneshot",   'b', "0",    "the paper's exact mask: the whole history in one pass, every turn" },
+    { "sonic-sink",      'i', "4",    "first tokens that count as system message at least" },
+    { "sonic-force",     'b', "0",    "take an adapter whose fingerprint does not fit" },
+    { NULL, 0, NULL, NULL },
+};
+
+
+const Method sonic_method = {
+    .name    = "sonic",
+    .paper   = "SONIC: Segmented Optimized Nexus for Information Compression in Key-Value "
+               "Caching, arXiv 2601.21927",
+    .keeps   = "keeps the system message, K Nexus rows a finished message, and the current "
+               "turn; the rest is dropped when the next turn begins",
+    .limits  = "needs an adapter trained for the model; --budget does not apply (see "
+               "--sonic-k); a dialogue ends where its positions pass max_position_embeddings; "
+               "goes with a storage format (sonic+pats), with no other selection or sparse "
+               "prefill",
+    .opts    = sonic_opts,
+    .role    = ROLE_PREFILL | ROLE_SELECT,
+    .rule    = VIS_SEGMENT,
+    .evicts  = 1,
+    .state   = sizeof(Sonic),
+    .open    = sonic_open,
+    .close   = sonic_close,
+    .enter   = sonic_enter,
+    .embed   = sonic_embed,
+    .commit  = sonic_commit,
+    .bytes   = sonic_bytes,
+    .plan    = sonic_plan,
+    .stats   = sonic_stats,
+};
+
+// ==================================================================================================== 13 DILILAZYKV
+// DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (anonymous ACL submission).
+// Stage 1, once per model: a fact (the needle, key set N) is hidden in a long text and asked for. How the last prompt row a of
+// a head (softmax, n keys, its k largest are T) looks at the needle gives the head three scores, means over the runs:
+//   Dili = sum_{T&N} a / sum_T a      Lazy = sum_{T&N} a / sum_N a      Inf = 2 Dili Lazy / (Dili + Lazy)              (Eq. 1)
+// Stage 2, at the end of every turn's prefill: heads that find needles get more rows (Algorithm 1; b_c = B - w):
+//   b_fixed = b_c (1 - 1/beta)        pool = L H b_c / beta             S_ij = Inf_ij / Lam_i, Lam_i = sum_j Inf_ij (line 14)
+//   lam_i = Lam_i / sum_i Lam_i (16)  b_ij = b_fixed + pool (eps + lam_i) S_ij / (1 + eps L)   (17, 18)   C_ij = floor(max(0, b_ij) + .5)
+// Query head j of layer i then reads the C_ij candidates it attends to most (last w queries, max over 7 neighbours) and the last
+// w rows. A KV head stores the union of its query heads' rows, each once; a view per query head says which ones it reads.
+// **Differs from the paper:**
+//   - Dili and Lazy are weighted precision and recall, as the paper's tables were made; --calibrate-score=count is its text;
+//   - line 17 spends 1 + eps L times the pool: divided out, so that the caps' mean is b_c. paper-literal: as printed;
+//   - a score file's keys are read. (The published loader ignores them, and the published files are shuffled.)
+//   - one KV head's rows are stored once, not once per query head; so a later turn's prefill reads the union (rules.md A4).
+// Options: --budget (128, per query head), --obs-window (16), --kernel, --dililazy-*; for stage 1 --calibrate OUT.json.
+
+enum { ALLOC_PAPER, ALLOC_LITERAL, ALLOC_CODE };
+typedef struct {
+    Snap snap;
+    int heads, alloc, base;     // heads a layer with a cap of their own: H, or G under --dililazy-gqa=kv; b_c the caps are for
+    double beta, eps;
+    double *inf;                // (L,heads)
+    int *cap;                   // (L,heads) candidates a head may read
+} DiliLazy;
+
+// ---- Algorithm 1. inf (L,n) >= 0, b_c = base >= 0 -> cap (L,n)
+static void dililazy_caps(const double *inf, int L, int n, int base, double beta, double eps, int alloc, int *cap) {
+    double total = 0, weights = 0, fixed = base * (1 - 1 / beta), pool = base / beta * L * n;
+    if (alloc == ALLOC_PAPER) pool /= 1 + eps * L;
+    if (alloc == ALLOC_CODE) {                          // the authors' code: whole rows, half a row a head set aside and given to all
+        double dyn = rint((base - fmod(base, beta)) / beta);    // Python's //: floor(base / beta) could round up to a whole number first
+        fixed = base - dyn + .5;
+        pool = fmax(0, dyn * L * n - .5 * L * n);
+    }
+    for (int i = 0; i < L * n; i++) total += inf[i];
+    for (int pass = 0; pass < 2; pass++)                // code mode divides by the sum of the weights, so they are walked twice
+        for (int i = 0; i < L; i++) {
+            double Lam = 0;
+            for (int j = 0; j < n; j++) Lam += inf[i * n + j];
+            for (int j = 0; j < n; j++) {
+                double x = inf[i * n + j], S = Lam > 0 ? x / Lam : 1.0 / n, lam = total > 0 ? Lam / total : 1.0 / L;   // (14), (16)
+                double weight = alloc != ALLOC_CODE ? (eps + lam) * S : total > 0 ? x + eps * x / (Lam + 1e-9) : 1;
+                if (!pass) { weights += weight; continue; }
+                double b = fixed + pool * (alloc == ALLOC_CODE ? weight / weights : weight);                           // (17), (18)
+                b = alloc == ALLOC_CODE ? nearbyint(b) : floor(fmax(0, b) + .5);                                        // (19)
+                cap[i * n + j] = (int)fmin(fmax(b, 0), INT_MAX);
+            }
+        }
+}
+
+static int dililazy_scores(Session *s, DiliLazy *x) {   // x->inf from the file; under gqa=kv the means over the groups
+    const Config *c = s->c;
+    char path[1100];
+    snprintf(path, sizeof path, "%s", opt_str(s->opt, "dililazy-scores"));
+    if (!*path) {
+        snprintf(path, sizeof path, "%s/head_scores.json", c->dir);
+        if (!file_exists(path))
+            return refuse(s, "dililazy needs the scores of the model's heads: --dililazy-scores FILE, or make them: --calibrate %.300s", path);
+    }
+    x->inf = scores_load(path, opt_str(s->opt, "dililazy-score"), c->L, c->H, s->err);
+    for (int i = 0; x->inf && i < c->L * x->heads && x->heads < c->H; i++) {
+        double sum = 0;
+        int R = c->H / c->G;
+        for (int r = 0; r < R; r++) sum += x->inf[i * R + r];
+        x->inf[i] = sum / R;                            // i <= i*R: never read again
+    }
+    return x->inf ? 0 : -1;
+}
+static int dililazy_open(Session *s, void *ms) {
+    DiliLazy *x = ms;
+    const char *alloc = opt_str(s->opt, "dililazy-alloc");
+    x->alloc = !strcmp(alloc, "code") ? ALLOC_CODE : !strcmp(alloc, "paper-literal") ? ALLOC_LITERAL : ALLOC_PAPER;
+    x->heads = !strcmp(opt_str(s->opt, "dililazy-gqa"), "kv") ? s->c->G : s->c->H;
+    x->beta = opt_real(s->opt, "dililazy-beta");
+    x->eps = opt_real(s->opt, "dililazy-eps");
+    x->base = -1;
+    if (!(x->beta > 0)) return refuse(s, "--dililazy-beta must be above 0, found %g", x->beta);
+    if (!(x->eps >= 0)) return refuse(s, "--dililazy-eps must not be negative, found %g", x->eps);
+    if (snap_options(s, &x->snap, 16) || dililazy_scores(s, x)) return -1;
+    x->cap = xcalloc((size_t)s->c->L * x->heads, sizeof(int));
+    return 0;
+}
+static void dililazy_close(Session *s, void *ms) {
+    DiliLazy *x = ms;
+    (void)s;
+    free(x->inf); free(x->cap);
+}
+static size_t dililazy_bytes(const Session *s, const void *ms) {
+    const DiliLazy *x = ms;
+    return (size_t)s->c->L * x->heads * (sizeof(double) + sizeof(int));
+}
+
+// ---- Selection. Pooled per query head; gqa=kv takes the mean after that (the other order than SnapKV's, rules.md A6)
+static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
+    DiliLazy *x = ms;
+    int B = budget_now(s), w = snap_kept_window(&x->snap, B), H = s->c->H, G = s->c->G, R = H / G;
+    if (!snap_due(s, l, B)) return;
+    if (x->base != B - w) {                             // once, or at every turn's end under --ratio
+        x->base = B - w;
+        dililazy_caps(x->inf, s->c->L, x->heads, x->base, x->beta, x->eps, x->alloc, x->cap);
+    }
+    size_t mark = scratch_mark(s);
+    int N = kv_longest(s, l), per_group = x->heads < H, *keep = scratch(s, (size_t)H * N * sizeof(int));      // per_group: --dililazy-gqa=kv
+    int *n = scratch(s, (size_t)G * sizeof(int)), *wide = scratch(s, (size_t)H * sizeof(int)), *kept = scratch(s, (size_t)H * sizeof(int));
+    float *score = pooled_scores(s, &x->snap, l, q, T, w, per_group ? POOL_JOIN : POOL_ONLY, n);
+    if (per_group) snap_keep(s, l, score, n, x->cap + (size_t)l * G);
+    else {
+        for (int h = 0; h < H; h++) wide[h] = n[h / R];
+        top_k_rows(s, score, H, N, wide, x->cap + (size_t)l * H, keep, N, kept);
+        for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
+        for (int g = 0; g < G; g++) kv_compact(s, l, g); // rows that no query head of the group reads are given back
+    }
+    scratch_reset(s, mark);
+}
+static void dililazy_stats(const Session *s, const void *ms, FILE *f) {
+    const DiliLazy *x = ms;
+    int n = s->c->L * x->heads, lo = INT_MAX, hi = 0;
+    double cap = 0, read = 0, held = 0;
+    for (int i = 0; i < n; i++) { lo = x->cap[i] < lo ? x->cap[i] : lo; hi = x->cap[i] > hi ? x->cap[i] : hi; cap += x->cap[i]; }
+    for (int i = 0; i < s->c->L * s->c->H; i++) read += s->view[i].n + s->head[i / (s->c->H / s->c->G)].len - s->view[i].tail;
+    for (int i = 0; i < s->c->L * s->c->G; i++) held += s->head[i].len;
+    fprintf(f, "dililazy: caps %d..%d, mean %.1f; rows read per query head %.1f, rows held per KV head (union) %.1f\n", lo, hi, cap / n,
+            read / (s->c->L * s->c->H), held / (s->c->L * s->c->G));
+}
+
+static const Opt dililazy_opts[] = {
+    { "dililazy-scores",    's', "", "head scores; default: head_scores.json in the model's folder" },
+    { "dililazy-score",     'c', "inf|dili|lazy", "which score shares out the budget (dili, lazy: the paper's ablation)" },
+    { "dililazy-alloc",     'c', "paper|paper-literal|code", "Algorithm 1 without its overspending; as printed; as the authors' code does it" },
+    { "dililazy-gqa",       'c', "q|kv", "caps and kept rows per query head, or one set per KV head (ours)" },
+    { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
+    { "dililazy-eps",       'f', "0.01", "least share of a layer" },
+    { "calibrate",          's', "", "measure the heads of the model and write their scores to this file" },
+    { "calibrate-lengths",  's', "2048", "prompt lengths: 512,1024 or 512:2048:512; not above the model's limit" },
+    { "calibrate-depths",   's', "2:98:3", "where the needle goes, percent of the text" },
+    { "calibrate-k",        'i', "10", "largest keys of a row that count; 0: as many as the needle has" },
+    { "calibrate-score",    'c', "mass|count", "attention (the paper's tables), or numbers of keys (its text)" },
+    { "calibrate-accept",   'c', "recall|all", "runs whose answer has half of the words; or every run" },
+    { "calibrate-predict",  'i', "32", "longest answer" },
+    { "calibrate-needles",  's', "", "JSON list of {question, needle, answer} instead of our three" },
+    { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
+    { "calibrate-boundary", 'b', "0", "hide the needle between two sentences" },
+    { "calibrate-prefix",   's', "", "what stands before the text, for instance the beginning of a chat; special tokens are read" },
+    { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:", "what follows it; {}: the question" },
+    { NULL, 0, NULL, NULL },
+};
+
+// What LycheeCluster's chunker reads: the bytes of a token, and whether it is special.
+
+
+const Method dililazy_method = {
+    .name    = "dililazy",
+    .paper   = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL "
+               "submission)",
+    .keeps   = "every query head reads its own rows, B on average, more for heads that find "
+               "facts; a KV head stores their union",
+    .limits  = "needs head scores (--dililazy-scores or --calibrate). B must exceed "
+               "--obs-window",
+    .budget  = 128,
+    .uses    = "--obs-window 16, --kernel 7",
+    .opts    = dililazy_opts,
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(DiliLazy),
+    .open    = dililazy_open,
+    .close   = dililazy_close,
+    .commit  = dililazy_commit,
+    .bytes   = dililazy_bytes,
+    .stats   = dililazy_stats,
+};
+
+// ==================================================================================================== 14 THE TABLE OF METHODS
+const Method full_method = {
+    .name    = "full",
+    .paper   = "Vaswani et al., Attention Is All You Need, arXiv 1706.03762",
+    .keeps   = "keeps every row, reads every row",
+};
+
+// Every method kvcomp has. Each entry stands at the end of its own section; a new method is one more line here.
+// The model knows no method by name.
+const Method *const methods[] = {
+    &full_method,
+    &streaming_method,
+    &window_method,
+    &snapkv_method,
+    &adakv_method,
+    &pyramidkv_method,
+    &h2o_method,
+    &expected_attention_method,
+    &a_shape_method,
+    &tri_shape_method,
+    &minference_method,
+    &quest_method,
+    &loopserve_method,
+    &loopserve_p_method,
+    &loopserve_d_method,
+    &pats_method,
+    &q8_method,
+    &lychee_method,
+    &sonic_method,
+    &dililazy_method,
+    NULL,
+};
+
+// ####################################################################################################
+// PART II: WHAT IT STANDS ON
+// ####################################################################################################
+
+// ==================================================================================================== 15 HELPERS
 // die, memory that ends the program cleanly when there is none, the clock, and the arena a pass works in.
 
 jmp_buf *die_jump;                  // tests and fuzzers: die() jumps here with its exit code instead of leaving
@@ -97,8 +4740,8 @@ void *scratch(Session *s, size_t bytes) {
 size_t scratch_mark(Session *s) { return s->scratch->used; }
 void scratch_reset(Session *s, size_t mark) { s->scratch->used = mark; }
 
-static struct Arena *arena_new(void) { return xcalloc(1, sizeof(struct Arena)); }
-static void arena_free(struct Arena *a) {
+struct Arena *arena_new(void) { return xcalloc(1, sizeof(struct Arena)); }
+void arena_free(struct Arena *a) {
     if (!a) return;
     for (int i = 0; i < (int)arrlen(a->block); i++) free(a->block[i].p);
     arrfree(a->block);
@@ -122,7 +4765,997 @@ static char *read_file(const char *path, size_t *size, char err[256]) {      // 
 }
 static int file_exists(const char *path) { struct stat st; return stat(path, &st) == 0; }
 
-// ==================================================================================================== 2 JSON, SAFETENSORS, CONFIG, WEIGHTS
+int refuse(Session *s, const char *fmt, ...) {   // what an open hook returns when the options do not fit
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(s->err, sizeof s->err, fmt, ap);
+    va_end(ap);
+    return -1;
+}
+
+// ==================================================================================================== 16 NUMBERS AND KERNELS
+// Everything that is arithmetic only. One kernel serves weights and attention: a block of dot products y (m,n) = x (m,K)
+// w (n,K)^T, whose right side is f32, f16 or bf16 and is widened in registers. Each instruction set names a vector of 16
+// lanes and a dozen operations on it; the kernels are written once over those (KERNELS below) and chosen at run time.
+//
+// The order of every sum is fixed: lane j adds k = j, j+16, ... with fused multiply-adds, then the 16 lanes fold as 8+8, 4+4,
+// 2+2, 1+1. A matrix product does this for every K_CHUNK columns and adds the chunks in order. No tile size, batch, thread
+// count or position in a block enters, so a row of a product is the same bits in decode and in prefill, and AVX2 and
+// AVX-512 agree; plain C has no fused multiply-add (fmaf would be a library call) and agrees to rounding.
+//
+// bf16 dot-product instructions are not used: they round x to bf16, so f32-like accuracy takes two of them (x = hi + lo), and
+// one does no more multiply-adds a cycle than two f32 FMA pipes here (Zen 5: 233 against 256 GFLOP/s a core, counted per product).
+
+enum { LANES = 16, K_CHUNK = 1024, T_BLOCK = 128, ROW_BLOCK = 64 };    // columns a sum runs over; rows of x in L2 (512 KiB); rows of W one job takes
+
+// Asks for `bytes` more of it. Spread over the arithmetic, because a burst of requests fills the queue to memory and then leaves it idle;
+// the share of each time is divided out before a loop of products, not in it.
+static inline __attribute__((always_inline)) void ask_ahead(Ahead *a, size_t bytes) {
+    if (bytes > a->bytes) bytes = a->bytes;
+    for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(a->p + b);
+    a->p += bytes; a->bytes -= bytes;
+}
+static inline __attribute__((always_inline)) size_t ahead_share(Ahead a, size_t parts) { return (a.bytes / parts + 63) / 64 * 64; }     // whole lines
+static Ahead ahead_part(Ahead a, size_t part, size_t parts) {      // the part as an Ahead of its own
+    size_t each = ahead_share(a, parts), from = part * each, left = a.bytes > from ? a.bytes - from : 0;
+    return left ? (Ahead){ a.p + from, left < each ? left : each } : (Ahead){0};
+}
+
+typedef struct {            // y (m,n) = scale * x (m,K) w (n,K)^T; add: y += that
+    float *y; size_t ldy;           // element strides of the rows of y and x
+    const float *x; size_t ldx;
+    const char *w; size_t ldw;      // byte stride of the rows of w
+    int m, n, K, add;
+    float scale;
+    Ahead next;                     // none: rows of w that follow these
+} Dots;
+
+typedef struct {            // one instruction set
+    const char *name;
+    void  (*dots[3])(const Dots *a);                                    // by dtype of w
+    void  (*widen[3])(float *dst, const void *src, size_t n);           // by dtype of src
+    void  (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
+    void  (*unpack_q8)(float *dst, const char *src, int n, int D);      // n rows of format q8_0 (section 5)
+    void  (*mix[3])(float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next);      // by dtype of v; add, next as in Dots
+    void  (*exp_shift)(float *x, float max, size_t n, float *sum);
+    void  (*softmax_columns)(float *x, int n, int m, float *max, float *sum);      // x (n,m) = 2^(x - max) down each column; max, sum (m) go on from before
+    void  (*swiglu)(float *g, const float *u, size_t n);
+    float (*max)(const float *x, size_t n);
+    int   (*sum_from)(const float *x, const int *w, int n, uint32_t key);   // w (n) summed where order_key(x) >= key; NULL: their number
+    int   (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);      // of x (n), idx (as many) = those from the i-th on, ascending -> how many
+} Simd;
+
+#define UNROLL _Pragma("GCC unroll 16")
+#define LOG2_E 1.44269504f
+
+
+// ---- vectors in plain C, with the compiler's own vectors of four (SSE2, NEON, or whatever the processor has)
+#define INLINE_plain static inline __attribute__((always_inline))
+#define TARGET_plain
+typedef float    F4 __attribute__((vector_size(16)));
+typedef int32_t  I4 __attribute__((vector_size(16)));
+typedef uint16_t H4 __attribute__((vector_size(8)));
+typedef struct { F4 a, b, c, d; } V_plain;
+#define EACH_QUARTER(x) (V_plain){ x(a), x(b), x(c), x(d) }
+INLINE_plain F4 four(float x)            { return (F4){ x, x, x, x }; }
+INLINE_plain F4 pick(I4 mask, F4 x, F4 y) { return (F4)((mask & (I4)x) | (~mask & (I4)y)); }
+#define ALL(q) four(x)
+#define ADD(q) x.q + y.q
+#define MUL(q) x.q * y.q
+#define DIV(q) x.q / y.q
+#define FMA(q) x.q * y.q + z.q
+#define MAX(q) pick(x.q > y.q, x.q, y.q)        // NaN in x: y
+#define MIN(q) pick(x.q < y.q, x.q, y.q)
+INLINE_plain V_plain all_plain(float x)                         { return EACH_QUARTER(ALL); }
+INLINE_plain V_plain add_plain(V_plain x, V_plain y)            { return EACH_QUARTER(ADD); }
+INLINE_plain V_plain mul_plain(V_plain x, V_plain y)            { return EACH_QUARTER(MUL); }
+INLINE_plain V_plain div_plain(V_plain x, V_plain y)            { return EACH_QUARTER(DIV); }
+INLINE_plain V_plain fma_plain(V_plain x, V_plain y, V_plain z) { return EACH_QUARTER(FMA); }
+INLINE_plain V_plain max_plain(V_plain x, V_plain y)            { return EACH_QUARTER(MAX); }
+INLINE_plain V_plain min_plain(V_plain x, V_plain y)            { return EACH_QUARTER(MIN); }
+INLINE_plain F4 scale4_plain(F4 x, F4 k) {                      // x 2^k, in two steps, because 2^k alone may be below the smallest float
+    I4 i = __builtin_convertvector(k, I4), h = i >> 1;
+    return x * (F4)((h + 127) << 23) * (F4)((i - h + 127) << 23);
+}
+#define SCALE(q) scale4_plain(x.q, k.q)
+INLINE_plain V_plain scale_plain(V_plain x, V_plain k) { return EACH_QUARTER(SCALE); }
+INLINE_plain F4 load4_plain(const char *p, int dtype) {
+    F4 f;
+    H4 h;
+    if (dtype == DT_F32) { memcpy(&f, p, sizeof f); return f; }
+    memcpy(&h, p, sizeof h);
+    I4 u = __builtin_convertvector(h, I4), sign = (u & 0x8000) << 16, special = (u & 0x7c00) == 0x7c00;     // infinity or NaN
+    if (dtype == DT_BF16) return (F4)(u << 16);
+    f = (F4)((u & 0x7fff) << 13) * four(0x1p112f);              // the exponent's bias differs by 112; subnormals come out right
+    return (F4)((I4)f | (special & 0x7f800000) | sign);
+}
+#define LOAD(q) load4_plain(at + (#q[0] - 'a') * 4 * size, dtype)
+INLINE_plain V_plain load_plain(const void *p, int dtype, int n) {         // n < 16: the other lanes are 0
+    size_t size = dtype == DT_F32 ? 4 : 2;
+    char part[LANES * 4] = {0};
+    const char *at = n < LANES ? memcpy(part, p, (size_t)n * size) : p;
+    return EACH_QUARTER(LOAD);
+}
+INLINE_plain V_plain load_bytes_plain(const signed char *p) {              // 16 small integers
+    float f[LANES];
+    V_plain x;
+    for (int i = 0; i < LANES; i++) f[i] = p[i];
+    memcpy(&x, f, sizeof x);
+    return x;
+}
+INLINE_plain void store_plain(float *p, V_plain x, int n) { memcpy(p, &x, (size_t)n * 4); }
+INLINE_plain void store_f16_plain(uint16_t *p, V_plain x) {
+    float f[LANES];
+    memcpy(f, &x, sizeof f);
+    for (int i = 0; i < LANES; i++) p[i] = f32_to_f16(f[i]);
+}
+INLINE_plain float fold_plain(V_plain x) {
+    F4 s = (x.a + x.c) + (x.b + x.d);
+    return (s[0] + s[2]) + (s[1] + s[3]);
+}
+INLINE_plain float most_plain(V_plain x) {
+    F4 y = pick(x.a > x.b, x.a, x.b), z = pick(x.c > x.d, x.c, x.d);
+    y = pick(y > z, y, z);
+    return fmaxf(fmaxf(y[0], y[1]), fmaxf(y[2], y[3]));
+}
+INLINE_plain uint32_t from_plain(const float *p, uint32_t key) {           // of 16, a bit each: order_key >= key
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= (uint32_t)(order_key(p[i]) >= key) << i;
+    return bits;
+}
+INLINE_plain void folds_plain(float *out, V_plain *a, int n, float scale) { for (int i = 0; i < n; i++) out[i] = fold_plain(a[i]) * scale; }
+#undef ALL
+#undef ADD
+#undef MUL
+#undef DIV
+#undef FMA
+#undef MAX
+#undef MIN
+#undef SCALE
+#undef LOAD
+
+#if defined(__x86_64__)
+// ---- AVX2: sixteen lanes are a pair of registers
+#define TARGET_avx2 __attribute__((target("avx2,fma,f16c")))
+#define INLINE_avx2 static inline __attribute__((always_inline, target("avx2,fma,f16c")))
+typedef struct { __m256 a, b; } V_avx2;
+INLINE_avx2 V_avx2 all_avx2(float x)                        { return (V_avx2){ _mm256_set1_ps(x), _mm256_set1_ps(x) }; }
+INLINE_avx2 V_avx2 add_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b) }; }
+INLINE_avx2 V_avx2 mul_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b) }; }
+INLINE_avx2 V_avx2 div_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b) }; }
+INLINE_avx2 V_avx2 fma_avx2(V_avx2 x, V_avx2 y, V_avx2 z)   { return (V_avx2){ _mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b) }; }
+INLINE_avx2 V_avx2 max_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b) }; }
+INLINE_avx2 V_avx2 min_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b) }; }
+INLINE_avx2 __m256 scale8_avx2(__m256 x, __m256 k) {        // in two steps, because 2^k alone may be below the smallest float
+    __m256i i = _mm256_cvtps_epi32(k), h = _mm256_srai_epi32(i, 1), one = _mm256_set1_epi32(127);
+    __m256 f = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(h, one), 23));
+    __m256 g = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(i, h), one), 23));
+    return _mm256_mul_ps(_mm256_mul_ps(x, f), g);
+}
+INLINE_avx2 V_avx2 scale_avx2(V_avx2 x, V_avx2 k) { return (V_avx2){ scale8_avx2(x.a, k.a), scale8_avx2(x.b, k.b) }; }
+INLINE_avx2 __m256 load8_avx2(const void *p, int dtype) {
+    if (dtype == DT_F32) return _mm256_loadu_ps(p);
+    __m128i h = _mm_loadu_si128(p);
+    return dtype == DT_F16 ? _mm256_cvtph_ps(h) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+INLINE_avx2 V_avx2 load_avx2(const void *p, int dtype, int n) {
+    size_t size = dtype == DT_F32 ? 4 : 2;
+    char part[LANES * 4] = {0};
+    if (n < LANES) p = memcpy(part, p, (size_t)n * size);
+    return (V_avx2){ load8_avx2(p, dtype), load8_avx2((const char *)p + 8 * size, dtype) };
+}
+INLINE_avx2 __m256 bytes8_avx2(const signed char *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p))); }
+INLINE_avx2 V_avx2 load_bytes_avx2(const signed char *p) { return (V_avx2){ bytes8_avx2(p), bytes8_avx2(p + 8) }; }
+INLINE_avx2 void store_avx2(float *p, V_avx2 x, int n) {
+    float part[LANES], *to = n < LANES ? part : p;
+    _mm256_storeu_ps(to, x.a); _mm256_storeu_ps(to + 8, x.b);
+    if (n < LANES) memcpy(p, part, (size_t)n * 4);
+}
+INLINE_avx2 __m128i half8_avx2(__m256 x) {                  // f32_to_f16 of 8: saturates, any NaN becomes the quiet one of its sign
+    __m256 top = _mm256_set1_ps(65504), sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f)), nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    x = _mm256_max_ps(_mm256_min_ps(x, top), _mm256_set1_ps(-65504));
+    return _mm256_cvtps_ph(_mm256_blendv_ps(x, _mm256_or_ps(sign, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000))), nan), _MM_FROUND_TO_NEAREST_INT);
+}
+INLINE_avx2 void store_f16_avx2(uint16_t *p, V_avx2 x) {
+    _mm_storeu_si128((void *)p, half8_avx2(x.a)); _mm_storeu_si128((void *)(p + 8), half8_avx2(x.b));
+}
+INLINE_avx2 float fold8_avx2(__m256 x) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE_avx2 float fold_avx2(V_avx2 x) { return fold8_avx2(_mm256_add_ps(x.a, x.b)); }
+INLINE_avx2 float most_avx2(V_avx2 x) {
+    __m256 y = _mm256_max_ps(x.a, x.b);
+    __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    z = _mm_max_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
+}
+INLINE_avx2 uint32_t from8_avx2(const float *p, uint32_t key) {
+    __m256i x = _mm256_castps_si256(_mm256_add_ps(_mm256_loadu_ps(p), _mm256_setzero_ps())), sign = _mm256_set1_epi32((int)0x80000000u);
+    x = _mm256_xor_si256(x, _mm256_or_si256(_mm256_srai_epi32(x, 31), sign));
+    x = _mm256_cmpeq_epi32(_mm256_max_epu32(x, _mm256_set1_epi32((int)key)), x);
+    return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(x));
+}
+INLINE_avx2 uint32_t from_avx2(const float *p, uint32_t key) { return from8_avx2(p, key) | from8_avx2(p + 8, key) << 8; }
+INLINE_avx2 void folds_avx2(float *out, V_avx2 *a, int n, float scale) { for (int i = 0; i < n; i++) out[i] = fold_avx2(a[i]) * scale; }
+
+// ---- AVX-512
+#define TARGET_avx512 __attribute__((target("avx512f,avx512bw,avx512vl,fma,f16c")))
+#define INLINE_avx512 static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl,fma,f16c")))
+typedef __m512 V_avx512;
+INLINE_avx512 __m512 all_avx512(float x)                            { return _mm512_set1_ps(x); }
+INLINE_avx512 __m512 add_avx512(__m512 x, __m512 y)                 { return _mm512_add_ps(x, y); }
+INLINE_avx512 __m512 mul_avx512(__m512 x, __m512 y)                 { return _mm512_mul_ps(x, y); }
+INLINE_avx512 __m512 div_avx512(__m512 x, __m512 y)                 { return _mm512_div_ps(x, y); }
+INLINE_avx512 __m512 fma_avx512(__m512 x, __m512 y, __m512 z)       { return _mm512_fmadd_ps(x, y, z); }
+INLINE_avx512 __m512 max_avx512(__m512 x, __m512 y)                 { return _mm512_max_ps(x, y); }
+INLINE_avx512 __m512 min_avx512(__m512 x, __m512 y)                 { return _mm512_min_ps(x, y); }
+INLINE_avx512 __m512 scale_avx512(__m512 x, __m512 k)               { return _mm512_scalef_ps(x, k); }
+INLINE_avx512 __mmask16 mask_avx512(int n)                          { return (__mmask16)((1u << n) - 1); }
+INLINE_avx512 __m512 load_avx512(const void *p, int dtype, int n) {
+    if (dtype == DT_F32) return n < LANES ? _mm512_maskz_loadu_ps(mask_avx512(n), p) : _mm512_loadu_ps(p);
+    __m256i h = n < LANES ? _mm256_maskz_loadu_epi16(mask_avx512(n), p) : _mm256_loadu_si256(p);
+    return dtype == DT_F16 ? _mm512_cvtph_ps(h) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+INLINE_avx512 __m512 load_bytes_avx512(const signed char *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p))); }
+INLINE_avx512 void store_avx512(float *p, __m512 x, int n) {
+    if (n < LANES) _mm512_mask_storeu_ps(p, mask_avx512(n), x); else _mm512_storeu_ps(p, x);
+}
+INLINE_avx512 void store_f16_avx512(uint16_t *p, __m512 x) {
+    __m512i sign = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0x80000000u));
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504)), _mm512_set1_ps(-65504));
+    x = _mm512_mask_mov_ps(x, nan, _mm512_castsi512_ps(_mm512_or_si512(sign, _mm512_set1_epi32(0x7fc00000))));
+    _mm256_storeu_si256((void *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+INLINE_avx512 float fold_avx512(__m512 x) {
+    __m512 s = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));         // lanes 8..15 onto 0..7
+    s = _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0xb1));
+    __m128 q = _mm512_castps512_ps128(s);
+    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+INLINE_avx512 uint32_t from_avx512(const float *p, uint32_t key) {
+    __m512i x = _mm512_castps_si512(_mm512_add_ps(_mm512_loadu_ps(p), _mm512_setzero_ps())), sign = _mm512_set1_epi32((int)0x80000000u);
+    x = _mm512_xor_si512(x, _mm512_or_si512(_mm512_srai_epi32(x, 31), sign));
+    return _mm512_cmpge_epu32_mask(x, _mm512_set1_epi32((int)key));
+}
+INLINE_avx512 float most_avx512(__m512 x)                           { return _mm512_reduce_max_ps(x); }
+// Folds 16 vectors at once: a step puts one half of x beside the same half of y, the other halves likewise, and adds the two. These are
+// the additions of fold, between lanes 8, 4, 2 and 1 apart; vectors are paired so that lane i ends with the sum of a[i].
+#define FOLD_TWO(shuffle, x, y, some, others) _mm512_add_ps(shuffle(x, y, some), shuffle(x, y, others))
+INLINE_avx512 __m512 fold16_avx512(const __m512 *a) {
+    __m512 b[8], c[4], d[2];
+    UNROLL for (int i = 0; i < 8; i++) b[i] = FOLD_TWO(_mm512_shuffle_f32x4, a[i / 4 * 8 + i % 4], a[i / 4 * 8 + i % 4 + 4], 0x44, 0xee);
+    UNROLL for (int i = 0; i < 4; i++) c[i] = FOLD_TWO(_mm512_shuffle_f32x4, b[i], b[i + 4], 0x88, 0xdd);
+    UNROLL for (int i = 0; i < 2; i++) d[i] = FOLD_TWO(_mm512_shuffle_ps, c[2 * i], c[2 * i + 1], 0x44, 0xee);
+    return FOLD_TWO(_mm512_shuffle_ps, d[0], d[1], 0x88, 0xdd);
+}
+INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
+    if (n == LANES) _mm512_storeu_ps(out, _mm512_mul_ps(fold16_avx512(a), _mm512_set1_ps(scale)));
+    else for (int i = 0; i < n; i++) out[i] = fold_avx512(a[i]) * scale;
+}
+#endif
+
+// ---- the kernels, once for all instruction sets
+// dots: tiles of MR rows of x by NR rows of w; a tile loads each vector once and uses it NR or MR times. Rows past the end of
+// the block repeat its last one and are not stored; a whole tile of whole vectors is compiled without that. The rows of the next
+// panel are short, far apart, and the hardware does not see them coming, so they are asked for in time: by a single tile as it goes
+// (decode: 23 -> 34 GB/s a thread where 38 can be read; 1 KB past the panel for one row of x, 4 KB for the few queries that share
+// keys), by many tiles one line of each row each (8 % of prefill).
+// mix: tiles of MX rows of o by NV vectors, of MR where fewer are left (the heads of a decode step); each output adds its n products
+// in order. The first columns ask for what comes next: what the caller says, or stored rows 16 further on (a decode step over 32k rows of head_dim 128: about four fifths of the time).
+// exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
+// two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
+// 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY; above, x may be 150 at most.
+// exp2: x = k + r is exact as it stands: no products to reduce x, and no 1 + r apart, which saves two of seventeen instructions.
+// 2^r = 1 + r (c1 + .. + c6 r^5), minimax with relative error 2.0e-9. For scores that can be had times log2 e.
+#define KERNELS(S, MR, NR, NV, MX) \
+INLINE_##S void dots_step_##S(V_##S *acc, const float *const *x, const char *const *w, int dtype, int M, int k, int n, size_t ahead) { \
+    size_t size = dtype == DT_F32 ? 4 : 2; \
+    V_##S b[NR]; \
+    if (ahead) UNROLL for (int j = 0; j < NR; j++) __builtin_prefetch(w[j] + (size_t)k * size + ahead); \
+    UNROLL for (int j = 0; j < NR; j++) b[j] = load_##S(w[j] + (size_t)k * size, dtype, n); \
+    UNROLL for (int i = 0; i < M; i++) { \
+        V_##S a = load_##S(x[i] + k, DT_F32, n); \
+        UNROLL for (int j = 0; j < NR; j++) acc[i * NR + j] = fma_##S(a, b[j], acc[i * NR + j]); \
+    } \
+} \
+INLINE_##S void dots_tile_##S(const Dots *a, int dtype, int M, int i0, int j0, int whole) { \
+    V_##S acc[MR * NR]; \
+    const float *x[MR]; const char *w[NR]; \
+    float sum[MR * NR]; \
+    size_t ahead = !a->next.p && (M == 1 || a->m <= MR) ? NR * a->ldw + (M == 1 ? 1024 : 4096) : 0; \
+    int m = whole || a->m - i0 > M ? M : a->m - i0, n = whole || a->n - j0 > NR ? NR : a->n - j0, k = 0; \
+    UNROLL for (int i = 0; i < M; i++) x[i] = a->x + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldx; \
+    UNROLL for (int j = 0; j < NR; j++) w[j] = a->w + (size_t)(j0 + (j < n ? j : n - 1)) * a->ldw; \
+    UNROLL for (int i = 0; i < M * NR; i++) acc[i] = all_##S(0); \
+    for (; k + LANES <= a->K; k += LANES) dots_step_##S(acc, x, w, dtype, M, k, LANES, ahead); \
+    if (!whole && k < a->K) dots_step_##S(acc, x, w, dtype, M, k, a->K - k, 0); \
+    folds_##S(sum, acc, M * NR, a->scale); \
+    for (int i = 0; i < m; i++) { \
+        float *y = a->y + (size_t)(i0 + i) * a->ldy + j0; \
+        if (whole || (n == NR && !a->add)) memcpy(y, sum + i * NR, NR * sizeof *y); \
+        else for (int j = 0; j < n; j++) y[j] = a->add ? y[j] + sum[i * NR + j] : sum[i * NR + j]; \
+    } \
+} \
+INLINE_##S void dots_any_##S(const Dots *a, int dtype) { \
+    Ahead next = a->next; \
+    size_t share = next.bytes ? ahead_share(next, (a->n + NR - 1) / NR) : 0; \
+    for (int j = 0; j < a->n; j += NR) { \
+        int i = 0; \
+        if (next.bytes) ask_ahead(&next, share); \
+        for (; a->m - i > 1; i += MR) { \
+            for (int p = j + NR; a->m > MR && p < j + 2 * NR; p++) __builtin_prefetch(a->w + (size_t)p * a->ldw + i / MR * 64); \
+            if (a->m - i >= MR && a->n - j >= NR && a->K % LANES == 0 && !a->add) dots_tile_##S(a, dtype, MR, i, j, 1); \
+            else dots_tile_##S(a, dtype, MR, i, j, 0); \
+        } \
+        if (i < a->m) dots_tile_##S(a, dtype, 1, i, j, 0); \
+    } \
+} \
+TARGET_##S static void dots_f32_##S (const Dots *a) { dots_any_##S(a, DT_F32); } \
+TARGET_##S static void dots_f16_##S (const Dots *a) { dots_any_##S(a, DT_F16); } \
+TARGET_##S static void dots_bf16_##S(const Dots *a) { dots_any_##S(a, DT_BF16); } \
+\
+INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int add, int vectors, int width, Ahead next) { \
+    V_##S acc[MX * NV]; \
+    size_t size = dtype == DT_F32 ? 4 : 2, share = next.bytes ? ahead_share(next, n) : 0; \
+    UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
+        acc[i * NV + c] = add ? load_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, DT_F32, width) : all_##S(0); \
+    for (int r = 0; r < n; r++) { \
+        V_##S b[NV]; \
+        if (next.bytes) ask_ahead(&next, share); \
+        UNROLL for (int c = 0; c < vectors; c++) b[c] = load_##S(v + ((size_t)r * D + c * LANES) * size, dtype, width); \
+        UNROLL for (int i = 0; i < M; i++) { \
+            V_##S a = all_##S(p[(size_t)(i < m ? i : m - 1) * n + r]); \
+            UNROLL for (int c = 0; c < vectors; c++) acc[i * NV + c] = fma_##S(a, b[c], acc[i * NV + c]); \
+        } \
+    } \
+    UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
+        store_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, acc[i * NV + c], width); \
+} \
+INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int add, Ahead next) { \
+    size_t size = dtype == DT_F32 ? 4 : 2; \
+    int d = 0; \
+    if (!next.p && dtype != DT_F32) next = (Ahead){ v + 16 * D * size, n * D * size }; \
+    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, NV, LANES, d ? (Ahead){0} : next); \
+    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, 1, LANES, d ? (Ahead){0} : next); \
+    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, 1, D - d, d ? (Ahead){0} : next); \
+} \
+INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D, int add, Ahead next) { \
+    int i = 0, block = 0, blocks = m / MX + (m % MX + MR - 1) / MR; \
+    for (; m - i >= MX; i += MX) \
+        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MX, MX, n, D, add, ahead_part(next, block++, blocks)); \
+    for (; m - i > 1; i += MR) \
+        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, add, ahead_part(next, block++, blocks)); \
+    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, add, ahead_part(next, block, blocks)); \
+} \
+TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F32, m, n, D, add, next); } \
+TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F16, m, n, D, add, next); } \
+TARGET_##S static void mix_bf16_##S(float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_BF16, m, n, D, add, next); } \
+\
+INLINE_##S V_##S exp_##S(V_##S x) { \
+    x = max_##S(x, all_##S(-150)); \
+    V_##S magic = all_##S(12582912), k = add_##S(fma_##S(x, all_##S(LOG2_E), magic), all_##S(-12582912)); \
+    V_##S r = fma_##S(k, all_##S(-1.42860677e-6f), fma_##S(k, all_##S(-0.693145752f), x)); \
+    V_##S p = fma_##S(r, all_##S(0.00138145986f), all_##S(0.00836871688f)); \
+    p = fma_##S(r, p, all_##S(0.0416683880f)); \
+    p = fma_##S(r, p, all_##S(0.166665206f)); \
+    p = fma_##S(r, p, all_##S(0.499999934f)); \
+    p = add_##S(fma_##S(mul_##S(r, r), p, r), all_##S(1)); \
+    return scale_##S(p, k); \
+} \
+INLINE_##S V_##S exp2_##S(V_##S x) { \
+    x = max_##S(x, all_##S(-150)); \
+    V_##S k = add_##S(add_##S(x, all_##S(12582912)), all_##S(-12582912)), r = fma_##S(k, all_##S(-1), x); \
+    V_##S p = fma_##S(r, all_##S(0.000153533620f), all_##S(0.00133988750f)); \
+    p = fma_##S(r, p, all_##S(0.00961843692f)); \
+    p = fma_##S(r, p, all_##S(0.0555033237f)); \
+    p = fma_##S(r, p, all_##S(0.240226477f)); \
+    p = fma_##S(r, p, all_##S(0.693147182f)); \
+    return scale_##S(fma_##S(r, p, all_##S(1)), k); \
+} \
+TARGET_##S static void exp_shift_##S(float *x, float max, size_t n, float *sum) { \
+    V_##S shift = all_##S(-max), total = all_##S(0); \
+    size_t i = 0; \
+    for (; i + LANES <= n; i += LANES) { \
+        V_##S e = exp_##S(add_##S(load_##S(x + i, DT_F32, LANES), shift)); \
+        store_##S(x + i, e, LANES); \
+        total = add_##S(total, e); \
+    } \
+    if (i < n) { \
+        float part[LANES]; \
+        for (int j = 0; j < LANES; j++) part[j] = i + j < n ? x[i + j] : -INFINITY; \
+        V_##S e = exp_##S(add_##S(load_##S(part, DT_F32, LANES), shift)); \
+        store_##S(x + i, e, (int)(n - i)); \
+        total = add_##S(total, e); \
+    } \
+    *sum += fold_##S(total); \
+} \
+INLINE_##S void swiglu_step_##S(float *g, const float *u, int n) { \
+    V_##S x = load_##S(g, DT_F32, n), e = exp_##S(min_##S(mul_##S(x, all_##S(-1)), all_##S(150))); \
+    store_##S(g, mul_##S(div_##S(x, add_##S(all_##S(1), e)), load_##S(u, DT_F32, n)), n); \
+} \
+TARGET_##S static void swiglu_##S(float *g, const float *u, size_t n) { \
+    size_t i = 0; \
+    for (; i + LANES <= n; i += LANES) swiglu_step_##S(g + i, u + i, LANES); \
+    if (i < n) swiglu_step_##S(g + i, u + i, (int)(n - i)); \
+} \
+INLINE_##S void softmax_down_##S(float *x, int n, size_t m, float *max, float *sum, int vectors, int width) { /* `vectors` side by side: rows are read from end to end, and no exponential waits for another */ \
+    V_##S top[NV], shift[NV], total[NV]; \
+    UNROLL for (int c = 0; c < vectors; c++) top[c] = load_##S(max + c * LANES, DT_F32, width); \
+    for (int j = 0; j < n; j++) UNROLL for (int c = 0; c < vectors; c++) top[c] = max_##S(load_##S(x + j * m + c * LANES, DT_F32, width), top[c]); \
+    UNROLL for (int c = 0; c < vectors; c++) { \
+        shift[c] = mul_##S(top[c], all_##S(-1)); \
+        total[c] = mul_##S(load_##S(sum + c * LANES, DT_F32, width), exp2_##S(add_##S(load_##S(max + c * LANES, DT_F32, width), shift[c])));     /* what was gathered under the old maximum */ \
+    } \
+    for (int j = 0; j < n; j++) UNROLL for (int c = 0; c < vectors; c++) { \
+        V_##S e = exp2_##S(add_##S(load_##S(x + j * m + c * LANES, DT_F32, width), shift[c])); \
+        store_##S(x + j * m + c * LANES, e, width); \
+        total[c] = add_##S(total[c], e); \
+    } \
+    UNROLL for (int c = 0; c < vectors; c++) { store_##S(max + c * LANES, top[c], width); store_##S(sum + c * LANES, total[c], width); } \
+} \
+TARGET_##S static void softmax_columns_##S(float *x, int n, int m, float *max, float *sum) { \
+    int c = 0; \
+    for (; c + NV * LANES <= m; c += NV * LANES) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, NV, LANES); \
+    for (; c + LANES <= m; c += LANES) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, 1, LANES); \
+    if (c < m) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, 1, m - c); \
+} \
+TARGET_##S static float max_of_##S(const float *x, size_t n) { \
+    V_##S top = all_##S(-INFINITY); \
+    size_t i = 0; \
+    for (; i + LANES <= n; i += LANES) top = max_##S(load_##S(x + i, DT_F32, LANES), top); \
+    float best = most_##S(top);                          /* no lane is a NaN */ \
+    for (; i < n; i++) best = x[i] > best ? x[i] : best; \
+    return best; \
+} \
+\
+TARGET_##S static int sum_from_##S(const float *x, const int *w, int n, uint32_t key) {      /* simple enough for the compiler to make vectors of it */ \
+    int sum = 0; \
+    if (w) for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key ? w[i] : 0; \
+    else   for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key; \
+    return sum; \
+} \
+\
+TARGET_##S static int list_from_##S(const float *x, int i, int n, uint32_t key, int *idx) { \
+    int count = 0; \
+    for (; i + LANES <= n; i += LANES) for (uint32_t bits = from_##S(x + i, key); bits; bits &= bits - 1) idx[count++] = i + __builtin_ctz(bits); \
+    for (; i < n; i++) if (order_key(x[i]) >= key) idx[count++] = i; \
+    return count; \
+} \
+\
+INLINE_##S void widen_##S(float *dst, const char *src, int dtype, size_t n) { \
+    size_t size = dtype == DT_F32 ? 4 : 2, i = 0; \
+    for (; i + LANES <= n; i += LANES) store_##S(dst + i, load_##S(src + i * size, dtype, LANES), LANES); \
+    if (i < n) store_##S(dst + i, load_##S(src + i * size, dtype, (int)(n - i)), (int)(n - i)); \
+} \
+TARGET_##S static void widen_f32_##S (float *dst, const void *src, size_t n) { widen_##S(dst, src, DT_F32, n); } \
+TARGET_##S static void widen_f16_##S (float *dst, const void *src, size_t n) { widen_##S(dst, src, DT_F16, n); } \
+TARGET_##S static void widen_bf16_##S(float *dst, const void *src, size_t n) { widen_##S(dst, src, DT_BF16, n); } \
+TARGET_##S static void narrow_f16_##S(uint16_t *dst, const float *src, size_t n) { \
+    size_t i = 0; \
+    for (; i + LANES <= n; i += LANES) store_f16_##S(dst + i, load_##S(src + i, DT_F32, LANES)); \
+    for (; i < n; i++) dst[i] = f32_to_f16(src[i]); \
+} \
+TARGET_##S static void unpack_q8_##S(float *dst, const char *src, int n, int D) { \
+    for (int left = n * D, col = 0, m; left > 0; left -= m, dst += m, col = col + m < D ? col + m : 0) { \
+        uint16_t d; \
+        int i = 0; \
+        memcpy(&d, src, 2); \
+        float scale = f16_to_f32(d); \
+        const signed char *q = (const signed char *)src + 2; \
+        m = D - col < Q8_BLOCK ? D - col : Q8_BLOCK; \
+        for (; i + LANES <= m; i += LANES) store_##S(dst + i, mul_##S(load_bytes_##S(q + i), all_##S(scale)), LANES); \
+        for (; i < m; i++) dst[i] = scale * q[i]; \
+        src += 2 + m; \
+    } \
+}
+#define SIMD_LINE(S) { #S, { dots_f32_##S, dots_f16_##S, dots_bf16_##S }, { widen_f32_##S, widen_f16_##S, widen_bf16_##S }, \
+                       narrow_f16_##S, unpack_q8_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, softmax_columns_##S, swiglu_##S, max_of_##S, sum_from_##S, list_from_##S }
+
+KERNELS(plain, 1, 2, 2, 1)
+#if defined(__x86_64__)
+KERNELS(avx2, 3, 2, 2, 3)
+KERNELS(avx512, 4, 4, 4, 6)
+#endif
+static const Simd simd_table[] = {                      // best first
+#if defined(__x86_64__)
+    SIMD_LINE(avx512), SIMD_LINE(avx2),
+#endif
+    SIMD_LINE(plain),
+};
+static const Simd *simd;
+
+static int simd_can(const Simd *s) {                    // does this processor (and its operating system) have what the version needs?
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");      // every processor with AVX2 has F16C
+    if (!strcmp(s->name, "avx2")) return avx2;
+    if (!strcmp(s->name, "avx512"))
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+#endif
+    return !strcmp(s->name, "plain");
+}
+static int simd_set(const char *name) {                 // NULL: the best there is. 0, or -1 when this machine cannot run it
+    for (size_t i = 0; i < sizeof simd_table / sizeof *simd_table; i++)
+        if ((!name || !strcmp(name, simd_table[i].name)) && simd_can(&simd_table[i])) { simd = &simd_table[i]; return 0; }
+    return -1;
+}
+__attribute__((constructor)) static void simd_choose(void) {       // before main, so no thread ever sees it change
+    const char *name = getenv("KVCOMP_SIMD");                      // plain, avx2, avx512: for tests and comparisons
+    if (!name || simd_set(name) < 0) simd_set(NULL);
+}
+const char *simd_name(void) { return simd->name; }
+
+// ---- products
+void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {   // y (T,rows) = x (T,cols) W^T
+    int K = w->cols, t_blocks = (T + T_BLOCK - 1) / T_BLOCK, row_blocks = (w->rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    int panel = T > 4 ? ROW_BLOCK : 4;                  // few rows of x: finish 4 rows of W before the next, so W streams in order
+    size_t size = dtype_size(w->dtype);
+    #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
+    for (int tb = 0; tb < t_blocks; tb++)
+        for (int rb = 0; rb < row_blocks; rb++) {
+            int t0 = tb * T_BLOCK, m = T - t0 < T_BLOCK ? T - t0 : T_BLOCK, end = (rb + 1) * ROW_BLOCK < w->rows ? (rb + 1) * ROW_BLOCK : w->rows;
+            for (int r = rb * ROW_BLOCK; r < end; r += panel)
+                for (int k = 0; k < K; k += K_CHUNK)
+                    simd->dots[w->dtype](&(Dots){
+                        .y = y + t0 * ldy + r, .ldy = ldy, .x = x + t0 * ldx + k, .ldx = ldx,
+                        .w = (const char *)w->data + ((size_t)r * K + k) * size, .ldw = K * size,
+                        .m = m, .n = end - r < panel ? end - r : panel, .K = K - k < K_CHUNK ? K - k : K_CHUNK, .add = k > 0, .scale = 1 });
+        }
+}
+void matmul(float *y, const float *x, const Tensor *w, int T) { matmul_strided(y, (size_t)w->rows, x, (size_t)w->cols, w, T); }
+
+// The tiles of attention. They run inside threads and are never parallel themselves. Rows of K and V may be f32 tiles or the
+// cache's own f16 and bf16 rows: the results are the same bits, and decode need not copy rows first (13 -> 21 GB/s a thread).
+static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next) {   // s (m,n) = scale * q (m,D) k (n,D)^T
+    simd->dots[dtype](&(Dots){ .y = s, .ldy = (size_t)n, .x = q, .ldx = (size_t)D, .w = k, .ldw = (size_t)D * dtype_size(dtype), .m = m, .n = n, .K = D, .scale = scale, .next = next });
+}
+static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next) {          // o (m,D) = p (m,n) v (n,D); add: o += that
+    simd->mix[dtype](o, p, v, m, n, D, add, next);
+}
+void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) { scores_of(s, q, k, DT_F32, m, n, D, scale, (Ahead){0}); }
+void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) { mix_of(o, p, v, DT_F32, m, n, D, 1, (Ahead){0}); }
+void exp_shift(float *x, float max, int n, float *sum) { simd->exp_shift(x, max, (size_t)n, sum); }
+float dot_f32(const float *a, const float *b, int n) {
+    float s;
+    attn_scores(&s, a, b, 1, 1, n, 1);
+    return s;
+}
+static float max_f32(const float *x, int n) { return simd->max(x, (size_t)n); }            // -INFINITY when n == 0
+
+// ---- rows
+void to_f32(float *dst, const void *src, int dtype, size_t n) { simd->widen[dtype](dst, src, n); }
+void from_f32(void *dst, const float *src, int dtype, size_t n) {
+    uint16_t *h = dst;
+    if (dtype == DT_F32) memcpy(dst, src, n * sizeof(float));
+    else if (dtype == DT_F16) simd->narrow_f16(h, src, n);
+    else for (size_t i = 0; i < n; i++) h[i] = f32_to_bf16(src[i]);
+}
+enum { PIECE = 256 };                                   // elements of a weight vector widened at a time
+
+void add_bias(float *y, const Tensor *b, int T) {       // y (T,cols) += b
+    float piece[PIECE];
+    for (int c = 0; b->data && c < b->cols; c += PIECE) {
+        int n = b->cols - c < PIECE ? b->cols - c : PIECE;
+        to_f32(piece, (const char *)b->data + c * dtype_size(b->dtype), b->dtype, (size_t)n);
+        for (int t = 0; t < T; t++)
+            for (int i = 0; i < n; i++) y[(size_t)t * b->cols + c + i] += piece[i];
+    }
+}
+void rmsnorm(float *y, const float *x, const Tensor *w, int T, int n, float eps) {      // y = x / sqrt(mean(x^2) + eps) * w; y may be x
+    #pragma omp parallel for schedule(static) if ((size_t)T * n > 1 << 15)
+    for (int t = 0; t < T; t++) {
+        const float *a = x + (size_t)t * n;
+        float *o = y + (size_t)t * n, piece[PIECE], inv = 1 / sqrtf(dot_f32(a, a, n) / (float)n + eps);
+        for (int c = 0; c < n; c += PIECE) {
+            int m = n - c < PIECE ? n - c : PIECE;
+            to_f32(piece, (const char *)w->data + c * dtype_size(w->dtype), w->dtype, (size_t)m);
+            for (int i = 0; i < m; i++) o[c + i] = a[c + i] * inv * piece[i];
+        }
+    }
+}
+void swiglu(float *g, const float *u, size_t n) {       // g = g / (1 + e^-g) * u
+    const size_t piece = 4096;
+    #pragma omp parallel for schedule(static) if (n > 1 << 15)
+    for (size_t i = 0; i < n; i += piece) simd->swiglu(g + i, u + i, n - i < piece ? n - i : piece);
+}
+
+// ---- the k largest
+// The k-th largest key is found bit by bit, highest first: a bit is set if k keys are at least as large with it. One pass over the values
+// each, as vectors; it ends early when exactly k keys are left.
+int top_k(const float *x, int n, int k, int *idx) {     // x (n) -> idx (min(k,n)) ascending; ties go to the lower index
+    uint32_t key = 0;
+    int take = k < n ? k : n, above = 0, from = -1, last = n;           // keys above the k-th; keys from the bits so far on
+    if (take <= 0) return 0;
+    for (uint32_t bit = 1u << 31; bit && from != take; bit >>= 1) {
+        int c = simd->sum_from(x, NULL, n, key | bit);
+        if (c < take) above = c; else { key |= bit; from = c; }
+    }
+    if (from != take)                                                   // more than that: some keys that equal the k-th stay behind
+        for (last = 0; above < take; last++) above += order_key(x[last]) == key;
+    int count = simd->list_from(x, 0, last, key, idx);
+    if (count < take) count += simd->list_from(x, last, n, key + 1, idx + count);
+    return count;
+}
+
+static void q8_unpack  (float *x, const char *o, int n, int D) { simd->unpack_q8(x, o, n, D); }
+
+// The sum of w (n) over the places where x (n) is at least the number whose order_key is `key`; w NULL: how many places.
+static int weight_from(const float *x, const int *w, int n, uint32_t key) {
+    return simd->sum_from(x, w, n, key);
+}
+
+// ==================================================================================================== 17 FAST PATHS
+// What attention and the methods run on where the plain algorithm would be too slow; each function says what it computes.
+
+enum { COLUMN_TILE = 36, COLUMN_CHUNK = 57 * COLUMN_TILE };     // rows of a tile: its keys and scores lie in L1 beside the queries, and mix takes them 6 at a time; of one softmax
+// Mean softmax row of w queries over all rows held, of every query head (lists = R), or the sum of those of a group (lists = 1): q (w,H,D), of
+// the tokens from tok0 on, -> score (G lists,N), N = kv_longest(s,l) (SnapKV; DiliLazyKV 4.1.3; LoopServe, Algorithm 3). A tile's scores
+// lie with keys along rows and the queries of a whole group along columns: a key is unpacked once for all of them, and neither products
+// nor sums of exponentials need folding. Rows a query may not see count as 0.
+typedef struct {
+    const KVHead *hd;
+    const float *q;         // (n,H,D) the block's queries, of the tokens from tok0 on
+    int l, g, n, m, tok0;   // m = R n columns; k n + i: query i of head k
+    float *x;               // (D,m) its queries as columns, times log2 e / sqrt(D): probabilities are powers of 2 here
+    float *e, *top;         // (len,m) 2^(score - maximum of the chunk so far); (tiles,m) that maximum, tile by tile
+    float *max, *sum;       // (chunks,m) of a chunk; then, in the first chunk's place, of all: maximum, and 1 / (w sum)
+} Columns;
+
+static void column_queries(const Session *s, const Columns *c) {
+    int D = s->c->D, H = s->c->H, R = H / s->c->G;
+    float scale = LOG2_E / sqrtf((float)D);
+    for (int j = 0; j < c->m; j++) {
+        const float *from = c->q + ((size_t)(j % c->n) * H + c->g * R + j / c->n) * D;
+        for (int d = 0; d < D; d++) c->x[(size_t)d * c->m + j] = from[d] * scale;
+    }
+}
+static int column_end(const Columns *c, int chunk) { return c->hd->len - chunk * COLUMN_CHUNK < COLUMN_CHUNK ? c->hd->len : (chunk + 1) * COLUMN_CHUNK; }
+static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) {
+    int D = s->c->D, m = c->m, from = chunk * COLUMN_CHUNK, to = column_end(c, chunk);
+    int seen = s->rule == VIS_CAUSAL && !layer_window(s, c->l) ? last_visible(s, c->hd, c->tok0) : 0;      // by all queries
+    for (int j = 0; j < m; j++) { t->tok[j] = c->tok0 + j % c->n; t->max[j] = -INFINITY; t->sum[j] = 0; }
+    for (int r = from; r < to; r += COLUMN_TILE) {
+        int n = to - r < COLUMN_TILE ? to - r : COLUMN_TILE;
+        float *x = c->e + (size_t)r * m;
+        kv_load_k(s, c->hd, NULL, r, n, t->k);
+        mix_of(x, t->k, c->x, DT_F32, n, D, m, 0, tile_ahead(s, c->hd, 0, r + n, to - r - n < n ? to - r - n : n));
+        if (r + n > seen) mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
+        simd->softmax_columns(x, n, m, t->max, t->sum);
+        memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, t->max, (size_t)m * sizeof *c->top);
+    }
+    memcpy(c->max + (size_t)chunk * m, t->max, (size_t)m * sizeof *c->max);
+    memcpy(c->sum + (size_t)chunk * m, t->sum, (size_t)m * sizeof *c->sum);
+}
+static void columns_join(const Columns *c, int chunks, int w) {
+    for (int j = 0; j < c->m; j++) {
+        float max = -INFINITY, sum = 0;
+        for (int k = 0; k < chunks; k++) max = fmaxf(max, c->max[k * c->m + j]);
+        for (int k = 0; k < chunks; k++) sum += c->sum[k * c->m + j] * exp2f(c->max[k * c->m + j] - max);
+        c->max[j] = max; c->sum[j] = 1 / (sum * (float)w);
+    }
+}
+// score (lists,N) = the columns of each head, or of all as one list, times what makes the exponentials of a tile probabilities, over w; add: +=
+// that. Several lists are one product, with 0 for the weights of the other heads' columns.
+static void column_sums(const Columns *c, Tile *t, int chunk, int lists, int add, float *score, size_t N) {
+    int m = c->m, from = chunk * COLUMN_CHUNK, to = column_end(c, chunk), tiles = (to - from + COLUMN_TILE - 1) / COLUMN_TILE;
+    float *top = c->top + (size_t)from / COLUMN_TILE * m, unused = 0;
+    for (int i = 0; i < tiles; i++) for (int j = 0; j < m; j++) top[i * m + j] = (top[i * m + j] - c->max[j]) / LOG2_E;
+    exp_shift(top, 0, tiles * m, &unused);
+    memset(t->sc, 0, (size_t)lists * m * sizeof *t->sc);
+    for (int r = from; r < to; r += COLUMN_TILE, top += m) {
+        int n = to - r < COLUMN_TILE ? to - r : COLUMN_TILE;
+        for (int k = 0, j = 0; k < lists; k++)
+            for (int end = j + m / lists; j < end; j++) t->sc[k * m + j] = top[j] * c->sum[j];
+        simd->dots[DT_F32](&(Dots){ .y = score + r, .ldy = N, .x = t->sc, .ldx = (size_t)m, .w = (const char *)(c->e + (size_t)r * m), .ldw = m * sizeof(float),
+                                    .m = lists, .n = n, .K = m, .add = add, .scale = 1 });
+    }
+}
+static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score) {
+    int H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R;
+    size_t mark = scratch_mark(s), N = (size_t)kv_longest(s, l), most = R * (w < per ? w : per), chunks_most = N / COLUMN_CHUNK + 1;
+    Tile *tiles = tiles_new(s);
+    Columns c = { .l = l, .x = scratch(s, s->c->D * most * sizeof(float)), .e = scratch(s, N * most * sizeof(float)), .top = scratch(s, (N / COLUMN_TILE + 1) * most * sizeof(float)),
+                  .max = scratch(s, chunks_most * most * sizeof(float)), .sum = scratch(s, chunks_most * most * sizeof(float)) };
+    for (int item = 0; item < G * ((w + per - 1) / per); item++) {
+        int i = item / G * per;
+        c.g = item % G; c.n = w - i < per ? w - i : per; c.m = R * c.n; c.tok0 = tok0 + i;
+        c.hd = kv_head(s, l, c.g); c.q = q + (size_t)i * H * s->c->D;
+        int len = c.hd->len, chunks = (len + COLUMN_CHUNK - 1) / COLUMN_CHUNK, team = worth_threads((size_t)c.m * len * s->c->D);
+        float *sums = score + (size_t)c.g * lists * N;
+        (void)team;                                      // read by OpenMP only
+        column_queries(s, &c);
+        // A thread sums the chunks it has made, the last one first: a group's exponentials are more than its cache holds, and those are still there.
+        #pragma omp parallel if (team)
+        for (int k = 0; k < chunks; k++) if (k % team_size() == thread_id()) column_exps(s, &c, &tiles[thread_id()], k);
+        columns_join(&c, chunks, w);
+        #pragma omp parallel if (team)
+        for (int k = chunks - 1; k >= 0; k--) if (k % team_size() == thread_id()) column_sums(&c, &tiles[thread_id()], k, lists, i > 0, sums, N);
+        for (int k = 0; k < lists; k++) memset(sums + k * N + len, 0, (N - len) * sizeof *sums);
+    }
+    scratch_reset(s, mark);
+}
+
+#if defined(__x86_64__)
+// Where the elements of a group stand, per w: bytes to bring together, then bits to shift by.
+static struct {
+    unsigned char perm8[32]; int shift8[8];             // AVX2: 8 elements, 4 bytes each
+    unsigned char perm32[64], shift32[64];              // VBMI: 32 elements, 4 in each 8 bytes
+} unpack_lanes[17];
+
+static void unpack_lanes_init(void) {
+    for (int w = 1; w <= 16; w++) {
+        for (int i = 0; i < 8; i++) {
+            unpack_lanes[w].shift8[i] = i * w % 8;
+            for (int b = 0, at = i * w / 8; b < 4; b++) unpack_lanes[w].perm8[4 * i + b] = (unsigned char)(at + b < 16 ? at + b : 128);   // 128: a zero
+        }
+        for (int j = 0; j < 8; j++)                     // 8 bytes from bit 4jw on, which is a whole or a half byte
+            for (int b = 0; b < 8; b++) {
+                unpack_lanes[w].perm32[8 * j + b] = (unsigned char)(j * w / 2 + b);
+                unpack_lanes[w].shift32[8 * j + b] = (unsigned char)((j * w % 2 * 4 + b / 2 * w + w - 16 + b % 2 * 8) & 63);   // the element on top
+            }
+    }
+}
+__attribute__((target("avx2"))) static void unpack_avx2(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
+    __m256i perm = _mm256_loadu_si256((const void *)unpack_lanes[w].perm8);
+    __m256i shift = _mm256_loadu_si256((const void *)unpack_lanes[w].shift8);
+    __m256i mask = _mm256_set1_epi32((1 << w) - 1), add = _mm256_set1_epi16((short)mid), zero = _mm256_setzero_si256();
+    __m128i b = _mm_cvtsi32_si128(16 - w);
+    int i = 0;
+    for (; i + 16 <= n; i += 16, p += 2 * w) {
+        __m256i lo = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)p));
+        __m256i hi = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(p + w)));
+        lo = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(lo, perm), shift), mask);
+        hi = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(hi, perm), shift), mask);
+        lo = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);       // packus works in halves: put them in order
+        lo = _mm256_sll_epi16(lo, b);
+        hi = _mm256_cmpeq_epi16(_mm256_add_epi16(lo, lo), zero);                // +0 and -0 double to 0
+        _mm256_storeu_si256((void *)(h + i), _mm256_or_si256(lo, _mm256_andnot_si256(hi, add)));
+    }
+    _mm256_zeroupper();                                 // the compiler leaves it out before a tail call
+    if (i < n) unpack_plain(h + i, p, n - i, w, mid);
+}
+#define VBMI __attribute__((target("avx512f,avx512bw,avx512vbmi")))
+VBMI __attribute__((always_inline)) static inline __m512i unpack_32(__m512i x, const __m512i *lanes, __m512i kept, __m512i add, int mid) {
+    x = _mm512_and_si512(_mm512_multishift_epi64_epi8(lanes[1], _mm512_permutexvar_epi8(lanes[0], x)), kept);
+    return mid ? _mm512_mask_add_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7fff)), x, add) : x;
+}
+VBMI static void unpack_vbmi(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
+    const __m512i lanes[2] = { _mm512_loadu_si512(unpack_lanes[w].perm32), _mm512_loadu_si512(unpack_lanes[w].shift32) };
+    __m512i kept = _mm512_set1_epi16((short)(0xffff << (16 - w))), add = _mm512_set1_epi16((short)mid);
+    int i = 0;
+    for (; (n - i - 96) * w >= 512; i += 128, p += 16 * w)      // four at a time; 64 bytes are there to be read behind the start of each
+        UNROLL for (int j = 0; j < 4; j++) _mm512_storeu_si512(h + i + 32 * j, unpack_32(_mm512_loadu_si512(p + 4 * w * j), lanes, kept, add, mid));
+    for (; i < n; i += 32, p += 4 * w) {
+        int m = n - i < 32 ? n - i : 32;
+        __m512i x = _mm512_maskz_loadu_epi8(~(__mmask64)0 >> (64 - (m * w + 7) / 8), p);
+        _mm512_mask_storeu_epi16(h + i, ~(__mmask32)0 >> (32 - m), unpack_32(x, lanes, kept, add, mid));
+    }
+    _mm256_zeroupper();
+}
+#undef VBMI
+static void unpack_choose(void) {
+    unpack_lanes_init();
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2")) unpack_f16 = unpack_avx2;
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi")) unpack_f16 = unpack_vbmi;
+}
+#else
+static void unpack_choose(void) { }
+#endif
+
+// ==================================================================================================== 18 OPTIONS
+// One table drives parsing, --help, defaults and suggestions. A method's own options are in its section; this table is
+// the program's. Values are kept as text by name and checked when they are set, so a getter cannot fail.
+
+static const Opt program_options[] = {
+    // Model and run
+    { "model",         's', "",     "a Hugging Face folder (default: the shipped model)" },
+    { "device",        'c', "auto|cpu|cuda", "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
+    { "threads",       'i', "0",    "OpenMP threads; 0: all cores" },
+    { "ctx-size",      'i', "4096", "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit" },
+    { "batch-size",    'i', "512",  "rows of a prefill block; changes speed and memory, never a logit (on a GPU: their rounding)" },
+    { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
+    { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
+    { "tokenizer",     's', "",     "tokenizer.json or tokenizer.model instead of the model's" },
+    { "chat-template", 's', "",     "template by name, or a file, instead of the model's" },
+    { "synthetic",     's', "",     "random weights of a shape: llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny, or L..,H..,G..,D..,C..,F..,V.." },
+    { "inspect",       'b', "0",    "print config, tensors, bytes, KV bytes per token, and leave" },
+    // Prompt
+    { "prompt",        's', "",     "text to answer once" },
+    { "file",          's', "",     "the same from a file; - is standard input" },
+    { "system",        's', "",     "system message" },
+    { "n-predict",     'i', "-1",   "most tokens to make; -1: no limit in a chat, 256 otherwise" },
+    { "raw",           'b', "0",    "no chat template: the text as it is" },
+    { "parse-special", 'b', "0",    "read special tokens in the prompt's text" },
+    { "ignore-eos",    'b', "0",    "go on after an end token" },
+    { "keep",          'i', "0",    "accepted for scripts; never changes a method, each says what it keeps" },
+    { "think",         'b', "0",    "let a thinking model think (it does unless --no-think)" },
+    { "no-think",      'b', "0",    "turn a thinking model's thoughts off" },
+    { "single-turn",   'b', "0",    "leave after one reply" },
+    { "session",       's', "",     "load this session before, save it after" },
+    // Sampling
+    { "temp",          'f', "0.8",  "temperature; 0: greedy" },
+    { "top-k",         'i', "40",   "0: off" },
+    { "top-p",         'f', "0.95", "1: off" },
+    { "min-p",         'f', "0.05", "0: off" },
+    { "repeat-penalty",'f', "1.0",  "1: off" },
+    { "repeat-last-n", 'i', "64",   "tokens the penalty looks at" },
+    { "seed",          'i', "-1",   "of the sampler; -1: from the clock" },
+    // Compression
+    { "method",        's', "full", "NAME or NAME+NAME, see --list-methods" },
+    { "budget",        'i', "0",    "rows kept (or read) per KV head, window included; 0: the method's default" },
+    { "ratio",         'f', "0",    "share of the rows to remove at each prefill end, instead of --budget" },
+    { "sink",          'i', "4",    "first tokens always kept (streaming, expected-attention)" },
+    { "obs-window",    'i', "32",   "last queries that score the rows (snapkv, adakv, pyramidkv)" },
+    { "kernel",        'i', "7",    "pooling width of those scores, odd" },
+    { "gqa-agg",       'c', "mean|max|sum", "query heads of a KV head to one score (snapkv, adakv, pyramidkv)" },
+    { "paper",         'b', "0",    "the paper's own numbers where ours differ (loopserve, lychee)" },
+    // Output
+    { "json",          'b', "0",    "one object per run on stdout" },
+    { "json-rows",     'b', "0",    "with --json: the rows kept by every head" },
+    { "csv",           'b', "0",    "the same names as --json, as a table" },
+    { "dump-tokens",   'b', "0",    "print the ids of -p on one line and leave" },
+    { "ids",           's', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode" },
+    { "dump-logits",   's', "",     "with --ids: write the logits rows here (float32, V a row)" },
+    { "stats",         'b', "0",    "print the method's statistics on stderr" },
+    { "no-stats",      'b', "0",    "no summary line after each reply" },
+    { "verbose",       'b', "0",    "print every effective value at the start" },
+    { "quiet",         'b', "0",    "errors only on stderr" },
+    { "color",         'c', "auto|on|off", "colours in the chat" },
+    // Measure
+    { "eval",          's', "",     "quality through the compressed cache: all, or needle,multiturn,coref,facts,json,fewshot,summary; file, ppl, kld" },
+    { "eval-file",     's', "",     "dialogues or LongBench items (json lines) for file, any text for ppl and kld" },
+    { "eval-items",    'i', "8",    "texts of each task" },
+    { "eval-length",   's', "512",  "tokens of a text, or several lengths: 512,1024" },
+    { "eval-seed",     'i', "1",    "of the texts and of the intervals" },
+    { "eval-history",  'c', "own|gold", "whose replies the later turns see: the model's own or the right ones" },
+    { "eval-window",   'i', "512",  "ppl, kld: tokens of a window; half is prefilled, half decoded" },
+    { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text" },
+    { "compare",       's', "",     "methods, comma-separated: the same items through each (--eval all unless given)" },
+    { "budgets",       's', "",     "budgets for --compare, comma-separated" },
+    { "report",        's', "",     "write OUT.html: scores of --eval and pictures of what each method keeps, as one page; numbers in OUT.csv" },
+    { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
+    { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
+    { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
+    { "bench-suite",   's', "",     "the papers' methods one after another, prefill and decode: a table, and this file as CSV" },
+    { "repeat",        'i', "5",    "runs per number, the median counts" },
+    // Other
+    { "list-methods",  'b', "0",    "one name a line" },
+    { "version",       'b', "0",    "print the version" },
+    { NULL, 0, NULL, NULL },
+};
+
+struct Options { struct { char *key; char *value; } *map; struct { char *key; int value; } *given; };   // stb_ds string maps
+
+static const Opt *opt_find_in(const Opt *o, const char *name) {
+    for (; o && o->name; o++) if (!strcmp(o->name, name)) return o;
+    return NULL;
+}
+static const Opt *opt_find(const char *name) {
+    const Opt *o = opt_find_in(program_options, name);
+    EACH_METHOD(m) if (!o) o = opt_find_in((*m)->opts, name);
+    return o;
+}
+static char *opt_default(const Opt *o) {                 // malloc'd; a choice's first word
+    char *v = xmalloc(strlen(o->def) + 1);
+    strcpy(v, o->def);
+    if (o->kind == 'c') v[strcspn(v, "|")] = 0;
+    return v;
+}
+static void options_add(Options *o, const Opt *t) {
+    for (; t && t->name; t++) if (shgeti(o->map, t->name) < 0) shput(o->map, t->name, opt_default(t));
+}
+Options *options_new(void) {
+    Options *o = xcalloc(1, sizeof *o);
+    sh_new_arena(o->map);
+    sh_new_arena(o->given);
+    options_add(o, program_options);
+    EACH_METHOD(m) options_add(o, (*m)->opts);
+    return o;
+}
+void options_free(Options *o) {
+    if (!o) return;
+    for (int i = 0; i < (int)shlen(o->map); i++) free(o->map[i].value);
+    shfree(o->map);
+    shfree(o->given);
+    free(o);
+}
+static int opt_check(const Opt *t, const char *v, char err[256]) {
+    char *end = NULL;
+    if (t->kind == 'i') {
+        errno = 0;
+        long n = strtol(v, &end, 10);
+        if (!*v || *end || errno || n < INT_MIN || n > INT_MAX) { snprintf(err, 256, "--%s wants a whole number, found '%.60s'", t->name, v); return -1; }
+    }
+    if (t->kind == 'f') {
+        double x = strtod(v, &end);
+        if (!*v || *end || !isfinite(x)) { snprintf(err, 256, "--%s wants a number, found '%.60s'", t->name, v); return -1; }
+    }
+    if (t->kind == 'b' && strcmp(v, "0") && strcmp(v, "1")) { snprintf(err, 256, "--%s is a flag and takes no value, found '%.60s'", t->name, v); return -1; }
+    if (t->kind == 'c') {
+        size_t n = strlen(v);
+        for (const char *a = t->def; a && !strchr(v, '|'); a = strchr(a, '|') ? strchr(a, '|') + 1 : NULL)
+            if (n && !strncmp(a, v, n) && (a[n] == '|' || !a[n])) return 0;
+        snprintf(err, 256, "--%s wants one of %s, found '%.60s'", t->name, t->def, v);
+        return -1;
+    }
+    return 0;
+}
+int options_set(Options *o, const char *name, const char *value, char err[256]) {
+    const Opt *t = opt_find(name);
+    if (!t) { snprintf(err, 256, "unknown option --%s", name); return -1; }
+    if (opt_check(t, value, err)) return -1;
+    char *v = xmalloc(strlen(value) + 1);
+    strcpy(v, value);
+    free(shget(o->map, name));
+    shput(o->map, name, v);
+    shput(o->given, name, 1);
+    return 0;
+}
+static const char *opt_value(const Options *o, const char *name) {
+    Options *w = (Options *)o;                           // stb_ds macros cache a search inside the map
+    if (shgeti(w->map, name) < 0) die(EXIT_RUN, "no option is called --%s", name);
+    return shget(w->map, name);
+}
+int         opt_given(const Options *o, const char *name) { Options *w = (Options *)o; return shgeti(w->given, name) >= 0; }
+int         opt_int (const Options *o, const char *name) { return atoi(opt_value(o, name)); }
+double      opt_real(const Options *o, const char *name) { return strtod(opt_value(o, name), NULL); }
+const char *opt_str (const Options *o, const char *name) { return opt_value(o, name); }
+
+// What an option may be; checked before anything is opened
+static const struct Range { const char *name; double lo, hi; } ranges[] = {
+    { "threads", 0, 1024 }, { "ctx-size", 0, 1 << 30 }, { "batch-size", 1, 1 << 20 }, { "n-predict", -1, INT_MAX }, { "temp", 0, 100 }, { "top-k", 0, INT_MAX }, { "top-p", 0, 1 },
+    { "min-p", 0, 1 }, { "repeat-penalty", 0.01, 100 }, { "repeat-last-n", 0, INT_MAX }, { "budget", 0, INT_MAX }, { "ratio", 0, 0.9999 }, { "sink", 0, INT_MAX }, { "obs-window", 1, 1 << 20 },
+    { "kernel", 1, 1023 }, { "eval-items", 1, 1 << 20 }, { "eval-window", 4, 1 << 20 }, { "eval-windows", 1, 1 << 20 }, { "repeat", 1, 1000 },
+    { "lychee-buffer", 0, 1 << 30 }, { "lychee-sink", 0, 1 << 30 }, { "lychee-iters", 0, 1000 }, { "lychee-guard", 0, 1 },
+    { "loopserve-alpha", 0, 1 }, { "loopserve-max-cells", 0, 1 }, { "loopserve-max-tiles", 0, 1 }, { "loopserve-interval", 1, 1 << 16 }, { "loopserve-obs", 0, 1 << 16 }, { "loopserve-samples", 1, 1 << 16 },
+};
+static int out_of_range(const Options *o, const char *name, char err[256]) {     // of this option, or of any (NULL)
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
+        const struct Range *r = &ranges[i];
+        double x = opt_real(o, r->name);
+        if ((name && strcmp(name, r->name)) || (x >= r->lo && x <= r->hi)) continue;
+        snprintf(err, 256, "--%s %.10g is outside %.10g..%.10g", r->name, x, r->lo, r->hi);
+        return 1;
+    }
+    return 0;
+}
+
+int opt_choice(const Options *o, const char *name, const char *words) {      // place of the value in "a|b|c"
+    const char *v = opt_str(o, name);
+    int i = 0;
+    for (size_t n; *words; words += n + (words[n] == '|'), i++)
+        if ((n = strcspn(words, "|")) == strlen(v) && !strncmp(words, v, n)) return i;
+    return 0;
+}
+
+// "2048", "512,1024", "2:98:3" (from, to, step), or a mix of them -> stb array of numbers in [lo,hi], each once
+static int *number_list(const char *name, const char *text, long lo, long hi) {
+    int *list = NULL, n;
+    for (const char *p = text; *p; ) {
+        long a, b, step = 1;
+        if (sscanf(p, "%ld%n", &a, &n) != 1) break;
+        b = a; p += n;
+        if (sscanf(p, ":%ld:%ld%n", &b, &step, &n) == 2) p += n;
+        if ((*p && *p != ',') || a < lo || b > hi || b < a || step < 1) break;
+        for (; a <= b; a += step) {
+            int known = 0;
+            for (int i = 0; i < (int)arrlen(list); i++) known |= list[i] == a;
+            if (!known) arrput(list, (int)a);
+        }
+        if (!*p) return list;
+        p++;
+    }
+    arrfree(list);
+    die(EXIT_USAGE, "--%s wants numbers from %ld to %ld like 5,10 or 2:98:3, found '%.60s'", name, lo, hi, text);
+    return NULL;
+}
+
+// ==================================================================================================== 19 JSON
 // From a folder of Hugging Face files to a Config and Weights. Everything here is fed by files that others wrote: every
 // number is checked before it is used, a refused file gives one line that names the key or tensor, and no tensor is copied
 // (it is read where the file is mapped) unless it lies at an odd address.
@@ -132,7 +5765,7 @@ static int file_exists(const char *path) { struct stat st; return stat(path, &st
 enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT };
 enum { JSON_DEPTH = 64 };                       // arrays and objects inside one another
 
-typedef struct Json Json;
+
 struct Json {
     int type, is_int, n;        // JSON_*; number written without fraction or exponent that fits int64; children
     double num;                 // number; bool: 0 or 1
@@ -392,6 +6025,7 @@ KV_PRINTF(2, 3) static int fault(char err[512], const char *fmt, ...) {        /
     return -1;
 }
 
+// ==================================================================================================== 20 CHECKPOINTS
 // ---- SAFETENSORS: u64 length of the header, the header (JSON: name -> dtype, shape, data_offsets), then the data.
 // The file is mapped, never read whole. A file that passes safetensors_open can be used without further checks: every
 // tensor lies inside it, has exactly the bytes of its shape and shares none with another. Gaps are tolerated.
@@ -405,12 +6039,12 @@ typedef struct {
     const void *data; size_t bytes;     // data is aligned for its dtype once safetensors_find has returned it
 } SafeTensor;
 
-typedef struct SafeFile {
+struct SafeFile {
     char *path, *map; size_t size;      // the whole file
     Json *header;                       // owns the names
     SafeTensor *tensor; int n;          // sorted by name
     void **copy;                        // tensors that lay at odd addresses
-} SafeFile;
+};
 
 static const struct { const char *name; int bits, dtype; } safe_types[] = {
     { "F32", 32, DT_F32 }, { "F16", 16, DT_F16 }, { "BF16", 16, DT_BF16 },
@@ -1275,7 +6909,120 @@ static void inspect(const Config *c, const Weights *w, FILE *f) {
     fprintf(f, "KV cache   %zu bytes a token in f32, %zu in f16 (uncompressed)\n", token * 4, token * 2);
 }
 
-// ==================================================================================================== 3 TOKENIZER
+typedef struct { Session *s; SafeFile *f; const SafeTensor *first; } SonicFile;
+
+static int sonic_meta(SonicFile *a, const char *key, const char *want, const char *or) {      // the string must be one of two
+    const char *v = safetensors_meta(a->f, key);
+    if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) return 0;
+    return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, expected %s%s%s", a->f->path, key, v ? v : "missing", want,
+                      or ? " or " : "", or ? or : "");
+}
+static int sonic_meta_int(SonicFile *a, const char *key, int *value) {          // a whole number from 1 to 65536
+    const char *v = safetensors_meta(a->f, key);
+    char *end = NULL;
+    long n = v ? strtol(v, &end, 10) : 0;
+    if (!v || !*v || *end || n < 1 || n > 65536)
+        return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, expected a number from 1 to 65536", a->f->path, key, v ? v : "missing");
+    *value = (int)n;
+    return 0;
+}
+static int sonic_meta_same(SonicFile *a, const char *key, int want) {           // a size of the base model
+    char text[16];
+    snprintf(text, sizeof text, "%d", want);
+    const char *v = safetensors_meta(a->f, key);
+    if (v && !strcmp(v, text)) return 0;
+    return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, base has %d (adapter made for another model?)", a->f->path, key, v ? v : "missing", want);
+}
+// rows 0: a vector (cols). The name may hold one %d for the layer.
+static int sonic_tensor(SonicFile *a, Tensor *t, const char *pattern, int l, int rows, int cols) {
+    char name[128], found[128] = "", want[64];
+    const char *rest = strstr(pattern, "%d");
+    if (rest) snprintf(name, sizeof name, "%.*s%d%s", (int)(rest - pattern), pattern, l, rest + 2);
+    else snprintf(name, sizeof name, "%s", pattern);
+    const SafeTensor *x = safetensors_find(a->f, name);
+    if (!x) return refuse(a->s, "sonic: %.200s: %s is missing", a->f->path, name);
+    if (rows) snprintf(want, sizeof want, "[%d,%d]", rows, cols); else snprintf(want, sizeof want, "[%d]", cols);
+    for (int i = 0, n = 0; i < x->n_dim && n < 100; i++)
+        n += snprintf(found + n, sizeof found - n, "%s%lld", i ? "," : "[", (long long)x->dim[i]);
+    strcat(found, *found ? "]" : "[]");
+    if (strcmp(found, want)) return refuse(a->s, "sonic: %s is %s, base needs %s (adapter made for another model?)", name, found, want);
+    if (x->dtype < 0) return refuse(a->s, "sonic: %s is %s, expected F32, F16 or BF16", name, x->type);
+    if (!a->first) a->first = x;
+    if (x->dtype != a->first->dtype)
+        return refuse(a->s, "sonic: %s is %s, but %s is %s: all tensors must have one type", name, x->type, a->first->name, a->first->type);
+    *t = (Tensor){ x->data, x->dtype, rows ? rows : 1, cols };
+    return 0;
+}
+static int sonic_layer(SonicFile *a, Layer *y, int l, int mlp) {                // y: a copy of the base's layer
+    const Config *c = a->s->c;
+    int HD = c->H * c->D, GD = c->G * c->D;
+    if (sonic_tensor(a, &y->wq, "nexus.layers.%d.self_attn.q_proj.weight", l, HD, c->C)) return -1;
+    if (sonic_tensor(a, &y->wk, "nexus.layers.%d.self_attn.k_proj.weight", l, GD, c->C)) return -1;
+    if (sonic_tensor(a, &y->wv, "nexus.layers.%d.self_attn.v_proj.weight", l, GD, c->C)) return -1;
+    if (sonic_tensor(a, &y->wo, "nexus.layers.%d.self_attn.o_proj.weight", l, c->C, HD)) return -1;
+    if (y->bq.data && sonic_tensor(a, &y->bq, "nexus.layers.%d.self_attn.q_proj.bias", l, 0, HD)) return -1;
+    if (y->bk.data && sonic_tensor(a, &y->bk, "nexus.layers.%d.self_attn.k_proj.bias", l, 0, GD)) return -1;
+    if (y->bv.data && sonic_tensor(a, &y->bv, "nexus.layers.%d.self_attn.v_proj.bias", l, 0, GD)) return -1;
+    if (!mlp) return 0;
+    if (sonic_tensor(a, &y->gate, "nexus.layers.%d.mlp.gate_proj.weight", l, c->F, c->C)) return -1;
+    if (sonic_tensor(a, &y->up, "nexus.layers.%d.mlp.up_proj.weight", l, c->F, c->C)) return -1;
+    return sonic_tensor(a, &y->down, "nexus.layers.%d.mlp.down_proj.weight", l, c->C, c->F);
+}
+static uint64_t fnv1a(uint64_t h, const Tensor *t) {
+    const unsigned char *p = t->data;
+    for (size_t i = 0, n = (size_t)t->rows * t->cols * dtype_size(t->dtype); i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
+    return h;
+}
+static uint64_t sonic_fingerprint(const Weights *w) {   // FNV-1a 64 over the bytes of the embedding, then layer 0's q_proj, as the base's file has them
+    return fnv1a(fnv1a(0xcbf29ce484222325ull, &w->embed), &w->layer[0].wq);
+}
+static int sonic_check_base(SonicFile *a) {
+    const Config *c = a->s->c;
+    const struct { const char *key, *want, *or; } words[] = {
+        { "format", "sonic-nexus", NULL }, { "version", "1", NULL }, { "model_type", c->model_type, NULL }, { "body", "full_message", NULL },
+        { "attention_bias", a->s->w->layer[0].bq.data ? "true" : "false", NULL }, { "position_mode", "augmented", "original" }, { "mlp", "dedicated", "shared" } };
+    const struct { const char *key; int want; } sizes[] = {
+        { "hidden_size", c->C }, { "num_hidden_layers", c->L }, { "num_attention_heads", c->H }, { "num_key_value_heads", c->G }, { "head_dim", c->D }, { "intermediate_size", c->F } };
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) if (sonic_meta(a, words[i].key, words[i].want, words[i].or)) return -1;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) if (sonic_meta_same(a, sizes[i].key, sizes[i].want)) return -1;
+    char own[20];
+    const char *made = safetensors_meta(a->f, "base_fingerprint");
+    snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(a->s->w));
+    if (made && !strncmp(made, "0x", 2)) made += 2;
+    if (opt_int(a->s->opt, "sonic-force") || (made && !strcasecmp(made, own))) return 0;
+    return refuse(a->s, "sonic: %.200s: metadata base_fingerprint is %.40s, base has %s (trained on other weights? --sonic-force tries it)",
+                      a->f->path, made ? made : "missing", own);
+}
+static int sonic_load(Session *s, Sonic *x, const char *path) {
+    const Config *c = s->c;
+    char why[512];
+    Tensor e, p, t;
+    SonicFile a = { .s = s, .f = x->file = safetensors_open(path, why) };
+    if (!a.f) return refuse(s, "sonic: %.200s: %.250s", path, why);
+    if (sonic_check_base(&a)) return -1;
+    if (sonic_meta_int(&a, "k_max", &x->K_max) || sonic_meta_int(&a, "k_default", &x->K) || sonic_meta_int(&a, "t_max", &x->T_max)) return -1;
+    if (sonic_tensor(&a, &e, "nexus.embed.base", 0, 0, c->C)) return -1;
+    if (sonic_tensor(&a, &p, "nexus.embed.pos", 0, x->K_max, c->C)) return -1;
+    if (sonic_tensor(&a, &t, "nexus.embed.turn", 0, x->T_max, c->C)) return -1;
+    int mlp = !strcmp(safetensors_meta(a.f, "mlp"), "dedicated");
+    for (int l = 0; l < c->L; l++) if (sonic_layer(&a, &x->alt[l], l, mlp)) return -1;
+    for (int i = 0; i < a.f->n; i++)
+        if (!a.f->tensor[i].used) return refuse(s, "sonic: %.200s: unexpected tensor %.200s", path, a.f->tensor[i].name);
+    x->original = !strcmp(safetensors_meta(a.f, "position_mode"), "original");
+    x->embed = xmalloc((size_t)(1 + x->K_max + x->T_max) * c->C * sizeof(float));
+    to_f32(x->embed, e.data, e.dtype, c->C);
+    to_f32(x->embed + c->C, p.data, p.dtype, (size_t)x->K_max * c->C);
+    to_f32(x->embed + (size_t)(1 + x->K_max) * c->C, t.data, t.dtype, (size_t)x->T_max * c->C);
+    return 0;
+}
+
+static size_t sonic_file_bytes(const Sonic *x) {         // the adapter's tensors
+    size_t n = 0;
+    for (int i = 0; x->file && i < x->file->n; i++) n += x->file->tensor[i].bytes;
+    return n;
+}
+
+// ==================================================================================================== 21 TOKENIZER
 // Text to ids and back, from a folder's tokenizer.json (byte-level BPE, or SentencePiece-style BPE with byte fallback) or
 // from a bare SentencePiece tokenizer.model. The road of a text:
 //   added tokens cut out -> normalizer -> normalized added tokens cut out -> pre-tokenizer (pieces) -> BPE inside each piece.
@@ -1324,7 +7071,7 @@ enum { META_NONE, META_NEVER, META_FIRST, META_ALWAYS };
 
 #define BLANK_MARK "\xe2\x96\x81"                   // U+2581, how SentencePiece writes a blank
 
-typedef struct Tokenizer {
+struct Tokenizer {
     Piece *piece;               // (size) by id; flags 0: a hole in the numbering
     char *chars;                // every text and every decoded form
     int *by_text; size_t n_by_text;             // hash of texts -> id, -1 empty; a power of two
@@ -1341,7 +7088,7 @@ typedef struct Tokenizer {
     int byte_id[256];           // <0xNN>, or -1
     int dec_byte_level, dec_space, dec_bytes, dec_strip;        // byte alphabet; U+2581 is a blank; <0xNN> is a byte; first blank goes
     int bos, eos, add_bos;      // -1: none; add_bos: the model was trained with BOS before every text
-} Tokenizer;
+};
 
 #define REFUSE(...) return tok_error(err, __VA_ARGS__)
 static int tok_error(char err[512], const char *fmt, ...) KV_PRINTF(2, 3);
@@ -1379,7 +7126,7 @@ static const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {     /
 enum { BROKEN = 0x110000 };
 enum { U_UPPER = 1, U_LOWER = 2, U_OTHER_LETTER = 4, U_MARK = 8, U_NUMBER = 16, U_SPACE = 32, U_REST = 64, U_INSIDE = 128,
        U_LETTER = U_UPPER | U_LOWER | U_OTHER_LETTER, U_SIGN = U_MARK | U_REST };     // SIGN: [^\s\p{L}\p{N}]
-static const uint32_t *unicode_table(int which, size_t *n);                    // section 3c
+#include "data/unicode.h"        // generated: unicode_table() and what it hands out
 static unsigned char *unicode_class, *unicode_ccc;      // (BROKEN) U_* of a code point; its combining class. Made once
 static Map nfc_parts, nfc_pairs;                        // code point -> index of its decomposition; first << 32 | second -> composed
 static const uint32_t *nfc_table;
@@ -2382,7 +8129,11 @@ static Tokenizer *tokenizer_load(const char *path, char err[512]) {
     return t;
 }
 
-// ==================================================================================================== 3b CHAT TEMPLATES
+static const char *glue_bytes(const void *t, int id, int *len) { return tokenizer_bytes(t, id, len); }
+static int glue_special(const void *t, int id) { return tokenizer_is_special(t, id); }
+static void lychee_text(const Tokenizer *t) { token_text = (TokenText){ t, glue_bytes, glue_special }; }
+
+// ==================================================================================================== 22 CHAT TEMPLATES
 // What a model expects around the turns of a dialogue. Templates arrive as programs in the Jinja language; kvcomp runs none of
 // them: it knows the texts of the families it supports, picks one by a substring of the program (or by name), and REFUSES the rest.
 //
@@ -2660,2036 +8411,9 @@ static int *template_turn(const Template *tp, const Tokenizer *t, int first, con
     arrfree(r.plain); arrfree(r.mark[0].upto); arrfree(r.mark[1].upto);
     return r.ids;
 }
-// ==================================================================================================== 3c UNICODE TABLES
-// Made by data/make_unicode.py; read by unicode_load() in section 3. Nothing to read here.
-static const uint32_t unicode_range[2176] = {    // first code point << 4 | class: 0 other 1 Lu Lt 2 Ll 3 Lm Lo 4 M 5 N 6 white space 7 even Lu, odd Ll 8 odd Lu, even Ll
-    0, 0x96, 0xe0, 0x206, 0x210, 0x305, 0x3a0, 0x411, 0x5b0, 0x612, 0x7b0, 0x856, 0x860, 0xa06, 0xa10, 0xaa3, 0xab0, 0xb25, 0xb40, 0xb52, 0xb60, 0xb95, 0xba3, 0xbb0, 0xbc5, 0xbf0, 0xc01, 0xd70,
-    0xd81, 0xdf2, 0xf70, 0xf82, 0xff7, 0x1388, 0x1497, 0x1798, 0x17f2, 0x1811, 0x1827, 0x1878, 0x18a1, 0x18c2, 0x18e1, 0x1918, 0x1947, 0x1971, 0x1992, 0x19c1, 0x19d8, 0x1a07, 0x1a78, 0x1ab7,
-    0x1af8, 0x1b21, 0x1b38, 0x1b81, 0x1b92, 0x1bb3, 0x1bc1, 0x1bd2, 0x1c03, 0x1c41, 0x1c58, 0x1c87, 0x1cb8, 0x1dd7, 0x1f02, 0x1f11, 0x1f27, 0x1f71, 0x1f87, 0x2342, 0x23a1, 0x23b8, 0x23e1, 0x23f2,
-    0x2408, 0x2441, 0x2467, 0x2502, 0x2943, 0x2952, 0x2b03, 0x2c20, 0x2c63, 0x2d20, 0x2e03, 0x2e50, 0x2ec3, 0x2ed0, 0x2ee3, 0x2ef0, 0x3004, 0x3707, 0x3743, 0x3750, 0x3761, 0x3772, 0x3780, 0x37a3,
-    0x37b2, 0x37e0, 0x37f1, 0x3800, 0x3861, 0x3870, 0x3881, 0x38b0, 0x38c1, 0x38d0, 0x38e1, 0x38f8, 0x3921, 0x3a20, 0x3a31, 0x3ac2, 0x3ce8, 0x3d12, 0x3d21, 0x3d52, 0x3d77, 0x3f02, 0x3f37, 0x3f60,
-    0x3f78, 0x3fa1, 0x3fb2, 0x3fd1, 0x4302, 0x45f7, 0x4820, 0x4834, 0x48a7, 0x4c18, 0x4cf7, 0x5300, 0x5311, 0x5570, 0x5593, 0x55a0, 0x5602, 0x5890, 0x5914, 0x5be0, 0x5bf4, 0x5c00, 0x5c14, 0x5c30,
-    0x5c44, 0x5c60, 0x5c74, 0x5c80, 0x5d03, 0x5eb0, 0x5ef3, 0x5f30, 0x6104, 0x61b0, 0x6203, 0x64b4, 0x6605, 0x66a0, 0x66e3, 0x6704, 0x6713, 0x6d40, 0x6d53, 0x6d64, 0x6dd0, 0x6df4, 0x6e53, 0x6e74,
-    0x6e90, 0x6ea4, 0x6ee3, 0x6f05, 0x6fa3, 0x6fd0, 0x6ff3, 0x7000, 0x7103, 0x7114, 0x7123, 0x7304, 0x74b0, 0x74d3, 0x7a64, 0x7b13, 0x7b20, 0x7c05, 0x7ca3, 0x7eb4, 0x7f43, 0x7f60, 0x7fa3, 0x7fb0,
-    0x7fd4, 0x7fe0, 0x8003, 0x8164, 0x81a3, 0x81b4, 0x8243, 0x8254, 0x8283, 0x8294, 0x82e0, 0x8403, 0x8594, 0x85c0, 0x8603, 0x86b0, 0x8703, 0x8880, 0x8893, 0x88f0, 0x8974, 0x8a03, 0x8ca4, 0x8e20,
-    0x8e34, 0x9043, 0x93a4, 0x93d3, 0x93e4, 0x9503, 0x9514, 0x9583, 0x9624, 0x9640, 0x9665, 0x9700, 0x9713, 0x9814, 0x9840, 0x9853, 0x98d0, 0x98f3, 0x9910, 0x9933, 0x9a90, 0x9aa3, 0x9b10, 0x9b23,
-    0x9b30, 0x9b63, 0x9ba0, 0x9bc4, 0x9bd3, 0x9be4, 0x9c50, 0x9c74, 0x9c90, 0x9cb4, 0x9ce3, 0x9cf0, 0x9d74, 0x9d80, 0x9dc3, 0x9de0, 0x9df3, 0x9e24, 0x9e40, 0x9e65, 0x9f03, 0x9f20, 0x9f45, 0x9fa0,
-    0x9fc3, 0x9fd0, 0x9fe4, 0x9ff0, 0xa014, 0xa040, 0xa053, 0xa0b0, 0xa0f3, 0xa110, 0xa133, 0xa290, 0xa2a3, 0xa310, 0xa323, 0xa340, 0xa353, 0xa370, 0xa383, 0xa3a0, 0xa3c4, 0xa3d0, 0xa3e4, 0xa430,
-    0xa474, 0xa490, 0xa4b4, 0xa4e0, 0xa514, 0xa520, 0xa593, 0xa5d0, 0xa5e3, 0xa5f0, 0xa665, 0xa704, 0xa723, 0xa754, 0xa760, 0xa814, 0xa840, 0xa853, 0xa8e0, 0xa8f3, 0xa920, 0xa933, 0xaa90, 0xaaa3,
-    0xab10, 0xab23, 0xab40, 0xab53, 0xaba0, 0xabc4, 0xabd3, 0xabe4, 0xac60, 0xac74, 0xaca0, 0xacb4, 0xace0, 0xad03, 0xad10, 0xae03, 0xae24, 0xae40, 0xae65, 0xaf00, 0xaf93, 0xafa4, 0xb000, 0xb014,
-    0xb040, 0xb053, 0xb0d0, 0xb0f3, 0xb110, 0xb133, 0xb290, 0xb2a3, 0xb310, 0xb323, 0xb340, 0xb353, 0xb3a0, 0xb3c4, 0xb3d3, 0xb3e4, 0xb450, 0xb474, 0xb490, 0xb4b4, 0xb4e0, 0xb554, 0xb580, 0xb5c3,
-    0xb5e0, 0xb5f3, 0xb624, 0xb640, 0xb665, 0xb700, 0xb713, 0xb725, 0xb780, 0xb824, 0xb833, 0xb840, 0xb853, 0xb8b0, 0xb8e3, 0xb910, 0xb923, 0xb960, 0xb993, 0xb9b0, 0xb9c3, 0xb9d0, 0xb9e3, 0xba00,
-    0xba33, 0xba50, 0xba83, 0xbab0, 0xbae3, 0xbba0, 0xbbe4, 0xbc30, 0xbc64, 0xbc90, 0xbca4, 0xbce0, 0xbd03, 0xbd10, 0xbd74, 0xbd80, 0xbe65, 0xbf30, 0xc004, 0xc053, 0xc0d0, 0xc0e3, 0xc110, 0xc123,
-    0xc290, 0xc2a3, 0xc3a0, 0xc3c4, 0xc3d3, 0xc3e4, 0xc450, 0xc464, 0xc490, 0xc4a4, 0xc4e0, 0xc554, 0xc570, 0xc583, 0xc5b0, 0xc5d3, 0xc5e0, 0xc603, 0xc624, 0xc640, 0xc665, 0xc700, 0xc785, 0xc7f0,
-    0xc803, 0xc814, 0xc840, 0xc853, 0xc8d0, 0xc8e3, 0xc910, 0xc923, 0xca90, 0xcaa3, 0xcb40, 0xcb53, 0xcba0, 0xcbc4, 0xcbd3, 0xcbe4, 0xcc50, 0xcc64, 0xcc90, 0xcca4, 0xcce0, 0xcd54, 0xcd70, 0xcdd3,
-    0xcdf0, 0xce03, 0xce24, 0xce40, 0xce65, 0xcf00, 0xcf13, 0xcf34, 0xcf40, 0xd004, 0xd043, 0xd0d0, 0xd0e3, 0xd110, 0xd123, 0xd3b4, 0xd3d3, 0xd3e4, 0xd450, 0xd464, 0xd490, 0xd4a4, 0xd4e3, 0xd4f0,
-    0xd543, 0xd574, 0xd585, 0xd5f3, 0xd624, 0xd640, 0xd665, 0xd790, 0xd7a3, 0xd800, 0xd814, 0xd840, 0xd853, 0xd970, 0xd9a3, 0xdb20, 0xdb33, 0xdbc0, 0xdbd3, 0xdbe0, 0xdc03, 0xdc70, 0xdca4, 0xdcb0,
-    0xdcf4, 0xdd50, 0xdd64, 0xdd70, 0xdd84, 0xde00, 0xde65, 0xdf00, 0xdf24, 0xdf40, 0xe013, 0xe314, 0xe323, 0xe344, 0xe3b0, 0xe403, 0xe474, 0xe4f0, 0xe505, 0xe5a0, 0xe813, 0xe830, 0xe843, 0xe850,
-    0xe863, 0xe8b0, 0xe8c3, 0xea40, 0xea53, 0xea60, 0xea73, 0xeb14, 0xeb23, 0xeb44, 0xebd3, 0xebe0, 0xec03, 0xec50, 0xec63, 0xec70, 0xec84, 0xecf0, 0xed05, 0xeda0, 0xedc3, 0xee00, 0xf003, 0xf010,
-    0xf184, 0xf1a0, 0xf205, 0xf340, 0xf354, 0xf360, 0xf374, 0xf380, 0xf394, 0xf3a0, 0xf3e4, 0xf403, 0xf480, 0xf493, 0xf6d0, 0xf714, 0xf850, 0xf864, 0xf883, 0xf8d4, 0xf980, 0xf994, 0xfbd0, 0xfc64,
-    0xfc70, 0x10003, 0x102b4, 0x103f3, 0x10405, 0x104a0, 0x10503, 0x10564, 0x105a3, 0x105e4, 0x10613, 0x10624, 0x10653, 0x10674, 0x106e3, 0x10714, 0x10753, 0x10824, 0x108e3, 0x108f4, 0x10905,
-    0x109a4, 0x109e0, 0x10a01, 0x10c60, 0x10c71, 0x10c80, 0x10cd1, 0x10ce0, 0x10d02, 0x10fb0, 0x10fc3, 0x10fd2, 0x11003, 0x12490, 0x124a3, 0x124e0, 0x12503, 0x12570, 0x12583, 0x12590, 0x125a3,
-    0x125e0, 0x12603, 0x12890, 0x128a3, 0x128e0, 0x12903, 0x12b10, 0x12b23, 0x12b60, 0x12b83, 0x12bf0, 0x12c03, 0x12c10, 0x12c23, 0x12c60, 0x12c83, 0x12d70, 0x12d83, 0x13110, 0x13123, 0x13160,
-    0x13183, 0x135b0, 0x135d4, 0x13600, 0x13695, 0x137d0, 0x13803, 0x13900, 0x13a01, 0x13f60, 0x13f82, 0x13fe0, 0x14013, 0x166d0, 0x166f3, 0x16806, 0x16813, 0x169b0, 0x16a03, 0x16eb0, 0x16ee5,
-    0x16f13, 0x16f90, 0x17003, 0x17124, 0x17160, 0x171f3, 0x17324, 0x17350, 0x17403, 0x17524, 0x17540, 0x17603, 0x176d0, 0x176e3, 0x17710, 0x17724, 0x17740, 0x17803, 0x17b44, 0x17d40, 0x17d73,
-    0x17d80, 0x17dc3, 0x17dd4, 0x17de0, 0x17e05, 0x17ea0, 0x17f05, 0x17fa0, 0x180b4, 0x180e0, 0x180f4, 0x18105, 0x181a0, 0x18203, 0x18790, 0x18803, 0x18854, 0x18873, 0x18a94, 0x18aa3, 0x18ab0,
-    0x18b03, 0x18f60, 0x19003, 0x191f0, 0x19204, 0x192c0, 0x19304, 0x193c0, 0x19465, 0x19503, 0x196e0, 0x19703, 0x19750, 0x19803, 0x19ac0, 0x19b03, 0x19ca0, 0x19d05, 0x19db0, 0x1a003, 0x1a174,
-    0x1a1c0, 0x1a203, 0x1a554, 0x1a5f0, 0x1a604, 0x1a7d0, 0x1a7f4, 0x1a805, 0x1a8a0, 0x1a905, 0x1a9a0, 0x1aa73, 0x1aa80, 0x1ab04, 0x1acf0, 0x1b004, 0x1b053, 0x1b344, 0x1b453, 0x1b4d0, 0x1b505,
-    0x1b5a0, 0x1b6b4, 0x1b740, 0x1b804, 0x1b833, 0x1ba14, 0x1bae3, 0x1bb05, 0x1bba3, 0x1be64, 0x1bf40, 0x1c003, 0x1c244, 0x1c380, 0x1c405, 0x1c4a0, 0x1c4d3, 0x1c505, 0x1c5a3, 0x1c7e0, 0x1c802,
-    0x1c888, 0x1c8b0, 0x1c901, 0x1cbb0, 0x1cbd1, 0x1cc00, 0x1cd04, 0x1cd30, 0x1cd44, 0x1ce93, 0x1ced4, 0x1cee3, 0x1cf44, 0x1cf53, 0x1cf74, 0x1cfa3, 0x1cfb0, 0x1d002, 0x1d2c3, 0x1d6b2, 0x1d783,
-    0x1d792, 0x1d9b3, 0x1dc04, 0x1e007, 0x1e962, 0x1e9d7, 0x1f002, 0x1f081, 0x1f102, 0x1f160, 0x1f181, 0x1f1e0, 0x1f202, 0x1f281, 0x1f302, 0x1f381, 0x1f402, 0x1f460, 0x1f481, 0x1f4e0, 0x1f502,
-    0x1f580, 0x1f591, 0x1f5a0, 0x1f5b1, 0x1f5c0, 0x1f5d1, 0x1f5e0, 0x1f5f1, 0x1f602, 0x1f681, 0x1f702, 0x1f7e0, 0x1f802, 0x1f881, 0x1f902, 0x1f981, 0x1fa02, 0x1fa81, 0x1fb02, 0x1fb50, 0x1fb62,
-    0x1fb81, 0x1fbd0, 0x1fbe2, 0x1fbf0, 0x1fc22, 0x1fc50, 0x1fc62, 0x1fc81, 0x1fcd0, 0x1fd02, 0x1fd40, 0x1fd62, 0x1fd81, 0x1fdc0, 0x1fe02, 0x1fe81, 0x1fed0, 0x1ff22, 0x1ff50, 0x1ff62, 0x1ff81,
-    0x1ffd0, 0x20006, 0x200b0, 0x20286, 0x202a0, 0x202f6, 0x20300, 0x205f6, 0x20600, 0x20705, 0x20713, 0x20720, 0x20745, 0x207a0, 0x207f3, 0x20805, 0x208a0, 0x20903, 0x209d0, 0x20d04, 0x20f10,
-    0x21021, 0x21030, 0x21071, 0x21080, 0x210a2, 0x210b1, 0x210e2, 0x21101, 0x21132, 0x21140, 0x21151, 0x21160, 0x21191, 0x211e0, 0x21241, 0x21250, 0x21261, 0x21270, 0x21281, 0x21290, 0x212a1,
-    0x212e0, 0x212f2, 0x21301, 0x21342, 0x21353, 0x21392, 0x213a0, 0x213c2, 0x213e1, 0x21400, 0x21451, 0x21462, 0x214a0, 0x214e2, 0x214f0, 0x21505, 0x21831, 0x21842, 0x21855, 0x218a0, 0x24605,
-    0x249c0, 0x24ea5, 0x25000, 0x27765, 0x27940, 0x2c001, 0x2c302, 0x2c5f7, 0x2c631, 0x2c652, 0x2c668, 0x2c6e1, 0x2c707, 0x2c748, 0x2c772, 0x2c7c3, 0x2c7e1, 0x2c807, 0x2ce42, 0x2ce50, 0x2ceb8,
-    0x2cef4, 0x2cf21, 0x2cf32, 0x2cf40, 0x2cfd5, 0x2cfe0, 0x2d002, 0x2d260, 0x2d272, 0x2d280, 0x2d2d2, 0x2d2e0, 0x2d303, 0x2d680, 0x2d6f3, 0x2d700, 0x2d7f4, 0x2d803, 0x2d970, 0x2da03, 0x2da70,
-    0x2da83, 0x2daf0, 0x2db03, 0x2db70, 0x2db83, 0x2dbf0, 0x2dc03, 0x2dc70, 0x2dc83, 0x2dcf0, 0x2dd03, 0x2dd70, 0x2dd83, 0x2ddf0, 0x2de04, 0x2e000, 0x2e2f3, 0x2e300, 0x30006, 0x30010, 0x30053,
-    0x30075, 0x30080, 0x30215, 0x302a4, 0x30300, 0x30313, 0x30360, 0x30385, 0x303b3, 0x303d0, 0x30413, 0x30970, 0x30994, 0x309b0, 0x309d3, 0x30a00, 0x30a13, 0x30fb0, 0x30fc3, 0x31000, 0x31053,
-    0x31300, 0x31313, 0x318f0, 0x31925, 0x31960, 0x31a03, 0x31c00, 0x31f03, 0x32000, 0x32205, 0x322a0, 0x32485, 0x32500, 0x32515, 0x32600, 0x32805, 0x328a0, 0x32b15, 0x32c00, 0x34003, 0x4dc00,
-    0x4e003, 0xa48d0, 0xa4d03, 0xa4fe0, 0xa5003, 0xa60d0, 0xa6103, 0xa6205, 0xa62a3, 0xa62c0, 0xa6407, 0xa66e3, 0xa66f4, 0xa6730, 0xa6744, 0xa67e0, 0xa67f3, 0xa6807, 0xa69c3, 0xa69e4, 0xa6a03,
-    0xa6e65, 0xa6f04, 0xa6f20, 0xa7173, 0xa7200, 0xa7227, 0xa7302, 0xa7317, 0xa7703, 0xa7712, 0xa7788, 0xa77e7, 0xa7883, 0xa7890, 0xa78b8, 0xa78f3, 0xa7907, 0xa7942, 0xa7957, 0xa7ab1, 0xa7ae7,
-    0xa7b11, 0xa7b47, 0xa7c51, 0xa7c78, 0xa7cc1, 0xa7cd2, 0xa7ce0, 0xa7d01, 0xa7d12, 0xa7d20, 0xa7d32, 0xa7d40, 0xa7d57, 0xa7dd0, 0xa7f23, 0xa7f51, 0xa7f62, 0xa7f73, 0xa7fa2, 0xa7fb3, 0xa8024,
-    0xa8033, 0xa8064, 0xa8073, 0xa80b4, 0xa80c3, 0xa8234, 0xa8280, 0xa82c4, 0xa82d0, 0xa8305, 0xa8360, 0xa8403, 0xa8740, 0xa8804, 0xa8823, 0xa8b44, 0xa8c60, 0xa8d05, 0xa8da0, 0xa8e04, 0xa8f23,
-    0xa8f80, 0xa8fb3, 0xa8fc0, 0xa8fd3, 0xa8ff4, 0xa9005, 0xa90a3, 0xa9264, 0xa92e0, 0xa9303, 0xa9474, 0xa9540, 0xa9603, 0xa97d0, 0xa9804, 0xa9843, 0xa9b34, 0xa9c10, 0xa9cf3, 0xa9d05, 0xa9da0,
-    0xa9e03, 0xa9e54, 0xa9e63, 0xa9f05, 0xa9fa3, 0xa9ff0, 0xaa003, 0xaa294, 0xaa370, 0xaa403, 0xaa434, 0xaa443, 0xaa4c4, 0xaa4e0, 0xaa505, 0xaa5a0, 0xaa603, 0xaa770, 0xaa7a3, 0xaa7b4, 0xaa7e3,
-    0xaab04, 0xaab13, 0xaab24, 0xaab53, 0xaab74, 0xaab93, 0xaabe4, 0xaac03, 0xaac14, 0xaac23, 0xaac30, 0xaadb3, 0xaade0, 0xaae03, 0xaaeb4, 0xaaf00, 0xaaf23, 0xaaf54, 0xaaf70, 0xab013, 0xab070,
-    0xab093, 0xab0f0, 0xab113, 0xab170, 0xab203, 0xab270, 0xab283, 0xab2f0, 0xab302, 0xab5b0, 0xab5c3, 0xab602, 0xab693, 0xab6a0, 0xab702, 0xabc03, 0xabe34, 0xabeb0, 0xabec4, 0xabee0, 0xabf05,
-    0xabfa0, 0xac003, 0xd7a40, 0xd7b03, 0xd7c70, 0xd7cb3, 0xd7fc0, 0xf9003, 0xfa6e0, 0xfa703, 0xfada0, 0xfb002, 0xfb070, 0xfb132, 0xfb180, 0xfb1d3, 0xfb1e4, 0xfb1f3, 0xfb290, 0xfb2a3, 0xfb370,
-    0xfb383, 0xfb3d0, 0xfb3e3, 0xfb3f0, 0xfb403, 0xfb420, 0xfb433, 0xfb450, 0xfb463, 0xfbb20, 0xfbd33, 0xfd3e0, 0xfd503, 0xfd900, 0xfd923, 0xfdc80, 0xfdf03, 0xfdfc0, 0xfe004, 0xfe100, 0xfe204,
-    0xfe300, 0xfe703, 0xfe750, 0xfe763, 0xfefd0, 0xff105, 0xff1a0, 0xff211, 0xff3b0, 0xff412, 0xff5b0, 0xff663, 0xffbf0, 0xffc23, 0xffc80, 0xffca3, 0xffd00, 0xffd23, 0xffd80, 0xffda3, 0xffdd0,
-    0x100003, 0x1000c0, 0x1000d3, 0x100270, 0x100283, 0x1003b0, 0x1003c3, 0x1003e0, 0x1003f3, 0x1004e0, 0x100503, 0x1005e0, 0x100803, 0x100fb0, 0x101075, 0x101340, 0x101405, 0x101790, 0x1018a5,
-    0x1018c0, 0x101fd4, 0x101fe0, 0x102803, 0x1029d0, 0x102a03, 0x102d10, 0x102e04, 0x102e15, 0x102fc0, 0x103003, 0x103205, 0x103240, 0x1032d3, 0x103415, 0x103423, 0x1034a5, 0x1034b0, 0x103503,
-    0x103764, 0x1037b0, 0x103803, 0x1039e0, 0x103a03, 0x103c40, 0x103c83, 0x103d00, 0x103d15, 0x103d60, 0x104001, 0x104282, 0x104503, 0x1049e0, 0x104a05, 0x104aa0, 0x104b01, 0x104d40, 0x104d82,
-    0x104fc0, 0x105003, 0x105280, 0x105303, 0x105640, 0x105701, 0x1057b0, 0x1057c1, 0x1058b0, 0x1058c1, 0x105930, 0x105941, 0x105960, 0x105972, 0x105a20, 0x105a32, 0x105b20, 0x105b32, 0x105ba0,
-    0x105bb2, 0x105bd0, 0x105c03, 0x105f40, 0x106003, 0x107370, 0x107403, 0x107560, 0x107603, 0x107680, 0x107803, 0x107860, 0x107873, 0x107b10, 0x107b23, 0x107bb0, 0x108003, 0x108060, 0x108083,
-    0x108090, 0x1080a3, 0x108360, 0x108373, 0x108390, 0x1083c3, 0x1083d0, 0x1083f3, 0x108560, 0x108585, 0x108603, 0x108770, 0x108795, 0x108803, 0x1089f0, 0x108a75, 0x108b00, 0x108e03, 0x108f30,
-    0x108f43, 0x108f60, 0x108fb5, 0x109003, 0x109165, 0x1091c0, 0x109203, 0x1093a0, 0x109803, 0x109b80, 0x109bc5, 0x109be3, 0x109c05, 0x109d00, 0x109d25, 0x10a003, 0x10a014, 0x10a040, 0x10a054,
-    0x10a070, 0x10a0c4, 0x10a103, 0x10a140, 0x10a153, 0x10a180, 0x10a193, 0x10a360, 0x10a384, 0x10a3b0, 0x10a3f4, 0x10a405, 0x10a490, 0x10a603, 0x10a7d5, 0x10a7f0, 0x10a803, 0x10a9d5, 0x10aa00,
-    0x10ac03, 0x10ac80, 0x10ac93, 0x10ae54, 0x10ae70, 0x10aeb5, 0x10af00, 0x10b003, 0x10b360, 0x10b403, 0x10b560, 0x10b585, 0x10b603, 0x10b730, 0x10b785, 0x10b803, 0x10b920, 0x10ba95, 0x10bb00,
-    0x10c003, 0x10c490, 0x10c801, 0x10cb30, 0x10cc02, 0x10cf30, 0x10cfa5, 0x10d003, 0x10d244, 0x10d280, 0x10d305, 0x10d3a0, 0x10d405, 0x10d4a3, 0x10d501, 0x10d660, 0x10d694, 0x10d6e0, 0x10d6f3,
-    0x10d702, 0x10d860, 0x10e605, 0x10e7f0, 0x10e803, 0x10eaa0, 0x10eab4, 0x10ead0, 0x10eb03, 0x10eb20, 0x10ec23, 0x10ec50, 0x10efc4, 0x10f003, 0x10f1d5, 0x10f273, 0x10f280, 0x10f303, 0x10f464,
-    0x10f515, 0x10f550, 0x10f703, 0x10f824, 0x10f860, 0x10fb03, 0x10fc55, 0x10fcc0, 0x10fe03, 0x10ff70, 0x110004, 0x110033, 0x110384, 0x110470, 0x110525, 0x110704, 0x110713, 0x110734, 0x110753,
-    0x110760, 0x1107f4, 0x110833, 0x110b04, 0x110bb0, 0x110c24, 0x110c30, 0x110d03, 0x110e90, 0x110f05, 0x110fa0, 0x111004, 0x111033, 0x111274, 0x111350, 0x111365, 0x111400, 0x111443, 0x111454,
-    0x111473, 0x111480, 0x111503, 0x111734, 0x111740, 0x111763, 0x111770, 0x111804, 0x111833, 0x111b34, 0x111c13, 0x111c50, 0x111c94, 0x111cd0, 0x111ce4, 0x111d05, 0x111da3, 0x111db0, 0x111dc3,
-    0x111dd0, 0x111e15, 0x111f50, 0x112003, 0x112120, 0x112133, 0x1122c4, 0x112380, 0x1123e4, 0x1123f3, 0x112414, 0x112420, 0x112803, 0x112870, 0x112883, 0x112890, 0x1128a3, 0x1128e0, 0x1128f3,
-    0x1129e0, 0x1129f3, 0x112a90, 0x112b03, 0x112df4, 0x112eb0, 0x112f05, 0x112fa0, 0x113004, 0x113040, 0x113053, 0x1130d0, 0x1130f3, 0x113110, 0x113133, 0x113290, 0x1132a3, 0x113310, 0x113323,
-    0x113340, 0x113353, 0x1133a0, 0x1133b4, 0x1133d3, 0x1133e4, 0x113450, 0x113474, 0x113490, 0x1134b4, 0x1134e0, 0x113503, 0x113510, 0x113574, 0x113580, 0x1135d3, 0x113624, 0x113640, 0x113664,
-    0x1136d0, 0x113704, 0x113750, 0x113803, 0x1138a0, 0x1138b3, 0x1138c0, 0x1138e3, 0x1138f0, 0x113903, 0x113b60, 0x113b73, 0x113b84, 0x113c10, 0x113c24, 0x113c30, 0x113c54, 0x113c60, 0x113c74,
-    0x113cb0, 0x113cc4, 0x113d13, 0x113d24, 0x113d33, 0x113d40, 0x113e14, 0x113e30, 0x114003, 0x114354, 0x114473, 0x1144b0, 0x114505, 0x1145a0, 0x1145e4, 0x1145f3, 0x114620, 0x114803, 0x114b04,
-    0x114c43, 0x114c60, 0x114c73, 0x114c80, 0x114d05, 0x114da0, 0x115803, 0x115af4, 0x115b60, 0x115b84, 0x115c10, 0x115d83, 0x115dc4, 0x115de0, 0x116003, 0x116304, 0x116410, 0x116443, 0x116450,
-    0x116505, 0x1165a0, 0x116803, 0x116ab4, 0x116b83, 0x116b90, 0x116c05, 0x116ca0, 0x116d05, 0x116e40, 0x117003, 0x1171b0, 0x1171d4, 0x1172c0, 0x117305, 0x1173c0, 0x117403, 0x117470, 0x118003,
-    0x1182c4, 0x1183b0, 0x118a01, 0x118c02, 0x118e05, 0x118f30, 0x118ff3, 0x119070, 0x119093, 0x1190a0, 0x1190c3, 0x119140, 0x119153, 0x119170, 0x119183, 0x119304, 0x119360, 0x119374, 0x119390,
-    0x1193b4, 0x1193f3, 0x119404, 0x119413, 0x119424, 0x119440, 0x119505, 0x1195a0, 0x119a03, 0x119a80, 0x119aa3, 0x119d14, 0x119d80, 0x119da4, 0x119e13, 0x119e20, 0x119e33, 0x119e44, 0x119e50,
-    0x11a003, 0x11a014, 0x11a0b3, 0x11a334, 0x11a3a3, 0x11a3b4, 0x11a3f0, 0x11a474, 0x11a480, 0x11a503, 0x11a514, 0x11a5c3, 0x11a8a4, 0x11a9a0, 0x11a9d3, 0x11a9e0, 0x11ab03, 0x11af90, 0x11bc03,
-    0x11be10, 0x11bf05, 0x11bfa0, 0x11c003, 0x11c090, 0x11c0a3, 0x11c2f4, 0x11c370, 0x11c384, 0x11c403, 0x11c410, 0x11c505, 0x11c6d0, 0x11c723, 0x11c900, 0x11c924, 0x11ca80, 0x11ca94, 0x11cb70,
-    0x11d003, 0x11d070, 0x11d083, 0x11d0a0, 0x11d0b3, 0x11d314, 0x11d370, 0x11d3a4, 0x11d3b0, 0x11d3c4, 0x11d3e0, 0x11d3f4, 0x11d463, 0x11d474, 0x11d480, 0x11d505, 0x11d5a0, 0x11d603, 0x11d660,
-    0x11d673, 0x11d690, 0x11d6a3, 0x11d8a4, 0x11d8f0, 0x11d904, 0x11d920, 0x11d934, 0x11d983, 0x11d990, 0x11da05, 0x11daa0, 0x11ee03, 0x11ef34, 0x11ef70, 0x11f004, 0x11f023, 0x11f034, 0x11f043,
-    0x11f110, 0x11f123, 0x11f344, 0x11f3b0, 0x11f3e4, 0x11f430, 0x11f505, 0x11f5a4, 0x11f5b0, 0x11fb03, 0x11fb10, 0x11fc05, 0x11fd50, 0x120003, 0x1239a0, 0x124005, 0x1246f0, 0x124803, 0x125440,
-    0x12f903, 0x12ff10, 0x130003, 0x134300, 0x134404, 0x134413, 0x134474, 0x134560, 0x134603, 0x143fb0, 0x144003, 0x146470, 0x161003, 0x1611e4, 0x161305, 0x1613a0, 0x168003, 0x16a390, 0x16a403,
-    0x16a5f0, 0x16a605, 0x16a6a0, 0x16a703, 0x16abf0, 0x16ac05, 0x16aca0, 0x16ad03, 0x16aee0, 0x16af04, 0x16af50, 0x16b003, 0x16b304, 0x16b370, 0x16b403, 0x16b440, 0x16b505, 0x16b5a0, 0x16b5b5,
-    0x16b620, 0x16b633, 0x16b780, 0x16b7d3, 0x16b900, 0x16d403, 0x16d6d0, 0x16d705, 0x16d7a0, 0x16e401, 0x16e602, 0x16e805, 0x16e970, 0x16f003, 0x16f4b0, 0x16f4f4, 0x16f503, 0x16f514, 0x16f880,
-    0x16f8f4, 0x16f933, 0x16fa00, 0x16fe03, 0x16fe20, 0x16fe33, 0x16fe44, 0x16fe50, 0x16ff04, 0x16ff20, 0x170003, 0x187f80, 0x188003, 0x18cd60, 0x18cff3, 0x18d090, 0x1aff03, 0x1aff40, 0x1aff53,
-    0x1affc0, 0x1affd3, 0x1afff0, 0x1b0003, 0x1b1230, 0x1b1323, 0x1b1330, 0x1b1503, 0x1b1530, 0x1b1553, 0x1b1560, 0x1b1643, 0x1b1680, 0x1b1703, 0x1b2fc0, 0x1bc003, 0x1bc6b0, 0x1bc703, 0x1bc7d0,
-    0x1bc803, 0x1bc890, 0x1bc903, 0x1bc9a0, 0x1bc9d4, 0x1bc9f0, 0x1ccf05, 0x1ccfa0, 0x1cf004, 0x1cf2e0, 0x1cf304, 0x1cf470, 0x1d1654, 0x1d16a0, 0x1d16d4, 0x1d1730, 0x1d17b4, 0x1d1830, 0x1d1854,
-    0x1d18c0, 0x1d1aa4, 0x1d1ae0, 0x1d2424, 0x1d2450, 0x1d2c05, 0x1d2d40, 0x1d2e05, 0x1d2f40, 0x1d3605, 0x1d3790, 0x1d4001, 0x1d41a2, 0x1d4341, 0x1d44e2, 0x1d4550, 0x1d4562, 0x1d4681, 0x1d4822,
-    0x1d49c1, 0x1d49d0, 0x1d49e1, 0x1d4a00, 0x1d4a21, 0x1d4a30, 0x1d4a51, 0x1d4a70, 0x1d4a91, 0x1d4ad0, 0x1d4ae1, 0x1d4b62, 0x1d4ba0, 0x1d4bb2, 0x1d4bc0, 0x1d4bd2, 0x1d4c40, 0x1d4c52, 0x1d4d01,
-    0x1d4ea2, 0x1d5041, 0x1d5060, 0x1d5071, 0x1d50b0, 0x1d50d1, 0x1d5150, 0x1d5161, 0x1d51d0, 0x1d51e2, 0x1d5381, 0x1d53a0, 0x1d53b1, 0x1d53f0, 0x1d5401, 0x1d5450, 0x1d5461, 0x1d5470, 0x1d54a1,
-    0x1d5510, 0x1d5522, 0x1d56c1, 0x1d5862, 0x1d5a01, 0x1d5ba2, 0x1d5d41, 0x1d5ee2, 0x1d6081, 0x1d6222, 0x1d63c1, 0x1d6562, 0x1d6701, 0x1d68a2, 0x1d6a60, 0x1d6a81, 0x1d6c10, 0x1d6c22, 0x1d6db0,
-    0x1d6dc2, 0x1d6e21, 0x1d6fb0, 0x1d6fc2, 0x1d7150, 0x1d7162, 0x1d71c1, 0x1d7350, 0x1d7362, 0x1d74f0, 0x1d7502, 0x1d7561, 0x1d76f0, 0x1d7702, 0x1d7890, 0x1d78a2, 0x1d7901, 0x1d7a90, 0x1d7aa2,
-    0x1d7c30, 0x1d7c42, 0x1d7c97, 0x1d7cc0, 0x1d7ce5, 0x1d8000, 0x1da004, 0x1da370, 0x1da3b4, 0x1da6d0, 0x1da754, 0x1da760, 0x1da844, 0x1da850, 0x1da9b4, 0x1daa00, 0x1daa14, 0x1dab00, 0x1df002,
-    0x1df0a3, 0x1df0b2, 0x1df1f0, 0x1df252, 0x1df2b0, 0x1e0004, 0x1e0070, 0x1e0084, 0x1e0190, 0x1e01b4, 0x1e0220, 0x1e0234, 0x1e0250, 0x1e0264, 0x1e02b0, 0x1e0303, 0x1e06e0, 0x1e08f4, 0x1e0900,
-    0x1e1003, 0x1e12d0, 0x1e1304, 0x1e1373, 0x1e13e0, 0x1e1405, 0x1e14a0, 0x1e14e3, 0x1e14f0, 0x1e2903, 0x1e2ae4, 0x1e2af0, 0x1e2c03, 0x1e2ec4, 0x1e2f05, 0x1e2fa0, 0x1e4d03, 0x1e4ec4, 0x1e4f05,
-    0x1e4fa0, 0x1e5d03, 0x1e5ee4, 0x1e5f03, 0x1e5f15, 0x1e5fb0, 0x1e7e03, 0x1e7e70, 0x1e7e83, 0x1e7ec0, 0x1e7ed3, 0x1e7ef0, 0x1e7f03, 0x1e7ff0, 0x1e8003, 0x1e8c50, 0x1e8c75, 0x1e8d04, 0x1e8d70,
-    0x1e9001, 0x1e9222, 0x1e9444, 0x1e94b3, 0x1e94c0, 0x1e9505, 0x1e95a0, 0x1ec715, 0x1ecac0, 0x1ecad5, 0x1ecb00, 0x1ecb15, 0x1ecb50, 0x1ed015, 0x1ed2e0, 0x1ed2f5, 0x1ed3e0, 0x1ee003, 0x1ee040,
-    0x1ee053, 0x1ee200, 0x1ee213, 0x1ee230, 0x1ee243, 0x1ee250, 0x1ee273, 0x1ee280, 0x1ee293, 0x1ee330, 0x1ee343, 0x1ee380, 0x1ee393, 0x1ee3a0, 0x1ee3b3, 0x1ee3c0, 0x1ee423, 0x1ee430, 0x1ee473,
-    0x1ee480, 0x1ee493, 0x1ee4a0, 0x1ee4b3, 0x1ee4c0, 0x1ee4d3, 0x1ee500, 0x1ee513, 0x1ee530, 0x1ee543, 0x1ee550, 0x1ee573, 0x1ee580, 0x1ee593, 0x1ee5a0, 0x1ee5b3, 0x1ee5c0, 0x1ee5d3, 0x1ee5e0,
-    0x1ee5f3, 0x1ee600, 0x1ee613, 0x1ee630, 0x1ee643, 0x1ee650, 0x1ee673, 0x1ee6b0, 0x1ee6c3, 0x1ee730, 0x1ee743, 0x1ee780, 0x1ee793, 0x1ee7d0, 0x1ee7e3, 0x1ee7f0, 0x1ee803, 0x1ee8a0, 0x1ee8b3,
-    0x1ee9c0, 0x1eea13, 0x1eea40, 0x1eea53, 0x1eeaa0, 0x1eeab3, 0x1eebc0, 0x1f1005, 0x1f10d0, 0x1fbf05, 0x1fbfa0, 0x200003, 0x2a6e00, 0x2a7003, 0x2b73a0, 0x2b7403, 0x2b81e0, 0x2b8203, 0x2cea20,
-    0x2ceb03, 0x2ebe10, 0x2ebf03, 0x2ee5e0, 0x2f8003, 0x2fa1e0, 0x300003, 0x3134b0, 0x313503, 0x323b00, 0xe01004, 0xe01f00,
-};
 
-static const uint32_t unicode_combining[496] = {    // first code point << 8 | canonical combining class
-    0, 0x300e6, 0x315e8, 0x316dc, 0x31ae8, 0x31bd8, 0x31cdc, 0x321ca, 0x323dc, 0x327ca, 0x329dc, 0x33401, 0x339dc, 0x33de6, 0x345f0, 0x346e6, 0x347dc, 0x34ae6, 0x34ddc, 0x34f00, 0x350e6, 0x353dc,
-    0x357e6, 0x358e8, 0x359dc, 0x35be6, 0x35ce9, 0x35dea, 0x35fe9, 0x360ea, 0x362e9, 0x363e6, 0x37000, 0x483e6, 0x48800, 0x591dc, 0x592e6, 0x596dc, 0x597e6, 0x59ade, 0x59bdc, 0x59ce6, 0x5a2dc,
-    0x5a8e6, 0x5aadc, 0x5abe6, 0x5adde, 0x5aee4, 0x5afe6, 0x5b00a, 0x5b10b, 0x5b20c, 0x5b30d, 0x5b40e, 0x5b50f, 0x5b610, 0x5b711, 0x5b812, 0x5b913, 0x5bb14, 0x5bc15, 0x5bd16, 0x5be00, 0x5bf17,
-    0x5c000, 0x5c118, 0x5c219, 0x5c300, 0x5c4e6, 0x5c5dc, 0x5c600, 0x5c712, 0x5c800, 0x610e6, 0x6181e, 0x6191f, 0x61a20, 0x61b00, 0x64b1b, 0x64c1c, 0x64d1d, 0x64e1e, 0x64f1f, 0x65020, 0x65121,
-    0x65222, 0x653e6, 0x655dc, 0x657e6, 0x65cdc, 0x65de6, 0x65fdc, 0x66000, 0x67023, 0x67100, 0x6d6e6, 0x6dd00, 0x6dfe6, 0x6e3dc, 0x6e4e6, 0x6e500, 0x6e7e6, 0x6e900, 0x6eadc, 0x6ebe6, 0x6eddc,
-    0x6ee00, 0x71124, 0x71200, 0x730e6, 0x731dc, 0x732e6, 0x734dc, 0x735e6, 0x737dc, 0x73ae6, 0x73bdc, 0x73de6, 0x73edc, 0x73fe6, 0x742dc, 0x743e6, 0x744dc, 0x745e6, 0x746dc, 0x747e6, 0x748dc,
-    0x749e6, 0x74b00, 0x7ebe6, 0x7f2dc, 0x7f3e6, 0x7f400, 0x816e6, 0x81a00, 0x81be6, 0x82400, 0x825e6, 0x82800, 0x829e6, 0x82e00, 0x859dc, 0x85c00, 0x8d4e6, 0x8e200, 0x8e3dc, 0x8e4e6, 0x8e6dc,
-    0x8e7e6, 0x8e9dc, 0x8eae6, 0x8eddc, 0x8f01b, 0x8f11c, 0x8f21d, 0x8f3e6, 0x8f6dc, 0x8f7e6, 0x8f9dc, 0x8fbe6, 0x90000, 0x93c07, 0x93d00, 0x94d09, 0x94e00, 0x951e6, 0x952dc, 0x953e6, 0x95500,
-    0x9bc07, 0x9bd00, 0x9cd09, 0x9ce00, 0xa3c07, 0xa3d00, 0xa4d09, 0xa4e00, 0xabc07, 0xabd00, 0xacd09, 0xace00, 0xb3c07, 0xb3d00, 0xb4d09, 0xb4e00, 0xbcd09, 0xbce00, 0xc4d09, 0xc4e00, 0xc5554,
-    0xc565b, 0xc5700, 0xcbc07, 0xcbd00, 0xccd09, 0xcce00, 0xd4d09, 0xd4e00, 0xdca09, 0xdcb00, 0xe3867, 0xe3a09, 0xe3b00, 0xe486b, 0xe4c00, 0xeb876, 0xeba00, 0xec87a, 0xecc00, 0xf18dc, 0xf1a00,
-    0xf35dc, 0xf3600, 0xf37dc, 0xf3800, 0xf39d8, 0xf3a00, 0xf7181, 0xf7282, 0xf7300, 0xf7484, 0xf7500, 0xf7a82, 0xf7e00, 0xf8082, 0xf8100, 0xf82e6, 0xf8409, 0xf8500, 0xf86e6, 0xf8800, 0xfc6dc,
-    0xfc700, 0x103707, 0x103800, 0x103909, 0x103b00, 0x108ddc, 0x108e00, 0x135de6, 0x136000, 0x171409, 0x171500, 0x173409, 0x173500, 0x17d209, 0x17d300, 0x17dde6, 0x17de00, 0x18a9e4, 0x18aa00,
-    0x1939de, 0x193ae6, 0x193bdc, 0x193c00, 0x1a17e6, 0x1a18dc, 0x1a1900, 0x1a6009, 0x1a6100, 0x1a75e6, 0x1a7d00, 0x1a7fdc, 0x1a8000, 0x1ab0e6, 0x1ab5dc, 0x1abbe6, 0x1abddc, 0x1abe00, 0x1b3407,
-    0x1b3500, 0x1b4409, 0x1b4500, 0x1b6be6, 0x1b6cdc, 0x1b6de6, 0x1b7400, 0x1baa09, 0x1bac00, 0x1be607, 0x1be700, 0x1bf209, 0x1bf400, 0x1c3707, 0x1c3800, 0x1cd0e6, 0x1cd300, 0x1cd401, 0x1cd5dc,
-    0x1cdae6, 0x1cdcdc, 0x1ce0e6, 0x1ce100, 0x1ce201, 0x1ce900, 0x1ceddc, 0x1cee00, 0x1cf4e6, 0x1cf500, 0x1cf8e6, 0x1cfa00, 0x1dc0e6, 0x1dc2dc, 0x1dc3e6, 0x1dcadc, 0x1dcbe6, 0x1dcdea, 0x1dced6,
-    0x1dcfdc, 0x1dd0ca, 0x1dd1e6, 0x1df600, 0x1dfbe6, 0x1dfce9, 0x1dfddc, 0x1dfee6, 0x1dffdc, 0x1e0000, 0x20d0e6, 0x20d201, 0x20d4e6, 0x20d801, 0x20dbe6, 0x20dd00, 0x20e1e6, 0x20e200, 0x20e501,
-    0x20e7e6, 0x20e8dc, 0x20e9e6, 0x20ea01, 0x20ecdc, 0x20f0e6, 0x20f100, 0x2cefe6, 0x2cf200, 0x2d7f09, 0x2d8000, 0x2de0e6, 0x2e0000, 0x302ada, 0x302be4, 0x302ce8, 0x302dde, 0x302ee0, 0x303000,
-    0x309908, 0x309b00, 0xa66fe6, 0xa67000, 0xa674e6, 0xa67e00, 0xa69ee6, 0xa6a000, 0xa6f0e6, 0xa6f200, 0xa80609, 0xa80700, 0xa8c409, 0xa8c500, 0xa8e0e6, 0xa8f200, 0xa92bdc, 0xa92e00, 0xa95309,
-    0xa95400, 0xa9b307, 0xa9b400, 0xa9c009, 0xa9c100, 0xaab0e6, 0xaab100, 0xaab2e6, 0xaab4dc, 0xaab500, 0xaab7e6, 0xaab900, 0xaabee6, 0xaac000, 0xaac1e6, 0xaac200, 0xaaf609, 0xaaf700, 0xabed09,
-    0xabee00, 0xfb1e1a, 0xfb1f00, 0xfe20e6, 0xfe27dc, 0xfe2ee6, 0xfe3000, 0x101fddc, 0x101fe00, 0x102e0dc, 0x102e100, 0x10376e6, 0x1037b00, 0x10a0ddc, 0x10a0e00, 0x10a0fe6, 0x10a1000, 0x10a38e6,
-    0x10a3901, 0x10a3adc, 0x10a3b00, 0x10a3f09, 0x10a4000, 0x10ae5e6, 0x10ae6dc, 0x10ae700, 0x1104609, 0x1104700, 0x1107f09, 0x1108000, 0x110b909, 0x110ba07, 0x110bb00, 0x11100e6, 0x1110300,
-    0x1113309, 0x1113500, 0x1117307, 0x1117400, 0x111c009, 0x111c100, 0x111ca07, 0x111cb00, 0x1123509, 0x1123607, 0x1123700, 0x112e907, 0x112ea09, 0x112eb00, 0x1133c07, 0x1133d00, 0x1134d09,
-    0x1134e00, 0x11366e6, 0x1136d00, 0x11370e6, 0x1137500, 0x1144209, 0x1144300, 0x1144607, 0x1144700, 0x114c209, 0x114c307, 0x114c400, 0x115bf09, 0x115c007, 0x115c100, 0x1163f09, 0x1164000,
-    0x116b609, 0x116b707, 0x116b800, 0x1172b09, 0x1172c00, 0x11c3f09, 0x11c4000, 0x16af001, 0x16af500, 0x16b30e6, 0x16b3700, 0x1bc9e01, 0x1bc9f00, 0x1d165d8, 0x1d16701, 0x1d16a00, 0x1d16de2,
-    0x1d16ed8, 0x1d17300, 0x1d17bdc, 0x1d18300, 0x1d185e6, 0x1d18adc, 0x1d18c00, 0x1d1aae6, 0x1d1ae00, 0x1d242e6, 0x1d24500, 0x1e000e6, 0x1e00700, 0x1e008e6, 0x1e01900, 0x1e01be6, 0x1e02200,
-    0x1e023e6, 0x1e02500, 0x1e026e6, 0x1e02b00, 0x1e8d0dc, 0x1e8d700, 0x1e944e6, 0x1e94a07, 0x1e94b00,
-};
-
-static const uint32_t unicode_decomposition[4353] = {    // runs: first code point << 8 | count, then count pairs: first part (bit 31: never composed), second part or 0
-    0xc006, 0x41, 0x300, 0x41, 0x301, 0x41, 0x302, 0x41, 0x303, 0x41, 0x308, 0x41, 0x30a, 0xc709, 0x43, 0x327, 0x45, 0x300, 0x45, 0x301, 0x45, 0x302, 0x45, 0x308, 0x49, 0x300, 0x49, 0x301, 0x49,
-    0x302, 0x49, 0x308, 0xd106, 0x4e, 0x303, 0x4f, 0x300, 0x4f, 0x301, 0x4f, 0x302, 0x4f, 0x303, 0x4f, 0x308, 0xd905, 0x55, 0x300, 0x55, 0x301, 0x55, 0x302, 0x55, 0x308, 0x59, 0x301, 0xe006, 0x61,
-    0x300, 0x61, 0x301, 0x61, 0x302, 0x61, 0x303, 0x61, 0x308, 0x61, 0x30a, 0xe709, 0x63, 0x327, 0x65, 0x300, 0x65, 0x301, 0x65, 0x302, 0x65, 0x308, 0x69, 0x300, 0x69, 0x301, 0x69, 0x302, 0x69,
-    0x308, 0xf106, 0x6e, 0x303, 0x6f, 0x300, 0x6f, 0x301, 0x6f, 0x302, 0x6f, 0x303, 0x6f, 0x308, 0xf905, 0x75, 0x300, 0x75, 0x301, 0x75, 0x302, 0x75, 0x308, 0x79, 0x301, 0xff11, 0x79, 0x308, 0x41,
-    0x304, 0x61, 0x304, 0x41, 0x306, 0x61, 0x306, 0x41, 0x328, 0x61, 0x328, 0x43, 0x301, 0x63, 0x301, 0x43, 0x302, 0x63, 0x302, 0x43, 0x307, 0x63, 0x307, 0x43, 0x30c, 0x63, 0x30c, 0x44, 0x30c,
-    0x64, 0x30c, 0x11214, 0x45, 0x304, 0x65, 0x304, 0x45, 0x306, 0x65, 0x306, 0x45, 0x307, 0x65, 0x307, 0x45, 0x328, 0x65, 0x328, 0x45, 0x30c, 0x65, 0x30c, 0x47, 0x302, 0x67, 0x302, 0x47, 0x306,
-    0x67, 0x306, 0x47, 0x307, 0x67, 0x307, 0x47, 0x327, 0x67, 0x327, 0x48, 0x302, 0x68, 0x302, 0x12809, 0x49, 0x303, 0x69, 0x303, 0x49, 0x304, 0x69, 0x304, 0x49, 0x306, 0x69, 0x306, 0x49, 0x328,
-    0x69, 0x328, 0x49, 0x307, 0x13404, 0x4a, 0x302, 0x6a, 0x302, 0x4b, 0x327, 0x6b, 0x327, 0x13906, 0x4c, 0x301, 0x6c, 0x301, 0x4c, 0x327, 0x6c, 0x327, 0x4c, 0x30c, 0x6c, 0x30c, 0x14306, 0x4e,
-    0x301, 0x6e, 0x301, 0x4e, 0x327, 0x6e, 0x327, 0x4e, 0x30c, 0x6e, 0x30c, 0x14c06, 0x4f, 0x304, 0x6f, 0x304, 0x4f, 0x306, 0x6f, 0x306, 0x4f, 0x30b, 0x6f, 0x30b, 0x15412, 0x52, 0x301, 0x72,
-    0x301, 0x52, 0x327, 0x72, 0x327, 0x52, 0x30c, 0x72, 0x30c, 0x53, 0x301, 0x73, 0x301, 0x53, 0x302, 0x73, 0x302, 0x53, 0x327, 0x73, 0x327, 0x53, 0x30c, 0x73, 0x30c, 0x54, 0x327, 0x74, 0x327,
-    0x54, 0x30c, 0x74, 0x30c, 0x16817, 0x55, 0x303, 0x75, 0x303, 0x55, 0x304, 0x75, 0x304, 0x55, 0x306, 0x75, 0x306, 0x55, 0x30a, 0x75, 0x30a, 0x55, 0x30b, 0x75, 0x30b, 0x55, 0x328, 0x75, 0x328,
-    0x57, 0x302, 0x77, 0x302, 0x59, 0x302, 0x79, 0x302, 0x59, 0x308, 0x5a, 0x301, 0x7a, 0x301, 0x5a, 0x307, 0x7a, 0x307, 0x5a, 0x30c, 0x7a, 0x30c, 0x1a002, 0x4f, 0x31b, 0x6f, 0x31b, 0x1af02, 0x55,
-    0x31b, 0x75, 0x31b, 0x1cd10, 0x41, 0x30c, 0x61, 0x30c, 0x49, 0x30c, 0x69, 0x30c, 0x4f, 0x30c, 0x6f, 0x30c, 0x55, 0x30c, 0x75, 0x30c, 0xdc, 0x304, 0xfc, 0x304, 0xdc, 0x301, 0xfc, 0x301, 0xdc,
-    0x30c, 0xfc, 0x30c, 0xdc, 0x300, 0xfc, 0x300, 0x1de06, 0xc4, 0x304, 0xe4, 0x304, 0x226, 0x304, 0x227, 0x304, 0xc6, 0x304, 0xe6, 0x304, 0x1e60b, 0x47, 0x30c, 0x67, 0x30c, 0x4b, 0x30c, 0x6b,
-    0x30c, 0x4f, 0x328, 0x6f, 0x328, 0x1ea, 0x304, 0x1eb, 0x304, 0x1b7, 0x30c, 0x292, 0x30c, 0x6a, 0x30c, 0x1f402, 0x47, 0x301, 0x67, 0x301, 0x1f824, 0x4e, 0x300, 0x6e, 0x300, 0xc5, 0x301, 0xe5,
-    0x301, 0xc6, 0x301, 0xe6, 0x301, 0xd8, 0x301, 0xf8, 0x301, 0x41, 0x30f, 0x61, 0x30f, 0x41, 0x311, 0x61, 0x311, 0x45, 0x30f, 0x65, 0x30f, 0x45, 0x311, 0x65, 0x311, 0x49, 0x30f, 0x69, 0x30f,
-    0x49, 0x311, 0x69, 0x311, 0x4f, 0x30f, 0x6f, 0x30f, 0x4f, 0x311, 0x6f, 0x311, 0x52, 0x30f, 0x72, 0x30f, 0x52, 0x311, 0x72, 0x311, 0x55, 0x30f, 0x75, 0x30f, 0x55, 0x311, 0x75, 0x311, 0x53,
-    0x326, 0x73, 0x326, 0x54, 0x326, 0x74, 0x326, 0x21e02, 0x48, 0x30c, 0x68, 0x30c, 0x2260e, 0x41, 0x307, 0x61, 0x307, 0x45, 0x327, 0x65, 0x327, 0xd6, 0x304, 0xf6, 0x304, 0xd5, 0x304, 0xf5,
-    0x304, 0x4f, 0x307, 0x6f, 0x307, 0x22e, 0x304, 0x22f, 0x304, 0x59, 0x304, 0x79, 0x304, 0x34002, 0x80000300, 0, 0x80000301, 0, 0x34302, 0x80000313, 0, 0x80000308, 0x301, 0x37401, 0x800002b9, 0,
-    0x37e01, 0x8000003b, 0, 0x38506, 0xa8, 0x301, 0x391, 0x301, 0x800000b7, 0, 0x395, 0x301, 0x397, 0x301, 0x399, 0x301, 0x38c01, 0x39f, 0x301, 0x38e03, 0x3a5, 0x301, 0x3a9, 0x301, 0x3ca, 0x301,
-    0x3aa07, 0x399, 0x308, 0x3a5, 0x308, 0x3b1, 0x301, 0x3b5, 0x301, 0x3b7, 0x301, 0x3b9, 0x301, 0x3cb, 0x301, 0x3ca05, 0x3b9, 0x308, 0x3c5, 0x308, 0x3bf, 0x301, 0x3c5, 0x301, 0x3c9, 0x301,
-    0x3d302, 0x3d2, 0x301, 0x3d2, 0x308, 0x40002, 0x415, 0x300, 0x415, 0x308, 0x40301, 0x413, 0x301, 0x40701, 0x406, 0x308, 0x40c03, 0x41a, 0x301, 0x418, 0x300, 0x423, 0x306, 0x41901, 0x418,
-    0x306, 0x43901, 0x438, 0x306, 0x45002, 0x435, 0x300, 0x435, 0x308, 0x45301, 0x433, 0x301, 0x45701, 0x456, 0x308, 0x45c03, 0x43a, 0x301, 0x438, 0x300, 0x443, 0x306, 0x47602, 0x474, 0x30f,
-    0x475, 0x30f, 0x4c102, 0x416, 0x306, 0x436, 0x306, 0x4d004, 0x410, 0x306, 0x430, 0x306, 0x410, 0x308, 0x430, 0x308, 0x4d602, 0x415, 0x306, 0x435, 0x306, 0x4da06, 0x4d8, 0x308, 0x4d9, 0x308,
-    0x416, 0x308, 0x436, 0x308, 0x417, 0x308, 0x437, 0x308, 0x4e206, 0x418, 0x304, 0x438, 0x304, 0x418, 0x308, 0x438, 0x308, 0x41e, 0x308, 0x43e, 0x308, 0x4ea0c, 0x4e8, 0x308, 0x4e9, 0x308, 0x42d,
-    0x308, 0x44d, 0x308, 0x423, 0x304, 0x443, 0x304, 0x423, 0x308, 0x443, 0x308, 0x423, 0x30b, 0x443, 0x30b, 0x427, 0x308, 0x447, 0x308, 0x4f802, 0x42b, 0x308, 0x44b, 0x308, 0x62205, 0x627, 0x653,
-    0x627, 0x654, 0x648, 0x654, 0x627, 0x655, 0x64a, 0x654, 0x6c001, 0x6d5, 0x654, 0x6c201, 0x6c1, 0x654, 0x6d301, 0x6d2, 0x654, 0x92901, 0x928, 0x93c, 0x93101, 0x930, 0x93c, 0x93401, 0x933,
-    0x93c, 0x95808, 0x80000915, 0x93c, 0x80000916, 0x93c, 0x80000917, 0x93c, 0x8000091c, 0x93c, 0x80000921, 0x93c, 0x80000922, 0x93c, 0x8000092b, 0x93c, 0x8000092f, 0x93c, 0x9cb02, 0x9c7, 0x9be,
-    0x9c7, 0x9d7, 0x9dc02, 0x800009a1, 0x9bc, 0x800009a2, 0x9bc, 0x9df01, 0x800009af, 0x9bc, 0xa3301, 0x80000a32, 0xa3c, 0xa3601, 0x80000a38, 0xa3c, 0xa5903, 0x80000a16, 0xa3c, 0x80000a17, 0xa3c,
-    0x80000a1c, 0xa3c, 0xa5e01, 0x80000a2b, 0xa3c, 0xb4801, 0xb47, 0xb56, 0xb4b02, 0xb47, 0xb3e, 0xb47, 0xb57, 0xb5c02, 0x80000b21, 0xb3c, 0x80000b22, 0xb3c, 0xb9401, 0xb92, 0xbd7, 0xbca03, 0xbc6,
-    0xbbe, 0xbc7, 0xbbe, 0xbc6, 0xbd7, 0xc4801, 0xc46, 0xc56, 0xcc001, 0xcbf, 0xcd5, 0xcc702, 0xcc6, 0xcd5, 0xcc6, 0xcd6, 0xcca02, 0xcc6, 0xcc2, 0xcca, 0xcd5, 0xd4a03, 0xd46, 0xd3e, 0xd47, 0xd3e,
-    0xd46, 0xd57, 0xdda01, 0xdd9, 0xdca, 0xddc03, 0xdd9, 0xdcf, 0xddc, 0xdca, 0xdd9, 0xddf, 0xf4301, 0x80000f42, 0xfb7, 0xf4d01, 0x80000f4c, 0xfb7, 0xf5201, 0x80000f51, 0xfb7, 0xf5701, 0x80000f56,
-    0xfb7, 0xf5c01, 0x80000f5b, 0xfb7, 0xf6901, 0x80000f40, 0xfb5, 0xf7301, 0x80000f71, 0xf72, 0xf7502, 0x80000f71, 0xf74, 0x80000fb2, 0xf80, 0xf7801, 0x80000fb3, 0xf80, 0xf8101, 0x80000f71,
-    0xf80, 0xf9301, 0x80000f92, 0xfb7, 0xf9d01, 0x80000f9c, 0xfb7, 0xfa201, 0x80000fa1, 0xfb7, 0xfa701, 0x80000fa6, 0xfb7, 0xfac01, 0x80000fab, 0xfb7, 0xfb901, 0x80000f90, 0xfb5, 0x102601, 0x1025,
-    0x102e, 0x1b0601, 0x1b05, 0x1b35, 0x1b0801, 0x1b07, 0x1b35, 0x1b0a01, 0x1b09, 0x1b35, 0x1b0c01, 0x1b0b, 0x1b35, 0x1b0e01, 0x1b0d, 0x1b35, 0x1b1201, 0x1b11, 0x1b35, 0x1b3b01, 0x1b3a, 0x1b35,
-    0x1b3d01, 0x1b3c, 0x1b35, 0x1b4002, 0x1b3e, 0x1b35, 0x1b3f, 0x1b35, 0x1b4301, 0x1b42, 0x1b35, 0x1e009a, 0x41, 0x325, 0x61, 0x325, 0x42, 0x307, 0x62, 0x307, 0x42, 0x323, 0x62, 0x323, 0x42,
-    0x331, 0x62, 0x331, 0xc7, 0x301, 0xe7, 0x301, 0x44, 0x307, 0x64, 0x307, 0x44, 0x323, 0x64, 0x323, 0x44, 0x331, 0x64, 0x331, 0x44, 0x327, 0x64, 0x327, 0x44, 0x32d, 0x64, 0x32d, 0x112, 0x300,
-    0x113, 0x300, 0x112, 0x301, 0x113, 0x301, 0x45, 0x32d, 0x65, 0x32d, 0x45, 0x330, 0x65, 0x330, 0x228, 0x306, 0x229, 0x306, 0x46, 0x307, 0x66, 0x307, 0x47, 0x304, 0x67, 0x304, 0x48, 0x307, 0x68,
-    0x307, 0x48, 0x323, 0x68, 0x323, 0x48, 0x308, 0x68, 0x308, 0x48, 0x327, 0x68, 0x327, 0x48, 0x32e, 0x68, 0x32e, 0x49, 0x330, 0x69, 0x330, 0xcf, 0x301, 0xef, 0x301, 0x4b, 0x301, 0x6b, 0x301,
-    0x4b, 0x323, 0x6b, 0x323, 0x4b, 0x331, 0x6b, 0x331, 0x4c, 0x323, 0x6c, 0x323, 0x1e36, 0x304, 0x1e37, 0x304, 0x4c, 0x331, 0x6c, 0x331, 0x4c, 0x32d, 0x6c, 0x32d, 0x4d, 0x301, 0x6d, 0x301, 0x4d,
-    0x307, 0x6d, 0x307, 0x4d, 0x323, 0x6d, 0x323, 0x4e, 0x307, 0x6e, 0x307, 0x4e, 0x323, 0x6e, 0x323, 0x4e, 0x331, 0x6e, 0x331, 0x4e, 0x32d, 0x6e, 0x32d, 0xd5, 0x301, 0xf5, 0x301, 0xd5, 0x308,
-    0xf5, 0x308, 0x14c, 0x300, 0x14d, 0x300, 0x14c, 0x301, 0x14d, 0x301, 0x50, 0x301, 0x70, 0x301, 0x50, 0x307, 0x70, 0x307, 0x52, 0x307, 0x72, 0x307, 0x52, 0x323, 0x72, 0x323, 0x1e5a, 0x304,
-    0x1e5b, 0x304, 0x52, 0x331, 0x72, 0x331, 0x53, 0x307, 0x73, 0x307, 0x53, 0x323, 0x73, 0x323, 0x15a, 0x307, 0x15b, 0x307, 0x160, 0x307, 0x161, 0x307, 0x1e62, 0x307, 0x1e63, 0x307, 0x54, 0x307,
-    0x74, 0x307, 0x54, 0x323, 0x74, 0x323, 0x54, 0x331, 0x74, 0x331, 0x54, 0x32d, 0x74, 0x32d, 0x55, 0x324, 0x75, 0x324, 0x55, 0x330, 0x75, 0x330, 0x55, 0x32d, 0x75, 0x32d, 0x168, 0x301, 0x169,
-    0x301, 0x16a, 0x308, 0x16b, 0x308, 0x56, 0x303, 0x76, 0x303, 0x56, 0x323, 0x76, 0x323, 0x57, 0x300, 0x77, 0x300, 0x57, 0x301, 0x77, 0x301, 0x57, 0x308, 0x77, 0x308, 0x57, 0x307, 0x77, 0x307,
-    0x57, 0x323, 0x77, 0x323, 0x58, 0x307, 0x78, 0x307, 0x58, 0x308, 0x78, 0x308, 0x59, 0x307, 0x79, 0x307, 0x5a, 0x302, 0x7a, 0x302, 0x5a, 0x323, 0x7a, 0x323, 0x5a, 0x331, 0x7a, 0x331, 0x68,
-    0x331, 0x74, 0x308, 0x77, 0x30a, 0x79, 0x30a, 0x1e9b01, 0x17f, 0x307, 0x1ea05a, 0x41, 0x323, 0x61, 0x323, 0x41, 0x309, 0x61, 0x309, 0xc2, 0x301, 0xe2, 0x301, 0xc2, 0x300, 0xe2, 0x300, 0xc2,
-    0x309, 0xe2, 0x309, 0xc2, 0x303, 0xe2, 0x303, 0x1ea0, 0x302, 0x1ea1, 0x302, 0x102, 0x301, 0x103, 0x301, 0x102, 0x300, 0x103, 0x300, 0x102, 0x309, 0x103, 0x309, 0x102, 0x303, 0x103, 0x303,
-    0x1ea0, 0x306, 0x1ea1, 0x306, 0x45, 0x323, 0x65, 0x323, 0x45, 0x309, 0x65, 0x309, 0x45, 0x303, 0x65, 0x303, 0xca, 0x301, 0xea, 0x301, 0xca, 0x300, 0xea, 0x300, 0xca, 0x309, 0xea, 0x309, 0xca,
-    0x303, 0xea, 0x303, 0x1eb8, 0x302, 0x1eb9, 0x302, 0x49, 0x309, 0x69, 0x309, 0x49, 0x323, 0x69, 0x323, 0x4f, 0x323, 0x6f, 0x323, 0x4f, 0x309, 0x6f, 0x309, 0xd4, 0x301, 0xf4, 0x301, 0xd4, 0x300,
-    0xf4, 0x300, 0xd4, 0x309, 0xf4, 0x309, 0xd4, 0x303, 0xf4, 0x303, 0x1ecc, 0x302, 0x1ecd, 0x302, 0x1a0, 0x301, 0x1a1, 0x301, 0x1a0, 0x300, 0x1a1, 0x300, 0x1a0, 0x309, 0x1a1, 0x309, 0x1a0, 0x303,
-    0x1a1, 0x303, 0x1a0, 0x323, 0x1a1, 0x323, 0x55, 0x323, 0x75, 0x323, 0x55, 0x309, 0x75, 0x309, 0x1af, 0x301, 0x1b0, 0x301, 0x1af, 0x300, 0x1b0, 0x300, 0x1af, 0x309, 0x1b0, 0x309, 0x1af, 0x303,
-    0x1b0, 0x303, 0x1af, 0x323, 0x1b0, 0x323, 0x59, 0x300, 0x79, 0x300, 0x59, 0x323, 0x79, 0x323, 0x59, 0x309, 0x79, 0x309, 0x59, 0x303, 0x79, 0x303, 0x1f0016, 0x3b1, 0x313, 0x3b1, 0x314, 0x1f00,
-    0x300, 0x1f01, 0x300, 0x1f00, 0x301, 0x1f01, 0x301, 0x1f00, 0x342, 0x1f01, 0x342, 0x391, 0x313, 0x391, 0x314, 0x1f08, 0x300, 0x1f09, 0x300, 0x1f08, 0x301, 0x1f09, 0x301, 0x1f08, 0x342, 0x1f09,
-    0x342, 0x3b5, 0x313, 0x3b5, 0x314, 0x1f10, 0x300, 0x1f11, 0x300, 0x1f10, 0x301, 0x1f11, 0x301, 0x1f1806, 0x395, 0x313, 0x395, 0x314, 0x1f18, 0x300, 0x1f19, 0x300, 0x1f18, 0x301, 0x1f19, 0x301,
-    0x1f2026, 0x3b7, 0x313, 0x3b7, 0x314, 0x1f20, 0x300, 0x1f21, 0x300, 0x1f20, 0x301, 0x1f21, 0x301, 0x1f20, 0x342, 0x1f21, 0x342, 0x397, 0x313, 0x397, 0x314, 0x1f28, 0x300, 0x1f29, 0x300,
-    0x1f28, 0x301, 0x1f29, 0x301, 0x1f28, 0x342, 0x1f29, 0x342, 0x3b9, 0x313, 0x3b9, 0x314, 0x1f30, 0x300, 0x1f31, 0x300, 0x1f30, 0x301, 0x1f31, 0x301, 0x1f30, 0x342, 0x1f31, 0x342, 0x399, 0x313,
-    0x399, 0x314, 0x1f38, 0x300, 0x1f39, 0x300, 0x1f38, 0x301, 0x1f39, 0x301, 0x1f38, 0x342, 0x1f39, 0x342, 0x3bf, 0x313, 0x3bf, 0x314, 0x1f40, 0x300, 0x1f41, 0x300, 0x1f40, 0x301, 0x1f41, 0x301,
-    0x1f4806, 0x39f, 0x313, 0x39f, 0x314, 0x1f48, 0x300, 0x1f49, 0x300, 0x1f48, 0x301, 0x1f49, 0x301, 0x1f5008, 0x3c5, 0x313, 0x3c5, 0x314, 0x1f50, 0x300, 0x1f51, 0x300, 0x1f50, 0x301, 0x1f51,
-    0x301, 0x1f50, 0x342, 0x1f51, 0x342, 0x1f5901, 0x3a5, 0x314, 0x1f5b01, 0x1f59, 0x300, 0x1f5d01, 0x1f59, 0x301, 0x1f5f1f, 0x1f59, 0x342, 0x3c9, 0x313, 0x3c9, 0x314, 0x1f60, 0x300, 0x1f61,
-    0x300, 0x1f60, 0x301, 0x1f61, 0x301, 0x1f60, 0x342, 0x1f61, 0x342, 0x3a9, 0x313, 0x3a9, 0x314, 0x1f68, 0x300, 0x1f69, 0x300, 0x1f68, 0x301, 0x1f69, 0x301, 0x1f68, 0x342, 0x1f69, 0x342, 0x3b1,
-    0x300, 0x800003ac, 0, 0x3b5, 0x300, 0x800003ad, 0, 0x3b7, 0x300, 0x800003ae, 0, 0x3b9, 0x300, 0x800003af, 0, 0x3bf, 0x300, 0x800003cc, 0, 0x3c5, 0x300, 0x800003cd, 0, 0x3c9, 0x300, 0x800003ce,
-    0, 0x1f8035, 0x1f00, 0x345, 0x1f01, 0x345, 0x1f02, 0x345, 0x1f03, 0x345, 0x1f04, 0x345, 0x1f05, 0x345, 0x1f06, 0x345, 0x1f07, 0x345, 0x1f08, 0x345, 0x1f09, 0x345, 0x1f0a, 0x345, 0x1f0b, 0x345,
-    0x1f0c, 0x345, 0x1f0d, 0x345, 0x1f0e, 0x345, 0x1f0f, 0x345, 0x1f20, 0x345, 0x1f21, 0x345, 0x1f22, 0x345, 0x1f23, 0x345, 0x1f24, 0x345, 0x1f25, 0x345, 0x1f26, 0x345, 0x1f27, 0x345, 0x1f28,
-    0x345, 0x1f29, 0x345, 0x1f2a, 0x345, 0x1f2b, 0x345, 0x1f2c, 0x345, 0x1f2d, 0x345, 0x1f2e, 0x345, 0x1f2f, 0x345, 0x1f60, 0x345, 0x1f61, 0x345, 0x1f62, 0x345, 0x1f63, 0x345, 0x1f64, 0x345,
-    0x1f65, 0x345, 0x1f66, 0x345, 0x1f67, 0x345, 0x1f68, 0x345, 0x1f69, 0x345, 0x1f6a, 0x345, 0x1f6b, 0x345, 0x1f6c, 0x345, 0x1f6d, 0x345, 0x1f6e, 0x345, 0x1f6f, 0x345, 0x3b1, 0x306, 0x3b1, 0x304,
-    0x1f70, 0x345, 0x3b1, 0x345, 0x3ac, 0x345, 0x1fb607, 0x3b1, 0x342, 0x1fb6, 0x345, 0x391, 0x306, 0x391, 0x304, 0x391, 0x300, 0x80000386, 0, 0x391, 0x345, 0x1fbe01, 0x800003b9, 0, 0x1fc104,
-    0xa8, 0x342, 0x1f74, 0x345, 0x3b7, 0x345, 0x3ae, 0x345, 0x1fc60e, 0x3b7, 0x342, 0x1fc6, 0x345, 0x395, 0x300, 0x80000388, 0, 0x397, 0x300, 0x80000389, 0, 0x397, 0x345, 0x1fbf, 0x300, 0x1fbf,
-    0x301, 0x1fbf, 0x342, 0x3b9, 0x306, 0x3b9, 0x304, 0x3ca, 0x300, 0x80000390, 0, 0x1fd606, 0x3b9, 0x342, 0x3ca, 0x342, 0x399, 0x306, 0x399, 0x304, 0x399, 0x300, 0x8000038a, 0, 0x1fdd13, 0x1ffe,
-    0x300, 0x1ffe, 0x301, 0x1ffe, 0x342, 0x3c5, 0x306, 0x3c5, 0x304, 0x3cb, 0x300, 0x800003b0, 0, 0x3c1, 0x313, 0x3c1, 0x314, 0x3c5, 0x342, 0x3cb, 0x342, 0x3a5, 0x306, 0x3a5, 0x304, 0x3a5, 0x300,
-    0x8000038e, 0, 0x3a1, 0x314, 0xa8, 0x300, 0x80000385, 0, 0x80000060, 0, 0x1ff203, 0x1f7c, 0x345, 0x3c9, 0x345, 0x3ce, 0x345, 0x1ff608, 0x3c9, 0x342, 0x1ff6, 0x345, 0x39f, 0x300, 0x8000038c, 0,
-    0x3a9, 0x300, 0x8000038f, 0, 0x3a9, 0x345, 0x800000b4, 0, 0x200002, 0x80002002, 0, 0x80002003, 0, 0x212601, 0x800003a9, 0, 0x212a02, 0x8000004b, 0, 0x800000c5, 0, 0x219a02, 0x2190, 0x338,
-    0x2192, 0x338, 0x21ae01, 0x2194, 0x338, 0x21cd03, 0x21d0, 0x338, 0x21d4, 0x338, 0x21d2, 0x338, 0x220401, 0x2203, 0x338, 0x220901, 0x2208, 0x338, 0x220c01, 0x220b, 0x338, 0x222401, 0x2223,
-    0x338, 0x222601, 0x2225, 0x338, 0x224101, 0x223c, 0x338, 0x224401, 0x2243, 0x338, 0x224701, 0x2245, 0x338, 0x224901, 0x2248, 0x338, 0x226001, 0x3d, 0x338, 0x226201, 0x2261, 0x338, 0x226d05,
-    0x224d, 0x338, 0x3c, 0x338, 0x3e, 0x338, 0x2264, 0x338, 0x2265, 0x338, 0x227402, 0x2272, 0x338, 0x2273, 0x338, 0x227802, 0x2276, 0x338, 0x2277, 0x338, 0x228002, 0x227a, 0x338, 0x227b, 0x338,
-    0x228402, 0x2282, 0x338, 0x2283, 0x338, 0x228802, 0x2286, 0x338, 0x2287, 0x338, 0x22ac04, 0x22a2, 0x338, 0x22a8, 0x338, 0x22a9, 0x338, 0x22ab, 0x338, 0x22e004, 0x227c, 0x338, 0x227d, 0x338,
-    0x2291, 0x338, 0x2292, 0x338, 0x22ea04, 0x22b2, 0x338, 0x22b3, 0x338, 0x22b4, 0x338, 0x22b5, 0x338, 0x232902, 0x80003008, 0, 0x80003009, 0, 0x2adc01, 0x80002add, 0x338, 0x304c01, 0x304b,
-    0x3099, 0x304e01, 0x304d, 0x3099, 0x305001, 0x304f, 0x3099, 0x305201, 0x3051, 0x3099, 0x305401, 0x3053, 0x3099, 0x305601, 0x3055, 0x3099, 0x305801, 0x3057, 0x3099, 0x305a01, 0x3059, 0x3099,
-    0x305c01, 0x305b, 0x3099, 0x305e01, 0x305d, 0x3099, 0x306001, 0x305f, 0x3099, 0x306201, 0x3061, 0x3099, 0x306501, 0x3064, 0x3099, 0x306701, 0x3066, 0x3099, 0x306901, 0x3068, 0x3099, 0x307002,
-    0x306f, 0x3099, 0x306f, 0x309a, 0x307302, 0x3072, 0x3099, 0x3072, 0x309a, 0x307602, 0x3075, 0x3099, 0x3075, 0x309a, 0x307902, 0x3078, 0x3099, 0x3078, 0x309a, 0x307c02, 0x307b, 0x3099, 0x307b,
-    0x309a, 0x309401, 0x3046, 0x3099, 0x309e01, 0x309d, 0x3099, 0x30ac01, 0x30ab, 0x3099, 0x30ae01, 0x30ad, 0x3099, 0x30b001, 0x30af, 0x3099, 0x30b201, 0x30b1, 0x3099, 0x30b401, 0x30b3, 0x3099,
-    0x30b601, 0x30b5, 0x3099, 0x30b801, 0x30b7, 0x3099, 0x30ba01, 0x30b9, 0x3099, 0x30bc01, 0x30bb, 0x3099, 0x30be01, 0x30bd, 0x3099, 0x30c001, 0x30bf, 0x3099, 0x30c201, 0x30c1, 0x3099, 0x30c501,
-    0x30c4, 0x3099, 0x30c701, 0x30c6, 0x3099, 0x30c901, 0x30c8, 0x3099, 0x30d002, 0x30cf, 0x3099, 0x30cf, 0x309a, 0x30d302, 0x30d2, 0x3099, 0x30d2, 0x309a, 0x30d602, 0x30d5, 0x3099, 0x30d5,
-    0x309a, 0x30d902, 0x30d8, 0x3099, 0x30d8, 0x309a, 0x30dc02, 0x30db, 0x3099, 0x30db, 0x309a, 0x30f401, 0x30a6, 0x3099, 0x30f704, 0x30ef, 0x3099, 0x30f0, 0x3099, 0x30f1, 0x3099, 0x30f2, 0x3099,
-    0x30fe01, 0x30fd, 0x3099, 0xf900ff, 0x80008c48, 0, 0x800066f4, 0, 0x80008eca, 0, 0x80008cc8, 0, 0x80006ed1, 0, 0x80004e32, 0, 0x800053e5, 0, 0x80009f9c, 0, 0x80009f9c, 0, 0x80005951, 0,
-    0x800091d1, 0, 0x80005587, 0, 0x80005948, 0, 0x800061f6, 0, 0x80007669, 0, 0x80007f85, 0, 0x8000863f, 0, 0x800087ba, 0, 0x800088f8, 0, 0x8000908f, 0, 0x80006a02, 0, 0x80006d1b, 0, 0x800070d9,
-    0, 0x800073de, 0, 0x8000843d, 0, 0x8000916a, 0, 0x800099f1, 0, 0x80004e82, 0, 0x80005375, 0, 0x80006b04, 0, 0x8000721b, 0, 0x8000862d, 0, 0x80009e1e, 0, 0x80005d50, 0, 0x80006feb, 0,
-    0x800085cd, 0, 0x80008964, 0, 0x800062c9, 0, 0x800081d8, 0, 0x8000881f, 0, 0x80005eca, 0, 0x80006717, 0, 0x80006d6a, 0, 0x800072fc, 0, 0x800090ce, 0, 0x80004f86, 0, 0x800051b7, 0, 0x800052de,
-    0, 0x800064c4, 0, 0x80006ad3, 0, 0x80007210, 0, 0x800076e7, 0, 0x80008001, 0, 0x80008606, 0, 0x8000865c, 0, 0x80008def, 0, 0x80009732, 0, 0x80009b6f, 0, 0x80009dfa, 0, 0x8000788c, 0,
-    0x8000797f, 0, 0x80007da0, 0, 0x800083c9, 0, 0x80009304, 0, 0x80009e7f, 0, 0x80008ad6, 0, 0x800058df, 0, 0x80005f04, 0, 0x80007c60, 0, 0x8000807e, 0, 0x80007262, 0, 0x800078ca, 0, 0x80008cc2,
-    0, 0x800096f7, 0, 0x800058d8, 0, 0x80005c62, 0, 0x80006a13, 0, 0x80006dda, 0, 0x80006f0f, 0, 0x80007d2f, 0, 0x80007e37, 0, 0x8000964b, 0, 0x800052d2, 0, 0x8000808b, 0, 0x800051dc, 0,
-    0x800051cc, 0, 0x80007a1c, 0, 0x80007dbe, 0, 0x800083f1, 0, 0x80009675, 0, 0x80008b80, 0, 0x800062cf, 0, 0x80006a02, 0, 0x80008afe, 0, 0x80004e39, 0, 0x80005be7, 0, 0x80006012, 0, 0x80007387,
-    0, 0x80007570, 0, 0x80005317, 0, 0x800078fb, 0, 0x80004fbf, 0, 0x80005fa9, 0, 0x80004e0d, 0, 0x80006ccc, 0, 0x80006578, 0, 0x80007d22, 0, 0x800053c3, 0, 0x8000585e, 0, 0x80007701, 0,
-    0x80008449, 0, 0x80008aaa, 0, 0x80006bba, 0, 0x80008fb0, 0, 0x80006c88, 0, 0x800062fe, 0, 0x800082e5, 0, 0x800063a0, 0, 0x80007565, 0, 0x80004eae, 0, 0x80005169, 0, 0x800051c9, 0, 0x80006881,
-    0, 0x80007ce7, 0, 0x8000826f, 0, 0x80008ad2, 0, 0x800091cf, 0, 0x800052f5, 0, 0x80005442, 0, 0x80005973, 0, 0x80005eec, 0, 0x800065c5, 0, 0x80006ffe, 0, 0x8000792a, 0, 0x800095ad, 0,
-    0x80009a6a, 0, 0x80009e97, 0, 0x80009ece, 0, 0x8000529b, 0, 0x800066c6, 0, 0x80006b77, 0, 0x80008f62, 0, 0x80005e74, 0, 0x80006190, 0, 0x80006200, 0, 0x8000649a, 0, 0x80006f23, 0, 0x80007149,
-    0, 0x80007489, 0, 0x800079ca, 0, 0x80007df4, 0, 0x8000806f, 0, 0x80008f26, 0, 0x800084ee, 0, 0x80009023, 0, 0x8000934a, 0, 0x80005217, 0, 0x800052a3, 0, 0x800054bd, 0, 0x800070c8, 0,
-    0x800088c2, 0, 0x80008aaa, 0, 0x80005ec9, 0, 0x80005ff5, 0, 0x8000637b, 0, 0x80006bae, 0, 0x80007c3e, 0, 0x80007375, 0, 0x80004ee4, 0, 0x800056f9, 0, 0x80005be7, 0, 0x80005dba, 0, 0x8000601c,
-    0, 0x800073b2, 0, 0x80007469, 0, 0x80007f9a, 0, 0x80008046, 0, 0x80009234, 0, 0x800096f6, 0, 0x80009748, 0, 0x80009818, 0, 0x80004f8b, 0, 0x800079ae, 0, 0x800091b4, 0, 0x800096b8, 0,
-    0x800060e1, 0, 0x80004e86, 0, 0x800050da, 0, 0x80005bee, 0, 0x80005c3f, 0, 0x80006599, 0, 0x80006a02, 0, 0x800071ce, 0, 0x80007642, 0, 0x800084fc, 0, 0x8000907c, 0, 0x80009f8d, 0, 0x80006688,
-    0, 0x8000962e, 0, 0x80005289, 0, 0x8000677b, 0, 0x800067f3, 0, 0x80006d41, 0, 0x80006e9c, 0, 0x80007409, 0, 0x80007559, 0, 0x8000786b, 0, 0x80007d10, 0, 0x8000985e, 0, 0x8000516d, 0,
-    0x8000622e, 0, 0x80009678, 0, 0x8000502b, 0, 0x80005d19, 0, 0x80006dea, 0, 0x80008f2a, 0, 0x80005f8b, 0, 0x80006144, 0, 0x80006817, 0, 0x80007387, 0, 0x80009686, 0, 0x80005229, 0, 0x8000540f,
-    0, 0x80005c65, 0, 0x80006613, 0, 0x8000674e, 0, 0x800068a8, 0, 0x80006ce5, 0, 0x80007406, 0, 0x800075e2, 0, 0x80007f79, 0, 0x800088cf, 0, 0x800088e1, 0, 0x800091cc, 0, 0x800096e2, 0,
-    0x8000533f, 0, 0x80006eba, 0, 0x8000541d, 0, 0x800071d0, 0, 0x80007498, 0, 0x800085fa, 0, 0x800096a3, 0, 0x80009c57, 0, 0x80009e9f, 0, 0x80006797, 0, 0x80006dcb, 0, 0x800081e8, 0, 0x80007acb,
-    0, 0x80007b20, 0, 0x80007c92, 0, 0x800072c0, 0, 0x80007099, 0, 0x80008b58, 0, 0x80004ec0, 0, 0x80008336, 0, 0xf9ff0f, 0x8000523a, 0, 0x80005207, 0, 0x80005ea6, 0, 0x800062d3, 0, 0x80007cd6, 0,
-    0x80005b85, 0, 0x80006d1e, 0, 0x800066b4, 0, 0x80008f3b, 0, 0x8000884c, 0, 0x8000964d, 0, 0x8000898b, 0, 0x80005ed3, 0, 0x80005140, 0, 0x800055c0, 0, 0xfa1001, 0x8000585a, 0, 0xfa1201,
-    0x80006674, 0, 0xfa150a, 0x800051de, 0, 0x8000732a, 0, 0x800076ca, 0, 0x8000793c, 0, 0x8000795e, 0, 0x80007965, 0, 0x8000798f, 0, 0x80009756, 0, 0x80007cbe, 0, 0x80007fbd, 0, 0xfa2001,
-    0x80008612, 0, 0xfa2201, 0x80008af8, 0, 0xfa2502, 0x80009038, 0, 0x800090fd, 0, 0xfa2a44, 0x800098ef, 0, 0x800098fc, 0, 0x80009928, 0, 0x80009db4, 0, 0x800090de, 0, 0x800096b7, 0, 0x80004fae,
-    0, 0x800050e7, 0, 0x8000514d, 0, 0x800052c9, 0, 0x800052e4, 0, 0x80005351, 0, 0x8000559d, 0, 0x80005606, 0, 0x80005668, 0, 0x80005840, 0, 0x800058a8, 0, 0x80005c64, 0, 0x80005c6e, 0,
-    0x80006094, 0, 0x80006168, 0, 0x8000618e, 0, 0x800061f2, 0, 0x8000654f, 0, 0x800065e2, 0, 0x80006691, 0, 0x80006885, 0, 0x80006d77, 0, 0x80006e1a, 0, 0x80006f22, 0, 0x8000716e, 0, 0x8000722b,
-    0, 0x80007422, 0, 0x80007891, 0, 0x8000793e, 0, 0x80007949, 0, 0x80007948, 0, 0x80007950, 0, 0x80007956, 0, 0x8000795d, 0, 0x8000798d, 0, 0x8000798e, 0, 0x80007a40, 0, 0x80007a81, 0,
-    0x80007bc0, 0, 0x80007df4, 0, 0x80007e09, 0, 0x80007e41, 0, 0x80007f72, 0, 0x80008005, 0, 0x800081ed, 0, 0x80008279, 0, 0x80008279, 0, 0x80008457, 0, 0x80008910, 0, 0x80008996, 0, 0x80008b01,
-    0, 0x80008b39, 0, 0x80008cd3, 0, 0x80008d08, 0, 0x80008fb6, 0, 0x80009038, 0, 0x800096e3, 0, 0x800097ff, 0, 0x8000983b, 0, 0x80006075, 0, 0x800242ee, 0, 0x80008218, 0, 0xfa706a, 0x80004e26, 0,
-    0x800051b5, 0, 0x80005168, 0, 0x80004f80, 0, 0x80005145, 0, 0x80005180, 0, 0x800052c7, 0, 0x800052fa, 0, 0x8000559d, 0, 0x80005555, 0, 0x80005599, 0, 0x800055e2, 0, 0x8000585a, 0, 0x800058b3,
-    0, 0x80005944, 0, 0x80005954, 0, 0x80005a62, 0, 0x80005b28, 0, 0x80005ed2, 0, 0x80005ed9, 0, 0x80005f69, 0, 0x80005fad, 0, 0x800060d8, 0, 0x8000614e, 0, 0x80006108, 0, 0x8000618e, 0,
-    0x80006160, 0, 0x800061f2, 0, 0x80006234, 0, 0x800063c4, 0, 0x8000641c, 0, 0x80006452, 0, 0x80006556, 0, 0x80006674, 0, 0x80006717, 0, 0x8000671b, 0, 0x80006756, 0, 0x80006b79, 0, 0x80006bba,
-    0, 0x80006d41, 0, 0x80006edb, 0, 0x80006ecb, 0, 0x80006f22, 0, 0x8000701e, 0, 0x8000716e, 0, 0x800077a7, 0, 0x80007235, 0, 0x800072af, 0, 0x8000732a, 0, 0x80007471, 0, 0x80007506, 0,
-    0x8000753b, 0, 0x8000761d, 0, 0x8000761f, 0, 0x800076ca, 0, 0x800076db, 0, 0x800076f4, 0, 0x8000774a, 0, 0x80007740, 0, 0x800078cc, 0, 0x80007ab1, 0, 0x80007bc0, 0, 0x80007c7b, 0, 0x80007d5b,
-    0, 0x80007df4, 0, 0x80007f3e, 0, 0x80008005, 0, 0x80008352, 0, 0x800083ef, 0, 0x80008779, 0, 0x80008941, 0, 0x80008986, 0, 0x80008996, 0, 0x80008abf, 0, 0x80008af8, 0, 0x80008acb, 0,
-    0x80008b01, 0, 0x80008afe, 0, 0x80008aed, 0, 0x80008b39, 0, 0x80008b8a, 0, 0x80008d08, 0, 0x80008f38, 0, 0x80009072, 0, 0x80009199, 0, 0x80009276, 0, 0x8000967c, 0, 0x800096e3, 0, 0x80009756,
-    0, 0x800097db, 0, 0x800097ff, 0, 0x8000980b, 0, 0x8000983b, 0, 0x80009b12, 0, 0x80009f9c, 0, 0x8002284a, 0, 0x80022844, 0, 0x800233d5, 0, 0x80003b9d, 0, 0x80004018, 0, 0x80004039, 0,
-    0x80025249, 0, 0x80025cd0, 0, 0x80027ed3, 0, 0x80009f43, 0, 0x80009f8e, 0, 0xfb1d01, 0x800005d9, 0x5b4, 0xfb1f01, 0x800005f2, 0x5b7, 0xfb2a0d, 0x800005e9, 0x5c1, 0x800005e9, 0x5c2, 0x8000fb49,
-    0x5c1, 0x8000fb49, 0x5c2, 0x800005d0, 0x5b7, 0x800005d0, 0x5b8, 0x800005d0, 0x5bc, 0x800005d1, 0x5bc, 0x800005d2, 0x5bc, 0x800005d3, 0x5bc, 0x800005d4, 0x5bc, 0x800005d5, 0x5bc, 0x800005d6,
-    0x5bc, 0xfb3805, 0x800005d8, 0x5bc, 0x800005d9, 0x5bc, 0x800005da, 0x5bc, 0x800005db, 0x5bc, 0x800005dc, 0x5bc, 0xfb3e01, 0x800005de, 0x5bc, 0xfb4002, 0x800005e0, 0x5bc, 0x800005e1, 0x5bc,
-    0xfb4302, 0x800005e3, 0x5bc, 0x800005e4, 0x5bc, 0xfb4609, 0x800005e6, 0x5bc, 0x800005e7, 0x5bc, 0x800005e8, 0x5bc, 0x800005e9, 0x5bc, 0x800005ea, 0x5bc, 0x800005d5, 0x5b9, 0x800005d1, 0x5bf,
-    0x800005db, 0x5bf, 0x800005e4, 0x5bf, 0x1109a01, 0x11099, 0x110ba, 0x1109c01, 0x1109b, 0x110ba, 0x110ab01, 0x110a5, 0x110ba, 0x1112e02, 0x11131, 0x11127, 0x11132, 0x11127, 0x1134b02, 0x11347,
-    0x1133e, 0x11347, 0x11357, 0x114bb02, 0x114b9, 0x114ba, 0x114b9, 0x114b0, 0x114be01, 0x114b9, 0x114bd, 0x115ba02, 0x115b8, 0x115af, 0x115b9, 0x115af, 0x1d15e07, 0x8001d157, 0x1d165,
-    0x8001d158, 0x1d165, 0x8001d15f, 0x1d16e, 0x8001d15f, 0x1d16f, 0x8001d15f, 0x1d170, 0x8001d15f, 0x1d171, 0x8001d15f, 0x1d172, 0x1d1bb06, 0x8001d1b9, 0x1d165, 0x8001d1ba, 0x1d165, 0x8001d1bb,
-    0x1d16e, 0x8001d1bc, 0x1d16e, 0x8001d1bb, 0x1d16f, 0x8001d1bc, 0x1d16f, 0x2f800ff, 0x80004e3d, 0, 0x80004e38, 0, 0x80004e41, 0, 0x80020122, 0, 0x80004f60, 0, 0x80004fae, 0, 0x80004fbb, 0,
-    0x80005002, 0, 0x8000507a, 0, 0x80005099, 0, 0x800050e7, 0, 0x800050cf, 0, 0x8000349e, 0, 0x8002063a, 0, 0x8000514d, 0, 0x80005154, 0, 0x80005164, 0, 0x80005177, 0, 0x8002051c, 0, 0x800034b9,
-    0, 0x80005167, 0, 0x8000518d, 0, 0x8002054b, 0, 0x80005197, 0, 0x800051a4, 0, 0x80004ecc, 0, 0x800051ac, 0, 0x800051b5, 0, 0x800291df, 0, 0x800051f5, 0, 0x80005203, 0, 0x800034df, 0,
-    0x8000523b, 0, 0x80005246, 0, 0x80005272, 0, 0x80005277, 0, 0x80003515, 0, 0x800052c7, 0, 0x800052c9, 0, 0x800052e4, 0, 0x800052fa, 0, 0x80005305, 0, 0x80005306, 0, 0x80005317, 0, 0x80005349,
-    0, 0x80005351, 0, 0x8000535a, 0, 0x80005373, 0, 0x8000537d, 0, 0x8000537f, 0, 0x8000537f, 0, 0x8000537f, 0, 0x80020a2c, 0, 0x80007070, 0, 0x800053ca, 0, 0x800053df, 0, 0x80020b63, 0,
-    0x800053eb, 0, 0x800053f1, 0, 0x80005406, 0, 0x8000549e, 0, 0x80005438, 0, 0x80005448, 0, 0x80005468, 0, 0x800054a2, 0, 0x800054f6, 0, 0x80005510, 0, 0x80005553, 0, 0x80005563, 0, 0x80005584,
-    0, 0x80005584, 0, 0x80005599, 0, 0x800055ab, 0, 0x800055b3, 0, 0x800055c2, 0, 0x80005716, 0, 0x80005606, 0, 0x80005717, 0, 0x80005651, 0, 0x80005674, 0, 0x80005207, 0, 0x800058ee, 0,
-    0x800057ce, 0, 0x800057f4, 0, 0x8000580d, 0, 0x8000578b, 0, 0x80005832, 0, 0x80005831, 0, 0x800058ac, 0, 0x800214e4, 0, 0x800058f2, 0, 0x800058f7, 0, 0x80005906, 0, 0x8000591a, 0, 0x80005922,
-    0, 0x80005962, 0, 0x800216a8, 0, 0x800216ea, 0, 0x800059ec, 0, 0x80005a1b, 0, 0x80005a27, 0, 0x800059d8, 0, 0x80005a66, 0, 0x800036ee, 0, 0x800036fc, 0, 0x80005b08, 0, 0x80005b3e, 0,
-    0x80005b3e, 0, 0x800219c8, 0, 0x80005bc3, 0, 0x80005bd8, 0, 0x80005be7, 0, 0x80005bf3, 0, 0x80021b18, 0, 0x80005bff, 0, 0x80005c06, 0, 0x80005f53, 0, 0x80005c22, 0, 0x80003781, 0, 0x80005c60,
-    0, 0x80005c6e, 0, 0x80005cc0, 0, 0x80005c8d, 0, 0x80021de4, 0, 0x80005d43, 0, 0x80021de6, 0, 0x80005d6e, 0, 0x80005d6b, 0, 0x80005d7c, 0, 0x80005de1, 0, 0x80005de2, 0, 0x8000382f, 0,
-    0x80005dfd, 0, 0x80005e28, 0, 0x80005e3d, 0, 0x80005e69, 0, 0x80003862, 0, 0x80022183, 0, 0x8000387c, 0, 0x80005eb0, 0, 0x80005eb3, 0, 0x80005eb6, 0, 0x80005eca, 0, 0x8002a392, 0, 0x80005efe,
-    0, 0x80022331, 0, 0x80022331, 0, 0x80008201, 0, 0x80005f22, 0, 0x80005f22, 0, 0x800038c7, 0, 0x800232b8, 0, 0x800261da, 0, 0x80005f62, 0, 0x80005f6b, 0, 0x800038e3, 0, 0x80005f9a, 0,
-    0x80005fcd, 0, 0x80005fd7, 0, 0x80005ff9, 0, 0x80006081, 0, 0x8000393a, 0, 0x8000391c, 0, 0x80006094, 0, 0x800226d4, 0, 0x800060c7, 0, 0x80006148, 0, 0x8000614c, 0, 0x8000614e, 0, 0x8000614c,
-    0, 0x8000617a, 0, 0x8000618e, 0, 0x800061b2, 0, 0x800061a4, 0, 0x800061af, 0, 0x800061de, 0, 0x800061f2, 0, 0x800061f6, 0, 0x80006210, 0, 0x8000621b, 0, 0x8000625d, 0, 0x800062b1, 0,
-    0x800062d4, 0, 0x80006350, 0, 0x80022b0c, 0, 0x8000633d, 0, 0x800062fc, 0, 0x80006368, 0, 0x80006383, 0, 0x800063e4, 0, 0x80022bf1, 0, 0x80006422, 0, 0x800063c5, 0, 0x800063a9, 0, 0x80003a2e,
-    0, 0x80006469, 0, 0x8000647e, 0, 0x8000649d, 0, 0x80006477, 0, 0x80003a6c, 0, 0x8000654f, 0, 0x8000656c, 0, 0x8002300a, 0, 0x800065e3, 0, 0x800066f8, 0, 0x80006649, 0, 0x80003b19, 0,
-    0x80006691, 0, 0x80003b08, 0, 0x80003ae4, 0, 0x80005192, 0, 0x80005195, 0, 0x80006700, 0, 0x8000669c, 0, 0x800080ad, 0, 0x800043d9, 0, 0x80006717, 0, 0x8000671b, 0, 0x80006721, 0, 0x8000675e,
-    0, 0x80006753, 0, 0x800233c3, 0, 0x80003b49, 0, 0x800067fa, 0, 0x80006785, 0, 0x80006852, 0, 0x80006885, 0, 0x8002346d, 0, 0x8000688e, 0, 0x8000681f, 0, 0x80006914, 0, 0x80003b9d, 0,
-    0x80006942, 0, 0x800069a3, 0, 0x800069ea, 0, 0x80006aa8, 0, 0x800236a3, 0, 0x80006adb, 0, 0x80003c18, 0, 0x80006b21, 0, 0x800238a7, 0, 0x80006b54, 0, 0x80003c4e, 0, 0x80006b72, 0, 0x80006b9f,
-    0, 0x80006bba, 0, 0x80006bbb, 0, 0x80023a8d, 0, 0x80021d0b, 0, 0x80023afa, 0, 0x80006c4e, 0, 0x80023cbc, 0, 0x80006cbf, 0, 0x80006ccd, 0, 0x80006c67, 0, 0x2f8ffff, 0x80006d16, 0, 0x80006d3e,
-    0, 0x80006d77, 0, 0x80006d41, 0, 0x80006d69, 0, 0x80006d78, 0, 0x80006d85, 0, 0x80023d1e, 0, 0x80006d34, 0, 0x80006e2f, 0, 0x80006e6e, 0, 0x80003d33, 0, 0x80006ecb, 0, 0x80006ec7, 0,
-    0x80023ed1, 0, 0x80006df9, 0, 0x80006f6e, 0, 0x80023f5e, 0, 0x80023f8e, 0, 0x80006fc6, 0, 0x80007039, 0, 0x8000701e, 0, 0x8000701b, 0, 0x80003d96, 0, 0x8000704a, 0, 0x8000707d, 0, 0x80007077,
-    0, 0x800070ad, 0, 0x80020525, 0, 0x80007145, 0, 0x80024263, 0, 0x8000719c, 0, 0x800243ab, 0, 0x80007228, 0, 0x80007235, 0, 0x80007250, 0, 0x80024608, 0, 0x80007280, 0, 0x80007295, 0,
-    0x80024735, 0, 0x80024814, 0, 0x8000737a, 0, 0x8000738b, 0, 0x80003eac, 0, 0x800073a5, 0, 0x80003eb8, 0, 0x80003eb8, 0, 0x80007447, 0, 0x8000745c, 0, 0x80007471, 0, 0x80007485, 0, 0x800074ca,
-    0, 0x80003f1b, 0, 0x80007524, 0, 0x80024c36, 0, 0x8000753e, 0, 0x80024c92, 0, 0x80007570, 0, 0x8002219f, 0, 0x80007610, 0, 0x80024fa1, 0, 0x80024fb8, 0, 0x80025044, 0, 0x80003ffc, 0,
-    0x80004008, 0, 0x800076f4, 0, 0x800250f3, 0, 0x800250f2, 0, 0x80025119, 0, 0x80025133, 0, 0x8000771e, 0, 0x8000771f, 0, 0x8000771f, 0, 0x8000774a, 0, 0x80004039, 0, 0x8000778b, 0, 0x80004046,
-    0, 0x80004096, 0, 0x8002541d, 0, 0x8000784e, 0, 0x8000788c, 0, 0x800078cc, 0, 0x800040e3, 0, 0x80025626, 0, 0x80007956, 0, 0x8002569a, 0, 0x800256c5, 0, 0x8000798f, 0, 0x800079eb, 0,
-    0x8000412f, 0, 0x80007a40, 0, 0x80007a4a, 0, 0x80007a4f, 0, 0x8002597c, 0, 0x80025aa7, 0, 0x80025aa7, 0, 0x80007aee, 0, 0x80004202, 0, 0x80025bab, 0, 0x80007bc6, 0, 0x80007bc9, 0, 0x80004227,
-    0, 0x80025c80, 0, 0x80007cd2, 0, 0x800042a0, 0, 0x80007ce8, 0, 0x80007ce3, 0, 0x80007d00, 0, 0x80025f86, 0, 0x80007d63, 0, 0x80004301, 0, 0x80007dc7, 0, 0x80007e02, 0, 0x80007e45, 0,
-    0x80004334, 0, 0x80026228, 0, 0x80026247, 0, 0x80004359, 0, 0x800262d9, 0, 0x80007f7a, 0, 0x8002633e, 0, 0x80007f95, 0, 0x80007ffa, 0, 0x80008005, 0, 0x800264da, 0, 0x80026523, 0, 0x80008060,
-    0, 0x800265a8, 0, 0x80008070, 0, 0x8002335f, 0, 0x800043d5, 0, 0x800080b2, 0, 0x80008103, 0, 0x8000440b, 0, 0x8000813e, 0, 0x80005ab5, 0, 0x800267a7, 0, 0x800267b5, 0, 0x80023393, 0,
-    0x8002339c, 0, 0x80008201, 0, 0x80008204, 0, 0x80008f9e, 0, 0x8000446b, 0, 0x80008291, 0, 0x8000828b, 0, 0x8000829d, 0, 0x800052b3, 0, 0x800082b1, 0, 0x800082b3, 0, 0x800082bd, 0, 0x800082e6,
-    0, 0x80026b3c, 0, 0x800082e5, 0, 0x8000831d, 0, 0x80008363, 0, 0x800083ad, 0, 0x80008323, 0, 0x800083bd, 0, 0x800083e7, 0, 0x80008457, 0, 0x80008353, 0, 0x800083ca, 0, 0x800083cc, 0,
-    0x800083dc, 0, 0x80026c36, 0, 0x80026d6b, 0, 0x80026cd5, 0, 0x8000452b, 0, 0x800084f1, 0, 0x800084f3, 0, 0x80008516, 0, 0x800273ca, 0, 0x80008564, 0, 0x80026f2c, 0, 0x8000455d, 0, 0x80004561,
-    0, 0x80026fb1, 0, 0x800270d2, 0, 0x8000456b, 0, 0x80008650, 0, 0x8000865c, 0, 0x80008667, 0, 0x80008669, 0, 0x800086a9, 0, 0x80008688, 0, 0x8000870e, 0, 0x800086e2, 0, 0x80008779, 0,
-    0x80008728, 0, 0x8000876b, 0, 0x80008786, 0, 0x800045d7, 0, 0x800087e1, 0, 0x80008801, 0, 0x800045f9, 0, 0x80008860, 0, 0x80008863, 0, 0x80027667, 0, 0x800088d7, 0, 0x800088de, 0, 0x80004635,
-    0, 0x800088fa, 0, 0x800034bb, 0, 0x800278ae, 0, 0x80027966, 0, 0x800046be, 0, 0x800046c7, 0, 0x80008aa0, 0, 0x80008aed, 0, 0x80008b8a, 0, 0x80008c55, 0, 0x80027ca8, 0, 0x80008cab, 0,
-    0x80008cc1, 0, 0x80008d1b, 0, 0x80008d77, 0, 0x80027f2f, 0, 0x80020804, 0, 0x80008dcb, 0, 0x80008dbc, 0, 0x80008df0, 0, 0x800208de, 0, 0x80008ed4, 0, 0x80008f38, 0, 0x800285d2, 0, 0x800285ed,
-    0, 0x80009094, 0, 0x800090f1, 0, 0x80009111, 0, 0x8002872e, 0, 0x8000911b, 0, 0x80009238, 0, 0x800092d7, 0, 0x800092d8, 0, 0x8000927c, 0, 0x800093f9, 0, 0x80009415, 0, 0x80028bfa, 0,
-    0x8000958b, 0, 0x80004995, 0, 0x800095b7, 0, 0x80028d77, 0, 0x800049e6, 0, 0x800096c3, 0, 0x80005db2, 0, 0x80009723, 0, 0x80029145, 0, 0x8002921a, 0, 0x80004a6e, 0, 0x80004a76, 0, 0x800097e0,
-    0, 0x8002940a, 0, 0x80004ab2, 0, 0x80029496, 0, 0x2f9fe20, 0x8000980b, 0, 0x8000980b, 0, 0x80009829, 0, 0x800295b6, 0, 0x800098e2, 0, 0x80004b33, 0, 0x80009929, 0, 0x800099a7, 0, 0x800099c2,
-    0, 0x800099fe, 0, 0x80004bce, 0, 0x80029b30, 0, 0x80009b12, 0, 0x80009c40, 0, 0x80009cfd, 0, 0x80004cce, 0, 0x80004ced, 0, 0x80009d67, 0, 0x8002a0ce, 0, 0x80004cf8, 0, 0x8002a105, 0,
-    0x8002a20e, 0, 0x8002a291, 0, 0x80009ebb, 0, 0x80004d56, 0, 0x80009ef9, 0, 0x80009efe, 0, 0x80009f05, 0, 0x80009f0f, 0, 0x80009f16, 0, 0x80009f3b, 0, 0x8002a600, 0,
-};
-
-static const uint32_t *unicode_table(int which, size_t *n) {     // 0 classes, 1 combining classes, 2 decompositions
-    *n = which == 0 ? sizeof unicode_range / 4 : which == 1 ? sizeof unicode_combining / 4 : sizeof unicode_decomposition / 4;
-    return which == 0 ? unicode_range : which == 1 ? unicode_combining : unicode_decomposition;
-}
-
-
-// ==================================================================================================== 4 MATH
-// Everything that is arithmetic only. One kernel serves weights and attention: a block of dot products y (m,n) = x (m,K)
-// w (n,K)^T, whose right side is f32, f16 or bf16 and is widened in registers. Each instruction set names a vector of 16
-// lanes and a dozen operations on it; the kernels are written once over those (KERNELS below) and chosen at run time.
-//
-// The order of every sum is fixed: lane j adds k = j, j+16, ... with fused multiply-adds, then the 16 lanes fold as 8+8, 4+4,
-// 2+2, 1+1. A matrix product does this for every K_CHUNK columns and adds the chunks in order. No tile size, batch, thread
-// count or position in a block enters, so a row of a product is the same bits in decode and in prefill, and AVX2 and
-// AVX-512 agree; plain C has no fused multiply-add (fmaf would be a library call) and agrees to rounding.
-//
-// bf16 dot-product instructions are not used: they round x to bf16, so f32-like accuracy takes two of them (x = hi + lo), and
-// one does no more multiply-adds a cycle than two f32 FMA pipes here (Zen 5: 233 against 256 GFLOP/s a core, counted per product).
-
-enum { LANES = 16, K_CHUNK = 1024, T_BLOCK = 128, ROW_BLOCK = 64 };    // columns a sum runs over; rows of x in L2 (512 KiB); rows of W one job takes
-
-// Asks for `bytes` more of it. Spread over the arithmetic, because a burst of requests fills the queue to memory and then leaves it idle;
-// the share of each time is divided out before a loop of products, not in it.
-static inline __attribute__((always_inline)) void ask_ahead(Ahead *a, size_t bytes) {
-    if (bytes > a->bytes) bytes = a->bytes;
-    for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(a->p + b);
-    a->p += bytes; a->bytes -= bytes;
-}
-static inline __attribute__((always_inline)) size_t ahead_share(Ahead a, size_t parts) { return (a.bytes / parts + 63) / 64 * 64; }     // whole lines
-static Ahead ahead_part(Ahead a, size_t part, size_t parts) {      // the part as an Ahead of its own
-    size_t each = ahead_share(a, parts), from = part * each, left = a.bytes > from ? a.bytes - from : 0;
-    return left ? (Ahead){ a.p + from, left < each ? left : each } : (Ahead){0};
-}
-
-typedef struct {            // y (m,n) = scale * x (m,K) w (n,K)^T; add: y += that
-    float *y; size_t ldy;           // element strides of the rows of y and x
-    const float *x; size_t ldx;
-    const char *w; size_t ldw;      // byte stride of the rows of w
-    int m, n, K, add;
-    float scale;
-    Ahead next;                     // none: rows of w that follow these
-} Dots;
-
-typedef struct {            // one instruction set
-    const char *name;
-    void  (*dots[3])(const Dots *a);                                    // by dtype of w
-    void  (*widen[3])(float *dst, const void *src, size_t n);           // by dtype of src
-    void  (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
-    void  (*unpack_q8)(float *dst, const char *src, int n, int D);      // n rows of format q8_0 (section 5)
-    void  (*mix[3])(float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next);      // by dtype of v; add, next as in Dots
-    void  (*exp_shift)(float *x, float max, size_t n, float *sum);
-    void  (*softmax_columns)(float *x, int n, int m, float *max, float *sum);      // x (n,m) = 2^(x - max) down each column; max, sum (m) go on from before
-    void  (*swiglu)(float *g, const float *u, size_t n);
-    float (*max)(const float *x, size_t n);
-    int   (*sum_from)(const float *x, const int *w, int n, uint32_t key);   // w (n) summed where order_key(x) >= key; NULL: their number
-    int   (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);      // of x (n), idx (as many) = those from the i-th on, ascending -> how many
-} Simd;
-
-enum { Q8_BLOCK = 32 };
-static size_t q8_bytes(int D) { return (size_t)D + 2 * ((D + Q8_BLOCK - 1) / Q8_BLOCK); }
-
-#define UNROLL _Pragma("GCC unroll 16")
-#define LOG2_E 1.44269504f
-
-static inline uint32_t order_key(float x) {              // floats as unsigned numbers in the same order; -0 counts as +0
-    union { float f; uint32_t u; int32_t i; } v;
-    v.f = x + 0.0f;
-    return v.u ^ ((uint32_t)(v.i >> 31) | 0x80000000u); // negative: every bit the other way; else the sign's
-}
-
-// ---- vectors in plain C, with the compiler's own vectors of four (SSE2, NEON, or whatever the processor has)
-#define INLINE_plain static inline __attribute__((always_inline))
-#define TARGET_plain
-typedef float    F4 __attribute__((vector_size(16)));
-typedef int32_t  I4 __attribute__((vector_size(16)));
-typedef uint16_t H4 __attribute__((vector_size(8)));
-typedef struct { F4 a, b, c, d; } V_plain;
-#define EACH_QUARTER(x) (V_plain){ x(a), x(b), x(c), x(d) }
-INLINE_plain F4 four(float x)            { return (F4){ x, x, x, x }; }
-INLINE_plain F4 pick(I4 mask, F4 x, F4 y) { return (F4)((mask & (I4)x) | (~mask & (I4)y)); }
-#define ALL(q) four(x)
-#define ADD(q) x.q + y.q
-#define MUL(q) x.q * y.q
-#define DIV(q) x.q / y.q
-#define FMA(q) x.q * y.q + z.q
-#define MAX(q) pick(x.q > y.q, x.q, y.q)        // NaN in x: y
-#define MIN(q) pick(x.q < y.q, x.q, y.q)
-INLINE_plain V_plain all_plain(float x)                         { return EACH_QUARTER(ALL); }
-INLINE_plain V_plain add_plain(V_plain x, V_plain y)            { return EACH_QUARTER(ADD); }
-INLINE_plain V_plain mul_plain(V_plain x, V_plain y)            { return EACH_QUARTER(MUL); }
-INLINE_plain V_plain div_plain(V_plain x, V_plain y)            { return EACH_QUARTER(DIV); }
-INLINE_plain V_plain fma_plain(V_plain x, V_plain y, V_plain z) { return EACH_QUARTER(FMA); }
-INLINE_plain V_plain max_plain(V_plain x, V_plain y)            { return EACH_QUARTER(MAX); }
-INLINE_plain V_plain min_plain(V_plain x, V_plain y)            { return EACH_QUARTER(MIN); }
-INLINE_plain F4 scale4_plain(F4 x, F4 k) {                      // x 2^k, in two steps, because 2^k alone may be below the smallest float
-    I4 i = __builtin_convertvector(k, I4), h = i >> 1;
-    return x * (F4)((h + 127) << 23) * (F4)((i - h + 127) << 23);
-}
-#define SCALE(q) scale4_plain(x.q, k.q)
-INLINE_plain V_plain scale_plain(V_plain x, V_plain k) { return EACH_QUARTER(SCALE); }
-INLINE_plain F4 load4_plain(const char *p, int dtype) {
-    F4 f;
-    H4 h;
-    if (dtype == DT_F32) { memcpy(&f, p, sizeof f); return f; }
-    memcpy(&h, p, sizeof h);
-    I4 u = __builtin_convertvector(h, I4), sign = (u & 0x8000) << 16, special = (u & 0x7c00) == 0x7c00;     // infinity or NaN
-    if (dtype == DT_BF16) return (F4)(u << 16);
-    f = (F4)((u & 0x7fff) << 13) * four(0x1p112f);              // the exponent's bias differs by 112; subnormals come out right
-    return (F4)((I4)f | (special & 0x7f800000) | sign);
-}
-#define LOAD(q) load4_plain(at + (#q[0] - 'a') * 4 * size, dtype)
-INLINE_plain V_plain load_plain(const void *p, int dtype, int n) {         // n < 16: the other lanes are 0
-    size_t size = dtype == DT_F32 ? 4 : 2;
-    char part[LANES * 4] = {0};
-    const char *at = n < LANES ? memcpy(part, p, (size_t)n * size) : p;
-    return EACH_QUARTER(LOAD);
-}
-INLINE_plain V_plain load_bytes_plain(const signed char *p) {              // 16 small integers
-    float f[LANES];
-    V_plain x;
-    for (int i = 0; i < LANES; i++) f[i] = p[i];
-    memcpy(&x, f, sizeof x);
-    return x;
-}
-INLINE_plain void store_plain(float *p, V_plain x, int n) { memcpy(p, &x, (size_t)n * 4); }
-INLINE_plain void store_f16_plain(uint16_t *p, V_plain x) {
-    float f[LANES];
-    memcpy(f, &x, sizeof f);
-    for (int i = 0; i < LANES; i++) p[i] = f32_to_f16(f[i]);
-}
-INLINE_plain float fold_plain(V_plain x) {
-    F4 s = (x.a + x.c) + (x.b + x.d);
-    return (s[0] + s[2]) + (s[1] + s[3]);
-}
-INLINE_plain float most_plain(V_plain x) {
-    F4 y = pick(x.a > x.b, x.a, x.b), z = pick(x.c > x.d, x.c, x.d);
-    y = pick(y > z, y, z);
-    return fmaxf(fmaxf(y[0], y[1]), fmaxf(y[2], y[3]));
-}
-INLINE_plain uint32_t from_plain(const float *p, uint32_t key) {           // of 16, a bit each: order_key >= key
-    uint32_t bits = 0;
-    for (int i = 0; i < LANES; i++) bits |= (uint32_t)(order_key(p[i]) >= key) << i;
-    return bits;
-}
-INLINE_plain void folds_plain(float *out, V_plain *a, int n, float scale) { for (int i = 0; i < n; i++) out[i] = fold_plain(a[i]) * scale; }
-#undef ALL
-#undef ADD
-#undef MUL
-#undef DIV
-#undef FMA
-#undef MAX
-#undef MIN
-#undef SCALE
-#undef LOAD
-
-#if defined(__x86_64__)
-// ---- AVX2: sixteen lanes are a pair of registers
-#define TARGET_avx2 __attribute__((target("avx2,fma,f16c")))
-#define INLINE_avx2 static inline __attribute__((always_inline, target("avx2,fma,f16c")))
-typedef struct { __m256 a, b; } V_avx2;
-INLINE_avx2 V_avx2 all_avx2(float x)                        { return (V_avx2){ _mm256_set1_ps(x), _mm256_set1_ps(x) }; }
-INLINE_avx2 V_avx2 add_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b) }; }
-INLINE_avx2 V_avx2 mul_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b) }; }
-INLINE_avx2 V_avx2 div_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b) }; }
-INLINE_avx2 V_avx2 fma_avx2(V_avx2 x, V_avx2 y, V_avx2 z)   { return (V_avx2){ _mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b) }; }
-INLINE_avx2 V_avx2 max_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b) }; }
-INLINE_avx2 V_avx2 min_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b) }; }
-INLINE_avx2 __m256 scale8_avx2(__m256 x, __m256 k) {        // in two steps, because 2^k alone may be below the smallest float
-    __m256i i = _mm256_cvtps_epi32(k), h = _mm256_srai_epi32(i, 1), one = _mm256_set1_epi32(127);
-    __m256 f = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(h, one), 23));
-    __m256 g = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(i, h), one), 23));
-    return _mm256_mul_ps(_mm256_mul_ps(x, f), g);
-}
-INLINE_avx2 V_avx2 scale_avx2(V_avx2 x, V_avx2 k) { return (V_avx2){ scale8_avx2(x.a, k.a), scale8_avx2(x.b, k.b) }; }
-INLINE_avx2 __m256 load8_avx2(const void *p, int dtype) {
-    if (dtype == DT_F32) return _mm256_loadu_ps(p);
-    __m128i h = _mm_loadu_si128(p);
-    return dtype == DT_F16 ? _mm256_cvtph_ps(h) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
-}
-INLINE_avx2 V_avx2 load_avx2(const void *p, int dtype, int n) {
-    size_t size = dtype == DT_F32 ? 4 : 2;
-    char part[LANES * 4] = {0};
-    if (n < LANES) p = memcpy(part, p, (size_t)n * size);
-    return (V_avx2){ load8_avx2(p, dtype), load8_avx2((const char *)p + 8 * size, dtype) };
-}
-INLINE_avx2 __m256 bytes8_avx2(const signed char *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p))); }
-INLINE_avx2 V_avx2 load_bytes_avx2(const signed char *p) { return (V_avx2){ bytes8_avx2(p), bytes8_avx2(p + 8) }; }
-INLINE_avx2 void store_avx2(float *p, V_avx2 x, int n) {
-    float part[LANES], *to = n < LANES ? part : p;
-    _mm256_storeu_ps(to, x.a); _mm256_storeu_ps(to + 8, x.b);
-    if (n < LANES) memcpy(p, part, (size_t)n * 4);
-}
-INLINE_avx2 __m128i half8_avx2(__m256 x) {                  // f32_to_f16 of 8: saturates, any NaN becomes the quiet one of its sign
-    __m256 top = _mm256_set1_ps(65504), sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f)), nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
-    x = _mm256_max_ps(_mm256_min_ps(x, top), _mm256_set1_ps(-65504));
-    return _mm256_cvtps_ph(_mm256_blendv_ps(x, _mm256_or_ps(sign, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000))), nan), _MM_FROUND_TO_NEAREST_INT);
-}
-INLINE_avx2 void store_f16_avx2(uint16_t *p, V_avx2 x) {
-    _mm_storeu_si128((void *)p, half8_avx2(x.a)); _mm_storeu_si128((void *)(p + 8), half8_avx2(x.b));
-}
-INLINE_avx2 float fold8_avx2(__m256 x) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-INLINE_avx2 float fold_avx2(V_avx2 x) { return fold8_avx2(_mm256_add_ps(x.a, x.b)); }
-INLINE_avx2 float most_avx2(V_avx2 x) {
-    __m256 y = _mm256_max_ps(x.a, x.b);
-    __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
-    z = _mm_max_ps(z, _mm_movehl_ps(z, z));
-    return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
-}
-INLINE_avx2 uint32_t from8_avx2(const float *p, uint32_t key) {
-    __m256i x = _mm256_castps_si256(_mm256_add_ps(_mm256_loadu_ps(p), _mm256_setzero_ps())), sign = _mm256_set1_epi32((int)0x80000000u);
-    x = _mm256_xor_si256(x, _mm256_or_si256(_mm256_srai_epi32(x, 31), sign));
-    x = _mm256_cmpeq_epi32(_mm256_max_epu32(x, _mm256_set1_epi32((int)key)), x);
-    return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(x));
-}
-INLINE_avx2 uint32_t from_avx2(const float *p, uint32_t key) { return from8_avx2(p, key) | from8_avx2(p + 8, key) << 8; }
-INLINE_avx2 void folds_avx2(float *out, V_avx2 *a, int n, float scale) { for (int i = 0; i < n; i++) out[i] = fold_avx2(a[i]) * scale; }
-
-// ---- AVX-512
-#define TARGET_avx512 __attribute__((target("avx512f,avx512bw,avx512vl,fma,f16c")))
-#define INLINE_avx512 static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl,fma,f16c")))
-typedef __m512 V_avx512;
-INLINE_avx512 __m512 all_avx512(float x)                            { return _mm512_set1_ps(x); }
-INLINE_avx512 __m512 add_avx512(__m512 x, __m512 y)                 { return _mm512_add_ps(x, y); }
-INLINE_avx512 __m512 mul_avx512(__m512 x, __m512 y)                 { return _mm512_mul_ps(x, y); }
-INLINE_avx512 __m512 div_avx512(__m512 x, __m512 y)                 { return _mm512_div_ps(x, y); }
-INLINE_avx512 __m512 fma_avx512(__m512 x, __m512 y, __m512 z)       { return _mm512_fmadd_ps(x, y, z); }
-INLINE_avx512 __m512 max_avx512(__m512 x, __m512 y)                 { return _mm512_max_ps(x, y); }
-INLINE_avx512 __m512 min_avx512(__m512 x, __m512 y)                 { return _mm512_min_ps(x, y); }
-INLINE_avx512 __m512 scale_avx512(__m512 x, __m512 k)               { return _mm512_scalef_ps(x, k); }
-INLINE_avx512 __mmask16 mask_avx512(int n)                          { return (__mmask16)((1u << n) - 1); }
-INLINE_avx512 __m512 load_avx512(const void *p, int dtype, int n) {
-    if (dtype == DT_F32) return n < LANES ? _mm512_maskz_loadu_ps(mask_avx512(n), p) : _mm512_loadu_ps(p);
-    __m256i h = n < LANES ? _mm256_maskz_loadu_epi16(mask_avx512(n), p) : _mm256_loadu_si256(p);
-    return dtype == DT_F16 ? _mm512_cvtph_ps(h) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
-}
-INLINE_avx512 __m512 load_bytes_avx512(const signed char *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p))); }
-INLINE_avx512 void store_avx512(float *p, __m512 x, int n) {
-    if (n < LANES) _mm512_mask_storeu_ps(p, mask_avx512(n), x); else _mm512_storeu_ps(p, x);
-}
-INLINE_avx512 void store_f16_avx512(uint16_t *p, __m512 x) {
-    __m512i sign = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0x80000000u));
-    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504)), _mm512_set1_ps(-65504));
-    x = _mm512_mask_mov_ps(x, nan, _mm512_castsi512_ps(_mm512_or_si512(sign, _mm512_set1_epi32(0x7fc00000))));
-    _mm256_storeu_si256((void *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-}
-INLINE_avx512 float fold_avx512(__m512 x) {
-    __m512 s = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));         // lanes 8..15 onto 0..7
-    s = _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0xb1));
-    __m128 q = _mm512_castps512_ps128(s);
-    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
-}
-INLINE_avx512 uint32_t from_avx512(const float *p, uint32_t key) {
-    __m512i x = _mm512_castps_si512(_mm512_add_ps(_mm512_loadu_ps(p), _mm512_setzero_ps())), sign = _mm512_set1_epi32((int)0x80000000u);
-    x = _mm512_xor_si512(x, _mm512_or_si512(_mm512_srai_epi32(x, 31), sign));
-    return _mm512_cmpge_epu32_mask(x, _mm512_set1_epi32((int)key));
-}
-INLINE_avx512 float most_avx512(__m512 x)                           { return _mm512_reduce_max_ps(x); }
-// Folds 16 vectors at once: a step puts one half of x beside the same half of y, the other halves likewise, and adds the two. These are
-// the additions of fold, between lanes 8, 4, 2 and 1 apart; vectors are paired so that lane i ends with the sum of a[i].
-#define FOLD_TWO(shuffle, x, y, some, others) _mm512_add_ps(shuffle(x, y, some), shuffle(x, y, others))
-INLINE_avx512 __m512 fold16_avx512(const __m512 *a) {
-    __m512 b[8], c[4], d[2];
-    UNROLL for (int i = 0; i < 8; i++) b[i] = FOLD_TWO(_mm512_shuffle_f32x4, a[i / 4 * 8 + i % 4], a[i / 4 * 8 + i % 4 + 4], 0x44, 0xee);
-    UNROLL for (int i = 0; i < 4; i++) c[i] = FOLD_TWO(_mm512_shuffle_f32x4, b[i], b[i + 4], 0x88, 0xdd);
-    UNROLL for (int i = 0; i < 2; i++) d[i] = FOLD_TWO(_mm512_shuffle_ps, c[2 * i], c[2 * i + 1], 0x44, 0xee);
-    return FOLD_TWO(_mm512_shuffle_ps, d[0], d[1], 0x88, 0xdd);
-}
-INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
-    if (n == LANES) _mm512_storeu_ps(out, _mm512_mul_ps(fold16_avx512(a), _mm512_set1_ps(scale)));
-    else for (int i = 0; i < n; i++) out[i] = fold_avx512(a[i]) * scale;
-}
-#endif
-
-// ---- the kernels, once for all instruction sets
-// dots: tiles of MR rows of x by NR rows of w; a tile loads each vector once and uses it NR or MR times. Rows past the end of
-// the block repeat its last one and are not stored; a whole tile of whole vectors is compiled without that. The rows of the next
-// panel are short, far apart, and the hardware does not see them coming, so they are asked for in time: by a single tile as it goes
-// (decode: 23 -> 34 GB/s a thread where 38 can be read; 1 KB past the panel for one row of x, 4 KB for the few queries that share
-// keys), by many tiles one line of each row each (8 % of prefill).
-// mix: tiles of MX rows of o by NV vectors, of MR where fewer are left (the heads of a decode step); each output adds its n products
-// in order. The first columns ask for what comes next: what the caller says, or stored rows 16 further on (a decode step over 32k rows of head_dim 128: about four fifths of the time).
-// exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
-// two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
-// 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY; above, x may be 150 at most.
-// exp2: x = k + r is exact as it stands: no products to reduce x, and no 1 + r apart, which saves two of seventeen instructions.
-// 2^r = 1 + r (c1 + .. + c6 r^5), minimax with relative error 2.0e-9. For scores that can be had times log2 e.
-#define KERNELS(S, MR, NR, NV, MX) \
-INLINE_##S void dots_step_##S(V_##S *acc, const float *const *x, const char *const *w, int dtype, int M, int k, int n, size_t ahead) { \
-    size_t size = dtype == DT_F32 ? 4 : 2; \
-    V_##S b[NR]; \
-    if (ahead) UNROLL for (int j = 0; j < NR; j++) __builtin_prefetch(w[j] + (size_t)k * size + ahead); \
-    UNROLL for (int j = 0; j < NR; j++) b[j] = load_##S(w[j] + (size_t)k * size, dtype, n); \
-    UNROLL for (int i = 0; i < M; i++) { \
-        V_##S a = load_##S(x[i] + k, DT_F32, n); \
-        UNROLL for (int j = 0; j < NR; j++) acc[i * NR + j] = fma_##S(a, b[j], acc[i * NR + j]); \
-    } \
-} \
-INLINE_##S void dots_tile_##S(const Dots *a, int dtype, int M, int i0, int j0, int whole) { \
-    V_##S acc[MR * NR]; \
-    const float *x[MR]; const char *w[NR]; \
-    float sum[MR * NR]; \
-    size_t ahead = !a->next.p && (M == 1 || a->m <= MR) ? NR * a->ldw + (M == 1 ? 1024 : 4096) : 0; \
-    int m = whole || a->m - i0 > M ? M : a->m - i0, n = whole || a->n - j0 > NR ? NR : a->n - j0, k = 0; \
-    UNROLL for (int i = 0; i < M; i++) x[i] = a->x + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldx; \
-    UNROLL for (int j = 0; j < NR; j++) w[j] = a->w + (size_t)(j0 + (j < n ? j : n - 1)) * a->ldw; \
-    UNROLL for (int i = 0; i < M * NR; i++) acc[i] = all_##S(0); \
-    for (; k + LANES <= a->K; k += LANES) dots_step_##S(acc, x, w, dtype, M, k, LANES, ahead); \
-    if (!whole && k < a->K) dots_step_##S(acc, x, w, dtype, M, k, a->K - k, 0); \
-    folds_##S(sum, acc, M * NR, a->scale); \
-    for (int i = 0; i < m; i++) { \
-        float *y = a->y + (size_t)(i0 + i) * a->ldy + j0; \
-        if (whole || (n == NR && !a->add)) memcpy(y, sum + i * NR, NR * sizeof *y); \
-        else for (int j = 0; j < n; j++) y[j] = a->add ? y[j] + sum[i * NR + j] : sum[i * NR + j]; \
-    } \
-} \
-INLINE_##S void dots_any_##S(const Dots *a, int dtype) { \
-    Ahead next = a->next; \
-    size_t share = next.bytes ? ahead_share(next, (a->n + NR - 1) / NR) : 0; \
-    for (int j = 0; j < a->n; j += NR) { \
-        int i = 0; \
-        if (next.bytes) ask_ahead(&next, share); \
-        for (; a->m - i > 1; i += MR) { \
-            for (int p = j + NR; a->m > MR && p < j + 2 * NR; p++) __builtin_prefetch(a->w + (size_t)p * a->ldw + i / MR * 64); \
-            if (a->m - i >= MR && a->n - j >= NR && a->K % LANES == 0 && !a->add) dots_tile_##S(a, dtype, MR, i, j, 1); \
-            else dots_tile_##S(a, dtype, MR, i, j, 0); \
-        } \
-        if (i < a->m) dots_tile_##S(a, dtype, 1, i, j, 0); \
-    } \
-} \
-TARGET_##S static void dots_f32_##S (const Dots *a) { dots_any_##S(a, DT_F32); } \
-TARGET_##S static void dots_f16_##S (const Dots *a) { dots_any_##S(a, DT_F16); } \
-TARGET_##S static void dots_bf16_##S(const Dots *a) { dots_any_##S(a, DT_BF16); } \
-\
-INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int add, int vectors, int width, Ahead next) { \
-    V_##S acc[MX * NV]; \
-    size_t size = dtype == DT_F32 ? 4 : 2, share = next.bytes ? ahead_share(next, n) : 0; \
-    UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
-        acc[i * NV + c] = add ? load_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, DT_F32, width) : all_##S(0); \
-    for (int r = 0; r < n; r++) { \
-        V_##S b[NV]; \
-        if (next.bytes) ask_ahead(&next, share); \
-        UNROLL for (int c = 0; c < vectors; c++) b[c] = load_##S(v + ((size_t)r * D + c * LANES) * size, dtype, width); \
-        UNROLL for (int i = 0; i < M; i++) { \
-            V_##S a = all_##S(p[(size_t)(i < m ? i : m - 1) * n + r]); \
-            UNROLL for (int c = 0; c < vectors; c++) acc[i * NV + c] = fma_##S(a, b[c], acc[i * NV + c]); \
-        } \
-    } \
-    UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
-        store_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, acc[i * NV + c], width); \
-} \
-INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int add, Ahead next) { \
-    size_t size = dtype == DT_F32 ? 4 : 2; \
-    int d = 0; \
-    if (!next.p && dtype != DT_F32) next = (Ahead){ v + 16 * D * size, n * D * size }; \
-    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, NV, LANES, d ? (Ahead){0} : next); \
-    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, 1, LANES, d ? (Ahead){0} : next); \
-    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, 1, D - d, d ? (Ahead){0} : next); \
-} \
-INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D, int add, Ahead next) { \
-    int i = 0, block = 0, blocks = m / MX + (m % MX + MR - 1) / MR; \
-    for (; m - i >= MX; i += MX) \
-        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MX, MX, n, D, add, ahead_part(next, block++, blocks)); \
-    for (; m - i > 1; i += MR) \
-        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, add, ahead_part(next, block++, blocks)); \
-    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, add, ahead_part(next, block, blocks)); \
-} \
-TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F32, m, n, D, add, next); } \
-TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F16, m, n, D, add, next); } \
-TARGET_##S static void mix_bf16_##S(float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_BF16, m, n, D, add, next); } \
-\
-INLINE_##S V_##S exp_##S(V_##S x) { \
-    x = max_##S(x, all_##S(-150)); \
-    V_##S magic = all_##S(12582912), k = add_##S(fma_##S(x, all_##S(LOG2_E), magic), all_##S(-12582912)); \
-    V_##S r = fma_##S(k, all_##S(-1.42860677e-6f), fma_##S(k, all_##S(-0.693145752f), x)); \
-    V_##S p = fma_##S(r, all_##S(0.00138145986f), all_##S(0.00836871688f)); \
-    p = fma_##S(r, p, all_##S(0.0416683880f)); \
-    p = fma_##S(r, p, all_##S(0.166665206f)); \
-    p = fma_##S(r, p, all_##S(0.499999934f)); \
-    p = add_##S(fma_##S(mul_##S(r, r), p, r), all_##S(1)); \
-    return scale_##S(p, k); \
-} \
-INLINE_##S V_##S exp2_##S(V_##S x) { \
-    x = max_##S(x, all_##S(-150)); \
-    V_##S k = add_##S(add_##S(x, all_##S(12582912)), all_##S(-12582912)), r = fma_##S(k, all_##S(-1), x); \
-    V_##S p = fma_##S(r, all_##S(0.000153533620f), all_##S(0.00133988750f)); \
-    p = fma_##S(r, p, all_##S(0.00961843692f)); \
-    p = fma_##S(r, p, all_##S(0.0555033237f)); \
-    p = fma_##S(r, p, all_##S(0.240226477f)); \
-    p = fma_##S(r, p, all_##S(0.693147182f)); \
-    return scale_##S(fma_##S(r, p, all_##S(1)), k); \
-} \
-TARGET_##S static void exp_shift_##S(float *x, float max, size_t n, float *sum) { \
-    V_##S shift = all_##S(-max), total = all_##S(0); \
-    size_t i = 0; \
-    for (; i + LANES <= n; i += LANES) { \
-        V_##S e = exp_##S(add_##S(load_##S(x + i, DT_F32, LANES), shift)); \
-        store_##S(x + i, e, LANES); \
-        total = add_##S(total, e); \
-    } \
-    if (i < n) { \
-        float part[LANES]; \
-        for (int j = 0; j < LANES; j++) part[j] = i + j < n ? x[i + j] : -INFINITY; \
-        V_##S e = exp_##S(add_##S(load_##S(part, DT_F32, LANES), shift)); \
-        store_##S(x + i, e, (int)(n - i)); \
-        total = add_##S(total, e); \
-    } \
-    *sum += fold_##S(total); \
-} \
-INLINE_##S void swiglu_step_##S(float *g, const float *u, int n) { \
-    V_##S x = load_##S(g, DT_F32, n), e = exp_##S(min_##S(mul_##S(x, all_##S(-1)), all_##S(150))); \
-    store_##S(g, mul_##S(div_##S(x, add_##S(all_##S(1), e)), load_##S(u, DT_F32, n)), n); \
-} \
-TARGET_##S static void swiglu_##S(float *g, const float *u, size_t n) { \
-    size_t i = 0; \
-    for (; i + LANES <= n; i += LANES) swiglu_step_##S(g + i, u + i, LANES); \
-    if (i < n) swiglu_step_##S(g + i, u + i, (int)(n - i)); \
-} \
-INLINE_##S void softmax_down_##S(float *x, int n, size_t m, float *max, float *sum, int vectors, int width) { /* `vectors` side by side: rows are read from end to end, and no exponential waits for another */ \
-    V_##S top[NV], shift[NV], total[NV]; \
-    UNROLL for (int c = 0; c < vectors; c++) top[c] = load_##S(max + c * LANES, DT_F32, width); \
-    for (int j = 0; j < n; j++) UNROLL for (int c = 0; c < vectors; c++) top[c] = max_##S(load_##S(x + j * m + c * LANES, DT_F32, width), top[c]); \
-    UNROLL for (int c = 0; c < vectors; c++) { \
-        shift[c] = mul_##S(top[c], all_##S(-1)); \
-        total[c] = mul_##S(load_##S(sum + c * LANES, DT_F32, width), exp2_##S(add_##S(load_##S(max + c * LANES, DT_F32, width), shift[c])));     /* what was gathered under the old maximum */ \
-    } \
-    for (int j = 0; j < n; j++) UNROLL for (int c = 0; c < vectors; c++) { \
-        V_##S e = exp2_##S(add_##S(load_##S(x + j * m + c * LANES, DT_F32, width), shift[c])); \
-        store_##S(x + j * m + c * LANES, e, width); \
-        total[c] = add_##S(total[c], e); \
-    } \
-    UNROLL for (int c = 0; c < vectors; c++) { store_##S(max + c * LANES, top[c], width); store_##S(sum + c * LANES, total[c], width); } \
-} \
-TARGET_##S static void softmax_columns_##S(float *x, int n, int m, float *max, float *sum) { \
-    int c = 0; \
-    for (; c + NV * LANES <= m; c += NV * LANES) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, NV, LANES); \
-    for (; c + LANES <= m; c += LANES) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, 1, LANES); \
-    if (c < m) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, 1, m - c); \
-} \
-TARGET_##S static float max_of_##S(const float *x, size_t n) { \
-    V_##S top = all_##S(-INFINITY); \
-    size_t i = 0; \
-    for (; i + LANES <= n; i += LANES) top = max_##S(load_##S(x + i, DT_F32, LANES), top); \
-    float best = most_##S(top);                          /* no lane is a NaN */ \
-    for (; i < n; i++) best = x[i] > best ? x[i] : best; \
-    return best; \
-} \
-\
-TARGET_##S static int sum_from_##S(const float *x, const int *w, int n, uint32_t key) {      /* simple enough for the compiler to make vectors of it */ \
-    int sum = 0; \
-    if (w) for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key ? w[i] : 0; \
-    else   for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key; \
-    return sum; \
-} \
-\
-TARGET_##S static int list_from_##S(const float *x, int i, int n, uint32_t key, int *idx) { \
-    int count = 0; \
-    for (; i + LANES <= n; i += LANES) for (uint32_t bits = from_##S(x + i, key); bits; bits &= bits - 1) idx[count++] = i + __builtin_ctz(bits); \
-    for (; i < n; i++) if (order_key(x[i]) >= key) idx[count++] = i; \
-    return count; \
-} \
-\
-INLINE_##S void widen_##S(float *dst, const char *src, int dtype, size_t n) { \
-    size_t size = dtype == DT_F32 ? 4 : 2, i = 0; \
-    for (; i + LANES <= n; i += LANES) store_##S(dst + i, load_##S(src + i * size, dtype, LANES), LANES); \
-    if (i < n) store_##S(dst + i, load_##S(src + i * size, dtype, (int)(n - i)), (int)(n - i)); \
-} \
-TARGET_##S static void widen_f32_##S (float *dst, const void *src, size_t n) { widen_##S(dst, src, DT_F32, n); } \
-TARGET_##S static void widen_f16_##S (float *dst, const void *src, size_t n) { widen_##S(dst, src, DT_F16, n); } \
-TARGET_##S static void widen_bf16_##S(float *dst, const void *src, size_t n) { widen_##S(dst, src, DT_BF16, n); } \
-TARGET_##S static void narrow_f16_##S(uint16_t *dst, const float *src, size_t n) { \
-    size_t i = 0; \
-    for (; i + LANES <= n; i += LANES) store_f16_##S(dst + i, load_##S(src + i, DT_F32, LANES)); \
-    for (; i < n; i++) dst[i] = f32_to_f16(src[i]); \
-} \
-TARGET_##S static void unpack_q8_##S(float *dst, const char *src, int n, int D) { \
-    for (int left = n * D, col = 0, m; left > 0; left -= m, dst += m, col = col + m < D ? col + m : 0) { \
-        uint16_t d; \
-        int i = 0; \
-        memcpy(&d, src, 2); \
-        float scale = f16_to_f32(d); \
-        const signed char *q = (const signed char *)src + 2; \
-        m = D - col < Q8_BLOCK ? D - col : Q8_BLOCK; \
-        for (; i + LANES <= m; i += LANES) store_##S(dst + i, mul_##S(load_bytes_##S(q + i), all_##S(scale)), LANES); \
-        for (; i < m; i++) dst[i] = scale * q[i]; \
-        src += 2 + m; \
-    } \
-}
-#define SIMD_LINE(S) { #S, { dots_f32_##S, dots_f16_##S, dots_bf16_##S }, { widen_f32_##S, widen_f16_##S, widen_bf16_##S }, \
-                       narrow_f16_##S, unpack_q8_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, softmax_columns_##S, swiglu_##S, max_of_##S, sum_from_##S, list_from_##S }
-
-KERNELS(plain, 1, 2, 2, 1)
-#if defined(__x86_64__)
-KERNELS(avx2, 3, 2, 2, 3)
-KERNELS(avx512, 4, 4, 4, 6)
-#endif
-static const Simd simd_table[] = {                      // best first
-#if defined(__x86_64__)
-    SIMD_LINE(avx512), SIMD_LINE(avx2),
-#endif
-    SIMD_LINE(plain),
-};
-static const Simd *simd;
-
-static int simd_can(const Simd *s) {                    // does this processor (and its operating system) have what the version needs?
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");      // every processor with AVX2 has F16C
-    if (!strcmp(s->name, "avx2")) return avx2;
-    if (!strcmp(s->name, "avx512"))
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-#endif
-    return !strcmp(s->name, "plain");
-}
-static int simd_set(const char *name) {                 // NULL: the best there is. 0, or -1 when this machine cannot run it
-    for (size_t i = 0; i < sizeof simd_table / sizeof *simd_table; i++)
-        if ((!name || !strcmp(name, simd_table[i].name)) && simd_can(&simd_table[i])) { simd = &simd_table[i]; return 0; }
-    return -1;
-}
-__attribute__((constructor)) static void simd_choose(void) {       // before main, so no thread ever sees it change
-    const char *name = getenv("KVCOMP_SIMD");                      // plain, avx2, avx512: for tests and comparisons
-    if (!name || simd_set(name) < 0) simd_set(NULL);
-}
-const char *simd_name(void) { return simd->name; }
-
-// ---- products
-void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {   // y (T,rows) = x (T,cols) W^T
-    int K = w->cols, t_blocks = (T + T_BLOCK - 1) / T_BLOCK, row_blocks = (w->rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    int panel = T > 4 ? ROW_BLOCK : 4;                  // few rows of x: finish 4 rows of W before the next, so W streams in order
-    size_t size = dtype_size(w->dtype);
-    #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
-    for (int tb = 0; tb < t_blocks; tb++)
-        for (int rb = 0; rb < row_blocks; rb++) {
-            int t0 = tb * T_BLOCK, m = T - t0 < T_BLOCK ? T - t0 : T_BLOCK, end = (rb + 1) * ROW_BLOCK < w->rows ? (rb + 1) * ROW_BLOCK : w->rows;
-            for (int r = rb * ROW_BLOCK; r < end; r += panel)
-                for (int k = 0; k < K; k += K_CHUNK)
-                    simd->dots[w->dtype](&(Dots){
-                        .y = y + t0 * ldy + r, .ldy = ldy, .x = x + t0 * ldx + k, .ldx = ldx,
-                        .w = (const char *)w->data + ((size_t)r * K + k) * size, .ldw = K * size,
-                        .m = m, .n = end - r < panel ? end - r : panel, .K = K - k < K_CHUNK ? K - k : K_CHUNK, .add = k > 0, .scale = 1 });
-        }
-}
-void matmul(float *y, const float *x, const Tensor *w, int T) { matmul_strided(y, (size_t)w->rows, x, (size_t)w->cols, w, T); }
-
-// The tiles of attention. They run inside threads and are never parallel themselves. Rows of K and V may be f32 tiles or the
-// cache's own f16 and bf16 rows: the results are the same bits, and decode need not copy rows first (13 -> 21 GB/s a thread).
-static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next) {   // s (m,n) = scale * q (m,D) k (n,D)^T
-    simd->dots[dtype](&(Dots){ .y = s, .ldy = (size_t)n, .x = q, .ldx = (size_t)D, .w = k, .ldw = (size_t)D * dtype_size(dtype), .m = m, .n = n, .K = D, .scale = scale, .next = next });
-}
-static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next) {          // o (m,D) = p (m,n) v (n,D); add: o += that
-    simd->mix[dtype](o, p, v, m, n, D, add, next);
-}
-void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) { scores_of(s, q, k, DT_F32, m, n, D, scale, (Ahead){0}); }
-void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) { mix_of(o, p, v, DT_F32, m, n, D, 1, (Ahead){0}); }
-void exp_shift(float *x, float max, int n, float *sum) { simd->exp_shift(x, max, (size_t)n, sum); }
-float dot_f32(const float *a, const float *b, int n) {
-    float s;
-    attn_scores(&s, a, b, 1, 1, n, 1);
-    return s;
-}
-static float max_f32(const float *x, int n) { return simd->max(x, (size_t)n); }            // -INFINITY when n == 0
-
-// ---- rows
-void to_f32(float *dst, const void *src, int dtype, size_t n) { simd->widen[dtype](dst, src, n); }
-void from_f32(void *dst, const float *src, int dtype, size_t n) {
-    uint16_t *h = dst;
-    if (dtype == DT_F32) memcpy(dst, src, n * sizeof(float));
-    else if (dtype == DT_F16) simd->narrow_f16(h, src, n);
-    else for (size_t i = 0; i < n; i++) h[i] = f32_to_bf16(src[i]);
-}
-enum { PIECE = 256 };                                   // elements of a weight vector widened at a time
-
-void add_bias(float *y, const Tensor *b, int T) {       // y (T,cols) += b
-    float piece[PIECE];
-    for (int c = 0; b->data && c < b->cols; c += PIECE) {
-        int n = b->cols - c < PIECE ? b->cols - c : PIECE;
-        to_f32(piece, (const char *)b->data + c * dtype_size(b->dtype), b->dtype, (size_t)n);
-        for (int t = 0; t < T; t++)
-            for (int i = 0; i < n; i++) y[(size_t)t * b->cols + c + i] += piece[i];
-    }
-}
-void rmsnorm(float *y, const float *x, const Tensor *w, int T, int n, float eps) {      // y = x / sqrt(mean(x^2) + eps) * w; y may be x
-    #pragma omp parallel for schedule(static) if ((size_t)T * n > 1 << 15)
-    for (int t = 0; t < T; t++) {
-        const float *a = x + (size_t)t * n;
-        float *o = y + (size_t)t * n, piece[PIECE], inv = 1 / sqrtf(dot_f32(a, a, n) / (float)n + eps);
-        for (int c = 0; c < n; c += PIECE) {
-            int m = n - c < PIECE ? n - c : PIECE;
-            to_f32(piece, (const char *)w->data + c * dtype_size(w->dtype), w->dtype, (size_t)m);
-            for (int i = 0; i < m; i++) o[c + i] = a[c + i] * inv * piece[i];
-        }
-    }
-}
-void swiglu(float *g, const float *u, size_t n) {       // g = g / (1 + e^-g) * u
-    const size_t piece = 4096;
-    #pragma omp parallel for schedule(static) if (n > 1 << 15)
-    for (size_t i = 0; i < n; i += piece) simd->swiglu(g + i, u + i, n - i < piece ? n - i : piece);
-}
-
-// ---- the k largest
-// The k-th largest key is found bit by bit, highest first: a bit is set if k keys are at least as large with it. One pass over the values
-// each, as vectors; it ends early when exactly k keys are left.
-int top_k(const float *x, int n, int k, int *idx) {     // x (n) -> idx (min(k,n)) ascending; ties go to the lower index
-    uint32_t key = 0;
-    int take = k < n ? k : n, above = 0, from = -1, last = n;           // keys above the k-th; keys from the bits so far on
-    if (take <= 0) return 0;
-    for (uint32_t bit = 1u << 31; bit && from != take; bit >>= 1) {
-        int c = simd->sum_from(x, NULL, n, key | bit);
-        if (c < take) above = c; else { key |= bit; from = c; }
-    }
-    if (from != take)                                                   // more than that: some keys that equal the k-th stay behind
-        for (last = 0; above < take; last++) above += order_key(x[last]) == key;
-    int count = simd->list_from(x, 0, last, key, idx);
-    if (count < take) count += simd->list_from(x, last, n, key + 1, idx + count);
-    return count;
-}
-
-// ==================================================================================================== 5 KV CACHE
-// A head is a list of rows. Each (layer, KV head) owns len rows, oldest first: source token, RoPE position, K and V bytes.
-// Heads differ in length once a method drops rows; dropped rows are given back to the allocator at once. Keys are stored
-// rotated. Row counts are rounded up to KV_STEP when memory is asked for, so that a decode step rarely allocates.
-
-enum { KV_STEP = 64 };                          // rows
-
-// ---- formats of raw rows
-static size_t f32_bytes(int D)  { return (size_t)D * 4; }
-static size_t half_bytes(int D) { return (size_t)D * 2; }
-static void f32_pack   (char *o, const float *x, int D)        { memcpy(o, x, (size_t)D * 4); }
-static void f32_unpack (float *x, const char *o, int n, int D) { memcpy(x, o, (size_t)n * D * 4); }
-static void f16_pack   (char *o, const float *x, int D)        { from_f32(o, x, DT_F16, D); }
-static void f16_unpack (float *x, const char *o, int n, int D) { to_f32(x, o, DT_F16, (size_t)n * D); }
-static void bf16_pack  (char *o, const float *x, int D)        { from_f32(o, x, DT_BF16, D); }
-static void bf16_unpack(float *x, const char *o, int n, int D) { to_f32(x, o, DT_BF16, (size_t)n * D); }
-
-// q8_0: blocks of 32 values, each an f16 scale d = max|x|/127 and 32 bytes round(x/d); the last of a row may be shorter
-static void q8_pack(char *o, const float *x, int D) {
-    for (int b = 0; b < D; b += Q8_BLOCK) {
-        int n = D - b < Q8_BLOCK ? D - b : Q8_BLOCK;
-        float top = 0;
-        for (int i = 0; i < n; i++) top = fmaxf(top, fabsf(x[b + i]));
-        uint16_t d = f32_to_f16(top / 127);
-        float scale = f16_to_f32(d);
-        memcpy(o, &d, 2);
-        for (int i = 0; i < n; i++) {
-            float q = scale > 0 ? rintf(x[b + i] / scale) : 0;
-            ((signed char *)o)[2 + i] = (signed char)(q > 127 ? 127 : q < -127 ? -127 : q);
-        }
-        o += 2 + n;
-    }
-}
-static void q8_unpack  (float *x, const char *o, int n, int D) { simd->unpack_q8(x, o, n, D); }
-const Format formats[] = {
-    { "f16",  half_bytes, f16_pack,  f16_unpack  },
-    { "f32",  f32_bytes,  f32_pack,  f32_unpack  },
-    { "bf16", half_bytes, bf16_pack, bf16_unpack },
-    { "q8_0", q8_bytes,   q8_pack,   q8_unpack   },
-    { NULL, NULL, NULL, NULL },
-};
-static const Format *format_find(const char *name) {
-    for (const Format *f = formats; f->name; f++) if (!strcmp(f->name, name)) return f;
-    return NULL;
-}
-
-// ---- memory of one head
-static void head_reserve(Session *s, KVHead *h, int raw) {       // room for `raw` raw rows; keeps what is there, gives back what is not needed
-    int D = s->c->D, cap = (raw + KV_STEP - 1) / KV_STEP * KV_STEP, all = h->packed + cap;
-    if (cap == h->cap && h->src) return;
-    s->changes++;
-    if (KV_DEV(s)) rows_resize_cuda(s, h, cap);
-    else {
-        h->k = xrealloc(h->k, (size_t)cap * s->fk->row_bytes(D));
-        h->v = xrealloc(h->v, (size_t)cap * s->fv->row_bytes(D));
-    }
-    h->cap = cap;
-    h->src = xrealloc(h->src, (size_t)all * sizeof(int));
-    h->pos = xrealloc(h->pos, (size_t)all * sizeof(int));
-    if (s->wants & KV_MASS) h->mass = xrealloc(h->mass, (size_t)all * sizeof(float));
-}
-static void head_free(Session *s, KVHead *h) {
-    if (KV_DEV(s)) rows_free_cuda(s, h);
-    free(h->src); free(h->pos); free(h->mass); free(h->k); free(h->v); free(h->pk); free(h->pv); free(h->reg);
-    memset(h, 0, sizeof *h);
-}
-static size_t head_row_bytes(const Session *s, const KVHead *h) {     // bytes of K and V rows, as allocated
-    return (size_t)h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes;
-}
-
-void kv_reserve(Session *s, int l, int n) {
-    for (int g = 0; g < s->c->G; g++) {
-        KVHead *h = kv_head(s, l, g);
-        if (h->len - h->packed + n > h->cap) head_reserve(s, h, h->len - h->packed + n);
-    }
-}
-void kv_note(Session *s, int l, int t0, int n) {
-    for (int g = 0; g < s->c->G; g++) {
-        KVHead *h = kv_head(s, l, g);
-        for (int t = 0; t < n; t++) {
-            int r = h->len + t, i = s->base + t0 + t;
-            h->src[r] = i;
-            h->pos[r] = s->tok[i].pos;
-            if (h->mass) h->mass[r] = 0;
-        }
-        h->len += n;
-    }
-}
-// Appends the rows of tokens base+t0 .. base+t0+n-1 to every KV head of layer l. k, v (n,G,D).
-void kv_append(Session *s, int l, const float *k, const float *v, int t0, int n) {
-    int G = s->c->G, D = s->c->D;
-    size_t bk = s->fk->row_bytes(D), bv = s->fv->row_bytes(D);
-    kv_reserve(s, l, n);
-    if (KV_DEV(s)) rows_append_cuda(s, l, k, v, t0, n);          // k, v lie where the rows lie
-    else {
-        #pragma omp parallel for collapse(2) schedule(static) if (n > 32)
-        for (int g = 0; g < G; g++)
-            for (int t = 0; t < n; t++) {
-                KVHead *h = kv_head(s, l, g);
-                int raw = h->len - h->packed + t;
-                s->fk->pack(h->k + raw * bk, k + ((size_t)t * G + g) * D, D);
-                s->fv->pack(h->v + raw * bv, v + ((size_t)t * G + g) * D, D);
-            }
-    }
-    kv_note(s, l, t0, n);
-}
-
-static const char *raw_row(const Session *s, const KVHead *h, int v, int r) {       // r >= h->packed
-    return (v ? h->v : h->k) + (size_t)(r - h->packed) * (v ? s->fv : s->fk)->row_bytes(s->c->D);
-}
-// Unpacks rows to f32, whatever their storage, or brings f16 and bf16 rows together as they are (dtype, of raw and packed rows alike).
-static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, char *buf, int dtype) {     // buf (n,D) of dtype
-    int D = s->c->D, packed = r0 < h->packed ? (r0 + n <= h->packed ? n : h->packed - r0) : 0;
-    const Format *f = v ? s->fv : s->fk;
-    size_t size = dtype_size(dtype), front = packed * (size_t)D;
-    if (packed) {                                        // f32: the f16 numbers go to the rear half of their place, and are widened from the front
-        char *half = buf + front * (size - 2);
-        s->packing->load(s, h, v, r0, packed, (uint16_t *)half);
-        if (dtype == DT_F32) to_f32((float *)buf, half, DT_F16, front);
-    }
-    if (packed == n) return;
-    const char *raw = raw_row(s, h, v, r0 + packed);
-    if (dtype != DT_F32) memcpy(buf + front * size, raw, (size_t)(n - packed) * f->row_bytes(D));
-    else if (KV_DEV(s)) rows_load_cuda(f, raw, n - packed, D, (float *)buf + front);
-    else f->unpack((float *)buf + front, raw, n - packed, D);
-}
-static void load_rows(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, void *buf, int dtype) {    // rows NULL: rows r0..r0+n-1
-    size_t row = s->c->D * dtype_size(dtype);
-    if (!rows) { load_range(s, h, v, r0, n, buf, dtype); return; }
-    for (int i = 0, j; i < n; i = j) {                   // runs of neighbours at once
-        for (j = i + 1; j < n && rows[j] == rows[j - 1] + 1; ) j++;
-        load_range(s, h, v, rows[i], j - i, (char *)buf + i * row, dtype);
-    }
-}
-// Rows of a list lie anywhere: ask for them all before the first is needed, so that their ways from memory overlap.
-static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
-    size_t bytes = (v ? s->fv : s->fk)->row_bytes(s->c->D);
-    const char *raw = raw_row(s, h, v, h->packed);
-    for (int i = 0; i < n; i++)
-        if (rows[i] >= h->packed) ask_ahead(&(Ahead){ raw + (size_t)(rows[i] - h->packed) * bytes, bytes }, bytes);
-}
-// The runs of a list begin on pages of their own. One request to each, all at once, has the processor look up their addresses side by side.
-static void fetch_runs(const Session *s, const KVHead *h, const int *rows, int n) {
-    for (int i = 0; i < n; i++)
-        for (int v = 0; v < 2 && rows[i] >= h->packed && (!i || rows[i] != rows[i - 1] + 1); v++) __builtin_prefetch(raw_row(s, h, v, rows[i]));
-}
-static int rows_in_place(const Format *f) { return f->unpack == f16_unpack || f->unpack == bf16_unpack || f->unpack == f32_unpack; }
-static int dtype_in_place(const Format *f) { return f->unpack == f16_unpack ? DT_F16 : f->unpack == bf16_unpack ? DT_BF16 : DT_F32; }
-// n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise together in buf (n,D), f16 and bf16 as they are.
-static const void *rows_ready(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, float *buf, int *dtype) {
-    const Format *f = v ? s->fv : s->fk;
-    int first = rows ? rows[0] : r0;
-    *dtype = dtype_in_place(f);
-    if (first >= h->packed && (!rows || rows[n - 1] - first == n - 1) && rows_in_place(f))
-        return raw_row(s, h, v, first);
-    load_rows(s, h, v, rows, r0, n, buf, *dtype);
-    return buf;
-}
-static const void *near_ready(const Session *s, const View *w, int v, int p, int n, float *buf, int *dtype) {      // rows p.. of the view's copy
-    const Format *f = v ? s->fv : s->fk;
-    const char *from = w->near + (v ? w->n * s->fk->row_bytes(s->c->D) : 0) + p * f->row_bytes(s->c->D);
-    *dtype = dtype_in_place(f);
-    if (rows_in_place(f)) return from;
-    f->unpack(buf, from, n, s->c->D);
-    return buf;
-}
-void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 0, rows, r0, n, buf, DT_F32); }
-void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 1, rows, r0, n, buf, DT_F32); }
-
-const float *on_host(Session *s, const float *q, int t0, int n) {
-    size_t row = (size_t)s->c->H * s->c->D;
-    if (!KV_DEV(s)) return q + t0 * row;
-    float *copy = scratch(s, n * row * sizeof(float));
-    host_copy_cuda(copy, q + t0 * row, n * row);
-    return copy;
-}
-int kv_longest(const Session *s, int l) {
-    int n = 0;
-    for (int g = 0; g < s->c->G; g++) if (kv_head(s, l, g)->len > n) n = kv_head(s, l, g)->len;
-    return n;
-}
-
-// ---- views
-static void view_fill(Session *s, View *w, const int *idx, int n, int tail) {
-    if (KV_DEV(s)) s->changes++;                         // on a CPU nobody asks, and threads set views side by side
-    if (n > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = n + n / 4 + KV_STEP) * sizeof(int));
-    if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
-    w->n = n; w->tail = tail; w->same = w->is_near = 0;
-}
-void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
-    View old = view_of(s, l, h), *w = kv_view(s, l, h);
-    if ((h + 1) % (s->c->H / s->c->G) && w[1].same) view_fill(s, w + 1, old.idx, old.n, old.tail);   // the next head goes on reading what it read
-    view_fill(s, w, idx, n, tail);
-}
-void view_group(Session *s, int l, int g, const int *idx, int n, int tail) {
-    int R = s->c->H / s->c->G;
-    View *w = kv_view(s, l, g * R);
-    view_fill(s, w, idx, n, tail);
-    for (int r = 1; r < R; r++) { w[r].n = n; w[r].tail = tail; w[r].same = 1; }
-}
-// Rows that lie anywhere come from memory at a fraction of its speed (LoopServe's single rows at an eighth: NOTES.md, Speed on the CPU). A
-// list that stays for some steps pays for a copy. Packed rows may change under it, and a GPU gathers fast enough: not there.
-static int copies_views(const Session *s) { return !KV_DEV(s) && !s->packing; }
-void view_room(Session *s, int l, int h, int n, int near) {
-    View *w = kv_view(s, l, h);
-    size_t bytes = near && copies_views(s) ? n * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) : 0;
-    if (n > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = n) * sizeof(int));
-    if (bytes > w->room) w->near = xrealloc(w->near, w->room = bytes);
-}
-void view_near(Session *s, int l, int h) {
-    View *w = kv_view(s, l, h);
-    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
-    if (!copies_views(s) || !w->n) return;
-    view_room(s, l, h, w->n, 1);
-    char *to = w->near;
-    for (int v = 0; v < 2; v++) {
-        size_t bytes = (v ? s->fv : s->fk)->row_bytes(s->c->D);
-        for (int i = 0; i < w->n; i++, to += bytes) {
-            if (i % 16 == 0 && w->n - i > 16) fetch_rows(s, hd, v, w->idx + i + 16, w->n - i - 16 < 16 ? w->n - i - 16 : 16);
-            memcpy(to, raw_row(s, hd, v, w->idx[i]), bytes);
-        }
-    }
-    w->is_near = 1;
-}
-static void views_here(const Session *s) { (void)s; if (KV_DEV(s)) views_fetch_cuda((Session *)s); }     // a device may have kept the last step's
-void view_all(Session *s) {
-    s->changes++;
-    if (KV_DEV(s)) views_drop_cuda(s);
-    for (int i = 0; i < s->c->L * s->c->H; i++) s->view[i].n = s->view[i].tail = s->view[i].same = s->view[i].is_near = 0;
-}
-int view_rows(const Session *s, int l, int h, int *rows) {
-    views_here(s);
-    const View w = view_of(s, l, h);
-    int n = w.n, len = kv_head(s, l, h / (s->c->H / s->c->G))->len;
-    if (n) memcpy(rows, w.idx, (size_t)n * sizeof(int));
-    for (int r = w.tail; r < len; r++) rows[n++] = r;
-    return n;
-}
-static void views_reset(Session *s, int l, int g) { view_group(s, l, g, NULL, 0, 0); }
-
-// ---- dropping rows
-static void move_rows(Session *s, KVHead *h, const int *keep, int n) {
-    size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
-    int n_packed = 0, old_packed = h->packed;
-    while (n_packed < n && keep[n_packed] < old_packed) n_packed++;
-    if (old_packed && n_packed < old_packed) s->packing->keep(s, h, keep, n_packed);        // sets h->packed = n_packed
-    if (KV_DEV(s)) rows_move_cuda(s, h, keep, n, n_packed, old_packed);
-    for (int i = 0; i < n; i++) {
-        int r = keep[i];
-        if (i >= n_packed && !KV_DEV(s)) {
-            memmove(h->k + (size_t)(i - n_packed) * bk, h->k + (size_t)(r - old_packed) * bk, bk);
-            memmove(h->v + (size_t)(i - n_packed) * bv, h->v + (size_t)(r - old_packed) * bv, bv);
-        }
-        h->src[i] = h->src[r]; h->pos[i] = h->pos[r];
-        if (h->mass) h->mass[i] = h->mass[r];
-    }
-    h->len = n;
-    head_reserve(s, h, n - n_packed);
-}
-void kv_keep(Session *s, int l, int g, const int *keep, int n) {
-    KVHead *h = kv_head(s, l, g);
-    if (n < h->len) move_rows(s, h, keep, n);
-    views_reset(s, l, g);
-}
-void kv_compact(Session *s, int l, int g) {
-    KVHead *hd = kv_head(s, l, g);
-    int R = s->c->H / s->c->G, n = 0;
-    size_t mark = scratch_mark(s);
-    int *map = scratch(s, (size_t)(hd->len + 1) * sizeof(int)), *keep = scratch(s, (size_t)(hd->len + 1) * sizeof(int));
-    memset(map, 0, (size_t)(hd->len + 1) * sizeof(int));
-    for (int h = g * R; h < (g + 1) * R; h++) {
-        View *w = kv_view(s, l, h);
-        for (int i = 0; i < w->n && !w->same; i++) map[w->idx[i]] = 1;
-        for (int r = w->tail; r < hd->len; r++) map[r] = 1;
-    }
-    for (int r = 0; r < hd->len; r++) {                          // map becomes: rows kept below r
-        int seen = map[r];
-        if (seen) keep[n] = r;
-        map[r] = n;
-        n += seen;
-    }
-    map[hd->len] = n;
-    s->changes++;
-    for (int h = g * R; h < (g + 1) * R; h++) {
-        View *w = kv_view(s, l, h);
-        for (int i = 0; i < w->n && !w->same; i++) w->idx[i] = map[w->idx[i]];
-        w->tail = map[w->tail];
-    }
-    if (n < hd->len) move_rows(s, hd, keep, n);
-    scratch_reset(s, mark);
-}
-void kv_truncate(Session *s, int n_tok) {
-    if (n_tok >= s->n_tok) return;
-    for (int l = 0; l < s->c->L; l++)
-        for (int g = 0; g < s->c->G; g++) {
-            KVHead *h = kv_head(s, l, g);
-            int n = h->len;
-            while (n > 0 && h->src[n - 1] >= n_tok) n--;
-            if (n == h->len) continue;
-            size_t mark = scratch_mark(s);
-            int *keep = scratch(s, (size_t)(n + 1) * sizeof(int));
-            for (int r = 0; r < n; r++) keep[r] = r;
-            move_rows(s, h, keep, n);
-            scratch_reset(s, mark);
-        }
-    view_all(s);
-    s->pos_next = s->tok[n_tok].pos;
-    s->n_tok = n_tok;
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->forget) s->part[i].m->forget(s, s->part[i].ms, n_tok);
-}
-
-// Rotates one raw key from its position to another: RoPE angles add, so R(new - old) does it in one step.
-void kv_repos(Session *s, int l, int g, int row, int pos) {
-    KVHead *h = kv_head(s, l, g);
-    int D = s->c->D, shift = pos - h->pos[row];
-    if (!shift) return;
-    float *k = scratch(s, (size_t)D * sizeof(float));
-    kv_load_k(s, h, NULL, row, 1, k);
-    for (int i = 0; i < D / 2; i++) {                            // no rope_scale here: the stored key has it already
-        double a = shift * s->w->inv_freq64[i];
-        float c = (float)cos(a), n = (float)sin(a), x = k[i], y = k[i + D / 2];
-        k[i] = x * c - y * n; k[i + D / 2] = y * c + x * n;
-    }
-    char *to = h->k + (size_t)(row - h->packed) * s->fk->row_bytes(D);
-    if (KV_DEV(s)) {
-        char *raw = scratch(s, s->fk->row_bytes(D));
-        s->fk->pack(raw, k, D);
-        rows_store_cuda(to, raw, s->fk->row_bytes(D));
-    } else s->fk->pack(to, k, D);
-    h->pos[row] = pos;
-    for (int r = 0, R = s->c->H / s->c->G; r < R; r++) kv_view(s, l, g * R + r)->is_near = 0;
-}
-
-// ---- accounting: what the allocator holds
-size_t kv_bytes(const Session *s) {
-    size_t n = 0;
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += head_row_bytes(s, &s->head[i]);
-    return n;
-}
-size_t kv_bytes_full(const Session *s) {
-    const Format *fk = s->packing ? format_find("f16") : s->fk, *fv = s->packing ? fk : s->fv;
-    if (!strcmp(fk->name, "q8_0")) fk = format_find("f16");     // q8_0 is a way of compressing, so full means f16
-    if (!strcmp(fv->name, "q8_0")) fv = format_find("f16");
-    size_t rows = 0;
-    for (int i = 0; i < s->n_tok; i++) rows += s->tok[i].kind != TOK_EXTRA;      // full attention has no tokens of a method's own
-    rows = (rows + KV_STEP - 1) / KV_STEP * KV_STEP;
-    return (size_t)s->c->L * s->c->G * rows * (fk->row_bytes(s->c->D) + fv->row_bytes(s->c->D));
-}
-size_t kv_meta_bytes(const Session *s) {
-    size_t n = 0;
-    views_here(s);
-    for (int i = 0; i < s->c->L * s->c->G; i++) {
-        const KVHead *h = &s->head[i];
-        n += (size_t)(h->packed + h->cap) * (2 * sizeof(int) + (h->mass ? sizeof(float) : 0)) + (size_t)h->n_reg * sizeof(Region);
-    }
-    for (int i = 0; i < s->c->L * s->c->H; i++) n += (size_t)s->view[i].cap * sizeof(int) + s->view[i].room;
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->bytes) n += s->part[i].m->bytes(s, s->part[i].ms);
-    return n;
-}
-static void note_peak(Session *s) {
-    size_t n = kv_bytes(s);
-    if (n > s->clk.peak) s->clk.peak = n;
-}
-
-// B at a prefill end. --ratio F removes the share F of the N tokens seen: B = N - floor(N F + 1e-6) (rules.md A32).
-int budget_now(const Session *s) {
-    if (s->ratio >= 0) return s->n_tok - (int)floor(s->n_tok * s->ratio + 1e-6);
-    return s->budget;
-}
-int layer_acts(const Session *s, int l) {
-    if (!s->c->windowed || !s->c->windowed[l]) return 1;
-    for (int i = 0; i < s->c->L; i++) if (!s->c->windowed[i]) return 0;
-    return 1;
-}
-
-// ==================================================================================================== 6 ATTENTION
-// One engine for prefill, decode and scores: keys are unpacked tile by tile (KV_TILE rows, f32, in L1), a block of query
-// rows is scored against the tile, masked, and folded into an online softmax (running max, sum and weighted V). A query's
-// result depends only on its own list of rows, never on the block it sits in, the batch size or the number of threads.
-
-enum { KV_TILE = 64, Q_BLOCK = MAX_R, KV_CHUNK = 2048 };   // rows of a tile; most query rows of a block; rows of one online softmax
-
-typedef struct {            // what one thread works in
-    float *k, *v;           // (KV_TILE,D) unpacked rows
-    float *q;               // (Q_BLOCK,D) gathered queries
-    float *sc;              // (Q_BLOCK,KV_TILE) scores, then probabilities
-    float *acc;             // (Q_BLOCK,D) running sum of p v
-    float max[Q_BLOCK], sum[Q_BLOCK];
-    int tok[Q_BLOCK];       // token index of each query row
-    int rows[KV_TILE];
-} Tile;
-
-static int n_threads(void) {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-// Starting a team of threads costs microseconds: only for work that is worth it. Results do not depend on it.
-static int worth_threads(size_t multiply_adds) { return multiply_adds > (size_t)1 << 18; }
-static int thread_id(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
-static int team_size(void) {
-#ifdef _OPENMP
-    return omp_get_num_threads();
-#else
-    return 1;
-#endif
-}
-static Tile *tiles_new(Session *s) {                     // one Tile a thread, in scratch
-    int n = n_threads(), D = s->c->D;
-    Tile *t = scratch(s, (size_t)n * sizeof(Tile));
-    for (int i = 0; i < n; i++) {
-        t[i].k   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
-        t[i].v   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
-        t[i].q   = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
-        t[i].sc  = scratch(s, (size_t)Q_BLOCK * KV_TILE * sizeof(float));
-        t[i].acc = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
-    }
-    return t;
-}
-static int layer_window(const Session *s, int l) { return s->c->windowed && s->c->windowed[l] ? s->c->window : 0; }
-
-// Which of n rows can m queries not see? Their scores become -INFINITY; row j and query i meet at x[i * by + j * bx].
-// rows NULL: rows r0..; returns 0 when nothing is visible.
-static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, int m, const int *rows, int r0, int n, float *x, size_t by, size_t bx) {
-    int window = layer_window(s, l), any = 0, first = INT_MAX;
-    for (int i = 0; i < m; i++) if (t->tok[i] < first) first = t->tok[i];
-    // The head's newest row settles most decode steps, and lies in the cache; the tile's newest would have to come from memory.
-    if (s->rule == VIS_CAUSAL && !window && (hd->src[hd->len - 1] <= first || hd->src[rows ? rows[n - 1] : r0 + n - 1] <= first)) return 1;
-    for (int i = 0; i < m; i++)
-        for (int j = 0; j < n; j++) {
-            int src = hd->src[rows ? rows[j] : r0 + j];
-            if (kv_visible(s->rule, window, &s->tok[t->tok[i]], t->tok[i], &s->tok[src], src)) any = 1;
-            else x[i * by + j * bx] = -INFINITY;
-        }
-    return any;
-}
-// Scores of m queries against n rows whose keys are k (n,D) of any dtype: t->sc (m,n) = q k / sqrt(D), masked. 0 when nothing is visible
-static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n, const void *k, int dtype, Ahead next) {
-    scores_of(t->sc, t->q, k, dtype, m, n, s->c->D, 1 / sqrtf((float)s->c->D), next);
-    return mask_tile(s, l, hd, t, m, rows, r0, n, t->sc, (size_t)n, 1);
-}
-static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n) {     // t->k holds the keys
-    return tile_scores_of(s, l, hd, t, m, rows, r0, n, t->k, DT_F32, (Ahead){0});
-}
-static void tile_begin(Tile *t, int m, int D) {
-    memset(t->acc, 0, (size_t)m * D * sizeof(float));
-    for (int i = 0; i < m; i++) { t->max[i] = -INFINITY; t->sum[i] = 0; }
-}
-// Folds one scored tile into the running softmax of its m queries. v (n,D) of any dtype; NULL: only max and sum are wanted.
-static void tile_fold_of(Tile *t, int m, int n, int D, const void *v, int dtype, Ahead next) {
-    for (int i = 0; i < m; i++) {
-        float *p = t->sc + (size_t)i * n, top = fmaxf(t->max[i], max_f32(p, n));
-        if (top == -INFINITY) { memset(p, 0, (size_t)n * sizeof(float)); continue; }
-        if (top > t->max[i]) {                           // rescale what was gathered under the old maximum
-            float c = expf(t->max[i] - top);
-            t->sum[i] *= c;
-            for (int d = 0; d < D; d++) t->acc[(size_t)i * D + d] *= c;
-            t->max[i] = top;
-        }
-        exp_shift(p, top, n, &t->sum[i]);
-    }
-    if (v) mix_of(t->acc, t->sc, v, dtype, m, n, D, 1, next);
-}
-static void tile_fold(Tile *t, int m, int n, int D, const float *v) { tile_fold_of(t, m, n, D, v, DT_F32, (Ahead){0}); }
-// Can any of the rows lie inside the sliding window of the oldest query? Otherwise the tile need not be read at all.
-static int tile_in_window(const Session *s, int l, const KVHead *hd, int r_last, int first_tok) {
-    int w = layer_window(s, l);
-    return !w || s->tok[hd->src[r_last]].pos > s->tok[first_tok].pos - w;      // by token, as kv_visible does
-}
-
-// Gathers the queries of tokens t0..t0+n-1 (relative to q's first) and the R heads of group g: row i*R+r of t->q.
-static int gather_queries(const Session *s, Tile *t, const float *q, int t0, int n, int tok0, int g) {
-    int D = s->c->D, H = s->c->H, R = H / s->c->G, m = 0;
-    for (int i = 0; i < n; i++)
-        for (int r = 0; r < R; r++, m++) {
-            memcpy(t->q + (size_t)m * D, q + ((size_t)(t0 + i) * H + g * R + r) * D, (size_t)D * sizeof(float));
-            t->tok[m] = tok0 + i;
-        }
-    return m;
-}
-static int last_visible(const Session *s, const KVHead *hd, int last_tok) {     // rows [0,return) can hold what token last_tok sees
-    int n = hd->len;
-    if (s->rule == VIS_CAUSAL) while (n > 0 && hd->src[n - 1] > last_tok) n--;
-    return n;
-}
-// Probabilities from a scored tile, once max and sum of its m queries are known; sum_j adds up over the queries. sum (n)
-static void tile_mass(Tile *t, int m, int n, const float *max, const float *sum, float *out) {
-    float unused = 0;
-    memset(out, 0, (size_t)n * sizeof(float));
-    for (int i = 0; i < m; i++) {
-        float *p = t->sc + (size_t)i * n;
-        exp_shift(p, max[i], n, &unused);
-        for (int j = 0; j < n; j++) out[j] += p[j] / sum[i];
-    }
-}
-static void add_mass(Session *s, int l, KVHead *hd, Tile *t, int m, int n_rows) {   // second pass: probabilities into mass
-    float mass[KV_TILE];
-    for (int r = 0; r < n_rows; r += KV_TILE) {
-        int n = n_rows - r < KV_TILE ? n_rows - r : KV_TILE;
-        kv_load_k(s, hd, NULL, r, n, t->k);
-        if (!tile_scores(s, l, hd, t, m, NULL, r, n)) continue;
-        tile_mass(t, m, n, t->max, t->sum, mass);
-        for (int j = 0; j < n; j++) hd->mass[r + j] += mass[j];
-    }
-}
-// Rows are taken KV_CHUNK at a time, and what each chunk gives is joined in order: prefill and decode do the same arithmetic, so a token's
-// logits do not depend on how it came in. part: max, sum, sum of p v of every query of a tile, D + 2 apart
-static void chunk_put(float *part, const Tile *t, int m, int D) {
-    for (int i = 0; i < m; i++) {
-        float *o = part + (size_t)i * (D + 2);
-        o[0] = t->max[i]; o[1] = t->sum[i];
-        memcpy(o + 2, t->acc + (size_t)i * D, (size_t)D * sizeof(float));
-    }
-}
-static void chunks_join(const float *part, size_t stride, int chunks, int D, float *out, float *max, float *sum) {
-    *max = -INFINITY; *sum = 0;
-    for (int c = 0; c < chunks; c++) *max = fmaxf(*max, part[c * stride]);
-    memset(out, 0, (size_t)D * sizeof(float));
-    for (int c = 0; c < chunks; c++) {
-        const float *p = part + c * stride;
-        if (p[0] == -INFINITY) continue;
-        float f = expf(p[0] - *max);
-        *sum += f * p[1];
-        for (int d = 0; d < D; d++) out[d] += f * p[2 + d];
-    }
-    for (int d = 0; d < D; d++) out[d] /= *sum;
-}
-// Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the rule lets them see. q, out (n,H,D).
-void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) {
-    if (KV_DEV(s)) { attn_prefill_cuda(s, l, out, q, t0, n); return; }
-    int D = s->c->D, H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R, blocks = (n + per - 1) / per;
-    size_t mark = scratch_mark(s), stride = (size_t)D + 2, chunk = Q_BLOCK * stride, all = ((size_t)kv_longest(s, l) / KV_CHUNK + 1) * chunk;
-    Tile *tiles = tiles_new(s);
-    float *parts = scratch(s, (size_t)n_threads() * all * sizeof(float));
-    int inner = s->wants & KV_MASS ? blocks : 1;         // mass of a head is summed by one thread, block after block
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)n * kv_longest(s, l) * H * D))
-    for (int item = 0; item < G * blocks / inner; item++) {
-        int g = item % G;
-        for (int b = item / G * inner; b < item / G * inner + inner; b++) {
-            Tile *t = &tiles[thread_id()];
-            float *part = parts + (size_t)thread_id() * all;
-            KVHead *hd = kv_head(s, l, g);
-            int i0 = b * per, nb = n - i0 < per ? n - i0 : per, tok0 = s->base + t0 + i0;
-            int m = gather_queries(s, t, q, i0, nb, tok0, g), n_rows = last_visible(s, hd, tok0 + nb - 1), n_chunks = 0;
-            for (int r = 0; r < n_rows; r += KV_TILE) {
-                int nr = n_rows - r < KV_TILE ? n_rows - r : KV_TILE;
-                if (r % KV_CHUNK == 0) tile_begin(t, m, D);
-                if (tile_in_window(s, l, hd, r + nr - 1, tok0)) {
-                    kv_load_k(s, hd, NULL, r, nr, t->k);
-                    if (tile_scores(s, l, hd, t, m, NULL, r, nr)) {
-                        kv_load_v(s, hd, NULL, r, nr, t->k);     // over the keys: both tiles and what they come from would not fit in L1
-                        tile_fold(t, m, nr, D, t->k);
-                    }
-                }
-                if ((r + KV_TILE) % KV_CHUNK == 0 || r + nr == n_rows) chunk_put(part + n_chunks++ * chunk, t, m, D);
-            }
-            for (int i = 0; i < m; i++)
-                chunks_join(part + i * stride, chunk, n_chunks, D, out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D, &t->max[i], &t->sum[i]);
-            if (hd->mass) add_mass(s, l, hd, t, m, n_rows);
-        }
-    }
-    scratch_reset(s, mark);
-}
-
-// One softmax over exactly these rows (visible or not is the caller's business). q, out (D); prob (n) or NULL.
-void attn_rows(Session *s, int l, int h, const float *q, const int *rows, int n, float *out, float *prob) {
-    int D = s->c->D;
-    size_t mark = scratch_mark(s);
-    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
-    float *k = scratch(s, (size_t)KV_TILE * D * sizeof(float)), *p = prob ? prob : scratch(s, (size_t)(n + 1) * sizeof(float)), max = -INFINITY, sum = 0;
-    for (int r = 0; r < n; r += KV_TILE) {
-        int nr = n - r < KV_TILE ? n - r : KV_TILE;
-        kv_load_k(s, hd, rows + r, 0, nr, k);
-        attn_scores(p + r, q, k, 1, nr, D, 1 / sqrtf((float)D));
-        for (int j = 0; j < nr; j++) max = p[r + j] > max ? p[r + j] : max;
-    }
-    memset(out, 0, (size_t)D * sizeof(float));
-    for (int r = 0; r < n; r += KV_TILE) {
-        int nr = n - r < KV_TILE ? n - r : KV_TILE;
-        exp_shift(p + r, max, nr, &sum);
-        kv_load_v(s, hd, rows + r, 0, nr, k);
-        attn_mix(out, p + r, k, 1, nr, D);
-    }
-    for (int d = 0; d < D; d++) out[d] /= sum;
-    if (prob) for (int i = 0; i < n; i++) prob[i] /= sum;
-    scratch_reset(s, mark);
-}
-
-// ---- decode: through the views, split into chunks of KV_CHUNK rows that threads take and one thread joins in order
-typedef struct { int g, h0, m, n; } DecodeGroup;        // query heads h0..h0+m-1 of KV head g read the same n rows
-
-static int decode_groups(Session *s, int l, DecodeGroup *out) {
-    int R = s->c->H / s->c->G, n = 0;
-    for (int g = 0; g < s->c->G; g++)
-        for (int h = g * R; h < (g + 1) * R; ) {
-            const View *w = kv_view(s, l, h);
-            int h0 = h++;
-            while (h < (g + 1) * R && h - h0 < Q_BLOCK && same_as_before(s, l, h)) h++;
-            out[n++] = (DecodeGroup){ g, h0, h - h0, w->n + kv_head(s, l, g)->len - w->tail };
-        }
-    return n;
-}
-static const int *view_slice(const View *w, int p, int n, int *rows, int *r0) { // rows at positions p..p+n-1 of the view; NULL: r0..
-    if (p >= w->n) { *r0 = w->tail + p - w->n; return NULL; }
-    if (p + n <= w->n) return w->idx + p;
-    for (int i = 0; i < n; i++) rows[i] = p + i < w->n ? w->idx[p + i] : w->tail + p + i - w->n;
-    return rows;
-}
-// A tile of rows from r0 on, at most n, that will be unpacked: what to ask memory for.
-static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n) {
-    const Format *f = v ? s->fv : s->fk;
-    if (n > KV_TILE) n = KV_TILE;
-    if (n <= 0) return (Ahead){0};
-    if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
-    return (Ahead){ raw_row(s, h, v, r0), n * f->row_bytes(s->c->D) };
-}
-// The same in decode, where rows that are read in place, or by a list, are asked for elsewhere.
-static Ahead rows_ahead(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n) {
-    return rows || (r0 >= h->packed && rows_in_place(v ? s->fv : s->fk)) ? (Ahead){0} : tile_ahead(s, h, v, r0, n);
-}
-static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1, const float *q, Tile *t, float *part) { // part (m,D+2)
-    int D = s->c->D;
-    const KVHead *hd = kv_head(s, l, d->g);
-    const View view = view_of(s, l, d->h0), *w = &view;
-    memcpy(t->q, q + (size_t)d->h0 * D, (size_t)d->m * D * sizeof(float));
-    for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
-    tile_begin(t, d->m, D);
-    if (p0 < w->n && !w->is_near) fetch_runs(s, hd, w->idx + p0, (p1 < w->n ? p1 : w->n) - p0);
-    for (int p = p0; p < p1; p += KV_TILE) {
-        int n = p1 - p < KV_TILE ? p1 - p : KV_TILE, r0 = 0, dtype;
-        const int *rows = view_slice(w, p, n, t->rows, &r0);
-        if (!tile_in_window(s, l, hd, rows ? rows[n - 1] : r0 + n - 1, s->base)) continue;
-        // Rows of a list are asked for in time, half a tile at a time, so that memory is never idle nor flooded: this tile's values
-        // while its keys are scored, the next tile's keys while the values are added up.
-        int near = w->is_near && p + n <= w->n, half = rows && !near ? n / 2 : 0, rest = rows && !near ? n - half : 0;
-        int next = p + n >= w->n || w->is_near ? 0 : w->n - p - n < KV_TILE ? w->n - p - n : KV_TILE;
-        const int *after = next ? w->idx + p + n : NULL;
-        fetch_rows(s, hd, 1, rows, half);
-        const void *x = near ? near_ready(s, w, 0, p, n, t->k, &dtype) : rows_ready(s, hd, 0, rows, r0, n, t->k, &dtype);      // few queries: a tile is read once, so not copied if it need not be
-        if (rest) fetch_rows(s, hd, 1, rows + half, rest);
-        if (!tile_scores_of(s, l, hd, t, d->m, rows, r0, n, x, dtype, rows_ahead(s, hd, 0, rows, r0 + n, p1 - p - n))) continue;
-        fetch_rows(s, hd, 0, after, next / 2);
-        x = near ? near_ready(s, w, 1, p, n, t->k, &dtype) : rows_ready(s, hd, 1, rows, r0, n, t->k, &dtype);     // over the keys, see attn_prefill
-        if (next) fetch_rows(s, hd, 0, after + next / 2, next - next / 2);
-        tile_fold_of(t, d->m, n, D, x, dtype, rows_ahead(s, hd, 1, rows, r0 + n, p1 - p - n));
-    }
-    chunk_put(part, t, d->m, D);
-}
-static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q, Tile *t, const float *max, const float *sum) {
-    KVHead *hd = kv_head(s, l, d->g);
-    const View view = view_of(s, l, d->h0), *w = &view;
-    memcpy(t->q, q + (size_t)d->h0 * s->c->D, (size_t)d->m * s->c->D * sizeof(float));
-    for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
-    for (int p = 0; p < d->n; p += KV_TILE) {
-        int n = d->n - p < KV_TILE ? d->n - p : KV_TILE, r0 = 0;
-        const int *rows = view_slice(w, p, n, t->rows, &r0);
-        kv_load_k(s, hd, rows, r0, n, t->k);
-        if (!tile_scores(s, l, hd, t, d->m, rows, r0, n)) continue;
-        float mass[KV_TILE];
-        tile_mass(t, d->m, n, max + d->h0, sum + d->h0, mass);
-        for (int j = 0; j < n; j++) hd->mass[rows ? rows[j] : r0 + j] += mass[j];
-    }
-}
-void attn_decode(Session *s, int l, float *out, const float *q) {       // out, q (H,D)
-    if (KV_DEV(s)) { attn_decode_cuda(s, l, out, q); return; }
-    int D = s->c->D, H = s->c->H, items = 0;
-    size_t mark = scratch_mark(s), stride = (size_t)D + 2;
-    DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
-    size_t rows = 0;
-    int n_groups = decode_groups(s, l, group), *first = scratch(s, (size_t)(n_groups + 1) * sizeof(int));
-    for (int i = 0; i < n_groups; i++) { first[i] = items; items += (group[i].n + KV_CHUNK - 1) / KV_CHUNK; rows += (size_t)group[i].n * group[i].m; }
-    first[n_groups] = items;
-    float *part = scratch(s, (size_t)items * Q_BLOCK * stride * sizeof(float)), *max = scratch(s, (size_t)H * 4), *sum = scratch(s, (size_t)H * 4);
-    Tile *tiles = tiles_new(s);
-    int team = worth_threads(rows * D);
-    (void)team;                                          // read by OpenMP only
-    #pragma omp parallel for schedule(dynamic) if (team)
-    for (int item = 0; item < items; item++) {
-        int i = 0;
-        while (first[i + 1] <= item) i++;
-        int p0 = (item - first[i]) * KV_CHUNK, p1 = p0 + KV_CHUNK < group[i].n ? p0 + KV_CHUNK : group[i].n;
-        decode_chunk(s, l, &group[i], p0, p1, q, &tiles[thread_id()], part + (size_t)item * Q_BLOCK * stride);
-    }
-    for (int i = 0; i < n_groups; i++) {
-        const KVHead *hd = kv_head(s, l, group[i].g);
-        for (int j = 0; j < group[i].m; j++) {
-            int h = group[i].h0 + j;
-            chunks_join(part + (size_t)first[i] * Q_BLOCK * stride + j * stride, Q_BLOCK * stride, first[i + 1] - first[i], D, out + (size_t)h * D, &max[h], &sum[h]);
-        }
-        s->clk.bytes_attended += (double)group[i].n * ((double)head_row_bytes(s, hd) / (hd->packed + hd->cap));
-        if (hd->mass) decode_mass(s, l, &group[i], q, tiles, max, sum);
-    }
-    scratch_reset(s, mark);
-}
-
-enum { COLUMN_TILE = 36, COLUMN_CHUNK = 57 * COLUMN_TILE };     // rows of a tile: its keys and scores lie in L1 beside the queries, and mix takes them 6 at a time; of one softmax
-// Mean softmax row of w queries over all rows held, of every query head (lists = R), or the sum of those of a group (lists = 1): q (w,H,D), of
-// the tokens from tok0 on, -> score (G lists,N), N = kv_longest(s,l) (SnapKV; DiliLazyKV 4.1.3; LoopServe, Algorithm 3). A tile's scores
-// lie with keys along rows and the queries of a whole group along columns: a key is unpacked once for all of them, and neither products
-// nor sums of exponentials need folding. Rows a query may not see count as 0.
-typedef struct {
-    const KVHead *hd;
-    const float *q;         // (n,H,D) the block's queries, of the tokens from tok0 on
-    int l, g, n, m, tok0;   // m = R n columns; k n + i: query i of head k
-    float *x;               // (D,m) its queries as columns, times log2 e / sqrt(D): probabilities are powers of 2 here
-    float *e, *top;         // (len,m) 2^(score - maximum of the chunk so far); (tiles,m) that maximum, tile by tile
-    float *max, *sum;       // (chunks,m) of a chunk; then, in the first chunk's place, of all: maximum, and 1 / (w sum)
-} Columns;
-
-static void column_queries(const Session *s, const Columns *c) {
-    int D = s->c->D, H = s->c->H, R = H / s->c->G;
-    float scale = LOG2_E / sqrtf((float)D);
-    for (int j = 0; j < c->m; j++) {
-        const float *from = c->q + ((size_t)(j % c->n) * H + c->g * R + j / c->n) * D;
-        for (int d = 0; d < D; d++) c->x[(size_t)d * c->m + j] = from[d] * scale;
-    }
-}
-static int column_end(const Columns *c, int chunk) { return c->hd->len - chunk * COLUMN_CHUNK < COLUMN_CHUNK ? c->hd->len : (chunk + 1) * COLUMN_CHUNK; }
-static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) {
-    int D = s->c->D, m = c->m, from = chunk * COLUMN_CHUNK, to = column_end(c, chunk);
-    int seen = s->rule == VIS_CAUSAL && !layer_window(s, c->l) ? last_visible(s, c->hd, c->tok0) : 0;      // by all queries
-    for (int j = 0; j < m; j++) { t->tok[j] = c->tok0 + j % c->n; t->max[j] = -INFINITY; t->sum[j] = 0; }
-    for (int r = from; r < to; r += COLUMN_TILE) {
-        int n = to - r < COLUMN_TILE ? to - r : COLUMN_TILE;
-        float *x = c->e + (size_t)r * m;
-        kv_load_k(s, c->hd, NULL, r, n, t->k);
-        mix_of(x, t->k, c->x, DT_F32, n, D, m, 0, tile_ahead(s, c->hd, 0, r + n, to - r - n < n ? to - r - n : n));
-        if (r + n > seen) mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
-        simd->softmax_columns(x, n, m, t->max, t->sum);
-        memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, t->max, (size_t)m * sizeof *c->top);
-    }
-    memcpy(c->max + (size_t)chunk * m, t->max, (size_t)m * sizeof *c->max);
-    memcpy(c->sum + (size_t)chunk * m, t->sum, (size_t)m * sizeof *c->sum);
-}
-static void columns_join(const Columns *c, int chunks, int w) {
-    for (int j = 0; j < c->m; j++) {
-        float max = -INFINITY, sum = 0;
-        for (int k = 0; k < chunks; k++) max = fmaxf(max, c->max[k * c->m + j]);
-        for (int k = 0; k < chunks; k++) sum += c->sum[k * c->m + j] * exp2f(c->max[k * c->m + j] - max);
-        c->max[j] = max; c->sum[j] = 1 / (sum * (float)w);
-    }
-}
-// score (lists,N) = the columns of each head, or of all as one list, times what makes the exponentials of a tile probabilities, over w; add: +=
-// that. Several lists are one product, with 0 for the weights of the other heads' columns.
-static void column_sums(const Columns *c, Tile *t, int chunk, int lists, int add, float *score, size_t N) {
-    int m = c->m, from = chunk * COLUMN_CHUNK, to = column_end(c, chunk), tiles = (to - from + COLUMN_TILE - 1) / COLUMN_TILE;
-    float *top = c->top + (size_t)from / COLUMN_TILE * m, unused = 0;
-    for (int i = 0; i < tiles; i++) for (int j = 0; j < m; j++) top[i * m + j] = (top[i * m + j] - c->max[j]) / LOG2_E;
-    exp_shift(top, 0, tiles * m, &unused);
-    memset(t->sc, 0, (size_t)lists * m * sizeof *t->sc);
-    for (int r = from; r < to; r += COLUMN_TILE, top += m) {
-        int n = to - r < COLUMN_TILE ? to - r : COLUMN_TILE;
-        for (int k = 0, j = 0; k < lists; k++)
-            for (int end = j + m / lists; j < end; j++) t->sc[k * m + j] = top[j] * c->sum[j];
-        simd->dots[DT_F32](&(Dots){ .y = score + r, .ldy = N, .x = t->sc, .ldx = (size_t)m, .w = (const char *)(c->e + (size_t)r * m), .ldw = m * sizeof(float),
-                                    .m = lists, .n = n, .K = m, .add = add, .scale = 1 });
-    }
-}
-static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score) {
-    int H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R;
-    size_t mark = scratch_mark(s), N = (size_t)kv_longest(s, l), most = R * (w < per ? w : per), chunks_most = N / COLUMN_CHUNK + 1;
-    Tile *tiles = tiles_new(s);
-    Columns c = { .l = l, .x = scratch(s, s->c->D * most * sizeof(float)), .e = scratch(s, N * most * sizeof(float)), .top = scratch(s, (N / COLUMN_TILE + 1) * most * sizeof(float)),
-                  .max = scratch(s, chunks_most * most * sizeof(float)), .sum = scratch(s, chunks_most * most * sizeof(float)) };
-    for (int item = 0; item < G * ((w + per - 1) / per); item++) {
-        int i = item / G * per;
-        c.g = item % G; c.n = w - i < per ? w - i : per; c.m = R * c.n; c.tok0 = tok0 + i;
-        c.hd = kv_head(s, l, c.g); c.q = q + (size_t)i * H * s->c->D;
-        int len = c.hd->len, chunks = (len + COLUMN_CHUNK - 1) / COLUMN_CHUNK, team = worth_threads((size_t)c.m * len * s->c->D);
-        float *sums = score + (size_t)c.g * lists * N;
-        (void)team;                                      // read by OpenMP only
-        column_queries(s, &c);
-        // A thread sums the chunks it has made, the last one first: a group's exponentials are more than its cache holds, and those are still there.
-        #pragma omp parallel if (team)
-        for (int k = 0; k < chunks; k++) if (k % team_size() == thread_id()) column_exps(s, &c, &tiles[thread_id()], k);
-        columns_join(&c, chunks, w);
-        #pragma omp parallel if (team)
-        for (int k = chunks - 1; k >= 0; k--) if (k % team_size() == thread_id()) column_sums(&c, &tiles[thread_id()], k, lists, i > 0, sums, N);
-        for (int k = 0; k < lists; k++) memset(sums + k * N + len, 0, (N - len) * sizeof *sums);
-    }
-    scratch_reset(s, mark);
-}
-void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
-    int w = T < W ? T : W;
-    if (KV_DEV(s)) window_scores_cuda(s, l, q, T, W, score);
-    else mean_rows(s, l, q + (size_t)(T - w) * s->c->H * s->c->D, s->base + T - w, w, s->c->H / s->c->G, score);
-}
-
-// ==================================================================================================== 7 MODEL
-// A session is one dialogue: its tokens, its rows, its method. forward() is the whole transformer; nothing in it knows a
-// method by name. A pass goes layer by layer over the whole turn (so hooks see a whole turn and a prefill holds one
-// uncompressed layer at most); -b only cuts the matrix products into blocks.
-
-#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
-
-static Part *part_with_attend(Session *s) { EACH_PART(s, p) if (p->m->attend) return p; return NULL; }
-
-// Rotates x (heads,D) by its position: pairs (i, i+D/2), angle pos * freq_i in double.
-static void rope_angles(const Weights *w, int D, int pos, float *cs) {       // cs (D): cos of D/2 angles, then sin
-    for (int i = 0; i < D / 2; i++) {
-        double a = pos * w->inv_freq64[i];
-        cs[i] = (float)(cos(a) * w->rope_scale);
-        cs[D / 2 + i] = (float)(sin(a) * w->rope_scale);
-    }
-}
-static void rope_apply(float *x, int heads, int D, const float *cs) {
-    for (int h = 0; h < heads; h++, x += D)
-        for (int i = 0; i < D / 2; i++) {
-            float a = x[i], b = x[i + D / 2];
-            x[i] = a * cs[i] - b * cs[i + D / 2];
-            x[i + D / 2] = b * cs[i] + a * cs[i + D / 2];
-        }
-}
-void rope(const Weights *w, float *x, int heads, int D, int pos) {
-    float cs[1024];
-    rope_angles(w, D, pos, cs);
-    rope_apply(x, heads, D, cs);
-}
-
-// x (T,C): the embeddings of the pass's tokens. A negative id is some part's own token.
-static void embed(Session *s, float *x, int T) {
-    int C = s->c->C;
-    size_t row = (size_t)C * dtype_size(s->w->embed.dtype);
-    for (int t = 0; t < T; t++) {
-        const Token *k = &s->tok[s->base + t];
-        if (k->id >= 0) to_f32(x + (size_t)t * C, (const char *)s->w->embed.data + k->id * row, s->w->embed.dtype, C);
-        else EACH_PART(s, p) if (p->m->embed) { p->m->embed(s, p->ms, k, x + (size_t)t * C); break; }
-    }
-}
-// The longest run of tokens t, t+1, .. < end with the same weights (SONIC's Nexus rows have their own), at most -b of them.
-static int same_weights(const Session *s, int t, int end, const Layer **y, int l) {
-    int n = 0, alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
-    while (t + n < end && n < s->batch && (s->alt && s->tok[s->base + t + n].kind == TOK_EXTRA) == alt) n++;
-    *y = alt ? &s->alt[l] : &s->w->layer[l];
-    return n;
-}
-static void norm_heads(float *x, const Tensor *w, int n, int D, float eps) { if (w->data) rmsnorm(x, x, w, n, D, eps); }
-
-// q (n,H,D), k, v (n,G,D) of n rows that share the weights y; h (n,C) is room for the normed input.
-static void project_rows(const Session *s, const Layer *y, const float *x, float *h, float *q, float *k, float *v, int n) {
-    const Config *c = s->c;
-    rmsnorm(h, x, &y->attn_norm, n, c->C, c->eps);
-    matmul(q, h, &y->wq, n); add_bias(q, &y->bq, n);
-    matmul(k, h, &y->wk, n); add_bias(k, &y->bk, n);
-    matmul(v, h, &y->wv, n); add_bias(v, &y->bv, n);
-    norm_heads(q, &y->q_norm, n * c->H, c->D, c->eps);
-    norm_heads(k, &y->k_norm, n * c->G, c->D, c->eps);
-}
-// x += W_o out; x += W_down (silu(W_gate h) * W_up h), h the normed x. Room: h (n,C), gate, up (n,F).
-static void mlp_rows(const Session *s, const Layer *y, float *x, const float *out, float *h, float *gate, float *up, int n) {
-    const Config *c = s->c;
-    size_t nC = (size_t)n * c->C;
-    matmul(h, out, &y->wo, n); add_bias(h, &y->bo, n);
-    for (size_t i = 0; i < nC; i++) x[i] += h[i];
-    rmsnorm(h, x, &y->mlp_norm, n, c->C, c->eps);
-    matmul(gate, h, &y->gate, n); add_bias(gate, &y->bgate, n);
-    matmul(up, h, &y->up, n);     add_bias(up, &y->bup, n);
-    swiglu(gate, up, (size_t)n * c->F);
-    matmul(h, gate, &y->down, n); add_bias(h, &y->bdown, n);
-    for (size_t i = 0; i < nC; i++) x[i] += h[i];
-}
-
-// Room of one pass. span: tokens whose queries live at once; all T when a hook wants to see them.
-typedef struct { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs; int span; } Pass;
-
-static Pass pass_room(Session *s, int T) {
-    const Config *c = s->c;
-    int whole = s->rule != VIS_CAUSAL, b = s->batch < T ? s->batch : T;
-    EACH_PART(s, p) whole |= p->m->project || p->m->attend || p->m->commit;
-    Pass r = { .span = whole ? T : b };
-    size_t f = sizeof(float), n = r.span;
-    r.x = scratch(s, (size_t)T * c->C * f);         r.cs = scratch(s, (size_t)T * c->D * f);
-    r.q = scratch(s, n * c->H * c->D * f);          r.out = scratch(s, n * c->H * c->D * f);
-    r.k = scratch(s, n * c->G * c->D * f);          r.v = scratch(s, n * c->G * c->D * f);
-    r.h = scratch(s, (size_t)b * c->C * f);         r.gate = scratch(s, (size_t)b * c->F * f);
-    r.up = scratch(s, (size_t)b * c->F * f);
-    return r;
-}
-static void (*progress_hook)(const char *what, double share);    // the command line shows how far a long prefill is
-void progress_tell(const char *what, double share) { if (progress_hook) progress_hook(what, share); }
-static double timed(double *sum, double t0) { double t = now(); *sum += t - t0; return t; }
-
-// Attention of tokens t0..t0+n-1 of the pass in layer l, and the hooks around it.
-static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
-    double t = now();
-    Part *sparse = acts ? part_with_attend(s) : NULL;
-    if (s->decoding) {
-        if (acts) EACH_PART(s, p) if (p->m->select) p->m->select(s, p->ms, l, r->q);
-        t = timed(&s->clk.select, t);
-        attn_decode(s, l, r->out, r->q);
-    }
-    else if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
-    else attn_prefill(s, l, r->out, r->q, t0, n);
-    t = timed(&s->clk.attend, t);
-    if (!s->decoding) note_peak(s);                      // the peak of a prefill: this layer still holds every row
-    if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->q, n);
-    timed(&s->clk.commit, t);
-}
-// One pass over the tokens tok[base..base+T), already in the session: returns the logits (V) of the last one.
-static float *pass(Session *s, int T) {
-    const Config *c = s->c;
-    size_t mark = scratch_mark(s), HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
-    Pass r = pass_room(s, T);
-    embed(s, r.x, T);
-    for (int t = 0; t < T; t++) rope_angles(s->w, c->D, s->tok[s->base + t].pos, r.cs + (size_t)t * c->D);
-    for (int l = 0; l < c->L; l++) {
-        int acts = layer_acts(s, l), n;
-        const Layer *y;
-        if (progress_hook && l && T > 1) progress_hook("prefill", (double)l / c->L);
-        for (int t0 = 0, t1; t0 < T; t0 = t1) {          // spans: one if a hook wants the whole turn, else blocks of -b
-            t1 = t0 + r.span < T ? t0 + r.span : T;
-            for (int t = t0; t < t1; t += n) {
-                n = same_weights(s, t, t1, &y, l);
-                project_rows(s, y, r.x + (size_t)t * c->C, r.h, r.q + (t - t0) * HD, r.k + (t - t0) * GD, r.v + (t - t0) * GD, n);
-            }
-            if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, r.q, r.k, r.v, t1 - t0);
-            #pragma omp parallel for schedule(static) if (t1 - t0 > 32)
-            for (int t = t0; t < t1; t++) {
-                rope_apply(r.q + (t - t0) * HD, c->H, c->D, r.cs + (size_t)t * c->D);
-                rope_apply(r.k + (t - t0) * GD, c->G, c->D, r.cs + (size_t)t * c->D);
-            }
-            kv_append(s, l, r.k, r.v, t0, t1 - t0);
-            attend_rows(s, l, &r, t0, t1 - t0, acts);
-            for (int t = l < c->L - 1 ? t0 : T - 1; t < t1; t += n) {     // of the last layer's rows only the very last is read
-                n = same_weights(s, t, t1, &y, l);
-                mlp_rows(s, y, r.x + (size_t)t * c->C, r.out + (t - t0) * HD, r.h, r.gate, r.up, n);
-            }
-        }
-    }
-    double t = now();
-    EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
-    timed(&s->clk.commit, t);
-    rmsnorm(r.h, r.x + (size_t)(T - 1) * c->C, &s->w->norm, 1, c->C, c->eps);
-    matmul(s->logits, r.h, &s->w->head, 1);
-    note_peak(s);
-    scratch_reset(s, mark);
-    return s->logits;
-}
-
-// Adds T tokens to the session. A token with pos < 0 gets the next position.
-static void add_tokens(Session *s, const Token *in, int T) {
-    if (s->n_tok + T > s->cap_tok) s->tok = xrealloc(s->tok, (size_t)(s->cap_tok = s->n_tok + T + 1024) * sizeof(Token));
-    s->base = s->n_tok;
-    for (int t = 0; t < T; t++) {
-        Token *k = &s->tok[s->n_tok++];
-        *k = in[t];
-        if (k->pos < 0) k->pos = s->pos_next;
-        if (k->pos >= s->pos_next) s->pos_next = k->pos + 1;
-    }
-}
-float *forward(Session *s, const Token *in, int T) {     // one pass over T new tokens
-    add_tokens(s, in, T);
-    return KV_DEV(s) ? pass_cuda(s, T) : pass(s, T);
-}
-
-// ---- a turn: prefill once, then decode token by token
-static const float *sound(const Session *s, const float *logits) {      // (V). Weights that hold NaN or overflow speak nonsense, and every comparison finds it equal
-    uint32_t worst = 0;
-    for (int i = 0; i < s->c->V; i++) {
-        union { float f; uint32_t u; } x = { logits[i] };
-        worst = (x.u & 0x7fffffff) > worst ? x.u & 0x7fffffff : worst;
-    }
-    if (worst >= 0x7f800000) die(EXIT_MODEL, "%.300s: a logit of token %d is %s: its weights are damaged", s->c->dir, s->n_tok - 1, worst > 0x7f800000 ? "not a number" : "infinite");
-    return logits;
-}
-int pos_fits(const Session *s, int n, int extra) { return !s->pos_end || s->pos_next + n + extra <= s->pos_end; }
-const float *prefill(Session *s, const int *ids, int n) {
-    double t0 = now();
-    int cap = 2 * (n + s->n_tok) + 4096;
-    Token *t = xmalloc((size_t)cap * sizeof(Token));     // once a turn, not in the decode path
-    for (int i = 0; i < n; i++) t[i] = (Token){ ids[i], -1, s->turn, TOK_USER };
-    s->decoding = s->step = 0;
-    EACH_PART(s, p) if (p->m->turn) p->m->turn(s, p->ms);
-    view_all(s);
-    EACH_PART(s, p) if (p->m->enter) n = p->m->enter(s, p->ms, t, n, cap);
-    const float *logits = s->forward(s, t, n);
-    free(t);
-    s->turn++;
-    s->applied = budget_now(s);
-    s->n_sys = s->n_foot = s->n_head = 0;
-    s->clk.n_prefill += n;
-    timed(&s->clk.prefill, t0);
-    return sound(s, logits);
-}
-const float *decode(Session *s, int id) {
-    double t0 = now();
-    if (!pos_fits(s, 1, 0)) die(EXIT_RUN, "position %d is past max_position_embeddings %d", s->pos_next, s->pos_end);
-    Token t = { id, -1, s->n_tok ? s->tok[s->n_tok - 1].seg : 0, TOK_REPLY };       // the segment goes on
-    s->decoding = 1;
-    const float *logits = s->forward(s, &t, 1);
-    s->step++;
-    s->clk.n_decode++; s->clk.steps++;
-    timed(&s->clk.decode, t0);
-    return sound(s, logits);
-}
-
-// ---- opening: "loopserve-p+lychee+pats" is three parts; two that decide the same thing cannot be combined
-static const Method *method_find(const char *name, size_t n) {
-    for (const Method *m = methods; m->name; m++) if (strlen(m->name) == n && !strncmp(m->name, name, n)) return m;
-    return NULL;
-}
-static int parts_parse(Session *s, const char *spec) {
-    static const char *decides[] = { "the prefill attention", "which rows are kept or read", "how rows are stored" };
-    for (const char *a = spec, *b; a; a = *b ? b + 1 : NULL) {
-        b = a + strcspn(a, "+");
-        const Method *m = method_find(a, b - a);
-        if (!m) { snprintf(s->err, sizeof s->err, "--method: no method is called '%.*s' (see --list-methods)", (int)(b - a), a); return -1; }
-        if (s->n_part == MAX_PARTS) { snprintf(s->err, sizeof s->err, "--method=%s: more than %d parts", spec, MAX_PARTS); return -1; }
-        EACH_PART(s, p)
-            for (int bit = 0; bit < 3; bit++)
-                if (p->m->role & m->role & 1 << bit) {
-                    snprintf(s->err, sizeof s->err, "--method=%s: %s and %s cannot be combined, both decide %s", spec, p->m->name, m->name, decides[bit]);
-                    return -1;
-                }
-        s->part[s->n_part++].m = m;
-    }
-    for (int i = 1; i < s->n_part; i++)                  // timeline order: prefill, select, store
-        for (int j = i; j > 0 && s->part[j].m->role < s->part[j - 1].m->role; j--) { Part x = s->part[j]; s->part[j] = s->part[j - 1]; s->part[j - 1] = x; }
-    return 0;
-}
-static int parts_open(Session *s) {
-    EACH_PART(s, p) {
-        s->wants |= p->m->wants;
-        if (p->m->rule) s->rule = p->m->rule;
-        p->ms = xcalloc(1, p->m->state + 1);
-        if (p->m->open && p->m->open(s, p->ms)) return -1;
-    }
-    return 0;
-}
-static int on_device(Session *s) {                       // -d cuda; the command line has made cuda or cpu of auto
-#ifdef KVCOMP_CUDA
-    if (!strcmp(opt_str(s->opt, "device"), "cuda")) return device_open(s);
-#endif
-    (void)s;
-    return 0;
-}
-static void budget_options(Session *s) {                 // what the user asked for; open may know better
-    s->budget = opt_int(s->opt, "budget");
-    s->ratio = opt_given(s->opt, "ratio") ? opt_real(s->opt, "ratio") : -1;
-}
-// NULL, with the reason in err, when the options or the method do not fit.
-static Session *session_try(const Config *c, const Weights *w, const Options *o, const char *method, char err[512]) {
-    Session *s = xcalloc(1, sizeof *s);
-    *s = (Session){ .c = c, .w = w, .opt = o, .forward = forward, .scratch = arena_new() };
-    s->fk = format_find(opt_str(o, "ctk"));
-    s->fv = format_find(opt_str(o, "ctv"));
-    s->batch = opt_int(o, "batch-size");
-    budget_options(s);
-    s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
-    s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
-    s->logits = xcalloc(c->V, sizeof(float));
-    if (parts_parse(s, method) || parts_open(s) || on_device(s)) {
-        snprintf(err, 512, "%s", s->err);
-        session_close(s);
-        return NULL;
-    }
-    return s;
-}
-Session *session_open(const Config *c, const Weights *w, const Options *o, const char *method) {
-    char err[512];
-    Session *s = session_try(c, w, o, method, err);
-    if (!s) die(EXIT_USAGE, "%s", err);
-    return s;
-}
-void session_close(Session *s) {
-    if (!s) return;
-    EACH_PART(s, p) { if (p->ms && p->m->close) p->m->close(s, p->ms); free(p->ms); }
-    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
-    if (KV_DEV(s)) device_close(s);
-    for (int i = 0; i < s->c->L * s->c->H; i++) { free(s->view[i].idx); free(s->view[i].near); }
-    free(s->head); free(s->view); free(s->tok); free(s->logits);
-    arena_free(s->scratch);
-    free(s);
-}
-// Forgets the dialogue: close and open every part again, drop every row.
-void session_reset(Session *s) {
-    EACH_PART(s, p) { if (p->m->close) p->m->close(s, p->ms); memset(p->ms, 0, p->m->state); }
-    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
-    if (KV_DEV(s)) device_reset(s);
-    view_all(s);
-    s->n_tok = s->pos_next = s->turn = s->decoding = s->step = s->n_sys = s->n_foot = s->n_head = 0;
-    budget_options(s);
-    s->alt = NULL; s->packing = NULL; s->pos_end = s->pos_extra = 0; s->made_for = NULL;
-    memset(&s->clk, 0, sizeof s->clk);
-    EACH_PART(s, p) if (p->m->open && p->m->open(s, p->ms)) die(EXIT_USAGE, "%s", s->err);
-}
+// ==================================================================================================== 23 MEMORY PLAN
+// What a dialogue will take, before it takes it.
 
 // What a dialogue of -c tokens takes, worked out from the shapes. Rows: what is kept, and one layer uncompressed where a method
 // drops rows, because a prefill compresses layer by layer. Pass: the rooms of pass_cuda for a turn as long as -c, the largest
@@ -4721,4036 +8445,11 @@ MemoryPlan memory_plan(const Session *s) {
     return p;
 }
 
-// ==================================================================================================== 8 OPTIONS
-// One table drives parsing, --help, defaults and suggestions. A method's own options are in its section; this table is
-// the program's. Values are kept as text by name and checked when they are set, so a getter cannot fail.
-
-static const Opt program_options[] = {
-    // Model and run
-    { "model",         's', "",     "a Hugging Face folder (default: the shipped model)" },
-    { "device",        'c', "auto|cpu|cuda", "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
-    { "threads",       'i', "0",    "OpenMP threads; 0: all cores" },
-    { "ctx-size",      'i', "4096", "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit" },
-    { "batch-size",    'i', "512",  "rows of a prefill block; changes speed and memory, never a logit (on a GPU: their rounding)" },
-    { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
-    { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
-    { "tokenizer",     's', "",     "tokenizer.json or tokenizer.model instead of the model's" },
-    { "chat-template", 's', "",     "template by name, or a file, instead of the model's" },
-    { "synthetic",     's', "",     "random weights of a shape: llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny, or L..,H..,G..,D..,C..,F..,V.." },
-    { "inspect",       'b', "0",    "print config, tensors, bytes, KV bytes per token, and leave" },
-    // Prompt
-    { "prompt",        's', "",     "text to answer once" },
-    { "file",          's', "",     "the same from a file; - is standard input" },
-    { "system",        's', "",     "system message" },
-    { "n-predict",     'i', "-1",   "most tokens to make; -1: no limit in a chat, 256 otherwise" },
-    { "raw",           'b', "0",    "no chat template: the text as it is" },
-    { "parse-special", 'b', "0",    "read special tokens in the prompt's text" },
-    { "ignore-eos",    'b', "0",    "go on after an end token" },
-    { "keep",          'i', "0",    "accepted for scripts; never changes a method, each says what it keeps" },
-    { "think",         'b', "0",    "let a thinking model think (it does unless --no-think)" },
-    { "no-think",      'b', "0",    "turn a thinking model's thoughts off" },
-    { "single-turn",   'b', "0",    "leave after one reply" },
-    { "session",       's', "",     "load this session before, save it after" },
-    // Sampling
-    { "temp",          'f', "0.8",  "temperature; 0: greedy" },
-    { "top-k",         'i', "40",   "0: off" },
-    { "top-p",         'f', "0.95", "1: off" },
-    { "min-p",         'f', "0.05", "0: off" },
-    { "repeat-penalty",'f', "1.0",  "1: off" },
-    { "repeat-last-n", 'i', "64",   "tokens the penalty looks at" },
-    { "seed",          'i', "-1",   "of the sampler; -1: from the clock" },
-    // Compression
-    { "method",        's', "full", "NAME or NAME+NAME, see --list-methods" },
-    { "budget",        'i', "0",    "rows kept (or read) per KV head, window included; 0: the method's default" },
-    { "ratio",         'f', "0",    "share of the rows to remove at each prefill end, instead of --budget" },
-    { "sink",          'i', "4",    "first tokens always kept (streaming, expected-attention)" },
-    { "obs-window",    'i', "32",   "last queries that score the rows (snapkv, adakv, pyramidkv)" },
-    { "kernel",        'i', "7",    "pooling width of those scores, odd" },
-    { "gqa-agg",       'c', "mean|max|sum", "query heads of a KV head to one score (snapkv, adakv, pyramidkv)" },
-    { "paper",         'b', "0",    "the paper's own numbers where ours differ (loopserve, lychee)" },
-    // Output
-    { "json",          'b', "0",    "one object per run on stdout" },
-    { "json-rows",     'b', "0",    "with --json: the rows kept by every head" },
-    { "csv",           'b', "0",    "the same names as --json, as a table" },
-    { "dump-tokens",   'b', "0",    "print the ids of -p on one line and leave" },
-    { "ids",           's', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode" },
-    { "dump-logits",   's', "",     "with --ids: write the logits rows here (float32, V a row)" },
-    { "stats",         'b', "0",    "print the method's statistics on stderr" },
-    { "no-stats",      'b', "0",    "no summary line after each reply" },
-    { "verbose",       'b', "0",    "print every effective value at the start" },
-    { "quiet",         'b', "0",    "errors only on stderr" },
-    { "color",         'c', "auto|on|off", "colours in the chat" },
-    // Measure
-    { "eval",          's', "",     "quality through the compressed cache: all, or needle,multiturn,coref,facts,json,fewshot,summary; file, ppl, kld" },
-    { "eval-file",     's', "",     "dialogues or LongBench items (json lines) for file, any text for ppl and kld" },
-    { "eval-items",    'i', "8",    "texts of each task" },
-    { "eval-length",   's', "512",  "tokens of a text, or several lengths: 512,1024" },
-    { "eval-seed",     'i', "1",    "of the texts and of the intervals" },
-    { "eval-history",  'c', "own|gold", "whose replies the later turns see: the model's own or the right ones" },
-    { "eval-window",   'i', "512",  "ppl, kld: tokens of a window; half is prefilled, half decoded" },
-    { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text" },
-    { "compare",       's', "",     "methods, comma-separated: the same items through each (--eval all unless given)" },
-    { "budgets",       's', "",     "budgets for --compare, comma-separated" },
-    { "report",        's', "",     "write OUT.html: scores of --eval and pictures of what each method keeps, as one page; numbers in OUT.csv" },
-    { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
-    { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
-    { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
-    { "bench-suite",   's', "",     "the papers' methods one after another, prefill and decode: a table, and this file as CSV" },
-    { "repeat",        'i', "5",    "runs per number, the median counts" },
-    // Other
-    { "list-methods",  'b', "0",    "one name a line" },
-    { "version",       'b', "0",    "print the version" },
-    { NULL, 0, NULL, NULL },
-};
-
-struct Options { struct { char *key; char *value; } *map; struct { char *key; int value; } *given; };   // stb_ds string maps
-
-static const Opt *opt_find_in(const Opt *o, const char *name) {
-    for (; o && o->name; o++) if (!strcmp(o->name, name)) return o;
-    return NULL;
-}
-static const Opt *opt_find(const char *name) {
-    const Opt *o = opt_find_in(program_options, name);
-    for (const Method *m = methods; !o && m->name; m++) o = opt_find_in(m->opts, name);
-    return o;
-}
-static char *opt_default(const Opt *o) {                 // malloc'd; a choice's first word
-    char *v = xmalloc(strlen(o->def) + 1);
-    strcpy(v, o->def);
-    if (o->kind == 'c') v[strcspn(v, "|")] = 0;
-    return v;
-}
-static void options_add(Options *o, const Opt *t) {
-    for (; t && t->name; t++) if (shgeti(o->map, t->name) < 0) shput(o->map, t->name, opt_default(t));
-}
-Options *options_new(void) {
-    Options *o = xcalloc(1, sizeof *o);
-    sh_new_arena(o->map);
-    sh_new_arena(o->given);
-    options_add(o, program_options);
-    for (const Method *m = methods; m->name; m++) options_add(o, m->opts);
-    return o;
-}
-void options_free(Options *o) {
-    if (!o) return;
-    for (int i = 0; i < (int)shlen(o->map); i++) free(o->map[i].value);
-    shfree(o->map);
-    shfree(o->given);
-    free(o);
-}
-static int opt_check(const Opt *t, const char *v, char err[256]) {
-    char *end = NULL;
-    if (t->kind == 'i') {
-        errno = 0;
-        long n = strtol(v, &end, 10);
-        if (!*v || *end || errno || n < INT_MIN || n > INT_MAX) { snprintf(err, 256, "--%s wants a whole number, found '%.60s'", t->name, v); return -1; }
-    }
-    if (t->kind == 'f') {
-        double x = strtod(v, &end);
-        if (!*v || *end || !isfinite(x)) { snprintf(err, 256, "--%s wants a number, found '%.60s'", t->name, v); return -1; }
-    }
-    if (t->kind == 'b' && strcmp(v, "0") && strcmp(v, "1")) { snprintf(err, 256, "--%s is a flag and takes no value, found '%.60s'", t->name, v); return -1; }
-    if (t->kind == 'c') {
-        size_t n = strlen(v);
-        for (const char *a = t->def; a && !strchr(v, '|'); a = strchr(a, '|') ? strchr(a, '|') + 1 : NULL)
-            if (n && !strncmp(a, v, n) && (a[n] == '|' || !a[n])) return 0;
-        snprintf(err, 256, "--%s wants one of %s, found '%.60s'", t->name, t->def, v);
-        return -1;
-    }
-    return 0;
-}
-int options_set(Options *o, const char *name, const char *value, char err[256]) {
-    const Opt *t = opt_find(name);
-    if (!t) { snprintf(err, 256, "unknown option --%s", name); return -1; }
-    if (opt_check(t, value, err)) return -1;
-    char *v = xmalloc(strlen(value) + 1);
-    strcpy(v, value);
-    free(shget(o->map, name));
-    shput(o->map, name, v);
-    shput(o->given, name, 1);
-    return 0;
-}
-static const char *opt_value(const Options *o, const char *name) {
-    Options *w = (Options *)o;                           // stb_ds macros cache a search inside the map
-    if (shgeti(w->map, name) < 0) die(EXIT_RUN, "no option is called --%s", name);
-    return shget(w->map, name);
-}
-int         opt_given(const Options *o, const char *name) { Options *w = (Options *)o; return shgeti(w->given, name) >= 0; }
-int         opt_int (const Options *o, const char *name) { return atoi(opt_value(o, name)); }
-double      opt_real(const Options *o, const char *name) { return strtod(opt_value(o, name), NULL); }
-const char *opt_str (const Options *o, const char *name) { return opt_value(o, name); }
-
-// What an option may be; checked before anything is opened
-static const struct Range { const char *name; double lo, hi; } ranges[] = {
-    { "threads", 0, 1024 }, { "ctx-size", 0, 1 << 30 }, { "batch-size", 1, 1 << 20 }, { "n-predict", -1, INT_MAX }, { "temp", 0, 100 }, { "top-k", 0, INT_MAX }, { "top-p", 0, 1 },
-    { "min-p", 0, 1 }, { "repeat-penalty", 0.01, 100 }, { "repeat-last-n", 0, INT_MAX }, { "budget", 0, INT_MAX }, { "ratio", 0, 0.9999 }, { "sink", 0, INT_MAX }, { "obs-window", 1, 1 << 20 },
-    { "kernel", 1, 1023 }, { "eval-items", 1, 1 << 20 }, { "eval-window", 4, 1 << 20 }, { "eval-windows", 1, 1 << 20 }, { "repeat", 1, 1000 },
-    { "lychee-buffer", 0, 1 << 30 }, { "lychee-sink", 0, 1 << 30 }, { "lychee-iters", 0, 1000 }, { "lychee-guard", 0, 1 },
-    { "loopserve-alpha", 0, 1 }, { "loopserve-max-cells", 0, 1 }, { "loopserve-max-tiles", 0, 1 }, { "loopserve-interval", 1, 1 << 16 }, { "loopserve-obs", 0, 1 << 16 }, { "loopserve-samples", 1, 1 << 16 },
-};
-static int out_of_range(const Options *o, const char *name, char err[256]) {     // of this option, or of any (NULL)
-    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
-        const struct Range *r = &ranges[i];
-        double x = opt_real(o, r->name);
-        if ((name && strcmp(name, r->name)) || (x >= r->lo && x <= r->hi)) continue;
-        snprintf(err, 256, "--%s %.10g is outside %.10g..%.10g", r->name, x, r->lo, r->hi);
-        return 1;
-    }
-    return 0;
-}
-
-// ==================================================================================================== 9 STREAMINGLLM
-// Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks. arXiv 2309.17453.
-// The first tokens of a text draw attention whatever they say (sinks); with them and the most recent rows kept, a model
-// goes on fluently for ever. Everything between is dropped, and a prefill is dense over what is held.
-//   keep row r of a head with N rows iff  r < sink  or  r >= N - (B - sink)
-// **Differs from the paper:**
-//   - rows are dropped at the end of a prefill, not at every decoded token (rules.md A13);
-//   - rows keep their original positions; --streaming-rerotate re-numbers them inside the cache as the paper does.
-// Options: --budget (1024), --sink (4), --streaming-rerotate. `window` is the same with no sink.
-
-typedef struct { int sink, rerotate; } Streaming;
-
-static int window_open(Session *s, void *ms) {           // no sinks, so any budget is legal
-    Streaming *x = ms;
-    x->rerotate = opt_int(s->opt, "streaming-rerotate");
-    if (!s->budget) s->budget = 1024;
-    if (x->rerotate && s->c->windowed) { snprintf(s->err, sizeof s->err, "--streaming-rerotate: this model's sliding windows count original positions"); return -1; }
-    return 0;
-}
-static int streaming_open(Session *s, void *ms) {
-    Streaming *x = ms;
-    x->sink = opt_int(s->opt, "sink");
-    if (window_open(s, ms)) return -1;
-    if (s->ratio < 0 && s->budget <= x->sink) { snprintf(s->err, sizeof s->err, "--budget %d leaves no recent row beside --sink %d", s->budget, x->sink); return -1; }
-    return 0;
-}
-static void streaming_commit(Session *s, void *ms, int l, const float *q, int T) {
-    Streaming *x = ms;
-    int B = budget_now(s), sink = x->sink < B ? x->sink : B;
-    (void)q; (void)T;
-    if (s->decoding || s->n_tok <= B) return;
-    if (l == s->c->L) {
-        if (x->rerotate) s->pos_next = kv_longest(s, 0);         // the next token stands right behind the rows
-        return;
-    }
-    for (int g = 0; g < s->c->G; g++) {
-        KVHead *h = kv_head(s, l, g);
-        int n = 0, *keep = scratch(s, (size_t)h->len * sizeof(int));
-        for (int r = 0; r < h->len; r++)
-            if (r < sink || r >= h->len - (B - sink)) keep[n++] = r;
-        kv_keep(s, l, g, keep, n);
-        for (int r = 0; x->rerotate && r < n; r++) kv_repos(s, l, g, r, r);      // position = place in the cache
-    }
-}
-static const Opt streaming_opts[] = { { "streaming-rerotate", 'b', "0", "re-number positions inside the cache" }, { NULL, 0, NULL, NULL } };
-
-// ==================================================================================================== 10 BASELINES
-// The methods the five papers compare themselves with. All of them are dense in a prefill, drop rows at the end of every
-// turn's prefill, and never in decode (but for --h2o=stream). N is the number of tokens seen and B the budget; N <= B
-// keeps everything, at equality too. n is the number of rows a head holds.
-// SnapKV, AdaKV and PyramidKV share one chain, and DiliLazyKV takes its links in another order:
-//   window_scores -> one score a KV head -> max over neighbours -> the best `cap` rows and the last w
-
-typedef struct { int window, kernel, agg; } Snap;       // --obs-window w, --kernel, --gqa-agg
-
-static int refuse(Session *s, const char *fmt, ...) KV_PRINTF(2, 3);
-static int refuse(Session *s, const char *fmt, ...) {   // what an open hook returns when the options do not fit
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(s->err, sizeof s->err, fmt, ap);
-    va_end(ap);
-    return -1;
-}
-static int snap_options(Session *s, Snap *x, int window, int budget) {      // window and budget: the method's defaults
-    const char *agg = opt_str(s->opt, "gqa-agg");
-    x->window = opt_given(s->opt, "obs-window") ? opt_int(s->opt, "obs-window") : window;
-    x->kernel = opt_int(s->opt, "kernel");
-    x->agg = !strcmp(agg, "max") ? AGG_MAX : !strcmp(agg, "sum") ? AGG_SUM : AGG_MEAN;
-    if (!s->budget) s->budget = budget;
-    if (x->window < 1) return refuse(s, "--obs-window must be at least 1, found %d", x->window);
-    if (x->kernel < 1 || x->kernel % 2 == 0) return refuse(s, "--kernel must be odd, found %d", x->kernel);
-    if (s->ratio < 0 && s->budget <= x->window) return refuse(s, "--budget %d leaves no row beside --obs-window %d", s->budget, x->window);
-    return 0;
-}
-static int snap_due(const Session *s, int l, int B) { return !s->decoding && l < s->c->L && s->n_tok > B; }
-static int snap_kept_window(const Snap *x, int B) { return x->window < B ? x->window : B; }     // --ratio can make B the smaller one
-static int candidates(const KVHead *h, int w) { return h->len > w ? h->len - w : 0; }           // the rows before the last w
-
-// out (n): the R rows of score (R,stride) as one
-static void join_heads(float *out, const float *score, int n, size_t stride, int R, int agg) {
-    for (int j = 0; j < n; j++) {
-        float a = score[j];
-        for (int r = 1; r < R; r++) { float b = score[r * stride + j]; a = agg == AGG_MAX ? fmaxf(a, b) : a + b; }
-        out[j] = agg == AGG_MEAN ? a / (float)R : a;
-    }
-}
-// out[j] = max of x[t] over |t-j| <= width/2. Neighbours in the head's row list, not in position. out, x (n)
-static void pool_max(float *out, const float *x, int n, int width) {
-    for (int j = 0; j < n; j++) {
-        int a = j > width / 2 ? j - width / 2 : 0, b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
-        float top = x[a];
-        for (int t = a + 1; t <= b; t++) top = fmaxf(top, x[t]);
-        out[j] = top;
-    }
-}
-// keep: the best `cap` of rows [0,n) by score, and every row of [n,len); ascending -> count
-static int keep_best(int *keep, const float *score, int n, int cap, int len) {
-    int kept = top_k(score, n, cap, keep);
-    for (int r = n; r < len; r++) keep[kept++] = r;
-    return kept;
-}
-// Pooled scores of each KV head's candidates n[g], (G,N) or, under POOL_ONLY, (H,N); N = kv_longest. Device memory in a device session.
-static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, int T, int w, int order, int *n) {     // n (G) is set here
-    int H = s->c->H, G = s->c->G, R = H / G, agg = order == JOIN_POOL ? x->agg : AGG_MEAN;
-    size_t N = kv_longest(s, l);
-    for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
-    if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, agg, x->kernel, order);
-    float *row = scratch(s, H * N * sizeof(float)), *pooled = scratch(s, H * N * sizeof(float)), *one = scratch(s, N * sizeof(float));
-    window_scores(s, l, q, T, x->window, row);
-    for (int g = 0; g < G; g++) {
-        float *from = row + g * R * N, *to = pooled + g * R * N;
-        if (order == JOIN_POOL) {
-            join_heads(one, from, n[g], N, R, agg);
-            pool_max(pooled + g * N, one, n[g], x->kernel);
-            continue;
-        }
-        for (int r = 0; r < R; r++) pool_max(to + r * N, from + r * N, n[g], x->kernel);
-        if (order == POOL_JOIN) join_heads(pooled + g * N, to, n[g], N, R, agg);
-    }
-    return pooled;
-}
-// idx (S,per), count (S): the k[i] largest of the first n[i] of each row of x (S,stride), which lies where the rows lie
-static void top_k_rows(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count) {
-    if (KV_DEV(s)) { top_k_rows_cuda(s, x, S, stride, n, k, idx, per, count); return; }
-    #pragma omp parallel for schedule(static) if (S > 1 && n[0] > 64)
-    for (int i = 0; i < S; i++) count[i] = top_k(x + i * stride, n[i], k[i], idx + (size_t)i * per);
-}
-static void snap_keep(Session *s, int l, const float *score, const int *n, const int *cap) {     // score (G,N); n, cap (G): candidates, and how many of them stay
-    int G = s->c->G, N = kv_longest(s, l), *keep = scratch(s, (size_t)G * N * sizeof(int)), *kept = scratch(s, (size_t)G * sizeof(int));
-    top_k_rows(s, score, G, N, n, cap, keep, N, kept);
-    for (int g = 0; g < G; g++) {
-        int *to = keep + (size_t)g * N;
-        for (int r = n[g]; r < kv_head(s, l, g)->len; r++) to[kept[g]++] = r;
-        kv_keep(s, l, g, to, kept[g]);
-    }
-}
-
-// ---- SnapKV. Li et al.: SnapKV: LLM Knows What You Are Looking for Before Generation. arXiv 2404.14469.
-// What the last queries of a prompt look at is what its answer will look at. Every KV head keeps the B-w best candidates.
-// **Differs from the paper:** one kept set a KV head, not a query head (mean over the group); kernel 7 max, w 32.
-static int snapkv_open(Session *s, void *ms) { return snap_options(s, ms, 32, 1024); }
-static void snapkv_commit(Session *s, void *ms, int l, const float *q, int T) {
-    const Snap *x = ms;
-    int B = budget_now(s), w = snap_kept_window(x, B);
-    if (!snap_due(s, l, B)) return;
-    size_t mark = scratch_mark(s);
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
-    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
-    for (int g = 0; g < s->c->G; g++) cap[g] = B - w;
-    snap_keep(s, l, score, n, cap);
-    scratch_reset(s, mark);
-}
-
-// ---- AdaKV. Feng et al.: Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation. arXiv 2407.11550.
-// The layer's budget goes where the scores are: heads with flat scores get more rows than heads with a few high ones.
-//   base = B-w;  share_g = sum(best base of g) / sum(all of g);  cnt_g = rows of g among the G*base best of score * share
-//   cap_g = rint(0.8 cnt_g + floor(0.2 base)), at most the rows there are; what a short head leaves over is not given on
-// **Differs from the paper:** heads are KV heads; a layer is compressed iff its candidates exceed G*base.
-// Shares are of sums in fixed point: a layer's heads compete for rows, so two devices must get the same sums in any order.
-static float *adakv_shares(Session *s, const float *score, int N, const int *n, int base) {      // score (G,N) -> (sum of n), where score lies
-    if (KV_DEV(s)) return adakv_shares_cuda(s, score, N, n, base);
-    float *all = scratch(s, (size_t)s->c->G * N * sizeof(float)), *to = all;
-    int *idx = scratch(s, (size_t)N * sizeof(int));
-    for (int g = 0; g < s->c->G; g++) {
-        const float *x = score + (size_t)g * N;
-        int64_t best = 0, sum = 0;
-        for (int i = 0, k = top_k(x, n[g], base, idx); i < k; i++) best += fixed_mass(x[idx[i]]);
-        for (int r = 0; r < n[g]; r++) sum += fixed_mass(x[r]);
-        for (int r = 0; r < n[g]; r++) *to++ = sum > 0 ? (float)(x[r] * ((double)best / (double)sum)) : 0;
-    }
-    return all;
-}
-static void adakv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {   // score (G,N); n, cap (G)
-    int G = s->c->G, N = kv_longest(s, l), total = 0, want = G * base, k, from = 0;
-    for (int g = 0; g < G; g++) total += n[g];
-    int *idx = scratch(s, (size_t)want * sizeof(int));
-    top_k_rows(s, adakv_shares(s, score, N, n, base), 1, 0, &total, &want, idx, want, &k);       // ties go to the lower (head, row)
-    for (int g = 0, i = 0; g < G; g++) {
-        int cnt = 0;
-        for (from += n[g]; i < k && idx[i] < from; i++) cnt++;
-        cap[g] = (int)rint(0.8 * cnt + base / 5);
-    }
-}
-static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
-    const Snap *x = ms;
-    int B = budget_now(s), w = snap_kept_window(x, B);
-    long rows = 0;
-    if (!snap_due(s, l, B)) return;
-    for (int g = 0; g < s->c->G; g++) rows += candidates(kv_head(s, l, g), w);
-    if (rows <= (long)s->c->G * (B - w)) return;
-    size_t mark = scratch_mark(s);
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
-    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
-    adakv_caps(s, l, score, n, B - w, cap);
-    snap_keep(s, l, score, n, cap);
-    scratch_reset(s, mark);
-}
-
-// ---- PyramidKV. Cai et al.: PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling. arXiv 2406.02069.
-// Lower layers spread their attention, upper ones gather it: budgets fall by a constant step from layer to layer.
-//   base = B-w, lo = base/20, hi = 2 base - lo;  hi > N-w: hi = N-w, lo = 2 base - hi;  layer l: hi - l (hi-lo)/(L-1)
-// **Differs from the paper:** integers throughout; SnapKV when N < 2 base or L = 1; one kept set a KV head.
-static int pyramid_cap(int l, int L, int N, int B, int w) {
-    int base = B - w, lo = base / 20, hi = 2 * base - lo;
-    if (L == 1 || N < 2 * base) return base;
-    if (hi >= N - w) { hi = N - w; lo = 2 * base - hi; }
-    return hi - l * ((hi - lo) / (L - 1));
-}
-static void pyramidkv_commit(Session *s, void *ms, int l, const float *q, int T) {
-    const Snap *x = ms;
-    int B = budget_now(s), w = snap_kept_window(x, B);
-    if (!snap_due(s, l, B)) return;
-    size_t mark = scratch_mark(s);
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
-    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
-    for (int g = 0; g < s->c->G; g++) cap[g] = pyramid_cap(l, s->c->L, s->n_tok, B, w);
-    snap_keep(s, l, score, n, cap);
-    scratch_reset(s, mark);
-}
-
-// ---- H2O. Zhang et al.: H2O: Heavy-Hitter Oracle for Efficient Generative Inference. arXiv 2306.14048.
-// A few rows draw most of the attention: keep those (heavy hitters) beside the recent ones.
-//   floor(B/2) last rows, and of the others the best by mass: all attention the row ever drew, from every query of the group
-// --h2o=stream also drops the row of least mass outside the recent half in every decode step, as the paper does.
-// **Differs from the paper:** oneshot is the default; a prefill is dense over what is held.
-typedef struct { int stream, B; } H2o;                  // B: the budget at the last prefill's end, which decode steps go by
-
-static int h2o_open(Session *s, void *ms) {
-    ((H2o *)ms)->stream = !strcmp(opt_str(s->opt, "h2o"), "stream");
-    if (!s->budget) s->budget = 1024;
-    if (s->budget < 1) return refuse(s, "--budget must be at least 1, found %d", s->budget);
-    return 0;
-}
-static int h2o_steady(const Session *s, const void *ms) { (void)s; return !((const H2o *)ms)->stream; }
-static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
-    H2o *x = ms;
-    (void)q; (void)T;
-    if (!s->decoding) x->B = budget_now(s);
-    if (l == s->c->L || s->n_tok <= x->B || (s->decoding && !x->stream)) return;
-    size_t mark = scratch_mark(s);
-    int recent = x->B / 2, *keep = scratch(s, (size_t)kv_longest(s, l) * sizeof(int));
-    for (int g = 0; g < s->c->G; g++) {
-        KVHead *h = kv_head(s, l, g);
-        if (KV_DEV(s)) mass_fetch_cuda(s, h);
-        kv_keep(s, l, g, keep, keep_best(keep, h->mass, candidates(h, recent), x->B - recent, h->len));
-    }
-    scratch_reset(s, mark);
-}
-static const Opt h2o_opts[] = {
-    { "h2o", 'c', "oneshot|stream", "drop rows at prefill ends only, or in every decode step too" },
-    { NULL, 0, NULL, NULL },
-};
-
-// ---- ExpectedAttention. Devoto, Jeblick, Jegou: Expected Attention: KV Cache Compression by Estimating Attention from
-// Future Queries Distribution. arXiv 2510.00636.
-// Queries before RoPE look Gaussian, so the attention a key will draw from the next 512 positions can be written down:
-//   mu <- Rbar mu, Sg <- Rbar Sg Rbar^T,  Rbar = mean RoPE matrix of positions N..N+511
-//   z_c = mu.k_c / sqrt(D) + k_c^T Sg k_c / (2D);  score_c = mean over the group of softmax_c(z) times |v_c|
-// The first --sink tokens always stay and count inside B; candidates and softmax are the other rows held.
-// mu and Sg (divided by the count) are of every query a prefill of the dialogue fed at position >= --sink.
-// **Differs from the paper:** applied at every turn's end; a query once counted is not taken back when tokens are truncated.
-enum { FUTURE = 512 };                                  // positions Rbar is a mean of
-typedef struct { int sink; long *n; double *sum, *outer; } Expected;       // n (L); sum (L,H,D) of q; outer (L,H,D,D) of q q^T, made by the first prefill where q lies
-
-static int expected_open(Session *s, void *ms) {
-    Expected *x = ms;
-    x->sink = opt_int(s->opt, "sink");
-    if (x->sink < 0) return refuse(s, "--sink must not be negative, found %d", x->sink);
-    if (!s->budget) s->budget = 1024;
-    if (s->ratio < 0 && s->budget <= x->sink) return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
-    x->n = xcalloc(s->c->L, sizeof(long));
-    return 0;
-}
-static void expected_close(Session *s, void *ms) {
-    Expected *x = ms;
-    (void)s;
-    free(x->n);
-    if (KV_DEV(s)) near_free_cuda((char *)x->sum); else free(x->sum);
-}
-static size_t expected_bytes(const Session *s, const void *ms) {
-    size_t L = s->c->L, H = s->c->H, D = s->c->D;
-    (void)ms;
-    return L * sizeof(long) + L * H * D * (D + 1) * sizeof(double);
-}
-static void expected_project(Session *s, void *ms, int l, const float *q, const float *k, const float *v, int T) {
-    Expected *x = ms;
-    int H = s->c->H, D = s->c->D;
-    size_t n = (size_t)s->c->L * H * D;
-    (void)k; (void)v;
-    if (s->decoding) return;
-    if (!x->sum) {
-        x->sum = KV_DEV(s) ? (double *)near_zero_cuda(n * (D + 1) * sizeof(double)) : xcalloc(n * (D + 1), sizeof(double));
-        x->outer = x->sum + n;
-    }
-    double *sums = x->sum + (size_t)l * H * D, *outers = x->outer + (size_t)l * H * D * D;
-    for (int t = 0; t < T; t++) x->n[l] += s->tok[s->base + t].pos >= x->sink;
-    if (KV_DEV(s)) { moments_add_cuda(s, sums, outers, q, T, x->sink); return; }
-    #pragma omp parallel for schedule(static)
-    for (int h = 0; h < H; h++) {
-        double *sum = sums + (size_t)h * D, *outer = outers + (size_t)h * D * D;
-        for (int t = 0; t < T; t++) {
-            const float *p = q + ((size_t)t * H + h) * D;
-            if (s->tok[s->base + t].pos < x->sink) continue;
-            for (int i = 0; i < D; i++) {
-                sum[i] += p[i];
-                for (int j = 0; j < D; j++) outer[(size_t)i * D + j] += (double)p[i] * p[j];
-            }
-        }
-    }
-}
-static int expected_steady(const Session *s, const void *ms) { (void)s; (void)ms; return 1; }     // a decode step is not looked at
-// cs (D): means of cos over the next FUTURE positions for the D/2 frequencies, then of sin
-static void expected_rope(const Session *s, double *cs) {
-    int D = s->c->D;
-    for (int i = 0; i < D / 2; i++) {
-        double c = 0, n = 0;
-        for (int p = s->n_tok; p < s->n_tok + FUTURE; p++) { c += cos(p * s->w->inv_freq64[i]); n += sin(p * s->w->inv_freq64[i]); }
-        cs[i] = c * s->w->rope_scale / FUTURE;
-        cs[D / 2 + i] = n * s->w->rope_scale / FUTURE;
-    }
-}
-static void expected_turn(double *x, size_t step, int D, const double *cs) {    // the vector x[0], x[step], .. (D) times Rbar
-    for (int i = 0; i < D / 2; i++) {
-        double a = x[i * step], b = x[(i + D / 2) * step];
-        x[i * step] = a * cs[i] - b * cs[D / 2 + i];
-        x[(i + D / 2) * step] = b * cs[i] + a * cs[D / 2 + i];
-    }
-}
-// mu (D), cov (D,D) of one head's n queries as they will stand at future positions. sum (D), outer (D,D); tmp (D,D+1) is room
-static void expected_moments(double n, const double *sum, const double *outer, int D, const double *cs, float *mu, float *cov, double *tmp) {
-    double *mean = tmp + (size_t)D * D;
-    for (int i = 0; i < D; i++) mean[i] = sum[i] / n;
-    for (int i = 0; i < D; i++)
-        for (int j = 0; j < D; j++) tmp[(size_t)i * D + j] = outer[(size_t)i * D + j] / n - mean[i] * mean[j];
-    for (int i = 0; i < D; i++) expected_turn(tmp + i, D, D, cs);                // columns: Rbar Sg
-    for (int i = 0; i < D; i++) expected_turn(tmp + (size_t)i * D, 1, D, cs);    // rows:    .. Rbar^T
-    expected_turn(mean, 1, D, cs);
-    for (int i = 0; i < D; i++) mu[i] = (float)mean[i];
-    for (size_t i = 0; i < (size_t)D * D; i++) cov[i] = (float)tmp[i];
-}
-static void expected_exponents(const Session *s, const KVHead *hd, int n0, const float *mu, const float *cov, float *buf, float *z) {     // z (N) from row n0 on; buf is room
-    int D = s->c->D;
-    float *k = buf, *y = k + (size_t)KV_TILE * D, *lin = y + (size_t)KV_TILE * D;
-    for (int r = n0; r < hd->len; r += KV_TILE) {
-        int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
-        kv_load_k(s, hd, NULL, r, m, k);
-        attn_scores(lin, mu, k, 1, m, D, 1 / sqrtf((float)D));
-        attn_scores(y, cov, k, D, m, D, 1 / (2 * (float)D));                     // y (D,m) = Sg k^T / 2D
-        for (int j = 0; j < m; j++) {
-            double a = lin[j];
-            for (int d = 0; d < D; d++) a += (double)k[(size_t)j * D + d] * y[(size_t)d * m + j];
-            z[r + j] = (float)a;
-        }
-    }
-}
-static void value_squares(const Session *s, const KVHead *hd, float *v, float *out) {      // out (N): |v|^2; v is room
-    int D = s->c->D;
-    for (int r = 0; r < hd->len; r += KV_TILE) {
-        int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
-        kv_load_v(s, hd, NULL, r, m, v);
-        for (int j = 0; j < m; j++) out[r + j] = dot_f32(v + (size_t)j * D, v + (size_t)j * D, D);
-    }
-}
-// p (H,N): softmax of z over rows sink[g].. of each query head's KV head g; the rows before are left alone. sq (G,N): |v|^2. sink (G)
-static void expected_scores(Session *s, const Expected *x, int l, const int *sink, float *p, float *sq, int N) {
-    int H = s->c->H, D = s->c->D, R = H / s->c->G;
-    size_t n = (size_t)H * D, room = 2 * (size_t)KV_TILE * D + KV_TILE;
-    double *cs = scratch(s, (size_t)D * sizeof(double)), *tmp = scratch(s, (size_t)n_threads() * D * (D + 1) * sizeof(double));
-    double *sum = x->sum + (size_t)l * n, *outer = x->outer + (size_t)l * n * D;
-    float *mu = scratch(s, n * (D + 1) * sizeof(float)), *cov = mu + n, *buf = scratch(s, n_threads() * room * sizeof(float));
-    if (KV_DEV(s)) {
-        double *copy = scratch(s, n * (D + 1) * sizeof(double));
-        bytes_load_cuda(copy, sum, n * sizeof(double)); bytes_load_cuda(copy + n, outer, n * D * sizeof(double));
-        sum = copy; outer = copy + n;
-    }
-    expected_rope(s, cs);
-    #pragma omp parallel for schedule(static)
-    for (int h = 0; h < H; h++)
-        expected_moments(x->n[l] ? (double)x->n[l] : 1, sum + (size_t)h * D, outer + (size_t)h * D * D, D, cs, mu + (size_t)h * D, cov + (size_t)h * D * D, tmp + (size_t)thread_id() * D * (D + 1));
-    if (KV_DEV(s)) expected_scores_cuda(s, l, mu, cov, p, sq, N);
-    #pragma omp parallel for schedule(static)
-    for (int h = 0; h < H; h++) {
-        const KVHead *hd = kv_head(s, l, h / R);
-        float *z = p + (size_t)h * N, max = -INFINITY, all = 0, *own = buf + thread_id() * room;
-        int n0 = sink[h / R];
-        if (!KV_DEV(s)) expected_exponents(s, hd, n0, mu + (size_t)h * D, cov + (size_t)h * D * D, own, z);
-        if (!KV_DEV(s) && h % R == 0) value_squares(s, hd, own, sq + (size_t)(h / R) * N);
-        for (int r = n0; r < hd->len; r++) max = fmaxf(max, z[r]);
-        exp_shift(z + n0, max, hd->len - n0, &all);
-        for (int r = n0; r < hd->len; r++) z[r] /= all;
-    }
-}
-static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
-    Expected *x = ms;
-    int B = budget_now(s), G = s->c->G, R = s->c->H / G;
-    (void)q; (void)T;
-    if (s->decoding || l == s->c->L || s->n_tok <= B) return;
-    size_t mark = scratch_mark(s);
-    int N = kv_longest(s, l), *keep = scratch(s, (size_t)(N + 1) * sizeof(int)), *sink = scratch(s, (size_t)G * sizeof(int));
-    float *p = scratch(s, (size_t)s->c->H * N * sizeof(float)), *one = scratch(s, (size_t)N * sizeof(float));
-    float *sq = scratch(s, (size_t)G * N * sizeof(float));
-    for (int g = 0; g < G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        for (sink[g] = 0; sink[g] < h->len && h->src[sink[g]] < x->sink; ) sink[g]++;
-    }
-    expected_scores(s, x, l, sink, p, sq, N);
-    for (int g = 0; g < G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        int n0 = sink[g], n = h->len - n0, first = n0 < B ? n0 : B;
-        join_heads(one, p + (size_t)g * R * N + n0, n, N, R, AGG_MEAN);
-        for (int r = 0; r < n; r++) one[r] *= sqrtf(sq[(size_t)g * N + n0 + r]);
-        int kept = top_k(one, n, B - first, keep + first);
-        for (int i = 0; i < first; i++) keep[i] = i;
-        for (int i = 0; i < kept; i++) keep[first + i] += n0;
-        kv_keep(s, l, g, keep, first + kept);
-    }
-    scratch_reset(s, mark);
-}
-
-// ==================================================================================================== 10b SPARSE PREFILL BASELINES
-// Prefill attention over lines, and three methods that fix the lines beforehand. In the matrix of n - p0 new rows r (queries)
-// against n rows held (columns c <= r), a vertical c is the column c, and a slash o is the diagonal of the cells (r, r-o).
-// Row r of a head with verticals V and slashes S attends, with one softmax, to
-//   M(r) = { c in V : c <= r }  u  { r-o : o in S, o <= r }
-// in the head's own row numbers (rules.md B27). Under tile64 the slashes are rounded up to what a GPU block of 64 rows reads:
-// whole ranges of columns (block_index). LoopServe (section 11) chooses its lines anew in every prefill and uses the same code.
-//   a-shape      V = the first --a-shape-init columns, S = the last --a-shape-local       (arXiv 2309.17453, as a prefill mask)
-//   tri-shape    the same, and the last --tri-shape-last rows see everything              (SCBench, arXiv 2412.10319)
-//   minference   V, S = the heaviest columns and diagonals of the last 64 rows; tile64    (MInference, arXiv 2407.02490)
-// **Differs from MInference:** one size (--minference-verticals, -slashes) for all heads instead of an offline search per head.
-
-typedef struct { int lo, hi; } LineRange;                    // [lo,hi)
-
-enum { LINE_BLOCK = 64 };                                // rows done together, counted from p0; at most Q_BLOCK
-
-static int  bit_get(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
-static void bit_set(uint64_t *b, int i) { b[i >> 6] |= (uint64_t)1 << (i & 63); }
-static int bit_list(const uint64_t *b, int n, int *list) {          // the set bits below n, ascending -> count; NULL: count only
-    int k = 0;
-    for (int w = 0; w < (n + 63) / 64; w++)
-        for (uint64_t u = b[w]; u; u &= u - 1) { if (list) list[k] = w * 64 + __builtin_ctzll(u); k++; }
-    return k;
-}
-static int bit_runs(const uint64_t *b, int n, LineRange *run) {         // maximal runs of set bits, ascending -> count
-    int k = 0;
-    for (int i = 0; i < n; ) {
-        if (!b[i >> 6]) { i = (i | 63) + 1; continue; }
-        int j = i;
-        while (j < n && bit_get(b, j)) j++;
-        if (j > i) run[k++] = (LineRange){ i, j };
-        i = j + 1;
-    }
-    return k;
-}
-static void lines_clear(Lines *a) { memset(a->v, 0, bit_bytes(a->n)); memset(a->s, 0, bit_bytes(a->n)); }
-// One Lines a query head, empty, in scratch; n and p0 from the rows held now.
-static Lines *lines_new(Session *s, int l, int T) {
-    int H = s->c->H, R = H / s->c->G;
-    Lines *a = scratch(s, (size_t)H * sizeof *a);
-    for (int h = 0; h < H; h++) {
-        int n = kv_head(s, l, h / R)->len;
-        a[h] = (Lines){ .n = n, .p0 = n - T, .v = scratch(s, bit_bytes(n)), .s = scratch(s, bit_bytes(n)) };
-        lines_clear(&a[h]);
-    }
-    return a;
-}
-static long line_len(int x, int p0, int n) { return n - (x > p0 ? x : p0); }      // cells of vertical x, and as many of slash x
-
-// What the 64 rows from p0+b read: disjoint ascending ranges of columns, and single columns outside of them, all left of the
-// block (a column inside it lies in the range of offset 0). run (n_run): the runs of S; v (nv): V, ascending. -> ranges
-static int block_index(const Lines *a, int b, const LineRange *run, int n_run, const int *v, int nv,
-                       LineRange *range, int *cols, int *n_cols) {
-    int s0 = a->p0 + b, E = s0 + LINE_BLOCK < a->n ? s0 + LINE_BLOCK : a->n, k = 0, at = 0;
-    for (int j = n_run - 1; j >= 0; j--) {               // offsets descending: columns ascending
-        if (run[j].lo >= E) continue;
-        int lo = s0 - run[j].hi + 1, hi = E - run[j].lo;
-        if (lo < 0) lo = 0;
-        if (k && lo <= range[k - 1].hi) range[k - 1].hi = hi;
-        else range[k++] = (LineRange){ lo, hi };
-    }
-    *n_cols = 0;
-    for (int j = 0; j < nv && v[j] < s0; j++) {
-        while (at < k && range[at].hi <= v[j]) at++;
-        if (at == k || v[j] < range[at].lo) cols[(*n_cols)++] = v[j];
-    }
-    return k;
-}
-
-// ---- how one head is computed. Chosen offsets that stand close together are done as one band, scored as a whole and masked;
-// the others diagonal by diagonal: each of their cells reads its own rows, at LONE_CELL times the cost of a cell in a band.
-enum { LONE_CELL = 8 };
-
-typedef struct { int a, b, used, run0, run1; } LineBand; // runs run0..run1-1: `used` offsets chosen among [a,b)
-typedef struct {
-    const Lines *line;
-    LineRange *run; int n_run;  // all runs of S; exact lines: those outside the bands
-    int *v; int nv;
-    float *kv, *vv;             // (nv,D) rows of V, gathered; exact lines only
-    LineBand *band; int n_band;
-    float *miss;                // (n) miss[n-1-o] = 0 where offset o is chosen, else -INFINITY; exact lines only
-} LinePlan;
-
-static int band_whole(const LineBand *b) { return b->b - b->a + LINE_BLOCK - 1 <= LONE_CELL * b->used; }
-static int band_cost(const LineBand *b)  { return band_whole(b) ? b->b - b->a + LINE_BLOCK - 1 : LONE_CELL * b->used; }
-static void plan_bands(LinePlan *p) {                    // neighbours join while that costs no more
-    LineBand *d = p->band;
-    int k = 0, lone = 0, n = 0;
-    for (int j = 0; j < p->n_run; j++) {
-        LineBand one = { p->run[j].lo, p->run[j].hi, p->run[j].hi - p->run[j].lo, j, j + 1 };
-        if (k) {
-            LineBand both = { d[k - 1].a, one.b, d[k - 1].used + one.used, d[k - 1].run0, j + 1 };
-            if (band_cost(&both) <= band_cost(&d[k - 1]) + band_cost(&one)) { d[k - 1] = both; continue; }
-        }
-        d[k++] = one;
-    }
-    for (int j = 0; j < k; j++) {
-        if (band_whole(&d[j])) { d[n++] = d[j]; continue; }
-        for (int r = d[j].run0; r < d[j].run1; r++) p->run[lone++] = p->run[r];
-    }
-    p->n_band = n;
-    p->n_run = lone;
-}
-static LinePlan plan_new(Session *s, const Lines *a, const float *K, const float *V) {
-    LinePlan p = { .line = a };
-    size_t row = (size_t)s->c->D * sizeof(float);
-    if (a->dense) return p;
-    p.v = scratch(s, (size_t)bit_list(a->v, a->n, NULL) * sizeof(int));
-    p.nv = bit_list(a->v, a->n, p.v);
-    p.run = scratch(s, ((size_t)bit_list(a->s, a->n, NULL) + 1) * sizeof(LineRange));
-    p.n_run = bit_runs(a->s, a->n, p.run);
-    if (a->tile64) return p;
-    p.band = scratch(s, (size_t)p.n_run * sizeof(LineBand));
-    plan_bands(&p);
-    p.miss = scratch(s, (size_t)a->n * sizeof(float));
-    for (int o = 0; o < a->n; o++) p.miss[a->n - 1 - o] = bit_get(a->s, o) ? 0 : -INFINITY;
-    p.kv = scratch(s, p.nv * row); p.vv = scratch(s, p.nv * row);
-    #pragma omp parallel for schedule(static) if (worth_threads((size_t)p.nv * s->c->D))
-    for (int j = 0; j < p.nv; j++) {
-        memcpy(p.kv + (size_t)j * s->c->D, K + (size_t)p.v[j] * s->c->D, row);
-        memcpy(p.vv + (size_t)j * s->c->D, V + (size_t)p.v[j] * s->c->D, row);
-    }
-    return p;
-}
-
-// ---- one block of rows r0..r0+m-1 of one head against the unpacked rows K, V (n,D) of its KV head
-typedef struct {
-    Tile *t;
-    const float *K, *V;
-    int D, m, r0;
-    int first[LINE_BLOCK];      // the first row each query may see: 0, or where its sliding window begins
-} RowBlock;
-
-static void block_scores(RowBlock *b, const float *k, int n) {
-    attn_scores(b->t->sc, b->t->q, k, b->m, n, b->D, 1 / sqrtf((float)b->D));
-}
-
-// Columns [lo,hi), of which row r sees those up to itself and, when a band of p is given, at a chosen offset of the band.
-static void fold_range(RowBlock *b, int lo, int hi, const LinePlan *p, const LineBand *band) {
-    int gaps = band && band->used < band->b - band->a;
-    for (int c = lo; c < hi; c += KV_TILE) {
-        int n = hi - c < KV_TILE ? hi - c : KV_TILE;
-        block_scores(b, b->K + (size_t)c * b->D, n);
-        for (int i = 0; i < b->m; i++) {
-            float *sc = b->t->sc + (size_t)i * n;
-            int r = b->r0 + i, from = band ? r - band->b + 1 : 0, to = r + 1 - (band ? band->a : 0);     // columns [from,to)
-            if (from < b->first[i]) from = b->first[i];
-            for (int j = 0; j < n && c + j < from; j++) sc[j] = -INFINITY;
-            for (int j = to > c ? to - c : 0; j < n; j++) sc[j] = -INFINITY;
-            if (!gaps || to <= c) continue;
-            const float *miss = p->miss + (p->line->n - 1 - (r - c));            // offset r - c - j stands at miss[j]
-            for (int j = from > c ? from - c : 0, e = to - c < n ? to - c : n; j < e; j++) sc[j] += miss[j];
-        }
-        tile_fold(b->t, b->m, n, b->D, b->V + (size_t)c * b->D);
-    }
-}
-// n <= KV_TILE single columns c with gathered rows k, v (n,D). a given: cells that lie on a chosen slash are not counted twice.
-static void fold_columns(RowBlock *b, const int *c, int n, const float *k, const float *v, const Lines *a) {
-    block_scores(b, k, n);
-    for (int i = 0; i < b->m; i++)
-        for (int j = 0; j < n; j++) {
-            int o = b->r0 + i - c[j];
-            if (o < 0 || c[j] < b->first[i] || (a && bit_get(a->s, o))) b->t->sc[(size_t)i * n + j] = -INFINITY;
-        }
-    tile_fold(b->t, b->m, n, b->D, v);
-}
-// Row i at the offsets of run: columns [*lo,*hi) of which it sees some; -> the column of the run's first cell
-static int run_columns(const RowBlock *b, int i, const LineRange *run, int *lo, int *hi) {
-    int r = b->r0 + i, first = r - run->hi + 1;
-    *lo = first > b->first[i] ? first : b->first[i];
-    *hi = r - run->lo + 1 > *lo ? r - run->lo + 1 : *lo;
-    return first;
-}
-// Narrow runs of offsets, KV_TILE cells a row at a time. Run by run and not row by row: the rows read then follow each other.
-static void fold_runs(RowBlock *b, const LineRange *run, int n_run) {
-    Tile *t = b->t;
-    int D = b->D, lo, hi;
-    float scale = 1 / sqrtf((float)D);
-    for (int a = 0, e; a < n_run; a = e) {
-        int n = 0, at = 0;
-        for (e = a; e < n_run && n + run[e].hi - run[e].lo <= KV_TILE; e++) n += run[e].hi - run[e].lo;
-        for (int j = a; j < e; at += run[j].hi - run[j].lo, j++)
-            for (int i = 0; i < b->m; i++) {
-                int first = run_columns(b, i, &run[j], &lo, &hi);
-                float *p = t->sc + (size_t)i * n + at;
-                for (int c = 0; c < run[j].hi - run[j].lo; c++) p[c] = -INFINITY;
-                if (hi > lo) attn_scores(p + (lo - first), t->q + (size_t)i * D, b->K + (size_t)lo * D, 1, hi - lo, D, scale);
-            }
-        tile_fold(t, b->m, n, D, NULL);
-        at = 0;
-        for (int j = a; j < e; at += run[j].hi - run[j].lo, j++)
-            for (int i = 0; i < b->m; i++) {
-                int first = run_columns(b, i, &run[j], &lo, &hi);
-                attn_mix(t->acc + (size_t)i * D, t->sc + (size_t)i * n + at + (lo - first), b->V + (size_t)lo * D, 1, hi - lo, D);
-            }
-    }
-}
-static void block_exact(RowBlock *b, const LinePlan *p) {
-    const Lines *a = p->line;
-    int last = b->r0 + b->m - 1, n_run = p->n_run;
-    for (int j = 0; j < p->n_band && p->band[j].a <= last; j++) {
-        const LineBand *d = &p->band[j];
-        fold_range(b, b->r0 - d->b + 1 > 0 ? b->r0 - d->b + 1 : 0, last - d->a + 1, p, d);
-    }
-    while (n_run && p->run[n_run - 1].lo > last) n_run--;
-    fold_runs(b, p->run, n_run);
-    for (int j = 0; j < p->nv && p->v[j] <= last; j += KV_TILE) {
-        size_t at = (size_t)j * b->D;
-        fold_columns(b, p->v + j, p->nv - j < KV_TILE ? p->nv - j : KV_TILE, p->kv + at, p->vv + at, a);
-    }
-}
-static void block_tiles(RowBlock *b, const LinePlan *p, LineRange *range, int *cols) {
-    int n_cols, n_range = block_index(p->line, b->r0 - p->line->p0, p->run, p->n_run, p->v, p->nv, range, cols, &n_cols), D = b->D;
-    for (int j = 0; j < n_range; j++) fold_range(b, range[j].lo, range[j].hi, NULL, NULL);
-    for (int j = 0; j < n_cols; j += KV_TILE) {
-        int n = n_cols - j < KV_TILE ? n_cols - j : KV_TILE;
-        for (int i = 0; i < n; i++) {
-            memcpy(b->t->k + (size_t)i * D, b->K + (size_t)cols[j + i] * D, (size_t)D * sizeof(float));
-            memcpy(b->t->v + (size_t)i * D, b->V + (size_t)cols[j + i] * D, (size_t)D * sizeof(float));
-        }
-        fold_columns(b, cols + j, n, b->t->k, b->t->v, NULL);
-    }
-}
-static void window_starts(const Session *s, int l, const KVHead *hd, RowBlock *b) {
-    int w = layer_window(s, l), c = 0;
-    for (int i = 0; i < b->m; i++) {                     // positions rise with the rows, so c only moves on
-        while (w && s->tok[hd->src[c]].pos <= s->tok[hd->src[b->r0 + i]].pos - w) c++;     // by token, as kv_visible does
-        b->first[i] = c;
-    }
-}
-// The R heads of KV head g over their lines. out, q (T,H,D)
-static void group_attend(Session *s, int l, int g, const Lines *lines, float *out, const float *q, int T, Tile *tiles) {
-    int D = s->c->D, H = s->c->H, R = H / s->c->G, blocks = (T + LINE_BLOCK - 1) / LINE_BLOCK;
-    const KVHead *hd = kv_head(s, l, g);
-    size_t mark = scratch_mark(s), n = hd->len;
-    float *K = scratch(s, n * D * sizeof(float)), *V = scratch(s, n * D * sizeof(float));
-    LinePlan *plan = scratch(s, (size_t)R * sizeof *plan);
-    LineRange *range = scratch(s, (size_t)n_threads() * n * sizeof *range);
-    int *cols = scratch(s, (size_t)n_threads() * n * sizeof *cols);
-    #pragma omp parallel for schedule(static) if (worth_threads(n * D))
-    for (int r = 0; r < hd->len; r += KV_TILE) {
-        int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
-        kv_load_k(s, hd, NULL, r, m, K + (size_t)r * D);
-        kv_load_v(s, hd, NULL, r, m, V + (size_t)r * D);
-    }
-    for (int r = 0; r < R; r++) plan[r] = plan_new(s, &lines[g * R + r], K, V);
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)T * n * R * D))
-    for (int item = R * blocks - 1; item >= 0; item--) { // long rows first: threads finish together
-        int h = g * R + item % R, t0 = item / R * LINE_BLOCK;
-        RowBlock b = { &tiles[thread_id()], K, V, D, T - t0 < LINE_BLOCK ? T - t0 : LINE_BLOCK, hd->len - T + t0, {0} };
-        const float *from = q + ((size_t)t0 * H + h) * D;
-        for (int i = 0; i < b.m; i++) memcpy(b.t->q + (size_t)i * D, from + (size_t)i * H * D, (size_t)D * sizeof(float));
-        window_starts(s, l, hd, &b);
-        tile_begin(b.t, b.m, D);
-        if (lines[h].dense) fold_range(&b, 0, b.r0 + b.m, NULL, NULL);
-        else if (lines[h].tile64) block_tiles(&b, &plan[item % R], range + thread_id() * n, cols + thread_id() * n);
-        else block_exact(&b, &plan[item % R]);
-        for (int i = 0; i < b.m; i++)
-            for (int d = 0; d < D; d++) out[((size_t)(t0 + i) * H + h) * D + d] = b.t->acc[(size_t)i * D + d] / b.t->sum[i];
-    }
-    scratch_reset(s, mark);
-}
-// Prefill attention of all heads over their lines (H); when every head is dense, full attention bit for bit. out, q (T,H,D)
-static void lines_attend(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
-    int dense = 0, H = s->c->H;
-    for (int h = 0; h < H; h++) dense += lines[h].dense;
-    if (dense == H) { attn_prefill(s, l, out, q, 0, T); return; }
-    if (KV_DEV(s)) { lines_attend_cuda(s, l, lines, out, q, T); return; }
-    size_t mark = scratch_mark(s);
-    Tile *tiles = tiles_new(s);
-    for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, out, q, T, tiles);
-    scratch_reset(s, mark);
-}
-static int lines_open(Session *s, const char *name) {    // what every method with line attention needs of the parts beside it
-    for (int i = 0; i < s->n_part; i++)
-        if (s->part[i].m->rule != VIS_CAUSAL) {
-            snprintf(s->err, sizeof s->err, "%s and %s cannot be combined: the first knows causal masks only", name,
-                     s->part[i].m->name);
-            return -1;
-        }
-    return 0;
-}
-static int opt_least(Session *s, const char *name, int least, int *value) {        // an int option, refused below its least value
-    *value = opt_int(s->opt, name);
-    if (*value >= least) return 0;
-    snprintf(s->err, sizeof s->err, "--%s must be at least %d, found %d", name, least, *value);
-    return -1;
-}
-
-// ---- A-shape and Tri-shape: fixed lines
-typedef struct { int init, local, last; } LineShape;
-
-static int a_shape_open(Session *s, void *ms) {
-    LineShape *x = ms;
-    if (lines_open(s, "a-shape") || opt_least(s, "a-shape-init", 0, &x->init)) return -1;
-    return opt_least(s, "a-shape-local", 1, &x->local);
-}
-static int tri_shape_open(Session *s, void *ms) {
-    LineShape *x = ms;
-    if (lines_open(s, "tri-shape") || opt_least(s, "tri-shape-init", 0, &x->init)) return -1;
-    return opt_least(s, "tri-shape-local", 1, &x->local) || opt_least(s, "tri-shape-last", 0, &x->last) ? -1 : 0;
-}
-static void shape_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    LineShape *x = ms;
-    size_t mark = scratch_mark(s), row = (size_t)s->c->H * s->c->D;
-    Lines *a = lines_new(s, l, T);
-    int last = x->last < T ? x->last : T;
-    for (int h = 0; h < s->c->H; h++) {
-        a[h].dense = a[h].n - x->init <= x->local;      // row n-1 lacks columns [init,n-local) only
-        for (int c = 0; c < a[h].n && c < x->init; c++) bit_set(a[h].v, c);
-        for (int o = 0; o < a[h].n && o < x->local; o++) bit_set(a[h].s, o);
-    }
-    lines_attend(s, l, a, out, q, T);
-    if (last) attn_prefill(s, l, out + (T - last) * row, q + (T - last) * row, T - last, last);
-    scratch_reset(s, mark);
-}
-
-// ---- softmax rows of a few queries of one head: what MInference and LoopServe look at
-// P (m,n): the probabilities of query row R[i] of head h over its n rows, 0 where it may not look. q (T,H,D) are the queries of the last T rows
-static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m, float *P, Tile *t) {
-    int D = s->c->D, H = s->c->H, per = H / s->c->G;
-    const KVHead *hd = kv_head(s, l, h / per);
-    int n = hd->len, p0 = n - T;
-    for (int i0 = 0; i0 < m; i0 += Q_BLOCK) {
-        int mb = m - i0 < Q_BLOCK ? m - i0 : Q_BLOCK;
-        for (int i = 0; i < mb; i++) {
-            memcpy(t->q + (size_t)i * D, q + ((size_t)(R[i0 + i] - p0) * H + h) * D, (size_t)D * sizeof(float));
-            t->tok[i] = hd->src[R[i0 + i]];
-        }
-        for (int r = 0; r < n; r += KV_TILE) {
-            int nr = n - r < KV_TILE ? n - r : KV_TILE;
-            kv_load_k(s, hd, NULL, r, nr, t->k);
-            tile_scores(s, l, hd, t, mb, NULL, r, nr);
-            for (int i = 0; i < mb; i++) memcpy(P + (size_t)(i0 + i) * n + r, t->sc + (size_t)i * nr, (size_t)nr * sizeof(float));
-        }
-    }
-    for (int i = 0; i < m; i++) {
-        float *p = P + (size_t)i * n, sum = 0;
-        exp_shift(p, max_f32(p, n), n, &sum);
-        for (int c = 0; c < n; c++) p[c] *= 1 / sum;
-    }
-}
-
-// ---- MInference, the vertical-slash kind
-typedef struct { int nv, ns; } Minference;
-enum { MINF_LAST = 64, MINF_V = 30, MINF_S = 100 };      // rows looked at; columns and offsets always taken
-
-static int minference_open(Session *s, void *ms) {
-    Minference *x = ms;
-    double ratio = opt_real(s->opt, "minference-ratio");
-    if (lines_open(s, "minference")) return -1;
-    if (opt_least(s, "minference-verticals", 0, &x->nv) || opt_least(s, "minference-slashes", 0, &x->ns)) return -1;
-    if (ratio < 0) { snprintf(s->err, sizeof s->err, "--minference-ratio must not be negative, found %g", ratio); return -1; }
-    x->nv = (int)fmin(x->nv * ratio, INT_MAX); x->ns = (int)fmin(x->ns * ratio, INT_MAX);
-    return 0;
-}
-// sum, idx (n)
-static void minference_lines(const Minference *x, Lines *a, const int *R, int m, const float *P, float *sum, int *idx) {
-    for (int slash = 0; slash < 2; slash++) {
-        int least = slash ? MINF_S : MINF_V, want = slash ? x->ns : x->nv;
-        memset(sum, 0, (size_t)a->n * sizeof(float));
-        for (int i = 0; i < m; i++)
-            for (int c = 0; c <= R[i]; c++) sum[slash ? R[i] - c : c] += P[(size_t)i * a->n + c];
-        for (int j = 0; j < a->n && j < least; j++) sum[j] = INFINITY;
-        int k = top_k(sum, a->n, want > least ? want : least, idx);
-        for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
-    }
-}
-static void minference_device(Session *s, const Minference *x, int l, const float *q, int T, Lines *a, int m) {     // a (H): dense is set, lines are chosen
-    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), ng = line_batch_cuda(s, l, m), heads = ng * R, t[MINF_LAST];
-    int *idx = scratch(s, (size_t)heads * N * sizeof(int)), *n = scratch(s, (size_t)3 * heads * sizeof(int)), *k = n + heads, *found = k + heads;
-    for (int i = 0; i < m; i++) t[i] = T - m + i;
-    for (int g = 0; g < G; g += ng, a += heads) {
-        float *P = line_probs_cuda(s, l, g, ng, q, T, t, m);
-        for (int slash = 0; slash < 2; slash++) {
-            int least = slash ? MINF_S : MINF_V, want = slash ? x->ns : x->nv;
-            for (int i = 0; i < heads; i++) { n[i] = a[i].n; k[i] = want > least ? want : least; }
-            top_k_rows(s, line_sums_cuda(s, l, g, ng, P, T, m, slash, least), heads, N, n, k, idx, N, found);
-            for (int i = 0; i < heads; i++) for (int j = 0; j < found[i]; j++) bit_set(slash ? a[i].s : a[i].v, idx[(size_t)i * N + j]);
-        }
-    }
-}
-static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    int H = s->c->H, N = kv_longest(s, l), m = T < MINF_LAST ? T : MINF_LAST;
-    size_t mark = scratch_mark(s), room = (size_t)n_threads();
-    Lines *a = lines_new(s, l, T);
-    Tile *tiles = tiles_new(s);
-    float *P = scratch(s, room * m * N * sizeof(float)), *sum = scratch(s, room * N * sizeof(float));
-    int *idx = scratch(s, room * N * sizeof(int));
-    double t = now();
-    for (int h = 0; h < H; h++) {
-        a[h].tile64 = 1;
-        a[h].dense = a[h].n <= MINF_S;                   // the offsets always taken are every cell
-    }
-    if (KV_DEV(s)) minference_device(s, ms, l, q, T, a, m);
-    #pragma omp parallel for schedule(dynamic) if (!KV_DEV(s) && worth_threads((size_t)m * N * H * s->c->D))
-    for (int h = 0; h < H; h++) {
-        int id = thread_id(), R[MINF_LAST];
-        if (a[h].dense || KV_DEV(s)) continue;
-        for (int i = 0; i < m; i++) R[i] = a[h].n - m + i;
-        line_probs(s, l, h, q, T, R, m, P + (size_t)id * m * N, &tiles[id]);
-        minference_lines(ms, &a[h], R, m, P + (size_t)id * m * N, sum + (size_t)id * N, idx + (size_t)id * N);
-    }
-    timed(&s->clk.index, t);
-    lines_attend(s, l, a, out, q, T);
-    scratch_reset(s, mark);
-}
-static const Opt a_shape_opts[] = {
-    { "a-shape-init", 'i', "128", "first columns every row sees" },
-    { "a-shape-local", 'i', "3968", "last columns every row sees, itself included" },
-    { NULL, 0, NULL, NULL } };
-static const Opt tri_shape_opts[] = {
-    { "tri-shape-init", 'i', "128", "first columns every row sees" },
-    { "tri-shape-local", 'i', "3968", "last columns every row sees, itself included" },
-    { "tri-shape-last", 'i', "100", "last rows of a turn that see everything" },
-    { NULL, 0, NULL, NULL } };
-static const Opt minference_opts[] = {
-    { "minference-verticals", 'i', "1000", "columns a head, 30 at least" },
-    { "minference-slashes", 'i', "6096", "diagonals a head, 100 at least" },
-    { "minference-ratio", 'f', "1", "factor on both, for short contexts" },
-    { NULL, 0, NULL, NULL } };
-
-// ==================================================================================================== 10c QUEST
-// Tang, Zhao, Zhu, Xiao, Kasikci, Han: Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference. arXiv 2406.10774.
-// Rows are read in pages of 16. The smallest and largest key value of a page, channel by channel, bound q.k for every row in it:
-//   u(page) = sum_d max(q_d max_d, q_d min_d) >= q.k        for every key k of the page
-// A decode step reads the pages with the largest bound and the page it writes to. Nothing is dropped.
-// **Differs from the paper** (rules.md A8): one page set per KV head, u is the largest over its query heads; the current page is
-// always read, inside the budget, and takes no part in the ranking; a budget that covers the context reads every row.
-// Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers read everything).
-
-typedef struct {
-    int full_layers, B;         // B: budget of this turn
-    int dtype;                  // of the bounds: that of the rows, so bounds are exact
-    struct { int n, cap; char *bound; } *head;      // (L,G) full pages; bound (n,2D): largest, then smallest
-} Quest;
-
-static int quest_open(Session *s, void *ms) {
-    Quest *x = ms;
-    x->full_layers = opt_int(s->opt, "quest-full-layers");
-    if (x->full_layers < 0) { snprintf(s->err, sizeof s->err, "--quest-full-layers must not be negative, found %d", x->full_layers); return -1; }
-    if (!s->budget) s->budget = 1024;
-    x->B = s->budget;
-    x->dtype = !strcmp(s->fk->name, "f16") ? DT_F16 : !strcmp(s->fk->name, "bf16") ? DT_BF16 : DT_F32;
-    x->head = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->head);
-    return 0;
-}
-static void quest_close(Session *s, void *ms) {
-    Quest *x = ms;
-    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) { if (KV_DEV(s)) near_free_cuda(x->head[i].bound); else free(x->head[i].bound); }
-    free(x->head);
-}
-static void quest_room(Session *s, Quest *x, int i, int pages, size_t row) {     // of head i
-    int old = x->head[i].cap;
-    if (pages <= old) return;
-    s->changes++;
-    x->head[i].cap = pages + pages / 4 + 4;
-    if (KV_DEV(s)) x->head[i].bound = near_grow_cuda(x->head[i].bound, old * row, x->head[i].cap * row);
-    else x->head[i].bound = xrealloc(x->head[i].bound, x->head[i].cap * row);
-}
-static void page_bounds(const Session *s, const KVHead *hd, int page, float *rows, float *bound) {     // rows (PAGE,D) is room; bound (2D)
-    int D = s->c->D;
-    kv_load_k(s, hd, NULL, page * PAGE, PAGE, rows);
-    for (int d = 0; d < D; d++) {
-        float hi = rows[d], lo = rows[d];
-        for (int r = 1; r < PAGE; r++) { float k = rows[(size_t)r * D + d]; hi = k > hi ? k : hi; lo = k < lo ? k : lo; }
-        bound[d] = hi; bound[D + d] = lo;
-    }
-}
-static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
-    Quest *x = ms;
-    int G = s->c->G, D = s->c->D;
-    size_t row = (size_t)2 * D * dtype_size(x->dtype), mark = scratch_mark(s);
-    (void)q; (void)T;
-    if (l == s->c->L && !s->decoding) x->B = budget_now(s);
-    if (l == s->c->L || l < x->full_layers) return;
-    float *room = scratch(s, (size_t)n_threads() * (PAGE + 2) * D * sizeof(float));
-    for (int g = 0; g < G; g++) {
-        int i = l * G + g, n = kv_head(s, l, g)->len / PAGE;
-        quest_room(s, x, i, n, row);
-        if (!KV_DEV(s) || n <= x->head[i].n) continue;
-        page_bounds_cuda(s, l, g, x->head[i].bound, x->head[i].n, n, x->dtype);
-        x->head[i].n = n;
-    }
-    #pragma omp parallel for schedule(static) if (T > PAGE)
-    for (int g = 0; g < G; g++) {
-        const KVHead *hd = kv_head(s, l, g);
-        float *rows = room + (size_t)thread_id() * (PAGE + 2) * D, *bound = rows + (size_t)PAGE * D;
-        int i = l * G + g, n = hd->len / PAGE;
-        for (int p = x->head[i].n; p < n; p++) {
-            page_bounds(s, hd, p, rows, bound);
-            from_f32(x->head[i].bound + p * row, bound, x->dtype, (size_t)2 * D);
-        }
-        x->head[i].n = n;
-    }
-    scratch_reset(s, mark);
-}
-// u of pages 0..n-1 (n): the largest over the R query heads. With q split into its positive and negative part, u is one dot
-// product: max(q max, q min) = q+ max + q- min, channel by channel.
-static void page_scores(const Quest *x, const char *bound, int n, const float *q, int R, int D, float *split, float *sc, float *u) {
-    for (int h = 0; h < R; h++)
-        for (int d = 0; d < D; d++) {
-            float a = q[(size_t)h * D + d];
-            split[(size_t)h * 2 * D + d] = a > 0 ? a : 0;
-            split[(size_t)h * 2 * D + D + d] = a > 0 ? 0 : a;
-        }
-    matmul(sc, split, &(Tensor){ bound, x->dtype, n, 2 * D }, R);
-    for (int p = 0; p < n; p++) u[p] = sc[p];
-    for (int h = 1; h < R; h++)
-        for (int p = 0; p < n; p++) u[p] = sc[(size_t)h * n + p] > u[p] ? sc[(size_t)h * n + p] : u[p];
-}
-static float *quest_scores(Session *s, const Quest *x, int l, const float *q, int pages) {       // (G,pages)
-    int G = s->c->G, R = s->c->H / G, D = s->c->D;
-    size_t per = (size_t)2 * R * D + (size_t)R * pages;
-    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float)), *u = scratch(s, (size_t)G * pages * sizeof(float));
-    #pragma omp parallel for schedule(static) if (pages > 64)
-    for (int g = 0; g < G; g++) {
-        float *split = room + (size_t)thread_id() * per;
-        page_scores(x, x->head[l * G + g].bound, pages, q + (size_t)g * R * D, R, D, split, split + (size_t)2 * R * D, u + (size_t)g * pages);
-    }
-    return u;
-}
-static void quest_select_host(Session *s, const Quest *x, int l, const float *q, int pages, int best) {
-    int G = s->c->G, *idx = scratch(s, (size_t)G * best * sizeof(int)), *rows = scratch(s, (size_t)best * PAGE * sizeof(int));
-    int *n = scratch(s, (size_t)3 * G * sizeof(int)), *k = n + G, *found = k + G;
-    for (int g = 0; g < G; g++) { n[g] = pages; k[g] = best; }
-    top_k_rows(s, quest_scores(s, x, l, q, pages), G, pages, n, k, idx, best, found);
-    for (int g = 0; g < G; g++) {
-        for (int i = 0; i < found[g] * PAGE; i++) rows[i] = idx[g * best + i / PAGE] * PAGE + i % PAGE;
-        view_group(s, l, g, rows, found[g] * PAGE, pages * PAGE);
-    }
-}
-static int quest_dense(const Quest *x) { return x->B > PAGE ? x->B : PAGE; }     // up to so many tokens every row is read
-static int quest_steady(const Session *s, const void *ms) { return s->n_tok != quest_dense(ms) + 1; }
-static void quest_select(Session *s, void *ms, int l, const float *q) {
-    Quest *x = ms;
-    int G = s->c->G, pages = (s->n_tok - 1) / PAGE, best = (x->B / PAGE > 3 ? x->B / PAGE : 3) - 1;        // the current page is read too
-    if (l < x->full_layers || s->n_tok <= quest_dense(x)) return;          // the views say: every row
-    double t0 = now();
-    size_t mark = scratch_mark(s);
-    const char *bound[MAX_G];
-    for (int g = 0; g < G && KV_DEV(s); g++) bound[g] = x->head[l * G + g].bound;
-    if (KV_DEV(s)) quest_select_cuda(s, l, bound, pages, x->head[l * G].cap, best, q, x->dtype);
-    else quest_select_host(s, x, l, q, pages, best);
-    scratch_reset(s, mark);
-    timed(&s->clk.index, t0);
-}
-static void quest_forget(Session *s, void *ms, int n_tok) {
-    Quest *x = ms;
-    for (int i = 0; i < s->c->L * s->c->G; i++) if (x->head[i].n > n_tok / PAGE) x->head[i].n = n_tok / PAGE;
-}
-static size_t quest_bytes(const Session *s, const void *ms) {
-    const Quest *x = ms;
-    size_t n = 0;
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += (size_t)x->head[i].cap * 2 * s->c->D * dtype_size(x->dtype);
-    return n;
-}
-static size_t quest_plan(const Session *s, const void *ms, int n) {        // quest_grow asks for a quarter more than it needs
-    const Quest *x = ms;
-    int pages = n / PAGE, layers = s->c->L - x->full_layers;
-    return layers > 0 ? (size_t)layers * s->c->G * (pages + pages / 4 + 4) * 2 * s->c->D * dtype_size(x->dtype) : 0;
-}
-static const Opt quest_opts[] = { { "quest-full-layers", 'i', "2", "first layers that read every row" }, { NULL, 0, NULL, NULL } };
-
-// ==================================================================================================== 11 LOOPSERVE
-// Li, Xu, Li, Chen, Li, Tian, Xiao, Deng, Wang, Li, Chen, Yuan: LoopServe: An Adaptive Dual-phase LLM Inference Acceleration
-// System for Multi-Turn Dialogues. arXiv 2507.13681.
-// A turn's prefill attends along few vertical and slash lines, chosen for this input in every layer and head from a sample of
-// its own query rows; in decode the rows to read are chosen anew every n_d tokens, by the queries of the last n_d tokens.
-//   Definition 1   X^ = [y_(j-1), X_j]: a turn prefills the previous answer again, then its own ids         loopserve_enter
-//   Eq. 1          min  sum of l_s over S^ + sum of l_v over V^   while their cells recover >= alpha of the attention of X^
-//   Algorithm 2    RandomSelect, SlashSum, VerticalSum, greedy on (weight - overlap) / (length - crossings)  select_faithful
-//   Algorithm 3    if n_o = 16 or (n_o - 16) % n_d = 0:  X^_i = arg max over B rows a of sum A[b][a], b in X^obs     loop_select
-// Lengths are l_x = n - max(x, p0) for both kinds (line_len): n rows held, of which p0.. are this pass's queries.
-// **Differs from the paper:**
-//   - Algorithm 2 bounds the overlap of two kinds of lines by the largest cell of every chosen line. The bound is so loose that
-//     heads run out of lines, so the default (variant b) keeps the exact residual of every line, and a heap; variant a (--paper,
-//     alpha .955) is the paper's loop with what it lacks: lines are popped, gains stop at 0, no gain left means dense;
-//   - sampled rows are stratified, with a hold-out half that must be recovered too; the first --loopserve-sink columns and the
-//     last --loopserve-local offsets are always taken (a: offset 0 only); a head that needs too many cells is dense, and so is
-//     a short pass. With alpha 1, or all heads dense, the pass equals full attention bit for bit;
-//   - n_o = 0 does not trigger ((0 - 16) % 16 would), candidates are the rows held at the prefill's end, and the tokens of this
-//     answer are read on top of B (--loopserve-gen=literal: they compete); one set a KV head (--loopserve-sel=q: a query head).
-// Nothing is ever dropped: any row may be chosen again later. It saves reads, not memory; on a CPU the chosen rows are even held twice, side by
-// side for the steps until the next choice (view_near).
-// --loopserve-unit=tile64 chooses bands of 64 offsets at what a 64x64 GPU tile costs, by thresholds instead of a heap.
-
-typedef struct {            // what a selection looks at: sampled softmax rows of one head
-    int m, n, p0;
-    const int *R;           // (m) their row numbers, ascending
-    const float *P;         // (m,n) P[i][c] = 0 for c > R[i]
-} LineSample;
-typedef struct { double key; int id; } LineItem;         // id < n: vertical id; else slash id-n
-typedef struct {            // room of one thread
-    float *P;               // (m,N) softmax rows
-    double *g;              // (2N) residual gain of every line on the selecting samples
-    double *one;            // (2N) tile64: the largest part of it that a single sample gave at the start
-    float *top;             // (2N) variant a: the largest cell of every line
-    LineItem *item;         // (2N) heap, or sorted lists
-    LineRange *run, *range; // (N) tile64: runs of offsets; ranges of a block
-    int *v, *cols, *R;      // (N) tile64: columns; columns of a block. (m) sampled rows
-} LoopRoom;
-
-typedef struct {
-    LoopRule rule;
-    int variant_a, tile64, m, min_context;
-    uint64_t seed;
-    int first, interval, obs, per_query, literal, keep_answer, decodes;      // Algorithm 3; decodes: 1 unless loopserve-p
-    int prompt_end;         // tokens when the last prefill ended
-    int ring_from;          // the ring holds the queries of tokens from here on, at most obs of them
-    int budget;             // rows to choose
-    float *ring;            // (L,obs,H,D), made by the first query: token i stands in slot i % obs
-    // statistics: head passes, dense ones; selections, decode steps, those that read every row; sums over sparse head passes
-    long passes, dense, selections, steps, steps_all;
-    double mass, least, cells, n_v, n_s;
-} LoopServe;
-
-// ---- RandomSelect: one row of each of m strata of the nh new rows, and the last row (rules.md B3). R (m) ascending, less p0
-static int sample_rows(int nh, int want, uint64_t seed, int turn, int layer, int *R) {
-    int m = want < nh ? want : nh;
-    uint64_t state = mix64(mix64(mix64(seed) ^ (uint64_t)turn) ^ (uint64_t)layer);
-    for (int i = 0; i < m; i++) {
-        int lo = (int)((long)i * nh / m), hi = (int)((long)(i + 1) * nh / m);
-        R[i] = lo + (int)(splitmix64(&state) % (uint64_t)(hi - lo));
-    }
-    R[m - 1] = nh - 1;
-    return m;
-}
-
-// ---- lengths: cells of lines, and of the whole pass. A crossing counts twice, as in Eq. 1
-static double cells_all(const Lines *a) { return .5 * ((double)a->n * (a->n + 1) - (double)a->p0 * (a->p0 + 1)); }
-static double cells_of(const Lines *a, const uint64_t *bits) {
-    double sum = 0;
-    for (int x = 0; x < a->n; x++) if (bit_get(bits, x)) sum += (double)line_len(x, a->p0, a->n);
-    return sum;
-}
-
-// ---- variant a: Algorithm 2 to the letter where it has letters
-static int item_before(LineItem a, LineItem b, int n) {          // key descending, slashes first, then the smaller index
-    if (a.key != b.key) return a.key > b.key;
-    return (a.id >= n) != (b.id >= n) ? a.id >= n : a.id < b.id;
-}
-static int by_weight(const void *pa, const void *pb) {
-    const LineItem *a = pa, *b = pb;
-    return a->key != b->key ? (a->key < b->key ? 1 : -1) : a->id - b->id;
-}
-// The sum of gains is a lower bound of the mass recovered: every shared cell of a slash and a vertical is charged once, by at
-// least its own size (w^max of the earlier line). Fails (1) when no line promises a gain before alpha is reached.
-static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
-    int n = p->n, na = 0, nb = 0;                        // |V|, |S|: also how many of each sorted list are used up
-    LineItem *iv = w->item, *is = w->item + n;
-    double tot = 0, sum = 0, ol_v = 0, ol_s = 0;
-    for (int j = 0; j < n; j++) { iv[j] = (LineItem){ 0, j }; is[j] = (LineItem){ 0, j }; w->top[j] = w->top[n + j] = 0; }
-    for (int i = 0; i < p->m; i++)
-        for (int c = 0; c <= p->R[i]; c++) {             // SlashSum, VerticalSum
-            float x = p->P[(size_t)i * n + c];
-            int o = p->R[i] - c;
-            iv[c].key += x; is[o].key += x; tot += x;
-            if (x > w->top[c]) w->top[c] = x;
-            if (x > w->top[n + o]) w->top[n + o] = x;
-        }
-    qsort(iv, n, sizeof *iv, by_weight);
-    qsort(is, n, sizeof *is, by_weight);
-    while (sum < u->alpha * tot && (na < n || nb < n)) {
-        double gs = nb < n ? fmax(0, is[nb].key - ol_v) : -INFINITY, gv = na < n ? fmax(0, iv[na].key - ol_s) : -INFINITY;
-        if (gs <= 0 && gv <= 0) break;
-        double ls = nb < n ? fmax(1, line_len(is[nb].id, p->p0, n) - na) : 1;
-        double lv = na < n ? fmax(1, line_len(iv[na].id, p->p0, n) - nb) : 1;
-        if (nb < n && (na >= n || gs / ls >= gv / lv)) { bit_set(a->s, is[nb].id); ol_s += w->top[n + is[nb++].id]; sum += gs; }
-        else                                           { bit_set(a->v, iv[na].id); ol_v += w->top[iv[na++].id];     sum += gv; }
-    }
-    int failed = sum < u->alpha * tot;
-    bit_set(a->s, 0);                                    // a row must see itself (rules.md B7)
-    *f = (LoopFound){ tot > 0 ? sum / tot : 1, (cells_of(a, a->v) + cells_of(a, a->s)) / cells_all(a) };
-    return failed;
-}
-
-// ---- variant b: exact residuals
-typedef struct { double rec[2], tot[2]; } Tally;         // mass recovered, and all of it; [0] selecting samples, [1] validating
-
-static int tally_done(const Tally *t, double alpha) { return t->rec[0] >= alpha * t->tot[0] && t->rec[1] >= alpha * t->tot[1]; }
-static double tally_share(const Tally *t) {
-    double all = t->tot[0] + t->tot[1];
-    return all > 0 ? (t->rec[0] + t->rec[1]) / all : 1;
-}
-static void keep_lines(const LoopRule *u, Lines *a) {
-    for (int c = 0; c < u->sink && c < a->n; c++) bit_set(a->v, c);
-    for (int o = 0; o < u->local && o < a->n; o++) bit_set(a->s, o);
-}
-// Residual gains with the kept lines taken out. g (2n). A row is summed in 32 lanes, so that a warp of the GPU can add in the same order.
-static double lanes32(double *x) { for (int h = 16; h; h >>= 1) for (int i = 0; i < h; i++) x[i] += x[i + h]; return x[0]; }
-static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
-    Tally t = {{0, 0}, {0, 0}};
-    int n = p->n;
-    memset(g, 0, 2 * (size_t)n * sizeof *g);
-    for (int i = 0; i < p->m; i++) {
-        int half = u->holdout & i;                       // even samples select
-        double rec[32] = { 0 }, tot[32] = { 0 };
-        for (int c = 0; c <= p->R[i]; c++) {
-            double x = p->P[(size_t)i * n + c];
-            tot[c % 32] += x;
-            if (c < u->sink || p->R[i] - c < u->local) rec[c % 32] += x;
-            else if (!half) { g[c] += x; g[n + p->R[i] - c] += x; }
-        }
-        t.rec[half] += lanes32(rec);
-        t.tot[half] += lanes32(tot);
-    }
-    return t;
-}
-static void heap_down(LineItem *h, int n_heap, int i, int n) {
-    for (int j; (j = 2 * i + 1) < n_heap; i = j) {
-        if (j + 1 < n_heap && item_before(h[j + 1], h[j], n)) j++;
-        if (!item_before(h[j], h[i], n)) return;
-        LineItem x = h[i]; h[i] = h[j]; h[j] = x;
-    }
-}
-// Chooses a line; what it covers leaves the residuals of the lines that cross it.
-static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, int id, Tally *t) {
-    int n = p->n, slash = id >= n, x = slash ? id - n : id;
-    t->rec[0] += g[id];
-    bit_set(slash ? a->s : a->v, x);
-    for (int i = 0; i < p->m; i++) {
-        int other = p->R[i] - x;                         // the line of the other kind that crosses it in this row
-        if (other < 0 || bit_get(slash ? a->v : a->s, other)) continue;
-        double cell = p->P[(size_t)i * n + (slash ? other : x)];
-        if (u->holdout & i) t->rec[1] += cell;
-        else g[slash ? other : n + other] -= cell;
-    }
-}
-// Greedy on residual / length until alpha of both halves is recovered (Eq. 1). A gain only ever falls, so a popped entry whose
-// refreshed key still precedes the top is the best line there is (rules.md B10). Fails (1): too many cells, or nothing left.
-static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
-    int n = p->n, n_heap = 0, failed = 0;
-    LineItem *h = w->item;
-    double all = cells_all(a), cells;
-    keep_lines(u, a);
-    cells = cells_of(a, a->v) + cells_of(a, a->s);
-    Tally t = residuals(p, u, w->g);
-    for (int id = 0; id < 2 * n; id++)
-        if (w->g[id] > 1e-12) h[n_heap++] = (LineItem){ w->g[id] / (double)line_len(id % n, p->p0, n), id };
-    for (int i = n_heap / 2 - 1; i >= 0; i--) heap_down(h, n_heap, i, n);
-    while (!tally_done(&t, u->alpha) && n_heap && !failed) {
-        int id = h[0].id;
-        if (w->g[id] > 1e-12) {
-            h[0].key = w->g[id] / (double)line_len(id % n, p->p0, n);
-            heap_down(h, n_heap, 0, n);
-            if (h[0].id != id) continue;
-            take_line(p, u, a, w->g, id, &t);
-            cells += (double)line_len(id % n, p->p0, n);
-            failed = cells > u->max_cells * all;
-        }
-        h[0] = h[--n_heap];
-        heap_down(h, n_heap, 0, n);
-    }
-    *f = (LoopFound){ tally_share(&t), cells / all };
-    return failed || (u->holdout && t.rec[1] < u->alpha * t.tot[1]);
-}
-
-// ---- unit tile64: verticals, and bands of 64 offsets, by thresholds: what a GPU does without a heap, at what its tiles cost. Masses are
-// counted in fixed point (fixed_mass), so a GPU that adds them in another order finds the same lines.
-enum { BAND = 64 };
-
-static double band_len(int k, int p0, int n) {
-    double sum = 0;
-    for (int o = k * BAND; o < n && o < (k + 1) * BAND; o++) sum += (double)line_len(o, p0, n);
-    return sum;
-}
-// Residual gains given the lines in a: g[c], g[n+k]. one (2n) or NULL: the largest part of each that one selecting sample gives
-static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines *a, int64_t *g, int64_t *one) {
-    int64_t rec[2] = { 0, 0 }, tot[2] = { 0, 0 };
-    int n = p->n;
-    memset(g, 0, 2 * (size_t)n * sizeof *g);
-    if (one) memset(one, 0, 2 * (size_t)n * sizeof *one);
-    for (int i = 0; i < p->m; i++) {
-        int half = u->holdout & i;
-        int64_t part = 0;                                // of the band this cell is in, in this row
-        for (int c = 0; c <= p->R[i]; c++) {
-            int64_t x = fixed_mass(p->P[(size_t)i * n + c]);
-            int o = p->R[i] - c, k = n + o / BAND;
-            tot[half] += x;
-            if (bit_get(a->v, c) || bit_get(a->s, o)) rec[half] += x;
-            else if (!half) {
-                g[c] += x; g[k] += x; part += x;
-                if (one && x > one[c]) one[c] = x;
-            }
-            if (o % BAND) continue;
-            if (one && part > one[k]) one[k] = part;
-            part = 0;
-        }
-    }
-    return (Tally){ { (double)rec[0], (double)rec[1] }, { (double)tot[0], (double)tot[1] } };
-}
-// Share of the dense 64-wide tiles that the row blocks need: ranges cut into tiles, single columns gathered 64 at a time
-static double tile_share(const Lines *a, LoopRoom *w) {
-    double tiles = 0, dense = 0;
-    int nv = bit_list(a->v, a->n, w->v), n_run = bit_runs(a->s, a->n, w->run), n_cols;
-    for (int b = 0; b < a->n - a->p0; b += LINE_BLOCK) {
-        int E = a->p0 + b + LINE_BLOCK < a->n ? a->p0 + b + LINE_BLOCK : a->n;
-        int k = block_index(a, b, w->run, n_run, w->v, nv, w->range, w->cols, &n_cols);
-        for (int j = 0; j < k; j++) tiles += (w->range[j].hi - w->range[j].lo + KV_TILE - 1) / KV_TILE;
-        tiles += (n_cols + KV_TILE - 1) / KV_TILE;
-        dense += (E + KV_TILE - 1) / KV_TILE;
-    }
-    return tiles / dense;
-}
-// Rounds: every line within .9 of the best residual per cost (less what its best single sample gave: a line needs two) is
-// taken at once, then all residuals anew. Fails (1): too many tiles, or nothing left that two samples support.
-static double gain_of(const int64_t *g, const int64_t *one, int id, int p0, int n) {   // per cost; 0: not even 2^-40
-    int64_t gain = g[id] - one[id];
-    return gain > 1 ? (double)gain / (id < n ? (double)line_len(id, p0, n) : band_len(id - n, p0, n)) : 0;
-}
-static int select_tiles(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
-    int n = p->n, ids = n + (n + BAND - 1) / BAND;
-    int64_t *g = (int64_t *)w->g, *one = (int64_t *)w->one;                     // as many bytes as the doubles of variant b
-    double lam = INFINITY;
-    keep_lines(u, a);
-    Tally t = band_residuals(p, u, a, g, one);
-    *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
-    while (!tally_done(&t, u->alpha)) {
-        double best = 0;
-        for (int id = 0; id < ids; id++) best = fmax(best, gain_of(g, one, id, p->p0, n));
-        if (best <= 0) return 1;
-        lam = .9 * fmin(lam, best);
-        for (int id = 0; id < ids; id++) {
-            if (gain_of(g, one, id, p->p0, n) < lam) continue;
-            if (id < n) bit_set(a->v, id);
-            else for (int o = (id - n) * BAND; o < n && o < (id - n + 1) * BAND; o++) bit_set(a->s, o);
-        }
-        t = band_residuals(p, u, a, g, NULL);
-        *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
-        if (f->cells > u->max_tiles) return 1;
-    }
-    return 0;
-}
-
-// ---- prefill
-static LoopRoom *loop_rooms(Session *s, int m, int N) {  // one a thread
-    int threads = n_threads();
-    LoopRoom *w = scratch(s, (size_t)threads * sizeof *w);
-    size_t n = (size_t)N, f = sizeof(float), d = sizeof(double);
-    for (int i = 0; i < threads; i++)
-        w[i] = (LoopRoom){ .P = scratch(s, m * n * f), .g = scratch(s, 2 * n * d), .one = scratch(s, 2 * n * d),
-                           .top = scratch(s, 2 * n * f), .item = scratch(s, 2 * n * sizeof(LineItem)),
-                           .run = scratch(s, n * sizeof(LineRange)), .range = scratch(s, n * sizeof(LineRange)),
-                           .v = scratch(s, n * sizeof(int)), .cols = scratch(s, n * sizeof(int)), .R = scratch(s, m * sizeof(int)) };
-    return w;
-}
-static void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
-    a->tile64 = x->tile64;
-    a->dense = (x->variant_a ? select_faithful : x->tile64 ? select_tiles : select_exact)(p, &x->rule, a, w, f);
-}
-static void loop_count(LoopServe *x, const Lines *a, const LoopFound *f) {
-    x->passes++;
-    if (a->dense) { x->dense++; return; }
-    if (x->passes - x->dense == 1 || f->mass < x->least) x->least = f->mass;
-    x->mass += f->mass; x->cells += f->cells;
-    x->n_v += bit_list(a->v, a->n, NULL); x->n_s += bit_list(a->s, a->n, NULL);
-}
-static void loop_heads(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, LoopFound *found) {      // on the host
-    int H = s->c->H, m = x->m;
-    Tile *tiles = tiles_new(s);
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * H * s->c->D))
-    for (int h = 0; h < H; h++) {
-        LoopRoom *w = &room[thread_id()];
-        LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
-        if (a[h].dense) continue;
-        for (int i = 0; i < m; i++) w->R[i] = a[h].p0 + rows[i];
-        line_probs(s, l, h, q, T, w->R, m, w->P, &tiles[thread_id()]);
-        loop_choose(x, &p, &a[h], w, &found[h]);
-    }
-}
-// The GPU makes the probabilities and chooses; the paper's own loop (variant a) sorts and pops on the host.
-static void loop_heads_device(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, LoopFound *found) {
-    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), m = x->m, ng = line_batch_cuda(s, l, m);
-    for (int h0 = 0; h0 < G * R; h0 += ng * R) {
-        float *P = line_probs_cuda(s, l, h0 / R, ng, q, T, rows, m);
-        if (!x->variant_a) {
-            choose_lines_cuda(s, l, h0 / R, ng, &x->rule, x->tile64, P, T, m, a + h0, found + h0);
-            for (int h = h0; h < h0 + ng * R; h++) a[h].dense |= a[h].n <= x->min_context;
-            continue;
-        }
-        #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * ng * R))
-        for (int h = h0; h < h0 + ng * R; h++) {
-            LoopRoom *w = &room[thread_id()];
-            LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
-            if (a[h].dense) continue;
-            for (int i = 0; i < m; i++) {
-                w->R[i] = a[h].p0 + rows[i];
-                host_copy_cuda(w->P + (size_t)i * a[h].n, P + ((size_t)(h - h0) * m + i) * N, a[h].n);
-            }
-            loop_choose(x, &p, &a[h], w, &found[h]);
-        }
-    }
-}
-static void loopserve_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    LoopServe *x = ms;
-    int H = s->c->H, m = x->m, all_dense = 1;
-    if (x->rule.alpha >= 1 || T / 4 < m) {               // choosing would cost more than it saves
-        x->passes += H; x->dense += H;
-        attn_prefill(s, l, out, q, 0, T);
-        return;
-    }
-    size_t mark = scratch_mark(s);
-    double t = now();
-    Lines *a = lines_new(s, l, T);
-    LoopRoom *room = KV_DEV(s) && !x->variant_a ? NULL : loop_rooms(s, m, kv_longest(s, l));
-    LoopFound *found = scratch(s, (size_t)H * sizeof *found);
-    int *rows = scratch(s, (size_t)m * sizeof(int));
-    sample_rows(T, m, x->seed, s->turn, l, rows);        // the same tokens for all heads
-    for (int h = 0; h < H; h++) { a[h].dense = a[h].n <= x->min_context; all_dense &= a[h].dense; }
-    if (!all_dense) (KV_DEV(s) ? loop_heads_device : loop_heads)(s, x, l, q, T, rows, a, room, found);
-    for (int h = 0; h < H; h++) loop_count(x, &a[h], &found[h]);
-    timed(&s->clk.index, t);
-    lines_attend(s, l, a, out, q, T);
-    scratch_reset(s, mark);
-}
-// Definition 1: the previous answer is dropped and prefilled again in front of this turn's ids. Its rows came one by one from
-// passes that read chosen rows only. (Its last token was never fed: it comes with this turn's ids.)
-static int loopserve_enter(Session *s, void *ms, Token *t, int n, int cap) {
-    LoopServe *x = ms;
-    int k = s->n_tok - x->prompt_end;
-    if (x->keep_answer || k <= 0) return n;
-    if (n + k > cap) die(EXIT_RUN, "loopserve: no room to prefill an answer of %d tokens again", k);
-    memmove(t + k, t, (size_t)n * sizeof *t);
-    for (int i = 0; i < k; i++) { t[i] = s->tok[x->prompt_end + i]; t[i].pos = -1; }
-    kv_truncate(s, x->prompt_end);
-    return n + k;
-}
-
-// ---- decode: Algorithm 3
-static float *ring_slot(const Session *s, const LoopServe *x, int l, int token) {       // (H,D)
-    return x->ring + ((size_t)l * x->obs + token % x->obs) * s->c->H * s->c->D;
-}
-static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q) {      // q (H,D)
-    size_t row = (size_t)s->c->H * s->c->D * sizeof(float), all = (size_t)s->c->L * x->obs * row;
-    if (!x->ring) x->ring = KV_DEV(s) ? (float *)near_grow_cuda(NULL, 0, all) : xcalloc(1, all);
-    if (KV_DEV(s)) ring_put_cuda(s, ring_slot(s, x, l, 0), x->obs, token, q);
-    else memcpy(ring_slot(s, x, l, token), q, row);
-}
-// Line 5: for every KV head of layer l (or query head) the B candidates that the queries in the ring attend to most. The scores
-// are softmax rows over every row held, the ring's tokens being its last w: each sees the rows up to its own. The sum over a group's
-// heads ranks like their mean.
-static float *loop_scores(Session *s, const LoopServe *x, int l, int first, const int *end) {      // end (G): candidates -> (lists,N), where the rows lie: sums over the ring, or means
-    int H = s->c->H, G = s->c->G, N = kv_longest(s, l), w = s->base - first + 1, lists = x->per_query ? H : G;
-    size_t row = (size_t)H * s->c->D;
-    if (KV_DEV(s)) {
-        float *score = ring_scores_cuda(s, l, ring_slot(s, x, l, 0), x->obs, first, w);
-        return x->per_query ? score : join_rows_cuda(s, score, end, N, AGG_SUM);
-    }
-    float *obs = scratch(s, w * row * sizeof(float)), *score = scratch(s, (size_t)lists * N * sizeof(float));
-    for (int i = 0; i < w; i++) memcpy(obs + i * row, ring_slot(s, x, l, first + i), row * sizeof(float));
-    mean_rows(s, l, obs, first, w, lists / G, score);
-    return score;
-}
-static void loop_select(Session *s, LoopServe *x, int l) {
-    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l), first = s->base - x->obs + 1, lists = x->per_query ? H : G, each = H / lists;
-    size_t mark = scratch_mark(s);
-    int *idx = scratch(s, (size_t)lists * x->budget * sizeof(int)), *end = scratch(s, (size_t)(G + 3 * lists) * sizeof(int));
-    int *n = end + G, *want = n + lists, *found = want + lists;
-    for (int g = 0; g < G; g++) {                        // candidates: rows [0,end)
-        const KVHead *hd = kv_head(s, l, g);
-        for (end[g] = hd->len; end[g] > 0 && hd->src[end[g] - 1] >= (x->literal ? s->base : x->prompt_end); ) end[g]--;
-    }
-    float *score = loop_scores(s, x, l, first > x->ring_from ? first : x->ring_from, end);
-    for (int i = 0; i < lists; i++) { n[i] = end[i * each / R]; want[i] = n[i] > x->budget ? x->budget : 0; }
-    top_k_rows(s, score, lists, N, n, want, idx, x->budget, found);
-    for (int i = 0; i < lists; i++) {
-        int last = end[i * each / R], tail = last <= x->budget ? 0 : last, *list = idx + (size_t)i * x->budget;
-        if (each == R) view_group(s, l, i, list, found[i], tail); else view_set(s, l, i, list, found[i], tail);
-    }
-    #pragma omp parallel for schedule(static) if (worth_threads((size_t)lists * x->budget * s->c->D))
-    for (int i = 0; i < lists; i++) view_near(s, l, i * each);
-    scratch_reset(s, mark);
-}
-static int loop_due(const Session *s, const LoopServe *x) {      // line 3: n_o tokens of the answer so far, this one included
-    int n_o = s->step + 1;
-    return n_o >= x->first && (n_o - x->first) % x->interval == 0;
-}
-static int loopserve_steady(const Session *s, const void *ms) { return !loop_due(s, ms); }
-static void loopserve_select(Session *s, void *ms, int l, const float *q) {
-    LoopServe *x = ms;
-    ring_put(s, x, l, s->base, q);
-    if (loop_due(s, x)) loop_select(s, x, l);
-}
-static void loop_prompt_done(Session *s, LoopServe *x) {         // the end of a prefill
-    x->prompt_end = s->n_tok;
-    x->budget = budget_now(s);
-    for (int l = 0; x->decodes && l < s->c->L; l++)              // room for the views now, so that decode allocates nothing
-        for (int h = 0; h < s->c->H; h += x->per_query ? 1 : s->c->H / s->c->G) {
-            int n = kv_head(s, l, h * s->c->G / s->c->H)->len, room = x->budget < n + x->literal * 1024 ? x->budget : 0;
-            view_room(s, l, h, room, 1);
-        }
-}
-static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T) {
-    LoopServe *x = ms;
-    int L = s->c->L, n = T < x->obs ? T : x->obs;
-    size_t row = (size_t)s->c->H * s->c->D;
-    if (l == L && !s->decoding) loop_prompt_done(s, x);
-    if (l == L && s->decoding) {
-        int chosen = 0;
-        for (int i = 0; i < L * s->c->H; i++) chosen |= s->view[i].tail > 0;
-        x->steps++;
-        x->steps_all += !chosen;
-        x->selections += x->decodes && chosen && loop_due(s, x);
-    }
-    if (l == L || s->decoding || !x->decodes) return;
-    x->ring_from = s->base + T - n;                              // a prefill refills the ring
-    for (int i = 0; i < n; i++) ring_put(s, x, l, x->ring_from + i, q + (T - n + i) * row);
-}
-static void loopserve_forget(Session *s, void *ms, int n_tok) {
-    LoopServe *x = ms;
-    (void)s;
-    if (x->prompt_end > n_tok) x->prompt_end = n_tok;
-    x->ring_from = n_tok;
-}
-
-// ---- opening, bytes, statistics
-static int loop_rule(Session *s, LoopServe *x) {                 // the options of the prefill
-    const Options *o = s->opt;
-    int paper = opt_int(o, "paper");
-    const char *hold = opt_str(o, "loopserve-holdout");
-    x->variant_a = opt_given(o, "loopserve-variant") ? !strcmp(opt_str(o, "loopserve-variant"), "a") : paper;
-    x->tile64 = !strcmp(opt_str(o, "loopserve-unit"), "tile64");
-    x->seed = (uint64_t)opt_int(o, "loopserve-seed");
-    x->rule.alpha = paper && !opt_given(o, "loopserve-alpha") ? .955 : opt_real(o, "loopserve-alpha");
-    x->rule.max_cells = opt_real(o, "loopserve-max-cells");
-    x->rule.max_tiles = opt_real(o, "loopserve-max-tiles");
-    if (opt_least(s, "loopserve-samples", 1, &x->m) || opt_least(s, "loopserve-min-context", 0, &x->min_context) ||
-        opt_least(s, "loopserve-sink", 0, &x->rule.sink) || opt_least(s, "loopserve-local", 1, &x->rule.local)) return -1;
-    x->rule.holdout = !strcmp(hold, "auto") ? x->m >= 32 : !strcmp(hold, "on");
-    if (x->rule.alpha < 0) snprintf(s->err, sizeof s->err, "--loopserve-alpha is a share, 0 to 1, found %g", x->rule.alpha);
-    else if (x->variant_a && x->tile64) snprintf(s->err, sizeof s->err, "--loopserve-unit=tile64 has no variant a (nor --paper)");
-    else return lines_open(s, "loopserve");
-    return -1;
-}
-static int loopserve_p_open(Session *s, void *ms) {
-    LoopServe *x = ms;
-    x->keep_answer = opt_int(s->opt, "loopserve-keep-answer-kv");
-    return loop_rule(s, x);
-}
-static int loopserve_d_open(Session *s, void *ms) {
-    LoopServe *x = ms;
-    x->keep_answer = opt_int(s->opt, "loopserve-keep-answer-kv");
-    x->per_query = !strcmp(opt_str(s->opt, "loopserve-sel"), "q");
-    x->literal = !strcmp(opt_str(s->opt, "loopserve-gen"), "literal");
-    if (opt_least(s, "loopserve-first", 1, &x->first) || opt_least(s, "loopserve-interval", 1, &x->interval)) return -1;
-    if (opt_least(s, "loopserve-obs", 0, &x->obs)) return -1;
-    if (!x->obs) x->obs = x->interval;
-    if (!s->budget) s->budget = 1024;
-    x->decodes = 1;
-    return 0;
-}
-static int loopserve_open(Session *s, void *ms) { return loopserve_p_open(s, ms) || loopserve_d_open(s, ms) ? -1 : 0; }
-static void loopserve_close(Session *s, void *ms) {
-    float *ring = ((LoopServe *)ms)->ring;
-    (void)s;
-    if (KV_DEV(s)) near_free_cuda((char *)ring); else free(ring);
-}
-static size_t loopserve_bytes(const Session *s, const void *ms) {
-    const LoopServe *x = ms;
-    return x->decodes ? (size_t)s->c->L * x->obs * s->c->H * s->c->D * sizeof(float) : 0;
-}
-static void loopserve_stats(const Session *s, const void *ms, FILE *out) {
-    const LoopServe *x = ms;
-    double sparse = x->passes > x->dense ? (double)(x->passes - x->dense) : 1;
-    (void)s;
-    if (x->m) fprintf(out, "loopserve prefill: %ld head passes, %ld of them dense\n", x->passes, x->dense);
-    if (x->passes > x->dense)
-        fprintf(out, "loopserve lines: %.1f verticals, %.1f slashes a sparse head, %.4f of its %s, sampled mass %.4f (least %.4f)\n",
-                x->n_v / sparse, x->n_s / sparse, x->cells / sparse, x->tile64 ? "tiles" : "cells", x->mass / sparse, x->least);
-    if (!x->decodes) return;
-    fprintf(out, "loopserve decode: %ld selections, %ld steps, %ld of them read every row\n", x->selections, x->steps, x->steps_all);
-}
-#define LOOPSERVE_OPTS_P \
-    { "loopserve-alpha", 'f', "0.98", "share of the attention the lines recover (--paper: .955); 1: dense" }, \
-    { "loopserve-variant", 'c', "b|a", "b: exact overlaps, a: the paper's bound (--paper: a)" }, \
-    { "loopserve-unit", 'c', "line|tile64", "what is chosen and read: single lines, or what fits 64x64 tiles" }, \
-    { "loopserve-samples", 'i', "64", "query rows looked at; a turn of fewer than 4 times as many is dense" }, \
-    { "loopserve-min-context", 'i', "1024", "heads with no more rows are dense" }, \
-    { "loopserve-max-cells", 'f', "0.33", "share of the causal cells beyond which a head is dense (unit line)" }, \
-    { "loopserve-max-tiles", 'f', "0.6", "the same for tiles (unit tile64)" }, \
-    { "loopserve-sink", 'i', "4", "first columns always read" }, \
-    { "loopserve-local", 'i', "64", "last rows always read, the query's own included" }, \
-    { "loopserve-holdout", 'c', "auto|on|off", "odd samples only validate; auto: from 32 samples on" }, \
-    { "loopserve-seed", 'i', "1", "of the sampled rows" }
-#define LOOPSERVE_OPTS_D \
-    { "loopserve-first", 'i', "16", "first selection, at this token of an answer" }, \
-    { "loopserve-interval", 'i', "16", "n_d, tokens between selections" }, \
-    { "loopserve-obs", 'i', "0", "last queries that choose; 0: --loopserve-interval" }, \
-    { "loopserve-sel", 'c', "kv|q", "one set of rows a KV head, or one a query head" }, \
-    { "loopserve-gen", 'c', "keep|literal", "this answer's tokens: read on top of B, or chosen like the others" }
-#define LOOPSERVE_OPTS_PD \
-    { "loopserve-keep-answer-kv", 'b', "0", "do not prefill the previous answer again" }, { NULL, 0, NULL, NULL }
-static const Opt loopserve_opts[]   = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
-static const Opt loopserve_p_opts[] = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_PD };
-static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
-
-// ==================================================================================================== 12 PATS
-// Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs (papers/001).
-// No token is dropped; old rows lose low mantissa bits. How many bits b a token loses depends on its position t in T tokens
-// only, so one table serves every layer and head, and rows of one b lie packed side by side with w = 16-b bits an element.
-//   b(t,T) = max(b_min, min(b_max, f(t,T))), f = round(b_min + b_max u), x = (t-1)/(T-1)                  (3.1; spec B1)
-//            old: u = 1-x      new: u = x      middle: u = 1-|2x-1|
-// Storage: the rows of a head are regions of one w (table KVHead.reg), then raw f16 rows: those of the last `window` tokens.
-//   dense  (D) element e of a region starts at bit e*w                                   row: D*w/8 bytes
-//   rows64 (A) the paper's: blocks of 64 bytes, floor(512/w) elements each, a row starts a block
-// While tokens arrive b(t,T) changes, and cut bits are gone: B[t] only grows. When rows are cut is the policy:
-//   ratchet  at re-packs, whenever T has grown by an eighth: B[t] = max(B[t], b(t,T))
-//   static   once, when a row leaves the raw window, with b(t,T_end)
-//   frozen   once; b(t,T_1) for the rows of the first prefill, b_min for all later ones
-// **Differs from the paper:**
-//   - it is silent about decoding (its T is known), packing across rows, f's formula and rounding: all of the above is ours;
-//   - the first `sink` tokens are cut by b_min only, the last `window` not at all (--pats-sink=0 --pats-window=0: as the paper);
-//   - rows are packed densely: the paper's blocks save nothing for w >= 12 at D = 128, for w >= 9 at D = 64;
-//   - always f16, whatever dtype the model computes in: cutting 8 bits of bf16 would cut the exponent.
-// Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round, -when.
-
-enum { PATS_MIDDLE, PATS_OLD, PATS_NEW };               // schedules
-enum { PATS_RATCHET, PATS_STATIC, PATS_FROZEN };        // policies
-// Start of a region; largest head_dim.
-enum { PATS_ALIGN = 64, PATS_MAX_D = 1024 };
-
-typedef struct {
-    int schedule, policy, rounding, rows64, write;
-    int b_min, b_max, sink, window, T_end;
-    int T_last, repacks;        // tokens seen at the last re-pack; how many there were
-    int T1, n1;                 // frozen: length of the first prefill; tokens [0,n1) are still its own
-    int cut;                    // tokens [0,cut) are packed, in every head that holds them
-    unsigned char *bits;        // (cap) B[t]: bits cut off the rows of token t so far
-    int cap;
-} Pats;
-
-// ---- schedules: Eq. of 3.1 in integers. t = 1..T; u = a/n, rounded half up
-static int pats_schedule(int schedule, int b_min, int b_max, int t, int T) {
-    int64_t n = T - 1, a = schedule == PATS_OLD ? T - t : schedule == PATS_NEW ? t - 1 : 2 * (t - 1 < T - t ? t - 1 : T - t), b;
-    a = a < 0 ? 0 : a > n ? n : a;                                              // t beyond T_end: a static dialogue that ran on
-    if (!n) b = schedule == PATS_OLD ? b_min + b_max : b_min;                   // T = 1
-    else b = (2 * b_min * n + 2 * b_max * a + n) / (2 * n);
-    return b > b_max ? b_max : b < b_min ? b_min : (int)b;
-}
-// Bits token `src` (from 0) should lose when T tokens have been seen (rules.md A18, A21).
-static int pats_bits(const Pats *x, int src, int T) {
-    if (src >= T - x->window) return 0;
-    if (src < x->sink) return x->b_min;
-    if (x->policy == PATS_STATIC) return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->T_end);
-    if (x->policy == PATS_FROZEN) return src < x->n1 ? pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->T1) : x->b_min;
-    return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, T);
-}
-
-// ---- one element: an f16 that loses b bits is pats_cut of kvcomp.h
-static void pats_mid(uint16_t *h, int n, int b) {       // bit b-1 on, except in a zero
-    if (!b) return;
-    #pragma omp simd
-    for (int i = 0; i < n; i++) h[i] = (uint16_t)(h[i] | ((h[i] & 0x7fff) ? 1 << (b - 1) : 0));
-}
-
-// ---- n elements of w bits. Eight of them are w bytes, so a row (D a multiple of 8) begins and ends on a byte
-static void pack_bits(unsigned char *p, const uint16_t *h, int n, int w) {
-    uint64_t acc = 0;
-    int fill = 0;
-    for (int i = 0; i < n; i++) {
-        acc |= (uint64_t)(h[i] >> (16 - w)) << fill;
-        if ((fill += w) < 32) continue;
-        memcpy(p, &acc, 4);
-        p += 4; acc >>= 32; fill -= 32;
-    }
-    for (; fill > 0; fill -= 8, acc >>= 8) *p++ = (unsigned char)acc;
-}
-// h (n) = the elements as f16, cut bits 0. May read PATS_GUARD bytes past the last one.
-static void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w) {
-    for (int i = 0; i < n; i++) {
-        size_t bit = (size_t)i * w;
-        uint32_t u;
-        memcpy(&u, p + bit / 8, 4);
-        h[i] = (uint16_t)(u >> bit % 8 << (16 - w));    // bits of the next elements fall off at the top
-    }
-}
-// The same as attention reads it. mid: the bit to add on reading, 0 for none
-static void unpack_plain(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
-    unpack_bits(h, p, n, w);
-    for (int i = 0; mid && i < n; i++) if (h[i] & 0x7fff) h[i] = (uint16_t)(h[i] | mid);
-}
-static void (*unpack_f16)(uint16_t *h, const unsigned char *p, int n, int w, int mid) = unpack_plain;
-
-#if defined(__x86_64__)
-// Where the elements of a group stand, per w: bytes to bring together, then bits to shift by.
-static struct {
-    unsigned char perm8[32]; int shift8[8];             // AVX2: 8 elements, 4 bytes each
-    unsigned char perm32[64], shift32[64];              // VBMI: 32 elements, 4 in each 8 bytes
-} unpack_lanes[17];
-
-static void unpack_lanes_init(void) {
-    for (int w = 1; w <= 16; w++) {
-        for (int i = 0; i < 8; i++) {
-            unpack_lanes[w].shift8[i] = i * w % 8;
-            for (int b = 0, at = i * w / 8; b < 4; b++) unpack_lanes[w].perm8[4 * i + b] = (unsigned char)(at + b < 16 ? at + b : 128);   // 128: a zero
-        }
-        for (int j = 0; j < 8; j++)                     // 8 bytes from bit 4jw on, which is a whole or a half byte
-            for (int b = 0; b < 8; b++) {
-                unpack_lanes[w].perm32[8 * j + b] = (unsigned char)(j * w / 2 + b);
-                unpack_lanes[w].shift32[8 * j + b] = (unsigned char)((j * w % 2 * 4 + b / 2 * w + w - 16 + b % 2 * 8) & 63);   // the element on top
-            }
-    }
-}
-__attribute__((target("avx2"))) static void unpack_avx2(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
-    __m256i perm = _mm256_loadu_si256((const void *)unpack_lanes[w].perm8);
-    __m256i shift = _mm256_loadu_si256((const void *)unpack_lanes[w].shift8);
-    __m256i mask = _mm256_set1_epi32((1 << w) - 1), add = _mm256_set1_epi16((short)mid), zero = _mm256_setzero_si256();
-    __m128i b = _mm_cvtsi32_si128(16 - w);
-    int i = 0;
-    for (; i + 16 <= n; i += 16, p += 2 * w) {
-        __m256i lo = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)p));
-        __m256i hi = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(p + w)));
-        lo = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(lo, perm), shift), mask);
-        hi = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(hi, perm), shift), mask);
-        lo = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);       // packus works in halves: put them in order
-        lo = _mm256_sll_epi16(lo, b);
-        hi = _mm256_cmpeq_epi16(_mm256_add_epi16(lo, lo), zero);                // +0 and -0 double to 0
-        _mm256_storeu_si256((void *)(h + i), _mm256_or_si256(lo, _mm256_andnot_si256(hi, add)));
-    }
-    _mm256_zeroupper();                                 // the compiler leaves it out before a tail call
-    if (i < n) unpack_plain(h + i, p, n - i, w, mid);
-}
-#define VBMI __attribute__((target("avx512f,avx512bw,avx512vbmi")))
-VBMI __attribute__((always_inline)) static inline __m512i unpack_32(__m512i x, const __m512i *lanes, __m512i kept, __m512i add, int mid) {
-    x = _mm512_and_si512(_mm512_multishift_epi64_epi8(lanes[1], _mm512_permutexvar_epi8(lanes[0], x)), kept);
-    return mid ? _mm512_mask_add_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7fff)), x, add) : x;
-}
-VBMI static void unpack_vbmi(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
-    const __m512i lanes[2] = { _mm512_loadu_si512(unpack_lanes[w].perm32), _mm512_loadu_si512(unpack_lanes[w].shift32) };
-    __m512i kept = _mm512_set1_epi16((short)(0xffff << (16 - w))), add = _mm512_set1_epi16((short)mid);
-    int i = 0;
-    for (; (n - i - 96) * w >= 512; i += 128, p += 16 * w)      // four at a time; 64 bytes are there to be read behind the start of each
-        UNROLL for (int j = 0; j < 4; j++) _mm512_storeu_si512(h + i + 32 * j, unpack_32(_mm512_loadu_si512(p + 4 * w * j), lanes, kept, add, mid));
-    for (; i < n; i += 32, p += 4 * w) {
-        int m = n - i < 32 ? n - i : 32;
-        __m512i x = _mm512_maskz_loadu_epi8(~(__mmask64)0 >> (64 - (m * w + 7) / 8), p);
-        _mm512_mask_storeu_epi16(h + i, ~(__mmask32)0 >> (32 - m), unpack_32(x, lanes, kept, add, mid));
-    }
-    _mm256_zeroupper();
-}
-#undef VBMI
-static void unpack_choose(void) {
-    unpack_lanes_init();
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) unpack_f16 = unpack_avx2;
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi")) unpack_f16 = unpack_vbmi;
-}
-#else
-static void unpack_choose(void) { }
-#endif
-
-// ---- one row, and rows of a head
-static size_t pats_row_bytes(int rows64, int D, int w) {
-    int B = 8 * PATS_BLOCK / w;
-    return rows64 ? (size_t)PATS_BLOCK * ((D + B - 1) / B) : (size_t)D * w / 8;
-}
-static void pats_write_row(unsigned char *p, const uint16_t *h, int D, int w, int rows64) {     // h (D) f16, already cut
-    int B = rows64 ? 8 * PATS_BLOCK / w : D;
-    for (int c = 0; c < D; c += B, p += PATS_BLOCK) pack_bits(p, h + c, D - c < B ? D - c : B, w);
-}
-static void pats_read_row(uint16_t *h, const unsigned char *p, int D, int w, int rows64) {
-    int B = rows64 ? 8 * PATS_BLOCK / w : D;
-    for (int c = 0; c < D; c += B, p += PATS_BLOCK) unpack_bits(h + c, p, D - c < B ? D - c : B, w);
-}
-static const unsigned char *pats_row(const KVHead *h, const Region *g, int v, int r, size_t bytes) {
-    return (const unsigned char *)(v ? h->pv : h->pk) + g->base + (size_t)(r - g->row0) * bytes;
-}
-static int pats_open(Session *s, void *ms);
-static const Pats *pats_of(const Session *s) {          // the state, for the storage hooks, which are called without it
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->open == pats_open) return s->part[i].ms;
-    return NULL;
-}
-
-// Packing.load, the hot path of attention: rows r0 .. r0+n-1, all packed, as f16. p: n rows of region g
-static void pats_load_region(const Pats *x, const Region *g, const unsigned char *p, int n, int D, uint16_t *buf) {
-    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-    int mid = x->rounding == PATS_MID && g->w < 16 ? 1 << (15 - g->w) : 0, B = 8 * PATS_BLOCK / g->w;
-    if (!x->rows64) { unpack_f16(buf, p, n * D, g->w, mid); return; }           // dense rows are one stream of elements
-    for (int r = 0; r < n; r++, p += bytes, buf += D)
-        for (int c = 0; c < D; c += B) unpack_f16(buf + c, p + c / B * PATS_BLOCK, D - c < B ? D - c : B, g->w, mid);
-}
-static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D, uint16_t *buf) {   // p lies on the GPU
-    unsigned char raw[1 << 14];
-    size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-    int step = (int)((sizeof raw - PATS_GUARD) / bytes);
-    for (int r = 0; r < n; r += step) {
-        int m = n - r < step ? n - r : step;
-        bytes_load_cuda(raw, p + r * bytes, m * bytes + PATS_GUARD);
-        pats_load_region(x, g, raw, m, D, buf + (size_t)r * D);
-    }
-}
-static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf) {
-    const Pats *x = pats_of(s);
-    const Region *g = h->reg;
-    int D = s->c->D;
-    while (g->row0 + g->n <= r0) g++;
-    for (int m; n > 0; g++, r0 += m, n -= m, buf += (size_t)m * D) {
-        const unsigned char *p = pats_row(h, g, v, r0, pats_row_bytes(x->rows64, D, g->w));
-        m = g->row0 + g->n - r0 < n ? g->row0 + g->n - r0 : n;
-        if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf); else pats_load_region(x, g, p, m, D, buf);
-    }
-}
-
-// Adds one row of width w behind the others of a region table (stb array); a new region starts on PATS_ALIGN bytes.
-static Region *region_add(Region *reg, int w, int rows64, int D) {
-    int n = (int)arrlen(reg);
-    if (n && reg[n - 1].w == w) { reg[n - 1].n++; return reg; }
-    Region next = { .n = 1, .w = w };
-    if (n) {
-        next.row0 = reg[n - 1].row0 + reg[n - 1].n;
-        next.base = (reg[n - 1].base + reg[n - 1].n * pats_row_bytes(rows64, D, reg[n - 1].w) + PATS_ALIGN - 1) / PATS_ALIGN * PATS_ALIGN;
-    }
-    arrput(reg, next);
-    return reg;
-}
-static size_t regions_bytes(const Region *reg, int n, int rows64, int D) {      // of pk, the guard included
-    return n ? reg[n - 1].base + reg[n - 1].n * pats_row_bytes(rows64, D, reg[n - 1].w) + PATS_GUARD : 0;
-}
-static void regions_set(KVHead *h, Region *reg) {       // an exact copy of the stb array, which is freed
-    h->n_reg = (int)arrlen(reg);
-    h->packed = h->n_reg ? reg[h->n_reg - 1].row0 + reg[h->n_reg - 1].n : 0;
-    if (!h->n_reg) { free(h->reg); h->reg = NULL; }
-    else memcpy(h->reg = xrealloc(h->reg, h->n_reg * sizeof(Region)), reg, h->n_reg * sizeof(Region));
-    arrfree(reg);
-}
-
-// Packing.stored: where rows r0 .. r0+n-1 lie, for prefetching (rows of the next region not counted).
-static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n) {
-    const Region *g = h->reg;
-    while (g->row0 + g->n <= r0) g++;
-    size_t bytes = pats_row_bytes(pats_of(s)->rows64, s->c->D, g->w);
-    return (Ahead){ (const char *)pats_row(h, g, v, r0, bytes), (n < g->row0 + g->n - r0 ? n : g->row0 + g->n - r0) * bytes };
-}
-// Packing.keep: of the packed rows only keep[0..n) stay, bit for bit as they are.
-static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
-    const Pats *x = pats_of(s);
-    int D = s->c->D;
-    Region *reg = NULL;
-    for (int i = 0, g = 0; i < n; i++) {
-        while (h->reg[g].row0 + h->reg[g].n <= keep[i]) g++;
-        reg = region_add(reg, h->reg[g].w, x->rows64, D);
-    }
-    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D);
-    if (KV_DEV(s)) rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, 0, keep, x->rounding, x->rows64);
-    for (int v = 0; v < 2 && !KV_DEV(s); v++) {
-        unsigned char *to = total ? xcalloc(total, 1) : NULL;
-        const Region *g = h->reg, *t = reg;
-        for (int i = 0; i < n; i++) {
-            while (g->row0 + g->n <= keep[i]) g++;
-            while (t->row0 + t->n <= i) t++;
-            size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-            memcpy(to + t->base + (size_t)(i - t->row0) * bytes, pats_row(h, g, v, keep[i], bytes), bytes);
-        }
-        free(v ? h->pv : h->pk);
-        if (v) h->pv = (char *)to; else h->pk = (char *)to;
-    }
-    h->pk_bytes = total;
-    regions_set(h, reg);
-    h->cap = -1;                                        // packed changed: head_reserve must size src and pos anew
-}
-static const Packing pats_packing = { pats_load, pats_stored, pats_keep };
-
-// ---- cutting
-// Leading rows that keep both place and width under the new table: they need not be touched.
-static int regions_same(const KVHead *h, const Region *reg) {
-    int same = 0;
-    for (int i = 0; i < (int)arrlen(reg) && i < h->n_reg; i++) {
-        const Region *a = &h->reg[i], *b = &reg[i];
-        if (a->w != b->w) break;                        // all before are alike, so row0 and base are too
-        same = a->row0 + (a->n < b->n ? a->n : b->n);
-        if (a->n != b->n) break;
-    }
-    return same;
-}
-static size_t regions_stay(const Region *reg, int n, int same, int rows64, int D) {     // bytes of rows [0,same), with the gaps between
-    size_t bytes = 0;
-    for (int i = 0; i < n && reg[i].row0 < same; i++)
-        bytes = reg[i].base + (same - reg[i].row0 < reg[i].n ? same - reg[i].row0 : reg[i].n) * pats_row_bytes(rows64, D, reg[i].w);
-    return bytes;
-}
-// Rows same .. of the new table `reg` into `to`, read from where they are stored now: through already cut bits, never anew.
-static void pats_recut(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg, int same, unsigned char *to) {
-    int D = s->c->D;
-    const Region *g = h->reg;
-    uint16_t row[PATS_MAX_D];
-    for (int i = 0; i < (int)arrlen(reg); i++) {
-        size_t bytes = pats_row_bytes(x->rows64, D, reg[i].w);
-        for (int r = reg[i].row0 > same ? reg[i].row0 : same; r < reg[i].row0 + reg[i].n; r++) {
-            int b = 16 - reg[i].w, old = 0;
-            if (r < h->packed) {
-                while (g->row0 + g->n <= r) g++;
-                old = 16 - g->w;
-                pats_read_row(row, pats_row(h, g, v, r, pats_row_bytes(x->rows64, D, g->w)), D, g->w, x->rows64);
-            }
-            else memcpy(row, (v ? h->v : h->k) + (size_t)(r - h->packed) * D * 2, (size_t)D * 2);
-            for (int d = 0; b > old && d < D; d++) row[d] = pats_cut(row[d], b, x->rounding);
-            pats_write_row(to + reg[i].base + (size_t)(r - reg[i].row0) * bytes, row, D, reg[i].w, x->rows64);
-        }
-    }
-}
-static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
-    int D = s->c->D, first = x->policy == PATS_RATCHET ? 0 : h->packed, n = first;   // cut once: regions are only added to
-    Region *reg = NULL;
-    for (int i = 0; first && i < h->n_reg; i++) arrput(reg, h->reg[i]);
-    for (; n < h->len && h->src[n] < x->cut; n++) reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, D);
-    int same = regions_same(h, reg), gone = n - h->packed;
-    if (same == n && !gone) { arrfree(reg); return; }
-    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D), stay = regions_stay(reg, (int)arrlen(reg), same, x->rows64, D), old = h->pk_bytes;
-    if (KV_DEV(s)) {
-        rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, stay, NULL, x->rounding, x->rows64);
-        rows_drop_cuda(s, h, gone, h->len - n);
-    }
-    for (int v = 0; v < 2 && !KV_DEV(s); v++) {
-        char **p = v ? &h->pv : &h->pk, *raw = v ? h->v : h->k;
-        if (same == h->packed) {                        // only new rows: they go behind the others
-            *p = xrealloc(*p, total);
-            memset(*p + old, 0, total - old);
-            pats_recut(s, x, h, v, reg, same, (unsigned char *)*p);
-        } else {
-            char *to = xcalloc(total, 1);
-            if (stay) memcpy(to, *p, stay);
-            pats_recut(s, x, h, v, reg, same, (unsigned char *)to);
-            free(*p);
-            *p = to;
-        }
-        memmove(raw, raw + (size_t)gone * D * 2, (size_t)(h->len - n) * D * 2);
-    }
-    h->pk_bytes = total;
-    regions_set(h, reg);
-    h->cap = -1;                                        // as in pats_keep
-    head_reserve(s, h, h->len - n);
-}
-
-// The end of a pass. T tokens seen. Ratchet: only when T has grown by an eighth since the last time (rules.md A17).
-static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass) {
-    Pats *x = ms;
-    int T = s->n_tok, cut = T - x->window;
-    (void)q; (void)T_pass;
-    if (l < s->c->L || !x->b_max) return;
-    if (!x->T1) x->T1 = x->n1 = T;
-    if (T > x->cap) {
-        x->bits = xrealloc(x->bits, (size_t)(T + T / 4 + 1024));
-        memset(x->bits + x->cap, 0, (size_t)(T + T / 4 + 1024 - x->cap));
-        x->cap = T + T / 4 + 1024;
-    }
-    for (int t = s->base; x->write && t < cut; t++) {   // cut before attention already: remember by how much
-        int b = pats_bits(x, t, T);
-        if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
-    }
-    if (x->policy == PATS_RATCHET && 8 * (int64_t)T < 9 * (int64_t)x->T_last) return;
-    if (x->policy == PATS_RATCHET) { x->T_last = T; x->repacks++; }
-    for (int t = x->policy == PATS_RATCHET ? 0 : x->cut; t < cut; t++) {
-        int b = pats_bits(x, t, T);
-        if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
-    }
-    if (cut <= 0) return;
-    x->cut = cut > x->cut ? cut : x->cut;
-    #pragma omp parallel for schedule(dynamic) if (T > 1024 && !KV_DEV(s))
-    for (int i = 0; i < s->c->L * s->c->G; i++) pats_pack_head(s, x, &s->head[i]);
-}
-
-// --pats-when=write: the pass reads its own rows cut already. Values only; bytes follow at the end of the pass.
-static void pats_write(Session *s, Pats *x, int l, int T_pass) {
-    int D = s->c->D, T = s->n_tok;
-    if (!x->write || !x->b_max) return;
-    if (!x->T1) x->T1 = x->n1 = T;
-    if (KV_DEV(s)) {
-        size_t mark = scratch_mark(s);
-        unsigned char *bits = scratch(s, (size_t)T_pass);
-        for (int t = 0; t < T_pass; t++) bits[t] = (unsigned char)pats_bits(x, s->base + t, T);
-        rows_cut_cuda(s, l, bits, T_pass, x->rounding);
-        scratch_reset(s, mark);
-        return;
-    }
-    for (int g = 0; g < s->c->G; g++) {
-        KVHead *h = kv_head(s, l, g);
-        for (int r = h->len - T_pass; r < h->len; r++) {
-            int b = pats_bits(x, h->src[r], T);
-            uint16_t *row[2] = { (uint16_t *)h->k + (size_t)(r - h->packed) * D, (uint16_t *)h->v + (size_t)(r - h->packed) * D };
-            for (int v = 0; v < 2; v++) {
-                for (int d = 0; d < D; d++) row[v][d] = pats_cut(row[v][d], b, x->rounding);
-                if (x->rounding == PATS_MID) pats_mid(row[v], D, b);
-            }
-        }
-    }
-}
-static void pats_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    pats_write(s, ms, l, T);
-    attn_prefill(s, l, out, q, 0, T);
-}
-static int pats_steady(const Session *s, const void *ms) { (void)s; return !((const Pats *)ms)->write; }
-static void pats_select(Session *s, void *ms, int l, const float *q) {
-    (void)q;
-    pats_write(s, ms, l, 1);
-}
-static void pats_forget(Session *s, void *ms, int n_tok) {     // B[t] goes with the rows, T_last stays (rules.md A35)
-    Pats *x = ms;
-    (void)s;
-    if (n_tok < x->cap) memset(x->bits + n_tok, 0, (size_t)(x->cap - n_tok));
-    if (n_tok < x->cut) x->cut = n_tok;
-    if (n_tok < x->n1) x->n1 = n_tok;
-}
-
-// ---- opening
-static int count_ids(const char *path, char err[256]) {        // numbers in an --ids file
-    size_t size, n = 0;
-    char *text = read_file(path, &size, err);
-    if (!text) return -1;
-    for (size_t i = 0; i < size; i++) n += isdigit((unsigned char)text[i]) && (!i || !isdigit((unsigned char)text[i - 1]));
-    free(text);
-    return n > INT_MAX ? INT_MAX : (int)n;
-}
-static int choice(const Options *o, const char *name, const char *words) {      // place of the value in "a|b|c"
-    const char *v = opt_str(o, name);
-    int i = 0;
-    for (size_t n; *words; words += n + (words[n] == '|'), i++)
-        if ((n = strcspn(words, "|")) == strlen(v) && !strncmp(words, v, n)) return i;
-    return 0;
-}
-static int pats_refuse(Session *s, const char *why) { snprintf(s->err, sizeof s->err, "pats: %s", why); return -1; }
-
-static int pats_open(Session *s, void *ms) {
-    Pats *x = ms;
-    const Options *o = s->opt;
-    int policy = choice(o, "pats-policy", "auto|ratchet|static|frozen");
-    x->schedule = choice(o, "pats-schedule", "middle|old|new");
-    x->policy = policy ? policy - 1 : x->schedule == PATS_NEW ? PATS_FROZEN : PATS_RATCHET;     // rules.md A24
-    x->rounding = choice(o, "pats-round", "trunc|nearest|mid");
-    x->rows64 = choice(o, "pats-format", "dense|rows64");
-    x->write = choice(o, "pats-when", "after|write");
-    x->b_max = opt_int(o, "pats-bmax");
-    x->b_min = opt_int(o, "pats-bmin") < x->b_max ? opt_int(o, "pats-bmin") : x->b_max;         // rules.md A16
-    x->sink = opt_int(o, "pats-sink");
-    x->window = opt_int(o, "pats-window");
-    x->T_end = opt_int(o, "pats-tend");
-    if (x->b_max < 0 || x->b_max > 10) return pats_refuse(s, "--pats-bmax wants 0..10: an f16 has 10 mantissa bits");
-    if (x->b_min < 0) return pats_refuse(s, "--pats-bmin wants 0 or more");
-    if (x->sink < 0 || x->window < 0 || x->T_end < 0) return pats_refuse(s, "--pats-sink, --pats-window and --pats-tend want 0 or more");
-    if (s->c->D % 8 || s->c->D > PATS_MAX_D) {
-        snprintf(s->err, sizeof s->err, "pats: head_dim is %d, needs a multiple of 8 up to %d (a packed row must end on a byte)",
-                 s->c->D, PATS_MAX_D);
-        return -1;
-    }
-    if (strcmp(opt_str(o, "ctk"), "f16") || strcmp(opt_str(o, "ctv"), "f16"))
-        return pats_refuse(s, "packs f16 rows, so -ctk and -ctv must be f16");
-    for (int i = 0; i < s->n_part; i++) {
-        const Method *m = s->part[i].m;
-        if (x->write && m->attend && m->open != pats_open)
-            return pats_refuse(s, "--pats-when=write cannot be combined with a method that has its own prefill attention");
-        if (!strcmp(m->name, "streaming") && opt_int(o, "streaming-rerotate"))
-            return pats_refuse(s, "--streaming-rerotate would rotate keys whose bits are cut already");
-    }
-    for (int l = 0; l < s->c->L; l++)
-        if (x->write && !layer_acts(s, l)) return pats_refuse(s, "--pats-when=write needs a model whose layers are all global or all windowed");
-    if (x->policy == PATS_STATIC && !x->T_end) {
-        if (!*opt_str(o, "ids")) return pats_refuse(s, "--pats-policy=static must know how long the dialogue gets: give --pats-tend");
-        char err[256];
-        if ((x->T_end = count_ids(opt_str(o, "ids"), err)) <= 0)
-            return pats_refuse(s, x->T_end < 0 ? err : "--ids holds no ids, so --pats-tend must be given");
-    }
-    unpack_choose();
-    s->fk = s->fv = format_find("f16");
-    s->packing = &pats_packing;
-    return 0;
-}
-static void pats_close(Session *s, void *ms) { (void)s; free(((Pats *)ms)->bits); }
-static size_t pats_bytes(const Session *s, const void *ms) { (void)s; return (size_t)((const Pats *)ms)->cap; }
-
-static void pats_stats(const Session *s, const void *ms, FILE *out) {
-    const Pats *x = ms;
-    size_t rows = 0, packed = 0, bits = 0, regions = 0;
-    for (int i = 0; i < s->c->L * s->c->G; i++) {
-        const KVHead *h = &s->head[i];
-        rows += h->len; packed += h->packed; regions += h->n_reg;
-        for (int r = 0; r < h->packed; r++) bits += x->bits[h->src[r]];
-    }
-    double f16 = (double)rows * s->c->D * 4, held = (double)kv_bytes(s) + (double)regions * sizeof(Region) + x->cap;
-    fprintf(out, "pats: %zu of %zu rows cut, %d re-packs, %.2f bits an element; saved of f16 rows: ideal %.2f %%, really %.2f %% (tables, raw rows, slack)\n",
-            packed, rows, x->repacks, rows ? (double)bits / rows : 0, rows ? 100.0 * bits / rows / 16 : 0, rows ? 100 * (1 - held / f16) : 0);
-}
-static const Opt pats_opts[] = {
-    { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits" },
-    { "pats-policy",   'c', "auto|ratchet|static|frozen", "when rows are cut; auto: ratchet, frozen for schedule new" },
-    { "pats-bmin",     'i', "2",   "bits every row outside the window loses" },
-    { "pats-bmax",     'i', "8",   "most bits a row loses, at most 10; 0: none, as full" },
-    { "pats-sink",     'i', "16",  "first tokens that lose bmin bits only" },
-    { "pats-window",   'i', "128", "last tokens that stay raw" },
-    { "pats-tend",     'i', "0",   "static: tokens of the whole dialogue; 0: all of --ids" },
-    { "pats-format",   'c', "dense|rows64", "packed bytes: bit after bit, or the paper's 64-byte blocks; the same values" },
-    { "pats-round",    'c', "trunc|nearest|mid", "how bits are cut; mid: half a step is added on reading" },
-    { "pats-when",     'c', "after|write", "cut at the end of a pass; or own rows before its attention (perplexity protocol)" },
-    { NULL, 0, NULL, NULL },
-};
-
-// ---- q8, the plain way to halve a cache: every row in blocks of 32 values with one scale (format q8_0)
-static int q8_open(Session *s, void *ms) {
-    (void)ms;
-    if (opt_given(s->opt, "ctk") || opt_given(s->opt, "ctv")) {
-        snprintf(s->err, sizeof s->err, "q8: sets -ctk and -ctv to q8_0 itself, leave them out");
-        return -1;
-    }
-    s->fk = s->fv = format_find("q8_0");
-    return 0;
-}
-
-// ==================================================================================================== 13 LYCHEECLUSTER
-// Li, Liu, Lin, Hu, Zhang: LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and Hierarchical KV Indexing.
-// The text is cut into chunks that end where sentences, lines or brackets end; the mean key of a chunk stands for its tokens. Chunk
-// keys are clustered (spherical k-means), clusters again into coarse units, and a decode step reads only the chunks of the clusters
-// that score best for its query. New chunks are grafted onto the nearest cluster, whose covering radius grows to hold them.
-//   kbar_j = normalise(mean of the keys of chunk j);  r_u = max over the chunks v below u of |v - mu_u|
-//   q.v <= q.mu_u + |q| r_u                                                                (Eq. 2, the bound UB; beta = 1 ranks by it)
-//   J(S_t, S_t-1) = |S_t n S_t-1| / |S_t u S_t-1|   (Eq. 3);    WindowHit(S_t) = |S_t n (S_t-1 u .. u S_t-32)| / |S_t|   (Eq. 4)
-// A step reads: sinks [0,sink) + chunks retrieved, budget rows in all, + every row from t_idx on, the recent buffer. Nothing is dropped.
-// **Differs from the paper:**
-//   - clusters are ranked by q.mu + beta |q| r with beta 0: the bound favours loose clusters (--paper: beta 1 at both levels);
-//   - Eq. 2 bounds chunk keys, not token keys; coarse radii cover the chunks below, not only the centroids (else they bound nothing);
-//   - a moved centre also adds its shift to the radius; "moving average + expansion" alone loses members. Default: smallest enclosing ball;
-//   - the first 16 tokens and the last 128 stay outside the index and are always read (Algorithm 1 starts with an empty buffer);
-//   - the index is built again when the chunks have doubled (grafting alone never makes a cluster); the scan is flat unless --lychee-kg;
-//   - k-means starts from every second chunk, so that runs repeat; the first two layers stay full, as in Quest and ClusterKV.
-// Options: --budget (1024, sinks included) and lychee_opts below. The tree of one (layer, KV head): units -> clusters -> chunks.
-
-// ---- the chunker: where may a chunk end? (paper Table 4)
-typedef struct TokenText {          // the text of a token, given by whoever has a tokenizer. ctx NULL: every token is empty, none special
-    const void *ctx;
-    const char *(*bytes)(const void *ctx, int id, int *len);     // what the id adds to the text (a SentencePiece blank is a space)
-    int (*special)(const void *ctx, int id);                     // 1: a control token; it has no text and ends the stream before it
-} TokenText;
-static TokenText token_text;
-
-// Level of the boundary after a token: structure, sentence, phrase, blank; none of them; inside a character
-enum { CUT_STRUCTURE = 1, CUT_SENTENCE, CUT_PHRASE, CUT_BLANK, CUT_NONE, CUT_INSIDE = 9 };
-enum { STREAM_TAIL = 64, WALK_CHARS = 8 };              // bytes of the stream remembered; characters looked back at
-enum { NEXT_END = -1, NEXT_EMPTY = -2 };                // instead of the next byte: the stream ends; the next token has no text
-
-typedef struct { unsigned char b[STREAM_TAIL]; int n; } TextTail;   // the last bytes of the stream; a special token empties it
-
-static const char *text_of(int id, int *n) {
-    *n = 0;
-    return token_text.ctx && id >= 0 ? token_text.bytes(token_text.ctx, id, n) : "";
-}
-static int special_token(int id) { return token_text.ctx && id >= 0 && token_text.special(token_text.ctx, id); }
-
-static void tail_push(TextTail *t, const char *p, int n) {
-    if (n > STREAM_TAIL) { p += n - STREAM_TAIL; n = STREAM_TAIL; }
-    int keep = t->n + n > STREAM_TAIL ? STREAM_TAIL - n : t->n;
-    memmove(t->b, t->b + t->n - keep, (size_t)keep);
-    if (n) memcpy(t->b + keep, p, (size_t)n);
-    t->n = keep + n;
-}
-static int tail_complete(const TextTail *t) {           // does the stream end at the end of a character? Invalid bytes do
-    int k = 0;
-    while (k < 3 && k < t->n && (t->b[t->n - 1 - k] & 0xc0) == 0x80) k++;
-    if (k == t->n) return 1;
-    int c = t->b[t->n - 1 - k], need = c >= 0xc0 && c < 0xe0 ? 1 : c >= 0xe0 && c < 0xf0 ? 2 : c >= 0xf0 && c < 0xf8 ? 3 : 0;
-    return k >= need;
-}
-static int char_before(const unsigned char *b, int end, int *at) {      // the character that ends at `end` (> 0); *at: its first byte. Invalid: one byte, 0xfffd
-    int k = end - 1;
-    while (k > 0 && end - k < 4 && (b[k] & 0xc0) == 0x80) k--;
-    int c = b[k], len = c < 0x80 ? 1 : c >= 0xc0 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf8 ? 4 : 0;
-    *at = end - 1;
-    if (len != end - k) return b[end - 1] < 0x80 ? b[end - 1] : 0xfffd;
-    *at = k;
-    c &= len == 1 ? 0x7f : 0xff >> (len + 1);
-    for (int i = 1; i < len; i++) c = c << 6 | (b[k + i] & 0x3f);
-    static const int least[5] = { 0, 0, 0x80, 0x800, 0x10000 };
-    return c < least[len] ? 0xfffd : c;                 // written longer than need be: invalid
-}
-static int run_before(const unsigned char *b, int at) { int n = 1; while (at - n >= 0 && b[at - n] == b[at]) n++; return n; }
-static int newline_level(const unsigned char *b, int at) {
-    while (at > 0 && (b[at - 1] == ' ' || b[at - 1] == '\t' || b[at - 1] == '\r')) at--;
-    return at > 0 && b[at - 1] == '\n' ? CUT_STRUCTURE : CUT_SENTENCE;
-}
-static int joins(int next) { return next >= 0 && next < 128 && (isalnum(next) || next == '_' || next == '=' || next == ':'); }   // 3.14, a.b, a::b, 10:30
-
-// Level of the character c at byte `at`; 0: a closer, which lets the walk go on; -1: the walk stops. next: the byte after it.
-static int delimiter_level(const TextTail *t, int at, int c, int next, int guard) {
-    int before = at > 0 ? t->b[at - 1] : 0;
-    switch (c) {
-    case '\n': return newline_level(t->b, at);
-    case '}': case ']': return CUT_STRUCTURE;
-    case '>': return guard && (before == '-' || before == '=' || before == '<') ? -1 : CUT_STRUCTURE;    // -> => <> are one sign
-    case '-': case '*': case '`': return run_before(t->b, at) >= 3 ? CUT_STRUCTURE : -1;
-    case '.': case '?': case '!': return guard && joins(next) ? -1 : CUT_SENTENCE;
-    case ',': case ';': case ':': return guard && joins(next) ? -1 : CUT_PHRASE;
-    case 0x3002: case 0xff1f: case 0xff01: return CUT_SENTENCE;                                          // ideographic . ? !
-    case 0xff0c: case 0xff1b: case 0xff1a: case 0x3001: case 0xb7: return CUT_PHRASE;                    // ideographic , ; : enumeration comma, middle dot
-    case ' ': case '\t': case '\r': case 0x3000: return CUT_BLANK;
-    case ')': case '"': case '\'': case 0x201d: case 0x2019: case 0x300d: case 0x300f: case 0x3011: case 0xff09: return 0;
-    }
-    return -1;
-}
-static int all_blank(const char *p, int n) {
-    for (int i = 0; i < n; i++) if (p[i] != ' ' && p[i] != '\t') return 0;
-    return n > 0;
-}
-// Level of the boundary after the token (text, n), whose bytes end the tail; next: first byte of the next token, or NEXT_*.
-static int boundary_level(const TextTail *t, const char *text, int n, int next, int guard) {
-    int level = CUT_NONE, end = t->n, at;
-    if (!tail_complete(t)) return CUT_INSIDE;
-    if (all_blank(text, n)) return CUT_BLANK;
-    for (int i = 0; i < WALK_CHARS && end > 0; i++, end = at) {
-        int c = char_before(t->b, end, &at), v = delimiter_level(t, at, c, end < t->n ? t->b[end] : next, guard);
-        if (v < 0) break;
-        if (v && v < level) level = v;
-    }
-    if (level < CUT_NONE) return level;
-    return next == NEXT_END || next == ' ' || next == '\t' || next == '\r' || next == '\n' ? CUT_BLANK : CUT_NONE;
-}
-// Appends levels until level[0..n) is known; token n-1 has a successor, so id has n+1 entries.
-static void levels_extend(unsigned char *level, int from, int n, TextTail *t, const Token *tok, int guard) {
-    for (int i = from; i < n; i++) {
-        int len, next_len;
-        if (special_token(tok[i].id)) { t->n = 0; level[i] = CUT_STRUCTURE; continue; }
-        const char *text = text_of(tok[i].id, &len), *after = text_of(tok[i + 1].id, &next_len);
-        tail_push(t, text, len);
-        int next = special_token(tok[i + 1].id) ? NEXT_END : next_len ? (unsigned char)after[0] : NEXT_EMPTY;
-        level[i] = (unsigned char)boundary_level(t, text, len, next, guard);
-    }
-}
-// Last token of the chunk that starts at s: the best level among its possible ends; of equals the last (or first); failing all, the
-// last end of a character; failing that, the longest chunk.
-static int chunk_end(const unsigned char *level, int s, int min, int max, int first) {
-    int best = s + max - 1, found = CUT_INSIDE;
-    for (int e = s + min - 1; e < s + max; e++) {
-        int better = level[e] < found || (level[e] == found && !(first && found < CUT_NONE));
-        if (level[e] != CUT_INSIDE && better) { best = e; found = level[e]; }
-    }
-    return best;
-}
-
-// ---- the index: Nodes and Tree of kvcomp.h
-typedef struct {            // statistics of one tree, on request (A7)
-    double recall, covered, covered_indexed, jaccard, hit;
-    long n_recall, n_jaccard, n_hit;
-    int *seen, cap;         // (clusters) the step a cluster was last used in
-    int step, size;         // steps since the build; |S_t-1|
-} Watch;
-typedef struct {
-    float beta, beta_coarse;
-    int gqa, kg, exact, lazy, unit, tokens, pool_max, first_tie, guard, min, max, buffer, sink, full_layers, iters, per_cluster, coarse_max, stats;
-    int B;                              // the budget of this turn, sinks included
-    unsigned char *level; int n_level, cap_level;       // boundary levels; the last token seen has none yet
-    TextTail tail;                      // the text up to token n_level-1
-    int *start, M, cap;                 // (M+1) chunk j is tokens start[j]..start[j+1]-1; start[M] is t_idx, the first token of the buffer
-    int M_built;                        // chunks when the index was built; 0: there is none
-    Tree *tree; Watch *watch;           // (L,G)
-    long ends[CUT_INSIDE + 1];          // chunks by the level of their end
-} Lychee;
-enum { KG_FLAT = 0, KG_AUTO = -1 };
-enum { WINDOW_HIT = 32 };
-
-static const Opt lychee_opts[] = {
-    { "lychee-beta",         'f', "0",    "weight of |q| r in a cluster's score; 1: the upper bound of Eq. 2" },
-    { "lychee-beta-coarse",  'f', "0",    "the same for coarse units" },
-    { "lychee-gqa",          'c', "max|sum|head", "query heads of a group: best of them, their sum, or a list for each" },
-    { "lychee-kg",           's', "flat", "coarse units opened in a step: flat (no coarse level), auto, or a number" },
-    { "lychee-prune",        'c', "none|exact", "exact: open units by upper bound until none can matter; reads what flat reads" },
-    { "lychee-lazy",         'c', "ball|mean|freeze", "what a grafted chunk does to its cluster's centre" },
-    { "lychee-centroid",     'c', "unit|mean", "centres on the unit sphere, or plain means" },
-    { "lychee-pool",         'c', "mean|max", "a chunk's key: the mean of its keys, or their largest value in every dimension (Table 3)" },
-    { "lychee-bound",        'c', "chunk|token", "token: a cluster's centre and radius are those of its raw token keys, so Eq. 2 bounds tokens" },
-    { "lychee-tie",          'c', "last|first", "of equally good ends of a chunk" },
-    { "lychee-guard",        'i', "1",    "0: marks inside 3.14, a.b, a::b, -> may end a chunk too" },
-    { "lychee-chunk-min",    'i', "8",    "fewest tokens of a chunk" },
-    { "lychee-chunk-max",    'i', "16",   "most tokens of a chunk" },
-    { "lychee-buffer",       'i', "128",  "recent rows outside the index, always read, on top of the budget" },
-    { "lychee-sink",         'i', "16",   "first rows outside the index, always read, inside the budget" },
-    { "lychee-full-layers",  'i', "2",    "first layers that read every row" },
-    { "lychee-iters",        'i', "10",   "iterations of k-means" },
-    { "lychee-chunks-per-cluster", 'i', "2", "chunks a cluster has on average" },
-    { "lychee-coarse-max",   'i', "64",   "most coarse units" },
-    { "lychee-stats",        'b', "0",    "measure recall, attention covered, Jaccard and WindowHit (slow)" },
-    { NULL, 0, NULL, NULL },
-};
-static int lychee_fail(Session *s, const char *what) { snprintf(s->err, sizeof s->err, "%s", what); return -1; }
-static int lychee_open(Session *s, void *ms) {
-    Lychee *x = ms;
-    const Options *o = s->opt;
-    float paper = opt_int(o, "paper") ? 1 : 0;
-    x->beta        = paper && !opt_given(o, "lychee-beta")        ? paper : (float)opt_real(o, "lychee-beta");
-    x->beta_coarse = paper && !opt_given(o, "lychee-beta-coarse") ? paper : (float)opt_real(o, "lychee-beta-coarse");
-    x->gqa    = choice(o, "lychee-gqa", "max|sum|head");           x->lazy      = choice(o, "lychee-lazy", "ball|mean|freeze");
-    x->exact  = choice(o, "lychee-prune", "none|exact");           x->unit      = choice(o, "lychee-centroid", "mean|unit");
-    x->tokens = choice(o, "lychee-bound", "chunk|token");          x->first_tie = choice(o, "lychee-tie", "last|first");
-    x->pool_max = choice(o, "lychee-pool", "mean|max");
-    x->guard = opt_int(o, "lychee-guard");         x->min = opt_int(o, "lychee-chunk-min");         x->max = opt_int(o, "lychee-chunk-max");
-    x->buffer = opt_int(o, "lychee-buffer");       x->sink = opt_int(o, "lychee-sink");             x->full_layers = opt_int(o, "lychee-full-layers");
-    x->iters = opt_int(o, "lychee-iters");         x->per_cluster = opt_int(o, "lychee-chunks-per-cluster");
-    x->coarse_max = opt_int(o, "lychee-coarse-max");   x->stats = opt_int(o, "lychee-stats");
-    const char *kg = opt_str(o, "lychee-kg");
-    int flat = !strcmp(kg, "flat"), by_itself = !strcmp(kg, "auto");
-    x->kg = flat ? KG_FLAT : by_itself ? KG_AUTO : atoi(kg);
-    if (!flat && !by_itself && (opt_check(&(Opt){ "lychee-kg", 'i', NULL, NULL }, kg, s->err) || x->kg < 1)) return lychee_fail(s, "--lychee-kg wants flat, auto or a number of at least 1");
-    if (x->beta < 0 || x->beta_coarse < 0) return lychee_fail(s, "--lychee-beta and --lychee-beta-coarse must not be negative");
-    if (x->min < 1 || x->max < x->min || x->max > 4096) return lychee_fail(s, "--lychee-chunk-min and -max: 1 <= min <= max <= 4096 is needed");
-    if (x->buffer < 0 || x->sink < 0 || x->full_layers < 0 || x->iters < 0) return lychee_fail(s, "--lychee-buffer, -sink, -full-layers and -iters must not be negative");
-    if (x->per_cluster < 1 || x->coarse_max < 1) return lychee_fail(s, "--lychee-chunks-per-cluster and --lychee-coarse-max must be at least 1");
-    if (!s->budget) s->budget = 1024;
-    if (s->ratio < 0 && s->budget < x->sink) { snprintf(s->err, sizeof s->err, "--budget %d is smaller than --lychee-sink %d", s->budget, x->sink); return -1; }
-    x->B = s->budget;
-    x->tree = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->tree);
-    if (x->stats) x->watch = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->watch);
-    x->start = xmalloc(sizeof(int) * (size_t)((x->cap = 64) + 1));
-    x->start[0] = x->sink;
-    return 0;
-}
-static void tree_free(const Session *s, Tree *t) {
-    (void)s;
-    if (KV_DEV(s)) near_free_cuda(t->mem); else free(t->mem);
-}
-static void lychee_close(Session *s, void *ms) {
-    Lychee *x = ms;
-    for (int i = 0; x->tree && i < s->c->L * s->c->G; i++) tree_free(s, &x->tree[i]);
-    for (int i = 0; x->watch && i < s->c->L * s->c->G; i++) free(x->watch[i].seen);
-    free(x->tree); free(x->watch); free(x->start); free(x->level);
-}
-static int indexed_layer(const Session *s, const Lychee *x, int l) { return l >= x->full_layers && layer_acts(s, l); }
-static int t_idx(const Lychee *x) { return x->start[x->M]; }
-static int wants_coarse(const Lychee *x) { return x->kg != KG_FLAT || x->exact; }
-
-static int room_for_chunks(const Lychee *x) { return x->B > x->sink ? x->B - x->sink : 0; }
-static LycheeRule lychee_rule(const Lychee *x, int P) {          // for the kernels; P: coarse units
-    int kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
-    return (LycheeRule){ .beta = x->beta, .beta_coarse = x->beta_coarse, .gqa = x->gqa, .units = x->exact ? 0 : kg, .lazy = x->lazy, .unit = x->unit,
-                         .tokens = x->tokens, .pool_max = x->pool_max, .iters = x->iters, .min = x->min, .room = room_for_chunks(x), .sink = x->sink,
-                         .M = x->M, .cap = 2 * x->M_built, .start = x->start };
-}
-
-typedef struct { char *mem; size_t at; } Block;          // mem NULL: only the size is wanted
-static void *carve(Block *b, size_t bytes) { void *p = b->mem ? b->mem + b->at : NULL; b->at += (bytes + 63) & ~(size_t)63; return p; }
-static void nodes_carve(Nodes *u, Block *at, int n, int children, int D) {
-    u->n = n;
-    u->mu = carve(at, (size_t)n * D * sizeof *u->mu);       u->r = carve(at, (size_t)n * sizeof *u->r);
-    u->chunks = carve(at, (size_t)n * sizeof(int));         u->tokens = carve(at, (size_t)n * sizeof(int));
-    u->first = carve(at, (size_t)n * sizeof(int));          u->last = carve(at, (size_t)n * sizeof(int));
-    u->next = carve(at, (size_t)children * sizeof(int));
-}
-static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {    // -> bytes
-    Block at = { mem, 0 };
-    nodes_carve(&t->fine, &at, K, cap, D);
-    nodes_carve(&t->coarse, &at, P, P ? K : 0, D);
-    t->parent = carve(&at, P ? (size_t)K * sizeof(int) : 0);
-    t->rho = carve(&at, (size_t)P * sizeof(float));
-    return at.at;
-}
-static void tree_shape(const Lychee *x, int M, int *K, int *P) {                // clusters and coarse units of M chunks
-    *K = (M + x->per_cluster - 1) / x->per_cluster;
-    *P = !wants_coarse(x) ? 0 : (*K + 1) / 2 < x->coarse_max ? (*K + 1) / 2 : x->coarse_max;
-}
-// One block for everything; cap: chunks there will be at most before the next build, so grafting never asks for memory.
-static void tree_room(const Session *s, Tree *t, int cap, int K, int P, int D) {
-    Tree size;
-    size_t bytes = tree_carve(&size, NULL, cap, K, P, D);
-    if (bytes != t->bytes) { tree_free(s, t); t->mem = KV_DEV(s) ? near_grow_cuda(NULL, 0, bytes) : xmalloc(bytes); }
-    t->bytes = bytes;
-    tree_carve(t, t->mem, cap, K, P, D);
-}
-static void child_append(Nodes *u, int node, int child) {
-    u->next[child] = -1;
-    if (u->first[node] < 0) u->first[node] = child; else u->next[u->last[node]] = child;
-    u->last[node] = child;
-}
-
-// ---- keys, distances, k-means
-static void normalise(float *x, int D) {
-    float f = 1 / sqrtf(dot_f32(x, x, D) + 1e-12f);
-    for (int d = 0; d < D; d++) x[d] *= f;
-}
-// kbar of rows r0..r0+n-1: their mean or, for Table 3, their largest value in every dimension; rows (n,D) is room
-static void chunk_key(const Session *s, int pool_max, const KVHead *hd, int r0, int n, float *rows, float *key) {
-    int D = s->c->D;
-    kv_load_k(s, hd, NULL, r0, n, rows);
-    memcpy(key, rows, (size_t)D * sizeof *key);
-    for (int i = 1; i < n; i++) for (int d = 0; d < D; d++) { float k = rows[(size_t)i * D + d]; key[d] = pool_max ? fmaxf(key[d], k) : key[d] + k; }
-    for (int d = 0; d < D && !pool_max; d++) key[d] /= (float)n;
-    normalise(key, D);
-}
-static void round_bf16(uint16_t *dst, float *x, int D) { for (int d = 0; d < D; d++) x[d] = bf16_to_f32(dst[d] = f32_to_bf16(x[d])); }
-static double distance(const float *v, const uint16_t *mu, int D) {
-    double ss = 0;
-    for (int d = 0; d < D; d++) { double e = (double)v[d] - bf16_to_f32(mu[d]); ss += e * e; }
-    return sqrt(ss);
-}
-static float above(double r) { return nextafterf((float)r, INFINITY); }      // f32 never below r
-
-typedef struct {            // what one thread builds in
-    float *key;             // (M,D) chunk keys
-    float *mu;              // (K,D) centres in f32
-    float *gmu;             // (P,D) of the units
-    float *sum;             // (K,D)
-    float *sc;              // (KV_TILE,KV_TILE)
-    float *len;             // (K) 1/|mu|, for centroid=mean
-    float *rows;            // (chunk-max,D)
-    int *label, *glabel;    // (M) (K)
-    int *count;             // (K)
-} BuildRoom;
-
-// label (n): the centre with the largest cosine; ties: the lower one. len NULL: centres have length 1. The (n,K) scores never exist at once.
-static void assign_points(const float *x, int n, const float *mu, int K, int D, const float *len, float *sc, int *label) {
-    for (int i0 = 0; i0 < n; i0 += KV_TILE) {
-        int m = n - i0 < KV_TILE ? n - i0 : KV_TILE;
-        float best[KV_TILE];
-        for (int i = 0; i < m; i++) { best[i] = -INFINITY; label[i0 + i] = 0; }
-        for (int j0 = 0; j0 < K; j0 += KV_TILE) {
-            int k = K - j0 < KV_TILE ? K - j0 : KV_TILE;
-            attn_scores(sc, x + (size_t)i0 * D, mu + (size_t)j0 * D, m, k, D, 1);
-            for (int i = 0; i < m; i++) {
-                float *row = sc + (size_t)i * k;
-                for (int j = 0; len && j < k; j++) row[j] *= len[j0 + j];
-                float top = max_f32(row, k);
-                if (!(top > best[i])) continue;
-                int j = 0;
-                while (row[j] != top) j++;
-                best[i] = top; label[i0 + i] = j0 + j;
-            }
-        }
-    }
-}
-static void update_centres(const float *x, int n, const int *label, float *mu, int K, int D, int unit, const BuildRoom *w) {
-    memset(w->sum, 0, (size_t)K * D * sizeof(float));
-    memset(w->count, 0, (size_t)K * sizeof(int));
-    for (int i = 0; i < n; i++) {
-        float *to = w->sum + (size_t)label[i] * D;
-        w->count[label[i]]++;
-        for (int d = 0; d < D; d++) to[d] += x[(size_t)i * D + d];
-    }
-    for (int j = 0; j < K; j++) {                           // an empty cluster keeps its centre
-        float *to = w->sum + (size_t)j * D;
-        if (!w->count[j]) continue;
-        if (unit) normalise(to, D); else for (int d = 0; d < D; d++) to[d] /= (float)w->count[j];
-        memcpy(mu + (size_t)j * D, to, (size_t)D * sizeof(float));
-    }
-}
-static const float *inverse_lengths(const float *mu, int K, int D, int unit, float *len) {
-    for (int j = 0; j < K && !unit; j++) len[j] = 1 / sqrtf(dot_f32(mu + (size_t)j * D, mu + (size_t)j * D, D) + 1e-12f);
-    return unit ? NULL : len;
-}
-// Spherical k-means of x (n,D) into K centres: mu (K,D) as rounded to bf16 in dst (K,D); label (n) is the last assignment, made against those.
-static void kmeans(const float *x, int n, int K, int D, int iters, int unit, const BuildRoom *w, float *mu, uint16_t *dst, int *label) {
-    for (int j = 0; j < K; j++) memcpy(mu + (size_t)j * D, x + (size_t)(((int64_t)2 * j + 1) * n / ((int64_t)2 * K)) * D, (size_t)D * sizeof(float));
-    for (int it = 0; it < iters; it++) {
-        assign_points(x, n, mu, K, D, inverse_lengths(mu, K, D, unit, w->len), w->sc, label);
-        update_centres(x, n, label, mu, K, D, unit, w);
-    }
-    for (int j = 0; j < K; j++) round_bf16(dst + (size_t)j * D, mu + (size_t)j * D, D);
-    assign_points(x, n, mu, K, D, inverse_lengths(mu, K, D, unit, w->len), w->sc, label);
-}
-
-// ---- building the trees
-static void nodes_clear(Nodes *u) {
-    for (int j = 0; j < u->n; j++) { u->r[j] = 0; u->chunks[j] = u->tokens[j] = 0; u->first[j] = u->last[j] = -1; }
-}
-static void node_cover(Nodes *u, int node, const float *key, int tokens, int D) {       // one more chunk below the node, centre unmoved
-    u->chunks[node]++;
-    u->tokens[node] += tokens;
-    u->r[node] = fmaxf(u->r[node], above(distance(key, u->mu + (size_t)node * D, D)));
-}
-static void unit_rho(Tree *t, int g, float beta, int D, float *mu) {                    // mu (D) is room
-    t->rho[g] = 0;
-    for (int c = t->coarse.first[g]; c >= 0; c = t->coarse.next[c]) {
-        if (!t->fine.chunks[c]) continue;
-        to_f32(mu, t->fine.mu + (size_t)c * D, DT_BF16, (size_t)D);
-        t->rho[g] = fmaxf(t->rho[g], above(distance(mu, t->coarse.mu + (size_t)g * D, D) + (double)beta * t->fine.r[c]));
-    }
-}
-// bound=token: centre and radius of a cluster from the raw keys of its tokens (A4), the same bytes and the same formula.
-static void cover_tokens(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, const BuildRoom *w) {
-    int D = s->c->D;
-    for (int c = 0; c < t->fine.n; c++) {
-        float *sum = w->sum;
-        memset(sum, 0, (size_t)D * sizeof *sum);
-        for (int pass = 0; pass < 2; pass++) {
-            for (int j = t->fine.first[c]; j >= 0; j = t->fine.next[j]) {
-                int n = x->start[j + 1] - x->start[j];
-                kv_load_k(s, hd, NULL, x->start[j], n, w->rows);
-                for (int i = 0; i < n; i++) {
-                    const float *k = w->rows + (size_t)i * D;
-                    if (pass) t->fine.r[c] = fmaxf(t->fine.r[c], above(distance(k, t->fine.mu + (size_t)c * D, D)));
-                    else for (int d = 0; d < D; d++) sum[d] += k[d] / (float)t->fine.tokens[c];
-                }
-            }
-            if (pass || !t->fine.chunks[c]) continue;
-            round_bf16(t->fine.mu + (size_t)c * D, sum, D);
-            t->fine.r[c] = 0;
-        }
-    }
-}
-static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, const BuildRoom *w) {
-    int D = s->c->D, M = x->M, K = t->fine.n, P = t->coarse.n;
-    for (int j = 0; j < M; j++) chunk_key(s, x->pool_max, hd, x->start[j], x->start[j + 1] - x->start[j], w->rows, w->key + (size_t)j * D);
-    kmeans(w->key, M, K, D, x->iters, x->unit, w, w->mu, t->fine.mu, w->label);
-    if (P) kmeans(w->mu, K, P, D, x->iters, x->unit, w, w->gmu, t->coarse.mu, w->glabel);
-    nodes_clear(&t->fine);
-    nodes_clear(&t->coarse);
-    for (int c = 0; c < K && P; c++) { t->parent[c] = w->glabel[c]; child_append(&t->coarse, w->glabel[c], c); }
-    for (int j = 0; j < M; j++) {
-        int c = w->label[j], tokens = x->start[j + 1] - x->start[j];
-        child_append(&t->fine, c, j);
-        node_cover(&t->fine, c, w->key + (size_t)j * D, tokens, D);
-        if (P) node_cover(&t->coarse, t->parent[c], w->key + (size_t)j * D, tokens, D);
-    }
-    if (x->tokens) cover_tokens(s, x, t, hd, w);
-    for (int g = 0; g < P; g++) unit_rho(t, g, x->beta, D, w->rows);
-}
-static void watch_restart(Watch *w, int clusters) {      // cluster numbers change with a build
-    if (clusters > w->cap) w->seen = xrealloc(w->seen, (size_t)(w->cap = clusters) * sizeof(int));
-    for (int c = 0; c < clusters; c++) w->seen[c] = -2 * WINDOW_HIT;
-    w->step = w->size = 0;
-}
-static void build_host(Session *s, Lychee *x, int K, int P) {
-    int L = s->c->L, G = s->c->G, D = s->c->D, M = x->M, n = n_threads();
-    size_t mark = scratch_mark(s), f = sizeof(float);
-    BuildRoom *room = scratch(s, (size_t)n * sizeof *room);
-    for (int i = 0; i < n; i++)
-        room[i] = (BuildRoom){
-            .key = scratch(s, (size_t)M * D * f), .mu = scratch(s, (size_t)K * D * f), .gmu = scratch(s, (size_t)P * D * f), .sum = scratch(s, (size_t)K * D * f),
-            .sc = scratch(s, (size_t)KV_TILE * KV_TILE * f), .len = scratch(s, (size_t)K * f), .rows = scratch(s, (size_t)x->max * D * f),
-            .label = scratch(s, (size_t)M * sizeof(int)), .glabel = scratch(s, (size_t)K * sizeof(int)), .count = scratch(s, (size_t)K * sizeof(int)) };
-    #pragma omp parallel for schedule(dynamic)
-    for (int i = 0; i < L * G; i++) if (indexed_layer(s, x, i / G)) tree_build(s, x, &x->tree[i], &s->head[i], &room[thread_id()]);
-    scratch_reset(s, mark);
-}
-static void lychee_build(Session *s, Lychee *x) {
-    int G = s->c->G, M = x->M, K, P;
-    tree_shape(x, M, &K, &P);
-    LycheeRule rule = lychee_rule(x, P);
-    for (int l = 0; l < s->c->L; l++) {
-        if (!indexed_layer(s, x, l)) continue;
-        for (int i = l * G; i < (l + 1) * G; i++) {
-            tree_room(s, &x->tree[i], 2 * M, K, P, s->c->D);
-            if (x->watch) watch_restart(&x->watch[i], K);
-        }
-        if (KV_DEV(s)) lychee_build_cuda(s, &rule, l, &x->tree[l * G]);
-    }
-    if (!KV_DEV(s)) build_host(s, x, K, P);
-    x->M_built = M;
-    s->changes++;
-}
-
-// ---- scores
-typedef struct {            // what a group, or one query head, looks for
-    const float *q;         // (m,D)
-    int m;
-    float w[Q_BLOCK];       // score of a node = max over i of (q_i . mu) w_i, + beta slack r
-    float slack;
-} Probe;
-typedef struct {            // what one thread retrieves in
-    float *sc;              // (R,max(K,P)) dot products
-    float *S, *Sg;          // (K) (P) scores
-    int *unit;              // (P) units, a heap
-    int *used, n_used;      // (K+1) clusters a chunk was taken from
-    unsigned char *taken;   // (M) chunks
-    int *rows;              // (N) rows
-    float *q;               // (D) summed query
-    float *mu;              // (KV_TILE,D) gathered centres; also keys, for statistics
-    float *prob;            // (N) with --lychee-stats
-} SeekRoom;
-
-static void probe_max(Probe *p, const float *q, int m, int D) {                 // gqa=max: scale free, every head may win
-    *p = (Probe){ .q = q, .m = m, .slack = 1 };
-    for (int i = 0; i < m; i++) p->w[i] = 1 / fmaxf(sqrtf(dot_f32(q + (size_t)i * D, q + (size_t)i * D, D)), 1e-20f);
-}
-static void probe_sum(Probe *p, const float *q, int m, int D, float *sum) {     // gqa=sum; with m == 1 also gqa=head
-    *p = (Probe){ .q = sum, .m = 1, .w = { 1 } };
-    memset(sum, 0, (size_t)D * sizeof *sum);
-    for (int i = 0; i < m; i++) {
-        for (int d = 0; d < D; d++) sum[d] += q[(size_t)i * D + d];
-        p->slack += sqrtf(dot_f32(q + (size_t)i * D, q + (size_t)i * D, D));
-    }
-}
-static void probe_scores(const Probe *p, const float *sc, int n, const float *r, float beta, float *S) {        // S (n) of n nodes; sc (m,n): q_i . mu
-    float slack = beta * p->slack;
-    for (int j = 0; j < n; j++) S[j] = -INFINITY;
-    for (int i = 0; i < p->m; i++, sc += n) {
-        float w = p->w[i];
-        for (int j = 0; j < n; j++) S[j] = sc[j] * w > S[j] ? sc[j] * w : S[j];
-    }
-    for (int j = 0; beta && j < n; j++) S[j] += slack * r[j];
-}
-static void score_all(const Probe *p, const Nodes *u, const float *r, float beta, int D, float *sc, float *S) {
-    scores_of(sc, p->q, u->mu, DT_BF16, p->m, u->n, D, 1, (Ahead){0});
-    probe_scores(p, sc, u->n, r, beta, S);
-    for (int j = 0; j < u->n; j++) S[j] = u->chunks[j] ? S[j] : -INFINITY;
-}
-static void score_unit(const Lychee *x, const Tree *t, const Probe *p, int g, int D, SeekRoom *w) {      // the clusters of one unit: w->S
-    const Nodes *u = &t->fine;
-    float sc[Q_BLOCK * KV_TILE], r[KV_TILE], S[KV_TILE];
-    int c = t->coarse.first[g], id[KV_TILE];
-    while (c >= 0) {
-        int k = 0;
-        for (; c >= 0 && k < KV_TILE; c = t->coarse.next[c]) {
-            if (!u->chunks[c]) continue;
-            to_f32(w->mu + (size_t)k * D, u->mu + (size_t)c * D, DT_BF16, (size_t)D);
-            r[k] = u->r[c];
-            id[k++] = c;
-        }
-        attn_scores(sc, p->q, w->mu, p->m, k, D, 1);
-        probe_scores(p, sc, k, r, x->beta, S);
-        for (int j = 0; j < k; j++) w->S[id[j]] = S[j];
-    }
-}
-
-// ---- a heap of nodes, best on top: larger score, then lower number
-static int before_in(const float *S, int a, int b) { return S[a] > S[b] || (S[a] == S[b] && a < b); }
-static void sift_down(int *heap, int n, int i, const float *S) {
-    for (int k, x = heap[i]; ; i = k) {
-        k = 2 * i + 1;
-        if (k + 1 < n && before_in(S, heap[k + 1], heap[k])) k++;
-        if (k >= n || !before_in(S, heap[k], x)) { heap[i] = x; return; }
-        heap[i] = heap[k];
-    }
-}
-static void heapify(int *heap, int n, const float *S) { for (int i = n / 2 - 1; i >= 0; i--) sift_down(heap, n, i, S); }
-static int pop_best(int *heap, int *n, const float *S) {
-    int top = heap[0];
-    heap[0] = heap[--*n];
-    if (*n) sift_down(heap, *n, 0, S);
-    return top;
-}
-// ---- retrieval (Algorithm 1, lines 8-16). Scores of the clusters opened go to w->S (K); a cluster that is empty or not opened has -INFINITY.
-static void open_flat(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) { score_all(p, &t->fine, t->fine.r, x->beta, D, w->sc, w->S); }
-
-static int units_by_score(const Tree *t, const Probe *p, const float *r, float beta, int D, SeekRoom *w) {
-    int n = 0;
-    score_all(p, &t->coarse, r, beta, D, w->sc, w->Sg);
-    for (int g = 0; g < t->coarse.n; g++) if (t->coarse.chunks[g]) w->unit[n++] = g;
-    heapify(w->unit, n, w->Sg);
-    for (int c = 0; c < t->fine.n; c++) w->S[c] = -INFINITY;
-    return n;
-}
-static void open_top(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {      // the best k_g units, more while they hold too little
-    int P = t->coarse.n, tokens = 0, kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
-    int units = units_by_score(t, p, t->coarse.r, x->beta_coarse, D, w);
-    for (int i = 0; units > 0 && (i < kg || tokens < 4 * room_for_chunks(x)); i++) {
-        int g = pop_best(w->unit, &units, w->Sg);
-        tokens += t->coarse.tokens[g];
-        score_unit(x, t, p, g, D, w);
-    }
-}
-// Units by their upper bound, until the budget fills with clusters that score above the bound of every unit not opened.
-// The bound gets 1e-4 |q| of air, more than the rounding of f32 dot products takes, so the result is that of a flat scan.
-static void open_exact(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
-    int units = units_by_score(t, p, t->rho, 1, D, w);
-    while (units > 0) {
-        float bound = w->Sg[w->unit[0]] + 1e-4f * p->slack;
-        if (simd->sum_from(w->S, t->fine.tokens, t->fine.n, order_key(bound) + 1) > room_for_chunks(x)) break;
-        score_unit(x, t, p, pop_best(w->unit, &units, w->Sg), D, w);
-    }
-}
-static int take_chunks(const Lychee *x, const Tree *t, int c, int *used, SeekRoom *w) {        // of cluster c, in order; 0: one did not fit
-    for (int j = t->fine.first[c]; j >= 0; j = t->fine.next[j]) {
-        int tokens = x->start[j + 1] - x->start[j];
-        if (*used + tokens > room_for_chunks(x)) return 0;
-        if (j == t->fine.first[c]) w->used[w->n_used++] = c;
-        w->taken[j] = 1;
-        *used += tokens;
-    }
-    return 1;
-}
-// Marks the chunks to read in w->taken (M), notes their clusters in w->used; returns their tokens. Clusters are taken by score, then number,
-// and the first chunk that does not fit ends it. That needs no order but one threshold: the score from which on clusters hold more than
-// there is room for. All above it fit, and those that equal it are taken as long as they do.
-static int retrieve(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
-    int used = 0, n = 0, K = t->fine.n, room = room_for_chunks(x);
-    uint32_t key = 0;
-    (x->exact ? open_exact : x->kg != KG_FLAT ? open_top : open_flat)(x, t, p, D, w);
-    for (uint32_t bit = 1u << 31; bit; bit >>= 1) if (simd->sum_from(w->S, t->fine.tokens, K, key | bit) > room) key |= bit;
-    memset(w->taken, 0, (size_t)x->M);
-    for (int c = 0; c < K; c++) { w->used[n] = c; n += order_key(w->S[c]) > key && w->S[c] > -INFINITY; }
-    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.first[w->used[i]]);  // anywhere in memory: all at once, and not one after the other
-    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.next[t->fine.first[w->used[i]]]);
-    w->n_used = 0;                                       // each of the n writes itself back to its place
-    for (int i = 0; i < n; i++) take_chunks(x, t, w->used[i], &used, w);
-    for (int c = 0; c < K; c++) if (order_key(w->S[c]) == key && w->S[c] > -INFINITY && !take_chunks(x, t, c, &used, w)) break;
-    return used;
-}
-static int rows_to_read(const Lychee *x, const unsigned char *taken, int *rows) {       // sinks and chunks taken, ascending
-    int n = 0;
-    for (int r = 0; r < x->sink; r++) rows[n++] = r;
-    for (int j = 0; j < x->M; j++)
-        if (taken[j]) for (int r = x->start[j]; r < x->start[j + 1]; r++) rows[n++] = r;
-    return n;
-}
-
-// ---- statistics on request (A7, rules B30): against exact dot products, for every query head
-static void watch_head(Session *s, const Lychee *x, Watch *a, const KVHead *hd, const float *q, int k, SeekRoom *w, int *top) {
-    int D = s->c->D, N = hd->len, lo = x->sink, hi = t_idx(x), hits = 0;
-    double sum = 0, got = 0, sum_indexed = 0, got_indexed = 0;
-    for (int r = 0; r < N; r += KV_TILE) {
-        int n = N - r < KV_TILE ? N - r : KV_TILE;
-        kv_load_k(s, hd, NULL, r, n, w->mu);
-        attn_scores(w->prob + r, q, w->mu, 1, n, D, 1 / sqrtf((float)D));
-    }
-    int m = top_k(w->prob + lo, hi - lo, k, top);
-    float max = max_f32(w->prob, N);
-    for (int j = 0, i = 0; j < x->M; j++)                                  // rows of the index: top is ascending too
-        for (int r = x->start[j]; r < x->start[j + 1]; r++) {
-            double e = exp((double)w->prob[r] - max);
-            int is_top = i < m && top[i] == r - lo;
-            i += is_top;
-            sum_indexed += e;
-            if (w->taken[j]) { hits += is_top; got_indexed += e; }
-        }
-    for (int r = 0; r < lo; r++) sum += exp((double)w->prob[r] - max);
-    for (int r = hi; r < N; r++) sum += exp((double)w->prob[r] - max);
-    got = sum + got_indexed;                                               // sinks and recent rows are read anyway
-    sum += sum_indexed;
-    if (!k) return;
-    a->recall += (double)hits / k;
-    a->covered += got / sum;
-    a->covered_indexed += got_indexed / sum_indexed;
-    a->n_recall++;
-}
-static void watch_mark(Watch *a, const int *used, int n, int *size, int *inter, int *hit) {     // S_t grows by these clusters
-    for (int i = 0; i < n; i++) {
-        int ago = a->step - a->seen[used[i]];
-        if (!ago) continue;                                                // another head of the group brought it
-        ++*size;
-        *inter += ago == 1;
-        *hit += ago <= WINDOW_HIT;
-        a->seen[used[i]] = a->step;
-    }
-}
-static void watch_step(Watch *a, int size, int inter, int hit) {           // Eq. 3 and 4; a step after a build has no past
-    int united = size + a->size - inter;
-    if (a->step > 1 && united) { a->jaccard += (double)inter / united; a->n_jaccard++; }
-    if (a->step > 1 && size)   { a->hit += (double)hit / size; a->n_hit++; }
-    a->size = size;
-}
-
-// ---- hooks
-static SeekRoom *seek_rooms(Session *s, const Lychee *x, const Tree *t, int R) {
-    int n = n_threads(), K = t->fine.n, P = t->coarse.n, wide = K > P ? K : P, D = s->c->D, N = s->n_tok;
-    SeekRoom *w = scratch(s, (size_t)n * sizeof *w);
-    for (int i = 0; i < n; i++)
-        w[i] = (SeekRoom){
-            .sc = scratch(s, (size_t)R * wide * sizeof(float)), .S = scratch(s, (size_t)K * sizeof(float)), .Sg = scratch(s, (size_t)P * sizeof(float)),
-            .unit = scratch(s, (size_t)P * sizeof(int)), .used = scratch(s, (size_t)(K + 1) * sizeof(int)),
-            .taken = scratch(s, (size_t)x->M), .rows = scratch(s, (size_t)N * sizeof(int)), .q = scratch(s, (size_t)D * sizeof(float)),
-            .mu = scratch(s, (size_t)KV_TILE * D * sizeof(float)), .prob = x->watch ? scratch(s, (size_t)N * sizeof(float)) : NULL };
-    return w;
-}
-static int seek(const Lychee *x, const Tree *t, const float *q, int m, int D, SeekRoom *w, int *n) {     // q (m,D) -> tokens of the chunks; w->rows (n)
-    Probe p;
-    if (x->gqa == GQA_MAX) probe_max(&p, q, m, D); else probe_sum(&p, q, m, D, w->q);
-    int k = retrieve(x, t, &p, D, w);
-    *n = rows_to_read(x, w->taken, w->rows);
-    return k;
-}
-static int seek_found(const Lychee *x, const int *found, int per, SeekRoom *w, int *n) {       // the same from what the GPU found (LIST_HEAD + 2 per)
-    *n = found[LIST_ROWS]; w->n_used = found[LIST_CLUSTERS];
-    memcpy(w->rows, found + LIST_HEAD, (size_t)*n * sizeof(int));
-    memcpy(w->used, found + LIST_HEAD + per, (size_t)w->n_used * sizeof(int));
-    for (int j = 0, i = x->sink; j < x->M && x->watch; j++) {
-        w->taken[j] = i < *n && w->rows[i] == x->start[j];
-        if (w->taken[j]) i += x->start[j + 1] - x->start[j];
-    }
-    return found[LIST_TOKENS];
-}
-// q (R,D): the heads of KV head g. found: of its lists, (lists,LIST_HEAD + 2 per), or NULL
-static void select_group(Session *s, const Lychee *x, int l, int g, const float *q, const int *found, int per, SeekRoom *w) {
-    int R = s->c->H / s->c->G, D = s->c->D, lists = x->gqa == GQA_HEAD ? R : 1, each = R / lists, size = 0, inter = 0, hit = 0;
-    const Tree *t = &x->tree[l * s->c->G + g];
-    Watch *a = x->watch ? &x->watch[l * s->c->G + g] : NULL;
-    if (a) a->step++;
-    for (int i = 0; i < lists; i++) {
-        int n, k = found ? seek_found(x, found + (size_t)i * (LIST_HEAD + 2 * per), per, w, &n) : seek(x, t, q + (size_t)i * each * D, each, D, w, &n);
-        if (lists == 1) view_group(s, l, g, w->rows, n, t_idx(x)); else view_set(s, l, g * R + i, w->rows, n, t_idx(x));
-        if (!a) continue;
-        watch_mark(a, w->used, w->n_used, &size, &inter, &hit);
-        for (int h = i * each; h < (i + 1) * each; h++) watch_head(s, x, a, kv_head(s, l, g), q + (size_t)h * D, k, w, w->rows);
-    }
-    if (a) watch_step(a, size, inter, hit);
-}
-static long lychee_dense(const Lychee *x) { return (long)x->B + x->buffer; }               // up to so many tokens every row is read
-static int lychee_bring(const Lychee *x) { return x->watch || x->gqa == GQA_HEAD; }        // the host must see what the GPU finds
-static int lychee_steady(const Session *s, const void *ms) { return !lychee_bring(ms) && s->n_tok != lychee_dense(ms) + 1; }
-static void lychee_select(Session *s, void *ms, int l, const float *q) {
-    Lychee *x = ms;
-    int G = s->c->G, R = s->c->H / G, D = s->c->D;
-    if (l < x->full_layers || !x->M_built || s->n_tok <= lychee_dense(x)) return;              // the views say: every row
-    double t0 = now();
-    size_t mark = scratch_mark(s);
-    int per = x->sink + room_for_chunks(x), *found = NULL, bring = lychee_bring(x);
-    size_t each = (size_t)(x->gqa == GQA_HEAD ? R : 1) * (LIST_HEAD + 2 * per);   // of a KV head
-    if (KV_DEV(s)) {
-        LycheeRule rule = lychee_rule(x, x->tree[l * G].coarse.n);
-        found = lychee_seek_cuda(s, &rule, l, &x->tree[l * G], q, per, bring);
-        if (x->watch) q = on_host(s, q, 0, 1);                             // statistics are measured on the host
-    }
-    SeekRoom *w = KV_DEV(s) && !bring ? NULL : seek_rooms(s, x, &x->tree[l * G], R);
-    #pragma omp parallel for schedule(static) if (x->M > 256 && !found)
-    for (int g = 0; g < G; g++) if (w) select_group(s, x, l, g, q + (size_t)g * R * D, found ? found + g * each : NULL, per, &w[thread_id()]);
-    scratch_reset(s, mark);
-    timed(&s->clk.index, t0);
-}
-
-// Cuts every chunk whose end can be known: it and the recent rows after it have been seen, and one token more (B16).
-static void cut_chunks(const Session *s, Lychee *x) {
-    int N = s->n_tok, behind = (x->buffer > 1 ? x->buffer : 1) + x->max;
-    if (N > x->cap_level) x->level = xrealloc(x->level, (size_t)(x->cap_level = N + N / 2 + 256));
-    if (x->n_level < N - 1) levels_extend(x->level, x->n_level, N - 1, &x->tail, s->tok, x->guard);
-    if (x->n_level < N - 1) x->n_level = N - 1;
-    while (N - t_idx(x) >= behind) {
-        int e = chunk_end(x->level, t_idx(x), x->min, x->max, x->first_tie);
-        if (x->M == x->cap) x->start = xrealloc(x->start, (size_t)((x->cap += x->cap / 2) + 1) * sizeof(int));
-        x->ends[x->level[e]]++;
-        x->start[++x->M] = e + 1;
-    }
-}
-// The node takes in one more key v beside the n it has: its centre follows, its radius goes on covering all (A6).
-static void node_absorb(const Lychee *x, Nodes *u, int node, int n, const float *v, int unit, int D, float *room) {
-    uint16_t *mu = u->mu + (size_t)node * D;
-    double d = distance(v, mu, D), r = u->r[node], delta = 0;
-    double step = x->lazy == LAZY_MEAN ? 1 / (n + 1.0) : x->lazy == LAZY_BALL && d > r ? (d - r) / (2 * d) : 0;     // ball: the smallest that holds the old one and v
-    if (step > 0) {
-        to_f32(room, mu, DT_BF16, (size_t)D);
-        for (int i = 0; i < D; i++) room[i] = (float)(room[i] + step * ((double)v[i] - room[i]));
-        if (x->lazy == LAZY_MEAN && unit) normalise(room, D);
-        for (int i = 0; i < D; i++) {
-            uint16_t to = f32_to_bf16(room[i]);
-            double e = (double)bf16_to_f32(to) - bf16_to_f32(mu[i]);
-            delta += e * e;
-            mu[i] = to;
-        }
-        delta = sqrt(delta);
-        d = distance(v, mu, D);
-    }
-    if (delta > 0 || d > r) u->r[node] = above(fmax(r + delta, d));
-}
-static int nearest_cluster(const Lychee *x, const Tree *t, const float *v, int D, float *mu, SeekRoom *w) {    // mu (D) is room
-    int c = 0;
-    Probe p = { .q = v, .m = 1, .w = { 1 } };
-    score_all(&p, &t->fine, t->fine.r, 0, D, w->sc, w->S);                 // -INFINITY for an empty cluster
-    for (int i = 0; i < t->fine.n; i++) {
-        if (x->tokens) {                                                   // raw centres differ in length: compare directions
-            to_f32(mu, t->fine.mu + (size_t)i * D, DT_BF16, (size_t)D);
-            w->S[i] /= sqrtf(dot_f32(mu, mu, D) + 1e-12f);
-        }
-        if (w->S[i] > w->S[c]) c = i;
-    }
-    return c;
-}
-static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, int j, float *room, SeekRoom *w) {   // room (chunk-max + 2,D)
-    int D = s->c->D, n = x->start[j + 1] - x->start[j];
-    float *v = room, *rows = room + (size_t)2 * D;
-    room += D;
-    chunk_key(s, x->pool_max, hd, x->start[j], n, rows, v);
-    int c = nearest_cluster(x, t, v, D, room, w);
-    if (!x->tokens) node_absorb(x, &t->fine, c, t->fine.chunks[c], v, x->unit, D, room);
-    for (int i = 0; i < n && x->tokens; i++) node_absorb(x, &t->fine, c, t->fine.tokens[c] + i, rows + (size_t)i * D, 0, D, room);
-    child_append(&t->fine, c, j);
-    t->fine.chunks[c]++; t->fine.tokens[c] += n;
-    if (!t->coarse.n) return;
-    int g = t->parent[c];
-    node_absorb(x, &t->coarse, g, t->coarse.chunks[g], v, x->unit, D, room);
-    t->coarse.chunks[g]++; t->coarse.tokens[g] += n;
-    unit_rho(t, g, x->beta, D, room);
-}
-static void lychee_graft(Session *s, Lychee *x, int from) {                // chunks from..M-1, in order
-    LycheeRule rule = lychee_rule(x, 0);
-    for (int l = 0; KV_DEV(s) && l < s->c->L; l++) if (indexed_layer(s, x, l)) lychee_graft_cuda(s, &rule, l, from);
-    if (KV_DEV(s)) return;
-    int L = s->c->L, G = s->c->G, D = s->c->D, n = n_threads(), l0 = 0;
-    while (l0 < L && !indexed_layer(s, x, l0)) l0++;
-    if (l0 == L) return;
-    size_t mark = scratch_mark(s);
-    SeekRoom *w = seek_rooms(s, x, &x->tree[l0 * G], 1);
-    float *room = scratch(s, (size_t)n * (x->max + 2) * D * sizeof(float));
-    #pragma omp parallel for schedule(static) if (x->M > 256)
-    for (int i = l0 * G; i < L * G; i++) {
-        for (int j = from; j < x->M && indexed_layer(s, x, i / G); j++)
-            tree_graft(s, x, &x->tree[i], &s->head[i], j, room + (size_t)thread_id() * (x->max + 2) * D, &w[thread_id()]);
-    }
-    scratch_reset(s, mark);
-}
-static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
-    Lychee *x = ms;
-    int old = x->M;
-    (void)q; (void)T;
-    if (l < s->c->L) return;
-    if (kv_longest(s, 0) != s->n_tok) die(EXIT_USAGE, "--method: lychee needs every row, another part has dropped some of %d", s->n_tok);
-    if (!s->decoding) x->B = budget_now(s);
-    if (!x->M_built && s->n_tok <= lychee_dense(x)) return;                      // everything is read anyway: no index yet (B13)
-    double t0 = now();
-    cut_chunks(s, x);
-    if (x->M == old) return;
-    if (x->M >= 2 * x->M_built) lychee_build(s, x); else lychee_graft(s, x, old);
-    timed(&s->clk.index, t0);
-}
-static void lychee_forget(Session *s, void *ms, int n_tok) {
-    Lychee *x = ms;
-    (void)s;
-    x->n_level = x->tail.n = 0;                                            // other tokens may follow: the text is read again when needed
-    if (t_idx(x) > n_tok) { x->M = x->M_built = 0; x->start[0] = x->sink; }
-}
-static size_t lychee_bytes(const Session *s, const void *ms) {
-    const Lychee *x = ms;
-    size_t n = (size_t)x->cap_level + (size_t)(x->cap + 1) * sizeof(int);
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += x->tree[i].bytes + (x->watch ? sizeof(Watch) + (size_t)x->watch[i].cap * sizeof(int) : 0);
-    return n;
-}
-static size_t lychee_plan(const Session *s, const void *ms, int n) {       // if every chunk is as short as it may be
-    const Lychee *x = ms;
-    int M = n / x->min, K, P, heads = 0;
-    tree_shape(x, M, &K, &P);
-    for (int l = 0; l < s->c->L; l++) heads += indexed_layer(s, x, l) ? s->c->G : 0;
-    return (size_t)n + (size_t)(M + 1) * sizeof(int) + heads * tree_carve(&(Tree){ 0 }, NULL, 2 * M, K, P, s->c->D);
-}
-static Watch watch_total(const Session *s, const Lychee *x) {
-    Watch a = {0};
-    for (int i = 0; x->watch && i < s->c->L * s->c->G; i++) {
-        const Watch *b = &x->watch[i];
-        a.recall += b->recall;      a.covered += b->covered;        a.covered_indexed += b->covered_indexed;    a.n_recall += b->n_recall;
-        a.jaccard += b->jaccard;    a.n_jaccard += b->n_jaccard;    a.hit += b->hit;                            a.n_hit += b->n_hit;
-    }
-    return a;
-}
-static void lychee_stats(const Session *s, const void *ms, FILE *out) {
-    const Lychee *x = ms;
-    long single = 0, empty = 0, clusters = 0, most = 0, forced = x->ends[CUT_NONE] + x->ends[CUT_INSIDE], cut = forced;
-    for (int i = 0; i < s->c->L * s->c->G && x->M_built; i++) {
-        const Nodes *u = &x->tree[i].fine;
-        int *copy = KV_DEV(s) ? xmalloc((size_t)(u->n + 1) * sizeof(int)) : NULL;
-        if (copy) bytes_load_cuda(copy, u->chunks, (size_t)u->n * sizeof(int));
-        for (int c = 0; c < u->n; c++, clusters++) {
-            int n = (copy ? copy : u->chunks)[c];
-            single += n == 1; empty += !n; most = n > most ? n : most;
-        }
-        free(copy);
-    }
-    for (int k = CUT_STRUCTURE; k < CUT_NONE; k++) cut += x->ends[k];
-    if (!clusters) { fprintf(out, "lychee: no index yet (it starts past %ld tokens)\n", (long)x->B + x->buffer); return; }
-    fprintf(out, "lychee: %d chunks of %.2f tokens; ends: %.0f%% structure, %.0f%% sentence, %.0f%% phrase, %.0f%% blank, %.0f%% forced\n",
-            x->M, (double)(t_idx(x) - x->sink) / x->M, 100.0 * x->ends[CUT_STRUCTURE] / cut, 100.0 * x->ends[CUT_SENTENCE] / cut,
-            100.0 * x->ends[CUT_PHRASE] / cut, 100.0 * x->ends[CUT_BLANK] / cut, 100.0 * forced / cut);
-    fprintf(out, "lychee: %ld clusters, %.1f%% of one chunk, %.1f%% empty, largest %ld chunks; index %zu bytes, %.2f%% of the rows'\n",
-            clusters, 100.0 * single / clusters, 100.0 * empty / clusters, most, lychee_bytes(s, x), 100.0 * lychee_bytes(s, x) / kv_bytes(s));
-    Watch a = watch_total(s, x);
-    if (a.n_recall) fprintf(out, "lychee: recall %.4f, attention covered %.4f, of the indexed rows' %.4f, over %ld head steps\n",
-                            a.recall / a.n_recall, a.covered / a.n_recall, a.covered_indexed / a.n_recall, a.n_recall);
-    if (a.n_jaccard && a.n_hit) fprintf(out, "lychee: Jaccard %.4f, WindowHit(%d) %.4f\n", a.jaccard / a.n_jaccard, WINDOW_HIT, a.hit / a.n_hit);
-}
-
-// ==================================================================================================== 14 SONIC INFERENCE
-// SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching. arXiv 2601.21927 (papers/003).
-// A finished message is read once more by K learned Nexus tokens with their own weight matrices; afterwards only their K and
-// V rows stay and the message's own rows are dropped. System message and current turn are never compressed. The base model is frozen.
-//   S_aug = { I_sys, m_1, N^(1), m_2, N^(2), .., m_h, N^(h), Q_curr }                                     (1)
-//   e(N_j^t) = e_base + e_pos[j] + e_turn[t]          t: the turn, user and assistant share it              (2)
-//   text sees text at or before it                                                                        (3)
-//   the body of m_i is invisible behind N^(i)                                                             (4)
-//   Nexus tokens see each other                                                                           (5)
-//   a Nexus row uses W^N for q,k,v,o and the MLP; norms are the base's                                     (3.1; Session.alt)
-// Incremental (default): when the next turn begins, each message of the turn before it is encoded once and cached for ever:
-//   truncate behind the user message | its Nexus pass, drop it | encode the answer again | its Nexus pass, drop it
-// The answer is encoded again because it was generated while the raw user message was visible, which (4) forbids.
-// **Differs from the paper:**
-//   - (5) across segments lets old Nexus tokens see later ones, so their rows could not be cached: incremental is causal
-//     across segments (VIS_SEGMENT). --sonic-oneshot has the exact mask: the whole history in one pass, every turn;
-//   - K_i = max(1, min(K, |B_i|)), or by --sonic-ratio per message; the first --sonic-sink tokens count as system message;
-//   - positions, T_max, and what a body is (all tokens of a message) are not in the paper: see NOTES.md.
-// Options: --sonic-k, -ratio, -weights, -untrained, -seed, -pos, -oneshot, -sink, -force.
-
-typedef struct { int n, turn; } SonicMessage;           // a finished message: tokens of its body, its turn
-
-typedef struct {
-    SafeFile *file;             // the adapter, mapped; NULL: untrained
-    Layer *alt;                 // (L) the Nexus branch
-    float *embed, *pos, *turn;  // (C) e_base, (K_max,C) e_pos, (T_max,C) e_turn: one block, `embed` first
-    int K_max, T_max, K;
-    double ratio;               // share of a body to remove; < 0: K counts
-    int original, oneshot, sink;
-    int sys;                    // leading tokens that are the system message
-    int h;                      // finished messages; the segment number of the current turn
-    int cur, n_user;            // first token of the current turn; how many of its tokens are the user's message
-    int drop;                   // commit drops text rows of segments [0,drop)
-    SonicMessage *msg;          // stb_ds array, one-shot only: the h messages
-    long n_body, n_nexus;       // sums of |B_i| and K_i
-    double seconds;             // spent at turn starts on finished messages
-    int warned;
-} Sonic;
-
-KV_PRINTF(2, 3) static int sonic_fail(Session *s, const char *fmt, ...) {
-    va_list ap;
-    int n = snprintf(s->err, sizeof s->err, "sonic: ");
-    va_start(ap, fmt);
-    vsnprintf(s->err + n, sizeof s->err - n, fmt, ap);
-    va_end(ap);
-    return -1;
-}
-
-// ---- the adapter file
-typedef struct { Session *s; SafeFile *f; const SafeTensor *first; } SonicFile;
-
-static int sonic_meta(SonicFile *a, const char *key, const char *want, const char *or) {      // the string must be one of two
-    const char *v = safetensors_meta(a->f, key);
-    if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) return 0;
-    return sonic_fail(a->s, "%.200s: metadata %s is %.60s, expected %s%s%s", a->f->path, key, v ? v : "missing", want,
-                      or ? " or " : "", or ? or : "");
-}
-static int sonic_meta_int(SonicFile *a, const char *key, int *value) {          // a whole number from 1 to 65536
-    const char *v = safetensors_meta(a->f, key);
-    char *end = NULL;
-    long n = v ? strtol(v, &end, 10) : 0;
-    if (!v || !*v || *end || n < 1 || n > 65536)
-        return sonic_fail(a->s, "%.200s: metadata %s is %.60s, expected a number from 1 to 65536", a->f->path, key, v ? v : "missing");
-    *value = (int)n;
-    return 0;
-}
-static int sonic_meta_same(SonicFile *a, const char *key, int want) {           // a size of the base model
-    char text[16];
-    snprintf(text, sizeof text, "%d", want);
-    const char *v = safetensors_meta(a->f, key);
-    if (v && !strcmp(v, text)) return 0;
-    return sonic_fail(a->s, "%.200s: metadata %s is %.60s, base has %d (adapter made for another model?)", a->f->path, key, v ? v : "missing", want);
-}
-// rows 0: a vector (cols). The name may hold one %d for the layer.
-static int sonic_tensor(SonicFile *a, Tensor *t, const char *pattern, int l, int rows, int cols) {
-    char name[128], found[128] = "", want[64];
-    const char *rest = strstr(pattern, "%d");
-    if (rest) snprintf(name, sizeof name, "%.*s%d%s", (int)(rest - pattern), pattern, l, rest + 2);
-    else snprintf(name, sizeof name, "%s", pattern);
-    const SafeTensor *x = safetensors_find(a->f, name);
-    if (!x) return sonic_fail(a->s, "%.200s: %s is missing", a->f->path, name);
-    if (rows) snprintf(want, sizeof want, "[%d,%d]", rows, cols); else snprintf(want, sizeof want, "[%d]", cols);
-    for (int i = 0, n = 0; i < x->n_dim && n < 100; i++)
-        n += snprintf(found + n, sizeof found - n, "%s%lld", i ? "," : "[", (long long)x->dim[i]);
-    strcat(found, *found ? "]" : "[]");
-    if (strcmp(found, want)) return sonic_fail(a->s, "%s is %s, base needs %s (adapter made for another model?)", name, found, want);
-    if (x->dtype < 0) return sonic_fail(a->s, "%s is %s, expected F32, F16 or BF16", name, x->type);
-    if (!a->first) a->first = x;
-    if (x->dtype != a->first->dtype)
-        return sonic_fail(a->s, "%s is %s, but %s is %s: all tensors must have one type", name, x->type, a->first->name, a->first->type);
-    *t = (Tensor){ x->data, x->dtype, rows ? rows : 1, cols };
-    return 0;
-}
-static int sonic_layer(SonicFile *a, Layer *y, int l, int mlp) {                // y: a copy of the base's layer
-    const Config *c = a->s->c;
-    int HD = c->H * c->D, GD = c->G * c->D;
-    if (sonic_tensor(a, &y->wq, "nexus.layers.%d.self_attn.q_proj.weight", l, HD, c->C)) return -1;
-    if (sonic_tensor(a, &y->wk, "nexus.layers.%d.self_attn.k_proj.weight", l, GD, c->C)) return -1;
-    if (sonic_tensor(a, &y->wv, "nexus.layers.%d.self_attn.v_proj.weight", l, GD, c->C)) return -1;
-    if (sonic_tensor(a, &y->wo, "nexus.layers.%d.self_attn.o_proj.weight", l, c->C, HD)) return -1;
-    if (y->bq.data && sonic_tensor(a, &y->bq, "nexus.layers.%d.self_attn.q_proj.bias", l, 0, HD)) return -1;
-    if (y->bk.data && sonic_tensor(a, &y->bk, "nexus.layers.%d.self_attn.k_proj.bias", l, 0, GD)) return -1;
-    if (y->bv.data && sonic_tensor(a, &y->bv, "nexus.layers.%d.self_attn.v_proj.bias", l, 0, GD)) return -1;
-    if (!mlp) return 0;
-    if (sonic_tensor(a, &y->gate, "nexus.layers.%d.mlp.gate_proj.weight", l, c->F, c->C)) return -1;
-    if (sonic_tensor(a, &y->up, "nexus.layers.%d.mlp.up_proj.weight", l, c->F, c->C)) return -1;
-    return sonic_tensor(a, &y->down, "nexus.layers.%d.mlp.down_proj.weight", l, c->C, c->F);
-}
-static uint64_t fnv1a(uint64_t h, const Tensor *t) {
-    const unsigned char *p = t->data;
-    for (size_t i = 0, n = (size_t)t->rows * t->cols * dtype_size(t->dtype); i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
-    return h;
-}
-static uint64_t sonic_fingerprint(const Weights *w) {   // FNV-1a 64 over the bytes of the embedding, then layer 0's q_proj, as the base's file has them
-    return fnv1a(fnv1a(0xcbf29ce484222325ull, &w->embed), &w->layer[0].wq);
-}
-static int sonic_check_base(SonicFile *a) {
-    const Config *c = a->s->c;
-    const struct { const char *key, *want, *or; } words[] = {
-        { "format", "sonic-nexus", NULL }, { "version", "1", NULL }, { "model_type", c->model_type, NULL }, { "body", "full_message", NULL },
-        { "attention_bias", a->s->w->layer[0].bq.data ? "true" : "false", NULL }, { "position_mode", "augmented", "original" }, { "mlp", "dedicated", "shared" } };
-    const struct { const char *key; int want; } sizes[] = {
-        { "hidden_size", c->C }, { "num_hidden_layers", c->L }, { "num_attention_heads", c->H }, { "num_key_value_heads", c->G }, { "head_dim", c->D }, { "intermediate_size", c->F } };
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) if (sonic_meta(a, words[i].key, words[i].want, words[i].or)) return -1;
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) if (sonic_meta_same(a, sizes[i].key, sizes[i].want)) return -1;
-    char own[20];
-    const char *made = safetensors_meta(a->f, "base_fingerprint");
-    snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(a->s->w));
-    if (made && !strncmp(made, "0x", 2)) made += 2;
-    if (opt_int(a->s->opt, "sonic-force") || (made && !strcasecmp(made, own))) return 0;
-    return sonic_fail(a->s, "%.200s: metadata base_fingerprint is %.40s, base has %s (trained on other weights? --sonic-force tries it)",
-                      a->f->path, made ? made : "missing", own);
-}
-static int sonic_load(Session *s, Sonic *x, const char *path) {
-    const Config *c = s->c;
-    char why[512];
-    Tensor e, p, t;
-    SonicFile a = { .s = s, .f = x->file = safetensors_open(path, why) };
-    if (!a.f) return sonic_fail(s, "%.200s: %.250s", path, why);
-    if (sonic_check_base(&a)) return -1;
-    if (sonic_meta_int(&a, "k_max", &x->K_max) || sonic_meta_int(&a, "k_default", &x->K) || sonic_meta_int(&a, "t_max", &x->T_max)) return -1;
-    if (sonic_tensor(&a, &e, "nexus.embed.base", 0, 0, c->C)) return -1;
-    if (sonic_tensor(&a, &p, "nexus.embed.pos", 0, x->K_max, c->C)) return -1;
-    if (sonic_tensor(&a, &t, "nexus.embed.turn", 0, x->T_max, c->C)) return -1;
-    int mlp = !strcmp(safetensors_meta(a.f, "mlp"), "dedicated");
-    for (int l = 0; l < c->L; l++) if (sonic_layer(&a, &x->alt[l], l, mlp)) return -1;
-    for (int i = 0; i < a.f->n; i++)
-        if (!a.f->tensor[i].used) return sonic_fail(s, "%.200s: unexpected tensor %.200s", path, a.f->tensor[i].name);
-    x->original = !strcmp(safetensors_meta(a.f, "position_mode"), "original");
-    x->embed = xmalloc((size_t)(1 + x->K_max + x->T_max) * c->C * sizeof(float));
-    to_f32(x->embed, e.data, e.dtype, c->C);
-    to_f32(x->embed + c->C, p.data, p.dtype, (size_t)x->K_max * c->C);
-    to_f32(x->embed + (size_t)(1 + x->K_max) * c->C, t.data, t.dtype, (size_t)x->T_max * c->C);
-    return 0;
-}
-// No adapter: the branch is the base itself, e_base the mean of the embedding, e_pos and e_turn small noise of its size.
-static double sonic_normal(uint64_t *state) {
-    double u = (double)(splitmix64(state) >> 11) / 9007199254740992.0, v = (double)(splitmix64(state) >> 11) / 9007199254740992.0;
-    return sqrt(-2 * log(1 - u)) * cos(2 * M_PI * v);
-}
-static void sonic_untrained(Session *s, Sonic *x) {
-    const Tensor *e = &s->w->embed;
-    int C = s->c->C, rows = e->rows < 4096 ? e->rows : 4096;    // enough for a mean
-    uint64_t state = mix64((uint64_t)opt_int(s->opt, "sonic-seed"));
-    double square = 0;
-    x->K_max = 64; x->T_max = 32; x->K = 16;
-    x->embed = xcalloc((size_t)(1 + x->K_max + x->T_max) * C, sizeof(float));
-    float *row = xmalloc((size_t)C * sizeof *row);
-    for (int r = 0; r < rows; r++) {
-        to_f32(row, (const char *)e->data + (size_t)r * C * dtype_size(e->dtype), e->dtype, C);
-        for (int i = 0; i < C; i++) { x->embed[i] += row[i] / (float)rows; square += (double)row[i] * row[i]; }
-    }
-    double std = sqrt(square / rows / C);
-    for (int r = 1; r < 1 + x->K_max + x->T_max; r++)
-        for (int i = 0; i < C; i++) x->embed[(size_t)r * C + i] = (float)(sonic_normal(&state) * std * (r > x->K_max ? .3 : 1));
-    free(row);
-    if (!opt_int(s->opt, "quiet"))
-        fprintf(stderr, "kvcomp: WARNING: --sonic-untrained: the Nexus tokens were never trained. What leaves the current turn is LOST to the model;\n"
-                        "kvcomp: WARNING: good for trials of memory and speed only.\n");
-}
-
-// ---- the augmented sequence
-static int sonic_K(const Sonic *x, int n) {             // Nexus tokens for a body of n >= 1 tokens
-    int K = x->ratio >= 0 ? (int)floor((1 - x->ratio) * n + .5 + 1e-6) : x->K, most = x->K_max < n ? x->K_max : n;
-    return K < 1 ? 1 : K > most ? most : K;
-}
-// Token j of a segment. Its id says which row of e_pos and e_turn it is made of.
-static Token sonic_token(const Sonic *x, int turn, int j, int seg, int pos) {
-    return (Token){ -1 - (turn * x->K_max + j), pos, seg, TOK_EXTRA };
-}
-
-static void sonic_embed(Session *s, void *ms, const Token *t, float *out) {     // Eq. 2. out (C)
-    Sonic *x = ms;
-    int i = -1 - t->id, j = i % x->K_max, turn = i / x->K_max, C = s->c->C;
-    if (turn >= x->T_max) {
-        if (!x->warned++ && !opt_int(s->opt, "quiet"))
-            fprintf(stderr, "kvcomp: sonic: turn %d is past the %d the adapter knows; the last turn embedding is used from here on\n", turn, x->T_max);
-        turn = x->T_max - 1;
-    }
-    for (int c = 0; c < C; c++) out[c] = x->embed[c] + x->pos[(size_t)j * C + c] + x->turn[(size_t)turn * C + c];
-}
-static int sonic_seg(const Sonic *x, int i) { return i < x->sys ? -1 : x->h; }  // segment of a text token that is token i of the session
-
-// Drops what Eq. 4 hides for ever: text rows of finished messages.
-static void sonic_drop(Session *s, const Sonic *x, int l) {
-    for (int g = 0; g < s->c->G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        size_t mark = scratch_mark(s);
-        int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
-        for (int r = 0; r < h->len; r++) {
-            const Token *t = &s->tok[h->src[r]];
-            if (t->kind == TOK_EXTRA || t->seg < 0 || t->seg >= x->drop) keep[n++] = r;
-        }
-        if (n < h->len) kv_keep(s, l, g, keep, n);
-        scratch_reset(s, mark);
-    }
-}
-static void sonic_commit(Session *s, void *ms, int l, const float *q, int T) {
-    const Sonic *x = ms;
-    (void)q; (void)T;
-    if (s->decoding) return;
-    if (l < s->c->L) { sonic_drop(s, x, l); return; }
-    for (int k = 0; k < s->c->L; k++) if (!layer_acts(s, k)) sonic_drop(s, x, k);       // a storage rule: every layer
-    if (!x->original) return;
-    int i = s->n_tok - 1;                               // original positions: text goes on where text ended
-    while (i > 0 && s->tok[i].kind == TOK_EXTRA) i--;
-    s->pos_next = s->tok[i].pos + 1;
-}
-
-// ---- incremental: section 5 of the spec, steps 1 to 5
-// Nexus pass for the body that begins at token `first` and ends the session; the body's rows are dropped layer by layer.
-static void sonic_nexus(Session *s, Sonic *x, int first, int turn) {
-    int n = s->n_tok - (first > x->sys ? first : x->sys);
-    if (n <= 0) return;                                 // empty, or counted as system message
-    int K = sonic_K(x, n);
-    size_t mark = scratch_mark(s);
-    Token *t = scratch(s, (size_t)K * sizeof *t);
-    for (int j = 0; j < K; j++) t[j] = sonic_token(x, turn, j, x->h, x->original ? s->pos_next + j : -1);
-    x->drop = ++x->h;
-    x->n_body += n; x->n_nexus += K;
-    s->forward(s, t, K);
-    scratch_reset(s, mark);
-}
-static int sonic_finish(Session *s, Sonic *x, Token *t, int n, int foot) {      // the messages of the last turn; -> ids left in t
-    int user = x->cur + x->n_user, n_old = s->n_tok - user, n_reply = n_old + foot, turn = s->turn - 1;
-    size_t mark = scratch_mark(s);
-    Token *reply = scratch(s, (size_t)(n_reply + 1) * sizeof *reply);
-    memcpy(reply, s->tok + user, (size_t)n_old * sizeof *reply);
-    memcpy(reply + n_old, t, (size_t)foot * sizeof *reply);
-    kv_truncate(s, user);                                                       // step 1
-    sonic_nexus(s, x, x->cur, turn);                                            // 2, 3
-    int first = s->n_tok;
-    for (int i = 0; i < n_reply; i++) reply[i] = (Token){ reply[i].id, -1, sonic_seg(x, first + i), TOK_REPLY };
-    if (n_reply) s->forward(s, reply, n_reply);                                 // 4
-    sonic_nexus(s, x, first, turn);                                             // 5
-    scratch_reset(s, mark);
-    memmove(t, t + foot, (size_t)(n - foot) * sizeof *t);
-    return n - foot;
-}
-
-// ---- one-shot: the whole of Eq. 1 again, every turn. -> ids in t, the current turn's from x->cur on
-static void sonic_message(Sonic *x, int first, int end, int turn) {
-    SonicMessage m = { end - (first > x->sys ? first : x->sys), turn };
-    if (m.n > 0) arrput(x->msg, m);
-}
-static int sonic_again(Session *s, Sonic *x, Token *t, int n, int foot) {
-    int n_text = 0, user = x->cur + x->n_user, i = 0, p = 0;
-    size_t mark = scratch_mark(s);
-    Token *text = scratch(s, (size_t)(s->n_tok + foot) * sizeof *text);
-    for (int k = 0; k < s->n_tok; k++) if (s->tok[k].kind != TOK_EXTRA) text[n_text++] = s->tok[k];
-    memcpy(text + n_text, t, (size_t)foot * sizeof *text);
-    n_text += foot;
-    sonic_message(x, x->cur, user, s->turn - 1);
-    sonic_message(x, user, s->n_tok + foot, s->turn - 1);
-    x->h = (int)arrlen(x->msg);
-    x->n_body = x->n_nexus = 0;
-    for (int m = 0; m < x->h; m++) { x->n_body += x->msg[m].n; x->n_nexus += sonic_K(x, x->msg[m].n); }
-    x->cur = n_text + (int)x->n_nexus;
-    memmove(t + x->cur, t + foot, (size_t)(n - foot) * sizeof *t);
-    for (; p < x->sys && p < n_text; p++, i++) t[i] = (Token){ text[p].id, p, -1, text[p].kind };
-    for (int m = 0; m < x->h; m++) {
-        int K = sonic_K(x, x->msg[m].n);
-        for (int end = p + x->msg[m].n; p < end; p++, i++) t[i] = (Token){ text[p].id, x->original ? p : i, m, text[p].kind };
-        for (int j = 0; j < K; j++, i++) t[i] = sonic_token(x, x->msg[m].turn, j, m, x->original ? p + j : i);
-    }
-    for (n += x->cur - foot; i < n; i++) t[i].pos = x->original ? p++ : i;
-    scratch_reset(s, mark);
-    kv_truncate(s, 0);
-    return n;
-}
-
-static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
-    Sonic *x = ms;
-    double t0 = now();
-    int foot = s->n_foot < n ? s->n_foot : n - 1;      // at least one token is the new turn's
-    (void)cap;                                          // text and at most as many Nexus tokens: below 2 (n + n_tok)
-    if (!s->turn) x->sys = s->n_sys > x->sink ? s->n_sys : x->sink;
-    else if (x->oneshot) n = sonic_again(s, x, t, n, foot);
-    else n = sonic_finish(s, x, t, n, foot);
-    if (!x->oneshot || !s->turn) x->cur = s->n_tok;
-    int from = x->cur - s->n_tok, own = n - from;       // the current turn is t[from..n)
-    for (int i = from; i < n; i++) t[i].seg = sonic_seg(x, s->n_tok + i);
-    x->n_user = own - (s->n_head < own ? s->n_head : own);
-    x->drop = x->h;
-    int last = t[n - 1].pos < 0 ? s->pos_next + n - 1 : t[n - 1].pos;
-    if (last >= s->pos_end)
-        die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue%s)", last, s->pos_end,
-            x->original ? "" : ", or --sonic-pos=original with an adapter trained so");
-    x->seconds += now() - t0;
-    return n;
-}
-
-// ---- opening
-static int sonic_numbers(Session *s, Sonic *x) {        // K, ratio, positions: options against what the adapter allows
-    const Options *o = s->opt;
-    const char *pos = opt_str(o, "sonic-pos");
-    int K = opt_int(o, "sonic-k");
-    x->ratio = opt_given(o, "sonic-ratio") ? opt_real(o, "sonic-ratio") : s->ratio;
-    if (x->ratio > 1 || (x->ratio < 0 && (opt_given(o, "sonic-ratio") || opt_given(o, "ratio"))))
-        return sonic_fail(s, "--sonic-ratio %g: expected 0 to 1", x->ratio);
-    if (K && x->ratio >= 0) return sonic_fail(s, "--sonic-k and a ratio are two ways to say the same, give one");
-    if (K < 0 || K > x->K_max) return sonic_fail(s, "--sonic-k %d: the adapter knows 1 to %d Nexus tokens a message", K, x->K_max);
-    if (K) x->K = K;
-    if (x->K > x->K_max) return sonic_fail(s, "metadata k_default is %d, but k_max is %d", x->K, x->K_max);
-    if (strcmp(pos, "adapter") && x->file && x->original != !strcmp(pos, "original"))
-        return sonic_fail(s, "--sonic-pos=%s, but the adapter was trained with %s positions", pos, x->original ? "original" : "augmented");
-    if (!x->file) x->original = !strcmp(pos, "original");
-    if (x->sink < 0) return sonic_fail(s, "--sonic-sink %d: expected 0 or more", x->sink);
-    return 0;
-}
-static int sonic_open(Session *s, void *ms) {
-    Sonic *x = ms;
-    const Options *o = s->opt;
-    char path[1100];
-    int untrained = opt_int(o, "sonic-untrained");
-    x->oneshot = opt_int(o, "sonic-oneshot");
-    x->sink = opt_int(o, "sonic-sink");
-    s->budget = 0;                                      // K says what is kept
-    snprintf(path, sizeof path, "%s", opt_str(o, "sonic-weights"));
-    if (*path && untrained) return sonic_fail(s, "--sonic-weights and --sonic-untrained exclude each other");
-    if (!*path) snprintf(path, sizeof path, "%s/nexus.safetensors", s->c->dir);
-    if (!untrained && !opt_given(o, "sonic-weights") && !file_exists(path))
-        return sonic_fail(s, "needs trained Nexus weights, and %.300s is not there: --sonic-weights=FILE, or --sonic-untrained for a trial", path);
-    x->alt = xmalloc((size_t)s->c->L * sizeof(Layer));
-    memcpy(x->alt, s->w->layer, (size_t)s->c->L * sizeof(Layer));
-    if (untrained) sonic_untrained(s, x);
-    else if (sonic_load(s, x, path)) return -1;
-    x->pos = x->embed + s->c->C;
-    x->turn = x->pos + (size_t)x->K_max * s->c->C;
-    if (sonic_numbers(s, x)) return -1;
-    s->ratio = -1;                                      // it was a share of each message
-    s->pos_end = s->c->max_pos;
-    s->pos_extra = x->original ? 0 : 2 * (x->ratio >= 0 ? x->K_max : x->K);      // two messages finish at a turn's start
-    s->made_for = x->file ? safetensors_meta(x->file, "chat_template") : NULL;
-    s->alt = x->alt;
-    s->rule = x->oneshot ? VIS_SEGMENT_EXACT : VIS_SEGMENT;
-    return 0;
-}
-static void sonic_close(Session *s, void *ms) {
-    Sonic *x = ms;
-    s->alt = NULL;
-    safetensors_close(x->file);
-    free(x->alt); free(x->embed); arrfree(x->msg);
-}
-static size_t sonic_bytes(const Session *s, const void *ms) {      // embeddings and layer table; the branch's matrices are weights, not cache
-    const Sonic *x = ms;
-    size_t embed = (size_t)(1 + x->K_max + x->T_max) * s->c->C * sizeof(float);
-    return embed + (size_t)s->c->L * sizeof(Layer) + arrlenu(x->msg) * sizeof(SonicMessage);
-}
-static size_t sonic_file_bytes(const Sonic *x) {         // the adapter's tensors
-    size_t n = 0;
-    for (int i = 0; x->file && i < x->file->n; i++) n += x->file->tensor[i].bytes;
-    return n;
-}
-static size_t sonic_plan(const Session *s, const void *ms, int n) { return sonic_bytes(s, ms) + sonic_file_bytes(ms) + (size_t)n / 8 * sizeof(SonicMessage); }   // a message takes 8 tokens or more
-static void sonic_stats(const Session *s, const void *ms, FILE *out) {
-    const Sonic *x = ms;
-    long now_rows = s->n_tok - x->cur, sys = x->sys < s->n_tok ? x->sys : s->n_tok;
-    size_t bytes = sonic_file_bytes(x);
-    if (!x->h && now_rows > sys) now_rows -= sys;       // the first turn holds the system message itself
-    double hist = x->n_body ? 1 - (double)x->n_nexus / x->n_body : 0, all = (double)(sys + x->n_body + now_rows);
-    double total = all > 0 ? 1 - (double)(sys + x->n_nexus + now_rows) / all : 0;
-    fprintf(out, "sonic: %d messages, %ld tokens in %ld Nexus tokens: hist_ratio %.4f, total_ratio %.4f, %s, %s positions\n",
-            x->h, x->n_body, x->n_nexus, hist, total, x->oneshot ? "one-shot" : "incremental", x->original ? "original" : "augmented");
-    fprintf(out, "sonic: %.3f s at turn starts for finished messages; adapter %zu bytes%s\n", x->seconds, bytes, x->file ? "" : " (untrained: the base's weights)");
-}
-static const Opt sonic_opts[] = {
-    { "sonic-k",         'i', "0",    "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
-    { "sonic-ratio",     'f', "0",    "share of each message to remove instead (also --ratio); at most the adapter's k_max tokens stay" },
-    { "sonic-weights",   's', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
-    { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
-    { "sonic-seed",      'i', "1",    "of those embeddings" },
-    { "sonic-pos",       'c', "adapter|augmented|original", "as trained (untrained: augmented); Nexus tokens take positions of their own; text keeps its own" },
-    { "sonic-oneshot",   'b', "0",    "the paper's exact mask: the whole history in one pass, every turn" },
-    { "sonic-sink",      'i', "4",    "first tokens that count as system message at least" },
-    { "sonic-force",     'b', "0",    "take an adapter whose fingerprint does not fit" },
-    { NULL, 0, NULL, NULL },
-};
-
-// ==================================================================================================== 15 DILILAZYKV
-// DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (anonymous ACL submission).
-// Stage 1, once per model: a fact (the needle, key set N) is hidden in a long text and asked for. How the last prompt row a of
-// a head (softmax, n keys, its k largest are T) looks at the needle gives the head three scores, means over the runs:
-//   Dili = sum_{T&N} a / sum_T a      Lazy = sum_{T&N} a / sum_N a      Inf = 2 Dili Lazy / (Dili + Lazy)              (Eq. 1)
-// Stage 2, at the end of every turn's prefill: heads that find needles get more rows (Algorithm 1; b_c = B - w):
-//   b_fixed = b_c (1 - 1/beta)        pool = L H b_c / beta             S_ij = Inf_ij / Lam_i, Lam_i = sum_j Inf_ij (line 14)
-//   lam_i = Lam_i / sum_i Lam_i (16)  b_ij = b_fixed + pool (eps + lam_i) S_ij / (1 + eps L)   (17, 18)   C_ij = floor(max(0, b_ij) + .5)
-// Query head j of layer i then reads the C_ij candidates it attends to most (last w queries, max over 7 neighbours) and the last
-// w rows. A KV head stores the union of its query heads' rows, each once; a view per query head says which ones it reads.
-// **Differs from the paper:**
-//   - Dili and Lazy are weighted precision and recall, as the paper's tables were made; --calibrate-score=count is its text;
-//   - line 17 spends 1 + eps L times the pool: divided out, so that the caps' mean is b_c. paper-literal: as printed;
-//   - a score file's keys are read. (The published loader ignores them, and the published files are shuffled.)
-//   - one KV head's rows are stored once, not once per query head; so a later turn's prefill reads the union (rules.md A4).
-// Options: --budget (128, per query head), --obs-window (16), --kernel, --dililazy-*; for stage 1 --calibrate OUT.json.
-
-enum { ALLOC_PAPER, ALLOC_LITERAL, ALLOC_CODE };
-typedef struct {
-    Snap snap;
-    int heads, alloc, base;     // heads a layer with a cap of their own: H, or G under --dililazy-gqa=kv; b_c the caps are for
-    double beta, eps;
-    double *inf;                // (L,heads)
-    int *cap;                   // (L,heads) candidates a head may read
-} DiliLazy;
-
-// ---- Score files: {"layer-head": number or list of numbers}, in any order, every head exactly once; a list stands for its
-// mean. The map may be the only object inside another, or one of several under a name we write or the authors' script writes.
-static const char *score_names[3][2] = {
-    { "inf", "average_infscores_weighted" }, { "dili", "average_precisions_weighted" }, { "lazy", "average_recalls_weighted" },
-};
-
-static const Json *scores_find(const Json *j, const char *which) {
-    const Json *only = NULL, *v;
-    int objects = 0;
-    if (j->type != JSON_OBJECT) return j;
-    for (int i = 0; i < 3; i++)
-        for (int k = 0; k < 2; k++)
-            if (!strcmp(which, score_names[i][0]) && (v = json_get(j, score_names[i][k])) && v->type == JSON_OBJECT) return v;
-    for (int i = 0; i < j->n; i++) if (j->item[i].type == JSON_OBJECT) { only = &j->item[i]; objects++; }
-    return objects == 1 ? only : j;
-}
-static int scores_index(const char *key, int L, int H) {        // "layer-head" -> layer*H + head, -1: not a head of the model
-    char *end;
-    if (!isdigit((unsigned char)key[0]) || strlen(key) > 16) return -1;
-    long l = strtol(key, &end, 10);
-    if (*end != '-' || !isdigit((unsigned char)end[1])) return -1;
-    long h = strtol(end + 1, &end, 10);
-    return *end || l >= L || h >= H ? -1 : (int)(l * H + h);
-}
-static double scores_value(const Json *v) {                     // mean of a list, or the number; -1: neither
-    double sum = 0;
-    if (v->type == JSON_NUMBER) return v->num;
-    if (v->type != JSON_ARRAY || !v->n) return -1;
-    for (int i = 0; i < v->n; i++) {
-        if (v->item[i].type != JSON_NUMBER || v->item[i].num < 0) return -1;
-        sum += v->item[i].num;
-    }
-    return sum / v->n;
-}
-static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {        // x (L,H), all -1
-    if (j->type != JSON_OBJECT) return snprintf(err, 512, "expected an object with keys \"layer-head\""), -1;
-    for (int i = 0; i < j->n; i++) {
-        int at = scores_index(j->key[i], L, H);
-        double v = scores_value(&j->item[i]);
-        if (at < 0) return snprintf(err, 512, "key \"%.40s\": expected \"layer-head\" of a model with %d layers and %d heads", j->key[i], L, H), -1;
-        if (x[at] >= 0) return snprintf(err, 512, "head %d-%d stands there twice", at / H, at % H), -1;
-        if (!(v >= 0)) return snprintf(err, 512, "head %d-%d: expected a number of at least 0, or a list of them", at / H, at % H), -1;
-        x[at] = v;
-    }
-    for (int i = 0; i < L * H; i++)
-        if (x[i] < 0) return snprintf(err, 512, "no score of head %d-%d: expected all %d x %d", i / H, i % H, L, H), -1;
-    return 0;
-}
-static double *scores_load(const char *path, const char *which, int L, int H, char err[512]) {     // (L,H), or NULL and err
-    char why[512];
-    size_t size;
-    char *text = read_file(path, &size, why);
-    if (!text) { snprintf(err, 512, "--dililazy-scores: %.400s", why); return NULL; }
-    Json *j = json_parse(text, size, why);
-    double *x = xmalloc((size_t)L * H * sizeof *x);
-    for (int i = 0; i < L * H; i++) x[i] = -1;
-    int bad = !j || scores_fill(scores_find(j, which), L, H, x, why);
-    if (bad) { snprintf(err, 512, "--dililazy-scores: %.200s: %.250s", path, why); free(x); }
-    json_free(j);
-    free(text);
-    return bad ? NULL : x;
-}
-
-// ---- Algorithm 1. inf (L,n) >= 0, b_c = base >= 0 -> cap (L,n)
-static void dililazy_caps(const double *inf, int L, int n, int base, double beta, double eps, int alloc, int *cap) {
-    double total = 0, weights = 0, fixed = base * (1 - 1 / beta), pool = base / beta * L * n;
-    if (alloc == ALLOC_PAPER) pool /= 1 + eps * L;
-    if (alloc == ALLOC_CODE) {                          // the authors' code: whole rows, half a row a head set aside and given to all
-        double dyn = rint((base - fmod(base, beta)) / beta);    // Python's //: floor(base / beta) could round up to a whole number first
-        fixed = base - dyn + .5;
-        pool = fmax(0, dyn * L * n - .5 * L * n);
-    }
-    for (int i = 0; i < L * n; i++) total += inf[i];
-    for (int pass = 0; pass < 2; pass++)                // code mode divides by the sum of the weights, so they are walked twice
-        for (int i = 0; i < L; i++) {
-            double Lam = 0;
-            for (int j = 0; j < n; j++) Lam += inf[i * n + j];
-            for (int j = 0; j < n; j++) {
-                double x = inf[i * n + j], S = Lam > 0 ? x / Lam : 1.0 / n, lam = total > 0 ? Lam / total : 1.0 / L;   // (14), (16)
-                double weight = alloc != ALLOC_CODE ? (eps + lam) * S : total > 0 ? x + eps * x / (Lam + 1e-9) : 1;
-                if (!pass) { weights += weight; continue; }
-                double b = fixed + pool * (alloc == ALLOC_CODE ? weight / weights : weight);                           // (17), (18)
-                b = alloc == ALLOC_CODE ? nearbyint(b) : floor(fmax(0, b) + .5);                                        // (19)
-                cap[i * n + j] = (int)fmin(fmax(b, 0), INT_MAX);
-            }
-        }
-}
-
-static int dililazy_scores(Session *s, DiliLazy *x) {   // x->inf from the file; under gqa=kv the means over the groups
-    const Config *c = s->c;
-    char path[1100];
-    snprintf(path, sizeof path, "%s", opt_str(s->opt, "dililazy-scores"));
-    if (!*path) {
-        snprintf(path, sizeof path, "%s/head_scores.json", c->dir);
-        if (!file_exists(path))
-            return refuse(s, "dililazy needs the scores of the model's heads: --dililazy-scores FILE, or make them: --calibrate %.300s", path);
-    }
-    x->inf = scores_load(path, opt_str(s->opt, "dililazy-score"), c->L, c->H, s->err);
-    for (int i = 0; x->inf && i < c->L * x->heads && x->heads < c->H; i++) {
-        double sum = 0;
-        int R = c->H / c->G;
-        for (int r = 0; r < R; r++) sum += x->inf[i * R + r];
-        x->inf[i] = sum / R;                            // i <= i*R: never read again
-    }
-    return x->inf ? 0 : -1;
-}
-static int dililazy_open(Session *s, void *ms) {
-    DiliLazy *x = ms;
-    const char *alloc = opt_str(s->opt, "dililazy-alloc");
-    x->alloc = !strcmp(alloc, "code") ? ALLOC_CODE : !strcmp(alloc, "paper-literal") ? ALLOC_LITERAL : ALLOC_PAPER;
-    x->heads = !strcmp(opt_str(s->opt, "dililazy-gqa"), "kv") ? s->c->G : s->c->H;
-    x->beta = opt_real(s->opt, "dililazy-beta");
-    x->eps = opt_real(s->opt, "dililazy-eps");
-    x->base = -1;
-    if (!(x->beta > 0)) return refuse(s, "--dililazy-beta must be above 0, found %g", x->beta);
-    if (!(x->eps >= 0)) return refuse(s, "--dililazy-eps must not be negative, found %g", x->eps);
-    if (snap_options(s, &x->snap, 16, 128) || dililazy_scores(s, x)) return -1;
-    x->cap = xcalloc((size_t)s->c->L * x->heads, sizeof(int));
-    return 0;
-}
-static void dililazy_close(Session *s, void *ms) {
-    DiliLazy *x = ms;
-    (void)s;
-    free(x->inf); free(x->cap);
-}
-static size_t dililazy_bytes(const Session *s, const void *ms) {
-    const DiliLazy *x = ms;
-    return (size_t)s->c->L * x->heads * (sizeof(double) + sizeof(int));
-}
-
-// ---- Selection. Pooled per query head; gqa=kv takes the mean after that (the other order than SnapKV's, rules.md A6)
-static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
-    DiliLazy *x = ms;
-    int B = budget_now(s), w = snap_kept_window(&x->snap, B), H = s->c->H, G = s->c->G, R = H / G;
-    if (!snap_due(s, l, B)) return;
-    if (x->base != B - w) {                             // once, or at every turn's end under --ratio
-        x->base = B - w;
-        dililazy_caps(x->inf, s->c->L, x->heads, x->base, x->beta, x->eps, x->alloc, x->cap);
-    }
-    size_t mark = scratch_mark(s);
-    int N = kv_longest(s, l), per_group = x->heads < H, *keep = scratch(s, (size_t)H * N * sizeof(int));      // per_group: --dililazy-gqa=kv
-    int *n = scratch(s, (size_t)G * sizeof(int)), *wide = scratch(s, (size_t)H * sizeof(int)), *kept = scratch(s, (size_t)H * sizeof(int));
-    float *score = pooled_scores(s, &x->snap, l, q, T, w, per_group ? POOL_JOIN : POOL_ONLY, n);
-    if (per_group) snap_keep(s, l, score, n, x->cap + (size_t)l * G);
-    else {
-        for (int h = 0; h < H; h++) wide[h] = n[h / R];
-        top_k_rows(s, score, H, N, wide, x->cap + (size_t)l * H, keep, N, kept);
-        for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
-        for (int g = 0; g < G; g++) kv_compact(s, l, g); // rows that no query head of the group reads are given back
-    }
-    scratch_reset(s, mark);
-}
-static void dililazy_stats(const Session *s, const void *ms, FILE *f) {
-    const DiliLazy *x = ms;
-    int n = s->c->L * x->heads, lo = INT_MAX, hi = 0;
-    double cap = 0, read = 0, held = 0;
-    for (int i = 0; i < n; i++) { lo = x->cap[i] < lo ? x->cap[i] : lo; hi = x->cap[i] > hi ? x->cap[i] : hi; cap += x->cap[i]; }
-    for (int i = 0; i < s->c->L * s->c->H; i++) read += s->view[i].n + s->head[i / (s->c->H / s->c->G)].len - s->view[i].tail;
-    for (int i = 0; i < s->c->L * s->c->G; i++) held += s->head[i].len;
-    fprintf(f, "dililazy: caps %d..%d, mean %.1f; rows read per query head %.1f, rows held per KV head (union) %.1f\n", lo, hi, cap / n,
-            read / (s->c->L * s->c->H), held / (s->c->L * s->c->G));
-}
-
-// ---- Stage 1: --calibrate. One prefill a run; only the last row of every head is looked at, so memory stays O(n).
-typedef struct { const char *question, *needle, *answer; } Needle;
-static const Needle own_needles[] = {
-    { "What is the best thing to do on a free afternoon in Merrow?",
-      "The best thing to do on a free afternoon in Merrow is to row out to the lighthouse.", "Row out to the lighthouse." },
-    { "What keeps the keeper of the old mill healthy?",
-      "The keeper of the old mill stays healthy through long walks and barley soup.", "Long walks and barley soup." },
-    { "In which year did Anna begin her apprenticeship?",
-      "Anna was born in 1931. Anna began her apprenticeship sixteen years after she was born.", "Anna began her apprenticeship in 1947." },
-};
-static const char *hay_words[4][12] = {
-    { "The baker", "A tall ferryman", "My aunt", "The youngest of the sailors", "Our neighbour", "The clockmaker",
-      "A stranger in grey", "The schoolteacher", "An old gardener", "The captain", "Her cousin", "The bell ringer" },
-    { "carried", "forgot", "was looking for", "sold", "painted", "had borrowed",
-      "dreamed of", "repaired", "hid", "counted", "lost", "gave away" },
-    { "a lantern", "three copper kettles", "the blue umbrella", "a basket of pears", "an unfinished letter", "the heavy ladder",
-      "two silver spoons", "a map of the marshes", "the harbour bell", "a sack of flour", "some torn nets", "the key to the cellar" },
-    { "before the rain came.", "while the others slept.", "at the edge of the village.", "because nobody had asked.",
-      "on the way to the market.", "and said nothing about it.", "under the chestnut trees.", "for the second time that week.",
-      "when the tide went out.", "in the narrow street behind the church.", "without a lamp.", "as the winter began." },
-};
-static int *hay_ids(const Tokenizer *t, const char *path, int n) {      // at least n ids of hay, as an stb array
-    uint64_t state = 1;
-    int *ids = NULL;
-    char *text = NULL, why[256], line[256];
-    if (*path) {
-        size_t size;
-        if (!(text = read_file(path, &size, why))) die(EXIT_USAGE, "--calibrate-haystack: %s", why);
-        ids = encode_at(t, text, size, 0, 1, NULL);
-        free(text);
-        if ((int)arrlen(ids) < n) die(EXIT_USAGE, "--calibrate-haystack: %s has %d tokens, %d are needed", path, (int)arrlen(ids), n);
-        return ids;
-    }
-    while ((int)arrlen(ids) < n) {                      // sentence by sentence, so that the ids do not depend on n
-        const char *word[4];
-        for (int i = 0; i < 4; i++) word[i] = hay_words[i][splitmix64(&state) % 12];
-        int old = (int)arrlen(ids), k = snprintf(line, sizeof line, "%s%s %s %s %s", old ? " " : "", word[0], word[1], word[2], word[3]);
-        ids = encode_at(t, line, k, 0, !old, ids);
-        if ((int)arrlen(ids) == old) die(EXIT_RUN, "--calibrate: the tokenizer makes nothing of \"%s\"", line);
-    }
-    return ids;
-}
-// "2048", "512,1024", "2:98:3" (from, to, step), or a mix of them -> stb array of numbers in [lo,hi], each once
-static int *number_list(const char *name, const char *text, long lo, long hi) {
-    int *list = NULL, n;
-    for (const char *p = text; *p; ) {
-        long a, b, step = 1;
-        if (sscanf(p, "%ld%n", &a, &n) != 1) break;
-        b = a; p += n;
-        if (sscanf(p, ":%ld:%ld%n", &b, &step, &n) == 2) p += n;
-        if ((*p && *p != ',') || a < lo || b > hi || b < a || step < 1) break;
-        for (; a <= b; a += step) {
-            int known = 0;
-            for (int i = 0; i < (int)arrlen(list); i++) known |= list[i] == a;
-            if (!known) arrput(list, (int)a);
-        }
-        if (!*p) return list;
-        p++;
-    }
-    arrfree(list);
-    die(EXIT_USAGE, "--%s wants numbers from %ld to %ld like 5,10 or 2:98:3, found '%.60s'", name, lo, hi, text);
-    return NULL;
-}
-// Share of the answer's words that the text has too (as often); case and punctuation do not count.
-static int next_word(const char **p, const char *end, char word[64]) {
-    int n = 0;
-    while (*p < end && !isalnum((unsigned char)**p) && (unsigned char)**p < 128) ++*p;
-    for (; *p < end && (isalnum((unsigned char)**p) || (unsigned char)**p >= 128); ++*p) if (n < 63) word[n++] = (char)tolower((unsigned char)**p);
-    word[n] = 0;
-    return n;
-}
-static double word_recall(const char *answer, const char *text, size_t n) {
-    int words = 0, found = 0;
-    char a[64], b[64];
-    for (const char *p = answer, *end = answer + strlen(answer); next_word(&p, end, a); words++) {
-        int want = 1, have = 0;
-        const char *before = answer, *at = p;
-        while (next_word(&before, end, b) && before < at) want += !strcmp(a, b);        // the how-manieth one is this?
-        for (const char *t = text; next_word(&t, text + n, b); ) have += !strcmp(a, b);
-        found += have >= want;
-    }
-    return words ? (double)found / words : 1;
-}
-
-typedef struct {
-    int at, n, k, count;        // the needle's first key and length; size of T (0: n); 1: --calibrate-score=count
-    double *score, *sum;        // (3,L,H): Inf, Dili, Lazy of this run; sums over the accepted ones
-    double counts[4], total[4]; // keys per head and run, means: Diligent, Distracted, Subconscious, Diffuse; and their sums
-} Calibration;
-
-// One head's row a (n): score[0..3) = Inf, Dili, Lazy; counts as above. idx (n) is room.
-static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3], double counts[4]) {
-    double hit = 0, top = 0, needle = 0, hits = 0, P, R;
-    int k = top_k(a, n, r->k ? r->k : r->n, idx);       // T: sinks and question take part, as in the published scores
-    for (int i = 0; i < k; i++) {
-        int in = idx[i] >= r->at && idx[i] < r->at + r->n;
-        top += a[idx[i]];
-        if (in) { hit += a[idx[i]]; hits++; }
-    }
-    for (int i = r->at; i < r->at + r->n; i++) needle += a[i];
-    counts[0] = hits; counts[1] = k - hits; counts[2] = r->n - hits; counts[3] = n - r->n - counts[1];
-    if (r->count) {                                     // the paper's text; its three weights are not given: 1/3 each is our choice
-        P = hits / k;
-        R = (counts[1] / k + counts[2] / r->n + counts[3] / (n - r->n)) / 3;
-    } else {
-        P = top > 1e-9 ? hit / top : 0;
-        R = needle > 1e-9 ? hit / needle : 0;
-    }
-    score[0] = P + R > 1e-9 ? 2 * P * R / (P + R) : 0;  // (1), in every run; then the mean
-    score[1] = P; score[2] = R;
-}
-typedef struct { Calibration *run; } HeadProbe;
-static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T) {
-    Calibration *r = ((HeadProbe *)ms)->run;
-    if (s->decoding || l == s->c->L) return;
-    size_t mark = scratch_mark(s), LH = (size_t)s->c->L * s->c->H;
-    int N = kv_longest(s, l), H = s->c->H, *idx = scratch(s, (size_t)N * sizeof(int));
-    float *row = scratch(s, (size_t)H * N * sizeof(float));
-    window_scores(s, l, q, T, 1, row);
-    for (int h = 0; h < H; h++) {
-        double score[3], counts[4];
-        head_scores(r, row + (size_t)h * N, N, idx, score, counts);
-        for (int i = 0; i < 3; i++) r->score[i * LH + (size_t)l * H + h] = score[i];
-        for (int i = 0; i < 4; i++) r->counts[i] += counts[i] / (double)LH;
-    }
-    scratch_reset(s, mark);
-}
-static const Method head_probe = { .name = "probe", .state = sizeof(HeadProbe), .commit = head_probe_commit };    // rides on "full"; not in the table
-
-static char *greedy_answer(Session *s, const Tokenizer *t, const float *logits, int n) {        // stb array of at most n tokens' bytes
-    char *text = NULL;
-    for (int i = 0; i < n; i++) {
-        int id = 0, end = 0, len;
-        for (int v = 1; v < s->c->V; v++) if (logits[v] > logits[id]) id = v;
-        for (int e = 0; e < s->c->n_eos; e++) end |= s->c->eos[e] == id;
-        if (end) break;
-        const char *b = tokenizer_bytes(t, id, &len);
-        if (len) memcpy(arraddnptr(text, len), b, (size_t)len);
-        if (i + 1 < n) logits = decode(s, id);
-    }
-    return text;
-}
-typedef struct { const Needle *needle; int length, depth; } Run;
-
-static int *ids_put(int *ids, const int *x, int n) { for (int i = 0; i < n; i++) arrput(ids, x[i]); return ids; }
-
-// [BOS] prefix, hay with the needle at depth % of it, question: ids as an stb array. Hay and needle have length - 200 ids.
-static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r) {
-    int *ids = NULL, *needle = NULL, room = run->length - (run->length < 400 ? run->length / 2 : 200), len;
-    char text[4096], line[4096];
-    const char *prefix = opt_str(o, "calibrate-prefix"), *prompt = opt_str(o, "calibrate-prompt"), *hole = strstr(prompt, "{}");
-    if (!hole || strlen(prompt) > 2000) die(EXIT_USAGE, "--calibrate-prompt wants a text up to 2000 bytes with {} where the question goes");
-    snprintf(text, sizeof text, " %s", run->needle->needle);
-    snprintf(line, sizeof line, "%.*s%s%s", (int)(hole - prompt), prompt, run->needle->question, hole + 2);
-    needle = encode_at(t, text, strlen(text), 0, 0, NULL);
-    int n_hay = room - (int)arrlen(needle), at = (int)((long)n_hay * run->depth / 100);
-    if (n_hay < 1) die(EXIT_USAGE, "--calibrate-lengths: %d tokens do not hold a needle of %d beside the question", run->length, (int)arrlen(needle));
-    for (const char *b; opt_int(o, "calibrate-boundary") && at > 0; at--)       // back to the end of a sentence
-        if (b = tokenizer_bytes(t, hay[at - 1], &len), len && b[len - 1] == '.') break;
-    if (t->add_bos && t->bos >= 0) arrput(ids, t->bos);
-    ids = encode_at(t, prefix, strlen(prefix), 1, 1, ids);
-    r->at = (int)arrlen(ids) + at;
-    r->n = (int)arrlen(needle);
-    ids = ids_put(ids, hay, at);
-    ids = ids_put(ids, needle, r->n);
-    ids = ids_put(ids, hay + at, n_hay - at);
-    ids = encode_at(t, line, strlen(line), 1, 0, ids);
-    arrfree(needle);
-    return ids;
-}
-// One run -> 1 if the model found the needle (or that is not asked)
-static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r, double *recall) {
-    int *ids = run_prompt(t, o, run, hay, r);
-    int all = !strcmp(opt_str(o, "calibrate-accept"), "all");
-    size_t LH = (size_t)s->c->L * s->c->H;
-    session_reset(s);
-    ((HeadProbe *)s->part[s->n_part - 1].ms)->run = r;
-    memset(r->counts, 0, sizeof r->counts);
-    const float *logits = prefill(s, ids, (int)arrlen(ids));
-    char *answer = all ? NULL : greedy_answer(s, t, logits, opt_int(o, "calibrate-predict"));
-    *recall = all ? -1 : word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer));       // -1: not asked
-    int accepted = all || *recall >= .5;
-    for (size_t i = 0; accepted && i < 3 * LH; i++) r->sum[i] += r->score[i];
-    for (int i = 0; accepted && i < 4; i++) r->total[i] += r->counts[i];
-    arrfree(answer);
-    arrfree(ids);
-    return accepted;
-}
-static const char *needle_text(const Json *v, const char *path, const char *key) {
-    const Json *x = json_get(v, key);
-    if (!x || x->type != JSON_STRING || !x->len || x->len > 2000)
-        die(EXIT_USAGE, "--calibrate-needles: %s: expected a list of {\"question\", \"needle\", \"answer\"}, each a text up to 2000 bytes", path);
-    return x->str;
-}
-static Needle *needles_load(const char *path, Json **file) {    // stb array; its texts live in *file
-    Needle *list = NULL;
-    char why[256];
-    size_t size;
-    for (size_t i = 0; !*path && i < sizeof own_needles / sizeof *own_needles; i++) arrput(list, own_needles[i]);
-    if (!*path) return list;
-    char *text = read_file(path, &size, why);
-    if (!text || !(*file = json_parse(text, size, why))) die(EXIT_USAGE, "--calibrate-needles: %s: %s", path, why);
-    free(text);
-    for (int i = 0; i < (*file)->n; i++) {
-        const Json *v = &(*file)->item[i];
-        Needle x = { needle_text(v, path, "question"), needle_text(v, path, "needle"), needle_text(v, path, "answer") };
-        arrput(list, x);
-    }
-    if (!list) die(EXIT_USAGE, "--calibrate-needles: %s holds no needle", path);
-    return list;
-}
-typedef struct { int *length, *depth; Needle *needle; Json *file; } Plan;         // stb arrays: every length x depth x needle is a run
-
-static void list_write(FILE *f, const char *name, const int *list) {
-    fprintf(f, "  \"%s\": [", name);
-    for (int i = 0; i < (int)arrlen(list); i++) fprintf(f, "%s%d", i ? ", " : "", list[i]);
-    fprintf(f, "],\n");
-}
-static void scores_write(FILE *f, const Config *c, const Options *o, const Plan *p, const Calibration *r, int accepted) {
-    const char *slash = strrchr(c->dir, '/'), *name = slash && slash[1] ? slash + 1 : c->dir;     // the folder's name: the file travels, the path to it does not
-    fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
-    json_escape(f, name, strlen(name));
-    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"%s\", \"k\": %d, \"accept\": \"%s\", \"needles\": %d, \"accepted\": %d,\n",
-            c->L, c->H, opt_str(o, "calibrate-score"), opt_int(o, "calibrate-k"), opt_str(o, "calibrate-accept"), (int)arrlen(p->needle), accepted);
-    list_write(f, "lengths", p->length);
-    list_write(f, "depths", p->depth);
-    fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
-    for (int i = 0; i < 4; i++) fprintf(f, "%s%.6g", i ? ", " : "", r->total[i] / accepted);
-    fprintf(f, "]");
-    for (int k = 0; k < 3; k++) {
-        fprintf(f, ",\n  \"%s\": {", score_names[k][0]);
-        for (int i = 0; i < c->L * c->H; i++)
-            fprintf(f, "%s\n    \"%d-%d\": [%.9g]", i ? "," : "", i / c->H, i % c->H, r->sum[(size_t)k * c->L * c->H + i] / accepted);
-        fprintf(f, "\n  }");
-    }
-    fprintf(f, "\n}\n");
-}
-static Plan plan_read(const Config *c, const Options *o) {
-    Plan p = { .file = NULL };
-    char limit[16];
-    snprintf(limit, sizeof limit, "%d", c->max_pos);
-    int cut = !opt_given(o, "calibrate-lengths") && c->max_pos < 2048;         // the default does not fit a small model
-    p.length = number_list("calibrate-lengths", cut ? limit : opt_str(o, "calibrate-lengths"), 16, c->max_pos);
-    p.depth = number_list("calibrate-depths", opt_str(o, "calibrate-depths"), 0, 100);
-    p.needle = needles_load(opt_str(o, "calibrate-needles"), &p.file);
-    if (opt_int(o, "calibrate-k") < 0) die(EXIT_USAGE, "--calibrate-k must not be negative, found %d", opt_int(o, "calibrate-k"));
-    return p;
-}
-// All runs, with a session of method full and the probe beside it -> runs accepted
-static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t, const Options *o, const Plan *p, Calibration *r) {
-    int nd = (int)arrlen(p->depth), nn = (int)arrlen(p->needle), runs = (int)arrlen(p->length) * nd * nn, accepted = 0, longest = 0;
-    for (int i = 0; i < (int)arrlen(p->length); i++) longest = p->length[i] > longest ? p->length[i] : longest;
-    int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), longest);
-    Session *s = session_open(c, w, o, "full");
-    s->part[s->n_part++] = (Part){ &head_probe, xcalloc(1, sizeof(HeadProbe)) };
-    for (int i = 0; i < runs; i++) {
-        Run run = { &p->needle[i % nn], p->length[i / nn / nd], p->depth[i / nn % nd] };
-        double recall;
-        accepted += calibrate_run(s, t, o, &run, hay, r, &recall);
-        if (opt_int(o, "quiet")) continue;
-        fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d", i + 1, runs, run.length, run.depth, i % nn + 1);
-        if (recall >= 0) fprintf(stderr, ": recall %.2f, %d accepted", recall, accepted);
-        fputc('\n', stderr);
-    }
-    session_close(s);
-    arrfree(hay);
-    return accepted;
-}
-// Makes OUT.json of --calibrate. Returns the exit code.
-static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o) {
-    const char *out = opt_str(o, "calibrate");
-    char part[1100];
-    if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
-    Plan p = plan_read(c, o);
-    snprintf(part, sizeof part, "%.1000s.part", out);
-    FILE *f = fopen(part, "wb");                        // before the work, not after it
-    if (!f) die(EXIT_RUN, "--calibrate: %s: %s", part, strerror(errno));
-    size_t LH = (size_t)c->L * c->H;
-    Calibration r = { .k = opt_int(o, "calibrate-k"), .count = !strcmp(opt_str(o, "calibrate-score"), "count") };
-    r.score = xcalloc(3 * LH, sizeof(double));
-    r.sum = xcalloc(3 * LH, sizeof(double));
-    int accepted = calibrate_runs(c, w, t, o, &p, &r);
-    if (accepted) scores_write(f, c, o, &p, &r, accepted);
-    int bad = ferror(f) | fclose(f);
-    if (bad || !accepted) remove(part);
-    if (!accepted) die(EXIT_RUN, "--calibrate: no answer had half of the expected words (--calibrate-accept all takes every run)");
-    if (bad || rename(part, out)) { int why = errno; remove(part); die(EXIT_RUN, "--calibrate: %s: %s", out, strerror(why)); }
-    free(r.score); free(r.sum);
-    arrfree(p.length); arrfree(p.depth); arrfree(p.needle);
-    json_free(p.file);
-    return EXIT_OK;
-}
-static const Opt dililazy_opts[] = {
-    { "dililazy-scores",    's', "", "head scores; default: head_scores.json in the model's folder" },
-    { "dililazy-score",     'c', "inf|dili|lazy", "which score shares out the budget (dili, lazy: the paper's ablation)" },
-    { "dililazy-alloc",     'c', "paper|paper-literal|code", "Algorithm 1 without its overspending; as printed; as the authors' code does it" },
-    { "dililazy-gqa",       'c', "q|kv", "caps and kept rows per query head, or one set per KV head (ours)" },
-    { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
-    { "dililazy-eps",       'f', "0.01", "least share of a layer" },
-    { "calibrate",          's', "", "measure the heads of the model and write their scores to this file" },
-    { "calibrate-lengths",  's', "2048", "prompt lengths: 512,1024 or 512:2048:512; not above the model's limit" },
-    { "calibrate-depths",   's', "2:98:3", "where the needle goes, percent of the text" },
-    { "calibrate-k",        'i', "10", "largest keys of a row that count; 0: as many as the needle has" },
-    { "calibrate-score",    'c', "mass|count", "attention (the paper's tables), or numbers of keys (its text)" },
-    { "calibrate-accept",   'c', "recall|all", "runs whose answer has half of the words; or every run" },
-    { "calibrate-predict",  'i', "32", "longest answer" },
-    { "calibrate-needles",  's', "", "JSON list of {question, needle, answer} instead of our three" },
-    { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
-    { "calibrate-boundary", 'b', "0", "hide the needle between two sentences" },
-    { "calibrate-prefix",   's', "", "what stands before the text, for instance the beginning of a chat; special tokens are read" },
-    { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:", "what follows it; {}: the question" },
-    { NULL, 0, NULL, NULL },
-};
-
-// What LycheeCluster's chunker reads: the bytes of a token, and whether it is special.
-static const char *glue_bytes(const void *t, int id, int *len) { return tokenizer_bytes(t, id, len); }
-static int glue_special(const void *t, int id) { return tokenizer_is_special(t, id); }
-static void lychee_text(const Tokenizer *t) { token_text = (TokenText){ t, glue_bytes, glue_special }; }
-
-// ==================================================================================================== 16 THE TABLE OF METHODS
-const Method methods[] = {
-    { .name = "full", .paper = "Vaswani et al., Attention Is All You Need, arXiv 1706.03762", .keeps = "keeps every row, reads every row" },
-    { .name = "streaming", .paper = "StreamingLLM, arXiv 2309.17453", .keeps = "keeps the first --sink and the most recent rows, B in all", .evicts = 1, .uses = "--budget 1024, --sink 4",
-      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = streaming_open, .wants = KV_BLIND, .commit = streaming_commit },
-    { .name = "window", .paper = "streaming without sinks", .keeps = "keeps the B most recent rows", .evicts = 1, .uses = "--budget 1024",
-      .role = ROLE_SELECT, .state = sizeof(Streaming), .opts = streaming_opts, .open = window_open, .wants = KV_BLIND, .commit = streaming_commit },
-    { .name = "snapkv", .paper = "SnapKV, arXiv 2404.14469", .keeps = "keeps the rows the last --obs-window queries attend to most, and those last rows; B in all", .evicts = 1,
-      .limits = "B must exceed --obs-window", .uses = "--budget 1024, --obs-window 32, --kernel 7, --gqa-agg mean", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = snapkv_commit },
-    { .name = "adakv", .paper = "Ada-KV, arXiv 2407.11550", .keeps = "snapkv with the budget shared out among a layer's heads by their scores; B a head on average", .evicts = 1,
-      .limits = "B must exceed --obs-window", .uses = "--budget 1024, --obs-window 32, --kernel 7, --gqa-agg mean", .role = ROLE_SELECT, .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = adakv_commit },
-    { .name = "pyramidkv", .paper = "PyramidKV, arXiv 2406.02069", .keeps = "snapkv with budgets that fall from the first layer to the last; B a head on average", .evicts = 1,
-      .limits = "B must exceed --obs-window; snapkv while fewer than 2 (B - w) tokens were seen", .uses = "--budget 1024, --obs-window 32, --kernel 7, --gqa-agg mean", .role = ROLE_SELECT,
-      .state = sizeof(Snap), .open = snapkv_open, .wants = KV_BLIND, .commit = pyramidkv_commit },
-    { .name = "h2o", .paper = "H2O, arXiv 2306.14048", .keeps = "keeps the last B/2 rows and the B/2 others that drew most attention so far", .evicts = 1,
-      .limits = "needs a dense prefill, so no loopserve-p", .uses = "--budget 1024", .role = ROLE_SELECT | ROLE_PREFILL, .wants = KV_MASS | KV_BLIND, .steady = h2o_steady, .state = sizeof(H2o), .opts = h2o_opts,
-      .open = h2o_open, .commit = h2o_commit },
-    { .name = "expected-attention", .paper = "Expected Attention, arXiv 2510.00636", .keeps = "keeps the first --sink rows and those future queries are expected to attend to; B in all", .evicts = 1,
-      .limits = "B must exceed --sink", .uses = "--budget 1024, --sink 4", .role = ROLE_SELECT, .state = sizeof(Expected), .open = expected_open, .close = expected_close, .bytes = expected_bytes,
-      .project = expected_project, .steady = expected_steady, .wants = KV_BLIND, .commit = expected_commit },
-    { .name = "a-shape", .paper = "A-shape prefill mask, after StreamingLLM, arXiv 2309.17453",
-      .keeps = "keeps every row; a prefill row reads the first --a-shape-init and the last --a-shape-local (saves reads only)",
-      .limits = "decides the prefill attention only; combine it with a decode method by +", .role = ROLE_PREFILL, .state = sizeof(LineShape),
-      .opts = a_shape_opts, .open = a_shape_open, .attend = shape_attend },
-    { .name = "tri-shape", .paper = "Tri-shape, SCBench, arXiv 2412.10319",
-      .keeps = "keeps every row; a-shape in which a turn's last --tri-shape-last rows read everything (saves reads only)",
-      .limits = "decides the prefill attention only; combine it with a decode method by +", .role = ROLE_PREFILL, .state = sizeof(LineShape),
-      .opts = tri_shape_opts, .open = tri_shape_open, .attend = shape_attend },
-    { .name = "minference", .paper = "MInference 1.0, arXiv 2407.02490",
-      .keeps = "keeps every row; prefill reads the heaviest columns and diagonals of a turn's last 64 rows (saves reads only)",
-      .limits = "decides the prefill attention only; combine it with a decode method by +. Its sizes are for 32k rows and more: on short "
-                "contexts give a small --minference-ratio", .role = ROLE_PREFILL, .state = sizeof(Minference),
-      .opts = minference_opts, .open = minference_open, .attend = minference_attend },
-    { .name = "quest", .paper = "Quest, arXiv 2406.10774", .keeps = "keeps every row; reads the pages of 16 rows with the largest bound, budget in all: saves reads only",
-      .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats", .uses = "--budget 1024", .role = ROLE_SELECT, .state = sizeof(Quest), .opts = quest_opts,
-      .open = quest_open, .close = quest_close, .select = quest_select, .steady = quest_steady, .wants = KV_BLIND, .commit = quest_commit,
-      .bytes = quest_bytes, .plan = quest_plan, .forget = quest_forget },
-    { .name = "loopserve", .paper = "LoopServe, arXiv 2507.13681",
-      .keeps = "keeps every row; prefill reads chosen lines, decode the B rows the last queries like best and this answer (saves reads only)",
-      .limits = "prefills each answer again at the next turn. Dense up to --loopserve-min-context rows and in short turns; the first "
-                "--loopserve-first tokens of an answer read every row. On a CPU the chosen rows are held twice", .uses = "--budget 1024",
-      .role = ROLE_PREFILL | ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_opts, .open = loopserve_open, .close = loopserve_close,
-      .enter = loopserve_enter, .attend = loopserve_attend, .select = loopserve_select, .steady = loopserve_steady, .wants = KV_BLIND, .commit = loopserve_commit,
-      .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
-    { .name = "loopserve-p", .paper = "LoopServe-P: its prefill alone, arXiv 2507.13681", .keeps = "keeps every row; prefill reads chosen lines (saves reads only)",
-      .limits = "goes with any decode method by +, but h2o and sonic. Prefills each answer again at the next turn",
-      .role = ROLE_PREFILL, .state = sizeof(LoopServe), .opts = loopserve_p_opts, .open = loopserve_p_open, .enter = loopserve_enter,
-      .attend = loopserve_attend, .wants = KV_BLIND, .commit = loopserve_commit, .forget = loopserve_forget, .stats = loopserve_stats },
-    { .name = "loopserve-d", .paper = "LoopServe-D: its decode alone, arXiv 2507.13681",
-      .keeps = "keeps every row; decode reads the B rows the last queries like best and this answer (saves reads only)",
-      .limits = "prefills each answer again at the next turn. On a CPU the chosen rows are held twice", .uses = "--budget 1024", .role = ROLE_SELECT, .state = sizeof(LoopServe), .opts = loopserve_d_opts,
-      .open = loopserve_d_open, .close = loopserve_close, .enter = loopserve_enter, .select = loopserve_select, .steady = loopserve_steady, .wants = KV_BLIND, .commit = loopserve_commit,
-      .bytes = loopserve_bytes, .forget = loopserve_forget, .stats = loopserve_stats },
-    { .name = "pats", .paper = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs (papers/001)",
-      .keeps = "keeps every row; rows outside the last --pats-window tokens lose 2..8 low bits of f16 and are packed",
-      .limits = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream (frozen), middle drifts towards more cutting in long decodes (ratchet)",
-      .role = ROLE_STORE, .state = sizeof(Pats), .opts = pats_opts, .open = pats_open, .close = pats_close, .attend = pats_attend,
-      .select = pats_select, .steady = pats_steady, .wants = KV_BLIND, .commit = pats_commit, .bytes = pats_bytes, .forget = pats_forget, .stats = pats_stats },
-    { .name = "q8", .paper = "blocks of 32 values with one f16 scale, as llama.cpp's q8_0", .keeps = "keeps every row at 8.5 bits an element",
-      .limits = "sets -ctk and -ctv itself", .role = ROLE_STORE, .open = q8_open },
-    { .name = "lychee", .paper = "LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and Hierarchical KV Indexing",
-      .keeps = "keeps every row; reads sinks, the text chunks of the best clusters (budget in all) and the recent rows: saves reads only",
-      .limits = "needs every row: not with methods that drop some. Goes with loopserve-p and pats. Chunks follow the text only where a tokenizer is known", .uses = "--budget 1024",
-      .role = ROLE_SELECT, .state = sizeof(Lychee), .opts = lychee_opts, .open = lychee_open, .close = lychee_close,
-      .select = lychee_select, .steady = lychee_steady, .wants = KV_BLIND, .commit = lychee_commit, .bytes = lychee_bytes, .plan = lychee_plan, .forget = lychee_forget, .stats = lychee_stats },
-    { .name = "sonic", .paper = "SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching, arXiv 2601.21927",
-      .keeps = "keeps the system message, K Nexus rows a finished message, and the current turn; the rest is dropped when the next turn begins", .evicts = 1,
-      .limits = "needs an adapter trained for the model; --budget does not apply (see --sonic-k); a dialogue ends where its positions pass max_position_embeddings; goes with a storage format (sonic+pats), with no other selection or sparse prefill",
-      .role = ROLE_PREFILL | ROLE_SELECT, .rule = VIS_SEGMENT, .state = sizeof(Sonic), .opts = sonic_opts, .open = sonic_open, .close = sonic_close,
-      .enter = sonic_enter, .embed = sonic_embed, .wants = KV_BLIND, .commit = sonic_commit, .bytes = sonic_bytes, .plan = sonic_plan, .stats = sonic_stats },
-    { .name = "dililazy", .paper = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL submission)", .evicts = 1,
-      .keeps = "every query head reads its own rows, B on average, more for heads that find facts; a KV head stores their union",
-      .limits = "needs head scores (--dililazy-scores or --calibrate). B must exceed --obs-window", .uses = "--budget 128, --obs-window 16, --kernel 7", .role = ROLE_SELECT, .state = sizeof(DiliLazy),
-      .opts = dililazy_opts, .open = dililazy_open, .close = dililazy_close, .bytes = dililazy_bytes, .wants = KV_BLIND, .commit = dililazy_commit, .stats = dililazy_stats },
-    { .name = NULL },
-};
-
-// ==================================================================================================== 17 SAMPLING, GENERATION, RECORDS
+// ####################################################################################################
+// PART III: WHAT PEOPLE USE IT THROUGH
+// ####################################################################################################
+
+// ==================================================================================================== 24 GENERATION AND RECORDS
 // An App is what the command line opened: a model, a tokenizer, a template, one session, and the record of its turns.
 // stdout gets generated text or the asked-for result; everything else goes to stderr.
 
@@ -9129,7 +8828,341 @@ static int session_read(App *a, const char *path, char err[512]) {     // 0, or 
     return 0;
 }
 
-// ==================================================================================================== 18 EVALUATION
+static Turn render_turn(const App *a, const char *text) {                // what the next message of the record prefills
+    Turn t = { 0 };
+    int first = !arrlen(a->turn);
+    const char *system = opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL;
+    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, system, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
+    else {
+        if (first && a->tok->add_bos) arrput(t.pre, a->tok->bos);
+        t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
+    }
+    return t;
+}
+
+// ==================================================================================================== 25 CHAT
+// A small line editor (UTF-8, history, multi-line pastes), the commands, and Ctrl-C: the first stops the reply and keeps
+// it in the history and in the cache, a second within a second leaves with 130. Without a terminal every input line is a turn.
+
+static struct termios tty_before;
+static int tty_raw;
+static void tty_restore(void) { if (tty_raw) { tcsetattr(0, TCSANOW, &tty_before); if (write(1, "\x1b[?2004l", 8) < 0) tty_raw = 0; } tty_raw = 0; }
+static int tty_enter(void) {                             // raw input, bracketed paste. 0, or -1
+    struct termios t;
+    if (tcgetattr(0, &tty_before)) return -1;
+    t = tty_before;
+    t.c_lflag &= ~(tcflag_t)(ICANON | ECHO | ISIG | IEXTEN);
+    t.c_iflag &= ~(tcflag_t)(IXON | ICRNL);
+    t.c_cc[VMIN] = 1; t.c_cc[VTIME] = 0;
+    if (tcsetattr(0, TCSANOW, &t)) return -1;
+    tty_raw = 1;
+    return write(1, "\x1b[?2004h", 8) == 8 ? 0 : -1;
+}
+static double interrupt_at;
+static void on_interrupt(int sig) {
+    (void)sig;
+    struct timespec ts;
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    double t = (double)ts.tv_sec + 1e-9 * (double)ts.tv_nsec;
+    if (interrupts && t - interrupt_at < 1) { tty_restore(); _exit(EXIT_INTERRUPT); }
+    interrupts++;
+    interrupt_at = t;
+}
+
+// ---- the line editor. text is an stb_ds array of bytes, cursor a byte offset at a character's start
+typedef struct { char *text; int cursor, row; char **history; int at; } Line;
+
+static int char_next(const Line *e, int i) { do i++; while (i < (int)arrlen(e->text) && (e->text[i] & 0xc0) == 0x80); return i; }
+static int char_prev(const Line *e, int i) { do i--; while (i > 0 && (e->text[i] & 0xc0) == 0x80); return i; }
+static int screen_columns(void) { struct winsize w; return ioctl(1, TIOCGWINSZ, &w) || !w.ws_col ? 80 : w.ws_col; }
+static int code_width(const char *s, int n) {            // columns of one character: 2 for East Asian wide ranges and emoji, 0 for combining marks
+    unsigned c = (unsigned char)s[0];
+    if (c < 0x80 || n < 2) return 1;
+    c = n == 2 ? (c & 31) << 6 | (s[1] & 63) : n == 3 ? (c & 15) << 12 | (s[1] & 63) << 6 | (s[2] & 63) : (c & 7) << 18 | (s[1] & 63) << 12 | (s[2] & 63) << 6 | (s[3] & 63);
+    if ((c >= 0x300 && c < 0x370) || c == 0x200d || (c >= 0xfe00 && c < 0xfe10)) return 0;
+    return (c >= 0x1100 && c < 0x1160) || (c >= 0x2e80 && c < 0xa4d0) || (c >= 0xac00 && c < 0xd7a4) || (c >= 0xf900 && c < 0xfb00) || (c >= 0xff00 && c < 0xff61) || c >= 0x1f300 ? 2 : 1;
+}
+// Writes prompt and text again and puts the cursor where it belongs; e->row is the screen row it was on.
+static void line_draw(Line *e) {
+    int cols = screen_columns(), x = 2, y = 0, cx = 2, cy = 0, n = (int)arrlen(e->text);
+    if (e->row) printf("\x1b[%dA", e->row);
+    printf("\r\x1b[J> ");
+    for (int i = 0; i <= n; ) {
+        if (i == e->cursor) { cx = x; cy = y; }
+        if (i == n) break;
+        int j = char_next(e, i), w = code_width(e->text + i, j - i);
+        if (e->text[i] == '\n') { fputs("\r\n", stdout); x = 0; y++; }
+        else {
+            if (x + w > cols) { x = 0; y++; }
+            if ((unsigned char)e->text[i] >= 32) fwrite(e->text + i, 1, j - i, stdout); else fputc(' ', stdout);
+            if ((x += w) == cols && j < n) { x = 0; y++; }
+        }
+        i = j;
+    }
+    if (x >= cols) { fputs("\r\n", stdout); if (cx >= cols) { cx = 0; cy++; } y++; }
+    if (y > cy) printf("\x1b[%dA", y - cy);
+    printf("\r");
+    if (cx) printf("\x1b[%dC", cx);
+    e->row = cy;
+    fflush(stdout);
+}
+static void line_insert(Line *e, const char *s, int n) {
+    int len = (int)arrlen(e->text);
+    arrsetlen(e->text, len + n);
+    memmove(e->text + e->cursor + n, e->text + e->cursor, len - e->cursor);
+    memcpy(e->text + e->cursor, s, n);
+    e->cursor += n;
+}
+static void line_delete(Line *e, int a, int b) {         // bytes [a,b)
+    memmove(e->text + a, e->text + b, arrlen(e->text) - b);
+    arrsetlen(e->text, arrlen(e->text) - (b - a));
+    e->cursor = a;
+}
+static void line_history(Line *e, int step) {
+    int at = e->at + step;
+    if (at < 0 || at > (int)arrlen(e->history)) return;
+    e->at = at;
+    arrsetlen(e->text, 0);
+    e->cursor = 0;
+    if (at < (int)arrlen(e->history)) line_insert(e, e->history[at], (int)strlen(e->history[at]));
+}
+// Input comes in big reads, so that a long paste is drawn once, not once a byte.
+typedef struct { unsigned char buf[65536]; int n, at; } Input;
+static Input input;
+static int input_ready(void) {
+    fd_set f; struct timeval t = { 0, 0 };
+    if (input.at < input.n) return 1;
+    FD_ZERO(&f); FD_SET(0, &f);
+    return select(1, &f, NULL, NULL, &t) > 0;
+}
+static int input_byte(void) {                            // -1: end of input
+    while (input.at == input.n) {
+        ssize_t n = read(0, input.buf, sizeof input.buf);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return -1;
+        input.n = (int)n; input.at = 0;
+    }
+    return input.buf[input.at++];
+}
+static void line_paste(Line *e) {                        // until ESC [ 2 0 1 ~ ; newlines stay in the text
+    static const char end[] = "\x1b[201~";
+    for (int c, seen = 0; (c = input_byte()) >= 0; ) {
+        char b = (char)(c == '\r' ? '\n' : c);
+        line_insert(e, &b, 1);
+        seen = c == end[seen] ? seen + 1 : c == end[0];
+        if (seen == 6) { line_delete(e, e->cursor - 6, e->cursor); return; }
+    }
+}
+static void line_escape(Line *e) {
+    int c = input_ready() ? input_byte() : 0, arg = 0;
+    if (c != '[' && c != 'O') return;
+    while ((c = input_byte()) == ';' || (c >= '0' && c <= '9')) arg = c == ';' ? 0 : arg % 1000 * 10 + c - '0';     // ESC [ 1 ; 5 D: Ctrl and an arrow
+    int n = (int)arrlen(e->text);
+    if (c == 'A') line_history(e, -1);
+    if (c == 'B') line_history(e, 1);
+    if (c == 'C' && e->cursor < n) e->cursor = char_next(e, e->cursor);
+    if (c == 'D' && e->cursor > 0) e->cursor = char_prev(e, e->cursor);
+    if (c == 'H' || (c == '~' && (arg == 1 || arg == 7))) e->cursor = 0;
+    if (c == 'F' || (c == '~' && (arg == 4 || arg == 8))) e->cursor = n;
+    if (c == '~' && arg == 3 && e->cursor < n) line_delete(e, e->cursor, char_next(e, e->cursor));
+    if (c == '~' && arg == 200) line_paste(e);
+}
+// One edited line: 1, 0 at the end of input (Ctrl-D on an empty line), -1 when Ctrl-C was pressed on an empty line.
+static int line_edit(Line *e) {
+    arrsetlen(e->text, 0);
+    e->cursor = e->row = 0;
+    e->at = (int)arrlen(e->history);
+    line_draw(e);
+    for (;;) {
+        int c = input_byte(), n = (int)arrlen(e->text);
+        if (c < 0) return n > 0;
+        if (c == '\r' || c == '\n') break;
+        if (c == 3) { if (!n) return -1; line_delete(e, 0, n); }
+        else if (c == 4) { if (!n) return 0; if (e->cursor < n) line_delete(e, e->cursor, char_next(e, e->cursor)); }
+        else if (c == 127 || c == 8) { if (e->cursor > 0) line_delete(e, char_prev(e, e->cursor), e->cursor); }
+        else if (c == 1) e->cursor = 0;
+        else if (c == 5) e->cursor = n;
+        else if (c == 11) line_delete(e, e->cursor, n);
+        else if (c == 21) line_delete(e, 0, e->cursor);
+        else if (c == 23) {                              // Ctrl-W: the word before the cursor
+            int a = e->cursor;
+            while (a > 0 && e->text[a - 1] == ' ') a--;
+            while (a > 0 && e->text[a - 1] != ' ') a--;
+            line_delete(e, a, e->cursor);
+        }
+        else if (c == 27) line_escape(e);
+        else if (c >= 32 || c == 9) { char b = (char)c; line_insert(e, &b, 1); }
+        if (!input_ready()) line_draw(e);
+    }
+    e->cursor = (int)arrlen(e->text);
+    line_draw(e);
+    fputs("\r\n", stdout);
+    fflush(stdout);
+    return 1;
+}
+
+// ---- one user message: an edited line, or lines of standard input; a line ending in \ continues
+static int read_plain(char **out) {                      // a line without its newline into the stb_ds array; 0 at the end
+    int c, any = 0;
+    while ((c = getchar()) != EOF && c != '\n') { arrput(*out, (char)c); any = 1; }
+    return any || c == '\n';
+}
+static int read_message(Line *e, int tty, char **out) {  // *out: stb_ds array, NUL-terminated. 1, 0 at the end, -1 on Ctrl-C
+    arrsetlen(*out, 0);
+    for (;;) {
+        int r = 1;
+        if (tty) {
+            if (tty_enter()) return 0;
+            r = line_edit(e);
+            tty_restore();
+            if (r > 0 && arrlen(e->text)) memcpy(arraddnptr(*out, arrlen(e->text)), e->text, arrlen(e->text));
+        }
+        else r = read_plain(out);
+        if (r <= 0 && !arrlen(*out)) return r;
+        if (!arrlen(*out) || arrlast(*out) != '\\') break;
+        arrlast(*out) = '\n';
+    }
+    arrput(*out, 0);
+    if (tty && (*out)[0]) { char *copy = strdup(*out); arrput(e->history, copy); }
+    return 1;
+}
+
+// ---- a turn of the chat
+static int chat_turn(App *a, const char *text, FILE *out) {      // 0, or -1 when it does not fit
+    Turn t = render_turn(a, text);
+    int n = (int)arrlen(t.pre), n_predict = opt_int(a->o, "n-predict");
+    if (!n) { turn_free(t); return 0; }
+    if (!fits(a, n)) {
+        fprintf(stderr, "kvcomp: %d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)\n", n, rows_held(a), ctx_limit(a));
+        turn_free(t);
+        return -1;
+    }
+    if (!pos_fits(a->s, n, a->s->pos_extra)) {
+        fprintf(stderr, "kvcomp: %d tokens do not fit: the next position is %d, %s goes to max_position_embeddings %d (see /clear, or /method)\n", n, a->s->pos_next, a->method, a->s->pos_end);
+        turn_free(t);
+        return -1;
+    }
+    arrput(a->turn, t);
+    interrupts = 0;
+    feed_prefill(a, &t);
+    double t0 = now();
+    int made = generate(a, n_predict, out);
+    fputc('\n', out);
+    fflush(out);
+    print_summary(a, n, made, now() - t0);
+    return 0;
+}
+static void chat_regen(App *a, FILE *out) {              // the last reply again
+    if (!arrlen(a->turn)) { fprintf(stderr, "nothing to make again\n"); return; }
+    arrfree(arrlast(a->turn).dec);
+    arrlast(a->turn).dec = NULL;
+    replay(a, (int)arrlen(a->turn));
+    interrupts = 0;
+    double t0 = now();
+    int made = generate(a, opt_int(a->o, "n-predict"), out);
+    fputc('\n', out);
+    print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
+}
+static void template_differs(const App *a) {             // llama3.1 and llama3.2 mark messages as llama3 does
+    const char *made = a->s->made_for;
+    if (made && a->tp && !quiet && strncmp(a->tp->x.name, made, strlen(made)))
+        fprintf(stderr, "kvcomp: WARNING: the weights of %s were trained with chat template %s, this chat uses %s\n", a->method, made, a->tp->x.name);
+}
+// Opens the session again with another method (or the same) and plays the dialogue into it. The old one stays on failure.
+static int chat_method(App *a, const char *spec) {
+    char err[512];
+    Session *s = session_try(a->c, a->w, a->o, spec, err);
+    if (!s || record_fits(s, a->turn, err)) { fprintf(stderr, "kvcomp: %s\n", err); session_close(s); return -1; }
+    session_close(a->s);
+    a->s = s;
+    char *copy = strdup(spec);
+    free(a->method);
+    a->method = copy;
+    template_differs(a);
+    replay(a, (int)arrlen(a->turn));
+    return 0;
+}
+
+// ---- commands
+static const char *chat_help =
+    "/help            this list              /stats           bytes, rows, speed, the method's own numbers\n"
+    "/method NAME     another method; the dialogue is played into it again\n"
+    "/budget N        another budget, likewise\n"
+    "/clear           forget the dialogue    /regen           make the last reply again\n"
+    "/system TEXT     another system message, with a new dialogue\n"
+    "/read FILE       a file's text as your message\n"
+    "/save FILE       keep the dialogue      /load FILE       go on with a kept one\n"
+    "/quit            leave (so does Ctrl-D); Ctrl-C stops a reply\n";
+
+static void chat_clear(App *a) { record_clear(a); session_reset(a->s); a->closed = 0; }
+static void chat_budget(App *a, const char *value) {     // reopens the method, instead of --ratio if that was given; undone when refused
+    char err[256], *old = strdup(opt_str(a->o, "budget"));
+    int ratio = opt_given(a->o, "ratio"), bad = options_set(a->o, "budget", value, err) || out_of_range(a->o, "budget", err);
+    if (bad) fprintf(stderr, "kvcomp: %s\n", err);
+    if (ratio) (void)shdel(a->o->given, "ratio");
+    if (bad || chat_method(a, a->method)) {
+        options_set(a->o, "budget", old, err);
+        if (ratio) shput(a->o->given, "ratio", 1);
+    }
+    free(old);
+}
+static void chat_read(App *a, const char *path) {
+    char err[256];
+    size_t n;
+    char *text = read_file(path, &n, err);
+    if (!text) { fprintf(stderr, "kvcomp: %s\n", err); return; }
+    chat_turn(a, text, stdout);
+    free(text);
+}
+static int chat_command(App *a, char *line) {            // 1: leave
+    char err[512], *arg = line + strcspn(line, " \t\n");
+    while (isspace((unsigned char)*arg)) *arg++ = 0;
+    if (!strcmp(line, "/quit") || !strcmp(line, "/exit")) return 1;
+    else if (!strcmp(line, "/help")) fputs(chat_help, stderr);
+    else if (!strcmp(line, "/stats")) print_stats(a, stderr);
+    else if (!strcmp(line, "/clear")) chat_clear(a);
+    else if (!strcmp(line, "/regen")) chat_regen(a, stdout);
+    else if (!strcmp(line, "/method")) { if (*arg) chat_method(a, arg); else fprintf(stderr, "%s\n", a->method); }
+    else if (!strcmp(line, "/budget")) { if (*arg) chat_budget(a, arg); else fprintf(stderr, "%d\n", a->s->budget); }
+    else if (!strcmp(line, "/system")) { if (!options_set(a->o, "system", arg, err)) chat_clear(a); }
+    else if ((!strcmp(line, "/save") || !strcmp(line, "/load") || !strcmp(line, "/read")) && !*arg) fprintf(stderr, "%s wants a file\n", line);
+    else if (!strcmp(line, "/save")) { if (session_save(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err); }
+    else if (!strcmp(line, "/read")) chat_read(a, arg);
+    else if (!strcmp(line, "/load")) { if (session_read(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err); }
+    else fprintf(stderr, "no command %s; /help lists them\n", line);
+    return 0;
+}
+static int chat(App *a) {
+    int tty = isatty(0), r;
+    Line e = { 0 };
+    char *text = NULL;
+    const char *path = opt_str(a->o, "session");
+    char err[512];
+    struct sigaction sa = { .sa_handler = on_interrupt };
+    sigaction(SIGINT, &sa, NULL);
+    atexit(tty_restore);
+    if (*path && file_exists(path) && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
+    if (tty && !quiet) fprintf(stderr, "kvcomp %s, %s, --method=%s. /help lists commands, Ctrl-D leaves.\n", KVCOMP_VERSION, a->c->dir, a->method);
+    while ((r = read_message(&e, tty, &text)) != 0) {
+        if (r < 0) {                                     // Ctrl-C at the prompt: twice within a second leaves
+            double t = now();
+            if (t - interrupt_at < 1) { tty_restore(); exit(EXIT_INTERRUPT); }
+            interrupt_at = t;
+            fprintf(stderr, "(Ctrl-C again leaves, so does Ctrl-D)\n");
+            continue;
+        }
+        if (!text[0]) continue;
+        if (text[0] == '/') { if (chat_command(a, text)) break; }
+        else { chat_turn(a, text, stdout); if (opt_int(a->o, "single-turn")) break; }
+    }
+    if (*path && session_save(a, path, err)) die(EXIT_RUN, "--session %s", err);
+    if (opt_int(a->o, "json")) print_json(a, stdout);
+    while (arrlen(e.history)) free(arrpop(e.history));
+    arrfree(e.history); arrfree(e.text); arrfree(text);
+    return 0;
+}
+
+// ==================================================================================================== 26 EVALUATION
 // What a method costs in quality, measured through its own compressed cache. --eval TASK plays dialogues greedily: made up here
 // (needle, multiturn, coref, facts, json, fewshot, summary; each says what its texts are), or read from --eval-file (file).
 // --eval ppl and kld cut a text into windows: half a window is prefilled as one turn, the other half decoded token by token, and
@@ -9969,17 +10002,6 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
 }
 
 // ---- playing an item
-static Turn render_turn(const App *a, const char *text) {                // what the next message of the record prefills
-    Turn t = { 0 };
-    int first = !arrlen(a->turn);
-    const char *system = opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL;
-    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, system, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
-    else {
-        if (first && a->tok->add_bos) arrput(t.pre, a->tok->bos);
-        t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
-    }
-    return t;
-}
 static void play_start(App *a) {
     record_clear(a);
     session_reset(a->s);
@@ -10411,7 +10433,346 @@ static int evaluate(App *a) {
     return 0;
 }
 
-// ==================================================================================================== 18b BENCHMARK
+// ==================================================================================================== 27 CALIBRATION
+// ---- Score files: {"layer-head": number or list of numbers}, in any order, every head exactly once; a list stands for its
+// mean. The map may be the only object inside another, or one of several under a name we write or the authors' script writes.
+static const char *score_names[3][2] = {
+    { "inf", "average_infscores_weighted" }, { "dili", "average_precisions_weighted" }, { "lazy", "average_recalls_weighted" },
+};
+
+static const Json *scores_find(const Json *j, const char *which) {
+    const Json *only = NULL, *v;
+    int objects = 0;
+    if (j->type != JSON_OBJECT) return j;
+    for (int i = 0; i < 3; i++)
+        for (int k = 0; k < 2; k++)
+            if (!strcmp(which, score_names[i][0]) && (v = json_get(j, score_names[i][k])) && v->type == JSON_OBJECT) return v;
+    for (int i = 0; i < j->n; i++) if (j->item[i].type == JSON_OBJECT) { only = &j->item[i]; objects++; }
+    return objects == 1 ? only : j;
+}
+static int scores_index(const char *key, int L, int H) {        // "layer-head" -> layer*H + head, -1: not a head of the model
+    char *end;
+    if (!isdigit((unsigned char)key[0]) || strlen(key) > 16) return -1;
+    long l = strtol(key, &end, 10);
+    if (*end != '-' || !isdigit((unsigned char)end[1])) return -1;
+    long h = strtol(end + 1, &end, 10);
+    return *end || l >= L || h >= H ? -1 : (int)(l * H + h);
+}
+static double scores_value(const Json *v) {                     // mean of a list, or the number; -1: neither
+    double sum = 0;
+    if (v->type == JSON_NUMBER) return v->num;
+    if (v->type != JSON_ARRAY || !v->n) return -1;
+    for (int i = 0; i < v->n; i++) {
+        if (v->item[i].type != JSON_NUMBER || v->item[i].num < 0) return -1;
+        sum += v->item[i].num;
+    }
+    return sum / v->n;
+}
+static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {        // x (L,H), all -1
+    if (j->type != JSON_OBJECT) return snprintf(err, 512, "expected an object with keys \"layer-head\""), -1;
+    for (int i = 0; i < j->n; i++) {
+        int at = scores_index(j->key[i], L, H);
+        double v = scores_value(&j->item[i]);
+        if (at < 0) return snprintf(err, 512, "key \"%.40s\": expected \"layer-head\" of a model with %d layers and %d heads", j->key[i], L, H), -1;
+        if (x[at] >= 0) return snprintf(err, 512, "head %d-%d stands there twice", at / H, at % H), -1;
+        if (!(v >= 0)) return snprintf(err, 512, "head %d-%d: expected a number of at least 0, or a list of them", at / H, at % H), -1;
+        x[at] = v;
+    }
+    for (int i = 0; i < L * H; i++)
+        if (x[i] < 0) return snprintf(err, 512, "no score of head %d-%d: expected all %d x %d", i / H, i % H, L, H), -1;
+    return 0;
+}
+static double *scores_load(const char *path, const char *which, int L, int H, char err[512]) {     // (L,H), or NULL and err
+    char why[512];
+    size_t size;
+    char *text = read_file(path, &size, why);
+    if (!text) { snprintf(err, 512, "--dililazy-scores: %.400s", why); return NULL; }
+    Json *j = json_parse(text, size, why);
+    double *x = xmalloc((size_t)L * H * sizeof *x);
+    for (int i = 0; i < L * H; i++) x[i] = -1;
+    int bad = !j || scores_fill(scores_find(j, which), L, H, x, why);
+    if (bad) { snprintf(err, 512, "--dililazy-scores: %.200s: %.250s", path, why); free(x); }
+    json_free(j);
+    free(text);
+    return bad ? NULL : x;
+}
+
+
+// DiliLazyKV's stage 1 (its section has the scores' use): --calibrate plays needles in hay and writes the head scores.
+
+// ---- Stage 1: --calibrate. One prefill a run; only the last row of every head is looked at, so memory stays O(n).
+typedef struct { const char *question, *needle, *answer; } Needle;
+static const Needle own_needles[] = {
+    { "What is the best thing to do on a free afternoon in Merrow?",
+      "The best thing to do on a free afternoon in Merrow is to row out to the lighthouse.", "Row out to the lighthouse." },
+    { "What keeps the keeper of the old mill healthy?",
+      "The keeper of the old mill stays healthy through long walks and barley soup.", "Long walks and barley soup." },
+    { "In which year did Anna begin her apprenticeship?",
+      "Anna was born in 1931. Anna began her apprenticeship sixteen years after she was born.", "Anna began her apprenticeship in 1947." },
+};
+static const char *hay_words[4][12] = {
+    { "The baker", "A tall ferryman", "My aunt", "The youngest of the sailors", "Our neighbour", "The clockmaker",
+      "A stranger in grey", "The schoolteacher", "An old gardener", "The captain", "Her cousin", "The bell ringer" },
+    { "carried", "forgot", "was looking for", "sold", "painted", "had borrowed",
+      "dreamed of", "repaired", "hid", "counted", "lost", "gave away" },
+    { "a lantern", "three copper kettles", "the blue umbrella", "a basket of pears", "an unfinished letter", "the heavy ladder",
+      "two silver spoons", "a map of the marshes", "the harbour bell", "a sack of flour", "some torn nets", "the key to the cellar" },
+    { "before the rain came.", "while the others slept.", "at the edge of the village.", "because nobody had asked.",
+      "on the way to the market.", "and said nothing about it.", "under the chestnut trees.", "for the second time that week.",
+      "when the tide went out.", "in the narrow street behind the church.", "without a lamp.", "as the winter began." },
+};
+static int *hay_ids(const Tokenizer *t, const char *path, int n) {      // at least n ids of hay, as an stb array
+    uint64_t state = 1;
+    int *ids = NULL;
+    char *text = NULL, why[256], line[256];
+    if (*path) {
+        size_t size;
+        if (!(text = read_file(path, &size, why))) die(EXIT_USAGE, "--calibrate-haystack: %s", why);
+        ids = encode_at(t, text, size, 0, 1, NULL);
+        free(text);
+        if ((int)arrlen(ids) < n) die(EXIT_USAGE, "--calibrate-haystack: %s has %d tokens, %d are needed", path, (int)arrlen(ids), n);
+        return ids;
+    }
+    while ((int)arrlen(ids) < n) {                      // sentence by sentence, so that the ids do not depend on n
+        const char *word[4];
+        for (int i = 0; i < 4; i++) word[i] = hay_words[i][splitmix64(&state) % 12];
+        int old = (int)arrlen(ids), k = snprintf(line, sizeof line, "%s%s %s %s %s", old ? " " : "", word[0], word[1], word[2], word[3]);
+        ids = encode_at(t, line, k, 0, !old, ids);
+        if ((int)arrlen(ids) == old) die(EXIT_RUN, "--calibrate: the tokenizer makes nothing of \"%s\"", line);
+    }
+    return ids;
+}
+// Share of the answer's words that the text has too (as often); case and punctuation do not count.
+static int next_word(const char **p, const char *end, char word[64]) {
+    int n = 0;
+    while (*p < end && !isalnum((unsigned char)**p) && (unsigned char)**p < 128) ++*p;
+    for (; *p < end && (isalnum((unsigned char)**p) || (unsigned char)**p >= 128); ++*p) if (n < 63) word[n++] = (char)tolower((unsigned char)**p);
+    word[n] = 0;
+    return n;
+}
+static double word_recall(const char *answer, const char *text, size_t n) {
+    int words = 0, found = 0;
+    char a[64], b[64];
+    for (const char *p = answer, *end = answer + strlen(answer); next_word(&p, end, a); words++) {
+        int want = 1, have = 0;
+        const char *before = answer, *at = p;
+        while (next_word(&before, end, b) && before < at) want += !strcmp(a, b);        // the how-manieth one is this?
+        for (const char *t = text; next_word(&t, text + n, b); ) have += !strcmp(a, b);
+        found += have >= want;
+    }
+    return words ? (double)found / words : 1;
+}
+
+typedef struct {
+    int at, n, k, count;        // the needle's first key and length; size of T (0: n); 1: --calibrate-score=count
+    double *score, *sum;        // (3,L,H): Inf, Dili, Lazy of this run; sums over the accepted ones
+    double counts[4], total[4]; // keys per head and run, means: Diligent, Distracted, Subconscious, Diffuse; and their sums
+} Calibration;
+
+// One head's row a (n): score[0..3) = Inf, Dili, Lazy; counts as above. idx (n) is room.
+static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3], double counts[4]) {
+    double hit = 0, top = 0, needle = 0, hits = 0, P, R;
+    int k = top_k(a, n, r->k ? r->k : r->n, idx);       // T: sinks and question take part, as in the published scores
+    for (int i = 0; i < k; i++) {
+        int in = idx[i] >= r->at && idx[i] < r->at + r->n;
+        top += a[idx[i]];
+        if (in) { hit += a[idx[i]]; hits++; }
+    }
+    for (int i = r->at; i < r->at + r->n; i++) needle += a[i];
+    counts[0] = hits; counts[1] = k - hits; counts[2] = r->n - hits; counts[3] = n - r->n - counts[1];
+    if (r->count) {                                     // the paper's text; its three weights are not given: 1/3 each is our choice
+        P = hits / k;
+        R = (counts[1] / k + counts[2] / r->n + counts[3] / (n - r->n)) / 3;
+    } else {
+        P = top > 1e-9 ? hit / top : 0;
+        R = needle > 1e-9 ? hit / needle : 0;
+    }
+    score[0] = P + R > 1e-9 ? 2 * P * R / (P + R) : 0;  // (1), in every run; then the mean
+    score[1] = P; score[2] = R;
+}
+typedef struct { Calibration *run; } HeadProbe;
+static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T) {
+    Calibration *r = ((HeadProbe *)ms)->run;
+    if (s->decoding || l == s->c->L) return;
+    size_t mark = scratch_mark(s), LH = (size_t)s->c->L * s->c->H;
+    int N = kv_longest(s, l), H = s->c->H, *idx = scratch(s, (size_t)N * sizeof(int));
+    float *row = scratch(s, (size_t)H * N * sizeof(float));
+    window_scores(s, l, q, T, 1, row);
+    for (int h = 0; h < H; h++) {
+        double score[3], counts[4];
+        head_scores(r, row + (size_t)h * N, N, idx, score, counts);
+        for (int i = 0; i < 3; i++) r->score[i * LH + (size_t)l * H + h] = score[i];
+        for (int i = 0; i < 4; i++) r->counts[i] += counts[i] / (double)LH;
+    }
+    scratch_reset(s, mark);
+}
+static const Method head_probe = { .name = "probe", .state = sizeof(HeadProbe), .commit = head_probe_commit };    // rides on "full"; not in the table
+
+static char *greedy_answer(Session *s, const Tokenizer *t, const float *logits, int n) {        // stb array of at most n tokens' bytes
+    char *text = NULL;
+    for (int i = 0; i < n; i++) {
+        int id = 0, end = 0, len;
+        for (int v = 1; v < s->c->V; v++) if (logits[v] > logits[id]) id = v;
+        for (int e = 0; e < s->c->n_eos; e++) end |= s->c->eos[e] == id;
+        if (end) break;
+        const char *b = tokenizer_bytes(t, id, &len);
+        if (len) memcpy(arraddnptr(text, len), b, (size_t)len);
+        if (i + 1 < n) logits = decode(s, id);
+    }
+    return text;
+}
+typedef struct { const Needle *needle; int length, depth; } Run;
+
+static int *ids_put(int *ids, const int *x, int n) { for (int i = 0; i < n; i++) arrput(ids, x[i]); return ids; }
+
+// [BOS] prefix, hay with the needle at depth % of it, question: ids as an stb array. Hay and needle have length - 200 ids.
+static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r) {
+    int *ids = NULL, *needle = NULL, room = run->length - (run->length < 400 ? run->length / 2 : 200), len;
+    char text[4096], line[4096];
+    const char *prefix = opt_str(o, "calibrate-prefix"), *prompt = opt_str(o, "calibrate-prompt"), *hole = strstr(prompt, "{}");
+    if (!hole || strlen(prompt) > 2000) die(EXIT_USAGE, "--calibrate-prompt wants a text up to 2000 bytes with {} where the question goes");
+    snprintf(text, sizeof text, " %s", run->needle->needle);
+    snprintf(line, sizeof line, "%.*s%s%s", (int)(hole - prompt), prompt, run->needle->question, hole + 2);
+    needle = encode_at(t, text, strlen(text), 0, 0, NULL);
+    int n_hay = room - (int)arrlen(needle), at = (int)((long)n_hay * run->depth / 100);
+    if (n_hay < 1) die(EXIT_USAGE, "--calibrate-lengths: %d tokens do not hold a needle of %d beside the question", run->length, (int)arrlen(needle));
+    for (const char *b; opt_int(o, "calibrate-boundary") && at > 0; at--)       // back to the end of a sentence
+        if (b = tokenizer_bytes(t, hay[at - 1], &len), len && b[len - 1] == '.') break;
+    if (t->add_bos && t->bos >= 0) arrput(ids, t->bos);
+    ids = encode_at(t, prefix, strlen(prefix), 1, 1, ids);
+    r->at = (int)arrlen(ids) + at;
+    r->n = (int)arrlen(needle);
+    ids = ids_put(ids, hay, at);
+    ids = ids_put(ids, needle, r->n);
+    ids = ids_put(ids, hay + at, n_hay - at);
+    ids = encode_at(t, line, strlen(line), 1, 0, ids);
+    arrfree(needle);
+    return ids;
+}
+// One run -> 1 if the model found the needle (or that is not asked)
+static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r, double *recall) {
+    int *ids = run_prompt(t, o, run, hay, r);
+    int all = !strcmp(opt_str(o, "calibrate-accept"), "all");
+    size_t LH = (size_t)s->c->L * s->c->H;
+    session_reset(s);
+    ((HeadProbe *)s->part[s->n_part - 1].ms)->run = r;
+    memset(r->counts, 0, sizeof r->counts);
+    const float *logits = prefill(s, ids, (int)arrlen(ids));
+    char *answer = all ? NULL : greedy_answer(s, t, logits, opt_int(o, "calibrate-predict"));
+    *recall = all ? -1 : word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer));       // -1: not asked
+    int accepted = all || *recall >= .5;
+    for (size_t i = 0; accepted && i < 3 * LH; i++) r->sum[i] += r->score[i];
+    for (int i = 0; accepted && i < 4; i++) r->total[i] += r->counts[i];
+    arrfree(answer);
+    arrfree(ids);
+    return accepted;
+}
+static const char *needle_text(const Json *v, const char *path, const char *key) {
+    const Json *x = json_get(v, key);
+    if (!x || x->type != JSON_STRING || !x->len || x->len > 2000)
+        die(EXIT_USAGE, "--calibrate-needles: %s: expected a list of {\"question\", \"needle\", \"answer\"}, each a text up to 2000 bytes", path);
+    return x->str;
+}
+static Needle *needles_load(const char *path, Json **file) {    // stb array; its texts live in *file
+    Needle *list = NULL;
+    char why[256];
+    size_t size;
+    for (size_t i = 0; !*path && i < sizeof own_needles / sizeof *own_needles; i++) arrput(list, own_needles[i]);
+    if (!*path) return list;
+    char *text = read_file(path, &size, why);
+    if (!text || !(*file = json_parse(text, size, why))) die(EXIT_USAGE, "--calibrate-needles: %s: %s", path, why);
+    free(text);
+    for (int i = 0; i < (*file)->n; i++) {
+        const Json *v = &(*file)->item[i];
+        Needle x = { needle_text(v, path, "question"), needle_text(v, path, "needle"), needle_text(v, path, "answer") };
+        arrput(list, x);
+    }
+    if (!list) die(EXIT_USAGE, "--calibrate-needles: %s holds no needle", path);
+    return list;
+}
+typedef struct { int *length, *depth; Needle *needle; Json *file; } Plan;         // stb arrays: every length x depth x needle is a run
+
+static void list_write(FILE *f, const char *name, const int *list) {
+    fprintf(f, "  \"%s\": [", name);
+    for (int i = 0; i < (int)arrlen(list); i++) fprintf(f, "%s%d", i ? ", " : "", list[i]);
+    fprintf(f, "],\n");
+}
+static void scores_write(FILE *f, const Config *c, const Options *o, const Plan *p, const Calibration *r, int accepted) {
+    const char *slash = strrchr(c->dir, '/'), *name = slash && slash[1] ? slash + 1 : c->dir;     // the folder's name: the file travels, the path to it does not
+    fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
+    json_escape(f, name, strlen(name));
+    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"%s\", \"k\": %d, \"accept\": \"%s\", \"needles\": %d, \"accepted\": %d,\n",
+            c->L, c->H, opt_str(o, "calibrate-score"), opt_int(o, "calibrate-k"), opt_str(o, "calibrate-accept"), (int)arrlen(p->needle), accepted);
+    list_write(f, "lengths", p->length);
+    list_write(f, "depths", p->depth);
+    fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
+    for (int i = 0; i < 4; i++) fprintf(f, "%s%.6g", i ? ", " : "", r->total[i] / accepted);
+    fprintf(f, "]");
+    for (int k = 0; k < 3; k++) {
+        fprintf(f, ",\n  \"%s\": {", score_names[k][0]);
+        for (int i = 0; i < c->L * c->H; i++)
+            fprintf(f, "%s\n    \"%d-%d\": [%.9g]", i ? "," : "", i / c->H, i % c->H, r->sum[(size_t)k * c->L * c->H + i] / accepted);
+        fprintf(f, "\n  }");
+    }
+    fprintf(f, "\n}\n");
+}
+static Plan plan_read(const Config *c, const Options *o) {
+    Plan p = { .file = NULL };
+    char limit[16];
+    snprintf(limit, sizeof limit, "%d", c->max_pos);
+    int cut = !opt_given(o, "calibrate-lengths") && c->max_pos < 2048;         // the default does not fit a small model
+    p.length = number_list("calibrate-lengths", cut ? limit : opt_str(o, "calibrate-lengths"), 16, c->max_pos);
+    p.depth = number_list("calibrate-depths", opt_str(o, "calibrate-depths"), 0, 100);
+    p.needle = needles_load(opt_str(o, "calibrate-needles"), &p.file);
+    if (opt_int(o, "calibrate-k") < 0) die(EXIT_USAGE, "--calibrate-k must not be negative, found %d", opt_int(o, "calibrate-k"));
+    return p;
+}
+// All runs, with a session of method full and the probe beside it -> runs accepted
+static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t, const Options *o, const Plan *p, Calibration *r) {
+    int nd = (int)arrlen(p->depth), nn = (int)arrlen(p->needle), runs = (int)arrlen(p->length) * nd * nn, accepted = 0, longest = 0;
+    for (int i = 0; i < (int)arrlen(p->length); i++) longest = p->length[i] > longest ? p->length[i] : longest;
+    int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), longest);
+    Session *s = session_open(c, w, o, "full");
+    s->part[s->n_part++] = (Part){ &head_probe, xcalloc(1, sizeof(HeadProbe)) };
+    for (int i = 0; i < runs; i++) {
+        Run run = { &p->needle[i % nn], p->length[i / nn / nd], p->depth[i / nn % nd] };
+        double recall;
+        accepted += calibrate_run(s, t, o, &run, hay, r, &recall);
+        if (opt_int(o, "quiet")) continue;
+        fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d", i + 1, runs, run.length, run.depth, i % nn + 1);
+        if (recall >= 0) fprintf(stderr, ": recall %.2f, %d accepted", recall, accepted);
+        fputc('\n', stderr);
+    }
+    session_close(s);
+    arrfree(hay);
+    return accepted;
+}
+// Makes OUT.json of --calibrate. Returns the exit code.
+static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o) {
+    const char *out = opt_str(o, "calibrate");
+    char part[1100];
+    if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
+    Plan p = plan_read(c, o);
+    snprintf(part, sizeof part, "%.1000s.part", out);
+    FILE *f = fopen(part, "wb");                        // before the work, not after it
+    if (!f) die(EXIT_RUN, "--calibrate: %s: %s", part, strerror(errno));
+    size_t LH = (size_t)c->L * c->H;
+    Calibration r = { .k = opt_int(o, "calibrate-k"), .count = !strcmp(opt_str(o, "calibrate-score"), "count") };
+    r.score = xcalloc(3 * LH, sizeof(double));
+    r.sum = xcalloc(3 * LH, sizeof(double));
+    int accepted = calibrate_runs(c, w, t, o, &p, &r);
+    if (accepted) scores_write(f, c, o, &p, &r, accepted);
+    int bad = ferror(f) | fclose(f);
+    if (bad || !accepted) remove(part);
+    if (!accepted) die(EXIT_RUN, "--calibrate: no answer had half of the expected words (--calibrate-accept all takes every run)");
+    if (bad || rename(part, out)) { int why = errno; remove(part); die(EXIT_RUN, "--calibrate: %s: %s", out, strerror(why)); }
+    free(r.score); free(r.sum);
+    arrfree(p.length); arrfree(p.depth); arrfree(p.needle);
+    json_free(p.file);
+    return EXIT_OK;
+}
+
+// ==================================================================================================== 28 BENCHMARK
 // --bench measures a model, or random weights of a shape (--synthetic): prefill ("pp N": N ids from an empty cache) and decode
 // ("tg at D": one token with D rows behind it). A decode step is bytes: weights, the K and V rows attention reads, and the
 // method's index. They stand beside the read bandwidth of this machine, measured again before every line, so that the last
@@ -10691,7 +11052,7 @@ static int bench(Options *o) {
     return 0;
 }
 
-// ==================================================================================================== 18c REPORT
+// ==================================================================================================== 29 REPORT
 // --report OUT.html: what was measured and what the methods do, as one page that needs nothing else: no network, no library, and
 // a script for the sliders only. OUT.csv beside it holds the numbers. The scores come from --eval; everything else from a
 // demonstration: a built-in dialogue of seven turns, played through each method of --compare, or --method, or a default set.
@@ -12047,329 +12408,7 @@ static int report_write(App *a, const char *path, const Score *rows /* stb_ds */
     return 0;
 }
 
-// ==================================================================================================== 19 CHAT
-// A small line editor (UTF-8, history, multi-line pastes), the commands, and Ctrl-C: the first stops the reply and keeps
-// it in the history and in the cache, a second within a second leaves with 130. Without a terminal every input line is a turn.
-
-static struct termios tty_before;
-static int tty_raw;
-static void tty_restore(void) { if (tty_raw) { tcsetattr(0, TCSANOW, &tty_before); if (write(1, "\x1b[?2004l", 8) < 0) tty_raw = 0; } tty_raw = 0; }
-static int tty_enter(void) {                             // raw input, bracketed paste. 0, or -1
-    struct termios t;
-    if (tcgetattr(0, &tty_before)) return -1;
-    t = tty_before;
-    t.c_lflag &= ~(tcflag_t)(ICANON | ECHO | ISIG | IEXTEN);
-    t.c_iflag &= ~(tcflag_t)(IXON | ICRNL);
-    t.c_cc[VMIN] = 1; t.c_cc[VTIME] = 0;
-    if (tcsetattr(0, TCSANOW, &t)) return -1;
-    tty_raw = 1;
-    return write(1, "\x1b[?2004h", 8) == 8 ? 0 : -1;
-}
-static double interrupt_at;
-static void on_interrupt(int sig) {
-    (void)sig;
-    struct timespec ts;
-    clock_gettime(CLOCK_MONOTONIC, &ts);
-    double t = (double)ts.tv_sec + 1e-9 * (double)ts.tv_nsec;
-    if (interrupts && t - interrupt_at < 1) { tty_restore(); _exit(EXIT_INTERRUPT); }
-    interrupts++;
-    interrupt_at = t;
-}
-
-// ---- the line editor. text is an stb_ds array of bytes, cursor a byte offset at a character's start
-typedef struct { char *text; int cursor, row; char **history; int at; } Line;
-
-static int char_next(const Line *e, int i) { do i++; while (i < (int)arrlen(e->text) && (e->text[i] & 0xc0) == 0x80); return i; }
-static int char_prev(const Line *e, int i) { do i--; while (i > 0 && (e->text[i] & 0xc0) == 0x80); return i; }
-static int screen_columns(void) { struct winsize w; return ioctl(1, TIOCGWINSZ, &w) || !w.ws_col ? 80 : w.ws_col; }
-static int code_width(const char *s, int n) {            // columns of one character: 2 for East Asian wide ranges and emoji, 0 for combining marks
-    unsigned c = (unsigned char)s[0];
-    if (c < 0x80 || n < 2) return 1;
-    c = n == 2 ? (c & 31) << 6 | (s[1] & 63) : n == 3 ? (c & 15) << 12 | (s[1] & 63) << 6 | (s[2] & 63) : (c & 7) << 18 | (s[1] & 63) << 12 | (s[2] & 63) << 6 | (s[3] & 63);
-    if ((c >= 0x300 && c < 0x370) || c == 0x200d || (c >= 0xfe00 && c < 0xfe10)) return 0;
-    return (c >= 0x1100 && c < 0x1160) || (c >= 0x2e80 && c < 0xa4d0) || (c >= 0xac00 && c < 0xd7a4) || (c >= 0xf900 && c < 0xfb00) || (c >= 0xff00 && c < 0xff61) || c >= 0x1f300 ? 2 : 1;
-}
-// Writes prompt and text again and puts the cursor where it belongs; e->row is the screen row it was on.
-static void line_draw(Line *e) {
-    int cols = screen_columns(), x = 2, y = 0, cx = 2, cy = 0, n = (int)arrlen(e->text);
-    if (e->row) printf("\x1b[%dA", e->row);
-    printf("\r\x1b[J> ");
-    for (int i = 0; i <= n; ) {
-        if (i == e->cursor) { cx = x; cy = y; }
-        if (i == n) break;
-        int j = char_next(e, i), w = code_width(e->text + i, j - i);
-        if (e->text[i] == '\n') { fputs("\r\n", stdout); x = 0; y++; }
-        else {
-            if (x + w > cols) { x = 0; y++; }
-            if ((unsigned char)e->text[i] >= 32) fwrite(e->text + i, 1, j - i, stdout); else fputc(' ', stdout);
-            if ((x += w) == cols && j < n) { x = 0; y++; }
-        }
-        i = j;
-    }
-    if (x >= cols) { fputs("\r\n", stdout); if (cx >= cols) { cx = 0; cy++; } y++; }
-    if (y > cy) printf("\x1b[%dA", y - cy);
-    printf("\r");
-    if (cx) printf("\x1b[%dC", cx);
-    e->row = cy;
-    fflush(stdout);
-}
-static void line_insert(Line *e, const char *s, int n) {
-    int len = (int)arrlen(e->text);
-    arrsetlen(e->text, len + n);
-    memmove(e->text + e->cursor + n, e->text + e->cursor, len - e->cursor);
-    memcpy(e->text + e->cursor, s, n);
-    e->cursor += n;
-}
-static void line_delete(Line *e, int a, int b) {         // bytes [a,b)
-    memmove(e->text + a, e->text + b, arrlen(e->text) - b);
-    arrsetlen(e->text, arrlen(e->text) - (b - a));
-    e->cursor = a;
-}
-static void line_history(Line *e, int step) {
-    int at = e->at + step;
-    if (at < 0 || at > (int)arrlen(e->history)) return;
-    e->at = at;
-    arrsetlen(e->text, 0);
-    e->cursor = 0;
-    if (at < (int)arrlen(e->history)) line_insert(e, e->history[at], (int)strlen(e->history[at]));
-}
-// Input comes in big reads, so that a long paste is drawn once, not once a byte.
-typedef struct { unsigned char buf[65536]; int n, at; } Input;
-static Input input;
-static int input_ready(void) {
-    fd_set f; struct timeval t = { 0, 0 };
-    if (input.at < input.n) return 1;
-    FD_ZERO(&f); FD_SET(0, &f);
-    return select(1, &f, NULL, NULL, &t) > 0;
-}
-static int input_byte(void) {                            // -1: end of input
-    while (input.at == input.n) {
-        ssize_t n = read(0, input.buf, sizeof input.buf);
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) return -1;
-        input.n = (int)n; input.at = 0;
-    }
-    return input.buf[input.at++];
-}
-static void line_paste(Line *e) {                        // until ESC [ 2 0 1 ~ ; newlines stay in the text
-    static const char end[] = "\x1b[201~";
-    for (int c, seen = 0; (c = input_byte()) >= 0; ) {
-        char b = (char)(c == '\r' ? '\n' : c);
-        line_insert(e, &b, 1);
-        seen = c == end[seen] ? seen + 1 : c == end[0];
-        if (seen == 6) { line_delete(e, e->cursor - 6, e->cursor); return; }
-    }
-}
-static void line_escape(Line *e) {
-    int c = input_ready() ? input_byte() : 0, arg = 0;
-    if (c != '[' && c != 'O') return;
-    while ((c = input_byte()) == ';' || (c >= '0' && c <= '9')) arg = c == ';' ? 0 : arg % 1000 * 10 + c - '0';     // ESC [ 1 ; 5 D: Ctrl and an arrow
-    int n = (int)arrlen(e->text);
-    if (c == 'A') line_history(e, -1);
-    if (c == 'B') line_history(e, 1);
-    if (c == 'C' && e->cursor < n) e->cursor = char_next(e, e->cursor);
-    if (c == 'D' && e->cursor > 0) e->cursor = char_prev(e, e->cursor);
-    if (c == 'H' || (c == '~' && (arg == 1 || arg == 7))) e->cursor = 0;
-    if (c == 'F' || (c == '~' && (arg == 4 || arg == 8))) e->cursor = n;
-    if (c == '~' && arg == 3 && e->cursor < n) line_delete(e, e->cursor, char_next(e, e->cursor));
-    if (c == '~' && arg == 200) line_paste(e);
-}
-// One edited line: 1, 0 at the end of input (Ctrl-D on an empty line), -1 when Ctrl-C was pressed on an empty line.
-static int line_edit(Line *e) {
-    arrsetlen(e->text, 0);
-    e->cursor = e->row = 0;
-    e->at = (int)arrlen(e->history);
-    line_draw(e);
-    for (;;) {
-        int c = input_byte(), n = (int)arrlen(e->text);
-        if (c < 0) return n > 0;
-        if (c == '\r' || c == '\n') break;
-        if (c == 3) { if (!n) return -1; line_delete(e, 0, n); }
-        else if (c == 4) { if (!n) return 0; if (e->cursor < n) line_delete(e, e->cursor, char_next(e, e->cursor)); }
-        else if (c == 127 || c == 8) { if (e->cursor > 0) line_delete(e, char_prev(e, e->cursor), e->cursor); }
-        else if (c == 1) e->cursor = 0;
-        else if (c == 5) e->cursor = n;
-        else if (c == 11) line_delete(e, e->cursor, n);
-        else if (c == 21) line_delete(e, 0, e->cursor);
-        else if (c == 23) {                              // Ctrl-W: the word before the cursor
-            int a = e->cursor;
-            while (a > 0 && e->text[a - 1] == ' ') a--;
-            while (a > 0 && e->text[a - 1] != ' ') a--;
-            line_delete(e, a, e->cursor);
-        }
-        else if (c == 27) line_escape(e);
-        else if (c >= 32 || c == 9) { char b = (char)c; line_insert(e, &b, 1); }
-        if (!input_ready()) line_draw(e);
-    }
-    e->cursor = (int)arrlen(e->text);
-    line_draw(e);
-    fputs("\r\n", stdout);
-    fflush(stdout);
-    return 1;
-}
-
-// ---- one user message: an edited line, or lines of standard input; a line ending in \ continues
-static int read_plain(char **out) {                      // a line without its newline into the stb_ds array; 0 at the end
-    int c, any = 0;
-    while ((c = getchar()) != EOF && c != '\n') { arrput(*out, (char)c); any = 1; }
-    return any || c == '\n';
-}
-static int read_message(Line *e, int tty, char **out) {  // *out: stb_ds array, NUL-terminated. 1, 0 at the end, -1 on Ctrl-C
-    arrsetlen(*out, 0);
-    for (;;) {
-        int r = 1;
-        if (tty) {
-            if (tty_enter()) return 0;
-            r = line_edit(e);
-            tty_restore();
-            if (r > 0 && arrlen(e->text)) memcpy(arraddnptr(*out, arrlen(e->text)), e->text, arrlen(e->text));
-        }
-        else r = read_plain(out);
-        if (r <= 0 && !arrlen(*out)) return r;
-        if (!arrlen(*out) || arrlast(*out) != '\\') break;
-        arrlast(*out) = '\n';
-    }
-    arrput(*out, 0);
-    if (tty && (*out)[0]) { char *copy = strdup(*out); arrput(e->history, copy); }
-    return 1;
-}
-
-// ---- a turn of the chat
-static int chat_turn(App *a, const char *text, FILE *out) {      // 0, or -1 when it does not fit
-    Turn t = render_turn(a, text);
-    int n = (int)arrlen(t.pre), n_predict = opt_int(a->o, "n-predict");
-    if (!n) { turn_free(t); return 0; }
-    if (!fits(a, n)) {
-        fprintf(stderr, "kvcomp: %d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)\n", n, rows_held(a), ctx_limit(a));
-        turn_free(t);
-        return -1;
-    }
-    if (!pos_fits(a->s, n, a->s->pos_extra)) {
-        fprintf(stderr, "kvcomp: %d tokens do not fit: the next position is %d, %s goes to max_position_embeddings %d (see /clear, or /method)\n", n, a->s->pos_next, a->method, a->s->pos_end);
-        turn_free(t);
-        return -1;
-    }
-    arrput(a->turn, t);
-    interrupts = 0;
-    feed_prefill(a, &t);
-    double t0 = now();
-    int made = generate(a, n_predict, out);
-    fputc('\n', out);
-    fflush(out);
-    print_summary(a, n, made, now() - t0);
-    return 0;
-}
-static void chat_regen(App *a, FILE *out) {              // the last reply again
-    if (!arrlen(a->turn)) { fprintf(stderr, "nothing to make again\n"); return; }
-    arrfree(arrlast(a->turn).dec);
-    arrlast(a->turn).dec = NULL;
-    replay(a, (int)arrlen(a->turn));
-    interrupts = 0;
-    double t0 = now();
-    int made = generate(a, opt_int(a->o, "n-predict"), out);
-    fputc('\n', out);
-    print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
-}
-static void template_differs(const App *a) {             // llama3.1 and llama3.2 mark messages as llama3 does
-    const char *made = a->s->made_for;
-    if (made && a->tp && !quiet && strncmp(a->tp->x.name, made, strlen(made)))
-        fprintf(stderr, "kvcomp: WARNING: the weights of %s were trained with chat template %s, this chat uses %s\n", a->method, made, a->tp->x.name);
-}
-// Opens the session again with another method (or the same) and plays the dialogue into it. The old one stays on failure.
-static int chat_method(App *a, const char *spec) {
-    char err[512];
-    Session *s = session_try(a->c, a->w, a->o, spec, err);
-    if (!s || record_fits(s, a->turn, err)) { fprintf(stderr, "kvcomp: %s\n", err); session_close(s); return -1; }
-    session_close(a->s);
-    a->s = s;
-    char *copy = strdup(spec);
-    free(a->method);
-    a->method = copy;
-    template_differs(a);
-    replay(a, (int)arrlen(a->turn));
-    return 0;
-}
-
-// ---- commands
-static const char *chat_help =
-    "/help            this list              /stats           bytes, rows, speed, the method's own numbers\n"
-    "/method NAME     another method; the dialogue is played into it again\n"
-    "/budget N        another budget, likewise\n"
-    "/clear           forget the dialogue    /regen           make the last reply again\n"
-    "/system TEXT     another system message, with a new dialogue\n"
-    "/read FILE       a file's text as your message\n"
-    "/save FILE       keep the dialogue      /load FILE       go on with a kept one\n"
-    "/quit            leave (so does Ctrl-D); Ctrl-C stops a reply\n";
-
-static void chat_clear(App *a) { record_clear(a); session_reset(a->s); a->closed = 0; }
-static void chat_budget(App *a, const char *value) {     // reopens the method, instead of --ratio if that was given; undone when refused
-    char err[256], *old = strdup(opt_str(a->o, "budget"));
-    int ratio = opt_given(a->o, "ratio"), bad = options_set(a->o, "budget", value, err) || out_of_range(a->o, "budget", err);
-    if (bad) fprintf(stderr, "kvcomp: %s\n", err);
-    if (ratio) (void)shdel(a->o->given, "ratio");
-    if (bad || chat_method(a, a->method)) {
-        options_set(a->o, "budget", old, err);
-        if (ratio) shput(a->o->given, "ratio", 1);
-    }
-    free(old);
-}
-static void chat_read(App *a, const char *path) {
-    char err[256];
-    size_t n;
-    char *text = read_file(path, &n, err);
-    if (!text) { fprintf(stderr, "kvcomp: %s\n", err); return; }
-    chat_turn(a, text, stdout);
-    free(text);
-}
-static int chat_command(App *a, char *line) {            // 1: leave
-    char err[512], *arg = line + strcspn(line, " \t\n");
-    while (isspace((unsigned char)*arg)) *arg++ = 0;
-    if (!strcmp(line, "/quit") || !strcmp(line, "/exit")) return 1;
-    else if (!strcmp(line, "/help")) fputs(chat_help, stderr);
-    else if (!strcmp(line, "/stats")) print_stats(a, stderr);
-    else if (!strcmp(line, "/clear")) chat_clear(a);
-    else if (!strcmp(line, "/regen")) chat_regen(a, stdout);
-    else if (!strcmp(line, "/method")) { if (*arg) chat_method(a, arg); else fprintf(stderr, "%s\n", a->method); }
-    else if (!strcmp(line, "/budget")) { if (*arg) chat_budget(a, arg); else fprintf(stderr, "%d\n", a->s->budget); }
-    else if (!strcmp(line, "/system")) { if (!options_set(a->o, "system", arg, err)) chat_clear(a); }
-    else if ((!strcmp(line, "/save") || !strcmp(line, "/load") || !strcmp(line, "/read")) && !*arg) fprintf(stderr, "%s wants a file\n", line);
-    else if (!strcmp(line, "/save")) { if (session_save(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err); }
-    else if (!strcmp(line, "/read")) chat_read(a, arg);
-    else if (!strcmp(line, "/load")) { if (session_read(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err); }
-    else fprintf(stderr, "no command %s; /help lists them\n", line);
-    return 0;
-}
-static int chat(App *a) {
-    int tty = isatty(0), r;
-    Line e = { 0 };
-    char *text = NULL;
-    const char *path = opt_str(a->o, "session");
-    char err[512];
-    struct sigaction sa = { .sa_handler = on_interrupt };
-    sigaction(SIGINT, &sa, NULL);
-    atexit(tty_restore);
-    if (*path && file_exists(path) && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
-    if (tty && !quiet) fprintf(stderr, "kvcomp %s, %s, --method=%s. /help lists commands, Ctrl-D leaves.\n", KVCOMP_VERSION, a->c->dir, a->method);
-    while ((r = read_message(&e, tty, &text)) != 0) {
-        if (r < 0) {                                     // Ctrl-C at the prompt: twice within a second leaves
-            double t = now();
-            if (t - interrupt_at < 1) { tty_restore(); exit(EXIT_INTERRUPT); }
-            interrupt_at = t;
-            fprintf(stderr, "(Ctrl-C again leaves, so does Ctrl-D)\n");
-            continue;
-        }
-        if (!text[0]) continue;
-        if (text[0] == '/') { if (chat_command(a, text)) break; }
-        else { chat_turn(a, text, stdout); if (opt_int(a->o, "single-turn")) break; }
-    }
-    if (*path && session_save(a, path, err)) die(EXIT_RUN, "--session %s", err);
-    if (opt_int(a->o, "json")) print_json(a, stdout);
-    while (arrlen(e.history)) free(arrpop(e.history));
-    arrfree(e.history); arrfree(e.text); arrfree(text);
-    return 0;
-}
-
-// ==================================================================================================== 20 COMMAND LINE
+// ==================================================================================================== 30 COMMAND LINE
 static const struct { const char *flag, *name; } short_options[] = {
     { "-m", "model" }, { "-d", "device" }, { "-t", "threads" }, { "-c", "ctx-size" }, { "-b", "batch-size" }, { "-ctk", "ctk" }, { "-ctv", "ctv" }, { "-p", "prompt" },
     { "-f", "file" }, { "-sys", "system" }, { "-n", "n-predict" }, { "-st", "single-turn" }, { "-s", "seed" }, { "-v", "verbose" }, { "-q", "quiet" }, { "-r", "repeat" },
@@ -12393,18 +12432,22 @@ static int edit_distance(const char *a, const char *b) {
         }
     return row[m];
 }
+// The option whose name is nearest to a name that is none, or NULL when nothing is near.
+static void nearer_option(const Opt *list, const char *name, const char **best, int *distance) {
+    for (const Opt *o = list; o && o->name; o++) {
+        int d = edit_distance(name, o->name);
+        if (d >= *distance) continue;
+        *best = o->name;
+        *distance = d;
+    }
+}
+
 static const char *nearest_option(const char *name) {
     const char *best = NULL;
-    int d = 99;
-    const Method *m = methods;
-    for (const Opt *o = program_options; o; o = m->name ? (m++)->opts : NULL) {
-        for (const Opt *x = o; x->name; x++) {
-            int e = edit_distance(name, x->name);
-            if (e < d) { d = e; best = x->name; }
-        }
-        while (m->name && !m->opts) m++;
-    }
-    return d <= 2 + (int)strlen(name) / 4 ? best : NULL;
+    int distance = 3 + (int)strlen(name) / 4;           // farther away than this is no misspelling
+    nearer_option(program_options, name, &best, &distance);
+    EACH_METHOD(m) nearer_option((*m)->opts, name, &best, &distance);
+    return best;
 }
 
 // ---- help
@@ -12440,13 +12483,13 @@ static int help_method(const char *name) {
     printf("  %s\n", m->evicts ? "Memory is really given back." : m->role & ROLE_STORE ? "Rows take fewer bytes." : m->role & ROLE_SELECT ? "Saves reads, not memory: every row stays stored."
                      : m->role ? "Saves prefill work, not memory." : "Saves nothing: the reference.");
     if (m->limits) printf("  %s\n", m->limits);
-    if (m->uses) printf("Uses %s%s\n", m->uses, strstr(m->uses, "--budget") ? "; or --ratio instead of --budget" : "");
+    if (m->budget) printf("Uses --budget %d%s%s; or --ratio instead of --budget\n", m->budget, m->uses ? ", " : "", m->uses ? m->uses : "");
     if (m->opts) printf("Options (with their defaults)\n");
     for (const Opt *o = m->opts; o && o->name; o++) help_option(o);
     return 0;
 }
 static int list_methods(void) {
-    for (const Method *m = methods; m->name; m++) printf("%-22s %s\n", m->name, m->keeps);
+    EACH_METHOD(m) printf("%-22s %s\n", (*m)->name, (*m)->keeps);
     return 0;
 }
 
@@ -12742,3 +12785,4 @@ int kvcomp_main(int argc, char **argv) {
 #ifndef KVCOMP_NO_MAIN
 int main(int argc, char **argv) { return kvcomp_main(argc, argv); }
 #endif
+

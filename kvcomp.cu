@@ -26,7 +26,7 @@
     if (smem > 48 * 1024) KV_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)); \
     KV_LAUNCH(k, grid, block, smem, __VA_ARGS__); } while (0)
 
-// ==================================================================================================== 1 HELPERS
+// ==================================================================================================== 15 HELPERS
 // Errors end the program with one line. Everything happens in one stream, in the order it is asked for. Device memory is asked
 // for through device_new; room() keeps one growing buffer per purpose, so a decode step allocates nothing once the buffers have grown.
 
@@ -178,7 +178,7 @@ static const char *on_device(Session *s, const Tensor *t) {      // NULL when th
     return c->host ? c->dev : map_put(&s->dev->alt, t, NULL);
 }
 
-// ==================================================================================================== 4 MATH
+// ==================================================================================================== 16 NUMBERS AND KERNELS
 // Weights are read as stored. A pass of one token multiplies f32 activations (gemv); more tokens go through cuBLAS, which
 // wants both factors alike: the activations go in as two numbers of the weights' type, the rounded value and what rounding
 // left over (a bf16 alone moved logits by a hundredth of their size), and the sums are f32.
@@ -343,7 +343,180 @@ template <int MODE> static void linear(Session *s, const float *x, int T, const 
     if (MODE == GEMV_SWIGLU) KV_LAUNCH(swiglu_kernel, blocks(m, 256), 256, 0, p[0].y, p[1].y, m);
 }
 
-// ==================================================================================================== 5 KV CACHE
+// ==================================================================================================== 1 MODEL
+// ---- what this section calls before it stands
+struct Step;
+static void rope_append(Session *s, int l, const Step *step, float *q, const float *k, const float *v, const float *cs, int t0, int n);
+static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n);
+static void decode_device(Session *s, int l, float *out, const float *q);
+static void lists_tell(Session *s);
+static void lists_count(Session *s);
+static int step_free(const Session *s);
+static int step_settled(Session *s);
+static float *step_cuda(Session *s);
+
+// pass_cuda is pass() of kvcomp.c line by line, with the hooks called at the same places; but commits of a decode step come when every layer
+// is done, if none of them is KV_QUERY.
+
+#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
+
+struct Pass { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs; int span, late; };
+
+static int commits_late(const Session *s) {                      // a decode step whose commits may run when every layer is done
+    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->commit && s->part[i].m->wants & KV_QUERY) return 0;
+    return s->decoding;
+}
+static Pass pass_room(Session *s, int T) {
+    const Config *c = s->c;
+    int whole = s->rule != VIS_CAUSAL, b = s->batch < T ? s->batch : T;
+    Pass r;
+    memset(&r, 0, sizeof r);
+    EACH_PART(s, p) whole |= p->m->project || p->m->attend || p->m->commit;
+    r.span = whole ? T : b;
+    r.late = commits_late(s);
+    size_t n = r.span, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    r.x = room<float>(s, ROOM_X, (size_t)T * c->C);        r.cs = room<float>(s, ROOM_COS, (size_t)T * c->D);
+    r.q = room<float>(s, ROOM_Q, n * HD);                  r.out = room<float>(s, ROOM_OUT, n * HD);
+    r.k = room<float>(s, ROOM_K, n * GD);                  r.v = room<float>(s, ROOM_V, n * GD);
+    r.h = room<float>(s, ROOM_H, (size_t)b * c->C);        r.gate = room<float>(s, ROOM_GATE, (size_t)b * c->F);
+    r.up = room<float>(s, ROOM_UP, (size_t)b * c->F);
+    return r;
+}
+// Brings the tokens to the device. A prefill sends all of them again: methods may have truncated some. A decode step sends its own,
+// or none when step_kernel writes it (last 0).
+static void upload_tokens(Session *s, int last) {
+    Device *d = s->dev;
+    unsigned before = s->changes;                                // room counts a move; a new place may have the old address
+    Token *tok = room<Token>(s, ROOM_TOK, s->n_tok);
+    int from = s->decoding && s->changes == before && d->n_tok == s->base ? s->base : 0;
+    if (last || !from) upload(tok + from, s->tok + from, (size_t)(s->n_tok - from) * sizeof(Token));
+    d->n_tok = s->n_tok;
+}
+void tokens_give_cuda(Session *s) { upload_tokens(s, 1); }
+static void embed_cuda(Session *s, float *x, int T) {            // x (T,C)
+    int C = s->c->C, *ids = (int *)scratch(s, (size_t)T * sizeof(int)), *dev = room<int>(s, ROOM_IDS, T);
+    float *own = (float *)scratch(s, (size_t)C * sizeof(float));
+    for (int t = 0; t < T; t++) ids[t] = s->tok[s->base + t].id;
+    upload(dev, ids, (size_t)T * sizeof(int));
+    KV_LAUNCH(embed_kernel, blocks((size_t)T * C, 256), 256, 0, x, on_device(s, &s->w->embed), s->w->embed.dtype, dev, C, (size_t)T * C);
+    for (int t = 0; t < T; t++) {
+        if (ids[t] >= 0) continue;
+        EACH_PART(s, p) if (p->m->embed) { p->m->embed(s, p->ms, &s->tok[s->base + t], own); break; }
+        upload(x + (size_t)t * C, own, (size_t)C * sizeof(float));
+    }
+}
+static void angles(const Session *s, float *cs, int pos) {       // cs (D): cos, then sin, of angles in double as on the CPU
+    int D = s->c->D;
+    for (int i = 0; i < D / 2; i++) {
+        double a = pos * s->w->inv_freq64[i];
+        cs[i] = (float)(cos(a) * s->w->rope_scale);
+        cs[D / 2 + i] = (float)(sin(a) * s->w->rope_scale);
+    }
+}
+static void upload_angles(Session *s, float *cs, int T) {        // cs (T,D)
+    int D = s->c->D;
+    float *host = (float *)scratch(s, (size_t)T * D * sizeof(float));
+    for (int t = 0; t < T; t++) angles(s, host + (size_t)t * D, s->tok[s->base + t].pos);
+    upload(cs, host, (size_t)T * D * sizeof(float));
+}
+static int same_weights(const Session *s, int t, int end, const Layer **y, int l) {      // as in kvcomp.c
+    int n = 0, alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
+    while (t + n < end && n < s->batch && (s->alt && s->tok[s->base + t + n].kind == TOK_EXTRA) == alt) n++;
+    *y = alt ? &s->alt[l] : &s->w->layer[l];
+    return n;
+}
+static void project_rows(Session *s, const Layer *y, const float *x, float *h, float *q, float *k, float *v, int n) {
+    const Config *c = s->c;
+    Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
+    rmsnorm_cuda(s, h, x, &y->attn_norm, n, c->C);
+    linear<GEMV_STORE>(s, h, n, p, 3);
+    rmsnorm_cuda(s, q, q, &y->q_norm, n * c->H, c->D);           // per head; nothing when the model has none
+    rmsnorm_cuda(s, k, k, &y->k_norm, n * c->G, c->D);
+}
+static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, const Pass *r, int n) {
+    Linear o = { x, &y->wo, &y->bo }, in[] = { { r->gate, &y->gate, &y->bgate }, { r->up, &y->up, &y->bup } }, down = { x, &y->down, &y->bdown };
+    linear<GEMV_ADD>(s, out, n, &o, 1);
+    rmsnorm_cuda(s, r->h, x, &y->mlp_norm, n, s->c->C);
+    linear<GEMV_SWIGLU>(s, r->h, n, in, 2);
+    linear<GEMV_ADD>(s, r->gate, n, &down, 1);
+}
+static void logits_cuda(Session *s, const float *x, float *h) {  // x (C): the last token's; the logits are on their way to dev->logits
+    Linear head = { room<float>(s, ROOM_LOGITS, s->c->V), &s->w->head, NULL };
+    rmsnorm_cuda(s, h, x, &s->w->norm, 1, s->c->C);
+    linear<GEMV_STORE>(s, h, 1, &head, 1);
+    KV_CUDA(cudaMemcpyAsync(s->dev->logits, head.y, (size_t)s->c->V * sizeof(float), cudaMemcpyDeviceToHost, kv_stream));
+}
+static void logits_wait(Session *s) {
+    KV_CUDA(cudaStreamSynchronize(kv_stream));
+    memcpy(s->logits, s->dev->logits, (size_t)s->c->V * sizeof(float));
+}
+static double timed(double *sum, double t0) { double t = now(); *sum += t - t0; return t; }
+static void note_peak(Session *s) { size_t n = kv_bytes(s); if (n > s->clk.peak) s->clk.peak = n; }
+
+static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
+    double t = now();
+    Part *sparse = NULL;
+    EACH_PART(s, p) if (acts && p->m->attend && !sparse) sparse = p;
+    if (s->decoding) {
+        if (acts) EACH_PART(s, p) if (p->m->select) p->m->select(s, p->ms, l, r->q);
+        t = timed(&s->clk.select, t);
+        decode_device(s, l, r->out, r->q);
+    } else if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
+    else prefill_device(s, l, r->out, r->q, t0, n);
+    t = timed(&s->clk.attend, t);                                // without a hook that waits for the device: time to launch, not to run
+    if (!s->decoding) note_peak(s);
+    if (acts && !r->late) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->q, n);
+    timed(&s->clk.commit, t);
+}
+static void commits(Session *s, int from, int T) {               // of layers from.., and of the end of the pass
+    double t = now();
+    for (int l = from; l <= s->c->L; l++)
+        EACH_PART(s, p) if (p->m->commit && (l == s->c->L || layer_acts(s, l))) p->m->commit(s, p->ms, l, NULL, T);
+    timed(&s->clk.commit, t);
+}
+// ---- any other pass
+float *pass_cuda(Session *s, int T) {
+    if (step_free(s) && step_settled(s)) return step_cuda(s);
+    const Config *c = s->c;
+    size_t mark = scratch_mark(s), C = c->C, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    Pass r = pass_room(s, T);
+    upload_tokens(s, 1);
+    embed_cuda(s, r.x, T);
+    upload_angles(s, r.cs, T);
+    for (int l = 0; l < c->L; l++) {
+        int acts = layer_acts(s, l), n;
+        const Layer *y;
+        if (l && T > 1) progress_tell("prefill", (double)l / c->L);
+        for (int t0 = 0, t1; t0 < T; t0 = t1) {                  // spans, as in pass()
+            t1 = t0 + r.span < T ? t0 + r.span : T;
+            n = t1 - t0;
+            for (int t = t0, m; t < t1; t += m) {
+                m = same_weights(s, t, t1, &y, l);
+                project_rows(s, y, r.x + t * C, r.h, r.q + (t - t0) * HD, r.k + (t - t0) * GD, r.v + (t - t0) * GD, m);
+            }
+            if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, r.q, r.k, r.v, n);
+            kv_reserve(s, l, n);
+            rope_append(s, l, NULL, r.q, r.k, r.v, r.cs + (size_t)t0 * c->D, t0, n);
+            kv_note(s, l, t0, n);
+            attend_rows(s, l, &r, t0, n, acts);
+            for (int t = l < c->L - 1 ? t0 : T - 1, m; t < t1; t += m) {         // of the last layer's rows only the very last is read
+                m = same_weights(s, t, t1, &y, l);
+                mlp_rows(s, y, r.x + t * C, r.out + (t - t0) * HD, &r, m);
+            }
+        }
+    }
+    lists_tell(s);
+    if (s->decoding) s->dev->settled = s->changes;
+    commits(s, r.late ? 0 : c->L, T);
+    logits_cuda(s, r.x + (T - 1) * C, r.h);
+    logits_wait(s);
+    lists_count(s);
+    note_peak(s);
+    scratch_reset(s, mark);
+    return s->logits;
+}
+
+// ==================================================================================================== 2 CACHE
 // The host keeps the books (kvcomp.c section 5) and calls these where bytes of rows are touched.
 
 enum { ROW_F32 = DT_F32, ROW_F16 = DT_F16, ROW_BF16 = DT_BF16, ROW_Q8, Q8_VALUES = 32, Q8_BYTES = Q8_VALUES + 2 };
@@ -500,7 +673,11 @@ void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf)
 }
 void rows_store_cuda(char *to, const char *raw, size_t bytes) { upload(to, raw, bytes); }
 
-// ==================================================================================================== 6 ATTENTION
+// ==================================================================================================== 3 ATTENTION
+struct Work;
+struct Item;
+static __device__ void cut_items(Work *work, int n_work, Item *item, int grid);
+static __device__ void read_list(Work *w, const int *lists);
 // Work is a set of query rows of one KV head that read the same list of rows: in decode the query heads whose views are
 // equal, in prefill up to 64 consecutive (token, query head) pairs. Its list is cut into items (split-K); a block takes an
 // item through tiles of TILE rows with an online softmax, and join_kernel puts the items of a work together in order.
@@ -1186,128 +1363,76 @@ void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *
     if (n) download(score, window_device(s, l, q, T, W), n * sizeof(float));
 }
 
-static void lists_tell(Session *s);
-static void lists_count(Session *s);
-// ==================================================================================================== 7 MODEL
-// pass_cuda is pass() of kvcomp.c line by line, with the hooks called at the same places; but commits of a decode step come when every layer
-// is done, if all of them are KV_BLIND.
 
-#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
-
-struct Pass { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs; int span, late; };
-
-static int commits_late(const Session *s) {                      // a decode step whose commits may run when every layer is done
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->commit && !(s->part[i].m->wants & KV_BLIND)) return 0;
-    return s->decoding;
+// ---- views that stay on the device. A decode step of Quest or LycheeCluster chooses rows in every layer; if the host had to see them, it
+// would wait for the device as often. So a list is left where it was made, with the View's n and tail in front; attention reads it there, and
+// only a number of rows comes to the host, with the logits. views_fetch_cuda() brings copies, for whoever asks (kv_meta_bytes, view_rows).
+static int *chosen_room(Session *s, int l, int stride) {         // (G,stride) for layer l's lists, to be filled before its attention
+    Chosen *c = &s->dev->chosen;
+    if (stride != c->stride) { views_fetch_cuda(s); views_drop_cuda(s); }
+    c->stride = stride;
+    if (!c->kept[l]) s->changes++;
+    c->kept[l] = KEPT;
+    for (int g = 0; g < s->c->G; g++) c->row_bytes[l * s->c->G + g] = row_bytes(s, kv_head(s, l, g));
+    room<int>(s, ROOM_VIEWS, (size_t)s->c->L * s->c->G * stride);
+    return lists_of(s, l);
 }
-static Pass pass_room(Session *s, int T) {
-    const Config *c = s->c;
-    int whole = s->rule != VIS_CAUSAL, b = s->batch < T ? s->batch : T;
-    Pass r;
-    memset(&r, 0, sizeof r);
-    EACH_PART(s, p) whole |= p->m->project || p->m->attend || p->m->commit;
-    r.span = whole ? T : b;
-    r.late = commits_late(s);
-    size_t n = r.span, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
-    r.x = room<float>(s, ROOM_X, (size_t)T * c->C);        r.cs = room<float>(s, ROOM_COS, (size_t)T * c->D);
-    r.q = room<float>(s, ROOM_Q, n * HD);                  r.out = room<float>(s, ROOM_OUT, n * HD);
-    r.k = room<float>(s, ROOM_K, n * GD);                  r.v = room<float>(s, ROOM_V, n * GD);
-    r.h = room<float>(s, ROOM_H, (size_t)b * c->C);        r.gate = room<float>(s, ROOM_GATE, (size_t)b * c->F);
-    r.up = room<float>(s, ROOM_UP, (size_t)b * c->F);
-    return r;
+static Plan plan_chosen(Session *s, int l) {                     // works of all rows until read_list
+    int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), stride = s->dev->chosen.stride;
+    Plan p = { (Work *)scratch(s, (size_t)G * blocks(R, BQ) * sizeof(Work)), 0, NULL, 0, BQ, plain_rows(s), lists_of(s, l) };
+    for (int g = 0; g < G; g++)
+        for (int m0 = 0; m0 < R; m0 += BQ)
+            p.work[p.n_work++] = { g, m0, R - m0 < BQ ? R - m0 : BQ, kv_head(s, l, g)->len, g * stride + LIST_HEAD, 0, 0, s->tok[s->base].pos, s->base, 0, 0 };
+    return p;
 }
-// Brings the tokens to the device. A prefill sends all of them again: methods may have truncated some. A decode step sends its own,
-// or none when step_kernel writes it (last 0).
-static void upload_tokens(Session *s, int last) {
-    Device *d = s->dev;
-    unsigned before = s->changes;                                // room counts a move; a new place may have the old address
-    Token *tok = room<Token>(s, ROOM_TOK, s->n_tok);
-    int from = s->decoding && s->changes == before && d->n_tok == s->base ? s->base : 0;
-    if (last || !from) upload(tok + from, s->tok + from, (size_t)(s->n_tok - from) * sizeof(Token));
-    d->n_tok = s->n_tok;
+static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {           // as step_kernel, from the n that plan_chosen gave
+    for (int i = threadIdx.x; i < n_work; i += 32) {
+        read_list(&work[i], lists);
+        work[i].n += work[i].n_idx - work[i].tail;
+    }
+    cut_items(work, n_work, item, grid);
 }
-void tokens_give_cuda(Session *s) { upload_tokens(s, 1); }
-static void embed_cuda(Session *s, float *x, int T) {            // x (T,C)
-    int C = s->c->C, *ids = (int *)scratch(s, (size_t)T * sizeof(int)), *dev = room<int>(s, ROOM_IDS, T);
-    float *own = (float *)scratch(s, (size_t)C * sizeof(float));
-    for (int t = 0; t < T; t++) ids[t] = s->tok[s->base + t].id;
-    upload(dev, ids, (size_t)T * sizeof(int));
-    KV_LAUNCH(embed_kernel, blocks((size_t)T * C, 256), 256, 0, x, on_device(s, &s->w->embed), s->w->embed.dtype, dev, C, (size_t)T * C);
-    for (int t = 0; t < T; t++) {
-        if (ids[t] >= 0) continue;
-        EACH_PART(s, p) if (p->m->embed) { p->m->embed(s, p->ms, &s->tok[s->base + t], own); break; }
-        upload(x + (size_t)t * C, own, (size_t)C * sizeof(float));
+static __global__ void list_numbers_kernel(const int *views, int stride, int n, int *rows) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) rows[i] = views[(size_t)i * stride + LIST_ROWS] - views[(size_t)i * stride + LIST_TAIL];
+}
+static void lists_tell(Session *s) {                             // after the last layer: how many rows the lists have is on its way to the host
+    Chosen *c = &s->dev->chosen;
+    int n = s->c->L * s->c->G, any = 0;
+    for (int l = 0; l < s->c->L; l++) any |= c->kept[l];
+    if (!any) return;
+    int *dev = room<int>(s, ROOM_LIST, n);
+    KV_LAUNCH(list_numbers_kernel, blocks(n, 128), 128, 0, lists_of(s, 0), c->stride, n, dev);
+    KV_CUDA(cudaMemcpyAsync(c->rows, dev, n * sizeof(int), cudaMemcpyDeviceToHost, kv_stream));
+}
+static void lists_count(Session *s) {                            // after logits_wait: what they cost
+    Chosen *c = &s->dev->chosen;
+    for (int l = 0; l < s->c->L; l++) {
+        for (int i = l * s->c->G; c->kept[l] && i < (l + 1) * s->c->G; i++) s->clk.bytes_attended += (double)(c->rows[i] + s->head[i].len) * c->row_bytes[i];
+        if (c->kept[l]) c->kept[l] = KEPT;                       // a copy the host may have is of an older step
     }
 }
-static void angles(const Session *s, float *cs, int pos) {       // cs (D): cos, then sin, of angles in double as on the CPU
-    int D = s->c->D;
-    for (int i = 0; i < D / 2; i++) {
-        double a = pos * s->w->inv_freq64[i];
-        cs[i] = (float)(cos(a) * s->w->rope_scale);
-        cs[D / 2 + i] = (float)(sin(a) * s->w->rope_scale);
+void views_fetch_cuda(Session *s) {                              // the last step's views to the host
+    Chosen *c = &s->dev->chosen;
+    int G = s->c->G;
+    unsigned changes = s->changes;
+    size_t layer = (size_t)G * c->stride, mark = scratch_mark(s);
+    int *host = (int *)scratch(s, layer * sizeof(int));
+    for (int l = 0; l < s->c->L; l++) {
+        if (c->kept[l] != KEPT) continue;
+        download(host, lists_of(s, l), layer * sizeof(int));
+        for (int g = 0; g < G; g++) {
+            const int *list = host + g * c->stride;
+            view_group(s, l, g, list + LIST_HEAD, list[LIST_ROWS], list[LIST_TAIL]);
+        }
+        c->kept[l] = KEPT_SEEN;
     }
+    s->changes = changes;                                        // the device goes on reading its lists
+    scratch_reset(s, mark);
 }
-static void upload_angles(Session *s, float *cs, int T) {        // cs (T,D)
-    int D = s->c->D;
-    float *host = (float *)scratch(s, (size_t)T * D * sizeof(float));
-    for (int t = 0; t < T; t++) angles(s, host + (size_t)t * D, s->tok[s->base + t].pos);
-    upload(cs, host, (size_t)T * D * sizeof(float));
-}
-static int same_weights(const Session *s, int t, int end, const Layer **y, int l) {      // as in kvcomp.c
-    int n = 0, alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
-    while (t + n < end && n < s->batch && (s->alt && s->tok[s->base + t + n].kind == TOK_EXTRA) == alt) n++;
-    *y = alt ? &s->alt[l] : &s->w->layer[l];
-    return n;
-}
-static void project_rows(Session *s, const Layer *y, const float *x, float *h, float *q, float *k, float *v, int n) {
-    const Config *c = s->c;
-    Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
-    rmsnorm_cuda(s, h, x, &y->attn_norm, n, c->C);
-    linear<GEMV_STORE>(s, h, n, p, 3);
-    rmsnorm_cuda(s, q, q, &y->q_norm, n * c->H, c->D);           // per head; nothing when the model has none
-    rmsnorm_cuda(s, k, k, &y->k_norm, n * c->G, c->D);
-}
-static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, const Pass *r, int n) {
-    Linear o = { x, &y->wo, &y->bo }, in[] = { { r->gate, &y->gate, &y->bgate }, { r->up, &y->up, &y->bup } }, down = { x, &y->down, &y->bdown };
-    linear<GEMV_ADD>(s, out, n, &o, 1);
-    rmsnorm_cuda(s, r->h, x, &y->mlp_norm, n, s->c->C);
-    linear<GEMV_SWIGLU>(s, r->h, n, in, 2);
-    linear<GEMV_ADD>(s, r->gate, n, &down, 1);
-}
-static void logits_cuda(Session *s, const float *x, float *h) {  // x (C): the last token's; the logits are on their way to dev->logits
-    Linear head = { room<float>(s, ROOM_LOGITS, s->c->V), &s->w->head, NULL };
-    rmsnorm_cuda(s, h, x, &s->w->norm, 1, s->c->C);
-    linear<GEMV_STORE>(s, h, 1, &head, 1);
-    KV_CUDA(cudaMemcpyAsync(s->dev->logits, head.y, (size_t)s->c->V * sizeof(float), cudaMemcpyDeviceToHost, kv_stream));
-}
-static void logits_wait(Session *s) {
-    KV_CUDA(cudaStreamSynchronize(kv_stream));
-    memcpy(s->logits, s->dev->logits, (size_t)s->c->V * sizeof(float));
-}
-static double timed(double *sum, double t0) { double t = now(); *sum += t - t0; return t; }
-static void note_peak(Session *s) { size_t n = kv_bytes(s); if (n > s->clk.peak) s->clk.peak = n; }
+void views_drop_cuda(Session *s) { memset(s->dev->chosen.kept, KEPT_NONE, s->c->L); }
 
-static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
-    double t = now();
-    Part *sparse = NULL;
-    EACH_PART(s, p) if (acts && p->m->attend && !sparse) sparse = p;
-    if (s->decoding) {
-        if (acts) EACH_PART(s, p) if (p->m->select) p->m->select(s, p->ms, l, r->q);
-        t = timed(&s->clk.select, t);
-        decode_device(s, l, r->out, r->q);
-    } else if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
-    else prefill_device(s, l, r->out, r->q, t0, n);
-    t = timed(&s->clk.attend, t);                                // without a hook that waits for the device: time to launch, not to run
-    if (!s->decoding) note_peak(s);
-    if (acts && !r->late) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->q, n);
-    timed(&s->clk.commit, t);
-}
-static void commits(Session *s, int from, int T) {               // of layers from.., and of the end of the pass
-    double t = now();
-    for (int l = from; l <= s->c->L; l++)
-        EACH_PART(s, p) if (p->m->commit && (l == s->c->L || layer_acts(s, l))) p->m->commit(s, p->ms, l, NULL, T);
-    timed(&s->clk.commit, t);
-}
+// ==================================================================================================== 4 THE DECODE LOOP
 // ---- a decode step in one go
 // When no hook has to see or change anything in the middle of a step, the host tells the device the token and the lengths (Step) and
 // waits for the logits; everything between depends on nothing but device memory. As long as no memory moves and no view changes
@@ -1480,48 +1605,6 @@ static float *step_cuda(Session *s) {
     return s->logits;
 }
 
-// ---- any other pass
-float *pass_cuda(Session *s, int T) {
-    if (step_free(s) && step_settled(s)) return step_cuda(s);
-    const Config *c = s->c;
-    size_t mark = scratch_mark(s), C = c->C, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
-    Pass r = pass_room(s, T);
-    upload_tokens(s, 1);
-    embed_cuda(s, r.x, T);
-    upload_angles(s, r.cs, T);
-    for (int l = 0; l < c->L; l++) {
-        int acts = layer_acts(s, l), n;
-        const Layer *y;
-        if (l && T > 1) progress_tell("prefill", (double)l / c->L);
-        for (int t0 = 0, t1; t0 < T; t0 = t1) {                  // spans, as in pass()
-            t1 = t0 + r.span < T ? t0 + r.span : T;
-            n = t1 - t0;
-            for (int t = t0, m; t < t1; t += m) {
-                m = same_weights(s, t, t1, &y, l);
-                project_rows(s, y, r.x + t * C, r.h, r.q + (t - t0) * HD, r.k + (t - t0) * GD, r.v + (t - t0) * GD, m);
-            }
-            if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, r.q, r.k, r.v, n);
-            kv_reserve(s, l, n);
-            rope_append(s, l, NULL, r.q, r.k, r.v, r.cs + (size_t)t0 * c->D, t0, n);
-            kv_note(s, l, t0, n);
-            attend_rows(s, l, &r, t0, n, acts);
-            for (int t = l < c->L - 1 ? t0 : T - 1, m; t < t1; t += m) {         // of the last layer's rows only the very last is read
-                m = same_weights(s, t, t1, &y, l);
-                mlp_rows(s, y, r.x + t * C, r.out + (t - t0) * HD, &r, m);
-            }
-        }
-    }
-    lists_tell(s);
-    if (s->decoding) s->dev->settled = s->changes;
-    commits(s, r.late ? 0 : c->L, T);
-    logits_cuda(s, r.x + (T - 1) * C, r.h);
-    logits_wait(s);
-    lists_count(s);
-    note_peak(s);
-    scratch_reset(s, mark);
-    return s->logits;
-}
-
 // ---- opening
 static Shared *shared_find(const Weights *w) {
     Shared *h = all_shared;
@@ -1632,47 +1715,10 @@ void device_close(Session *s) {                                  // after the ro
     s->dev = NULL;
 }
 
-// ---- for --bench
-float *device_floats(const float *x, size_t n) {
-    char *p = device_new(n * sizeof *x);
-    upload(p, x, n * sizeof *x);
-    return (float *)p;
-}
-void device_drop(float *x) { KV_CUDA(cudaStreamSynchronize(kv_stream)); device_free(x); }
-double device_copy_rate(void) {                                  // the best of five
-    char *from = device_new(COPY_BYTES), *to = device_new(COPY_BYTES);
-    double best = 0;
-    KV_CUDA(cudaMemsetAsync(from, 1, COPY_BYTES, kv_stream));
-    for (int i = 0; i < 5; i++) {
-        KV_CUDA(cudaStreamSynchronize(kv_stream));
-        double t = now();
-        device_copy(to, from, COPY_BYTES);
-        KV_CUDA(cudaStreamSynchronize(kv_stream));
-        best = fmax(best, 2.0 * COPY_BYTES / (now() - t));
-    }
-    device_free(from); device_free(to);
-    return best;
-}
-double device_gemm_rate(Session *s, int O, int I, int T) {       // one product, as cuBLAS does it with ordinary bf16 factors
-    size_t nw = (size_t)O * I * 2, nx = (size_t)T * I * 2;
-    char *w = device_new(nw), *x = device_new(nx), *y = device_new((size_t)T * O * sizeof(float));
-    const float one = 1, zero = 0;
-    double best = 0;
-    KV_CUDA(cudaMemsetAsync(w, 0x3c, nw, kv_stream));
-    KV_CUDA(cudaMemsetAsync(x, 0x3c, nx, kv_stream));
-    for (int i = 0; i < 5; i++) {
-        KV_CUDA(cudaStreamSynchronize(kv_stream));
-        double t = now();
-        KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &one, w, CUDA_R_16BF, I, x, CUDA_R_16BF, I,
-                             &zero, y, CUDA_R_32F, O, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
-        KV_CUDA(cudaStreamSynchronize(kv_stream));
-        best = fmax(best, 2.0 * O * I * T / (now() - t));
-    }
-    device_free(w); device_free(x); device_free(y);
-    return best;
-}
+// ==================================================================================================== 5 STREAMINGLLM
+// Nothing of its own: streaming_commit of kvcomp.c decides which rows stay, and kv_keep moves them here.
 
-// ==================================================================================================== 10 BASELINES
+// ==================================================================================================== 6 BASELINES
 // Some scores are exactly the CPU's: their dot products go by lanes of 16 with fused multiply-adds, as in section 4 of kvcomp.c (a CPU with
 // FMA has the same bits), and what is left of a sum is added in the same order.
 
@@ -1927,7 +1973,7 @@ float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, in
     return all;
 }
 
-// ==================================================================================================== 10b SPARSE PREFILL BASELINES
+// ==================================================================================================== 7 SPARSE PREFILL BASELINES
 // Attention over lines. A block takes 32 rows of one query head and walks through the columns its 64-row block needs (block_index): column
 // c is needed iff it is a vertical left of the block, or some offset of [s0-c, E-1-c] is chosen, which is one look at 64 bits. Needed
 // columns are gathered 32 at a time. Under tile64 all of them are read by every row that may, else exactly the cells of the lines. So the
@@ -2119,77 +2165,10 @@ float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, 
     return sum;
 }
 
-// ==================================================================================================== 10c QUEST
+// ==================================================================================================== 8 QUEST
 // Bounds are of the stored values, so exact; a page's score has the CPU's order of sums (lanes of 16, fused), so from equal rows and
 // queries both halves choose the same pages.
 
-// ---- views that stay on the device. A decode step of Quest or LycheeCluster chooses rows in every layer; if the host had to see them, it
-// would wait for the device as often. So a list is left where it was made, with the View's n and tail in front; attention reads it there, and
-// only a number of rows comes to the host, with the logits. views_fetch_cuda() brings copies, for whoever asks (kv_meta_bytes, view_rows).
-static int *chosen_room(Session *s, int l, int stride) {         // (G,stride) for layer l's lists, to be filled before its attention
-    Chosen *c = &s->dev->chosen;
-    if (stride != c->stride) { views_fetch_cuda(s); views_drop_cuda(s); }
-    c->stride = stride;
-    if (!c->kept[l]) s->changes++;
-    c->kept[l] = KEPT;
-    for (int g = 0; g < s->c->G; g++) c->row_bytes[l * s->c->G + g] = row_bytes(s, kv_head(s, l, g));
-    room<int>(s, ROOM_VIEWS, (size_t)s->c->L * s->c->G * stride);
-    return lists_of(s, l);
-}
-static Plan plan_chosen(Session *s, int l) {                     // works of all rows until read_list
-    int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), stride = s->dev->chosen.stride;
-    Plan p = { (Work *)scratch(s, (size_t)G * blocks(R, BQ) * sizeof(Work)), 0, NULL, 0, BQ, plain_rows(s), lists_of(s, l) };
-    for (int g = 0; g < G; g++)
-        for (int m0 = 0; m0 < R; m0 += BQ)
-            p.work[p.n_work++] = { g, m0, R - m0 < BQ ? R - m0 : BQ, kv_head(s, l, g)->len, g * stride + LIST_HEAD, 0, 0, s->tok[s->base].pos, s->base, 0, 0 };
-    return p;
-}
-static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {           // as step_kernel, from the n that plan_chosen gave
-    for (int i = threadIdx.x; i < n_work; i += 32) {
-        read_list(&work[i], lists);
-        work[i].n += work[i].n_idx - work[i].tail;
-    }
-    cut_items(work, n_work, item, grid);
-}
-static __global__ void list_numbers_kernel(const int *views, int stride, int n, int *rows) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) rows[i] = views[(size_t)i * stride + LIST_ROWS] - views[(size_t)i * stride + LIST_TAIL];
-}
-static void lists_tell(Session *s) {                             // after the last layer: how many rows the lists have is on its way to the host
-    Chosen *c = &s->dev->chosen;
-    int n = s->c->L * s->c->G, any = 0;
-    for (int l = 0; l < s->c->L; l++) any |= c->kept[l];
-    if (!any) return;
-    int *dev = room<int>(s, ROOM_LIST, n);
-    KV_LAUNCH(list_numbers_kernel, blocks(n, 128), 128, 0, lists_of(s, 0), c->stride, n, dev);
-    KV_CUDA(cudaMemcpyAsync(c->rows, dev, n * sizeof(int), cudaMemcpyDeviceToHost, kv_stream));
-}
-static void lists_count(Session *s) {                            // after logits_wait: what they cost
-    Chosen *c = &s->dev->chosen;
-    for (int l = 0; l < s->c->L; l++) {
-        for (int i = l * s->c->G; c->kept[l] && i < (l + 1) * s->c->G; i++) s->clk.bytes_attended += (double)(c->rows[i] + s->head[i].len) * c->row_bytes[i];
-        if (c->kept[l]) c->kept[l] = KEPT;                       // a copy the host may have is of an older step
-    }
-}
-void views_fetch_cuda(Session *s) {                              // the last step's views to the host
-    Chosen *c = &s->dev->chosen;
-    int G = s->c->G;
-    unsigned changes = s->changes;
-    size_t layer = (size_t)G * c->stride, mark = scratch_mark(s);
-    int *host = (int *)scratch(s, layer * sizeof(int));
-    for (int l = 0; l < s->c->L; l++) {
-        if (c->kept[l] != KEPT) continue;
-        download(host, lists_of(s, l), layer * sizeof(int));
-        for (int g = 0; g < G; g++) {
-            const int *list = host + g * c->stride;
-            view_group(s, l, g, list + LIST_HEAD, list[LIST_ROWS], list[LIST_TAIL]);
-        }
-        c->kept[l] = KEPT_SEEN;
-    }
-    s->changes = changes;                                        // the device goes on reading its lists
-    scratch_reset(s, mark);
-}
-void views_drop_cuda(Session *s) { memset(s->dev->chosen.kept, KEPT_NONE, s->c->L); }
 
 // page_bounds: one warp a page. bound (pages,2D) of dtype
 static __device__ void number_put(void *p, int dtype, size_t i, float x) {
@@ -2253,7 +2232,7 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
     KV_LAUNCH(page_rows_kernel, all, 256, 0, idx, count, rows, best, chosen_room(s, l, stride), stride);
 }
 
-// ==================================================================================================== 11 LOOPSERVE
+// ==================================================================================================== 9 LOOPSERVE
 // The scores of progressive decode are window scores with the ring's tokens as the window and sums for means: they agree with the CPU's
 // to rounding, what is made of them (join_rows_cuda, top_k_rows) exactly.
 static __global__ void ring_put_kernel(float *ring, int obs, const Step *step, int token, const float *q, int n) {
@@ -2587,7 +2566,7 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
     scratch_reset(s, mark);
 }
 
-// ==================================================================================================== 12 PATS
+// ==================================================================================================== 10 PATS
 // Packed rows are read where they lie: element e of a region starts at bit e*w, so a lane fetches the one or two 32-bit words that
 // hold it, shifts and masks. Packing works the other way around, a thread makes one word of the new bytes: the elements it
 // touches are read from where they are stored now (packed or raw), cut if the new table says more, and no two threads write alike.
@@ -2733,7 +2712,7 @@ void rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int roun
 }
 void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, n); }
 
-// ==================================================================================================== 13 LYCHEECLUSTER
+// ==================================================================================================== 11 LYCHEECLUSTER
 // The index is device memory: built, grafted on and searched here; the host cuts the text into chunks and knows how many there are.
 // Every sum has the CPU's order: dot products go by lanes of 16 with fused multiply-adds as in section 4 of kvcomp.c (so a CPU with
 // FMA has the same bits; plain C agrees to rounding), centroids add their chunks in ascending order, distances are serial sums in
@@ -3208,6 +3187,53 @@ int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     return host;
 }
 
+// ==================================================================================================== 12 SONIC INFERENCE
+// TO BE WRITTEN
+
+// ==================================================================================================== 13 DILILAZYKV
+// TO BE WRITTEN
+
+// ==================================================================================================== 28 BENCHMARK
+// ---- for --bench
+float *device_floats(const float *x, size_t n) {
+    char *p = device_new(n * sizeof *x);
+    upload(p, x, n * sizeof *x);
+    return (float *)p;
+}
+void device_drop(float *x) { KV_CUDA(cudaStreamSynchronize(kv_stream)); device_free(x); }
+double device_copy_rate(void) {                                  // the best of five
+    char *from = device_new(COPY_BYTES), *to = device_new(COPY_BYTES);
+    double best = 0;
+    KV_CUDA(cudaMemsetAsync(from, 1, COPY_BYTES, kv_stream));
+    for (int i = 0; i < 5; i++) {
+        KV_CUDA(cudaStreamSynchronize(kv_stream));
+        double t = now();
+        device_copy(to, from, COPY_BYTES);
+        KV_CUDA(cudaStreamSynchronize(kv_stream));
+        best = fmax(best, 2.0 * COPY_BYTES / (now() - t));
+    }
+    device_free(from); device_free(to);
+    return best;
+}
+double device_gemm_rate(Session *s, int O, int I, int T) {       // one product, as cuBLAS does it with ordinary bf16 factors
+    size_t nw = (size_t)O * I * 2, nx = (size_t)T * I * 2;
+    char *w = device_new(nw), *x = device_new(nx), *y = device_new((size_t)T * O * sizeof(float));
+    const float one = 1, zero = 0;
+    double best = 0;
+    KV_CUDA(cudaMemsetAsync(w, 0x3c, nw, kv_stream));
+    KV_CUDA(cudaMemsetAsync(x, 0x3c, nx, kv_stream));
+    for (int i = 0; i < 5; i++) {
+        KV_CUDA(cudaStreamSynchronize(kv_stream));
+        double t = now();
+        KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &one, w, CUDA_R_16BF, I, x, CUDA_R_16BF, I,
+                             &zero, y, CUDA_R_32F, O, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+        KV_CUDA(cudaStreamSynchronize(kv_stream));
+        best = fmax(best, 2.0 * O * I * T / (now() - t));
+    }
+    device_free(w); device_free(x); device_free(y);
+    return best;
+}
+
 // ==================================================================================================== TESTS
 // Doors for tests.c, which cannot see static functions of another file.
 #ifdef KVCOMP_TEST
@@ -3236,3 +3262,4 @@ size_t cuda_chunk(size_t total) { return chunk_rows(total); }
 int cuda_graphs(const Session *s) { return s->dev->graph != NULL; }
 }
 #endif
+

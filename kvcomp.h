@@ -114,9 +114,10 @@ typedef struct Options Options;                 // every command-line value; rea
 typedef struct { const char *name; char kind; const char *def, *help; } Opt;   // kind 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice (def "a|b|c", the first is the default)
 
 enum { VIS_CAUSAL, VIS_SEGMENT, VIS_SEGMENT_EXACT };   // prefill mask: kv_visible below
-enum { KV_MASS = 1,                             // Method.wants: attention adds its probabilities into KVHead.mass
-       KV_BLIND = 2 };                          // in a decode step commit needs nothing of the pass and may run when every layer is done: the GPU can
-                                                // then take the whole step in one go, if there is no select or it is steady
+enum {                          // Method.wants
+    KV_MASS  = 1,               // attention adds its probabilities into KVHead.mass
+    KV_QUERY = 2,               // in a decode step commit reads q, or must run before the next layer does. Without it
+};                              // a GPU takes the whole step in one go and calls commit for every layer afterwards
 enum { ROLE_PREFILL = 1, ROLE_SELECT = 2, ROLE_STORE = 4 };   // what a method decides; two parts of a "+" must not share a role
 
 // A method is a table line of optional hooks along the timeline of one pass. ms is the part's own state (zeroed, .state bytes).
@@ -127,7 +128,8 @@ typedef struct Method {
     const char *paper;          // citation for --help METHOD
     const char *keeps;          // one line: what is stored, what is read (also: "saves reads only")
     const char *limits;         // what cannot be combined, what it needs; printed by --help METHOD
-    const char *uses;           // the shared options it reads, with its defaults: "--budget 1024, ..."
+    int budget;                 // --budget when the user gives none; 0: the method has no budget
+    const char *uses;           // the other shared options it reads, with its defaults: "--sink 4, ..."
     const Opt *opts;            // its own options, ended by name NULL; NULL: none
     int role, wants, rule;      // ROLE_* bits, KV_MASS, VIS_*
     int evicts;                 // 1: rows are really dropped; 0: saves reads only, or bytes a row
@@ -149,7 +151,8 @@ typedef struct Method {
     void (*forget) (Session *s, void *ms, int n_tok);                             // tokens from n_tok on were truncated
     void (*stats)  (const Session *s, const void *ms, FILE *out);                 // statistics on request, one line each
 } Method;
-extern const Method methods[];                  // ended by name NULL; the model knows no method by name
+extern const Method *const methods[];           // ended by NULL; the model knows no method by name
+#define EACH_METHOD(m) for (const Method *const *m = methods; *m; m++)
 
 typedef struct { const char *p; size_t bytes; } Ahead;  // memory that will be read next: a kernel asks for it, in portions, while it computes
 
@@ -302,6 +305,11 @@ typedef struct {            // what the kernels need to know of a session's inde
     int M, cap; const int *start;                   // chunks; most there will be before the next build; their first tokens (M+1), on the host
 } LycheeRule;
 
+KV_HD static inline int    min_int (int a, int b)       { return a < b ? a : b; }
+KV_HD static inline int    max_int (int a, int b)       { return a > b ? a : b; }
+KV_HD static inline size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
+KV_HD static inline size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
+
 static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }
 static inline KVHead *kv_head(const Session *s, int l, int g) { return &s->head[(size_t)l * s->c->G + g]; }
 static inline View   *kv_view(const Session *s, int l, int h) { return &s->view[(size_t)l * s->c->H + h]; }
@@ -326,6 +334,7 @@ void  die(int code, const char *fmt, ...) KV_PRINTF(2, 3);   // one line on stde
 void *xmalloc(size_t n);                        // exit 4 when there is no memory
 void *xcalloc(size_t n, size_t size);
 void *xrealloc(void *p, size_t n);
+int   refuse(Session *s, const char *fmt, ...) KV_PRINTF(2, 3);   // what an open hook returns when options do not fit: s->err, -1
 double now(void);                               // seconds, monotonic
 typedef struct Arena Arena;                     // bump memory of one pass: no malloc in the decode path once it has grown
 void *scratch(Session *s, size_t bytes);        // 64-byte aligned, valid until the end of the pass (or scratch_reset)
@@ -340,6 +349,7 @@ int         opt_given(const Options *o, const char *name);              // 1: se
 int         opt_int (const Options *o, const char *name);               // also flags: 0 or 1
 double      opt_real(const Options *o, const char *name);
 const char *opt_str (const Options *o, const char *name);               // "" when empty
+int         opt_choice(const Options *o, const char *name, const char *words);     // place of the value in words, "a|b|c"
 
 // ------------------------------------------------------------------------------------------------ math (section 4), dispatched at run time
 // Results do not depend on the number of threads, nor on T: row t of a product is the same bits whatever the batch.
