@@ -1,4 +1,77 @@
-// kvcomp.c - the CPU half of kvcomp.
+// kvcomp.c - chat with a Llama-style language model, and shrink its key-value cache.
+//
+// This file is the CPU half of kvcomp: the model, the cache, every method, and the program around
+// them. The same methods on a GPU are in kvcomp.cu; kvcomp.h holds the nouns that both halves share.
+// Build it with `make`, or without the GPU half:
+//
+//     gcc -std=c11 -O3 -fopenmp -o kvcomp kvcomp.c -lm
+//
+// WHAT IT IS
+//
+// A language model keeps the key and the value of every token it has read, and that cache soon
+// outweighs the model. kvcomp loads a checkpoint as it is published on Hugging Face, plays a dialogue
+// of many turns through it, and lets you swap the way its cache is kept: full attention, five recent
+// papers, and the older methods those papers compare themselves with. Every method is one section of
+// this file, with its equations beside the lines that compute them.
+//   - It is a reference: where readability and speed disagree, Part I shows the plain algorithm, and
+//     Part II holds the fast one.
+//   - It is exact about bits: a logit depends on the weights, the tokens, the method and the
+//     instruction set, never on the number of threads (-t) or on how many tokens a block has (-b).
+//
+// WHAT IT IS NOT
+//
+//   - not a server: one process plays one dialogue, with batch size 1;
+//   - not a trainer: weights are read, never changed;
+//   - not a reader of quantised checkpoints: weights are F32, F16 or BF16, and anything else is
+//     refused by name. Rows of the cache may have fewer bits, because that is the subject;
+//   - not a collection of architectures: decoder-only models of the Llama, Mistral, Qwen2 and Qwen3
+//     families, nothing else;
+//   - not distributed: one machine, and at most one GPU.
+//
+// HOW TO READ IT
+//
+// First kvcomp.h, which explains the nouns (Session, KVHead, View, Method) and the letters of all
+// shapes, (T,H,D) and so on. Then sections 1 to 4: `forward` is the whole transformer on one screen,
+// and it calls the methods through hooks. Then section 5, the shortest complete method, and after it
+// the paper you came for. Part II can wait until you want to know how something is done; Part III is
+// what a user touches. "D9" in a comment is decision 9 of NOTES.md, where its reasons are.
+//
+// To add a method, write a section like section 5, and name its table entry in section 14.
+//
+// CONTENTS (`grep -n '^// ====' kvcomp.c` gives the lines)
+// Part I, the subject
+//    1 MODEL: forward is the whole transformer on one screen; where methods hook into it
+//    2 CACHE: lists of rows, how a row is stored, views (what a head reads), dropping rows, bytes
+//    3 ATTENTION: softmax over rows, tile by tile, in a prefill and through views in decode
+//    4 THE DECODE LOOP: one prefill a turn, then one decode a token; opening and closing a session
+//    5 STREAMINGLLM: the first rows and the last ones; the shortest complete method
+//    6 BASELINES: SnapKV, AdaKV, PyramidKV, H2O and ExpectedAttention: rows dropped after a prefill
+//    7 SPARSE PREFILL BASELINES: A-shape, Tri-shape and MInference: a prefill along fixed lines
+//    8 QUEST: every step reads the pages of rows with the largest bound
+//    9 LOOPSERVE: a prefill along lines chosen for this input, and rows chosen anew while decoding
+//   10 PATS: old rows lose low bits and are packed
+//   11 LYCHEECLUSTER: every step reads the text chunks of the best clusters
+//   12 SONIC INFERENCE: a finished message is compressed into a few learned rows
+//   13 DILILAZYKV: heads that find facts keep more rows than others
+//   14 THE TABLE OF METHODS: one line a method
+// Part II, what it stands on
+//   15 HELPERS: the end of the program, memory, the clock, scratch memory of a pass, threads
+//   16 NUMBERS AND KERNELS: products, softmax, norms and top-k for every instruction set
+//   17 FAST PATHS: what makes attention and packed rows quick without changing a bit
+//   18 OPTIONS: one table for parsing, help and defaults
+//   19 JSON: a strict reader
+//   20 CHECKPOINTS: from a folder of Hugging Face files to a Config and Weights
+//   21 TOKENIZER: from text to ids and back
+//   22 CHAT TEMPLATES: what a model expects around the turns of a dialogue
+//   23 MEMORY PLAN: what a dialogue will take, before it takes it
+// Part III, what people use it through
+//   24 GENERATION AND RECORDS: sampling, replies, the record of a dialogue
+//   25 CHAT: the line editor, the commands, Ctrl-C
+//   26 EVALUATION: what a method costs in quality
+//   27 CALIBRATION: which heads find facts, for DiliLazyKV
+//   28 BENCHMARK: what a method saves in time
+//   29 REPORT: measurements and pictures as one page
+//   30 COMMAND LINE: options, help, main
 #define _GNU_SOURCE
 #include "kvcomp.h"
 #include <ctype.h>
@@ -32,62 +105,107 @@
 #define STBDS_FREE(c, p) free(p)
 #include <stb/stb_ds.h>
 
-// ---- what Part I calls of Part II. Shared with the GPU half: kvcomp.h
-typedef struct Json Json;
-typedef struct SafeFile SafeFile;
-typedef struct Tokenizer Tokenizer;
+// ---- what Part I calls of Parts II and III (what the GPU half calls too is in kvcomp.h)
+typedef struct Json Json;               // a parsed JSON text (section 19)
+typedef struct SafeFile SafeFile;       // a mapped safetensors file (section 20)
+typedef struct Tokenizer Tokenizer;     // section 21
+typedef struct ViewTile ViewTile;       // some of the rows a view lists (section 2)
+typedef struct TileRows TileRows;       // their keys or values, ready for a kernel (section 3)
 
-enum { KV_STEP = 64 };                          // rows: memory of a head grows by so many
+// Memory of one pass: an arena that is kept from pass to pass.
 struct Arena *arena_new(void);
-void  arena_free(struct Arena *a);
-static char *read_file(const char *path, size_t *size, char err[256]);
-static int   file_exists(const char *path);
-static int   opt_check(const Opt *o, const char *value, char err[256]);
-static void  json_escape(FILE *f, const char *s, size_t n);
-static const char *safetensors_meta(const SafeFile *f, const char *key);
-static void  safetensors_close(SafeFile *f);
-static double *scores_load(const char *path, const char *which, int L, int H, char err[512]);     // (L,H)
+void arena_free(struct Arena *a);
 
-static inline void ask_ahead(Ahead *a, size_t bytes);
+// Reads a whole file, with a 0 byte behind it; NULL, and the reason in err, when it cannot.
+static char *read_file(const char *path, size_t *size, char err[256]);
+// 1: there is something at this path.
+static int file_exists(const char *path);
+// 0: the text is a legal value of this option; otherwise -1 and the reason in err.
+static int opt_check(const Opt *o, const char *value, char err[256]);
+// The value of a key in the metadata of a safetensors file; NULL: it has none.
+static const char *safetensors_meta(const SafeFile *f, const char *key);
+static void safetensors_close(SafeFile *f);
+// Scores (L,H) of a file made by --calibrate; NULL, and the reason in err, when it does not fit.
+static double *scores_load(const char *path, const char *which, int L, int H, char err[512]);
+
+// Threads: how many a parallel region gets; this one's number; how many this region has.
+static int n_threads(void);
+static int thread_id(void);
+static int team_size(void);
+// 1: so many multiply-adds are worth the microseconds that starting a team of threads costs.
+static int worth_threads(size_t multiply_adds);
+
+// The largest of n numbers; -INFINITY if n is 0.
 static float max_f32(const float *x, int n);
-static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next);
-static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next);
-static int  weight_from(const float *x, const int *w, int n, uint32_t key);
+// s (m,n) = scale * q (m,D) k (n,D)^T with k of any dtype; meanwhile it asks for the memory `next`.
+static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D,
+                      float scale, Ahead next);
+// o (m,D) = p (m,n) v (n,D) with v of any dtype; add 1: o += that. It asks for `next` likewise.
+static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add,
+                   Ahead next);
+// The sum of w (n) over those i whose order_key(x[i]) is at least key; w NULL: how many there are.
+static int weight_from(const float *x, const int *w, int n, uint32_t key);
+// Widens n rows of format q8_0 to f32.
 static void q8_unpack(float *x, const char *o, int n, int D);
+
+// Mean softmax rows of w queries, a list for each query head (lists R) or one for a group (lists 1).
 static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score);
+// The keys (v 0) or values (v 1) of a tile of a view, ready for a kernel. end: where the view's
+// rows end for this thread; buf (KV_TILE,D) is used if the rows have to be brought together.
+static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
+                          int v, int end, float *buf);
+// Asks for the first memory of every run of rows among the rows p0..p1-1 of a view.
+static void fetch_runs(const Session *s, const KVHead *h, const View *w, int p0, int p1);
+// Chooses the fastest way this processor has of unpacking PATS's elements.
 static void unpack_choose(void);
 
-static inline uint32_t order_key(float x) {              // floats as unsigned numbers in the same order; -0 counts as +0
+// ---- what is small and used everywhere
+enum { KV_STEP = 64 };                  // rows: the memory of a head grows in steps of so many
+
+// A float as an unsigned number with the same order; -0 counts as +0. Every bit of a negative float
+// is turned around, and only the sign of any other.
+static inline uint32_t order_key(float x) {
     union { float f; uint32_t u; int32_t i; } v;
     v.f = x + 0.0f;
-    return v.u ^ ((uint32_t)(v.i >> 31) | 0x80000000u); // negative: every bit the other way; else the sign's
+    return v.u ^ ((uint32_t)(v.i >> 31) | 0x80000000u);
 }
 
-// ---- what Part I calls before it stands
+// ---- what section 1 calls of section 2
 static void note_peak(Session *s);
-static void head_free(Session *s, KVHead *h);
 
 // ####################################################################################################
 // PART I: THE SUBJECT
 // ####################################################################################################
 
 // ==================================================================================================== 1 MODEL
-// A session is one dialogue: its tokens, its rows, its method. forward() is the whole transformer; nothing in it knows a
-// method by name. A pass goes layer by layer over the whole turn (so hooks see a whole turn and a prefill holds one
-// uncompressed layer at most); -b only cuts the matrix products into blocks.
+// A session is one dialogue: its tokens, its rows of keys and values, and its method. `forward`, at
+// the end of this section, is the whole transformer in the order in which it is computed. It goes
+// layer by layer over all T tokens of the pass, so that a hook sees a whole turn and a prefill
+// holds one uncompressed layer at most; -b only cuts the matrix products into blocks (D2).
+//
+// forward knows no method by name. A session's method is a list of parts ("snapkv+q8" is two), each
+// a row of hooks that may be NULL, and forward calls them at these places:
+//   embed     a token with a negative id, which is a method's own, needs an embedding
+//   project   q, k and v of a layer are there, not rotated yet (D4)
+//   select    decode only: the rows that the query heads of this layer will read are chosen now
+//   attend    prefill only: the part computes the attention of this layer itself
+//   commit    a layer's attention is done: index its rows, or drop some; once more when the pass ends
+// Two more, turn and enter, are called by `prefill` (section 4) before the pass.
 
 #define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
+#define EACH_HOOK(s, p, hook) EACH_PART(s, p) if (p->m->hook)      // the parts that have this hook
 
-static Part *part_with_attend(Session *s) { EACH_PART(s, p) if (p->m->attend) return p; return NULL; }
-
-// Rotates x (heads,D) by its position: pairs (i, i+D/2), angle pos * freq_i in double.
-static void rope_angles(const Weights *w, int D, int pos, float *cs) {       // cs (D): cos of D/2 angles, then sin
+// ---- RoPE: where a token stands, as a rotation of its queries and keys
+// cs (D): cosines of the D/2 angles of a position, then sines. Angle i is pos * freq_i in double (D5).
+static void rope_angles(const Weights *w, int D, int pos, float *cs) {
     for (int i = 0; i < D / 2; i++) {
         double a = pos * w->inv_freq64[i];
         cs[i] = (float)(cos(a) * w->rope_scale);
         cs[D / 2 + i] = (float)(sin(a) * w->rope_scale);
     }
 }
+
+// Rotates x (heads,D) by the angles cs (D): channels i and i + D/2 are a point in the plane.
 static void rope_apply(float *x, int heads, int D, const float *cs) {
     for (int h = 0; h < heads; h++, x += D)
         for (int i = 0; i < D / 2; i++) {
@@ -96,135 +214,220 @@ static void rope_apply(float *x, int heads, int D, const float *cs) {
             x[i + D / 2] = b * cs[i] + a * cs[i + D / 2];
         }
 }
+
+// Rotates x (heads,D) to a position.
 void rope(const Weights *w, float *x, int heads, int D, int pos) {
     float cs[1024];
     rope_angles(w, D, pos, cs);
     rope_apply(x, heads, D, cs);
 }
 
-// x (T,C): the embeddings of the pass's tokens. A negative id is some part's own token.
+// ---- the room a pass works in
+// A span is the run of tokens whose queries, keys and values exist at the same time: all T of the
+// pass if a hook wants to see a whole turn, otherwise a block of -b. b is a block: min(-b, T).
+typedef struct {
+    float *x;           // (T,C) the residual stream: one vector a token, to which every layer adds
+    float *cs;          // (T,D) RoPE cosines and sines of every token's position
+    float *q;           // (span,H,D) queries
+    float *out;         // (span,H,D) what attention makes of them
+    float *k, *v;       // (span,G,D) keys and values
+    float *h;           // (b,C) a normed input, or the output of a product
+    float *gate, *up;   // (b,F) inside the MLP
+    int span;
+} Pass;
+
+// Room for a pass over T tokens.
+static Pass pass_room(Session *s, int T) {
+    const Config *c = s->c;
+    int whole = s->rule != VIS_CAUSAL, block = min_int(s->batch, T);
+    EACH_PART(s, p) whole |= p->m->project || p->m->attend || p->m->commit;
+
+    Pass r = { .span = whole ? T : block };
+    size_t f = sizeof(float), n = r.span, b = block;
+    r.x    = scratch(s, (size_t)T * c->C * f);
+    r.cs   = scratch(s, (size_t)T * c->D * f);
+    r.q    = scratch(s, n * c->H * c->D * f);
+    r.out  = scratch(s, n * c->H * c->D * f);
+    r.k    = scratch(s, n * c->G * c->D * f);
+    r.v    = scratch(s, n * c->G * c->D * f);
+    r.h    = scratch(s, b * c->C * f);
+    r.gate = scratch(s, b * c->F * f);
+    r.up   = scratch(s, b * c->F * f);
+    return r;
+}
+
+// ---- the steps of a layer
+// x (T,C) = the embeddings of the tokens of the pass.
 static void embed(Session *s, float *x, int T) {
     int C = s->c->C;
-    size_t row = (size_t)C * dtype_size(s->w->embed.dtype);
-    for (int t = 0; t < T; t++) {
+    const Tensor *w = &s->w->embed;
+    size_t row = (size_t)C * dtype_size(w->dtype);
+    for (int t = 0; t < T; t++, x += C) {
         const Token *k = &s->tok[s->base + t];
-        if (k->id >= 0) to_f32(x + (size_t)t * C, (const char *)s->w->embed.data + k->id * row, s->w->embed.dtype, C);
-        else EACH_PART(s, p) if (p->m->embed) { p->m->embed(s, p->ms, k, x + (size_t)t * C); break; }
+        if (k->id >= 0) {
+            to_f32(x, (const char *)w->data + k->id * row, w->dtype, C);
+            continue;
+        }
+        EACH_HOOK(s, p, embed) {
+            p->m->embed(s, p->ms, k, x);
+            break;
+        }
     }
 }
-// The longest run of tokens t, t+1, .. < end with the same weights (SONIC's Nexus rows have their own), at most -b of them.
+
+// cs (T,D) = the angles of the positions of the tokens of the pass.
+static void pass_angles(const Session *s, float *cs, int T) {
+    int D = s->c->D;
+    for (int t = 0; t < T; t++) rope_angles(s->w, D, s->tok[s->base + t].pos, cs + (size_t)t * D);
+}
+
+// How many of the tokens t .. end-1 of the pass, counted from t, can go through one product: at
+// most -b, and all with the same weights *y. SONIC's Nexus tokens have weights of their own.
 static int same_weights(const Session *s, int t, int end, const Layer **y, int l) {
-    int n = 0, alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
-    while (t + n < end && n < s->batch && (s->alt && s->tok[s->base + t + n].kind == TOK_EXTRA) == alt) n++;
+    int alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
+    int most = min_int(end - t, s->batch), n = 0;
+    while (n < most && (s->alt && s->tok[s->base + t + n].kind == TOK_EXTRA) == alt) n++;
     *y = alt ? &s->alt[l] : &s->w->layer[l];
     return n;
 }
-static void norm_heads(float *x, const Tensor *w, int n, int D, float eps) { if (w->data) rmsnorm(x, x, w, n, D, eps); }
 
-// q (n,H,D), k, v (n,G,D) of n rows that share the weights y; h (n,C) is room for the normed input.
-static void project_rows(const Session *s, const Layer *y, const float *x, float *h, float *q, float *k, float *v, int n) {
+// RMSNorm of n heads x (n,D) in place, for models that norm their queries and keys (Qwen3).
+static void norm_heads(float *x, const Tensor *w, int n, int D, float eps) {
+    if (w->data) rmsnorm(x, x, w, n, D, eps);
+}
+
+// q (n,H,D), k and v (n,G,D) of n tokens x (n,C):  h = norm(x);  q = W_q h + b_q, and so on.
+static void project_rows(const Session *s, const Layer *y, const float *x, float *h,
+                         float *q, float *k, float *v, int n) {
     const Config *c = s->c;
     rmsnorm(h, x, &y->attn_norm, n, c->C, c->eps);
-    matmul(q, h, &y->wq, n); add_bias(q, &y->bq, n);
-    matmul(k, h, &y->wk, n); add_bias(k, &y->bk, n);
-    matmul(v, h, &y->wv, n); add_bias(v, &y->bv, n);
+    matmul(q, h, &y->wq, n);
+    matmul(k, h, &y->wk, n);
+    matmul(v, h, &y->wv, n);
+    add_bias(q, &y->bq, n);
+    add_bias(k, &y->bk, n);
+    add_bias(v, &y->bv, n);
     norm_heads(q, &y->q_norm, n * c->H, c->D, c->eps);
     norm_heads(k, &y->k_norm, n * c->G, c->D, c->eps);
 }
-// x += W_o out; x += W_down (silu(W_gate h) * W_up h), h the normed x. Room: h (n,C), gate, up (n,F).
-static void mlp_rows(const Session *s, const Layer *y, float *x, const float *out, float *h, float *gate, float *up, int n) {
+
+// The same for tokens t0 .. t1-1 of the pass, block by block: q, k and v of the span.
+static void project_span(Session *s, int l, Pass *r, int t0, int t1) {
+    size_t C = s->c->C, HD = (size_t)s->c->H * s->c->D, GD = (size_t)s->c->G * s->c->D;
+    for (int t = t0, n; t < t1; t += n) {
+        const Layer *y;
+        size_t i = t - t0;
+        n = same_weights(s, t, t1, &y, l);
+        project_rows(s, y, r->x + t * C, r->h, r->q + i * HD, r->k + i * GD, r->v + i * GD, n);
+    }
+}
+
+// Rotates the queries and keys of tokens t0 .. t1-1 to their positions.
+static void rope_span(const Session *s, Pass *r, int t0, int t1) {
+    int D = s->c->D, H = s->c->H, G = s->c->G;
+    #pragma omp parallel for schedule(static) if (t1 - t0 > 32)
+    for (int t = t0; t < t1; t++) {
+        size_t i = t - t0;
+        const float *cs = r->cs + (size_t)t * D;
+        rope_apply(r->q + i * H * D, H, D, cs);
+        rope_apply(r->k + i * G * D, G, D, cs);
+    }
+}
+
+static void add_to(float *x, const float *y, size_t n) {
+    for (size_t i = 0; i < n; i++) x[i] += y[i];
+}
+
+// x (n,C) += W_o out, where out (n,H,D) is what attention made. h (n,C) is room.
+static void output_rows(const Session *s, const Layer *y, float *x, const float *out, float *h,
+                        int n) {
+    matmul(h, out, &y->wo, n);
+    add_bias(h, &y->bo, n);
+    add_to(x, h, (size_t)n * s->c->C);
+}
+
+// x (n,C) += W_down (silu(W_gate h) * W_up h), where h = norm(x). Room: h (n,C), gate and up (n,F).
+static void mlp_rows(const Session *s, const Layer *y, float *x, float *h, float *gate, float *up,
+                     int n) {
     const Config *c = s->c;
-    size_t nC = (size_t)n * c->C;
-    matmul(h, out, &y->wo, n); add_bias(h, &y->bo, n);
-    for (size_t i = 0; i < nC; i++) x[i] += h[i];
     rmsnorm(h, x, &y->mlp_norm, n, c->C, c->eps);
-    matmul(gate, h, &y->gate, n); add_bias(gate, &y->bgate, n);
-    matmul(up, h, &y->up, n);     add_bias(up, &y->bup, n);
+    matmul(gate, h, &y->gate, n);
+    add_bias(gate, &y->bgate, n);
+    matmul(up, h, &y->up, n);
+    add_bias(up, &y->bup, n);
     swiglu(gate, up, (size_t)n * c->F);
-    matmul(h, gate, &y->down, n); add_bias(h, &y->bdown, n);
-    for (size_t i = 0; i < nC; i++) x[i] += h[i];
+    matmul(h, gate, &y->down, n);
+    add_bias(h, &y->bdown, n);
+    add_to(x, h, (size_t)n * c->C);
 }
 
-// Room of one pass. span: tokens whose queries live at once; all T when a hook wants to see them.
-typedef struct { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs; int span; } Pass;
-
-static Pass pass_room(Session *s, int T) {
-    const Config *c = s->c;
-    int whole = s->rule != VIS_CAUSAL, b = s->batch < T ? s->batch : T;
-    EACH_PART(s, p) whole |= p->m->project || p->m->attend || p->m->commit;
-    Pass r = { .span = whole ? T : b };
-    size_t f = sizeof(float), n = r.span;
-    r.x = scratch(s, (size_t)T * c->C * f);         r.cs = scratch(s, (size_t)T * c->D * f);
-    r.q = scratch(s, n * c->H * c->D * f);          r.out = scratch(s, n * c->H * c->D * f);
-    r.k = scratch(s, n * c->G * c->D * f);          r.v = scratch(s, n * c->G * c->D * f);
-    r.h = scratch(s, (size_t)b * c->C * f);         r.gate = scratch(s, (size_t)b * c->F * f);
-    r.up = scratch(s, (size_t)b * c->F * f);
-    return r;
+// Both for the tokens from .. t1-1, block by block. The span in r begins with token t0.
+static void mlp_span(Session *s, int l, Pass *r, int t0, int from, int t1) {
+    size_t C = s->c->C, HD = (size_t)s->c->H * s->c->D;
+    for (int t = from, n; t < t1; t += n) {
+        const Layer *y;
+        float *x = r->x + t * C;
+        n = same_weights(s, t, t1, &y, l);
+        output_rows(s, y, x, r->out + (t - t0) * HD, r->h, n);
+        mlp_rows(s, y, x, r->h, r->gate, r->up, n);
+    }
 }
-static void (*progress_hook)(const char *what, double share);    // the command line shows how far a long prefill is
-void progress_tell(const char *what, double share) { if (progress_hook) progress_hook(what, share); }
-static double timed(double *sum, double t0) { double t = now(); *sum += t - t0; return t; }
 
-// Attention of tokens t0..t0+n-1 of the pass in layer l, and the hooks around it.
+// ---- the clock and the progress of a pass
+// Set by the command line; NULL: nobody watches.
+static void (*progress_hook)(const char *what, double share);
+
+// Tells whoever watches that a share (0..1) of something long is done.
+void progress_tell(const char *what, double share) {
+    if (progress_hook) progress_hook(what, share);
+}
+
+// Adds the seconds since t0 to *sum -> the time now.
+static double timed(double *sum, double t0) {
+    double t = now();
+    *sum += t - t0;
+    return t;
+}
+
+// ---- attention of a layer, and the whole transformer
+static Part *part_with_attend(Session *s) {
+    EACH_HOOK(s, p, attend) return p;
+    return NULL;
+}
+
+// r->out (n,H,D) = attention of the n tokens of the pass from t0 on, and the hooks around it.
+// acts 0: hooks skip this layer.
 static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     double t = now();
-    Part *sparse = acts ? part_with_attend(s) : NULL;
     if (s->decoding) {
-        if (acts) EACH_PART(s, p) if (p->m->select) p->m->select(s, p->ms, l, r->q);
+        // select: a method that reads only some rows sets the views of this layer's query heads.
+        if (acts)
+            EACH_HOOK(s, p, select) p->m->select(s, p->ms, l, r->q);
         t = timed(&s->clk.select, t);
         attn_decode(s, l, r->out, r->q);
+    } else {
+        // attend: a sparse prefill computes the attention itself; without one it is dense.
+        Part *sparse = acts ? part_with_attend(s) : NULL;
+        if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
+        else attn_prefill(s, l, r->out, r->q, t0, n);
     }
-    else if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
-    else attn_prefill(s, l, r->out, r->q, t0, n);
     t = timed(&s->clk.attend, t);
-    if (!s->decoding) note_peak(s);                      // the peak of a prefill: this layer still holds every row
-    if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->q, n);
+
+    // The peak of a prefill is here, where this layer still holds every row.
+    if (!s->decoding) note_peak(s);
+
+    // commit: the rows of this layer are complete. A method indexes, drops or packs some.
+    if (acts)
+        EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, r->q, n);
     timed(&s->clk.commit, t);
-}
-// One pass over the tokens tok[base..base+T), already in the session: returns the logits (V) of the last one.
-static float *pass(Session *s, int T) {
-    const Config *c = s->c;
-    size_t mark = scratch_mark(s), HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
-    Pass r = pass_room(s, T);
-    embed(s, r.x, T);
-    for (int t = 0; t < T; t++) rope_angles(s->w, c->D, s->tok[s->base + t].pos, r.cs + (size_t)t * c->D);
-    for (int l = 0; l < c->L; l++) {
-        int acts = layer_acts(s, l), n;
-        const Layer *y;
-        if (progress_hook && l && T > 1) progress_hook("prefill", (double)l / c->L);
-        for (int t0 = 0, t1; t0 < T; t0 = t1) {          // spans: one if a hook wants the whole turn, else blocks of -b
-            t1 = t0 + r.span < T ? t0 + r.span : T;
-            for (int t = t0; t < t1; t += n) {
-                n = same_weights(s, t, t1, &y, l);
-                project_rows(s, y, r.x + (size_t)t * c->C, r.h, r.q + (t - t0) * HD, r.k + (t - t0) * GD, r.v + (t - t0) * GD, n);
-            }
-            if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, r.q, r.k, r.v, t1 - t0);
-            #pragma omp parallel for schedule(static) if (t1 - t0 > 32)
-            for (int t = t0; t < t1; t++) {
-                rope_apply(r.q + (t - t0) * HD, c->H, c->D, r.cs + (size_t)t * c->D);
-                rope_apply(r.k + (t - t0) * GD, c->G, c->D, r.cs + (size_t)t * c->D);
-            }
-            kv_append(s, l, r.k, r.v, t0, t1 - t0);
-            attend_rows(s, l, &r, t0, t1 - t0, acts);
-            for (int t = l < c->L - 1 ? t0 : T - 1; t < t1; t += n) {     // of the last layer's rows only the very last is read
-                n = same_weights(s, t, t1, &y, l);
-                mlp_rows(s, y, r.x + (size_t)t * c->C, r.out + (t - t0) * HD, r.h, r.gate, r.up, n);
-            }
-        }
-    }
-    double t = now();
-    EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
-    timed(&s->clk.commit, t);
-    rmsnorm(r.h, r.x + (size_t)(T - 1) * c->C, &s->w->norm, 1, c->C, c->eps);
-    matmul(s->logits, r.h, &s->w->head, 1);
-    note_peak(s);
-    scratch_reset(s, mark);
-    return s->logits;
 }
 
 // Adds T tokens to the session. A token with pos < 0 gets the next position.
 static void add_tokens(Session *s, const Token *in, int T) {
-    if (s->n_tok + T > s->cap_tok) s->tok = xrealloc(s->tok, (size_t)(s->cap_tok = s->n_tok + T + 1024) * sizeof(Token));
+    if (s->n_tok + T > s->cap_tok) {
+        s->cap_tok = s->n_tok + T + 1024;
+        s->tok = xrealloc(s->tok, (size_t)s->cap_tok * sizeof(Token));
+    }
     s->base = s->n_tok;
     for (int t = 0; t < T; t++) {
         Token *k = &s->tok[s->n_tok++];
@@ -233,20 +436,75 @@ static void add_tokens(Session *s, const Token *in, int T) {
         if (k->pos >= s->pos_next) s->pos_next = k->pos + 1;
     }
 }
-float *forward(Session *s, const Token *in, int T) {     // one pass over T new tokens
+
+// The whole transformer: one pass over T new tokens -> the logits (V) of the last one.
+float *forward(Session *s, const Token *in, int T) {
     add_tokens(s, in, T);
-    return KV_DEV(s) ? pass_cuda(s, T) : pass(s, T);
+    if (KV_DEV(s)) return pass_cuda(s, T);
+
+    const Config *c = s->c;
+    size_t mark = scratch_mark(s);
+    Pass r = pass_room(s, T);
+
+    // Every token becomes a vector: its row of the embedding matrix, or what the embed hook says.
+    embed(s, r.x, T);
+    pass_angles(s, r.cs, T);
+
+    for (int l = 0; l < c->L; l++) {
+        int acts = layer_acts(s, l);
+        if (l && T > 1) progress_tell("prefill", (double)l / c->L);
+
+        for (int t0 = 0, t1; t0 < T; t0 = t1) {
+            t1 = min_int(t0 + r.span, T);
+
+            // Queries, keys and values of the span. The project hook sees them unrotated.
+            project_span(s, l, &r, t0, t1);
+            if (acts)
+                EACH_HOOK(s, p, project) p->m->project(s, p->ms, l, r.q, r.k, r.v, t1 - t0);
+
+            // They are rotated to their positions, and keys and values become rows of the cache.
+            rope_span(s, &r, t0, t1);
+            kv_append(s, l, r.k, r.v, t0, t1 - t0);
+
+            // Attention reads all rows as they are stored, the new ones too (D1).
+            // Hooks: select, attend, commit.
+            attend_rows(s, l, &r, t0, t1 - t0, acts);
+
+            // Output product and MLP, each added to x. The last layer needs the last token only.
+            int from = l < c->L - 1 ? t0 : T - 1;
+            mlp_span(s, l, &r, t0, from, t1);
+        }
+    }
+
+    // The end of the pass: every commit hook once more, with l == L.
+    double t = now();
+    EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, c->L, NULL, T);
+    timed(&s->clk.commit, t);
+
+    // The last token's vector becomes one logit for every token of the vocabulary.
+    rmsnorm(r.h, r.x + (size_t)(T - 1) * c->C, &s->w->norm, 1, c->C, c->eps);
+    matmul(s->logits, r.h, &s->w->head, 1);
+
+    note_peak(s);
+    scratch_reset(s, mark);
+    return s->logits;
 }
 
 // ==================================================================================================== 2 CACHE
-// A head is a list of rows. Each (layer, KV head) owns len rows, oldest first: source token, RoPE position, K and V bytes.
-// Heads differ in length once a method drops rows; dropped rows are given back to the allocator at once. Keys are stored
-// rotated. Row counts are rounded up to KV_STEP when memory is asked for, so that a decode step rarely allocates.
+// A head is a list of rows. Each KV head of each layer owns `len` rows, oldest first; a row is the
+// token it came from, the RoPE position its key is rotated to, and its K and V bytes. Heads differ
+// in length once a method drops rows, and the memory of dropped rows goes back to the allocator at
+// once, so that "bytes held" means what it says. Keys are stored rotated.
+//
+// Memory is asked for in steps of KV_STEP rows, so that a decode step rarely allocates. Rows
+// [0,packed) of a head may be packed at fewer bits (PATS, section 10); all others are raw rows, one
+// format for K and one for V (-ctk, -ctv). In a device session the bytes of rows are device memory,
+// and the functions here call their twins in kvcomp.cu.
 
-
-// ---- formats of raw rows
+// ---- formats of raw rows: bytes a row; a row of f32 to bytes; n rows of bytes to f32
 static size_t f32_bytes(int D)  { return (size_t)D * 4; }
 static size_t half_bytes(int D) { return (size_t)D * 2; }
+
 static void f32_pack   (char *o, const float *x, int D)        { memcpy(o, x, (size_t)D * 4); }
 static void f32_unpack (float *x, const char *o, int n, int D) { memcpy(x, o, (size_t)n * D * 4); }
 static void f16_pack   (char *o, const float *x, int D)        { from_f32(o, x, DT_F16, D); }
@@ -254,12 +512,18 @@ static void f16_unpack (float *x, const char *o, int n, int D) { to_f32(x, o, DT
 static void bf16_pack  (char *o, const float *x, int D)        { from_f32(o, x, DT_BF16, D); }
 static void bf16_unpack(float *x, const char *o, int n, int D) { to_f32(x, o, DT_BF16, (size_t)n * D); }
 
+// q8_0: a row is blocks of 32 values; the last block may be shorter. A block is an f16 scale
+// d = max|x| / 127, and then one signed byte round(x / d) a value. Unpacking, d times the byte, is a
+// kernel of section 16.
 enum { Q8_BLOCK = 32 };
-static size_t q8_bytes(int D) { return (size_t)D + 2 * ((D + Q8_BLOCK - 1) / Q8_BLOCK); }
-// q8_0: blocks of 32 values, each an f16 scale d = max|x|/127 and 32 bytes round(x/d); the last of a row may be shorter
+
+static size_t q8_bytes(int D) {
+    return (size_t)D + 2 * ((D + Q8_BLOCK - 1) / Q8_BLOCK);
+}
+
 static void q8_pack(char *o, const float *x, int D) {
     for (int b = 0; b < D; b += Q8_BLOCK) {
-        int n = D - b < Q8_BLOCK ? D - b : Q8_BLOCK;
+        int n = min_int(Q8_BLOCK, D - b);
         float top = 0;
         for (int i = 0; i < n; i++) top = fmaxf(top, fabsf(x[b + i]));
         uint16_t d = f32_to_f16(top / 127);
@@ -267,7 +531,9 @@ static void q8_pack(char *o, const float *x, int D) {
         memcpy(o, &d, 2);
         for (int i = 0; i < n; i++) {
             float q = scale > 0 ? rintf(x[b + i] / scale) : 0;
-            ((signed char *)o)[2 + i] = (signed char)(q > 127 ? 127 : q < -127 ? -127 : q);
+            if (q > 127) q = 127;           // the scale was rounded, so q may be past 127
+            if (q < -127) q = -127;
+            ((signed char *)o)[2 + i] = (signed char)q;
         }
         o += 2 + n;
     }
@@ -280,18 +546,37 @@ const Format formats[] = {
     { "q8_0", q8_bytes,   q8_pack,   q8_unpack   },
     { NULL, NULL, NULL, NULL },
 };
+
+// The format of this name; NULL: there is none.
 static const Format *format_find(const char *name) {
-    for (const Format *f = formats; f->name; f++) if (!strcmp(f->name, name)) return f;
+    for (const Format *f = formats; f->name; f++)
+        if (!strcmp(f->name, name)) return f;
     return NULL;
 }
 
+// The format of V rows (v 1) or K rows (v 0).
+static const Format *format_of(const Session *s, int v) {
+    return v ? s->fv : s->fk;
+}
+
+// Bytes of one raw row, its key and its value together.
+static size_t raw_row_bytes(const Session *s) {
+    return s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
+}
+
+static size_t round_to_step(size_t rows) {
+    return (rows + KV_STEP - 1) / KV_STEP * KV_STEP;
+}
+
 // ---- memory of one head
-static void head_reserve(Session *s, KVHead *h, int raw) {       // room for `raw` raw rows; keeps what is there, gives back what is not needed
-    int D = s->c->D, cap = (raw + KV_STEP - 1) / KV_STEP * KV_STEP, all = h->packed + cap;
+// Makes room for `raw` raw rows behind the packed ones: keeps what is there, gives back the rest.
+static void head_reserve(Session *s, KVHead *h, int raw) {
+    int D = s->c->D, cap = (int)round_to_step(raw), all = h->packed + cap;
     if (cap == h->cap && h->src) return;
     s->changes++;
-    if (KV_DEV(s)) rows_resize_cuda(s, h, cap);
-    else {
+    if (KV_DEV(s)) {
+        rows_resize_cuda(s, h, cap);
+    } else {
         h->k = xrealloc(h->k, (size_t)cap * s->fk->row_bytes(D));
         h->v = xrealloc(h->v, (size_t)cap * s->fv->row_bytes(D));
     }
@@ -300,21 +585,38 @@ static void head_reserve(Session *s, KVHead *h, int raw) {       // room for `ra
     h->pos = xrealloc(h->pos, (size_t)all * sizeof(int));
     if (s->wants & KV_MASS) h->mass = xrealloc(h->mass, (size_t)all * sizeof(float));
 }
+
+// Gives back everything a head holds: it has no rows afterwards.
 static void head_free(Session *s, KVHead *h) {
     if (KV_DEV(s)) rows_free_cuda(s, h);
-    free(h->src); free(h->pos); free(h->mass); free(h->k); free(h->v); free(h->pk); free(h->pv); free(h->reg);
+    free(h->src);
+    free(h->pos);
+    free(h->mass);
+    free(h->k);
+    free(h->v);
+    free(h->pk);
+    free(h->pv);
+    free(h->reg);
     memset(h, 0, sizeof *h);
 }
-static size_t head_row_bytes(const Session *s, const KVHead *h) {     // bytes of K and V rows, as allocated
-    return (size_t)h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes;
+
+// Bytes of a head's K and V rows, as allocated.
+static size_t head_row_bytes(const Session *s, const KVHead *h) {
+    return (size_t)h->cap * raw_row_bytes(s) + 2 * h->pk_bytes;
 }
 
+// ---- new rows
+// Makes room for n more rows in every head of layer l.
 void kv_reserve(Session *s, int l, int n) {
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
-        if (h->len - h->packed + n > h->cap) head_reserve(s, h, h->len - h->packed + n);
+        int raw = h->len - h->packed + n;
+        if (raw > h->cap) head_reserve(s, h, raw);
     }
 }
+
+// The bytes of n new rows of every head of layer l are there: writes down the tokens they come from,
+// base+t0 .. base+t0+n-1, and their positions.
 void kv_note(Session *s, int l, int t0, int n) {
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
@@ -327,87 +629,85 @@ void kv_note(Session *s, int l, int t0, int n) {
         h->len += n;
     }
 }
-// Appends the rows of tokens base+t0 .. base+t0+n-1 to every KV head of layer l. k, v (n,G,D).
+
+// Appends the rows of tokens base+t0 .. base+t0+n-1 to every head of layer l. k, v (n,G,D), where
+// the rows live: in device memory in a device session.
 void kv_append(Session *s, int l, const float *k, const float *v, int t0, int n) {
     int G = s->c->G, D = s->c->D;
-    size_t bk = s->fk->row_bytes(D), bv = s->fv->row_bytes(D);
+    size_t k_bytes = s->fk->row_bytes(D), v_bytes = s->fv->row_bytes(D);
     kv_reserve(s, l, n);
-    if (KV_DEV(s)) rows_append_cuda(s, l, k, v, t0, n);          // k, v lie where the rows lie
-    else {
+    if (KV_DEV(s)) {
+        rows_append_cuda(s, l, k, v, t0, n);
+    } else {
         #pragma omp parallel for collapse(2) schedule(static) if (n > 32)
         for (int g = 0; g < G; g++)
             for (int t = 0; t < n; t++) {
                 KVHead *h = kv_head(s, l, g);
-                int raw = h->len - h->packed + t;
-                s->fk->pack(h->k + raw * bk, k + ((size_t)t * G + g) * D, D);
-                s->fv->pack(h->v + raw * bv, v + ((size_t)t * G + g) * D, D);
+                size_t raw = h->len - h->packed + t, from = ((size_t)t * G + g) * D;
+                s->fk->pack(h->k + raw * k_bytes, k + from, D);
+                s->fv->pack(h->v + raw * v_bytes, v + from, D);
             }
     }
     kv_note(s, l, t0, n);
 }
 
-static const char *raw_row(const Session *s, const KVHead *h, int v, int r) {       // r >= h->packed
-    return (v ? h->v : h->k) + (size_t)(r - h->packed) * (v ? s->fv : s->fk)->row_bytes(s->c->D);
+// ---- reading rows
+// In this file v says which half of a row is meant: 0 its key, 1 its value. Several rows are either
+// listed (rows (n), ascending) or, where rows is NULL, the n neighbours r0 .. r0+n-1.
+
+// The bytes of raw row r >= h->packed.
+static const char *raw_row(const Session *s, const KVHead *h, int v, int r) {
+    return (v ? h->v : h->k) + (size_t)(r - h->packed) * format_of(s, v)->row_bytes(s->c->D);
 }
-// Unpacks rows to f32, whatever their storage, or brings f16 and bf16 rows together as they are (dtype, of raw and packed rows alike).
-static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, char *buf, int dtype) {     // buf (n,D) of dtype
-    int D = s->c->D, packed = r0 < h->packed ? (r0 + n <= h->packed ? n : h->packed - r0) : 0;
-    const Format *f = v ? s->fv : s->fk;
+
+// buf (n,D) of dtype = rows r0 .. r0+n-1. dtype is DT_F32 for rows of any storage. It may also be
+// DT_F16 or DT_BF16 if that is how raw rows are stored; packed rows exist beside f16 rows only.
+static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, char *buf,
+                       int dtype) {
+    int D = s->c->D, packed = max_int(0, min_int(n, h->packed - r0));
+    const Format *f = format_of(s, v);
     size_t size = dtype_size(dtype), front = packed * (size_t)D;
-    if (packed) {                                        // f32: the f16 numbers go to the rear half of their place, and are widened from the front
+
+    // Packed rows give f16 numbers. Where f32 is wanted, they go to the rear half of their place
+    // and are widened from the front.
+    if (packed) {
         char *half = buf + front * (size - 2);
         s->packing->load(s, h, v, r0, packed, (uint16_t *)half);
         if (dtype == DT_F32) to_f32((float *)buf, half, DT_F16, front);
     }
     if (packed == n) return;
+
     const char *raw = raw_row(s, h, v, r0 + packed);
     if (dtype != DT_F32) memcpy(buf + front * size, raw, (size_t)(n - packed) * f->row_bytes(D));
     else if (KV_DEV(s)) rows_load_cuda(f, raw, n - packed, D, (float *)buf + front);
     else f->unpack((float *)buf + front, raw, n - packed, D);
 }
-static void load_rows(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, void *buf, int dtype) {    // rows NULL: rows r0..r0+n-1
-    size_t row = s->c->D * dtype_size(dtype);
-    if (!rows) { load_range(s, h, v, r0, n, buf, dtype); return; }
-    for (int i = 0, j; i < n; i = j) {                   // runs of neighbours at once
-        for (j = i + 1; j < n && rows[j] == rows[j - 1] + 1; ) j++;
-        load_range(s, h, v, rows[i], j - i, (char *)buf + i * row, dtype);
+
+// The same for listed rows or for neighbours. Listed rows that are neighbours are loaded together.
+static void load_rows(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n,
+                      void *buf, int dtype) {
+    size_t bytes = s->c->D * dtype_size(dtype);
+    if (!rows) {
+        load_range(s, h, v, r0, n, buf, dtype);
+        return;
+    }
+    for (int i = 0, end; i < n; i = end) {
+        end = i + 1;
+        while (end < n && rows[end] == rows[end - 1] + 1) end++;
+        load_range(s, h, v, rows[i], end - i, (char *)buf + i * bytes, dtype);
     }
 }
-// Rows of a list lie anywhere: ask for them all before the first is needed, so that their ways from memory overlap.
-static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
-    size_t bytes = (v ? s->fv : s->fk)->row_bytes(s->c->D);
-    const char *raw = raw_row(s, h, v, h->packed);
-    for (int i = 0; i < n; i++)
-        if (rows[i] >= h->packed) ask_ahead(&(Ahead){ raw + (size_t)(rows[i] - h->packed) * bytes, bytes }, bytes);
-}
-// The runs of a list begin on pages of their own. One request to each, all at once, has the processor look up their addresses side by side.
-static void fetch_runs(const Session *s, const KVHead *h, const int *rows, int n) {
-    for (int i = 0; i < n; i++)
-        for (int v = 0; v < 2 && rows[i] >= h->packed && (!i || rows[i] != rows[i - 1] + 1); v++) __builtin_prefetch(raw_row(s, h, v, rows[i]));
-}
-static int rows_in_place(const Format *f) { return f->unpack == f16_unpack || f->unpack == bf16_unpack || f->unpack == f32_unpack; }
-static int dtype_in_place(const Format *f) { return f->unpack == f16_unpack ? DT_F16 : f->unpack == bf16_unpack ? DT_BF16 : DT_F32; }
-// n rows ready for arithmetic: where they lie if they are plain numbers side by side, otherwise together in buf (n,D), f16 and bf16 as they are.
-static const void *rows_ready(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n, float *buf, int *dtype) {
-    const Format *f = v ? s->fv : s->fk;
-    int first = rows ? rows[0] : r0;
-    *dtype = dtype_in_place(f);
-    if (first >= h->packed && (!rows || rows[n - 1] - first == n - 1) && rows_in_place(f))
-        return raw_row(s, h, v, first);
-    load_rows(s, h, v, rows, r0, n, buf, *dtype);
-    return buf;
-}
-static const void *near_ready(const Session *s, const View *w, int v, int p, int n, float *buf, int *dtype) {      // rows p.. of the view's copy
-    const Format *f = v ? s->fv : s->fk;
-    const char *from = w->near + (v ? w->n * s->fk->row_bytes(s->c->D) : 0) + p * f->row_bytes(s->c->D);
-    *dtype = dtype_in_place(f);
-    if (rows_in_place(f)) return from;
-    f->unpack(buf, from, n, s->c->D);
-    return buf;
-}
-void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 0, rows, r0, n, buf, DT_F32); }
-void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) { load_rows(s, h, 1, rows, r0, n, buf, DT_F32); }
 
+// buf (n,D) f32 = keys, or values.
+void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) {
+    load_rows(s, h, 0, rows, r0, n, buf, DT_F32);
+}
+
+void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) {
+    load_rows(s, h, 1, rows, r0, n, buf, DT_F32);
+}
+
+// (n,H,D): tokens t0 .. t0+n-1 of the queries q (T,H,D) that a hook was given, where C can read them.
 const float *on_host(Session *s, const float *q, int t0, int n) {
     size_t row = (size_t)s->c->H * s->c->D;
     if (!KV_DEV(s)) return q + t0 * row;
@@ -415,60 +715,85 @@ const float *on_host(Session *s, const float *q, int t0, int n) {
     host_copy_cuda(copy, q + t0 * row, n * row);
     return copy;
 }
+
+// Rows of the longest head of layer l.
 int kv_longest(const Session *s, int l) {
     int n = 0;
-    for (int g = 0; g < s->c->G; g++) if (kv_head(s, l, g)->len > n) n = kv_head(s, l, g)->len;
+    for (int g = 0; g < s->c->G; g++) n = max_int(n, kv_head(s, l, g)->len);
     return n;
 }
 
-// ---- views
+// ---- views: which rows a query head reads in a decode step
+// A view is one query head's list: the rows idx[0..n), ascending, and then every row from `tail`
+// on, so that new rows are read without anybody listing them. n = 0 and tail = 0 is every row,
+// which is how a view begins (view_all). Place p of a view is the p-th row it reads.
+//
+// Rows belong to KV heads and views to query heads, but most methods choose one list for the R
+// query heads of a group. view_group stores it once, with the group's first head; each later head
+// of the group has same = 1, which means "I read what the head before me reads". view_of follows
+// these marks back to the head that owns the list, and attention sees from them which heads can
+// share one reading of the rows (decode_groups); it compares lists only where there is no mark.
+//
+// A list that many steps will read can be copied side by side (view_near, section 17): is_near says
+// that the copy is valid. Whatever changes the list or a key it names clears is_near.
+
+// Makes *w the list idx (n) and the rows from tail on.
 static void view_fill(Session *s, View *w, const int *idx, int n, int tail) {
-    if (KV_DEV(s)) s->changes++;                         // on a CPU nobody asks, and threads set views side by side
-    if (n > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = n + n / 4 + KV_STEP) * sizeof(int));
+    if (KV_DEV(s)) s->changes++;            // only a device asks, and here threads work side by side
+    if (n > w->cap) {
+        w->cap = n + n / 4 + KV_STEP;
+        w->idx = xrealloc(w->idx, (size_t)w->cap * sizeof(int));
+    }
     if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
-    w->n = n; w->tail = tail; w->same = w->is_near = 0;
+    w->n = n;
+    w->tail = tail;
+    w->same = 0;
+    w->is_near = 0;
 }
+
+// Query head h reads idx (n) and the rows from tail on. What the other heads read stays as it is.
 void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
-    View old = view_of(s, l, h), *w = kv_view(s, l, h);
-    if ((h + 1) % (s->c->H / s->c->G) && w[1].same) view_fill(s, w + 1, old.idx, old.n, old.tail);   // the next head goes on reading what it read
+    int R = s->c->H / s->c->G, last_of_group = (h + 1) % R == 0;
+    View *w = kv_view(s, l, h), old = view_of(s, l, h);
+    // The next head may read through this one's list: then it gets the list, before that changes.
+    if (!last_of_group && w[1].same) view_fill(s, w + 1, old.idx, old.n, old.tail);
     view_fill(s, w, idx, n, tail);
 }
+
+// All query heads of KV head g read idx (n) and the rows from tail on.
 void view_group(Session *s, int l, int g, const int *idx, int n, int tail) {
     int R = s->c->H / s->c->G;
     View *w = kv_view(s, l, g * R);
     view_fill(s, w, idx, n, tail);
-    for (int r = 1; r < R; r++) { w[r].n = n; w[r].tail = tail; w[r].same = 1; }
-}
-// Rows that lie anywhere come from memory at a fraction of its speed (LoopServe's single rows at an eighth: NOTES.md, Speed on the CPU). A
-// list that stays for some steps pays for a copy. Packed rows may change under it, and a GPU gathers fast enough: not there.
-static int copies_views(const Session *s) { return !KV_DEV(s) && !s->packing; }
-void view_room(Session *s, int l, int h, int n, int near) {
-    View *w = kv_view(s, l, h);
-    size_t bytes = near && copies_views(s) ? n * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) : 0;
-    if (n > w->cap) w->idx = xrealloc(w->idx, (size_t)(w->cap = n) * sizeof(int));
-    if (bytes > w->room) w->near = xrealloc(w->near, w->room = bytes);
-}
-void view_near(Session *s, int l, int h) {
-    View *w = kv_view(s, l, h);
-    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
-    if (!copies_views(s) || !w->n) return;
-    view_room(s, l, h, w->n, 1);
-    char *to = w->near;
-    for (int v = 0; v < 2; v++) {
-        size_t bytes = (v ? s->fv : s->fk)->row_bytes(s->c->D);
-        for (int i = 0; i < w->n; i++, to += bytes) {
-            if (i % 16 == 0 && w->n - i > 16) fetch_rows(s, hd, v, w->idx + i + 16, w->n - i - 16 < 16 ? w->n - i - 16 : 16);
-            memcpy(to, raw_row(s, hd, v, w->idx[i]), bytes);
-        }
+    for (int r = 1; r < R; r++) {
+        w[r].n = n;
+        w[r].tail = tail;
+        w[r].same = 1;
     }
-    w->is_near = 1;
 }
-static void views_here(const Session *s) { (void)s; if (KV_DEV(s)) views_fetch_cuda((Session *)s); }     // a device may have kept the last step's
+
+// Every query head of the session reads every row.
 void view_all(Session *s) {
     s->changes++;
     if (KV_DEV(s)) views_drop_cuda(s);
-    for (int i = 0; i < s->c->L * s->c->H; i++) s->view[i].n = s->view[i].tail = s->view[i].same = s->view[i].is_near = 0;
+    for (int i = 0; i < s->c->L * s->c->H; i++) {
+        View *w = &s->view[i];
+        w->n = w->tail = w->same = w->is_near = 0;
+    }
 }
+
+// The query heads of KV head g read every row.
+static void views_reset(Session *s, int l, int g) {
+    view_group(s, l, g, NULL, 0, 0);
+}
+
+// A device may have kept the lists it chose in the last step: brings them here to be read.
+static void views_here(const Session *s) {
+    (void)s;
+    if (KV_DEV(s)) views_fetch_cuda((Session *)s);
+}
+
+// rows (N) = the rows query head h reads, in ascending order -> how many.
 int view_rows(const Session *s, int l, int h, int *rows) {
     views_here(s);
     const View w = view_of(s, l, h);
@@ -477,184 +802,298 @@ int view_rows(const Session *s, int l, int h, int *rows) {
     for (int r = w.tail; r < len; r++) rows[n++] = r;
     return n;
 }
-static void views_reset(Session *s, int l, int g) { view_group(s, l, g, NULL, 0, 0); }
+
+struct ViewTile {           // the rows at places p .. p+n-1 of a view
+    int p, n;
+    const int *rows;        // (n) their numbers; NULL: they are the neighbours r0 .. r0+n-1
+    int r0;
+};
+
+// The j-th of these rows.
+static int row_at(const int *rows, int r0, int j) {
+    return rows ? rows[j] : r0 + j;
+}
+
+// The rows at places p .. p+n-1 of a view. room (n) is used where the list ends among them.
+static ViewTile view_tile(const View *w, int p, int n, int *room) {
+    ViewTile a = { .p = p, .n = n };
+    if (p >= w->n) {                        // behind the list
+        a.r0 = w->tail + p - w->n;
+    } else if (p + n <= w->n) {             // inside the list
+        a.rows = w->idx + p;
+    } else {                                // the end of the list and the first rows behind it
+        int listed = w->n - p;
+        for (int i = 0; i < n; i++) room[i] = i < listed ? w->idx[p + i] : w->tail + i - listed;
+        a.rows = room;
+    }
+    return a;
+}
 
 // ---- dropping rows
+// Row i of a head becomes its row keep[i], for i < n, and the memory of the others is given back.
+// keep is ascending, so a row never moves to a place behind its own, and moving them in order
+// overwrites nothing that is still needed.
 static void move_rows(Session *s, KVHead *h, const int *keep, int n) {
-    size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
+    size_t k_bytes = s->fk->row_bytes(s->c->D), v_bytes = s->fv->row_bytes(s->c->D);
     int n_packed = 0, old_packed = h->packed;
     while (n_packed < n && keep[n_packed] < old_packed) n_packed++;
-    if (old_packed && n_packed < old_packed) s->packing->keep(s, h, keep, n_packed);        // sets h->packed = n_packed
+    if (old_packed && n_packed < old_packed)
+        s->packing->keep(s, h, keep, n_packed);         // sets h->packed = n_packed
     if (KV_DEV(s)) rows_move_cuda(s, h, keep, n, n_packed, old_packed);
+
     for (int i = 0; i < n; i++) {
         int r = keep[i];
         if (i >= n_packed && !KV_DEV(s)) {
-            memmove(h->k + (size_t)(i - n_packed) * bk, h->k + (size_t)(r - old_packed) * bk, bk);
-            memmove(h->v + (size_t)(i - n_packed) * bv, h->v + (size_t)(r - old_packed) * bv, bv);
+            size_t to = i - n_packed, from = r - old_packed;
+            memmove(h->k + to * k_bytes, h->k + from * k_bytes, k_bytes);
+            memmove(h->v + to * v_bytes, h->v + from * v_bytes, v_bytes);
         }
-        h->src[i] = h->src[r]; h->pos[i] = h->pos[r];
+        h->src[i] = h->src[r];
+        h->pos[i] = h->pos[r];
         if (h->mass) h->mass[i] = h->mass[r];
     }
     h->len = n;
     head_reserve(s, h, n - n_packed);
 }
+
+// Keeps the rows keep (n), ascending, of KV head g. Its query heads read every row afterwards.
 void kv_keep(Session *s, int l, int g, const int *keep, int n) {
     KVHead *h = kv_head(s, l, g);
     if (n < h->len) move_rows(s, h, keep, n);
     views_reset(s, l, g);
 }
+
+// Marks in seen (len) the rows that some query head of KV head g reads.
+static void mark_rows_read(Session *s, int l, int g, int len, int *seen) {
+    int R = s->c->H / s->c->G;
+    for (int h = g * R; h < (g + 1) * R; h++) {
+        const View *w = kv_view(s, l, h);
+        int listed = w->same ? 0 : w->n;    // the head that owns the list marks it
+        for (int i = 0; i < listed; i++) seen[w->idx[i]] = 1;
+        for (int r = w->tail; r < len; r++) seen[r] = 1;
+    }
+}
+
+// Drops the rows of KV head g that none of its query heads reads, and renumbers its views.
 void kv_compact(Session *s, int l, int g) {
     KVHead *hd = kv_head(s, l, g);
-    int R = s->c->H / s->c->G, n = 0;
-    size_t mark = scratch_mark(s);
-    int *map = scratch(s, (size_t)(hd->len + 1) * sizeof(int)), *keep = scratch(s, (size_t)(hd->len + 1) * sizeof(int));
-    memset(map, 0, (size_t)(hd->len + 1) * sizeof(int));
-    for (int h = g * R; h < (g + 1) * R; h++) {
-        View *w = kv_view(s, l, h);
-        for (int i = 0; i < w->n && !w->same; i++) map[w->idx[i]] = 1;
-        for (int r = w->tail; r < hd->len; r++) map[r] = 1;
-    }
-    for (int r = 0; r < hd->len; r++) {                          // map becomes: rows kept below r
+    int R = s->c->H / s->c->G, len = hd->len, n = 0;
+    size_t mark = scratch_mark(s), bytes = (size_t)(len + 1) * sizeof(int);
+    int *map = scratch(s, bytes), *keep = scratch(s, bytes);
+    memset(map, 0, bytes);
+    mark_rows_read(s, l, g, len, map);
+
+    // From marks to a map: the new number of row r is how many rows below it are kept.
+    for (int r = 0; r < len; r++) {
         int seen = map[r];
         if (seen) keep[n] = r;
         map[r] = n;
         n += seen;
     }
-    map[hd->len] = n;
+    map[len] = n;                           // a tail may stand behind the last row
+
     s->changes++;
     for (int h = g * R; h < (g + 1) * R; h++) {
         View *w = kv_view(s, l, h);
-        for (int i = 0; i < w->n && !w->same; i++) w->idx[i] = map[w->idx[i]];
+        int listed = w->same ? 0 : w->n;
+        for (int i = 0; i < listed; i++) w->idx[i] = map[w->idx[i]];
         w->tail = map[w->tail];
     }
-    if (n < hd->len) move_rows(s, hd, keep, n);
+    if (n < len) move_rows(s, hd, keep, n);
     scratch_reset(s, mark);
 }
+
+// Drops the rows of a head that came from tokens n_tok and later. They are its last ones.
+static void head_truncate(Session *s, KVHead *h, int n_tok) {
+    int n = h->len;
+    while (n > 0 && h->src[n - 1] >= n_tok) n--;
+    if (n == h->len) return;
+    size_t mark = scratch_mark(s);
+    int *keep = scratch(s, (size_t)(n + 1) * sizeof(int));
+    for (int r = 0; r < n; r++) keep[r] = r;
+    move_rows(s, h, keep, n);
+    scratch_reset(s, mark);
+}
+
+// Forgets the tokens from n_tok on and their rows. Every view reads every row afterwards.
 void kv_truncate(Session *s, int n_tok) {
     if (n_tok >= s->n_tok) return;
-    for (int l = 0; l < s->c->L; l++)
-        for (int g = 0; g < s->c->G; g++) {
-            KVHead *h = kv_head(s, l, g);
-            int n = h->len;
-            while (n > 0 && h->src[n - 1] >= n_tok) n--;
-            if (n == h->len) continue;
-            size_t mark = scratch_mark(s);
-            int *keep = scratch(s, (size_t)(n + 1) * sizeof(int));
-            for (int r = 0; r < n; r++) keep[r] = r;
-            move_rows(s, h, keep, n);
-            scratch_reset(s, mark);
-        }
+    for (int i = 0; i < s->c->L * s->c->G; i++) head_truncate(s, &s->head[i], n_tok);
     view_all(s);
     s->pos_next = s->tok[n_tok].pos;
     s->n_tok = n_tok;
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->forget) s->part[i].m->forget(s, s->part[i].ms, n_tok);
+    EACH_HOOK(s, p, forget) p->m->forget(s, p->ms, n_tok);
 }
 
-// Rotates one raw key from its position to another: RoPE angles add, so R(new - old) does it in one step.
+// Rotates one raw key from its position to another. RoPE's angles add, so one rotation by the
+// difference does it: R(new) k = R(new - old) R(old) k. It is not scaled by rope_scale, because the
+// stored key has been.
 void kv_repos(Session *s, int l, int g, int row, int pos) {
     KVHead *h = kv_head(s, l, g);
-    int D = s->c->D, shift = pos - h->pos[row];
+    int D = s->c->D, R = s->c->H / s->c->G, shift = pos - h->pos[row];
     if (!shift) return;
+
     float *k = scratch(s, (size_t)D * sizeof(float));
     kv_load_k(s, h, NULL, row, 1, k);
-    for (int i = 0; i < D / 2; i++) {                            // no rope_scale here: the stored key has it already
-        double a = shift * s->w->inv_freq64[i];
-        float c = (float)cos(a), n = (float)sin(a), x = k[i], y = k[i + D / 2];
-        k[i] = x * c - y * n; k[i + D / 2] = y * c + x * n;
+    for (int i = 0; i < D / 2; i++) {
+        double angle = shift * s->w->inv_freq64[i];
+        float c = (float)cos(angle), n = (float)sin(angle), x = k[i], y = k[i + D / 2];
+        k[i] = x * c - y * n;
+        k[i + D / 2] = y * c + x * n;
     }
+
     char *to = h->k + (size_t)(row - h->packed) * s->fk->row_bytes(D);
     if (KV_DEV(s)) {
         char *raw = scratch(s, s->fk->row_bytes(D));
         s->fk->pack(raw, k, D);
         rows_store_cuda(to, raw, s->fk->row_bytes(D));
-    } else s->fk->pack(to, k, D);
+    } else {
+        s->fk->pack(to, k, D);
+    }
     h->pos[row] = pos;
-    for (int r = 0, R = s->c->H / s->c->G; r < R; r++) kv_view(s, l, g * R + r)->is_near = 0;
+    for (int r = 0; r < R; r++) kv_view(s, l, g * R + r)->is_near = 0;     // copies hold the old key
 }
 
 // ---- accounting: what the allocator holds
+// Bytes of all K and V rows, the unused part of the last step of KV_STEP rows included.
 size_t kv_bytes(const Session *s) {
     size_t n = 0;
     for (int i = 0; i < s->c->L * s->c->G; i++) n += head_row_bytes(s, &s->head[i]);
     return n;
 }
-size_t kv_bytes_full(const Session *s) {
-    const Format *fk = s->packing ? format_find("f16") : s->fk, *fv = s->packing ? fk : s->fv;
-    if (!strcmp(fk->name, "q8_0")) fk = format_find("f16");     // q8_0 is a way of compressing, so full means f16
-    if (!strcmp(fv->name, "q8_0")) fv = format_find("f16");
-    size_t rows = 0;
-    for (int i = 0; i < s->n_tok; i++) rows += s->tok[i].kind != TOK_EXTRA;      // full attention has no tokens of a method's own
-    rows = (rows + KV_STEP - 1) / KV_STEP * KV_STEP;
-    return (size_t)s->c->L * s->c->G * rows * (fk->row_bytes(s->c->D) + fv->row_bytes(s->c->D));
+
+// The format full attention is compared in: the session's, but f16 where that one compresses.
+static const Format *full_format(const Session *s, int v) {
+    const Format *f = format_of(s, v);
+    return s->packing || !strcmp(f->name, "q8_0") ? format_find("f16") : f;
 }
+
+// The bytes full attention would hold for the same tokens. It has no tokens of a method's own.
+size_t kv_bytes_full(const Session *s) {
+    int D = s->c->D;
+    size_t rows = 0;
+    for (int i = 0; i < s->n_tok; i++) rows += s->tok[i].kind != TOK_EXTRA;
+    size_t row = full_format(s, 0)->row_bytes(D) + full_format(s, 1)->row_bytes(D);
+    return (size_t)s->c->L * s->c->G * round_to_step(rows) * row;
+}
+
+// Bytes beside the rows: sources, positions, masses, tables of regions, views, the parts' indexes.
 size_t kv_meta_bytes(const Session *s) {
     size_t n = 0;
     views_here(s);
     for (int i = 0; i < s->c->L * s->c->G; i++) {
         const KVHead *h = &s->head[i];
-        n += (size_t)(h->packed + h->cap) * (2 * sizeof(int) + (h->mass ? sizeof(float) : 0)) + (size_t)h->n_reg * sizeof(Region);
+        size_t a_row = 2 * sizeof(int) + (h->mass ? sizeof(float) : 0);
+        n += (size_t)(h->packed + h->cap) * a_row + (size_t)h->n_reg * sizeof(Region);
     }
-    for (int i = 0; i < s->c->L * s->c->H; i++) n += (size_t)s->view[i].cap * sizeof(int) + s->view[i].room;
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->bytes) n += s->part[i].m->bytes(s, s->part[i].ms);
+    for (int i = 0; i < s->c->L * s->c->H; i++) {
+        const View *w = &s->view[i];
+        n += (size_t)w->cap * sizeof(int) + w->room;
+    }
+    for (int i = 0; i < s->n_part; i++) {
+        const Part *p = &s->part[i];
+        if (p->m->bytes) n += p->m->bytes(s, p->ms);
+    }
     return n;
 }
+
+// Keeps the most bytes of rows ever held.
 static void note_peak(Session *s) {
-    size_t n = kv_bytes(s);
-    if (n > s->clk.peak) s->clk.peak = n;
+    s->clk.peak = max_size(s->clk.peak, kv_bytes(s));
 }
 
-// B at a prefill end. --ratio F removes the share F of the N tokens seen: B = N - floor(N F + 1e-6) (rules.md A32).
+// ---- what a method asks
+// The budget B at the end of a prefill: --budget rows a KV head. --ratio F instead removes the
+// share F of the N tokens seen: B = N - floor(N F + 1e-6) (D8).
 int budget_now(const Session *s) {
     if (s->ratio >= 0) return s->n_tok - (int)floor(s->n_tok * s->ratio + 1e-6);
     return s->budget;
 }
+
+// 0: hooks skip this layer, because it has a sliding window and other layers of the model have
+// none. In a model with windowed layers only, methods act on all of them (D6).
 int layer_acts(const Session *s, int l) {
     if (!s->c->windowed || !s->c->windowed[l]) return 1;
-    for (int i = 0; i < s->c->L; i++) if (!s->c->windowed[i]) return 0;
+    for (int i = 0; i < s->c->L; i++)
+        if (!s->c->windowed[i]) return 0;
     return 1;
 }
 
 // ==================================================================================================== 3 ATTENTION
-// One engine for prefill, decode and scores: keys are unpacked tile by tile (KV_TILE rows, f32, in L1), a block of query
-// rows is scored against the tile, masked, and folded into an online softmax (running max, sum and weighted V). A query's
-// result depends only on its own list of rows, never on the block it sits in, the batch size or the number of threads.
+// A query q of head h attends to rows 0..n-1 of its KV head, with keys k_j and values v_j:
+//   Pass 1   s_j = q . k_j / sqrt(D)      scores; -infinity where the query may not see the row
+//   Pass 2   p_j = exp(s_j - max s) / sum_i exp(s_i - max s)      softmax
+//   Pass 3   out = sum_j p_j v_j          the weighted sum of the values
+// attn_rows is exactly that. attn_prefill and attn_decode do the same for many queries at once,
+// without keeping n scores a query: they take the rows in tiles of KV_TILE and fold each tile into
+// a running softmax (tile_fold), which holds for every query the largest score so far, and the sums
+// of exp(s_j - max) and of exp(s_j - max) v_j. Rows are taken KV_CHUNK at a time; what each chunk
+// gives is joined in order (chunks_join), so that threads can share the rows of one query.
+//
+// A query's result depends only on its own list of rows: never on the queries beside it, on -b, or
+// on the number of threads. Prefill and decode do the same arithmetic, so a token's logits do not
+// depend on how it came in (D2).
 
-enum { KV_TILE = 64, Q_BLOCK = MAX_R, KV_CHUNK = 2048 };   // rows of a tile; most query rows of a block; rows of one online softmax
+enum {
+    KV_TILE = 64,           // rows of a tile: their keys as f32 lie in the first-level cache
+    Q_BLOCK = MAX_R,        // most queries of a tile: R heads, times as many tokens as fit
+    KV_CHUNK = 2048,        // rows of one running softmax
+};
 
+// ---- the definition: one query, all three passes
+// One softmax of query head h over exactly the rows listed; which of them are visible is the
+// caller's business. q, out (D); prob (n): the probabilities, or NULL.
+void attn_rows(Session *s, int l, int h, const float *q, const int *rows, int n, float *out,
+               float *prob) {
+    int D = s->c->D;
+    size_t mark = scratch_mark(s);
+    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
+    float *kv = scratch(s, (size_t)KV_TILE * D * sizeof(float));
+    float *p = prob ? prob : scratch(s, (size_t)(n + 1) * sizeof(float));
+    float scale = 1 / sqrtf((float)D), max = -INFINITY, sum = 0;
+
+    // Pass 1: the scores, and the largest of them.
+    for (int r = 0; r < n; r += KV_TILE) {
+        int m = min_int(KV_TILE, n - r);
+        kv_load_k(s, hd, rows + r, 0, m, kv);
+        attn_scores(p + r, q, kv, 1, m, D, scale);
+        for (int j = 0; j < m; j++) max = p[r + j] > max ? p[r + j] : max;
+    }
+
+    // Passes 2 and 3: p = exp(score - max) and its sum; the values weighted by p.
+    memset(out, 0, (size_t)D * sizeof(float));
+    for (int r = 0; r < n; r += KV_TILE) {
+        int m = min_int(KV_TILE, n - r);
+        exp_shift(p + r, max, m, &sum);
+        kv_load_v(s, hd, rows + r, 0, m, kv);
+        attn_mix(out, p + r, kv, 1, m, D);
+    }
+    for (int d = 0; d < D; d++) out[d] /= sum;
+    if (prob)
+        for (int i = 0; i < n; i++) prob[i] /= sum;
+    scratch_reset(s, mark);
+}
+
+// ---- tiles: m queries meet n rows
 typedef struct {            // what one thread works in
-    float *k, *v;           // (KV_TILE,D) unpacked rows
-    float *q;               // (Q_BLOCK,D) gathered queries
-    float *sc;              // (Q_BLOCK,KV_TILE) scores, then probabilities
-    float *acc;             // (Q_BLOCK,D) running sum of p v
-    float max[Q_BLOCK], sum[Q_BLOCK];
-    int tok[Q_BLOCK];       // token index of each query row
-    int rows[KV_TILE];
+    float *k, *v;           // (KV_TILE,D) rows as f32
+    float *q;               // (Q_BLOCK,D) the queries
+    int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
+    int rows[KV_TILE];      // room for the row numbers of a tile
+    float *sc;              // (m,n) scores of the tile, then exp(score - max)
+    float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
+    float sum[Q_BLOCK];     // the sum of exp(score - max),
+    float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
 } Tile;
 
-static int n_threads(void) {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-// Starting a team of threads costs microseconds: only for work that is worth it. Results do not depend on it.
-static int worth_threads(size_t multiply_adds) { return multiply_adds > (size_t)1 << 18; }
-static int thread_id(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
-static int team_size(void) {
-#ifdef _OPENMP
-    return omp_get_num_threads();
-#else
-    return 1;
-#endif
-}
-static Tile *tiles_new(Session *s) {                     // one Tile a thread, in scratch
+struct TileRows {           // keys or values as a kernel takes them
+    const void *x;          // (n,D) of dtype
+    int dtype;              // DT_*
+    Ahead next;             // memory that will be read next, to ask for meanwhile; {0}: none
+};
+
+// A Tile for every thread, in scratch memory.
+static Tile *tiles_new(Session *s) {
     int n = n_threads(), D = s->c->D;
     Tile *t = scratch(s, (size_t)n * sizeof(Tile));
     for (int i = 0; i < n; i++) {
@@ -666,312 +1105,424 @@ static Tile *tiles_new(Session *s) {                     // one Tile a thread, i
     }
     return t;
 }
-static int layer_window(const Session *s, int l) { return s->c->windowed && s->c->windowed[l] ? s->c->window : 0; }
 
-// Which of n rows can m queries not see? Their scores become -INFINITY; row j and query i meet at x[i * by + j * bx].
-// rows NULL: rows r0..; returns 0 when nothing is visible.
-static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, int m, const int *rows, int r0, int n, float *x, size_t by, size_t bx) {
+// The sliding window of layer l; 0: it has none.
+static int layer_window(const Session *s, int l) {
+    return s->c->windowed && s->c->windowed[l] ? s->c->window : 0;
+}
+
+// Sets the scores of the rows that a query may not see to -INFINITY: of the tile's m queries and n
+// rows (listed, or neighbours from r0 on), query i and row j meet at x[i * by + j * bx]. Returns 0
+// if no query sees any row.
+static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, int m,
+                     const int *rows, int r0, int n, float *x, size_t by, size_t bx) {
     int window = layer_window(s, l), any = 0, first = INT_MAX;
-    for (int i = 0; i < m; i++) if (t->tok[i] < first) first = t->tok[i];
-    // The head's newest row settles most decode steps, and lies in the cache; the tile's newest would have to come from memory.
-    if (s->rule == VIS_CAUSAL && !window && (hd->src[hd->len - 1] <= first || hd->src[rows ? rows[n - 1] : r0 + n - 1] <= first)) return 1;
+    for (int i = 0; i < m; i++) first = min_int(first, t->tok[i]);
+
+    // Nothing is masked if the newest row is not newer than the oldest query. The head's newest row
+    // is asked first: it settles most decode steps and lies in the cache, while the tile's newest
+    // one would have to come from memory.
+    if (s->rule == VIS_CAUSAL && !window) {
+        if (hd->src[hd->len - 1] <= first) return 1;
+        if (hd->src[row_at(rows, r0, n - 1)] <= first) return 1;
+    }
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++) {
-            int src = hd->src[rows ? rows[j] : r0 + j];
-            if (kv_visible(s->rule, window, &s->tok[t->tok[i]], t->tok[i], &s->tok[src], src)) any = 1;
+            int query = t->tok[i], key = hd->src[row_at(rows, r0, j)];
+            if (kv_visible(s->rule, window, &s->tok[query], query, &s->tok[key], key)) any = 1;
             else x[i * by + j * bx] = -INFINITY;
         }
     return any;
 }
-// Scores of m queries against n rows whose keys are k (n,D) of any dtype: t->sc (m,n) = q k / sqrt(D), masked. 0 when nothing is visible
-static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n, const void *k, int dtype, Ahead next) {
-    scores_of(t->sc, t->q, k, dtype, m, n, s->c->D, 1 / sqrtf((float)s->c->D), next);
+
+// Pass 1 for a tile: t->sc (m,n) = q k / sqrt(D), masked. Returns 0 if no query sees any row.
+static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, int m,
+                          const int *rows, int r0, int n, TileRows k) {
+    int D = s->c->D;
+    scores_of(t->sc, t->q, k.x, k.dtype, m, n, D, 1 / sqrtf((float)D), k.next);
     return mask_tile(s, l, hd, t, m, rows, r0, n, t->sc, (size_t)n, 1);
 }
-static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m, const int *rows, int r0, int n) {     // t->k holds the keys
-    return tile_scores_of(s, l, hd, t, m, rows, r0, n, t->k, DT_F32, (Ahead){0});
+
+// The same with the keys in t->k.
+static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m,
+                       const int *rows, int r0, int n) {
+    return tile_scores_of(s, l, hd, t, m, rows, r0, n, (TileRows){ .x = t->k, .dtype = DT_F32 });
 }
+
+// The running softmax of m queries begins: no row has been seen.
 static void tile_begin(Tile *t, int m, int D) {
     memset(t->acc, 0, (size_t)m * D * sizeof(float));
-    for (int i = 0; i < m; i++) { t->max[i] = -INFINITY; t->sum[i] = 0; }
-}
-// Folds one scored tile into the running softmax of its m queries. v (n,D) of any dtype; NULL: only max and sum are wanted.
-static void tile_fold_of(Tile *t, int m, int n, int D, const void *v, int dtype, Ahead next) {
     for (int i = 0; i < m; i++) {
-        float *p = t->sc + (size_t)i * n, top = fmaxf(t->max[i], max_f32(p, n));
-        if (top == -INFINITY) { memset(p, 0, (size_t)n * sizeof(float)); continue; }
-        if (top > t->max[i]) {                           // rescale what was gathered under the old maximum
+        t->max[i] = -INFINITY;
+        t->sum[i] = 0;
+    }
+}
+
+// Passes 2 and 3 for a tile whose scores are in t->sc (m,n): folds it into the running softmax of
+// its m queries. v (n,D); v.x NULL: only max and sum are wanted.
+static void tile_fold_of(Tile *t, int m, int n, int D, TileRows v) {
+    // Pass 2: exponentials and their sum. What was gathered under a smaller maximum is scaled first.
+    for (int i = 0; i < m; i++) {
+        float *p = t->sc + (size_t)i * n, *acc = t->acc + (size_t)i * D;
+        float top = fmaxf(t->max[i], max_f32(p, n));
+        if (top == -INFINITY) {             // this query has seen no row yet
+            memset(p, 0, (size_t)n * sizeof(float));
+            continue;
+        }
+        if (top > t->max[i]) {
             float c = expf(t->max[i] - top);
             t->sum[i] *= c;
-            for (int d = 0; d < D; d++) t->acc[(size_t)i * D + d] *= c;
+            for (int d = 0; d < D; d++) acc[d] *= c;
             t->max[i] = top;
         }
         exp_shift(p, top, n, &t->sum[i]);
     }
-    if (v) mix_of(t->acc, t->sc, v, dtype, m, n, D, 1, next);
-}
-static void tile_fold(Tile *t, int m, int n, int D, const float *v) { tile_fold_of(t, m, n, D, v, DT_F32, (Ahead){0}); }
-// Can any of the rows lie inside the sliding window of the oldest query? Otherwise the tile need not be read at all.
-static int tile_in_window(const Session *s, int l, const KVHead *hd, int r_last, int first_tok) {
-    int w = layer_window(s, l);
-    return !w || s->tok[hd->src[r_last]].pos > s->tok[first_tok].pos - w;      // by token, as kv_visible does
+
+    // Pass 3: the weighted sum.
+    if (v.x) mix_of(t->acc, t->sc, v.x, v.dtype, m, n, D, 1, v.next);
 }
 
-// Gathers the queries of tokens t0..t0+n-1 (relative to q's first) and the R heads of group g: row i*R+r of t->q.
-static int gather_queries(const Session *s, Tile *t, const float *q, int t0, int n, int tok0, int g) {
-    int D = s->c->D, H = s->c->H, R = H / s->c->G, m = 0;
-    for (int i = 0; i < n; i++)
-        for (int r = 0; r < R; r++, m++) {
-            memcpy(t->q + (size_t)m * D, q + ((size_t)(t0 + i) * H + g * R + r) * D, (size_t)D * sizeof(float));
-            t->tok[m] = tok0 + i;
-        }
-    return m;
+// The same with f32 values v (n,D), or NULL.
+static void tile_fold(Tile *t, int m, int n, int D, const float *v) {
+    tile_fold_of(t, m, n, D, (TileRows){ .x = v, .dtype = DT_F32 });
 }
-static int last_visible(const Session *s, const KVHead *hd, int last_tok) {     // rows [0,return) can hold what token last_tok sees
-    int n = hd->len;
-    if (s->rule == VIS_CAUSAL) while (n > 0 && hd->src[n - 1] > last_tok) n--;
-    return n;
+
+// Can a row up to r_last lie inside the sliding window of token first_tok? If not, the tile that
+// ends with r_last need not be read at all. Positions are those of tokens, as in kv_visible.
+static int tile_in_window(const Session *s, int l, const KVHead *hd, int r_last, int first_tok) {
+    int w = layer_window(s, l);
+    return !w || s->tok[hd->src[r_last]].pos > s->tok[first_tok].pos - w;
 }
-// Probabilities from a scored tile, once max and sum of its m queries are known; sum_j adds up over the queries. sum (n)
-static void tile_mass(Tile *t, int m, int n, const float *max, const float *sum, float *out) {
-    float unused = 0;
-    memset(out, 0, (size_t)n * sizeof(float));
-    for (int i = 0; i < m; i++) {
-        float *p = t->sc + (size_t)i * n;
-        exp_shift(p, max[i], n, &unused);
-        for (int j = 0; j < n; j++) out[j] += p[j] / sum[i];
-    }
-}
-static void add_mass(Session *s, int l, KVHead *hd, Tile *t, int m, int n_rows) {   // second pass: probabilities into mass
-    float mass[KV_TILE];
-    for (int r = 0; r < n_rows; r += KV_TILE) {
-        int n = n_rows - r < KV_TILE ? n_rows - r : KV_TILE;
-        kv_load_k(s, hd, NULL, r, n, t->k);
-        if (!tile_scores(s, l, hd, t, m, NULL, r, n)) continue;
-        tile_mass(t, m, n, t->max, t->sum, mass);
-        for (int j = 0; j < n; j++) hd->mass[r + j] += mass[j];
-    }
-}
-// Rows are taken KV_CHUNK at a time, and what each chunk gives is joined in order: prefill and decode do the same arithmetic, so a token's
-// logits do not depend on how it came in. part: max, sum, sum of p v of every query of a tile, D + 2 apart
+
+// ---- chunks: what KV_CHUNK rows give, and how it is joined
+// part (m,D+2) = the running softmax of m queries: max, sum, and the D numbers of acc.
 static void chunk_put(float *part, const Tile *t, int m, int D) {
     for (int i = 0; i < m; i++) {
         float *o = part + (size_t)i * (D + 2);
-        o[0] = t->max[i]; o[1] = t->sum[i];
+        o[0] = t->max[i];
+        o[1] = t->sum[i];
         memcpy(o + 2, t->acc + (size_t)i * D, (size_t)D * sizeof(float));
     }
 }
-static void chunks_join(const float *part, size_t stride, int chunks, int D, float *out, float *max, float *sum) {
-    *max = -INFINITY; *sum = 0;
-    for (int c = 0; c < chunks; c++) *max = fmaxf(*max, part[c * stride]);
+
+// Joins the chunks of one query, `stride` floats apart: with M the largest max,
+//   sum = sum_c exp(max_c - M) sum_c      out (D) = sum_c exp(max_c - M) acc_c / sum
+static void chunks_join(const float *part, size_t stride, int chunks, int D, float *out, float *max,
+                        float *sum) {
+    *max = -INFINITY;
+    *sum = 0;
     memset(out, 0, (size_t)D * sizeof(float));
+    for (int c = 0; c < chunks; c++) *max = fmaxf(*max, part[c * stride]);
     for (int c = 0; c < chunks; c++) {
         const float *p = part + c * stride;
-        if (p[0] == -INFINITY) continue;
+        if (p[0] == -INFINITY) continue;    // the query sees no row of this chunk
         float f = expf(p[0] - *max);
         *sum += f * p[1];
         for (int d = 0; d < D; d++) out[d] += f * p[2 + d];
     }
     for (int d = 0; d < D; d++) out[d] /= *sum;
 }
-// Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the rule lets them see. q, out (n,H,D).
-void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) {
-    if (KV_DEV(s)) { attn_prefill_cuda(s, l, out, q, t0, n); return; }
-    int D = s->c->D, H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R, blocks = (n + per - 1) / per;
-    size_t mark = scratch_mark(s), stride = (size_t)D + 2, chunk = Q_BLOCK * stride, all = ((size_t)kv_longest(s, l) / KV_CHUNK + 1) * chunk;
-    Tile *tiles = tiles_new(s);
-    float *parts = scratch(s, (size_t)n_threads() * all * sizeof(float));
-    int inner = s->wants & KV_MASS ? blocks : 1;         // mass of a head is summed by one thread, block after block
-    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)n * kv_longest(s, l) * H * D))
-    for (int item = 0; item < G * blocks / inner; item++) {
-        int g = item % G;
-        for (int b = item / G * inner; b < item / G * inner + inner; b++) {
-            Tile *t = &tiles[thread_id()];
-            float *part = parts + (size_t)thread_id() * all;
-            KVHead *hd = kv_head(s, l, g);
-            int i0 = b * per, nb = n - i0 < per ? n - i0 : per, tok0 = s->base + t0 + i0;
-            int m = gather_queries(s, t, q, i0, nb, tok0, g), n_rows = last_visible(s, hd, tok0 + nb - 1), n_chunks = 0;
-            for (int r = 0; r < n_rows; r += KV_TILE) {
-                int nr = n_rows - r < KV_TILE ? n_rows - r : KV_TILE;
-                if (r % KV_CHUNK == 0) tile_begin(t, m, D);
-                if (tile_in_window(s, l, hd, r + nr - 1, tok0)) {
-                    kv_load_k(s, hd, NULL, r, nr, t->k);
-                    if (tile_scores(s, l, hd, t, m, NULL, r, nr)) {
-                        kv_load_v(s, hd, NULL, r, nr, t->k);     // over the keys: both tiles and what they come from would not fit in L1
-                        tile_fold(t, m, nr, D, t->k);
-                    }
-                }
-                if ((r + KV_TILE) % KV_CHUNK == 0 || r + nr == n_rows) chunk_put(part + n_chunks++ * chunk, t, m, D);
-            }
-            for (int i = 0; i < m; i++)
-                chunks_join(part + i * stride, chunk, n_chunks, D, out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D, &t->max[i], &t->sum[i]);
-            if (hd->mass) add_mass(s, l, hd, t, m, n_rows);
-        }
+
+// ---- attention mass: how much attention every row has drawn, for methods that want KV_MASS (H2O)
+// Max and sum of the m queries over all their rows are known, and t->sc (m,n) holds the scores of a
+// tile. mass (n) = sum over the queries of exp(score - max) / sum: the attention each row draws.
+static void tile_mass(Tile *t, int m, int n, const float *max, const float *sum, float *mass) {
+    float unused = 0;
+    memset(mass, 0, (size_t)n * sizeof(float));
+    for (int i = 0; i < m; i++) {
+        float *p = t->sc + (size_t)i * n;
+        exp_shift(p, max[i], n, &unused);
+        for (int j = 0; j < n; j++) mass[j] += p[j] / sum[i];
     }
-    scratch_reset(s, mark);
 }
 
-// One softmax over exactly these rows (visible or not is the caller's business). q, out (D); prob (n) or NULL.
-void attn_rows(Session *s, int l, int h, const float *q, const int *rows, int n, float *out, float *prob) {
-    int D = s->c->D;
-    size_t mark = scratch_mark(s);
-    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
-    float *k = scratch(s, (size_t)KV_TILE * D * sizeof(float)), *p = prob ? prob : scratch(s, (size_t)(n + 1) * sizeof(float)), max = -INFINITY, sum = 0;
-    for (int r = 0; r < n; r += KV_TILE) {
-        int nr = n - r < KV_TILE ? n - r : KV_TILE;
-        kv_load_k(s, hd, rows + r, 0, nr, k);
-        attn_scores(p + r, q, k, 1, nr, D, 1 / sqrtf((float)D));
-        for (int j = 0; j < nr; j++) max = p[r + j] > max ? p[r + j] : max;
+// Adds to hd->mass the attention that the tile's m queries pay to rows 0 .. n_rows-1, whose keys are
+// read once more.
+static void add_mass(Session *s, int l, KVHead *hd, Tile *t, int m, int n_rows) {
+    float mass[KV_TILE];
+    for (int r = 0; r < n_rows; r += KV_TILE) {
+        int n = min_int(KV_TILE, n_rows - r);
+        kv_load_k(s, hd, NULL, r, n, t->k);
+        if (!tile_scores(s, l, hd, t, m, NULL, r, n)) continue;
+        tile_mass(t, m, n, t->max, t->sum, mass);
+        for (int j = 0; j < n; j++) hd->mass[r + j] += mass[j];
     }
-    memset(out, 0, (size_t)D * sizeof(float));
-    for (int r = 0; r < n; r += KV_TILE) {
-        int nr = n - r < KV_TILE ? n - r : KV_TILE;
-        exp_shift(p + r, max, nr, &sum);
-        kv_load_v(s, hd, rows + r, 0, nr, k);
-        attn_mix(out, p + r, k, 1, nr, D);
-    }
-    for (int d = 0; d < D; d++) out[d] /= sum;
-    if (prob) for (int i = 0; i < n; i++) prob[i] /= sum;
-    scratch_reset(s, mark);
 }
 
-// ---- decode: through the views, split into chunks of KV_CHUNK rows that threads take and one thread joins in order
-typedef struct { int g, h0, m, n; } DecodeGroup;        // query heads h0..h0+m-1 of KV head g read the same n rows
-
-static int decode_groups(Session *s, int l, DecodeGroup *out) {
-    int R = s->c->H / s->c->G, n = 0;
-    for (int g = 0; g < s->c->G; g++)
-        for (int h = g * R; h < (g + 1) * R; ) {
-            const View *w = kv_view(s, l, h);
-            int h0 = h++;
-            while (h < (g + 1) * R && h - h0 < Q_BLOCK && same_as_before(s, l, h)) h++;
-            out[n++] = (DecodeGroup){ g, h0, h - h0, w->n + kv_head(s, l, g)->len - w->tail };
+// ---- prefill: every row held that the mask lets a query see
+// Gathers the queries of n tokens, from the t0-th of q on, and of the R heads of group g: query
+// i*R+r of the tile is head r of the i-th token, which is token tok0+i. -> how many queries.
+static int gather_queries(const Session *s, Tile *t, const float *q, int t0, int n, int tok0,
+                          int g) {
+    int D = s->c->D, H = s->c->H, R = H / s->c->G, m = 0;
+    for (int i = 0; i < n; i++)
+        for (int r = 0; r < R; r++, m++) {
+            const float *from = q + ((size_t)(t0 + i) * H + g * R + r) * D;
+            memcpy(t->q + (size_t)m * D, from, (size_t)D * sizeof(float));
+            t->tok[m] = tok0 + i;
         }
+    return m;
+}
+
+// Under the causal mask, token last_tok sees no row from the returned one on.
+static int last_visible(const Session *s, const KVHead *hd, int last_tok) {
+    int n = hd->len;
+    if (s->rule != VIS_CAUSAL) return n;
+    while (n > 0 && hd->src[n - 1] > last_tok) n--;
     return n;
 }
-static const int *view_slice(const View *w, int p, int n, int *rows, int *r0) { // rows at positions p..p+n-1 of the view; NULL: r0..
-    if (p >= w->n) { *r0 = w->tail + p - w->n; return NULL; }
-    if (p + n <= w->n) return w->idx + p;
-    for (int i = 0; i < n; i++) rows[i] = p + i < w->n ? w->idx[p + i] : w->tail + p + i - w->n;
-    return rows;
-}
-// A tile of rows from r0 on, at most n, that will be unpacked: what to ask memory for.
-static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n) {
-    const Format *f = v ? s->fv : s->fk;
-    if (n > KV_TILE) n = KV_TILE;
-    if (n <= 0) return (Ahead){0};
-    if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
-    return (Ahead){ raw_row(s, h, v, r0), n * f->row_bytes(s->c->D) };
-}
-// The same in decode, where rows that are read in place, or by a list, are asked for elsewhere.
-static Ahead rows_ahead(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n) {
-    return rows || (r0 >= h->packed && rows_in_place(v ? s->fv : s->fk)) ? (Ahead){0} : tile_ahead(s, h, v, r0, n);
-}
-static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1, const float *q, Tile *t, float *part) { // part (m,D+2)
+
+// The running softmax of the tile's m queries over rows r0 .. r1-1.
+static void prefill_chunk(Session *s, int l, const KVHead *hd, Tile *t, int m, int r0, int r1) {
     int D = s->c->D;
-    const KVHead *hd = kv_head(s, l, d->g);
-    const View view = view_of(s, l, d->h0), *w = &view;
-    memcpy(t->q, q + (size_t)d->h0 * D, (size_t)d->m * D * sizeof(float));
-    for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
-    tile_begin(t, d->m, D);
-    if (p0 < w->n && !w->is_near) fetch_runs(s, hd, w->idx + p0, (p1 < w->n ? p1 : w->n) - p0);
-    for (int p = p0; p < p1; p += KV_TILE) {
-        int n = p1 - p < KV_TILE ? p1 - p : KV_TILE, r0 = 0, dtype;
-        const int *rows = view_slice(w, p, n, t->rows, &r0);
-        if (!tile_in_window(s, l, hd, rows ? rows[n - 1] : r0 + n - 1, s->base)) continue;
-        // Rows of a list are asked for in time, half a tile at a time, so that memory is never idle nor flooded: this tile's values
-        // while its keys are scored, the next tile's keys while the values are added up.
-        int near = w->is_near && p + n <= w->n, half = rows && !near ? n / 2 : 0, rest = rows && !near ? n - half : 0;
-        int next = p + n >= w->n || w->is_near ? 0 : w->n - p - n < KV_TILE ? w->n - p - n : KV_TILE;
-        const int *after = next ? w->idx + p + n : NULL;
-        fetch_rows(s, hd, 1, rows, half);
-        const void *x = near ? near_ready(s, w, 0, p, n, t->k, &dtype) : rows_ready(s, hd, 0, rows, r0, n, t->k, &dtype);      // few queries: a tile is read once, so not copied if it need not be
-        if (rest) fetch_rows(s, hd, 1, rows + half, rest);
-        if (!tile_scores_of(s, l, hd, t, d->m, rows, r0, n, x, dtype, rows_ahead(s, hd, 0, rows, r0 + n, p1 - p - n))) continue;
-        fetch_rows(s, hd, 0, after, next / 2);
-        x = near ? near_ready(s, w, 1, p, n, t->k, &dtype) : rows_ready(s, hd, 1, rows, r0, n, t->k, &dtype);     // over the keys, see attn_prefill
-        if (next) fetch_rows(s, hd, 0, after + next / 2, next - next / 2);
-        tile_fold_of(t, d->m, n, D, x, dtype, rows_ahead(s, hd, 1, rows, r0 + n, p1 - p - n));
-    }
-    chunk_put(part, t, d->m, D);
-}
-static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q, Tile *t, const float *max, const float *sum) {
-    KVHead *hd = kv_head(s, l, d->g);
-    const View view = view_of(s, l, d->h0), *w = &view;
-    memcpy(t->q, q + (size_t)d->h0 * s->c->D, (size_t)d->m * s->c->D * sizeof(float));
-    for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
-    for (int p = 0; p < d->n; p += KV_TILE) {
-        int n = d->n - p < KV_TILE ? d->n - p : KV_TILE, r0 = 0;
-        const int *rows = view_slice(w, p, n, t->rows, &r0);
-        kv_load_k(s, hd, rows, r0, n, t->k);
-        if (!tile_scores(s, l, hd, t, d->m, rows, r0, n)) continue;
-        float mass[KV_TILE];
-        tile_mass(t, d->m, n, max + d->h0, sum + d->h0, mass);
-        for (int j = 0; j < n; j++) hd->mass[rows ? rows[j] : r0 + j] += mass[j];
+    tile_begin(t, m, D);
+    for (int r = r0; r < r1; r += KV_TILE) {
+        int n = min_int(KV_TILE, r1 - r);
+        if (!tile_in_window(s, l, hd, r + n - 1, t->tok[0])) continue;
+
+        // Pass 1: scores.
+        kv_load_k(s, hd, NULL, r, n, t->k);
+        if (!tile_scores(s, l, hd, t, m, NULL, r, n)) continue;
+
+        // Passes 2 and 3: softmax and weighted sum. The values are loaded over the keys: two tiles,
+        // and the rows they come from, would not fit into the first-level cache.
+        kv_load_v(s, hd, NULL, r, n, t->k);
+        tile_fold(t, m, n, D, t->k);
     }
 }
-void attn_decode(Session *s, int l, float *out, const float *q) {       // out, q (H,D)
-    if (KV_DEV(s)) { attn_decode_cuda(s, l, out, q); return; }
-    int D = s->c->D, H = s->c->H, items = 0;
-    size_t mark = scratch_mark(s), stride = (size_t)D + 2;
-    DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
-    size_t rows = 0;
-    int n_groups = decode_groups(s, l, group), *first = scratch(s, (size_t)(n_groups + 1) * sizeof(int));
-    for (int i = 0; i < n_groups; i++) { first[i] = items; items += (group[i].n + KV_CHUNK - 1) / KV_CHUNK; rows += (size_t)group[i].n * group[i].m; }
-    first[n_groups] = items;
-    float *part = scratch(s, (size_t)items * Q_BLOCK * stride * sizeof(float)), *max = scratch(s, (size_t)H * 4), *sum = scratch(s, (size_t)H * 4);
+
+// Attention of the R heads of group g for n tokens, from the i0-th of q, out (..,H,D) on; that one
+// is token tok0. part: room for all chunks of a tile.
+static void prefill_block(Session *s, int l, int g, float *out, const float *q, int i0, int n,
+                          int tok0, Tile *t, float *part) {
+    int D = s->c->D, H = s->c->H, R = H / s->c->G;
+    size_t stride = (size_t)D + 2, chunk = Q_BLOCK * stride;
+    KVHead *hd = kv_head(s, l, g);
+    int m = gather_queries(s, t, q, i0, n, tok0, g);
+    int n_rows = last_visible(s, hd, tok0 + n - 1), chunks = 0;
+
+    for (int r = 0; r < n_rows; r += KV_CHUNK, chunks++) {
+        prefill_chunk(s, l, hd, t, m, r, min_int(r + KV_CHUNK, n_rows));
+        chunk_put(part + chunks * chunk, t, m, D);
+    }
+    for (int i = 0; i < m; i++) {
+        float *o = out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D;
+        chunks_join(part + i * stride, chunk, chunks, D, o, &t->max[i], &t->sum[i]);
+    }
+    if (hd->mass) add_mass(s, l, hd, t, m, n_rows);
+}
+
+// Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the mask lets
+// them see. q, out (n,H,D).
+void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) {
+    if (KV_DEV(s)) {
+        attn_prefill_cuda(s, l, out, q, t0, n);
+        return;
+    }
+    int D = s->c->D, H = s->c->H, G = s->c->G;
+    int per = Q_BLOCK / (H / G);            // tokens of a block
+    int blocks = (n + per - 1) / per;       // of a group
+    size_t mark = scratch_mark(s), N = kv_longest(s, l);
     Tile *tiles = tiles_new(s);
-    int team = worth_threads(rows * D);
-    (void)team;                                          // read by OpenMP only
+    size_t room = (N / KV_CHUNK + 1) * Q_BLOCK * ((size_t)D + 2);   // for the chunks of one block
+    float *parts = scratch(s, (size_t)n_threads() * room * sizeof(float));
+
+    // A thread takes one block of one group at a time. Where a head's mass is summed, it takes all
+    // blocks of a group, so that the sums have one order.
+    int at_once = s->wants & KV_MASS ? blocks : 1;
+    #pragma omp parallel for schedule(dynamic) if (worth_threads(n * N * H * D))
+    for (int item = 0; item < G * blocks / at_once; item++) {
+        int g = item % G, first = item / G * at_once;
+        Tile *t = &tiles[thread_id()];
+        float *part = parts + thread_id() * room;
+        for (int b = first; b < first + at_once; b++) {
+            int i0 = b * per;
+            prefill_block(s, l, g, out, q, i0, min_int(per, n - i0), s->base + t0 + i0, t, part);
+        }
+    }
+    scratch_reset(s, mark);
+}
+
+// ---- decode: one query a head, through the views
+// Query heads h0 .. h0+m-1 of KV head g have views that agree: their n rows are read once for all.
+typedef struct {
+    int g, h0, m, n;
+} DecodeGroup;
+
+// out (H) = the groups of layer l -> how many.
+static int decode_groups(Session *s, int l, DecodeGroup *out) {
+    int R = s->c->H / s->c->G, n = 0;
+    for (int h = 0; h < s->c->H; ) {
+        int g = h / R, h0 = h++;
+        while (h < (g + 1) * R && h - h0 < Q_BLOCK && same_as_before(s, l, h)) h++;
+        const View *w = kv_view(s, l, h0);
+        out[n++] = (DecodeGroup){ g, h0, h - h0, w->n + kv_head(s, l, g)->len - w->tail };
+    }
+    return n;
+}
+
+// The queries of a group go into the tile. q (H,D).
+static void decode_queries(const Session *s, const DecodeGroup *d, const float *q, Tile *t) {
+    size_t D = s->c->D;
+    memcpy(t->q, q + d->h0 * D, d->m * D * sizeof(float));
+    for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
+}
+
+// The running softmax of a group over places p0 .. p1-1 of its view -> part (m,D+2). q (H,D).
+static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1, const float *q,
+                         Tile *t, float *part) {
+    int D = s->c->D, m = d->m;
+    const KVHead *hd = kv_head(s, l, d->g);
+    const View w = view_of(s, l, d->h0);
+    decode_queries(s, d, q, t);
+    tile_begin(t, m, D);
+    fetch_runs(s, hd, &w, p0, p1);
+    for (int p = p0; p < p1; p += KV_TILE) {
+        ViewTile a = view_tile(&w, p, min_int(KV_TILE, p1 - p), t->rows);
+        if (!tile_in_window(s, l, hd, row_at(a.rows, a.r0, a.n - 1), s->base)) continue;
+
+        // Pass 1: scores.
+        TileRows k = tile_read(s, hd, &w, &a, 0, p1, t->k);
+        if (!tile_scores_of(s, l, hd, t, m, a.rows, a.r0, a.n, k)) continue;
+
+        // Passes 2 and 3: softmax and weighted sum. Values may take the place of keys, as in a prefill.
+        TileRows v = tile_read(s, hd, &w, &a, 1, p1, t->k);
+        tile_fold_of(t, m, a.n, D, v);
+    }
+    chunk_put(part, t, m, D);
+}
+
+// Adds to the mass of a group's KV head the attention its rows draw; their keys are read once more.
+// max, sum (H).
+static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q, Tile *t,
+                        const float *max, const float *sum) {
+    KVHead *hd = kv_head(s, l, d->g);
+    const View w = view_of(s, l, d->h0);
+    float mass[KV_TILE];
+    decode_queries(s, d, q, t);
+    for (int p = 0; p < d->n; p += KV_TILE) {
+        ViewTile a = view_tile(&w, p, min_int(KV_TILE, d->n - p), t->rows);
+        kv_load_k(s, hd, a.rows, a.r0, a.n, t->k);
+        if (!tile_scores(s, l, hd, t, d->m, a.rows, a.r0, a.n)) continue;
+        tile_mass(t, d->m, a.n, max + d->h0, sum + d->h0, mass);
+        for (int j = 0; j < a.n; j++) hd->mass[row_at(a.rows, a.r0, j)] += mass[j];
+    }
+}
+
+// Attention of the one token of a decode step, through the views. out, q (H,D). An item is one
+// chunk of one group; threads take items as they come, and one thread joins the chunks of each head
+// in order.
+void attn_decode(Session *s, int l, float *out, const float *q) {
+    if (KV_DEV(s)) {
+        attn_decode_cuda(s, l, out, q);
+        return;
+    }
+    int D = s->c->D, H = s->c->H;
+    size_t mark = scratch_mark(s), stride = (size_t)D + 2, chunk = Q_BLOCK * stride;
+
+    // The items: those of group i are first[i] .. first[i+1]-1.
+    DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
+    int n_groups = decode_groups(s, l, group), items = 0;
+    int *first = scratch(s, (size_t)(n_groups + 1) * sizeof(int));
+    size_t pairs = 0;                       // of a query and a row
+    for (int i = 0; i < n_groups; i++) {
+        first[i] = items;
+        items += (group[i].n + KV_CHUNK - 1) / KV_CHUNK;
+        pairs += (size_t)group[i].n * group[i].m;
+    }
+    first[n_groups] = items;
+
+    float *part = scratch(s, (size_t)items * chunk * sizeof(float));
+    float *max = scratch(s, (size_t)H * sizeof(float));
+    float *sum = scratch(s, (size_t)H * sizeof(float));
+    Tile *tiles = tiles_new(s);
+    int team = worth_threads(pairs * D);
+    (void)team;                             // read by OpenMP only
     #pragma omp parallel for schedule(dynamic) if (team)
     for (int item = 0; item < items; item++) {
         int i = 0;
         while (first[i + 1] <= item) i++;
-        int p0 = (item - first[i]) * KV_CHUNK, p1 = p0 + KV_CHUNK < group[i].n ? p0 + KV_CHUNK : group[i].n;
-        decode_chunk(s, l, &group[i], p0, p1, q, &tiles[thread_id()], part + (size_t)item * Q_BLOCK * stride);
+        int p0 = (item - first[i]) * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, group[i].n);
+        decode_chunk(s, l, &group[i], p0, p1, q, &tiles[thread_id()], part + item * chunk);
     }
+
     for (int i = 0; i < n_groups; i++) {
         const KVHead *hd = kv_head(s, l, group[i].g);
+        const float *from = part + first[i] * chunk;
+        int chunks = first[i + 1] - first[i];
         for (int j = 0; j < group[i].m; j++) {
             int h = group[i].h0 + j;
-            chunks_join(part + (size_t)first[i] * Q_BLOCK * stride + j * stride, Q_BLOCK * stride, first[i + 1] - first[i], D, out + (size_t)h * D, &max[h], &sum[h]);
+            chunks_join(from + j * stride, chunk, chunks, D, out + (size_t)h * D, &max[h], &sum[h]);
         }
-        s->clk.bytes_attended += (double)group[i].n * ((double)head_row_bytes(s, hd) / (hd->packed + hd->cap));
+        double bytes_a_row = (double)head_row_bytes(s, hd) / (hd->packed + hd->cap);
+        s->clk.bytes_attended += (double)group[i].n * bytes_a_row;
         if (hd->mass) decode_mass(s, l, &group[i], q, tiles, max, sum);
     }
     scratch_reset(s, mark);
 }
 
+// ---- scores for methods
+// The last w = min(T,W) queries of the pass are the observers. score (H,N) = the mean of their
+// softmax rows over the rows held, for every query head (D11). q (T,H,D); N = kv_longest(s,l).
 void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
-    int w = T < W ? T : W;
-    if (KV_DEV(s)) window_scores_cuda(s, l, q, T, W, score);
-    else mean_rows(s, l, q + (size_t)(T - w) * s->c->H * s->c->D, s->base + T - w, w, s->c->H / s->c->G, score);
+    if (KV_DEV(s)) {
+        window_scores_cuda(s, l, q, T, W, score);
+        return;
+    }
+    int w = min_int(T, W), H = s->c->H;
+    mean_rows(s, l, q + (size_t)(T - w) * H * s->c->D, s->base + T - w, w, H / s->c->G, score);
 }
 
 // ==================================================================================================== 4 THE DECODE LOOP
-// A turn is one prefill and then one decode a token. A session is opened for a method of one or more parts, lives as long as the
-// dialogue, and can forget it.
+// A turn of the dialogue is one prefill, over all tokens the turn brings, and then one decode a
+// token of the reply:
+//
+//     const float *logits = prefill(s, ids, n);
+//     while (the reply goes on) logits = decode(s, the token chosen from logits);
+//
+// A session is opened for a method of one or more parts, lives as long as the dialogue, and can be
+// made to forget it. Rows stay from turn to turn; every prefill ends with one compression over all
+// rows held, and decode compresses nothing unless the method says so (D9).
 
-// ---- a turn: prefill once, then decode token by token
-static const float *sound(const Session *s, const float *logits) {      // (V). Weights that hold NaN or overflow speak nonsense, and every comparison finds it equal
+// ---- a turn
+// Logits (V) as they are, after a look for NaN and infinity, with which the program ends (exit 3):
+// damaged weights would speak nonsense quietly, because every comparison with NaN is false. Without
+// its sign, a float as an integer grows with its size, and infinity and NaN are the largest.
+static const float *checked(const Session *s, const float *logits) {
+    const uint32_t infinity = 0x7f800000;
     uint32_t worst = 0;
     for (int i = 0; i < s->c->V; i++) {
         union { float f; uint32_t u; } x = { logits[i] };
-        worst = (x.u & 0x7fffffff) > worst ? x.u & 0x7fffffff : worst;
+        uint32_t size = x.u & 0x7fffffff;
+        worst = size > worst ? size : worst;
     }
-    if (worst >= 0x7f800000) die(EXIT_MODEL, "%.300s: a logit of token %d is %s: its weights are damaged", s->c->dir, s->n_tok - 1, worst > 0x7f800000 ? "not a number" : "infinite");
+    if (worst >= infinity)
+        die(EXIT_MODEL, "%.300s: a logit of token %d is %s: its weights are damaged", s->c->dir,
+            s->n_tok - 1, worst > infinity ? "not a number" : "infinite");
     return logits;
 }
-int pos_fits(const Session *s, int n, int extra) { return !s->pos_end || s->pos_next + n + extra <= s->pos_end; }
+
+// 1: there are positions for n more tokens and `extra` positions beside them.
+int pos_fits(const Session *s, int n, int extra) {
+    return !s->pos_end || s->pos_next + n + extra <= s->pos_end;
+}
+
+// One turn: the ids (n) that it adds to the dialogue -> the logits (V) of the last one.
 const float *prefill(Session *s, const int *ids, int n) {
     double t0 = now();
+
+    // The tokens of the pass, with room for what an enter hook may add: even the whole dialogue again.
     int cap = 2 * (n + s->n_tok) + 4096;
-    Token *t = xmalloc((size_t)cap * sizeof(Token));     // once a turn, not in the decode path
-    for (int i = 0; i < n; i++) t[i] = (Token){ ids[i], -1, s->turn, TOK_USER };
+    Token *t = xmalloc((size_t)cap * sizeof(Token));
+    for (int i = 0; i < n; i++)
+        t[i] = (Token){ .id = ids[i], .pos = -1, .seg = s->turn, .kind = TOK_USER };
+
+    // turn: a prefill begins. enter: a method may truncate the dialogue, add tokens, run own passes.
     s->decoding = s->step = 0;
-    EACH_PART(s, p) if (p->m->turn) p->m->turn(s, p->ms);
+    EACH_HOOK(s, p, turn) p->m->turn(s, p->ms);
     view_all(s);
-    EACH_PART(s, p) if (p->m->enter) n = p->m->enter(s, p->ms, t, n, cap);
+    EACH_HOOK(s, p, enter) n = p->m->enter(s, p->ms, t, n, cap);
+
     const float *logits = s->forward(s, t, n);
     free(t);
     s->turn++;
@@ -979,45 +1530,77 @@ const float *prefill(Session *s, const int *ids, int n) {
     s->n_sys = s->n_foot = s->n_head = 0;
     s->clk.n_prefill += n;
     timed(&s->clk.prefill, t0);
-    return sound(s, logits);
+    return checked(s, logits);
 }
+
+// One token of the reply, which belongs to the segment of the token before it -> its logits (V).
 const float *decode(Session *s, int id) {
     double t0 = now();
-    if (!pos_fits(s, 1, 0)) die(EXIT_RUN, "position %d is past max_position_embeddings %d", s->pos_next, s->pos_end);
-    Token t = { id, -1, s->n_tok ? s->tok[s->n_tok - 1].seg : 0, TOK_REPLY };       // the segment goes on
+    if (!pos_fits(s, 1, 0))
+        die(EXIT_RUN, "position %d is past max_position_embeddings %d", s->pos_next, s->pos_end);
+    int seg = s->n_tok ? s->tok[s->n_tok - 1].seg : 0;
+    Token t = { .id = id, .pos = -1, .seg = seg, .kind = TOK_REPLY };
     s->decoding = 1;
     const float *logits = s->forward(s, &t, 1);
     s->step++;
-    s->clk.n_decode++; s->clk.steps++;
+    s->clk.n_decode++;
+    s->clk.steps++;
     timed(&s->clk.decode, t0);
-    return sound(s, logits);
+    return checked(s, logits);
 }
 
-// ---- opening: "loopserve-p+lychee+pats" is three parts; two that decide the same thing cannot be combined
+// ---- the parts of a method
+// The method whose name is the n characters at `name`; NULL: there is none.
 static const Method *method_find(const char *name, size_t n) {
-    EACH_METHOD(m) if (strlen((*m)->name) == n && !strncmp((*m)->name, name, n)) return *m;
+    EACH_METHOD(m)
+        if (strlen((*m)->name) == n && !strncmp((*m)->name, name, n)) return *m;
     return NULL;
 }
-static int parts_parse(Session *s, const char *spec) {
-    static const char *decides[] = { "the prefill attention", "which rows are kept or read", "how rows are stored" };
-    for (const char *a = spec, *b; a; a = *b ? b + 1 : NULL) {
-        b = a + strcspn(a, "+");
-        const Method *m = method_find(a, b - a);
-        if (!m) { snprintf(s->err, sizeof s->err, "--method: no method is called '%.*s' (see --list-methods)", (int)(b - a), a); return -1; }
-        if (s->n_part == MAX_PARTS) { snprintf(s->err, sizeof s->err, "--method=%s: more than %d parts", spec, MAX_PARTS); return -1; }
-        EACH_PART(s, p)
-            for (int bit = 0; bit < 3; bit++)
-                if (p->m->role & m->role & 1 << bit) {
-                    snprintf(s->err, sizeof s->err, "--method=%s: %s and %s cannot be combined, both decide %s", spec, p->m->name, m->name, decides[bit]);
-                    return -1;
-                }
-        s->part[s->n_part++].m = m;
-    }
-    for (int i = 1; i < s->n_part; i++)                  // timeline order: prefill, select, store
-        for (int j = i; j > 0 && s->part[j].m->role < s->part[j - 1].m->role; j--) { Part x = s->part[j]; s->part[j] = s->part[j - 1]; s->part[j - 1] = x; }
+
+// Adds a part with this method. 0, or -1 with the reason in s->err: two parts that decide the same
+// thing cannot be combined.
+static int part_add(Session *s, const Method *m, const char *spec) {
+    static const char *decides[] = {        // by bit of a role
+        "the prefill attention", "which rows are kept or read", "how rows are stored",
+    };
+    if (s->n_part == MAX_PARTS)
+        return refuse(s, "--method=%s: more than %d parts", spec, MAX_PARTS);
+    EACH_PART(s, p)
+        for (int bit = 0; bit < 3; bit++)
+            if (p->m->role & m->role & 1 << bit)
+                return refuse(s, "--method=%s: %s and %s cannot be combined, both decide %s", spec,
+                              p->m->name, m->name, decides[bit]);
+    s->part[s->n_part++].m = m;
     return 0;
 }
-// Opens every part, whose state is all zeros. A part may name the budget to take when the user gave none.
+
+// Puts the parts into the order of the timeline, prefill, select, store, by insertion sort.
+static void parts_sort(Session *s) {
+    for (int i = 1; i < s->n_part; i++)
+        for (int j = i; j > 0 && s->part[j].m->role < s->part[j - 1].m->role; j--) {
+            Part x = s->part[j];
+            s->part[j] = s->part[j - 1];
+            s->part[j - 1] = x;
+        }
+}
+
+// From "loopserve-p+lychee+pats" to three parts. 0, or -1 with the reason in s->err.
+static int parts_parse(Session *s, const char *spec) {
+    for (const char *name = spec; name; ) {
+        size_t n = strcspn(name, "+");
+        const Method *m = method_find(name, n);
+        if (!m)
+            return refuse(s, "--method: no method is called '%.*s' (see --list-methods)", (int)n,
+                          name);
+        if (part_add(s, m, spec)) return -1;
+        name = name[n] ? name + n + 1 : NULL;
+    }
+    parts_sort(s);
+    return 0;
+}
+
+// Opens every part, whose state is all zeros. The first part that has a budget sets it if the user
+// gave none. 0, or -1 with the reason in s->err.
 static int parts_begin(Session *s) {
     EACH_PART(s, p) {
         if (!s->budget) s->budget = p->m->budget;
@@ -1025,6 +1608,8 @@ static int parts_begin(Session *s) {
     }
     return 0;
 }
+
+// Gives every part its state, and the session what the parts want together; then opens them.
 static int parts_open(Session *s) {
     EACH_PART(s, p) {
         s->wants |= p->m->wants;
@@ -1033,19 +1618,28 @@ static int parts_open(Session *s) {
     }
     return parts_begin(s);
 }
-static int on_device(Session *s) {                       // -d cuda; the command line has made cuda or cpu of auto
+
+// ---- sessions
+// With -d cuda the session moves to the device. 0, or -1 with the reason in s->err. (-d auto has
+// become cuda or cpu on the command line.)
+static int on_device(Session *s) {
 #ifdef KVCOMP_CUDA
     if (!strcmp(opt_str(s->opt, "device"), "cuda")) return device_open(s);
 #endif
     (void)s;
     return 0;
 }
-static void budget_options(Session *s) {                 // what the user asked for; open may know better
+
+// The budget the user asked for. A part's open hook may know better.
+static void budget_options(Session *s) {
     s->budget = opt_int(s->opt, "budget");
     s->ratio = opt_given(s->opt, "ratio") ? opt_real(s->opt, "ratio") : -1;
 }
-// NULL, with the reason in err, when the options or the method do not fit.
-static Session *session_try(const Config *c, const Weights *w, const Options *o, const char *method, char err[512]) {
+
+// A session for this model, these options and this method; NULL, and the reason in err, if they do
+// not fit.
+static Session *session_try(const Config *c, const Weights *w, const Options *o, const char *method,
+                            char err[512]) {
     Session *s = xcalloc(1, sizeof *s);
     *s = (Session){ .c = c, .w = w, .opt = o, .forward = forward, .scratch = arena_new() };
     s->fk = format_find(opt_str(o, "ctk"));
@@ -1062,182 +1656,327 @@ static Session *session_try(const Config *c, const Weights *w, const Options *o,
     }
     return s;
 }
+
+// The same, but the program ends (exit 2) when they do not fit.
 Session *session_open(const Config *c, const Weights *w, const Options *o, const char *method) {
     char err[512];
     Session *s = session_try(c, w, o, method, err);
     if (!s) die(EXIT_USAGE, "%s", err);
     return s;
 }
+
+// Gives back everything a session holds. Rows go before the device that may hold them.
 void session_close(Session *s) {
     if (!s) return;
-    EACH_PART(s, p) { if (p->ms && p->m->close) p->m->close(s, p->ms); free(p->ms); }
+    EACH_PART(s, p) {
+        if (p->ms && p->m->close) p->m->close(s, p->ms);
+        free(p->ms);
+    }
     for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
     if (KV_DEV(s)) device_close(s);
-    for (int i = 0; i < s->c->L * s->c->H; i++) { free(s->view[i].idx); free(s->view[i].near); }
-    free(s->head); free(s->view); free(s->tok); free(s->logits);
+    for (int i = 0; i < s->c->L * s->c->H; i++) {
+        free(s->view[i].idx);
+        free(s->view[i].near);
+    }
+    free(s->head);
+    free(s->view);
+    free(s->tok);
+    free(s->logits);
     arena_free(s->scratch);
     free(s);
 }
-// Forgets the dialogue: close and open every part again, drop every row.
+
+// Forgets the dialogue: closes every part and opens it again, and drops every row.
 void session_reset(Session *s) {
-    EACH_PART(s, p) { if (p->m->close) p->m->close(s, p->ms); memset(p->ms, 0, p->m->state); }
+    EACH_PART(s, p) {
+        if (p->m->close) p->m->close(s, p->ms);
+        memset(p->ms, 0, p->m->state);
+    }
     for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
     if (KV_DEV(s)) device_reset(s);
     view_all(s);
-    s->n_tok = s->pos_next = s->turn = s->decoding = s->step = s->n_sys = s->n_foot = s->n_head = 0;
+
+    s->n_tok = s->pos_next = s->turn = s->decoding = s->step = 0;
+    s->n_sys = s->n_foot = s->n_head = 0;
     budget_options(s);
-    s->alt = NULL; s->packing = NULL; s->pos_end = s->pos_extra = 0; s->made_for = NULL;
+    s->alt = NULL;
+    s->packing = NULL;
+    s->made_for = NULL;
+    s->pos_end = s->pos_extra = 0;
     memset(&s->clk, 0, sizeof s->clk);
     if (parts_begin(s)) die(EXIT_USAGE, "%s", s->err);
 }
 
 // ==================================================================================================== 5 STREAMINGLLM
 // Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks. arXiv 2309.17453.
-// The first tokens of a text draw attention whatever they say (sinks); with them and the most recent rows kept, a model
-// goes on fluently for ever. Everything between is dropped, and a prefill is dense over what is held.
-//   keep row r of a head with N rows iff  r < sink  or  r >= N - (B - sink)
+//
+// The smallest method, and the one to copy for a new one. The first tokens of a text draw attention whatever they say:
+// they are sinks. A model that keeps them and its most recent rows goes on fluently for ever, and everything between is
+// dropped. A prefill is dense over the rows held.
+//
+//   keep row r of a head with N rows  iff  r < sink  or  r >= N - (B - sink)
+//
 // **Differs from the paper:**
-//   - rows are dropped at the end of a prefill, not at every decoded token (rules.md A13);
-//   - rows keep their original positions; --streaming-rerotate re-numbers them inside the cache as the paper does.
-// Options: --budget (1024), --sink (4), --streaming-rerotate. `window` is the same with no sink.
+//   - rows are dropped at the end of a prefill, not at every decoded token (D9, D14);
+//   - rows keep their positions; --streaming-rerotate numbers them anew inside the cache, as the paper does.
+// Options: --budget B, --sink, --streaming-rerotate. The method `window` is the same without sinks.
 
-typedef struct { int sink, rerotate; } Streaming;
+typedef struct {
+    int sink;                   // first rows that are always kept
+    int rerotate;               // 1: a row's position becomes its place in the cache
+} Streaming;
 
-static int window_open(Session *s, void *ms) {           // no sinks, so any budget is legal
+// Reads the options of `window`: there are no sinks, so any budget is legal.
+static int window_open(Session *s, void *ms) {
     Streaming *x = ms;
     x->rerotate = opt_int(s->opt, "streaming-rerotate");
-    if (x->rerotate && s->c->windowed) return refuse(s, "--streaming-rerotate: this model's sliding windows count original positions");
+    if (x->rerotate && s->c->windowed)
+        return refuse(s, "--streaming-rerotate: this model's sliding windows count original positions");
     return 0;
 }
+
 static int streaming_open(Session *s, void *ms) {
     Streaming *x = ms;
     x->sink = opt_int(s->opt, "sink");
     if (window_open(s, ms)) return -1;
-    if (s->ratio < 0 && s->budget <= x->sink) return refuse(s, "--budget %d leaves no recent row beside --sink %d", s->budget, x->sink);
+    if (s->ratio < 0 && s->budget <= x->sink)
+        return refuse(s, "--budget %d leaves no recent row beside --sink %d", s->budget, x->sink);
     return 0;
 }
+
+// Drops rows of layer l at the end of a prefill. Every head holds the same rows.
 static void streaming_commit(Session *s, void *ms, int l, const float *q, int T) {
     Streaming *x = ms;
-    int B = budget_now(s), sink = x->sink < B ? x->sink : B;
-    (void)q; (void)T;
-    if (s->decoding || s->n_tok <= B) return;
-    if (l == s->c->L) {
-        if (x->rerotate) s->pos_next = kv_longest(s, 0);         // the next token stands right behind the rows
+    int B = budget_now(s), sink = min_int(x->sink, B);
+    (void)q;
+    (void)T;
+    if (s->decoding || s->n_tok <= B) return;           // D9, D10
+    if (l == s->c->L) {                                 // the pass is over: the next token stands behind the rows
+        if (x->rerotate) s->pos_next = kv_longest(s, 0);
         return;
     }
+
     for (int g = 0; g < s->c->G; g++) {
-        KVHead *h = kv_head(s, l, g);
-        int n = 0, *keep = scratch(s, (size_t)h->len * sizeof(int));
-        for (int r = 0; r < h->len; r++)
-            if (r < sink || r >= h->len - (B - sink)) keep[n++] = r;
+        int N = kv_head(s, l, g)->len, n = 0;
+        int *keep = scratch(s, (size_t)N * sizeof *keep);
+        for (int r = 0; r < N; r++)
+            if (r < sink || r >= N - (B - sink)) keep[n++] = r;
         kv_keep(s, l, g, keep, n);
-        for (int r = 0; x->rerotate && r < n; r++) kv_repos(s, l, g, r, r);      // position = place in the cache
+        if (!x->rerotate) continue;
+        for (int r = 0; r < n; r++) kv_repos(s, l, g, r, r);
     }
 }
-static const Opt streaming_opts[] = { { "streaming-rerotate", 'b', "0", "re-number positions inside the cache" }, { NULL, 0, NULL, NULL } };
 
+static const Opt streaming_opts[] = {
+    { "streaming-rerotate", 'b', "0", "re-number positions inside the cache" },
+    { NULL, 0, NULL, NULL },
+};
 
 const Method streaming_method = {
-    .name    = "streaming",
-    .paper   = "StreamingLLM, arXiv 2309.17453",
-    .keeps   = "keeps the first --sink and the most recent rows, B in all",
-    .budget  = 1024,
-    .uses    = "--sink 4",
-    .opts    = streaming_opts,
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(Streaming),
-    .open    = streaming_open,
-    .commit  = streaming_commit,
+    .name   = "streaming",
+    .paper  = "StreamingLLM, arXiv 2309.17453",
+    .keeps  = "keeps the first --sink and the most recent rows, B in all",
+    .budget = 1024,
+    .uses   = "--sink 4",
+    .opts   = streaming_opts,
+    .role   = ROLE_SELECT,
+    .evicts = 1,
+    .state  = sizeof(Streaming),
+    .open   = streaming_open,
+    .commit = streaming_commit,
 };
 
 const Method window_method = {
-    .name    = "window",
-    .paper   = "streaming without sinks",
-    .keeps   = "keeps the B most recent rows",
-    .budget  = 1024,
-    .opts    = streaming_opts,
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(Streaming),
-    .open    = window_open,
-    .commit  = streaming_commit,
+    .name   = "window",
+    .paper  = "streaming without sinks",
+    .keeps  = "keeps the B most recent rows",
+    .budget = 1024,
+    .opts   = streaming_opts,
+    .role   = ROLE_SELECT,
+    .evicts = 1,
+    .state  = sizeof(Streaming),
+    .open   = window_open,
+    .commit = streaming_commit,
+};
+
+// ---- TOVA
+// Oren, Hassid, Yarden, Adi, Schwartz: Transformers are Multi-State RNNs. arXiv 2401.06104.
+//
+// The smallest method that looks at a query. Whenever a layer holds more than B rows, the rows go to which the last
+// query attends least, in its mean over all heads: after a prefill as many as are too many, after a decode step one.
+// All heads of a layer keep the same rows.
+//
+//   a[r] = sum over heads h of softmax_r(q_h . k_r / sqrt(D)), q the last query;   keep the B rows with the largest a
+//
+// **Differs from the paper:** nothing; a prompt is read whole and cut once, as in the authors' code.
+// Options: --budget B.
+
+static void tova_commit(Session *s, void *ms, int l, const float *q, int T) {
+    (void)ms;
+    if (l == s->c->L) return;
+    int H = s->c->H, B = budget_now(s), N = kv_longest(s, l);
+    if (N <= B) return;
+
+    float *a = scratch(s, (size_t)H * N * sizeof *a);
+    int *keep = scratch(s, (size_t)B * sizeof *keep);
+    window_scores(s, l, q, T, 1, a);                    // a (H,N): one softmax row a head
+    for (int h = 1; h < H; h++)                         // the first row becomes the sum of all
+        for (int r = 0; r < N; r++) a[r] += a[(size_t)h * N + r];
+
+    int n = top_k(a, N, B, keep);
+    for (int g = 0; g < s->c->G; g++) kv_keep(s, l, g, keep, n);
+}
+
+const Method tova_method = {
+    .name   = "tova",
+    .paper  = "TOVA, arXiv 2401.06104",
+    .keeps  = "keeps the B rows the last query attends to most, the same in all heads of a layer; in decode too",
+    .budget = 1024,
+    .role   = ROLE_SELECT,
+    .wants  = KV_QUERY,
+    .evicts = 1,
+    .commit = tova_commit,
 };
 
 // ==================================================================================================== 6 BASELINES
-// The methods the five papers compare themselves with. All of them are dense in a prefill, drop rows at the end of every
-// turn's prefill, and never in decode (but for --h2o=stream). N is the number of tokens seen and B the budget; N <= B
-// keeps everything, at equality too. n is the number of rows a head holds.
-// SnapKV, AdaKV and PyramidKV share one chain, and DiliLazyKV takes its links in another order:
-//   window_scores -> one score a KV head -> max over neighbours -> the best `cap` rows and the last w
+// The methods that the five papers compare themselves with, each in a subsection that ends with its
+// table entry. All of them compute a prefill densely over the rows held. All but q8 drop rows once,
+// at the end of every turn's prefill (D9), and nothing in decode; only --h2o=stream drops rows in
+// decode too.
+//
+// N is the number of tokens seen and B the budget: the rows a KV head may keep. While N <= B a
+// method keeps everything, at equality too (D10). n is a number of rows: those a head holds, or
+// those it may drop.
 
-typedef struct { int window, kernel, agg; } Snap;       // --obs-window w, --kernel, --gqa-agg
+// ---- the chain that SnapKV, AdaKV and PyramidKV share
+// The last w rows of a head always stay (D11). The rows before them are the candidates; `cap` of
+// them stay.
+//   1. window_scores   how much each query head's last w queries attend to every row, as a mean
+//   2. join_heads      the scores of the R query heads of a KV head become one
+//   3. pool_max        every candidate takes the largest score among its neighbours
+//   4. top_k_rows      the `cap` candidates with the largest scores stay
+// SnapKV, AdaKV and PyramidKV differ in the caps only. DiliLazyKV (section 13) pools before it
+// joins, or does not join (D12).
 
-static int snap_options(Session *s, Snap *x, int window) {       // window: the method's default
+typedef struct {
+    int window;                 // w, --obs-window: the last queries, whose attention is the score
+    int kernel;                 // --kernel, odd: width of the neighbourhood a score is pooled over
+    int agg;                    // --gqa-agg, an AGG_*: how the query heads of a group become one
+} Snap;
+
+// The AGG_* that --gqa-agg names.
+static int gqa_agg_option(const Session *s) {
     const char *agg = opt_str(s->opt, "gqa-agg");
+    if (!strcmp(agg, "max")) return AGG_MAX;
+    if (!strcmp(agg, "sum")) return AGG_SUM;
+    return AGG_MEAN;
+}
+
+// Reads the options of the chain into x; `window` is the method's default for w (D13). Returns 0,
+// or -1 with the reason in s->err. With --ratio there is no budget yet that could be too small for
+// the window.
+static int snap_options(Session *s, Snap *x, int window) {
     x->window = opt_given(s->opt, "obs-window") ? opt_int(s->opt, "obs-window") : window;
     x->kernel = opt_int(s->opt, "kernel");
-    x->agg = !strcmp(agg, "max") ? AGG_MAX : !strcmp(agg, "sum") ? AGG_SUM : AGG_MEAN;
+    x->agg = gqa_agg_option(s);
     if (x->window < 1) return refuse(s, "--obs-window must be at least 1, found %d", x->window);
-    if (x->kernel < 1 || x->kernel % 2 == 0) return refuse(s, "--kernel must be odd, found %d", x->kernel);
-    if (s->ratio < 0 && s->budget <= x->window) return refuse(s, "--budget %d leaves no row beside --obs-window %d", s->budget, x->window);
+    if (x->kernel < 1 || x->kernel % 2 == 0)
+        return refuse(s, "--kernel must be odd, found %d", x->kernel);
+    if (s->ratio < 0 && s->budget <= x->window)
+        return refuse(s, "--budget %d leaves no row beside --obs-window %d", s->budget, x->window);
     return 0;
 }
-static int snap_due(const Session *s, int l, int B) { return !s->decoding && l < s->c->L && s->n_tok > B; }
-static int snap_kept_window(const Snap *x, int B) { return x->window < B ? x->window : B; }     // --ratio can make B the smaller one
-static int candidates(const KVHead *h, int w) { return h->len > w ? h->len - w : 0; }           // the rows before the last w
 
-// out (n): the R rows of score (R,stride) as one
+// Does layer l drop rows now? Yes at the end of a prefill that has seen more than B tokens. The
+// call with l == L ends the whole pass and belongs to no layer.
+static int snap_due(const Session *s, int l, int B) {
+    return !s->decoding && l < s->c->L && s->n_tok > B;
+}
+
+// The last rows that always stay: w of them, or B where --ratio makes B the smaller number.
+static int snap_kept_window(const Snap *x, int B) {
+    return min_int(x->window, B);
+}
+
+// The number of candidates of a head: its rows before the last w.
+static int candidates(const KVHead *h, int w) {
+    return max_int(h->len - w, 0);
+}
+
+// Link 2. out (n): the R rows of score (R,stride) become one, by their mean, maximum or sum.
 static void join_heads(float *out, const float *score, int n, size_t stride, int R, int agg) {
     for (int j = 0; j < n; j++) {
-        float a = score[j];
-        for (int r = 1; r < R; r++) { float b = score[r * stride + j]; a = agg == AGG_MAX ? fmaxf(a, b) : a + b; }
-        out[j] = agg == AGG_MEAN ? a / (float)R : a;
+        float joined = score[j];
+        for (int r = 1; r < R; r++) {
+            float x = score[r * stride + j];
+            joined = agg == AGG_MAX ? fmaxf(joined, x) : joined + x;
+        }
+        out[j] = agg == AGG_MEAN ? joined / (float)R : joined;
     }
 }
-// out[j] = max of x[t] over |t-j| <= width/2. Neighbours in the head's row list, not in position. out, x (n)
+
+// Link 3. out[j] = max of x[t] over |t-j| <= width/2; out, x (n). Neighbours are neighbours in the
+// list of rows a head holds, whatever their positions in the text (D11). The width may exceed n.
 static void pool_max(float *out, const float *x, int n, int width) {
     for (int j = 0; j < n; j++) {
-        int a = j > width / 2 ? j - width / 2 : 0, b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
-        float top = x[a];
-        for (int t = a + 1; t <= b; t++) top = fmaxf(top, x[t]);
+        int first = max_int(j - width / 2, 0);
+        int last = j + min_int(width / 2, n - 1 - j);
+        float top = x[first];
+        for (int t = first + 1; t <= last; t++) top = fmaxf(top, x[t]);
         out[j] = top;
     }
 }
-// keep: the best `cap` of rows [0,n) by score, and every row of [n,len); ascending -> count
-static int keep_best(int *keep, const float *score, int n, int cap, int len) {
-    int kept = top_k(score, n, cap, keep);
-    for (int r = n; r < len; r++) keep[kept++] = r;
-    return kept;
-}
-// Pooled scores of each KV head's candidates n[g], (G,N) or, under POOL_ONLY, (H,N); N = kv_longest. Device memory in a device session.
-static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, int T, int w, int order, int *n) {     // n (G) is set here
-    int H = s->c->H, G = s->c->G, R = H / G, agg = order == JOIN_POOL ? x->agg : AGG_MEAN;
+
+// Links 1 to 3: the pooled scores of layer l's candidates, and their numbers n (G). q (T,H,D) are
+// the queries of the pass; the last w rows of a head are no candidates. order is JOIN_POOL or
+// POOL_JOIN, whose result is (G,N), or POOL_ONLY, whose result is (H,N); N = kv_longest. The result
+// lies in scratch, in a device session on the device.
+static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, int T, int w,
+                            int order, int *n) {
+    int H = s->c->H, G = s->c->G, R = H / G;
+    int agg = order == JOIN_POOL ? x->agg : AGG_MEAN;
     size_t N = kv_longest(s, l);
     for (int g = 0; g < G; g++) n[g] = candidates(kv_head(s, l, g), w);
     if (KV_DEV(s)) return pooled_scores_cuda(s, l, q, T, x->window, n, agg, x->kernel, order);
-    float *row = scratch(s, H * N * sizeof(float)), *pooled = scratch(s, H * N * sizeof(float)), *one = scratch(s, N * sizeof(float));
-    window_scores(s, l, q, T, x->window, row);
+
+    float *score = scratch(s, H * N * sizeof(float));
+    float *pooled = scratch(s, H * N * sizeof(float));
+    float *joined = scratch(s, N * sizeof(float));
+    window_scores(s, l, q, T, x->window, score);
     for (int g = 0; g < G; g++) {
-        float *from = row + g * R * N, *to = pooled + g * R * N;
+        const float *from = score + g * R * N;
         if (order == JOIN_POOL) {
-            join_heads(one, from, n[g], N, R, agg);
-            pool_max(pooled + g * N, one, n[g], x->kernel);
+            join_heads(joined, from, n[g], N, R, agg);
+            pool_max(pooled + g * N, joined, n[g], x->kernel);
             continue;
         }
+        float *to = pooled + g * R * N;
         for (int r = 0; r < R; r++) pool_max(to + r * N, from + r * N, n[g], x->kernel);
+        // The joined row overwrites rows of this group or of finished ones, each read before.
         if (order == POOL_JOIN) join_heads(pooled + g * N, to, n[g], N, R, agg);
     }
     return pooled;
 }
-// idx (S,per), count (S): the k[i] largest of the first n[i] of each row of x (S,stride), which lies where the rows lie
-static void top_k_rows(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count) {
-    if (KV_DEV(s)) { top_k_rows_cuda(s, x, S, stride, n, k, idx, per, count); return; }
+
+// Link 4. For each of S rows of x (S,stride): the places of the k[i] largest of its first n[i]
+// numbers, ascending, in idx (S,per), and how many there are in count (S). n, k (S). x lies where
+// the cache lies; the rest is on the host.
+static void top_k_rows(Session *s, const float *x, int S, size_t stride, const int *n,
+                       const int *k, int *idx, int per, int *count) {
+    if (KV_DEV(s)) {
+        top_k_rows_cuda(s, x, S, stride, n, k, idx, per, count);
+        return;
+    }
     #pragma omp parallel for schedule(static) if (S > 1 && n[0] > 64)
     for (int i = 0; i < S; i++) count[i] = top_k(x + i * stride, n[i], k[i], idx + (size_t)i * per);
 }
-static void snap_keep(Session *s, int l, const float *score, const int *n, const int *cap) {     // score (G,N); n, cap (G): candidates, and how many of them stay
-    int G = s->c->G, N = kv_longest(s, l), *keep = scratch(s, (size_t)G * N * sizeof(int)), *kept = scratch(s, (size_t)G * sizeof(int));
+
+// The end of the chain: each KV head g of layer l keeps its cap[g] best candidates by score (G,N),
+// and every row behind its n[g] candidates. n, cap (G).
+static void snap_keep(Session *s, int l, const float *score, const int *n, const int *cap) {
+    int G = s->c->G, N = kv_longest(s, l);
+    int *keep = scratch(s, (size_t)G * N * sizeof(int));
+    int *kept = scratch(s, (size_t)G * sizeof(int));
     top_k_rows(s, score, G, N, n, cap, keep, N, kept);
     for (int g = 0; g < G; g++) {
         int *to = keep + (size_t)g * N;
@@ -1246,297 +1985,36 @@ static void snap_keep(Session *s, int l, const float *score, const int *n, const
     }
 }
 
-// ---- SnapKV. Li et al.: SnapKV: LLM Knows What You Are Looking for Before Generation. arXiv 2404.14469.
-// What the last queries of a prompt look at is what its answer will look at. Every KV head keeps the B-w best candidates.
-// **Differs from the paper:** one kept set a KV head, not a query head (mean over the group); kernel 7 max, w 32.
-static int snapkv_open(Session *s, void *ms) { return snap_options(s, ms, 32); }
+// ---- SNAPKV
+// Li et al.: SnapKV: LLM Knows What You Are Looking for Before Generation. arXiv 2404.14469.
+// What the last queries of a prompt look at is what its answer will look at. So every KV head keeps
+// the rows to which the last w queries attend most, in their neighbourhoods, and those last w rows.
+//   a_t     = mean over the last w queries q_i, and over the group, of softmax(q_i K^T / sqrt(D))_t
+//   score_c = max over |t-c| <= kernel/2 of a_t
+//   cap_g   = B - w
+// **Differs from the paper:** a KV head keeps one set, not one set a query head (scores are means
+// over the group); kernel 7, maximum, w 32; rows are dropped again at every turn's end, among all
+// rows held.
+// Options: --budget (1024), --obs-window (32), --kernel (7), --gqa-agg (mean).
+
+// Reads the options of the chain, with w 32.
+static int snapkv_open(Session *s, void *ms) {
+    return snap_options(s, ms, 32);
+}
+
+// The end of a prefill: every KV head of layer l keeps B rows.
 static void snapkv_commit(Session *s, void *ms, int l, const float *q, int T) {
     const Snap *x = ms;
     int B = budget_now(s), w = snap_kept_window(x, B);
     if (!snap_due(s, l, B)) return;
     size_t mark = scratch_mark(s);
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
+    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
     float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
     for (int g = 0; g < s->c->G; g++) cap[g] = B - w;
     snap_keep(s, l, score, n, cap);
     scratch_reset(s, mark);
 }
-
-// ---- AdaKV. Feng et al.: Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation. arXiv 2407.11550.
-// The layer's budget goes where the scores are: heads with flat scores get more rows than heads with a few high ones.
-//   base = B-w;  share_g = sum(best base of g) / sum(all of g);  cnt_g = rows of g among the G*base best of score * share
-//   cap_g = rint(0.8 cnt_g + floor(0.2 base)), at most the rows there are; what a short head leaves over is not given on
-// **Differs from the paper:** heads are KV heads; a layer is compressed iff its candidates exceed G*base.
-// Shares are of sums in fixed point: a layer's heads compete for rows, so two devices must get the same sums in any order.
-static float *adakv_shares(Session *s, const float *score, int N, const int *n, int base) {      // score (G,N) -> (sum of n), where score lies
-    if (KV_DEV(s)) return adakv_shares_cuda(s, score, N, n, base);
-    float *all = scratch(s, (size_t)s->c->G * N * sizeof(float)), *to = all;
-    int *idx = scratch(s, (size_t)N * sizeof(int));
-    for (int g = 0; g < s->c->G; g++) {
-        const float *x = score + (size_t)g * N;
-        int64_t best = 0, sum = 0;
-        for (int i = 0, k = top_k(x, n[g], base, idx); i < k; i++) best += fixed_mass(x[idx[i]]);
-        for (int r = 0; r < n[g]; r++) sum += fixed_mass(x[r]);
-        for (int r = 0; r < n[g]; r++) *to++ = sum > 0 ? (float)(x[r] * ((double)best / (double)sum)) : 0;
-    }
-    return all;
-}
-static void adakv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {   // score (G,N); n, cap (G)
-    int G = s->c->G, N = kv_longest(s, l), total = 0, want = G * base, k, from = 0;
-    for (int g = 0; g < G; g++) total += n[g];
-    int *idx = scratch(s, (size_t)want * sizeof(int));
-    top_k_rows(s, adakv_shares(s, score, N, n, base), 1, 0, &total, &want, idx, want, &k);       // ties go to the lower (head, row)
-    for (int g = 0, i = 0; g < G; g++) {
-        int cnt = 0;
-        for (from += n[g]; i < k && idx[i] < from; i++) cnt++;
-        cap[g] = (int)rint(0.8 * cnt + base / 5);
-    }
-}
-static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
-    const Snap *x = ms;
-    int B = budget_now(s), w = snap_kept_window(x, B);
-    long rows = 0;
-    if (!snap_due(s, l, B)) return;
-    for (int g = 0; g < s->c->G; g++) rows += candidates(kv_head(s, l, g), w);
-    if (rows <= (long)s->c->G * (B - w)) return;
-    size_t mark = scratch_mark(s);
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
-    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
-    adakv_caps(s, l, score, n, B - w, cap);
-    snap_keep(s, l, score, n, cap);
-    scratch_reset(s, mark);
-}
-
-// ---- PyramidKV. Cai et al.: PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling. arXiv 2406.02069.
-// Lower layers spread their attention, upper ones gather it: budgets fall by a constant step from layer to layer.
-//   base = B-w, lo = base/20, hi = 2 base - lo;  hi > N-w: hi = N-w, lo = 2 base - hi;  layer l: hi - l (hi-lo)/(L-1)
-// **Differs from the paper:** integers throughout; SnapKV when N < 2 base or L = 1; one kept set a KV head.
-static int pyramid_cap(int l, int L, int N, int B, int w) {
-    int base = B - w, lo = base / 20, hi = 2 * base - lo;
-    if (L == 1 || N < 2 * base) return base;
-    if (hi >= N - w) { hi = N - w; lo = 2 * base - hi; }
-    return hi - l * ((hi - lo) / (L - 1));
-}
-static void pyramidkv_commit(Session *s, void *ms, int l, const float *q, int T) {
-    const Snap *x = ms;
-    int B = budget_now(s), w = snap_kept_window(x, B);
-    if (!snap_due(s, l, B)) return;
-    size_t mark = scratch_mark(s);
-    int *n = scratch(s, (size_t)s->c->G * sizeof(int)), *cap = scratch(s, (size_t)s->c->G * sizeof(int));
-    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
-    for (int g = 0; g < s->c->G; g++) cap[g] = pyramid_cap(l, s->c->L, s->n_tok, B, w);
-    snap_keep(s, l, score, n, cap);
-    scratch_reset(s, mark);
-}
-
-// ---- H2O. Zhang et al.: H2O: Heavy-Hitter Oracle for Efficient Generative Inference. arXiv 2306.14048.
-// A few rows draw most of the attention: keep those (heavy hitters) beside the recent ones.
-//   floor(B/2) last rows, and of the others the best by mass: all attention the row ever drew, from every query of the group
-// --h2o=stream also drops the row of least mass outside the recent half in every decode step, as the paper does.
-// **Differs from the paper:** oneshot is the default; a prefill is dense over what is held.
-typedef struct { int stream, B; } H2o;                  // B: the budget at the last prefill's end, which decode steps go by
-
-static int h2o_open(Session *s, void *ms) {
-    ((H2o *)ms)->stream = !strcmp(opt_str(s->opt, "h2o"), "stream");
-    if (s->budget < 1) return refuse(s, "--budget must be at least 1, found %d", s->budget);
-    return 0;
-}
-static int h2o_steady(const Session *s, const void *ms) { (void)s; return !((const H2o *)ms)->stream; }
-static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
-    H2o *x = ms;
-    (void)q; (void)T;
-    if (!s->decoding) x->B = budget_now(s);
-    if (l == s->c->L || s->n_tok <= x->B || (s->decoding && !x->stream)) return;
-    size_t mark = scratch_mark(s);
-    int recent = x->B / 2, *keep = scratch(s, (size_t)kv_longest(s, l) * sizeof(int));
-    for (int g = 0; g < s->c->G; g++) {
-        KVHead *h = kv_head(s, l, g);
-        if (KV_DEV(s)) mass_fetch_cuda(s, h);
-        kv_keep(s, l, g, keep, keep_best(keep, h->mass, candidates(h, recent), x->B - recent, h->len));
-    }
-    scratch_reset(s, mark);
-}
-static const Opt h2o_opts[] = {
-    { "h2o", 'c', "oneshot|stream", "drop rows at prefill ends only, or in every decode step too" },
-    { NULL, 0, NULL, NULL },
-};
-
-// ---- ExpectedAttention. Devoto, Jeblick, Jegou: Expected Attention: KV Cache Compression by Estimating Attention from
-// Future Queries Distribution. arXiv 2510.00636.
-// Queries before RoPE look Gaussian, so the attention a key will draw from the next 512 positions can be written down:
-//   mu <- Rbar mu, Sg <- Rbar Sg Rbar^T,  Rbar = mean RoPE matrix of positions N..N+511
-//   z_c = mu.k_c / sqrt(D) + k_c^T Sg k_c / (2D);  score_c = mean over the group of softmax_c(z) times |v_c|
-// The first --sink tokens always stay and count inside B; candidates and softmax are the other rows held.
-// mu and Sg (divided by the count) are of every query a prefill of the dialogue fed at position >= --sink.
-// **Differs from the paper:** applied at every turn's end; a query once counted is not taken back when tokens are truncated.
-enum { FUTURE = 512 };                                  // positions Rbar is a mean of
-typedef struct { int sink; long *n; double *sum, *outer; } Expected;       // n (L); sum (L,H,D) of q; outer (L,H,D,D) of q q^T, made by the first prefill where q lies
-
-static int expected_open(Session *s, void *ms) {
-    Expected *x = ms;
-    x->sink = opt_int(s->opt, "sink");
-    if (x->sink < 0) return refuse(s, "--sink must not be negative, found %d", x->sink);
-    if (s->ratio < 0 && s->budget <= x->sink) return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
-    x->n = xcalloc(s->c->L, sizeof(long));
-    return 0;
-}
-static void expected_close(Session *s, void *ms) {
-    Expected *x = ms;
-    (void)s;
-    free(x->n);
-    if (KV_DEV(s)) near_free_cuda((char *)x->sum); else free(x->sum);
-}
-static size_t expected_bytes(const Session *s, const void *ms) {
-    size_t L = s->c->L, H = s->c->H, D = s->c->D;
-    (void)ms;
-    return L * sizeof(long) + L * H * D * (D + 1) * sizeof(double);
-}
-static void expected_project(Session *s, void *ms, int l, const float *q, const float *k, const float *v, int T) {
-    Expected *x = ms;
-    int H = s->c->H, D = s->c->D;
-    size_t n = (size_t)s->c->L * H * D;
-    (void)k; (void)v;
-    if (s->decoding) return;
-    if (!x->sum) {
-        x->sum = KV_DEV(s) ? (double *)near_zero_cuda(n * (D + 1) * sizeof(double)) : xcalloc(n * (D + 1), sizeof(double));
-        x->outer = x->sum + n;
-    }
-    double *sums = x->sum + (size_t)l * H * D, *outers = x->outer + (size_t)l * H * D * D;
-    for (int t = 0; t < T; t++) x->n[l] += s->tok[s->base + t].pos >= x->sink;
-    if (KV_DEV(s)) { moments_add_cuda(s, sums, outers, q, T, x->sink); return; }
-    #pragma omp parallel for schedule(static)
-    for (int h = 0; h < H; h++) {
-        double *sum = sums + (size_t)h * D, *outer = outers + (size_t)h * D * D;
-        for (int t = 0; t < T; t++) {
-            const float *p = q + ((size_t)t * H + h) * D;
-            if (s->tok[s->base + t].pos < x->sink) continue;
-            for (int i = 0; i < D; i++) {
-                sum[i] += p[i];
-                for (int j = 0; j < D; j++) outer[(size_t)i * D + j] += (double)p[i] * p[j];
-            }
-        }
-    }
-}
-static int expected_steady(const Session *s, const void *ms) { (void)s; (void)ms; return 1; }     // a decode step is not looked at
-// cs (D): means of cos over the next FUTURE positions for the D/2 frequencies, then of sin
-static void expected_rope(const Session *s, double *cs) {
-    int D = s->c->D;
-    for (int i = 0; i < D / 2; i++) {
-        double c = 0, n = 0;
-        for (int p = s->n_tok; p < s->n_tok + FUTURE; p++) { c += cos(p * s->w->inv_freq64[i]); n += sin(p * s->w->inv_freq64[i]); }
-        cs[i] = c * s->w->rope_scale / FUTURE;
-        cs[D / 2 + i] = n * s->w->rope_scale / FUTURE;
-    }
-}
-static void expected_turn(double *x, size_t step, int D, const double *cs) {    // the vector x[0], x[step], .. (D) times Rbar
-    for (int i = 0; i < D / 2; i++) {
-        double a = x[i * step], b = x[(i + D / 2) * step];
-        x[i * step] = a * cs[i] - b * cs[D / 2 + i];
-        x[(i + D / 2) * step] = b * cs[i] + a * cs[D / 2 + i];
-    }
-}
-// mu (D), cov (D,D) of one head's n queries as they will stand at future positions. sum (D), outer (D,D); tmp (D,D+1) is room
-static void expected_moments(double n, const double *sum, const double *outer, int D, const double *cs, float *mu, float *cov, double *tmp) {
-    double *mean = tmp + (size_t)D * D;
-    for (int i = 0; i < D; i++) mean[i] = sum[i] / n;
-    for (int i = 0; i < D; i++)
-        for (int j = 0; j < D; j++) tmp[(size_t)i * D + j] = outer[(size_t)i * D + j] / n - mean[i] * mean[j];
-    for (int i = 0; i < D; i++) expected_turn(tmp + i, D, D, cs);                // columns: Rbar Sg
-    for (int i = 0; i < D; i++) expected_turn(tmp + (size_t)i * D, 1, D, cs);    // rows:    .. Rbar^T
-    expected_turn(mean, 1, D, cs);
-    for (int i = 0; i < D; i++) mu[i] = (float)mean[i];
-    for (size_t i = 0; i < (size_t)D * D; i++) cov[i] = (float)tmp[i];
-}
-static void expected_exponents(const Session *s, const KVHead *hd, int n0, const float *mu, const float *cov, float *buf, float *z) {     // z (N) from row n0 on; buf is room
-    int D = s->c->D;
-    float *k = buf, *y = k + (size_t)KV_TILE * D, *lin = y + (size_t)KV_TILE * D;
-    for (int r = n0; r < hd->len; r += KV_TILE) {
-        int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
-        kv_load_k(s, hd, NULL, r, m, k);
-        attn_scores(lin, mu, k, 1, m, D, 1 / sqrtf((float)D));
-        attn_scores(y, cov, k, D, m, D, 1 / (2 * (float)D));                     // y (D,m) = Sg k^T / 2D
-        for (int j = 0; j < m; j++) {
-            double a = lin[j];
-            for (int d = 0; d < D; d++) a += (double)k[(size_t)j * D + d] * y[(size_t)d * m + j];
-            z[r + j] = (float)a;
-        }
-    }
-}
-static void value_squares(const Session *s, const KVHead *hd, float *v, float *out) {      // out (N): |v|^2; v is room
-    int D = s->c->D;
-    for (int r = 0; r < hd->len; r += KV_TILE) {
-        int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
-        kv_load_v(s, hd, NULL, r, m, v);
-        for (int j = 0; j < m; j++) out[r + j] = dot_f32(v + (size_t)j * D, v + (size_t)j * D, D);
-    }
-}
-// p (H,N): softmax of z over rows sink[g].. of each query head's KV head g; the rows before are left alone. sq (G,N): |v|^2. sink (G)
-static void expected_scores(Session *s, const Expected *x, int l, const int *sink, float *p, float *sq, int N) {
-    int H = s->c->H, D = s->c->D, R = H / s->c->G;
-    size_t n = (size_t)H * D, room = 2 * (size_t)KV_TILE * D + KV_TILE;
-    double *cs = scratch(s, (size_t)D * sizeof(double)), *tmp = scratch(s, (size_t)n_threads() * D * (D + 1) * sizeof(double));
-    double *sum = x->sum + (size_t)l * n, *outer = x->outer + (size_t)l * n * D;
-    float *mu = scratch(s, n * (D + 1) * sizeof(float)), *cov = mu + n, *buf = scratch(s, n_threads() * room * sizeof(float));
-    if (KV_DEV(s)) {
-        double *copy = scratch(s, n * (D + 1) * sizeof(double));
-        bytes_load_cuda(copy, sum, n * sizeof(double)); bytes_load_cuda(copy + n, outer, n * D * sizeof(double));
-        sum = copy; outer = copy + n;
-    }
-    expected_rope(s, cs);
-    #pragma omp parallel for schedule(static)
-    for (int h = 0; h < H; h++)
-        expected_moments(x->n[l] ? (double)x->n[l] : 1, sum + (size_t)h * D, outer + (size_t)h * D * D, D, cs, mu + (size_t)h * D, cov + (size_t)h * D * D, tmp + (size_t)thread_id() * D * (D + 1));
-    if (KV_DEV(s)) expected_scores_cuda(s, l, mu, cov, p, sq, N);
-    #pragma omp parallel for schedule(static)
-    for (int h = 0; h < H; h++) {
-        const KVHead *hd = kv_head(s, l, h / R);
-        float *z = p + (size_t)h * N, max = -INFINITY, all = 0, *own = buf + thread_id() * room;
-        int n0 = sink[h / R];
-        if (!KV_DEV(s)) expected_exponents(s, hd, n0, mu + (size_t)h * D, cov + (size_t)h * D * D, own, z);
-        if (!KV_DEV(s) && h % R == 0) value_squares(s, hd, own, sq + (size_t)(h / R) * N);
-        for (int r = n0; r < hd->len; r++) max = fmaxf(max, z[r]);
-        exp_shift(z + n0, max, hd->len - n0, &all);
-        for (int r = n0; r < hd->len; r++) z[r] /= all;
-    }
-}
-static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
-    Expected *x = ms;
-    int B = budget_now(s), G = s->c->G, R = s->c->H / G;
-    (void)q; (void)T;
-    if (s->decoding || l == s->c->L || s->n_tok <= B) return;
-    size_t mark = scratch_mark(s);
-    int N = kv_longest(s, l), *keep = scratch(s, (size_t)(N + 1) * sizeof(int)), *sink = scratch(s, (size_t)G * sizeof(int));
-    float *p = scratch(s, (size_t)s->c->H * N * sizeof(float)), *one = scratch(s, (size_t)N * sizeof(float));
-    float *sq = scratch(s, (size_t)G * N * sizeof(float));
-    for (int g = 0; g < G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        for (sink[g] = 0; sink[g] < h->len && h->src[sink[g]] < x->sink; ) sink[g]++;
-    }
-    expected_scores(s, x, l, sink, p, sq, N);
-    for (int g = 0; g < G; g++) {
-        const KVHead *h = kv_head(s, l, g);
-        int n0 = sink[g], n = h->len - n0, first = n0 < B ? n0 : B;
-        join_heads(one, p + (size_t)g * R * N + n0, n, N, R, AGG_MEAN);
-        for (int r = 0; r < n; r++) one[r] *= sqrtf(sq[(size_t)g * N + n0 + r]);
-        int kept = top_k(one, n, B - first, keep + first);
-        for (int i = 0; i < first; i++) keep[i] = i;
-        for (int i = 0; i < kept; i++) keep[first + i] += n0;
-        kv_keep(s, l, g, keep, first + kept);
-    }
-    scratch_reset(s, mark);
-}
-
-// ---- q8, the plain way to halve a cache: every row in blocks of 32 values with one scale (format q8_0)
-static int q8_open(Session *s, void *ms) {
-    (void)ms;
-    if (opt_given(s->opt, "ctk") || opt_given(s->opt, "ctv")) {
-        snprintf(s->err, sizeof s->err, "q8: sets -ctk and -ctv to q8_0 itself, leave them out");
-        return -1;
-    }
-    s->fk = s->fv = format_find("q8_0");
-    return 0;
-}
-
 
 const Method snapkv_method = {
     .name    = "snapkv",
@@ -1553,6 +2031,77 @@ const Method snapkv_method = {
     .commit  = snapkv_commit,
 };
 
+// ---- ADAKV
+// Feng et al.: Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation.
+// arXiv 2407.11550.
+// A layer's budget goes where its scores are: a head whose scores are flat gets more rows than a head
+// with a few high ones. The candidates of all heads compete, each weighted by the share of its head's
+// scores that a plain budget keeps.
+//   base    = B - w
+//   share_g = (sum of the `base` best scores of head g) / (sum of all scores of head g)
+//   cnt_g   = candidates of head g among the G base best of score * share
+//   cap_g   = rint(0.8 cnt_g + floor(0.2 base)), at most the candidates there are
+// **Differs from the paper** (D17): heads are KV heads; a layer drops rows iff its candidates
+// exceed G base; what a short head leaves over is not given to another; ties go to the lower (head,
+// row).
+// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --gqa-agg (mean).
+
+// score * share of every candidate, head after head: score (G,N), n (G) -> (sum of n), where score
+// lies. Because the heads of a layer compete for rows, two devices must get the same shares. So the
+// sums are of fixed-point numbers, whose order does not matter.
+static float *adakv_shares(Session *s, const float *score, int N, const int *n, int base) {
+    if (KV_DEV(s)) return adakv_shares_cuda(s, score, N, n, base);
+    float *all = scratch(s, (size_t)s->c->G * N * sizeof(float)), *to = all;
+    int *idx = scratch(s, (size_t)N * sizeof(int));
+    for (int g = 0; g < s->c->G; g++) {
+        const float *x = score + (size_t)g * N;
+        int64_t best = 0, sum = 0;
+        int k = top_k(x, n[g], base, idx);
+        for (int i = 0; i < k; i++) best += fixed_mass(x[idx[i]]);
+        for (int r = 0; r < n[g]; r++) sum += fixed_mass(x[r]);
+        double share = sum > 0 ? (double)best / (double)sum : 0;                // share_g
+        for (int r = 0; r < n[g]; r++) *to++ = sum > 0 ? (float)(x[r] * share) : 0;
+    }
+    return all;
+}
+
+// cap (G): how many candidates each KV head of layer l keeps. score (G,N); n (G) candidates.
+static void adakv_caps(Session *s, int l, const float *score, const int *n, int base, int *cap) {
+    int G = s->c->G, N = kv_longest(s, l);
+    int total = 0, want = G * base, found;
+    for (int g = 0; g < G; g++) total += n[g];
+    int *idx = scratch(s, (size_t)want * sizeof(int));
+    float *weighted = adakv_shares(s, score, N, n, base);
+    top_k_rows(s, weighted, 1, 0, &total, &want, idx, want, &found);
+
+    // idx ascends: head g's winners follow those of head g-1, and its candidates end at `end`.
+    int i = 0, end = 0;
+    for (int g = 0; g < G; g++) {
+        int first = i;
+        end += n[g];
+        while (i < found && idx[i] < end) i++;
+        int cnt = i - first;                                                    // cnt_g
+        cap[g] = (int)rint(0.8 * cnt + base / 5);                               // cap_g
+    }
+}
+
+// The end of a prefill: the KV heads of layer l share G B rows.
+static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
+    const Snap *x = ms;
+    int B = budget_now(s), w = snap_kept_window(x, B);
+    if (!snap_due(s, l, B)) return;
+    long rows = 0;
+    for (int g = 0; g < s->c->G; g++) rows += candidates(kv_head(s, l, g), w);
+    if (rows <= (long)s->c->G * (B - w)) return;
+    size_t mark = scratch_mark(s);
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
+    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
+    adakv_caps(s, l, score, n, B - w, cap);
+    snap_keep(s, l, score, n, cap);
+    scratch_reset(s, mark);
+}
+
 const Method adakv_method = {
     .name    = "adakv",
     .paper   = "Ada-KV, arXiv 2407.11550",
@@ -1568,6 +2117,44 @@ const Method adakv_method = {
     .commit  = adakv_commit,
 };
 
+// ---- PYRAMIDKV
+// Cai et al.: PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling.
+// arXiv 2406.02069.
+// Lower layers spread their attention over many rows, upper layers gather it on a few. So the
+// budget falls by the same step from each layer to the next, around the same mean.
+//   base = B - w,  lo = base / 20,  hi = 2 base - lo
+//   where hi > N - w:  hi = N - w,  lo = 2 base - hi
+//   cap of layer l = hi - l (hi - lo) / (L - 1)
+// **Differs from the paper** (D18): integers throughout, so the floored step can raise the mean
+// above the budget by up to (L-1)/2 rows a layer; SnapKV when N < 2 base or the model has one
+// layer; a KV head keeps one set.
+// Options: --budget (1024 a head, on average), --obs-window (32), --kernel (7), --gqa-agg (mean).
+
+// The cap of layer l of L, for N tokens seen.
+static int pyramid_cap(int l, int L, int N, int B, int w) {
+    int base = B - w, lo = base / 20, hi = 2 * base - lo;
+    if (L == 1 || N < 2 * base) return base;
+    if (hi >= N - w) {
+        hi = N - w;
+        lo = 2 * base - hi;
+    }
+    return hi - l * ((hi - lo) / (L - 1));
+}
+
+// The end of a prefill: every KV head of layer l keeps the layer's cap and the last w rows.
+static void pyramidkv_commit(Session *s, void *ms, int l, const float *q, int T) {
+    const Snap *x = ms;
+    int B = budget_now(s), w = snap_kept_window(x, B);
+    if (!snap_due(s, l, B)) return;
+    size_t mark = scratch_mark(s);
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
+    int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
+    for (int g = 0; g < s->c->G; g++) cap[g] = pyramid_cap(l, s->c->L, s->n_tok, B, w);
+    snap_keep(s, l, score, n, cap);
+    scratch_reset(s, mark);
+}
+
 const Method pyramidkv_method = {
     .name    = "pyramidkv",
     .paper   = "PyramidKV, arXiv 2406.02069",
@@ -1581,6 +2168,71 @@ const Method pyramidkv_method = {
     .state   = sizeof(Snap),
     .open    = snapkv_open,
     .commit  = pyramidkv_commit,
+};
+
+// ---- H2O
+// Zhang et al.: H2O: Heavy-Hitter Oracle for Efficient Generative Inference. arXiv 2306.14048.
+// A few rows, the heavy hitters, draw most of the attention. So a KV head keeps them beside the
+// recent rows. The mass of a row is all attention it has drawn so far, from every query and every
+// query head of its group (D15).
+//   keep the last floor(B/2) rows, and of the rows before them the B - floor(B/2) of largest mass
+// --h2o=stream also drops, in every decode step, the row of least mass outside the recent half, as
+// the paper does.
+// **Differs from the paper:** oneshot is the default; a prefill is dense over the rows held.
+// Options: --budget (1024), --h2o (oneshot, stream).
+
+typedef struct {
+    int stream;                 // 1: --h2o=stream
+    int B;                      // the budget at the last prefill's end, which decode steps keep to
+} H2o;
+
+// Reads --h2o. Returns 0, or -1 with the reason in s->err.
+static int h2o_open(Session *s, void *ms) {
+    H2o *x = ms;
+    x->stream = !strcmp(opt_str(s->opt, "h2o"), "stream");
+    if (s->budget < 1) return refuse(s, "--budget must be at least 1, found %d", s->budget);
+    return 0;
+}
+
+// Under --h2o=stream every decode step moves rows, so no step repeats the one before.
+static int h2o_steady(const Session *s, const void *ms) {
+    const H2o *x = ms;
+    (void)s;
+    return !x->stream;
+}
+
+// keep: the `cap` best of rows [0,n) by score, and every row of [n,len), ascending. Returns their
+// number.
+static int keep_best(int *keep, const float *score, int n, int cap, int len) {
+    int kept = top_k(score, n, cap, keep);
+    for (int r = n; r < len; r++) keep[kept++] = r;
+    return kept;
+}
+
+// The end of a prefill, and of every decode step under --h2o=stream: the KV heads of layer l drop
+// rows.
+static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
+    H2o *x = ms;
+    (void)q;
+    (void)T;
+    if (!s->decoding) x->B = budget_now(s);
+    if (s->decoding && !x->stream) return;
+    if (l == s->c->L || s->n_tok <= x->B) return;
+    size_t mark = scratch_mark(s);
+    int recent = x->B / 2;
+    int *keep = scratch(s, (size_t)kv_longest(s, l) * sizeof(int));
+    for (int g = 0; g < s->c->G; g++) {
+        KVHead *h = kv_head(s, l, g);
+        if (KV_DEV(s)) mass_fetch_cuda(s, h);
+        int kept = keep_best(keep, h->mass, candidates(h, recent), x->B - recent, h->len);
+        kv_keep(s, l, g, keep, kept);
+    }
+    scratch_reset(s, mark);
+}
+
+static const Opt h2o_opts[] = {
+    { "h2o", 'c', "oneshot|stream", "drop rows at prefill ends only, or in every decode step too" },
+    { NULL, 0, NULL, NULL },
 };
 
 const Method h2o_method = {
@@ -1598,6 +2250,263 @@ const Method h2o_method = {
     .steady  = h2o_steady,
     .commit  = h2o_commit,
 };
+
+// ---- EXPECTED ATTENTION
+// Devoto, Jeblick, Jegou: Expected Attention: KV Cache Compression by Estimating Attention from
+// Future Queries Distribution. arXiv 2510.00636.
+// Queries before RoPE look Gaussian, with a mean mu and a covariance Sg of their own in every query
+// head. So the attention that a key will draw from the next 512 positions can be written down, and
+// the rows that will draw most stay.
+//   mu <- Rbar mu,   Sg <- Rbar Sg Rbar^T,   Rbar = mean RoPE matrix of positions N .. N+511
+//   z_c     = mu . k_c / sqrt(D) + k_c^T Sg k_c / (2 D)
+//   score_c = (mean over the group of softmax_c(z)) * |v_c|
+// The rows of the first --sink tokens always stay and count inside B. The candidates, over which
+// the softmax runs too, are the other rows held. mu and Sg (divided by the count, not by the count
+// less one) are those of all queries that the prefills of the dialogue have fed at positions >=
+// --sink (D19).
+// **Differs from the paper:** applied at every turn's end; a query once counted is not taken back
+// when tokens are truncated.
+// Options: --budget (1024), --sink (4).
+
+enum { FUTURE = 512 };          // positions Rbar is the mean of
+
+typedef struct {
+    int sink;                   // --sink
+    long *n;                    // (L) queries counted
+    double *sum;                // (L,H,D) sum of q; the first prefill makes it, where q lies
+    double *outer;              // (L,H,D,D) sum of q q^T, in the same memory behind sum
+} Expected;
+
+// Reads --sink. Returns 0, or -1 with the reason in s->err.
+static int expected_open(Session *s, void *ms) {
+    Expected *x = ms;
+    x->sink = opt_int(s->opt, "sink");
+    if (x->sink < 0) return refuse(s, "--sink must not be negative, found %d", x->sink);
+    if (s->ratio < 0 && s->budget <= x->sink)
+        return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
+    x->n = xcalloc(s->c->L, sizeof(long));
+    return 0;
+}
+
+// Gives the sums back.
+static void expected_close(Session *s, void *ms) {
+    Expected *x = ms;
+    (void)s;
+    free(x->n);
+    if (KV_DEV(s)) near_free_cuda((char *)x->sum);
+    else free(x->sum);
+}
+
+// The bytes of n, sum and outer, whether or not a prefill has made the sums yet.
+static size_t expected_bytes(const Session *s, const void *ms) {
+    size_t L = s->c->L, H = s->c->H, D = s->c->D;
+    (void)ms;
+    return L * sizeof(long) + L * H * D * (D + 1) * sizeof(double);
+}
+
+// Adds the queries q (T,H,D) of this pass at positions >= sink to sum (H,D) and outer (H,D,D).
+static void moments_add(const Session *s, double *sum, double *outer, const float *q, int T,
+                        int sink) {
+    int H = s->c->H, D = s->c->D;
+    #pragma omp parallel for schedule(static)
+    for (int h = 0; h < H; h++) {
+        double *a = sum + (size_t)h * D, *b = outer + (size_t)h * D * D;
+        for (int t = 0; t < T; t++) {
+            const float *p = q + ((size_t)t * H + h) * D;
+            if (s->tok[s->base + t].pos < sink) continue;
+            for (int i = 0; i < D; i++) {
+                a[i] += p[i];
+                for (int j = 0; j < D; j++) b[(size_t)i * D + j] += (double)p[i] * p[j];
+            }
+        }
+    }
+}
+
+// Counts the queries of a prefill, which are not rotated yet. q (T,H,D). The sums of all layers are
+// made at once.
+static void expected_project(Session *s, void *ms, int l, const float *q, const float *k,
+                             const float *v, int T) {
+    Expected *x = ms;
+    int H = s->c->H, D = s->c->D;
+    size_t n = (size_t)s->c->L * H * D;
+    (void)k;
+    (void)v;
+    if (s->decoding) return;
+    if (!x->sum) {
+        if (KV_DEV(s)) x->sum = (double *)near_zero_cuda(n * (D + 1) * sizeof(double));
+        else x->sum = xcalloc(n * (D + 1), sizeof(double));
+        x->outer = x->sum + n;
+    }
+    for (int t = 0; t < T; t++)
+        if (s->tok[s->base + t].pos >= x->sink) x->n[l]++;
+    double *sum = x->sum + (size_t)l * H * D, *outer = x->outer + (size_t)l * H * D * D;
+    if (KV_DEV(s)) moments_add_cuda(s, sum, outer, q, T, x->sink);
+    else moments_add(s, sum, outer, q, T, x->sink);
+}
+
+// Always 1: neither project nor commit does anything in a decode step.
+static int expected_steady(const Session *s, const void *ms) {
+    (void)s;
+    (void)ms;
+    return 1;
+}
+
+// Rbar, as cs (D): for the D/2 frequencies the means of cos over the next FUTURE positions, then
+// those of sin.
+static void expected_rope(const Session *s, double *cs) {
+    int D = s->c->D;
+    for (int i = 0; i < D / 2; i++) {
+        double cosine = 0, sine = 0;
+        for (int p = s->n_tok; p < s->n_tok + FUTURE; p++) {
+            cosine += cos(p * s->w->inv_freq64[i]);
+            sine += sin(p * s->w->inv_freq64[i]);
+        }
+        cs[i] = cosine * s->w->rope_scale / FUTURE;
+        cs[D / 2 + i] = sine * s->w->rope_scale / FUTURE;
+    }
+}
+
+// Multiplies by Rbar, in place, the vector whose D elements are x[0], x[step], x[2 step], ...
+static void expected_turn(double *x, size_t step, int D, const double *cs) {
+    for (int i = 0; i < D / 2; i++) {
+        double a = x[i * step], b = x[(i + D / 2) * step];
+        x[i * step] = a * cs[i] - b * cs[D / 2 + i];
+        x[(i + D / 2) * step] = b * cs[i] + a * cs[D / 2 + i];
+    }
+}
+
+// mu (D) and cov (D,D): mean and covariance of one query head's n queries as they will stand at
+// future positions. sum (D), outer (D,D) are over the n queries; cs (D) from expected_rope; tmp
+// (D,D+1) is room.
+static void expected_moments(double n, const double *sum, const double *outer, int D,
+                             const double *cs, float *mu, float *cov, double *tmp) {
+    double *Sg = tmp, *mean = tmp + (size_t)D * D;
+    for (int i = 0; i < D; i++) mean[i] = sum[i] / n;
+    for (int i = 0; i < D; i++) {
+        size_t row = (size_t)i * D;
+        for (int j = 0; j < D; j++) Sg[row + j] = outer[row + j] / n - mean[i] * mean[j];
+    }
+    for (int i = 0; i < D; i++) expected_turn(Sg + i, D, D, cs);                // columns: Rbar Sg
+    for (int i = 0; i < D; i++) expected_turn(Sg + (size_t)i * D, 1, D, cs);    // rows: .. Rbar^T
+    expected_turn(mean, 1, D, cs);                                              // Rbar mu
+    for (int i = 0; i < D; i++) mu[i] = (float)mean[i];
+    for (size_t i = 0; i < (size_t)D * D; i++) cov[i] = (float)Sg[i];
+}
+
+// z_c for the rows of a head from n0 on, as one query head sees them. z (N), of which [n0,len) is
+// written; mu (D), cov (D,D); buf is room for 2 KV_TILE D + KV_TILE numbers.
+static void expected_exponents(const Session *s, const KVHead *hd, int n0, const float *mu,
+                               const float *cov, float *buf, float *z) {
+    int D = s->c->D;
+    float *k = buf, *y = k + (size_t)KV_TILE * D, *linear = y + (size_t)KV_TILE * D;
+    for (int r = n0; r < hd->len; r += KV_TILE) {
+        int m = min_int(hd->len - r, KV_TILE);
+        kv_load_k(s, hd, NULL, r, m, k);
+        attn_scores(linear, mu, k, 1, m, D, 1 / sqrtf((float)D));           // mu . k / sqrt(D)
+        attn_scores(y, cov, k, D, m, D, 1 / (2 * (float)D));                // y (D,m) = Sg k^T / 2D
+        for (int j = 0; j < m; j++) {
+            double a = linear[j];
+            for (int d = 0; d < D; d++) a += (double)k[(size_t)j * D + d] * y[(size_t)d * m + j];
+            z[r + j] = (float)a;                                            // z_c
+        }
+    }
+}
+
+// out (N): |v|^2 of every row of a head. v (KV_TILE,D) is room.
+static void value_squares(const Session *s, const KVHead *hd, float *v, float *out) {
+    int D = s->c->D;
+    for (int r = 0; r < hd->len; r += KV_TILE) {
+        int m = min_int(hd->len - r, KV_TILE);
+        kv_load_v(s, hd, NULL, r, m, v);
+        for (int j = 0; j < m; j++) out[r + j] = dot_f32(v + (size_t)j * D, v + (size_t)j * D, D);
+    }
+}
+
+// mu (H,D) and cov (H,D,D) of layer l's query heads at future positions, on the host.
+static void expected_queries(Session *s, const Expected *x, int l, float *mu, float *cov) {
+    int H = s->c->H, D = s->c->D;
+    size_t n = (size_t)H * D;
+    double count = x->n[l] ? (double)x->n[l] : 1;
+    double *cs = scratch(s, (size_t)D * sizeof(double));
+    double *tmp = scratch(s, (size_t)n_threads() * D * (D + 1) * sizeof(double));
+    double *sum = x->sum + (size_t)l * n, *outer = x->outer + (size_t)l * n * D;
+    if (KV_DEV(s)) {
+        double *copy = scratch(s, n * (D + 1) * sizeof(double));
+        bytes_load_cuda(copy, sum, n * sizeof(double));
+        bytes_load_cuda(copy + n, outer, n * D * sizeof(double));
+        sum = copy;
+        outer = copy + n;
+    }
+    expected_rope(s, cs);
+    #pragma omp parallel for schedule(static)
+    for (int h = 0; h < H; h++) {
+        size_t at = (size_t)h * D;
+        double *own = tmp + (size_t)thread_id() * D * (D + 1);
+        expected_moments(count, sum + at, outer + at * D, D, cs, mu + at, cov + at * D, own);
+    }
+}
+
+// p (H,N): for each query head the softmax of z over its candidates, the rows from sink[g] on; the
+// rows before are not written. sq (G,N): |v|^2 of the rows. sink (G). Both are on the host.
+static void expected_scores(Session *s, const Expected *x, int l, const int *sink, float *p,
+                            float *sq, int N) {
+    int H = s->c->H, D = s->c->D, R = H / s->c->G;
+    size_t n = (size_t)H * D, room = 2 * (size_t)KV_TILE * D + KV_TILE;
+    float *mu = scratch(s, n * (D + 1) * sizeof(float)), *cov = mu + n;
+    float *buf = scratch(s, n_threads() * room * sizeof(float));
+    expected_queries(s, x, l, mu, cov);
+    if (KV_DEV(s)) expected_scores_cuda(s, l, mu, cov, p, sq, N);
+    #pragma omp parallel for schedule(static)
+    for (int h = 0; h < H; h++) {
+        const KVHead *hd = kv_head(s, l, h / R);
+        int n0 = sink[h / R];
+        float *z = p + (size_t)h * N, *own = buf + thread_id() * room;
+        if (!KV_DEV(s)) {
+            expected_exponents(s, hd, n0, mu + (size_t)h * D, cov + (size_t)h * D * D, own, z);
+            if (h % R == 0) value_squares(s, hd, own, sq + (size_t)(h / R) * N);
+        }
+        float max = -INFINITY, sum = 0;
+        for (int r = n0; r < hd->len; r++) max = fmaxf(max, z[r]);
+        exp_shift(z + n0, max, hd->len - n0, &sum);
+        for (int r = n0; r < hd->len; r++) z[r] /= sum;
+    }
+}
+
+// The number of rows of a head that hold the first `sink` tokens of the dialogue.
+static int sink_rows(const KVHead *h, int sink) {
+    int n = 0;
+    while (n < h->len && h->src[n] < sink) n++;
+    return n;
+}
+
+// The end of a prefill: every KV head of layer l keeps its sinks and the candidates with the best
+// scores, B in all.
+static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
+    Expected *x = ms;
+    int B = budget_now(s), G = s->c->G, R = s->c->H / G;
+    (void)q;
+    (void)T;
+    if (s->decoding || l == s->c->L || s->n_tok <= B) return;
+    size_t mark = scratch_mark(s);
+    int N = kv_longest(s, l);
+    int *keep = scratch(s, (size_t)(N + 1) * sizeof(int));
+    int *sink = scratch(s, (size_t)G * sizeof(int));
+    float *p = scratch(s, (size_t)s->c->H * N * sizeof(float));
+    float *score = scratch(s, (size_t)N * sizeof(float));
+    float *sq = scratch(s, (size_t)G * N * sizeof(float));
+    for (int g = 0; g < G; g++) sink[g] = sink_rows(kv_head(s, l, g), x->sink);
+    expected_scores(s, x, l, sink, p, sq, N);
+    for (int g = 0; g < G; g++) {
+        int n0 = sink[g], n = kv_head(s, l, g)->len - n0, first = min_int(n0, B);
+        join_heads(score, p + (size_t)g * R * N + n0, n, N, R, AGG_MEAN);
+        for (int r = 0; r < n; r++) score[r] *= sqrtf(sq[(size_t)g * N + n0 + r]);      // score_c
+        int kept = top_k(score, n, B - first, keep + first);
+        for (int i = 0; i < first; i++) keep[i] = i;
+        for (int i = 0; i < kept; i++) keep[first + i] += n0;
+        kv_keep(s, l, g, keep, first + kept);
+    }
+    scratch_reset(s, mark);
+}
 
 const Method expected_attention_method = {
     .name    = "expected-attention",
@@ -1618,6 +2527,23 @@ const Method expected_attention_method = {
     .bytes   = expected_bytes,
 };
 
+// ---- Q8
+// The plain way to halve a cache, after llama.cpp's q8_0: nothing is dropped, but every row is
+// stored in blocks of 32 values, each an 8-bit integer, with one f16 scale a block. The format
+// itself is q8_0 in section 2.
+//   value i of a block = scale * integer i,   34 bytes for 32 values: 8.5 bits a value
+// Options: none. The method sets -ctk and -ctv, so it refuses them.
+
+// Chooses q8_0 for keys and values. Returns 0, or -1 with the reason in s->err.
+static int q8_open(Session *s, void *ms) {
+    (void)ms;
+    if (opt_given(s->opt, "ctk") || opt_given(s->opt, "ctv"))
+        return refuse(s, "q8: sets -ctk and -ctv to q8_0 itself, leave them out");
+    s->fk = format_find("q8_0");
+    s->fv = s->fk;
+    return 0;
+}
+
 const Method q8_method = {
     .name    = "q8",
     .paper   = "blocks of 32 values with one f16 scale, as llama.cpp's q8_0",
@@ -1628,314 +2554,544 @@ const Method q8_method = {
 };
 
 // ==================================================================================================== 7 SPARSE PREFILL BASELINES
-// Prefill attention over lines, and three methods that fix the lines beforehand. In the matrix of n - p0 new rows r (queries)
-// against n rows held (columns c <= r), a vertical c is the column c, and a slash o is the diagonal of the cells (r, r-o).
-// Row r of a head with verticals V and slashes S attends, with one softmax, to
+// Prefill attention over lines, and three methods that fix the lines beforehand. A head holds n
+// rows; the last of them, p0..n-1, are the rows of this pass, whose queries attend. Think of a
+// matrix of cells: query row r attends to column c <= r in the cell (r,c). A vertical c is the
+// column c. A slash o is the diagonal of the cells (r, r-o), o its offset. Row r of a head with
+// verticals V and slashes S attends, with one softmax, to
 //   M(r) = { c in V : c <= r }  u  { r-o : o in S, o <= r }
-// in the head's own row numbers (rules.md B27). Under tile64 the slashes are rounded up to what a GPU block of 64 rows reads:
-// whole ranges of columns (block_index). LoopServe (section 11) chooses its lines anew in every prefill and uses the same code.
-//   a-shape      V = the first --a-shape-init columns, S = the last --a-shape-local       (arXiv 2309.17453, as a prefill mask)
-//   tri-shape    the same, and the last --tri-shape-last rows see everything              (SCBench, arXiv 2412.10319)
-//   minference   V, S = the heaviest columns and diagonals of the last 64 rows; tile64    (MInference, arXiv 2407.02490)
-// **Differs from MInference:** one size (--minference-verticals, -slashes) for all heads instead of an offline search per head.
+// in the head's own row numbers (D39). Under tile64 the slashes are rounded up to what a GPU block
+// of 64 rows reads: whole ranges of columns (block_index).
+//   A-shape      the first columns and the nearest offsets
+//   Tri-shape    the same, and the last rows of a turn see everything
+//   MInference   the columns and offsets to which the last 64 rows attend most; tile64
+// LoopServe (section 9) chooses its lines anew in every prefill and uses the same code.
 
-typedef struct { int lo, hi; } LineRange;                    // [lo,hi)
+// ---- sets of lines
+// A set of columns or offsets is a bit set (Lines, in kvcomp.h): bit i stands in word i / 64.
 
-enum { LINE_BLOCK = 64 };                                // rows done together, counted from p0; at most Q_BLOCK
+typedef struct { int lo, hi; } LineRange;       // the numbers lo..hi-1
 
-static int  bit_get(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
-static void bit_set(uint64_t *b, int i) { b[i >> 6] |= (uint64_t)1 << (i & 63); }
-static int bit_list(const uint64_t *b, int n, int *list) {          // the set bits below n, ascending -> count; NULL: count only
-    int k = 0;
-    for (int w = 0; w < (n + 63) / 64; w++)
-        for (uint64_t u = b[w]; u; u &= u - 1) { if (list) list[k] = w * 64 + __builtin_ctzll(u); k++; }
-    return k;
+enum { LINE_BLOCK = 64 };       // query rows computed together, counted from p0; at most Q_BLOCK
+
+// Is bit i set?
+static int bit_get(const uint64_t *b, int i) {
+    return (int)(b[i >> 6] >> (i & 63) & 1);
 }
-static int bit_runs(const uint64_t *b, int n, LineRange *run) {         // maximal runs of set bits, ascending -> count
-    int k = 0;
-    for (int i = 0; i < n; ) {
-        if (!b[i >> 6]) { i = (i | 63) + 1; continue; }
-        int j = i;
-        while (j < n && bit_get(b, j)) j++;
-        if (j > i) run[k++] = (LineRange){ i, j };
-        i = j + 1;
+
+// Sets bit i.
+static void bit_set(uint64_t *b, int i) {
+    b[i >> 6] |= (uint64_t)1 << (i & 63);
+}
+
+// list: the set bits of b (n bits), ascending. Returns their number; with list NULL it only counts.
+static int bit_list(const uint64_t *b, int n, int *list) {
+    int count = 0;
+    for (int w = 0; w < (n + 63) / 64; w++) {
+        for (uint64_t u = b[w]; u; u &= u - 1) {        // each step clears the lowest set bit of u
+            if (list) list[count] = w * 64 + __builtin_ctzll(u);
+            count++;
+        }
     }
-    return k;
+    return count;
 }
-static void lines_clear(Lines *a) { memset(a->v, 0, bit_bytes(a->n)); memset(a->s, 0, bit_bytes(a->n)); }
-// One Lines a query head, empty, in scratch; n and p0 from the rows held now.
+
+// run: the maximal runs of set bits of b (n bits), ascending. Returns their number.
+static int bit_runs(const uint64_t *b, int n, LineRange *run) {
+    int count = 0, i = 0;
+    while (i < n) {
+        if (!b[i >> 6]) {                               // no bit up to the end of this word
+            i = (i | 63) + 1;
+            continue;
+        }
+        int end = i;
+        while (end < n && bit_get(b, end)) end++;
+        if (end > i) run[count++] = (LineRange){ i, end };
+        i = end + 1;
+    }
+    return count;
+}
+
+// Takes every line out of a.
+static void lines_clear(Lines *a) {
+    memset(a->v, 0, bit_bytes(a->n));
+    memset(a->s, 0, bit_bytes(a->n));
+}
+
+// Lines (H) for the query heads of layer l, without a line yet, in scratch. n is the number of rows
+// held now, the T rows of this pass included.
 static Lines *lines_new(Session *s, int l, int T) {
     int H = s->c->H, R = H / s->c->G;
     Lines *a = scratch(s, (size_t)H * sizeof *a);
     for (int h = 0; h < H; h++) {
         int n = kv_head(s, l, h / R)->len;
-        a[h] = (Lines){ .n = n, .p0 = n - T, .v = scratch(s, bit_bytes(n)), .s = scratch(s, bit_bytes(n)) };
+        uint64_t *v = scratch(s, bit_bytes(n));
+        uint64_t *o = scratch(s, bit_bytes(n));
+        a[h] = (Lines){ .n = n, .p0 = n - T, .v = v, .s = o };
         lines_clear(&a[h]);
     }
     return a;
 }
-static long line_len(int x, int p0, int n) { return n - (x > p0 ? x : p0); }      // cells of vertical x, and as many of slash x
 
-// What the 64 rows from p0+b read: disjoint ascending ranges of columns, and single columns outside of them, all left of the
-// block (a column inside it lies in the range of offset 0). run (n_run): the runs of S; v (nv): V, ascending. -> ranges
+// The cells of vertical x. Slash x has as many.
+static long line_len(int x, int p0, int n) {
+    return n - max_int(x, p0);
+}
+
+// What the 64 rows from p0+b on read under tile64: disjoint ascending ranges of columns, and in
+// cols (n_cols) the single columns outside of them, which all lie left of the block (a column
+// inside the block lies in the range of offset 0). run (n_run) are the runs of S, v (nv) the
+// columns of V, both ascending. Returns the number of ranges.
 static int block_index(const Lines *a, int b, const LineRange *run, int n_run, const int *v, int nv,
                        LineRange *range, int *cols, int *n_cols) {
-    int s0 = a->p0 + b, E = s0 + LINE_BLOCK < a->n ? s0 + LINE_BLOCK : a->n, k = 0, at = 0;
-    for (int j = n_run - 1; j >= 0; j--) {               // offsets descending: columns ascending
-        if (run[j].lo >= E) continue;
-        int lo = s0 - run[j].hi + 1, hi = E - run[j].lo;
-        if (lo < 0) lo = 0;
+    int start = a->p0 + b, end = min_int(start + LINE_BLOCK, a->n);
+    int k = 0;
+
+    // At the offsets lo..hi-1 of a run, the rows start..end-1 see the columns from start-hi+1 to
+    // end-lo-1. Offsets are walked downwards, so columns come upwards, and a range that touches the
+    // one before extends it.
+    for (int j = n_run - 1; j >= 0; j--) {
+        if (run[j].lo >= end) continue;
+        int lo = max_int(start - run[j].hi + 1, 0), hi = end - run[j].lo;
         if (k && lo <= range[k - 1].hi) range[k - 1].hi = hi;
         else range[k++] = (LineRange){ lo, hi };
     }
+
+    // Verticals that no range covers; `at` is the first range that ends behind the vertical.
+    int at = 0;
     *n_cols = 0;
-    for (int j = 0; j < nv && v[j] < s0; j++) {
+    for (int j = 0; j < nv && v[j] < start; j++) {
         while (at < k && range[at].hi <= v[j]) at++;
         if (at == k || v[j] < range[at].lo) cols[(*n_cols)++] = v[j];
     }
     return k;
 }
 
-// ---- how one head is computed. Chosen offsets that stand close together are done as one band, scored as a whole and masked;
-// the others diagonal by diagonal: each of their cells reads its own rows, at LONE_CELL times the cost of a cell in a band.
+// ---- the plan of one head: bands of offsets, single runs, verticals
+// Chosen offsets that stand close together are computed as one band: all columns that its offsets
+// reach are scored, and the cells at offsets not chosen are masked. The other offsets are computed
+// diagonal by diagonal: every cell reads its own rows, which costs LONE_CELL times as much as a
+// cell of a band.
+
 enum { LONE_CELL = 8 };
 
-typedef struct { int a, b, used, run0, run1; } LineBand; // runs run0..run1-1: `used` offsets chosen among [a,b)
+typedef struct {
+    int lo, hi;                 // the offsets lo..hi-1
+    int used;                   // how many of them are chosen
+    int run0, run1;             // they are the runs run0..run1-1
+} LineBand;
+
 typedef struct {
     const Lines *line;
-    LineRange *run; int n_run;  // all runs of S; exact lines: those outside the bands
-    int *v; int nv;
-    float *kv, *vv;             // (nv,D) rows of V, gathered; exact lines only
-    LineBand *band; int n_band;
-    float *miss;                // (n) miss[n-1-o] = 0 where offset o is chosen, else -INFINITY; exact lines only
+    LineRange *run;             // (n_run) runs of S; where lines are exact, those in no band
+    int n_run;
+    int *v, nv;                 // (nv) columns of V
+    float *vertical_k;          // (nv,D) their keys, side by side; exact only
+    float *vertical_v;          // (nv,D) their values
+    LineBand *band;             // (n_band) exact only
+    int n_band;
+    float *miss;                // (n) exact only; miss[n-1-o]: 0 if offset o is chosen, else -INFINITY
 } LinePlan;
 
-static int band_whole(const LineBand *b) { return b->b - b->a + LINE_BLOCK - 1 <= LONE_CELL * b->used; }
-static int band_cost(const LineBand *b)  { return band_whole(b) ? b->b - b->a + LINE_BLOCK - 1 : LONE_CELL * b->used; }
-static void plan_bands(LinePlan *p) {                    // neighbours join while that costs no more
-    LineBand *d = p->band;
-    int k = 0, lone = 0, n = 0;
+// The columns that a block of LINE_BLOCK rows reads of a band.
+static int band_width(const LineBand *b) {
+    return b->hi - b->lo + LINE_BLOCK - 1;
+}
+
+// Is the band cheaper as a whole than diagonal by diagonal?
+static int band_whole(const LineBand *b) {
+    return band_width(b) <= LONE_CELL * b->used;
+}
+
+// The cost of the band, in cells a row, in the cheaper way.
+static int band_cost(const LineBand *b) {
+    return band_whole(b) ? band_width(b) : LONE_CELL * b->used;
+}
+
+// Makes bands of the runs: neighbours join as long as that costs no more. Those that are cheaper as
+// a whole become p->band; the runs of the others stay in p->run. A run of ten offsets or more
+// always becomes part of a band.
+static void plan_bands(LinePlan *p) {
+    LineBand *band = p->band;
+    int joined = 0;
     for (int j = 0; j < p->n_run; j++) {
         LineBand one = { p->run[j].lo, p->run[j].hi, p->run[j].hi - p->run[j].lo, j, j + 1 };
-        if (k) {
-            LineBand both = { d[k - 1].a, one.b, d[k - 1].used + one.used, d[k - 1].run0, j + 1 };
-            if (band_cost(&both) <= band_cost(&d[k - 1]) + band_cost(&one)) { d[k - 1] = both; continue; }
+        if (joined) {
+            LineBand *before = &band[joined - 1];
+            LineBand both = { before->lo, one.hi, before->used + one.used, before->run0, j + 1 };
+            if (band_cost(&both) <= band_cost(before) + band_cost(&one)) {
+                *before = both;
+                continue;
+            }
         }
-        d[k++] = one;
+        band[joined++] = one;
     }
-    for (int j = 0; j < k; j++) {
-        if (band_whole(&d[j])) { d[n++] = d[j]; continue; }
-        for (int r = d[j].run0; r < d[j].run1; r++) p->run[lone++] = p->run[r];
+
+    int whole = 0, lone = 0;
+    for (int j = 0; j < joined; j++) {
+        if (band_whole(&band[j])) {
+            band[whole++] = band[j];
+            continue;
+        }
+        for (int r = band[j].run0; r < band[j].run1; r++) p->run[lone++] = p->run[r];
     }
-    p->n_band = n;
+    p->n_band = whole;
     p->n_run = lone;
 }
+
+// The plan of one head with lines a, in scratch. K, V (n,D): the unpacked rows of its KV head. A
+// dense head needs none.
 static LinePlan plan_new(Session *s, const Lines *a, const float *K, const float *V) {
     LinePlan p = { .line = a };
-    size_t row = (size_t)s->c->D * sizeof(float);
+    size_t D = s->c->D, row = D * sizeof(float);
     if (a->dense) return p;
     p.v = scratch(s, (size_t)bit_list(a->v, a->n, NULL) * sizeof(int));
     p.nv = bit_list(a->v, a->n, p.v);
     p.run = scratch(s, ((size_t)bit_list(a->s, a->n, NULL) + 1) * sizeof(LineRange));
     p.n_run = bit_runs(a->s, a->n, p.run);
     if (a->tile64) return p;
+
     p.band = scratch(s, (size_t)p.n_run * sizeof(LineBand));
     plan_bands(&p);
     p.miss = scratch(s, (size_t)a->n * sizeof(float));
     for (int o = 0; o < a->n; o++) p.miss[a->n - 1 - o] = bit_get(a->s, o) ? 0 : -INFINITY;
-    p.kv = scratch(s, p.nv * row); p.vv = scratch(s, p.nv * row);
-    #pragma omp parallel for schedule(static) if (worth_threads((size_t)p.nv * s->c->D))
+    p.vertical_k = scratch(s, p.nv * row);
+    p.vertical_v = scratch(s, p.nv * row);
+    #pragma omp parallel for schedule(static) if (worth_threads((size_t)p.nv * D))
     for (int j = 0; j < p.nv; j++) {
-        memcpy(p.kv + (size_t)j * s->c->D, K + (size_t)p.v[j] * s->c->D, row);
-        memcpy(p.vv + (size_t)j * s->c->D, V + (size_t)p.v[j] * s->c->D, row);
+        memcpy(p.vertical_k + j * D, K + p.v[j] * D, row);
+        memcpy(p.vertical_v + j * D, V + p.v[j] * D, row);
     }
     return p;
 }
 
-// ---- one block of rows r0..r0+m-1 of one head against the unpacked rows K, V (n,D) of its KV head
+// ---- one block of query rows of one head
+// Every fold_ function scores some columns of the block, masks the cells that do not belong to its
+// lines, and folds the rest into the running softmax of the tile (section 3).
+
 typedef struct {
     Tile *t;
-    const float *K, *V;
-    int D, m, r0;
-    int first[LINE_BLOCK];      // the first row each query may see: 0, or where its sliding window begins
+    const float *K, *V;         // (n,D) the unpacked rows of the KV head
+    int D;
+    int m, r0;                  // the block is the rows r0..r0+m-1
+    int first[LINE_BLOCK];      // (m) first row each query may see: 0, or where its window begins
 } RowBlock;
 
+// The tile's scores (m,n): the block's queries against the keys k (n,D), not masked.
 static void block_scores(RowBlock *b, const float *k, int n) {
     attn_scores(b->t->sc, b->t->q, k, b->m, n, b->D, 1 / sqrtf((float)b->D));
 }
 
-// Columns [lo,hi), of which row r sees those up to itself and, when a band of p is given, at a chosen offset of the band.
+// Folds in the columns [lo,hi). Without a band, row r sees those up to itself. With a band of the
+// plan p, row r sees the columns r-o for the chosen offsets o of the band.
 static void fold_range(RowBlock *b, int lo, int hi, const LinePlan *p, const LineBand *band) {
-    int gaps = band && band->used < band->b - band->a;
+    int gaps = band && band->used < band->hi - band->lo;
     for (int c = lo; c < hi; c += KV_TILE) {
-        int n = hi - c < KV_TILE ? hi - c : KV_TILE;
+        int n = min_int(hi - c, KV_TILE);
         block_scores(b, b->K + (size_t)c * b->D, n);
         for (int i = 0; i < b->m; i++) {
             float *sc = b->t->sc + (size_t)i * n;
-            int r = b->r0 + i, from = band ? r - band->b + 1 : 0, to = r + 1 - (band ? band->a : 0);     // columns [from,to)
-            if (from < b->first[i]) from = b->first[i];
+            int r = b->r0 + i;
+            // Row r sees columns [from,to).
+            int from = max_int(band ? r - band->hi + 1 : 0, b->first[i]);
+            int to = r + 1 - (band ? band->lo : 0);
             for (int j = 0; j < n && c + j < from; j++) sc[j] = -INFINITY;
-            for (int j = to > c ? to - c : 0; j < n; j++) sc[j] = -INFINITY;
+            for (int j = max_int(to - c, 0); j < n; j++) sc[j] = -INFINITY;
             if (!gaps || to <= c) continue;
-            const float *miss = p->miss + (p->line->n - 1 - (r - c));            // offset r - c - j stands at miss[j]
-            for (int j = from > c ? from - c : 0, e = to - c < n ? to - c : n; j < e; j++) sc[j] += miss[j];
+            const float *miss = p->miss + (p->line->n - 1 - (r - c));   // miss[j]: offset r - (c + j)
+            int end = min_int(to - c, n);
+            for (int j = max_int(from - c, 0); j < end; j++) sc[j] += miss[j];
         }
         tile_fold(b->t, b->m, n, b->D, b->V + (size_t)c * b->D);
     }
 }
-// n <= KV_TILE single columns c with gathered rows k, v (n,D). a given: cells that lie on a chosen slash are not counted twice.
-static void fold_columns(RowBlock *b, const int *c, int n, const float *k, const float *v, const Lines *a) {
+
+// Folds in the n <= KV_TILE single columns c (n), whose keys and values are gathered in k, v (n,D).
+// With a given, a cell that lies on a chosen slash of a is left out, so that it does not count
+// twice.
+static void fold_columns(RowBlock *b, const int *c, int n, const float *k, const float *v,
+                         const Lines *a) {
     block_scores(b, k, n);
-    for (int i = 0; i < b->m; i++)
+    for (int i = 0; i < b->m; i++) {
+        float *sc = b->t->sc + (size_t)i * n;
         for (int j = 0; j < n; j++) {
             int o = b->r0 + i - c[j];
-            if (o < 0 || c[j] < b->first[i] || (a && bit_get(a->s, o))) b->t->sc[(size_t)i * n + j] = -INFINITY;
+            if (o < 0 || c[j] < b->first[i] || (a && bit_get(a->s, o))) sc[j] = -INFINITY;
         }
+    }
     tile_fold(b->t, b->m, n, b->D, v);
 }
-// Row i at the offsets of run: columns [*lo,*hi) of which it sees some; -> the column of the run's first cell
+
+// Of the columns that row i of the block reaches at the offsets of run it sees [*lo,*hi), maybe
+// none. Returns the column of the run's first cell, which may be negative.
 static int run_columns(const RowBlock *b, int i, const LineRange *run, int *lo, int *hi) {
     int r = b->r0 + i, first = r - run->hi + 1;
-    *lo = first > b->first[i] ? first : b->first[i];
-    *hi = r - run->lo + 1 > *lo ? r - run->lo + 1 : *lo;
+    *lo = max_int(first, b->first[i]);
+    *hi = max_int(r - run->lo + 1, *lo);
     return first;
 }
-// Narrow runs of offsets, KV_TILE cells a row at a time. Run by run and not row by row: the rows read then follow each other.
-static void fold_runs(RowBlock *b, const LineRange *run, int n_run) {
+
+// The tile's scores (m,n) of the runs run[0..n_run-1], n offsets in all: a row has its cells run
+// after run, and -INFINITY where it sees nothing. Run by run and not row by row, so that the keys
+// read follow each other.
+static void runs_score(RowBlock *b, const LineRange *run, int n_run, int n) {
     Tile *t = b->t;
-    int D = b->D, lo, hi;
-    float scale = 1 / sqrtf((float)D);
-    for (int a = 0, e; a < n_run; a = e) {
-        int n = 0, at = 0;
-        for (e = a; e < n_run && n + run[e].hi - run[e].lo <= KV_TILE; e++) n += run[e].hi - run[e].lo;
-        for (int j = a; j < e; at += run[j].hi - run[j].lo, j++)
-            for (int i = 0; i < b->m; i++) {
-                int first = run_columns(b, i, &run[j], &lo, &hi);
-                float *p = t->sc + (size_t)i * n + at;
-                for (int c = 0; c < run[j].hi - run[j].lo; c++) p[c] = -INFINITY;
-                if (hi > lo) attn_scores(p + (lo - first), t->q + (size_t)i * D, b->K + (size_t)lo * D, 1, hi - lo, D, scale);
-            }
-        tile_fold(t, b->m, n, D, NULL);
-        at = 0;
-        for (int j = a; j < e; at += run[j].hi - run[j].lo, j++)
-            for (int i = 0; i < b->m; i++) {
-                int first = run_columns(b, i, &run[j], &lo, &hi);
-                attn_mix(t->acc + (size_t)i * D, t->sc + (size_t)i * n + at + (lo - first), b->V + (size_t)lo * D, 1, hi - lo, D);
-            }
+    float scale = 1 / sqrtf((float)b->D);
+    int at = 0;
+    for (int j = 0; j < n_run; j++) {
+        int width = run[j].hi - run[j].lo;
+        for (int i = 0; i < b->m; i++) {
+            int lo, hi, first = run_columns(b, i, &run[j], &lo, &hi);
+            const float *query = t->q + (size_t)i * b->D, *key = b->K + (size_t)lo * b->D;
+            float *sc = t->sc + (size_t)i * n + at;
+            for (int c = 0; c < width; c++) sc[c] = -INFINITY;
+            if (hi > lo) attn_scores(sc + (lo - first), query, key, 1, hi - lo, b->D, scale);
+        }
+        at += width;
     }
 }
+
+// Adds the values of the same cells, weighted by the probabilities that runs_score and tile_fold
+// left in the tile.
+static void runs_mix(RowBlock *b, const LineRange *run, int n_run, int n) {
+    Tile *t = b->t;
+    int at = 0;
+    for (int j = 0; j < n_run; j++) {
+        for (int i = 0; i < b->m; i++) {
+            int lo, hi, first = run_columns(b, i, &run[j], &lo, &hi);
+            const float *p = t->sc + (size_t)i * n + at + (lo - first);
+            attn_mix(t->acc + (size_t)i * b->D, p, b->V + (size_t)lo * b->D, 1, hi - lo, b->D);
+        }
+        at += run[j].hi - run[j].lo;
+    }
+}
+
+// Folds in single runs of offsets, as many at a time as have at most KV_TILE cells a row. Each run
+// alone has fewer.
+static void fold_runs(RowBlock *b, const LineRange *run, int n_run) {
+    int begin = 0;
+    while (begin < n_run) {
+        int end = begin, n = 0;
+        while (end < n_run && n + run[end].hi - run[end].lo <= KV_TILE) {
+            n += run[end].hi - run[end].lo;
+            end++;
+        }
+        runs_score(b, run + begin, end - begin, n);
+        tile_fold(b->t, b->m, n, b->D, NULL);           // maximum, sum, scores into probabilities
+        runs_mix(b, run + begin, end - begin, n);
+        begin = end;
+    }
+}
+
+// Attention of the block over exactly the cells of its lines: bands, then single runs, then
+// verticals.
 static void block_exact(RowBlock *b, const LinePlan *p) {
     const Lines *a = p->line;
     int last = b->r0 + b->m - 1, n_run = p->n_run;
-    for (int j = 0; j < p->n_band && p->band[j].a <= last; j++) {
+    for (int j = 0; j < p->n_band && p->band[j].lo <= last; j++) {
         const LineBand *d = &p->band[j];
-        fold_range(b, b->r0 - d->b + 1 > 0 ? b->r0 - d->b + 1 : 0, last - d->a + 1, p, d);
+        fold_range(b, max_int(b->r0 - d->hi + 1, 0), last - d->lo + 1, p, d);
     }
-    while (n_run && p->run[n_run - 1].lo > last) n_run--;
+    while (n_run && p->run[n_run - 1].lo > last) n_run--;       // no row reaches so far back
     fold_runs(b, p->run, n_run);
     for (int j = 0; j < p->nv && p->v[j] <= last; j += KV_TILE) {
         size_t at = (size_t)j * b->D;
-        fold_columns(b, p->v + j, p->nv - j < KV_TILE ? p->nv - j : KV_TILE, p->kv + at, p->vv + at, a);
+        int n = min_int(p->nv - j, KV_TILE);
+        fold_columns(b, p->v + j, n, p->vertical_k + at, p->vertical_v + at, a);
     }
 }
+
+// Attention of the block over what a GPU block would read of its lines (tile64). range, cols (n)
+// are room.
 static void block_tiles(RowBlock *b, const LinePlan *p, LineRange *range, int *cols) {
-    int n_cols, n_range = block_index(p->line, b->r0 - p->line->p0, p->run, p->n_run, p->v, p->nv, range, cols, &n_cols), D = b->D;
+    const Lines *a = p->line;
+    int D = b->D, n_cols;
+    size_t row = (size_t)D * sizeof(float);
+    int n_range = block_index(a, b->r0 - a->p0, p->run, p->n_run, p->v, p->nv, range, cols, &n_cols);
     for (int j = 0; j < n_range; j++) fold_range(b, range[j].lo, range[j].hi, NULL, NULL);
     for (int j = 0; j < n_cols; j += KV_TILE) {
-        int n = n_cols - j < KV_TILE ? n_cols - j : KV_TILE;
+        int n = min_int(n_cols - j, KV_TILE);
         for (int i = 0; i < n; i++) {
-            memcpy(b->t->k + (size_t)i * D, b->K + (size_t)cols[j + i] * D, (size_t)D * sizeof(float));
-            memcpy(b->t->v + (size_t)i * D, b->V + (size_t)cols[j + i] * D, (size_t)D * sizeof(float));
+            memcpy(b->t->k + (size_t)i * D, b->K + (size_t)cols[j + i] * D, row);
+            memcpy(b->t->v + (size_t)i * D, b->V + (size_t)cols[j + i] * D, row);
         }
         fold_columns(b, cols + j, n, b->t->k, b->t->v, NULL);
     }
 }
+
+// Sets b->first. A row lies outside the sliding window by its token's position, as kv_visible says.
+// Positions rise with the rows, so the window's first row only moves on from query to query.
 static void window_starts(const Session *s, int l, const KVHead *hd, RowBlock *b) {
     int w = layer_window(s, l), c = 0;
-    for (int i = 0; i < b->m; i++) {                     // positions rise with the rows, so c only moves on
-        while (w && s->tok[hd->src[c]].pos <= s->tok[hd->src[b->r0 + i]].pos - w) c++;     // by token, as kv_visible does
+    for (int i = 0; i < b->m; i++) {
+        int pos = s->tok[hd->src[b->r0 + i]].pos;
+        while (w && s->tok[hd->src[c]].pos <= pos - w) c++;
         b->first[i] = c;
     }
 }
-// The R heads of KV head g over their lines. out, q (T,H,D)
-static void group_attend(Session *s, int l, int g, const Lines *lines, float *out, const float *q, int T, Tile *tiles) {
-    int D = s->c->D, H = s->c->H, R = H / s->c->G, blocks = (T + LINE_BLOCK - 1) / LINE_BLOCK;
+
+// ---- all heads of a layer
+
+// Unpacks every row of a head into K, V (n,D).
+static void rows_unpack(const Session *s, const KVHead *hd, float *K, float *V) {
+    size_t D = s->c->D;
+    #pragma omp parallel for schedule(static) if (worth_threads(hd->len * D))
+    for (int r = 0; r < hd->len; r += KV_TILE) {
+        int m = min_int(hd->len - r, KV_TILE);
+        kv_load_k(s, hd, NULL, r, m, K + r * D);
+        kv_load_v(s, hd, NULL, r, m, V + r * D);
+    }
+}
+
+// Attention of the R query heads of KV head g over their lines (H). out, q (T,H,D). The blocks of
+// all heads are shared out among the threads, those with the longest rows first, so that the
+// threads finish together.
+static void group_attend(Session *s, int l, int g, const Lines *lines, float *out, const float *q,
+                         int T, Tile *tiles) {
+    int D = s->c->D, H = s->c->H, R = H / s->c->G;
+    int blocks = (T + LINE_BLOCK - 1) / LINE_BLOCK;
     const KVHead *hd = kv_head(s, l, g);
     size_t mark = scratch_mark(s), n = hd->len;
     float *K = scratch(s, n * D * sizeof(float)), *V = scratch(s, n * D * sizeof(float));
     LinePlan *plan = scratch(s, (size_t)R * sizeof *plan);
     LineRange *range = scratch(s, (size_t)n_threads() * n * sizeof *range);
     int *cols = scratch(s, (size_t)n_threads() * n * sizeof *cols);
-    #pragma omp parallel for schedule(static) if (worth_threads(n * D))
-    for (int r = 0; r < hd->len; r += KV_TILE) {
-        int m = hd->len - r < KV_TILE ? hd->len - r : KV_TILE;
-        kv_load_k(s, hd, NULL, r, m, K + (size_t)r * D);
-        kv_load_v(s, hd, NULL, r, m, V + (size_t)r * D);
-    }
+    rows_unpack(s, hd, K, V);
     for (int r = 0; r < R; r++) plan[r] = plan_new(s, &lines[g * R + r], K, V);
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)T * n * R * D))
-    for (int item = R * blocks - 1; item >= 0; item--) { // long rows first: threads finish together
-        int h = g * R + item % R, t0 = item / R * LINE_BLOCK;
-        RowBlock b = { &tiles[thread_id()], K, V, D, T - t0 < LINE_BLOCK ? T - t0 : LINE_BLOCK, hd->len - T + t0, {0} };
-        const float *from = q + ((size_t)t0 * H + h) * D;
-        for (int i = 0; i < b.m; i++) memcpy(b.t->q + (size_t)i * D, from + (size_t)i * H * D, (size_t)D * sizeof(float));
+    for (int item = R * blocks - 1; item >= 0; item--) {
+        const LinePlan *p = &plan[item % R];
+        int h = g * R + item % R, t0 = item / R * LINE_BLOCK, m = min_int(T - t0, LINE_BLOCK);
+        size_t own = thread_id();
+        Tile *t = &tiles[own];
+        RowBlock b = { .t = t, .K = K, .V = V, .D = D, .m = m, .r0 = hd->len - T + t0 };
+        for (int i = 0; i < m; i++) {
+            const float *from = q + ((size_t)(t0 + i) * H + h) * D;
+            memcpy(t->q + (size_t)i * D, from, (size_t)D * sizeof(float));
+        }
         window_starts(s, l, hd, &b);
-        tile_begin(b.t, b.m, D);
-        if (lines[h].dense) fold_range(&b, 0, b.r0 + b.m, NULL, NULL);
-        else if (lines[h].tile64) block_tiles(&b, &plan[item % R], range + thread_id() * n, cols + thread_id() * n);
-        else block_exact(&b, &plan[item % R]);
-        for (int i = 0; i < b.m; i++)
-            for (int d = 0; d < D; d++) out[((size_t)(t0 + i) * H + h) * D + d] = b.t->acc[(size_t)i * D + d] / b.t->sum[i];
+        tile_begin(t, m, D);
+        if (lines[h].dense) fold_range(&b, 0, b.r0 + m, NULL, NULL);
+        else if (lines[h].tile64) block_tiles(&b, p, range + own * n, cols + own * n);
+        else block_exact(&b, p);
+        for (int i = 0; i < m; i++) {
+            float *to = out + ((size_t)(t0 + i) * H + h) * D;
+            for (int d = 0; d < D; d++) to[d] = t->acc[(size_t)i * D + d] / t->sum[i];
+        }
     }
     scratch_reset(s, mark);
 }
-// Prefill attention of all heads over their lines (H); when every head is dense, full attention bit for bit. out, q (T,H,D)
+
+// Prefill attention of layer l's query heads over their lines (H). out, q (T,H,D). When every head
+// is dense it is full attention, bit for bit.
 static void lines_attend(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
     int dense = 0, H = s->c->H;
     for (int h = 0; h < H; h++) dense += lines[h].dense;
-    if (dense == H) { attn_prefill(s, l, out, q, 0, T); return; }
-    if (KV_DEV(s)) { lines_attend_cuda(s, l, lines, out, q, T); return; }
+    if (dense == H) {
+        attn_prefill(s, l, out, q, 0, T);
+        return;
+    }
+    if (KV_DEV(s)) {
+        lines_attend_cuda(s, l, lines, out, q, T);
+        return;
+    }
     size_t mark = scratch_mark(s);
     Tile *tiles = tiles_new(s);
     for (int g = 0; g < s->c->G; g++) group_attend(s, l, g, lines, out, q, T, tiles);
     scratch_reset(s, mark);
 }
-static int lines_open(Session *s, const char *name) {    // what every method with line attention needs of the parts beside it
-    for (int i = 0; i < s->n_part; i++)
-        if (s->part[i].m->rule != VIS_CAUSAL) {
-            snprintf(s->err, sizeof s->err, "%s and %s cannot be combined: the first knows causal masks only", name,
-                     s->part[i].m->name);
-            return -1;
-        }
+
+// ---- what the methods with lines share: checks of their options, and a sample of attention
+
+// Every part of the session must have a causal mask, the only one that lines know. `name` is the
+// method that asks. Returns 0, or -1 with the reason in s->err.
+static int lines_open(Session *s, const char *name) {
+    for (int i = 0; i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        if (m->rule != VIS_CAUSAL)
+            return refuse(s, "%s and %s cannot be combined: the first knows causal masks only",
+                          name, m->name);
+    }
     return 0;
 }
-static int opt_least(Session *s, const char *name, int least, int *value) {        // an int option, refused below its least value
+
+// Reads an int option that must be at least `least` into *value. Returns 0, or -1 with the reason
+// in s->err.
+static int opt_least(Session *s, const char *name, int least, int *value) {
     *value = opt_int(s->opt, name);
-    if (*value >= least) return 0;
-    snprintf(s->err, sizeof s->err, "--%s must be at least %d, found %d", name, least, *value);
-    return -1;
+    if (*value < least) return refuse(s, "--%s must be at least %d, found %d", name, least, *value);
+    return 0;
 }
 
-// ---- A-shape and Tri-shape: fixed lines
-typedef struct { int init, local, last; } LineShape;
+// What MInference and LoopServe look at: softmax rows of a few queries of one head. P (m,n): the
+// probabilities with which query row R[i] of head h attends to its n rows, 0 where it may not look.
+// R (m) are row numbers; q (T,H,D) are the queries of the last T rows; t is room.
+static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m,
+                       float *P, Tile *t) {
+    int D = s->c->D, H = s->c->H, per = H / s->c->G;
+    const KVHead *hd = kv_head(s, l, h / per);
+    int n = hd->len, p0 = n - T;
 
+    // The scores, a block of queries against a tile of keys at a time.
+    for (int i0 = 0; i0 < m; i0 += Q_BLOCK) {
+        int mb = min_int(m - i0, Q_BLOCK);
+        for (int i = 0; i < mb; i++) {
+            int row = R[i0 + i];
+            const float *from = q + ((size_t)(row - p0) * H + h) * D;
+            memcpy(t->q + (size_t)i * D, from, (size_t)D * sizeof(float));
+            t->tok[i] = hd->src[row];
+        }
+        for (int r = 0; r < n; r += KV_TILE) {
+            int nr = min_int(n - r, KV_TILE);
+            kv_load_k(s, hd, NULL, r, nr, t->k);
+            tile_scores(s, l, hd, t, mb, NULL, r, nr);
+            for (int i = 0; i < mb; i++) {
+                float *to = P + (size_t)(i0 + i) * n + r;
+                memcpy(to, t->sc + (size_t)i * nr, (size_t)nr * sizeof(float));
+            }
+        }
+    }
+
+    // The softmax of every row.
+    for (int i = 0; i < m; i++) {
+        float *p = P + (size_t)i * n, sum = 0;
+        exp_shift(p, max_f32(p, n), n, &sum);
+        for (int c = 0; c < n; c++) p[c] *= 1 / sum;
+    }
+}
+
+// ---- A-SHAPE
+// Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks.
+// arXiv 2309.17453.
+// What StreamingLLM keeps (section 5) serves as a mask: a prefill row sees the first rows of its head
+// and the most recent ones. Every row stays in the cache.
+//   V = { 0 .. init-1 },   S = { 0 .. local-1 }
+// **Differs from the paper:** a mask of the prefill only: decode reads every row.
+// Options: --a-shape-init (128), --a-shape-local (3968).
+
+typedef struct {
+    int init;                   // first columns every row sees
+    int local;                  // last columns every row sees, itself included
+    int last;                   // Tri-shape: last rows of a turn that see everything; A-shape: 0
+} LineShape;
+
+// Reads the options. Returns 0, or -1 with the reason in s->err.
 static int a_shape_open(Session *s, void *ms) {
     LineShape *x = ms;
-    if (lines_open(s, "a-shape") || opt_least(s, "a-shape-init", 0, &x->init)) return -1;
+    if (lines_open(s, "a-shape")) return -1;
+    if (opt_least(s, "a-shape-init", 0, &x->init)) return -1;
     return opt_least(s, "a-shape-local", 1, &x->local);
 }
-static int tri_shape_open(Session *s, void *ms) {
-    LineShape *x = ms;
-    if (lines_open(s, "tri-shape") || opt_least(s, "tri-shape-init", 0, &x->init)) return -1;
-    return opt_least(s, "tri-shape-local", 1, &x->local) || opt_least(s, "tri-shape-last", 0, &x->last) ? -1 : 0;
-}
+
+// Prefill attention of A-shape and Tri-shape. out, q (T,H,D). A head is dense when no row lacks a
+// column: the last row lacks the columns [init,n-local), and no row lacks more.
 static void shape_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     LineShape *x = ms;
     size_t mark = scratch_mark(s), row = (size_t)s->c->H * s->c->D;
     Lines *a = lines_new(s, l, T);
-    int last = x->last < T ? x->last : T;
+    int last = min_int(x->last, T);
     for (int h = 0; h < s->c->H; h++) {
-        a[h].dense = a[h].n - x->init <= x->local;      // row n-1 lacks columns [init,n-local) only
+        a[h].dense = a[h].n - x->init <= x->local;
         for (int c = 0; c < a[h].n && c < x->init; c++) bit_set(a[h].v, c);
         for (int o = 0; o < a[h].n && o < x->local; o++) bit_set(a[h].s, o);
     }
@@ -1944,111 +3100,11 @@ static void shape_attend(Session *s, void *ms, int l, float *out, const float *q
     scratch_reset(s, mark);
 }
 
-// ---- softmax rows of a few queries of one head: what MInference and LoopServe look at
-// P (m,n): the probabilities of query row R[i] of head h over its n rows, 0 where it may not look. q (T,H,D) are the queries of the last T rows
-static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m, float *P, Tile *t) {
-    int D = s->c->D, H = s->c->H, per = H / s->c->G;
-    const KVHead *hd = kv_head(s, l, h / per);
-    int n = hd->len, p0 = n - T;
-    for (int i0 = 0; i0 < m; i0 += Q_BLOCK) {
-        int mb = m - i0 < Q_BLOCK ? m - i0 : Q_BLOCK;
-        for (int i = 0; i < mb; i++) {
-            memcpy(t->q + (size_t)i * D, q + ((size_t)(R[i0 + i] - p0) * H + h) * D, (size_t)D * sizeof(float));
-            t->tok[i] = hd->src[R[i0 + i]];
-        }
-        for (int r = 0; r < n; r += KV_TILE) {
-            int nr = n - r < KV_TILE ? n - r : KV_TILE;
-            kv_load_k(s, hd, NULL, r, nr, t->k);
-            tile_scores(s, l, hd, t, mb, NULL, r, nr);
-            for (int i = 0; i < mb; i++) memcpy(P + (size_t)(i0 + i) * n + r, t->sc + (size_t)i * nr, (size_t)nr * sizeof(float));
-        }
-    }
-    for (int i = 0; i < m; i++) {
-        float *p = P + (size_t)i * n, sum = 0;
-        exp_shift(p, max_f32(p, n), n, &sum);
-        for (int c = 0; c < n; c++) p[c] *= 1 / sum;
-    }
-}
-
-// ---- MInference, the vertical-slash kind
-typedef struct { int nv, ns; } Minference;
-enum { MINF_LAST = 64, MINF_V = 30, MINF_S = 100 };      // rows looked at; columns and offsets always taken
-
-static int minference_open(Session *s, void *ms) {
-    Minference *x = ms;
-    double ratio = opt_real(s->opt, "minference-ratio");
-    if (lines_open(s, "minference")) return -1;
-    if (opt_least(s, "minference-verticals", 0, &x->nv) || opt_least(s, "minference-slashes", 0, &x->ns)) return -1;
-    if (ratio < 0) return refuse(s, "--minference-ratio must not be negative, found %g", ratio);
-    x->nv = (int)fmin(x->nv * ratio, INT_MAX); x->ns = (int)fmin(x->ns * ratio, INT_MAX);
-    return 0;
-}
-// sum, idx (n)
-static void minference_lines(const Minference *x, Lines *a, const int *R, int m, const float *P, float *sum, int *idx) {
-    for (int slash = 0; slash < 2; slash++) {
-        int least = slash ? MINF_S : MINF_V, want = slash ? x->ns : x->nv;
-        memset(sum, 0, (size_t)a->n * sizeof(float));
-        for (int i = 0; i < m; i++)
-            for (int c = 0; c <= R[i]; c++) sum[slash ? R[i] - c : c] += P[(size_t)i * a->n + c];
-        for (int j = 0; j < a->n && j < least; j++) sum[j] = INFINITY;
-        int k = top_k(sum, a->n, want > least ? want : least, idx);
-        for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
-    }
-}
-static void minference_device(Session *s, const Minference *x, int l, const float *q, int T, Lines *a, int m) {     // a (H): dense is set, lines are chosen
-    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), ng = line_batch_cuda(s, l, m), heads = ng * R, t[MINF_LAST];
-    int *idx = scratch(s, (size_t)heads * N * sizeof(int)), *n = scratch(s, (size_t)3 * heads * sizeof(int)), *k = n + heads, *found = k + heads;
-    for (int i = 0; i < m; i++) t[i] = T - m + i;
-    for (int g = 0; g < G; g += ng, a += heads) {
-        float *P = line_probs_cuda(s, l, g, ng, q, T, t, m);
-        for (int slash = 0; slash < 2; slash++) {
-            int least = slash ? MINF_S : MINF_V, want = slash ? x->ns : x->nv;
-            for (int i = 0; i < heads; i++) { n[i] = a[i].n; k[i] = want > least ? want : least; }
-            top_k_rows(s, line_sums_cuda(s, l, g, ng, P, T, m, slash, least), heads, N, n, k, idx, N, found);
-            for (int i = 0; i < heads; i++) for (int j = 0; j < found[i]; j++) bit_set(slash ? a[i].s : a[i].v, idx[(size_t)i * N + j]);
-        }
-    }
-}
-static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
-    int H = s->c->H, N = kv_longest(s, l), m = T < MINF_LAST ? T : MINF_LAST;
-    size_t mark = scratch_mark(s), room = (size_t)n_threads();
-    Lines *a = lines_new(s, l, T);
-    Tile *tiles = tiles_new(s);
-    float *P = scratch(s, room * m * N * sizeof(float)), *sum = scratch(s, room * N * sizeof(float));
-    int *idx = scratch(s, room * N * sizeof(int));
-    double t = now();
-    for (int h = 0; h < H; h++) {
-        a[h].tile64 = 1;
-        a[h].dense = a[h].n <= MINF_S;                   // the offsets always taken are every cell
-    }
-    if (KV_DEV(s)) minference_device(s, ms, l, q, T, a, m);
-    #pragma omp parallel for schedule(dynamic) if (!KV_DEV(s) && worth_threads((size_t)m * N * H * s->c->D))
-    for (int h = 0; h < H; h++) {
-        int id = thread_id(), R[MINF_LAST];
-        if (a[h].dense || KV_DEV(s)) continue;
-        for (int i = 0; i < m; i++) R[i] = a[h].n - m + i;
-        line_probs(s, l, h, q, T, R, m, P + (size_t)id * m * N, &tiles[id]);
-        minference_lines(ms, &a[h], R, m, P + (size_t)id * m * N, sum + (size_t)id * N, idx + (size_t)id * N);
-    }
-    timed(&s->clk.index, t);
-    lines_attend(s, l, a, out, q, T);
-    scratch_reset(s, mark);
-}
 static const Opt a_shape_opts[] = {
     { "a-shape-init", 'i', "128", "first columns every row sees" },
     { "a-shape-local", 'i', "3968", "last columns every row sees, itself included" },
-    { NULL, 0, NULL, NULL } };
-static const Opt tri_shape_opts[] = {
-    { "tri-shape-init", 'i', "128", "first columns every row sees" },
-    { "tri-shape-local", 'i', "3968", "last columns every row sees, itself included" },
-    { "tri-shape-last", 'i', "100", "last rows of a turn that see everything" },
-    { NULL, 0, NULL, NULL } };
-static const Opt minference_opts[] = {
-    { "minference-verticals", 'i', "1000", "columns a head, 30 at least" },
-    { "minference-slashes", 'i', "6096", "diagonals a head, 100 at least" },
-    { "minference-ratio", 'f', "1", "factor on both, for short contexts" },
-    { NULL, 0, NULL, NULL } };
-
+    { NULL, 0, NULL, NULL },
+};
 
 const Method a_shape_method = {
     .name    = "a-shape",
@@ -2063,6 +3119,29 @@ const Method a_shape_method = {
     .attend  = shape_attend,
 };
 
+// ---- TRI-SHAPE
+// Li et al.: SCBench: A KV Cache-Centric Analysis of Long-Context Methods. arXiv 2412.10319.
+// The lines of A-shape, but the last rows of a turn, where a question usually stands, see everything.
+//   V = { 0 .. init-1 },   S = { 0 .. local-1 }
+//   M(r) = { 0 .. r } for the last --tri-shape-last rows r of the turn
+// Options: --tri-shape-init (128), --tri-shape-local (3968), --tri-shape-last (100).
+
+// Reads the options. Returns 0, or -1 with the reason in s->err.
+static int tri_shape_open(Session *s, void *ms) {
+    LineShape *x = ms;
+    if (lines_open(s, "tri-shape")) return -1;
+    if (opt_least(s, "tri-shape-init", 0, &x->init)) return -1;
+    if (opt_least(s, "tri-shape-local", 1, &x->local)) return -1;
+    return opt_least(s, "tri-shape-last", 0, &x->last);
+}
+
+static const Opt tri_shape_opts[] = {
+    { "tri-shape-init", 'i', "128", "first columns every row sees" },
+    { "tri-shape-local", 'i', "3968", "last columns every row sees, itself included" },
+    { "tri-shape-last", 'i', "100", "last rows of a turn that see everything" },
+    { NULL, 0, NULL, NULL },
+};
+
 const Method tri_shape_method = {
     .name    = "tri-shape",
     .paper   = "Tri-shape, SCBench, arXiv 2412.10319",
@@ -2074,6 +3153,136 @@ const Method tri_shape_method = {
     .state   = sizeof(LineShape),
     .open    = tri_shape_open,
     .attend  = shape_attend,
+};
+
+// ---- MINFERENCE
+// Jiang et al.: MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse
+// Attention. arXiv 2407.02490.
+// The last rows of a prompt show which columns and which diagonals a head attends to. So a head
+// reads the heaviest of both, measured on the attention P of the turn's last 64 rows r.
+//   weight of vertical c = sum over r of P(r,c)
+//   weight of slash o    = sum over r of P(r,r-o)
+//   V = the first 30 columns and the heaviest others, --minference-verticals in all
+//   S = the nearest 100 offsets and the heaviest others, --minference-slashes in all
+// The slashes are rounded up to blocks of 64 rows (tile64).
+// **Differs from the paper:** every head is of the vertical-slash kind, and one size serves all heads
+// instead of an offline search per head.
+// Options: --minference-verticals (1000), --minference-slashes (6096), --minference-ratio (1).
+
+enum { MINF_LAST = 64 };        // rows looked at
+enum { MINF_V = 30 };           // columns always taken
+enum { MINF_S = 100 };          // offsets always taken
+
+typedef struct {
+    int nv, ns;                 // columns and offsets asked for, --minference-ratio included
+} Minference;
+
+// Reads the options. Returns 0, or -1 with the reason in s->err.
+static int minference_open(Session *s, void *ms) {
+    Minference *x = ms;
+    double ratio = opt_real(s->opt, "minference-ratio");
+    if (lines_open(s, "minference")) return -1;
+    if (opt_least(s, "minference-verticals", 0, &x->nv)) return -1;
+    if (opt_least(s, "minference-slashes", 0, &x->ns)) return -1;
+    if (ratio < 0) return refuse(s, "--minference-ratio must not be negative, found %g", ratio);
+    x->nv = (int)fmin(x->nv * ratio, INT_MAX);
+    x->ns = (int)fmin(x->ns * ratio, INT_MAX);
+    return 0;
+}
+
+// How many lines of a kind are always taken.
+static int minference_least(int slash) {
+    return slash ? MINF_S : MINF_V;
+}
+
+// How many lines of a kind a head reads.
+static int minference_count(const Minference *x, int slash) {
+    return max_int(slash ? x->ns : x->nv, minference_least(slash));
+}
+
+// Chooses the lines of one head from P (m,n), the probabilities of its query rows R (m). sum, idx
+// (n) are room. Lines always taken get an infinite weight.
+static void minference_lines(const Minference *x, Lines *a, const int *R, int m, const float *P,
+                             float *sum, int *idx) {
+    for (int slash = 0; slash < 2; slash++) {
+        memset(sum, 0, (size_t)a->n * sizeof(float));
+        for (int i = 0; i < m; i++)
+            for (int c = 0; c <= R[i]; c++) sum[slash ? R[i] - c : c] += P[(size_t)i * a->n + c];
+        for (int j = 0; j < a->n && j < minference_least(slash); j++) sum[j] = INFINITY;
+        int k = top_k(sum, a->n, minference_count(x, slash), idx);
+        for (int j = 0; j < k; j++) bit_set(slash ? a->s : a->v, idx[j]);
+    }
+}
+
+// Chooses the lines a (H) of all heads of layer l in a device session, some KV heads at a time,
+// from the last m tokens of the pass. Dense heads get lines too, which nothing reads. q (T,H,D).
+static void minference_device(Session *s, const Minference *x, int l, const float *q, int T,
+                              Lines *a, int m) {
+    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l);
+    int ng = line_batch_cuda(s, l, m), heads = ng * R, t[MINF_LAST];
+    int *idx = scratch(s, (size_t)heads * N * sizeof(int));
+    int *n = scratch(s, (size_t)3 * heads * sizeof(int)), *k = n + heads, *found = k + heads;
+    for (int i = 0; i < m; i++) t[i] = T - m + i;
+    for (int g = 0; g < G; g += ng, a += heads) {
+        float *P = line_probs_cuda(s, l, g, ng, q, T, t, m);
+        for (int slash = 0; slash < 2; slash++) {
+            for (int i = 0; i < heads; i++) {
+                n[i] = a[i].n;
+                k[i] = minference_count(x, slash);
+            }
+            float *sum = line_sums_cuda(s, l, g, ng, P, T, m, slash, minference_least(slash));
+            top_k_rows(s, sum, heads, N, n, k, idx, N, found);
+            for (int i = 0; i < heads; i++) {
+                uint64_t *bits = slash ? a[i].s : a[i].v;
+                for (int j = 0; j < found[i]; j++) bit_set(bits, idx[(size_t)i * N + j]);
+            }
+        }
+    }
+}
+
+// The same on the host, a head a thread, for the heads that are not dense.
+static void minference_host(Session *s, const Minference *x, int l, const float *q, int T,
+                            Lines *a, int m) {
+    int H = s->c->H, N = kv_longest(s, l);
+    size_t room = (size_t)n_threads();
+    Tile *tiles = tiles_new(s);
+    float *P = scratch(s, room * m * N * sizeof(float));
+    float *sum = scratch(s, room * N * sizeof(float));
+    int *idx = scratch(s, room * N * sizeof(int));
+    #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * H * s->c->D))
+    for (int h = 0; h < H; h++) {
+        int R[MINF_LAST];
+        size_t own = thread_id();
+        if (a[h].dense) continue;
+        for (int i = 0; i < m; i++) R[i] = a[h].n - m + i;
+        line_probs(s, l, h, q, T, R, m, P + own * m * N, &tiles[own]);
+        minference_lines(x, &a[h], R, m, P + own * m * N, sum + own * N, idx + own * N);
+    }
+}
+
+// Prefill attention: chooses the lines of every head, then attends over them. out, q (T,H,D). A
+// head of at most MINF_S rows is dense, because the offsets always taken are every cell.
+static void minference_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
+    int m = min_int(T, MINF_LAST);
+    size_t mark = scratch_mark(s);
+    Lines *a = lines_new(s, l, T);
+    double t = now();
+    for (int h = 0; h < s->c->H; h++) {
+        a[h].tile64 = 1;
+        a[h].dense = a[h].n <= MINF_S;
+    }
+    if (KV_DEV(s)) minference_device(s, ms, l, q, T, a, m);
+    else minference_host(s, ms, l, q, T, a, m);
+    timed(&s->clk.index, t);
+    lines_attend(s, l, a, out, q, T);
+    scratch_reset(s, mark);
+}
+
+static const Opt minference_opts[] = {
+    { "minference-verticals", 'i', "1000", "columns a head, 30 at least" },
+    { "minference-slashes", 'i', "6096", "diagonals a head, 100 at least" },
+    { "minference-ratio", 'f', "1", "factor on both, for short contexts" },
+    { NULL, 0, NULL, NULL },
 };
 
 const Method minference_method = {
@@ -2092,146 +3301,259 @@ const Method minference_method = {
 };
 
 // ==================================================================================================== 8 QUEST
-// Tang, Zhao, Zhu, Xiao, Kasikci, Han: Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference. arXiv 2406.10774.
-// Rows are read in pages of 16. The smallest and largest key value of a page, channel by channel, bound q.k for every row in it:
+// Tang, Zhao, Zhu, Xiao, Kasikci, Han: Quest: Query-Aware Sparsity for Efficient Long-Context LLM
+// Inference. arXiv 2406.10774.
+// Rows are read in pages of 16. The largest and the smallest key value of a page, channel by
+// channel, bound q.k for every row in it. A decode step reads the pages with the largest bound and
+// the page it writes to; nothing is dropped.
+//   max_d   = max over the page's keys k of k_d,     min_d = min over the page's keys k of k_d
 //   u(page) = sum_d max(q_d max_d, q_d min_d) >= q.k        for every key k of the page
-// A decode step reads the pages with the largest bound and the page it writes to. Nothing is dropped.
-// **Differs from the paper** (rules.md A8): one page set per KV head, u is the largest over its query heads; the current page is
-// always read, inside the budget, and takes no part in the ranking; a budget that covers the context reads every row.
-// Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers read everything).
+// **Differs from the paper** (D16):
+//   - one set of pages a KV head: u is the largest over its query heads;
+//   - the current page is always read, inside the budget, and takes no part in the ranking;
+//   - a budget that covers the context reads every row.
+// Map:
+//   max_d -> page_bounds, page_bounds_kernel
+//   min_d -> page_bounds, page_bounds_kernel
+//   u(page) -> page_scores, page_scores_kernel
+// Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers
+// read everything).
 
 typedef struct {
-    int full_layers, B;         // B: budget of this turn
-    int dtype;                  // of the bounds: that of the rows, so bounds are exact
-    struct { int n, cap; char *bound; } *head;      // (L,G) full pages; bound (n,2D): largest, then smallest
+    int n, cap;                 // full pages; pages that bound has room for
+    char *bound;                // (n,2D) of each page max_d, then min_d; lies where the rows lie
+} PageList;
+
+typedef struct {
+    int full_layers;            // --quest-full-layers
+    int B;                      // budget of this turn
+    int dtype;                  // of the bounds: that of the rows, so that bounds are exact
+    PageList *head;             // (L,G)
 } Quest;
 
+// The dtype that holds the numbers of a format exactly.
+static int bound_dtype(const Format *f) {
+    if (!strcmp(f->name, "f16")) return DT_F16;
+    if (!strcmp(f->name, "bf16")) return DT_BF16;
+    return DT_F32;
+}
+
+// Reads the options. Returns 0, or -1 with the reason in s->err.
 static int quest_open(Session *s, void *ms) {
     Quest *x = ms;
     x->full_layers = opt_int(s->opt, "quest-full-layers");
-    if (x->full_layers < 0) return refuse(s, "--quest-full-layers must not be negative, found %d", x->full_layers);
+    if (x->full_layers < 0)
+        return refuse(s, "--quest-full-layers must not be negative, found %d", x->full_layers);
     x->B = s->budget;
-    x->dtype = !strcmp(s->fk->name, "f16") ? DT_F16 : !strcmp(s->fk->name, "bf16") ? DT_BF16 : DT_F32;
+    x->dtype = bound_dtype(s->fk);
     x->head = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->head);
     return 0;
 }
+
+// Gives the bounds back. head is NULL when open has refused.
 static void quest_close(Session *s, void *ms) {
     Quest *x = ms;
-    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) { if (KV_DEV(s)) near_free_cuda(x->head[i].bound); else free(x->head[i].bound); }
+    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) {
+        if (KV_DEV(s)) near_free_cuda(x->head[i].bound);
+        else free(x->head[i].bound);
+    }
     free(x->head);
 }
-static void quest_room(Session *s, Quest *x, int i, int pages, size_t row) {     // of head i
-    int old = x->head[i].cap;
+
+// The room that is made for so many pages: a quarter more, so that it seldom has to grow.
+static int quest_cap(int pages) {
+    return pages + pages / 4 + 4;
+}
+
+// Makes room for so many pages of `row` bytes in a head's list. The bounds may move, and a device was
+// told where they lie: Session.changes says that this is old.
+static void quest_room(Session *s, PageList *a, int pages, size_t row) {
+    int old = a->cap;
     if (pages <= old) return;
     s->changes++;
-    x->head[i].cap = pages + pages / 4 + 4;
-    if (KV_DEV(s)) x->head[i].bound = near_grow_cuda(x->head[i].bound, old * row, x->head[i].cap * row);
-    else x->head[i].bound = xrealloc(x->head[i].bound, x->head[i].cap * row);
+    a->cap = quest_cap(pages);
+    if (KV_DEV(s)) a->bound = near_grow_cuda(a->bound, old * row, a->cap * row);
+    else a->bound = xrealloc(a->bound, a->cap * row);
 }
-static void page_bounds(const Session *s, const KVHead *hd, int page, float *rows, float *bound) {     // rows (PAGE,D) is room; bound (2D)
+
+// ---- after attention: the bounds of every page that has become full
+
+// bound (2D): max_d of one page, then min_d. rows (PAGE,D) is room.
+static void page_bounds(const Session *s, const KVHead *hd, int page, float *rows, float *bound) {
     int D = s->c->D;
     kv_load_k(s, hd, NULL, page * PAGE, PAGE, rows);
     for (int d = 0; d < D; d++) {
         float hi = rows[d], lo = rows[d];
-        for (int r = 1; r < PAGE; r++) { float k = rows[(size_t)r * D + d]; hi = k > hi ? k : hi; lo = k < lo ? k : lo; }
-        bound[d] = hi; bound[D + d] = lo;
+        for (int r = 1; r < PAGE; r++) {
+            float k = rows[(size_t)r * D + d];
+            hi = k > hi ? k : hi;
+            lo = k < lo ? k : lo;
+        }
+        bound[d] = hi;                                          // max_d
+        bound[D + d] = lo;                                      // min_d
     }
 }
-static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
-    Quest *x = ms;
+
+// Brings the bounds of layer l's heads up to date on the host. T: tokens of the pass; row: bytes of
+// a page's bounds.
+static void quest_update(Session *s, Quest *x, int l, int T, size_t row) {
     int G = s->c->G, D = s->c->D;
-    size_t row = (size_t)2 * D * dtype_size(x->dtype), mark = scratch_mark(s);
-    (void)q; (void)T;
-    if (l == s->c->L && !s->decoding) x->B = budget_now(s);
-    if (l == s->c->L || l < x->full_layers) return;
+    (void)T;                                                    // read by OpenMP only
     float *room = scratch(s, (size_t)n_threads() * (PAGE + 2) * D * sizeof(float));
-    for (int g = 0; g < G; g++) {
-        int i = l * G + g, n = kv_head(s, l, g)->len / PAGE;
-        quest_room(s, x, i, n, row);
-        if (!KV_DEV(s) || n <= x->head[i].n) continue;
-        page_bounds_cuda(s, l, g, x->head[i].bound, x->head[i].n, n, x->dtype);
-        x->head[i].n = n;
-    }
     #pragma omp parallel for schedule(static) if (T > PAGE)
     for (int g = 0; g < G; g++) {
         const KVHead *hd = kv_head(s, l, g);
+        PageList *a = &x->head[l * G + g];
         float *rows = room + (size_t)thread_id() * (PAGE + 2) * D, *bound = rows + (size_t)PAGE * D;
-        int i = l * G + g, n = hd->len / PAGE;
-        for (int p = x->head[i].n; p < n; p++) {
+        int n = hd->len / PAGE;
+        for (int p = a->n; p < n; p++) {
             page_bounds(s, hd, p, rows, bound);
-            from_f32(x->head[i].bound + p * row, bound, x->dtype, (size_t)2 * D);
+            from_f32(a->bound + p * row, bound, x->dtype, (size_t)2 * D);
         }
-        x->head[i].n = n;
+        a->n = n;
     }
+}
+
+// Adds the pages that this pass has filled in layer l. At the end of a prefill it also fixes the
+// turn's budget.
+static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
+    Quest *x = ms;
+    int G = s->c->G;
+    size_t row = (size_t)2 * s->c->D * dtype_size(x->dtype), mark = scratch_mark(s);
+    (void)q;
+    if (l == s->c->L && !s->decoding) x->B = budget_now(s);
+    if (l == s->c->L || l < x->full_layers) return;
+    for (int g = 0; g < G; g++) {
+        PageList *a = &x->head[l * G + g];
+        int n = kv_head(s, l, g)->len / PAGE;
+        quest_room(s, a, n, row);
+        if (!KV_DEV(s)) continue;
+        if (n > a->n) page_bounds_cuda(s, l, g, a->bound, a->n, n, x->dtype);
+        a->n = n;
+    }
+    if (!KV_DEV(s)) quest_update(s, x, l, T, row);
     scratch_reset(s, mark);
 }
-// u of pages 0..n-1 (n): the largest over the R query heads. With q split into its positive and negative part, u is one dot
-// product: max(q max, q min) = q+ max + q- min, channel by channel.
-static void page_scores(const Quest *x, const char *bound, int n, const float *q, int R, int D, float *split, float *sc, float *u) {
-    for (int h = 0; h < R; h++)
+
+// ---- before attention in a decode step: the pages with the largest bound
+
+// u (n) of pages 0..n-1 of one KV head, the largest over its R query heads. With q split into its
+// positive part q+ and its negative part q-, max(q_d max_d, q_d min_d) is q+_d max_d + q-_d min_d,
+// so u is one dot product with a page's bounds. bound (n,2D), q (R,D); split (R,2D) and sc (R,n)
+// are room.
+static void page_scores(const Quest *x, const char *bound, int n, const float *q, int R, int D,
+                        float *split, float *sc, float *u) {
+    for (int h = 0; h < R; h++) {
+        float *positive = split + (size_t)h * 2 * D, *negative = positive + D;
         for (int d = 0; d < D; d++) {
             float a = q[(size_t)h * D + d];
-            split[(size_t)h * 2 * D + d] = a > 0 ? a : 0;
-            split[(size_t)h * 2 * D + D + d] = a > 0 ? 0 : a;
+            positive[d] = a > 0 ? a : 0;
+            negative[d] = a > 0 ? 0 : a;
         }
-    matmul(sc, split, &(Tensor){ bound, x->dtype, n, 2 * D }, R);
+    }
+    matmul(sc, split, &(Tensor){ bound, x->dtype, n, 2 * D }, R);   // u(page), for every query head
     for (int p = 0; p < n; p++) u[p] = sc[p];
-    for (int h = 1; h < R; h++)
-        for (int p = 0; p < n; p++) u[p] = sc[(size_t)h * n + p] > u[p] ? sc[(size_t)h * n + p] : u[p];
+    for (int h = 1; h < R; h++) {
+        const float *other = sc + (size_t)h * n;
+        for (int p = 0; p < n; p++) u[p] = other[p] > u[p] ? other[p] : u[p];
+    }
 }
-static float *quest_scores(Session *s, const Quest *x, int l, const float *q, int pages) {       // (G,pages)
+
+// u (G,pages) of layer l's KV heads, in scratch. q (H,D).
+static float *quest_scores(Session *s, const Quest *x, int l, const float *q, int pages) {
     int G = s->c->G, R = s->c->H / G, D = s->c->D;
-    size_t per = (size_t)2 * R * D + (size_t)R * pages;
-    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float)), *u = scratch(s, (size_t)G * pages * sizeof(float));
+    size_t n_split = (size_t)2 * R * D, per = n_split + (size_t)R * pages;
+    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
+    float *u = scratch(s, (size_t)G * pages * sizeof(float));
     #pragma omp parallel for schedule(static) if (pages > 64)
     for (int g = 0; g < G; g++) {
-        float *split = room + (size_t)thread_id() * per;
-        page_scores(x, x->head[l * G + g].bound, pages, q + (size_t)g * R * D, R, D, split, split + (size_t)2 * R * D, u + (size_t)g * pages);
+        float *split = room + (size_t)thread_id() * per, *sc = split + n_split;
+        const char *bound = x->head[l * G + g].bound;
+        page_scores(x, bound, pages, q + (size_t)g * R * D, R, D, split, sc, u + (size_t)g * pages);
     }
     return u;
 }
-static void quest_select_host(Session *s, const Quest *x, int l, const float *q, int pages, int best) {
-    int G = s->c->G, *idx = scratch(s, (size_t)G * best * sizeof(int)), *rows = scratch(s, (size_t)best * PAGE * sizeof(int));
+
+// Sets the views of layer l: each KV head reads its `best` pages by u, of its first `pages`, and
+// every row behind those.
+static void quest_select_host(Session *s, const Quest *x, int l, const float *q, int pages,
+                              int best) {
+    int G = s->c->G;
+    int *idx = scratch(s, (size_t)G * best * sizeof(int));
+    int *rows = scratch(s, (size_t)best * PAGE * sizeof(int));
     int *n = scratch(s, (size_t)3 * G * sizeof(int)), *k = n + G, *found = k + G;
-    for (int g = 0; g < G; g++) { n[g] = pages; k[g] = best; }
-    top_k_rows(s, quest_scores(s, x, l, q, pages), G, pages, n, k, idx, best, found);
     for (int g = 0; g < G; g++) {
-        for (int i = 0; i < found[g] * PAGE; i++) rows[i] = idx[g * best + i / PAGE] * PAGE + i % PAGE;
-        view_group(s, l, g, rows, found[g] * PAGE, pages * PAGE);
+        n[g] = pages;
+        k[g] = best;
+    }
+    float *u = quest_scores(s, x, l, q, pages);
+    top_k_rows(s, u, G, pages, n, k, idx, best, found);
+    for (int g = 0; g < G; g++) {
+        int n_rows = found[g] * PAGE;
+        for (int i = 0; i < n_rows; i++) rows[i] = idx[g * best + i / PAGE] * PAGE + i % PAGE;
+        view_group(s, l, g, rows, n_rows, pages * PAGE);
     }
 }
-static int quest_dense(const Quest *x) { return x->B > PAGE ? x->B : PAGE; }     // up to so many tokens every row is read
-static int quest_steady(const Session *s, const void *ms) { return s->n_tok != quest_dense(ms) + 1; }
+
+// Up to so many tokens every row is read.
+static int quest_dense(const Quest *x) {
+    return max_int(x->B, PAGE);
+}
+
+// A step launches what the step before launched, but for the first step that chooses pages.
+static int quest_steady(const Session *s, const void *ms) {
+    return s->n_tok != quest_dense(ms) + 1;
+}
+
+// Chooses what layer l reads in this decode step; q (H,D). Where it returns at once, the views say:
+// every row.
 static void quest_select(Session *s, void *ms, int l, const float *q) {
     Quest *x = ms;
-    int G = s->c->G, pages = (s->n_tok - 1) / PAGE, best = (x->B / PAGE > 3 ? x->B / PAGE : 3) - 1;        // the current page is read too
-    if (l < x->full_layers || s->n_tok <= quest_dense(x)) return;          // the views say: every row
+    int G = s->c->G;
+    int pages = (s->n_tok - 1) / PAGE;                          // those before the current page
+    int best = max_int(x->B / PAGE, 3) - 1;                     // the current page is read too
+    if (l < x->full_layers || s->n_tok <= quest_dense(x)) return;
     double t0 = now();
     size_t mark = scratch_mark(s);
-    const char *bound[MAX_G];
-    for (int g = 0; g < G && KV_DEV(s); g++) bound[g] = x->head[l * G + g].bound;
-    if (KV_DEV(s)) quest_select_cuda(s, l, bound, pages, x->head[l * G].cap, best, q, x->dtype);
-    else quest_select_host(s, x, l, q, pages, best);
+    if (KV_DEV(s)) {
+        const char *bound[MAX_G];
+        for (int g = 0; g < G; g++) bound[g] = x->head[l * G + g].bound;
+        quest_select_cuda(s, l, bound, pages, x->head[l * G].cap, best, q, x->dtype);
+    } else {
+        quest_select_host(s, x, l, q, pages, best);
+    }
     scratch_reset(s, mark);
     timed(&s->clk.index, t0);
 }
+
+// Forgets the pages that are not full any more when tokens from n_tok on are truncated.
 static void quest_forget(Session *s, void *ms, int n_tok) {
     Quest *x = ms;
-    for (int i = 0; i < s->c->L * s->c->G; i++) if (x->head[i].n > n_tok / PAGE) x->head[i].n = n_tok / PAGE;
+    for (int i = 0; i < s->c->L * s->c->G; i++) x->head[i].n = min_int(x->head[i].n, n_tok / PAGE);
 }
+
+// ---- what the bounds take
+
+// The bytes allocated for bounds now.
 static size_t quest_bytes(const Session *s, const void *ms) {
     const Quest *x = ms;
-    size_t n = 0;
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += (size_t)x->head[i].cap * 2 * s->c->D * dtype_size(x->dtype);
+    size_t n = 0, row = (size_t)2 * s->c->D * dtype_size(x->dtype);
+    for (int i = 0; i < s->c->L * s->c->G; i++) n += x->head[i].cap * row;
     return n;
 }
-static size_t quest_plan(const Session *s, const void *ms, int n) {        // quest_grow asks for a quarter more than it needs
-    const Quest *x = ms;
-    int pages = n / PAGE, layers = s->c->L - x->full_layers;
-    return layers > 0 ? (size_t)layers * s->c->G * (pages + pages / 4 + 4) * 2 * s->c->D * dtype_size(x->dtype) : 0;
-}
-static const Opt quest_opts[] = { { "quest-full-layers", 'i', "2", "first layers that read every row" }, { NULL, 0, NULL, NULL } };
 
+// At most so many when n tokens are held.
+static size_t quest_plan(const Session *s, const void *ms, int n) {
+    const Quest *x = ms;
+    int layers = s->c->L - x->full_layers;
+    if (layers <= 0) return 0;
+    return (size_t)layers * s->c->G * quest_cap(n / PAGE) * 2 * s->c->D * dtype_size(x->dtype);
+}
+
+static const Opt quest_opts[] = {
+    { "quest-full-layers", 'i', "2", "first layers that read every row" },
+    { NULL, 0, NULL, NULL },
+};
 
 const Method quest_method = {
     .name    = "quest",
@@ -2255,269 +3577,443 @@ const Method quest_method = {
 };
 
 // ==================================================================================================== 9 LOOPSERVE
-// Li, Xu, Li, Chen, Li, Tian, Xiao, Deng, Wang, Li, Chen, Yuan: LoopServe: An Adaptive Dual-phase LLM Inference Acceleration
-// System for Multi-Turn Dialogues. arXiv 2507.13681.
-// A turn's prefill attends along few vertical and slash lines, chosen for this input in every layer and head from a sample of
-// its own query rows; in decode the rows to read are chosen anew every n_d tokens, by the queries of the last n_d tokens.
-//   Definition 1   X^ = [y_(j-1), X_j]: a turn prefills the previous answer again, then its own ids         loopserve_enter
-//   Eq. 1          min  sum of l_s over S^ + sum of l_v over V^   while their cells recover >= alpha of the attention of X^
-//   Algorithm 2    RandomSelect, SlashSum, VerticalSum, greedy on (weight - overlap) / (length - crossings)  select_faithful
-//   Algorithm 3    if n_o = 16 or (n_o - 16) % n_d = 0:  X^_i = arg max over B rows a of sum A[b][a], b in X^obs     loop_select
-// Lengths are l_x = n - max(x, p0) for both kinds (line_len): n rows held, of which p0.. are this pass's queries.
+// Li, Xu, Li, Chen, Li, Tian, Xiao, Deng, Wang, Li, Chen, Yuan: LoopServe: An Adaptive Dual-phase
+// LLM Inference Acceleration System for Multi-Turn Dialogues. arXiv 2507.13681.
+//
+// A turn's prefill attends only along a few vertical and slash lines of the attention matrix
+// (section 7). Every layer and query head chooses its lines anew for this input, from a sample of
+// the pass's own query rows. In decode the rows to read are chosen anew every n_d tokens, by the
+// queries of the last n_d tokens.
+//
+//   Definition 1   X^ = [y_(j-1), X_j]: a turn prefills the previous answer again, then its tokens
+//   Eq. 1          min  sum over S^ of l_s + sum over V^ of l_v
+//                  s.t. the cells of the chosen lines hold at least alpha of the attention of X^
+//   Algorithm 2    greedy for Eq. 1 on sampled rows, by gain / length:
+//                  (w_s - ol_v) / (l_s - |V^|) for a slash s,
+//                  (w_v - ol_s) / (l_v - |S^|) for a vertical v
+//   Algorithm 3    if n_o = 16 or (n_o - 16) % n_d = 0:
+//                  decode reads the B rows a with the largest sum over b in X^obs of A[b][a]
+//
+// Both kinds of lines have the length l_x = n - max(x, p0) (line_len): a head holds n rows, of
+// which the rows from p0 on are the queries of this pass.
+//
 // **Differs from the paper:**
-//   - Algorithm 2 bounds the overlap of two kinds of lines by the largest cell of every chosen line. The bound is so loose that
-//     heads run out of lines, so the default (variant b) keeps the exact residual of every line, and a heap; variant a (--paper,
-//     alpha .955) is the paper's loop with what it lacks: lines are popped, gains stop at 0, no gain left means dense;
-//   - sampled rows are stratified, with a hold-out half that must be recovered too; the first --loopserve-sink columns and the
-//     last --loopserve-local offsets are always taken (a: offset 0 only); a head that needs too many cells is dense, and so is
-//     a short pass. With alpha 1, or all heads dense, the pass equals full attention bit for bit;
-//   - n_o = 0 does not trigger ((0 - 16) % 16 would), candidates are the rows held at the prefill's end, and the tokens of this
-//     answer are read on top of B (--loopserve-gen=literal: they compete); one set a KV head (--loopserve-sel=q: a query head).
-// Nothing is ever dropped: any row may be chosen again later. It saves reads, not memory; on a CPU the chosen rows are even held twice, side by
-// side for the steps until the next choice (view_near).
-// --loopserve-unit=tile64 chooses bands of 64 offsets at what a 64x64 GPU tile costs, by thresholds instead of a heap.
+//   - Algorithm 2 bounds what two kinds of lines share by the largest cell of every chosen line.
+//     The bound is so loose that heads run out of lines. The default, variant b, keeps the exact
+//     residual of every line instead. Variant a (--paper, with alpha .955) is the paper's loop with
+//     what it leaves out: a chosen line leaves its list, a gain is at least 0, and a head without a
+//     gain left is computed in full (D33, D36).
+//   - The sampled rows are stratified (D31), and half of them only validate the choice, which must
+//     recover alpha of their attention too (D34). Variant b always takes the first
+//     --loopserve-sink columns and the last --loopserve-local offsets, variant a offset 0 only
+//     (D33).
+//   - A head whose lines would cover too many cells is computed in full, and so is a short pass
+//     (D39). With alpha 1, or when no head uses its lines, the pass equals full attention bit for
+//     bit.
+//   - Decode chooses at n_o >= 16 only; the paper's formula would also choose at n_o = 0, because
+//     (0 - 16) % 16 is 0 (D37). The candidates are the rows held at the end of the prefill, and the
+//     rows of this answer are read on top of B; with --loopserve-gen=literal they compete for B
+//     like the others. A KV head has one set of rows; with --loopserve-sel=q every query head has
+//     its own (D32).
+//   - Algorithm 3 also hands the lines of all prefills to decode, but no formula uses them: here
+//     they are not kept.
+//
+// No row is ever dropped, since any row may be chosen again later: the method saves reads, not
+// memory. On a CPU the chosen rows are even held twice, side by side for the steps until the next
+// choice (view_near).
+//
+// Map:
+//   Definition 1 -> loopserve_enter
+//   Eq. 1 -> cells_of, tally_done, select_exact, select_tiles, recovered, select_lines_kernel
+//   Algorithm 1, line 3 -> loopserve_enter
+//   Algorithm 1, line 5 -> loopserve_attend, loop_heads, loop_heads_device, choose_lines_cuda
+//   Algorithm 1, line 7 -> loopserve_select
+//   Algorithm 2, line 1 -> sample_rows
+//   Algorithm 2, line 4 -> line_probs, line_probs_cuda
+//   Algorithm 2, line 5 -> line_sums, residuals, band_residuals, line_residuals
+//   Algorithm 2, line 6 -> by_weight
+//   Algorithm 2, line 9 -> select_faithful
+//   Algorithm 2, line 10 -> select_faithful
+//   Algorithm 2, line 11 -> select_faithful
+//   Algorithm 2, line 12 -> select_faithful
+//   Algorithm 2, lines 13-14 -> select_faithful
+//   Algorithm 2, lines 16-17 -> select_faithful
+//   Algorithm 3, line 3 -> loop_due
+//   Algorithm 3, line 4 -> loop_select, ring_put, ring_put_cuda, ring_put_kernel
+//   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
+//   Algorithm 3, line 6 -> loop_due
+//   Algorithm 3, line 7 -> view_group, view_set
+//
+// Options: --loopserve-alpha, -variant, -unit, -samples, -min-context, -max-cells, -max-tiles,
+// -sink, -local, -holdout, -seed (prefill); --loopserve-first, -interval, -obs, -sel, -gen
+// (decode); --loopserve-keep-answer-kv; --budget (B, 1024) and --paper.
 
-typedef struct {            // what a selection looks at: sampled softmax rows of one head
-    int m, n, p0;
-    const int *R;           // (m) their row numbers, ascending
-    const float *P;         // (m,n) P[i][c] = 0 for c > R[i]
+typedef struct {                // what a choice of lines looks at: sampled rows of one query head
+    int m;                      // sampled rows
+    int n;                      // rows the head holds
+    int p0;                     // the first row of this pass
+    const int *R;               // (m) row numbers of the samples, ascending
+    const float *P;             // (m,n) their attention A; P[i][c] = 0 for c > R[i]
 } LineSample;
-typedef struct { double key; int id; } LineItem;         // id < n: vertical id; else slash id-n
-typedef struct {            // room of one thread
-    float *P;               // (m,N) softmax rows
-    double *g;              // (2N) residual gain of every line on the selecting samples
-    double *one;            // (2N) tile64: the largest part of it that a single sample gave at the start
-    float *top;             // (2N) variant a: the largest cell of every line
-    LineItem *item;         // (2N) heap, or sorted lists
-    LineRange *run, *range; // (N) tile64: runs of offsets; ranges of a block
-    int *v, *cols, *R;      // (N) tile64: columns; columns of a block. (m) sampled rows
+
+typedef struct {                // a line in a heap or in a sorted list
+    double key;                 // what lines are ordered by: weight, or gain / length
+    int id;                     // variant b: the vertical id < n, or the slash id - n;
+                                // variant a, where each kind has its list: the line's number
+} LineItem;
+
+typedef struct {                // working memory of one thread; a head holds at most N rows
+    float *P;                   // (m,N) softmax rows
+    double *g;                  // (2N) residuals of the lines on the selecting samples (tile64: int64_t)
+    double *one;                // (2N) tile64, int64_t: the most that one sample gave to g at first
+    float *top;                 // (2N) variant a: w^max, the largest cell of every line
+    LineItem *item;             // (2N) variant b: the heap; variant a: two sorted lists of N
+    LineRange *run;             // (N) tile64: runs of chosen offsets
+    LineRange *range;           // (N) tile64: ranges of columns of a block
+    int *v;                     // (N) tile64: chosen columns
+    int *cols;                  // (N) tile64: single columns of a block
+    int *R;                     // (m) sampled rows
 } LoopRoom;
 
 typedef struct {
-    LoopRule rule;
-    int variant_a, tile64, m, min_context;
-    uint64_t seed;
-    int first, interval, obs, per_query, literal, keep_answer, decodes;      // Algorithm 3; decodes: 1 unless loopserve-p
-    int prompt_end;         // tokens when the last prefill ended
-    int ring_from;          // the ring holds the queries of tokens from here on, at most obs of them
-    int budget;             // rows to choose
-    float *ring;            // (L,obs,H,D), made by the first query: token i stands in slot i % obs
-    // statistics: head passes, dense ones; selections, decode steps, those that read every row; sums over sparse head passes
-    long passes, dense, selections, steps, steps_all;
-    double mass, least, cells, n_v, n_s;
+    // The prefill.
+    LoopRule rule;              // alpha, kept lines, hold-out, limits
+    int variant_a;              // 1: Algorithm 2 as in the paper
+    int tile64;                 // 1: --loopserve-unit=tile64
+    int m;                      // sampled rows of a pass
+    int min_context;            // heads with at most so many rows are computed in full
+    uint64_t seed;              // of the sampled rows
+
+    // Decode, Algorithm 3.
+    int decodes;                // 1: this part chooses rows in decode (loopserve, loopserve-d)
+    int first;                  // the token of an answer at which the first choice is made: 16
+    int interval;               // n_d: tokens from one choice to the next
+    int obs;                    // queries that choose, |X^obs|
+    int per_query;              // 1: a set of rows for each query head, 0: for each KV head
+    int literal;                // 1: the rows of this answer compete for the budget
+    int keep_answer;            // 1: do not prefill the previous answer again
+    int prompt_end;             // number of tokens when the last prefill ended
+    int ring_from;              // the ring holds no queries of tokens before this one
+    int budget;                 // B: rows to choose
+    float *ring;                // (L,obs,H,D) queries, token i in slot i % obs; NULL before the first
+
+    // Statistics.
+    long passes, dense;         // prefills of single heads; how many of these were computed in full
+    double mass, least;         // of the others: sum and least of the shares of attention recovered
+    double cells;               // sum of their shares of the cells (tile64: of the tiles)
+    double n_v, n_s;            // sums of their numbers of verticals and slashes
+    long selections, steps;     // choices of rows; decode steps
+    long steps_all;             // decode steps that read every row
 } LoopServe;
 
-// ---- RandomSelect: one row of each of m strata of the nh new rows, and the last row (rules.md B3). R (m) ascending, less p0
+// Section 17: the line with the largest residual per length is taken from a heap (2n). best_line
+// returns -1 when none is left.
+static int line_heap(const LineSample *p, const double *g, LineItem *heap);
+static int best_line(const LineSample *p, const double *g, LineItem *heap, int *n_heap);
+
+// ---- samples and lengths
+
+// RandomSelect: m = min(want, nh) of the nh rows of a pass, one at random from each of m strata of
+// equal size; the last sample is the last row. The rows depend on (seed, turn, layer) only (D31).
+// R (m): the rows, ascending, counted from the first row of the pass. Returns m.
 static int sample_rows(int nh, int want, uint64_t seed, int turn, int layer, int *R) {
-    int m = want < nh ? want : nh;
+    int m = min_int(want, nh);
     uint64_t state = mix64(mix64(mix64(seed) ^ (uint64_t)turn) ^ (uint64_t)layer);
     for (int i = 0; i < m; i++) {
         int lo = (int)((long)i * nh / m), hi = (int)((long)(i + 1) * nh / m);
-        R[i] = lo + (int)(splitmix64(&state) % (uint64_t)(hi - lo));
+        R[i] = lo + (int)(splitmix64(&state) % (uint64_t)(hi - lo));     // Algorithm 2, line 1
     }
     R[m - 1] = nh - 1;
     return m;
 }
 
-// ---- lengths: cells of lines, and of the whole pass. A crossing counts twice, as in Eq. 1
-static double cells_all(const Lines *a) { return .5 * ((double)a->n * (a->n + 1) - (double)a->p0 * (a->p0 + 1)); }
+// The number of cells of the whole pass: n - p0 query rows, of which row r sees r + 1 columns.
+static double cells_all(const Lines *a) {
+    return .5 * ((double)a->n * (a->n + 1) - (double)a->p0 * (a->p0 + 1));
+}
+
+// The sum of the lengths of the lines in `bits` (n bits): one of the two sums that Eq. 1 minimises.
+// A cell where a vertical and a slash cross counts twice, as it does there.
 static double cells_of(const Lines *a, const uint64_t *bits) {
     double sum = 0;
-    for (int x = 0; x < a->n; x++) if (bit_get(bits, x)) sum += (double)line_len(x, a->p0, a->n);
+    for (int x = 0; x < a->n; x++)
+        if (bit_get(bits, x)) sum += (double)line_len(x, a->p0, a->n);   // Eq. 1: l_x
     return sum;
 }
 
-// ---- variant a: Algorithm 2 to the letter where it has letters
-static int item_before(LineItem a, LineItem b, int n) {          // key descending, slashes first, then the smaller index
-    if (a.key != b.key) return a.key > b.key;
-    return (a.id >= n) != (b.id >= n) ? a.id >= n : a.id < b.id;
-}
+// ---- variant a: Algorithm 2 of the paper
+
+// Order of Desc_Sort, for qsort: larger weights first, equal weights by line number.
 static int by_weight(const void *pa, const void *pb) {
     const LineItem *a = pa, *b = pb;
-    return a->key != b->key ? (a->key < b->key ? 1 : -1) : a->id - b->id;
+    if (a->key != b->key) return a->key < b->key ? 1 : -1;
+    return a->id - b->id;
 }
-// The sum of gains is a lower bound of the mass recovered: every shared cell of a slash and a vertical is charged once, by at
-// least its own size (w^max of the earlier line). Fails (1) when no line promises a gain before alpha is reached.
-static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
-    int n = p->n, na = 0, nb = 0;                        // |V|, |S|: also how many of each sorted list are used up
-    LineItem *iv = w->item, *is = w->item + n;
-    double tot = 0, sum = 0, ol_v = 0, ol_s = 0;
-    for (int j = 0; j < n; j++) { iv[j] = (LineItem){ 0, j }; is[j] = (LineItem){ 0, j }; w->top[j] = w->top[n + j] = 0; }
+
+// VerticalSum and SlashSum: the weights w_v of the verticals and w_s of the slashes, into the keys
+// of v (n) and s (n). top (2n): w^max of the verticals, then of the slashes. Returns the weight of
+// all cells.
+static double line_sums(const LineSample *p, LineItem *v, LineItem *s, float *top) {
+    int n = p->n;
+    double tot = 0;
+    for (int j = 0; j < n; j++) {
+        v[j] = (LineItem){ 0, j };
+        s[j] = (LineItem){ 0, j };
+        top[j] = 0;
+        top[n + j] = 0;
+    }
     for (int i = 0; i < p->m; i++)
-        for (int c = 0; c <= p->R[i]; c++) {             // SlashSum, VerticalSum
+        for (int c = 0; c <= p->R[i]; c++) {
             float x = p->P[(size_t)i * n + c];
             int o = p->R[i] - c;
-            iv[c].key += x; is[o].key += x; tot += x;
-            if (x > w->top[c]) w->top[c] = x;
-            if (x > w->top[n + o]) w->top[n + o] = x;
+            v[c].key += x;                               // Algorithm 2, line 5
+            s[o].key += x;
+            tot += x;
+            if (x > top[c]) top[c] = x;
+            if (x > top[n + o]) top[n + o] = x;
         }
-    qsort(iv, n, sizeof *iv, by_weight);
-    qsort(is, n, sizeof *is, by_weight);
-    while (sum < u->alpha * tot && (na < n || nb < n)) {
-        double gs = nb < n ? fmax(0, is[nb].key - ol_v) : -INFINITY, gv = na < n ? fmax(0, iv[na].key - ol_s) : -INFINITY;
-        if (gs <= 0 && gv <= 0) break;
-        double ls = nb < n ? fmax(1, line_len(is[nb].id, p->p0, n) - na) : 1;
-        double lv = na < n ? fmax(1, line_len(iv[na].id, p->p0, n) - nb) : 1;
-        if (nb < n && (na >= n || gs / ls >= gv / lv)) { bit_set(a->s, is[nb].id); ol_s += w->top[n + is[nb++].id]; sum += gs; }
-        else                                           { bit_set(a->v, iv[na].id); ol_v += w->top[iv[na++].id];     sum += gv; }
+    return tot;
+}
+
+// Chooses lines until the sum of their gains reaches alpha of the sampled attention. The sum is a
+// lower bound of what the lines recover: a cell that a slash and a vertical share is charged once,
+// by at least its own size, because it is no larger than w^max of the line that was chosen first.
+// Offset 0 is added at the end: a row must see itself (D33). Returns 1 when no line promises a gain
+// before alpha is reached, which makes the head dense; otherwise 0.
+static int select_faithful(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
+    int n = p->n;
+    int n_v = 0, n_s = 0;                                // |V^|, |S^|: so much of a list is used up
+    LineItem *v = w->item, *s = w->item + n;
+    double ol_v = 0, ol_s = 0, sum = 0;
+    double tot = line_sums(p, v, s, w->top);
+    qsort(v, n, sizeof *v, by_weight);                   // Algorithm 2, line 6
+    qsort(s, n, sizeof *s, by_weight);
+
+    while (sum < u->alpha * tot && (n_v < n || n_s < n)) {       // Algorithm 2, line 9
+        double gain_v = -INFINITY, gain_s = -INFINITY, len_v = 1, len_s = 1;
+        if (n_s < n) {                                   // Algorithm 2, line 10: s = s[n_s]
+            gain_s = fmax(0, s[n_s].key - ol_v);         // Algorithm 2, line 11: w_s - ol_v
+            len_s = fmax(1, line_len(s[n_s].id, p->p0, n) - n_v);        // l_s - |V^|
+        }
+        if (n_v < n) {
+            gain_v = fmax(0, v[n_v].key - ol_s);         // w_v - ol_s
+            len_v = fmax(1, line_len(v[n_v].id, p->p0, n) - n_s);        // l_v - |S^|
+        }
+        if (gain_s <= 0 && gain_v <= 0) break;
+        if (gain_s / len_s >= gain_v / len_v) {          // Algorithm 2, line 12
+            int o = s[n_s++].id;
+            bit_set(a->s, o);                            // Algorithm 2, lines 13-14
+            ol_s += w->top[n + o];
+            sum += gain_s;
+        } else {
+            int c = v[n_v++].id;
+            bit_set(a->v, c);                            // Algorithm 2, lines 16-17
+            ol_v += w->top[c];
+            sum += gain_v;
+        }
     }
+
     int failed = sum < u->alpha * tot;
-    bit_set(a->s, 0);                                    // a row must see itself (rules.md B7)
-    *f = (LoopFound){ tot > 0 ? sum / tot : 1, (cells_of(a, a->v) + cells_of(a, a->s)) / cells_all(a) };
+    bit_set(a->s, 0);
+    f->mass = tot > 0 ? sum / tot : 1;
+    f->cells = (cells_of(a, a->v) + cells_of(a, a->s)) / cells_all(a);
     return failed;
 }
 
 // ---- variant b: exact residuals
-typedef struct { double rec[2], tot[2]; } Tally;         // mass recovered, and all of it; [0] selecting samples, [1] validating
 
-static int tally_done(const Tally *t, double alpha) { return t->rec[0] >= alpha * t->tot[0] && t->rec[1] >= alpha * t->tot[1]; }
+typedef struct {                // attention of the sampled rows: [0] selecting, [1] validating ones
+    double rec[2];              // in the cells of the chosen lines
+    double tot[2];              // in all cells
+} Tally;
+
+// The condition of Eq. 1: both halves of the samples recover alpha of their attention.
+static int tally_done(const Tally *t, double alpha) {
+    return t->rec[0] >= alpha * t->tot[0] && t->rec[1] >= alpha * t->tot[1];     // Eq. 1
+}
+
+// The share of the attention of all samples that is recovered.
 static double tally_share(const Tally *t) {
     double all = t->tot[0] + t->tot[1];
     return all > 0 ? (t->rec[0] + t->rec[1]) / all : 1;
 }
+
+// Chooses the lines that are always taken: the first columns and the last offsets.
 static void keep_lines(const LoopRule *u, Lines *a) {
     for (int c = 0; c < u->sink && c < a->n; c++) bit_set(a->v, c);
     for (int o = 0; o < u->local && o < a->n; o++) bit_set(a->s, o);
 }
-// Residual gains with the kept lines taken out. g (2n). A row is summed in 32 lanes, so that a warp of the GPU can add in the same order.
-static double lanes32(double *x) { for (int h = 16; h; h >>= 1) for (int i = 0; i < h; i++) x[i] += x[i + h]; return x[0]; }
+
+// The sum of x[0..31], by a tree of additions. Destroys x.
+static double sum_lanes32(double *x) {
+    for (int h = 16; h; h >>= 1)
+        for (int i = 0; i < h; i++) x[i] += x[i + h];
+    return x[0];
+}
+
+// The attention that every line would add to the kept lines, into g (2n): verticals, then slashes;
+// selecting samples only. Even samples select; with --loopserve-holdout the odd ones validate
+// (D34). Returns what the kept lines recover. A row is summed in 32 lanes, so that a warp of the
+// GPU can add in the same order.
 static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
-    Tally t = {{0, 0}, {0, 0}};
+    Tally t = { { 0, 0 }, { 0, 0 } };
     int n = p->n;
     memset(g, 0, 2 * (size_t)n * sizeof *g);
     for (int i = 0; i < p->m; i++) {
-        int half = u->holdout & i;                       // even samples select
+        int half = u->holdout & i;
         double rec[32] = { 0 }, tot[32] = { 0 };
         for (int c = 0; c <= p->R[i]; c++) {
             double x = p->P[(size_t)i * n + c];
+            int o = p->R[i] - c;
             tot[c % 32] += x;
-            if (c < u->sink || p->R[i] - c < u->local) rec[c % 32] += x;
-            else if (!half) { g[c] += x; g[n + p->R[i] - c] += x; }
+            if (c < u->sink || o < u->local) rec[c % 32] += x;
+            else if (!half) {
+                g[c] += x;                               // Algorithm 2, line 5, less the kept lines
+                g[n + o] += x;
+            }
         }
-        t.rec[half] += lanes32(rec);
-        t.tot[half] += lanes32(tot);
+        t.rec[half] += sum_lanes32(rec);
+        t.tot[half] += sum_lanes32(tot);
     }
     return t;
 }
-static void heap_down(LineItem *h, int n_heap, int i, int n) {
-    for (int j; (j = 2 * i + 1) < n_heap; i = j) {
-        if (j + 1 < n_heap && item_before(h[j + 1], h[j], n)) j++;
-        if (!item_before(h[j], h[i], n)) return;
-        LineItem x = h[i]; h[i] = h[j]; h[j] = x;
-    }
-}
-// Chooses a line; what it covers leaves the residuals of the lines that cross it.
+
+// Chooses line `id` and books its gain. In every sampled row one line of the other kind crosses it:
+// the shared cell, if it was not covered before, leaves that line's residual.
 static void take_line(const LineSample *p, const LoopRule *u, Lines *a, double *g, int id, Tally *t) {
     int n = p->n, slash = id >= n, x = slash ? id - n : id;
     t->rec[0] += g[id];
     bit_set(slash ? a->s : a->v, x);
     for (int i = 0; i < p->m; i++) {
-        int other = p->R[i] - x;                         // the line of the other kind that crosses it in this row
+        int other = p->R[i] - x;
         if (other < 0 || bit_get(slash ? a->v : a->s, other)) continue;
         double cell = p->P[(size_t)i * n + (slash ? other : x)];
         if (u->holdout & i) t->rec[1] += cell;
         else g[slash ? other : n + other] -= cell;
     }
 }
-// Greedy on residual / length until alpha of both halves is recovered (Eq. 1). A gain only ever falls, so a popped entry whose
-// refreshed key still precedes the top is the best line there is (rules.md B10). Fails (1): too many cells, or nothing left.
+
+// Greedy for Eq. 1: takes the line with the largest residual per length until both halves of the
+// samples recover alpha. Returns 1, and the head is dense, when the lines cover more than max_cells
+// of the pass or no line is left before the validating half recovers alpha; otherwise 0.
 static int select_exact(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
-    int n = p->n, n_heap = 0, failed = 0;
-    LineItem *h = w->item;
-    double all = cells_all(a), cells;
+    int failed = 0;
+    double all = cells_all(a);
     keep_lines(u, a);
-    cells = cells_of(a, a->v) + cells_of(a, a->s);
+    double cells = cells_of(a, a->v) + cells_of(a, a->s);
     Tally t = residuals(p, u, w->g);
-    for (int id = 0; id < 2 * n; id++)
-        if (w->g[id] > 1e-12) h[n_heap++] = (LineItem){ w->g[id] / (double)line_len(id % n, p->p0, n), id };
-    for (int i = n_heap / 2 - 1; i >= 0; i--) heap_down(h, n_heap, i, n);
-    while (!tally_done(&t, u->alpha) && n_heap && !failed) {
-        int id = h[0].id;
-        if (w->g[id] > 1e-12) {
-            h[0].key = w->g[id] / (double)line_len(id % n, p->p0, n);
-            heap_down(h, n_heap, 0, n);
-            if (h[0].id != id) continue;
-            take_line(p, u, a, w->g, id, &t);
-            cells += (double)line_len(id % n, p->p0, n);
-            failed = cells > u->max_cells * all;
-        }
-        h[0] = h[--n_heap];
-        heap_down(h, n_heap, 0, n);
+    int n_heap = line_heap(p, w->g, w->item);
+
+    while (!tally_done(&t, u->alpha) && !failed) {       // Eq. 1: the constraint
+        int id = best_line(p, w->g, w->item, &n_heap);
+        if (id < 0) break;
+        take_line(p, u, a, w->g, id, &t);
+        cells += (double)line_len(id % p->n, p->p0, p->n);       // Eq. 1: the cost so far
+        failed = cells > u->max_cells * all;
     }
+
     *f = (LoopFound){ tally_share(&t), cells / all };
     return failed || (u->holdout && t.rec[1] < u->alpha * t.tot[1]);
 }
 
-// ---- unit tile64: verticals, and bands of 64 offsets, by thresholds: what a GPU does without a heap, at what its tiles cost. Masses are
-// counted in fixed point (fixed_mass), so a GPU that adds them in another order finds the same lines.
-enum { BAND = 64 };
+// ---- --loopserve-unit=tile64: verticals, and bands of 64 slashes, for GPUs that read 64x64 tiles
+// Lines are chosen by thresholds, which a GPU can do without a heap. Attention is summed in fixed
+// point (fixed_mass), so that a GPU that adds in another order finds the same lines (D30). Line
+// ids: id < n is the vertical id, n + k is band k.
 
+enum { BAND = 64 };             // offsets of a band; band k: offsets [k*BAND,(k+1)*BAND)
+
+// The sum of the lengths of the slashes of band k.
 static double band_len(int k, int p0, int n) {
     double sum = 0;
     for (int o = k * BAND; o < n && o < (k + 1) * BAND; o++) sum += (double)line_len(o, p0, n);
     return sum;
 }
-// Residual gains given the lines in a: g[c], g[n+k]. one (2n) or NULL: the largest part of each that one selecting sample gives
-static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines *a, int64_t *g, int64_t *one) {
+
+// The attention that verticals and bands would add to the lines in `a`, into g: g[c] for column c,
+// g[n+k] for band k. one (2n), or NULL: the largest part of each that a single selecting sample
+// gives. Returns what `a` recovers.
+static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines *a,
+                            int64_t *g, int64_t *one) {
     int64_t rec[2] = { 0, 0 }, tot[2] = { 0, 0 };
     int n = p->n;
     memset(g, 0, 2 * (size_t)n * sizeof *g);
     if (one) memset(one, 0, 2 * (size_t)n * sizeof *one);
     for (int i = 0; i < p->m; i++) {
         int half = u->holdout & i;
-        int64_t part = 0;                                // of the band this cell is in, in this row
+        int64_t part = 0;                                // what this row gives to column c's band
         for (int c = 0; c <= p->R[i]; c++) {
             int64_t x = fixed_mass(p->P[(size_t)i * n + c]);
             int o = p->R[i] - c, k = n + o / BAND;
             tot[half] += x;
             if (bit_get(a->v, c) || bit_get(a->s, o)) rec[half] += x;
             else if (!half) {
-                g[c] += x; g[k] += x; part += x;
+                g[c] += x;                               // Algorithm 2, line 5, less chosen lines
+                g[k] += x;
+                part += x;
                 if (one && x > one[c]) one[c] = x;
             }
-            if (o % BAND) continue;
-            if (one && part > one[k]) one[k] = part;
-            part = 0;
+            if (o % BAND == 0) {                         // the row's last cell in this band
+                if (one && part > one[k]) one[k] = part;
+                part = 0;
+            }
         }
     }
     return (Tally){ { (double)rec[0], (double)rec[1] }, { (double)tot[0], (double)tot[1] } };
 }
-// Share of the dense 64-wide tiles that the row blocks need: ranges cut into tiles, single columns gathered 64 at a time
+
+// The share of the 64-wide tiles of full attention that the row blocks of the pass read: their
+// ranges of columns cut into tiles, and their single columns gathered 64 at a time.
 static double tile_share(const Lines *a, LoopRoom *w) {
     double tiles = 0, dense = 0;
     int nv = bit_list(a->v, a->n, w->v), n_run = bit_runs(a->s, a->n, w->run), n_cols;
     for (int b = 0; b < a->n - a->p0; b += LINE_BLOCK) {
-        int E = a->p0 + b + LINE_BLOCK < a->n ? a->p0 + b + LINE_BLOCK : a->n;
+        int E = min_int(a->p0 + b + LINE_BLOCK, a->n);
         int k = block_index(a, b, w->run, n_run, w->v, nv, w->range, w->cols, &n_cols);
-        for (int j = 0; j < k; j++) tiles += (w->range[j].hi - w->range[j].lo + KV_TILE - 1) / KV_TILE;
+        for (int j = 0; j < k; j++)
+            tiles += (w->range[j].hi - w->range[j].lo + KV_TILE - 1) / KV_TILE;
         tiles += (n_cols + KV_TILE - 1) / KV_TILE;
         dense += (E + KV_TILE - 1) / KV_TILE;
     }
     return tiles / dense;
 }
-// Rounds: every line within .9 of the best residual per cost (less what its best single sample gave: a line needs two) is
-// taken at once, then all residuals anew. Fails (1): too many tiles, or nothing left that two samples support.
-static double gain_of(const int64_t *g, const int64_t *one, int id, int p0, int n) {   // per cost; 0: not even 2^-40
+
+// The gain of line `id` per cell, less what its best single sample gave: a line needs the support
+// of two samples. 0 when it gains no more than 2^-40.
+static double gain_of(const int64_t *g, const int64_t *one, int id, int p0, int n) {
     int64_t gain = g[id] - one[id];
-    return gain > 1 ? (double)gain / (id < n ? (double)line_len(id, p0, n) : band_len(id - n, p0, n)) : 0;
+    if (gain <= 1) return 0;
+    return (double)gain / (id < n ? (double)line_len(id, p0, n) : band_len(id - n, p0, n));
 }
+
+// Greedy for Eq. 1 in rounds: every line within .9 of the best gain per cell is taken at once, then
+// all residuals are computed anew. The threshold only falls from round to round.
+// Returns 1, and the head is dense, when the lines read more than max_tiles of the tiles or when no
+// line is left that two samples support; otherwise 0.
 static int select_tiles(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
     int n = p->n, ids = n + (n + BAND - 1) / BAND;
-    int64_t *g = (int64_t *)w->g, *one = (int64_t *)w->one;                     // as many bytes as the doubles of variant b
-    double lam = INFINITY;
+    int64_t *g = (int64_t *)w->g, *one = (int64_t *)w->one;     // as large as variant b's doubles
+    double threshold = INFINITY;
     keep_lines(u, a);
+
     Tally t = band_residuals(p, u, a, g, one);
     *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
-    while (!tally_done(&t, u->alpha)) {
+    while (!tally_done(&t, u->alpha)) {                  // Eq. 1: the constraint
         double best = 0;
         for (int id = 0; id < ids; id++) best = fmax(best, gain_of(g, one, id, p->p0, n));
         if (best <= 0) return 1;
-        lam = .9 * fmin(lam, best);
+
+        threshold = .9 * fmin(threshold, best);
         for (int id = 0; id < ids; id++) {
-            if (gain_of(g, one, id, p->p0, n) < lam) continue;
-            if (id < n) bit_set(a->v, id);
-            else for (int o = (id - n) * BAND; o < n && o < (id - n + 1) * BAND; o++) bit_set(a->s, o);
+            if (gain_of(g, one, id, p->p0, n) < threshold) continue;
+            if (id < n) {
+                bit_set(a->v, id);
+                continue;
+            }
+            int from = (id - n) * BAND;
+            for (int o = from; o < n && o < from + BAND; o++) bit_set(a->s, o);
         }
+
         t = band_residuals(p, u, a, g, NULL);
         *f = (LoopFound){ tally_share(&t), tile_share(a, w) };
         if (f->cells > u->max_tiles) return 1;
@@ -2525,267 +4021,433 @@ static int select_tiles(const LineSample *p, const LoopRule *u, Lines *a, LoopRo
     return 0;
 }
 
-// ---- prefill
-static LoopRoom *loop_rooms(Session *s, int m, int N) {  // one a thread
+// ---- prefill: Algorithm 1, line 5
+
+typedef struct {                // one layer of one prefill
+    int l, T;                   // layer; tokens of the pass
+    const float *q;             // (T,H,D) queries
+    const int *rows;            // (m) sampled rows of the pass, from 0; the same for all heads
+    Lines *lines;               // (H) the choice
+    LoopFound *found;           // (H) what it recovers and costs; not set where nothing was chosen
+    LoopRoom *room;             // (threads) working memory; NULL where the GPU chooses
+} LoopPass;
+
+// Working memory for every thread, in scratch: m samples of heads with at most N rows.
+static LoopRoom *loop_rooms(Session *s, int m, int N) {
     int threads = n_threads();
     LoopRoom *w = scratch(s, (size_t)threads * sizeof *w);
-    size_t n = (size_t)N, f = sizeof(float), d = sizeof(double);
-    for (int i = 0; i < threads; i++)
-        w[i] = (LoopRoom){ .P = scratch(s, m * n * f), .g = scratch(s, 2 * n * d), .one = scratch(s, 2 * n * d),
-                           .top = scratch(s, 2 * n * f), .item = scratch(s, 2 * n * sizeof(LineItem)),
-                           .run = scratch(s, n * sizeof(LineRange)), .range = scratch(s, n * sizeof(LineRange)),
-                           .v = scratch(s, n * sizeof(int)), .cols = scratch(s, n * sizeof(int)), .R = scratch(s, m * sizeof(int)) };
+    size_t n = (size_t)N;
+    for (int i = 0; i < threads; i++) {
+        w[i].P = scratch(s, m * n * sizeof(float));
+        w[i].g = scratch(s, 2 * n * sizeof(double));
+        w[i].one = scratch(s, 2 * n * sizeof(double));
+        w[i].top = scratch(s, 2 * n * sizeof(float));
+        w[i].item = scratch(s, 2 * n * sizeof(LineItem));
+        w[i].run = scratch(s, n * sizeof(LineRange));
+        w[i].range = scratch(s, n * sizeof(LineRange));
+        w[i].v = scratch(s, n * sizeof(int));
+        w[i].cols = scratch(s, n * sizeof(int));
+        w[i].R = scratch(s, m * sizeof(int));
+    }
     return w;
 }
+
+// The sample of head h: its row numbers are filled in, its probabilities are not.
+static LineSample head_sample(const LoopPass *pass, int m, int h, LoopRoom *w) {
+    const Lines *a = &pass->lines[h];
+    for (int i = 0; i < m; i++) w->R[i] = a->p0 + pass->rows[i];
+    return (LineSample){ m, a->n, a->p0, w->R, w->P };
+}
+
+// Chooses the lines of one head from its sample, by the variant and unit the options say. Sets
+// a->dense when the choice fails.
 static void loop_choose(const LoopServe *x, const LineSample *p, Lines *a, LoopRoom *w, LoopFound *f) {
     a->tile64 = x->tile64;
-    a->dense = (x->variant_a ? select_faithful : x->tile64 ? select_tiles : select_exact)(p, &x->rule, a, w, f);
+    if (x->variant_a) a->dense = select_faithful(p, &x->rule, a, w, f);
+    else if (x->tile64) a->dense = select_tiles(p, &x->rule, a, w, f);
+    else a->dense = select_exact(p, &x->rule, a, w, f);
 }
-static void loop_count(LoopServe *x, const Lines *a, const LoopFound *f) {
-    x->passes++;
-    if (a->dense) { x->dense++; return; }
-    if (x->passes - x->dense == 1 || f->mass < x->least) x->least = f->mass;
-    x->mass += f->mass; x->cells += f->cells;
-    x->n_v += bit_list(a->v, a->n, NULL); x->n_s += bit_list(a->s, a->n, NULL);
-}
-static void loop_heads(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, LoopFound *found) {      // on the host
-    int H = s->c->H, m = x->m;
+
+// Chooses the lines of every head that is not dense already, on the CPU.
+static void loop_heads(Session *s, const LoopServe *x, const LoopPass *pass) {
+    int H = s->c->H, l = pass->l, m = x->m;
     Tile *tiles = tiles_new(s);
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * kv_longest(s, l) * H * s->c->D))
     for (int h = 0; h < H; h++) {
-        LoopRoom *w = &room[thread_id()];
-        LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
-        if (a[h].dense) continue;
-        for (int i = 0; i < m; i++) w->R[i] = a[h].p0 + rows[i];
-        line_probs(s, l, h, q, T, w->R, m, w->P, &tiles[thread_id()]);
-        loop_choose(x, &p, &a[h], w, &found[h]);
+        if (pass->lines[h].dense) continue;
+        LoopRoom *w = &pass->room[thread_id()];
+        LineSample p = head_sample(pass, m, h, w);
+        // Algorithm 2, line 4: A[X~], the softmax rows of the samples
+        line_probs(s, l, h, pass->q, pass->T, w->R, m, w->P, &tiles[thread_id()]);
+        loop_choose(x, &p, &pass->lines[h], w, &pass->found[h]);
     }
 }
-// The GPU makes the probabilities and chooses; the paper's own loop (variant a) sorts and pops on the host.
-static void loop_heads_device(Session *s, LoopServe *x, int l, const float *q, int T, const int *rows, Lines *a, LoopRoom *room, LoopFound *found) {
-    int G = s->c->G, R = s->c->H / G, N = kv_longest(s, l), m = x->m, ng = line_batch_cuda(s, l, m);
-    for (int h0 = 0; h0 < G * R; h0 += ng * R) {
-        float *P = line_probs_cuda(s, l, h0 / R, ng, q, T, rows, m);
+
+// The same on a device, some KV heads at a time: the GPU computes the probabilities and chooses the
+// lines. Only the paper's own loop (variant a) sorts and chooses on the host.
+static void loop_heads_device(Session *s, const LoopServe *x, const LoopPass *pass) {
+    int G = s->c->G, R = s->c->H / G, l = pass->l, N = kv_longest(s, l), m = x->m;
+    int groups = line_batch_cuda(s, l, m), heads = groups * R;
+    Lines *lines = pass->lines;
+    for (int h0 = 0; h0 < G * R; h0 += heads) {
+        // Algorithm 2, line 4: A[X~]
+        float *P = line_probs_cuda(s, l, h0 / R, groups, pass->q, pass->T, pass->rows, m);
         if (!x->variant_a) {
-            choose_lines_cuda(s, l, h0 / R, ng, &x->rule, x->tile64, P, T, m, a + h0, found + h0);
-            for (int h = h0; h < h0 + ng * R; h++) a[h].dense |= a[h].n <= x->min_context;
+            choose_lines_cuda(s, l, h0 / R, groups, &x->rule, x->tile64, P, pass->T, m,
+                              lines + h0, pass->found + h0);
+            for (int h = h0; h < h0 + heads; h++) lines[h].dense |= lines[h].n <= x->min_context;
             continue;
         }
-        #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * ng * R))
-        for (int h = h0; h < h0 + ng * R; h++) {
-            LoopRoom *w = &room[thread_id()];
-            LineSample p = { m, a[h].n, a[h].p0, w->R, w->P };
-            if (a[h].dense) continue;
-            for (int i = 0; i < m; i++) {
-                w->R[i] = a[h].p0 + rows[i];
-                host_copy_cuda(w->P + (size_t)i * a[h].n, P + ((size_t)(h - h0) * m + i) * N, a[h].n);
-            }
-            loop_choose(x, &p, &a[h], w, &found[h]);
+        #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)m * N * heads))
+        for (int h = h0; h < h0 + heads; h++) {
+            if (lines[h].dense) continue;
+            LoopRoom *w = &pass->room[thread_id()];
+            LineSample p = head_sample(pass, m, h, w);
+            for (int i = 0; i < m; i++)
+                host_copy_cuda(w->P + (size_t)i * p.n, P + ((size_t)(h - h0) * m + i) * N, p.n);
+            loop_choose(x, &p, &lines[h], w, &pass->found[h]);
         }
     }
 }
+
+// Adds one head's prefill to the statistics.
+static void loop_count(LoopServe *x, const Lines *a, const LoopFound *f) {
+    x->passes++;
+    if (a->dense) {
+        x->dense++;
+        return;
+    }
+    if (x->passes - x->dense == 1 || f->mass < x->least) x->least = f->mass;
+    x->mass += f->mass;
+    x->cells += f->cells;
+    x->n_v += bit_list(a->v, a->n, NULL);
+    x->n_s += bit_list(a->s, a->n, NULL);
+}
+
+// Method.attend: chooses the lines of every head of layer l and attends along them. With alpha 1,
+// or with fewer than 4 times as many rows as samples, the pass attends in full: choosing would cost
+// more than it saves.
 static void loopserve_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     LoopServe *x = ms;
     int H = s->c->H, m = x->m, all_dense = 1;
-    if (x->rule.alpha >= 1 || T / 4 < m) {               // choosing would cost more than it saves
-        x->passes += H; x->dense += H;
+    if (x->rule.alpha >= 1 || T / 4 < m) {
+        x->passes += H;
+        x->dense += H;
         attn_prefill(s, l, out, q, 0, T);
         return;
     }
+
     size_t mark = scratch_mark(s);
     double t = now();
-    Lines *a = lines_new(s, l, T);
-    LoopRoom *room = KV_DEV(s) && !x->variant_a ? NULL : loop_rooms(s, m, kv_longest(s, l));
-    LoopFound *found = scratch(s, (size_t)H * sizeof *found);
+    LoopPass pass = { .l = l, .T = T, .q = q };
+    pass.lines = lines_new(s, l, T);
+    if (!KV_DEV(s) || x->variant_a) pass.room = loop_rooms(s, m, kv_longest(s, l));
+    pass.found = scratch(s, (size_t)H * sizeof *pass.found);
     int *rows = scratch(s, (size_t)m * sizeof(int));
-    sample_rows(T, m, x->seed, s->turn, l, rows);        // the same tokens for all heads
-    for (int h = 0; h < H; h++) { a[h].dense = a[h].n <= x->min_context; all_dense &= a[h].dense; }
-    if (!all_dense) (KV_DEV(s) ? loop_heads_device : loop_heads)(s, x, l, q, T, rows, a, room, found);
-    for (int h = 0; h < H; h++) loop_count(x, &a[h], &found[h]);
+
+    sample_rows(T, m, x->seed, s->turn, l, rows);
+    pass.rows = rows;
+    for (int h = 0; h < H; h++) {
+        pass.lines[h].dense = pass.lines[h].n <= x->min_context;
+        all_dense &= pass.lines[h].dense;
+    }
+
+    if (!all_dense) {                                    // Algorithm 1, line 5
+        if (KV_DEV(s)) loop_heads_device(s, x, &pass);
+        else loop_heads(s, x, &pass);
+    }
+    for (int h = 0; h < H; h++) loop_count(x, &pass.lines[h], &pass.found[h]);
     timed(&s->clk.index, t);
-    lines_attend(s, l, a, out, q, T);
+
+    lines_attend(s, l, pass.lines, out, q, T);
     scratch_reset(s, mark);
 }
-// Definition 1: the previous answer is dropped and prefilled again in front of this turn's ids. Its rows came one by one from
-// passes that read chosen rows only. (Its last token was never fed: it comes with this turn's ids.)
+
+// Method.enter, Definition 1: the rows of the previous answer are dropped, and its tokens are
+// prefilled again in front of this turn's n tokens t (room: cap). Those rows came one by one from
+// decode steps that read chosen rows only (D38). The last token of an answer was never fed: it
+// comes with this turn's ids. Returns the new number of tokens; ends the program where they do not
+// fit.
 static int loopserve_enter(Session *s, void *ms, Token *t, int n, int cap) {
     LoopServe *x = ms;
     int k = s->n_tok - x->prompt_end;
     if (x->keep_answer || k <= 0) return n;
     if (n + k > cap) die(EXIT_RUN, "loopserve: no room to prefill an answer of %d tokens again", k);
-    memmove(t + k, t, (size_t)n * sizeof *t);
-    for (int i = 0; i < k; i++) { t[i] = s->tok[x->prompt_end + i]; t[i].pos = -1; }
+    memmove(t + k, t, (size_t)n * sizeof *t);            // Definition 1: X^ = [y_(j-1), X_j]
+    for (int i = 0; i < k; i++) {                        // Algorithm 1, line 3
+        t[i] = s->tok[x->prompt_end + i];
+        t[i].pos = -1;
+    }
     kv_truncate(s, x->prompt_end);
     return n + k;
 }
 
 // ---- decode: Algorithm 3
-static float *ring_slot(const Session *s, const LoopServe *x, int l, int token) {       // (H,D)
+
+// Where the ring keeps the queries (H,D) of a token in layer l.
+static float *ring_slot(const Session *s, const LoopServe *x, int l, int token) {
     return x->ring + ((size_t)l * x->obs + token % x->obs) * s->c->H * s->c->D;
 }
-static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q) {      // q (H,D)
+
+// Puts the queries q (H,D) of a token into the ring of layer l.
+static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q) {
     size_t row = (size_t)s->c->H * s->c->D * sizeof(float), all = (size_t)s->c->L * x->obs * row;
     if (!x->ring) x->ring = KV_DEV(s) ? (float *)near_grow_cuda(NULL, 0, all) : xcalloc(1, all);
     if (KV_DEV(s)) ring_put_cuda(s, ring_slot(s, x, l, 0), x->obs, token, q);
     else memcpy(ring_slot(s, x, l, token), q, row);
 }
-// Line 5: for every KV head of layer l (or query head) the B candidates that the queries in the ring attend to most. The scores
-// are softmax rows over every row held, the ring's tokens being its last w: each sees the rows up to its own. The sum over a group's
-// heads ranks like their mean.
-static float *loop_scores(Session *s, const LoopServe *x, int l, int first, const int *end) {      // end (G): candidates -> (lists,N), where the rows lie: sums over the ring, or means
-    int H = s->c->H, G = s->c->G, N = kv_longest(s, l), w = s->base - first + 1, lists = x->per_query ? H : G;
+
+// What every row of layer l receives from the queries in the ring, those of the tokens from `first`
+// on: their softmax rows over every row held, summed over the queries and over the heads of a group
+// (the sum ranks like the mean). The tokens of the ring are the last ones held, and each sees the
+// rows up to its own.
+// end (G): number of candidates, the first rows of each head. Returns (lists,N), lists = G or, per
+// query head, H, in the memory that the rows are in: sums or means over the queries.
+static float *loop_scores(Session *s, const LoopServe *x, int l, int first, const int *end) {
+    int H = s->c->H, G = s->c->G, N = kv_longest(s, l), lists = x->per_query ? H : G;
+    int w = s->base - first + 1;                         // queries
     size_t row = (size_t)H * s->c->D;
     if (KV_DEV(s)) {
         float *score = ring_scores_cuda(s, l, ring_slot(s, x, l, 0), x->obs, first, w);
         return x->per_query ? score : join_rows_cuda(s, score, end, N, AGG_SUM);
     }
-    float *obs = scratch(s, w * row * sizeof(float)), *score = scratch(s, (size_t)lists * N * sizeof(float));
-    for (int i = 0; i < w; i++) memcpy(obs + i * row, ring_slot(s, x, l, first + i), row * sizeof(float));
-    mean_rows(s, l, obs, first, w, lists / G, score);
+    float *obs = scratch(s, w * row * sizeof(float));
+    float *score = scratch(s, (size_t)lists * N * sizeof(float));
+    for (int i = 0; i < w; i++)
+        memcpy(obs + i * row, ring_slot(s, x, l, first + i), row * sizeof(float));
+    mean_rows(s, l, obs, first, w, lists / G, score);    // Algorithm 3, line 5: sums of A[b][a]
     return score;
 }
+
+// The number of candidates of a KV head: its rows older than this answer, or than this step
+// (--loopserve-gen=literal).
+static int candidate_rows(const Session *s, const LoopServe *x, int l, int g) {
+    const KVHead *hd = kv_head(s, l, g);
+    int limit = x->literal ? s->base : x->prompt_end, n = hd->len;
+    while (n > 0 && hd->src[n - 1] >= limit) n--;
+    return n;
+}
+
+// Chooses the rows that layer l reads from now on: for every KV head (or query head) the B
+// candidates with the largest score, and every row behind the candidates. A head with at most B
+// candidates reads every row.
 static void loop_select(Session *s, LoopServe *x, int l) {
-    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l), first = s->base - x->obs + 1, lists = x->per_query ? H : G, each = H / lists;
+    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l);
+    int lists = x->per_query ? H : G;                    // lists of rows
+    int each = H / lists;                                // query heads that share one
+    int first = max_int(s->base - x->obs + 1, x->ring_from);     // Algorithm 3, line 4: X^obs
+
     size_t mark = scratch_mark(s);
-    int *idx = scratch(s, (size_t)lists * x->budget * sizeof(int)), *end = scratch(s, (size_t)(G + 3 * lists) * sizeof(int));
+    int *idx = scratch(s, (size_t)lists * x->budget * sizeof(int));
+    int *end = scratch(s, (size_t)(G + 3 * lists) * sizeof(int));
     int *n = end + G, *want = n + lists, *found = want + lists;
-    for (int g = 0; g < G; g++) {                        // candidates: rows [0,end)
-        const KVHead *hd = kv_head(s, l, g);
-        for (end[g] = hd->len; end[g] > 0 && hd->src[end[g] - 1] >= (x->literal ? s->base : x->prompt_end); ) end[g]--;
-    }
-    float *score = loop_scores(s, x, l, first > x->ring_from ? first : x->ring_from, end);
-    for (int i = 0; i < lists; i++) { n[i] = end[i * each / R]; want[i] = n[i] > x->budget ? x->budget : 0; }
-    top_k_rows(s, score, lists, N, n, want, idx, x->budget, found);
+    for (int g = 0; g < G; g++) end[g] = candidate_rows(s, x, l, g);
+
+    float *score = loop_scores(s, x, l, first, end);
     for (int i = 0; i < lists; i++) {
-        int last = end[i * each / R], tail = last <= x->budget ? 0 : last, *list = idx + (size_t)i * x->budget;
-        if (each == R) view_group(s, l, i, list, found[i], tail); else view_set(s, l, i, list, found[i], tail);
+        n[i] = end[i * each / R];
+        want[i] = n[i] > x->budget ? x->budget : 0;
     }
+    // Algorithm 3, line 5: arg max
+    top_k_rows(s, score, lists, N, n, want, idx, x->budget, found);
+
+    for (int i = 0; i < lists; i++) {                    // Algorithm 3, line 7: what decode reads
+        int tail = n[i] > x->budget ? n[i] : 0, *list = idx + (size_t)i * x->budget;
+        if (each == R) view_group(s, l, i, list, found[i], tail);
+        else view_set(s, l, i, list, found[i], tail);
+    }
+    // On a CPU the chosen rows are copied side by side.
     #pragma omp parallel for schedule(static) if (worth_threads((size_t)lists * x->budget * s->c->D))
     for (int i = 0; i < lists; i++) view_near(s, l, i * each);
     scratch_reset(s, mark);
 }
-static int loop_due(const Session *s, const LoopServe *x) {      // line 3: n_o tokens of the answer so far, this one included
-    int n_o = s->step + 1;
-    return n_o >= x->first && (n_o - x->first) % x->interval == 0;
+
+// Are rows chosen in this step? n_o counts the tokens of the answer so far, this step's included
+// (D37).
+static int loop_due(const Session *s, const LoopServe *x) {
+    int n_o = s->step + 1;                               // Algorithm 3, line 6
+    return n_o >= x->first && (n_o - x->first) % x->interval == 0;       // Algorithm 3, line 3
 }
-static int loopserve_steady(const Session *s, const void *ms) { return !loop_due(s, ms); }
+
+// Method.steady: a step that chooses nothing launches the same kernels as the one before it.
+static int loopserve_steady(const Session *s, const void *ms) {
+    return !loop_due(s, ms);
+}
+
+// Method.select: remembers the queries q (H,D) of this step and, when a choice is due, chooses the
+// rows of layer l.
 static void loopserve_select(Session *s, void *ms, int l, const float *q) {
     LoopServe *x = ms;
-    ring_put(s, x, l, s->base, q);
-    if (loop_due(s, x)) loop_select(s, x, l);
+    ring_put(s, x, l, s->base, q);                       // Algorithm 3, line 4
+    if (loop_due(s, x)) loop_select(s, x, l);            // Algorithm 1, line 7
 }
-static void loop_prompt_done(Session *s, LoopServe *x) {         // the end of a prefill
+
+// The end of a prefill: fixes the candidates and the budget, and makes room for the views now, so
+// that decode allocates nothing.
+static void loop_prompt_done(Session *s, LoopServe *x) {
+    int H = s->c->H, G = s->c->G, each = x->per_query ? 1 : H / G;
     x->prompt_end = s->n_tok;
     x->budget = budget_now(s);
-    for (int l = 0; x->decodes && l < s->c->L; l++)              // room for the views now, so that decode allocates nothing
-        for (int h = 0; h < s->c->H; h += x->per_query ? 1 : s->c->H / s->c->G) {
-            int n = kv_head(s, l, h * s->c->G / s->c->H)->len, room = x->budget < n + x->literal * 1024 ? x->budget : 0;
+    if (!x->decodes) return;
+    for (int l = 0; l < s->c->L; l++)
+        for (int h = 0; h < H; h += each) {
+            int n = kv_head(s, l, h * G / H)->len;
+            int room = x->budget < n + x->literal * 1024 ? x->budget : 0;
             view_room(s, l, h, room, 1);
         }
 }
+
+// The end of a decode step, for the statistics.
+static void loop_count_step(const Session *s, LoopServe *x) {
+    int chosen = 0;
+    for (int i = 0; i < s->c->L * s->c->H; i++) chosen |= s->view[i].tail > 0;
+    x->steps++;
+    x->steps_all += !chosen;
+    x->selections += x->decodes && chosen && loop_due(s, x);
+}
+
+// Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D).
 static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T) {
     LoopServe *x = ms;
-    int L = s->c->L, n = T < x->obs ? T : x->obs;
+    int n = min_int(T, x->obs);
     size_t row = (size_t)s->c->H * s->c->D;
-    if (l == L && !s->decoding) loop_prompt_done(s, x);
-    if (l == L && s->decoding) {
-        int chosen = 0;
-        for (int i = 0; i < L * s->c->H; i++) chosen |= s->view[i].tail > 0;
-        x->steps++;
-        x->steps_all += !chosen;
-        x->selections += x->decodes && chosen && loop_due(s, x);
+    if (l == s->c->L) {
+        if (s->decoding) loop_count_step(s, x);
+        else loop_prompt_done(s, x);
+        return;
     }
-    if (l == L || s->decoding || !x->decodes) return;
-    x->ring_from = s->base + T - n;                              // a prefill refills the ring
+    if (s->decoding || !x->decodes) return;
+    x->ring_from = s->base + T - n;
     for (int i = 0; i < n; i++) ring_put(s, x, l, x->ring_from + i, q + (T - n + i) * row);
 }
+
+// Method.forget: tokens from n_tok on are gone; the ring starts anew.
 static void loopserve_forget(Session *s, void *ms, int n_tok) {
     LoopServe *x = ms;
     (void)s;
-    if (x->prompt_end > n_tok) x->prompt_end = n_tok;
+    x->prompt_end = min_int(x->prompt_end, n_tok);
     x->ring_from = n_tok;
 }
 
 // ---- opening, bytes, statistics
-static int loop_rule(Session *s, LoopServe *x) {                 // the options of the prefill
+
+// Reads the options of the prefill. Returns 0, or -1 with s->err set.
+static int loop_rule(Session *s, LoopServe *x) {
     const Options *o = s->opt;
     int paper = opt_int(o, "paper");
     const char *hold = opt_str(o, "loopserve-holdout");
-    x->variant_a = opt_given(o, "loopserve-variant") ? !strcmp(opt_str(o, "loopserve-variant"), "a") : paper;
+    x->variant_a = paper;
+    if (opt_given(o, "loopserve-variant"))
+        x->variant_a = !strcmp(opt_str(o, "loopserve-variant"), "a");
     x->tile64 = !strcmp(opt_str(o, "loopserve-unit"), "tile64");
     x->seed = (uint64_t)opt_int(o, "loopserve-seed");
-    x->rule.alpha = paper && !opt_given(o, "loopserve-alpha") ? .955 : opt_real(o, "loopserve-alpha");
+    x->rule.alpha = opt_real(o, "loopserve-alpha");
+    if (paper && !opt_given(o, "loopserve-alpha")) x->rule.alpha = .955;
     x->rule.max_cells = opt_real(o, "loopserve-max-cells");
     x->rule.max_tiles = opt_real(o, "loopserve-max-tiles");
-    if (opt_least(s, "loopserve-samples", 1, &x->m) || opt_least(s, "loopserve-min-context", 0, &x->min_context) ||
-        opt_least(s, "loopserve-sink", 0, &x->rule.sink) || opt_least(s, "loopserve-local", 1, &x->rule.local)) return -1;
+
+    if (opt_least(s, "loopserve-samples", 1, &x->m)) return -1;
+    if (opt_least(s, "loopserve-min-context", 0, &x->min_context)) return -1;
+    if (opt_least(s, "loopserve-sink", 0, &x->rule.sink)) return -1;
+    if (opt_least(s, "loopserve-local", 1, &x->rule.local)) return -1;
     x->rule.holdout = !strcmp(hold, "auto") ? x->m >= 32 : !strcmp(hold, "on");
-    if (x->rule.alpha < 0) snprintf(s->err, sizeof s->err, "--loopserve-alpha is a share, 0 to 1, found %g", x->rule.alpha);
-    else if (x->variant_a && x->tile64) snprintf(s->err, sizeof s->err, "--loopserve-unit=tile64 has no variant a (nor --paper)");
-    else return lines_open(s, "loopserve");
-    return -1;
+    if (x->rule.alpha < 0)
+        return refuse(s, "--loopserve-alpha is a share, 0 to 1, found %g", x->rule.alpha);
+    if (x->variant_a && x->tile64)
+        return refuse(s, "--loopserve-unit=tile64 has no variant a (nor --paper)");
+    return lines_open(s, "loopserve");
 }
+
+// Method.open of the prefill alone.
 static int loopserve_p_open(Session *s, void *ms) {
     LoopServe *x = ms;
     x->keep_answer = opt_int(s->opt, "loopserve-keep-answer-kv");
     return loop_rule(s, x);
 }
+
+// Method.open of decode alone.
 static int loopserve_d_open(Session *s, void *ms) {
     LoopServe *x = ms;
     x->keep_answer = opt_int(s->opt, "loopserve-keep-answer-kv");
     x->per_query = !strcmp(opt_str(s->opt, "loopserve-sel"), "q");
     x->literal = !strcmp(opt_str(s->opt, "loopserve-gen"), "literal");
-    if (opt_least(s, "loopserve-first", 1, &x->first) || opt_least(s, "loopserve-interval", 1, &x->interval)) return -1;
+    if (opt_least(s, "loopserve-first", 1, &x->first)) return -1;
+    if (opt_least(s, "loopserve-interval", 1, &x->interval)) return -1;
     if (opt_least(s, "loopserve-obs", 0, &x->obs)) return -1;
     if (!x->obs) x->obs = x->interval;
     x->decodes = 1;
     return 0;
 }
-static int loopserve_open(Session *s, void *ms) { return loopserve_p_open(s, ms) || loopserve_d_open(s, ms) ? -1 : 0; }
+
+// Method.open of both halves.
+static int loopserve_open(Session *s, void *ms) {
+    return loopserve_p_open(s, ms) || loopserve_d_open(s, ms) ? -1 : 0;
+}
+
+// Method.close: gives the ring back.
 static void loopserve_close(Session *s, void *ms) {
     float *ring = ((LoopServe *)ms)->ring;
     (void)s;
-    if (KV_DEV(s)) near_free_cuda((char *)ring); else free(ring);
+    if (KV_DEV(s)) near_free_cuda((char *)ring);
+    else free(ring);
 }
+
+// Method.bytes: the ring.
 static size_t loopserve_bytes(const Session *s, const void *ms) {
     const LoopServe *x = ms;
     return x->decodes ? (size_t)s->c->L * x->obs * s->c->H * s->c->D * sizeof(float) : 0;
 }
+
+// Method.stats: a line for the prefill, one for the lines of its sparse heads, one for decode.
 static void loopserve_stats(const Session *s, const void *ms, FILE *out) {
     const LoopServe *x = ms;
     double sparse = x->passes > x->dense ? (double)(x->passes - x->dense) : 1;
     (void)s;
-    if (x->m) fprintf(out, "loopserve prefill: %ld head passes, %ld of them dense\n", x->passes, x->dense);
+    if (x->m)
+        fprintf(out, "loopserve prefill: %ld head passes, %ld of them dense\n", x->passes, x->dense);
     if (x->passes > x->dense)
-        fprintf(out, "loopserve lines: %.1f verticals, %.1f slashes a sparse head, %.4f of its %s, sampled mass %.4f (least %.4f)\n",
-                x->n_v / sparse, x->n_s / sparse, x->cells / sparse, x->tile64 ? "tiles" : "cells", x->mass / sparse, x->least);
+        fprintf(out, "loopserve lines: %.1f verticals, %.1f slashes a sparse head, %.4f of its %s, "
+                     "sampled mass %.4f (least %.4f)\n",
+                x->n_v / sparse, x->n_s / sparse, x->cells / sparse, x->tile64 ? "tiles" : "cells",
+                x->mass / sparse, x->least);
     if (!x->decodes) return;
-    fprintf(out, "loopserve decode: %ld selections, %ld steps, %ld of them read every row\n", x->selections, x->steps, x->steps_all);
+    fprintf(out, "loopserve decode: %ld selections, %ld steps, %ld of them read every row\n",
+            x->selections, x->steps, x->steps_all);
 }
+
 #define LOOPSERVE_OPTS_P \
-    { "loopserve-alpha", 'f', "0.98", "share of the attention the lines recover (--paper: .955); 1: dense" }, \
+    { "loopserve-alpha", 'f', "0.98", \
+      "share of the attention the lines recover (--paper: .955); 1: dense" }, \
     { "loopserve-variant", 'c', "b|a", "b: exact overlaps, a: the paper's bound (--paper: a)" }, \
-    { "loopserve-unit", 'c', "line|tile64", "what is chosen and read: single lines, or what fits 64x64 tiles" }, \
-    { "loopserve-samples", 'i', "64", "query rows looked at; a turn of fewer than 4 times as many is dense" }, \
+    { "loopserve-unit", 'c', "line|tile64", \
+      "what is chosen and read: single lines, or what fits 64x64 tiles" }, \
+    { "loopserve-samples", 'i', "64", \
+      "query rows looked at; a turn of fewer than 4 times as many is dense" }, \
     { "loopserve-min-context", 'i', "1024", "heads with no more rows are dense" }, \
-    { "loopserve-max-cells", 'f', "0.33", "share of the causal cells beyond which a head is dense (unit line)" }, \
+    { "loopserve-max-cells", 'f', "0.33", \
+      "share of the causal cells beyond which a head is dense (unit line)" }, \
     { "loopserve-max-tiles", 'f', "0.6", "the same for tiles (unit tile64)" }, \
     { "loopserve-sink", 'i', "4", "first columns always read" }, \
     { "loopserve-local", 'i', "64", "last rows always read, the query's own included" }, \
-    { "loopserve-holdout", 'c', "auto|on|off", "odd samples only validate; auto: from 32 samples on" }, \
+    { "loopserve-holdout", 'c', "auto|on|off", \
+      "odd samples only validate; auto: from 32 samples on" }, \
     { "loopserve-seed", 'i', "1", "of the sampled rows" }
+
 #define LOOPSERVE_OPTS_D \
     { "loopserve-first", 'i', "16", "first selection, at this token of an answer" }, \
     { "loopserve-interval", 'i', "16", "n_d, tokens between selections" }, \
     { "loopserve-obs", 'i', "0", "last queries that choose; 0: --loopserve-interval" }, \
     { "loopserve-sel", 'c', "kv|q", "one set of rows a KV head, or one a query head" }, \
-    { "loopserve-gen", 'c', "keep|literal", "this answer's tokens: read on top of B, or chosen like the others" }
+    { "loopserve-gen", 'c', "keep|literal", \
+      "this answer's tokens: read on top of B, or chosen like the others" }
+
 #define LOOPSERVE_OPTS_PD \
-    { "loopserve-keep-answer-kv", 'b', "0", "do not prefill the previous answer again" }, { NULL, 0, NULL, NULL }
+    { "loopserve-keep-answer-kv", 'b', "0", "do not prefill the previous answer again" }, \
+    { NULL, 0, NULL, NULL }
+
 static const Opt loopserve_opts[]   = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
 static const Opt loopserve_p_opts[] = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_PD };
 static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, LOOPSERVE_OPTS_PD };
-
 
 const Method loopserve_method = {
     .name    = "loopserve",
@@ -2851,303 +4513,474 @@ const Method loopserve_d_method = {
 };
 
 // ==================================================================================================== 10 PATS
-// Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs (papers/001).
-// No token is dropped; old rows lose low mantissa bits. How many bits b a token loses depends on its position t in T tokens
-// only, so one table serves every layer and head, and rows of one b lie packed side by side with w = 16-b bits an element.
-//   b(t,T) = max(b_min, min(b_max, f(t,T))), f = round(b_min + b_max u), x = (t-1)/(T-1)                  (3.1; spec B1)
-//            old: u = 1-x      new: u = x      middle: u = 1-|2x-1|
-// Storage: the rows of a head are regions of one w (table KVHead.reg), then raw f16 rows: those of the last `window` tokens.
-//   dense  (D) element e of a region starts at bit e*w                                   row: D*w/8 bytes
-//   rows64 (A) the paper's: blocks of 64 bytes, floor(512/w) elements each, a row starts a block
-// While tokens arrive b(t,T) changes, and cut bits are gone: B[t] only grows. When rows are cut is the policy:
-//   ratchet  at re-packs, whenever T has grown by an eighth: B[t] = max(B[t], b(t,T))
-//   static   once, when a row leaves the raw window, with b(t,T_end)
-//   frozen   once; b(t,T_1) for the rows of the first prefill, b_min for all later ones
+// PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs.
+//
+// No token is dropped; the rows of old tokens lose low mantissa bits. How many bits b a token loses
+// depends only on its position t among the T tokens seen, so one table B[t] serves all layers and
+// heads. Rows that have lost the same number of bits are packed side by side, with w = 16 - b bits
+// an element.
+//
+//   Sec. 3, b(t)    b(t,T) = max(b_min, min(b_max, f(t,T))), t = 1..T
+//                   f = round(b_min + b_max u), with x = (t-1)/(T-1) and
+//                     old:     u = 1 - x             old tokens lose most
+//                     new:     u = x                 new tokens lose most
+//                     middle:  u = 1 - |2x - 1|      tokens in the middle lose most
+//   Sec. 3, w       w = 16 - b(t) bits an element
+//   Sec. 3, B       the paper's format, rows64: a block of 64 bytes holds B = floor(512/w) elements,
+//                   and a row starts a block
+//   Sec. 3, fetch   element [t,c] is in block floor(c/B), at bit (c mod B) w: a load, a shift, a mask
+//
+// A head's packed rows lie in regions of one w each (KVHead.reg). Its raw f16 rows follow: those of
+// the last `window` tokens and, under the ratchet, of all tokens since the last re-pack.
+//   --pats-format=dense    element e of a region starts at bit e*w; a row takes D*w/8 bytes
+//   --pats-format=rows64   the paper's format; a row takes 64 ceil(D/B) bytes
+// While tokens arrive b(t,T) changes, but bits that are cut are gone: B[t] only grows. The policy
+// says when rows are cut:
+//   ratchet   at re-packs, whenever T has grown by an eighth: B[t] = max(B[t], b(t,T))
+//   static    once, when a row leaves the raw window, with b(t,T_end)
+//   frozen    once: with b(t,T_1) the T_1 rows of the first prefill, with b_min all later ones
+//
 // **Differs from the paper:**
-//   - it is silent about decoding (its T is known), packing across rows, f's formula and rounding: all of the above is ours;
-//   - the first `sink` tokens are cut by b_min only, the last `window` not at all (--pats-sink=0 --pats-window=0: as the paper);
-//   - rows are packed densely: the paper's blocks save nothing for w >= 12 at D = 128, for w >= 9 at D = 64;
-//   - always f16, whatever dtype the model computes in: cutting 8 bits of bf16 would cut the exponent.
+//   - The paper's T is known beforehand, and it says nothing about decoding, packing across rows,
+//     the formula of f, or rounding: the policies and all of these are ours (D24, D25, D27).
+//   - The first `sink` tokens lose b_min bits only, the last `window` tokens none (as the paper:
+//     --pats-sink=0 --pats-window=0).
+//   - Rows are packed densely: the paper's blocks save nothing for w >= 12 at D = 128 and for w >=
+//     9 at D = 64.
+//   - Rows are f16 whatever dtype the model computes in: cutting 8 bits of a bf16 would cut into
+//     its exponent (D27).
+//
+// Map:
+//   Sec. 3, b(t) -> pats_schedule, pats_bits
+//   Sec. 3, w -> pats_pack_head, pats_recut, repacked_half, cut_kernel
+//   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel
+//   Sec. 3, fetch -> unpack_bits, pats_read_row, pats_load_region, packed_half, packed_read
+//
 // Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round, -when.
 
-enum { PATS_MIDDLE, PATS_OLD, PATS_NEW };               // schedules
-enum { PATS_RATCHET, PATS_STATIC, PATS_FROZEN };        // policies
-// Start of a region; largest head_dim.
-enum { PATS_ALIGN = 64, PATS_MAX_D = 1024 };
+enum {                              // Pats.schedule
+    PATS_MIDDLE,
+    PATS_OLD,
+    PATS_NEW,
+};
+enum {                              // Pats.policy
+    PATS_RATCHET,
+    PATS_STATIC,
+    PATS_FROZEN,
+};
+enum {
+    PATS_ALIGN = 64,                // bytes: a region starts at a multiple of it
+    PATS_MAX_D = 1024,              // largest head_dim
+};
 
 typedef struct {
-    int schedule, policy, rounding, rows64, write;
-    int b_min, b_max, sink, window, T_end;
-    int T_last, repacks;        // tokens seen at the last re-pack; how many there were
-    int T1, n1;                 // frozen: length of the first prefill; tokens [0,n1) are still its own
-    int cut;                    // tokens [0,cut) are packed, in every head that holds them
-    unsigned char *bits;        // (cap) B[t]: bits cut off the rows of token t so far
+    // Options.
+    int schedule, policy;           // PATS_MIDDLE, ..; PATS_RATCHET, ..
+    int rounding;                   // PATS_TRUNC, PATS_NEAREST or PATS_MID
+    int rows64;                     // 1: the paper's format, 0: dense
+    int write;                      // 1: --pats-when=write, a pass reads its own rows cut already
+    int b_min, b_max;               // fewest and most bits a row outside the window loses
+    int sink;                       // first tokens, which lose b_min bits only
+    int window;                     // last tokens, which stay raw
+    int T_end;                      // static: tokens of the whole dialogue
+
+    // State.
+    int T_last;                     // ratchet: tokens seen at the last re-pack
+    int repacks;                    // ratchet: re-packs so far
+    int T1;                         // frozen: tokens of the first prefill; 0: it has not been yet
+    int n1;                         // frozen: tokens [0,n1) are the first prefill's: T1, or fewer when
+                                    // some of them were truncated
+    int cut;                        // tokens [0,cut) are packed, in every head that holds them
+    unsigned char *bits;            // (cap) B[t]: bits that the rows of token t have lost
     int cap;
 } Pats;
 
-// ---- schedules: Eq. of 3.1 in integers. t = 1..T; u = a/n, rounded half up
+// ---- how many bits a token loses
+
+// b(t,T) of a schedule, in integers: u = a/n, f is rounded half up. t = 1..T; a larger t, in a
+// static dialogue that ran on beyond its T_end, counts as the end.
 static int pats_schedule(int schedule, int b_min, int b_max, int t, int T) {
-    int64_t n = T - 1, a = schedule == PATS_OLD ? T - t : schedule == PATS_NEW ? t - 1 : 2 * (t - 1 < T - t ? t - 1 : T - t), b;
-    a = a < 0 ? 0 : a > n ? n : a;                                              // t beyond T_end: a static dialogue that ran on
-    if (!n) b = schedule == PATS_OLD ? b_min + b_max : b_min;                   // T = 1
-    else b = (2 * b_min * n + 2 * b_max * a + n) / (2 * n);
-    return b > b_max ? b_max : b < b_min ? b_min : (int)b;
+    int64_t n = T - 1, a, f;
+    if (schedule == PATS_OLD) a = T - t;
+    else if (schedule == PATS_NEW) a = t - 1;
+    else a = 2 * min_int(t - 1, T - t);
+    if (a < 0) a = 0;
+    else if (a > n) a = n;
+
+    if (n == 0) f = schedule == PATS_OLD ? b_min + b_max : b_min;        // T = 1: x is 0
+    else f = (2 * b_min * n + 2 * b_max * a + n) / (2 * n);
+    return max_int(b_min, min_int(b_max, (int)f));       // Sec. 3, b(t)
 }
-// Bits token `src` (from 0) should lose when T tokens have been seen (rules.md A18, A21).
+
+// The number of bits that token src, counted from 0, should have lost when T tokens have been seen
+// (D25).
 static int pats_bits(const Pats *x, int src, int T) {
     if (src >= T - x->window) return 0;
     if (src < x->sink) return x->b_min;
-    if (x->policy == PATS_STATIC) return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->T_end);
-    if (x->policy == PATS_FROZEN) return src < x->n1 ? pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, x->T1) : x->b_min;
+    if (x->policy == PATS_FROZEN && src >= x->n1) return x->b_min;
+    if (x->policy == PATS_STATIC) T = x->T_end;
+    if (x->policy == PATS_FROZEN) T = x->T1;
     return pats_schedule(x->schedule, x->b_min, x->b_max, src + 1, T);
 }
 
-// ---- one element: an f16 that loses b bits is pats_cut of kvcomp.h
-static void pats_mid(uint16_t *h, int n, int b) {       // bit b-1 on, except in a zero
+// ---- elements: an f16 that loses b bits is pats_cut of kvcomp.h
+
+// --pats-round=mid, on reading: adds half a step, bit b-1, to n elements that have lost b bits.
+// Zeros stay zero.
+static void pats_mid(uint16_t *h, int n, int b) {
     if (!b) return;
     #pragma omp simd
     for (int i = 0; i < n; i++) h[i] = (uint16_t)(h[i] | ((h[i] & 0x7fff) ? 1 << (b - 1) : 0));
 }
 
-// ---- n elements of w bits. Eight of them are w bytes, so a row (D a multiple of 8) begins and ends on a byte
+// Packs n elements of w bits, the upper w bits of h (n), to p: low bits first. Eight elements take
+// w bytes, so a row (D is a multiple of 8) begins and ends on a byte.
 static void pack_bits(unsigned char *p, const uint16_t *h, int n, int w) {
-    uint64_t acc = 0;
+    uint64_t acc = 0;                                    // bits not written yet: `fill` of them
     int fill = 0;
     for (int i = 0; i < n; i++) {
         acc |= (uint64_t)(h[i] >> (16 - w)) << fill;
-        if ((fill += w) < 32) continue;
+        fill += w;
+        if (fill < 32) continue;
         memcpy(p, &acc, 4);
-        p += 4; acc >>= 32; fill -= 32;
+        p += 4;
+        acc >>= 32;
+        fill -= 32;
     }
-    for (; fill > 0; fill -= 8, acc >>= 8) *p++ = (unsigned char)acc;
+    for (; fill > 0; fill -= 8) {
+        *p++ = (unsigned char)acc;
+        acc >>= 8;
+    }
 }
-// h (n) = the elements as f16, cut bits 0. May read PATS_GUARD bytes past the last one.
+
+// Unpacks n elements of w bits from p to h (n) f16, whose cut bits are 0. May read PATS_GUARD bytes
+// behind the last one.
 static void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w) {
     for (int i = 0; i < n; i++) {
         size_t bit = (size_t)i * w;
         uint32_t u;
-        memcpy(&u, p + bit / 8, 4);
-        h[i] = (uint16_t)(u >> bit % 8 << (16 - w));    // bits of the next elements fall off at the top
+        memcpy(&u, p + bit / 8, 4);                      // Sec. 3, fetch: the load
+        h[i] = (uint16_t)(u >> bit % 8 << (16 - w));     // the next element's bits fall off on top
     }
 }
-// The same as attention reads it. mid: the bit to add on reading, 0 for none
+
+// Unpacks elements as attention reads them: with half a step where mid, the bit to add, is not 0.
 static void unpack_plain(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
     unpack_bits(h, p, n, w);
-    for (int i = 0; mid && i < n; i++) if (h[i] & 0x7fff) h[i] = (uint16_t)(h[i] | mid);
+    if (mid) pats_mid(h, n, 16 - w);
 }
-static void (*unpack_f16)(uint16_t *h, const unsigned char *p, int n, int w, int mid) = unpack_plain;
 
-// ---- one row, and rows of a head
+// What attention calls; unpack_choose (section 17) may set a faster function with the same results.
+static void (*unpack_f16)(uint16_t *h, const unsigned char *p, int n, int w, int mid)
+    = unpack_plain;
+
+// ---- rows
+
+// Elements of w bits that one of the paper's blocks holds.
+static int block_elements(int w) {
+    return 8 * PATS_BLOCK / w;                           // Sec. 3, B
+}
+
+// Bytes of a row of D elements of w bits.
 static size_t pats_row_bytes(int rows64, int D, int w) {
-    int B = 8 * PATS_BLOCK / w;
+    int B = block_elements(w);
     return rows64 ? (size_t)PATS_BLOCK * ((D + B - 1) / B) : (size_t)D * w / 8;
 }
-static void pats_write_row(unsigned char *p, const uint16_t *h, int D, int w, int rows64) {     // h (D) f16, already cut
-    int B = rows64 ? 8 * PATS_BLOCK / w : D;
-    for (int c = 0; c < D; c += B, p += PATS_BLOCK) pack_bits(p, h + c, D - c < B ? D - c : B, w);
+
+// Packs one row to p; h (D) f16 is cut already.
+static void pats_write_row(unsigned char *p, const uint16_t *h, int D, int w, int rows64) {
+    int B = rows64 ? block_elements(w) : D;
+    for (int c = 0; c < D; c += B, p += PATS_BLOCK) pack_bits(p, h + c, min_int(B, D - c), w);
 }
+
+// Unpacks one row from p to h (D) f16, cut bits 0.
 static void pats_read_row(uint16_t *h, const unsigned char *p, int D, int w, int rows64) {
-    int B = rows64 ? 8 * PATS_BLOCK / w : D;
-    for (int c = 0; c < D; c += B, p += PATS_BLOCK) unpack_bits(h + c, p, D - c < B ? D - c : B, w);
+    int B = rows64 ? block_elements(w) : D;
+    for (int c = 0; c < D; c += B, p += PATS_BLOCK) unpack_bits(h + c, p, min_int(B, D - c), w);
 }
+
+// Where row r of a head lies: in region g, whose rows have `bytes` bytes; K (v 0) or V (v 1).
 static const unsigned char *pats_row(const KVHead *h, const Region *g, int v, int r, size_t bytes) {
     return (const unsigned char *)(v ? h->pv : h->pk) + g->base + (size_t)(r - g->row0) * bytes;
 }
+
+// The region that holds row r, at g or behind it.
+static const Region *region_of(const Region *g, int r) {
+    while (g->row0 + g->n <= r) g++;
+    return g;
+}
+
 static int pats_open(Session *s, void *ms);
-static const Pats *pats_of(const Session *s) {          // the state, for the storage hooks, which are called without it
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->open == pats_open) return s->part[i].ms;
+
+// The session's Pats, for the storage hooks: they are called without it.
+static const Pats *pats_of(const Session *s) {
+    for (int i = 0; i < s->n_part; i++)
+        if (s->part[i].m->open == pats_open) return s->part[i].ms;
     return NULL;
 }
 
-// Packing.load, the hot path of attention: rows r0 .. r0+n-1, all packed, as f16. p: n rows of region g
-static void pats_load_region(const Pats *x, const Region *g, const unsigned char *p, int n, int D, uint16_t *buf) {
+// ---- reading rows: the hot path of attention
+
+// n rows of region g, packed at p, to buf (n,D) f16. Rows of the dense format are one stream of
+// elements.
+static void pats_load_region(const Pats *x, const Region *g, const unsigned char *p, int n, int D,
+                             uint16_t *buf) {
+    int mid = x->rounding == PATS_MID && g->w < 16 ? 1 << (15 - g->w) : 0;
+    if (!x->rows64) {
+        unpack_f16(buf, p, n * D, g->w, mid);
+        return;
+    }
+    int B = block_elements(g->w);
     size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-    int mid = x->rounding == PATS_MID && g->w < 16 ? 1 << (15 - g->w) : 0, B = 8 * PATS_BLOCK / g->w;
-    if (!x->rows64) { unpack_f16(buf, p, n * D, g->w, mid); return; }           // dense rows are one stream of elements
     for (int r = 0; r < n; r++, p += bytes, buf += D)
-        for (int c = 0; c < D; c += B) unpack_f16(buf + c, p + c / B * PATS_BLOCK, D - c < B ? D - c : B, g->w, mid);
+        for (int c = 0; c < D; c += B)                   // Sec. 3, fetch: the block
+            unpack_f16(buf + c, p + c / B * PATS_BLOCK, min_int(B, D - c), g->w, mid);
 }
-static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D, uint16_t *buf) {   // p lies on the GPU
+
+// The same where p is in device memory: the packed bytes are copied to the host, some rows at a
+// time.
+static void pats_load_device(const Pats *x, const Region *g, const unsigned char *p, int n, int D,
+                             uint16_t *buf) {
     unsigned char raw[1 << 14];
     size_t bytes = pats_row_bytes(x->rows64, D, g->w);
     int step = (int)((sizeof raw - PATS_GUARD) / bytes);
     for (int r = 0; r < n; r += step) {
-        int m = n - r < step ? n - r : step;
+        int m = min_int(step, n - r);
         bytes_load_cuda(raw, p + r * bytes, m * bytes + PATS_GUARD);
         pats_load_region(x, g, raw, m, D, buf + (size_t)r * D);
     }
 }
+
+// Packing.load: rows r0 .. r0+n-1 of K (v 0) or V (v 1), all of them packed, to buf (n,D) f16.
 static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf) {
     const Pats *x = pats_of(s);
-    const Region *g = h->reg;
+    const Region *g = region_of(h->reg, r0);
     int D = s->c->D;
-    while (g->row0 + g->n <= r0) g++;
-    for (int m; n > 0; g++, r0 += m, n -= m, buf += (size_t)m * D) {
+    while (n > 0) {
         const unsigned char *p = pats_row(h, g, v, r0, pats_row_bytes(x->rows64, D, g->w));
-        m = g->row0 + g->n - r0 < n ? g->row0 + g->n - r0 : n;
-        if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf); else pats_load_region(x, g, p, m, D, buf);
+        int m = min_int(n, g->row0 + g->n - r0);
+        if (KV_DEV(s)) pats_load_device(x, g, p, m, D, buf);
+        else pats_load_region(x, g, p, m, D, buf);
+        buf += (size_t)m * D;
+        r0 += m;
+        n -= m;
+        g++;
     }
 }
 
-// Adds one row of width w behind the others of a region table (stb array); a new region starts on PATS_ALIGN bytes.
+// ---- tables of regions
+
+// Adds one row of width w behind the others of the table reg (an stb array). Returns the table,
+// which may have moved.
 static Region *region_add(Region *reg, int w, int rows64, int D) {
     int n = (int)arrlen(reg);
-    if (n && reg[n - 1].w == w) { reg[n - 1].n++; return reg; }
+    if (n && reg[n - 1].w == w) {
+        reg[n - 1].n++;
+        return reg;
+    }
     Region next = { .n = 1, .w = w };
     if (n) {
-        next.row0 = reg[n - 1].row0 + reg[n - 1].n;
-        next.base = (reg[n - 1].base + reg[n - 1].n * pats_row_bytes(rows64, D, reg[n - 1].w) + PATS_ALIGN - 1) / PATS_ALIGN * PATS_ALIGN;
+        const Region *last = &reg[n - 1];
+        size_t end = last->base + last->n * pats_row_bytes(rows64, D, last->w);
+        next.row0 = last->row0 + last->n;
+        next.base = (end + PATS_ALIGN - 1) / PATS_ALIGN * PATS_ALIGN;
     }
     arrput(reg, next);
     return reg;
 }
-static size_t regions_bytes(const Region *reg, int n, int rows64, int D) {      // of pk, the guard included
-    return n ? reg[n - 1].base + reg[n - 1].n * pats_row_bytes(rows64, D, reg[n - 1].w) + PATS_GUARD : 0;
+
+// Bytes that K takes under a table of n regions, the guard behind the last row included; V takes as
+// many.
+static size_t regions_bytes(const Region *reg, int n, int rows64, int D) {
+    if (!n) return 0;
+    const Region *last = &reg[n - 1];
+    return last->base + last->n * pats_row_bytes(rows64, D, last->w) + PATS_GUARD;
 }
-static void regions_set(KVHead *h, Region *reg) {       // an exact copy of the stb array, which is freed
-    h->n_reg = (int)arrlen(reg);
-    h->packed = h->n_reg ? reg[h->n_reg - 1].row0 + reg[h->n_reg - 1].n : 0;
-    if (!h->n_reg) { free(h->reg); h->reg = NULL; }
-    else memcpy(h->reg = xrealloc(h->reg, h->n_reg * sizeof(Region)), reg, h->n_reg * sizeof(Region));
+
+// Gives a head the table reg as its own: an exact copy of the stb array, which is freed. The number
+// of packed rows, and so the size of src and pos, may have changed: cap -1 makes head_reserve size
+// them anew.
+static void regions_set(KVHead *h, Region *reg) {
+    int n = (int)arrlen(reg);
+    h->n_reg = n;
+    h->packed = n ? reg[n - 1].row0 + reg[n - 1].n : 0;
+    if (n) {
+        h->reg = xrealloc(h->reg, n * sizeof(Region));
+        memcpy(h->reg, reg, n * sizeof(Region));
+    } else {
+        free(h->reg);
+        h->reg = NULL;
+    }
+    h->cap = -1;
     arrfree(reg);
 }
 
-// Packing.stored: where rows r0 .. r0+n-1 lie, for prefetching (rows of the next region not counted).
-static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n) {
-    const Region *g = h->reg;
-    while (g->row0 + g->n <= r0) g++;
-    size_t bytes = pats_row_bytes(pats_of(s)->rows64, s->c->D, g->w);
-    return (Ahead){ (const char *)pats_row(h, g, v, r0, bytes), (n < g->row0 + g->n - r0 ? n : g->row0 + g->n - r0) * bytes };
-}
-// Packing.keep: of the packed rows only keep[0..n) stay, bit for bit as they are.
+// Packing.keep: of the packed rows of a head only keep (n), ascending, stay, bit for bit as they
+// are.
 static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
     const Pats *x = pats_of(s);
+    const Region *from = h->reg;
     int D = s->c->D;
     Region *reg = NULL;
-    for (int i = 0, g = 0; i < n; i++) {
-        while (h->reg[g].row0 + h->reg[g].n <= keep[i]) g++;
-        reg = region_add(reg, h->reg[g].w, x->rows64, D);
+    for (int i = 0; i < n; i++) {
+        from = region_of(from, keep[i]);
+        reg = region_add(reg, from->w, x->rows64, D);
     }
-    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D);
-    if (KV_DEV(s)) rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, 0, keep, x->rounding, x->rows64);
+    int n_reg = (int)arrlen(reg);
+    size_t total = regions_bytes(reg, n_reg, x->rows64, D);
+    if (KV_DEV(s)) rows_repack_cuda(s, h, reg, n_reg, total, 0, keep, x->rounding, x->rows64);
     for (int v = 0; v < 2 && !KV_DEV(s); v++) {
-        unsigned char *to = total ? xcalloc(total, 1) : NULL;
+        char **held = v ? &h->pv : &h->pk;
+        char *to = total ? xcalloc(total, 1) : NULL;
         const Region *g = h->reg, *t = reg;
         for (int i = 0; i < n; i++) {
-            while (g->row0 + g->n <= keep[i]) g++;
-            while (t->row0 + t->n <= i) t++;
+            g = region_of(g, keep[i]);
+            t = region_of(t, i);
             size_t bytes = pats_row_bytes(x->rows64, D, g->w);
-            memcpy(to + t->base + (size_t)(i - t->row0) * bytes, pats_row(h, g, v, keep[i], bytes), bytes);
+            size_t at = t->base + (size_t)(i - t->row0) * bytes;
+            memcpy(to + at, pats_row(h, g, v, keep[i], bytes), bytes);
         }
-        free(v ? h->pv : h->pk);
-        if (v) h->pv = (char *)to; else h->pk = (char *)to;
+        free(*held);
+        *held = to;
     }
     h->pk_bytes = total;
     regions_set(h, reg);
-    h->cap = -1;                                        // packed changed: head_reserve must size src and pos anew
 }
+
+// Section 17: where rows lie, for prefetching; what a new table leaves as it is.
+static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n);
+static int rows_unmoved(const KVHead *h, const Region *reg);
+static size_t bytes_unmoved(const Region *reg, int unmoved, int rows64, int D);
+
 static const Packing pats_packing = { pats_load, pats_stored, pats_keep };
 
-// ---- cutting
-// Leading rows that keep both place and width under the new table: they need not be touched.
-static int regions_same(const KVHead *h, const Region *reg) {
-    int same = 0;
-    for (int i = 0; i < (int)arrlen(reg) && i < h->n_reg; i++) {
-        const Region *a = &h->reg[i], *b = &reg[i];
-        if (a->w != b->w) break;                        // all before are alike, so row0 and base are too
-        same = a->row0 + (a->n < b->n ? a->n : b->n);
-        if (a->n != b->n) break;
-    }
-    return same;
-}
-static size_t regions_stay(const Region *reg, int n, int same, int rows64, int D) {     // bytes of rows [0,same), with the gaps between
-    size_t bytes = 0;
-    for (int i = 0; i < n && reg[i].row0 < same; i++)
-        bytes = reg[i].base + (same - reg[i].row0 < reg[i].n ? same - reg[i].row0 : reg[i].n) * pats_row_bytes(rows64, D, reg[i].w);
-    return bytes;
-}
-// Rows same .. of the new table `reg` into `to`, read from where they are stored now: through already cut bits, never anew.
-static void pats_recut(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg, int same, unsigned char *to) {
+// ---- cutting rows
+
+// Makes the rows from `from` on of the new table reg, at `to`: K (v 0) or V (v 1). Rows are read
+// from where they are stored now, packed or raw. Bits that are cut stay cut: a row is never made
+// anew.
+static void pats_recut(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg,
+                       int from, char *to) {
     int D = s->c->D;
     const Region *g = h->reg;
     uint16_t row[PATS_MAX_D];
     for (int i = 0; i < (int)arrlen(reg); i++) {
         size_t bytes = pats_row_bytes(x->rows64, D, reg[i].w);
-        for (int r = reg[i].row0 > same ? reg[i].row0 : same; r < reg[i].row0 + reg[i].n; r++) {
-            int b = 16 - reg[i].w, old = 0;
+        for (int r = max_int(from, reg[i].row0); r < reg[i].row0 + reg[i].n; r++) {
+            int b = 16 - reg[i].w, lost = 0;             // bits to lose; bits lost already
             if (r < h->packed) {
-                while (g->row0 + g->n <= r) g++;
-                old = 16 - g->w;
-                pats_read_row(row, pats_row(h, g, v, r, pats_row_bytes(x->rows64, D, g->w)), D, g->w, x->rows64);
+                g = region_of(g, r);
+                const unsigned char *p = pats_row(h, g, v, r, pats_row_bytes(x->rows64, D, g->w));
+                lost = 16 - g->w;
+                pats_read_row(row, p, D, g->w, x->rows64);
+            } else {
+                memcpy(row, (v ? h->v : h->k) + (size_t)(r - h->packed) * D * 2, (size_t)D * 2);
             }
-            else memcpy(row, (v ? h->v : h->k) + (size_t)(r - h->packed) * D * 2, (size_t)D * 2);
-            for (int d = 0; b > old && d < D; d++) row[d] = pats_cut(row[d], b, x->rounding);
-            pats_write_row(to + reg[i].base + (size_t)(r - reg[i].row0) * bytes, row, D, reg[i].w, x->rows64);
+            if (b > lost)
+                for (int d = 0; d < D; d++) row[d] = pats_cut(row[d], b, x->rounding);
+            size_t at = reg[i].base + (size_t)(r - reg[i].row0) * bytes;
+            pats_write_row((unsigned char *)to + at, row, D, reg[i].w, x->rows64);
         }
     }
 }
-static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
-    int D = s->c->D, first = x->policy == PATS_RATCHET ? 0 : h->packed, n = first;   // cut once: regions are only added to
-    Region *reg = NULL;
-    for (int i = 0; first && i < h->n_reg; i++) arrput(reg, h->reg[i]);
-    for (; n < h->len && h->src[n] < x->cut; n++) reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, D);
-    int same = regions_same(h, reg), gone = n - h->packed;
-    if (same == n && !gone) { arrfree(reg); return; }
-    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D), stay = regions_stay(reg, (int)arrlen(reg), same, x->rows64, D), old = h->pk_bytes;
-    if (KV_DEV(s)) {
-        rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, stay, NULL, x->rounding, x->rows64);
-        rows_drop_cuda(s, h, gone, h->len - n);
-    }
-    for (int v = 0; v < 2 && !KV_DEV(s); v++) {
-        char **p = v ? &h->pv : &h->pk, *raw = v ? h->v : h->k;
-        if (same == h->packed) {                        // only new rows: they go behind the others
-            *p = xrealloc(*p, total);
-            memset(*p + old, 0, total - old);
-            pats_recut(s, x, h, v, reg, same, (unsigned char *)*p);
+
+// Stores K and V of a head under the new table reg of n packed rows, on the host. `unmoved` rows
+// keep their bytes: when these are all rows packed so far, the new ones go behind them in place.
+static void pats_repack(const Session *s, const Pats *x, KVHead *h, const Region *reg, int n,
+                        int unmoved) {
+    int D = s->c->D, gone = n - h->packed;
+    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D), old = h->pk_bytes;
+    for (int v = 0; v < 2; v++) {
+        char **held = v ? &h->pv : &h->pk;
+        char *raw = v ? h->v : h->k;
+        if (unmoved == h->packed) {
+            *held = xrealloc(*held, total);
+            memset(*held + old, 0, total - old);
+            pats_recut(s, x, h, v, reg, unmoved, *held);
         } else {
             char *to = xcalloc(total, 1);
-            if (stay) memcpy(to, *p, stay);
-            pats_recut(s, x, h, v, reg, same, (unsigned char *)to);
-            free(*p);
-            *p = to;
+            if (unmoved) memcpy(to, *held, bytes_unmoved(reg, unmoved, x->rows64, D));
+            pats_recut(s, x, h, v, reg, unmoved, to);
+            free(*held);
+            *held = to;
         }
         memmove(raw, raw + (size_t)gone * D * 2, (size_t)(h->len - n) * D * 2);
     }
+}
+
+// Packs the rows of a head that belong to the tokens [0,cut), with the bits that B[t] says. Only
+// the ratchet cuts packed rows again; under the other policies a table of regions is only added to.
+static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
+    int D = s->c->D, first = x->policy == PATS_RATCHET ? 0 : h->packed, n = first;
+    Region *reg = NULL;
+    for (int i = 0; first && i < h->n_reg; i++) arrput(reg, h->reg[i]);
+    for (; n < h->len && h->src[n] < x->cut; n++)
+        reg = region_add(reg, 16 - x->bits[h->src[n]], x->rows64, D);    // Sec. 3, w
+
+    int unmoved = rows_unmoved(h, reg);
+    int gone = n - h->packed;                            // raw rows that are packed now
+    if (unmoved == n && !gone) {
+        arrfree(reg);
+        return;
+    }
+    size_t total = regions_bytes(reg, (int)arrlen(reg), x->rows64, D);
+    if (KV_DEV(s)) {
+        size_t stay = bytes_unmoved(reg, unmoved, x->rows64, D);
+        rows_repack_cuda(s, h, reg, (int)arrlen(reg), total, stay, NULL, x->rounding, x->rows64);
+        rows_drop_cuda(s, h, gone, h->len - n);
+    } else {
+        pats_repack(s, x, h, reg, n, unmoved);
+    }
     h->pk_bytes = total;
     regions_set(h, reg);
-    h->cap = -1;                                        // as in pats_keep
     head_reserve(s, h, h->len - n);
 }
 
-// The end of a pass. T tokens seen. Ratchet: only when T has grown by an eighth since the last time (rules.md A17).
+// Room in B[t] for T tokens; new entries are 0.
+static void bits_room(Pats *x, int T) {
+    int cap = T + T / 4 + 1024;
+    if (T <= x->cap) return;
+    x->bits = xrealloc(x->bits, (size_t)cap);
+    memset(x->bits + x->cap, 0, (size_t)(cap - x->cap));
+    x->cap = cap;
+}
+
+// B[t] = max(B[t], b(t,T)) for the tokens from .. to-1.
+static void bits_raise(Pats *x, int from, int to, int T) {
+    for (int t = from; t < to; t++) {
+        int b = pats_bits(x, t, T);
+        if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
+    }
+}
+
+// Method.commit. At the end of a pass (l == L), when T tokens have been seen, B[t] is raised and
+// the heads are packed. The ratchet does so only when T has grown by an eighth since the last time
+// (D24). Rows are cut after all layers have read them raw (D26).
 static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass) {
     Pats *x = ms;
-    int T = s->n_tok, cut = T - x->window;
-    (void)q; (void)T_pass;
+    int T = s->n_tok, cut = T - x->window, ratchet = x->policy == PATS_RATCHET;
+    (void)q;
+    (void)T_pass;
     if (l < s->c->L || !x->b_max) return;
     if (!x->T1) x->T1 = x->n1 = T;
-    if (T > x->cap) {
-        x->bits = xrealloc(x->bits, (size_t)(T + T / 4 + 1024));
-        memset(x->bits + x->cap, 0, (size_t)(T + T / 4 + 1024 - x->cap));
-        x->cap = T + T / 4 + 1024;
+    bits_room(x, T);
+    if (x->write) bits_raise(x, s->base, cut, T);        // pats_write has cut these rows by so much
+    if (ratchet) {
+        if (8 * (int64_t)T < 9 * (int64_t)x->T_last) return;
+        x->T_last = T;
+        x->repacks++;
     }
-    for (int t = s->base; x->write && t < cut; t++) {   // cut before attention already: remember by how much
-        int b = pats_bits(x, t, T);
-        if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
-    }
-    if (x->policy == PATS_RATCHET && 8 * (int64_t)T < 9 * (int64_t)x->T_last) return;
-    if (x->policy == PATS_RATCHET) { x->T_last = T; x->repacks++; }
-    for (int t = x->policy == PATS_RATCHET ? 0 : x->cut; t < cut; t++) {
-        int b = pats_bits(x, t, T);
-        if (b > x->bits[t]) x->bits[t] = (unsigned char)b;
-    }
+    bits_raise(x, ratchet ? 0 : x->cut, cut, T);
     if (cut <= 0) return;
-    x->cut = cut > x->cut ? cut : x->cut;
+    x->cut = max_int(x->cut, cut);
     #pragma omp parallel for schedule(dynamic) if (T > 1024 && !KV_DEV(s))
     for (int i = 0; i < s->c->L * s->c->G; i++) pats_pack_head(s, x, &s->head[i]);
 }
 
-// --pats-when=write: the pass reads its own rows cut already. Values only; bytes follow at the end of the pass.
+// ---- --pats-when=write: the pass reads its own rows cut already
+
+// Cuts the last T_pass rows of layer l before attention reads them. Only their values change: their
+// bytes are packed at the end of the pass.
 static void pats_write(Session *s, Pats *x, int l, int T_pass) {
     int D = s->c->D, T = s->n_tok;
     if (!x->write || !x->b_max) return;
@@ -3164,114 +4997,173 @@ static void pats_write(Session *s, Pats *x, int l, int T_pass) {
         KVHead *h = kv_head(s, l, g);
         for (int r = h->len - T_pass; r < h->len; r++) {
             int b = pats_bits(x, h->src[r], T);
-            uint16_t *row[2] = { (uint16_t *)h->k + (size_t)(r - h->packed) * D, (uint16_t *)h->v + (size_t)(r - h->packed) * D };
             for (int v = 0; v < 2; v++) {
-                for (int d = 0; d < D; d++) row[v][d] = pats_cut(row[v][d], b, x->rounding);
-                if (x->rounding == PATS_MID) pats_mid(row[v], D, b);
+                uint16_t *row = (uint16_t *)(v ? h->v : h->k) + (size_t)(r - h->packed) * D;
+                for (int d = 0; d < D; d++) row[d] = pats_cut(row[d], b, x->rounding);
+                if (x->rounding == PATS_MID) pats_mid(row, D, b);
             }
         }
     }
 }
+
+// Method.attend: full attention.
 static void pats_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
     pats_write(s, ms, l, T);
     attn_prefill(s, l, out, q, 0, T);
 }
-static int pats_steady(const Session *s, const void *ms) { (void)s; return !((const Pats *)ms)->write; }
+
+// Method.steady: without --pats-when=write a decode step does nothing before its end.
+static int pats_steady(const Session *s, const void *ms) {
+    (void)s;
+    return !((const Pats *)ms)->write;
+}
+
+// Method.select: cuts the step's own row under --pats-when=write; chooses no rows.
 static void pats_select(Session *s, void *ms, int l, const float *q) {
     (void)q;
     pats_write(s, ms, l, 1);
 }
-static void pats_forget(Session *s, void *ms, int n_tok) {     // B[t] goes with the rows, T_last stays (rules.md A35)
+
+// Method.forget: B[t] goes with the rows of the tokens from n_tok on, T_last stays (D28).
+static void pats_forget(Session *s, void *ms, int n_tok) {
     Pats *x = ms;
     (void)s;
     if (n_tok < x->cap) memset(x->bits + n_tok, 0, (size_t)(x->cap - n_tok));
-    if (n_tok < x->cut) x->cut = n_tok;
-    if (n_tok < x->n1) x->n1 = n_tok;
+    x->cut = min_int(x->cut, n_tok);
+    x->n1 = min_int(x->n1, n_tok);
 }
 
-// ---- opening
-static int count_ids(const char *path, char err[256]) {        // numbers in an --ids file
+// ---- opening, bytes, statistics
+
+// How many numbers an --ids file holds. Returns -1, and the reason in err, when it cannot be read.
+static int count_ids(const char *path, char err[256]) {
     size_t size, n = 0;
     char *text = read_file(path, &size, err);
     if (!text) return -1;
-    for (size_t i = 0; i < size; i++) n += isdigit((unsigned char)text[i]) && (!i || !isdigit((unsigned char)text[i - 1]));
+    for (size_t i = 0; i < size; i++)
+        n += isdigit((unsigned char)text[i]) && (!i || !isdigit((unsigned char)text[i - 1]));
     free(text);
     return n > INT_MAX ? INT_MAX : (int)n;
 }
 
-static int pats_open(Session *s, void *ms) {
-    Pats *x = ms;
+// Refuses options that do not fit each other, the model, or the other parts. Returns 0, or -1 with
+// s->err set.
+static int pats_check(Session *s, const Pats *x) {
     const Options *o = s->opt;
-    int policy = opt_choice(o, "pats-policy", "auto|ratchet|static|frozen");
-    x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
-    x->policy = policy ? policy - 1 : x->schedule == PATS_NEW ? PATS_FROZEN : PATS_RATCHET;     // rules.md A24
-    x->rounding = opt_choice(o, "pats-round", "trunc|nearest|mid");
-    x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
-    x->write = opt_choice(o, "pats-when", "after|write");
-    x->b_max = opt_int(o, "pats-bmax");
-    x->b_min = opt_int(o, "pats-bmin") < x->b_max ? opt_int(o, "pats-bmin") : x->b_max;         // rules.md A16
-    x->sink = opt_int(o, "pats-sink");
-    x->window = opt_int(o, "pats-window");
-    x->T_end = opt_int(o, "pats-tend");
-    if (x->b_max < 0 || x->b_max > 10) return refuse(s, "pats: --pats-bmax wants 0..10: an f16 has 10 mantissa bits");
+    if (x->b_max < 0 || x->b_max > 10)
+        return refuse(s, "pats: --pats-bmax wants 0..10: an f16 has 10 mantissa bits");
     if (x->b_min < 0) return refuse(s, "pats: --pats-bmin wants 0 or more");
-    if (x->sink < 0 || x->window < 0 || x->T_end < 0) return refuse(s, "pats: --pats-sink, --pats-window and --pats-tend want 0 or more");
-    if (s->c->D % 8 || s->c->D > PATS_MAX_D) {
-        snprintf(s->err, sizeof s->err, "pats: head_dim is %d, needs a multiple of 8 up to %d (a packed row must end on a byte)",
-                 s->c->D, PATS_MAX_D);
-        return -1;
-    }
+    if (x->sink < 0 || x->window < 0 || x->T_end < 0)
+        return refuse(s, "pats: --pats-sink, --pats-window and --pats-tend want 0 or more");
+    if (s->c->D % 8 || s->c->D > PATS_MAX_D)
+        return refuse(s, "pats: head_dim is %d, needs a multiple of 8 up to %d "
+                         "(a packed row must end on a byte)", s->c->D, PATS_MAX_D);
     if (strcmp(opt_str(o, "ctk"), "f16") || strcmp(opt_str(o, "ctv"), "f16"))
         return refuse(s, "pats: packs f16 rows, so -ctk and -ctv must be f16");
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
         if (x->write && m->attend && m->open != pats_open)
-            return refuse(s, "pats: --pats-when=write cannot be combined with a method that has its own prefill attention");
+            return refuse(s, "pats: --pats-when=write cannot be combined with a method "
+                             "that has its own prefill attention");
         if (!strcmp(m->name, "streaming") && opt_int(o, "streaming-rerotate"))
             return refuse(s, "pats: --streaming-rerotate would rotate keys whose bits are cut already");
     }
     for (int l = 0; l < s->c->L; l++)
-        if (x->write && !layer_acts(s, l)) return refuse(s, "pats: --pats-when=write needs a model whose layers are all global or all windowed");
-    if (x->policy == PATS_STATIC && !x->T_end) {
-        if (!*opt_str(o, "ids")) return refuse(s, "pats: --pats-policy=static must know how long the dialogue gets: give --pats-tend");
-        char err[256];
-        if ((x->T_end = count_ids(opt_str(o, "ids"), err)) <= 0)
-            return refuse(s, "pats: %s", x->T_end < 0 ? err : "--ids holds no ids, so --pats-tend must be given");
-    }
+        if (x->write && !layer_acts(s, l))
+            return refuse(s, "pats: --pats-when=write needs a model whose layers are "
+                             "all global or all windowed");
+    return 0;
+}
+
+// Policy static without --pats-tend: the dialogue is as long as --ids. Returns 0, or -1 with s->err
+// set.
+static int pats_find_end(Session *s, Pats *x) {
+    const char *ids = opt_str(s->opt, "ids");
+    char err[256];
+    if (!*ids)
+        return refuse(s, "pats: --pats-policy=static must know how long the dialogue gets: "
+                         "give --pats-tend");
+    x->T_end = count_ids(ids, err);
+    if (x->T_end < 0) return refuse(s, "pats: %s", err);
+    if (x->T_end == 0) return refuse(s, "pats: --ids holds no ids, so --pats-tend must be given");
+    return 0;
+}
+
+// Method.open.
+static int pats_open(Session *s, void *ms) {
+    Pats *x = ms;
+    const Options *o = s->opt;
+    int policy = opt_choice(o, "pats-policy", "auto|ratchet|static|frozen");
+    x->schedule = opt_choice(o, "pats-schedule", "middle|old|new");
+    if (policy) x->policy = policy - 1;
+    else x->policy = x->schedule == PATS_NEW ? PATS_FROZEN : PATS_RATCHET;       // D25
+    x->rounding = opt_choice(o, "pats-round", "trunc|nearest|mid");
+    x->rows64 = opt_choice(o, "pats-format", "dense|rows64");
+    x->write = opt_choice(o, "pats-when", "after|write");
+    x->b_max = opt_int(o, "pats-bmax");
+    x->b_min = min_int(opt_int(o, "pats-bmin"), x->b_max);       // D23
+    x->sink = opt_int(o, "pats-sink");
+    x->window = opt_int(o, "pats-window");
+    x->T_end = opt_int(o, "pats-tend");
+    if (pats_check(s, x)) return -1;
+    if (x->policy == PATS_STATIC && !x->T_end && pats_find_end(s, x)) return -1;
     unpack_choose();
     s->fk = s->fv = format_find("f16");
     s->packing = &pats_packing;
     return 0;
 }
-static void pats_close(Session *s, void *ms) { (void)s; free(((Pats *)ms)->bits); }
-static size_t pats_bytes(const Session *s, const void *ms) { (void)s; return (size_t)((const Pats *)ms)->cap; }
 
+// Method.close.
+static void pats_close(Session *s, void *ms) {
+    (void)s;
+    free(((Pats *)ms)->bits);
+}
+
+// Method.bytes: B[t].
+static size_t pats_bytes(const Session *s, const void *ms) {
+    (void)s;
+    return (size_t)((const Pats *)ms)->cap;
+}
+
+// Method.stats: the share of the bits that are cut, and the share of the bytes that is really
+// saved.
 static void pats_stats(const Session *s, const void *ms, FILE *out) {
     const Pats *x = ms;
     size_t rows = 0, packed = 0, bits = 0, regions = 0;
     for (int i = 0; i < s->c->L * s->c->G; i++) {
         const KVHead *h = &s->head[i];
-        rows += h->len; packed += h->packed; regions += h->n_reg;
+        rows += h->len;
+        packed += h->packed;
+        regions += h->n_reg;
         for (int r = 0; r < h->packed; r++) bits += x->bits[h->src[r]];
     }
-    double f16 = (double)rows * s->c->D * 4, held = (double)kv_bytes(s) + (double)regions * sizeof(Region) + x->cap;
-    fprintf(out, "pats: %zu of %zu rows cut, %d re-packs, %.2f bits an element; saved of f16 rows: ideal %.2f %%, really %.2f %% (tables, raw rows, slack)\n",
-            packed, rows, x->repacks, rows ? (double)bits / rows : 0, rows ? 100.0 * bits / rows / 16 : 0, rows ? 100 * (1 - held / f16) : 0);
+    double f16 = (double)rows * s->c->D * 4;             // bytes of K and V if every row were raw
+    double held = (double)kv_bytes(s) + (double)regions * sizeof(Region) + x->cap;
+    double mean_bits = rows ? (double)bits / rows : 0;
+    double ideal = rows ? 100.0 * bits / rows / 16 : 0;
+    double real = rows ? 100 * (1 - held / f16) : 0;
+    fprintf(out, "pats: %zu of %zu rows cut, %d re-packs, %.2f bits an element; saved of f16 rows: "
+                 "ideal %.2f %%, really %.2f %% (tables, raw rows, slack)\n",
+            packed, rows, x->repacks, mean_bits, ideal, real);
 }
+
 static const Opt pats_opts[] = {
     { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits" },
-    { "pats-policy",   'c', "auto|ratchet|static|frozen", "when rows are cut; auto: ratchet, frozen for schedule new" },
+    { "pats-policy",   'c', "auto|ratchet|static|frozen",
+      "when rows are cut; auto: ratchet, frozen for schedule new" },
     { "pats-bmin",     'i', "2",   "bits every row outside the window loses" },
     { "pats-bmax",     'i', "8",   "most bits a row loses, at most 10; 0: none, as full" },
     { "pats-sink",     'i', "16",  "first tokens that lose bmin bits only" },
     { "pats-window",   'i', "128", "last tokens that stay raw" },
     { "pats-tend",     'i', "0",   "static: tokens of the whole dialogue; 0: all of --ids" },
-    { "pats-format",   'c', "dense|rows64", "packed bytes: bit after bit, or the paper's 64-byte blocks; the same values" },
-    { "pats-round",    'c', "trunc|nearest|mid", "how bits are cut; mid: half a step is added on reading" },
-    { "pats-when",     'c', "after|write", "cut at the end of a pass; or own rows before its attention (perplexity protocol)" },
+    { "pats-format",   'c', "dense|rows64",
+      "packed bytes: bit after bit, or the paper's 64-byte blocks; the same values" },
+    { "pats-round",    'c', "trunc|nearest|mid",
+      "how bits are cut; mid: half a step is added on reading" },
+    { "pats-when",     'c', "after|write",
+      "cut at the end of a pass; or own rows before its attention (perplexity protocol)" },
     { NULL, 0, NULL, NULL },
 };
-
 
 const Method pats_method = {
     .name    = "pats",
@@ -3296,320 +5188,642 @@ const Method pats_method = {
 };
 
 // ==================================================================================================== 11 LYCHEECLUSTER
-// Li, Liu, Lin, Hu, Zhang: LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and Hierarchical KV Indexing.
-// The text is cut into chunks that end where sentences, lines or brackets end; the mean key of a chunk stands for its tokens. Chunk
-// keys are clustered (spherical k-means), clusters again into coarse units, and a decode step reads only the chunks of the clusters
-// that score best for its query. New chunks are grafted onto the nearest cluster, whose covering radius grows to hold them.
-//   kbar_j = normalise(mean of the keys of chunk j);  r_u = max over the chunks v below u of |v - mu_u|
-//   q.v <= q.mu_u + |q| r_u                                                                (Eq. 2, the bound UB; beta = 1 ranks by it)
-//   J(S_t, S_t-1) = |S_t n S_t-1| / |S_t u S_t-1|   (Eq. 3);    WindowHit(S_t) = |S_t n (S_t-1 u .. u S_t-32)| / |S_t|   (Eq. 4)
-// A step reads: sinks [0,sink) + chunks retrieved, budget rows in all, + every row from t_idx on, the recent buffer. Nothing is dropped.
+// Li, Liu, Lin, Hu, Zhang: LycheeCluster: Efficient Long-Context Inference with Structure-Aware
+// Chunking and Hierarchical KV Indexing.
+//
+// The text is cut into chunks that end where sentences, lines or brackets end, and the mean key of
+// a chunk stands for all its tokens. Chunk keys are clustered by k-means, and cluster centres once
+// more into coarse units; a decode step reads only the chunks of the clusters that score best for
+// its query. While the answer grows, a new chunk is grafted onto the nearest cluster, so that the
+// index stays fresh without being built again.
+//
+//   kbar_j = normalise(mean of the keys of chunk j)                 (Sec. 4.1, the key of a chunk)
+//   r_u = max over the children v of node u of |v - mu_u|           (Sec. 4.1, covering radius)
+//   q.v <= q.mu_u + |q| r_u        for every child v of node u      (Eq. 2, the upper bound UB)
+//   J(S_t, S_t-1) = |S_t n S_t-1| / |S_t u S_t-1|                   (Eq. 3, S_t: clusters read)
+//   WindowHit(S_t) = |S_t n (S_t-1 u .. u S_t-32)| / |S_t|          (Eq. 4)
+//
+// The index of one KV head of one layer is a tree: coarse units -> clusters -> chunks. A step reads
+// the first rows [0,sink), the rows of the chunks it retrieves, budget rows in all, and on top of
+// them every row from t_idx on: the recent buffer, which is not indexed yet. Nothing is dropped.
+//
 // **Differs from the paper:**
-//   - clusters are ranked by q.mu + beta |q| r with beta 0: the bound favours loose clusters (--paper: beta 1 at both levels);
-//   - Eq. 2 bounds chunk keys, not token keys; coarse radii cover the chunks below, not only the centroids (else they bound nothing);
-//   - a moved centre also adds its shift to the radius; "moving average + expansion" alone loses members. Default: smallest enclosing ball;
-//   - the first 16 tokens and the last 128 stay outside the index and are always read (Algorithm 1 starts with an empty buffer);
-//   - the index is built again when the chunks have doubled (grafting alone never makes a cluster); the scan is flat unless --lychee-kg;
-//   - k-means starts from every second chunk, so that runs repeat; the first two layers stay full, as in Quest and ClusterKV.
-// Options: --budget (1024, sinks included) and lychee_opts below. The tree of one (layer, KV head): units -> clusters -> chunks.
+//   - A cluster's score is q.mu + beta |q| r with beta 0: the bound favours loose clusters.
+//     --paper: beta 1 at both levels (D40).
+//   - Eq. 2 bounds chunk keys, not token keys. A unit's radius covers the chunks below it, not only
+//     the centres of its clusters; otherwise it bounds nothing (D46).
+//   - A centre that moves adds its shift to the radius; "moving average + expansion" alone loses
+//     the older members. By default the new ball is the smallest that holds the old ball and the
+//     new key (D49).
+//   - The first 16 tokens and the last 128 stay outside the index and are always read; Algorithm 1
+//     starts with an empty buffer (D29, D43).
+//   - The index is built again when the chunks have doubled, because grafting alone never makes a
+//     cluster (D41).
+//   - The paper gives k_g and k_c no value: clusters are taken until the budget is full (D44), and
+//     no coarse unit is pruned unless --lychee-kg or --lychee-prune asks for it (D46).
+//   - k-means starts from evenly spaced chunks, so that runs repeat. The first two layers read
+//     every row, as in Quest (D50).
+//
+// Map:
+//   Table 4 -> delimiter_level
+//   Sec. 4.1 -> chunk_key, node_cover, chunk_keys_kernel, cover_kernel
+//   Sec. 4.3 -> chunk_end, kmeans, assign_kernel, centres_kernel
+//   Sec. 4.4 -> node_absorb, graft_kernel
+//   Eq. 2 -> upper_bounds, cluster_scores_kernel
+//   Eq. 3 -> watch_step
+//   Eq. 4 -> watch_step
+//   Algorithm 1, line 2 -> lychee_commit, chunk_end, cut_chunks
+//   Algorithm 1, line 3 -> lychee_build, tree_build, lychee_build_cuda
+//   Algorithm 1, line 9 -> units_by_score, open_units_kernel
+//   Algorithm 1, line 10 -> open_top, open_units_kernel
+//   Algorithm 1, line 13 -> score_unit, cluster_scores_kernel
+//   Algorithm 1, line 14 -> retrieve, take_kernel
+//   Algorithm 1, line 16 -> rows_to_read, take_kernel
+//   Algorithm 1, line 21 -> cut_chunks
+//   Algorithm 1, line 22 -> lychee_graft, tree_graft, graft_kernel
+// Eq. 1 and line 17 are attention over the rows of a view (section 3). The text is cut and the
+// statistics are measured on the host in a device session too.
+//
+// Options: --budget (1024, the first rows included) and lychee_opts below.
 
-// ---- the chunker: where may a chunk end? (paper Table 4)
-typedef struct TokenText {          // the text of a token, given by whoever has a tokenizer. ctx NULL: every token is empty, none special
-    const void *ctx;
-    const char *(*bytes)(const void *ctx, int id, int *len);     // what the id adds to the text (a SentencePiece blank is a space)
-    int (*special)(const void *ctx, int id);                     // 1: a control token; it has no text and ends the stream before it
+// ---- what section 17 does for this one
+static void assign_points(const float *x, int n, const float *mu, int K, int D, const float *len,
+                          float *sc, int *label);
+static void heapify(int *heap, int n, const float *S);
+static int  pop_best(int *heap, int *n, const float *S);
+static int  tokens_above(const Nodes *u, const float *S, float bound);
+static int  clusters_that_fill(const Nodes *u, const float *S, int room, int *order);
+
+// ---- the chunker: where may a chunk end? (Table 4, D48)
+typedef struct TokenText {      // the text of tokens, given by whoever has a tokenizer
+    const void *ctx;            // the tokenizer; NULL: every token is empty, and none is special
+    // What the id adds to the text, *len bytes; a SentencePiece blank is a space.
+    const char *(*bytes)(const void *ctx, int id, int *len);
+    // 1: a control token, which has no text and ends the stream before it.
+    int (*special)(const void *ctx, int id);
 } TokenText;
 static TokenText token_text;
 
-// Level of the boundary after a token: structure, sentence, phrase, blank; none of them; inside a character
-enum { CUT_STRUCTURE = 1, CUT_SENTENCE, CUT_PHRASE, CUT_BLANK, CUT_NONE, CUT_INSIDE = 9 };
-enum { STREAM_TAIL = 64, WALK_CHARS = 8 };              // bytes of the stream remembered; characters looked back at
-enum { NEXT_END = -1, NEXT_EMPTY = -2 };                // instead of the next byte: the stream ends; the next token has no text
+enum {                          // level of the boundary after a token; the lower, the better an end
+    CUT_STRUCTURE = 1,          // empty line, closing bracket, code fence
+    CUT_SENTENCE,               // . ? ! and a line end
+    CUT_PHRASE,                 // , ; :
+    CUT_BLANK,                  // between two words
+    CUT_NONE,                   // none of these
+    CUT_INSIDE = 9,             // inside a UTF-8 character: only where there is no other end
+};
+enum {                          // what a character says instead of a level
+    WALK_ON = 0,                // a closing quote or parenthesis: the character before it decides
+    WALK_ENDS = -1,             // no delimiter
+};
+enum {                          // given instead of the first byte of the next token
+    NEXT_END = -1,              // the stream ends here
+    NEXT_EMPTY = -2,            // the next token has no text
+};
+enum { STREAM_TAIL = 64 };      // bytes of the stream that are remembered
+enum { WALK_CHARS = 8 };        // characters of it that are looked at, from the last one backwards
 
-typedef struct { unsigned char b[STREAM_TAIL]; int n; } TextTail;   // the last bytes of the stream; a special token empties it
+typedef struct {                // the last bytes of the stream; a special token empties it
+    unsigned char b[STREAM_TAIL];
+    int n;                      // bytes there are
+} TextTail;
 
+// The text of a token, n bytes; "" without a tokenizer and for a method's own tokens.
 static const char *text_of(int id, int *n) {
     *n = 0;
     return token_text.ctx && id >= 0 ? token_text.bytes(token_text.ctx, id, n) : "";
 }
-static int special_token(int id) { return token_text.ctx && id >= 0 && token_text.special(token_text.ctx, id); }
 
+// Is the id a control token?
+static int special_token(int id) {
+    return token_text.ctx && id >= 0 && token_text.special(token_text.ctx, id);
+}
+
+// Appends the n bytes p to the tail and forgets the oldest ones that have no room any more.
 static void tail_push(TextTail *t, const char *p, int n) {
-    if (n > STREAM_TAIL) { p += n - STREAM_TAIL; n = STREAM_TAIL; }
-    int keep = t->n + n > STREAM_TAIL ? STREAM_TAIL - n : t->n;
+    if (n > STREAM_TAIL) {
+        p += n - STREAM_TAIL;
+        n = STREAM_TAIL;
+    }
+    int keep = min_int(t->n, STREAM_TAIL - n);
     memmove(t->b, t->b + t->n - keep, (size_t)keep);
     if (n) memcpy(t->b + keep, p, (size_t)n);
     t->n = keep + n;
 }
-static int tail_complete(const TextTail *t) {           // does the stream end at the end of a character? Invalid bytes do
-    int k = 0;
+
+// Bytes of the UTF-8 character whose first byte is c; 0: no character begins with c.
+static int claimed_length(int c) {
+    if (c < 0x80) return 1;
+    if (c < 0xc0) return 0;
+    if (c < 0xe0) return 2;
+    if (c < 0xf0) return 3;
+    return c < 0xf8 ? 4 : 0;
+}
+
+// Does the stream end where a character ends? Bytes that are no UTF-8 count as characters of their
+// own.
+static int tail_complete(const TextTail *t) {
+    int k = 0;                                  // continuation bytes at the end
     while (k < 3 && k < t->n && (t->b[t->n - 1 - k] & 0xc0) == 0x80) k++;
     if (k == t->n) return 1;
-    int c = t->b[t->n - 1 - k], need = c >= 0xc0 && c < 0xe0 ? 1 : c >= 0xe0 && c < 0xf0 ? 2 : c >= 0xf0 && c < 0xf8 ? 3 : 0;
-    return k >= need;
+    return k + 1 >= claimed_length(t->b[t->n - 1 - k]);
 }
-static int char_before(const unsigned char *b, int end, int *at) {      // the character that ends at `end` (> 0); *at: its first byte. Invalid: one byte, 0xfffd
+
+// The character of b that ends before byte `end` (> 0); *at: its first byte. A byte that is not
+// part of valid UTF-8 is a character by itself: its value when it is ASCII, otherwise 0xfffd.
+static int char_before(const unsigned char *b, int end, int *at) {
+    static const int least[5] = { 0, 0, 0x80, 0x800, 0x10000 };     // smallest that needs n bytes
     int k = end - 1;
     while (k > 0 && end - k < 4 && (b[k] & 0xc0) == 0x80) k--;
-    int c = b[k], len = c < 0x80 ? 1 : c >= 0xc0 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf8 ? 4 : 0;
+    int c = b[k], len = claimed_length(c);
     *at = end - 1;
     if (len != end - k) return b[end - 1] < 0x80 ? b[end - 1] : 0xfffd;
+
     *at = k;
     c &= len == 1 ? 0x7f : 0xff >> (len + 1);
     for (int i = 1; i < len; i++) c = c << 6 | (b[k + i] & 0x3f);
-    static const int least[5] = { 0, 0, 0x80, 0x800, 0x10000 };
-    return c < least[len] ? 0xfffd : c;                 // written longer than need be: invalid
+    return c < least[len] ? 0xfffd : c;         // written with more bytes than it needs: not valid
 }
-static int run_before(const unsigned char *b, int at) { int n = 1; while (at - n >= 0 && b[at - n] == b[at]) n++; return n; }
+
+// The length of the run of equal bytes that ends at b[at]: 3 for the last '-' of "---".
+static int run_length_before(const unsigned char *b, int at) {
+    int n = 1;
+    while (at - n >= 0 && b[at - n] == b[at]) n++;
+    return n;
+}
+
+// The level of the line end at b[at]: an empty line before it makes it a paragraph's end.
 static int newline_level(const unsigned char *b, int at) {
     while (at > 0 && (b[at - 1] == ' ' || b[at - 1] == '\t' || b[at - 1] == '\r')) at--;
     return at > 0 && b[at - 1] == '\n' ? CUT_STRUCTURE : CUT_SENTENCE;
 }
-static int joins(int next) { return next >= 0 && next < 128 && (isalnum(next) || next == '_' || next == '=' || next == ':'); }   // 3.14, a.b, a::b, 10:30
 
-// Level of the character c at byte `at`; 0: a closer, which lets the walk go on; -1: the walk stops. next: the byte after it.
+// Does the byte after a mark make the mark part of a word, as in 3.14, a.b, a::b, 10:30, :=?
+static int joins(int next) {
+    return next >= 0 && next < 128 && (isalnum(next) || next == '_' || next == '=' || next == ':');
+}
+
+// The level of character c, which stands at byte `at` of the tail; WALK_ON or WALK_ENDS when it is
+// no delimiter. next: the byte after c, or NEXT_*. guard 1: a mark inside 3.14, a.b, a::b or -> is
+// no delimiter.
 static int delimiter_level(const TextTail *t, int at, int c, int next, int guard) {
     int before = at > 0 ? t->b[at - 1] : 0;
-    switch (c) {
+    int arrow = guard && (before == '-' || before == '=' || before == '<');  // -> => <>: one sign
+    int inside = guard && joins(next);
+    int long_run = run_length_before(t->b, at) >= 3;              // --- *** ```
+    switch (c) {                                                  // Table 4
     case '\n': return newline_level(t->b, at);
     case '}': case ']': return CUT_STRUCTURE;
-    case '>': return guard && (before == '-' || before == '=' || before == '<') ? -1 : CUT_STRUCTURE;    // -> => <> are one sign
-    case '-': case '*': case '`': return run_before(t->b, at) >= 3 ? CUT_STRUCTURE : -1;
-    case '.': case '?': case '!': return guard && joins(next) ? -1 : CUT_SENTENCE;
-    case ',': case ';': case ':': return guard && joins(next) ? -1 : CUT_PHRASE;
-    case 0x3002: case 0xff1f: case 0xff01: return CUT_SENTENCE;                                          // ideographic . ? !
-    case 0xff0c: case 0xff1b: case 0xff1a: case 0x3001: case 0xb7: return CUT_PHRASE;                    // ideographic , ; : enumeration comma, middle dot
+    case '>': return arrow ? WALK_ENDS : CUT_STRUCTURE;
+    case '-': case '*': case '`': return long_run ? CUT_STRUCTURE : WALK_ENDS;
+    case '.': case '?': case '!': return inside ? WALK_ENDS : CUT_SENTENCE;
+    case ',': case ';': case ':': return inside ? WALK_ENDS : CUT_PHRASE;
+    case 0x3002: case 0xff1f: case 0xff01: return CUT_SENTENCE;   // ideographic . ? !
+    case 0xff0c: case 0xff1b: case 0xff1a: return CUT_PHRASE;     // ideographic , ; :
+    case 0x3001: case 0xb7: return CUT_PHRASE;                    // enumeration comma, middle dot
     case ' ': case '\t': case '\r': case 0x3000: return CUT_BLANK;
-    case ')': case '"': case '\'': case 0x201d: case 0x2019: case 0x300d: case 0x300f: case 0x3011: case 0xff09: return 0;
+    case ')': case '"': case '\'': return WALK_ON;
+    case 0x201d: case 0x2019: return WALK_ON;                     // closing quotes
+    case 0x300d: case 0x300f: case 0x3011: case 0xff09: return WALK_ON;  // closing brackets
+    default: return WALK_ENDS;
     }
-    return -1;
 }
+
+// Is the text of n bytes nothing but blanks, and at least one?
 static int all_blank(const char *p, int n) {
-    for (int i = 0; i < n; i++) if (p[i] != ' ' && p[i] != '\t') return 0;
+    for (int i = 0; i < n; i++) {
+        if (p[i] != ' ' && p[i] != '\t') return 0;
+    }
     return n > 0;
 }
-// Level of the boundary after the token (text, n), whose bytes end the tail; next: first byte of the next token, or NEXT_*.
+
+// The level (CUT_*) of the boundary after the token (text, n), whose bytes end the tail; next: the
+// first byte of the next token, or NEXT_*. It walks backwards over delimiters and closing quotes,
+// as in `."` or `),`, and the best of them counts.
 static int boundary_level(const TextTail *t, const char *text, int n, int next, int guard) {
-    int level = CUT_NONE, end = t->n, at;
+    int level = CUT_NONE, end = t->n;
     if (!tail_complete(t)) return CUT_INSIDE;
     if (all_blank(text, n)) return CUT_BLANK;
-    for (int i = 0; i < WALK_CHARS && end > 0; i++, end = at) {
-        int c = char_before(t->b, end, &at), v = delimiter_level(t, at, c, end < t->n ? t->b[end] : next, guard);
-        if (v < 0) break;
-        if (v && v < level) level = v;
+    for (int i = 0; i < WALK_CHARS && end > 0; i++) {
+        int at;
+        int c = char_before(t->b, end, &at);
+        int found = delimiter_level(t, at, c, end < t->n ? t->b[end] : next, guard);
+        if (found == WALK_ENDS) break;
+        if (found != WALK_ON) level = min_int(level, found);
+        end = at;
     }
     if (level < CUT_NONE) return level;
-    return next == NEXT_END || next == ' ' || next == '\t' || next == '\r' || next == '\n' ? CUT_BLANK : CUT_NONE;
+    int word_ends = next == NEXT_END || next == ' ' || next == '\t' || next == '\r' || next == '\n';
+    return word_ends ? CUT_BLANK : CUT_NONE;
 }
-// Appends levels until level[0..n) is known; token n-1 has a successor, so id has n+1 entries.
-static void levels_extend(unsigned char *level, int from, int n, TextTail *t, const Token *tok, int guard) {
+
+// Finds level[from..n), the boundaries after those tokens; t is the text before token `from` and
+// grows with them. The level after token n-1 depends on the token that follows it, so tok has n + 1
+// entries.
+static void levels_extend(unsigned char *level, int from, int n, TextTail *t, const Token *tok,
+                          int guard) {
     for (int i = from; i < n; i++) {
-        int len, next_len;
-        if (special_token(tok[i].id)) { t->n = 0; level[i] = CUT_STRUCTURE; continue; }
-        const char *text = text_of(tok[i].id, &len), *after = text_of(tok[i + 1].id, &next_len);
+        if (special_token(tok[i].id)) {
+            t->n = 0;
+            level[i] = CUT_STRUCTURE;
+            continue;
+        }
+        int len, next_len, next = NEXT_EMPTY;
+        const char *text = text_of(tok[i].id, &len);
+        const char *after = text_of(tok[i + 1].id, &next_len);
+        if (special_token(tok[i + 1].id)) next = NEXT_END;
+        else if (next_len) next = (unsigned char)after[0];
         tail_push(t, text, len);
-        int next = special_token(tok[i + 1].id) ? NEXT_END : next_len ? (unsigned char)after[0] : NEXT_EMPTY;
         level[i] = (unsigned char)boundary_level(t, text, len, next, guard);
     }
 }
-// Last token of the chunk that starts at s: the best level among its possible ends; of equals the last (or first); failing all, the
-// last end of a character; failing that, the longest chunk.
+
+// The last token of the chunk that starts at token s and has min to max tokens. It is the possible
+// end with the best level; among equals the last one, or with `first` the first one. Where no end
+// has a level, the last end of a character is taken, and where there is none, the chunk has max
+// tokens.
 static int chunk_end(const unsigned char *level, int s, int min, int max, int first) {
     int best = s + max - 1, found = CUT_INSIDE;
-    for (int e = s + min - 1; e < s + max; e++) {
-        int better = level[e] < found || (level[e] == found && !(first && found < CUT_NONE));
-        if (level[e] != CUT_INSIDE && better) { best = e; found = level[e]; }
+    for (int e = s + min - 1; e < s + max; e++) {                 // Sec. 4.3
+        int later_wins = !first || found >= CUT_NONE;
+        if (level[e] == CUT_INSIDE) continue;
+        if (level[e] < found || (level[e] == found && later_wins)) {
+            best = e;
+            found = level[e];
+        }
     }
     return best;
 }
 
-// ---- the index: Nodes and Tree of kvcomp.h
-typedef struct {            // statistics of one tree, on request (A7)
-    double recall, covered, covered_indexed, jaccard, hit;
-    long n_recall, n_jaccard, n_hit;
-    int *seen, cap;         // (clusters) the step a cluster was last used in
-    int step, size;         // steps since the build; |S_t-1|
+// ---- the index: the state of the method; Nodes and Tree are in kvcomp.h
+typedef struct {                // statistics of one tree, on request (D51)
+    double recall;              // sums over n_recall head steps: share read of the best k rows
+    double covered;             // attention that the rows read receive
+    double covered_indexed;     // the same of the indexed rows alone
+    long n_recall;
+    double jaccard, hit;        // sums of Eq. 3 over n_jaccard steps, of Eq. 4 over n_hit steps
+    long n_jaccard, n_hit;
+    int *seen, cap;             // (cap) the step a cluster was last used in; room
+    int step;                   // steps since the build
+    int size;                   // |S_t-1|: clusters used in the step before
 } Watch;
+
 typedef struct {
-    float beta, beta_coarse;
-    int gqa, kg, exact, lazy, unit, tokens, pool_max, first_tie, guard, min, max, buffer, sink, full_layers, iters, per_cluster, coarse_max, stats;
-    int B;                              // the budget of this turn, sinks included
-    unsigned char *level; int n_level, cap_level;       // boundary levels; the last token seen has none yet
-    TextTail tail;                      // the text up to token n_level-1
-    int *start, M, cap;                 // (M+1) chunk j is tokens start[j]..start[j+1]-1; start[M] is t_idx, the first token of the buffer
-    int M_built;                        // chunks when the index was built; 0: there is none
-    Tree *tree; Watch *watch;           // (L,G)
-    long ends[CUT_INSIDE + 1];          // chunks by the level of their end
+    float beta, beta_coarse;    // weight of |q| r in the score of a cluster, of a unit
+    int gqa;                    // GQA_*: how the query heads of a group share a list
+    int kg;                     // units opened in a step: a number, KG_FLAT or KG_AUTO
+    int exact;                  // 1: units are opened by upper bound until none can matter
+    int lazy;                   // LAZY_*: what a grafted chunk does to a centre
+    int unit;                   // 1: centres lie on the unit sphere, 0: they are plain means
+    int tokens;                 // 1: centre and radius of a cluster are those of its raw token keys
+    int pool_max;               // 1: a chunk's key is the largest value of every dimension
+    int first_tie, guard;       // see chunk_end and delimiter_level
+    int min, max;               // tokens of a chunk
+    int buffer, sink;           // recent rows and first rows outside the index
+    int full_layers;            // the first layers read every row
+    int iters;                  // of k-means
+    int per_cluster;            // chunks a cluster has on average
+    int coarse_max;             // most units
+    int stats;                  // 1: measure
+    int B;                      // the budget of this turn, sinks included
+
+    unsigned char *level;       // (cap_level) boundary levels of the tokens
+    int n_level, cap_level;     // levels known, the last token seen has none yet; room
+    TextTail tail;              // the text up to token n_level-1
+    int *start;                 // (cap+1) chunk j is tokens start[j]..start[j+1]-1
+    int M, cap;                 // chunks; room
+    int M_built;                // chunks when the index was built; 0: there is none
+    long ends[CUT_INSIDE + 1];  // chunks by the level of their end
+    Tree *tree;                 // (L,G)
+    Watch *watch;               // (L,G); NULL without --lychee-stats
 } Lychee;
 enum { KG_FLAT = 0, KG_AUTO = -1 };
-enum { WINDOW_HIT = 32 };
+enum { WINDOW_HIT = 32 };       // w of Eq. 4, steps
 
-static const Opt lychee_opts[] = {
-    { "lychee-beta",         'f', "0",    "weight of |q| r in a cluster's score; 1: the upper bound of Eq. 2" },
-    { "lychee-beta-coarse",  'f', "0",    "the same for coarse units" },
-    { "lychee-gqa",          'c', "max|sum|head", "query heads of a group: best of them, their sum, or a list for each" },
-    { "lychee-kg",           's', "flat", "coarse units opened in a step: flat (no coarse level), auto, or a number" },
-    { "lychee-prune",        'c', "none|exact", "exact: open units by upper bound until none can matter; reads what flat reads" },
-    { "lychee-lazy",         'c', "ball|mean|freeze", "what a grafted chunk does to its cluster's centre" },
-    { "lychee-centroid",     'c', "unit|mean", "centres on the unit sphere, or plain means" },
-    { "lychee-pool",         'c', "mean|max", "a chunk's key: the mean of its keys, or their largest value in every dimension (Table 3)" },
-    { "lychee-bound",        'c', "chunk|token", "token: a cluster's centre and radius are those of its raw token keys, so Eq. 2 bounds tokens" },
-    { "lychee-tie",          'c', "last|first", "of equally good ends of a chunk" },
-    { "lychee-guard",        'i', "1",    "0: marks inside 3.14, a.b, a::b, -> may end a chunk too" },
-    { "lychee-chunk-min",    'i', "8",    "fewest tokens of a chunk" },
-    { "lychee-chunk-max",    'i', "16",   "most tokens of a chunk" },
-    { "lychee-buffer",       'i', "128",  "recent rows outside the index, always read, on top of the budget" },
-    { "lychee-sink",         'i', "16",   "first rows outside the index, always read, inside the budget" },
-    { "lychee-full-layers",  'i', "2",    "first layers that read every row" },
-    { "lychee-iters",        'i', "10",   "iterations of k-means" },
-    { "lychee-chunks-per-cluster", 'i', "2", "chunks a cluster has on average" },
-    { "lychee-coarse-max",   'i', "64",   "most coarse units" },
-    { "lychee-stats",        'b', "0",    "measure recall, attention covered, Jaccard and WindowHit (slow)" },
-    { NULL, 0, NULL, NULL },
-};
-static int lychee_open(Session *s, void *ms) {
-    Lychee *x = ms;
-    const Options *o = s->opt;
-    float paper = opt_int(o, "paper") ? 1 : 0;
-    x->beta        = paper && !opt_given(o, "lychee-beta")        ? paper : (float)opt_real(o, "lychee-beta");
-    x->beta_coarse = paper && !opt_given(o, "lychee-beta-coarse") ? paper : (float)opt_real(o, "lychee-beta-coarse");
-    x->gqa    = opt_choice(o, "lychee-gqa", "max|sum|head");           x->lazy      = opt_choice(o, "lychee-lazy", "ball|mean|freeze");
-    x->exact  = opt_choice(o, "lychee-prune", "none|exact");           x->unit      = opt_choice(o, "lychee-centroid", "mean|unit");
-    x->tokens = opt_choice(o, "lychee-bound", "chunk|token");          x->first_tie = opt_choice(o, "lychee-tie", "last|first");
-    x->pool_max = opt_choice(o, "lychee-pool", "mean|max");
-    x->guard = opt_int(o, "lychee-guard");         x->min = opt_int(o, "lychee-chunk-min");         x->max = opt_int(o, "lychee-chunk-max");
-    x->buffer = opt_int(o, "lychee-buffer");       x->sink = opt_int(o, "lychee-sink");             x->full_layers = opt_int(o, "lychee-full-layers");
-    x->iters = opt_int(o, "lychee-iters");         x->per_cluster = opt_int(o, "lychee-chunks-per-cluster");
-    x->coarse_max = opt_int(o, "lychee-coarse-max");   x->stats = opt_int(o, "lychee-stats");
-    const char *kg = opt_str(o, "lychee-kg");
-    int flat = !strcmp(kg, "flat"), by_itself = !strcmp(kg, "auto");
-    x->kg = flat ? KG_FLAT : by_itself ? KG_AUTO : atoi(kg);
-    if (!flat && !by_itself && (opt_check(&(Opt){ "lychee-kg", 'i', NULL, NULL }, kg, s->err) || x->kg < 1)) return refuse(s, "--lychee-kg wants flat, auto or a number of at least 1");
-    if (x->beta < 0 || x->beta_coarse < 0) return refuse(s, "--lychee-beta and --lychee-beta-coarse must not be negative");
-    if (x->min < 1 || x->max < x->min || x->max > 4096) return refuse(s, "--lychee-chunk-min and -max: 1 <= min <= max <= 4096 is needed");
-    if (x->buffer < 0 || x->sink < 0 || x->full_layers < 0 || x->iters < 0) return refuse(s, "--lychee-buffer, -sink, -full-layers and -iters must not be negative");
-    if (x->per_cluster < 1 || x->coarse_max < 1) return refuse(s, "--lychee-chunks-per-cluster and --lychee-coarse-max must be at least 1");
-    if (s->ratio < 0 && s->budget < x->sink) return refuse(s, "--budget %d is smaller than --lychee-sink %d", s->budget, x->sink);
-    x->B = s->budget;
-    x->tree = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->tree);
-    if (x->stats) x->watch = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->watch);
-    x->start = xmalloc(sizeof(int) * (size_t)((x->cap = 64) + 1));
-    x->start[0] = x->sink;
-    return 0;
-}
-static void tree_free(const Session *s, Tree *t) {
-    (void)s;
-    if (KV_DEV(s)) near_free_cuda(t->mem); else free(t->mem);
-}
-static void lychee_close(Session *s, void *ms) {
-    Lychee *x = ms;
-    for (int i = 0; x->tree && i < s->c->L * s->c->G; i++) tree_free(s, &x->tree[i]);
-    for (int i = 0; x->watch && i < s->c->L * s->c->G; i++) free(x->watch[i].seen);
-    free(x->tree); free(x->watch); free(x->start); free(x->level);
-}
-static int indexed_layer(const Session *s, const Lychee *x, int l) { return l >= x->full_layers && layer_acts(s, l); }
-static int t_idx(const Lychee *x) { return x->start[x->M]; }
-static int wants_coarse(const Lychee *x) { return x->kg != KG_FLAT || x->exact; }
-
-static int room_for_chunks(const Lychee *x) { return x->B > x->sink ? x->B - x->sink : 0; }
-static LycheeRule lychee_rule(const Lychee *x, int P) {          // for the kernels; P: coarse units
-    int kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
-    return (LycheeRule){ .beta = x->beta, .beta_coarse = x->beta_coarse, .gqa = x->gqa, .units = x->exact ? 0 : kg, .lazy = x->lazy, .unit = x->unit,
-                         .tokens = x->tokens, .pool_max = x->pool_max, .iters = x->iters, .min = x->min, .room = room_for_chunks(x), .sink = x->sink,
-                         .M = x->M, .cap = 2 * x->M_built, .start = x->start };
+// Does layer l have an index?
+static int indexed_layer(const Session *s, const Lychee *x, int l) {
+    return l >= x->full_layers && layer_acts(s, l);
 }
 
-typedef struct { char *mem; size_t at; } Block;          // mem NULL: only the size is wanted
-static void *carve(Block *b, size_t bytes) { void *p = b->mem ? b->mem + b->at : NULL; b->at += (bytes + 63) & ~(size_t)63; return p; }
-static void nodes_carve(Nodes *u, Block *at, int n, int children, int D) {
-    u->n = n;
-    u->mu = carve(at, (size_t)n * D * sizeof *u->mu);       u->r = carve(at, (size_t)n * sizeof *u->r);
-    u->chunks = carve(at, (size_t)n * sizeof(int));         u->tokens = carve(at, (size_t)n * sizeof(int));
-    u->first = carve(at, (size_t)n * sizeof(int));          u->last = carve(at, (size_t)n * sizeof(int));
-    u->next = carve(at, (size_t)children * sizeof(int));
+// The first token of the recent buffer: the index ends before it.
+static int t_idx(const Lychee *x) {
+    return x->start[x->M];
 }
-static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {    // -> bytes
-    Block at = { mem, 0 };
-    nodes_carve(&t->fine, &at, K, cap, D);
-    nodes_carve(&t->coarse, &at, P, P ? K : 0, D);
-    t->parent = carve(&at, P ? (size_t)K * sizeof(int) : 0);
-    t->rho = carve(&at, (size_t)P * sizeof(float));
-    return at.at;
+
+// Does anything read the coarse level?
+static int wants_coarse(const Lychee *x) {
+    return x->kg != KG_FLAT || x->exact;
 }
-static void tree_shape(const Lychee *x, int M, int *K, int *P) {                // clusters and coarse units of M chunks
+
+// Tokens that the chunks of one list may have together.
+static int room_for_chunks(const Lychee *x) {
+    return max_int(x->B - x->sink, 0);
+}
+
+// k_g: how many of P coarse units a step opens at least.
+static int units_to_open(const Lychee *x, int P) {
+    return x->kg == KG_AUTO ? max_int((P + 3) / 4, 8) : x->kg;
+}
+
+// The number of clusters K and of coarse units P for M chunks (paper, App. A).
+static void tree_shape(const Lychee *x, int M, int *K, int *P) {
     *K = (M + x->per_cluster - 1) / x->per_cluster;
-    *P = !wants_coarse(x) ? 0 : (*K + 1) / 2 < x->coarse_max ? (*K + 1) / 2 : x->coarse_max;
+    *P = wants_coarse(x) ? min_int((*K + 1) / 2, x->coarse_max) : 0;
 }
-// One block for everything; cap: chunks there will be at most before the next build, so grafting never asks for memory.
+
+// What the kernels need to know; P: coarse units. On a device exact pruning is a flat scan, which
+// reads the same rows.
+static LycheeRule lychee_rule(const Lychee *x, int P) {
+    return (LycheeRule){
+        .beta = x->beta,
+        .beta_coarse = x->beta_coarse,
+        .gqa = x->gqa,
+        .units = x->exact ? 0 : units_to_open(x, P),
+        .lazy = x->lazy,
+        .unit = x->unit,
+        .tokens = x->tokens,
+        .pool_max = x->pool_max,
+        .iters = x->iters,
+        .min = x->min,
+        .room = room_for_chunks(x),
+        .sink = x->sink,
+        .M = x->M,
+        .cap = 2 * x->M_built,
+        .start = x->start,
+    };
+}
+
+// A tree is one block of memory, out of which its arrays are carved one after the other.
+typedef struct {
+    char *mem;                  // NULL: only the size is wanted
+    size_t at;                  // bytes carved so far
+} Block;
+
+// The next `bytes` of the block, rounded up to 64.
+static void *carve(Block *b, size_t bytes) {
+    void *p = b->mem ? b->mem + b->at : NULL;
+    b->at += (bytes + 63) & ~(size_t)63;
+    return p;
+}
+
+// The arrays of one level: n nodes over so many children.
+static void nodes_carve(Nodes *u, Block *b, int n, int children, int D) {
+    size_t ints = (size_t)n * sizeof(int);
+    u->n = n;
+    u->mu = carve(b, (size_t)n * D * sizeof *u->mu);
+    u->r = carve(b, (size_t)n * sizeof *u->r);
+    u->chunks = carve(b, ints);
+    u->tokens = carve(b, ints);
+    u->first = carve(b, ints);
+    u->last = carve(b, ints);
+    u->next = carve(b, (size_t)children * sizeof(int));
+}
+
+// Lays out a tree of K clusters and P units for up to cap chunks in mem -> the bytes it takes. mem
+// NULL: only counts them.
+static size_t tree_carve(Tree *t, char *mem, int cap, int K, int P, int D) {
+    Block b = { mem, 0 };
+    nodes_carve(&t->fine, &b, K, cap, D);
+    nodes_carve(&t->coarse, &b, P, P ? K : 0, D);
+    t->parent = carve(&b, P ? (size_t)K * sizeof(int) : 0);
+    t->rho = carve(&b, (size_t)P * sizeof(float));
+    return b.at;
+}
+
+// Gives the memory of the tree back, wherever it lies.
+static void tree_free(const Session *s, Tree *t) {
+    (void)s;                                    // read in a build with CUDA only
+    if (KV_DEV(s)) near_free_cuda(t->mem);
+    else free(t->mem);
+}
+
+// Gives the tree memory of its size. cap: the most chunks there will be before the next build, so
+// that grafting never asks for memory.
 static void tree_room(const Session *s, Tree *t, int cap, int K, int P, int D) {
     Tree size;
     size_t bytes = tree_carve(&size, NULL, cap, K, P, D);
-    if (bytes != t->bytes) { tree_free(s, t); t->mem = KV_DEV(s) ? near_grow_cuda(NULL, 0, bytes) : xmalloc(bytes); }
+    if (bytes != t->bytes) {
+        tree_free(s, t);
+        t->mem = KV_DEV(s) ? near_grow_cuda(NULL, 0, bytes) : xmalloc(bytes);
+    }
     t->bytes = bytes;
     tree_carve(t, t->mem, cap, K, P, D);
 }
+
+// Makes every node of the level empty; centres stay.
+static void nodes_clear(Nodes *u) {
+    for (int j = 0; j < u->n; j++) {
+        u->r[j] = 0;
+        u->chunks[j] = 0;
+        u->tokens[j] = 0;
+        u->first[j] = -1;
+        u->last[j] = -1;
+    }
+}
+
+// Appends a child, whose number is larger than those the node has, to the node's list.
 static void child_append(Nodes *u, int node, int child) {
     u->next[child] = -1;
-    if (u->first[node] < 0) u->first[node] = child; else u->next[u->last[node]] = child;
+    if (u->first[node] < 0) u->first[node] = child;
+    else u->next[u->last[node]] = child;
     u->last[node] = child;
 }
 
-// ---- keys, distances, k-means
+// ---- opening: the options
+static const Opt lychee_opts[] = {
+    { "lychee-beta", 'f', "0",
+      "weight of |q| r in a cluster's score; 1: the upper bound of Eq. 2" },
+    { "lychee-beta-coarse", 'f', "0",
+      "the same for coarse units" },
+    { "lychee-gqa", 'c', "max|sum|head",
+      "query heads of a group: best of them, their sum, or a list for each" },
+    { "lychee-kg", 's', "flat",
+      "coarse units opened in a step: flat (no coarse level), auto, or a number" },
+    { "lychee-prune", 'c', "none|exact",
+      "exact: open units by upper bound until none can matter; reads what flat reads" },
+    { "lychee-lazy", 'c', "ball|mean|freeze",
+      "what a grafted chunk does to its cluster's centre" },
+    { "lychee-centroid", 'c', "unit|mean",
+      "centres on the unit sphere, or plain means" },
+    { "lychee-pool", 'c', "mean|max",
+      "a chunk's key: the mean of its keys, or their largest value in every dimension (Table 3)" },
+    { "lychee-bound", 'c', "chunk|token",
+      "token: a cluster's centre and radius are those of its raw token keys, "
+      "so Eq. 2 bounds tokens" },
+    { "lychee-tie", 'c', "last|first",
+      "of equally good ends of a chunk" },
+    { "lychee-guard", 'i', "1",
+      "0: marks inside 3.14, a.b, a::b, -> may end a chunk too" },
+    { "lychee-chunk-min", 'i', "8",
+      "fewest tokens of a chunk" },
+    { "lychee-chunk-max", 'i', "16",
+      "most tokens of a chunk" },
+    { "lychee-buffer", 'i', "128",
+      "recent rows outside the index, always read, on top of the budget" },
+    { "lychee-sink", 'i', "16",
+      "first rows outside the index, always read, inside the budget" },
+    { "lychee-full-layers", 'i', "2",
+      "first layers that read every row" },
+    { "lychee-iters", 'i', "10",
+      "iterations of k-means" },
+    { "lychee-chunks-per-cluster", 'i', "2",
+      "chunks a cluster has on average" },
+    { "lychee-coarse-max", 'i', "64",
+      "most coarse units" },
+    { "lychee-stats", 'b', "0",
+      "measure recall, attention covered, Jaccard and WindowHit (slow)" },
+    { NULL, 0, NULL, NULL },
+};
+
+// A weight of |q| r: what the user gave, otherwise 1 under --paper (D40).
+static float beta_option(const Options *o, const char *name) {
+    if (opt_int(o, "paper") && !opt_given(o, name)) return 1;
+    return (float)opt_real(o, name);
+}
+
+// Reads every option but --lychee-kg.
+static void lychee_read(Lychee *x, const Options *o) {
+    x->beta        = beta_option(o, "lychee-beta");
+    x->beta_coarse = beta_option(o, "lychee-beta-coarse");
+    x->gqa         = opt_choice(o, "lychee-gqa", "max|sum|head");
+    x->exact       = opt_choice(o, "lychee-prune", "none|exact");
+    x->lazy        = opt_choice(o, "lychee-lazy", "ball|mean|freeze");
+    x->unit        = opt_choice(o, "lychee-centroid", "mean|unit");
+    x->pool_max    = opt_choice(o, "lychee-pool", "mean|max");
+    x->tokens      = opt_choice(o, "lychee-bound", "chunk|token");
+    x->first_tie   = opt_choice(o, "lychee-tie", "last|first");
+    x->guard       = opt_int(o, "lychee-guard");
+    x->min         = opt_int(o, "lychee-chunk-min");
+    x->max         = opt_int(o, "lychee-chunk-max");
+    x->buffer      = opt_int(o, "lychee-buffer");
+    x->sink        = opt_int(o, "lychee-sink");
+    x->full_layers = opt_int(o, "lychee-full-layers");
+    x->iters       = opt_int(o, "lychee-iters");
+    x->per_cluster = opt_int(o, "lychee-chunks-per-cluster");
+    x->coarse_max  = opt_int(o, "lychee-coarse-max");
+    x->stats       = opt_int(o, "lychee-stats");
+}
+
+// --lychee-kg: a word, or a number of units. 0, or -1 with s->err set.
+static int lychee_read_kg(Session *s, Lychee *x) {
+    const char *kg = opt_str(s->opt, "lychee-kg");
+    const Opt number = { "lychee-kg", 'i', NULL, NULL };
+    x->kg = KG_FLAT;
+    if (!strcmp(kg, "flat")) return 0;
+    x->kg = KG_AUTO;
+    if (!strcmp(kg, "auto")) return 0;
+    x->kg = atoi(kg);
+    if (opt_check(&number, kg, s->err) || x->kg < 1)
+        return refuse(s, "--lychee-kg wants flat, auto or a number of at least 1");
+    return 0;
+}
+
+// 0, or -1 with s->err set when a value makes no sense.
+static int lychee_check(Session *s, const Lychee *x) {
+    if (x->beta < 0 || x->beta_coarse < 0)
+        return refuse(s, "--lychee-beta and --lychee-beta-coarse must not be negative");
+    if (x->min < 1 || x->max < x->min || x->max > 4096)
+        return refuse(s, "--lychee-chunk-min and -max: 1 <= min <= max <= 4096 is needed");
+    if (x->buffer < 0 || x->sink < 0 || x->full_layers < 0 || x->iters < 0)
+        return refuse(s, "--lychee-buffer, -sink, -full-layers and -iters must not be negative");
+    if (x->per_cluster < 1 || x->coarse_max < 1)
+        return refuse(s, "--lychee-chunks-per-cluster and --lychee-coarse-max must be at least 1");
+    if (s->ratio < 0 && s->budget < x->sink)
+        return refuse(s, "--budget %d is smaller than --lychee-sink %d", s->budget, x->sink);
+    return 0;
+}
+
+// An empty index: there are no chunks yet. 0, or -1 with s->err set when the options do not fit.
+static int lychee_open(Session *s, void *ms) {
+    Lychee *x = ms;
+    size_t trees = (size_t)s->c->L * s->c->G;
+    lychee_read(x, s->opt);
+    if (lychee_read_kg(s, x) || lychee_check(s, x)) return -1;
+    x->B = s->budget;
+    x->tree = xcalloc(trees, sizeof *x->tree);
+    if (x->stats) x->watch = xcalloc(trees, sizeof *x->watch);
+    x->cap = 64;
+    x->start = xmalloc(sizeof(int) * (size_t)(x->cap + 1));
+    x->start[0] = x->sink;
+    return 0;
+}
+
+// Gives everything back; open may have failed half way.
+static void lychee_close(Session *s, void *ms) {
+    Lychee *x = ms;
+    int trees = s->c->L * s->c->G;
+    for (int i = 0; x->tree && i < trees; i++) tree_free(s, &x->tree[i]);
+    for (int i = 0; x->watch && i < trees; i++) free(x->watch[i].seen);
+    free(x->tree);
+    free(x->watch);
+    free(x->start);
+    free(x->level);
+}
+
+// ---- keys and k-means: sums are f32; a centre becomes bf16 once, before the last assignment (D42)
+
+// x (D) = x / |x|. The small number keeps a vector of zeros finite (D50).
 static void normalise(float *x, int D) {
     float f = 1 / sqrtf(dot_f32(x, x, D) + 1e-12f);
     for (int d = 0; d < D; d++) x[d] *= f;
 }
-// kbar of rows r0..r0+n-1: their mean or, for Table 3, their largest value in every dimension; rows (n,D) is room
-static void chunk_key(const Session *s, int pool_max, const KVHead *hd, int r0, int n, float *rows, float *key) {
+
+// key (D): the key of the chunk of rows r0..r0+n-1. It is their mean or, under pool_max, their
+// largest value in every dimension (Table 3), of length 1. rows (n,D) is room, which holds the
+// rows' keys afterwards.
+static void chunk_key(const Session *s, int pool_max, const KVHead *hd, int r0, int n, float *rows,
+                      float *key) {
     int D = s->c->D;
     kv_load_k(s, hd, NULL, r0, n, rows);
     memcpy(key, rows, (size_t)D * sizeof *key);
-    for (int i = 1; i < n; i++) for (int d = 0; d < D; d++) { float k = rows[(size_t)i * D + d]; key[d] = pool_max ? fmaxf(key[d], k) : key[d] + k; }
+    for (int i = 1; i < n; i++) {
+        const float *k = rows + (size_t)i * D;
+        for (int d = 0; d < D; d++) key[d] = pool_max ? fmaxf(key[d], k[d]) : key[d] + k[d];
+    }
     for (int d = 0; d < D && !pool_max; d++) key[d] /= (float)n;
-    normalise(key, D);
+    normalise(key, D);                                            // Sec. 4.1: kbar_j
 }
-static void round_bf16(uint16_t *dst, float *x, int D) { for (int d = 0; d < D; d++) x[d] = bf16_to_f32(dst[d] = f32_to_bf16(x[d])); }
-static double distance(const float *v, const uint16_t *mu, int D) {
-    double ss = 0;
-    for (int d = 0; d < D; d++) { double e = (double)v[d] - bf16_to_f32(mu[d]); ss += e * e; }
-    return sqrt(ss);
-}
-static float above(double r) { return nextafterf((float)r, INFINITY); }      // f32 never below r
 
-typedef struct {            // what one thread builds in
-    float *key;             // (M,D) chunk keys
-    float *mu;              // (K,D) centres in f32
-    float *gmu;             // (P,D) of the units
-    float *sum;             // (K,D)
-    float *sc;              // (KV_TILE,KV_TILE)
-    float *len;             // (K) 1/|mu|, for centroid=mean
-    float *rows;            // (chunk-max,D)
-    int *label, *glabel;    // (M) (K)
-    int *count;             // (K)
-} BuildRoom;
-
-// label (n): the centre with the largest cosine; ties: the lower one. len NULL: centres have length 1. The (n,K) scores never exist at once.
-static void assign_points(const float *x, int n, const float *mu, int K, int D, const float *len, float *sc, int *label) {
-    for (int i0 = 0; i0 < n; i0 += KV_TILE) {
-        int m = n - i0 < KV_TILE ? n - i0 : KV_TILE;
-        float best[KV_TILE];
-        for (int i = 0; i < m; i++) { best[i] = -INFINITY; label[i0 + i] = 0; }
-        for (int j0 = 0; j0 < K; j0 += KV_TILE) {
-            int k = K - j0 < KV_TILE ? K - j0 : KV_TILE;
-            attn_scores(sc, x + (size_t)i0 * D, mu + (size_t)j0 * D, m, k, D, 1);
-            for (int i = 0; i < m; i++) {
-                float *row = sc + (size_t)i * k;
-                for (int j = 0; len && j < k; j++) row[j] *= len[j0 + j];
-                float top = max_f32(row, k);
-                if (!(top > best[i])) continue;
-                int j = 0;
-                while (row[j] != top) j++;
-                best[i] = top; label[i0 + i] = j0 + j;
-            }
-        }
+// dst (D) = x (D) rounded to bf16, and x is rounded with it.
+static void round_bf16(uint16_t *dst, float *x, int D) {
+    for (int d = 0; d < D; d++) {
+        dst[d] = f32_to_bf16(x[d]);
+        x[d] = bf16_to_f32(dst[d]);
     }
 }
-static void update_centres(const float *x, int n, const int *label, float *mu, int K, int D, int unit, const BuildRoom *w) {
+
+// |v - mu|, summed in double. v, mu (D).
+static double distance(const float *v, const uint16_t *mu, int D) {
+    double ss = 0;
+    for (int d = 0; d < D; d++) {
+        double e = (double)v[d] - bf16_to_f32(mu[d]);
+        ss += e * e;
+    }
+    return sqrt(ss);
+}
+
+// An f32 that is not below r: a radius is rounded up, so that it still covers.
+static float above(double r) {
+    return nextafterf((float)r, INFINITY);
+}
+
+typedef struct {                // what one thread builds a tree in; M chunks, K clusters, P units
+    float *key;                 // (M,D) chunk keys
+    float *mu;                  // (K,D) centres of the clusters in f32
+    float *gmu;                 // (P,D) centres of the units in f32
+    float *sum;                 // (K,D) sums of the points of a centre
+    float *sc;                  // (KV_TILE,KV_TILE) scores of points and centres
+    float *len;                 // (K) 1/|mu|, for --lychee-centroid=mean
+    float *rows;                // (chunk-max,D) keys of the rows of a chunk
+    int *label;                 // (M) the cluster of a chunk
+    int *glabel;                // (K) the unit of a cluster
+    int *count;                 // (K) points of a centre
+} BuildRoom;
+
+// Every centre becomes the mean of its points, on the unit sphere if `unit`; a centre without
+// points stays. x (n,D) points, label (n) their centres, mu (K,D).
+static void update_centres(const float *x, int n, const int *label, float *mu, int K, int D,
+                           int unit, const BuildRoom *w) {
     memset(w->sum, 0, (size_t)K * D * sizeof(float));
     memset(w->count, 0, (size_t)K * sizeof(int));
     for (int i = 0; i < n; i++) {
@@ -3617,525 +5831,846 @@ static void update_centres(const float *x, int n, const int *label, float *mu, i
         w->count[label[i]]++;
         for (int d = 0; d < D; d++) to[d] += x[(size_t)i * D + d];
     }
-    for (int j = 0; j < K; j++) {                           // an empty cluster keeps its centre
+    for (int j = 0; j < K; j++) {
         float *to = w->sum + (size_t)j * D;
         if (!w->count[j]) continue;
-        if (unit) normalise(to, D); else for (int d = 0; d < D; d++) to[d] /= (float)w->count[j];
+        if (unit) {
+            normalise(to, D);
+        } else {
+            for (int d = 0; d < D; d++) to[d] /= (float)w->count[j];
+        }
         memcpy(mu + (size_t)j * D, to, (size_t)D * sizeof(float));
     }
 }
+
+// len (K) = 1/|mu|, by which cosines are made of dot products; NULL when centres have length 1
+// anyway.
 static const float *inverse_lengths(const float *mu, int K, int D, int unit, float *len) {
-    for (int j = 0; j < K && !unit; j++) len[j] = 1 / sqrtf(dot_f32(mu + (size_t)j * D, mu + (size_t)j * D, D) + 1e-12f);
-    return unit ? NULL : len;
+    if (unit) return NULL;
+    for (int j = 0; j < K; j++) {
+        const float *m = mu + (size_t)j * D;
+        len[j] = 1 / sqrtf(dot_f32(m, m, D) + 1e-12f);
+    }
+    return len;
 }
-// Spherical k-means of x (n,D) into K centres: mu (K,D) as rounded to bf16 in dst (K,D); label (n) is the last assignment, made against those.
-static void kmeans(const float *x, int n, int K, int D, int iters, int unit, const BuildRoom *w, float *mu, uint16_t *dst, int *label) {
-    for (int j = 0; j < K; j++) memcpy(mu + (size_t)j * D, x + (size_t)(((int64_t)2 * j + 1) * n / ((int64_t)2 * K)) * D, (size_t)D * sizeof(float));
-    for (int it = 0; it < iters; it++) {
-        assign_points(x, n, mu, K, D, inverse_lengths(mu, K, D, unit, w->len), w->sc, label);
+
+// Spherical k-means of the points x (n,D) into K centres. dst (K,D) are the centres in bf16, mu
+// (K,D) the same in f32, label (n) the last assignment, which is made against the rounded centres.
+// The first centres are evenly spaced points (D50).
+static void kmeans(const float *x, int n, int K, int D, int iters, int unit, const BuildRoom *w,
+                   float *mu, uint16_t *dst, int *label) {
+    for (int j = 0; j < K; j++) {
+        int64_t from = ((int64_t)2 * j + 1) * n / ((int64_t)2 * K);
+        memcpy(mu + (size_t)j * D, x + (size_t)from * D, (size_t)D * sizeof(float));
+    }
+    for (int it = 0; it < iters; it++) {                          // Sec. 4.3
+        const float *len = inverse_lengths(mu, K, D, unit, w->len);
+        assign_points(x, n, mu, K, D, len, w->sc, label);
         update_centres(x, n, label, mu, K, D, unit, w);
     }
     for (int j = 0; j < K; j++) round_bf16(dst + (size_t)j * D, mu + (size_t)j * D, D);
-    assign_points(x, n, mu, K, D, inverse_lengths(mu, K, D, unit, w->len), w->sc, label);
+    const float *len = inverse_lengths(mu, K, D, unit, w->len);
+    assign_points(x, n, mu, K, D, len, w->sc, label);
 }
 
-// ---- building the trees
-static void nodes_clear(Nodes *u) {
-    for (int j = 0; j < u->n; j++) { u->r[j] = 0; u->chunks[j] = u->tokens[j] = 0; u->first[j] = u->last[j] = -1; }
-}
-static void node_cover(Nodes *u, int node, const float *key, int tokens, int D) {       // one more chunk below the node, centre unmoved
+// ---- building the trees (Algorithm 1, line 3)
+
+// The node has one more chunk below it, of this key (D) and so many tokens: counts and radius
+// follow, the centre stays.
+static void node_cover(Nodes *u, int node, const float *key, int tokens, int D) {
     u->chunks[node]++;
     u->tokens[node] += tokens;
-    u->r[node] = fmaxf(u->r[node], above(distance(key, u->mu + (size_t)node * D, D)));
+    double away = distance(key, u->mu + (size_t)node * D, D);
+    u->r[node] = fmaxf(u->r[node], above(away));                  // Sec. 4.1: r_u
 }
-static void unit_rho(Tree *t, int g, float beta, int D, float *mu) {                    // mu (D) is room
+
+// rho of unit g = max over its clusters c of |mu_c - mu_g| + beta r_c: q.mu_g + |q| rho_g bounds
+// the score of all of them. mu (D) is room.
+static void unit_rho(Tree *t, int g, float beta, int D, float *mu) {
     t->rho[g] = 0;
     for (int c = t->coarse.first[g]; c >= 0; c = t->coarse.next[c]) {
         if (!t->fine.chunks[c]) continue;
         to_f32(mu, t->fine.mu + (size_t)c * D, DT_BF16, (size_t)D);
-        t->rho[g] = fmaxf(t->rho[g], above(distance(mu, t->coarse.mu + (size_t)g * D, D) + (double)beta * t->fine.r[c]));
+        double away = distance(mu, t->coarse.mu + (size_t)g * D, D);
+        t->rho[g] = fmaxf(t->rho[g], above(away + (double)beta * t->fine.r[c]));
     }
 }
-// bound=token: centre and radius of a cluster from the raw keys of its tokens (A4), the same bytes and the same formula.
-static void cover_tokens(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, const BuildRoom *w) {
+
+// --lychee-bound=token: centre and radius of every cluster anew, from the raw keys of its tokens.
+// The index has the same bytes and Eq. 2 the same form, but what it bounds are token keys.
+static void cover_tokens(const Session *s, const Lychee *x, Tree *t, const KVHead *hd,
+                         const BuildRoom *w) {
+    Nodes *u = &t->fine;
     int D = s->c->D;
-    for (int c = 0; c < t->fine.n; c++) {
-        float *sum = w->sum;
-        memset(sum, 0, (size_t)D * sizeof *sum);
-        for (int pass = 0; pass < 2; pass++) {
-            for (int j = t->fine.first[c]; j >= 0; j = t->fine.next[j]) {
-                int n = x->start[j + 1] - x->start[j];
-                kv_load_k(s, hd, NULL, x->start[j], n, w->rows);
-                for (int i = 0; i < n; i++) {
-                    const float *k = w->rows + (size_t)i * D;
-                    if (pass) t->fine.r[c] = fmaxf(t->fine.r[c], above(distance(k, t->fine.mu + (size_t)c * D, D)));
-                    else for (int d = 0; d < D; d++) sum[d] += k[d] / (float)t->fine.tokens[c];
-                }
+    for (int c = 0; c < u->n; c++) {
+        uint16_t *mu = u->mu + (size_t)c * D;
+        if (!u->chunks[c]) continue;
+
+        // The centre: the mean of the keys.
+        memset(w->sum, 0, (size_t)D * sizeof *w->sum);
+        for (int j = u->first[c]; j >= 0; j = u->next[j]) {
+            int n = x->start[j + 1] - x->start[j];
+            kv_load_k(s, hd, NULL, x->start[j], n, w->rows);
+            for (int i = 0; i < n; i++) {
+                const float *k = w->rows + (size_t)i * D;
+                for (int d = 0; d < D; d++) w->sum[d] += k[d] / (float)u->tokens[c];
             }
-            if (pass || !t->fine.chunks[c]) continue;
-            round_bf16(t->fine.mu + (size_t)c * D, sum, D);
-            t->fine.r[c] = 0;
+        }
+        round_bf16(mu, w->sum, D);
+
+        // The radius: the farthest key.
+        u->r[c] = 0;
+        for (int j = u->first[c]; j >= 0; j = u->next[j]) {
+            int n = x->start[j + 1] - x->start[j];
+            kv_load_k(s, hd, NULL, x->start[j], n, w->rows);
+            for (int i = 0; i < n; i++) {
+                double away = distance(w->rows + (size_t)i * D, mu, D);
+                u->r[c] = fmaxf(u->r[c], above(away));
+            }
         }
     }
 }
-static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, const BuildRoom *w) {
+
+// The tree of one KV head, from all M chunks: keys, clusters of chunks, units of clusters, and what
+// covers what.
+static void tree_build(const Session *s, const Lychee *x, Tree *t, const KVHead *hd,
+                       const BuildRoom *w) {
     int D = s->c->D, M = x->M, K = t->fine.n, P = t->coarse.n;
-    for (int j = 0; j < M; j++) chunk_key(s, x->pool_max, hd, x->start[j], x->start[j + 1] - x->start[j], w->rows, w->key + (size_t)j * D);
+    for (int j = 0; j < M; j++) {
+        int n = x->start[j + 1] - x->start[j];
+        chunk_key(s, x->pool_max, hd, x->start[j], n, w->rows, w->key + (size_t)j * D);
+    }
+
+    // Algorithm 1, line 3: the fine level C, then the coarse level G
     kmeans(w->key, M, K, D, x->iters, x->unit, w, w->mu, t->fine.mu, w->label);
     if (P) kmeans(w->mu, K, P, D, x->iters, x->unit, w, w->gmu, t->coarse.mu, w->glabel);
+
     nodes_clear(&t->fine);
     nodes_clear(&t->coarse);
-    for (int c = 0; c < K && P; c++) { t->parent[c] = w->glabel[c]; child_append(&t->coarse, w->glabel[c], c); }
+    for (int c = 0; c < K && P; c++) {
+        t->parent[c] = w->glabel[c];
+        child_append(&t->coarse, w->glabel[c], c);
+    }
     for (int j = 0; j < M; j++) {
+        const float *key = w->key + (size_t)j * D;
         int c = w->label[j], tokens = x->start[j + 1] - x->start[j];
         child_append(&t->fine, c, j);
-        node_cover(&t->fine, c, w->key + (size_t)j * D, tokens, D);
-        if (P) node_cover(&t->coarse, t->parent[c], w->key + (size_t)j * D, tokens, D);
+        node_cover(&t->fine, c, key, tokens, D);
+        if (P) node_cover(&t->coarse, t->parent[c], key, tokens, D);
     }
     if (x->tokens) cover_tokens(s, x, t, hd, w);
     for (int g = 0; g < P; g++) unit_rho(t, g, x->beta, D, w->rows);
 }
-static void watch_restart(Watch *w, int clusters) {      // cluster numbers change with a build
-    if (clusters > w->cap) w->seen = xrealloc(w->seen, (size_t)(w->cap = clusters) * sizeof(int));
-    for (int c = 0; c < clusters; c++) w->seen[c] = -2 * WINDOW_HIT;
-    w->step = w->size = 0;
+
+// The room of one thread for trees of M chunks, K clusters and P units.
+static BuildRoom build_room(Session *s, const Lychee *x, int K, int P) {
+    size_t M = (size_t)x->M, row = (size_t)s->c->D * sizeof(float);
+    return (BuildRoom){
+        .key = scratch(s, M * row),
+        .mu = scratch(s, (size_t)K * row),
+        .gmu = scratch(s, (size_t)P * row),
+        .sum = scratch(s, (size_t)K * row),
+        .sc = scratch(s, (size_t)KV_TILE * KV_TILE * sizeof(float)),
+        .len = scratch(s, (size_t)K * sizeof(float)),
+        .rows = scratch(s, (size_t)x->max * row),
+        .label = scratch(s, M * sizeof(int)),
+        .glabel = scratch(s, (size_t)K * sizeof(int)),
+        .count = scratch(s, (size_t)K * sizeof(int)),
+    };
 }
+
+// Builds the trees of all indexed layers on the CPU, a tree a thread.
 static void build_host(Session *s, Lychee *x, int K, int P) {
-    int L = s->c->L, G = s->c->G, D = s->c->D, M = x->M, n = n_threads();
-    size_t mark = scratch_mark(s), f = sizeof(float);
-    BuildRoom *room = scratch(s, (size_t)n * sizeof *room);
-    for (int i = 0; i < n; i++)
-        room[i] = (BuildRoom){
-            .key = scratch(s, (size_t)M * D * f), .mu = scratch(s, (size_t)K * D * f), .gmu = scratch(s, (size_t)P * D * f), .sum = scratch(s, (size_t)K * D * f),
-            .sc = scratch(s, (size_t)KV_TILE * KV_TILE * f), .len = scratch(s, (size_t)K * f), .rows = scratch(s, (size_t)x->max * D * f),
-            .label = scratch(s, (size_t)M * sizeof(int)), .glabel = scratch(s, (size_t)K * sizeof(int)), .count = scratch(s, (size_t)K * sizeof(int)) };
+    int L = s->c->L, G = s->c->G, threads = n_threads();
+    size_t mark = scratch_mark(s);
+    BuildRoom *room = scratch(s, (size_t)threads * sizeof *room);
+    for (int i = 0; i < threads; i++) room[i] = build_room(s, x, K, P);
     #pragma omp parallel for schedule(dynamic)
-    for (int i = 0; i < L * G; i++) if (indexed_layer(s, x, i / G)) tree_build(s, x, &x->tree[i], &s->head[i], &room[thread_id()]);
+    for (int i = 0; i < L * G; i++) {
+        if (!indexed_layer(s, x, i / G)) continue;
+        tree_build(s, x, &x->tree[i], &s->head[i], &room[thread_id()]);
+    }
     scratch_reset(s, mark);
 }
+
+// Starts the statistics of a tree anew: cluster numbers mean something else after a build.
+static void watch_restart(Watch *a, int clusters) {
+    if (clusters > a->cap) {
+        a->cap = clusters;
+        a->seen = xrealloc(a->seen, (size_t)clusters * sizeof(int));
+    }
+    for (int c = 0; c < clusters; c++) a->seen[c] = -2 * WINDOW_HIT;
+    a->step = 0;
+    a->size = 0;
+}
+
+// Builds the index of all layers from the M chunks there are, on the session's device.
 static void lychee_build(Session *s, Lychee *x) {
-    int G = s->c->G, M = x->M, K, P;
-    tree_shape(x, M, &K, &P);
+    int G = s->c->G, K, P;
+    tree_shape(x, x->M, &K, &P);
     LycheeRule rule = lychee_rule(x, P);
     for (int l = 0; l < s->c->L; l++) {
         if (!indexed_layer(s, x, l)) continue;
         for (int i = l * G; i < (l + 1) * G; i++) {
-            tree_room(s, &x->tree[i], 2 * M, K, P, s->c->D);
+            tree_room(s, &x->tree[i], 2 * x->M, K, P, s->c->D);
             if (x->watch) watch_restart(&x->watch[i], K);
         }
         if (KV_DEV(s)) lychee_build_cuda(s, &rule, l, &x->tree[l * G]);
     }
     if (!KV_DEV(s)) build_host(s, x, K, P);
-    x->M_built = M;
-    s->changes++;
+    x->M_built = x->M;
+    s->changes++;                               // the trees may lie elsewhere now
 }
 
 // ---- scores
-typedef struct {            // what a group, or one query head, looks for
-    const float *q;         // (m,D)
+typedef struct {                // what a list is sought with: the query heads of a group, or one
+    const float *q;             // (m,D)
     int m;
-    float w[Q_BLOCK];       // score of a node = max over i of (q_i . mu) w_i, + beta slack r
-    float slack;
+    float w[Q_BLOCK];           // (m) weights: a node's dot product is max over i of (q_i . mu) w_i
+    float slack;                // |q| of Eq. 2
 } Probe;
-typedef struct {            // what one thread retrieves in
-    float *sc;              // (R,max(K,P)) dot products
-    float *S, *Sg;          // (K) (P) scores
-    int *unit;              // (P) units, a heap
-    int *used, n_used;      // (K+1) clusters a chunk was taken from
-    unsigned char *taken;   // (M) chunks
-    int *rows;              // (N) rows
-    float *q;               // (D) summed query
-    float *mu;              // (KV_TILE,D) gathered centres; also keys, for statistics
-    float *prob;            // (N) with --lychee-stats
+
+typedef struct {                // what one thread retrieves in; R query heads a group, N rows
+    float *sc;                  // (R,max(K,P)) dot products
+    float *S, *Sg;              // (K) (P) scores of clusters, of units; -INFINITY: not to be read
+    int *unit;                  // (P) units, a heap
+    int *used;                  // (K+1) clusters to take chunks from, in order
+    int n_used;                 // so many of them gave a chunk
+    unsigned char *taken;       // (M) 1: the chunk is read
+    int *rows;                  // (N) rows
+    float *q;                   // (D) summed query
+    float *mu;                  // (KV_TILE,D) gathered centres; also keys, for statistics
+    float *prob;                // (N) with --lychee-stats
 } SeekRoom;
 
-static void probe_max(Probe *p, const float *q, int m, int D) {                 // gqa=max: scale free, every head may win
-    *p = (Probe){ .q = q, .m = m, .slack = 1 };
-    for (int i = 0; i < m; i++) p->w[i] = 1 / fmaxf(sqrtf(dot_f32(q + (size_t)i * D, q + (size_t)i * D, D)), 1e-20f);
+// A room a thread, for trees of the size of t and R queries at once.
+static SeekRoom *seek_rooms(Session *s, const Lychee *x, const Tree *t, int R) {
+    int threads = n_threads();
+    size_t K = (size_t)t->fine.n, P = (size_t)t->coarse.n;
+    size_t D = (size_t)s->c->D, N = (size_t)s->n_tok;
+    SeekRoom *w = scratch(s, (size_t)threads * sizeof *w);
+    for (int i = 0; i < threads; i++) {
+        w[i] = (SeekRoom){
+            .sc = scratch(s, (size_t)R * max_size(K, P) * sizeof(float)),
+            .S = scratch(s, K * sizeof(float)),
+            .Sg = scratch(s, P * sizeof(float)),
+            .unit = scratch(s, P * sizeof(int)),
+            .used = scratch(s, (K + 1) * sizeof(int)),
+            .taken = scratch(s, (size_t)x->M),
+            .rows = scratch(s, N * sizeof(int)),
+            .q = scratch(s, D * sizeof(float)),
+            .mu = scratch(s, KV_TILE * D * sizeof(float)),
+            .prob = x->watch ? scratch(s, N * sizeof(float)) : NULL,
+        };
+    }
+    return w;
 }
-static void probe_sum(Probe *p, const float *q, int m, int D, float *sum) {     // gqa=sum; with m == 1 also gqa=head
+
+// --lychee-gqa=max: every one of the m query heads q (m,D) may win. Each counts with length 1, so
+// that no head wins by its scale (D45).
+static void probe_max(Probe *p, const float *q, int m, int D) {
+    *p = (Probe){ .q = q, .m = m, .slack = 1 };
+    for (int i = 0; i < m; i++) {
+        const float *qi = q + (size_t)i * D;
+        p->w[i] = 1 / fmaxf(sqrtf(dot_f32(qi, qi, D)), 1e-20f);
+    }
+}
+
+// --lychee-gqa=sum: the sum of the query heads; with m == 1 also --lychee-gqa=head. sum (D) is room
+// for it.
+static void probe_sum(Probe *p, const float *q, int m, int D, float *sum) {
     *p = (Probe){ .q = sum, .m = 1, .w = { 1 } };
     memset(sum, 0, (size_t)D * sizeof *sum);
     for (int i = 0; i < m; i++) {
-        for (int d = 0; d < D; d++) sum[d] += q[(size_t)i * D + d];
-        p->slack += sqrtf(dot_f32(q + (size_t)i * D, q + (size_t)i * D, D));
+        const float *qi = q + (size_t)i * D;
+        for (int d = 0; d < D; d++) sum[d] += qi[d];
+        p->slack += sqrtf(dot_f32(qi, qi, D));
     }
 }
-static void probe_scores(const Probe *p, const float *sc, int n, const float *r, float beta, float *S) {        // S (n) of n nodes; sc (m,n): q_i . mu
+
+// S (n): the scores of n nodes with radii r (n), which are the upper bound UB when beta is 1. sc
+// (m,n): q_i . mu.
+static void upper_bounds(const Probe *p, const float *sc, int n, const float *r, float beta,
+                         float *S) {
     float slack = beta * p->slack;
     for (int j = 0; j < n; j++) S[j] = -INFINITY;
-    for (int i = 0; i < p->m; i++, sc += n) {
+    for (int i = 0; i < p->m; i++) {
+        const float *row = sc + (size_t)i * n;
         float w = p->w[i];
-        for (int j = 0; j < n; j++) S[j] = sc[j] * w > S[j] ? sc[j] * w : S[j];
+        for (int j = 0; j < n; j++) S[j] = row[j] * w > S[j] ? row[j] * w : S[j];
     }
-    for (int j = 0; beta && j < n; j++) S[j] += slack * r[j];
+    for (int j = 0; beta && j < n; j++) S[j] += slack * r[j];     // Eq. 2: q.mu_u + |q| r_u
 }
-static void score_all(const Probe *p, const Nodes *u, const float *r, float beta, int D, float *sc, float *S) {
+
+// The scores S (n) of all nodes of a level, with radii r (n); an empty node has -INFINITY. sc (m,n)
+// is room.
+static void score_level(const Probe *p, const Nodes *u, const float *r, float beta, int D,
+                        float *sc, float *S) {
     scores_of(sc, p->q, u->mu, DT_BF16, p->m, u->n, D, 1, (Ahead){0});
-    probe_scores(p, sc, u->n, r, beta, S);
+    upper_bounds(p, sc, u->n, r, beta, S);
     for (int j = 0; j < u->n; j++) S[j] = u->chunks[j] ? S[j] : -INFINITY;
 }
-static void score_unit(const Lychee *x, const Tree *t, const Probe *p, int g, int D, SeekRoom *w) {      // the clusters of one unit: w->S
+
+// The scores of the clusters below unit g, into w->S. They lie apart, so their centres are gathered
+// tile by tile.
+static void score_unit(const Lychee *x, const Tree *t, const Probe *p, int g, int D, SeekRoom *w) {
     const Nodes *u = &t->fine;
     float sc[Q_BLOCK * KV_TILE], r[KV_TILE], S[KV_TILE];
-    int c = t->coarse.first[g], id[KV_TILE];
+    int id[KV_TILE];
+    int c = t->coarse.first[g];
     while (c >= 0) {
         int k = 0;
         for (; c >= 0 && k < KV_TILE; c = t->coarse.next[c]) {
             if (!u->chunks[c]) continue;
             to_f32(w->mu + (size_t)k * D, u->mu + (size_t)c * D, DT_BF16, (size_t)D);
             r[k] = u->r[c];
-            id[k++] = c;
+            id[k] = c;
+            k++;
         }
         attn_scores(sc, p->q, w->mu, p->m, k, D, 1);
-        probe_scores(p, sc, k, r, x->beta, S);
+        upper_bounds(p, sc, k, r, x->beta, S);                    // Algorithm 1, line 13: Scores_c
         for (int j = 0; j < k; j++) w->S[id[j]] = S[j];
     }
 }
 
-// ---- a heap of nodes, best on top: larger score, then lower number
-static int before_in(const float *S, int a, int b) { return S[a] > S[b] || (S[a] == S[b] && a < b); }
-static void sift_down(int *heap, int n, int i, const float *S) {
-    for (int k, x = heap[i]; ; i = k) {
-        k = 2 * i + 1;
-        if (k + 1 < n && before_in(S, heap[k + 1], heap[k])) k++;
-        if (k >= n || !before_in(S, heap[k], x)) { heap[i] = x; return; }
-        heap[i] = heap[k];
+// ---- grafting: a chunk that is complete joins the index (Algorithm 1, lines 18-23)
+
+// How far a centre moves towards a new key: 0 not at all, 1 onto it. n: members so far, d: the key's
+// distance, r: the radius. LAZY_MEAN makes it the mean of n + 1 members, LAZY_BALL the centre of the
+// smallest ball that holds the old ball and the key, and LAZY_FREEZE leaves it.
+static double centre_step(int lazy, int n, double d, double r) {
+    if (lazy == LAZY_MEAN) return 1 / (n + 1.0);
+    if (lazy == LAZY_BALL && d > r) return (d - r) / (2 * d);
+    return 0;
+}
+
+// Moves the centre mu (D) by `step` of the way to v (D), and onto the unit sphere if `unit` -> the
+// length of its shift, as rounded to bf16. room (D) is room.
+static double centre_move(uint16_t *mu, const float *v, double step, int unit, int D, float *room) {
+    double shift = 0;
+    to_f32(room, mu, DT_BF16, (size_t)D);
+    for (int i = 0; i < D; i++) room[i] = (float)(room[i] + step * ((double)v[i] - room[i]));
+    if (unit) normalise(room, D);
+    for (int i = 0; i < D; i++) {
+        uint16_t to = f32_to_bf16(room[i]);
+        double e = (double)bf16_to_f32(to) - bf16_to_f32(mu[i]);
+        shift += e * e;
+        mu[i] = to;
+    }
+    return sqrt(shift);
+}
+
+// The node takes in one more key v (D) beside the n it has: its centre follows, and its radius goes
+// on covering all of them (D49). unit: under LAZY_MEAN the centre stays on the sphere. room (D) is
+// room.
+//   r' = max(r + |mu' - mu|, |v - mu'|)
+static void node_absorb(const Lychee *x, Nodes *u, int node, int n, const float *v, int unit, int D,
+                        float *room) {
+    uint16_t *mu = u->mu + (size_t)node * D;
+    double d = distance(v, mu, D), r = u->r[node], shift = 0;
+    double step = centre_step(x->lazy, n, d, r);
+    if (step > 0) {
+        shift = centre_move(mu, v, step, x->lazy == LAZY_MEAN && unit, D, room);
+        d = distance(v, mu, D);
+    }
+    if (shift > 0 || d > r) u->r[node] = above(fmax(r + shift, d));  // Sec. 4.4
+}
+
+// The cluster whose centre has the largest dot product with the chunk key v (D); mu (D) is room.
+static int nearest_cluster(const Lychee *x, const Tree *t, const float *v, int D, float *mu,
+                           SeekRoom *w) {
+    Probe p = { .q = v, .m = 1, .w = { 1 } };
+    score_level(&p, &t->fine, t->fine.r, 0, D, w->sc, w->S);
+    for (int i = 0; i < t->fine.n && x->tokens; i++) {      // centres of raw keys differ in length
+        to_f32(mu, t->fine.mu + (size_t)i * D, DT_BF16, (size_t)D);
+        w->S[i] /= sqrtf(dot_f32(mu, mu, D) + 1e-12f);
+    }
+    int c = 0;
+    for (int i = 0; i < t->fine.n; i++) {
+        if (w->S[i] > w->S[c]) c = i;
+    }
+    return c;
+}
+
+// Chunk j joins the nearest cluster and the unit above it. room (chunk-max + 2,D) is room.
+static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, int j,
+                       float *room, SeekRoom *w) {
+    int D = s->c->D, n = x->start[j + 1] - x->start[j];
+    float *v = room, *mu = room + D, *rows = room + (size_t)2 * D;
+    chunk_key(s, x->pool_max, hd, x->start[j], n, rows, v);
+    int c = nearest_cluster(x, t, v, D, mu, w);
+    if (x->tokens) {
+        for (int i = 0; i < n; i++) {
+            const float *k = rows + (size_t)i * D;
+            node_absorb(x, &t->fine, c, t->fine.tokens[c] + i, k, 0, D, mu);
+        }
+    } else {
+        node_absorb(x, &t->fine, c, t->fine.chunks[c], v, x->unit, D, mu);
+    }
+    child_append(&t->fine, c, j);
+    t->fine.chunks[c]++;
+    t->fine.tokens[c] += n;
+    if (!t->coarse.n) return;
+
+    int g = t->parent[c];
+    node_absorb(x, &t->coarse, g, t->coarse.chunks[g], v, x->unit, D, mu);
+    t->coarse.chunks[g]++;
+    t->coarse.tokens[g] += n;
+    unit_rho(t, g, x->beta, D, mu);
+}
+
+// Grafts chunks from..M-1 onto the trees on the CPU, in order in every tree.
+static void graft_host(Session *s, Lychee *x, int from) {
+    int L = s->c->L, G = s->c->G;
+    int first = 0;                              // the first layer with an index
+    while (first < L && !indexed_layer(s, x, first)) first++;
+    if (first == L) return;
+    size_t mark = scratch_mark(s), per = (size_t)(x->max + 2) * s->c->D;
+    SeekRoom *w = seek_rooms(s, x, &x->tree[first * G], 1);
+    float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
+    #pragma omp parallel for schedule(static) if (x->M > 256)
+    for (int i = first * G; i < L * G; i++) {
+        int me = thread_id();
+        for (int j = from; j < x->M && indexed_layer(s, x, i / G); j++)
+            tree_graft(s, x, &x->tree[i], &s->head[i], j, room + me * per, &w[me]);
+    }
+    scratch_reset(s, mark);
+}
+
+// Grafts chunks from..M-1 onto the index, on the session's device.
+static void lychee_graft(Session *s, Lychee *x, int from) {
+    if (!KV_DEV(s)) {
+        graft_host(s, x, from);
+        return;
+    }
+    LycheeRule rule = lychee_rule(x, 0);
+    for (int l = 0; l < s->c->L; l++) {
+        if (indexed_layer(s, x, l)) lychee_graft_cuda(s, &rule, l, from);
     }
 }
-static void heapify(int *heap, int n, const float *S) { for (int i = n / 2 - 1; i >= 0; i--) sift_down(heap, n, i, S); }
-static int pop_best(int *heap, int *n, const float *S) {
-    int top = heap[0];
-    heap[0] = heap[--*n];
-    if (*n) sift_down(heap, *n, 0, S);
-    return top;
-}
-// ---- retrieval (Algorithm 1, lines 8-16). Scores of the clusters opened go to w->S (K); a cluster that is empty or not opened has -INFINITY.
-static void open_flat(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) { score_all(p, &t->fine, t->fine.r, x->beta, D, w->sc, w->S); }
 
-static int units_by_score(const Tree *t, const Probe *p, const float *r, float beta, int D, SeekRoom *w) {
+// ---- retrieval (Algorithm 1, lines 8-16)
+
+// Makes w->unit a heap of the P units by score, and says that no cluster is opened yet -> how many
+// units hold anything. r (P), beta: what their score adds to q.mu_g.
+static int units_by_score(const Tree *t, const Probe *p, const float *r, float beta, int D,
+                          SeekRoom *w) {
     int n = 0;
-    score_all(p, &t->coarse, r, beta, D, w->sc, w->Sg);
-    for (int g = 0; g < t->coarse.n; g++) if (t->coarse.chunks[g]) w->unit[n++] = g;
+    score_level(p, &t->coarse, r, beta, D, w->sc, w->Sg);         // Algorithm 1, line 9: Scores_g
+    for (int g = 0; g < t->coarse.n; g++) {
+        if (!t->coarse.chunks[g]) continue;
+        w->unit[n] = g;
+        n++;
+    }
     heapify(w->unit, n, w->Sg);
     for (int c = 0; c < t->fine.n; c++) w->S[c] = -INFINITY;
     return n;
 }
-static void open_top(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {      // the best k_g units, more while they hold too little
-    int P = t->coarse.n, tokens = 0, kg = x->kg == KG_AUTO ? ((P + 3) / 4 > 8 ? (P + 3) / 4 : 8) : x->kg;
+
+// Opens the best k_g units, and more while those opened hold less than four times what the budget
+// has room for (D46).
+static void open_top(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
+    int kg = units_to_open(x, t->coarse.n), enough = 4 * room_for_chunks(x), tokens = 0;
     int units = units_by_score(t, p, t->coarse.r, x->beta_coarse, D, w);
-    for (int i = 0; units > 0 && (i < kg || tokens < 4 * room_for_chunks(x)); i++) {
-        int g = pop_best(w->unit, &units, w->Sg);
+    for (int i = 0; units > 0 && (i < kg || tokens < enough); i++) {
+        int g = pop_best(w->unit, &units, w->Sg);                 // Algorithm 1, line 10: TopK
         tokens += t->coarse.tokens[g];
         score_unit(x, t, p, g, D, w);
     }
 }
-// Units by their upper bound, until the budget fills with clusters that score above the bound of every unit not opened.
-// The bound gets 1e-4 |q| of air, more than the rounding of f32 dot products takes, so the result is that of a flat scan.
+
+// --lychee-prune=exact: opens units by their upper bound, until the budget fills with clusters that
+// score above the bound of every unit left. The bound gets 1e-4 |q| on top, which is more than dot
+// products in f32 lose by rounding; so the result is that of a flat scan.
 static void open_exact(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
     int units = units_by_score(t, p, t->rho, 1, D, w);
     while (units > 0) {
         float bound = w->Sg[w->unit[0]] + 1e-4f * p->slack;
-        if (weight_from(w->S, t->fine.tokens, t->fine.n, order_key(bound) + 1) > room_for_chunks(x)) break;
-        score_unit(x, t, p, pop_best(w->unit, &units, w->Sg), D, w);
+        if (tokens_above(&t->fine, w->S, bound) > room_for_chunks(x)) break;
+        int g = pop_best(w->unit, &units, w->Sg);
+        score_unit(x, t, p, g, D, w);
     }
 }
-static int take_chunks(const Lychee *x, const Tree *t, int c, int *used, SeekRoom *w) {        // of cluster c, in order; 0: one did not fit
+
+// The scores of the clusters that take part in this step -> w->S (K).
+static void open_clusters(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
+    if (x->exact) open_exact(x, t, p, D, w);
+    else if (x->kg != KG_FLAT) open_top(x, t, p, D, w);
+    else score_level(p, &t->fine, t->fine.r, x->beta, D, w->sc, w->S);
+}
+
+// Takes the chunks of cluster c in their order, as long as they fit -> 0 when one did not. *tokens:
+// those of the chunks taken so far.
+static int take_chunks(const Lychee *x, const Tree *t, int c, int *tokens, SeekRoom *w) {
     for (int j = t->fine.first[c]; j >= 0; j = t->fine.next[j]) {
-        int tokens = x->start[j + 1] - x->start[j];
-        if (*used + tokens > room_for_chunks(x)) return 0;
-        if (j == t->fine.first[c]) w->used[w->n_used++] = c;
+        int n = x->start[j + 1] - x->start[j];
+        if (*tokens + n > room_for_chunks(x)) return 0;
+        if (j == t->fine.first[c]) w->n_used++;
         w->taken[j] = 1;
-        *used += tokens;
+        *tokens += n;
     }
     return 1;
 }
-// Marks the chunks to read in w->taken (M), notes their clusters in w->used; returns their tokens. Clusters are taken by score, then number,
-// and the first chunk that does not fit ends it. That needs no order but one threshold: the score from which on clusters hold more than
-// there is room for. All above it fit, and those that equal it are taken as long as they do.
+
+// Marks the chunks to read in w->taken (M) -> their tokens. Takes the chunks of the best cluster,
+// then those of the next one, equal ones by number, until the first chunk that does not fit into the
+// budget (D44). clusters_that_fill gives the clusters in such an order without sorting them.
 static int retrieve(const Lychee *x, const Tree *t, const Probe *p, int D, SeekRoom *w) {
-    int used = 0, n = 0, K = t->fine.n, room = room_for_chunks(x);
-    uint32_t key = 0;
-    (x->exact ? open_exact : x->kg != KG_FLAT ? open_top : open_flat)(x, t, p, D, w);
-    for (uint32_t bit = 1u << 31; bit; bit >>= 1) if (weight_from(w->S, t->fine.tokens, K, key | bit) > room) key |= bit;
+    int tokens = 0, fits = 1;
+    open_clusters(x, t, p, D, w);
+    int n = clusters_that_fill(&t->fine, w->S, room_for_chunks(x), w->used);
     memset(w->taken, 0, (size_t)x->M);
-    for (int c = 0; c < K; c++) { w->used[n] = c; n += order_key(w->S[c]) > key && w->S[c] > -INFINITY; }
-    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.first[w->used[i]]);  // anywhere in memory: all at once, and not one after the other
-    for (int i = 0; i < n; i++) __builtin_prefetch(&t->fine.next[t->fine.first[w->used[i]]]);
-    w->n_used = 0;                                       // each of the n writes itself back to its place
-    for (int i = 0; i < n; i++) take_chunks(x, t, w->used[i], &used, w);
-    for (int c = 0; c < K; c++) if (order_key(w->S[c]) == key && w->S[c] > -INFINITY && !take_chunks(x, t, c, &used, w)) break;
-    return used;
+    w->n_used = 0;
+    for (int i = 0; i < n && fits; i++) {                         // Algorithm 1, line 14: C_top
+        fits = take_chunks(x, t, w->used[i], &tokens, w);
+    }
+    return tokens;
 }
-static int rows_to_read(const Lychee *x, const unsigned char *taken, int *rows) {       // sinks and chunks taken, ascending
+
+// rows: the first rows and those of the chunks taken, ascending -> how many.
+static int rows_to_read(const Lychee *x, const unsigned char *taken, int *rows) {
     int n = 0;
     for (int r = 0; r < x->sink; r++) rows[n++] = r;
-    for (int j = 0; j < x->M; j++)
-        if (taken[j]) for (int r = x->start[j]; r < x->start[j + 1]; r++) rows[n++] = r;
+    for (int j = 0; j < x->M; j++) {                              // Algorithm 1, line 16: KV_active
+        if (!taken[j]) continue;
+        for (int r = x->start[j]; r < x->start[j + 1]; r++) rows[n++] = r;
+    }
     return n;
 }
 
-// ---- statistics on request (A7, rules B30): against exact dot products, for every query head
-static void watch_head(Session *s, const Lychee *x, Watch *a, const KVHead *hd, const float *q, int k, SeekRoom *w, int *top) {
+// ---- statistics on request (D51): against exact dot products, for every query head
+
+// Adds one head step to the sums of `a`: which of the k best indexed rows were read, and what share
+// of the attention the rows read receive. q (D); k: tokens of the chunks taken; top (N) is room.
+static void watch_head(Session *s, const Lychee *x, Watch *a, const KVHead *hd, const float *q,
+                       int k, SeekRoom *w, int *top) {
     int D = s->c->D, N = hd->len, lo = x->sink, hi = t_idx(x), hits = 0;
-    double sum = 0, got = 0, sum_indexed = 0, got_indexed = 0;
+    double read = 0, indexed = 0, read_indexed = 0;             // sums of exponentials
+    if (!k) return;
+
+    // Scores of all rows, and the best k of the indexed ones.
     for (int r = 0; r < N; r += KV_TILE) {
-        int n = N - r < KV_TILE ? N - r : KV_TILE;
+        int n = min_int(KV_TILE, N - r);
         kv_load_k(s, hd, NULL, r, n, w->mu);
         attn_scores(w->prob + r, q, w->mu, 1, n, D, 1 / sqrtf((float)D));
     }
-    int m = top_k(w->prob + lo, hi - lo, k, top);
+    int m = top_k(w->prob + lo, hi - lo, k, top), i = 0;
     float max = max_f32(w->prob, N);
-    for (int j = 0, i = 0; j < x->M; j++)                                  // rows of the index: top is ascending too
+
+    // Indexed rows; top ascends as they do.
+    for (int j = 0; j < x->M; j++) {
         for (int r = x->start[j]; r < x->start[j + 1]; r++) {
             double e = exp((double)w->prob[r] - max);
             int is_top = i < m && top[i] == r - lo;
             i += is_top;
-            sum_indexed += e;
-            if (w->taken[j]) { hits += is_top; got_indexed += e; }
+            indexed += e;
+            if (!w->taken[j]) continue;
+            hits += is_top;
+            read_indexed += e;
         }
-    for (int r = 0; r < lo; r++) sum += exp((double)w->prob[r] - max);
-    for (int r = hi; r < N; r++) sum += exp((double)w->prob[r] - max);
-    got = sum + got_indexed;                                               // sinks and recent rows are read anyway
-    sum += sum_indexed;
-    if (!k) return;
+    }
+
+    // First and recent rows, which are read anyway.
+    for (int r = 0; r < lo; r++) read += exp((double)w->prob[r] - max);
+    for (int r = hi; r < N; r++) read += exp((double)w->prob[r] - max);
     a->recall += (double)hits / k;
-    a->covered += got / sum;
-    a->covered_indexed += got_indexed / sum_indexed;
+    a->covered += (read + read_indexed) / (read + indexed);
+    a->covered_indexed += read_indexed / indexed;
     a->n_recall++;
 }
-static void watch_mark(Watch *a, const int *used, int n, int *size, int *inter, int *hit) {     // S_t grows by these clusters
+
+typedef struct {                // the clusters S_t of one step
+    int size;                   // |S_t|
+    int again;                  // |S_t n S_t-1|
+    int recent;                 // |S_t n (S_t-1 u .. u S_t-32)|
+} StepSet;
+
+// S_t grows by the clusters used (n). One that another query head of the group has brought counts
+// once.
+static void watch_mark(Watch *a, const int *used, int n, StepSet *set) {
     for (int i = 0; i < n; i++) {
         int ago = a->step - a->seen[used[i]];
-        if (!ago) continue;                                                // another head of the group brought it
-        ++*size;
-        *inter += ago == 1;
-        *hit += ago <= WINDOW_HIT;
+        if (!ago) continue;
+        set->size++;
+        set->again += ago == 1;
+        set->recent += ago <= WINDOW_HIT;
         a->seen[used[i]] = a->step;
     }
 }
-static void watch_step(Watch *a, int size, int inter, int hit) {           // Eq. 3 and 4; a step after a build has no past
-    int united = size + a->size - inter;
-    if (a->step > 1 && united) { a->jaccard += (double)inter / united; a->n_jaccard++; }
-    if (a->step > 1 && size)   { a->hit += (double)hit / size; a->n_hit++; }
-    a->size = size;
+
+// Adds the step's Eq. 3 and Eq. 4 to the sums. The first step after a build has no past.
+static void watch_step(Watch *a, const StepSet *set) {
+    int united = set->size + a->size - set->again;
+    if (a->step > 1 && united) {
+        a->jaccard += (double)set->again / united;                // Eq. 3: J(S_t, S_t-1)
+        a->n_jaccard++;
+    }
+    if (a->step > 1 && set->size) {
+        a->hit += (double)set->recent / set->size;                // Eq. 4: WindowHit(S_t)
+        a->n_hit++;
+    }
+    a->size = set->size;
 }
 
-// ---- hooks
-static SeekRoom *seek_rooms(Session *s, const Lychee *x, const Tree *t, int R) {
-    int n = n_threads(), K = t->fine.n, P = t->coarse.n, wide = K > P ? K : P, D = s->c->D, N = s->n_tok;
-    SeekRoom *w = scratch(s, (size_t)n * sizeof *w);
-    for (int i = 0; i < n; i++)
-        w[i] = (SeekRoom){
-            .sc = scratch(s, (size_t)R * wide * sizeof(float)), .S = scratch(s, (size_t)K * sizeof(float)), .Sg = scratch(s, (size_t)P * sizeof(float)),
-            .unit = scratch(s, (size_t)P * sizeof(int)), .used = scratch(s, (size_t)(K + 1) * sizeof(int)),
-            .taken = scratch(s, (size_t)x->M), .rows = scratch(s, (size_t)N * sizeof(int)), .q = scratch(s, (size_t)D * sizeof(float)),
-            .mu = scratch(s, (size_t)KV_TILE * D * sizeof(float)), .prob = x->watch ? scratch(s, (size_t)N * sizeof(float)) : NULL };
-    return w;
-}
-static int seek(const Lychee *x, const Tree *t, const float *q, int m, int D, SeekRoom *w, int *n) {     // q (m,D) -> tokens of the chunks; w->rows (n)
+// ---- hook select: what the query heads of a layer read in this decode step
+
+// The rows that the heads q (m,D) of one list read: w->rows (*n) -> the tokens of the chunks among
+// them.
+static int seek(const Lychee *x, const Tree *t, const float *q, int m, int D, SeekRoom *w, int *n) {
     Probe p;
-    if (x->gqa == GQA_MAX) probe_max(&p, q, m, D); else probe_sum(&p, q, m, D, w->q);
-    int k = retrieve(x, t, &p, D, w);
+    if (x->gqa == GQA_MAX) probe_max(&p, q, m, D);
+    else probe_sum(&p, q, m, D, w->q);
+    int tokens = retrieve(x, t, &p, D, w);
     *n = rows_to_read(x, w->taken, w->rows);
-    return k;
+    return tokens;
 }
-static int seek_found(const Lychee *x, const int *found, int per, SeekRoom *w, int *n) {       // the same from what the GPU found (LIST_HEAD + 2 per)
-    *n = found[LIST_ROWS]; w->n_used = found[LIST_CLUSTERS];
+
+// As seek(), from the list that the GPU has found: LIST_HEAD numbers, the rows (per), the clusters
+// used (per).
+static int seek_found(const Lychee *x, const int *found, int per, SeekRoom *w, int *n) {
+    *n = found[LIST_ROWS];
+    w->n_used = found[LIST_CLUSTERS];
     memcpy(w->rows, found + LIST_HEAD, (size_t)*n * sizeof(int));
     memcpy(w->used, found + LIST_HEAD + per, (size_t)w->n_used * sizeof(int));
-    for (int j = 0, i = x->sink; j < x->M && x->watch; j++) {
+    int i = x->sink;                            // statistics want the chunks marked
+    for (int j = 0; j < x->M && x->watch; j++) {
         w->taken[j] = i < *n && w->rows[i] == x->start[j];
         if (w->taken[j]) i += x->start[j + 1] - x->start[j];
     }
     return found[LIST_TOKENS];
 }
-// q (R,D): the heads of KV head g. found: of its lists, (lists,LIST_HEAD + 2 per), or NULL
-static void select_group(Session *s, const Lychee *x, int l, int g, const float *q, const int *found, int per, SeekRoom *w) {
-    int R = s->c->H / s->c->G, D = s->c->D, lists = x->gqa == GQA_HEAD ? R : 1, each = R / lists, size = 0, inter = 0, hit = 0;
+
+// Sets the views of the query heads q (R,D) of KV head g: one list for the group or, under
+// --lychee-gqa=head, one for each. found: what the GPU has found, (lists,LIST_HEAD + 2 per); NULL:
+// look here.
+static void select_group(Session *s, const Lychee *x, int l, int g, const float *q,
+                         const int *found, int per, SeekRoom *w) {
+    int R = s->c->H / s->c->G, D = s->c->D;
+    int lists = x->gqa == GQA_HEAD ? R : 1, each = R / lists;
     const Tree *t = &x->tree[l * s->c->G + g];
     Watch *a = x->watch ? &x->watch[l * s->c->G + g] : NULL;
+    StepSet step = {0};
     if (a) a->step++;
     for (int i = 0; i < lists; i++) {
-        int n, k = found ? seek_found(x, found + (size_t)i * (LIST_HEAD + 2 * per), per, w, &n) : seek(x, t, q + (size_t)i * each * D, each, D, w, &n);
-        if (lists == 1) view_group(s, l, g, w->rows, n, t_idx(x)); else view_set(s, l, g * R + i, w->rows, n, t_idx(x));
+        const float *qi = q + (size_t)i * each * D;
+        int n, tokens;
+        if (found) tokens = seek_found(x, found + (size_t)i * (LIST_HEAD + 2 * per), per, w, &n);
+        else tokens = seek(x, t, qi, each, D, w, &n);
+        if (lists == 1) view_group(s, l, g, w->rows, n, t_idx(x));
+        else view_set(s, l, g * R + i, w->rows, n, t_idx(x));
         if (!a) continue;
-        watch_mark(a, w->used, w->n_used, &size, &inter, &hit);
-        for (int h = i * each; h < (i + 1) * each; h++) watch_head(s, x, a, kv_head(s, l, g), q + (size_t)h * D, k, w, w->rows);
+        watch_mark(a, w->used, w->n_used, &step);
+        for (int h = 0; h < each; h++) {
+            watch_head(s, x, a, kv_head(s, l, g), qi + (size_t)h * D, tokens, w, w->rows);
+        }
     }
-    if (a) watch_step(a, size, inter, hit);
+    if (a) watch_step(a, &step);
 }
-static long lychee_dense(const Lychee *x) { return (long)x->B + x->buffer; }               // up to so many tokens every row is read
-static int lychee_bring(const Lychee *x) { return x->watch || x->gqa == GQA_HEAD; }        // the host must see what the GPU finds
-static int lychee_steady(const Session *s, const void *ms) { return !lychee_bring(ms) && s->n_tok != lychee_dense(ms) + 1; }
+
+// Up to so many tokens every row is read, and there is nothing to select.
+static long lychee_dense(const Lychee *x) {
+    return (long)x->B + x->buffer;
+}
+
+// Must the host see what the GPU finds? It measures the statistics, and it sets views that differ
+// between the heads of a group.
+static int lychee_bring(const Lychee *x) {
+    return x->watch || x->gqa == GQA_HEAD;
+}
+
+// A step launches what the last one did, but for the first that reads a list.
+static int lychee_steady(const Session *s, const void *ms) {
+    return !lychee_bring(ms) && s->n_tok != lychee_dense(ms) + 1;
+}
+
+// Sets the views of layer l for this step; q (H,D). Where it returns at once, the views say: every
+// row.
 static void lychee_select(Session *s, void *ms, int l, const float *q) {
     Lychee *x = ms;
     int G = s->c->G, R = s->c->H / G, D = s->c->D;
-    if (l < x->full_layers || !x->M_built || s->n_tok <= lychee_dense(x)) return;              // the views say: every row
+    if (l < x->full_layers || !x->M_built || s->n_tok <= lychee_dense(x)) return;
     double t0 = now();
     size_t mark = scratch_mark(s);
-    int per = x->sink + room_for_chunks(x), *found = NULL, bring = lychee_bring(x);
-    size_t each = (size_t)(x->gqa == GQA_HEAD ? R : 1) * (LIST_HEAD + 2 * per);   // of a KV head
+    const Tree *tree = &x->tree[l * G];         // (G)
+    int per = x->sink + room_for_chunks(x);     // most rows of a list
+    int bring = lychee_bring(x), *found = NULL;
+    int lists = x->gqa == GQA_HEAD ? R : 1;     // of a KV head
+    size_t each = (size_t)lists * (LIST_HEAD + 2 * per);    // numbers the GPU finds for a KV head
     if (KV_DEV(s)) {
-        LycheeRule rule = lychee_rule(x, x->tree[l * G].coarse.n);
-        found = lychee_seek_cuda(s, &rule, l, &x->tree[l * G], q, per, bring);
-        if (x->watch) q = on_host(s, q, 0, 1);                             // statistics are measured on the host
+        LycheeRule rule = lychee_rule(x, tree->coarse.n);
+        found = lychee_seek_cuda(s, &rule, l, tree, q, per, bring);
+        if (x->watch) q = on_host(s, q, 0, 1);
     }
-    SeekRoom *w = KV_DEV(s) && !bring ? NULL : seek_rooms(s, x, &x->tree[l * G], R);
-    #pragma omp parallel for schedule(static) if (x->M > 256 && !found)
-    for (int g = 0; g < G; g++) if (w) select_group(s, x, l, g, q + (size_t)g * R * D, found ? found + g * each : NULL, per, &w[thread_id()]);
+    if (!KV_DEV(s) || bring) {
+        SeekRoom *w = seek_rooms(s, x, tree, R);
+        #pragma omp parallel for schedule(static) if (x->M > 256 && !found)
+        for (int g = 0; g < G; g++) {
+            const int *of_head = found ? found + g * each : NULL;
+            select_group(s, x, l, g, q + (size_t)g * R * D, of_head, per, &w[thread_id()]);
+        }
+    }
     scratch_reset(s, mark);
     timed(&s->clk.index, t0);
 }
 
-// Cuts every chunk whose end can be known: it and the recent rows after it have been seen, and one token more (B16).
+// ---- hook commit: at the end of a pass chunks are cut, and the index is built or grafted on
+
+// Cuts every chunk whose end is certain: max tokens have been seen, and behind them the recent rows;
+// at least one, because the level of a boundary depends on the token that follows (D43).
 static void cut_chunks(const Session *s, Lychee *x) {
-    int N = s->n_tok, behind = (x->buffer > 1 ? x->buffer : 1) + x->max;
-    if (N > x->cap_level) x->level = xrealloc(x->level, (size_t)(x->cap_level = N + N / 2 + 256));
-    if (x->n_level < N - 1) levels_extend(x->level, x->n_level, N - 1, &x->tail, s->tok, x->guard);
-    if (x->n_level < N - 1) x->n_level = N - 1;
+    int N = s->n_tok, behind = max_int(x->buffer, 1) + x->max;
+    if (N > x->cap_level) {
+        x->cap_level = N + N / 2 + 256;
+        x->level = xrealloc(x->level, (size_t)x->cap_level);
+    }
+    if (x->n_level < N - 1) {
+        levels_extend(x->level, x->n_level, N - 1, &x->tail, s->tok, x->guard);
+        x->n_level = N - 1;
+    }
     while (N - t_idx(x) >= behind) {
         int e = chunk_end(x->level, t_idx(x), x->min, x->max, x->first_tie);
-        if (x->M == x->cap) x->start = xrealloc(x->start, (size_t)((x->cap += x->cap / 2) + 1) * sizeof(int));
+        if (x->M == x->cap) {
+            x->cap += x->cap / 2;
+            x->start = xrealloc(x->start, (size_t)(x->cap + 1) * sizeof(int));
+        }
         x->ends[x->level[e]]++;
-        x->start[++x->M] = e + 1;
+        x->M++;
+        x->start[x->M] = e + 1;                                   // Algorithm 1, line 21: Pack(B)
     }
 }
-// The node takes in one more key v beside the n it has: its centre follows, its radius goes on covering all (A6).
-static void node_absorb(const Lychee *x, Nodes *u, int node, int n, const float *v, int unit, int D, float *room) {
-    uint16_t *mu = u->mu + (size_t)node * D;
-    double d = distance(v, mu, D), r = u->r[node], delta = 0;
-    double step = x->lazy == LAZY_MEAN ? 1 / (n + 1.0) : x->lazy == LAZY_BALL && d > r ? (d - r) / (2 * d) : 0;     // ball: the smallest that holds the old one and v
-    if (step > 0) {
-        to_f32(room, mu, DT_BF16, (size_t)D);
-        for (int i = 0; i < D; i++) room[i] = (float)(room[i] + step * ((double)v[i] - room[i]));
-        if (x->lazy == LAZY_MEAN && unit) normalise(room, D);
-        for (int i = 0; i < D; i++) {
-            uint16_t to = f32_to_bf16(room[i]);
-            double e = (double)bf16_to_f32(to) - bf16_to_f32(mu[i]);
-            delta += e * e;
-            mu[i] = to;
-        }
-        delta = sqrt(delta);
-        d = distance(v, mu, D);
-    }
-    if (delta > 0 || d > r) u->r[node] = above(fmax(r + delta, d));
-}
-static int nearest_cluster(const Lychee *x, const Tree *t, const float *v, int D, float *mu, SeekRoom *w) {    // mu (D) is room
-    int c = 0;
-    Probe p = { .q = v, .m = 1, .w = { 1 } };
-    score_all(&p, &t->fine, t->fine.r, 0, D, w->sc, w->S);                 // -INFINITY for an empty cluster
-    for (int i = 0; i < t->fine.n; i++) {
-        if (x->tokens) {                                                   // raw centres differ in length: compare directions
-            to_f32(mu, t->fine.mu + (size_t)i * D, DT_BF16, (size_t)D);
-            w->S[i] /= sqrtf(dot_f32(mu, mu, D) + 1e-12f);
-        }
-        if (w->S[i] > w->S[c]) c = i;
-    }
-    return c;
-}
-static void tree_graft(const Session *s, const Lychee *x, Tree *t, const KVHead *hd, int j, float *room, SeekRoom *w) {   // room (chunk-max + 2,D)
-    int D = s->c->D, n = x->start[j + 1] - x->start[j];
-    float *v = room, *rows = room + (size_t)2 * D;
-    room += D;
-    chunk_key(s, x->pool_max, hd, x->start[j], n, rows, v);
-    int c = nearest_cluster(x, t, v, D, room, w);
-    if (!x->tokens) node_absorb(x, &t->fine, c, t->fine.chunks[c], v, x->unit, D, room);
-    for (int i = 0; i < n && x->tokens; i++) node_absorb(x, &t->fine, c, t->fine.tokens[c] + i, rows + (size_t)i * D, 0, D, room);
-    child_append(&t->fine, c, j);
-    t->fine.chunks[c]++; t->fine.tokens[c] += n;
-    if (!t->coarse.n) return;
-    int g = t->parent[c];
-    node_absorb(x, &t->coarse, g, t->coarse.chunks[g], v, x->unit, D, room);
-    t->coarse.chunks[g]++; t->coarse.tokens[g] += n;
-    unit_rho(t, g, x->beta, D, room);
-}
-static void lychee_graft(Session *s, Lychee *x, int from) {                // chunks from..M-1, in order
-    LycheeRule rule = lychee_rule(x, 0);
-    for (int l = 0; KV_DEV(s) && l < s->c->L; l++) if (indexed_layer(s, x, l)) lychee_graft_cuda(s, &rule, l, from);
-    if (KV_DEV(s)) return;
-    int L = s->c->L, G = s->c->G, D = s->c->D, n = n_threads(), l0 = 0;
-    while (l0 < L && !indexed_layer(s, x, l0)) l0++;
-    if (l0 == L) return;
-    size_t mark = scratch_mark(s);
-    SeekRoom *w = seek_rooms(s, x, &x->tree[l0 * G], 1);
-    float *room = scratch(s, (size_t)n * (x->max + 2) * D * sizeof(float));
-    #pragma omp parallel for schedule(static) if (x->M > 256)
-    for (int i = l0 * G; i < L * G; i++) {
-        for (int j = from; j < x->M && indexed_layer(s, x, i / G); j++)
-            tree_graft(s, x, &x->tree[i], &s->head[i], j, room + (size_t)thread_id() * (x->max + 2) * D, &w[thread_id()]);
-    }
-    scratch_reset(s, mark);
-}
+
+// At the end of a pass (l == L). There is no index as long as every row is read anyway; it is built
+// anew when the chunks have doubled, and grafted on in between (D41).
 static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
     Lychee *x = ms;
     int old = x->M;
-    (void)q; (void)T;
+    (void)q;
+    (void)T;
     if (l < s->c->L) return;
-    if (kv_longest(s, 0) != s->n_tok) die(EXIT_USAGE, "--method: lychee needs every row, another part has dropped some of %d", s->n_tok);
+    if (kv_longest(s, 0) != s->n_tok)
+        die(EXIT_USAGE, "--method: lychee needs every row, another part has dropped some of %d",
+            s->n_tok);
     if (!s->decoding) x->B = budget_now(s);
-    if (!x->M_built && s->n_tok <= lychee_dense(x)) return;                      // everything is read anyway: no index yet (B13)
+    if (!x->M_built && s->n_tok <= lychee_dense(x)) return;
+
     double t0 = now();
-    cut_chunks(s, x);
+    cut_chunks(s, x);                                             // Algorithm 1, line 2
     if (x->M == old) return;
-    if (x->M >= 2 * x->M_built) lychee_build(s, x); else lychee_graft(s, x, old);
+    if (x->M >= 2 * x->M_built) lychee_build(s, x);               // Algorithm 1, line 3
+    else lychee_graft(s, x, old);                                 // Algorithm 1, line 22: LazyUpdate
     timed(&s->clk.index, t0);
 }
+
+// ---- the other hooks
+
+// Tokens from n_tok on are gone. Other tokens may follow, so the text is read again when it is
+// needed. An index of only the tokens that stay is kept; one that reaches further is dropped (D47).
 static void lychee_forget(Session *s, void *ms, int n_tok) {
     Lychee *x = ms;
     (void)s;
-    x->n_level = x->tail.n = 0;                                            // other tokens may follow: the text is read again when needed
-    if (t_idx(x) > n_tok) { x->M = x->M_built = 0; x->start[0] = x->sink; }
+    x->n_level = 0;
+    x->tail.n = 0;
+    if (t_idx(x) <= n_tok) return;
+    x->M = 0;
+    x->M_built = 0;
+    x->start[0] = x->sink;
 }
+
+// Bytes the index holds: levels, starts, trees, statistics.
 static size_t lychee_bytes(const Session *s, const void *ms) {
     const Lychee *x = ms;
     size_t n = (size_t)x->cap_level + (size_t)(x->cap + 1) * sizeof(int);
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += x->tree[i].bytes + (x->watch ? sizeof(Watch) + (size_t)x->watch[i].cap * sizeof(int) : 0);
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        n += x->tree[i].bytes;
+        if (x->watch) n += sizeof(Watch) + (size_t)x->watch[i].cap * sizeof(int);
+    }
     return n;
 }
-static size_t lychee_plan(const Session *s, const void *ms, int n) {       // if every chunk is as short as it may be
+
+// The most bytes it takes for n tokens: those of an index in which every chunk is as short as it
+// may be.
+static size_t lychee_plan(const Session *s, const void *ms, int n) {
     const Lychee *x = ms;
     int M = n / x->min, K, P, heads = 0;
+    Tree t = {0};
     tree_shape(x, M, &K, &P);
     for (int l = 0; l < s->c->L; l++) heads += indexed_layer(s, x, l) ? s->c->G : 0;
-    return (size_t)n + (size_t)(M + 1) * sizeof(int) + heads * tree_carve(&(Tree){ 0 }, NULL, 2 * M, K, P, s->c->D);
+    size_t tree = tree_carve(&t, NULL, 2 * M, K, P, s->c->D);
+    return (size_t)n + (size_t)(M + 1) * sizeof(int) + heads * tree;
 }
+
+// The sums of all trees.
 static Watch watch_total(const Session *s, const Lychee *x) {
     Watch a = {0};
     for (int i = 0; x->watch && i < s->c->L * s->c->G; i++) {
         const Watch *b = &x->watch[i];
-        a.recall += b->recall;      a.covered += b->covered;        a.covered_indexed += b->covered_indexed;    a.n_recall += b->n_recall;
-        a.jaccard += b->jaccard;    a.n_jaccard += b->n_jaccard;    a.hit += b->hit;                            a.n_hit += b->n_hit;
+        a.recall += b->recall;
+        a.covered += b->covered;
+        a.covered_indexed += b->covered_indexed;
+        a.n_recall += b->n_recall;
+        a.jaccard += b->jaccard;
+        a.n_jaccard += b->n_jaccard;
+        a.hit += b->hit;
+        a.n_hit += b->n_hit;
     }
     return a;
 }
-static void lychee_stats(const Session *s, const void *ms, FILE *out) {
-    const Lychee *x = ms;
-    long single = 0, empty = 0, clusters = 0, most = 0, forced = x->ends[CUT_NONE] + x->ends[CUT_INSIDE], cut = forced;
+
+typedef struct {                // clusters of all trees, by their chunks
+    long all, single, empty;    // all of them; with one chunk; with none
+    long most;                  // chunks of the largest
+} ClusterCount;
+
+// Counts the clusters; those of a device session are fetched first.
+static ClusterCount clusters_count(const Session *s, const Lychee *x) {
+    ClusterCount n = {0};
     for (int i = 0; i < s->c->L * s->c->G && x->M_built; i++) {
         const Nodes *u = &x->tree[i].fine;
         int *copy = KV_DEV(s) ? xmalloc((size_t)(u->n + 1) * sizeof(int)) : NULL;
+        const int *chunks = copy ? copy : u->chunks;
         if (copy) bytes_load_cuda(copy, u->chunks, (size_t)u->n * sizeof(int));
-        for (int c = 0; c < u->n; c++, clusters++) {
-            int n = (copy ? copy : u->chunks)[c];
-            single += n == 1; empty += !n; most = n > most ? n : most;
+        for (int c = 0; c < u->n; c++) {
+            n.all++;
+            n.single += chunks[c] == 1;
+            n.empty += !chunks[c];
+            if (chunks[c] > n.most) n.most = chunks[c];
         }
         free(copy);
     }
-    for (int k = CUT_STRUCTURE; k < CUT_NONE; k++) cut += x->ends[k];
-    if (!clusters) { fprintf(out, "lychee: no index yet (it starts past %ld tokens)\n", (long)x->B + x->buffer); return; }
-    fprintf(out, "lychee: %d chunks of %.2f tokens; ends: %.0f%% structure, %.0f%% sentence, %.0f%% phrase, %.0f%% blank, %.0f%% forced\n",
-            x->M, (double)(t_idx(x) - x->sink) / x->M, 100.0 * x->ends[CUT_STRUCTURE] / cut, 100.0 * x->ends[CUT_SENTENCE] / cut,
-            100.0 * x->ends[CUT_PHRASE] / cut, 100.0 * x->ends[CUT_BLANK] / cut, 100.0 * forced / cut);
-    fprintf(out, "lychee: %ld clusters, %.1f%% of one chunk, %.1f%% empty, largest %ld chunks; index %zu bytes, %.2f%% of the rows'\n",
-            clusters, 100.0 * single / clusters, 100.0 * empty / clusters, most, lychee_bytes(s, x), 100.0 * lychee_bytes(s, x) / kv_bytes(s));
-    Watch a = watch_total(s, x);
-    if (a.n_recall) fprintf(out, "lychee: recall %.4f, attention covered %.4f, of the indexed rows' %.4f, over %ld head steps\n",
-                            a.recall / a.n_recall, a.covered / a.n_recall, a.covered_indexed / a.n_recall, a.n_recall);
-    if (a.n_jaccard && a.n_hit) fprintf(out, "lychee: Jaccard %.4f, WindowHit(%d) %.4f\n", a.jaccard / a.n_jaccard, WINDOW_HIT, a.hit / a.n_hit);
+    return n;
 }
 
+// Prints how chunks end, how full clusters are and, with --lychee-stats, what was measured.
+static void lychee_stats(const Session *s, const void *ms, FILE *out) {
+    const Lychee *x = ms;
+    const long *ends = x->ends;
+    long forced = ends[CUT_NONE] + ends[CUT_INSIDE], cut = forced;
+    for (int k = CUT_STRUCTURE; k < CUT_NONE; k++) cut += ends[k];
+    ClusterCount n = clusters_count(s, x);
+    if (!n.all) {
+        fprintf(out, "lychee: no index yet (it starts past %ld tokens)\n", (long)x->B + x->buffer);
+        return;
+    }
+    fprintf(out, "lychee: %d chunks of %.2f tokens; ends: %.0f%% structure, %.0f%% sentence, %.0f%% phrase, "
+                 "%.0f%% blank, %.0f%% forced\n",
+            x->M, (double)(t_idx(x) - x->sink) / x->M, 100.0 * ends[CUT_STRUCTURE] / cut,
+            100.0 * ends[CUT_SENTENCE] / cut, 100.0 * ends[CUT_PHRASE] / cut, 100.0 * ends[CUT_BLANK] / cut,
+            100.0 * forced / cut);
+    fprintf(out, "lychee: %ld clusters, %.1f%% of one chunk, %.1f%% empty, largest %ld chunks; "
+                 "index %zu bytes, %.2f%% of the rows'\n",
+            n.all, 100.0 * n.single / n.all, 100.0 * n.empty / n.all, n.most, lychee_bytes(s, x),
+            100.0 * lychee_bytes(s, x) / kv_bytes(s));
+    Watch a = watch_total(s, x);
+    if (a.n_recall)
+        fprintf(out, "lychee: recall %.4f, attention covered %.4f, of the indexed rows' %.4f, "
+                     "over %ld head steps\n",
+                a.recall / a.n_recall, a.covered / a.n_recall, a.covered_indexed / a.n_recall, a.n_recall);
+    if (a.n_jaccard && a.n_hit)
+        fprintf(out, "lychee: Jaccard %.4f, WindowHit(%d) %.4f\n", a.jaccard / a.n_jaccard, WINDOW_HIT,
+                a.hit / a.n_hit);
+}
 
+// ---- the table entry
 const Method lychee_method = {
     .name    = "lychee",
     .paper   = "LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking "
@@ -4160,97 +6695,191 @@ const Method lychee_method = {
 };
 
 // ==================================================================================================== 12 SONIC INFERENCE
-// SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching. arXiv 2601.21927 (papers/003).
-// A finished message is read once more by K learned Nexus tokens with their own weight matrices; afterwards only their K and
-// V rows stay and the message's own rows are dropped. System message and current turn are never compressed. The base model is frozen.
-//   S_aug = { I_sys, m_1, N^(1), m_2, N^(2), .., m_h, N^(h), Q_curr }                                     (1)
-//   e(N_j^t) = e_base + e_pos[j] + e_turn[t]          t: the turn, user and assistant share it              (2)
-//   text sees text at or before it                                                                        (3)
-//   the body of m_i is invisible behind N^(i)                                                             (4)
-//   Nexus tokens see each other                                                                           (5)
-//   a Nexus row uses W^N for q,k,v,o and the MLP; norms are the base's                                     (3.1; Session.alt)
-// Incremental (default): when the next turn begins, each message of the turn before it is encoded once and cached for ever:
-//   truncate behind the user message | its Nexus pass, drop it | encode the answer again | its Nexus pass, drop it
-// The answer is encoded again because it was generated while the raw user message was visible, which (4) forbids.
+// Chen, Liu, Wang, Fan, Chu, Li, Chu, Hu: SONIC: Segmented Optimized Nexus for Information
+// Compression in Key-Value Caching. arXiv 2601.21927.
+//
+// When a message of a dialogue is finished, K learned Nexus tokens are fed behind it. They read the
+// message through weight matrices of their own, and afterwards only their K and V rows stay: the
+// rows of the message itself are dropped. The system message and the current turn are never
+// compressed, and the weights of the base model stay as they are.
+//
+//   S_aug = { I_sys, m_1, N^(1), m_2, N^(2), .., m_h, N^(h), Q_curr }                    Eq. 1
+//   e(N_j^t) = e_base + e_pos[j] + e_turn[t]       user and assistant message of a turn share t  Eq. 2
+//   a text token at p sees a text token at q  iff  q <= p                                Eq. 3
+//   behind N^(i), nobody sees the body B_i of m_i                                        Eq. 4
+//   Nexus tokens see each other, in both directions                                      Eq. 5
+//   a Nexus row has its own W_Q, W_K, W_V, W_O and MLP; the norms are the base model's   Sec. 3.1
+//   K can be chosen for every run, up to K_max; the adapter names the default K_0        Sec. 4.3
+//
+// Incremental mode (the default) encodes each message once and keeps its Nexus rows for the rest of
+// the dialogue. When a turn begins, the turn before it is finished in five steps:
+//   1. truncate the session behind the user's message
+//   2. the Nexus pass of the user's message
+//   3. drop the rows of the user's message
+//   4. encode the answer again
+//   5. the Nexus pass of the answer; drop the answer's rows
+// The answer has to be encoded again because it was generated while the user's raw message was
+// visible, and Eq. 4 forbids that for a finished message.
+//
 // **Differs from the paper:**
-//   - (5) across segments lets old Nexus tokens see later ones, so their rows could not be cached: incremental is causal
-//     across segments (VIS_SEGMENT). --sonic-oneshot has the exact mask: the whole history in one pass, every turn;
-//   - K_i = max(1, min(K, |B_i|)), or by --sonic-ratio per message; the first --sonic-sink tokens count as system message;
-//   - positions, T_max, and what a body is (all tokens of a message) are not in the paper: see NOTES.md.
-// Options: --sonic-k, -ratio, -weights, -untrained, -seed, -pos, -oneshot, -sink, -force.
+//   - By Eq. 5 an old Nexus token sees the later ones, so its rows would change with every message
+//     and could not be cached. Incremental mode is therefore causal across segments (VIS_SEGMENT):
+//     a Nexus token sees those of its own and of earlier segments. --sonic-oneshot has the exact
+//     mask (VIS_SEGMENT_EXACT): the whole history goes through one pass, every turn.
+//   - K_i = max(1, min(K, |B_i|)), or by --sonic-ratio a share of every message.
+//   - The first --sonic-sink tokens count as system message: the rows of the first tokens draw
+//     attention and must stay.
+//   - The paper does not say which positions Nexus tokens have, what T_max is, or what exactly a
+//     body is (here: all tokens of a message, control tokens included). NOTES.md says what we
+//     chose.
+//   - Eq. 6 to 14 are the training: models/make_nexus.py. The bound h K <= B of Eq. 15 is not
+//     enforced.
+//
+// Map:
+//   Eq. 1 -> sonic_enter, sonic_finish, sonic_nexus, sonic_one_shot
+//   Eq. 2 -> sonic_embed, embed_cuda
+//   Eq. 3 -> kv_visible, attn_prefill, attend_kernel, tensor_kernel, decode_kernel
+//   Eq. 4 -> kv_visible, sonic_drop, kv_keep, rows_move_cuda, gather_kernel
+//   Eq. 5 -> kv_visible, attn_prefill, attend_kernel, tensor_kernel
+//   Sec. 3.1 -> same_weights, project_rows, mlp_rows
+//   Sec. 4.3 -> sonic_K, sonic_numbers
+// kv_visible stands in kvcomp.h: one mask for both devices. The hooks of this section run on the
+// host on both. A device has no kernel for SONIC alone: embed_cuda uploads what sonic_embed makes,
+// the attention kernels ask kv_visible, same_weights (each half has one) picks the matrices for a
+// run of rows, and kv_keep gathers the rows that stay.
+//
+// Options: --sonic-k, --sonic-ratio (or --ratio), --sonic-weights, --sonic-untrained, --sonic-seed,
+// --sonic-pos, --sonic-oneshot, --sonic-sink, --sonic-force.
 
-typedef struct { int n, turn; } SonicMessage;           // a finished message: tokens of its body, its turn
+// A finished message m_i.
+typedef struct {
+    int n;                      // |B_i|, tokens of its body
+    int turn;                   // t of Eq. 2
+} SonicMessage;
 
 typedef struct {
-    SafeFile *file;             // the adapter, mapped; NULL: untrained
+    // the adapter
+    SafeFile *file;             // mapped; NULL: untrained
     Layer *alt;                 // (L) the Nexus branch
-    float *embed, *pos, *turn;  // (C) e_base, (K_max,C) e_pos, (T_max,C) e_turn: one block, `embed` first
-    int K_max, T_max, K;
-    double ratio;               // share of a body to remove; < 0: K counts
-    int original, oneshot, sink;
-    int sys;                    // leading tokens that are the system message
-    int h;                      // finished messages; the segment number of the current turn
-    int cur, n_user;            // first token of the current turn; how many of its tokens are the user's message
-    int drop;                   // commit drops text rows of segments [0,drop)
-    SonicMessage *msg;          // stb_ds array, one-shot only: the h messages
-    long n_body, n_nexus;       // sums of |B_i| and K_i
+    float *embed;               // (C) e_base. One block holds all three, and begins here
+    float *pos;                 // (K_max,C) e_pos
+    float *turn;                // (T_max,C) e_turn
+    int K_max;                  // rows of e_pos
+    int T_max;                  // rows of e_turn
+    // how it is used
+    int K;                      // Nexus tokens of a message
+    double ratio;               // share of a body to remove; < 0: K counts instead
+    int original;               // 1: text has positions as if there were no Nexus tokens; 0: as in S_aug
+    int oneshot;                // 1: exact mask, the whole history every turn
+    int sink;                   // least number of tokens that count as system message
+    // the dialogue
+    int sys;                    // its leading tokens that are the system message
+    int h;                      // finished messages; also the segment number of the current turn
+    int cur;                    // first token of the current turn, as an index into Session.tok
+    int n_user;                 // how many tokens of the current turn are the user's message
+    int drop;                   // commit drops the text rows of segments [0,drop)
+    SonicMessage *msg;          // (h) the finished messages, stb_ds array; one-shot mode only
+    // statistics
+    long n_body, n_nexus;       // sums of |B_i| and of K_i
     double seconds;             // spent at turn starts on finished messages
-    int warned;
+    int warned;                 // Nexus tokens embedded with a turn beyond T_max
 } Sonic;
-static int sonic_load(Session *s, Sonic *x, const char *path);  // reads the adapter (section 20); 0, or -1 with s->err set
-static size_t sonic_file_bytes(const Sonic *x);                 // the adapter's tensors
 
+// Reads the adapter at `path` into x (section 20). Returns 0, or -1 with s->err set.
+static int sonic_load(Session *s, Sonic *x, const char *path);
+// Bytes of the adapter's tensors (section 20).
+static size_t sonic_file_bytes(const Sonic *x);
 
-// ---- the adapter file
-// No adapter: the branch is the base itself, e_base the mean of the embedding, e_pos and e_turn small noise of its size.
+// ---- the untrained adapter
+
+// A sample of the standard normal distribution, by Box and Muller, from two numbers in [0,1).
 static double sonic_normal(uint64_t *state) {
-    double u = (double)(splitmix64(state) >> 11) / 9007199254740992.0, v = (double)(splitmix64(state) >> 11) / 9007199254740992.0;
+    double u = (double)(splitmix64(state) >> 11) / 9007199254740992.0;       // 53 bits over 2^53
+    double v = (double)(splitmix64(state) >> 11) / 9007199254740992.0;
     return sqrt(-2 * log(1 - u)) * cos(2 * M_PI * v);
 }
+
+// --sonic-untrained: fills x for trials without an adapter. The branch stays the base model itself.
+// e_base is the mean of the embedding table; e_pos is noise as large as the table's entries, and
+// e_turn noise of 0.3 times that size.
 static void sonic_untrained(Session *s, Sonic *x) {
     const Tensor *e = &s->w->embed;
-    int C = s->c->C, rows = e->rows < 4096 ? e->rows : 4096;    // enough for a mean
+    int C = s->c->C;
+    int rows = min_int(e->rows, 4096);                  // enough for a mean
     uint64_t state = mix64((uint64_t)opt_int(s->opt, "sonic-seed"));
-    double square = 0;
-    x->K_max = 64; x->T_max = 32; x->K = 16;
+    x->K_max = 64;
+    x->T_max = 32;
+    x->K = 16;
     x->embed = xcalloc((size_t)(1 + x->K_max + x->T_max) * C, sizeof(float));
+
+    // The mean of the rows, and the size of their entries
+    double square = 0;
     float *row = xmalloc((size_t)C * sizeof *row);
     for (int r = 0; r < rows; r++) {
         to_f32(row, (const char *)e->data + (size_t)r * C * dtype_size(e->dtype), e->dtype, C);
-        for (int i = 0; i < C; i++) { x->embed[i] += row[i] / (float)rows; square += (double)row[i] * row[i]; }
+        for (int i = 0; i < C; i++) {
+            x->embed[i] += row[i] / (float)rows;
+            square += (double)row[i] * row[i];
+        }
     }
-    double std = sqrt(square / rows / C);
-    for (int r = 1; r < 1 + x->K_max + x->T_max; r++)
-        for (int i = 0; i < C; i++) x->embed[(size_t)r * C + i] = (float)(sonic_normal(&state) * std * (r > x->K_max ? .3 : 1));
     free(row);
-    if (!opt_int(s->opt, "quiet"))
-        fprintf(stderr, "kvcomp: WARNING: --sonic-untrained: the Nexus tokens were never trained. What leaves the current turn is LOST to the model;\n"
-                        "kvcomp: WARNING: good for trials of memory and speed only.\n");
+
+    // Row 0 is e_base; then come the K_max rows of e_pos, then e_turn
+    double std = sqrt(square / rows / C);
+    for (int r = 1; r < 1 + x->K_max + x->T_max; r++) {
+        double factor = r > x->K_max ? .3 : 1;
+        float *to = x->embed + (size_t)r * C;
+        for (int i = 0; i < C; i++) to[i] = (float)(sonic_normal(&state) * std * factor);
+    }
+    if (opt_int(s->opt, "quiet")) return;
+    fprintf(stderr, "kvcomp: WARNING: --sonic-untrained: the Nexus tokens were never trained. "
+                    "What leaves the current turn is LOST to the model;\n"
+                    "kvcomp: WARNING: good for trials of memory and speed only.\n");
 }
 
-// ---- the augmented sequence
-static int sonic_K(const Sonic *x, int n) {             // Nexus tokens for a body of n >= 1 tokens
-    int K = x->ratio >= 0 ? (int)floor((1 - x->ratio) * n + .5 + 1e-6) : x->K, most = x->K_max < n ? x->K_max : n;
-    return K < 1 ? 1 : K > most ? most : K;
+// ---- Nexus tokens
+
+// K_i: the Nexus tokens of a body of n >= 1 tokens. A share is rounded, halves up; the 1e-6 lets .1
+// * 15, which is a little less than 1.5 in double, count as the half it is.
+static int sonic_K(const Sonic *x, int n) {
+    int K = x->K;                                       // Sec. 4.3
+    if (x->ratio >= 0) K = (int)floor((1 - x->ratio) * n + .5 + 1e-6);
+    return max_int(1, min_int(K, min_int(x->K_max, n)));
 }
-// Token j of a segment. Its id says which row of e_pos and e_turn it is made of.
+
+// Nexus token j of segment `seg`, whose message belongs to `turn`. Its id names the rows of e_pos
+// and e_turn for sonic_embed. pos -1: the next position of the session.
 static Token sonic_token(const Sonic *x, int turn, int j, int seg, int pos) {
     return (Token){ -1 - (turn * x->K_max + j), pos, seg, TOK_EXTRA };
 }
 
-static void sonic_embed(Session *s, void *ms, const Token *t, float *out) {     // Eq. 2. out (C)
+// Hook embed: out (C) = the embedding of Nexus token t. Turns beyond T_max get the last turn
+// embedding, with one warning.
+static void sonic_embed(Session *s, void *ms, const Token *t, float *out) {
     Sonic *x = ms;
-    int i = -1 - t->id, j = i % x->K_max, turn = i / x->K_max, C = s->c->C;
+    int i = -1 - t->id, C = s->c->C;
+    int j = i % x->K_max, turn = i / x->K_max;
     if (turn >= x->T_max) {
-        if (!x->warned++ && !opt_int(s->opt, "quiet"))
-            fprintf(stderr, "kvcomp: sonic: turn %d is past the %d the adapter knows; the last turn embedding is used from here on\n", turn, x->T_max);
+        if (!x->warned && !opt_int(s->opt, "quiet"))
+            fprintf(stderr, "kvcomp: sonic: turn %d is past the %d the adapter knows; "
+                            "the last turn embedding is used from here on\n", turn, x->T_max);
+        x->warned++;
         turn = x->T_max - 1;
     }
-    for (int c = 0; c < C; c++) out[c] = x->embed[c] + x->pos[(size_t)j * C + c] + x->turn[(size_t)turn * C + c];
+    const float *pos = x->pos + (size_t)j * C, *of_turn = x->turn + (size_t)turn * C;
+    for (int c = 0; c < C; c++) out[c] = x->embed[c] + pos[c] + of_turn[c];     // Eq. 2: e(N_j^t)
 }
-static int sonic_seg(const Sonic *x, int i) { return i < x->sys ? -1 : x->h; }  // segment of a text token that is token i of the session
 
-// Drops what Eq. 4 hides for ever: text rows of finished messages.
+// The segment of the text token that is token i of the session: -1 in the system message, else that
+// of the current message.
+static int sonic_seg(const Sonic *x, int i) {
+    return i < x->sys ? -1 : x->h;
+}
+
+// ---- dropping what nobody sees any more
+
+// Drops the text rows of segments [0,drop) from layer l. Eq. 4 hides them from every later token,
+// so they are of no use.
 static void sonic_drop(Session *s, const Sonic *x, int l) {
     for (int g = 0; g < s->c->G; g++) {
         const KVHead *h = kv_head(s, l, g);
@@ -4258,189 +6887,316 @@ static void sonic_drop(Session *s, const Sonic *x, int l) {
         int n = 0, *keep = scratch(s, (size_t)(h->len + 1) * sizeof(int));
         for (int r = 0; r < h->len; r++) {
             const Token *t = &s->tok[h->src[r]];
-            if (t->kind == TOK_EXTRA || t->seg < 0 || t->seg >= x->drop) keep[n++] = r;
+            int hidden = t->kind != TOK_EXTRA && t->seg >= 0 && t->seg < x->drop;        // Eq. 4
+            if (!hidden) keep[n++] = r;
         }
         if (n < h->len) kv_keep(s, l, g, keep, n);
         scratch_reset(s, mark);
     }
 }
+
+// Hook commit: drops rows behind the attention of every layer, so that a one-shot pass holds the
+// whole history in one layer at a time. At the end of the pass (l == L) it serves the layers that
+// hooks skip, and sets the next position.
 static void sonic_commit(Session *s, void *ms, int l, const float *q, int T) {
     const Sonic *x = ms;
-    (void)q; (void)T;
+    (void)q;
+    (void)T;
     if (s->decoding) return;
-    if (l < s->c->L) { sonic_drop(s, x, l); return; }
-    for (int k = 0; k < s->c->L; k++) if (!layer_acts(s, k)) sonic_drop(s, x, k);       // a storage rule: every layer
+    if (l < s->c->L) {
+        sonic_drop(s, x, l);
+        return;
+    }
+    // Windowed layers that hooks skip drop the rows too
+    for (int k = 0; k < s->c->L; k++) {
+        if (!layer_acts(s, k)) sonic_drop(s, x, k);
+    }
+
+    // With original positions, text goes on where text ended: Nexus tokens take no position away
     if (!x->original) return;
-    int i = s->n_tok - 1;                               // original positions: text goes on where text ended
-    while (i > 0 && s->tok[i].kind == TOK_EXTRA) i--;
-    s->pos_next = s->tok[i].pos + 1;
+    int last = s->n_tok - 1;
+    while (last > 0 && s->tok[last].kind == TOK_EXTRA) last--;
+    s->pos_next = s->tok[last].pos + 1;
 }
 
-// ---- incremental: section 5 of the spec, steps 1 to 5
-// Nexus pass for the body that begins at token `first` and ends the session; the body's rows are dropped layer by layer.
+// ---- incremental mode
+
+// The Nexus pass of the message that begins at token `first` of the session and ends it. While the
+// pass goes through the layers, commit drops the rows of the body. Tokens of the system message do
+// not count; without others nothing happens.
 static void sonic_nexus(Session *s, Sonic *x, int first, int turn) {
-    int n = s->n_tok - (first > x->sys ? first : x->sys);
-    if (n <= 0) return;                                 // empty, or counted as system message
+    int n = s->n_tok - max_int(first, x->sys);
+    if (n <= 0) return;
     int K = sonic_K(x, n);
     size_t mark = scratch_mark(s);
     Token *t = scratch(s, (size_t)K * sizeof *t);
-    for (int j = 0; j < K; j++) t[j] = sonic_token(x, turn, j, x->h, x->original ? s->pos_next + j : -1);
-    x->drop = ++x->h;
-    x->n_body += n; x->n_nexus += K;
+    for (int j = 0; j < K; j++)
+        t[j] = sonic_token(x, turn, j, x->h, x->original ? s->pos_next + j : -1);        // Eq. 1: N^(i)
+    x->h++;
+    x->drop = x->h;
+    x->n_body += n;
+    x->n_nexus += K;
     s->forward(s, t, K);
     scratch_reset(s, mark);
 }
-static int sonic_finish(Session *s, Sonic *x, Token *t, int n, int foot) {      // the messages of the last turn; -> ids left in t
-    int user = x->cur + x->n_user, n_old = s->n_tok - user, n_reply = n_old + foot, turn = s->turn - 1;
+
+// Finishes the two messages of the turn before: steps 1 to 5 of the box. t (n): the ids of the new
+// turn, of which the first `foot` still belong to the old reply. They are taken out; returns how
+// many are left in t.
+static int sonic_finish(Session *s, Sonic *x, Token *t, int n, int foot) {
+    int user_end = x->cur + x->n_user, turn = s->turn - 1;
+    int n_old = s->n_tok - user_end, n_reply = n_old + foot;
     size_t mark = scratch_mark(s);
+
+    // Step 1: the reply's tokens are set aside, and the session ends behind the user's message
     Token *reply = scratch(s, (size_t)(n_reply + 1) * sizeof *reply);
-    memcpy(reply, s->tok + user, (size_t)n_old * sizeof *reply);
+    memcpy(reply, s->tok + user_end, (size_t)n_old * sizeof *reply);
     memcpy(reply + n_old, t, (size_t)foot * sizeof *reply);
-    kv_truncate(s, user);                                                       // step 1
-    sonic_nexus(s, x, x->cur, turn);                                            // 2, 3
+    kv_truncate(s, user_end);
+
+    // Steps 2 and 3
+    sonic_nexus(s, x, x->cur, turn);
+
+    // Step 4: the reply again, which now sees the user's message through its Nexus tokens only
     int first = s->n_tok;
-    for (int i = 0; i < n_reply; i++) reply[i] = (Token){ reply[i].id, -1, sonic_seg(x, first + i), TOK_REPLY };
-    if (n_reply) s->forward(s, reply, n_reply);                                 // 4
-    sonic_nexus(s, x, first, turn);                                             // 5
+    for (int i = 0; i < n_reply; i++)
+        reply[i] = (Token){ reply[i].id, -1, sonic_seg(x, first + i), TOK_REPLY };
+    if (n_reply) s->forward(s, reply, n_reply);
+
+    // Step 5
+    sonic_nexus(s, x, first, turn);
     scratch_reset(s, mark);
     memmove(t, t + foot, (size_t)(n - foot) * sizeof *t);
     return n - foot;
 }
 
-// ---- one-shot: the whole of Eq. 1 again, every turn. -> ids in t, the current turn's from x->cur on
+// ---- one-shot mode
+
+// Notes tokens [first,end) of the session as a finished message, unless all of them belong to the
+// system message.
 static void sonic_message(Sonic *x, int first, int end, int turn) {
-    SonicMessage m = { end - (first > x->sys ? first : x->sys), turn };
+    SonicMessage m = { end - max_int(first, x->sys), turn };
     if (m.n > 0) arrput(x->msg, m);
 }
-static int sonic_again(Session *s, Sonic *x, Token *t, int n, int foot) {
-    int n_text = 0, user = x->cur + x->n_user, i = 0, p = 0;
+
+// Collects the text tokens of the session, without Nexus tokens, and behind them t (foot), the end
+// of the old reply. text has room for all of them. Returns their number.
+static int sonic_text(const Session *s, const Token *t, int foot, Token *text) {
+    int n = 0;
+    for (int k = 0; k < s->n_tok; k++)
+        if (s->tok[k].kind != TOK_EXTRA) text[n++] = s->tok[k];
+    memcpy(text + n, t, (size_t)foot * sizeof *text);
+    return n + foot;
+}
+
+// Writes the finished part of S_aug into t: the system message, then every message with its Nexus
+// tokens. text (n_text): all finished text. Returns the number of text tokens written, which is the
+// original position of the next one.
+static int sonic_history(const Sonic *x, Token *t, const Token *text, int n_text) {
+    int i = 0, p = 0;                                   // the place in S_aug; the place in the text
+    for (; p < x->sys && p < n_text; p++, i++)
+        t[i] = (Token){ text[p].id, p, -1, text[p].kind };               // Eq. 1: I_sys
+    for (int m = 0; m < x->h; m++) {
+        const SonicMessage *msg = &x->msg[m];
+        int K = sonic_K(x, msg->n);
+        for (int end = p + msg->n; p < end; p++, i++)
+            t[i] = (Token){ text[p].id, x->original ? p : i, m, text[p].kind };  // Eq. 1: m_i
+        for (int j = 0; j < K; j++, i++)
+            t[i] = sonic_token(x, msg->turn, j, m, x->original ? p + j : i);     // Eq. 1: N^(i)
+    }
+    return p;
+}
+
+// Rewrites the prefill as the whole of Eq. 1 and empties the session, so that one pass encodes
+// everything under the exact mask. t (n): the ids of the new turn, of which the first `foot` belong
+// to the old reply. Returns the new n; the current turn begins at t[x->cur].
+static int sonic_one_shot(Session *s, Sonic *x, Token *t, int n, int foot) {
+    int user_end = x->cur + x->n_user, turn = s->turn - 1;
     size_t mark = scratch_mark(s);
     Token *text = scratch(s, (size_t)(s->n_tok + foot) * sizeof *text);
-    for (int k = 0; k < s->n_tok; k++) if (s->tok[k].kind != TOK_EXTRA) text[n_text++] = s->tok[k];
-    memcpy(text + n_text, t, (size_t)foot * sizeof *text);
-    n_text += foot;
-    sonic_message(x, x->cur, user, s->turn - 1);
-    sonic_message(x, user, s->n_tok + foot, s->turn - 1);
+    int n_text = sonic_text(s, t, foot, text);
+
+    // The two messages of the turn before are finished now
+    sonic_message(x, x->cur, user_end, turn);
+    sonic_message(x, user_end, s->n_tok + foot, turn);
     x->h = (int)arrlen(x->msg);
     x->n_body = x->n_nexus = 0;
-    for (int m = 0; m < x->h; m++) { x->n_body += x->msg[m].n; x->n_nexus += sonic_K(x, x->msg[m].n); }
+    for (int m = 0; m < x->h; m++) {
+        x->n_body += x->msg[m].n;
+        x->n_nexus += sonic_K(x, x->msg[m].n);
+    }
+
+    // The current turn moves behind the history; then the history is written in front of it
     x->cur = n_text + (int)x->n_nexus;
     memmove(t + x->cur, t + foot, (size_t)(n - foot) * sizeof *t);
-    for (; p < x->sys && p < n_text; p++, i++) t[i] = (Token){ text[p].id, p, -1, text[p].kind };
-    for (int m = 0; m < x->h; m++) {
-        int K = sonic_K(x, x->msg[m].n);
-        for (int end = p + x->msg[m].n; p < end; p++, i++) t[i] = (Token){ text[p].id, x->original ? p : i, m, text[p].kind };
-        for (int j = 0; j < K; j++, i++) t[i] = sonic_token(x, x->msg[m].turn, j, m, x->original ? p + j : i);
-    }
-    for (n += x->cur - foot; i < n; i++) t[i].pos = x->original ? p++ : i;
+    n += x->cur - foot;
+    int p = sonic_history(x, t, text, n_text);
+    for (int i = x->cur; i < n; i++) t[i].pos = x->original ? p++ : i;          // Eq. 1: Q_curr
     scratch_reset(s, mark);
     kv_truncate(s, 0);
     return n;
 }
 
+// ---- the beginning of a turn
+
+// Hook enter: compresses the turn before, then marks the new turn's tokens t (n) with their
+// segment. Returns the new n. t has room for 2 (n + n_tok) tokens, and a message never has more
+// Nexus tokens than text, so `cap` needs no check. Exit 1 when a position would pass
+// max_position_embeddings.
 static int sonic_enter(Session *s, void *ms, Token *t, int n, int cap) {
     Sonic *x = ms;
     double t0 = now();
-    int foot = s->n_foot < n ? s->n_foot : n - 1;      // at least one token is the new turn's
-    (void)cap;                                          // text and at most as many Nexus tokens: below 2 (n + n_tok)
-    if (!s->turn) x->sys = s->n_sys > x->sink ? s->n_sys : x->sink;
-    else if (x->oneshot) n = sonic_again(s, x, t, n, foot);
+    int foot = min_int(s->n_foot, n - 1);               // at least one token is the new turn's own
+    (void)cap;
+    if (!s->turn) x->sys = max_int(s->n_sys, x->sink);
+    else if (x->oneshot) n = sonic_one_shot(s, x, t, n, foot);
     else n = sonic_finish(s, x, t, n, foot);
     if (!x->oneshot || !s->turn) x->cur = s->n_tok;
-    int from = x->cur - s->n_tok, own = n - from;       // the current turn is t[from..n)
+
+    // The current turn is t[from..n). Its last n_head tokens open the reply: they belong to the
+    // reply's message
+    int from = x->cur - s->n_tok, own = n - from;
     for (int i = from; i < n; i++) t[i].seg = sonic_seg(x, s->n_tok + i);
-    x->n_user = own - (s->n_head < own ? s->n_head : own);
+    x->n_user = own - min_int(s->n_head, own);
     x->drop = x->h;
+
     int last = t[n - 1].pos < 0 ? s->pos_next + n - 1 : t[n - 1].pos;
     if (last >= s->pos_end)
-        die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue%s)", last, s->pos_end,
-            x->original ? "" : ", or --sonic-pos=original with an adapter trained so");
+        die(EXIT_RUN, "sonic: position %d is past max_position_embeddings %d (a shorter dialogue%s)", last,
+            s->pos_end, x->original ? "" : ", or --sonic-pos=original with an adapter trained so");
     x->seconds += now() - t0;
     return n;
 }
 
-// ---- opening
-static int sonic_numbers(Session *s, Sonic *x) {        // K, ratio, positions: options against what the adapter allows
+// ---- opening and closing
+
+// Settles K, the ratio and the positions: the options against what the adapter allows. Returns 0,
+// or -1 with s->err set.
+static int sonic_numbers(Session *s, Sonic *x) {
     const Options *o = s->opt;
     const char *pos = opt_str(o, "sonic-pos");
+    int own_ratio = opt_given(o, "sonic-ratio"), any_ratio = own_ratio || opt_given(o, "ratio");
     int K = opt_int(o, "sonic-k");
-    x->ratio = opt_given(o, "sonic-ratio") ? opt_real(o, "sonic-ratio") : s->ratio;
-    if (x->ratio > 1 || (x->ratio < 0 && (opt_given(o, "sonic-ratio") || opt_given(o, "ratio"))))
+
+    x->ratio = own_ratio ? opt_real(o, "sonic-ratio") : s->ratio;
+    if (x->ratio > 1 || (x->ratio < 0 && any_ratio))
         return refuse(s, "sonic: --sonic-ratio %g: expected 0 to 1", x->ratio);
-    if (K && x->ratio >= 0) return refuse(s, "sonic: --sonic-k and a ratio are two ways to say the same, give one");
-    if (K < 0 || K > x->K_max) return refuse(s, "sonic: --sonic-k %d: the adapter knows 1 to %d Nexus tokens a message", K, x->K_max);
-    if (K) x->K = K;
-    if (x->K > x->K_max) return refuse(s, "sonic: metadata k_default is %d, but k_max is %d", x->K, x->K_max);
-    if (strcmp(pos, "adapter") && x->file && x->original != !strcmp(pos, "original"))
-        return refuse(s, "sonic: --sonic-pos=%s, but the adapter was trained with %s positions", pos, x->original ? "original" : "augmented");
-    if (!x->file) x->original = !strcmp(pos, "original");
+    if (K && x->ratio >= 0)
+        return refuse(s, "sonic: --sonic-k and a ratio are two ways to say the same, give one");
+    if (K < 0 || K > x->K_max)
+        return refuse(s, "sonic: --sonic-k %d: the adapter knows 1 to %d Nexus tokens a message", K,
+                      x->K_max);
+    if (K) x->K = K;                                    // else the adapter's K_0: Sec. 4.3
+    if (x->K > x->K_max)
+        return refuse(s, "sonic: metadata k_default is %d, but k_max is %d", x->K, x->K_max);
+
+    int want_original = !strcmp(pos, "original");
+    if (strcmp(pos, "adapter") && x->file && x->original != want_original)
+        return refuse(s, "sonic: --sonic-pos=%s, but the adapter was trained with %s positions", pos,
+                      x->original ? "original" : "augmented");
+    if (!x->file) x->original = want_original;
     if (x->sink < 0) return refuse(s, "sonic: --sonic-sink %d: expected 0 or more", x->sink);
     return 0;
 }
-static int sonic_open(Session *s, void *ms) {
-    Sonic *x = ms;
+
+// Finds the adapter (--sonic-weights, or nexus.safetensors in the model's folder) or makes the
+// untrained one, and sets up the branch, which is the base model's layers with the adapter's
+// matrices in place of its own. Returns 0, or -1 with s->err set.
+static int sonic_adapter(Session *s, Sonic *x) {
     const Options *o = s->opt;
     char path[1100];
     int untrained = opt_int(o, "sonic-untrained");
-    x->oneshot = opt_int(o, "sonic-oneshot");
-    x->sink = opt_int(o, "sonic-sink");
-    s->budget = 0;                                      // K says what is kept
     snprintf(path, sizeof path, "%s", opt_str(o, "sonic-weights"));
-    if (*path && untrained) return refuse(s, "sonic: --sonic-weights and --sonic-untrained exclude each other");
+    if (*path && untrained)
+        return refuse(s, "sonic: --sonic-weights and --sonic-untrained exclude each other");
     if (!*path) snprintf(path, sizeof path, "%s/nexus.safetensors", s->c->dir);
     if (!untrained && !opt_given(o, "sonic-weights") && !file_exists(path))
-        return refuse(s, "sonic: needs trained Nexus weights, and %.300s is not there: --sonic-weights=FILE, or --sonic-untrained for a trial", path);
-    x->alt = xmalloc((size_t)s->c->L * sizeof(Layer));
-    memcpy(x->alt, s->w->layer, (size_t)s->c->L * sizeof(Layer));
+        return refuse(s, "sonic: needs trained Nexus weights, and %.300s is not there: "
+                         "--sonic-weights=FILE, or --sonic-untrained for a trial", path);
+
+    size_t bytes = (size_t)s->c->L * sizeof(Layer);
+    x->alt = xmalloc(bytes);
+    memcpy(x->alt, s->w->layer, bytes);
     if (untrained) sonic_untrained(s, x);
     else if (sonic_load(s, x, path)) return -1;
     x->pos = x->embed + s->c->C;
     x->turn = x->pos + (size_t)x->K_max * s->c->C;
-    if (sonic_numbers(s, x)) return -1;
-    s->ratio = -1;                                      // it was a share of each message
+    return 0;
+}
+
+// Hook open.
+static int sonic_open(Session *s, void *ms) {
+    Sonic *x = ms;
+    x->oneshot = opt_int(s->opt, "sonic-oneshot");
+    x->sink = opt_int(s->opt, "sonic-sink");
+    s->budget = 0;                                      // K says what is kept
+    if (sonic_adapter(s, x) || sonic_numbers(s, x)) return -1;
+    s->ratio = -1;                              // it was a share of each message, not a budget
     s->pos_end = s->c->max_pos;
-    s->pos_extra = x->original ? 0 : 2 * (x->ratio >= 0 ? x->K_max : x->K);      // two messages finish at a turn's start
+    int most = x->ratio >= 0 ? x->K_max : x->K;
+    s->pos_extra = x->original ? 0 : 2 * most;  // two messages finish when a turn begins
     s->made_for = x->file ? safetensors_meta(x->file, "chat_template") : NULL;
-    s->alt = x->alt;
+    s->alt = x->alt;                            // Sec. 3.1: the matrices of Nexus rows
     s->rule = x->oneshot ? VIS_SEGMENT_EXACT : VIS_SEGMENT;
     return 0;
 }
+
+// Hook close.
 static void sonic_close(Session *s, void *ms) {
     Sonic *x = ms;
     s->alt = NULL;
     safetensors_close(x->file);
-    free(x->alt); free(x->embed); arrfree(x->msg);
+    free(x->alt);
+    free(x->embed);
+    arrfree(x->msg);
 }
-static size_t sonic_bytes(const Session *s, const void *ms) {      // embeddings and layer table; the branch's matrices are weights, not cache
+
+// ---- what it costs, what it did
+
+// Hook bytes: the embeddings, the layer table, the messages. The matrices of the branch are
+// weights, not cache.
+static size_t sonic_bytes(const Session *s, const void *ms) {
     const Sonic *x = ms;
     size_t embed = (size_t)(1 + x->K_max + x->T_max) * s->c->C * sizeof(float);
     return embed + (size_t)s->c->L * sizeof(Layer) + arrlenu(x->msg) * sizeof(SonicMessage);
 }
-static size_t sonic_plan(const Session *s, const void *ms, int n) { return sonic_bytes(s, ms) + sonic_file_bytes(ms) + (size_t)n / 8 * sizeof(SonicMessage); }   // a message takes 8 tokens or more
+
+// Hook plan: the same for a dialogue of n tokens, and the adapter's matrices. A message takes 8
+// tokens or more.
+static size_t sonic_plan(const Session *s, const void *ms, int n) {
+    return sonic_bytes(s, ms) + sonic_file_bytes(ms) + (size_t)n / 8 * sizeof(SonicMessage);
+}
+
+// Hook stats. hist_ratio is the share of the finished messages' tokens that is gone, total_ratio
+// that of all tokens.
 static void sonic_stats(const Session *s, const void *ms, FILE *out) {
     const Sonic *x = ms;
-    long now_rows = s->n_tok - x->cur, sys = x->sys < s->n_tok ? x->sys : s->n_tok;
+    long now_rows = s->n_tok - x->cur, sys = min_int(x->sys, s->n_tok);
     size_t bytes = sonic_file_bytes(x);
     if (!x->h && now_rows > sys) now_rows -= sys;       // the first turn holds the system message itself
-    double hist = x->n_body ? 1 - (double)x->n_nexus / x->n_body : 0, all = (double)(sys + x->n_body + now_rows);
+    double hist = x->n_body ? 1 - (double)x->n_nexus / x->n_body : 0;
+    double all = (double)(sys + x->n_body + now_rows);
     double total = all > 0 ? 1 - (double)(sys + x->n_nexus + now_rows) / all : 0;
-    fprintf(out, "sonic: %d messages, %ld tokens in %ld Nexus tokens: hist_ratio %.4f, total_ratio %.4f, %s, %s positions\n",
-            x->h, x->n_body, x->n_nexus, hist, total, x->oneshot ? "one-shot" : "incremental", x->original ? "original" : "augmented");
-    fprintf(out, "sonic: %.3f s at turn starts for finished messages; adapter %zu bytes%s\n", x->seconds, bytes, x->file ? "" : " (untrained: the base's weights)");
+    fprintf(out, "sonic: %d messages, %ld tokens in %ld Nexus tokens: hist_ratio %.4f, total_ratio %.4f, "
+                 "%s, %s positions\n", x->h, x->n_body, x->n_nexus, hist, total,
+            x->oneshot ? "one-shot" : "incremental", x->original ? "original" : "augmented");
+    fprintf(out, "sonic: %.3f s at turn starts for finished messages; adapter %zu bytes%s\n", x->seconds,
+            bytes, x->file ? "" : " (untrained: the base's weights)");
 }
+
 static const Opt sonic_opts[] = {
     { "sonic-k",         'i', "0",    "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
     { "sonic-ratio",     'f', "0",    "share of each message to remove instead (also --ratio); at most the adapter's k_max tokens stay" },
     { "sonic-weights",   's', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
     { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
     { "sonic-seed",      'i', "1",    "of those embeddings" },
-    { "sonic-pos",       'c', "adapter|augmented|original", "as trained (untrained: augmented); Nexus tokens take positions of their own; text keeps its own" },
+    { "sonic-pos",       'c', "adapter|augmented|original",
+      "as trained (untrained: augmented); Nexus tokens take positions of their own; text keeps its own" },
     { "sonic-oneshot",   'b', "0",    "the paper's exact mask: the whole history in one pass, every turn" },
     { "sonic-sink",      'i', "4",    "first tokens that count as system message at least" },
     { "sonic-force",     'b', "0",    "take an adapter whose fingerprint does not fit" },
     { NULL, 0, NULL, NULL },
 };
-
 
 const Method sonic_method = {
     .name    = "sonic",
@@ -4468,79 +7224,168 @@ const Method sonic_method = {
 };
 
 // ==================================================================================================== 13 DILILAZYKV
-// DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (anonymous ACL submission).
-// Stage 1, once per model: a fact (the needle, key set N) is hidden in a long text and asked for. How the last prompt row a of
-// a head (softmax, n keys, its k largest are T) looks at the needle gives the head three scores, means over the runs:
-//   Dili = sum_{T&N} a / sum_T a      Lazy = sum_{T&N} a / sum_N a      Inf = 2 Dili Lazy / (Dili + Lazy)              (Eq. 1)
-// Stage 2, at the end of every turn's prefill: heads that find needles get more rows (Algorithm 1; b_c = B - w):
-//   b_fixed = b_c (1 - 1/beta)        pool = L H b_c / beta             S_ij = Inf_ij / Lam_i, Lam_i = sum_j Inf_ij (line 14)
-//   lam_i = Lam_i / sum_i Lam_i (16)  b_ij = b_fixed + pool (eps + lam_i) S_ij / (1 + eps L)   (17, 18)   C_ij = floor(max(0, b_ij) + .5)
-// Query head j of layer i then reads the C_ij candidates it attends to most (last w queries, max over 7 neighbours) and the last
-// w rows. A KV head stores the union of its query heads' rows, each once; a view per query head says which ones it reads.
+// DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression. Anonymous ACL submission.
+//
+// Some heads find the facts that an answer needs (diligent heads), others look over the whole text
+// (lazy heads). Both properties are measured once per model, by hiding facts in long texts, and
+// joined in one score per head. At the end of every turn's prefill the budget is shared out by
+// these scores: a head with a high score, in a layer with high scores, reads more rows.
+//
+// Stage 1, once per model (--calibrate, section 27). A needle, whose tokens are the set N, is
+// hidden in a long text and asked for. a is a head's softmax row of the last prompt token, and T
+// are the k keys with the largest a. A score is the mean over the runs the model answers:
+//   Dili = sum_{T & N} a / sum_T a      Lazy = sum_{T & N} a / sum_N a                   Sec. 3.1
+//   Inf  = 2 Dili Lazy / (Dili + Lazy)                                                   Eq. 1
+//
+// Stage 2, at the end of every turn's prefill: Algorithm 1 makes of the scores H_{j,inf} of layer i
+// the capacity C_{i,j} of head j, where b_c = B - w and w is the window:
+//   b_fixed = b_c (1 - 1/beta)                                                           line 3
+//   B_total = b_c / beta L H                                                             line 4
+//   L_{i,alpha} = sum_j H_{j,inf}        L_s = sum_i L_{i,alpha}                         lines 8, 13
+//   S_{j,h} = H_{j,inf} / L_{i,alpha}    L_{i,h} = L_{i,alpha} / L_s                     lines 14, 16
+//   b_dyn = B_total (eps + L_{i,h}) S_{j,h}          eps = 0.01                          line 17
+//   C_{i,j} = floor(max(0, b_fixed + b_dyn) + 0.5)                                       lines 18, 19
+// Query head j of layer i then reads the C_{i,j} rows its last w queries attend to most, and the
+// last w rows (Sec. 3.3).
+//
 // **Differs from the paper:**
-//   - Dili and Lazy are weighted precision and recall, as the paper's tables were made; --calibrate-score=count is its text;
-//   - line 17 spends 1 + eps L times the pool: divided out, so that the caps' mean is b_c. paper-literal: as printed;
-//   - a score file's keys are read. (The published loader ignores them, and the published files are shuffled.)
-//   - one KV head's rows are stored once, not once per query head; so a later turn's prefill reads the union (rules.md A4).
-// Options: --budget (128, per query head), --obs-window (16), --kernel, --dililazy-*; for stage 1 --calibrate OUT.json.
+//   - Dili and Lazy are shares of attention, a weighted precision and recall: the paper's tables
+//     hold those. By its text they are numbers of keys: --calibrate-score=count.
+//   - Line 17 spends 1 + eps L times B_total. We divide that out, so that the mean of the
+//     capacities is b_c. --dililazy-alloc=paper-literal is line 17 as printed,
+//     --dililazy-alloc=code what the authors' program computes.
+//   - A score is found by its key "layer-head". The authors' program ignores the keys, and the
+//     files it comes with are shuffled.
+//   - The rows of a KV head are stored once, not once per query head: it holds the union of what
+//     its query heads read, and each query head has a view. A later turn's prefill therefore reads
+//     the union (D21).
+//   - Scores are of the last min(w,T) queries of this turn, smoothed by a maximum over --kernel
+//     neighbours (D11). Under --dililazy-gqa=kv, which is ours, a KV head has one capacity and one
+//     set of rows; neighbours first, then heads (D12).
+//
+// Map:
+//   Sec. 3.1 -> head_scores, head_probe_commit
+//   Eq. 1 -> head_scores
+//   Algorithm 1, line 3 -> dililazy_caps
+//   Algorithm 1, line 4 -> dililazy_caps
+//   Algorithm 1, line 8 -> dililazy_weights
+//   Algorithm 1, line 13 -> dililazy_weights
+//   Algorithm 1, line 14 -> dililazy_weights
+//   Algorithm 1, line 16 -> dililazy_weights
+//   Algorithm 1, line 17 -> dililazy_weights, dililazy_caps
+//   Algorithm 1, line 18 -> dililazy_caps
+//   Algorithm 1, line 19 -> dililazy_caps
+//   Sec. 3.3 -> dililazy_commit, dililazy_views, pooled_scores, top_k_rows, pool_max_kernel, top_k_kernel
+// Both stages are host hooks, and Algorithm 1 runs on the host on either device, because it is a
+// few hundred numbers. A device has no kernel for this section alone. Attention of the last
+// queries: window_scores, window_scores_cuda, column_kernel. Neighbours and heads: pool_max,
+// join_heads, pool_max_kernel, join_heads_kernel. Best rows: top_k, top_k_kernel. The rows that no
+// view reads any more are given back by kv_compact, on a device through rows_move_cuda and
+// gather_kernel.
+//
+// Options: --budget (128, per query head), --obs-window (16), --kernel (7), --dililazy-*; stage 1:
+// --calibrate OUT.json.
 
-enum { ALLOC_PAPER, ALLOC_LITERAL, ALLOC_CODE };
+// --dililazy-alloc, in the order of its words
+enum {
+    ALLOC_PAPER,                // Algorithm 1, its overspending divided out
+    ALLOC_LITERAL,              // as printed
+    ALLOC_CODE,                 // as the authors' program computes it
+};
+
 typedef struct {
-    Snap snap;
-    int heads, alloc, base;     // heads a layer with a cap of their own: H, or G under --dililazy-gqa=kv; b_c the caps are for
+    Snap snap;                  // w, kernel width
+    int heads;                  // capacities of a layer: H, or G under --dililazy-gqa=kv
+    int alloc;                  // ALLOC_*
+    int base;                   // b_c that `cap` was made for; -1: none yet
     double beta, eps;
-    double *inf;                // (L,heads)
-    int *cap;                   // (L,heads) candidates a head may read
+    double *inf;                // (L,heads) head scores
+    int *cap;                   // (L,heads) candidates a head may read: C of Algorithm 1
 } DiliLazy;
 
-// ---- Algorithm 1. inf (L,n) >= 0, b_c = base >= 0 -> cap (L,n)
-static void dililazy_caps(const double *inf, int L, int n, int base, double beta, double eps, int alloc, int *cap) {
-    double total = 0, weights = 0, fixed = base * (1 - 1 / beta), pool = base / beta * L * n;
-    if (alloc == ALLOC_PAPER) pool /= 1 + eps * L;
-    if (alloc == ALLOC_CODE) {                          // the authors' code: whole rows, half a row a head set aside and given to all
-        double dyn = rint((base - fmod(base, beta)) / beta);    // Python's //: floor(base / beta) could round up to a whole number first
+// ---- Algorithm 1
+
+// The share of the pool that each head gets: weight (L,n) from the scores inf (L,n) >= 0. n is the
+// number of heads of a layer. A layer without any score shares evenly, and so does a model without
+// any. The authors' program weights a head by its raw score plus eps times its share of the layer,
+// and divides by the sum of all.
+static void dililazy_weights(const double *inf, int L, int n, double eps, int alloc, double *weight) {
+    double L_s = 0, sum = 0;
+    for (int i = 0; i < L * n; i++) L_s += inf[i];      // Algorithm 1, line 13: L_s
+    for (int i = 0; i < L; i++) {
+        double L_alpha = 0;
+        for (int j = 0; j < n; j++) L_alpha += inf[i * n + j];   // Algorithm 1, line 8: L_{i,alpha}
+        double L_h = L_s > 0 ? L_alpha / L_s : 1.0 / L;          // Algorithm 1, line 16: L_{i,h}
+        for (int j = 0; j < n; j++) {
+            double H_inf = inf[i * n + j], *to = &weight[i * n + j];
+            double S = L_alpha > 0 ? H_inf / L_alpha : 1.0 / n;  // Algorithm 1, line 14: S_{j,h}
+            if (alloc != ALLOC_CODE) *to = (eps + L_h) * S;      // Algorithm 1, line 17: b_dyn / B_total
+            else *to = L_s > 0 ? H_inf + eps * H_inf / (L_alpha + 1e-9) : 1;
+            sum += *to;
+        }
+    }
+    if (alloc != ALLOC_CODE) return;
+    for (int i = 0; i < L * n; i++) weight[i] /= sum;
+}
+
+// Algorithm 1: cap (L,n) = C from the scores inf (L,n) >= 0 and b_c = base >= 0.
+static void dililazy_caps(const double *inf, int L, int n, int base, double beta, double eps, int alloc,
+                          int *cap) {
+    double fixed = base * (1 - 1 / beta);               // Algorithm 1, line 3: b_fixed
+    double pool = base / beta * L * n;                  // Algorithm 1, line 4: B_total
+    if (alloc == ALLOC_PAPER) pool /= 1 + eps * L;      // the weights of line 17 sum to 1 + eps L
+    if (alloc == ALLOC_CODE) {
+        // Whole rows; half a row of each head is set aside and given to all. dyn is Python's base
+        // // beta, where floor(base / beta) would be wrong: the quotient could round up to a whole
+        // number first
+        double dyn = rint((base - fmod(base, beta)) / beta);
         fixed = base - dyn + .5;
         pool = fmax(0, dyn * L * n - .5 * L * n);
     }
-    for (int i = 0; i < L * n; i++) total += inf[i];
-    for (int pass = 0; pass < 2; pass++)                // code mode divides by the sum of the weights, so they are walked twice
-        for (int i = 0; i < L; i++) {
-            double Lam = 0;
-            for (int j = 0; j < n; j++) Lam += inf[i * n + j];
-            for (int j = 0; j < n; j++) {
-                double x = inf[i * n + j], S = Lam > 0 ? x / Lam : 1.0 / n, lam = total > 0 ? Lam / total : 1.0 / L;   // (14), (16)
-                double weight = alloc != ALLOC_CODE ? (eps + lam) * S : total > 0 ? x + eps * x / (Lam + 1e-9) : 1;
-                if (!pass) { weights += weight; continue; }
-                double b = fixed + pool * (alloc == ALLOC_CODE ? weight / weights : weight);                           // (17), (18)
-                b = alloc == ALLOC_CODE ? nearbyint(b) : floor(fmax(0, b) + .5);                                        // (19)
-                cap[i * n + j] = (int)fmin(fmax(b, 0), INT_MAX);
-            }
-        }
+    double *weight = xmalloc((size_t)L * n * sizeof *weight);
+    dililazy_weights(inf, L, n, eps, alloc, weight);
+    for (int i = 0; i < L * n; i++) {
+        double b = fixed + pool * weight[i];            // Algorithm 1, line 18: b_{i,j}
+        if (alloc == ALLOC_CODE) b = nearbyint(b);
+        else b = floor(fmax(0, b) + .5);                // Algorithm 1, line 19: C_{i,j}
+        cap[i] = (int)fmin(fmax(b, 0), INT_MAX);
+    }
+    free(weight);
 }
 
-static int dililazy_scores(Session *s, DiliLazy *x) {   // x->inf from the file; under gqa=kv the means over the groups
+// ---- opening and closing
+
+// Reads x->inf from --dililazy-scores, or from head_scores.json in the model's folder. Under
+// --dililazy-gqa=kv the scores of a group's R query heads become their mean. Returns 0, or -1 with
+// s->err set.
+static int dililazy_scores(Session *s, DiliLazy *x) {
     const Config *c = s->c;
     char path[1100];
     snprintf(path, sizeof path, "%s", opt_str(s->opt, "dililazy-scores"));
     if (!*path) {
         snprintf(path, sizeof path, "%s/head_scores.json", c->dir);
         if (!file_exists(path))
-            return refuse(s, "dililazy needs the scores of the model's heads: --dililazy-scores FILE, or make them: --calibrate %.300s", path);
+            return refuse(s, "dililazy needs the scores of the model's heads: --dililazy-scores FILE, "
+                             "or make them: --calibrate %.300s", path);
     }
     x->inf = scores_load(path, opt_str(s->opt, "dililazy-score"), c->L, c->H, s->err);
-    for (int i = 0; x->inf && i < c->L * x->heads && x->heads < c->H; i++) {
+    if (!x->inf) return -1;
+    if (x->heads == c->H) return 0;
+
+    int R = c->H / c->G;
+    for (int i = 0; i < c->L * c->G; i++) {
         double sum = 0;
-        int R = c->H / c->G;
         for (int r = 0; r < R; r++) sum += x->inf[i * R + r];
-        x->inf[i] = sum / R;                            // i <= i*R: never read again
+        x->inf[i] = sum / R;                    // in place: i <= i R, so it is not read again
     }
-    return x->inf ? 0 : -1;
+    return 0;
 }
+
+// Hook open.
 static int dililazy_open(Session *s, void *ms) {
     DiliLazy *x = ms;
-    const char *alloc = opt_str(s->opt, "dililazy-alloc");
-    x->alloc = !strcmp(alloc, "code") ? ALLOC_CODE : !strcmp(alloc, "paper-literal") ? ALLOC_LITERAL : ALLOC_PAPER;
-    x->heads = !strcmp(opt_str(s->opt, "dililazy-gqa"), "kv") ? s->c->G : s->c->H;
+    x->alloc = opt_choice(s->opt, "dililazy-alloc", "paper|paper-literal|code");
+    x->heads = opt_choice(s->opt, "dililazy-gqa", "q|kv") ? s->c->G : s->c->H;
     x->beta = opt_real(s->opt, "dililazy-beta");
     x->eps = opt_real(s->opt, "dililazy-eps");
     x->base = -1;
@@ -4550,53 +7395,82 @@ static int dililazy_open(Session *s, void *ms) {
     x->cap = xcalloc((size_t)s->c->L * x->heads, sizeof(int));
     return 0;
 }
+
+// Hook close.
 static void dililazy_close(Session *s, void *ms) {
     DiliLazy *x = ms;
     (void)s;
-    free(x->inf); free(x->cap);
+    free(x->inf);
+    free(x->cap);
 }
+
+// Hook bytes: scores and capacities.
 static size_t dililazy_bytes(const Session *s, const void *ms) {
     const DiliLazy *x = ms;
     return (size_t)s->c->L * x->heads * (sizeof(double) + sizeof(int));
 }
 
-// ---- Selection. Pooled per query head; gqa=kv takes the mean after that (the other order than SnapKV's, rules.md A6)
+// ---- the selection at the end of a prefill
+
+// Every query head gets a view of its own: the best rows by score (H,N), as many as its capacity
+// cap (H) allows, and the last w rows. Of the candidates, n (G) in each KV head, those that no view
+// of the group reads are dropped.
+static void dililazy_views(Session *s, int l, const float *score, const int *n, const int *cap) {
+    int N = kv_longest(s, l), H = s->c->H, G = s->c->G, R = H / G;
+    int *keep = scratch(s, (size_t)H * N * sizeof(int));
+    int *kept = scratch(s, (size_t)H * sizeof(int));
+    int *n_of = scratch(s, (size_t)H * sizeof(int));    // candidates of a query head: its KV head's
+    for (int h = 0; h < H; h++) n_of[h] = n[h / R];
+    top_k_rows(s, score, H, N, n_of, cap, keep, N, kept);
+    for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
+    for (int g = 0; g < G; g++) kv_compact(s, l, g);
+}
+
+// Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are the turn's queries.
 static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
     DiliLazy *x = ms;
-    int B = budget_now(s), w = snap_kept_window(&x->snap, B), H = s->c->H, G = s->c->G, R = H / G;
+    int B = budget_now(s), w = snap_kept_window(&x->snap, B);
     if (!snap_due(s, l, B)) return;
-    if (x->base != B - w) {                             // once, or at every turn's end under --ratio
+
+    // The capacities are made once, or at every turn's end where --ratio changes the budget
+    if (x->base != B - w) {
         x->base = B - w;
         dililazy_caps(x->inf, s->c->L, x->heads, x->base, x->beta, x->eps, x->alloc, x->cap);
     }
+
+    // Sec. 3.3: candidates by the attention of the last queries, best ones kept
     size_t mark = scratch_mark(s);
-    int N = kv_longest(s, l), per_group = x->heads < H, *keep = scratch(s, (size_t)H * N * sizeof(int));      // per_group: --dililazy-gqa=kv
-    int *n = scratch(s, (size_t)G * sizeof(int)), *wide = scratch(s, (size_t)H * sizeof(int)), *kept = scratch(s, (size_t)H * sizeof(int));
-    float *score = pooled_scores(s, &x->snap, l, q, T, w, per_group ? POOL_JOIN : POOL_ONLY, n);
-    if (per_group) snap_keep(s, l, score, n, x->cap + (size_t)l * G);
-    else {
-        for (int h = 0; h < H; h++) wide[h] = n[h / R];
-        top_k_rows(s, score, H, N, wide, x->cap + (size_t)l * H, keep, N, kept);
-        for (int h = 0; h < H; h++) view_set(s, l, h, keep + (size_t)h * N, kept[h], n[h / R]);
-        for (int g = 0; g < G; g++) kv_compact(s, l, g); // rows that no query head of the group reads are given back
-    }
+    int per_kv_head = x->heads < s->c->H;
+    const int *cap = x->cap + (size_t)l * x->heads;
+    int *n = scratch(s, (size_t)s->c->G * sizeof(int));
+    float *score = pooled_scores(s, &x->snap, l, q, T, w, per_kv_head ? POOL_JOIN : POOL_ONLY, n);
+    if (per_kv_head) snap_keep(s, l, score, n, cap);
+    else dililazy_views(s, l, score, n, cap);
     scratch_reset(s, mark);
 }
+
+// Hook stats: one line with the capacities, the rows read and the rows held.
 static void dililazy_stats(const Session *s, const void *ms, FILE *f) {
     const DiliLazy *x = ms;
-    int n = s->c->L * x->heads, lo = INT_MAX, hi = 0;
+    int L = s->c->L, H = s->c->H, G = s->c->G, R = H / G;
+    int n = L * x->heads, lo = INT_MAX, hi = 0;
     double cap = 0, read = 0, held = 0;
-    for (int i = 0; i < n; i++) { lo = x->cap[i] < lo ? x->cap[i] : lo; hi = x->cap[i] > hi ? x->cap[i] : hi; cap += x->cap[i]; }
-    for (int i = 0; i < s->c->L * s->c->H; i++) read += s->view[i].n + s->head[i / (s->c->H / s->c->G)].len - s->view[i].tail;
-    for (int i = 0; i < s->c->L * s->c->G; i++) held += s->head[i].len;
-    fprintf(f, "dililazy: caps %d..%d, mean %.1f; rows read per query head %.1f, rows held per KV head (union) %.1f\n", lo, hi, cap / n,
-            read / (s->c->L * s->c->H), held / (s->c->L * s->c->G));
+    for (int i = 0; i < n; i++) {
+        lo = min_int(lo, x->cap[i]);
+        hi = max_int(hi, x->cap[i]);
+        cap += x->cap[i];
+    }
+    for (int i = 0; i < L * H; i++) read += s->view[i].n + s->head[i / R].len - s->view[i].tail;
+    for (int i = 0; i < L * G; i++) held += s->head[i].len;
+    fprintf(f, "dililazy: caps %d..%d, mean %.1f; rows read per query head %.1f, "
+               "rows held per KV head (union) %.1f\n", lo, hi, cap / n, read / (L * H), held / (L * G));
 }
 
 static const Opt dililazy_opts[] = {
     { "dililazy-scores",    's', "", "head scores; default: head_scores.json in the model's folder" },
     { "dililazy-score",     'c', "inf|dili|lazy", "which score shares out the budget (dili, lazy: the paper's ablation)" },
-    { "dililazy-alloc",     'c', "paper|paper-literal|code", "Algorithm 1 without its overspending; as printed; as the authors' code does it" },
+    { "dililazy-alloc",     'c', "paper|paper-literal|code",
+      "Algorithm 1 without its overspending; as printed; as the authors' code does it" },
     { "dililazy-gqa",       'c', "q|kv", "caps and kept rows per query head, or one set per KV head (ours)" },
     { "dililazy-beta",      'f', "1.351", "1/beta of the budget is shared out by score; the rest is the same for all" },
     { "dililazy-eps",       'f', "0.01", "least share of a layer" },
@@ -4611,12 +7485,10 @@ static const Opt dililazy_opts[] = {
     { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
     { "calibrate-boundary", 'b', "0", "hide the needle between two sentences" },
     { "calibrate-prefix",   's', "", "what stands before the text, for instance the beginning of a chat; special tokens are read" },
-    { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:", "what follows it; {}: the question" },
+    { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:",
+      "what follows it; {}: the question" },
     { NULL, 0, NULL, NULL },
 };
-
-// What LycheeCluster's chunker reads: the bytes of a token, and whether it is special.
-
 
 const Method dililazy_method = {
     .name    = "dililazy",
@@ -4640,35 +7512,57 @@ const Method dililazy_method = {
 };
 
 // ==================================================================================================== 14 THE TABLE OF METHODS
+// An entry is a Method (kvcomp.h): a name, what --help says of it, its default budget and its own
+// options, the size of its state, and the hooks that a pass calls in the order of its timeline -
+// enter, project, attend, select, commit and so on. A hook that is NULL does nothing, so the entry
+// of full attention is three texts and no hook. Every entry stands at the end of its method's
+// section. The model knows no method by name; to add one is to write a section and to name its
+// entry here.
+//
+// --method=loopserve-p+lychee+pats names parts, MAX_PARTS at most; every part is an entry with a
+// state of its own. The role of an entry says what it decides: the attention of the prefill, which
+// rows are kept or read, or how rows are stored. Two parts that decide the same thing are refused,
+// and the others are sorted into that order, which is the order of a pass. A hook is called for one
+// part after the other (attend and embed: for the first part that has it). What no part decides is
+// as in full attention.
+//
+// What the table decides:
+//   - which names --method takes, and the order in which --list-methods shows them;
+//   - which options there are beside the program's own, and their defaults: .opts;
+//   - the budget when the user gives none: .budget of the first part that has one;
+//   - what a pass does beside full attention: the hooks;
+//   - what a session holds beside rows: .state bytes a part, and attention mass where .wants says
+//     KV_MASS.
+// Behind each name: what it decides.
+
 const Method full_method = {
     .name    = "full",
     .paper   = "Vaswani et al., Attention Is All You Need, arXiv 1706.03762",
     .keeps   = "keeps every row, reads every row",
 };
 
-// Every method kvcomp has. Each entry stands at the end of its own section; a new method is one more line here.
-// The model knows no method by name.
 const Method *const methods[] = {
     &full_method,
-    &streaming_method,
-    &window_method,
-    &snapkv_method,
-    &adakv_method,
-    &pyramidkv_method,
-    &h2o_method,
-    &expected_attention_method,
-    &a_shape_method,
-    &tri_shape_method,
-    &minference_method,
-    &quest_method,
-    &loopserve_method,
-    &loopserve_p_method,
-    &loopserve_d_method,
-    &pats_method,
-    &q8_method,
-    &lychee_method,
-    &sonic_method,
-    &dililazy_method,
+    &streaming_method,              // rows kept
+    &window_method,                 // rows kept
+    &tova_method,                  // rows kept
+    &snapkv_method,                 // rows kept
+    &adakv_method,                  // rows kept
+    &pyramidkv_method,              // rows kept
+    &h2o_method,                    // rows kept, and the prefill for its sums
+    &expected_attention_method,     // rows kept
+    &a_shape_method,                // attention of the prefill
+    &tri_shape_method,              // attention of the prefill
+    &minference_method,             // attention of the prefill
+    &quest_method,                  // rows read
+    &loopserve_method,              // attention of the prefill, rows read
+    &loopserve_p_method,            // attention of the prefill
+    &loopserve_d_method,            // rows read
+    &pats_method,                   // how rows are stored
+    &q8_method,                     // how rows are stored
+    &lychee_method,                 // rows read
+    &sonic_method,                  // the prefill, rows kept
+    &dililazy_method,               // rows kept
     NULL,
 };
 
@@ -4677,70 +7571,83 @@ const Method *const methods[] = {
 // ####################################################################################################
 
 // ==================================================================================================== 15 HELPERS
-// die, memory that ends the program cleanly when there is none, the clock, and the arena a pass works in.
+// How the program ends on an error, memory, the clock, the arena a pass works in, whole files, and
+// how a method refuses.
 
-jmp_buf *die_jump;                  // tests and fuzzers: die() jumps here with its exit code instead of leaving
-char die_text[1024];                // the line it would have printed
+// ---- the end of the program
+jmp_buf *die_jump;              // tests and fuzzers: die() jumps here with its exit code and does not exit
+char die_text[1024];            // the message of the last die()
 
+// Ends the program with this exit code and one line on stderr. The message may quote a file, so
+// line breaks in it become blanks.
 void die(int code, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(die_text, sizeof die_text, fmt, ap);
     va_end(ap);
-    for (char *p = die_text; *p; p++) if (*p == '\n' || *p == '\r') *p = ' ';      // one line, whatever a file put into it
+    for (char *p = die_text; *p; p++) {
+        if (*p == '\n' || *p == '\r') *p = ' ';
+    }
     if (die_jump) longjmp(*die_jump, code);
     fflush(stdout);
     fprintf(stderr, "kvcomp: %s\n", die_text);
     exit(code);
 }
 
+// ---- memory. All of it comes from these three, which never return NULL: exit 4 when there is none.
+
+#define NO_MEMORY "out of memory: %zu bytes could not be had (a smaller -c, -b or --budget needs less)"
+
+// realloc. Zero bytes are taken as one, because realloc of none may return NULL.
 void *xrealloc(void *p, size_t n) {
-    void *r = realloc(p, n ? n : 1);
-    if (!r) die(EXIT_MEMORY, "out of memory: %zu bytes could not be had (a smaller -c, -b or --budget needs less)", n);
+    void *r = realloc(p, max_size(n, 1));
+    if (!r) die(EXIT_MEMORY, NO_MEMORY, n);
     return r;
 }
-void *xmalloc(size_t n) { return xrealloc(NULL, n); }
+
+// malloc.
+void *xmalloc(size_t n) {
+    return xrealloc(NULL, n);
+}
+
+// calloc: n elements of `size` bytes, all zero.
 void *xcalloc(size_t n, size_t size) {
     if (size && n > SIZE_MAX / size) die(EXIT_MEMORY, "out of memory: %zu x %zu bytes overflow", n, size);
-    void *p = calloc(n ? n : 1, size ? size : 1);
-    if (!p) die(EXIT_MEMORY, "out of memory: %zu bytes could not be had (a smaller -c, -b or --budget needs less)", n * size);
+    void *p = calloc(max_size(n, 1), max_size(size, 1));
+    if (!p) die(EXIT_MEMORY, NO_MEMORY, n * size);
     return p;
 }
 
+// ---- the clock
+
+// Seconds of a clock that only goes forward.
 double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// The arena: blocks that are kept from pass to pass, so that a decode step allocates nothing once the first has run.
-// A mark is the number of bytes handed out so far; falling back to it frees everything handed out since. A new block is half as large again
-// as what it is for, because much of what is asked for grows by a row a step, and would find every block too small by one.
-struct Arena { struct { char *p; size_t size, start; } *block; size_t used; };
+// ---- the arena
+// The arena hands out memory that lives until the end of a pass. Its blocks stay from pass to pass,
+// so that a decode step allocates nothing once the first has run. Memory is given back in the
+// reverse order: a mark is the number of bytes handed out so far, and falling back to it frees
+// everything handed out since.
 
-void *scratch(Session *s, size_t bytes) {
-    struct Arena *a = s->scratch;
-    size_t n = (bytes + 63) & ~(size_t)63;
-    if (!n) n = 64;
-    for (int i = 0; i < (int)arrlen(a->block); i++) {
-        size_t end = a->block[i].start + a->block[i].size;
-        if (a->used > end) continue;
-        size_t at = a->used > a->block[i].start ? a->used : a->block[i].start;
-        if (at + n <= end) { a->used = at + n; return a->block[i].p + (at - a->block[i].start); }
-    }
-    size_t start = arrlen(a->block) ? arrlast(a->block).start + arrlast(a->block).size : 0, size = n + n / 128 * 64;
-    if (size < (size_t)1 << 20) size = (size_t)1 << 20;
-    arrsetlen(a->block, arrlen(a->block) + 1);
-    arrlast(a->block).start = start; arrlast(a->block).size = size;
-    arrlast(a->block).p = aligned_alloc(64, size);
-    if (!arrlast(a->block).p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (a smaller -b needs less)", size);
-    a->used = start + n;
-    return arrlast(a->block).p;
+typedef struct {
+    char *p;
+    size_t size;
+    size_t start;               // bytes of all blocks before this one
+} ArenaBlock;
+
+struct Arena {
+    ArenaBlock *block;          // stb_ds array
+    size_t used;                // bytes handed out, and the unused ends of blocks before them
+};
+
+struct Arena *arena_new(void) {
+    return xcalloc(1, sizeof(struct Arena));
 }
-size_t scratch_mark(Session *s) { return s->scratch->used; }
-void scratch_reset(Session *s, size_t mark) { s->scratch->used = mark; }
 
-struct Arena *arena_new(void) { return xcalloc(1, sizeof(struct Arena)); }
 void arena_free(struct Arena *a) {
     if (!a) return;
     for (int i = 0; i < (int)arrlen(a->block); i++) free(a->block[i].p);
@@ -4748,29 +7655,128 @@ void arena_free(struct Arena *a) {
     free(a);
 }
 
-static char *read_file(const char *path, size_t *size, char err[256]) {      // whole file, NUL-terminated; NULL and err when it cannot be read
+// Appends a block with room for n bytes, at least 1 MiB. A block is half as large again as what it
+// is for: much of what is asked for grows by a row a step, and would find a block of the exact size
+// too small by one row, every time.
+static ArenaBlock *arena_grow(struct Arena *a, size_t n) {
+    ArenaBlock b = { .size = max_size(n + n / 128 * 64, (size_t)1 << 20) };
+    if (arrlen(a->block)) b.start = arrlast(a->block).start + arrlast(a->block).size;
+    b.p = aligned_alloc(64, b.size);
+    if (!b.p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (a smaller -b needs less)", b.size);
+    arrput(a->block, b);
+    return &arrlast(a->block);
+}
+
+// `bytes` bytes of the session's arena, 64-byte aligned, in the first block with room behind what
+// is handed out.
+void *scratch(Session *s, size_t bytes) {
+    struct Arena *a = s->scratch;
+    size_t n = max_size((bytes + 63) & ~(size_t)63, 64);
+    for (int i = 0; i < (int)arrlen(a->block); i++) {
+        const ArenaBlock *b = &a->block[i];
+        size_t at = max_size(a->used, b->start);
+        if (at + n > b->start + b->size) continue;
+        a->used = at + n;
+        return b->p + (at - b->start);
+    }
+    const ArenaBlock *b = arena_grow(a, n);
+    a->used = b->start + n;
+    return b->p;
+}
+
+// How much is handed out now, for scratch_reset.
+size_t scratch_mark(Session *s) {
+    return s->scratch->used;
+}
+
+// Takes back everything handed out since the mark.
+void scratch_reset(Session *s, size_t mark) {
+    s->scratch->used = mark;
+}
+
+// ---- files
+enum { READ_BLOCK = 65536 };
+
+// The whole file at `path`, NUL-terminated, *size bytes without the NUL; the caller frees it. NULL,
+// with the reason in err, when it cannot be read. The file is read to its end, not by its length,
+// so that a pipe will do.
+static char *read_file(const char *path, size_t *size, char err[256]) {
     FILE *f = fopen(path, "rb");
-    if (!f) { snprintf(err, 256, "%.190s: %s", path, strerror(errno)); return NULL; }
-    char *buf = NULL; size_t n = 0, cap = 0, got;
+    if (!f) {
+        snprintf(err, 256, "%.190s: %s", path, strerror(errno));
+        return NULL;
+    }
+    char *buf = NULL;
+    size_t n = 0, cap = 0, got;
     do {
-        if (n + 65536 + 1 > cap) buf = xrealloc(buf, cap = 2 * cap + 65536 + 1);
-        n += got = fread(buf + n, 1, 65536, f);
+        if (n + READ_BLOCK + 1 > cap) {
+            cap = 2 * cap + READ_BLOCK + 1;
+            buf = xrealloc(buf, cap);
+        }
+        got = fread(buf + n, 1, READ_BLOCK, f);
+        n += got;
     } while (got);
     int bad = ferror(f);
     fclose(f);
-    if (bad) { snprintf(err, 256, "%.190s: cannot be read (is it a folder?)", path); free(buf); return NULL; }
+    if (bad) {
+        snprintf(err, 256, "%.190s: cannot be read (is it a folder?)", path);
+        free(buf);
+        return NULL;
+    }
     buf[n] = 0;
     *size = n;
     return buf;
 }
-static int file_exists(const char *path) { struct stat st; return stat(path, &st) == 0; }
 
-int refuse(Session *s, const char *fmt, ...) {   // what an open hook returns when the options do not fit
+// 1: there is something at `path`, a file or a folder.
+static int file_exists(const char *path) {
+    struct stat st;
+    return stat(path, &st) == 0;
+}
+
+// ---- methods that refuse
+
+// What an open hook returns when the options do not fit: puts the reason into s->err, and is -1.
+int refuse(Session *s, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(s->err, sizeof s->err, fmt, ap);
     va_end(ap);
     return -1;
+}
+
+// ---- threads: OpenMP's numbers, or those of one thread where the compiler has no OpenMP
+// How many threads a parallel region gets.
+static int n_threads(void) {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+// The number of this thread in its region, from 0.
+static int thread_id(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+// How many threads this region has.
+static int team_size(void) {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
+// Starting a team of threads costs microseconds, and on a loaded machine much more: only for work
+// that is worth it. Results do not depend on it.
+static int worth_threads(size_t multiply_adds) {
+    return multiply_adds > (size_t)1 << 18;
 }
 
 // ==================================================================================================== 16 NUMBERS AND KERNELS
@@ -5391,20 +8397,199 @@ static int weight_from(const float *x, const int *w, int n, uint32_t key) {
 // ==================================================================================================== 17 FAST PATHS
 // What attention and the methods run on where the plain algorithm would be too slow; each function says what it computes.
 
-enum { COLUMN_TILE = 36, COLUMN_CHUNK = 57 * COLUMN_TILE };     // rows of a tile: its keys and scores lie in L1 beside the queries, and mix takes them 6 at a time; of one softmax
-// Mean softmax row of w queries over all rows held, of every query head (lists = R), or the sum of those of a group (lists = 1): q (w,H,D), of
-// the tokens from tok0 on, -> score (G lists,N), N = kv_longest(s,l) (SnapKV; DiliLazyKV 4.1.3; LoopServe, Algorithm 3). A tile's scores
-// lie with keys along rows and the queries of a whole group along columns: a key is unpacked once for all of them, and neither products
-// nor sums of exponentials need folding. Rows a query may not see count as 0.
-typedef struct {
+// ---- reading ahead: the rows of a decode step, asked for before they are needed
+// A decode step reads each row once, so it is as fast as memory is. Rows that follow each other
+// come by themselves: the processor sees the pattern, and a kernel asks for what lies beyond
+// (Ahead). The rows of a list lie anywhere and have to be asked for one by one, in time: half a
+// tile at a time, so that the queue to memory is never empty nor flooded. None of this changes a
+// result; NOTES.md, Speed on the CPU, says what each part brought and what was tried in vain.
+
+// Asks for the keys (v 0) or values (v 1) of n listed rows, so that their ways from memory overlap;
+// packed rows are left out.
+static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
+    size_t bytes = format_of(s, v)->row_bytes(s->c->D);
+    const char *raw = raw_row(s, h, v, h->packed);
+    for (int i = 0; i < n; i++) {
+        if (rows[i] < h->packed) continue;
+        Ahead row = { raw + (size_t)(rows[i] - h->packed) * bytes, bytes };
+        ask_ahead(&row, bytes);
+    }
+}
+
+// Asks for the beginning of every run of rows among places p0 .. p1-1 of a view's list. Runs begin
+// on memory pages of their own; one request to each, all at once, has the processor look up their
+// addresses side by side.
+static void fetch_runs(const Session *s, const KVHead *h, const View *w, int p0, int p1) {
+    int end = w->is_near ? 0 : min_int(p1, w->n);       // a copy lies in order
+    for (int p = p0; p < end; p++) {
+        int row = w->idx[p], begins = p == p0 || row != w->idx[p - 1] + 1;
+        if (!begins || row < h->packed) continue;
+        __builtin_prefetch(raw_row(s, h, 0, row));
+        __builtin_prefetch(raw_row(s, h, 1, row));
+    }
+}
+
+// The memory of rows r0 .. r0+n-1, of one tile of them at most, for a kernel to ask for while it
+// computes. Packed rows and raw rows lie in different places: of those that begin packed, only the
+// packed ones.
+static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n) {
+    n = min_int(n, KV_TILE);
+    if (n <= 0) return (Ahead){0};
+    if (r0 < h->packed) return s->packing->stored(s, h, v, r0, n);
+    return (Ahead){ raw_row(s, h, v, r0), n * format_of(s, v)->row_bytes(s->c->D) };
+}
+
+// Can a kernel read rows of this format where they lie? q8_0 has to be unpacked first.
+static int rows_in_place(const Format *f) {
+    return f->unpack == f16_unpack || f->unpack == bf16_unpack || f->unpack == f32_unpack;
+}
+
+// The dtype a kernel reads rows of this format in: their own if in place, otherwise f32.
+static int dtype_in_place(const Format *f) {
+    if (f->unpack == f16_unpack) return DT_F16;
+    if (f->unpack == bf16_unpack) return DT_BF16;
+    return DT_F32;
+}
+
+// The keys (v 0) or values (v 1) of the copy that view_near made: w->n keys, then w->n values.
+static char *near_rows(const Session *s, const View *w, int v) {
+    return w->near + (v ? w->n * s->fk->row_bytes(s->c->D) : 0);
+}
+
+// The keys or values of a tile, as numbers side by side: where they lie if they are that already,
+// otherwise brought together in buf. A decode step has few queries and reads a tile once, so a tile
+// is not copied unless it must be.
+static const void *rows_ready(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
+                              int v, float *buf) {
+    const Format *f = format_of(s, v);
+    if (w->is_near && a->p + a->n <= w->n) {
+        const char *from = near_rows(s, w, v) + a->p * f->row_bytes(s->c->D);
+        if (rows_in_place(f)) return from;
+        f->unpack(buf, from, a->n, s->c->D);
+        return buf;
+    }
+    int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1);
+    int neighbours = last - first == a->n - 1;
+    if (first >= h->packed && neighbours && rows_in_place(f)) return raw_row(s, h, v, first);
+    load_rows(s, h, v, a->rows, a->r0, a->n, buf, dtype_in_place(f));
+    return buf;
+}
+
+// The listed rows to ask for while a tile's keys (v 0) or values (v 1) are read: with its keys its
+// own values, with its values the next tile's keys. -> how many; 0 where the rows are neighbours,
+// or a copy.
+static int listed_next(const View *w, const ViewTile *a, int v, const int **rows) {
+    int next = a->p + a->n;
+    if (v == 0) {
+        int copied = w->is_near && next <= w->n;
+        *rows = a->rows;
+        return a->rows && !copied ? a->n : 0;
+    }
+    if (next >= w->n || w->is_near) return 0;
+    *rows = w->idx + next;
+    return min_int(w->n - next, KV_TILE);
+}
+
+// The keys (v 0) or values (v 1) of the tile *a of a view, and the requests that go with them: half
+// of the listed rows to come before the tile is read, and half behind it. The rows this thread
+// reads end at place `end` of the view.
+static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
+                          int v, int end, float *buf) {
+    const Format *f = format_of(s, v);
+    const int *rows = NULL;
+    int listed = listed_next(w, a, v, &rows), half = listed / 2;
+    if (half) fetch_rows(s, h, !v, rows, half);
+    TileRows t = { .x = rows_ready(s, h, w, a, v, buf), .dtype = dtype_in_place(f) };
+    if (listed) fetch_rows(s, h, !v, rows + half, listed - half);
+
+    // Neighbours that have to be unpacked: the kernel asks for the next tile of them.
+    int next = a->r0 + a->n, in_place = next >= h->packed && rows_in_place(f);
+    if (!a->rows && !in_place) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);
+    return t;
+}
+
+// ---- lists copied side by side
+// Rows that lie anywhere come from memory at a fraction of its speed: LoopServe's single rows at an
+// eighth (NOTES.md, Speed on the CPU). A list that stays for some steps pays for a copy of its
+// rows. Packed rows may change under a copy, and a GPU gathers fast enough: no copies there.
+static int copies_views(const Session *s) {
+    return !KV_DEV(s) && !s->packing;
+}
+
+// Makes room for a list of n rows for query head h, and for the copy of its rows if near is 1, so
+// that no later step has to ask for memory.
+void view_room(Session *s, int l, int h, int n, int near) {
+    View *w = kv_view(s, l, h);
+    size_t bytes = near && copies_views(s) ? n * raw_row_bytes(s) : 0;
+    if (n > w->cap) {
+        w->cap = n;
+        w->idx = xrealloc(w->idx, (size_t)n * sizeof(int));
+    }
+    if (bytes > w->room) {
+        w->room = bytes;
+        w->near = xrealloc(w->near, bytes);
+    }
+}
+
+// Copies n listed keys or values to `to`, asking for them 16 rows ahead.
+static void copy_rows(const Session *s, const KVHead *h, int v, const int *rows, int n, char *to) {
+    size_t bytes = format_of(s, v)->row_bytes(s->c->D);
+    for (int i = 0; i < n; i++) {
+        if (i % 16 == 0 && n - i > 16) fetch_rows(s, h, v, rows + i + 16, min_int(16, n - i - 16));
+        memcpy(to + i * bytes, raw_row(s, h, v, rows[i]), bytes);
+    }
+}
+
+// Copies the rows that the list of query head h names side by side, keys and then values, for a
+// list that many steps will read.
+void view_near(Session *s, int l, int h) {
+    View *w = kv_view(s, l, h);
+    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
+    if (!copies_views(s) || !w->n) return;
+    view_room(s, l, h, w->n, 1);
+    for (int v = 0; v < 2; v++) copy_rows(s, hd, v, w->idx, w->n, near_rows(s, w, v));
+    w->is_near = 1;
+}
+
+// ---- mean softmax rows of many queries: what SnapKV, DiliLazyKV and LoopServe choose rows by
+// A query head h has w queries q_1 .. q_w, and its KV head N rows with keys k_j. mean_rows computes
+// the mean of the w softmax rows (SnapKV; DiliLazyKV, Sec. 4.1.3; LoopServe, Algorithm 3):
+//   x_i[j] = log2 e  q_i . k_j / sqrt(D)
+//   p_i[j] = 2^(x_i[j] - max_i) / sum_i      max_i = max_j x_i[j],  sum_i = sum_j 2^(x_i[j] - max_i)
+//   score_h[j] = (1/w) sum_i p_i[j]
+// where j runs over the rows that query i may see; the others have p = 0. With lists = R there is one
+// such list of scores a query head; with lists = 1 there is one a group, the sum over its R heads.
+//
+// It goes group by group, for a block of queries at a time, in three steps:
+//   column_exps    2^(x - maximum so far) of every row and query, kept in memory; and the maximum and
+//                  sum of each query over a chunk of rows
+//   columns_join   maximum and sum of each query over all chunks
+//   column_sums    the exponentials become probabilities and are summed over the queries: a product
+//                  with one weight a query, 2^(maximum so far - maximum) / (w sum)
+// Scores lie with one row of the cache a line and the m queries of the whole group side by side as
+// columns. So a key is unpacked once for all of them, and neither products nor sums of exponentials
+// need 16 lanes folded into one number. Exponentials are powers of 2 because those cost two
+// instructions of seventeen less.
+enum {
+    COLUMN_TILE = 36,                   // rows whose keys and scores lie in L1 beside the queries,
+                                        // and which mix can take 6 at a time
+    COLUMN_CHUNK = 57 * COLUMN_TILE,    // rows of one running softmax, which one thread computes
+};
+
+typedef struct {            // a block of queries and the rows of one KV head
     const KVHead *hd;
+    int l, g;               // layer; KV head
     const float *q;         // (n,H,D) the block's queries, of the tokens from tok0 on
-    int l, g, n, m, tok0;   // m = R n columns; k n + i: query i of head k
-    float *x;               // (D,m) its queries as columns, times log2 e / sqrt(D): probabilities are powers of 2 here
-    float *e, *top;         // (len,m) 2^(score - maximum of the chunk so far); (tiles,m) that maximum, tile by tile
-    float *max, *sum;       // (chunks,m) of a chunk; then, in the first chunk's place, of all: maximum, and 1 / (w sum)
+    int n, tok0;
+    int m;                  // columns, R n of them: column r n + i is query i of head r of the group
+    float *x;               // (D,m) the queries as columns, times log2 e / sqrt(D)
+    float *e;               // (len,m) 2^(x - maximum of the chunk so far)
+    float *top;             // (tiles,m) that maximum, tile by tile; in step 3 2^(top - max)
+    float *max, *sum;       // (chunks,m) of each chunk; after step 2 the first m hold max and
+                            // 1 / (w sum) over all chunks
 } Columns;
 
+// The queries become columns.
 static void column_queries(const Session *s, const Columns *c) {
     int D = s->c->D, H = s->c->H, R = H / s->c->G;
     float scale = LOG2_E / sqrtf((float)D);
@@ -5413,16 +8598,29 @@ static void column_queries(const Session *s, const Columns *c) {
         for (int d = 0; d < D; d++) c->x[(size_t)d * c->m + j] = from[d] * scale;
     }
 }
-static int column_end(const Columns *c, int chunk) { return c->hd->len - chunk * COLUMN_CHUNK < COLUMN_CHUNK ? c->hd->len : (chunk + 1) * COLUMN_CHUNK; }
+
+// A chunk is rows chunk * COLUMN_CHUNK .. column_end - 1.
+static int column_end(const Columns *c, int chunk) {
+    int from = chunk * COLUMN_CHUNK;
+    return from + min_int(COLUMN_CHUNK, c->hd->len - from);
+}
+
+// Step 1 for a chunk: masked scores and their exponentials, with a running maximum and sum.
 static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) {
-    int D = s->c->D, m = c->m, from = chunk * COLUMN_CHUNK, to = column_end(c, chunk);
-    int seen = s->rule == VIS_CAUSAL && !layer_window(s, c->l) ? last_visible(s, c->hd, c->tok0) : 0;      // by all queries
-    for (int j = 0; j < m; j++) { t->tok[j] = c->tok0 + j % c->n; t->max[j] = -INFINITY; t->sum[j] = 0; }
-    for (int r = from; r < to; r += COLUMN_TILE) {
-        int n = to - r < COLUMN_TILE ? to - r : COLUMN_TILE;
+    int D = s->c->D, m = c->m, to = column_end(c, chunk);
+    int plain = s->rule == VIS_CAUSAL && !layer_window(s, c->l);
+    int seen = plain ? last_visible(s, c->hd, c->tok0) : 0;     // rows that every query may see
+    for (int j = 0; j < m; j++) {
+        t->tok[j] = c->tok0 + j % c->n;
+        t->max[j] = -INFINITY;
+        t->sum[j] = 0;
+    }
+    for (int r = chunk * COLUMN_CHUNK; r < to; r += COLUMN_TILE) {
+        int n = min_int(COLUMN_TILE, to - r);
         float *x = c->e + (size_t)r * m;
         kv_load_k(s, c->hd, NULL, r, n, t->k);
-        mix_of(x, t->k, c->x, DT_F32, n, D, m, 0, tile_ahead(s, c->hd, 0, r + n, to - r - n < n ? to - r - n : n));
+        Ahead next = tile_ahead(s, c->hd, 0, r + n, min_int(n, to - r - n));
+        mix_of(x, t->k, c->x, DT_F32, n, D, m, 0, next);
         if (r + n > seen) mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
         simd->softmax_columns(x, n, m, t->max, t->sum);
         memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, t->max, (size_t)m * sizeof *c->top);
@@ -5430,79 +8628,180 @@ static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) 
     memcpy(c->max + (size_t)chunk * m, t->max, (size_t)m * sizeof *c->max);
     memcpy(c->sum + (size_t)chunk * m, t->sum, (size_t)m * sizeof *c->sum);
 }
+
+// Step 2: for every column the maximum over all chunks, and 1 / (w sum).
 static void columns_join(const Columns *c, int chunks, int w) {
-    for (int j = 0; j < c->m; j++) {
+    int m = c->m;
+    for (int j = 0; j < m; j++) {
         float max = -INFINITY, sum = 0;
-        for (int k = 0; k < chunks; k++) max = fmaxf(max, c->max[k * c->m + j]);
-        for (int k = 0; k < chunks; k++) sum += c->sum[k * c->m + j] * exp2f(c->max[k * c->m + j] - max);
-        c->max[j] = max; c->sum[j] = 1 / (sum * (float)w);
+        for (int k = 0; k < chunks; k++) max = fmaxf(max, c->max[k * m + j]);
+        for (int k = 0; k < chunks; k++) sum += c->sum[k * m + j] * exp2f(c->max[k * m + j] - max);
+        c->max[j] = max;
+        c->sum[j] = 1 / (sum * (float)w);
     }
 }
-// score (lists,N) = the columns of each head, or of all as one list, times what makes the exponentials of a tile probabilities, over w; add: +=
-// that. Several lists are one product, with 0 for the weights of the other heads' columns.
-static void column_sums(const Columns *c, Tile *t, int chunk, int lists, int add, float *score, size_t N) {
-    int m = c->m, from = chunk * COLUMN_CHUNK, to = column_end(c, chunk), tiles = (to - from + COLUMN_TILE - 1) / COLUMN_TILE;
-    float *top = c->top + (size_t)from / COLUMN_TILE * m, unused = 0;
-    for (int i = 0; i < tiles; i++) for (int j = 0; j < m; j++) top[i * m + j] = (top[i * m + j] - c->max[j]) / LOG2_E;
+
+// Step 3 for a chunk: score (lists,N) = the weighted sum of the columns of each head, or of all as
+// one list; add 1: += that. The weight of a column is 2^(top - max) / (w sum). Several lists are
+// one product, in which the columns of the other heads weigh 0.
+static void column_sums(const Columns *c, Tile *t, int chunk, int lists, int add, float *score,
+                        size_t N) {
+    int m = c->m, each = m / lists, from = chunk * COLUMN_CHUNK, to = column_end(c, chunk);
+    int tiles = (to - from + COLUMN_TILE - 1) / COLUMN_TILE;
+    float *top = c->top + (size_t)from / COLUMN_TILE * m, *weight = t->sc, unused = 0;
+
+    // top = 2^(top - max), by the natural exponential.
+    for (int i = 0; i < tiles; i++)
+        for (int j = 0; j < m; j++) top[i * m + j] = (top[i * m + j] - c->max[j]) / LOG2_E;
     exp_shift(top, 0, tiles * m, &unused);
-    memset(t->sc, 0, (size_t)lists * m * sizeof *t->sc);
+
+    memset(weight, 0, (size_t)lists * m * sizeof *weight);
     for (int r = from; r < to; r += COLUMN_TILE, top += m) {
-        int n = to - r < COLUMN_TILE ? to - r : COLUMN_TILE;
-        for (int k = 0, j = 0; k < lists; k++)
-            for (int end = j + m / lists; j < end; j++) t->sc[k * m + j] = top[j] * c->sum[j];
-        simd->dots[DT_F32](&(Dots){ .y = score + r, .ldy = N, .x = t->sc, .ldx = (size_t)m, .w = (const char *)(c->e + (size_t)r * m), .ldw = m * sizeof(float),
-                                    .m = lists, .n = n, .K = m, .add = add, .scale = 1 });
+        for (int k = 0; k < lists; k++)
+            for (int j = k * each; j < (k + 1) * each; j++) weight[k * m + j] = top[j] * c->sum[j];
+        simd->dots[DT_F32](&(Dots){
+            .y = score + r, .ldy = N,
+            .x = weight, .ldx = (size_t)m,
+            .w = (const char *)(c->e + (size_t)r * m), .ldw = m * sizeof(float),
+            .m = lists, .n = min_int(COLUMN_TILE, to - r), .K = m,
+            .add = add, .scale = 1,
+        });
     }
 }
+
+// The three steps for the block of queries in c, shared out among threads by chunks -> score
+// (lists,N); add 1: += that.
+static void column_block(Session *s, const Columns *c, Tile *tiles, int w, int lists, int add,
+                         float *score, size_t N) {
+    int len = c->hd->len, chunks = (len + COLUMN_CHUNK - 1) / COLUMN_CHUNK;
+    int team = worth_threads((size_t)c->m * len * s->c->D);
+    (void)team;                             // read by OpenMP only
+    column_queries(s, c);
+
+    #pragma omp parallel if (team)
+    for (int k = 0; k < chunks; k++)
+        if (k % team_size() == thread_id()) column_exps(s, c, &tiles[thread_id()], k);
+
+    columns_join(c, chunks, w);
+
+    // A thread sums the chunks it has made, the last one first: the exponentials of a group are
+    // more than its cache holds, and those are still there.
+    #pragma omp parallel if (team)
+    for (int k = chunks - 1; k >= 0; k--)
+        if (k % team_size() == thread_id())
+            column_sums(c, &tiles[thread_id()], k, lists, add, score, N);
+
+    for (int k = 0; k < lists; k++) memset(score + k * N + len, 0, (N - len) * sizeof *score);
+}
+
+// q (w,H,D), of the tokens from tok0 on -> score (G lists,N), N = kv_longest(s,l); rows behind the
+// end of a shorter head are 0.
 static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score) {
-    int H = s->c->H, G = s->c->G, R = H / G, per = Q_BLOCK / R;
-    size_t mark = scratch_mark(s), N = (size_t)kv_longest(s, l), most = R * (w < per ? w : per), chunks_most = N / COLUMN_CHUNK + 1;
+    int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D;
+    int per = Q_BLOCK / R;                  // queries of a head in a block
+    int blocks = (w + per - 1) / per;
+    size_t mark = scratch_mark(s), N = kv_longest(s, l), most = R * min_int(w, per);
+    size_t chunks = N / COLUMN_CHUNK + 1, f = sizeof(float);
     Tile *tiles = tiles_new(s);
-    Columns c = { .l = l, .x = scratch(s, s->c->D * most * sizeof(float)), .e = scratch(s, N * most * sizeof(float)), .top = scratch(s, (N / COLUMN_TILE + 1) * most * sizeof(float)),
-                  .max = scratch(s, chunks_most * most * sizeof(float)), .sum = scratch(s, chunks_most * most * sizeof(float)) };
-    for (int item = 0; item < G * ((w + per - 1) / per); item++) {
-        int i = item / G * per;
-        c.g = item % G; c.n = w - i < per ? w - i : per; c.m = R * c.n; c.tok0 = tok0 + i;
-        c.hd = kv_head(s, l, c.g); c.q = q + (size_t)i * H * s->c->D;
-        int len = c.hd->len, chunks = (len + COLUMN_CHUNK - 1) / COLUMN_CHUNK, team = worth_threads((size_t)c.m * len * s->c->D);
-        float *sums = score + (size_t)c.g * lists * N;
-        (void)team;                                      // read by OpenMP only
-        column_queries(s, &c);
-        // A thread sums the chunks it has made, the last one first: a group's exponentials are more than its cache holds, and those are still there.
-        #pragma omp parallel if (team)
-        for (int k = 0; k < chunks; k++) if (k % team_size() == thread_id()) column_exps(s, &c, &tiles[thread_id()], k);
-        columns_join(&c, chunks, w);
-        #pragma omp parallel if (team)
-        for (int k = chunks - 1; k >= 0; k--) if (k % team_size() == thread_id()) column_sums(&c, &tiles[thread_id()], k, lists, i > 0, sums, N);
-        for (int k = 0; k < lists; k++) memset(sums + k * N + len, 0, (N - len) * sizeof *sums);
-    }
+    Columns c = {
+        .l   = l,
+        .x   = scratch(s, D * most * f),
+        .e   = scratch(s, N * most * f),
+        .top = scratch(s, (N / COLUMN_TILE + 1) * most * f),
+        .max = scratch(s, chunks * most * f),
+        .sum = scratch(s, chunks * most * f),
+    };
+    for (int b = 0; b < blocks; b++)
+        for (int g = 0; g < G; g++) {
+            int first = b * per;
+            c.g = g;
+            c.hd = kv_head(s, l, g);
+            c.n = min_int(per, w - first);
+            c.m = R * c.n;
+            c.q = q + (size_t)first * H * D;
+            c.tok0 = tok0 + first;
+            column_block(s, &c, tiles, w, lists, b > 0, score + (size_t)g * lists * N, N);
+        }
     scratch_reset(s, mark);
 }
 
+// ---- PATS: what new rows leave as it is, and where rows lie
+
+// How many leading rows keep both place and width when a head gets the new table reg (an stb
+// array): their bytes need not be touched. Up to the first region that differs, both tables agree
+// in row0 and base.
+static int rows_unmoved(const KVHead *h, const Region *reg) {
+    int rows = 0;
+    for (int i = 0; i < (int)arrlen(reg) && i < h->n_reg; i++) {
+        const Region *a = &h->reg[i], *b = &reg[i];
+        if (a->w != b->w) break;
+        rows = a->row0 + min_int(a->n, b->n);
+        if (a->n != b->n) break;
+    }
+    return rows;
+}
+
+// The bytes of these rows under the table reg (an stb array), with the gaps between regions.
+static size_t bytes_unmoved(const Region *reg, int unmoved, int rows64, int D) {
+    size_t bytes = 0;
+    for (int i = 0; i < (int)arrlen(reg) && reg[i].row0 < unmoved; i++) {
+        int rows = min_int(unmoved - reg[i].row0, reg[i].n);
+        bytes = reg[i].base + rows * pats_row_bytes(rows64, D, reg[i].w);
+    }
+    return bytes;
+}
+
+// Packing.stored: where rows r0 .. r0+n-1 of K (v 0) or V (v 1) lie, for prefetching; only those in
+// the region of r0.
+static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n) {
+    const Region *g = region_of(h->reg, r0);
+    size_t bytes = pats_row_bytes(pats_of(s)->rows64, s->c->D, g->w);
+    int rows = min_int(n, g->row0 + g->n - r0);
+    return (Ahead){ (const char *)pats_row(h, g, v, r0, bytes), rows * bytes };
+}
+
+// ---- PATS: elements of w bits to f16, with the vectors of a processor
+// The results are those of unpack_plain, to the bit: n elements of w bits at p become h (n) f16
+// whose cut bits are 0, and `mid`, the bit that --pats-round=mid adds, is set in all but zeros.
+
 #if defined(__x86_64__)
-// Where the elements of a group stand, per w: bytes to bring together, then bits to shift by.
+// For every w, where the elements of a group stand: the bytes to bring together, the bits to shift.
+// AVX2 takes 8 elements, each in a 32-bit lane. VBMI takes 32 elements, 4 from each 64-bit lane.
 static struct {
-    unsigned char perm8[32]; int shift8[8];             // AVX2: 8 elements, 4 bytes each
-    unsigned char perm32[64], shift32[64];              // VBMI: 32 elements, 4 in each 8 bytes
+    unsigned char perm8[32];        // AVX2: the 4 bytes of each lane, from the one its element starts in
+    int shift8[8];                  // AVX2: the bit of that byte it starts at
+    unsigned char perm32[64];       // VBMI: the 8 bytes of each lane
+    unsigned char shift32[64];      // VBMI: for each byte of a result, the bit of the lane it begins at
 } unpack_lanes[17];
 
+// Fills unpack_lanes.
 static void unpack_lanes_init(void) {
     for (int w = 1; w <= 16; w++) {
         for (int i = 0; i < 8; i++) {
+            int at = i * w / 8;                          // the byte element i starts in
             unpack_lanes[w].shift8[i] = i * w % 8;
-            for (int b = 0, at = i * w / 8; b < 4; b++) unpack_lanes[w].perm8[4 * i + b] = (unsigned char)(at + b < 16 ? at + b : 128);   // 128: a zero
+            for (int b = 0; b < 4; b++)                  // 128: the shuffle puts a zero there
+                unpack_lanes[w].perm8[4 * i + b] = (unsigned char)(at + b < 16 ? at + b : 128);
         }
-        for (int j = 0; j < 8; j++)                     // 8 bytes from bit 4jw on, which is a whole or a half byte
+        // Elements 4j .. 4j+3 start at bit 4jw, on a whole or a half byte. An element is to fill the
+        // top w bits of an f16, so the 16 bits begin 16 - w bits before the element does.
+        for (int j = 0; j < 8; j++)
             for (int b = 0; b < 8; b++) {
+                int start = j * w % 2 * 4 + b / 2 * w, bit = start + w - 16 + b % 2 * 8;
                 unpack_lanes[w].perm32[8 * j + b] = (unsigned char)(j * w / 2 + b);
-                unpack_lanes[w].shift32[8 * j + b] = (unsigned char)((j * w % 2 * 4 + b / 2 * w + w - 16 + b % 2 * 8) & 63);   // the element on top
+                unpack_lanes[w].shift32[8 * j + b] = (unsigned char)(bit & 63);
             }
     }
 }
-__attribute__((target("avx2"))) static void unpack_avx2(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
+
+// unpack_plain with AVX2: two groups of 8 elements at a time, each in 32-bit lanes, then narrowed
+// to 16 bits.
+__attribute__((target("avx2")))
+static void unpack_avx2(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
     __m256i perm = _mm256_loadu_si256((const void *)unpack_lanes[w].perm8);
     __m256i shift = _mm256_loadu_si256((const void *)unpack_lanes[w].shift8);
-    __m256i mask = _mm256_set1_epi32((1 << w) - 1), add = _mm256_set1_epi16((short)mid), zero = _mm256_setzero_si256();
+    __m256i mask = _mm256_set1_epi32((1 << w) - 1);
+    __m256i add = _mm256_set1_epi16((short)mid), zero = _mm256_setzero_si256();
     __m128i b = _mm_cvtsi32_si128(16 - w);
     int i = 0;
     for (; i + 16 <= n; i += 16, p += 2 * w) {
@@ -5510,59 +8809,266 @@ __attribute__((target("avx2"))) static void unpack_avx2(uint16_t *h, const unsig
         __m256i hi = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(p + w)));
         lo = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(lo, perm), shift), mask);
         hi = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(hi, perm), shift), mask);
-        lo = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);       // packus works in halves: put them in order
+        lo = _mm256_packus_epi32(lo, hi);
+        lo = _mm256_permute4x64_epi64(lo, 0xd8);         // packus works in halves: order them
         lo = _mm256_sll_epi16(lo, b);
-        hi = _mm256_cmpeq_epi16(_mm256_add_epi16(lo, lo), zero);                // +0 and -0 double to 0
+        hi = _mm256_cmpeq_epi16(_mm256_add_epi16(lo, lo), zero);         // +0 and -0 double to 0
         _mm256_storeu_si256((void *)(h + i), _mm256_or_si256(lo, _mm256_andnot_si256(hi, add)));
     }
-    _mm256_zeroupper();                                 // the compiler leaves it out before a tail call
+    _mm256_zeroupper();                                  // compilers leave it out before a tail call
     if (i < n) unpack_plain(h + i, p, n - i, w, mid);
 }
+
 #define VBMI __attribute__((target("avx512f,avx512bw,avx512vbmi")))
-VBMI __attribute__((always_inline)) static inline __m512i unpack_32(__m512i x, const __m512i *lanes, __m512i kept, __m512i add, int mid) {
-    x = _mm512_and_si512(_mm512_multishift_epi64_epi8(lanes[1], _mm512_permutexvar_epi8(lanes[0], x)), kept);
-    return mid ? _mm512_mask_add_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7fff)), x, add) : x;
+
+// 32 elements from the packed bytes x. lanes: perm32 and shift32; kept: the bits of an f16 that are
+// not cut; add: mid.
+VBMI __attribute__((always_inline))
+static inline __m512i unpack_32(__m512i x, const __m512i *lanes, __m512i kept, __m512i add,
+                                int mid) {
+    x = _mm512_multishift_epi64_epi8(lanes[1], _mm512_permutexvar_epi8(lanes[0], x));
+    x = _mm512_and_si512(x, kept);
+    if (!mid) return x;
+    __mmask32 not_zero = _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7fff));
+    return _mm512_mask_add_epi16(x, not_zero, x, add);
 }
+
+// unpack_plain with AVX-512 VBMI: groups of 32 elements, four at a time while 64 bytes can be read
+// from the start of each, then one at a time with masks.
 VBMI static void unpack_vbmi(uint16_t *h, const unsigned char *p, int n, int w, int mid) {
-    const __m512i lanes[2] = { _mm512_loadu_si512(unpack_lanes[w].perm32), _mm512_loadu_si512(unpack_lanes[w].shift32) };
-    __m512i kept = _mm512_set1_epi16((short)(0xffff << (16 - w))), add = _mm512_set1_epi16((short)mid);
+    const __m512i lanes[2] = {
+        _mm512_loadu_si512(unpack_lanes[w].perm32),
+        _mm512_loadu_si512(unpack_lanes[w].shift32),
+    };
+    __m512i kept = _mm512_set1_epi16((short)(0xffff << (16 - w)));
+    __m512i add = _mm512_set1_epi16((short)mid);
     int i = 0;
-    for (; (n - i - 96) * w >= 512; i += 128, p += 16 * w)      // four at a time; 64 bytes are there to be read behind the start of each
-        UNROLL for (int j = 0; j < 4; j++) _mm512_storeu_si512(h + i + 32 * j, unpack_32(_mm512_loadu_si512(p + 4 * w * j), lanes, kept, add, mid));
+    for (; (n - i - 96) * w >= 512; i += 128, p += 16 * w)
+        UNROLL for (int j = 0; j < 4; j++) {
+            __m512i x = _mm512_loadu_si512(p + 4 * w * j);
+            _mm512_storeu_si512(h + i + 32 * j, unpack_32(x, lanes, kept, add, mid));
+        }
     for (; i < n; i += 32, p += 4 * w) {
-        int m = n - i < 32 ? n - i : 32;
-        __m512i x = _mm512_maskz_loadu_epi8(~(__mmask64)0 >> (64 - (m * w + 7) / 8), p);
-        _mm512_mask_storeu_epi16(h + i, ~(__mmask32)0 >> (32 - m), unpack_32(x, lanes, kept, add, mid));
+        int m = min_int(n - i, 32);
+        __mmask64 bytes = ~(__mmask64)0 >> (64 - (m * w + 7) / 8);
+        __mmask32 elements = ~(__mmask32)0 >> (32 - m);
+        __m512i x = _mm512_maskz_loadu_epi8(bytes, p);
+        _mm512_mask_storeu_epi16(h + i, elements, unpack_32(x, lanes, kept, add, mid));
     }
     _mm256_zeroupper();
 }
 #undef VBMI
+
+// Sets unpack_f16 to the fastest of these that the processor has.
 static void unpack_choose(void) {
     unpack_lanes_init();
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) unpack_f16 = unpack_avx2;
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi")) unpack_f16 = unpack_vbmi;
+    int vbmi = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi");
+    if (vbmi) unpack_f16 = unpack_vbmi;
+    else if (__builtin_cpu_supports("avx2")) unpack_f16 = unpack_avx2;
 }
 #else
+// Without x86 vectors unpack_plain stays.
 static void unpack_choose(void) { }
 #endif
+// ---- LoopServe: the line with the largest residual per length, by a heap
+// Every line has its residual per length as it was at some earlier moment for a key. Residuals only
+// fall, so a key is an upper bound: a top entry that stays the first after its key is renewed is
+// the best line there is (D35).
+
+static const double LEAST_GAIN = 1e-12;                  // what gains no more counts as nothing
+
+// The order of the greedy choice: larger keys first; of equal keys slashes before verticals, then
+// the smaller number.
+static int item_before(LineItem a, LineItem b, int n) {
+    int slash_a = a.id >= n, slash_b = b.id >= n;
+    if (a.key != b.key) return a.key > b.key;
+    if (slash_a != slash_b) return slash_a;
+    return a.id < b.id;
+}
+
+// Moves entry i of the heap h (n_heap) down to its place.
+static void heap_down(LineItem *h, int n_heap, int i, int n) {
+    for (int child = 2 * i + 1; child < n_heap; child = 2 * i + 1) {
+        if (child + 1 < n_heap && item_before(h[child + 1], h[child], n)) child++;
+        if (!item_before(h[child], h[i], n)) return;
+        LineItem x = h[i];
+        h[i] = h[child];
+        h[child] = x;
+        i = child;
+    }
+}
+
+// The key of line `id`, g (2n): its residual per length.
+static double line_key(const LineSample *p, const double *g, int id) {
+    return g[id] / (double)line_len(id % p->n, p->p0, p->n);
+}
+
+// Makes a heap (2n) of the lines that gain something. Returns how many they are.
+static int line_heap(const LineSample *p, const double *g, LineItem *heap) {
+    int n_heap = 0;
+    for (int id = 0; id < 2 * p->n; id++)
+        if (g[id] > LEAST_GAIN) heap[n_heap++] = (LineItem){ line_key(p, g, id), id };
+    for (int i = n_heap / 2 - 1; i >= 0; i--) heap_down(heap, n_heap, i, p->n);
+    return n_heap;
+}
+
+// Takes the line with the largest residual per length out of the heap and returns its id, or -1
+// when no line is left that gains something.
+static int best_line(const LineSample *p, const double *g, LineItem *heap, int *n_heap) {
+    while (*n_heap > 0) {
+        int id = heap[0].id, gains = g[id] > LEAST_GAIN;
+        if (gains) {
+            heap[0].key = line_key(p, g, id);
+            heap_down(heap, *n_heap, 0, p->n);
+            if (heap[0].id != id) continue;              // another line's bound is larger
+        }
+        heap[0] = heap[--*n_heap];
+        heap_down(heap, *n_heap, 0, p->n);
+        if (gains) return id;
+    }
+    return -1;
+}
+
+// ---- LycheeCluster: k-means in tiles, units in a heap, clusters without sorting them
+
+// label (n): the centre with the largest cosine for every point x (n,D); equal ones: the lower
+// number. mu (K,D) are the centres and len (K) 1 / their lengths, NULL when those are 1. Tiles of
+// points meet tiles of centres, so that both stay in L1 and the (n,K) scores never exist at once;
+// sc (KV_TILE,KV_TILE) is room.
+static void assign_points(const float *x, int n, const float *mu, int K, int D, const float *len,
+                          float *sc, int *label) {
+    for (int i0 = 0; i0 < n; i0 += KV_TILE) {
+        int m = min_int(KV_TILE, n - i0);
+        float best[KV_TILE];                    // of these points, over the centres so far
+        for (int i = 0; i < m; i++) {
+            best[i] = -INFINITY;
+            label[i0 + i] = 0;
+        }
+        for (int j0 = 0; j0 < K; j0 += KV_TILE) {
+            int k = min_int(KV_TILE, K - j0);
+            attn_scores(sc, x + (size_t)i0 * D, mu + (size_t)j0 * D, m, k, D, 1);
+            for (int i = 0; i < m; i++) {
+                float *row = sc + (size_t)i * k;
+                for (int j = 0; len && j < k; j++) row[j] *= len[j0 + j];
+                float top = max_f32(row, k);
+                if (!(top > best[i])) continue;
+                int j = 0;
+                while (row[j] != top) j++;
+                best[i] = top;
+                label[i0 + i] = j0 + j;
+            }
+        }
+    }
+}
+
+// A heap of nodes, the best on top. Only the units that a step opens leave it, which is cheaper than
+// sorting all of them. Is node a better than b: a larger score, or the same one and a lower number?
+static int before_in(const float *S, int a, int b) {
+    return S[a] > S[b] || (S[a] == S[b] && a < b);
+}
+
+// Moves heap[i] down to where neither node below it is better.
+static void sift_down(int *heap, int n, int i, const float *S) {
+    int x = heap[i];
+    for (;;) {
+        int k = 2 * i + 1;
+        if (k + 1 < n && before_in(S, heap[k + 1], heap[k])) k++;
+        if (k >= n || !before_in(S, heap[k], x)) break;
+        heap[i] = heap[k];
+        i = k;
+    }
+    heap[i] = x;
+}
+
+// Makes a heap of n nodes in any order. S: their scores, by node.
+static void heapify(int *heap, int n, const float *S) {
+    for (int i = n / 2 - 1; i >= 0; i--) sift_down(heap, n, i, S);
+}
+
+// Takes the best of *n > 0 nodes off the heap -> its number.
+static int pop_best(int *heap, int *n, const float *S) {
+    int top = heap[0];
+    --*n;
+    heap[0] = heap[*n];
+    if (*n) sift_down(heap, *n, 0, S);
+    return top;
+}
+
+// The tokens of the clusters that score above `bound`.
+static int tokens_above(const Nodes *u, const float *S, float bound) {
+    return weight_from(S, u->tokens, u->n, order_key(bound) + 1);
+}
+
+// The largest score (as its order_key) at which the budget overflows: the clusters that score that
+// much or more hold more than `room` tokens, and those that score more than it fit. 0 when all
+// clusters fit together.
+//
+// order_key gives every float an unsigned number in the same order, and the fewer clusters count,
+// the less they hold. So the number is found like a word in a dictionary, one bit after the other
+// from the top: a bit is 1 if the clusters from there on still hold too much. That takes 32 sums
+// over the clusters, whatever their number, and no sorting.
+static uint32_t score_that_fills(const Nodes *u, const float *S, int room) {
+    uint32_t key = 0;
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+        if (weight_from(S, u->tokens, u->n, key | bit) > room) key |= bit;
+    }
+    return key;
+}
+
+// Asks for the first chunk of the n clusters in `order` and for the one behind it. They lie
+// anywhere in memory, so all of them are asked for at once and not one after the other.
+static void chunks_ask_ahead(const Nodes *u, const int *order, int n) {
+    for (int i = 0; i < n; i++) __builtin_prefetch(&u->first[order[i]]);
+    for (int i = 0; i < n; i++) __builtin_prefetch(&u->next[u->first[order[i]]]);
+}
+
+// order (K+1): the clusters to take chunks from until `room` tokens are full -> how many. S (K) are
+// the scores; a cluster with -INFINITY does not take part. Taking their chunks in this order reads
+// what best first reads, larger score, then lower number: the clusters that score above
+// score_that_fills all fit, so their order does not matter, and they come by number. Those that
+// score exactly that much follow, by number too, and the last of them is the first that does not
+// fit as a whole.
+static int clusters_that_fill(const Nodes *u, const float *S, int room, int *order) {
+    uint32_t full = score_that_fills(u, S, room);
+    int n = 0, tokens = 0;
+    for (int c = 0; c < u->n; c++) {
+        int above = order_key(S[c]) > full && S[c] > -INFINITY;
+        order[n] = c;                           // overwritten unless it counts: takes no branch
+        n += above;
+        tokens += above ? u->tokens[c] : 0;
+    }
+    for (int c = 0; c < u->n && tokens <= room; c++) {
+        if (order_key(S[c]) != full || !(S[c] > -INFINITY)) continue;
+        order[n] = c;
+        n++;
+        tokens += u->tokens[c];
+    }
+    chunks_ask_ahead(u, order, n);
+    return n;
+}
 
 // ==================================================================================================== 18 OPTIONS
-// One table drives parsing, --help, defaults and suggestions. A method's own options are in its section; this table is
-// the program's. Values are kept as text by name and checked when they are set, so a getter cannot fail.
+// One table drives parsing, --help, defaults and suggestions. The options of a method stand in its
+// section; this table has the program's. A value is kept as text under its option's name and
+// checked when it is set, so a getter cannot fail.
 
 static const Opt program_options[] = {
     // Model and run
     { "model",         's', "",     "a Hugging Face folder (default: the shipped model)" },
-    { "device",        'c', "auto|cpu|cuda", "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
+    { "device",        'c', "auto|cpu|cuda",
+      "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
     { "threads",       'i', "0",    "OpenMP threads; 0: all cores" },
-    { "ctx-size",      'i', "4096", "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit" },
-    { "batch-size",    'i', "512",  "rows of a prefill block; changes speed and memory, never a logit (on a GPU: their rounding)" },
+    { "ctx-size",      'i', "4096",
+      "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit" },
+    { "batch-size",    'i', "512",
+      "rows of a prefill block; changes speed and memory, never a logit (on a GPU: their rounding)" },
     { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
     { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
     { "tokenizer",     's', "",     "tokenizer.json or tokenizer.model instead of the model's" },
     { "chat-template", 's', "",     "template by name, or a file, instead of the model's" },
-    { "synthetic",     's', "",     "random weights of a shape: llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny, or L..,H..,G..,D..,C..,F..,V.." },
+    { "synthetic",     's', "",
+      "random weights of a shape: llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny, or L..,H..,G..,D..,C..,F..,V.." },
     { "inspect",       'b', "0",    "print config, tensors, bytes, KV bytes per token, and leave" },
     // Prompt
     { "prompt",        's', "",     "text to answer once" },
@@ -5607,7 +9113,8 @@ static const Opt program_options[] = {
     { "quiet",         'b', "0",    "errors only on stderr" },
     { "color",         'c', "auto|on|off", "colours in the chat" },
     // Measure
-    { "eval",          's', "",     "quality through the compressed cache: all, or needle,multiturn,coref,facts,json,fewshot,summary; file, ppl, kld" },
+    { "eval",          's', "",
+      "quality through the compressed cache: all, or needle,multiturn,coref,facts,json,fewshot,summary; file, ppl, kld" },
     { "eval-file",     's', "",     "dialogues or LongBench items (json lines) for file, any text for ppl and kld" },
     { "eval-items",    'i', "8",    "texts of each task" },
     { "eval-length",   's', "512",  "tokens of a text, or several lengths: 512,1024" },
@@ -5615,13 +9122,16 @@ static const Opt program_options[] = {
     { "eval-history",  'c', "own|gold", "whose replies the later turns see: the model's own or the right ones" },
     { "eval-window",   'i', "512",  "ppl, kld: tokens of a window; half is prefilled, half decoded" },
     { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text" },
-    { "compare",       's', "",     "methods, comma-separated: the same items through each (--eval all unless given)" },
+    { "compare",       's', "",
+      "methods, comma-separated: the same items through each (--eval all unless given)" },
     { "budgets",       's', "",     "budgets for --compare, comma-separated" },
-    { "report",        's', "",     "write OUT.html: scores of --eval and pictures of what each method keeps, as one page; numbers in OUT.csv" },
+    { "report",        's', "",
+      "write OUT.html: scores of --eval and pictures of what each method keeps, as one page; numbers in OUT.csv" },
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
-    { "bench-suite",   's', "",     "the papers' methods one after another, prefill and decode: a table, and this file as CSV" },
+    { "bench-suite",   's', "",
+      "the papers' methods one after another, prefill and decode: a table, and this file as CSV" },
     { "repeat",        'i', "5",    "runs per number, the median counts" },
     // Other
     { "list-methods",  'b', "0",    "one name a line" },
@@ -5629,26 +9139,98 @@ static const Opt program_options[] = {
     { NULL, 0, NULL, NULL },
 };
 
-struct Options { struct { char *key; char *value; } *map; struct { char *key; int value; } *given; };   // stb_ds string maps
+// The least and the largest value of an option, both allowed; checked before anything is opened.
+static const struct Range {
+    const char *name;
+    double lo, hi;
+} ranges[] = {
+    { "threads",             0,    1024 },
+    { "ctx-size",            0,    1 << 30 },
+    { "batch-size",          1,    1 << 20 },
+    { "n-predict",           -1,   INT_MAX },
+    { "temp",                0,    100 },
+    { "top-k",               0,    INT_MAX },
+    { "top-p",               0,    1 },
+    { "min-p",               0,    1 },
+    { "repeat-penalty",      0.01, 100 },
+    { "repeat-last-n",       0,    INT_MAX },
+    { "budget",              0,    INT_MAX },
+    { "ratio",               0,    0.9999 },
+    { "sink",                0,    INT_MAX },
+    { "obs-window",          1,    1 << 20 },
+    { "kernel",              1,    1023 },
+    { "eval-items",          1,    1 << 20 },
+    { "eval-window",         4,    1 << 20 },
+    { "eval-windows",        1,    1 << 20 },
+    { "repeat",              1,    1000 },
+    { "lychee-buffer",       0,    1 << 30 },
+    { "lychee-sink",         0,    1 << 30 },
+    { "lychee-iters",        0,    1000 },
+    { "lychee-guard",        0,    1 },
+    { "loopserve-alpha",     0,    1 },
+    { "loopserve-max-cells", 0,    1 },
+    { "loopserve-max-tiles", 0,    1 },
+    { "loopserve-interval",  1,    1 << 16 },
+    { "loopserve-obs",       0,    1 << 16 },
+    { "loopserve-samples",   1,    1 << 16 },
+};
 
+// Every option of the program and of every method. Both are stb_ds string maps.
+struct Options {
+    struct { char *key; char *value; } *map;    // the value as text, malloc'd
+    struct { char *key; int value; } *given;    // the options the user has set; their value is 1
+};
+
+// ---- finding an option
+
+// The option called `name` in a table ended by name NULL; NULL: there is none, or no table.
 static const Opt *opt_find_in(const Opt *o, const char *name) {
-    for (; o && o->name; o++) if (!strcmp(o->name, name)) return o;
+    for (; o && o->name; o++) {
+        if (!strcmp(o->name, name)) return o;
+    }
     return NULL;
 }
+
+// The option called `name`, the program's or a method's; NULL: there is none.
 static const Opt *opt_find(const char *name) {
     const Opt *o = opt_find_in(program_options, name);
-    EACH_METHOD(m) if (!o) o = opt_find_in((*m)->opts, name);
+    EACH_METHOD(m) {
+        if (!o) o = opt_find_in((*m)->opts, name);
+    }
     return o;
 }
-static char *opt_default(const Opt *o) {                 // malloc'd; a choice's first word
-    char *v = xmalloc(strlen(o->def) + 1);
-    strcpy(v, o->def);
-    if (o->kind == 'c') v[strcspn(v, "|")] = 0;
-    return v;
+
+// The place of word v in "a|b|c", from 0; -1: it is none of them.
+static int word_place(const char *words, const char *v) {
+    size_t len = strlen(v);
+    for (int i = 0; ; i++) {
+        size_t n = strcspn(words, "|");
+        if (n == len && !strncmp(words, v, n)) return i;
+        if (!words[n]) return -1;
+        words += n + 1;
+    }
 }
+
+// ---- making a set of options
+
+// The first n bytes of v as a text of their own, malloc'd.
+static char *value_copy(const char *v, size_t n) {
+    char *copy = xmalloc(n + 1);
+    memcpy(copy, v, n);
+    copy[n] = 0;
+    return copy;
+}
+
+// Adds the options of a table at their defaults: the whole text, or a choice's first word. Two
+// methods may share an option.
 static void options_add(Options *o, const Opt *t) {
-    for (; t && t->name; t++) if (shgeti(o->map, t->name) < 0) shput(o->map, t->name, opt_default(t));
+    for (; t && t->name; t++) {
+        if (shgeti(o->map, t->name) >= 0) continue;
+        size_t n = t->kind == 'c' ? strcspn(t->def, "|") : strlen(t->def);
+        shput(o->map, t->name, value_copy(t->def, n));
+    }
 }
+
 Options *options_new(void) {
     Options *o = xcalloc(1, sizeof *o);
     sh_new_arena(o->map);
@@ -5657,6 +9239,7 @@ Options *options_new(void) {
     EACH_METHOD(m) options_add(o, (*m)->opts);
     return o;
 }
+
 void options_free(Options *o) {
     if (!o) return;
     for (int i = 0; i < (int)shlen(o->map); i++) free(o->map[i].value);
@@ -5664,173 +9247,298 @@ void options_free(Options *o) {
     shfree(o->given);
     free(o);
 }
+
+// ---- setting a value
+
+// 1: v is a whole number that an int holds.
+static int is_whole(const char *v) {
+    char *end;
+    errno = 0;
+    long n = strtol(v, &end, 10);
+    return *v && !*end && !errno && n >= INT_MIN && n <= INT_MAX;
+}
+
+// 1: v is a finite number.
+static int is_real(const char *v) {
+    char *end;
+    double x = strtod(v, &end);
+    return *v && !*end && isfinite(x);
+}
+
+// May option t have the value v? 0, or -1 with the reason in err.
 static int opt_check(const Opt *t, const char *v, char err[256]) {
-    char *end = NULL;
-    if (t->kind == 'i') {
-        errno = 0;
-        long n = strtol(v, &end, 10);
-        if (!*v || *end || errno || n < INT_MIN || n > INT_MAX) { snprintf(err, 256, "--%s wants a whole number, found '%.60s'", t->name, v); return -1; }
-    }
-    if (t->kind == 'f') {
-        double x = strtod(v, &end);
-        if (!*v || *end || !isfinite(x)) { snprintf(err, 256, "--%s wants a number, found '%.60s'", t->name, v); return -1; }
-    }
-    if (t->kind == 'b' && strcmp(v, "0") && strcmp(v, "1")) { snprintf(err, 256, "--%s is a flag and takes no value, found '%.60s'", t->name, v); return -1; }
-    if (t->kind == 'c') {
-        size_t n = strlen(v);
-        for (const char *a = t->def; a && !strchr(v, '|'); a = strchr(a, '|') ? strchr(a, '|') + 1 : NULL)
-            if (n && !strncmp(a, v, n) && (a[n] == '|' || !a[n])) return 0;
+    switch (t->kind) {
+    case 'i':
+        if (is_whole(v)) return 0;
+        snprintf(err, 256, "--%s wants a whole number, found '%.60s'", t->name, v);
+        return -1;
+    case 'f':
+        if (is_real(v)) return 0;
+        snprintf(err, 256, "--%s wants a number, found '%.60s'", t->name, v);
+        return -1;
+    case 'b':
+        if (!strcmp(v, "0") || !strcmp(v, "1")) return 0;
+        snprintf(err, 256, "--%s is a flag and takes no value, found '%.60s'", t->name, v);
+        return -1;
+    case 'c':
+        if (word_place(t->def, v) >= 0) return 0;
         snprintf(err, 256, "--%s wants one of %s, found '%.60s'", t->name, t->def, v);
         return -1;
     }
-    return 0;
+    return 0;                                           // a text may be anything
 }
+
+// Sets an option, whose name has no dashes. 0, or -1 with the reason in err.
 int options_set(Options *o, const char *name, const char *value, char err[256]) {
     const Opt *t = opt_find(name);
-    if (!t) { snprintf(err, 256, "unknown option --%s", name); return -1; }
+    if (!t) {
+        snprintf(err, 256, "unknown option --%s", name);
+        return -1;
+    }
     if (opt_check(t, value, err)) return -1;
-    char *v = xmalloc(strlen(value) + 1);
-    strcpy(v, value);
+    char *copy = value_copy(value, strlen(value));      // `value` may be the text that is freed now
     free(shget(o->map, name));
-    shput(o->map, name, v);
+    shput(o->map, name, copy);
     shput(o->given, name, 1);
     return 0;
 }
-static const char *opt_value(const Options *o, const char *name) {
-    Options *w = (Options *)o;                           // stb_ds macros cache a search inside the map
-    if (shgeti(w->map, name) < 0) die(EXIT_RUN, "no option is called --%s", name);
-    return shget(w->map, name);
-}
-int         opt_given(const Options *o, const char *name) { Options *w = (Options *)o; return shgeti(w->given, name) >= 0; }
-int         opt_int (const Options *o, const char *name) { return atoi(opt_value(o, name)); }
-double      opt_real(const Options *o, const char *name) { return strtod(opt_value(o, name), NULL); }
-const char *opt_str (const Options *o, const char *name) { return opt_value(o, name); }
 
-// What an option may be; checked before anything is opened
-static const struct Range { const char *name; double lo, hi; } ranges[] = {
-    { "threads", 0, 1024 }, { "ctx-size", 0, 1 << 30 }, { "batch-size", 1, 1 << 20 }, { "n-predict", -1, INT_MAX }, { "temp", 0, 100 }, { "top-k", 0, INT_MAX }, { "top-p", 0, 1 },
-    { "min-p", 0, 1 }, { "repeat-penalty", 0.01, 100 }, { "repeat-last-n", 0, INT_MAX }, { "budget", 0, INT_MAX }, { "ratio", 0, 0.9999 }, { "sink", 0, INT_MAX }, { "obs-window", 1, 1 << 20 },
-    { "kernel", 1, 1023 }, { "eval-items", 1, 1 << 20 }, { "eval-window", 4, 1 << 20 }, { "eval-windows", 1, 1 << 20 }, { "repeat", 1, 1000 },
-    { "lychee-buffer", 0, 1 << 30 }, { "lychee-sink", 0, 1 << 30 }, { "lychee-iters", 0, 1000 }, { "lychee-guard", 0, 1 },
-    { "loopserve-alpha", 0, 1 }, { "loopserve-max-cells", 0, 1 }, { "loopserve-max-tiles", 0, 1 }, { "loopserve-interval", 1, 1 << 16 }, { "loopserve-obs", 0, 1 << 16 }, { "loopserve-samples", 1, 1 << 16 },
-};
-static int out_of_range(const Options *o, const char *name, char err[256]) {     // of this option, or of any (NULL)
+// 1, with the reason in err, when the option called `name` lies outside its range; when name is
+// NULL, when any option does.
+static int out_of_range(const Options *o, const char *name, char err[256]) {
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
         const struct Range *r = &ranges[i];
+        if (name && strcmp(name, r->name)) continue;
         double x = opt_real(o, r->name);
-        if ((name && strcmp(name, r->name)) || (x >= r->lo && x <= r->hi)) continue;
+        if (x >= r->lo && x <= r->hi) continue;
         snprintf(err, 256, "--%s %.10g is outside %.10g..%.10g", r->name, x, r->lo, r->hi);
         return 1;
     }
     return 0;
 }
 
-int opt_choice(const Options *o, const char *name, const char *words) {      // place of the value in "a|b|c"
-    const char *v = opt_str(o, name);
-    int i = 0;
-    for (size_t n; *words; words += n + (words[n] == '|'), i++)
-        if ((n = strcspn(words, "|")) == strlen(v) && !strncmp(words, v, n)) return i;
-    return 0;
+// ---- reading a value
+
+// The value as text. A name that no table has is a mistake of the program: exit 1.
+static const char *opt_value(const Options *o, const char *name) {
+    Options *w = (Options *)o;                  // a search of stb_ds notes its place inside the map
+    if (shgeti(w->map, name) < 0) die(EXIT_RUN, "no option is called --%s", name);
+    return shget(w->map, name);
 }
 
-// "2048", "512,1024", "2:98:3" (from, to, step), or a mix of them -> stb array of numbers in [lo,hi], each once
+// 1: the user has set it.
+int opt_given(const Options *o, const char *name) {
+    Options *w = (Options *)o;                  // as in opt_value
+    return shgeti(w->given, name) >= 0;
+}
+
+// A whole number, or a flag as 0 or 1.
+int opt_int(const Options *o, const char *name) {
+    return atoi(opt_value(o, name));
+}
+
+double opt_real(const Options *o, const char *name) {
+    return strtod(opt_value(o, name), NULL);
+}
+
+const char *opt_str(const Options *o, const char *name) {
+    return opt_value(o, name);
+}
+
+// The place of a choice in words, "a|b|c": 0 for a. Words are listed by the caller in the order of
+// its enum.
+int opt_choice(const Options *o, const char *name, const char *words) {
+    return max_int(word_place(words, opt_str(o, name)), 0);
+}
+
+// Adds from, from + step, .. up to `to` to an stb_ds array, each number once.
+static void list_add(int **list, long from, long to, long step) {
+    for (; from <= to; from += step) {
+        int known = 0;
+        for (int i = 0; i < (int)arrlen(*list); i++) known |= (*list)[i] == from;
+        if (!known) arrput(*list, (int)from);
+    }
+}
+
+// The numbers of a text as an stb_ds array, each once: "2048", "512,1024", "2:98:3" (from, to,
+// step), or a mix of them. All must lie in [lo,hi]. Exit 2 when the text is anything else; `name`
+// is the option to blame.
 static int *number_list(const char *name, const char *text, long lo, long hi) {
-    int *list = NULL, n;
-    for (const char *p = text; *p; ) {
-        long a, b, step = 1;
-        if (sscanf(p, "%ld%n", &a, &n) != 1) break;
-        b = a; p += n;
-        if (sscanf(p, ":%ld:%ld%n", &b, &step, &n) == 2) p += n;
-        if ((*p && *p != ',') || a < lo || b > hi || b < a || step < 1) break;
-        for (; a <= b; a += step) {
-            int known = 0;
-            for (int i = 0; i < (int)arrlen(list); i++) known |= list[i] == a;
-            if (!known) arrput(list, (int)a);
-        }
+    int *list = NULL;
+    const char *p = text;
+    while (*p) {
+        long from, to, step = 1;
+        int n;
+        if (sscanf(p, "%ld%n", &from, &n) != 1) break;
+        p += n;
+        to = from;
+        if (sscanf(p, ":%ld:%ld%n", &to, &step, &n) == 2) p += n;
+        if ((*p && *p != ',') || from < lo || to > hi || to < from || step < 1) break;
+        list_add(&list, from, to, step);
         if (!*p) return list;
-        p++;
+        p++;                                            // the comma
     }
     arrfree(list);
-    die(EXIT_USAGE, "--%s wants numbers from %ld to %ld like 5,10 or 2:98:3, found '%.60s'", name, lo, hi, text);
+    die(EXIT_USAGE, "--%s wants numbers from %ld to %ld like 5,10 or 2:98:3, found '%.60s'", name, lo, hi,
+        text);
     return NULL;
 }
 
 // ==================================================================================================== 19 JSON
-// From a folder of Hugging Face files to a Config and Weights. Everything here is fed by files that others wrote: every
-// number is checked before it is used, a refused file gives one line that names the key or tensor, and no tensor is copied
-// (it is read where the file is mapped) unless it lies at an odd address.
+// A strict reader of JSON (RFC 8259) for config.json, tokenizer.json, safetensors headers and score
+// files, and a writer of JSON strings. A text is copied once; strings are unescaped in place inside
+// that copy. Nodes wait on a stack until their array or object closes, and then move side by side
+// into the memory of the document. The root owns everything: json_free(root) gives all of it back.
 
-// ---- JSON: a strict reader (RFC 8259). One parsed text owns its nodes: json_free of the root gives everything back.
-// The text is copied once and strings are unescaped in place; nodes wait on a stack until their array or object closes.
 enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT };
-enum { JSON_DEPTH = 64 };                       // arrays and objects inside one another
-
+enum { JSON_DEPTH = 64 };       // most arrays and objects inside one another
 
 struct Json {
-    int type, is_int, n;        // JSON_*; number written without fraction or exponent that fits int64; children
-    double num;                 // number; bool: 0 or 1
-    int64_t i;                  // the same when is_int; bool: 0 or 1
-    char *str; size_t len;      // string: bytes (UTF-8 as written), NUL-terminated; NULs may stand inside
+    int type;                   // JSON_*
+    int is_int;                 // 1: a number without fraction or exponent that fits int64
+    int n;                      // children of an array or object
+    double num;                 // value of a number; a bool is 0 or 1
+    int64_t i;                  // the same value where is_int is set; a bool is 0 or 1
+    char *str;                  // a string's bytes, UTF-8 as written, and a NUL. NULs may stand inside
+    size_t len;                 // bytes of str without the last NUL
     Json *item;                 // (n) children of an array or object, in the order of the text
-    char **key;                 // (n) keys of an object. A key written twice stands here twice: json_get finds the last one
+    char **key;                 // (n) keys of an object, as often as they are written
 };
 
-typedef struct { Json value; char *key; } JsonSlot;
-typedef struct { Json root; char *text; char **block; } JsonDoc;        // root first: json_free casts back
+// A value whose array or object is still open.
+typedef struct {
+    Json value;
+    char *key;                  // NULL inside an array
+} JsonSlot;
+
+// A parsed text. The root is the first field, because json_free casts the root's address back to
+// the document.
+typedef struct {
+    Json root;
+    char *text;                 // the copy that all strings point into
+    char **block;               // stb_ds array: memory of the nodes
+} JsonDoc;
+
 typedef struct {
     JsonDoc *doc;
-    char *p, *end, *err;        // reading position in doc->text; end: a NUL
-    JsonSlot *stack;            // values read whose container is still open
-    char *mem; size_t left;     // free part of the newest block
-    int depth;
+    char *p;                    // reading position in doc->text
+    char *end;                  // end of the text, where a NUL stands
+    char *err;                  // (256) receives the complaint
+    JsonSlot *stack;            // stb_ds array: values whose container is still open
+    char *mem;                  // free part of the newest block ...
+    size_t left;                // ... and its bytes
+    int depth;                  // containers open
 } JsonReader;
 
+// Writes "byte N: expected .., found .." about the place `at` into r->err. Returns -1.
 static int json_fail(JsonReader *r, const char *at, const char *what) {
+    size_t byte = (size_t)(at - r->doc->text);
     int c = at < r->end ? (unsigned char)*at : 0;
-    if (at >= r->end) snprintf(r->err, 256, "byte %zu: %s, found the end of the text", (size_t)(at - r->doc->text), what);
-    else snprintf(r->err, 256, c > 32 && c < 127 ? "byte %zu: %s, found '%c'" : "byte %zu: %s, found byte %d",
-                  (size_t)(at - r->doc->text), what, c);
+
+    if (at >= r->end) snprintf(r->err, 256, "byte %zu: %s, found the end of the text", byte, what);
+    else if (c > 32 && c < 127) snprintf(r->err, 256, "byte %zu: %s, found '%c'", byte, what, c);
+    else snprintf(r->err, 256, "byte %zu: %s, found byte %d", byte, what, c);
     return -1;
 }
 
-static void *json_alloc(JsonReader *r, size_t n) {      // n a multiple of 8. Blocks double up to 1 MB
+// n bytes for nodes, n a multiple of 8; NULL when n is 0. Blocks double from 1 KB up to 1 MB.
+static void *json_alloc(JsonReader *r, size_t n) {
     if (!n) return NULL;
     if (n > r->left) {
-        size_t size = (size_t)1024 << (arrlen(r->doc->block) < 10 ? arrlen(r->doc->block) : 10);
-        r->left = n > size ? n : size;
+        int doublings = min_int((int)arrlen(r->doc->block), 10);
+        r->left = max_size(n, (size_t)1024 << doublings);
         r->mem = xmalloc(r->left);
         arrput(r->doc->block, r->mem);
     }
     void *p = r->mem;
-    r->mem += n; r->left -= n;
+    r->mem += n;
+    r->left -= n;
     return p;
 }
 
-static void json_space(JsonReader *r) { while (*r->p == ' ' || *r->p == '\n' || *r->p == '\r' || *r->p == '\t') r->p++; }
+// Skips white space.
+static void json_space(JsonReader *r) {
+    while (*r->p == ' ' || *r->p == '\n' || *r->p == '\r' || *r->p == '\t') r->p++;
+}
 
-static int json_hex4(const char *p) {           // p: 4 hexadecimal digits -> 0..65535, or -1. Stops at a NUL
+// ---- strings
+// The value of the 4 hexadecimal digits at p, 0 to 65535, or -1 when one of them is none. Never
+// reads beyond a NUL.
+static int json_hex4(const char *p) {
     int v = 0;
     for (int i = 0; i < 4; i++) {
-        int c = (unsigned char)p[i], low = c | 32;
-        int d = c >= '0' && c <= '9' ? c - '0' : low >= 'a' && low <= 'f' ? low - 'a' + 10 : -1;
-        if (d < 0) return -1;
-        v = v * 16 + d;
+        int c = (unsigned char)p[i];
+        int low = c | 32;       // a letter in lower case
+        int digit;
+        if (c >= '0' && c <= '9') digit = c - '0';
+        else if (low >= 'a' && low <= 'f') digit = low - 'a' + 10;
+        else return -1;
+        v = v * 16 + digit;
     }
     return v;
 }
 
-static char *utf8_put(char *o, unsigned c) {    // writes code point c -> the byte after it
-    int more = c < 0x80 ? 0 : c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
+// Writes code point c in UTF-8 to o and returns the byte behind it.
+static char *utf8_put(char *o, unsigned c) {
     static const unsigned char lead[] = { 0, 0xc0, 0xe0, 0xf0 };
+    int more;                   // continuation bytes; each holds 6 bits
+    if (c < 0x80) more = 0;
+    else if (c < 0x800) more = 1;
+    else if (c < 0x10000) more = 2;
+    else more = 3;
+
     *o++ = (char)(lead[more] | c >> 6 * more);
     while (more-- > 0) *o++ = (char)(0x80 | (c >> 6 * more & 63));
     return o;
 }
 
-// r->p stands on the opening quote. An escape is never shorter than what it stands for, so the string shrinks in place
-// and its NUL overwrites at latest the closing quote.
+// Reads what follows "\u": *p stands on its 4 digits and moves behind the escape. A high and a low
+// surrogate, each in an escape of its own, make one code point; half a pair becomes U+FFFD. Returns
+// the code point, or -1 with r->err set.
+static int json_code_point(JsonReader *r, char **p) {
+    int high = json_hex4(*p);
+    if (high < 0) return json_fail(r, *p, "expected 4 hexadecimal digits after \\u");
+    *p += 4;
+    if (high < 0xd800 || high >= 0xe000) return high;
+
+    int low = -1;
+    if (high < 0xdc00 && (*p)[0] == '\\' && (*p)[1] == 'u') low = json_hex4(*p + 2);
+    if (low < 0xdc00 || low >= 0xe000) return 0xfffd;
+    *p += 6;
+    return 0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00);
+}
+
+// Reads one escape: *p stands on the backslash and moves behind the escape; what it stands for is
+// written to *o, which moves too. Returns 0, or -1 with r->err set.
+static int json_unescape(JsonReader *r, char **p, char **o) {
+    int c = (unsigned char)(*p)[1], code;
+    *p += 2;
+    switch (c) {
+    case '"':
+    case '\\':
+    case '/': break;            // these stand for themselves
+    case 'b': c = '\b'; break;
+    case 'f': c = '\f'; break;
+    case 'n': c = '\n'; break;
+    case 'r': c = '\r'; break;
+    case 't': c = '\t'; break;
+    case 'u':
+        code = json_code_point(r, p);
+        if (code < 0) return -1;
+        *o = utf8_put(*o, (unsigned)code);
+        return 0;
+    default: return json_fail(r, *p - 1, "expected one of \"\\/bfnrtu after a backslash");
+    }
+    *(*o)++ = (char)c;
+    return 0;
+}
+
+// Reads the string whose opening quote r->p stands on. An escape is never shorter than what it
+// stands for, so the string shrinks in place, and its NUL overwrites the closing quote or a byte
+// before it. Returns 0, or -1 with r->err set.
 static int json_string(JsonReader *r, char **str, size_t *len) {
-    char *o = ++r->p, *p = r->p;
+    char *p = r->p + 1;         // read here
+    char *o = p;                // written here
     *str = o;
     for (;;) {
         char *run = p;
@@ -5838,29 +9546,11 @@ static int json_string(JsonReader *r, char **str, size_t *len) {
         if (o != run) memmove(o, run, (size_t)(p - run));
         o += p - run;
         if (*p == '"') break;
-        // a control character, or the text ends
+
+        // What stands here is a backslash, or a control character or the text's end, which no
+        // string may hold.
         if (*p != '\\') return json_fail(r, p, "expected '\"' at the end of a string");
-        int c = (unsigned char)p[1], hex, low;
-        p += 2;
-        switch (c) {
-        case '"': case '\\': case '/': *o++ = (char)c; break;
-        case 'b': *o++ = '\b'; break;
-        case 'f': *o++ = '\f'; break;
-        case 'n': *o++ = '\n'; break;
-        case 'r': *o++ = '\r'; break;
-        case 't': *o++ = '\t'; break;
-        case 'u':
-            if ((hex = json_hex4(p)) < 0) return json_fail(r, p, "expected 4 hexadecimal digits after \\u");
-            p += 4;
-            if (hex >= 0xd800 && hex < 0xdc00 && p[0] == '\\' && p[1] == 'u'
-                && (low = json_hex4(p + 2)) >= 0xdc00 && low < 0xe000) {
-                hex = 0x10000 + ((hex - 0xd800) << 10) + (low - 0xdc00);
-                p += 6;
-            } else if (hex >= 0xd800 && hex < 0xe000) hex = 0xfffd;                         // half a surrogate pair
-            o = utf8_put(o, (unsigned)hex);
-            break;
-        default: return json_fail(r, p - 1, "expected one of \"\\/bfnrtu after a backslash");
-        }
+        if (json_unescape(r, &p, &o)) return -1;
     }
     *o = 0;
     *len = (size_t)(o - *str);
@@ -5868,67 +9558,78 @@ static int json_string(JsonReader *r, char **str, size_t *len) {
     return 0;
 }
 
+// ---- numbers
+// Skips decimal digits.
+static char *json_digits(char *p) {
+    while (isdigit((unsigned char)*p)) p++;
+    return p;
+}
+
+// Reads the number that r->p stands on. Returns 0, or -1 with r->err set, also when r->p stands on
+// no value at all.
 static int json_number(JsonReader *r, Json *v) {
-    char *p = r->p, *digits;
-    int neg = *p == '-', whole = 1, fits = 1;
+    char *p = r->p;
+    int negative = *p == '-', whole = 1, fits = 1;
     uint64_t u = 0;
-    p += neg;
-    if (!isdigit((unsigned char)*p)) return json_fail(r, p, neg ? "expected a digit after '-'" : "expected a value");
-    for (digits = p; isdigit((unsigned char)*p); p++) {
+
+    // The whole part. -2^63 counts as too large for an int64: no file needs it.
+    if (negative) p++;
+    char *digits = p;
+    if (!isdigit((unsigned char)*p))
+        return json_fail(r, p, negative ? "expected a digit after '-'" : "expected a value");
+    for (; isdigit((unsigned char)*p); p++) {
         unsigned d = (unsigned)(*p - '0');
-        fits &= u <= ((uint64_t)INT64_MAX - d) / 10;        // -2^63 itself counts as too large: no file needs it
+        fits &= u <= ((uint64_t)INT64_MAX - d) / 10;
         u = u * 10 + d;
     }
     if (*digits == '0' && p - digits > 1) return json_fail(r, digits, "expected no leading zero");
+
+    // Fraction and exponent
     if (*p == '.') {
         whole = 0;
-        if (!isdigit((unsigned char)*++p)) return json_fail(r, p, "expected a digit after '.'");
-        while (isdigit((unsigned char)*p)) p++;
+        p++;
+        if (!isdigit((unsigned char)*p)) return json_fail(r, p, "expected a digit after '.'");
+        p = json_digits(p);
     }
     if (*p == 'e' || *p == 'E') {
-        whole = 0; p++;
+        whole = 0;
+        p++;
         if (*p == '+' || *p == '-') p++;
         if (!isdigit((unsigned char)*p)) return json_fail(r, p, "expected a digit in the exponent");
-        while (isdigit((unsigned char)*p)) p++;
+        p = json_digits(p);
     }
+
+    // The value. The grammar above is narrower than strtod's, so strtod stops at p too.
     v->type = JSON_NUMBER;
     v->is_int = whole && fits;
-    if (v->is_int) { v->i = neg ? -(int64_t)u : (int64_t)u; v->num = (double)v->i; }
-    else v->num = strtod(r->p, NULL);                       // the grammar above is narrower than strtod's, so it stops at p too
+    if (v->is_int) {
+        v->i = negative ? -(int64_t)u : (int64_t)u;
+        v->num = (double)v->i;
+    } else {
+        v->num = strtod(r->p, NULL);
+    }
     if (!isfinite(v->num)) return json_fail(r, r->p, "expected a number a double can hold");
     r->p = p;
     return 0;
 }
 
+// ---- values
 static int json_value(JsonReader *r, Json *v);
 
-static int json_container(JsonReader *r, Json *v) {         // r->p stands on '[' or '{'
-    int object = *r->p++ == '{';
-    char close = object ? '}' : ']';
-    size_t base = arrlenu(r->stack), len;
-    if (++r->depth > JSON_DEPTH) return json_fail(r, r->p - 1, "expected at most 64 nested arrays and objects");
+// Reads `"key" :` and the white space around the colon. Returns 0, or -1 with r->err set.
+static int json_key(JsonReader *r, char **key) {
+    size_t len;
+    if (*r->p != '"') return json_fail(r, r->p, "expected a key");
+    if (json_string(r, key, &len)) return -1;
     json_space(r);
-    while (*r->p != close) {
-        JsonSlot slot = { .key = NULL };
-        if (object) {
-            if (*r->p != '"') return json_fail(r, r->p, "expected a key");
-            if (json_string(r, &slot.key, &len)) return -1;
-            json_space(r);
-            if (*r->p != ':') return json_fail(r, r->p, "expected ':' after a key");
-            r->p++;
-            json_space(r);
-        }
-        if (json_value(r, &slot.value)) return -1;
-        arrput(r->stack, slot);
-        json_space(r);
-        if (*r->p == close) break;
-        if (*r->p != ',') return json_fail(r, r->p, object ? "expected ',' or '}'" : "expected ',' or ']'");
-        r->p++;
-        json_space(r);
-        if (*r->p == close) return json_fail(r, r->p, "expected a value after ','");
-    }
+    if (*r->p != ':') return json_fail(r, r->p, "expected ':' after a key");
     r->p++;
-    r->depth--;
+    json_space(r);
+    return 0;
+}
+
+// Moves the values above stack height `base` into v, an array or object that has just closed.
+static int json_close(JsonReader *r, Json *v, int object, size_t base) {
     size_t n = arrlenu(r->stack) - base;
     if (n > INT_MAX) return json_fail(r, r->p - 1, "expected fewer than 2^31 values");
     v->type = object ? JSON_OBJECT : JSON_ARRAY;
@@ -5943,19 +9644,64 @@ static int json_container(JsonReader *r, Json *v) {         // r->p stands on '[
     return 0;
 }
 
+// Reads the array or object whose '[' or '{' r->p stands on. Returns 0, or -1 with r->err set.
+static int json_container(JsonReader *r, Json *v) {
+    int object = *r->p == '{';
+    char close = object ? '}' : ']';
+    size_t base = arrlenu(r->stack);
+
+    r->depth++;
+    if (r->depth > JSON_DEPTH)
+        return json_fail(r, r->p, "expected at most 64 nested arrays and objects");
+    r->p++;
+    json_space(r);
+    while (*r->p != close) {
+        JsonSlot slot = { .key = NULL };
+        if (object && json_key(r, &slot.key)) return -1;
+        if (json_value(r, &slot.value)) return -1;
+        arrput(r->stack, slot);
+        json_space(r);
+        if (*r->p == close) break;
+        if (*r->p != ',')
+            return json_fail(r, r->p, object ? "expected ',' or '}'" : "expected ',' or ']'");
+        r->p++;
+        json_space(r);
+        if (*r->p == close) return json_fail(r, r->p, "expected a value after ','");
+    }
+    r->p++;
+    r->depth--;
+    return json_close(r, v, object, base);
+}
+
+// Reads one of the words null, true and false. Returns 0, or -1 with r->err set when another word
+// stands there.
+static int json_word(JsonReader *r, Json *v, const char *word, int type, int value) {
+    size_t n = strlen(word);
+    if (strncmp(r->p, word, n)) return json_fail(r, r->p, "expected null, true or false");
+    r->p += n;
+    v->type = type;
+    v->i = value;
+    v->num = value;
+    return 0;
+}
+
+// Reads the value that r->p stands on into *v. Returns 0, or -1 with r->err set.
 static int json_value(JsonReader *r, Json *v) {
     *v = (Json){ .type = JSON_NULL };
     switch (*r->p) {
-    case '{': case '[': return json_container(r, v);
-    case '"': v->type = JSON_STRING; return json_string(r, &v->str, &v->len);
-    case 'n': if (!strncmp(r->p, "null", 4)) { r->p += 4; return 0; } break;
-    case 't': if (!strncmp(r->p, "true", 4)) { r->p += 4; v->type = JSON_BOOL; v->num = (double)(v->i = 1); return 0; } break;
-    case 'f': if (!strncmp(r->p, "false", 5)) { r->p += 5; v->type = JSON_BOOL; return 0; } break;
+    case '{':
+    case '[': return json_container(r, v);
+    case '"':
+        v->type = JSON_STRING;
+        return json_string(r, &v->str, &v->len);
+    case 'n': return json_word(r, v, "null", JSON_NULL, 0);
+    case 't': return json_word(r, v, "true", JSON_BOOL, 1);
+    case 'f': return json_word(r, v, "false", JSON_BOOL, 0);
     default: return json_number(r, v);
     }
-    return json_fail(r, r->p, "expected null, true or false");
 }
 
+// Gives back the document whose root is j; NULL is allowed.
 static void json_free(Json *j) {
     JsonDoc *d = (JsonDoc *)j;
     if (!d) return;
@@ -5965,14 +9711,15 @@ static void json_free(Json *j) {
     free(d);
 }
 
-// NULL, with the place and the reason in err, when the text is malformed.
+// Parses a text of n bytes. Returns its root, or NULL with the place and the reason in err when the
+// text is malformed.
 static Json *json_parse(const char *text, size_t n, char err[256]) {
     JsonDoc *d = xcalloc(1, sizeof *d);
-    JsonReader r = { .doc = d, .err = err };
     d->text = xmalloc(n + 1);
     memcpy(d->text, text, n);
     d->text[n] = 0;
-    r.p = d->text; r.end = d->text + n;
+
+    JsonReader r = { .doc = d, .p = d->text, .end = d->text + n, .err = err };
     json_space(&r);
     int bad = json_value(&r, &d->root);
     if (!bad) {
@@ -5985,24 +9732,46 @@ static Json *json_parse(const char *text, size_t n, char err[256]) {
     return NULL;
 }
 
-// NULL when absent or obj is no object. Linear: a big object is walked, not searched
+// The value of a key, the last one when the key is written twice. NULL when it is absent, or when
+// obj is NULL or no object. The search is linear: a caller that needs many keys of a large object
+// walks it instead.
 static const Json *json_get(const Json *obj, const char *key) {
     if (!obj || obj->type != JSON_OBJECT) return NULL;
-    for (int i = obj->n - 1; i >= 0; i--) if (!strcmp(obj->key[i], key)) return &obj->item[i];
+    for (int i = obj->n - 1; i >= 0; i--) {
+        if (!strcmp(obj->key[i], key)) return &obj->item[i];
+    }
     return NULL;
 }
 
-static int utf8_length(const char *s, size_t n) {       // bytes of the well-formed character s begins with, 0: none
+// ---- UTF-8 and the writer
+// The length that a UTF-8 character has by its first byte, 1 to 4; 0 when no character begins with
+// that byte.
+static int utf8_lead_length(unsigned char lead) {
+    if (lead < 0x80) return 1;
+    if (lead < 0xc2) return 0;  // a continuation byte, or the overlong form of an ASCII character
+    if (lead < 0xe0) return 2;
+    if (lead < 0xf0) return 3;
+    if (lead < 0xf5) return 4;
+    return 0;
+}
+
+// The length of the well-formed character that the n bytes at s begin with; 0 when they begin with
+// none.
+static int utf8_length(const char *s, size_t n) {
     const unsigned char *p = (const unsigned char *)s;
-    int k = n == 0 ? 0 : p[0] < 0x80 ? 1 : p[0] < 0xc2 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf5 ? 4 : 0;
+    int k = n ? utf8_lead_length(p[0]) : 0;
     if ((size_t)k > n) return 0;
-    for (int i = 1; i < k; i++) if ((p[i] & 0xc0) != 0x80) return 0;
-    if (k == 3 && ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] >= 0xa0))) return 0;      // overlong; a surrogate
-    if (k == 4 && ((p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] >= 0x90))) return 0;      // overlong; beyond U+10FFFF
+    for (int i = 1; i < k; i++) {
+        if ((p[i] & 0xc0) != 0x80) return 0;
+    }
+    if (k == 3 && p[0] == 0xe0 && p[1] < 0xa0) return 0;        // overlong
+    if (k == 3 && p[0] == 0xed && p[1] >= 0xa0) return 0;       // a surrogate
+    if (k == 4 && p[0] == 0xf0 && p[1] < 0x90) return 0;        // overlong
+    if (k == 4 && p[0] == 0xf4 && p[1] >= 0x90) return 0;       // beyond U+10FFFF
     return k;
 }
 
-// s as a JSON string, quotes included; broken UTF-8 becomes U+FFFD
+// Writes the n bytes at s as a JSON string, quotes included. A byte of broken UTF-8 becomes U+FFFD.
 static void json_escape(FILE *f, const char *s, size_t n) {
     putc('"', f);
     for (size_t i = 0; i < n; ) {
@@ -6017,7 +9786,20 @@ static void json_escape(FILE *f, const char *s, size_t n) {
     putc('"', f);
 }
 
-KV_PRINTF(2, 3) static int fault(char err[512], const char *fmt, ...) {        // one line into err -> -1
+// ==================================================================================================== 20 CHECKPOINTS
+// From a folder of Hugging Face files to a Config and Weights. All of it reads files that others
+// wrote, so every number is checked before it is used, and a file that cannot be used is refused
+// with one line that names the key or the tensor. Tensors are read where their file is mapped; only
+// one that lies at an odd address is copied.
+//   config_load       config.json and generation_config.json -> Config
+//   weights_load      model.safetensors, or the shards of model.safetensors.index.json -> Weights
+//   config_synthetic, weights_synthetic: both from a shape and a seed, without a checkpoint
+//   inspect           what --inspect prints of them
+//   sonic_load        SONIC's adapter, a safetensors file of its own
+
+// Writes one line into err. Returns -1.
+KV_PRINTF(2, 3)
+static int fault(char err[512], const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(err, 512, fmt, ap);
@@ -6025,35 +9807,57 @@ KV_PRINTF(2, 3) static int fault(char err[512], const char *fmt, ...) {        /
     return -1;
 }
 
-// ==================================================================================================== 20 CHECKPOINTS
-// ---- SAFETENSORS: u64 length of the header, the header (JSON: name -> dtype, shape, data_offsets), then the data.
-// The file is mapped, never read whole. A file that passes safetensors_open can be used without further checks: every
-// tensor lies inside it, has exactly the bytes of its shape and shares none with another. Gaps are tolerated.
-enum { DT_OTHER = -1, DT_QUANTIZED = -2 };      // what a SafeTensor may be besides DT_*
-enum { SAFE_DIMS = 8, SAFE_HEADER = 100 << 20 };
+// ---- safetensors
+// The format: a u64 with the length of the header, the header (JSON: name -> dtype, shape,
+// data_offsets), the data. The file is mapped, never read whole. What safetensors_open returns can
+// be used without further checks: every tensor lies inside the file and has exactly the bytes of
+// its shape, and the tensors fill the data without gap or overlap.
+enum {
+    DT_OTHER = -1,              // a dtype that weights are not read from
+    DT_QUANTIZED = -2,          // one by which a quantized checkpoint is known
+};
+enum {
+    SAFE_DIMS = 8,              // most dimensions of a tensor
+    SAFE_HEADER = 100 << 20,    // most bytes of a header
+};
 
 typedef struct {
-    const char *name, *type;    // type as written: "BF16"
-    int dtype, n_dim, used;     // DT_*, DT_OTHER or DT_QUANTIZED; used: safetensors_find has returned it
+    const char *name;
+    const char *type;           // dtype as written: "BF16"
+    int dtype;                  // DT_*, DT_OTHER or DT_QUANTIZED
+    int n_dim;
+    int used;                   // 1: safetensors_find has returned it
     int64_t dim[SAFE_DIMS];
-    const void *data; size_t bytes;     // data is aligned for its dtype once safetensors_find has returned it
+    const void *data;           // aligned for its dtype once safetensors_find has returned it
+    size_t bytes;
 } SafeTensor;
 
 struct SafeFile {
-    char *path, *map; size_t size;      // the whole file
-    Json *header;                       // owns the names
-    SafeTensor *tensor; int n;          // sorted by name
-    void **copy;                        // tensors that lay at odd addresses
+    char *path;
+    char *map;                  // the whole file
+    size_t size;                // bytes of the file
+    Json *header;               // owns the names
+    SafeTensor *tensor;         // (n) sorted by name
+    int n;
+    void **copy;                // stb_ds array: copies of tensors that lie at odd addresses
 };
 
+// The dtypes of the format and the bits of an element. Quantized checkpoints keep their weights in
+// numbers of a byte or less.
 static const struct { const char *name; int bits, dtype; } safe_types[] = {
-    { "F32", 32, DT_F32 }, { "F16", 16, DT_F16 }, { "BF16", 16, DT_BF16 },
-    { "F64", 64, DT_OTHER }, { "C64", 64, DT_OTHER }, { "I64", 64, DT_OTHER }, { "U64", 64, DT_OTHER }, { "I32", 32, DT_OTHER },
-    { "U32", 32, DT_OTHER }, { "I16", 16, DT_OTHER }, { "U16", 16, DT_OTHER }, { "BOOL", 8, DT_OTHER },
-    { "I8", 8, DT_QUANTIZED }, { "U8", 8, DT_QUANTIZED }, { "F8_E4M3", 8, DT_QUANTIZED }, { "F8_E5M2", 8, DT_QUANTIZED },
-    { "F8_E8M0", 8, DT_QUANTIZED }, { "F8_E4M3FNUZ", 8, DT_QUANTIZED }, { "F8_E5M2FNUZ", 8, DT_QUANTIZED },
-    { "F4", 4, DT_QUANTIZED }, { "F6_E2M3", 6, DT_QUANTIZED }, { "F6_E3M2", 6, DT_QUANTIZED }, { NULL, 0, 0 } };
+    { "F32", 32, DT_F32 },   { "F16", 16, DT_F16 },   { "BF16", 16, DT_BF16 },
+    { "F64", 64, DT_OTHER }, { "C64", 64, DT_OTHER }, { "I64", 64, DT_OTHER },
+    { "U64", 64, DT_OTHER }, { "I32", 32, DT_OTHER }, { "U32", 32, DT_OTHER },
+    { "I16", 16, DT_OTHER }, { "U16", 16, DT_OTHER }, { "BOOL", 8, DT_OTHER },
+    { "I8", 8, DT_QUANTIZED },          { "U8", 8, DT_QUANTIZED },
+    { "F8_E4M3", 8, DT_QUANTIZED },     { "F8_E5M2", 8, DT_QUANTIZED },
+    { "F8_E8M0", 8, DT_QUANTIZED },     { "F8_E4M3FNUZ", 8, DT_QUANTIZED },
+    { "F8_E5M2FNUZ", 8, DT_QUANTIZED }, { "F4", 4, DT_QUANTIZED },
+    { "F6_E2M3", 6, DT_QUANTIZED },     { "F6_E3M2", 6, DT_QUANTIZED },
+    { NULL, 0, 0 },
+};
 
+// Gives everything back; NULL is allowed.
 static void safetensors_close(SafeFile *f) {
     if (!f) return;
     for (size_t i = 0; i < arrlenu(f->copy); i++) free(f->copy[i]);
@@ -6065,43 +9869,65 @@ static void safetensors_close(SafeFile *f) {
     free(f);
 }
 
+// Orders tensors by name, for qsort and bsearch.
 static int safe_by_name(const void *a, const void *b) {
     return strcmp(((const SafeTensor *)a)->name, ((const SafeTensor *)b)->name);
 }
-// of pointers; an empty tensor before the one that starts where it stands
+
+// Orders pointers to tensors by the place of their data. An empty tensor stands before the one that
+// starts where it lies.
 static int safe_by_place(const void *a, const void *b) {
     const SafeTensor *x = *(SafeTensor *const *)a, *y = *(SafeTensor *const *)b;
     uintptr_t p = (uintptr_t)x->data, q = (uintptr_t)y->data;
-    return p != q ? (p > q) - (p < q) : (x->bytes > y->bytes) - (x->bytes < y->bytes);
+    if (p != q) return p > q ? 1 : -1;
+    return (x->bytes > y->bytes) - (x->bytes < y->bytes);
 }
 
-// One header entry -> t. data: where the file's data begin; size: how many bytes of them there are.
-static int safe_entry(SafeTensor *t, const char *name, const Json *v, const char *data, size_t size, char err[512]) {
-    const Json *type = json_get(v, "dtype"), *shape = json_get(v, "shape"), *place = json_get(v, "data_offsets");
-    if (!type || type->type != JSON_STRING || !shape || shape->type != JSON_ARRAY || !place || place->type != JSON_ARRAY
-        || place->n != 2 || !place->item[0].is_int || !place->item[1].is_int)
-        return fault(err, "tensor %.200s: expected a dtype, a shape and two data_offsets", name);
-    int k = 0;
-    while (safe_types[k].name && strcmp(safe_types[k].name, type->str)) k++;
-    if (!safe_types[k].name) return fault(err, "tensor %.200s: unknown dtype \"%.40s\"", name, type->str);
-    *t = (SafeTensor){ .name = name, .type = safe_types[k].name, .dtype = safe_types[k].dtype, .n_dim = shape->n };
+// Reads the dimensions of t, whose elements have `width` bits, and sets *bits to the size of the
+// whole tensor. Returns 0, or -1 with err set.
+static int safe_shape(SafeTensor *t, const Json *shape, int width, uint64_t *bits, char err[512]) {
+    uint64_t count = 1;
     if (shape->n > SAFE_DIMS)
-        return fault(err, "tensor %.200s: expected at most %d dimensions, found %d", name, SAFE_DIMS, shape->n);
-    uint64_t count = 1, bits;
+        return fault(err, "tensor %.200s: expected at most %d dimensions, found %d", t->name, SAFE_DIMS,
+                     shape->n);
+    t->n_dim = shape->n;
     for (int i = 0; i < shape->n; i++) {
         const Json *d = &shape->item[i];
         if (d->type != JSON_NUMBER || !d->is_int || d->i < 0)
-            return fault(err, "tensor %.200s: dimension %d is no whole number >= 0", name, i);
+            return fault(err, "tensor %.200s: dimension %d is no whole number >= 0", t->name, i);
         t->dim[i] = d->i;
         if (__builtin_mul_overflow(count, (uint64_t)d->i, &count))
-            return fault(err, "tensor %.200s: the product of its dimensions overflows", name);
+            return fault(err, "tensor %.200s: the product of its dimensions overflows", t->name);
     }
-    if (__builtin_mul_overflow(count, (uint64_t)safe_types[k].bits, &bits))
-        return fault(err, "tensor %.200s: the product of its dimensions overflows", name);
+    if (__builtin_mul_overflow(count, (uint64_t)width, bits))
+        return fault(err, "tensor %.200s: the product of its dimensions overflows", t->name);
+    return 0;
+}
+
+// Reads one header entry v into t. `data` is where the file's data begin, and they have `size`
+// bytes. Returns 0, or -1 with err set.
+static int safe_entry(SafeTensor *t, const char *name, const Json *v, const char *data, size_t size,
+                      char err[512]) {
+    const Json *type = json_get(v, "dtype");
+    const Json *shape = json_get(v, "shape");
+    const Json *place = json_get(v, "data_offsets");
+    if (!type || type->type != JSON_STRING || !shape || shape->type != JSON_ARRAY || !place
+        || place->type != JSON_ARRAY || place->n != 2 || !place->item[0].is_int || !place->item[1].is_int)
+        return fault(err, "tensor %.200s: expected a dtype, a shape and two data_offsets", name);
+
+    int k = 0;
+    while (safe_types[k].name && strcmp(safe_types[k].name, type->str)) k++;
+    if (!safe_types[k].name)
+        return fault(err, "tensor %.200s: unknown dtype \"%.40s\"", name, type->str);
+    *t = (SafeTensor){ .name = name, .type = safe_types[k].name, .dtype = safe_types[k].dtype };
+
+    // The place of the data must lie in the file and have the size that the shape needs.
+    uint64_t bits = 0;
+    if (safe_shape(t, shape, safe_types[k].bits, &bits, err)) return -1;
     int64_t begin = place->item[0].i, end = place->item[1].i;
     if (begin < 0 || end < begin || (uint64_t)end > size)
-        return fault(err, "tensor %.200s: data_offsets [%lld,%lld) lie outside the %zu bytes of data (is the file truncated?)",
-                     name, (long long)begin, (long long)end, size);
+        return fault(err, "tensor %.200s: data_offsets [%lld,%lld) lie outside the %zu bytes of data "
+                     "(is the file truncated?)", name, (long long)begin, (long long)end, size);
     if (bits % 8 || (uint64_t)(end - begin) != bits / 8)
         return fault(err, "tensor %.200s: its shape needs %llu bytes, its data_offsets span %lld", name,
                      (unsigned long long)(bits + 7) / 8, (long long)(end - begin));
@@ -6110,45 +9936,82 @@ static int safe_entry(SafeTensor *t, const char *name, const Json *v, const char
     return 0;
 }
 
-static int safe_header(SafeFile *f, size_t len, char err[512]) {        // f->map, size and a header of len bytes -> f->tensor
+// Are all values of __metadata__ strings? Returns 0, or -1 with err set.
+static int safe_metadata(const Json *v, char err[512]) {
+    if (v->type != JSON_OBJECT) return fault(err, "__metadata__ is no JSON object");
+    for (int i = 0; i < v->n; i++) {
+        if (v->item[i].type != JSON_STRING)
+            return fault(err, "__metadata__: %.200s is no string", v->key[i]);
+    }
+    return 0;
+}
+
+// The byte behind a tensor's data in the mapped file.
+static const char *safe_end(const SafeTensor *t) {
+    return (const char *)t->data + t->bytes;
+}
+
+// Do the tensors lie side by side from `data` to the end of the file? Returns 0, or -1 with err
+// set.
+static int safe_layout(const SafeFile *f, const char *data, char err[512]) {
+    SafeTensor **order = xmalloc((size_t)f->n * sizeof *order);
+    for (int i = 0; i < f->n; i++) order[i] = &f->tensor[i];
+    qsort(order, (size_t)f->n, sizeof *order, safe_by_place);
+
+    // In the order of place, the first tensor that overlaps another one overlaps its neighbour.
+    int clash = 0;
+    for (int i = 1; i < f->n && !clash; i++) {
+        if (safe_end(order[i - 1]) > (const char *)order[i]->data) clash = i;
+    }
+
+    // Without an overlap, a gap before, between or behind the tensors remains to be looked for.
+    const char *end = data;
+    long long gap = 0;
+    for (int i = 0; i < f->n && !gap; i++) {
+        gap = (const char *)order[i]->data - end;
+        end = safe_end(order[i]);
+    }
+    if (!gap) gap = f->map + f->size - end;
+
+    int bad = 0;
+    if (clash)
+        bad = fault(err, "tensors %.200s and %.200s overlap", order[clash - 1]->name, order[clash]->name);
+    else if (gap)
+        bad = fault(err, "%lld bytes of data belong to no tensor: the header's length or its data_offsets "
+                    "are wrong", gap);
+    free(order);
+    return bad;
+}
+
+// Reads the header, `len` bytes behind the u64, into f->tensor. Returns 0, or -1 with err set.
+static int safe_header(SafeFile *f, size_t len, char err[512]) {
+    const char *data = f->map + 8 + len;
+    size_t size = f->size - 8 - len;
     char why[256];
     f->header = json_parse(f->map + 8, len, why);
     if (!f->header) return fault(err, "the header is not JSON: %s", why);
     if (f->header->type != JSON_OBJECT) return fault(err, "the header is no JSON object");
+
+    // Every entry is a tensor, except for the metadata.
     f->tensor = xcalloc((size_t)f->header->n, sizeof *f->tensor);
     for (int i = 0; i < f->header->n; i++) {
+        const char *name = f->header->key[i];
         const Json *v = &f->header->item[i];
-        if (!strcmp(f->header->key[i], "__metadata__")) {
-            if (v->type != JSON_OBJECT) return fault(err, "__metadata__ is no JSON object");
-            for (int j = 0; j < v->n; j++)
-                if (v->item[j].type != JSON_STRING) return fault(err, "__metadata__: %.200s is no string", v->key[j]);
-        } else if (safe_entry(&f->tensor[f->n++], f->header->key[i], v, f->map + 8 + len, f->size - 8 - len, err)) return -1;
+        int bad;
+        if (!strcmp(name, "__metadata__")) bad = safe_metadata(v, err);
+        else bad = safe_entry(&f->tensor[f->n++], name, v, data, size, err);
+        if (bad) return -1;
     }
+
     qsort(f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_name);
-    for (int i = 1; i < f->n; i++)
+    for (int i = 1; i < f->n; i++) {
         if (!strcmp(f->tensor[i].name, f->tensor[i - 1].name))
             return fault(err, "tensor %.200s stands in the header twice", f->tensor[i].name);
-    const char *end = f->map + 8 + len;                 // of the tensors so far: they lie side by side and fill the file
-    SafeTensor **order = xmalloc((size_t)f->n * sizeof *order), *clash = NULL, *with = NULL;
-    for (int i = 0; i < f->n; i++) order[i] = &f->tensor[i];
-    qsort(order, (size_t)f->n, sizeof *order, safe_by_place);
-    for (int i = 1; i < f->n && !clash; i++)            // ordered by place, only neighbours can be the first to overlap
-        if ((const char *)order[i - 1]->data + order[i - 1]->bytes > (const char *)order[i]->data) {
-            clash = order[i];
-            with = order[i - 1];
-        }
-    long long gap = 0;
-    for (int i = 0; i < f->n && !clash && !gap; i++) {
-        gap = (const char *)order[i]->data - end;
-        end = (const char *)order[i]->data + order[i]->bytes;
     }
-    free(order);
-    if (clash) return fault(err, "tensors %.200s and %.200s overlap", with->name, clash->name);
-    if (!gap) gap = f->map + f->size - end;
-    if (gap) return fault(err, "%lld bytes of data belong to no tensor: the header's length or its data_offsets are wrong", gap);
-    return 0;
+    return safe_layout(f, data, err);
 }
 
+// Maps the file f->path: sets f->map and f->size. Returns 0, or -1 with err set.
 static int safe_map(SafeFile *f, char err[512]) {
     int fd = open(f->path, O_RDONLY | O_CLOEXEC);
     struct stat st;
@@ -6157,6 +10020,8 @@ static int safe_map(SafeFile *f, char err[512]) {
         close(fd);
         return fault(err, "not a safetensors file: expected a regular file of at least 8 bytes");
     }
+
+    // The mapping stays when its file descriptor is closed.
     f->size = (size_t)st.st_size;
     void *p = mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fd, 0);
     int why = errno;
@@ -6166,32 +10031,41 @@ static int safe_map(SafeFile *f, char err[512]) {
     return 0;
 }
 
-// NULL, and the reason without the path in err, when the file is missing or broken.
+// Maps the file f->path and reads its header. Returns 0, or -1 with err set.
+static int safe_read(SafeFile *f, char err[512]) {
+    if (safe_map(f, err)) return -1;
+    uint64_t len = 0;           // little endian in the file
+    for (int i = 7; i >= 0; i--) len = len << 8 | (unsigned char)f->map[i];
+
+    if (!memcmp(f->map, "version ", 8))
+        return fault(err, "only a git-lfs pointer, not the weights themselves (git lfs pull fetches them)");
+    if (len > SAFE_HEADER)
+        return fault(err, "not a safetensors file: a header of %llu bytes, the limit is %d",
+                     (unsigned long long)len, SAFE_HEADER);
+    if (len > f->size - 8)
+        return fault(err, "truncated: a header of %llu bytes in a file of %zu", (unsigned long long)len,
+                     f->size);
+    return safe_header(f, (size_t)len, err);
+}
+
+// Opens a file. Returns NULL, and the reason without the path in err, when it is missing or broken.
 static SafeFile *safetensors_open(const char *path, char err[512]) {
     SafeFile *f = xcalloc(1, sizeof *f);
-    uint64_t len = 0;
     f->path = xmalloc(strlen(path) + 1);
     strcpy(f->path, path);
-    int bad = safe_map(f, err);
-    if (!bad) {
-        for (int i = 7; i >= 0; i--) len = len << 8 | (unsigned char)f->map[i];
-        if (!memcmp(f->map, "version ", 8))
-            bad = fault(err, "only a git-lfs pointer, not the weights themselves (git lfs pull fetches them)");
-        else if (len > SAFE_HEADER)
-            bad = fault(err, "not a safetensors file: a header of %llu bytes, the limit is %d", (unsigned long long)len, SAFE_HEADER);
-        else if (len > f->size - 8)
-            bad = fault(err, "truncated: a header of %llu bytes in a file of %zu", (unsigned long long)len, f->size);
-        else bad = safe_header(f, (size_t)len, err);
-    }
-    if (!bad) return f;
+    if (!safe_read(f, err)) return f;
     safetensors_close(f);
     return NULL;
 }
 
-static SafeTensor *safetensors_find(SafeFile *f, const char *name) {     // NULL: no such tensor
-    SafeTensor key = { .name = name }, *t = f->n ? bsearch(&key, f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_name) : NULL;
+// The tensor of that name, or NULL when there is none. The format allows data at any address, C
+// does not: a tensor at an address that does not fit its dtype is copied to one that does.
+static SafeTensor *safetensors_find(SafeFile *f, const char *name) {
+    SafeTensor key = { .name = name }, *t = NULL;
+    if (f->n) t = bsearch(&key, f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_name);
     if (!t) return NULL;
-    if (!t->used && t->dtype >= 0 && (uintptr_t)t->data % dtype_size(t->dtype)) {        // legal in the format, not in C
+
+    if (!t->used && t->dtype >= 0 && (uintptr_t)t->data % dtype_size(t->dtype)) {
         void *p = xmalloc(t->bytes);
         memcpy(p, t->data, t->bytes);
         t->data = p;
@@ -6201,23 +10075,53 @@ static SafeTensor *safetensors_find(SafeFile *f, const char *name) {     // NULL
     return t;
 }
 
-static const char *safetensors_meta(const SafeFile *f, const char *key) {       // a string of __metadata__, or NULL
+// A string of __metadata__, or NULL when there is none under that key.
+static const char *safetensors_meta(const SafeFile *f, const char *key) {
     const Json *v = json_get(json_get(f->header, "__metadata__"), key);
     return v ? v->str : NULL;
 }
 
-// ---- CONFIG. The reader keeps the first complaint and goes on with defaults, so that everything can be freed before
-// die() is called; no value read after a complaint is ever used.
-typedef struct { const char *file; char err[512]; } ConfigReader;
-enum { ABSENT_IS_ERROR = -1000000 };            // as default: the key must be there
+// Has t the shape (rows,cols)? rows 0 asks for a vector (cols).
+static int safe_has_shape(const SafeTensor *t, int rows, int cols) {
+    if (!rows) return t->n_dim == 1 && t->dim[0] == cols;
+    return t->n_dim == 2 && t->dim[0] == rows && t->dim[1] == cols;
+}
 
+// The two shapes of a complaint, as "2,3": the one that t has, and the one that safe_has_shape
+// asked for.
+static void safe_shape_texts(const SafeTensor *t, int rows, int cols, char found[200],
+                             char want[64]) {
+    int n = 0;
+    found[0] = 0;
+    for (int i = 0; i < t->n_dim; i++)
+        n += snprintf(found + n, 200 - (size_t)n, "%s%lld", i ? "," : "", (long long)t->dim[i]);
+    if (rows) snprintf(want, 64, "%d,%d", rows, cols);
+    else snprintf(want, 64, "%d", cols);
+}
+
+// ---- config.json
+// The reader keeps the first complaint and goes on with defaults, so that everything can be freed
+// before die() is called. No value that is read after a complaint is ever used.
+typedef struct {
+    const char *file;           // its path, for the complaint
+    char err[512];              // the first complaint; "": none
+} ConfigReader;
+enum { ABSENT_IS_ERROR = -1000000 };    // as a default: the key must be there
+
+// The families of models by their model_type and by the class that "architectures" names.
 static const struct { const char *type, *arch; } families[] = {
-    { "llama", "LlamaForCausalLM" }, { "mistral", "MistralForCausalLM" },
-    { "qwen2", "Qwen2ForCausalLM" }, { "qwen3", "Qwen3ForCausalLM" }, { NULL, NULL } };
-#define FAMILIES "supported: llama (LlamaForCausalLM), mistral (MistralForCausalLM), qwen2 (Qwen2ForCausalLM), " \
-                 "qwen3 (Qwen3ForCausalLM)"
+    { "llama", "LlamaForCausalLM" },
+    { "mistral", "MistralForCausalLM" },
+    { "qwen2", "Qwen2ForCausalLM" },
+    { "qwen3", "Qwen3ForCausalLM" },
+    { NULL, NULL },
+};
+#define FAMILIES "supported: llama (LlamaForCausalLM), mistral (MistralForCausalLM), " \
+                 "qwen2 (Qwen2ForCausalLM), qwen3 (Qwen3ForCausalLM)"
 
-KV_PRINTF(2, 3) static void config_fail(ConfigReader *r, const char *fmt, ...) {
+// Writes the complaint "file: ..." unless there is one already.
+KV_PRINTF(2, 3)
+static void config_fail(ConfigReader *r, const char *fmt, ...) {
     if (r->err[0]) return;
     va_list ap;
     int n = snprintf(r->err, sizeof r->err, "%s: ", r->file);
@@ -6227,7 +10131,9 @@ KV_PRINTF(2, 3) static void config_fail(ConfigReader *r, const char *fmt, ...) {
     va_end(ap);
 }
 
-static const char *json_show(const Json *v, char buf[64]) {     // what was found, for a message
+// Writes what was found into buf, for a complaint. Returns buf.
+static const char *json_show(const Json *v, char buf[64]) {
+    // by JSON_*
     static const char *const what[] = { "null", "a bool", "", "", "an array", "an object" };
     if (v->type == JSON_NUMBER && v->is_int) snprintf(buf, 64, "%lld", (long long)v->i);
     else if (v->type == JSON_NUMBER) snprintf(buf, 64, "%g", v->num);
@@ -6236,20 +10142,28 @@ static const char *json_show(const Json *v, char buf[64]) {     // what was foun
     return buf;
 }
 
-static const Json *config_key(const Json *o, const char *key) {         // null counts as absent
+// The value of a key of o, or NULL when it is absent; null counts as absent.
+static const Json *config_key(const Json *o, const char *key) {
     const Json *v = json_get(o, key);
     return v && v->type != JSON_NULL ? v : NULL;
 }
+
+// The whole number under a key, from lo to hi; def when the key is absent. def need not lie in the
+// range.
 static int config_int(ConfigReader *r, const Json *o, const char *key, int def, int lo, int hi) {
     const Json *v = config_key(o, key);
     char buf[64];
     if (!v && def == ABSENT_IS_ERROR) config_fail(r, "%s is missing", key);
     if (!v) return def;
     if (v->type == JSON_NUMBER && v->is_int && v->i >= lo && v->i <= hi) return (int)v->i;
-    config_fail(r, "%s: expected a whole number from %d to %d, found %s", key, lo, hi, json_show(v, buf));
+    config_fail(r, "%s: expected a whole number from %d to %d, found %s", key, lo, hi,
+                json_show(v, buf));
     return def;
 }
-static double config_real(ConfigReader *r, const Json *o, const char *key, double def, double lo, double hi) {
+
+// The number under a key, from lo to hi; def when the key is absent. def need not lie in the range.
+static double config_real(ConfigReader *r, const Json *o, const char *key, double def, double lo,
+                          double hi) {
     const Json *v = config_key(o, key);
     char buf[64];
     if (!v && def == ABSENT_IS_ERROR) config_fail(r, "%s is missing", key);
@@ -6258,6 +10172,8 @@ static double config_real(ConfigReader *r, const Json *o, const char *key, doubl
     config_fail(r, "%s: expected a number from %g to %g, found %s", key, lo, hi, json_show(v, buf));
     return def;
 }
+
+// The bool under a key, as 0 or 1; def when the key is absent.
 static int config_flag(ConfigReader *r, const Json *o, const char *key, int def) {
     const Json *v = config_key(o, key);
     char buf[64];
@@ -6266,6 +10182,8 @@ static int config_flag(ConfigReader *r, const Json *o, const char *key, int def)
     config_fail(r, "%s: expected true or false, found %s", key, json_show(v, buf));
     return def;
 }
+
+// The string under a key; def when the key is absent.
 static const char *config_str(ConfigReader *r, const Json *o, const char *key, const char *def) {
     const Json *v = config_key(o, key);
     char buf[64];
@@ -6275,28 +10193,52 @@ static const char *config_str(ConfigReader *r, const Json *o, const char *key, c
     return def;
 }
 
+// The index in families[] of a model_type, or of an architecture when the model_type is ""; the end
+// mark's if unknown.
+static int family_find(const char *type, const char *arch) {
+    int k = 0;
+    for (; families[k].type; k++) {
+        if (*type ? !strcmp(type, families[k].type) : !strcmp(arch, families[k].arch)) break;
+    }
+    return k;
+}
+
+// Reads the family of the model into c->model_type. Refuses unknown families, quantized checkpoints
+// and MLPs without SiLU.
 static void config_family(ConfigReader *r, Config *c, const Json *o) {
     const Json *list = config_key(o, "architectures");
     const char *type = config_str(r, o, "model_type", ""), *arch = "";
-    int k = 0;
-    if (list && list->type == JSON_ARRAY && list->n && list->item[0].type == JSON_STRING) arch = list->item[0].str;
-    else if (list) config_fail(r, "architectures: expected a list of names");
+    if (list && list->type == JSON_ARRAY && list->n && list->item[0].type == JSON_STRING)
+        arch = list->item[0].str;
+    else if (list)
+        config_fail(r, "architectures: expected a list of names");
+
+    // Gemma-3 is refused with a reason of its own: it differs in more than a name.
     if (!strncmp(type, "gemma3", 6) || !strncmp(arch, "Gemma3", 6))
-        config_fail(r, "Gemma-3 is not supported (its norms, GeGLU and second RoPE base are not written); " FAMILIES);
-    if (!*type && !*arch) config_fail(r, "model_type and architectures are missing: not a model's config; " FAMILIES);
-    while (families[k].type && strcmp(*type ? type : arch, *type ? families[k].type : families[k].arch)) k++;
+        config_fail(r, "Gemma-3 is not supported (its norms, GeGLU and second RoPE base are not written); "
+                    FAMILIES);
+    if (!*type && !*arch)
+        config_fail(r, "model_type and architectures are missing: not a model's config; " FAMILIES);
+    int k = family_find(type, arch);
     if (!families[k].type || (*arch && strcmp(arch, families[k].arch)))
-        config_fail(r, "model_type \"%.60s\", architecture \"%.60s\" is not supported; " FAMILIES, type, arch);
-    else snprintf(c->model_type, sizeof c->model_type, "%s", families[k].type);
+        config_fail(r, "model_type \"%.60s\", architecture \"%.60s\" is not supported; " FAMILIES, type,
+                    arch);
+    else
+        snprintf(c->model_type, sizeof c->model_type, "%s", families[k].type);
+
     if (config_key(o, "quantization_config") || config_key(o, "compression_config")) {
         const char *how = config_str(r, config_key(o, "quantization_config"), "quant_method", "?");
-        config_fail(r, "quantized checkpoint (quantization_config, %.40s): kvcomp reads F32, F16 and BF16 weights; "
-                       "take the unquantized model", how);
+        config_fail(r, "quantized checkpoint (quantization_config, %.40s): kvcomp reads F32, F16 and BF16 "
+                    "weights; take the unquantized model", how);
     }
-    const char *act = config_str(r, o, "hidden_act", config_str(r, o, "hidden_activation", "silu"));
-    if (strcmp(act, "silu") && strcmp(act, "swish")) config_fail(r, "hidden_act: expected \"silu\", found \"%.40s\"", act);
+    const char *act = config_str(r, o, "hidden_activation", "silu");
+    act = config_str(r, o, "hidden_act", act);
+    if (strcmp(act, "silu") && strcmp(act, "swish"))
+        config_fail(r, "hidden_act: expected \"silu\", found \"%.40s\"", act);
 }
 
+// Reads the sizes of the model. c->dtype is what the file says; weights_load replaces it by what
+// most tensors have.
 static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
     c->C = config_int(r, o, "hidden_size", ABSENT_IS_ERROR, 1, 1 << 18);
     c->F = config_int(r, o, "intermediate_size", ABSENT_IS_ERROR, 1, 1 << 20);
@@ -6310,50 +10252,72 @@ static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
     c->tied = config_flag(r, o, "tie_word_embeddings", 0);
     c->qk_norm = !strcmp(c->model_type, "qwen3");
     if (r->err[0]) return;
+
+    // What is absent is derived, and the sizes must fit each other.
     if (!c->D) {
         if (c->C % c->H)
-            config_fail(r, "hidden_size %d is no multiple of num_attention_heads %d, and there is no head_dim", c->C, c->H);
+            config_fail(r, "hidden_size %d is no multiple of num_attention_heads %d, and there is no "
+                        "head_dim", c->C, c->H);
         c->D = c->C / c->H;
     }
-    if (c->H % c->G) config_fail(r, "num_attention_heads %d is no multiple of num_key_value_heads %d", c->H, c->G);
-    if (c->H / c->G > MAX_R) config_fail(r, "num_attention_heads %d, num_key_value_heads %d: expected at most %d query heads a KV head", c->H, c->G, MAX_R);
+    if (c->H % c->G)
+        config_fail(r, "num_attention_heads %d is no multiple of num_key_value_heads %d", c->H, c->G);
+    if (c->H / c->G > MAX_R)
+        config_fail(r, "num_attention_heads %d, num_key_value_heads %d: expected at most %d query heads a "
+                    "KV head", c->H, c->G, MAX_R);
     if (c->D % 2 || c->D < 2 || c->D > 1024)
         config_fail(r, "head_dim %d: expected an even number from 2 to 1024 (RoPE turns pairs)", c->D);
-    const char *dtype = config_str(r, o, config_key(o, "dtype") ? "dtype" : "torch_dtype", "bfloat16");
-    // weights_load looks at the tensors
-    c->dtype = !strcmp(dtype, "float32") ? DT_F32 : !strcmp(dtype, "float16") ? DT_F16 : DT_BF16;
+
+    const char *key = config_key(o, "dtype") ? "dtype" : "torch_dtype";
+    const char *dtype = config_str(r, o, key, "bfloat16");
+    if (!strcmp(dtype, "float32")) c->dtype = DT_F32;
+    else if (!strcmp(dtype, "float16")) c->dtype = DT_F16;
+    else c->dtype = DT_BF16;
 }
 
-// The sliding window: Mistral all layers; Qwen from max_window_layers on if use_sliding_window, or as layer_types says.
+// Reads which layers have a sliding window (D6, D7). Mistral: all of them. Qwen: those that
+// layer_types names or, without layer_types, those from max_window_layers on if use_sliding_window
+// is set. An absent sliding_window means 4096, the default of the models' classes; null means none.
 static void config_window(ConfigReader *r, Config *c, const Json *o) {
-    int qwen = !strncmp(c->model_type, "qwen", 4), mistral = !strcmp(c->model_type, "mistral"), any = 0;
-    const Json *types = qwen ? config_key(o, "layer_types") : NULL;
+    int qwen = !strncmp(c->model_type, "qwen", 4), mistral = !strcmp(c->model_type, "mistral");
     if (r->err[0] || !(mistral || qwen)) return;
+    const Json *types = qwen ? config_key(o, "layer_types") : NULL;
     int use = mistral || config_flag(r, o, "use_sliding_window", 0);
     int from = qwen ? config_int(r, o, "max_window_layers", 28, 0, 1 << 30) : 0;
-    // absent: the classes' default; null: none
-    int window = config_int(r, o, "sliding_window", use && !json_get(o, "sliding_window") ? 4096 : 0, 1, 1 << 30);
+    int absent = use && !json_get(o, "sliding_window") ? 4096 : 0;
+    int window = config_int(r, o, "sliding_window", absent, 1, 1 << 30);
     if (types && (types->type != JSON_ARRAY || types->n != c->L)) {
         config_fail(r, "layer_types: expected a list of %d names, one a layer", c->L);
         return;
     }
+
+    // One flag a layer; when no layer has a window, c->windowed is NULL.
+    int any = 0;
     c->windowed = xcalloc((size_t)c->L, 1);
     for (int l = 0; l < c->L; l++) {
         const Json *t = types ? &types->item[l] : NULL;
         char buf[64];
-        if (t && (t->type != JSON_STRING || (strcmp(t->str, "full_attention") && strcmp(t->str, "sliding_attention"))))
-            config_fail(r, "layer_types[%d]: expected full_attention or sliding_attention, found %s", l, json_show(t, buf));
-        else c->windowed[l] = t ? t->str[0] == 's' : use && window && l >= from;
+        if (!t) c->windowed[l] = use && window && l >= from;
+        else if (t->type == JSON_STRING && !strcmp(t->str, "sliding_attention")) c->windowed[l] = 1;
+        else if (t->type != JSON_STRING || strcmp(t->str, "full_attention"))
+            config_fail(r, "layer_types[%d]: expected full_attention or sliding_attention, found %s", l,
+                        json_show(t, buf));
         any |= c->windowed[l];
     }
-    if (any && !window) config_fail(r, "layer_types names sliding_attention layers, but sliding_window is missing");
-    if (any) c->window = window;
-    else { free(c->windowed); c->windowed = NULL; }
+    if (any && !window)
+        config_fail(r, "layer_types names sliding_attention layers, but sliding_window is missing");
+    if (any) {
+        c->window = window;
+    } else {
+        free(c->windowed);
+        c->windowed = NULL;
+    }
 }
 
-static int json_same(const Json *a, const Json *b) {        // the same numbers and strings under the same keys
-    if (a->type != b->type || a->n != b->n || a->num != b->num || a->len != b->len || (a->len && memcmp(a->str, b->str, a->len)))
-        return 0;
+// Do a and b hold the same numbers and strings under the same keys?
+static int json_same(const Json *a, const Json *b) {
+    if (a->type != b->type || a->n != b->n || a->num != b->num || a->len != b->len) return 0;
+    if (a->len && memcmp(a->str, b->str, a->len)) return 0;
     for (int i = 0; i < a->n; i++) {
         const Json *y = a->type == JSON_OBJECT ? json_get(b, a->key[i]) : &b->item[i];
         if (!y || !json_same(&a->item[i], y)) return 0;
@@ -6361,42 +10325,37 @@ static int json_same(const Json *a, const Json *b) {        // the same numbers 
     return 1;
 }
 
-// RoPE: old form rope_theta + rope_scaling{type|rope_type}; new form rope_parameters{rope_theta, rope_type}, perhaps one per
-// layer type. A rope_type that is not understood is refused: ignoring it gives fluent nonsense after a few thousand tokens.
-static void config_rope(ConfigReader *r, Config *c, const Json *o) {
-    const Json *p = config_key(o, "rope_scaling"), *sub;
-    char buf[64];
+// The object with the parameters of RoPE, or NULL: rope_scaling in old files, rope_parameters in
+// new ones. The new one may hold one object per layer type; they must be the same.
+static const Json *config_rope_object(ConfigReader *r, const Json *o) {
     const char *key = "rope_scaling";
-    if (!p || (p->type == JSON_OBJECT && !p->n)) p = config_key(o, key = "rope_parameters");
-    if (p && p->type != JSON_OBJECT) config_fail(r, "%s: expected an object, found %s", key, json_show(p, buf));
-    if ((sub = config_key(p, "full_attention"))) {
-        const Json *sliding = config_key(p, "sliding_attention");
-        if (sliding && !json_same(sub, sliding))
-            config_fail(r, "rope_parameters: full_attention and sliding_attention differ, which is not supported");
-        p = sub;
+    const Json *p = config_key(o, key);
+    char buf[64];
+    if (!p || (p->type == JSON_OBJECT && !p->n)) {
+        key = "rope_parameters";
+        p = config_key(o, key);
     }
-    const char *type = config_str(r, p, "rope_type", config_str(r, p, "type", "default"));
-    c->theta = config_real(r, p, "rope_theta", config_real(r, o, "rope_theta", 0, 1.5, 1e12), 1.5, 1e12);
-    if (c->theta == 0) {
-        c->theta = 10000;
-        if (!r->err[0]) fprintf(stderr, "kvcomp: %s: no rope_theta, 10000 is used\n", r->file);
-    }
-    if (config_real(r, p, "partial_rotary_factor", config_real(r, o, "partial_rotary_factor", 1, 0, 1), 0, 1) != 1)
-        config_fail(r, "partial_rotary_factor: only 1 is supported");
-    c->factor = 1; c->low_freq = 1; c->high_freq = 4; c->beta_fast = 32; c->beta_slow = 1;
-    c->orig_pos = config_int(r, p, "original_max_position_embeddings", c->max_pos, 1, 1 << 30);
-    c->orig_pos = config_int(r, o, "original_max_position_embeddings", c->orig_pos, 1, 1 << 30);
-    if (!strcmp(type, "default")) return;
-    if (!strcmp(type, "linear")) c->rope_type = ROPE_LINEAR;
-    else if (!strcmp(type, "llama3")) c->rope_type = ROPE_LLAMA3;
-    else if (!strcmp(type, "yarn")) c->rope_type = ROPE_YARN;
-    else config_fail(r, "rope_type \"%.40s\" is not supported; supported: default, linear, llama3, yarn", type);
+    if (p && p->type != JSON_OBJECT)
+        config_fail(r, "%s: expected an object, found %s", key, json_show(p, buf));
+
+    const Json *full = config_key(p, "full_attention");
+    const Json *sliding = config_key(p, "sliding_attention");
+    if (!full) return p;
+    if (sliding && !json_same(full, sliding))
+        config_fail(r, "rope_parameters: full_attention and sliding_attention differ, which is not "
+                    "supported");
+    return full;
+}
+
+// Reads what the scaling c->rope_type needs from the object p.
+static void config_rope_scaling(ConfigReader *r, Config *c, const Json *p) {
     c->factor = config_real(r, p, "factor", ABSENT_IS_ERROR, 1, 1e6);
     if (c->rope_type == ROPE_LLAMA3) {
         c->low_freq = config_real(r, p, "low_freq_factor", ABSENT_IS_ERROR, 1e-6, 1e6);
         c->high_freq = config_real(r, p, "high_freq_factor", ABSENT_IS_ERROR, 1e-6, 1e6);
         if (c->low_freq >= c->high_freq)
-            config_fail(r, "low_freq_factor %g: expected less than high_freq_factor %g", c->low_freq, c->high_freq);
+            config_fail(r, "low_freq_factor %g: expected less than high_freq_factor %g", c->low_freq,
+                        c->high_freq);
     }
     if (c->rope_type == ROPE_YARN) {
         c->beta_fast = config_real(r, p, "beta_fast", 32, 1e-6, 1e6);
@@ -6404,75 +10363,140 @@ static void config_rope(ConfigReader *r, Config *c, const Json *o) {
         c->attn_factor = config_real(r, p, "attention_factor", 0, 1e-6, 1e6);
         if (c->beta_fast < c->beta_slow)
             config_fail(r, "beta_fast %g: expected at least beta_slow %g", c->beta_fast, c->beta_slow);
-        if (config_key(p, "mscale") || config_key(p, "mscale_all_dim")) config_fail(r, "yarn with mscale is not supported");
-        if (!config_flag(r, p, "truncate", 1)) config_fail(r, "yarn with truncate false is not supported");
+        if (config_key(p, "mscale") || config_key(p, "mscale_all_dim"))
+            config_fail(r, "yarn with mscale is not supported");
+        if (!config_flag(r, p, "truncate", 1))
+            config_fail(r, "yarn with truncate false is not supported");
     }
 }
 
-static void config_eos(ConfigReader *r, Config *c, const Json *o) {     // adds the eos ids of o: one number or a list
+// Reads the kind of RoPE (D5). Old files have rope_theta and rope_scaling{type|rope_type, ..}, new
+// ones rope_parameters{rope_theta, rope_type, ..}. A rope_type that is not understood is refused:
+// ignoring it gives fluent nonsense after a few thousand tokens.
+static void config_rope(ConfigReader *r, Config *c, const Json *o) {
+    const Json *p = config_rope_object(r, o);
+    const char *type = config_str(r, p, "type", "default");
+    type = config_str(r, p, "rope_type", type);
+    c->theta = config_real(r, o, "rope_theta", 0, 1.5, 1e12);
+    c->theta = config_real(r, p, "rope_theta", c->theta, 1.5, 1e12);
+    if (c->theta == 0) {
+        c->theta = 10000;
+        if (!r->err[0]) fprintf(stderr, "kvcomp: %s: no rope_theta, 10000 is used\n", r->file);
+    }
+    double partial = config_real(r, o, "partial_rotary_factor", 1, 0, 1);
+    partial = config_real(r, p, "partial_rotary_factor", partial, 0, 1);
+    if (partial != 1) config_fail(r, "partial_rotary_factor: only 1 is supported");
+
+    // Defaults of the scaling. The positions of training may stand in either object; the outer
+    // one wins.
+    c->factor = 1;
+    c->low_freq = 1;
+    c->high_freq = 4;
+    c->beta_fast = 32;
+    c->beta_slow = 1;
+    c->orig_pos = config_int(r, p, "original_max_position_embeddings", c->max_pos, 1, 1 << 30);
+    c->orig_pos = config_int(r, o, "original_max_position_embeddings", c->orig_pos, 1, 1 << 30);
+
+    if (!strcmp(type, "default")) return;
+    if (!strcmp(type, "linear")) c->rope_type = ROPE_LINEAR;
+    else if (!strcmp(type, "llama3")) c->rope_type = ROPE_LLAMA3;
+    else if (!strcmp(type, "yarn")) c->rope_type = ROPE_YARN;
+    else config_fail(r, "rope_type \"%.40s\" is not supported; supported: default, linear, llama3, yarn",
+                     type);
+    config_rope_scaling(r, c, p);
+}
+
+// Adds the eos ids of o, one number or a list, to those of c. An id without an embedding is never
+// generated, so it is left out.
+static void config_eos(ConfigReader *r, Config *c, const Json *o) {
     const Json *v = config_key(o, "eos_token_id");
-    char buf[64];
-    for (int i = 0; v && i < (v->type == JSON_ARRAY ? v->n : 1); i++) {
-        const Json *e = v->type == JSON_ARRAY ? &v->item[i] : v;
-        if (e->type != JSON_NUMBER || !e->is_int) config_fail(r, "eos_token_id: expected whole numbers, found %s", json_show(e, buf));
-        int known = e->i < 0 || e->i >= c->V;           // an id without an embedding is never generated
-        for (int k = 0; k < c->n_eos; k++) known |= c->eos[k] == e->i;
-        if (known) continue;
-        if (c->n_eos == (int)(sizeof c->eos / sizeof *c->eos)) config_fail(r, "eos_token_id: more than 8 different ids");
+    if (!v) return;
+    const int most = sizeof c->eos / sizeof *c->eos;
+    int list = v->type == JSON_ARRAY, n = list ? v->n : 1;
+    for (int i = 0; i < n; i++) {
+        const Json *e = list ? &v->item[i] : v;
+        char buf[64];
+        if (e->type != JSON_NUMBER || !e->is_int) {
+            config_fail(r, "eos_token_id: expected whole numbers, found %s", json_show(e, buf));
+            return;
+        }
+        int skip = e->i < 0 || e->i >= c->V;
+        for (int k = 0; k < c->n_eos; k++) skip |= c->eos[k] == e->i;
+        if (skip) continue;
+        if (c->n_eos == most) config_fail(r, "eos_token_id: more than 8 different ids");
         else c->eos[c->n_eos++] = (int)e->i;
     }
 }
 
-// What else may lie in a folder that is not ours: the file's name and what to do go into err. 0: nothing known was found.
-static int foreign_files(const char *dir, char err[512]) {
-    DIR *d = opendir(dir);
-    const char *what = NULL;
-    char found[256] = "";
-    for (struct dirent *e; d && (e = readdir(d)); ) {
-        size_t n = strlen(e->d_name);
-        const char *w = NULL;
-        if (!strncmp(e->d_name, "pytorch_model", 13))
-            w = "pickled weights, which are not read: in Python, AutoModelForCausalLM.from_pretrained(IN).save_pretrained(OUT) "
-                "writes safetensors";
-        else if (!strncmp(e->d_name, "consolidated.", 13))
-            w = "weights in the vendor's own layout (interleaved RoPE), which is not read: fetch the Hugging Face files, "
-                "config.json and model*.safetensors";
-        else if (n > 5 && !strcmp(e->d_name + n - 5, ".gguf"))
-            w = "a GGUF file, which is not read: fetch the Hugging Face folder it was made from";
-        if (w && (!found[0] || strcmp(e->d_name, found) < 0)) {         // readdir has no order
-            snprintf(found, sizeof found, "%s", e->d_name);
-            what = w;
-        }
-    }
-    if (d) closedir(d);
-    if (what) snprintf(err, 512, "%.200s: only %.100s: %s", dir, found, what);
-    return what != NULL;
+// Says what a file of another format is and what to do about it. NULL: the name tells of no such
+// file.
+static const char *foreign_file(const char *name) {
+    size_t n = strlen(name);
+    if (!strncmp(name, "pytorch_model", 13))
+        return "pickled weights, which are not read: in Python, "
+               "AutoModelForCausalLM.from_pretrained(IN).save_pretrained(OUT) writes safetensors";
+    if (!strncmp(name, "consolidated.", 13))
+        return "weights in the vendor's own layout (interleaved RoPE), which is not read: fetch the Hugging "
+               "Face files, config.json and model*.safetensors";
+    if (n > 5 && !strcmp(name + n - 5, ".gguf"))
+        return "a GGUF file, which is not read: fetch the Hugging Face folder it was made from";
+    return NULL;
 }
 
-// dir/name parsed. NULL with err "" when it is absent and not needed.
+// Looks in a folder for weights of another format: 1 and a complaint in err when it finds some,
+// else 0. readdir has no order; the complaint is about the first name of the alphabet.
+static int foreign_files(const char *dir, char err[512]) {
+    DIR *d = opendir(dir);
+    struct dirent *e;
+    char found[256] = "";
+    if (!d) return 0;
+    while ((e = readdir(d)) != NULL) {
+        if (foreign_file(e->d_name) && (!found[0] || strcmp(e->d_name, found) < 0))
+            snprintf(found, sizeof found, "%s", e->d_name);
+    }
+    closedir(d);
+    if (!found[0]) return 0;
+    snprintf(err, 512, "%.200s: only %.100s: %s", dir, found, foreign_file(found));
+    return 1;
+}
+
+// Parses the object in dir/name. Returns NULL with the reason in err, or with err "" when the file
+// is absent and not needed.
 static Json *config_file(const char *dir, const char *name, int needed, char err[512]) {
-    char path[1400], why[256], *text = NULL;
+    char path[1400], why[256];
     size_t n;
     struct stat st;
-    Json *j = NULL;
     err[0] = 0;
     snprintf(path, sizeof path, "%s/%s", dir, name);
     if (!needed && !file_exists(path)) return NULL;
-    if (stat(dir, &st)) fault(err, "%.300s: no such folder", dir);
-    else if (!S_ISDIR(st.st_mode))
-        fault(err, "%.300s: expected a Hugging Face folder (config.json, model.safetensors, tokenizer.json), found a file", dir);
-    else if (file_exists(path) || !foreign_files(dir, err)) text = read_file(path, &n, why);
-    if (err[0]) return NULL;
-    if (text) j = json_parse(text, n, why);
-    if (!text) fault(err, "%s", why);
-    else if (!j) fault(err, "%.220s/%s: %s", dir, name, why);
-    else if (j->type != JSON_OBJECT) fault(err, "%.300s/%s: expected a JSON object", dir, name);
+
+    // The folder itself first, then weights that another format would need, then the file.
+    if (stat(dir, &st)) {
+        fault(err, "%.300s: no such folder", dir);
+        return NULL;
+    }
+    if (!S_ISDIR(st.st_mode)) {
+        fault(err, "%.300s: expected a Hugging Face folder (config.json, model.safetensors, "
+              "tokenizer.json), found a file", dir);
+        return NULL;
+    }
+    if (!file_exists(path) && foreign_files(dir, err)) return NULL;
+    char *text = read_file(path, &n, why);
+    if (!text) {
+        fault(err, "%s", why);
+        return NULL;
+    }
+
+    Json *j = json_parse(text, n, why);
     free(text);
+    if (!j) fault(err, "%.220s/%s: %s", dir, name, why);
+    else if (j->type != JSON_OBJECT) fault(err, "%.300s/%s: expected a JSON object", dir, name);
     if (!err[0]) return j;
     json_free(j);
     return NULL;
 }
 
+// Reads config.json's object o into c. r->err tells whether c can be used.
 static void config_read(ConfigReader *r, Config *c, const Json *o) {
     config_family(r, c, o);
     config_sizes(r, c, o);
@@ -6483,12 +10507,20 @@ static void config_read(ConfigReader *r, Config *c, const Json *o) {
     config_eos(r, c, o);
 }
 
-static void config_free(Config *c) { if (c) free(c->windowed); free(c); }
+// Gives a config back; NULL is allowed.
+static void config_free(Config *c) {
+    if (c) free(c->windowed);
+    free(c);
+}
 
+// Reads config.json of a folder, and the eos ids of generation_config.json if it is there. Exit 3
+// with the key's name.
 Config *config_load(const char *dir) {
     Config *c = xcalloc(1, sizeof *c);
     char file[400];
     ConfigReader r = { .file = file };
+
+    // c->dir is the path without slashes at its end.
     size_t n = strlen(dir);
     while (n > 1 && dir[n - 1] == '/') n--;
     if (n >= sizeof c->dir) {
@@ -6496,69 +10528,111 @@ Config *config_load(const char *dir) {
         die(EXIT_MODEL, "%.60s...: the path is longer than %zu bytes", dir, sizeof c->dir - 1);
     }
     memcpy(c->dir, dir, n);
-    Json *o = config_file(c->dir, "config.json", 1, r.err), *g = NULL;
+
+    // The path in `file` follows the file that is read, because complaints name it.
+    Json *config = config_file(c->dir, "config.json", 1, r.err), *generation = NULL;
     snprintf(file, sizeof file, "%.300s/config.json", c->dir);
-    if (!r.err[0]) config_read(&r, c, o);
-    if (!r.err[0] && (g = config_file(c->dir, "generation_config.json", 0, r.err))) {
+    if (!r.err[0]) config_read(&r, c, config);
+    if (!r.err[0]) generation = config_file(c->dir, "generation_config.json", 0, r.err);
+    if (generation) {
         snprintf(file, sizeof file, "%.300s/generation_config.json", c->dir);
-        config_eos(&r, c, g);
+        config_eos(&r, c, generation);
     }
-    json_free(o);
-    json_free(g);
-    if (r.err[0]) { config_free(c); die(EXIT_MODEL, "%s", r.err); }
+    json_free(config);
+    json_free(generation);
+    if (r.err[0]) {
+        config_free(c);
+        die(EXIT_MODEL, "%s", r.err);
+    }
     return c;
 }
 
-static const struct { const char *name, *type; Config c; } synthetic_shapes[] = {
-    { "llama-3.2-1b", "llama", { .L = 16, .H = 32, .G = 8, .D = 64, .C = 2048, .F = 8192, .V = 128256, .tied = 1,
-                                 .eps = 1e-5f, .theta = 5e5, .rope_type = ROPE_LLAMA3, .factor = 32 } },
-    { "llama-3.1-8b", "llama", { .L = 32, .H = 32, .G = 8, .D = 128, .C = 4096, .F = 14336, .V = 128256,
-                                 .eps = 1e-5f, .theta = 5e5, .rope_type = ROPE_LLAMA3, .factor = 8 } },
-    { "qwen3-4b",     "qwen3", { .L = 36, .H = 32, .G = 8, .D = 128, .C = 2560, .F = 9728, .V = 151936, .tied = 1, .qk_norm = 1,
-                                 .eps = 1e-6f, .theta = 1e6, .factor = 1 } },
-    { "tiny",         "llama", { .L = 8, .H = 8, .G = 4, .D = 64, .C = 512, .F = 1408, .V = 8192, .tied = 1,
-                                 .eps = 1e-5f, .theta = 1e4, .factor = 1 } } };
+// ---- a config without a checkpoint
+// Shapes of known models, for --synthetic.
+static const struct { const char *name; Config c; } synthetic_shapes[] = {
+    { "llama-3.2-1b", { .model_type = "llama", .L = 16, .H = 32, .G = 8, .D = 64, .C = 2048, .F = 8192,
+                        .V = 128256, .tied = 1, .eps = 1e-5f, .theta = 5e5, .rope_type = ROPE_LLAMA3,
+                        .factor = 32 } },
+    { "llama-3.1-8b", { .model_type = "llama", .L = 32, .H = 32, .G = 8, .D = 128, .C = 4096, .F = 14336,
+                        .V = 128256, .eps = 1e-5f, .theta = 5e5, .rope_type = ROPE_LLAMA3,
+                        .factor = 8 } },
+    { "qwen3-4b",     { .model_type = "qwen3", .L = 36, .H = 32, .G = 8, .D = 128, .C = 2560, .F = 9728,
+                        .V = 151936, .tied = 1, .qk_norm = 1, .eps = 1e-6f, .theta = 1e6,
+                        .factor = 1 } },
+    { "tiny",         { .model_type = "llama", .L = 8, .H = 8, .G = 4, .D = 64, .C = 512, .F = 1408,
+                        .V = 8192, .tied = 1, .eps = 1e-5f, .theta = 1e4, .factor = 1 } },
+};
 enum { N_SHAPES = sizeof synthetic_shapes / sizeof *synthetic_shapes };
 
-// A config without a checkpoint, for speed: a known name, or sizes that replace those of llama-3.2-1b.
+// Reads sizes such as "L16,H32" into c; a size that is not named stays. Returns 0, or -1 when the
+// text is malformed or a size is out of range.
+static int synthetic_sizes(Config *c, const char *text) {
+    const struct { char letter; int *at, max; } size[] = {
+        { 'L', &c->L, 1024 },
+        { 'H', &c->H, 1024 },
+        { 'G', &c->G, 1024 },
+        { 'D', &c->D, 1024 },
+        { 'C', &c->C, 1 << 18 },
+        { 'F', &c->F, 1 << 20 },
+        { 'V', &c->V, 1 << 22 },
+    };
+    const size_t sizes = sizeof size / sizeof *size;
+
+    // p stands on a letter, or on the text's end where a letter should stand.
+    for (const char *p = text; ; p++) {
+        size_t i = 0;
+        while (i < sizes && size[i].letter != *p) i++;
+        if (i == sizes || !isdigit((unsigned char)p[1])) return -1;
+        char *end;
+        long v = strtol(p + 1, &end, 10);
+        if (v < 1 || v > size[i].max || (*end && *end != ',')) return -1;
+        *size[i].at = (int)v;
+        if (!*end) return 0;
+        p = end;                // the comma
+    }
+}
+
+// A config for runs that measure speed: a known name, or sizes that replace those of llama-3.2-1b.
+// Exit 2 for a shape that cannot be.
 Config *config_synthetic(const char *shape) {
-    Config c;
     int k = 0;
     while (k < N_SHAPES && strcmp(shape, synthetic_shapes[k].name)) k++;
-    c = synthetic_shapes[k < N_SHAPES ? k : 0].c;
-    snprintf(c.model_type, sizeof c.model_type, "%s", synthetic_shapes[k < N_SHAPES ? k : 0].type);
-    c.max_pos = 131072; c.orig_pos = 8192; c.bos = -1; c.dtype = DT_BF16;
-    c.low_freq = 1; c.high_freq = 4; c.beta_fast = 32; c.beta_slow = 1;
+    Config c = synthetic_shapes[k < N_SHAPES ? k : 0].c;
+    c.max_pos = 131072;
+    c.orig_pos = 8192;
+    c.bos = -1;
+    c.dtype = DT_BF16;
+    c.low_freq = 1;
+    c.high_freq = 4;
+    c.beta_fast = 32;
+    c.beta_slow = 1;
     snprintf(c.dir, sizeof c.dir, "synthetic:%s", shape);
-    const struct { char letter; int *at, max; } size[] = {
-        { 'L', &c.L, 1024 }, { 'H', &c.H, 1024 }, { 'G', &c.G, 1024 }, { 'D', &c.D, 1024 }, { 'C', &c.C, 1 << 18 },
-        { 'F', &c.F, 1 << 20 }, { 'V', &c.V, 1 << 22 } };
-    const size_t sizes = sizeof size / sizeof *size;
-    for (const char *p = shape; k == N_SHAPES; p++) {
-        size_t i = 0;
-        char *end = (char *)p;
-        while (i < sizes && size[i].letter != *p) i++;
-        long v = i < sizes && isdigit((unsigned char)p[1]) ? strtol(p + 1, &end, 10) : 0;
-        if (v < 1 || v > size[i].max || (*end && *end != ','))
-            die(EXIT_USAGE, "shape \"%.60s\": expected llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny or sizes such as "
-                            "L16,H32,G8,D64,C2048,F8192,V128256", shape);
-        *size[i].at = (int)v;
-        p = end;
-        if (!*p) break;
-    }
+
+    // A shape that is no known name is a list of sizes.
+    if (k == N_SHAPES && synthetic_sizes(&c, shape))
+        die(EXIT_USAGE, "shape \"%.60s\": expected llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny or sizes such "
+            "as L16,H32,G8,D64,C2048,F8192,V128256", shape);
     if (c.H % c.G) die(EXIT_USAGE, "shape \"%.60s\": H %d is no multiple of G %d", shape, c.H, c.G);
-    if (c.H / c.G > MAX_R) die(EXIT_USAGE, "shape \"%.60s\": H %d, G %d: expected at most %d query heads a KV head", shape, c.H, c.G, MAX_R);
+    if (c.H / c.G > MAX_R)
+        die(EXIT_USAGE, "shape \"%.60s\": H %d, G %d: expected at most %d query heads a KV head", shape,
+            c.H, c.G, MAX_R);
     if (c.D % 2) die(EXIT_USAGE, "shape \"%.60s\": D %d is odd (RoPE turns pairs)", shape, c.D);
     Config *out = xmalloc(sizeof *out);
     *out = c;
     return out;
 }
 
-// ---- WEIGHTS. One table names every tensor, its sizes and when it must be there: loading, making and printing walk it.
-// optional: taken if the file has it; the last two: needed by that family
-enum { TENSOR_NEEDED, TENSOR_OPTIONAL, TENSOR_QWEN2, TENSOR_QK_NORM };
+// ---- weights
+// One table names every tensor of a layer, its sizes and when it must be there. Loading, making and
+// printing walk it.
+enum {
+    TENSOR_NEEDED,              // every model has it
+    TENSOR_OPTIONAL,            // taken when the file has it
+    TENSOR_QWEN2,               // needed by Qwen2, optional elsewhere
+    TENSOR_QK_NORM,             // needed by a model with QK-norm, not looked for elsewhere
+};
 
-// sizes: letters of the legend, Q = H*D, K = G*D, 1 = a vector
+// rows and cols are letters of the legend; Q is H*D, K is G*D, and 1 row makes a vector.
 static const struct { const char *name; size_t at; char rows, cols; int when; } layer_tensors[] = {
     { "input_layernorm.weight",          offsetof(Layer, attn_norm), '1', 'C', TENSOR_NEEDED },
     { "self_attn.q_proj.weight",         offsetof(Layer, wq),        'Q', 'C', TENSOR_NEEDED },
@@ -6577,12 +10651,18 @@ static const struct { const char *name; size_t at; char rows, cols; int when; } 
     { "mlp.up_proj.weight",              offsetof(Layer, up),        'F', 'C', TENSOR_NEEDED },
     { "mlp.up_proj.bias",                offsetof(Layer, bup),       '1', 'F', TENSOR_OPTIONAL },
     { "mlp.down_proj.weight",            offsetof(Layer, down),      'C', 'F', TENSOR_NEEDED },
-    { "mlp.down_proj.bias",              offsetof(Layer, bdown),     '1', 'C', TENSOR_OPTIONAL } };
+    { "mlp.down_proj.bias",              offsetof(Layer, bdown),     '1', 'C', TENSOR_OPTIONAL },
+};
 enum { N_LAYER_TENSORS = sizeof layer_tensors / sizeof *layer_tensors };
 
-static const char *const dtype_names[] = { "F32", "F16", "BF16" };
+static const char *const dtype_names[] = { "F32", "F16", "BF16" };      // by DT_*
 
-static Tensor *layer_tensor(Layer *ly, int i) { return (Tensor *)((char *)ly + layer_tensors[i].at); }
+// The tensor of a layer that line i of the table names.
+static Tensor *layer_tensor(Layer *ly, int i) {
+    return (Tensor *)((char *)ly + layer_tensors[i].at);
+}
+
+// The size that a letter of the table stands for.
 static int config_size(const Config *c, char letter) {
     switch (letter) {
     case 'C': return c->C;
@@ -6594,35 +10674,78 @@ static int config_size(const Config *c, char letter) {
     default:  return 1;
     }
 }
-static int tensor_rows(const Config *c, int i) { return config_size(c, layer_tensors[i].rows); }
-static int tensor_cols(const Config *c, int i) { return config_size(c, layer_tensors[i].cols); }
-static int tensor_needed(const Config *c, int i) {
-    int when = layer_tensors[i].when;
-    return when == TENSOR_NEEDED || (when == TENSOR_QK_NORM && c->qk_norm) || (when == TENSOR_QWEN2 && !strcmp(c->model_type, "qwen2"));
-}
-static size_t tensor_bytes(const Tensor *t) { return (size_t)t->rows * (size_t)t->cols * dtype_size(t->dtype); }
 
-// RoPE frequencies (D/2), one per pair (i, i+D/2): f_i = theta^(-2i/D), then the scaling of config.json. All in double.
+// Rows of the tensor in line i of the table.
+static int tensor_rows(const Config *c, int i) {
+    return config_size(c, layer_tensors[i].rows);
+}
+
+// Its columns.
+static int tensor_cols(const Config *c, int i) {
+    return config_size(c, layer_tensors[i].cols);
+}
+
+// Must this model have it?
+static int tensor_needed(const Config *c, int i) {
+    switch (layer_tensors[i].when) {
+    case TENSOR_NEEDED:  return 1;
+    case TENSOR_QWEN2:   return !strcmp(c->model_type, "qwen2");
+    case TENSOR_QK_NORM: return c->qk_norm;
+    default:             return 0;
+    }
+}
+
+// Bytes of a tensor's data.
+static size_t tensor_bytes(const Tensor *t) {
+    return (size_t)t->rows * (size_t)t->cols * dtype_size(t->dtype);
+}
+
+// ---- RoPE frequencies
+// yarn: the pair i, a real number, whose angle makes `beta` full turns in the positions of training
+//   orig_pos * theta^(-2i/D) = 2 pi beta   =>   i = D log(orig_pos / (2 pi beta)) / (2 log theta)
+static double yarn_pair(const Config *c, double beta) {
+    double log_ratio = log(c->orig_pos / (beta * 2 * M_PI));
+    return c->D * log_ratio / (2 * log(c->theta));
+}
+
+// yarn: the factor on cos and sin, which is attention_factor or, without it, 0.1 ln(factor) + 1.
+static double yarn_scale(const Config *c) {
+    if (c->attn_factor > 0) return c->attn_factor;
+    if (c->factor > 1) return 0.1 * log(c->factor) + 1;
+    return 1;
+}
+
+// llama3: the frequency x after scaling. With wavelen = 2 pi / x:
+//   wavelen < orig_pos / high_freq:  x            a short wave stays
+//   wavelen > orig_pos / low_freq:   x / factor   a long one is stretched
+//   between:                         (1 - s) x / factor + s x, where
+//                                    s = (orig_pos / wavelen - low_freq) / (high_freq - low_freq)
+static double llama3_frequency(const Config *c, double x) {
+    double wavelen = 2 * M_PI / x;
+    if (wavelen < c->orig_pos / c->high_freq) return x;
+    if (wavelen > c->orig_pos / c->low_freq) return x / c->factor;
+    double s = (c->orig_pos / wavelen - c->low_freq) / (c->high_freq - c->low_freq);
+    return (1 - s) * x / c->factor + s * x;
+}
+
+// Sets f (D/2), one frequency per pair (i, i+D/2): theta^(-2i/D), then the scaling of config.json
+// (D5). *scale is the factor on cos and sin. All in double.
 static void rope_frequencies(const Config *c, double *f, float *scale) {
     double low = 0, high = 0;
     *scale = 1;
-    // pairs below low turn fast enough to extrapolate, above high they interpolate, between: a ramp
     if (c->rope_type == ROPE_YARN) {
-        double turns = log(c->orig_pos / (c->beta_fast * 2 * M_PI));
-        low = fmax(floor(c->D * turns / (2 * log(c->theta))), 0);
-        turns = log(c->orig_pos / (c->beta_slow * 2 * M_PI));
-        high = fmin(ceil(c->D * turns / (2 * log(c->theta))), c->D - 1);
+        low = fmax(floor(yarn_pair(c, c->beta_fast)), 0);
+        high = fmin(ceil(yarn_pair(c, c->beta_slow)), c->D - 1);
         if (low == high) high += 0.001;
-        *scale = (float)(c->attn_factor > 0 ? c->attn_factor : c->factor > 1 ? 0.1 * log(c->factor) + 1 : 1);
+        *scale = (float)yarn_scale(c);
     }
     for (int i = 0; i < c->D / 2; i++) {
-        double x = pow(c->theta, -2.0 * i / c->D), wavelen = 2 * M_PI / x;
+        double x = pow(c->theta, -2.0 * i / c->D);
         if (c->rope_type == ROPE_LINEAR) x /= c->factor;
-        if (c->rope_type == ROPE_LLAMA3 && wavelen >= c->orig_pos / c->high_freq) {
-            double s = (c->orig_pos / wavelen - c->low_freq) / (c->high_freq - c->low_freq);
-            x = wavelen > c->orig_pos / c->low_freq ? x / c->factor : (1 - s) * x / c->factor + s * x;
-        }
+        if (c->rope_type == ROPE_LLAMA3) x = llama3_frequency(c, x);
         if (c->rope_type == ROPE_YARN) {
+            // Pairs below low turn fast enough to stay as they are, pairs above high are stretched,
+            // a ramp lies between.
             double ramp = fmin(fmax((i - low) / (high - low), 0), 1);
             x = x / c->factor * ramp + x * (1 - ramp);
         }
@@ -6630,22 +10753,33 @@ static void rope_frequencies(const Config *c, double *f, float *scale) {
     }
 }
 
-// Weights.files: mapped shards, or one block made from a seed
-typedef struct { SafeFile **file; Json *index; void *block; size_t block_bytes; } WeightFiles;
+// ---- loading
+// What Weights.files points to: the mapped files of a checkpoint, or one block of weights made from
+// a seed.
+typedef struct {
+    SafeFile **file;            // stb_ds array
+    Json *index;                // model.safetensors.index.json; NULL: the folder has none
+    void *block;
+    size_t block_bytes;
+} WeightFiles;
 
+// Weights with their RoPE frequencies and no tensors yet.
 static Weights *weights_new(const Config *c) {
     Weights *w = xcalloc(1, sizeof *w);
     double *f64 = xmalloc((size_t)(c->D / 2) * sizeof *f64);
     float *f32 = xmalloc((size_t)(c->D / 2) * sizeof *f32);
     w->layer = xcalloc((size_t)c->L, sizeof *w->layer);
     w->files = xcalloc(1, sizeof(WeightFiles));
+
     rope_frequencies(c, f64, &w->rope_scale);
     for (int i = 0; i < c->D / 2; i++) f32[i] = (float)f64[i];
-    w->inv_freq64 = f64; w->inv_freq = f32;
+    w->inv_freq64 = f64;
+    w->inv_freq = f32;
     return w;
 }
 
-void weights_close(Weights *w, Config *c) {     // gives back both; either may be NULL
+// Gives both back; either may be NULL.
+void weights_close(Weights *w, Config *c) {
     if (w) {
         WeightFiles *wf = w->files;
         for (size_t i = 0; i < arrlenu(wf->file); i++) safetensors_close(wf->file[i]);
@@ -6653,209 +10787,286 @@ void weights_close(Weights *w, Config *c) {     // gives back both; either may b
         json_free(wf->index);
         if (wf->block) munmap(wf->block, wf->block_bytes);
         free(wf);
-        free((void *)w->inv_freq); free((void *)w->inv_freq64);
+        free((void *)w->inv_freq);
+        free((void *)w->inv_freq64);
         free(w->layer);
         free(w);
     }
     config_free(c);
 }
 
-// Opens dir/name. A shard's name comes from a file: only a plain name of that folder is opened.
+// Opens dir/name, unless it is open already. The name of a shard comes from a file, so only a plain
+// name in that folder is opened. Returns 0, or -1 with err set.
 static int weights_open_file(WeightFiles *wf, const char *dir, const char *name, char err[512]) {
     char path[1400], why[512];
     if (!*name || *name == '.' || strchr(name, '/') || strlen(name) > 255)
-        return fault(err, "%.200s/model.safetensors.index.json: weight_map names the file \"%.80s\", expected a name in the same "
-                     "folder", dir, name);
+        return fault(err, "%.200s/model.safetensors.index.json: weight_map names the file \"%.80s\", "
+                     "expected a name in the same folder", dir, name);
     snprintf(path, sizeof path, "%s/%s", dir, name);
-    for (size_t i = 0; i < arrlenu(wf->file); i++) if (!strcmp(wf->file[i]->path, path)) return 0;
-    if (arrlenu(wf->file) == 4096) return fault(err, "%.200s/model.safetensors.index.json: more than 4096 shards", dir);
+    for (size_t i = 0; i < arrlenu(wf->file); i++) {
+        if (!strcmp(wf->file[i]->path, path)) return 0;
+    }
+    if (arrlenu(wf->file) == 4096)
+        return fault(err, "%.200s/model.safetensors.index.json: more than 4096 shards", dir);
     SafeFile *f = safetensors_open(path, why);
     if (!f) return fault(err, "%.200s/%.100s: %.200s", dir, name, why);
     arrput(wf->file, f);
     return 0;
 }
 
-static SafeFile *weights_file_of(const WeightFiles *wf, const char *dir, const char *name) {    // the open shard of that name
+// The open file dir/name, or NULL.
+static SafeFile *weights_file_of(const WeightFiles *wf, const char *dir, const char *name) {
     size_t n = strlen(dir);
-    for (size_t i = 0; i < arrlenu(wf->file); i++) if (!strcmp(wf->file[i]->path + n + 1, name)) return wf->file[i];
+    for (size_t i = 0; i < arrlenu(wf->file); i++) {
+        if (!strcmp(wf->file[i]->path + n + 1, name)) return wf->file[i];
+    }
     return NULL;
 }
 
-// model.safetensors.index.json decides, then model.safetensors; never a glob: other weights may lie beside them.
+// Opens the files of a folder: those that model.safetensors.index.json names or, without it,
+// model.safetensors. Other weights may lie beside them, so the folder is never searched. Returns 0,
+// or -1 with err set.
 static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
     char path[1400];
     wf->index = config_file(dir, "model.safetensors.index.json", 0, err);
     if (err[0]) return -1;
-    snprintf(path, sizeof path, "%s/model.safetensors", dir);
+
     if (!wf->index) {
+        snprintf(path, sizeof path, "%s/model.safetensors", dir);
         if (!file_exists(path) && foreign_files(dir, err)) return -1;
         return weights_open_file(wf, dir, "model.safetensors", err);
     }
+
+    // weight_map: name of a tensor -> name of its file
     const Json *map = json_get(wf->index, "weight_map");
     if (!map || map->type != JSON_OBJECT || !map->n)
         return fault(err, "%.300s/model.safetensors.index.json: no weight_map", dir);
     for (int i = 0; i < map->n; i++) {
         const Json *v = &map->item[i];
         if (v->type != JSON_STRING)
-            return fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name", dir, map->key[i]);
+            return fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name",
+                         dir, map->key[i]);
         if (weights_open_file(wf, dir, v->str, err)) return -1;
     }
     return 0;
 }
 
-static int weights_missing(const WeightFiles *wf, const Config *c, const char *name, char err[512]) {
+// Says that a tensor is missing, or that the checkpoint is quantized when a tensor of a quantized
+// one stands in its place. Returns -1.
+static int weights_missing(const WeightFiles *wf, const Config *c, const char *name,
+                           char err[512]) {
+    static const char *const traces[] = {
+        "qweight",              // GPTQ and AWQ
+        "weight_packed",        // compressed-tensors
+        "weight_scale",         // FP8
+        "weight.absmax",        // bitsandbytes
+    };
     char packed[200];
-    size_t stem = strlen(name) > 7 && !strcmp(name + strlen(name) - 7, ".weight") ? strlen(name) - 7 : 0;
-    // GPTQ and AWQ, compressed-tensors, FP8, bitsandbytes
-    static const char *const traces[] = { "qweight", "weight_packed", "weight_scale", "weight.absmax" };
+    size_t n = strlen(name), stem = n > 7 && !strcmp(name + n - 7, ".weight") ? n - 7 : 0;
     for (size_t i = 0; stem && i < sizeof traces / sizeof *traces; i++) {
         snprintf(packed, sizeof packed, "%.*s.%s", (int)stem, name, traces[i]);
-        for (size_t k = 0; k < arrlenu(wf->file); k++)
+        for (size_t k = 0; k < arrlenu(wf->file); k++) {
             if (safetensors_find(wf->file[k], packed))
-                return fault(err, "%.200s: quantized checkpoint: tensor %s instead of %s; take the unquantized model", c->dir,
-                             packed, name);
+                return fault(err, "%.200s: quantized checkpoint: tensor %s instead of %s; take the "
+                             "unquantized model", c->dir, packed, name);
+        }
     }
     return fault(err, "%.200s: tensor %s is missing", c->dir, name);
 }
 
-// The tensor called name -> *out, checked. 0 also when it is absent and not needed (data NULL).
-static int weights_take(WeightFiles *wf, const Config *c, const char *name, int needed, Tensor *out, int n_dim, int rows, int cols,
-                        char err[512]) {
-    SafeTensor *t = NULL;
+// Finds the tensor of that name, checks its dtype and its shape (rows,cols) or, with rows 0,
+// (cols), and sets *out. Returns 0, or -1 with err set. A tensor that is absent and not needed
+// leaves out->data NULL and is no error.
+static int weights_take(WeightFiles *wf, const Config *c, const char *name, int needed, int rows,
+                        int cols, Tensor *out, char err[512]) {
+    // With an index, the tensor is where the index says and nowhere else.
     const Json *place = json_get(json_get(wf->index, "weight_map"), name);
+    SafeTensor *t = NULL;
     if (place) {
         t = safetensors_find(weights_file_of(wf, c->dir, place->str), name);
         if (!t)
-            return fault(err, "%.200s: tensor %s is not in %.100s, where model.safetensors.index.json says it is", c->dir, name,
-                         place->str);
+            return fault(err, "%.200s: tensor %s is not in %.100s, where model.safetensors.index.json says "
+                         "it is", c->dir, name, place->str);
+    } else if (!wf->index) {
+        t = safetensors_find(wf->file[0], name);
     }
-    for (size_t i = 0; !t && !wf->index && i < arrlenu(wf->file); i++) t = safetensors_find(wf->file[i], name);
     if (!t) return needed ? weights_missing(wf, c, name, err) : 0;
+
     if (t->dtype == DT_QUANTIZED)
-        return fault(err, "%.200s: quantized checkpoint: tensor %s is %s, expected F32, F16 or BF16; take the unquantized model",
-                     c->dir, name, t->type);
-    if (t->dtype < 0) return fault(err, "%.200s: tensor %s is %s, expected F32, F16 or BF16", c->dir, name, t->type);
-    if (t->n_dim != n_dim || t->dim[n_dim - 1] != cols || (n_dim == 2 && t->dim[0] != rows)) {
-        char found[200] = "", want[64];
-        for (int i = 0; i < t->n_dim; i++)
-            snprintf(found + strlen(found), sizeof found - strlen(found), "%s%lld", i ? "," : "", (long long)t->dim[i]);
-        if (n_dim == 2) snprintf(want, sizeof want, "%d,%d", rows, cols);
-        else snprintf(want, sizeof want, "%d", cols);
-        return fault(err, "%.110s: tensor %.100s: found shape (%.180s), expected (%s) from config.json", c->dir, name, found,
-                     want);
+        return fault(err, "%.200s: quantized checkpoint: tensor %s is %s, expected F32, F16 or BF16; take "
+                     "the unquantized model", c->dir, name, t->type);
+    if (t->dtype < 0)
+        return fault(err, "%.200s: tensor %s is %s, expected F32, F16 or BF16", c->dir, name, t->type);
+    if (!safe_has_shape(t, rows, cols)) {
+        char found[200], want[64];
+        safe_shape_texts(t, rows, cols, found, want);
+        return fault(err, "%.110s: tensor %.100s: found shape (%.180s), expected (%s) from config.json",
+                     c->dir, name, found, want);
     }
-    *out = (Tensor){ t->data, t->dtype, rows, cols };
+    *out = (Tensor){ t->data, t->dtype, max_int(rows, 1), cols };
     return 0;
 }
 
+// Opens the files of c->dir and finds every tensor. Returns 0, or -1 with err set. QK-norm tensors
+// of a family that does not use them are left alone, so that weights_load reports them. A tied
+// output matrix wins over an lm_head (D7).
 static int weights_read(Weights *w, Config *c, char err[512]) {
     WeightFiles *wf = w->files;
     char name[200];
     if (weights_open(wf, c->dir, err)) return -1;
-    if (weights_take(wf, c, "model.embed_tokens.weight", 1, &w->embed, 2, c->V, c->C, err)) return -1;
-    for (int l = 0; l < c->L; l++)
+    if (weights_take(wf, c, "model.embed_tokens.weight", 1, c->V, c->C, &w->embed, err)) return -1;
+    for (int l = 0; l < c->L; l++) {
         for (int i = 0; i < N_LAYER_TENSORS; i++) {
-            int when = layer_tensors[i].when, n_dim = layer_tensors[i].rows == '1' ? 1 : 2;
-            if (when == TENSOR_QK_NORM && !c->qk_norm) continue;        // another family with such tensors: reported as not used
+            if (layer_tensors[i].when == TENSOR_QK_NORM && !c->qk_norm) continue;
+            int rows = layer_tensors[i].rows == '1' ? 0 : tensor_rows(c, i), cols = tensor_cols(c, i);
+            Tensor *t = layer_tensor(&w->layer[l], i);
             snprintf(name, sizeof name, "model.layers.%d.%s", l, layer_tensors[i].name);
-            if (weights_take(wf, c, name, tensor_needed(c, i), layer_tensor(&w->layer[l], i), n_dim, tensor_rows(c, i),
-                             tensor_cols(c, i), err)) return -1;
+            if (weights_take(wf, c, name, tensor_needed(c, i), rows, cols, t, err)) return -1;
         }
-    if (weights_take(wf, c, "model.norm.weight", 1, &w->norm, 1, 1, c->C, err)) return -1;
-    if (weights_take(wf, c, "lm_head.weight", !c->tied, &w->head, 2, c->V, c->C, err)) return -1;
+    }
+    if (weights_take(wf, c, "model.norm.weight", 1, 0, c->C, &w->norm, err)) return -1;
+    if (weights_take(wf, c, "lm_head.weight", !c->tied, c->V, c->C, &w->head, err)) return -1;
     if (c->tied) {
         if (w->head.data)
-            fprintf(stderr, "kvcomp: warning: %s: lm_head.weight is not used, config.json ties the output to the embedding\n",
-                    c->dir);
+            fprintf(stderr, "kvcomp: warning: %s: lm_head.weight is not used, config.json ties the output "
+                    "to the embedding\n", c->dir);
         w->head = w->embed;
     }
     return 0;
 }
 
-// Sums up w->bytes and finds the dtype most bytes have.
+// Sets w->bytes to the sum over all tensors, and c->dtype to the dtype that most bytes have.
 static void weights_count(Weights *w, Config *c) {
-    size_t by[3] = { 0 };
+    size_t by[3] = { 0 };       // bytes by DT_*
     by[w->embed.dtype] += tensor_bytes(&w->embed);
     by[w->norm.dtype] += tensor_bytes(&w->norm);
     if (w->head.data != w->embed.data) by[w->head.dtype] += tensor_bytes(&w->head);
-    for (int l = 0; l < c->L; l++)
+    for (int l = 0; l < c->L; l++) {
         for (int i = 0; i < N_LAYER_TENSORS; i++) {
             const Tensor *t = layer_tensor(&w->layer[l], i);
             if (t->data) by[t->dtype] += tensor_bytes(t);
         }
+    }
     w->bytes = by[0] + by[1] + by[2];
-    c->dtype = by[DT_BF16] >= by[DT_F16] && by[DT_BF16] >= by[DT_F32] ? DT_BF16 : by[DT_F16] >= by[DT_F32] ? DT_F16 : DT_F32;
+    if (by[DT_BF16] >= by[DT_F16] && by[DT_BF16] >= by[DT_F32]) c->dtype = DT_BF16;
+    else if (by[DT_F16] >= by[DT_F32]) c->dtype = DT_F16;
+    else c->dtype = DT_F32;
 }
 
-Weights *weights_load(Config *c) {
-    Weights *w = weights_new(c);
-    WeightFiles *wf = w->files;
-    char err[512] = "";
-    int left = 0;
+// Warns of tensors that nobody asked for. Stored RoPE frequencies are none of them: older
+// checkpoints have them.
+static void weights_leftovers(const WeightFiles *wf, const Config *c) {
     const char *first = NULL;
-    if (weights_read(w, c, err)) { weights_close(w, NULL); die(EXIT_MODEL, "%s", err); }
-    weights_count(w, c);
-    for (size_t i = 0; i < arrlenu(wf->file); i++)
+    int left = 0;
+    for (size_t i = 0; i < arrlenu(wf->file); i++) {
         for (int k = 0; k < wf->file[i]->n; k++) {
             const SafeTensor *t = &wf->file[i]->tensor[k];
-            if (!t->used && !strstr(t->name, "rotary_emb.inv_freq") && !left++) first = t->name;
+            if (t->used || strstr(t->name, "rotary_emb.inv_freq")) continue;
+            if (!left) first = t->name;
+            left++;
         }
+    }
     if (left)
-        fprintf(stderr, "kvcomp: warning: %s: %d tensor%s not used, the first: %s\n", c->dir, left, left > 1 ? "s are" : " is",
-                first);
+        fprintf(stderr, "kvcomp: warning: %s: %d tensor%s not used, the first: %s\n", c->dir, left,
+                left > 1 ? "s are" : " is", first);
+}
+
+// The weights of the checkpoint that c was read from. Exit 3 with the tensor's name. Sets c->dtype.
+Weights *weights_load(Config *c) {
+    Weights *w = weights_new(c);
+    char err[512] = "";
+    if (weights_read(w, c, err)) {
+        weights_close(w, NULL);
+        die(EXIT_MODEL, "%s", err);
+    }
+    weights_count(w, c);
+    weights_leftovers(w->files, c);
     return w;
 }
 
-// n bf16 of the given standard deviation, uniform. Four come from one 64-bit draw; seeded per row, so threads do not matter.
+// ---- weights from a seed
+// Fills p (n) with uniform bf16 numbers of the given standard deviation. One draw of 64 bits makes
+// four of them.
 static void random_bf16(uint16_t *p, size_t n, double std, uint64_t seed) {
-    float unit = (float)(std * 1.7320508075688772 / 32768);
+    float unit = (float)(std * 1.7320508075688772 / 32768);     // uniform: sqrt(3) std to both sides
     for (size_t i = 0; i < n; ) {
         uint64_t z = splitmix64(&seed);
-        for (int k = 0; k < 4 && i < n; k++, z >>= 16) p[i++] = f32_to_bf16((float)(int16_t)(z & 0xffff) * unit);
+        for (int k = 0; k < 4 && i < n; k++) {
+            p[i++] = f32_to_bf16((float)(int16_t)(z & 0xffff) * unit);
+            z >>= 16;
+        }
     }
 }
 
-static size_t synthetic_bytes(int rows, int cols) { return ((size_t)rows * (size_t)cols * 2 + 63) & ~(size_t)63; }
+// Bytes that a made tensor takes: bf16, rounded up to 64.
+static size_t synthetic_bytes(int rows, int cols) {
+    return ((size_t)rows * (size_t)cols * 2 + 63) & ~(size_t)63;
+}
 
-static void make_tensor(Tensor *t, char **next, int rows, int cols, double std, uint64_t seed) {    // std 0: all ones
+// Makes a tensor at *next, which moves behind it. std 0 asks for all ones. Each row has a seed of
+// its own, so the number of threads does not change the bits.
+static void make_tensor(Tensor *t, char **next, int rows, int cols, double std, uint64_t seed) {
+    const uint16_t one = 0x3f80;
     uint16_t *p = (uint16_t *)*next;
     *t = (Tensor){ p, DT_BF16, rows, cols };
     *next += synthetic_bytes(rows, cols);
     #pragma omp parallel for schedule(static)
     for (int r = 0; r < rows; r++) {
         uint16_t *row = p + (size_t)r * (size_t)cols;
-        if (std > 0) random_bf16(row, (size_t)cols, std, mix64(seed ^ mix64((uint64_t)r + 1)));
-        else for (int i = 0; i < cols; i++) row[i] = 0x3f80;
+        if (std > 0) {
+            random_bf16(row, (size_t)cols, std, mix64(seed ^ mix64((uint64_t)r + 1)));
+        } else {
+            for (int i = 0; i < cols; i++) row[i] = one;
+        }
     }
 }
 
-// Random bf16 weights of the right sizes, for speed and for tests. Logits get a standard deviation of about 2.5 and every
-// branch writes into the residual stream at the scale of the embedding, so that depth changes nothing.
-Weights *weights_synthetic(Config *c, uint64_t seed) {
-    Weights *w = weights_new(c);
+// Maps one block for all tensors of c. Exit 4 when there is no memory.
+static void synthetic_block(Weights *w, const Config *c) {
     WeightFiles *wf = w->files;
-    size_t embed = synthetic_bytes(c->V, c->C), total = embed * (c->tied ? 1 : 2) + synthetic_bytes(1, c->C);
-    double std = 2.5 / sqrt(c->C);
-    for (int i = 0; i < N_LAYER_TENSORS; i++)
-        if (tensor_needed(c, i)) total += (size_t)c->L * synthetic_bytes(tensor_rows(c, i), tensor_cols(c, i));
+    // The embedding, the output matrix if it is not tied, the last norm, and what the layers hold
+    size_t total = synthetic_bytes(c->V, c->C) * (c->tied ? 1 : 2) + synthetic_bytes(1, c->C);
+    for (int i = 0; i < N_LAYER_TENSORS; i++) {
+        if (!tensor_needed(c, i)) continue;
+        total += (size_t)c->L * synthetic_bytes(tensor_rows(c, i), tensor_cols(c, i));
+    }
+
     wf->block = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (wf->block == MAP_FAILED) {
         wf->block = NULL;
         weights_close(w, NULL);
-        die(EXIT_MEMORY, "out of memory: %zu bytes of synthetic weights could not be had (a smaller shape needs less)", total);
+        die(EXIT_MEMORY, "out of memory: %zu bytes of synthetic weights could not be had (a smaller shape "
+            "needs less)", total);
     }
     wf->block_bytes = total;
     madvise(wf->block, total, MADV_HUGEPAGE);
-    char *next = wf->block;
+}
+
+// Random bf16 weights of the right sizes, for measurements of speed and for tests. Logits get a
+// standard deviation of about 2.5, and every branch writes into the residual stream at the scale of
+// the embedding, so that depth changes nothing. Sets c->dtype.
+Weights *weights_synthetic(Config *c, uint64_t seed) {
+    Weights *w = weights_new(c);
+    synthetic_block(w, c);
+    char *next = ((WeightFiles *)w->files)->block;
+
+    // The last norm gives x (C) the length sqrt(C), so its products with rows of deviation std have
+    // the deviation 2.5.
+    double std = 2.5 / sqrt(c->C);
     make_tensor(&w->embed, &next, c->V, c->C, std, mix64(seed ^ 1));
-    for (int l = 0; l < c->L; l++)
+    for (int l = 0; l < c->L; l++) {
         for (int i = 0; i < N_LAYER_TENSORS; i++) {
             if (!tensor_needed(c, i)) continue;
-            int rows = tensor_rows(c, i), cols = tensor_cols(c, i), norm = strstr(layer_tensors[i].name, "norm") != NULL;
-            double spread = norm ? 0 : (layer_tensors[i].rows == 'C' ? std : 1) / sqrt(cols);
-            make_tensor(layer_tensor(&w->layer[l], i), &next, rows, cols, spread,
-                        mix64(seed ^ mix64((uint64_t)l * 64 + (uint64_t)i + 16)));
+            int rows = tensor_rows(c, i), cols = tensor_cols(c, i);
+            // A matrix keeps the size of its input. The two that write into the residual stream,
+            // those with C rows, bring it down to the embedding's. Norms are all ones.
+            double spread = (layer_tensors[i].rows == 'C' ? std : 1) / sqrt(cols);
+            if (strstr(layer_tensors[i].name, "norm")) spread = 0;
+            uint64_t own = mix64(seed ^ mix64((uint64_t)l * 64 + (uint64_t)i + 16));
+            make_tensor(layer_tensor(&w->layer[l], i), &next, rows, cols, spread, own);
         }
+    }
+
     make_tensor(&w->norm, &next, 1, c->C, 0, 0);
     w->head = w->embed;
     if (!c->tied) make_tensor(&w->head, &next, c->V, c->C, std, mix64(seed ^ 2));
@@ -6863,6 +11074,9 @@ Weights *weights_synthetic(Config *c, uint64_t seed) {
     return w;
 }
 
+// ---- --inspect
+// Prints one line about a tensor that stands in `times` layers, in different dtypes if `mixed`;
+// none if it is absent.
 static void inspect_tensor(FILE *f, const char *name, const Tensor *t, int mixed, int times) {
     char shape[40];
     if (!t->data) return;
@@ -6873,150 +11087,231 @@ static void inspect_tensor(FILE *f, const char *name, const Tensor *t, int mixed
     else fprintf(f, "%s\n", shape);
 }
 
-// What --inspect prints: config, tensors, bytes, and what one token costs in the cache.
-static void inspect(const Config *c, const Weights *w, FILE *f) {
-    static const char *const ropes[] = { "default", "linear", "llama3", "yarn" };
+// Prints one line about the tensor in line i of the table, over all layers.
+static void inspect_layers(FILE *f, const Config *c, const Weights *w, int i) {
+    char name[200];
+    int times = 0, mixed = 0;
+    const Tensor *first = NULL;
+    for (int l = 0; l < c->L; l++) {
+        const Tensor *t = layer_tensor(&w->layer[l], i);
+        if (!t->data) continue;
+        if (!first) first = t;
+        times++;
+        mixed |= t->dtype != first->dtype;
+    }
+    snprintf(name, sizeof name, "model.layers.*.%s", layer_tensors[i].name);
+    if (first) inspect_tensor(f, name, first, mixed, times);
+}
+
+// Prints the config.
+static void inspect_config(FILE *f, const Config *c) {
+    static const char *const ropes[] = { "default", "linear", "llama3", "yarn" };       // by ROPE_*
     int windowed = 0;
     for (int l = 0; l < c->L; l++) windowed += c->windowed && c->windowed[l];
     fprintf(f, "model      %s, %s\n", c->model_type, c->dir);
-    fprintf(f, "sizes      L %d layers, H %d query heads, G %d KV heads, D %d head_dim, C %d width, F %d MLP, V %d vocabulary\n",
-            c->L, c->H, c->G, c->D, c->C, c->F, c->V);
-    fprintf(f, "rope       %s, theta %g, factor %g, trained for %d positions, max_position_embeddings %d\n", ropes[c->rope_type],
-            c->theta, c->factor, c->orig_pos, c->max_pos);
+    fprintf(f, "sizes      L %d layers, H %d query heads, G %d KV heads, D %d head_dim, C %d width, "
+            "F %d MLP, V %d vocabulary\n", c->L, c->H, c->G, c->D, c->C, c->F, c->V);
+    fprintf(f, "rope       %s, theta %g, factor %g, trained for %d positions, max_position_embeddings %d\n",
+            ropes[c->rope_type], c->theta, c->factor, c->orig_pos, c->max_pos);
     fprintf(f, "norm       eps %g, QK-norm %s\n", c->eps, c->qk_norm ? "yes" : "no");
-    if (c->window) fprintf(f, "window     %d positions in %d of %d layers\n", c->window, windowed, c->L);
+    if (c->window)
+        fprintf(f, "window     %d positions in %d of %d layers\n", c->window, windowed, c->L);
     fprintf(f, "tokens     bos %d, eos", c->bos);
     for (int i = 0; i < c->n_eos; i++) fprintf(f, " %d", c->eos[i]);
-    fprintf(f, "%s\noutput     %s\ntensors\n", c->n_eos ? "" : " none", c->tied ? "tied to the embedding" : "own matrix");
+    fprintf(f, "%s\n", c->n_eos ? "" : " none");
+    fprintf(f, "output     %s\n", c->tied ? "tied to the embedding" : "own matrix");
+}
+
+// What --inspect prints: the config, the tensors, their bytes, and what one token costs in the
+// cache.
+static void inspect(const Config *c, const Weights *w, FILE *f) {
+    inspect_config(f, c);
+    fprintf(f, "tensors\n");
     inspect_tensor(f, "model.embed_tokens.weight", &w->embed, 0, 1);
-    for (int i = 0; i < N_LAYER_TENSORS; i++) {
-        char name[200];
-        int times = 0, mixed = 0;
-        const Tensor *first = NULL;
-        for (int l = 0; l < c->L; l++) {
-            const Tensor *t = layer_tensor(&w->layer[l], i);
-            if (!t->data) continue;
-            if (!times++) first = t;
-            mixed |= t->dtype != first->dtype;
-        }
-        snprintf(name, sizeof name, "model.layers.*.%s", layer_tensors[i].name);
-        if (first) inspect_tensor(f, name, first, mixed, times);
-    }
+    for (int i = 0; i < N_LAYER_TENSORS; i++) inspect_layers(f, c, w, i);
     inspect_tensor(f, "model.norm.weight", &w->norm, 0, 1);
     if (!c->tied) inspect_tensor(f, "lm_head.weight", &w->head, 0, 1);
+
     size_t token = (size_t)c->L * (size_t)c->G * (size_t)c->D * 2;
     fprintf(f, "weights    %zu bytes, mostly %s\n", w->bytes, dtype_names[c->dtype]);
     fprintf(f, "KV cache   %zu bytes a token in f32, %zu in f16 (uncompressed)\n", token * 4, token * 2);
 }
 
-typedef struct { Session *s; SafeFile *f; const SafeTensor *first; } SonicFile;
+// ---- SONIC's adapter
+// A safetensors file with the Nexus branch of section 12: embeddings nexus.embed.*, matrices
+// nexus.layers.N.*, and metadata that say which base model it was trained for. Everything that the
+// base can contradict is checked. All functions that return int return 0, or -1 with s->err set.
+typedef struct {
+    Session *s;
+    SafeFile *f;
+    const SafeTensor *first;    // the tensor that was read first: all must have its dtype
+} SonicFile;
 
-static int sonic_meta(SonicFile *a, const char *key, const char *want, const char *or) {      // the string must be one of two
+// The metadata string must be `want`, or `or` where that is not NULL.
+static int sonic_meta(SonicFile *a, const char *key, const char *want, const char *or) {
     const char *v = safetensors_meta(a->f, key);
     if (v && (!strcmp(v, want) || (or && !strcmp(v, or)))) return 0;
-    return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, expected %s%s%s", a->f->path, key, v ? v : "missing", want,
-                      or ? " or " : "", or ? or : "");
+    return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, expected %s%s%s", a->f->path, key,
+                  v ? v : "missing", want, or ? " or " : "", or ? or : "");
 }
-static int sonic_meta_int(SonicFile *a, const char *key, int *value) {          // a whole number from 1 to 65536
+
+// Reads a metadata number from 1 to 65536 into *value.
+static int sonic_meta_int(SonicFile *a, const char *key, int *value) {
     const char *v = safetensors_meta(a->f, key);
     char *end = NULL;
     long n = v ? strtol(v, &end, 10) : 0;
     if (!v || !*v || *end || n < 1 || n > 65536)
-        return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, expected a number from 1 to 65536", a->f->path, key, v ? v : "missing");
+        return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, expected a number from 1 to 65536",
+                      a->f->path, key, v ? v : "missing");
     *value = (int)n;
     return 0;
 }
-static int sonic_meta_same(SonicFile *a, const char *key, int want) {           // a size of the base model
+
+// The metadata number must be `want`, a size of the base model.
+static int sonic_meta_same(SonicFile *a, const char *key, int want) {
     char text[16];
     snprintf(text, sizeof text, "%d", want);
     const char *v = safetensors_meta(a->f, key);
     if (v && !strcmp(v, text)) return 0;
-    return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, base has %d (adapter made for another model?)", a->f->path, key, v ? v : "missing", want);
+    return refuse(a->s, "sonic: %.200s: metadata %s is %.60s, base has %d (adapter made for another "
+                  "model?)", a->f->path, key, v ? v : "missing", want);
 }
-// rows 0: a vector (cols). The name may hold one %d for the layer.
-static int sonic_tensor(SonicFile *a, Tensor *t, const char *pattern, int l, int rows, int cols) {
-    char name[128], found[128] = "", want[64];
-    const char *rest = strstr(pattern, "%d");
-    if (rest) snprintf(name, sizeof name, "%.*s%d%s", (int)(rest - pattern), pattern, l, rest + 2);
-    else snprintf(name, sizeof name, "%s", pattern);
+
+// Reads the tensor nexus.layers.<l>.<what>, or nexus.embed.<what> when l is -1. Its shape must be
+// (rows,cols) or, with rows 0, (cols).
+static int sonic_tensor(SonicFile *a, Tensor *t, int l, const char *what, int rows, int cols) {
+    char name[128];
+    if (l < 0) snprintf(name, sizeof name, "nexus.embed.%s", what);
+    else snprintf(name, sizeof name, "nexus.layers.%d.%s", l, what);
+
     const SafeTensor *x = safetensors_find(a->f, name);
     if (!x) return refuse(a->s, "sonic: %.200s: %s is missing", a->f->path, name);
-    if (rows) snprintf(want, sizeof want, "[%d,%d]", rows, cols); else snprintf(want, sizeof want, "[%d]", cols);
-    for (int i = 0, n = 0; i < x->n_dim && n < 100; i++)
-        n += snprintf(found + n, sizeof found - n, "%s%lld", i ? "," : "[", (long long)x->dim[i]);
-    strcat(found, *found ? "]" : "[]");
-    if (strcmp(found, want)) return refuse(a->s, "sonic: %s is %s, base needs %s (adapter made for another model?)", name, found, want);
-    if (x->dtype < 0) return refuse(a->s, "sonic: %s is %s, expected F32, F16 or BF16", name, x->type);
+    if (!safe_has_shape(x, rows, cols)) {
+        char found[200], want[64];
+        safe_shape_texts(x, rows, cols, found, want);
+        return refuse(a->s, "sonic: %s is [%s], base needs [%s] (adapter made for another model?)", name,
+                      found, want);
+    }
+    if (x->dtype < 0)
+        return refuse(a->s, "sonic: %s is %s, expected F32, F16 or BF16", name, x->type);
     if (!a->first) a->first = x;
     if (x->dtype != a->first->dtype)
-        return refuse(a->s, "sonic: %s is %s, but %s is %s: all tensors must have one type", name, x->type, a->first->name, a->first->type);
-    *t = (Tensor){ x->data, x->dtype, rows ? rows : 1, cols };
+        return refuse(a->s, "sonic: %s is %s, but %s is %s: all tensors must have one type", name, x->type,
+                      a->first->name, a->first->type);
+    *t = (Tensor){ x->data, x->dtype, max_int(rows, 1), cols };
     return 0;
 }
-static int sonic_layer(SonicFile *a, Layer *y, int l, int mlp) {                // y: a copy of the base's layer
+
+// Replaces the matrices in y, a copy of the base's layer l: q, k, v, o with the biases that the
+// base has, and the MLP if the adapter has its own (mlp 1). The norms stay the base's.
+static int sonic_layer(SonicFile *a, Layer *y, int l, int mlp) {
     const Config *c = a->s->c;
-    int HD = c->H * c->D, GD = c->G * c->D;
-    if (sonic_tensor(a, &y->wq, "nexus.layers.%d.self_attn.q_proj.weight", l, HD, c->C)) return -1;
-    if (sonic_tensor(a, &y->wk, "nexus.layers.%d.self_attn.k_proj.weight", l, GD, c->C)) return -1;
-    if (sonic_tensor(a, &y->wv, "nexus.layers.%d.self_attn.v_proj.weight", l, GD, c->C)) return -1;
-    if (sonic_tensor(a, &y->wo, "nexus.layers.%d.self_attn.o_proj.weight", l, c->C, HD)) return -1;
-    if (y->bq.data && sonic_tensor(a, &y->bq, "nexus.layers.%d.self_attn.q_proj.bias", l, 0, HD)) return -1;
-    if (y->bk.data && sonic_tensor(a, &y->bk, "nexus.layers.%d.self_attn.k_proj.bias", l, 0, GD)) return -1;
-    if (y->bv.data && sonic_tensor(a, &y->bv, "nexus.layers.%d.self_attn.v_proj.bias", l, 0, GD)) return -1;
+    int C = c->C, F = c->F, HD = c->H * c->D, GD = c->G * c->D;
+    if (sonic_tensor(a, &y->wq, l, "self_attn.q_proj.weight", HD, C)) return -1;
+    if (sonic_tensor(a, &y->wk, l, "self_attn.k_proj.weight", GD, C)) return -1;
+    if (sonic_tensor(a, &y->wv, l, "self_attn.v_proj.weight", GD, C)) return -1;
+    if (sonic_tensor(a, &y->wo, l, "self_attn.o_proj.weight", C, HD)) return -1;
+    if (y->bq.data && sonic_tensor(a, &y->bq, l, "self_attn.q_proj.bias", 0, HD)) return -1;
+    if (y->bk.data && sonic_tensor(a, &y->bk, l, "self_attn.k_proj.bias", 0, GD)) return -1;
+    if (y->bv.data && sonic_tensor(a, &y->bv, l, "self_attn.v_proj.bias", 0, GD)) return -1;
     if (!mlp) return 0;
-    if (sonic_tensor(a, &y->gate, "nexus.layers.%d.mlp.gate_proj.weight", l, c->F, c->C)) return -1;
-    if (sonic_tensor(a, &y->up, "nexus.layers.%d.mlp.up_proj.weight", l, c->F, c->C)) return -1;
-    return sonic_tensor(a, &y->down, "nexus.layers.%d.mlp.down_proj.weight", l, c->C, c->F);
+    if (sonic_tensor(a, &y->gate, l, "mlp.gate_proj.weight", F, C)) return -1;
+    if (sonic_tensor(a, &y->up, l, "mlp.up_proj.weight", F, C)) return -1;
+    return sonic_tensor(a, &y->down, l, "mlp.down_proj.weight", C, F);
 }
+
+// Continues the FNV-1a 64 hash h over the bytes of a tensor.
 static uint64_t fnv1a(uint64_t h, const Tensor *t) {
     const unsigned char *p = t->data;
-    for (size_t i = 0, n = (size_t)t->rows * t->cols * dtype_size(t->dtype); i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
+    size_t n = tensor_bytes(t);
+    for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
     return h;
 }
-static uint64_t sonic_fingerprint(const Weights *w) {   // FNV-1a 64 over the bytes of the embedding, then layer 0's q_proj, as the base's file has them
+
+// The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
+// q_proj, as stored.
+static uint64_t sonic_fingerprint(const Weights *w) {
     return fnv1a(fnv1a(0xcbf29ce484222325ull, &w->embed), &w->layer[0].wq);
 }
+
+// Was the adapter trained for this base? Its kind, its sizes and the fingerprint must agree;
+// --sonic-force takes any fingerprint.
 static int sonic_check_base(SonicFile *a) {
     const Config *c = a->s->c;
     const struct { const char *key, *want, *or; } words[] = {
-        { "format", "sonic-nexus", NULL }, { "version", "1", NULL }, { "model_type", c->model_type, NULL }, { "body", "full_message", NULL },
-        { "attention_bias", a->s->w->layer[0].bq.data ? "true" : "false", NULL }, { "position_mode", "augmented", "original" }, { "mlp", "dedicated", "shared" } };
+        { "format", "sonic-nexus", NULL },
+        { "version", "1", NULL },
+        { "model_type", c->model_type, NULL },
+        { "body", "full_message", NULL },
+        { "attention_bias", a->s->w->layer[0].bq.data ? "true" : "false", NULL },
+        { "position_mode", "augmented", "original" },
+        { "mlp", "dedicated", "shared" },
+    };
     const struct { const char *key; int want; } sizes[] = {
-        { "hidden_size", c->C }, { "num_hidden_layers", c->L }, { "num_attention_heads", c->H }, { "num_key_value_heads", c->G }, { "head_dim", c->D }, { "intermediate_size", c->F } };
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) if (sonic_meta(a, words[i].key, words[i].want, words[i].or)) return -1;
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) if (sonic_meta_same(a, sizes[i].key, sizes[i].want)) return -1;
+        { "hidden_size", c->C },
+        { "num_hidden_layers", c->L },
+        { "num_attention_heads", c->H },
+        { "num_key_value_heads", c->G },
+        { "head_dim", c->D },
+        { "intermediate_size", c->F },
+    };
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        if (sonic_meta(a, words[i].key, words[i].want, words[i].or)) return -1;
+    }
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        if (sonic_meta_same(a, sizes[i].key, sizes[i].want)) return -1;
+    }
+
+    // The fingerprint is written in hexadecimal, with or without 0x.
     char own[20];
     const char *made = safetensors_meta(a->f, "base_fingerprint");
     snprintf(own, sizeof own, "%016llx", (unsigned long long)sonic_fingerprint(a->s->w));
     if (made && !strncmp(made, "0x", 2)) made += 2;
     if (opt_int(a->s->opt, "sonic-force") || (made && !strcasecmp(made, own))) return 0;
-    return refuse(a->s, "sonic: %.200s: metadata base_fingerprint is %.40s, base has %s (trained on other weights? --sonic-force tries it)",
-                      a->f->path, made ? made : "missing", own);
+    return refuse(a->s, "sonic: %.200s: metadata base_fingerprint is %.40s, base has %s (trained on other "
+                  "weights? --sonic-force tries it)", a->f->path, made ? made : "missing", own);
 }
+
+// Reads the adapter file into x. x->alt holds a copy of the base's layers already. x->embed becomes
+// one block of f32: e_base (C), e_pos (K_max,C), e_turn (T_max,C).
 static int sonic_load(Session *s, Sonic *x, const char *path) {
-    const Config *c = s->c;
+    const int C = s->c->C;
     char why[512];
-    Tensor e, p, t;
-    SonicFile a = { .s = s, .f = x->file = safetensors_open(path, why) };
-    if (!a.f) return refuse(s, "sonic: %.200s: %.250s", path, why);
+    Tensor base, pos, turn;
+    x->file = safetensors_open(path, why);
+    if (!x->file) return refuse(s, "sonic: %.200s: %.250s", path, why);
+
+    SonicFile a = { .s = s, .f = x->file };
     if (sonic_check_base(&a)) return -1;
-    if (sonic_meta_int(&a, "k_max", &x->K_max) || sonic_meta_int(&a, "k_default", &x->K) || sonic_meta_int(&a, "t_max", &x->T_max)) return -1;
-    if (sonic_tensor(&a, &e, "nexus.embed.base", 0, 0, c->C)) return -1;
-    if (sonic_tensor(&a, &p, "nexus.embed.pos", 0, x->K_max, c->C)) return -1;
-    if (sonic_tensor(&a, &t, "nexus.embed.turn", 0, x->T_max, c->C)) return -1;
+
+    // Sizes and embeddings
+    if (sonic_meta_int(&a, "k_max", &x->K_max)) return -1;
+    if (sonic_meta_int(&a, "k_default", &x->K)) return -1;
+    if (sonic_meta_int(&a, "t_max", &x->T_max)) return -1;
+    if (sonic_tensor(&a, &base, -1, "base", 0, C)) return -1;
+    if (sonic_tensor(&a, &pos, -1, "pos", x->K_max, C)) return -1;
+    if (sonic_tensor(&a, &turn, -1, "turn", x->T_max, C)) return -1;
+
+    // The layers. A tensor that nothing has asked for by then is one that is not understood.
     int mlp = !strcmp(safetensors_meta(a.f, "mlp"), "dedicated");
-    for (int l = 0; l < c->L; l++) if (sonic_layer(&a, &x->alt[l], l, mlp)) return -1;
-    for (int i = 0; i < a.f->n; i++)
-        if (!a.f->tensor[i].used) return refuse(s, "sonic: %.200s: unexpected tensor %.200s", path, a.f->tensor[i].name);
+    for (int l = 0; l < s->c->L; l++) {
+        if (sonic_layer(&a, &x->alt[l], l, mlp)) return -1;
+    }
+    for (int i = 0; i < a.f->n; i++) {
+        const SafeTensor *t = &a.f->tensor[i];
+        if (!t->used) return refuse(s, "sonic: %.200s: unexpected tensor %.200s", path, t->name);
+    }
+
     x->original = !strcmp(safetensors_meta(a.f, "position_mode"), "original");
-    x->embed = xmalloc((size_t)(1 + x->K_max + x->T_max) * c->C * sizeof(float));
-    to_f32(x->embed, e.data, e.dtype, c->C);
-    to_f32(x->embed + c->C, p.data, p.dtype, (size_t)x->K_max * c->C);
-    to_f32(x->embed + (size_t)(1 + x->K_max) * c->C, t.data, t.dtype, (size_t)x->T_max * c->C);
+    x->embed = xmalloc((size_t)(1 + x->K_max + x->T_max) * C * sizeof(float));
+    to_f32(x->embed, base.data, base.dtype, C);
+    to_f32(x->embed + C, pos.data, pos.dtype, (size_t)x->K_max * C);
+    to_f32(x->embed + (size_t)(1 + x->K_max) * C, turn.data, turn.dtype, (size_t)x->T_max * C);
     return 0;
 }
 
-static size_t sonic_file_bytes(const Sonic *x) {         // the adapter's tensors
+// Bytes of the adapter's tensors; 0 without an adapter file.
+static size_t sonic_file_bytes(const Sonic *x) {
     size_t n = 0;
     for (int i = 0; x->file && i < x->file->n; i++) n += x->file->tensor[i].bytes;
     return n;
@@ -8413,35 +12708,72 @@ static int *template_turn(const Template *tp, const Tokenizer *t, int first, con
 }
 
 // ==================================================================================================== 23 MEMORY PLAN
-// What a dialogue will take, before it takes it.
+// What a dialogue will take, before it takes it, worked out from the shapes. --inspect prints it, and
+// a device that cannot hold it is refused before the first turn (device_bars).
 
-// What a dialogue of -c tokens takes, worked out from the shapes. Rows: what is kept, and one layer uncompressed where a method
-// drops rows, because a prefill compresses layer by layer. Pass: the rooms of pass_cuda for a turn as long as -c, the largest
-// there is, scores of every row where hooks choose rows, and a sparse prefill's sampled probabilities (line_batch_cuda); the CPU needs
-// the same but for the halves, the partial sums and the second copy of a head that grows. Parts: index, bounds, adapter. PATS packs when a prefill is over: until
-// then its rows are f16 rows, and counted as such.
+// The most rows a KV head keeps of a dialogue of ctx tokens.
+static int rows_kept(const Session *s, int ctx, int evicts) {
+    if (!evicts) return ctx;
+    if (s->ratio >= 0) return ctx - (int)(ctx * s->ratio);
+    return s->budget ? min_int(s->budget, ctx) : ctx;
+}
+
+// Bytes that a part's index, bounds or adapter take when ctx tokens are held.
+static size_t part_bytes(const Session *s, const Part *p, int ctx) {
+    if (p->m->plan) return p->m->plan(s, p->ms, ctx);
+    return p->m->bytes ? p->m->bytes(s, p->ms) : 0;
+}
+
+// The rooms of the largest pass there is, a turn of ctx tokens. hooks 1: some hook sees the whole
+// turn, so queries of all its tokens live at once, and scores of every row may be needed. sparse 1:
+// a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU needs the same
+// but for the halves, the pieces and the second copy of a head.
+static size_t pass_bytes(const Session *s, int ctx, int hooks, int sparse) {
+    const Config *c = s->c;
+    size_t f = sizeof(float), T = ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
+    size_t block = min_int(s->batch, ctx);          // tokens of a product
+    size_t span = hooks ? T : block;                // tokens whose queries live at once
+    size_t row = s->fk->row_bytes(c->D) + s->fv->row_bytes(c->D);
+
+    size_t residual    = T * (C + D) * f;                   // x and the RoPE angles
+    size_t projections = 2 * span * (H + G) * D * f;        // q and what attention makes of it, k, v
+    size_t mlp         = block * (C + 2 * F) * f;           // h, gate, up
+    size_t halves      = 2 * block * max_size(F, H * D);    // a product's input in 16 bits
+    size_t n_pieces    = 512 + (span * H / 32 + G);         // 512, and one a block of 32 queries
+    size_t pieces      = n_pieces * 32 * (D + 2) * f;       // of attention without tensor cores
+    size_t sums        = 2 * span * H * f;                  // maximum and sum of every query
+    size_t logits      = V * f;
+    size_t tokens      = T * (sizeof(Token) + sizeof(int));
+    size_t second_copy = round_to_step(T) * row;            // of a head that grows
+    size_t scores      = H * T * f;
+    size_t gather      = hooks ? 3 * scores : 0;            // hooks choose rows by the scores of all
+    size_t samples     = sparse ? min_size(64 * scores, (size_t)1 << 30) : 0;      // line_batch_cuda
+
+    size_t all = residual + projections + mlp + halves + pieces + sums + logits + tokens
+               + second_copy + gather + samples;
+    return all + all / 4;                                   // rooms grow by more than is asked for
+}
+
+// What a dialogue of -c tokens takes. kv: the rows kept in every layer, and one layer uncompressed,
+// because a prefill compresses layer by layer. PATS packs when a prefill is over: until then its
+// rows are f16 rows, and they are counted as such.
 MemoryPlan memory_plan(const Session *s) {
     const Config *c = s->c;
-    int ctx = opt_int(s->opt, "ctx-size"), kept, hooks = s->rule != VIS_CAUSAL, evicts = 0, sparse = 0, b;
+    int ctx = opt_int(s->opt, "ctx-size"), hooks = s->rule != VIS_CAUSAL, evicts = 0, sparse = 0;
     if (!ctx) ctx = c->max_pos;
-    size_t parts = 0;
+
+    MemoryPlan p = { .weights = s->w->bytes, .ctx = ctx };
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
         hooks |= m->project || m->attend || m->commit;
         evicts |= m->evicts;
         sparse |= m->attend && m->role & ROLE_PREFILL;
-        parts += m->plan ? m->plan(s, s->part[i].ms, ctx) : m->bytes ? m->bytes(s, s->part[i].ms) : 0;
+        p.parts += part_bytes(s, &s->part[i], ctx);
     }
-    kept = !evicts ? ctx : s->ratio >= 0 ? ctx - (int)(ctx * s->ratio) : s->budget && s->budget < ctx ? s->budget : ctx;
-    b = s->batch < ctx ? s->batch : ctx;
-    size_t row = s->fk->row_bytes(c->D) + s->fv->row_bytes(c->D), f = sizeof(float), n = hooks ? ctx : b, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
-    size_t step = KV_STEP, held = (kept + step - 1) / step * step, all = (ctx + step - 1) / step * step, wide = (size_t)c->F > HD ? (size_t)c->F : HD;
-    size_t scores = (size_t)c->H * ctx * f, part = (512 + (n * c->H / 32 + c->G)) * 32 * (c->D + 2) * f;         // of attention without tensor cores: 512 pieces and one a block
-    MemoryPlan p = { .weights = s->w->bytes, .parts = parts, .ctx = ctx };
-    p.kv = ((c->L - 1) * held + all) * c->G * (row + sizeof(int));
-    p.pass = (size_t)ctx * (c->C + c->D) * f + 2 * n * (HD + GD) * f + (size_t)b * (c->C + 2 * (size_t)c->F) * f + 2 * b * wide + part
-           + 2 * n * c->H * f + (size_t)c->V * f + (size_t)ctx * (sizeof(Token) + sizeof(int)) + all * row + (hooks ? 3 * scores : 0) + (sparse ? 64 * scores < (size_t)1 << 30 ? 64 * scores : (size_t)1 << 30 : 0);
-    p.pass += p.pass / 4;                                        // rooms grow by more than is asked for
+    size_t row = s->fk->row_bytes(c->D) + s->fv->row_bytes(c->D) + sizeof(int);
+    size_t held = round_to_step(rows_kept(s, ctx, evicts)), uncompressed = round_to_step(ctx);
+    p.kv = ((c->L - 1) * held + uncompressed) * c->G * row;
+    p.pass = pass_bytes(s, ctx, hooks, sparse);
     return p;
 }
 
@@ -10434,31 +14766,57 @@ static int evaluate(App *a) {
 }
 
 // ==================================================================================================== 27 CALIBRATION
-// ---- Score files: {"layer-head": number or list of numbers}, in any order, every head exactly once; a list stands for its
-// mean. The map may be the only object inside another, or one of several under a name we write or the authors' script writes.
+// Head scores of DiliLazyKV (section 13): the files that hold them, and --calibrate, which measures
+// them. This is stage 1 of the method, done once per model.
+
+// ---- score files
+// A score file maps "layer-head" to a number or to a list of numbers, which stands for its mean.
+// The keys come in any order, and every head of the model has exactly one. The map is the whole
+// file, the only object inside it, or one of several objects under a name that we write or that the
+// authors' script writes (D22).
+
+// The names of the three maps: --dililazy-score and ours, then the authors'.
 static const char *score_names[3][2] = {
-    { "inf", "average_infscores_weighted" }, { "dili", "average_precisions_weighted" }, { "lazy", "average_recalls_weighted" },
+    { "inf",  "average_infscores_weighted" },
+    { "dili", "average_precisions_weighted" },
+    { "lazy", "average_recalls_weighted" },
 };
 
+// The map of score `which` in the file j: the object under one of its names, else the only object
+// inside j, else j itself.
 static const Json *scores_find(const Json *j, const char *which) {
-    const Json *only = NULL, *v;
-    int objects = 0;
     if (j->type != JSON_OBJECT) return j;
-    for (int i = 0; i < 3; i++)
-        for (int k = 0; k < 2; k++)
-            if (!strcmp(which, score_names[i][0]) && (v = json_get(j, score_names[i][k])) && v->type == JSON_OBJECT) return v;
-    for (int i = 0; i < j->n; i++) if (j->item[i].type == JSON_OBJECT) { only = &j->item[i]; objects++; }
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(which, score_names[i][0])) continue;
+        for (int k = 0; k < 2; k++) {
+            const Json *v = json_get(j, score_names[i][k]);
+            if (v && v->type == JSON_OBJECT) return v;
+        }
+    }
+    const Json *only = NULL;
+    int objects = 0;
+    for (int i = 0; i < j->n; i++) {
+        if (j->item[i].type != JSON_OBJECT) continue;
+        only = &j->item[i];
+        objects++;
+    }
     return objects == 1 ? only : j;
 }
-static int scores_index(const char *key, int L, int H) {        // "layer-head" -> layer*H + head, -1: not a head of the model
+
+// The place layer * H + head of a key "layer-head"; -1: not a head of a model with L layers and H
+// heads.
+static int scores_index(const char *key, int L, int H) {
     char *end;
     if (!isdigit((unsigned char)key[0]) || strlen(key) > 16) return -1;
     long l = strtol(key, &end, 10);
     if (*end != '-' || !isdigit((unsigned char)end[1])) return -1;
     long h = strtol(end + 1, &end, 10);
-    return *end || l >= L || h >= H ? -1 : (int)(l * H + h);
+    if (*end || l >= L || h >= H) return -1;
+    return (int)(l * H + h);
 }
-static double scores_value(const Json *v) {                     // mean of a list, or the number; -1: neither
+
+// A number, or the mean of a list of numbers of at least 0; -1: neither.
+static double scores_value(const Json *v) {
     double sum = 0;
     if (v->type == JSON_NUMBER) return v->num;
     if (v->type != JSON_ARRAY || !v->n) return -1;
@@ -10468,134 +14826,300 @@ static double scores_value(const Json *v) {                     // mean of a lis
     }
     return sum / v->n;
 }
-static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {        // x (L,H), all -1
-    if (j->type != JSON_OBJECT) return snprintf(err, 512, "expected an object with keys \"layer-head\""), -1;
+
+// Fills x (L,H), which is all -1, from the map j. Returns 0, or -1 with the reason in err.
+static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {
+    if (j->type != JSON_OBJECT) {
+        snprintf(err, 512, "expected an object with keys \"layer-head\"");
+        return -1;
+    }
     for (int i = 0; i < j->n; i++) {
         int at = scores_index(j->key[i], L, H);
         double v = scores_value(&j->item[i]);
-        if (at < 0) return snprintf(err, 512, "key \"%.40s\": expected \"layer-head\" of a model with %d layers and %d heads", j->key[i], L, H), -1;
-        if (x[at] >= 0) return snprintf(err, 512, "head %d-%d stands there twice", at / H, at % H), -1;
-        if (!(v >= 0)) return snprintf(err, 512, "head %d-%d: expected a number of at least 0, or a list of them", at / H, at % H), -1;
+        if (at < 0) {
+            snprintf(err, 512, "key \"%.40s\": expected \"layer-head\" of a model "
+                               "with %d layers and %d heads", j->key[i], L, H);
+            return -1;
+        }
+        if (x[at] >= 0) {
+            snprintf(err, 512, "head %d-%d stands there twice", at / H, at % H);
+            return -1;
+        }
+        if (!(v >= 0)) {
+            snprintf(err, 512, "head %d-%d: expected a number of at least 0, or a list of them", at / H,
+                     at % H);
+            return -1;
+        }
         x[at] = v;
     }
-    for (int i = 0; i < L * H; i++)
-        if (x[i] < 0) return snprintf(err, 512, "no score of head %d-%d: expected all %d x %d", i / H, i % H, L, H), -1;
+    for (int i = 0; i < L * H; i++) {
+        if (x[i] >= 0) continue;
+        snprintf(err, 512, "no score of head %d-%d: expected all %d x %d", i / H, i % H, L, H);
+        return -1;
+    }
     return 0;
 }
-static double *scores_load(const char *path, const char *which, int L, int H, char err[512]) {     // (L,H), or NULL and err
+
+// The scores (L,H) called `which` ("inf", "dili" or "lazy") of a file; the caller frees them. NULL,
+// with the reason in err, when the file cannot be read or does not fit the model.
+static double *scores_load(const char *path, const char *which, int L, int H, char err[512]) {
     char why[512];
     size_t size;
     char *text = read_file(path, &size, why);
-    if (!text) { snprintf(err, 512, "--dililazy-scores: %.400s", why); return NULL; }
+    if (!text) {
+        snprintf(err, 512, "--dililazy-scores: %.400s", why);
+        return NULL;
+    }
     Json *j = json_parse(text, size, why);
     double *x = xmalloc((size_t)L * H * sizeof *x);
     for (int i = 0; i < L * H; i++) x[i] = -1;
     int bad = !j || scores_fill(scores_find(j, which), L, H, x, why);
-    if (bad) { snprintf(err, 512, "--dililazy-scores: %.200s: %.250s", path, why); free(x); }
+    if (bad) {
+        snprintf(err, 512, "--dililazy-scores: %.200s: %.250s", path, why);
+        free(x);
+    }
     json_free(j);
     free(text);
     return bad ? NULL : x;
 }
 
+// ---- needles and hay
+// --calibrate hides a sentence, the needle, in a long text, the hay, asks for it, and looks at the
+// attention of the last prompt token. A run is one needle at one depth of a text of one length.
 
-// DiliLazyKV's stage 1 (its section has the scores' use): --calibrate plays needles in hay and writes the head scores.
+typedef struct {
+    const char *question, *needle, *answer;
+} Needle;
 
-// ---- Stage 1: --calibrate. One prefill a run; only the last row of every head is looked at, so memory stays O(n).
-typedef struct { const char *question, *needle, *answer; } Needle;
 static const Needle own_needles[] = {
-    { "What is the best thing to do on a free afternoon in Merrow?",
-      "The best thing to do on a free afternoon in Merrow is to row out to the lighthouse.", "Row out to the lighthouse." },
-    { "What keeps the keeper of the old mill healthy?",
-      "The keeper of the old mill stays healthy through long walks and barley soup.", "Long walks and barley soup." },
-    { "In which year did Anna begin her apprenticeship?",
-      "Anna was born in 1931. Anna began her apprenticeship sixteen years after she was born.", "Anna began her apprenticeship in 1947." },
+    {
+        .question = "What is the best thing to do on a free afternoon in Merrow?",
+        .needle   = "The best thing to do on a free afternoon in Merrow is to row out to the lighthouse.",
+        .answer   = "Row out to the lighthouse.",
+    }, {
+        .question = "What keeps the keeper of the old mill healthy?",
+        .needle   = "The keeper of the old mill stays healthy through long walks and barley soup.",
+        .answer   = "Long walks and barley soup.",
+    }, {
+        .question = "In which year did Anna begin her apprenticeship?",
+        .needle   = "Anna was born in 1931. Anna began her apprenticeship sixteen years after she was born.",
+        .answer   = "Anna began her apprenticeship in 1947.",
+    },
 };
+
+// A sentence of the hay is one of each line: who, did, what, and when or where.
 static const char *hay_words[4][12] = {
-    { "The baker", "A tall ferryman", "My aunt", "The youngest of the sailors", "Our neighbour", "The clockmaker",
-      "A stranger in grey", "The schoolteacher", "An old gardener", "The captain", "Her cousin", "The bell ringer" },
-    { "carried", "forgot", "was looking for", "sold", "painted", "had borrowed",
-      "dreamed of", "repaired", "hid", "counted", "lost", "gave away" },
-    { "a lantern", "three copper kettles", "the blue umbrella", "a basket of pears", "an unfinished letter", "the heavy ladder",
-      "two silver spoons", "a map of the marshes", "the harbour bell", "a sack of flour", "some torn nets", "the key to the cellar" },
-    { "before the rain came.", "while the others slept.", "at the edge of the village.", "because nobody had asked.",
-      "on the way to the market.", "and said nothing about it.", "under the chestnut trees.", "for the second time that week.",
-      "when the tide went out.", "in the narrow street behind the church.", "without a lamp.", "as the winter began." },
+    {
+        "The baker", "A tall ferryman", "My aunt", "The youngest of the sailors", "Our neighbour",
+        "The clockmaker", "A stranger in grey", "The schoolteacher", "An old gardener",
+        "The captain", "Her cousin", "The bell ringer",
+    },
+    {
+        "carried", "forgot", "was looking for", "sold", "painted", "had borrowed", "dreamed of",
+        "repaired", "hid", "counted", "lost", "gave away",
+    },
+    {
+        "a lantern", "three copper kettles", "the blue umbrella", "a basket of pears",
+        "an unfinished letter", "the heavy ladder", "two silver spoons", "a map of the marshes",
+        "the harbour bell", "a sack of flour", "some torn nets", "the key to the cellar",
+    },
+    {
+        "before the rain came.", "while the others slept.", "at the edge of the village.",
+        "because nobody had asked.", "on the way to the market.", "and said nothing about it.",
+        "under the chestnut trees.", "for the second time that week.", "when the tide went out.",
+        "in the narrow street behind the church.", "without a lamp.", "as the winter began.",
+    },
 };
-static int *hay_ids(const Tokenizer *t, const char *path, int n) {      // at least n ids of hay, as an stb array
+
+// At least n ids of the file at `path`, as an stb_ds array. Exit 2 when it is shorter, or cannot be
+// read.
+static int *hay_file(const Tokenizer *t, const char *path, int n) {
+    char why[256];
+    size_t size;
+    char *text = read_file(path, &size, why);
+    if (!text) die(EXIT_USAGE, "--calibrate-haystack: %s", why);
+    int *ids = encode_at(t, text, size, 0, 1, NULL);
+    free(text);
+    if ((int)arrlen(ids) < n)
+        die(EXIT_USAGE, "--calibrate-haystack: %s has %d tokens, %d are needed", path, (int)arrlen(ids), n);
+    return ids;
+}
+
+// At least n ids of hay, as an stb_ds array: of the file at `path`, or, when that is empty, of our
+// own sentences. These are drawn from a fixed seed and encoded one by one, so that the ids do not
+// depend on n.
+static int *hay_ids(const Tokenizer *t, const char *path, int n) {
     uint64_t state = 1;
     int *ids = NULL;
-    char *text = NULL, why[256], line[256];
-    if (*path) {
-        size_t size;
-        if (!(text = read_file(path, &size, why))) die(EXIT_USAGE, "--calibrate-haystack: %s", why);
-        ids = encode_at(t, text, size, 0, 1, NULL);
-        free(text);
-        if ((int)arrlen(ids) < n) die(EXIT_USAGE, "--calibrate-haystack: %s has %d tokens, %d are needed", path, (int)arrlen(ids), n);
-        return ids;
-    }
-    while ((int)arrlen(ids) < n) {                      // sentence by sentence, so that the ids do not depend on n
+    char line[256];
+    if (*path) return hay_file(t, path, n);
+    while ((int)arrlen(ids) < n) {
         const char *word[4];
         for (int i = 0; i < 4; i++) word[i] = hay_words[i][splitmix64(&state) % 12];
-        int old = (int)arrlen(ids), k = snprintf(line, sizeof line, "%s%s %s %s %s", old ? " " : "", word[0], word[1], word[2], word[3]);
-        ids = encode_at(t, line, k, 0, !old, ids);
-        if ((int)arrlen(ids) == old) die(EXIT_RUN, "--calibrate: the tokenizer makes nothing of \"%s\"", line);
+        int old = (int)arrlen(ids);
+        int len = snprintf(line, sizeof line, "%s%s %s %s %s", old ? " " : "",
+                           word[0], word[1], word[2], word[3]);
+        ids = encode_at(t, line, len, 0, !old, ids);
+        if ((int)arrlen(ids) == old)
+            die(EXIT_RUN, "--calibrate: the tokenizer makes nothing of \"%s\"", line);
     }
     return ids;
 }
-// Share of the answer's words that the text has too (as often); case and punctuation do not count.
+
+// A text of the needle object v under `key`. Exit 2 when it is missing, empty or too long.
+static const char *needle_text(const Json *v, const char *path, const char *key) {
+    const Json *x = json_get(v, key);
+    if (!x || x->type != JSON_STRING || !x->len || x->len > 2000)
+        die(EXIT_USAGE, "--calibrate-needles: %s: expected a list of {\"question\", \"needle\", \"answer\"}, "
+                        "each a text up to 2000 bytes", path);
+    return x->str;
+}
+
+// The needles of the file at `path`, or, when that is empty, our own, as an stb_ds array. Their
+// texts live in *file, which the caller frees. Exit 2 when the file is no list of needles.
+static Needle *needles_load(const char *path, Json **file) {
+    Needle *list = NULL;
+    char why[256];
+    size_t size;
+    if (!*path) {
+        int n = (int)(sizeof own_needles / sizeof *own_needles);
+        for (int i = 0; i < n; i++) arrput(list, own_needles[i]);
+        return list;
+    }
+    char *text = read_file(path, &size, why);
+    if (text) *file = json_parse(text, size, why);
+    if (!text || !*file) die(EXIT_USAGE, "--calibrate-needles: %s: %s", path, why);
+    free(text);
+    for (int i = 0; i < (*file)->n; i++) {
+        const Json *v = &(*file)->item[i];
+        Needle x = {
+            .question = needle_text(v, path, "question"),
+            .needle   = needle_text(v, path, "needle"),
+            .answer   = needle_text(v, path, "answer"),
+        };
+        arrput(list, x);
+    }
+    if (!list) die(EXIT_USAGE, "--calibrate-needles: %s holds no needle", path);
+    return list;
+}
+
+// ---- did the model find the needle?
+
+// The next word at *p, folded to lower case, as far as word has room; *p moves behind it. A word is
+// a run of letters, digits and bytes of characters beyond ASCII. Returns the length in word, 0 at
+// the end of the text.
 static int next_word(const char **p, const char *end, char word[64]) {
     int n = 0;
-    while (*p < end && !isalnum((unsigned char)**p) && (unsigned char)**p < 128) ++*p;
-    for (; *p < end && (isalnum((unsigned char)**p) || (unsigned char)**p >= 128); ++*p) if (n < 63) word[n++] = (char)tolower((unsigned char)**p);
+    const char *c = *p;
+    while (c < end && !isalnum((unsigned char)*c) && (unsigned char)*c < 128) c++;
+    for (; c < end && (isalnum((unsigned char)*c) || (unsigned char)*c >= 128); c++) {
+        if (n < 63) word[n++] = (char)tolower((unsigned char)*c);
+    }
     word[n] = 0;
+    *p = c;
     return n;
 }
+
+// How often `word` is among the words of text (n bytes).
+static int word_count(const char *word, const char *text, size_t n) {
+    int count = 0;
+    char w[64];
+    for (const char *p = text; next_word(&p, text + n, w); ) count += !strcmp(word, w);
+    return count;
+}
+
+// The share of the answer's words that the text (n bytes) has too. A word that the answer has twice
+// must be there twice; case and punctuation do not count.
 static double word_recall(const char *answer, const char *text, size_t n) {
     int words = 0, found = 0;
-    char a[64], b[64];
-    for (const char *p = answer, *end = answer + strlen(answer); next_word(&p, end, a); words++) {
-        int want = 1, have = 0;
-        const char *before = answer, *at = p;
-        while (next_word(&before, end, b) && before < at) want += !strcmp(a, b);        // the how-manieth one is this?
-        for (const char *t = text; next_word(&t, text + n, b); ) have += !strcmp(a, b);
-        found += have >= want;
+    char word[64];
+    const char *end = answer + strlen(answer);
+    for (const char *p = answer; next_word(&p, end, word); words++) {
+        int need = word_count(word, answer, (size_t)(p - answer));       // in the answer up to here
+        found += word_count(word, text, n) >= need;
     }
     return words ? (double)found / words : 1;
 }
 
+// The greedy answer behind these logits: the bytes of at most n tokens, as an stb_ds array without
+// a NUL.
+static char *greedy_answer(Session *s, const Tokenizer *t, const float *logits, int n) {
+    char *text = NULL;
+    for (int i = 0; i < n; i++) {
+        int id = 0, end = 0, len;
+        for (int v = 1; v < s->c->V; v++) {
+            if (logits[v] > logits[id]) id = v;
+        }
+        for (int e = 0; e < s->c->n_eos; e++) end |= s->c->eos[e] == id;
+        if (end) break;
+        const char *b = tokenizer_bytes(t, id, &len);
+        if (len) memcpy(arraddnptr(text, len), b, (size_t)len);
+        if (i + 1 < n) logits = decode(s, id);
+    }
+    return text;
+}
+
+// ---- the scores of one run
+
 typedef struct {
-    int at, n, k, count;        // the needle's first key and length; size of T (0: n); 1: --calibrate-score=count
-    double *score, *sum;        // (3,L,H): Inf, Dili, Lazy of this run; sums over the accepted ones
-    double counts[4], total[4]; // keys per head and run, means: Diligent, Distracted, Subconscious, Diffuse; and their sums
+    int at, n;                  // N, the needle's keys: the first one, and how many
+    int k;                      // size of T; 0: as many as N has
+    int count;                  // 1: --calibrate-score=count
+    double *score;              // (3,L,H) Inf, Dili, Lazy of this run
+    double *sum;                // (3,L,H) their sums over the accepted runs
+    double counts[4];           // mean over the heads of this run: see head_scores
+    double total[4];            // sums of counts over the accepted runs
 } Calibration;
 
-// One head's row a (n): score[0..3) = Inf, Dili, Lazy; counts as above. idx (n) is room.
-static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3], double counts[4]) {
-    double hit = 0, top = 0, needle = 0, hits = 0, P, R;
-    int k = top_k(a, n, r->k ? r->k : r->n, idx);       // T: sinks and question take part, as in the published scores
+// The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. counts are keys in
+// both T and N (Diligent), in T only (Distracted), in N only (Subconscious), in neither (Diffuse).
+// idx (n) is room. T is chosen among all keys, those of the first tokens and of the question too,
+// as in the published scores. Under --calibrate-score=count, Lazy is the weighted sum of the
+// paper's text. The paper does not give the weights; 1/3 each is our choice.
+static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3],
+                        double counts[4]) {
+    double hit = 0, top = 0, needle = 0, hits = 0;      // a summed over T & N, T, N; keys of T & N
+    int k = top_k(a, n, r->k ? r->k : r->n, idx);
     for (int i = 0; i < k; i++) {
         int in = idx[i] >= r->at && idx[i] < r->at + r->n;
         top += a[idx[i]];
-        if (in) { hit += a[idx[i]]; hits++; }
+        if (in) hit += a[idx[i]];
+        hits += in;
     }
     for (int i = r->at; i < r->at + r->n; i++) needle += a[i];
-    counts[0] = hits; counts[1] = k - hits; counts[2] = r->n - hits; counts[3] = n - r->n - counts[1];
-    if (r->count) {                                     // the paper's text; its three weights are not given: 1/3 each is our choice
-        P = hits / k;
-        R = (counts[1] / k + counts[2] / r->n + counts[3] / (n - r->n)) / 3;
+    counts[0] = hits;
+    counts[1] = k - hits;
+    counts[2] = r->n - hits;
+    counts[3] = n - r->n - counts[1];
+
+    double dili, lazy, inf = 0;
+    if (r->count) {
+        dili = hits / k;
+        lazy = (counts[1] / k + counts[2] / r->n + counts[3] / (n - r->n)) / 3;
     } else {
-        P = top > 1e-9 ? hit / top : 0;
-        R = needle > 1e-9 ? hit / needle : 0;
+        dili = top > 1e-9 ? hit / top : 0;              // Sec. 3.1: DiliScore, a weighted precision
+        lazy = needle > 1e-9 ? hit / needle : 0;        // Sec. 3.1: LazyScore, a weighted recall
     }
-    score[0] = P + R > 1e-9 ? 2 * P * R / (P + R) : 0;  // (1), in every run; then the mean
-    score[1] = P; score[2] = R;
+    if (dili + lazy > 1e-9) inf = 2 * dili * lazy / (dili + lazy);       // Eq. 1: InfScore
+    score[0] = inf;
+    score[1] = dili;
+    score[2] = lazy;
 }
-typedef struct { Calibration *run; } HeadProbe;
+
+// The probe is a method that keeps everything and writes down scores. It rides on "full" and is not
+// in the table of methods.
+typedef struct {
+    Calibration *run;
+} HeadProbe;
+
+// Hook commit of the probe: the scores of layer l's heads, from the softmax rows of the prompt's
+// last token. Only these rows are made, so memory grows with the length and not with its square.
 static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T) {
     Calibration *r = ((HeadProbe *)ms)->run;
     if (s->decoding || l == s->c->L) return;
     size_t mark = scratch_mark(s), LH = (size_t)s->c->L * s->c->H;
-    int N = kv_longest(s, l), H = s->c->H, *idx = scratch(s, (size_t)N * sizeof(int));
+    int N = kv_longest(s, l), H = s->c->H;
+    int *idx = scratch(s, (size_t)N * sizeof(int));
     float *row = scratch(s, (size_t)H * N * sizeof(float));
     window_scores(s, l, q, T, 1, row);
     for (int h = 0; h < H; h++) {
@@ -10606,140 +15130,158 @@ static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T
     }
     scratch_reset(s, mark);
 }
-static const Method head_probe = { .name = "probe", .state = sizeof(HeadProbe), .commit = head_probe_commit };    // rides on "full"; not in the table
 
-static char *greedy_answer(Session *s, const Tokenizer *t, const float *logits, int n) {        // stb array of at most n tokens' bytes
-    char *text = NULL;
-    for (int i = 0; i < n; i++) {
-        int id = 0, end = 0, len;
-        for (int v = 1; v < s->c->V; v++) if (logits[v] > logits[id]) id = v;
-        for (int e = 0; e < s->c->n_eos; e++) end |= s->c->eos[e] == id;
-        if (end) break;
-        const char *b = tokenizer_bytes(t, id, &len);
-        if (len) memcpy(arraddnptr(text, len), b, (size_t)len);
-        if (i + 1 < n) logits = decode(s, id);
-    }
-    return text;
+static const Method head_probe = {
+    .name   = "probe",
+    .state  = sizeof(HeadProbe),
+    .commit = head_probe_commit,
+};
+
+// ---- one run
+
+typedef struct {
+    const Needle *needle;
+    int length;                 // ids of the prompt, about
+    int depth;                  // where the needle stands, percent of the hay
+} Run;
+
+// Appends x (n) to an stb_ds array of ids.
+static int *ids_put(int *ids, const int *x, int n) {
+    for (int i = 0; i < n; i++) arrput(ids, x[i]);
+    return ids;
 }
-typedef struct { const Needle *needle; int length, depth; } Run;
 
-static int *ids_put(int *ids, const int *x, int n) { for (int i = 0; i < n; i++) arrput(ids, x[i]); return ids; }
+// The question of a run in the frame of --calibrate-prompt. Exit 2 when the frame has no place for
+// it.
+static void run_question(const Options *o, const Run *run, char *text, size_t size) {
+    const char *prompt = opt_str(o, "calibrate-prompt"), *hole = strstr(prompt, "{}");
+    if (!hole || strlen(prompt) > 2000)
+        die(EXIT_USAGE, "--calibrate-prompt wants a text up to 2000 bytes with {} where the question goes");
+    snprintf(text, size, "%.*s%s%s", (int)(hole - prompt), prompt, run->needle->question, hole + 2);
+}
 
-// [BOS] prefix, hay with the needle at depth % of it, question: ids as an stb array. Hay and needle have length - 200 ids.
+// Where the needle goes among n ids of hay: at depth % of them, or at the end of the sentence
+// before (--calibrate-boundary).
+static int needle_place(const Tokenizer *t, const Options *o, const Run *run, const int *hay, int n) {
+    int at = (int)((long)n * run->depth / 100), len;
+    if (!opt_int(o, "calibrate-boundary")) return at;
+    for (; at > 0; at--) {
+        const char *b = tokenizer_bytes(t, hay[at - 1], &len);
+        if (len && b[len - 1] == '.') break;
+    }
+    return at;
+}
+
+// The prompt of a run as an stb_ds array of ids: [BOS] prefix, hay with the needle in it, question.
+// Sets r->at and r->n. Hay and needle have length - 200 ids together, so that about 200 are left
+// for the rest; half of a length below 400. The needle is encoded by itself, so that its ids are N
+// exactly.
 static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r) {
-    int *ids = NULL, *needle = NULL, room = run->length - (run->length < 400 ? run->length / 2 : 200), len;
-    char text[4096], line[4096];
-    const char *prefix = opt_str(o, "calibrate-prefix"), *prompt = opt_str(o, "calibrate-prompt"), *hole = strstr(prompt, "{}");
-    if (!hole || strlen(prompt) > 2000) die(EXIT_USAGE, "--calibrate-prompt wants a text up to 2000 bytes with {} where the question goes");
+    char text[4096], question[4096];
+    const char *prefix = opt_str(o, "calibrate-prefix");
+    run_question(o, run, question, sizeof question);
     snprintf(text, sizeof text, " %s", run->needle->needle);
-    snprintf(line, sizeof line, "%.*s%s%s", (int)(hole - prompt), prompt, run->needle->question, hole + 2);
-    needle = encode_at(t, text, strlen(text), 0, 0, NULL);
-    int n_hay = room - (int)arrlen(needle), at = (int)((long)n_hay * run->depth / 100);
-    if (n_hay < 1) die(EXIT_USAGE, "--calibrate-lengths: %d tokens do not hold a needle of %d beside the question", run->length, (int)arrlen(needle));
-    for (const char *b; opt_int(o, "calibrate-boundary") && at > 0; at--)       // back to the end of a sentence
-        if (b = tokenizer_bytes(t, hay[at - 1], &len), len && b[len - 1] == '.') break;
+    int *needle = encode_at(t, text, strlen(text), 0, 0, NULL), n_needle = (int)arrlen(needle);
+    int room = run->length - (run->length < 400 ? run->length / 2 : 200);
+    int n_hay = room - n_needle;
+    if (n_hay < 1)
+        die(EXIT_USAGE, "--calibrate-lengths: %d tokens do not hold a needle of %d beside the question",
+            run->length, n_needle);
+    int at = needle_place(t, o, run, hay, n_hay);
+
+    int *ids = NULL;
     if (t->add_bos && t->bos >= 0) arrput(ids, t->bos);
     ids = encode_at(t, prefix, strlen(prefix), 1, 1, ids);
     r->at = (int)arrlen(ids) + at;
-    r->n = (int)arrlen(needle);
+    r->n = n_needle;
     ids = ids_put(ids, hay, at);
-    ids = ids_put(ids, needle, r->n);
+    ids = ids_put(ids, needle, n_needle);
     ids = ids_put(ids, hay + at, n_hay - at);
-    ids = encode_at(t, line, strlen(line), 1, 0, ids);
+    ids = encode_at(t, question, strlen(question), 1, 0, ids);
     arrfree(needle);
     return ids;
 }
-// One run -> 1 if the model found the needle (or that is not asked)
-static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r, double *recall) {
+
+// One run, in a session with the probe as its last part. A run is accepted when its answer has half
+// of the expected words, or when every run is (--calibrate-accept all); then its scores are added
+// to r->sum. *recall is the share of the words, -1 when no answer was asked for. Returns 1 for an
+// accepted run, else 0.
+static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const Run *run, const int *hay,
+                         Calibration *r, double *recall) {
     int *ids = run_prompt(t, o, run, hay, r);
-    int all = !strcmp(opt_str(o, "calibrate-accept"), "all");
+    int accepted = 1;
     size_t LH = (size_t)s->c->L * s->c->H;
     session_reset(s);
     ((HeadProbe *)s->part[s->n_part - 1].ms)->run = r;
     memset(r->counts, 0, sizeof r->counts);
     const float *logits = prefill(s, ids, (int)arrlen(ids));
-    char *answer = all ? NULL : greedy_answer(s, t, logits, opt_int(o, "calibrate-predict"));
-    *recall = all ? -1 : word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer));       // -1: not asked
-    int accepted = all || *recall >= .5;
-    for (size_t i = 0; accepted && i < 3 * LH; i++) r->sum[i] += r->score[i];
-    for (int i = 0; accepted && i < 4; i++) r->total[i] += r->counts[i];
-    arrfree(answer);
+
+    *recall = -1;
+    if (strcmp(opt_str(o, "calibrate-accept"), "all")) {
+        char *answer = greedy_answer(s, t, logits, opt_int(o, "calibrate-predict"));
+        *recall = word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer));
+        accepted = *recall >= .5;
+        arrfree(answer);
+    }
+    if (accepted) {
+        for (size_t i = 0; i < 3 * LH; i++) r->sum[i] += r->score[i];
+        for (int i = 0; i < 4; i++) r->total[i] += r->counts[i];
+    }
     arrfree(ids);
     return accepted;
 }
-static const char *needle_text(const Json *v, const char *path, const char *key) {
-    const Json *x = json_get(v, key);
-    if (!x || x->type != JSON_STRING || !x->len || x->len > 2000)
-        die(EXIT_USAGE, "--calibrate-needles: %s: expected a list of {\"question\", \"needle\", \"answer\"}, each a text up to 2000 bytes", path);
-    return x->str;
-}
-static Needle *needles_load(const char *path, Json **file) {    // stb array; its texts live in *file
-    Needle *list = NULL;
-    char why[256];
-    size_t size;
-    for (size_t i = 0; !*path && i < sizeof own_needles / sizeof *own_needles; i++) arrput(list, own_needles[i]);
-    if (!*path) return list;
-    char *text = read_file(path, &size, why);
-    if (!text || !(*file = json_parse(text, size, why))) die(EXIT_USAGE, "--calibrate-needles: %s: %s", path, why);
-    free(text);
-    for (int i = 0; i < (*file)->n; i++) {
-        const Json *v = &(*file)->item[i];
-        Needle x = { needle_text(v, path, "question"), needle_text(v, path, "needle"), needle_text(v, path, "answer") };
-        arrput(list, x);
-    }
-    if (!list) die(EXIT_USAGE, "--calibrate-needles: %s holds no needle", path);
-    return list;
-}
-typedef struct { int *length, *depth; Needle *needle; Json *file; } Plan;         // stb arrays: every length x depth x needle is a run
 
-static void list_write(FILE *f, const char *name, const int *list) {
-    fprintf(f, "  \"%s\": [", name);
-    for (int i = 0; i < (int)arrlen(list); i++) fprintf(f, "%s%d", i ? ", " : "", list[i]);
-    fprintf(f, "],\n");
-}
-static void scores_write(FILE *f, const Config *c, const Options *o, const Plan *p, const Calibration *r, int accepted) {
-    const char *slash = strrchr(c->dir, '/'), *name = slash && slash[1] ? slash + 1 : c->dir;     // the folder's name: the file travels, the path to it does not
-    fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
-    json_escape(f, name, strlen(name));
-    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"%s\", \"k\": %d, \"accept\": \"%s\", \"needles\": %d, \"accepted\": %d,\n",
-            c->L, c->H, opt_str(o, "calibrate-score"), opt_int(o, "calibrate-k"), opt_str(o, "calibrate-accept"), (int)arrlen(p->needle), accepted);
-    list_write(f, "lengths", p->length);
-    list_write(f, "depths", p->depth);
-    fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
-    for (int i = 0; i < 4; i++) fprintf(f, "%s%.6g", i ? ", " : "", r->total[i] / accepted);
-    fprintf(f, "]");
-    for (int k = 0; k < 3; k++) {
-        fprintf(f, ",\n  \"%s\": {", score_names[k][0]);
-        for (int i = 0; i < c->L * c->H; i++)
-            fprintf(f, "%s\n    \"%d-%d\": [%.9g]", i ? "," : "", i / c->H, i % c->H, r->sum[(size_t)k * c->L * c->H + i] / accepted);
-        fprintf(f, "\n  }");
-    }
-    fprintf(f, "\n}\n");
-}
+// ---- all runs
+
+// What --calibrate goes through: every length with every depth with every needle is a run.
+typedef struct {
+    int *length, *depth;        // stb_ds arrays
+    Needle *needle;             // stb_ds array
+    Json *file;                 // of the needles; NULL: they are ours
+} Plan;
+
+// The plan from the options; exit 2 when they do not fit. The default length is cut to what a small
+// model can hold.
 static Plan plan_read(const Config *c, const Options *o) {
     Plan p = { .file = NULL };
     char limit[16];
     snprintf(limit, sizeof limit, "%d", c->max_pos);
-    int cut = !opt_given(o, "calibrate-lengths") && c->max_pos < 2048;         // the default does not fit a small model
-    p.length = number_list("calibrate-lengths", cut ? limit : opt_str(o, "calibrate-lengths"), 16, c->max_pos);
+    int cut = !opt_given(o, "calibrate-lengths") && c->max_pos < 2048;
+    const char *lengths = cut ? limit : opt_str(o, "calibrate-lengths");
+    p.length = number_list("calibrate-lengths", lengths, 16, c->max_pos);
     p.depth = number_list("calibrate-depths", opt_str(o, "calibrate-depths"), 0, 100);
     p.needle = needles_load(opt_str(o, "calibrate-needles"), &p.file);
-    if (opt_int(o, "calibrate-k") < 0) die(EXIT_USAGE, "--calibrate-k must not be negative, found %d", opt_int(o, "calibrate-k"));
+    if (opt_int(o, "calibrate-k") < 0)
+        die(EXIT_USAGE, "--calibrate-k must not be negative, found %d", opt_int(o, "calibrate-k"));
     return p;
 }
-// All runs, with a session of method full and the probe beside it -> runs accepted
-static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t, const Options *o, const Plan *p, Calibration *r) {
-    int nd = (int)arrlen(p->depth), nn = (int)arrlen(p->needle), runs = (int)arrlen(p->length) * nd * nn, accepted = 0, longest = 0;
-    for (int i = 0; i < (int)arrlen(p->length); i++) longest = p->length[i] > longest ? p->length[i] : longest;
+
+static void plan_free(Plan *p) {
+    arrfree(p->length);
+    arrfree(p->depth);
+    arrfree(p->needle);
+    json_free(p->file);
+}
+
+// Goes through the plan with a session of method full and the probe beside it, with a line on
+// stderr for each run. Fills r->sum and r->total; returns how many runs were accepted.
+static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t, const Options *o,
+                          const Plan *p, Calibration *r) {
+    int n_depths = (int)arrlen(p->depth), n_needles = (int)arrlen(p->needle);
+    int runs = (int)arrlen(p->length) * n_depths * n_needles, accepted = 0, longest = 0;
+    for (int i = 0; i < (int)arrlen(p->length); i++) longest = max_int(longest, p->length[i]);
     int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), longest);
     Session *s = session_open(c, w, o, "full");
-    s->part[s->n_part++] = (Part){ &head_probe, xcalloc(1, sizeof(HeadProbe)) };
+    s->part[s->n_part] = (Part){ &head_probe, xcalloc(1, sizeof(HeadProbe)) };
+    s->n_part++;
     for (int i = 0; i < runs; i++) {
-        Run run = { &p->needle[i % nn], p->length[i / nn / nd], p->depth[i / nn % nd] };
+        int needle = i % n_needles, depth = i / n_needles % n_depths, length = i / n_needles / n_depths;
+        Run run = { &p->needle[needle], p->length[length], p->depth[depth] };
         double recall;
         accepted += calibrate_run(s, t, o, &run, hay, r, &recall);
         if (opt_int(o, "quiet")) continue;
-        fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d", i + 1, runs, run.length, run.depth, i % nn + 1);
+        fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d", i + 1, runs, run.length,
+                run.depth, needle + 1);
         if (recall >= 0) fprintf(stderr, ": recall %.2f, %d accepted", recall, accepted);
         fputc('\n', stderr);
     }
@@ -10747,28 +15289,80 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
     arrfree(hay);
     return accepted;
 }
-// Makes OUT.json of --calibrate. Returns the exit code.
+
+// ---- the file
+
+// Writes "name": [..] of an stb_ds array, and a comma.
+static void list_write(FILE *f, const char *name, const int *list) {
+    fprintf(f, "  \"%s\": [", name);
+    for (int i = 0; i < (int)arrlen(list); i++) fprintf(f, "%s%d", i ? ", " : "", list[i]);
+    fprintf(f, "],\n");
+}
+
+// Writes a score file: how it was made, then the means over the accepted runs. The model is named
+// by its folder's last name, because the file travels and the path does not.
+static void scores_write(FILE *f, const Config *c, const Options *o, const Plan *p, const Calibration *r,
+                         int accepted) {
+    const char *slash = strrchr(c->dir, '/');
+    const char *name = slash && slash[1] ? slash + 1 : c->dir;
+    fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
+    json_escape(f, name, strlen(name));
+    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"%s\", \"k\": %d, ",
+            c->L, c->H, opt_str(o, "calibrate-score"), opt_int(o, "calibrate-k"));
+    fprintf(f, "\"accept\": \"%s\", \"needles\": %d, \"accepted\": %d,\n",
+            opt_str(o, "calibrate-accept"), (int)arrlen(p->needle), accepted);
+    list_write(f, "lengths", p->length);
+    list_write(f, "depths", p->depth);
+    fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
+    for (int i = 0; i < 4; i++) fprintf(f, "%s%.6g", i ? ", " : "", r->total[i] / accepted);
+    fprintf(f, "]");
+    for (int k = 0; k < 3; k++) {
+        const double *sum = r->sum + (size_t)k * c->L * c->H;
+        fprintf(f, ",\n  \"%s\": {", score_names[k][0]);
+        for (int i = 0; i < c->L * c->H; i++)
+            fprintf(f, "%s\n    \"%d-%d\": [%.9g]", i ? "," : "", i / c->H, i % c->H, sum[i] / accepted);
+        fprintf(f, "\n  }");
+    }
+    fprintf(f, "\n}\n");
+}
+
+// --calibrate OUT.json: makes the score file of a model. Returns the exit code; exit 1 when no run
+// is accepted or the file cannot be written. The text goes to OUT.json.part, which is opened before
+// the work begins, so that a bad path shows at once, and takes the name OUT.json when it is
+// complete.
 static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o) {
     const char *out = opt_str(o, "calibrate");
     char part[1100];
     if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
     Plan p = plan_read(c, o);
     snprintf(part, sizeof part, "%.1000s.part", out);
-    FILE *f = fopen(part, "wb");                        // before the work, not after it
+    FILE *f = fopen(part, "wb");
     if (!f) die(EXIT_RUN, "--calibrate: %s: %s", part, strerror(errno));
+
     size_t LH = (size_t)c->L * c->H;
-    Calibration r = { .k = opt_int(o, "calibrate-k"), .count = !strcmp(opt_str(o, "calibrate-score"), "count") };
+    Calibration r = {
+        .k = opt_int(o, "calibrate-k"),
+        .count = opt_choice(o, "calibrate-score", "mass|count"),
+    };
     r.score = xcalloc(3 * LH, sizeof(double));
     r.sum = xcalloc(3 * LH, sizeof(double));
     int accepted = calibrate_runs(c, w, t, o, &p, &r);
     if (accepted) scores_write(f, c, o, &p, &r, accepted);
-    int bad = ferror(f) | fclose(f);
+
+    int bad = ferror(f);
+    bad |= fclose(f);
     if (bad || !accepted) remove(part);
-    if (!accepted) die(EXIT_RUN, "--calibrate: no answer had half of the expected words (--calibrate-accept all takes every run)");
-    if (bad || rename(part, out)) { int why = errno; remove(part); die(EXIT_RUN, "--calibrate: %s: %s", out, strerror(why)); }
-    free(r.score); free(r.sum);
-    arrfree(p.length); arrfree(p.depth); arrfree(p.needle);
-    json_free(p.file);
+    if (!accepted)
+        die(EXIT_RUN, "--calibrate: no answer had half of the expected words "
+                      "(--calibrate-accept all takes every run)");
+    if (bad || rename(part, out)) {
+        int why = errno;
+        remove(part);
+        die(EXIT_RUN, "--calibrate: %s: %s", out, strerror(why));
+    }
+    free(r.score);
+    free(r.sum);
+    plan_free(&p);
     return EXIT_OK;
 }
 

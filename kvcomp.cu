@@ -1,11 +1,38 @@
-// kvcomp.cu - the GPU half of kvcomp. The same sections as kvcomp.c, under the same banners: read kvcomp.c first.
+// kvcomp.cu - the GPU half of kvcomp.
 //
-// Session.dev != NULL means: KVHead.k and .v are device memory, and everything else of a head (src, pos, lengths)
-// stays on the host, which keeps the books. The arithmetic of a pass runs here; hooks get q, k, v and out where they lie, on the
-// device. Layouts are kvcomp.h's: x (T,C), q (T,H,D), k v (T,G,D), rows as their Format says.
+// It has the sections of kvcomp.c, under the same numbers and titles. A section here holds what its
+// twin there computes when Session.dev is set, so read the twin first. Two sections of Part II,
+// HELPERS and NUMBERS AND KERNELS, stand first in this file, because a kernel can only call device
+// functions that are declared above it.
 //
-// Kernels use 32-lane warps, full masks, blocks of whole warps, no early return before the last meeting point, and shared
-// memory as one dynamic array in templates: then cuda_emu.h can run them on a CPU and check all of that.
+// With Session.dev set, KVHead.k and KVHead.v are device memory. Everything else of a head (src,
+// pos, lengths) stays on the host, which keeps the books. The arithmetic of a pass runs here, and
+// the hooks of a method get q, k, v and out where they lie, on the device. Shapes and their letters
+// are those of kvcomp.h: x is (T,C), q is (T,H,D), k and v are (T,G,D), and the bytes of a row are
+// what its Format says.
+//
+// Kernels keep four rules: warps of 32 lanes, with all of them in every shuffle; blocks of whole
+// warps; no thread returns before the last point where threads meet; shared memory of a template is
+// one dynamic array. With these cuda_emu.h can run the kernels on a CPU, and it checks that they
+// are kept.
+//
+// CONTENTS: what runs on the device, in the order of this file
+//   15 HELPERS: errors, device memory, uploads, blocks of memory cut into arrays
+//   16 NUMBERS AND KERNELS: weights as numbers, norms, matrix products
+//    1 MODEL: a pass over the model, launch by launch
+//    2 CACHE: rows of K and V: rotated, rounded, appended, moved
+//    3 ATTENTION: four attention kernels, sums over queries, views that the device chooses
+//    4 THE DECODE LOOP: a decode step as one CUDA graph; opening and closing the device
+//    5 STREAMINGLLM: nothing of its own; section 2 moves the rows that stay
+//    6 BASELINES: selection at a prefill's end: pooled scores, top-k, AdaKV's shares; moments
+//    7 SPARSE PREFILL BASELINES: attention over lines; softmax rows of sampled queries, their sums
+//    8 QUEST: bounds of pages, scores of pages, the rows of the best pages
+//    9 LOOPSERVE: the ring of decode queries, the choice of lines
+//   10 PATS: bit-packed rows: cutting, packing, reading
+//   11 LYCHEECLUSTER: building the index, grafting on it, searching it
+//   12 SONIC INFERENCE: nothing of its own; its tokens are rows with other weights in a pass (1)
+//   13 DILILAZYKV: nothing of its own; it selects as section 6 does
+//   28 BENCHMARK: the rates that --bench measures itself against
 #include "kvcomp.h"
 #include <math.h>
 #include <stdlib.h>
@@ -15,78 +42,223 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <mma.h>
-#define KV_LAUNCH(k, grid, block, smem, ...) do { k<<<grid, block, smem, kv_stream>>>(__VA_ARGS__); KV_CUDA(cudaGetLastError()); } while (0)
+
+// Every launch goes through KV_LAUNCH: kernel, grid, block, bytes of dynamic shared memory,
+// arguments.
+#define KV_LAUNCH(k, grid, block, smem, ...) do { \
+    k<<<grid, block, smem, kv_stream>>>(__VA_ARGS__); \
+    KV_CUDA(cudaGetLastError()); \
+} while (0)
+
+// KV_UNROLL(n) stands before a loop whose loads are to be under way n at once.
 #define KV_PRAGMA(x) _Pragma(#x)
-#define KV_UNROLL(n) KV_PRAGMA(unroll n)        // so that more loads are under way at once
+#define KV_UNROLL(n) KV_PRAGMA(unroll n)
+
+// Declares `name`, the kernel's dynamic shared memory, as T *.
 #define KV_DYN_SHARED(T, name) extern __shared__ __align__(128) float4 kv_dyn_[]; T *name = (T *)kv_dyn_
 #endif
 
-// A launch with more shared memory than every kernel may have unasked: `smem` is a variable
+// A launch that may need more shared memory than the 48 KB every kernel has without asking. smem is
+// a variable.
 #define KV_LAUNCH_WIDE(k, grid, block, smem, ...) do { \
-    if (smem > 48 * 1024) KV_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)); \
-    KV_LAUNCH(k, grid, block, smem, __VA_ARGS__); } while (0)
+    if (smem > 48 * 1024) \
+        KV_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)); \
+    KV_LAUNCH(k, grid, block, smem, __VA_ARGS__); \
+} while (0)
 
 // ==================================================================================================== 15 HELPERS
-// Errors end the program with one line. Everything happens in one stream, in the order it is asked for. Device memory is asked
-// for through device_new; room() keeps one growing buffer per purpose, so a decode step allocates nothing once the buffers have grown.
+// Errors end the program with one line. Everything happens in one stream, in the order in which it
+// is asked for. Device memory is asked for through device_new(). room() keeps one growing buffer
+// for each purpose, so a decode step allocates nothing once the buffers have grown.
 
 static cudaStream_t kv_stream;                  // made by the first device_open, kept until the program ends
 
+// ---- errors
+
+// Ends the program: exit 4 when memory was too small, else 1.
 static void cuda_fail(cudaError_t e, const char *call, int line) {
-    if (e == cudaErrorMemoryAllocation) die(EXIT_MEMORY, "the GPU is out of memory (kvcomp.cu:%d): a smaller -c, -b or --budget needs less, and so does -ctk/-ctv q8_0", line);
+    if (e == cudaErrorMemoryAllocation)
+        die(EXIT_MEMORY, "the GPU is out of memory (kvcomp.cu:%d): a smaller -c, -b or --budget needs less, "
+            "and so does -ctk/-ctv q8_0", line);
     die(EXIT_RUN, "CUDA: %s (kvcomp.cu:%d: %s)", cudaGetErrorString(e), line, call);
 }
-#define KV_CUDA(call) do { cudaError_t e_ = (call); if (e_ != cudaSuccess) cuda_fail(e_, #call, __LINE__); } while (0)
-#define KV_BLAS(call) do { int e_ = (int)(call); \
-    if (e_) die(EXIT_RUN, "cuBLAS: status %d (kvcomp.cu:%d: %s)", e_, __LINE__, #call); } while (0)
 
+// Every call of the CUDA runtime stands in KV_CUDA, every call of cuBLAS in KV_BLAS: a failure ends
+// the program.
+#define KV_CUDA(call) do { \
+    cudaError_t e_ = (call); \
+    if (e_ != cudaSuccess) cuda_fail(e_, #call, __LINE__); \
+} while (0)
+#define KV_BLAS(call) do { \
+    int e_ = (int)(call); \
+    if (e_) die(EXIT_RUN, "cuBLAS: status %d (kvcomp.cu:%d: %s)", e_, __LINE__, #call); \
+} while (0)
+
+// ---- device memory
+
+// New device memory, NULL for 0 bytes.
 static char *device_new(size_t bytes) {
     char *p = NULL;
     if (bytes) KV_CUDA(cudaMalloc(&p, bytes));
     return p;
 }
-static void device_free(void *p) { if (p) KV_CUDA(cudaFree(p)); }
-static void upload(void *dev, const void *host, size_t n) {      // ordinary host memory: it may be used again at once
+
+// Gives device memory back. p may be NULL.
+static void device_free(void *p) {
+    if (p) KV_CUDA(cudaFree(p));
+}
+
+// Copies n bytes to the device. host is ordinary memory, which the runtime has read when the call
+// returns.
+static void upload(void *dev, const void *host, size_t n) {
     if (n) KV_CUDA(cudaMemcpyAsync(dev, host, n, cudaMemcpyHostToDevice, kv_stream));
 }
+
+// Copies n bytes to the host, and waits for them.
 static void download(void *host, const void *dev, size_t n) {
     if (!n) return;
     KV_CUDA(cudaMemcpyAsync(host, dev, n, cudaMemcpyDeviceToHost, kv_stream));
     KV_CUDA(cudaStreamSynchronize(kv_stream));
 }
-static void device_copy(void *to, const void *from, size_t n) { if (n) KV_CUDA(cudaMemcpyAsync(to, from, n, cudaMemcpyDeviceToDevice, kv_stream)); }
-static int blocks(size_t n, int per) { return (int)((n + per - 1) / per); }
 
-struct Room { char *p; size_t bytes; };
-enum { ROOM_X, ROOM_H, ROOM_Q, ROOM_K, ROOM_V, ROOM_OUT, ROOM_GATE, ROOM_UP, ROOM_COS, ROOM_HALF, ROOM_IDS, ROOM_TOK, ROOM_PLAN,
-       ROOM_PART, ROOM_STAT, ROOM_COL, ROOM_MOVE, ROOM_STEP, ROOM_WORK, ROOM_ITEM, ROOM_LIST, ROOM_LOGITS, ROOM_POOL, ROOM_TOP, ROOM_TOP_IDX,
-       ROOM_START, ROOM_TREES, ROOM_KEYS, ROOM_CENTRES, ROOM_LABELS, ROOM_SEEK, ROOM_RING, ROOM_PROBS, ROOM_PICKS, ROOM_VIEWS, N_ROOMS };
+// Copies n bytes inside device memory.
+static void device_copy(void *to, const void *from, size_t n) {
+    if (n) KV_CUDA(cudaMemcpyAsync(to, from, n, cudaMemcpyDeviceToDevice, kv_stream));
+}
 
-// Host tensors that lie on the device too, found by their host address.
+// How many blocks of `per` things hold n of them.
+static int blocks(size_t n, int per) {
+    return (int)((n + per - 1) / per);
+}
+
+// ---- one block of memory, cut into arrays
+// Some uploads, and the shared memory of some kernels, are several arrays one behind the other in
+// one block. A function X_carve() says once which arrays these are. Called with the block it sets
+// the pointers, called with NULL it only adds up the bytes, so a size and a layout cannot differ.
+// No gap is left between two arrays: an array whose type is wider must not stand behind one with an
+// odd number of narrower elements.
+
+struct Block {
+    char *mem;                  // the block, or NULL: only its size is wanted
+    size_t at;                  // bytes carved
+};
+
+// The next n elements of the block.
+template <class T> KV_HD static T *carve(Block *b, size_t n) {
+    T *p = b->mem ? (T *)(b->mem + b->at) : NULL;
+    b->at += n * sizeof(T);
+    return p;
+}
+
+// ---- what a session holds on the device
+
+// A growing buffer.
+struct Room {
+    char *p;                    // device memory
+    size_t bytes;
+};
+
+// The growing buffers of a session, by purpose. A buffer's content lives until the next call of
+// room() for it.
+enum {
+    ROOM_X,                     // (T,C) the pass's activations
+    ROOM_H,                     // (b,C) their norm
+    ROOM_Q,                     // (n,H,D)
+    ROOM_K,                     // (n,G,D)
+    ROOM_V,                     // (n,G,D)
+    ROOM_OUT,                   // (n,H,D) what attention makes of q
+    ROOM_GATE,                  // (b,F)
+    ROOM_UP,                    // (b,F)
+    ROOM_COS,                   // (T,D) cosines and sines of RoPE
+    ROOM_HALF,                  // (T,I) activations rounded to the weights' type
+    ROOM_IDS,                   // (T) vocabulary ids of the pass
+    ROOM_TOK,                   // (n_tok) a copy of Session.tok
+    ROOM_PLAN,                  // works, items and lists of one call of attention
+    ROOM_PART,                  // (items,BQ,D+2) what the items of attention hand to join_kernel
+    ROOM_STAT,                  // (n,H,2) max and sum of each softmax row
+    ROOM_COL,                   // (H,N) sums over queries
+    ROOM_MOVE,                  // rows on their way to another place
+    ROOM_STEP,                  // what a decode step in one go is told: Step
+    ROOM_WORK,                  // the works of all layers of such a step
+    ROOM_ITEM,                  // and their items
+    ROOM_LIST,                  // a short list for the next kernel
+    ROOM_LOGITS,                // (V)
+    ROOM_POOL,                  // scores on their way to a selection
+    ROOM_TOP,                   // small inputs of a selection
+    ROOM_TOP_IDX,               // what top-k chose
+    ROOM_START,                 // LycheeCluster: first tokens of the chunks
+    ROOM_TREES,                 // LycheeCluster: (L,G) Tree
+    ROOM_KEYS,                  // LycheeCluster: keys of chunks while an index is built
+    ROOM_CENTRES,               // LycheeCluster: centres while an index is built
+    ROOM_LABELS,                // LycheeCluster: labels while an index is built
+    ROOM_SEEK,                  // LycheeCluster: what a search needs
+    ROOM_RING,                  // LoopServe: queries of the ring, oldest first
+    ROOM_PROBS,                 // LoopServe: sampled softmax rows
+    ROOM_PICKS,                 // LoopServe: what the choice of lines needs
+    ROOM_VIEWS,                 // (L,G,stride) the lists that select hooks chose on the device
+    N_ROOMS
+};
+
+// Host tensors that lie on the device too: a hash table by host address, with linear probing.
 enum { MAP_SIZE = 1 << 13 };
-struct Copied { const void *host; char *dev; };
-struct Map { Copied at[MAP_SIZE]; int n; };
+struct Copied {
+    const void *host;           // NULL: a free slot
+    char *dev;
+};
+struct Map {
+    Copied at[MAP_SIZE];
+    int n;                      // slots taken
+};
 
-struct Shared { const Weights *w; int users; Map map; Shared *next; };      // one upload of a model, whatever the number of sessions
+// One upload of a model, whatever the number of sessions that use it.
+struct Shared {
+    const Weights *w;
+    int users;                  // sessions
+    Map map;
+    Shared *next;
+};
 static Shared *all_shared;
 
-struct Packed;
+struct Packed;                  // a head's packed rows: section 10
+
+// What the device holds of one KV head beside KVHead.k and KVHead.v.
 struct Rows {
-    int *src, n_src;            // copy of KVHead.src, with room for n_src
-    float *mass;                // KVHead.mass, as large; NULL without KV_MASS. The host's is a copy: mass_fetch_cuda
-    int cap;                    // raw rows there is room for; KVHead.cap says so too, except while rows are being packed
-    Packed *pack, *spare; int n_pack, n_spare;      // regions of the packed rows, and the table before: room for so many
-    size_t pk_bytes;            // bytes allocated for KVHead.pk (and for .pv)
+    int *src;                   // (n_src) copy of KVHead.src
+    int n_src;
+    float *mass;                // (n_src) KVHead.mass, NULL without KV_MASS. The host's is a copy
+                                // (mass_fetch_cuda)
+    int cap;                    // raw rows there is room for; KVHead.cap is the same, except while
+                                // rows are being packed
+    Packed *pack;               // table of the packed rows' regions
+    Packed *spare;              // the table before, which the next one is written to
+    int n_pack, n_spare;        // regions there is room for in pack and in spare
+    size_t pk_bytes;            // bytes allocated for KVHead.pk, and for KVHead.pv
 };
-enum { KEPT_NONE, KEPT, KEPT_SEEN };
-struct Chosen {                 // views that were chosen on the device and stay there: one list a KV head
-    int stride;                 // of a list in ROOM_VIEWS (L,G,stride): LIST_HEAD numbers, its rows
-    char *kept;                 // (L) KEPT: the layer's views are lists; SEEN: and the host's views are a copy; NONE: they are the host's
-    int *rows;                  // (L,G) pinned: rows of a list less its tail; with the head's length, what is read
+
+// Whose views of a layer count in the last step (Chosen.kept).
+enum {
+    KEPT_NONE,                  // the host's
+    KEPT,                       // the lists on the device
+    KEPT_SEEN                   // the lists on the device, and the host's views are a copy of them
+};
+
+// Views that a select hook chose on the device and that stay there: one list a KV head.
+struct Chosen {
+    int stride;                 // ints of one list in ROOM_VIEWS (L,G,stride): LIST_HEAD numbers, then
+                                // its rows
+    char *kept;                 // (L) KEPT_*
+    int *rows;                  // (L,G) pinned: rows of a list less its tail; with the head's length
+                                // added, what is read
     double *row_bytes;          // (L,G) bytes of a row when the list was made
 };
-struct Read { int n; double each; };     // rows of a list, and the bytes of a row
-struct Device {
+
+// What one list costs in a decode step in one go.
+struct Read {
+    int n;                      // rows of the list
+    double each;                // bytes of a row
+};
+
+struct Device {                 // Session.dev
     cublasHandle_t blas;
     Chosen chosen;
     Room room[N_ROOMS];
@@ -94,17 +266,26 @@ struct Device {
     Map alt;                    // tensors of Session.alt
     struct Rows *held;          // (L*G) what the device holds of a head beside KVHead.k and .v
     int n_tok;                  // tokens ROOM_TOK holds
-    struct Step *step;          // pinned: what the next decode step is told ...
-    float *logits;              // (V) ... and says; see "a decode step in one go"
-    const struct Step *told;    // on the device, where kernels of a step in one go find its lengths; NULL in any other pass: the host gives them
-    unsigned settled;           // Session.changes when select hooks were last called in an ordinary step: they have all the memory they need
+    // The rest belongs to "a decode step in one go" (section 4).
+    struct Step *step;          // pinned: what the next step is told
+    float *logits;              // (V) pinned: what it answers
+    const struct Step *told;    // step on the device, where kernels find its lengths; NULL in any other
+                                // pass: the host gives them
+    unsigned settled;           // Session.changes after select hooks were last called in an ordinary
+                                // step: they have all the memory they need
     unsigned seen;              // Session.changes when what follows was made
     int *first;                 // (L+1) works of the layers before
-    int grid, BQ;               // items of a layer, at most; query rows of a work
-    struct Read *read; int n_read;      // (LH) what was read in the last step
+    int grid;                   // items of a layer, at most
+    int BQ;                     // query rows of a work
+    struct Read *read;          // (LH) what was read in the last step
+    int n_read;
     cudaGraphExec_t graph;      // the step, or NULL
     int no_graph;               // 1: this device would not take one
 };
+
+// Buffer `which` of the session, with room for n elements; its old content is lost when it grows.
+// It grows by a quarter more than asked for. Session.changes counts a move, because a captured
+// graph holds the old address.
 template <class T> static T *room(Session *s, int which, size_t n) {
     Room *r = &s->dev->room[which];
     if (n * sizeof(T) > r->bytes) {
@@ -115,21 +296,33 @@ template <class T> static T *room(Session *s, int which, size_t n) {
     }
     return (T *)r->p;
 }
-static Copied *map_slot(Map *m, const void *host) {              // the entry, or the free one it would take
+
+// ---- tensors on the device
+
+// The entry of a host address, or the free slot it would take.
+static Copied *map_slot(Map *m, const void *host) {
     size_t i = (size_t)mix64((uint64_t)(uintptr_t)host) % MAP_SIZE;
     while (m->at[i].host && m->at[i].host != host) i = (i + 1) % MAP_SIZE;
     return &m->at[i];
 }
-// Weights go through two pinned halves: while one is on its way to the device, the other is filled (from a mapped file, that is
-// where the disk is read). Ordinary memory would be copied twice, and no faster than the driver's own small buffer.
-#ifdef KVCOMP_TEST
-enum { STAGE_BYTES = 1000, COPY_BYTES = 1 << 16 };               // so that every test's weights take many turns
-#else
-enum { STAGE_BYTES = 16 << 20, COPY_BYTES = 1 << 29 };           // of one half; of what device_copy_rate copies
-#endif
-struct Stage { char *half[2]; cudaEvent_t gone[2]; int turn; size_t sent, all; };
 
-static void stage_open(Stage *g, size_t all) {                   // all: bytes that will come, for the progress line
+// Weights go through two pinned halves: while one is on its way to the device, the other is filled.
+// Filling is where the disk is read, when the weights are a mapped file. Ordinary memory would be
+// copied twice, and no faster than through the driver's own small buffer.
+#ifdef KVCOMP_TEST
+enum { STAGE_BYTES = 1000, COPY_BYTES = 1 << 16 };      // so that the weights of every test take many turns
+#else
+enum { STAGE_BYTES = 16 << 20, COPY_BYTES = 1 << 29 };  // bytes of one half; of what device_copy_rate copies
+#endif
+struct Stage {
+    char *half[2];              // pinned, STAGE_BYTES each
+    cudaEvent_t gone[2];        // the last copy out of this half is done
+    int turn;                   // the half to fill next
+    size_t sent, all;           // bytes, for the progress line
+};
+
+// Opens the two halves. all: bytes that will come.
+static void stage_open(Stage *g, size_t all) {
     memset(g, 0, sizeof *g);
     g->all = all;
     for (int i = 0; i < 2; i++) {
@@ -138,10 +331,13 @@ static void stage_open(Stage *g, size_t all) {                   // all: bytes t
     }
     progress_tell("uploading", 0);
 }
+
+// Copies n bytes to the device through the halves in turn. A half is filled again when its last
+// copy, the one before the last of all, is done; at first there is none.
 static void stage_send(Stage *g, char *dev, const char *host, size_t n) {
     for (size_t at = 0, m; at < n; at += m, g->turn ^= 1) {
-        m = n - at < STAGE_BYTES ? n - at : (size_t)STAGE_BYTES;
-        KV_CUDA(cudaEventSynchronize(g->gone[g->turn]));         // of the copy before the last; at first there is none
+        m = min_size(n - at, STAGE_BYTES);
+        KV_CUDA(cudaEventSynchronize(g->gone[g->turn]));
         memcpy(g->half[g->turn], host + at, m);
         KV_CUDA(cudaMemcpyAsync(dev + at, g->half[g->turn], m, cudaMemcpyHostToDevice, kv_stream));
         KV_CUDA(cudaEventRecord(g->gone[g->turn], kv_stream));
@@ -149,6 +345,8 @@ static void stage_send(Stage *g, char *dev, const char *host, size_t n) {
         progress_tell("uploading", g->sent < g->all ? (double)g->sent / (double)g->all : 0.999);
     }
 }
+
+// Waits for the last copies and gives the halves back.
 static void stage_close(Stage *g) {
     KV_CUDA(cudaStreamSynchronize(kv_stream));
     for (int i = 0; i < 2; i++) {
@@ -157,7 +355,10 @@ static void stage_close(Stage *g) {
     }
     progress_tell("uploading", 1);
 }
-static const char *map_put(Map *m, const Tensor *t, Stage *g) {  // g: the staging buffer of a whole model, or NULL
+
+// The device's copy of tensor t, made now if there is none yet. g: the staging buffer of a whole
+// model, or NULL.
+static const char *map_put(Map *m, const Tensor *t, Stage *g) {
     Copied *c = map_slot(m, t->data);
     if (c->host) return c->dev;
     size_t bytes = (size_t)t->rows * t->cols * dtype_size(t->dtype);
@@ -168,40 +369,96 @@ static const char *map_put(Map *m, const Tensor *t, Stage *g) {  // g: the stagi
     c->host = t->data;
     return c->dev;
 }
+
+// Frees every tensor of the map.
 static void map_clear(Map *m) {
     for (int i = 0; i < MAP_SIZE; i++) device_free(m->at[i].dev);
     memset(m, 0, sizeof *m);
 }
-static const char *on_device(Session *s, const Tensor *t) {      // NULL when there is no such tensor
+
+// Where tensor t lies on the device: among the model's, else among those of Session.alt, which are
+// brought when first asked for. NULL when the model has no such tensor.
+static const char *on_device(Session *s, const Tensor *t) {
     if (!t->data) return NULL;
     Copied *c = map_slot(&s->dev->base->map, t->data);
     return c->host ? c->dev : map_put(&s->dev->alt, t, NULL);
 }
 
 // ==================================================================================================== 16 NUMBERS AND KERNELS
-// Weights are read as stored. A pass of one token multiplies f32 activations (gemv); more tokens go through cuBLAS, which
-// wants both factors alike: the activations go in as two numbers of the weights' type, the rounded value and what rounding
-// left over (a bf16 alone moved logits by a hundredth of their size), and the sums are f32.
+// Weights are read as they are stored. A pass of one token multiplies them by f32 activations
+// (gemv_kernel). A pass of more tokens goes through cuBLAS, which wants both factors of one type:
+// the activations go in as two numbers of the weights' type, the rounded value and what the
+// rounding left over, and the sums are f32. (One bf16 number alone moved logits by a hundredth of
+// their size.)
 
+// ---- sums and maxima over the lanes of a warp
+
+enum : unsigned { ALL_LANES = 0xffffffffu };
+
+// The sum of x over each group of LANES neighbouring lanes; every lane of the group gets it. LANES
+// is a power of two. Lanes LANES/2 apart are added first, neighbours last.
+template <int LANES, class T> static __device__ T lanes_sum(T x) {
+    for (int d = LANES / 2; d; d >>= 1) x += __shfl_xor_sync(ALL_LANES, x, d);
+    return x;
+}
+
+// The largest x of each group of LANES neighbouring lanes.
+template <int LANES> static __device__ float lanes_max(float x) {
+    for (int d = LANES / 2; d; d >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, d));
+    return x;
+}
+
+// The other way: the sum of x over the 32/LANES lanes that have the same place in their group;
+// neighbouring groups are added first.
+template <int LANES> static __device__ float groups_sum(float x) {
+    for (int d = LANES; d < 32; d <<= 1) x += __shfl_xor_sync(ALL_LANES, x, d);
+    return x;
+}
+
+// The largest x of the 32/LANES lanes that have the same place in their group.
+template <int LANES> static __device__ float groups_max(float x) {
+    for (int d = LANES; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, d));
+    return x;
+}
+
+// ---- stored numbers
+
+// A stored type DT_*: bytes of one number, numbers in the 16 bytes that a lane loads at once.
+template <int DT> struct Stored {
+    enum { BYTES = DT == DT_F32 ? 4 : 2, WIDE = 16 / BYTES };
+};
+
+// The 16-bit number h of type DT as f32. The hardware's conversion of f16 is exact too.
 template <int DT> static __device__ float half_get(uint16_t h) {
 #ifdef __CUDACC__
-    return DT == DT_F16 ? __half2float(__ushort_as_half(h)) : bf16_to_f32(h);        // the hardware's conversion is exact too
+    return DT == DT_F16 ? __half2float(__ushort_as_half(h)) : bf16_to_f32(h);
 #else
     return DT == DT_F16 ? f16_to_f32(h) : bf16_to_f32(h);
 #endif
 }
+
+// Number i of an array of dtype.
 static __device__ float number(const void *p, int dtype, size_t i) {
     if (dtype == DT_F32) return ((const float *)p)[i];
-    return dtype == DT_F16 ? half_get<DT_F16>(((const uint16_t *)p)[i]) : half_get<DT_BF16>(((const uint16_t *)p)[i]);
+    uint16_t h = ((const uint16_t *)p)[i];
+    return dtype == DT_F16 ? half_get<DT_F16>(h) : half_get<DT_BF16>(h);
 }
-// y, x (T,n): one block a row. Blocks of one warp when there are many rows; when there are few, as many as finish soonest.
-static __global__ void rmsnorm_kernel(float *y, const float *x, const void *w, int dtype, int n, float eps) {
+
+// ---- norms, biases, activations, embeddings
+// All of these are bound by memory: a few operations for each number that is read and written once.
+
+// RMSNorm: y[t][i] = x[t][i] w[i] / sqrt(mean of x[t]^2 + eps); x, y (T,n), w (n).
+//   Block   one row t; 1, 8 or 32 warps (rmsnorm_threads)
+//   Lane    every blockDim-th element of the row
+//   Shared  part (32): the sum of squares of each warp
+static __global__ void rmsnorm_kernel(float *y, const float *x, const void *w, int dtype, int n,
+                                      float eps) {
     __shared__ float part[32];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const float *from = x + (size_t)blockIdx.x * n;
     float *to = y + (size_t)blockIdx.x * n, ss = 0;
     for (int i = threadIdx.x; i < n; i += blockDim.x) ss += from[i] * from[i];
-    for (int d = 16; d; d >>= 1) ss += __shfl_xor_sync(0xffffffffu, ss, d);
+    ss = lanes_sum<32>(ss);
     if (warps > 1) {
         if (!lane) part[warp] = ss;
         __syncthreads();
@@ -211,20 +468,29 @@ static __global__ void rmsnorm_kernel(float *y, const float *x, const void *w, i
     float inv = 1 / sqrtf(ss / (float)n + eps);
     for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i] * inv * number(w, dtype, i);
 }
+
+// y += b: y (n/cols,cols), b (cols). A thread an element.
 static __global__ void bias_kernel(float *y, const void *b, int dtype, int cols, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) y[i] += number(b, dtype, i % cols);
 }
+
+// g = silu(g) u, n elements. A thread an element.
 static __global__ void swiglu_kernel(float *g, const float *u, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) g[i] = g[i] / (1 + expf(-g[i])) * u[i];
 }
-// rows of x (T,C) whose id is negative are left alone
-static __global__ void embed_kernel(float *x, const void *table, int dtype, const int *ids, int C, size_t n) {
+
+// x (T,C) = rows ids[t] of the table (V,C); n = T C. A thread an element. Rows whose id is negative
+// are left alone.
+static __global__ void embed_kernel(float *x, const void *table, int dtype, const int *ids, int C,
+                                    size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n && ids[i / C] >= 0) x[i] = number(table, dtype, (size_t)ids[i / C] * C + i % C);
 }
-// y = x rounded to f16 or bf16; rest: what that rounding leaves over, rounded
+
+// y = x rounded to f16 or bf16 or, with rest 1, what that rounding leaves over, rounded. A thread
+// an element.
 static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int rest, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -233,71 +499,144 @@ static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int 
     y[i] = dtype == DT_F16 ? f32_to_f16(a) : f32_to_bf16(a);
 }
 
-// Products of one token. Up to three matrices of one dtype and width that read the same x share a launch: their rows count on from
-// one to the next. A warp takes GEMV_ROWS of them, so that every 16 bytes of W are read once, by one lane, and x comes from the cache.
-enum { GEMV_ROWS = 4, GEMV_WARPS = 4, GEMV_AHEAD = 2 };
-enum { GEMV_STORE, GEMV_ADD, GEMV_SWIGLU };                      // y = Wx + b | y += Wx + b | y = silu(W0 x + b0) (W1 x + b1), rows of both in turn
-struct GemvPart { const char *w; const void *bias; float *y; int rows, bias_type; };     // bias NULL: none
-struct Gemv { GemvPart part[3]; int rows, cols; };               // rows: of all parts
+// Threads of a row: one warp where many rows fill the device or a row is short. A few long rows
+// take as many warps as finish soonest.
+static int rmsnorm_threads(int T, int n) {
+    if (T >= 64 || n < 512) return 32;
+    return n < 2048 ? 256 : 1024;
+}
 
-template <int DT> static __device__ float dot16(uint4 u, const float *x) {       // 16 bytes of W
+// Launches the norm of x (T,n) into y. Nothing happens when the model has no such w.
+static void rmsnorm_cuda(Session *s, float *y, const float *x, const Tensor *w, int T, int n) {
+    const char *d = on_device(s, w);
+    if (d) KV_LAUNCH(rmsnorm_kernel, T, rmsnorm_threads(T, n), 0, y, x, d, w->dtype, n, s->c->eps);
+}
+
+// Launches y (T,n) += b. Nothing happens when the model has no such b.
+static void bias_cuda(Session *s, float *y, const Tensor *b, int T, int n) {
+    const char *d = on_device(s, b);
+    if (d) KV_LAUNCH(bias_kernel, blocks((size_t)T * n, 256), 256, 0, y, d, b->dtype, n, (size_t)T * n);
+}
+
+// ---- products of one token
+// Up to three matrices of one dtype and width that read the same x share a launch. Their rows are
+// counted on from one matrix to the next; with GEMV_SWIGLU the rows of gate and up take turns, so
+// that both halves of an output meet in one warp.
+
+enum {
+    GEMV_ROWS = 4,              // rows of a warp
+    GEMV_WARPS = 4,             // warps of a block
+    GEMV_AHEAD = 2              // loads of 16 bytes a lane has under way for each row
+};
+enum {
+    GEMV_STORE,                 // y = Wx + b
+    GEMV_ADD,                   // y += Wx + b
+    GEMV_SWIGLU                 // y = silu(W0 x + b0) (W1 x + b1)
+};
+
+struct GemvPart {               // one matrix of a launch
+    const char *w;              // (rows,cols)
+    const void *bias;           // (rows); NULL: none
+    float *y;                   // (rows)
+    int rows, bias_type;
+};
+struct Gemv {
+    GemvPart part[3];
+    int rows, cols;             // rows: of all parts together
+};
+
+struct GemvRow {
+    int part, row;              // a matrix, and a row of it
+};
+
+// Which matrix row r of a launch lies in, and where.
+template <int MODE> static __device__ GemvRow gemv_row(const Gemv &a, int r) {
+    if (MODE == GEMV_SWIGLU) return { r % 2, r / 2 };
+    int i = 0;
+    while (r >= a.part[i].rows) r -= a.part[i++].rows;
+    return { i, r };
+}
+
+// The product of the 16 bytes u of W, which are 4 or 8 numbers, with the numbers of x beside them.
+template <int DT> static __device__ float dot16(uint4 u, const float *x) {
     float4 a = *(const float4 *)x;
-    if (DT == DT_F32) return __int_as_float((int)u.x) * a.x + __int_as_float((int)u.y) * a.y + __int_as_float((int)u.z) * a.z + __int_as_float((int)u.w) * a.w;
+    if (DT == DT_F32)
+        return __int_as_float((int)u.x) * a.x + __int_as_float((int)u.y) * a.y
+             + __int_as_float((int)u.z) * a.z + __int_as_float((int)u.w) * a.w;
     float4 b = *(const float4 *)(x + 4);
     return half_get<DT>((uint16_t)u.x) * a.x + half_get<DT>((uint16_t)(u.x >> 16)) * a.y
          + half_get<DT>((uint16_t)u.y) * a.z + half_get<DT>((uint16_t)(u.y >> 16)) * a.w
          + half_get<DT>((uint16_t)u.z) * b.x + half_get<DT>((uint16_t)(u.z >> 16)) * b.y
          + half_get<DT>((uint16_t)u.w) * b.z + half_get<DT>((uint16_t)(u.w >> 16)) * b.w;
 }
-template <int MODE> static __device__ int gemv_part(const Gemv &a, int *row) {   // which part row *row of the launch lies in, and where
-    int v = *row, i = 0;
-    if (MODE == GEMV_SWIGLU) { i = v % 2; v /= 2; }
-    else while (v >= a.part[i].rows) v -= a.part[i++].rows;
-    *row = v;
-    return i;
-}
-template <int DT, int MODE> static __global__ void __launch_bounds__(GEMV_WARPS * 32) gemv_kernel(const __grid_constant__ Gemv a, const float *x) {
-    KV_DYN_SHARED(float, part);                                  // (GEMV_WARPS,GEMV_ROWS,33)
-    const int step = DT == DT_F32 ? 4 : 8;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r0 = (blockIdx.x * GEMV_WARPS + warp) * GEMV_ROWS, wide = a.cols % step == 0;
+
+// y = W x for one token, with bias, residual or SwiGLU in the same launch (MODE); W (rows,cols) as
+// stored, x (cols) f32.
+//   Block   GEMV_WARPS * GEMV_ROWS = 16 neighbouring rows
+//   Warp    GEMV_ROWS of them
+//   Lane    16 bytes of each of its warp's rows, then the 16 bytes 32 lanes further on, and so forth:
+//
+//             row r0    | lane 0 | lane 1 | .. | lane 31 | lane 0 | ..        every | | is 16 bytes of W
+//             row r0+1  | lane 0 | lane 1 | .. | lane 31 | lane 0 | ..
+//
+//   Shared  part (GEMV_WARPS,GEMV_ROWS,33): the sums of all lanes; 33, so that a column falls into
+//           different banks. The warp then works the other way round: eight lanes add up the 32
+//           sums of one row.
+//   Tile    W is read once, by one lane each, and x, which all warps read, comes from the cache.
+//           GEMV_ROWS * GEMV_AHEAD = 8 loads of a lane are under way before it waits for the first.
+//   Bound   memory: the bytes of W
+// Rows that are no multiple of 16 bytes long are read number by number. A row past the end is the
+// last row once more, and nobody stores it.
+template <int DT, int MODE>
+static __global__ void __launch_bounds__(GEMV_WARPS * 32)
+gemv_kernel(const __grid_constant__ Gemv a, const float *x) {
+    KV_DYN_SHARED(float, part);
+    const int STEP = Stored<DT>::WIDE, BYTES = Stored<DT>::BYTES;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int r0 = (blockIdx.x * GEMV_WARPS + warp) * GEMV_ROWS, wide = a.cols % STEP == 0;
     const char *w[GEMV_ROWS];
     float sum[GEMV_ROWS];
     for (int j = 0; j < GEMV_ROWS; j++) {
-        int r = r0 + j < a.rows ? r0 + j : a.rows - 1, i = gemv_part<MODE>(a, &r);              // past the end: the last row again, for nobody
-        w[j] = a.part[i].w + (size_t)r * a.cols * (DT == DT_F32 ? 4 : 2);
+        GemvRow at = gemv_row<MODE>(a, min_int(r0 + j, a.rows - 1));
+        w[j] = a.part[at.part].w + (size_t)at.row * a.cols * BYTES;
         sum[j] = 0;
     }
-    for (int c = lane * step; wide && c < a.cols; c += GEMV_AHEAD * 32 * step) {
-        uint4 u[GEMV_AHEAD][GEMV_ROWS];                             // all on their way before the first is waited for
-        for (int k = 0; k < GEMV_AHEAD; k++) for (int j = 0; j < GEMV_ROWS; j++)
-            if (c + k * 32 * step < a.cols) u[k][j] = *(const uint4 *)(w[j] + (size_t)(c + k * 32 * step) * (DT == DT_F32 ? 4 : 2));
-        for (int k = 0; k < GEMV_AHEAD; k++) for (int j = 0; j < GEMV_ROWS; j++)
-            if (c + k * 32 * step < a.cols) sum[j] += dot16<DT>(u[k][j], x + c + k * 32 * step);
+
+    // Each lane's share of the products.
+    for (int c = lane * STEP; wide && c < a.cols; c += GEMV_AHEAD * 32 * STEP) {
+        uint4 u[GEMV_AHEAD][GEMV_ROWS];
+        for (int k = 0; k < GEMV_AHEAD; k++)
+            for (int j = 0; j < GEMV_ROWS; j++)
+                if (c + k * 32 * STEP < a.cols)
+                    u[k][j] = *(const uint4 *)(w[j] + (size_t)(c + k * 32 * STEP) * BYTES);
+        for (int k = 0; k < GEMV_AHEAD; k++)
+            for (int j = 0; j < GEMV_ROWS; j++)
+                if (c + k * 32 * STEP < a.cols) sum[j] += dot16<DT>(u[k][j], x + c + k * 32 * STEP);
     }
-    for (int c = lane; !wide && c < a.cols; c += 32) for (int j = 0; j < GEMV_ROWS; j++) sum[j] += number(w[j], DT, c) * x[c];
+    for (int c = lane; !wide && c < a.cols; c += 32)
+        for (int j = 0; j < GEMV_ROWS; j++) sum[j] += number(w[j], DT, c) * x[c];
+
+    // Lanes 8j..8j+7 add up row r0 + j.
     part += warp * GEMV_ROWS * 33;
     for (int j = 0; j < GEMV_ROWS; j++) part[j * 33 + lane] = sum[j];
     __syncwarp();
-    int j = lane / 8, e = lane % 8, r = r0 + j < a.rows ? r0 + j : a.rows - 1, i = gemv_part<MODE>(a, &r);      // eight lanes add up one row
+    int j = lane / 8, e = lane % 8;
     float y = part[j * 33 + e] + part[j * 33 + e + 8] + part[j * 33 + e + 16] + part[j * 33 + e + 24];
-    for (int d = 4; d; d >>= 1) y += __shfl_xor_sync(0xffffffffu, y, d);
-    if (a.part[i].bias) y += number(a.part[i].bias, a.part[i].bias_type, r);
-    float up = __shfl_xor_sync(0xffffffffu, y, 8);
+    y = lanes_sum<8>(y);
+
+    // Bias and result. With GEMV_SWIGLU row r0 + j is of gate where j is even, and its partner of
+    // up is eight lanes on.
+    GemvRow at = gemv_row<MODE>(a, min_int(r0 + j, a.rows - 1));
+    const GemvPart &p = a.part[at.part];
+    if (p.bias) y += number(p.bias, p.bias_type, at.row);
+    float up = __shfl_xor_sync(ALL_LANES, y, 8);
     if (e || r0 + j >= a.rows) return;
-    if (MODE == GEMV_STORE) a.part[i].y[r] = y;
-    if (MODE == GEMV_ADD)   a.part[i].y[r] += y;
-    if (MODE == GEMV_SWIGLU && !i) a.part[0].y[r] = y / (1 + expf(-y)) * up;
+    if (MODE == GEMV_STORE) p.y[at.row] = y;
+    if (MODE == GEMV_ADD) p.y[at.row] += y;
+    if (MODE == GEMV_SWIGLU && !at.part) a.part[0].y[at.row] = y / (1 + expf(-y)) * up;
 }
 
-static void rmsnorm_cuda(Session *s, float *y, const float *x, const Tensor *w, int T, int n) {
-    const char *d = on_device(s, w);
-    if (d) KV_LAUNCH(rmsnorm_kernel, T, T >= 64 || n < 512 ? 32 : n < 2048 ? 256 : 1024, 0, y, x, d, w->dtype, n, s->c->eps);
-}
-static void bias_cuda(Session *s, float *y, const Tensor *b, int T, int n) {
-    const char *d = on_device(s, b);
-    if (d) KV_LAUNCH(bias_kernel, blocks((size_t)T * n, 256), 256, 0, y, d, b->dtype, n, (size_t)T * n);
-}
-struct Linear { float *y; const Tensor *w, *b; };                // y (T,rows) = x W^T + b
+// Launches gemv_kernel for weights of dtype; x is on the device.
 template <int MODE> static void gemv_launch(const Gemv &a, int dtype, const float *x) {
     size_t smem = (size_t)GEMV_WARPS * GEMV_ROWS * 33 * sizeof(float);
     int grid = blocks(a.rows, GEMV_WARPS * GEMV_ROWS);
@@ -305,7 +644,14 @@ template <int MODE> static void gemv_launch(const Gemv &a, int dtype, const floa
     else if (dtype == DT_F16) KV_LAUNCH((gemv_kernel<DT_F16, MODE>),  grid, GEMV_WARPS * 32, smem, a, x);
     else                      KV_LAUNCH((gemv_kernel<DT_BF16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
 }
-template <int MODE> static void gemv_cuda(Session *s, const float *x, const Linear *p, int n) {     // one token, matrices of one dtype
+
+struct Linear {                 // y (T,rows) = x W^T + b
+    float *y;                   // on the device
+    const Tensor *w, *b;        // host addresses; b NULL: none
+};
+
+// One token through n matrices of one dtype: one launch of gemv_kernel. x is on the device.
+template <int MODE> static void gemv_cuda(Session *s, const float *x, const Linear *p, int n) {
     Gemv a;
     memset(&a, 0, sizeof a);
     a.cols = p[0].w->cols;
@@ -316,37 +662,68 @@ template <int MODE> static void gemv_cuda(Session *s, const float *x, const Line
     }
     gemv_launch<MODE>(a, p[0].w->dtype, x);
 }
-// T > 1 tokens through matrices of one dtype: y (T,O) = x (T,I) W^T + b, or y += when add; W (O,I). Row-major (T,O) is column-major
-// (O,T), so cuBLAS computes W^T-transposed times x.
+
+// ---- products of more tokens
+
+// cuBLAS' name of a dtype.
+static cudaDataType blas_type(int dtype) {
+    if (dtype == DT_F32) return CUDA_R_32F;
+    return dtype == DT_F16 ? CUDA_R_16F : CUDA_R_16BF;
+}
+
+// T > 1 tokens through n matrices of one dtype: y (T,O) = x (T,I) W^T + b, or y += when add; W
+// (O,I). cuBLAS counts column by column, where a row-major (T,O) is an (O,T): it computes y^T = W
+// x^T from W, which it sees transposed, and x^T, which it sees as it is. 16-bit weights take two
+// products each, with the rounded x and with the rest, both through ROOM_HALF.
 static void gemm_cuda(Session *s, const float *x, int T, const Linear *p, int n, int add) {
     int I = p[0].w->cols, dtype = p[0].w->dtype;
-    cudaDataType type = dtype == DT_F32 ? CUDA_R_32F : dtype == DT_F16 ? CUDA_R_16F : CUDA_R_16BF;
+    cudaDataType type = blas_type(dtype);
     const float one = 1, zero = 0;
     size_t nx = (size_t)T * I;
     uint16_t *half = dtype == DT_F32 ? NULL : room<uint16_t>(s, ROOM_HALF, nx);
     for (int rest = 0; rest < (half ? 2 : 1); rest++) {
         if (half) KV_LAUNCH(round_kernel, blocks(nx, 256), 256, 0, half, x, dtype, rest, nx);
-        for (int i = 0; i < n; i++)
-            KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, p[i].w->rows, T, I, &one, on_device(s, p[i].w), type, I, half ? (const void *)half : x, type, I,
-                                 rest || add ? &one : &zero, p[i].y, CUDA_R_32F, p[i].w->rows, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+        const void *factor = half ? (const void *)half : x;
+        for (int i = 0; i < n; i++) {
+            int O = p[i].w->rows;
+            KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I,
+                                 &one, on_device(s, p[i].w), type, I, factor, type, I,
+                                 rest || add ? &one : &zero, p[i].y, CUDA_R_32F, O,
+                                 CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+        }
     }
-    for (int i = 0; i < n; i++) if (p[i].b) bias_cuda(s, p[i].y, p[i].b, T, p[i].w->rows);
+    for (int i = 0; i < n; i++)
+        if (p[i].b) bias_cuda(s, p[i].y, p[i].b, T, p[i].w->rows);
 }
-// Products of T tokens with up to three matrices that read the same x (T,I). Matrices stored alike go together.
+
+// ---- products
+
+// Products of T tokens with up to three matrices that read the same x (T,I), on the device.
+// Matrices of one dtype go together, others one by one. gemv_kernel computes SwiGLU itself; after
+// all other products swiglu_kernel does.
 template <int MODE> static void linear(Session *s, const float *x, int T, const Linear *p, int n) {
     int alike = 1;
     for (int i = 1; i < n; i++) alike &= p[i].w->dtype == p[0].w->dtype;
-    if (!alike) for (int i = 0; i < n; i++) linear<MODE == GEMV_SWIGLU ? (int)GEMV_STORE : MODE>(s, x, T, p + i, 1);
-    else if (T == 1) { gemv_cuda<MODE>(s, x, p, n); return; }
-    else gemm_cuda(s, x, T, p, n, MODE == GEMV_ADD);
+    if (alike && T == 1) {
+        gemv_cuda<MODE>(s, x, p, n);
+        return;
+    }
+    const int ALONE = MODE == GEMV_SWIGLU ? (int)GEMV_STORE : MODE;
+    if (alike) gemm_cuda(s, x, T, p, n, MODE == GEMV_ADD);
+    for (int i = 0; i < n && !alike; i++) linear<ALONE>(s, x, T, p + i, 1);
     size_t m = (size_t)T * p[0].w->rows;
     if (MODE == GEMV_SWIGLU) KV_LAUNCH(swiglu_kernel, blocks(m, 256), 256, 0, p[0].y, p[1].y, m);
 }
 
 // ==================================================================================================== 1 MODEL
+// pass_cuda is pass() of kvcomp.c line by line, and calls the hooks at the same places. One thing
+// differs: in a decode step the commit hooks run when every layer is done, if none of them is
+// KV_QUERY.
+
 // ---- what this section calls before it stands
 struct Step;
-static void rope_append(Session *s, int l, const Step *step, float *q, const float *k, const float *v, const float *cs, int t0, int n);
+static void rope_append(Session *s, int l, const Step *step, float *q, const float *k,
+                        const float *v, const float *cs, int t0, int n);
 static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n);
 static void decode_device(Session *s, int l, float *out, const float *q);
 static void lists_tell(Session *s);
@@ -355,57 +732,125 @@ static int step_free(const Session *s);
 static int step_settled(Session *s);
 static float *step_cuda(Session *s);
 
-// pass_cuda is pass() of kvcomp.c line by line, with the hooks called at the same places; but commits of a decode step come when every layer
-// is done, if none of them is KV_QUERY.
+// ---- hooks
 
 #define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
 
-struct Pass { float *x, *q, *k, *v, *out, *h, *gate, *up, *cs; int span, late; };
+// Calls every project hook: q (n,H,D), k, v (n,G,D) on the device, before RoPE.
+static void project_hooks(Session *s, int l, const float *q, const float *k, const float *v, int n) {
+    EACH_PART(s, p) {
+        if (p->m->project) p->m->project(s, p->ms, l, q, k, v, n);
+    }
+}
 
-static int commits_late(const Session *s) {                      // a decode step whose commits may run when every layer is done
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->commit && s->part[i].m->wants & KV_QUERY) return 0;
+// Calls every select hook of a decode step: q (H,D) on the device, after RoPE.
+static void select_hooks(Session *s, int l, const float *q) {
+    EACH_PART(s, p) {
+        if (p->m->select) p->m->select(s, p->ms, l, q);
+    }
+}
+
+// Calls every commit hook of layer l, or with l == L of the end of the pass.
+static void commit_hooks(Session *s, int l, const float *q, int n) {
+    EACH_PART(s, p) {
+        if (p->m->commit) p->m->commit(s, p->ms, l, q, n);
+    }
+}
+
+// The part whose attend hook replaces the attention of a prefill, or NULL.
+static Part *part_with_attend(Session *s) {
+    EACH_PART(s, p) {
+        if (p->m->attend) return p;
+    }
+    return NULL;
+}
+
+// 1: this is a decode step, and no commit hook has to run before the next layer does.
+static int commits_late(const Session *s) {
+    for (int i = 0; i < s->n_part; i++)
+        if (s->part[i].m->commit && s->part[i].m->wants & KV_QUERY) return 0;
     return s->decoding;
 }
+
+// ---- what a pass needs on the device
+
+// The buffers of one pass, all in device memory (ROOM_*). b: -b or T, whichever is less.
+struct Pass {
+    float *x;                   // (T,C) activations
+    float *cs;                  // (T,D) cosines and sines of the tokens' angles
+    float *q, *out;             // (span,H,D)
+    float *k, *v;               // (span,G,D)
+    float *h;                   // (b,C)
+    float *gate, *up;           // (b,F)
+    int span;                   // tokens whose queries live at once: all T when a hook wants to see them
+    int late;                   // commits_late
+};
+
+// Makes room for a pass of T tokens.
 static Pass pass_room(Session *s, int T) {
     const Config *c = s->c;
-    int whole = s->rule != VIS_CAUSAL, b = s->batch < T ? s->batch : T;
+    int whole = s->rule != VIS_CAUSAL, b = min_int(s->batch, T);
+    EACH_PART(s, p) whole |= p->m->project || p->m->attend || p->m->commit;
     Pass r;
     memset(&r, 0, sizeof r);
-    EACH_PART(s, p) whole |= p->m->project || p->m->attend || p->m->commit;
     r.span = whole ? T : b;
     r.late = commits_late(s);
     size_t n = r.span, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
-    r.x = room<float>(s, ROOM_X, (size_t)T * c->C);        r.cs = room<float>(s, ROOM_COS, (size_t)T * c->D);
-    r.q = room<float>(s, ROOM_Q, n * HD);                  r.out = room<float>(s, ROOM_OUT, n * HD);
-    r.k = room<float>(s, ROOM_K, n * GD);                  r.v = room<float>(s, ROOM_V, n * GD);
-    r.h = room<float>(s, ROOM_H, (size_t)b * c->C);        r.gate = room<float>(s, ROOM_GATE, (size_t)b * c->F);
+    r.x = room<float>(s, ROOM_X, (size_t)T * c->C);
+    r.cs = room<float>(s, ROOM_COS, (size_t)T * c->D);
+    r.q = room<float>(s, ROOM_Q, n * HD);
+    r.out = room<float>(s, ROOM_OUT, n * HD);
+    r.k = room<float>(s, ROOM_K, n * GD);
+    r.v = room<float>(s, ROOM_V, n * GD);
+    r.h = room<float>(s, ROOM_H, (size_t)b * c->C);
+    r.gate = room<float>(s, ROOM_GATE, (size_t)b * c->F);
     r.up = room<float>(s, ROOM_UP, (size_t)b * c->F);
     return r;
 }
-// Brings the tokens to the device. A prefill sends all of them again: methods may have truncated some. A decode step sends its own,
-// or none when step_kernel writes it (last 0).
+
+// Brings the tokens to the device (ROOM_TOK). A prefill sends all of them again, because a method
+// may have truncated some. A decode step sends its own, or none when step_kernel writes it (last
+// 0). room() counts a move in Session.changes: the address alone would not tell, because a new
+// place may have the old one.
 static void upload_tokens(Session *s, int last) {
     Device *d = s->dev;
-    unsigned before = s->changes;                                // room counts a move; a new place may have the old address
+    unsigned before = s->changes;
     Token *tok = room<Token>(s, ROOM_TOK, s->n_tok);
     int from = s->decoding && s->changes == before && d->n_tok == s->base ? s->base : 0;
     if (last || !from) upload(tok + from, s->tok + from, (size_t)(s->n_tok - from) * sizeof(Token));
     d->n_tok = s->n_tok;
 }
-void tokens_give_cuda(Session *s) { upload_tokens(s, 1); }
-static void embed_cuda(Session *s, float *x, int T) {            // x (T,C)
-    int C = s->c->C, *ids = (int *)scratch(s, (size_t)T * sizeof(int)), *dev = room<int>(s, ROOM_IDS, T);
+
+// The same for hooks that compute without a pass.
+void tokens_give_cuda(Session *s) {
+    upload_tokens(s, 1);
+}
+
+// x (T,C) on the device: the embeddings of the pass's tokens. A method's own tokens are embedded by
+// its hook on the host, and their rows are uploaded one by one.
+static void embed_cuda(Session *s, float *x, int T) {
+    int C = s->c->C;
+    int *ids = (int *)scratch(s, (size_t)T * sizeof(int)), *dev = room<int>(s, ROOM_IDS, T);
     float *own = (float *)scratch(s, (size_t)C * sizeof(float));
     for (int t = 0; t < T; t++) ids[t] = s->tok[s->base + t].id;
     upload(dev, ids, (size_t)T * sizeof(int));
-    KV_LAUNCH(embed_kernel, blocks((size_t)T * C, 256), 256, 0, x, on_device(s, &s->w->embed), s->w->embed.dtype, dev, C, (size_t)T * C);
+    size_t n = (size_t)T * C;
+    KV_LAUNCH(embed_kernel, blocks(n, 256), 256, 0, x, on_device(s, &s->w->embed), s->w->embed.dtype,
+              dev, C, n);
     for (int t = 0; t < T; t++) {
         if (ids[t] >= 0) continue;
-        EACH_PART(s, p) if (p->m->embed) { p->m->embed(s, p->ms, &s->tok[s->base + t], own); break; }
+        EACH_PART(s, p) {
+            if (!p->m->embed) continue;
+            p->m->embed(s, p->ms, &s->tok[s->base + t], own);      // SONIC: Eq. 2
+            break;
+        }
         upload(x + (size_t)t * C, own, (size_t)C * sizeof(float));
     }
 }
-static void angles(const Session *s, float *cs, int pos) {       // cs (D): cos, then sin, of angles in double as on the CPU
+
+// cs (D) on the host: the cosines of a position's D/2 angles, then their sines. Angles are double,
+// as on the CPU (D5).
+static void angles(const Session *s, float *cs, int pos) {
     int D = s->c->D;
     for (int i = 0; i < D / 2; i++) {
         double a = pos * s->w->inv_freq64[i];
@@ -413,102 +858,156 @@ static void angles(const Session *s, float *cs, int pos) {       // cs (D): cos,
         cs[D / 2 + i] = (float)(sin(a) * s->w->rope_scale);
     }
 }
-static void upload_angles(Session *s, float *cs, int T) {        // cs (T,D)
+
+// cs (T,D) on the device: the angles of the pass's tokens.
+static void upload_angles(Session *s, float *cs, int T) {
     int D = s->c->D;
     float *host = (float *)scratch(s, (size_t)T * D * sizeof(float));
     for (int t = 0; t < T; t++) angles(s, host + (size_t)t * D, s->tok[s->base + t].pos);
     upload(cs, host, (size_t)T * D * sizeof(float));
 }
-static int same_weights(const Session *s, int t, int end, const Layer **y, int l) {      // as in kvcomp.c
+
+// ---- the parts of a layer
+
+// The longest run of tokens t, t+1, .. < end with the same weights y, at most -b of them. As in
+// kvcomp.c.
+static int same_weights(const Session *s, int t, int end, const Layer **y, int l) {
     int n = 0, alt = s->alt && s->tok[s->base + t].kind == TOK_EXTRA;
     while (t + n < end && n < s->batch && (s->alt && s->tok[s->base + t + n].kind == TOK_EXTRA) == alt) n++;
     *y = alt ? &s->alt[l] : &s->w->layer[l];
     return n;
 }
-static void project_rows(Session *s, const Layer *y, const float *x, float *h, float *q, float *k, float *v, int n) {
+
+// Launches the projections of n rows that share the weights y: x (n,C) -> q (n,H,D), k, v (n,G,D);
+// h (n,C) is room for the normed input. The norms of q and k are per head, and launch nothing when
+// the model has none.
+static void project_rows(Session *s, const Layer *y, const float *x, float *h, float *q, float *k,
+                         float *v, int n) {
     const Config *c = s->c;
     Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
     rmsnorm_cuda(s, h, x, &y->attn_norm, n, c->C);
     linear<GEMV_STORE>(s, h, n, p, 3);
-    rmsnorm_cuda(s, q, q, &y->q_norm, n * c->H, c->D);           // per head; nothing when the model has none
+    rmsnorm_cuda(s, q, q, &y->q_norm, n * c->H, c->D);
     rmsnorm_cuda(s, k, k, &y->k_norm, n * c->G, c->D);
 }
+
+// Launches, for n rows: x += W_o out; x += W_down (silu(W_gate h) * W_up h), where h is the normed x.
 static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, const Pass *r, int n) {
-    Linear o = { x, &y->wo, &y->bo }, in[] = { { r->gate, &y->gate, &y->bgate }, { r->up, &y->up, &y->bup } }, down = { x, &y->down, &y->bdown };
+    Linear o = { x, &y->wo, &y->bo };
+    Linear in[] = { { r->gate, &y->gate, &y->bgate }, { r->up, &y->up, &y->bup } };
+    Linear down = { x, &y->down, &y->bdown };
     linear<GEMV_ADD>(s, out, n, &o, 1);
     rmsnorm_cuda(s, r->h, x, &y->mlp_norm, n, s->c->C);
     linear<GEMV_SWIGLU>(s, r->h, n, in, 2);
     linear<GEMV_ADD>(s, r->gate, n, &down, 1);
 }
-static void logits_cuda(Session *s, const float *x, float *h) {  // x (C): the last token's; the logits are on their way to dev->logits
+
+// The logits of x (C), the last token's activations: two launches, and a copy to dev->logits that
+// is only on its way when the function returns.
+static void logits_cuda(Session *s, const float *x, float *h) {
+    size_t bytes = (size_t)s->c->V * sizeof(float);
     Linear head = { room<float>(s, ROOM_LOGITS, s->c->V), &s->w->head, NULL };
     rmsnorm_cuda(s, h, x, &s->w->norm, 1, s->c->C);
     linear<GEMV_STORE>(s, h, 1, &head, 1);
-    KV_CUDA(cudaMemcpyAsync(s->dev->logits, head.y, (size_t)s->c->V * sizeof(float), cudaMemcpyDeviceToHost, kv_stream));
+    KV_CUDA(cudaMemcpyAsync(s->dev->logits, head.y, bytes, cudaMemcpyDeviceToHost, kv_stream));
 }
+
+// Waits for the logits.
 static void logits_wait(Session *s) {
     KV_CUDA(cudaStreamSynchronize(kv_stream));
     memcpy(s->logits, s->dev->logits, (size_t)s->c->V * sizeof(float));
 }
-static double timed(double *sum, double t0) { double t = now(); *sum += t - t0; return t; }
-static void note_peak(Session *s) { size_t n = kv_bytes(s); if (n > s->clk.peak) s->clk.peak = n; }
 
+// Adds the time since t0 to *sum -> the time now.
+static double timed(double *sum, double t0) {
+    double t = now();
+    *sum += t - t0;
+    return t;
+}
+
+// Remembers the most KV bytes ever held.
+static void note_peak(Session *s) {
+    s->clk.peak = max_size(s->clk.peak, kv_bytes(s));
+}
+
+// Attention of tokens t0..t0+n-1 of the pass in layer l, and the hooks around it; acts: hooks act
+// in this layer (D6). The clocks count the time to launch, not to run, unless a hook waits for the
+// device. The peak of a prefill is here, where this layer still holds every row.
 static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     double t = now();
-    Part *sparse = NULL;
-    EACH_PART(s, p) if (acts && p->m->attend && !sparse) sparse = p;
+    Part *sparse = acts ? part_with_attend(s) : NULL;
     if (s->decoding) {
-        if (acts) EACH_PART(s, p) if (p->m->select) p->m->select(s, p->ms, l, r->q);
+        if (acts) select_hooks(s, l, r->q);
         t = timed(&s->clk.select, t);
         decode_device(s, l, r->out, r->q);
-    } else if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
-    else prefill_device(s, l, r->out, r->q, t0, n);
-    t = timed(&s->clk.attend, t);                                // without a hook that waits for the device: time to launch, not to run
+    } else if (sparse) {
+        sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
+    } else {
+        prefill_device(s, l, r->out, r->q, t0, n);
+    }
+    t = timed(&s->clk.attend, t);
     if (!s->decoding) note_peak(s);
-    if (acts && !r->late) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, r->q, n);
+    if (acts && !r->late) commit_hooks(s, l, r->q, n);
     timed(&s->clk.commit, t);
 }
-static void commits(Session *s, int from, int T) {               // of layers from.., and of the end of the pass
+
+// The commit hooks of layers from.. and, as layer L, of the end of the pass.
+static void commits(Session *s, int from, int T) {
     double t = now();
     for (int l = from; l <= s->c->L; l++)
-        EACH_PART(s, p) if (p->m->commit && (l == s->c->L || layer_acts(s, l))) p->m->commit(s, p->ms, l, NULL, T);
+        if (l == s->c->L || layer_acts(s, l)) commit_hooks(s, l, NULL, T);
     timed(&s->clk.commit, t);
 }
-// ---- any other pass
+
+// ---- the pass
+
+// Tokens t0..t1-1 of the pass through layer l. Of the last layer's rows only the very last of the
+// pass is read, so only that one goes through the MLP.
+static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
+    const Config *c = s->c;
+    size_t C = c->C, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    int acts = layer_acts(s, l), n = t1 - t0;
+    const Layer *y;
+    for (int t = t0, m; t < t1; t += m) {
+        m = same_weights(s, t, t1, &y, l);
+        size_t at = t - t0;
+        project_rows(s, y, r->x + t * C, r->h, r->q + at * HD, r->k + at * GD, r->v + at * GD, m);
+    }
+    if (acts) project_hooks(s, l, r->q, r->k, r->v, n);
+
+    kv_reserve(s, l, n);
+    rope_append(s, l, NULL, r->q, r->k, r->v, r->cs + (size_t)t0 * c->D, t0, n);
+    kv_note(s, l, t0, n);
+    attend_rows(s, l, r, t0, n, acts);
+
+    for (int t = l < c->L - 1 ? t0 : T - 1, m; t < t1; t += m) {
+        m = same_weights(s, t, t1, &y, l);
+        mlp_rows(s, y, r->x + t * C, r->out + (t - t0) * HD, r, m);
+    }
+}
+
+// One pass over the tokens tok[base..base+T) -> the logits (V) of the last one, on the host. A
+// decode step that allows it goes "in one go" (section 4); any other pass is launched here, layer
+// by layer and span by span.
 float *pass_cuda(Session *s, int T) {
     if (step_free(s) && step_settled(s)) return step_cuda(s);
     const Config *c = s->c;
-    size_t mark = scratch_mark(s), C = c->C, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    size_t mark = scratch_mark(s);
     Pass r = pass_room(s, T);
     upload_tokens(s, 1);
     embed_cuda(s, r.x, T);
     upload_angles(s, r.cs, T);
     for (int l = 0; l < c->L; l++) {
-        int acts = layer_acts(s, l), n;
-        const Layer *y;
         if (l && T > 1) progress_tell("prefill", (double)l / c->L);
-        for (int t0 = 0, t1; t0 < T; t0 = t1) {                  // spans, as in pass()
-            t1 = t0 + r.span < T ? t0 + r.span : T;
-            n = t1 - t0;
-            for (int t = t0, m; t < t1; t += m) {
-                m = same_weights(s, t, t1, &y, l);
-                project_rows(s, y, r.x + t * C, r.h, r.q + (t - t0) * HD, r.k + (t - t0) * GD, r.v + (t - t0) * GD, m);
-            }
-            if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, r.q, r.k, r.v, n);
-            kv_reserve(s, l, n);
-            rope_append(s, l, NULL, r.q, r.k, r.v, r.cs + (size_t)t0 * c->D, t0, n);
-            kv_note(s, l, t0, n);
-            attend_rows(s, l, &r, t0, n, acts);
-            for (int t = l < c->L - 1 ? t0 : T - 1, m; t < t1; t += m) {         // of the last layer's rows only the very last is read
-                m = same_weights(s, t, t1, &y, l);
-                mlp_rows(s, y, r.x + t * C, r.out + (t - t0) * HD, &r, m);
-            }
+        for (int t0 = 0, t1; t0 < T; t0 = t1) {
+            t1 = min_int(t0 + r.span, T);
+            layer_span(s, &r, l, t0, t1, T);
         }
     }
     lists_tell(s);
     if (s->decoding) s->dev->settled = s->changes;
     commits(s, r.late ? 0 : c->L, T);
-    logits_cuda(s, r.x + (T - 1) * C, r.h);
+    logits_cuda(s, r.x + (size_t)(T - 1) * c->C, r.h);
     logits_wait(s);
     lists_count(s);
     note_peak(s);
@@ -517,105 +1016,91 @@ float *pass_cuda(Session *s, int T) {
 }
 
 // ==================================================================================================== 2 CACHE
-// The host keeps the books (kvcomp.c section 5) and calls these where bytes of rows are touched.
+// The host keeps the books of the cache (section 2 of kvcomp.c), and calls these where bytes of
+// rows are touched.
 
-enum { ROW_F32 = DT_F32, ROW_F16 = DT_F16, ROW_BF16 = DT_BF16, ROW_Q8, Q8_VALUES = 32, Q8_BYTES = Q8_VALUES + 2 };
+// ---- rows as they are stored (D1)
+// A q8_0 row is D/32 blocks, rounded up, of 34 bytes: an f16 scale, then 32 signed bytes.
 
+enum {
+    ROW_F32 = DT_F32,
+    ROW_F16 = DT_F16,
+    ROW_BF16 = DT_BF16,
+    ROW_Q8,
+    Q8_VALUES = 32,             // values of a block
+    Q8_BYTES = Q8_VALUES + 2    // its bytes
+};
+
+// The ROW_* of a Format.
 static int row_kind(const Format *f) {
-    return !strcmp(f->name, "f32") ? ROW_F32 : !strcmp(f->name, "f16") ? ROW_F16 : !strcmp(f->name, "bf16") ? ROW_BF16 : ROW_Q8;
+    if (!strcmp(f->name, "f32")) return ROW_F32;
+    if (!strcmp(f->name, "f16")) return ROW_F16;
+    return !strcmp(f->name, "bf16") ? ROW_BF16 : ROW_Q8;
 }
-static __device__ float row_get(const char *row, int kind, int d) {             // element d of a stored row
+
+// Element d of a stored row.
+static __device__ float row_get(const char *row, int kind, int d) {
     if (kind != ROW_Q8) return number(row, kind, d);
     const char *b = row + d / Q8_VALUES * Q8_BYTES;
     return half_get<DT_F16>(*(const uint16_t *)b) * (float)((const signed char *)b)[2 + d % Q8_VALUES];
 }
-// Stores value x of element d; the 32 lanes of a warp hold the 32 values of one block. Rounds exactly as the Format on the CPU.
+
+// row_put for q8_0: the scale of a block is its largest magnitude / 127, rounded to f16; lane 0 of
+// the block stores it.
+static __device__ void row_put_q8(char *row, int d, int D, float x) {
+    float top = lanes_max<32>(d < D ? fabsf(x) : 0);
+    uint16_t half = f32_to_f16(top / 127);
+    float scale = f16_to_f32(half), q = scale > 0 ? rintf(x / scale) : 0;
+    if (q > 127) q = 127;
+    if (q < -127) q = -127;
+    char *b = row + d / Q8_VALUES * Q8_BYTES;
+    if (d % Q8_VALUES == 0) *(uint16_t *)b = half;
+    if (d < D) ((signed char *)b)[2 + d % Q8_VALUES] = (signed char)q;
+}
+
+// Stores x as element d of a row, rounded exactly as its Format rounds on the CPU. All 32 lanes of
+// a warp call this together, for 32 neighbouring d, because they are one block of q8_0. Elements
+// from D on are not stored.
 static __device__ void row_put(char *row, int kind, int d, int D, float x) {
     if (kind == ROW_Q8) {
-        float top = d < D ? fabsf(x) : 0;
-        for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
-        uint16_t half = f32_to_f16(top / 127);
-        float scale = f16_to_f32(half), q = scale > 0 ? rintf(x / scale) : 0;
-        char *b = row + d / Q8_VALUES * Q8_BYTES;
-        if (d % Q8_VALUES == 0) *(uint16_t *)b = half;
-        if (d < D) ((signed char *)b)[2 + d % Q8_VALUES] = (signed char)(q > 127 ? 127 : q < -127 ? -127 : q);
+        row_put_q8(row, d, D, x);
         return;
     }
     if (d >= D) return;
     if (kind == ROW_F32) ((float *)row)[d] = x;
     else ((uint16_t *)row)[d] = kind == ROW_F16 ? f32_to_f16(x) : f32_to_bf16(x);
 }
-enum { MAX_D = 256 };                           // head_dim the kernels can do
-struct HeadRef { char *k, *v; int *src; float *mass; const Packed *pack; int packed, len; };  // rows [0,packed) are pack's, k and v hold the others
-struct HeadRefs { HeadRef at[MAX_G]; };
-static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane);  // section 12
+
+// ---- what kernels know of a layer's heads
+
+enum { MAX_D = 256 };           // the widest head the kernels can do
+
+struct HeadRef {                // one KV head; all pointers are device memory
+    char *k, *v;                // raw rows [packed,len)
+    int *src;                   // (len)
+    float *mass;                // (len) or NULL
+    const Packed *pack;         // rows [0,packed)
+    int packed, len;
+};
+// The heads of a layer.
+struct HeadRefs {
+    HeadRef at[MAX_G];
+};
+
+// Rows of PATS (section 10): one row by a warp, and one element.
+static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane);
 static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D);
 
-// What a decode step tells the device, written by the host before it and the only thing that changes from one to the next.
-struct Step { Token tok; int base; float cs[MAX_D]; int len[]; };               // the token, its index, its angles as in upload_angles, rows of every head (L,G)
+// What a decode step in one go is told. The host writes it before the step, and nothing else changes
+// from one step to the next.
+struct Step {
+    Token tok;
+    int base;                   // the token's index
+    float cs[MAX_D];            // its cosines and sines, as in upload_angles
+    int len[];                  // (L,G) rows of every head
+};
 
-static __device__ float turned(const float *x, const float *cs, int d, int D) { // element d of x (D) after RoPE; cs NULL: as it is
-    int half = D / 2, i = d < half ? d : d - half;
-    if (!cs) return x[d];
-    return d < half ? x[d] * cs[d] - x[d + half] * cs[half + d] : x[d] * cs[i] + x[i] * cs[half + i];
-}
-// One warp a (token, head). Heads 0..H-1: q (n,H,D) turned in place. The G others: k, v (n,G,D) -> rows, k turned. cs (n,D): cos of the
-// D/2 angles, then sin. src of row t is tok0 + t. step: where a decode step finds its token and where the rows end, or NULL.
-static __global__ void rope_append_kernel(HeadRefs heads, const Step *step, int head0, float *q, const float *k, const float *v, const float *cs, int H, int G, int D,
-                                          int kind_k, int kind_v, size_t bytes_k, size_t bytes_v, int tok0) {
-    int t = blockIdx.x, head = blockIdx.y, lane = threadIdx.x, g = head - H, whole = D + 31 - (D + 31) % 32;
-    if (cs) cs += (size_t)t * D;
-    if (g < 0) {
-        float *x = q + ((size_t)t * H + head) * D;
-        for (int d = lane; d < D / 2; d += 32) {
-            float a = turned(x, cs, d, D), b = turned(x, cs, d + D / 2, D);
-            x[d] = a; x[d + D / 2] = b;
-        }
-        return;                                                  // whole warps only
-    }
-    HeadRef h = heads.at[g];
-    const float *from_k = k + ((size_t)t * G + g) * D, *from_v = v + ((size_t)t * G + g) * D;
-    int len = step ? step->len[head0 + g] : h.len;
-    size_t r = (size_t)len - h.packed + t;
-    for (int d = lane; d < whole; d += 32) {                     // whole blocks of 32, so that all lanes meet in row_put
-        row_put(h.k + r * bytes_k, kind_k, d, D, d < D ? turned(from_k, cs, d, D) : 0);
-        row_put(h.v + r * bytes_v, kind_v, d, D, d < D ? from_v[d] : 0);
-    }
-    if (lane) return;
-    h.src[len + t] = (step ? step->base : tok0) + t;
-    if (h.mass) h.mass[len + t] = 0;
-}
-// to[i] = from[rows[i]], n rows of `bytes` bytes (an even number), two bytes a thread
-static __global__ void gather_kernel(char *to, const char *from, const int *rows, size_t bytes, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x, half = bytes / 2;
-    if (i < n * half) ((uint16_t *)to)[i] = ((const uint16_t *)from)[(size_t)rows[i / half] * half + i % half];
-}
-
-// realloc in device memory, in the order of the stream: a decode step that needs more rows does not wait for the device
-static char *grown(char *old, size_t have, size_t want) {
-    char *p = NULL;
-    if (want) KV_CUDA(cudaMallocAsync(&p, want, kv_stream));
-    if (want && have) device_copy(p, old, have < want ? have : want);
-    if (old) KV_CUDA(cudaFreeAsync(old, kv_stream));
-    return p;
-}
-void rows_resize_cuda(Session *s, KVHead *h, int cap) {          // raw rows there is to be room for; h->packed are counted already
-    size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
-    Rows *r = &s->dev->held[h - s->head];
-    int all = h->packed + cap;
-    if (cap != r->cap) h->k = grown(h->k, r->cap * bk, cap * bk);
-    if (cap != r->cap) h->v = grown(h->v, r->cap * bv, cap * bv);
-    if (all != r->n_src) r->src = (int *)grown((char *)r->src, r->n_src * sizeof(int), all * sizeof(int));
-    if (all != r->n_src && s->wants & KV_MASS) r->mass = (float *)grown((char *)r->mass, r->n_src * sizeof(float), all * sizeof(float));
-    r->cap = cap; r->n_src = all;
-}
-void rows_free_cuda(Session *s, KVHead *h) {
-    Rows *r = &s->dev->held[h - s->head];
-    void *all[] = { h->k, h->v, h->pk, h->pv, r->src, r->mass, r->pack, r->spare };
-    for (void *p : all) grown((char *)p, 0, 0);
-    h->k = h->v = h->pk = h->pv = NULL;
-    memset(r, 0, sizeof *r);
-}
+// The heads of layer l, as a kernel's argument.
 static HeadRefs head_refs(const Session *s, int l) {
     HeadRefs r;
     memset(&r, 0, sizeof r);
@@ -626,29 +1111,139 @@ static HeadRefs head_refs(const Session *s, int l) {
     }
     return r;
 }
-// q and cs NULL: k is turned already, and q is nobody's business
-static void rope_append(Session *s, int l, const Step *step, float *q, const float *k, const float *v, const float *cs, int t0, int n) {
+
+// ---- appending
+
+// Element d of x (D) after RoPE, which turns the pairs (i, i + D/2); cs (D) are the position's
+// cosines and sines. cs NULL: x as it is.
+static __device__ float turned(const float *x, const float *cs, int d, int D) {
+    int half = D / 2, i = d < half ? d : d - half;
+    if (!cs) return x[d];
+    return d < half ? x[d] * cs[d] - x[d + half] * cs[half + d] : x[d] * cs[i] + x[i] * cs[half + i];
+}
+
+// RoPE on q, RoPE on k, and the new rows of the cache, in one launch for n tokens.
+//   Block   one warp, for one (token, head): blockIdx.x is t, blockIdx.y counts the H query heads,
+//           then the G KV heads
+//   Lane    every 32nd element; a query head's lane turns the pair (d, d + D/2) in place
+// Query heads: q (n,H,D) is turned in place. KV heads: k, v (n,G,D) become row len + t of their
+// head, k turned, both rounded to the row's format; the row's src is tok0 + t, its mass 0. cs
+// (n,D): see turned.
+// step: where a decode step in one go finds its token's index and the lengths, those of this layer
+// from head0 on. NULL: the lengths are in heads.
+// Bound: memory, a few operations for each number.
+static __global__ void rope_append_kernel(HeadRefs heads, const Step *step, int head0, float *q,
+                                          const float *k, const float *v, const float *cs, int H,
+                                          int G, int D, int kind_k, int kind_v, size_t bytes_k,
+                                          size_t bytes_v, int tok0) {
+    int t = blockIdx.x, head = blockIdx.y, lane = threadIdx.x, g = head - H;
+    if (cs) cs += (size_t)t * D;
+    if (g < 0) {
+        float *x = q + ((size_t)t * H + head) * D;
+        for (int d = lane; d < D / 2; d += 32) {
+            float a = turned(x, cs, d, D), b = turned(x, cs, d + D / 2, D);
+            x[d] = a;
+            x[d + D / 2] = b;
+        }
+        return;                                 // whole warps only
+    }
+    HeadRef h = heads.at[g];
+    const float *from_k = k + ((size_t)t * G + g) * D, *from_v = v + ((size_t)t * G + g) * D;
+    int len = step ? step->len[head0 + g] : h.len;
+    size_t r = (size_t)len - h.packed + t;
+    int whole = D + 31 - (D + 31) % 32;         // so that all lanes meet in row_put
+    for (int d = lane; d < whole; d += 32) {
+        row_put(h.k + r * bytes_k, kind_k, d, D, d < D ? turned(from_k, cs, d, D) : 0);
+        row_put(h.v + r * bytes_v, kind_v, d, D, d < D ? from_v[d] : 0);
+    }
+    if (lane) return;
+    h.src[len + t] = (step ? step->base : tok0) + t;
+    if (h.mass) h.mass[len + t] = 0;
+}
+
+// Launches rope_append_kernel for tokens t0..t0+n-1 of the pass: q (n,H,D), k, v (n,G,D), cs (n,D)
+// on the device. There is room for the rows, and no len has grown yet. q and cs NULL: k is turned
+// already, and q is left alone.
+static void rope_append(Session *s, int l, const Step *step, float *q, const float *k,
+                        const float *v, const float *cs, int t0, int n) {
     int H = q ? s->c->H : 0, G = s->c->G, D = s->c->D;
     dim3 grid(n, H + G);
-    KV_LAUNCH(rope_append_kernel, grid, 32, 0, head_refs(s, l), step, l * G, q, k, v, cs, H, G, D, row_kind(s->fk), row_kind(s->fv),
-              s->fk->row_bytes(D), s->fv->row_bytes(D), s->base + t0);
+    KV_LAUNCH(rope_append_kernel, grid, 32, 0, head_refs(s, l), step, l * G, q, k, v, cs, H, G, D,
+              row_kind(s->fk), row_kind(s->fv), s->fk->row_bytes(D), s->fv->row_bytes(D), s->base + t0);
 }
-void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n) {       // k, v: device memory, turned; before len grows
+
+// kv_append on the device: k, v (n,G,D) are device memory, k is turned; called before len grows.
+void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n) {
     rope_append(s, l, NULL, NULL, k, v, NULL, t0, n);
 }
-// Of n rows of `bytes` bytes, row i becomes row rows[i]; what follows is free
+
+// ---- room
+
+// realloc in device memory, `have` bytes to `want` bytes. It happens in the order of the stream, so
+// a decode step that needs more rows does not wait for the device. want 0: gives the memory back.
+static char *grown(char *old, size_t have, size_t want) {
+    char *p = NULL;
+    if (want) KV_CUDA(cudaMallocAsync(&p, want, kv_stream));
+    if (want && have) device_copy(p, old, min_size(have, want));
+    if (old) KV_CUDA(cudaFreeAsync(old, kv_stream));
+    return p;
+}
+
+// Makes room for cap raw rows of head h. h->packed counts the packed rows already.
+void rows_resize_cuda(Session *s, KVHead *h, int cap) {
+    size_t bk = s->fk->row_bytes(s->c->D), bv = s->fv->row_bytes(s->c->D);
+    Rows *r = &s->dev->held[h - s->head];
+    int all = h->packed + cap;
+    if (cap != r->cap) {
+        h->k = grown(h->k, r->cap * bk, cap * bk);
+        h->v = grown(h->v, r->cap * bv, cap * bv);
+    }
+    if (all != r->n_src) {
+        size_t have = r->n_src * sizeof(int), want = all * sizeof(int);     // a float is as large
+        r->src = (int *)grown((char *)r->src, have, want);
+        if (s->wants & KV_MASS) r->mass = (float *)grown((char *)r->mass, have, want);
+    }
+    r->cap = cap;
+    r->n_src = all;
+}
+
+// Gives back everything of head h.
+void rows_free_cuda(Session *s, KVHead *h) {
+    Rows *r = &s->dev->held[h - s->head];
+    void *all[] = { h->k, h->v, h->pk, h->pv, r->src, r->mass, r->pack, r->spare };
+    for (void *p : all) grown((char *)p, 0, 0);
+    h->k = h->v = h->pk = h->pv = NULL;
+    memset(r, 0, sizeof *r);
+}
+
+// ---- moving, loading, storing
+
+// to[i] = from[rows[i]] for n rows of `bytes` bytes, an even number. A thread moves two bytes.
+static __global__ void gather_kernel(char *to, const char *from, const int *rows, size_t bytes,
+                                     size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x, half = bytes / 2;
+    if (i >= n * half) return;
+    ((uint16_t *)to)[i] = ((const uint16_t *)from)[(size_t)rows[i / half] * half + i % half];
+}
+
+// Row i of p becomes row rows[i], for n ascending rows of `bytes` bytes; what lies behind them is
+// free then. Rows that stay where they are, the first ones, are left alone. Threads run in any
+// order, so the others go through a second buffer.
 static void rows_gather(Session *s, char *p, size_t bytes, const int *rows, int n) {
     int first = 0;
-    while (first < n && rows[first] == first) first++;           // those stay where they are
+    while (first < n && rows[first] == first) first++;
     if (first == n) return;
     size_t m = n - first;
     int *list = room<int>(s, ROOM_LIST, m);
-    char *to = room<char>(s, ROOM_MOVE, m * bytes);              // threads run in any order, so the rows go through a second buffer
+    char *to = room<char>(s, ROOM_MOVE, m * bytes);
     upload(list, rows + first, m * sizeof(int));
     KV_LAUNCH(gather_kernel, blocks(m * (bytes / 2), 256), 256, 0, to, p, list, bytes, m);
     device_copy(p + first * bytes, to, m * bytes);
 }
-// Row i becomes row keep[i]. Of the old_packed packed rows n_packed stay, and packing->keep has seen to them: raw rows and sources are left.
+
+// Row i of head h becomes row keep[i], i < n. Of the old_packed packed rows n_packed stay, and
+// packing->keep has moved them already: what is left are the raw rows, and the src and mass of all
+// rows.
 void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed, int old_packed) {
     size_t mark = scratch_mark(s);
     int *raw = (int *)scratch(s, (size_t)(n + 1) * sizeof(int));
@@ -660,364 +1255,720 @@ void rows_move_cuda(Session *s, KVHead *h, const int *keep, int n, int n_packed,
     if (r->mass) rows_gather(s, (char *)r->mass, sizeof(float), keep, n);
     scratch_reset(s, mark);
 }
-// buf (n,D) f32 on the host. Hooks ask from any of their threads
+
+// buf (n,D) f32 on the host = n neighbouring rows of device memory. The raw bytes come through the
+// stack, a few rows at a time, because hooks ask from any of their threads.
 void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf) {
     char raw[1 << 14];
     size_t bytes = f->row_bytes(D);
     int step = (int)(sizeof raw / bytes);
     for (int r = 0; r < n; r += step) {
-        int m = n - r < step ? n - r : step;
+        int m = min_int(n - r, step);
         download(raw, from + r * bytes, m * bytes);
         f->unpack(buf + (size_t)r * D, raw, m, D);
     }
 }
-void rows_store_cuda(char *to, const char *raw, size_t bytes) { upload(to, raw, bytes); }
+
+// One packed row, `bytes` long, to the device.
+void rows_store_cuda(char *to, const char *raw, size_t bytes) {
+    upload(to, raw, bytes);
+}
 
 // ==================================================================================================== 3 ATTENTION
-struct Work;
-struct Item;
-static __device__ void cut_items(Work *work, int n_work, Item *item, int grid);
-static __device__ void read_list(Work *w, const int *lists);
-// Work is a set of query rows of one KV head that read the same list of rows: in decode the query heads whose views are
-// equal, in prefill up to 64 consecutive (token, query head) pairs. Its list is cut into items (split-K); a block takes an
-// item through tiles of TILE rows with an online softmax, and join_kernel puts the items of a work together in order.
-// Query row j of a work is m = m0 + j: token m / R of the pass, query head g*R + m % R.
+// What is computed, for a query row q and the rows r of the cache that it may see (kv_visible):
+//
+//     s_r = q . k_r / sqrt(D)     p_r = exp(s_r - max s) / sum of exp(s - max s)     out = sum of p_r v_r
+//
+// A Work is a set of query rows of one KV head that read the same list of rows. In decode these are
+// the query heads whose views are equal, in prefill up to 64 consecutive (token, query head) pairs.
+// Query row j of a work is pair m = m0 + j: token m / R of the pass, query head g*R + m % R.
+//
+// The list of a work is cut into Items (split-K), so that heads of unequal length keep the whole
+// device busy. A block takes one item, goes through it in tiles of TILE rows with an online
+// softmax, and leaves max, sum and the sum of p v. join_kernel then puts the items of a work
+// together, in order.
+//
+//     work 0   |--- item 0 ---|--- item 1 ---|--- item 2 ---|- item 3 -|      |---| : chunk_rows positions
+//     work 1   |--- item 4 ---|-- item 5 --|
+//
+// Four kernels compute it, and which one is used never depends on the method:
+//     attend_kernel    any rule, any format, any head_dim
+//     decode_kernel    decode over plain rows
+//     tensor_kernel    a long prefill over f16 or bf16 rows; takes whole works, not items
+//     column_kernel    sums of probabilities over queries
 
-enum { TILE = 32, ATTN_WARPS = 4 };
+enum {
+    TILE = 32,                  // rows of a tile: a key for each lane
+    ATTN_WARPS = 4,             // warps of a block
+    PIECES = 512                // about as many items as the device can take at once
+};
 
-struct Work {                   // n positions: p < n_idx is row idx[p], the others are rows tail + p - n_idx
-    int g, m0, m, n, idx, n_idx, tail;
-    int low, tok0;              // least position of its query tokens; the token of query row 0 (of m = 0)
+struct Work {                   // its list has n positions: p < n_idx is row idx[p], the others are rows
+                                // tail + p - n_idx
+    int g;                      // KV head
+    int m0, m;                  // first pair; pairs
+    int n;
+    int idx;                    // where its rows begin in Attn.idx
+    int n_idx, tail;
+    int low;                    // least position of its query tokens
+    int tok0;                   // the token of pair 0, as an index into Session.tok
     int first, items;           // its items
 };
-struct Item { int work, p0, p1; };
-enum { PIECES = 512 };                                           // about as many items as the device can take at once
-KV_HD static size_t chunk_rows(size_t total) {                   // rows of an item, of all works together: two tiles at least
-    size_t chunk = (total + PIECES * TILE - 1) / (PIECES * TILE) * TILE;        // at least total / PIECES: no more than PIECES items and one a work
-    return chunk < 2 * TILE ? 2 * TILE : chunk;
-}
-struct Attn {                   // argument of the kernels
-    HeadRefs heads;
-    const float *q;             // (n,H,D)
-    const Token *tok; int tok0; // the session's tokens; index of the first query's
-    const Work *work; const Item *item; const int *idx;
-    float *part;                // (items,4 QW,D+2): max, sum, sum of p v
-    int kind_k, kind_v, rule, window, H, R, D;
-    size_t bytes_k, bytes_v;
-    float scale;
+struct Item {                   // positions p0..p1-1 of a work's list
+    int work, p0, p1;
 };
 
-// The rows of positions p..p+n-1 and their tokens. Called by all threads; the lists are complete after the next barrier.
-static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w, int p, int n, int *row, int *src, int *any) {
+// Declared here because chosen_kernel calls them; they stand in section 4.
+static __device__ void cut_items(Work *work, int n_work, Item *item, int grid);
+static __device__ void read_list(Work *w, const int *lists);
+
+// Positions of an item, when the lists of all works together have `total`: two tiles at least, and
+// at least total / PIECES, so that there are no more than PIECES items and one for each work.
+KV_HD static size_t chunk_rows(size_t total) {
+    size_t chunk = (total + PIECES * TILE - 1) / (PIECES * TILE) * TILE;
+    return max_size(chunk, 2 * TILE);
+}
+
+struct Attn {                   // argument of the kernels; pointers are device memory
+    HeadRefs heads;
+    const float *q;             // (n,H,D)
+    const Token *tok;           // the session's tokens
+    int tok0;                   // index of the first query's token
+    const Work *work;
+    const Item *item;
+    const int *idx;             // rows of the works' lists
+    float *part;                // (items,BQ,D+2): max, sum, sum of p v of each query row
+    int kind_k, kind_v;         // ROW_*
+    int rule, window;           // of the mask
+    int H, R, D;
+    size_t bytes_k, bytes_v;    // of a row
+    float scale;                // 1 / sqrt(D)
+};
+
+// The row of (n,H,..) that pair m of work w is.
+static __device__ size_t query_row(const Attn &a, const Work &w, int m) {
+    return (size_t)(m / a.R) * a.H + w.g * a.R + m % a.R;
+}
+
+// The row at position p of a work's list.
+static __device__ int listed_row(const Work &w, const int *idx, int p) {
+    return p < w.n_idx ? idx[w.idx + p] : w.tail + p - w.n_idx;
+}
+
+// ---- tiles in shared memory
+
+// The rows at positions p..p+n-1 and their tokens. *any is 0 when the tile lies before every
+// query's sliding window. Called by all threads; what it writes is complete after the next barrier.
+static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w, int p, int n,
+                                 int *row, int *src, int *any) {
     if (threadIdx.x >= TILE) return;
-    int i = threadIdx.x, at = p + i, see = 0;
+    int i = threadIdx.x, see = 0;
     if (i < n) {
-        row[i] = at < w.n_idx ? a.idx[w.idx + at] : w.tail + at - w.n_idx;
+        row[i] = listed_row(w, a.idx, p + i);
         src[i] = h.src[row[i]];
         see = !a.window || a.tok[src[i]].pos > w.low - a.window;
     }
-    see = __any_sync(0xffffffffu, see);
-    if (!i) *any = see;                                          // 0: the tile lies before every query's sliding window
+    see = __any_sync(ALL_LANES, see);
+    if (!i) *any = see;
 }
-// to (n,stride) = rows row[0..n) as f32
-static __device__ void load_tile(float *to, int stride, const Attn &a, const HeadRef &h, int v, const int *row, int n) {
+
+// to (n,stride) = rows row[0..n) of K (v 0) or V (v 1) as f32. A warp a row, a lane every 32nd
+// element.
+static __device__ void load_tile(float *to, int stride, const Attn &a, const HeadRef &h, int v,
+                                 const int *row, int n) {
     int lane = threadIdx.x & 31, kind = v ? a.kind_v : a.kind_k;
     for (int j = threadIdx.x >> 5; j < n; j += ATTN_WARPS) {
-        if (row[j] < h.packed) { load_packed(to + j * stride, h, v, row[j], a.D, lane); continue; }
+        if (row[j] < h.packed) {
+            load_packed(to + j * stride, h, v, row[j], a.D, lane);
+            continue;
+        }
         const char *from = (v ? h.v : h.k) + (row[j] - h.packed) * (v ? a.bytes_v : a.bytes_k);
         for (int d = lane; d < a.D; d += 32) to[j * stride + d] = row_get(from, kind, d);
     }
 }
-// score[i] = q of the warp's row i times the lane's key
-template <int QW> static __device__ void score_rows(float *score, const float *q, const float *key, int D) {
+
+// Whether a tile needs the mask: not when the rule is causality, and its last row (of token `last`)
+// is no later than the work's first query.
+static __device__ int tile_masked(const Attn &a, const Work &w, int last) {
+    return a.rule != VIS_CAUSAL || a.window || last > w.tok0 + w.m0 / a.R;
+}
+
+// ---- attend_kernel: any rule, any format, any head_dim
+//
+//   Block   one item; BQ = 4 QW query rows of its work
+//   Warp    QW of them: rows warp*QW .. warp*QW + QW-1
+//   Lane    three roles in turn, for one tile of TILE = 32 rows:
+//             scoring    a lane owns a key, and scores it against all QW query rows
+//             softmax    32/QW lanes share a query row; each holds every (32/QW)-th score of it
+//             mixing     a lane owns the dimensions lane, lane + 32, .. (ND of them) of all QW rows
+//           score (BQ,TILE+1), the part of one warp with QW = 2; the letter is the lane that owns
+//           the number:
+//                        key 0    1    2   ..   31                      key 0    1   ..  16   ..
+//             scoring    row a    b    c   ..   F          softmax      row a    b   ..   a   ..
+//                        row a    b    c   ..   F                       row q    r   ..   q   ..
+//   Shared  q (BQ,D); kv (TILE,D+1): the tile's keys, then its values; score (BQ,TILE+1); shrink
+//           (BQ); row, src (TILE); any. Rows are one number longer than they need, so that 32 lanes
+//           reading a column find it in 32 banks.
+//   Tile    K and V are read from memory once for all BQ query rows; they are unpacked to f32 once,
+//           whatever the format. With 4 blocks on a multiprocessor (launch bounds) loads of one
+//           block hide behind the arithmetic of another.
+//   Bound   memory in decode; in prefill the loads of score_rows and mix_tile from shared memory
+// With ND 0 there is no mixing: only max and sum are wanted.
+
+struct AttendShared {
+    float *q, *kv, *score;
+    float *shrink;              // by how much a row's older sums shrink in this tile
+    int *row, *src, *any;
+};
+
+// Carves the block's shared memory -> bytes.
+template <int QW> KV_HD static size_t attend_carve(AttendShared *m, char *mem, int D) {
+    const int BQ = ATTN_WARPS * QW;
+    Block b = { mem, 0 };
+    m->q = carve<float>(&b, BQ * D);
+    m->kv = carve<float>(&b, TILE * (D + 1));
+    m->score = carve<float>(&b, BQ * (TILE + 1));
+    m->shrink = carve<float>(&b, BQ);
+    m->row = carve<int>(&b, TILE);
+    m->src = carve<int>(&b, TILE);
+    m->any = carve<int>(&b, 4);
+    return b.at;
+}
+
+// score[i] = q of the warp's row i times the lane's key.
+template <int QW>
+static __device__ void score_rows(float *score, const float *q, const float *key, int D) {
     for (int i = 0; i < QW; i++) score[i] = 0;
     for (int d = 0; d < D; d++) {
         float x = key[d];
         for (int i = 0; i < QW; i++) score[i] += q[i * D + d] * x;
     }
 }
-static size_t attend_smem(int QW, int D) {
-    return ((size_t)4 * QW * D + TILE * (D + 1) + 4 * QW * (TILE + 1) + 4 * QW + 2 * TILE + 4) * sizeof(float);
-}
 
-// A warp owns QW query rows; a lane owns a key while scoring, 32/QW lanes share a row in the softmax, and a lane owns ND
-// dimensions of all QW rows while mixing. ND 0: only max and sum are wanted.
-// Folds a scored tile into a running softmax: the 32/QW lanes of a row each hold every (32/QW)-th score of it, from `mine` on, and leave the
-// exponentials there. -> what was gathered under the old maximum is to be multiplied by this
+// Folds a scored tile into a running softmax, *top the maximum and *sum the sum of exponentials so
+// far. The 32/QW lanes of a row each hold every (32/QW)-th score of it, from `mine` on, and leave
+// the exponentials there. -> what was gathered under the old maximum is to be multiplied by this.
 template <int QW> static __device__ float fold_scores(float *mine, float *top, float *sum) {
     const int LANES = 32 / QW;
     float high = *top, add = 0;
     for (int j = 0; j < TILE; j += LANES) high = fmaxf(high, mine[j]);
-    for (int d = LANES / 2; d; d >>= 1) high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, d));
-    for (int j = 0; j < TILE; j += LANES) { float e = high == -INFINITY ? 0 : expf(mine[j] - high); mine[j] = e; add += e; }
-    for (int d = LANES / 2; d; d >>= 1) add += __shfl_xor_sync(0xffffffffu, add, d);
-    float c = high == -INFINITY ? 1 : expf(*top - high);
-    *sum = *sum * c + add; *top = high;
-    return c;
+    high = lanes_max<LANES>(high);
+    for (int j = 0; j < TILE; j += LANES) {
+        float e = high == -INFINITY ? 0 : expf(mine[j] - high);
+        mine[j] = e;
+        add += e;
+    }
+    add = lanes_sum<LANES>(add);
+    float shrink = high == -INFINITY ? 1 : expf(*top - high);
+    *sum = *sum * shrink + add;
+    *top = high;
+    return shrink;
 }
-template <int QW, int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn a) {
-    KV_DYN_SHARED(float, q);                                     // (4 QW,D)
+
+// The block's query rows to shared memory; zeros behind the work's last.
+template <int BQ> static __device__ void load_queries(float *q, const Attn &a, const Work &w) {
+    int lane = threadIdx.x & 31;
+    for (int j = threadIdx.x >> 5; j < BQ; j += ATTN_WARPS) {
+        const float *from = a.q + query_row(a, w, w.m0 + j) * a.D;
+        for (int d = lane; d < a.D; d += 32) q[j * a.D + d] = j < w.m ? from[d] : 0;
+    }
+}
+
+// Scores the tile's n keys against the warp's rows: a lane a key. What a query row must not see is
+// -infinity.
+template <int QW>
+static __device__ void score_tile(const AttendShared &m, const Attn &a, const Work &w, int n) {
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    float score[QW];
+    score_rows<QW>(score, m.q + warp * QW * D, m.kv + (lane < n ? lane : 0) * (D + 1), D);
+    int masked = tile_masked(a, w, m.src[n - 1]);
+    for (int i = 0; i < QW; i++) {
+        int j = warp * QW + i, t = w.tok0 + (w.m0 + j) / a.R, see = lane < n && j < w.m;
+        if (see && masked) see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[m.src[lane]], m.src[lane]);
+        m.score[j * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
+    }
+}
+
+// acc (QW,ND) = acc * shrink + p v, over the tile's n rows: a lane owns ND dimensions.
+template <int QW, int ND>
+static __device__ void mix_tile(float (&acc)[QW][ND ? ND : 1], const AttendShared &m, int D, int n) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int i = 0; i < QW; i++)
+        for (int e = 0; e < ND; e++) acc[i][e] *= m.shrink[warp * QW + i];
+    for (int j = 0; j < n; j++)
+        for (int e = 0; e < ND; e++) {
+            float x = lane + 32 * e < D ? m.kv[j * (D + 1) + lane + 32 * e] : 0;
+            for (int i = 0; i < QW; i++) acc[i][e] += m.score[(warp * QW + i) * (TILE + 1) + j] * x;
+        }
+}
+
+// QW: query rows of a warp; ND: 32 ND >= D, or 0.
+template <int QW, int ND>
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn a) {
+    KV_DYN_SHARED(char, mem);
     const int BQ = ATTN_WARPS * QW, LANES = 32 / QW;
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, *row, *src, *any;
-    float *kv = q + BQ * D, *sc = kv + TILE * (D + 1), *fix = sc + BQ * (TILE + 1);     // (TILE,D+1) (BQ,TILE+1) (BQ)
-    row = (int *)(fix + BQ); src = row + TILE; any = src + TILE;
+    AttendShared m;
+    attend_carve<QW>(&m, mem, a.D);
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     Item it = a.item[blockIdx.x];
     Work w = a.work[it.work];
     HeadRef h = a.heads.at[w.g];
-    for (int j = warp; j < BQ; j += ATTN_WARPS) {
-        int m = w.m0 + j;
-        const float *from = a.q + ((size_t)(m / a.R) * a.H + w.g * a.R + m % a.R) * D;
-        for (int d = lane; d < D; d += 32) q[j * D + d] = j < w.m ? from[d] : 0;
-    }
-    float top = -INFINITY, sum = 0, acc[QW][ND ? ND : 1], score[QW];             // top, sum: of row warp*QW + lane/LANES
-    for (int i = 0; i < QW; i++) for (int c = 0; c < ND; c++) acc[i][c] = 0;
-    for (int p = it.p0; p < it.p1; p += TILE) {
-        int n = it.p1 - p < TILE ? it.p1 - p : TILE;
-        __syncthreads();                                         // the last tile is done with
-        list_rows(a, h, w, p, n, row, src, any);
-        __syncthreads();
-        if (!*any) continue;
-        load_tile(kv, D + 1, a, h, 0, row, n);
-        __syncthreads();
-        score_rows<QW>(score, q + warp * QW * D, kv + (lane < n ? lane : 0) * (D + 1), D);
-        int first = w.tok0 + w.m0 / a.R, masked = a.rule != VIS_CAUSAL || a.window || src[n - 1] > first;
-        for (int i = 0; i < QW; i++) {
-            int j = warp * QW + i, t = w.tok0 + (w.m0 + j) / a.R, see = lane < n && j < w.m;
-            if (see && masked) see = kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src[lane]], src[lane]);
-            sc[j * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
-        }
-        __syncwarp();
-        float c = fold_scores<QW>(sc + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES, &top, &sum);
-        if (lane % LANES == 0) fix[warp * QW + lane / LANES] = c;
-        if (ND) {
-            __syncthreads();                                     // the keys are done with
-            load_tile(kv, D + 1, a, h, 1, row, n);
-            __syncthreads();
-            for (int i = 0; i < QW; i++) for (int e = 0; e < ND; e++) acc[i][e] *= fix[warp * QW + i];
-            for (int j = 0; j < n; j++)
-                for (int e = 0; e < ND; e++) {
-                    float x = lane + 32 * e < D ? kv[j * (D + 1) + lane + 32 * e] : 0;
-                    for (int i = 0; i < QW; i++) acc[i][e] += sc[(warp * QW + i) * (TILE + 1) + j] * x;
-                }
-        }
-    }
-    float *part = a.part + ((size_t)blockIdx.x * BQ + warp * QW) * (D + 2);
-    if (lane % LANES == 0) { part[(size_t)(lane / LANES) * (D + 2)] = top; part[(size_t)(lane / LANES) * (D + 2) + 1] = sum; }
+    load_queries<BQ>(m.q, a, w);
+    float top = -INFINITY, sum = 0;             // of row warp*QW + lane/LANES
+    float acc[QW][ND ? ND : 1];
     for (int i = 0; i < QW; i++)
-        for (int e = 0; e < ND; e++) if (lane + 32 * e < D) part[(size_t)i * (D + 2) + 2 + lane + 32 * e] = acc[i][e];
+        for (int e = 0; e < ND; e++) acc[i][e] = 0;
+
+    for (int p = it.p0; p < it.p1; p += TILE) {
+        int n = min_int(it.p1 - p, TILE);
+        __syncthreads();                        // the last tile is done with
+        list_rows(a, h, w, p, n, m.row, m.src, m.any);
+        __syncthreads();
+        if (!*m.any) continue;
+        load_tile(m.kv, D + 1, a, h, 0, m.row, n);
+        __syncthreads();
+        score_tile<QW>(m, a, w, n);
+        __syncwarp();
+        float *mine = m.score + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES;
+        float shrink = fold_scores<QW>(mine, &top, &sum);
+        if (lane % LANES == 0) m.shrink[warp * QW + lane / LANES] = shrink;
+        if (!ND) continue;
+        __syncthreads();                        // the keys are done with
+        load_tile(m.kv, D + 1, a, h, 1, m.row, n);
+        __syncthreads();
+        mix_tile<QW, ND>(acc, m, D, n);
+    }
+
+    float *part = a.part + ((size_t)blockIdx.x * BQ + warp * QW) * (D + 2);
+    if (lane % LANES == 0) {
+        float *to = part + (size_t)(lane / LANES) * (D + 2);
+        to[0] = top;
+        to[1] = sum;
+    }
+    for (int i = 0; i < QW; i++)
+        for (int e = 0; e < ND; e++)
+            if (lane + 32 * e < D) part[(size_t)i * (D + 2) + 2 + lane + 32 * e] = acc[i][e];
 }
-// One block a query row: out (n,H,D) or NULL, stat (n,H,2) = max and sum of its softmax. The warps take turns in the row's items.
-static __global__ void __launch_bounds__(ATTN_WARPS * 32) join_kernel(Attn a, int BQ, float *out, float *stat) {
+
+// ---- join_kernel: the items of a work become one
+//
+// Item c left max t_c, sum z_c and vector x_c under its own maximum. With t = max t_c:
+//     out = (sum of exp(t_c - t) x_c) / (sum of exp(t_c - t) z_c)
+//
+//   Block   one query row: blockIdx.x is the work, blockIdx.y the row in it
+//   Warp    every ATTN_WARPS-th item of the row; the four sums are added in order of the warps
+//   Lane    dimensions lane, lane + 32, ..
+//   Shared  sh (ATTN_WARPS,MAX_D+1): each warp's vector and its sum
+//   Bound   memory; four items are loaded at once, because each is a short wait of its own
+// out (n,H,D) or NULL, stat (n,H,2) = max and sum of the row's softmax.
+static __global__ void __launch_bounds__(ATTN_WARPS * 32)
+join_kernel(Attn a, int BQ, float *out, float *stat) {
     __shared__ float sh[ATTN_WARPS][MAX_D + 1];
     Work w = a.work[blockIdx.x];
-    int j = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m = w.m0 + j, D = a.D;
-    if (j >= w.m) return;                                        // the whole block
-    size_t stride = (size_t)BQ * (D + 2), row = (size_t)(m / a.R) * a.H + w.g * a.R + m % a.R;
+    int j = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, D = a.D;
+    if (j >= w.m) return;                       // the whole block
+    size_t stride = (size_t)BQ * (D + 2), row = query_row(a, w, w.m0 + j);
     const float *part = a.part + ((size_t)w.first * BQ + j) * (D + 2);
     float top = -INFINITY, sum = 0, x[MAX_D / 32] = {0};
     for (int c = lane; c < w.items; c += 32) top = fmaxf(top, part[c * stride]);
-    for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
+    top = lanes_max<32>(top);
     KV_UNROLL(4) for (int c = warp; c < w.items; c += ATTN_WARPS) {
         const float *from = part + c * stride;
         float e = from[0] == -INFINITY ? 0 : expf(from[0] - top);
         sum += e * from[1];
-        for (int i = 0; i < MAX_D / 32; i++) if (out && lane + 32 * i < D) x[i] += e * from[2 + lane + 32 * i];
+        for (int i = 0; i < MAX_D / 32; i++)
+            if (out && lane + 32 * i < D) x[i] += e * from[2 + lane + 32 * i];
     }
-    for (int i = 0; i < MAX_D / 32; i++) if (lane + 32 * i < D) sh[warp][lane + 32 * i] = x[i];
+    for (int i = 0; i < MAX_D / 32; i++)
+        if (lane + 32 * i < D) sh[warp][lane + 32 * i] = x[i];
     if (!lane) sh[warp][MAX_D] = sum;
     __syncthreads();
     sum = sh[0][MAX_D] + sh[1][MAX_D] + sh[2][MAX_D] + sh[3][MAX_D];
-    for (int d = threadIdx.x; out && d < D; d += blockDim.x) out[row * D + d] = (sh[0][d] + sh[1][d] + sh[2][d] + sh[3][d]) / sum;
-    if (!threadIdx.x) { stat[row * 2] = top; stat[row * 2 + 1] = sum; }
+    for (int d = threadIdx.x; out && d < D; d += blockDim.x)
+        out[row * D + d] = (sh[0][d] + sh[1][d] + sh[2][d] + sh[3][d]) / sum;
+    if (threadIdx.x) return;
+    stat[row * 2] = top;
+    stat[row * 2 + 1] = sum;
 }
-// ---- decode over plain rows: K and V of one dtype, head_dim a multiple of 8
-// The rows go from device memory into registers, 16 bytes a load: LW lanes share a row, 8 dimensions each, so a warp reads 32/LW
-// rows at once and U of them one after the other, keys and values together, before it needs any. A lane's sums are its 8
-// dimensions of all NR query rows; a score is a sum over the LW lanes. Warps take turns in the item and are joined at its end.
-template <int DT> struct Eight { uint4 u[DT == DT_F32 ? 2 : 1]; };               // 8 numbers as stored
+
+// ---- decode_kernel: decode over plain rows, K and V of one dtype, head_dim a multiple of 8
+//
+//   Block   one item; NR query rows, 4 or 8
+//   Warp    32/LW rows of the cache side by side, U times one after the other; the warps take turns
+//           in the item
+//   Lane    8 dimensions of a row, which it loads straight into registers, 16 bytes a load; LW
+//           lanes share a row:
+//
+//             LW = 8 (D <= 64)        dims 0..7   8..15   16..23  ..  56..63
+//                   row p             lane 0      1       2       ..  7
+//                   row p + 1         lane 8      9       10      ..  15         u = 0
+//                   row p + 2         lane 16     17      18      ..  23
+//                   row p + 3         lane 24     25      26      ..  31
+//                   rows p + 4 ..     the same lanes                             u = 1, .. U-1
+//
+//           A lane keeps sums of p v over its 8 dimensions for all NR query rows. A score is a sum
+//           over LW lanes.
+//   Shared  q (NR,DIM): the queries, scaled, with zeros behind D and behind the work's last row; then
+//           sums (ATTN_WARPS,NR,D+2): what each warp found, laid out like Attn.part
+//   Tile    the 2 U loads of a lane, keys and values, are under way before it needs any; U is
+//           smaller where registers are short (NR 8, f32). With NR 4 four blocks fit on a
+//           multiprocessor, so the 512 items of a long context are one wave on a device of 132.
+//   Bound   memory: the bytes of K and V, each read once
+
+// 8 numbers as they are stored.
+template <int DT> struct Eight {
+    uint4 u[DT == DT_F32 ? 2 : 1];
+};
+
+// The 8 numbers at p, which is aligned to 16 bytes.
 template <int DT> static __device__ Eight<DT> load8(const char *p) {
     Eight<DT> e;
     for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) e.u[i] = ((const uint4 *)p)[i];
     return e;
 }
+
+// x (8) = the 8 numbers as f32.
 template <int DT> static __device__ void unpack8(float *x, const Eight<DT> &e) {
     for (int i = 0; i < (DT == DT_F32 ? 2 : 1); i++) {
         unsigned w[4] = { e.u[i].x, e.u[i].y, e.u[i].z, e.u[i].w };
         for (int j = 0; j < 4; j++)
-            if (DT == DT_F32) x[4 * i + j] = __int_as_float((int)w[j]);
-            else { x[2 * j] = half_get<DT>((uint16_t)w[j]); x[2 * j + 1] = half_get<DT>((uint16_t)(w[j] >> 16)); }
+            if (DT == DT_F32) {
+                x[4 * i + j] = __int_as_float((int)w[j]);
+            } else {
+                x[2 * j] = half_get<DT>((uint16_t)w[j]);
+                x[2 * j + 1] = half_get<DT>((uint16_t)(w[j] >> 16));
+            }
     }
 }
-// One query row meets U keys: s (U) scores -> probabilities under the new maximum; returns what the older sums shrink to.
-template <int LW, int U> static __device__ float decode_softmax(float *s, const int *see, float *top, float *sum) {
+
+// One query row meets U keys for each group of LW lanes: s (U), a lane's share of each score,
+// becomes the probabilities under the new maximum. -> by how much the older sums shrink.
+template <int LW, int U>
+static __device__ float decode_softmax(float *s, const int *see, float *top, float *sum) {
     float high = *top, add = 0;
     for (int u = 0; u < U; u++) {
-        for (int o = LW / 2; o; o >>= 1) s[u] += __shfl_xor_sync(0xffffffffu, s[u], o);
+        s[u] = lanes_sum<LW>(s[u]);
         if (!see[u]) s[u] = -INFINITY;
         high = fmaxf(high, s[u]);
     }
-    for (int o = LW; o < 32; o <<= 1) high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, o));
-    float c = high == -INFINITY ? 1 : expf(*top - high);
-    for (int u = 0; u < U; u++) add += s[u] = high == -INFINITY ? 0 : expf(s[u] - high);
-    *sum = *sum * c + add; *top = high;
-    return c;
+    high = groups_max<LW>(high);
+    float shrink = high == -INFINITY ? 1 : expf(*top - high);
+    for (int u = 0; u < U; u++) {
+        s[u] = high == -INFINITY ? 0 : expf(s[u] - high);
+        add += s[u];
+    }
+    *sum = *sum * shrink + add;
+    *top = high;
+    return shrink;
 }
-// The warps' sums of an item become one: sh (ATTN_WARPS,NR,D+2) -> part (NR,D+2)
-static __device__ void decode_join(float *part, const float *sh, int NR, int D) {
+
+// The warps' sums of an item become one: sums (ATTN_WARPS,NR,D+2) -> part (NR,D+2). A thread an
+// element; each looks up the four maxima of its row for itself.
+static __device__ void decode_join(float *part, const float *sums, int NR, int D) {
     for (int i = threadIdx.x; i < NR * (D + 2); i += blockDim.x) {
         int r = i / (D + 2), e = i % (D + 2), stride = NR * (D + 2);
-        const float *from = sh + r * (D + 2);
+        const float *from = sums + r * (D + 2);
         float top = -INFINITY, x = 0;
         for (int w = 0; w < ATTN_WARPS; w++) top = fmaxf(top, from[w * stride]);
-        for (int w = 0; w < ATTN_WARPS; w++) if (from[w * stride] != -INFINITY) x += expf(from[w * stride] - top) * from[w * stride + e];
+        for (int w = 0; w < ATTN_WARPS; w++)
+            if (from[w * stride] != -INFINITY) x += expf(from[w * stride] - top) * from[w * stride + e];
         part[i] = e ? x : top;
     }
 }
-static size_t decode_smem(int LW, int NR, int D) { return ((size_t)ATTN_WARPS * NR * (D + 2) + NR * 8 * LW) * sizeof(float); }
-// Four blocks an SM: the 512 items of a long context are one wave on a device of 132
-template <int DT, int LW, int NR, int U> static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decode_kernel(Attn a) {
-    KV_DYN_SHARED(float, q);                                     // (NR,DIM), scaled, zeros behind D and m; then (ATTN_WARPS,NR,D+2)
+
+struct DecodeShared {
+    float *q, *sums;
+};
+
+// Carves the block's shared memory -> bytes.
+KV_HD static size_t decode_carve(DecodeShared *m, char *mem, int LW, int NR, int D) {
+    Block b = { mem, 0 };
+    m->q = carve<float>(&b, NR * 8 * LW);
+    m->sums = carve<float>(&b, ATTN_WARPS * NR * (D + 2));
+    return b.at;
+}
+
+// q (NR,DIM): the work's queries times scale. Complete after the next barrier.
+template <int NR, int DIM> static __device__ void load_scaled(float *q, const Attn &a, const Work &w) {
+    for (int i = threadIdx.x; i < NR * DIM; i += blockDim.x) {
+        int r = i / DIM, d = i % DIM;
+        q[i] = r < w.m && d < a.D ? a.q[(size_t)(w.g * a.R + w.m0 + r) * a.D + d] * a.scale : 0;
+    }
+}
+
+// The product of the 8 numbers x with 8 numbers of a query.
+static __device__ float dot8(const float *q, const float *x) {
+    const float4 *p = (const float4 *)q;
+    return p[0].x * x[0] + p[0].y * x[1] + p[0].z * x[2] + p[0].w * x[3]
+         + p[1].x * x[4] + p[1].y * x[5] + p[1].z * x[6] + p[1].w * x[7];
+}
+
+// Whether the step's query may see the row of token src.
+static __device__ int decode_sees(const Attn &a, const Work &w, int src) {
+    return kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[src], src);
+}
+
+// One query row's sums of a warp, over the rows it held side by side: acc (8) of each lane, its sum and
+// the warp's top, to `to` (D+2). d: the lane's first dimension; from D on there are none.
+template <int LW>
+static __device__ void decode_store(float *to, const float *acc, float top, float sum, int d, int D) {
+    int lane = threadIdx.x & 31;
+    float x[8];
+    sum = groups_sum<LW>(sum);
+    for (int j = 0; j < 8; j++) x[j] = groups_sum<LW>(acc[j]);
+    if (lane < LW && d < D)
+        for (int j = 0; j < 8; j++) to[2 + d + j] = x[j];
+    if (lane) return;
+    to[0] = top;
+    to[1] = sum;
+}
+
+// DT: dtype of the rows; LW: lanes of a row, 8 LW >= D; NR: query rows; U: rows of a lane at once.
+template <int DT, int LW, int NR, int U>
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decode_kernel(Attn a) {
+    KV_DYN_SHARED(char, mem);
     const int ROWS = 32 / LW, DIM = 8 * LW;
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, d = lane % LW * 8, on = d < D, at8 = on ? d * (DT == DT_F32 ? 4 : 2) : 0, see[U];
-    float *sh = q + NR * DIM, acc[NR][8], s[NR][U], x[8], top[NR], sum[NR];
+    DecodeShared m;
+    decode_carve(&m, mem, LW, NR, a.D);
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int d = lane % LW * 8, on = d < D;          // the lane's first dimension; 0: rows have no such one
+    int at8 = on ? d * Stored<DT>::BYTES : 0;
     Item it = a.item[blockIdx.x];
     Work w = a.work[it.work];
     HeadRef h = a.heads.at[w.g];
-    for (int i = threadIdx.x; i < NR * DIM; i += blockDim.x)
-        q[i] = i / DIM < w.m && i % DIM < D ? a.q[(size_t)(w.g * a.R + w.m0 + i / DIM) * D + i % DIM] * a.scale : 0;
+    float acc[NR][8], s[NR][U], x[8], top[NR], sum[NR];
+    load_scaled<NR, DIM>(m.q, a, w);
     __syncthreads();
     for (int i = 0; i < NR; i++) {
         for (int j = 0; j < 8; j++) acc[i][j] = 0;
-        top[i] = -INFINITY; sum[i] = 0;
+        top[i] = -INFINITY;
+        sum[i] = 0;
     }
+
     for (int p = it.p0 + warp * ROWS * U; p < it.p1; p += ATTN_WARPS * ROWS * U) {
+        // First all row numbers, then all rows: two waits, not 2 U. Past the end the last row is
+        // read again, and not seen.
         Eight<DT> k[U], v[U];
-        int row[U];
-        for (int u = 0; u < U; u++) {                            // first all row numbers, then all rows: two waits, not 2 U
+        int row[U], see[U];
+        for (int u = 0; u < U; u++) {
             int at = p + u * ROWS + lane / LW;
             see[u] = at < it.p1;
-            if (!see[u]) at = it.p1 - 1;                         // a row that is there, and that nobody sees twice
-            row[u] = at < w.n_idx ? a.idx[w.idx + at] : w.tail + at - w.n_idx;
+            row[u] = listed_row(w, a.idx, min_int(at, it.p1 - 1));
         }
         for (int u = 0; u < U; u++) {
             k[u] = load8<DT>(h.k + row[u] * a.bytes_k + at8);
             v[u] = load8<DT>(h.v + row[u] * a.bytes_v + at8);
         }
-        for (int u = 0; u < U; u++)
-            if (a.window || a.rule != VIS_CAUSAL) see[u] = see[u] && kv_visible(a.rule, a.window, &a.tok[w.tok0], w.tok0, &a.tok[h.src[row[u]]], h.src[row[u]]);
+        if (a.window || a.rule != VIS_CAUSAL)
+            for (int u = 0; u < U; u++) see[u] = see[u] && decode_sees(a, w, h.src[row[u]]);
+
+        // Scores, softmax, values.
         for (int u = 0; u < U; u++) {
             unpack8<DT>(x, k[u]);
-            for (int i = 0; i < NR; i++) {
-                const float4 *qi = (const float4 *)(q + i * DIM + d);
-                s[i][u] = qi[0].x * x[0] + qi[0].y * x[1] + qi[0].z * x[2] + qi[0].w * x[3] + qi[1].x * x[4] + qi[1].y * x[5] + qi[1].z * x[6] + qi[1].w * x[7];
-            }
+            for (int i = 0; i < NR; i++) s[i][u] = dot8(m.q + i * DIM + d, x);
         }
         for (int i = 0; i < NR; i++) {
-            float c = decode_softmax<LW, U>(s[i], see, &top[i], &sum[i]);
-            for (int j = 0; j < 8; j++) acc[i][j] *= c;
+            float shrink = decode_softmax<LW, U>(s[i], see, &top[i], &sum[i]);
+            for (int j = 0; j < 8; j++) acc[i][j] *= shrink;
         }
         for (int u = 0; u < U; u++) {
             unpack8<DT>(x, v[u]);
-            for (int i = 0; i < NR; i++) for (int j = 0; j < 8; j++) acc[i][j] += s[i][u] * x[j];
+            for (int i = 0; i < NR; i++)
+                for (int j = 0; j < 8; j++) acc[i][j] += s[i][u] * x[j];
         }
     }
-    for (int i = 0; i < NR; i++) {                               // over the rows the warp held side by side
-        for (int o = LW; o < 32; o <<= 1) {
-            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], o);
-            for (int j = 0; j < 8; j++) acc[i][j] += __shfl_xor_sync(0xffffffffu, acc[i][j], o);
-        }
-        float *to = sh + (warp * NR + i) * (D + 2);
-        if (lane < LW && on) for (int j = 0; j < 8; j++) to[2 + d + j] = acc[i][j];
-        if (!lane) { to[0] = top[i]; to[1] = sum[i]; }
-    }
+
+    // The item's sums, over the four warps.
+    for (int i = 0; i < NR; i++)
+        decode_store<LW>(m.sums + (warp * NR + i) * (D + 2), acc[i], top[i], sum[i], d, D);
     __syncthreads();
-    decode_join(a.part + (size_t)blockIdx.x * NR * (D + 2), sh, NR, D);
+    decode_join(a.part + (size_t)blockIdx.x * NR * (D + 2), m.sums, NR, D);
 }
 
-// ---- a long prefill on tensor cores: K and V as stored (f16 or bf16), f32 sums, the online softmax of attend_kernel
-// A block holds 64 query rows of a KV head, 16 a warp, and walks through the rows they may see, TILE at a time: K and V come
-// into shared memory once a block, scores and probabilities never leave it. Tensor cores multiply 16-bit numbers; q and the
-// probabilities are therefore two each, the rounded value and what rounding left over, and every product is two products.
-// That costs twice the tensor-core work (as much again as an f16-only kernel does) and buys scores that differ from exact
-// ones by 2^-21 |q||k| with f16 rows and 2^-16 |q||k| with bf16 rows, and probabilities right to 2^-24 and 2^-16 of the largest.
+// ---- tensor_kernel: a long prefill on tensor cores, K and V as stored (f16 or bf16), f32 sums
+//
+// The online softmax is that of attend_kernel. Scores and probabilities never leave shared memory.
+// Tensor cores multiply 16-bit numbers; q and the probabilities are therefore two numbers each, the
+// rounded value and what the rounding left over, and every product is two products. That is twice
+// the tensor-core work of an f16-only kernel. It buys scores that differ from exact ones by 2^-21
+// |q||k| with f16 rows and 2^-16 |q||k| with bf16 rows, and probabilities right to 2^-24 and 2^-16
+// of the largest.
+//
+//   Block   one work: TC_ROWS = 64 query rows of a KV head, and all rows they may see, TILE at a
+//           time. The longest lists start first.
+//   Warp    16 of the query rows, which is the height of a fragment
+//   Lane    loading: 16 bytes of a row; softmax: two lanes share a row, even keys and odd keys;
+//           else its part of the fragments
+//   Shared  16-bit numbers and, from score on, 32-bit ones; a row is P = D + 8 numbers long, so that
+//           rows begin in different banks:
+//
+//             q (2,TC_ROWS,P)              value of q, then rest. At the end: sums (TC_ROWS,D+4) f32
+//             keys (TILE,P)                as stored
+//             vals (TILE,P)                as stored
+//             score (TC_ROWS,TILE+4) f32   a row of scores; then, in its place, a row of
+//                                          probabilities: TILE values, TILE rests, 16 bits each
+//             shrink (TC_ROWS) f32         by how much older sums shrink
+//             row, src (TILE), any
+//
+//   Fragments are 16 x 16. A warp's scores are Sums s[TILE/16], its output is Sums acc[ND], a fragment
+//           for every 16 dimensions. A lane holds 8 numbers of each, and which ones is the
+//           hardware's business (fragment_rows).
+//   Tile    64 query rows: K and V come into shared memory once for all of them, and the registers
+//           hold what 16 rows of up to 128 dimensions sum up to
+//   Bound   the tensor cores
 
-// TC_MIN: tokens of a pass; below, split-K keeps more of the device busy. TC_MAX_D: wider sums do not fit into the registers
-enum { TC_ROWS = 16 * ATTN_WARPS, TC_MIN = 256, TC_MAX_D = 128 };
+enum {
+    TC_ROWS = 16 * ATTN_WARPS,  // query rows of a block
+    TC_MIN = 256,               // tokens of a pass; below, split-K keeps more of the device busy
+    TC_MAX_D = 128              // wider sums do not fit into the registers
+};
 namespace wmma = nvcuda::wmma;
 template <int DT> struct Half { typedef __half type; };
 template <> struct Half<DT_BF16> { typedef __nv_bfloat16 type; };
 typedef wmma::fragment<wmma::accumulator, 16, 16, 16, float> Sums;
 
+// x rounded to a 16-bit number of type DT. The hardware gives the bits of f32_to_f16 and
+// f32_to_bf16, if infinity then becomes the largest number.
 template <int DT> static __device__ uint16_t half_put(float x) {
 #ifdef __CUDACC__
-    uint16_t h = DT == DT_F16 ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
-    return (h & 0x7fff) == (DT == DT_F16 ? 0x7c00 : 0x7f80) ? h - 1 : h;         // the same bits by the hardware: infinity becomes the largest number
+    uint16_t h = DT == DT_F16 ? __half_as_ushort(__float2half_rn(x))
+                              : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    return (h & 0x7fff) == (DT == DT_F16 ? 0x7c00 : 0x7f80) ? h - 1 : h;
 #else
     return DT == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x);
 #endif
 }
+
+// x as two 16-bit numbers, the rounded value and what the rounding left over.
 template <int DT> static __device__ void half_split(uint16_t *value, uint16_t *rest, float x) {
     *value = half_put<DT>(x);
     *rest = half_put<DT>(x - half_get<DT>(*value));
 }
-static size_t tensor_smem(int D) { return (size_t)(2 * TC_ROWS + 2 * TILE) * (D + 8) * 2 + (TC_ROWS * (TILE + 5) + 2 * TILE + 4) * sizeof(float); }
 
-// to (TILE,P) = rows row[0..n) as stored, 16 bytes a load; zeros behind them
-static __device__ void copy_tile(uint16_t *to, int P, const char *rows, size_t bytes, const int *row, int n, int D) {
+struct TensorShared {
+    uint16_t *q, *keys, *vals;
+    float *score, *shrink;
+    int *row, *src, *any;
+};
+
+// Carves the block's shared memory -> bytes.
+KV_HD static size_t tensor_carve(TensorShared *m, char *mem, int D) {
+    Block b = { mem, 0 };
+    m->q = carve<uint16_t>(&b, 2 * TC_ROWS * (D + 8));
+    m->keys = carve<uint16_t>(&b, TILE * (D + 8));
+    m->vals = carve<uint16_t>(&b, TILE * (D + 8));
+    m->score = carve<float>(&b, TC_ROWS * (TILE + 4));
+    m->shrink = carve<float>(&b, TC_ROWS);
+    m->row = carve<int>(&b, TILE);
+    m->src = carve<int>(&b, TILE);
+    m->any = carve<int>(&b, 4);
+    return b.at;
+}
+
+// q (2,TC_ROWS,P): value and rest of the block's query rows; zeros behind the work's last.
+template <int DK>
+static __device__ void split_queries(uint16_t *q, int P, const Attn &a, const Work &w) {
+    int lane = threadIdx.x & 31;
+    for (int j = threadIdx.x >> 5; j < TC_ROWS; j += ATTN_WARPS) {
+        const float *from = a.q + query_row(a, w, w.m0 + j) * a.D;
+        for (int d = lane; d < a.D; d += 32)
+            half_split<DK>(q + j * P + d, q + (TC_ROWS + j) * P + d, j < w.m ? from[d] : 0);
+    }
+}
+
+// at[i]: the row that element i of the lane's part of a Sums fragment belongs to. Asked by loading
+// a fragment whose elements are their row numbers. room (16,TILE+4) is shared memory of the warp.
+static __device__ void fragment_rows(int at[8], Sums *f, float *room) {
+    for (int i = threadIdx.x & 31; i < 256; i += 32) room[i / 16 * (TILE + 4) + i % 16] = (float)(i / 16);
+    __syncwarp();
+    wmma::load_matrix_sync(*f, room, TILE + 4, wmma::mem_row_major);
+    for (int i = 0; i < 8; i++) at[i] = (int)f->x[i];
+}
+
+// to (TILE,P) = rows row[0..n) as stored, 16 bytes a load; zeros behind them.
+static __device__ void copy_tile(uint16_t *to, int P, const char *rows, size_t bytes,
+                                 const int *row, int n, int D) {
     uint4 zero = { 0, 0, 0, 0 };
     for (int i = threadIdx.x, per = D / 8; i < TILE * per; i += blockDim.x) {
         int j = i / per, c = i % per;
         *(uint4 *)(to + j * P + c * 8) = j < n ? *(const uint4 *)(rows + row[j] * bytes + c * 16) : zero;
     }
 }
-// sc (16,TILE+4) = the warp's 16 rows of q (value and rest, TC_ROWS rows apart) times the tile's keys
-template <int DT> static __device__ void tensor_scores(float *sc, const uint16_t *q, const uint16_t *keys, int P, int D) {
+
+// Which of the tile's n keys the lane's query row may see (row `mine` of the block): bit k is key
+// lane % 2 + 2 k.
+static __device__ unsigned tensor_sees(const Attn &a, const Work &w, const int *src, int n, int mine) {
+    unsigned see = 0;
+    int t = w.tok0 + (w.m0 + mine) / a.R, masked = tile_masked(a, w, src[n - 1]);
+    for (int k = 0, j = threadIdx.x & 1; k < TILE / 2; k++, j += 2) {
+        if (j >= n || mine >= w.m) continue;
+        if (masked && !kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src[j]], src[j])) continue;
+        see |= 1u << k;
+    }
+    return see;
+}
+
+// score (16,TILE+4) = the warp's 16 rows of q (value and rest, TC_ROWS rows apart) times the tile's
+// keys.
+template <int DT>
+static __device__ void tensor_scores(float *score, const uint16_t *q, const uint16_t *keys, int P,
+                                     int D) {
     typedef typename Half<DT>::type T;
     wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> x[2];
     wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::col_major> k;
     Sums s[TILE / 16];
     for (int c = 0; c < TILE / 16; c++) wmma::fill_fragment(s[c], 0.f);
     for (int d = 0; d < D; d += 16) {
-        for (int rest = 0; rest < 2; rest++) wmma::load_matrix_sync(x[rest], (const T *)(q + rest * TC_ROWS * P + d), P);
+        for (int rest = 0; rest < 2; rest++)
+            wmma::load_matrix_sync(x[rest], (const T *)(q + rest * TC_ROWS * P + d), P);
         for (int c = 0; c < TILE / 16; c++) {
             wmma::load_matrix_sync(k, (const T *)(keys + c * 16 * P + d), P);
             for (int rest = 0; rest < 2; rest++) wmma::mma_sync(s[c], x[rest], k, s[c]);
         }
     }
-    for (int c = 0; c < TILE / 16; c++) wmma::store_matrix_sync(sc + c * 16, s[c], TILE + 4, wmma::mem_row_major);
+    for (int c = 0; c < TILE / 16; c++)
+        wmma::store_matrix_sync(score + c * 16, s[c], TILE + 4, wmma::mem_row_major);
     __syncwarp();
 }
-// The softmax of one tile, in place: two lanes share a row of scores and leave its probabilities (value, then rest) where it was.
-// see: bit k, this row may see key lane % 2 + 2 k. Returns by how much the row's older sums shrink.
-template <int DT> static __device__ float tensor_softmax(float *sc, unsigned see, float scale, float *top, float *sum) {
+
+// The softmax of one tile, in place: two lanes share a row of scores, and leave its probabilities
+// (value, then rest) where it was. see: tensor_sees. -> by how much the row's older sums shrink.
+template <int DT>
+static __device__ float tensor_softmax(float *score, unsigned see, float scale, float *top,
+                                       float *sum) {
     int odd = threadIdx.x & 1;
-    float *row = sc + (threadIdx.x & 31) / 2 * (TILE + 4), e[TILE / 2], high = *top, add = 0;
+    float *row = score + (threadIdx.x & 31) / 2 * (TILE + 4), e[TILE / 2], high = *top, add = 0;
     for (int k = 0; k < TILE / 2; k++) {
         e[k] = see >> k & 1 ? row[odd + 2 * k] * scale : -INFINITY;
         high = fmaxf(high, e[k]);
     }
-    high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
-    __syncwarp();                                                // the scores have been read
+    high = lanes_max<2>(high);
+    __syncwarp();                               // the scores have been read
     for (int k = 0; k < TILE / 2; k++) {
         float x = high == -INFINITY ? 0 : expf(e[k] - high);
         uint16_t *p = (uint16_t *)row + odd + 2 * k;
         half_split<DT>(p, p + TILE, x);
         add += x;
     }
-    add += __shfl_xor_sync(0xffffffffu, add, 1);
-    float c = high == -INFINITY ? 1 : expf(*top - high);
-    *sum = *sum * c + add; *top = high;
-    return c;
+    add = lanes_sum<2>(add);
+    float shrink = high == -INFINITY ? 1 : expf(*top - high);
+    *sum = *sum * shrink + add;
+    *top = high;
+    return shrink;
 }
-// acc += p v. Tensor cores round a sum towards zero each time they add to it, which over a long list would pull values with a mean of
-// their own that way; so they sum 16 rows from nothing, and f32 adders, which round to nearest, do the rest.
-template <int DT, int ND> static __device__ void tensor_mix(Sums *acc, const float *sc, const uint16_t *vals, int P, int D) {
+
+// acc += p v. Tensor cores round a sum towards zero each time they add to it. Over a long list that
+// would pull values that have a mean of their own towards zero. So tensor cores sum 16 rows from
+// nothing, and f32 adders, which round to nearest, do the rest.
+template <int DT, int ND>
+static __device__ void tensor_mix(Sums *acc, const float *score, const uint16_t *vals, int P, int D) {
     typedef typename Half<DT>::type T;
     Sums t;
     wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> p[2];
     wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::row_major> v;
     for (int c = 0; c < TILE; c += 16) {
-        for (int rest = 0; rest < 2; rest++) wmma::load_matrix_sync(p[rest], (const T *)sc + rest * TILE + c, 2 * (TILE + 4));
+        for (int rest = 0; rest < 2; rest++)
+            wmma::load_matrix_sync(p[rest], (const T *)score + rest * TILE + c, 2 * (TILE + 4));
         for (int e = 0; e < ND; e++) {
             if (e * 16 >= D) continue;
             wmma::load_matrix_sync(v, (const T *)vals + c * P + e * 16, P);
@@ -1027,185 +1978,322 @@ template <int DT, int ND> static __device__ void tensor_mix(Sums *acc, const flo
         }
     }
 }
-// DK, DV: dtypes of the rows; ND: D / 16, rounded up to 4 or 8. The longest lists start first.
-template <int DK, int DV, int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) tensor_kernel(Attn a, float *out, float *stat) {
-    KV_DYN_SHARED(uint16_t, q);                                  // (2,TC_ROWS,P): value and rest of q
-    int D = a.D, P = D + 8, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at[8];
-    uint16_t *keys = q + 2 * TC_ROWS * P, *vals = keys + TILE * P;              // (TILE,P)
-    float *sc = (float *)(vals + TILE * P) + warp * 16 * (TILE + 4), *fix = (float *)(vals + TILE * P) + TC_ROWS * (TILE + 4), top = -INFINITY, sum = 0;
-    int *row = (int *)(fix + TC_ROWS), *src = row + TILE, *any = src + TILE;
-    Work w = a.work[gridDim.x - 1 - blockIdx.x];
-    HeadRef h = a.heads.at[w.g];
-    int mine = warp * 16 + lane / 2, t = w.tok0 + (w.m0 + mine) / a.R, first = w.tok0 + w.m0 / a.R;     // the lane's row in the softmax, its token
-    fix += warp * 16;
-    for (int j = warp; j < TC_ROWS; j += ATTN_WARPS) {
-        int m = w.m0 + j;
-        const float *from = a.q + ((size_t)(m / a.R) * a.H + w.g * a.R + m % a.R) * D;
-        for (int d = lane; d < D; d += 32) half_split<DK>(q + j * P + d, q + (TC_ROWS + j) * P + d, j < w.m ? from[d] : 0);
-    }
-    Sums acc[ND];                                                // which element lies where is the hardware's business: read row numbers to know
-    for (int i = lane; i < 256; i += 32) sc[i / 16 * (TILE + 4) + i % 16] = (float)(i / 16);
-    __syncwarp();
-    wmma::load_matrix_sync(acc[0], sc, TILE + 4, wmma::mem_row_major);
-    for (int i = 0; i < 8; i++) at[i] = (int)acc[0].x[i];
-    for (int e = 0; e < ND; e++) wmma::fill_fragment(acc[e], 0.f);
-    for (int p = 0; p < w.n; p += TILE) {
-        int n = w.n - p < TILE ? w.n - p : TILE;
-        __syncthreads();                                         // the last tile is done with
-        list_rows(a, h, w, p, n, row, src, any);
-        __syncthreads();
-        if (!*any) continue;
-        copy_tile(keys, P, h.k, a.bytes_k, row, n, D);
-        copy_tile(vals, P, h.v, a.bytes_v, row, n, D);
-        unsigned see = 0;
-        int masked = a.rule != VIS_CAUSAL || a.window || src[n - 1] > first;
-        for (int k = 0, j = lane & 1; k < TILE / 2; k++, j += 2)
-            if (j < n && mine < w.m && (!masked || kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src[j]], src[j]))) see |= 1u << k;
-        __syncthreads();
-        tensor_scores<DK>(sc, q + warp * 16 * P, keys, P, D);
-        float c = tensor_softmax<DV>(sc, see, a.scale, &top, &sum);
-        if (!(lane & 1)) fix[lane / 2] = c;
-        __syncwarp();
-        for (int i = 0; i < 8; i++) {
-            float f = fix[at[i]];
-            for (int e = 0; e < ND; e++) acc[e].x[i] *= f;
-        }
-        tensor_mix<DV, ND>(acc, sc, vals, P, D);
-    }
-    __syncthreads();                                             // q is done with: its room takes the sums
-    float *to = (float *)q + warp * 16 * (D + 4);                // (16,D+4)
-    for (int e = 0; e < ND; e++) if (e * 16 < D) wmma::store_matrix_sync(to + e * 16, acc[e], D + 4, wmma::mem_row_major);
-    if (!(lane & 1)) fix[lane / 2] = sum;
-    __syncwarp();
+
+// The warp's 16 rows to out (n,H,D) and stat (n,H,2). sums (16,D+4) and zs (16), shared memory of
+// the warp: the rows of p v, and the sums of their softmax.
+static __device__ void tensor_store(const Attn &a, const Work &w, const float *sums,
+                                    const float *zs, float top, float sum, float *out,
+                                    float *stat) {
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int i = 0; i < 16 && warp * 16 + i < w.m; i++) {
-        int m = w.m0 + warp * 16 + i;
-        size_t r = (size_t)(m / a.R) * a.H + w.g * a.R + m % a.R;
-        for (int d = lane; d < D; d += 32) out[r * D + d] = to[i * (D + 4) + d] / fix[i];
-        if (lane == 2 * i) { stat[r * 2] = top; stat[r * 2 + 1] = sum; }
+        size_t r = query_row(a, w, w.m0 + warp * 16 + i);
+        for (int d = lane; d < D; d += 32) out[r * D + d] = sums[i * (D + 4) + d] / zs[i];
+        if (lane != 2 * i) continue;
+        stat[r * 2] = top;
+        stat[r * 2 + 1] = sum;
     }
 }
 
-// ---- sums over queries
-// out (H,N): for query head h and position p of its list, the sum over the n queries of softmax probability, times factor.
-// One block a (tile of positions, query head): the tile's keys stay, the queries come by. list (H): what each head reads.
-static size_t column_smem(int D) { return ((size_t)32 * D + TILE * (D + 1) + ATTN_WARPS * 33 + 2 * TILE + 4) * sizeof(float); }
-static __global__ void column_kernel(Attn a, const Work *list, const float *stat, int n_q, int N, float factor, float *out) {
-    KV_DYN_SHARED(float, q);                                     // (32,D)
+// DK, DV: dtypes of the rows; ND: D / 16, rounded up to 4 or 8. out (n,H,D), stat (n,H,2).
+template <int DK, int DV, int ND>
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3)
+tensor_kernel(Attn a, float *out, float *stat) {
+    KV_DYN_SHARED(char, mem);
+    TensorShared m;
+    tensor_carve(&m, mem, a.D);
+    int D = a.D, P = D + 8, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at[8];
+    float *score = m.score + warp * 16 * (TILE + 4), *shrink = m.shrink + warp * 16;    // the warp's
+    float top = -INFINITY, sum = 0;             // of row warp*16 + lane/2
+    Work w = a.work[gridDim.x - 1 - blockIdx.x];
+    HeadRef h = a.heads.at[w.g];
+    split_queries<DK>(m.q, P, a, w);
+    Sums acc[ND];
+    fragment_rows(at, acc, score);
+    for (int e = 0; e < ND; e++) wmma::fill_fragment(acc[e], 0.f);
+
+    for (int p = 0; p < w.n; p += TILE) {
+        int n = min_int(w.n - p, TILE);
+        __syncthreads();                        // the last tile is done with
+        list_rows(a, h, w, p, n, m.row, m.src, m.any);
+        __syncthreads();
+        if (!*m.any) continue;
+        copy_tile(m.keys, P, h.k, a.bytes_k, m.row, n, D);
+        copy_tile(m.vals, P, h.v, a.bytes_v, m.row, n, D);
+        unsigned see = tensor_sees(a, w, m.src, n, warp * 16 + lane / 2);
+        __syncthreads();
+        tensor_scores<DK>(score, m.q + warp * 16 * P, m.keys, P, D);
+        float c = tensor_softmax<DV>(score, see, a.scale, &top, &sum);
+        if (!(lane & 1)) shrink[lane / 2] = c;
+        __syncwarp();
+        for (int i = 0; i < 8; i++) {
+            float f = shrink[at[i]];
+            for (int e = 0; e < ND; e++) acc[e].x[i] *= f;
+        }
+        tensor_mix<DV, ND>(acc, score, m.vals, P, D);
+    }
+
+    __syncthreads();                            // q is done with: its room takes the sums
+    float *sums = (float *)m.q + warp * 16 * (D + 4);
+    for (int e = 0; e < ND; e++)
+        if (e * 16 < D) wmma::store_matrix_sync(sums + e * 16, acc[e], D + 4, wmma::mem_row_major);
+    if (!(lane & 1)) shrink[lane / 2] = sum;
+    __syncwarp();
+    tensor_store(a, w, sums, shrink, top, sum, out, stat);
+}
+
+// ---- column_kernel: sums over queries
+//
+// out[h][p] = factor * sum over the n_q queries of the softmax probability of position p of head
+// h's list; out (H,N). The max and the sum of each softmax row are known (stat), so no row of
+// probabilities is ever stored: memory is O(H N).
+//
+//   Block   a tile of positions (blockIdx.x) of one query head (blockIdx.y). Its keys stay, the
+//           queries come by, 32 at a time
+//   Warp    8 of the 32 queries
+//   Lane    one key
+//   Shared  q (32,D); kv (TILE,D+1): the keys; sums (ATTN_WARPS,33): each warp's, added in order of
+//           the warps; row, src, any
+//   Bound   the loads of score_rows from shared memory
+// list (H): the work each query head reads.
+
+struct ColumnShared {
+    float *q, *kv, *sums;
+    int *row, *src, *any;
+};
+
+// Carves the block's shared memory -> bytes.
+KV_HD static size_t column_carve(ColumnShared *m, char *mem, int D) {
+    Block b = { mem, 0 };
+    m->q = carve<float>(&b, 32 * D);
+    m->kv = carve<float>(&b, TILE * (D + 1));
+    m->sums = carve<float>(&b, ATTN_WARPS * 33);
+    m->row = carve<int>(&b, TILE);
+    m->src = carve<int>(&b, TILE);
+    m->any = carve<int>(&b, 4);
+    return b.at;
+}
+
+static __global__ void column_kernel(Attn a, const Work *list, const float *stat, int n_q, int N,
+                                     float factor, float *out) {
+    KV_DYN_SHARED(char, mem);
     const int QW = 8;
+    ColumnShared m;
+    column_carve(&m, mem, a.D);
     int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, p = blockIdx.x * TILE;
-    float *kv = q + 32 * D, *red = kv + TILE * (D + 1), score[QW], sum = 0;
-    int *row = (int *)(red + ATTN_WARPS * 33), *src = row + TILE, *any = src + TILE;
+    float score[QW], sum = 0;
     Work w = list[head];
     HeadRef h = a.heads.at[w.g];
-    int n = w.n - p < TILE ? w.n - p : TILE;
-    if (n <= 0) return;                                          // the same for the whole block
-    list_rows(a, h, w, p, n, row, src, any);
+    int n = min_int(w.n - p, TILE);
+    if (n <= 0) return;                         // the same for the whole block
+    list_rows(a, h, w, p, n, m.row, m.src, m.any);
     __syncthreads();
-    load_tile(kv, D + 1, a, h, 0, row, n);
+    load_tile(m.kv, D + 1, a, h, 0, m.row, n);
     for (int t0 = 0; t0 < n_q; t0 += 32) {
         __syncthreads();
         for (int j = warp; j < 32; j += ATTN_WARPS)
-            for (int d = lane; d < D; d += 32) q[j * D + d] = t0 + j < n_q ? a.q[((size_t)(t0 + j) * a.H + head) * D + d] : 0;
+            for (int d = lane; d < D; d += 32)
+                m.q[j * D + d] = t0 + j < n_q ? a.q[((size_t)(t0 + j) * a.H + head) * D + d] : 0;
         __syncthreads();
-        score_rows<QW>(score, q + warp * QW * D, kv + (lane < n ? lane : 0) * (D + 1), D);
+        score_rows<QW>(score, m.q + warp * QW * D, m.kv + (lane < n ? lane : 0) * (D + 1), D);
         for (int i = 0; i < QW; i++) {
             int j = t0 + warp * QW + i, t = w.tok0 + j;
-            if (j >= n_q || lane >= n || !kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src[lane]], src[lane])) continue;
+            if (j >= n_q || lane >= n) continue;
+            if (!kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[m.src[lane]], m.src[lane])) continue;
             const float *st = stat + ((size_t)j * a.H + head) * 2;
             sum += expf(score[i] * a.scale - st[0]) / st[1];
         }
     }
-    red[warp * 33 + lane] = sum;
+    m.sums[warp * 33 + lane] = sum;
     __syncthreads();
-    if (warp == 0 && lane < n) out[(size_t)head * N + p + lane] = (red[lane] + red[33 + lane] + red[66 + lane] + red[99 + lane]) * factor;
+    if (warp || lane >= n) return;
+    const float *of = m.sums + lane;
+    out[(size_t)head * N + p + lane] = (of[0] + of[33] + of[66] + of[99]) * factor;
 }
 
-// ---- the host's side: what to do, in one upload
+// ---- plans: which works, made on the host and uploaded at once
+
 struct Plan {
-    Work *work; int n_work, *idx, n_idx, BQ;
-    int plain;                  // for decode_kernel
-    const int *lists;           // device memory the works' lists lie in, instead of idx
+    Work *work;                 // scratch memory of the host
+    int n_work;
+    int *idx;                   // rows of the works' lists, scratch memory too
+    int n_idx;
+    int BQ;                     // query rows of a block
+    int plain;                  // 1: for decode_kernel
+    const int *lists;           // NULL, or device memory the works' lists lie in, instead of idx
 };
-static Plan plan_chosen(Session *s, int l);                                     // section 10c
+static Plan plan_chosen(Session *s, int l);
 static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int grid, const int *lists);
-static int *lists_of(const Session *s, int l) { return (int *)s->dev->room[ROOM_VIEWS].p + (size_t)l * s->c->G * s->dev->chosen.stride; }       // (G,stride)
 
-static int layer_window(const Session *s, int l) { return s->c->windowed && s->c->windowed[l] ? s->c->window : 0; }
-static int block_rows(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 8 : 32; }  // query rows of a block: 4 QW
-static int rows_until(const KVHead *h, int tok) {                // rows of tokens up to tok
-    int lo = 0, hi = h->len;
-    while (lo < hi) { int m = (lo + hi) / 2; if (h->src[m] <= tok) lo = m + 1; else hi = m; }
-    return lo;
-}
-// BQ query rows a work. blind: rows later than a block's queries are listed too; the mask hides them
-static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int blind) {
-    int G = s->c->G, R = s->c->H / G, rows = n * R, per = blocks(rows, BQ);
-    Plan p = { (Work *)scratch(s, (size_t)G * per * sizeof(Work)), 0, NULL, 0, BQ, 0, NULL };
-    for (int b = 0; b < per; b++)
-        for (int g = 0; g < G; g++) {
-            const KVHead *h = kv_head(s, l, g);
-            int m0 = b * BQ, m = rows - m0 < BQ ? rows - m0 : BQ, last = tok0 + (m0 + m - 1) / R, low = s->tok[tok0 + m0 / R].pos;
-            for (int t = tok0 + m0 / R; t <= last; t++) if (s->tok[t].pos < low) low = s->tok[t].pos;
-            p.work[p.n_work++] = { g, m0, m, s->rule == VIS_CAUSAL && !blind ? rows_until(h, last) : h->len, 0, 0, 0, low, tok0, 0, 0 };
-        }
+// An empty plan with room for n works.
+static Plan plan_new(Session *s, size_t n, int BQ) {
+    Plan p;
+    memset(&p, 0, sizeof p);
+    p.work = (Work *)scratch(s, n * sizeof(Work));
+    p.BQ = BQ;
     return p;
 }
-// Whether decode goes through decode_kernel. As with tensor_cores, no method decides this.
-static int plain_rows(const Session *s) { return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && s->c->D % 8 == 0 && !s->packing; }
-static int decode_rows(const Session *s) { int R = s->c->H / s->c->G; return plain_rows(s) && R > 4 ? 8 : block_rows(R); }       // query rows of a work
-// 0: query heads with equal views did not fit into one work, and the one before has counted their rows; as on the CPU, once
+
+// A work of pairs m0..m0+m-1 of KV head g, which reads rows 0..n-1. Query tokens count from tok0.
+static Work work_new(int g, int m0, int m, int n, int tok0) {
+    Work w;
+    memset(&w, 0, sizeof w);
+    w.g = g;
+    w.m0 = m0;
+    w.m = m;
+    w.n = n;
+    w.tok0 = tok0;
+    return w;
+}
+
+// Lists that a select hook chose on the device for layer l: (G,stride).
+static int *lists_of(const Session *s, int l) {
+    return (int *)s->dev->room[ROOM_VIEWS].p + (size_t)l * s->c->G * s->dev->chosen.stride;
+}
+
+// The sliding window of layer l, 0 for none (D6).
+static int layer_window(const Session *s, int l) {
+    return s->c->windowed && s->c->windowed[l] ? s->c->window : 0;
+}
+
+// Query rows of a block of attend_kernel, 4 QW, when a KV head has so many.
+static int block_rows(int rows) {
+    if (rows <= 4) return 4;
+    return rows <= 8 ? 8 : 32;
+}
+
+// How many rows of a head are of tokens up to tok; src is ascending.
+static int rows_until(const KVHead *h, int tok) {
+    int lo = 0, hi = h->len;
+    while (lo < hi) {
+        int m = (lo + hi) / 2;
+        if (h->src[m] <= tok) lo = m + 1;
+        else hi = m;
+    }
+    return lo;
+}
+
+// The works of n tokens from tok0 on: BQ query rows each, of every KV head. A work lists the rows
+// up to its last query's. When blind, and when the rule is not causal, it lists all rows, and the
+// mask hides the later ones.
+static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int blind) {
+    int G = s->c->G, R = s->c->H / G, rows = n * R, per = blocks(rows, BQ);
+    Plan p = plan_new(s, (size_t)G * per, BQ);
+    for (int b = 0; b < per; b++) {
+        int m0 = b * BQ, m = min_int(rows - m0, BQ), first = tok0 + m0 / R, last = tok0 + (m0 + m - 1) / R;
+        int low = s->tok[first].pos;
+        for (int t = first; t <= last; t++) low = min_int(low, s->tok[t].pos);
+        for (int g = 0; g < G; g++) {
+            const KVHead *h = kv_head(s, l, g);
+            int sees = s->rule == VIS_CAUSAL && !blind ? rows_until(h, last) : h->len;
+            Work *w = &p.work[p.n_work++];
+            *w = work_new(g, m0, m, sees, tok0);
+            w->low = low;
+        }
+    }
+    return p;
+}
+
+// Whether decode goes through decode_kernel. No method decides this, as with tensor_cores.
+static int plain_rows(const Session *s) {
+    return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && s->c->D % 8 == 0 && !s->packing;
+}
+
+// Query rows of a decode step's work.
+static int decode_rows(const Session *s) {
+    int R = s->c->H / s->c->G;
+    return plain_rows(s) && R > 4 ? 8 : block_rows(R);
+}
+
+// Whether work w is the one that counts the rows of its list as read: 0 when query heads with equal
+// views did not fit into one work, and the one before has counted them. Shared rows count once, as
+// on the CPU.
 static int reads_first(const Session *s, int l, const Work *w) {
     int h = w->g * (s->c->H / s->c->G) + w->m0;
     return w->m0 && same_as_before(s, l, h) ? 0 : 1;
 }
-static double row_bytes(const Session *s, const KVHead *h) {     // of a row of K and V, as allocated
-    return (double)(h->cap * (s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D)) + 2 * h->pk_bytes) / (h->packed + h->cap);
+
+// Bytes of a row of K and V, as allocated: raw and packed rows on the average.
+static double row_bytes(const Session *s, const KVHead *h) {
+    size_t raw = s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
+    return (double)(h->cap * raw + 2 * h->pk_bytes) / (h->packed + h->cap);
 }
+
+// The works of a decode step: query heads of a KV head whose views are equal share one, up to BQ of
+// them.
 static Plan plan_decode(Session *s, int l) {
     if (s->dev->chosen.kept[l]) return plan_chosen(s, l);
     int H = s->c->H, G = s->c->G, R = H / G, total = 0;
     for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
-    Plan p = { (Work *)scratch(s, (size_t)H * sizeof(Work)), 0, (int *)scratch(s, (size_t)(total + 1) * sizeof(int)), 0, decode_rows(s), plain_rows(s), NULL };
+    Plan p = plan_new(s, H, decode_rows(s));
+    p.idx = (int *)scratch(s, (size_t)(total + 1) * sizeof(int));
+    p.plain = plain_rows(s);
     for (int h = 0, m; h < H; h += m) {
         const View v = view_of(s, l, h);
-        for (m = 1; (h + m) % R && m < p.BQ && same_as_before(s, l, h + m); m++) {}
-        int rows = v.n + kv_head(s, l, h / R)->len - v.tail;
-        p.work[p.n_work++] = { h / R, h % R, m, rows, p.n_idx, v.n, v.tail, s->tok[s->base].pos, s->base, 0, 0 };
+        m = 1;
+        while ((h + m) % R && m < p.BQ && same_as_before(s, l, h + m)) m++;
+        Work *w = &p.work[p.n_work++];
+        *w = work_new(h / R, h % R, m, v.n + kv_head(s, l, h / R)->len - v.tail, s->base);
+        w->idx = p.n_idx;
+        w->n_idx = v.n;
+        w->tail = v.tail;
+        w->low = s->tok[s->base].pos;
         if (v.n) memcpy(p.idx + p.n_idx, v.idx, (size_t)v.n * sizeof(int));
         p.n_idx += v.n;
     }
     return p;
 }
+
+// ---- launching attention
+
+// The kernels' argument for layer l, without works.
 static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     Attn a;
     memset(&a, 0, sizeof a);
     a.heads = head_refs(s, l);
-    a.q = q; a.tok = (const Token *)s->dev->room[ROOM_TOK].p; a.tok0 = tok0;
-    a.kind_k = row_kind(s->fk); a.kind_v = row_kind(s->fv); a.rule = s->rule; a.window = layer_window(s, l);
-    a.H = s->c->H; a.R = s->c->H / s->c->G; a.D = s->c->D;
-    a.bytes_k = s->fk->row_bytes(a.D); a.bytes_v = s->fv->row_bytes(a.D);
+    a.q = q;
+    a.tok = (const Token *)s->dev->room[ROOM_TOK].p;
+    a.tok0 = tok0;
+    a.kind_k = row_kind(s->fk);
+    a.kind_v = row_kind(s->fv);
+    a.rule = s->rule;
+    a.window = layer_window(s, l);
+    a.H = s->c->H;
+    a.R = s->c->H / s->c->G;
+    a.D = s->c->D;
+    a.bytes_k = s->fk->row_bytes(a.D);
+    a.bytes_v = s->fv->row_bytes(a.D);
     a.scale = 1 / sqrtf((float)a.D);
     return a;
 }
+
+// attend_kernel over n items; mix 0: only max and sum are wanted.
 template <int QW> static void attend_launch(const Attn &a, int n, int mix) {
-    size_t smem = attend_smem(QW, a.D);
+    AttendShared m;
+    size_t smem = attend_carve<QW>(&m, NULL, a.D);
     if (!mix)            KV_LAUNCH_WIDE((attend_kernel<QW, 0>), n, ATTN_WARPS * 32, smem, a);
     else if (a.D <= 64)  KV_LAUNCH_WIDE((attend_kernel<QW, 2>), n, ATTN_WARPS * 32, smem, a);
     else if (a.D <= 128) KV_LAUNCH_WIDE((attend_kernel<QW, 4>), n, ATTN_WARPS * 32, smem, a);
     else                 KV_LAUNCH_WIDE((attend_kernel<QW, 8>), n, ATTN_WARPS * 32, smem, a);
 }
+
+// decode_kernel with LW lanes a row. Query rows 8 and f32 numbers leave fewer registers for loads.
 template <int DT, int LW> static void decode_width(const Attn &a, int n, int BQ) {
-    size_t smem = decode_smem(LW, BQ, a.D);
+    DecodeShared m;
+    size_t smem = decode_carve(&m, NULL, LW, BQ, a.D);
     const int U = DT == DT_F32 ? 2 : 4;
     if (BQ == 4) KV_LAUNCH((decode_kernel<DT, LW, 4, U>), n, ATTN_WARPS * 32, smem, a);
     else         KV_LAUNCH((decode_kernel<DT, LW, 8, 2>), n, ATTN_WARPS * 32, smem, a);
 }
+
+// decode_kernel over n items of BQ query rows.
 template <int DT> static void decode_launch(const Attn &a, int n, int BQ) {
     if (a.D <= 64)       decode_width<DT, 8>(a, n, BQ);
     else if (a.D <= 128) decode_width<DT, 16>(a, n, BQ);
     else                 decode_width<DT, 32>(a, n, BQ);
 }
-// The items of a plan, n blocks of 4, 8 or 32 query rows, and their joining: out (n,H,D) on the device or NULL, stat (n,H,2)
+
+// Launches n items, blocks of BQ = 4, 8 or 32 query rows, and their joining: out (n,H,D) on the
+// device or NULL, stat (n,H,2). The items' results lie in a.part.
 static void run_items(const Attn &a, int n, int n_work, int BQ, int plain, float *out, float *stat) {
     if (plain && n) {
         if (a.kind_k == ROW_F32)      decode_launch<DT_F32>(a, n, BQ);
@@ -1219,131 +2307,236 @@ static void run_items(const Attn &a, int n, int n_work, int BQ, int plain, float
     dim3 grid(n_work, BQ);
     KV_LAUNCH(join_kernel, grid, ATTN_WARPS * 32, 0, a, BQ, out, stat);
 }
-static int most_items(int pairs, int n_work) { return pairs < PIECES + n_work ? pairs : PIECES + n_work; }      // of works that fill so many pairs of tiles: chunk_rows
-// Runs a plan: out (n,H,D) on the device or NULL, stat (n,H,2) -> the argument, for column sums over the same rows.
-static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *out, float *stat) {
-    Attn a = attn_args(s, l, q, tok0);
+
+// The most items of n_work works whose lists fill so many pairs of tiles: see chunk_rows.
+static int most_items(int pairs, int n_work) {
+    return min_int(pairs, PIECES + n_work);
+}
+
+// A plan as it is uploaded (ROOM_PLAN).
+struct PlanMemory {
+    Work *work;
+    Item *item;
+    int *idx;
+};
+
+// Carves a plan with n_items items -> bytes.
+static size_t plan_carve(PlanMemory *m, char *mem, const Plan *p, size_t n_items) {
+    Block b = { mem, 0 };
+    m->work = carve<Work>(&b, p->n_work);
+    m->item = carve<Item>(&b, n_items);
+    m->idx = carve<int>(&b, p->n_idx);
+    return b.at;
+}
+
+// Sets first and items of every work -> how many items there are together, with *chunk positions
+// each. Of lists on the device only the greatest possible length is known; chosen_kernel will see
+// how long they are.
+static size_t plan_items(Plan *p, int *chunk) {
     size_t total = 0, n_items = 0;
     int pairs = 0;
-    for (int i = 0; i < p->n_work; i++) { total += p->work[i].n; pairs += blocks(p->work[i].n, 2 * TILE); }
-    size_t chunk = chunk_rows(total);
+    for (int i = 0; i < p->n_work; i++) {
+        total += p->work[i].n;
+        pairs += blocks(p->work[i].n, 2 * TILE);
+    }
+    *chunk = (int)chunk_rows(total);
     for (int i = 0; i < p->n_work; i++) {
         p->work[i].first = (int)n_items;
-        n_items += p->work[i].items = blocks(p->work[i].n, (int)chunk);
+        p->work[i].items = blocks(p->work[i].n, *chunk);
+        n_items += p->work[i].items;
     }
-    if (p->lists) n_items = most_items(pairs, p->n_work);        // chosen_kernel will see how long the lists are
-    size_t at_item = (size_t)p->n_work * sizeof(Work), at_idx = at_item + n_items * sizeof(Item);
-    size_t bytes = at_idx + (size_t)p->n_idx * sizeof(int);
-    char *host = (char *)scratch(s, bytes + 1), *dev = room<char>(s, ROOM_PLAN, bytes);
-    memcpy(host, p->work, at_item);
-    Item *item = (Item *)(host + at_item);
+    return p->lists ? (size_t)most_items(pairs, p->n_work) : n_items;
+}
+
+// Runs a plan through attend_kernel or decode_kernel: out (n,H,D) on the device or NULL, stat
+// (n,H,2) -> the kernels' argument, for column sums over the same rows. Works, items and lists go
+// to the device in one upload; items over lists that lie on the device are made there, by
+// chosen_kernel.
+static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *out, float *stat) {
+    Attn a = attn_args(s, l, q, tok0);
+    int chunk;
+    size_t n_items = plan_items(p, &chunk);
+    PlanMemory host, dev;
+    size_t bytes = plan_carve(&host, NULL, p, n_items);
+    char *from = (char *)scratch(s, bytes + 1), *to = room<char>(s, ROOM_PLAN, bytes);
+    plan_carve(&host, from, p, n_items);
+    plan_carve(&dev, to, p, n_items);
+
+    size_t works = (size_t)p->n_work * sizeof(Work);
+    memcpy(host.work, p->work, works);
+    Item *item = host.item;
     for (int i = 0; i < p->n_work && !p->lists; i++)
         for (int c = 0; c < p->work[i].items; c++) {
-            int p0 = c * (int)chunk, p1 = p->work[i].n - p0 < (int)chunk ? p->work[i].n : p0 + (int)chunk;
+            int p0 = c * chunk, p1 = p->work[i].n - p0 < chunk ? p->work[i].n : p0 + chunk;
             *item++ = { i, p0, p1 };
         }
-    if (p->n_idx) memcpy(host + at_idx, p->idx, (size_t)p->n_idx * sizeof(int));
-    upload(dev, host, p->lists ? at_item : bytes);
-    a.work = (const Work *)dev; a.item = (const Item *)(dev + at_item); a.idx = p->lists ? p->lists : (const int *)(dev + at_idx);
-    if (p->lists) KV_LAUNCH(chosen_kernel, 1, 32, 0, (Work *)dev, p->n_work, (Item *)(dev + at_item), (int)n_items, p->lists);
+    if (p->n_idx) memcpy(host.idx, p->idx, (size_t)p->n_idx * sizeof(int));
+    upload(to, from, p->lists ? works : bytes);
+
+    a.work = dev.work;
+    a.item = dev.item;
+    a.idx = p->lists ? p->lists : dev.idx;
+    if (p->lists) KV_LAUNCH(chosen_kernel, 1, 32, 0, dev.work, p->n_work, dev.item, (int)n_items, p->lists);
     a.part = room<float>(s, ROOM_PART, (n_items + 1) * p->BQ * (a.D + 2));
     run_items(a, (int)n_items, p->n_work, p->BQ, p->plain, out, stat);
     return a;
 }
-// Whether a pass goes through tensor_kernel. The answer must not depend on the method nor on -b: methods with a budget of
-// everything and full attention are then the same arithmetic.
+
+// Whether a pass goes through tensor_kernel. The answer must not depend on the method nor on -b
+// (D2): methods with a budget of everything and full attention are then the same arithmetic.
 static int tensor_cores(const Session *s) {
     int k = row_kind(s->fk), v = row_kind(s->fv);
-    return s->n_tok - s->base >= TC_MIN && s->c->D % 16 == 0 && s->c->D <= TC_MAX_D && !s->packing && (k == ROW_F16 || k == ROW_BF16) && (v == ROW_F16 || v == ROW_BF16);
+    int halves = (k == ROW_F16 || k == ROW_BF16) && (v == ROW_F16 || v == ROW_BF16);
+    return s->n_tok - s->base >= TC_MIN && s->c->D % 16 == 0 && s->c->D <= TC_MAX_D && !s->packing && halves;
 }
-template <int DK, int DV, int ND> static void tensor_launch(const Attn &a, int n, float *out, float *stat) {
-    size_t smem = tensor_smem(a.D);
+
+// tensor_kernel over n works.
+template <int DK, int DV, int ND>
+static void tensor_launch(const Attn &a, int n, float *out, float *stat) {
+    TensorShared m;
+    size_t smem = tensor_carve(&m, NULL, a.D);
     KV_LAUNCH_WIDE((tensor_kernel<DK, DV, ND>), n, ATTN_WARPS * 32, smem, a, out, stat);
 }
+
+// The same, for the head_dim of the argument.
 template <int DK, int DV> static void tensor_width(const Attn &a, int n, float *out, float *stat) {
     if (a.D <= 64) tensor_launch<DK, DV, 4>(a, n, out, stat);
     else           tensor_launch<DK, DV, 8>(a, n, out, stat);
 }
-static Attn attend_tensor(Session *s, int l, const float *q, int tok0, Plan *p, float *out, float *stat) {     // a plan of works of TC_ROWS rows
+
+// Runs a plan of works of TC_ROWS rows through tensor_kernel: out (n,H,D), stat (n,H,2) on the
+// device -> the argument.
+static Attn attend_tensor(Session *s, int l, const float *q, int tok0, Plan *p, float *out,
+                          float *stat) {
     Attn a = attn_args(s, l, q, tok0);
     size_t bytes = (size_t)p->n_work * sizeof(Work);
     char *dev = room<char>(s, ROOM_PLAN, bytes);
     upload(dev, p->work, bytes);
     a.work = (const Work *)dev;
-    if (a.kind_k == ROW_F16)
-        if (a.kind_v == ROW_F16) tensor_width<DT_F16, DT_F16>(a, p->n_work, out, stat);
-        else                     tensor_width<DT_F16, DT_BF16>(a, p->n_work, out, stat);
-    else if (a.kind_v == ROW_F16) tensor_width<DT_BF16, DT_F16>(a, p->n_work, out, stat);
-    else                          tensor_width<DT_BF16, DT_BF16>(a, p->n_work, out, stat);
+    int f16_k = a.kind_k == ROW_F16, f16_v = a.kind_v == ROW_F16;
+    if (f16_k && f16_v) tensor_width<DT_F16, DT_F16>(a, p->n_work, out, stat);
+    else if (f16_k)     tensor_width<DT_F16, DT_BF16>(a, p->n_work, out, stat);
+    else if (f16_v)     tensor_width<DT_BF16, DT_F16>(a, p->n_work, out, stat);
+    else                tensor_width<DT_BF16, DT_BF16>(a, p->n_work, out, stat);
     return a;
 }
-// Column sums (H,N) on the device: head h reads list[h]. list (H), on the device, uses the idx of a; n_q queries from its tok0 on
-static float *column_sums(Session *s, const Attn &a, const Work *list, const float *stat, int n_q, int N, float factor) {
+
+// ---- sums over queries, and KV_MASS
+
+// Column sums (H,N) on the device, in ROOM_COL: head h reads list[h]. list (H), on the device, uses
+// the idx of a; the n_q queries count from its tok0 on.
+static float *column_sums(Session *s, const Attn &a, const Work *list, const float *stat, int n_q,
+                          int N, float factor) {
     float *col = room<float>(s, ROOM_COL, (size_t)a.H * N);
     KV_CUDA(cudaMemsetAsync(col, 0, (size_t)a.H * N * sizeof(float), kv_stream));
-    size_t smem = column_smem(a.D);
+    ColumnShared m;
+    size_t smem = column_carve(&m, NULL, a.D);
     dim3 grid(blocks(N, TILE), a.H);
     KV_LAUNCH_WIDE(column_kernel, grid, ATTN_WARPS * 32, smem, a, list, stat, n_q, N, factor, col);
     return col;
 }
-static const Work *whole_lists(Session *s, int l, int tok0) {    // (H) on the device: every row
+
+// A work for each query head, (H) on the device, in ROOM_LIST: every row of its KV head.
+static const Work *whole_lists(Session *s, int l, int tok0) {
     int H = s->c->H, R = H / s->c->G;
     Work *list = (Work *)scratch(s, (size_t)H * sizeof(Work)), *dev = room<Work>(s, ROOM_LIST, H);
-    for (int h = 0; h < H; h++) list[h] = { h / R, 0, 1, kv_head(s, l, h / R)->len, 0, 0, 0, 0, tok0, 0, 0 };
+    for (int h = 0; h < H; h++) list[h] = work_new(h / R, 0, 1, kv_head(s, l, h / R)->len, tok0);
     upload(dev, list, (size_t)H * sizeof(Work));
     return dev;
 }
-// KV_MASS: column sums of one query head of every group are added to the mass of the rows it reads
-static __global__ void mass_kernel(HeadRefs heads, const Work *list, const int *idx, const float *col, int N, int R, int r) {
+
+// KV_MASS: adds the column sums (H,N) of query head r of every group to the mass of the rows it
+// reads. A thread a position of the list, blockIdx.y the KV head. One launch a query head of the
+// group, so that no two threads add to one row.
+static __global__ void mass_kernel(HeadRefs heads, const Work *list, const int *idx,
+                                   const float *col, int N, int R, int r) {
     int g = blockIdx.y, h = g * R + r, i = blockIdx.x * blockDim.x + threadIdx.x;
     Work w = list[h];
-    if (i < w.n) heads.at[g].mass[i < w.n_idx ? idx[w.idx + i] : w.tail + i - w.n_idx] += col[(size_t)h * N + i];
+    if (i < w.n) heads.at[g].mass[listed_row(w, idx, i)] += col[(size_t)h * N + i];
 }
+
+// Adds the probabilities of n_q queries to the mass of the rows: one launch of column_kernel, R of
+// mass_kernel.
 static void add_mass(Session *s, const Attn &a, const Work *list, const float *stat, int n_q, int N) {
     float *col = column_sums(s, a, list, stat, n_q, N, 1);
     dim3 grid(blocks(N, 256), a.H / a.R);
     for (int r = 0; r < a.R; r++) KV_LAUNCH(mass_kernel, grid, 256, 0, a.heads, list, a.idx, col, N, a.R, r);
 }
-static __global__ void head_works_kernel(const Work *work, int n_work, int R, Work *list) {     // list (H): the work each query head belongs to
+
+// list (H): the work each query head belongs to. One warp, a lane every 32nd work.
+static __global__ void head_works_kernel(const Work *work, int n_work, int R, Work *list) {
     for (int i = threadIdx.x; i < n_work; i += 32)
         for (int j = 0; j < work[i].m; j++) list[work[i].g * R + work[i].m0 + j] = work[i];
 }
-static int most_rows(const Session *s) {                         // that a head has memory for
+
+// The most rows that any head has memory for.
+static int most_rows(const Session *s) {
     int n = 1;
-    for (int i = 0; i < s->c->L * s->c->G; i++) if (s->head[i].packed + s->head[i].cap > n) n = s->head[i].packed + s->head[i].cap;
+    for (int i = 0; i < s->c->L * s->c->G; i++) n = max_int(n, s->head[i].packed + s->head[i].cap);
     return n;
 }
+
+// KV_MASS of a decode step. N is what there is memory for, not what is held, so that the launches
+// stay the same from step to step.
 static void decode_mass(Session *s, const Attn &a, int n_work, const float *stat) {
     Work *list = room<Work>(s, ROOM_LIST, a.H);
     KV_LAUNCH(head_works_kernel, 1, 32, 0, a.work, n_work, a.R, list);
     add_mass(s, a, list, stat, 1, most_rows(s));
 }
-void mass_fetch_cuda(Session *s, KVHead *h) { download(h->mass, s->dev->held[h - s->head].mass, (size_t)h->len * sizeof(float)); }
-static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n) {      // out, q (n,H,D) on the device
+
+// h->mass to the host, for hooks that read it.
+void mass_fetch_cuda(Session *s, KVHead *h) {
+    download(h->mass, s->dev->held[h - s->head].mass, (size_t)h->len * sizeof(float));
+}
+
+// ---- attention of a pass
+
+// Attention of tokens t0..t0+n-1 of a prefill: out, q (n,H,D) on the device.
+static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n) {
     size_t mark = scratch_mark(s);
-    int tensor = tensor_cores(s);
-    Plan p = plan_prefill(s, l, s->base + t0, n, tensor ? TC_ROWS : block_rows(n * (s->c->H / s->c->G)), 0);
+    int tensor = tensor_cores(s), tok0 = s->base + t0;
+    Plan p = plan_prefill(s, l, tok0, n, tensor ? TC_ROWS : block_rows(n * (s->c->H / s->c->G)), 0);
     float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
-    Attn a = tensor ? attend_tensor(s, l, q, s->base + t0, &p, out, stat) : attend(s, l, q, s->base + t0, &p, out, stat);
-    if (s->wants & KV_MASS) add_mass(s, a, whole_lists(s, l, s->base + t0), stat, n, kv_longest(s, l));
+    Attn a = tensor ? attend_tensor(s, l, q, tok0, &p, out, stat) : attend(s, l, q, tok0, &p, out, stat);
+    if (s->wants & KV_MASS) add_mass(s, a, whole_lists(s, l, tok0), stat, n, kv_longest(s, l));
     scratch_reset(s, mark);
 }
-static void decode_device(Session *s, int l, float *out, const float *q) {      // out, q (H,D) on the device
+
+// Attention of a decode step launched by itself: out, q (H,D) on the device. Rows of lists that
+// were chosen on the device are counted at the end of the pass (lists_count).
+static void decode_device(Session *s, int l, float *out, const float *q) {
     size_t mark = scratch_mark(s);
     Plan p = plan_decode(s, l);
     float *stat = room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     Attn a = attend(s, l, q, s->base, &p, out, stat);
-    for (int i = 0; i < p.n_work && !p.lists; i++)               // chosen ones are counted at the end of the pass
-        s->clk.bytes_attended += reads_first(s, l, &p.work[i]) * p.work[i].n * row_bytes(s, kv_head(s, l, p.work[i].g));
+    for (int i = 0; i < p.n_work && !p.lists; i++) {
+        const Work *w = &p.work[i];
+        s->clk.bytes_attended += reads_first(s, l, w) * w->n * row_bytes(s, kv_head(s, l, w->g));
+    }
     if (s->wants & KV_MASS) decode_mass(s, a, p.n_work, stat);
     scratch_reset(s, mark);
 }
+
 // What hooks call: q and out are the pass's own, on the device.
-void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n) { prefill_device(s, l, out, q, t0, n); }
-void attn_decode_cuda(Session *s, int l, float *out, const float *q) { decode_device(s, l, out, q); }
-void host_copy_cuda(float *to, const float *from, size_t n) { download(to, from, n * sizeof(float)); }
-// (H,N) on the device: softmax rows of w tokens from tok0 on, summed, times factor. q (w,H,D). Two passes over the keys, max and sum first,
-// then columns: memory O(H N), whatever w.
+void attn_prefill_cuda(Session *s, int l, float *out, const float *q, int t0, int n) {
+    prefill_device(s, l, out, q, t0, n);
+}
+
+// See attn_prefill_cuda.
+void attn_decode_cuda(Session *s, int l, float *out, const float *q) {
+    decode_device(s, l, out, q);
+}
+
+// n floats to the host.
+void host_copy_cuda(float *to, const float *from, size_t n) {
+    download(to, from, n * sizeof(float));
+}
+
+// ---- window scores
+
+// (H,N) on the device: the softmax rows of w tokens from tok0 on, summed, times factor. q (w,H,D).
+// The keys are gone through twice, first for max and sum, then for the columns: memory is O(H N),
+// whatever w.
 static float *columns_device(Session *s, int l, const float *q, int tok0, int w, float factor) {
     int H = s->c->H, N = kv_longest(s, l);
     size_t mark = scratch_mark(s);
@@ -1354,49 +2547,80 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     scratch_reset(s, mark);
     return score;
 }
+
+// window_scores, (H,N) on the device. q (T,H,D).
 static float *window_device(Session *s, int l, const float *q, int T, int W) {
-    int w = T < W ? T : W;
+    int w = min_int(T, W);
     return columns_device(s, l, q + (size_t)(T - w) * s->c->H * s->c->D, s->base + T - w, w, 1 / (float)w);
 }
-void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score) {         // score (H,N) on the host
+
+// window_scores, (H,N) on the host.
+void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score) {
     size_t n = (size_t)s->c->H * kv_longest(s, l);
     if (n) download(score, window_device(s, l, q, T, W), n * sizeof(float));
 }
 
+// ---- views that stay on the device
+// A decode step of Quest or LycheeCluster chooses rows in every layer. If the host had to see them,
+// it would wait for the device as often. So a list is left where it was made, with the View's n and
+// tail in front:
+//
+//     list of a KV head     | n | tail | tokens | clusters | row 0 | row 1 | ..   four: LIST_HEAD
+//
+// Attention reads it there, and only its number of rows comes to the host, together with the
+// logits. views_fetch_cuda() brings copies for whoever asks (kv_meta_bytes, view_rows).
 
-// ---- views that stay on the device. A decode step of Quest or LycheeCluster chooses rows in every layer; if the host had to see them, it
-// would wait for the device as often. So a list is left where it was made, with the View's n and tail in front; attention reads it there, and
-// only a number of rows comes to the host, with the logits. views_fetch_cuda() brings copies, for whoever asks (kv_meta_bytes, view_rows).
-static int *chosen_room(Session *s, int l, int stride) {         // (G,stride) for layer l's lists, to be filled before its attention
+// (G,stride) for the lists of layer l, to be filled before its attention.
+static int *chosen_room(Session *s, int l, int stride) {
     Chosen *c = &s->dev->chosen;
-    if (stride != c->stride) { views_fetch_cuda(s); views_drop_cuda(s); }
+    int G = s->c->G;
+    if (stride != c->stride) {
+        views_fetch_cuda(s);
+        views_drop_cuda(s);
+    }
     c->stride = stride;
     if (!c->kept[l]) s->changes++;
     c->kept[l] = KEPT;
-    for (int g = 0; g < s->c->G; g++) c->row_bytes[l * s->c->G + g] = row_bytes(s, kv_head(s, l, g));
-    room<int>(s, ROOM_VIEWS, (size_t)s->c->L * s->c->G * stride);
+    for (int g = 0; g < G; g++) c->row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
+    room<int>(s, ROOM_VIEWS, (size_t)s->c->L * G * stride);
     return lists_of(s, l);
 }
-static Plan plan_chosen(Session *s, int l) {                     // works of all rows until read_list
+
+// The works over the lists of layer l: all rows, until read_list says which.
+static Plan plan_chosen(Session *s, int l) {
     int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), stride = s->dev->chosen.stride;
-    Plan p = { (Work *)scratch(s, (size_t)G * blocks(R, BQ) * sizeof(Work)), 0, NULL, 0, BQ, plain_rows(s), lists_of(s, l) };
+    Plan p = plan_new(s, (size_t)G * blocks(R, BQ), BQ);
+    p.plain = plain_rows(s);
+    p.lists = lists_of(s, l);
     for (int g = 0; g < G; g++)
-        for (int m0 = 0; m0 < R; m0 += BQ)
-            p.work[p.n_work++] = { g, m0, R - m0 < BQ ? R - m0 : BQ, kv_head(s, l, g)->len, g * stride + LIST_HEAD, 0, 0, s->tok[s->base].pos, s->base, 0, 0 };
+        for (int m0 = 0; m0 < R; m0 += BQ) {
+            Work *w = &p.work[p.n_work++];
+            *w = work_new(g, m0, min_int(R - m0, BQ), kv_head(s, l, g)->len, s->base);
+            w->idx = g * stride + LIST_HEAD;
+            w->low = s->tok[s->base].pos;
+        }
     return p;
 }
-static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {           // as step_kernel, from the n that plan_chosen gave
+
+// The lengths of the works over a layer's lists, and their items: what step_kernel does for a step
+// in one go, but from the n that plan_chosen gave. One warp, a lane every 32nd work.
+static __global__ void chosen_kernel(Work *work, int n_work, Item *item, int grid, const int *lists) {
     for (int i = threadIdx.x; i < n_work; i += 32) {
         read_list(&work[i], lists);
         work[i].n += work[i].n_idx - work[i].tail;
     }
     cut_items(work, n_work, item, grid);
 }
+
+// rows (n): rows of each list less its tail. A thread a list.
 static __global__ void list_numbers_kernel(const int *views, int stride, int n, int *rows) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) rows[i] = views[(size_t)i * stride + LIST_ROWS] - views[(size_t)i * stride + LIST_TAIL];
+    const int *list = views + (size_t)i * stride;
+    if (i < n) rows[i] = list[LIST_ROWS] - list[LIST_TAIL];
 }
-static void lists_tell(Session *s) {                             // after the last layer: how many rows the lists have is on its way to the host
+
+// After the last layer: how many rows the lists have is on its way to the host when this returns.
+static void lists_tell(Session *s) {
     Chosen *c = &s->dev->chosen;
     int n = s->c->L * s->c->G, any = 0;
     for (int l = 0; l < s->c->L; l++) any |= c->kept[l];
@@ -1405,14 +2629,23 @@ static void lists_tell(Session *s) {                             // after the la
     KV_LAUNCH(list_numbers_kernel, blocks(n, 128), 128, 0, lists_of(s, 0), c->stride, n, dev);
     KV_CUDA(cudaMemcpyAsync(c->rows, dev, n * sizeof(int), cudaMemcpyDeviceToHost, kv_stream));
 }
-static void lists_count(Session *s) {                            // after logits_wait: what they cost
+
+// After logits_wait: counts what was read of the lists. A copy of a list that the host may have is
+// of an older step now.
+static void lists_count(Session *s) {
     Chosen *c = &s->dev->chosen;
+    int G = s->c->G;
     for (int l = 0; l < s->c->L; l++) {
-        for (int i = l * s->c->G; c->kept[l] && i < (l + 1) * s->c->G; i++) s->clk.bytes_attended += (double)(c->rows[i] + s->head[i].len) * c->row_bytes[i];
-        if (c->kept[l]) c->kept[l] = KEPT;                       // a copy the host may have is of an older step
+        if (!c->kept[l]) continue;
+        for (int i = l * G; i < (l + 1) * G; i++)
+            s->clk.bytes_attended += (double)(c->rows[i] + s->head[i].len) * c->row_bytes[i];
+        c->kept[l] = KEPT;
     }
 }
-void views_fetch_cuda(Session *s) {                              // the last step's views to the host
+
+// The last step's views to the host. Session.changes stays as it is, because the device goes on
+// reading its lists.
+void views_fetch_cuda(Session *s) {
     Chosen *c = &s->dev->chosen;
     int G = s->c->G;
     unsigned changes = s->changes;
@@ -1427,104 +2660,181 @@ void views_fetch_cuda(Session *s) {                              // the last ste
         }
         c->kept[l] = KEPT_SEEN;
     }
-    s->changes = changes;                                        // the device goes on reading its lists
+    s->changes = changes;
     scratch_reset(s, mark);
 }
-void views_drop_cuda(Session *s) { memset(s->dev->chosen.kept, KEPT_NONE, s->c->L); }
+
+// From here on the views are the host's.
+void views_drop_cuda(Session *s) {
+    memset(s->dev->chosen.kept, KEPT_NONE, s->c->L);
+}
 
 // ==================================================================================================== 4 THE DECODE LOOP
 // ---- a decode step in one go
-// When no hook has to see or change anything in the middle of a step, the host tells the device the token and the lengths (Step) and
-// waits for the logits; everything between depends on nothing but device memory. As long as no memory moves and no view changes
-// the launches are the same from step to step, and are one CUDA graph, launched again. Heads grow every KV_STEP tokens: then the
-// graph is captured anew.
-// Select hooks may take part while they are steady: one that chooses lists on the device (section 10c), or only puts its query by. They
-// are called where their launches are captured, and not when those are replayed. What they need memory for, and whether they choose at
-// all, shows in an ordinary step: one comes after every change, the step after it is captured.
+// When no hook has to see or change anything in the middle of a step, the host tells the device the
+// token and the lengths (Step) and waits for the logits; everything between depends on nothing but
+// device memory. As long as no memory moves and no view changes, the launches are the same from
+// step to step. They are then one CUDA graph, which is launched again. Heads grow every KV_STEP
+// tokens, and then the graph is captured anew.
+//
+//     ordinary step             launch by launch; select hooks are called       after every change
+//     first step in one go      its launches are captured into a graph          the step after that
+//     later steps in one go     the graph is launched                           until the next change
+//
+// Select hooks may take part while they are steady: one that chooses lists on the device (end of
+// section 3), or one that only puts its query by. They are called where their launches are
+// captured, and not when these are replayed. What memory they need, and whether they choose at all,
+// shows in an ordinary step. So one ordinary step comes after every change, and the step after that
+// one is captured.
 
+// 1: this pass is a decode step that the hooks let go without them.
 static int step_free(const Session *s) {
     if (!commits_late(s)) return 0;
     for (int i = 0; i < s->n_part; i++) {
         const Part *p = &s->part[i];
-        if (p->m->steady ? !p->m->steady(s, p->ms) : p->m->project || p->m->select) return 0;
+        int agrees = p->m->steady ? p->m->steady(s, p->ms) : !p->m->project && !p->m->select;
+        if (!agrees) return 0;
     }
     return 1;
 }
-static int step_settled(Session *s) {                            // once there is room for the new rows: has nothing changed since select was last called?
+
+// 1: nothing has changed since select hooks were last called. Room for the step's new rows is made
+// first, because that may be a change.
+static int step_settled(Session *s) {
     int selects = 0;
     for (int l = 0; l < s->c->L; l++) kv_reserve(s, l, 1);
     EACH_PART(s, p) selects |= p->m->select != NULL;
     return !selects || s->changes == s->dev->settled;
 }
-// Cuts works, whose n are known, into items; what is left of the `grid` items is empty. One warp, and lane i % 32 has work i.
+
+// ---- works and items, made on the device
+
+// Cuts works, whose n are known, into items, like plan_items on the host; what is left of the
+// `grid` items is empty. One warp, and lane i % 32 has work i: a prefix sum over the lanes says
+// where the items of each work begin.
 static __device__ void cut_items(Work *work, int n_work, Item *item, int grid) {
     int lane = threadIdx.x, total = 0, before = 0;
     for (int i = lane; i < n_work; i += 32) total += work[i].n;
-    for (int d = 16; d; d >>= 1) total += __shfl_xor_sync(0xffffffffu, total, d);
+    total = lanes_sum<32>(total);
     int chunk = (int)chunk_rows(total);
+
     for (int i0 = 0; i0 < n_work; i0 += 32) {
-        int i = i0 + lane, rows = i < n_work ? work[i].n : 0, n = (rows + chunk - 1) / chunk, end = n;
-        for (int d = 1; d < 32; d <<= 1) { int low = __shfl_up_sync(0xffffffffu, end, d); if (lane >= d) end += low; }
-        if (i < n_work) { work[i].first = before + end - n; work[i].items = n; }
-        for (int c = 0; c < n; c++) item[before + end - n + c] = { i, c * chunk, rows - c * chunk < chunk ? rows : c * chunk + chunk };
-        before += __shfl_sync(0xffffffffu, end, 31);
+        int i = i0 + lane, rows = i < n_work ? work[i].n : 0, n = (rows + chunk - 1) / chunk;
+        int end = n;                            // items of this lane's work and of the lanes before
+        for (int d = 1; d < 32; d <<= 1) {
+            int low = __shfl_up_sync(ALL_LANES, end, d);
+            if (lane >= d) end += low;
+        }
+        int first = before + end - n;
+        if (i < n_work) {
+            work[i].first = first;
+            work[i].items = n;
+        }
+        for (int c = 0; c < n; c++) item[first + c] = { i, c * chunk, min_int(rows, c * chunk + chunk) };
+        before += __shfl_sync(ALL_LANES, end, 31);
     }
     for (int i = before + lane; i < grid; i += 32) item[i] = { 0, 0, 0 };
 }
-static __device__ void read_list(Work *w, const int *lists) {    // lists (G,stride) of a layer: what the list says of a work that reads it
+
+// What a list that was chosen on the device says of a work that reads it. lists (G,stride) are
+// those of a layer, and w->idx is where the work's rows begin in them.
+static __device__ void read_list(Work *w, const int *lists) {
     w->n_idx = lists[w->idx - LIST_HEAD + LIST_ROWS];
     w->tail = lists[w->idx - LIST_HEAD + LIST_TAIL];
 }
-// What the host's plan_decode and attend do from lengths it knows: a block is a layer, from l0 on. work and item hold its works and
-// `grid` items; first (L+1): works of the layers before. All layers at the start of a step; one again when its lists have been chosen.
-static __global__ void step_kernel(Token *tok, const Step *step, const int *first, Work *work, Item *item, int G, int grid, int l0, const int *lists) {
+
+// Works and items of whole layers, from lengths that only the device knows: what plan_decode and
+// plan_items do on the host.
+//   Block   one warp, for layer l0 + blockIdx.x
+//   Lane    every 32nd work of the layer
+// work: those of layer l are first[l]..first[l+1]-1, first (L+1); item (L,grid). Launched for all
+// layers at the start of a step, and once more for a layer when its lists have been chosen. The
+// block of layer 0 also stores the step's token.
+static __global__ void step_kernel(Token *tok, const Step *step, const int *first, Work *work,
+                                   Item *item, int G, int grid, int l0, const int *lists) {
     int l = l0 + blockIdx.x, n_work = first[l + 1] - first[l];
-    work += first[l]; item += (size_t)l * grid;
+    work += first[l];
+    item += (size_t)l * grid;
     if (!l && !threadIdx.x) tok[step->base] = step->tok;
     for (int i = threadIdx.x; i < n_work; i += 32) {
         Work *w = &work[i];
         if (lists) read_list(w, lists);
         w->n = w->n_idx + step->len[l * G + w->g] + 1 - w->tail;
-        w->low = step->tok.pos; w->tok0 = step->base;
+        w->low = step->tok.pos;
+        w->tok0 = step->base;
     }
     cut_items(work, n_work, item, grid);
 }
-static size_t step_bytes(const Session *s) { return sizeof(Step) + (size_t)s->c->L * s->c->G * sizeof(int); }
 
-// The works of every layer, and their lists, to the device. Room for items: those of the longest lists the heads' memory allows.
+// ---- what a step needs on the device
+
+// Bytes of a Step with all its lengths.
+static size_t step_bytes(const Session *s) {
+    return sizeof(Step) + (size_t)s->c->L * s->c->G * sizeof(int);
+}
+
+// ROOM_WORK, and the host's copy of it before it is uploaded.
+struct StepPlan {
+    Work *work;                 // (LH) room for as many works as there can be
+    int *first;                 // (L+1) works of the layers before
+    int *idx;                   // rows of all lists
+};
+
+// Carves a StepPlan out of mem, for lists of n_idx rows together -> bytes.
+static size_t step_carve(StepPlan *p, const Session *s, char *mem, size_t n_idx) {
+    Block b = { mem, 0 };
+    p->work = carve<Work>(&b, (size_t)s->c->L * s->c->H);
+    p->first = carve<int>(&b, s->c->L + 1);
+    p->idx = carve<int>(&b, n_idx);
+    return b.at;
+}
+
+// Puts the works of layer l into p, n of them and n_idx rows of lists after those of the layers
+// before. Also notes what will be read, except of lists that are chosen on the device (lists_count
+// will know), and how many items there can be: those of the longest lists the heads' memory allows.
+static void step_plan_layer(Session *s, int l, StepPlan *to, int *n, int *n_idx) {
+    Device *d = s->dev;
+    Plan p = plan_decode(s, l);
+    int pairs = 0;
+    for (int i = 0; i < p.n_work; i++) {
+        Work *w = &p.work[i];
+        const KVHead *h = kv_head(s, l, w->g);
+        pairs += blocks(w->n_idx + h->packed + h->cap - w->tail, 2 * TILE);
+        if (p.lists) continue;
+        if (reads_first(s, l, w)) d->read[d->n_read++] = { w->n, row_bytes(s, h) };
+        w->idx += *n_idx;
+    }
+    d->grid = max_int(d->grid, most_items(pairs, p.n_work));
+    d->BQ = p.BQ;
+    to->first[l] = *n;
+    memcpy(to->work + *n, p.work, (size_t)p.n_work * sizeof(Work));
+    if (p.n_idx) memcpy(to->idx + *n_idx, p.idx, (size_t)p.n_idx * sizeof(int));
+    *n += p.n_work;
+    *n_idx += p.n_idx;
+}
+
+// The works of every layer, and their lists, to the device.
 static void step_plan(Session *s) {
     Device *d = s->dev;
     int L = s->c->L, H = s->c->H, n = 0, n_idx = 0;
     size_t total = 1, mark = scratch_mark(s);
     for (int i = 0; i < L * H; i++) total += s->view[i].n;
-    size_t bytes = (size_t)L * H * sizeof(Work) + (L + 1 + total) * sizeof(int);
+    StepPlan p;
+    size_t bytes = step_carve(&p, s, NULL, total);
     char *host = (char *)scratch(s, bytes), *dev = room<char>(s, ROOM_WORK, bytes);
-    Work *work = (Work *)host;
-    int *first = (int *)(work + L * H), *idx = first + L + 1;
-    d->grid = 1; d->n_read = 0;
-    for (int l = 0; l < L; l++) {
-        Plan p = plan_decode(s, l);
-        int pieces = 0;
-        for (int i = 0; i < p.n_work; i++) {
-            Work *w = &p.work[i];
-            const KVHead *h = kv_head(s, l, w->g);
-            pieces += blocks(w->n_idx + h->packed + h->cap - w->tail, 2 * TILE);
-            if (p.lists) continue;                               // lists_count will know their rows
-            if (reads_first(s, l, w)) d->read[d->n_read++] = { w->n, row_bytes(s, h) };
-            w->idx += n_idx;
-        }
-        if (most_items(pieces, p.n_work) > d->grid) d->grid = most_items(pieces, p.n_work);
-        first[l] = n; d->BQ = p.BQ;
-        memcpy(work + n, p.work, (size_t)p.n_work * sizeof(Work));
-        if (p.n_idx) memcpy(idx + n_idx, p.idx, (size_t)p.n_idx * sizeof(int));
-        n += p.n_work; n_idx += p.n_idx;
-    }
-    first[L] = n;
-    memcpy(d->first, first, (L + 1) * sizeof(int));
+    step_carve(&p, s, host, total);
+
+    d->grid = 1;
+    d->n_read = 0;
+    for (int l = 0; l < L; l++) step_plan_layer(s, l, &p, &n, &n_idx);
+    p.first[L] = n;
+    memcpy(d->first, p.first, (L + 1) * sizeof(int));
     upload(dev, host, bytes);
     scratch_reset(s, mark);
 }
-// Everything a step needs is there, and is what the graph, if there is one, was made for.
+
+// Makes everything a step needs, tells it to dev->step, and drops the graph if it was made for
+// something else.
 static Pass step_prepare(Session *s) {
     Device *d = s->dev;
     upload_tokens(s, 0);
@@ -1532,62 +2842,99 @@ static Pass step_prepare(Session *s) {
     room<float>(s, ROOM_LOGITS, s->c->V);
     room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     room<char>(s, ROOM_STEP, step_bytes(s));
-    if (s->wants & KV_MASS) { room<Work>(s, ROOM_LIST, s->c->H); room<float>(s, ROOM_COL, (size_t)s->c->H * most_rows(s)); }
+    if (s->wants & KV_MASS) {
+        room<Work>(s, ROOM_LIST, s->c->H);
+        room<float>(s, ROOM_COL, (size_t)s->c->H * most_rows(s));
+    }
     if (s->changes != d->seen) {
         step_plan(s);
         room<Item>(s, ROOM_ITEM, (size_t)s->c->L * d->grid);
         room<float>(s, ROOM_PART, (size_t)d->grid * d->BQ * (s->c->D + 2));
         if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
         d->graph = NULL;
-        d->seen = d->settled = s->changes;                       // no hook had a part in these rooms
+        d->seen = d->settled = s->changes;      // no hook had a part in these rooms
     }
-    d->step->tok = s->tok[s->base]; d->step->base = s->base;
+
+    d->step->tok = s->tok[s->base];
+    d->step->base = s->base;
     angles(s, d->step->cs, s->tok[s->base].pos);
     for (int i = 0; i < s->c->L * s->c->G; i++) d->step->len[i] = s->head[i].len;
     return r;
 }
+
+// ---- the step
+
+// Attention of layer l in a step in one go. The layer's works are made anew when a select hook has
+// just chosen its lists.
+static void step_attend(Session *s, int l, const Pass *r, Step *step, const StepPlan *p) {
+    Device *d = s->dev;
+    int n_work = d->first[l + 1] - d->first[l];
+    Item *item = (Item *)d->room[ROOM_ITEM].p;
+    Token *tok = (Token *)d->room[ROOM_TOK].p;
+    float *stat = (float *)d->room[ROOM_STAT].p;
+    const int *lists = d->chosen.kept[l] ? lists_of(s, l) : NULL;
+    if (lists)
+        KV_LAUNCH(step_kernel, 1, 32, 0, tok, step, p->first, p->work, item, s->c->G, d->grid, l, lists);
+    Attn a = attn_args(s, l, r->q, 0);
+    a.work = p->work + d->first[l];
+    a.item = item + (size_t)l * d->grid;
+    a.idx = lists ? lists : p->idx;
+    a.part = (float *)d->room[ROOM_PART].p;
+    run_items(a, d->grid, n_work, d->BQ, plain_rows(s), r->out, stat);
+    if (s->wants & KV_MASS) decode_mass(s, a, n_work, stat);
+}
+
+// All launches of a step: the same as in pass_cuda, but token and lengths come from Step.
 static void step_launches(Session *s, const Pass *r) {
     Device *d = s->dev;
     const Config *c = s->c;
     Step *step = (Step *)d->room[ROOM_STEP].p;
-    Work *work = (Work *)d->room[ROOM_WORK].p;
     Item *item = (Item *)d->room[ROOM_ITEM].p;
     Token *tok = (Token *)d->room[ROOM_TOK].p;
-    const int *first = (const int *)(work + c->L * c->H), *idx = first + c->L + 1;
-    float *stat = (float *)d->room[ROOM_STAT].p;
+    const Tensor *embed = &s->w->embed;
+    StepPlan p;
+    step_carve(&p, s, d->room[ROOM_WORK].p, 0);
+
     d->told = step;
     KV_CUDA(cudaMemcpyAsync(step, d->step, step_bytes(s), cudaMemcpyHostToDevice, kv_stream));
-    KV_LAUNCH(step_kernel, c->L, 32, 0, tok, step, first, work, item, c->G, d->grid, 0, (const int *)NULL);
-    KV_LAUNCH(embed_kernel, blocks(c->C, 256), 256, 0, r->x, on_device(s, &s->w->embed), s->w->embed.dtype, &step->tok.id, c->C, (size_t)c->C);
+    KV_LAUNCH(step_kernel, c->L, 32, 0, tok, step, p.first, p.work, item, c->G, d->grid, 0,
+              (const int *)NULL);
+    KV_LAUNCH(embed_kernel, blocks(c->C, 256), 256, 0, r->x, on_device(s, embed), embed->dtype,
+              &step->tok.id, c->C, (size_t)c->C);
+
     for (int l = 0; l < c->L; l++) {
         const Layer *y = &s->w->layer[l];
         project_rows(s, y, r->x, r->h, r->q, r->k, r->v, 1);
         rope_append(s, l, step, r->q, r->k, r->v, step->cs, 0, 1);
-        if (layer_acts(s, l)) EACH_PART(s, p) if (p->m->select) p->m->select(s, p->ms, l, r->q);
-        const int *lists = d->chosen.kept[l] ? lists_of(s, l) : NULL;
-        if (lists) KV_LAUNCH(step_kernel, 1, 32, 0, tok, step, first, work, item, c->G, d->grid, l, lists);
-        Attn a = attn_args(s, l, r->q, 0);
-        a.work = work + d->first[l]; a.item = item + (size_t)l * d->grid; a.idx = lists ? lists : idx; a.part = (float *)d->room[ROOM_PART].p;
-        run_items(a, d->grid, d->first[l + 1] - d->first[l], d->BQ, plain_rows(s), r->out, stat);
-        if (s->wants & KV_MASS) decode_mass(s, a, d->first[l + 1] - d->first[l], stat);
+        if (layer_acts(s, l)) select_hooks(s, l, r->q);
+        step_attend(s, l, r, step, &p);
         mlp_rows(s, y, r->x, r->out, r, 1);
     }
     lists_tell(s);
     logits_cuda(s, r->x, r->h);
     d->told = NULL;
 }
-// A device that refuses gets the launches one by one from then on. Relaxed: a kernel's first launch may still load its code.
+
+// Captures the launches of a step into dev->graph. A device that refuses gets the launches one by
+// one from then on. The capture is "relaxed", because a kernel's first launch may still load its
+// code.
 static void step_capture(Session *s, const Pass *r) {
     Device *d = s->dev;
     cudaGraph_t g = NULL;
     d->no_graph = cudaStreamBeginCapture(kv_stream, cudaStreamCaptureModeRelaxed) != cudaSuccess;
     if (!d->no_graph) {
         step_launches(s, r);
-        d->no_graph = cudaStreamEndCapture(kv_stream, &g) != cudaSuccess || cudaGraphInstantiateWithFlags(&d->graph, g, 0) != cudaSuccess;
+        d->no_graph = cudaStreamEndCapture(kv_stream, &g) != cudaSuccess
+                   || cudaGraphInstantiateWithFlags(&d->graph, g, 0) != cudaSuccess;
         if (g) KV_CUDA(cudaGraphDestroy(g));
     }
-    if (d->no_graph) { d->graph = NULL; (void)cudaGetLastError(); }
+    if (!d->no_graph) return;
+    d->graph = NULL;
+    (void)cudaGetLastError();
 }
+
+// A decode step in one go -> logits (V) on the host. The host does its books while the device
+// works; every list has one row more than in the step before.
 static float *step_cuda(Session *s) {
     Device *d = s->dev;
     size_t mark = scratch_mark(s);
@@ -1595,8 +2942,12 @@ static float *step_cuda(Session *s) {
     if (!d->graph && !d->no_graph) step_capture(s, &r);
     if (d->graph) KV_CUDA(cudaGraphLaunch(d->graph, kv_stream));
     else step_launches(s, &r);
-    for (int l = 0; l < s->c->L; l++) kv_note(s, l, 0, 1);       // while the device works
-    for (int i = 0; i < d->n_read; i++) s->clk.bytes_attended += ++d->read[i].n * d->read[i].each;       // every list has one row more
+    for (int l = 0; l < s->c->L; l++) kv_note(s, l, 0, 1);
+    for (int i = 0; i < d->n_read; i++) {
+        d->read[i].n++;
+        s->clk.bytes_attended += d->read[i].n * d->read[i].each;
+    }
+
     logits_wait(s);
     lists_count(s);
     commits(s, 0, 1);
@@ -1605,30 +2956,45 @@ static float *step_cuda(Session *s) {
     return s->logits;
 }
 
-// ---- opening
+// ---- opening and closing
+
+// The upload of model w, or NULL.
 static Shared *shared_find(const Weights *w) {
     Shared *h = all_shared;
     while (h && h->w != w) h = h->next;
     return h;
 }
-static Shared *shared_open(const Session *s) {                   // every tensor of the model, uploaded once
+
+// The upload of the session's model. The first session of a model uploads every tensor.
+static Shared *shared_open(const Session *s) {
     Shared *h = shared_find(s->w);
-    if (h) { h->users++; return h; }
+    if (h) {
+        h->users++;
+        return h;
+    }
     h = (Shared *)xcalloc(1, sizeof *h);
-    h->w = s->w; h->users = 1; h->next = all_shared; all_shared = h;
+    h->w = s->w;
+    h->users = 1;
+    h->next = all_shared;
+    all_shared = h;
+
     Stage g;
     stage_open(&g, s->w->bytes);
     const Tensor *top[] = { &s->w->embed, &s->w->norm, &s->w->head };
     for (const Tensor *t : top) map_put(&h->map, t, &g);
     for (int l = 0; l < s->c->L; l++) {
         const Layer *y = &s->w->layer[l];
-        const Tensor *all[] = { &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk, &y->wv, &y->wo, &y->bq, &y->bk, &y->bv, &y->bo,
-                                &y->q_norm, &y->k_norm, &y->gate, &y->up, &y->down, &y->bgate, &y->bup, &y->bdown };
-        for (const Tensor *t : all) if (t->data) map_put(&h->map, t, &g);
+        const Tensor *all[] = { &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk, &y->wv, &y->wo,
+                                &y->bq, &y->bk, &y->bv, &y->bo, &y->q_norm, &y->k_norm,
+                                &y->gate, &y->up, &y->down, &y->bgate, &y->bup, &y->bdown };
+        for (const Tensor *t : all)
+            if (t->data) map_put(&h->map, t, &g);
     }
     stage_close(&g);
     return h;
 }
+
+// Ends a session's use of its model's upload; the last user frees it.
 static void shared_close(Shared *h) {
     if (--h->users) return;
     Shared **p = &all_shared;
@@ -1637,71 +3003,112 @@ static void shared_close(Shared *h) {
     map_clear(&h->map);
     free(h);
 }
-// Whether everything will fit is asked before anything is allocated. Beside the plan, a real device holds cuBLAS' workspace, the
-// graph of a step and the gaps that growing heads leave in the pool.
+
+// Beside the plan, a real device holds cuBLAS' workspace, the graph of a step and the gaps that
+// growing heads leave in the pool.
 #ifdef __CUDACC__
 static const size_t DEVICE_SPARE = (size_t)256 << 20;
 #else
 static const size_t DEVICE_SPARE = 0;
 #endif
+
+// What would help when `unused` bytes are too few for the plan.
+static const char *memory_help(const MemoryPlan *p, size_t unused) {
+    if (p->weights >= unused) return "the weights alone are too much for this GPU; -d cpu works";
+    if (p->weights + p->pass >= unused) return "a smaller -b or -c needs less";
+    return "a smaller -c, --budget with a method that drops rows, or -ctk/-ctv q8_0 needs less";
+}
+
+// Whether everything will fit, asked before anything is allocated: 0, or the exit code with the
+// reason in why. Weights that another session has brought count nothing.
 static int check_memory(const Session *s, char why[512]) {
     size_t unused, total;
     MemoryPlan p = memory_plan(s);
-    if (shared_find(s->w)) p.weights = 0;                        // another session has brought them
+    if (shared_find(s->w)) p.weights = 0;
     cudaError_t e = cudaMemGetInfo(&unused, &total);
-    if (e != cudaSuccess) { snprintf(why, 512, "the GPU does not answer (%s); -d cpu works", cudaGetErrorString(e)); return EXIT_RUN; }
+    if (e != cudaSuccess) {
+        snprintf(why, 512, "the GPU does not answer (%s); -d cpu works", cudaGetErrorString(e));
+        return EXIT_RUN;
+    }
     size_t need = p.weights + p.kv + p.parts + p.pass + DEVICE_SPARE;
     if (need <= unused) return 0;
-    const char *help = p.weights >= unused ? "the weights alone are too much for this GPU; -d cpu works"
-                     : p.weights + p.pass >= unused ? "a smaller -b or -c needs less" : "a smaller -c, --budget with a method that drops rows, or -ctk/-ctv q8_0 needs less";
-    snprintf(why, 512, "%.2f GB needed (weights %.2f, KV rows for -c %d %.2f, method %.2f, passes %.2f, CUDA %.2f), %.2f of %.2f GB are free: %s", (double)need * 1e-9,
-             (double)p.weights * 1e-9, p.ctx, (double)p.kv * 1e-9, (double)p.parts * 1e-9, (double)p.pass * 1e-9, (double)DEVICE_SPARE * 1e-9, (double)unused * 1e-9, (double)total * 1e-9, help);
+    snprintf(why, 512, "%.2f GB needed (weights %.2f, KV rows for -c %d %.2f, method %.2f, "
+             "passes %.2f, CUDA %.2f), %.2f of %.2f GB are free: %s",
+             (double)need * 1e-9, (double)p.weights * 1e-9, p.ctx, (double)p.kv * 1e-9,
+             (double)p.parts * 1e-9, (double)p.pass * 1e-9, (double)DEVICE_SPARE * 1e-9,
+             (double)unused * 1e-9, (double)total * 1e-9,
+             memory_help(&p, unused));
     return EXIT_MEMORY;
 }
+
+// Makes the one stream. Heads grow every KV_STEP tokens, so the pool keeps up to 256 MB of rows
+// that were given back.
 static void stream_open(void) {
     if (kv_stream) return;
     int device;
     cudaMemPool_t pool;
-    uint64_t keep = (uint64_t)256 << 20;                         // rows given back stay ours up to this: heads grow every KV_STEP tokens
+    uint64_t keep = (uint64_t)256 << 20;
     KV_CUDA(cudaStreamCreateWithFlags(&kv_stream, cudaStreamNonBlocking));
     KV_CUDA(cudaGetDevice(&device));
     KV_CUDA(cudaDeviceGetDefaultMemPool(&pool, device));
     KV_CUDA(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep));
 }
+
+// Does a GPU answer?
 int device_there(void) {
     int n = 0;
     return cudaGetDeviceCount(&n) == cudaSuccess && n > 0;
 }
+
+// 0: a GPU answers, the kernels can do the model, and all of memory_plan fits. Else the exit code,
+// with the reason in why.
 int device_bars(const Session *s, char why[512]) {
     int G = s->c->G, D = s->c->D;
-    snprintf(why, 512, "at most %d KV heads of an even head_dim up to %d, found %d of %d; -d cpu works", MAX_G, MAX_D, G, D);
+    snprintf(why, 512, "at most %d KV heads of an even head_dim up to %d, found %d of %d; -d cpu works",
+             MAX_G, MAX_D, G, D);
     if (D > MAX_D || D % 2 || G > MAX_G) return EXIT_USAGE;
     snprintf(why, 512, "no CUDA device can be used; -d cpu works");
     return !device_there() ? EXIT_USAGE : check_memory(s, why);
 }
+
+// Sets s->dev and brings the model to the device -> 0, or -1 with the reason in s->err. Exit 4 when
+// memory is too small.
 int device_open(Session *s) {
     char why[512];
-    int G = s->c->G, code = device_bars(s, why);
+    size_t heads = (size_t)s->c->L * s->c->G;
+    int code = device_bars(s, why);
     if (code == EXIT_MEMORY) die(EXIT_MEMORY, "-d cuda: %s", why);
-    if (code) { snprintf(s->err, sizeof s->err, "-d cuda: %.480s", why); return -1; }
+    if (code) {
+        snprintf(s->err, sizeof s->err, "-d cuda: %.480s", why);
+        return -1;
+    }
+
     stream_open();
-    s->dev = (Device *)xcalloc(1, sizeof *s->dev);
-    KV_BLAS(cublasCreate(&s->dev->blas));
-    KV_BLAS(cublasSetStream(s->dev->blas, kv_stream));
-    s->dev->first = (int *)xcalloc((size_t)s->c->L + 1, sizeof(int));
-    s->dev->read = (Read *)xcalloc((size_t)s->c->L * s->c->H, sizeof(Read));
-    s->dev->seen = s->dev->settled = s->changes - 1;             // nothing is prepared yet
-    KV_CUDA(cudaMallocHost((void **)&s->dev->step, step_bytes(s)));
-    KV_CUDA(cudaMallocHost((void **)&s->dev->logits, (size_t)s->c->V * sizeof(float)));
-    s->dev->held = (Rows *)xcalloc((size_t)s->c->L * G, sizeof(Rows));
-    s->dev->chosen.kept = (char *)xcalloc(s->c->L, 1);
-    s->dev->chosen.row_bytes = (double *)xmalloc((size_t)s->c->L * G * sizeof(double));
-    KV_CUDA(cudaMallocHost((void **)&s->dev->chosen.rows, (size_t)s->c->L * G * sizeof(int)));
-    s->dev->base = shared_open(s);
+    Device *d = s->dev = (Device *)xcalloc(1, sizeof *d);
+    KV_BLAS(cublasCreate(&d->blas));
+    KV_BLAS(cublasSetStream(d->blas, kv_stream));
+
+    d->first = (int *)xcalloc((size_t)s->c->L + 1, sizeof(int));
+    d->read = (Read *)xcalloc((size_t)s->c->L * s->c->H, sizeof(Read));
+    d->seen = d->settled = s->changes - 1;      // nothing is prepared yet
+    KV_CUDA(cudaMallocHost((void **)&d->step, step_bytes(s)));
+    KV_CUDA(cudaMallocHost((void **)&d->logits, (size_t)s->c->V * sizeof(float)));
+    d->held = (Rows *)xcalloc(heads, sizeof(Rows));
+    d->chosen.kept = (char *)xcalloc(s->c->L, 1);
+    d->chosen.row_bytes = (double *)xmalloc(heads * sizeof(double));
+    KV_CUDA(cudaMallocHost((void **)&d->chosen.rows, heads * sizeof(int)));
+    d->base = shared_open(s);
     return 0;
 }
-void device_reset(Session *s) { map_clear(&s->dev->alt); }       // the parts are opened again: their tensors may be others
-void device_close(Session *s) {                                  // after the rows have been given back
+
+// The dialogue is forgotten and the parts are opened again: the tensors of Session.alt may be
+// others then.
+void device_reset(Session *s) {
+    map_clear(&s->dev->alt);
+}
+
+// Gives everything back. The rows have been given back before.
+void device_close(Session *s) {
     Device *d = s->dev;
     for (int i = 0; i < N_ROOMS; i++) device_free(d->room[i].p);
     map_clear(&d->alt);
@@ -1711,161 +3118,324 @@ void device_close(Session *s) {                                  // after the ro
     KV_CUDA(cudaFreeHost(d->step));
     KV_CUDA(cudaFreeHost(d->logits));
     KV_CUDA(cudaFreeHost(d->chosen.rows));
-    free(d->held); free(d->chosen.kept); free(d->chosen.row_bytes); free(d->first); free(d->read); free(d);
+
+    free(d->held);
+    free(d->chosen.kept);
+    free(d->chosen.row_bytes);
+    free(d->first);
+    free(d->read);
+    free(d);
     s->dev = NULL;
 }
 
 // ==================================================================================================== 5 STREAMINGLLM
-// Nothing of its own: streaming_commit of kvcomp.c decides which rows stay, and kv_keep moves them here.
+// The device needs nothing of its own: streaming_commit of kvcomp.c says which rows stay, and
+// kv_keep moves them (rows_move_cuda).
 
 // ==================================================================================================== 6 BASELINES
-// Some scores are exactly the CPU's: their dot products go by lanes of 16 with fused multiply-adds, as in section 4 of kvcomp.c (a CPU with
-// FMA has the same bits), and what is left of a sum is added in the same order.
+// On the device run: the selection of rows at the end of a prefill (SnapKV, AdaKV, PyramidKV and,
+// in another order, DiliLazyKV), and ExpectedAttention's sums over queries and rows. The selection
+// is a chain of launches over device memory:
+//
+//   window_device (section 3) -> join_heads_kernel, pool_max_kernel -> top_k_kernel -> lists of rows
+//
+// Only those lists come to the host, which keeps the books and hands them to kv_keep. Caps, shares
+// of a budget and all decisions are made on the host. H2O needs the mass that attention adds up
+// (mass_kernel, section 3), q8 a Format.
+//
+// Bits: window scores agree with the CPU's to rounding (another order of sums, another exp), so two
+// scores closer than that may change places. Everything after them is exact: maxima, a mean that
+// adds heads in the CPU's order, and a top-k over integer keys. Where a comment below says "to the
+// bit", dot products go by 16 lanes with fused multiply-adds, as dot_f32 of section 16 does, and
+// the rest of a sum is added in the same order; a CPU with FMA then has the same bits.
 
-// Where the keys (v 0) or the values (v 1) of a layer lie, to be read one number at a time
-struct Column { HeadRefs heads; int v, kind, D; size_t bytes; };
-static __device__ float row_value(const Column &a, const HeadRef &h, int r, int d) {
-    if (r >= h.packed) return row_get((a.v ? h.v : h.k) + (r - h.packed) * a.bytes, a.kind, d);
-    return packed_value(h, a.v, r, d, a.D);
+// ---- what this section and the later ones share
+// Sum of x over lanes 0 up to the own one.
+static __device__ int scan_warp(int x) {
+    int lane = threadIdx.x & 31;
+    for (int d = 1; d < 32; d *= 2) {
+        int below = __shfl_up_sync(0xffffffffu, x, d);
+        if (lane >= d) x += below;
+    }
+    return x;
 }
-static Column column_of(const Session *s, int l, int v) {
-    const Format *f = v ? s->fv : s->fk;
-    Column a = { head_refs(s, l), v, row_kind(f), s->c->D, f->row_bytes(s->c->D) };
-    return a;
-}
-static Column keys_of(const Session *s, int l) { return column_of(s, l, 0); }
-static __device__ float lanes_fold(float sum) {                  // 8+8, 4+4, 2+2, 1+1; every lane of a half warp gets it
-    for (int i = 8; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+
+// Sum over the 16 lanes of a half warp, in every lane of it: 8+8, 4+4, 2+2, 1+1, as dot_f32 folds
+// its lanes.
+static __device__ float lanes_fold(float sum) {
+    for (int d = 8; d; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
     return sum;
 }
-static __device__ float dot_lanes(const float *a, const float *b, int D) {      // dot_f32
+
+// dot_f32 of kvcomp.c by a half warp: a.b of a, b (D), to the bit. Lane i takes every 16th dimension
+// from i on.
+static __device__ float dot_lanes(const float *a, const float *b, int D) {
     float sum = 0;
     for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], b[d], sum);
     return lanes_fold(sum);
 }
-// Selection at the end of a prefill, in links that work on the device and are the same for every method: window_scores (section
-// 6) -> pooled_scores -> top_k_rows -> kv_keep. Only the kept lists come to the host, whose books need them. Window scores agree
-// with the CPU's to rounding (another order of sums, another exp), so scores closer than that may change places; everything after
-// them is exact: maxima, a mean that adds heads in the CPU's order, and a top-k of keys that are integers.
 
-// out[row][j] = max over |t-j| <= width/2 of the joined scores, or the join of the R maxima. x (H,N); row: KV head, or query head when
-// nothing is joined. n: candidates a KV head. join_heads and pool_max of kvcomp.c
+// The keys or the values of a layer, for kernels that read them one number at a time.
+struct LayerRows {
+    HeadRefs heads;             // (G) where the rows lie
+    int v;                      // 0: keys, 1: values
+    int kind, D;                // ROW_* of the raw rows; head_dim
+    size_t bytes;               // of a raw row
+};
+
+// Number d of row r of head h as f32, be the row raw or packed.
+static __device__ float row_value(const LayerRows &a, const HeadRef &h, int r, int d) {
+    if (r < h.packed) return packed_value(h, a.v, r, d, a.D);
+    const char *raw = a.v ? h.v : h.k;
+    return row_get(raw + (r - h.packed) * a.bytes, a.kind, d);
+}
+
+// The keys (v 0) or the values (v 1) of layer l.
+static LayerRows layer_rows(const Session *s, int l, int v) {
+    const Format *f = v ? s->fv : s->fk;
+    LayerRows a = { head_refs(s, l), v, row_kind(f), s->c->D, f->row_bytes(s->c->D) };
+    return a;
+}
+static LayerRows keys_of(const Session *s, int l) { return layer_rows(s, l, 0); }
+static LayerRows values_of(const Session *s, int l) { return layer_rows(s, l, 1); }
+
+// ---- device memory of a method: its index, its ring, its sums
+// realloc: `have` bytes of old stay.
+char *near_grow_cuda(char *old, size_t have, size_t want) { return grown(old, have, want); }
+
+// n bytes, all 0.
+char *near_zero_cuda(size_t n) {
+    char *p = grown(NULL, 0, n);
+    KV_CUDA(cudaMemsetAsync(p, 0, n, kv_stream));
+    return p;
+}
+
+void near_free_cuda(char *p) { grown(p, 0, 0); }
+
+// ---- one score a KV head, and the largest of its neighbours: join_heads and pool_max of kvcomp.c
+// out (G,N) = the R rows of x (H,N) that belong to a KV head, joined as agg (AGG_*) says. n (G):
+// candidates of each KV head.
+// Block: 256 candidates of KV head blockIdx.y. Thread: one candidate, whose R scores it adds in the
+// order of the heads, as the CPU does. No shared memory: a score is read once. Bound by reading x
+// (4 H N bytes).
+static __global__ void join_heads_kernel(float *out, const float *x, const int *n, int N, int R,
+                                         int agg) {
+    int g = blockIdx.y, j = blockIdx.x * blockDim.x + threadIdx.x;
+    if (j >= n[g]) return;
+    float a = x[(size_t)g * R * N + j];
+    for (int r = 1; r < R; r++) {
+        float b = x[((size_t)g * R + r) * N + j];
+        a = agg == AGG_MAX ? fmaxf(a, b) : a + b;
+    }
+    out[(size_t)g * N + j] = agg == AGG_MEAN ? a / (float)R : a;
+}
+
+// Largest of x[t] over |t-j| <= width/2, t in [0,n). Neighbours are neighbours in the list of rows
+// (D11).
 static __device__ float window_max(const float *x, int j, int n, int width) {
-    int a = j > width / 2 ? j - width / 2 : 0, b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
+    int a = j > width / 2 ? j - width / 2 : 0;
+    int b = width / 2 < n - 1 - j ? j + width / 2 : n - 1;
     float top = x[a];
     for (int t = a + 1; t <= b; t++) top = fmaxf(top, x[t]);
     return top;
 }
-static __global__ void join_heads_kernel(float *out, const float *x, const int *n, int N, int R, int agg) {
-    int g = blockIdx.y, j = blockIdx.x * blockDim.x + threadIdx.x;
-    if (j >= n[g]) return;
-    float a = x[(size_t)g * R * N + j];
-    for (int r = 1; r < R; r++) { float b = x[((size_t)g * R + r) * N + j]; a = agg == AGG_MAX ? fmaxf(a, b) : a + b; }
-    out[(size_t)g * N + j] = agg == AGG_MEAN ? a / (float)R : a;
-}
-static __global__ void pool_max_kernel(float *out, const float *x, const int *n, int N, int per, int width) {     // per: rows a KV head
+
+// out (rows,N) = window_max of every candidate of x (rows,N). `per` rows belong to one KV head; n
+// (rows/per): its candidates.
+// Block: 256 candidates of row blockIdx.y. Thread: one candidate. No shared memory: neighbours'
+// reads overlap and come from the cache. Bound by reading x once (4 bytes a candidate).
+static __global__ void pool_max_kernel(float *out, const float *x, const int *n, int N, int per,
+                                       int width) {
     int row = blockIdx.y, j = blockIdx.x * blockDim.x + threadIdx.x;
-    if (j < n[row / per]) out[(size_t)row * N + j] = window_max(x + (size_t)row * N, j, n[row / per], width);
+    const float *from = x + (size_t)row * N;
+    if (j < n[row / per]) out[(size_t)row * N + j] = window_max(from, j, n[row / per], width);
 }
 
-// top_k of kvcomp.c for many rows at once, a block a row: four passes find the k-th largest key byte by byte; then every warp counts, and
-// after that writes, what it takes of its stretch of the row. Indices ascending, ties to the lower one, no float is added.
+// ---- top_k of kvcomp.c for many rows at once
 enum { TOP_THREADS = 512, TOP_WARPS = TOP_THREADS / 32 };
-struct TopRow { int n, k; };
+
+struct TopRow {                 // one row of a launch
+    int n;                      // scores it has
+    int k;                      // how many of them are wanted
+};
+
+// An integer that orders as x does; -0 counts as +0. Negative numbers turn all bits, others only
+// the sign.
 static __device__ uint32_t order_key(float x) {
-    float y = x + 0.0f;                                          // -0 counts as +0
+    float y = x + 0.0f;
     uint32_t u = (uint32_t)__float_as_int(y);
     return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
-// One warp: the largest byte b with at least `left` keys in bins b..255; *left becomes how many are wanted of bin b
+
+// The largest byte b for which bins b..255 together hold at least *left keys. *left becomes how
+// many are wanted of bin b. One warp; bin (256) shared. Lane 0 adds the eight largest bytes' bins,
+// lane 1 the next eight, and so on.
 static __device__ int top_bin(const int *bin, int *left) {
     int lane = threadIdx.x & 31, sum = 0;
-    for (int i = 0; i < 8; i++) sum += bin[255 - lane * 8 - i];  // lane 0 holds the eight largest bytes
-    int before = sum;
-    for (int d = 1; d < 32; d *= 2) { int x = __shfl_up_sync(0xffffffffu, before, d); if (lane >= d) before += x; }
-    before -= sum;
-    int mine = before < *left && before + sum >= *left, b = 255 - lane * 8, rest = *left - before;
-    if (mine) while (bin[b] < rest) rest -= bin[b--];
-    int from = __popc(__ballot_sync(0xffffffffu, before + sum < *left));        // the one lane that has it
+    for (int i = 0; i < 8; i++) sum += bin[255 - lane * 8 - i];
+    int before = scan_warp(sum) - sum;  // keys in the bins of the lanes below
+    int mine = before < *left && before + sum >= *left;          // true in exactly one lane
+    int b = 255 - lane * 8, rest = *left - before;
+    if (mine) {
+        while (bin[b] < rest) {
+            rest -= bin[b];
+            b--;
+        }
+    }
+
+    // That lane: all lanes below it have too few.
+    int from = __popc(__ballot_sync(0xffffffffu, before + sum < *left));
     *left = __shfl_sync(0xffffffffu, rest, from);
     return __shfl_sync(0xffffffffu, b, from);
 }
-static __global__ void __launch_bounds__(TOP_THREADS) top_k_kernel(const float *x, size_t stride, const TopRow *rows, int *idx, int per, int *count) {
-    __shared__ int bin[256], above[TOP_WARPS], equal[TOP_WARPS], found[2];
+
+// The key of the *left-th largest of x (n), found byte by byte from the highest; *left becomes how
+// many scores with exactly this key are wanted. All threads of a block; bin (256), found (2)
+// shared.
+static __device__ uint32_t top_key(const float *x, int n, int *left, int *bin, int *found) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    TopRow row = rows[blockIdx.x];
-    int left = row.k < row.n ? row.k : row.n;
-    x += blockIdx.x * stride; idx += (size_t)blockIdx.x * per;
-    if (!threadIdx.x) count[blockIdx.x] = left > 0 ? left : 0;
-    if (left <= 0) return;                                       // the same for the whole block
     uint32_t key = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
-        __syncthreads();                                         // the last pass's bins have been read
+        __syncthreads();  // the last round's bins have been read
         if (threadIdx.x < 256) bin[threadIdx.x] = 0;
         __syncthreads();
-        for (int i = threadIdx.x; i < row.n; i += TOP_THREADS) {
+        for (int i = threadIdx.x; i < n; i += TOP_THREADS) {
             uint32_t u = order_key(x[i]);
-            if (((uint64_t)(u ^ key) >> (shift + 8)) == 0) atomicAdd(&bin[u >> shift & 255], 1);
+            int alike = ((uint64_t)(u ^ key) >> (shift + 8)) == 0;  // in the bytes found so far
+            if (alike) atomicAdd(&bin[u >> shift & 255], 1);
         }
         __syncthreads();
-        if (!warp) { int b = top_bin(bin, &left); if (!lane) { found[0] = b; found[1] = left; } }
+        if (!warp) {
+            int b = top_bin(bin, left);
+            if (!lane) {
+                found[0] = b;
+                found[1] = *left;
+            }
+        }
         __syncthreads();
-        key |= (uint32_t)found[0] << shift; left = found[1];
+        key |= (uint32_t)found[0] << shift;
+        *left = found[1];
     }
-    int each = (row.n + TOP_THREADS - 1) / TOP_THREADS * 32, from = warp * each, to = from + each, n_above = 0, n_equal = 0;
+    return key;
+}
+
+// idx = the indices of all x (n) above `key` and of the first `left` equal to it, ascending. All
+// threads of a block; above, equal (TOP_WARPS) shared. Every warp has a stretch of the row: it
+// counts its two kinds, and once the counts of the warps before it are known, it goes through the
+// stretch again and writes.
+static __device__ void top_write(const float *x, int n, uint32_t key, int left, int *idx,
+                                 int *above, int *equal) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n_above = 0, n_equal = 0;
+    int each = (n + TOP_THREADS - 1) / TOP_THREADS * 32, from = warp * each, to = from + each;
     for (int i = from; i < to; i += 32) {
-        uint32_t u = i + lane < row.n ? order_key(x[i + lane]) : 0;             // 0 is no number's key but that of a NaN
+        // 0 is no number's key but that of a NaN.
+        uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
         n_above += __popc(__ballot_sync(0xffffffffu, u > key));
         n_equal += __popc(__ballot_sync(0xffffffffu, u == key));
     }
-    if (!lane) { above[warp] = n_above; equal[warp] = n_equal; }
+    if (!lane) {
+        above[warp] = n_above;
+        equal[warp] = n_equal;
+    }
     __syncthreads();
-    n_above = n_equal = 0;
-    for (int w = 0; w < warp; w++) { n_above += above[w]; n_equal += equal[w]; }
+
+    n_above = n_equal = 0;  // from here on: of everything before index i
+    for (int w = 0; w < warp; w++) {
+        n_above += above[w];
+        n_equal += equal[w];
+    }
     for (int i = from; i < to; i += 32) {
-        uint32_t u = i + lane < row.n ? order_key(x[i + lane]) : 0;
-        unsigned more = __ballot_sync(0xffffffffu, u > key), same = __ballot_sync(0xffffffffu, u == key), below = (1u << lane) - 1;
+        uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
+        unsigned more = __ballot_sync(0xffffffffu, u > key);
+        unsigned same = __ballot_sync(0xffffffffu, u == key);
+        unsigned below = (1u << lane) - 1;
         int a = n_above + __popc(more & below), e = n_equal + __popc(same & below);
-        if (u > key || (u == key && e < left)) idx[a + (e < left ? e : left)] = i + lane;
-        n_above += __popc(more); n_equal += __popc(same);
+        if (u > key || (u == key && e < left)) idx[a + min_int(e, left)] = i + lane;
+        n_above += __popc(more);
+        n_equal += __popc(same);
     }
 }
-// x (S,stride), idx (S,per), count (S) on the device; rows (S) on the host, or NULL: a kernel has put them into ROOM_LIST
-static void top_k_device(Session *s, const float *x, int S, size_t stride, const TopRow *rows, int *idx, int per, int *count) {
+
+// idx (S,per) = the rows[i].k largest of each row of x (S,stride), indices ascending, ties to the
+// lower one; count (S): how many there are. Keys are integers and no float is added, so the result
+// is the CPU's.
+// Block: one row, TOP_THREADS threads; few rows come at once (G, H or one), so a row gets a large
+// block. Thread: every 512th score while bytes are counted. Warp: an equal stretch of the row while
+// indices are written; lane: every 32nd score of it. Shared: the 256 bins of a byte and two counts a
+// warp. Bound by latency for the usual row of some 10^4 scores (six passes over the row, five of
+// them from the cache), by its one read from memory beyond.
+static __global__ void __launch_bounds__(TOP_THREADS)
+top_k_kernel(const float *x, size_t stride, const TopRow *rows, int *idx, int per, int *count) {
+    __shared__ int bin[256], above[TOP_WARPS], equal[TOP_WARPS], found[2];
+    TopRow row = rows[blockIdx.x];
+    int left = min_int(row.k, row.n);
+    x += blockIdx.x * stride;
+    idx += (size_t)blockIdx.x * per;
+    if (!threadIdx.x) count[blockIdx.x] = max_int(left, 0);
+    if (left <= 0) return;                                       // the same for the whole block
+
+    uint32_t key = top_key(x, row.n, &left, bin, found);
+    top_write(x, row.n, key, left, idx, above, equal);
+}
+
+// Launches top_k_kernel for S rows. x (S,stride), idx (S,per) and count (S) lie on the device, rows
+// (S) on the host; rows NULL: a kernel has put them into ROOM_LIST.
+static void top_k_device(Session *s, const float *x, int S, size_t stride, const TopRow *rows,
+                         int *idx, int per, int *count) {
     TopRow *dev = room<TopRow>(s, ROOM_LIST, S);
     if (rows) upload(dev, rows, S * sizeof(TopRow));
     KV_LAUNCH(top_k_kernel, S, TOP_THREADS, 0, x, stride, dev, idx, per, count);
 }
-void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per, int *count) {
+
+// top_k_rows of kvcomp.c: of each row i of x (S,stride) on the device the k[i] largest of its first
+// n[i] scores. n, k, idx (S,per) and count (S) lie on the host. Indices and counts come back in one
+// download, so rows of the room are as long as the longest list.
+void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k,
+                     int *idx, int per, int *count) {
     size_t mark = scratch_mark(s);
-    int most = 0;                                                // of one row
+    int most = 0;                                                // rows of the longest list
     TopRow *rows = (TopRow *)scratch(s, S * sizeof(TopRow));
-    for (int i = 0; i < S; i++) { rows[i] = { n[i], k[i] }; if (n[i] && k[i] > most) most = k[i] < n[i] ? k[i] : n[i] > most ? n[i] : most; }
+    for (int i = 0; i < S; i++) {
+        rows[i] = { n[i], k[i] };
+        if (n[i]) most = max_int(most, min_int(k[i], n[i]));
+    }
+
     size_t all = (size_t)S * most;
-    int *dev = room<int>(s, ROOM_TOP_IDX, all + S), *host = (int *)scratch(s, (all + S) * sizeof(int));
+    int *dev = room<int>(s, ROOM_TOP_IDX, all + S);
+    int *host = (int *)scratch(s, (all + S) * sizeof(int));
     top_k_device(s, x, S, stride, rows, dev, most, dev + all);
     download(host, dev, (all + S) * sizeof(int));
     memcpy(count, host + all, S * sizeof(int));
-    for (int i = 0; i < S; i++) memcpy(idx + (size_t)i * per, host + (size_t)i * most, count[i] * sizeof(int));
+    for (int i = 0; i < S; i++)
+        memcpy(idx + (size_t)i * per, host + (size_t)i * most, count[i] * sizeof(int));
     scratch_reset(s, mark);
 }
-// pooled_scores of kvcomp.c -> (G or H,N) on the device
-float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg, int width, int order) {
-    int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l);
-    float *x = window_device(s, l, q, T, W), *pool = room<float>(s, ROOM_POOL, (size_t)(H + G) * N), *one = pool + (size_t)H * N;
+
+// ---- the chain for one layer
+static float *pool_then_join(Session *s, float *pool, float *one, const float *x, const int *n,
+                             int N, int width, int agg, int order);  // DiliLazyKV's: section 13
+
+// pooled_scores of kvcomp.c: window scores of the last min(W,T) queries of q (T,H,D), joined and
+// pooled, for the candidates n (G, on the host) of each KV head -> (G,N) or, under POOL_ONLY, (H,N)
+// on the device; N = kv_longest.
+float *pooled_scores_cuda(Session *s, int l, const float *q, int T, int W, const int *n, int agg,
+                          int width, int order) {
+    int H = s->c->H, G = s->c->G, N = kv_longest(s, l);
+    float *x = window_device(s, l, q, T, W);                     // (H,N)
+    float *pool = room<float>(s, ROOM_POOL, (size_t)(H + G) * N), *one = pool + (size_t)H * N;
     int *dev = room<int>(s, ROOM_TOP, G);
-    dim3 heads(blocks(N, 256), H), groups(blocks(N, 256), G);
+    dim3 grid(blocks(N, 256), G);
     upload(dev, n, G * sizeof(int));
-    if (order == JOIN_POOL) {
-        KV_LAUNCH(join_heads_kernel, groups, 256, 0, one, x, dev, N, R, agg);
-        KV_LAUNCH(pool_max_kernel, groups, 256, 0, pool, one, dev, N, 1, width);
-        return pool;
-    }
-    KV_LAUNCH(pool_max_kernel, heads, 256, 0, pool, x, dev, N, R, width);
-    if (order == POOL_JOIN) KV_LAUNCH(join_heads_kernel, groups, 256, 0, one, pool, dev, N, R, agg);
-    return order == POOL_JOIN ? one : pool;
+
+    if (order != JOIN_POOL) return pool_then_join(s, pool, one, x, dev, N, width, agg, order);
+    KV_LAUNCH(join_heads_kernel, grid, 256, 0, one, x, dev, N, H / G, agg);
+    KV_LAUNCH(pool_max_kernel, grid, 256, 0, pool, one, dev, N, 1, width);
+    return pool;
 }
-float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg) {            // (H,N) -> (G,N)
+
+// join_heads alone: score (H,N) -> (G,N), both on the device; n (G) on the host: candidates of each
+// KV head.
+float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int agg) {
     int G = s->c->G, *dev = room<int>(s, ROOM_TOP, G);
     float *one = room<float>(s, ROOM_POOL, (size_t)G * N);
     dim3 grid(blocks(N, 256), G);
@@ -1873,26 +3443,86 @@ float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int a
     KV_LAUNCH(join_heads_kernel, grid, 256, 0, one, score, dev, N, s->c->H / G, agg);
     return one;
 }
-char *near_grow_cuda(char *old, size_t have, size_t want) { return grown(old, have, want); }
-char *near_zero_cuda(size_t n) {
-    char *p = grown(NULL, 0, n);
-    KV_CUDA(cudaMemsetAsync(p, 0, n, kv_stream));
-    return p;
-}
-void near_free_cuda(char *p) { grown(p, 0, 0); }
 
-// ---- ExpectedAttention: sums of queries, exponents of the scores and lengths of values, to the CPU's bit
+// ---- AdaKV: shares by which the heads of a layer compete for its budget (adakv_shares of kvcomp.c)
+// D17. all = every candidate's score times share_g = (sum of the best of head g) / (sum of all of
+// head g), head after head. score (G,N); rows (G): candidates, and how many count as the best; idx
+// (G,per): those. Sums are of fixed_mass, 64-bit integers, so their order does not matter and both
+// devices get the same shares.
+// Block: one KV head, TOP_THREADS threads. Thread: every 512th candidate. Shared: two partial sums
+// a warp. Bound by latency: G blocks of one read of their scores.
+static __global__ void __launch_bounds__(TOP_THREADS)
+shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
+    __shared__ int64_t part[2][TOP_WARPS];
+    int g = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int n = rows[g].n, k = min_int(rows[g].k, n), from = 0;
+    const float *x = score + (size_t)g * N;
+    int64_t sum = 0, best = 0;
+    for (int i = 0; i < g; i++) from += rows[i].n;
+    for (int i = threadIdx.x; i < n; i += TOP_THREADS) sum += fixed_mass(x[i]);
+    for (int i = threadIdx.x; i < k; i += TOP_THREADS)
+        best += fixed_mass(x[idx[(size_t)g * per + i]]);
+
+    sum = lanes_sum<32>(sum);
+    best = lanes_sum<32>(best);
+    if (!lane) {
+        part[0][warp] = sum;
+        part[1][warp] = best;
+    }
+    __syncthreads();
+    sum = best = 0;
+    for (int w = 0; w < TOP_WARPS; w++) {
+        sum += part[0][w];
+        best += part[1][w];
+    }
+
+    for (int i = threadIdx.x; i < n; i += TOP_THREADS)
+        all[from + i] = sum > 0 ? (float)(x[i] * ((double)best / (double)sum)) : 0;
+}
+
+// score (G,N) on the device, n (G) on the host -> the shared-out scores of all heads, one after the
+// other (sum of n), on the device. base: how many of a head's scores count as its best.
+float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base) {
+    int G = s->c->G, per = max_int(base, 1);
+    size_t mark = scratch_mark(s);
+    TopRow *rows = (TopRow *)scratch(s, G * sizeof(TopRow));
+    int *idx = room<int>(s, ROOM_TOP_IDX, (size_t)G * per + G);
+    float *all = room<float>(s, ROOM_TOP, (size_t)G * N);
+    for (int g = 0; g < G; g++) rows[g] = { n[g], base };
+    top_k_device(s, score, G, N, rows, idx, per, idx + (size_t)G * per);
+    // The rows lie where top_k_device has put them.
+    const TopRow *dev = (const TopRow *)s->dev->room[ROOM_LIST].p;
+    KV_LAUNCH(shares_kernel, G, TOP_THREADS, 0, all, score, N, dev, idx, per);
+    scratch_reset(s, mark);
+    return all;
+}
+
+// ---- ExpectedAttention: sums over queries, exponents of scores, lengths of values; to the CPU's bit
+// D19. The host turns the sums into mu and Sg (expected_moments), takes the softmax of the
+// exponents, and selects.
 enum { MOMENT_TILE = 16 };
-// sum (H,D), outer (H,D,D) += those of q (T,H,D). A block has 16 x 16 numbers of outer, each of its threads one; products of two floats are exact
-// in double, and the tokens come in order.
-static __global__ void moments_kernel(double *sum, double *outer, const float *q, const Token *tok, int sink, int T, int H, int D) {
+
+// sum (H,D) += q and outer (H,D,D) += q q^T over those of the T queries q (T,H,D) whose token
+// stands at position >= sink. Products of two floats are exact in double, and the tokens come in
+// order.
+// Block: 16 x 16 numbers of outer of query head blockIdx.z. Thread: one of them; those of the first
+// column also have one number of sum. Shared: dimensions i0.. and j0.. of 16 tokens, rows padded to
+// 17 against bank conflicts; every number brought is used 16 times. Bound by double-precision
+// multiply-adds (T H D^2).
+static __global__ void moments_kernel(double *sum, double *outer, const float *q, const Token *tok,
+                                      int sink, int T, int H, int D) {
     __shared__ float row[MOMENT_TILE][MOMENT_TILE + 1], col[MOMENT_TILE][MOMENT_TILE + 1];
-    int x = threadIdx.x, y = threadIdx.y, h = blockIdx.z, i0 = blockIdx.y * MOMENT_TILE, j0 = blockIdx.x * MOMENT_TILE, i = i0 + y, j = j0 + x;
+    int x = threadIdx.x, y = threadIdx.y, h = blockIdx.z;
+    int i0 = blockIdx.y * MOMENT_TILE, j0 = blockIdx.x * MOMENT_TILE, i = i0 + y, j = j0 + x;
     int mine = i < D && j < D, sums = mine && !j;
-    double *to = outer + ((size_t)h * D + i) * D + j, a = mine ? *to : 0, b = sums ? sum[(size_t)h * D + i] : 0;
+    double *to = outer + ((size_t)h * D + i) * D + j;
+    double a = mine ? *to : 0, b = sums ? sum[(size_t)h * D + i] : 0;
+
     for (int t0 = 0; t0 < T; t0 += MOMENT_TILE) {
-        const float *p = q + ((size_t)(t0 + y) * H + h) * D;     // thread (x,y) brings numbers i0 + x and j0 + x of token t0 + y
-        int counts = t0 + y < T && tok[t0 + y].pos >= sink;      // a 0 adds nothing, like a query that does not count
+        // Thread (x,y) brings numbers i0 + x and j0 + x of token t0 + y.
+        const float *p = q + ((size_t)(t0 + y) * H + h) * D;
+        // A 0 adds nothing, like a query that does not count.
+        int counts = t0 + y < T && tok[t0 + y].pos >= sink;
         row[y][x] = counts && i0 + x < D ? p[i0 + x] : 0;
         col[y][x] = counts && j0 + x < D ? p[j0 + x] : 0;
         __syncthreads();
@@ -1905,24 +3535,39 @@ static __global__ void moments_kernel(double *sum, double *outer, const float *q
     if (mine) *to = a;
     if (sums) sum[(size_t)h * D + i] = b;
 }
+
+// The queries q (T,H,D) of this pass into the sums of their layer. Everything lies on the device.
 void moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int T, int sink) {
-    dim3 grid(blocks(s->c->D, MOMENT_TILE), blocks(s->c->D, MOMENT_TILE), s->c->H), block(MOMENT_TILE, MOMENT_TILE);
-    KV_LAUNCH(moments_kernel, grid, block, 0, sum, outer, q, (const Token *)s->dev->room[ROOM_TOK].p + s->base, sink, T, s->c->H, s->c->D);
+    int H = s->c->H, D = s->c->D;
+    dim3 grid(blocks(D, MOMENT_TILE), blocks(D, MOMENT_TILE), H), block(MOMENT_TILE, MOMENT_TILE);
+    const Token *tok = (const Token *)s->dev->room[ROOM_TOK].p + s->base;
+    KV_LAUNCH(moments_kernel, grid, block, 0, sum, outer, q, tok, sink, T, H, D);
 }
-// z (H,N): mu.k / sqrt(D) + k^T Sg k / 2D. mu (H,D), Sg (H,D,D). A half warp a row
-static __global__ void expected_kernel(Column a, const float *mu, const float *cov, float f_mu, float f_cov, int R, int N, float *z) {
-    KV_DYN_SHARED(float, keys);                                  // (rows of a block,D)
+
+// z (H,N) = mu.k / sqrt(D) + k^T Sg k / 2D for every row held; mu (H,D), cov = Sg (H,D,D), f_mu =
+// 1/sqrt(D), f_cov = 1/2D.
+// Block: 8 rows of the KV head of query head blockIdx.y. Half warp: one row; a lane owns every 16th
+// dimension of a dot product, and all 16 lanes carry the same running sum. Shared: the 8 keys as
+// f32, for a key is read D times. Bound by reading cov, D^2 numbers a row, which 8 rows of a block
+// share through the cache.
+static __global__ void expected_kernel(LayerRows a, const float *mu, const float *cov, float f_mu,
+                                       float f_cov, int R, int N, float *z) {
+    KV_DYN_SHARED(float, keys);                                  // (8,D)
     int h = blockIdx.y, D = a.D, half = threadIdx.x >> 4, r = blockIdx.x * (blockDim.x / 16) + half;
     HeadRef hd = a.heads.at[h / R];
     float *k = keys + half * D;
     for (int d = threadIdx.x & 15; d < D; d += 16) k[d] = r < hd.len ? row_value(a, hd, r, d) : 0;
     __syncwarp();
     double sum = __fmul_rn(dot_lanes(mu + (size_t)h * D, k, D), f_mu);
-    for (int d = 0; d < D; d++) sum += (double)k[d] * __fmul_rn(dot_lanes(cov + ((size_t)h * D + d) * D, k, D), f_cov);
+    for (int d = 0; d < D; d++)
+        sum += (double)k[d] * __fmul_rn(dot_lanes(cov + ((size_t)h * D + d) * D, k, D), f_cov);
     if (!(threadIdx.x & 15) && r < hd.len) z[(size_t)h * N + r] = (float)sum;
 }
-static __global__ void squares_kernel(Column a, int N, float *out) {             // out (G,N): v.v
-    KV_DYN_SHARED(float, rows);
+
+// out (G,N) = |v|^2 of every row held. The same division of work as in expected_kernel, with KV
+// heads for query heads. Bound by reading the values once.
+static __global__ void squares_kernel(LayerRows a, int N, float *out) {
+    KV_DYN_SHARED(float, rows);                                  // (8,D)
     int g = blockIdx.y, half = threadIdx.x >> 4, r = blockIdx.x * (blockDim.x / 16) + half;
     HeadRef hd = a.heads.at[g];
     float *v = rows + half * a.D;
@@ -1931,165 +3576,241 @@ static __global__ void squares_kernel(Column a, int N, float *out) {            
     float sum = dot_lanes(v, v, a.D);
     if (!(threadIdx.x & 15) && r < hd.len) out[(size_t)g * N + r] = sum;
 }
-// All on the host but the rows: mu (H,D), cov (H,D,D) -> z (H,N), squares (G,N)
-void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, float *z, float *squares, int N) {
+
+// mu (H,D), cov (H,D,D) -> z (H,N), squares (G,N), all four on the host; only the rows lie on the
+// device.
+void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, float *z,
+                          float *squares, int N) {
     int H = s->c->H, G = s->c->G, D = s->c->D;
     size_t n_mu = (size_t)H * D, n_cov = n_mu * D, n_z = (size_t)H * N, n_sq = (size_t)G * N;
+    size_t smem = 8 * D * sizeof(float);
     float *dev = room<float>(s, ROOM_POOL, n_mu + n_cov + n_z + n_sq), *dev_z = dev + n_mu + n_cov;
+    float f_mu = 1 / sqrtf((float)D), f_cov = 1 / (2 * (float)D);
     upload(dev, mu, n_mu * sizeof(float));
     upload(dev + n_mu, cov, n_cov * sizeof(float));
+
     dim3 queries(blocks(N, 8), H), heads(blocks(N, 8), G);
-    KV_LAUNCH(expected_kernel, queries, 128, 8 * D * sizeof(float), keys_of(s, l), dev, dev + n_mu, 1 / sqrtf((float)D), 1 / (2 * (float)D), H / G, N, dev_z);
-    KV_LAUNCH(squares_kernel, heads, 128, 8 * D * sizeof(float), column_of(s, l, 1), N, dev_z + n_z);
+    KV_LAUNCH(expected_kernel, queries, 128, smem, keys_of(s, l), dev, dev + n_mu, f_mu, f_cov,
+              H / G, N, dev_z);
+    KV_LAUNCH(squares_kernel, heads, 128, smem, values_of(s, l), N, dev_z + n_z);
     download(z, dev_z, n_z * sizeof(float));
     download(squares, dev_z + n_z, n_sq * sizeof(float));
 }
-// ---- AdaKV: adakv_shares of kvcomp.c. The sums are of integers, so their order does not matter. One block a head
-static __global__ void __launch_bounds__(TOP_THREADS) shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
-    __shared__ int64_t part[2][TOP_WARPS];
-    int g = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = rows[g].n, k = rows[g].k < n ? rows[g].k : n, from = 0;
-    const float *x = score + (size_t)g * N;
-    int64_t sum = 0, best = 0;
-    for (int i = 0; i < g; i++) from += rows[i].n;
-    for (int i = threadIdx.x; i < n; i += TOP_THREADS) sum += fixed_mass(x[i]);
-    for (int i = threadIdx.x; i < k; i += TOP_THREADS) best += fixed_mass(x[idx[(size_t)g * per + i]]);
-    for (int d = 16; d; d >>= 1) { sum += __shfl_xor_sync(0xffffffffu, sum, d); best += __shfl_xor_sync(0xffffffffu, best, d); }
-    if (!lane) { part[0][warp] = sum; part[1][warp] = best; }
-    __syncthreads();
-    sum = best = 0;
-    for (int i = 0; i < TOP_WARPS; i++) { sum += part[0][i]; best += part[1][i]; }
-    for (int i = threadIdx.x; i < n; i += TOP_THREADS) all[from + i] = sum > 0 ? (float)(x[i] * ((double)best / (double)sum)) : 0;
-}
-float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base) {         // score (G,N) -> (sum of n), on the device
-    int G = s->c->G, per = base > 0 ? base : 1;
-    size_t mark = scratch_mark(s);
-    TopRow *rows = (TopRow *)scratch(s, G * sizeof(TopRow));
-    int *idx = room<int>(s, ROOM_TOP_IDX, (size_t)G * per + G);
-    float *all = room<float>(s, ROOM_TOP, (size_t)G * N);
-    for (int g = 0; g < G; g++) rows[g] = { n[g], base };
-    top_k_device(s, score, G, N, rows, idx, per, idx + (size_t)G * per);
-    KV_LAUNCH(shares_kernel, G, TOP_THREADS, 0, all, score, N, (const TopRow *)s->dev->room[ROOM_LIST].p, idx, per);
-    scratch_reset(s, mark);
-    return all;
-}
 
 // ==================================================================================================== 7 SPARSE PREFILL BASELINES
-// Attention over lines. A block takes 32 rows of one query head and walks through the columns its 64-row block needs (block_index): column
-// c is needed iff it is a vertical left of the block, or some offset of [s0-c, E-1-c] is chosen, which is one look at 64 bits. Needed
-// columns are gathered 32 at a time. Under tile64 all of them are read by every row that may, else exactly the cells of the lines. So the
-// same columns and cells as on the CPU; sums are in another order.
+// On the device run: attention over chosen lines (lines_attend), which A-shape, Tri-shape,
+// MInference and LoopServe share; softmax rows of sampled queries (line_probs); and the sums by
+// which MInference ranks its lines. The host fixes the lines of A-shape and Tri-shape, and turns
+// MInference's ranking into bits.
+//
+// Columns and cells are those of the CPU; attention's sums are added in another order, so they
+// agree to rounding.
 
-struct Cells { const uint64_t *v, *s; int n, p0, dense, tile64; };              // Lines, in device memory
+// ---- attention over lines
+// A block takes LINE_ROWS rows of one query head and walks through the columns that its 64-row
+// block of the matrix needs (block_index of kvcomp.c). The 64 rows are [s0,E); column c is needed
+// if it is a vertical left of the block, or if one of the offsets [s0-c, E-1-c] is chosen, which is
+// one look at 64 bits. Needed columns are gathered into tiles of TILE. Under tile64 every row reads
+// all of them that causality allows, else exactly the cells of its lines.
+struct DeviceLines {            // Lines in device memory
+    const uint64_t *v, *s;      // (n bits) verticals, offsets
+    int n, p0;                  // rows held; the first row of this pass
+    int dense, tile64;          // 1: every cell; 1: whole needed columns
+};
+
+// Bit i of b.
 static __device__ int bit_of(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
-static __device__ uint64_t bits_from(const uint64_t *b, int n, int lo) {         // bits lo .. lo+63 of b (n); those outside are 0
+
+// Bits lo .. lo+63 of b (n bits); bits outside of [0,n) are 0.
+static __device__ uint64_t bits_from(const uint64_t *b, int n, int lo) {
     if (lo <= -64 || lo >= n) return 0;
     if (lo < 0) return b[0] << -lo;
     int w = lo >> 6, d = lo & 63;
     return b[w] >> d | (d && (w + 1) * 64 < n ? b[w + 1] << (64 - d) : 0);
 }
-static __device__ int column_needed(const Cells &x, int c, int s0, int E) {
+
+// Does the block of rows [s0,E) need column c?
+static __device__ int column_needed(const DeviceLines &x, int c, int s0, int E) {
     if (c >= E) return 0;
     if (x.dense || (c < s0 && bit_of(x.v, c))) return 1;
     return (bits_from(x.s, x.n, s0 - c) & ~0ull >> (64 - (E - s0))) != 0;
 }
+
+// LINE_ROWS: query rows of a block, half a 64-row block, so that four blocks fit on an SM
+// (three with head_dim above 128). LINE_QW: those of a warp. LINE_LIST: room for column numbers: up
+// to a tile that waits, and all that one look of the block can add.
 enum { LINE_ROWS = 32, LINE_QW = LINE_ROWS / ATTN_WARPS, LINE_LIST = TILE + ATTN_WARPS * 32 };
-static size_t lines_smem(int D) { return ((size_t)LINE_ROWS * D + TILE * (D + 1) + LINE_ROWS * (TILE + 1) + LINE_ROWS + LINE_LIST + ATTN_WARPS) * sizeof(float); }
-// Appends needed columns from *c on until the list has TILE of them or none is left; -> its length
-static __device__ int gather_columns(const Cells &x, int s0, int E, int *c, int n, int *row, int *counts) {
+
+static size_t lines_smem(int D) {
+    size_t tiles = (size_t)LINE_ROWS * D + TILE * (D + 1) + LINE_ROWS * (TILE + 1);
+    return (tiles + LINE_ROWS + LINE_LIST + ATTN_WARPS) * sizeof(float);
+}
+
+// Appends needed columns, from *c on, to the list row (n) until it has TILE of them or none is left
+// -> its new length. All threads of a block; counts (ATTN_WARPS) shared. Every thread looks at one
+// column; a ballot and the counts of the warps before say where in the list its number goes.
+static __device__ int gather_columns(const DeviceLines &x, int s0, int E, int *c, int n, int *row,
+                                     int *counts) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     while (n < TILE && *c < E) {
         int need = column_needed(x, *c + (int)threadIdx.x, s0, E), all = 0;
         unsigned m = __ballot_sync(0xffffffffu, need);
         if (!lane) counts[warp] = __popc(m);
         __syncthreads();
-        for (int w = 0; w < ATTN_WARPS; w++) { if (w == warp && need) row[n + all + __popc(m & ((1u << lane) - 1))] = *c + (int)threadIdx.x; all += counts[w]; }
+        for (int w = 0; w < ATTN_WARPS; w++) {
+            int at = n + all + __popc(m & ((1u << lane) - 1));
+            if (w == warp && need) row[at] = *c + (int)threadIdx.x;
+            all += counts[w];
+        }
         __syncthreads();
         n += all;
         *c += ATTN_WARPS * 32;
     }
     return n;
 }
-static __device__ int in_window(const Attn &a, const HeadRef &h, int row, int tok) { return a.tok[h.src[row]].pos > a.tok[tok].pos - a.window; }
-template <int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, ND > 4 ? 3 : 4) lines_kernel(Attn a, const Cells *cells, int T, float *out) {
+
+// Does row `row` of head h lie in the sliding window of token tok?
+static __device__ int in_window(const Attn &a, const HeadRef &h, int row, int tok) {
+    return a.tok[h.src[row]].pos > a.tok[tok].pos - a.window;
+}
+
+// May row r read column c? see: 0 if the block has no such row, or the tile no such column; this is
+// tested here, so that the scoring loop has no branch around the call.
+static __device__ int cell_chosen(const Attn &a, const DeviceLines &x, const HeadRef &h, int r,
+                                  int c, int see) {
+    see = see && c <= r;
+    if (see && a.window) see = in_window(a, h, c, a.tok0 + r - x.p0);
+    if (see && !x.dense && !x.tile64) see = bit_of(x.v, c) || bit_of(x.s, r - c);
+    return see;
+}
+
+// acc, the warp's QW rows of sums over values, shrink by fix (QW) and grow by the tile's n values
+// (n,D+1) times their probabilities sc (QW,TILE+1). A lane owns ND dimensions.
+template <int QW, int ND> static __device__ void
+mix_lines(float (&acc)[QW][ND], const float *fix, const float *sc, const float *vals, int n, int D) {
+    int lane = threadIdx.x & 31;
+    for (int i = 0; i < QW; i++)
+        for (int e = 0; e < ND; e++) acc[i][e] *= fix[i];
+    for (int j = 0; j < n; j++)
+        for (int e = 0; e < ND; e++) {
+            float v = lane + 32 * e < D ? vals[j * (D + 1) + lane + 32 * e] : 0;
+            for (int i = 0; i < QW; i++) acc[i][e] += sc[i * (TILE + 1) + j] * v;
+        }
+}
+
+// out (T,H,D) = attention of the pass's T queries over the cells of cells (H).
+// Block: LINE_ROWS = 32 rows of query head blockIdx.y; the last rows, which have the longest lists,
+// start first. Warp: LINE_QW = 8 of the rows. Lane: one column of the tile while scoring, a quarter
+// of a row's scores in the softmax (fold_scores), ND dimensions of all 8 rows while mixing. Shared:
+// the block's queries (32,D); one tile (TILE,D+1) that holds keys, then values, as f32; scores
+// (32,TILE+1); the list of columns. The padding keeps lanes that read a column of a tile on
+// different banks. A tile serves 32 rows, which pays for unpacking it; more rows would leave fewer
+// blocks on an SM. Bound by f32 multiply-adds (2 D a cell) with long lines, by gathering scattered
+// columns with few.
+template <int ND> static __global__ void __launch_bounds__(ATTN_WARPS * 32, ND > 4 ? 3 : 4)
+lines_kernel(Attn a, const DeviceLines *cells, int T, float *out) {
     KV_DYN_SHARED(float, q);                                     // (LINE_ROWS,D)
     const int QW = LINE_QW, LANES = 32 / QW;
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, t0 = (gridDim.x - 1 - blockIdx.x) * LINE_ROWS;
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y;
+    int t0 = (gridDim.x - 1 - blockIdx.x) * LINE_ROWS, at = 0, n = 0;
     float *kv = q + LINE_ROWS * D, *sc = kv + TILE * (D + 1), *fix = sc + LINE_ROWS * (TILE + 1);
-    int *row = (int *)(fix + LINE_ROWS), *counts = row + LINE_LIST, at = 0, n = 0;
-    Cells x = cells[head];
+    int *row = (int *)(fix + LINE_ROWS), *counts = row + LINE_LIST;
+    // What the warp's own rows have of both:
+    float *own_sc = sc + warp * QW * (TILE + 1), *own_fix = fix + warp * QW;
+    DeviceLines x = cells[head];
     HeadRef h = a.heads.at[head / a.R];
-    int s0 = x.p0 + t0 / 64 * 64, E = s0 + 64 < x.n ? s0 + 64 : x.n, r0 = x.p0 + t0, stop = r0 + LINE_ROWS < E ? r0 + LINE_ROWS : E;
+    int s0 = x.p0 + t0 / 64 * 64, E = min_int(s0 + 64, x.n);
+    int r0 = x.p0 + t0, stop = min_int(r0 + LINE_ROWS, E);
     for (int j = warp; j < LINE_ROWS; j += ATTN_WARPS)
-        for (int d = lane; d < D; d += 32) q[j * D + d] = t0 + j < T ? a.q[((size_t)(t0 + j) * a.H + head) * D + d] : 0;
+        for (int d = lane; d < D; d += 32)
+            q[j * D + d] = t0 + j < T ? a.q[((size_t)(t0 + j) * a.H + head) * D + d] : 0;
+
+    // The running softmax of the row that the lane shares; sums over values; the lane's scores:
     float top = -INFINITY, sum = 0, acc[QW][ND], score[QW];
-    for (int i = 0; i < QW; i++) for (int e = 0; e < ND; e++) acc[i][e] = 0;
+    for (int i = 0; i < QW; i++)
+        for (int e = 0; e < ND; e++) acc[i][e] = 0;
+
     for (;;) {
         n = gather_columns(x, s0, E, &at, n, row, counts);
-        int m = n < TILE ? n : TILE, more = 0;
+        int m = min_int(n, TILE), more = 0;
         if (!m || row[0] >= stop) break;                         // the same for the whole block
         load_tile(kv, D + 1, a, h, 0, row, m);
         __syncthreads();
         score_rows<QW>(score, q + warp * QW * D, kv + (lane < m ? lane : 0) * (D + 1), D);
         for (int i = 0; i < QW; i++) {
-            int c = row[lane < m ? lane : 0], r = r0 + warp * QW + i, see = lane < m && c <= r && r < stop;
-            if (see && a.window) see = in_window(a, h, c, a.tok0 + r - x.p0);
-            if (see && !x.dense && !x.tile64) see = bit_of(x.v, c) || bit_of(x.s, r - c);
-            sc[(warp * QW + i) * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
+            int c = row[lane < m ? lane : 0], r = r0 + warp * QW + i;
+            int see = cell_chosen(a, x, h, r, c, lane < m && r < stop);
+            own_sc[i * (TILE + 1) + lane] = see ? score[i] * a.scale : -INFINITY;
         }
         __syncwarp();
-        float f = fold_scores<QW>(sc + (warp * QW + lane / LANES) * (TILE + 1) + lane % LANES, &top, &sum);
-        if (lane % LANES == 0) fix[warp * QW + lane / LANES] = f;
+        float f = fold_scores<QW>(own_sc + lane / LANES * (TILE + 1) + lane % LANES, &top, &sum);
+        if (lane % LANES == 0) own_fix[lane / LANES] = f;
+
         __syncthreads();                                         // the keys are done with
         load_tile(kv, D + 1, a, h, 1, row, m);
-        if ((int)threadIdx.x < n - m) more = row[m + threadIdx.x];    // at most 128 are left over
+        if ((int)threadIdx.x < n - m) more = row[m + threadIdx.x];  // at most 128 are left over
         __syncthreads();
         if ((int)threadIdx.x < n - m) row[threadIdx.x] = more;
         n -= m;
-        for (int i = 0; i < QW; i++) for (int e = 0; e < ND; e++) acc[i][e] *= fix[warp * QW + i];
-        for (int j = 0; j < m; j++)
-            for (int e = 0; e < ND; e++) {
-                float v = lane + 32 * e < D ? kv[j * (D + 1) + lane + 32 * e] : 0;
-                for (int i = 0; i < QW; i++) acc[i][e] += sc[(warp * QW + i) * (TILE + 1) + j] * v;
-            }
-        __syncthreads();                                         // the values are done with, and the list has moved up
+        mix_lines<QW, ND>(acc, own_fix, own_sc, kv, m, D);
+        __syncthreads();                                         // the values are done with
     }
-    if (lane % LANES == 0) fix[warp * QW + lane / LANES] = sum;
+
+    if (lane % LANES == 0) own_fix[lane / LANES] = sum;
     __syncwarp();
-    for (int i = 0; i < QW && t0 + warp * QW + i < T; i++)
+    for (int i = 0; i < QW && t0 + warp * QW + i < T; i++) {
+        float *to = out + ((size_t)(t0 + warp * QW + i) * a.H + head) * D;
         for (int e = 0; e < ND; e++)
-            if (lane + 32 * e < D) out[((size_t)(t0 + warp * QW + i) * a.H + head) * D + lane + 32 * e] = acc[i][e] / fix[warp * QW + i];
+            if (lane + 32 * e < D) to[lane + 32 * e] = acc[i][e] / own_fix[i];
+    }
 }
-// lines_attend: heads (H): n, p0, dense, tile64 and host pointers to the bits. out, q (T,H,D)
+
+// lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device. The
+// DeviceLines of all heads and their bits, verticals before offsets, go up as one block.
 void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
     int H = s->c->H;
-    size_t at = (size_t)H * sizeof(Cells), bytes = at, mark = scratch_mark(s);
+    size_t at = (size_t)H * sizeof(DeviceLines), bytes = at, mark = scratch_mark(s);
     for (int h = 0; h < H; h++) bytes += 2 * bit_bytes(lines[h].n);
     char *host = (char *)scratch(s, bytes), *dev = room<char>(s, ROOM_LIST, bytes);
     for (int h = 0; h < H; h++) {
         const Lines *x = &lines[h];
         size_t b = bit_bytes(x->n);
-        Cells cell = { (const uint64_t *)(dev + at), (const uint64_t *)(dev + at + b), x->n, x->p0, x->dense, x->tile64 };
-        memcpy(host + h * sizeof(Cells), &cell, sizeof cell);
-        memcpy(host + at, x->v, b); memcpy(host + at + b, x->s, b);
+        const uint64_t *v = (const uint64_t *)(dev + at), *o = (const uint64_t *)(dev + at + b);
+        DeviceLines cells = { v, o, x->n, x->p0, x->dense, x->tile64 };
+        memcpy(host + h * sizeof(DeviceLines), &cells, sizeof cells);
+        memcpy(host + at, x->v, b);
+        memcpy(host + at + b, x->s, b);
         at += 2 * b;
     }
+
     upload(dev, host, bytes);
     Attn a = attn_args(s, l, q, s->base);
+    const DeviceLines *cells = (const DeviceLines *)dev;
     size_t smem = lines_smem(a.D);
-    dim3 grid(blocks(T, LINE_ROWS), H);
-    if (a.D <= 64)       KV_LAUNCH_WIDE((lines_kernel<2>), grid, ATTN_WARPS * 32, smem, a, (const Cells *)dev, T, out);
-    else if (a.D <= 128) KV_LAUNCH_WIDE((lines_kernel<4>), grid, ATTN_WARPS * 32, smem, a, (const Cells *)dev, T, out);
-    else                 KV_LAUNCH_WIDE((lines_kernel<8>), grid, ATTN_WARPS * 32, smem, a, (const Cells *)dev, T, out);
+    dim3 grid(blocks(T, LINE_ROWS), H), block(ATTN_WARPS * 32);
+    if (a.D <= 64)       KV_LAUNCH_WIDE((lines_kernel<2>), grid, block, smem, a, cells, T, out);
+    else if (a.D <= 128) KV_LAUNCH_WIDE((lines_kernel<4>), grid, block, smem, a, cells, T, out);
+    else                 KV_LAUNCH_WIDE((lines_kernel<8>), grid, block, smem, a, cells, T, out);
     scratch_reset(s, mark);
 }
 
-// ---- line_probs: P (ng R,m,N) for the query heads of KV heads g0.. (ng): softmax rows of the pass's tokens t[i] (m), ascending; agrees to rounding
+// ---- softmax rows of sampled queries: line_probs of kvcomp.c, for several KV heads at once
 static size_t sample_smem(int D) { return ((size_t)32 * D + TILE * (D + 1) + TILE) * sizeof(float); }
-static __global__ void sample_scores_kernel(Attn a, int g0, const int *t, int m, int N, int T, float *P) {       // a block a tile of columns and a head
+
+// P (ng R,m,N) = scaled scores of the queries of tokens t (m) of the pass against every row held,
+// -INFINITY where a query may not look; for the query heads of the KV heads from g0 on.
+// Block: one tile of TILE columns of one query head (blockIdx.y). The tile's keys stay in shared
+// memory as f32 (TILE,D+1) while the sampled queries come by, 32 at a time (32,D). Warp: 8 of the
+// 32 queries. Lane: one column. The keys are the larger side, so they are unpacked once and the few
+// queries are read again by every block, from the cache. Bound by f32 multiply-adds (D a cell), and
+// by writing P.
+static __global__ void sample_scores_kernel(Attn a, int g0, const int *t, int m, int N, int T,
+                                            float *P) {
     KV_DYN_SHARED(float, q);                                     // (32,D)
     const int QW = 8;
-    int g = g0 + blockIdx.y / a.R, n = a.heads.at[g].len, p0 = n - T;
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c0 = blockIdx.x * TILE, cols = n - c0 < TILE ? n - c0 : TILE;
+    int g = g0 + blockIdx.y / a.R, head = g0 * a.R + blockIdx.y, n = a.heads.at[g].len, p0 = n - T;
+    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int c0 = blockIdx.x * TILE, cols = min_int(n - c0, TILE);
     if (cols <= 0) return;                                       // the same for the whole block
     float *kv = q + 32 * D, score[QW];
     int *row = (int *)(kv + TILE * (D + 1));
@@ -2097,56 +3818,89 @@ static __global__ void sample_scores_kernel(Attn a, int g0, const int *t, int m,
     if (threadIdx.x < TILE) row[threadIdx.x] = c0 + threadIdx.x;
     __syncthreads();
     load_tile(kv, D + 1, a, a.heads.at[g], 0, row, cols);
+
     for (int i0 = 0; i0 < m; i0 += 32) {
         __syncthreads();
         for (int j = warp; j < 32; j += ATTN_WARPS)
-            for (int d = lane; d < D; d += 32) q[j * D + d] = i0 + j < m ? a.q[((size_t)t[i0 + j] * a.H + g0 * a.R + blockIdx.y) * D + d] : 0;
+            for (int d = lane; d < D; d += 32)
+                q[j * D + d] = i0 + j < m ? a.q[((size_t)t[i0 + j] * a.H + head) * D + d] : 0;
         __syncthreads();
         score_rows<QW>(score, q + warp * QW * D, kv + (lane < cols ? lane : 0) * (D + 1), D);
         for (int i = 0; i < QW; i++) {
             int j = i0 + warp * QW + i;
             if (j >= m || lane >= cols) continue;
-            int see = c0 + lane <= p0 + t[j] && (!a.window || in_window(a, a.heads.at[g], c0 + lane, a.tok0 + t[j]));
-            P[(size_t)j * N + c0 + lane] = see ? score[i] * a.scale : -INFINITY;
+            int see = c0 + lane <= p0 + t[j];
+            if (see && a.window) see = in_window(a, a.heads.at[g], c0 + lane, a.tok0 + t[j]);
+            float S = see ? score[i] * a.scale : -INFINITY;      // Algorithm 2, line 4
+            P[(size_t)j * N + c0 + lane] = S;
         }
     }
 }
+
 enum { SOFT_THREADS = 256 };
-static __global__ void softmax_rows_kernel(HeadRefs heads, int g0, int R, int m, int N, float *P) {  // a block a row
+
+// P (ng R,m,N): every row of scores becomes its softmax, in place.
+// Block: one row; thread: every 256th number. Shared: a maximum and a sum a warp. Bound by memory:
+// P is read three times and written twice, which is why long rows are done by a whole block and
+// stay in the L2 cache in between.
+static __global__ void softmax_rows_kernel(HeadRefs heads, int g0, int R, int m, int N, float *P) {
     __shared__ float part[2][SOFT_THREADS / 32];
     float *x = P + (size_t)blockIdx.x * N, top = -INFINITY, sum = 0;
     int n = heads.at[g0 + blockIdx.x / m / R].len;
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int i = threadIdx.x; i < n; i += SOFT_THREADS) top = fmaxf(top, x[i]);
-    for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
+    top = lanes_max<32>(top);
     if (!lane) part[0][warp] = top;
     __syncthreads();
     for (int w = 0; w < SOFT_THREADS / 32; w++) top = fmaxf(top, part[0][w]);
-    for (int i = threadIdx.x; i < n; i += SOFT_THREADS) { float e = expf(x[i] - top); x[i] = e; sum += e; }
-    for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    for (int i = threadIdx.x; i < n; i += SOFT_THREADS) {
+        float e = expf(x[i] - top);
+        x[i] = e;
+        sum += e;
+    }
+    sum = lanes_sum<32>(sum);
     if (!lane) part[1][warp] = sum;
     __syncthreads();
     sum = 0;
     for (int w = 0; w < SOFT_THREADS / 32; w++) sum += part[1][w];
     float inv = 1 / sum;
-    for (int i = threadIdx.x; i < n; i += SOFT_THREADS) x[i] *= inv;
+    for (int i = threadIdx.x; i < n; i += SOFT_THREADS) x[i] *= inv;  // Algorithm 2, line 4
 }
-// Room for this many bytes of probabilities at once: all heads of a layer at 128k rows and 64 samples
-enum { PROBS_MIB = 1024 };
-int line_batch_cuda(const Session *s, int l, int m) { return (size_t)s->c->H * m * kv_longest(s, l) * sizeof(float) >> 20 <= PROBS_MIB ? s->c->G : 1; }    // KV heads at once
-float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T, const int *t, int m) {
+
+enum { PROBS_MIB = 1024 };  // room for P: all heads of a layer at 128k rows and 64 samples
+
+// KV heads whose m sampled rows are made at once: all of them if that takes no more than PROBS_MIB,
+// else one.
+int line_batch_cuda(const Session *s, int l, int m) {
+    size_t mib = (size_t)s->c->H * m * kv_longest(s, l) * sizeof(float) >> 20;
+    return mib <= PROBS_MIB ? s->c->G : 1;
+}
+
+// -> P (ng R,m,N) on the device: softmax rows of the pass's tokens t (m, on the host, ascending)
+// for the query heads of the ng KV heads from g0 on. q (T,H,D). Rows agree with the CPU's to
+// rounding.
+float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, int T, const int *t,
+                       int m) {
     int N = kv_longest(s, l), R = s->c->H / s->c->G, *tokens = room<int>(s, ROOM_TOP, m);
     float *P = room<float>(s, ROOM_PROBS, (size_t)ng * R * m * N);
     Attn a = attn_args(s, l, q, s->base);
     upload(tokens, t, m * sizeof(int));
+
     size_t smem = sample_smem(a.D);
     dim3 grid(blocks(N, TILE), ng * R);
     KV_LAUNCH_WIDE(sample_scores_kernel, grid, ATTN_WARPS * 32, smem, a, g0, tokens, m, N, T, P);
     KV_LAUNCH(softmax_rows_kernel, ng * R * m, SOFT_THREADS, 0, a.heads, g0, R, m, N, P);
     return P;
 }
-// What minference_lines sums: column c, or offset c (slash), over the m rows in their order; the first `least` always win. sum (R,n)
-static __global__ void line_sums_kernel(const float *P, HeadRefs heads, int g0, int R, const int *t, int m, int N, int T, int slash, int least, float *sum) {
+
+// ---- MInference: what every line gathers (minference_lines of kvcomp.c)
+// sum (ng R,N) = the mass of column x, or with `slash` of offset x, over the m sampled rows P (ng
+// R,m,N) of tokens t (m), in their order; INFINITY for the first `least` lines, which always win.
+// Block: 256 lines of query head blockIdx.y. Thread: one line; its neighbour reads the neighbouring
+// address, for a column and for an offset alike. No shared memory. Bound by reading P once.
+static __global__ void line_sums_kernel(const float *P, HeadRefs heads, int g0, int R,
+                                        const int *t, int m, int N, int T, int slash, int least,
+                                        float *sum) {
     int x = blockIdx.x * blockDim.x + threadIdx.x, n = heads.at[g0 + blockIdx.y / R].len;
     if (x >= n) return;
     const float *p = P + (size_t)blockIdx.y * m * N;
@@ -2157,137 +3911,268 @@ static __global__ void line_sums_kernel(const float *P, HeadRefs heads, int g0, 
     }
     sum[(size_t)blockIdx.y * N + x] = x < least ? INFINITY : a;
 }
-float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, int m, int slash, int least) {       // after line_probs_cuda -> (ng R,N)
+
+// -> the sums (ng R,N) on the device. To be called after line_probs_cuda, which has left the tokens
+// in ROOM_TOP.
+float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, int m, int slash,
+                      int least) {
     int R = s->c->H / s->c->G, N = kv_longest(s, l);
     float *sum = room<float>(s, ROOM_POOL, (size_t)ng * R * N);
+    const int *t = (const int *)s->dev->room[ROOM_TOP].p;
     dim3 grid(blocks(N, 256), ng * R);
-    KV_LAUNCH(line_sums_kernel, grid, 256, 0, P, head_refs(s, l), g0, R, (const int *)s->dev->room[ROOM_TOP].p, m, N, T, slash, least, sum);
+    KV_LAUNCH(line_sums_kernel, grid, 256, 0, P, head_refs(s, l), g0, R, t, m, N, T, slash, least,
+              sum);
     return sum;
 }
 
 // ==================================================================================================== 8 QUEST
-// Bounds are of the stored values, so exact; a page's score has the CPU's order of sums (lanes of 16, fused), so from equal rows and
-// queries both halves choose the same pages.
+// Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference. arXiv 2406.10774.
+// On the device run: the bounds of full pages, the scores of the pages in every decode step, the
+// choice of the best, and the lists of their rows, which stay here as the layer's views
+// (chosen_room, section 3). The host keeps the number of pages that have bounds, asks for memory,
+// and decides whether a step chooses at all (quest_select).
+//   max_d, min_d of a page     the largest and smallest key value of its 16 rows in channel d
+//   u(page) = sum_d max(q_d max_d, q_d min_d)
+// Map:
+//   Bounds -> page_bounds, page_bounds_kernel
+//   Scores -> page_scores, page_scores_kernel
+//
+// Bounds are of the stored values, so they are exact, and scores have the CPU's order of sums
+// (lanes of 16, fused): from equal rows and queries both halves choose the same pages.
 
-
-// page_bounds: one warp a page. bound (pages,2D) of dtype
+// p[i] = x as a number of dtype.
 static __device__ void number_put(void *p, int dtype, size_t i, float x) {
     if (dtype == DT_F32) ((float *)p)[i] = x;
     else ((uint16_t *)p)[i] = dtype == DT_F16 ? f32_to_f16(x) : f32_to_bf16(x);
 }
-static __global__ void page_bounds_kernel(Column a, int g, char *bound, int from, int dtype) {
+
+// bound (pages,2,D) of dtype, page `from` + blockIdx.x: the largest, then the smallest value of
+// each channel of KV head g.
+// Block: one warp, one page. Lane: every 32nd channel. No shared memory: a row's channels are read
+// once, 32 side by side. Bound by reading the page (PAGE rows); in decode there is one new page
+// every 16 steps, so latency is all.
+static __global__ void page_bounds_kernel(LayerRows a, int g, char *bound, int from, int dtype) {
     int page = from + blockIdx.x;
     for (int d = threadIdx.x; d < a.D; d += 32) {
         float hi = row_value(a, a.heads.at[g], page * PAGE, d), lo = hi;
-        for (int r = 1; r < PAGE; r++) { float k = row_value(a, a.heads.at[g], page * PAGE + r, d); hi = k > hi ? k : hi; lo = k < lo ? k : lo; }
+        for (int r = 1; r < PAGE; r++) {                         // Bounds
+            float k = row_value(a, a.heads.at[g], page * PAGE + r, d);
+            hi = k > hi ? k : hi;
+            lo = k < lo ? k : lo;
+        }
         number_put(bound, dtype, (size_t)page * 2 * a.D + d, hi);
         number_put(bound, dtype, (size_t)page * 2 * a.D + a.D + d, lo);
     }
 }
-struct Pages { const char *bound[MAX_G]; };
-// page_scores: u (G,cap); a half warp a page, the queries in shared memory, split into positive and negative part as it goes. step: the heads
-// from head0 on have as many full pages as it says, NULL: n. rows (G): so many pages, of which `best` are wanted
-static __global__ void page_scores_kernel(Pages pages, const Step *step, int head0, int n, int cap, const float *q, int R, int D, int dtype, float *u, TopRow *rows, int best) {
+
+// Pages from..to-1 of KV head g of layer l.
+void page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype) {
+    KV_LAUNCH(page_bounds_kernel, to - from, 32, 0, keys_of(s, l), g, bound, from, dtype);
+}
+
+struct Pages {                  // argument of page_scores_kernel
+    const char *bound[MAX_G];   // (G) the bounds of each KV head, (pages,2,D)
+};
+
+// u (G,cap): of every page the largest score over the R query heads of the KV head; q (H,D). rows
+// (G): how many pages there are and that `best` of them are wanted, for top_k_kernel. A step in one
+// go tells the number of rows of the heads from head0 on (step); else step is NULL and there are n
+// pages.
+// Block: 16 pages of KV head blockIdx.y. Half warp: one page; lane: every 16th of its 2D bounds.
+// Shared: the R queries (R,D), which every page needs; q is split as it goes: max(q max, q min) is
+// q max where q is positive, q min elsewhere. Bound by reading the bounds, 1/8 of the keys' bytes.
+static __global__ void page_scores_kernel(Pages pages, const Step *step, int head0, int n, int cap,
+                                          const float *q, int R, int D, int dtype, float *u,
+                                          TopRow *rows, int best) {
     KV_DYN_SHARED(float, own);                                   // (R,D)
-    int g = blockIdx.y, lane = threadIdx.x & 15, p = blockIdx.x * (blockDim.x / 16) + (threadIdx.x >> 4);
+    int g = blockIdx.y, lane = threadIdx.x & 15;
+    int p = blockIdx.x * (blockDim.x / 16) + (threadIdx.x >> 4);
     float top = 0;
     if (step) n = step->len[head0 + g] / PAGE;
     if (!blockIdx.x && !threadIdx.x) rows[g] = { n, best };
     for (int i = threadIdx.x; i < R * D; i += blockDim.x) own[i] = q[(size_t)g * R * D + i];
     __syncthreads();
+
     for (int h = 0; h < R; h++) {
         float sum = 0;
         for (int k = lane; p < n && k < 2 * D; k += 16) {
             float x = own[h * D + (k < D ? k : k - D)], part = (x > 0) == (k < D) ? x : 0;
-            sum = fmaf(part, number(pages.bound[g], dtype, (size_t)p * 2 * D + k), sum);
+            sum = fmaf(part, number(pages.bound[g], dtype, (size_t)p * 2 * D + k), sum);  // Scores
         }
         sum = lanes_fold(sum);
         top = h && !(sum > top) ? top : sum;
     }
     if (!lane && p < n) u[(size_t)g * cap + p] = top;
 }
-void page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype) {
-    KV_LAUNCH(page_bounds_kernel, to - from, 32, 0, keys_of(s, l), g, bound, from, dtype);
-}
-// pages (G,best) ascending -> lists of their rows; those of pages not full are read too
-static __global__ void page_rows_kernel(const int *pages, const int *count, const TopRow *rows, int best, int *lists, int stride) {
+
+// The lists of KV head blockIdx.y: the rows of its pages (best, ascending), and a tail from the
+// first page that is not full, which is read too. lists (G,stride) begin with LIST_HEAD numbers;
+// rows (G): pages there are.
+// Block: 256 entries of a list; thread: one row number. Bound by latency.
+static __global__ void page_rows_kernel(const int *pages, const int *count, const TopRow *rows,
+                                        int best, int *lists, int stride) {
     int g = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x, n = count[g] * PAGE;
     int *to = lists + (size_t)g * stride;
-    if (!i) { to[LIST_ROWS] = n; to[LIST_TAIL] = rows[g].n * PAGE; }
+    if (!i) {
+        to[LIST_ROWS] = n;
+        to[LIST_TAIL] = rows[g].n * PAGE;
+    }
     if (i < n) to[LIST_HEAD + i] = pages[g * best + i / PAGE] * PAGE + i % PAGE;
 }
-// quest_select: the `best` pages of every KV head by score, of the first `pages` (in a step, of as many as it says; cap: at most)
-void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int cap, int best, const float *q, int dtype) {
+
+// quest_select of kvcomp.c: the `best` pages of every KV head by score become the layer's views.
+// bound (G), q (H,D) on the device. Of the first `pages` pages; a step in one go says itself how
+// many there are, up to cap.
+void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int cap, int best,
+                       const float *q, int dtype) {
     int G = s->c->G, R = s->c->H / G, D = s->c->D;
     Pages p;
     memset(&p, 0, sizeof p);
     for (int g = 0; g < G; g++) p.bound[g] = bound[g];
+
     float *u = room<float>(s, ROOM_POOL, (size_t)G * cap);
     TopRow *rows = room<TopRow>(s, ROOM_LIST, G);
     dim3 grid(blocks(cap, 16), G);
-    KV_LAUNCH(page_scores_kernel, grid, 256, (size_t)R * D * sizeof(float), p, s->dev->told, l * G, pages, cap, q, R, D, dtype, u, rows, best);
-    int *idx = room<int>(s, ROOM_TOP_IDX, (size_t)G * (best + 1)), *count = idx + (size_t)G * best, stride = LIST_HEAD + best * PAGE;
+    KV_LAUNCH(page_scores_kernel, grid, 256, (size_t)R * D * sizeof(float), p, s->dev->told, l * G,
+              pages, cap, q, R, D, dtype, u, rows, best);
+
+    int *idx = room<int>(s, ROOM_TOP_IDX, (size_t)G * (best + 1)), *count = idx + (size_t)G * best;
+    int stride = LIST_HEAD + best * PAGE;
     top_k_device(s, u, G, cap, NULL, idx, best, count);
+
     dim3 all(blocks(best * PAGE, 256), G);
-    KV_LAUNCH(page_rows_kernel, all, 256, 0, idx, count, rows, best, chosen_room(s, l, stride), stride);
+    KV_LAUNCH(page_rows_kernel, all, 256, 0, idx, count, rows, best, chosen_room(s, l, stride),
+              stride);
 }
 
 // ==================================================================================================== 9 LOOPSERVE
-// The scores of progressive decode are window scores with the ring's tokens as the window and sums for means: they agree with the CPU's
-// to rounding, what is made of them (join_rows_cuda, top_k_rows) exactly.
-static __global__ void ring_put_kernel(float *ring, int obs, const Step *step, int token, const float *q, int n) {
+// LoopServe: An Adaptive Dual-phase LLM Inference Acceleration System for Multi-Turn Dialogues.
+// arXiv 2507.13681.
+// In a prefill all of Algorithm 2 runs here but the drawing of the samples: softmax rows of the
+// sampled queries (section 7), then one block a query head chooses that head's lines from them.
+// Only the chosen lines, as bits, and what they recover come to the host; attention over them is
+// lines_kernel. In decode the device keeps the ring of the last queries, scores all rows by it and
+// picks the best (Algorithm 3).
+//   Eq. 1        fewest cells whose lines recover alpha of the sampled attention
+// Map:
+//   Eq. 1 -> recovered, select_lines_kernel, select_tiles_kernel
+//   Algorithm 2, line 4 -> sample_scores_kernel, softmax_rows_kernel
+//   Algorithm 2, line 5 -> line_residuals, column_gains, band_gains
+//   Algorithm 2, line 12 -> segment_best, gain_of
+//   Algorithm 2, line 13 -> take_one, take_lines
+//   Algorithm 3, line 4 -> ring_put_kernel, ring_scores_cuda
+//   Algorithm 3, line 5 -> ring_scores_cuda, join_rows_cuda, top_k_kernel
+// On the host stay RandomSelect (line 1; sample_rows), variant a, which sorts and pops
+// (select_faithful), when a selection is due, views, statistics, and the answers that are prefilled
+// again (Definition 1).
+//
+// Bits: scores of the ring agree with the CPU's to rounding, as window scores do; what is made of
+// them is exact. Lines are those of kvcomp.c for the same probabilities: gains are the CPU's
+// doubles or 64-bit integers, and their sums have the CPU's order or none at all.
+
+// ---- decode: the ring of queries
+// ring (obs,H,D): the query q (n = H D numbers) of token i goes into slot i % obs. A step in one go
+// says which token it is.
+// Block: 256 numbers; thread: one. Bound by latency.
+static __global__ void ring_put_kernel(float *ring, int obs, const Step *step, int token,
+                                       const float *q, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x, slot = (step ? step->base : token) % obs;
-    if (i < n) ring[(size_t)slot * n + i] = q[i];
+    if (i < n) ring[(size_t)slot * n + i] = q[i];                // Algorithm 3, line 4
 }
-void ring_put_cuda(Session *s, float *ring, int obs, int token, const float *q) {                // ring (obs,H,D): token i in slot i % obs; a step says which it is
+
+// q (H,D) of `token` into the ring of one layer.
+void ring_put_cuda(Session *s, float *ring, int obs, int token, const float *q) {
     int n = s->c->H * s->c->D;
     KV_LAUNCH(ring_put_kernel, blocks(n, 256), 256, 0, ring, obs, s->dev->told, token, q, n);
 }
+
+// -> (H,N) on the device: the softmax rows of tokens first .. first+w-1, summed, for every row
+// held. Their queries lie in the ring (obs,H,D), wrapped around, and are laid out in order first.
 float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w) {
     size_t row = (size_t)s->c->H * s->c->D;
-    int slot = first % obs, n = w < obs - slot ? w : obs - slot;
+    int slot = first % obs, n = min_int(w, obs - slot);
     float *q = room<float>(s, ROOM_RING, w * row);
-    device_copy(q, ring + slot * row, n * row * sizeof(float));
+    device_copy(q, ring + slot * row, n * row * sizeof(float));                 // Algorithm 3, line 4
     device_copy(q + n * row, ring, (w - n) * row * sizeof(float));
-    return columns_device(s, l, q, first, w, 1);
+    return columns_device(s, l, q, first, w, 1);                 // Algorithm 3, line 5
 }
 
-// ---- what is chosen from sampled probabilities: a block a query head. Column are the CPU's doubles, and sums have its order or none at all, so
-// the lines are those of kvcomp.c for the same probabilities.
+// ---- the choice of lines: a block a query head
+// Both kernels below have one block of PICK_THREADS threads a query head, since a greedy choice
+// depends on the one before it: a head cannot be spread over blocks that would have to meet after
+// every line. Heads of a batch run side by side.
 enum { BAND = 64, PICK_THREADS = 256, PICK_WARPS = PICK_THREADS / 32 };
-struct Picks {                  // argument; per head, N columns: P (m,N), v, s and wide (words), run (N/2 + 2,3), found (3);
-    HeadRefs heads;             // tile64: gain and one (N + bands); single lines: residuals (2 N) in gain's room, the segments' best in one's; row (2,m)
+
+struct Picks {                  // argument of the kernels; arrays hold the parts of all heads in turn
+    HeadRefs heads;
     LoopRule rule;
-    const float *P; const int *t;
+    const float *P;             // (m,N) softmax rows of the samples
+    const int *t;               // (m) their tokens, from the pass's first on; one list for all heads
+    int64_t *gain;              // (ids) residual gain of every line; of single lines as doubles
+    int64_t *one;               // (ids) tile64: its largest part that one sample gave. Single lines:
+                                // the best line of every segment
+    double *row;                // (2,m) a number or two of every sample
+    uint64_t *v, *s;            // (words) chosen verticals and offsets
+    uint64_t *wide;             // (words) tile64: columns that chosen offsets make a block need
+    int *run;                   // (N/2 + 2,3) tile64: runs of them
+    double *found;              // (3) failed; share of the mass; share of the tiles or cells
+    int g0, R;                  // first KV head of the batch; query heads of a KV head
+    int m, N, T;                // samples; columns of P; tokens of the pass
+    int ids, words;             // lines a head has room for; 64-bit words of N bits
+};
+
+struct PickHead {               // the block's own part
+    const float *P;
     int64_t *gain, *one;
     double *row;
     uint64_t *v, *s, *wide;
     int *run;
-    double *found;              // failed, share of the mass, share of the tiles or cells
-    int g0, R, m, N, T, ids, words;
+    int n, p0, words;           // rows held; the first row of the pass; words of n bits
 };
-struct Head { const float *P; int64_t *gain, *one; double *row; uint64_t *v, *s, *wide; int *run; int n, p0, words; };
-static __device__ uint64_t first_bits(int n, int w) { return n <= w * 64 ? 0 : n - w * 64 < 64 ? ~0ull >> (64 - (n - w * 64)) : ~0ull; }
-static __device__ Head head_of(const Picks &a) {                 // the block's, with the lines that are always kept
+
+// Word w of a bit set that holds 0..n-1.
+static __device__ uint64_t first_bits(int n, int w) {
+    if (n <= w * 64) return 0;
+    return n - w * 64 < 64 ? ~0ull >> (64 - (n - w * 64)) : ~0ull;
+}
+
+// The block's head, its bits set to the lines that are always kept (D33): the first columns, the
+// last offsets. All threads.
+static __device__ PickHead pick_head(const Picks &a) {
     size_t h = blockIdx.x;
     int n = a.heads.at[a.g0 + blockIdx.x / a.R].len;
-    Head x = { a.P + h * a.m * a.N, a.gain + h * a.ids, a.one + h * a.ids, a.row + 2 * h * a.m, a.v + h * a.words, a.s + h * a.words, a.wide + h * a.words,
-               a.run + h * 3 * (a.N / 2 + 2), n, n - a.T, (n + 63) / 64 };
+    PickHead x = { a.P + h * a.m * a.N, a.gain + h * a.ids, a.one + h * a.ids, a.row + 2 * h * a.m,
+                   a.v + h * a.words, a.s + h * a.words, a.wide + h * a.words,
+                   a.run + h * 3 * (a.N / 2 + 2), n, n - a.T, (n + 63) / 64 };
     for (int w = threadIdx.x; w < x.words; w += PICK_THREADS) {
-        x.v[w] = first_bits(a.rule.sink < n ? a.rule.sink : n, w);
-        x.s[w] = first_bits(a.rule.local < n ? a.rule.local : n, w);
+        x.v[w] = first_bits(min_int(a.rule.sink, n), w);
+        x.s[w] = first_bits(min_int(a.rule.local, n), w);
     }
     __syncthreads();
     return x;
 }
-static __device__ int line_len(const Head &x, int y) { return x.n - (y > x.p0 ? y : x.p0); }       // cells of vertical or slash y
-static __device__ int recovered(const Picks &a, const double *rec, const double *tot) { return rec[0] >= a.rule.alpha * tot[0] && rec[1] >= a.rule.alpha * tot[1]; }
-static __device__ void tell_found(const Picks &a, int failed, const double *rec, const double *tot, double share) {
-    double all = tot[0] + tot[1], *found = a.found + (size_t)blockIdx.x * 3;
-    found[0] = failed; found[1] = all > 0 ? (rec[0] + rec[1]) / all : 1; found[2] = share;
+
+// Cells of vertical y, and as many of slash y.
+static __device__ int line_len(const PickHead &x, int y) { return x.n - max_int(y, x.p0); }
+
+// Is alpha of both halves of the samples recovered? rec, tot (2): mass recovered, and all of it, of
+// the half that selects and of the half that only validates (D34).
+static __device__ int recovered(const Picks &a, const double *rec, const double *tot) {
+    return rec[0] >= a.rule.alpha * tot[0] && rec[1] >= a.rule.alpha * tot[1];  // Eq. 1
 }
-static __device__ int64_t sum_block(int64_t x, int64_t *part) {  // part (PICK_WARPS) shared
-    for (int d = 16; d; d >>= 1) x += __shfl_xor_sync(0xffffffffu, x, d);
+
+// What the block has found, for the host. One thread; rec, tot (2) as in recovered.
+static __device__ void tell_found(const Picks &a, int failed, const double *rec, const double *tot,
+                                  double share) {
+    double all = tot[0] + tot[1], *found = a.found + (size_t)blockIdx.x * 3;
+    found[0] = failed;
+    found[1] = all > 0 ? (rec[0] + rec[1]) / all : 1;
+    found[2] = share;
+}
+
+// Sum of x over the block, in every thread. part (PICK_WARPS) shared.
+static __device__ int64_t sum_block(int64_t x, int64_t *part) {
+    x = lanes_sum<32>(x);
     __syncthreads();                                             // the last sum has been read
     if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
     __syncthreads();
@@ -2295,25 +4180,53 @@ static __device__ int64_t sum_block(int64_t x, int64_t *part) {  // part (PICK_W
     for (int w = 0; w < PICK_WARPS; w++) x += part[w];
     return x;
 }
-// ---- select_tiles: rounds until enough is recovered. Masses are int64, so no order of additions matters; tiles are counted, not estimated
-static __device__ int covered(const Head &x, int c, int r) { return bit_of(x.v, c) || bit_of(x.s, r - c); }
-// band_residuals; first: the largest parts too. rec, tot (2): the block's sums
-static __device__ void band_residuals(const Picks &a, const Head &x, int first, int64_t *rec, int64_t *tot, int64_t *part) {
-    int lane = threadIdx.x & 31, hold = a.rule.holdout;
-    int64_t sum[4] = { 0, 0, 0, 0 };
+
+// ---- unit tile64 (select_tiles of kvcomp.c): rounds of thresholds until enough is recovered
+// Lines are verticals, ids 0..n-1, and bands of BAND offsets, ids from n on. Masses are 64-bit
+// integers, so no order of additions matters. Tiles are counted, not estimated.
+// A thread's sums over the samples that select and over those that validate. They are fields, not an
+// array whose index only the run knows, so that they stay in registers.
+struct Masses {
+    int64_t got_select, got_validate;   // mass that chosen lines cover
+    int64_t all_select, all_validate;   // all mass
+};
+
+// Does a chosen line hold the cell of row r and column c?
+static __device__ int covered(const PickHead &x, int c, int r) {
+    return bit_of(x.v, c) || bit_of(x.s, r - c);
+}
+
+// The residual gain of every column: the mass of its cells that no chosen line covers, over the
+// samples that select. first: the largest of these cells too. -> the thread's share of the masses
+static __device__ Masses column_gains(const Picks &a, const PickHead &x, int first) {
+    int hold = a.rule.holdout;
+    Masses sum = { 0, 0, 0, 0 };
     for (int c = threadIdx.x; c < x.n; c += PICK_THREADS) {
         int64_t gain = 0, most = 0;
         for (int i = 0; i < a.m; i++) {
-            int r = x.p0 + a.t[i], half = hold & i;
+            int r = x.p0 + a.t[i], validates = hold & i;
             if (c > r) continue;
             int64_t mass = fixed_mass(x.P[(size_t)i * a.N + c]);
-            if (half) sum[3] += mass; else sum[2] += mass;       // no index that only the run knows: the sums stay in registers
-            if (covered(x, c, r)) { if (half) sum[1] += mass; else sum[0] += mass; }
-            else if (!half) { gain += mass; most = mass > most ? mass : most; }
+            if (validates) sum.all_validate += mass;
+            else sum.all_select += mass;
+            if (covered(x, c, r)) {
+                if (validates) sum.got_validate += mass;
+                else sum.got_select += mass;
+            } else if (!validates) {
+                gain += mass;                                    // Algorithm 2, line 5
+                most = mass > most ? mass : most;
+            }
         }
         x.gain[c] = gain;
         if (first) x.one[c] = most;
     }
+    return sum;
+}
+
+// The same for every band; a warp takes a band, and each sample's cells of it are summed over the
+// lanes.
+static __device__ void band_gains(const Picks &a, const PickHead &x, int first) {
+    int lane = threadIdx.x & 31, hold = a.rule.holdout;
     for (int k = threadIdx.x >> 5; k < (x.n + BAND - 1) / BAND; k += PICK_WARPS) {
         int64_t gain = 0, most = 0;
         for (int i = 0; i < a.m; i++) {
@@ -2321,33 +4234,70 @@ static __device__ void band_residuals(const Picks &a, const Head &x, int first, 
             int64_t mass = 0;
             for (int o = k * BAND + lane; o < (k + 1) * BAND && o <= r && !(hold & i); o += 32)
                 if (!covered(x, r - o, r)) mass += fixed_mass(x.P[(size_t)i * a.N + r - o]);
-            for (int d = 16; d; d >>= 1) mass += __shfl_xor_sync(0xffffffffu, mass, d);
-            gain += mass; most = mass > most ? mass : most;
+            mass = lanes_sum<32>(mass);
+            gain += mass;                                        // Algorithm 2, line 5
+            most = mass > most ? mass : most;
         }
         if (!lane) x.gain[x.n + k] = gain;
         if (!lane && first) x.one[x.n + k] = most;
     }
-    for (int h = 0; h < 2; h++) { rec[h] = sum_block(sum[h], part); tot[h] = sum_block(sum[2 + h], part); }
 }
-static __device__ int bits_of(uint64_t x) { return __popc((unsigned)x) + __popc((unsigned)(x >> 32)); }
-// Runs of bits of x.wide, ascending: run[3 j] = lo, hi, tiles from it on to the right. One thread; -> how many
-static __device__ int wide_runs(const Head &x) {
+
+// band_residuals of kvcomp.c: all gains given the lines chosen so far. rec, tot (2) as in
+// recovered.
+static __device__ void band_residuals(const Picks &a, const PickHead &x, int first, double *rec,
+                                      double *tot, int64_t *part) {
+    Masses sum = column_gains(a, x, first);
+    band_gains(a, x, first);
+    rec[0] = (double)sum_block(sum.got_select, part);
+    tot[0] = (double)sum_block(sum.all_select, part);
+    rec[1] = (double)sum_block(sum.got_validate, part);
+    tot[1] = (double)sum_block(sum.all_validate, part);
+}
+
+// How many bits of x are set.
+static __device__ int bits_of(uint64_t x) {
+    return __popc((unsigned)x) + __popc((unsigned)(x >> 32));
+}
+
+// Runs of set bits of x.wide, ascending: run[3 j] = first bit, bit behind the last, tiles of this
+// run and all to its right. One thread; a word that changes nothing is skipped whole. -> how many
+static __device__ int wide_runs(const PickHead &x) {
     int k = 0, open = -1, tiles = 0;
     for (int i = 0; i < x.n; i++) {
         uint64_t w = x.wide[i >> 6];
-        if (!(i & 63) && i + 64 <= x.n && w == (open < 0 ? 0 : ~0ull)) { i += 63; continue; }    // a word that changes nothing
+        if (!(i & 63) && i + 64 <= x.n && w == (open < 0 ? 0 : ~0ull)) {
+            i += 63;
+            continue;
+        }
         int bit = (int)(w >> (i & 63) & 1);
         if (bit && open < 0) open = i;
-        if (!bit && open >= 0) { x.run[3 * k] = open; x.run[3 * k++ + 1] = i; open = -1; }
+        if (!bit && open >= 0) {
+            x.run[3 * k] = open;
+            x.run[3 * k + 1] = i;
+            k++;
+            open = -1;
+        }
     }
-    if (open >= 0) { x.run[3 * k] = open; x.run[3 * k++ + 1] = x.n; }
-    for (int j = k - 1; j >= 0; j--) x.run[3 * j + 2] = tiles += (x.run[3 * j + 1] - x.run[3 * j] + BAND - 1) / BAND;
+
+    if (open >= 0) {
+        x.run[3 * k] = open;
+        x.run[3 * k + 1] = x.n;
+        k++;
+    }
+
+    for (int j = k - 1; j >= 0; j--) {
+        tiles += (x.run[3 * j + 1] - x.run[3 * j] + BAND - 1) / BAND;
+        x.run[3 * j + 2] = tiles;
+    }
     return k;
 }
-// Tiles of the row blocks of `rows` rows each that end at E = first, first + 64, .. <= last. Seen from its last row a block needs the column
-// E-1-o iff an offset of [o-rows+1, o] is chosen, so one list of runs serves all blocks of a length: wide holds it, column order, right-aligned.
-static __device__ int64_t count_tiles(const Head &x, int rows, int first, int last, int *shared) {
-    int64_t tiles = 0;
+
+// x.wide for row blocks of `rows` rows: bit n-1-o is set if some offset of [o-rows+1, o] is chosen.
+// Seen from its last row E-1, such a block needs column E-1-o, so one bit set, in the order of
+// columns and aligned at the right, serves the blocks of a length wherever they end. All threads of
+// a block.
+static __device__ void widen_offsets(const PickHead &x, int rows) {
     for (int w = threadIdx.x; w < x.words; w += PICK_THREADS) {
         uint64_t bits = 0;
         for (int i = 0; i < 64 && w * 64 + i < x.n; i++) {
@@ -2357,14 +4307,23 @@ static __device__ int64_t count_tiles(const Head &x, int rows, int first, int la
         x.wide[w] = bits;
     }
     __syncthreads();
+}
+
+// The thread's share of the tiles that the row blocks of `rows` rows need, which end at E = first,
+// first + 64, .. <= last: ranges of columns from the offsets, cut into tiles, and the verticals
+// left of the block that no range holds, gathered. *shared: the number of runs.
+static __device__ int64_t count_tiles(const PickHead &x, int rows, int first, int last, int *shared) {
+    int64_t tiles = 0;
+    widen_offsets(x, rows);
     if (!threadIdx.x) *shared = wide_runs(x);
     __syncthreads();
+
     for (int E = first + 64 * (int)threadIdx.x; E <= last; E += 64 * PICK_THREADS) {
         int j = 0, left = x.n - E, cols = 0;                     // columns c < E stand at left + c
         while (x.run[3 * j + 1] <= left) j++;
-        int lo = x.run[3 * j] > left ? x.run[3 * j] : left, hi = x.run[3 * j + 1];
+        int lo = max_int(x.run[3 * j], left), hi = x.run[3 * j + 1];
         tiles += (hi - lo + BAND - 1) / BAND + (j + 1 < *shared ? x.run[3 * j + 5] : 0);
-        for (int c = 0; c < E - rows; c += 64) {                 // verticals left of the block that no range holds
+        for (int c = 0; c < E - rows; c += 64) {
             uint64_t single = x.v[c >> 6] & ~bits_from(x.wide, x.n, left + c);
             if (E - rows - c < 64) single &= ~0ull >> (64 - (E - rows - c));
             cols += bits_of(single);
@@ -2374,58 +4333,78 @@ static __device__ int64_t count_tiles(const Head &x, int rows, int first, int la
     __syncthreads();                                             // the runs have been read
     return tiles;
 }
-static __device__ double tile_share(const Picks &a, const Head &x, int *shared, int64_t *part) {
-    int full = x.p0 + a.T / 64 * 64;                             // the last end of a whole block
+
+// Share of the dense tiles that the chosen lines need. All threads of a block.
+static __device__ double tile_share(const Picks &a, const PickHead &x, int *shared, int64_t *part) {
+    int full = x.p0 + a.T / 64 * 64;                             // where the last whole block ends
     int64_t tiles = count_tiles(x, 64, x.p0 + 64, full, shared), dense = 0;
     if (a.T % 64) tiles += count_tiles(x, a.T % 64, x.n, x.n, shared);
     for (int b = threadIdx.x; b < (a.T + 63) / 64; b += PICK_THREADS) {
-        int E = x.p0 + b * 64 + 64 < x.n ? x.p0 + b * 64 + 64 : x.n;
+        int E = min_int(x.p0 + b * 64 + 64, x.n);
         dense += (E + BAND - 1) / BAND;
     }
     tiles = sum_block(tiles, part);
     return (double)tiles / (double)sum_block(dense, part);
 }
+
+// Cells of band k.
 static __device__ double band_len(int k, int p0, int n) {
     int64_t sum = 0;
-    for (int o = k * BAND; o < n && o < (k + 1) * BAND; o++) sum += n - (o > p0 ? o : p0);
+    for (int o = k * BAND; o < n && o < (k + 1) * BAND; o++) sum += n - max_int(o, p0);
     return (double)sum;
 }
-static __device__ double gain_of(const Head &x, int id) {
+
+// The gain of a line a cell, less what its best single sample gave at the start: a line needs two.
+// 0: not even 2^-40.
+static __device__ double gain_of(const PickHead &x, int id) {
     int64_t gain = x.gain[id] - x.one[id];
     if (gain <= 1) return 0;
-    return (double)gain / (id < x.n ? (double)line_len(x, id) : band_len(id - x.n, x.p0, x.n));
+    double cells = id < x.n ? (double)line_len(x, id) : band_len(id - x.n, x.p0, x.n);
+    return (double)gain / cells;                                 // Algorithm 2, line 12
 }
-static __device__ double best_gain(const Head &x, double *part) {
+
+// The largest of all gains, in every thread. part (PICK_WARPS) shared.
+static __device__ double best_gain(const PickHead &x, double *part) {
+    int ids = x.n + (x.n + BAND - 1) / BAND;
     double best = 0;
-    for (int id = threadIdx.x; id < x.n + (x.n + BAND - 1) / BAND; id += PICK_THREADS) best = fmax(best, gain_of(x, id));
+    for (int id = threadIdx.x; id < ids; id += PICK_THREADS) best = fmax(best, gain_of(x, id));
     for (int d = 16; d; d >>= 1) best = fmax(best, __shfl_xor_sync(0xffffffffu, best, d));
-    __syncthreads();
+    __syncthreads();                                             // the last round's have been read
     if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = best;
     __syncthreads();
     for (int w = 0; w < PICK_WARPS; w++) best = fmax(best, part[w]);
     return best;
 }
-// Every line within reach at once: a thread a word of columns, and the band that is a word of offsets
-static __device__ void take_lines(const Head &x, double lam) {
+
+// Chooses every line whose gain is lam or more. A thread has a word of columns, and the band that
+// is the same word of offsets.
+static __device__ void take_lines(const PickHead &x, double lam) {
     for (int w = threadIdx.x; w < x.words; w += PICK_THREADS) {
         uint64_t v = 0;
-        for (int i = 0; i < 64 && w * 64 + i < x.n; i++) if (gain_of(x, w * 64 + i) >= lam) v |= (uint64_t)1 << i;
-        x.v[w] |= v;
-        if (gain_of(x, x.n + w) >= lam) x.s[w] |= x.n - w * 64 < 64 ? ~0ull >> (64 - (x.n - w * 64)) : ~0ull;
+        for (int i = 0; i < 64 && w * 64 + i < x.n; i++)
+            if (gain_of(x, w * 64 + i) >= lam) v |= (uint64_t)1 << i;
+        x.v[w] |= v;                                             // Algorithm 2, line 13
+        if (gain_of(x, x.n + w) >= lam) x.s[w] |= first_bits(x.n, w);
     }
     __syncthreads();
 }
+
+// Lines of one query head in unit tile64: in every round all lines within .9 of the best gain are
+// taken, until alpha of both halves is recovered (Eq. 1). Fails where too many tiles are needed, or
+// no line is left that two samples support.
+// Block: one query head, PICK_THREADS threads. Thread: every 256th column of P for the gains of
+// columns, every 256th row block when tiles are counted. Warp: every 8th band. Shared: the partial
+// sums of the warps; P (m,N), gains and bits lie in global memory, for N may be 10^5. Bound by
+// reading P twice a round, by columns and along diagonals, and by latency.
 static __global__ void __launch_bounds__(PICK_THREADS, 1) select_tiles_kernel(Picks a) {
     __shared__ int64_t part[PICK_WARPS];
     __shared__ double high[PICK_WARPS];
     __shared__ int shared;
     int failed = 0;
-    Head x = head_of(a);
-    int64_t got[2], of[2];
+    PickHead x = pick_head(a);
     double rec[2], tot[2], lam = INFINITY, share;
     for (int round = 0; ; round++) {
-        band_residuals(a, x, !round, got, of, part);
-        for (int i = 0; i < 2; i++) { rec[i] = (double)got[i]; tot[i] = (double)of[i]; }
+        band_residuals(a, x, !round, rec, tot, part);
         share = tile_share(a, x, &shared, part);
         failed = round && share > a.rule.max_tiles;
         if (failed || recovered(a, rec, tot)) break;
@@ -2438,40 +4417,65 @@ static __global__ void __launch_bounds__(PICK_THREADS, 1) select_tiles_kernel(Pi
     if (!threadIdx.x) tell_found(a, failed, rec, tot, share);
 }
 
-// ---- select_exact: one line after the other, without a heap. Gains only fall, so the best line of every SEG lines, once known, stays an upper
-// bound: the segment with the best bound is looked at again, and if its best line is still that one, it is the best of all. Ties as on the CPU.
+// ---- single lines (select_exact of kvcomp.c): one after the other, without a heap
+// Lines are verticals, ids 0..n-1, and slashes, ids n..2n-1. Gains only ever fall, so the best line
+// of every SEG lines, once known, stays an upper bound. The segment with the best bound is looked
+// at again; if its best line is still that one, it is the best of all (D35).
 enum { SEG = PICK_THREADS };
-struct Best { double key; int id; };
-static __device__ Best better(Best a, Best b, int n) {           // item_before
+
+struct BestLine {
+    double key;                 // gain a cell
+    int id;
+};
+
+// The one to take first: item_before of kvcomp.c. Larger key; slashes; the lower number.
+static __device__ BestLine better(BestLine a, BestLine b, int n) {
     if (a.key != b.key) return a.key > b.key ? a : b;
     if ((a.id >= n) != (b.id >= n)) return a.id >= n ? a : b;
     return a.id < b.id ? a : b;
 }
-static __device__ Best best_block(Best x, int n, Best *part) {   // part (PICK_WARPS) shared
-    for (int d = 16; d; d >>= 1) { Best y = { __shfl_xor_sync(0xffffffffu, x.key, d), __shfl_xor_sync(0xffffffffu, x.id, d) }; x = better(x, y, n); }
+
+// The best of the block's, in every thread. part (PICK_WARPS) shared.
+static __device__ BestLine best_block(BestLine x, int n, BestLine *part) {
+    for (int d = 16; d; d >>= 1) {
+        BestLine y;
+        y.key = __shfl_xor_sync(0xffffffffu, x.key, d);
+        y.id = __shfl_xor_sync(0xffffffffu, x.id, d);
+        x = better(x, y, n);
+    }
     __syncthreads();                                             // the last one has been read
     if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
     __syncthreads();
     for (int w = 0; w < PICK_WARPS; w++) x = better(x, part[w], n);
     return x;
 }
-static __device__ Best segment_best(const Head &x, int seg, Best *part) {        // of lines not taken that gain something
+
+// The best line of a segment that is not taken and gains something; key 0: none. A thread has one
+// line.
+static __device__ BestLine segment_best(const PickHead &x, int seg, BestLine *part) {
     int id = seg * SEG + threadIdx.x, y = id < x.n ? id : id - x.n;
-    double g = id < 2 * x.n && !bit_of(id < x.n ? x.v : x.s, y) ? ((const double *)x.gain)[id] : 0;
-    return best_block({ g > 1e-12 ? g / (double)line_len(x, y) : 0, id }, x.n, part);
+    const double *gain = (const double *)x.gain;
+    double g = id < 2 * x.n && !bit_of(id < x.n ? x.v : x.s, y) ? gain[id] : 0;
+    BestLine own = { g > 1e-12 ? g / (double)line_len(x, y) : 0, id };  // Algorithm 2, line 12
+    return best_block(own, x.n, part);
 }
-// residuals: a thread a line, over the samples in their order; a warp a sample for its sums
-static __device__ void line_residuals(const Picks &a, const Head &x, double *rec, double *tot) {        // rec, tot (2) shared
+
+// residuals of kvcomp.c: the gains of all lines with the kept ones taken out, a thread a line, over
+// the samples in their order; and rec, tot (2, shared) as in recovered, a warp a sample, whose
+// lanes are folded as the CPU's lanes32 are.
+static __device__ void line_residuals(const Picks &a, const PickHead &x, double *rec, double *tot) {
     int lane = threadIdx.x & 31;
     double *g = (double *)x.gain;
     for (int id = threadIdx.x; id < 2 * x.n; id += PICK_THREADS) {
         double sum = 0;
         for (int i = 0; i < a.m; i++) {
             int r = x.p0 + a.t[i], c = id < x.n ? id : r - (id - x.n);
-            if (c >= a.rule.sink && r - c >= a.rule.local && !(a.rule.holdout & i)) sum += x.P[(size_t)i * a.N + c];
+            int counts = c >= a.rule.sink && r - c >= a.rule.local && !(a.rule.holdout & i);
+            if (counts) sum += x.P[(size_t)i * a.N + c];         // Algorithm 2, line 5
         }
         g[id] = sum;
     }
+
     for (int i = threadIdx.x >> 5; i < a.m; i += PICK_WARPS) {
         int r = x.p0 + a.t[i];
         double got = 0, all = 0;
@@ -2480,55 +4484,84 @@ static __device__ void line_residuals(const Picks &a, const Head &x, double *rec
             all += p;
             if (c < a.rule.sink || r - c < a.rule.local) got += p;
         }
-        for (int d = 16; d; d >>= 1) { got += __shfl_xor_sync(0xffffffffu, got, d); all += __shfl_xor_sync(0xffffffffu, all, d); }
-        if (!lane) { x.row[i] = got; x.row[a.m + i] = all; }
+        got = lanes_sum<32>(got);
+        all = lanes_sum<32>(all);
+        if (!lane) {
+            x.row[i] = got;
+            x.row[a.m + i] = all;
+        }
     }
     __syncthreads();
     if (!threadIdx.x) {
         rec[0] = rec[1] = tot[0] = tot[1] = 0;
-        for (int i = 0; i < a.m; i++) { rec[a.rule.holdout & i & 1] += x.row[i]; tot[a.rule.holdout & i & 1] += x.row[a.m + i]; }
+        for (int i = 0; i < a.m; i++) {
+            rec[a.rule.holdout & i & 1] += x.row[i];
+            tot[a.rule.holdout & i & 1] += x.row[a.m + i];
+        }
     }
     __syncthreads();
 }
-static __device__ void take_one(const Picks &a, const Head &x, int id, double *rec) {    // take_line
+
+// take_line of kvcomp.c: chooses line id; what it covers leaves the gains of the lines that cross
+// it. A thread has a sample, and in every sample another line crosses, so no two threads write to
+// one gain. All threads of a block; rec (2) shared.
+static __device__ void take_one(const Picks &a, const PickHead &x, int id, double *rec) {
     int slash = id >= x.n, y = slash ? id - x.n : id;
     double *g = (double *)x.gain;
     for (int i = threadIdx.x; i < a.m; i += PICK_THREADS) {
         int other = x.p0 + a.t[i] - y, on = other >= 0 && !bit_of(slash ? x.v : x.s, other);
         double cell = on ? x.P[(size_t)i * a.N + (slash ? other : y)] : 0;
         x.row[i] = cell;
-        if (on && !(a.rule.holdout & i)) g[slash ? other : x.n + other] -= cell;     // another line for every sample
+        if (on && !(a.rule.holdout & i)) g[slash ? other : x.n + other] -= cell;
     }
     __syncthreads();
     if (!threadIdx.x) {
         rec[0] += g[id];
         for (int i = 1; i < a.m && a.rule.holdout; i += 2) rec[1] += x.row[i];
-        (slash ? x.s : x.v)[y >> 6] |= (uint64_t)1 << (y & 63);
+        uint64_t *bits = slash ? x.s : x.v;
+        bits[y >> 6] |= (uint64_t)1 << (y & 63);                 // Algorithm 2, line 13
     }
     __syncthreads();
 }
-static __device__ double cells_of(const Head &x, const uint64_t *bits, int64_t *part) {
+
+// Cells of the lines in `bits`, crossings counted twice. All threads of a block.
+static __device__ double cells_of(const PickHead &x, const uint64_t *bits, int64_t *part) {
     int64_t sum = 0;
-    for (int y = threadIdx.x; y < x.n; y += PICK_THREADS) if (bit_of(bits, y)) sum += line_len(x, y);
+    for (int y = threadIdx.x; y < x.n; y += PICK_THREADS)
+        if (bit_of(bits, y)) sum += line_len(x, y);
     return (double)sum_block(sum, part);
 }
+
+// Single lines of one query head: greedy on residual gain a cell until alpha of both halves is
+// recovered (Eq. 1). Fails where the lines have too many cells, or none is left before the
+// validating half is recovered.
+// Block: one query head, PICK_THREADS threads. Thread: a line of a segment, a sample when a line is
+// taken. Shared: the warps' candidates and the masses; gains and bounds lie in global memory. SEG =
+// PICK_THREADS: looking at a segment again is one line a thread, and the bounds of all segments are
+// few enough to be read in every turn. Bound by latency: for every line the block meets several
+// times and reads little; only line_residuals reads P as a whole.
 static __global__ void __launch_bounds__(PICK_THREADS, 1) select_lines_kernel(Picks a) {
-    __shared__ Best part[PICK_WARPS];
+    __shared__ BestLine part[PICK_WARPS];
     __shared__ int64_t sums[PICK_WARPS];
     __shared__ double rec[2], tot[2];
-    Head x = head_of(a);
+    PickHead x = pick_head(a);
     int n = x.n, segs = (2 * n + SEG - 1) / SEG, failed = 0;
-    Best *bound = (Best *)x.one;                                 // (segs)
-    double all = .5 * ((double)n * (n + 1) - (double)x.p0 * (x.p0 + 1)), cells = cells_of(x, x.v, sums) + cells_of(x, x.s, sums);
+    BestLine *bound = (BestLine *)x.one;                         // (segs)
+    double all = .5 * ((double)n * (n + 1) - (double)x.p0 * (x.p0 + 1));
+    double cells = cells_of(x, x.v, sums) + cells_of(x, x.s, sums);
     line_residuals(a, x, rec, tot);
-    for (int i = 0; i < segs; i++) { Best b = segment_best(x, i, part); if (!threadIdx.x) bound[i] = b; }
+    for (int i = 0; i < segs; i++) {
+        BestLine b = segment_best(x, i, part);
+        if (!threadIdx.x) bound[i] = b;
+    }
     __syncthreads();
+
     while (!failed && !recovered(a, rec, tot)) {
-        Best top = { 0, 2 * n };
+        BestLine top = { 0, 2 * n };
         for (int i = threadIdx.x; i < segs; i += PICK_THREADS) top = better(top, bound[i], n);
         top = best_block(top, n, part);
         if (top.key <= 0) break;                                 // nothing is left
-        Best now = segment_best(x, top.id / SEG, part);
+        BestLine now = segment_best(x, top.id / SEG, part);
         if (now.key == top.key && now.id == top.id) {
             take_one(a, x, top.id, rec);
             cells += (double)line_len(x, top.id % n);
@@ -2536,29 +4569,66 @@ static __global__ void __launch_bounds__(PICK_THREADS, 1) select_lines_kernel(Pi
         } else if (!threadIdx.x) bound[top.id / SEG] = now;
         __syncthreads();
     }
-    if (!threadIdx.x) tell_found(a, failed || (a.rule.holdout && rec[1] < a.rule.alpha * tot[1]), rec, tot, cells / all);
+
+    failed = failed || (a.rule.holdout && rec[1] < a.rule.alpha * tot[1]);
+    if (!threadIdx.x) tell_found(a, failed, rec, tot, cells / all);
 }
-// After line_probs_cuda of the same heads and tokens: lines (ng R) get their bits, dense and found
-void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, int tile64, const float *P, int T, int m, Lines *lines, LoopFound *found) {
-    int R = s->c->H / s->c->G, N = kv_longest(s, l), heads = ng * R, words = (N + 63) / 64, each = tile64 ? N + words : 2 * N;
-    size_t ids = (size_t)heads * each, bits = (size_t)heads * words, runs = (size_t)heads * 3 * (N / 2 + 2), mark = scratch_mark(s);
-    char *dev = room<char>(s, ROOM_PICKS, 2 * ids * 8 + 3 * bits * 8 + (size_t)heads * (3 + 2 * m) * 8 + runs * 4);
+
+// ---- the host's side
+// The kernels' argument for `heads` query heads from KV head g0 on, and the room they work in: one
+// block of device memory.
+static Picks picks_room(Session *s, int l, int g0, int heads, const LoopRule *rule, int tile64,
+                        const float *P, int T, int m) {
+    int N = kv_longest(s, l), words = (N + 63) / 64, each = tile64 ? N + words : 2 * N;
+    size_t ids = (size_t)heads * each, bits = (size_t)heads * words;
+    size_t runs = (size_t)heads * 3 * (N / 2 + 2), reals = (size_t)heads * (3 + 2 * m);
+    char *dev = room<char>(s, ROOM_PICKS, 2 * ids * 8 + 3 * bits * 8 + reals * 8 + runs * 4);
     Picks a;
     memset(&a, 0, sizeof a);
-    a.heads = head_refs(s, l); a.rule = *rule; a.P = P; a.t = (const int *)s->dev->room[ROOM_TOP].p;
-    a.gain = (int64_t *)dev; a.one = a.gain + ids;
-    a.v = (uint64_t *)(a.one + ids); a.s = a.v + bits; a.wide = a.s + bits;
-    a.found = (double *)(a.wide + bits); a.row = a.found + (size_t)heads * 3; a.run = (int *)(a.row + (size_t)heads * 2 * m);
-    a.g0 = g0; a.R = R; a.m = m; a.N = N; a.T = T; a.ids = each; a.words = words;
+    a.heads = head_refs(s, l);
+    a.rule = *rule;
+    a.P = P;
+    a.t = (const int *)s->dev->room[ROOM_TOP].p;  // line_probs_cuda has left them there
+
+    a.gain = (int64_t *)dev;
+    a.one = a.gain + ids;
+    a.v = (uint64_t *)(a.one + ids);
+    a.s = a.v + bits;
+    a.wide = a.s + bits;
+    a.found = (double *)(a.wide + bits);
+    a.row = a.found + (size_t)heads * 3;
+    a.run = (int *)(a.row + (size_t)heads * 2 * m);
+
+    a.g0 = g0;
+    a.R = s->c->H / s->c->G;
+    a.m = m;
+    a.N = N;
+    a.T = T;
+    a.ids = each;
+    a.words = words;
+    return a;
+}
+
+// The lines of the query heads of ng KV heads from g0 on, from P (ng R,m,N), which line_probs_cuda
+// has just made for the same heads and tokens. lines (ng R), on the host, get their bits, tile64
+// and dense; found (ng R) what they recover and cost.
+void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, int tile64,
+                       const float *P, int T, int m, Lines *lines, LoopFound *found) {
+    int heads = ng * (s->c->H / s->c->G);
+    size_t mark = scratch_mark(s);
+    Picks a = picks_room(s, l, g0, heads, rule, tile64, P, T, m);
     if (tile64) KV_LAUNCH(select_tiles_kernel, heads, PICK_THREADS, 0, a);
     else        KV_LAUNCH(select_lines_kernel, heads, PICK_THREADS, 0, a);
-    uint64_t *host = (uint64_t *)scratch(s, 2 * bits * 8);
+
+    size_t bits = (size_t)heads * a.words;
+    uint64_t *host = (uint64_t *)scratch(s, 2 * bits * 8);  // verticals of all heads, then offsets
     double *told = (double *)scratch(s, heads * 3 * sizeof(double));
     download(host, a.v, 2 * bits * 8);
     download(told, a.found, heads * 3 * sizeof(double));
+
     for (int h = 0; h < heads; h++) {
-        memcpy(lines[h].v, host + (size_t)h * words, bit_bytes(lines[h].n));
-        memcpy(lines[h].s, host + bits + (size_t)h * words, bit_bytes(lines[h].n));
+        memcpy(lines[h].v, host + (size_t)h * a.words, bit_bytes(lines[h].n));
+        memcpy(lines[h].s, host + bits + (size_t)h * a.words, bit_bytes(lines[h].n));
         lines[h].tile64 = tile64;
         lines[h].dense = told[3 * h] != 0;
         found[h] = { told[3 * h + 1], told[3 * h + 2] };
@@ -2567,69 +4637,116 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
 }
 
 // ==================================================================================================== 10 PATS
-// Packed rows are read where they lie: element e of a region starts at bit e*w, so a lane fetches the one or two 32-bit words that
-// hold it, shifts and masks. Packing works the other way around, a thread makes one word of the new bytes: the elements it
-// touches are read from where they are stored now (packed or raw), cut if the new table says more, and no two threads write alike.
-// The bytes are those of kvcomp.c, guard and gaps included. kvcomp.c keeps the books and decides; these are its inner loops.
+// Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs.
+// On the device run: reading packed rows inside attention (load_packed, packed_value), packing and
+// packing again (repack_kernel), and cutting the bits of raw rows before a pass reads them
+// (cut_kernel, for --pats-when=write). The bytes are those of kvcomp.c, guard and gaps included.
+// Map:
+//   Sec. 3 -> pats_schedule, repacked_half, cut_kernel
+// On the host stay b(t,T), the budget of bits of Sec. 3 (pats_bits), the region table of every
+// head, the policy, and the decision what is packed when (pats_commit).
+//
+// Packed rows are read where they lie: element e of a region starts at bit e*w, so a lane fetches
+// the one or two 32-bit words that hold it, shifts and masks. Packing goes the other way around: a
+// thread makes one word of the new bytes. It reads the elements that the word touches from where
+// they are stored now, packed or raw, and cuts them if the new table says so. So no two threads
+// write to one word.
 
-struct Packed {                 // device memory: a header and the table
-    const uint32_t *k, *v;
-    int n_reg, rows64, mid;     // mid: half a step is added on reading
+struct Packed {                 // the packed rows of a head, in device memory: a header and the table
+    const uint32_t *k, *v;      // KVHead.pk and .pv
+    int n_reg;                  // regions
+    int rows64;                 // 1: the paper's blocks of PATS_BLOCK bytes, 0: dense
+    int mid;                    // 1: half a step is added on reading
     Region reg[1];              // (n_reg) ascending by row0
 };
+
+// ---- reading
+// The region that holds row r: the last one with row0 <= r.
 static __device__ const Region *region_of(const Packed *p, int r) {
-    int lo = 0, hi = p->n_reg - 1;                               // the last region with row0 <= r
-    while (lo < hi) { int m = (lo + hi + 1) / 2; if (p->reg[m].row0 <= r) lo = m; else hi = m - 1; }
+    int lo = 0, hi = p->n_reg - 1;
+    while (lo < hi) {
+        int m = (lo + hi + 1) / 2;
+        if (p->reg[m].row0 <= r) lo = m;
+        else hi = m - 1;
+    }
     return &p->reg[lo];
 }
-// The f16 of element d of row r of region g, cut bits 0. words: K's or V's
-static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, int rows64, int r, int d, int D) {
+
+// Element d of row r of region g as the f16 it is stored as, cut bits 0. words: those of the keys
+// or of the values.
+static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, int rows64, int r,
+                                       int d, int D) {
     size_t bit = (size_t)(r - g->row0) * D * g->w + (size_t)d * g->w;
     if (rows64) {
-        int B = 8 * PATS_BLOCK / g->w;
+        int B = 8 * PATS_BLOCK / g->w;                           // elements of a block
         bit = ((size_t)(r - g->row0) * ((D + B - 1) / B) + d / B) * (8 * PATS_BLOCK) + d % B * g->w;
     }
     const uint32_t *p = words + g->base / 4 + bit / 32;
     uint64_t two = p[0] | (bit % 32 + g->w > 32 ? (uint64_t)p[1] << 32 : 0);
     return (uint16_t)(two >> bit % 32 << (16 - g->w));
 }
-// pats_load_region for one element: K's (v 0) or V's
+
+// The same element as attention reads it: pats_load_region of kvcomp.c. v: 0 for K, 1 for V.
 static __device__ float packed_read(const Packed *p, const Region *g, int v, int r, int d, int D) {
     uint16_t x = packed_half(v ? p->v : p->k, g, p->rows64, r, d, D);
     if (p->mid && g->w < 16 && x & 0x7fff) x |= (uint16_t)(1 << (15 - g->w));
     return half_get<DT_F16>(x);
 }
-static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D) { return packed_read(h.pack, region_of(h.pack, r), v, r, d, D); }
-static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane) {                // a row, by one warp
+
+// Element d of packed row r of head h.
+static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D) {
+    return packed_read(h.pack, region_of(h.pack, r), v, r, d, D);
+}
+
+// to (D) = packed row r of head h, by one warp. Neighbouring lanes read neighbouring elements.
+// All of it goes through the cache, for a 32-bit word serves several lanes.
+static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane) {
     const Region *g = region_of(h.pack, r);
     for (int d = lane; d < D; d += 32) to[d] = packed_read(h.pack, g, v, r, d, D);
 }
 
-struct Repack {                 // row i of the new table is row rows[i] of what is stored now (rows NULL: row i)
-    HeadRef now;
-    const Packed *next;         // whose k and v are written
-    const int *rows;
+// ---- packing
+struct Repack {                 // argument of repack_kernel
+    HeadRef now;                // what is stored now
+    const Packed *next;         // the new table, whose k and v are written
+    const int *rows;            // new row i is row rows[i] of what is stored now; NULL: row i
     size_t word0, words;        // words [word0,words) are made
     int rounding, D;
 };
-// pats_cut of element d of the new row r of region g
+
+// Element d of row r of region g of the new table, cut: pats_recut of kvcomp.c. Bits that are gone
+// are never cut anew.
 static __device__ uint16_t repacked_half(const Repack &a, int v, const Region *g, int r, int d) {
     const Packed *p = a.now.pack;
-    int from = a.rows ? a.rows[r] : r, b = 16 - g->w;
-    if (from >= a.now.packed) return pats_cut(((const uint16_t *)(v ? a.now.v : a.now.k))[(size_t)(from - a.now.packed) * a.D + d], b, a.rounding);
+    int from = a.rows ? a.rows[r] : r, b = 16 - g->w;            // b: bits the new table takes off
+    if (from >= a.now.packed) {
+        const uint16_t *raw = (const uint16_t *)(v ? a.now.v : a.now.k);
+        return pats_cut(raw[(size_t)(from - a.now.packed) * a.D + d], b, a.rounding);   // Sec. 3
+    }
     const Region *old = region_of(p, from);
     uint16_t x = packed_half(v ? p->v : p->k, old, p->rows64, from, d, a.D);
-    return b > 16 - old->w ? pats_cut(x, b, a.rounding) : x;
+    return b > 16 - old->w ? pats_cut(x, b, a.rounding) : x;     // Sec. 3
 }
-static __global__ void repack_kernel(Repack a) {                 // blockIdx.y: K, V. pats_recut and pats_keep
+
+// The new packed bytes of one head: pats_recut and pats_keep of kvcomp.c.
+// Block: 128 words of the keys (blockIdx.y 0) or the values (1). Thread: one 32-bit word, made of
+// the two to six elements that touch it (w is 6 to 16; an element that lies in two words is read
+// for both). No shared memory: neighbouring threads read neighbouring elements, through the cache.
+// Bound by the integer work of finding, cutting and shifting an element.
+static __global__ void repack_kernel(Repack a) {
     size_t word = a.word0 + (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (word >= a.words) return;
     const Packed *p = a.next;
     int i = p->n_reg - 1, v = blockIdx.y;
     while (i && p->reg[i].base > word * 4) i--;
     Region g = p->reg[i];
-    int w = g.w, B = p->rows64 ? 8 * PATS_BLOCK / w : a.D, per = (a.D + B - 1) / B;    // elements and number of a row's blocks; dense: one
-    size_t at = (word * 4 - g.base) * 8, block = p->rows64 ? at / (8 * PATS_BLOCK) : 0, all = p->rows64 ? B : (size_t)g.n * a.D;
+    // B: elements of a block. A dense row is one block.
+    int w = g.w, B = p->rows64 ? 8 * PATS_BLOCK / w : a.D;
+    int per = (a.D + B - 1) / B;                                 // blocks of a row
+    // The word's first bit in the region; under rows64, in its block.
+    size_t at = (word * 4 - g.base) * 8;
+    size_t block = p->rows64 ? at / (8 * PATS_BLOCK) : 0, all = p->rows64 ? B : (size_t)g.n * a.D;
+
     uint32_t out = 0;
     if (p->rows64) at %= 8 * PATS_BLOCK;
     for (size_t e = at / w; e * w < at + 32 && e < all; e++) {
@@ -2639,30 +4756,21 @@ static __global__ void repack_kernel(Repack a) {                 // blockIdx.y: 
         uint32_t x = repacked_half(a, v, &g, g.row0 + (int)r, d) >> (16 - w);
         out |= e * w >= at ? x << (e * w - at) : x >> (at - e * w);
     }
-    ((uint32_t *)(v ? p->v : p->k))[word] = out;
-}
-// raw rows row0 .. of the KV heads lose bits[t] bits (--pats-when=write). grid (T,G)
-static __global__ void cut_kernel(HeadRefs heads, const unsigned char *bits, int T, int D, int rounding) {
-    HeadRef h = heads.at[blockIdx.y];
-    int t = blockIdx.x, b = bits[t], mid = rounding == PATS_MID && b ? 1 << (b - 1) : 0;
-    uint16_t *row[2] = { (uint16_t *)h.k, (uint16_t *)h.v };
-    for (int v = 0; v < 2; v++)
-        for (int d = threadIdx.x; d < D; d += 32) {
-            uint16_t *x = row[v] + (size_t)(h.len - h.packed - T + t) * D + d, y = pats_cut(*x, b, rounding);
-            *x = (uint16_t)(y & 0x7fff ? y | mid : y);
-        }
+    uint32_t *words = (uint32_t *)(v ? p->v : p->k);
+    words[word] = out;
 }
 
-// The packed rows of h become those of table reg (n_reg), `bytes` bytes: row i is row rows[i] (NULL: row i) of what is stored now. The
-// first `stay` bytes hold rows that are the same in both. Sets pk and pv; the caller then sets reg, packed and pk_bytes. Memory is asked
-// for in steps of PACK_STEP bytes, so that rows that are packed one by one (static, frozen) are mostly added in place.
-enum { PACK_STEP = 4096 };
-static Packed *pack_table(Session *s, Rows *r, const Packed *head, const Region *reg) {    // in the spare, which becomes r->pack
-    size_t bytes = offsetof(Packed, reg) + (size_t)head->n_reg * sizeof(Region), mark = scratch_mark(s);
+// Uploads the table `head` with the regions reg (head->n_reg) into the spare memory of r, which
+// grows if it must -> the spare.
+static Packed *pack_table(Session *s, Rows *r, const Packed *head, const Region *reg) {
+    size_t bytes = offsetof(Packed, reg) + (size_t)head->n_reg * sizeof(Region);
+    size_t mark = scratch_mark(s);
     if (head->n_reg > r->n_spare) {
         r->n_spare = head->n_reg + 8;
-        r->spare = (Packed *)grown((char *)r->spare, 0, offsetof(Packed, reg) + (size_t)r->n_spare * sizeof(Region));
+        size_t room_for = offsetof(Packed, reg) + (size_t)r->n_spare * sizeof(Region);
+        r->spare = (Packed *)grown((char *)r->spare, 0, room_for);
     }
+
     char *host = (char *)scratch(s, bytes);
     memcpy(host, head, offsetof(Packed, reg));
     memcpy(host + offsetof(Packed, reg), reg, (size_t)head->n_reg * sizeof(Region));
@@ -2670,33 +4778,67 @@ static Packed *pack_table(Session *s, Rows *r, const Packed *head, const Region 
     scratch_reset(s, mark);
     return r->spare;
 }
-void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, size_t stay, const int *rows, int rounding, int rows64) {
+
+// The old table and the spare, which now holds the new one, change places.
+static void pack_swap(Rows *r) {
+    Packed *old = r->pack;
+    int n_old = r->n_pack;
+    r->pack = r->spare;
+    r->n_pack = r->n_spare;
+    r->spare = old;
+    r->n_spare = n_old;
+}
+
+// Memory for packed bytes is asked for in steps of this many, so that rows that are packed one by
+// one (static, frozen) are mostly added in place.
+enum { PACK_STEP = 4096 };
+
+// The packed rows of h become those of the table reg (n_reg), `bytes` bytes for K and for V: row i
+// is row rows[i] of what is stored now (NULL: row i). The first `stay` bytes hold rows that are the
+// same in both. Sets pk and pv of h; the caller then sets reg, packed and pk_bytes.
+void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes,
+                      size_t stay, const int *rows, int rounding, int rows64) {
     Rows *r = &s->dev->held[h - s->head];
     size_t want = (bytes + PACK_STEP - 1) / PACK_STEP * PACK_STEP;
-    int n = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0, only_added = want == r->pk_bytes && !rows && stay && stay == h->pk_bytes - PATS_GUARD;
-    char *pk = only_added ? h->pk : grown(NULL, 0, want), *pv = only_added ? h->pv : grown(NULL, 0, want);
+    int n = n_reg ? reg[n_reg - 1].row0 + reg[n_reg - 1].n : 0;
+    int only_added = want == r->pk_bytes && !rows && stay && stay == h->pk_bytes - PATS_GUARD;
+    char *pk = only_added ? h->pk : grown(NULL, 0, want);
+    char *pv = only_added ? h->pv : grown(NULL, 0, want);
+
     if (n) {
         int *list = rows ? room<int>(s, ROOM_LIST, n) : NULL;
         if (rows) upload(list, rows, (size_t)n * sizeof(int));
-        Packed head = { (const uint32_t *)pk, (const uint32_t *)pv, n_reg, rows64, rounding == PATS_MID, {} };
+        int mid = rounding == PATS_MID;
+        Packed head = { (const uint32_t *)pk, (const uint32_t *)pv, n_reg, rows64, mid, {} };
         HeadRef now = { h->k, h->v, NULL, NULL, r->pack, h->packed, h->len };
-        Repack a = { now, pack_table(s, r, &head, reg), list, stay / 4, (bytes + 3) / 4, rounding, s->c->D };
-        for (int v = 0; v < 2 && !only_added; v++) device_copy(v ? pv : pk, v ? h->pv : h->pk, stay / 4 * 4);
+        const Packed *next = pack_table(s, r, &head, reg);
+        Repack a = { now, next, list, stay / 4, (bytes + 3) / 4, rounding, s->c->D };
+        if (!only_added) {
+            device_copy(pk, h->pk, stay / 4 * 4);
+            device_copy(pv, h->pv, stay / 4 * 4);
+        }
         dim3 grid(blocks(a.words - a.word0, 128), 2);
         KV_LAUNCH(repack_kernel, grid, 128, 0, a);
-        Packed *old = r->pack;                                   // the tables change places
-        int n_old = r->n_pack;
-        r->pack = r->spare; r->n_pack = r->n_spare;
-        r->spare = old; r->n_spare = n_old;
+        pack_swap(r);
     }
-    if (!only_added) { grown(h->pk, 0, 0); grown(h->pv, 0, 0); }
-    h->pk = pk; h->pv = pv;
+
+    if (!only_added) {
+        grown(h->pk, 0, 0);
+        grown(h->pv, 0, 0);
+    }
+    h->pk = pk;
+    h->pv = pv;
     r->pk_bytes = want;
     s->changes++;
 }
-// The first `gone` raw rows are packed now: the `left` others move up
+
+// The first `gone` raw rows are packed: the `left` rows behind them move up.
 void rows_drop_cuda(Session *s, KVHead *h, int gone, int left) {
-    struct { char *p; size_t bytes; } part[] = { { h->k, s->fk->row_bytes(s->c->D) }, { h->v, s->fv->row_bytes(s->c->D) } };
+    int D = s->c->D;
+    struct { char *p; size_t bytes; } part[] = {
+        { h->k, s->fk->row_bytes(D) },
+        { h->v, s->fv->row_bytes(D) },
+    };
     if (!gone || !left) return;
     for (auto &x : part) {                                       // the ranges may overlap
         char *mid = room<char>(s, ROOM_MOVE, left * x.bytes);
@@ -2704,172 +4846,332 @@ void rows_drop_cuda(Session *s, KVHead *h, int gone, int left) {
         device_copy(x.p, mid, left * x.bytes);
     }
 }
-void rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int rounding) {    // the last T rows of layer l lose bits (T)
+
+// ---- cutting raw rows in place (--pats-when=write)
+// The last T rows of every KV head, all raw f16, lose bits[t] bits; under PATS_MID half a step is
+// added at once.
+// Block: one warp, row blockIdx.x of KV head blockIdx.y, keys then values. Lane: every 32nd
+// element. Bound by reading and writing the rows once.
+static __global__ void cut_kernel(HeadRefs heads, const unsigned char *bits, int T, int D,
+                                  int rounding) {
+    HeadRef h = heads.at[blockIdx.y];
+    int t = blockIdx.x, b = bits[t], mid = rounding == PATS_MID && b ? 1 << (b - 1) : 0;
+    uint16_t *row[2] = { (uint16_t *)h.k, (uint16_t *)h.v };
+    for (int v = 0; v < 2; v++)
+        for (int d = threadIdx.x; d < D; d += 32) {
+            uint16_t *x = row[v] + (size_t)(h.len - h.packed - T + t) * D + d;
+            uint16_t y = pats_cut(*x, b, rounding);              // Sec. 3
+            *x = (uint16_t)(y & 0x7fff ? y | mid : y);
+        }
+}
+
+// The last T rows of layer l lose bits (T, on the host).
+void rows_cut_cuda(Session *s, int l, const unsigned char *bits, int T, int rounding) {
     unsigned char *dev = (unsigned char *)room<char>(s, ROOM_LIST, T);
     dim3 grid(T, s->c->G);
     upload(dev, bits, T);
     KV_LAUNCH(cut_kernel, grid, 32, 0, head_refs(s, l), dev, T, s->c->D, rounding);
 }
+
+// n bytes to the host, for methods that look at their device memory.
 void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, n); }
 
 // ==================================================================================================== 11 LYCHEECLUSTER
-// The index is device memory: built, grafted on and searched here; the host cuts the text into chunks and knows how many there are.
-// Every sum has the CPU's order: dot products go by lanes of 16 with fused multiply-adds as in section 4 of kvcomp.c (so a CPU with
-// FMA has the same bits; plain C agrees to rounding), centroids add their chunks in ascending order, distances are serial sums in
-// double that are never fused. No float is added atomically. From equal rows both halves make equal trees and equal lists.
+// LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and Hierarchical KV
+// Indexing.
+// The index is device memory (Tree and Nodes of kvcomp.h point into it): it is built, grafted on
+// and searched here. The host cuts the text into chunks, knows how many there are, asks for memory,
+// decides when to build anew, and measures statistics.
+//   Eq. 2        q.v <= q.mu_u + |q| r_u for every chunk key v below node u
+// Map:
+//   Eq. 2 -> probe_score, open_units_kernel, cluster_scores_kernel
+//   Algorithm 1, line 3 -> lychee_build_cuda, chunk_keys_kernel, assign_kernel, cover_kernel
+//   Algorithm 1, line 9 -> open_units_kernel
+//   Algorithm 1, line 10 -> open_units_kernel
+//   Algorithm 1, line 13 -> cluster_scores_kernel
+//   Algorithm 1, line 14 -> top_k_kernel, take_kernel
+//   Algorithm 1, line 16 -> take_kernel
+//   Algorithm 1, line 22 -> graft_kernel, node_absorb
+// On the host stay the chunker (line 2), Eq. 3 and 4 (statistics), and the decision whether a step
+// chooses at all. Attention over the chosen rows (line 17) is decode attention through views.
+//
+// Bits: every sum has the CPU's order. Dot products go by lanes of 16 with fused multiply-adds, as
+// dot_f32 of section 16 does (so a CPU with FMA has the same bits; plain C agrees to rounding),
+// centroids add their chunks in ascending order, and distances are serial sums in double that are
+// never fused. No float is added atomically. From equal rows both halves make equal trees and equal
+// lists.
 
+// ---- sums and distances
+// a.mu of a (D) and a centre mu (D) in bf16, by a half warp, as dot_lanes.
 static __device__ float dot_centre(const float *a, const uint16_t *mu, int D) {
     float sum = 0;
     for (int d = threadIdx.x & 15; d < D; d += 16) sum = fmaf(a[d], bf16_to_f32(mu[d]), sum);
     return lanes_fold(sum);
 }
-static __device__ void normalise(float *x, int D) {              // one warp; x (D) shared
+
+// x (D), shared, to length 1. One warp.
+static __device__ void normalise(float *x, int D) {
     __syncwarp();
     float f = 1 / sqrtf(dot_lanes(x, x, D) + 1e-12f);
     __syncwarp();
     for (int d = threadIdx.x & 31; d < D; d += 32) x[d] *= f;
     __syncwarp();
 }
+
+// |v - mu|, one thread: a serial sum in double (D42).
 static __device__ double distance(const float *v, const uint16_t *mu, int D) {
     double ss = 0;
-    for (int d = 0; d < D; d++) { double e = (double)v[d] - bf16_to_f32(mu[d]); ss = __dadd_rn(ss, __dmul_rn(e, e)); }
+    for (int d = 0; d < D; d++) {
+        double e = (double)v[d] - bf16_to_f32(mu[d]);
+        ss = __dadd_rn(ss, __dmul_rn(e, e));
+    }
     return sqrt(ss);
 }
-static __device__ float above(double r) { return nextafterf((float)r, INFINITY); }
-static __device__ int lowest_bit(unsigned m) { return __popc((m & (0u - m)) - 1); }
-static __device__ float max_warp(float x) {
-    for (int i = 16; i; i >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, i));
-    return x;
-}
 
-// ---- keys and k-means. blockIdx.y is the KV head; all heads of a layer have as many chunks, clusters and units
-// chunk_key: key (D) shared = normalised mean, or maximum, of rows r0 .. r0+n-1; one warp
-static __device__ void chunk_key(const Column &a, int pool_max, const HeadRef &h, int r0, int n, float *key) {
+// An f32 that is never below r: a radius must not lose a member to rounding.
+static __device__ float above(double r) { return nextafterf((float)r, INFINITY); }
+
+// The number of the lowest set bit of m.
+static __device__ int lowest_bit(unsigned m) { return __popc((m & (0u - m)) - 1); }
+
+// The level of a tree that a kernel works on.
+static __device__ Nodes *level_of(Tree *t, int coarse) { return coarse ? &t->coarse : &t->fine; }
+
+// ---- keys and k-means
+// blockIdx.y is the KV head; all heads of a layer have as many chunks, clusters and units.
+
+// key (D), shared = the normalised mean, or maximum, of the keys of rows r0 .. r0+n-1 of head h.
+// One warp.
+static __device__ void chunk_key(const LayerRows &a, int pool_max, const HeadRef &h, int r0, int n,
+                                 float *key) {
     for (int d = threadIdx.x & 31; d < a.D; d += 32) {
         float x = row_value(a, h, r0, d);
-        for (int i = 1; i < n; i++) { float k = row_value(a, h, r0 + i, d); x = pool_max ? fmaxf(x, k) : x + k; }
+        for (int i = 1; i < n; i++) {
+            float k = row_value(a, h, r0 + i, d);
+            x = pool_max ? fmaxf(x, k) : x + k;
+        }
         key[d] = pool_max ? x : x / (float)n;
     }
     normalise(key, a.D);
 }
-static __global__ void chunk_keys_kernel(Column a, int pool_max, const int *start, float *keys) {  // keys (G,M,D). One warp a chunk
+
+// keys (G,M,D): the key of every chunk; chunk j is rows start[j] .. start[j+1]-1.
+// Block: one warp, chunk blockIdx.x. Lane: every 32nd dimension. Shared: the key, for its length is
+// a sum over all lanes. Bound by reading the rows once.
+static __global__ void chunk_keys_kernel(LayerRows a, int pool_max, const int *start, float *keys) {
     __shared__ float key[MAX_D];
     int j = blockIdx.x;
     chunk_key(a, pool_max, a.heads.at[blockIdx.y], start[j], start[j + 1] - start[j], key);
     float *to = keys + ((size_t)blockIdx.y * gridDim.x + j) * a.D;
     for (int d = threadIdx.x; d < a.D; d += 32) to[d] = key[d];
 }
-static __global__ void first_centres_kernel(float *mu, const float *x, int n, int D) {           // mu (G,K,D): every so many-th point
+
+// mu (G,K,D): k-means starts from every so many-th of the points x (G,n,D) (D50).
+// Block: one warp, centre blockIdx.x. Lane: every 32nd dimension. Bound by latency.
+static __global__ void first_centres_kernel(float *mu, const float *x, int n, int D) {
     int j = blockIdx.x, K = gridDim.x;
-    const float *from = x + ((size_t)blockIdx.y * n + (size_t)(((int64_t)2 * j + 1) * n / ((int64_t)2 * K))) * D;
+    size_t point = (size_t)(((int64_t)2 * j + 1) * n / ((int64_t)2 * K));
+    const float *from = x + ((size_t)blockIdx.y * n + point) * D;
     for (int d = threadIdx.x; d < D; d += 32) mu[((size_t)blockIdx.y * K + j) * D + d] = from[d];
 }
-static __global__ void lengths_kernel(float *len, const float *mu, int D) {      // len (G,K) = 1/|mu|
+
+// len (G,K) = 1/|mu| of every centre mu (G,K,D).
+// Block: one warp, centre blockIdx.x; both halves make the same sum. Bound by latency.
+static __global__ void lengths_kernel(float *len, const float *mu, int D) {
     const float *m = mu + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * D;
     float f = 1 / sqrtf(dot_lanes(m, m, D) + 1e-12f);
     if (!threadIdx.x) len[blockIdx.y * gridDim.x + blockIdx.x] = f;
 }
-// assign_points: 32 points a block against all centres, 32 at a time. A thread holds 2 points and 2 centres and all 16 lanes of their dot
-// products, so that the sums have the CPU's order without a shuffle; x (G,n,D), mu (G,K,D), label (G,n)
-enum { POINTS = 32 };
-static size_t assign_smem(int D) { return (size_t)2 * POINTS * ((D + 15) / 16 * 16 + 4) * sizeof(float); }
-static __device__ void points_load(float *to, int P, const float *x, int n, int D) {             // rows of D padded with zeros to P
-    for (int i = threadIdx.x; i < POINTS * P; i += blockDim.x) { int r = i / P, d = i % P; to[i] = r < n && d < D ? x[(size_t)r * D + d] : 0; }
+
+enum { POINTS = 32 };  // points, and centres, of a tile of assign_kernel
+
+static size_t assign_smem(int D) {
+    return (size_t)2 * POINTS * ((D + 15) / 16 * 16 + 4) * sizeof(float);
 }
-static __global__ void __launch_bounds__(256) assign_kernel(const float *x, int n, const float *mu, int K, int D, const float *len, int *label) {
-    KV_DYN_SHARED(float, xs);                                    // (POINTS,P) points, (POINTS,P) centres
-    int P = (D + 15) / 16 * 16 + 4, i0 = blockIdx.x * POINTS, tj = threadIdx.x & 15, ti = threadIdx.x >> 4, at[2] = { 0, 0 };
+
+// to (POINTS,P) = x (n,D): rows and dimensions that are not there become 0. All threads of a block.
+static __device__ void points_load(float *to, int P, const float *x, int n, int D) {
+    for (int i = threadIdx.x; i < POINTS * P; i += blockDim.x) {
+        int r = i / P, d = i % P;
+        to[i] = r < n && d < D ? x[(size_t)r * D + d] : 0;
+    }
+}
+
+// acc[p][0] = the dot products of the thread's points ti, ti+16 and centres tj, tj+16 (p: point * 2
+// + centre), in the CPU's order: 16 lanes of partial sums, all of them in the thread's registers,
+// folded 8+8, 4+4, 2+2, 1+1.
+static __device__ void pair_dots(float (&acc)[4][16], const float *xs, const float *ms, int ti,
+                                 int tj, int P) {
+    for (int p = 0; p < 4; p++)
+        for (int u = 0; u < 16; u++) acc[p][u] = 0;
+    for (int k = 0; k < P - 4; k += 16)
+        for (int u = 0; u < 16; u++) {
+            float a0 = xs[ti * P + k + u], a1 = xs[(ti + 16) * P + k + u];
+            float b0 = ms[tj * P + k + u], b1 = ms[(tj + 16) * P + k + u];
+            acc[0][u] = fmaf(a0, b0, acc[0][u]);
+            acc[1][u] = fmaf(a0, b1, acc[1][u]);
+            acc[2][u] = fmaf(a1, b0, acc[2][u]);
+            acc[3][u] = fmaf(a1, b1, acc[3][u]);
+        }
+    for (int p = 0; p < 4; p++)
+        for (int h = 8; h; h >>= 1)
+            for (int u = 0; u < h; u++) acc[p][u] += acc[p][u + h];
+}
+
+// label (G,n): for every point of x (G,n,D) the centre of mu (G,K,D) with the largest dot product,
+// times len (G,K) unless that is NULL; ties go to the lower centre. assign_points of kvcomp.c.
+// Block: POINTS = 32 points against all centres, 32 at a time. Thread: 2 points and 2 centres, and
+// all 16 lanes of their four dot products, so that the sums have the CPU's order without a shuffle;
+// 16 threads share the points and join their best at the end. Shared: 32 points and 32 centres,
+// rows of P = D rounded up to 16 and 4 more, which spreads rows over the banks. The tile: four
+// loads from shared memory serve four multiply-adds, and 64 sums still fit into registers. Bound by
+// f32 multiply-adds and shared memory (n K D of each).
+static __global__ void __launch_bounds__(256)
+assign_kernel(const float *x, int n, const float *mu, int K, int D, const float *len, int *label) {
+    KV_DYN_SHARED(float, xs);  // (POINTS,P) points, (POINTS,P) centres
+    int P = (D + 15) / 16 * 16 + 4, i0 = blockIdx.x * POINTS;
+    int tj = threadIdx.x & 15, ti = threadIdx.x >> 4, at[2] = { 0, 0 };
     float *ms = xs + POINTS * P, best[2] = { -INFINITY, -INFINITY };
-    x += (size_t)blockIdx.y * n * D; mu += (size_t)blockIdx.y * K * D; label += (size_t)blockIdx.y * n;
+    x += (size_t)blockIdx.y * n * D;
+    mu += (size_t)blockIdx.y * K * D;
+    label += (size_t)blockIdx.y * n;
     points_load(xs, P, x + (size_t)i0 * D, n - i0, D);
+
     for (int j0 = 0; j0 < K; j0 += POINTS) {
         __syncthreads();
         points_load(ms, P, mu + (size_t)j0 * D, K - j0, D);
         __syncthreads();
         float acc[4][16];
-        for (int p = 0; p < 4; p++) for (int u = 0; u < 16; u++) acc[p][u] = 0;
-        for (int k = 0; k < P - 4; k += 16)
-            for (int u = 0; u < 16; u++) {
-                float a0 = xs[ti * P + k + u], a1 = xs[(ti + 16) * P + k + u], b0 = ms[tj * P + k + u], b1 = ms[(tj + 16) * P + k + u];
-                acc[0][u] = fmaf(a0, b0, acc[0][u]); acc[1][u] = fmaf(a0, b1, acc[1][u]);
-                acc[2][u] = fmaf(a1, b0, acc[2][u]); acc[3][u] = fmaf(a1, b1, acc[3][u]);
-            }
+        pair_dots(acc, xs, ms, ti, tj, P);
         for (int p = 0; p < 4; p++) {
             int j = j0 + tj + p % 2 * 16;
-            for (int h = 8; h; h >>= 1) for (int u = 0; u < h; u++) acc[p][u] += acc[p][u + h];
             if (j >= K) continue;
             float v = len ? acc[p][0] * len[(size_t)blockIdx.y * K + j] : acc[p][0];
-            if (v > best[p / 2]) { best[p / 2] = v; at[p / 2] = j; }
+            if (v > best[p / 2]) {
+                best[p / 2] = v;
+                at[p / 2] = j;
+            }
         }
     }
+
     for (int p = 0; p < 2; p++) {
-        for (int h = 8; h; h >>= 1) {                            // ties: the lower centre
+        for (int h = 8; h; h >>= 1) {                            // over the 16 threads of the points
             float v = __shfl_xor_sync(0xffffffffu, best[p], h);
             int j = __shfl_xor_sync(0xffffffffu, at[p], h);
-            if (v > best[p] || (v == best[p] && j < at[p])) { best[p] = v; at[p] = j; }
+            if (v > best[p] || (v == best[p] && j < at[p])) {
+                best[p] = v;
+                at[p] = j;
+            }
         }
         if (!tj && i0 + ti + 16 * p < n) label[i0 + ti + 16 * p] = at[p];
     }
 }
-// update_centres: one warp a centre walks through the labels and adds its points in ascending order; an empty one stays
-static __global__ void centres_kernel(float *mu, const float *x, const int *label, int n, int D, int unit) {
+
+// mu (G,K,D): every centre becomes the mean of its points, or with `unit` their direction; an empty
+// one stays. update_centres of kvcomp.c.
+// Block: one warp, centre blockIdx.x, which walks through the labels 32 at a time and adds its
+// points in ascending order, so no float is added atomically. Lane: every 32nd dimension, in
+// registers. Shared: the sum while it is normalised. Bound by reading the labels: K centres read n
+// of them each, from the cache.
+static __global__ void centres_kernel(float *mu, const float *x, const int *label, int n, int D,
+                                      int unit) {
     __shared__ float sum[MAX_D];
     int j = blockIdx.x, lane = threadIdx.x, count = 0;
     float acc[MAX_D / 32] = {0}, *to = mu + ((size_t)blockIdx.y * gridDim.x + j) * D;
-    x += (size_t)blockIdx.y * n * D; label += (size_t)blockIdx.y * n;
+    x += (size_t)blockIdx.y * n * D;
+    label += (size_t)blockIdx.y * n;
     for (int i = 0; i < n; i += 32) {
         unsigned m = __ballot_sync(0xffffffffu, i + lane < n && label[i + lane] == j);
-        for (count += __popc(m); m; m &= m - 1) {
+        count += __popc(m);
+        for (; m; m &= m - 1) {
             const float *p = x + (size_t)(i + lowest_bit(m)) * D;
-            for (int c = 0; c < MAX_D / 32; c++) if (lane + 32 * c < D) acc[c] += p[lane + 32 * c];
+            for (int c = 0; c < MAX_D / 32; c++)
+                if (lane + 32 * c < D) acc[c] += p[lane + 32 * c];
         }
     }
+
     if (!count) return;                                          // the whole warp
-    for (int c = 0; c < MAX_D / 32; c++) if (lane + 32 * c < D) sum[lane + 32 * c] = unit ? acc[c] : acc[c] / (float)count;
-    if (unit) normalise(sum, D); else __syncwarp();
+    for (int c = 0; c < MAX_D / 32; c++)
+        if (lane + 32 * c < D) sum[lane + 32 * c] = unit ? acc[c] : acc[c] / (float)count;
+    if (unit) normalise(sum, D);
+    else __syncwarp();
     for (int d = lane; d < D; d += 32) to[d] = sum[d];
 }
-static __device__ Nodes *level_of(Tree *t, int coarse) { return coarse ? &t->coarse : &t->fine; }
-static __global__ void round_centres_kernel(Tree *t, int coarse, float *mu, int n) {             // mu (G,n) elements, rounded in place too
+
+// The centres mu (G,n numbers) rounded to bf16 into the trees' level, and in place too.
+// Block: 256 numbers; thread: one. Bound by latency.
+static __global__ void round_centres_kernel(Tree *t, int coarse, float *mu, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     float *x = mu + (size_t)blockIdx.y * n + i;
-    *x = bf16_to_f32(level_of(&t[blockIdx.y], coarse)->mu[i] = f32_to_bf16(*x));
+    uint16_t rounded = f32_to_bf16(*x);
+    level_of(&t[blockIdx.y], coarse)->mu[i] = rounded;
+    *x = bf16_to_f32(rounded);
 }
 
-// ---- the nodes: children in ascending order, counts and radii. One warp a node, blockIdx.y the tree
-static __global__ void children_kernel(Tree *t, int coarse, const int *label, int n) {           // label (G,n): the node of each child
+// ---- the nodes: children in ascending order, counts and radii
+// A block of one warp has node blockIdx.x of tree blockIdx.y.
+
+// first, last and next of every node from label (G,n), the node of each child; on the coarse level
+// also Tree.parent.
+// Lane: every 32nd label. One lane then links the children that a ballot found. Bound by reading
+// the labels, as centres_kernel.
+static __global__ void children_kernel(Tree *t, int coarse, const int *label, int n) {
     int j = blockIdx.x, lane = threadIdx.x, last = -1;
     Nodes *u = level_of(&t[blockIdx.y], coarse);
     label += (size_t)blockIdx.y * n;
     if (!lane) u->first[j] = -1;
     for (int i = 0; i < n; i += 32) {
         unsigned m = __ballot_sync(0xffffffffu, i + lane < n && label[i + lane] == j);
-        if (!lane && coarse) for (unsigned k = m; k; k &= k - 1) t[blockIdx.y].parent[i + lowest_bit(k)] = j;
+        if (!lane && coarse)
+            for (unsigned k = m; k; k &= k - 1) t[blockIdx.y].parent[i + lowest_bit(k)] = j;
         for (; m; m &= m - 1) {
             int child = i + lowest_bit(m);
-            if (!lane) { if (last < 0) u->first[j] = child; else u->next[last] = child; u->next[child] = -1; }
+            if (!lane) {
+                if (last < 0) u->first[j] = child;
+                else u->next[last] = child;
+                u->next[child] = -1;
+            }
             last = child;
         }
     }
     if (!lane) u->last[j] = last;
 }
-static __global__ void cover_kernel(Tree *t, int coarse, const float *keys, const int *label, const int *start, int M, int D) {    // node_cover of every chunk
+
+// r, chunks and tokens of every node: node_cover of kvcomp.c over all chunks below it, on either
+// level. keys (G,M,D), label (G,M): the cluster of each chunk.
+// Lane: every 32nd chunk, its distance included, which is a serial sum of D terms; a maximum joins
+// the lanes. Bound by latency and by those sums in double.
+static __global__ void cover_kernel(Tree *t, int coarse, const float *keys, const int *label,
+                                    const int *start, int M, int D) {
     int j = blockIdx.x, lane = threadIdx.x, chunks = 0, tokens = 0;
     Tree *tree = &t[blockIdx.y];
     Nodes *u = level_of(tree, coarse);
     float r = 0;
-    label += (size_t)blockIdx.y * M; keys += (size_t)blockIdx.y * M * D;
+    label += (size_t)blockIdx.y * M;
+    keys += (size_t)blockIdx.y * M * D;
     for (int i = lane; i < M; i += 32) {
-        if ((coarse ? tree->parent[label[i]] : label[i]) != j) continue;
-        chunks++; tokens += start[i + 1] - start[i];
+        int node = coarse ? tree->parent[label[i]] : label[i];
+        if (node != j) continue;
+        chunks++;
+        tokens += start[i + 1] - start[i];
         r = fmaxf(r, above(distance(keys + (size_t)i * D, u->mu + (size_t)j * D, D)));
     }
-    r = max_warp(r);
-    for (int d = 16; d; d >>= 1) { chunks += __shfl_xor_sync(0xffffffffu, chunks, d); tokens += __shfl_xor_sync(0xffffffffu, tokens, d); }
-    if (!lane) { u->r[j] = r; u->chunks[j] = chunks; u->tokens[j] = tokens; }
+    r = lanes_max<32>(r);
+    chunks = lanes_sum<32>(chunks);
+    tokens = lanes_sum<32>(tokens);
+    if (!lane) {
+        u->r[j] = r;
+        u->chunks[j] = chunks;
+        u->tokens[j] = tokens;
+    }
 }
-static __global__ void cover_tokens_kernel(Tree *t, Column a, const int *start) {  // cover_tokens: centre and radius of a cluster from its raw keys
+
+// --lychee-bound=token, cover_tokens of kvcomp.c: centre and radius of a cluster from the raw keys
+// of its tokens.
+// Lane: every 32nd dimension of the mean; then all lanes make the same distances. Shared: one key.
+// Bound by latency: a warp reads its cluster's rows twice, one after the other.
+static __global__ void cover_tokens_kernel(Tree *t, LayerRows a, const int *start) {
     __shared__ float row[MAX_D];
     int j = blockIdx.x, lane = threadIdx.x;
     const HeadRef &h = a.heads.at[blockIdx.y];
@@ -2878,8 +5180,10 @@ static __global__ void cover_tokens_kernel(Tree *t, Column a, const int *start) 
     if (!u->chunks[j]) return;                                   // the whole warp
     for (int i = u->first[j]; i >= 0; i = u->next[i])
         for (int k = start[i]; k < start[i + 1]; k++)
-            for (int c = 0; c < MAX_D / 32; c++) if (lane + 32 * c < a.D) acc[c] += row_value(a, h, k, lane + 32 * c) / tokens;
-    for (int c = 0; c < MAX_D / 32; c++) if (lane + 32 * c < a.D) u->mu[(size_t)j * a.D + lane + 32 * c] = f32_to_bf16(acc[c]);
+            for (int c = 0; c < MAX_D / 32; c++)
+                if (lane + 32 * c < a.D) acc[c] += row_value(a, h, k, lane + 32 * c) / tokens;
+    for (int c = 0; c < MAX_D / 32; c++)
+        if (lane + 32 * c < a.D) u->mu[(size_t)j * a.D + lane + 32 * c] = f32_to_bf16(acc[c]);
     __syncwarp();
     for (int i = u->first[j]; i >= 0; i = u->next[i])
         for (int k = start[i]; k < start[i + 1]; k++) {
@@ -2890,17 +5194,25 @@ static __global__ void cover_tokens_kernel(Tree *t, Column a, const int *start) 
         }
     if (!lane) u->r[j] = r;
 }
-static __device__ float unit_rho(const Tree *t, int g, float beta, int D, float *room) {         // one warp; room (D) shared
+
+// The largest |mu_c - mu_g| + beta r_c over the clusters c of unit g, which exact pruning needs.
+// One warp, every lane the same; room (D) shared.
+static __device__ float unit_rho(const Tree *t, int g, float beta, int D, float *room) {
     float rho = 0;
     for (int c = t->coarse.first[g]; c >= 0; c = t->coarse.next[c]) {
         if (!t->fine.chunks[c]) continue;
-        for (int d = threadIdx.x & 31; d < D; d += 32) room[d] = bf16_to_f32(t->fine.mu[(size_t)c * D + d]);
+        for (int d = threadIdx.x & 31; d < D; d += 32)
+            room[d] = bf16_to_f32(t->fine.mu[(size_t)c * D + d]);
         __syncwarp();
-        rho = fmaxf(rho, above(__dadd_rn(distance(room, t->coarse.mu + (size_t)g * D, D), __dmul_rn((double)beta, t->fine.r[c]))));
+        double away = distance(room, t->coarse.mu + (size_t)g * D, D);
+        double slack = __dmul_rn((double)beta, t->fine.r[c]);
+        rho = fmaxf(rho, above(__dadd_rn(away, slack)));
         __syncwarp();
     }
     return rho;
 }
+
+// rho of every unit. Shared: one centre. Bound by latency.
 static __global__ void rho_kernel(Tree *t, float beta, int D) {
     __shared__ float room[MAX_D];
     float rho = unit_rho(&t[blockIdx.y], blockIdx.x, beta, D, room);
@@ -2908,39 +5220,54 @@ static __global__ void rho_kernel(Tree *t, float beta, int D) {
 }
 
 // ---- the host's side of building
-static const int *starts_upload(Session *s, const LycheeRule *x) {              // M, and the starts
+// M and the M+1 starts of the chunks to ROOM_START, where retrieval finds them too -> the starts.
+static const int *starts_upload(Session *s, const LycheeRule *x) {
     int *dev = room<int>(s, ROOM_START, x->M + 2);
     upload(dev, &x->M, sizeof(int));
     upload(dev + 1, x->start, (x->M + 1) * sizeof(int));
     return dev + 1;
 }
-static Tree *trees_of(const Session *s, int l) { return (Tree *)s->dev->room[ROOM_TREES].p + (size_t)l * s->c->G; }      // (G), as the last build left them
-// kmeans: x (G,n,D) -> mu (G,K,D) as rounded, level's mu, label (G,n)
-static void kmeans_device(Session *s, const LycheeRule *x, Tree *t, int coarse, const float *points, int n, int K, float *mu, float *len, int *label) {
+
+// The trees of layer l (G), as the last build left them: their pointers point into device memory.
+static Tree *trees_of(const Session *s, int l) {
+    return (Tree *)s->dev->room[ROOM_TREES].p + (size_t)l * s->c->G;
+}
+
+// kmeans of kvcomp.c: points (G,n,D) -> mu (G,K,D) as rounded, the mu of the trees' level, label
+// (G,n). len (G,K) is room.
+static void kmeans_device(Session *s, const LycheeRule *x, Tree *t, int coarse,
+                          const float *points, int n, int K, float *mu, float *len, int *label) {
     int D = s->c->D, G = s->c->G;
+    const float *weight = x->unit ? NULL : len;                  // centres of length 1 need none
     size_t smem = assign_smem(D);
     dim3 nodes(K, G), tiles(blocks(n, POINTS), G), all(blocks((size_t)K * D, 256), G);
     KV_LAUNCH(first_centres_kernel, nodes, 32, 0, mu, points, n, D);
-    for (int i = 0; i <= x->iters; i++) {
+    for (int i = 0; i <= x->iters; i++) {  // the last assignment is against the rounded centres
         if (i == x->iters) KV_LAUNCH(round_centres_kernel, all, 256, 0, t, coarse, mu, K * D);
         if (!x->unit) KV_LAUNCH(lengths_kernel, nodes, 32, 0, len, mu, D);
-        KV_LAUNCH_WIDE(assign_kernel, tiles, 256, smem, points, n, mu, K, D, x->unit ? (const float *)NULL : len, label);
+        KV_LAUNCH_WIDE(assign_kernel, tiles, 256, smem, points, n, mu, K, D, weight, label);
         if (i < x->iters) KV_LAUNCH(centres_kernel, nodes, 32, 0, mu, points, label, n, D, x->unit);
     }
 }
-void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees) {              // tree_build of a layer's heads
+
+// tree_build of kvcomp.c for all KV heads of layer l. trees (G), on the host: their arrays, for
+// which there is room, lie on the device.
+void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees) {
     int D = s->c->D, G = s->c->G, M = x->M, K = trees->fine.n, P = trees->coarse.n;
     const int *start = starts_upload(s, x);
     room<Tree>(s, ROOM_TREES, (size_t)s->c->L * G);
-    Tree *t = trees_of(s, l);                                    // pointers into device memory
+    Tree *t = trees_of(s, l);
     upload(t, trees, G * sizeof(Tree));
-    float *keys = room<float>(s, ROOM_KEYS, (size_t)G * M * D), *mu = room<float>(s, ROOM_CENTRES, (size_t)G * (K + P) * (D + 1));
+    float *keys = room<float>(s, ROOM_KEYS, (size_t)G * M * D);
+    // Centres of clusters and units, and a length each.
+    float *mu = room<float>(s, ROOM_CENTRES, (size_t)G * (K + P) * (D + 1));
     float *gmu = mu + (size_t)G * K * D, *len = gmu + (size_t)G * P * D;
     int *label = room<int>(s, ROOM_LABELS, (size_t)G * (M + K)), *glabel = label + (size_t)G * M;
+
     dim3 chunks(M, G), fine(K, G), coarse(P, G);
     KV_LAUNCH(chunk_keys_kernel, chunks, 32, 0, keys_of(s, l), x->pool_max, start, keys);
     kmeans_device(s, x, t, 0, keys, M, K, mu, len, label);
-    if (P) kmeans_device(s, x, t, 1, mu, K, P, gmu, len, glabel);
+    if (P) kmeans_device(s, x, t, 1, mu, K, P, gmu, len, glabel);               // Algorithm 1, line 3
     KV_LAUNCH(children_kernel, fine, 32, 0, t, 0, label, M);
     KV_LAUNCH(cover_kernel, fine, 32, 0, t, 0, keys, label, start, M, D);
     if (P) KV_LAUNCH(children_kernel, coarse, 32, 0, t, 1, glabel, K);
@@ -2949,19 +5276,32 @@ void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees
     if (P) KV_LAUNCH(rho_kernel, coarse, 32, 0, t, x->beta, D);
 }
 
-// ---- grafting: tree_graft, a block a tree. All warps look for the nearest cluster, the first one takes the chunk in
+// ---- grafting (D49): tree_graft of kvcomp.c
 enum { GRAFT_THREADS = 256 };
-static __device__ void node_absorb(const LycheeRule &x, Nodes *u, int node, int n, const float *v, int unit, int D, float *room) {    // one warp; v, room (D) shared
+
+// How far a centre moves towards a key at distance d, as a share of d; n: keys it has, r: its
+// radius. The ball is the smallest that holds the old one and the key.
+static __device__ double graft_step(int lazy, int n, double d, double r) {
+    if (lazy == LAZY_MEAN) return 1 / (n + 1.0);
+    return lazy == LAZY_BALL && d > r ? (d - r) / (2 * d) : 0;
+}
+
+// The node takes in one more key v beside the n it has: its centre follows, and its radius goes on
+// covering all. One warp; v, room (D) shared.
+static __device__ void node_absorb(const LycheeRule &x, Nodes *u, int node, int n, const float *v,
+                                   int unit, int D, float *room) {
     uint16_t *mu = u->mu + (size_t)node * D;
     int lane = threadIdx.x & 31;
+    // delta: how far the rounded centre moves
     double d = distance(v, mu, D), r = u->r[node], delta = 0;
-    double step = x.lazy == LAZY_MEAN ? 1 / (n + 1.0) : x.lazy == LAZY_BALL && d > r ? (d - r) / (2 * d) : 0;
+    double step = graft_step(x.lazy, n, d, r);
     if (step > 0) {
         for (int i = lane; i < D; i += 32) {
             float m = bf16_to_f32(mu[i]);
             room[i] = (float)__dadd_rn(m, __dmul_rn(step, (double)v[i] - m));
         }
-        if (x.lazy == LAZY_MEAN && unit) normalise(room, D); else __syncwarp();
+        if (x.lazy == LAZY_MEAN && unit) normalise(room, D);
+        else __syncwarp();
         for (int i = 0; i < D; i++) {                            // every lane the same sum
             double e = (double)bf16_to_f32(f32_to_bf16(room[i])) - bf16_to_f32(mu[i]);
             delta = __dadd_rn(delta, __dmul_rn(e, e));
@@ -2973,35 +5313,64 @@ static __device__ void node_absorb(const LycheeRule &x, Nodes *u, int node, int 
         d = distance(v, mu, D);
     }
     __syncwarp();
-    if (!lane && (delta > 0 || d > r)) u->r[node] = above(fmax(r + delta, d));
+    if (!lane && (delta > 0 || d > r))
+        u->r[node] = above(fmax(r + delta, d));                  // Algorithm 1, line 22
     __syncwarp();
 }
-// nearest_cluster: the block's best cluster for v (D) shared; ties: the lower one
-static __device__ int nearest_cluster(const Nodes *u, const float *v, int tokens, int D, float *best_of, int *at_of) {
+
+// The cluster whose centre has the largest dot product with v (D), shared; ties go to the lower
+// one. All threads of a block; a half warp takes every 16th cluster. best_of, at_of (GRAFT_THREADS
+// / 16) shared. tokens: centres are raw means, which differ in length, so directions are compared.
+static __device__ int nearest_cluster(const Nodes *u, const float *v, int tokens, int D,
+                                      float *best_of, int *at_of) {
     int half = threadIdx.x >> 4, halves = GRAFT_THREADS / 16, at = 0;
     float best = -INFINITY;
-    for (int c0 = 0; c0 < u->n; c0 += halves) {                  // all lanes take part in every shuffle
+    for (int c0 = 0; c0 < u->n; c0 += halves) {  // all lanes take part in every shuffle
         int c = c0 + half < u->n ? c0 + half : u->n - 1;
         const uint16_t *mu = u->mu + (size_t)c * D;
         float S = dot_centre(v, mu, D), ss = 0;
-        if (tokens) {                                            // raw centres differ in length: compare directions
-            for (int d = threadIdx.x & 15; d < D; d += 16) ss = fmaf(bf16_to_f32(mu[d]), bf16_to_f32(mu[d]), ss);
+        if (tokens) {
+            for (int d = threadIdx.x & 15; d < D; d += 16)
+                ss = fmaf(bf16_to_f32(mu[d]), bf16_to_f32(mu[d]), ss);
             S /= sqrtf(lanes_fold(ss) + 1e-12f);
         }
-        if (u->chunks[c] && (S > best || (S == best && c < at))) { best = S; at = c; }
+        if (u->chunks[c] && (S > best || (S == best && c < at))) {
+            best = S;
+            at = c;
+        }
     }
-    if (!(threadIdx.x & 15)) { best_of[half] = best; at_of[half] = at; }
+
+    if (!(threadIdx.x & 15)) {
+        best_of[half] = best;
+        at_of[half] = at;
+    }
     __syncthreads();
-    for (int i = 0; i < halves; i++) if (best_of[i] > best || (best_of[i] == best && at_of[i] < at)) { best = best_of[i]; at = at_of[i]; }
+    for (int i = 0; i < halves; i++)
+        if (best_of[i] > best || (best_of[i] == best && at_of[i] < at)) {
+            best = best_of[i];
+            at = at_of[i];
+        }
     return at;
 }
-static __device__ void child_append(Nodes *u, int node, int child, int tokens) {                 // one thread
+
+// The child, of so many tokens, becomes the last of the node. One thread.
+static __device__ void child_append(Nodes *u, int node, int child, int tokens) {
     u->next[child] = -1;
-    if (u->first[node] < 0) u->first[node] = child; else u->next[u->last[node]] = child;
+    if (u->first[node] < 0) u->first[node] = child;
+    else u->next[u->last[node]] = child;
     u->last[node] = child;
-    u->chunks[node]++; u->tokens[node] += tokens;
+    u->chunks[node]++;
+    u->tokens[node] += tokens;
 }
-static __global__ void __launch_bounds__(GRAFT_THREADS, 1) graft_kernel(Tree *trees, Column a, LycheeRule x, const int *start, int from) {
+
+// Chunks from .. M-1 join the tree blockIdx.x, one after the other, for each sees what the one
+// before changed.
+// Block: one tree. Half warp: every 16th cluster in the search for the nearest; the first warp then
+// takes the chunk in. Shared: the chunk's key, a raw key (bound=token), a centre that moves, and
+// the half warps' best. Bound by latency: there is a chunk every 8 to 16 tokens and G blocks only,
+// while the search reads the K centres once.
+static __global__ void __launch_bounds__(GRAFT_THREADS, 1)
+graft_kernel(Tree *trees, LayerRows a, LycheeRule x, const int *start, int from) {
     __shared__ float v[MAX_D], row[MAX_D], tmp[MAX_D], best_of[GRAFT_THREADS / 16];
     __shared__ int at_of[GRAFT_THREADS / 16];
     Tree *t = &trees[blockIdx.x];
@@ -3013,10 +5382,13 @@ static __global__ void __launch_bounds__(GRAFT_THREADS, 1) graft_kernel(Tree *tr
         __syncthreads();
         int c = nearest_cluster(&t->fine, v, x.tokens, D, best_of, at_of);
         if (threadIdx.x < 32) {
-            for (int i = 0; i < (x.tokens ? n : 1); i++) {       // bound=token: the chunk's raw keys one by one
-                for (int d = lane; d < D; d += 32) row[d] = x.tokens ? row_value(a, h, start[j] + i, d) : v[d];
+            // With bound=token, the chunk's raw keys one by one.
+            for (int i = 0; i < (x.tokens ? n : 1); i++) {
+                for (int d = lane; d < D; d += 32)
+                    row[d] = x.tokens ? row_value(a, h, start[j] + i, d) : v[d];
                 __syncwarp();
-                node_absorb(x, &t->fine, c, x.tokens ? t->fine.tokens[c] + i : t->fine.chunks[c], row, x.unit && !x.tokens, D, tmp);
+                int has = x.tokens ? t->fine.tokens[c] + i : t->fine.chunks[c];
+                node_absorb(x, &t->fine, c, has, row, x.unit && !x.tokens, D, tmp);
             }
             if (!lane) child_append(&t->fine, c, j, n);
             __syncwarp();
@@ -3024,24 +5396,44 @@ static __global__ void __launch_bounds__(GRAFT_THREADS, 1) graft_kernel(Tree *tr
                 int g = t->parent[c];
                 node_absorb(x, &t->coarse, g, t->coarse.chunks[g], v, x.unit, D, tmp);
                 float rho = unit_rho(t, g, x.beta, D, tmp);
-                if (!lane) { t->coarse.chunks[g]++; t->coarse.tokens[g] += n; t->rho[g] = rho; }
+                if (!lane) {
+                    t->coarse.chunks[g]++;
+                    t->coarse.tokens[g] += n;
+                    t->rho[g] = rho;
+                }
             }
         }
-        __syncthreads();                                         // the next chunk sees what this one changed
+        __syncthreads();  // the next chunk sees what this one changed
     }
 }
+
+// Chunks from .. M-1 join the trees of layer l.
 void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
     const int *start = starts_upload(s, x);
-    KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), keys_of(s, l), *x, start, from);
+    KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), keys_of(s, l), *x, start,
+              from);
 }
 
-// ---- retrieval: scores (of units, then of the clusters below opened ones), the best clusters, their chunks under the budget, rows.
-// A list is what a group of query heads reads, or one head under gqa=head; blockIdx.y is the list. --lychee-prune=exact reads what a flat scan
-// reads, so it is one here.
-struct Probes { const float *q; int m, R, D, gqa; };             // q (H,D); m: query heads of a list
-struct Probe { const float *q; int m; const float *w; float slack; };
+// ---- retrieval: scores of units and of the clusters below opened ones
+// A list is what a group of query heads reads, or one head under gqa=head (D45).
+// --lychee-prune=exact reads what a flat scan reads, so on the device it is one (D46).
+struct Probes {                 // argument of the kernels that score
+    const float *q;             // (H,D)
+    int m, R;                   // query heads of a list, and of a KV head
+    int D, gqa;                 // head_dim; GQA_*
+};
+
+struct Probe {                  // a node's score is max over i of (q_i . mu) w_i, + beta slack r
+    const float *q;             // (m,D) shared
+    int m;
+    const float *w;             // (m) shared; NULL: 1
+    float slack;
+};
+
 static size_t probe_smem(int m, int D) { return ((size_t)m * D + D + m + 1) * sizeof(float); }
-// probe_max, probe_sum: all threads of a block; room: probe_smem
+
+// probe_max and probe_sum of kvcomp.c for list `list`. All threads of a block; room: probe_smem
+// bytes, shared.
 static __device__ Probe probe_make(const Probes &a, int list, float *room) {
     const float *q = a.q + (size_t)list * a.m * a.D;
     float *own = room, *sum = own + a.m * a.D, *w = sum + a.D, slack = 0;        // (m,D) (D) (m)
@@ -3058,43 +5450,64 @@ static __device__ Probe probe_make(const Probes &a, int list, float *room) {
         slack += length;
     }
     __syncthreads();
-    Probe p = { own, a.m, w, 1 };
-    if (a.gqa != GQA_MAX) { p.q = sum; p.m = 1; p.w = NULL; p.slack = slack; }
-    return p;
+    if (a.gqa == GQA_MAX) return { own, a.m, w, 1 };             // scale free: every head may win
+    return { sum, 1, NULL, slack };
 }
-static __device__ float probe_score(const Probe &p, const uint16_t *mu, float r, float beta, int D) {    // a half warp
+
+// The score of a node with centre mu and radius r, by a half warp. beta 1: the bound UB.
+static __device__ float probe_score(const Probe &p, const uint16_t *mu, float r, float beta, int D) {
     float top = -INFINITY;
     for (int i = 0; i < p.m; i++) {
         float v = dot_centre(p.q + i * D, mu, D);
         if (p.w) v *= p.w[i];
         top = v > top ? v : top;
     }
-    return beta ? __fadd_rn(top, __fmul_rn(__fmul_rn(beta, p.slack), r)) : top;
+    return beta ? __fadd_rn(top, __fmul_rn(__fmul_rn(beta, p.slack), r)) : top;  // Eq. 2
 }
-// open_top: units by score, the first `want` of them and more while they hold too few tokens. open (lists,P). One block a list
-static __global__ void open_units_kernel(Tree *trees, Probes a, float beta, int want, int least, float *score, unsigned char *open) {
+
+// open_top of kvcomp.c: opens the `want` units that score best, and more while they hold fewer than
+// `least` tokens. score, open (lists,P): scores of the units, and 1 for those opened.
+// Block: list blockIdx.x, all of its units, for opening compares them all. Half warp: every 16th
+// unit while scoring; thread: one unit while opening, which is opened if those before it are too
+// few. Shared: the list's probe. Bound by latency: there are at most --lychee-coarse-max (64)
+// units.
+static __global__ void open_units_kernel(Tree *trees, Probes a, float beta, int want, int least,
+                                         float *score, unsigned char *open) {
     KV_DYN_SHARED(float, room);
     int list = blockIdx.x, half = threadIdx.x >> 4;
     const Nodes *u = &trees[list / (a.R / a.m)].coarse;
     Probe p = probe_make(a, list, room);
-    score += (size_t)list * u->n; open += (size_t)list * u->n;
-    for (int g0 = 0; g0 < u->n; g0 += blockDim.x / 16) {
+    score += (size_t)list * u->n;
+    open += (size_t)list * u->n;
+    for (int g0 = 0; g0 < u->n; g0 += blockDim.x / 16) {  // all lanes take part in every shuffle
         int g = g0 + half < u->n ? g0 + half : u->n - 1;
-        float S = probe_score(p, u->mu + (size_t)g * a.D, u->r[g], beta, a.D);
+        const uint16_t *mu = u->mu + (size_t)g * a.D;
+        float S = probe_score(p, mu, u->r[g], beta, a.D);        // Algorithm 1, line 9
         if (!(threadIdx.x & 15) && g0 + half < u->n) score[g] = S;
     }
     __syncthreads();
-    for (int g = threadIdx.x; g < u->n; g += blockDim.x) {       // a unit is opened iff those before it are too few
+
+    for (int g = threadIdx.x; g < u->n; g += blockDim.x) {
         int before = 0, tokens = 0;
         for (int i = 0; i < u->n; i++) {
-            if (!u->chunks[i] || !(score[i] > score[g] || (score[i] == score[g] && i < g))) continue;
-            before++; tokens += u->tokens[i];
+            int first = score[i] > score[g] || (score[i] == score[g] && i < g);
+            if (!u->chunks[i] || !first) continue;
+            before++;
+            tokens += u->tokens[i];
         }
-        open[g] = u->chunks[g] && (before < want || tokens < least);
+        open[g] = u->chunks[g] && (before < want || tokens < least);  // Algorithm 1, line 10
     }
 }
-// score (lists,K); rows (lists): K clusters, of which `most` are wanted
-static __global__ void cluster_scores_kernel(Tree *trees, Probes a, float beta, const unsigned char *open, float *score, TopRow *rows, int most) {
+
+// score (lists,K) of the clusters; -INFINITY for one that is empty or lies below a unit that is not
+// opened. open NULL: a flat scan. rows (lists): K clusters, of which `most` are wanted, for
+// top_k_kernel.
+// Block: 16 clusters of list blockIdx.y. Half warp: one cluster; lane: every 16th dimension.
+// Shared: the list's probe, which all 16 clusters need. A warp whose two clusters are not wanted
+// ends early. Bound by reading the centres (2 K D bytes a KV head).
+static __global__ void cluster_scores_kernel(Tree *trees, Probes a, float beta,
+                                             const unsigned char *open, float *score, TopRow *rows,
+                                             int most) {
     KV_DYN_SHARED(float, room);
     int list = blockIdx.y, half = threadIdx.x >> 4;
     const Tree *t = &trees[list / (a.R / a.m)];
@@ -3102,85 +5515,164 @@ static __global__ void cluster_scores_kernel(Tree *trees, Probes a, float beta, 
     if (!blockIdx.x && !threadIdx.x) rows[list] = { u->n, most };
     Probe p = probe_make(a, list, room);
     int c = blockIdx.x * (blockDim.x / 16) + half, last = c < u->n ? c : u->n - 1;
+    int writes = !(threadIdx.x & 15) && c < u->n;
     int dead = !u->chunks[last] || (open && !open[(size_t)list * t->coarse.n + t->parent[last]]);
-    if (__all_sync(0xffffffffu, dead)) { if (!(threadIdx.x & 15) && c < u->n) score[(size_t)list * u->n + c] = -INFINITY; return; }
-    float S = probe_score(p, u->mu + (size_t)last * a.D, u->r[last], beta, a.D);
-    if (!(threadIdx.x & 15) && c < u->n) score[(size_t)list * u->n + c] = dead ? -INFINITY : S;
-}
-// retrieve and rows_to_read: out (lists,stride) = LIST_HEAD numbers; the rows (per); the clusters when wanted. chunks: M, their M+1 starts; cand
-// (lists,most) ascending; taken (lists,cap)
-enum { TAKE_THREADS = 256 };
-struct Take { const Tree *trees; const int *chunks, *cand, *count; const float *score; int *order; unsigned char *taken; int *out, stride, most, per, lists, cap, room, sink; };
-static __device__ int take_clusters(const Take &a, const int *start, const Nodes *u, const int *order, int n, unsigned char *taken, int *tokens) {    // one thread: clusters that fit, in order
-    int used = 0, i = 0, part = 0;
-    while (i < n && used + u->tokens[order[i]] <= a.room) used += u->tokens[order[i++]];
-    for (int j = i < n ? u->first[order[i]] : -1; j >= 0; j = u->next[j]) {     // the first chunk that does not fit ends it
-        int k = start[j + 1] - start[j];
-        if (used + k > a.room) break;
-        taken[j] = 1; used += k; part = 1;
+    if (__all_sync(0xffffffffu, dead)) {
+        if (writes) score[(size_t)list * u->n + c] = -INFINITY;
+        return;
     }
-    *tokens = used;
-    return i * 2 + part;
+    const uint16_t *mu = u->mu + (size_t)last * a.D;
+    float S = probe_score(p, mu, u->r[last], beta, a.D);         // Algorithm 1, line 13
+    if (writes) score[(size_t)list * u->n + c] = dead ? -INFINITY : S;
 }
-static __global__ void __launch_bounds__(TAKE_THREADS) take_kernel(Take a) {
-    __shared__ int state[2], sum[TAKE_THREADS / 32];
-    int list = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = a.count[list], valid = 0, M = a.chunks[0];
-    const int *start = a.chunks + 1;
-    const Nodes *u = &a.trees[list / a.lists].fine;
-    const float *S = a.score + (size_t)list * u->n;
-    const int *cand = a.cand + (size_t)list * a.most;
-    int *order = a.order + (size_t)list * a.most, *out = a.out + (size_t)list * a.stride;
-    unsigned char *taken = a.taken + (size_t)list * a.cap;
+
+// ---- retrieval: chunks under the budget, and their rows (retrieve and rows_to_read of kvcomp.c)
+enum { TAKE_THREADS = 256 };
+
+struct Take {                   // argument of take_kernel
+    const Tree *trees;
+    const int *chunks;          // M, then the M+1 starts
+    const int *cand, *count;    // (lists,most) the best clusters, by number; (lists) how many
+    const float *score;         // (lists,K)
+    int *order;                 // (lists,most) room: the candidates by score
+    unsigned char *taken;       // (lists,cap) room: 1 for a chunk that is read
+    int *out;                   // (lists,stride): LIST_HEAD numbers, rows (per), clusters if wanted
+    int stride, most, per;
+    int lists, cap;             // lists of a KV head; chunks there is room for
+    int room, sink;             // tokens of all chunks at most; rows before the index
+};
+
+// order = the candidates cand (n) that have a score, the best first, of equal ones the lower number.
+// -> how many, in every thread. All threads of a block; a thread counts the candidates before its own.
+static __device__ int order_clusters(const int *cand, int n, const float *S, int *order) {
+    int valid = 0;
     for (int i = 0; i < n; i++) valid += S[cand[i]] > -INFINITY;
-    for (int i = threadIdx.x; i < n; i += TAKE_THREADS) {        // place in the order: larger score, then lower number
+    for (int i = threadIdx.x; i < n; i += TAKE_THREADS) {
         int c = cand[i], place = 0;
         if (!(S[c] > -INFINITY)) continue;
         for (int k = 0; k < n; k++) place += S[cand[k]] > S[c] || (S[cand[k]] == S[c] && cand[k] < c);
         order[place] = c;
     }
-    for (int j = threadIdx.x; j < M; j += TAKE_THREADS) taken[j] = 0;
-    __syncthreads();
-    if (!threadIdx.x) { state[0] = take_clusters(a, start, u, order, valid, taken, &out[LIST_TOKENS]); out[LIST_CLUSTERS] = state[0] / 2 + state[0] % 2; }
-    __syncthreads();
-    for (int i = threadIdx.x; i < state[0] / 2; i += TAKE_THREADS) for (int j = u->first[order[i]]; j >= 0; j = u->next[j]) taken[j] = 1;
-    for (int i = threadIdx.x; a.stride > LIST_HEAD + a.per && i < state[0] / 2 + state[0] % 2; i += TAKE_THREADS) out[LIST_HEAD + a.per + i] = order[i];
-    for (int r = threadIdx.x; r < a.sink; r += TAKE_THREADS) out[LIST_HEAD + r] = r;
-    int at = a.sink;
-    for (int j0 = 0; j0 < M; j0 += TAKE_THREADS) {               // rows of the taken chunks, ascending: a sum of lengths says where
-        int j = j0 + threadIdx.x, before, all = 0;
-        __syncthreads();
+    return valid;
+}
+
+// Takes clusters in order (n) as long as they fit into the room. Of the first that does not fit, the
+// chunks are taken, and marked here, up to the first that does not (D44). *tokens: of all chunks
+// taken. One thread. -> twice the number of whole clusters, + 1 if chunks of one more are taken
+static __device__ int take_clusters(const Take &a, const int *start, const Nodes *u,
+                                    const int *order, int n, unsigned char *taken, int *tokens) {
+    int used = 0, i = 0, part = 0;
+    while (i < n && used + u->tokens[order[i]] <= a.room) {      // Algorithm 1, line 14
+        used += u->tokens[order[i]];
+        i++;
+    }
+    for (int j = i < n ? u->first[order[i]] : -1; j >= 0; j = u->next[j]) {
+        int k = start[j + 1] - start[j];
+        if (used + k > a.room) break;
+        taken[j] = 1;
+        used += k;
+        part = 1;
+    }
+    *tokens = used;
+    return i * 2 + part;
+}
+
+// The rows of the taken chunks of M, ascending, into rows from index `at` on -> where they end. All
+// threads of a block; sum (TAKE_THREADS / 32) shared. A thread has a chunk; a running sum of the
+// lengths says where its rows go.
+static __device__ int write_rows(const int *start, const unsigned char *taken, int M, int *rows,
+                                 int at, int *sum) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int j0 = 0; j0 < M; j0 += TAKE_THREADS) {
+        int j = j0 + threadIdx.x, all = 0;
+        __syncthreads();                                         // the last sums have been read
         int len = j < M && taken[j] ? start[j + 1] - start[j] : 0;
-        before = len;
-        for (int d = 1; d < 32; d *= 2) { int x = __shfl_up_sync(0xffffffffu, before, d); if (lane >= d) before += x; }
-        if (lane == 31) sum[warp] = before;
+        int upto = scan_warp(len);  // rows of the chunks up to the thread's own
+        if (lane == 31) sum[warp] = upto;
         __syncthreads();
-        for (int w = 0; w < TAKE_THREADS / 32; w++) { if (w == warp) before += all; all += sum[w]; }
-        for (int r = 0; r < len; r++) out[LIST_HEAD + at + before - len + r] = start[j] + r;
+        for (int w = 0; w < TAKE_THREADS / 32; w++) {
+            if (w == warp) upto += all;
+            all += sum[w];
+        }
+        for (int r = 0; r < len; r++)
+            rows[at + upto - len + r] = start[j] + r;            // Algorithm 1, line 16
         at += all;
     }
-    if (!threadIdx.x) { out[LIST_ROWS] = at; out[LIST_TAIL] = start[M]; }
+    return at;
 }
-// bring: -> (lists,LIST_HEAD + 2 per) on the host, in scratch. Otherwise the lists, one a KV head, become the layer's views, and NULL is returned.
-// per: sink + room at least; M > 0
-int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q, int per, int bring) {
-    int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D, m = x->gqa == GQA_HEAD ? 1 : R, lists = H / m, K = trees->fine.n, P = trees->coarse.n;
-    int most = x->room / x->min < K ? x->room / x->min : K, stride = LIST_HEAD + (bring ? 2 : 1) * per;
+
+// A list of rows for every list of clusters: the sinks, the rows of the taken chunks, and a tail
+// from the first token behind the index.
+// Block: one list, TAKE_THREADS threads. Thread: a candidate while ordering, a cluster while
+// marking, a chunk while writing; what fits is decided by one thread, for each cluster depends on
+// those before. Shared: that decision and the warps' sums. Bound by latency: a step has G such
+// blocks, which read M chunks once.
+static __global__ void __launch_bounds__(TAKE_THREADS) take_kernel(Take a) {
+    __shared__ int state, sum[TAKE_THREADS / 32];
+    int list = blockIdx.x, M = a.chunks[0];
+    const int *start = a.chunks + 1, *cand = a.cand + (size_t)list * a.most;
+    const Nodes *u = &a.trees[list / a.lists].fine;
+    int *order = a.order + (size_t)list * a.most;
+    int *out = a.out + (size_t)list * a.stride, *rows = out + LIST_HEAD;
+    unsigned char *taken = a.taken + (size_t)list * a.cap;
+
+    int valid = order_clusters(cand, a.count[list], a.score + (size_t)list * u->n, order);
+    for (int j = threadIdx.x; j < M; j += TAKE_THREADS) taken[j] = 0;
+    __syncthreads();
+    if (!threadIdx.x) {
+        state = take_clusters(a, start, u, order, valid, taken, &out[LIST_TOKENS]);
+        out[LIST_CLUSTERS] = state / 2 + state % 2;
+    }
+    __syncthreads();
+
+    // tell: the clusters are wanted too
+    int whole = state / 2, used = whole + state % 2, tell = a.stride > LIST_HEAD + a.per;
+    for (int i = threadIdx.x; i < whole; i += TAKE_THREADS)
+        for (int j = u->first[order[i]]; j >= 0; j = u->next[j]) taken[j] = 1;
+    for (int i = threadIdx.x; tell && i < used; i += TAKE_THREADS) rows[a.per + i] = order[i];
+    for (int r = threadIdx.x; r < a.sink; r += TAKE_THREADS) rows[r] = r;
+    int n = write_rows(start, taken, M, rows, a.sink, sum);
+    if (!threadIdx.x) {
+        out[LIST_ROWS] = n;
+        out[LIST_TAIL] = start[M];
+    }
+}
+
+// What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads; per:
+// rows of a list at most (sink + room or more); M > 0. bring: -> (lists,LIST_HEAD + 2 per) on the
+// host, in scratch, clusters included. Otherwise the lists, one a KV head, become the layer's views
+// (chosen_room), and NULL is returned.
+int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q,
+                      int per, int bring) {
+    int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D, K = trees->fine.n, P = trees->coarse.n;
+    int m = x->gqa == GQA_HEAD ? 1 : R, lists = H / m;
+    int most = min_int(x->room / x->min, K);                     // clusters that can be read at most
+    int stride = LIST_HEAD + (bring ? 2 : 1) * per;
     size_t n_score = (size_t)lists * (K + P), n_out = bring ? (size_t)lists * stride : 0;
     size_t bytes = n_score * 4 + (n_out + lists * (2 * most + 1)) * 4 + (size_t)lists * (x->cap + P);
+
     float *score = (float *)room<char>(s, ROOM_SEEK, bytes), *unit = score + (size_t)lists * K;
-    int *here = (int *)(score + n_score), *cand = here + n_out, *order = cand + lists * most, *count = order + lists * most;
+    int *here = (int *)(score + n_score), *cand = here + n_out;
+    int *order = cand + lists * most, *count = order + lists * most;
     unsigned char *taken = (unsigned char *)(count + lists), *open = taken + (size_t)lists * x->cap;
     int *out = bring ? here : chosen_room(s, l, stride);
+
     Probes p = { q, m, R, D, x->gqa };
     Tree *t = trees_of(s, l);
     const int *chunks = (const int *)s->dev->room[ROOM_START].p; // as the last build or graft left it
     TopRow *rows = room<TopRow>(s, ROOM_LIST, lists);
+    size_t smem = probe_smem(m, D);
+    const unsigned char *opened = x->units ? open : NULL;
+
     dim3 all(blocks(K, 16), lists);
-    if (x->units) KV_LAUNCH(open_units_kernel, lists, 256, probe_smem(m, D), t, p, x->beta_coarse, x->units, 4 * x->room, unit, open);
-    KV_LAUNCH(cluster_scores_kernel, all, 256, probe_smem(m, D), t, p, x->beta, x->units ? open : (unsigned char *)NULL, score, rows, most);
+    if (x->units) KV_LAUNCH(open_units_kernel, lists, 256, smem, t, p, x->beta_coarse, x->units,
+                            4 * x->room, unit, open);
+    KV_LAUNCH(cluster_scores_kernel, all, 256, smem, t, p, x->beta, opened, score, rows, most);
     top_k_device(s, score, lists, K, NULL, cand, most, count);
-    Take a = { t, chunks, cand, count, score, order, taken, out, stride, most, per, R / m, x->cap, x->room, x->sink };
+    Take a = { t, chunks, cand, count, score, order, taken, out, stride, most, per, R / m, x->cap,
+               x->room, x->sink };
     KV_LAUNCH(take_kernel, lists, TAKE_THREADS, 0, a);
+
     if (!bring) return NULL;
     int *host = (int *)scratch(s, n_out * sizeof(int));
     download(host, out, n_out * sizeof(int));
@@ -3188,67 +5680,150 @@ int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 }
 
 // ==================================================================================================== 12 SONIC INFERENCE
-// TO BE WRITTEN
+// SONIC: Segmented Optimized Nexus for Information Compression in Key-Value Caching. arXiv
+// 2601.21927.
+// SONIC has no kernel of its own. A Nexus pass is an ordinary pass whose tokens see less, whose
+// rows are multiplied by other matrices, and after which rows are dropped:
+//   - the mask is kv_visible of kvcomp.h, one definition for both devices. While Session.rule is
+//     not VIS_CAUSAL, every attention kernel asks it for each pair of a query's and a key's token.
+//     plan_prefill then lists all rows held for a block of queries, later ones too (the exact mask
+//     lets a Nexus token see later Nexus tokens), and pass_room makes the pass one span, so that
+//     all its rows are there before the first query looks;
+//   - a Nexus row has weights of its own (Session.alt). pass_cuda cuts a span into stretches of
+//     equal weights (same_weights) and multiplies each by its matrices. on_device uploads a tensor
+//     of the adapter when it is first used, into the map Device.alt: the model's own tensors lie in
+//     another map, which sessions share. device_reset forgets Device.alt;
+//   - the embedding of a Nexus token is a sum that the host makes; embed_cuda uploads it into the
+//     token's place;
+//   - dropped rows: kv_keep moves up the rows that stay (rows_move_cuda).
+// Map:
+//   Eq. 2 -> sonic_embed, embed_cuda
+//   Eq. 3 -> attend_kernel, decode_kernel, tensor_kernel, column_kernel
+//   Eq. 4 -> attend_kernel, decode_kernel, tensor_kernel, column_kernel, rows_move_cuda
+//   Eq. 5 -> attend_kernel, decode_kernel, tensor_kernel, column_kernel
+//   Sec. 3.1 -> same_weights, project_rows, mlp_rows
+// On the host stay the augmented sequence of Eq. 1 (sonic_enter), the number of Nexus tokens of a
+// message, all positions, and the choice of the rows to drop (sonic_drop).
 
 // ==================================================================================================== 13 DILILAZYKV
-// TO BE WRITTEN
+// DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (anonymous ACL submission).
+// On the device run, at the end of a prefill: the window scores of every query head, the largest
+// score among each row's neighbours, and the choice of each query head's own rows. It is the chain
+// of section 6 with its links in another order: neighbours first, and heads joined after that or
+// not at all (D12).
+//   window_device -> pool_max_kernel -> top_k_kernel, one row and one cap a query head -> views
+// By default nothing is joined (POOL_ONLY); under --dililazy-gqa=kv the means over the groups are
+// selected from (POOL_JOIN), and a KV head has one set. kv_compact then drops the rows that no
+// query head of a group reads (rows_move_cuda). In decode the views differ from query head to query
+// head: plan_decode makes one work of neighbouring heads that read the same rows and a work of its
+// own for every other, so that a block of attend_kernel or decode_kernel reads one list.
+// Map:
+//   Sec. 3.3 -> pool_then_join, pool_max_kernel, top_k_kernel, rows_move_cuda
+// On the host stay the caps of Algorithm 1 (dililazy_caps), the views, and the scores of Eq. 1: the
+// calibration fetches the last prompt row of attention, a window of one query (window_scores_cuda),
+// and weighs it there (head_scores).
+
+// DiliLazyKV's part of pooled_scores_cuda. x (H,N), window scores -> pool (H,N), the largest of
+// each score's neighbours; under POOL_JOIN also -> one (G,N), those joined over the heads of a
+// group as agg says. n (G, on the device): candidates of each KV head. Returns pool or, under
+// POOL_JOIN, one.
+static float *pool_then_join(Session *s, float *pool, float *one, const float *x, const int *n,
+                             int N, int width, int agg, int order) {
+    int H = s->c->H, G = s->c->G, R = H / G;
+    dim3 heads(blocks(N, 256), H), groups(blocks(N, 256), G);
+    KV_LAUNCH(pool_max_kernel, heads, 256, 0, pool, x, n, N, R, width);         // Sec. 3.3
+    if (order == POOL_ONLY) return pool;
+    KV_LAUNCH(join_heads_kernel, groups, 256, 0, one, pool, n, N, R, agg);
+    return one;
+}
 
 // ==================================================================================================== 28 BENCHMARK
-// ---- for --bench
+// What --bench measures on the device without a model: the rate of copies and of products, each the
+// best of five runs.
+enum { RATE_RUNS = 5 };
+
+// x (n) in device memory; to be given back with device_drop.
 float *device_floats(const float *x, size_t n) {
     char *p = device_new(n * sizeof *x);
     upload(p, x, n * sizeof *x);
     return (float *)p;
 }
-void device_drop(float *x) { KV_CUDA(cudaStreamSynchronize(kv_stream)); device_free(x); }
-double device_copy_rate(void) {                                  // the best of five
+
+void device_drop(float *x) {
+    KV_CUDA(cudaStreamSynchronize(kv_stream));
+    device_free(x);
+}
+
+// Bytes a second that a copy inside device memory reads and writes.
+double device_copy_rate(void) {
     char *from = device_new(COPY_BYTES), *to = device_new(COPY_BYTES);
     double best = 0;
     KV_CUDA(cudaMemsetAsync(from, 1, COPY_BYTES, kv_stream));
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < RATE_RUNS; i++) {
         KV_CUDA(cudaStreamSynchronize(kv_stream));
         double t = now();
         device_copy(to, from, COPY_BYTES);
         KV_CUDA(cudaStreamSynchronize(kv_stream));
         best = fmax(best, 2.0 * COPY_BYTES / (now() - t));
     }
-    device_free(from); device_free(to);
+    device_free(from);
+    device_free(to);
     return best;
 }
-double device_gemm_rate(Session *s, int O, int I, int T) {       // one product, as cuBLAS does it with ordinary bf16 factors
+
+// FLOP a second of one product (T,I) (O,I)^T as cuBLAS does it with ordinary bf16 factors and f32
+// sums.
+double device_gemm_rate(Session *s, int O, int I, int T) {
     size_t nw = (size_t)O * I * 2, nx = (size_t)T * I * 2;
     char *w = device_new(nw), *x = device_new(nx), *y = device_new((size_t)T * O * sizeof(float));
     const float one = 1, zero = 0;
     double best = 0;
     KV_CUDA(cudaMemsetAsync(w, 0x3c, nw, kv_stream));
     KV_CUDA(cudaMemsetAsync(x, 0x3c, nx, kv_stream));
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < RATE_RUNS; i++) {
         KV_CUDA(cudaStreamSynchronize(kv_stream));
         double t = now();
-        KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &one, w, CUDA_R_16BF, I, x, CUDA_R_16BF, I,
-                             &zero, y, CUDA_R_32F, O, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+        KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &one, w, CUDA_R_16BF, I,
+                             x, CUDA_R_16BF, I, &zero, y, CUDA_R_32F, O, CUBLAS_COMPUTE_32F,
+                             CUBLAS_GEMM_DEFAULT));
         KV_CUDA(cudaStreamSynchronize(kv_stream));
         best = fmax(best, 2.0 * O * I * T / (now() - t));
     }
-    device_free(w); device_free(x); device_free(y);
+    device_free(w);
+    device_free(x);
+    device_free(y);
     return best;
 }
 
 // ==================================================================================================== TESTS
-// Doors for tests.c, which cannot see static functions of another file.
+// Doors for tests.c, which cannot see the static functions of another file.
 #ifdef KVCOMP_TEST
 extern "C" {
-void *cuda_put(const void *host, size_t bytes) { char *p = device_new(bytes); upload(p, host, bytes); return p; }
+// `bytes` bytes in device memory; to be given back with cuda_drop.
+void *cuda_put(const void *host, size_t bytes) {
+    char *p = device_new(bytes);
+    upload(p, host, bytes);
+    return p;
+}
+
 void cuda_get(void *host, const void *dev, size_t bytes) { download(host, dev, bytes); }
+
 void cuda_drop(void *dev) { device_free(dev); }
-size_t cuda_held(const Session *s) {                             // bytes of K and V rows really asked for
+
+// Bytes of K and V rows that the session has really asked for.
+size_t cuda_held(const Session *s) {
     size_t n = 0, row = s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += s->dev->held[i].cap * row + 2 * s->dev->held[i].pk_bytes;
+    for (int i = 0; i < s->c->L * s->c->G; i++)
+        n += s->dev->held[i].cap * row + 2 * s->dev->held[i].pk_bytes;
     return n;
 }
-// y, x (T,..) on the host. 'm' product, 'p' y += product, 'n' norm, 'b' y += bias, 's' y = silu(y) x
-void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx, const Tensor *w, int T) {
-    float *dy = (float *)cuda_put(y, ny * sizeof(float)), *dx = (float *)cuda_put(x, nx * sizeof(float));
+
+// One operation on y (ny), x (nx) of T rows, all on the host: 'm' y = W x, 'p' y += W x, 'n' norm,
+// 'b' y += bias, 's' y = silu(y) x.
+void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx,
+               const Tensor *w, int T) {
+    float *dy = (float *)cuda_put(y, ny * sizeof(float));
+    float *dx = (float *)cuda_put(x, nx * sizeof(float));
     Linear p = { dy, w, NULL };
     if (op == 'm') linear<GEMV_STORE>(s, dx, T, &p, 1);
     if (op == 'p') linear<GEMV_ADD>(s, dx, T, &p, 1);
@@ -3256,10 +5831,12 @@ void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t 
     if (op == 'b') bias_cuda(s, dy, w, T, w->cols);
     if (op == 's') KV_LAUNCH(swiglu_kernel, blocks(ny, 256), 256, 0, dy, dx, ny);
     download(y, dy, ny * sizeof(float));
-    cuda_drop(dy); cuda_drop(dx);
+    cuda_drop(dy);
+    cuda_drop(dx);
 }
+
 size_t cuda_chunk(size_t total) { return chunk_rows(total); }
+
 int cuda_graphs(const Session *s) { return s->dev->graph != NULL; }
 }
 #endif
-
