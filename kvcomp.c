@@ -5167,8 +5167,7 @@ static const Opt pats_opts[] = {
 
 const Method pats_method = {
     .name    = "pats",
-    .paper   = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs "
-               "(papers/001)",
+    .paper   = "PATS: Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs",
     .keeps   = "keeps every row; rows outside the last --pats-window tokens lose 2..8 low "
                "bits of f16 and are packed",
     .limits  = "needs head_dim % 8 == 0 and -ctk/-ctv f16; schedule new cannot stream "

@@ -3139,7 +3139,7 @@ static Brute brute_random(int most_n, int grid) {
     return b;
 }
 
-TEST(loopserve_rows, "RandomSelect gives the rows of rules.md B3, ascending, one a stratum, the last row always") {
+TEST(loopserve_rows, "RandomSelect gives the rows of D31, ascending, one a stratum, the last row always") {
     int R[64], a[] = { 82, 324, 442, 634, 747, 835, 1056, 1299 }, b[] = { 14, 25, 45, 76, 86, 110, 127, 150 }, c[] = { 3, 4, 11, 15, 18, 25, 29, 33 };
     CHECK(mix64(mix64(mix64(1) ^ 0) ^ 0) == 0xb18a02f46d8d86c3ull && mix64(mix64(mix64(1) ^ 1) ^ 2) == 0x449356e76b1ec655ull, "mix chain");
     CHECK(sample_rows(1300, 8, 1, 0, 0, R) == 8 && !memcmp(R, a, sizeof a), "8 of 1300: %d %d", R[0], R[1]);
@@ -3916,7 +3916,7 @@ TEST(loopserve_combined, "with every decode method and storage of the program: r
 // ==================================================================================================== 12 PATS
 // The slow side of every comparison is written in double or element by element, and shares no code with section 12.
 
-static double slow_bits(int schedule, int b_min, int b_max, int t, int T) {     // 3.1 with the formula of spec B1, in double
+static double slow_bits(int schedule, int b_min, int b_max, int t, int T) {     // 3.1 with the formula of its Section 3, in double
     double n = T - 1, x = t - 1, u = schedule == PATS_OLD ? n - x : schedule == PATS_NEW ? x : n - fabs(2 * x - n);   // all times n: ties stay ties
     double b = floor(b_min + b_max * u / n + .5);
     return b < b_min ? b_min < b_max ? b_min : b_max : b > b_max ? b_max : b;
@@ -4054,7 +4054,7 @@ TEST(pats_cut, "one element: every f16 value against the slow cut, composition, 
     CHECK(pats_cut(0x8000, 8, PATS_NEAREST) == 0x8000 && pats_cut(0x7bff, 8, PATS_NEAREST) == 0x7b00 && pats_cut(0x7e01, 2, PATS_NEAREST) == 0x7e00, "-0, the largest, NaN");
     CHECK(pats_cut(0x3c01, 1, PATS_NEAREST) == 0x3c00 && pats_cut(0x3c03, 1, PATS_NEAREST) == 0x3c04 && pats_cut(0x3fff, 4, PATS_NEAREST) == 0x4000, "ties to even, carry into the exponent");
 }
-TEST(pats_mse, "relative squared error and shrinkage on N(0,1) as in spec B3; b <= 3 costs values from bf16 nothing") {
+TEST(pats_mse, "relative squared error and shrinkage on N(0,1) as worked out by hand; b <= 3 costs values from bf16 nothing") {
     struct { int b; double mse[3], shrink; } want[] = { { 2, { 1.8e-6, 7.7e-7, 7.8e-7 }, .999 }, { 4, { 4.0e-5, 1.1e-5, 1.1e-5 }, .995 }, { 6, { 6.7e-4, 1.8e-4, 1.8e-4 }, .978 },
         { 7, { 2.6e-3, 7.0e-4, 7.1e-4 }, .957 }, { 8, { 9.6e-3, 2.8e-3, 2.9e-3 }, .916 }, { 9, { 3.3e-2, 1.1e-2, 1.2e-2 }, .842 }, { 10, { 9.8e-2, 3.8e-2, 5.4e-2 }, .721 } };
     enum { N = 200000 };
@@ -4164,7 +4164,7 @@ static float *run_pats(Session *s, SlowPats *x, const Script *p) {      // run_s
         script_ids(p, t, V, ids);
         for (int i = -1; i < p->dec[t]; i++) {
             memcpy(out + (size_t)row++ * V, i < 0 ? prefill(s, ids, p->pre[t]) : decode(s, ids[p->pre[t] + i]), V * sizeof *out);
-            if (x && i < 0 && x->forgets && t) {        // the last answer was truncated and prefilled again (rules.md A35)
+            if (x && i < 0 && x->forgets && t) {        // the last answer was truncated and prefilled again (D28)
                 memset(x->bits + prompt_end, 0, sizeof x->bits - prompt_end);
                 if (prompt_end < x->n1) x->n1 = prompt_end;
             }
@@ -4572,7 +4572,7 @@ static Lychee chunker(int sink, int min, int max, int buffer, int first, int gua
     return x;
 }
 
-TEST(lychee_chunk_vector, "the chunks of rules.md, item by item") {
+TEST(lychee_chunk_vector, "the chunks of D48, item by item") {
     Toy t = {0};
     static const char *text[] = { "The", " quick", " brown", " fox", ",", " which", " had", " been", " asleep", ",", " woke", " up", ".", "\n", "\n", "Then", " it", " ran", " 3", ".", "14",
         " miles", ";", " nobody", " saw", " it", " go", " (", "or", " came", ").", " End" };
