@@ -13494,41 +13494,1353 @@ static int chat(App *a) {
 }
 
 // ==================================================================================================== 26 EVALUATION
-// What a method costs in quality, measured through its own compressed cache. --eval TASK plays dialogues greedily: made up here
-// (needle, multiturn, coref, facts, json, fewshot, summary; each says what its texts are), or read from --eval-file (file).
-// --eval ppl and kld cut a text into windows: half a window is prefilled as one turn, the other half decoded token by token, and
-// the probability of every next token is compared with the text (ppl) and with full attention over the same tokens (kld).
-// --compare plays the same items through several methods and --budgets: one row each, so that differences are paired.
-// Every dialogue is played twice. First freely: the method answers, and its own answers are the history of the next turn
-// (--eval-history gold puts the right ones there instead); scores, bytes and seconds are of this pass. Then forced: the right
-// replies are fed token by token, to the method and to full attention alike; NLL, KLD and top-1 agreement are of this pass, over
-// the tokens of scored replies. So their numbers do not depend on what a method happened to say.
+// What a method costs in quality, measured through its own compressed cache. There are two kinds of
+// measurement:
+//   Dialogues   --eval TASK plays dialogues with greedy decoding. They are made here from a seed
+//               (needle, multiturn, coref, facts, json, fewshot, summary), or read from --eval-file
+//               (task `file`).
+//   Plain text  --eval ppl and kld cut a text into windows. Half a window is prefilled as one turn,
+//               the other half is decoded token by token. The probability of every next token is
+//               compared with the text (ppl), and with full attention over the same tokens (kld).
+// --compare plays the same items through several methods and --budgets, one row each, so that the
+// differences between rows are paired.
+//
+// Every dialogue is played twice.
+//   Free pass    The method answers, and its own answers are the history of the next turn
+//                (--eval-history gold puts the right ones there instead). Scores, bytes and seconds
+//                come from this pass.
+//   Forced pass  The right replies are fed token by token, to the method and to full attention
+//                alike. NLL, KLD and top-1 agreement come from this pass, over the tokens of scored
+//                replies, so these numbers do not depend on what a method happened to say.
+//
+// Reading order: what an item is, how items are made (a subsection for each task), items from a
+// file, how an item is played, metrics, scores and intervals, tables, the modes.
 
-typedef struct {            // one scored answer: what tables, intervals and the report are made from
-    const char *task;       // "needle", "multiturn", ... ; a static string or owned by the item list
-    int item, turn, turns;  // item number in the run, turn of the item, turns it has
-    int position;           // where the query stands: 0 begin, 1 middle, 2 end, -1 does not apply
-    int length, depth;      // tokens of the context; depth of the evidence in per cent, -1 does not apply
-    double score, nll;      // 0..1 by the task's own metric; NLL of the gold answer per token (nats)
+// ---- what an item is
+// An item is a dialogue with its right answers: a list of turns, some of which are scored.
+
+// The metrics by which a reply can be scored, and their names in a file of dialogues.
+enum {
+    METRIC_F1,                  // F1 of the two bags of words
+    METRIC_CLASS,               // accuracy among the labels of the turn
+    METRIC_ROUGE,               // Rouge-L over words in their order
+    METRIC_ROUGE_LONGBENCH,     // Rouge-L as LongBench's package counts it
+    METRIC_FOUND,               // 1 if the reply holds the answer
+    METRIC_EXACT,               // 1 if the reply is the answer
+    METRICS
+};
+static const char *eval_metrics[METRICS] = {
+    "f1", "accuracy", "rouge", "rouge-longbench", "found", "exact"
+};
+
+typedef struct {
+    char *user;                 // what the visitor says
+    char *reply;                // a right reply, as a whole sentence; NULL: only the answer is known
+    int *span;                  // stb_ds: where in the reply its answer stands, as pairs of byte offsets
+                                //   [from,to); none: the whole reply is the answer
+    char **answers;             // stb_ds: the right answers; none: the turn is not scored
+    char **classes;             // stb_ds: labels to choose from (METRIC_CLASS)
+    char **evidence;            // stb_ds: the sentences, of this turn and of earlier ones, from which
+                                //   the answer follows
+    int position, depth;        // as in Answer
+} EvalTurn;
+
+typedef struct {
+    const char *task;           // "needle", ... ; for a file: its type or dataset
+    int number;                 // of the text in the run; all versions of one text share it
+    int length;                 // tokens: for a made item as asked for, for one of a file as counted
+    int metric;                 // METRIC_*
+    int first_line;             // 1: only the first line of a reply is scored
+    EvalTurn *turn;             // stb_ds
+} EvalItem;
+
+typedef struct {
+    EvalItem *item;             // stb_ds
+    stbds_string_arena mem;     // every text of the items
+} EvalSet;
+
+// ---- what a run measures
+
+// One scored answer. Tables, intervals and the report are made from lists of these.
+typedef struct {
+    const char *task;           // "needle", "multiturn", ... ; a static string or owned by the item set
+    int item, turn, turns;      // item number in the run, turn of the item, turns the item has
+    int position;               // where the query stands: 0 begin, 1 middle, 2 end, -1 does not apply
+    int length;                 // tokens of the context
+    int depth;                  // of the evidence in the text, in per cent; -1 does not apply
+    double score;               // 0..1 by the task's own metric
+    double nll;                 // NLL of the right answer per token, in nats (forced pass)
 } Answer;
 
-typedef struct {            // one row of the result
+// One row of the result: a method at a budget.
+typedef struct {
     char name[160];
     int budget, items;
-    double exact, found, f1, rouge, rouge_lb;   // sums over the answers, of every metric
+    double exact, found, f1, rouge, rouge_lb;   // sums over the answers, one of every metric
     double nll;                                 // ppl, kld: sum over predicted tokens
-    double kld, kld_top, top1;                  // sums over predicted tokens; kld_top: the 99th percentile
+    double kld, kld_top, top1;                  // sums over predicted tokens, but kld_top is the 99th
+                                                //   percentile of the KLD
     double *each;                               // stb_ds: the KLD of every predicted token
-    long predicted;
-    double stored, full, attended, prefill_s, decode_s, n_prefill, n_decode;
-    double peak;                                // bytes of rows, the most any item held
+    long predicted;                             // predicted tokens
+    double stored, full, attended;              // bytes, sums over the items: the rows held, the rows
+                                                //   full attention would hold, those read a step
+    double prefill_s, decode_s;                 // seconds, sums over the items
+    double n_prefill, n_decode;                 // tokens of those seconds
+    double peak;                                // bytes of rows, the most that any item held
     Answer *answers;                            // stb_ds
     double lo, hi;                              // 95 % interval of the mean score
 } Score;
 
-// ---- metrics (loopserve.md 6), all of two texts: what was said and what is right
-enum { WORDS_RAW, WORDS_PLAIN, WORDS_BARE };    // cut at white space; also lower case without ASCII punctuation; also without articles
-static char **words_of(const char *text, int how) {      // stb_ds array of strdup'd words
+// ---- item sets and turns
+
+// Frees the lists of a turn; its texts belong to the set.
+static void turn_free_lists(EvalTurn *t) {
+    arrfree(t->span);
+    arrfree(t->answers);
+    arrfree(t->classes);
+    arrfree(t->evidence);
+}
+
+// Frees a set with all its items and texts.
+static void eval_set_free(EvalSet *e) {
+    for (int i = 0; i < (int)arrlen(e->item); i++) {
+        EvalItem *it = &e->item[i];
+        for (int j = 0; j < (int)arrlen(it->turn); j++) turn_free_lists(&it->turn[j]);
+        arrfree(it->turn);
+    }
+    arrfree(e->item);
+    strreset(&e->mem);
+}
+
+// The number of scored turns of an item.
+static int scored_turns(const EvalItem *it) {
+    int n = 0;
+    for (int j = 0; j < (int)arrlen(it->turn); j++) n += it->turn[j].answers != NULL;
+    return n;
+}
+
+// A copy of n bytes of text that lives as long as the set. An empty stb_ds array is NULL, so with
+// n 0 the text may be NULL.
+static char *set_text(EvalSet *e, const char *text, size_t n) {
+    char *s = strndup(n ? text : "", n);
+    char *kept = stralloc(&e->mem, s);
+    free(s);
+    return kept;
+}
+
+// A printed text that lives as long as the set.
+KV_PRINTF(2, 3) static char *set_printf(EvalSet *e, const char *fmt, ...) {
+    char *s = NULL;
+    va_list ap;
+    va_start(ap, fmt);
+    if (vasprintf(&s, fmt, ap) < 0) die(EXIT_MEMORY, "out of memory: a sentence of the evaluation");
+    va_end(ap);
+    char *kept = stralloc(&e->mem, s);
+    free(s);
+    return kept;
+}
+
+// A scored turn, from a reply that has its answer in braces: "The code is {4821}." The reply
+// without the braces becomes t.reply, and the bytes that were inside them become t.span. Several
+// pairs of braces make one answer, with blanks between its parts.
+static EvalTurn gold_turn(EvalSet *e, const char *user, const char *reply) {
+    EvalTurn t = { .user = (char *)user, .position = -1, .depth = -1 };
+    char *text = NULL, *answer = NULL;
+    for (const char *p = reply; *p; p++) {
+        if (*p == '{' && arrlen(answer)) arrput(answer, ' ');
+        if (*p == '{' || *p == '}') {
+            arrput(t.span, (int)arrlen(text));
+            continue;
+        }
+        arrput(text, *p);
+        if (arrlen(t.span) % 2) arrput(answer, *p);     // between { and }
+    }
+    t.reply = set_text(e, text, (size_t)arrlen(text));
+    arrput(t.answers, set_text(e, answer, (size_t)arrlen(answer)));
+    arrfree(text);
+    arrfree(answer);
+    return t;
+}
+
+// A turn that is not scored.
+static EvalTurn plain_turn(const char *user, const char *reply) {
+    return (EvalTurn){ .user = (char *)user, .reply = (char *)reply, .position = -1, .depth = -1 };
+}
+
+// A copy of a list (stb_ds); the texts are shared.
+static char **list_copy(char **list) {
+    char **c = NULL;
+    for (int i = 0; i < (int)arrlen(list); i++) arrput(c, list[i]);
+    return c;
+}
+
+// A copy of a turn with lists of its own; the texts are shared.
+static EvalTurn turn_copy(const EvalTurn *t) {
+    EvalTurn c = *t;
+    c.span = NULL;
+    for (int i = 0; i < (int)arrlen(t->span); i++) arrput(c.span, t->span[i]);
+    c.answers = list_copy(t->answers);
+    c.classes = list_copy(t->classes);
+    c.evidence = list_copy(t->evidence);
+    return c;
+}
+
+// ---- how items are made: the words
+// The sentences are those that models/data_gen.py teaches the shipped model; any model can read
+// them. The values are that file's held-out words and numbers (a held-out number has a digit sum
+// that is a multiple of 8). A text is a list of lines: the facts, near misses (the same sentence
+// about something else) and filler, --eval-length tokens in all.
+//
+// An item is made from the seed, its task, its length and its number alone, so more items never
+// change the first ones.
+//
+// LoopServe's benchmark ends every message with the same cue, wherever the query stands. Here the
+// opening of the reply, which the chat template writes, is that cue.
+static const char eval_names[] =
+    "Max Hugo Peter Frank Noah Yara George Omar Amir Ida Ruth Chris Kevin Toby Dennis Lars Tara Ravi "
+    "Ahmed Jim";
+static const char eval_cities[] =
+    "Madrid Delhi Munich Bern Istanbul Denver Nairobi Cologne Bristol Hanoi";
+static const char eval_animals[] = "cat goose tiger shark otter camel bat";
+static const char eval_colours[] =
+    "red blue green yellow black white orange purple pink brown grey silver golden violet turquoise "
+    "crimson";
+static const char eval_things[] =
+    "box bag door key book chest drawer car boat tent lamp chair table bottle cup coat hat shoe ring "
+    "clock phone letter map coin bell basket jar safe locker suitcase bike kite drum ball pen knife "
+    "rope mirror camera wallet";
+static const char eval_rooms[] =
+    "kitchen garden cellar attic garage bedroom bathroom hall office library barn shed tower cave";
+static const char eval_adjs[] =
+    "old new small big red blue green quiet long short dark bright cold warm soft heavy round strange "
+    "pretty clean dusty wooden broken empty narrow wide tall deep slow quick gentle busy lazy happy "
+    "tired clever";
+static const char eval_nouns[] =
+    "house garden river road tree bridge hill field market street window wall table room village "
+    "forest lake mountain boat train station school church shop park cloud wind rain sun moon star "
+    "stone leaf flower bird farm mill gate path fence";
+static const char eval_beasts[] =
+    "fox owl bear wolf mouse cat dog rabbit horse cow sheep goat duck goose hen frog turtle snail bee "
+    "ant lion tiger elephant monkey";
+static const char eval_foods[] = "pizza pasta soup bread cheese rice salad cake chocolate apples";
+static const char eval_jobs[] = "teacher doctor nurse baker farmer painter singer writer driver pilot";
+static const char eval_days[] = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday";
+static const char eval_labels[] = "zip zap foo bar left right one two";
+static const char eval_syllables[] =
+    "ba be bo da do fi ga go ka ki ko la le li lo ma mi mo na ne ni no pa pi ra ri ro sa se si so ta "
+    "te ti to va ve vi vo za zo bra dre kli sto tru";
+
+// $n, $m stand for nouns, $a, $b for adjectives, $x for an animal, $d for a day.
+static const char *const filler_forms[] = {
+    "The $n was $a and $b.",
+    "There is a $n near the $m.",
+    "A $a $n stood behind the $m.",
+    "On $d the $n looked $a.",
+    "The $x walked along the $a $n.",
+    "We saw a $a $x by the $n.",
+    "The $n is $a in the morning.",
+    "People say that the $n was once $a.",
+    "It rained on the $n all day.",
+    "The wind moved the $n and the $m.",
+    "Nobody knew why the $n was so $a.",
+    "A $x slept under the $m.",
+    "The $a $n leads to the $b $m.",
+    "Every $d the $m is $b.",
+    "The sun shone on the $n.",
+    "It was a $a day in the $m.",
+    "They painted the $n and cleaned the $m.",
+    "The $m was full of people.",
+    "From the $n you can see the $m.",
+    "Some like the $n, others like the $m.",
+};
+
+// ---- how items are made: drawing
+// C leaves the order in which the arguments of a call are evaluated to the compiler. The texts must
+// not depend on it, so no call here has two arguments that draw.
+
+// What a generator works with.
+typedef struct {
+    const Tokenizer *tok;
+    EvalSet *set;           // where the items go
+    const char *task;
+    int number;             // of the item in its task; it chooses the kind and the depth
+    int text;               // number of the text in the run
+    int length;             // tokens wanted
+    int metric;             // METRIC_* of the task
+    uint64_t rng;
+    char **used;            // stb_ds: words drawn in this item
+} Gen;
+
+// A whole number in [0,n).
+static int gen_int(Gen *g, int n) {
+    return (int)(splitmix64(&g->rng) % (uint64_t)n);
+}
+
+// The depth in per cent that an item of this number has: 0, 30, 60, 90, 10, 40, ...
+static int gen_depth(const Gen *g) {
+    return 30 * g->number % 110;
+}
+
+// The tokens of a text. Ends the program if the tokenizer makes none of a text that is not empty:
+// no text would ever be long enough.
+static int gen_tokens(const Gen *g, const char *text) {
+    int *ids = tokenizer_encode(g->tok, text, strlen(text), 0, NULL), n = (int)arrlen(ids);
+    arrfree(ids);
+    if (!n && *text) die(EXIT_USAGE, "--eval: the tokenizer makes nothing of \"%.60s\"", text);
+    return n;
+}
+
+// The index of w among the words (stb_ds), or -1.
+static int word_in(char **words, const char *w) {
+    for (int i = 0; i < (int)arrlen(words); i++) {
+        if (!strcmp(words[i], w)) return i;
+    }
+    return -1;
+}
+
+// One of the words of a list, which are separated by single blanks.
+static char *gen_word(Gen *g, const char *list) {
+    int n = 1;
+    for (const char *p = list; *p; p++) n += *p == ' ';
+    for (int k = gen_int(g, n); k; k--) list = strchr(list, ' ') + 1;
+    return set_text(g->set, list, strcspn(list, " "));
+}
+
+// An invented word of n syllables.
+static char *gen_syllables(Gen *g, int n) {
+    char text[32] = "";
+    for (int i = 0; i < n; i++) strncat(text, gen_word(g, eval_syllables), 4);
+    return set_text(g->set, text, strlen(text));
+}
+
+// A number whose digit sum is a multiple of 8. Half of the draws are brought to four digits, so
+// most numbers have four; the other half has three to five.
+static char *gen_code(Gen *g) {
+    for (;;) {
+        int n = 100 + gen_int(g, 99900), sum = 0;
+        if (gen_int(g, 2)) n = n % 9000 + 1000;
+        for (int x = n; x; x /= 10) sum += x % 10;
+        if (sum % 8 == 0) return set_printf(g->set, "%d", n);
+    }
+}
+
+// A person's name: seven times of ten one of the list, otherwise two or three syllables.
+static char *gen_name(Gen *g) {
+    if (gen_int(g, 10) < 7) return gen_word(g, eval_names);
+    char *name = gen_syllables(g, 2 + gen_int(g, 2));
+    *name = (char)toupper((unsigned char)*name);
+    return name;
+}
+
+// A colour and a thing: "red box".
+static char *gen_thing(Gen *g) {
+    char *colour = gen_word(g, eval_colours);
+    return set_printf(g->set, "%s %s", colour, gen_word(g, eval_things));
+}
+
+// The kinds of values.
+enum { A_NAME, A_KEY, A_CODE, A_THING, A_CITY, A_ANIMAL, A_ROOM, AN_AGE };
+
+// A value of a kind.
+static char *gen_value(Gen *g, int what) {
+    switch (what) {
+    case A_NAME:   return gen_name(g);
+    case A_KEY:    return gen_syllables(g, 3);
+    case A_CODE:   return gen_code(g);
+    case A_THING:  return gen_thing(g);
+    case A_CITY:   return gen_word(g, eval_cities);
+    case A_ANIMAL: return gen_word(g, eval_animals);
+    case A_ROOM:   return gen_word(g, eval_rooms);
+    default:       return set_printf(g->set, "%d", 8 + gen_int(g, 87));      // AN_AGE
+    }
+}
+
+// A word of a list or, with list NULL, a value of a kind, that this item does not have yet. After
+// 200 more draws the last one is taken all the same: a short list may be used up.
+static char *gen_unused(Gen *g, const char *list, int what) {
+    char *v = NULL;
+    for (int tries = 0; tries <= 200; tries++) {
+        v = list ? gen_word(g, list) : gen_value(g, what);
+        if (word_in(g->used, v) < 0) break;
+    }
+    arrput(g->used, v);
+    return v;
+}
+
+// A value of a kind that this item does not have yet.
+static char *gen_fresh(Gen *g, int what) {
+    return gen_unused(g, NULL, what);
+}
+
+// A word of a list that this item does not have yet.
+static char *gen_fresh_word(Gen *g, const char *list) {
+    return gen_unused(g, list, 0);
+}
+
+// For "red box": another thing of that colour, or the same thing in another colour, new in this
+// item.
+static char *near_miss(Gen *g, const char *thing) {
+    int blank = (int)strcspn(thing, " ");
+    for (;;) {
+        char *v;
+        if (gen_int(g, 2)) v = set_printf(g->set, "%.*s %s", blank, thing, gen_word(g, eval_things));
+        else v = set_printf(g->set, "%s%s", gen_word(g, eval_colours), thing + blank);
+        if (word_in(g->used, v) >= 0) continue;
+        arrput(g->used, v);
+        return v;
+    }
+}
+
+// ---- how items are made: texts
+
+// The words that may stand for $kind in a filler form.
+static const char *filler_words(char kind) {
+    switch (kind) {
+    case 'n':
+    case 'm': return eval_nouns;
+    case 'x': return eval_beasts;
+    case 'd': return eval_days;
+    default:  return eval_adjs;
+    }
+}
+
+// A sentence that says nothing of interest.
+static char *filler_line(Gen *g) {
+    const char *form = filler_forms[gen_int(g, sizeof filler_forms / sizeof *filler_forms)];
+    char *text = NULL;
+    for (const char *p = form; *p; p++) {
+        if (*p != '$') {
+            arrput(text, *p);
+            continue;
+        }
+        p++;
+        const char *w = gen_word(g, filler_words(*p));
+        bytes_put(&text, w, strlen(w));
+    }
+    char *line = set_text(g->set, text, (size_t)arrlen(text));
+    arrfree(text);
+    return line;
+}
+
+// Orders ints, for qsort.
+static int int_order(const void *a, const void *b) {
+    int x = *(const int *)a, y = *(const int *)b;
+    return (x > y) - (x < y);
+}
+
+// About `tokens` tokens of lines (stb_ds): filler with the keys in it, in their order, at places
+// that are drawn. With a depth >= 0, keys[0] stands at that share of the lines (in per cent)
+// instead.
+static char **document(Gen *g, int tokens, char **keys, int depth) {
+    char **lines = NULL;
+    int *at = NULL, n = (int)arrlen(keys);
+    int first = depth >= 0;                             // the first key whose place is drawn
+
+    for (int i = 0; i < n; i++) tokens -= gen_tokens(g, set_printf(g->set, " %s", keys[i]));
+    while (tokens > 4) {
+        arrput(lines, filler_line(g));
+        tokens -= gen_tokens(g, set_printf(g->set, " %s", arrlast(lines)));
+    }
+
+    // Insert from the last place to the first, so that the places before stay right.
+    for (int i = first; i < n; i++) arrput(at, gen_int(g, (int)arrlen(lines) + 1));
+    if (at) qsort(at, (size_t)arrlen(at), sizeof *at, int_order);
+    for (int i = (int)arrlen(at) - 1; i >= 0; i--) {
+        int k = at[i];
+        arrins(lines, k, keys[i + first]);
+    }
+    if (depth >= 0) {
+        int own = (int)arrlen(lines) * depth / 100;
+        arrins(lines, own, keys[0]);
+    }
+    arrfree(at);
+    return lines;
+}
+
+// Appends a part to a text (stb_ds of bytes), behind a separator unless it is the first.
+static void put_part(char **text, const char *sep, const char *part) {
+    if (arrlen(*text)) bytes_put(text, sep, strlen(sep));
+    bytes_put(text, part, strlen(part));
+}
+
+// One message: the query before (position 0), amid (1) or behind (2) the lines. With query NULL it
+// is the lines alone.
+static char *message(EvalSet *e, char **lines, const char *sep, const char *query, int position) {
+    char *text = NULL;
+    int n = (int)arrlen(lines), at = n;
+    if (position == 0) at = 0;
+    if (position == 1) at = n / 2;
+    for (int i = 0; i <= n; i++) {
+        if (query && i == at) put_part(&text, sep, query);
+        if (i < n) put_part(&text, sep, lines[i]);
+    }
+    char *kept = set_text(e, text, (size_t)arrlen(text));
+    arrfree(text);
+    return kept;
+}
+
+// The lines as one message without a query.
+static char *joined(EvalSet *e, char **lines, const char *sep) {
+    return message(e, lines, sep, NULL, 2);
+}
+
+// ---- how items are made: versions of a dialogue
+
+// A turn before its query is placed.
+typedef struct {
+    char **lines;           // stb_ds: the text to read; NULL: the turn is taken as it is
+    const char *sep;        // between the lines
+    EvalTurn turn;          // its `user` is the question about the lines
+} Passage;
+
+// A dialogue comes in up to four versions of the same texts.
+enum {
+    BEFORE_TEXT,            // the query stands before its text
+    AMID_TEXT,
+    BEHIND_TEXT,
+    OWN_TURN,               // the query is a turn of its own behind its text
+    VERSIONS
+};
+
+// Appends a passage to the dialogue *p (stb_ds). The passage owns the lines.
+static void add_passage(Passage **p, char **lines, const char *sep, EvalTurn turn) {
+    arrput(*p, ((Passage){ lines, sep, turn }));
+}
+
+// Appends a turn without a text to read.
+static void add_turn(Passage **p, EvalTurn turn) {
+    add_passage(p, NULL, NULL, turn);
+}
+
+// Adds the versions from..to-1 of a dialogue to the set, one item each, and frees the passages.
+static void add_versions(Gen *g, Passage *p, int from, int to) {
+    for (int v = from; v < to; v++) {
+        EvalItem it = { .task = g->task, .number = g->text, .length = g->length, .metric = g->metric };
+        for (int i = 0; i < (int)arrlen(p); i++) {
+            EvalTurn t = turn_copy(&p[i].turn);
+            if (p[i].lines && v == OWN_TURN) {
+                char *text = joined(g->set, p[i].lines, p[i].sep);
+                arrput(it.turn, plain_turn(text, "I have read it."));
+            } else if (p[i].lines) {
+                t.user = message(g->set, p[i].lines, p[i].sep, t.user, v);
+                t.position = v;
+            }
+            arrput(it.turn, t);
+        }
+        arrput(g->set->item, it);
+    }
+    for (int i = 0; i < (int)arrlen(p); i++) {
+        arrfree(p[i].lines);
+        turn_free_lists(&p[i].turn);
+    }
+    arrfree(p);
+}
+
+// ---- how items are made: facts
+
+// A kind of fact: the sentence that tells it, the question, and the reply. Each is a printf form:
+// `say` and `reply` of who and what, `ask` of who.
+typedef struct {
+    const char *say, *ask, *reply;
+    int value;              // the kind of the value: A_CODE, ...
+} Fact;
+
+static const Fact thing_facts[] = {
+    { "The secret code of the %s is %s.", "What is the secret code of the %s?",
+      "The secret code of the %s is {%s}.", A_CODE },
+    { "The number of the %s is %s.", "What is the number of the %s?",
+      "The number of the %s is {%s}.", A_CODE },
+    { "The %s costs %s coins.", "How much does the %s cost?", "The %s costs {%s} coins.", A_CODE },
+    { "The %s is in the %s.", "Where is the %s?", "The %s is in the {%s}.", A_ROOM },
+};
+
+static const Fact people_facts[] = {
+    { "%s lives in %s.", "Where does %s live?", "You said that %s lives in {%s}.", A_CITY },
+    { "%s is %s years old.", "How old is %s?", "You said that %s is {%s} years old.", AN_AGE },
+    { "%s saw a %s.", "What did %s see?", "You said that %s saw a {%s}.", A_ANIMAL },
+    { "%s's number is %s.", "What is %s's number?", "You said that %s's number is {%s}.", A_CODE },
+};
+
+// Appends the sentence of a fact with a new value to *lines and returns the question about it.
+static EvalTurn tell_fact(Gen *g, const Fact *f, const char *who, char ***lines) {
+    char *what = gen_fresh(g, f->value);
+    char *ask = set_printf(g->set, f->ask, who);
+    EvalTurn t = gold_turn(g->set, ask, set_printf(g->set, f->reply, who, what));
+    arrput(*lines, set_printf(g->set, f->say, who, what));
+    arrput(t.evidence, arrlast(*lines));
+    return t;
+}
+
+// Appends the sentence of a fact with a new value that nobody asks for.
+static void tell_only(Gen *g, const Fact *f, const char *who, char ***lines) {
+    arrput(*lines, set_printf(g->set, f->say, who, gen_fresh(g, f->value)));
+}
+
+// Tells three numbers of one thing in *lines[0], *lines[1] and *lines[2], which may be one list,
+// and one number of a near miss in one of them. Returns the question about the three.
+static EvalTurn tell_values(Gen *g, char ***lines[3]) {
+    const char *t = gen_fresh(g, A_THING), *v[3];
+    for (int i = 0; i < 3; i++) v[i] = gen_fresh(g, A_CODE);
+    char *ask = set_printf(g->set, "What are the numbers of the %s?", t);
+    char *reply = set_printf(g->set, "The numbers of the %s are {%s}, {%s}, {%s}.", t, v[0], v[1], v[2]);
+    EvalTurn q = gold_turn(g->set, ask, reply);
+    for (int i = 0; i < 3; i++) {
+        arrput(q.evidence, set_printf(g->set, "A number of the %s is %s.", t, v[i]));
+        arrput(*lines[i], arrlast(q.evidence));
+    }
+    char ***other = lines[gen_int(g, 3)], *near = near_miss(g, t);
+    arrput(*other, set_printf(g->set, "A number of the %s is %s.", near, gen_fresh(g, A_CODE)));
+    return q;
+}
+
+// ---- task needle
+// Facts about things stand somewhere in filler. The item's number chooses one of four kinds:
+//   0  one needle
+//   1  six needles, asked for one and, in the next turn, for another
+//   2  three numbers of one thing
+//   3  four needles, two of them asked for in one question
+// The first fact that is asked for stands at the item's depth (not for kind 2).
+
+// One message with two questions and one reply with both answers. Frees the lists of both turns.
+static EvalTurn ask_both(Gen *g, EvalTurn *a, EvalTurn *b) {
+    EvalTurn t = turn_copy(a);
+    int shift = (int)strlen(a->reply) + 1;
+    t.user = set_printf(g->set, "%s %s", a->user, b->user);
+    t.reply = set_printf(g->set, "%s %s", a->reply, b->reply);
+    t.answers[0] = set_printf(g->set, "%s %s", a->answers[0], b->answers[0]);
+    for (int i = 0; i < (int)arrlen(b->span); i++) arrput(t.span, b->span[i] + shift);
+    for (int i = 0; i < (int)arrlen(b->evidence); i++) arrput(t.evidence, b->evidence[i]);
+    turn_free_lists(a);
+    turn_free_lists(b);
+    return t;
+}
+
+// Makes a needle item in all four versions.
+static void gen_needle(Gen *g) {
+    static const int needles[4] = { 1, 6, 4, 4 };
+    int kind = g->number % 4, n = needles[kind], depth = kind == 2 ? -1 : gen_depth(g);
+    const Fact *f = &thing_facts[gen_int(g, 4)];
+    char **keys = NULL;
+    Passage *p = NULL;
+    EvalTurn q, second = { 0 };
+    if (kind == 2) {
+        q = tell_values(g, (char ***[3]){ &keys, &keys, &keys });
+    } else {
+        char *thing = gen_fresh(g, A_THING);
+        q = tell_fact(g, f, thing, &keys);
+        if (n > 1) second = tell_fact(g, f, near_miss(g, thing), &keys);
+        for (int i = 2; i < n; i++) tell_only(g, f, gen_fresh(g, A_THING), &keys);
+    }
+    if (kind == 3) q = ask_both(g, &q, &second);
+    q.depth = depth;
+    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
+    if (kind == 1) add_turn(&p, second);
+    arrfree(keys);
+    add_versions(g, p, BEFORE_TEXT, VERSIONS);
+}
+
+// ---- task multiturn
+// Three messages to read, each with a question for which 1 to j of the first j messages are needed.
+// Between them, a list of twelve names comes in two parts. At the end, in turns of their own, two
+// questions follow: where the thing is that moved in every message, and what the whole list is.
+
+// Tells a chain of two steps, who is with whom (in *works) and where that person lives (in *lives),
+// and then another chain like it. Returns the question about the first.
+static EvalTurn tell_chain(Gen *g, char ***works, char ***lives) {
+    static const char *verbs[][2] = {
+        { "works with", "Where does the person live who %s works with?" },
+        { "is married to", "Where does the person live who %s is married to?" },
+        { "is a friend of", "Where does the friend of %s live?" },
+    };
+    const char **verb = verbs[gen_int(g, 3)];
+    EvalTurn q = { 0 };
+    for (int i = 0; i < 2; i++) {
+        char *a = gen_fresh(g, A_NAME), *b = gen_fresh(g, A_NAME), *city = gen_fresh(g, A_CITY);
+        arrput(*works, set_printf(g->set, "%s %s %s.", a, verb[0], b));
+        arrput(*lives, set_printf(g->set, "%s lives in %s.", b, city));
+        if (i) break;
+        char *ask = set_printf(g->set, verb[1], a);
+        q = gold_turn(g->set, ask, set_printf(g->set, "You said that %s %s %s, and %s lives in {%s}.",
+                                              a, verb[0], b, b, city));
+        arrput(q.evidence, arrlast(*works));
+        arrput(q.evidence, arrlast(*lives));
+    }
+    return q;
+}
+
+// A question of `hops` steps (at most j+1) whose facts are told in as many different messages of
+// keys[0..j], each with a near miss beside it, as in LoopServe's benchmark.
+//   One hop     a fact about a thing
+//   Two hops    who is with whom, and where that person lives
+//   Three hops  three numbers of one thing
+static EvalTurn tell_hops(Gen *g, char **keys[], int j, int hops) {
+    int at[3] = { 0, 1, 2 };                            // the messages: the first steps of a shuffle
+    for (int i = 0; i < hops && i < j + 1; i++) {
+        int k = i + gen_int(g, j + 1 - i), x = at[i];
+        at[i] = at[k];
+        at[k] = x;
+    }
+    if (hops == 3) return tell_values(g, (char ***[3]){ &keys[at[0]], &keys[at[1]], &keys[at[2]] });
+    if (hops == 2) return tell_chain(g, &keys[at[0]], &keys[at[1]]);
+
+    const Fact *f = &thing_facts[gen_int(g, 3)];
+    char *thing = gen_fresh(g, A_THING);
+    EvalTurn q = tell_fact(g, f, thing, &keys[at[0]]);
+    tell_only(g, f, near_miss(g, thing), &keys[at[0]]);
+    return q;
+}
+
+// Tells where a thing is: keys[0] says it, keys[1] and keys[2] change it, and the last one is
+// right. Another thing moves as well.
+static EvalTurn tell_moves(Gen *g, char **keys[3]) {
+    char *thing = gen_fresh(g, A_THING), *other = near_miss(g, thing), *room = NULL, *last = NULL;
+    for (int i = 0; i < 3; i++) {
+        const char *form = i ? "I moved the %s to the %s." : "The %s is in the %s.";
+        int turn_of_thing = gen_int(g, 2);
+        for (int k = 0; k < 2; k++) {
+            char *what = k == turn_of_thing ? thing : other, *where = gen_fresh(g, A_ROOM);
+            arrput(keys[i], set_printf(g->set, form, what, where));
+            if (what != thing) continue;
+            room = where;
+            last = arrlast(keys[i]);
+        }
+    }
+    char *ask = set_printf(g->set, "Where is the %s now?", thing);
+    EvalTurn q = gold_turn(g->set, ask, set_printf(g->set, "The %s is in the {%s}.", thing, room));
+    arrput(q.evidence, last);
+    return q;
+}
+
+// The names [from,to) as a user lists them: "a, b and c".
+static char *listed_names(EvalSet *e, char **names, int from, int to) {
+    char *text = set_printf(e, "%s", names[from]);
+    for (int i = from + 1; i < to; i++)
+        text = set_printf(e, "%s%s%s", text, i == to - 1 ? " and " : ", ", names[i]);
+    return text;
+}
+
+// The names [from,to) as an answer for gold_turn: "{a}, {b}, {c}".
+static char *answered_names(EvalSet *e, char **names, int from, int to) {
+    char *text = set_printf(e, "{%s}", names[from]);
+    for (int i = from + 1; i < to; i++) text = set_printf(e, "%s, {%s}", text, names[i]);
+    return text;
+}
+
+// Makes a multiturn item, with the queries before, amid and behind their texts.
+static void gen_multiturn(Gen *g) {
+    EvalSet *e = g->set;
+    char **keys[3] = { 0 }, **names = NULL;
+    EvalTurn q[3];
+    Passage *p = NULL;
+    for (int j = 0; j < 3; j++) q[j] = tell_hops(g, keys, j, 1 + gen_int(g, j + 1));
+    EvalTurn moved = tell_moves(g, keys);
+    for (int i = 0; i < 12; i++) arrput(names, gen_fresh(g, A_NAME));
+    char *half[2] = {
+        set_printf(e, "My guest list: %s.", listed_names(e, names, 0, 6)),
+        set_printf(e, "Add %s.", listed_names(e, names, 6, 12)),
+    };
+
+    // The three messages, with the halves of the list between them
+    int room = g->length - gen_tokens(g, half[0]) - gen_tokens(g, half[1])
+             - 2 * gen_tokens(g, moved.user);
+    for (int j = 0; j < 3; j++) {
+        add_passage(&p, document(g, room / 3 - gen_tokens(g, q[j].user), keys[j], -1), " ", q[j]);
+        if (j < 2) add_turn(&p, plain_turn(half[j], "Okay."));
+        arrfree(keys[j]);
+    }
+
+    // The two last questions
+    char *all = answered_names(e, names, 0, 12);
+    EvalTurn list = gold_turn(e, "What is on my guest list?", set_printf(e, "Your guest list: %s.", all));
+    for (int i = 0; i < 2; i++) arrput(list.evidence, half[i]);
+    add_turn(&p, moved);
+    add_turn(&p, list);
+    arrfree(names);
+    add_versions(g, p, BEFORE_TEXT, OWN_TURN);
+}
+
+// ---- task coref
+// Somebody is named once. Two facts follow with a pronoun alone, with messages about nothing
+// between them. Facts of the same kinds about somebody else came before. Both facts are asked for.
+
+// Adds at most eight messages of about 100 tokens that no question is about, `tokens` in all.
+static void add_filler_turns(Gen *g, Passage **p, int tokens) {
+    int n = tokens < 150 ? 1 : min_int(tokens / 100, 8);
+    for (int i = 0; i < n; i++) {
+        char **lines = document(g, tokens / n, NULL, -1);
+        add_turn(p, plain_turn(joined(g->set, lines, " "), "I see."));
+        arrfree(lines);
+    }
+}
+
+// Draws two different ones of the four kinds of facts about people.
+static void gen_two_kinds(Gen *g, const Fact *kinds[2]) {
+    int first = gen_int(g, 4), second = (first + 1 + gen_int(g, 3)) % 4;
+    kinds[0] = &people_facts[first];
+    kinds[1] = &people_facts[second];
+}
+
+// Makes a coref item, with the questions in turns of their own.
+static void gen_coref(Gen *g) {
+    Passage *p = NULL;
+    char *name = gen_fresh(g, A_NAME), *other = gen_fresh(g, A_NAME), **lines = NULL;
+    int female = gen_int(g, 2);
+    const Fact *kinds[2];
+    EvalTurn q[2];
+    gen_two_kinds(g, kinds);
+
+    // Two facts about somebody else, then the name
+    for (int i = 0; i < 2; i++) tell_only(g, kinds[i], other, &lines);
+    int room = g->length - 7 * gen_tokens(g, lines[0]); // four facts, the name and two questions are
+                                                        // about as long as seven facts
+    for (int i = 0; i < 2; i++) add_turn(&p, plain_turn(lines[i], "Okay."));
+    char *met = set_printf(g->set, "I have a friend called %s.", name);
+    add_turn(&p, plain_turn(met, "Okay."));
+
+    // The two facts, told with a pronoun: "She lives in ...", "Her number is ..."
+    for (int i = 0; i < 2; i++) {
+        int owns = kinds[i] == &people_facts[3];
+        const char *form = owns ? "%s number is %s." : kinds[i]->say, *pronoun;
+        if (owns) pronoun = female ? "Her" : "His";
+        else pronoun = female ? "She" : "He";
+        add_filler_turns(g, &p, room / 3);
+        q[i] = tell_fact(g, kinds[i], name, &lines);
+        q[i].evidence[0] = set_printf(g->set, form, pronoun, q[i].answers[0]);
+        arrput(q[i].evidence, met);
+        add_turn(&p, plain_turn(q[i].evidence[0], "Okay."));
+    }
+    add_filler_turns(g, &p, room / 3);
+    for (int i = 0; i < 2; i++) add_turn(&p, q[i]);
+    arrfree(lines);
+    add_versions(g, p, OWN_TURN, VERSIONS);
+}
+
+// ---- task facts
+// Two facts about each of five people are scattered over four messages with filler. Then two facts
+// are asked for, about two people; the second question comes when the first one has already gone
+// through the cache.
+
+// Makes a facts item, with the questions in turns of their own.
+static void gen_facts(Gen *g) {
+    Passage *p = NULL;
+    const Fact *kinds[2];
+    gen_two_kinds(g, kinds);
+    int a = gen_int(g, 5), b = (a + 1 + gen_int(g, 4)) % 5;
+    int asked[2] = { a, b };                            // who is asked for with each kind
+    char **keys[4] = { 0 };
+    EvalTurn q[2] = { 0 };
+    for (int i = 0; i < 5; i++) {
+        char *name = gen_fresh(g, A_NAME);
+        for (int k = 0; k < 2; k++) {
+            EvalTurn t = tell_fact(g, kinds[k], name, &keys[gen_int(g, 4)]);
+            if (i == asked[k]) q[k] = t;
+            else turn_free_lists(&t);
+        }
+    }
+    for (int j = 0; j < 4; j++) {
+        char **lines = document(g, g->length / 4 - 5, keys[j], -1);     // 5: room for the questions
+        add_turn(&p, plain_turn(joined(g->set, lines, " "), "Okay."));
+        arrfree(lines);
+        arrfree(keys[j]);
+    }
+    for (int k = 0; k < 2; k++) add_turn(&p, q[k]);
+    add_versions(g, p, OWN_TURN, VERSIONS);
+}
+
+// ---- task json
+// Look-up of one key among many that fill the text: by the item's number in two JSON objects, in
+// code or in prose. One other key differs from the one asked for in its last syllable; it is asked
+// for in the next turn.
+enum { FORM_JSON, FORM_CODE, FORM_PROSE, FORMS };
+
+// A key that differs from this one in its last syllable, new in this item.
+static char *similar_key(Gen *g, const char *key) {
+    for (;;) {
+        int kept = (int)strlen(key) - 2;
+        char *near = set_printf(g->set, "%.*s%s", kept, key, gen_word(g, eval_syllables));
+        if (word_in(g->used, near) >= 0) continue;
+        arrput(g->used, near);
+        return near;
+    }
+}
+
+// Appends facts about new keys to *lines until about g->length tokens are full. Room is left for
+// four sentences as long as `sentence`: two more facts and two questions. The steps become ever
+// smaller, since the whole text is counted after each.
+static void fill_with_facts(Gen *g, const Fact *f, char ***lines, const char *sep, const char *sentence) {
+    for (;;) {
+        int left = g->length - 4 * gen_tokens(g, sentence) - gen_tokens(g, joined(g->set, *lines, sep));
+        if (left <= 8) return;
+        for (int i = 0; i <= left / 20; i++) tell_only(g, f, gen_fresh(g, A_KEY), lines);
+    }
+}
+
+// Makes two lines of the list, a JSON object each: the first half of the lines and the second.
+static void lines_to_objects(EvalSet *e, char ***lines) {
+    char **half[2] = { 0 };
+    int n = (int)arrlen(*lines);
+    for (int i = 0; i < n; i++) arrput(half[i >= n / 2], (*lines)[i]);
+    arrsetlen(*lines, 0);
+    for (int i = 0; i < 2; i++) {
+        arrput(*lines, set_printf(e, "{%s}", joined(e, half[i], ", ")));
+        arrfree(half[i]);
+    }
+}
+
+// Makes a json item in all four versions.
+static void gen_json(Gen *g) {
+    static const char *forms[FORMS] = { "\"%s\": %s", "%s = %s", "%s is %s." };
+    static const char *seps[FORMS] = { ", ", "\n", " " };
+    int form = g->number % FORMS, depth = gen_depth(g);
+    char **lines = NULL, *key = gen_fresh(g, A_KEY), *near = similar_key(g, key);
+    Fact f = { forms[form], "What is the value of %s?", "The value of %s is {%s}.", A_CODE };
+    Passage *p = NULL;
+    EvalTurn q = tell_fact(g, &f, key, &lines), second = tell_fact(g, &f, near, &lines);
+    q.depth = depth;
+
+    // All other facts come first; then the second one anywhere, and the first one at its depth.
+    arrsetlen(lines, 0);
+    fill_with_facts(g, &f, &lines, seps[form], q.evidence[0]);
+    int other = gen_int(g, (int)arrlen(lines) + 1);
+    arrins(lines, other, second.evidence[0]);
+    int own = (int)arrlen(lines) * depth / 100;
+    arrins(lines, own, q.evidence[0]);
+
+    if (form == FORM_JSON) lines_to_objects(g->set, &lines);
+    add_passage(&p, lines, form == FORM_PROSE ? " " : "\n", q);
+    add_turn(&p, second);
+    add_versions(g, p, BEFORE_TEXT, VERSIONS);
+}
+
+// ---- task fewshot
+// Three labels that examples alone define, three examples each. The first four examples come in one
+// message behind filler, the rest in the next message, with the word to label. By a draw the labels
+// are the names of the kinds ("animal") or words without a meaning ("zip").
+
+// Puts the n texts into a random order.
+static void gen_shuffle(Gen *g, char **list, int n) {
+    for (int i = n - 1; i > 0; i--) {
+        int k = gen_int(g, i + 1);
+        char *x = list[i];
+        list[i] = list[k];
+        list[k] = x;
+    }
+}
+
+// Makes a fewshot item, with the question in a turn of its own.
+static void gen_fewshot(Gen *g) {
+    static const struct { const char *label, *words; } pools[6] = {
+        { "animal", eval_beasts }, { "food", eval_foods }, { "job", eval_jobs },
+        { "city", eval_cities }, { "colour", eval_colours }, { "thing", eval_things },
+    };
+    char **shots = NULL, **classes = NULL, **part[2] = { 0 };
+    char **lines = document(g, g->length - 50, NULL, -1);   // 50: room for the examples
+    int first = gen_int(g, 6), step = 1 + gen_int(g, 2);    // label k is of pool (first + k step) % 6
+    int named = gen_int(g, 2), right = gen_int(g, 3);       // the labels are names; the right label
+    Passage *p = NULL;
+
+    for (int k = 0; k < 3; k++) {
+        int pool = (first + k * step) % 6;
+        if (named) arrput(classes, set_printf(g->set, "%s", pools[pool].label));
+        else arrput(classes, gen_fresh_word(g, eval_labels));
+        for (int i = 0; i < 3; i++) {
+            char *word = gen_fresh_word(g, pools[pool].words);
+            arrput(shots, set_printf(g->set, "%s: %s", word, classes[k]));
+        }
+    }
+    char *ask = set_printf(g->set, "%s:", gen_fresh_word(g, pools[(first + right * step) % 6].words));
+    EvalTurn q = gold_turn(g->set, ask, set_printf(g->set, "The label is {%s}.", classes[right]));
+    for (int i = 0; i < 3; i++) arrput(q.evidence, shots[3 * right + i]);
+    gen_shuffle(g, shots, 9);
+    for (int i = 0; i < 9; i++) arrput(part[i >= 4], shots[i]);
+
+    char *text = joined(g->set, lines, " "), *shown = joined(g->set, part[0], "\n");
+    q.user = message(g->set, part[1], "\n", q.user, BEHIND_TEXT);
+    q.classes = classes;
+    add_turn(&p, plain_turn(set_printf(g->set, "%s\n%s", text, shown), "I have read it."));
+    add_turn(&p, q);
+    arrfree(shots);
+    arrfree(lines);
+    arrfree(part[0]);
+    arrfree(part[1]);
+    add_versions(g, p, OWN_TURN, VERSIONS);
+}
+
+// ---- task summary
+// One sentence of the text says that it is the one that matters; the right reply repeats it.
+
+// What the sentence says: "Tara will come to Bern on Friday". Each item draws the words of all four
+// kinds.
+static char *gen_point(Gen *g) {
+    int kind = gen_int(g, 4), hour = 1 + gen_int(g, 12);
+    char *name = gen_value(g, A_NAME), *city = gen_value(g, A_CITY), *day = gen_word(g, eval_days);
+    char *noun = gen_word(g, eval_nouns), *thing = gen_word(g, eval_things);
+    switch (kind) {
+    case 0:  return set_printf(g->set, "the %s is closed on %s", noun, day);
+    case 1:  return set_printf(g->set, "%s will come to %s on %s", name, city, day);
+    case 2:  return set_printf(g->set, "the meeting is in the %s at %d", gen_value(g, A_ROOM), hour);
+    default: return set_printf(g->set, "the %s needs a new %s", noun, thing);
+    }
+}
+
+// Makes a summary item in all four versions.
+static void gen_summary(Gen *g) {
+    static const char *marks[] = {
+        "The main point is that %s.", "Important: %s.", "The most important thing is that %s."
+    };
+    int depth = gen_depth(g);
+    char *point = gen_point(g), **keys = NULL;
+    Passage *p = NULL;
+    arrput(keys, set_printf(g->set, marks[gen_int(g, 3)], point));
+    const char *ask = gen_int(g, 2) ? "What is the main point?" : "Give me a summary.";
+    EvalTurn q = gold_turn(g->set, ask, set_printf(g->set, "The main point is that {%s.}", point));
+    q.depth = depth;
+    arrput(q.evidence, keys[0]);
+    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
+    arrfree(keys);
+    add_versions(g, p, BEFORE_TEXT, VERSIONS);
+}
+
+// ---- the table of tasks
+static const struct {
+    const char *name;
+    int metric;
+    void (*make)(Gen *g);
+} eval_tasks[] = {
+    { "needle",    METRIC_F1,    gen_needle },
+    { "multiturn", METRIC_F1,    gen_multiturn },
+    { "coref",     METRIC_F1,    gen_coref },
+    { "facts",     METRIC_F1,    gen_facts },
+    { "json",      METRIC_F1,    gen_json },
+    { "fewshot",   METRIC_CLASS, gen_fewshot },
+    { "summary",   METRIC_ROUGE, gen_summary },
+};
+enum { EVAL_TASKS = sizeof eval_tasks / sizeof *eval_tasks };
+
+// Adds the texts 0..n-1 of a task, in all their versions, at every length (stb_ds).
+static void make_items(EvalSet *e, const Tokenizer *tok, int task, const int *lengths, int n,
+                       uint64_t seed) {
+    for (int k = 0; k < (int)arrlen(lengths); k++) {
+        uint64_t of_length = mix64(mix64(mix64(seed) + (uint64_t)task) + (uint64_t)lengths[k]);
+        for (int i = 0; i < n; i++) {
+            Gen g = {
+                .tok = tok, .set = e, .task = eval_tasks[task].name, .number = i,
+                .text = arrlen(e->item) ? arrlast(e->item).number + 1 : 0,
+                .length = lengths[k], .metric = eval_tasks[task].metric,
+                .rng = mix64(of_length + (uint64_t)i),
+            };
+            eval_tasks[task].make(&g);
+            arrfree(g.used);
+        }
+    }
+}
+
+// ---- items from a file
+// --eval-file has one JSON object a line; blank lines are skipped. A line is one of two things:
+//   A dialogue   {"type":..,"metric":..,"turns":[{"user":..,"answers":[..],"classes":[..],"reply":..},..]}
+//                In place of "user" a turn may have "paras":[..] and "query":.. A turn without answers
+//                is not scored. The reply is the whole sentence around the first answer.
+//   LongBench    {"input":..,"context":..,"answers":[..],"all_classes":[..] or null,"dataset":..}
+//                It becomes one turn: the context, and behind it the input.
+// The readers return 0; or -1, with err filled, when the line is neither.
+
+// Appends the texts of the list obj[key], if there is one, to *list (stb_ds).
+static int read_list(EvalSet *e, const Json *obj, const char *key, char ***list, char err[512]) {
+    const Json *j = json_get(obj, key);
+    if (json_none(j)) return 0;
+    if (j->type != JSON_ARRAY || !j->n) return fault(err, "'%s' is no list of texts", key);
+    for (int i = 0; i < j->n; i++) {
+        if (j->item[i].type != JSON_STRING) return fault(err, "'%s' holds something else than texts", key);
+        arrput(*list, set_text(e, j->item[i].str, j->item[i].len));
+    }
+    return 0;
+}
+
+// Reads the text obj[key]. *text stays as it is when there is none.
+static int read_text(EvalSet *e, const Json *obj, const char *key, char **text, char err[512]) {
+    const Json *j = json_get(obj, key);
+    if (json_none(j)) return 0;
+    if (j->type != JSON_STRING) return fault(err, "'%s' is no text", key);
+    *text = set_text(e, j->str, j->len);
+    return 0;
+}
+
+// The name obj[key] of an item's task, or `other` if there is none.
+static const char *read_task(EvalSet *e, const Json *obj, const char *key, const char *other) {
+    const char *name = json_text(obj, key);
+    return *name ? set_text(e, name, strlen(name)) : other;
+}
+
+// Reads one turn of a dialogue into *t, whose fields are 0.
+static int read_turn(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
+    char **paras = NULL, *query = NULL;
+    if (obj->type != JSON_OBJECT) return fault(err, "is no object");
+    t->position = t->depth = -1;
+    int bad = read_text(e, obj, "user", &t->user, err)
+           || read_text(e, obj, "query", &query, err)
+           || read_text(e, obj, "reply", &t->reply, err)
+           || read_list(e, obj, "paras", &paras, err)
+           || read_list(e, obj, "answers", &t->answers, err)
+           || read_list(e, obj, "classes", &t->classes, err);
+    if (!bad && !t->user && (paras || query)) {
+        t->user = message(e, paras, "\n\n", query, BEHIND_TEXT);
+        if (paras && query) t->position = BEHIND_TEXT;
+    }
+    arrfree(paras);
+    if (bad) return -1;
+
+    // Where the first answer stands in the reply
+    const char *at = t->reply && t->answers ? strstr(t->reply, t->answers[0]) : NULL;
+    if (at) {
+        int from = (int)(at - t->reply);
+        arrput(t->span, from);
+        arrput(t->span, from + (int)strlen(t->answers[0]));
+    }
+    return t->user ? 0 : fault(err, "has neither 'user' nor 'paras' and 'query'");
+}
+
+// Reads a dialogue into *it.
+static int read_dialogue(EvalSet *e, const Json *obj, const Json *turns, EvalItem *it, char err[512]) {
+    const char *metric = json_text(obj, "metric");
+    char why[512];
+    if (turns->type != JSON_ARRAY || !turns->n) return fault(err, "'turns' is no list of turns");
+
+    it->metric = METRIC_FOUND;
+    if (*metric) {
+        it->metric = 0;
+        while (it->metric < METRICS && strcmp(metric, eval_metrics[it->metric])) it->metric++;
+    }
+    if (it->metric == METRICS)
+        return fault(err, "'metric' wants one of f1, accuracy, rouge, rouge-longbench, found, exact, "
+                     "found '%.40s'", metric);
+    it->task = read_task(e, obj, "type", it->task);
+
+    for (int i = 0; i < turns->n; i++) {
+        EvalTurn t = { 0 };
+        int bad = read_turn(e, &turns->item[i], &t, why);
+        arrput(it->turn, t);
+        if (bad) return fault(err, "turn %d: %.400s", i + 1, why);
+        if (it->metric == METRIC_CLASS && t.answers && !t.classes)
+            return fault(err, "turn %d: metric accuracy wants 'classes'", i + 1);
+    }
+    return 0;
+}
+
+// Does the name of a LongBench dataset begin with one of the n beginnings? ("trec_e" is a trec.)
+static int begins_with_one(const char *name, const char *const *beginnings, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        if (!strncmp(name, beginnings[i], strlen(beginnings[i]))) return 1;
+    }
+    return 0;
+}
+
+// Reads a LongBench item into *it. The metric is Rouge-L for the summaries, accuracy where there
+// are classes, otherwise F1; some datasets score the first line of a reply only.
+static int read_longbench(EvalSet *e, const Json *obj, EvalItem *it, char err[512]) {
+    static const char *const summaries[] = {
+        "gov_report", "qmsum", "multi_news", "vcsum", "samsum", "dureader"
+    };
+    static const char *const one_line[] = { "trec", "lsht", "triviaqa", "samsum" };
+    char *context = NULL, *input = NULL, **lines = NULL;
+    EvalTurn t = { .position = BEHIND_TEXT, .depth = -1 };
+
+    // The turn
+    int bad = read_text(e, obj, "context", &context, err)
+           || read_text(e, obj, "input", &input, err)
+           || read_list(e, obj, "answers", &t.answers, err)
+           || read_list(e, obj, "all_classes", &t.classes, err);
+    if (!bad && !t.answers) bad = fault(err, "a LongBench item without 'answers'");
+    if (!bad && context && *context) arrput(lines, context);
+    t.user = message(e, lines, "\n\n", input && *input ? input : NULL, BEHIND_TEXT);
+    arrfree(lines);
+    arrput(it->turn, t);
+    if (!bad && !*t.user) bad = fault(err, "'context' and 'input' are both empty");
+
+    // The item
+    it->task = read_task(e, obj, "dataset", it->task);
+    it->metric = t.classes ? METRIC_CLASS : METRIC_F1;
+    if (begins_with_one(it->task, summaries, sizeof summaries / sizeof *summaries))
+        it->metric = METRIC_ROUGE_LONGBENCH;
+    it->first_line = begins_with_one(it->task, one_line, sizeof one_line / sizeof *one_line);
+    return bad;
+}
+
+// Reads one line of n bytes and appends its item to the set, a faulty one as well: the set frees
+// it.
+static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t n, char err[512]) {
+    Json *obj = json_parse(line, n, err);
+    if (!obj) return -1;
+    const Json *turns = json_get(obj, "turns");
+    EvalItem it = { .task = "file", .number = (int)arrlen(e->item) };
+    int bad;
+    if (obj->type != JSON_OBJECT) bad = fault(err, "is no object");
+    else if (turns) bad = read_dialogue(e, obj, turns, &it, err);
+    else if (json_get(obj, "input") || json_get(obj, "context")) bad = read_longbench(e, obj, &it, err);
+    else bad = fault(err, "neither 'turns' (a dialogue) nor 'input' and 'context' (LongBench)");
+
+    for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++) {
+        int *ids = tokenizer_encode(tok, it.turn[i].user, strlen(it.turn[i].user), 0, NULL);
+        it.length += (int)arrlen(ids);
+        arrfree(ids);
+    }
+    arrput(e->item, it);
+    json_free(obj);
+    return bad;
+}
+
+// Reads all items of a file. Ends the program with EXIT_USAGE, and the number of the line, on the
+// first one that is malformed, and when no turn of the file is scored.
+static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
+    char err[512];
+    size_t n;
+    char *text = read_file(path, &n, err);
+    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
+
+    char *stop = text + n, *end;
+    int line = 1, scored = 0;
+    for (char *p = text; p < stop; p = end + 1, line++) {
+        end = memchr(p, '\n', (size_t)(stop - p));
+        if (!end) end = stop;
+        char *solid = p;
+        while (solid < end && isspace((unsigned char)*solid)) solid++;
+        if (solid == end) continue;
+        if (!read_item(e, tok, p, (size_t)(end - p), err)) continue;
+        free(text);
+        die(EXIT_USAGE, "--eval-file %s, line %d: %s", path, line, err);
+    }
+    free(text);
+    for (int i = 0; i < (int)arrlen(e->item); i++) scored += scored_turns(&e->item[i]);
+    if (!scored) die(EXIT_USAGE, "--eval-file %s: no turn has 'answers'", path);
+}
+
+// ---- how an item is played
+static void note_answer(const EvalItem *it, int turn, const char *said, Score *sc);     // see metrics
+static void note_logits(const float *ref, const float *y, int V, Score *sc);
+static double log_sum_exp(const float *x, int n);
+
+// An empty record and an empty cache.
+static void play_start(App *a) {
+    record_clear(a);
+    session_reset(a->s);
+    a->closed = 0;
+    interrupts = 0;
+}
+
+// Renders a message by the chat template, appends it to the record and prefills it.
+static void play_prefill(App *a, const char *text) {
+    Turn t = render_turn(a, text);
+    arrput(a->turn, t);
+    feed_prefill(a, &t);
+}
+
+// The right reply as ids (stb_ds): the sentence, else the first answer. A turn that is not scored
+// and has no reply is answered with "Okay."
+static int *gold_ids(const App *a, const EvalTurn *t) {
+    const char *text = "Okay.";
+    if (t->reply) text = t->reply;
+    else if (t->answers) text = t->answers[0];
+    return tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
+}
+
+// Adds what the session cost. Called once an item.
+static void note_cost(const Session *s, Score *sc) {
+    sc->items++;
+    sc->peak = fmax(sc->peak, (double)s->clk.peak);
+    sc->stored += (double)kv_bytes(s);
+    sc->full += (double)kv_bytes_full(s);
+    sc->attended += bytes_a_step(s);
+    sc->prefill_s += s->clk.prefill;
+    sc->decode_s += s->clk.decode;
+    sc->n_prefill += (double)s->clk.n_prefill;
+    sc->n_decode += (double)s->clk.n_decode;
+}
+
+// The free pass: the method answers every turn. A reply may be as long as --n-predict, by default
+// 64 tokens or twice the right reply, whichever is more.
+static void play_free(App *a, const EvalItem *it, Score *sc) {
+    int gold = !strcmp(opt_str(a->o, "eval-history"), "gold");
+    int limit = opt_int(a->o, "n-predict");             // negative: the default
+    play_start(a);
+    for (int i = 0; i < (int)arrlen(it->turn); i++) {
+        char *said = NULL;
+        size_t n = 0;
+        int *right = gold_ids(a, &it->turn[i]), most = max_int(2 * (int)arrlen(right), 64);
+        FILE *f = open_memstream(&said, &n);
+        play_prefill(a, it->turn[i].user);
+        generate(a, limit < 0 ? most : limit, f);
+        fclose(f);
+        if (it->turn[i].answers) note_answer(it, i, said, sc);
+        free(said);
+
+        if (gold) {                                     // the history changes, so the cache is rebuilt
+            arrfree(arrlast(a->turn).dec);
+            arrlast(a->turn).dec = right;
+            replay(a, (int)arrlen(a->turn));
+        } else {
+            arrfree(right);
+        }
+    }
+    note_cost(a->s, sc);
+}
+
+// Does a token of the reply, its bytes [from,to), touch the answer?
+static int in_answer(const EvalTurn *t, int from, int to) {
+    int hit = !arrlen(t->span);
+    for (int i = 0; i + 1 < (int)arrlen(t->span); i += 2)
+        hit |= from < t->span[i + 1] && to > t->span[i];
+    return hit;
+}
+
+// The forced pass: the right replies are fed whatever the method would say. It is played twice an
+// item.
+//   sc NULL  Full attention plays. Its logits at every token of a scored reply are appended to *ref
+//            (stb_ds, V a row).
+//   sc       A method plays. Its logits are compared with the rows of *ref, and the NLL of every right
+//            answer goes to the answers that play_free appended to sc->answers.
+static void play_forced(App *a, const EvalItem *it, float **ref, Score *sc) {
+    int V = a->c->V, turns = (int)arrlen(it->turn);
+    int answer = sc ? (int)arrlen(sc->answers) - scored_turns(it) : 0;      // the item's next answer
+    size_t row = 0;                                                         // the next row of *ref
+    play_start(a);
+    for (int i = 0; i < turns; i++) {
+        const EvalTurn *t = &it->turn[i];
+        int *ids = gold_ids(a, t), n = (int)arrlen(ids), counted = 0;
+        Decoder d = { .t = a->tok };
+        char *text = NULL;
+        double nll = 0;                                 // sum over the `counted` tokens of the answer
+        play_prefill(a, t->user);
+        for (int k = 0; k < n; k++) {
+            int from = (int)arrlen(text);
+            text = decode_token(&d, ids[k], text);
+            if (t->answers && !sc) memcpy(arraddnptr(*ref, V), a->logits, (size_t)V * sizeof **ref);
+            if (t->answers && sc) {
+                note_logits(*ref + V * row++, a->logits, V, sc);
+                if (in_answer(t, from, (int)arrlen(text))) {
+                    nll += log_sum_exp(a->logits, V) - a->logits[ids[k]];
+                    counted++;
+                }
+            }
+            // Nothing is asked behind the last token of the dialogue.
+            if (i < turns - 1 || k < n - 1) feed_decode(a, ids[k]);
+        }
+        if (t->answers && sc) sc->answers[answer++].nll = counted ? nll / counted : 0;
+        arrfree(ids);
+        arrfree(text);
+    }
+}
+
+// ---- metrics: words
+// Every metric takes two texts, what was said and what is right (gold), and returns 0..1.
+
+// How a text is cut into words.
+enum {
+    WORDS_RAW,      // at white space
+    WORDS_PLAIN,    // also in lower case and without ASCII punctuation
+    WORDS_BARE      // also without the articles a, an, the
+};
+
+// The words of a text: an stb_ds array of malloc'd strings, for words_free.
+static char **words_of(const char *text, int how) {
     char **words = NULL, *w = NULL;
     for (const char *p = text; ; p++) {
         unsigned char c = (unsigned char)*p;
@@ -13539,7 +14851,8 @@ static char **words_of(const char *text, int how) {      // stb_ds array of strd
         }
         if (arrlen(w)) {
             arrput(w, 0);
-            if (how != WORDS_BARE || (strcmp(w, "a") && strcmp(w, "an") && strcmp(w, "the"))) arrput(words, strdup(w));
+            int article = !strcmp(w, "a") || !strcmp(w, "an") || !strcmp(w, "the");
+            if (how != WORDS_BARE || !article) arrput(words, strdup(w));
             arrsetlen(w, 0);
         }
         if (!c) break;
@@ -13547,33 +14860,52 @@ static char **words_of(const char *text, int how) {      // stb_ds array of strd
     arrfree(w);
     return words;
 }
-static void words_free(char **w) { while (arrlen(w)) free(arrpop(w)); arrfree(w); }
-static int word_in(char **words, const char *w) {        // index, or -1
-    for (int i = 0; i < (int)arrlen(words); i++) if (!strcmp(words[i], w)) return i;
-    return -1;
+
+// Frees a list that words_of made.
+static void words_free(char **w) {
+    while (arrlen(w)) free(arrpop(w));
+    arrfree(w);
 }
-static double f_measure(double same, double n, double m) { return same > 0 ? 2 * (same / n) * (same / m) / (same / n + same / m) : 0; }
-static double word_f1(const char *said, const char *gold) {             // of the bags of words
+
+// The harmonic mean of precision same/n and recall same/m: F = 2 P R / (P + R).
+static double f_measure(double same, double n, double m) {
+    return same > 0 ? 2 * (same / n) * (same / m) / (same / n + same / m) : 0;
+}
+
+// F1 of the two bags of words: a word that comes twice in both counts twice.
+static double word_f1(const char *said, const char *gold) {
     char **a = words_of(said, WORDS_BARE), **b = words_of(gold, WORDS_BARE);
     int n = (int)arrlen(a), m = (int)arrlen(b), same = 0;
-    for (int i = 0, j; i < n; i++)
-        if ((j = word_in(b, a[i])) >= 0) { free(b[j]); arrdelswap(b, j); same++; }
-    words_free(a); words_free(b);
+    for (int i = 0; i < n; i++) {
+        int j = word_in(b, a[i]);
+        if (j < 0) continue;
+        free(b[j]);
+        arrdelswap(b, j);
+        same++;
+    }
+    words_free(a);
+    words_free(b);
     return f_measure(same, n, m);
 }
-// Does the reply hold the answer as whole words in their order? whole: and nothing else.
+
+// Does the reply hold the answer as whole words in their order? With `whole`: and nothing else?
 static int holds_answer(const char *said, const char *gold, int whole) {
     char **a = words_of(said, WORDS_BARE), **b = words_of(gold, WORDS_BARE);
     int n = (int)arrlen(a), m = (int)arrlen(b), hit = 0;
-    for (int i = 0; i + m <= n && !hit && m > 0 && (!whole || n == m); i++) {
+    int possible = m > 0 && (!whole || n == m);
+    for (int i = 0; possible && !hit && i + m <= n; i++) {
         int j = 0;
         while (j < m && !strcmp(a[i + j], b[j])) j++;
         hit = j == m;
     }
-    words_free(a); words_free(b);
+    words_free(a);
+    words_free(b);
     return hit;
 }
-// TREC as LongBench means it: the labels that the first line names, but those that are part of the right one; shared among them.
+
+// Accuracy on TREC as LongBench means it, from the first line of the reply. If the line names the
+// right label, the point is shared among all labels that the line names. Labels that are a part of
+// the right one do not count: whoever says the right one says them, too.
 static double class_accuracy(const char *said, const char *gold, char **classes) {
     while (*said == '\n') said++;
     char *line = strndup(said, strcspn(said, "\n"));
@@ -13587,26 +14919,37 @@ static double class_accuracy(const char *said, const char *gold, char **classes)
     free(line);
     return hit ? 1.0 / named : 0;
 }
-// table (n+1, m+1): the longest common subsequence of the first i words of a and the first j of b. Malloc'd
+
+// ---- metrics: Rouge-L
+
+// Fills table (n+1,m+1): entry [i][j] is the length of the longest common subsequence of the first
+// i words of a and the first j words of b. Malloc'd.
 static int *lcs_table(char **a, int n, char **b, int m) {
     int *t = xcalloc((size_t)(n + 1) * (m + 1), sizeof *t), w = m + 1;
-    for (int i = 1; i <= n; i++)
+    for (int i = 1; i <= n; i++) {
         for (int j = 1; j <= m; j++) {
             int up = t[(size_t)(i - 1) * w + j], left = t[(size_t)i * w + j - 1];
-            t[(size_t)i * w + j] = !strcmp(a[i - 1], b[j - 1]) ? t[(size_t)(i - 1) * w + j - 1] + 1 : up > left ? up : left;
+            int diagonal = t[(size_t)(i - 1) * w + j - 1];
+            t[(size_t)i * w + j] = strcmp(a[i - 1], b[j - 1]) ? max_int(up, left) : diagonal + 1;
         }
+    }
     return t;
 }
+
+// Rouge-L: the F measure of the longest common subsequence of words.
 static double rouge_l(const char *said, const char *gold) {
     char **a = words_of(said, WORDS_RAW), **b = words_of(gold, WORDS_RAW);
-    int n = (int)arrlen(a), m = (int)arrlen(b), *t = lcs_table(a, n, b, m), same = t[(size_t)(n + 1) * (m + 1) - 1];
+    int n = (int)arrlen(a), m = (int)arrlen(b), *t = lcs_table(a, n, b, m);
+    int same = t[(size_t)(n + 1) * (m + 1) - 1];
     free(t);
-    words_free(a); words_free(b);
+    words_free(a);
+    words_free(b);
     return f_measure(same, n, m);
 }
-// Rouge-L as LongBench's package counts it: sentences end at full stops; the words of the longest common subsequences of all pairs of
-// sentences are united as a set, and P and R are shares of the sets of words. A sentence of blanks counts as one empty word there.
-static char ***sentences_of(const char *text) {          // stb_ds array of stb_ds arrays of words
+
+// The sentences of a text, each a list of words: an stb_ds array of stb_ds arrays. Sentences end at
+// full stops. A sentence of blanks counts as one empty word, as it does in LongBench's package.
+static char ***sentences_of(const char *text) {
     char ***list = NULL;
     for (const char *p = text; *p; p += *p == '.') {
         size_t n = strcspn(p, ".");
@@ -13619,127 +14962,68 @@ static char ***sentences_of(const char *text) {          // stb_ds array of stb_
     }
     return list;
 }
-static char **word_set(char ***sentences) {              // stb_ds array of words owned by the sentences
-    char **set = NULL;
-    for (int i = 0; i < (int)arrlen(sentences); i++)
-        for (int j = 0; j < (int)arrlen(sentences[i]); j++) if (word_in(set, sentences[i][j]) < 0) arrput(set, sentences[i][j]);
-    return set;
+
+// Frees a list that sentences_of made.
+static void sentences_free(char ***list) {
+    while (arrlen(list)) words_free(arrpop(list));
+    arrfree(list);
 }
-static double rouge_l_longbench(const char *said, const char *gold) {
-    char ***a = sentences_of(gold), ***b = sentences_of(said), **sa = word_set(a), **sb = word_set(b), **common = NULL;
-    for (int x = 0; x < (int)arrlen(a); x++)
-        for (int y = 0; y < (int)arrlen(b); y++) {
-            int n = (int)arrlen(a[x]), m = (int)arrlen(b[y]), w = m + 1, *t = lcs_table(a[x], n, b[y], m);
-            for (int i = n, j = m; i && j; )
-                if (!strcmp(a[x][i - 1], b[y][j - 1])) { if (word_in(common, a[x][i - 1]) < 0) arrput(common, a[x][i - 1]); i--; j--; }
-                else if (t[(size_t)(i - 1) * w + j] > t[(size_t)i * w + j - 1]) i--;
-                else j--;
-            free(t);
+
+// Adds a word to a set (stb_ds) if it is new. The set does not own it.
+static void set_add(char ***set, char *w) {
+    if (word_in(*set, w) < 0) arrput(*set, w);
+}
+
+// The number of different words in all sentences.
+static int count_words(char ***sentences) {
+    char **set = NULL;
+    for (int i = 0; i < (int)arrlen(sentences); i++) {
+        for (int j = 0; j < (int)arrlen(sentences[i]); j++) set_add(&set, sentences[i][j]);
+    }
+    int n = (int)arrlen(set);
+    arrfree(set);
+    return n;
+}
+
+// Adds the words of one longest common subsequence of the sentences a and b to *common. The path
+// through the table is walked backwards; at a tie it goes to the left, as LongBench's package does.
+static void add_common(char ***common, char **a, char **b) {
+    int i = (int)arrlen(a), j = (int)arrlen(b), w = j + 1, *t = lcs_table(a, i, b, j);
+    while (i && j) {
+        int up = t[(size_t)(i - 1) * w + j], left = t[(size_t)i * w + j - 1];
+        if (!strcmp(a[i - 1], b[j - 1])) {
+            set_add(common, a[i - 1]);
+            i--;
+            j--;
+        } else if (up > left) {
+            i--;
+        } else {
+            j--;
         }
-    double same = (double)arrlen(common), r = same / (double)(arrlen(sa) ? arrlen(sa) : 1), p = same / (double)(arrlen(sb) ? arrlen(sb) : 1);
-    arrfree(common); arrfree(sa); arrfree(sb);
-    while (arrlen(a)) words_free(arrpop(a));
-    while (arrlen(b)) words_free(arrpop(b));
-    arrfree(a); arrfree(b);
+    }
+    free(t);
+}
+
+// Rouge-L as LongBench's package counts it: the words of the longest common subsequences of all
+// pairs of sentences are united as a set, and P and R are its shares of the sets of words of the
+// two texts.
+static double rouge_l_longbench(const char *said, const char *gold) {
+    char ***a = sentences_of(gold), ***b = sentences_of(said), **common = NULL;
+    for (int x = 0; x < (int)arrlen(a); x++) {
+        for (int y = 0; y < (int)arrlen(b); y++) add_common(&common, a[x], b[y]);
+    }
+    double same = (double)arrlen(common);
+    double r = same / (double)max_int(count_words(a), 1);
+    double p = same / (double)max_int(count_words(b), 1);
+    arrfree(common);
+    sentences_free(a);
+    sentences_free(b);
     return 2 * p * r / (p + r + 1e-8);
 }
 
-// ---- items: dialogues with their right answers
-enum { METRIC_F1, METRIC_CLASS, METRIC_ROUGE, METRIC_ROUGE_LONGBENCH, METRIC_FOUND, METRIC_EXACT, METRICS };
-static const char *eval_metrics[METRICS] = { "f1", "accuracy", "rouge", "rouge-longbench", "found", "exact" };
+// ---- metrics: the score of a reply
 
-typedef struct {
-    char *user, *reply;         // what the visitor says; what would be a right reply, as a whole sentence
-    int *span;                  // stb_ds: where in the reply its answer stands, as pairs of byte offsets; none: the whole reply
-    char **answers, **classes;  // stb_ds: the right answers (none: the turn is not scored); labels to choose from
-    char **evidence;            // stb_ds: the sentences of this turn and of earlier ones that the answer follows from
-    int position, depth;        // as in Answer
-} EvalTurn;
-typedef struct {
-    const char *task;
-    int number, length;         // versions of one text share a number; tokens of its texts
-    int metric, first_line;     // METRIC_*; 1: only the first line of a reply is scored
-    EvalTurn *turn;             // stb_ds
-} EvalItem;
-typedef struct { EvalItem *item; stbds_string_arena mem; } EvalSet;      // stb_ds; mem: every text in it
-
-static void turn_free_lists(EvalTurn *t) { arrfree(t->span); arrfree(t->answers); arrfree(t->classes); arrfree(t->evidence); }
-static void eval_set_free(EvalSet *e) {
-    for (int i = 0; i < (int)arrlen(e->item); i++) {
-        for (int j = 0; j < (int)arrlen(e->item[i].turn); j++) turn_free_lists(&e->item[i].turn[j]);
-        arrfree(e->item[i].turn);
-    }
-    arrfree(e->item);
-    strreset(&e->mem);
-}
-static char *set_text(EvalSet *e, const char *text, size_t n) {          // a copy that lives as long as the set
-    char *s = strndup(n ? text : "", n), *kept = stralloc(&e->mem, s);      // text may be an empty array: NULL
-    free(s);
-    return kept;
-}
-KV_PRINTF(2, 3) static char *set_printf(EvalSet *e, const char *fmt, ...) {
-    char *s = NULL;
-    va_list ap;
-    va_start(ap, fmt);
-    if (vasprintf(&s, fmt, ap) < 0) die(EXIT_MEMORY, "out of memory: a sentence of the evaluation");
-    va_end(ap);
-    char *kept = stralloc(&e->mem, s);
-    free(s);
-    return kept;
-}
-// A scored turn from its reply with the answer in braces: "The code is {4821}." Several pieces make one answer, blanks between.
-static EvalTurn gold_turn(EvalSet *e, const char *user, const char *reply) {
-    EvalTurn t = { .user = (char *)user, .position = -1, .depth = -1 };
-    char *text = NULL, *answer = NULL;
-    for (const char *p = reply; *p; p++) {
-        if (*p == '{' && arrlen(answer)) arrput(answer, ' ');
-        if (*p == '{' || *p == '}') { arrput(t.span, (int)arrlen(text)); continue; }
-        arrput(text, *p);
-        if (arrlen(t.span) % 2) arrput(answer, *p);
-    }
-    t.reply = set_text(e, text, (size_t)arrlen(text));
-    arrput(t.answers, set_text(e, answer, (size_t)arrlen(answer)));
-    arrfree(text);
-    arrfree(answer);
-    return t;
-}
-static EvalTurn plain_turn(const char *user, const char *reply) { return (EvalTurn){ .user = (char *)user, .reply = (char *)reply, .position = -1, .depth = -1 }; }
-static char **list_copy(char **list) { char **c = NULL; for (int i = 0; i < (int)arrlen(list); i++) arrput(c, list[i]); return c; }
-static EvalTurn turn_copy(const EvalTurn *t) {
-    EvalTurn c = *t;
-    c.span = NULL;
-    for (int i = 0; i < (int)arrlen(t->span); i++) arrput(c.span, t->span[i]);
-    c.answers = list_copy(t->answers); c.classes = list_copy(t->classes); c.evidence = list_copy(t->evidence);
-    return c;
-}
-
-// The reply without the sentence around its answer: "The code is 4821." leaves "4821.", so that a model that answers in whole
-// sentences is scored as one that answers in a word. Each word of the right reply's frame goes once; a wrong value stays. Malloc'd
-static char *without_frame(const EvalTurn *t, const char *said) {
-    if (!arrlen(t->span)) return strdup(said);
-    char *text = NULL, *out = NULL;
-    for (int i = 0, k = 0; t->reply[i]; i++) {           // k: span borders passed
-        while (k < (int)arrlen(t->span) && i >= t->span[k]) k++;
-        arrput(text, k % 2 ? ' ' : t->reply[i]);
-    }
-    arrput(text, 0);
-    char **frame = words_of(text, WORDS_PLAIN), **words = words_of(said, WORDS_RAW);
-    for (int i = 0; i < (int)arrlen(words); i++) {
-        char **plain = words_of(words[i], WORDS_PLAIN);
-        int at = plain ? word_in(frame, plain[0]) : -1;
-        if (at >= 0) { free(frame[at]); arrdelswap(frame, at); }
-        else {
-            if (arrlen(out)) arrput(out, ' ');
-            for (const char *p = words[i]; *p; p++) arrput(out, *p);
-        }
-        words_free(plain);
-    }
-    arrput(out, 0);
-    char *rest = strdup(out);
-    arrfree(out); arrfree(text);
-    words_free(frame); words_free(words);
-    return rest;
-}
+// The score of a reply against one right answer.
 static double score_by(int metric, const char *said, const char *gold, char **classes) {
     switch (metric) {
     case METRIC_CLASS:           return class_accuracy(said, gold, classes);
@@ -13750,610 +15034,68 @@ static double score_by(int metric, const char *said, const char *gold, char **cl
     default:                     return word_f1(said, gold);
     }
 }
-static double best_score(int metric, const char *said, const EvalTurn *t) {              // over the right answers
+
+// The best score over the right answers of a turn.
+static double best_score(int metric, const char *said, const EvalTurn *t) {
     double best = 0;
-    for (int i = 0; i < (int)arrlen(t->answers); i++) {
-        double x = score_by(metric, said, t->answers[i], t->classes);
-        if (x > best) best = x;
-    }
+    for (int i = 0; i < (int)arrlen(t->answers); i++)
+        best = fmax(best, score_by(metric, said, t->answers[i], t->classes));
     return best;
 }
 
-// ---- generators. The sentences are those that models/data_gen.py teaches the shipped model; any model can read them. Values are that
-// file's held-out words and numbers (digits that sum to a multiple of 8). A text is a list of lines: the facts, near misses (the same
-// sentence about something else) and filler, --eval-length tokens in all. An item is made from the seed, its task, length and number
-// alone, so more items never change the first ones. LoopServe's benchmark ends every message with the same cue, wherever the query
-// stands; here the opening of the reply, which the chat template writes, is that cue.
-static const char eval_names[] = "Max Hugo Peter Frank Noah Yara George Omar Amir Ida Ruth Chris Kevin Toby Dennis Lars Tara Ravi Ahmed Jim";
-static const char eval_cities[] = "Madrid Delhi Munich Bern Istanbul Denver Nairobi Cologne Bristol Hanoi";
-static const char eval_animals[] = "cat goose tiger shark otter camel bat";
-static const char eval_colours[] = "red blue green yellow black white orange purple pink brown grey silver golden violet turquoise crimson";
-static const char eval_things[] = "box bag door key book chest drawer car boat tent lamp chair table bottle cup coat hat shoe ring clock phone letter map coin bell "
-    "basket jar safe locker suitcase bike kite drum ball pen knife rope mirror camera wallet";
-static const char eval_rooms[] = "kitchen garden cellar attic garage bedroom bathroom hall office library barn shed tower cave";
-static const char eval_adjs[] = "old new small big red blue green quiet long short dark bright cold warm soft heavy round strange pretty clean dusty wooden broken "
-    "empty narrow wide tall deep slow quick gentle busy lazy happy tired clever";
-static const char eval_nouns[] = "house garden river road tree bridge hill field market street window wall table room village forest lake mountain boat train station "
-    "school church shop park cloud wind rain sun moon star stone leaf flower bird farm mill gate path fence";
-static const char eval_beasts[] = "fox owl bear wolf mouse cat dog rabbit horse cow sheep goat duck goose hen frog turtle snail bee ant lion tiger elephant monkey";
-static const char eval_foods[] = "pizza pasta soup bread cheese rice salad cake chocolate apples";
-static const char eval_jobs[] = "teacher doctor nurse baker farmer painter singer writer driver pilot";
-static const char eval_days[] = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday";
-static const char eval_labels[] = "zip zap foo bar left right one two";
-static const char eval_syllables[] = "ba be bo da do fi ga go ka ki ko la le li lo ma mi mo na ne ni no pa pi ra ri ro sa se si so ta te ti to va ve vi vo za zo bra dre kli sto tru";
-static const char *const filler_forms[] = {             // $n, $m nouns, $a, $b adjectives, $x an animal, $d a day
-    "The $n was $a and $b.", "There is a $n near the $m.", "A $a $n stood behind the $m.", "On $d the $n looked $a.", "The $x walked along the $a $n.",
-    "We saw a $a $x by the $n.", "The $n is $a in the morning.", "People say that the $n was once $a.", "It rained on the $n all day.", "The wind moved the $n and the $m.",
-    "Nobody knew why the $n was so $a.", "A $x slept under the $m.", "The $a $n leads to the $b $m.", "Every $d the $m is $b.", "The sun shone on the $n.",
-    "It was a $a day in the $m.", "They painted the $n and cleaned the $m.", "The $m was full of people.", "From the $n you can see the $m.", "Some like the $n, others like the $m.",
-};
-
-typedef struct {            // what a generator works with
-    const Tokenizer *tok;
-    EvalSet *set;
-    const char *task;
-    int number, text;       // of the item in its task (it chooses kind and depth); of the text in the run
-    int length, metric;
-    uint64_t rng;
-    char **used;            // stb_ds: words drawn in this item
-} Gen;
-
-static int gen_int(Gen *g, int n) { return (int)(splitmix64(&g->rng) % (uint64_t)n); }  // [0,n)
-static int gen_tokens(const Gen *g, const char *text) {
-    int *ids = tokenizer_encode(g->tok, text, strlen(text), 0, NULL), n = (int)arrlen(ids);
-    arrfree(ids);
-    if (!n && *text) die(EXIT_USAGE, "--eval: the tokenizer makes nothing of \"%.60s\"", text);
-    return n;
-}
-static char *gen_word(Gen *g, const char *list) {        // one of the words of a list
-    int n = 1;
-    for (const char *p = list; *p; p++) n += *p == ' ';
-    for (int k = gen_int(g, n); k; k--) list = strchr(list, ' ') + 1;
-    return set_text(g->set, list, strcspn(list, " "));
-}
-static char *gen_syllables(Gen *g, int n) {
-    char text[32] = "";
-    for (int i = 0; i < n; i++) strncat(text, gen_word(g, eval_syllables), 4);
-    return set_text(g->set, text, strlen(text));
-}
-enum { A_NAME, A_KEY, A_CODE, A_THING, A_CITY, A_ANIMAL, A_ROOM, AN_AGE };
-static char *gen_value(Gen *g, int what) {
-    static const char *lists[] = { [A_CITY] = eval_cities, [A_ANIMAL] = eval_animals, [A_ROOM] = eval_rooms };
-    if (what == A_CODE)
-        for (;;) {
-            int n = 100 + gen_int(g, 99900), sum = 0;
-            if (gen_int(g, 2)) n = n % 9000 + 1000;      // four digits most of the time
-            for (int x = n; x; x /= 10) sum += x % 10;
-            if (sum % 8 == 0) return set_printf(g->set, "%d", n);
-        }
-    if (what == AN_AGE) return set_printf(g->set, "%d", 8 + gen_int(g, 87));
-    if (what == A_THING) { char *colour = gen_word(g, eval_colours); return set_printf(g->set, "%s %s", colour, gen_word(g, eval_things)); }
-    if (what == A_NAME && gen_int(g, 10) < 7) return gen_word(g, eval_names);
-    if (what != A_NAME && what != A_KEY) return gen_word(g, lists[what]);
-    char *name = gen_syllables(g, what == A_KEY ? 3 : 2 + gen_int(g, 2));
-    if (what == A_NAME) *name = (char)toupper((unsigned char)*name);
-    return name;
-}
-// A value, or a word of a list, that this item does not have yet, as far as the list goes.
-static char *gen_fresh_word(Gen *g, const char *list, int what) {
-    char *v;
-    int tries = 0;
-    do v = list ? gen_word(g, list) : gen_value(g, what); while (word_in(g->used, v) >= 0 && tries++ < 200);
-    arrput(g->used, v);
-    return v;
-}
-static char *gen_fresh(Gen *g, int what) { return gen_fresh_word(g, NULL, what); }
-// "red box" -> another colour of the same thing, or another thing of that colour.
-static char *near_miss(Gen *g, const char *thing) {
-    char *v;
-    int blank = (int)strcspn(thing, " ");
-    do v = gen_int(g, 2) ? set_printf(g->set, "%.*s %s", blank, thing, gen_word(g, eval_things)) : set_printf(g->set, "%s%s", gen_word(g, eval_colours), thing + blank);
-    while (word_in(g->used, v) >= 0);
-    arrput(g->used, v);
-    return v;
-}
-static char *filler_line(Gen *g) {
-    const char *form = filler_forms[gen_int(g, sizeof filler_forms / sizeof *filler_forms)];
+// The words of the right reply without its answer: "The code is" for "The code is {4821}." Plain
+// words, for words_free.
+static char **frame_words(const EvalTurn *t) {
     char *text = NULL;
-    for (const char *p = form; *p; p++) {
-        if (*p != '$') { arrput(text, *p); continue; }
-        p++;
-        const char *w = gen_word(g, *p == 'n' || *p == 'm' ? eval_nouns : *p == 'x' ? eval_beasts : *p == 'd' ? eval_days : eval_adjs);
-        bytes_put(&text, w, strlen(w));
+    int passed = 0;                                     // borders of t->span; odd: inside the answer
+    for (int i = 0; t->reply[i]; i++) {
+        while (passed < (int)arrlen(t->span) && i >= t->span[passed]) passed++;
+        arrput(text, passed % 2 ? ' ' : t->reply[i]);
     }
-    char *line = set_text(g->set, text, (size_t)arrlen(text));
+    arrput(text, 0);
+    char **frame = words_of(text, WORDS_PLAIN);
     arrfree(text);
-    return line;
-}
-static int int_order(const void *a, const void *b) { int x = *(const int *)a, y = *(const int *)b; return (x > y) - (x < y); }
-// About `tokens` tokens of lines (stb_ds): filler with the keys in it, in their order, anywhere; with a depth >= 0 keys[0] stands at
-// that share of the lines instead.
-static char **document(Gen *g, int tokens, char **keys, int depth) {
-    char **lines = NULL;
-    int *at = NULL, n = (int)arrlen(keys);
-    for (int i = 0; i < n; i++) tokens -= gen_tokens(g, set_printf(g->set, " %s", keys[i]));
-    while (tokens > 4) {
-        arrput(lines, filler_line(g));
-        tokens -= gen_tokens(g, set_printf(g->set, " %s", arrlast(lines)));
-    }
-    for (int i = depth >= 0; i < n; i++) arrput(at, gen_int(g, (int)arrlen(lines) + 1));
-    if (at) qsort(at, (size_t)arrlen(at), sizeof *at, int_order);
-    for (int i = (int)arrlen(at) - 1; i >= 0; i--) { int k = at[i]; arrins(lines, k, keys[i + (depth >= 0)]); }
-    int own = (int)arrlen(lines) * depth / 100;
-    if (depth >= 0) arrins(lines, own, keys[0]);
-    arrfree(at);
-    return lines;
-}
-// One message: the query before (0), amid (1) or behind (2) the lines; NULL: the lines alone.
-static char *message(EvalSet *e, char **lines, const char *sep, const char *query, int position) {
-    char *text = NULL;
-    int n = (int)arrlen(lines), at = position == 0 ? 0 : position == 1 ? n / 2 : n;
-    for (int i = 0; i <= n; i++)
-        for (int mine = i == at && query; mine >= 0; mine--) {
-            const char *p = mine ? query : i < n ? lines[i] : NULL;
-            if (!p) continue;
-            if (arrlen(text)) bytes_put(&text, sep, strlen(sep));
-            bytes_put(&text, p, strlen(p));
-        }
-    char *kept = set_text(e, text, (size_t)arrlen(text));
-    arrfree(text);
-    return kept;
+    return frame;
 }
 
-// A turn before its query is placed: lines to read and a question about them, or (lines NULL) a turn as it is.
-typedef struct { char **lines; const char *sep; EvalTurn turn; } Passage;
-// Adds versions from..to-1 of a dialogue, the same texts in each: with the query before, amid and behind its text, and (version 3) in a
-// turn of its own after it. Takes the passages.
-static void add_versions(Gen *g, Passage *p, int from, int to) {
-    for (int v = from; v < to; v++) {
-        EvalItem it = { .task = g->task, .number = g->text, .length = g->length, .metric = g->metric };
-        for (int i = 0; i < (int)arrlen(p); i++) {
-            EvalTurn t = turn_copy(&p[i].turn);
-            if (p[i].lines && v == 3) arrput(it.turn, plain_turn(message(g->set, p[i].lines, p[i].sep, NULL, 2), "I have read it."));
-            else if (p[i].lines) { t.user = message(g->set, p[i].lines, p[i].sep, t.user, v); t.position = v; }
-            arrput(it.turn, t);
-        }
-        arrput(g->set->item, it);
-    }
-    for (int i = 0; i < (int)arrlen(p); i++) { arrfree(p[i].lines); turn_free_lists(&p[i].turn); }
-    arrfree(p);
-}
-static void add_passage(Passage **p, char **lines, const char *sep, EvalTurn turn) { arrput(*p, ((Passage){ lines, sep, turn })); }
-
-// A kind of fact: the sentence that tells it, the question, the reply, each of who and (not the question) what.
-typedef struct { const char *say, *ask, *reply; int value; } Fact;
-static const Fact thing_facts[] = {
-    { "The secret code of the %s is %s.", "What is the secret code of the %s?", "The secret code of the %s is {%s}.", A_CODE },
-    { "The number of the %s is %s.", "What is the number of the %s?", "The number of the %s is {%s}.", A_CODE },
-    { "The %s costs %s coins.", "How much does the %s cost?", "The %s costs {%s} coins.", A_CODE },
-    { "The %s is in the %s.", "Where is the %s?", "The %s is in the {%s}.", A_ROOM },
-};
-static const Fact people_facts[] = {
-    { "%s lives in %s.", "Where does %s live?", "You said that %s lives in {%s}.", A_CITY },
-    { "%s is %s years old.", "How old is %s?", "You said that %s is {%s} years old.", AN_AGE },
-    { "%s saw a %s.", "What did %s see?", "You said that %s saw a {%s}.", A_ANIMAL },
-    { "%s's number is %s.", "What is %s's number?", "You said that %s's number is {%s}.", A_CODE },
-};
-// A fact with a new value: the sentence goes into *lines, the question comes back. (Nowhere do two arguments of a call draw: C leaves
-// their order to the compiler, and the texts shall not depend on it.)
-static EvalTurn tell_fact(Gen *g, const Fact *f, const char *who, char ***lines) {
-    char *what = gen_fresh(g, f->value);
-    EvalTurn t = gold_turn(g->set, set_printf(g->set, f->ask, who), set_printf(g->set, f->reply, who, what));
-    arrput(*lines, set_printf(g->set, f->say, who, what));
-    arrput(t.evidence, arrlast(*lines));
-    return t;
-}
-static void tell_only(Gen *g, const Fact *f, const char *who, char ***lines) { arrput(*lines, set_printf(g->set, f->say, who, gen_fresh(g, f->value))); }
-// Three numbers of one thing, told in *lines[0..2] (which may be one list).
-static EvalTurn tell_values(Gen *g, char ***lines[3]) {
-    const char *t = gen_fresh(g, A_THING), *v[3];
-    for (int i = 0; i < 3; i++) v[i] = gen_fresh(g, A_CODE);
-    EvalTurn q = gold_turn(g->set, set_printf(g->set, "What are the numbers of the %s?", t), set_printf(g->set, "The numbers of the %s are {%s}, {%s}, {%s}.", t, v[0], v[1], v[2]));
-    for (int i = 0; i < 3; i++) {
-        arrput(q.evidence, set_printf(g->set, "A number of the %s is %s.", t, v[i]));
-        arrput(*lines[i], arrlast(q.evidence));
-    }
-    char ***other = lines[gen_int(g, 3)], *near = near_miss(g, t);
-    arrput(*other, set_printf(g->set, "A number of the %s is %s.", near, gen_fresh(g, A_CODE)));
-    return q;
-}
-
-// One message with two questions, one reply with both answers. Takes both turns.
-static EvalTurn ask_both(Gen *g, EvalTurn *a, EvalTurn *b) {
-    EvalTurn t = turn_copy(a);
-    int shift = (int)strlen(a->reply) + 1;
-    t.user = set_printf(g->set, "%s %s", a->user, b->user);
-    t.reply = set_printf(g->set, "%s %s", a->reply, b->reply);
-    t.answers[0] = set_printf(g->set, "%s %s", a->answers[0], b->answers[0]);
-    for (int i = 0; i < (int)arrlen(b->span); i++) arrput(t.span, b->span[i] + shift);
-    for (int i = 0; i < (int)arrlen(b->evidence); i++) arrput(t.evidence, b->evidence[i]);
-    turn_free_lists(a); turn_free_lists(b);
-    return t;
-}
-
-// needle: facts about things somewhere in filler. By number: one needle; six, asked for one and, in the next turn, for another;
-// three numbers of one thing; four, two of them asked for in one question. The first one asked for stands at the depth.
-static void gen_needle(Gen *g) {
-    int kind = g->number % 4, n = kind == 0 ? 1 : kind == 1 ? 6 : 4, depth = kind == 2 ? -1 : 30 * g->number % 110;
-    const Fact *f = &thing_facts[gen_int(g, 4)];
-    char **keys = NULL;
-    Passage *p = NULL;
-    EvalTurn q, second = { 0 };
-    if (kind == 2) q = tell_values(g, (char ***[3]){ &keys, &keys, &keys });
-    else {
-        char *thing = gen_fresh(g, A_THING);
-        q = tell_fact(g, f, thing, &keys);
-        if (n > 1) second = tell_fact(g, f, near_miss(g, thing), &keys);
-        for (int i = 2; i < n; i++) tell_only(g, f, gen_fresh(g, A_THING), &keys);
-    }
-    if (kind == 3) q = ask_both(g, &q, &second);
-    q.depth = depth;
-    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
-    if (kind == 1) add_passage(&p, NULL, NULL, second);
-    arrfree(keys);
-    add_versions(g, p, 0, 4);
-}
-
-// A question of `hops` steps whose facts are told in as many different messages of 0..j, each with a near miss beside it (loopserve.md 6).
-// One hop: a fact about a thing. Two: who is with whom, and where that one lives. Three: three numbers of one thing.
-static EvalTurn tell_hops(Gen *g, char **keys[], int j, int hops) {
-    int at[3] = { 0, 1, 2 };
-    for (int i = 0, n = j + 1; i < hops && i < n; i++) { int k = i + gen_int(g, n - i), x = at[i]; at[i] = at[k]; at[k] = x; }
-    if (hops == 3) return tell_values(g, (char ***[3]){ &keys[at[0]], &keys[at[1]], &keys[at[2]] });
-    if (hops == 1) {
-        const Fact *f = &thing_facts[gen_int(g, 3)];
-        char *thing = gen_fresh(g, A_THING);
-        EvalTurn q = tell_fact(g, f, thing, &keys[at[0]]);
-        tell_only(g, f, near_miss(g, thing), &keys[at[0]]);
-        return q;
-    }
-    static const char *verbs[][2] = { { "works with", "Where does the person live who %s works with?" }, { "is married to", "Where does the person live who %s is married to?" },
-                                      { "is a friend of", "Where does the friend of %s live?" } };
-    const char **verb = verbs[gen_int(g, 3)];
-    EvalTurn q = { 0 };
-    for (int i = 0; i < 2; i++) {                        // the chain, and another one like it
-        char *a = gen_fresh(g, A_NAME), *b = gen_fresh(g, A_NAME), *city = gen_fresh(g, A_CITY);
-        arrput(keys[at[0]], set_printf(g->set, "%s %s %s.", a, verb[0], b));
-        arrput(keys[at[1]], set_printf(g->set, "%s lives in %s.", b, city));
-        if (i) break;
-        q = gold_turn(g->set, set_printf(g->set, verb[1], a), set_printf(g->set, "You said that %s %s %s, and %s lives in {%s}.", a, verb[0], b, b, city));
-        arrput(q.evidence, arrlast(keys[at[0]]));
-        arrput(q.evidence, arrlast(keys[at[1]]));
-    }
-    return q;
-}
-// Where a thing is: told in the first message, changed in the two others; the last one is right. Another thing moves, too.
-static EvalTurn tell_moves(Gen *g, char **keys[3]) {
-    char *thing = gen_fresh(g, A_THING), *other = near_miss(g, thing), *room = NULL, *last = NULL;
-    for (int i = 0; i < 3; i++) {
-        const char *form = i ? "I moved the %s to the %s." : "The %s is in the %s.";
-        for (int k = 0, swap = gen_int(g, 2); k < 2; k++) {
-            char *what = k == swap ? thing : other, *where = gen_fresh(g, A_ROOM);
-            arrput(keys[i], set_printf(g->set, form, what, where));
-            if (what == thing) { room = where; last = arrlast(keys[i]); }
+// The reply without the sentence around its answer: "The code is 4821." leaves "4821.", so that a
+// model that answers in whole sentences is scored as one that answers in a word. Each word of the
+// right reply's frame goes once; a wrong value stays. Without a known frame the reply is copied.
+// Malloc'd.
+static char *without_frame(const EvalTurn *t, const char *said) {
+    if (!arrlen(t->span)) return strdup(said);
+    char **frame = frame_words(t), **words = words_of(said, WORDS_RAW), *out = NULL;
+    for (int i = 0; i < (int)arrlen(words); i++) {
+        char **plain = words_of(words[i], WORDS_PLAIN);
+        int at = plain ? word_in(frame, plain[0]) : -1;
+        words_free(plain);
+        if (at >= 0) {
+            free(frame[at]);
+            arrdelswap(frame, at);
+        } else {
+            put_part(&out, " ", words[i]);
         }
     }
-    EvalTurn q = gold_turn(g->set, set_printf(g->set, "Where is the %s now?", thing), set_printf(g->set, "The %s is in the {%s}.", thing, room));
-    arrput(q.evidence, last);
-    return q;
-}
-// names[from..to) as a user lists them, "a, b and c", or marked: as the answer does, "{a}, {b}, {c}".
-static char *name_list(EvalSet *e, char **names, int from, int to, int marked) {
-    char *text = "";
-    for (int i = from; i < to; i++)
-        text = set_printf(e, marked ? "%s%s{%s}" : "%s%s%s", text, i == from ? "" : i == to - 1 && !marked ? " and " : ", ", names[i]);
-    return text;
+    arrput(out, 0);
+    char *rest = strdup(out);
+    arrfree(out);
+    words_free(frame);
+    words_free(words);
+    return rest;
 }
 
-// multiturn: three messages to read, each with a question that needs 1..j of the messages so far; between them a list of twelve names in
-// two parts. At the end, in turns of their own: where the thing is that moved in every message, and the whole list.
-static void gen_multiturn(Gen *g) {
-    char **keys[3] = { 0 }, **names = NULL;
-    EvalTurn q[3];
-    Passage *p = NULL;
-    for (int j = 0; j < 3; j++) q[j] = tell_hops(g, keys, j, 1 + gen_int(g, j + 1));
-    EvalTurn moved = tell_moves(g, keys);
-    for (int i = 0; i < 12; i++) arrput(names, gen_fresh(g, A_NAME));
-    char *half[2] = { set_printf(g->set, "My guest list: %s.", name_list(g->set, names, 0, 6, 0)), set_printf(g->set, "Add %s.", name_list(g->set, names, 6, 12, 0)) };
-    int room = g->length - gen_tokens(g, half[0]) - gen_tokens(g, half[1]) - 2 * gen_tokens(g, moved.user);
-    for (int j = 0; j < 3; j++) {
-        add_passage(&p, document(g, room / 3 - gen_tokens(g, q[j].user), keys[j], -1), " ", q[j]);
-        if (j < 2) add_passage(&p, NULL, NULL, plain_turn(half[j], "Okay."));
-        arrfree(keys[j]);
-    }
-    EvalTurn list = gold_turn(g->set, "What is on my guest list?", set_printf(g->set, "Your guest list: %s.", name_list(g->set, names, 0, 12, 1)));
-    for (int i = 0; i < 2; i++) arrput(list.evidence, half[i]);
-    add_passage(&p, NULL, NULL, moved);
-    add_passage(&p, NULL, NULL, list);
-    arrfree(names);
-    add_versions(g, p, 0, 3);
-}
-
-static void add_filler_turns(Gen *g, Passage **p, int tokens) {          // messages of about 100 tokens that no question is about; at most eight
-    int n = tokens < 150 ? 1 : tokens / 100 < 8 ? tokens / 100 : 8;
-    for (int i = 0; i < n; i++) {
-        char **lines = document(g, tokens / n, NULL, -1);
-        add_passage(p, NULL, NULL, plain_turn(message(g->set, lines, " ", NULL, 2), "I see."));
-        arrfree(lines);
-    }
-}
-// coref: somebody is named once; two facts follow with a pronoun alone, messages about nothing lie between, and facts of the same kinds
-// about somebody else came before. Both are asked.
-static void gen_coref(Gen *g) {
-    Passage *p = NULL;
-    char *name = gen_fresh(g, A_NAME), *other = gen_fresh(g, A_NAME);
-    const char *said = gen_int(g, 2) ? "She" : "He", *its = *said == 'S' ? "Her" : "His";
-    int first = gen_int(g, 4), kinds[2] = { first, (first + 1 + gen_int(g, 3)) % 4 };
-    EvalTurn q[2];
-    char **lines = NULL;
-    for (int i = 0; i < 2; i++) tell_only(g, &people_facts[kinds[i]], other, &lines);
-    int room = g->length - 7 * gen_tokens(g, lines[0]);    // four facts, the name and two questions are about as long
-    for (int i = 0; i < 2; i++) add_passage(&p, NULL, NULL, plain_turn(lines[i], "Okay."));
-    char *met = set_printf(g->set, "I have a friend called %s.", name);
-    add_passage(&p, NULL, NULL, plain_turn(met, "Okay."));
-    for (int i = 0; i < 2; i++) {
-        const Fact *f = &people_facts[kinds[i]];
-        int owns = f == &people_facts[3];                // "Her number is ..."
-        add_filler_turns(g, &p, room / 3);
-        q[i] = tell_fact(g, f, name, &lines);
-        q[i].evidence[0] = set_printf(g->set, owns ? "%s number is %s." : f->say, owns ? its : said, q[i].answers[0]);
-        arrput(q[i].evidence, met);
-        add_passage(&p, NULL, NULL, plain_turn(q[i].evidence[0], "Okay."));
-    }
-    add_filler_turns(g, &p, room / 3);
-    for (int i = 0; i < 2; i++) add_passage(&p, NULL, NULL, q[i]);
-    arrfree(lines);
-    add_versions(g, p, 3, 4);
-}
-
-// facts: two facts about each of five people, scattered over four messages with filler; then two are asked, the second when the first
-// question has already gone through the cache.
-static void gen_facts(Gen *g) {
-    Passage *p = NULL;
-    int first = gen_int(g, 4), kinds[2] = { first, (first + 1 + gen_int(g, 3)) % 4 }, a = gen_int(g, 5), b = (a + 1 + gen_int(g, 4)) % 5;
-    char **keys[4] = { 0 };
-    EvalTurn q[2];
-    for (int i = 0; i < 5; i++) {
-        char *name = gen_fresh(g, A_NAME);
-        for (int k = 0; k < 2; k++) {
-            const Fact *f = &people_facts[kinds[k]];
-            EvalTurn t = tell_fact(g, f, name, &keys[gen_int(g, 4)]);
-            if (i == (k ? b : a)) q[k] = t; else turn_free_lists(&t);
-        }
-    }
-    for (int j = 0; j < 4; j++) {
-        char **lines = document(g, g->length / 4 - 5, keys[j], -1);         // room for the two questions
-        add_passage(&p, NULL, NULL, plain_turn(message(g->set, lines, " ", NULL, 2), "Okay."));
-        arrfree(lines); arrfree(keys[j]);
-    }
-    for (int k = 0; k < 2; k++) add_passage(&p, NULL, NULL, q[k]);
-    add_versions(g, p, 3, 4);
-}
-
-// json: look-up of one key among many that fill the text, as two JSON objects, as code or as prose, by number; one other key differs from
-// the one asked for in its last syllable. A second key is asked for in the next turn.
-static void gen_json(Gen *g) {
-    static const char *forms[] = { "\"%s\": %s", "%s = %s", "%s is %s." }, *seps[] = { ", ", "\n", " " };
-    int kind = g->number % 3, depth = 30 * g->number % 110;
-    char **lines = NULL, *key = gen_fresh(g, A_KEY), *near;
-    Fact f = { forms[kind], "What is the value of %s?", "The value of %s is {%s}.", A_CODE };
-    Passage *p = NULL;
-    do near = set_printf(g->set, "%.*s%s", (int)strlen(key) - 2, key, gen_word(g, eval_syllables)); while (word_in(g->used, near) >= 0);
-    arrput(g->used, near);
-    EvalTurn q = tell_fact(g, &f, key, &lines), second = tell_fact(g, &f, near, &lines);
-    arrsetlen(lines, 0);                                 // both, and their questions, come in later; the rest first, in ever smaller steps
-    for (int left; (left = g->length - 4 * gen_tokens(g, q.evidence[0]) - gen_tokens(g, message(g->set, lines, seps[kind], NULL, 2))) > 8; )
-        for (int i = 0; i <= left / 20; i++) tell_only(g, &f, gen_fresh(g, A_KEY), &lines);
-    int other = gen_int(g, (int)arrlen(lines) + 1), own;
-    arrins(lines, other, second.evidence[0]);
-    own = (int)arrlen(lines) * depth / 100;
-    arrins(lines, own, q.evidence[0]);
-    q.depth = depth;
-    if (kind == 0) {                                     // two lines: an object each
-        char **half[2] = { 0 };
-        for (int i = 0, n = (int)arrlen(lines); i < n; i++) arrput(half[i >= n / 2], lines[i]);
-        arrsetlen(lines, 0);
-        for (int i = 0; i < 2; i++) { arrput(lines, set_printf(g->set, "{%s}", message(g->set, half[i], ", ", NULL, 2))); arrfree(half[i]); }
-    }
-    add_passage(&p, lines, kind == 2 ? " " : "\n", q);
-    add_passage(&p, NULL, NULL, second);
-    add_versions(g, p, 0, 4);
-}
-
-// fewshot: three labels that examples alone define, three examples each; the first ones come in one message behind filler, the rest in
-// the next, with the word to label.
-static void gen_fewshot(Gen *g) {
-    static const char *pools[] = { eval_beasts, eval_foods, eval_jobs, eval_cities, eval_colours, eval_things };
-    static const char kinds[] = "animal food job city colour thing";
-    char **shots = NULL, **classes = NULL, **lines = document(g, g->length - 50, NULL, -1);
-    int first = gen_int(g, 6), step = 1 + gen_int(g, 2), own = gen_int(g, 2), right = gen_int(g, 3);
-    Passage *p = NULL;
-    for (int k = 0; k < 3; k++) {
-        int pool = (first + k * step) % 6;
-        const char *kind = kinds;
-        for (int i = 0; i < pool; i++) kind = strchr(kind, ' ') + 1;
-        arrput(classes, own ? set_text(g->set, kind, strcspn(kind, " ")) : gen_fresh_word(g, eval_labels, 0));
-        for (int i = 0; i < 3; i++) arrput(shots, set_printf(g->set, "%s: %s", gen_fresh_word(g, pools[pool], 0), classes[k]));
-    }
-    char *word = gen_fresh_word(g, pools[(first + right * step) % 6], 0), **part[2] = { 0 };
-    EvalTurn q = gold_turn(g->set, set_printf(g->set, "%s:", word), set_printf(g->set, "The label is {%s}.", classes[right]));
-    for (int i = 0; i < 3; i++) arrput(q.evidence, shots[3 * right + i]);
-    for (int i = 8; i > 0; i--) { int k = gen_int(g, i + 1); char *x = shots[i]; shots[i] = shots[k]; shots[k] = x; }
-    for (int i = 0; i < 9; i++) arrput(part[i >= 4], shots[i]);
-    char *text = message(g->set, lines, " ", NULL, 2), *shown = message(g->set, part[0], "\n", NULL, 2);
-    q.user = message(g->set, part[1], "\n", q.user, 2);
-    q.classes = classes;
-    add_passage(&p, NULL, NULL, plain_turn(set_printf(g->set, "%s\n%s", text, shown), "I have read it."));
-    add_passage(&p, NULL, NULL, q);
-    arrfree(shots); arrfree(lines); arrfree(part[0]); arrfree(part[1]);
-    add_versions(g, p, 3, 4);
-}
-
-// summary: one sentence of the text says that it is the one that matters; the right reply repeats it.
-static void gen_summary(Gen *g) {
-    static const char *marks[] = { "The main point is that %s.", "Important: %s.", "The most important thing is that %s." };
-    int depth = 30 * g->number % 110, kind = gen_int(g, 4), hour = 1 + gen_int(g, 12);
-    char *name = gen_value(g, A_NAME), *city = gen_value(g, A_CITY), *day = gen_word(g, eval_days), *noun = gen_word(g, eval_nouns), *thing = gen_word(g, eval_things);
-    char *point = kind == 0 ? set_printf(g->set, "the %s is closed on %s", noun, day) : kind == 1 ? set_printf(g->set, "%s will come to %s on %s", name, city, day)
-                : kind == 2 ? set_printf(g->set, "the meeting is in the %s at %d", gen_value(g, A_ROOM), hour) : set_printf(g->set, "the %s needs a new %s", noun, thing);
-    char **keys = NULL;
-    Passage *p = NULL;
-    arrput(keys, set_printf(g->set, marks[gen_int(g, 3)], point));
-    EvalTurn q = gold_turn(g->set, gen_int(g, 2) ? "What is the main point?" : "Give me a summary.", set_printf(g->set, "The main point is that {%s.}", point));
-    q.depth = depth;
-    arrput(q.evidence, keys[0]);
-    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
-    arrfree(keys);
-    add_versions(g, p, 0, 4);
-}
-
-static const struct { const char *name; int metric; void (*make)(Gen *g); } eval_tasks[] = {
-    { "needle", METRIC_F1, gen_needle }, { "multiturn", METRIC_F1, gen_multiturn }, { "coref", METRIC_F1, gen_coref }, { "facts", METRIC_F1, gen_facts },
-    { "json", METRIC_F1, gen_json }, { "fewshot", METRIC_CLASS, gen_fewshot }, { "summary", METRIC_ROUGE, gen_summary },
-};
-enum { EVAL_TASKS = sizeof eval_tasks / sizeof *eval_tasks };
-// Adds items 0..n-1 of a task at every length.
-static void make_items(EvalSet *e, const Tokenizer *tok, int task, const int *lengths, int n, uint64_t seed) {
-    for (int k = 0; k < (int)arrlen(lengths); k++)
-        for (int i = 0; i < n; i++) {
-            Gen g = { .tok = tok, .set = e, .task = eval_tasks[task].name, .number = i, .length = lengths[k], .metric = eval_tasks[task].metric };
-            g.text = arrlen(e->item) ? arrlast(e->item).number + 1 : 0;
-            g.rng = mix64(mix64(mix64(mix64(seed) + (uint64_t)task) + (uint64_t)lengths[k]) + (uint64_t)i);
-            eval_tasks[task].make(&g);
-            arrfree(g.used);
-        }
-}
-
-// ---- items from a file, one json object a line; blank lines are skipped. A dialogue: {"type":..,"metric":..,"turns":[{"user":.. or
-// "paras":[..] and "query":.., "answers":[..], "classes":[..], "reply":..},..]}; turns without answers are not scored, a reply is the whole sentence around the first answer. LongBench:
-// {"input":..,"context":..,"answers":[..],"all_classes":[..] or null,"dataset":..}: one turn, the context and behind it the input.
-// err is filled and -1 comes back when a line is neither.
-static int read_list(EvalSet *e, const Json *obj, const char *key, char ***list, char err[512]) {
-    const Json *j = json_get(obj, key);
-    if (json_none(j)) return 0;
-    if (j->type != JSON_ARRAY || !j->n) return fault(err, "'%s' is no list of texts", key);
-    for (int i = 0; i < j->n; i++) {
-        if (j->item[i].type != JSON_STRING) return fault(err, "'%s' holds something else than texts", key);
-        arrput(*list, set_text(e, j->item[i].str, j->item[i].len));
-    }
-    return 0;
-}
-static int read_text(EvalSet *e, const Json *obj, const char *key, char **text, char err[512]) {       // *text stays as it is when there is none
-    const Json *j = json_get(obj, key);
-    if (json_none(j)) return 0;
-    if (j->type != JSON_STRING) return fault(err, "'%s' is no text", key);
-    *text = set_text(e, j->str, j->len);
-    return 0;
-}
-static int read_turn(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
-    char **paras = NULL, *query = NULL;
-    if (obj->type != JSON_OBJECT) return fault(err, "is no object");
-    t->position = t->depth = -1;
-    int bad = read_text(e, obj, "user", &t->user, err) || read_text(e, obj, "query", &query, err) || read_text(e, obj, "reply", &t->reply, err)
-           || read_list(e, obj, "paras", &paras, err) || read_list(e, obj, "answers", &t->answers, err) || read_list(e, obj, "classes", &t->classes, err);
-    if (!bad && !t->user && (paras || query)) {
-        t->user = message(e, paras, "\n\n", query, 2);
-        if (paras && query) t->position = 2;
-    }
-    const char *at = !bad && t->reply && t->answers ? strstr(t->reply, t->answers[0]) : NULL;
-    if (at) { arrput(t->span, (int)(at - t->reply)); arrput(t->span, (int)(at - t->reply + (int)strlen(t->answers[0]))); }
-    arrfree(paras);
-    return bad ? -1 : t->user ? 0 : fault(err, "has neither 'user' nor 'paras' and 'query'");
-}
-static int read_dialogue(EvalSet *e, const Json *obj, const Json *turns, EvalItem *it, char err[512]) {
-    const char *metric = json_text(obj, "metric");
-    char why[512];
-    if (turns->type != JSON_ARRAY || !turns->n) return fault(err, "'turns' is no list of turns");
-    while (*metric && it->metric < METRICS && strcmp(metric, eval_metrics[it->metric])) it->metric++;
-    if (it->metric == METRICS) return fault(err, "'metric' wants one of f1, accuracy, rouge, rouge-longbench, found, exact, found '%.40s'", metric);
-    if (!*metric) it->metric = METRIC_FOUND;
-    if (*json_text(obj, "type")) it->task = set_text(e, json_text(obj, "type"), strlen(json_text(obj, "type")));
-    for (int i = 0; i < turns->n; i++) {
-        EvalTurn t = { 0 };
-        int bad = read_turn(e, &turns->item[i], &t, why);
-        arrput(it->turn, t);
-        if (bad) return fault(err, "turn %d: %.400s", i + 1, why);
-        if (it->metric == METRIC_CLASS && t.answers && !t.classes) return fault(err, "turn %d: metric accuracy wants 'classes'", i + 1);
-    }
-    return 0;
-}
-static int read_longbench(EvalSet *e, const Json *obj, EvalItem *it, char err[512]) {
-    static const char *summaries[] = { "gov_report", "qmsum", "multi_news", "vcsum", "samsum", "dureader" }, *one_line[] = { "trec", "lsht", "triviaqa", "samsum" };
-    char *context = NULL, *input = NULL, **lines = NULL;
-    EvalTurn t = { .position = 2, .depth = -1 };
-    int bad = read_text(e, obj, "context", &context, err) || read_text(e, obj, "input", &input, err)
-           || read_list(e, obj, "answers", &t.answers, err) || read_list(e, obj, "all_classes", &t.classes, err);
-    if (!bad && !t.answers) bad = fault(err, "a LongBench item without 'answers'");
-    if (!bad && context && *context) arrput(lines, context);
-    t.user = message(e, lines, "\n\n", input && *input ? input : NULL, 2);
-    arrfree(lines);
-    arrput(it->turn, t);
-    if (!bad && !*t.user) bad = fault(err, "'context' and 'input' are both empty");
-    if (*json_text(obj, "dataset")) it->task = set_text(e, json_text(obj, "dataset"), strlen(json_text(obj, "dataset")));
-    it->metric = t.classes ? METRIC_CLASS : METRIC_F1;
-    for (size_t i = 0; i < sizeof summaries / sizeof *summaries; i++) if (!strncmp(it->task, summaries[i], strlen(summaries[i]))) it->metric = METRIC_ROUGE_LONGBENCH;
-    for (size_t i = 0; i < sizeof one_line / sizeof *one_line; i++) it->first_line |= !strncmp(it->task, one_line[i], strlen(one_line[i]));
-    return bad;
-}
-static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t n, char err[512]) {
-    Json *obj = json_parse(line, n, err);
-    if (!obj) return -1;
-    const Json *turns = json_get(obj, "turns");
-    EvalItem it = { .task = "file", .number = (int)arrlen(e->item) };
-    int bad = obj->type != JSON_OBJECT ? fault(err, "is no object") : turns ? read_dialogue(e, obj, turns, &it, err)
-            : json_get(obj, "input") || json_get(obj, "context") ? read_longbench(e, obj, &it, err)
-            : fault(err, "neither 'turns' (a dialogue) nor 'input' and 'context' (LongBench)");
-    for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++) {
-        int *ids = tokenizer_encode(tok, it.turn[i].user, strlen(it.turn[i].user), 0, NULL);
-        it.length += (int)arrlen(ids);
-        arrfree(ids);
-    }
-    arrput(e->item, it);
-    json_free(obj);
-    return bad;
-}
-static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
-    char err[512], *end;
-    size_t n;
-    char *text = read_file(path, &n, err);
-    int line = 1, scored = 0;
-    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
-    for (char *p = text, *stop = text + n; p < stop; p = end + 1, line++) {
-        end = memchr(p, '\n', (size_t)(stop - p));
-        if (!end) end = stop;
-        char *solid = p;
-        while (solid < end && isspace((unsigned char)*solid)) solid++;
-        if (solid == end || !read_item(e, tok, p, (size_t)(end - p), err)) continue;
-        free(text);
-        die(EXIT_USAGE, "--eval-file %s, line %d: %s", path, line, err);
-    }
-    free(text);
-    for (int i = 0; i < (int)arrlen(e->item); i++) for (int j = 0; j < (int)arrlen(e->item[i].turn); j++) scored += e->item[i].turn[j].answers != NULL;
-    if (!scored) die(EXIT_USAGE, "--eval-file %s: no turn has 'answers'", path);
-}
-
-// ---- playing an item
-static void play_start(App *a) {
-    record_clear(a);
-    session_reset(a->s);
-    a->closed = 0;
-    interrupts = 0;
-}
-static void play_prefill(App *a, const char *text) {
-    Turn t = render_turn(a, text);
-    arrput(a->turn, t);
-    feed_prefill(a, &t);
-}
-// The right reply as ids: the sentence, else the first answer; a turn that nobody scores is answered with a nod.
-static int *gold_ids(const App *a, const EvalTurn *t) {
-    const char *text = t->reply ? t->reply : t->answers ? t->answers[0] : "Okay.";
-    return tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
-}
+// Scores what was said in a turn by all metrics and appends the Answer. Its NLL is left at 0 for
+// play_forced.
 static void note_answer(const EvalItem *it, int turn, const char *said, Score *sc) {
     const EvalTurn *t = &it->turn[turn];
     while (it->first_line && *said == '\n') said++;
-    char *line = strndup(said, it->first_line ? strcspn(said, "\n") : strlen(said)), *rest = without_frame(t, line);
-    arrput(sc->answers, ((Answer){ it->task, it->number, turn, (int)arrlen(it->turn), t->position, it->length, t->depth, best_score(it->metric, rest, t), 0 }));
+    char *line = strndup(said, it->first_line ? strcspn(said, "\n") : strlen(said));
+    char *rest = without_frame(t, line);
+    arrput(sc->answers, ((Answer){
+        .task = it->task, .item = it->number, .turn = turn, .turns = (int)arrlen(it->turn),
+        .position = t->position, .length = it->length, .depth = t->depth,
+        .score = best_score(it->metric, rest, t),
+    }));
     sc->exact += best_score(METRIC_EXACT, rest, t);
     sc->found += best_score(METRIC_FOUND, rest, t);
     sc->f1 += best_score(METRIC_F1, rest, t);
@@ -14362,158 +15104,118 @@ static void note_answer(const EvalItem *it, int turn, const char *said, Score *s
     free(rest);
     free(line);
 }
-static void note_cost(const Session *s, Score *sc) {      // what the session cost, once an item
-    sc->items++;
-    sc->peak = fmax(sc->peak, (double)s->clk.peak);
-    sc->stored += (double)kv_bytes(s); sc->full += (double)kv_bytes_full(s); sc->attended += bytes_a_step(s);
-    sc->prefill_s += s->clk.prefill; sc->decode_s += s->clk.decode;
-    sc->n_prefill += (double)s->clk.n_prefill; sc->n_decode += (double)s->clk.n_decode;
-    if ((double)s->clk.peak > sc->peak) sc->peak = (double)s->clk.peak;
-}
-// The free pass. A reply may be as long as --n-predict, by default 64 tokens or twice the right reply.
-static void play_free(App *a, const EvalItem *it, Score *sc) {
-    int gold = !strcmp(opt_str(a->o, "eval-history"), "gold");
-    play_start(a);
-    for (int i = 0; i < (int)arrlen(it->turn); i++) {
-        char *said = NULL;
-        size_t n = 0;
-        int *right = gold_ids(a, &it->turn[i]), most = 2 * (int)arrlen(right) > 64 ? 2 * (int)arrlen(right) : 64;
-        FILE *f = open_memstream(&said, &n);
-        play_prefill(a, it->turn[i].user);
-        generate(a, opt_int(a->o, "n-predict") < 0 ? most : opt_int(a->o, "n-predict"), f);
-        fclose(f);
-        if (it->turn[i].answers) note_answer(it, i, said, sc);
-        if (gold) {                                      // the history is rewritten, so the cache is built anew
-            arrfree(arrlast(a->turn).dec);
-            arrlast(a->turn).dec = right;
-            replay(a, (int)arrlen(a->turn));
-        } else arrfree(right);
-        free(said);
-    }
-    note_cost(a->s, sc);
-}
-// Does token k of a reply touch its answer? from, to: the bytes of the token.
-static int in_answer(const EvalTurn *t, int from, int to) {
-    int hit = !arrlen(t->span);
-    for (int i = 0; i + 1 < (int)arrlen(t->span); i += 2) hit |= from < t->span[i + 1] && to > t->span[i];
-    return hit;
-}
+
+// ---- metrics: logits
+
+// log(sum of exp(x)) of n logits, so that log p_i = x_i - log_sum_exp(x).
 static double log_sum_exp(const float *x, int n) {
     double max = x[argmax(x, n)], sum = 0;
     for (int i = 0; i < n; i++) sum += exp(x[i] - max);
     return max + log(sum);
 }
-static double divergence(const float *p, const float *q, int n) {       // KL(softmax p || softmax q), nats
+
+// KL(softmax p || softmax q) of two rows of logits (n), in nats. Rounding never makes it negative.
+static double divergence(const float *p, const float *q, int n) {
     double zp = log_sum_exp(p, n), zq = log_sum_exp(q, n), sum = 0;
     for (int i = 0; i < n; i++) sum += exp(p[i] - zp) * ((p[i] - zp) - (q[i] - zq));
     return sum > 0 ? sum : 0;
 }
-static void note_logits(const float *ref, const float *y, int V, Score *sc) {           // full attention's logits against the method's
+
+// Adds one predicted token: full attention's logits ref (V) against the method's y (V).
+static void note_logits(const float *ref, const float *y, int V, Score *sc) {
     double d = divergence(ref, y, V);
     sc->kld += d;
     sc->top1 += argmax(ref, V) == argmax(y, V);
     sc->predicted++;
     arrput(sc->each, d);
 }
-// The forced pass. sc NULL: this is full attention, whose logits go into *ref (stb_ds, V a row) for the methods that follow.
-static void play_forced(App *a, const EvalItem *it, float **ref, Score *sc) {
-    int V = a->c->V, turns = (int)arrlen(it->turn), answer = sc ? (int)arrlen(sc->answers) : 0;
-    size_t row = 0;
-    for (int i = 0; i < turns && sc; i++) answer -= it->turn[i].answers != NULL;
-    play_start(a);
-    for (int i = 0; i < turns; i++) {
-        const EvalTurn *t = &it->turn[i];
-        int *ids = gold_ids(a, t), n = (int)arrlen(ids), counted = 0;
-        Decoder d = { .t = a->tok };
-        char *text = NULL;
-        double nll = 0;
-        play_prefill(a, t->user);
-        for (int k = 0; k < n; k++) {
-            int from = (int)arrlen(text);
-            text = decode_token(&d, ids[k], text);
-            if (t->answers && !sc) memcpy(arraddnptr(*ref, V), a->logits, (size_t)V * sizeof **ref);
-            if (t->answers && sc) {
-                note_logits(*ref + V * row++, a->logits, V, sc);
-                if (in_answer(t, from, (int)arrlen(text))) { nll += log_sum_exp(a->logits, V) - a->logits[ids[k]]; counted++; }
-            }
-            if (i < turns - 1 || k < n - 1) feed_decode(a, ids[k]);      // behind the last token nothing is asked
-        }
-        if (t->answers && sc) sc->answers[answer++].nll = counted ? nll / counted : 0;
-        arrfree(ids); arrfree(text);
-    }
-}
 
-// ---- perplexity and divergence of a text, token by token
-static int double_order(const void *a, const void *b) { double x = *(const double *)a, y = *(const double *)b; return (x > y) - (x < y); }
-static void eval_text(App *a, const char *path, int with_full, Score *sc) {
-    char err[256];
-    size_t n;
-    int V = a->c->V, window = opt_int(a->o, "eval-window"), half = window / 2;
-    char *text = read_file(path, &n, err);
-    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
-    int *ids = tokenizer_encode(a->tok, text, n, 0, NULL), windows = (int)arrlen(ids) / window;
-    free(text);
-    if (!windows) die(EXIT_USAGE, "--eval-file %s: %d tokens, one window needs %d (--eval-window)", path, (int)arrlen(ids), window);
-    if (windows > opt_int(a->o, "eval-windows")) windows = opt_int(a->o, "eval-windows");
-    Options *plain = options_new();
-    Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
-    float *ref = xmalloc((size_t)V * sizeof *ref);
-    for (int w = 0; w < windows; w++) {
-        const int *x = ids + (size_t)w * window;
-        session_reset(a->s);
-        if (full) session_reset(full);
-        for (int i = half - 1; i < window - 1; i++) {
-            const float *y = i < half ? prefill(a->s, x, half) : decode(a->s, x[i]);
-            if (full) memcpy(ref, i < half ? prefill(full, x, half) : decode(full, x[i]), (size_t)V * sizeof *ref);
-            sc->nll += log_sum_exp(y, V) - y[x[i + 1]];
-            if (full) note_logits(ref, y, V, sc); else sc->predicted++;
-        }
-        note_cost(a->s, sc);
-    }
-    session_close(full); options_free(plain);
-    free(ref); arrfree(ids);
-}
-
-// ---- intervals: texts are drawn again with replacement, each with all its versions and turns, 1,000 times; the 2.5th and 97.5th
-// percentile of the mean. With base, the same texts' scores of another row, of the difference of the means.
+// ---- scores and intervals
+// An interval holds the 95 % in the middle of 1,000 means, each over texts drawn with replacement.
+// A text is drawn with all its versions and turns, because their scores go together.
 enum { RESAMPLES = 1000 };
+
+// Orders doubles, for qsort.
+static int double_order(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+// The 2.5th (*lo) and the 97.5th percentile (*hi) of the mean score of n answers, those of a text
+// side by side. With base, the scores of another row for the same answers, it is the interval of
+// the difference of the two means.
 static void bootstrap(const Answer *x, const Answer *base, int n, uint64_t seed, double *lo, double *hi) {
     double *sum = NULL, mean[RESAMPLES];
     int *count = NULL;
-    for (int i = 0; i < n; i++) {                        // sums over a text
-        if (!i || x[i].item != x[i - 1].item) { arrput(sum, 0); arrput(count, 0); }
+
+    // The sum and the number of the scores of every text
+    for (int i = 0; i < n; i++) {
+        if (!i || x[i].item != x[i - 1].item) {
+            arrput(sum, 0);
+            arrput(count, 0);
+        }
         arrlast(sum) += x[i].score - (base ? base[i].score : 0);
         arrlast(count)++;
     }
+
+    // The means
     int texts = (int)arrlen(sum);
     for (int r = 0; r < RESAMPLES; r++) {
         double s = 0;
         long c = 0;
-        for (int i = 0; i < texts; i++) { int k = (int)(splitmix64(&seed) % (uint64_t)texts); s += sum[k]; c += count[k]; }
+        for (int i = 0; i < texts; i++) {
+            int k = (int)(splitmix64(&seed) % (uint64_t)texts);
+            s += sum[k];
+            c += count[k];
+        }
         mean[r] = c ? s / (double)c : 0;
     }
     qsort(mean, RESAMPLES, sizeof *mean, double_order);
-    *lo = mean[RESAMPLES / 40]; *hi = mean[RESAMPLES - 1 - RESAMPLES / 40];
-    arrfree(sum); arrfree(count);
+    *lo = mean[RESAMPLES / 40];
+    *hi = mean[RESAMPLES - 1 - RESAMPLES / 40];
+    arrfree(sum);
+    arrfree(count);
 }
-// The answers of a task (NULL: any) at a position (or ANY_PLACE), or those of last turns only. stb_ds
-enum { ANY_PLACE = -2, LAST_TURN = -3 };
+
+// Which answers of a row: a position -1..2 (see Answer), or one of these.
+enum {
+    ANY_PLACE = -2,
+    LAST_TURN = -3      // the last turns of the items
+};
+
+// Does the answer belong to the place?
+static int is_at(const Answer *x, int place) {
+    if (place == ANY_PLACE) return 1;
+    if (place == LAST_TURN) return x->turn == x->turns - 1;
+    return x->position == place;
+}
+
+// The answers of a task (NULL: any task) at a place. stb_ds; NULL when there are none.
 static Answer *answers_of(const Answer *x, const char *task, int place) {
     Answer *some = NULL;
-    for (int i = 0; i < (int)arrlen(x); i++)
-        if ((!task || !strcmp(task, x[i].task)) && (place == ANY_PLACE || (place == LAST_TURN ? x[i].turn == x[i].turns - 1 : x[i].position == place))) arrput(some, x[i]);
+    for (int i = 0; i < (int)arrlen(x); i++) {
+        if (task && strcmp(task, x[i].task)) continue;
+        if (is_at(&x[i], place)) arrput(some, x[i]);
+    }
     return some;
 }
+
+// The mean score of the answers (stb_ds).
 static double mean_score(const Answer *x) {
     double sum = 0;
     for (int i = 0; i < (int)arrlen(x); i++) sum += x[i].score;
     return sum / (double)arrlen(x);
 }
+
+// The mean NLL of the answers (stb_ds).
 static double mean_nll(const Answer *x) {
     double sum = 0;
     for (int i = 0; i < (int)arrlen(x); i++) sum += x[i].nll;
     return sum / (double)arrlen(x);
 }
+
+// Fills what needs all items of the row: the interval of the mean score, and the 99th percentile of
+// the KLD.
 static void finish_row(Score *s, uint64_t seed) {
     int n = (int)arrlen(s->each);
     if (s->answers) bootstrap(s->answers, NULL, (int)arrlen(s->answers), seed, &s->lo, &s->hi);
@@ -14525,149 +15227,266 @@ static void finish_row(Score *s, uint64_t seed) {
     free(sorted);
 }
 
-// ---- rows of the table
-typedef struct { char name[48]; double x; int in_table; char text[48]; } Field;        // text: how the markdown table writes it
-static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...) KV_PRINTF(5, 6);
+// ---- tables: the fields of a row
+
+// One number of a row. CSV and JSON print all fields, the Markdown table some.
+typedef struct {
+    char name[48];
+    double x;               // as CSV and JSON print it
+    int in_table;           // 1: the Markdown table has it
+    char text[48];          // as the table prints it
+} Field;
+
+// What the rows of a run share.
+typedef struct {
+    const App *a;
+    const Score *full;      // the row of full attention; NULL: there is none
+    uint64_t seed;          // of the intervals
+    int ppl;                // 1: --eval ppl and kld
+} EvalRun;
+
+static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...)
+    KV_PRINTF(5, 6);
+
+// Appends a field to *c (stb_ds); fmt and what follows print its text.
 static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...) {
     Field k = { .x = x, .in_table = in_table };
     va_list ap;
     va_start(ap, fmt);
     snprintf(k.name, sizeof k.name, "%s", name);
-    for (char *p = k.name; *p; p++) if (!isalnum((unsigned char)*p) && !strchr("_.-", *p)) *p = '_';       // a file's task name must not break a table
+    for (char *p = k.name; *p; p++) {                   // the task name of a file must not break a table
+        if (!isalnum((unsigned char)*p) && !strchr("_.-", *p)) *p = '_';
+    }
     vsnprintf(k.text, sizeof k.text, fmt, ap);
     va_end(ap);
     arrput(*c, k);
 }
+
+// Appends a number of bytes.
 static void add_bytes(Field **c, int in_table, const char *name, double x) {
     char text[32];
     human_bytes(x, text);
     add_field(c, in_table, name, x, "%s", text);
 }
-// What the rows of a run share: the row of full attention, if there is one, and the seed of the intervals; ppl: --eval ppl and kld.
-typedef struct { const App *a; const Score *full; uint64_t seed; int ppl; } Shared;
-// The mean score of some answers, where there are any. detail 0: for csv and json alone; 1: the mean in the table, and its interval and
-// the gap to full for csv and json; 2: all of it in the table.
-static void add_score(Field **c, int detail, const char *name, const Score *s, const Shared *run, const char *task, int place) {
-    Answer *x = answers_of(s->answers, task, place), *base = run->full ? answers_of(run->full->answers, task, place) : NULL;
+
+// How much of a mean score is printed, and where.
+enum {
+    MEAN_HIDDEN,            // the mean alone, for CSV and JSON
+    MEAN_SHOWN,             // the mean in the table; its interval and its gap to full for CSV and JSON
+    ALL_SHOWN               // all of it in the table
+};
+
+// Appends a mean score. With base, it is the gap between the means of x and base.
+static void add_mean(Field **c, int detail, const char *name, const Answer *x, const Answer *base,
+                     uint64_t seed) {
+    const char *form = base ? "%+.3f" : "%.3f", *forms = base ? "%+.3f..%+.3f" : "%.3f..%.3f";
+    const char *gap = base ? "_gap" : "";
+    double mean = mean_score(x) - (base ? mean_score(base) : 0), lo, hi;
     char full_name[64];
-    double lo, hi;
-    for (int gap = 0; gap < 1 + (base && detail) && x; gap++) {
-        double mean = mean_score(x) - (gap ? mean_score(base) : 0);
-        const char *form = gap ? "%+.3f" : "%.3f", *forms = gap ? "%+.3f..%+.3f" : "%.3f..%.3f", *suffix[] = { gap ? "_gap" : "", gap ? "_gap_lo" : "_lo", gap ? "_gap_hi" : "_hi" };
-        snprintf(full_name, sizeof full_name, "%.40s%s", name, suffix[0]);
-        add_field(c, detail > gap, full_name, mean, form, mean);
-        if (!detail) break;
-        bootstrap(x, gap ? base : NULL, (int)arrlen(x), run->seed, &lo, &hi);
-        snprintf(full_name, sizeof full_name, "%.40s%s", name, suffix[1]);
-        add_field(c, 0, full_name, lo, form, lo);
-        snprintf(full_name, sizeof full_name, "%.40s%s", name, suffix[2]);
-        add_field(c, detail == 2, full_name, hi, forms, lo, hi);
-    }
-    arrfree(x); arrfree(base);
+    snprintf(full_name, sizeof full_name, "%.40s%s", name, gap);
+    add_field(c, detail >= (base ? ALL_SHOWN : MEAN_SHOWN), full_name, mean, form, mean);
+    if (detail == MEAN_HIDDEN) return;
+
+    bootstrap(x, base, (int)arrlen(x), seed, &lo, &hi);
+    snprintf(full_name, sizeof full_name, "%.40s%s_lo", name, gap);
+    add_field(c, 0, full_name, lo, form, lo);
+    snprintf(full_name, sizeof full_name, "%.40s%s_hi", name, gap);
+    add_field(c, detail == ALL_SHOWN, full_name, hi, forms, lo, hi);
 }
-static void score_fields(Field **c, const Score *s, const Shared *run) {  // of rows that hold answers
-    static const char *places[] = { "alone", "begin", "middle", "end" };
+
+// Appends the mean score of some answers of the row, if there are any, and its gap to full
+// attention.
+static void add_score(Field **c, int detail, const char *name, const Score *s, const EvalRun *run,
+                      const char *task, int place) {
+    Answer *x = answers_of(s->answers, task, place);
+    Answer *base = run->full ? answers_of(run->full->answers, task, place) : NULL;
+    if (x) add_mean(c, detail, name, x, NULL, run->seed);
+    if (x && base && detail != MEAN_HIDDEN) add_mean(c, detail, name, x, base, run->seed);
+    arrfree(x);
+    arrfree(base);
+}
+
+// Is answer i the first one of its task?
+static int first_of_task(const Answer *x, int i) {
+    for (int j = 0; j < i; j++) {
+        if (!strcmp(x[i].task, x[j].task)) return 0;
+    }
+    return 1;
+}
+
+// Appends the fields of a row that holds answers: the score over everything, by task in the order
+// of the items, by position and over last turns; then the other metrics and the NLL.
+static void score_fields(Field **c, const Score *s, const EvalRun *run) {
+    static const char *places[] = { "alone", "begin", "middle", "end" };        // position -1..2
     const Answer *x = s->answers;
     double n = (double)arrlen(x), nll = mean_nll(x);
     char name[48];
-    add_score(c, 2, "score", s, run, NULL, ANY_PLACE);
-    for (int i = 0; i < (int)n; i++) {                   // every task, in the order of the items
-        int known = 0;
-        for (int j = 0; j < i && !known; j++) known = !strcmp(x[i].task, x[j].task);
-        if (known) continue;
-        add_score(c, 1, x[i].task, s, run, x[i].task, ANY_PLACE);
-        for (int p = -1; p < 3; p++) { snprintf(name, sizeof name, "%.30s_%s", x[i].task, places[p + 1]); add_score(c, 0, name, s, run, x[i].task, p); }
+    add_score(c, ALL_SHOWN, "score", s, run, NULL, ANY_PLACE);
+    for (int i = 0; i < (int)n; i++) {
+        if (!first_of_task(x, i)) continue;
+        add_score(c, MEAN_SHOWN, x[i].task, s, run, x[i].task, ANY_PLACE);
+        for (int p = -1; p < 3; p++) {
+            snprintf(name, sizeof name, "%.30s_%s", x[i].task, places[p + 1]);
+            add_score(c, MEAN_HIDDEN, name, s, run, x[i].task, p);
+        }
     }
-    for (int p = -1; p < 3; p++) add_score(c, 1, places[p + 1], s, run, NULL, p);
-    add_score(c, 1, "last_turn", s, run, NULL, LAST_TURN);
-    const struct { const char *name; double sum; } all[] = { { "exact", s->exact }, { "found", s->found }, { "f1", s->f1 }, { "rouge_l", s->rouge }, { "rouge_l_longbench", s->rouge_lb } };
-    for (int i = 0; i < 5; i++) add_field(c, i == 1, all[i].name, all[i].sum / n, "%.3f", all[i].sum / n);
+    for (int p = -1; p < 3; p++) add_score(c, MEAN_SHOWN, places[p + 1], s, run, NULL, p);
+    add_score(c, MEAN_SHOWN, "last_turn", s, run, NULL, LAST_TURN);
+
+    add_field(c, 0, "exact", s->exact / n, "%.3f", s->exact / n);
+    add_field(c, 1, "found", s->found / n, "%.3f", s->found / n);
+    add_field(c, 0, "f1", s->f1 / n, "%.3f", s->f1 / n);
+    add_field(c, 0, "rouge_l", s->rouge / n, "%.3f", s->rouge / n);
+    add_field(c, 0, "rouge_l_longbench", s->rouge_lb / n, "%.3f", s->rouge_lb / n);
     add_field(c, 1, "nll", nll, "%.3f", nll);
 }
-static Field *row_fields(const Score *s, const Shared *run) {             // stb_ds
+
+// All fields of a row (stb_ds): scores, perplexity and divergence where they were measured, bytes
+// and speed.
+static Field *row_fields(const Score *s, const EvalRun *run) {
     Field *c = NULL;
-    double items = s->items ? s->items : 1, n = s->predicted ? (double)s->predicted : 1, stored = s->stored / (s->full > 0 ? s->full : 1);
-    double prefill_rate = rate((long)s->n_prefill, s->prefill_s), decode_rate = rate((long)s->n_decode, s->decode_s);
+    double items = s->items ? s->items : 1, n = s->predicted ? (double)s->predicted : 1;
+    double stored = s->stored / (s->full > 0 ? s->full : 1), perplexity = exp(s->nll / n);
+    double prefill_rate = rate((long)s->n_prefill, s->prefill_s);
+    double decode_rate = rate((long)s->n_decode, s->decode_s);
     if (s->answers) score_fields(&c, s, run);
-    if (run->ppl) add_field(&c, 1, "ppl", exp(s->nll / n), "%.4f", exp(s->nll / n));
+    if (run->ppl) add_field(&c, 1, "ppl", perplexity, "%.4f", perplexity);
     if (s->each) {
         add_field(&c, 1, "kld_mean", s->kld / n, "%.4f", s->kld / n);
         add_field(&c, run->ppl, "kld_p99", s->kld_top, "%.3f", s->kld_top);
         add_field(&c, 1, "top1", s->top1 / n, "%.3f", s->top1 / n);
     }
     add_field(&c, 1, "stored", stored, "%.1f %%", 100 * stored);
-    add_bytes(&c, 1, "kv_bytes_stored", s->stored / items); add_bytes(&c, 0, "kv_bytes_full", s->full / items);
-    add_bytes(&c, 1, "kv_bytes_attended", s->attended / items); add_bytes(&c, 1, "kv_bytes_peak", s->peak);
+    add_bytes(&c, 1, "kv_bytes_stored", s->stored / items);
+    add_bytes(&c, 0, "kv_bytes_full", s->full / items);
+    add_bytes(&c, 1, "kv_bytes_attended", s->attended / items);
+    add_bytes(&c, 1, "kv_bytes_peak", s->peak);
     add_field(&c, 1, "prefill_s", s->prefill_s, "%.2f", s->prefill_s);
     add_field(&c, 0, "pp_tok_s", prefill_rate, "%.4g", prefill_rate);
     add_field(&c, 1, "tg_tok_s", decode_rate, "%.4g", decode_rate);
     return c;
 }
+
+// ---- tables: text, CSV, JSON
 enum { AS_TABLE, AS_CSV, AS_JSON };
-static void print_row(const Score *s, const Shared *run, int how, int first, FILE *f) {
-    Field *c = row_fields(s, run);
+
+// A row of the Markdown table, with the head of the table before the first one.
+static void print_table_row(const Score *s, const Field *c, int first, FILE *f) {
     int n = (int)arrlen(c);
-    const char *sep = how == AS_CSV ? "," : " | ";
-    if (how == AS_JSON) {
-        fprintf(f, "{");
-        json_pair(f, "method", s->name);
-        fprintf(f, "\"budget\":%d,", s->budget);
-        json_pair(f, "model", run->a->c->dir);
-        fprintf(f, "\"items\":%d,\"scored\":%d,", s->items, (int)arrlen(s->answers));
-        for (int i = 0; i < n; i++) fprintf(f, "\"%s\":%.6g,", c[i].name, c[i].x);
-        json_options(run->a, f);
-        fprintf(f, "}\n");
-        arrfree(c);
-        return;
-    }
     if (first) {
-        fprintf(f, how == AS_CSV ? "method,budget,items,scored" : "| method | budget");
-        for (int i = 0; i < n; i++) if (how == AS_CSV || c[i].in_table) fprintf(f, "%s%s", sep, how == AS_TABLE && strstr(c[i].name, "_hi") ? "95 %" : c[i].name);
-        fprintf(f, how == AS_CSV ? "\n" : " |\n|---|---:");
-        for (int i = 0; i < n && how == AS_TABLE; i++) if (c[i].in_table) fprintf(f, "|---:");
-        if (how == AS_TABLE) fprintf(f, "|\n");
+        fprintf(f, "| method | budget");
+        for (int i = 0; i < n; i++) {
+            if (c[i].in_table) fprintf(f, " | %s", strstr(c[i].name, "_hi") ? "95 %" : c[i].name);
+        }
+        fprintf(f, " |\n|---|---:");
+        for (int i = 0; i < n; i++) {
+            if (c[i].in_table) fprintf(f, "|---:");
+        }
+        fprintf(f, "|\n");
     }
-    if (how == AS_CSV) fprintf(f, "%s,%d,%d,%d", s->name, s->budget, s->items, (int)arrlen(s->answers));
-    else fprintf(f, "| %s | %d", s->name, s->budget);
+    fprintf(f, "| %s | %d", s->name, s->budget);
     for (int i = 0; i < n; i++) {
-        if (how == AS_CSV) fprintf(f, ",%.6g", c[i].x);
-        else if (c[i].in_table) fprintf(f, " | %s", c[i].text);
+        if (c[i].in_table) fprintf(f, " | %s", c[i].text);
     }
-    fprintf(f, how == AS_CSV ? "\n" : " |\n");
+    fprintf(f, " |\n");
+}
+
+// A line of CSV, with the line of names before the first one.
+static void print_csv_row(const Score *s, const Field *c, int first, FILE *f) {
+    int n = (int)arrlen(c);
+    if (first) {
+        fprintf(f, "method,budget,items,scored");
+        for (int i = 0; i < n; i++) fprintf(f, ",%s", c[i].name);
+        fprintf(f, "\n");
+    }
+    fprintf(f, "%s,%d,%d,%d", s->name, s->budget, s->items, (int)arrlen(s->answers));
+    for (int i = 0; i < n; i++) fprintf(f, ",%.6g", c[i].x);
+    fprintf(f, "\n");
+}
+
+// A JSON object on one line, with the options that the user set.
+static void print_json_row(const Score *s, const Field *c, const App *a, FILE *f) {
+    fprintf(f, "{");
+    json_pair(f, "method", s->name);
+    fprintf(f, "\"budget\":%d,", s->budget);
+    json_pair(f, "model", a->c->dir);
+    fprintf(f, "\"items\":%d,\"scored\":%d,", s->items, (int)arrlen(s->answers));
+    for (int i = 0; i < (int)arrlen(c); i++) fprintf(f, "\"%s\":%.6g,", c[i].name, c[i].x);
+    json_options(a, f);
+    fprintf(f, "}\n");
+}
+
+// Prints a row in the form `how` (AS_*).
+static void print_row(const Score *s, const EvalRun *run, int how, int first, FILE *f) {
+    Field *c = row_fields(s, run);
+    if (how == AS_JSON) print_json_row(s, c, run->a, f);
+    else if (how == AS_CSV) print_csv_row(s, c, first, f);
+    else print_table_row(s, c, first, f);
     arrfree(c);
     fflush(f);
 }
 
-// ---- the run
-static const char *list_word(const char *list, int k, char out[160]) {  // the k-th word of a,b,c; NULL behind the last
-    for (; k && (list = strchr(list, ',')); k--) list++;
-    if (!list) return NULL;
+// ---- the modes: the rows of a run
+
+// Writes the k-th word of the list "a,b,c" to out and returns out; NULL behind the last word.
+static const char *list_word(const char *list, int k, char out[160]) {
+    for (; k; k--) {
+        list = strchr(list, ',');
+        if (!list) return NULL;
+        list++;
+    }
     snprintf(out, 160, "%.*s", (int)strcspn(list, ","), list);
     return out;
 }
-static Options *options_copy(const Options *o) {         // a session reads its options again at every reset, so each row has its own
+
+// A copy of the options that the user set. A session reads its options again at every reset, so
+// each row has its own.
+static Options *options_copy(const Options *o) {
     Options *c = options_new();
     char err[256];
-    for (int i = 0; i < (int)shlen(o->given); i++)
-        if (options_set(c, o->given[i].key, opt_str(o, o->given[i].key), err)) die(EXIT_RUN, "%s", err);
+    for (int i = 0; i < (int)shlen(o->given); i++) {
+        const char *key = o->given[i].key;
+        if (options_set(c, key, opt_str(o, key), err)) die(EXIT_RUN, "%s", err);
+    }
     return c;
 }
-typedef struct { Options *o; Session *s; } Open;         // what a row's session stands on
-static void open_close(Open *p) { session_close(p->s); options_free(p->o); }
+
+// The session of a row and the options it was opened with.
+typedef struct {
+    Options *o;
+    Session *s;
+} OpenRow;
+
+// Closes a row's session.
+static void open_close(OpenRow *p) {
+    session_close(p->s);
+    options_free(p->o);
+}
+
+// Does the budget matter to this session? A method that selects rows has one.
 static int has_budget(const Session *s) {
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->role & ROLE_SELECT) return s->budget > 0;
+    for (int i = 0; i < s->n_part; i++) {
+        if (s->part[i].m->role & ROLE_SELECT) return s->budget > 0;
+    }
     return 0;
 }
-// Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the program at once.
-static Score *open_rows(const App *a, Open **open) {
+
+// Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the
+// program at once. A method without a budget gets one row. Returns the rows (stb_ds), their
+// sessions in *open.
+static Score *open_rows(const App *a, OpenRow **open) {
     char name[160], budget[160], err[256];
     const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
+    const char *budgets = opt_str(a->o, "budgets");
     Score *rows = NULL;
-    for (int i = 0; list_word(list, i, name); i++)
-        for (int j = 0; list_word(opt_str(a->o, "budgets"), j, budget); j++) {
-            Open p = { .o = options_copy(a->o) };
+    for (int i = 0; list_word(list, i, name); i++) {
+        for (int j = 0; list_word(budgets, j, budget); j++) {
+            OpenRow p = { .o = options_copy(a->o) };
             Score sc = { 0 };
-            if (opt_given(a->o, "budgets") && (options_set(p.o, "budget", budget, err) || out_of_range(p.o, "budget", err))) die(EXIT_USAGE, "--budgets: %s", err);
+            if (opt_given(a->o, "budgets")) {
+                int bad = options_set(p.o, "budget", budget, err) || out_of_range(p.o, "budget", err);
+                if (bad) die(EXIT_USAGE, "--budgets: %s", err);
+            }
             p.s = session_open(a->c, a->w, p.o, name);
             snprintf(sc.name, sizeof sc.name, "%s", name);
             sc.budget = has_budget(p.s) ? p.s->budget : 0;
@@ -14675,18 +15494,30 @@ static Score *open_rows(const App *a, Open **open) {
             arrput(rows, sc);
             if (!has_budget(p.s)) break;
         }
+    }
     return rows;
 }
-static void eval_progress(const App *a, int done, int all, double t0) {  // on a terminal one line that is rewritten; with -v a line a tenth
-    int seconds = done ? (int)((now() - t0) * (all - done) / done) : 0, tty = isatty(2);
-    if (quiet || (!tty && (!opt_int(a->o, "verbose") || done * 10 / all == (done - 1) * 10 / all))) return;
-    fprintf(stderr, tty ? "\r\x1b[K%d of %d items, %d:%02d left" : "%d of %d items, %d:%02d left\n", done, all, seconds / 60, seconds % 60);
-    if (tty && done == all) fprintf(stderr, "\r\x1b[K");
+
+// ---- the modes: dialogues
+
+// Shows how far the run is: on a terminal one line that is rewritten; elsewhere, with -v, a line at
+// every tenth of the items.
+static void eval_progress(const App *a, int done, int all, double t0) {
+    int seconds = done ? (int)((now() - t0) * (all - done) / done) : 0, terminal = isatty(2);
+    if (quiet) return;
+    if (terminal) {
+        fprintf(stderr, "\r\x1b[K%d of %d items, %d:%02d left", done, all, seconds / 60, seconds % 60);
+        if (done == all) fprintf(stderr, "\r\x1b[K");
+    } else if (opt_int(a->o, "verbose") && done * 10 / all != (done - 1) * 10 / all) {
+        fprintf(stderr, "%d of %d items, %d:%02d left\n", done, all, seconds / 60, seconds % 60);
+    }
 }
-// Item by item through every row: the logits of full attention are held for one item only, and what else the machine does falls on all rows.
-static void play_items(App *a, const EvalSet *e, Score *rows, Open *open) {
-    Open full = { .o = options_copy(a->o) };
-    float *ref = NULL;
+
+// Plays the items, each through every row before the next one. So the logits of full attention are
+// held for one item only, and what else the machine does falls on all rows.
+static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open) {
+    OpenRow full = { .o = options_copy(a->o) };
+    float *ref = NULL;                                  // stb_ds, V a row
     int n = (int)arrlen(e->item);
     double t0 = now();
     full.s = session_open(a->c, a->w, full.o, "full");
@@ -14698,56 +15529,124 @@ static void play_items(App *a, const EvalSet *e, Score *rows, Open *open) {
             a->s = open[r].s;
             play_free(a, &e->item[i], &rows[r]);
             play_forced(a, &e->item[i], &ref, &rows[r]);
-            session_reset(a->s);                         // rows given back: many sessions are open
+            session_reset(a->s);                        // gives its rows back: many sessions are open
         }
         eval_progress(a, i + 1, n, t0);
     }
     arrfree(ref);
     open_close(&full);
 }
+
+// Ends the program if an item with its right replies is longer than the context.
 static void check_fit(const App *a, const EvalSet *e) {
+    enum { TEMPLATE_TOKENS = 16 };                      // about what the chat template adds to a turn
     for (int i = 0; i < (int)arrlen(e->item); i++) {
         int need = 0;
         for (int j = 0; j < (int)arrlen(e->item[i].turn); j++) {
             const EvalTurn *t = &e->item[i].turn[j];
             int *ids = tokenizer_encode(a->tok, t->user, strlen(t->user), 0, gold_ids(a, t));
-            need += (int)arrlen(ids) + 16;               // and about that much for the template
+            need += (int)arrlen(ids) + TEMPLATE_TOKENS;
             arrfree(ids);
         }
-        if (need > ctx_limit(a)) die(EXIT_USAGE, "--eval: %s, item %d needs about %d tokens, the context has %d (-c)", e->item[i].task, i + 1, need, ctx_limit(a));
+        if (need > ctx_limit(a))
+            die(EXIT_USAGE, "--eval: %s, item %d needs about %d tokens, the context has %d (-c)",
+                e->item[i].task, i + 1, need, ctx_limit(a));
     }
 }
-static void eval_items(const App *a, const char *what, EvalSet *e) {     // the items of --eval A,B,..
+
+// Makes the items of --eval A,B,.. or all.
+static void eval_items(const App *a, const char *what, EvalSet *e) {
     char word[160];
     int *lengths = number_list("eval-length", opt_str(a->o, "eval-length"), 96, 1 << 20);
+    int n = opt_int(a->o, "eval-items");
+    uint64_t seed = (uint64_t)opt_int(a->o, "eval-seed");
     for (int i = 0; list_word(what, i, word); i++) {
         int found = 0;
-        for (int t = 0; t < EVAL_TASKS; t++)
-            if (!strcmp(word, "all") || !strcmp(word, eval_tasks[t].name)) { make_items(e, a->tok, t, lengths, opt_int(a->o, "eval-items"), (uint64_t)opt_int(a->o, "eval-seed")); found = 1; }
-        if (!found) die(EXIT_USAGE, "--eval wants all, file, ppl, kld or a list of needle, multiturn, coref, facts, json, fewshot, summary; found '%s'", word);
+        for (int t = 0; t < EVAL_TASKS; t++) {
+            if (strcmp(word, "all") && strcmp(word, eval_tasks[t].name)) continue;
+            make_items(e, a->tok, t, lengths, n, seed);
+            found = 1;
+        }
+        if (!found)
+            die(EXIT_USAGE, "--eval wants all, file, ppl, kld or a list of needle, multiturn, coref, "
+                "facts, json, fewshot, summary; found '%s'", word);
     }
     arrfree(lengths);
     check_fit(a, e);
 }
-static int report_write(App *a, const char *path, const Score *rows);    // section 18c
+
+// ---- the modes: perplexity and divergence of a text
+
+// Plays windows of a text through a->s. Half a window is prefilled, and each further token is
+// decoded; every token of the second half is predicted from what came before it. With with_full
+// (--eval kld), a session of full attention sees the same tokens and the logits are compared.
+static void eval_text(App *a, const char *path, int with_full, Score *sc) {
+    char err[256];
+    size_t n;
+    int V = a->c->V, window = opt_int(a->o, "eval-window"), half = window / 2;
+    char *text = read_file(path, &n, err);
+    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
+    int *ids = tokenizer_encode(a->tok, text, n, 0, NULL), windows = (int)arrlen(ids) / window;
+    free(text);
+    if (!windows)
+        die(EXIT_USAGE, "--eval-file %s: %d tokens, one window needs %d (--eval-window)", path,
+            (int)arrlen(ids), window);
+    windows = min_int(windows, opt_int(a->o, "eval-windows"));
+
+    Options *plain = options_new();
+    Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
+    for (int w = 0; w < windows; w++) {
+        const int *x = ids + (size_t)w * window;
+        session_reset(a->s);
+        if (full) session_reset(full);
+        for (int i = half - 1; i < window - 1; i++) {   // token i is the last one seen, i+1 is predicted
+            const float *y = i < half ? prefill(a->s, x, half) : decode(a->s, x[i]);
+            sc->nll += log_sum_exp(y, V) - y[x[i + 1]];
+            if (full) note_logits(i < half ? prefill(full, x, half) : decode(full, x[i]), y, V, sc);
+            else sc->predicted++;
+        }
+        note_cost(a->s, sc);
+    }
+    session_close(full);
+    options_free(plain);
+    arrfree(ids);
+}
+
+// ---- the run
+static int report_write(App *a, const char *path, const Score *rows);    // section 29
+
+// --eval: makes or reads the items, plays them through every row, prints the rows and, with
+// --report, writes the page. Returns 0.
 static int evaluate(App *a) {
-    const char *path = opt_str(a->o, "eval-file"), *what = *opt_str(a->o, "eval") ? opt_str(a->o, "eval") : *path ? "file" : "all";
-    int ppl = !strcmp(what, "ppl") || !strcmp(what, "kld"), how = opt_int(a->o, "json") ? AS_JSON : opt_int(a->o, "csv") ? AS_CSV : AS_TABLE;
+    const char *path = opt_str(a->o, "eval-file"), *what = opt_str(a->o, "eval");
+    if (!*what) what = *path ? "file" : "all";
+    int file = !strcmp(what, "file"), kld = !strcmp(what, "kld"), ppl = kld || !strcmp(what, "ppl");
+    int how = AS_TABLE;
+    if (opt_int(a->o, "csv")) how = AS_CSV;
+    if (opt_int(a->o, "json")) how = AS_JSON;
     char err[256];
     EvalSet e = { 0 };
-    Open *open = NULL;
-    Shared run = { .a = a, .seed = (uint64_t)opt_int(a->o, "eval-seed"), .ppl = ppl };
+    OpenRow *open = NULL;
+    EvalRun run = { .a = a, .seed = (uint64_t)opt_int(a->o, "eval-seed"), .ppl = ppl };
     Session *own = a->s;
     double t0 = now();
-    if ((ppl || !strcmp(what, "file")) && !*path) die(EXIT_USAGE, "--eval %s wants --eval-file FILE", what);
+
+    // The items
+    if ((ppl || file) && !*path) die(EXIT_USAGE, "--eval %s wants --eval-file FILE", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
-    if (!strcmp(what, "file")) { read_items(&e, a->tok, path); check_fit(a, &e); }
-    else if (!ppl) eval_items(a, what, &e);
+    if (file) {
+        read_items(&e, a->tok, path);
+        check_fit(a, &e);
+    } else if (!ppl) {
+        eval_items(a, what, &e);
+    }
+
+    // The rows
     Score *rows = open_rows(a, &open);
     if (!ppl) play_items(a, &e, rows, open);
     for (int r = 0; r < (int)arrlen(rows); r++) {
         a->s = open[r].s;
-        if (ppl) eval_text(a, path, !strcmp(what, "kld"), &rows[r]);
+        if (ppl) eval_text(a, path, kld, &rows[r]);
         if (!strcmp(rows[r].name, "full") && !ppl) run.full = &rows[r];
         open_close(&open[r]);
     }
@@ -14755,11 +15654,18 @@ static int evaluate(App *a) {
         finish_row(&rows[r], run.seed);
         print_row(&rows[r], &run, how, !r, stdout);
     }
-    if (!quiet) fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items, (int)arrlen(rows[0].answers), now() - t0);
+    if (!quiet)
+        fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items,
+                (int)arrlen(rows[0].answers), now() - t0);
     a->s = own;
     if (*opt_str(a->o, "report")) report_write(a, opt_str(a->o, "report"), rows);
-    for (int r = 0; r < (int)arrlen(rows); r++) { arrfree(rows[r].answers); arrfree(rows[r].each); }
-    arrfree(rows); arrfree(open);
+
+    for (int r = 0; r < (int)arrlen(rows); r++) {
+        arrfree(rows[r].answers);
+        arrfree(rows[r].each);
+    }
+    arrfree(rows);
+    arrfree(open);
     eval_set_free(&e);
     return 0;
 }
