@@ -16552,62 +16552,109 @@ static int bench(Options *o) {
 }
 
 // ==================================================================================================== 29 REPORT
-// --report OUT.html: what was measured and what the methods do, as one page that needs nothing else: no network, no library, and
-// a script for the sliders only. OUT.csv beside it holds the numbers. The scores come from --eval; everything else from a
-// demonstration: a built-in dialogue of seven turns, played through each method of --compare, or --method, or a default set.
-// Full attention speaks first; the others are fed its replies, so that all hold the same tokens, and answer only the last
-// question themselves.
-// Small drawings are inline svg, attention maps are png files written here (stored, not compressed) inside the page.
+// `--report OUT.html` writes what was measured and what the methods do as one page with nine
+// pictures. The page needs nothing else: no network, no library, and a script for two sliders only.
+// OUT.csv beside it holds the numbers.
+//
+// Pictures 1 and 2 show the scores of --eval. Pictures 3 to 9 come from a demonstration: a built-in
+// dialogue of seven turns is played through each method of --compare, or else of --method, or else
+// of a default set. Full attention speaks first. The other methods are fed its replies, so that all
+// of them hold the same tokens, and each answers only the last question itself.
+//
+// Small drawings are inline SVG, in pixels, with y downwards. Attention maps are PNG images,
+// embedded as base64.
 
-enum { DEMO_TURNS = 7, DEMO_BUDGET = 96, DEMO_MOST = 256, MAP_SIDE = 256, MAP_MOST = 36, SHADES = 16, TEXT_SHADES = 8, SERIES = 9 };
-enum { IN_ATTEND, IN_SELECT, IN_COMMIT, IN_REST, PHASE_PARTS };
+enum {
+    DEMO_TURNS  = 7,
+    DEMO_BUDGET = 96,           // rows per KV head in the demonstration when the user gives no budget
+    DEMO_MOST   = 256,          // a larger budget is cut to this: the dialogue has about 450 tokens
+    MAP_SIDE    = 256,          // pixels of an attention map's side, at most
+    MAP_MOST    = 36,           // attention maps of a model, about
+    SHADES      = 16,           // colours of the viridis scale
+    TEXT_SHADES = 8,            // colours of picture 8's text, beside grey
+    SERIES      = 9,            // line colours of a chart; colour 0 belongs to full attention
+};
+enum { PHASE_PREFILL, PHASE_DECODE, PHASES };
+enum { IN_ATTEND, IN_SELECT, IN_COMMIT, IN_REST, PHASE_PARTS };     // where the time of a phase goes
 
-static const char *demo_turns[DEMO_TURNS] = {            // what the user says
+static const char *demo_turns[DEMO_TURNS] = {           // what the user says
     "My name is Tara.",
-    "Please read: The old mill was dusty and quiet. There is a garden near the river. A tall lamp stood behind the church. The wind moved the gate and the leaf. "
-    "On Monday the street looked empty. The secret code of the red box is 4821. A badger slept under the bridge. The narrow path leads to the warm kitchen. "
-    "People say that the market was once busy. It rained on the fence all day. From the hill you can see the lake. Every Friday the school is full.",
-    "Here is a text: The fox walked along the quiet road. They painted the wall and cleaned the window. Nobody knew why the forest was so dark. The sun shone on the "
-    "mountain. The golden key is in the cellar. We saw a clever swan by the boat. Some like the moon, others like the star. It was a cold day in the village. "
-    "The shop was full of people. There is a stone near the station. A slow cloud stood behind the tree. The farm is pretty in the morning.",
+
+    "Please read: The old mill was dusty and quiet. There is a garden near the river. A tall lamp "
+    "stood behind the church. The wind moved the gate and the leaf. On Monday the street looked "
+    "empty. The secret code of the red box is 4821. A badger slept under the bridge. The narrow "
+    "path leads to the warm kitchen. People say that the market was once busy. It rained on the "
+    "fence all day. From the hill you can see the lake. Every Friday the school is full.",
+
+    "Here is a text: The fox walked along the quiet road. They painted the wall and cleaned the "
+    "window. Nobody knew why the forest was so dark. The sun shone on the mountain. The golden key "
+    "is in the cellar. We saw a clever swan by the boat. Some like the moon, others like the star. "
+    "It was a cold day in the village. The shop was full of people. There is a stone near the "
+    "station. A slow cloud stood behind the tree. The farm is pretty in the morning.",
+
     "What is my name?",
-    "Remember this. The bird was small and happy. The green door costs 57 coins. The train is busy in the morning. On Sunday the park looked tired. The otter walked "
-    "along the deep river. They painted the bridge and cleaned the house. Nobody knew why the table was so heavy. The wooden gate leads to the soft field. "
-    "It rained on the church all day. A hedgehog slept under the flower. The room was full of people. From the window you can see the moon.",
+
+    "Remember this. The bird was small and happy. The green door costs 57 coins. The train is busy "
+    "in the morning. On Sunday the park looked tired. The otter walked along the deep river. They "
+    "painted the bridge and cleaned the house. Nobody knew why the table was so heavy. The wooden "
+    "gate leads to the soft field. It rained on the church all day. A hedgehog slept under the "
+    "flower. The room was full of people. From the window you can see the moon.",
+
     "Where is the golden key?",
+
     "What is the secret code of the red box?",
 };
 static const char *demo_answer = "4821";                // to the last question
 static const char *demo_methods = "streaming,snapkv,h2o,dililazy,sonic,loopserve,lychee,pats";
-static const char *demo_values[][2] = {     // what a short dialogue needs to show a method at work; options given by the user win
-    { "lychee-buffer", "32" }, { "lychee-kg", "2" }, { "loopserve-min-context", "0" }, { "loopserve-local", "8" },
-    { "loopserve-alpha", "0.9" }, { "loopserve-first", "4" }, { "loopserve-interval", "4" }, { "loopserve-obs", "16" }, { "pats-window", "32" }, { "pats-sink", "4" },
+
+// Option values that show a method at work on a dialogue this short. Options that the user gives win.
+static const char *demo_values[][2] = {
+    { "lychee-buffer", "32" },
+    { "lychee-kg", "2" },
+    { "loopserve-min-context", "0" },
+    { "loopserve-local", "8" },
+    { "loopserve-alpha", "0.9" },
+    { "loopserve-first", "4" },
+    { "loopserve-interval", "4" },
+    { "loopserve-obs", "16" },
+    { "pats-window", "32" },
+    { "pats-sink", "4" },
 };
+enum { DEMO_VALUES = sizeof demo_values / sizeof *demo_values };
 
 typedef struct {
-    FILE *f, *csv;
+    FILE *f, *csv;              // the page; its numbers
     App *a;
     Options *o;                 // of the demonstration
-    char *source;               // stb array, NUL-terminated: command line, model, seed; stands under every picture
-    Turn *script;               // stb array: the dialogue with full attention's replies
-    int pictures;
+    char *source;               // stb array, NUL-terminated: what stands under every picture (report_source)
+    Turn *script;               // stb array (DEMO_TURNS): the dialogue with full attention's replies
+    int pictures;               // drawn so far
 } Report;
 
 typedef struct {                // the demonstration through one method
-    char name[160], why[512];   // why: the reason it was not played
-    double stored[DEMO_TURNS], read[DEMO_TURNS];        // bytes held after a turn; bytes read a decode step of it
-    double seconds[2][PHASE_PARTS]; long tokens[2];     // [0] prefill, [1] decode
+    char name[160];
+    char why[512];              // the reason why it was not played; empty: it was
+    double stored[DEMO_TURNS];  // bytes of K and V held when a turn ends
+    double read[DEMO_TURNS];    // bytes of K and V that a decode step of the turn reads, on average
+    double seconds[PHASES][PHASE_PARTS];
+    long tokens[PHASES];
     char *said;                 // stb array, NUL-terminated: its own answer to the last question
-    Token *tok; float *share;   // stb arrays: tokens seen; share of all query heads that read each in the last step
+    Token *tok;                 // stb array (N): the tokens it has seen
+    float *share;               // stb array (N): share of all L*H query heads that read it in the last step
 } DemoRun;
 
-static int arg_count;           // the command line, for captions
+static int arg_count;           // the command line, for Report.source
 static char **args;
 
-// ---- text in a page: the five characters of markup, control characters and broken UTF-8 made visible
+// ---- text in a page and in the table of numbers
+
+// Writes n bytes of s as text of a page. The five characters of markup become entities; control
+// characters and bytes that are not UTF-8 become visible as <0xHH>.
 static void html_bytes(FILE *f, const char *s, size_t n) {
-    for (size_t i = 0; i < n; ) {
-        int k = utf8_length(s + i, n - i), c = (unsigned char)s[i];
+    size_t i = 0;
+    while (i < n) {
+        int k = utf8_length(s + i, n - i);
+        int c = (unsigned char)s[i];
         if (c == '&') fputs("&amp;", f);
         else if (c == '<') fputs("&lt;", f);
         else if (c == '>') fputs("&gt;", f);
@@ -16618,26 +16665,72 @@ static void html_bytes(FILE *f, const char *s, size_t n) {
         i += k ? (size_t)k : 1;
     }
 }
+
 static void html_text(FILE *f, const char *s) { html_bytes(f, s, strlen(s)); }
-static void csv_text(FILE *f, const char *s) {           // quoted where a comma, quote or line end asks for it
-    if (!strpbrk(s, ",\"\r\n")) { fputs(s, f); return; }
+
+// Writes s as text between two pieces of markup, which are written as they are.
+static void html_between(FILE *f, const char *before, const char *s, const char *after) {
+    fputs(before, f);
+    html_text(f, s);
+    fputs(after, f);
+}
+
+// Writes s as one field of a CSV line, in quotes where a comma, a quote or a line end in it asks
+// for them.
+static void csv_text(FILE *f, const char *s) {
+    if (!strpbrk(s, ",\"\r\n")) {
+        fputs(s, f);
+        return;
+    }
     putc('"', f);
-    for (; *s; s++) { if (*s == '"') putc('"', f); putc(*s, f); }
+    for (; *s; s++) {
+        if (*s == '"') putc('"', f);
+        putc(*s, f);
+    }
     putc('"', f);
 }
-static void csv_row(Report *r, const char *picture, const char *series, const char *what, double x, double y, double value, double lo, double hi) {
-    csv_text(r->csv, picture); putc(',', r->csv);
-    csv_text(r->csv, series); putc(',', r->csv);
+
+// Writes one line of numbers. `what` names x, y and value; lo and hi are an interval of value, or
+// what `what` says.
+static void csv_row(Report *r, const char *picture, const char *series, const char *what,
+                    double x, double y, double value, double lo, double hi) {
+    csv_text(r->csv, picture);
+    putc(',', r->csv);
+    csv_text(r->csv, series);
+    putc(',', r->csv);
     csv_text(r->csv, what);
     fprintf(r->csv, ",%.6g,%.6g,%.6g,%.6g,%.6g\n", x, y, value, lo, hi);
 }
 
-// ---- png: up to 16 colours, four bits a pixel, stored deflate blocks
+// Appends the bytes of n tokens to the stb array `text`. A method's own tokens (negative ids) have
+// none.
+static char *token_bytes(const Report *r, char *text, const Token *t, int n) {
+    for (int i = 0; i < n; i++) {
+        int len = 0;
+        const char *b = t[i].id >= 0 ? tokenizer_bytes(r->a->tok, t[i].id, &len) : NULL;
+        if (b && len) memcpy(arraddnptr(text, len), b, (size_t)len);
+    }
+    return text;
+}
+
+// Writes n tokens as one text of the page, so that characters split over tokens stay whole.
+static void tokens_text(Report *r, const Token *t, int n) {
+    char *text = token_bytes(r, NULL, t, n);
+    if (text) html_bytes(r->f, text, arrlenu(text));
+    arrfree(text);
+}
+
+// ---- PNG images: a palette of 16 colours, four bits a pixel, stored (not compressed) deflate blocks
+
 static const unsigned char viridis[SHADES][3] = {
-    { 68, 1, 84 }, { 72, 26, 108 }, { 71, 47, 125 }, { 65, 68, 135 }, { 57, 86, 140 }, { 49, 104, 142 }, { 42, 120, 142 }, { 35, 136, 142 },
-    { 31, 152, 139 }, { 34, 168, 132 }, { 53, 183, 121 }, { 84, 197, 104 }, { 122, 209, 81 }, { 165, 219, 54 }, { 210, 226, 27 }, { 253, 231, 37 },
+    { 68, 1, 84 },    { 72, 26, 108 },  { 71, 47, 125 },  { 65, 68, 135 },
+    { 57, 86, 140 },  { 49, 104, 142 }, { 42, 120, 142 }, { 35, 136, 142 },
+    { 31, 152, 139 }, { 34, 168, 132 }, { 53, 183, 121 }, { 84, 197, 104 },
+    { 122, 209, 81 }, { 165, 219, 54 }, { 210, 226, 27 }, { 253, 231, 37 },
 };
-static uint32_t crc32_of(uint32_t crc, const unsigned char *p, size_t n) {      // crc: 0, or of the bytes before
+
+// The CRC-32 that closes a PNG chunk. crc: that of the bytes that come earlier, 0 at the start.
+static uint32_t crc32_of(uint32_t crc, const unsigned char *p, size_t n) {
     crc = ~crc;
     for (size_t i = 0; i < n; i++) {
         crc ^= p[i];
@@ -16645,15 +16738,24 @@ static uint32_t crc32_of(uint32_t crc, const unsigned char *p, size_t n) {      
     }
     return ~crc;
 }
+
+// The Adler-32 checksum that closes a zlib stream.
 static uint32_t adler32_of(const unsigned char *p, size_t n) {
     uint32_t a = 1, b = 0;
-    for (size_t i = 0; i < n; i++) { a = (a + p[i]) % 65521; b = (b + a) % 65521; }
+    for (size_t i = 0; i < n; i++) {
+        a = (a + p[i]) % 65521;
+        b = (b + a) % 65521;
+    }
     return b << 16 | a;
 }
-static unsigned char *big_endian(unsigned char *to, uint32_t x) {        // appends four bytes to the stb array
+
+// Appends x as four bytes, highest first, to the stb array.
+static unsigned char *big_endian(unsigned char *to, uint32_t x) {
     for (int shift = 24; shift >= 0; shift -= 8) arrput(to, (unsigned char)(x >> shift));
     return to;
 }
+
+// Appends one chunk to the stb array: length, type, data, and the CRC of type and data.
 static unsigned char *png_chunk(unsigned char *png, const char *type, const unsigned char *data, size_t n) {
     png = big_endian(png, (uint32_t)n);
     size_t from = arrlenu(png);
@@ -16661,35 +16763,69 @@ static unsigned char *png_chunk(unsigned char *png, const char *type, const unsi
     if (n) memcpy(arraddnptr(png, n), data, n);
     return big_endian(png, crc32_of(0, png + from, arrlenu(png) - from));
 }
-static unsigned char *png_make(const unsigned char *pixel, int w, int h) {       // pixel (h,w) 0..15 -> the file, as an stb array
-    unsigned char *raw = NULL, *z = NULL, *head = NULL, *png = NULL;
+
+// The image's rows as PNG filters them: a byte 0 (no filter), then two pixels a byte, the left one
+// in the high bits.
+static unsigned char *png_rows(const unsigned char *pixel, int w, int h) {
+    unsigned char *raw = NULL;
     for (int y = 0; y < h; y++) {
-        arrput(raw, 0);                                  // the row's filter: none
-        for (int x = 0; x < w; x += 2) arrput(raw, (unsigned char)(pixel[(size_t)y * w + x] << 4 | (x + 1 < w ? pixel[(size_t)y * w + x + 1] : 0)));
+        const unsigned char *row = pixel + (size_t)y * w;
+        arrput(raw, 0);
+        for (int x = 0; x < w; x += 2) {
+            int right = x + 1 < w ? row[x + 1] : 0;
+            arrput(raw, (unsigned char)(row[x] << 4 | right));
+        }
     }
-    arrput(z, 0x78); arrput(z, 0x01);
-    for (size_t i = 0, n; i < arrlenu(raw); i += n) {    // stored blocks: last?, length, its complement, bytes
-        n = arrlenu(raw) - i < 65535 ? arrlenu(raw) - i : 65535;
-        arrput(z, i + n == arrlenu(raw));
-        arrput(z, (unsigned char)n); arrput(z, (unsigned char)(n >> 8));
-        arrput(z, (unsigned char)~n); arrput(z, (unsigned char)(~n >> 8));
-        memcpy(arraddnptr(z, n), raw + i, n);
+    return raw;
+}
+
+// raw (n) as a zlib stream of stored blocks. A block is: 1 if it is the last, its length and the
+// length's complement (two bytes each, lowest first), its bytes.
+static unsigned char *zlib_stored(const unsigned char *raw, size_t n) {
+    unsigned char *z = NULL;
+    arrput(z, 0x78);
+    arrput(z, 0x01);
+    size_t at = 0;
+    while (at < n) {
+        size_t len = min_size(n - at, 65535);
+        arrput(z, at + len == n);
+        arrput(z, (unsigned char)len);
+        arrput(z, (unsigned char)(len >> 8));
+        arrput(z, (unsigned char)~len);
+        arrput(z, (unsigned char)(~len >> 8));
+        memcpy(arraddnptr(z, len), raw + at, len);
+        at += len;
     }
-    z = big_endian(z, adler32_of(raw, arrlenu(raw)));
-    head = big_endian(big_endian(head, (uint32_t)w), (uint32_t)h);
-    memcpy(arraddnptr(head, 5), "\x04\x03\0\0\0", 5);    // 4 bits, palette
+    return big_endian(z, adler32_of(raw, n));
+}
+
+// The image file of pixel (h,w), values 0..15, as an stb array.
+static unsigned char *png_make(const unsigned char *pixel, int w, int h) {
+    unsigned char *raw = png_rows(pixel, w, h);
+    unsigned char *z = zlib_stored(raw, arrlenu(raw));
+    unsigned char *head = NULL, *png = NULL;
+    head = big_endian(head, (uint32_t)w);
+    head = big_endian(head, (uint32_t)h);
+    memcpy(arraddnptr(head, 5), "\x04\x03\0\0\0", 5);   // 4 bits, palette
+
     memcpy(arraddnptr(png, 8), "\x89PNG\r\n\x1a\n", 8);
     png = png_chunk(png, "IHDR", head, 13);
     png = png_chunk(png, "PLTE", viridis[0], sizeof viridis);
     png = png_chunk(png, "IDAT", z, arrlenu(z));
     png = png_chunk(png, "IEND", NULL, 0);
-    arrfree(raw); arrfree(z); arrfree(head);
+    arrfree(raw);
+    arrfree(z);
+    arrfree(head);
     return png;
 }
+
+// Writes n bytes in base64: three bytes as four digits, '=' where bytes are missing at the end.
 static void base64_write(FILE *f, const unsigned char *p, size_t n) {
     static const char *digit = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     for (size_t i = 0; i < n; i += 3) {
-        uint32_t u = (uint32_t)p[i] << 16 | (uint32_t)(i + 1 < n ? p[i + 1] : 0) << 8 | (i + 2 < n ? p[i + 2] : 0);
+        uint32_t second = i + 1 < n ? p[i + 1] : 0;
+        uint32_t third = i + 2 < n ? p[i + 2] : 0;
+        uint32_t u = (uint32_t)p[i] << 16 | second << 8 | third;
         putc(digit[u >> 18], f);
         putc(digit[u >> 12 & 63], f);
         putc(i + 1 < n ? digit[u >> 6 & 63] : '=', f);
@@ -16697,187 +16833,412 @@ static void base64_write(FILE *f, const unsigned char *p, size_t n) {
     }
 }
 
-// ---- the page
-static const char *report_style =
-    ":root{--bg:#fff;--fg:#1b1f24;--dim:#5c6670;--line:#d5dae0;--card:#f5f7f9;--kept:31,152,139;--ok:#11784f;--bad:#c23a20;color-scheme:light dark}\n"
-    "@media (prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e3e7eb;--dim:#98a2ad;--line:#343b43;--card:#1d2227;--kept:18,134,118;--ok:#4cc492;--bad:#ff7a5c}}\n"
-    "body{background:var(--bg);color:var(--fg);font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:1.5rem auto;padding:0 1rem}\n"
-    "section{border-top:1px solid var(--line);margin-top:2.5rem}h1{margin-bottom:.3rem}h2{margin:1.2rem 0 .3rem}h3{font-size:1rem;margin:1rem 0 .3rem}\n"
-    "p.how{max-width:60rem;margin:.2rem 0 .8rem}p.note{color:var(--dim);font-size:.9rem}p.src{color:var(--dim);font-size:.75rem;overflow-wrap:anywhere}\n"
-    "nav a{margin-right:1rem}a{color:#2a88c8}svg{max-width:100%;height:auto}svg text{fill:var(--fg);font:12px system-ui,sans-serif}svg text.dim{fill:var(--dim)}\n"
-    "svg .grid{stroke:var(--line);stroke-width:1;fill:none}.row{display:flex;flex-wrap:wrap;gap:1.5rem;align-items:flex-start}\n"
-    "table{border-collapse:collapse;font-size:.9rem;margin:.5rem 0}th,td{white-space:nowrap;padding:.2rem .6rem;border:1px solid var(--line);text-align:right;font-variant-numeric:tabular-nums}\n"
-    "th{background:var(--card);font-weight:600}\n"
-    "td.t,th.t{text-align:left;white-space:normal}caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}div.wide{overflow-x:auto}div.wide th,div.wide td{font-size:.8rem;padding:.2rem .4rem}div.wide th{white-space:normal}\n"
-    "ul.legend{list-style:none;padding:0;margin:.4rem 0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;font-size:.9rem}ul.legend svg{vertical-align:middle;margin-right:.4rem}\n"
-    ".s0{--c:var(--fg)}.s1{--c:#1f83c4}.s2{--c:#e09a00}.s3{--c:#0fa37a}.s4{--c:#cc6fa3}.s5{--c:#dd5a1e}.s6{--c:#58b4e8}.s7{--c:#9273bd}.s8{--c:#9a9a18}\n"
-    "path.s{fill:none;stroke:var(--c);stroke-width:2.2}path.s0.s{stroke-width:7;opacity:.3}circle.s,rect.s{fill:var(--c)}\n"
-    "path.s6,path.s7{stroke-dasharray:7 4}path.s8{stroke-dasharray:2 3}path.again{stroke-dasharray:11 3 2 3}\n"
-    "path.front{fill:none;stroke:var(--fg);stroke-dasharray:5 5;stroke-width:1.3;opacity:.7}path.bar{fill:none;stroke:var(--c);stroke-width:1.3}\n"
-    ".tokens{background:var(--card);padding:.6rem .9rem;white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem;line-height:1.55}\n"
-    ".tokens .k0{color:var(--dim);opacity:.7}.tokens b{font-weight:600;border-bottom:3px solid #e0662a}\n"
-    ".side{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(30rem,100%),1fr));gap:0 1.5rem}\n"
-    ".b0{fill:#7b52ab}.b1{fill:#2a78b5}.b2{fill:#22a884}.b3{fill:var(--line)}.b4{fill:none;stroke:var(--dim);stroke-dasharray:3 2}.off{opacity:.45}\n"
-    ".tree{background:var(--card);padding:.6rem .9rem;font-size:.85rem}.tree details{margin:.15rem 0 .15rem 1.2rem}.tree summary{cursor:pointer}.tree p{margin:.15rem 0 .15rem 2.4rem}\n"
-    ".tree i{display:inline-block;width:.9em;height:.9em;border-radius:.2em;margin-right:.4em;vertical-align:-.1em}\n"
-    ".tree .read{font-weight:600}.tree .gold{border-bottom:3px solid #e0662a}.tree .skip{color:var(--dim)}\n"
-    ".maps{display:flex;flex-wrap:wrap;gap:.8rem}.maps figure{margin:0;width:11rem}.maps figcaption{font-size:.75rem;line-height:1.3}.maps svg{width:100%;display:block}\n"
-    ".maps.one figure{display:none;width:min(34rem,100%)}.maps.one figure.on{display:block}.maps.one figcaption{font-size:.9rem}.maps image{image-rendering:pixelated}\n"
-    ".maps .void{fill:var(--bg)}.maps .line{fill:#ff4d4d;fill-opacity:.18;stroke:#ff4d4d;stroke-width:1;vector-effect:non-scaling-stroke}\n"
-    ".maps .whole{fill:#f2a33c;stroke:#f2a33c;fill-opacity:.12;stroke-dasharray:3 3;stroke-opacity:.7}#lines:not(:checked)~.maps .line{display:none}\n"
-    ".sliders{display:none}.js .sliders{display:flex;flex-wrap:wrap;gap:.4rem 1.5rem;margin:.4rem 0}.sliders input{vertical-align:middle;width:14rem}.ok{color:var(--ok)}.bad{color:var(--bad)}\n";
+// ---- the page's style
 
-static void report_shades(FILE *f) {                     // classes: v0..v15 viridis; r0..r10 red to green; k1..k8 the share of heads that keep a token
-    for (int i = 0; i < SHADES; i++)
-        fprintf(f, ".v%d{fill:#%02x%02x%02x;background:#%02x%02x%02x}%s", i, viridis[i][0], viridis[i][1], viridis[i][2], viridis[i][0], viridis[i][1], viridis[i][2], i % 4 == 3 ? "\n" : "");
+static const char *report_style =
+    // Colours of a light and of a dark screen.
+    ":root{--bg:#fff;--fg:#1b1f24;--dim:#5c6670;--line:#d5dae0;--card:#f5f7f9;--kept:31,152,139;"
+    "--ok:#11784f;--bad:#c23a20;color-scheme:light dark}\n"
+    "@media (prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e3e7eb;--dim:#98a2ad;--line:#343b43;"
+    "--card:#1d2227;--kept:18,134,118;--ok:#4cc492;--bad:#ff7a5c}}\n"
+
+    // The page: headings, the explanation (how), remarks (note) and the command line (src) of a
+    // picture.
+    "body{background:var(--bg);color:var(--fg);font:16px/1.5 system-ui,sans-serif;max-width:72rem;"
+    "margin:1.5rem auto;padding:0 1rem}\n"
+    "section{border-top:1px solid var(--line);margin-top:2.5rem}"
+    "h1{margin-bottom:.3rem}"
+    "h2{margin:1.2rem 0 .3rem}"
+    "h3{font-size:1rem;margin:1rem 0 .3rem}\n"
+    "p.how{max-width:60rem;margin:.2rem 0 .8rem}"
+    "p.note{color:var(--dim);font-size:.9rem}"
+    "p.src{color:var(--dim);font-size:.75rem;overflow-wrap:anywhere}\n"
+    "nav a{margin-right:1rem}"
+    "a{color:#2a88c8}"
+
+    // Drawings, and a row of them.
+    "svg{max-width:100%;height:auto}"
+    "svg text{fill:var(--fg);font:12px system-ui,sans-serif}"
+    "svg text.dim{fill:var(--dim)}\n"
+    "svg .grid{stroke:var(--line);stroke-width:1;fill:none}"
+    ".row{display:flex;flex-wrap:wrap;gap:1.5rem;align-items:flex-start}\n"
+
+    // Tables: numbers right, text (t) left; a wide one scrolls.
+    "table{border-collapse:collapse;font-size:.9rem;margin:.5rem 0}"
+    "th,td{white-space:nowrap;padding:.2rem .6rem;border:1px solid var(--line);text-align:right;"
+    "font-variant-numeric:tabular-nums}\n"
+    "th{background:var(--card);font-weight:600}\n"
+    "td.t,th.t{text-align:left;white-space:normal}"
+    "caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}"
+    "div.wide{overflow-x:auto}"
+    "div.wide th,div.wide td{font-size:.8rem;padding:.2rem .4rem}"
+    "div.wide th{white-space:normal}\n"
+    "ul.legend{list-style:none;padding:0;margin:.4rem 0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;"
+    "font-size:.9rem}"
+    "ul.legend svg{vertical-align:middle;margin-right:.4rem}\n"
+
+    // Series of a chart: s0 is full attention's wide band; `again` marks a colour used a second time.
+    ".s0{--c:var(--fg)}"
+    ".s1{--c:#1f83c4}"
+    ".s2{--c:#e09a00}"
+    ".s3{--c:#0fa37a}"
+    ".s4{--c:#cc6fa3}"
+    ".s5{--c:#dd5a1e}"
+    ".s6{--c:#58b4e8}"
+    ".s7{--c:#9273bd}"
+    ".s8{--c:#9a9a18}\n"
+    "path.s{fill:none;stroke:var(--c);stroke-width:2.2}"
+    "path.s0.s{stroke-width:7;opacity:.3}"
+    "circle.s,rect.s{fill:var(--c)}\n"
+    "path.s6,path.s7{stroke-dasharray:7 4}"
+    "path.s8{stroke-dasharray:2 3}"
+    "path.again{stroke-dasharray:11 3 2 3}\n"
+    "path.front{fill:none;stroke:var(--fg);stroke-dasharray:5 5;stroke-width:1.3;opacity:.7}"
+    "path.bar{fill:none;stroke:var(--c);stroke-width:1.3}\n"
+
+    // Picture 8, the coloured text: k0 is read by no head, b is the answer.
+    ".tokens{background:var(--card);padding:.6rem .9rem;white-space:pre-wrap;overflow-wrap:anywhere;"
+    "font-size:.85rem;line-height:1.55}\n"
+    ".tokens .k0{color:var(--dim);opacity:.7}"
+    ".tokens b{font-weight:600;border-bottom:3px solid #e0662a}\n"
+    ".side{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(30rem,100%),1fr));"
+    "gap:0 1.5rem}\n"
+
+    // Boxes of pictures 5 and 9: b0 sign, b1 exponent, b2 mantissa, b3 what is cut, b4 padding;
+    // `off` is a bit 0.
+    ".b0{fill:#7b52ab}"
+    ".b1{fill:#2a78b5}"
+    ".b2{fill:#22a884}"
+    ".b3{fill:var(--line)}"
+    ".b4{fill:none;stroke:var(--dim);stroke-dasharray:3 2}"
+    ".off{opacity:.45}\n"
+
+    // Picture 6, the tree: branches that were read, skipped, or hold the answer (gold).
+    ".tree{background:var(--card);padding:.6rem .9rem;font-size:.85rem}"
+    ".tree details{margin:.15rem 0 .15rem 1.2rem}"
+    ".tree summary{cursor:pointer}"
+    ".tree p{margin:.15rem 0 .15rem 2.4rem}\n"
+    ".tree i{display:inline-block;width:.9em;height:.9em;border-radius:.2em;margin-right:.4em;"
+    "vertical-align:-.1em}\n"
+    ".tree .read{font-weight:600}"
+    ".tree .gold{border-bottom:3px solid #e0662a}"
+    ".tree .skip{color:var(--dim)}\n"
+
+    // Picture 7, the maps: all of them small, or with the script (one) a single large one.
+    ".maps{display:flex;flex-wrap:wrap;gap:.8rem}"
+    ".maps figure{margin:0;width:11rem}"
+    ".maps figcaption{font-size:.75rem;line-height:1.3}"
+    ".maps svg{width:100%;display:block}\n"
+    ".maps.one figure{display:none;width:min(34rem,100%)}"
+    ".maps.one figure.on{display:block}"
+    ".maps.one figcaption{font-size:.9rem}"
+    ".maps image{image-rendering:pixelated}\n"
+    ".maps .void{fill:var(--bg)}"
+    ".maps .line{fill:#ff4d4d;fill-opacity:.18;stroke:#ff4d4d;stroke-width:1;"
+    "vector-effect:non-scaling-stroke}\n"
+    ".maps .whole{fill:#f2a33c;stroke:#f2a33c;fill-opacity:.12;stroke-dasharray:3 3;stroke-opacity:.7}"
+    "#lines:not(:checked)~.maps .line{display:none}\n"
+    ".sliders{display:none}"
+    ".js .sliders{display:flex;flex-wrap:wrap;gap:.4rem 1.5rem;margin:.4rem 0}"
+    ".sliders input{vertical-align:middle;width:14rem}"
+
+    // Right and wrong answers.
+    ".ok{color:var(--ok)}"
+    ".bad{color:var(--bad)}\n";
+
+// Writes the style classes of the colour scales: v0..v15 viridis; r0..r10 from red to green
+// (picture 2); k1..k8 for the share of heads that read a token (picture 8).
+static void report_shades(FILE *f) {
+    for (int i = 0; i < SHADES; i++) {
+        const unsigned char *v = viridis[i];
+        fprintf(f, ".v%d{fill:#%02x%02x%02x;", i, v[0], v[1], v[2]);
+        fprintf(f, "background:#%02x%02x%02x}%s", v[0], v[1], v[2], i % 4 == 3 ? "\n" : "");
+    }
     fprintf(f, "svg text.on-dark{fill:#fff}svg text.on-light{fill:#111}\n");
-    for (int i = 0; i <= 10; i++) fprintf(f, "td.r%d{background:hsl(%d,70%%,%d%%);color:#111}", i, 12 * i, 66 - i);
-    for (int i = 1; i <= TEXT_SHADES; i++) fprintf(f, ".k%d{background:rgba(var(--kept),%.3g)}", i, .12 + .68 * i / TEXT_SHADES);
+    for (int i = 0; i <= 10; i++)
+        fprintf(f, "td.r%d{background:hsl(%d,70%%,%d%%);color:#111}", i, 12 * i, 66 - i);
+    for (int i = 1; i <= TEXT_SHADES; i++)
+        fprintf(f, ".k%d{background:rgba(var(--kept),%.3g)}", i, .12 + .68 * i / TEXT_SHADES);
     fputc('\n', f);
 }
+
+// ---- the frame of a picture: heading, explanation, remarks, source; panels and legends inside it
+
+// Opens the section `id` with its number, its title and how to read it.
 static void picture_begin(Report *r, const char *id, const char *title, const char *how) {
     fprintf(r->f, "<section id=\"%s\">\n<h2>%d. ", id, ++r->pictures);
-    html_text(r->f, title);
-    fprintf(r->f, "</h2>\n<p class=\"how\">");
-    html_text(r->f, how);
-    fprintf(r->f, "</p>\n");
+    html_between(r->f, "", title, "</h2>\n");
+    html_between(r->f, "<p class=\"how\">", how, "</p>\n");
 }
+
 static void picture_end(Report *r) {
-    fprintf(r->f, "<p class=\"src\">");
-    html_text(r->f, r->source);
-    fprintf(r->f, "</p>\n</section>\n");
+    html_between(r->f, "<p class=\"src\">", r->source, "</p>\n</section>\n");
 }
-KV_PRINTF(2, 3) static void picture_note(Report *r, const char *fmt, ...) {      // one plain sentence
+
+// Writes one plain sentence below a picture, or in place of one that could not be drawn.
+KV_PRINTF(2, 3) static void picture_note(Report *r, const char *fmt, ...) {
     char text[2048];
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
-    fprintf(r->f, "<p class=\"note\">");
-    html_text(r->f, text);
-    fprintf(r->f, "</p>\n");
+    html_between(r->f, "<p class=\"note\">", text, "</p>\n");
 }
 
-// ---- a chart of lines: y from 0, x linear or logarithmic
-typedef struct { double x, y, lo, hi; char what[32]; } Spot;    // lo < hi: an error bar
-typedef struct { const char *name; int colour; Spot *spot; } Series;      // colour 0: full attention's wide band. spot: stb array
-typedef struct { const char *x_name, *y_name; int log_x, bytes_x, bytes_y, dots; double y_top; } Axes;
-typedef struct { const Axes *ax; double x0, x1, y1; } Frame;    // the ranges shown
-enum { CHART_W = 520, CHART_H = 330, CHART_LEFT = 66, CHART_RIGHT = 16, CHART_TOP = 14, CHART_BOTTOM = 48 };
+// Opens one of several drawings of a picture, under its own small heading.
+static void panel_begin(FILE *f, const char *title) {
+    html_between(f, "<div><h3>", title, "</h3>");
+}
 
+// Opens a drawing of w by h pixels.
+static void svg_begin(FILE *f, int w, int h) {
+    fprintf(f, "<svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", w, h, w, h);
+}
+
+static void legend_begin(FILE *f) { fprintf(f, "<ul class=\"legend\">\n"); }
+static void legend_end(FILE *f) { fprintf(f, "</ul>\n"); }
+
+// A legend's entry: a small box of a style class, and its name.
+static void legend_box(FILE *f, const char *class, const char *name) {
+    fprintf(f, "<li><svg width=\"16\" height=\"12\">"
+               "<rect class=\"%s\" x=\"1\" y=\"1\" width=\"14\" height=\"10\"/></svg>", class);
+    html_between(f, "", name, "</li>\n");
+}
+
+// A legend's entry for colour `shade` of the viridis scale.
+static void legend_shade(FILE *f, int shade, const char *name) {
+    char class[16];
+    snprintf(class, sizeof class, "v%d", shade);
+    legend_box(f, class, name);
+}
+
+// ---- a chart of lines: x linear or logarithmic, y linear from 0
+
+typedef struct {                // one point
+    double x, y;
+    double lo, hi;              // error bar, if lo < hi
+    char what[32];              // written beside the point
+} Spot;
+
+typedef struct {
+    const char *name;
+    int colour;                 // 0: full attention's wide band
+    Spot *spot;                 // stb array, in the order of the line
+} Series;
+
+typedef struct {
+    const char *x_name, *y_name;
+    int log_x;
+    int bytes_x, bytes_y;       // 1: the axis is labelled in KiB, MiB, ..
+    int dots;                   // 1: every point has a dot and its text
+    double y_top;               // upper end of y; 0: by the data
+} Axes;
+
+typedef struct {                // the ranges shown
+    const Axes *ax;
+    double x0, x1, y1;
+} Frame;
+
+enum { CHART_W = 520, CHART_H = 330 };                  // pixels of a chart, and of its margins
+enum { CHART_LEFT = 66, CHART_RIGHT = 16, CHART_TOP = 14, CHART_BOTTOM = 48 };
+
+// The distance of grid lines, 1, 2 or 5 times a power of ten, that cuts `range` into about n parts.
 static double nice_step(double range, int n) {
-    double p = pow(10, floor(log10(range / n))), k = range / n / p;
-    return p * (k < 1.5 ? 1 : k < 3.5 ? 2 : k < 7.5 ? 5 : 10);
+    double p = pow(10, floor(log10(range / n)));
+    double k = range / n / p;
+    if (k < 1.5) return p * 1;
+    if (k < 3.5) return p * 2;
+    if (k < 7.5) return p * 5;
+    return p * 10;
 }
+
+// The pixel column of x. On a logarithmic axis what lies left of x0, and 0, stands at the left end.
 static double chart_x(const Frame *c, double x) {
-    double share = c->ax->log_x ? log(fmax(x, c->x0) / c->x0) / log(c->x1 / c->x0) : (x - c->x0) / (c->x1 - c->x0);
+    double share = (x - c->x0) / (c->x1 - c->x0);
+    if (c->ax->log_x) share = log(fmax(x, c->x0) / c->x0) / log(c->x1 / c->x0);
     return CHART_LEFT + share * (CHART_W - CHART_LEFT - CHART_RIGHT);
 }
-static double chart_y(const Frame *c, double y) { return CHART_H - CHART_BOTTOM - y / c->y1 * (CHART_H - CHART_BOTTOM - CHART_TOP); }
 
+// The pixel row of y.
+static double chart_y(const Frame *c, double y) {
+    return CHART_H - CHART_BOTTOM - y / c->y1 * (CHART_H - CHART_BOTTOM - CHART_TOP);
+}
+
+// The ranges that hold all points of n series: 5 % of room above, 30 % on both sides of a
+// logarithmic x.
 static Frame chart_frame(const Axes *ax, const Series *s, int n) {
     Frame c = { ax, INFINITY, -INFINITY, ax->y_top };
     for (int i = 0; i < n; i++)
         for (int j = 0; j < (int)arrlen(s[i].spot); j++) {
             const Spot *p = &s[i].spot[j];
-            if (!ax->log_x || p->x > 0) { c.x0 = fmin(c.x0, p->x); c.x1 = fmax(c.x1, p->x); }
+            if (!ax->log_x || p->x > 0) {
+                c.x0 = fmin(c.x0, p->x);
+                c.x1 = fmax(c.x1, p->x);
+            }
             if (!ax->y_top) c.y1 = fmax(c.y1, 1.05 * fmax(p->y, p->hi));
         }
-    if (c.x0 > c.x1) c.x0 = c.x1 = 1;
-    if (ax->log_x) { c.x0 /= 1.3; c.x1 *= 1.3; }
+    if (c.x0 > c.x1) {                                  // no point at all
+        c.x0 = 1;
+        c.x1 = 1;
+    }
+    if (ax->log_x) {
+        c.x0 /= 1.3;
+        c.x1 *= 1.3;
+    }
     if (c.x0 == c.x1) c.x1 += 1;
     if (!(c.y1 > 0)) c.y1 = 1;
     return c;
 }
+
+// The label of a grid line at x: bytes with their unit, or the plain number.
+static void tick_label(double x, int bytes, char b[32]) {
+    if (bytes) human_bytes(x, b);
+    else snprintf(b, 32, "%g", x);
+}
+
+// A vertical grid line with its label below.
 static void tick_x(FILE *f, const Frame *c, double x) {
     char b[32];
-    if (c->ax->bytes_x) human_bytes(x, b); else snprintf(b, sizeof b, "%g", x);
-    fprintf(f, "<path class=\"grid\" d=\"M%.1f %dV%d\"/><text x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%s</text>\n", chart_x(c, x), CHART_TOP, CHART_H - CHART_BOTTOM,
-            chart_x(c, x), CHART_H - CHART_BOTTOM + 16, b);
+    double at = chart_x(c, x);
+    tick_label(x, c->ax->bytes_x, b);
+    fprintf(f, "<path class=\"grid\" d=\"M%.1f %dV%d\"/>", at, CHART_TOP, CHART_H - CHART_BOTTOM);
+    fprintf(f, "<text x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%s</text>\n",
+            at, CHART_H - CHART_BOTTOM + 16, b);
 }
-static void chart_grid(FILE *f, const Frame *c) {
+
+// A horizontal grid line with its label on the left.
+static void tick_y(FILE *f, const Frame *c, double y) {
     char b[32];
+    double at = chart_y(c, y);
+    tick_label(y, c->ax->bytes_y, b);
+    fprintf(f, "<path class=\"grid\" d=\"M%d %.1fH%d\"/>", CHART_LEFT, at, CHART_W - CHART_RIGHT);
+    fprintf(f, "<text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%s</text>\n", CHART_LEFT - 6, at + 4, b);
+}
+
+// The vertical grid lines of a logarithmic axis: 1, 2, 5 times the powers of ten; over two decades
+// the powers only.
+static void ticks_log(FILE *f, const Frame *c) {
+    static const int mark[] = { 1, 2, 5 };
+    int marks = c->x1 / c->x0 > 100 ? 1 : 3;
+    for (int k = (int)floor(log10(c->x0)); k <= log10(c->x1); k++)
+        for (int i = 0; i < marks; i++) {
+            double x = mark[i] * pow(10, k);
+            if (x >= c->x0 && x <= c->x1) tick_x(f, c, x);
+        }
+}
+
+// The grid and the names of both axes.
+static void chart_grid(FILE *f, const Frame *c) {
     double step = nice_step(c->y1, 5);
-    for (int i = 0; i * step <= c->y1 * 1.0001; i++) {
-        if (c->ax->bytes_y) human_bytes(i * step, b); else snprintf(b, sizeof b, "%g", i * step);
-        fprintf(f, "<path class=\"grid\" d=\"M%d %.1fH%d\"/><text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%s</text>\n", CHART_LEFT, chart_y(c, i * step), CHART_W - CHART_RIGHT,
-                CHART_LEFT - 6, chart_y(c, i * step) + 4, b);
-    }
+    for (int i = 0; i * step <= c->y1 * 1.0001; i++) tick_y(f, c, i * step);
     if (c->ax->log_x) {
-        static const int mark[] = { 1, 2, 5 };
-        int wide = c->x1 / c->x0 > 100;
-        for (int k = (int)floor(log10(c->x0)); k <= log10(c->x1); k++)
-            for (int i = 0; i < (wide ? 1 : 3); i++) { double x = mark[i] * pow(10, k); if (x >= c->x0 && x <= c->x1) tick_x(f, c, x); }
+        ticks_log(f, c);
     } else {
         step = nice_step(c->x1 - c->x0, 8);
         for (double x = ceil(c->x0 / step) * step; x <= c->x1 * 1.0001; x += step) tick_x(f, c, x);
     }
-    fprintf(f, "<text class=\"dim\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">", (CHART_LEFT + CHART_W - CHART_RIGHT) / 2, CHART_H - 10);
-    html_text(f, c->ax->x_name);
-    fprintf(f, "</text>\n<text class=\"dim\" transform=\"translate(12 %d) rotate(-90)\" text-anchor=\"middle\">", (CHART_TOP + CHART_H - CHART_BOTTOM) / 2);
-    html_text(f, c->ax->y_name);
-    fprintf(f, "</text>\n");
+    fprintf(f, "<text class=\"dim\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">",
+            (CHART_LEFT + CHART_W - CHART_RIGHT) / 2, CHART_H - 10);
+    html_between(f, "", c->ax->x_name, "</text>\n");
+    fprintf(f, "<text class=\"dim\" transform=\"translate(12 %d) rotate(-90)\" text-anchor=\"middle\">",
+            (CHART_TOP + CHART_H - CHART_BOTTOM) / 2);
+    html_between(f, "", c->ax->y_name, "</text>\n");
 }
-static const char *series_class(int colour, char class[24]) {    // after the last colour again the first ones, dashed otherwise
-    snprintf(class, 24, "s%d s%s", colour ? 1 + (colour - 1) % (SERIES - 1) : 0, colour >= SERIES ? " again" : "");
+
+// The style class of a series' colour. Behind the last colour the first ones come again, with other
+// dashes.
+static const char *series_class(int colour, char class[24]) {
+    int c = colour ? 1 + (colour - 1) % (SERIES - 1) : 0;
+    snprintf(class, 24, "s%d s%s", c, colour >= SERIES ? " again" : "");
     return class;
 }
-static void chart_series(FILE *f, const Frame *c, const Series *s) {
-    char class[24];
-    fprintf(f, "<path class=\"%s\" d=\"", series_class(s->colour, class));
-    for (int j = 0; j < (int)arrlen(s->spot); j++) fprintf(f, "%s%.1f %.1f", j ? "L" : "M", chart_x(c, s->spot[j].x), chart_y(c, s->spot[j].y));
-    fprintf(f, "\"/>\n");
-    double at_x = -99, at_y = -99;                       // the last number written: the next must not cover it
-    for (int j = 0; c->ax->dots && j < (int)arrlen(s->spot); j++) {
+
+// A series' dots with their error bars. A dot's text is left out where it would cover the last one
+// written.
+static void chart_dots(FILE *f, const Frame *c, const Series *s, const char *class) {
+    double at_x = -99, at_y = -99;                      // the last text
+    for (int j = 0; j < (int)arrlen(s->spot); j++) {
         const Spot *p = &s->spot[j];
-        double x = chart_x(c, p->x), y = chart_y(c, p->y), lo = chart_y(c, p->lo), hi = chart_y(c, p->hi);
-        if (p->lo < p->hi) fprintf(f, "<path class=\"%.2s bar\" d=\"M%.1f %.1fV%.1fM%.1f %.1fh8M%.1f %.1fh8\"/>", class, x, lo, hi, x - 4, lo, x - 4, hi);
-        fprintf(f, "<circle class=\"%s\" cx=\"%.1f\" cy=\"%.1f\" r=\"4.5\"><title>", class, x, y);
-        html_text(f, s->name);
+        double x = chart_x(c, p->x), y = chart_y(c, p->y);
+        double lo = chart_y(c, p->lo), hi = chart_y(c, p->hi);
+        if (p->lo < p->hi)
+            fprintf(f, "<path class=\"%.2s bar\" d=\"M%.1f %.1fV%.1fM%.1f %.1fh8M%.1f %.1fh8\"/>",
+                    class, x, lo, hi, x - 4, lo, x - 4, hi);
+        fprintf(f, "<circle class=\"%s\" cx=\"%.1f\" cy=\"%.1f\" r=\"4.5\">", class, x, y);
+        html_between(f, "<title>", s->name, "");
         fprintf(f, " %s: %.4g</title></circle>", p->what, p->y);
+
         int room = fabs(x + 7 - at_x) > 20 || fabs(y - 6 - at_y) > 12;
-        if (*p->what && room) fprintf(f, "<text class=\"dim\" x=\"%.1f\" y=\"%.1f\">%s</text>", at_x = x + 7, at_y = y - 6, p->what);
+        if (*p->what && room) {
+            at_x = x + 7;
+            at_y = y - 6;
+            fprintf(f, "<text class=\"dim\" x=\"%.1f\" y=\"%.1f\">%s</text>", at_x, at_y, p->what);
+        }
         fputc('\n', f);
     }
 }
-static void legend_begin(FILE *f) { fprintf(f, "<ul class=\"legend\">\n"); }
-static void legend_end(FILE *f) { fprintf(f, "</ul>\n"); }
+
+// A series' line, and its dots where the chart has them.
+static void chart_series(FILE *f, const Frame *c, const Series *s) {
+    char class[24];
+    fprintf(f, "<path class=\"%s\" d=\"", series_class(s->colour, class));
+    for (int j = 0; j < (int)arrlen(s->spot); j++) {
+        const Spot *p = &s->spot[j];
+        fprintf(f, "%s%.1f %.1f", j ? "L" : "M", chart_x(c, p->x), chart_y(c, p->y));
+    }
+    fprintf(f, "\"/>\n");
+    if (c->ax->dots) chart_dots(f, c, s, class);
+}
+
+// A dashed staircase through the points of a frontier (stb array), on to the right end.
+static void chart_front(FILE *f, const Frame *c, const Spot *front) {
+    fprintf(f, "<path class=\"front\" d=\"");
+    for (int i = 0; i < (int)arrlen(front); i++)
+        fprintf(f, i ? "H%.1fV%.1f" : "M%.1f %.1f", chart_x(c, front[i].x), chart_y(c, front[i].y));
+    fprintf(f, "H%d\"/>\n", CHART_W - CHART_RIGHT);
+}
+
+// Draws n series. front: stb array of a frontier's points, or NULL.
+static void chart(FILE *f, const Axes *ax, const Series *s, int n, const Spot *front) {
+    Frame c = chart_frame(ax, s, n);
+    svg_begin(f, CHART_W, CHART_H);
+    chart_grid(f, &c);
+    if (front) chart_front(f, &c, front);
+    for (int i = 0; i < n; i++) chart_series(f, &c, &s[i]);
+    fprintf(f, "</svg>\n");
+}
+
+// The legend of n series: a piece of each line, with its dot if the chart has dots.
 static void legend_lines(FILE *f, const Series *s, int n, int dots) {
     char class[24];
     legend_begin(f);
     for (int i = 0; i < n; i++) {
-        fprintf(f, "<li><svg width=\"34\" height=\"12\"><path class=\"%s\" d=\"M1 6H33\"/>", series_class(s[i].colour, class));
+        series_class(s[i].colour, class);
+        fprintf(f, "<li><svg width=\"34\" height=\"12\"><path class=\"%s\" d=\"M1 6H33\"/>", class);
         if (dots) fprintf(f, "<circle class=\"%s\" cx=\"17\" cy=\"6\" r=\"4.5\"/>", class);
-        fprintf(f, "</svg>");
-        html_text(f, s[i].name);
-        fprintf(f, "</li>\n");
+        html_between(f, "</svg>", s[i].name, "</li>\n");
     }
     legend_end(f);
 }
-static void legend_box(FILE *f, const char *class, const char *name) {
-    fprintf(f, "<li><svg width=\"16\" height=\"12\"><rect class=\"%s\" x=\"1\" y=\"1\" width=\"14\" height=\"10\"/></svg>", class);
-    html_text(f, name);
-    fprintf(f, "</li>\n");
-}
-static void chart(FILE *f, const Axes *ax, const Series *s, int n, const Spot *front) {     // front: stb array of a frontier's points, or NULL
-    Frame c = chart_frame(ax, s, n);
-    fprintf(f, "<svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", CHART_W, CHART_H, CHART_W, CHART_H);
-    chart_grid(f, &c);
-    if (front) fprintf(f, "<path class=\"front\" d=\"");
-    for (int i = 0; i < (int)arrlen(front); i++) fprintf(f, i ? "H%.1fV%.1f" : "M%.1f %.1f", chart_x(&c, front[i].x), chart_y(&c, front[i].y));
-    if (front) fprintf(f, "H%d\"/>\n", CHART_W - CHART_RIGHT);
-    for (int i = 0; i < n; i++) chart_series(f, &c, &s[i]);
-    fprintf(f, "</svg>\n");
-}
+
 static void series_free(Series *s) {
     for (int i = 0; i < (int)arrlen(s); i++) arrfree(s[i].spot);
     arrfree(s);
 }
 
 // ---- 1: quality against bytes
-enum { BY_SCORE, BY_KLD, BY_PPL };
-static const char *report_metrics[] = { "mean score (0 to 1; higher is better)", "KL divergence from full (nats; lower is better)", "perplexity (lower is better)" };
+// Two charts with a line a method and a dot a budget: x is bytes (logarithmic), held on the left,
+// read for one new token on the right. y is the mean score with its 95 % interval, or KL
+// divergence, or perplexity; a table of all columns follows.
 
+enum { BY_SCORE, BY_KLD, BY_PPL };                      // what y is
+static const char *report_metrics[] = {
+    "mean score (0 to 1; higher is better)",
+    "KL divergence from full (nats; lower is better)",
+    "perplexity (lower is better)",
+};
+
+// BY_*: scores if any row has answers, else the divergence if any was measured, else perplexity.
 static int rows_metric(const Score *rows) {
     int metric = BY_PPL;
     for (int i = 0; i < (int)arrlen(rows); i++) {
@@ -16886,217 +17247,379 @@ static int rows_metric(const Score *rows) {
     }
     return metric;
 }
-static double report_mean(const Answer *x, const char *task, int position) {     // of one task, or of all (NULL); of one place, or of all (-1). -1: none
+
+// The mean score of the answers (stb array) of one task (NULL: of all) and of one place of the
+// question (-1: of all). -1 if there are none.
+static double report_mean(const Answer *x, const char *task, int position) {
     double sum = 0;
     int n = 0;
-    for (int i = 0; i < (int)arrlen(x); i++) if ((!task || !strcmp(task, x[i].task)) && (position < 0 || position == x[i].position)) { sum += x[i].score; n++; }
+    for (int i = 0; i < (int)arrlen(x); i++) {
+        if (task && strcmp(task, x[i].task)) continue;
+        if (position >= 0 && position != x[i].position) continue;
+        sum += x[i].score;
+        n++;
+    }
     return n ? sum / n : -1;
 }
+
+// The height of a row's point: mean score, nats a token, or perplexity.
 static double row_quality(const Score *s, int metric) {
     double n = s->predicted ? (double)s->predicted : 1;
-    return metric == BY_SCORE ? fmax(0, report_mean(s->answers, NULL, -1)) : metric == BY_KLD ? s->kld / n : exp(s->nll / n);
+    if (metric == BY_SCORE) return fmax(0, report_mean(s->answers, NULL, -1));
+    if (metric == BY_KLD) return s->kld / n;
+    return exp(s->nll / n);
 }
-static double row_bytes(const Score *s, int read) { return (read ? s->attended : s->stored) / (s->items ? s->items : 1); }
 
-static int spot_order(const void *a, const void *b) { const Spot *p = a, *q = b; return (p->x > q->x) - (p->x < q->x); }
-static Spot *frontier(const Series *s, int n, int higher) {      // the points nothing cheaper beats, by rising x
+// Bytes of an item, on average: read by a decode step (read 1), or held at the end (read 0).
+static double row_bytes(const Score *s, int read) {
+    return (read ? s->attended : s->stored) / (s->items ? s->items : 1);
+}
+
+// The budget to print beside a row's name; 0 for full attention, which has none.
+static int row_budget(const Score *s) { return strcmp(s->name, "full") ? s->budget : 0; }
+
+static int spot_order(const void *a, const void *b) {
+    const Spot *p = a, *q = b;
+    return (p->x > q->x) - (p->x < q->x);
+}
+
+// The points of n series that nothing cheaper beats, by rising x (stb array). higher 1: more y is
+// better.
+static Spot *frontier(const Series *s, int n, int higher) {
     Spot *all = NULL, *best = NULL;
-    for (int i = 0; i < n; i++) for (int j = 0; j < (int)arrlen(s[i].spot); j++) arrput(all, s[i].spot[j]);
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < (int)arrlen(s[i].spot); j++) arrput(all, s[i].spot[j]);
     if (all) qsort(all, arrlen(all), sizeof *all, spot_order);
+
     for (int i = 0; i < (int)arrlen(all); i++) {
-        int better = !arrlen(best) || (higher ? all[i].y > arrlast(best).y : all[i].y < arrlast(best).y);
-        if (better && arrlen(best) && arrlast(best).x == all[i].x) arrlast(best) = all[i];
+        if (!arrlen(best)) {
+            arrput(best, all[i]);
+            continue;
+        }
+        int better = higher ? all[i].y > arrlast(best).y : all[i].y < arrlast(best).y;
+        if (better && arrlast(best).x == all[i].x) arrlast(best) = all[i];
         else if (better) arrput(best, all[i]);
     }
     arrfree(all);
     return best;
 }
-static Series *score_series(Report *r, const Score *rows, int metric, int read) {        // one a method, its budgets as points
+
+// The place of a method's series; a new one is appended when the name is new. *colours: colours
+// given so far.
+static int series_of(Series **s, const char *name, int *colours) {
+    int k = 0;
+    while (k < (int)arrlen(*s) && strcmp((*s)[k].name, name)) k++;
+    if (k < (int)arrlen(*s)) return k;
+    Series one = { name, 0, NULL };
+    if (strcmp(name, "full")) one.colour = ++*colours;
+    arrput(*s, one);
+    return k;
+}
+
+// One series a method, with its budgets as points (stb array). read: as in row_bytes.
+static Series *score_series(Report *r, const Score *rows, int metric, int read) {
     Series *s = NULL;
     int colours = 0;
     for (int i = 0; i < (int)arrlen(rows); i++) {
-        int k = 0;
-        while (k < (int)arrlen(s) && strcmp(s[k].name, rows[i].name)) k++;
-        if (k == (int)arrlen(s)) { Series one = { rows[i].name, strcmp(rows[i].name, "full") ? ++colours : 0, NULL }; arrput(s, one); }
-        Spot p = { .x = row_bytes(&rows[i], read), .y = row_quality(&rows[i], metric), .lo = rows[i].lo, .hi = rows[i].hi };
-        if (rows[i].budget && strcmp(rows[i].name, "full")) snprintf(p.what, sizeof p.what, "%d", rows[i].budget);
+        const Score *row = &rows[i];
+        int k = series_of(&s, row->name, &colours);
+        Spot p = { .x = row_bytes(row, read), .y = row_quality(row, metric), .lo = row->lo, .hi = row->hi };
+        if (row_budget(row)) snprintf(p.what, sizeof p.what, "%d", row->budget);
         arrput(s[k].spot, p);
-        csv_row(r, "pareto", rows[i].name, read ? "bytes read a step, score" : "bytes stored, score", p.x, rows[i].budget, p.y, p.lo, p.hi);
+        csv_row(r, "pareto", row->name, read ? "bytes read a step, score" : "bytes stored, score",
+                p.x, row->budget, p.y, p.lo, p.hi);
     }
     return s;
 }
-// The table of --compare: a column for every task, for every place of the question, for what was measured at all.
-enum { COL_QUALITY, COL_INTERVAL, COL_MEAN, COL_KLD, COL_STORED, COL_SHARE, COL_READ, COL_PEAK, COL_PREFILL, COL_DECODE };
-typedef struct { const char *name; int kind; const char *task; int position; } TableColumn;      // task, position of COL_MEAN: as in report_mean
 
+// The table below the charts has a column for every task, for every place of the question, and for
+// what was measured at all.
+enum {
+    COL_QUALITY,                // row_quality
+    COL_INTERVAL,               // 95 % interval of the mean score
+    COL_MEAN,                   // mean score of one task, or of one place of the question
+    COL_KLD,                    // nats a token
+    COL_STORED,                 // bytes held at the end of an item
+    COL_SHARE,                  // the same in per cent of full attention's
+    COL_READ,                   // bytes read by a decode step
+    COL_PEAK,                   // most bytes ever held
+    COL_PREFILL,                // seconds
+    COL_DECODE,                 // tokens a second
+};
+typedef struct {
+    const char *name;
+    int kind;                   // COL_*
+    const char *task;           // of COL_MEAN, as in report_mean
+    int position;
+} TableColumn;
+
+// Appends a column unless there is one of that name.
 static TableColumn *table_column(TableColumn *c, const char *name, int kind, const char *task, int position) {
-    for (int i = 0; i < (int)arrlen(c); i++) if (!strcmp(c[i].name, name)) return c;
+    for (int i = 0; i < (int)arrlen(c); i++)
+        if (!strcmp(c[i].name, name)) return c;
     TableColumn one = { name, kind, task, position };
     arrput(c, one);
     return c;
 }
-static TableColumn *table_columns(const Score *rows, int metric) {    // stb array
+
+// Appends a column for every task, in order of appearance, if there is more than one task.
+static TableColumn *task_columns(TableColumn *c, const Score *rows) {
+    TableColumn *tasks = NULL;
+    for (int i = 0; i < (int)arrlen(rows); i++)
+        for (int j = 0; j < (int)arrlen(rows[i].answers); j++) {
+            const char *task = rows[i].answers[j].task;
+            tasks = table_column(tasks, task, COL_MEAN, task, -1);
+        }
+    if (arrlen(tasks) > 1)
+        for (int i = 0; i < (int)arrlen(tasks); i++) arrput(c, tasks[i]);
+    arrfree(tasks);
+    return c;
+}
+
+// Appends a column for every place of the question that an answer has.
+static TableColumn *place_columns(TableColumn *c, const Score *rows) {
     static const char *place[] = { "asked first", "asked amid", "asked last" };
-    TableColumn *c = NULL, *tasks = NULL;
-    int spread = 0, kld = 0;
-    for (int i = 0; i < (int)arrlen(rows); i++) {
-        spread |= rows[i].lo < rows[i].hi;
-        kld |= rows[i].kld > 0;
-        for (int j = 0; j < (int)arrlen(rows[i].answers); j++) tasks = table_column(tasks, rows[i].answers[j].task, COL_MEAN, rows[i].answers[j].task, -1);
-    }
-    c = table_column(c, metric == BY_SCORE ? "mean score" : metric == BY_KLD ? "KLD (nats)" : "perplexity", COL_QUALITY, NULL, -1);
-    if (spread) c = table_column(c, "95 % interval", COL_INTERVAL, NULL, -1);
-    for (int i = 0; i < (int)arrlen(tasks) && arrlen(tasks) > 1; i++) arrput(c, tasks[i]);
     for (int i = 0; i < (int)arrlen(rows); i++)
         for (int j = 0; j < (int)arrlen(rows[i].answers); j++) {
             int p = rows[i].answers[j].position;
             if (p >= 0 && p < 3) c = table_column(c, place[p], COL_MEAN, NULL, p);
         }
-    if (kld) c = table_column(c, "KLD (nats)", COL_KLD, NULL, -1);
-    c = table_column(c, "held", COL_STORED, NULL, -1);         c = table_column(c, "of full", COL_SHARE, NULL, -1);
-    c = table_column(c, "read a step", COL_READ, NULL, -1);    c = table_column(c, "peak", COL_PEAK, NULL, -1);
-    c = table_column(c, "prefill s", COL_PREFILL, NULL, -1);   c = table_column(c, "tok/s", COL_DECODE, NULL, -1);
-    arrfree(tasks);
     return c;
 }
+
+// The columns of the table (stb array).
+static TableColumn *table_columns(const Score *rows, int metric) {
+    static const char *quality[] = { "mean score", "KLD (nats)", "perplexity" };       // by BY_*
+    TableColumn *c = NULL;
+    int spread = 0, kld = 0;
+    for (int i = 0; i < (int)arrlen(rows); i++) {
+        spread |= rows[i].lo < rows[i].hi;
+        kld |= rows[i].kld > 0;
+    }
+    c = table_column(c, quality[metric], COL_QUALITY, NULL, -1);
+    if (spread) c = table_column(c, "95 % interval", COL_INTERVAL, NULL, -1);
+    c = task_columns(c, rows);
+    c = place_columns(c, rows);
+    if (kld) c = table_column(c, "KLD (nats)", COL_KLD, NULL, -1);
+    c = table_column(c, "held", COL_STORED, NULL, -1);
+    c = table_column(c, "of full", COL_SHARE, NULL, -1);
+    c = table_column(c, "read a step", COL_READ, NULL, -1);
+    c = table_column(c, "peak", COL_PEAK, NULL, -1);
+    c = table_column(c, "prefill s", COL_PREFILL, NULL, -1);
+    c = table_column(c, "tok/s", COL_DECODE, NULL, -1);
+    return c;
+}
+
+// The mean score of a COL_MEAN column; empty where the row has no such answer.
+static void mean_cell(const Score *s, const TableColumn *c, char b[32]) {
+    double x = report_mean(s->answers, c->task, c->position);
+    *b = 0;
+    if (x >= 0) snprintf(b, 32, "%.3f", x);
+}
+
+// The text of one cell.
 static void score_cell(const Score *s, const TableColumn *c, int metric, char b[32]) {
-    double x = c->kind == COL_MEAN ? report_mean(s->answers, c->task, c->position) : 0;
+    double n = s->predicted ? (double)s->predicted : 1;
+    double full = s->full > 0 ? s->full : 1;
     switch (c->kind) {
     case COL_QUALITY:  snprintf(b, 32, metric == BY_KLD ? "%.5f" : "%.3f", row_quality(s, metric)); break;
     case COL_INTERVAL: snprintf(b, 32, "%.3f to %.3f", s->lo, s->hi); break;
-    case COL_MEAN:     if (x < 0) *b = 0; else snprintf(b, 32, "%.3f", x); break;
-    case COL_KLD:      snprintf(b, 32, "%.5f", s->kld / (s->predicted ? (double)s->predicted : 1)); break;
+    case COL_MEAN:     mean_cell(s, c, b); break;
+    case COL_KLD:      snprintf(b, 32, "%.5f", s->kld / n); break;
     case COL_STORED:   human_bytes(row_bytes(s, 0), b); break;
-    case COL_SHARE:    snprintf(b, 32, "%.1f %%", 100 * s->stored / (s->full > 0 ? s->full : 1)); break;
+    case COL_SHARE:    snprintf(b, 32, "%.1f %%", 100 * s->stored / full); break;
     case COL_READ:     human_bytes(row_bytes(s, 1), b); break;
     case COL_PEAK:     human_bytes(s->peak, b); break;
     case COL_PREFILL:  snprintf(b, 32, "%.2f", s->prefill_s); break;
     case COL_DECODE:   snprintf(b, 32, "%.0f", rate((long)s->n_decode, s->decode_s)); break;
     }
 }
+
+// The table: a line for every method and budget.
 static void score_table(Report *r, const Score *rows, int metric) {
     TableColumn *c = table_columns(rows, metric);
     char b[32];
     fprintf(r->f, "<div class=\"wide\"><table><tr><th class=\"t\">method</th><th>budget</th>");
-    for (int k = 0; k < (int)arrlen(c); k++) { fprintf(r->f, "<th>"); html_text(r->f, c[k].name); fprintf(r->f, "</th>"); }
+    for (int k = 0; k < (int)arrlen(c); k++) html_between(r->f, "<th>", c[k].name, "</th>");
     fprintf(r->f, "</tr>\n");
     for (int i = 0; i < (int)arrlen(rows); i++) {
-        fprintf(r->f, "<tr><td class=\"t\">");
-        html_text(r->f, rows[i].name);
-        if (rows[i].budget && strcmp(rows[i].name, "full")) fprintf(r->f, "</td><td>%d</td>", rows[i].budget); else fprintf(r->f, "</td><td></td>");
+        const Score *row = &rows[i];
+        html_between(r->f, "<tr><td class=\"t\">", row->name, "</td><td>");
+        if (row_budget(row)) fprintf(r->f, "%d", row->budget);
+        fprintf(r->f, "</td>");
         for (int k = 0; k < (int)arrlen(c); k++) {
-            score_cell(&rows[i], &c[k], metric, b);
+            score_cell(row, &c[k], metric, b);
             fprintf(r->f, "<td>%s</td>", b);
-            if (c[k].kind == COL_MEAN && *b) csv_row(r, "scores", rows[i].name, c[k].name, rows[i].budget, 0, atof(b), 0, 0);
+            if (c[k].kind == COL_MEAN && *b)
+                csv_row(r, "scores", row->name, c[k].name, row->budget, 0, atof(b), 0, 0);
         }
         fprintf(r->f, "</tr>\n");
     }
     fprintf(r->f, "</table></div>\n");
     arrfree(c);
 }
-static void draw_pareto(Report *r, const Score *rows) {
-    char how[640];
-    snprintf(how, sizeof how, "Each point is one method at one budget (the small number: rows kept or read per head). Good is left and %s. Bars, if there are any, are 95 %% bootstrap intervals; "
-             "on the dashed line nothing cheaper is better. Left chart: bytes held; right chart: bytes read for one new token (methods that only save reads gain there).",
-             rows_metric(rows) == BY_SCORE || !arrlen(rows) ? "up: right answers from few bytes" : "down: close to full attention from few bytes");
-    picture_begin(r, "pareto", "Quality against bytes", how);
-    if (!arrlen(rows)) picture_note(r, "No scores were measured: give --eval TASK (and --compare METHODS --budgets LIST) together with --report.");
-    else {
-        int metric = rows_metric(rows);
-        Axes ax = { .y_name = report_metrics[metric], .log_x = 1, .bytes_x = 1, .dots = 1, .y_top = metric == BY_SCORE ? 1.06 : 0 };
-        fprintf(r->f, "<div class=\"row\">\n");
-        for (int read = 0; read < 2; read++) {
-            Series *s = score_series(r, rows, metric, read);
-            Spot *front = frontier(s, (int)arrlen(s), metric == BY_SCORE);
-            ax.x_name = read ? "bytes read per decode step (log scale)" : "bytes of K and V held after a dialogue (log scale)";
-            chart(r->f, &ax, s, (int)arrlen(s), front);
-            if (read) {
-                fprintf(r->f, "</div>\n");
-                legend_lines(r->f, s, (int)arrlen(s), 1);
-            }
-            arrfree(front);
-            series_free(s);
+
+// The two charts, the legend they share, and the table.
+static void pareto_charts(Report *r, const Score *rows) {
+    int metric = rows_metric(rows);
+    Axes ax = { .y_name = report_metrics[metric], .log_x = 1, .bytes_x = 1, .dots = 1 };
+    if (metric == BY_SCORE) ax.y_top = 1.06;
+    fprintf(r->f, "<div class=\"row\">\n");
+    for (int read = 0; read < 2; read++) {
+        Series *s = score_series(r, rows, metric, read);
+        Spot *front = frontier(s, (int)arrlen(s), metric == BY_SCORE);
+        ax.x_name = read ? "bytes read per decode step (log scale)"
+                         : "bytes of K and V held after a dialogue (log scale)";
+        chart(r->f, &ax, s, (int)arrlen(s), front);
+        if (read) {
+            fprintf(r->f, "</div>\n");
+            legend_lines(r->f, s, (int)arrlen(s), 1);
         }
-        score_table(r, rows, metric);
+        arrfree(front);
+        series_free(s);
     }
+    score_table(r, rows, metric);
+}
+
+static void draw_pareto(Report *r, const Score *rows) {
+    int up = rows_metric(rows) == BY_SCORE || !arrlen(rows);
+    char how[640];
+    snprintf(how, sizeof how,
+             "Each point is one method at one budget (the small number: rows kept or read per "
+             "head). Good is left and %s. Bars, if there are any, are 95 %% bootstrap intervals; "
+             "on the dashed line nothing cheaper is better. Left chart: bytes held; right chart: "
+             "bytes read for one new token (methods that only save reads gain there).",
+             up ? "up: right answers from few bytes" : "down: close to full attention from few bytes");
+    picture_begin(r, "pareto", "Quality against bytes", how);
+    if (arrlen(rows))
+        pareto_charts(r, rows);
+    else
+        picture_note(r, "No scores were measured: give --eval TASK (and --compare METHODS --budgets LIST) "
+                        "together with --report.");
     picture_end(r);
 }
 
 // ---- 2: needles by depth and length
+// One table a method and budget: columns are lengths of the text in tokens, rows are depths of the
+// fact in per cent. A cell is the mean score of the answers there, its colour runs from red (0)
+// over yellow (one half) to green (1).
+
 static int on_grid(const Answer *x) { return x->depth >= 0 && x->length > 0; }
-// Ascending values of an axis. Lengths vary by a few tokens with the item: what lies within an eighth of the first of its class counts as one.
+
+// The ascending values of one axis (stb array): depths, or lengths. Lengths vary by a few tokens
+// with the item, so a length within an eighth of the first of its class counts as that one; so does
+// a depth within 3 per cent.
 static double *grid_axis(const Score *rows, int depth) {
     double *v = NULL;
-    int n = 0;
     for (int i = 0; i < (int)arrlen(rows); i++)
         for (int j = 0; j < (int)arrlen(rows[i].answers); j++) {
             const Answer *x = &rows[i].answers[j];
             if (on_grid(x)) arrput(v, depth ? x->depth : x->length);
         }
-    if (v) qsort(v, arrlen(v), sizeof *v, double_order);
-    for (int i = 0; i < (int)arrlen(v); i++) if (!n || v[i] > v[n - 1] + (depth ? 3 : v[n - 1] / 8)) v[n++] = v[i];
-    if (v) arrsetlen(v, n);
+    if (!v) return NULL;
+    qsort(v, arrlen(v), sizeof *v, double_order);
+
+    int n = 1;
+    for (int i = 1; i < (int)arrlen(v); i++) {
+        double first = v[n - 1];
+        if (v[i] > first + (depth ? 3 : first / 8)) v[n++] = v[i];
+    }
+    arrsetlen(v, n);
     return v;
 }
-static int grid_at(const double *v, double x) { int i = (int)arrlen(v) - 1; while (i > 0 && v[i] > x) i--; return i; }
 
-static void needle_table(Report *r, const Score *s, const double *len, const double *depth) {
-    int nl = (int)arrlen(len), nd = (int)arrlen(depth);
-    double *sum = xcalloc((size_t)nl * nd, sizeof *sum), *n = xcalloc((size_t)nl * nd, sizeof *n);
-    for (int i = 0; i < (int)arrlen(s->answers); i++) {
-        const Answer *x = &s->answers[i];
-        if (!on_grid(x)) continue;
-        int at = grid_at(depth, x->depth) * nl + grid_at(len, x->length);
-        sum[at] += x->score; n[at]++;
-    }
-    fprintf(r->f, "<table><caption>");
-    html_text(r->f, s->name);
-    if (s->budget && strcmp(s->name, "full")) fprintf(r->f, ", budget %d", s->budget);
-    fprintf(r->f, "</caption><tr><th>depth</th>");
-    for (int l = 0; l < nl; l++) fprintf(r->f, "<th>%g</th>", len[l]);
-    fprintf(r->f, "</tr>\n");
-    for (int d = 0; d < nd; d++) {
+// The class of x on an axis: the last value that is not above x.
+static int grid_at(const double *v, double x) {
+    int i = (int)arrlen(v) - 1;
+    while (i > 0 && v[i] > x) i--;
+    return i;
+}
+
+// The rows of one table. sum, n (depths,lengths): the scores of a cell and their number.
+static void needle_cells(Report *r, const Score *s, const double *len, const double *depth,
+                         const double *sum, const double *n) {
+    int lengths = (int)arrlen(len);
+    for (int d = 0; d < (int)arrlen(depth); d++) {
         fprintf(r->f, "<tr><th>%g %%</th>", depth[d]);
-        for (int l = 0; l < nl; l++) {
-            int at = d * nl + l;
-            double x = n[at] ? sum[at] / n[at] : 0;
-            if (!n[at]) { fprintf(r->f, "<td></td>"); continue; }
+        for (int l = 0; l < lengths; l++) {
+            int at = d * lengths + l;
+            if (!n[at]) {
+                fprintf(r->f, "<td></td>");
+                continue;
+            }
+            double x = sum[at] / n[at];
             fprintf(r->f, "<td class=\"r%d\">%.2f</td>", (int)(10 * fmin(fmax(x, 0), 1) + .5), x);
             csv_row(r, "needle", s->name, "length, depth, score", len[l], depth[d], x, s->budget, n[at]);
         }
         fprintf(r->f, "</tr>\n");
     }
-    fprintf(r->f, "</table>\n");
-    free(sum); free(n);
 }
+
+// The table of one method and budget.
+static void needle_table(Report *r, const Score *s, const double *len, const double *depth) {
+    int lengths = (int)arrlen(len), depths = (int)arrlen(depth);
+    double *sum = xcalloc((size_t)lengths * depths, sizeof *sum);
+    double *n = xcalloc((size_t)lengths * depths, sizeof *n);
+    for (int i = 0; i < (int)arrlen(s->answers); i++) {
+        const Answer *x = &s->answers[i];
+        if (!on_grid(x)) continue;
+        int at = grid_at(depth, x->depth) * lengths + grid_at(len, x->length);
+        sum[at] += x->score;
+        n[at]++;
+    }
+    html_between(r->f, "<table><caption>", s->name, "");
+    if (row_budget(s)) fprintf(r->f, ", budget %d", s->budget);
+    fprintf(r->f, "</caption><tr><th>depth</th>");
+    for (int l = 0; l < lengths; l++) fprintf(r->f, "<th>%g</th>", len[l]);
+    fprintf(r->f, "</tr>\n");
+    needle_cells(r, s, len, depth, sum, n);
+    fprintf(r->f, "</table>\n");
+    free(sum);
+    free(n);
+}
+
+// 1: the row has an answer with a depth.
+static int has_needles(const Score *s) {
+    for (int j = 0; j < (int)arrlen(s->answers); j++)
+        if (on_grid(&s->answers[j])) return 1;
+    return 0;
+}
+
 static void draw_needle(Report *r, const Score *rows) {
     double *len = grid_axis(rows, 0), *depth = grid_axis(rows, 1);
     picture_begin(r, "needle", "Needles found, by depth and length",
-                  "A fact was hidden in a long text and asked for at the end. Columns: length of the text in tokens; rows: how deep the fact stands (0 %: at the beginning). "
-                  "The number is the share of right answers; green is 1, yellow one half, red 0. A method that forgets shows red where it forgets.");
-    if (!arrlen(depth)) picture_note(r, "No answers with a depth were measured: --eval needle makes them.");
-    else {
+                  "A fact was hidden in a long text and asked for at the end. Columns: length of "
+                  "the text in tokens; rows: how deep the fact stands (0 %: at the beginning). The "
+                  "number is the share of right answers; green is 1, yellow one half, red 0. A "
+                  "method that forgets shows red where it forgets.");
+    if (arrlen(depth)) {
         fprintf(r->f, "<div class=\"row\">\n");
-        for (int i = 0; i < (int)arrlen(rows); i++) {
-            int any = 0;
-            for (int j = 0; j < (int)arrlen(rows[i].answers) && !any; j++) any = on_grid(&rows[i].answers[j]);
-            if (any) needle_table(r, &rows[i], len, depth);
-        }
+        for (int i = 0; i < (int)arrlen(rows); i++)
+            if (has_needles(&rows[i])) needle_table(r, &rows[i], len, depth);
         fprintf(r->f, "</div>\n");
+    } else {
+        picture_note(r, "No answers with a depth were measured: --eval needle makes them.");
     }
     picture_end(r);
-    arrfree(len); arrfree(depth);
+    arrfree(len);
+    arrfree(depth);
 }
 
-// ---- the demonstration
-static void phase_note(DemoRun *d, int phase, const Clock *a, const Clock *b) {  // what the clocks gained in one phase of a turn
-    double *x = d->seconds[phase], all = phase ? b->decode - a->decode : b->prefill - a->prefill;
+// ---- the demonstration: the built-in dialogue through every method
+
+// Adds what the clocks gained between a and b to one phase of the run.
+static void phase_note(DemoRun *d, int phase, const Clock *a, const Clock *b) {
+    int decode = phase == PHASE_DECODE;
+    double all = decode ? b->decode - a->decode : b->prefill - a->prefill;
     double part[PHASE_PARTS] = { b->attend - a->attend, b->select - a->select, b->commit - a->commit };
-    part[IN_REST] = fmax(0, all - part[0] - part[1] - part[2]);
-    for (int i = 0; i < PHASE_PARTS; i++) x[i] += part[i];
-    d->tokens[phase] += phase ? b->n_decode - a->n_decode : b->n_prefill - a->n_prefill;
+    part[IN_REST] = fmax(0, all - part[IN_ATTEND] - part[IN_SELECT] - part[IN_COMMIT]);
+    for (int i = 0; i < PHASE_PARTS; i++) d->seconds[phase][i] += part[i];
+    d->tokens[phase] += decode ? b->n_decode - a->n_decode : b->n_prefill - a->n_prefill;
 }
-static void demo_say(App *a, char **said) {              // a reply of its own; *said: its text as an stb array
+
+// Lets the session speak a reply of its own, at most 32 tokens. *said becomes its text (stb array,
+// NUL-terminated).
+static void demo_say(App *a, char **said) {
     char *text = NULL;
     size_t n = 0;
     FILE *f = open_memstream(&text, &n);
@@ -17106,65 +17629,96 @@ static void demo_say(App *a, char **said) {              // a reply of its own; 
     memcpy(arraddnptr(*said, n + 1), text, n + 1);
     free(text);
 }
-// Where the answer to the last question first stands among the ids: tokens [*from,*to), both n if nowhere.
+
+// Where the answer to the last question first stands among n tokens: tokens [*from,*to); both are n
+// if it is nowhere.
 static void answer_at(const Report *r, const Token *t, int n, int *from, int *to) {
-    char *text = NULL;
-    int len;
-    for (int i = 0; i < n; i++) {
-        const char *b = t[i].id >= 0 ? tokenizer_bytes(r->a->tok, t[i].id, &len) : NULL;
-        if (b && len) memcpy(arraddnptr(text, len), b, (size_t)len);
-    }
+    char *text = token_bytes(r, NULL, t, n);
     arrput(text, 0);
+    *from = n;
+    *to = n;
     const char *hit = strstr(text, demo_answer);
-    long at = 0, begin = hit ? hit - text : LONG_MAX, end = hit ? begin + (long)strlen(demo_answer) : LONG_MAX;
-    *from = *to = n;
-    for (int i = 0; i < n && at < end; i++) {
-        if (t[i].id >= 0 && tokenizer_bytes(r->a->tok, t[i].id, &len)) at += len;
-        if (at > begin && *from == n) *from = i;
-        if (at >= end) *to = i + 1;
+    if (hit) {
+        long begin = hit - text, end = begin + (long)strlen(demo_answer);
+        long at = 0;                                    // bytes of the tokens up to and with i
+        for (int i = 0; i < n && at < end; i++) {
+            int len;
+            if (t[i].id >= 0 && tokenizer_bytes(r->a->tok, t[i].id, &len)) at += len;
+            if (at > begin && *from == n) *from = i;
+            if (at >= end) *to = i + 1;
+        }
     }
     arrfree(text);
 }
-// What the last step read: for every token the share of all query heads with a row of it in their view.
+
+// Notes what the last step read: for every token the share of all L*H query heads that have a row
+// of it in their view.
 static void demo_shares(const Session *s, DemoRun *d) {
-    int heads = s->c->L * s->c->H, R = s->c->H / s->c->G, *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
+    int L = s->c->L, H = s->c->H, R = H / s->c->G;
+    int *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
     memcpy(arraddnptr(d->tok, s->n_tok), s->tok, (size_t)s->n_tok * sizeof *d->tok);
     memset(arraddnptr(d->share, s->n_tok), 0, (size_t)s->n_tok * sizeof *d->share);
-    for (int i = 0; i < heads; i++) {
-        const KVHead *h = kv_head(s, i / s->c->H, i % s->c->H / R);
-        int n = view_rows(s, i / s->c->H, i % s->c->H, rows);
-        for (int j = 0; j < n; j++) d->share[h->src[rows[j]]] += 1.f / (float)heads;
-    }
+    for (int l = 0; l < L; l++)
+        for (int h = 0; h < H; h++) {
+            const KVHead *head = kv_head(s, l, h / R);
+            int n = view_rows(s, l, h, rows);
+            for (int j = 0; j < n; j++) d->share[head->src[rows[j]]] += 1.f / (float)(L * H);
+        }
     free(rows);
 }
-// Plays the dialogue through the session. The first run writes the script: full attention's replies. Later runs are fed its
-// tokens and speak for themselves in the last reply only, or are fed the first `given` tokens of that one too (given >= 0).
+
+// Notes the bytes of a turn that has ended; `before` is the clock at the end of its prefill.
+static void turn_bytes(const Session *s, DemoRun *d, int turn, const Clock *before) {
+    const Clock *after = &s->clk;
+    d->stored[turn] = (double)kv_bytes(s);
+    d->read[turn] = 0;
+    if (after->steps > before->steps) {
+        double bytes = after->bytes_attended - before->bytes_attended;
+        d->read[turn] = bytes / (double)(after->steps - before->steps);
+    }
+}
+
+// Plays the dialogue through the session. The first run writes the script: full attention's
+// replies. Later runs are fed the script's tokens. Of the last reply they are fed the first `given`
+// tokens, or speak it themselves (given -1).
 static void demo_play(Report *r, Session *s, DemoRun *d, int given) {
     App a = *r->a;
     int first = !arrlen(r->script);
-    a.o = r->o; a.s = s; a.turn = NULL; a.closed = 0;
+    a.o = r->o;
+    a.s = s;
+    a.turn = NULL;
+    a.closed = 0;
     a.logits = xcalloc(s->c->V, sizeof(float));
     for (int i = 0; i < DEMO_TURNS; i++) {
         Turn t = first ? render_turn(&a, demo_turns[i]) : r->script[i];
-        int last = i == DEMO_TURNS - 1, speaks = first || (last && given < 0), n = last && given >= 0 ? given : (int)arrlen(t.dec);
-        Clock c0 = s->clk;
+        int last = i == DEMO_TURNS - 1;
+        int speaks = first || (last && given < 0);
+        int n = last && given >= 0 ? given : (int)arrlen(t.dec);
+        Clock start = s->clk;
         if (speaks) t.dec = NULL;
         arrput(a.turn, t);
         feed_prefill(&a, &t);
-        Clock c1 = s->clk;
-        if (speaks) demo_say(&a, &d->said); else for (int j = 0; j < n; j++) feed_decode(&a, t.dec[j]);
-        phase_note(d, 0, &c0, &c1);
-        phase_note(d, 1, &c1, &s->clk);
-        d->stored[i] = (double)kv_bytes(s);
-        d->read[i] = s->clk.steps > c1.steps ? (s->clk.bytes_attended - c1.bytes_attended) / (double)(s->clk.steps - c1.steps) : 0;
+        Clock prefilled = s->clk;
+        if (speaks) {
+            demo_say(&a, &d->said);
+        } else {
+            for (int j = 0; j < n; j++) feed_decode(&a, t.dec[j]);
+        }
+        phase_note(d, PHASE_PREFILL, &start, &prefilled);
+        phase_note(d, PHASE_DECODE, &prefilled, &s->clk);
+        turn_bytes(s, d, i, &prefilled);
     }
-    if (first) r->script = a.turn;
-    else {
-        if (given < 0) arrfree(arrlast(a.turn).dec);
+    if (first) {
+        r->script = a.turn;
+    } else {
+        if (given < 0) arrfree(arrlast(a.turn).dec);    // its own reply; everything else belongs to the script
         arrfree(a.turn);
     }
     free(a.logits);
 }
+
+// Plays the dialogue through a fresh session of one method. `why` is set when the method does not
+// fit.
 static DemoRun demo_run(Report *r, const char *name) {
     DemoRun d = { 0 };
     snprintf(d.name, sizeof d.name, "%s", name);
@@ -17175,56 +17729,90 @@ static DemoRun demo_run(Report *r, const char *name) {
     session_close(s);
     return d;
 }
-static DemoRun *demo_runs(Report *r) {                   // full, and the methods asked for; stb array
+
+// The runs of full attention and of the methods asked for (stb array).
+static DemoRun *demo_runs(Report *r) {
     const Options *o = r->a->o;
-    const char *list = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_given(o, "method") ? opt_str(o, "method") : demo_methods;
+    const char *list = demo_methods;
+    if (*opt_str(o, "compare")) list = opt_str(o, "compare");
+    else if (opt_given(o, "method")) list = opt_str(o, "method");
+
     DemoRun *d = NULL;
     char name[160];
     arrput(d, demo_run(r, "full"));
-    for (int i = 0; list_word(list, i, name); i++) if (strcmp(name, "full")) arrput(d, demo_run(r, name));
+    for (int i = 0; list_word(list, i, name); i++) {
+        if (!strcmp(name, "full")) continue;
+        arrput(d, demo_run(r, name));
+    }
     return d;
 }
+
 static void demo_free(DemoRun *d) {
-    for (int i = 0; i < (int)arrlen(d); i++) { arrfree(d[i].said); arrfree(d[i].tok); arrfree(d[i].share); }
+    for (int i = 0; i < (int)arrlen(d); i++) {
+        arrfree(d[i].said);
+        arrfree(d[i].tok);
+        arrfree(d[i].share);
+    }
     arrfree(d);
 }
+
+// 1: the method's own answer to the last question holds the right number.
 static int right_answer(const DemoRun *d) { return d->said && strstr(d->said, demo_answer); }
 
 // ---- 3: memory over turns
+// Two charts with a line a method: x is the turn, y (linear) the bytes of K and V held when the
+// turn ends on the left, and the bytes a decode step of it reads on the right. A table gives the
+// last turn's numbers, and each method's own answer.
+
+// The table: a line for every method that was played.
 static void memory_table(Report *r, const DemoRun *d) {
-    char b[2][32];
-    fprintf(r->f, "<div class=\"wide\"><table><tr><th class=\"t\">method</th><th>held at the end</th><th>of full</th><th>read per step</th><th class=\"t\">its answer to the last question</th></tr>\n");
+    const int last = DEMO_TURNS - 1;
+    char held[32], read[32];
+    fprintf(r->f, "<div class=\"wide\"><table><tr><th class=\"t\">method</th><th>held at the end</th>"
+                  "<th>of full</th>"
+                  "<th>read per step</th><th class=\"t\">its answer to the last "
+                  "question</th></tr>\n");
     for (int i = 0; i < (int)arrlen(d); i++) {
         if (*d[i].why) continue;
-        human_bytes(d[i].stored[DEMO_TURNS - 1], b[0]);
-        human_bytes(d[i].read[DEMO_TURNS - 1], b[1]);
-        fprintf(r->f, "<tr><td class=\"t\">");
-        html_text(r->f, d[i].name);
-        fprintf(r->f, "</td><td>%s</td><td>%.0f %%</td><td>%s</td><td class=\"t\"><span class=\"%s</span> ", b[0], 100 * d[i].stored[DEMO_TURNS - 1] / fmax(1, d[0].stored[DEMO_TURNS - 1]), b[1],
+        human_bytes(d[i].stored[last], held);
+        human_bytes(d[i].read[last], read);
+        html_between(r->f, "<tr><td class=\"t\">", d[i].name, "</td>");
+        fprintf(r->f, "<td>%s</td><td>%.0f %%</td><td>%s</td><td class=\"t\"><span class=\"%s</span> ",
+                held, 100 * d[i].stored[last] / fmax(1, d[0].stored[last]), read,
                 right_answer(&d[i]) ? "ok\">right:" : "bad\">wrong:");
-        html_text(r->f, d[i].said ? d[i].said : "");
-        fprintf(r->f, "</td></tr>\n");
+        html_between(r->f, "", d[i].said ? d[i].said : "", "</td></tr>\n");
     }
     fprintf(r->f, "</table></div>\n");
 }
+
+// One series a method, its turns as points (stb array). read 0: bytes held; 1: bytes read. A
+// method's place among the runs is its colour.
+static Series *memory_series(Report *r, const DemoRun *d, int read) {
+    Series *s = NULL;
+    for (int i = 0; i < (int)arrlen(d); i++) {
+        if (*d[i].why) continue;
+        Series one = { d[i].name, i, NULL };
+        for (int t = 0; t < DEMO_TURNS; t++) {
+            Spot p = { .x = t + 1, .y = read ? d[i].read[t] : d[i].stored[t] };
+            arrput(one.spot, p);
+            csv_row(r, "memory", d[i].name, read ? "turn, bytes read a step" : "turn, bytes held",
+                    t + 1, 0, p.y, 0, 0);
+        }
+        arrput(s, one);
+    }
+    return s;
+}
+
 static void draw_memory(Report *r, const DemoRun *d) {
     Axes ax = { .x_name = "turn of the dialogue", .bytes_y = 1, .dots = 1 };
     picture_begin(r, "memory", "Memory over the turns of a dialogue",
-                  "The built-in dialogue, turn by turn. Left: bytes of keys and values held when a turn ends; a line that stays flat is a method that really gives memory back. "
-                  "Right: bytes read for each new token; methods that keep everything but read little are low here only.");
+                  "The built-in dialogue, turn by turn. Left: bytes of keys and values held when a "
+                  "turn ends; a line that stays flat is a method that really gives memory back. "
+                  "Right: bytes read for each new token; methods that keep everything but read "
+                  "little are low here only.");
     fprintf(r->f, "<div class=\"row\">\n");
     for (int read = 0; read < 2; read++) {
-        Series *s = NULL;
-        for (int i = 0; i < (int)arrlen(d); i++) {
-            if (*d[i].why) continue;
-            Series one = { d[i].name, i, NULL };
-            for (int t = 0; t < DEMO_TURNS; t++) {
-                Spot p = { .x = t + 1, .y = read ? d[i].read[t] : d[i].stored[t] };
-                arrput(one.spot, p);
-                csv_row(r, "memory", d[i].name, read ? "turn, bytes read a step" : "turn, bytes held", t + 1, 0, p.y, 0, 0);
-            }
-            arrput(s, one);
-        }
+        Series *s = memory_series(r, d, read);
         ax.y_name = read ? "bytes read per decode step" : "bytes held at the end of the turn";
         chart(r->f, &ax, s, (int)arrlen(s), NULL);
         if (read) {
@@ -17234,115 +17822,215 @@ static void draw_memory(Report *r, const DemoRun *d) {
         series_free(s);
     }
     memory_table(r, d);
-    for (int i = 0; i < (int)arrlen(d); i++) if (*d[i].why) picture_note(r, "%s was left out: %s", d[i].name, d[i].why);
+    for (int i = 0; i < (int)arrlen(d); i++)
+        if (*d[i].why) picture_note(r, "%s was left out: %s", d[i].name, d[i].why);
     picture_end(r);
 }
 
 // ---- 4: head scores
-static void head_grid(Report *r, const char *name, const double *x, int whole) {     // x (L,H); whole: numbers without decimals
-    int L = r->a->c->L, H = r->a->c->H, cell = H <= 12 ? 44 : H <= 32 ? 16 : 6, tall = H <= 12 ? 24 : cell, named = H <= 12;
+// Four grids with a cell a query head: columns are heads, rows are layers. The first three show
+// DiliLazyKV's scores of --calibrate, the last one the rows a head may read; the brightest viridis
+// colour is the grid's largest value.
+
+typedef struct {
+    int cell, tall;             // pixels of a cell: width, height
+    int named;                  // 1: cells have room for their number
+} HeadGrid;
+enum { GRID_LEFT = 40, GRID_TOP = 20 };                 // where the first cell stands
+
+// The sizes of a grid of H heads: the more heads, the smaller the cells.
+static HeadGrid head_grid_size(int H) {
+    HeadGrid g = { .cell = 6, .tall = 6, .named = 0 };
+    if (H <= 12) {
+        g.cell = 44;
+        g.tall = 24;
+        g.named = 1;
+    } else if (H <= 32) {
+        g.cell = 16;
+        g.tall = 16;
+    }
+    return g;
+}
+
+// The numbers of heads above and of layers beside the grid; every one, or every eighth head and
+// fourth layer.
+static void head_grid_labels(FILE *f, const HeadGrid *g, int L, int H) {
+    for (int h = 0; h < H; h += g->named ? 1 : 8) {
+        int px = GRID_LEFT + h * g->cell + g->cell / 2;
+        fprintf(f, "<text x=\"%d\" y=\"14\" text-anchor=\"middle\">%d</text>", px, h);
+    }
+    for (int l = 0; l < L; l += g->named ? 1 : 4) {
+        int py = GRID_TOP + l * g->tall + g->tall / 2 + 4;
+        fprintf(f, "<text x=\"34\" y=\"%d\" text-anchor=\"end\">%d</text>", py, l);
+    }
+}
+
+// Draws one grid. x (L,H); whole 1: numbers without decimals.
+static void head_grid(Report *r, const char *name, const double *x, int whole) {
+    int L = r->a->c->L, H = r->a->c->H;
+    HeadGrid g = head_grid_size(H);
     double top = 0;
     for (int i = 0; i < L * H; i++) top = fmax(top, x[i]);
-    fprintf(r->f, "<div><h3>");
-    html_text(r->f, name);
-    fprintf(r->f, "</h3><svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", 44 + H * cell, 36 + L * tall, 44 + H * cell, 36 + L * tall);
-    for (int h = 0; h < H; h += named ? 1 : 8) fprintf(r->f, "<text x=\"%d\" y=\"14\" text-anchor=\"middle\">%d</text>", 40 + h * cell + cell / 2, h);
-    for (int l = 0; l < L; l += named ? 1 : 4) fprintf(r->f, "<text x=\"34\" y=\"%d\" text-anchor=\"end\">%d</text>", 20 + l * tall + tall / 2 + 4, l);
+
+    panel_begin(r->f, name);
+    svg_begin(r->f, 44 + H * g.cell, 36 + L * g.tall);
+    head_grid_labels(r->f, &g, L, H);
     for (int i = 0; i < L * H; i++) {
-        int v = top > 0 ? (int)(x[i] / top * (SHADES - 1) + .5) : 0, px = 40 + i % H * cell, py = 20 + i / H * tall;
-        fprintf(r->f, "<rect class=\"v%d\" x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\"><title>layer %d, head %d: %.4g</title></rect>", v, px, py, cell - 1, tall - 1, i / H, i % H, x[i]);
-        if (named) fprintf(r->f, "<text class=\"%s\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">%.*f</text>", v < 9 ? "on-dark" : "on-light", px + cell / 2, py + tall / 2 + 4, whole ? 0 : 3, x[i]);
-        csv_row(r, "heads", name, "layer, head", i / H, i % H, x[i], 0, 0);
+        int l = i / H, h = i % H;
+        int shade = top > 0 ? (int)(x[i] / top * (SHADES - 1) + .5) : 0;
+        int px = GRID_LEFT + h * g.cell, py = GRID_TOP + l * g.tall;
+        fprintf(r->f, "<rect class=\"v%d\" x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\">",
+                shade, px, py, g.cell - 1, g.tall - 1);
+        fprintf(r->f, "<title>layer %d, head %d: %.4g</title></rect>", l, h, x[i]);
+        if (g.named)
+            fprintf(r->f, "<text class=\"%s\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">%.*f</text>",
+                    shade < 9 ? "on-dark" : "on-light", px + g.cell / 2, py + g.tall / 2 + 4,
+                    whole ? 0 : 3, x[i]);
+        csv_row(r, "heads", name, "layer, head", l, h, x[i], 0, 0);
     }
-    fprintf(r->f, "\n<text class=\"dim\" x=\"40\" y=\"%d\">head; rows: layer; brightest = %.4g</text></svg></div>\n", 32 + L * tall, top);
+    fprintf(r->f, "\n<text class=\"dim\" x=\"40\" y=\"%d\">head; rows: layer; brightest = %.4g</text>",
+            32 + L * g.tall, top);
+    fprintf(r->f, "</svg></div>\n");
 }
+
+// The file of head scores: --dililazy-scores, or the one in the model's folder.
 static void scores_path(const Report *r, char path[1100]) {
     const char *given = opt_str(r->o, "dililazy-scores");
-    if (*given) snprintf(path, 1100, "%s", given); else snprintf(path, 1100, "%s/head_scores.json", r->a->c->dir);
+    if (*given) snprintf(path, 1100, "%s", given);
+    else snprintf(path, 1100, "%s/head_scores.json", r->a->c->dir);
 }
+
+// The fourth grid: the rows that DiliLazyKV lets each head read beside the recent ones. inf (L,H).
+static void head_budgets(Report *r, const double *inf) {
+    int L = r->a->c->L, H = r->a->c->H;
+    int budget = opt_int(r->o, "budget") ? opt_int(r->o, "budget") : 128;
+    int window = opt_given(r->o, "obs-window") ? opt_int(r->o, "obs-window") : 16;
+    int base = budget > window ? budget - window : budget;
+    double beta = opt_real(r->o, "dililazy-beta"), eps = opt_real(r->o, "dililazy-eps");
+    int *cap = xmalloc((size_t)L * H * sizeof *cap);
+    double *rows = xmalloc((size_t)L * H * sizeof *rows);
+    dililazy_caps(inf, L, H, base, beta, eps, ALLOC_PAPER, cap);
+    for (int i = 0; i < L * H; i++) rows[i] = cap[i];
+    head_grid(r, "Rows each head may read beside the recent ones", rows, 1);
+    fprintf(r->f, "</div>\n");
+    picture_note(r, "%d rows a head on average, before the last %d that every head keeps; beta %g.",
+                 base, window, beta);
+    free(cap);
+    free(rows);
+}
+
 static void draw_heads(Report *r) {
-    static const char *kind[] = { "dili", "lazy", "inf" }, *title[] = { "Dili: of what the head looks at most, the needle's share", "Lazy: of its looks at the needle, those among its strongest",
-                                  "Inf: both together (harmonic mean)" };
-    const Config *c = r->a->c;
+    static const char *kind[] = { "dili", "lazy", "inf" };
+    static const char *title[] = {
+        "Dili: of what the head looks at most, the needle's share",
+        "Lazy: of its looks at the needle, those among its strongest",
+        "Inf: both together (harmonic mean)",
+    };
     char path[1100], err[512];
-    double *x[3], budget = opt_int(r->o, "budget") ? opt_int(r->o, "budget") : 128, window = opt_given(r->o, "obs-window") ? opt_int(r->o, "obs-window") : 16;
+    double *x[3];
     picture_begin(r, "heads", "Which heads find facts, and the budget that earns them (DiliLazyKV)",
-                  "Each cell is one attention head: how strongly it looked at a fact hidden in a long text, measured once per model with --calibrate. "
-                  "Bright heads find facts; DiliLazyKV gives them more rows (last map) and takes them from the dark ones.");
+                  "Each cell is one attention head: how strongly it looked at a fact hidden in a "
+                  "long text, measured once per model with --calibrate. Bright heads find facts; "
+                  "DiliLazyKV gives them more rows (last map) and takes them from the dark ones.");
     scores_path(r, path);
-    for (int i = 0; i < 3; i++) x[i] = scores_load(path, kind[i], c->L, c->H, err);
-    if (!x[2]) picture_note(r, "No head scores: %s", err);
-    else {
-        int n = c->L * c->H, base = budget > window ? (int)(budget - window) : (int)budget, *cap = xmalloc((size_t)n * sizeof *cap);
-        double *rows = xmalloc((size_t)n * sizeof *rows);
-        dililazy_caps(x[2], c->L, c->H, base, opt_real(r->o, "dililazy-beta"), opt_real(r->o, "dililazy-eps"), ALLOC_PAPER, cap);
-        for (int i = 0; i < n; i++) rows[i] = cap[i];
+    for (int i = 0; i < 3; i++) x[i] = scores_load(path, kind[i], r->a->c->L, r->a->c->H, err);
+    if (x[2]) {
         fprintf(r->f, "<div class=\"row\">\n");
-        for (int i = 0; i < 3; i++) if (x[i]) head_grid(r, title[i], x[i], 0);
-        head_grid(r, "Rows each head may read beside the recent ones", rows, 1);
-        fprintf(r->f, "</div>\n");
-        picture_note(r, "%d rows a head on average, before the last %g that every head keeps; beta %g.", base, window, opt_real(r->o, "dililazy-beta"));
-        free(cap); free(rows);
+        for (int i = 0; i < 3; i++)
+            if (x[i]) head_grid(r, title[i], x[i], 0);
+        head_budgets(r, x[2]);
+    } else {
+        picture_note(r, "No head scores: %s", err);
     }
     for (int i = 0; i < 3; i++) free(x[i]);
     picture_end(r);
 }
 
 // ---- 5: PATS
-static Series pats_line(Report *r, const char *name, int colour, const Pats *x, int T) {     // b(t,T) of every token, as a step line
+// Two charts with a step line a schedule: x is a token's position t, y the low bits b(t,T) cut from
+// each element of its rows, 0 to 10. Below, one key row as a grid of its bits (columns: elements;
+// sign on top), and bars of a row's bytes.
+
+// The schedule's b(t,T) of every token in a first prefill of T tokens, as a step line.
+static Series pats_line(Report *r, const char *name, int colour, const Pats *x, int T) {
     Series s = { name, colour, NULL };
     Pats y = *x;
-    y.T1 = y.n1 = T;                                     // frozen: a first prefill of T tokens
-    for (int t = 0, b = -1; t <= T; t++) {
+    y.T1 = T;                                           // the frozen policy: all tokens are the first prefill's
+    y.n1 = T;
+    int b = -1;                                         // of the step so far
+    for (int t = 0; t <= T; t++) {
         int next = t < T ? pats_bits(&y, t, T) : b;
         if (next == b && t < T) continue;
-        Spot p = { .x = t, .y = b };
-        if (b >= 0) arrput(s.spot, p);
-        p.y = b = next;
-        if (t < T) arrput(s.spot, p);
-        csv_row(r, "pats", name, "tokens, position, bits cut", T, p.x, b, 0, 0);
+        Spot end = { .x = t, .y = b }, begin = { .x = t, .y = next };
+        if (b >= 0) arrput(s.spot, end);
+        if (t < T) arrput(s.spot, begin);
+        b = next;
+        csv_row(r, "pats", name, "tokens, position, bits cut", T, t, b, 0, 0);
     }
     return s;
 }
+
+// One chart of such lines; frees them.
 static void pats_chart(Report *r, Series *s, const char *title) {
-    Axes ax = { .x_name = "position t of the token (0: oldest)", .y_name = "b(t,T): low bits cut from each element", .y_top = 11 };
-    fprintf(r->f, "<div><h3>");
-    html_text(r->f, title);
-    fprintf(r->f, "</h3>\n");
+    Axes ax = { .x_name = "position t of the token (0: oldest)", .y_top = 11 };
+    ax.y_name = "b(t,T): low bits cut from each element";
+    panel_begin(r->f, title);
+    fprintf(r->f, "\n");
     chart(r->f, &ax, s, (int)arrlen(s), NULL);
     legend_lines(r->f, s, (int)arrlen(s), 0);
     fprintf(r->f, "</div>\n");
     series_free(s);
 }
+
+// The chosen schedule at three lengths, and the three schedules at one length.
 static void pats_schedules(Report *r, const Pats *x) {
-    static const char *kind[] = { "middle", "old", "new" }, *name[] = { "T = 256 tokens", "T = 512", "T = 1,024" };
+    static const char *kind[] = { "middle", "old", "new" };
+    static const char *name[] = { "T = 256 tokens", "T = 512", "T = 1,024" };
     static const int T[] = { 256, 512, 1024 };
     Series *s = NULL;
     fprintf(r->f, "<div class=\"row\">\n");
     for (int i = 0; i < 3; i++) arrput(s, pats_line(r, name[i], i + 1, x, T[i]));
     pats_chart(r, s, "The chosen schedule as the dialogue grows");
+
     s = NULL;
     for (int i = 0; i < 3; i++) {
         Pats y = *x;
-        y.schedule = i; y.policy = PATS_RATCHET;
+        y.schedule = i;
+        y.policy = PATS_RATCHET;
         arrput(s, pats_line(r, kind[i], i + 1, &y, 1024));
     }
     pats_chart(r, s, "The three schedules at 1,024 tokens");
     fprintf(r->f, "</div>\n");
 }
-// One key row, element by element (columns) and bit by bit (sign on top); bits of a kind and value that stand together are one rect.
+
+// The bits of one element, from the sign down. Neighbouring bits of one kind and one value are one
+// rectangle.
+static void pats_element_bits(FILE *f, uint16_t element, int b, int px, int cell, int tall) {
+    int from[] = { 0, 1, 6, 16 - b, 16 };               // sign, exponent, mantissa kept, mantissa cut, end
+    for (int kind = 0; kind < 4; kind++) {
+        int i = from[kind];
+        while (i < from[kind + 1]) {
+            int on = element >> (15 - i) & 1;
+            int n = 1;
+            while (i + n < from[kind + 1] && (element >> (15 - i - n) & 1) == on) n++;
+            fprintf(f, "<rect class=\"b%d%s\" x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\"/>",
+                    kind, on ? "" : " off", px, i * tall, cell - 1, n * tall - 1);
+            i += n;
+        }
+    }
+}
+
+// One key row h (D) in f16, of which b low bits are cut.
 static void pats_row_bits(Report *r, const uint16_t *h, int D, int b) {
     int cell = D <= 64 ? 16 : 8, tall = 9;
-    fprintf(r->f, "<svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", 80 + D * cell, 16 * tall + 18, 80 + D * cell, 16 * tall + 18);
-    fprintf(r->f, "<text x=\"70\" y=\"9\" text-anchor=\"end\">sign</text><text x=\"70\" y=\"%d\" text-anchor=\"end\">exponent</text>"
-            "<text x=\"70\" y=\"%d\" text-anchor=\"end\">mantissa</text>\n", 4 * tall, 10 * tall);
-    for (int d = 0; d < D; d++)
-        for (int i = 0, n; i < 16; i += n) {
-            int kind = i == 0 ? 0 : i < 6 ? 1 : i < 16 - b ? 2 : 3, on = h[d] >> (15 - i) & 1, end = i == 0 ? 1 : i < 6 ? 6 : i < 16 - b ? 16 - b : 16;
-            for (n = 1; i + n < end && (h[d] >> (15 - i - n) & 1) == on; n++) { }
-            fprintf(r->f, "<rect class=\"b%d%s\" x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\"/>", kind, on ? "" : " off", 76 + d * cell, i * tall, cell - 1, n * tall - 1);
-        }
-    fprintf(r->f, "\n<text class=\"dim\" x=\"76\" y=\"%d\">elements 0 to %d of one key row; %d bits cut</text></svg>\n", 16 * tall + 14, D - 1, b);
+    svg_begin(r->f, 80 + D * cell, 16 * tall + 18);
+    fprintf(r->f, "<text x=\"70\" y=\"9\" text-anchor=\"end\">sign</text>");
+    fprintf(r->f, "<text x=\"70\" y=\"%d\" text-anchor=\"end\">exponent</text>", 4 * tall);
+    fprintf(r->f, "<text x=\"70\" y=\"%d\" text-anchor=\"end\">mantissa</text>\n", 10 * tall);
+    for (int d = 0; d < D; d++) pats_element_bits(r->f, h[d], b, 76 + d * cell, cell, tall);
+    fprintf(r->f, "\n<text class=\"dim\" x=\"76\" y=\"%d\">elements 0 to %d of one key row; %d bits cut</text>",
+            16 * tall + 14, D - 1, b);
+    fprintf(r->f, "</svg>\n");
     legend_begin(r->f);
     legend_box(r->f, "b0", "sign");
     legend_box(r->f, "b1", "exponent");
@@ -17351,298 +18039,488 @@ static void pats_row_bits(Report *r, const uint16_t *h, int D, int b) {
     fprintf(r->f, "<li>full colour: bit 1, pale: bit 0</li>\n");
     legend_end(r->f);
 }
-// How many bytes a row takes as more bits are cut, in blocks of 64 bytes: packed densely (ours), or each row in blocks of its own (the paper's)
+
+// One bar at height y: the bytes of a row of D elements with b bits cut, packed densely (rows64 0:
+// this program's way) or in 64-byte blocks of its own (rows64 1: the paper's way). A dashed box is
+// padding. scale: pixels a byte.
+static void pats_bar(Report *r, int rows64, int D, int b, int y, int scale) {
+    int bytes = (int)pats_row_bytes(rows64, D, 16 - b), used = D * (16 - b) / 8;
+    fprintf(r->f, "<text x=\"180\" y=\"%d\" text-anchor=\"end\">%d bits cut, %s</text>",
+            y + 11, b, rows64 ? "64-byte blocks" : "dense");
+    fprintf(r->f, "<rect class=\"b2\" x=\"188\" y=\"%d\" width=\"%d\" height=\"13\"/>", y, used * scale);
+    if (bytes > used)
+        fprintf(r->f, "<rect class=\"b4\" x=\"%d\" y=\"%d\" width=\"%d\" height=\"13\"/>",
+                188 + used * scale, y, (bytes - used) * scale);
+    int end = max_int(bytes, used) * scale;
+    fprintf(r->f, "<text x=\"%d\" y=\"%d\">%d bytes</text>\n", 194 + end, y + 11, bytes);
+    csv_row(r, "pats", rows64 ? "64-byte blocks" : "dense", "bits cut, elements, bytes of a row",
+            b, D, bytes, 0, 0);
+}
+
+// How many bytes a row takes as 0, 2, .. 10 bits are cut, with grid lines every 64 bytes.
 static void pats_row_blocks(Report *r, int D) {
-    int wide = (int)pats_row_bytes(1, D, 16), scale = wide <= 128 ? 4 : wide <= 256 ? 2 : 1, y = 0;
-    fprintf(r->f, "<svg viewBox=\"0 0 %d 250\" width=\"%d\" height=\"250\" role=\"img\">\n", 330 + wide * scale, 330 + wide * scale);
+    int wide = (int)pats_row_bytes(1, D, 16);
+    int scale = 1, y = 0;
+    if (wide <= 128) scale = 4;
+    else if (wide <= 256) scale = 2;
+    svg_begin(r->f, 330 + wide * scale, 250);
     for (int b = 0; b <= 10; b += 2)
-        for (int rows64 = 0; rows64 < 2; rows64++, y += 17) {
-            int bytes = (int)pats_row_bytes(rows64, D, 16 - b), used = D * (16 - b) / 8;
-            fprintf(r->f, "<text x=\"180\" y=\"%d\" text-anchor=\"end\">%d bits cut, %s</text><rect class=\"b2\" x=\"188\" y=\"%d\" width=\"%d\" height=\"13\"/>", y + 11, b,
-                    rows64 ? "64-byte blocks" : "dense", y, used * scale);
-            if (bytes > used) fprintf(r->f, "<rect class=\"b4\" x=\"%d\" y=\"%d\" width=\"%d\" height=\"13\"/>", 188 + used * scale, y, (bytes - used) * scale);
-            fprintf(r->f, "<text x=\"%d\" y=\"%d\">%d bytes</text>\n", 194 + (bytes > used ? bytes : used) * scale, y + 11, bytes);
-            csv_row(r, "pats", rows64 ? "64-byte blocks" : "dense", "bits cut, elements, bytes of a row", b, D, bytes, 0, 0);
+        for (int rows64 = 0; rows64 < 2; rows64++) {
+            pats_bar(r, rows64, D, b, y, scale);
+            y += 17;
         }
-    for (int x = 0; x <= wide; x += 64) fprintf(r->f, "<path class=\"grid\" d=\"M%d 0V206\"/><text class=\"dim\" x=\"%d\" y=\"222\" text-anchor=\"middle\">%d</text>", 188 + x * scale, 188 + x * scale, x);
+    for (int x = 0; x <= wide; x += 64) {
+        int px = 188 + x * scale;
+        fprintf(r->f, "<path class=\"grid\" d=\"M%d 0V206\"/>", px);
+        fprintf(r->f, "<text class=\"dim\" x=\"%d\" y=\"222\" text-anchor=\"middle\">%d</text>", px, x);
+    }
     fprintf(r->f, "<text class=\"dim\" x=\"188\" y=\"240\">bytes of one row; lines every 64</text></svg>\n");
     legend_begin(r->f);
     legend_box(r->f, "b2", "bits of the row");
     legend_box(r->f, "b4", "padding of the last block: nothing saved");
     legend_end(r->f);
 }
+
+// One key row of this model, from the middle of the first turn and of the layers, cut as token 128
+// of 256 is.
+static void pats_example(Report *r, const Pats *x) {
+    int D = r->a->c->D, l = r->a->c->L / 2;
+    int n = (int)arrlen(r->script[0].pre), at = n / 2;
+    float *row = xmalloc((size_t)D * sizeof *row);
+    uint16_t *h = xmalloc((size_t)D * sizeof *h);
+    Session *full = session_open(r->a->c, r->a->w, r->o, "full");
+    prefill(full, r->script[0].pre, n);
+    kv_load_k(full, kv_head(full, l, 0), NULL, at, 1, row);
+    from_f32(h, row, DT_F16, (size_t)D);
+    fprintf(r->f, "<h3>One key row: token %d, layer %d, KV head 0</h3>\n<div class=\"wide\">", at, l);
+    pats_row_bits(r, h, D, pats_bits(x, 128, 256));
+    fprintf(r->f, "</div>\n");
+    session_close(full);
+    free(row);
+    free(h);
+}
+
 static void draw_pats(Report *r) {
     char err[512];
-    Session *s = session_try(r->a->c, r->a->w, r->o, "pats", err), *full = NULL;
+    Session *s = session_try(r->a->c, r->a->w, r->o, "pats", err);
     picture_begin(r, "pats", "Fewer bits for some tokens (PATS)",
-                  "PATS keeps every token but cuts low mantissa bits of 16-bit numbers, by the token's place in the dialogue: the curves say how many. "
-                  "Below: one key row of this model with its bits, and how many bytes such a row takes.");
-    if (!s) picture_note(r, "PATS does not fit this model or these options: %s", err);
-    else {
+                  "PATS keeps every token but cuts low mantissa bits of 16-bit numbers, by the "
+                  "token's place in the dialogue: the curves say how many. Below: one key row of "
+                  "this model with its bits, and how many bytes such a row takes.");
+    if (s) {
         const Pats *x = s->part[0].ms;
-        int D = r->a->c->D, at = s->n_tok, n = 0, b = pats_bits(x, 128, 256);
-        float *row = xmalloc((size_t)D * sizeof *row);
-        uint16_t *h = xmalloc((size_t)D * sizeof *h);
         pats_schedules(r, x);
-        full = session_open(r->a->c, r->a->w, r->o, "full");
-        n = (int)arrlen(r->script[0].pre);
-        prefill(full, r->script[0].pre, n);
-        at = n / 2;
-        kv_load_k(full, kv_head(full, r->a->c->L / 2, 0), NULL, at, 1, row);
-        from_f32(h, row, DT_F16, (size_t)D);
-        fprintf(r->f, "<h3>One key row: token %d, layer %d, KV head 0</h3>\n<div class=\"wide\">", at, r->a->c->L / 2);
-        pats_row_bits(r, h, D, b);
-        fprintf(r->f, "</div>\n<h3>Bytes of a row</h3>\n<div class=\"wide\">");
-        pats_row_blocks(r, D);
+        pats_example(r, x);
+        fprintf(r->f, "<h3>Bytes of a row</h3>\n<div class=\"wide\">");
+        pats_row_blocks(r, r->a->c->D);
         fprintf(r->f, "</div>\n");
-        picture_note(r, "Schedule %s, %d to %d bits; the first %d tokens lose %d bits only, the last %d none.", opt_str(r->o, "pats-schedule"), x->b_min, x->b_max, x->sink, x->b_min, x->window);
-        free(row); free(h);
-        session_close(full);
+        picture_note(r, "Schedule %s, %d to %d bits; the first %d tokens lose %d bits only, the last %d none.",
+                     opt_str(r->o, "pats-schedule"), x->b_min, x->b_max, x->sink, x->b_min, x->window);
+    } else {
+        picture_note(r, "PATS does not fit this model or these options: %s", err);
     }
     session_close(s);
     picture_end(r);
 }
 
 // ---- 6: the tree of LycheeCluster
-typedef struct { float *q; } QueryProbe;                 // (L,H,D): the queries of the last decode step
+// An outline to open and close: coarse units, their clusters, their chunks with the text. A branch
+// is bold where the step read it and grey where it did not; the square's viridis colour is the
+// node's upper bound, and the answer is underlined.
+
+typedef struct { float *q; } QueryProbe;                // (L,H,D): the queries of the last decode step
+
+// A method's select hook that only notes the queries. q (H,D).
 static void query_probe_select(Session *s, void *ms, int l, const float *q) {
+    QueryProbe *probe = ms;
     size_t n = (size_t)s->c->H * s->c->D;
-    memcpy(((QueryProbe *)ms)->q + (size_t)l * n, q, n * sizeof *q);
+    memcpy(probe->q + (size_t)l * n, q, n * sizeof *q);
 }
-static const Method query_probe = { .name = "probe", .state = sizeof(QueryProbe), .select = query_probe_select };   // rides on lychee; not in the table
+
+// Rides on lychee as a second part; it is not in the table of methods.
+static const Method query_probe = {
+    .name = "probe",
+    .state = sizeof(QueryProbe),
+    .select = query_probe_select,
+};
 
 typedef struct {                // what the tree is drawn from: one layer and KV head
-    const Session *s; const Lychee *x; const Tree *t;
-    Probe p;
-    unsigned char *read;        // (n_tok) 1: a row the step read
-    float lo, hi;               // the bounds of its nodes
-    float *mu;                  // (D) room
+    const Session *s;
+    const Lychee *x;
+    const Tree *t;
+    Probe p;                    // the queries of the group
+    unsigned char *read;        // (n_tok) 1: a row that the step read
+    float lo, hi;               // the least and the largest bound of its nodes
+    float *mu;                  // (D) room for a centre
 } TreeView;
 
-static float node_match(TreeView *v, const Nodes *u, int node) {         // best over the query heads of q.mu / |q|
-    float best = -INFINITY;
+// How well the node's centre matches: q.mu / |q|, of the query head where it is best.
+static float node_match(TreeView *v, const Nodes *u, int node) {
     int D = v->s->c->D;
+    float best = -INFINITY;
     to_f32(v->mu, u->mu + (size_t)node * D, DT_BF16, (size_t)D);
-    for (int i = 0; i < v->p.m; i++) best = fmaxf(best, dot_f32(v->p.q + (size_t)i * D, v->mu, D) * v->p.w[i]);
+    for (int i = 0; i < v->p.m; i++) {
+        const float *q = v->p.q + (size_t)i * D;
+        best = fmaxf(best, dot_f32(q, v->mu, D) * v->p.w[i]);
+    }
     return best;
 }
-static int cluster_read(const TreeView *v, int c) {      // chunks of the cluster the step read
+
+// The upper bound of how well any chunk below the node can match: centre plus radius.
+static float node_bound(TreeView *v, const Nodes *u, int node) {
+    return node_match(v, u, node) + u->r[node];
+}
+
+// How many chunks of cluster c the step read.
+static int cluster_read(const TreeView *v, int c) {
     int n = 0;
     for (int j = v->t->fine.first[c]; j >= 0; j = v->t->fine.next[j]) n += v->read[v->x->start[j]];
     return n;
 }
-static int cluster_answers(const Report *r, const TreeView *v, int c) {  // does one of its chunks hold the answer?
+
+// 1: chunk j holds the answer.
+static int chunk_answers(const Report *r, const TreeView *v, int j) {
     const int *start = v->x->start;
-    int from, to, found = 0;
-    for (int j = v->t->fine.first[c]; j >= 0 && !found; j = v->t->fine.next[j]) {
-        answer_at(r, v->s->tok + start[j], start[j + 1] - start[j], &from, &to);
-        found = from < to;
-    }
-    return found;
+    int from, to;
+    answer_at(r, v->s->tok + start[j], start[j + 1] - start[j], &from, &to);
+    return from < to;
 }
-static void node_line(Report *r, TreeView *v, const Nodes *u, int node, const char *what, int n_read, int answers) {
-    float match = node_match(v, u, node), bound = match + u->r[node];
+
+// 1: a chunk of cluster c holds the answer.
+static int cluster_answers(const Report *r, const TreeView *v, int c) {
+    for (int j = v->t->fine.first[c]; j >= 0; j = v->t->fine.next[j])
+        if (chunk_answers(r, v, j)) return 1;
+    return 0;
+}
+
+// Opens a node's branch: its line with the numbers. Branches that were read, or hold the answer,
+// start open.
+static void node_begin(Report *r, TreeView *v, const Nodes *u, int node, const char *what, int n_read,
+                       int answers) {
+    float match = node_match(v, u, node);
+    float bound = match + u->r[node];
     int shade = v->hi > v->lo ? (int)((bound - v->lo) / (v->hi - v->lo) * (SHADES - 1) + .5f) : 0;
-    fprintf(r->f, "<details%s><summary class=\"%s\"><i class=\"v%d\"></i>%s %d: %d chunk%s, %d read; bound %.2f = match %.2f + radius %.2f%s</summary>\n", n_read || answers ? " open=\"open\"" : "",
-            n_read ? "read" : "skip", shade, what, node, u->chunks[node], u->chunks[node] == 1 ? "" : "s", n_read, bound, match, u->r[node], answers ? " <b class=\"gold\">the answer is in here</b>" : "");
-    csv_row(r, "lychee", what, "node, chunks read, upper bound, radius, match", node, n_read, bound, u->r[node], match);
+    int chunks = u->chunks[node];
+    fprintf(r->f, "<details%s><summary class=\"%s\"><i class=\"v%d\"></i>",
+            n_read || answers ? " open=\"open\"" : "", n_read ? "read" : "skip", shade);
+    fprintf(r->f, "%s %d: %d chunk%s, %d read; bound %.2f = match %.2f + radius %.2f",
+            what, node, chunks, chunks == 1 ? "" : "s", n_read, bound, match, u->r[node]);
+    fprintf(r->f, "%s</summary>\n", answers ? " <b class=\"gold\">the answer is in here</b>" : "");
+    csv_row(r, "lychee", what, "node, chunks read, upper bound, radius, match",
+            node, n_read, bound, u->r[node], match);
 }
-static void tokens_text(Report *r, const Token *t, int n) {      // the tokens' bytes as one text
-    char *text = NULL;
-    int len;
-    for (int i = 0; i < n; i++) {
-        const char *b = t[i].id >= 0 ? tokenizer_bytes(r->a->tok, t[i].id, &len) : NULL;
-        if (b) memcpy(arraddnptr(text, len), b, (size_t)len);
-    }
-    if (text) html_bytes(r->f, text, arrlenu(text));
-    arrfree(text);
-}
+
+static void node_end(Report *r) { fprintf(r->f, "</details>\n"); }
+
+// One cluster with the texts of its chunks.
 static void tree_cluster(Report *r, TreeView *v, int c) {
     const int *start = v->x->start;
-    node_line(r, v, &v->t->fine, c, "cluster", cluster_read(v, c), cluster_answers(r, v, c));
+    node_begin(r, v, &v->t->fine, c, "cluster", cluster_read(v, c), cluster_answers(r, v, c));
     for (int j = v->t->fine.first[c]; j >= 0; j = v->t->fine.next[j]) {
-        int from, to, n = start[j + 1] - start[j];
-        answer_at(r, v->s->tok + start[j], n, &from, &to);
-        fprintf(r->f, "<p class=\"%s\">%s, tokens %d to %d: <span%s>", v->read[start[j]] ? "read" : "skip", v->read[start[j]] ? "read" : "skipped", start[j], start[j + 1] - 1,
-                from < to ? " class=\"gold\"" : "");
-        tokens_text(r, v->s->tok + start[j], n);
+        int read = v->read[start[j]];
+        fprintf(r->f, "<p class=\"%s\">%s, tokens %d to %d: <span%s>",
+                read ? "read" : "skip", read ? "read" : "skipped", start[j], start[j + 1] - 1,
+                chunk_answers(r, v, j) ? " class=\"gold\"" : "");
+        tokens_text(r, v->s->tok + start[j], start[j + 1] - start[j]);
         fprintf(r->f, "</span></p>\n");
     }
-    fprintf(r->f, "</details>\n");
+    node_end(r);
 }
-static int *by_bound(TreeView *v, const Nodes *u, int first, const int *next) {  // children in order of their bound, best first; stb array
+
+// The nodes of a list that have chunks, best bound first (stb array). The list starts at `first`
+// and goes on by `next`; next NULL: all nodes of the level. There are few, so an insertion sort
+// does; equal bounds keep their order.
+static int *by_bound(TreeView *v, const Nodes *u, int first, const int *next) {
     int *order = NULL;
-    for (int i = first; i >= 0; i = next ? next[i] : i + 1 < u->n ? i + 1 : -1) if (u->chunks[i]) arrput(order, i);
-    for (int i = 1; i < (int)arrlen(order); i++)         // few: insertion
-        for (int j = i; j > 0 && node_match(v, u, order[j]) + u->r[order[j]] > node_match(v, u, order[j - 1]) + u->r[order[j - 1]]; j--) {
-            int x = order[j]; order[j] = order[j - 1]; order[j - 1] = x;
+    int node = first;
+    while (node >= 0) {
+        if (u->chunks[node]) arrput(order, node);
+        if (next) node = next[node];
+        else node = node + 1 < u->n ? node + 1 : -1;
+    }
+    for (int i = 1; i < (int)arrlen(order); i++)
+        for (int j = i; j > 0 && node_bound(v, u, order[j]) > node_bound(v, u, order[j - 1]); j--) {
+            int x = order[j];
+            order[j] = order[j - 1];
+            order[j - 1] = x;
         }
     return order;
 }
+
+// The clusters of a list, as in by_bound.
 static void tree_clusters(Report *r, TreeView *v, int first, const int *next) {
     int *order = by_bound(v, &v->t->fine, first, next);
     for (int i = 0; i < (int)arrlen(order); i++) tree_cluster(r, v, order[i]);
     arrfree(order);
 }
-static void tree_draw(Report *r, TreeView *v) {
+
+// One coarse unit with its clusters.
+static void tree_unit(Report *r, TreeView *v, int unit) {
     const Nodes *top = &v->t->coarse;
+    int n_read = 0, answers = 0;
+    for (int c = top->first[unit]; c >= 0; c = top->next[c]) {
+        n_read += cluster_read(v, c);
+        answers |= cluster_answers(r, v, c);
+    }
+    node_begin(r, v, top, unit, "unit", n_read, answers);
+    tree_clusters(r, v, top->first[unit], top->next);
+    node_end(r);
+}
+
+// The whole tree; without a coarse level its clusters only.
+static void tree_draw(Report *r, TreeView *v) {
     fprintf(r->f, "<div class=\"tree\">\n");
-    if (!top->n) tree_clusters(r, v, 0, NULL);
-    else {
-        int *order = by_bound(v, top, 0, NULL);
-        for (int i = 0; i < (int)arrlen(order); i++) {
-            int n = 0, answers = 0;
-            for (int c = top->first[order[i]]; c >= 0; c = top->next[c]) { n += cluster_read(v, c); answers |= cluster_answers(r, v, c); }
-            node_line(r, v, top, order[i], "unit", n, answers);
-            tree_clusters(r, v, top->first[order[i]], top->next);
-            fprintf(r->f, "</details>\n");
-        }
+    if (v->t->coarse.n) {
+        int *order = by_bound(v, &v->t->coarse, 0, NULL);
+        for (int i = 0; i < (int)arrlen(order); i++) tree_unit(r, v, order[i]);
         arrfree(order);
+    } else {
+        tree_clusters(r, v, 0, NULL);
     }
     fprintf(r->f, "</div>\n");
 }
+
+// Every third colour with its bound.
 static void tree_legend(Report *r, const TreeView *v) {
+    char text[32];
     legend_begin(r->f);
     for (int i = 0; i < SHADES; i += 3) {
-        char text[32], class[8];
-        snprintf(text, sizeof text, "%s%.2f", i ? "" : "upper bound ", v->lo + (v->hi - v->lo) * i / (SHADES - 1));
-        snprintf(class, sizeof class, "v%d", i);
-        legend_box(r->f, class, text);
+        float bound = v->lo + (v->hi - v->lo) * i / (SHADES - 1);
+        snprintf(text, sizeof text, "%s%.2f", i ? "" : "upper bound ", bound);
+        legend_shade(r->f, i, text);
     }
     legend_end(r->f);
 }
-static void tree_range(TreeView *v) {                    // of all bounds, for the colours
-    v->lo = INFINITY; v->hi = -INFINITY;
-    for (int level = 0; level < 2; level++) {
-        const Nodes *u = level ? &v->t->coarse : &v->t->fine;
-        for (int i = 0; i < u->n; i++) {
-            float bound = u->chunks[i] ? node_match(v, u, i) + u->r[i] : NAN;
-            v->lo = fminf(v->lo, bound); v->hi = fmaxf(v->hi, bound);        // a NaN is passed over
+
+// The range of all bounds, for the colours.
+static void tree_range(TreeView *v) {
+    const Nodes *level[] = { &v->t->fine, &v->t->coarse };
+    v->lo = INFINITY;
+    v->hi = -INFINITY;
+    for (int k = 0; k < 2; k++)
+        for (int i = 0; i < level[k]->n; i++) {
+            if (!level[k]->chunks[i]) continue;
+            float bound = node_bound(v, level[k], i);
+            v->lo = fminf(v->lo, bound);
+            v->hi = fmaxf(v->hi, bound);
         }
-    }
 }
-// The head to look at: of the indexed layers the query head with the best score, or the last layer's first when there are no scores.
+
+// The query head to look at, as l*H + h: of the layers from `first` on the one with the best score,
+// or the last layer's first head when there are no scores.
 static int fact_head(const Report *r, int first) {
     const Config *c = r->a->c;
     char path[1100], err[512];
     scores_path(r, path);
     double *inf = scores_load(path, "inf", c->L, c->H, err);
     int best = (c->L - 1) * c->H;
-    for (int i = first * c->H; inf && i < c->L * c->H; i++) if (inf[i] > inf[best]) best = i;
+    if (inf)
+        for (int i = first * c->H; i < c->L * c->H; i++)
+            if (inf[i] > inf[best]) best = i;
     free(inf);
     return best;
 }
-static void lychee_picture(Report *r, Session *s, const float *q) {      // q (L,H,D)
+
+// The tree of layer l and KV head g, and which rows its last step read. q (L,H,D): the queries of
+// that step.
+static TreeView tree_view_open(const Session *s, const float *q, int l, int g) {
+    int H = s->c->H, G = s->c->G, D = s->c->D, R = H / G;
     const Lychee *x = s->part[0].ms;
-    int H = s->c->H, R = H / s->c->G, D = s->c->D, at = fact_head(r, x->full_layers), l = at / H, g = at % H / R, *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
-    TreeView v = { .s = s, .x = x, .t = &x->tree[l * s->c->G + g], .read = xcalloc((size_t)s->n_tok + 1, 1), .mu = xmalloc((size_t)D * sizeof(float)) };
+    TreeView v = { .s = s, .x = x, .t = &x->tree[l * G + g] };
+    v.read = xcalloc((size_t)s->n_tok + 1, 1);
+    v.mu = xmalloc((size_t)D * sizeof(float));
     probe_max(&v.p, q + ((size_t)l * H + g * R) * D, R, D);
-    int n = view_rows(s, l, g * R, rows), used = 0;
+    int *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
+    int n = view_rows(s, l, g * R, rows);
     for (int i = 0; i < n; i++) v.read[rows[i]] = 1;
-    for (int j = 0; j < x->M; j++) used += v.read[x->start[j]];
-    if (!x->M_built || l < x->full_layers) picture_note(r, "No index was built: the dialogue fits into the budget, or --lychee-full-layers covers every layer.");
-    else {
-        tree_range(&v);
-        fprintf(r->f, "<p>The user asks <b>");
-        html_text(r->f, demo_turns[DEMO_TURNS - 1]);
-        fprintf(r->f, "</b> and the reply has reached <b>");
-        tokens_text(r, s->tok + s->n_tok - s->step, s->step);
-        fprintf(r->f, "</b>\xe2\x80\xa6 Layer %d, KV head %d (the head that finds facts best) reads %d of %d chunks to go on.</p>\n", l, g, used, x->M);
-        tree_draw(r, &v);
-        tree_legend(r, &v);
-        picture_note(r, "Match: q.mu / |q| of the best query head with the node's centre mu (1: the same direction); radius: how far the key of a chunk below lies from mu at most. "
-                     "The choice goes by match + %g radius (--lychee-beta). "
-                     "The first %d tokens and the last %d are outside the tree and always read. The chunk with the answer is underlined.", x->beta, x->sink, s->n_tok - t_idx(x));
-    }
-    free(rows); free(v.read); free(v.mu);
+    free(rows);
+    return v;
 }
-static int tokens_before_answer(const Report *r) {       // of full attention's last reply; all of them if the answer is not in it
+
+// The sentence above the tree: the question, the reply so far, and how much is read to go on.
+static void tree_question(Report *r, const TreeView *v, int l, int g) {
+    const Session *s = v->s;
+    int used = 0;
+    for (int j = 0; j < v->x->M; j++) used += v->read[v->x->start[j]];
+    html_between(r->f, "<p>The user asks <b>", demo_turns[DEMO_TURNS - 1], "</b>");
+    fprintf(r->f, " and the reply has reached <b>");
+    tokens_text(r, s->tok + s->n_tok - s->step, s->step);
+    fprintf(r->f, "</b>\xe2\x80\xa6 Layer %d, KV head %d (the head that finds facts best) reads %d of %d "
+                  "chunks to go on.</p>\n", l, g, used, v->x->M);
+}
+
+// Draws the tree of the head that finds facts best. q (L,H,D): the queries of the last step.
+static void lychee_picture(Report *r, Session *s, const float *q) {
+    const Lychee *x = s->part[0].ms;
+    int H = s->c->H, R = H / s->c->G;
+    int at = fact_head(r, x->full_layers), l = at / H, g = at % H / R;
+    if (!x->M_built || l < x->full_layers) {
+        picture_note(r, "No index was built: the dialogue fits into the budget, or --lychee-full-layers covers "
+                        "every layer.");
+        return;
+    }
+    TreeView v = tree_view_open(s, q, l, g);
+    tree_range(&v);
+    tree_question(r, &v, l, g);
+    tree_draw(r, &v);
+    tree_legend(r, &v);
+    picture_note(r, "Match: q.mu / |q| of the best query head with the node's centre mu (1: the same "
+                    "direction); radius: how far the key of a chunk below lies from mu at most. The choice "
+                    "goes by match + %g radius (--lychee-beta). The first %d tokens and the last "
+                    "%d are outside the tree and always read. The chunk with the answer is "
+                    "underlined.", x->beta, x->sink, s->n_tok - t_idx(x));
+    free(v.read);
+    free(v.mu);
+}
+
+// How many tokens of full attention's last reply stand before the answer; all of them if the answer
+// is not in it.
+static int tokens_before_answer(const Report *r) {
     const int *id = r->script[DEMO_TURNS - 1].dec;
     Token *t = NULL;
     int from, to;
-    for (int i = 0; i < (int)arrlen(id); i++) { Token one = { .id = id[i] }; arrput(t, one); }
+    for (int i = 0; i < (int)arrlen(id); i++) {
+        Token one = { .id = id[i] };
+        arrput(t, one);
+    }
     answer_at(r, t, (int)arrlen(t), &from, &to);
     arrfree(t);
     return from;
 }
+
 static void draw_lychee(Report *r) {
     char err[512];
     Session *s = session_try(r->a->c, r->a->w, r->o, "lychee", err);
     picture_begin(r, "lychee", "The tree a question walks down (LycheeCluster)",
-                  "The text is cut into chunks, alike chunks form clusters, alike clusters form units. For each new token only the chunks of the best matching clusters are read: "
-                  "bold branches were read, grey ones skipped. The square's colour is the upper bound of how well anything below can match (brighter: better). Click to open a branch.");
-    if (!s) picture_note(r, "LycheeCluster does not fit these options: %s", err);
-    else {
+                  "The text is cut into chunks, alike chunks form clusters, alike clusters form "
+                  "units. For each new token only the chunks of the best matching clusters are "
+                  "read: bold branches were read, grey ones skipped. The square's colour is the "
+                  "upper bound of how well anything below can match (brighter: better). Click to "
+                  "open a branch.");
+    if (s) {
         DemoRun d = { 0 };
         QueryProbe *probe = xcalloc(1, sizeof *probe);
-        float *q = probe->q = xcalloc((size_t)s->c->L * s->c->H * s->c->D, sizeof(float));
-        s->part[s->n_part++] = (Part){ &query_probe, probe };
+        float *q = xcalloc((size_t)s->c->L * s->c->H * s->c->D, sizeof(float));
+        probe->q = q;
+        s->part[s->n_part++] = (Part){ &query_probe, probe };       // session_close frees the probe
         demo_play(r, s, &d, tokens_before_answer(r));
         lychee_picture(r, s, q);
         session_close(s);
         free(q);
+    } else {
+        picture_note(r, "LycheeCluster does not fit these options: %s", err);
     }
     picture_end(r);
 }
 
 // ---- 7: attention maps with LoopServe's lines
-typedef struct { Report *r; LoopServe *x; } MapProbe;    // the whole dialogue is prefilled as one turn; maps are written layer by layer
+// A square a head: the row is the token that reads, the column the token that is read, oldest top
+// left. A pixel's viridis colour is the probability, logarithmic from 1e-4 (dark) to 1; red shapes
+// over it are the lines that LoopServe computes. The whole dialogue is prefilled as one turn, and
+// the maps are written layer by layer while it runs.
 
-static int map_shade(float p) {                          // logarithmic: 1e-4 and below 0, 1 the top
+typedef struct {
+    Report *r;
+    LoopServe *x;               // LoopServe's options
+} MapProbe;
+
+// The colour of a probability: 0 at 1e-4 and below, the last one at 1.
+static int map_shade(float p) {
     float v = p > 1e-4f ? (log10f(p) + 4) / 4 * (SHADES - 1) + .5f : 0;
     return v > SHADES - 1 ? SHADES - 1 : (int)v;
 }
-// All layers and heads of a small model; of a large one some from all over.
-static int map_step(int n) { int most = 1; while (most * most < MAP_MOST) most++; return (n + most - 1) / most; }
 
-static void map_pixels(Session *s, int l, int h, const float *q, int T, int side, Tile *tile, unsigned char *pixel) {   // pixel (side,side)
+// Every how many layers, or heads, of n a map is drawn: all of a small model, some from all over a
+// large one.
+static int map_step(int n) {
+    int most = 1;
+    while (most * most < MAP_MOST) most++;
+    return (n + most - 1) / most;
+}
+
+// Fills pixel (side,side) with the colours of head h's whole attention (T,T). Where several cells
+// fall on one pixel it shows the largest. q (T,H,D).
+static void map_pixels(Session *s, int l, int h, const float *q, int T, int side, Tile *tile,
+                       unsigned char *pixel) {
     float *P = scratch(s, (size_t)LINE_BLOCK * T * sizeof(float));
     int R[LINE_BLOCK];
     memset(pixel, 0, (size_t)side * side);
     for (int r0 = 0; r0 < T; r0 += LINE_BLOCK) {
-        int m = T - r0 < LINE_BLOCK ? T - r0 : LINE_BLOCK;
+        int m = min_int(T - r0, LINE_BLOCK);
         for (int i = 0; i < m; i++) R[i] = r0 + i;
         line_probs(s, l, h, q, T, R, m, P, tile);
-        for (int i = 0; i < m; i++)
-            for (int c = 0; c <= r0 + i; c++) {          // the largest of what falls on a pixel
-                unsigned char *to = &pixel[(size_t)((int64_t)(r0 + i) * side / T) * side + (size_t)((int64_t)c * side / T)];
+        for (int i = 0; i < m; i++) {
+            unsigned char *row = pixel + (size_t)((int64_t)(r0 + i) * side / T) * side;
+            for (int c = 0; c <= r0 + i; c++) {
+                unsigned char *to = &row[(int64_t)c * side / T];
                 int v = map_shade(P[(size_t)i * T + c]);
                 if (v > *to) *to = (unsigned char)v;
             }
+        }
     }
 }
-static void map_lines(Report *r, const Lines *a, LineRange *run) {       // neighbours as one shape; pale if in the end the head is read whole. run (n) is room
-    int n = a->n, k = bit_runs(a->v, n, run);
+
+// Draws a head's lines, neighbours as one shape: columns down from the diagonal, slashes along it.
+// They are pale if in the end the head is read whole. run (n): room.
+static void map_lines(Report *r, const Lines *a, LineRange *run) {
+    int n = a->n;
+    int k = bit_runs(a->v, n, run);
     fprintf(r->f, "<path class=\"line%s\" d=\"", a->dense ? " whole" : "");
-    for (int i = 0; i < k; i++) fprintf(r->f, "M%d %dV%dH%dV%dz", run[i].lo, run[i].lo, n, run[i].hi, run[i].hi);
+    for (int i = 0; i < k; i++)
+        fprintf(r->f, "M%d %dV%dH%dV%dz", run[i].lo, run[i].lo, n, run[i].hi, run[i].hi);
     k = bit_runs(a->s, n, run);
-    for (int i = 0; i < k; i++) fprintf(r->f, "M0 %dV%dL%d %dH%dz", run[i].lo, run[i].hi, n - run[i].hi, n, n - run[i].lo);
+    for (int i = 0; i < k; i++)
+        fprintf(r->f, "M0 %dV%dL%d %dH%dz", run[i].lo, run[i].hi, n - run[i].hi, n, n - run[i].lo);
     fprintf(r->f, "\"/>");
 }
-static void map_figure(Report *r, Session *s, const LoopServe *x, int l, int h, const float *q, int T, LoopRoom *w, Tile *tile) {
-    int side = T < MAP_SIDE ? T : MAP_SIDE;
-    unsigned char *pixel = scratch(s, (size_t)side * side), *png;
-    Lines a = { .n = T, .v = scratch(s, bit_bytes(T)), .s = scratch(s, bit_bytes(T)) };
-    LoopFound found = { 1, 1 };
-    LineSample p = { 0, T, 0, w->R, w->P };
+
+// The lines that LoopServe takes for head h in a first prefill of T tokens. *found: what share of
+// the attention they hold, in what share of the cells. q (T,H,D); w, tile: room.
+static Lines map_choose(Session *s, const LoopServe *x, int l, int h, const float *q, int T,
+                        LoopRoom *w, Tile *tile, LoopFound *found) {
+    Lines a = { .n = T };
+    a.v = scratch(s, bit_bytes(T));
+    a.s = scratch(s, bit_bytes(T));
+    LineSample p = { .n = T, .R = w->R, .P = w->P };
     p.m = sample_rows(T, x->m, x->seed, 0, l, w->R);
     lines_clear(&a);
     line_probs(s, l, h, q, T, w->R, p.m, w->P, tile);
-    if (x->rule.alpha >= 1) a.dense = 1; else loop_choose(x, &p, &a, w, &found);
+    *found = (LoopFound){ 1, 1 };
+    if (x->rule.alpha >= 1) a.dense = 1;
+    else loop_choose(x, &p, &a, w, found);
+    return a;
+}
+
+// Writes the figure of one head: the image, a triangle over the cells above the diagonal, the
+// lines, and the caption.
+static void map_figure(Report *r, Session *s, const LoopServe *x, int l, int h, const float *q, int T,
+                       LoopRoom *w, Tile *tile) {
+    int side = min_int(T, MAP_SIDE);
+    unsigned char *pixel = scratch(s, (size_t)side * side);
+    LoopFound found;
+    Lines a = map_choose(s, x, l, h, q, T, w, tile, &found);
+    int columns = bit_list(a.v, T, NULL), diagonals = bit_list(a.s, T, NULL);
     map_pixels(s, l, h, q, T, side, tile, pixel);
-    png = png_make(pixel, side, side);
-    fprintf(r->f, "<figure data-l=\"%d\" data-h=\"%d\"%s><svg viewBox=\"0 0 %d %d\" role=\"img\"><image width=\"%d\" height=\"%d\" preserveAspectRatio=\"none\" href=\"data:image/png;base64,",
-            l / map_step(s->c->L), h / map_step(s->c->H), a.dense ? "" : " data-lines=\"1\"", T, T, T, T);
+    unsigned char *png = png_make(pixel, side, side);
+
+    fprintf(r->f, "<figure data-l=\"%d\" data-h=\"%d\"%s>", l / map_step(s->c->L), h / map_step(s->c->H),
+            a.dense ? "" : " data-lines=\"1\"");
+    fprintf(r->f, "<svg viewBox=\"0 0 %d %d\" role=\"img\">", T, T);
+    fprintf(r->f, "<image width=\"%d\" height=\"%d\" preserveAspectRatio=\"none\" ", T, T);
+    fprintf(r->f, "href=\"data:image/png;base64,");
     base64_write(r->f, png, arrlenu(png));
     fprintf(r->f, "\"/><path class=\"void\" d=\"M0 0H%dV%dz\"/>", T, T);
     map_lines(r, &a, w->run);
     fprintf(r->f, "</svg><figcaption>layer %d, head %d: ", l, h);
-    fprintf(r->f, "%s%d columns and %d diagonals, %.0f %% of the cells, hold %.1f %% of the attention", a.dense ? "read whole, for " : "", bit_list(a.v, T, NULL), bit_list(a.s, T, NULL),
-            100 * found.cells, 100 * found.mass);
+    fprintf(r->f, "%s%d columns and %d diagonals, %.0f %% of the cells, hold %.1f %% of the attention",
+            a.dense ? "read whole, for " : "", columns, diagonals, 100 * found.cells, 100 * found.mass);
     fprintf(r->f, "</figcaption></figure>\n");
-    csv_row(r, "attention", a.dense ? "dense" : "lines", "layer, head, share of cells, share of attention, verticals", l, h, found.cells, found.mass, bit_list(a.v, T, NULL));
+    csv_row(r, "attention", a.dense ? "dense" : "lines",
+            "layer, head, share of cells, share of attention, verticals", l, h, found.cells, found.mass, columns);
     arrfree(png);
 }
+
+// A method's commit hook that writes the maps of layer l. q (T,H,D).
 static void map_probe_commit(Session *s, void *ms, int l, const float *q, int T) {
     MapProbe *m = ms;
     if (l == s->c->L || l % map_step(s->c->L)) return;
@@ -17656,93 +18534,168 @@ static void map_probe_commit(Session *s, void *ms, int l, const float *q, int T)
     }
     scratch_reset(s, mark);
 }
-static const Method map_probe = { .name = "maps", .state = sizeof(MapProbe), .commit = map_probe_commit };   // rides on full; not in the table
 
-static void draw_attention(Report *r) {
-    const Config *c = r->a->c;
-    int *ids = NULL, nl = (c->L - 1) / map_step(c->L), nh = (c->H - 1) / map_step(c->H);
-    LoopServe x = { 0 };
-    MapProbe *probe = xcalloc(1, sizeof *probe);
-    Session *s = session_open(c, r->a->w, r->o, "full");
-    picture_begin(r, "attention", "Where heads look, and the lines LoopServe keeps",
-                  "One square per head: each row is a token that reads, each column a token that is read, bright where much attention goes. Red columns (single tokens everyone reads) and "
-                  "diagonals (a fixed distance back) are the lines LoopServe would compute in this prefill; all else is skipped. "
-                  "Where few lines do not hold enough (orange, dashed), the head is read whole.");
-    fprintf(r->f, "<input type=\"checkbox\" id=\"lines\" checked=\"checked\"/><label for=\"lines\"> show LoopServe's lines</label>\n"
-            "<div class=\"sliders\"><label>layer <input type=\"range\" id=\"map-l\" min=\"0\" max=\"%d\" value=\"%d\" data-step=\"%d\"/> <output>0</output></label>"
-            "<label>head <input type=\"range\" id=\"map-h\" min=\"0\" max=\"%d\" value=\"0\" data-step=\"%d\"/> <output>0</output></label></div>\n<div class=\"maps\" id=\"maps\">\n",
-            nl, nl / 2, map_step(c->L), nh, map_step(c->H));
-    if (loop_rule(s, &x)) die(EXIT_USAGE, "--report: %s", s->err);
-    *probe = (MapProbe){ r, &x };
-    s->part[s->n_part++] = (Part){ &map_probe, probe };
-    for (int i = 0; i < DEMO_TURNS; i++) {
-        ids = ids_put(ids, r->script[i].pre, (int)arrlen(r->script[i].pre));
-        ids = ids_put(ids, r->script[i].dec, (int)arrlen(r->script[i].dec));
-    }
-    prefill(s, ids, (int)arrlen(ids));
+// Rides on full attention as a second part; it is not in the table of methods.
+static const Method map_probe = {
+    .name = "maps",
+    .state = sizeof(MapProbe),
+    .commit = map_probe_commit,
+};
+
+// A slider from 0 to max that stands at `at`; one place is `step` layers or heads.
+static void map_slider(FILE *f, const char *name, const char *id, int max, int at, int step) {
+    fprintf(f, "<label>%s <input type=\"range\" id=\"%s\" ", name, id);
+    fprintf(f, "min=\"0\" max=\"%d\" value=\"%d\" data-step=\"%d\"/> <output>0</output></label>", max, at, step);
+}
+
+// The switch for the lines and the sliders for layer and head. Without the script all maps show,
+// and no slider.
+static void map_controls(Report *r) {
+    int L = r->a->c->L, H = r->a->c->H;
+    int layers = (L - 1) / map_step(L), heads = (H - 1) / map_step(H);     // the sliders' last places
+    fprintf(r->f, "<input type=\"checkbox\" id=\"lines\" checked=\"checked\"/>"
+                  "<label for=\"lines\"> show LoopServe's lines</label>\n"
+                  "<div class=\"sliders\">");
+    map_slider(r->f, "layer", "map-l", layers, layers / 2, map_step(L));
+    map_slider(r->f, "head", "map-h", heads, 0, map_step(H));
     fprintf(r->f, "</div>\n");
+}
+
+// Every third colour with its probability.
+static void map_legend(Report *r) {
+    char text[48];
     legend_begin(r->f);
     for (int i = 0; i < SHADES; i += 3) {
-        char text[48], class[8];
-        snprintf(text, sizeof text, i ? "%.2g" : "at most %.2g of a row's attention", pow(10, 4.0 * i / (SHADES - 1) - 4));
-        snprintf(class, sizeof class, "v%d", i);
-        legend_box(r->f, class, text);
+        double p = pow(10, 4.0 * i / (SHADES - 1) - 4);
+        snprintf(text, sizeof text, i ? "%.2g" : "at most %.2g of a row's attention", p);
+        legend_shade(r->f, i, text);
     }
     legend_end(r->f);
-    picture_note(r, "%d tokens, one prefill; alpha %g. Where a pixel covers several cells it shows the largest. Logarithmic colours.", (int)arrlen(ids), x.rule.alpha);
+}
+
+// The ids of the whole dialogue (stb array).
+static int *dialogue_ids(const Report *r) {
+    int *ids = NULL;
+    for (int i = 0; i < DEMO_TURNS; i++) {
+        const Turn *t = &r->script[i];
+        ids = ids_put(ids, t->pre, (int)arrlen(t->pre));
+        ids = ids_put(ids, t->dec, (int)arrlen(t->dec));
+    }
+    return ids;
+}
+
+static void draw_attention(Report *r) {
+    LoopServe x = { 0 };
+    MapProbe *probe = xcalloc(1, sizeof *probe);
+    Session *s = session_open(r->a->c, r->a->w, r->o, "full");
+    picture_begin(r, "attention", "Where heads look, and the lines LoopServe keeps",
+                  "One square per head: each row is a token that reads, each column a token that "
+                  "is read, bright where much attention goes. Red columns (single tokens everyone "
+                  "reads) and diagonals (a fixed distance back) are the lines LoopServe would "
+                  "compute in this prefill; all else is skipped. Where few lines do not hold "
+                  "enough (orange, dashed), the head is read whole.");
+    map_controls(r);
+    fprintf(r->f, "<div class=\"maps\" id=\"maps\">\n");
+    if (loop_rule(s, &x)) die(EXIT_USAGE, "--report: %s", s->err);
+    *probe = (MapProbe){ r, &x };
+    s->part[s->n_part++] = (Part){ &map_probe, probe };             // session_close frees the probe
+    int *ids = dialogue_ids(r);
+    prefill(s, ids, (int)arrlen(ids));
+    fprintf(r->f, "</div>\n");
+    map_legend(r);
+    picture_note(r, "%d tokens, one prefill; alpha %g. Where a pixel covers several cells it shows the "
+                    "largest. Logarithmic colours.", (int)arrlen(ids), x.rule.alpha);
     picture_end(r);
     arrfree(ids);
     session_close(s);
 }
 
 // ---- 8: the text, coloured by what is kept
-static int text_shade(float share) { return share <= 0 ? 0 : (int)fminf(TEXT_SHADES, 1 + share * (TEXT_SHADES - .5f)); }
+// The whole dialogue once a method, as the method sees it at its last step: grey where no head
+// reads a token, else one of eight strengths of one colour by the share of all heads that read it.
+// The answer to the last question is underlined.
+
+// The strength of a share: 0 where no head reads, 1..8 else.
+static int text_shade(float share) {
+    if (share <= 0) return 0;
+    return (int)fminf(TEXT_SHADES, 1 + share * (TEXT_SHADES - .5f));
+}
+
+// Writes a run of text (stb array) in one strength, and empties it. answer 1: the run is the answer.
+static void kept_run(FILE *f, char *run, int shade, int answer) {
+    const char *tag = answer ? "b" : "span";
+    fprintf(f, "<%s class=\"k%d\">", tag, shade);
+    html_bytes(f, run, arrlenu(run));
+    fprintf(f, "</%s>", tag);
+    arrsetlen(run, 0);
+}
+
+// The dialogue's text as one method sees it. Tokens of one strength are one span, so that
+// characters split over tokens stay whole. A method's own token is a diamond.
 static void kept_text(Report *r, const DemoRun *d) {
-    char *run = NULL;
-    int len, n = (int)arrlen(d->tok), shade = -1, from, to;      // shade: of the run, doubled; odd: the answer
+    int n = (int)arrlen(d->tok), from, to;
     answer_at(r, d->tok, n, &from, &to);
+    char *run = NULL;
+    int run_shade = 0, run_answer = 0;
     fprintf(r->f, "<div class=\"tokens\">");
-    for (int i = 0; i <= n; i++) {                       // tokens of one shade are one span, so that characters split over tokens stay whole
-        int next = i < n ? 2 * text_shade(d->share[i]) + (i >= from && i < to) : -1;
-        if (next != shade && arrlen(run)) {
-            fprintf(r->f, "<%s class=\"k%d\">", shade & 1 ? "b" : "span", shade / 2);
-            html_bytes(r->f, run, arrlenu(run));
-            fprintf(r->f, shade & 1 ? "</b>" : "</span>");
-            arrsetlen(run, 0);
-        }
-        shade = next;
-        if (i == n) break;
-        const char *b = "\xe2\x97\x86";                  // a method's own token: a diamond
-        len = 3;
+    for (int i = 0; i < n; i++) {
+        int shade = text_shade(d->share[i]), answer = i >= from && i < to;
+        int changes = shade != run_shade || answer != run_answer;
+        if (changes && arrlen(run)) kept_run(r->f, run, run_shade, run_answer);
+        run_shade = shade;
+        run_answer = answer;
+
+        const char *b = "\xe2\x97\x86";
+        int len = 3;
         if (d->tok[i].id >= 0) b = tokenizer_bytes(r->a->tok, d->tok[i].id, &len);
         if (len) memcpy(arraddnptr(run, len), b, (size_t)len);
         csv_row(r, "text", d->name, "token, id, share of heads", i, d->tok[i].id, d->share[i], 0, 0);
     }
+    if (arrlen(run)) kept_run(r->f, run, run_shade, run_answer);
     fprintf(r->f, "</div>\n");
     arrfree(run);
 }
+
+static void text_legend(Report *r) {
+    legend_begin(r->f);
+    fprintf(r->f, "<li><span class=\"tokens\"><span class=\"k0\"> grey </span></span> no head</li>"
+                  "<li><span class=\"k1\"> word </span> few heads</li><li><span class=\"k4\"> word "
+                  "</span> half</li><li><span class=\"k8\"> word </span> all "
+                  "heads</li><li>\xe2\x97\x86 a row the method made itself, to stand for a whole "
+                  "message (SONIC)</li>\n");
+    legend_end(r->f);
+}
+
+// The heading of one method, with its answer, and its text. mean: the mean share over all tokens.
+static void text_panel(Report *r, const DemoRun *d, double mean) {
+    html_between(r->f, "<div><h3>", d->name, "");
+    fprintf(r->f, ": reads %.0f %% of %d tokens; answers <span class=\"%s\">",
+            mean, (int)arrlen(d->share), right_answer(d) ? "ok" : "bad");
+    html_between(r->f, "", d->said ? d->said : "", "</span></h3>\n");
+    kept_text(r, d);
+    fprintf(r->f, "</div>\n");
+}
+
 static void draw_text(Report *r, const DemoRun *d) {
     int drawn = 0;
     picture_begin(r, "text", "What is still there when the last question is answered",
-                  "The whole dialogue as each method sees it at its last step. The stronger the colour, the more heads read that word; grey words are read by no head. "
-                  "Look at the answer, underlined: where it is grey the method cannot know it, where it is coloured it may.");
-    legend_begin(r->f);
-    fprintf(r->f, "<li><span class=\"tokens\"><span class=\"k0\"> grey </span></span> no head</li><li><span class=\"k1\"> word </span> few heads</li>"
-            "<li><span class=\"k4\"> word </span> half</li><li><span class=\"k8\"> word </span> all heads</li>"
-            "<li>\xe2\x97\x86 a row the method made itself, to stand for a whole message (SONIC)</li>\n");
-    legend_end(r->f);
+                  "The whole dialogue as each method sees it at its last step. The stronger the "
+                  "colour, the more heads read that word; grey words are read by no head. Look at "
+                  "the answer, underlined: where it is grey the method cannot know it, where it is "
+                  "coloured it may.");
+    text_legend(r);
     for (int i = 0; i < (int)arrlen(d); i++) {
+        int n = (int)arrlen(d[i].share);
         float least = 1;
         double sum = 0;
-        for (int j = 0; j < (int)arrlen(d[i].share); j++) { least = fminf(least, d[i].share[j]); sum += d[i].share[j]; }
-        if (*d[i].why || least > .999f) continue;
-        fprintf(r->f, "%s<div><h3>", drawn++ ? "" : "<div class=\"side\">\n");
-        html_text(r->f, d[i].name);
-        fprintf(r->f, ": reads %.0f %% of %d tokens; answers <span class=\"%s\">", 100 * sum / fmax(1, (double)arrlen(d[i].share)), (int)arrlen(d[i].share), right_answer(&d[i]) ? "ok" : "bad");
-        html_text(r->f, d[i].said ? d[i].said : "");
-        fprintf(r->f, "</span></h3>\n");
-        kept_text(r, &d[i]);
-        fprintf(r->f, "</div>\n");
+        for (int j = 0; j < n; j++) {
+            least = fminf(least, d[i].share[j]);
+            sum += d[i].share[j];
+        }
+        if (*d[i].why || least > .999f) continue;       // a method that reads everything shows nothing
+        if (!drawn) fprintf(r->f, "<div class=\"side\">\n");
+        drawn = 1;
+        text_panel(r, &d[i], 100 * sum / fmax(1, (double)n));
     }
     if (drawn) fprintf(r->f, "</div>\n");
     else picture_note(r, "Every method shown here reads every token in every head.");
@@ -17750,38 +18703,67 @@ static void draw_text(Report *r, const DemoRun *d) {
 }
 
 // ---- 9: where time goes
-static void time_bars(Report *r, const DemoRun *d, int phase) {
-    double top = 0;
-    int y = 0, n = 0;
-    for (int i = 0; i < (int)arrlen(d); i++) {
-        double sum = 0;
-        for (int k = 0; k < PHASE_PARTS; k++) sum += d[i].seconds[phase][k];
-        if (d[i].tokens[phase]) { top = fmax(top, 1e3 * sum / (double)d[i].tokens[phase]); n++; }
+// Two bar charts, prefill and decode, with a bar a method: milliseconds for one token. A bar has
+// four parts, one a kind of work; the longest bar of a chart has the full width.
+
+// Milliseconds a token of one part of the work.
+static double part_ms(const DemoRun *d, int phase, int part) {
+    return 1e3 * d->seconds[phase][part] / (double)d->tokens[phase];
+}
+
+// Milliseconds a token of a whole phase.
+static double phase_ms(const DemoRun *d, int phase) {
+    double sum = 0;
+    for (int k = 0; k < PHASE_PARTS; k++) sum += d->seconds[phase][k];
+    return 1e3 * sum / (double)d->tokens[phase];
+}
+
+// One method's bar at height y. top: the milliseconds of the longest bar.
+static void time_bar(Report *r, const DemoRun *d, int phase, int y, double top) {
+    static const char *class[] = { "b1", "s2 s", "s5 s", "b3" };
+    static const char *part[] = { "attention", "choosing rows", "bookkeeping", "the rest of the model" };
+    double x = 130, sum = 0;
+    fprintf(r->f, "<text x=\"122\" y=\"%d\" text-anchor=\"end\">%.18s</text>", y + 16, d->name);
+    for (int k = 0; k < PHASE_PARTS; k++) {
+        double ms = part_ms(d, phase, k);
+        double w = top > 0 ? ms / top * (CHART_W - 220) : 0;
+        fprintf(r->f, "<rect class=\"%s\" x=\"%.1f\" y=\"%d\" width=\"%.1f\" height=\"17\">",
+                class[k], x, y + 3, w);
+        fprintf(r->f, "<title>%s: %.4f ms</title></rect>", part[k], ms);
+        csv_row(r, "time", d->name, part[k], phase, k, ms, 0, 0);
+        x += w;
+        sum += ms;
     }
-    fprintf(r->f, "<div><h3>%s</h3><svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", phase ? "Decode: one new token" : "Prefill: one token of the prompt",
-            CHART_W, 24 * n + 8, CHART_W, 24 * n + 8);
+    fprintf(r->f, "<text x=\"%.1f\" y=\"%d\">%.3f ms</text>\n", x + 6, y + 16, sum);
+}
+
+// The bar chart of one phase.
+static void time_bars(Report *r, const DemoRun *d, int phase) {
+    double top = 0;                                     // the longest bar
+    int n = 0, y = 0;
     for (int i = 0; i < (int)arrlen(d); i++) {
-        static const char *class[] = { "b1", "s2 s", "s5 s", "b3" }, *part[] = { "attention", "choosing rows", "bookkeeping", "the rest of the model" };
-        double x = 130, sum = 0;
         if (!d[i].tokens[phase]) continue;
-        fprintf(r->f, "<text x=\"122\" y=\"%d\" text-anchor=\"end\">%.18s</text>", y + 16, d[i].name);
-        for (int k = 0; k < PHASE_PARTS; k++) {
-            double ms = 1e3 * d[i].seconds[phase][k] / (double)d[i].tokens[phase], w = top > 0 ? ms / top * (CHART_W - 220) : 0;
-            fprintf(r->f, "<rect class=\"%s\" x=\"%.1f\" y=\"%d\" width=\"%.1f\" height=\"17\"><title>%s: %.4f ms</title></rect>", class[k], x, y + 3, w, part[k], ms);
-            csv_row(r, "time", d[i].name, part[k], phase, k, ms, 0, 0);
-            x += w; sum += ms;
-        }
-        fprintf(r->f, "<text x=\"%.1f\" y=\"%d\">%.3f ms</text>\n", x + 6, y + 16, sum);
+        top = fmax(top, phase_ms(&d[i], phase));
+        n++;
+    }
+    panel_begin(r->f, phase == PHASE_DECODE ? "Decode: one new token" : "Prefill: one token of the prompt");
+    svg_begin(r->f, CHART_W, 24 * n + 8);
+    for (int i = 0; i < (int)arrlen(d); i++) {
+        if (!d[i].tokens[phase]) continue;
+        time_bar(r, &d[i], phase, y, top);
         y += 24;
     }
     fprintf(r->f, "</svg></div>\n");
 }
+
 static void draw_time(Report *r, const DemoRun *d) {
     picture_begin(r, "time", "Where the time goes",
-                  "Milliseconds for one token of the built-in dialogue, on this machine. On a small model and a short text the rest of the model dominates; attention and what a method adds "
-                  "to it grow with the length of the text. Compare shares, not machines; --bench measures speed properly.");
+                  "Milliseconds for one token of the built-in dialogue, on this machine. On a "
+                  "small model and a short text the rest of the model dominates; attention and "
+                  "what a method adds to it grow with the length of the text. Compare shares, not "
+                  "machines; --bench measures speed properly.");
     fprintf(r->f, "<div class=\"row\">\n");
-    for (int phase = 0; phase < 2; phase++) time_bars(r, d, phase);
+    for (int phase = 0; phase < PHASES; phase++) time_bars(r, d, phase);
     fprintf(r->f, "</div>\n");
     legend_begin(r->f);
     legend_box(r->f, "b1", "attention (in a prefill also LoopServe's choice of lines)");
@@ -17792,13 +18774,16 @@ static void draw_time(Report *r, const DemoRun *d) {
     picture_end(r);
 }
 
-// ---- the whole
+// ---- the whole page
+
 static FILE *report_file(const char *path, const char *mode) {
     FILE *f = fopen(path, mode);
     if (!f) die(EXIT_RUN, "--report %.900s: cannot be written: %s", path, strerror(errno));
     return f;
 }
-static char *csv_path(const char *path) {                // NAME.html -> NAME.csv; malloc'd
+
+// NAME.html or NAME.htm -> NAME.csv, any other name with .csv behind it; malloc'd.
+static char *csv_path(const char *path) {
     size_t n = strlen(path);
     char *csv = xmalloc(n + 5);
     if (n > 5 && !strcmp(path + n - 5, ".html")) n -= 5;
@@ -17806,102 +18791,203 @@ static char *csv_path(const char *path) {                // NAME.html -> NAME.cs
     snprintf(csv, n + 5, "%.*s.csv", (int)n, path);
     return csv;
 }
-static void report_check(const char *path) {             // before any work is done: can it be written?
+
+// Ends the program if the page or its table cannot be written. Called before any work is done.
+static void report_check(const char *path) {
     char *csv = csv_path(path);
     fclose(report_file(path, "ab"));
     fclose(report_file(csv, "ab"));
     free(csv);
 }
+
 static void source_put(Report *r, const char *s) { memcpy(arraddnptr(r->source, strlen(s)), s, strlen(s)); }
-static void report_source(Report *r) {                   // the command line as a shell would take it, model, seed
+
+// Appends one word of the command line as a shell would take it: in single quotes where it has a
+// special character.
+static void source_word(Report *r, const char *word) {
+    int plain = *word && !word[strcspn(word, " \t\n\"'\\$&|;<>()*?`!#~")];
+    if (plain) {
+        source_put(r, word);
+        return;
+    }
+    arrput(r->source, '\'');
+    for (const char *p = word; *p; p++) {
+        if (*p == '\'') source_put(r, "'\\''");
+        else arrput(r->source, *p);
+    }
+    arrput(r->source, '\'');
+}
+
+// Makes Report.source: the command line, the model and its shape, the seeds, the version.
+static void report_source(Report *r) {
+    const Config *c = r->a->c;
     char text[160];
     for (int i = 0; i < arg_count; i++) {
-        int plain = *args[i] && !args[i][strcspn(args[i], " \t\n\"'\\$&|;<>()*?`!#~")];
         if (i) arrput(r->source, ' ');
-        if (plain) { source_put(r, args[i]); continue; }
-        arrput(r->source, '\'');
-        for (const char *p = args[i]; *p; p++) { if (*p == '\'') source_put(r, "'\\''"); else arrput(r->source, *p); }
-        arrput(r->source, '\'');
+        source_word(r, args[i]);
     }
     source_put(r, " | model ");
-    source_put(r, r->a->c->dir);
-    snprintf(text, sizeof text, " (%d layers, %d heads, %d KV heads of %d) | greedy, --seed %d, --eval-seed %d | kvcomp %s", r->a->c->L, r->a->c->H, r->a->c->G, r->a->c->D, opt_int(r->a->o, "seed"), opt_int(r->a->o, "eval-seed"), KVCOMP_VERSION);
+    source_put(r, c->dir);
+    snprintf(text, sizeof text,
+             " (%d layers, %d heads, %d KV heads of %d) | greedy, --seed %d, --eval-seed %d | "
+             "kvcomp %s",
+             c->L, c->H, c->G, c->D, opt_int(r->a->o, "seed"), opt_int(r->a->o, "eval-seed"), KVCOMP_VERSION);
     source_put(r, text);
     arrput(r->source, 0);
 }
+
+// The options of the demonstration: the user's, with demo_values where nothing is given, greedy,
+// and the first budget of --budgets or --budget, at most DEMO_MOST. With --ratio the budget stays
+// as it is.
 static Options *demo_options(const App *a) {
     Options *o = options_copy(a->o);
     char err[256], budget[160] = "";
-    for (size_t i = 0; i < sizeof demo_values / sizeof *demo_values; i++) if (!opt_given(o, demo_values[i][0])) options_set(o, demo_values[i][0], demo_values[i][1], err);
+    for (int i = 0; i < DEMO_VALUES; i++)
+        if (!opt_given(o, demo_values[i][0])) options_set(o, demo_values[i][0], demo_values[i][1], err);
     list_word(*opt_str(o, "budgets") ? opt_str(o, "budgets") : opt_str(o, "budget"), 0, budget);
-    if (atoi(budget) > DEMO_MOST) snprintf(budget, sizeof budget, "%d", DEMO_MOST);     // the dialogue has about 450 tokens
+    if (atoi(budget) > DEMO_MOST) snprintf(budget, sizeof budget, "%d", DEMO_MOST);
     if (atoi(budget) <= 0) snprintf(budget, sizeof budget, "%d", DEMO_BUDGET);
     if (!opt_given(o, "ratio")) options_set(o, "budget", budget, err);
     options_set(o, "temp", "0", err);
     return o;
 }
+
+// The page up to the first picture, and the header of the table of numbers.
 static void report_head(Report *r) {
-    static const char *parts[][2] = { { "pareto", "quality and bytes" }, { "needle", "needles" }, { "memory", "memory" }, { "heads", "heads" }, { "pats", "bits" }, { "lychee", "tree" },
-                                      { "attention", "attention" }, { "text", "kept text" }, { "time", "time" } };
-    fprintf(r->f, "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n"
-            "<title>kvcomp report</title>\n<style>\n%s", report_style);
+    static const char *parts[][2] = {                   // id of a picture, its name in the list of links
+        { "pareto", "quality and bytes" },
+        { "needle", "needles" },
+        { "memory", "memory" },
+        { "heads", "heads" },
+        { "pats", "bits" },
+        { "lychee", "tree" },
+        { "attention", "attention" },
+        { "text", "kept text" },
+        { "time", "time" },
+    };
+    fputs("<!DOCTYPE html>\n"
+          "<html lang=\"en\">\n"
+          "<head>\n"
+          "<meta charset=\"utf-8\"/>\n"
+          "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n"
+          "<title>kvcomp report</title>\n"
+          "<style>\n", r->f);
+    fputs(report_style, r->f);
     report_shades(r->f);
-    fprintf(r->f, "</style>\n</head>\n<body>\n<h1>kvcomp: what KV-cache compression keeps, and what it costs</h1>\n"
-            "<p class=\"how\">A language model remembers a conversation as rows of numbers: two (key and value) for every token, in every layer and KV head. Together they are the KV cache, and it grows "
-            "with every word. The methods on this page make it smaller or read less of it: some drop rows, some keep all but read few, some store fewer bits.</p>\n<nav>");
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) fprintf(r->f, "<a href=\"#%s\">%zu %s</a> ", parts[i][0], i + 1, parts[i][1]);
+    fputs("</style>\n"
+          "</head>\n"
+          "<body>\n"
+          "<h1>kvcomp: what KV-cache compression keeps, and what it costs</h1>\n"
+          "<p class=\"how\">A language model remembers a conversation as rows of numbers: two (key "
+          "and value) for every token, in every layer and KV head. Together they are the KV cache, "
+          "and it grows with every word. The methods on this page make it smaller or read less of "
+          "it: some drop rows, some keep all but read few, some store fewer bits.</p>\n"
+          "<nav>", r->f);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        fprintf(r->f, "<a href=\"#%s\">%zu %s</a> ", parts[i][0], i + 1, parts[i][1]);
     fprintf(r->f, "</nav>\n");
     fprintf(r->csv, "picture,series,what,x,y,value,lo,hi\n");
 }
-static void report_demo(Report *r) {                     // what pictures 3 to 9 were made from
-    char budget[64];
-    snprintf(budget, sizeof budget, opt_given(r->o, "ratio") ? "--ratio %s" : "--budget %s", opt_str(r->o, opt_given(r->o, "ratio") ? "ratio" : "budget"));
-    fprintf(r->f, "<section>\n<p class=\"how\">The pictures below come from one short conversation, played through every method with %s. The methods get the same words; each answers the last question itself. "
-            "So that methods made for long texts show themselves on a short one, these options were set unless given: ", budget);
-    for (size_t i = 0; i < sizeof demo_values / sizeof *demo_values; i++) fprintf(r->f, "%s--%s %s", i ? ", " : "", demo_values[i][0], opt_str(r->o, demo_values[i][0]));
-    fprintf(r->f, ".</p>\n<details><summary>The questions, and full attention's replies</summary>\n<table><tr><th>turn</th><th class=\"t\">the user says</th><th class=\"t\">full attention replies</th></tr>\n");
+
+// The dialogue with full attention's replies, as a table to open.
+static void report_script(Report *r) {
+    fprintf(r->f, "<details><summary>The questions, and full attention's replies</summary>\n"
+                  "<table><tr><th>turn</th><th class=\"t\">the user says</th>"
+                  "<th class=\"t\">full attention replies</th></tr>\n");
     for (int i = 0; i < DEMO_TURNS; i++) {
-        fprintf(r->f, "<tr><td>%d</td><td class=\"t\">", i + 1);
-        html_text(r->f, demo_turns[i]);
-        fprintf(r->f, "</td><td class=\"t\">");
-        Token t = { 0 };
-        for (int j = 0; j < (int)arrlen(r->script[i].dec); j++) { t.id = r->script[i].dec[j]; tokens_text(r, &t, 1); }
+        const int *reply = r->script[i].dec;
+        fprintf(r->f, "<tr><td>%d</td>", i + 1);
+        html_between(r->f, "<td class=\"t\">", demo_turns[i], "</td>");
+        fprintf(r->f, "<td class=\"t\">");
+        for (int j = 0; j < (int)arrlen(reply); j++) {
+            Token t = { .id = reply[j] };
+            tokens_text(r, &t, 1);
+        }
         fprintf(r->f, "</td></tr>\n");
     }
-    fprintf(r->f, "</table></details>\n</section>\n");
+    fprintf(r->f, "</table></details>\n");
 }
+
+// What pictures 3 to 9 were made from: the budget, the options, the dialogue.
+static void report_demo(Report *r) {
+    const char *limit = opt_given(r->o, "ratio") ? "ratio" : "budget";
+    fprintf(r->f, "<section>\n<p class=\"how\">The pictures below come from one short conversation, played through "
+                  "every method with --%s %s. The methods get the same words; each answers the last "
+                  "question itself. So that methods made for long texts show themselves on a short "
+                  "one, these options were set unless given: ",
+            limit, opt_str(r->o, limit));
+    for (int i = 0; i < DEMO_VALUES; i++)
+        fprintf(r->f, "%s--%s %s", i ? ", " : "", demo_values[i][0], opt_str(r->o, demo_values[i][0]));
+    fprintf(r->f, ".</p>\n");
+    report_script(r);
+    fprintf(r->f, "</section>\n");
+}
+
+// The script of the sliders of picture 7: one map at a time. It starts with the last map whose head
+// is not read whole.
+static const char *report_script_text =
+    "<script>\n"
+    "(function(){var d=document,m=d.getElementById('maps'),l=d.getElementById('map-l'),h=d.getEleme"
+    "ntById('map-h');\n"
+    "d.documentElement.classList.add('js');"
+    "m.classList.add('one');\n"
+
+    // Shows the figure of the chosen layer and head, and the sliders' values in the model's own
+    // numbers.
+    "function show(){"
+    "m.querySelectorAll('figure').forEach(function(f){"
+    "f.classList.toggle('on',f.dataset.l==l.value?f.dataset.h==h.value:false)"
+    "});\n"
+    "[l,h].forEach(function(x){"
+    "x.parentNode.querySelector('output').textContent=x.value*x.dataset.step"
+    "})"
+    "}\n"
+
+    "l.oninput=h.oninput=show;"
+    "var s=m.querySelectorAll('figure[data-lines]'),f=s[s.length-1];"
+    "if(f){l.value=f.dataset.l;h.value=f.dataset.h}"
+    "show()"
+    "})();\n"
+    "</script>\n";
+
 static void report_foot(Report *r) {
-    fprintf(r->f, "<script>\n(function(){var d=document,m=d.getElementById('maps'),l=d.getElementById('map-l'),h=d.getElementById('map-h');\n"
-            "d.documentElement.classList.add('js');m.classList.add('one');\n"
-            "function show(){m.querySelectorAll('figure').forEach(function(f){f.classList.toggle('on',f.dataset.l==l.value?f.dataset.h==h.value:false)});\n"
-            "[l,h].forEach(function(x){x.parentNode.querySelector('output').textContent=x.value*x.dataset.step})}\n"
-            "l.oninput=h.oninput=show;var s=m.querySelectorAll('figure[data-lines]'),f=s[s.length-1];if(f){l.value=f.dataset.l;h.value=f.dataset.h}show()})();\n</script>\n</body>\n</html>\n");
+    fputs(report_script_text, r->f);
+    fputs("</body>\n</html>\n", r->f);
 }
-// Writes the page and its numbers. rows: what --eval measured, or NULL.
+
+// Draws the nine pictures in order. The demonstration is played behind the first two.
+static void report_pictures(Report *r, const Score *rows) {
+    draw_pareto(r, rows);
+    draw_needle(r, rows);
+    DemoRun *d = demo_runs(r);
+    report_demo(r);
+    draw_memory(r, d);
+    draw_heads(r);
+    draw_pats(r);
+    draw_lychee(r);
+    draw_attention(r);
+    draw_text(r, d);
+    draw_time(r, d);
+    demo_free(d);
+}
+
+// Writes the page and its numbers. rows: what --eval measured (stb array), or NULL. Ends the
+// program when writing fails.
 static int report_write(App *a, const char *path, const Score *rows /* stb_ds */) {
     char *csv = csv_path(path);
     Report r = { .a = a, .f = report_file(path, "wb"), .csv = report_file(csv, "wb"), .o = demo_options(a) };
     report_source(&r);
     report_head(&r);
-    draw_pareto(&r, rows);
-    draw_needle(&r, rows);
-    DemoRun *d = demo_runs(&r);
-    report_demo(&r);
-    draw_memory(&r, d);
-    draw_heads(&r);
-    draw_pats(&r);
-    draw_lychee(&r);
-    draw_attention(&r);
-    draw_text(&r, d);
-    draw_time(&r, d);
+    report_pictures(&r, rows);
     report_foot(&r);
+
     int bad = ferror(r.f) | ferror(r.csv);
     bad |= fclose(r.f) | fclose(r.csv);
     if (bad) die(EXIT_RUN, "--report %.900s: writing failed (is the disk full?)", path);
     if (!quiet) fprintf(stderr, "report: %s, numbers in %s\n", path, csv);
-    demo_free(d);
     while (arrlen(r.script)) turn_free(arrpop(r.script));
-    arrfree(r.script); arrfree(r.source);
+    arrfree(r.script);
+    arrfree(r.source);
     options_free(r.o);
     free(csv);
     return 0;
