@@ -8899,7 +8899,7 @@ static void heap_down(LineItem *h, int n_heap, int i, int n) {
 }
 
 // The key of line `id`, g (2n): its residual per length.
-static double line_key(const LineSample *p, const double *g, int id) {
+static double line_gain(const LineSample *p, const double *g, int id) {
     return g[id] / (double)line_len(id % p->n, p->p0, p->n);
 }
 
@@ -8907,7 +8907,7 @@ static double line_key(const LineSample *p, const double *g, int id) {
 static int line_heap(const LineSample *p, const double *g, LineItem *heap) {
     int n_heap = 0;
     for (int id = 0; id < 2 * p->n; id++)
-        if (g[id] > LEAST_GAIN) heap[n_heap++] = (LineItem){ line_key(p, g, id), id };
+        if (g[id] > LEAST_GAIN) heap[n_heap++] = (LineItem){ line_gain(p, g, id), id };
     for (int i = n_heap / 2 - 1; i >= 0; i--) heap_down(heap, n_heap, i, p->n);
     return n_heap;
 }
@@ -8918,7 +8918,7 @@ static int best_line(const LineSample *p, const double *g, LineItem *heap, int *
     while (*n_heap > 0) {
         int id = heap[0].id, gains = g[id] > LEAST_GAIN;
         if (gains) {
-            heap[0].key = line_key(p, g, id);
+            heap[0].key = line_gain(p, g, id);
             heap_down(heap, *n_heap, 0, p->n);
             if (heap[0].id != id) continue;              // another line's bound is larger
         }
@@ -11317,84 +11317,160 @@ static size_t sonic_file_bytes(const Sonic *x) {
 }
 
 // ==================================================================================================== 21 TOKENIZER
-// Text to ids and back, from a folder's tokenizer.json (byte-level BPE, or SentencePiece-style BPE with byte fallback) or
-// from a bare SentencePiece tokenizer.model. The road of a text:
-//   added tokens cut out -> normalizer -> normalized added tokens cut out -> pre-tokenizer (pieces) -> BPE inside each piece.
-// Whatever a file asks for that is not done here exactly is refused by name: wrong ids give a model that talks nonsense
-// quietly. Nothing is quadratic: BPE keeps its candidate merges in a heap, so a megabyte without a blank is fine.
+// A tokenizer turns text into ids and ids into text. It is read from a folder's tokenizer.json
+// (byte-level BPE, or SentencePiece-style BPE with byte fallback) or from a bare SentencePiece
+// tokenizer.model of type BPE. A text takes this road:
 //
-// Broken UTF-8 is legal input: a byte that starts no well-formed character counts as one character that is neither letter,
-// digit, mark nor space (as U+FFFD would), and it comes back as the byte it was from every byte-level or byte-fallback model.
+//     text -> added tokens of the raw text are cut out          cut_added, encode_segment
+//          -> the normalizer rewrites what lies between them    normalize
+//          -> added tokens of the normalized text are cut out   cut_added, encode_piece
+//          -> the pre-tokenizer cuts the rest into words        split_piece, match
+//          -> BPE merges the characters of each word into ids   word_bpe
+//
+// What a file asks for and this section does not do exactly is refused by name, because wrong ids
+// make a model that quietly talks nonsense. No step is quadratic in the length of a text: BPE keeps
+// its candidate merges in a heap, so a megabyte without a blank is fine.
+//
+// Broken UTF-8 is legal input. A byte that starts no well-formed character counts as one character
+// that is neither letter, digit, mark nor space, as U+FFFD would. Every byte-level model and every
+// model with byte fallback gives it back as the byte it was.
 
-// ---- Maps: 64-bit keys to non-negative values, open addressing, never more than half full. ~0 marks an empty slot.
-typedef struct { uint64_t key; int64_t val; } MapSlot;
-typedef struct { MapSlot *slot; size_t cap, n; } Map;
+// ---- Maps from 64-bit keys to non-negative values
+typedef struct {
+    uint64_t key;               // UINT64_MAX: the slot is empty. No caller uses that key
+    int64_t val;
+} MapSlot;
+typedef struct {
+    MapSlot *slot;              // (cap) a key stands at its hash, or in a slot behind it
+    size_t cap;                 // a power of two, or 0
+    size_t n;                   // slots in use, at most half of cap
+} Map;
 
-static int64_t map_get(const Map *m, uint64_t key) {                // -1: absent
-    if (!m->cap) return -1;
-    for (size_t i = mix64(key) & (m->cap - 1); m->slot[i].key != UINT64_MAX; i = (i + 1) & (m->cap - 1))
-        if (m->slot[i].key == key) return m->slot[i].val;
-    return -1;
-}
-static void map_put(Map *m, uint64_t key, int64_t val) {            // a key that is there gets the new value
-    if (2 * (m->n + 1) > m->cap) {
-        Map old = *m;
-        m->cap = old.cap ? 2 * old.cap : 64;
-        m->n = 0;
-        m->slot = xmalloc(m->cap * sizeof(MapSlot));
-        for (size_t i = 0; i < m->cap; i++) m->slot[i].key = UINT64_MAX;
-        for (size_t i = 0; i < old.cap; i++) if (old.slot[i].key != UINT64_MAX) map_put(m, old.slot[i].key, old.slot[i].val);
-        free(old.slot);
-    }
+// The index of the slot that holds key, or of the empty slot where it would stand. cap is not 0.
+static size_t map_slot(const Map *m, uint64_t key) {
     size_t i = mix64(key) & (m->cap - 1);
     while (m->slot[i].key != UINT64_MAX && m->slot[i].key != key) i = (i + 1) & (m->cap - 1);
+    return i;
+}
+
+// The value of key, or -1 when the key is absent.
+static int64_t map_get(const Map *m, uint64_t key) {
+    if (!m->cap) return -1;
+    const MapSlot *slot = &m->slot[map_slot(m, key)];
+    return slot->key == UINT64_MAX ? -1 : slot->val;
+}
+
+static void map_put(Map *m, uint64_t key, int64_t val);
+
+// Doubles the slots and puts every key in anew.
+static void map_grow(Map *m) {
+    Map old = *m;
+    m->cap = old.cap ? 2 * old.cap : 64;
+    m->n = 0;
+    m->slot = xmalloc(m->cap * sizeof(MapSlot));
+    for (size_t i = 0; i < m->cap; i++) m->slot[i].key = UINT64_MAX;
+    for (size_t i = 0; i < old.cap; i++) {
+        if (old.slot[i].key != UINT64_MAX) map_put(m, old.slot[i].key, old.slot[i].val);
+    }
+    free(old.slot);
+}
+
+// Gives key the value val, in place of a value it has already.
+static void map_put(Map *m, uint64_t key, int64_t val) {
+    if (2 * (m->n + 1) > m->cap) map_grow(m);
+    size_t i = map_slot(m, key);
     if (m->slot[i].key == UINT64_MAX) m->n++;
     m->slot[i] = (MapSlot){ key, val };
 }
 
-// ---- What a tokenizer is
-enum { PIECE_USED = 1, PIECE_MODEL = 2, PIECE_ADDED = 4, PIECE_SPECIAL = 8, PIECE_NORMALIZED = 16 };
-// MODEL: in the BPE vocabulary; ADDED: in added_tokens; NORMALIZED: an added token that stands for its normalized text
-typedef struct { size_t text, bytes; int n_text, n_bytes, flags; } Piece;   // offsets into Tokenizer.chars: as written; as decoded
-typedef struct { int id, guarded, lstrip, rstrip; } AddedToken;      // guarded: only text with parse_special may name it
-enum { NORM_NFC, NORM_PREPEND, NORM_PREPEND_START, NORM_REPLACE };       // START: only where everything begins
-enum { MAX_STEPS = 4 };         // of a normalizer, and splits of a pre-tokenizer
-typedef struct { int kind; char from[8], to[8]; } NormStep;
-enum { SPLIT_LLAMA3, SPLIT_QWEN2, SPLIT_GPT2, SPLIT_TEKKEN, SPLIT_DIGITS, SPLIT_NUMBERS, SPLIT_METASPACE };
-enum { META_NONE, META_NEVER, META_FIRST, META_ALWAYS };
+// ---- What a tokenizer is made of
+enum {                          // Piece.flags
+    PIECE_USED = 1,             // the id exists
+    PIECE_MODEL = 2,            // the piece is in the BPE vocabulary
+    PIECE_ADDED = 4,            // it is in added_tokens
+    PIECE_SPECIAL = 8,          // it is a special token: decoding may skip it
+    PIECE_NORMALIZED = 16       // it is an added token that stands for its normalized text
+};
+typedef struct {                // one token of the vocabulary
+    size_t text;                // the text as the file writes it: offset into Tokenizer.chars
+    size_t bytes;               // the decoded form: offset into Tokenizer.chars
+    int n_text, n_bytes;        // their lengths in bytes
+    int flags;                  // PIECE_*
+} Piece;
 
-#define BLANK_MARK "\xe2\x96\x81"                   // U+2581, how SentencePiece writes a blank
+typedef struct {                // a token that is cut out of a text before BPE sees it
+    int id;
+    int guarded;                // 1: only a text encoded with parse_special may name it
+    int lstrip, rstrip;         // 1: it swallows the white space before it, behind it
+} AddedToken;
+
+enum {                          // steps of a normalizer
+    NORM_NFC,                   // Unicode normalization form C
+    NORM_PREPEND,               // puts `to` before every segment
+    NORM_PREPEND_START,         // puts `to` before the segment with which everything begins
+    NORM_REPLACE                // replaces every `from` by `to`
+};
+typedef struct {
+    int kind;                   // NORM_*
+    char from[8], to[8];
+} NormStep;
+
+enum {                          // how a pre-tokenizer splits a text
+    SPLIT_LLAMA3,               // the regular expression of Llama 3: numbers in groups of 3 digits
+    SPLIT_QWEN2,                // Qwen 2: the same with single digits
+    SPLIT_GPT2,                 // GPT-2, and ByteLevel with use_regex
+    SPLIT_TEKKEN,               // Mistral's Tekken: also splits where a capital begins a word
+    SPLIT_DIGITS,               // Digits, individual_digits true: every digit is a word
+    SPLIT_NUMBERS,              // Digits, individual_digits false: every run of digits is a word
+    SPLIT_METASPACE             // Metaspace: a word begins at every U+2581
+};
+enum {                          // does the pre-tokenizer Metaspace put a U+2581 before a text?
+    META_NONE,                  // there is no Metaspace
+    META_NEVER,                 // no
+    META_FIRST,                 // only where everything begins
+    META_ALWAYS                 // before every text between added tokens
+};
+enum { MAX_STEPS = 4 };         // steps of a normalizer at most, and splits of a pre-tokenizer
 
 struct Tokenizer {
-    Piece *piece;               // (size) by id; flags 0: a hole in the numbering
+    // The vocabulary
+    Piece *piece;               // (tokenizer_size) by id; flags 0: a hole in the numbering
     char *chars;                // every text and every decoded form
-    int *by_text; size_t n_by_text;             // hash of texts -> id, -1 empty; a power of two
+    int *by_text;               // (n_by_text) hash table from texts to ids; -1: an empty slot
+    size_t n_by_text;           // a power of two
     Map merges;                 // left << 32 | right -> rank << 32 | result
+
+    // Added tokens: matched on the raw text [0], or on the normalized text [1]. In a trie node 0 is
+    // the root, node << 9 | byte leads to a node, and node << 9 | 256 to an index into `added`.
     AddedToken *added;
-    Map trie[2];                // added tokens matched on the raw text [0], on the normalized text [1]: node << 9 | byte -> node,
-    int nodes[2];               // node << 9 | 256 -> index into added. Node 0 is the root
-    unsigned char starts[2][256];               // bytes some added token starts with
-    NormStep *norm;
-    int *split;                 // SPLIT_* in order
-    int meta;                   // Metaspace pre-tokenizer: META_*
-    int byte_level;             // 1: pieces are written in the byte alphabet before BPE
-    int ignore_merges, byte_fallback, fuse_unk, unk;            // unk -1: characters that are not in the vocabulary vanish
-    int byte_id[256];           // <0xNN>, or -1
-    int dec_byte_level, dec_space, dec_bytes, dec_strip;        // byte alphabet; U+2581 is a blank; <0xNN> is a byte; first blank goes
-    int bos, eos, add_bos;      // -1: none; add_bos: the model was trained with BOS before every text
+    Map trie[2];
+    int nodes[2];               // number of the newest node
+    unsigned char starts[2][256];   // 1: some added token begins with the byte
+
+    // Encoding
+    NormStep *norm;             // at most MAX_STEPS from a file
+    int *split;                 // SPLIT_* in their order
+    int meta;                   // META_*
+    int byte_level;             // 1: words are written in the byte alphabet before BPE
+    int ignore_merges;          // 1: a word that is in the vocabulary is not merged, but one id
+    int byte_fallback;          // 1: a character that is not in the vocabulary becomes its bytes
+    int byte_id[256];           // id of the piece <0xNN>, or -1
+    int unk;                    // id for characters that are not in the vocabulary; -1: they vanish
+    int fuse_unk;               // 1: neighbouring unknown characters make one unk
+
+    // Decoding
+    int dec_byte_level;         // 1: pieces are written in the byte alphabet
+    int dec_space;              // 1: U+2581 is a blank
+    int dec_bytes;              // 1: <0xNN> is a byte
+    int dec_strip;              // 1: the text's first blank goes
+
+    // Tokens with a role
+    int bos, eos;               // -1: none
+    int add_bos;                // 1: the model was trained with BOS before every text
 };
 
-#define REFUSE(...) return tok_error(err, __VA_ARGS__)
-static int tok_error(char err[512], const char *fmt, ...) KV_PRINTF(2, 3);
-static int tok_error(char err[512], const char *fmt, ...) {         // -> -1
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(err, 512, fmt, ap);
-    va_end(ap);
-    return -1;
-}
-
-static size_t text_slot(const Tokenizer *t, const char *s, size_t n) {         // where s stands in by_text, or would
+// The slot of by_text that holds the text s of n bytes, or the empty slot where it would stand.
+static size_t text_slot(const Tokenizer *t, const char *s, size_t n) {
     uint64_t h = n;
     for (size_t i = 0; i < n; i++) h = (h ^ (unsigned char)s[i]) * 0x100000001b3ull;
     size_t i = mix64(h) & (t->n_by_text - 1);
@@ -11404,88 +11480,218 @@ static size_t text_slot(const Tokenizer *t, const char *s, size_t n) {         /
     }
     return i;
 }
-static int text_id(const Tokenizer *t, const char *s, size_t n) { return t->by_text[text_slot(t, s, n)]; }
 
+// The id of the token whose text is s, or -1.
+static int text_id(const Tokenizer *t, const char *s, size_t n) {
+    return t->by_text[text_slot(t, s, n)];
+}
+
+// The id of the text s in the BPE vocabulary, or -1. Added tokens outside of it do not count.
+static int model_id(const Tokenizer *t, const char *s, size_t n) {
+    int id = text_id(t, s, n);
+    return id >= 0 && t->piece[id].flags & PIECE_MODEL ? id : -1;
+}
+
+// The number of ids, holes in the numbering included.
 static int tokenizer_size(const Tokenizer *t) { return (int)arrlen(t->piece); }
+
+// Is id a special token? An id outside the tokenizer is none.
 static int tokenizer_is_special(const Tokenizer *t, int id) {
     return id >= 0 && id < tokenizer_size(t) && (t->piece[id].flags & PIECE_SPECIAL) != 0;
 }
-static const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {     // what the id adds to a text; unknown ids add nothing
-    if (id < 0 || id >= tokenizer_size(t)) { *len = 0; return ""; }
+
+// The bytes that id adds to a text, and their number in *len. An id outside the tokenizer adds
+// none.
+static const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {
+    *len = 0;
+    if (id < 0 || id >= tokenizer_size(t)) return "";
     *len = t->piece[id].n_bytes;
     return *len ? t->chars + t->piece[id].bytes : "";
 }
 
-// ---- Characters. A code is a code point, or BROKEN + byte for a byte that starts no well-formed character.
-enum { BROKEN = 0x110000 };
-enum { U_UPPER = 1, U_LOWER = 2, U_OTHER_LETTER = 4, U_MARK = 8, U_NUMBER = 16, U_SPACE = 32, U_REST = 64, U_INSIDE = 128,
-       U_LETTER = U_UPPER | U_LOWER | U_OTHER_LETTER, U_SIGN = U_MARK | U_REST };     // SIGN: [^\s\p{L}\p{N}]
-#include "data/unicode.h"        // generated: unicode_table() and what it hands out
-static unsigned char *unicode_class, *unicode_ccc;      // (BROKEN) U_* of a code point; its combining class. Made once
-static Map nfc_parts, nfc_pairs;                        // code point -> index of its decomposition; first << 32 | second -> composed
-static const uint32_t *nfc_table;
+// LycheeCluster's chunker (section 11) cuts chunks at sentence ends and blanks, so it needs the
+// text of a token. It knows no Tokenizer: it calls two functions with a pointer it does not look
+// into.
+static const char *chunker_bytes(const void *t, int id, int *len) {
+    return tokenizer_bytes(t, id, len);
+}
+static int chunker_special(const void *t, int id) { return tokenizer_is_special(t, id); }
 
-static uint32_t char_code(const char *s, size_t n, int *len) {      // n >= 1
-    const unsigned char *p = (const unsigned char *)s;
-    *len = utf8_length(s, n);
-    switch (*len) {
-    case 1: return p[0];
-    case 2: return (uint32_t)(p[0] & 31) << 6 | (p[1] & 63);
-    case 3: return (uint32_t)(p[0] & 15) << 12 | (uint32_t)(p[1] & 63) << 6 | (p[2] & 63);
-    case 4: return (uint32_t)(p[0] & 7) << 18 | (uint32_t)(p[1] & 63) << 12 | (uint32_t)(p[2] & 63) << 6 | (p[3] & 63);
-    default: *len = 1; return BROKEN + p[0];
+// Lets the chunker read its texts from t. With t NULL every token is empty text.
+static void lychee_text(const Tokenizer *t) {
+    token_text = (TokenText){ t, chunker_bytes, chunker_special };
+}
+
+// ---- Characters and their classes
+// A character's code is its code point, or BROKEN + byte for a byte that starts no well-formed
+// character.
+enum { BROKEN = 0x110000 };
+enum {                          // classes of code points; Unicode's general categories in brackets
+    U_UPPER = 1,                // capitals [Lu Lt]
+    U_LOWER = 2,                // small letters [Ll]
+    U_OTHER_LETTER = 4,         // letters without case [Lm Lo]
+    U_MARK = 8,                 // marks [M]
+    U_NUMBER = 16,              // digits and other numbers [N]
+    U_SPACE = 32,               // white space
+    U_REST = 64,                // everything else
+    U_INSIDE = 128,             // set beside the class: a byte of a character that is not its first
+    U_LETTER = U_UPPER | U_LOWER | U_OTHER_LETTER,      // \p{L}
+    U_SIGN = U_MARK | U_REST,                           // [^\s\p{L}\p{N}]
+    U_NO_NUMBER = 127 & ~U_NUMBER                       // \P{N}
+};
+
+#include "data/unicode.h"       // unicode_range, unicode_combining, unicode_decomposition
+
+// The tables of data/unicode.h, unpacked by unicode_load.
+static unsigned char *unicode_class;    // (BROKEN) U_* of a code point
+static unsigned char *unicode_ccc;      // (BROKEN) its canonical combining class
+static Map nfc_parts;                   // code point -> index into unicode_decomposition
+static Map nfc_pairs;                   // first part << 32 | second part -> the composed code point
+
+// Gives the code points [from, to) the class that `code` stands for in unicode_range. Codes 7 and 8
+// stand for alternating capitals and small letters.
+static void unicode_fill(uint32_t from, uint32_t to, uint32_t code) {
+    static const unsigned char name[] = {
+        U_REST, U_UPPER, U_LOWER, U_OTHER_LETTER, U_MARK, U_NUMBER, U_SPACE
+    };
+    for (uint32_t c = from; c < to; c++) {
+        if (code < 7) unicode_class[c] = name[code];
+        else unicode_class[c] = (c & 1) == (code & 1) ? U_LOWER : U_UPPER;
     }
 }
-static void char_put(char **out, uint32_t c) {                      // appends to an stb array
-    if (c < 0x80) { arrput(*out, (char)c); return; }
-    if (c >= BROKEN) { arrput(*out, (char)(c - BROKEN)); return; }
-    int k = c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
-    char *p = arraddnptr(*out, k);
-    for (int i = k - 1; i > 0; i--, c >>= 6) p[i] = (char)(0x80 | (c & 63));
-    p[0] = (char)((k == 2 ? 0xc0 : k == 3 ? 0xe0 : 0xf0) | c);
+
+// Fills the two maps of NFC from unicode_decomposition.
+static void unicode_load_nfc(void) {
+    const uint32_t *d = unicode_decomposition;
+    size_t n = sizeof unicode_decomposition / sizeof *d, i = 0;
+    while (i < n) {
+        uint32_t c = d[i] >> 8, end = c + (d[i] & 255);
+        i++;
+        for (; c < end; c++, i += 2) {
+            int composes = d[i + 1] && !(d[i] >> 31);
+            map_put(&nfc_parts, c, (int64_t)i);
+            if (composes) map_put(&nfc_pairs, (uint64_t)d[i] << 32 | d[i + 1], c);
+        }
+    }
 }
-static void bytes_put(char **out, const char *s, size_t n) { if (n) memcpy(arraddnptr(*out, n), s, n); }
+
+// Unpacks the tables at the first call.
+static void unicode_load(void) {
+    if (unicode_class) return;
+    unicode_class = xmalloc(BROKEN);
+    unicode_ccc = xcalloc(BROKEN, 1);
+
+    const uint32_t *r = unicode_range;
+    size_t n = sizeof unicode_range / sizeof *r;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t end = i + 1 < n ? r[i + 1] >> 4 : BROKEN;
+        unicode_fill(r[i] >> 4, end, r[i] & 15);
+    }
+
+    const uint32_t *k = unicode_combining;
+    n = sizeof unicode_combining / sizeof *k;
+    for (size_t i = 0; i + 1 < n; i++) {
+        memset(unicode_ccc + (k[i] >> 8), (int)(k[i] & 255), (k[i + 1] >> 8) - (k[i] >> 8));
+    }
+    unicode_load_nfc();
+}
+
+// The code of the character that the n >= 1 bytes at s begin with, and its length in *len.
+static uint32_t char_code(const char *s, size_t n, int *len) {
+    const unsigned char *p = (const unsigned char *)s;
+    *len = utf8_length(s, n);
+    if (*len == 0) {
+        *len = 1;
+        return BROKEN + p[0];
+    }
+    if (*len == 1) return p[0];
+
+    // The first of k bytes holds 7 - k bits of the code, each other byte 6.
+    uint32_t code = p[0] & (0x7fu >> *len);
+    for (int i = 1; i < *len; i++) code = code << 6 | (p[i] & 63);
+    return code;
+}
+
+// Appends n bytes to the stb array *out.
+static void bytes_put(char **out, const char *s, size_t n) {
+    if (n) memcpy(arraddnptr(*out, n), s, n);
+}
+
+// Appends the character of code c to the stb array *out.
+static void char_put(char **out, uint32_t c) {
+    if (c < 0x80 || c >= BROKEN) {      // one byte: BROKEN is a multiple of 256, so its low bits are the byte
+        arrput(*out, (char)(c & 255));
+        return;
+    }
+    char utf8[4];
+    const char *end = utf8_put(utf8, c);
+    bytes_put(out, utf8, (size_t)(end - utf8));
+}
+
+// Do the n >= 1 bytes at s begin with white space? *len is the length of their first character.
 static int is_space(const char *s, size_t n, int *len) {
     uint32_t c = char_code(s, n, len);
     return c < BROKEN && unicode_class[c] == U_SPACE;
 }
 
-static void unicode_load(void) {                        // spreads the range tables of section 3c out; runs once
-    static const unsigned char name[] = { U_REST, U_UPPER, U_LOWER, U_OTHER_LETTER, U_MARK, U_NUMBER, U_SPACE };
-    if (unicode_class) return;
-    unicode_class = xmalloc(BROKEN);
-    unicode_ccc = xcalloc(BROKEN, 1);
-    size_t n;
-    const uint32_t *r = unicode_table(0, &n);
-    for (size_t i = 0; i < n; i++)
-        for (uint32_t c = r[i] >> 4, end = i + 1 < n ? r[i + 1] >> 4 : BROKEN, k = r[i] & 15; c < end; c++)
-            unicode_class[c] = k < 7 ? name[k] : (c & 1) == (k & 1) ? U_LOWER : U_UPPER;    // 7: even upper, odd lower; 8: odd upper
-    r = unicode_table(1, &n);
-    for (size_t i = 0; i + 1 < n; i++) memset(unicode_ccc + (r[i] >> 8), (int)(r[i] & 255), (r[i + 1] >> 8) - (r[i] >> 8));
-    nfc_table = unicode_table(2, &n);
-    for (size_t i = 0; i < n; )
-        for (uint32_t c = nfc_table[i] >> 8, end = c + (nfc_table[i++] & 255); c < end; c++, i += 2) {
-            map_put(&nfc_parts, c, (int64_t)i);
-            if (nfc_table[i + 1] && !(nfc_table[i] >> 31)) map_put(&nfc_pairs, (uint64_t)nfc_table[i] << 32 | nfc_table[i + 1], c);
-        }
+// The length of the white-space character that ends at s[end] and begins at s[from] or behind it; 0
+// when no such character stands there.
+static size_t space_before(const char *s, size_t from, size_t end) {
+    if (end == from) return 0;
+    size_t i = end - 1;
+    while (i > from && end - i < 4 && (s[i] & 0xc0) == 0x80) i--;
+    int len, space = is_space(s + i, end - i, &len);
+    return space && i + (size_t)len == end ? end - i : 0;
 }
 
-// The byte alphabet of GPT-2: printable bytes stand for themselves, the 68 others for U+0100 and on.
-static int byte_printable(int b) { return (b > 32 && b < 127) || (b > 160 && b != 173 && b < 256); }
+// ---- Two alphabets: byte-level and SentencePiece
+// SentencePiece writes a blank as U+2581, and a byte that belongs to no known character as the
+// piece <0xNN>.
+#define BLANK_MARK "\xe2\x96\x81"
+
+// GPT-2's byte alphabet writes every byte as a printable character: 188 printable bytes of Latin-1
+// stand for themselves, the 68 others become U+0100, U+0101 and so on, in their order.
+static int byte_printable(int b) {
+    return (b > 32 && b < 127) || (b > 160 && b != 173 && b < 256);
+}
+
+// The character of byte b in the byte alphabet.
 static uint32_t byte_char(int b) {
-    static uint32_t map[256];
-    if (!map[0]) for (uint32_t i = 0, extra = 256; i < 256; i++) map[i] = byte_printable((int)i) ? i : extra++;
+    static uint32_t map[256];   // built at the first call; byte 0 is U+0100, so map[0] tells
+    if (!map[0]) {
+        uint32_t extra = 256;
+        for (uint32_t i = 0; i < 256; i++) map[i] = byte_printable((int)i) ? i : extra++;
+    }
     return map[b];
 }
-static int char_byte(uint32_t c) {                      // -1: not of the alphabet
+
+// The byte that character c of the byte alphabet stands for, or -1 when c is not of the alphabet.
+static int char_byte(uint32_t c) {
     if (c < 256) return byte_printable((int)c) ? (int)c : -1;
-    return c < 256 + 33 ? (int)c - 256 : c < 256 + 67 ? (int)c - 256 - 33 + 127 : c == 256 + 67 ? 173 : -1;
+    int nth = (int)c - 256;                     // of the bytes that are not printable:
+    if (c < 256 + 33) return nth;               // 0 to 32,
+    if (c < 256 + 67) return nth - 33 + 127;    // 127 to 160,
+    return c == 256 + 67 ? 173 : -1;            // and 173
 }
 
-// ---- NFC (Unicode annex 15): decompose, put marks into canonical order, compose. Hangul by arithmetic.
-enum { HANGUL_S = 0xac00, HANGUL_L = 0x1100, HANGUL_V = 0x1161, HANGUL_T = 0x11a7,
-       N_HANGUL_L = 19, N_HANGUL_V = 21, N_HANGUL_T = 28, N_HANGUL_S = N_HANGUL_L * N_HANGUL_V * N_HANGUL_T };
+// ---- Normalisation
+// NFC (Unicode annex 15) decomposes every character, puts marks into canonical order and composes
+// again. Hangul syllables are decomposed and composed by arithmetic.
+enum {
+    HANGUL_S = 0xac00,          // the first syllable
+    HANGUL_L = 0x1100,          // the first leading consonant
+    HANGUL_V = 0x1161,          // the first vowel
+    HANGUL_T = 0x11a7,          // the code before the first trailing consonant
+    N_HANGUL_L = 19,
+    N_HANGUL_V = 21,
+    N_HANGUL_T = 28,            // "no trailing consonant" included
+    N_HANGUL_S = N_HANGUL_L * N_HANGUL_V * N_HANGUL_T
+};
 
+// The canonical combining class of a character: 0 for a starter, more for a mark.
+static int code_ccc(uint32_t c) { return c < BROKEN ? unicode_ccc[c] : 0; }
+
+// Appends the full decomposition of c to the stb array *out.
 static void nfc_decompose(uint32_t **out, uint32_t c) {
     uint32_t s = c - HANGUL_S;
     if (s < N_HANGUL_S) {
@@ -11494,20 +11700,26 @@ static void nfc_decompose(uint32_t **out, uint32_t c) {
         if (s % N_HANGUL_T) arrput(*out, HANGUL_T + s % N_HANGUL_T);
         return;
     }
-    int64_t at = c < 0xc0 ? -1 : map_get(&nfc_parts, c);
-    if (at < 0) { arrput(*out, c); return; }
-    nfc_decompose(out, nfc_table[at] & 0x7fffffff);
-    if (nfc_table[at + 1]) nfc_decompose(out, nfc_table[at + 1]);
+    int64_t at = c < 0xc0 ? -1 : map_get(&nfc_parts, c);    // U+00C0 is the first that decomposes
+    if (at < 0) {
+        arrput(*out, c);
+        return;
+    }
+    const uint32_t *part = &unicode_decomposition[at];
+    nfc_decompose(out, part[0] & 0x7fffffff);
+    if (part[1]) nfc_decompose(out, part[1]);
 }
-static int64_t nfc_compose(uint32_t a, uint32_t b) {    // -1: the two do not compose
+
+// The character that a and b compose, or -1 when they do not.
+static int64_t nfc_compose(uint32_t a, uint32_t b) {
     uint32_t l = a - HANGUL_L, s = a - HANGUL_S, v = b - HANGUL_V, t = b - HANGUL_T;
     if (l < N_HANGUL_L && v < N_HANGUL_V) return HANGUL_S + (l * N_HANGUL_V + v) * N_HANGUL_T;
     if (s < N_HANGUL_S && s % N_HANGUL_T == 0 && t - 1 < N_HANGUL_T - 1) return a + t;
     return map_get(&nfc_pairs, (uint64_t)a << 32 | b);
 }
-static int code_ccc(uint32_t c) { return c < BROKEN ? unicode_ccc[c] : 0; }
 
-static void nfc_sort(uint32_t *code, size_t n) {        // a run of marks: a counting sort, stable and linear
+// Sorts n marks by their combining class: a counting sort, which is stable and linear.
+static void nfc_sort(uint32_t *code, size_t n) {
     size_t start[257] = { 0 };
     uint32_t *old = xmalloc(n * sizeof *old);
     memcpy(old, code, n * sizeof *old);
@@ -11517,387 +11729,637 @@ static void nfc_sort(uint32_t *code, size_t n) {        // a run of marks: a cou
     free(old);
 }
 
-static void nfc(char **text) {                          // an stb array, rewritten
-    size_t n = arrlenu(*text), i = 0, kept = 0;
-    while (i < n && (unsigned char)(*text)[i] < 0xcc) i++;
-    if (i == n) return;                                 // every code point below U+0300: nothing to do
-    uint32_t *code = NULL;
-    int k;
-    for (i = 0; i < n; i += (size_t)k) nfc_decompose(&code, char_code(*text + i, n - i, &k));
-    n = arrlenu(code);
-    for (size_t from = 0, to; from < n; from = to) {    // order the runs of marks
+// Puts every run of marks among the n codes into canonical order.
+static void nfc_order(uint32_t *code, size_t n) {
+    size_t from = 0, to;
+    for (; from < n; from = to) {
         int sorted = 1;
-        for (to = from + 1; to < n && code_ccc(code[from]) && code_ccc(code[to]); to++)
+        for (to = from + 1; to < n && code_ccc(code[from]) && code_ccc(code[to]); to++) {
             sorted &= code_ccc(code[to - 1]) <= code_ccc(code[to]);
+        }
         if (!sorted) nfc_sort(code + from, to - from);
     }
-    int64_t starter = -1, last = -1, both;              // last: class of the code kept after the starter, -1: none was
-    for (i = 0; i < n; i++) {
+}
+
+// Composes n codes in place and returns how many are left. A code joins the last starter unless a
+// code kept between them blocks it, which is one of the same or a higher class.
+static size_t nfc_compose_all(uint32_t *code, size_t n) {
+    size_t kept = 0;
+    int64_t starter = -1;       // index of the last starter kept; -1: none yet
+    int last = -1;              // class of the last code kept behind the starter; -1: none was
+    for (size_t i = 0; i < n; i++) {
         int ccc = code_ccc(code[i]);
-        if (starter >= 0 && last < ccc && (both = nfc_compose(code[starter], code[i])) >= 0) {
-            code[starter] = (uint32_t)both;
-            continue;
+        if (starter >= 0 && last < ccc) {
+            int64_t both = nfc_compose(code[starter], code[i]);
+            if (both >= 0) {
+                code[starter] = (uint32_t)both;
+                continue;
+            }
         }
-        if (ccc) last = ccc;
-        else { starter = (int64_t)kept; last = -1; }
+        if (ccc) {
+            last = ccc;
+        } else {
+            starter = (int64_t)kept;
+            last = -1;
+        }
         code[kept++] = code[i];
     }
+    return kept;
+}
+
+// Rewrites the stb array *text in NFC.
+static void nfc(char **text) {
+    size_t n = arrlenu(*text), i = 0;
+    while (i < n && (unsigned char)(*text)[i] < 0xcc) i++;
+    if (i == n) return;         // every code point is below U+0300: there is nothing to do
+
+    uint32_t *code = NULL;
+    int len;
+    for (i = 0; i < n; i += (size_t)len) nfc_decompose(&code, char_code(*text + i, n - i, &len));
+    nfc_order(code, arrlenu(code));
+    n = nfc_compose_all(code, arrlenu(code));
+
     arrsetlen(*text, 0);
-    for (i = 0; i < kept; i++) char_put(text, code[i]);
+    for (i = 0; i < n; i++) char_put(text, code[i]);
     arrfree(code);
 }
 
-// ---- Pre-tokenizers: one matcher per known pattern, written by hand and chosen by the exact text of the pattern.
-// Every byte of a text carries the class of its character, bytes after the first also U_INSIDE, so a run of a class is a plain
-// loop over bytes. A matcher gets a position and returns the end of the match, always > i; n is where its piece ends.
-typedef struct { const char *s; const unsigned char *cls; size_t n; } Text;
-
-static size_t run(const Text *t, size_t i, int set) { while (i < t->n && t->cls[i] & set) i++; return i; }
-static size_t next_char(const Text *t, size_t i) {
-    do i++; while (i < t->n && t->cls[i] & U_INSIDE);
-    return i;
-}
-static size_t newlines(const Text *t, size_t i, int slash) {        // [\r\n]*, or [\r\n/]*
-    while (i < t->n && (t->s[i] == '\n' || t->s[i] == '\r' || (slash && t->s[i] == '/'))) i++;
-    return i;
-}
-static size_t match_blanks(const Text *t, size_t i) {               // \s+(?!\S)|\s+ : all but the last blank before a word
-    size_t end = run(t, i, U_SPACE), last = end;
-    if (end == t->n) return end;
-    while (t->cls[--last] & U_INSIDE);
-    return last > i ? last : end;
-}
-static size_t match_contraction(const Text *t, size_t i, int any_case) {       // 's|'t|'re|'ve|'m|'ll|'d -> its end, or 0
-    if (t->s[i] != '\'' || i + 1 >= t->n) return 0;
-    int up = any_case ? 32 : 0, a = t->s[i + 1] | (isupper((unsigned char)t->s[i + 1]) ? up : 0);
-    if (strchr("stmd", a) && a) return i + 2;
-    if (i + 2 >= t->n) return 0;
-    int b = t->s[i + 2] | (isupper((unsigned char)t->s[i + 2]) ? up : 0);
-    if (((a == 'r' || a == 'v') && b == 'e') || (a == 'l' && b == 'l')) return i + 3;
-    return any_case && !memcmp(t->s + i + 1, "\xc5\xbf", 2) ? i + 3 : 0;       // U+017F is an s to a pattern without case
-}
-static size_t match_signs(const Text *t, size_t i, int slash) {     // [^\s\p{L}\p{N}]+[\r\n]* after at most one blank; 0: none
-    size_t j = i + (t->s[i] == ' '), end = run(t, j, U_SIGN);
-    return end > j ? newlines(t, end, slash) : 0;
-}
-static size_t match_lines(const Text *t, size_t i) {                // \s*[\r\n]+ : to the last newline of the blanks; 0: none
-    size_t end = run(t, i, U_SPACE);
-    while (end > i && t->s[end - 1] != '\n' && t->s[end - 1] != '\r') end--;
-    return end > i ? end : 0;
-}
-
-static size_t match_gpt2(const Text *t, size_t i) {
-    static const int set[] = { U_LETTER, U_NUMBER, U_SIGN };
-    size_t end = match_contraction(t, i, 0), j = i + (t->s[i] == ' ');
-    for (int k = 0; k < 3 && !end; k++) if (run(t, j, set[k]) > j) end = run(t, j, set[k]);
-    return end ? end : match_blanks(t, i);
-}
-static size_t match_llama3(const Text *t, size_t i, int digits) {   // digits: numbers in one piece, 3 (Llama 3) or 1 (Qwen 2)
-    size_t end = match_contraction(t, i, 1), j = i;
-    if (end) return end;
-    if (!(t->cls[i] & (U_LETTER | U_NUMBER)) && t->s[i] != '\n' && t->s[i] != '\r') j = next_char(t, i);
-    if ((end = run(t, j, U_LETTER)) > j) return end;
-    for (end = i; digits-- && end < t->n && t->cls[end] & U_NUMBER; ) end = next_char(t, end);
-    if (end > i || (end = match_signs(t, i, 0)) || (end = match_lines(t, i))) return end;
-    return match_blanks(t, i);
-}
-// [upper]*[lower]+ at j, or with `must` [upper]+[lower]*. upper and lower share the caseless letters and the marks, so the
-// first form may have to give characters back: the last shared one of the upper run then is all that [lower]+ gets.
-static size_t match_cased(const Text *t, size_t j, int must) {
-    enum { BOTH = U_OTHER_LETTER | U_MARK, UP = U_UPPER | BOTH, LOW = U_LOWER | BOTH };
-    size_t up = run(t, j, UP), end = run(t, up, LOW);
-    if (must) return up > j ? end : 0;
-    if (end > up) return end;
-    for (; up > j; up--) if (t->cls[up - 1] & BOTH) return up;
-    return 0;
-}
-static size_t match_tekken(const Text *t, size_t i) {
-    size_t end, j = i;
-    if (!(t->cls[i] & (U_LETTER | U_NUMBER)) && t->s[i] != '\n' && t->s[i] != '\r') j = next_char(t, i);
-    for (int must = 0; must < 2; must++) {
-        if ((end = match_cased(t, j, must))) return end;
-        if (j > i && (end = match_cased(t, i, must))) return end;   // the optional first character may be a mark of the word itself
-    }
-    if (t->cls[i] & U_NUMBER) return next_char(t, i);
-    if ((end = match_signs(t, i, 1)) || (end = match_lines(t, i))) return end;
-    return match_blanks(t, i);
-}
-static size_t match_metaspace(const Text *t, size_t i) {            // up to the next U+2581
-    while (++i < t->n && !(t->n - i >= 3 && !memcmp(t->s + i, BLANK_MARK, 3)));
-    return i;
-}
-static size_t match(int kind, const Text *t, size_t i) {
-    size_t j = i;
-    switch (kind) {
-    case SPLIT_LLAMA3: return match_llama3(t, i, 3);
-    case SPLIT_QWEN2:  return match_llama3(t, i, 1);
-    case SPLIT_GPT2:   return match_gpt2(t, i);
-    case SPLIT_TEKKEN: return match_tekken(t, i);
-    case SPLIT_METASPACE: return match_metaspace(t, i);
-    case SPLIT_DIGITS: if (t->cls[i] & U_NUMBER) return next_char(t, i); break;
-    default: if ((j = run(t, i, U_NUMBER)) > i) return j;
-    }
-    return run(t, i, 127 & ~U_NUMBER);                              // Digits: everything up to the next number
-}
-
-// ---- BPE. A word is a linked list of symbols. Every neighbouring pair that merges waits in a heap, lowest rank first, leftmost
-// first among equals. An entry whose left symbol has got another pair since is skipped when it comes up.
-typedef struct { int id, prev, next, rank, into; } Symbol;          // rank, into: of the pair (this, next)
-enum { NO_RANK = INT_MAX };                             // the pair does not merge
-typedef struct {
-    const Tokenizer *t;
-    int special;                // 1: the text may name special tokens
-    int *ids;                   // what comes out
-    char *text, *spare, *mapped;                // the text after the normalizer; after Metaspace; in the byte alphabet
-    unsigned char *cls;
-    Symbol *sym;
-    uint64_t *heap;             // rank << 32 | index of the left symbol
-} Encoder;
-
-static void heap_push(uint64_t **heap, uint64_t x) {
-    arrput(*heap, x);
-    uint64_t *h = *heap;
-    size_t i = arrlenu(h) - 1;
-    for (; i && h[(i - 1) / 2] > x; i = (i - 1) / 2) h[i] = h[(i - 1) / 2];
-    h[i] = x;
-}
-static uint64_t heap_pop(uint64_t *h) {
-    uint64_t top = h[0], x = arrpop(h);
-    size_t n = arrlenu(h), i = 0, k;
-    while ((k = 2 * i + 1) < n) {
-        if (k + 1 < n && h[k + 1] < h[k]) k++;
-        if (h[k] >= x) break;
-        h[i] = h[k];
-        i = k;
-    }
-    if (n) h[i] = x;
-    return top;
-}
-
-static int usable(const Encoder *e, int id) {           // may BPE make this id? User text never makes a special one
-    return id >= 0 && e->t->piece[id].flags & PIECE_MODEL && (e->special || !(e->t->piece[id].flags & PIECE_SPECIAL));
-}
-static void offer(Encoder *e, int i) {                  // symbol i has a new right neighbour: does the pair merge?
-    Symbol *s = &e->sym[i];
-    int64_t m = s->next < 0 ? -1 : map_get(&e->t->merges, (uint64_t)s->id << 32 | (uint64_t)e->sym[s->next].id);
-    if (m >= 0 && !usable(e, (int)(m & INT_MAX))) m = -1;
-    s->rank = m < 0 ? NO_RANK : (int)(m >> 32);
-    s->into = (int)(m & INT_MAX);
-    if (m >= 0) heap_push(&e->heap, (uint64_t)s->rank << 32 | (uint64_t)i);
-}
-static void symbol_put(Encoder *e, int id) {
-    int i = (int)arrlen(e->sym);
-    Symbol s = { id, i - 1, i + 1, NO_RANK, -1 };
-    arrput(e->sym, s);
-}
-static void word_symbols(Encoder *e, const char *s, size_t n) {     // one a character; for unknown ones bytes, unk, or nothing
-    const Tokenizer *t = e->t;
-    int unk = 0;                                        // 1: an unk waits for the characters it may swallow (fuse_unk)
-    arrsetlen(e->sym, 0);
-    for (size_t i = 0; i < n; ) {
-        int k, b = 0, id;
-        char_code(s + i, n - i, &k);
-        id = text_id(t, s + i, (size_t)k);
-        if (usable(e, id)) {
-            if (unk) symbol_put(e, t->unk);
-            unk = 0;
-            symbol_put(e, id);
-        } else {
-            if (t->byte_fallback) while (b < k && t->byte_id[(unsigned char)s[i + (size_t)b]] >= 0) b++;
-            if (b == k) for (b = 0; b < k; b++) symbol_put(e, t->byte_id[(unsigned char)s[i + (size_t)b]]);
-            else if (t->unk >= 0) {
-                if (unk && !t->fuse_unk) symbol_put(e, t->unk);
-                unk = 1;
-            }
-        }
-        i += (size_t)k;
-    }
-    if (unk) symbol_put(e, t->unk);
-    if (arrlen(e->sym)) arrlast(e->sym).next = -1;
-}
-static void word_bpe(Encoder *e, const char *s, size_t n) {
-    if (e->t->byte_level) {
-        arrsetlen(e->mapped, 0);
-        for (size_t i = 0; i < n; i++) char_put(&e->mapped, byte_char((unsigned char)s[i]));
-        s = e->mapped; n = arrlenu(e->mapped);
-    }
-    int whole = e->t->ignore_merges ? text_id(e->t, s, n) : -1;
-    if (usable(e, whole)) { arrput(e->ids, whole); return; }
-    word_symbols(e, s, n);
-    arrsetlen(e->heap, 0);
-    for (int i = 0; i < (int)arrlen(e->sym); i++) offer(e, i);
-    while (arrlen(e->heap)) {
-        uint64_t top = heap_pop(e->heap);
-        int i = (int)(top & INT_MAX), j;
-        Symbol *left = &e->sym[i];
-        if (left->rank != (int)(top >> 32)) continue;
-        j = left->next;
-        left->id = left->into;
-        left->next = e->sym[j].next;
-        e->sym[j].rank = NO_RANK;
-        if (left->next >= 0) e->sym[left->next].prev = i;
-        offer(e, i);
-        if (e->sym[i].prev >= 0) offer(e, e->sym[i].prev);
-    }
-    for (int i = arrlen(e->sym) ? 0 : -1; i >= 0; i = e->sym[i].next) arrput(e->ids, e->sym[i].id);
-}
-
-// ---- Encoding
-static void split_piece(Encoder *e, Text t, size_t i, size_t step) {           // bytes [i, t.n) of t, from split `step` on
-    if (step == arrlenu(e->t->split)) { word_bpe(e, t.s + i, t.n - i); return; }
-    for (size_t end = t.n, j; i < end; i = j) {
-        t.n = end;
-        t.n = j = match(e->t->split[step], &t, i);
-        split_piece(e, t, i, step + 1);
-    }
-}
-
+// Replaces every `from` in the stb array *text by `to`. The result is built in *spare, and the two
+// arrays change places.
 static void replace_all(char **text, char **spare, const char *from, const char *to) {
-    size_t n = arrlenu(*text), k = strlen(from), m = strlen(to), i = 0;
+    size_t n = arrlenu(*text), n_from = strlen(from), n_to = strlen(to), i = 0;
     arrsetlen(*spare, 0);
     while (i < n) {
-        int hit = n - i >= k && !memcmp(*text + i, from, k);
-        if (hit) bytes_put(spare, to, m); else arrput(*spare, (*text)[i]);
-        i += hit ? k : 1;
+        if (n - i >= n_from && !memcmp(*text + i, from, n_from)) {
+            bytes_put(spare, to, n_to);
+            i += n_from;
+        } else {
+            arrput(*spare, (*text)[i]);
+            i++;
+        }
     }
-    char *swap = *text; *text = *spare; *spare = swap;
+    char *built = *spare;
+    *spare = *text;
+    *text = built;
 }
+
+// Puts s before the stb array *text.
 static void prepend(char **text, const char *s) {
     size_t n = arrlenu(*text), k = strlen(s);
     arrsetlen(*text, n + k);
     memmove(*text + k, *text, n);
     memcpy(*text, s, k);
 }
-static void normalize(const Tokenizer *t, char **text, char **spare, int at_start) {   // an stb array that is not empty
+
+// Runs the normalizer over *text, an stb array that is not empty. at_start: everything begins here.
+static void normalize(const Tokenizer *t, char **text, char **spare, int at_start) {
     for (int i = 0; i < (int)arrlen(t->norm); i++) {
         const NormStep *step = &t->norm[i];
-        if (step->kind == NORM_NFC) nfc(text);
-        else if (step->kind == NORM_PREPEND || (step->kind == NORM_PREPEND_START && at_start)) prepend(text, step->to);
-        else if (step->kind == NORM_REPLACE) replace_all(text, spare, step->from, step->to);
+        switch (step->kind) {
+        case NORM_NFC:
+            nfc(text);
+            break;
+        case NORM_PREPEND:
+            prepend(text, step->to);
+            break;
+        case NORM_PREPEND_START:
+            if (at_start) prepend(text, step->to);
+            break;
+        case NORM_REPLACE:
+            replace_all(text, spare, step->from, step->to);
+            break;
+        }
     }
 }
 
-static void classify(const char *s, size_t n, unsigned char **cls) {           // an stb array: U_* of every byte
+// ---- Pre-tokenizers
+// Each known pattern has a matcher written by hand; the exact text of the pattern in the file
+// chooses it (split_patterns, below). Every byte of a text carries the class of its character, and
+// all bytes of a character but the first carry U_INSIDE too, so a run of a class is a plain loop
+// over bytes. A matcher gets a position i < n and returns the end of the match, always behind i.
+typedef struct {
+    const char *s;
+    const unsigned char *cls;   // U_* of every byte
+    size_t n;                   // where the text ends, for the matcher
+} Text;
+
+// Fills the stb array *cls with the class of every byte of s.
+static void classify(const char *s, size_t n, unsigned char **cls) {
     arrsetlen(*cls, n);
     for (size_t i = 0; i < n; ) {
-        int k;
-        uint32_t c = char_code(s + i, n - i, &k);
+        int len;
+        uint32_t c = char_code(s + i, n - i, &len);
         unsigned char u = c < BROKEN ? unicode_class[c] : U_REST;
         (*cls)[i++] = u;
-        while (--k) (*cls)[i++] = u | U_INSIDE;
+        while (--len) (*cls)[i++] = u | U_INSIDE;
     }
 }
-static void encode_piece(Encoder *e, const char *s, size_t n, int at_start) {  // between added tokens, normalized
+
+// The end of the run of characters from i on whose class is in `set`.
+static size_t run_end(const Text *t, size_t i, int set) {
+    while (i < t->n && t->cls[i] & set) i++;
+    return i;
+}
+
+// Where the character behind the one at i begins.
+static size_t next_char(const Text *t, size_t i) {
+    i++;
+    while (i < t->n && t->cls[i] & U_INSIDE) i++;
+    return i;
+}
+
+static int is_newline(char c) { return c == '\n' || c == '\r'; }
+
+// [\r\n]*, or with `slash` [\r\n/]*
+static size_t match_newlines(const Text *t, size_t i, int slash) {
+    while (i < t->n && (is_newline(t->s[i]) || (slash && t->s[i] == '/'))) i++;
+    return i;
+}
+
+// \s+(?!\S)|\s+ takes all blanks but the last one before a word, and a single blank too.
+static size_t match_blanks(const Text *t, size_t i) {
+    size_t end = run_end(t, i, U_SPACE);
+    if (end == t->n) return end;
+    size_t last = end - 1;
+    while (t->cls[last] & U_INSIDE) last--;
+    return last > i ? last : end;
+}
+
+// Byte c; with any_case an ASCII capital becomes its small letter.
+static int fold_case(char c, int any_case) {
+    return any_case && isupper((unsigned char)c) ? c | 32 : c;
+}
+
+// 's|'t|'re|'ve|'m|'ll|'d, with any_case in capitals too. 0: there is no contraction at i.
+static size_t match_contraction(const Text *t, size_t i, int any_case) {
+    if (t->s[i] != '\'' || i + 1 >= t->n) return 0;
+    int a = fold_case(t->s[i + 1], any_case);
+    if (a == 's' || a == 't' || a == 'm' || a == 'd') return i + 2;
+    if (i + 2 >= t->n) return 0;
+    int b = fold_case(t->s[i + 2], any_case);
+    if ((a == 'r' || a == 'v') && b == 'e') return i + 3;
+    if (a == 'l' && b == 'l') return i + 3;
+
+    // U+017F, the long s, is an s to a pattern that ignores case.
+    return any_case && !memcmp(t->s + i + 1, "\xc5\xbf", 2) ? i + 3 : 0;
+}
+
+// [^\r\n\p{L}\p{N}]? takes one character or none.
+static size_t match_lead(const Text *t, size_t i) {
+    if (t->cls[i] & (U_LETTER | U_NUMBER) || is_newline(t->s[i])) return i;
+    return next_char(t, i);
+}
+
+//  ?[^\s\p{L}\p{N}]+[\r\n]*, or with `slash` [\r\n/]* at its end. 0: no match at i.
+static size_t match_signs(const Text *t, size_t i, int slash) {
+    size_t start = i + (t->s[i] == ' '), end = run_end(t, start, U_SIGN);
+    return end > start ? match_newlines(t, end, slash) : 0;
+}
+
+// \s*[\r\n]+ reaches to the last newline of the blanks. 0: no match at i.
+static size_t match_lines(const Text *t, size_t i) {
+    size_t end = run_end(t, i, U_SPACE);
+    while (end > i && !is_newline(t->s[end - 1])) end--;
+    return end > i ? end : 0;
+}
+
+// What the patterns of Llama 3, Qwen 2 and Tekken end with: signs, else lines, else blanks.
+static size_t match_rest(const Text *t, size_t i, int slash) {
+    size_t end = match_signs(t, i, slash);
+    if (!end) end = match_lines(t, i);
+    return end ? end : match_blanks(t, i);
+}
+
+// GPT-2: a contraction; letters, digits or signs after at most one blank; or blanks.
+static size_t match_gpt2(const Text *t, size_t i) {
+    static const int set[] = { U_LETTER, U_NUMBER, U_SIGN };
+    size_t end = match_contraction(t, i, 0);
+    if (end) return end;
+    size_t start = i + (t->s[i] == ' ');
+    for (int k = 0; k < 3; k++) {
+        end = run_end(t, start, set[k]);
+        if (end > start) return end;
+    }
+    return match_blanks(t, i);
+}
+
+// Llama 3 and Qwen 2. digits: the most digits of a number in one word, 3 for Llama 3, 1 for Qwen 2.
+static size_t match_llama3(const Text *t, size_t i, int digits) {
+    size_t end = match_contraction(t, i, 1);
+    if (end) return end;
+
+    // [^\r\n\p{L}\p{N}]?\p{L}+
+    size_t start = match_lead(t, i);
+    end = run_end(t, start, U_LETTER);
+    if (end > start) return end;
+
+    // \p{N}{1,digits}
+    end = i;
+    for (int k = 0; k < digits && end < t->n && t->cls[end] & U_NUMBER; k++) {
+        end = next_char(t, end);
+    }
+    return end > i ? end : match_rest(t, i, 0);
+}
+
+// [upper]*[lower]+ at i, or with `capital` [upper]+[lower]*. 0: no match. Letters without case and
+// marks are in both sets, so in the first form [upper]* may have to give characters back: then
+// [lower]+ gets only the last such character of the run.
+static size_t match_cased(const Text *t, size_t i, int capital) {
+    enum { BOTH = U_OTHER_LETTER | U_MARK, UPPER = U_UPPER | BOTH, LOWER = U_LOWER | BOTH };
+    size_t up = run_end(t, i, UPPER), end = run_end(t, up, LOWER);
+    if (capital) return up > i ? end : 0;
+    if (end > up) return end;
+    for (; up > i; up--) {
+        if (t->cls[up - 1] & BOTH) return up;
+    }
+    return 0;
+}
+
+// Tekken: a word in one of the two forms of match_cased, each first behind the optional lead
+// character and then without it, because a mark may be the lead or the first character of the word.
+static size_t match_tekken(const Text *t, size_t i) {
+    size_t start = match_lead(t, i);
+    for (int capital = 0; capital < 2; capital++) {
+        size_t end = match_cased(t, start, capital);
+        if (!end && start > i) end = match_cased(t, i, capital);
+        if (end) return end;
+    }
+    if (t->cls[i] & U_NUMBER) return next_char(t, i);
+    return match_rest(t, i, 1);
+}
+
+// Metaspace: up to the next U+2581 behind i.
+static size_t match_metaspace(const Text *t, size_t i) {
+    for (i++; i < t->n; i++) {
+        if (t->n - i >= 3 && !memcmp(t->s + i, BLANK_MARK, 3)) break;
+    }
+    return i;
+}
+
+// Digits: a number, single digit by single digit or as a run, or everything up to the next number.
+static size_t match_digits(const Text *t, size_t i, int single) {
+    if (!(t->cls[i] & U_NUMBER)) return run_end(t, i, U_NO_NUMBER);
+    return single ? next_char(t, i) : run_end(t, i, U_NUMBER);
+}
+
+// The end of the word that a split of kind SPLIT_* finds at i.
+static size_t match(int kind, const Text *t, size_t i) {
+    switch (kind) {
+    case SPLIT_LLAMA3:    return match_llama3(t, i, 3);
+    case SPLIT_QWEN2:     return match_llama3(t, i, 1);
+    case SPLIT_GPT2:      return match_gpt2(t, i);
+    case SPLIT_TEKKEN:    return match_tekken(t, i);
+    case SPLIT_METASPACE: return match_metaspace(t, i);
+    case SPLIT_DIGITS:    return match_digits(t, i, 1);
+    default:              return match_digits(t, i, 0);
+    }
+}
+
+// ---- BPE merges
+// A word is a linked list of symbols, one a character at first. Every neighbouring pair that merges
+// waits in a heap, lowest rank first, leftmost first among equals. An entry is stale, and is
+// skipped when it comes up, when the pair of its left symbol has changed since. (SentencePiece
+// models of type unigram have no merges and are refused.)
+typedef struct {
+    int id;
+    int prev, next;             // indices of the neighbours; -1: none
+    int rank;                   // of the pair (this, next); NO_RANK: the pair does not merge
+    int into;                   // the id the pair merges into
+} Symbol;
+enum { NO_RANK = INT_MAX };
+
+typedef struct {                // everything one call of encode_at works with; stb arrays
+    const Tokenizer *t;
+    int special;                // 1: the text may name special tokens
+    int *ids;                   // what comes out
+    char *text;                 // the segment after the normalizer
+    char *spare;                // what replace_all writes into
+    char *mapped;               // the segment after Metaspace, or, in a byte-level model, the word
+    unsigned char *cls;         // classes of the segment's bytes
+    Symbol *sym;                // the word's symbols
+    uint64_t *heap;             // rank << 32 | index of the left symbol
+} Encoder;
+
+// Puts x into a binary heap whose smallest entry stands first.
+static void heap_push(uint64_t **heap, uint64_t x) {
+    arrput(*heap, x);
+    uint64_t *h = *heap;
+    size_t i = arrlenu(h) - 1;
+    while (i && h[(i - 1) / 2] > x) {
+        h[i] = h[(i - 1) / 2];
+        i = (i - 1) / 2;
+    }
+    h[i] = x;
+}
+
+// Takes the smallest entry out of the heap.
+static uint64_t heap_pop(uint64_t *h) {
+    uint64_t top = h[0], x = arrpop(h);
+    size_t n = arrlenu(h), i = 0;
+    while (2 * i + 1 < n) {
+        size_t child = 2 * i + 1;
+        if (child + 1 < n && h[child + 1] < h[child]) child++;
+        if (h[child] >= x) break;
+        h[i] = h[child];
+        i = child;
+    }
+    if (n) h[i] = x;
+    return top;
+}
+
+// May BPE make this id? It must be in the BPE vocabulary, and it may be a special token only in a
+// text that may name special tokens: the words of a user never become one.
+static int bpe_may_make(const Encoder *e, int id) {
+    if (id < 0) return 0;
+    int flags = e->t->piece[id].flags;
+    return flags & PIECE_MODEL && (e->special || !(flags & PIECE_SPECIAL));
+}
+
+// Looks up the pair that symbol i makes with its right neighbour, and puts it into the heap when it
+// merges.
+static void pair_offer(Encoder *e, int i) {
+    Symbol *s = &e->sym[i];
+    s->rank = NO_RANK;
+    if (s->next < 0) return;
+    int64_t merge = map_get(&e->t->merges, (uint64_t)s->id << 32 | (uint64_t)e->sym[s->next].id);
+    if (merge < 0) return;
+    int into = (int)(merge & INT_MAX);
+    if (!bpe_may_make(e, into)) return;
+    s->rank = (int)(merge >> 32);
+    s->into = into;
+    heap_push(&e->heap, (uint64_t)s->rank << 32 | (uint64_t)i);
+}
+
+// Appends a symbol to the word.
+static void symbol_put(Encoder *e, int id) {
+    int i = (int)arrlen(e->sym);
+    Symbol s = { id, i - 1, i + 1, NO_RANK, -1 };
+    arrput(e->sym, s);
+}
+
+// Byte fallback: appends a symbol <0xNN> for each of a character's n bytes. Returns 0, with nothing
+// appended, when the model has no byte fallback or a byte has no piece.
+static int symbols_of_bytes(Encoder *e, const char *s, int n) {
+    const int *byte_id = e->t->byte_id;
+    if (!e->t->byte_fallback) return 0;
+    for (int i = 0; i < n; i++) {
+        if (byte_id[(unsigned char)s[i]] < 0) return 0;
+    }
+    for (int i = 0; i < n; i++) symbol_put(e, byte_id[(unsigned char)s[i]]);
+    return 1;
+}
+
+// Makes the symbols of a word: one a character. A character that is not in the vocabulary becomes
+// its bytes, else unk, else nothing. Bytes do not end the wait of an unk, and so stand before it.
+static void word_symbols(Encoder *e, const char *s, size_t n) {
     const Tokenizer *t = e->t;
-    if (t->meta) {
+    int waits = 0;              // 1: an unk waits for the characters it may swallow
+    int len;
+    arrsetlen(e->sym, 0);
+    for (size_t i = 0; i < n; i += (size_t)len) {
+        char_code(s + i, n - i, &len);
+        int id = text_id(t, s + i, (size_t)len);
+        if (bpe_may_make(e, id)) {
+            if (waits) symbol_put(e, t->unk);
+            waits = 0;
+            symbol_put(e, id);
+        } else if (!symbols_of_bytes(e, s + i, len) && t->unk >= 0) {
+            if (waits && !t->fuse_unk) symbol_put(e, t->unk);
+            waits = 1;
+        }
+    }
+    if (waits) symbol_put(e, t->unk);
+    if (arrlen(e->sym)) arrlast(e->sym).next = -1;
+}
+
+// Merges the symbols of the word, best pair first, until no pair merges.
+static void word_merge(Encoder *e) {
+    arrsetlen(e->heap, 0);
+    for (int i = 0; i < (int)arrlen(e->sym); i++) pair_offer(e, i);
+    while (arrlen(e->heap)) {
+        uint64_t top = heap_pop(e->heap);
+        int i = (int)(top & INT_MAX);
+        Symbol *left = &e->sym[i];
+        if (left->rank != (int)(top >> 32)) continue;       // stale
+
+        // The left symbol becomes the merged one, the right one leaves the list.
+        Symbol *right = &e->sym[left->next];
+        left->id = left->into;
+        left->next = right->next;
+        right->rank = NO_RANK;
+        if (left->next >= 0) e->sym[left->next].prev = i;
+        pair_offer(e, i);
+        if (left->prev >= 0) pair_offer(e, left->prev);
+    }
+}
+
+// Appends the ids of one word.
+static void word_bpe(Encoder *e, const char *s, size_t n) {
+    if (e->t->byte_level) {
+        arrsetlen(e->mapped, 0);
+        for (size_t i = 0; i < n; i++) char_put(&e->mapped, byte_char((unsigned char)s[i]));
+        s = e->mapped;
+        n = arrlenu(e->mapped);
+    }
+    int whole = e->t->ignore_merges ? text_id(e->t, s, n) : -1;
+    if (bpe_may_make(e, whole)) {
+        arrput(e->ids, whole);
+        return;
+    }
+    word_symbols(e, s, n);
+    if (!arrlen(e->sym)) return;
+    word_merge(e);
+    for (int i = 0; i >= 0; i = e->sym[i].next) arrput(e->ids, e->sym[i].id);
+}
+
+// ---- Encoding
+// Cuts the bytes [i, t.n) of t by the pre-tokenizer's splits from `step` on, each split inside the
+// words of the one before it, and hands the words to BPE.
+static void split_piece(Encoder *e, Text t, size_t i, size_t step) {
+    if (step == arrlenu(e->t->split)) {
+        word_bpe(e, t.s + i, t.n - i);
+        return;
+    }
+    size_t end = t.n;
+    while (i < end) {
+        t.n = end;
+        size_t word_end = match(e->t->split[step], &t, i);
+        t.n = word_end;
+        split_piece(e, t, i, step + 1);
+        i = word_end;
+    }
+}
+
+// Encodes a normalized text without added tokens.
+static void encode_piece(Encoder *e, const char *s, size_t n, int at_start) {
+    const Tokenizer *t = e->t;
+    if (t->meta != META_NONE) {
         arrsetlen(e->mapped, 0);
         bytes_put(&e->mapped, s, n);
         replace_all(&e->mapped, &e->spare, " ", BLANK_MARK);
         int marked = arrlen(e->mapped) >= 3 && !memcmp(e->mapped, BLANK_MARK, 3);
-        if (!marked && (t->meta == META_ALWAYS || (t->meta == META_FIRST && at_start))) prepend(&e->mapped, BLANK_MARK);
-        s = e->mapped; n = arrlenu(e->mapped);
+        int wanted = t->meta == META_ALWAYS || (t->meta == META_FIRST && at_start);
+        if (wanted && !marked) prepend(&e->mapped, BLANK_MARK);
+        s = e->mapped;
+        n = arrlenu(e->mapped);
     }
     if (arrlen(t->split)) classify(s, n, &e->cls);
     split_piece(e, (Text){ s, e->cls, n }, 0, 0);
 }
 
-// The next added token of s[0,n) at or after `from`: leftmost, then longest -> its index in added, or -1. Blanks it swallows
-// (lstrip, rstrip) are inside [*start, *end).
-static int added_next(const Encoder *e, int which, const char *s, size_t n, size_t from, size_t *start, size_t *end) {
-    const Map *trie = &e->t->trie[which];
-    for (size_t i = from, stop = 0; i < n; i = stop) {
-        int64_t node = 0, hit = -1, leaf;
+// The longest added token that begins at s[i]: its index in `added` with its end in *end, or -1
+// with *end untouched.
+static int added_here(const Tokenizer *t, int which, const char *s, size_t n, size_t i,
+                      size_t *end) {
+    const Map *trie = &t->trie[which];
+    int64_t node = 0, hit = -1;
+    if (!t->starts[which][(unsigned char)s[i]]) return -1;
+    for (; i < n; i++) {
+        node = map_get(trie, (uint64_t)node << 9 | (unsigned char)s[i]);
+        if (node < 0) break;
+        int64_t leaf = map_get(trie, (uint64_t)node << 9 | 256);
+        if (leaf < 0) continue;
+        hit = leaf;
+        *end = i + 1;
+    }
+    return (int)hit;
+}
+
+// The next added token of s[0,n) at or after `from`: the leftmost one, and the longest of those
+// that begin there. Returns its index in `added`, or -1. [*start, *end) includes the white space it
+// swallows (lstrip, rstrip).
+static int added_next(const Encoder *e, int which, const char *s, size_t n, size_t from,
+                      size_t *start, size_t *end) {
+    const Tokenizer *t = e->t;
+    for (size_t i = from, stop; i < n; i = stop) {
         stop = i + 1;
-        if (!e->t->starts[which][(unsigned char)s[i]]) continue;
-        for (size_t j = i; j < n && (node = map_get(trie, (uint64_t)node << 9 | (unsigned char)s[j])) >= 0; j++)
-            if ((leaf = map_get(trie, (uint64_t)node << 9 | 256)) >= 0) { hit = leaf; stop = j + 1; }
-        const AddedToken *a = hit < 0 ? NULL : &e->t->added[hit];
-        if (!a || (a->guarded && !e->special)) continue;            // in text that may not name it, a special token is letters
-        *start = i; *end = stop;
-        int k;
-        for (size_t b; a->lstrip && *start > from; *start = b) {
-            for (b = *start - 1; b > from && *start - b < 4 && (s[b] & 0xc0) == 0x80; b--);
-            if (!is_space(s + b, *start - b, &k) || b + (size_t)k != *start) break;
+        int hit = added_here(t, which, s, n, i, &stop);
+        if (hit < 0) continue;
+        const AddedToken *a = &t->added[hit];
+        if (a->guarded && !e->special) continue;    // here its characters are plain text
+
+        *start = i;
+        *end = stop;
+        while (a->lstrip) {
+            size_t blank = space_before(s, from, *start);
+            if (!blank) break;
+            *start -= blank;
         }
-        while (a->rstrip && *end < n && is_space(s + *end, n - *end, &k)) *end += (size_t)k;
-        return (int)hit;
+        int len;
+        while (a->rstrip && *end < n && is_space(s + *end, n - *end, &len)) *end += (size_t)len;
+        return hit;
     }
     return -1;
 }
 
-static void encode_segment(Encoder *e, const char *s, size_t n, int at_start) {        // between the added tokens of the raw text
-    const Tokenizer *t = e->t;
-    if (arrlen(t->norm)) {
-        arrsetlen(e->text, 0);
-        bytes_put(&e->text, s, n);
-        normalize(t, &e->text, &e->spare, at_start);
-        s = e->text; n = arrlenu(e->text);
-    }
+// Cuts the added tokens out of s[0,n), those of the raw text (which 0) or of the normalized text
+// (which 1). Appends their ids, and calls encode_rest for every text between them.
+static void cut_added(Encoder *e, int which, const char *s, size_t n, int at_start,
+                      void (*encode_rest)(Encoder *e, const char *s, size_t n, int at_start)) {
     size_t from = 0, start, end;
-    for (int a; (a = added_next(e, 1, s, n, from, &start, &end)) >= 0; from = end) {
-        if (start > from) encode_piece(e, s + from, start - from, at_start && !from);
-        arrput(e->ids, t->added[a].id);
+    for (;;) {
+        int a = added_next(e, which, s, n, from, &start, &end);
+        if (a < 0) break;
+        if (start > from) encode_rest(e, s + from, start - from, at_start && !from);
+        arrput(e->ids, e->t->added[a].id);
+        from = end;
     }
-    if (n > from) encode_piece(e, s + from, n - from, at_start && !from);
+    if (n > from) encode_rest(e, s + from, n - from, at_start && !from);
 }
 
-// Appends the ids of a text to the stb array ids and returns it. at_start: the text is the start of everything (some
-// SentencePiece models put a blank there only).
-static int *encode_at(const Tokenizer *t, const char *text, size_t n, int parse_special, int at_start, int *ids) {
-    if (n > INT_MAX / 8) die(EXIT_USAGE, "a text of %zu bytes is too long, at most %d", n, INT_MAX / 8);
-    Encoder e = { .t = t, .special = parse_special, .ids = ids };
-    size_t from = 0, start, end;
-    for (int a; (a = added_next(&e, 0, text, n, from, &start, &end)) >= 0; from = end) {
-        if (start > from) encode_segment(&e, text + from, start - from, at_start && !from);
-        arrput(e.ids, t->added[a].id);
+// Normalizes and encodes a text between the added tokens of the raw text.
+static void encode_segment(Encoder *e, const char *s, size_t n, int at_start) {
+    if (arrlen(e->t->norm)) {
+        arrsetlen(e->text, 0);
+        bytes_put(&e->text, s, n);
+        normalize(e->t, &e->text, &e->spare, at_start);
+        s = e->text;
+        n = arrlenu(e->text);
     }
-    if (n > from) encode_segment(&e, text + from, n - from, at_start && !from);
-    arrfree(e.text); arrfree(e.spare); arrfree(e.mapped); arrfree(e.cls); arrfree(e.sym); arrfree(e.heap);
+    cut_added(e, 1, s, n, at_start, encode_piece);
+}
+
+// Appends the ids of a text to the stb array ids and returns it.
+// parse_special: 1 where the text may name special tokens. at_start: 1 where everything begins, the
+// only place where some SentencePiece models put a blank before the text.
+static int *encode_at(const Tokenizer *t, const char *text, size_t n, int parse_special,
+                      int at_start, int *ids) {
+    if (n > INT_MAX / 8) {
+        die(EXIT_USAGE, "a text of %zu bytes is too long, at most %d", n, INT_MAX / 8);
+    }
+    Encoder e = { .t = t, .special = parse_special, .ids = ids };
+    cut_added(&e, 0, text, n, at_start, encode_segment);
+    arrfree(e.text);
+    arrfree(e.spare);
+    arrfree(e.mapped);
+    arrfree(e.cls);
+    arrfree(e.sym);
+    arrfree(e.heap);
     return e.ids;
 }
-static int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_special, int *ids) {
+
+// encode_at for a text with which everything begins.
+static int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_special,
+                             int *ids) {
     return encode_at(t, text, n, parse_special, 1, ids);
 }
 
-// ---- Decoding as a stream: feed ids, get whole characters. Bytes that may still become one are held back; bytes that cannot
-// become U+FFFD, one for each longest beginning of a character.
-typedef struct { const Tokenizer *t; int skip_special, started, n; char held[4]; } Decoder;     // all but t 0: the start of a text
+// ---- Decoding
+// A Decoder is a stream: ids go in, whole characters come out. Bytes that may still become a
+// character are held back. Bytes that cannot become one come out as U+FFFD, one for each longest
+// beginning of a character. A new Decoder has t, and skip_special if wanted; the rest is 0.
+typedef struct {
+    const Tokenizer *t;
+    int skip_special;           // 1: special tokens add nothing
+    int started;                // 1: a byte of the text has come
+    int n;                      // bytes held back
+    char held[4];
+} Decoder;
 
-static int utf8_begins(const char *s, int n) {          // can s (n <= 3 bytes, no whole character) become one?
-    int need = (unsigned char)s[0] >= 0xf0 ? 4 : (unsigned char)s[0] >= 0xe0 ? 3 : 2;
-    char low[4] = "\x80\x80\x80", high[4] = "\xbf\xbf\xbf";         // a beginning goes with the lowest or the highest continuation
-    if (n >= need) return 0;
+// Can the n bytes at s, which hold no whole character, still become one? Some continuations of a
+// beginning may be illegal, but the lowest one or the highest one is legal.
+static int utf8_begins(const char *s, int n) {
+    char low[4], high[4];
+    memset(low, 0x80, 4);
+    memset(high, 0xbf, 4);
     memcpy(low, s, (size_t)n);
     memcpy(high, s, (size_t)n);
-    low[3] = (char)0x80; high[3] = (char)0xbf;
-    return utf8_length(low, (size_t)need) == need || utf8_length(high, (size_t)need) == need;
+    return utf8_length(low, 4) > n || utf8_length(high, 4) > n;
 }
+
+// Feeds one byte. Appends what it completes to the stb array out, which is returned.
 static char *decode_byte(Decoder *d, char c, char *out) {
     d->held[d->n++] = c;
     while (d->n) {
-        int k = utf8_length(d->held, (size_t)d->n), cut = k;
-        if (!k && utf8_begins(d->held, d->n)) return out;
-        if (k) bytes_put(&out, d->held, (size_t)k);
-        else {
+        int len = utf8_length(d->held, (size_t)d->n), done = len;
+        if (!len && utf8_begins(d->held, d->n)) return out;
+        if (len) {
+            bytes_put(&out, d->held, (size_t)len);
+        } else {
             bytes_put(&out, "\xef\xbf\xbd", 3);
-            cut = d->n > 1 ? d->n - 1 : 1;              // without the newest byte it was a beginning
+            done = max_int(d->n - 1, 1);        // without the newest byte it was a beginning
         }
-        d->n -= cut;
-        memmove(d->held, d->held + cut, (size_t)d->n);
+        d->n -= done;
+        memmove(d->held, d->held + done, (size_t)d->n);
     }
     return out;
 }
-static char *decode_token(Decoder *d, int id, char *out) {          // appends what id completes to the stb array out
+
+// Feeds one id. Appends what it completes to the stb array out, which is returned.
+static char *decode_token(Decoder *d, int id, char *out) {
     int n;
     const char *s = tokenizer_bytes(d->t, id, &n);
     if (d->skip_special && tokenizer_is_special(d->t, id)) return out;
     for (int i = 0; i < n; i++) {
-        int drop = !d->started && d->t->dec_strip && s[i] == ' ';   // SentencePiece: the blank put before the text
+        // The blank that SentencePiece puts before a text is no part of it.
+        int drop = !d->started && d->t->dec_strip && s[i] == ' ';
         d->started = 1;
         if (!drop) out = decode_byte(d, s[i], out);
     }
     return out;
 }
+
+// Ends the stream: what is held back cannot become a character any more.
 static char *decode_flush(Decoder *d, char *out) {
     if (d->n) bytes_put(&out, "\xef\xbf\xbd", 3);
     d->n = 0;
@@ -11905,53 +12367,85 @@ static char *decode_flush(Decoder *d, char *out) {
 }
 
 // ---- Loading: what every format shares
+// The functions below that return int return 0, or -1 with the reason in err.
 static void tokenizer_free(Tokenizer *t) {
     if (!t) return;
-    arrfree(t->piece); arrfree(t->chars); arrfree(t->added); arrfree(t->norm); arrfree(t->split);
-    free(t->by_text); free(t->merges.slot); free(t->trie[0].slot); free(t->trie[1].slot);
+    arrfree(t->piece);
+    arrfree(t->chars);
+    arrfree(t->added);
+    arrfree(t->norm);
+    arrfree(t->split);
+    free(t->by_text);
+    free(t->merges.slot);
+    free(t->trie[0].slot);
+    free(t->trie[1].slot);
     free(t);
 }
-static Tokenizer *tokenizer_new(size_t n) {             // room for about n pieces
+
+// An empty tokenizer with room for about n pieces: ids may reach n_by_text + 1023 (piece_add).
+static Tokenizer *tokenizer_new(size_t n) {
     Tokenizer *t = xcalloc(1, sizeof *t);
     unicode_load();
-    t->unk = t->bos = t->eos = -1;
-    for (t->n_by_text = 64; t->n_by_text < 2 * n + 2; t->n_by_text *= 2);
+    t->unk = -1;
+    t->bos = -1;
+    t->eos = -1;
+    t->n_by_text = 64;
+    while (t->n_by_text < 2 * n + 2) t->n_by_text *= 2;
     t->by_text = xmalloc(t->n_by_text * sizeof(int));
-    memset(t->by_text, 255, t->n_by_text * sizeof(int));
-    memset(t->byte_id, 255, sizeof t->byte_id);
+    for (size_t i = 0; i < t->n_by_text; i++) t->by_text[i] = -1;
+    for (int b = 0; b < 256; b++) t->byte_id[b] = -1;
     return t;
 }
-static int shown(size_t n) { return n > 100 ? 100 : (int)n; }       // bytes of a piece that a message shows
+
+// How many of a piece's n bytes a message shows.
+static int shown(size_t n) { return (int)min_size(n, 100); }
+
+// Is the whole of s well-formed UTF-8?
+static int utf8_whole(const char *s, size_t n) {
+    size_t i = 0;
+    while (i < n) {
+        int len = utf8_length(s + i, n - i);
+        if (!len) return 0;
+        i += (size_t)len;
+    }
+    return 1;
+}
+
+// Gives the text s the id and the flags (PIECE_*). A text that has the id already gets the flags as
+// well: an added token may stand in the BPE vocabulary too.
 static int piece_add(Tokenizer *t, int64_t id, const char *s, size_t n, int flags, char err[512]) {
-    size_t limit = t->n_by_text + 1024, old = arrlenu(t->piece), slot = text_slot(t, s, n), k = 0;
-    while (k < n && utf8_length(s + k, n - k)) k += (size_t)utf8_length(s + k, n - k);
-    if (k < n || (flags & PIECE_ADDED && memchr(s, 0, n)))
-        REFUSE("token %lld is not UTF-8, or holds a NUL", (long long)id);
+    size_t limit = t->n_by_text + 1024, size = arrlenu(t->piece), slot = text_slot(t, s, n);
+    int has = t->by_text[slot];         // the id that the text has, or -1
+    if (!utf8_whole(s, n) || (flags & PIECE_ADDED && memchr(s, 0, n)))
+        return fault(err, "token %lld is not UTF-8, or holds a NUL", (long long)id);
     if (id < 0 || (uint64_t)id >= limit)
-        REFUSE("token '%.*s' has id %lld: expected 0..%zu", shown(n), s, (long long)id, limit - 1);
-    if (t->by_text[slot] >= 0 && t->by_text[slot] != id)
-        REFUSE("token '%.*s' has two ids, %d and %lld", shown(n), s, t->by_text[slot], (long long)id);
-    if ((size_t)id < old && t->piece[id].flags && t->by_text[slot] != id)
-        REFUSE("id %lld belongs to two tokens, '%.100s' and '%.*s'", (long long)id, t->chars + t->piece[id].text, shown(n), s);
-    if (t->by_text[slot] == id) {
-        if (t->piece[id].flags & flags) REFUSE("token '%.*s' is listed twice", shown(n), s);
+        return fault(err, "token '%.*s' has id %lld: expected 0..%zu", shown(n), s, (long long)id,
+                     limit - 1);
+    if (has >= 0 && has != id)
+        return fault(err, "token '%.*s' has two ids, %d and %lld", shown(n), s, has, (long long)id);
+    if ((size_t)id < size && t->piece[id].flags && has != id)
+        return fault(err, "id %lld belongs to two tokens, '%.100s' and '%.*s'", (long long)id,
+                     t->chars + t->piece[id].text, shown(n), s);
+    if (has == id) {
+        if (t->piece[id].flags & flags)
+            return fault(err, "token '%.*s' is listed twice", shown(n), s);
         t->piece[id].flags |= flags;
         return 0;
     }
-    if ((size_t)id >= old) {
+
+    if ((size_t)id >= size) {
         arrsetlen(t->piece, (size_t)id + 1);
-        memset(t->piece + old, 0, ((size_t)id + 1 - old) * sizeof(Piece));
+        memset(t->piece + size, 0, ((size_t)id + 1 - size) * sizeof(Piece));
     }
-    t->piece[id] = (Piece){ .text = arrlenu(t->chars), .n_text = (int)n, .flags = PIECE_USED | flags };
+    t->piece[id] = (Piece){ .text = arrlenu(t->chars), .n_text = (int)n };
+    t->piece[id].flags = PIECE_USED | flags;
     bytes_put(&t->chars, s, n);
     arrput(t->chars, 0);
     t->by_text[slot] = (int)id;
     return 0;
 }
-static int model_id(const Tokenizer *t, const char *s, size_t n) {  // id in the BPE vocabulary, -1: none
-    int id = text_id(t, s, n);
-    return id >= 0 && t->piece[id].flags & PIECE_MODEL ? id : -1;
-}
+
+// Finds the pieces <0x00> to <0xFF>.
 static void byte_ids(Tokenizer *t) {
     for (int b = 0; b < 256; b++) {
         char name[8];
@@ -11959,40 +12453,81 @@ static void byte_ids(Tokenizer *t) {
         t->byte_id[b] = model_id(t, name, 6);
     }
 }
-// Puts added token `index` into the trie of its kind; the normalized ones as the normalizer writes them.
+
+// Notes that left and right merge into the id `into`; lower ranks merge first.
+static void merge_put(Tokenizer *t, int left, int right, int rank, int into) {
+    map_put(&t->merges, (uint64_t)left << 32 | (uint64_t)right, (int64_t)rank << 32 | into);
+}
+
+// Puts added token number `index` into the trie of its kind. A normalized one goes in as the
+// normalizer writes it.
 static void trie_add(Tokenizer *t, int index, int normalized) {
     const Piece *p = &t->piece[t->added[index].id];
+    Map *trie = &t->trie[normalized];
     char *text = NULL, *spare = NULL;
     bytes_put(&text, t->chars + p->text, (size_t)p->n_text);
     if (normalized) normalize(t, &text, &spare, 1);
-    int64_t node = 0, to;
-    for (size_t i = 0; i < arrlenu(text); i++, node = to) {
+
+    int64_t node = 0;
+    for (size_t i = 0; i < arrlenu(text); i++) {
         uint64_t key = (uint64_t)node << 9 | (unsigned char)text[i];
-        if ((to = map_get(&t->trie[normalized], key)) < 0) map_put(&t->trie[normalized], key, to = ++t->nodes[normalized]);
+        node = map_get(trie, key);
+        if (node >= 0) continue;
+        node = ++t->nodes[normalized];
+        map_put(trie, key, node);
     }
-    map_put(&t->trie[normalized], (uint64_t)node << 9 | 256, index);
+    map_put(trie, (uint64_t)node << 9 | 256, index);
     t->starts[normalized][(unsigned char)text[0]] = 1;
-    arrfree(text); arrfree(spare);
+    arrfree(text);
+    arrfree(spare);
 }
-static void decode_piece(Tokenizer *t, int id, char **text, char **out) {      // text: what the piece stands for; both stb arrays
-    const Piece *p = &t->piece[id];
-    int k, b = -1, mapped = t->dec_byte_level && !(p->flags & PIECE_ADDED), n = (int)arrlen(*text);
-    if (t->dec_bytes) for (b = 255; b >= 0 && t->byte_id[b] != id; b--);
-    if (b >= 0) { arrput(*out, (char)b); return; }
-    for (int i = 0, c; i < n && mapped; i += k) {
-        if ((c = char_byte(char_code(*text + i, (size_t)(n - i), &k))) >= 0) arrput(*out, (char)c);
-        else { mapped = 0; arrsetlen(*out, 0); }        // a piece with a character outside the byte alphabet stands for itself
+
+// The byte whose piece <0xNN> has this id, or -1.
+static int byte_of_id(const Tokenizer *t, int id) {
+    for (int b = 255; b >= 0; b--) {
+        if (t->byte_id[b] == id) return b;
     }
-    if (mapped) return;
+    return -1;
+}
+
+// Appends the bytes that n bytes of text stand for in the byte alphabet. Returns 0, with *out
+// empty, when a character is not of the alphabet.
+static int bytes_of_alphabet(const char *text, int n, char **out) {
+    int len;
+    for (int i = 0; i < n; i += len) {
+        int b = char_byte(char_code(text + i, (size_t)(n - i), &len));
+        if (b < 0) {
+            arrsetlen(*out, 0);
+            return 0;
+        }
+        arrput(*out, (char)b);
+    }
+    return 1;
+}
+
+// Writes the decoded form of a piece whose text is *text to *out, which is empty. Both are stb
+// arrays, and *text may be used up. A piece with a character outside the byte alphabet stands for
+// itself.
+static void decode_piece(const Tokenizer *t, int id, char **text, char **out) {
+    int added = t->piece[id].flags & PIECE_ADDED, n = (int)arrlen(*text);
+    int byte = t->dec_bytes ? byte_of_id(t, id) : -1;
+    if (byte >= 0) {
+        arrput(*out, (char)byte);
+        return;
+    }
+    if (t->dec_byte_level && !added && bytes_of_alphabet(*text, n, out)) return;
     bytes_put(out, *text, (size_t)n);
     if (t->dec_space) replace_all(out, text, BLANK_MARK, " ");
 }
-static void decode_table(Tokenizer *t) {                // the decoded form of every piece, from the decoder's flags
+
+// Makes the decoded form of every piece, from the flags dec_*.
+static void decode_table(Tokenizer *t) {
     char *text = NULL, *out = NULL;
     for (int id = 0; id < tokenizer_size(t); id++) {
         Piece *p = &t->piece[id];
-        arrsetlen(text, 0); arrsetlen(out, 0);
+        arrsetlen(text, 0);
         bytes_put(&text, t->chars + p->text, (size_t)p->n_text);
+        arrsetlen(out, 0);
         if (p->flags & PIECE_NORMALIZED) normalize(t, &text, &out, 1);
         arrsetlen(out, 0);
         decode_piece(t, id, &text, &out);
@@ -12000,489 +12535,874 @@ static void decode_table(Tokenizer *t) {                // the decoded form of e
         p->n_bytes = (int)arrlen(out);
         bytes_put(&t->chars, out, arrlenu(out));
     }
-    arrfree(text); arrfree(out);
+    arrfree(text);
+    arrfree(out);
 }
 
-// ---- Loading tokenizer.json. Each reader takes one member; a NULL or null member is legal where the format says so.
+// ---- Loading tokenizer.json
+// Each reader takes one member of the file; an absent or null member is legal where the format says
+// so. Readers of members that may be a "Sequence" call themselves, at most 4 levels deep.
 static int json_is(const Json *j, int type) { return j && j->type == type; }
 static int json_none(const Json *j) { return !j || j->type == JSON_NULL; }
-static int json_flag(const Json *obj, const char *key, int absent) {            // 2: there, and no bool
+
+// The bool of a key: 0 or 1; `absent` when it is absent or null; 2 when it is no bool.
+static int json_flag(const Json *obj, const char *key, int absent) {
     const Json *j = json_get(obj, key);
-    return json_none(j) ? absent : j->type == JSON_BOOL ? (int)j->i : 2;
+    if (json_none(j)) return absent;
+    return j->type == JSON_BOOL ? (int)j->i : 2;
 }
-static const char *json_text(const Json *obj, const char *key) {                // "": absent or no text
+
+// The text of a key; "" when it is absent, no text, or a text with a NUL inside.
+static const char *json_text(const Json *obj, const char *key) {
     const Json *j = json_get(obj, key);
     return json_is(j, JSON_STRING) && strlen(j->str) == j->len ? j->str : "";
 }
-static int tok_refuse(char err[512], const char *where, const Json *obj) {      // for every type that is not done here
+
+// Refuses an object for its type. what: "a normalizer" and the like.
+static int refuse_type(char err[512], const char *what, const Json *obj) {
     const char *type = json_text(obj, "type");
-    REFUSE(*type ? "%s of type '%.100s' is not supported" : "%s without a type is not supported", where, type);
+    if (!*type) return fault(err, "%s without a type is not supported", what);
+    return fault(err, "%s of type '%.100s' is not supported", what, type);
 }
 
+// The list of a "Sequence" object under `key`; NULL when obj is none, or lies too deep.
+static const Json *sequence_list(const Json *obj, const char *key, int depth) {
+    const Json *list = json_get(obj, key);
+    if (strcmp(json_text(obj, "type"), "Sequence") || depth >= 4) return NULL;
+    return json_is(list, JSON_ARRAY) ? list : NULL;
+}
+
+// model.vocab: an object from texts to ids.
 static int load_vocab(Tokenizer *t, const Json *vocab, char err[512]) {
     for (int i = 0; i < vocab->n; i++) {
         const Json *id = &vocab->item[i];
-        if (id->type != JSON_NUMBER || !id->is_int) REFUSE("model.vocab: the id of '%.100s' is no integer", vocab->key[i]);
-        if (piece_add(t, id->i, vocab->key[i], strlen(vocab->key[i]), PIECE_MODEL, err)) return -1;
+        const char *text = vocab->key[i];
+        if (id->type != JSON_NUMBER || !id->is_int)
+            return fault(err, "model.vocab: the id of '%.100s' is no integer", text);
+        if (piece_add(t, id->i, text, strlen(text), PIECE_MODEL, err)) return -1;
     }
     return 0;
 }
-static int merge_add(Tokenizer *t, int rank, const char *a, size_t na, const char *b, size_t nb, char **both, char err[512]) {
+
+// Adds the merge of the texts a and b. *both is an stb array to work in.
+static int merge_add(Tokenizer *t, int rank, const char *a, size_t na, const char *b, size_t nb,
+                     char **both, char err[512]) {
     arrsetlen(*both, 0);
     bytes_put(both, a, na);
     bytes_put(both, b, nb);
-    int left = model_id(t, a, na), right = model_id(t, b, nb), into = model_id(t, *both, na + nb);
-    if (!na || !nb) REFUSE("model.merges[%d] has an empty side", rank);
-    const char *missing = left < 0 ? a : right < 0 ? b : *both;
-    size_t n = left < 0 ? na : right < 0 ? nb : na + nb;
-    if (left < 0 || right < 0 || into < 0)
-        REFUSE("model.merges[%d] needs '%.*s', which is not in the vocabulary", rank, shown(n), missing);
-    map_put(&t->merges, (uint64_t)left << 32 | (uint64_t)right, (int64_t)rank << 32 | into);
+    if (!na || !nb) return fault(err, "model.merges[%d] has an empty side", rank);
+
+    const char *const text[3] = { a, b, *both };
+    size_t n[3] = { na, nb, na + nb };
+    int id[3];
+    for (int i = 0; i < 3; i++) {
+        id[i] = model_id(t, text[i], n[i]);
+        if (id[i] < 0)
+            return fault(err, "model.merges[%d] needs '%.*s', which is not in the vocabulary", rank,
+                         shown(n[i]), text[i]);
+    }
+    merge_put(t, id[0], id[1], rank, id[2]);
     return 0;
 }
-static int load_merges(Tokenizer *t, const Json *merges, char err[512]) {       // "a b", or ["a", "b"]; rank = index
+
+// One member of model.merges: "left right", or ["left", "right"].
+static int load_merge(Tokenizer *t, const Json *m, int rank, char **both, char err[512]) {
+    if (m->type == JSON_STRING && m->len) {
+        const char *left = m->str, *gap = memchr(left, ' ', m->len);
+        const char *right = gap ? gap + 1 : left;
+        size_t n_left = gap ? (size_t)(gap - left) : 0, n_right = m->len - (size_t)(right - left);
+        if (gap && !memchr(right, ' ', n_right))
+            return merge_add(t, rank, left, n_left, right, n_right, both, err);
+    }
+    if (m->type == JSON_ARRAY && m->n == 2) {
+        const Json *a = &m->item[0], *b = &m->item[1];
+        if (a->type == JSON_STRING && b->type == JSON_STRING)
+            return merge_add(t, rank, a->str, a->len, b->str, b->len, both, err);
+    }
+    return fault(err, "model.merges[%d]: expected \"left right\" or [\"left\", \"right\"]", rank);
+}
+
+// model.merges. A merge's rank is its index.
+static int load_merges(Tokenizer *t, const Json *merges, char err[512]) {
     char *both = NULL;
     int bad = 0;
     for (int i = 0; i < merges->n && !bad; i++) {
-        const Json *m = &merges->item[i];
-        char *gap = m->type == JSON_STRING && m->len ? memchr(m->str, ' ', m->len) : NULL;
-        if (gap && !memchr(gap + 1, ' ', m->len - (size_t)(gap + 1 - m->str)))
-            bad = merge_add(t, i, m->str, (size_t)(gap - m->str), gap + 1, m->len - (size_t)(gap + 1 - m->str), &both, err);
-        else if (m->type == JSON_ARRAY && m->n == 2 && m->item[0].type == JSON_STRING && m->item[1].type == JSON_STRING)
-            bad = merge_add(t, i, m->item[0].str, m->item[0].len, m->item[1].str, m->item[1].len, &both, err);
-        else bad = tok_error(err, "model.merges[%d]: expected \"left right\" or [\"left\", \"right\"]", i);
+        bad = load_merge(t, &merges->item[i], i, &both, err);
     }
     arrfree(both);
     return bad;
 }
-static int load_model(Tokenizer *t, const Json *m, char err[512]) {
+
+// Refuses what a BPE model may ask for and BPE here does not do.
+static int check_model(const Json *m, char err[512]) {
     static const char *const affix[] = { "continuing_subword_prefix", "end_of_word_suffix" };
-    const Json *vocab = json_get(m, "vocab"), *merges = json_get(m, "merges"), *unk = json_get(m, "unk_token");
+    const Json *vocab = json_get(m, "vocab"), *merges = json_get(m, "merges");
     const Json *dropout = json_get(m, "dropout");
-    if (!json_none(json_get(m, "type")) && strcmp(json_text(m, "type"), "BPE")) return tok_refuse(err, "a model", m);
-    if (!json_is(vocab, JSON_OBJECT) || !vocab->n) REFUSE("model.vocab: expected an object with tokens");
-    if (!json_is(merges, JSON_ARRAY) || !merges->n) REFUSE("model.merges: expected a list with merges");
-    for (int i = 0; i < 2; i++)
-        if (!json_none(json_get(m, affix[i])) && (!json_is(json_get(m, affix[i]), JSON_STRING) || json_get(m, affix[i])->len))
-            REFUSE("model.%s is not supported", affix[i]);
-    if (!json_none(dropout) && (dropout->type != JSON_NUMBER || dropout->num != 0)) REFUSE("model.dropout is not supported");
+    if (!json_none(json_get(m, "type")) && strcmp(json_text(m, "type"), "BPE"))
+        return refuse_type(err, "a model", m);
+    if (!json_is(vocab, JSON_OBJECT) || !vocab->n)
+        return fault(err, "model.vocab: expected an object with tokens");
+    if (!json_is(merges, JSON_ARRAY) || !merges->n)
+        return fault(err, "model.merges: expected a list with merges");
+    for (int i = 0; i < 2; i++) {
+        const Json *j = json_get(m, affix[i]);
+        if (json_none(j)) continue;
+        if (j->type != JSON_STRING || j->len)
+            return fault(err, "model.%s is not supported", affix[i]);
+    }
+    if (!json_none(dropout) && (dropout->type != JSON_NUMBER || dropout->num != 0))
+        return fault(err, "model.dropout is not supported");
+    return 0;
+}
+
+// "model": vocabulary, merges, and what becomes of unknown characters.
+static int load_model(Tokenizer *t, const Json *m, char err[512]) {
+    if (check_model(m, err)) return -1;
     t->ignore_merges = json_flag(m, "ignore_merges", 0);
     t->byte_fallback = json_flag(m, "byte_fallback", 0);
     t->fuse_unk = json_flag(m, "fuse_unk", 0);
     if (t->ignore_merges > 1 || t->byte_fallback > 1 || t->fuse_unk > 1)
-        REFUSE("model: ignore_merges, byte_fallback and fuse_unk are true or false");
-    if (load_vocab(t, vocab, err) || load_merges(t, merges, err)) return -1;
+        return fault(err, "model: ignore_merges, byte_fallback and fuse_unk are true or false");
+    if (load_vocab(t, json_get(m, "vocab"), err)) return -1;
+    if (load_merges(t, json_get(m, "merges"), err)) return -1;
     byte_ids(t);
+
+    const Json *unk = json_get(m, "unk_token");
     if (json_none(unk)) return 0;
     t->unk = unk->type == JSON_STRING ? model_id(t, unk->str, unk->len) : -1;
-    return t->unk >= 0 ? 0 : tok_error(err, "model.unk_token is not in the vocabulary");
+    return t->unk >= 0 ? 0 : fault(err, "model.unk_token is not in the vocabulary");
 }
 
-// DeepSeek's <｜User｜> and other turn marks are not "special" in their files, but a user must not be able to write them either.
+// Does an added token look like a turn mark? DeepSeek's <｜User｜> and its like are not "special" in
+// their files, but a user must not be able to write them either.
 static int looks_special(const char *s, size_t n) {
-    return n > 4 && (!strncmp(s, "<|", 2) || !strncmp(s, "<｜", 4)) && s[n - 1] == '>';
+    int opens = !strncmp(s, "<|", 2) || !strncmp(s, "<｜", 4);
+    return n > 4 && opens && s[n - 1] == '>';
 }
+
+// Member i of added_tokens.
+static int load_added_token(Tokenizer *t, const Json *j, int i, char err[512]) {
+    const Json *id = json_get(j, "id"), *content = json_get(j, "content");
+    int special = json_flag(j, "special", 0), normalized = json_flag(j, "normalized", !special);
+    AddedToken a = { .lstrip = json_flag(j, "lstrip", 0), .rstrip = json_flag(j, "rstrip", 0) };
+    if (!json_is(id, JSON_NUMBER) || !id->is_int)
+        return fault(err, "added_tokens[%d].id is not an integer", i);
+    if (!json_is(content, JSON_STRING) || !content->len)
+        return fault(err, "added_tokens[%d].content is no text, or empty", i);
+    if (special > 1 || normalized > 1 || a.lstrip > 1 || a.rstrip > 1)
+        return fault(err, "added_tokens[%d]: a flag is neither true nor false", i);
+    if (json_flag(j, "single_word", 0))
+        return fault(err, "added token '%.100s': single_word is not supported", content->str);
+
+    int flags = PIECE_ADDED;
+    if (special) flags |= PIECE_SPECIAL;
+    if (normalized) flags |= PIECE_NORMALIZED;
+    if (piece_add(t, id->i, content->str, content->len, flags, err)) return -1;
+    a.id = (int)id->i;
+    a.guarded = special || looks_special(content->str, content->len);
+    arrput(t->added, a);
+    trie_add(t, i, normalized);
+    return 0;
+}
+
+// "added_tokens". Needs the normalizer, which rewrites those that are normalized.
 static int load_added(Tokenizer *t, const Json *list, char err[512]) {
     if (json_none(list)) return 0;
-    if (list->type != JSON_ARRAY) REFUSE("added_tokens: expected a list");
+    if (list->type != JSON_ARRAY) return fault(err, "added_tokens: expected a list");
     for (int i = 0; i < list->n; i++) {
-        const Json *j = &list->item[i], *id = json_get(j, "id"), *content = json_get(j, "content");
-        int special = json_flag(j, "special", 0), normalized = json_flag(j, "normalized", !special);
-        AddedToken a = { .lstrip = json_flag(j, "lstrip", 0), .rstrip = json_flag(j, "rstrip", 0) };
-        if (!json_is(id, JSON_NUMBER) || !id->is_int) REFUSE("added_tokens[%d].id is not an integer", i);
-        if (!json_is(content, JSON_STRING) || !content->len) REFUSE("added_tokens[%d].content is no text, or empty", i);
-        if (special > 1 || normalized > 1 || a.lstrip > 1 || a.rstrip > 1)
-            REFUSE("added_tokens[%d]: a flag is neither true nor false", i);
-        if (json_flag(j, "single_word", 0)) REFUSE("added token '%.100s': single_word is not supported", content->str);
-        int flags = PIECE_ADDED | (special ? PIECE_SPECIAL : 0) | (normalized ? PIECE_NORMALIZED : 0);
-        if (piece_add(t, id->i, content->str, content->len, flags, err)) return -1;
-        a.id = (int)id->i;
-        a.guarded = special || looks_special(content->str, content->len);
-        arrput(t->added, a);
-        trie_add(t, i, normalized);
+        if (load_added_token(t, &list->item[i], i, err)) return -1;
     }
     return 0;
 }
 
+// "normalizer": NFC, Prepend, Replace of a text, or a Sequence of them.
 static int load_normalizer(Tokenizer *t, const Json *n, int depth, char err[512]) {
-    const char *type = json_text(n, "type"), *from = json_text(json_get(n, "pattern"), "String"), *to = json_text(n, "content");
-    NormStep step = { .kind = NORM_NFC };
     if (json_none(n)) return 0;
-    if (!strcmp(type, "Sequence") && json_is(json_get(n, "normalizers"), JSON_ARRAY) && depth < 4) {
-        const Json *list = json_get(n, "normalizers");
-        for (int i = 0; i < list->n; i++) if (load_normalizer(t, &list->item[i], depth + 1, err)) return -1;
+    const Json *list = sequence_list(n, "normalizers", depth);
+    if (list) {
+        for (int i = 0; i < list->n; i++) {
+            if (load_normalizer(t, &list->item[i], depth + 1, err)) return -1;
+        }
         return 0;
     }
-    if (!strcmp(type, "Prepend")) { step.kind = NORM_PREPEND; to = json_text(n, "prepend"); }
-    else if (!strcmp(type, "Replace")) step.kind = NORM_REPLACE;
-    else if (strcmp(type, "NFC")) return tok_refuse(err, "a normalizer", n);
+
+    const char *type = json_text(n, "type");
+    const char *from = json_text(json_get(n, "pattern"), "String"), *to = json_text(n, "content");
+    NormStep step = { .kind = NORM_NFC };
+    if (!strcmp(type, "Prepend")) {
+        step.kind = NORM_PREPEND;
+        to = json_text(n, "prepend");
+    } else if (!strcmp(type, "Replace")) {
+        step.kind = NORM_REPLACE;
+    } else if (strcmp(type, "NFC")) {
+        return refuse_type(err, "a normalizer", n);
+    }
     if (step.kind == NORM_REPLACE && (!*from || strlen(from) >= sizeof step.from))
-        REFUSE("normalizer Replace: only a short pattern {\"String\": ...} is supported");
-    if (step.kind != NORM_NFC && (!*to || strlen(to) >= sizeof step.to)) REFUSE("normalizer %s: only a short text is supported", type);
-    if (arrlen(t->norm) == MAX_STEPS) REFUSE("normalizer: more than %d steps are not supported", MAX_STEPS);
+        return fault(err, "normalizer Replace: only a short pattern {\"String\": ...} is supported");
+    if (step.kind != NORM_NFC && (!*to || strlen(to) >= sizeof step.to))
+        return fault(err, "normalizer %s: only a short text is supported", type);
+    if (arrlen(t->norm) == MAX_STEPS)
+        return fault(err, "normalizer: more than %d steps are not supported", MAX_STEPS);
     if (step.kind == NORM_REPLACE) strcpy(step.from, from);
     if (step.kind != NORM_NFC) strcpy(step.to, to);
     arrput(t->norm, step);
     return 0;
 }
 
-// The patterns as tokenizer.json files write them. Equal text, or refused.
-#define NUMBERS_AND_SIGNS "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+// The patterns as tokenizer.json files write them. A file's pattern equals one of them, or is
+// refused.
 #define CONTRACTIONS_AND_WORDS "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
+#define SIGNS_AND_BLANKS "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 #define TEKKEN_UPPER "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
 #define TEKKEN_LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
-static const struct { const char *regex; int split; } split_patterns[] = {
-    { CONTRACTIONS_AND_WORDS "\\p{N}{1,3}" NUMBERS_AND_SIGNS, SPLIT_LLAMA3 },
-    { CONTRACTIONS_AND_WORDS "\\p{N}" NUMBERS_AND_SIGNS, SPLIT_QWEN2 },
+static const struct {
+    const char *regex;
+    int split;                  // SPLIT_*
+} split_patterns[] = {
+    { CONTRACTIONS_AND_WORDS "\\p{N}{1,3}" SIGNS_AND_BLANKS, SPLIT_LLAMA3 },
+    { CONTRACTIONS_AND_WORDS "\\p{N}" SIGNS_AND_BLANKS, SPLIT_QWEN2 },
     { "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", SPLIT_GPT2 },
-    { "[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "*" TEKKEN_LOWER "+|[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "+" TEKKEN_LOWER "*"
+    { "[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "*" TEKKEN_LOWER "+"
+      "|[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "+" TEKKEN_LOWER "*"
       "|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", SPLIT_TEKKEN },
 };
+
+// Pre-tokenizer "Split": a regular expression.
 static int load_split(Tokenizer *t, const Json *p, char err[512]) {
     const char *regex = json_text(json_get(p, "pattern"), "Regex");
     if (strcmp(json_text(p, "behavior"), "Isolated") || json_flag(p, "invert", 0))
-        REFUSE("pre_tokenizer Split: only behavior Isolated without invert is supported");
-    for (size_t i = 0; i < sizeof split_patterns / sizeof *split_patterns; i++)
-        if (!strcmp(regex, split_patterns[i].regex)) { arrput(t->split, split_patterns[i].split); return 0; }
-    REFUSE("pre_tokenizer Split: this pattern is not supported: %.400s", regex);
+        return fault(err, "pre_tokenizer Split: only behavior Isolated without invert is supported");
+    for (size_t i = 0; i < sizeof split_patterns / sizeof *split_patterns; i++) {
+        if (strcmp(regex, split_patterns[i].regex)) continue;
+        arrput(t->split, split_patterns[i].split);
+        return 0;
+    }
+    return fault(err, "pre_tokenizer Split: this pattern is not supported: %.400s", regex);
 }
+
+// Pre-tokenizer "Metaspace": blanks become U+2581. Older files say add_prefix_space where newer
+// ones say prepend_scheme.
 static int load_metaspace(Tokenizer *t, const Json *p, char err[512]) {
     const char *scheme = json_text(p, "prepend_scheme");
     int split = json_flag(p, "split", 1), prefix = json_flag(p, "add_prefix_space", 1);
-    if (strcmp(json_text(p, "replacement"), BLANK_MARK)) REFUSE("pre_tokenizer Metaspace: only U+2581 as replacement is supported");
-    if (t->meta || arrlen(t->split) || split > 1) REFUSE("pre_tokenizer Metaspace: supported only as the first step");
-    t->meta = !strcmp(scheme, "first") ? META_FIRST : !strcmp(scheme, "never") || !prefix ? META_NEVER : META_ALWAYS;
+    if (strcmp(json_text(p, "replacement"), BLANK_MARK))
+        return fault(err, "pre_tokenizer Metaspace: only U+2581 as replacement is supported");
+    if (t->meta || arrlen(t->split) || split > 1)
+        return fault(err, "pre_tokenizer Metaspace: supported only as the first step");
+
+    if (!strcmp(scheme, "first")) t->meta = META_FIRST;
+    else if (!strcmp(scheme, "never") || !prefix) t->meta = META_NEVER;
+    else t->meta = META_ALWAYS;
     if (*scheme && t->meta == META_ALWAYS && strcmp(scheme, "always"))
-        REFUSE("pre_tokenizer Metaspace: prepend_scheme '%.50s' is not supported", scheme);
+        return fault(err, "pre_tokenizer Metaspace: prepend_scheme '%.50s' is not supported", scheme);
     if (split) arrput(t->split, SPLIT_METASPACE);
     return 0;
 }
-static int load_pre_tokenizer(Tokenizer *t, const Json *p, int depth, char err[512]) {
-    const char *type = json_text(p, "type");
-    if (json_none(p)) return 0;
-    if (t->byte_level) REFUSE("pre_tokenizer: a step after ByteLevel is not supported");
-    if (arrlen(t->split) == MAX_STEPS) REFUSE("pre_tokenizer: more than %d steps are not supported", MAX_STEPS);
-    if (!strcmp(type, "Sequence") && json_is(json_get(p, "pretokenizers"), JSON_ARRAY) && depth < 4) {
-        const Json *list = json_get(p, "pretokenizers");
-        for (int i = 0; i < list->n; i++) if (load_pre_tokenizer(t, &list->item[i], depth + 1, err)) return -1;
-        return 0;
-    }
-    if (!strcmp(type, "Split")) return load_split(t, p, err);
-    if (!strcmp(type, "Metaspace")) return load_metaspace(t, p, err);
-    if (!strcmp(type, "Digits")) {
-        int single = json_flag(p, "individual_digits", 0);
-        if (single > 1) REFUSE("pre_tokenizer Digits: individual_digits is neither true nor false");
-        arrput(t->split, single ? SPLIT_DIGITS : SPLIT_NUMBERS);
-        return 0;
-    }
-    if (strcmp(type, "ByteLevel")) return tok_refuse(err, "a pre_tokenizer", p);
+
+// Pre-tokenizer "Digits".
+static int load_digits(Tokenizer *t, const Json *p, char err[512]) {
+    int single = json_flag(p, "individual_digits", 0);
+    if (single > 1)
+        return fault(err, "pre_tokenizer Digits: individual_digits is neither true nor false");
+    arrput(t->split, single ? SPLIT_DIGITS : SPLIT_NUMBERS);
+    return 0;
+}
+
+// Pre-tokenizer "ByteLevel": words are written in the byte alphabet; with use_regex GPT-2's pattern
+// splits them first.
+static int load_byte_level(Tokenizer *t, const Json *p, char err[512]) {
     int regex = json_flag(p, "use_regex", 1);
-    if (json_flag(p, "add_prefix_space", 1)) REFUSE("pre_tokenizer ByteLevel: add_prefix_space is not supported");
-    if (regex > 1) REFUSE("pre_tokenizer ByteLevel: use_regex is neither true nor false");
-    if (t->meta) REFUSE("pre_tokenizer ByteLevel is not supported after Metaspace");
+    if (json_flag(p, "add_prefix_space", 1))
+        return fault(err, "pre_tokenizer ByteLevel: add_prefix_space is not supported");
+    if (regex > 1)
+        return fault(err, "pre_tokenizer ByteLevel: use_regex is neither true nor false");
+    if (t->meta) return fault(err, "pre_tokenizer ByteLevel is not supported after Metaspace");
     if (regex) arrput(t->split, SPLIT_GPT2);
     t->byte_level = 1;
     return 0;
 }
 
-static int load_decoder(Tokenizer *t, const Json *d, int depth, char err[512]) {
-    const char *type = json_text(d, "type");
-    if (json_none(d)) return 0;
-    if (!strcmp(type, "Sequence") && json_is(json_get(d, "decoders"), JSON_ARRAY) && depth < 4) {
-        const Json *list = json_get(d, "decoders");
-        for (int i = 0; i < list->n; i++) if (load_decoder(t, &list->item[i], depth + 1, err)) return -1;
+// "pre_tokenizer": one of the four above, or a Sequence of them.
+static int load_pre_tokenizer(Tokenizer *t, const Json *p, int depth, char err[512]) {
+    if (json_none(p)) return 0;
+    if (t->byte_level) return fault(err, "pre_tokenizer: a step after ByteLevel is not supported");
+    if (arrlen(t->split) == MAX_STEPS)
+        return fault(err, "pre_tokenizer: more than %d steps are not supported", MAX_STEPS);
+    const Json *list = sequence_list(p, "pretokenizers", depth);
+    if (list) {
+        for (int i = 0; i < list->n; i++) {
+            if (load_pre_tokenizer(t, &list->item[i], depth + 1, err)) return -1;
+        }
         return 0;
     }
-    if (!strcmp(type, "ByteLevel")) t->dec_byte_level = 1;
-    else if (!strcmp(type, "ByteFallback")) t->dec_bytes = 1;
-    else if (!strcmp(type, "Metaspace")) {
-        t->dec_space = 1;
-        t->dec_strip = strcmp(json_text(d, "prepend_scheme"), "never") && json_flag(d, "add_prefix_space", 1);
-    } else if (!strcmp(type, "Replace")) {
-        if (strcmp(json_text(json_get(d, "pattern"), "String"), BLANK_MARK) || strcmp(json_text(d, "content"), " "))
-            REFUSE("decoder Replace: only U+2581 to a blank is supported");
-        t->dec_space = 1;
-    } else if (!strcmp(type, "Strip")) {
-        const Json *start = json_get(d, "start"), *stop = json_get(d, "stop");
-        int one = json_is(start, JSON_NUMBER) && (start->num == 0 || start->num == 1);
-        one &= !json_is(stop, JSON_NUMBER) || stop->num == 0;
-        if (strcmp(json_text(d, "content"), " ") || !one) REFUSE("decoder Strip: only one blank at the start is supported");
-        t->dec_strip = start->num == 1;
-    } else if (strcmp(type, "Fuse")) return tok_refuse(err, "a decoder", d);
+
+    const char *type = json_text(p, "type");
+    if (!strcmp(type, "Split")) return load_split(t, p, err);
+    if (!strcmp(type, "Metaspace")) return load_metaspace(t, p, err);
+    if (!strcmp(type, "Digits")) return load_digits(t, p, err);
+    if (!strcmp(type, "ByteLevel")) return load_byte_level(t, p, err);
+    return refuse_type(err, "a pre_tokenizer", p);
+}
+
+// Decoder "Strip": blanks at the start of the text go, at most one.
+static int load_strip(Tokenizer *t, const Json *d, char err[512]) {
+    const Json *start = json_get(d, "start"), *stop = json_get(d, "stop");
+    int start_known = json_is(start, JSON_NUMBER) && (start->num == 0 || start->num == 1);
+    int stop_known = !json_is(stop, JSON_NUMBER) || stop->num == 0;
+    if (strcmp(json_text(d, "content"), " ") || !start_known || !stop_known)
+        return fault(err, "decoder Strip: only one blank at the start is supported");
+    t->dec_strip = start->num == 1;
     return 0;
 }
 
-static int load_post_processor(Tokenizer *t, const Json *p, int depth, char err[512]) {
-    const char *type = json_text(p, "type");
-    const Json *list = json_get(p, !strcmp(type, "Sequence") ? "processors" : "single");
-    if (json_none(p) || !strcmp(type, "ByteLevel")) return 0;
-    if (!json_is(list, JSON_ARRAY) || depth > 3) return tok_refuse(err, "a post_processor", p);
-    if (!strcmp(type, "Sequence")) {
-        for (int i = 0; i < list->n; i++) if (load_post_processor(t, &list->item[i], depth + 1, err)) return -1;
+// "decoder": ByteLevel, ByteFallback, Metaspace, Replace, Strip, Fuse, or a Sequence of them. Fuse
+// joins the pieces, which is what happens anyway.
+static int load_decoder(Tokenizer *t, const Json *d, int depth, char err[512]) {
+    if (json_none(d)) return 0;
+    const Json *list = sequence_list(d, "decoders", depth);
+    if (list) {
+        for (int i = 0; i < list->n; i++) {
+            if (load_decoder(t, &list->item[i], depth + 1, err)) return -1;
+        }
         return 0;
     }
-    if (strcmp(type, "TemplateProcessing")) return tok_refuse(err, "a post_processor", p);
-    for (int i = 0, seen = 0; i < list->n; i++) {       // [BOS, text]
+
+    const char *type = json_text(d, "type");
+    if (!strcmp(type, "ByteLevel")) {
+        t->dec_byte_level = 1;
+    } else if (!strcmp(type, "ByteFallback")) {
+        t->dec_bytes = 1;
+    } else if (!strcmp(type, "Metaspace")) {
+        const char *scheme = json_text(d, "prepend_scheme");
+        t->dec_space = 1;
+        t->dec_strip = strcmp(scheme, "never") && json_flag(d, "add_prefix_space", 1);
+    } else if (!strcmp(type, "Replace")) {
+        const char *from = json_text(json_get(d, "pattern"), "String");
+        if (strcmp(from, BLANK_MARK) || strcmp(json_text(d, "content"), " "))
+            return fault(err, "decoder Replace: only U+2581 to a blank is supported");
+        t->dec_space = 1;
+    } else if (!strcmp(type, "Strip")) {
+        return load_strip(t, d, err);
+    } else if (strcmp(type, "Fuse")) {
+        return refuse_type(err, "a decoder", d);
+    }
+    return 0;
+}
+
+// Post-processor "TemplateProcessing": its list "single" is [BOS, text], or the text alone.
+static int load_bos(Tokenizer *t, const Json *p, const Json *list, char err[512]) {
+    int seen = 0;               // 1: the text came
+    for (int i = 0; i < list->n; i++) {
         const Json *special = json_get(&list->item[i], "SpecialToken");
-        if (!special) { seen = 1; continue; }
+        if (!special) {
+            seen = 1;
+            continue;
+        }
         const char *name = json_text(special, "id");
         const Json *ids = json_get(json_get(json_get(p, "special_tokens"), name), "ids");
-        if (seen || t->add_bos) REFUSE("post_processor: only one token before the text is supported, not '%.100s' as well", name);
-        if (!json_is(ids, JSON_ARRAY) || ids->n != 1 || !ids->item[0].is_int ||
-            ids->item[0].i < 0 || ids->item[0].i >= tokenizer_size(t))
-            REFUSE("post_processor: '%.100s' has no id of the vocabulary", name);
-        t->bos = (int)ids->item[0].i;
+        if (seen || t->add_bos)
+            return fault(err, "post_processor: only one token before the text is supported, "
+                         "not '%.100s' as well", name);
+        const Json *id = json_is(ids, JSON_ARRAY) && ids->n == 1 ? &ids->item[0] : NULL;
+        if (!id || !id->is_int || id->i < 0 || id->i >= tokenizer_size(t))
+            return fault(err, "post_processor: '%.100s' has no id of the vocabulary", name);
+        t->bos = (int)id->i;
         t->add_bos = 1;
     }
     return 0;
 }
 
+// "post_processor": what stands before a text. ByteLevel changes only offsets, which kvcomp does
+// not use.
+static int load_post_processor(Tokenizer *t, const Json *p, int depth, char err[512]) {
+    const char *type = json_text(p, "type");
+    int sequence = !strcmp(type, "Sequence");
+    const Json *list = json_get(p, sequence ? "processors" : "single");
+    if (json_none(p) || !strcmp(type, "ByteLevel")) return 0;
+    if (!json_is(list, JSON_ARRAY) || depth > 3) return refuse_type(err, "a post_processor", p);
+    if (sequence) {
+        for (int i = 0; i < list->n; i++) {
+            if (load_post_processor(t, &list->item[i], depth + 1, err)) return -1;
+        }
+        return 0;
+    }
+    if (strcmp(type, "TemplateProcessing")) return refuse_type(err, "a post_processor", p);
+    return load_bos(t, p, list, err);
+}
+
+// Reads the members of the file j into t, each after those it needs.
+static int load_members(Tokenizer *t, const Json *j, char err[512]) {
+    if (load_normalizer(t, json_get(j, "normalizer"), 0, err)) return -1;
+    if (load_pre_tokenizer(t, json_get(j, "pre_tokenizer"), 0, err)) return -1;
+    if (load_model(t, json_get(j, "model"), err)) return -1;
+    if (load_added(t, json_get(j, "added_tokens"), err)) return -1;
+    if (load_decoder(t, json_get(j, "decoder"), 0, err)) return -1;
+    if (load_post_processor(t, json_get(j, "post_processor"), 0, err)) return -1;
+    decode_table(t);
+    return 0;
+}
+
+// The tokenizer that a parsed tokenizer.json describes; NULL and err when it is refused.
 static Tokenizer *load_json(const Json *j, char err[512]) {
-    const Json *model = json_get(j, "model"), *vocab = json_get(model, "vocab"), *added = json_get(j, "added_tokens");
-    if (!json_is(model, JSON_OBJECT)) { tok_error(err, "no 'model' inside: expected a tokenizer.json"); return NULL; }
-    Tokenizer *t = tokenizer_new((vocab ? (size_t)vocab->n : 0) + (added ? (size_t)added->n : 0));
-    if (load_normalizer(t, json_get(j, "normalizer"), 0, err) || load_pre_tokenizer(t, json_get(j, "pre_tokenizer"), 0, err) ||
-        load_model(t, model, err) || load_added(t, added, err) ||
-        load_decoder(t, json_get(j, "decoder"), 0, err) || load_post_processor(t, json_get(j, "post_processor"), 0, err)) {
+    const Json *model = json_get(j, "model"), *vocab = json_get(model, "vocab");
+    const Json *added = json_get(j, "added_tokens");
+    if (!json_is(model, JSON_OBJECT)) {
+        fault(err, "no 'model' inside: expected a tokenizer.json");
+        return NULL;
+    }
+    size_t n_vocab = vocab ? (size_t)vocab->n : 0, n_added = added ? (size_t)added->n : 0;
+    Tokenizer *t = tokenizer_new(n_vocab + n_added);
+    if (load_members(t, j, err)) {
         tokenizer_free(t);
         return NULL;
     }
-    decode_table(t);
     return t;
 }
 
-// ---- Loading a SentencePiece tokenizer.model: a protobuf of pieces (text, score, type) and two settings messages.
-typedef struct { const unsigned char *p, *end; int bad; } Proto;
-typedef struct { int field, wire; uint64_t num; Proto sub; } ProtoField;        // sub: the bytes of wire type 2
+// ---- Loading a SentencePiece tokenizer.model
+// The file is a protobuf message: pieces (text, score, type) and two messages with settings. In a
+// protobuf every field is a tag, which is field number << 3 | wire type, and a value.
+enum {                          // wire types
+    WIRE_VARINT = 0,            // 7 bits a byte, low ones first; the top bit says that more follow
+    WIRE_64 = 1,
+    WIRE_BYTES = 2,             // a length, and so many bytes: a text, or a message
+    WIRE_32 = 5
+};
+enum {                          // field numbers in SentencePiece's ModelProto
+    SP_FILE_PIECE = 1,
+    SP_FILE_TRAINER = 2,
+    SP_FILE_NORMALIZER = 3,
 
+    SP_PIECE_TEXT = 1,          // in a piece
+    SP_PIECE_SCORE = 2,
+    SP_PIECE_TYPE = 3,
+
+    SP_TRAINER_TYPE = 3,        // in the trainer's settings: 1 unigram, 2 BPE, 3 word, 4 char
+    SP_TRAINER_SUFFIX = 24,     // treat_whitespace_as_suffix
+    SP_TRAINER_BYTES = 35,      // byte_fallback
+
+    SP_NORM_CHARSMAP = 2,       // in the normalizer's settings: a precompiled table
+    SP_NORM_PREFIX = 3,         // add_dummy_prefix
+    SP_NORM_STRIP = 4,          // remove_extra_whitespaces
+    SP_NORM_ESCAPE = 5          // escape_whitespaces
+};
+enum { SP_NORMAL = 1, SP_UNKNOWN, SP_CONTROL, SP_USER, SP_UNUSED, SP_BYTE };    // types of pieces
+
+typedef struct {                // a message, or the rest of one
+    const unsigned char *p, *end;
+    int bad;                    // 1: it is malformed
+} Proto;
+typedef struct {
+    int field, wire;            // its number; WIRE_*
+    uint64_t num;               // the value of a WIRE_VARINT or WIRE_32, the length of a WIRE_BYTES
+    Proto sub;                  // the value's bytes
+} ProtoField;
+
+// Reads a varint. At a malformed one it returns 0 and sets bad.
 static uint64_t proto_varint(Proto *b) {
     uint64_t x = 0;
     for (int shift = 0; shift < 64 && b->p < b->end; shift += 7) {
-        x |= (uint64_t)(*b->p & 127) << shift;
-        if (!(*b->p++ & 128)) return x;
+        unsigned char byte = *b->p++;
+        x |= (uint64_t)(byte & 127) << shift;
+        if (!(byte & 128)) return x;
     }
     b->bad = 1;
     return 0;
 }
-static int proto_next(Proto *b, ProtoField *f) {        // 0: the end, or malformed (b->bad)
+
+// Reads the next field. Returns 0 at the end, and at a malformed field, which sets bad.
+static int proto_next(Proto *b, ProtoField *f) {
     if (b->p == b->end || b->bad) return 0;
-    uint64_t tag = proto_varint(b), left;
+    uint64_t tag = proto_varint(b), size = 0;
     *f = (ProtoField){ .field = (int)(tag >> 3 & 0x1fffffff), .wire = (int)(tag & 7) };
-    if (f->wire == 0 || f->wire == 2) f->num = proto_varint(b);
-    left = (uint64_t)(b->end - b->p);
-    uint64_t size = f->wire == 0 ? 0 : f->wire == 1 ? 8 : f->wire == 2 ? f->num : f->wire == 5 ? 4 : UINT64_MAX;
-    if (b->bad || size > left) { b->bad = 1; return 0; }
+    switch (f->wire) {
+    case WIRE_VARINT:
+        f->num = proto_varint(b);
+        break;
+    case WIRE_64:
+        size = 8;
+        break;
+    case WIRE_BYTES:
+        f->num = proto_varint(b);
+        size = f->num;
+        break;
+    case WIRE_32:
+        size = 4;
+        break;
+    default:
+        b->bad = 1;
+    }
+    if (b->bad || size > (uint64_t)(b->end - b->p)) {
+        b->bad = 1;
+        return 0;
+    }
     f->sub = (Proto){ b->p, b->p + size, 0 };
-    if (f->wire == 5) { uint32_t x; memcpy(&x, b->p, 4); f->num = x; }
+    if (f->wire == WIRE_32) {
+        uint32_t x;
+        memcpy(&x, b->p, 4);
+        f->num = x;
+    }
     b->p += size;
     return 1;
 }
 
-typedef struct { float score; int id; } Scored;
-static int scored_order(const void *a, const void *b) {             // best score first; ids keep the order of equals stable
-    const Scored *x = a, *y = b;
-    return x->score != y->score ? (x->score < y->score ? 1 : -1) : x->id - y->id;
+// Is it the field of this number and wire type?
+static int proto_is(const ProtoField *f, int field, int wire) {
+    return f->field == field && f->wire == wire;
 }
-enum { SP_NORMAL = 1, SP_UNKNOWN, SP_CONTROL, SP_USER, SP_UNUSED, SP_BYTE };
 
+typedef struct {
+    float score;
+    int id;
+} Scored;
+
+// For qsort: the best score first; ids keep the order of equals stable.
+static int scored_order(const void *a, const void *b) {
+    const Scored *x = a, *y = b;
+    if (x->score == y->score) return x->id - y->id;
+    return x->score < y->score ? 1 : -1;
+}
+
+// Reads piece number id from its message b. Normal pieces are appended to the stb array *scored.
 static int load_sp_piece(Tokenizer *t, int id, Proto b, Scored **scored, char err[512]) {
     Proto text = { 0 };
     ProtoField f;
     int type = SP_NORMAL;
     float score = 0;
     while (proto_next(&b, &f)) {
-        if (f.field == 1 && f.wire == 2) text = f.sub;
-        if (f.field == 2 && f.wire == 5) { uint32_t x = (uint32_t)f.num; memcpy(&score, &x, 4); }
-        if (f.field == 3 && f.wire == 0) type = f.num > 6 ? 0 : (int)f.num;
+        if (proto_is(&f, SP_PIECE_TEXT, WIRE_BYTES)) text = f.sub;
+        if (proto_is(&f, SP_PIECE_SCORE, WIRE_32)) memcpy(&score, f.sub.p, 4);
+        if (proto_is(&f, SP_PIECE_TYPE, WIRE_VARINT)) type = f.num > SP_BYTE ? 0 : (int)f.num;
     }
     size_t n = (size_t)(text.end - text.p);
-    if (b.bad || !n || n > INT_MAX || !isfinite(score)) REFUSE("piece %d is malformed (text, score or type)", id);
-    if (type < SP_NORMAL || type == SP_UNUSED) REFUSE("piece %d has type %d, which is not supported", id, type);
+    if (b.bad || !n || n > INT_MAX || !isfinite(score))
+        return fault(err, "piece %d is malformed (text, score or type)", id);
+    if (type < SP_NORMAL || type == SP_UNUSED)
+        return fault(err, "piece %d has type %d, which is not supported", id, type);
+
     int special = type == SP_UNKNOWN || type == SP_CONTROL, added = special || type == SP_USER;
-    int flags = special ? PIECE_ADDED | PIECE_SPECIAL : added ? PIECE_ADDED : PIECE_MODEL;
+    int flags = added ? PIECE_ADDED : PIECE_MODEL;
+    if (special) flags |= PIECE_SPECIAL;
     if (piece_add(t, id, (const char *)text.p, n, flags, err)) return -1;
     if (type == SP_UNKNOWN) t->unk = id;
-    if (type == SP_NORMAL) { Scored s = { score, id }; arrput(*scored, s); }
-    if (added) { AddedToken a = { .id = id, .guarded = special }; arrput(t->added, a); }
+    if (type == SP_NORMAL) {
+        Scored s = { score, id };
+        arrput(*scored, s);
+    }
+    if (added) {
+        AddedToken a = { .id = id, .guarded = special };
+        arrput(t->added, a);
+    }
     return 0;
 }
+
+// Reads the two settings messages. *prefix: 1 when a text gets a blank before it.
 static int load_sp_settings(Tokenizer *t, Proto trainer, Proto norm, int *prefix, char err[512]) {
     static const char *const kind[] = { "?", "unigram", "BPE", "word", "char" };
     ProtoField f;
-    uint64_t type = 1, strip = 1;                       // the format's defaults
+    uint64_t type = 1, strip = 1;           // these are the format's defaults
     *prefix = 1;
     while (proto_next(&trainer, &f)) {
-        if (f.field == 3 && f.wire == 0) type = f.num;
-        if (f.field == 35 && f.wire == 0) t->byte_fallback = f.num != 0;
-        if (f.field == 24 && f.wire == 0 && f.num) REFUSE("treat_whitespace_as_suffix is not supported");
+        if (proto_is(&f, SP_TRAINER_TYPE, WIRE_VARINT)) type = f.num;
+        if (proto_is(&f, SP_TRAINER_BYTES, WIRE_VARINT)) t->byte_fallback = f.num != 0;
+        if (proto_is(&f, SP_TRAINER_SUFFIX, WIRE_VARINT) && f.num)
+            return fault(err, "treat_whitespace_as_suffix is not supported");
     }
     while (proto_next(&norm, &f)) {
-        if (f.field == 2 && f.wire == 2 && f.sub.p < f.sub.end) REFUSE("a precompiled normalizer is not supported, only 'identity'");
-        if (f.field == 3 && f.wire == 0) *prefix = f.num != 0;
-        if (f.field == 4 && f.wire == 0) strip = f.num;
-        if (f.field == 5 && f.wire == 0 && !f.num) REFUSE("escape_whitespaces = false is not supported");
+        if (proto_is(&f, SP_NORM_CHARSMAP, WIRE_BYTES) && f.num)
+            return fault(err, "a precompiled normalizer is not supported, only 'identity'");
+        if (proto_is(&f, SP_NORM_PREFIX, WIRE_VARINT)) *prefix = f.num != 0;
+        if (proto_is(&f, SP_NORM_STRIP, WIRE_VARINT)) strip = f.num;
+        if (proto_is(&f, SP_NORM_ESCAPE, WIRE_VARINT) && !f.num)
+            return fault(err, "escape_whitespaces = false is not supported");
     }
-    if (trainer.bad || norm.bad) REFUSE("the settings are malformed");
-    if (type != 2) REFUSE("a SentencePiece model of type '%s' is not supported, only BPE", kind[type < 5 ? type : 0]);
-    return strip ? tok_error(err, "remove_extra_whitespaces is not supported") : 0;
+    if (trainer.bad || norm.bad) return fault(err, "the settings are malformed");
+    if (type != 2)
+        return fault(err, "a SentencePiece model of type '%s' is not supported, only BPE",
+                     kind[type < 5 ? type : 0]);
+    return strip ? fault(err, "remove_extra_whitespaces is not supported") : 0;
 }
-// SentencePiece joins the neighbours whose joined text has the best score, so every way to cut a piece in two pieces of the
-// vocabulary is a merge, and its rank is the place of the score among all scores (equal scores: equal rank, leftmost first).
+
+// Makes the merges. SentencePiece joins the neighbours whose joined text has the best score, so
+// every way to cut a piece into two pieces of the vocabulary is a merge. Its rank is the place of
+// the piece's score among all scores: equal scores have equal rank, and the leftmost merges first.
 static void sp_merges(Tokenizer *t, Scored *scored) {
+    size_t n = arrlenu(scored);
     int rank = -1;
-    if (arrlen(scored)) qsort(scored, arrlenu(scored), sizeof *scored, scored_order);
-    for (size_t i = 0; i < arrlenu(scored); i++) {
+    if (n) qsort(scored, n, sizeof *scored, scored_order);
+    for (size_t i = 0; i < n; i++) {
         const Piece *p = &t->piece[scored[i].id];
         const char *s = t->chars + p->text;
         if (!i || scored[i].score != scored[i - 1].score) rank++;
-        for (int cut = 0, k; cut < p->n_text; cut += k) {
-            char_code(s + cut, (size_t)(p->n_text - cut), &k);
-            int left = model_id(t, s, (size_t)cut), right = model_id(t, s + cut, (size_t)(p->n_text - cut));
-            if (left < 0 || right < 0) continue;
-            map_put(&t->merges, (uint64_t)left << 32 | (uint64_t)right, (int64_t)rank << 32 | scored[i].id);
+        for (int cut = 0, len; cut < p->n_text; cut += len) {
+            size_t n_left = (size_t)cut, n_right = (size_t)(p->n_text - cut);
+            char_code(s + cut, n_right, &len);
+            int left = model_id(t, s, n_left), right = model_id(t, s + cut, n_right);
+            if (left >= 0 && right >= 0) merge_put(t, left, right, rank, scored[i].id);
         }
     }
 }
+
+// Appends a step to the normalizer.
+static void norm_put(Tokenizer *t, NormStep step) { arrput(t->norm, step); }
+
+// Completes a tokenizer whose pieces are loaded.
+static void sp_finish(Tokenizer *t, Scored *scored, int prefix) {
+    byte_ids(t);
+    sp_merges(t, scored);
+
+    // The user's symbols are normalized already: they enter the trie before t->norm has steps.
+    for (int i = 0; i < (int)arrlen(t->added); i++) trie_add(t, i, !t->added[i].guarded);
+    if (prefix) norm_put(t, (NormStep){ NORM_PREPEND, "", BLANK_MARK });
+    norm_put(t, (NormStep){ NORM_REPLACE, " ", BLANK_MARK });
+    t->fuse_unk = 1;
+    t->dec_space = 1;
+    t->dec_bytes = 1;
+    t->dec_strip = prefix;
+    t->bos = text_id(t, "<s>", 3);
+    t->add_bos = t->bos >= 0;
+    decode_table(t);
+}
+
+// The tokenizer of a tokenizer.model of n bytes; NULL and err when it is refused.
 static Tokenizer *load_sentencepiece(const char *data, size_t n, char err[512]) {
-    Proto file = { (const unsigned char *)data, (const unsigned char *)data + n, 0 }, b = file, trainer = { 0 }, norm = { 0 };
+    const unsigned char *p = (const unsigned char *)data;
+    Proto file = { p, p + n, 0 }, trainer = { 0 }, norm = { 0 };
     ProtoField f;
+
+    // Pass 1: count the pieces and find the settings.
+    Proto b = file;
     size_t n_pieces = 0;
     while (proto_next(&b, &f)) {
-        if (f.wire != 2) continue;
-        if (f.field == 1) n_pieces++;
-        if (f.field == 2) trainer = f.sub;
-        if (f.field == 3) norm = f.sub;
+        if (proto_is(&f, SP_FILE_PIECE, WIRE_BYTES)) n_pieces++;
+        if (proto_is(&f, SP_FILE_TRAINER, WIRE_BYTES)) trainer = f.sub;
+        if (proto_is(&f, SP_FILE_NORMALIZER, WIRE_BYTES)) norm = f.sub;
     }
-    if (b.bad || !n_pieces) { tok_error(err, b.bad ? "not a SentencePiece model, or cut short" : "no pieces inside"); return NULL; }
+    if (b.bad || !n_pieces) {
+        fault(err, b.bad ? "not a SentencePiece model, or cut short" : "no pieces inside");
+        return NULL;
+    }
+
+    // Pass 2: load them. A piece's id is its place in the file.
     Tokenizer *t = tokenizer_new(n_pieces);
     Scored *scored = NULL;
     int id = 0, prefix, bad = load_sp_settings(t, trainer, norm, &prefix, err);
-    for (b = file; !bad && proto_next(&b, &f); ) if (f.field == 1 && f.wire == 2) bad = load_sp_piece(t, id++, f.sub, &scored, err);
-    if (!bad) {
-        byte_ids(t);
-        sp_merges(t, scored);
-        for (int i = 0; i < (int)arrlen(t->added); i++) trie_add(t, i, !t->added[i].guarded);       // before t->norm is filled: user
-        if (prefix) arrput(t->norm, ((NormStep){ NORM_PREPEND, "", BLANK_MARK }));              // symbols are normalized already
-        arrput(t->norm, ((NormStep){ NORM_REPLACE, " ", BLANK_MARK }));
-        t->fuse_unk = t->dec_space = t->dec_bytes = 1;
-        t->dec_strip = prefix;
-        t->add_bos = (t->bos = text_id(t, "<s>", 3)) >= 0;
-        decode_table(t);
+    b = file;
+    while (!bad && proto_next(&b, &f)) {
+        if (!proto_is(&f, SP_FILE_PIECE, WIRE_BYTES)) continue;
+        bad = load_sp_piece(t, id, f.sub, &scored, err);
+        id++;
     }
+    if (!bad) sp_finish(t, scored, prefix);
     arrfree(scored);
-    if (bad) { tokenizer_free(t); return NULL; }
-    return t;
+    if (!bad) return t;
+    tokenizer_free(t);
+    return NULL;
 }
 
 // ---- Loading a folder
+// The id of the token that a key of tokenizer_config.json names, as "text" or {"content": "text"};
+// `otherwise` when it names none.
 static int token_named(const Tokenizer *t, const Json *config, const char *key, int otherwise) {
-    const Json *j = json_get(config, key);              // "text", or {"content": "text"}
+    const Json *j = json_get(config, key);
     if (json_is(j, JSON_OBJECT)) j = json_get(j, "content");
     int id = json_is(j, JSON_STRING) ? text_id(t, j->str, j->len) : -1;
     return id >= 0 ? id : otherwise;
 }
+
+// Reads tokenizer_config.json, if there is one: BOS, EOS, and whether BOS stands before every text.
 static int load_tokenizer_config(Tokenizer *t, const char *path, int sentencepiece, char err[512]) {
     char why[256];
     size_t n;
     char *text = file_exists(path) ? read_file(path, &n, why) : NULL;
     Json *j = text ? json_parse(text, n, why) : NULL;
     free(text);
-    if (file_exists(path) && !j) REFUSE("%s: %s", path, why);
+    if (file_exists(path) && !j) return fault(err, "%s: %s", path, why);
+
     int add = json_flag(j, "add_bos_token", t->add_bos), legacy = json_flag(j, "legacy", 1);
     t->bos = token_named(t, j, "bos_token", t->bos);
     t->eos = token_named(t, j, "eos_token", text_id(t, "</s>", 4));
     t->add_bos = add == 1 && t->bos >= 0;
-    // Older Llama tokenizers treat the text after every special token as a new text, with a blank before it ("legacy").
-    if (sentencepiece && !legacy && t->norm[0].kind == NORM_PREPEND) t->norm[0].kind = NORM_PREPEND_START;
+
+    // Older Llama tokenizers ("legacy") treat the text after every special token as a new text,
+    // with a blank before it.
+    int prepends = sentencepiece && t->norm[0].kind == NORM_PREPEND;
+    if (prepends && !legacy) t->norm[0].kind = NORM_PREPEND_START;
     json_free(j);
-    return add > 1 || legacy > 1 ? tok_error(err, "%s: add_bos_token and legacy are true or false", path) : 0;
+    if (add > 1 || legacy > 1)
+        return fault(err, "%s: add_bos_token and legacy are true or false", path);
+    return 0;
 }
 
-// path: a folder (tokenizer.json, else tokenizer.model) or one of the two files; tokenizer_config.json beside it is read too.
-static Tokenizer *tokenizer_load(const char *path, char err[512]) {
-    char file[1200], config[1300], why[256], *text;
-    size_t n;
+// Writes the path of the file to load to file: path itself, or in a folder tokenizer.json, else
+// tokenizer.model.
+static int tokenizer_file(const char *path, char file[1200], char err[512]) {
     struct stat st;
-    int folder = stat(path, &st) == 0 && S_ISDIR(st.st_mode), sentencepiece;
-    if (strlen(path) > 1100) { tok_error(err, "the path of the tokenizer is too long"); return NULL; }
-    snprintf(file, sizeof file, folder ? "%s/tokenizer.json" : "%s", path);
-    if (folder && !file_exists(file)) snprintf(file, sizeof file, "%s/tokenizer.model", path);
-    if (folder && !file_exists(file)) { tok_error(err, "%s: no tokenizer.json and no tokenizer.model here", path); return NULL; }
-    const char *slash = strrchr(file, '/');
-    snprintf(config, sizeof config, "%.*stokenizer_config.json", slash ? (int)(slash + 1 - file) : 0, file);
-    if (!(text = read_file(file, &n, why))) { tok_error(err, "%s", why); return NULL; }
-    sentencepiece = n > 0 && text[0] == '\n' && text[strspn(text, " \t\r\n")] != '{';         // the tag of a first piece
-    Json *j = sentencepiece ? NULL : json_parse(text, n, why);
-    char reason[512] = "";
-    if (!sentencepiece && !j) snprintf(reason, sizeof reason, "%s", why);
-    Tokenizer *t = sentencepiece ? load_sentencepiece(text, n, reason) : j ? load_json(j, reason) : NULL;
+    int folder = stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+    if (strlen(path) > 1100) return fault(err, "the path of the tokenizer is too long");
+    snprintf(file, 1200, folder ? "%s/tokenizer.json" : "%s", path);
+    if (!folder || file_exists(file)) return 0;
+    snprintf(file, 1200, "%s/tokenizer.model", path);
+    if (file_exists(file)) return 0;
+    return fault(err, "%s: no tokenizer.json and no tokenizer.model here", path);
+}
+
+// Is a file of n bytes a tokenizer.model? One begins with the tag of its first piece, which is a
+// newline. So may a JSON text, but its first visible character is '{'.
+static int is_sentencepiece(const char *text, size_t n) {
+    return n > 0 && text[0] == '\n' && text[strspn(text, " \t\r\n")] != '{';
+}
+
+// The tokenizer of the text of a tokenizer.json; NULL and err when it is malformed or refused.
+static Tokenizer *load_json_text(const char *text, size_t n, char err[512]) {
+    char why[256];
+    Json *j = json_parse(text, n, why);
+    if (!j) {
+        fault(err, "%s", why);
+        return NULL;
+    }
+    Tokenizer *t = load_json(j, err);
     json_free(j);
-    free(text);
-    if (!t) { tok_error(err, "%.200s: %.300s", file, reason); return NULL; }
-    if (load_tokenizer_config(t, config, sentencepiece, err)) { tokenizer_free(t); return NULL; }
     return t;
 }
 
-static const char *glue_bytes(const void *t, int id, int *len) { return tokenizer_bytes(t, id, len); }
-static int glue_special(const void *t, int id) { return tokenizer_is_special(t, id); }
-static void lychee_text(const Tokenizer *t) { token_text = (TokenText){ t, glue_bytes, glue_special }; }
+// Loads a tokenizer. path: a folder (tokenizer.json, else tokenizer.model) or one of the two files.
+// tokenizer_config.json beside it is read too. Returns NULL with the reason in err when there is
+// none or it is refused.
+static Tokenizer *tokenizer_load(const char *path, char err[512]) {
+    char file[1200], config[1300], why[256], reason[512] = "";
+    size_t n;
+    if (tokenizer_file(path, file, err)) return NULL;
+    char *text = read_file(file, &n, why);
+    if (!text) {
+        fault(err, "%s", why);
+        return NULL;
+    }
+
+    int sentencepiece = is_sentencepiece(text, n);
+    Tokenizer *t;
+    if (sentencepiece) t = load_sentencepiece(text, n, reason);
+    else t = load_json_text(text, n, reason);
+    free(text);
+    if (!t) {
+        fault(err, "%.200s: %.300s", file, reason);
+        return NULL;
+    }
+
+    const char *slash = strrchr(file, '/');
+    int folder_length = slash ? (int)(slash + 1 - file) : 0;
+    snprintf(config, sizeof config, "%.*stokenizer_config.json", folder_length, file);
+    if (load_tokenizer_config(t, config, sentencepiece, err)) {
+        tokenizer_free(t);
+        return NULL;
+    }
+    return t;
+}
 
 // ==================================================================================================== 22 CHAT TEMPLATES
-// What a model expects around the turns of a dialogue. Templates arrive as programs in the Jinja language; kvcomp runs none of
-// them: it knows the texts of the families it supports, picks one by a substring of the program (or by name), and REFUSES the rest.
+// A chat template says what a model expects around the turns of a dialogue. Templates arrive as
+// programs in the Jinja language. kvcomp runs none of them: it knows the texts of the families it
+// supports, picks a family by a substring of the program (or by its name), and refuses every other
+// program.
 //
-// A turn is rendered once and appended to the cache, never rendered again. Some templates rewrite history when they render the
-// whole dialogue (Qwen3 and DeepSeek-R1 drop old thoughts, the newer Mistral moves the system text to the last question, Llama 2
-// trims replies); a cache that only grows cannot follow, and the model sees what it really said.
+// A turn is rendered once and appended to the cache, and never rendered again. Some templates
+// rewrite history when they render a whole dialogue: Qwen3 and DeepSeek-R1 drop old thoughts, the
+// newer Mistral moves the system text to the last question, Llama 2 trims replies. A cache that
+// only grows cannot follow, and the model sees what it really said.
 //
-// In the texts {bos} and {eos} stand for those tokens. Special tokens named by a template become their ids; the user's and the
-// system's words never do, whatever they contain (unless parse_user, the option --parse-special).
-enum { TRIM_NONE, TRIM_BOTH, TRIM_WHOLE };      // outer blanks: stay; go from system text and words; from the two as one
-typedef struct {
-    const char *name, *needs;               // a token without which the template makes no sense
-    const char *open;                       // before everything
-    const char *sys, *sys_end;              // around the system text. in_user: they stand after `user` of the first turn
-    const char *user, *user_end;
-    const char *head, *think, *no_think;    // opens the reply; then: thinking on, thinking off
-    const char *end, *foot;                 // the token that ends a reply (the model makes it); what follows it
-    const char *stops;                      // further tokens that end a reply, blank-separated
-    const char *system;                     // the default system text; NULL: no system message unless one is given
-    int in_user, always, trim;              // always: a system message even when it is empty; trim: TRIM_*
+// In the texts below {bos} and {eos} stand for those tokens, and the name of a special token stands
+// for its id. In the words of the user and in the system text no name stands for an id, whatever
+// they contain (unless parse_user, the option --parse-special).
+
+// ---- The families
+enum {                          // which white space goes
+    TRIM_NONE,                  // none
+    TRIM_BOTH,                  // at the ends of the system text, at the ends of the user's words
+    TRIM_WHOLE                  // at the ends of the two taken as one text
+};
+typedef struct {                // the texts in the order in which they stand; NULL: nothing
+    const char *name;
+    const char *needs;          // a token without which the template makes no sense
+    const char *open;           // before everything
+    const char *sys, *sys_end;  // around the system text
+    const char *user, *user_end;        // around the user's words
+    const char *head;           // opens the reply
+    const char *think;          // behind head when the model may think
+    const char *no_think;       // behind head when it must not
+    const char *end;            // the token that ends a reply; the model makes it
+    const char *foot;           // behind end
+    const char *stops;          // further tokens that end a reply, blank-separated
+    const char *system;         // the default system text; NULL: no system message unless given
+    int in_user;                // 1: the system message stands behind `user` of the first turn
+    int always;                 // 1: there is a system message even when its text is empty
+    int trim;                   // TRIM_*
 } TemplateText;
 
-#define LLAMA3(label, lines, must) { .name = label, .needs = "<|start_header_id|>", .open = "{bos}", .trim = TRIM_BOTH, .always = must, \
+#define LLAMA3(label, lines, must) { \
+    .name = label, .needs = "<|start_header_id|>", .open = "{bos}", \
     .sys = "<|start_header_id|>system<|end_header_id|>\n\n" lines, .sys_end = "<|eot_id|>", \
     .user = "<|start_header_id|>user<|end_header_id|>\n\n", .user_end = "<|eot_id|>", \
-    .head = "<|start_header_id|>assistant<|end_header_id|>\n\n", .end = "<|eot_id|>", .stops = "<|eom_id|> <|end_of_text|>" }
-#define LLAMA31_LINES "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"      // fixed: the same ids every day
-#define CHATML(label, off) { .name = label, .needs = "<|im_start|>", .sys = "<|im_start|>system\n", .sys_end = "<|im_end|>\n", \
-    .user = "<|im_start|>user\n", .user_end = "<|im_end|>\n", .head = "<|im_start|>assistant\n", .no_think = off, \
+    .head = "<|start_header_id|>assistant<|end_header_id|>\n\n", \
+    .end = "<|eot_id|>", .stops = "<|eom_id|> <|end_of_text|>", .always = must, .trim = TRIM_BOTH }
+
+// The date is fixed, so that a dialogue has the same ids every day.
+#define LLAMA31_LINES "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+
+#define CHATML(label, off) { \
+    .name = label, .needs = "<|im_start|>", \
+    .sys = "<|im_start|>system\n", .sys_end = "<|im_end|>\n", \
+    .user = "<|im_start|>user\n", .user_end = "<|im_end|>\n", \
+    .head = "<|im_start|>assistant\n", .no_think = off, \
     .end = "<|im_end|>", .foot = "\n", .stops = "<|endoftext|>" }
-#define MISTRAL(label, before, after) { .name = label, .needs = "{eos}", .open = "{bos}", .in_user = 1, .sys_end = "\n\n", \
-    .user = before, .user_end = after, .end = "{eos}" }
+
+#define MISTRAL(label, before, after) { \
+    .name = label, .needs = "{eos}", .open = "{bos}", .sys_end = "\n\n", \
+    .user = before, .user_end = after, .end = "{eos}", .in_user = 1 }
 
 static const TemplateText templates[] = {
-    LLAMA3("llama3", "", 0), LLAMA3("llama3.1", LLAMA31_LINES, 1), LLAMA3("llama3.2", LLAMA31_LINES, 1),
-    CHATML("chatml", NULL), CHATML("qwen3", "<think>\n\n</think>\n\n"),
-    MISTRAL("mistral-v1", "[INST] ", " [/INST]"), MISTRAL("mistral-v1-spaced", " [INST] ", " [/INST]"),
-    MISTRAL("mistral-v3", "[INST] ", "[/INST]"), MISTRAL("mistral-tekken", "[INST]", "[/INST]"),
-    { .name = "llama2", .needs = "{eos}", .in_user = 1, .trim = TRIM_WHOLE, .sys = "<<SYS>>\n", .sys_end = "\n<</SYS>>\n\n",
-      .user = "{bos}[INST] ", .user_end = " [/INST]", .end = "{eos}" },
-    { .name = "tinyllama", .needs = "{eos}", .sys = "<|system|>\n", .sys_end = "{eos}\n", .user = "<|user|>\n", .user_end = "{eos}\n",
-      .head = "<|assistant|>\n", .end = "{eos}", .foot = "\n" },
-    { .name = "vicuna", .needs = "{eos}", .open = "{bos}", .sys_end = " ", .user = "USER: ", .user_end = " ", .head = "ASSISTANT:",
-      .end = "{eos}", .system = "A chat between a curious user and an artificial intelligence assistant. "
-                "The assistant gives helpful, detailed, and polite answers to the user's questions." },
-    { .name = "deepseek-r1", .needs = "<｜User｜>", .open = "{bos}", .user = "<｜User｜>", .head = "<｜Assistant｜>",
-      .think = "<think>\n", .no_think = "<think>\n\n</think>\n\n", .end = "{eos}", .stops = "<｜end▁of▁sentence｜>" },
-    { .name = "none", .sys_end = "\n" },
+    LLAMA3("llama3", "", 0),
+    LLAMA3("llama3.1", LLAMA31_LINES, 1),
+    LLAMA3("llama3.2", LLAMA31_LINES, 1),
+    CHATML("chatml", NULL),
+    CHATML("qwen3", "<think>\n\n</think>\n\n"),
+    MISTRAL("mistral-v1", "[INST] ", " [/INST]"),
+    MISTRAL("mistral-v1-spaced", " [INST] ", " [/INST]"),
+    MISTRAL("mistral-v3", "[INST] ", "[/INST]"),
+    MISTRAL("mistral-tekken", "[INST]", "[/INST]"),
+    {
+        .name = "llama2", .needs = "{eos}",
+        .sys = "<<SYS>>\n", .sys_end = "\n<</SYS>>\n\n",
+        .user = "{bos}[INST] ", .user_end = " [/INST]",
+        .end = "{eos}", .in_user = 1, .trim = TRIM_WHOLE
+    },
+    {
+        .name = "tinyllama", .needs = "{eos}",
+        .sys = "<|system|>\n", .sys_end = "{eos}\n",
+        .user = "<|user|>\n", .user_end = "{eos}\n",
+        .head = "<|assistant|>\n", .end = "{eos}", .foot = "\n"
+    },
+    {
+        .name = "vicuna", .needs = "{eos}", .open = "{bos}",
+        .sys_end = " ",
+        .user = "USER: ", .user_end = " ",
+        .head = "ASSISTANT:", .end = "{eos}",
+        .system = "A chat between a curious user and an artificial intelligence assistant. "
+                  "The assistant gives helpful, detailed, and polite answers to the user's questions."
+    },
+    {
+        .name = "deepseek-r1", .needs = "<｜User｜>", .open = "{bos}",
+        .user = "<｜User｜>",
+        .head = "<｜Assistant｜>", .think = "<think>\n", .no_think = "<think>\n\n</think>\n\n",
+        .end = "{eos}", .stops = "<｜end▁of▁sentence｜>"
+    },
+    { .name = "none", .sys_end = "\n" },        // the last: a folder without a program has it
 };
 enum { N_TEMPLATES = sizeof templates / sizeof *templates };
 
-typedef struct {
+typedef struct {                // a family, fitted to a model
     TemplateText x;
-    char *system;               // the default system text, NULL: none
-    int *stop;                  // stb array: ids that end a reply
+    char *system;               // the default system text; NULL: none
+    int *stop;                  // stb array: ids that end a reply, first the template's `end`
     int parse_user;             // 1: the user's text may name special tokens (--parse-special)
 } Template;
 
@@ -12493,7 +13413,9 @@ static void template_free(Template *tp) {
     free(tp);
 }
 
-static int piece_id(const Tokenizer *t, const char *s, int *len) {  // the {bos}, {eos} or longest special token at s, or -1
+// The id of the {bos}, the {eos} or the longest special token that stands at s, and the length of
+// its name in *len. -1: none stands there, or the tokenizer has no such token.
+static int token_at(const Tokenizer *t, const char *s, int *len) {
     int best = -1;
     *len = 5;
     if (!strncmp(s, "{bos}", 5)) return t->bos;
@@ -12501,208 +13423,361 @@ static int piece_id(const Tokenizer *t, const char *s, int *len) {  // the {bos}
     *len = 0;
     for (int i = 0; i < (int)arrlen(t->added); i++) {
         const Piece *p = &t->piece[t->added[i].id];
-        if (!t->added[i].guarded || p->n_text <= *len || strncmp(s, t->chars + p->text, (size_t)p->n_text)) continue;
+        if (!t->added[i].guarded || p->n_text <= *len) continue;
+        if (strncmp(s, t->chars + p->text, (size_t)p->n_text)) continue;
         best = t->added[i].id;
         *len = p->n_text;
     }
     return best;
 }
 
-static char *text_copy(const char *s, size_t n) { char *c = memcpy(xmalloc(n + 1), s, n); c[n] = 0; return c; }
+// A copy of n bytes, NUL-terminated; the caller frees it.
+static char *text_copy(const char *s, size_t n) {
+    char *copy = xmalloc(n + 1);
+    memcpy(copy, s, n);
+    copy[n] = 0;
+    return copy;
+}
 
-// ---- Picking a template
-static const TemplateText *template_named(const char *name) {      // NULL: no such name
-    for (int k = 0; k < N_TEMPLATES; k++) if (!strcmp(templates[k].name, name)) return &templates[k];
+// Does the text begin with {bos}? NULL does not.
+static int opens_with_bos(const char *text) { return text && !strncmp(text, "{bos}", 5); }
+
+// ---- Picking a family
+// The family of a name, or NULL.
+static const TemplateText *template_named(const char *name) {
+    for (int k = 0; k < N_TEMPLATES; k++) {
+        if (!strcmp(templates[k].name, name)) return &templates[k];
+    }
     return NULL;
 }
-static const TemplateText *template_detect(const char *jinja) {     // NULL: none of ours
-    static const struct { const char *has, *also, *name; } rule[] = {           // the first that fits
-        { "[SYSTEM_PROMPT]", "", "" },
-        { "<|start_header_id|>", "strftime_now", "llama3.2" }, { "<|start_header_id|>", "Cutting Knowledge Date", "llama3.1" },
-        { "<|start_header_id|>", "", "llama3" }, { "<｜Assistant｜>", "", "deepseek-r1" },
-        { "<|im_start|>", "enable_thinking", "qwen3" }, { "<|im_start|>", "", "chatml" },
-        { "[INST]", "<<SYS>>", "llama2" }, { "[INST]", "' [INST] '", "mistral-v1-spaced" }, { "[INST]", "\" [INST] \"", "mistral-v1-spaced" },
-        { "[INST]", " [/INST]", "mistral-v1" }, { "[INST]", "[INST] ", "mistral-v3" }, { "[INST]", "", "mistral-tekken" },
-        { "<|user|>", "eos_token", "tinyllama" }, { "USER:", "ASSISTANT:", "vicuna" },
+
+// The family of a Jinja program, or NULL when it is of none. The first rule whose two texts both
+// stand in the program decides. A rule without a name refuses.
+static const TemplateText *template_detect(const char *program) {
+    static const struct { const char *has, *also, *name; } rule[] = {
+        { "[SYSTEM_PROMPT]",     "",                       "" },
+        { "<|start_header_id|>", "strftime_now",           "llama3.2" },
+        { "<|start_header_id|>", "Cutting Knowledge Date", "llama3.1" },
+        { "<|start_header_id|>", "",                       "llama3" },
+        { "<｜Assistant｜>",     "",                       "deepseek-r1" },
+        { "<|im_start|>",        "enable_thinking",        "qwen3" },
+        { "<|im_start|>",        "",                       "chatml" },
+        { "[INST]",              "<<SYS>>",                "llama2" },
+        { "[INST]",              "' [INST] '",             "mistral-v1-spaced" },
+        { "[INST]",              "\" [INST] \"",           "mistral-v1-spaced" },
+        { "[INST]",              " [/INST]",               "mistral-v1" },
+        { "[INST]",              "[INST] ",                "mistral-v3" },
+        { "[INST]",              "",                       "mistral-tekken" },
+        { "<|user|>",            "eos_token",              "tinyllama" },
+        { "USER:",               "ASSISTANT:",             "vicuna" },
     };
-    for (size_t i = 0; i < sizeof rule / sizeof *rule; i++)
-        if (strstr(jinja, rule[i].has) && strstr(jinja, rule[i].also)) return template_named(rule[i].name);
-    return NULL;
-}
-// The default system text of a chatml program: the words it writes itself between "<|im_start|>system\n" and "<|im_end|>".
-static char *chatml_system(const char *jinja) {
-    static const char *const open[] = { "<|im_start|>system\\n", "<|im_start|>system\n" };
-    for (int i = 0; i < 2; i++)
-        for (const char *p = jinja, *end; (p = strstr(p, open[i])); ) {
-            p += strlen(open[i]);
-            size_t n = (end = strstr(p, "<|im_end|>")) ? (size_t)(end - p) : 0;
-            if (n && strcspn(p, "'\"{}\\") >= n) return text_copy(p, n);
-        }
+    for (size_t i = 0; i < sizeof rule / sizeof *rule; i++) {
+        if (strstr(program, rule[i].has) && strstr(program, rule[i].also))
+            return template_named(rule[i].name);
+    }
     return NULL;
 }
 
-// The program of a folder: chat_template.jinja, else chat_template of tokenizer_config.json (a text, or a list of {name, template}
-// of which "default" counts) -> malloc, "" when there is none, NULL and err when a file is broken.
+// The default system text of a chatml program: the words that the program itself writes between
+// "<|im_start|>system\n" and "<|im_end|>". NULL: it writes none. The caller frees the text.
+static char *chatml_system(const char *program) {
+    static const char *const open[] = { "<|im_start|>system\\n", "<|im_start|>system\n" };
+    for (int i = 0; i < 2; i++) {
+        const char *p = strstr(program, open[i]);
+        for (; p; p = strstr(p, open[i])) {
+            p += strlen(open[i]);
+            const char *end = strstr(p, "<|im_end|>");
+            size_t n = end ? (size_t)(end - p) : 0;
+            if (n && strcspn(p, "'\"{}\\") >= n) return text_copy(p, n);   // words only, no code
+        }
+    }
+    return NULL;
+}
+
+// The program in a parsed tokenizer_config.json: its chat_template is a text, or a list of {name,
+// template} of which "default" counts. Returns a copy, "" when there is none, NULL and err when the
+// member is neither.
+static char *config_program(const Json *config, const char *file, char err[512]) {
+    const Json *c = json_get(config, "chat_template");
+    if (json_none(c)) return text_copy("", 0);
+    if (c->type == JSON_ARRAY) {
+        const Json *list = c;
+        c = NULL;
+        for (int i = 0; i < list->n; i++) {
+            const Json *item = &list->item[i];
+            if (!strcmp(json_text(item, "name"), "default")) c = json_get(item, "template");
+        }
+        if (!c) fault(err, "%s: chat_template is a list without a \"default\"", file);
+    }
+    if (!c) return NULL;
+    if (c->type == JSON_STRING) return text_copy(c->str, c->len);
+    fault(err, "%s: chat_template is neither a text nor a list", file);
+    return NULL;
+}
+
+// The program of a folder: chat_template.jinja, else that of tokenizer_config.json. Returns a copy,
+// "" when there is none, NULL and err when a file is broken.
 static char *template_program(const char *dir, char err[512]) {
     char file[1200], why[256];
     size_t n;
     snprintf(file, sizeof file, "%.1100s/chat_template.jinja", dir);
     if (file_exists(file)) {
         char *text = read_file(file, &n, why);
-        if (!text) tok_error(err, "%s", why);
+        if (!text) fault(err, "%s", why);
         return text;
     }
+
     snprintf(file, sizeof file, "%.1100s/tokenizer_config.json", dir);
     if (!file_exists(file)) return text_copy("", 0);
-    char *text = read_file(file, &n, why), *program = NULL;
+    char *text = read_file(file, &n, why);
     Json *j = text ? json_parse(text, n, why) : NULL;
     free(text);
-    if (!j) { tok_error(err, "%s: %s", file, why); return NULL; }
-    const Json *c = json_get(j, "chat_template");
-    if (json_is(c, JSON_ARRAY)) {
-        const Json *list = c;
-        c = NULL;
-        for (int i = 0; i < list->n; i++)
-            if (!strcmp(json_text(&list->item[i], "name"), "default")) c = json_get(&list->item[i], "template");
-        if (!c) tok_error(err, "%s: chat_template is a list without a \"default\"", file);
-    } else if (json_none(c)) program = text_copy("", 0);
-    if (json_is(c, JSON_STRING)) program = text_copy(c->str, c->len);
-    else if (!program && c) tok_error(err, "%s: chat_template is neither a text nor a list", file);
+    if (!j) {
+        fault(err, "%s: %s", file, why);
+        return NULL;
+    }
+    char *program = config_program(j, file, err);
     json_free(j);
     return program;
 }
 
-static int template_fits(Template *tp, const Tokenizer *t, char err[512]) {    // the tokens it needs, and its stop ids
-    const char *needs[] = { tp->x.open, tp->x.user, tp->x.needs, tp->x.end };
-    int id, len;
-    for (int i = 0; i < 4; i++) {
-        const char *s = needs[i] ? needs[i] : "";
-        if (i < 2 && strncmp(s, "{bos}", 5)) continue;
-        if (*s && (id = piece_id(t, s, &len)) < 0)
-            REFUSE("chat template %s needs the token %.*s, which this tokenizer does not have", tp->x.name, i < 2 ? 5 : 100, s);
-        if (i == 3 && *s) arrput(tp->stop, id);
+// ---- Fitting a family to a model
+// The id of the token that stands at s; -1 and err when the tokenizer does not have it. show: how
+// many bytes of s the message shows.
+static int template_token(const Template *tp, const Tokenizer *t, const char *s, int show,
+                          char err[512]) {
+    int len, id = token_at(t, s, &len);
+    if (id < 0)
+        fault(err, "chat template %s needs the token %.*s, which this tokenizer does not have",
+              tp->x.name, show, s);
+    return id;
+}
+
+// Checks that the tokenizer has the tokens that the template needs, and fills tp->stop. Returns 0,
+// or
+// -1 with the reason in err.
+static int template_fit(Template *tp, const Tokenizer *t, char err[512]) {
+    const TemplateText *x = &tp->x;
+    if (opens_with_bos(x->open) && template_token(tp, t, x->open, 5, err) < 0) return -1;
+    if (opens_with_bos(x->user) && template_token(tp, t, x->user, 5, err) < 0) return -1;
+    if (x->needs && template_token(tp, t, x->needs, 100, err) < 0) return -1;
+    if (x->end) {
+        int id = template_token(tp, t, x->end, 100, err);
+        if (id < 0) return -1;
+        arrput(tp->stop, id);
     }
-    for (const char *s = tp->x.stops ? tp->x.stops : ""; *s; s += strcspn(s, " "), s += strspn(s, " "))
-        if ((id = text_id(t, s, strcspn(s, " "))) >= 0 && id != tp->stop[0]) arrput(tp->stop, id);
+
+    // The further stop tokens, as far as the tokenizer has them.
+    const char *s = x->stops ? x->stops : "";
+    while (*s) {
+        size_t n = strcspn(s, " ");
+        int id = text_id(t, s, n);
+        if (id >= 0 && id != tp->stop[0]) arrput(tp->stop, id);
+        s += n;
+        s += strspn(s, " ");
+    }
     return 0;
 }
 
-// name: one of ours, or the path of a Jinja program; NULL: what the folder says ("none" when it says nothing). NULL and err: refused.
-static Template *template_load(const char *dir, const char *name, const Tokenizer *t, char err[512]) {
-    const TemplateText *x = name ? template_named(name) : NULL;
-    char *program = NULL, why[256];
-    size_t n;
-    if (!x && name && !(program = read_file(name, &n, why))) {
-        int used = snprintf(err, 512, "chat template '%.200s' is neither a readable file nor one of", name);
-        for (int k = 0; k < N_TEMPLATES; k++) used += snprintf(err + used, (size_t)(512 - used), " %s", templates[k].name);
-        return NULL;
-    }
-    if (!x && !name && !(program = template_program(dir, err))) return NULL;
-    if (!x) x = *program ? template_detect(program) : &templates[N_TEMPLATES - 1];
-    if (!x) {
-        tok_error(err, "this chat template is not supported: %.100s... (name one with --chat-template, or use --raw)", program);
-        free(program);
-        return NULL;
-    }
+// The template of family x. program: the Jinja program that chose it, or NULL. NULL and err when
+// the tokenizer lacks a token.
+static Template *template_make(const TemplateText *x, const char *program, const Tokenizer *t,
+                               char err[512]) {
     Template *tp = xcalloc(1, sizeof *tp);
     tp->x = *x;
+    int chatml = x->needs && !strcmp(x->needs, "<|im_start|>");
     if (x->system) tp->system = text_copy(x->system, strlen(x->system));
-    else if (program && x->needs && !strcmp(x->needs, "<|im_start|>")) tp->system = chatml_system(program);
-    if (program && !strstr(program, "<｜Assistant｜><think>")) tp->x.think = NULL;        // R1's first releases
-    free(program);
-    if (template_fits(tp, t, err)) { template_free(tp); return NULL; }
+    else if (program && chatml) tp->system = chatml_system(program);
+
+    // The programs of R1's first releases do not open the thought themselves.
+    if (program && !strstr(program, "<｜Assistant｜><think>")) tp->x.think = NULL;
+    if (template_fit(tp, t, err)) {
+        template_free(tp);
+        return NULL;
+    }
     return tp;
 }
 
-// ---- Rendering a turn. Plain text collects until a token cuts it off, so words and the template's own text that touch are
-// encoded together, as they are when the whole text is.
+// The program in the file that --chat-template names; NULL and err, with the names of the families,
+// when it cannot be read.
+static char *program_file(const char *name, char err[512]) {
+    char why[256];
+    size_t n;
+    char *program = read_file(name, &n, why);
+    if (program) return program;
+    int used = snprintf(err, 512, "chat template '%.200s' is neither a readable file nor one of", name);
+    for (int k = 0; k < N_TEMPLATES; k++) {
+        used += snprintf(err + used, (size_t)(512 - used), " %s", templates[k].name);
+    }
+    return NULL;
+}
+
+// The template of a model whose folder is dir. name: a family, or the path of a Jinja program;
+// NULL: what the folder says, and "none" when it says nothing. NULL and err when it is refused.
+static Template *template_load(const char *dir, const char *name, const Tokenizer *t,
+                               char err[512]) {
+    const TemplateText *x = name ? template_named(name) : NULL;
+    if (x) return template_make(x, NULL, t, err);
+
+    char *program = name ? program_file(name, err) : template_program(dir, err);
+    if (!program) return NULL;
+    x = *program ? template_detect(program) : &templates[N_TEMPLATES - 1];
+    Template *tp = NULL;
+    if (x)
+        tp = template_make(x, program, t, err);
+    else
+        fault(err, "this chat template is not supported: %.100s... "
+              "(name one with --chat-template, or use --raw)", program);
+    free(program);
+    return tp;
+}
+
+// ---- Rendering a turn
+// Plain text collects until a token cuts it off. So the user's words and the template's own text,
+// where they touch, are encoded together, as they are when a whole dialogue is encoded.
+typedef struct {                // a place in the turn
+    int at;                     // ids of the turn that stand before it
+    int *upto;                  // stb array: ids of `plain` up to the place, while that is inside
+} RenderMark;
 typedef struct {
-    const Template *tp; const Tokenizer *t;
-    char *plain;                // stb array: text not encoded yet
-    int *ids, from;             // from: where this turn begins
-    int at_start, special;      // special: the plain text may name special tokens
-    struct { int at, *upto; } mark[2];          // two places: ids before it; while it stands in plain text, ids of that text up to it
+    const Template *tp;
+    const Tokenizer *t;
+    char *plain;                // stb array: text that is not encoded yet
+    int *ids;                   // stb array: what comes out
+    int from;                   // where this turn begins in ids
+    int at_start;               // 1: everything begins with the plain text
+    int special;                // 1: the plain text may name special tokens
+    RenderMark mark[2];
 } Render;
 
+// Encodes the plain text. A mark inside it goes behind the ids with which both encodings begin,
+// that of the text up to the mark and that of the whole text.
 static void render_flush(Render *r) {
-    int before = (int)arrlen(r->ids);
     if (!arrlen(r->plain)) return;
+    int before = (int)arrlen(r->ids);
     r->ids = encode_at(r->t, r->plain, arrlenu(r->plain), r->special, r->at_start, r->ids);
-    for (int k = 0; k < 2; k++) {                       // a mark stands after the ids that both encodings begin with
-        int same = 0, *upto = r->mark[k].upto;
-        while (same < (int)arrlen(upto) && before + same < (int)arrlen(r->ids) && upto[same] == r->ids[before + same]) same++;
+
+    int added = (int)arrlen(r->ids) - before;
+    for (int k = 0; k < 2; k++) {
+        int *upto = r->mark[k].upto, same = 0;
+        int n = min_int((int)arrlen(upto), added);
+        while (same < n && upto[same] == r->ids[before + same]) same++;
         r->mark[k].at += same;
         if (upto) arrsetlen(upto, 0);
     }
     arrsetlen(r->plain, 0);
-    r->at_start = r->special = 0;
+    r->at_start = 0;
+    r->special = 0;
 }
-static void render_piece(Render *r, const char *s) {    // text of the template
-    for (int len, id; s && *s; s += len) {
-        if ((id = piece_id(r->t, s, &len)) >= 0) {
+
+// Appends a text of the template; NULL is nothing.
+static void render_text(Render *r, const char *s) {
+    int len;
+    for (; s && *s; s += len) {
+        int id = token_at(r->t, s, &len);
+        if (id >= 0) {
             render_flush(r);
             arrput(r->ids, id);
             r->at_start = 0;
         } else {
-            len = 1;
             arrput(r->plain, *s);
+            len = 1;
         }
     }
 }
-static void render_words(Render *r, const char *s, int trim_left, int trim_right) {    // text of a person
+
+// Appends a text of a person. trim_left, trim_right: 1 where the white space at that end goes.
+static void render_words(Render *r, const char *s, int trim_left, int trim_right) {
     size_t n = strlen(s);
-    int k;
-    while (trim_left && n && is_space(s, n, &k)) { s += k; n -= (size_t)k; }
-    for (size_t b = n; trim_right && n; n = b) {
-        for (b = n - 1; b && n - b < 4 && (s[b] & 0xc0) == 0x80; b--);
-        if (!is_space(s + b, n - b, &k) || b + (size_t)k != n) break;
+    int len;
+    while (trim_left && n && is_space(s, n, &len)) {
+        s += len;
+        n -= (size_t)len;
+    }
+    while (trim_right) {
+        size_t blank = space_before(s, 0, n);
+        if (!blank) break;
+        n -= blank;
     }
     if (r->tp->parse_user) r->special = 1;
     bytes_put(&r->plain, s, n);
 }
-static void render_mark(Render *r, int k) {             // remember how many ids stand here
-    r->mark[k].at = (int)arrlen(r->ids) - r->from;
-    if (arrlen(r->plain)) r->mark[k].upto = encode_at(r->t, r->plain, arrlenu(r->plain), r->special, r->at_start, r->mark[k].upto);
+
+// Sets mark k here.
+static void render_mark(Render *r, int k) {
+    RenderMark *m = &r->mark[k];
+    m->at = (int)arrlen(r->ids) - r->from;
+    if (!arrlen(r->plain)) return;
+    m->upto = encode_at(r->t, r->plain, arrlenu(r->plain), r->special, r->at_start, m->upto);
 }
 
-// Appends the ids of one turn to the stb array ids and returns it. first: the dialogue begins, so BOS and the system message come
-// before the words (system NULL: the template's default; "": none). Later: what closes the reply before; reply_closed says that its
-// last token is in the cache. think: for models that can, 1 leaves thinking to the template, 0 turns it off. *n_sys, *n_foot, *n_head:
-// leading ids that are BOS and system message, leading ids that close the reply before, trailing ids that open the next.
-static int *template_turn(const Template *tp, const Tokenizer *t, int first, const char *system, const char *user, int think,
-                          int reply_closed, int *ids, int *n_sys, int *n_foot, int *n_head) {
+// Renders the system message, if the first turn has one. Returns 1 when it has.
+static int render_system(Render *r, const char *system) {
+    const TemplateText *x = &r->tp->x;
+    int trim = x->trim == TRIM_BOTH;
+    if (!*system && !x->always) return 0;
+    render_text(r, x->sys);
+    render_words(r, system, trim, trim);
+    render_text(r, x->sys_end);
+    return 1;
+}
+
+// Appends the ids of one turn to the stb array ids and returns it.
+//
+// first: the dialogue begins, so BOS and the system message come before the words (system NULL: the
+// template's default; "": none). In a later turn what closes the reply before comes first;
+// reply_closed says that the reply's last token, `end`, is in the cache already. think, for models
+// that can: 1 leaves thinking to the template, 0 turns it off.
+//
+// *n_sys, *n_foot: ids at the start that are BOS and system message, or close the reply before.
+// *n_head: ids at the end that open the next reply.
+static int *template_turn(const Template *tp, const Tokenizer *t, int first, const char *system,
+                          const char *user, int think, int reply_closed, int *ids,
+                          int *n_sys, int *n_foot, int *n_head) {
+    enum {                      // the marks
+        BODY,                   // behind the system message, or behind what closes the reply before
+        HEAD                    // before what opens the reply
+    };
     const TemplateText *x = &tp->x;
     Render r = { .tp = tp, .t = t, .ids = ids, .from = (int)arrlen(ids), .at_start = first };
-    int writes_bos = (x->open && !strncmp(x->open, "{bos}", 5)) || (x->user && !strncmp(x->user, "{bos}", 5));
-    if (!system) system = tp->system ? tp->system : "";
+    int has_system = 0;
+
+    // What stands before the words
     if (first) {
+        int writes_bos = opens_with_bos(x->open) || opens_with_bos(x->user);
         if (t->add_bos && !writes_bos) arrput(r.ids, t->bos);
-        render_piece(&r, x->open);
+        render_text(&r, x->open);
     } else {
-        if (!reply_closed) render_piece(&r, x->end);
-        render_piece(&r, x->foot);
-        render_mark(&r, 0);
+        if (!reply_closed) render_text(&r, x->end);
+        render_text(&r, x->foot);
+        render_mark(&r, BODY);
     }
-    if (x->in_user) render_piece(&r, x->user);
-    int spoken = first && (*system || x->always);
-    if (spoken) {
-        render_piece(&r, x->sys);
-        render_words(&r, system, x->trim == TRIM_BOTH, x->trim == TRIM_BOTH);
-        render_piece(&r, x->sys_end);
+    if (x->in_user) render_text(&r, x->user);
+    if (first) {
+        if (!system) system = tp->system ? tp->system : "";
+        has_system = render_system(&r, system);
+        render_mark(&r, BODY);
     }
-    if (first) render_mark(&r, 0);
-    if (!x->in_user) render_piece(&r, x->user);
-    render_words(&r, user, x->trim == TRIM_BOTH || (x->trim == TRIM_WHOLE && !spoken), x->trim != TRIM_NONE);
-    if (!x->head) render_mark(&r, 1);                   // no head: what ends the words opens the reply
-    render_piece(&r, x->user_end);
-    if (x->head) render_mark(&r, 1);
-    render_piece(&r, x->head);
-    render_piece(&r, think ? x->think : x->no_think);
+    if (!x->in_user) render_text(&r, x->user);
+
+    // The words. TRIM_WHOLE trims them at the left only where no system text stands before them.
+    int trim_left = x->trim == TRIM_BOTH || (x->trim == TRIM_WHOLE && !has_system);
+    render_words(&r, user, trim_left, x->trim != TRIM_NONE);
+
+    // What opens the reply: head, or without a head what ends the words
+    if (!x->head) render_mark(&r, HEAD);
+    render_text(&r, x->user_end);
+    if (x->head) render_mark(&r, HEAD);
+    render_text(&r, x->head);
+    render_text(&r, think ? x->think : x->no_think);
     render_flush(&r);
-    *n_head = (int)arrlen(r.ids) - r.from - r.mark[1].at;
-    *n_sys = first ? r.mark[0].at : 0;
-    *n_foot = first ? 0 : r.mark[0].at;
-    arrfree(r.plain); arrfree(r.mark[0].upto); arrfree(r.mark[1].upto);
+
+    *n_sys = first ? r.mark[BODY].at : 0;
+    *n_foot = first ? 0 : r.mark[BODY].at;
+    *n_head = (int)arrlen(r.ids) - r.from - r.mark[HEAD].at;
+    arrfree(r.plain);
+    arrfree(r.mark[BODY].upto);
+    arrfree(r.mark[HEAD].upto);
     return r.ids;
 }
 
@@ -12781,212 +13856,432 @@ MemoryPlan memory_plan(const Session *s) {
 // ####################################################################################################
 
 // ==================================================================================================== 24 GENERATION AND RECORDS
-// An App is what the command line opened: a model, a tokenizer, a template, one session, and the record of its turns.
-// stdout gets generated text or the asked-for result; everything else goes to stderr.
+// An App is what the command line opened: a model, a tokenizer, a template, one session, and the
+// record of its turns. The record is the whole dialogue as ids. Because a session computes the same
+// bits for the same ids, the record is enough to make a dialogue anew: /method, /regen, /load and
+// --session all replay it from an empty cache. stdout gets generated text or the asked-for result;
+// everything else goes to stderr.
 
-typedef struct { int *pre, *dec; int n_sys, n_foot, n_head; } Turn;     // ids prefilled and ids decoded (stb_ds arrays)
+typedef struct {            // one turn of the record
+    int *pre;               // ids fed by one prefill (stb_ds array)
+    int *dec;               // ids fed by decode, one after the other (stb_ds array)
+    int n_sys;              // leading ids of pre that are the system message
+    int n_foot;             // leading ids of pre that end the previous reply
+    int n_head;             // trailing ids of pre that open the next reply
+} Turn;
 
 typedef struct {
     Options *o;
-    Config *c; Weights *w;
-    Tokenizer *tok; Template *tp;       // NULL with --ids on a folder without a tokenizer; tp NULL: raw text
+    Config *c;
+    Weights *w;
+    Tokenizer *tok;         // NULL with --ids on a folder without a tokenizer
+    Template *tp;           // NULL: raw text
     Session *s;
-    char *method;                       // the spec the session was opened with
-    Turn *turn;                         // stb_ds array: the record; replayed by /method, /load and --session
-    float *logits;                      // (V) after the last prefill or decode, a copy
-    uint64_t rng;
-    int closed;                         // 1: the reply's end-of-turn id is already in the cache
-    double ttft;                        // seconds from the start of the last prefill to its logits
+    char *method;           // the spec the session was opened with
+    Turn *turn;             // the record (stb_ds array)
+    float *logits;          // (V) after the last prefill or decode, a copy
+    uint64_t rng;           // the sampler's state
+    int closed;             // 1: the reply's end-of-turn id is already in the cache
+    double ttft;            // seconds from the start of the last prefill to its logits
 } App;
 
 static volatile sig_atomic_t interrupts;        // Ctrl-C since the reply began
-static int quiet;
+static int quiet;                               // --quiet: errors only on stderr
 
-// ---- progress: one line on stderr, rewritten; only on a terminal and only after a second
+// ---- progress
 static double progress_start;
 static int progress_shown;
+
+// Shows how far a long piece of work is, as one line on stderr that is rewritten. share 0 begins,
+// share 1 ends and clears the line. The line appears only on a terminal, and only when the work has
+// taken a second.
 static void progress(const char *what, double share) {
     if (quiet || !isatty(2)) return;
-    if (share <= 0) { progress_start = now(); progress_shown = 0; return; }
-    if (share >= 1) { if (progress_shown) fprintf(stderr, "\r\x1b[K"); progress_shown = 0; return; }
-    if (now() - progress_start < 1) return;
-    fprintf(stderr, "\r%s %3.0f %%", what, 100 * share);
-    progress_shown = 1;
+    if (share <= 0) {
+        progress_start = now();
+        progress_shown = 0;
+    } else if (share >= 1) {
+        if (progress_shown) fprintf(stderr, "\r\x1b[K");
+        progress_shown = 0;
+    } else if (now() - progress_start >= 1) {
+        fprintf(stderr, "\r%s %3.0f %%", what, 100 * share);
+        progress_shown = 1;
+    }
 }
 
 // ---- sampling: repeat penalty, top-k, top-p, min-p, temperature, in this order
-typedef struct { float x; int id; } Cand;
+typedef struct {            // an id that may be drawn
+    float x;                // its logit, after the penalty
+    int id;
+} Cand;
+
+// Order for qsort: larger logits first, equal ones by id.
 static int cand_order(const void *a, const void *b) {
     const Cand *p = a, *q = b;
-    return p->x < q->x ? 1 : p->x > q->x ? -1 : p->id - q->id;
+    if (p->x < q->x) return 1;
+    if (p->x > q->x) return -1;
+    return p->id - q->id;
 }
+
+// The index of the largest of x (n); the first of equal ones.
 static int argmax(const float *x, int n) {
     int best = 0;
-    for (int i = 1; i < n; i++) if (x[i] > x[best]) best = i;
+    for (int i = 1; i < n; i++)
+        if (x[i] > x[best]) best = i;
     return best;
 }
-static void penalise(const App *a, float *x) {           // divide positive, multiply negative logits of recent ids, once each
+
+// Is id among these n tokens?
+static int id_among(const Token *tok, int n, int id) {
+    for (int i = 0; i < n; i++)
+        if (tok[i].id == id) return 1;
+    return 0;
+}
+
+// --repeat-penalty: every id among the last --repeat-last-n tokens has its logit in x (V) divided
+// by the penalty if positive, multiplied by it if negative, once however often the id occurs. A
+// method's own tokens (id < 0) have no logit.
+static void penalise(const App *a, float *x) {
     double penalty = opt_real(a->o, "repeat-penalty");
     int last = opt_int(a->o, "repeat-last-n"), n = a->s->n_tok;
     if (penalty == 1) return;
-    int from = n > last ? n - last : 0;
-    for (int i = from; i < n; i++) {
-        int id = a->s->tok[i].id, again = id < 0;
-        for (int j = from; j < i && !again; j++) again = a->s->tok[j].id == id;
-        if (!again) x[id] = (float)(x[id] > 0 ? x[id] / penalty : x[id] * penalty);
+    int from = max_int(n - last, 0);
+    const Token *recent = a->s->tok + from;
+    for (int i = 0; i < n - from; i++) {
+        int id = recent[i].id;
+        if (id < 0 || id_among(recent, i, id)) continue;
+        x[id] = (float)(x[id] > 0 ? x[id] / penalty : x[id] * penalty);
     }
 }
+
+// --top-k: the k largest of x (V), the best first, in scratch memory. k <= 0: all of them. *n: how
+// many they are.
+static Cand *best_candidates(Session *s, const float *x, int V, int k, int *n) {
+    int *idx = scratch(s, (size_t)V * sizeof *idx);
+    if (k <= 0 || k > V) k = V;
+    *n = top_k(x, V, k, idx);
+    Cand *c = scratch(s, (size_t)*n * sizeof *c);
+    for (int i = 0; i < *n; i++) c[i] = (Cand){ x[idx[i]], idx[i] };
+    qsort(c, *n, sizeof *c, cand_order);
+    return c;
+}
+
+// How many of the n sorted candidates stay. --top-p: the fewest whose probabilities sum to top_p.
+// --min-p: those with at least min_p times the probability of the best. The best always stays.
+static int probable_candidates(const Cand *c, int n, double top_p, double min_p) {
+    double sum = 0, seen = 0;
+    float top = c[0].x;
+    for (int i = 0; i < n; i++) sum += exp(c[i].x - top);
+    int keep = 0;
+    for (; keep < n; keep++) {
+        double weight = exp(c[keep].x - top);
+        if (keep && (seen >= top_p || weight < min_p)) break;
+        seen += weight / sum;
+    }
+    return keep;
+}
+
+// Draws one of n candidates with probability proportional to exp(logit / temp), and returns its id.
+static int draw(const Cand *c, int n, double temp, uint64_t *rng) {
+    double z = 0;
+    float top = c[0].x;
+    for (int i = 0; i < n; i++) z += exp((c[i].x - top) / temp);
+    double r = (double)(splitmix64(rng) >> 11) / 9007199254740992.0 * z;   // 53 bits: uniform in [0,z)
+    int pick = 0;
+    for (; pick < n - 1; pick++) {
+        r -= exp((c[pick].x - top) / temp);
+        if (r < 0) break;
+    }
+    return c[pick].id;
+}
+
+// The next id, drawn from the App's logits as the sampling options say. --temp 0 takes the largest
+// logit and leaves the random numbers alone.
 static int sample(App *a) {
-    int V = a->c->V, k = opt_int(a->o, "top-k"), n = 0;
-    double temp = opt_real(a->o, "temp"), top_p = opt_real(a->o, "top-p"), min_p = opt_real(a->o, "min-p"), sum = 0, seen = 0;
+    int V = a->c->V, id;
+    double temp = opt_real(a->o, "temp");
     size_t mark = scratch_mark(a->s);
     float *x = scratch(a->s, (size_t)V * sizeof *x);
     memcpy(x, a->logits, (size_t)V * sizeof *x);
     penalise(a, x);
-    if (temp <= 0) { n = argmax(x, V); scratch_reset(a->s, mark); return n; }
-    int *idx = scratch(a->s, (size_t)V * sizeof *idx);
-    if (k <= 0 || k > V) k = V;
-    n = top_k(x, V, k, idx);
-    Cand *c = scratch(a->s, (size_t)n * sizeof *c);
-    for (int i = 0; i < n; i++) c[i] = (Cand){ x[idx[i]], idx[i] };
-    qsort(c, n, sizeof *c, cand_order);
-    float top = c[0].x;
-    for (int i = 0; i < n; i++) sum += exp(c[i].x - top);
-    int keep = 0;
-    for (; keep < n; keep++) {                           // top-p: the smallest set with that share; min-p: at least that share of the best
-        double p = exp(c[keep].x - top) / sum;
-        if (keep && (seen >= top_p || exp(c[keep].x - top) < min_p)) break;
-        seen += p;
+    if (temp <= 0) {
+        id = argmax(x, V);
+    } else {
+        int n;
+        Cand *c = best_candidates(a->s, x, V, opt_int(a->o, "top-k"), &n);
+        n = probable_candidates(c, n, opt_real(a->o, "top-p"), opt_real(a->o, "min-p"));
+        id = draw(c, n, temp, &a->rng);
     }
-    double z = 0, r;
-    for (int i = 0; i < keep; i++) z += exp((c[i].x - top) / temp);
-    r = (double)(splitmix64(&a->rng) >> 11) / 9007199254740992.0 * z;
-    int pick = 0;
-    for (; pick < keep - 1; pick++) if ((r -= exp((c[pick].x - top) / temp)) < 0) break;
-    int id = c[pick].id;
     scratch_reset(a->s, mark);
     return id;
 }
 
-// ---- feeding the session, with the record kept
-static int ctx_limit(const App *a) { int c = opt_int(a->o, "ctx-size"); return c ? c : a->c->max_pos; }
-static int rows_held(const App *a) {
-    int n = 0;
-    for (int l = 0; l < a->c->L; l++) { int m = kv_longest(a->s, l); if (m > n) n = m; }
-    return n;
+// ---- the record
+// Frees the ids of one turn.
+static void turn_free(Turn t) {
+    arrfree(t.pre);
+    arrfree(t.dec);
 }
-static void turn_free(Turn t) { arrfree(t.pre); arrfree(t.dec); }
-static void record_clear(App *a) { while (arrlen(a->turn)) turn_free(arrpop(a->turn)); }
 
+// Frees the turns of an stb_ds array; the array stays, empty.
+static void turns_clear(Turn *turns) {
+    while (arrlen(turns)) turn_free(arrpop(turns));
+}
+
+// Forgets all turns; the session keeps its rows until it is reset.
+static void record_clear(App *a) { turns_clear(a->turn); }
+
+// The turn that the next message of the record prefills: text as the chat template renders it
+// behind the turns so far, or, without a template, the plain text, with BOS in front of the first
+// turn where the tokenizer adds one.
+static Turn render_turn(const App *a, const char *text) {
+    Turn t = { 0 };
+    int first = !arrlen(a->turn);
+    if (a->tp) {
+        const char *system = opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL;
+        int think = !opt_int(a->o, "no-think");
+        t.pre = template_turn(a->tp, a->tok, first, system, text, think, a->closed, NULL,
+                              &t.n_sys, &t.n_foot, &t.n_head);
+    } else {
+        if (first && a->tok->add_bos) arrput(t.pre, a->tok->bos);
+        t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
+    }
+    return t;
+}
+
+// One prefill of a turn's ids; the logits of the last one and the time it took stay in the App.
 static void feed_prefill(App *a, const Turn *t) {
     double t0 = now();
-    a->s->n_sys = t->n_sys; a->s->n_foot = t->n_foot; a->s->n_head = t->n_head;
+    a->s->n_sys = t->n_sys;
+    a->s->n_foot = t->n_foot;
+    a->s->n_head = t->n_head;
     progress("prefill", 0);
     memcpy(a->logits, prefill(a->s, t->pre, (int)arrlen(t->pre)), (size_t)a->c->V * sizeof(float));
     progress("prefill", 1);
     a->ttft = now() - t0;
 }
-static void feed_decode(App *a, int id) { memcpy(a->logits, decode(a->s, id), (size_t)a->c->V * sizeof(float)); }
 
-// The record once more through the session, from an empty cache: the same bits for the same method.
+// One decode step; its logits stay in the App.
+static void feed_decode(App *a, int id) {
+    memcpy(a->logits, decode(a->s, id), (size_t)a->c->V * sizeof(float));
+}
+
+// Feeds the first turns of the record once more, from an empty cache. The same method gives the
+// same bits.
 static void replay(App *a, int turns) {
     session_reset(a->s);
     for (int i = 0; i < turns; i++) {
-        feed_prefill(a, &a->turn[i]);
-        for (int j = 0; j < (int)arrlen(a->turn[i].dec); j++) feed_decode(a, a->turn[i].dec[j]);
+        const Turn *t = &a->turn[i];
+        feed_prefill(a, t);
+        for (int j = 0; j < (int)arrlen(t->dec); j++) feed_decode(a, t->dec[j]);
     }
 }
-static int record_fits(const Session *s, const Turn *turns, char err[512]) {      // a record that s, still empty, is to replay: 0, or -1 with err
+
+// Do these turns, fed from an empty cache, fit into the positions that the method of s has? 0, or
+// -1 with err.
+static int record_fits(const Session *s, const Turn *turns, char err[512]) {
     long n = 0;
-    for (int i = 0; i < (int)arrlen(turns); i++) n += (long)arrlen(turns[i].pre) + (long)arrlen(turns[i].dec) + s->pos_extra;
+    for (int i = 0; i < (int)arrlen(turns); i++)
+        n += (long)arrlen(turns[i].pre) + (long)arrlen(turns[i].dec) + s->pos_extra;
     if (!s->pos_end || n <= s->pos_end) return 0;
-    snprintf(err, 512, "the dialogue takes %ld positions, this method goes to max_position_embeddings %d", n, s->pos_end);
+    snprintf(err, 512, "the dialogue takes %ld positions, this method goes to max_position_embeddings %d",
+             n, s->pos_end);
     return -1;
 }
+
+// ---- generating a reply
+// The most rows a head may hold: -c, or with -c 0 the model's own limit.
+static int ctx_limit(const App *a) {
+    int c = opt_int(a->o, "ctx-size");
+    return c ? c : a->c->max_pos;
+}
+
+// The rows of the longest head of any layer.
+static int rows_held(const App *a) {
+    int n = 0;
+    for (int l = 0; l < a->c->L; l++) n = max_int(n, kv_longest(a->s, l));
+    return n;
+}
+
+// Does every head have room for n more rows?
+static int rows_fit(const App *a, int n) { return rows_held(a) + n <= ctx_limit(a); }
+
+// Does id end a reply? Ids of the config, of the tokenizer and of the template do, unless
+// --ignore-eos.
 static int is_stop(const App *a, int id) {
     if (opt_int(a->o, "ignore-eos")) return 0;
-    for (int i = 0; i < a->c->n_eos; i++) if (a->c->eos[i] == id) return 1;
+    for (int i = 0; i < a->c->n_eos; i++)
+        if (a->c->eos[i] == id) return 1;
     if (a->tok && a->tok->eos == id) return 1;
-    for (int i = 0; a->tp && i < (int)arrlen(a->tp->stop); i++) if (a->tp->stop[i] == id) return 1;
+    for (int i = 0; a->tp && i < (int)arrlen(a->tp->stop); i++)
+        if (a->tp->stop[i] == id) return 1;
     return 0;
 }
-static void write_text(char **text, FILE *out) {         // whole characters only; the array is emptied
+
+// Writes the bytes of the stb_ds array *text at once, so that they are seen while the reply goes
+// on, and empties it.
+static void write_text(char **text, FILE *out) {
     if (arrlen(*text)) fwrite(*text, 1, arrlen(*text), out);
     arrsetlen(*text, 0);
     fflush(out);
 }
-// Decodes until a stop id, n tokens, a full context or Ctrl-C; writes the text to out as whole UTF-8 characters.
-// Returns the number of tokens made; the reply's ids are in the record's last turn.
+
+// May a reply go on by one token? It needs a row and a position; when there is none, a line on
+// stderr says so.
+static int reply_has_room(const App *a) {
+    if (!rows_fit(a, 1)) {
+        fprintf(stderr, "\nkvcomp: the context is full: %d rows held, -c %d "
+                        "(a method that drops rows, or a larger -c, goes on)\n", rows_held(a), ctx_limit(a));
+        return 0;
+    }
+    if (!pos_fits(a->s, 1, 0)) {
+        fprintf(stderr, "\nkvcomp: the positions are used up: %s goes to max_position_embeddings %d\n",
+                a->method, a->s->pos_end);
+        return 0;
+    }
+    return 1;
+}
+
+// Makes a reply: decodes until a stop id, n tokens (n < 0: no limit), a full context or Ctrl-C, and
+// writes the text to out as whole UTF-8 characters. Its ids go into the record's last turn; the
+// stop id is neither fed nor recorded. Returns the number of tokens made.
 static int generate(App *a, int n, FILE *out) {
-    int made = 0, limit = ctx_limit(a);
+    int made = 0;
     Decoder d = { .t = a->tok, .skip_special = 1 };
     char *text = NULL;
     a->closed = 0;
-    for (; (n < 0 || made < n) && !interrupts; made++) {
+    while ((n < 0 || made < n) && !interrupts) {
         int id = sample(a);
         if (is_stop(a, id)) break;
         text = decode_token(&d, id, text);
         write_text(&text, out);
-        if (rows_held(a) + 1 > limit) {
-            fprintf(stderr, "\nkvcomp: the context is full: %d rows held, -c %d (a method that drops rows, or a larger -c, goes on)\n", rows_held(a), limit);
-            break;
-        }
-        if (!pos_fits(a->s, 1, 0)) {
-            fprintf(stderr, "\nkvcomp: the positions are used up: %s goes to max_position_embeddings %d\n", a->method, a->s->pos_end);
-            break;
-        }
+        if (!reply_has_room(a)) break;
         arrput(arrlast(a->turn).dec, id);
         feed_decode(a, id);
+        made++;
     }
     text = decode_flush(&d, text);
     write_text(&text, out);
     arrfree(text);
     return made;
 }
-static int fits(const App *a, int n) { return rows_held(a) + n <= ctx_limit(a); }
 
-// ---- results
+// ---- results: what the numbers mean
+// n per second; 0 before any time has passed.
 static double rate(long n, double seconds) { return seconds > 0 ? (double)n / seconds : 0; }
-static double bytes_a_step(const Session *s) { return s->clk.steps ? s->clk.bytes_attended / (double)s->clk.steps : 0; }
+
+// Bytes of K and V rows that attention reads in a decode step, the mean over all steps; 0 before
+// the first.
+static double bytes_a_step(const Session *s) {
+    return s->clk.steps ? s->clk.bytes_attended / (double)s->clk.steps : 0;
+}
+
+// Do the parts choose what is computed or read, while every row stays stored as it came?
 static int saves_reads_only(const Session *s) {
     int role = 0;
-    for (int i = 0; i < s->n_part; role |= s->part[i++].m->role) if (s->part[i].m->evicts || s->part[i].m->role & ROLE_STORE) return 0;
+    for (int i = 0; i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        if (m->evicts || m->role & ROLE_STORE) return 0;
+        role |= m->role;
+    }
     return role != 0;
 }
+
+// What the method is for: "reads" (or prefill work), "memory", or "nothing".
+static const char *what_is_saved(const Session *s) {
+    if (saves_reads_only(s)) return "reads";
+    if (s->n_part == 1 && !s->part[0].m->role) return "nothing";       // full
+    return "memory";
+}
+
+// The name of a DT_* constant.
+static const char *dtype_name(int dt) {
+    if (dt == DT_F32) return "f32";
+    return dt == DT_F16 ? "f16" : "bf16";
+}
+
+// n bytes in the unit that leaves a number below 1000: "840 B", "1.2 MB", "120 MB".
+static void human_bytes(double n, char out[32]) {
+    const char *unit[] = { "B", "KB", "MB", "GB", "TB" };
+    int i = 0;
+    while (n >= 1000 && i < 4) {
+        n /= 1000;
+        i++;
+    }
+    snprintf(out, 32, i && n < 100 ? "%.1f %s" : "%.0f %s", n, unit[i]);
+}
+
+// ---- results as JSON (--json)
+// "key":"text", with the comma behind it.
 static void json_pair(FILE *f, const char *key, const char *text) {
     fprintf(f, "\"%s\":", key);
     json_escape(f, text, strlen(text));
     fputc(',', f);
 }
-static void json_options(const App *a, FILE *f) {        // what the user set
+
+// The options that the user set, as one object.
+static void json_options(const App *a, FILE *f) {
     fprintf(f, "\"options\":{");
-    for (int i = 0, n = 0; i < (int)shlen(a->o->given); i++) {
-        fprintf(f, n++ ? "," : "");
-        fprintf(f, "\"%s\":", a->o->given[i].key);
-        json_escape(f, opt_str(a->o, a->o->given[i].key), strlen(opt_str(a->o, a->o->given[i].key)));
+    for (int i = 0; i < (int)shlen(a->o->given); i++) {
+        const char *name = a->o->given[i].key, *value = opt_str(a->o, name);
+        if (i) fputc(',', f);
+        fprintf(f, "\"%s\":", name);
+        json_escape(f, value, strlen(value));
     }
     fprintf(f, "}");
 }
-static void json_rows(const Session *s, FILE *f) {       // rows[layer][head] = source tokens held
+
+// ,"rows": [layer][KV head] = the source tokens of the rows held.
+static void json_rows(const Session *s, FILE *f) {
     fprintf(f, ",\"rows\":[");
-    for (int l = 0; l < s->c->L; l++)
+    for (int l = 0; l < s->c->L; l++) {
+        fputs(l ? ",[" : "[", f);
         for (int g = 0; g < s->c->G; g++) {
             const KVHead *h = kv_head(s, l, g);
-            fprintf(f, "%s[", g ? "," : l ? ",[" : "[");
+            fputs(g ? ",[" : "[", f);
             for (int r = 0; r < h->len; r++) fprintf(f, "%s%d", r ? "," : "", h->src[r]);
-            fprintf(f, g == s->c->G - 1 ? "]]" : "]");
+            fputs("]", f);
         }
-    fprintf(f, "],\"views\":[");                         // views[layer][query head] = row numbers the last decode step read; empty: every row
-    for (int l = 0; l < s->c->L; l++)
-        for (int h = 0; h < s->c->H; h++) {
-            const View w = view_of(s, l, h);
-            fprintf(f, "%s{\"tail\":%d,\"idx\":[", h ? "," : l ? ",[" : "[", w.tail);
-            for (int i = 0; i < w.n; i++) fprintf(f, "%s%d", i ? "," : "", w.idx[i]);
-            fprintf(f, h == s->c->H - 1 ? "]}]" : "]}");
-        }
+        fputs("]", f);
+    }
     fprintf(f, "]");
 }
-static const char *dtype_name(int dt) { return dt == DT_F32 ? "f32" : dt == DT_F16 ? "f16" : "bf16"; }
+
+// ,"views": [layer][query head] = the row numbers that the last decode step read: idx, and every
+// row from tail on. An empty idx with tail 0 is every row.
+static void json_views(const Session *s, FILE *f) {
+    fprintf(f, ",\"views\":[");
+    for (int l = 0; l < s->c->L; l++) {
+        fputs(l ? ",[" : "[", f);
+        for (int h = 0; h < s->c->H; h++) {
+            const View w = view_of(s, l, h);
+            fprintf(f, "%s{\"tail\":%d,\"idx\":[", h ? "," : "", w.tail);
+            for (int i = 0; i < w.n; i++) fprintf(f, "%s%d", i ? "," : "", w.idx[i]);
+            fputs("]}", f);
+        }
+        fputs("]", f);
+    }
+    fprintf(f, "]");
+}
+
+// Tokens of the session, tokens a second, and milliseconds to the last prefill's logits.
+static void json_speed(const App *a, FILE *f) {
+    const Clock *k = &a->s->clk;
+    fprintf(f, "\"n_prompt\":%ld,\"n_gen\":%ld,", k->n_prefill, k->n_decode);
+    fprintf(f, "\"pp_tok_s\":%.3f,", rate(k->n_prefill, k->prefill));
+    fprintf(f, "\"tg_tok_s\":%.3f,", rate(k->n_decode, k->decode));
+    fprintf(f, "\"ttft_ms\":%.3f,", 1e3 * a->ttft);
+}
+
+// Bytes of the cache: held, what full attention would hold, read in a decode step, of indexes and
+// views, held at most.
+static void json_bytes(const Session *s, FILE *f) {
+    fprintf(f, "\"kv_bytes_stored\":%zu,\"kv_bytes_full\":%zu,", kv_bytes(s), kv_bytes_full(s));
+    fprintf(f, "\"kv_bytes_attended\":%.0f,\"meta_bytes\":%zu,", bytes_a_step(s), kv_meta_bytes(s));
+    fprintf(f, "\"kv_bytes_peak\":%zu,", s->clk.peak);
+}
+
+// The whole run as one object on one line.
 static void print_json(const App *a, FILE *f) {
     const Session *s = a->s;
     fprintf(f, "{");
@@ -12995,91 +14290,145 @@ static void print_json(const App *a, FILE *f) {
     json_pair(f, "model", a->c->dir);
     json_pair(f, "dtype", dtype_name(a->c->dtype));
     json_pair(f, "device", s->dev ? "cuda" : "cpu");
-    json_pair(f, "saves", saves_reads_only(s) ? "reads" : s->n_part == 1 && !s->part[0].m->role ? "nothing" : "memory");
-    fprintf(f, "\"n_prompt\":%ld,\"n_gen\":%ld,\"pp_tok_s\":%.3f,\"tg_tok_s\":%.3f,\"ttft_ms\":%.3f,", s->clk.n_prefill, s->clk.n_decode,
-            rate(s->clk.n_prefill, s->clk.prefill), rate(s->clk.n_decode, s->clk.decode), 1e3 * a->ttft);
-    fprintf(f, "\"kv_bytes_stored\":%zu,\"kv_bytes_full\":%zu,\"kv_bytes_attended\":%.0f,\"meta_bytes\":%zu,\"kv_bytes_peak\":%zu,",
-            kv_bytes(s), kv_bytes_full(s), bytes_a_step(s), kv_meta_bytes(s), s->clk.peak);
-    fprintf(f, "\"attend_s\":%.6f,\"select_s\":%.6f,\"commit_s\":%.6f,\"index_s\":%.6f,", s->clk.attend, s->clk.select, s->clk.commit, s->clk.index);
-    fprintf(f, "\"seed\":%d,\"simd\":\"%s\",\"build\":\"%s\",", opt_int(a->o, "seed"), simd_name(), KVCOMP_VERSION);
+    json_pair(f, "saves", what_is_saved(s));
+    json_speed(a, f);
+    json_bytes(s, f);
+    fprintf(f, "\"attend_s\":%.6f,\"select_s\":%.6f,\"commit_s\":%.6f,\"index_s\":%.6f,",
+            s->clk.attend, s->clk.select, s->clk.commit, s->clk.index);
+    fprintf(f, "\"seed\":%d,\"simd\":\"%s\",", opt_int(a->o, "seed"), simd_name());
+    fprintf(f, "\"build\":\"%s\",", KVCOMP_VERSION);
     json_options(a, f);
-    if (opt_int(a->o, "json-rows")) json_rows(s, f);
+    if (opt_int(a->o, "json-rows")) {
+        json_rows(s, f);
+        json_views(s, f);
+    }
     fprintf(f, "}\n");
     fflush(f);
 }
-static void human_bytes(double n, char out[32]) {
-    const char *unit[] = { "B", "KB", "MB", "GB", "TB" };
-    int i = 0;
-    while (n >= 1000 && i < 4) { n /= 1000; i++; }
-    snprintf(out, 32, i && n < 100 ? "%.1f %s" : "%.0f %s", n, unit[i]);
-}
-static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {     // one line after each reply
+
+// ---- results for people
+// The line after each reply: n_pre tokens prefilled, n_gen made in so many seconds.
+static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
     const Session *s = a->s;
     char held[32], full[32];
     int lo = INT_MAX, hi = 0;
     if (quiet || opt_int(a->o, "no-stats")) return;
-    for (int i = 0; i < a->c->L * a->c->G; i++) { int n = s->head[i].len; lo = n < lo ? n : lo; hi = n > hi ? n : hi; }
+    for (int i = 0; i < a->c->L * a->c->G; i++) {
+        lo = min_int(lo, s->head[i].len);
+        hi = max_int(hi, s->head[i].len);
+    }
     human_bytes((double)kv_bytes(s), held);
     human_bytes((double)kv_bytes_full(s), full);
-    fprintf(stderr, "[turn %d | %d+%d tok | %.1f tok/s | KV %s of %s (%.1f %%) | kept/head %d..%d%s]\n", s->turn, n_pre, n_gen, rate(n_gen, seconds), held, full,
-            100.0 * (double)kv_bytes(s) / (double)kv_bytes_full(s), lo, hi, saves_reads_only(s) ? " | saves reads, not memory" : "");
-}
-static void print_stats(const App *a, FILE *f) {         // /stats and --stats
-    const Session *s = a->s;
-    char b[6][32];
-    human_bytes((double)kv_bytes(s), b[0]); human_bytes((double)kv_bytes_full(s), b[1]); human_bytes((double)kv_meta_bytes(s), b[2]);
-    human_bytes((double)s->clk.peak, b[3]); human_bytes(bytes_a_step(s), b[4]);
-    fprintf(f, "method %s, %d tokens seen in %d turns, most rows in a head %d\n", a->method, s->n_tok, s->turn, rows_held(a));
-    fprintf(f, "stored %s of %s, metadata %s, peak %s, read per decode step %s\n", b[0], b[1], b[2], b[3], b[4]);
-    fprintf(f, "prefill %ld tok at %.1f tok/s, decode %ld tok at %.1f tok/s; seconds: attention %.3f, selection %.3f, bookkeeping %.3f, index %.3f\n",
-            s->clk.n_prefill, rate(s->clk.n_prefill, s->clk.prefill), s->clk.n_decode, rate(s->clk.n_decode, s->clk.decode), s->clk.attend, s->clk.select, s->clk.commit, s->clk.index);
-    for (int i = 0; i < s->n_part; i++) if (s->part[i].m->stats) s->part[i].m->stats(s, s->part[i].ms, f);
+    double share = 100.0 * (double)kv_bytes(s) / (double)kv_bytes_full(s);
+    fprintf(stderr, "[turn %d | %d+%d tok | %.1f tok/s | KV %s of %s (%.1f %%) | kept/head %d..%d%s]\n",
+            s->turn, n_pre, n_gen, rate(n_gen, seconds), held, full, share, lo, hi,
+            saves_reads_only(s) ? " | saves reads, not memory" : "");
 }
 
-// ---- --ids FILE: teacher forcing. Each line is a turn: ids to prefill, then optionally | and ids to decode one by one
-static int ids_parse(const char *p, const char *end, int V, Turn *t, char err[256]) {      // 0, or -1 with err; t may then hold some ids
-    int decoding = 0;
-    while (p < end) {
-        if (isspace((unsigned char)*p)) { p++; continue; }
-        if (*p == '|') {
-            if (decoding++) { snprintf(err, 256, "a second '|'"); return -1; }
-            p++;
-            continue;
-        }
-        char *q;
-        errno = 0;
-        long id = strtol(p, &q, 10);
-        if (q == p) { snprintf(err, 256, "'%.12s' is no id", p); return -1; }
-        if (errno || id < 0 || id >= V) { snprintf(err, 256, "id %ld is outside the vocabulary of %d", id, V); return -1; }
-        if (decoding) arrput(t->dec, (int)id); else arrput(t->pre, (int)id);
-        p = q;
+// /stats and --stats: three lines of the session, then what each part of the method says of itself.
+static void print_stats(const App *a, FILE *f) {
+    const Session *s = a->s;
+    const Clock *k = &s->clk;
+    char held[32], full[32], meta[32], peak[32], read[32];
+    human_bytes((double)kv_bytes(s), held);
+    human_bytes((double)kv_bytes_full(s), full);
+    human_bytes((double)kv_meta_bytes(s), meta);
+    human_bytes((double)k->peak, peak);
+    human_bytes(bytes_a_step(s), read);
+    fprintf(f, "method %s, %d tokens seen in %d turns, most rows in a head %d\n",
+            a->method, s->n_tok, s->turn, rows_held(a));
+    fprintf(f, "stored %s of %s, metadata %s, peak %s, read per decode step %s\n",
+            held, full, meta, peak, read);
+    fprintf(f, "prefill %ld tok at %.1f tok/s, decode %ld tok at %.1f tok/s; ",
+            k->n_prefill, rate(k->n_prefill, k->prefill), k->n_decode, rate(k->n_decode, k->decode));
+    fprintf(f, "seconds: attention %.3f, selection %.3f, bookkeeping %.3f, index %.3f\n",
+            k->attend, k->select, k->commit, k->index);
+    for (int i = 0; i < s->n_part; i++)
+        if (s->part[i].m->stats) s->part[i].m->stats(s, s->part[i].ms, f);
+}
+
+// ---- --ids FILE: teacher forcing (D3)
+// Each line is a turn: the ids to prefill, then optionally | and the ids to decode one by one.
+
+// Reads the id that *p begins with into *id and moves *p behind it. 0, or -1 with err.
+static int id_parse(const char **p, int V, int *id, char err[256]) {
+    char *end;
+    errno = 0;
+    long value = strtol(*p, &end, 10);
+    if (end == *p) {
+        snprintf(err, 256, "'%.12s' is no id", *p);
+        return -1;
     }
-    if (!arrlen(t->pre)) { snprintf(err, 256, "a turn needs ids to prefill before '|'"); return -1; }
+    if (errno || value < 0 || value >= V) {
+        snprintf(err, 256, "id %ld is outside the vocabulary of %d", value, V);
+        return -1;
+    }
+    *id = (int)value;
+    *p = end;
     return 0;
 }
-static Turn *ids_read(const char *path, int V) {         // the turns of a file, as a record
+
+// Appends the ids of the text [p,end) to the turn. 0, or -1 with err; the turn may then hold some
+// ids.
+static int ids_parse(const char *p, const char *end, int V, Turn *t, char err[256]) {
+    int decoding = 0, id;
+    while (p < end) {
+        if (isspace((unsigned char)*p)) {
+            p++;
+        } else if (*p == '|') {
+            if (decoding) {
+                snprintf(err, 256, "a second '|'");
+                return -1;
+            }
+            decoding = 1;
+            p++;
+        } else {
+            if (id_parse(&p, V, &id, err)) return -1;
+            if (decoding) arrput(t->dec, id);
+            else arrput(t->pre, id);
+        }
+    }
+    if (arrlen(t->pre)) return 0;
+    snprintf(err, 256, "a turn needs ids to prefill before '|'");
+    return -1;
+}
+
+// Is there nothing but white space in [p,end)?
+static int is_blank(const char *p, const char *end) {
+    while (p < end && isspace((unsigned char)*p)) p++;
+    return p == end;
+}
+
+// The turns of a file, as a record; blank lines are skipped. Exit 2 with the line when there is
+// something else in it.
+static Turn *ids_read(const char *path, int V) {
     char err[256];
     size_t n;
-    char *text = read_file(path, &n, err), *end = text ? text + n : NULL;
-    Turn *turns = NULL;
+    char *text = read_file(path, &n, err);
     if (!text) die(EXIT_USAGE, "--ids %s", err);
-    int line = 1;
-    for (char *p = text, *q; p < end; p = q + 1, line++) {
-        for (q = p; q < end && *q != '\n'; ) q++;
-        char *solid = p;
-        while (solid < q && isspace((unsigned char)*solid)) solid++;
-        if (solid == q) continue;                        // blank lines are skipped
+    Turn *turns = NULL;
+    const char *end = text + n, *line_end;
+    int number = 1;
+    for (const char *line = text; line < end; line = line_end + 1, number++) {
+        line_end = line;
+        while (line_end < end && *line_end != '\n') line_end++;
+        if (is_blank(line, line_end)) continue;
         Turn t = { 0 };
-        if (ids_parse(p, q, V, &t, err)) die(EXIT_USAGE, "%s:%d: %s", path, line, err);
+        if (ids_parse(line, line_end, V, &t, err)) die(EXIT_USAGE, "%s:%d: %s", path, number, err);
         arrput(turns, t);
     }
     free(text);
     if (!turns) die(EXIT_USAGE, "--ids %s: no turn in the file", path);
     return turns;
 }
+
+// Appends one row of logits x (V) to the file, if there is one.
 static void write_row(FILE *f, const float *x, int V, const char *path) {
     if (f && fwrite(x, sizeof *x, V, f) != (size_t)V) die(EXIT_RUN, "%s: %s", path, strerror(errno));
 }
+
+// Feeds the file's turns to the session, and writes the logits of every prefill and decode to
+// --dump-logits.
 static int run_ids(App *a) {
     const char *path = opt_str(a->o, "dump-logits");
     record_clear(a);
@@ -13087,10 +14436,11 @@ static int run_ids(App *a) {
     FILE *f = *path ? fopen(path, "wb") : NULL;
     if (*path && !f) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
-        feed_prefill(a, &a->turn[i]);
+        const Turn *t = &a->turn[i];
+        feed_prefill(a, t);
         write_row(f, a->logits, a->c->V, path);
-        for (int j = 0; j < (int)arrlen(a->turn[i].dec); j++) {
-            feed_decode(a, a->turn[i].dec[j]);
+        for (int j = 0; j < (int)arrlen(t->dec); j++) {
+            feed_decode(a, t->dec[j]);
             write_row(f, a->logits, a->c->V, path);
         }
     }
@@ -13100,13 +14450,20 @@ static int run_ids(App *a) {
     return 0;
 }
 
-// ---- sessions on disk: the record of ids with the model's fingerprint; loading replays it, which is exact for every method
-static int session_save(const App *a, const char *path, char err[512]) {
-    char tmp[4200];
-    snprintf(tmp, sizeof tmp, "%s.part", path);          // written beside and renamed: a full disk loses nothing
-    FILE *f = fopen(tmp, "w");
-    if (!f) { snprintf(err, 512, "%.400s: %s", tmp, strerror(errno)); return -1; }
-    fprintf(f, "kvcomp session 1\nmodel %016llx\nmethod %s\n", (unsigned long long)sonic_fingerprint(a->w), a->method);
+// ---- sessions on disk: the record with the model's fingerprint
+// No rows are stored. Loading replays the record, which is exact for every method. The file is
+// text:
+//   kvcomp session 1
+//   model FINGERPRINT
+//   method SPEC
+//   turn N_SYS N_FOOT N_HEAD : ids to prefill | ids decoded        (a line for each turn)
+//   end CLOSED
+
+// Writes the file's text.
+static void session_write(const App *a, FILE *f) {
+    fprintf(f, "kvcomp session 1\n");
+    fprintf(f, "model %016llx\n", (unsigned long long)sonic_fingerprint(a->w));
+    fprintf(f, "method %s\n", a->method);
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
         fprintf(f, "turn %d %d %d :", t->n_sys, t->n_foot, t->n_head);
@@ -13116,41 +14473,97 @@ static int session_save(const App *a, const char *path, char err[512]) {
         fprintf(f, "\n");
     }
     fprintf(f, "end %d\n", a->closed);
-    int bad = ferror(f) | fclose(f);
-    if (bad || rename(tmp, path)) { snprintf(err, 512, "%s: %s", path, strerror(errno)); remove(tmp); return -1; }
+}
+
+// Writes the file beside its place and renames it, so that a full disk does not cost the session
+// that was there. 0, or -1 with err.
+static int session_save(const App *a, const char *path, char err[512]) {
+    char tmp[4200];
+    snprintf(tmp, sizeof tmp, "%s.part", path);
+    FILE *f = fopen(tmp, "w");
+    if (!f) {
+        snprintf(err, 512, "%.400s: %s", tmp, strerror(errno));
+        return -1;
+    }
+    session_write(a, f);
+    int bad = ferror(f);
+    if (fclose(f)) bad = 1;
+    if (bad || rename(tmp, path)) {
+        snprintf(err, 512, "%s: %s", path, strerror(errno));
+        remove(tmp);
+        return -1;
+    }
     return 0;
 }
-// One "turn ..." line. 0, or -1: the line is not what session_save writes.
+
+// Checks the first three lines. The number of their bytes, or -1 with err.
+static int session_header(const App *a, const char *path, const char *text, char err[512]) {
+    unsigned long long found = 0, wanted = sonic_fingerprint(a->w);
+    int at = 0;
+    if (sscanf(text, "kvcomp session 1\nmodel %llx\nmethod %*[^\n]\n%n", &found, &at) != 1 || !at) {
+        snprintf(err, 512, "%s: not a kvcomp session file", path);
+        return -1;
+    }
+    if (found != wanted) {
+        snprintf(err, 512, "%s: made with another model (fingerprint %016llx, this one has %016llx)",
+                 path, found, wanted);
+        return -1;
+    }
+    return at;
+}
+
+// One "turn" line [p,end). 0, or -1 when it is not what session_write writes; the turn may then
+// hold some ids.
 static int session_turn(const App *a, const char *p, const char *end, Turn *t) {
     int used = 0;
     char err[256];
-    if (sscanf(p, "turn %d %d %d :%n", &t->n_sys, &t->n_foot, &t->n_head, &used) != 3 || !used || p + used > end) return -1;
+    if (sscanf(p, "turn %d %d %d :%n", &t->n_sys, &t->n_foot, &t->n_head, &used) != 3) return -1;
+    if (!used || p + used > end) return -1;
     if (ids_parse(p + used, end, a->c->V, t, err)) return -1;
     int n = (int)arrlen(t->pre);
-    return t->n_sys < 0 || t->n_foot < 0 || t->n_head < 0 || t->n_sys > n || t->n_foot > n || t->n_head > n ? -1 : 0;
+    if (t->n_sys < 0 || t->n_foot < 0 || t->n_head < 0) return -1;
+    if (t->n_sys > n || t->n_foot > n || t->n_head > n) return -1;
+    return 0;
 }
-static int session_read(App *a, const char *path, char err[512]) {     // 0, or -1 with err and nothing changed
-    char why[256], *end;
-    size_t n;
-    unsigned long long print = 0;
-    char *text = read_file(path, &n, why), *p = text;
-    if (!text) { snprintf(err, 512, "%s", why); return -1; }
-    Turn *turns = NULL;
-    int at = 0, closed = 0, bad = 0;
-    err[0] = 0;
-    if (sscanf(text, "kvcomp session 1\nmodel %llx\nmethod %*[^\n]\n%n", &print, &at) != 1 || !at) snprintf(err, 512, "%s: not a kvcomp session file", path);
-    else if (print != sonic_fingerprint(a->w)) snprintf(err, 512, "%s: made with another model (fingerprint %016llx, this one has %016llx)", path, print, (unsigned long long)sonic_fingerprint(a->w));
-    for (p = text + at; !*err && !bad && !strncmp(p, "turn ", 5); p = end + 1) {
+
+// The "turn" lines from p on and the "end" line behind them, into *turns and *closed. 0, or -1 with
+// err.
+static int session_turns(const App *a, const char *path, const char *p, Turn **turns, int *closed,
+                         char err[512]) {
+    int bad = 0;
+    while (!bad && !strncmp(p, "turn ", 5)) {
+        const char *end = strchr(p, '\n');
+        bad = 1;
+        if (!end) break;
         Turn t = { 0 };
-        end = strchr(p, '\n');
-        if (!end) { bad = 1; break; }
-        bad = session_turn(a, p, end, &t);
-        arrput(turns, t);
+        bad = session_turn(a, p, end, &t) != 0;
+        arrput(*turns, t);
+        p = end + 1;
     }
-    if (!*err && (bad || sscanf(p, "end %d", &closed) != 1)) snprintf(err, 512, "%s: damaged at turn %d", path, (int)arrlen(turns) + !bad);
-    if (!*err) record_fits(a->s, turns, err);
+    if (!bad && sscanf(p, "end %d", closed) == 1) return 0;
+    snprintf(err, 512, "%s: damaged at turn %d", path, (int)arrlen(*turns) + !bad);
+    return -1;
+}
+
+// Loads a session file and replays it. 0, or -1 with err, and then nothing has changed.
+static int session_read(App *a, const char *path, char err[512]) {
+    char why[256];
+    size_t n;
+    char *text = read_file(path, &n, why);
+    if (!text) {
+        snprintf(err, 512, "%s", why);
+        return -1;
+    }
+    Turn *turns = NULL;
+    int closed = 0, at = session_header(a, path, text, err);
+    int bad = at < 0 || session_turns(a, path, text + at, &turns, &closed, err);
+    if (!bad && record_fits(a->s, turns, err)) bad = 1;
     free(text);
-    if (*err) { while (arrlen(turns)) turn_free(arrpop(turns)); arrfree(turns); return -1; }
+    if (bad) {
+        turns_clear(turns);
+        arrfree(turns);
+        return -1;
+    }
     record_clear(a);
     arrfree(a->turn);
     a->turn = turns;
@@ -13159,84 +14572,133 @@ static int session_read(App *a, const char *path, char err[512]) {     // 0, or 
     return 0;
 }
 
-static Turn render_turn(const App *a, const char *text) {                // what the next message of the record prefills
-    Turn t = { 0 };
-    int first = !arrlen(a->turn);
-    const char *system = opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL;
-    if (a->tp) t.pre = template_turn(a->tp, a->tok, first, system, text, !opt_int(a->o, "no-think"), a->closed, NULL, &t.n_sys, &t.n_foot, &t.n_head);
-    else {
-        if (first && a->tok->add_bos) arrput(t.pre, a->tok->bos);
-        t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
-    }
-    return t;
-}
-
 // ==================================================================================================== 25 CHAT
-// A small line editor (UTF-8, history, multi-line pastes), the commands, and Ctrl-C: the first stops the reply and keeps
-// it in the history and in the cache, a second within a second leaves with 130. Without a terminal every input line is a turn.
+// A small line editor (UTF-8, history, multi-line pastes), the commands, and Ctrl-C: the first
+// stops the reply and keeps it in the history and in the cache, a second within a second leaves
+// with 130. Without a terminal every input line is a turn.
 
-static struct termios tty_before;
-static int tty_raw;
-static void tty_restore(void) { if (tty_raw) { tcsetattr(0, TCSANOW, &tty_before); if (write(1, "\x1b[?2004l", 8) < 0) tty_raw = 0; } tty_raw = 0; }
-static int tty_enter(void) {                             // raw input, bracketed paste. 0, or -1
-    struct termios t;
-    if (tcgetattr(0, &tty_before)) return -1;
-    t = tty_before;
-    t.c_lflag &= ~(tcflag_t)(ICANON | ECHO | ISIG | IEXTEN);
-    t.c_iflag &= ~(tcflag_t)(IXON | ICRNL);
-    t.c_cc[VMIN] = 1; t.c_cc[VTIME] = 0;
-    if (tcsetattr(0, TCSANOW, &t)) return -1;
-    tty_raw = 1;
-    return write(1, "\x1b[?2004h", 8) == 8 ? 0 : -1;
+// ---- the terminal
+// While a line is edited the terminal is raw: every key comes to the editor at once and nothing is
+// shown but what the editor draws. While a reply is made it has its own settings back, so that
+// Ctrl-C is a signal.
+
+// Bracketed paste: the terminal puts ESC [ 200 ~ before a paste and ESC [ 201 ~ behind it, so that
+// a pasted newline does not send the line.
+#define PASTE_MARKS_ON  "\x1b[?2004h"
+#define PASTE_MARKS_OFF "\x1b[?2004l"
+
+static struct termios terminal_before;      // the terminal's own settings, while terminal_raw
+static int terminal_raw;
+
+// Gives the terminal its settings back. Called in signal handlers and at exit as well; a second
+// call does nothing.
+static void terminal_restore(void) {
+    if (!terminal_raw) return;
+    tcsetattr(0, TCSANOW, &terminal_before);
+    ssize_t written = write(1, PASTE_MARKS_OFF, strlen(PASTE_MARKS_OFF));
+    (void)written;                          // there is nothing left to do about a terminal that is gone
+    terminal_raw = 0;
 }
-static double interrupt_at;
+
+// Makes the terminal raw. 0, or -1 when standard input is no terminal or does not answer.
+static int terminal_enter(void) {
+    if (tcgetattr(0, &terminal_before)) return -1;
+    struct termios raw = terminal_before;
+    // Local modes off. ICANON: bytes come as they are typed, not line by line. ECHO: the terminal does
+    // not show them, the editor does. ISIG: Ctrl-C and Ctrl-Z come as bytes (3, 26), not as SIGINT and
+    // SIGTSTP. IEXTEN: Ctrl-V comes as a byte, and the terminal does not wait for a key to quote.
+    raw.c_lflag &= ~(tcflag_t)(ICANON | ECHO | ISIG | IEXTEN);
+    // Input modes off. IXON: Ctrl-S and Ctrl-Q come as bytes, and do not stop and start the output.
+    // ICRNL: Return comes as \r (13), and is not turned into \n.
+    raw.c_iflag &= ~(tcflag_t)(IXON | ICRNL);
+    // A read returns as soon as there is one byte, and waits for it as long as it takes.
+    raw.c_cc[VMIN] = 1;
+    raw.c_cc[VTIME] = 0;
+    if (tcsetattr(0, TCSANOW, &raw)) return -1;
+    terminal_raw = 1;
+    ssize_t n = (ssize_t)strlen(PASTE_MARKS_ON);
+    return write(1, PASTE_MARKS_ON, n) == n ? 0 : -1;
+}
+
+// The width of the screen in columns; 80 when the terminal does not say.
+static int screen_columns(void) {
+    struct winsize w;
+    if (ioctl(1, TIOCGWINSZ, &w) || !w.ws_col) return 80;
+    return w.ws_col;
+}
+
+// ---- Ctrl-C
+static double interrupt_at;                 // when it was last pressed, in seconds of now()
+
+// Notes that Ctrl-C is pressed. 1: it was pressed less than a second ago, too.
+static int interrupt_again(void) {
+    double before = interrupt_at;
+    interrupt_at = now();
+    return interrupt_at - before < 1;
+}
+
+// SIGINT, which comes while a reply is made. The reply sees interrupts and stops. The handler calls
+// only what a handler may call: clock_gettime (now), tcsetattr, write, _exit.
 static void on_interrupt(int sig) {
     (void)sig;
-    struct timespec ts;
-    clock_gettime(CLOCK_MONOTONIC, &ts);
-    double t = (double)ts.tv_sec + 1e-9 * (double)ts.tv_nsec;
-    if (interrupts && t - interrupt_at < 1) { tty_restore(); _exit(EXIT_INTERRUPT); }
-    interrupts++;
-    interrupt_at = t;
-}
-
-// ---- the line editor. text is an stb_ds array of bytes, cursor a byte offset at a character's start
-typedef struct { char *text; int cursor, row; char **history; int at; } Line;
-
-static int char_next(const Line *e, int i) { do i++; while (i < (int)arrlen(e->text) && (e->text[i] & 0xc0) == 0x80); return i; }
-static int char_prev(const Line *e, int i) { do i--; while (i > 0 && (e->text[i] & 0xc0) == 0x80); return i; }
-static int screen_columns(void) { struct winsize w; return ioctl(1, TIOCGWINSZ, &w) || !w.ws_col ? 80 : w.ws_col; }
-static int code_width(const char *s, int n) {            // columns of one character: 2 for East Asian wide ranges and emoji, 0 for combining marks
-    unsigned c = (unsigned char)s[0];
-    if (c < 0x80 || n < 2) return 1;
-    c = n == 2 ? (c & 31) << 6 | (s[1] & 63) : n == 3 ? (c & 15) << 12 | (s[1] & 63) << 6 | (s[2] & 63) : (c & 7) << 18 | (s[1] & 63) << 12 | (s[2] & 63) << 6 | (s[3] & 63);
-    if ((c >= 0x300 && c < 0x370) || c == 0x200d || (c >= 0xfe00 && c < 0xfe10)) return 0;
-    return (c >= 0x1100 && c < 0x1160) || (c >= 0x2e80 && c < 0xa4d0) || (c >= 0xac00 && c < 0xd7a4) || (c >= 0xf900 && c < 0xfb00) || (c >= 0xff00 && c < 0xff61) || c >= 0x1f300 ? 2 : 1;
-}
-// Writes prompt and text again and puts the cursor where it belongs; e->row is the screen row it was on.
-static void line_draw(Line *e) {
-    int cols = screen_columns(), x = 2, y = 0, cx = 2, cy = 0, n = (int)arrlen(e->text);
-    if (e->row) printf("\x1b[%dA", e->row);
-    printf("\r\x1b[J> ");
-    for (int i = 0; i <= n; ) {
-        if (i == e->cursor) { cx = x; cy = y; }
-        if (i == n) break;
-        int j = char_next(e, i), w = code_width(e->text + i, j - i);
-        if (e->text[i] == '\n') { fputs("\r\n", stdout); x = 0; y++; }
-        else {
-            if (x + w > cols) { x = 0; y++; }
-            if ((unsigned char)e->text[i] >= 32) fwrite(e->text + i, 1, j - i, stdout); else fputc(' ', stdout);
-            if ((x += w) == cols && j < n) { x = 0; y++; }
-        }
-        i = j;
+    if (interrupt_again() && interrupts) {
+        terminal_restore();
+        _exit(EXIT_INTERRUPT);
     }
-    if (x >= cols) { fputs("\r\n", stdout); if (cx >= cols) { cx = 0; cy++; } y++; }
-    if (y > cy) printf("\x1b[%dA", y - cy);
-    printf("\r");
-    if (cx) printf("\x1b[%dC", cx);
-    e->row = cy;
-    fflush(stdout);
+    interrupts++;
 }
+
+// Ctrl-C on an empty prompt, where it comes as a byte: twice within a second leaves.
+static void interrupt_at_prompt(void) {
+    if (interrupt_again()) {
+        terminal_restore();
+        exit(EXIT_INTERRUPT);
+    }
+    fprintf(stderr, "(Ctrl-C again leaves, so does Ctrl-D)\n");
+}
+
+// ---- the line editor: text and cursor
+typedef struct {
+    char *text;             // what is typed so far, UTF-8 (stb_ds array of bytes, no NUL)
+    int cursor;             // a byte offset at a character's start, or the length
+    int row;                // the screen row of the cursor, counted from the prompt's
+    char **history;         // the messages sent (stb_ds array of strings), oldest first
+    int at;                 // the history entry shown; its length: the new line
+} Line;
+
+enum {                      // the bytes of keys that edit
+    CTRL_A = 1,             // to the start
+    CTRL_C = 3,             // deletes the line; on an empty line, leaves
+    CTRL_D = 4,             // deletes the character under the cursor; on an empty line, leaves
+    CTRL_E = 5,             // to the end
+    CTRL_H = 8,             // the same as Backspace on some terminals
+    TAB = 9,                // typed like a letter
+    CTRL_K = 11,            // deletes to the end
+    ENTER = 13,             // sends the line
+    CTRL_U = 21,            // deletes to the start
+    CTRL_W = 23,            // deletes the word before the cursor
+    ESCAPE = 27,            // begins the sequence of an arrow, Home, End, Delete, or a paste
+    BACKSPACE = 127,        // deletes the character before the cursor
+};
+
+// Is b a byte inside a UTF-8 character, not its first?
+static int inside_char(char b) { return (b & 0xc0) == 0x80; }
+
+// The offset of the character behind the one at i.
+static int char_next(const Line *e, int i) {
+    do i++;
+    while (i < (int)arrlen(e->text) && inside_char(e->text[i]));
+    return i;
+}
+
+// The offset of the character before i.
+static int char_prev(const Line *e, int i) {
+    do i--;
+    while (i > 0 && inside_char(e->text[i]));
+    return i;
+}
+
+// Inserts n bytes at the cursor and moves it behind them.
 static void line_insert(Line *e, const char *s, int n) {
     int len = (int)arrlen(e->text);
     arrsetlen(e->text, len + n);
@@ -13244,169 +14706,407 @@ static void line_insert(Line *e, const char *s, int n) {
     memcpy(e->text + e->cursor, s, n);
     e->cursor += n;
 }
-static void line_delete(Line *e, int a, int b) {         // bytes [a,b)
-    memmove(e->text + a, e->text + b, arrlen(e->text) - b);
-    arrsetlen(e->text, arrlen(e->text) - (b - a));
-    e->cursor = a;
+
+// Deletes the bytes [from,to) and leaves the cursor there.
+static void line_delete(Line *e, int from, int to) {
+    memmove(e->text + from, e->text + to, arrlen(e->text) - to);
+    arrsetlen(e->text, arrlen(e->text) - (to - from));
+    e->cursor = from;
 }
+
+// Ctrl-W: deletes the word before the cursor, with the blanks behind it.
+static void line_delete_word(Line *e) {
+    int from = e->cursor;
+    while (from > 0 && e->text[from - 1] == ' ') from--;
+    while (from > 0 && e->text[from - 1] != ' ') from--;
+    line_delete(e, from, e->cursor);
+}
+
+// Shows the history entry `step` away (-1: the one before); behind the last stands an empty line.
 static void line_history(Line *e, int step) {
-    int at = e->at + step;
-    if (at < 0 || at > (int)arrlen(e->history)) return;
+    int at = e->at + step, n = (int)arrlen(e->history);
+    if (at < 0 || at > n) return;
     e->at = at;
     arrsetlen(e->text, 0);
     e->cursor = 0;
-    if (at < (int)arrlen(e->history)) line_insert(e, e->history[at], (int)strlen(e->history[at]));
+    if (at < n) line_insert(e, e->history[at], (int)strlen(e->history[at]));
 }
+
+// ---- the line editor: drawing
+typedef struct { int x, y; } Place;         // a column, and a row counted from the prompt's
+
+// Code points [from,to) that take no column.
+static const struct { unsigned from, to; } narrow_chars[] = {
+    { 0x300,  0x370  },     // combining marks
+    { 0x200d, 0x200e },     // the joiner of emoji
+    { 0xfe00, 0xfe10 },     // variation selectors
+};
+
+// Code points [from,to) that take two columns.
+static const struct { unsigned from, to; } wide_chars[] = {
+    { 0x1100,  0x1160 },    // Hangul letters
+    { 0x2e80,  0xa4d0 },    // Chinese, Japanese, Yi
+    { 0xac00,  0xd7a4 },    // Hangul syllables
+    { 0xf900,  0xfb00 },    // compatibility ideographs
+    { 0xff00,  0xff61 },    // fullwidth forms
+    { 0x1f300, UINT_MAX },  // emoji, and the ideographs beyond
+};
+
+// The code point of a character of n >= 2 bytes. Bytes that are no UTF-8 give some number.
+static unsigned code_point(const char *s, int n) {
+    unsigned c = (unsigned char)s[0];
+    if (n == 2) return (c & 31) << 6 | (s[1] & 63);
+    if (n == 3) return (c & 15) << 12 | (s[1] & 63) << 6 | (s[2] & 63);
+    return (c & 7) << 18 | (s[1] & 63) << 12 | (s[2] & 63) << 6 | (s[3] & 63);
+}
+
+// The columns that one character of n bytes takes: 2 for East Asian wide ranges and emoji, 0 for
+// combining marks.
+static int char_width(const char *s, int n) {
+    if ((unsigned char)s[0] < 0x80 || n < 2) return 1;
+    unsigned c = code_point(s, n);
+    for (size_t i = 0; i < sizeof narrow_chars / sizeof *narrow_chars; i++)
+        if (c >= narrow_chars[i].from && c < narrow_chars[i].to) return 0;
+    for (size_t i = 0; i < sizeof wide_chars / sizeof *wide_chars; i++)
+        if (c >= wide_chars[i].from && c < wide_chars[i].to) return 2;
+    return 1;
+}
+
+// Where the screen goes on after the character s of n bytes was written at p. A character that does
+// not fit into the row stands in the next; a full row is followed by the next one, except by the
+// last character, after which the terminal waits in the last column.
+static Place place_after(Place p, const char *s, int n, int last, int cols) {
+    int width = char_width(s, n);
+    if (*s == '\n') return (Place){ 0, p.y + 1 };
+    if (p.x + width > cols) p = (Place){ 0, p.y + 1 };
+    p.x += width;
+    if (p.x == cols && !last) p = (Place){ 0, p.y + 1 };
+    return p;
+}
+
+// Writes one character; control characters, as of a paste, are shown as blanks.
+static void char_draw(const char *s, int n) {
+    if (*s == '\n') fputs("\r\n", stdout);
+    else if ((unsigned char)*s >= 32) fwrite(s, 1, n, stdout);
+    else fputc(' ', stdout);
+}
+
+// Writes prompt and text anew and puts the cursor where it belongs. e->row is the row it stood in,
+// and then stands in.
+static void line_draw(Line *e) {
+    int cols = screen_columns(), n = (int)arrlen(e->text);
+    Place end = { 2, 0 }, cursor = end;
+
+    // The prompt's row again, everything from there on cleared. ESC [ n A: n rows up. ESC [ J: clear.
+    if (e->row) printf("\x1b[%dA", e->row);
+    printf("\r\x1b[J> ");
+
+    // The text, behind the two columns of the prompt.
+    for (int i = 0, next; i < n; i = next) {
+        if (i == e->cursor) cursor = end;
+        next = char_next(e, i);
+        char_draw(e->text + i, next - i);
+        end = place_after(end, e->text + i, next - i, next == n, cols);
+    }
+    if (e->cursor == n) cursor = end;
+    if (end.x >= cols) {        // it ends in the last column: the next row is opened for the cursor
+        fputs("\r\n", stdout);
+        if (cursor.x >= cols) cursor = (Place){ 0, cursor.y + 1 };
+        end.y++;
+    }
+
+    // From the text's end to the cursor. ESC [ n C: n columns to the right.
+    if (end.y > cursor.y) printf("\x1b[%dA", end.y - cursor.y);
+    printf("\r");
+    if (cursor.x) printf("\x1b[%dC", cursor.x);
+    e->row = cursor.y;
+    fflush(stdout);
+}
+
+// ---- the line editor: keys
 // Input comes in big reads, so that a long paste is drawn once, not once a byte.
-typedef struct { unsigned char buf[65536]; int n, at; } Input;
+typedef struct {
+    unsigned char buf[65536];
+    int n;                  // bytes read
+    int at;                 // of which so many are used
+} Input;
 static Input input;
+
+// Is there a byte to be had without waiting?
 static int input_ready(void) {
-    fd_set f; struct timeval t = { 0, 0 };
+    fd_set f;
+    struct timeval t = { 0, 0 };
     if (input.at < input.n) return 1;
-    FD_ZERO(&f); FD_SET(0, &f);
+    FD_ZERO(&f);
+    FD_SET(0, &f);
     return select(1, &f, NULL, NULL, &t) > 0;
 }
-static int input_byte(void) {                            // -1: end of input
+
+// The next byte, waited for; -1: the end of the input.
+static int input_byte(void) {
     while (input.at == input.n) {
         ssize_t n = read(0, input.buf, sizeof input.buf);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return -1;
-        input.n = (int)n; input.at = 0;
+        input.n = (int)n;
+        input.at = 0;
     }
     return input.buf[input.at++];
 }
-static void line_paste(Line *e) {                        // until ESC [ 2 0 1 ~ ; newlines stay in the text
-    static const char end[] = "\x1b[201~";
-    for (int c, seen = 0; (c = input_byte()) >= 0; ) {
+
+// Inserts a paste, up to the mark behind it (ESC [ 201 ~). Newlines stay in the text.
+static void line_paste(Line *e) {
+    static const char mark[] = "\x1b[201~";
+    int length = (int)strlen(mark), seen = 0;       // seen: bytes of the mark that the text ends with
+    for (int c = input_byte(); c >= 0; c = input_byte()) {
         char b = (char)(c == '\r' ? '\n' : c);
         line_insert(e, &b, 1);
-        seen = c == end[seen] ? seen + 1 : c == end[0];
-        if (seen == 6) { line_delete(e, e->cursor - 6, e->cursor); return; }
+        seen = c == mark[seen] ? seen + 1 : c == mark[0];
+        if (seen < length) continue;
+        line_delete(e, e->cursor - length, e->cursor);
+        return;
     }
 }
-static void line_escape(Line *e) {
-    int c = input_ready() ? input_byte() : 0, arg = 0;
-    if (c != '[' && c != 'O') return;
-    while ((c = input_byte()) == ';' || (c >= '0' && c <= '9')) arg = c == ';' ? 0 : arg % 1000 * 10 + c - '0';     // ESC [ 1 ; 5 D: Ctrl and an arrow
-    int n = (int)arrlen(e->text);
-    if (c == 'A') line_history(e, -1);
-    if (c == 'B') line_history(e, 1);
-    if (c == 'C' && e->cursor < n) e->cursor = char_next(e, e->cursor);
-    if (c == 'D' && e->cursor > 0) e->cursor = char_prev(e, e->cursor);
-    if (c == 'H' || (c == '~' && (arg == 1 || arg == 7))) e->cursor = 0;
-    if (c == 'F' || (c == '~' && (arg == 4 || arg == 8))) e->cursor = n;
-    if (c == '~' && arg == 3 && e->cursor < n) line_delete(e, e->cursor, char_next(e, e->cursor));
-    if (c == '~' && arg == 200) line_paste(e);
+
+// The rest of a key that sends ESC [ number letter (or ESC O letter): returns the letter, 0 when it
+// is something else. *number is the last of the numbers: ESC [ 1 ; 5 D, Ctrl and an arrow, gives D
+// and 5.
+static int escape_sequence(int *number) {
+    int c = input_ready() ? input_byte() : 0;
+    *number = 0;
+    if (c != '[' && c != 'O') return 0;
+    for (c = input_byte(); c == ';' || (c >= '0' && c <= '9'); c = input_byte()) {
+        if (c == ';') *number = 0;
+        else *number = *number % 1000 * 10 + c - '0';
+    }
+    return c;
 }
-// One edited line: 1, 0 at the end of input (Ctrl-D on an empty line), -1 when Ctrl-C was pressed on an empty line.
+
+// A key whose sequence ends in ~ is known by its number.
+static void line_numbered_key(Line *e, int number) {
+    int n = (int)arrlen(e->text);
+    switch (number) {
+    case 1: case 7:                                         // Home
+        e->cursor = 0;
+        break;
+    case 4: case 8:                                         // End
+        e->cursor = n;
+        break;
+    case 3:                                                 // Delete
+        if (e->cursor < n) line_delete(e, e->cursor, char_next(e, e->cursor));
+        break;
+    case 200:
+        line_paste(e);
+        break;
+    }
+}
+
+// What follows an ESC byte.
+static void line_escape(Line *e) {
+    int number, n = (int)arrlen(e->text);
+    switch (escape_sequence(&number)) {
+    case 'A':                                               // up
+        line_history(e, -1);
+        break;
+    case 'B':                                               // down
+        line_history(e, 1);
+        break;
+    case 'C':                                               // right
+        if (e->cursor < n) e->cursor = char_next(e, e->cursor);
+        break;
+    case 'D':                                               // left
+        if (e->cursor > 0) e->cursor = char_prev(e, e->cursor);
+        break;
+    case 'H':                                               // Home
+        e->cursor = 0;
+        break;
+    case 'F':                                               // End
+        e->cursor = n;
+        break;
+    case '~':
+        line_numbered_key(e, number);
+        break;
+    }
+}
+
+// One key that edits the line.
+static void line_key(Line *e, int c) {
+    int n = (int)arrlen(e->text);
+    char b = (char)c;
+    switch (c) {
+    case CTRL_C:
+        line_delete(e, 0, n);
+        break;
+    case CTRL_D:
+        if (e->cursor < n) line_delete(e, e->cursor, char_next(e, e->cursor));
+        break;
+    case BACKSPACE: case CTRL_H:
+        if (e->cursor > 0) line_delete(e, char_prev(e, e->cursor), e->cursor);
+        break;
+    case CTRL_A:
+        e->cursor = 0;
+        break;
+    case CTRL_E:
+        e->cursor = n;
+        break;
+    case CTRL_K:
+        line_delete(e, e->cursor, n);
+        break;
+    case CTRL_U:
+        line_delete(e, 0, e->cursor);
+        break;
+    case CTRL_W:
+        line_delete_word(e);
+        break;
+    case ESCAPE:
+        line_escape(e);
+        break;
+    default:
+        if (c >= ' ' || c == TAB) line_insert(e, &b, 1);
+    }
+}
+
+enum {                      // how reading a line or a message ends
+    READ_INTERRUPTED = -1,  // Ctrl-C on an empty line
+    READ_END = 0,           // the end of the input, or Ctrl-D on an empty line
+    READ_DONE = 1,
+};
+
+// One edited line in e->text. Returns READ_*.
 static int line_edit(Line *e) {
     arrsetlen(e->text, 0);
     e->cursor = e->row = 0;
     e->at = (int)arrlen(e->history);
     line_draw(e);
     for (;;) {
-        int c = input_byte(), n = (int)arrlen(e->text);
-        if (c < 0) return n > 0;
-        if (c == '\r' || c == '\n') break;
-        if (c == 3) { if (!n) return -1; line_delete(e, 0, n); }
-        else if (c == 4) { if (!n) return 0; if (e->cursor < n) line_delete(e, e->cursor, char_next(e, e->cursor)); }
-        else if (c == 127 || c == 8) { if (e->cursor > 0) line_delete(e, char_prev(e, e->cursor), e->cursor); }
-        else if (c == 1) e->cursor = 0;
-        else if (c == 5) e->cursor = n;
-        else if (c == 11) line_delete(e, e->cursor, n);
-        else if (c == 21) line_delete(e, 0, e->cursor);
-        else if (c == 23) {                              // Ctrl-W: the word before the cursor
-            int a = e->cursor;
-            while (a > 0 && e->text[a - 1] == ' ') a--;
-            while (a > 0 && e->text[a - 1] != ' ') a--;
-            line_delete(e, a, e->cursor);
-        }
-        else if (c == 27) line_escape(e);
-        else if (c >= 32 || c == 9) { char b = (char)c; line_insert(e, &b, 1); }
+        int c = input_byte(), empty = !arrlen(e->text);
+        if (c < 0) return empty ? READ_END : READ_DONE;
+        if (c == ENTER || c == '\n') break;
+        if (c == CTRL_C && empty) return READ_INTERRUPTED;
+        if (c == CTRL_D && empty) return READ_END;
+        line_key(e, c);
         if (!input_ready()) line_draw(e);
     }
     e->cursor = (int)arrlen(e->text);
     line_draw(e);
     fputs("\r\n", stdout);
     fflush(stdout);
-    return 1;
+    return READ_DONE;
 }
 
-// ---- one user message: an edited line, or lines of standard input; a line ending in \ continues
-static int read_plain(char **out) {                      // a line without its newline into the stb_ds array; 0 at the end
-    int c, any = 0;
-    while ((c = getchar()) != EOF && c != '\n') { arrput(*out, (char)c); any = 1; }
-    return any || c == '\n';
+// ---- one user message: an edited line, or a line of standard input; a line ending in \ continues
+// Appends a line of standard input without its newline to the stb_ds array. READ_DONE, READ_END
+// when there is none.
+static int read_plain(char **out) {
+    int any = 0, c = getchar();
+    while (c != EOF && c != '\n') {
+        arrput(*out, (char)c);
+        any = 1;
+        c = getchar();
+    }
+    return any || c == '\n' ? READ_DONE : READ_END;
 }
-static int read_message(Line *e, int tty, char **out) {  // *out: stb_ds array, NUL-terminated. 1, 0 at the end, -1 on Ctrl-C
+
+// Appends a line edited on the terminal, which is raw. Returns READ_*.
+static int read_edited(Line *e, char **out) {
+    int r = line_edit(e), n = (int)arrlen(e->text);
+    if (r == READ_DONE && n) memcpy(arraddnptr(*out, n), e->text, n);
+    return r;
+}
+
+// The next message into *out, an stb_ds array that ends in NUL. On a terminal it goes into the
+// history. Returns READ_*.
+static int read_message(Line *e, int tty, char **out) {
     arrsetlen(*out, 0);
     for (;;) {
-        int r = 1;
-        if (tty) {
-            if (tty_enter()) return 0;
-            r = line_edit(e);
-            tty_restore();
-            if (r > 0 && arrlen(e->text)) memcpy(arraddnptr(*out, arrlen(e->text)), e->text, arrlen(e->text));
-        }
-        else r = read_plain(out);
-        if (r <= 0 && !arrlen(*out)) return r;
+        if (tty && terminal_enter()) return READ_END;
+        int r = tty ? read_edited(e, out) : read_plain(out);
+        terminal_restore();
+        if (r != READ_DONE && !arrlen(*out)) return r;
         if (!arrlen(*out) || arrlast(*out) != '\\') break;
         arrlast(*out) = '\n';
     }
     arrput(*out, 0);
-    if (tty && (*out)[0]) { char *copy = strdup(*out); arrput(e->history, copy); }
-    return 1;
+    if (tty && (*out)[0]) arrput(e->history, strdup(*out));
+    return READ_DONE;
 }
 
 // ---- a turn of the chat
-static int chat_turn(App *a, const char *text, FILE *out) {      // 0, or -1 when it does not fit
-    Turn t = render_turn(a, text);
-    int n = (int)arrlen(t.pre), n_predict = opt_int(a->o, "n-predict");
-    if (!n) { turn_free(t); return 0; }
-    if (!fits(a, n)) {
-        fprintf(stderr, "kvcomp: %d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)\n", n, rows_held(a), ctx_limit(a));
-        turn_free(t);
-        return -1;
+// Is there room for n more tokens? When there is not, a line on stderr says what is short.
+static int message_fits(const App *a, int n) {
+    if (!rows_fit(a, n)) {
+        fprintf(stderr, "kvcomp: %d tokens do not fit: %d rows held, -c %d "
+                        "(see /clear, or start with a larger -c)\n", n, rows_held(a), ctx_limit(a));
+        return 0;
     }
     if (!pos_fits(a->s, n, a->s->pos_extra)) {
-        fprintf(stderr, "kvcomp: %d tokens do not fit: the next position is %d, %s goes to max_position_embeddings %d (see /clear, or /method)\n", n, a->s->pos_next, a->method, a->s->pos_end);
+        fprintf(stderr, "kvcomp: %d tokens do not fit: the next position is %d, "
+                        "%s goes to max_position_embeddings %d (see /clear, or /method)\n",
+                n, a->s->pos_next, a->method, a->s->pos_end);
+        return 0;
+    }
+    return 1;
+}
+
+// The reply to the record's last turn, with a newline behind it, and the summary line.
+static void chat_reply(App *a, FILE *out) {
+    double t0 = now();
+    int made = generate(a, opt_int(a->o, "n-predict"), out);
+    fputc('\n', out);
+    fflush(out);
+    print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
+}
+
+// Sends one message and writes the reply to out. 0, or -1 when it does not fit and nothing was fed.
+static int chat_turn(App *a, const char *text, FILE *out) {
+    Turn t = render_turn(a, text);
+    int n = (int)arrlen(t.pre);
+    if (!n || !message_fits(a, n)) {
         turn_free(t);
-        return -1;
+        return n ? -1 : 0;
     }
     arrput(a->turn, t);
     interrupts = 0;
     feed_prefill(a, &t);
-    double t0 = now();
-    int made = generate(a, n_predict, out);
-    fputc('\n', out);
-    fflush(out);
-    print_summary(a, n, made, now() - t0);
+    chat_reply(a, out);
     return 0;
 }
-static void chat_regen(App *a, FILE *out) {              // the last reply again
-    if (!arrlen(a->turn)) { fprintf(stderr, "nothing to make again\n"); return; }
+
+// Makes the last reply again: everything up to its first token is replayed, and new random numbers
+// go on from there.
+static void chat_regen(App *a, FILE *out) {
+    if (!arrlen(a->turn)) {
+        fprintf(stderr, "nothing to make again\n");
+        return;
+    }
     arrfree(arrlast(a->turn).dec);
-    arrlast(a->turn).dec = NULL;
     replay(a, (int)arrlen(a->turn));
     interrupts = 0;
-    double t0 = now();
-    int made = generate(a, opt_int(a->o, "n-predict"), out);
-    fputc('\n', out);
-    print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
+    chat_reply(a, out);
 }
-static void template_differs(const App *a) {             // llama3.1 and llama3.2 mark messages as llama3 does
+
+// Warns when the method brought weights of its own that were trained with another chat template.
+// Only the beginning of the name counts: llama3.1 and llama3.2 mark messages as llama3 does.
+static void template_differs(const App *a) {
     const char *made = a->s->made_for;
-    if (made && a->tp && !quiet && strncmp(a->tp->x.name, made, strlen(made)))
-        fprintf(stderr, "kvcomp: WARNING: the weights of %s were trained with chat template %s, this chat uses %s\n", a->method, made, a->tp->x.name);
+    if (!made || !a->tp || quiet || !strncmp(a->tp->x.name, made, strlen(made))) return;
+    fprintf(stderr, "kvcomp: WARNING: the weights of %s were trained with chat template %s, "
+                    "this chat uses %s\n", a->method, made, a->tp->x.name);
 }
-// Opens the session again with another method (or the same) and plays the dialogue into it. The old one stays on failure.
+
+// Opens the session again with another method (or the same) and replays the dialogue into it. 0, or
+// -1: the reason is on stderr and the old session stays.
 static int chat_method(App *a, const char *spec) {
     char err[512];
     Session *s = session_try(a->c, a->w, a->o, spec, err);
-    if (!s || record_fits(s, a->turn, err)) { fprintf(stderr, "kvcomp: %s\n", err); session_close(s); return -1; }
+    if (!s || record_fits(s, a->turn, err)) {
+        fprintf(stderr, "kvcomp: %s\n", err);
+        session_close(s);
+        return -1;
+    }
     session_close(a->s);
     a->s = s;
-    char *copy = strdup(spec);
+    char *copy = strdup(spec);              // before the old name goes: spec may be that name
     free(a->method);
     a->method = copy;
     template_differs(a);
@@ -13414,7 +15114,29 @@ static int chat_method(App *a, const char *spec) {
     return 0;
 }
 
-// ---- commands
+// Opens the method again with another budget. --budget takes the place of --ratio if that was
+// given. When the value or the method refuses, the options are as they were.
+static void chat_budget(App *a, const char *value) {
+    char err[256], *old = strdup(opt_str(a->o, "budget"));
+    int ratio = opt_given(a->o, "ratio");
+    int bad = options_set(a->o, "budget", value, err) || out_of_range(a->o, "budget", err);
+    if (bad) fprintf(stderr, "kvcomp: %s\n", err);
+    if (ratio) (void)shdel(a->o->given, "ratio");
+    if (bad || chat_method(a, a->method)) {
+        options_set(a->o, "budget", old, err);
+        if (ratio) shput(a->o->given, "ratio", 1);
+    }
+    free(old);
+}
+
+// Forgets the dialogue.
+static void chat_clear(App *a) {
+    record_clear(a);
+    session_reset(a->s);
+    a->closed = 0;
+}
+
+// ---- commands. arg is what stands behind the name, "" when nothing does
 static const char *chat_help =
     "/help            this list              /stats           bytes, rows, speed, the method's own numbers\n"
     "/method NAME     another method; the dialogue is played into it again\n"
@@ -13425,71 +15147,157 @@ static const char *chat_help =
     "/save FILE       keep the dialogue      /load FILE       go on with a kept one\n"
     "/quit            leave (so does Ctrl-D); Ctrl-C stops a reply\n";
 
-static void chat_clear(App *a) { record_clear(a); session_reset(a->s); a->closed = 0; }
-static void chat_budget(App *a, const char *value) {     // reopens the method, instead of --ratio if that was given; undone when refused
-    char err[256], *old = strdup(opt_str(a->o, "budget"));
-    int ratio = opt_given(a->o, "ratio"), bad = options_set(a->o, "budget", value, err) || out_of_range(a->o, "budget", err);
-    if (bad) fprintf(stderr, "kvcomp: %s\n", err);
-    if (ratio) (void)shdel(a->o->given, "ratio");
-    if (bad || chat_method(a, a->method)) {
-        options_set(a->o, "budget", old, err);
-        if (ratio) shput(a->o->given, "ratio", 1);
-    }
-    free(old);
+static void command_help(App *a, const char *arg) {
+    (void)a;
+    (void)arg;
+    fputs(chat_help, stderr);
 }
-static void chat_read(App *a, const char *path) {
+
+static void command_stats(App *a, const char *arg) {
+    (void)arg;
+    print_stats(a, stderr);
+}
+
+static void command_clear(App *a, const char *arg) {
+    (void)arg;
+    chat_clear(a);
+}
+
+static void command_regen(App *a, const char *arg) {
+    (void)arg;
+    chat_regen(a, stdout);
+}
+
+// Without a name: prints the one in use.
+static void command_method(App *a, const char *arg) {
+    if (*arg) chat_method(a, arg);
+    else fprintf(stderr, "%s\n", a->method);
+}
+
+// Without a number: prints the one in use.
+static void command_budget(App *a, const char *arg) {
+    if (*arg) chat_budget(a, arg);
+    else fprintf(stderr, "%d\n", a->s->budget);
+}
+
+// The system message is in the first turn, so a new one needs a new dialogue.
+static void command_system(App *a, const char *arg) {
+    char err[256];
+    if (!options_set(a->o, "system", arg, err)) chat_clear(a);
+}
+
+static void command_read(App *a, const char *arg) {
     char err[256];
     size_t n;
-    char *text = read_file(path, &n, err);
-    if (!text) { fprintf(stderr, "kvcomp: %s\n", err); return; }
+    char *text = read_file(arg, &n, err);
+    if (!text) {
+        fprintf(stderr, "kvcomp: %s\n", err);
+        return;
+    }
     chat_turn(a, text, stdout);
     free(text);
 }
-static int chat_command(App *a, char *line) {            // 1: leave
-    char err[512], *arg = line + strcspn(line, " \t\n");
+
+static void command_save(App *a, const char *arg) {
+    char err[512];
+    if (session_save(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err);
+}
+
+static void command_load(App *a, const char *arg) {
+    char err[512];
+    if (session_read(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err);
+}
+
+// A new command is a function above, a line here, and a line of chat_help. /quit is chat_command's
+// own.
+static const struct {
+    const char *name;
+    void (*run)(App *a, const char *arg);
+    int wants_file;         // 1: nothing is done without an argument
+} commands[] = {
+    { "/help",   command_help,   0 },
+    { "/stats",  command_stats,  0 },
+    { "/clear",  command_clear,  0 },
+    { "/regen",  command_regen,  0 },
+    { "/method", command_method, 0 },
+    { "/budget", command_budget, 0 },
+    { "/system", command_system, 0 },
+    { "/read",   command_read,   1 },
+    { "/save",   command_save,   1 },
+    { "/load",   command_load,   1 },
+};
+
+// Runs a line that begins with /, which is cut into name and argument. 1: the chat is over.
+static int chat_command(App *a, char *line) {
+    char *arg = line + strcspn(line, " \t\n");
     while (isspace((unsigned char)*arg)) *arg++ = 0;
     if (!strcmp(line, "/quit") || !strcmp(line, "/exit")) return 1;
-    else if (!strcmp(line, "/help")) fputs(chat_help, stderr);
-    else if (!strcmp(line, "/stats")) print_stats(a, stderr);
-    else if (!strcmp(line, "/clear")) chat_clear(a);
-    else if (!strcmp(line, "/regen")) chat_regen(a, stdout);
-    else if (!strcmp(line, "/method")) { if (*arg) chat_method(a, arg); else fprintf(stderr, "%s\n", a->method); }
-    else if (!strcmp(line, "/budget")) { if (*arg) chat_budget(a, arg); else fprintf(stderr, "%d\n", a->s->budget); }
-    else if (!strcmp(line, "/system")) { if (!options_set(a->o, "system", arg, err)) chat_clear(a); }
-    else if ((!strcmp(line, "/save") || !strcmp(line, "/load") || !strcmp(line, "/read")) && !*arg) fprintf(stderr, "%s wants a file\n", line);
-    else if (!strcmp(line, "/save")) { if (session_save(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err); }
-    else if (!strcmp(line, "/read")) chat_read(a, arg);
-    else if (!strcmp(line, "/load")) { if (session_read(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err); }
-    else fprintf(stderr, "no command %s; /help lists them\n", line);
+    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++) {
+        if (strcmp(line, commands[i].name)) continue;
+        if (commands[i].wants_file && !*arg) fprintf(stderr, "%s wants a file\n", line);
+        else commands[i].run(a, arg);
+        return 0;
+    }
+    fprintf(stderr, "no command %s; /help lists them\n", line);
     return 0;
 }
-static int chat(App *a) {
-    int tty = isatty(0), r;
-    Line e = { 0 };
-    char *text = NULL;
-    const char *path = opt_str(a->o, "session");
+
+// ---- the chat
+// --session FILE: goes on with the dialogue in it, if there is one.
+static void session_begin(App *a) {
     char err[512];
+    const char *path = opt_str(a->o, "session");
+    if (*path && file_exists(path) && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
+}
+
+// --session FILE: keeps the dialogue in it.
+static void session_end(const App *a) {
+    char err[512];
+    const char *path = opt_str(a->o, "session");
+    if (*path && session_save(a, path, err)) die(EXIT_RUN, "--session %s", err);
+}
+
+// From here on Ctrl-C stops a reply, and the terminal gets its settings back however the program
+// ends.
+static void watch_keyboard(void) {
     struct sigaction sa = { .sa_handler = on_interrupt };
     sigaction(SIGINT, &sa, NULL);
-    atexit(tty_restore);
-    if (*path && file_exists(path) && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
-    if (tty && !quiet) fprintf(stderr, "kvcomp %s, %s, --method=%s. /help lists commands, Ctrl-D leaves.\n", KVCOMP_VERSION, a->c->dir, a->method);
-    while ((r = read_message(&e, tty, &text)) != 0) {
-        if (r < 0) {                                     // Ctrl-C at the prompt: twice within a second leaves
-            double t = now();
-            if (t - interrupt_at < 1) { tty_restore(); exit(EXIT_INTERRUPT); }
-            interrupt_at = t;
-            fprintf(stderr, "(Ctrl-C again leaves, so does Ctrl-D)\n");
-            continue;
+    atexit(terminal_restore);
+}
+
+// Messages and commands until one of them ends the chat, or the input does.
+static void chat_loop(App *a, Line *e, int tty) {
+    char *text = NULL;
+    for (int done = 0; !done; ) {
+        int r = read_message(e, tty, &text);
+        if (r == READ_END) break;
+        if (r == READ_INTERRUPTED) {
+            interrupt_at_prompt();
+        } else if (text[0] == '/') {
+            done = chat_command(a, text);
+        } else if (text[0]) {
+            chat_turn(a, text, stdout);
+            done = opt_int(a->o, "single-turn");
         }
-        if (!text[0]) continue;
-        if (text[0] == '/') { if (chat_command(a, text)) break; }
-        else { chat_turn(a, text, stdout); if (opt_int(a->o, "single-turn")) break; }
     }
-    if (*path && session_save(a, path, err)) die(EXIT_RUN, "--session %s", err);
+    arrfree(text);
+}
+
+// The mode without a prompt: the whole chat, on a terminal or through pipes. Returns the exit code.
+static int chat(App *a) {
+    int tty = isatty(0);
+    Line e = { 0 };
+    watch_keyboard();
+    session_begin(a);
+    if (tty && !quiet)
+        fprintf(stderr, "kvcomp %s, %s, --method=%s. /help lists commands, Ctrl-D leaves.\n",
+                KVCOMP_VERSION, a->c->dir, a->method);
+    chat_loop(a, &e, tty);
+    session_end(a);
     if (opt_int(a->o, "json")) print_json(a, stdout);
     while (arrlen(e.history)) free(arrpop(e.history));
-    arrfree(e.history); arrfree(e.text); arrfree(text);
+    arrfree(e.history);
+    arrfree(e.text);
     return 0;
 }
 
@@ -16272,90 +18080,144 @@ static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, cons
 }
 
 // ==================================================================================================== 28 BENCHMARK
-// --bench measures a model, or random weights of a shape (--synthetic): prefill ("pp N": N ids from an empty cache) and decode
-// ("tg at D": one token with D rows behind it). A decode step is bytes: weights, the K and V rows attention reads, and the
-// method's index. They stand beside the read bandwidth of this machine, measured again before every line, so that the last
-// column says how far from the roofline a step is, whatever else the machine is doing.
-// A deep cache is filled with random rows instead of a prefill: only the speed of the layers' products is skipped, every hook
+// --bench measures a model, or random weights of a shape (--synthetic): prefill ("pp N": N ids from
+// an empty cache) and decode ("tg at D": one token with D rows behind it). A decode step is bytes:
+// weights, the K and V rows attention reads, and the method's index. They stand beside the read
+// bandwidth of this machine, measured again before every line, so that the last column says how far
+// from the roofline a step is, whatever else the machine is doing. A deep cache is filled with
+// random rows instead of a prefill: only the speed of the layers' products is skipped, every hook
 // of the method runs.
 
-typedef struct {            // one line of the table. Times are seconds a token
-    const char *test; int n;
-    double tok_s, attend, select, commit, index, bandwidth;     // bandwidth: bytes a second this machine reads
-    double weights, kv, meta;                                   // bytes a decode step moves
-    double flops;                                               // of a prefill: products and causal attention, each counted once
-    size_t stored;                                              // bytes of rows held
+typedef struct {            // one line of the table
+    const char *test;       // "pp": prefill; "tg": decode
+    int n;                  // ids of the prefill, or rows behind the token
+    double tok_s;           // tokens a second, the median of --repeat
+    double attend;          // seconds a token: attention
+    double select;          //   choosing what to read
+    double commit;          //   compressing and bookkeeping
+    double index;           //   building indexes
+    double bandwidth;       // bytes a second that this machine reads (GPU: copies)
+    double weights;         // bytes a decode step moves: weights
+    double kv;              //   rows of K and V
+    double meta;            //   the method's index
+    double flops;           // of a prefill: products and causal attention, each counted once
+    size_t stored;          // bytes of rows held
 } BenchLine;
 
-// Decode steps before the clock starts, and of one repetition: LoopServe chooses rows first at its 16th step and then every 16, so by default a
-// repetition is one whole cycle of it, and of the methods that choose at every step 16.
-enum { BENCH_WARM = 16, BENCH_STEPS = 16 };
-static void open_model(App *a);                         // section 20
-static void choose_device(App *a);                      // the same
+// LoopServe chooses rows first at its 16th step and then every 16. By default a repetition is
+// therefore one whole cycle of it, and 16 steps of the methods that choose at every step.
+enum {
+    BENCH_WARM = 16,        // decode steps before the clock starts
+    BENCH_STEPS = 16,       // decode steps of one repetition
+};
+static void open_model(App *a);             // section 30
+static void choose_device(App *a);          // section 30
 
-static double read_bandwidth(void) {                    // best of three passes over a buffer no cache holds
+// ---- what this machine reads
+enum { READ_PIECE = 1024 };                 // floats that a thread reads at a time
+static const size_t read_floats = (size_t)1 << 26;         // 256 MiB: no cache holds them
+
+// A buffer of read_floats floats j & 255, made by the first call and kept.
+static const float *read_buffer(void) {
     static float *buf;
-    const size_t piece = 1024, n = (size_t)1 << 26;     // 256 MiB
-    double best = 0;
-    if (!buf) {
-        buf = aligned_alloc((size_t)1 << 21, n * sizeof *buf);
-        if (!buf) die(EXIT_MEMORY, "out of memory: --bench reads a buffer of %zu bytes", n * sizeof *buf);
-        madvise(buf, n * sizeof *buf, MADV_HUGEPAGE);
-        #pragma omp parallel for schedule(static)
-        for (size_t i = 0; i < n; i += piece) for (size_t j = i; j < i + piece; j++) buf[j] = (float)(j & 255);
+    if (buf) return buf;
+    size_t bytes = read_floats * sizeof *buf;
+    buf = aligned_alloc((size_t)1 << 21, bytes);
+    if (!buf) die(EXIT_MEMORY, "out of memory: --bench reads a buffer of %zu bytes", bytes);
+    madvise(buf, bytes, MADV_HUGEPAGE);
+    #pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < read_floats; i += READ_PIECE) {
+        for (size_t j = i; j < i + READ_PIECE; j++) buf[j] = (float)(j & 255);
     }
+    return buf;
+}
+
+// Bytes a second that all threads read together: the best of three passes over the buffer. Each
+// piece's largest value is 255, so that the reads have a result that is checked and cannot be left
+// out.
+static double read_bandwidth(void) {
+    const float *buf = read_buffer();
+    double best = 0;
     for (int r = 0; r < 3; r++) {
         int odd = 0;
         double t = now();
         #pragma omp parallel for schedule(static) reduction(+ : odd)
-        for (size_t i = 0; i < n; i += piece) odd += max_f32(buf + i, (int)piece) != 255;
+        for (size_t i = 0; i < read_floats; i += READ_PIECE) odd += max_f32(buf + i, READ_PIECE) != 255;
         t = now() - t;
         if (odd) die(EXIT_RUN, "--bench: memory gave back other values than were written");
-        if ((double)(n * sizeof *buf) / t > best) best = (double)(n * sizeof *buf) / t;
+        best = fmax(best, (double)(read_floats * sizeof *buf) / t);
     }
     return best;
 }
 
 // Bytes a second: what a decode step is measured by. On the GPU a copy's, read and written.
-static double bandwidth(const Session *s) { (void)s; return KV_DEV(s) ? device_copy_rate() : read_bandwidth(); }
+static double bandwidth(const Session *s) {
+    (void)s;                                // a build without CUDA does not look at it
+    return KV_DEV(s) ? device_copy_rate() : read_bandwidth();
+}
 
-// Stands in for forward while a cache is filled: T random rows in every head, then the hooks of the method, no products.
+// ---- measuring
+// Stands in for forward while a cache is filled: T random rows in every head, then the hooks of the
+// method, no products.
 static float *fill_pass(Session *s, const Token *in, int T) {
     const Config *c = s->c;
-    size_t nk = (size_t)T * c->G * c->D, nq = (size_t)T * c->H * c->D;
-    float *x = xmalloc((nq + 2 * nk) * sizeof *x), *near = x;    // near: where the device, if any, has them
+    size_t nk = (size_t)T * c->G * c->D, nq = (size_t)T * c->H * c->D, n = nq + 2 * nk;
+    float *x = xmalloc(n * sizeof *x);      // q (T,H,D), k (T,G,D), v (T,G,D)
     #pragma omp parallel for schedule(static)
-    for (size_t i = 0; i < nq + 2 * nk; i++) x[i] = (float)(int32_t)(uint32_t)mix64(i) * 0x1p-31f;
-    if (KV_DEV(s)) near = device_floats(x, nq + 2 * nk);
+    for (size_t i = 0; i < n; i++) x[i] = (float)(int32_t)(uint32_t)mix64(i) * 0x1p-31f;
+    float *q = KV_DEV(s) ? device_floats(x, n) : x;         // where the device, if any, has them
+    const float *k = q + nq, *v = k + nk;
     add_tokens(s, in, T);
     if (KV_DEV(s)) tokens_give_cuda(s);
     for (int l = 0; l < c->L; l++) {
         int acts = layer_acts(s, l);
-        if (acts) EACH_PART(s, p) if (p->m->project) p->m->project(s, p->ms, l, near, near + nq, near + nq + nk, T);
-        kv_append(s, l, near + nq, near + nq + nk, 0, T);
-        if (acts) EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, l, near, T);
+        EACH_PART(s, p) {
+            if (acts && p->m->project) p->m->project(s, p->ms, l, q, k, v, T);
+        }
+        kv_append(s, l, k, v, 0, T);
+        EACH_PART(s, p) {
+            if (acts && p->m->commit) p->m->commit(s, p->ms, l, q, T);
+        }
     }
-    EACH_PART(s, p) if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
-    if (KV_DEV(s)) device_drop(near);
+    EACH_PART(s, p) {
+        if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
+    }
+    if (KV_DEV(s)) device_drop(q);
     free(x);
     return s->logits;
 }
-static int *random_ids(int n, int V) {                  // stb_ds array
+
+// n ids below V, the same at every call (stb_ds array).
+static int *random_ids(int n, int V) {
     int *ids = NULL;
     for (int i = 0; i < n; i++) arrput(ids, (int)(mix64((uint64_t)i) % (uint64_t)V));
     return ids;
 }
-static double median(double *x, int n) { qsort(x, (size_t)n, sizeof *x, double_order); return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2; }
 
-static void bench_clock(BenchLine *b, const Session *s, long tokens) {   // where the time went, a token
-    b->attend = s->clk.attend / (double)tokens; b->select = s->clk.select / (double)tokens;
-    b->commit = s->clk.commit / (double)tokens; b->index = s->clk.index / (double)tokens;
+// The median of x (n), which is sorted; of an even number the mean of the middle two.
+static double median(double *x, int n) {
+    qsort(x, (size_t)n, sizeof *x, double_order);
+    return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2;
+}
+
+// Where the time of so many tokens went, a token, and the rows held.
+static void bench_clock(BenchLine *b, const Session *s, long tokens) {
+    b->attend = s->clk.attend / (double)tokens;
+    b->select = s->clk.select / (double)tokens;
+    b->commit = s->clk.commit / (double)tokens;
+    b->index = s->clk.index / (double)tokens;
     b->stored = kv_bytes(s);
 }
+
+// FLOP of a prefill of n tokens: every product of the layers, the output product of the last token,
+// causal attention.
 static double prefill_flops(const Config *c, double n) {
-    double HD = (double)c->H * c->D, GD = (double)c->G * c->D, products = 2 * HD * c->C + 2 * GD * c->C + 3.0 * c->F * c->C;
+    double HD = (double)c->H * c->D, GD = (double)c->G * c->D;
+    double products = 2 * HD * c->C + 2 * GD * c->C + 3.0 * c->F * c->C;   // q and o, k and v, the MLP
     return 2 * (n * c->L * products + (double)c->V * c->C) + 2 * n * (n + 1) * HD * c->L;
 }
+
+// Prefill of n ids into an empty cache, `repeat` times. The times by kind are those of the last.
 static BenchLine bench_prefill(Session *s, int n, int repeat) {
     BenchLine b = { .test = "pp", .n = n, .bandwidth = bandwidth(s), .flops = prefill_flops(s->c, n) };
     double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
@@ -16371,91 +18233,211 @@ static BenchLine bench_prefill(Session *s, int n, int repeat) {
     free(seconds);
     return b;
 }
-static BenchLine bench_decode(Session *s, int depth, int repeat) {
-    BenchLine b = { .test = "tg", .n = depth };
-    double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
-    int *ids = random_ids(depth ? depth : 1, s->c->V), V = s->c->V;
+
+// A cache of `depth` random rows a head (at least 1 real one), and the steps before the clock
+// starts.
+static void fill_cache(Session *s, int depth) {
+    int n = max_int(depth, 1), *ids = random_ids(n, s->c->V);
     session_reset(s);
     if (depth) s->forward = fill_pass;
-    prefill(s, ids, depth ? depth : 1);
+    prefill(s, ids, n);
     s->forward = forward;
     for (int i = 0; i < BENCH_WARM; i++) decode(s, ids[0]);
     memset(&s->clk, 0, sizeof s->clk);
+    arrfree(ids);
+}
+
+// Bytes of weights that a decode step reads: all, but of an embedding that is not the output
+// matrix, too, only one row.
+static double step_weights(const Session *s) {
+    const Tensor *embed = &s->w->embed;
+    double bytes = (double)s->w->bytes;
+    if (s->w->head.data != embed->data)
+        bytes -= (double)s->c->V * s->c->C * (double)dtype_size(embed->dtype);
+    return bytes;
+}
+
+// Decode behind `depth` rows: `repeat` times BENCH_STEPS steps, which all go on in the same
+// dialogue.
+static BenchLine bench_decode(Session *s, int depth, int repeat) {
+    BenchLine b = { .test = "tg", .n = depth };
+    double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
+    fill_cache(s, depth);
     b.bandwidth = bandwidth(s);
     for (int r = 0; r < repeat; r++) {
         double t = s->clk.decode;
-        for (int i = 0; i < BENCH_STEPS; i++) decode(s, (int)(mix64((uint64_t)(r * BENCH_STEPS + i)) % (uint64_t)V));
+        for (int i = 0; i < BENCH_STEPS; i++) {
+            uint64_t step = (uint64_t)(r * BENCH_STEPS + i);
+            decode(s, (int)(mix64(step) % (uint64_t)s->c->V));
+        }
         seconds[r] = s->clk.decode - t;
     }
     b.tok_s = BENCH_STEPS / median(seconds, repeat);
-    b.weights = (double)s->w->bytes;
-    if (s->w->head.data != s->w->embed.data) b.weights -= (double)V * s->c->C * (double)dtype_size(s->w->embed.dtype);      // of which one row is read
+    b.weights = step_weights(s);
     b.kv = bytes_a_step(s);
-    EACH_PART(s, p) if (p->m->bytes) b.meta += (double)p->m->bytes(s, p->ms);
+    EACH_PART(s, p) {
+        if (p->m->bytes) b.meta += (double)p->m->bytes(s, p->ms);
+    }
     bench_clock(&b, s, s->clk.steps);
-    arrfree(ids);
     free(seconds);
     return b;
 }
 
+// ---- the table, as text, CSV or JSON lines
+// Bytes of a decode step.
+static double step_bytes(const BenchLine *b) { return b->weights + b->kv + b->meta; }
+
+// What stands above the lines: nothing for JSON, the names for CSV, else what is measured and the
+// table's head.
 static void bench_header(FILE *f, const Options *o, const Config *c, const Weights *w) {
-    if (opt_int(o, "csv"))
-        fprintf(f, "test,n,method,model,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,read_gb_s,share,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,threads,simd\n");
-    else if (!opt_int(o, "json"))
-        fprintf(f, "%s, %s weights (%.2f GB), method %s, K %s, V %s, %d threads, %s\n\n"
-                "| test        |    tok/s | weights MB | KV MB | index MB |  GB/s | machine reads | share | attend ms | select ms | commit ms | index ms | KV held MB |\n"
-                "|-------------|---------:|-----------:|------:|---------:|------:|--------------:|------:|----------:|----------:|----------:|---------:|-----------:|\n",
-                c->dir, dtype_name(c->dtype), (double)w->bytes * 1e-9, opt_str(o, "method"), opt_str(o, "ctk"), opt_str(o, "ctv"), n_threads(), simd_name());
-}
-static void bench_print(FILE *f, const BenchLine *b, const Options *o, const Config *c) {
-    double gb_s = (b->weights + b->kv + b->meta) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
-    if (opt_int(o, "json")) {
-        fprintf(f, "{\"test\":\"%s\",\"n\":%d,", b->test, b->n);
-        json_pair(f, "method", opt_str(o, "method"));
-        json_pair(f, "model", c->dir);
-        fprintf(f, "\"tok_s\":%.3f,\"weight_bytes\":%.0f,\"kv_bytes_attended\":%.0f,\"index_bytes\":%.0f,\"gb_s\":%.2f,\"read_gb_s\":%.2f,\"share\":%.4f,"
-                "\"attend_ms\":%.4f,\"select_ms\":%.4f,\"commit_ms\":%.4f,\"index_ms\":%.4f,\"kv_bytes_stored\":%zu,\"threads\":%d,\"simd\":\"%s\"}\n",
-                b->tok_s, b->weights, b->kv, b->meta, gb_s, read, gb_s / read, b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, b->stored, n_threads(), simd_name());
-    } else if (opt_int(o, "csv"))
-        fprintf(f, "%s,%d,%s,\"%s\",%.3f,%.0f,%.0f,%.0f,%.2f,%.2f,%.4f,%.4f,%.4f,%.4f,%.4f,%zu,%d,%s\n", b->test, b->n, opt_str(o, "method"), c->dir, b->tok_s, b->weights, b->kv,
-                b->meta, gb_s, read, gb_s / read, b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, b->stored, n_threads(), simd_name());
-    else {
-        char name[32];
-        snprintf(name, sizeof name, *b->test == 'p' ? "pp %d" : "tg at %d", b->n);
-        fprintf(f, "| %-11s | %8.2f ", name, b->tok_s);
-        if (*b->test == 'p') fprintf(f, "| %10s | %5s | %8s | %5s | %13.1f | %5s ", "", "", "", "", read, "");
-        else fprintf(f, "| %10.1f | %5.1f | %8.1f | %5.1f | %13.1f | %4.0f%% ", b->weights * 1e-6, b->kv * 1e-6, b->meta * 1e-6, gb_s, read, 100 * gb_s / read);
-        fprintf(f, "| %9.3f | %9.3f | %9.3f | %8.3f | %10.1f |\n", b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, (double)b->stored * 1e-6);
+    if (opt_int(o, "csv")) {
+        fprintf(f, "test,n,method,model,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,read_gb_s,"
+                   "share,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,threads,simd\n");
+        return;
     }
+    if (opt_int(o, "json")) return;
+    fprintf(f, "%s, %s weights (%.2f GB), ", c->dir, dtype_name(c->dtype), (double)w->bytes * 1e-9);
+    fprintf(f, "method %s, K %s, V %s, ", opt_str(o, "method"), opt_str(o, "ctk"), opt_str(o, "ctv"));
+    fprintf(f, "%d threads, %s\n\n", n_threads(), simd_name());
+    fprintf(f, "| test        |    tok/s | weights MB | KV MB | index MB |  GB/s | machine reads "
+               "| share | attend ms | select ms | commit ms | index ms | KV held MB |\n");
+    fprintf(f, "|-------------|---------:|-----------:|------:|---------:|------:|--------------:"
+               "|------:|----------:|----------:|----------:|---------:|-----------:|\n");
+}
+
+// One JSON line.
+static void bench_json(FILE *f, const BenchLine *b, const Options *o, const Config *c) {
+    double gb_s = step_bytes(b) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
+    fprintf(f, "{\"test\":\"%s\",\"n\":%d,", b->test, b->n);
+    json_pair(f, "method", opt_str(o, "method"));
+    json_pair(f, "model", c->dir);
+    fprintf(f, "\"tok_s\":%.3f,\"weight_bytes\":%.0f,", b->tok_s, b->weights);
+    fprintf(f, "\"kv_bytes_attended\":%.0f,\"index_bytes\":%.0f,", b->kv, b->meta);
+    fprintf(f, "\"gb_s\":%.2f,\"read_gb_s\":%.2f,\"share\":%.4f,", gb_s, read, gb_s / read);
+    fprintf(f, "\"attend_ms\":%.4f,\"select_ms\":%.4f,\"commit_ms\":%.4f,\"index_ms\":%.4f,",
+            b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3);
+    fprintf(f, "\"kv_bytes_stored\":%zu,\"threads\":%d,", b->stored, n_threads());
+    fprintf(f, "\"simd\":\"%s\"}\n", simd_name());
+}
+
+// One CSV line.
+static void bench_csv(FILE *f, const BenchLine *b, const Options *o, const Config *c) {
+    double gb_s = step_bytes(b) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
+    fprintf(f, "%s,%d,%s,\"%s\",", b->test, b->n, opt_str(o, "method"), c->dir);
+    fprintf(f, "%.3f,%.0f,%.0f,%.0f,", b->tok_s, b->weights, b->kv, b->meta);
+    fprintf(f, "%.2f,%.2f,%.4f,", gb_s, read, gb_s / read);
+    fprintf(f, "%.4f,%.4f,%.4f,%.4f,", b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3);
+    fprintf(f, "%zu,%d,%s\n", b->stored, n_threads(), simd_name());
+}
+
+// A row of the table. The bytes of a step are left empty for a prefill, which is not bound by them.
+static void bench_row(FILE *f, const BenchLine *b) {
+    double gb_s = step_bytes(b) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
+    int prefills = *b->test == 'p';
+    char name[32];
+    snprintf(name, sizeof name, prefills ? "pp %d" : "tg at %d", b->n);
+    fprintf(f, "| %-11s | %8.2f ", name, b->tok_s);
+    if (prefills) {
+        fprintf(f, "| %10s | %5s | %8s | %5s | %13.1f | %5s ", "", "", "", "", read, "");
+    } else {
+        fprintf(f, "| %10.1f | %5.1f | %8.1f ", b->weights * 1e-6, b->kv * 1e-6, b->meta * 1e-6);
+        fprintf(f, "| %5.1f | %13.1f | %4.0f%% ", gb_s, read, 100 * gb_s / read);
+    }
+    fprintf(f, "| %9.3f | %9.3f | %9.3f | %8.3f | %10.1f |\n",
+            b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, (double)b->stored * 1e-6);
+}
+
+// One line in the form that --json or --csv asks for.
+static void bench_print(FILE *f, const BenchLine *b, const Options *o, const Config *c) {
+    if (opt_int(o, "json")) bench_json(f, b, o, c);
+    else if (opt_int(o, "csv")) bench_csv(f, b, o, c);
+    else bench_row(f, b);
     fflush(f);
 }
-// ---- the suite: the methods of the five papers and what they are compared with, on one model, in one table (`make gpu-bench`).
-// A method that refuses, or that would take the suite past its time, is a row that says so.
 
-typedef struct { const char *name, *method, *options; int prompts, depths; } SuiteRun;      // options "x=1 y=2"; which tests it takes part in
+// ---- the suite (--bench-suite, `make gpu-bench`)
+// The methods of the five papers and what they are compared with, on one model, in one table. A
+// method that refuses, or that would take the suite past its time, is a row that says so.
+
+typedef struct {
+    const char *name;       // in the table
+    const char *method;     // --method
+    const char *options;    // what it is set to, "x=1 y=2"
+    int prompts, depths;    // 1: takes part in prefill, in decode
+} SuiteRun;
+
 static const SuiteRun suite_runs[] = {
-    { "full", "full", "", 1, 1 }, { "loopserve-p", "loopserve-p", "", 1, 0 }, { "streaming 1024", "streaming", "budget=1024", 0, 1 }, { "snapkv 1024", "snapkv", "budget=1024", 0, 1 },
-    { "dililazy 128", "dililazy", "budget=128", 0, 1 }, { "lychee", "lychee", "", 0, 1 }, { "pats 8", "pats", "pats-bmax=8", 0, 1 }, { "pats 10", "pats", "pats-bmax=10", 0, 1 },
-    { "loopserve-d", "loopserve-d", "", 0, 1 },
+    { "full",           "full",        "",             1, 1 },
+    { "loopserve-p",    "loopserve-p", "",             1, 0 },
+    { "streaming 1024", "streaming",   "budget=1024",  0, 1 },
+    { "snapkv 1024",    "snapkv",      "budget=1024",  0, 1 },
+    { "dililazy 128",   "dililazy",    "budget=128",   0, 1 },
+    { "lychee",         "lychee",      "",             0, 1 },
+    { "pats 8",         "pats",        "pats-bmax=8",  0, 1 },
+    { "pats 10",        "pats",        "pats-bmax=10", 0, 1 },
+    { "loopserve-d",    "loopserve-d", "",             0, 1 },
 };
-enum { SUITE_SECONDS = 400 };
-typedef struct { App *a; FILE *table, *csv; int *prompt, *depth, repeat; double t0; char scores[64]; } Suite;
+enum { SUITE_SECONDS = 400 };               // no measurement begins that is expected to end later
 
-static void suite_row(const Suite *u, const SuiteRun *r, const BenchLine *b, const char *instead) {     // instead: why there are no numbers, or NULL
-    double bytes = b->weights + b->kv + b->meta, rate = bytes * b->tok_s * 1e-9, share = b->bandwidth > 0 ? 1e9 * rate / b->bandwidth : 0, tera = b->n ? b->flops * b->tok_s / b->n * 1e-12 : 0;
-    fprintf(u->table, "| %-14s | %s %6d | ", r->name, b->test, b->n);
-    if (instead) fprintf(u->table, "%s |\n", instead);
-    else fprintf(u->table, "%9.2f | %8.3f | %8.3f | %7.1f | %4.0f%% | %7.1f | %8.3f | %8.3f | %8.3f | %8.3f | %8.3f |\n", b->tok_s, 1e3 / b->tok_s, bytes * 1e-9, rate, 100 * share, tera,
-                 b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, (double)b->stored * 1e-9);
-    fprintf(u->csv, "\"%s\",%s,%d,%.3f,%.0f,%.0f,%.0f,%.2f,%.2f,%.4f,%.3f,%.4f,%.4f,%.4f,%.4f,%zu,\"%s\"\n", r->name, b->test, b->n, b->tok_s, b->weights, b->kv, b->meta, rate,
-            b->bandwidth * 1e-9, share, tera, b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, b->stored, instead ? instead : "");
-    fflush(u->table); fflush(u->csv);
+typedef struct {
+    App *a;
+    FILE *table, *csv;
+    int *prompt, *depth;    // lengths to prefill, rows to decode behind (stb_ds arrays)
+    int repeat;
+    double t0;              // when the suite began
+    char scores[64];        // a file of made-up scores for DiliLazyKV
+} Suite;
+
+// What stands above the lines of both files. copy: bytes a second of a copy; gemm: FLOP/s of a
+// matrix product.
+static void suite_header(const Suite *u, double copy, double gemm) {
+    const App *a = u->a;
+    const Config *c = a->c;
+    fprintf(u->table, "%s, %.2f GB of weights, ", c->dir, (double)a->w->bytes * 1e-9);
+    fprintf(u->table, "-d %s: ", opt_str(a->o, "device"));
+    fprintf(u->table, "copy %.1f GB/s (read and written), ", copy * 1e-9);
+    fprintf(u->table, "bf16 product of %d x %d x %d %.1f TFLOP/s; ", c->F, c->C, c->C, gemm * 1e-12);
+    fprintf(u->table, "K %s, V %s; share: of the copy rate, measured beside every line\n\n",
+            opt_str(a->o, "ctk"), opt_str(a->o, "ctv"));
+    fprintf(u->table, "| method         | test      |     tok/s | ms/token |  GB/step |    GB/s | share "
+                      "| TFLOP/s | attend ms | select   | commit   | index    | rows GB  |\n");
+    fprintf(u->table, "|----------------|-----------|----------:|---------:|---------:|--------:|------:"
+                      "|--------:|---------:|---------:|---------:|---------:|---------:|\n");
+    fprintf(u->csv, "method,test,n,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,copy_gb_s,"
+                    "share,tflop_s,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,note\n");
 }
+
+// One line of both files. instead: why there are no numbers, or NULL.
+static void suite_row(const Suite *u, const SuiteRun *r, const BenchLine *b, const char *instead) {
+    double bytes = step_bytes(b), gb_s = bytes * b->tok_s * 1e-9;
+    double share = b->bandwidth > 0 ? 1e9 * gb_s / b->bandwidth : 0;
+    double tera = b->n ? b->flops * b->tok_s / b->n * 1e-12 : 0;
+    double attend = b->attend * 1e3, select = b->select * 1e3;         // milliseconds a token
+    double commit = b->commit * 1e3, index = b->index * 1e3;
+    fprintf(u->table, "| %-14s | %s %6d | ", r->name, b->test, b->n);
+    if (instead) {
+        fprintf(u->table, "%s |\n", instead);
+    } else {
+        fprintf(u->table, "%9.2f | %8.3f | ", b->tok_s, 1e3 / b->tok_s);
+        fprintf(u->table, "%8.3f | %7.1f | ", bytes * 1e-9, gb_s);
+        fprintf(u->table, "%4.0f%% | %7.1f | %8.3f | %8.3f | ", 100 * share, tera, attend, select);
+        fprintf(u->table, "%8.3f | %8.3f | %8.3f |\n", commit, index, (double)b->stored * 1e-9);
+    }
+    fprintf(u->csv, "\"%s\",%s,%d,", r->name, b->test, b->n);
+    fprintf(u->csv, "%.3f,%.0f,%.0f,%.0f,", b->tok_s, b->weights, b->kv, b->meta);
+    fprintf(u->csv, "%.2f,%.2f,%.4f,%.3f,", gb_s, b->bandwidth * 1e-9, share, tera);
+    fprintf(u->csv, "%.4f,%.4f,%.4f,%.4f,", attend, select, commit, index);
+    fprintf(u->csv, "%zu,\"%s\"\n", b->stored, instead ? instead : "");
+    fflush(u->table);
+    fflush(u->csv);
+}
+
+// The user's options with those of the run on top.
 static Options *suite_options(const Suite *u, const SuiteRun *r) {
     Options *o = options_copy(u->a->o);
-    char err[256], text[128], *next = text;
+    char err[256], text[128], *rest = text;
     snprintf(text, sizeof text, "%s", r->options);
-    for (char *word; (word = strsep(&next, " ")); ) {
+    for (char *word = strsep(&rest, " "); word; word = strsep(&rest, " ")) {
         char *value = strchr(word, '=');
         if (!value) continue;
         *value = 0;
@@ -16465,85 +18447,122 @@ static Options *suite_options(const Suite *u, const SuiteRun *r) {
     options_set(o, "dililazy-scores", u->scores, err);
     return o;
 }
-static void suite_lines(const Suite *u, const SuiteRun *r, Session *s) {
-    for (int decode = 0; decode < 2; decode++) {
-        const int *n = decode ? u->depth : u->prompt;
-        double last = 0;                                         // seconds of the line before; the next takes longer as contexts grow
-        for (int i = 0; (decode ? r->depths : r->prompts) && i < (int)arrlen(n); i++) {
-            double t = now(), guess = i && n[i - 1] ? 1.5 * last * n[i] / n[i - 1] : 0;
-            BenchLine b = { .test = decode ? "tg" : "pp", .n = n[i] };
-            int late = t - u->t0 + guess > SUITE_SECONDS;
-            if (!late) b = decode ? bench_decode(s, n[i], u->repeat) : bench_prefill(s, n[i], u->repeat);
-            suite_row(u, r, &b, late ? "left out: no time" : NULL);
-            if (late) break;
-            last = now() - t;
+
+// The run's prefills, or its decodes, one line each. The lengths ascend. A line is expected to take
+// as long as the one before, times the ratio of their lengths, and half as long again; when that is
+// past the suite's time, the rest is left out.
+static void suite_lines(const Suite *u, const SuiteRun *r, Session *s, int decodes) {
+    const int *n = decodes ? u->depth : u->prompt;
+    double last = 0;
+    for (int i = 0; i < (int)arrlen(n); i++) {
+        double t = now(), guess = i && n[i - 1] ? 1.5 * last * n[i] / n[i - 1] : 0;
+        BenchLine b = { .test = decodes ? "tg" : "pp", .n = n[i] };
+        if (t - u->t0 + guess > SUITE_SECONDS) {
+            suite_row(u, r, &b, "left out: no time");
+            return;
         }
+        b = decodes ? bench_decode(s, n[i], u->repeat) : bench_prefill(s, n[i], u->repeat);
+        suite_row(u, r, &b, NULL);
+        last = now() - t;
     }
 }
+
+// All lines of one run. A method that cannot go on ends its rows, not the suite: die() jumps back
+// here.
 static void suite_run(const Suite *u, const SuiteRun *r) {
     jmp_buf jump, *outer = die_jump;
     char err[512];
     Options *o = suite_options(u, r);
     Session *volatile s = NULL;
     BenchLine none = { .test = r->depths ? "tg" : "pp" };
-    die_jump = &jump;                                            // a method that cannot go on ends its rows, not the suite
-    if (setjmp(jump)) suite_row(u, r, &none, die_text);
-    else if (!(s = session_try(u->a->c, u->a->w, o, r->method, err))) suite_row(u, r, &none, err);
-    else suite_lines(u, r, s);
+    die_jump = &jump;
+    if (setjmp(jump)) {
+        suite_row(u, r, &none, die_text);
+    } else {
+        s = session_try(u->a->c, u->a->w, o, r->method, err);
+        if (!s) suite_row(u, r, &none, err);
+        if (s && r->prompts) suite_lines(u, r, s, 0);
+        if (s && r->depths) suite_lines(u, r, s, 1);
+    }
     die_jump = outer;
     session_close(s);
     options_free(o);
 }
-static void suite_scores(Suite *u) {                             // DiliLazyKV needs scores of a model's heads: made-up ones
+
+// DiliLazyKV needs scores of a model's heads. Made-up ones, in [0,1), go into a temporary file.
+static void suite_scores(Suite *u) {
     snprintf(u->scores, sizeof u->scores, "/tmp/kvcomp_scores_XXXXXX");
-    int fd = mkstemp(u->scores), n = u->a->c->L * u->a->c->H;
+    int fd = mkstemp(u->scores), H = u->a->c->H, n = u->a->c->L * H;
     FILE *f = fd < 0 ? NULL : fdopen(fd, "w");
     if (!f) die(EXIT_RUN, "--bench-suite: %s cannot be written", u->scores);
-    for (int i = 0; i < n; i++) fprintf(f, "%c\"%d-%d\": [%.6f]%s", i ? ',' : '{', i / u->a->c->H, i % u->a->c->H, (double)(mix64((uint64_t)i) >> 11) * 0x1p-53, i + 1 < n ? "" : "}");
+    for (int i = 0; i < n; i++) {
+        double score = (double)(mix64((uint64_t)i) >> 11) * 0x1p-53;
+        fprintf(f, "%c\"%d-%d\": [%.6f]%s", i ? ',' : '{', i / H, i % H, score, i + 1 < n ? "" : "}");
+    }
     fclose(f);
 }
+
+// The whole suite. A session of full stays open all the while, so that the weights stay on the
+// device.
 static void suite(App *a, int *prompt, int *depth, int repeat, FILE *table, FILE *csv) {
-    Suite u = { .a = a, .table = table, .csv = csv, .prompt = prompt, .depth = depth, .repeat = repeat, .t0 = now() };
+    Suite u = { .a = a, .table = table, .csv = csv, .t0 = now() };
+    u.prompt = prompt;
+    u.depth = depth;
+    u.repeat = repeat;
     const Config *c = a->c;
-    Session *base = session_open(c, a->w, a->o, "full");         // stays open, so that the weights stay on the device
+    Session *base = session_open(c, a->w, a->o, "full");
     double gemm = KV_DEV(base) ? device_gemm_rate(base, c->F, c->C, c->C) : 0, copy = bandwidth(base);
     suite_scores(&u);
-    fprintf(table, "%s, %.2f GB of weights, -d %s: copy %.1f GB/s (read and written), bf16 product of %d x %d x %d %.1f TFLOP/s; K %s, V %s; share: of the copy rate, measured beside every line\n\n"
-            "| method         | test      |     tok/s | ms/token |  GB/step |    GB/s | share | TFLOP/s | attend ms | select   | commit   | index    | rows GB  |\n"
-            "|----------------|-----------|----------:|---------:|---------:|--------:|------:|--------:|---------:|---------:|---------:|---------:|---------:|\n",
-            c->dir, (double)a->w->bytes * 1e-9, opt_str(a->o, "device"), copy * 1e-9, c->F, c->C, c->C, gemm * 1e-12, opt_str(a->o, "ctk"), opt_str(a->o, "ctv"));
-    fprintf(csv, "method,test,n,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,copy_gb_s,share,tflop_s,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,note\n");
+    suite_header(&u, copy, gemm);
     for (size_t i = 0; i < sizeof suite_runs / sizeof *suite_runs; i++) suite_run(&u, &suite_runs[i]);
     unlink(u.scores);
     session_close(base);
 }
-static void bench_context(Options *o, const int *prompt, const int *depth) {     // what the memory plan is told: the longest context there will be
+
+// ---- --bench
+// Tells the memory plan, through -c, the longest context there will be.
+static void bench_context(Options *o, const int *prompt, const int *depth) {
     int n = 0;
     char text[16], err[256];
-    for (int i = 0; i < (int)arrlen(prompt); i++) if (prompt[i] > n) n = prompt[i];
-    for (int i = 0; i < (int)arrlen(depth); i++)  if (depth[i] > n) n = depth[i];
+    for (int i = 0; i < (int)arrlen(prompt); i++) n = max_int(n, prompt[i]);
+    for (int i = 0; i < (int)arrlen(depth); i++) n = max_int(n, depth[i]);
     snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(o, "repeat"));
     options_set(o, "ctx-size", text, err);
 }
+
+// One table, of the method that --method names.
+static void bench_method(const App *a, const int *prompt, const int *depth) {
+    int repeat = opt_int(a->o, "repeat");
+    Session *s = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
+    bench_header(stdout, a->o, a->c, a->w);
+    for (int i = 0; i < (int)arrlen(prompt); i++) {
+        BenchLine b = bench_prefill(s, prompt[i], repeat);
+        bench_print(stdout, &b, a->o, a->c);
+    }
+    for (int i = 0; i < (int)arrlen(depth); i++) {
+        BenchLine b = bench_decode(s, depth[i], repeat);
+        bench_print(stdout, &b, a->o, a->c);
+    }
+    session_close(s);
+}
+
+// The mode --bench: opens the model and prints the table of one method or, with --bench-suite, of
+// all. Returns the exit code.
 static int bench(Options *o) {
     App a = { .o = o };
     const char *path = opt_str(o, "bench-suite");
-    int *prompt = number_list("bench-prompts", opt_str(o, "bench-prompts"), 1, 1 << 24), *depth = number_list("bench-depths", opt_str(o, "bench-depths"), 0, 1 << 24);
-    int repeat = opt_int(o, "repeat");
+    int *prompt = number_list("bench-prompts", opt_str(o, "bench-prompts"), 1, 1 << 24);
+    int *depth = number_list("bench-depths", opt_str(o, "bench-depths"), 0, 1 << 24);
     FILE *csv = *path ? fopen(path, "w") : NULL;
     if (*path && !csv) die(EXIT_USAGE, "--bench-suite %s: %s", path, strerror(errno));
     bench_context(o, prompt, depth);
     open_model(&a);
     choose_device(&a);
     if (csv) {
-        suite(&a, prompt, depth, repeat, stdout, csv);
+        suite(&a, prompt, depth, opt_int(o, "repeat"), stdout, csv);
         fclose(csv);
     } else {
-        Session *s = session_open(a.c, a.w, o, opt_str(o, "method"));
-        bench_header(stdout, o, a.c, a.w);
-        for (int i = 0; i < (int)arrlen(prompt); i++) { BenchLine b = bench_prefill(s, prompt[i], repeat); bench_print(stdout, &b, o, a.c); }
-        for (int i = 0; i < (int)arrlen(depth); i++)  { BenchLine b = bench_decode(s, depth[i], repeat);   bench_print(stdout, &b, o, a.c); }
-        session_close(s);
+        bench_method(&a, prompt, depth);
     }
     weights_close(a.w, a.c);
     arrfree(prompt);
@@ -18994,30 +21013,54 @@ static int report_write(App *a, const char *path, const Score *rows /* stb_ds */
 }
 
 // ==================================================================================================== 30 COMMAND LINE
+// Options are read from the environment, then from the command line, then checked against each
+// other. What they name is opened, the rest of the program runs, everything is closed.
+
+// Flags with an option's other name.
 static const struct { const char *flag, *name; } short_options[] = {
-    { "-m", "model" }, { "-d", "device" }, { "-t", "threads" }, { "-c", "ctx-size" }, { "-b", "batch-size" }, { "-ctk", "ctk" }, { "-ctv", "ctv" }, { "-p", "prompt" },
-    { "-f", "file" }, { "-sys", "system" }, { "-n", "n-predict" }, { "-st", "single-turn" }, { "-s", "seed" }, { "-v", "verbose" }, { "-q", "quiet" }, { "-r", "repeat" },
+    { "-m", "model" },      { "-d", "device" },     { "-t", "threads" },    { "-c", "ctx-size" },
+    { "-b", "batch-size" }, { "-ctk", "ctk" },      { "-ctv", "ctv" },      { "-p", "prompt" },
+    { "-f", "file" },       { "-sys", "system" },   { "-n", "n-predict" },  { "-st", "single-turn" },
+    { "-s", "seed" },       { "-v", "verbose" },    { "-q", "quiet" },      { "-r", "repeat" },
     { "--keep-answer-kv", "loopserve-keep-answer-kv" },
 };
-static const struct { const char *title, *first; } help_parts[] = {      // where a new paragraph of --help begins
-    { "Model and run", "model" }, { "Prompt", "prompt" }, { "Sampling", "temp" }, { "Compression", "method" }, { "Output", "json" }, { "Measure", "eval" }, { "Other", "list-methods" },
-};
+enum { N_SHORT = sizeof short_options / sizeof *short_options };
 
+// The flag in front of an option's name in --help, or NULL.
+static const char *short_of(const char *name) {
+    for (int i = 0; i < N_SHORT; i++)
+        if (!strcmp(short_options[i].name, name)) return short_options[i].flag;
+    return NULL;
+}
+
+// The option's name that a flag of the command line stands for: "-m" and "--model" are both
+// "model". NULL: none.
+static const char *long_of(const char *flag) {
+    for (int i = 0; i < N_SHORT; i++)
+        if (!strcmp(short_options[i].flag, flag)) return short_options[i].name;
+    return flag[1] == '-' ? flag + 2 : NULL;
+}
+
+// ---- suggestions for misspelt names
+// How many characters must be inserted, deleted or replaced to make b of a (Levenshtein's distance),
+// 99 for very long names. row[j] is the distance of the first i characters of a and the first j of b;
+// diagonal is row[j-1] for one character of a less.
 static int edit_distance(const char *a, const char *b) {
     int n = (int)strlen(a), m = (int)strlen(b), row[64];
     if (m >= 63 || n >= 63) return 99;
     for (int j = 0; j <= m; j++) row[j] = j;
-    for (int i = 1; i <= n; i++)
-        for (int j = 1, diagonal = row[0]++; j <= m; j++) {
-            int best = diagonal + (a[i - 1] != b[j - 1]);
+    for (int i = 1; i <= n; i++) {
+        int diagonal = row[0]++;
+        for (int j = 1; j <= m; j++) {
+            int replaced = diagonal + (a[i - 1] != b[j - 1]);
             diagonal = row[j];
-            if (row[j] + 1 < best) best = row[j] + 1;
-            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
-            row[j] = best;
+            row[j] = min_int(replaced, min_int(row[j], row[j - 1]) + 1);
         }
+    }
     return row[m];
 }
-// The option whose name is nearest to a name that is none, or NULL when nothing is near.
+
+// Takes into *best the option of the list that is nearer to name than *distance.
 static void nearer_option(const Opt *list, const char *name, const char **best, int *distance) {
     for (const Opt *o = list; o && o->name; o++) {
         int d = edit_distance(name, o->name);
@@ -19027,31 +21070,55 @@ static void nearer_option(const Opt *list, const char *name, const char **best, 
     }
 }
 
+// The option whose name is nearest to a name that is none, or NULL when nothing is near.
 static const char *nearest_option(const char *name) {
     const char *best = NULL;
-    int distance = 3 + (int)strlen(name) / 4;           // farther away than this is no misspelling
+    int distance = 3 + (int)strlen(name) / 4;               // farther away than this is no misspelling
     nearer_option(program_options, name, &best, &distance);
     EACH_METHOD(m) nearer_option((*m)->opts, name, &best, &distance);
     return best;
 }
 
 // ---- help
-static const char *short_of(const char *name) {
-    for (size_t i = 0; i < sizeof short_options / sizeof *short_options; i++) if (!strcmp(short_options[i].name, name)) return short_options[i].flag;
-    return NULL;
+// The paragraphs of --help and the option that each begins with.
+static const struct { const char *title, *first; } help_parts[] = {
+    { "Model and run", "model" },
+    { "Prompt",        "prompt" },
+    { "Sampling",      "temp" },
+    { "Compression",   "method" },
+    { "Output",        "json" },
+    { "Measure",       "eval" },
+    { "Other",         "list-methods" },
+};
+
+// What stands behind an option's name: " N", " TEXT", or "=a|b|c" for a choice.
+static void help_value(const Opt *o, char out[96]) {
+    const char *text = " TEXT";
+    if (o->kind == 'b') text = "";
+    if (o->kind == 'i') text = " N";
+    if (o->kind == 'f') text = " F";
+    if (o->kind == 'c') snprintf(out, 96, "=%s", o->def);
+    else snprintf(out, 96, "%s", text);
 }
+
+// One line of help: flag, name, value, what it is for, and the default where there is one.
 static void help_option(const Opt *o) {
-    char left[128];
-    const char *flag = short_of(o->name), *arg = o->kind == 'b' ? "" : o->kind == 'i' ? " N" : o->kind == 'f' ? " F" : o->kind == 'c' ? "" : " TEXT";
-    snprintf(left, sizeof left, "%s%s--%s%s%s", flag ? flag : "", flag ? " " : "", o->name, o->kind == 'c' ? "=" : arg, o->kind == 'c' ? o->def : "");
+    char value[96], left[128];
+    const char *flag = short_of(o->name);
+    help_value(o, value);
+    snprintf(left, sizeof left, "%s%s--%s%s", flag ? flag : "", flag ? " " : "", o->name, value);
     printf("  %-38s %s", left, o->help);
     if (o->kind != 'b' && o->kind != 'c' && *o->def) printf(" [%s]", o->def);
     printf("\n");
 }
-static int help(void) {
-    printf("kvcomp %s: chat with a Llama-style model under KV-cache compression\nusage: kvcomp [options] [DIR]\n", KVCOMP_VERSION);
+
+// --help
+static void help(void) {
+    printf("kvcomp %s: chat with a Llama-style model under KV-cache compression\n", KVCOMP_VERSION);
+    printf("usage: kvcomp [options] [DIR]\n");
     for (const Opt *o = program_options; o->name; o++) {
-        for (size_t i = 0; i < sizeof help_parts / sizeof *help_parts; i++) if (!strcmp(help_parts[i].first, o->name)) printf("%s\n", help_parts[i].title);
+        for (size_t i = 0; i < sizeof help_parts / sizeof *help_parts; i++)
+            if (!strcmp(help_parts[i].first, o->name)) printf("%s\n", help_parts[i].title);
         help_option(o);
     }
     printf("  %-38s %s\n", "--help METHOD", "a method's paper, what it keeps, its options and limits");
@@ -19059,89 +21126,149 @@ static int help(void) {
            "Examples\n  kvcomp                                    chat with the shipped model\n"
            "  kvcomp -m DIR --method=streaming --budget 512    a long chat in constant memory\n"
            "  kvcomp -m DIR -f long.txt --temp 0 -n 64 --json\n");
-    return 0;
 }
-static int help_method(const char *name) {
+
+// What a method saves, as a sentence.
+static const char *help_saves(const Method *m) {
+    if (m->evicts) return "Memory is really given back.";
+    if (m->role & ROLE_STORE) return "Rows take fewer bytes.";
+    if (m->role & ROLE_SELECT) return "Saves reads, not memory: every row stays stored.";
+    if (m->role) return "Saves prefill work, not memory.";
+    return "Saves nothing: the reference.";
+}
+
+// --help METHOD
+static void help_method(const char *name) {
     const Method *m = method_find(name, strlen(name));
     if (!m) die(EXIT_USAGE, "--help: no method is called '%s' (see --list-methods)", name);
     printf("%s: %s\n  %s\n", m->name, m->paper ? m->paper : "", m->keeps);
-    printf("  %s\n", m->evicts ? "Memory is really given back." : m->role & ROLE_STORE ? "Rows take fewer bytes." : m->role & ROLE_SELECT ? "Saves reads, not memory: every row stays stored."
-                     : m->role ? "Saves prefill work, not memory." : "Saves nothing: the reference.");
+    printf("  %s\n", help_saves(m));
     if (m->limits) printf("  %s\n", m->limits);
-    if (m->budget) printf("Uses --budget %d%s%s; or --ratio instead of --budget\n", m->budget, m->uses ? ", " : "", m->uses ? m->uses : "");
+    if (m->budget)
+        printf("Uses --budget %d%s%s; or --ratio instead of --budget\n",
+               m->budget, m->uses ? ", " : "", m->uses ? m->uses : "");
     if (m->opts) printf("Options (with their defaults)\n");
     for (const Opt *o = m->opts; o && o->name; o++) help_option(o);
-    return 0;
 }
-static int list_methods(void) {
-    EACH_METHOD(m) printf("%-22s %s\n", (*m)->name, (*m)->keeps);
+
+// Prints help if any argument asks for it, whatever the others are. 1: it did.
+static int help_wanted(int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        const char *next = i + 1 < argc && argv[i + 1][0] != '-' ? argv[i + 1] : NULL;
+        int plain = !strcmp(argv[i], "-h") || !strcmp(argv[i], "--help");
+        if (!plain && strncmp(argv[i], "--help=", 7)) continue;
+        if (!plain) help_method(argv[i] + 7);
+        else if (next) help_method(next);
+        else help();
+        return 1;
+    }
     return 0;
 }
 
+// --list-methods
+static void list_methods(void) {
+    EACH_METHOD(m) printf("%-22s %s\n", (*m)->name, (*m)->keeps);
+}
+
 // ---- parsing: --x=v, --x v, flags without a value, short names, one positional folder
+// Sets one option; exit 2 with the reason, and with a suggestion where there is one.
 static void parse_one(Options *o, const char *name, const char *value) {
     char err[256];
+    const char *hint = NULL;
     if (!options_set(o, name, value, err)) return;
-    const char *hint = !strcmp(name, "threads") && strchr(value, '.') ? "temp" : opt_find(name) ? NULL : nearest_option(name);
+    if (!strcmp(name, "threads") && strchr(value, '.')) hint = "temp";     // -t 0.7 means --temp
+    else if (!opt_find(name)) hint = nearest_option(name);
     if (hint) die(EXIT_USAGE, "%s (did you mean --%s?)", err, hint);
     die(EXIT_USAGE, "%s", err);
 }
+
+// The option that begins at argv[i]. Returns how many arguments it takes: 1, or 2 with its value
+// behind it.
+static int parse_arg(Options *o, int argc, char **argv, int i) {
+    char flag[64], *arg = argv[i], *eq = strchr(arg, '=');
+    const char *value = eq ? eq + 1 : NULL;
+    if (arg[0] != '-' || !arg[1]) {
+        parse_one(o, "model", arg);
+        return 1;
+    }
+    snprintf(flag, sizeof flag, "%.*s", eq ? (int)(eq - arg) : 63, arg);
+    const char *name = long_of(flag);
+    if (!name) die(EXIT_USAGE, "unknown option %s (kvcomp --help lists them)", flag);
+    const Opt *known = opt_find(name);
+    if (value || !known || known->kind == 'b') {
+        parse_one(o, name, value ? value : "1");
+        return 1;
+    }
+    if (i + 1 == argc) die(EXIT_USAGE, "--%s wants a value", name);
+    parse_one(o, name, argv[i + 1]);
+    return 2;
+}
+
+// The whole command line.
 static void parse_args(Options *o, int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        char name[64], *arg = argv[i], *eq = strchr(arg, '=');
-        const char *value = NULL;
-        if (arg[0] != '-' || !arg[1]) { parse_one(o, "model", arg); continue; }
-        snprintf(name, sizeof name, "%.*s", eq ? (int)(eq - arg) : 63, arg);
-        if (eq) value = eq + 1;
-        const char *full = name[1] == '-' ? name + 2 : NULL;
-        for (size_t k = 0; k < sizeof short_options / sizeof *short_options; k++) if (!strcmp(short_options[k].flag, name)) full = short_options[k].name;
-        if (!full) die(EXIT_USAGE, "unknown option %s (kvcomp --help lists them)", name);
-        const Opt *t = opt_find(full);
-        if (!value && t) {
-            if (t->kind == 'b') value = "1";
-            else if (i + 1 < argc) value = argv[++i];
-            else die(EXIT_USAGE, "--%s wants a value", full);
-        }
-        parse_one(o, full, value ? value : "1");
-    }
+    for (int i = 1; i < argc; ) i += parse_arg(o, argc, argv, i);
 }
+
+// Options from the environment; the command line, read later, wins.
 static void parse_env(Options *o) {
-    static const char *env[][2] = { { "KVCOMP_MODEL", "model" }, { "KVCOMP_DEVICE", "device" }, { "KVCOMP_THREADS", "threads" }, { "KVCOMP_CTX_SIZE", "ctx-size" } };
+    static const struct { const char *variable, *name; } env[] = {
+        { "KVCOMP_MODEL",    "model" },
+        { "KVCOMP_DEVICE",   "device" },
+        { "KVCOMP_THREADS",  "threads" },
+        { "KVCOMP_CTX_SIZE", "ctx-size" },
+    };
     char err[256];
-    for (int i = 0; i < 4; i++) {
-        const char *v = getenv(env[i][0]);
-        if (v && *v && options_set(o, env[i][1], v, err)) die(EXIT_USAGE, "%s: %s", env[i][0], err);
+    for (size_t i = 0; i < sizeof env / sizeof *env; i++) {
+        const char *value = getenv(env[i].variable);
+        if (!value || !*value) continue;
+        if (options_set(o, env[i].name, value, err)) die(EXIT_USAGE, "%s: %s", env[i].variable, err);
     }
 }
+
+// Is the run an evaluation?
+static int evaluates(const Options *o) {
+    return *opt_str(o, "eval") || *opt_str(o, "eval-file") || *opt_str(o, "compare");
+}
+
+// Ranges, and options that do not go together: exit 2.
 static void check_options(const Options *o) {
     char err[256];
+    int eval = evaluates(o), bench = opt_int(o, "bench"), ids = *opt_str(o, "ids") != 0;
     if (out_of_range(o, NULL, err)) die(EXIT_USAGE, "%s", err);
-    if (opt_int(o, "kernel") % 2 == 0) die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
-    if (opt_given(o, "budget") && opt_given(o, "ratio")) die(EXIT_USAGE, "--budget and --ratio both say how much to keep; give one");
-    if (*opt_str(o, "dump-logits") && !*opt_str(o, "ids")) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
-    int eval = *opt_str(o, "eval") || *opt_str(o, "eval-file") || *opt_str(o, "compare"), bench = opt_int(o, "bench");
+    if (opt_int(o, "kernel") % 2 == 0)
+        die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
+    if (opt_given(o, "budget") && opt_given(o, "ratio"))
+        die(EXIT_USAGE, "--budget and --ratio both say how much to keep; give one");
+    if (*opt_str(o, "dump-logits") && !ids) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
     if (*opt_str(o, "bench-suite") && !bench) die(EXIT_USAGE, "--bench-suite goes with --bench");
     if (*opt_str(o, "budgets") && !eval) die(EXIT_USAGE, "--budgets goes with --compare or --eval");
     if (opt_int(o, "csv") && !eval && !bench) die(EXIT_USAGE, "--csv goes with --eval or --bench");
     if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
-    if (*opt_str(o, "report") && (*opt_str(o, "ids") || *opt_str(o, "file") || opt_given(o, "prompt") || opt_int(o, "bench")))
+    if (*opt_str(o, "report") && (ids || *opt_str(o, "file") || opt_given(o, "prompt") || bench))
         die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
 }
 
-// ---- opening what the options name
-static void default_model(Options *o) {                  // models/ beside the program, or here
+// ---- opening the model
+// The shipped model: models/ beside the program, else in the working directory.
+static void default_model(Options *o) {
+    const char *shipped = "models/kvcomp-tiny";
     char path[1100], err[256];
     ssize_t n = readlink("/proc/self/exe", path, 1000);
-    while (n > 0 && path[n - 1] != '/') n--;
-    snprintf(path + (n > 0 ? n : 0), 100, "models/kvcomp-tiny");
-    options_set(o, "model", n > 0 && file_exists(path) ? path : "models/kvcomp-tiny", err);
+    while (n > 0 && path[n - 1] != '/') n--;                // path[0,n): the program's folder
+    n = n > 0 ? n : 0;
+    snprintf(path + n, 100, "%s", shipped);
+    options_set(o, "model", n && file_exists(path) ? path : shipped, err);
 }
-// A mapped file is read when it is first touched. With somebody watching, that happens here, with a progress line, and not as a
-// silence before the first token.
+
+// Touches every page of a mapped tensor.
 static void load_pages(const Tensor *t) {
     const volatile unsigned char *p = t->data;
-    for (size_t i = 0, n = (size_t)t->rows * t->cols * dtype_size(t->dtype); i < n; i += 4096) (void)p[i];
+    size_t bytes = (size_t)t->rows * t->cols * dtype_size(t->dtype);
+    for (size_t i = 0; i < bytes; i += 4096) (void)p[i];
 }
+
+// A mapped file is read when it is first touched. With somebody watching, that happens here, with a
+// progress line, and not as a silence before the first token.
 static void load_weights(const Config *c, const Weights *w) {
     if (quiet || !isatty(2)) return;
     progress("loading", 0);
@@ -19155,93 +21282,173 @@ static void load_weights(const Config *c, const Weights *w) {
     load_pages(&w->head);
     progress("loading", 1);
 }
+
+// Opens config and weights: of --model, of the shipped model, or of random weights in the shape of
+// --synthetic.
 static void open_model(App *a) {
     const char *shape = opt_str(a->o, "synthetic");
     if (*shape) {
         a->c = config_synthetic(shape);
         a->w = weights_synthetic(a->c, 1);
-    } else {
-        if (!*opt_str(a->o, "model")) default_model(a->o);
-        a->c = config_load(opt_str(a->o, "model"));
-        a->w = weights_load(a->c);
-        load_weights(a->c, a->w);
+        return;
     }
+    if (!*opt_str(a->o, "model")) default_model(a->o);
+    a->c = config_load(opt_str(a->o, "model"));
+    a->w = weights_load(a->c);
+    load_weights(a->c, a->w);
 }
+
+// ---- choosing the device of -d auto
 #ifdef KVCOMP_CUDA
-enum { TRIAL_IDS = 300, TRIAL_STEPS = 4 };
-static const double trial_tolerance = 1e-2;             // bf16 weights, f16 rows; a broken kernel is off by the logits themselves
-static void trial_logits(const Config *c, const Weights *w, const char *device, float *out) {      // out (1+TRIAL_STEPS,V)
+enum {
+    TRIAL_IDS = 300,        // of the prefill: enough for the kernels on tensor cores
+    TRIAL_STEPS = 4,        // decode steps behind it
+};
+
+// The largest difference that bf16 weights and f16 rows may make. A broken kernel is off by the
+// logits themselves.
+static const double trial_tolerance = 1e-2;
+
+// The logits of a prefill and a few steps on a device, out (1+TRIAL_STEPS,V).
+static void trial_logits(const Config *c, const Weights *w, const char *device, float *out) {
     char err[512];
+    size_t row = (size_t)c->V * sizeof(float);
     Options *o = options_new();
     int *ids = random_ids(TRIAL_IDS, c->V);
     options_set(o, "device", device, err);
     Session *s = session_open(c, w, o, "full");
-    memcpy(out, prefill(s, ids, TRIAL_IDS), (size_t)c->V * sizeof(float));
-    for (int i = 1; i <= TRIAL_STEPS; i++) memcpy(out + (size_t)i * c->V, decode(s, ids[i]), (size_t)c->V * sizeof(float));
+    memcpy(out, prefill(s, ids, TRIAL_IDS), row);
+    for (int i = 1; i <= TRIAL_STEPS; i++) memcpy(out + (size_t)i * c->V, decode(s, ids[i]), row);
     session_close(s);
     arrfree(ids);
     options_free(o);
 }
-// Does the GPU compute what the CPU computes? A prefill (long enough for the kernels on tensor cores) and a few steps of random weights
-// on both: the largest difference of logits by the largest logit. -1: it died on the way, with its line in die_text. A kernel that is
-// wrong on somebody's card must not chat there.
+
+// The largest difference of x and y (n), by the largest |x|. NaN differs by infinity.
+static double largest_difference(const float *x, const float *y, int n) {
+    double worst = 0, top = 0;
+    for (int i = 0; i < n; i++) {
+        double e = fabs((double)x[i] - y[i]);
+        if (!(e <= worst)) worst = isnan(e) ? INFINITY : e;
+        top = fmax(top, fabs((double)x[i]));
+    }
+    return worst / top;
+}
+
+// Does the GPU compute what the CPU computes? Random weights run on both, because a kernel that is
+// wrong on somebody's card must not chat there. Returns the largest difference of logits by the
+// largest logit; -1: the trial died on the way, and its line is in die_text.
 static double device_trial(void) {
     jmp_buf jump, *outer = die_jump;
     Config *c = config_synthetic("L2,H4,G2,D64,C128,F256,V512");
     Weights *w = weights_synthetic(c, 1);
     int n = (1 + TRIAL_STEPS) * c->V;
-    float *both = xcalloc(2 * (size_t)n, sizeof *both);
-    double worst = 0, top = 0;
+    float *both = xcalloc(2 * (size_t)n, sizeof *both);     // the CPU's logits, then the GPU's
     die_jump = &jump;
     int died = setjmp(jump);
-    if (!died) { trial_logits(c, w, "cpu", both); trial_logits(c, w, "cuda", both + n); }
-    die_jump = outer;
-    for (int i = 0; i < n && !died; i++) {
-        double e = fabs((double)both[i] - both[n + i]);
-        if (!(e <= worst)) worst = isnan(e) ? INFINITY : e;
-        top = fmax(top, fabs((double)both[i]));
+    if (!died) {
+        trial_logits(c, w, "cpu", both);
+        trial_logits(c, w, "cuda", both + n);
     }
+    die_jump = outer;
+    double e = died ? -1 : largest_difference(both, both + n, n);
     free(both);
     weights_close(w, c);
-    return died ? -1 : worst / top;
+    return e;
+}
+
+// Does the GPU pass the trial? why says how it went, and when it fails the user is told.
+static int trial_passes(char why[512]) {
+    double e = device_trial();
+    int good = e >= 0 && e < trial_tolerance;
+    if (e < 0) snprintf(why, 512, "a trial of the GPU ended with: %.400s", die_text);
+    else if (good) snprintf(why, 512, "logits of a trial differ by %.1e of the largest", e);
+    else snprintf(why, 512, "its logits differ by %.1e of the largest: that is wrong", e);
+    if (!good && !quiet) fprintf(stderr, "kvcomp: -d auto keeps to the CPU: %s\n", why);
+    return good;
+}
+
+// Is there a GPU that answers, holds the memory plan of --method, and passes the trial? -d is cpu
+// while this is asked. A method that cannot be opened at all keeps to the CPU: the session that is
+// wanted then gives the reason.
+static int device_serves(const App *a, char why[512]) {
+    char err[512];
+    if (!device_there()) {
+        snprintf(why, 512, "no GPU answers");
+        return 0;
+    }
+    Session *s = session_try(a->c, a->w, a->o, opt_str(a->o, "method"), err);
+    if (!s) {
+        snprintf(why, 512, "%.500s", err);
+        return 0;
+    }
+    int good = !device_bars(s, why) && trial_passes(why);
+    session_close(s);
+    return good;
+}
+#else
+// Without CUDA no GPU can serve.
+static int device_serves(const App *a, char why[512]) {
+    (void)a;
+    snprintf(why, 512, "this kvcomp was built without CUDA");
+    return 0;
 }
 #endif
-// Makes cuda or cpu of -d auto, and says with -v why. The plan is that of --method; other methods of a comparison ask again.
+
+// Makes cuda or cpu of -d auto, and says with -v why. The plan is that of --method; other methods
+// of a comparison ask again.
 static void choose_device(App *a) {
+    char err[512], why[512];
     if (strcmp(opt_str(a->o, "device"), "auto")) return;
-    char err[512], why[512] = "this kvcomp was built without CUDA";
-    int good = 0;
     options_set(a->o, "device", "cpu", err);
-#ifdef KVCOMP_CUDA
-    int there = device_there();
-    Session *s = there ? session_try(a->c, a->w, a->o, opt_str(a->o, "method"), err) : NULL;
-    if (!s) snprintf(why, sizeof why, "%.500s", there ? err : "no GPU answers");    // err comes again, from the session that is wanted
-    else if (!device_bars(s, why)) {
-        double e = device_trial();
-        good = e >= 0 && e < trial_tolerance;
-        if (e < 0) snprintf(why, sizeof why, "a trial of the GPU ended with: %.400s", die_text);
-        else snprintf(why, sizeof why, good ? "logits of a trial differ by %.1e of the largest" : "its logits differ by %.1e of the largest: that is wrong", e);
-        if (!good && !quiet) fprintf(stderr, "kvcomp: -d auto keeps to the CPU: %s\n", why);
-    }
-    session_close(s);
-#endif
+    int good = device_serves(a, why);
     if (good) options_set(a->o, "device", "cuda", err);
     if (opt_int(a->o, "verbose")) fprintf(stderr, "device     %s (%s)\n", good ? "cuda" : "cpu", why);
 }
-static void open_tokenizer(App *a, int needed) {         // dies only when text has to be read or written
+
+// -d cuda in a program that has no GPU half: exit 1.
+static void check_device(const Options *o) {
+#ifndef KVCOMP_CUDA
+    if (!strcmp(opt_str(o, "device"), "cuda"))
+        die(EXIT_RUN, "-d cuda: this kvcomp was built without CUDA (nvcc was not found); -d cpu works");
+#endif
+    (void)o;
+}
+
+// ---- opening the rest, and closing
+// The chat template of --chat-template or of the model. Without one the chat goes on with raw text,
+// unless it was named.
+static void open_template(App *a, const char *tokenizer_path, int needed) {
     char err[512];
-    const char *path = *opt_str(a->o, "tokenizer") ? opt_str(a->o, "tokenizer") : opt_str(a->o, "model"), *name = opt_str(a->o, "chat-template");
-    if (!*path) { if (needed) die(EXIT_USAGE, "--synthetic has no tokenizer; give one with --tokenizer FILE"); return; }
-    a->tok = tokenizer_load(path, err);
-    if (!a->tok && needed) die(EXIT_MODEL, "%s", err);
-    if (!a->tok) { if (!quiet) fprintf(stderr, "kvcomp: %s; going on without text (lychee then cuts chunks of 16)\n", err); return; }
-    lychee_text(a->tok);
-    if (opt_int(a->o, "raw")) return;
-    a->tp = template_load(*name || !*opt_str(a->o, "model") ? path : opt_str(a->o, "model"), *name ? name : NULL, a->tok, err);
+    const char *model = opt_str(a->o, "model"), *name = opt_str(a->o, "chat-template");
+    const char *path = *name || !*model ? tokenizer_path : model;
+    a->tp = template_load(path, *name ? name : NULL, a->tok, err);
     if (!a->tp && *name) die(EXIT_MODEL, "%s", err);
     if (a->tp) a->tp->parse_user = opt_int(a->o, "parse-special");
-    if (!a->tp && needed && !quiet) fprintf(stderr, "kvcomp: %s; going on with raw text\n", err);
+    else if (needed && !quiet) fprintf(stderr, "kvcomp: %s; going on with raw text\n", err);
 }
+
+// Opens tokenizer and template. needed: text will be read or written, so a missing tokenizer ends
+// the program; without it a line on stderr says that there is none.
+static void open_tokenizer(App *a, int needed) {
+    char err[512];
+    const char *given = opt_str(a->o, "tokenizer"), *path = *given ? given : opt_str(a->o, "model");
+    if (!*path) {
+        if (needed) die(EXIT_USAGE, "--synthetic has no tokenizer; give one with --tokenizer FILE");
+        return;
+    }
+    a->tok = tokenizer_load(path, err);
+    if (!a->tok && needed) die(EXIT_MODEL, "%s", err);
+    if (!a->tok) {
+        if (!quiet)
+            fprintf(stderr, "kvcomp: %s; going on without text (lychee then cuts chunks of 16)\n", err);
+        return;
+    }
+    lychee_text(a->tok);
+    if (!opt_int(a->o, "raw")) open_template(a, path, needed);
+}
+
+// Opens the session of --method and seeds the sampler.
 static void open_session(App *a) {
     a->method = strdup(opt_str(a->o, "method"));
     a->s = session_open(a->c, a->w, a->o, a->method);
@@ -19250,38 +21457,66 @@ static void open_session(App *a) {
     int seed = opt_int(a->o, "seed");
     a->rng = seed < 0 ? (uint64_t)time(NULL) ^ (uint64_t)(now() * 1e9) : (uint64_t)seed;
 }
+
+// Closes whatever was opened.
 static void app_close(App *a) {
     record_clear(a);
     arrfree(a->turn);
     session_close(a->s);
     template_free(a->tp);
-    lychee_text(NULL);                                  // its texts go with the tokenizer
+    lychee_text(NULL);                                      // its texts go with the tokenizer
     tokenizer_free(a->tok);
     if (a->w) weights_close(a->w, a->c);
     options_free(a->o);
-    free(a->method); free(a->logits);
+    free(a->method);
+    free(a->logits);
 }
-// --inspect and -v: what the options will take, asked of a session on the CPU, which needs nothing of it yet.
+
+// ---- what is asked beside the model's text
+// --inspect and -v: the bytes that a dialogue would take. A session on the CPU is asked, which has
+// opened its parts but holds no rows yet.
 static void print_memory(const App *a, FILE *f) {
-    char err[512], keep[8];
+    char err[512], device[8];
     const char *method = opt_str(a->o, "method");
-    snprintf(keep, sizeof keep, "%s", opt_str(a->o, "device"));
+    snprintf(device, sizeof device, "%s", opt_str(a->o, "device"));
     options_set(a->o, "device", "cpu", err);
     Session *s = session_try(a->c, a->w, a->o, method, err);
-    if (!s) { fprintf(f, "memory     not known: %s\n", err); }
-    else {
+    if (s) {
         MemoryPlan p = memory_plan(s);
-        fprintf(f, "memory     -c %d, method %s, K %s, V %s: weights %.3f GB + rows %.3f GB + method %.3f GB + passes %.3f GB = %.3f GB with -d cuda\n", p.ctx, method, s->fk->name,
-                s->fv->name, (double)p.weights * 1e-9, (double)p.kv * 1e-9, (double)p.parts * 1e-9, (double)p.pass * 1e-9, (double)(p.weights + p.kv + p.parts + p.pass) * 1e-9);
+        fprintf(f, "memory     -c %d, method %s, K %s, V %s: ", p.ctx, method, s->fk->name, s->fv->name);
+        fprintf(f, "weights %.3f GB + rows %.3f GB + ", (double)p.weights * 1e-9, (double)p.kv * 1e-9);
+        fprintf(f, "method %.3f GB + passes %.3f GB = ", (double)p.parts * 1e-9, (double)p.pass * 1e-9);
+        fprintf(f, "%.3f GB with -d cuda\n", (double)(p.weights + p.kv + p.parts + p.pass) * 1e-9);
         session_close(s);
+    } else {
+        fprintf(f, "memory     not known: %s\n", err);
     }
-    options_set(a->o, "device", keep, err);
+    options_set(a->o, "device", device, err);
 }
-static void print_values(const Options *o) {             // -v: every effective value
-    for (int i = 0; i < (int)shlen(o->map); i++)
-        fprintf(stderr, "  --%s=%s%s\n", o->map[i].key, o->map[i].value, opt_given(o, o->map[i].key) ? "  (given)" : "");
+
+// -v: every effective value.
+static void print_values(const Options *o) {
+    for (int i = 0; i < (int)shlen(o->map); i++) {
+        const char *name = o->map[i].key;
+        fprintf(stderr, "  --%s=%s%s\n", name, o->map[i].value, opt_given(o, name) ? "  (given)" : "");
+    }
 }
-static char *prompt_text(const App *a) {                 // -p or -f; NULL: chat. Malloc'd
+
+// --dump-tokens: the ids of the prompt on one line. Needs a tokenizer, but no weights.
+static int dump_tokens(App *a, const char *text) {
+    if (!text) die(EXIT_USAGE, "--dump-tokens wants -p TEXT or -f FILE");
+    if (!*opt_str(a->o, "model") && !*opt_str(a->o, "tokenizer")) default_model(a->o);
+    open_tokenizer(a, 1);
+    int *ids = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), NULL);
+    for (int i = 0; i < (int)arrlen(ids); i++) printf("%s%d", i ? " " : "", ids[i]);
+    printf("\n");
+    arrfree(ids);
+    return 0;
+}
+
+// ---- running
+// The text of -p or -f, malloc'd. NULL: neither is given.
+static char *prompt_text(const App *a) {
     char err[256];
     size_t n;
     const char *file = opt_str(a->o, "file");
@@ -19291,17 +21526,12 @@ static char *prompt_text(const App *a) {                 // -p or -f; NULL: chat
     if (!text) die(EXIT_USAGE, "-f %s", err);
     return text;
 }
-static int dump_tokens(const App *a, const char *text) {
-    int *ids = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), NULL);
-    for (int i = 0; i < (int)arrlen(ids); i++) printf("%s%d", i ? " " : "", ids[i]);
-    printf("\n");
-    arrfree(ids);
-    return 0;
-}
-static int answer_prompt(App *a, const char *text) {        // one reply
-    char err[512];
-    const char *path = opt_str(a->o, "session");
-    if (*path && file_exists(path) && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
+
+// -p, -f: one reply, of at most 256 tokens unless -n says otherwise. With --json the text itself is
+// not printed.
+static int answer_prompt(App *a, const char *text) {
+    char err[256];
+    session_begin(a);
     if (opt_int(a->o, "n-predict") < 0) options_set(a->o, "n-predict", "256", err);
     if (!arrlen(a->turn) && !*text) die(EXIT_USAGE, "the prompt is empty");
     FILE *out = opt_int(a->o, "json") ? fopen("/dev/null", "w") : stdout;
@@ -19309,64 +21539,81 @@ static int answer_prompt(App *a, const char *text) {        // one reply
     if (out != stdout) fclose(out);
     if (opt_int(a->o, "json")) print_json(a, stdout);
     if (opt_int(a->o, "stats")) print_stats(a, stderr);
-    if (*path && session_save(a, path, err)) die(EXIT_RUN, "--session %s", err);
+    session_end(a);
     return 0;
 }
-static int run_app(App *a) {
+
+// The modes that need a session. text: the prompt, or NULL.
+static int run_mode(App *a, const char *text) {
+    if (*opt_str(a->o, "ids")) return run_ids(a);
+    if (evaluates(a->o)) return evaluate(a);
+    if (*opt_str(a->o, "report")) return report_write(a, opt_str(a->o, "report"), NULL);
+    if (text) return answer_prompt(a, text);
+    return chat(a);
+}
+
+// Opens what the mode needs, step by step, and runs it. Returns the exit code.
+static int run_app(App *a, const char *text) {
     Options *o = a->o;
-    if (opt_int(o, "bench")) return bench(o);
-    if (*opt_str(o, "report")) report_check(opt_str(o, "report"));
-    char *text = prompt_text(a);
-    int ids = *opt_str(o, "ids") != 0, rc;
-    if (opt_int(o, "dump-tokens")) {
-        if (!text) die(EXIT_USAGE, "--dump-tokens wants -p TEXT or -f FILE");
-        if (!*opt_str(o, "model") && !*opt_str(o, "tokenizer")) default_model(o);
-        open_tokenizer(a, 1);
-        rc = dump_tokens(a, text);
-        free(text);
-        return rc;
-    }
+    if (opt_int(o, "dump-tokens")) return dump_tokens(a, text);
     open_model(a);
     choose_device(a);
-    if (opt_int(o, "inspect")) { inspect(a->c, a->w, stdout); print_memory(a, stdout); free(text); return 0; }
+    if (opt_int(o, "inspect")) {
+        inspect(a->c, a->w, stdout);
+        print_memory(a, stdout);
+        return 0;
+    }
     if (opt_int(o, "verbose")) print_memory(a, stderr);
-    open_tokenizer(a, !ids);
-    if (*opt_str(o, "calibrate")) { free(text); return calibrate(a->c, a->w, a->tok, o); }
+    open_tokenizer(a, !*opt_str(o, "ids"));
+    if (*opt_str(o, "calibrate")) return calibrate(a->c, a->w, a->tok, o);
     open_session(a);
-    rc = ids ? run_ids(a) : *opt_str(o, "eval") || *opt_str(o, "eval-file") || *opt_str(o, "compare") ? evaluate(a) : *opt_str(o, "report") ? report_write(a, opt_str(o, "report"), NULL) : text ? answer_prompt(a, text) : chat(a);
+    return run_mode(a, text);
+}
+
+// Everything behind the options that only print something.
+static int run_options(App *a) {
+    Options *o = a->o;
+    check_device(o);
+#ifdef _OPENMP
+    if (opt_int(o, "threads")) omp_set_num_threads(opt_int(o, "threads"));
+#endif
+    if (opt_int(o, "verbose")) print_values(o);
+    if (opt_int(o, "bench")) return bench(o);
+    if (*opt_str(o, "report")) report_check(opt_str(o, "report"));     // before hours of evaluation
+    char *text = prompt_text(a);
+    int rc = run_app(a, text);
     free(text);
     return rc;
 }
 
+// The program, without the last look at its output. Returns the exit code.
 static int run_program(int argc, char **argv) {
+    if (help_wanted(argc, argv)) return 0;
     App a = { .o = options_new() };
-    arg_count = argc; args = argv;
-    for (int i = 1; i < argc; i++)
-        if (!strcmp(argv[i], "-h") || !strcmp(argv[i], "--help")) return i + 1 < argc && argv[i + 1][0] != '-' ? help_method(argv[i + 1]) : help();
-        else if (!strncmp(argv[i], "--help=", 7)) return help_method(argv[i] + 7);
+    int rc = 0;
+    arg_count = argc;
+    args = argv;
     parse_env(a.o);
     parse_args(a.o, argc, argv);
     check_options(a.o);
     quiet = opt_int(a.o, "quiet");
     progress_hook = progress;
-    if (opt_int(a.o, "version")) { printf("kvcomp %s\n", KVCOMP_VERSION); return 0; }
-    if (opt_int(a.o, "list-methods")) return list_methods();
-#ifndef KVCOMP_CUDA
-    if (!strcmp(opt_str(a.o, "device"), "cuda")) die(EXIT_RUN, "-d cuda: this kvcomp was built without CUDA (nvcc was not found); -d cpu works");
-#endif
-#ifdef _OPENMP
-    if (opt_int(a.o, "threads")) omp_set_num_threads(opt_int(a.o, "threads"));
-#endif
-    if (opt_int(a.o, "verbose")) print_values(a.o);
-    int rc = run_app(&a);
+    if (opt_int(a.o, "version")) printf("kvcomp %s\n", KVCOMP_VERSION);
+    else if (opt_int(a.o, "list-methods")) list_methods();
+    else rc = run_options(&a);
     app_close(&a);
     return rc;
 }
+
+// main, for whoever includes this file. Output that could not be written (a full disk) makes a
+// failure of success.
 int kvcomp_main(int argc, char **argv) {
     int rc = run_program(argc, argv);
-    if ((fflush(stdout) || ferror(stdout)) && !rc) die(EXIT_RUN, "stdout: not everything could be written (%s)", strerror(errno));
+    int lost = fflush(stdout) || ferror(stdout);
+    if (lost && !rc) die(EXIT_RUN, "stdout: not everything could be written (%s)", strerror(errno));
     return rc;
 }
+
 #ifndef KVCOMP_NO_MAIN
 int main(int argc, char **argv) { return kvcomp_main(argc, argv); }
 #endif

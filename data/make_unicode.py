@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the unicode section of kvcomp.c (tables and the function that hands them out) to stdout.
+"""python3 data/make_unicode.py > data/unicode.h          needs the package `tokenizers`
 
-    python3 make_unicode.py > unicode.c          needs the package `tokenizers`
+Writes data/unicode.h: the Unicode tables of section 21 (TOKENIZER) of kvcomp.c, which are the class of every code point for
+the pre-tokenizers, and combining classes and canonical decompositions for the normalizer NFC.
 
 Letter, mark and number classes are what the regex engine inside `tokenizers` says (Unicode 16), because ids must equal
 the ids that package gives. Normalization data come from Python's unicodedata, less the marks and compositions that the
@@ -13,8 +14,6 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 POINTS = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
 OTHER, UPPER, LOWER, LETTER, MARK, NUMBER, SPACE, UPPER_EVEN, UPPER_ODD = range(9)
 PATTERNS = {UPPER: r"[\p{Lu}\p{Lt}]", LOWER: r"\p{Ll}", LETTER: r"[\p{Lm}\p{Lo}]", MARK: r"\p{M}", NUMBER: r"\p{N}", SPACE: r"\s"}
-
-
 NFC = normalizers.NFC().normalize_str
 
 
@@ -25,11 +24,15 @@ def combining_class(c, marks={}):
             if unicodedata.combining(m) and unicodedata.normalize("NFC", "x" + m) == "x" + m:
                 marks.setdefault(unicodedata.combining(m), m)
     k = unicodedata.combining(chr(c))
-    known = all(NFC(s) == unicodedata.normalize("NFC", s) for m in marks.values() for s in ("x" + chr(c) + m, "x" + m + chr(c))) if k else True
+    if not k:
+        return 0
+    texts = [s for m in marks.values() for s in ("x" + chr(c) + m, "x" + m + chr(c))]
+    known = all(NFC(s) == unicodedata.normalize("NFC", s) for s in texts)
     return k if known else 0
 
 
 def classes():
+    """the class of every code point"""
     cls = bytearray(0x110000)
     for code, pattern in PATTERNS.items():
         split = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
@@ -58,7 +61,8 @@ def class_ranges(cls):
         e = c
         while e < 0x110000 and cls[e] == cls[c]:
             e += 1
-        if e - c > 1 and cls[c] in (UPPER, LOWER) and e + 1 < 0x110000 and {cls[e], cls[c]} == {UPPER, LOWER} and cls[e + 1] == cls[c]:
+        cased = cls[c] in (UPPER, LOWER) and e + 1 < 0x110000
+        if e - c > 1 and cased and {cls[e], cls[c]} == {UPPER, LOWER} and cls[e + 1] == cls[c]:
             e -= 1                      # leave the last one to the alternating run that follows
         if not out or out[-1][1] != cls[c]:
             out.append((c, cls[c]))
@@ -67,6 +71,7 @@ def class_ranges(cls):
 
 
 def combining_ranges():
+    """(first code point, canonical combining class) until the next entry"""
     out = [(0, 0)]
     for c in range(0x110000):
         ccc = combining_class(c) if not 0xD800 <= c < 0xE000 else 0
@@ -76,7 +81,8 @@ def combining_ranges():
 
 
 def decompositions():
-    """runs of code points: first << 8 | count, then two numbers each: first part (bit 31: never composed again), second part or 0"""
+    """runs of code points: first << 8 | count, then two numbers each, the first part (bit 31: never composed again) and
+    the second part or 0"""
     table = {}
     for c in POINTS:
         d = unicodedata.decomposition(chr(c))
@@ -98,35 +104,75 @@ def decompositions():
     return out
 
 
-def c_array(name, what, values, fmt="%#x"):
+HEAD = """\
+// unicode.h - what section 21 (TOKENIZER) of kvcomp.c knows of Unicode: three tables.
+// data/make_unicode.py writes this file; unicode_load() in section 21 unpacks the tables.
+//
+// unicode_range           The class of every code point: letters by case, marks, numbers, white space
+//                         (Unicode 16). The pre-tokenizers' patterns need it.
+// unicode_combining       The canonical combining class of every code point, for NFC.
+// unicode_decomposition   The canonical decompositions, for NFC, which composes by them too.
+//
+// Each entry of the first two holds up to the code point of the next entry.
+"""
+RANGE = """\
+// Each entry is first code point << 4 | class, where class is
+//   0 other, 1 capital (Lu Lt), 2 small letter (Ll), 3 letter without case (Lm Lo), 4 mark (M),
+//   5 number (N), 6 white space,
+//   7 capitals at even and small letters at odd code points, 8 the other way about.
+"""
+COMBINING = """\
+// Each entry is first code point << 8 | canonical combining class.
+"""
+DECOMPOSITION = """\
+// Runs of code points that decompose. A run is first code point << 8 | count, and then for each of its
+// code points two numbers: the first part, with bit 31 set when the parts are never composed again,
+// and the second part, 0 when there is none.
+"""
+
+
+def c_array(name, comment, values):
+    """an array of C, under its comment"""
     lines, line = [], "   "
     for v in values:
-        item = " " + (fmt % v if v > 9 else str(v)) + ","
+        item = " " + ("%#x" % v if v > 9 else str(v)) + ","
         if len(line) + len(item) > 196:
             lines.append(line)
             line = "   "
         line += item
-    return "static const uint32_t %s[%d] = {    // %s\n%s\n};\n" % (name, len(values), what, "\n".join(lines + [line]))
+    return comment + "static const uint32_t %s[%d] = {\n%s\n};" % (name, len(values), "\n".join(lines + [line]))
 
 
-for c in POINTS:
-    for before in ("", "a", "e\u0323"):
-        assert NFC(before + chr(c)) == unicodedata.normalize("NFC", before + chr(c)), hex(c)
-cls = classes()
-ranges = class_ranges(cls)
-back = bytearray(0x110000)
-for (a, code), (b, _) in zip(ranges, ranges[1:] + [(0x110000, 0)]):
-    for c in range(a, b):
-        back[c] = code if code < UPPER_EVEN else UPPER if (c % 2 == 0) == (code == UPPER_EVEN) else LOWER
-assert back == cls, "the ranges do not say what the classes are"
-print("// " + "=" * 100 + " 3c UNICODE TABLES")
-print("// Made by data/make_unicode.py; read by unicode_load() in section 3. Nothing to read here.")
-print(c_array("unicode_range", "first code point << 4 | class: 0 other 1 Lu Lt 2 Ll 3 Lm Lo 4 M 5 N 6 white space 7 even Lu, odd Ll 8 odd Lu, even Ll",
-              [a << 4 | code for a, code in ranges]))
-print(c_array("unicode_combining", "first code point << 8 | canonical combining class", [a << 8 | k for a, k in combining_ranges()]))
-print(c_array("unicode_decomposition", "runs: first code point << 8 | count, then count pairs: first part (bit 31: never composed), second part or 0", decompositions()))
-print("""static const uint32_t *unicode_table(int which, size_t *n) {     // 0 classes, 1 combining classes, 2 decompositions
-    *n = which == 0 ? sizeof unicode_range / 4 : which == 1 ? sizeof unicode_combining / 4 : sizeof unicode_decomposition / 4;
-    return which == 0 ? unicode_range : which == 1 ? unicode_combining : unicode_decomposition;
-}
-""")
+def check_nfc():
+    """the package's NFC is unicodedata's for every code point alone and behind a starter or a mark"""
+    for c in POINTS:
+        for before in ("", "a", "e\u0323"):
+            assert NFC(before + chr(c)) == unicodedata.normalize("NFC", before + chr(c)), hex(c)
+
+
+def check_ranges(ranges, cls):
+    """the ranges say what the classes are"""
+    back = bytearray(0x110000)
+    for (a, code), (b, _) in zip(ranges, ranges[1:] + [(0x110000, 0)]):
+        for c in range(a, b):
+            back[c] = code if code < UPPER_EVEN else UPPER if (c % 2 == 0) == (code == UPPER_EVEN) else LOWER
+    assert back == cls, "the ranges do not say what the classes are"
+
+
+def write_tables(ranges, combining, decomposition):
+    print(HEAD)
+    print(c_array("unicode_range", RANGE, ranges) + "\n")
+    print(c_array("unicode_combining", COMBINING, combining) + "\n")
+    print(c_array("unicode_decomposition", DECOMPOSITION, decomposition))
+
+
+def main():
+    check_nfc()
+    cls = classes()
+    ranges = class_ranges(cls)
+    check_ranges(ranges, cls)
+    write_tables([a << 4 | code for a, code in ranges], [a << 8 | k for a, k in combining_ranges()], decompositions())
+
+
+if __name__ == "__main__":
+    main()
