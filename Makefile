@@ -80,7 +80,7 @@ kvcomp_emu.o: kvcomp.cu kvcomp.h cuda_emu.h Makefile
 tests: tests.c kvcomp.c kvcomp.h data/unicode.h $(EMU_O) Makefile | deps
 	$(CC) $(WARN) -O2 -g $(OPENMP) $(EMU_D) -o $@ tests.c $(EMU_O) -lm -lpthread
 test: kvcomp tests
-	OMP_WAIT_POLICY=passive ./tests
+	./tests
 
 # the emulated kernels under ThreadSanitizer: every CUDA thread is a fiber it knows
 tests_race: tests.c kvcomp.c kvcomp.cu kvcomp.h cuda_emu.h | deps
@@ -93,7 +93,7 @@ race: tests_race
 tests_asan: tests.c kvcomp.c kvcomp.h Makefile | deps
 	$(CC) $(WARN) -O1 -g1 $(OPENMP) -fsanitize=address,undefined -fno-sanitize-recover=undefined -o $@ tests.c -lm
 asan: kvcomp tests_asan
-	OMP_WAIT_POLICY=passive ./tests_asan
+	./tests_asan
 
 # fuzz targets need clang with its runtime (Debian: clang libclang-rt-dev); FUZZ_SECONDS each
 FUZZ_SECONDS ?= 60

@@ -72,6 +72,7 @@
 //   28 BENCHMARK: what a method saves in time
 //   29 REPORT: measurements and pictures as one page
 //   30 COMMAND LINE: options, help, main
+#ifndef SIMD     // defined while this file includes itself for the kernels: section 16
 #define _GNU_SOURCE
 #include "kvcomp.h"
 #include <ctype.h>
@@ -81,6 +82,7 @@
 #include <float.h>
 #include <limits.h>
 #include <math.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -7778,617 +7780,1284 @@ static int worth_threads(size_t multiply_adds) {
     return multiply_adds > (size_t)1 << 18;
 }
 
+// The physical cores among the processors this process may run on: two hardware threads of a core
+// share the units that arithmetic waits for. A core is known by the first of its siblings.
+static int physical_cores(void) {
+    int n = 0;
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return 1;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        char path[96];
+        int first = cpu;
+        if (!CPU_ISSET(cpu, &allowed)) continue;
+        snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
+        FILE *f = fopen(path, "r");
+        if (f && fscanf(f, "%d", &first) != 1) first = cpu;
+        if (f) fclose(f);
+        n += first == cpu || first >= CPU_SETSIZE || !CPU_ISSET(first, &allowed);
+    }
+    return max_int(n, 1);
+}
+
+// Threads for a model of so many parameters, when the user names no number. A product of a small
+// model is over before a second thread has begun: one thread is the fastest, whatever else runs.
+static int threads_for(size_t parameters) {
+    const size_t small = (size_t)16 << 20;
+    return parameters < small ? 1 : physical_cores();
+}
+
+// GNU OpenMP lets a thread that waits for others spin for milliseconds. Where the cores are shared,
+// the thread that is waited for does not run meanwhile, and a token takes a second. Its environment
+// variable is read before main begins, so the program sets it and starts itself again, once. What the
+// user has set stands. Returns if nothing has to be done, or it cannot be done.
+static void spin_shortly(char **argv) {
+#ifdef _OPENMP
+    if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
+    setenv("GOMP_SPINCOUNT", "1000", 1);
+    execv("/proc/self/exe", argv);
+#endif
+    (void)argv;
+}
+
+// Sets the number of threads: n, or what suits a model of so many parameters when n is 0.
+static void threads_use(int n, size_t parameters) {
+    if (!n) n = threads_for(parameters);
+#ifdef _OPENMP
+    omp_set_num_threads(n);
+#endif
+    (void)n;
+}
+
 // ==================================================================================================== 16 NUMBERS AND KERNELS
-// Everything that is arithmetic only. One kernel serves weights and attention: a block of dot products y (m,n) = x (m,K)
-// w (n,K)^T, whose right side is f32, f16 or bf16 and is widened in registers. Each instruction set names a vector of 16
-// lanes and a dozen operations on it; the kernels are written once over those (KERNELS below) and chosen at run time.
+// Everything that is arithmetic only: products of matrices, the two products of attention,
+// exponentials, conversions between f32 and the 16-bit formats, and the k largest of n numbers.
 //
-// The order of every sum is fixed: lane j adds k = j, j+16, ... with fused multiply-adds, then the 16 lanes fold as 8+8, 4+4,
-// 2+2, 1+1. A matrix product does this for every K_CHUNK columns and adds the chunks in order. No tile size, batch, thread
-// count or position in a block enters, so a row of a product is the same bits in decode and in prefill, and AVX2 and
-// AVX-512 agree; plain C has no fused multiply-add (fmaf would be a library call) and agrees to rounding.
+// One kernel serves weights and attention: a block of dot products y (m,n) = x (m,K) w (n,K)^T. Its
+// right side is f32, f16 or bf16 and is widened to f32 in registers. All kernels compute on vectors
+// of 16 floats, the lanes. An instruction set (plain C, AVX2 or AVX-512) supplies the vector type
+// and some operations on it. The kernels are written once over these operations and compiled once
+// for each set. The best set that the processor has is chosen when the program starts.
 //
-// bf16 dot-product instructions are not used: they round x to bf16, so f32-like accuracy takes two of them (x = hi + lo), and
-// one does no more multiply-adds a cycle than two f32 FMA pipes here (Zen 5: 233 against 256 GFLOP/s a core, counted per product).
+// The order of every sum is fixed. In a dot product, lane j adds the products at k = j, j+16, j+32,
+// ... with fused multiply-adds; then the 16 lanes are folded, 8 onto 8, 4 onto 4, 2 onto 2 and 1
+// onto 1. A product of matrices does this for every K_CHUNK columns and adds the results of the
+// chunks in order. No tile size, batch, thread count or position in a block has an influence. A row
+// of a product is therefore the same bits in decode and in prefill, and AVX2 and AVX-512 give the
+// same bits. Plain C has no fused multiply-add, because fmaf would be a call into the library, and
+// agrees with them up to rounding.
+//
+// The dot-product instructions for bf16 are not used. They round x to bf16, so the accuracy of f32
+// needs two of them (x = hi + lo), and one does no more multiply-adds a cycle than two f32 FMA
+// pipes do here (Zen 5: 233 against 256 GFLOP/s a core, each counted per product).
+//
+// Reading order: the vector in plain C, the kernels, and then, if wanted, the same vector in AVX2
+// and AVX-512.
 
-enum { LANES = 16, K_CHUNK = 1024, T_BLOCK = 128, ROW_BLOCK = 64 };    // columns a sum runs over; rows of x in L2 (512 KiB); rows of W one job takes
+enum {
+    LANES     = 16,     // floats of a vector
+    K_CHUNK   = 1024,   // columns that one sum of a matrix product runs over
+    T_BLOCK   = 128,    // rows of x that a job takes: with K_CHUNK columns they fill 512 KiB of L2
+    ROW_BLOCK = 64,     // rows of W that a job takes
+};
 
-// Asks for `bytes` more of it. Spread over the arithmetic, because a burst of requests fills the queue to memory and then leaves it idle;
-// the share of each time is divided out before a loop of products, not in it.
+#define LOG2_E 1.44269504f
+
+// Stands before a loop over registers. They have no index, so the compiler must write the loop out;
+// otherwise the vectors lie in memory, and products take about three times as long.
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+// A block of dot products: y (m,n) = scale * x (m,K) w (n,K)^T, or y += that.
+typedef struct {
+    float *y;           // (m,n)
+    size_t ldy;         // elements from a row of y to the next
+    const float *x;     // (m,K)
+    size_t ldx;         // elements from a row of x to the next
+    const char *w;      // (n,K), of the dtype whose function is called
+    size_t ldw;         // bytes from a row of w to the next
+    int m, n, K;
+    int add;            // 1: y += the products; 0: y = the products
+    float scale;
+    Ahead next;         // memory that is read after this block; none: the rows of w that follow
+} Dots;
+
+// A block of weighted sums of rows: o (m,D) = p (m,n) v (n,D), or o += that. Rows lie side by side.
+typedef struct {
+    float *o;           // (m,D)
+    const float *p;     // (m,n)
+    const char *v;      // (n,D), of the dtype whose function is called
+    int m, n, D;
+    int add;            // 1: o += the sums; 0: o = the sums
+    Ahead next;         // memory that is read after this block; none: the rows of v that follow
+} Mix;
+
+// The kernels of one instruction set. An array has an entry for each dtype (DT_F32 .. DT_BF16) of
+// the right side of a product, or of src.
+typedef struct {
+    const char *name;
+    void (*dots[3])(const Dots *a);
+    void (*mix[3])(const Mix *a);
+
+    // dst (n) = src (n) as f32
+    void (*widen[3])(float *dst, const void *src, size_t n);
+
+    // dst (n) = src (n) as f16
+    void (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
+
+    // dst (n,D) = the n rows of format q8_0 (section 2) at src
+    void (*unpack_q8)(float *dst, const char *src, int n, int D);
+
+    // x (n) = e^(x - max), and *sum += them
+    void (*exp_shift)(float *x, float max, size_t n, float *sum);
+
+    // x (n,m) = 2^(x - max) down each column; max and sum (m) go on from what earlier rows left
+    void (*softmax_columns)(float *x, int n, int m, float *max, float *sum);
+
+    // g (n) = g / (1 + e^-g) * u
+    void (*swiglu)(float *g, const float *u, size_t n);
+
+    // the largest of x (n), NaNs passed over; -INFINITY when there is none
+    float (*max)(const float *x, size_t n);
+
+    // the sum of w (n) where order_key(x) >= key; w NULL: the number of such places
+    int (*sum_from)(const float *x, const int *w, int n, uint32_t key);
+
+    // idx = the places from i to n-1 where order_key(x) >= key, ascending -> how many
+    int (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);
+} Simd;
+
+// ---- memory that is read next
+// A kernel asks for the memory that is read after it (a prefetch) while it computes, a little at a
+// time. A burst of requests would fill the queue to memory and then leave it idle.
+
+// Asks for the next `bytes` bytes of a, or for what is left of it, and moves a past them.
 static inline __attribute__((always_inline)) void ask_ahead(Ahead *a, size_t bytes) {
     if (bytes > a->bytes) bytes = a->bytes;
     for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(a->p + b);
-    a->p += bytes; a->bytes -= bytes;
-}
-static inline __attribute__((always_inline)) size_t ahead_share(Ahead a, size_t parts) { return (a.bytes / parts + 63) / 64 * 64; }     // whole lines
-static Ahead ahead_part(Ahead a, size_t part, size_t parts) {      // the part as an Ahead of its own
-    size_t each = ahead_share(a, parts), from = part * each, left = a.bytes > from ? a.bytes - from : 0;
-    return left ? (Ahead){ a.p + from, left < each ? left : each } : (Ahead){0};
+    a->p += bytes;
+    a->bytes -= bytes;
 }
 
-typedef struct {            // y (m,n) = scale * x (m,K) w (n,K)^T; add: y += that
-    float *y; size_t ldy;           // element strides of the rows of y and x
-    const float *x; size_t ldx;
-    const char *w; size_t ldw;      // byte stride of the rows of w
-    int m, n, K, add;
-    float scale;
-    Ahead next;                     // none: rows of w that follow these
-} Dots;
+// The bytes to ask for at each of `parts` times, in whole cache lines. A loop of products computes
+// this before it begins, because the division is too slow inside.
+static inline __attribute__((always_inline)) size_t ahead_share(Ahead a, size_t parts) {
+    return (a.bytes / parts + 63) / 64 * 64;
+}
 
-typedef struct {            // one instruction set
-    const char *name;
-    void  (*dots[3])(const Dots *a);                                    // by dtype of w
-    void  (*widen[3])(float *dst, const void *src, size_t n);           // by dtype of src
-    void  (*narrow_f16)(uint16_t *dst, const float *src, size_t n);
-    void  (*unpack_q8)(float *dst, const char *src, int n, int D);      // n rows of format q8_0 (section 5)
-    void  (*mix[3])(float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next);      // by dtype of v; add, next as in Dots
-    void  (*exp_shift)(float *x, float max, size_t n, float *sum);
-    void  (*softmax_columns)(float *x, int n, int m, float *max, float *sum);      // x (n,m) = 2^(x - max) down each column; max, sum (m) go on from before
-    void  (*swiglu)(float *g, const float *u, size_t n);
-    float (*max)(const float *x, size_t n);
-    int   (*sum_from)(const float *x, const int *w, int n, uint32_t key);   // w (n) summed where order_key(x) >= key; NULL: their number
-    int   (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);      // of x (n), idx (as many) = those from the i-th on, ascending -> how many
-} Simd;
+// Part number `part` of the memory cut into `parts`; nothing where the parts before it cover all.
+static Ahead ahead_part(Ahead a, size_t part, size_t parts) {
+    size_t each = ahead_share(a, parts);
+    size_t from = part * each;
+    if (from >= a.bytes) return (Ahead){0};
+    return (Ahead){ a.p + from, min_size(a.bytes - from, each) };
+}
 
-#define UNROLL _Pragma("GCC unroll 16")
-#define LOG2_E 1.44269504f
-
-
-// ---- vectors in plain C, with the compiler's own vectors of four (SSE2, NEON, or whatever the processor has)
-#define INLINE_plain static inline __attribute__((always_inline))
+// ---- the vector in plain C
+// Here stands what each operation of the vector means. The names end in _plain, those of the same
+// operations in the two other sets in _avx2 and _avx512. The kernels say vec_add and mean that of
+// the set for which they are compiled.
+//
+// The 16 lanes are four quarters of four floats. Four floats are a type of the compiler
+// (vector_size, in GCC and clang): + - * / and comparisons work on each of the four, and a
+// comparison gives -1 (all bits set) or 0. They become SSE2, NEON or whatever the processor has. A
+// struct of 16 floats and loops over them would mean the same, but GCC keeps such a struct in
+// memory, and the products take up to four times as long.
 #define TARGET_plain
-typedef float    F4 __attribute__((vector_size(16)));
-typedef int32_t  I4 __attribute__((vector_size(16)));
-typedef uint16_t H4 __attribute__((vector_size(8)));
-typedef struct { F4 a, b, c, d; } V_plain;
-#define EACH_QUARTER(x) (V_plain){ x(a), x(b), x(c), x(d) }
-INLINE_plain F4 four(float x)            { return (F4){ x, x, x, x }; }
-INLINE_plain F4 pick(I4 mask, F4 x, F4 y) { return (F4)((mask & (I4)x) | (~mask & (I4)y)); }
-#define ALL(q) four(x)
-#define ADD(q) x.q + y.q
-#define MUL(q) x.q * y.q
-#define DIV(q) x.q / y.q
-#define FMA(q) x.q * y.q + z.q
-#define MAX(q) pick(x.q > y.q, x.q, y.q)        // NaN in x: y
-#define MIN(q) pick(x.q < y.q, x.q, y.q)
-INLINE_plain V_plain all_plain(float x)                         { return EACH_QUARTER(ALL); }
-INLINE_plain V_plain add_plain(V_plain x, V_plain y)            { return EACH_QUARTER(ADD); }
-INLINE_plain V_plain mul_plain(V_plain x, V_plain y)            { return EACH_QUARTER(MUL); }
-INLINE_plain V_plain div_plain(V_plain x, V_plain y)            { return EACH_QUARTER(DIV); }
-INLINE_plain V_plain fma_plain(V_plain x, V_plain y, V_plain z) { return EACH_QUARTER(FMA); }
-INLINE_plain V_plain max_plain(V_plain x, V_plain y)            { return EACH_QUARTER(MAX); }
-INLINE_plain V_plain min_plain(V_plain x, V_plain y)            { return EACH_QUARTER(MIN); }
-INLINE_plain F4 scale4_plain(F4 x, F4 k) {                      // x 2^k, in two steps, because 2^k alone may be below the smallest float
-    I4 i = __builtin_convertvector(k, I4), h = i >> 1;
-    return x * (F4)((h + 127) << 23) * (F4)((i - h + 127) << 23);
+#define INLINE_plain static inline __attribute__((always_inline))
+#define EACH_QUARTER(i) UNROLL for (int i = 0; i < 4; i++)
+
+enum { MR_plain = 1, NR_plain = 2, MX_plain = 1, NV_plain = 2 };    // see the list of names
+typedef float    Float4   __attribute__((vector_size(16)));
+typedef int32_t  Int4     __attribute__((vector_size(16)));
+typedef uint16_t Uint16x4 __attribute__((vector_size(8)));
+typedef struct { Float4 q[4]; } Vec_plain;      // lanes 0 to 3, 4 to 7, 8 to 11, 12 to 15
+
+// Every lane is x.
+INLINE_plain Vec_plain vec_all_plain(float x) {
+    Vec_plain v;
+    EACH_QUARTER(i) v.q[i] = (Float4){ x, x, x, x };
+    return v;
 }
-#define SCALE(q) scale4_plain(x.q, k.q)
-INLINE_plain V_plain scale_plain(V_plain x, V_plain k) { return EACH_QUARTER(SCALE); }
-INLINE_plain F4 load4_plain(const char *p, int dtype) {
-    F4 f;
-    H4 h;
-    if (dtype == DT_F32) { memcpy(&f, p, sizeof f); return f; }
-    memcpy(&h, p, sizeof h);
-    I4 u = __builtin_convertvector(h, I4), sign = (u & 0x8000) << 16, special = (u & 0x7c00) == 0x7c00;     // infinity or NaN
-    if (dtype == DT_BF16) return (F4)(u << 16);
-    f = (F4)((u & 0x7fff) << 13) * four(0x1p112f);              // the exponent's bias differs by 112; subnormals come out right
-    return (F4)((I4)f | (special & 0x7f800000) | sign);
+
+// x + y
+INLINE_plain Vec_plain vec_add_plain(Vec_plain x, Vec_plain y) {
+    EACH_QUARTER(i) x.q[i] = x.q[i] + y.q[i];
+    return x;
 }
-#define LOAD(q) load4_plain(at + (#q[0] - 'a') * 4 * size, dtype)
-INLINE_plain V_plain load_plain(const void *p, int dtype, int n) {         // n < 16: the other lanes are 0
+
+// x y
+INLINE_plain Vec_plain vec_mul_plain(Vec_plain x, Vec_plain y) {
+    EACH_QUARTER(i) x.q[i] = x.q[i] * y.q[i];
+    return x;
+}
+
+// x / y
+INLINE_plain Vec_plain vec_div_plain(Vec_plain x, Vec_plain y) {
+    EACH_QUARTER(i) x.q[i] = x.q[i] / y.q[i];
+    return x;
+}
+
+// x y + z, rounded after the product and after the sum; the other sets round once.
+INLINE_plain Vec_plain vec_fma_plain(Vec_plain x, Vec_plain y, Vec_plain z) {
+    EACH_QUARTER(i) x.q[i] = x.q[i] * y.q[i] + z.q[i];
+    return x;
+}
+
+// x where the mask is -1, y where it is 0.
+INLINE_plain Float4 choose_plain(Int4 mask, Float4 x, Float4 y) {
+    return (Float4)((mask & (Int4)x) | (~mask & (Int4)y));
+}
+
+// x > y ? x : y, so y where one of the two is a NaN.
+INLINE_plain Vec_plain vec_max_plain(Vec_plain x, Vec_plain y) {
+    EACH_QUARTER(i) x.q[i] = choose_plain(x.q[i] > y.q[i], x.q[i], y.q[i]);
+    return x;
+}
+
+// x < y ? x : y, so y where one of the two is a NaN.
+INLINE_plain Vec_plain vec_min_plain(Vec_plain x, Vec_plain y) {
+    EACH_QUARTER(i) x.q[i] = choose_plain(x.q[i] < y.q[i], x.q[i], y.q[i]);
+    return x;
+}
+
+// x 2^k, where k holds integers. The powers are made of their bits: e + 127 is the exponent field
+// of 2^e. They are two factors, 2^(k/2) each, because 2^k alone may be below the smallest float.
+INLINE_plain Vec_plain vec_scale_plain(Vec_plain x, Vec_plain k) {
+    EACH_QUARTER(i) {
+        Int4 e = __builtin_convertvector(k.q[i], Int4), half = e >> 1;
+        x.q[i] = x.q[i] * (Float4)((half + 127) << 23) * (Float4)((e - half + 127) << 23);
+    }
+    return x;
+}
+
+// Four f16 numbers u as f32. f16 stores its exponent plus 15, f32 plus 127. So the bits of u, moved
+// to where f32 has them, are a number that is 2^112 times too small. The product corrects this, for
+// subnormals too. Infinity and NaN get the highest exponent.
+INLINE_plain Float4 f16_to_f32_plain(Int4 u) {
+    Int4 special = (u & 0x7c00) == 0x7c00, sign = (u & 0x8000) << 16;
+    Float4 f = (Float4)((u & 0x7fff) << 13) * 0x1p112f;
+    return (Float4)((Int4)f | (special & 0x7f800000) | sign);
+}
+
+// The n elements of dtype at p as f32; the lanes from n on are 0.
+INLINE_plain Vec_plain vec_load_plain(const void *p, int dtype, int n) {
     size_t size = dtype == DT_F32 ? 4 : 2;
     char part[LANES * 4] = {0};
     const char *at = n < LANES ? memcpy(part, p, (size_t)n * size) : p;
-    return EACH_QUARTER(LOAD);
-}
-INLINE_plain V_plain load_bytes_plain(const signed char *p) {              // 16 small integers
-    float f[LANES];
-    V_plain x;
-    for (int i = 0; i < LANES; i++) f[i] = p[i];
-    memcpy(&x, f, sizeof x);
+    Vec_plain x;
+    EACH_QUARTER(i) {
+        if (dtype == DT_F32) {
+            memcpy(&x.q[i], at + i * sizeof x.q[i], sizeof x.q[i]);     // at once: 3 times slower
+            continue;
+        }
+        Uint16x4 h;
+        memcpy(&h, at + i * sizeof h, sizeof h);
+        Int4 u = __builtin_convertvector(h, Int4);
+        x.q[i] = dtype == DT_F16 ? f16_to_f32_plain(u) : (Float4)(u << 16);
+    }
     return x;
 }
-INLINE_plain void store_plain(float *p, V_plain x, int n) { memcpy(p, &x, (size_t)n * 4); }
-INLINE_plain void store_f16_plain(uint16_t *p, V_plain x) {
-    float f[LANES];
-    memcpy(f, &x, sizeof f);
-    for (int i = 0; i < LANES; i++) p[i] = f32_to_f16(f[i]);
+
+// 16 integers of a byte each.
+INLINE_plain Vec_plain vec_load_bytes_plain(const signed char *p) {
+    float lane[LANES];
+    Vec_plain x;
+    for (int i = 0; i < LANES; i++) lane[i] = p[i];
+    memcpy(&x, lane, sizeof x);
+    return x;
 }
-INLINE_plain float fold_plain(V_plain x) {
-    F4 s = (x.a + x.c) + (x.b + x.d);
-    return (s[0] + s[2]) + (s[1] + s[3]);
+
+// p (n) = the first n lanes.
+INLINE_plain void vec_store_plain(float *p, Vec_plain x, int n) {
+    memcpy(p, &x, (size_t)n * sizeof *p);
 }
-INLINE_plain float most_plain(V_plain x) {
-    F4 y = pick(x.a > x.b, x.a, x.b), z = pick(x.c > x.d, x.c, x.d);
-    y = pick(y > z, y, z);
+
+// p (16) = the lanes as f16.
+INLINE_plain void vec_store_f16_plain(uint16_t *p, Vec_plain x) {
+    float lane[LANES];
+    memcpy(lane, &x, sizeof lane);
+    for (int i = 0; i < LANES; i++) p[i] = f32_to_f16(lane[i]);
+}
+
+// The sum of the lanes, in the order that every set keeps.
+INLINE_plain float vec_fold_plain(Vec_plain x) {
+    Float4 y = x.q[0] + x.q[2], z = x.q[1] + x.q[3];        // lanes 8 to 15 onto 0 to 7
+    y = y + z;                                              // lanes 4 to 7 onto 0 to 3
+    return (y[0] + y[2]) + (y[1] + y[3]);                   // 2 and 3 onto 0 and 1, and 1 onto 0
+}
+
+// out (n) = scale * vec_fold of each of a (n).
+INLINE_plain void vec_folds_plain(float *out, const Vec_plain *a, int n, float scale) {
+    for (int i = 0; i < n; i++) out[i] = vec_fold_plain(a[i]) * scale;
+}
+
+// The largest lane; no lane is a NaN.
+INLINE_plain float vec_largest_plain(Vec_plain x) {
+    Float4 y = choose_plain(x.q[0] > x.q[1], x.q[0], x.q[1]);
+    Float4 z = choose_plain(x.q[2] > x.q[3], x.q[2], x.q[3]);
+    y = choose_plain(y > z, y, z);
     return fmaxf(fmaxf(y[0], y[1]), fmaxf(y[2], y[3]));
 }
-INLINE_plain uint32_t from_plain(const float *p, uint32_t key) {           // of 16, a bit each: order_key >= key
+
+// Bit i is 1 where order_key(p[i]) >= key, for the 16 floats at p.
+INLINE_plain uint32_t vec_at_least_plain(const float *p, uint32_t key) {
     uint32_t bits = 0;
     for (int i = 0; i < LANES; i++) bits |= (uint32_t)(order_key(p[i]) >= key) << i;
     return bits;
 }
-INLINE_plain void folds_plain(float *out, V_plain *a, int n, float scale) { for (int i = 0; i < n; i++) out[i] = fold_plain(a[i]) * scale; }
-#undef ALL
-#undef ADD
-#undef MUL
-#undef DIV
-#undef FMA
-#undef MAX
-#undef MIN
-#undef SCALE
-#undef LOAD
+
+// ---- the kernels: this file includes itself
+// The kernels, from here to the line "#endif // SIMD", are compiled once for each instruction set.
+// To this end the file includes itself three times (after AVX-512, below), with the macro SIMD
+// defined as plain, as avx2 and as avx512. While SIMD is defined, the preprocessor drops all of the
+// file but the kernels; while it is not, it drops the kernels alone.
+//
+// C has no name spaces, so the functions of each copy need names of their own. OWN(vec_add) is
+// vec_add_avx2 in the copy for AVX2. With the list of names below, the kernels are ordinary C that
+// says vec_add, and dots_tile is defined as dots_tile_avx2. A name that the list lacks is an error
+// at once: it would be defined three times.
+//
+// A macro that holds all kernels would do the same, but it would be one line for a debugger and in
+// error messages. Here the lines of a kernel are lines of this file:
+//   gdb -ex 'break dots_tile_avx2' -ex run --args ./tests math_matmul
+#else   // SIMD
+
+#define PASTE_(name, set) name##_##set
+#define PASTE(name, set) PASTE_(name, set)      // two steps, so that SIMD becomes its value first
+#define OWN(name) PASTE(name, SIMD)
+#define TEXT_(set) #set
+#define TEXT(set) TEXT_(set)
+
+// attributes of functions: the machine instructions that they may use; these and always inline
+#define TARGET          OWN(TARGET)
+#define INLINE          OWN(INLINE)
+// the vector and its operations
+#define Vec             OWN(Vec)
+#define vec_all         OWN(vec_all)
+#define vec_add         OWN(vec_add)
+#define vec_mul         OWN(vec_mul)
+#define vec_div         OWN(vec_div)
+#define vec_fma         OWN(vec_fma)
+#define vec_max         OWN(vec_max)
+#define vec_min         OWN(vec_min)
+#define vec_scale       OWN(vec_scale)
+#define vec_load        OWN(vec_load)
+#define vec_load_bytes  OWN(vec_load_bytes)
+#define vec_store       OWN(vec_store)
+#define vec_store_f16   OWN(vec_store_f16)
+#define vec_fold        OWN(vec_fold)
+#define vec_folds       OWN(vec_folds)
+#define vec_largest     OWN(vec_largest)
+#define vec_at_least    OWN(vec_at_least)
+// the sizes of tiles, as many as the registers of the set hold
+#define MR              OWN(MR)         // rows of x in a tile of dots; of o in a small tile of mix
+#define NR              OWN(NR)         // rows of w in a tile of dots
+#define MX              OWN(MX)         // rows of o in a tile of mix
+#define NV              OWN(NV)         // vectors of columns in a tile of mix or of softmax_columns
+// the kernels
+#define dots_step       OWN(dots_step)
+#define dots_store      OWN(dots_store)
+#define dots_tile       OWN(dots_tile)
+#define dots_block      OWN(dots_block)
+#define dots_f32        OWN(dots_f32)
+#define dots_f16        OWN(dots_f16)
+#define dots_bf16       OWN(dots_bf16)
+#define mix_tile        OWN(mix_tile)
+#define mix_rows        OWN(mix_rows)
+#define mix_block       OWN(mix_block)
+#define mix_f32         OWN(mix_f32)
+#define mix_f16         OWN(mix_f16)
+#define mix_bf16        OWN(mix_bf16)
+#define vec_exp         OWN(vec_exp)
+#define vec_exp2        OWN(vec_exp2)
+#define exp_row         OWN(exp_row)
+#define softmax_strip   OWN(softmax_strip)
+#define softmax_tile    OWN(softmax_tile)
+#define swiglu_step     OWN(swiglu_step)
+#define swiglu_row      OWN(swiglu_row)
+#define largest_of      OWN(largest_of)
+#define sum_at_least    OWN(sum_at_least)
+#define list_at_least   OWN(list_at_least)
+#define widen_row       OWN(widen_row)
+#define widen_f32       OWN(widen_f32)
+#define widen_f16       OWN(widen_f16)
+#define widen_bf16      OWN(widen_bf16)
+#define narrow_row      OWN(narrow_row)
+#define unpack_q8_rows  OWN(unpack_q8_rows)
+#define simd_entry      OWN(simd_entry)
+
+// Where an INLINE function takes dtype, M, whole or vectors, its callers pass constants. Every call
+// is compiled for its values: loops are written out and branches disappear.
+
+// -- dot products, in tiles of MR rows of x by NR rows of w
+
+// One step of a tile: acc (M,NR) += x (M) w (NR)^T in columns k .. k+n-1, lane by lane. Each vector
+// is loaded once; one of w is used M times, one of x NR times. ahead: bytes from here to the part
+// of w to ask memory for; 0: do not ask.
+INLINE void dots_step(Vec *acc, const float *const *x, const char *const *w, int dtype, int M,
+                      int k, int n, size_t ahead) {
+    size_t size = dtype == DT_F32 ? 4 : 2;
+    Vec b[NR];
+    if (ahead) {
+        UNROLL for (int j = 0; j < NR; j++) __builtin_prefetch(w[j] + (size_t)k * size + ahead);
+    }
+    UNROLL for (int j = 0; j < NR; j++) b[j] = vec_load(w[j] + (size_t)k * size, dtype, n);
+    UNROLL for (int i = 0; i < M; i++) {
+        Vec a = vec_load(x[i] + k, DT_F32, n);
+        UNROLL for (int j = 0; j < NR; j++) acc[i * NR + j] = vec_fma(a, b[j], acc[i * NR + j]);
+    }
+}
+
+// y (m,n) at row i0 and column j0 = the sums (m,NR) of a tile. whole: m and n are full, and nothing
+// is added to.
+INLINE void dots_store(const Dots *a, const float *sum, int i0, int j0, int m, int n, int whole) {
+    for (int i = 0; i < m; i++) {
+        float *y = a->y + (size_t)(i0 + i) * a->ldy + j0;
+        if (whole || (n == NR && !a->add)) {
+            memcpy(y, sum + i * NR, NR * sizeof *y);
+        } else {
+            for (int j = 0; j < n; j++) y[j] = a->add ? y[j] + sum[i * NR + j] : sum[i * NR + j];
+        }
+    }
+}
+
+// The tile of M rows of x from i0 on and NR rows of w from j0 on. Where the block ends before the
+// tile does, its last row is read again in place of the missing ones, and their results are not
+// stored. whole: the tile lies inside the block, K is whole vectors and y is not added to; this
+// common case is compiled without all that.
+//
+// A tile reads a panel, NR rows of w. The rows of the next panel are short and far apart, and the
+// hardware does not see them coming. Where a tile is the only one of its panel, it asks for them as
+// it goes: with one row of x 1 KB past the same place in the next panel, with the few queries that
+// share keys 4 KB past it (decode: 23 -> 34 GB/s a thread, where 38 can be read).
+INLINE void dots_tile(const Dots *a, int dtype, int M, int i0, int j0, int whole) {
+    Vec acc[MR * NR];
+    const float *x[MR];
+    const char *w[NR];
+    float sum[MR * NR];
+    int m = whole || a->m - i0 > M ? M : a->m - i0;
+    int n = whole || a->n - j0 > NR ? NR : a->n - j0;
+    size_t ahead = 0;
+    if (!a->next.p && (M == 1 || a->m <= MR)) ahead = NR * a->ldw + (M == 1 ? 1024 : 4096);
+
+    UNROLL for (int i = 0; i < M; i++) x[i] = a->x + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldx;
+    UNROLL for (int j = 0; j < NR; j++) w[j] = a->w + (size_t)(j0 + (j < n ? j : n - 1)) * a->ldw;
+    UNROLL for (int i = 0; i < M * NR; i++) acc[i] = vec_all(0);
+
+    int k = 0;
+    for (; k + LANES <= a->K; k += LANES) dots_step(acc, x, w, dtype, M, k, LANES, ahead);
+    if (!whole && k < a->K) dots_step(acc, x, w, dtype, M, k, a->K - k, 0);
+
+    vec_folds(sum, acc, M * NR, a->scale);
+    dots_store(a, sum, i0, j0, m, n, whole);
+}
+
+// All tiles of a block: panels of NR rows of w, and for each panel MR rows of x at a time. What is
+// to be read after the block is asked for between the panels. Where a panel has many tiles, each
+// asks for one line of each row of the next panel (8 % of prefill).
+INLINE void dots_block(const Dots *a, int dtype) {
+    Ahead next = a->next;
+    size_t share = next.bytes ? ahead_share(next, (a->n + NR - 1) / NR) : 0;
+    for (int j = 0; j < a->n; j += NR) {
+        int i = 0;
+        if (next.bytes) ask_ahead(&next, share);
+        for (; a->m - i > 1; i += MR) {
+            for (int p = j + NR; a->m > MR && p < j + 2 * NR; p++)
+                __builtin_prefetch(a->w + (size_t)p * a->ldw + i / MR * 64);
+            if (a->m - i >= MR && a->n - j >= NR && a->K % LANES == 0 && !a->add)
+                dots_tile(a, dtype, MR, i, j, 1);
+            else
+                dots_tile(a, dtype, MR, i, j, 0);
+        }
+        if (i < a->m) dots_tile(a, dtype, 1, i, j, 0);      // one row is left
+    }
+}
+
+// A function for each dtype, so that the dtype is a constant in all that is inlined into it.
+TARGET static void dots_f32(const Dots *a) { dots_block(a, DT_F32); }
+TARGET static void dots_f16(const Dots *a) { dots_block(a, DT_F16); }
+TARGET static void dots_bf16(const Dots *a) { dots_block(a, DT_BF16); }
+
+// -- weighted sums of rows, in tiles of MX rows of o by NV vectors
+
+// The tile of M rows of o from row i0 on, of which m are there, and `vectors` vectors of columns
+// from d0 on, each of `width` columns. Each output adds its n products in the order of the rows of
+// v. Missing rows of o repeat the last one. next is asked for in n portions.
+INLINE void mix_tile(const Mix *a, int dtype, int M, int i0, int m, int d0, int vectors, int width,
+                     Ahead next) {
+    Vec acc[MX * NV];
+    int n = a->n, D = a->D;
+    size_t size = dtype == DT_F32 ? 4 : 2;
+    size_t share = next.bytes ? ahead_share(next, n) : 0;
+    float *o = a->o + (size_t)i0 * D + d0;
+    const float *p = a->p + (size_t)i0 * n;
+    const char *v = a->v + d0 * size;
+
+    UNROLL for (int i = 0; i < M; i++) {
+        const float *from = o + (size_t)(i < m ? i : m - 1) * D;
+        UNROLL for (int c = 0; c < vectors; c++)
+            acc[i * NV + c] = a->add ? vec_load(from + c * LANES, DT_F32, width) : vec_all(0);
+    }
+    for (int r = 0; r < n; r++) {
+        Vec b[NV];
+        if (next.bytes) ask_ahead(&next, share);
+        UNROLL for (int c = 0; c < vectors; c++)
+            b[c] = vec_load(v + ((size_t)r * D + c * LANES) * size, dtype, width);
+        UNROLL for (int i = 0; i < M; i++) {
+            Vec weight = vec_all(p[(size_t)(i < m ? i : m - 1) * n + r]);
+            UNROLL for (int c = 0; c < vectors; c++)
+                acc[i * NV + c] = vec_fma(weight, b[c], acc[i * NV + c]);
+        }
+    }
+    UNROLL for (int i = 0; i < M; i++) {
+        float *to = o + (size_t)(i < m ? i : m - 1) * D;
+        UNROLL for (int c = 0; c < vectors; c++) vec_store(to + c * LANES, acc[i * NV + c], width);
+    }
+}
+
+// All columns of M rows of o from row i0 on, of which m are there. The first columns ask for what
+// is read next: what the caller says or, of stored rows, those 16 further on. In a decode step over
+// 32k rows of head_dim 128 the kernel takes about four fifths of the time that it takes without
+// asking.
+INLINE void mix_rows(const Mix *a, int dtype, int M, int i0, int m, Ahead next) {
+    int d = 0, D = a->D;
+    const Ahead none = {0};
+    size_t row = D * sizeof(uint16_t);
+    if (!next.p && dtype != DT_F32) next = (Ahead){ a->v + 16 * row, a->n * row };
+    for (; d + NV * LANES <= D; d += NV * LANES)
+        mix_tile(a, dtype, M, i0, m, d, NV, LANES, d ? none : next);
+    for (; d + LANES <= D; d += LANES)
+        mix_tile(a, dtype, M, i0, m, d, 1, LANES, d ? none : next);
+    if (d < D) mix_tile(a, dtype, M, i0, m, d, 1, D - d, d ? none : next);
+}
+
+// A block: MX rows of o at a time, then MR where fewer are left (the heads of a decode step), then
+// a last single one. Each of these groups asks for its part of what is read after the block.
+INLINE void mix_block(const Mix *a, int dtype) {
+    int i = 0, m = a->m;
+    int group = 0, groups = m / MX + (m % MX + MR - 1) / MR;
+    for (; m - i >= MX; i += MX)
+        mix_rows(a, dtype, MX, i, MX, ahead_part(a->next, group++, groups));
+    for (; m - i > 1; i += MR)
+        mix_rows(a, dtype, MR, i, min_int(m - i, MR), ahead_part(a->next, group++, groups));
+    if (i < m) mix_rows(a, dtype, 1, i, 1, ahead_part(a->next, group, groups));
+}
+
+TARGET static void mix_f32(const Mix *a) { mix_block(a, DT_F32); }
+TARGET static void mix_f16(const Mix *a) { mix_block(a, DT_F16); }
+TARGET static void mix_bf16(const Mix *a) { mix_block(a, DT_BF16); }
+
+// -- exponentials
+
+// e^x in every lane, x at most 150. With x = k ln 2 + r and |r| <= ln 2 / 2, e^x = 2^k e^r:
+//   k    is x / ln 2 rounded. Adding 1.5 * 2^23 leaves no bits for a fraction, and subtracting it
+//        again leaves the integer.
+//   r    is x - k ln 2, with ln 2 as the sum of two numbers, so that r is exact to f32.
+//   e^r  is 1 + r + r^2 (c2 + c3 r + .. + c6 r^4), a minimax polynomial with relative error 3.1e-9.
+// The clamp at -150 makes 0 of everything below the smallest subnormal, and of the NaN that
+// -INFINITY - -INFINITY is.
+INLINE Vec vec_exp(Vec x) {
+    x = vec_max(x, vec_all(-150));
+    Vec k = vec_fma(x, vec_all(LOG2_E), vec_all(12582912));
+    k = vec_add(k, vec_all(-12582912));
+    Vec r = vec_fma(k, vec_all(-0.693145752f), x);
+    r = vec_fma(k, vec_all(-1.42860677e-6f), r);
+    Vec p = vec_fma(r, vec_all(0.00138145986f), vec_all(0.00836871688f));
+    p = vec_fma(r, p, vec_all(0.0416683880f));
+    p = vec_fma(r, p, vec_all(0.166665206f));
+    p = vec_fma(r, p, vec_all(0.499999934f));
+    p = vec_add(vec_fma(vec_mul(r, r), p, r), vec_all(1));
+    return vec_scale(p, k);
+}
+
+// 2^x in every lane, x at most 150, for scores that carry a factor log2 e. The split x = k + r is
+// exact as it stands, so it needs no products, and 1 + r is not added apart. This saves two of
+// seventeen instructions.
+//   2^r  is 1 + r (c1 + c2 r + .. + c6 r^5), a minimax polynomial with relative error 2.0e-9.
+INLINE Vec vec_exp2(Vec x) {
+    x = vec_max(x, vec_all(-150));
+    Vec k = vec_add(x, vec_all(12582912));
+    k = vec_add(k, vec_all(-12582912));
+    Vec r = vec_fma(k, vec_all(-1), x);
+    Vec p = vec_fma(r, vec_all(0.000153533620f), vec_all(0.00133988750f));
+    p = vec_fma(r, p, vec_all(0.00961843692f));
+    p = vec_fma(r, p, vec_all(0.0555033237f));
+    p = vec_fma(r, p, vec_all(0.240226477f));
+    p = vec_fma(r, p, vec_all(0.693147182f));
+    return vec_scale(vec_fma(r, p, vec_all(1)), k);
+}
+
+// Simd.exp_shift. The last vector is filled up with -INFINITY, whose exponential adds 0 to the sum.
+TARGET static void exp_row(float *x, float max, size_t n, float *sum) {
+    Vec shift = vec_all(-max), total = vec_all(0);
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        Vec e = vec_exp(vec_add(vec_load(x + i, DT_F32, LANES), shift));
+        vec_store(x + i, e, LANES);
+        total = vec_add(total, e);
+    }
+    if (i < n) {
+        float part[LANES];
+        for (int j = 0; j < LANES; j++) part[j] = i + j < n ? x[i + j] : -INFINITY;
+        Vec e = vec_exp(vec_add(vec_load(part, DT_F32, LANES), shift));
+        vec_store(x + i, e, (int)(n - i));
+        total = vec_add(total, e);
+    }
+    *sum += vec_fold(total);
+}
+
+// Simd.softmax_columns for `vectors` vectors of columns, each of `width` columns; rows of x are m
+// elements apart. Several vectors stand side by side so that a row is read from end to end and no
+// exponential waits for another.
+INLINE void softmax_strip(float *x, int n, size_t m, float *max, float *sum, int vectors,
+                          int width) {
+    Vec top[NV], shift[NV], total[NV];
+
+    // the maximum of each column, from the one of earlier rows on
+    UNROLL for (int c = 0; c < vectors; c++) top[c] = vec_load(max + c * LANES, DT_F32, width);
+    for (int j = 0; j < n; j++) {
+        UNROLL for (int c = 0; c < vectors; c++)
+            top[c] = vec_max(vec_load(x + j * m + c * LANES, DT_F32, width), top[c]);
+    }
+    // what was summed up under the old maximum, as it is under the new one
+    UNROLL for (int c = 0; c < vectors; c++) {
+        shift[c] = vec_mul(top[c], vec_all(-1));
+        Vec factor = vec_exp2(vec_add(vec_load(max + c * LANES, DT_F32, width), shift[c]));
+        total[c] = vec_mul(vec_load(sum + c * LANES, DT_F32, width), factor);
+    }
+    // the powers, and their sum
+    for (int j = 0; j < n; j++) {
+        UNROLL for (int c = 0; c < vectors; c++) {
+            float *at = x + j * m + c * LANES;
+            Vec e = vec_exp2(vec_add(vec_load(at, DT_F32, width), shift[c]));
+            vec_store(at, e, width);
+            total[c] = vec_add(total[c], e);
+        }
+    }
+    UNROLL for (int c = 0; c < vectors; c++) {
+        vec_store(max + c * LANES, top[c], width);
+        vec_store(sum + c * LANES, total[c], width);
+    }
+}
+
+// Simd.softmax_columns: strips of NV vectors, then of one, then what is left of one.
+TARGET static void softmax_tile(float *x, int n, int m, float *max, float *sum) {
+    int c = 0;
+    for (; c + NV * LANES <= m; c += NV * LANES)
+        softmax_strip(x + c, n, (size_t)m, max + c, sum + c, NV, LANES);
+    for (; c + LANES <= m; c += LANES)
+        softmax_strip(x + c, n, (size_t)m, max + c, sum + c, 1, LANES);
+    if (c < m) softmax_strip(x + c, n, (size_t)m, max + c, sum + c, 1, m - c);
+}
+
+// g (n) = g / (1 + e^-g) * u for at most one vector.
+INLINE void swiglu_step(float *g, const float *u, int n) {
+    Vec x = vec_load(g, DT_F32, n);
+    Vec e = vec_exp(vec_min(vec_mul(x, vec_all(-1)), vec_all(150)));
+    Vec silu = vec_div(x, vec_add(vec_all(1), e));
+    vec_store(g, vec_mul(silu, vec_load(u, DT_F32, n)), n);
+}
+
+// Simd.swiglu
+TARGET static void swiglu_row(float *g, const float *u, size_t n) {
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) swiglu_step(g + i, u + i, LANES);
+    if (i < n) swiglu_step(g + i, u + i, (int)(n - i));
+}
+
+// -- the largest numbers
+
+// Simd.max. A NaN loses every comparison that vec_max makes with it on the left, so no lane of
+// `top` is one.
+TARGET static float largest_of(const float *x, size_t n) {
+    Vec top = vec_all(-INFINITY);
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) top = vec_max(vec_load(x + i, DT_F32, LANES), top);
+    float best = vec_largest(top);
+    for (; i < n; i++) best = x[i] > best ? x[i] : best;
+    return best;
+}
+
+// Simd.sum_from. The loops are so simple that the compiler makes vectors of them itself.
+TARGET static int sum_at_least(const float *x, const int *w, int n, uint32_t key) {
+    int sum = 0;
+    if (w) {
+        for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key ? w[i] : 0;
+    } else {
+        for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key;
+    }
+    return sum;
+}
+
+// Simd.list_from. Each pass of the inner loop takes the lowest bit of a vector's 16 answers.
+TARGET static int list_at_least(const float *x, int i, int n, uint32_t key, int *idx) {
+    int count = 0;
+    for (; i + LANES <= n; i += LANES) {
+        for (uint32_t bits = vec_at_least(x + i, key); bits; bits &= bits - 1)
+            idx[count++] = i + __builtin_ctz(bits);
+    }
+    for (; i < n; i++) {
+        if (order_key(x[i]) >= key) idx[count++] = i;
+    }
+    return count;
+}
+
+// -- from and to f32
+
+// dst (n) = src (n), which is of dtype.
+INLINE void widen_row(float *dst, const char *src, int dtype, size_t n) {
+    size_t size = dtype == DT_F32 ? 4 : 2, i = 0;
+    for (; i + LANES <= n; i += LANES)
+        vec_store(dst + i, vec_load(src + i * size, dtype, LANES), LANES);
+    int left = (int)(n - i);
+    if (left > 0) vec_store(dst + i, vec_load(src + i * size, dtype, left), left);
+}
+
+TARGET static void widen_f32(float *dst, const void *src, size_t n) {
+    widen_row(dst, src, DT_F32, n);
+}
+TARGET static void widen_f16(float *dst, const void *src, size_t n) {
+    widen_row(dst, src, DT_F16, n);
+}
+TARGET static void widen_bf16(float *dst, const void *src, size_t n) {
+    widen_row(dst, src, DT_BF16, n);
+}
+
+// Simd.narrow_f16
+TARGET static void narrow_row(uint16_t *dst, const float *src, size_t n) {
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) vec_store_f16(dst + i, vec_load(src + i, DT_F32, LANES));
+    for (; i < n; i++) dst[i] = f32_to_f16(src[i]);
+}
+
+// Simd.unpack_q8. A row is blocks of Q8_BLOCK columns, the last one perhaps shorter: an f16 scale,
+// then a byte a column.
+TARGET static void unpack_q8_rows(float *dst, const char *src, int n, int D) {
+    for (int r = 0; r < n; r++) {
+        for (int col = 0; col < D; col += Q8_BLOCK) {
+            int m = min_int(D - col, Q8_BLOCK), i = 0;
+            uint16_t d;
+            memcpy(&d, src, sizeof d);
+            float scale = f16_to_f32(d);
+            const signed char *q = (const signed char *)src + sizeof d;
+            for (; i + LANES <= m; i += LANES)
+                vec_store(dst + i, vec_mul(vec_load_bytes(q + i), vec_all(scale)), LANES);
+            for (; i < m; i++) dst[i] = scale * q[i];
+            src += sizeof d + m;
+            dst += m;
+        }
+    }
+}
+
+// What this copy adds to the table of instruction sets.
+static const Simd simd_entry = {
+    .name            = TEXT(SIMD),
+    .dots            = { dots_f32, dots_f16, dots_bf16 },
+    .mix             = { mix_f32, mix_f16, mix_bf16 },
+    .widen           = { widen_f32, widen_f16, widen_bf16 },
+    .narrow_f16      = narrow_row,
+    .unpack_q8       = unpack_q8_rows,
+    .exp_shift       = exp_row,
+    .softmax_columns = softmax_tile,
+    .swiglu          = swiglu_row,
+    .max             = largest_of,
+    .sum_from        = sum_at_least,
+    .list_from       = list_at_least,
+};
+
+#endif  // SIMD: the part that is compiled once for each instruction set ends here
+#ifndef SIMD
 
 #if defined(__x86_64__)
-// ---- AVX2: sixteen lanes are a pair of registers
+// ---- the vector in AVX2: sixteen lanes are a pair of registers
+// The operations mean what their namesakes in plain C say; vec_fma rounds once.
 #define TARGET_avx2 __attribute__((target("avx2,fma,f16c")))
-#define INLINE_avx2 static inline __attribute__((always_inline, target("avx2,fma,f16c")))
-typedef struct { __m256 a, b; } V_avx2;
-INLINE_avx2 V_avx2 all_avx2(float x)                        { return (V_avx2){ _mm256_set1_ps(x), _mm256_set1_ps(x) }; }
-INLINE_avx2 V_avx2 add_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b) }; }
-INLINE_avx2 V_avx2 mul_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b) }; }
-INLINE_avx2 V_avx2 div_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b) }; }
-INLINE_avx2 V_avx2 fma_avx2(V_avx2 x, V_avx2 y, V_avx2 z)   { return (V_avx2){ _mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b) }; }
-INLINE_avx2 V_avx2 max_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b) }; }
-INLINE_avx2 V_avx2 min_avx2(V_avx2 x, V_avx2 y)             { return (V_avx2){ _mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b) }; }
-INLINE_avx2 __m256 scale8_avx2(__m256 x, __m256 k) {        // in two steps, because 2^k alone may be below the smallest float
-    __m256i i = _mm256_cvtps_epi32(k), h = _mm256_srai_epi32(i, 1), one = _mm256_set1_epi32(127);
-    __m256 f = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(h, one), 23));
-    __m256 g = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(i, h), one), 23));
-    return _mm256_mul_ps(_mm256_mul_ps(x, f), g);
+#define INLINE_avx2 TARGET_avx2 static inline __attribute__((always_inline))
+
+enum { MR_avx2 = 3, NR_avx2 = 2, MX_avx2 = 3, NV_avx2 = 2 };
+typedef struct { __m256 a, b; } Vec_avx2;       // lanes 0 to 7, lanes 8 to 15
+
+INLINE_avx2 Vec_avx2 vec_all_avx2(float x) {
+    return (Vec_avx2){ _mm256_set1_ps(x), _mm256_set1_ps(x) };
 }
-INLINE_avx2 V_avx2 scale_avx2(V_avx2 x, V_avx2 k) { return (V_avx2){ scale8_avx2(x.a, k.a), scale8_avx2(x.b, k.b) }; }
-INLINE_avx2 __m256 load8_avx2(const void *p, int dtype) {
+
+INLINE_avx2 Vec_avx2 vec_add_avx2(Vec_avx2 x, Vec_avx2 y) {
+    return (Vec_avx2){ _mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b) };
+}
+
+INLINE_avx2 Vec_avx2 vec_mul_avx2(Vec_avx2 x, Vec_avx2 y) {
+    return (Vec_avx2){ _mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b) };
+}
+
+INLINE_avx2 Vec_avx2 vec_div_avx2(Vec_avx2 x, Vec_avx2 y) {
+    return (Vec_avx2){ _mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b) };
+}
+
+INLINE_avx2 Vec_avx2 vec_fma_avx2(Vec_avx2 x, Vec_avx2 y, Vec_avx2 z) {
+    return (Vec_avx2){ _mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b) };
+}
+
+INLINE_avx2 Vec_avx2 vec_max_avx2(Vec_avx2 x, Vec_avx2 y) {
+    return (Vec_avx2){ _mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b) };
+}
+
+INLINE_avx2 Vec_avx2 vec_min_avx2(Vec_avx2 x, Vec_avx2 y) {
+    return (Vec_avx2){ _mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b) };
+}
+
+// 8 lanes of vec_scale.
+INLINE_avx2 __m256 scale_8_avx2(__m256 x, __m256 k) {
+    __m256i e = _mm256_cvtps_epi32(k), half = _mm256_srai_epi32(e, 1);
+    __m256i bias = _mm256_set1_epi32(127);
+    __m256i first = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
+    __m256i second = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(e, half), bias), 23);
+    return _mm256_mul_ps(_mm256_mul_ps(x, _mm256_castsi256_ps(first)), _mm256_castsi256_ps(second));
+}
+
+INLINE_avx2 Vec_avx2 vec_scale_avx2(Vec_avx2 x, Vec_avx2 k) {
+    return (Vec_avx2){ scale_8_avx2(x.a, k.a), scale_8_avx2(x.b, k.b) };
+}
+
+// 8 elements of dtype as f32.
+INLINE_avx2 __m256 load_8_avx2(const void *p, int dtype) {
     if (dtype == DT_F32) return _mm256_loadu_ps(p);
     __m128i h = _mm_loadu_si128(p);
-    return dtype == DT_F16 ? _mm256_cvtph_ps(h) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+    if (dtype == DT_F16) return _mm256_cvtph_ps(h);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
-INLINE_avx2 V_avx2 load_avx2(const void *p, int dtype, int n) {
+
+INLINE_avx2 Vec_avx2 vec_load_avx2(const void *p, int dtype, int n) {
     size_t size = dtype == DT_F32 ? 4 : 2;
     char part[LANES * 4] = {0};
     if (n < LANES) p = memcpy(part, p, (size_t)n * size);
-    return (V_avx2){ load8_avx2(p, dtype), load8_avx2((const char *)p + 8 * size, dtype) };
+    return (Vec_avx2){ load_8_avx2(p, dtype), load_8_avx2((const char *)p + 8 * size, dtype) };
 }
-INLINE_avx2 __m256 bytes8_avx2(const signed char *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p))); }
-INLINE_avx2 V_avx2 load_bytes_avx2(const signed char *p) { return (V_avx2){ bytes8_avx2(p), bytes8_avx2(p + 8) }; }
-INLINE_avx2 void store_avx2(float *p, V_avx2 x, int n) {
+
+INLINE_avx2 __m256 load_8_bytes_avx2(const signed char *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)));
+}
+
+INLINE_avx2 Vec_avx2 vec_load_bytes_avx2(const signed char *p) {
+    return (Vec_avx2){ load_8_bytes_avx2(p), load_8_bytes_avx2(p + 8) };
+}
+
+INLINE_avx2 void vec_store_avx2(float *p, Vec_avx2 x, int n) {
     float part[LANES], *to = n < LANES ? part : p;
-    _mm256_storeu_ps(to, x.a); _mm256_storeu_ps(to + 8, x.b);
+    _mm256_storeu_ps(to, x.a);
+    _mm256_storeu_ps(to + 8, x.b);
     if (n < LANES) memcpy(p, part, (size_t)n * 4);
 }
-INLINE_avx2 __m128i half8_avx2(__m256 x) {                  // f32_to_f16 of 8: saturates, any NaN becomes the quiet one of its sign
-    __m256 top = _mm256_set1_ps(65504), sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f)), nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
-    x = _mm256_max_ps(_mm256_min_ps(x, top), _mm256_set1_ps(-65504));
-    return _mm256_cvtps_ph(_mm256_blendv_ps(x, _mm256_or_ps(sign, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000))), nan), _MM_FROUND_TO_NEAREST_INT);
+
+// f32_to_f16 of 8 lanes. The instruction gives infinity past 65504 and keeps bits of a NaN, so the
+// lanes are clamped first, and a NaN is replaced by the quiet one of its sign.
+INLINE_avx2 __m128i half_8_avx2(__m256 x) {
+    __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    __m256 sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
+    __m256 quiet = _mm256_or_ps(sign, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)));
+    x = _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(65504)), _mm256_set1_ps(-65504));
+    return _mm256_cvtps_ph(_mm256_blendv_ps(x, quiet, nan), _MM_FROUND_TO_NEAREST_INT);
 }
-INLINE_avx2 void store_f16_avx2(uint16_t *p, V_avx2 x) {
-    _mm_storeu_si128((void *)p, half8_avx2(x.a)); _mm_storeu_si128((void *)(p + 8), half8_avx2(x.b));
+
+INLINE_avx2 void vec_store_f16_avx2(uint16_t *p, Vec_avx2 x) {
+    _mm_storeu_si128((void *)p, half_8_avx2(x.a));
+    _mm_storeu_si128((void *)(p + 8), half_8_avx2(x.b));
 }
-INLINE_avx2 float fold8_avx2(__m256 x) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+
+INLINE_avx2 float vec_fold_avx2(Vec_avx2 x) {
+    __m256 y = _mm256_add_ps(x.a, x.b);                                                 // 8 onto 8
+    __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));      // 4 onto 4
+    z = _mm_add_ps(z, _mm_movehl_ps(z, z));                                             // 2 onto 2
+    return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));                            // 1 onto 1
 }
-INLINE_avx2 float fold_avx2(V_avx2 x) { return fold8_avx2(_mm256_add_ps(x.a, x.b)); }
-INLINE_avx2 float most_avx2(V_avx2 x) {
+
+INLINE_avx2 void vec_folds_avx2(float *out, const Vec_avx2 *a, int n, float scale) {
+    for (int i = 0; i < n; i++) out[i] = vec_fold_avx2(a[i]) * scale;
+}
+
+INLINE_avx2 float vec_largest_avx2(Vec_avx2 x) {
     __m256 y = _mm256_max_ps(x.a, x.b);
     __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
     z = _mm_max_ps(z, _mm_movehl_ps(z, z));
     return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
 }
-INLINE_avx2 uint32_t from8_avx2(const float *p, uint32_t key) {
-    __m256i x = _mm256_castps_si256(_mm256_add_ps(_mm256_loadu_ps(p), _mm256_setzero_ps())), sign = _mm256_set1_epi32((int)0x80000000u);
-    x = _mm256_xor_si256(x, _mm256_or_si256(_mm256_srai_epi32(x, 31), sign));
+
+// 8 bits of vec_at_least: order_key as in the preamble, and x >= key where the larger of both is x.
+INLINE_avx2 uint32_t at_least_8_avx2(const float *p, uint32_t key) {
+    __m256i top = _mm256_set1_epi32((int)0x80000000u);
+    __m256i x = _mm256_castps_si256(_mm256_add_ps(_mm256_loadu_ps(p), _mm256_setzero_ps()));
+    x = _mm256_xor_si256(x, _mm256_or_si256(_mm256_srai_epi32(x, 31), top));
     x = _mm256_cmpeq_epi32(_mm256_max_epu32(x, _mm256_set1_epi32((int)key)), x);
     return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(x));
 }
-INLINE_avx2 uint32_t from_avx2(const float *p, uint32_t key) { return from8_avx2(p, key) | from8_avx2(p + 8, key) << 8; }
-INLINE_avx2 void folds_avx2(float *out, V_avx2 *a, int n, float scale) { for (int i = 0; i < n; i++) out[i] = fold_avx2(a[i]) * scale; }
 
-// ---- AVX-512
+INLINE_avx2 uint32_t vec_at_least_avx2(const float *p, uint32_t key) {
+    return at_least_8_avx2(p, key) | at_least_8_avx2(p + 8, key) << 8;
+}
+
+// ---- the vector in AVX-512: one register, with a mask where fewer than 16 lanes count
 #define TARGET_avx512 __attribute__((target("avx512f,avx512bw,avx512vl,fma,f16c")))
-#define INLINE_avx512 static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl,fma,f16c")))
-typedef __m512 V_avx512;
-INLINE_avx512 __m512 all_avx512(float x)                            { return _mm512_set1_ps(x); }
-INLINE_avx512 __m512 add_avx512(__m512 x, __m512 y)                 { return _mm512_add_ps(x, y); }
-INLINE_avx512 __m512 mul_avx512(__m512 x, __m512 y)                 { return _mm512_mul_ps(x, y); }
-INLINE_avx512 __m512 div_avx512(__m512 x, __m512 y)                 { return _mm512_div_ps(x, y); }
-INLINE_avx512 __m512 fma_avx512(__m512 x, __m512 y, __m512 z)       { return _mm512_fmadd_ps(x, y, z); }
-INLINE_avx512 __m512 max_avx512(__m512 x, __m512 y)                 { return _mm512_max_ps(x, y); }
-INLINE_avx512 __m512 min_avx512(__m512 x, __m512 y)                 { return _mm512_min_ps(x, y); }
-INLINE_avx512 __m512 scale_avx512(__m512 x, __m512 k)               { return _mm512_scalef_ps(x, k); }
-INLINE_avx512 __mmask16 mask_avx512(int n)                          { return (__mmask16)((1u << n) - 1); }
-INLINE_avx512 __m512 load_avx512(const void *p, int dtype, int n) {
-    if (dtype == DT_F32) return n < LANES ? _mm512_maskz_loadu_ps(mask_avx512(n), p) : _mm512_loadu_ps(p);
-    __m256i h = n < LANES ? _mm256_maskz_loadu_epi16(mask_avx512(n), p) : _mm256_loadu_si256(p);
-    return dtype == DT_F16 ? _mm512_cvtph_ps(h) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+#define INLINE_avx512 TARGET_avx512 static inline __attribute__((always_inline))
+
+enum { MR_avx512 = 4, NR_avx512 = 4, MX_avx512 = 6, NV_avx512 = 4 };
+typedef __m512 Vec_avx512;
+
+INLINE_avx512 __m512 vec_all_avx512(float x) {
+    return _mm512_set1_ps(x);
 }
-INLINE_avx512 __m512 load_bytes_avx512(const signed char *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p))); }
-INLINE_avx512 void store_avx512(float *p, __m512 x, int n) {
-    if (n < LANES) _mm512_mask_storeu_ps(p, mask_avx512(n), x); else _mm512_storeu_ps(p, x);
+
+INLINE_avx512 __m512 vec_add_avx512(__m512 x, __m512 y) {
+    return _mm512_add_ps(x, y);
 }
-INLINE_avx512 void store_f16_avx512(uint16_t *p, __m512 x) {
-    __m512i sign = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0x80000000u));
+
+INLINE_avx512 __m512 vec_mul_avx512(__m512 x, __m512 y) {
+    return _mm512_mul_ps(x, y);
+}
+
+INLINE_avx512 __m512 vec_div_avx512(__m512 x, __m512 y) {
+    return _mm512_div_ps(x, y);
+}
+
+INLINE_avx512 __m512 vec_fma_avx512(__m512 x, __m512 y, __m512 z) {
+    return _mm512_fmadd_ps(x, y, z);
+}
+
+INLINE_avx512 __m512 vec_max_avx512(__m512 x, __m512 y) {
+    return _mm512_max_ps(x, y);
+}
+
+INLINE_avx512 __m512 vec_min_avx512(__m512 x, __m512 y) {
+    return _mm512_min_ps(x, y);
+}
+
+INLINE_avx512 __m512 vec_scale_avx512(__m512 x, __m512 k) {
+    return _mm512_scalef_ps(x, k);
+}
+
+INLINE_avx512 float vec_largest_avx512(__m512 x) {
+    return _mm512_reduce_max_ps(x);
+}
+
+// The lowest n bits, n < 16.
+INLINE_avx512 __mmask16 first_lanes_avx512(int n) {
+    return (__mmask16)((1u << n) - 1);
+}
+
+INLINE_avx512 __m512 vec_load_avx512(const void *p, int dtype, int n) {
+    if (dtype == DT_F32 && n < LANES) return _mm512_maskz_loadu_ps(first_lanes_avx512(n), p);
+    if (dtype == DT_F32) return _mm512_loadu_ps(p);
+    __m256i h;
+    if (n < LANES) h = _mm256_maskz_loadu_epi16(first_lanes_avx512(n), p);
+    else h = _mm256_loadu_si256(p);
+    if (dtype == DT_F16) return _mm512_cvtph_ps(h);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+
+INLINE_avx512 __m512 vec_load_bytes_avx512(const signed char *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+}
+
+INLINE_avx512 void vec_store_avx512(float *p, __m512 x, int n) {
+    if (n < LANES) _mm512_mask_storeu_ps(p, first_lanes_avx512(n), x);
+    else _mm512_storeu_ps(p, x);
+}
+
+// As half_8_avx2, for 16 lanes.
+INLINE_avx512 void vec_store_f16_avx512(uint16_t *p, __m512 x) {
     __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    __m512i sign = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0x80000000u));
+    __m512i quiet = _mm512_or_si512(sign, _mm512_set1_epi32(0x7fc00000));
     x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504)), _mm512_set1_ps(-65504));
-    x = _mm512_mask_mov_ps(x, nan, _mm512_castsi512_ps(_mm512_or_si512(sign, _mm512_set1_epi32(0x7fc00000))));
+    x = _mm512_mask_mov_ps(x, nan, _mm512_castsi512_ps(quiet));
     _mm256_storeu_si256((void *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
-INLINE_avx512 float fold_avx512(__m512 x) {
-    __m512 s = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));         // lanes 8..15 onto 0..7
-    s = _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0xb1));
-    __m128 q = _mm512_castps512_ps128(s);
-    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+
+INLINE_avx512 float vec_fold_avx512(__m512 x) {
+    x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));     // 8 onto 8
+    x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));     // 4 onto 4
+    __m128 z = _mm512_castps512_ps128(x);
+    z = _mm_add_ps(z, _mm_movehl_ps(z, z));                     // 2 onto 2
+    return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));    // 1 onto 1
 }
-INLINE_avx512 uint32_t from_avx512(const float *p, uint32_t key) {
-    __m512i x = _mm512_castps_si512(_mm512_add_ps(_mm512_loadu_ps(p), _mm512_setzero_ps())), sign = _mm512_set1_epi32((int)0x80000000u);
-    x = _mm512_xor_si512(x, _mm512_or_si512(_mm512_srai_epi32(x, 31), sign));
-    return _mm512_cmpge_epu32_mask(x, _mm512_set1_epi32((int)key));
-}
-INLINE_avx512 float most_avx512(__m512 x)                           { return _mm512_reduce_max_ps(x); }
-// Folds 16 vectors at once: a step puts one half of x beside the same half of y, the other halves likewise, and adds the two. These are
-// the additions of fold, between lanes 8, 4, 2 and 1 apart; vectors are paired so that lane i ends with the sum of a[i].
-#define FOLD_TWO(shuffle, x, y, some, others) _mm512_add_ps(shuffle(x, y, some), shuffle(x, y, others))
-INLINE_avx512 __m512 fold16_avx512(const __m512 *a) {
+
+// Folds 16 vectors at once, with a quarter of the instructions: lane i of the result is vec_fold of
+// a[i]. Each step takes two vectors x and y. It puts one half of x beside the same half of y, the
+// other half of x beside the other half of y, and adds the two. These are the additions of
+// vec_fold, first between lanes 8 apart, then 4, 2 and 1; the vectors are paired such that the sums
+// end in their order.
+#define FOLD_TWO(shuffle, x, y, some, others) \
+    _mm512_add_ps(shuffle(x, y, some), shuffle(x, y, others))
+INLINE_avx512 __m512 fold_16_avx512(const __m512 *a) {
     __m512 b[8], c[4], d[2];
-    UNROLL for (int i = 0; i < 8; i++) b[i] = FOLD_TWO(_mm512_shuffle_f32x4, a[i / 4 * 8 + i % 4], a[i / 4 * 8 + i % 4 + 4], 0x44, 0xee);
-    UNROLL for (int i = 0; i < 4; i++) c[i] = FOLD_TWO(_mm512_shuffle_f32x4, b[i], b[i + 4], 0x88, 0xdd);
-    UNROLL for (int i = 0; i < 2; i++) d[i] = FOLD_TWO(_mm512_shuffle_ps, c[2 * i], c[2 * i + 1], 0x44, 0xee);
+    UNROLL for (int i = 0; i < 8; i++) {
+        int x = i / 4 * 8 + i % 4;
+        b[i] = FOLD_TWO(_mm512_shuffle_f32x4, a[x], a[x + 4], 0x44, 0xee);
+    }
+    UNROLL for (int i = 0; i < 4; i++)
+        c[i] = FOLD_TWO(_mm512_shuffle_f32x4, b[i], b[i + 4], 0x88, 0xdd);
+    UNROLL for (int i = 0; i < 2; i++)
+        d[i] = FOLD_TWO(_mm512_shuffle_ps, c[2 * i], c[2 * i + 1], 0x44, 0xee);
     return FOLD_TWO(_mm512_shuffle_ps, d[0], d[1], 0x88, 0xdd);
 }
-INLINE_avx512 void folds_avx512(float *out, __m512 *a, int n, float scale) {
-    if (n == LANES) _mm512_storeu_ps(out, _mm512_mul_ps(fold16_avx512(a), _mm512_set1_ps(scale)));
-    else for (int i = 0; i < n; i++) out[i] = fold_avx512(a[i]) * scale;
+
+INLINE_avx512 void vec_folds_avx512(float *out, const __m512 *a, int n, float scale) {
+    if (n == LANES) {
+        _mm512_storeu_ps(out, _mm512_mul_ps(fold_16_avx512(a), _mm512_set1_ps(scale)));
+    } else {
+        for (int i = 0; i < n; i++) out[i] = vec_fold_avx512(a[i]) * scale;
+    }
 }
+
+INLINE_avx512 uint32_t vec_at_least_avx512(const float *p, uint32_t key) {
+    __m512i top = _mm512_set1_epi32((int)0x80000000u);
+    __m512i x = _mm512_castps_si512(_mm512_add_ps(_mm512_loadu_ps(p), _mm512_setzero_ps()));
+    x = _mm512_xor_si512(x, _mm512_or_si512(_mm512_srai_epi32(x, 31), top));
+    return _mm512_cmpge_epu32_mask(x, _mm512_set1_epi32((int)key));
+}
+#endif  // __x86_64__
+
+// ---- the copies, and the choice of one
+#define SIMD plain
+#include "kvcomp.c"
+#undef SIMD
+
+#if defined(__x86_64__)
+#define SIMD avx2
+#include "kvcomp.c"
+#undef SIMD
+
+#define SIMD avx512
+#include "kvcomp.c"
+#undef SIMD
 #endif
 
-// ---- the kernels, once for all instruction sets
-// dots: tiles of MR rows of x by NR rows of w; a tile loads each vector once and uses it NR or MR times. Rows past the end of
-// the block repeat its last one and are not stored; a whole tile of whole vectors is compiled without that. The rows of the next
-// panel are short, far apart, and the hardware does not see them coming, so they are asked for in time: by a single tile as it goes
-// (decode: 23 -> 34 GB/s a thread where 38 can be read; 1 KB past the panel for one row of x, 4 KB for the few queries that share
-// keys), by many tiles one line of each row each (8 % of prefill).
-// mix: tiles of MX rows of o by NV vectors, of MR where fewer are left (the heads of a decode step); each output adds its n products
-// in order. The first columns ask for what comes next: what the caller says, or stored rows 16 further on (a decode step over 32k rows of head_dim 128: about four fifths of the time).
-// exp: x = k ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^k e^r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer k; ln 2 is split in
-// two so that r is exact to f32; e^r = 1 + r + r^2 (c2 + .. + c6 r^4), minimax with relative error 3.1e-9. The clamp at -150 gives
-// 0 for everything below the smallest subnormal, and for -INFINITY - -INFINITY; above, x may be 150 at most.
-// exp2: x = k + r is exact as it stands: no products to reduce x, and no 1 + r apart, which saves two of seventeen instructions.
-// 2^r = 1 + r (c1 + .. + c6 r^5), minimax with relative error 2.0e-9. For scores that can be had times log2 e.
-#define KERNELS(S, MR, NR, NV, MX) \
-INLINE_##S void dots_step_##S(V_##S *acc, const float *const *x, const char *const *w, int dtype, int M, int k, int n, size_t ahead) { \
-    size_t size = dtype == DT_F32 ? 4 : 2; \
-    V_##S b[NR]; \
-    if (ahead) UNROLL for (int j = 0; j < NR; j++) __builtin_prefetch(w[j] + (size_t)k * size + ahead); \
-    UNROLL for (int j = 0; j < NR; j++) b[j] = load_##S(w[j] + (size_t)k * size, dtype, n); \
-    UNROLL for (int i = 0; i < M; i++) { \
-        V_##S a = load_##S(x[i] + k, DT_F32, n); \
-        UNROLL for (int j = 0; j < NR; j++) acc[i * NR + j] = fma_##S(a, b[j], acc[i * NR + j]); \
-    } \
-} \
-INLINE_##S void dots_tile_##S(const Dots *a, int dtype, int M, int i0, int j0, int whole) { \
-    V_##S acc[MR * NR]; \
-    const float *x[MR]; const char *w[NR]; \
-    float sum[MR * NR]; \
-    size_t ahead = !a->next.p && (M == 1 || a->m <= MR) ? NR * a->ldw + (M == 1 ? 1024 : 4096) : 0; \
-    int m = whole || a->m - i0 > M ? M : a->m - i0, n = whole || a->n - j0 > NR ? NR : a->n - j0, k = 0; \
-    UNROLL for (int i = 0; i < M; i++) x[i] = a->x + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldx; \
-    UNROLL for (int j = 0; j < NR; j++) w[j] = a->w + (size_t)(j0 + (j < n ? j : n - 1)) * a->ldw; \
-    UNROLL for (int i = 0; i < M * NR; i++) acc[i] = all_##S(0); \
-    for (; k + LANES <= a->K; k += LANES) dots_step_##S(acc, x, w, dtype, M, k, LANES, ahead); \
-    if (!whole && k < a->K) dots_step_##S(acc, x, w, dtype, M, k, a->K - k, 0); \
-    folds_##S(sum, acc, M * NR, a->scale); \
-    for (int i = 0; i < m; i++) { \
-        float *y = a->y + (size_t)(i0 + i) * a->ldy + j0; \
-        if (whole || (n == NR && !a->add)) memcpy(y, sum + i * NR, NR * sizeof *y); \
-        else for (int j = 0; j < n; j++) y[j] = a->add ? y[j] + sum[i * NR + j] : sum[i * NR + j]; \
-    } \
-} \
-INLINE_##S void dots_any_##S(const Dots *a, int dtype) { \
-    Ahead next = a->next; \
-    size_t share = next.bytes ? ahead_share(next, (a->n + NR - 1) / NR) : 0; \
-    for (int j = 0; j < a->n; j += NR) { \
-        int i = 0; \
-        if (next.bytes) ask_ahead(&next, share); \
-        for (; a->m - i > 1; i += MR) { \
-            for (int p = j + NR; a->m > MR && p < j + 2 * NR; p++) __builtin_prefetch(a->w + (size_t)p * a->ldw + i / MR * 64); \
-            if (a->m - i >= MR && a->n - j >= NR && a->K % LANES == 0 && !a->add) dots_tile_##S(a, dtype, MR, i, j, 1); \
-            else dots_tile_##S(a, dtype, MR, i, j, 0); \
-        } \
-        if (i < a->m) dots_tile_##S(a, dtype, 1, i, j, 0); \
-    } \
-} \
-TARGET_##S static void dots_f32_##S (const Dots *a) { dots_any_##S(a, DT_F32); } \
-TARGET_##S static void dots_f16_##S (const Dots *a) { dots_any_##S(a, DT_F16); } \
-TARGET_##S static void dots_bf16_##S(const Dots *a) { dots_any_##S(a, DT_BF16); } \
-\
-INLINE_##S void mix_tile_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int add, int vectors, int width, Ahead next) { \
-    V_##S acc[MX * NV]; \
-    size_t size = dtype == DT_F32 ? 4 : 2, share = next.bytes ? ahead_share(next, n) : 0; \
-    UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
-        acc[i * NV + c] = add ? load_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, DT_F32, width) : all_##S(0); \
-    for (int r = 0; r < n; r++) { \
-        V_##S b[NV]; \
-        if (next.bytes) ask_ahead(&next, share); \
-        UNROLL for (int c = 0; c < vectors; c++) b[c] = load_##S(v + ((size_t)r * D + c * LANES) * size, dtype, width); \
-        UNROLL for (int i = 0; i < M; i++) { \
-            V_##S a = all_##S(p[(size_t)(i < m ? i : m - 1) * n + r]); \
-            UNROLL for (int c = 0; c < vectors; c++) acc[i * NV + c] = fma_##S(a, b[c], acc[i * NV + c]); \
-        } \
-    } \
-    UNROLL for (int i = 0; i < M; i++) UNROLL for (int c = 0; c < vectors; c++) \
-        store_##S(o + (size_t)(i < m ? i : m - 1) * D + c * LANES, acc[i * NV + c], width); \
-} \
-INLINE_##S void mix_rows_##S(float *o, const float *p, const char *v, int dtype, int M, int m, int n, int D, int add, Ahead next) { \
-    size_t size = dtype == DT_F32 ? 4 : 2; \
-    int d = 0; \
-    if (!next.p && dtype != DT_F32) next = (Ahead){ v + 16 * D * size, n * D * size }; \
-    for (; d + NV * LANES <= D; d += NV * LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, NV, LANES, d ? (Ahead){0} : next); \
-    for (; d + LANES <= D; d += LANES) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, 1, LANES, d ? (Ahead){0} : next); \
-    if (d < D) mix_tile_##S(o + d, p, v + d * size, dtype, M, m, n, D, add, 1, D - d, d ? (Ahead){0} : next); \
-} \
-INLINE_##S void mix_any_##S(float *o, const float *p, const char *v, int dtype, int m, int n, int D, int add, Ahead next) { \
-    int i = 0, block = 0, blocks = m / MX + (m % MX + MR - 1) / MR; \
-    for (; m - i >= MX; i += MX) \
-        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MX, MX, n, D, add, ahead_part(next, block++, blocks)); \
-    for (; m - i > 1; i += MR) \
-        mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, MR, m - i < MR ? m - i : MR, n, D, add, ahead_part(next, block++, blocks)); \
-    if (i < m) mix_rows_##S(o + (size_t)i * D, p + (size_t)i * n, v, dtype, 1, 1, n, D, add, ahead_part(next, block, blocks)); \
-} \
-TARGET_##S static void mix_f32_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F32, m, n, D, add, next); } \
-TARGET_##S static void mix_f16_##S (float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_F16, m, n, D, add, next); } \
-TARGET_##S static void mix_bf16_##S(float *o, const float *p, const void *v, int m, int n, int D, int add, Ahead next) { mix_any_##S(o, p, v, DT_BF16, m, n, D, add, next); } \
-\
-INLINE_##S V_##S exp_##S(V_##S x) { \
-    x = max_##S(x, all_##S(-150)); \
-    V_##S magic = all_##S(12582912), k = add_##S(fma_##S(x, all_##S(LOG2_E), magic), all_##S(-12582912)); \
-    V_##S r = fma_##S(k, all_##S(-1.42860677e-6f), fma_##S(k, all_##S(-0.693145752f), x)); \
-    V_##S p = fma_##S(r, all_##S(0.00138145986f), all_##S(0.00836871688f)); \
-    p = fma_##S(r, p, all_##S(0.0416683880f)); \
-    p = fma_##S(r, p, all_##S(0.166665206f)); \
-    p = fma_##S(r, p, all_##S(0.499999934f)); \
-    p = add_##S(fma_##S(mul_##S(r, r), p, r), all_##S(1)); \
-    return scale_##S(p, k); \
-} \
-INLINE_##S V_##S exp2_##S(V_##S x) { \
-    x = max_##S(x, all_##S(-150)); \
-    V_##S k = add_##S(add_##S(x, all_##S(12582912)), all_##S(-12582912)), r = fma_##S(k, all_##S(-1), x); \
-    V_##S p = fma_##S(r, all_##S(0.000153533620f), all_##S(0.00133988750f)); \
-    p = fma_##S(r, p, all_##S(0.00961843692f)); \
-    p = fma_##S(r, p, all_##S(0.0555033237f)); \
-    p = fma_##S(r, p, all_##S(0.240226477f)); \
-    p = fma_##S(r, p, all_##S(0.693147182f)); \
-    return scale_##S(fma_##S(r, p, all_##S(1)), k); \
-} \
-TARGET_##S static void exp_shift_##S(float *x, float max, size_t n, float *sum) { \
-    V_##S shift = all_##S(-max), total = all_##S(0); \
-    size_t i = 0; \
-    for (; i + LANES <= n; i += LANES) { \
-        V_##S e = exp_##S(add_##S(load_##S(x + i, DT_F32, LANES), shift)); \
-        store_##S(x + i, e, LANES); \
-        total = add_##S(total, e); \
-    } \
-    if (i < n) { \
-        float part[LANES]; \
-        for (int j = 0; j < LANES; j++) part[j] = i + j < n ? x[i + j] : -INFINITY; \
-        V_##S e = exp_##S(add_##S(load_##S(part, DT_F32, LANES), shift)); \
-        store_##S(x + i, e, (int)(n - i)); \
-        total = add_##S(total, e); \
-    } \
-    *sum += fold_##S(total); \
-} \
-INLINE_##S void swiglu_step_##S(float *g, const float *u, int n) { \
-    V_##S x = load_##S(g, DT_F32, n), e = exp_##S(min_##S(mul_##S(x, all_##S(-1)), all_##S(150))); \
-    store_##S(g, mul_##S(div_##S(x, add_##S(all_##S(1), e)), load_##S(u, DT_F32, n)), n); \
-} \
-TARGET_##S static void swiglu_##S(float *g, const float *u, size_t n) { \
-    size_t i = 0; \
-    for (; i + LANES <= n; i += LANES) swiglu_step_##S(g + i, u + i, LANES); \
-    if (i < n) swiglu_step_##S(g + i, u + i, (int)(n - i)); \
-} \
-INLINE_##S void softmax_down_##S(float *x, int n, size_t m, float *max, float *sum, int vectors, int width) { /* `vectors` side by side: rows are read from end to end, and no exponential waits for another */ \
-    V_##S top[NV], shift[NV], total[NV]; \
-    UNROLL for (int c = 0; c < vectors; c++) top[c] = load_##S(max + c * LANES, DT_F32, width); \
-    for (int j = 0; j < n; j++) UNROLL for (int c = 0; c < vectors; c++) top[c] = max_##S(load_##S(x + j * m + c * LANES, DT_F32, width), top[c]); \
-    UNROLL for (int c = 0; c < vectors; c++) { \
-        shift[c] = mul_##S(top[c], all_##S(-1)); \
-        total[c] = mul_##S(load_##S(sum + c * LANES, DT_F32, width), exp2_##S(add_##S(load_##S(max + c * LANES, DT_F32, width), shift[c])));     /* what was gathered under the old maximum */ \
-    } \
-    for (int j = 0; j < n; j++) UNROLL for (int c = 0; c < vectors; c++) { \
-        V_##S e = exp2_##S(add_##S(load_##S(x + j * m + c * LANES, DT_F32, width), shift[c])); \
-        store_##S(x + j * m + c * LANES, e, width); \
-        total[c] = add_##S(total[c], e); \
-    } \
-    UNROLL for (int c = 0; c < vectors; c++) { store_##S(max + c * LANES, top[c], width); store_##S(sum + c * LANES, total[c], width); } \
-} \
-TARGET_##S static void softmax_columns_##S(float *x, int n, int m, float *max, float *sum) { \
-    int c = 0; \
-    for (; c + NV * LANES <= m; c += NV * LANES) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, NV, LANES); \
-    for (; c + LANES <= m; c += LANES) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, 1, LANES); \
-    if (c < m) softmax_down_##S(x + c, n, (size_t)m, max + c, sum + c, 1, m - c); \
-} \
-TARGET_##S static float max_of_##S(const float *x, size_t n) { \
-    V_##S top = all_##S(-INFINITY); \
-    size_t i = 0; \
-    for (; i + LANES <= n; i += LANES) top = max_##S(load_##S(x + i, DT_F32, LANES), top); \
-    float best = most_##S(top);                          /* no lane is a NaN */ \
-    for (; i < n; i++) best = x[i] > best ? x[i] : best; \
-    return best; \
-} \
-\
-TARGET_##S static int sum_from_##S(const float *x, const int *w, int n, uint32_t key) {      /* simple enough for the compiler to make vectors of it */ \
-    int sum = 0; \
-    if (w) for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key ? w[i] : 0; \
-    else   for (int i = 0; i < n; i++) sum += order_key(x[i]) >= key; \
-    return sum; \
-} \
-\
-TARGET_##S static int list_from_##S(const float *x, int i, int n, uint32_t key, int *idx) { \
-    int count = 0; \
-    for (; i + LANES <= n; i += LANES) for (uint32_t bits = from_##S(x + i, key); bits; bits &= bits - 1) idx[count++] = i + __builtin_ctz(bits); \
-    for (; i < n; i++) if (order_key(x[i]) >= key) idx[count++] = i; \
-    return count; \
-} \
-\
-INLINE_##S void widen_##S(float *dst, const char *src, int dtype, size_t n) { \
-    size_t size = dtype == DT_F32 ? 4 : 2, i = 0; \
-    for (; i + LANES <= n; i += LANES) store_##S(dst + i, load_##S(src + i * size, dtype, LANES), LANES); \
-    if (i < n) store_##S(dst + i, load_##S(src + i * size, dtype, (int)(n - i)), (int)(n - i)); \
-} \
-TARGET_##S static void widen_f32_##S (float *dst, const void *src, size_t n) { widen_##S(dst, src, DT_F32, n); } \
-TARGET_##S static void widen_f16_##S (float *dst, const void *src, size_t n) { widen_##S(dst, src, DT_F16, n); } \
-TARGET_##S static void widen_bf16_##S(float *dst, const void *src, size_t n) { widen_##S(dst, src, DT_BF16, n); } \
-TARGET_##S static void narrow_f16_##S(uint16_t *dst, const float *src, size_t n) { \
-    size_t i = 0; \
-    for (; i + LANES <= n; i += LANES) store_f16_##S(dst + i, load_##S(src + i, DT_F32, LANES)); \
-    for (; i < n; i++) dst[i] = f32_to_f16(src[i]); \
-} \
-TARGET_##S static void unpack_q8_##S(float *dst, const char *src, int n, int D) { \
-    for (int left = n * D, col = 0, m; left > 0; left -= m, dst += m, col = col + m < D ? col + m : 0) { \
-        uint16_t d; \
-        int i = 0; \
-        memcpy(&d, src, 2); \
-        float scale = f16_to_f32(d); \
-        const signed char *q = (const signed char *)src + 2; \
-        m = D - col < Q8_BLOCK ? D - col : Q8_BLOCK; \
-        for (; i + LANES <= m; i += LANES) store_##S(dst + i, mul_##S(load_bytes_##S(q + i), all_##S(scale)), LANES); \
-        for (; i < m; i++) dst[i] = scale * q[i]; \
-        src += 2 + m; \
-    } \
-}
-#define SIMD_LINE(S) { #S, { dots_f32_##S, dots_f16_##S, dots_bf16_##S }, { widen_f32_##S, widen_f16_##S, widen_bf16_##S }, \
-                       narrow_f16_##S, unpack_q8_##S, { mix_f32_##S, mix_f16_##S, mix_bf16_##S }, exp_shift_##S, softmax_columns_##S, swiglu_##S, max_of_##S, sum_from_##S, list_from_##S }
-
-KERNELS(plain, 1, 2, 2, 1)
+static const Simd *const simd_table[] = {       // best first
 #if defined(__x86_64__)
-KERNELS(avx2, 3, 2, 2, 3)
-KERNELS(avx512, 4, 4, 4, 6)
+    &simd_entry_avx512,
+    &simd_entry_avx2,
 #endif
-static const Simd simd_table[] = {                      // best first
-#if defined(__x86_64__)
-    SIMD_LINE(avx512), SIMD_LINE(avx2),
-#endif
-    SIMD_LINE(plain),
+    &simd_entry_plain,
 };
-static const Simd *simd;
+static const Simd *simd;                        // the one in use
 
-static int simd_can(const Simd *s) {                    // does this processor (and its operating system) have what the version needs?
+// 1: this processor and its operating system have what the set needs.
+static int simd_can(const Simd *s) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");      // every processor with AVX2 has F16C
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");   // and F16C
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
+              && __builtin_cpu_supports("avx512vl");
     if (!strcmp(s->name, "avx2")) return avx2;
-    if (!strcmp(s->name, "avx512"))
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    if (!strcmp(s->name, "avx512")) return avx512;
 #endif
     return !strcmp(s->name, "plain");
 }
-static int simd_set(const char *name) {                 // NULL: the best there is. 0, or -1 when this machine cannot run it
-    for (size_t i = 0; i < sizeof simd_table / sizeof *simd_table; i++)
-        if ((!name || !strcmp(name, simd_table[i].name)) && simd_can(&simd_table[i])) { simd = &simd_table[i]; return 0; }
+
+// Takes the set of that name, or the best there is when name is NULL. 0, or -1 when this machine
+// cannot run it.
+static int simd_set(const char *name) {
+    for (size_t i = 0; i < sizeof simd_table / sizeof *simd_table; i++) {
+        if (name && strcmp(name, simd_table[i]->name) != 0) continue;
+        if (!simd_can(simd_table[i])) continue;
+        simd = simd_table[i];
+        return 0;
+    }
     return -1;
 }
-__attribute__((constructor)) static void simd_choose(void) {       // before main, so no thread ever sees it change
-    const char *name = getenv("KVCOMP_SIMD");                      // plain, avx2, avx512: for tests and comparisons
+
+// Runs before main, so no thread ever sees the choice change. The environment variable KVCOMP_SIMD
+// (plain, avx2 or avx512) is for tests and comparisons; a set that cannot be had leaves the best
+// there is.
+__attribute__((constructor)) static void simd_choose(void) {
+    const char *name = getenv("KVCOMP_SIMD");
     if (!name || simd_set(name) < 0) simd_set(NULL);
 }
+
 const char *simd_name(void) { return simd->name; }
 
 // ---- products
-void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {   // y (T,rows) = x (T,cols) W^T
-    int K = w->cols, t_blocks = (T + T_BLOCK - 1) / T_BLOCK, row_blocks = (w->rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    int panel = T > 4 ? ROW_BLOCK : 4;                  // few rows of x: finish 4 rows of W before the next, so W streams in order
+
+// y (T,rows) = x (T,cols) W^T; rows of y are ldy elements apart, rows of x ldx. A job is a block of
+// T_BLOCK rows of x and ROW_BLOCK rows of W. For few rows of x it finishes 4 rows of W before the
+// next 4, so that W streams in order.
+void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
+    int K = w->cols, panel = T > 4 ? ROW_BLOCK : 4;
+    int t_blocks = (T + T_BLOCK - 1) / T_BLOCK, row_blocks = (w->rows + ROW_BLOCK - 1) / ROW_BLOCK;
     size_t size = dtype_size(w->dtype);
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
-    for (int tb = 0; tb < t_blocks; tb++)
+    for (int tb = 0; tb < t_blocks; tb++) {
         for (int rb = 0; rb < row_blocks; rb++) {
-            int t0 = tb * T_BLOCK, m = T - t0 < T_BLOCK ? T - t0 : T_BLOCK, end = (rb + 1) * ROW_BLOCK < w->rows ? (rb + 1) * ROW_BLOCK : w->rows;
-            for (int r = rb * ROW_BLOCK; r < end; r += panel)
-                for (int k = 0; k < K; k += K_CHUNK)
-                    simd->dots[w->dtype](&(Dots){
-                        .y = y + t0 * ldy + r, .ldy = ldy, .x = x + t0 * ldx + k, .ldx = ldx,
+            int t0 = tb * T_BLOCK, end = min_int((rb + 1) * ROW_BLOCK, w->rows);
+            for (int r = rb * ROW_BLOCK; r < end; r += panel) {
+                for (int k = 0; k < K; k += K_CHUNK) {
+                    Dots block = {
+                        .y = y + t0 * ldy + r, .ldy = ldy,
+                        .x = x + t0 * ldx + k, .ldx = ldx,
                         .w = (const char *)w->data + ((size_t)r * K + k) * size, .ldw = K * size,
-                        .m = m, .n = end - r < panel ? end - r : panel, .K = K - k < K_CHUNK ? K - k : K_CHUNK, .add = k > 0, .scale = 1 });
+                        .m = min_int(T - t0, T_BLOCK),
+                        .n = min_int(end - r, panel),
+                        .K = min_int(K - k, K_CHUNK),
+                        .add = k > 0, .scale = 1,
+                    };
+                    simd->dots[w->dtype](&block);
+                }
+            }
         }
+    }
 }
-void matmul(float *y, const float *x, const Tensor *w, int T) { matmul_strided(y, (size_t)w->rows, x, (size_t)w->cols, w, T); }
 
-// The tiles of attention. They run inside threads and are never parallel themselves. Rows of K and V may be f32 tiles or the
-// cache's own f16 and bf16 rows: the results are the same bits, and decode need not copy rows first (13 -> 21 GB/s a thread).
-static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next) {   // s (m,n) = scale * q (m,D) k (n,D)^T
-    simd->dots[dtype](&(Dots){ .y = s, .ldy = (size_t)n, .x = q, .ldx = (size_t)D, .w = k, .ldw = (size_t)D * dtype_size(dtype), .m = m, .n = n, .K = D, .scale = scale, .next = next });
+// y (T,rows) = x (T,cols) W^T, rows side by side.
+void matmul(float *y, const float *x, const Tensor *w, int T) {
+    matmul_strided(y, (size_t)w->rows, x, (size_t)w->cols, w, T);
 }
-static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next) {          // o (m,D) = p (m,n) v (n,D); add: o += that
-    simd->mix[dtype](o, p, v, m, n, D, add, next);
+
+// The two products of attention for a tile of queries and rows. They run inside threads and are
+// never parallel themselves. Rows of K and V may be f32 tiles or the cache's own f16 and bf16 rows.
+// The results are the same bits, and decode need not copy rows first (13 -> 21 GB/s a thread).
+
+// s (m,n) = scale * q (m,D) k (n,D)^T. next: see Dots.
+static void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D,
+                      float scale, Ahead next) {
+    Dots block = {
+        .y = s, .ldy = (size_t)n,
+        .x = q, .ldx = (size_t)D,
+        .w = k, .ldw = (size_t)D * dtype_size(dtype),
+        .m = m, .n = n, .K = D,
+        .scale = scale, .next = next,
+    };
+    simd->dots[dtype](&block);
 }
-void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) { scores_of(s, q, k, DT_F32, m, n, D, scale, (Ahead){0}); }
-void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) { mix_of(o, p, v, DT_F32, m, n, D, 1, (Ahead){0}); }
+
+// o (m,D) = p (m,n) v (n,D); add: o += that. next: see Mix.
+static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add,
+                   Ahead next) {
+    Mix block = { .o = o, .p = p, .v = v, .m = m, .n = n, .D = D, .add = add, .next = next };
+    simd->mix[dtype](&block);
+}
+
+// s (m,n) = scale * q (m,D) k (n,D)^T, all f32.
+void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) {
+    scores_of(s, q, k, DT_F32, m, n, D, scale, (Ahead){0});
+}
+
+// o (m,D) += p (m,n) v (n,D), all f32.
+void attn_mix(float *o, const float *p, const float *v, int m, int n, int D) {
+    mix_of(o, p, v, DT_F32, m, n, D, 1, (Ahead){0});
+}
+
+// x (n) = e^(x - max), *sum += them.
 void exp_shift(float *x, float max, int n, float *sum) { simd->exp_shift(x, max, (size_t)n, sum); }
+
+// a (n) b (n), in the order of every other dot product.
 float dot_f32(const float *a, const float *b, int n) {
     float s;
     attn_scores(&s, a, b, 1, 1, n, 1);
     return s;
 }
-static float max_f32(const float *x, int n) { return simd->max(x, (size_t)n); }            // -INFINITY when n == 0
+
+// The largest of x (n); -INFINITY when n is 0.
+static float max_f32(const float *x, int n) { return simd->max(x, (size_t)n); }
 
 // ---- rows
+
+// dst (n) = src (n), which is of dtype.
 void to_f32(float *dst, const void *src, int dtype, size_t n) { simd->widen[dtype](dst, src, n); }
+
+// dst (n), which is of dtype, = src (n), rounded to the nearest.
 void from_f32(void *dst, const float *src, int dtype, size_t n) {
     uint16_t *h = dst;
-    if (dtype == DT_F32) memcpy(dst, src, n * sizeof(float));
-    else if (dtype == DT_F16) simd->narrow_f16(h, src, n);
-    else for (size_t i = 0; i < n; i++) h[i] = f32_to_bf16(src[i]);
-}
-enum { PIECE = 256 };                                   // elements of a weight vector widened at a time
-
-void add_bias(float *y, const Tensor *b, int T) {       // y (T,cols) += b
-    float piece[PIECE];
-    for (int c = 0; b->data && c < b->cols; c += PIECE) {
-        int n = b->cols - c < PIECE ? b->cols - c : PIECE;
-        to_f32(piece, (const char *)b->data + c * dtype_size(b->dtype), b->dtype, (size_t)n);
-        for (int t = 0; t < T; t++)
-            for (int i = 0; i < n; i++) y[(size_t)t * b->cols + c + i] += piece[i];
+    if (dtype == DT_F32) {
+        memcpy(dst, src, n * sizeof(float));
+    } else if (dtype == DT_F16) {
+        simd->narrow_f16(h, src, n);
+    } else {
+        for (size_t i = 0; i < n; i++) h[i] = f32_to_bf16(src[i]);
     }
 }
-void rmsnorm(float *y, const float *x, const Tensor *w, int T, int n, float eps) {      // y = x / sqrt(mean(x^2) + eps) * w; y may be x
+
+// x (n,D) = the n rows of format q8_0 at o.
+static void q8_unpack(float *x, const char *o, int n, int D) { simd->unpack_q8(x, o, n, D); }
+
+enum { PIECE = 256 };       // elements of a weight vector widened at a time
+
+// piece = elements c .. of a vector of weights, at most PIECE of them -> how many
+static int widen_piece(float *piece, const Tensor *w, int c, int n) {
+    int m = min_int(n - c, PIECE);
+    to_f32(piece, (const char *)w->data + c * dtype_size(w->dtype), w->dtype, (size_t)m);
+    return m;
+}
+
+// y (T,cols) += b (cols); nothing where the layer has no bias.
+void add_bias(float *y, const Tensor *b, int T) {
+    float piece[PIECE];
+    if (!b->data) return;
+    for (int c = 0; c < b->cols; c += PIECE) {
+        int n = widen_piece(piece, b, c, b->cols);
+        for (int t = 0; t < T; t++) {
+            for (int i = 0; i < n; i++) y[(size_t)t * b->cols + c + i] += piece[i];
+        }
+    }
+}
+
+// y (T,n) = x / sqrt(mean(x^2) + eps) * w, row by row; y may be x.
+void rmsnorm(float *y, const float *x, const Tensor *w, int T, int n, float eps) {
     #pragma omp parallel for schedule(static) if ((size_t)T * n > 1 << 15)
     for (int t = 0; t < T; t++) {
         const float *a = x + (size_t)t * n;
-        float *o = y + (size_t)t * n, piece[PIECE], inv = 1 / sqrtf(dot_f32(a, a, n) / (float)n + eps);
+        float *o = y + (size_t)t * n, piece[PIECE];
+        float inv = 1 / sqrtf(dot_f32(a, a, n) / (float)n + eps);
         for (int c = 0; c < n; c += PIECE) {
-            int m = n - c < PIECE ? n - c : PIECE;
-            to_f32(piece, (const char *)w->data + c * dtype_size(w->dtype), w->dtype, (size_t)m);
+            int m = widen_piece(piece, w, c, n);
             for (int i = 0; i < m; i++) o[c + i] = a[c + i] * inv * piece[i];
         }
     }
 }
-void swiglu(float *g, const float *u, size_t n) {       // g = g / (1 + e^-g) * u
+
+// g (n) = g / (1 + e^-g) * u
+void swiglu(float *g, const float *u, size_t n) {
     const size_t piece = 4096;
     #pragma omp parallel for schedule(static) if (n > 1 << 15)
-    for (size_t i = 0; i < n; i += piece) simd->swiglu(g + i, u + i, n - i < piece ? n - i : piece);
+    for (size_t i = 0; i < n; i += piece) simd->swiglu(g + i, u + i, min_size(n - i, piece));
 }
 
 // ---- the k largest
-// The k-th largest key is found bit by bit, highest first: a bit is set if k keys are at least as large with it. One pass over the values
-// each, as vectors; it ends early when exactly k keys are left.
-int top_k(const float *x, int n, int k, int *idx) {     // x (n) -> idx (min(k,n)) ascending; ties go to the lower index
-    uint32_t key = 0;
-    int take = k < n ? k : n, above = 0, from = -1, last = n;           // keys above the k-th; keys from the bits so far on
+
+// The indices of the k largest of x (n), ascending -> how many, min(k,n). Of equal numbers the
+// lower index goes first.
+//
+// order_key makes unsigned numbers of the values. The k-th largest key is found bit by bit, the
+// highest first: a bit is set if k keys are at least as large with it. Each bit takes one pass over
+// the values, as vectors. The search ends early when exactly k keys are left.
+int top_k(const float *x, int n, int k, int *idx) {
+    uint32_t key = 0;           // the bits so far
+    int take = min_int(k, n);
+    int from = -1;              // keys >= key
+    int above = 0;              // keys known to be larger than the k-th
+    int last = n;               // places from here on do not get in with a key that equals the k-th
     if (take <= 0) return 0;
     for (uint32_t bit = 1u << 31; bit && from != take; bit >>= 1) {
         int c = simd->sum_from(x, NULL, n, key | bit);
-        if (c < take) above = c; else { key |= bit; from = c; }
+        if (c < take) {
+            above = c;
+        } else {
+            key |= bit;
+            from = c;
+        }
     }
-    if (from != take)                                                   // more than that: some keys that equal the k-th stay behind
+
+    // Where more than k keys are left, the last ones that equal the k-th stay behind.
+    if (from != take) {
         for (last = 0; above < take; last++) above += order_key(x[last]) == key;
+    }
     int count = simd->list_from(x, 0, last, key, idx);
     if (count < take) count += simd->list_from(x, last, n, key + 1, idx + count);
     return count;
 }
 
-static void q8_unpack  (float *x, const char *o, int n, int D) { simd->unpack_q8(x, o, n, D); }
-
-// The sum of w (n) over the places where x (n) is at least the number whose order_key is `key`; w NULL: how many places.
+// The sum of w (n) over the places where x (n) is at least the number whose order_key is
+// `key`; w NULL: how many such places there are.
 static int weight_from(const float *x, const int *w, int n, uint32_t key) {
     return simd->sum_from(x, w, n, key);
 }
@@ -9057,7 +9726,7 @@ static const Opt program_options[] = {
     { "model",         's', "",     "a Hugging Face folder (default: the shipped model)" },
     { "device",        'c', "auto|cpu|cuda",
       "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
-    { "threads",       'i', "0",    "OpenMP threads; 0: all cores" },
+    { "threads",       'i', "0",    "threads; 0: one for a small model, all physical cores for others" },
     { "ctx-size",      'i', "4096",
       "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit" },
     { "batch-size",    'i', "512",
@@ -21283,17 +21952,32 @@ static void load_weights(const Config *c, const Weights *w) {
     progress("loading", 1);
 }
 
+// The numbers in a model's matrices.
+static size_t parameters_of(const Config *c) {
+    size_t C = c->C, F = c->F, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    size_t layer = C * (HD + 2 * GD) + HD * C + 3 * C * F;
+    return c->L * layer + (c->tied ? 1 : 2) * (size_t)c->V * C;
+}
+
+// Would the program, started again, read what it has read? Text from a pipe is gone.
+static int can_start_again(const Options *o) {
+    struct stat st;
+    const char *file = opt_str(o, "file");
+    return !*file || (!stat(file, &st) && S_ISREG(st.st_mode));
+}
+
 // Opens config and weights: of --model, of the shipped model, or of random weights in the shape of
 // --synthetic.
 static void open_model(App *a) {
     const char *shape = opt_str(a->o, "synthetic");
+    if (!*shape && !*opt_str(a->o, "model")) default_model(a->o);
+    a->c = *shape ? config_synthetic(shape) : config_load(opt_str(a->o, "model"));
+    threads_use(opt_int(a->o, "threads"), parameters_of(a->c));
+    if (n_threads() > 1 && can_start_again(a->o)) spin_shortly(args);
     if (*shape) {
-        a->c = config_synthetic(shape);
         a->w = weights_synthetic(a->c, 1);
         return;
     }
-    if (!*opt_str(a->o, "model")) default_model(a->o);
-    a->c = config_load(opt_str(a->o, "model"));
     a->w = weights_load(a->c);
     load_weights(a->c, a->w);
 }
@@ -21557,6 +22241,7 @@ static int run_app(App *a, const char *text) {
     Options *o = a->o;
     if (opt_int(o, "dump-tokens")) return dump_tokens(a, text);
     open_model(a);
+    if (opt_int(o, "verbose")) print_values(o);
     choose_device(a);
     if (opt_int(o, "inspect")) {
         inspect(a->c, a->w, stdout);
@@ -21574,10 +22259,6 @@ static int run_app(App *a, const char *text) {
 static int run_options(App *a) {
     Options *o = a->o;
     check_device(o);
-#ifdef _OPENMP
-    if (opt_int(o, "threads")) omp_set_num_threads(opt_int(o, "threads"));
-#endif
-    if (opt_int(o, "verbose")) print_values(o);
     if (opt_int(o, "bench")) return bench(o);
     if (*opt_str(o, "report")) report_check(opt_str(o, "report"));     // before hours of evaluation
     char *text = prompt_text(a);
@@ -21618,3 +22299,4 @@ int kvcomp_main(int argc, char **argv) {
 int main(int argc, char **argv) { return kvcomp_main(argc, argv); }
 #endif
 
+#endif  // SIMD

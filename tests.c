@@ -1972,7 +1972,7 @@ TEST(tokenizer_speed, "a long text costs what its eighths cost, whatever it hold
 // neither; the promises "no result depends on T, on the number of threads or on the place in a block" bit for bit.
 
 enum { N_SIMD = sizeof simd_table / sizeof *simd_table };
-#define EACH_SIMD(i) for (int i = 0; i < N_SIMD; i++) if (simd_can(&simd_table[i]) && !simd_set(simd_table[i].name))
+#define EACH_SIMD(i) for (int i = 0; i < N_SIMD; i++) if (simd_can(simd_table[i]) && !simd_set(simd_table[i]->name))
 
 static uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 static float from_bits(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
@@ -7780,6 +7780,17 @@ static int pty_chat(const char *const *typed, const double *wait, int n, char *s
     close(fd);
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
+TEST(cli_threads, "a small model gets one thread, others at least one a core; with more than one the program starts itself again and reads its text all the same") {
+    CHECK(threads_for(3000000) == 1, "%d threads for the shipped model", threads_for(3000000));
+    CHECK(threads_for((size_t)1 << 30) == physical_cores() && physical_cores() >= 1, "%d cores", physical_cores());
+    const char *form[] = { "-p hello", "-f -", "-f /dev/stdin", "-f <(echo hello)" };
+    char text[4][256];
+    for (int i = 0; i < 4; i++) {
+        CHECK(!sh("echo hello | bash -c 'env -u GOMP_SPINCOUNT -u OMP_WAIT_POLICY ./kvcomp -t 2 %s -n 8 --temp 0 -q'", form[i]), "%s: %s", form[i], sh_err);
+        snprintf(text[i], sizeof text[i], "%.200s", sh_out);
+        CHECK(*text[i] && (i == 0 || i > 2 || !strcmp(text[i], text[1])), "%s: %s", form[i], text[i]);
+    }
+}
 TEST(cli_terminal, "on a terminal: editing keys, a long paste in one piece, Ctrl-C keeps the session, Ctrl-D leaves with 0, Ctrl-C twice with 130") {
     static char seen[1 << 20], paste[9000];
     strcpy(paste, "\x1b[200~");
@@ -9076,6 +9087,7 @@ TEST(cuda_refuses, "what the GPU half cannot do yet ends in one line: a head_dim
 
 int main(int argc, char **argv) {
     int passed = 0, failed = 0;
+    spin_shortly(argv);
     if (argc == 2 && !strcmp(argv[1], "-l")) {
         for (int i = 0; i < n_tests; i++) printf("%-40s %s\n", test_table[i].name, test_table[i].what);
         return 0;
