@@ -11,6 +11,7 @@
 //   - what a stream being captured into a graph must not do; a graph is a list of launches and copies, run again when launched
 //   - a host pointer as kernel argument, as device side of a copy, or as a cuBLAS matrix; a matrix that runs past its memory
 //   - tensor-core operations that some lanes miss or do with other arguments, unaligned, or on a fragment nobody filled
+//   - cp.async that is read before its group was waited for, that overwrites what is still read, or that outlives its thread
 // Device calls from several host threads are fine, one at a time. Built with -fsanitize=thread every CUDA thread is a TSan
 // fiber, and races on shared and global memory inside a block are reported with both stacks.
 #pragma once
@@ -50,6 +51,7 @@ struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+#define __align__(n) __attribute__((aligned(n)))
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct dim3 { unsigned x, y, z; dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {} };
@@ -251,12 +253,122 @@ template <class T, class LA, class LB> EMU_QUIET static void emu_mma(int line, f
 #define mma_sync(...)          emu_mma(__LINE__, __VA_ARGS__)
 } }
 
+// ------------------------------------------------------------------------------------------------ PTX
+// The functions of kvcomp.cu's "what only PTX can say", written from the tables of the PTX ISA, chapter "Warp Level Matrix
+// Multiply-Accumulate Instructions". Warp operations are done by all 32 lanes on one line. As in the ISA, groupID is lane / 4
+// and threadID_in_group lane % 4.
+
+static void emu_shared_check(int line, const void *p, const char *what);            // 16 bytes of shared memory, aligned to 16
+
+template <int DT> static float emu_half(unsigned word, int upper) {
+    uint16_t h = (uint16_t)(upper ? word >> 16 : word);
+    return DT == DT_F16 ? f16_to_f32(h) : bf16_to_f32(h);
+}
+
+// mma.m16n8k16. The lanes of a warp lay their elements into a table, meet, and compute their own sums. Two tables take turns:
+// who has come to the meeting of the second has read the first, so one meeting an operation is enough.
+struct EmuProduct { float a[16][16], b[16][8]; };
+static EmuProduct emu_product[32][2];                                               // of each warp
+static unsigned char emu_product_turn[1024];                                        // of each thread: which table is next
+template <int DT>
+EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigned b[2], int line = __builtin_LINE()) {
+    int thread = (int)(emu.cur - emu.t), group = (int)emu.cur->lane / 4, in_group = (int)emu.cur->lane % 4;
+    EmuProduct *x = &emu_product[thread / 32][emu_product_turn[thread]];
+    emu_product_turn[thread] ^= 1;
+    for (int i = 0; i < 8; i++) {                                                   // a0..a7
+        int row = i < 2 || (4 <= i && i < 6) ? group : group + 8;
+        int col = in_group * 2 + (i & 1) + (i < 4 ? 0 : 8);
+        x->a[row][col] = emu_half<DT>(a[i / 2], i % 2);
+    }
+    for (int i = 0; i < 4; i++) {                                                   // b0..b3
+        int row = in_group * 2 + (i & 1) + (i < 2 ? 0 : 8);
+        x->b[row][group] = emu_half<DT>(b[i / 2], i % 2);
+    }
+    emu_wait(EMU_WARP, line, 0xffffffffu);
+    for (int i = 0; i < 4; i++) {                                                   // c0..c3
+        int row = i < 2 ? group : group + 8, col = in_group * 2 + (i & 1);
+        float sum = 0;
+        for (int k = 0; k < 16; k++) sum += x->a[row][k] * x->b[k][col];
+        d[i] += sum;
+    }
+}
+
+// ldmatrix.m8n8.x4: threads 0-7 hold the addresses of the rows of matrix 0, 8-15 those of matrix 1, and so forth. Thread 4 r + c
+// receives the elements 2 c and 2 c + 1 of row r; transposed, of column r.
+static void emu_ldmatrix(int line, unsigned r[4], const void *row, int trans) {
+    EmuThread *t = emu.cur;
+    emu_shared_check(line, row, "ldmatrix");
+    t->in = (uint64_t)(uintptr_t)row;
+    emu_wait(EMU_WARP, line, 0xffffffffu);
+    for (int m = 0; m < 4; m++) {
+        unsigned e[2];
+        for (int i = 0; i < 2; i++) {
+            int major = (int)t->lane / 4, minor = (int)t->lane % 4 * 2 + i;
+            const uint16_t *from = (const uint16_t *)(uintptr_t)t->got[m * 8 + (trans ? minor : major)];
+            e[i] = from[trans ? major : minor];
+        }
+        r[m] = e[0] | e[1] << 16;
+    }
+}
+static inline void ldmatrix_x4(unsigned r[4], const void *row, int line = __builtin_LINE()) { emu_ldmatrix(line, r, row, 0); }
+static inline void ldmatrix_x4_trans(unsigned r[4], const void *row, int line = __builtin_LINE()) { emu_ldmatrix(line, r, row, 1); }
+
+// movmatrix.m8n8.trans: thread 4 r + c brings the elements 2 c, 2 c + 1 of row r, and receives those of column r.
+EMU_QUIET static inline unsigned movmatrix(unsigned x, int line = __builtin_LINE()) {
+    EmuThread *t = emu.cur;
+    unsigned e[2];
+    t->in = x;
+    emu_wait(EMU_WARP, line, 0xffffffffu);
+    for (int i = 0; i < 2; i++) {
+        int row = (int)t->lane % 4 * 2 + i, col = (int)t->lane / 4;                 // of the matrix that was brought
+        unsigned word = (unsigned)t->got[row * 4 + col / 2];
+        e[i] = col % 2 ? word >> 16 : word & 0xffff;
+    }
+    return e[0] | e[1] << 16;
+}
+
+// cp.async. A copy happens when its group is waited for, as late as it may. Until then its place is 0xff, because the hardware
+// might have begun: who still reads what lay there reads NaN, too.
+struct EmuCopy { char *to; const char *from; int take, group; };
+struct EmuCopies { EmuCopy *at; int n, cap, group; };                               // n: under way; group: groups committed
+static EmuCopies emu_copies[1024];                                                  // of each thread
+static inline void copy16_async_if(void *to, const void *from, int take, int line = __builtin_LINE()) {
+    EmuCopies *c = &emu_copies[emu.cur - emu.t];
+    emu_shared_check(line, to, "cp.async");
+    if (take && (uintptr_t)from % 16) emu_die("line %d: cp.async from %p, which is not aligned to 16", line, from);
+    if (c->n == c->cap) c->at = (EmuCopy *)realloc((void *)c->at, (size_t)(c->cap = 2 * c->cap + 16) * sizeof *c->at);
+    c->at[c->n++] = { (char *)to, (const char *)from, take, c->group };
+    memset(to, 0xff, 16);
+}
+static inline void copy16_async(void *to, const void *from, int line = __builtin_LINE()) { copy16_async_if(to, from, 1, line); }
+static inline void copy_commit(void) { emu_copies[emu.cur - emu.t].group++; }
+template <int N> static void copy_wait(void) {
+    EmuCopies *c = &emu_copies[emu.cur - emu.t];
+    int left = 0;
+    for (int i = 0; i < c->n; i++) {
+        EmuCopy x = c->at[i];
+        if (x.group >= c->group - N) c->at[left++] = x;
+        else if (x.take) memcpy(x.to, x.from, 16);
+        else memset(x.to, 0, 16);
+    }
+    c->n = left;
+}
+
+template <int N> static void load_once(unsigned *to, const void *p, int line = __builtin_LINE()) {
+    if ((uintptr_t)p % (4 * N)) emu_die("line %d: a load of %d bytes at %p", line, 4 * N, p);
+    memcpy(to, p, 4 * N);
+}
+static inline float exp2_flush(float x) { return x < -126 ? 0 : exp2f(x); }
+static inline void dependency_wait(void) {}                                         // kernels run one after the other
+static inline void dependents_launch(void) {}
+
 // ------------------------------------------------------------------------------------------------ the scheduler: one block at a time
 
 EMU_QUIET static void emu_entry(void) {
     for (;;) {                                              // block after block
         EMU_TSAN(__tsan_acquire(&emu.bid));
         emu.body(emu.arg);
+        if (emu_copies[emu.cur - emu.t].n) emu_die("a thread returns while %d of its copies are under way", emu_copies[emu.cur - emu.t].n);
         EMU_TSAN(__tsan_release(&emu.sched));
         emu.cur->state = EMU_DONE;
         emu_leave(emu.cur);
@@ -293,8 +405,13 @@ EMU_QUIET static void emu_release_warps(int *moved) {
         *moved = 1;
     }
 }
+extern char __start_emu_shared[] __attribute__((weak)), __stop_emu_shared[] __attribute__((weak));
+static void emu_shared_check(int line, const void *p, const char *what) {
+    const char *a = (const char *)p, *low = __start_emu_shared, *high = __stop_emu_shared;
+    int inside = (low && a >= low && a + 16 <= high) || (a >= emu.dyn && a + 16 <= emu.dyn + emu.dyn_bytes);
+    if (!inside || (uintptr_t)p % 16) emu_die("line %d: %s at %p: not 16 aligned bytes of shared memory", line, what, p);
+}
 EMU_QUIET static void emu_block(void) {
-    extern char __start_emu_shared[] __attribute__((weak)), __stop_emu_shared[] __attribute__((weak));
     if (__start_emu_shared) memset(__start_emu_shared, 0xff, __stop_emu_shared - __start_emu_shared);
     if (emu.dyn_bytes) memset(emu.dyn, 0xff, emu.dyn_bytes);
     for (int i = 0; i < emu.n; i++) {
@@ -302,6 +419,7 @@ EMU_QUIET static void emu_block(void) {
         unsigned x = emu.block.x, y = emu.block.y;
         t->tid = dim3(i % x, i / x % y, i / (x * y));
         t->state = EMU_READY; t->lane = i & 31;
+        emu_copies[i].group = 0;
         if (!t->made) emu_make(t);
         EMU_TSAN(char nm[64]; snprintf(nm, sizeof nm, "block %u,%u thread %d", emu.bid.x, emu.bid.y, i); __tsan_set_fiber_name(t->tsan, nm));
     }

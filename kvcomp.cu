@@ -421,6 +421,129 @@ template <int LANES> static __device__ float groups_max(float x) {
     return x;
 }
 
+// ---- what only PTX can say
+// Instructions that CUDA C++ has no words for. cuda_emu.h has functions of the same names, written
+// from the tables of the PTX ISA; the test cuda_fragments compares both with those tables.
+//
+// A warp's lane is 4 g + t, with g = 0..7 and t = 0..3. A word is two 16-bit numbers, the one with the
+// lower index in the lower half. What lane (g,t) holds of a matrix:
+//
+//     A (16,16)   a[0] = A[g][2t,2t+1]     a[2] = A[g][2t+8,2t+9]       words
+//                 a[1] = A[g+8][2t,2t+1]   a[3] = A[g+8][2t+8,2t+9]
+//     B (16,8)    b[0] = B[2t,2t+1][g]     b[1] = B[2t+8,2t+9][g]       words
+//     D (16,8)    d[0,1] = D[g][2t,2t+1]   d[2,3] = D[g+8][2t,2t+1]     f32
+//     (8,8)       x = X[g][2t,2t+1]                                     a word
+// KV_PTX marks such a function; a kernel need not use every one of them.
+#ifdef __CUDACC__
+#define KV_PTX [[maybe_unused]] static __device__ __forceinline__
+
+// d += a b: A (16,16) and B (16,8) of 16-bit numbers of type DT, D (16,8) in f32.
+template <int DT>
+KV_PTX void mma_16x8x16(float d[4], const unsigned a[4], const unsigned b[2]) {
+    if (DT == DT_F16)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The address of p, which points into shared memory, as PTX wants it.
+KV_PTX unsigned shared_address(const void *p) {
+    return (unsigned)__cvta_generic_to_shared(p);
+}
+
+// r[i] = the lane's word of the i-th of four (8,8) matrices in shared memory. Lane 8 i + j names row j
+// of matrix i, 16 bytes aligned to 16. Words of a row-major (16,16) come out as an A fragment when the
+// lanes name rows 0..7, rows 8..15, and then the same rows 8 columns on.
+KV_PTX void ldmatrix_x4(unsigned r[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row)) : "memory");
+}
+
+// The same, and each of the four matrices is transposed on the way.
+KV_PTX void ldmatrix_x4_trans(unsigned r[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row)) : "memory");
+}
+
+// The lane's word of the transposed (8,8) matrix whose word it brings.
+KV_PTX unsigned movmatrix(unsigned x) {
+    unsigned y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+// Asks for 16 bytes from device memory to shared memory; both are aligned to 16. What lies at `to` is
+// undefined until the copy has been waited for, and other threads see it after the barrier that
+// follows the wait.
+KV_PTX void copy16_async(void *to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :: "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)) : "memory");
+}
+
+// The same, but zeros instead of the bytes at `from` (which is not read) unless take.
+KV_PTX void copy16_async_if(void *to, const void *from, int take) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(take ? 16 : 0)
+                 : "memory");
+}
+
+// The thread's copies since its last call of this are a group, which may be empty.
+KV_PTX void copy_commit(void) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most the N youngest groups of the thread are under way.
+template <int N> KV_PTX void copy_wait(void) {
+    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+}
+
+// to (N) = N = 1, 2 or 4 words at p, aligned to as many: device memory that no kernel writes while this
+// one runs, read once, so that it takes no room in L1.
+template <int N> KV_PTX void load_once(unsigned *to, const void *p) {
+    if (N == 4)
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "l"(__cvta_generic_to_global(p)));
+    else if (N == 2)
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];"
+                     : "=r"(to[0]), "=r"(to[1]) : "l"(__cvta_generic_to_global(p)));
+    else
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];"
+                     : "=r"(to[0]) : "l"(__cvta_generic_to_global(p)));
+}
+
+// 2^x, right to 2^-22; what is smaller than 2^-126 is 0.
+KV_PTX float exp2_flush(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// A kernel launched with programmatic stream serialization starts before the one ahead of it has
+// ended. It calls dependency_wait before it reads what that one wrote; dependents_launch says that the
+// next kernel may start. Both do nothing in an ordinary launch, and before sm_90.
+KV_PTX void dependency_wait(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// See dependency_wait.
+KV_PTX void dependents_launch(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+#endif
+
 // ---- stored numbers
 
 // A stored type DT_*: bytes of one number, numbers in the 16 bytes that a lane loads at once.
@@ -5838,5 +5961,78 @@ void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t 
 size_t cuda_chunk(size_t total) { return chunk_rows(total); }
 
 int cuda_graphs(const Session *s) { return s->dev->graph != NULL; }
+
+// One warp, one operation of "what only PTX can say" (section 16), with registers as the test gives
+// them. in and out: words of the lanes, as many a lane as the operation has.
+//   'm', 'b'   in (32,6): a, b; d (32,4): becomes d + a b, in f16 or bf16
+//   'l', 't'   in (128): four (8,8) matrices; out (32,4): ldmatrix_x4, ldmatrix_x4_trans
+//   'v'        in (32); out (32): movmatrix
+//   'o'        in (32,4): out (32,7) = words 0..3 by one load, 0 and 1, 2 by others
+static __global__ void fragment_kernel(char op, const unsigned *in, float *d, unsigned *out) {
+    __shared__ __align__(16) unsigned tile[128];
+    int lane = threadIdx.x;
+    if (op == 'm') mma_16x8x16<DT_F16>(d + lane * 4, in + lane * 6, in + lane * 6 + 4);
+    if (op == 'b') mma_16x8x16<DT_BF16>(d + lane * 4, in + lane * 6, in + lane * 6 + 4);
+    if (op == 'l' || op == 't') {
+        for (int i = lane; i < 128; i += 32) tile[i] = in[i];
+        __syncwarp();
+        if (op == 'l') ldmatrix_x4(out + lane * 4, tile + lane * 4);
+        else           ldmatrix_x4_trans(out + lane * 4, tile + lane * 4);
+    }
+    if (op == 'v') out[lane] = movmatrix(in[lane]);
+    if (op == 'o') {
+        load_once<4>(out + lane * 7, in + lane * 4);
+        load_once<2>(out + lane * 7 + 4, in + lane * 4);
+        load_once<1>(out + lane * 7 + 6, in + lane * 4 + 2);
+    }
+}
+
+// Runs fragment_kernel: n_in and n_out words.
+void cuda_fragment(char op, const unsigned *in, int n_in, float d[128], unsigned *out, int n_out) {
+    unsigned *di = (unsigned *)cuda_put(in, n_in * sizeof *in);
+    float *dd = (float *)cuda_put(d, 128 * sizeof *d);
+    unsigned *dout = (unsigned *)cuda_put(out, n_out * sizeof *out);
+    KV_LAUNCH(fragment_kernel, 1, 32, 0, op, di, dd, dout);
+    download(d, dd, 128 * sizeof *d);
+    download(out, dout, n_out * sizeof *out);
+    cuda_drop(di);
+    cuda_drop(dd);
+    cuda_drop(dout);
+}
+
+// Each of 64 threads copies its 16 bytes of `in` (3,64,4) to shared memory three times, as two groups of
+// one copy and of two; the last copy takes nothing in odd threads. out (4,64,4): the first copy before any
+// wait, the first after the older group has been waited for, the others after both. What a thread reads
+// is its neighbour's.
+static __global__ void copy_kernel(const uint4 *in, uint4 *out) {
+    __shared__ uint4 tile[3][64];
+    int i = threadIdx.x, next = (i + 1) % 64;
+    for (int c = 0; c < 3; c++) tile[c][i] = { 7, 7, 7, 7 };
+    __syncthreads();
+    copy16_async(&tile[0][i], in + i);
+    copy_commit();
+    copy16_async(&tile[1][i], in + 64 + i);
+    copy16_async_if(&tile[2][i], in + 128 + i, i % 2 == 0);
+    copy_commit();
+    __syncthreads();
+    out[i] = tile[0][next];
+    __syncthreads();
+    copy_wait<1>();
+    __syncthreads();
+    out[64 + i] = tile[0][next];
+    copy_wait<0>();
+    __syncthreads();
+    out[128 + i] = tile[1][next];
+    out[192 + i] = tile[2][next];
+}
+
+// Runs copy_kernel: in (3,64,4), out (4,64,4) words.
+void cuda_copies(const unsigned *in, unsigned *out) {
+    uint4 *di = (uint4 *)cuda_put(in, 768 * sizeof *in), *dout = (uint4 *)cuda_put(out, 1024 * sizeof *out);
+    KV_LAUNCH(copy_kernel, 1, 64, 0, di, dout);
+    download(out, dout, 1024 * sizeof *out);
+    cuda_drop(di);
+    cuda_drop(dout);
+}
 }
 #endif

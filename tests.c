@@ -8087,6 +8087,87 @@ TEST(cuda_math, "products (gemv, gemm; f32, f16, bf16), norms, biases, SwiGLU at
     session_close(s); options_free(o); tiny_free(m);
 }
 
+// ---- what only PTX can say, against the tables of the PTX ISA
+void cuda_fragment(char op, const unsigned *in, int n_in, float d[128], unsigned *out, int n_out);
+void cuda_copies(const unsigned *in, unsigned *out);
+
+// Two numbers as a word of 16-bit numbers, the first in the lower half.
+static unsigned word_of(int dtype, float low, float high) {
+    uint16_t h[2];
+    from_f32(h, (float[]){ low, high }, dtype, 2);
+    return h[0] | (unsigned)h[1] << 16;
+}
+// D = C + A B for matrices of small whole numbers, which every type holds exactly: an element in the wrong place changes a sum.
+static void fragment_product(char op, int dtype) {
+    float A[16][16], B[16][8], d[128];
+    unsigned in[32 * 6], none = 0;
+    int wrong = 0;
+    for (int i = 0; i < 16; i++) {
+        for (int k = 0; k < 16; k++) A[i][k] = (i * 7 + k * 3) % 17 - 8;
+        for (int j = 0; j < 8; j++) B[i][j] = (i * 5 + j * 11) % 13 - 6;
+    }
+    for (int lane = 0; lane < 32; lane++) {
+        int g = lane / 4, k = lane % 4 * 2;
+        unsigned *w = in + lane * 6;
+        w[0] = word_of(dtype, A[g][k], A[g][k + 1]);
+        w[1] = word_of(dtype, A[g + 8][k], A[g + 8][k + 1]);
+        w[2] = word_of(dtype, A[g][k + 8], A[g][k + 9]);
+        w[3] = word_of(dtype, A[g + 8][k + 8], A[g + 8][k + 9]);
+        w[4] = word_of(dtype, B[k][g], B[k + 1][g]);
+        w[5] = word_of(dtype, B[k + 8][g], B[k + 9][g]);
+    }
+    for (int i = 0; i < 128; i++) d[i] = i - 60;
+    cuda_fragment(op, in, 32 * 6, d, &none, 1);
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
+            float sum = lane * 4 + i - 60;
+            for (int k = 0; k < 16; k++) sum += A[row][k] * B[k][col];
+            wrong += d[lane * 4 + i] != sum;
+        }
+    CHECK(!wrong, "%s: %d of 128 elements of a product", dtype == DT_F16 ? "f16" : "bf16", wrong);
+}
+TEST(cuda_fragments, "tensor-core fragments lie as the PTX ISA says: products in f16 and bf16, ldmatrix, movmatrix; cp.async is there after its wait, and in the emulator not before") {
+    EACH_SEED(seed) {
+        float d[128] = { 0 };
+        unsigned in[768], out[1024], wrong[4] = { 0 };
+        fragment_product('m', DT_F16);
+        fragment_product('b', DT_BF16);
+
+        // Word i of a matrix holds the numbers 2 i and 2 i + 1: element (row, col) is 8 row + col, 64 further on in the next matrix.
+        for (int i = 0; i < 128; i++) in[i] = (unsigned)(2 * i) | (unsigned)(2 * i + 1) << 16;
+        for (int trans = 0; trans < 2; trans++) {
+            cuda_fragment(trans ? 't' : 'l', in, 128, d, out, 128);
+            for (int lane = 0; lane < 32; lane++)
+                for (int m = 0; m < 4; m++) {
+                    int row = lane / 4, col = lane % 4 * 2;
+                    unsigned low = m * 64 + (trans ? col * 8 + row : row * 8 + col), step = trans ? 8 : 1;
+                    wrong[trans] += out[lane * 4 + m] != (low | (low + step) << 16);
+                }
+        }
+        cuda_fragment('v', in, 32, d, out, 32);
+        for (int lane = 0; lane < 32; lane++) {
+            unsigned low = lane % 4 * 2 * 8 + lane / 4;
+            wrong[2] += out[lane] != (low | (low + 8) << 16);
+        }
+        cuda_fragment('o', in, 128, d, out, 224);
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 7; i++) wrong[3] += out[lane * 7 + i] != in[lane * 4 + (i < 4 ? i : i - 4)];
+        CHECK(!wrong[0] && !wrong[1] && !wrong[2] && !wrong[3], "words wrong: %u of ldmatrix, %u transposed, %u of movmatrix, %u loaded", wrong[0], wrong[1], wrong[2], wrong[3]);
+
+        unsigned early = 0, late = 0;
+        for (int i = 0; i < 768; i++) in[i] = 1000 + i;
+        cuda_copies(in, out);
+        for (int i = 0; i < 256; i++) {
+            int from = (i + 4) % 256, taken = from / 4 % 2 == 0;
+            early += out[i] == in[from] || out[i] == 7;
+            late += out[256 + i] != in[from] || out[512 + i] != in[256 + from] || out[768 + i] != (taken ? in[512 + from] : 0);
+        }
+        CHECK(!late, "%u words of 256 are not there after the wait", late);
+        CHECK(!emu_set_seed || !early, "%u words of 256 are there before the wait", early);
+    }
+}
+
 // ---- two sessions with the same rows, one on each side; rows are put in directly, so the heads' contents are known to the bit
 typedef struct { Tiny m; Options *oc, *od; Session *c, *d; } Pair;
 
