@@ -128,7 +128,7 @@ static int opt_check(const Opt *o, const char *value, char err[256]);
 static const char *safetensors_meta(const SafeFile *f, const char *key);
 static void safetensors_close(SafeFile *f);
 // Scores (L,H) of a file made by --calibrate; NULL, and the reason in err, when it does not fit.
-static double *scores_load(const char *path, const char *which, int L, int H, char err[512]);
+static double *scores_read(const char *path, const char *which, int L, int H, char err[512]);
 
 // Threads: how many a parallel region gets; this one's number; how many this region has.
 static int n_threads(void);
@@ -7292,8 +7292,10 @@ enum {
     ALLOC_PAPER,                // Algorithm 1, its overspending divided out
     ALLOC_LITERAL,              // as printed
     ALLOC_CODE,                 // as the authors' program computes it
+    ALLOC_HEADKV,               // not among those words: the pool of headkv, below
 };
 
+// The state of dililazy, and of headkv.
 typedef struct {
     Snap snap;                  // w, kernel width
     int heads;                  // capacities of a layer: H, or G under --dililazy-gqa=kv
@@ -7303,6 +7305,8 @@ typedef struct {
     double *inf;                // (L,heads) head scores
     int *cap;                   // (L,heads) candidates a head may read: C of Algorithm 1
 } DiliLazy;
+
+static void headkv_caps(const double *score, int n, int base, double beta, int *cap);
 
 // ---- Algorithm 1
 
@@ -7356,21 +7360,23 @@ static void dililazy_caps(const double *inf, int L, int n, int base, double beta
 
 // ---- opening and closing
 
-// Reads x->inf from --dililazy-scores, or from head_scores.json in the model's folder. Under
-// --dililazy-gqa=kv the scores of a group's R query heads become their mean. Returns 0, or -1 with
-// s->err set.
-static int dililazy_scores(Session *s, DiliLazy *x) {
+// Reads x->inf for the method `name`: from the file of --NAME-scores, or from head_scores.json in
+// the model's folder, the scores that --NAME-score says. Under --dililazy-gqa=kv the scores of a
+// group's R query heads become their mean. Returns 0, or -1 with s->err set.
+static int dililazy_scores(Session *s, DiliLazy *x, const char *name) {
     const Config *c = s->c;
-    char path[1100];
-    snprintf(path, sizeof path, "%s", opt_str(s->opt, "dililazy-scores"));
+    char path[1100], file[32], which[32], why[512];
+    snprintf(file, sizeof file, "%s-scores", name);
+    snprintf(which, sizeof which, "%s-score", name);
+    snprintf(path, sizeof path, "%s", opt_str(s->opt, file));
     if (!*path) {
         snprintf(path, sizeof path, "%s/head_scores.json", c->dir);
         if (!file_exists(path))
-            return refuse(s, "dililazy needs the scores of the model's heads: --dililazy-scores FILE, "
-                             "or make them: --calibrate %.300s", path);
+            return refuse(s, "%s needs the scores of the model's heads: --%s FILE, "
+                             "or make them: --calibrate %.300s", name, file, path);
     }
-    x->inf = scores_load(path, opt_str(s->opt, "dililazy-score"), c->L, c->H, s->err);
-    if (!x->inf) return -1;
+    x->inf = scores_read(path, opt_str(s->opt, which), c->L, c->H, why);
+    if (!x->inf) return refuse(s, "--%s: %.470s", file, why);
     if (x->heads == c->H) return 0;
 
     int R = c->H / c->G;
@@ -7392,7 +7398,7 @@ static int dililazy_open(Session *s, void *ms) {
     x->base = -1;
     if (!(x->beta > 0)) return refuse(s, "--dililazy-beta must be above 0, found %g", x->beta);
     if (!(x->eps >= 0)) return refuse(s, "--dililazy-eps must not be negative, found %g", x->eps);
-    if (snap_options(s, &x->snap, 16) || dililazy_scores(s, x)) return -1;
+    if (snap_options(s, &x->snap, 16) || dililazy_scores(s, x, "dililazy")) return -1;
     x->cap = xcalloc((size_t)s->c->L * x->heads, sizeof(int));
     return 0;
 }
@@ -7436,7 +7442,8 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
     // The capacities are made once, or at every turn's end where --ratio changes the budget
     if (x->base != B - w) {
         x->base = B - w;
-        dililazy_caps(x->inf, s->c->L, x->heads, x->base, x->beta, x->eps, x->alloc, x->cap);
+        if (x->alloc == ALLOC_HEADKV) headkv_caps(x->inf, s->c->L * x->heads, x->base, x->beta, x->cap);
+        else dililazy_caps(x->inf, s->c->L, x->heads, x->base, x->beta, x->eps, x->alloc, x->cap);
     }
 
     // Sec. 3.3: candidates by the attention of the last queries, best ones kept
@@ -7463,8 +7470,9 @@ static void dililazy_stats(const Session *s, const void *ms, FILE *f) {
     }
     for (int i = 0; i < L * H; i++) read += s->view[i].n + s->head[i / R].len - s->view[i].tail;
     for (int i = 0; i < L * G; i++) held += s->head[i].len;
-    fprintf(f, "dililazy: caps %d..%d, mean %.1f; rows read per query head %.1f, "
-               "rows held per KV head (union) %.1f\n", lo, hi, cap / n, read / (L * H), held / (L * G));
+    fprintf(f, "%s: caps %d..%d, mean %.1f; rows read per query head %.1f, "
+               "rows held per KV head (union) %.1f\n",
+            x->alloc == ALLOC_HEADKV ? "headkv" : "dililazy", lo, hi, cap / n, read / (L * H), held / (L * G));
 }
 
 static const Opt dililazy_opts[] = {
@@ -7482,7 +7490,7 @@ static const Opt dililazy_opts[] = {
     { "calibrate-score",    'c', "mass|count", "attention (the paper's tables), or numbers of keys (its text)" },
     { "calibrate-accept",   'c', "recall|all", "runs whose answer has half of the words; or every run" },
     { "calibrate-predict",  'i', "32", "longest answer" },
-    { "calibrate-needles",  's', "", "JSON list of {question, needle, answer} instead of our three" },
+    { "calibrate-needles",  's', "", "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
     { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
     { "calibrate-boundary", 'b', "0", "hide the needle between two sentences" },
     { "calibrate-prefix",   's', "", "what stands before the text, for instance the beginning of a chat; special tokens are read" },
@@ -7506,6 +7514,97 @@ const Method dililazy_method = {
     .evicts  = 1,
     .state   = sizeof(DiliLazy),
     .open    = dililazy_open,
+    .close   = dililazy_close,
+    .commit  = dililazy_commit,
+    .bytes   = dililazy_bytes,
+    .stats   = dililazy_stats,
+};
+
+// ---- HEADKV
+// Fu et al.: Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated
+// Retrieval and Reasoning. arXiv 2410.19258. DiliLazyKV's nearest rival.
+//
+// A head is scored by what it looks at while the answer is written, not at the prompt's last token.
+// N are the tokens of the needle, and a^t is the head's softmax row from which the answer's token t
+// is chosen. A score S_h is the mean over the runs the model answers (section 27):
+//   R    S_h = sum_t 1/|N|  where the largest a^t lies in N and its row holds token t
+//   R2   S_h = sum_{t <= |N|} sum_{i <= |N|} a_i^t [row i in c2]
+// where a_i^t is the i-th largest number of a^t. R2's needle is a reasoning sentence, a wrong
+// answer c1 and the right answer c2, one behind the other.
+//
+// At the end of every turn's prefill, with b_c = B - w, query head h reads the b_h rows its last w
+// queries attend to most, and the last w rows:
+//   b_h = b_c - floor(b_c / beta) + S_h / sum_h S_h floor(b_c / beta) L H
+//
+// **Differs from the paper:**
+//   - b_h are whole numbers whose mean is b_c: what rounding down leaves over goes to the largest
+//     remainders, on ties to the lower head. The public code rounds each head for itself.
+//   - A KV head stores the union of what its query heads read, as for DiliLazyKV.
+// Selection, views, unions and the device's part are DiliLazyKV's: dililazy_commit. Options:
+// --budget (128, per query head), --obs-window (8), --kernel (7), --headkv-*; the scores are made by
+// --calibrate.
+
+// cap (n) = b_h of all n = L H heads, from their scores (n) >= 0 and b_c = base >= 0. A model
+// without any score shares evenly.
+static void headkv_caps(const double *score, int n, int base, double beta, int *cap) {
+    int pool = (int)floor(base / beta);             // what a head gives to the pool
+    long left = (long)pool * n;
+    double sum = 0;
+    double *rest = xmalloc((size_t)n * sizeof *rest);
+    for (int h = 0; h < n; h++) sum += score[h];
+    for (int h = 0; h < n; h++) {
+        double share = sum > 0 ? score[h] / sum * pool * n : pool;
+        cap[h] = (int)floor(share);
+        rest[h] = share - cap[h];
+        left -= cap[h];
+    }
+
+    // The rows that rounding down has left over, fewer than n, by largest remainder
+    for (; left > 0; left--) {
+        int best = 0;
+        for (int h = 1; h < n; h++) {
+            if (rest[h] > rest[best]) best = h;
+        }
+        cap[best]++;
+        rest[best] = -1;
+    }
+    for (int h = 0; h < n; h++) cap[h] += base - pool;
+    free(rest);
+}
+
+// Hook open.
+static int headkv_open(Session *s, void *ms) {
+    DiliLazy *x = ms;
+    x->alloc = ALLOC_HEADKV;
+    x->heads = s->c->H;
+    x->beta = opt_real(s->opt, "headkv-beta");
+    x->base = -1;
+    if (!(x->beta > 1)) return refuse(s, "--headkv-beta must be above 1, found %g", x->beta);
+    if (snap_options(s, &x->snap, 8) || dililazy_scores(s, x, "headkv")) return -1;
+    x->cap = xcalloc((size_t)s->c->L * x->heads, sizeof(int));
+    return 0;
+}
+
+static const Opt headkv_opts[] = {
+    { "headkv-scores", 's', "", "head scores; default: head_scores.json in the model's folder" },
+    { "headkv-score",  'c', "r2|r", "retrieval and reasoning (HeadKV-R2), or retrieval alone (HeadKV-R)" },
+    { "headkv-beta",   'f', "1.2", "1/beta of the budget is shared out by score; the rest is the same for all" },
+    { NULL, 0, NULL, NULL },
+};
+
+const Method headkv_method = {
+    .name    = "headkv",
+    .paper   = "HeadKV, arXiv 2410.19258",
+    .keeps   = "every query head reads its own rows, B on average, more for heads that look at the "
+               "right answer while it is written; a KV head stores their union",
+    .limits  = "needs head scores (--headkv-scores or --calibrate). B must exceed --obs-window",
+    .budget  = 128,
+    .uses    = "--obs-window 8, --kernel 7",
+    .opts    = headkv_opts,
+    .role    = ROLE_SELECT,
+    .evicts  = 1,
+    .state   = sizeof(DiliLazy),
+    .open    = headkv_open,
     .close   = dililazy_close,
     .commit  = dililazy_commit,
     .bytes   = dililazy_bytes,
@@ -7564,6 +7663,7 @@ const Method *const methods[] = {
     &lychee_method,                 // rows read
     &sonic_method,                  // the prefill, rows kept
     &dililazy_method,               // rows kept
+    &headkv_method,                 // rows kept
     NULL,
 };
 
@@ -18148,8 +18248,8 @@ static int evaluate(App *a) {
 }
 
 // ==================================================================================================== 27 CALIBRATION
-// Head scores of DiliLazyKV (section 13): the files that hold them, and --calibrate, which measures
-// them. This is stage 1 of the method, done once per model.
+// Head scores of DiliLazyKV and HeadKV (section 13): the files that hold them, and --calibrate,
+// which measures them, once per model.
 
 // ---- score files
 // A score file maps "layer-head" to a number or to a list of numbers, which stands for its mean.
@@ -18157,20 +18257,26 @@ static int evaluate(App *a) {
 // file, the only object inside it, or one of several objects under a name that we write or that the
 // authors' script writes (D22).
 
-// The names of the three maps: --dililazy-score and ours, then the authors'.
-static const char *score_names[3][2] = {
-    { "inf",  "average_infscores_weighted" },
-    { "dili", "average_precisions_weighted" },
-    { "lazy", "average_recalls_weighted" },
+// The kinds of scores: those of DiliLazyKV, then those of HeadKV.
+enum { SCORE_INF, SCORE_DILI, SCORE_LAZY, SCORE_R, SCORE_R2, SCORES };
+
+// The names of their maps: --dililazy-score, --headkv-score and ours, then those of DiliLazyKV's
+// authors; HeadKV's publish one map a file, without a name.
+static const char *score_names[SCORES][2] = {
+    [SCORE_INF]  = { "inf",  "average_infscores_weighted" },
+    [SCORE_DILI] = { "dili", "average_precisions_weighted" },
+    [SCORE_LAZY] = { "lazy", "average_recalls_weighted" },
+    [SCORE_R]    = { "r",    NULL },
+    [SCORE_R2]   = { "r2",   NULL },
 };
 
 // The map of score `which` in the file j: the object under one of its names, else the only object
 // inside j, else j itself.
 static const Json *scores_find(const Json *j, const char *which) {
     if (j->type != JSON_OBJECT) return j;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < SCORES; i++) {
         if (strcmp(which, score_names[i][0])) continue;
-        for (int k = 0; k < 2; k++) {
+        for (int k = 0; k < 2 && score_names[i][k]; k++) {
             const Json *v = json_get(j, score_names[i][k]);
             if (v && v->type == JSON_OBJECT) return v;
         }
@@ -18242,22 +18348,28 @@ static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {
     return 0;
 }
 
-// The scores (L,H) called `which` ("inf", "dili" or "lazy") of a file; the caller frees them. NULL,
+// The scores (L,H) called `which` (a name in score_names) of a file; the caller frees them. NULL,
 // with the reason in err, when the file cannot be read or does not fit the model.
-static double *scores_load(const char *path, const char *which, int L, int H, char err[512]) {
+static double *scores_read(const char *path, const char *which, int L, int H, char err[512]) {
     char why[512];
     size_t size;
     char *text = read_file(path, &size, why);
     if (!text) {
-        snprintf(err, 512, "--dililazy-scores: %.400s", why);
+        snprintf(err, 512, "%.400s", why);
         return NULL;
     }
     Json *j = json_parse(text, size, why);
     double *x = xmalloc((size_t)L * H * sizeof *x);
     for (int i = 0; i < L * H; i++) x[i] = -1;
-    int bad = !j || scores_fill(scores_find(j, which), L, H, x, why);
+    const Json *map = j ? scores_find(j, which) : NULL;
+    int bad = !j;
+    if (map && map == j && json_get(j, "format")) {     // a file of ours, without that map
+        snprintf(why, sizeof why, "holds no scores \"%s\"; --calibrate makes them", which);
+        bad = 1;
+    }
+    if (!bad) bad = scores_fill(map, L, H, x, why);
     if (bad) {
-        snprintf(err, 512, "--dililazy-scores: %.200s: %.250s", path, why);
+        snprintf(err, 512, "%.200s: %.250s", path, why);
         free(x);
     }
     json_free(j);
@@ -18265,12 +18377,24 @@ static double *scores_load(const char *path, const char *which, int L, int H, ch
     return bad ? NULL : x;
 }
 
+// The same for --dililazy-scores, which err then names.
+static double *scores_load(const char *path, const char *which, int L, int H, char err[512]) {
+    char why[512];
+    double *x = scores_read(path, which, L, H, why);
+    if (!x) snprintf(err, 512, "--dililazy-scores: %.470s", why);
+    return x;
+}
+
 // ---- needles and hay
 // --calibrate hides a sentence, the needle, in a long text, the hay, asks for it, and looks at the
-// attention of the last prompt token. A run is one needle at one depth of a text of one length.
+// attention of the last prompt token and of the answer. A run is one needle at one depth of a text
+// of one length. For HeadKV-R2 there is a second run, in which a sentence of reasoning and a wrong
+// answer stand before the needle.
 
 typedef struct {
     const char *question, *needle, *answer;
+    const char *distractor;     // a sentence with a wrong answer; NULL: no second run
+    const char *reasoning;      // what tells the right answer from the wrong one; NULL: no second run
 } Needle;
 
 static const Needle own_needles[] = {
@@ -18278,14 +18402,20 @@ static const Needle own_needles[] = {
         .question = "What is the best thing to do on a free afternoon in Merrow?",
         .needle   = "The best thing to do on a free afternoon in Merrow is to row out to the lighthouse.",
         .answer   = "Row out to the lighthouse.",
+        .distractor = "The best thing to do on a free afternoon in Harlow is to feed the ducks.",
+        .reasoning  = "What is best in Merrow is not what is best in Harlow.",
     }, {
         .question = "What keeps the keeper of the old mill healthy?",
         .needle   = "The keeper of the old mill stays healthy through long walks and barley soup.",
         .answer   = "Long walks and barley soup.",
+        .distractor = "The keeper of the new bridge stays healthy through cold baths and plums.",
+        .reasoning  = "The keeper of the old mill and the keeper of the new bridge are two people.",
     }, {
         .question = "In which year did Anna begin her apprenticeship?",
         .needle   = "Anna was born in 1931. Anna began her apprenticeship sixteen years after she was born.",
         .answer   = "Anna began her apprenticeship in 1947.",
+        .distractor = "Clara was born in 1931. Clara began her apprenticeship eighteen years after she was born.",
+        .reasoning  = "Who was born in the same year need not have begun in the same year.",
     },
 };
 
@@ -18348,9 +18478,11 @@ static int *hay_ids(const Tokenizer *t, const char *path, int n) {
     return ids;
 }
 
-// A text of the needle object v under `key`. Exit 2 when it is missing, empty or too long.
-static const char *needle_text(const Json *v, const char *path, const char *key) {
+// A text of the needle object v under `key`. Exit 2 when it is empty or too long, or missing unless
+// it is optional; NULL then.
+static const char *needle_text(const Json *v, const char *path, const char *key, int optional) {
     const Json *x = json_get(v, key);
+    if (!x && optional) return NULL;
     if (!x || x->type != JSON_STRING || !x->len || x->len > 2000)
         die(EXIT_USAGE, "--calibrate-needles: %s: expected a list of {\"question\", \"needle\", \"answer\"}, "
                         "each a text up to 2000 bytes", path);
@@ -18375,9 +18507,11 @@ static Needle *needles_load(const char *path, Json **file) {
     for (int i = 0; i < (*file)->n; i++) {
         const Json *v = &(*file)->item[i];
         Needle x = {
-            .question = needle_text(v, path, "question"),
-            .needle   = needle_text(v, path, "needle"),
-            .answer   = needle_text(v, path, "answer"),
+            .question   = needle_text(v, path, "question", 0),
+            .needle     = needle_text(v, path, "needle", 0),
+            .answer     = needle_text(v, path, "answer", 0),
+            .distractor = needle_text(v, path, "distractor", 1),
+            .reasoning  = needle_text(v, path, "reasoning", 1),
         };
         arrput(list, x);
     }
@@ -18423,34 +18557,20 @@ static double word_recall(const char *answer, const char *text, size_t n) {
     return words ? (double)found / words : 1;
 }
 
-// The greedy answer behind these logits: the bytes of at most n tokens, as an stb_ds array without
-// a NUL.
-static char *greedy_answer(Session *s, const Tokenizer *t, const float *logits, int n) {
-    char *text = NULL;
-    for (int i = 0; i < n; i++) {
-        int id = 0, end = 0, len;
-        for (int v = 1; v < s->c->V; v++) {
-            if (logits[v] > logits[id]) id = v;
-        }
-        for (int e = 0; e < s->c->n_eos; e++) end |= s->c->eos[e] == id;
-        if (end) break;
-        const char *b = tokenizer_bytes(t, id, &len);
-        if (len) memcpy(arraddnptr(text, len), b, (size_t)len);
-        if (i + 1 < n) logits = decode(s, id);
-    }
-    return text;
-}
-
 // ---- the scores of one run
 
 typedef struct {
     int at, n;                  // N, the needle's keys: the first one, and how many
+    int right;                  // the first key of c2, the right answer, which ends where N ends
     int k;                      // size of T; 0: as many as N has
     int count;                  // 1: --calibrate-score=count
-    double *score;              // (3,L,H) Inf, Dili, Lazy of this run
-    double *sum;                // (3,L,H) their sums over the accepted runs
+    double *score;              // (SCORES,L,H) of this run
+    double *sum;                // (SCORES,L,H) their sums over the accepted runs
     double counts[4];           // mean over the heads of this run: see head_scores
     double total[4];            // sums of counts over the accepted runs
+    int reasoned;               // accepted runs with a wrong answer, R2's; the others are counted elsewhere
+    int *top;                   // (L,H) the key with the largest weight of the row looked at last
+    double *mass;               // (L,H) the weights of c2's keys among the |N| largest of that row
 } Calibration;
 
 // The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. counts are keys in
@@ -18488,6 +18608,30 @@ static void head_scores(const Calibration *r, const float *a, int n, int *idx, d
     score[2] = lazy;
 }
 
+// HeadKV's part: what head i = l H + h looks at in its softmax row a (n), from which the next token
+// will be chosen. idx (n) is room.
+static void head_look(Calibration *r, int i, const float *a, int n, int *idx) {
+    int k = top_k(a, n, r->n, idx), best = idx[0];
+    double mass = 0;
+    for (int j = 0; j < k; j++) {
+        if (a[idx[j]] > a[best]) best = idx[j];
+        if (idx[j] >= r->right && idx[j] < r->at + r->n) mass += a[idx[j]];
+    }
+    r->top[i] = best;
+    r->mass[i] = mass;
+}
+
+// Adds what the LH heads looked at when token `step` of the answer, `id`, was chosen. ids are the
+// prompt's.
+static void head_said(Calibration *r, size_t LH, const int *ids, int step, int id) {
+    double *retrieval = r->score + SCORE_R * LH, *reasoning = r->score + SCORE_R2 * LH;
+    for (size_t i = 0; i < LH; i++) {
+        int in = r->top[i] >= r->at && r->top[i] < r->at + r->n;
+        if (in && ids[r->top[i]] == id) retrieval[i] += 1.0 / r->n;             // R
+        if (step < r->n) reasoning[i] += r->mass[i];                            // R2
+    }
+}
+
 // The probe is a method that keeps everything and writes down scores. It rides on "full" and is not
 // in the table of methods.
 typedef struct {
@@ -18495,10 +18639,11 @@ typedef struct {
 } HeadProbe;
 
 // Hook commit of the probe: the scores of layer l's heads, from the softmax rows of the prompt's
-// last token. Only these rows are made, so memory grows with the length and not with its square.
+// last token, and HeadKV's from those of the answer too. Only these rows are made, so memory grows
+// with the length and not with its square.
 static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T) {
     Calibration *r = ((HeadProbe *)ms)->run;
-    if (s->decoding || l == s->c->L) return;
+    if (l == s->c->L) return;
     size_t mark = scratch_mark(s), LH = (size_t)s->c->L * s->c->H;
     int N = kv_longest(s, l), H = s->c->H;
     int *idx = scratch(s, (size_t)N * sizeof(int));
@@ -18506,6 +18651,8 @@ static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T
     window_scores(s, l, q, T, 1, row);
     for (int h = 0; h < H; h++) {
         double score[3], counts[4];
+        head_look(r, l * H + h, row + (size_t)h * N, N, idx);
+        if (s->decoding) continue;
         head_scores(r, row + (size_t)h * N, N, idx, score, counts);
         for (int i = 0; i < 3; i++) r->score[i * LH + (size_t)l * H + h] = score[i];
         for (int i = 0; i < 4; i++) r->counts[i] += counts[i] / (double)LH;
@@ -18515,6 +18662,7 @@ static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T
 
 static const Method head_probe = {
     .name   = "probe",
+    .wants  = KV_QUERY,
     .state  = sizeof(HeadProbe),
     .commit = head_probe_commit,
 };
@@ -18525,6 +18673,7 @@ typedef struct {
     const Needle *needle;
     int length;                 // ids of the prompt, about
     int depth;                  // where the needle stands, percent of the hay
+    int reasoning;              // 1: the run of HeadKV-R2, with reasoning and a wrong answer
 } Run;
 
 // Appends x (n) to an stb_ds array of ids.
@@ -18554,16 +18703,30 @@ static int needle_place(const Tokenizer *t, const Options *o, const Run *run, co
     return at;
 }
 
-// The prompt of a run as an stb_ds array of ids: [BOS] prefix, hay with the needle in it, question.
-// Sets r->at and r->n. Hay and needle have length - 200 ids together, so that about 200 are left
-// for the rest; half of a length below 400. The needle is encoded by itself, so that its ids are N
-// exactly.
-static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r) {
-    char text[4096], question[4096];
-    const char *prefix = opt_str(o, "calibrate-prefix");
-    run_question(o, run, question, sizeof question);
+// The ids N of a run, as an stb_ds array: the needle, with reasoning and a wrong answer before it in
+// R2's run. *right is the place of the right answer among them. What is planted is encoded by
+// itself, and the right answer too, so that their ids are known exactly.
+static int *run_needle(const Tokenizer *t, const Run *run, int *right) {
+    char text[8192];
+    int *ids = NULL;
+    if (run->reasoning) {
+        snprintf(text, sizeof text, " %s %s", run->needle->reasoning, run->needle->distractor);
+        ids = encode_at(t, text, strlen(text), 0, 0, ids);
+    }
+    *right = (int)arrlen(ids);
     snprintf(text, sizeof text, " %s", run->needle->needle);
-    int *needle = encode_at(t, text, strlen(text), 0, 0, NULL), n_needle = (int)arrlen(needle);
+    return encode_at(t, text, strlen(text), 0, 0, ids);
+}
+
+// The prompt of a run as an stb_ds array of ids: [BOS] prefix, hay with the needle in it, question.
+// Sets r->at, r->n and r->right. Hay and needle have length - 200 ids together, so that about 200
+// are left for the rest; half of a length below 400.
+static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r) {
+    char question[4096];
+    const char *prefix = opt_str(o, "calibrate-prefix");
+    int right;
+    run_question(o, run, question, sizeof question);
+    int *needle = run_needle(t, run, &right), n_needle = (int)arrlen(needle);
     int room = run->length - (run->length < 400 ? run->length / 2 : 200);
     int n_hay = room - n_needle;
     if (n_hay < 1)
@@ -18576,6 +18739,7 @@ static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, con
     ids = encode_at(t, prefix, strlen(prefix), 1, 1, ids);
     r->at = (int)arrlen(ids) + at;
     r->n = n_needle;
+    r->right = r->at + right;
     ids = ids_put(ids, hay, at);
     ids = ids_put(ids, needle, n_needle);
     ids = ids_put(ids, hay + at, n_hay - at);
@@ -18584,10 +18748,30 @@ static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, con
     return ids;
 }
 
+// The greedy answer behind the logits of the prompt ids: the bytes of at most n tokens, as an stb_ds
+// array without a NUL. What the heads look at meanwhile is added to r.
+static char *greedy_answer(Session *s, const Tokenizer *t, Calibration *r, const int *ids,
+                           const float *logits, int n) {
+    char *text = NULL;
+    for (int i = 0; i < n; i++) {
+        int id = 0, end = 0, len;
+        for (int v = 1; v < s->c->V; v++) {
+            if (logits[v] > logits[id]) id = v;
+        }
+        for (int e = 0; e < s->c->n_eos; e++) end |= s->c->eos[e] == id;
+        if (end) break;
+        head_said(r, (size_t)s->c->L * s->c->H, ids, i, id);
+        const char *b = tokenizer_bytes(t, id, &len);
+        if (len) memcpy(arraddnptr(text, len), b, (size_t)len);
+        if (i + 1 < n) logits = decode(s, id);
+    }
+    return text;
+}
+
 // One run, in a session with the probe as its last part. A run is accepted when its answer has half
 // of the expected words, or when every run is (--calibrate-accept all); then its scores are added
-// to r->sum. *recall is the share of the words, -1 when no answer was asked for. Returns 1 for an
-// accepted run, else 0.
+// to r->sum: R2 in the run made for it, all others in the plain one. *recall is the share of the
+// words, -1 when the answer does not count. Returns 1 for an accepted run, else 0.
 static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const Run *run, const int *hay,
                          Calibration *r, double *recall) {
     int *ids = run_prompt(t, o, run, hay, r);
@@ -18596,21 +18780,23 @@ static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const
     session_reset(s);
     ((HeadProbe *)s->part[s->n_part - 1].ms)->run = r;
     memset(r->counts, 0, sizeof r->counts);
+    memset(r->score, 0, SCORES * LH * sizeof *r->score);
     const float *logits = prefill(s, ids, (int)arrlen(ids));
+    char *answer = greedy_answer(s, t, r, ids, logits, opt_int(o, "calibrate-predict"));
 
     *recall = -1;
     if (strcmp(opt_str(o, "calibrate-accept"), "all")) {
-        char *answer = greedy_answer(s, t, logits, opt_int(o, "calibrate-predict"));
         *recall = word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer));
         accepted = *recall >= .5;
-        arrfree(answer);
     }
-    if (accepted) {
-        for (size_t i = 0; i < 3 * LH; i++) r->sum[i] += r->score[i];
-        for (int i = 0; i < 4; i++) r->total[i] += r->counts[i];
-    }
+    arrfree(answer);
     arrfree(ids);
-    return accepted;
+    if (!accepted) return 0;
+
+    size_t first = run->reasoning ? SCORE_R2 * LH : 0, end = run->reasoning ? SCORES * LH : SCORE_R2 * LH;
+    for (size_t i = first; i < end; i++) r->sum[i] += r->score[i];
+    for (int i = 0; i < 4 && !run->reasoning; i++) r->total[i] += r->counts[i];
+    return 1;
 }
 
 // ---- all runs
@@ -18646,7 +18832,8 @@ static void plan_free(Plan *p) {
 }
 
 // Goes through the plan with a session of method full and the probe beside it, with a line on
-// stderr for each run. Fills r->sum and r->total; returns how many runs were accepted.
+// stderr for each run and for its second one, with a wrong answer, where the needle has one. Fills
+// r->sum, r->total and r->reasoned; returns how many plain runs were accepted.
 static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t, const Options *o,
                           const Plan *p, Calibration *r) {
     int n_depths = (int)arrlen(p->depth), n_needles = (int)arrlen(p->needle);
@@ -18658,14 +18845,18 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
     s->n_part++;
     for (int i = 0; i < runs; i++) {
         int needle = i % n_needles, depth = i / n_needles % n_depths, length = i / n_needles / n_depths;
-        Run run = { &p->needle[needle], p->length[length], p->depth[depth] };
-        double recall;
-        accepted += calibrate_run(s, t, o, &run, hay, r, &recall);
-        if (opt_int(o, "quiet")) continue;
-        fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d", i + 1, runs, run.length,
-                run.depth, needle + 1);
-        if (recall >= 0) fprintf(stderr, ": recall %.2f, %d accepted", recall, accepted);
-        fputc('\n', stderr);
+        const Needle *x = &p->needle[needle];
+        for (int reasoning = 0; reasoning <= (x->distractor && x->reasoning); reasoning++) {
+            Run run = { x, p->length[length], p->depth[depth], reasoning };
+            double recall;
+            int *count = reasoning ? &r->reasoned : &accepted;
+            *count += calibrate_run(s, t, o, &run, hay, r, &recall);
+            if (opt_int(o, "quiet")) continue;
+            fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d%s", i + 1, runs,
+                    run.length, run.depth, needle + 1, reasoning ? ", a wrong answer before it" : "");
+            if (recall >= 0) fprintf(stderr, ": recall %.2f, %d accepted", recall, *count);
+            fputc('\n', stderr);
+        }
     }
     session_close(s);
     arrfree(hay);
@@ -18681,8 +18872,8 @@ static void list_write(FILE *f, const char *name, const int *list) {
     fprintf(f, "],\n");
 }
 
-// Writes a score file: how it was made, then the means over the accepted runs. The model is named
-// by its folder's last name, because the file travels and the path does not.
+// Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had
+// any. The model is named by its folder's last name, because the file travels and the path does not.
 static void scores_write(FILE *f, const Config *c, const Options *o, const Plan *p, const Calibration *r,
                          int accepted) {
     const char *slash = strrchr(c->dir, '/');
@@ -18691,18 +18882,20 @@ static void scores_write(FILE *f, const Config *c, const Options *o, const Plan 
     json_escape(f, name, strlen(name));
     fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"%s\", \"k\": %d, ",
             c->L, c->H, opt_str(o, "calibrate-score"), opt_int(o, "calibrate-k"));
-    fprintf(f, "\"accept\": \"%s\", \"needles\": %d, \"accepted\": %d,\n",
-            opt_str(o, "calibrate-accept"), (int)arrlen(p->needle), accepted);
+    fprintf(f, "\"accept\": \"%s\", \"needles\": %d, \"accepted\": %d, \"accepted_r2\": %d,\n",
+            opt_str(o, "calibrate-accept"), (int)arrlen(p->needle), accepted, r->reasoned);
     list_write(f, "lengths", p->length);
     list_write(f, "depths", p->depth);
     fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
     for (int i = 0; i < 4; i++) fprintf(f, "%s%.6g", i ? ", " : "", r->total[i] / accepted);
     fprintf(f, "]");
-    for (int k = 0; k < 3; k++) {
+    for (int k = 0; k < SCORES; k++) {
         const double *sum = r->sum + (size_t)k * c->L * c->H;
+        int runs = k == SCORE_R2 ? r->reasoned : accepted;
+        if (!runs) continue;
         fprintf(f, ",\n  \"%s\": {", score_names[k][0]);
         for (int i = 0; i < c->L * c->H; i++)
-            fprintf(f, "%s\n    \"%d-%d\": [%.9g]", i ? "," : "", i / c->H, i % c->H, sum[i] / accepted);
+            fprintf(f, "%s\n    \"%d-%d\": [%.9g]", i ? "," : "", i / c->H, i % c->H, sum[i] / runs);
         fprintf(f, "\n  }");
     }
     fprintf(f, "\n}\n");
@@ -18726,8 +18919,10 @@ static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, cons
         .k = opt_int(o, "calibrate-k"),
         .count = opt_choice(o, "calibrate-score", "mass|count"),
     };
-    r.score = xcalloc(3 * LH, sizeof(double));
-    r.sum = xcalloc(3 * LH, sizeof(double));
+    r.score = xcalloc(SCORES * LH, sizeof(double));
+    r.sum = xcalloc(SCORES * LH, sizeof(double));
+    r.mass = xcalloc(LH, sizeof(double));
+    r.top = xcalloc(LH, sizeof(int));
     int accepted = calibrate_runs(c, w, t, o, &p, &r);
     if (accepted) scores_write(f, c, o, &p, &r, accepted);
 
@@ -18744,6 +18939,8 @@ static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, cons
     }
     free(r.score);
     free(r.sum);
+    free(r.mass);
+    free(r.top);
     plan_free(&p);
     return EXIT_OK;
 }
