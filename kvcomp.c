@@ -9892,6 +9892,7 @@ static const Opt program_options[] = {
     { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text" },
     { "compare",       's', "",
       "methods, comma-separated: the same items through each (--eval all unless given)" },
+    { "compare-base",  's', "full", "the method of --compare that score_gap is measured from, at the same budget" },
     { "budgets",       's', "",     "budgets for --compare, comma-separated" },
     { "report",        's', "",
       "write OUT.html: scores of --eval and pictures of what each method keeps, as one page; numbers in OUT.csv" },
@@ -17817,7 +17818,7 @@ typedef struct {
 // What the rows of a run share.
 typedef struct {
     const App *a;
-    const Score *full;      // the row of full attention; NULL: there is none
+    const Score *rows;      // all rows (stb_ds)
     uint64_t seed;          // of the intervals
     int ppl;                // 1: --eval ppl and kld
 } EvalRun;
@@ -17871,12 +17872,26 @@ static void add_mean(Field **c, int detail, const char *name, const Answer *x, c
     add_field(c, detail == ALL_SHOWN, full_name, hi, forms, lo, hi);
 }
 
-// Appends the mean score of some answers of the row, if there are any, and its gap to full
-// attention.
+// The row that the gaps of row s are measured from: that of --compare-base, the one with the same
+// budget if it has several. NULL: there is none, or the run has no answers.
+static const Score *base_of(const Score *s, const EvalRun *run) {
+    const char *name = opt_str(run->a->o, "compare-base");
+    const Score *base = NULL;
+    for (int r = 0; r < (int)arrlen(run->rows) && !run->ppl; r++) {
+        const Score *x = &run->rows[r];
+        if (strcmp(x->name, name)) continue;
+        if (!base || x->budget == s->budget) base = x;
+    }
+    return base;
+}
+
+// Appends the mean score of some answers of the row, if there are any, and its gap to the row of
+// --compare-base.
 static void add_score(Field **c, int detail, const char *name, const Score *s, const EvalRun *run,
                       const char *task, int place) {
     Answer *x = answers_of(s->answers, task, place);
-    Answer *base = run->full ? answers_of(run->full->answers, task, place) : NULL;
+    const Score *from = base_of(s, run);
+    Answer *base = from ? answers_of(from->answers, task, place) : NULL;
     if (x) add_mean(c, detail, name, x, NULL, run->seed);
     if (x && base && detail != MEAN_HIDDEN) add_mean(c, detail, name, x, base, run->seed);
     arrfree(x);
@@ -18220,11 +18235,13 @@ static int evaluate(App *a) {
 
     // The rows
     Score *rows = open_rows(a, &open);
+    run.rows = rows;
+    if (opt_given(a->o, "compare-base") && !base_of(rows, &run) && !ppl)
+        die(EXIT_USAGE, "--compare-base %s is not among the methods that are compared", opt_str(a->o, "compare-base"));
     if (!ppl) play_items(a, &e, rows, open);
     for (int r = 0; r < (int)arrlen(rows); r++) {
         a->s = open[r].s;
         if (ppl) eval_text(a, path, kld, &rows[r]);
-        if (!strcmp(rows[r].name, "full") && !ppl) run.full = &rows[r];
         open_close(&open[r]);
     }
     for (int r = 0; r < (int)arrlen(rows); r++) {
@@ -18718,17 +18735,32 @@ static int *run_needle(const Tokenizer *t, const Run *run, int *right) {
     return encode_at(t, text, strlen(text), 0, 0, ids);
 }
 
+// The ids of hay and needle together: about 200 of the length are left for the rest, half of a
+// length below 400.
+static int run_room(const Run *run) {
+    return run->length - (run->length < 400 ? run->length / 2 : 200);
+}
+
+// Has a run a second one, for HeadKV-R2? The needle has a wrong answer and a sentence of reasoning,
+// and the length has room for them.
+static int has_reasoning(const Tokenizer *t, const Run *run) {
+    Run second = { run->needle, run->length, run->depth, 1 };
+    int right;
+    if (!run->needle->distractor || !run->needle->reasoning) return 0;
+    int *ids = run_needle(t, &second, &right), n = (int)arrlen(ids);
+    arrfree(ids);
+    return n < run_room(run);
+}
+
 // The prompt of a run as an stb_ds array of ids: [BOS] prefix, hay with the needle in it, question.
-// Sets r->at, r->n and r->right. Hay and needle have length - 200 ids together, so that about 200
-// are left for the rest; half of a length below 400.
+// Sets r->at, r->n and r->right.
 static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r) {
     char question[4096];
     const char *prefix = opt_str(o, "calibrate-prefix");
     int right;
     run_question(o, run, question, sizeof question);
     int *needle = run_needle(t, run, &right), n_needle = (int)arrlen(needle);
-    int room = run->length - (run->length < 400 ? run->length / 2 : 200);
-    int n_hay = room - n_needle;
+    int n_hay = run_room(run) - n_needle;
     if (n_hay < 1)
         die(EXIT_USAGE, "--calibrate-lengths: %d tokens do not hold a needle of %d beside the question",
             run->length, n_needle);
@@ -18845,9 +18877,10 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
     s->n_part++;
     for (int i = 0; i < runs; i++) {
         int needle = i % n_needles, depth = i / n_needles % n_depths, length = i / n_needles / n_depths;
-        const Needle *x = &p->needle[needle];
-        for (int reasoning = 0; reasoning <= (x->distractor && x->reasoning); reasoning++) {
-            Run run = { x, p->length[length], p->depth[depth], reasoning };
+        Run run = { &p->needle[needle], p->length[length], p->depth[depth], 0 };
+        int both = has_reasoning(t, &run);
+        for (int reasoning = 0; reasoning <= both; reasoning++) {
+            run.reasoning = reasoning;
             double recall;
             int *count = reasoning ? &r->reasoned : &accepted;
             *count += calibrate_run(s, t, o, &run, hay, r, &recall);

@@ -6286,6 +6286,26 @@ static int dili_sees(void *u, Twin *t, int l, int h, int i, int row) {
     for (int k = 0; k < (int)arrlen(x->read[l * t->c->H + h]); k++) if (x->read[l * t->c->H + h][k] == r->src) return twin_causal(t, l, i, r);
     return 0;
 }
+// HeadKV's rows: every head's part of the pool rounded down, then one row more for the largest remainders
+static void twin_headkv_caps(const double *score, int n, int base, double beta, int *cap) {
+    int pool = (int)floor(base / beta), given = 0;
+    double sum = 0, part[512];
+    for (int i = 0; i < n; i++) sum += score[i];
+    for (int i = 0; i < n; i++) {
+        part[i] = sum > 0 ? score[i] * pool * n / sum : pool;
+        cap[i] = (int)(part[i] + 1e-9);
+        given += cap[i];
+    }
+    for (int more = pool * n - given; more > 0; more--) {
+        int best = -1;
+        for (int i = 0; i < n; i++) {
+            if (part[i] - cap[i] < -1e-9) continue;     // has its row
+            if (best < 0 || part[i] - cap[i] > part[best] - cap[best] + 1e-9) best = i;
+        }
+        cap[best]++;
+    }
+    for (int i = 0; i < n; i++) cap[i] += base - pool;
+}
 static void dili_after(void *u, Twin *t, int l, const double *q, const double *q_pre, int n) {
     DiliTwin *x = u;
     int N = (int)arrlen(t->id), H = t->c->H, G = t->c->G, R = H / G, L = t->c->L, B = x->ratio < 0 ? x->B : N - (int)(N * x->ratio + 1e-6), w = x->w < B ? x->w : B;
@@ -6299,7 +6319,8 @@ static void dili_after(void *u, Twin *t, int l, const double *q, const double *q
         for (int r = 0; x->per_kv && r < R; r++) inf[i] += x->inf[i * R + r] / R;
         if (!x->per_kv) inf[i] = x->inf[i];
     }
-    twin_caps(inf, L, x->per_kv ? G : H, B - w, x->beta, x->eps, x->alloc, cap);
+    if (x->alloc == ALLOC_HEADKV) twin_headkv_caps(inf, L * H, B - w, x->beta, cap);
+    else twin_caps(inf, L, x->per_kv ? G : H, B - w, x->beta, x->eps, x->alloc, cap);
     for (int g = 0; g < G; g++) {
         TwinRow *row = t->row[l * G + g];
         int rows = (int)arrlen(row), m = rows - w, k = 0;
@@ -6324,9 +6345,10 @@ static void dili_after(void *u, Twin *t, int l, const double *q, const double *q
 static void dili_agrees(Tiny m, const char *opt, DiliTwin x, const Script *p) {
     char *text = scores_text(m.c->L, m.c->H, x.inf), *path = temp_text(text), all[512];
     int bad = 0, rows[4096];
-    snprintf(all, sizeof all, "%s dililazy-scores=%s", opt, path);
+    const char *method = x.alloc == ALLOC_HEADKV ? "headkv" : "dililazy";
+    snprintf(all, sizeof all, "%s %s-scores=%s", opt, method, path);
     Options *o = options_of(all);
-    Session *s = session_open(m.c, m.w, o, "dililazy");
+    Session *s = session_open(m.c, m.w, o, method);
     Twin *t = twin_new(m.c, m.w, DT_F32);
     x.read = xcalloc((size_t)m.c->L * m.c->H, sizeof *x.read);
     t->hook = (TwinHooks){ .u = &x, .sees = dili_sees, .after = dili_after };
@@ -6353,6 +6375,12 @@ static const struct { const char *opt; DiliTwin x; } dili_case[] = {
     { "budget=40 obs-window=1 kernel=1 dililazy-alloc=code dililazy-gqa=kv",         { 40, 1, 1, ALLOC_CODE, 1, -1, 1.351, .01, NULL, NULL, 0 } },
 };
 enum { DILI_CASES = sizeof dili_case / sizeof *dili_case };
+static const struct { const char *opt; DiliTwin x; } headkv_case[] = {
+    { "budget=24",                                            { 24, 8, 7, ALLOC_HEADKV, 0, -1, 1.2, 0, NULL, NULL, 0 } },
+    { "budget=30 obs-window=4 kernel=3 headkv-beta=2",        { 30, 4, 3, ALLOC_HEADKV, 0, -1, 2, 0, NULL, NULL, 0 } },
+    { "ratio=.7 headkv-beta=1.01",                            { 0, 8, 7, ALLOC_HEADKV, 0, .7, 1.01, 0, NULL, NULL, 0 } },
+};
+enum { HEADKV_CASES = sizeof headkv_case / sizeof *headkv_case };
 static void random_scores(double *x, int n) { for (int i = 0; i < n; i++) x[i] = rnd_int(6) ? pow(rnd_unit(), 3) : 0; }
 
 TEST(dililazy_twin, "agrees with its slow twin over three turns: logits 1e-5, rows held, rows every query head reads; all modes, GQA 1:1, 2:1, 4:1, 3 KV heads") {
@@ -6367,6 +6395,22 @@ TEST(dililazy_twin, "agrees with its slow twin over three turns: logits 1e-5, ro
             x.inf = inf;
             dili_agrees(m, dili_case[k].opt, x, &p);
             if (i == 3) dili_agrees(m, dili_case[k].opt, x, &small);
+        }
+        tiny_free(m);
+    }
+}
+TEST(headkv_twin, "agrees with its slow twin over three turns: logits 1e-5, rows held, rows every query head reads; GQA 1:1, 2:1, 4:1, 3 KV heads") {
+    int shape[4][2] = { { 4, 4 }, { 4, 2 }, { 4, 1 }, { 6, 3 } };
+    Script p = { 3, { 90, 3, 40 }, { 6, 9, 4 }, 24 }, small = { 5, { 1, 2, 30, 1, 5 }, { 0, 3, 2, 7, 1 }, 22 };
+    for (int i = 0; i < 4; i++) {
+        double score[32];
+        Tiny m = tiny_model(3, shape[i][0], shape[i][1], 16, 32, 40, 61, 71 + i);
+        random_scores(score, 3 * shape[i][0]);
+        for (int k = 0; k < HEADKV_CASES; k++) {
+            DiliTwin x = headkv_case[k].x;
+            x.inf = score;
+            dili_agrees(m, headkv_case[k].opt, x, &p);
+            if (i == 3) dili_agrees(m, headkv_case[k].opt, x, &small);
         }
         tiny_free(m);
     }
@@ -6673,7 +6717,7 @@ TEST(dililazy_calibrate, "--calibrate: scores equal the slow twin's, means over 
     for (int len = 300; len <= 420; len += 120)
         for (int depth = 0; depth <= 100; depth += 50)
             for (int k = 0; k < 3; k++, runs++) {
-                Run run = { &own_needles[k], len, depth };
+                Run run = { &own_needles[k], len, depth, 0 };
                 int *ids = run_prompt(t, o, &run, again, x.r), room = len < 400 ? len - len / 2 : len - 200;
                 char *text = xcalloc(arrlen(ids) + 1, 1), *found;
                 for (int i = 0; i < (int)arrlen(ids); i++) text[i] = (char)ids[i];
@@ -6695,7 +6739,7 @@ TEST(dililazy_calibrate, "--calibrate: scores equal the slow twin's, means over 
     unlink(out);
     o = options_of("calibrate-boundary calibrate-prefix=<user> calibrate-prompt=({})");
     for (int depth = 0; depth <= 100; depth += 20) {
-        Run run = { &own_needles[1], 500, depth };
+        Run run = { &own_needles[1], 500, depth, 0 };
         int *ids = run_prompt(t, o, &run, again, x.r);
         CHECK(!memcmp((char[]){ (char)ids[0], (char)ids[1], (char)ids[5] }, "<u>", 3) && arrlast(ids) == ')', "prefix and prompt");
         CHECK(x.r->at == 6 || ids[x.r->at - 1] == '.', "depth %d: the needle stands inside a sentence", depth);
@@ -6715,6 +6759,197 @@ TEST(dililazy_calibrate, "--calibrate: scores equal the slow twin's, means over 
     CHECK(code == EXIT_USAGE && strstr(said, "tokenizer"), "exit %d", code);
     options_free(o);
     arrfree(hay); arrfree(again); free(x.r); free(out); tokenizer_free(t); tiny_free(m);
+}
+
+// ---- HeadKV: the pool rule, options, and scores
+TEST(headkv_caps, "HeadKV's pool rule by hand and in 500 random cases: every row is given out, the largest remainders get what is left, more score never means fewer rows") {
+    int cap[144], want[144];
+    headkv_caps((double[4]){ .8, .2, .1, .1 }, 4, 48, 1.2, cap);               // pool 40 a head, 160 x (2/3, 1/6, 1/12, 1/12) = 106.7, 26.7, 13.3, 13.3
+    CHECK(cap[0] == 115 && cap[1] == 35 && cap[2] == 21 && cap[3] == 21, "caps %d %d %d %d", cap[0], cap[1], cap[2], cap[3]);
+    headkv_caps((double[4]){ 1, 1, 1, 1 }, 3, 5, 2, cap);                      // pool 2 a head: 3 + 2
+    CHECK(cap[0] == 5 && cap[1] == 5 && cap[2] == 5, "equal scores: %d %d %d", cap[0], cap[1], cap[2]);
+    headkv_caps((double[4]){ 1, 1, 1, 4 }, 4, 1, 1, cap);                      // 4 x 1/7 three times, 4 x 4/7 = 2.29: the first two heads get the two rows left
+    CHECK(cap[0] == 1 && cap[1] == 1 && cap[2] == 0 && cap[3] == 2, "ties: %d %d %d %d", cap[0], cap[1], cap[2], cap[3]);
+    headkv_caps((double[4]){ 0 }, 4, 48, 1.2, cap);
+    CHECK(cap[0] == 48 && cap[3] == 48, "no scores: %d %d", cap[0], cap[3]);
+    headkv_caps((double[4]){ 1, 2 }, 2, 0, 1.2, cap);
+    CHECK(cap[0] == 0 && cap[1] == 0, "no budget: %d %d", cap[0], cap[1]);
+    rnd_seed(37);
+    for (int c = 0; c < 500; c++) {
+        int n = 1 + rnd_int(144), base = rnd_int(400);
+        double score[144], beta = 1.001 + 2 * rnd_unit();
+        long sum = 0;
+        for (int i = 0; i < n; i++) score[i] = rnd_int(5) ? pow(rnd_unit(), 4) : 0;
+        headkv_caps(score, n, base, beta, cap);
+        twin_headkv_caps(score, n, base, beta, want);
+        for (int i = 0; i < n; i++) {
+            sum += cap[i];
+            CHECK(cap[i] == want[i], "case %d, head %d: %d, expected %d", c, i, cap[i], want[i]);
+            for (int k = 0; k < n; k++) CHECK(score[i] <= score[k] || cap[i] >= cap[k], "head %d has more score than %d and fewer rows", i, k);
+        }
+        CHECK(sum == (long)base * n, "case %d: %ld rows for %d heads of %d", c, sum, n, base);
+    }
+}
+
+TEST(headkv_usage, "no scores, or a file of ours without them: exit 2 with the hint; r and r2 are two scores; bad options are refused") {
+    Tiny m = tiny_model(1, 2, 1, 16, 32, 40, 61, 14);
+    char all[512], err[512] = "";
+    Options *o = options_of("");
+    int code = open_dies(m, o, "headkv");
+    CHECK(code == EXIT_USAGE && strstr(die_text, "--calibrate") && strstr(die_text, "--headkv-scores"), "exit %d, \"%s\"", code, die_text);
+    options_free(o);
+
+    char *old = temp_text("{\"format\": \"kvcomp head scores\", \"inf\": {\"0-0\": 1, \"0-1\": 2}, \"dili\": {\"0-0\": 1, \"0-1\": 2}}");
+    char *path = temp_text("{\"format\": \"kvcomp head scores\", \"inf\": {\"0-0\": 9, \"0-1\": 9}, \"r\": {\"0-0\": 1, \"0-1\": 2}, \"r2\": {\"0-0\": 3, \"0-1\": 4}}");
+    for (int k = 0; k < 2; k++) {
+        double *x = scores_read(path, k ? "r2" : "r", 1, 2, err);
+        CHECK(x && x[0] == 1 + 2 * k && x[1] == 2 + 2 * k, "%s", err);
+        free(x);
+    }
+    const char *bad[][2] = { { "", "r2" }, { "headkv-score=r", "\"r\"" }, { "headkv-beta=1", "--headkv-beta" }, { "budget=8", "--obs-window" }, { "kernel=4", "--kernel" } };
+    for (int i = 0; i < 5; i++) {
+        snprintf(all, sizeof all, "%s headkv-scores=%s", bad[i][0], i < 2 ? old : path);
+        o = options_of(all);
+        code = open_dies(m, o, "headkv");
+        CHECK(code == EXIT_USAGE && strstr(die_text, bad[i][1]), "%s: exit %d, \"%s\"", bad[i][0], code, die_text);
+        options_free(o);
+    }
+    snprintf(all, sizeof all, "headkv-scores=%s headkv-beta=1.001", path);
+    o = options_of(all);
+    CHECK(open_dies(m, o, "headkv") == 0, "%s", die_text);
+    options_free(o);
+    temp_done(old);
+    temp_done(path);
+    tiny_free(m);
+}
+
+TEST(headkv_scores, "R and R2 of one answer by hand; a step past |N| counts for R alone; 200 random rows against plain loops") {
+    int ids[8] = { 50, 51, 52, 53, 54, 55, 56, 57 }, idx[64], top[1];
+    double score[SCORES] = {0}, mass[1];
+    Calibration r = { .at = 2, .n = 4, .right = 4, .score = score, .top = top, .mass = mass };     // N: keys 2 to 5, c2: 4 and 5
+    float a[8] = { .3f, .02f, .2f, .01f, .25f, .02f, .1f, .1f };               // the four largest: 0, 4, 2, 6
+    head_look(&r, 0, a, 8, idx);
+    CHECK(top[0] == 0 && fabs(mass[0] - .25) < 1e-6, "top %d, mass %g", top[0], mass[0]);
+    head_said(&r, 1, ids, 0, 50);
+    CHECK(score[SCORE_R] == 0 && fabs(score[SCORE_R2] - .25) < 1e-6, "the largest lies outside the needle: R %g, R2 %g", score[SCORE_R], score[SCORE_R2]);
+    a[4] = .4f;
+    head_look(&r, 0, a, 8, idx);
+    head_said(&r, 1, ids, 1, 53);
+    CHECK(score[SCORE_R] == 0, "another token was said: R %g", score[SCORE_R]);
+    head_said(&r, 1, ids, 2, 54);
+    CHECK(fabs(score[SCORE_R] - .25) < 1e-9 && fabs(score[SCORE_R2] - 1.05) < 1e-6, "R %g, R2 %g", score[SCORE_R], score[SCORE_R2]);
+    head_said(&r, 1, ids, 4, 54);
+    CHECK(fabs(score[SCORE_R] - .5) < 1e-9 && fabs(score[SCORE_R2] - 1.05) < 1e-6, "step 4 of 4: R %g, R2 %g", score[SCORE_R], score[SCORE_R2]);
+    rnd_seed(16);
+    for (int c = 0; c < 200; c++) {
+        int n = 12 + rnd_int(50), best = 0;
+        float x[64];
+        double right = 0;
+        r.n = 2 + rnd_int(8);
+        r.at = rnd_int(n - r.n);
+        r.right = r.at + rnd_int(r.n);
+        for (int i = 0; i < n; i++) x[i] = (float)rnd_unit();
+        for (int i = 0; i < n; i++) {
+            int larger = 0;
+            for (int j = 0; j < n; j++) larger += x[j] > x[i] || (x[j] == x[i] && j < i);
+            if (!larger) best = i;
+            if (larger < r.n && i >= r.right && i < r.at + r.n) right += x[i];
+        }
+        head_look(&r, 0, x, n, idx);
+        CHECK(top[0] == best && fabs(mass[0] - right) < 1e-5, "case %d: top %d, expected %d; mass %g, expected %g", c, top[0], best, mass[0], right);
+    }
+}
+
+typedef struct { Calibration *r; double *mass; int *top; } LookTwin;           // (L,H) of the row looked at last
+
+static void look_after(void *u, Twin *t, int l, const double *q, const double *q_pre, int n) {
+    LookTwin *x = u;
+    int H = t->c->H, N = (int)arrlen(t->id), idx[4096];
+    double p[4096];
+    (void)q_pre;
+    if (l == t->c->L) return;
+    for (int h = 0; h < H; h++) {
+        twin_probs(t, l, h, n - 1, q + ((size_t)(n - 1) * H + h) * t->c->D, p);
+        twin_pick(p, N, 1, &x->top[l * H + h]);
+        x->mass[l * H + h] = 0;
+        for (int k = twin_pick(p, N, x->r->n, idx); k > 0; k--)
+            if (idx[k - 1] >= x->r->right && idx[k - 1] < x->r->at + x->r->n) x->mass[l * H + h] += p[idx[k - 1]];
+    }
+}
+TEST(headkv_calibrate, "--calibrate: R and R2 equal the slow twin's over its greedy answers; the wrong answer and the reasoning stand before the needle; needles without them make no R2") {
+    enum { STEPS = 4 };
+    Tokenizer *t = byte_tokenizer();
+    if (!t) return;
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 257, 83);
+    char *out = temp_text(""), all[512], err[512];
+    int *hay = hay_ids(t, "", 700), runs = 0, top[8];
+    double sum[2][8] = {{0}}, mass[8], logits[257];
+    snprintf(all, sizeof all, "calibrate=%s calibrate-lengths=450 calibrate-depths=0:100:50 calibrate-accept=all calibrate-predict=%d quiet", out, STEPS);
+    Options *o = options_of(all);
+    CHECK(calibrate(m.c, m.w, t, o) == 0, "calibrate");
+    Calibration r = { .k = 10 };
+    LookTwin x = { &r, mass, top };
+    for (int depth = 0; depth <= 100; depth += 50)
+        for (int k = 0; k < 3; k++, runs++)
+            for (int reasoning = 0; reasoning < 2; reasoning++) {
+                Run run = { &own_needles[k], 450, depth, reasoning };
+                int *ids = run_prompt(t, o, &run, hay, &r), n = (int)arrlen(ids);
+                char want[2048], *text = xcalloc(n + 1, 1);
+                for (int i = 0; i < n; i++) text[i] = (char)ids[i];
+                snprintf(want, sizeof want, reasoning ? " %s %s %s" : "%.0s%.0s %s", own_needles[k].reasoning, own_needles[k].distractor, own_needles[k].needle);
+                CHECK(!strncmp(text + r.at, want, (size_t)r.n) && r.n == (int)strlen(want) && !strncmp(text + r.right + 1, own_needles[k].needle, strlen(own_needles[k].needle)), "needle %d: \"%.300s\"", k, text + r.at);
+                Twin *tw = twin_new(m.c, m.w, DT_F32);
+                tw->hook = (TwinHooks){ .u = &x, .after = look_after };
+                twin_prefill(tw, ids, n, logits);
+                for (int step = 0, end = 0; step < STEPS; step++) {
+                    int id = 0;
+                    for (int v = 1; v < 257; v++) if (logits[v] > logits[id]) id = v;
+                    for (int e = 0; e < m.c->n_eos; e++) end |= m.c->eos[e] == id;
+                    if (end) break;
+                    for (int i = 0; i < 8; i++) {
+                        if (reasoning) sum[1][i] += mass[i];
+                        else sum[0][i] += top[i] >= r.at && top[i] < r.at + r.n && ids[top[i]] == id ? 1.0 / r.n : 0;
+                    }
+                    if (step + 1 < STEPS) twin_decode(tw, id, logits);
+                }
+                twin_free(tw);
+                free(text);
+                arrfree(ids);
+            }
+    double some = 0;
+    for (int k = 0; k < 2; k++) {
+        double *file = scores_read(out, k ? "r2" : "r", 2, 4, err);
+        CHECK(file != NULL, "%s", err);
+        for (int i = 0; file && i < 8; i++) {
+            CHECK(fabs(file[i] - sum[k][i] / runs) < 1e-5, "%s of head %d: %g, expected %g", k ? "R2" : "R", i, file[i], sum[k][i] / runs);
+            some += k ? file[i] : 0;
+        }
+        free(file);
+    }
+    CHECK(some > 1e-3, "no head looks at a right answer: this shows nothing");
+    options_free(o);
+
+    char *plain = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": \"so\"}]");
+    char *half = temp_text("[{\"question\": \"What?\", \"needle\": \"That is so.\", \"answer\": \"so\", \"reasoning\": 3}]"), said[1024];
+    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s calibrate-lengths=300 calibrate-depths=50 calibrate-accept=all quiet", out, plain);
+    o = options_of(all);
+    CHECK(calibrate(m.c, m.w, t, o) == 0, "calibrate");
+    double *file = scores_read(out, "r", 2, 4, err), *none = scores_read(out, "r2", 2, 4, err);
+    CHECK(file && !none && strstr(err, "r2"), "%s", err);
+    free(file);
+    options_free(o);
+    snprintf(all, sizeof all, "calibrate=%s calibrate-needles=%s calibrate-lengths=300 quiet", out, half);
+    o = options_of(all);
+    int code = calibrate_child(m, t, o, said);
+    CHECK(code == EXIT_USAGE && strstr(said, "--calibrate-needles"), "exit %d: %s", code, said);
+    options_free(o);
+    unlink(out);
+    free(out);
+    temp_done(plain);
+    temp_done(half);
+    arrfree(hay);
+    tokenizer_free(t);
+    tiny_free(m);
 }
 
 // ==================================================================================================== 18 EVALUATION
@@ -7593,7 +7828,7 @@ TEST(method_defaults, "the budget a method opens with is the one its --help name
     EACH_METHOD(t) {
         char err[512];
         Options *o = options_of("");
-        int has = (*t)->budget && strcmp((*t)->name, "dililazy");        // which needs a file of scores
+        int has = (*t)->budget && strcmp((*t)->name, "dililazy") && strcmp((*t)->name, "headkv");  // which need a file of scores
         Session *s = has ? session_try(m.c, m.w, o, (*t)->name, err) : NULL;
         CHECK(!has || (s && s->budget == (*t)->budget), "%s: %d, %d", (*t)->name, s ? s->budget : -1, (*t)->budget);
         session_close(s);
@@ -7682,7 +7917,7 @@ TEST(cli_ratio, "--ratio 0.5 halves the stored bytes of every method that drops 
     fclose(f);
     EACH_METHOD(at) {
         const Method *m = *at;
-        if (!m->evicts || !strcmp(m->name, "sonic") || !strcmp(m->name, "dililazy")) continue;     // these two need files; their own tests do it
+        if (!m->evicts || !strcmp(m->name, "sonic") || !strcmp(m->name, "dililazy") || !strcmp(m->name, "headkv")) continue;    // these need files; their own tests do it
         CHECK(sh(SYN "--ids %s --json --method=%s --ratio 0.5", p, m->name) == 0, "%s: %s", m->name, sh_err);
         char err[256];
         Json *j = json_parse(sh_out, strlen(sh_out), err);
@@ -7848,6 +8083,27 @@ TEST(cli_eval, "--eval on the shipped model: the same rows for any number of thr
     CHECK(sh("./kvcomp --eval file") == 2 && sh("./kvcomp --eval kld") == 2 && strstr(sh_err, "--eval-file"), "%s", sh_err);
     CHECK(sh("./kvcomp --eval file --eval-file /nonexistent") == 2 && lines_in(sh_err) == 1, "%s", sh_err);
     CHECK(sh("./kvcomp --eval needle --compare full,nosuch") == 2 && !*sh_out && strstr(sh_err, "nosuch"), "%s", sh_err);
+}
+TEST(cli_eval_base, "--compare-base: gaps are those of the same answers under that method at the same budget, with a paired interval; full is the default; a method that is not compared is refused") {
+    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 --eval facts --eval-items 3 --eval-length 128 --csv --budgets 24,48 --compare";
+    double score[6], gap[6], lo[6], hi[6];
+    static char header[1 << 12];
+    CHECK(sh("%s full,streaming,window", run) == 0 && strstr(sh_out, "score_gap"), "%s", sh_err);
+    CHECK(sh("%s streaming,window", run) == 0 && !strstr(sh_out, "score_gap"), "a gap to full, which is not there: %s", sh_out);
+    CHECK(sh("%s streaming,window --compare-base snapkv", run) == 2 && strstr(sh_err, "--compare-base snapkv") && !*sh_out, "%s%s", sh_err, sh_out);
+    CHECK(sh("%s streaming,window,expected-attention --compare-base streaming", run) == 0 && lines_in(sh_out) == 7, "%s", sh_err);
+    snprintf(header, sizeof header, "%.*s", (int)strcspn(sh_out, "\n"), sh_out);
+    CHECK(strstr(header, "score,score_lo,score_hi,score_gap,score_gap_lo,score_gap_hi"), "%s", header);
+    char *line = strchr(sh_out, '\n');
+    int differ = 0;
+    for (int i = 0; i < 6 && line; i++, line = strchr(line + 1, '\n'))
+        CHECK(sscanf(line, "\n%*[^,],%*d,%*d,%*d,%lf,%*f,%*f,%lf,%lf,%lf", &score[i], &gap[i], &lo[i], &hi[i]) == 4, "%s", line);
+    for (int i = 0; i < 6; i++) {
+        CHECK(fabs(gap[i] - (score[i] - score[i % 2])) < 1e-5 && lo[i] <= gap[i] + 1e-9 && gap[i] <= hi[i] + 1e-9, "row %d: gap %g [%g, %g], scores %g and %g", i, gap[i], lo[i], hi[i], score[i], score[i % 2]);
+        CHECK(i > 1 || (!gap[i] && !lo[i] && !hi[i]), "the base differs from itself");
+        differ += fabs(gap[i]) > .05;
+    }
+    CHECK(differ, "no method differs from streaming: this shows nothing");
 }
 TEST(cli_readme, "every command README.md prints works as typed") {
     static char text[1 << 18];
@@ -8767,6 +9023,18 @@ TEST(cuda_dililazy, "dililazy") {
     strcat(text, " dililazy-gqa=kv");
     dialogues_more("dililazy", text);
     free(json); temp_done(path);
+}
+TEST(cuda_headkv, "headkv") {
+    double score[12];
+    char text[400];
+    for (int i = 0; i < 12; i++) score[i] = .1 * (i % 5) + .05;
+    char *json = scores_text(2, 6, score), *path = temp_text(json);
+    snprintf(text, sizeof text, "budget=24 obs-window=4 headkv-scores=%s", path);
+    dialogues("headkv", text);
+    strcat(text, " headkv-beta=2");
+    dialogues_more("headkv", text);
+    free(json);
+    temp_done(path);
 }
 // ---- steps in one go
 static float *step_logits(Tiny m, const char *method, const char *text, int n, int steps, int graph) {        // -> (steps,V), to be freed. graph: the first step that is one
