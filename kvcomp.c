@@ -102,6 +102,11 @@
 #include <immintrin.h>
 #endif
 
+// Asked before every allocation of this file; 1 makes it fail. A test counts, and lets the n-th fail.
+#ifndef ALLOCATION_FAILS
+#define ALLOCATION_FAILS() 0
+#endif
+
 #define STB_DS_IMPLEMENTATION       // growing arrays and hash maps (Debian package libstb-dev)
 #define STBDS_REALLOC(c, p, n) xrealloc(p, n)
 #define STBDS_FREE(c, p) free(p)
@@ -120,6 +125,8 @@ void arena_free(struct Arena *a);
 
 // Reads a whole file, with a 0 byte behind it; NULL, and the reason in err, when it cannot.
 static char *read_file(const char *path, size_t *size, char err[256]);
+// The same of a text: a 0 byte inside it is refused.
+static char *read_plain_text(const char *path, size_t *size, char err[256]);
 // 1: there is something at this path.
 static int file_exists(const char *path);
 // 0: the text is a legal value of this option; otherwise -1 and the reason in err.
@@ -5040,7 +5047,7 @@ static void pats_forget(Session *s, void *ms, int n_tok) {
 // How many numbers an --ids file holds. Returns -1, and the reason in err, when it cannot be read.
 static int count_ids(const char *path, char err[256]) {
     size_t size, n = 0;
-    char *text = read_file(path, &size, err);
+    char *text = read_plain_text(path, &size, err);
     if (!text) return -1;
     for (size_t i = 0; i < size; i++)
         n += isdigit((unsigned char)text[i]) && (!i || !isdigit((unsigned char)text[i - 1]));
@@ -6833,9 +6840,9 @@ static void sonic_untrained(Session *s, Sonic *x) {
         for (int i = 0; i < C; i++) to[i] = (float)(sonic_normal(&state) * std * factor);
     }
     if (opt_int(s->opt, "quiet")) return;
-    fprintf(stderr, "kvcomp: WARNING: --sonic-untrained: the Nexus tokens were never trained. "
-                    "What leaves the current turn is LOST to the model;\n"
-                    "kvcomp: WARNING: good for trials of memory and speed only.\n");
+    warn("WARNING: --sonic-untrained: the Nexus tokens were never trained. "
+         "What leaves the current turn is LOST to the model;");
+    warn("WARNING: good for trials of memory and speed only.");
 }
 
 // ---- Nexus tokens
@@ -6862,8 +6869,8 @@ static void sonic_embed(Session *s, void *ms, const Token *t, float *out) {
     int j = i % x->K_max, turn = i / x->K_max;
     if (turn >= x->T_max) {
         if (!x->warned && !opt_int(s->opt, "quiet"))
-            fprintf(stderr, "kvcomp: sonic: turn %d is past the %d the adapter knows; "
-                            "the last turn embedding is used from here on\n", turn, x->T_max);
+            warn("sonic: turn %d is past the %d the adapter knows; "
+                 "the last turn embedding is used from here on", turn, x->T_max);
         x->warned++;
         turn = x->T_max - 1;
     }
@@ -7672,8 +7679,80 @@ const Method *const methods[] = {
 // ####################################################################################################
 
 // ==================================================================================================== 15 HELPERS
-// How the program ends on an error, memory, the clock, the arena a pass works in, whole files, and
-// how a method refuses.
+// What is shown of texts from outside, how the program ends on an error, memory, the clock, the
+// arena a pass works in, whole files, and how a method refuses.
+
+// ---- texts from outside
+// A file, a user or a model may hold control characters, and a terminal obeys them: a file name
+// could clear the screen, a reply could rename the window. What goes to stderr, or into a chat on a
+// terminal, shows them instead. Standard output that is no terminal stays as it is.
+static int utf8_length(const char *s, size_t n);        // section 19
+
+// What stands for the character that the n > 0 bytes at s begin with, NUL-terminated in out. Returns
+// how many of the bytes that is. Control characters become \x1b, or \u009b where two bytes of UTF-8
+// hold one; newline, tab and everything else stay.
+static int shown_char(const char *s, size_t n, char out[8]) {
+    int k = max_int(utf8_length(s, n), 1), c = (unsigned char)s[0], d = k == 2 ? (unsigned char)s[1] : 0;
+    if (k == 2 && c == 0xc2 && d < 0xa0) {
+        snprintf(out, 8, "\\u%04x", (unsigned)d);
+    } else if (c != '\n' && c != '\t' && (c < ' ' || (c >= 127 && c < 0xa0))) {
+        snprintf(out, 8, "\\x%02x", (unsigned)c);
+    } else {
+        memcpy(out, s, (size_t)k);
+        out[k] = 0;
+    }
+    return k;
+}
+
+// Writes n bytes of text with its control characters shown.
+static void show(FILE *f, const char *s, size_t n) {
+    char buf[4096], one[8];
+    size_t used = 0;
+    for (size_t i = 0; i < n; ) {
+        i += (size_t)shown_char(s + i, n - i, one);
+        size_t k = strlen(one);
+        if (used + k > sizeof buf) {
+            fwrite(buf, 1, used, f);
+            used = 0;
+        }
+        memcpy(buf + used, one, k);
+        used += k;
+    }
+    fwrite(buf, 1, used, f);
+}
+
+enum { LINE_ROOM = 2048 };      // bytes of the longest line on stderr; what is longer is cut
+
+// Writes who and text as one line on stderr. Line breaks in the text, which may quote a file, become
+// blanks.
+static void say_line(const char *who, char *text) {
+    char line[LINE_ROOM + 16];
+    for (char *p = text; *p; p++) {
+        if (*p == '\n' || *p == '\r') *p = ' ';
+    }
+    int n = snprintf(line, sizeof line, "%s%s\n", who, text);
+    show(stderr, line, (size_t)n);
+}
+
+// One line on stderr that begins with the program's name.
+void warn(const char *fmt, ...) {
+    char text[LINE_ROOM];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    say_line("kvcomp: ", text);
+}
+
+// One line on stderr as it is.
+KV_PRINTF(1, 2) static void tell(const char *fmt, ...) {
+    char text[LINE_ROOM];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    say_line("", text);
+}
 
 // ---- the end of the program
 jmp_buf *die_jump;              // tests and fuzzers: die() jumps here with its exit code and does not exit
@@ -7691,17 +7770,17 @@ void die(int code, const char *fmt, ...) {
     }
     if (die_jump) longjmp(*die_jump, code);
     fflush(stdout);
-    fprintf(stderr, "kvcomp: %s\n", die_text);
+    say_line("kvcomp: ", die_text);
     exit(code);
 }
 
-// ---- memory. All of it comes from these three, which never return NULL: exit 4 when there is none.
+// ---- memory. All of it comes from here: exit 4 when there is none.
 
 #define NO_MEMORY "out of memory: %zu bytes could not be had (a smaller -c, -b or --budget needs less)"
 
 // realloc. Zero bytes are taken as one, because realloc of none may return NULL.
 void *xrealloc(void *p, size_t n) {
-    void *r = realloc(p, max_size(n, 1));
+    void *r = ALLOCATION_FAILS() ? NULL : realloc(p, max_size(n, 1));
     if (!r) die(EXIT_MEMORY, NO_MEMORY, n);
     return r;
 }
@@ -7714,9 +7793,41 @@ void *xmalloc(size_t n) {
 // calloc: n elements of `size` bytes, all zero.
 void *xcalloc(size_t n, size_t size) {
     if (size && n > SIZE_MAX / size) die(EXIT_MEMORY, "out of memory: %zu x %zu bytes overflow", n, size);
-    void *p = calloc(max_size(n, 1), max_size(size, 1));
+    void *p = ALLOCATION_FAILS() ? NULL : calloc(max_size(n, 1), max_size(size, 1));
     if (!p) die(EXIT_MEMORY, NO_MEMORY, n * size);
     return p;
+}
+
+// A copy of the first n bytes of a text, NUL-terminated; the caller frees it.
+static char *copy_bytes(const char *s, size_t n) {
+    char *copy = xmalloc(n + 1);
+    if (n) memcpy(copy, s, n);
+    copy[n] = 0;
+    return copy;
+}
+
+// A copy of a text; the caller frees it.
+static char *copy_text(const char *s) {
+    return copy_bytes(s, strlen(s));
+}
+
+// n bytes at an address that is a multiple of `align`; NULL when there is no memory. For two places
+// that say what would need less.
+static void *aligned_bytes(size_t align, size_t n) {
+    return ALLOCATION_FAILS() ? NULL : aligned_alloc(align, n);
+}
+
+// A stream that writes into memory: *text (malloc'd) and *n hold what was written once
+// memory_stream_close has closed it.
+static FILE *memory_stream(char **text, size_t *n) {
+    FILE *f = ALLOCATION_FAILS() ? NULL : open_memstream(text, n);
+    if (!f) die(EXIT_MEMORY, "out of memory: a text could not be written into memory");
+    return f;
+}
+
+static void memory_stream_close(FILE *f) {
+    int bad = ferror(f);
+    if (fclose(f) || bad) die(EXIT_MEMORY, "out of memory: a text could not be written into memory");
 }
 
 // ---- the clock
@@ -7762,7 +7873,7 @@ void arena_free(struct Arena *a) {
 static ArenaBlock *arena_grow(struct Arena *a, size_t n) {
     ArenaBlock b = { .size = max_size(n + n / 128 * 64, (size_t)1 << 20) };
     if (arrlen(a->block)) b.start = arrlast(a->block).start + arrlast(a->block).size;
-    b.p = aligned_alloc(64, b.size);
+    b.p = aligned_bytes(64, b.size);
     if (!b.p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (a smaller -b needs less)", b.size);
     arrput(a->block, b);
     return &arrlast(a->block);
@@ -7796,37 +7907,128 @@ void scratch_reset(Session *s, size_t mark) {
 }
 
 // ---- files
-enum { READ_BLOCK = 65536 };
+// A path may name what is no file: a FIFO that nobody writes to, a device that never ends, a socket.
+// Nothing here waits for one, and nothing is read without a bound. The exception is what was handed
+// over open, standard input and the /dev/fd/N of a shell's <(command): it may be a pipe, which is
+// waited for, but the bound holds as well.
+enum {
+    READ_BLOCK = 65536,
+    MOST_CONFIG = 64 << 20,         // bytes of config.json and its like: an index, scores, needles
+    MOST_TOKENIZER = 256 << 20,
+    MOST_TEXT = 256 << 20,          // of a prompt, ids, dialogues, a chat template, a session
+};
 
-// The whole file at `path`, NUL-terminated, *size bytes without the NUL; the caller frees it. NULL,
-// with the reason in err, when it cannot be read. The file is read to its end, not by its length,
-// so that a pipe will do.
-static char *read_file(const char *path, size_t *size, char err[256]) {
-    FILE *f = fopen(path, "rb");
-    if (!f) {
-        snprintf(err, 256, "%.190s: %s", path, strerror(errno));
-        return NULL;
+// The number of the open descriptor that a path names: /dev/stdin, /dev/fd/N. -1: it names none.
+static int path_descriptor(const char *path) {
+    int fd = -1, end = 0;
+    if (!strcmp(path, "/dev/stdin")) return 0;
+    if (sscanf(path, "/dev/fd/%9d%n", &fd, &end) != 1 || path[end]) return -1;
+    return fd;
+}
+
+// What a file that is no regular one is.
+static const char *file_kind(mode_t mode) {
+    if (S_ISDIR(mode)) return "a folder";
+    if (S_ISFIFO(mode)) return "a FIFO";
+    if (S_ISSOCK(mode)) return "a socket";
+    return "a device";
+}
+
+// Opens a regular file for reading, and describes it in *st. A FIFO, a device, a socket or a folder
+// is refused without waiting. Returns the descriptor; -1, and the reason without the path in err.
+static int open_input(const char *path, struct stat *st, char err[256]) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    int why = errno;
+    // A socket cannot be opened, so it is looked at by its name.
+    if (fd < 0 && (why != ENXIO || stat(path, st))) {
+        snprintf(err, 256, "%s", strerror(why));
+        return -1;
     }
-    char *buf = NULL;
-    size_t n = 0, cap = 0, got;
+    if (fd >= 0 && fstat(fd, st)) {
+        snprintf(err, 256, "%s", strerror(errno));
+        close(fd);
+        return -1;
+    }
+    if (fd >= 0 && S_ISREG(st->st_mode)) return fd;
+    if (fd >= 0) close(fd);
+    snprintf(err, 256, "%s, expected a file", file_kind(st->st_mode));
+    return -1;
+}
+
+// Opens what read_bounded reads: a regular file, or a copy of a descriptor that was handed over.
+static int open_or_copy(const char *path, struct stat *st, char err[256]) {
+    int handed = path_descriptor(path);
+    if (handed < 0) return open_input(path, st, err);
+    int fd = fcntl(handed, F_DUPFD_CLOEXEC, 0);
+    if (fd >= 0 && !fstat(fd, st)) return fd;
+    snprintf(err, 256, "%s", strerror(errno));
+    if (fd >= 0) close(fd);
+    return -1;
+}
+
+// Reads up to n bytes, as read does, and again after a signal.
+static ssize_t read_some(int fd, char *to, size_t n) {
+    ssize_t got;
+    do got = read(fd, to, n);
+    while (got < 0 && errno == EINTR);
+    return got;
+}
+
+// Reads a descriptor to its end into *buf (malloc'd), with a 0 byte behind it. Returns the number of
+// bytes; -1 when reading fails; most + 1 or more when there are more than `most`.
+static ssize_t read_all(int fd, size_t most, char **buf) {
+    size_t n = 0, cap = 0;
+    ssize_t got;
     do {
         if (n + READ_BLOCK + 1 > cap) {
             cap = 2 * cap + READ_BLOCK + 1;
-            buf = xrealloc(buf, cap);
+            *buf = xrealloc(*buf, cap);
         }
-        got = fread(buf + n, 1, READ_BLOCK, f);
-        n += got;
-    } while (got);
-    int bad = ferror(f);
-    fclose(f);
-    if (bad) {
-        snprintf(err, 256, "%.190s: cannot be read (is it a folder?)", path);
-        free(buf);
+        got = read_some(fd, *buf + n, READ_BLOCK);
+        if (got < 0) return -1;
+        n += (size_t)got;
+    } while (got && n <= most);
+    (*buf)[n] = 0;
+    return (ssize_t)n;
+}
+
+// The whole file at `path`, NUL-terminated, *size bytes without the NUL; the caller frees it. NULL,
+// with the reason in err, when it cannot be read or has more than `most` bytes.
+static char *read_bounded(const char *path, size_t most, size_t *size, char err[256]) {
+    struct stat st;
+    char why[256], *buf = NULL;
+    int fd = open_or_copy(path, &st, why);
+    if (fd < 0) {
+        snprintf(err, 256, "%.190s: %.60s", path, why);
         return NULL;
     }
-    buf[n] = 0;
-    *size = n;
-    return buf;
+    ssize_t n = S_ISREG(st.st_mode) && st.st_size > (off_t)most ? st.st_size : read_all(fd, most, &buf);
+    int failed = errno;
+    close(fd);
+    if (n >= 0 && (size_t)n <= most) {
+        *size = (size_t)n;
+        return buf;
+    }
+    if (n < 0) snprintf(err, 256, "%.190s: cannot be read: %.40s", path, strerror(failed));
+    else snprintf(err, 256, "%.190s: more than %zu MiB, the most that is read", path, most >> 20);
+    free(buf);
+    return NULL;
+}
+
+// The same for a file whose kind has no bound of its own.
+static char *read_file(const char *path, size_t *size, char err[256]) {
+    return read_bounded(path, MOST_TEXT, size, err);
+}
+
+// The same of a text that is used as a C string: what stands behind a 0 byte would be lost, so a
+// text that holds one is refused.
+static char *read_plain_text(const char *path, size_t *size, char err[256]) {
+    char *text = read_file(path, size, err);
+    size_t n = text ? strlen(text) : 0;
+    if (!text || n == *size) return text;
+    snprintf(err, 256, "%.190s: byte %zu is 0: expected a text", path, n + 1);
+    free(text);
+    return NULL;
 }
 
 // 1: there is something at `path`, a file or a folder.
@@ -9982,21 +10184,13 @@ static int word_place(const char *words, const char *v) {
 
 // ---- making a set of options
 
-// The first n bytes of v as a text of their own, malloc'd.
-static char *value_copy(const char *v, size_t n) {
-    char *copy = xmalloc(n + 1);
-    memcpy(copy, v, n);
-    copy[n] = 0;
-    return copy;
-}
-
 // Adds the options of a table at their defaults: the whole text, or a choice's first word. Two
 // methods may share an option.
 static void options_add(Options *o, const Opt *t) {
     for (; t && t->name; t++) {
         if (shgeti(o->map, t->name) >= 0) continue;
         size_t n = t->kind == 'c' ? strcspn(t->def, "|") : strlen(t->def);
-        shput(o->map, t->name, value_copy(t->def, n));
+        shput(o->map, t->name, copy_bytes(t->def, n));
     }
 }
 
@@ -10065,7 +10259,7 @@ int options_set(Options *o, const char *name, const char *value, char err[256]) 
         return -1;
     }
     if (opt_check(t, value, err)) return -1;
-    char *copy = value_copy(value, strlen(value));      // `value` may be the text that is freed now
+    char *copy = copy_text(value);      // `value` may be the text that is freed now
     free(shget(o->map, name));
     shput(o->map, name, copy);
     shput(o->given, name, 1);
@@ -10540,6 +10734,15 @@ static int utf8_length(const char *s, size_t n) {
     return k;
 }
 
+// Does any text in v hold a 0 byte ("\\u0000")? Where texts are used as C strings, what stands behind
+// it would be lost.
+static int json_holds_nul(const Json *v) {
+    if (v->type == JSON_STRING) return memchr(v->str, 0, v->len) != NULL;
+    int found = 0;
+    for (int i = 0; i < v->n && !found; i++) found = json_holds_nul(&v->item[i]);
+    return found;
+}
+
 // Writes the n bytes at s as a JSON string, quotes included. A byte of broken UTF-8 becomes U+FFFD.
 static void json_escape(FILE *f, const char *s, size_t n) {
     putc('"', f);
@@ -10782,10 +10985,11 @@ static int safe_header(SafeFile *f, size_t len, char err[512]) {
 
 // Maps the file f->path: sets f->map and f->size. Returns 0, or -1 with err set.
 static int safe_map(SafeFile *f, char err[512]) {
-    int fd = open(f->path, O_RDONLY | O_CLOEXEC);
     struct stat st;
-    if (fd < 0) return fault(err, "%s", strerror(errno));
-    if (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_size < 8) {
+    char reason[256];
+    int fd = open_input(f->path, &st, reason);
+    if (fd < 0) return fault(err, "%s", reason);
+    if (st.st_size < 8) {
         close(fd);
         return fault(err, "not a safetensors file: expected a regular file of at least 8 bytes");
     }
@@ -10795,6 +10999,8 @@ static int safe_map(SafeFile *f, char err[512]) {
     void *p = mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fd, 0);
     int why = errno;
     close(fd);
+    if (p == MAP_FAILED && why == ENOMEM)
+        die(EXIT_MEMORY, "out of memory: %s, %zu bytes, could not be mapped", f->path, f->size);
     if (p == MAP_FAILED) return fault(err, "cannot be mapped: %s", strerror(why));
     f->map = p;
     return 0;
@@ -11150,7 +11356,7 @@ static void config_rope(ConfigReader *r, Config *c, const Json *o) {
     c->theta = config_real(r, p, "rope_theta", c->theta, 1.5, 1e12);
     if (c->theta == 0) {
         c->theta = 10000;
-        if (!r->err[0]) fprintf(stderr, "kvcomp: %s: no rope_theta, 10000 is used\n", r->file);
+        if (!r->err[0]) warn("%s: no rope_theta, 10000 is used", r->file);
     }
     double partial = config_real(r, o, "partial_rotary_factor", 1, 0, 1);
     partial = config_real(r, p, "partial_rotary_factor", partial, 0, 1);
@@ -11250,7 +11456,7 @@ static Json *config_file(const char *dir, const char *name, int needed, char err
         return NULL;
     }
     if (!file_exists(path) && foreign_files(dir, err)) return NULL;
-    char *text = read_file(path, &n, why);
+    char *text = read_bounded(path, MOST_CONFIG, &n, why);
     if (!text) {
         fault(err, "%s", why);
         return NULL;
@@ -11697,8 +11903,8 @@ static int weights_read(Weights *w, Config *c, char err[512]) {
     if (weights_take(wf, c, "lm_head.weight", !c->tied, c->V, c->C, &w->head, err)) return -1;
     if (c->tied) {
         if (w->head.data)
-            fprintf(stderr, "kvcomp: warning: %s: lm_head.weight is not used, config.json ties the output "
-                    "to the embedding\n", c->dir);
+            warn("warning: %s: lm_head.weight is not used, config.json ties the output to the embedding",
+                 c->dir);
         w->head = w->embed;
     }
     return 0;
@@ -11736,8 +11942,8 @@ static void weights_leftovers(const WeightFiles *wf, const Config *c) {
         }
     }
     if (left)
-        fprintf(stderr, "kvcomp: warning: %s: %d tensor%s not used, the first: %s\n", c->dir, left,
-                left > 1 ? "s are" : " is", first);
+        warn("warning: %s: %d tensor%s not used, the first: %s", c->dir, left, left > 1 ? "s are" : " is",
+             first);
 }
 
 // The weights of the checkpoint that c was read from. Exit 3 with the tensor's name. Sets c->dtype.
@@ -13984,7 +14190,7 @@ static int token_named(const Tokenizer *t, const Json *config, const char *key, 
 static int load_tokenizer_config(Tokenizer *t, const char *path, int sentencepiece, char err[512]) {
     char why[256];
     size_t n;
-    char *text = file_exists(path) ? read_file(path, &n, why) : NULL;
+    char *text = file_exists(path) ? read_bounded(path, MOST_CONFIG, &n, why) : NULL;
     Json *j = text ? json_parse(text, n, why) : NULL;
     free(text);
     if (file_exists(path) && !j) return fault(err, "%s: %s", path, why);
@@ -14043,7 +14249,7 @@ static Tokenizer *tokenizer_load(const char *path, char err[512]) {
     char file[1200], config[1300], why[256], reason[512] = "";
     size_t n;
     if (tokenizer_file(path, file, err)) return NULL;
-    char *text = read_file(file, &n, why);
+    char *text = read_bounded(file, MOST_TOKENIZER, &n, why);
     if (!text) {
         fault(err, "%s", why);
         return NULL;
@@ -14292,7 +14498,7 @@ static char *template_program(const char *dir, char err[512]) {
     size_t n;
     snprintf(file, sizeof file, "%.1100s/chat_template.jinja", dir);
     if (file_exists(file)) {
-        char *text = read_file(file, &n, why);
+        char *text = read_plain_text(file, &n, why);
         if (!text) fault(err, "%s", why);
         return text;
     }
@@ -14373,7 +14579,7 @@ static Template *template_make(const TemplateText *x, const char *program, const
 static char *program_file(const char *name, char err[512]) {
     char why[256];
     size_t n;
-    char *program = read_file(name, &n, why);
+    char *program = read_plain_text(name, &n, why);
     if (program) return program;
     int used = snprintf(err, 512, "chat template '%.200s' is neither a readable file nor one of", name);
     for (int k = 0; k < N_TEMPLATES; k++) {
@@ -14889,9 +15095,12 @@ static int is_stop(const App *a, int id) {
 }
 
 // Writes the bytes of the stb_ds array *text at once, so that they are seen while the reply goes
-// on, and empties it.
+// on, and empties it. A terminal gets the control characters in them shown, because it would obey
+// them; a file or a pipe gets the bytes.
 static void write_text(char **text, FILE *out) {
-    if (arrlen(*text)) fwrite(*text, 1, arrlen(*text), out);
+    size_t n = arrlenu(*text);
+    if (n && isatty(fileno(out))) show(out, *text, n);
+    else if (n) fwrite(*text, 1, n, out);
     arrsetlen(*text, 0);
     fflush(out);
 }
@@ -15174,7 +15383,7 @@ static int is_blank(const char *p, const char *end) {
 static Turn *ids_read(const char *path, int V) {
     char err[256];
     size_t n;
-    char *text = read_file(path, &n, err);
+    char *text = read_plain_text(path, &n, err);
     if (!text) die(EXIT_USAGE, "--ids %s", err);
     Turn *turns = NULL;
     const char *end = text + n, *line_end;
@@ -15530,10 +15739,18 @@ static unsigned code_point(const char *s, int n) {
     return (c & 7) << 18 | (s[1] & 63) << 12 | (s[2] & 63) << 6 | (s[3] & 63);
 }
 
+// Is the character of n bytes drawn as it is? A control character, as of a paste, and bytes that are
+// no UTF-8 are not: they stand as a blank.
+static int is_drawn(const char *s, int n) {
+    char shown[8];
+    return utf8_length(s, (size_t)n) == n && shown_char(s, (size_t)n, shown) == n
+        && !memcmp(s, shown, (size_t)n) && *s != '\t';
+}
+
 // The columns that one character of n bytes takes: 2 for East Asian wide ranges and emoji, 0 for
 // combining marks.
 static int char_width(const char *s, int n) {
-    if ((unsigned char)s[0] < 0x80 || n < 2) return 1;
+    if ((unsigned char)s[0] < 0x80 || !is_drawn(s, n)) return 1;
     unsigned c = code_point(s, n);
     for (size_t i = 0; i < sizeof narrow_chars / sizeof *narrow_chars; i++)
         if (c >= narrow_chars[i].from && c < narrow_chars[i].to) return 0;
@@ -15554,10 +15771,10 @@ static Place place_after(Place p, const char *s, int n, int last, int cols) {
     return p;
 }
 
-// Writes one character; control characters, as of a paste, are shown as blanks.
+// Writes one character.
 static void char_draw(const char *s, int n) {
     if (*s == '\n') fputs("\r\n", stdout);
-    else if ((unsigned char)*s >= 32) fwrite(s, 1, n, stdout);
+    else if (is_drawn(s, n)) fwrite(s, 1, n, stdout);
     else fputc(' ', stdout);
 }
 
@@ -15796,8 +16013,12 @@ static int read_message(Line *e, int tty, char **out) {
         if (!arrlen(*out) || arrlast(*out) != '\\') break;
         arrlast(*out) = '\n';
     }
+    if (arrlen(*out) && memchr(*out, 0, arrlenu(*out))) {
+        warn("the message holds a 0 byte: expected a text; it is not sent");
+        arrsetlen(*out, 0);
+    }
     arrput(*out, 0);
-    if (tty && (*out)[0]) arrput(e->history, strdup(*out));
+    if (tty && (*out)[0]) arrput(e->history, copy_text(*out));
     return READ_DONE;
 }
 
@@ -15805,14 +16026,14 @@ static int read_message(Line *e, int tty, char **out) {
 // Is there room for n more tokens? When there is not, a line on stderr says what is short.
 static int message_fits(const App *a, int n) {
     if (!rows_fit(a, n)) {
-        fprintf(stderr, "kvcomp: %d tokens do not fit: %d rows held, -c %d "
-                        "(see /clear, or start with a larger -c)\n", n, rows_held(a), ctx_limit(a));
+        warn("%d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)",
+             n, rows_held(a), ctx_limit(a));
         return 0;
     }
     if (!pos_fits(a->s, n, a->s->pos_extra)) {
-        fprintf(stderr, "kvcomp: %d tokens do not fit: the next position is %d, "
-                        "%s goes to max_position_embeddings %d (see /clear, or /method)\n",
-                n, a->s->pos_next, a->method, a->s->pos_end);
+        warn("%d tokens do not fit: the next position is %d, "
+             "%s goes to max_position_embeddings %d (see /clear, or /method)",
+             n, a->s->pos_next, a->method, a->s->pos_end);
         return 0;
     }
     return 1;
@@ -15860,8 +16081,8 @@ static void chat_regen(App *a, FILE *out) {
 static void template_differs(const App *a) {
     const char *made = a->s->made_for;
     if (!made || !a->tp || quiet || !strncmp(a->tp->x.name, made, strlen(made))) return;
-    fprintf(stderr, "kvcomp: WARNING: the weights of %s were trained with chat template %s, "
-                    "this chat uses %s\n", a->method, made, a->tp->x.name);
+    warn("WARNING: the weights of %s were trained with chat template %s, this chat uses %s",
+         a->method, made, a->tp->x.name);
 }
 
 // Opens the session again with another method (or the same) and replays the dialogue into it. 0, or
@@ -15870,13 +16091,13 @@ static int chat_method(App *a, const char *spec) {
     char err[512];
     Session *s = session_try(a->c, a->w, a->o, spec, err);
     if (!s || record_fits(s, a->turn, err)) {
-        fprintf(stderr, "kvcomp: %s\n", err);
+        warn("%s", err);
         session_close(s);
         return -1;
     }
     session_close(a->s);
     a->s = s;
-    char *copy = strdup(spec);              // before the old name goes: spec may be that name
+    char *copy = copy_text(spec);              // before the old name goes: spec may be that name
     free(a->method);
     a->method = copy;
     template_differs(a);
@@ -15887,10 +16108,10 @@ static int chat_method(App *a, const char *spec) {
 // Opens the method again with another budget. --budget takes the place of --ratio if that was
 // given. When the value or the method refuses, the options are as they were.
 static void chat_budget(App *a, const char *value) {
-    char err[256], *old = strdup(opt_str(a->o, "budget"));
+    char err[256], *old = copy_text(opt_str(a->o, "budget"));
     int ratio = opt_given(a->o, "ratio");
     int bad = options_set(a->o, "budget", value, err) || out_of_range(a->o, "budget", err);
-    if (bad) fprintf(stderr, "kvcomp: %s\n", err);
+    if (bad) warn("%s", err);
     if (ratio) (void)shdel(a->o->given, "ratio");
     if (bad || chat_method(a, a->method)) {
         options_set(a->o, "budget", old, err);
@@ -15959,9 +16180,9 @@ static void command_system(App *a, const char *arg) {
 static void command_read(App *a, const char *arg) {
     char err[256];
     size_t n;
-    char *text = read_file(arg, &n, err);
+    char *text = read_plain_text(arg, &n, err);
     if (!text) {
-        fprintf(stderr, "kvcomp: %s\n", err);
+        warn("%s", err);
         return;
     }
     chat_turn(a, text, stdout);
@@ -15970,12 +16191,12 @@ static void command_read(App *a, const char *arg) {
 
 static void command_save(App *a, const char *arg) {
     char err[512];
-    if (session_save(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err);
+    if (session_save(a, arg, err)) warn("%s", err);
 }
 
 static void command_load(App *a, const char *arg) {
     char err[512];
-    if (session_read(a, arg, err)) fprintf(stderr, "kvcomp: %s\n", err);
+    if (session_read(a, arg, err)) warn("%s", err);
 }
 
 // A new command is a function above, a line here, and a line of chat_help. /quit is chat_command's
@@ -16008,7 +16229,7 @@ static int chat_command(App *a, char *line) {
         else commands[i].run(a, arg);
         return 0;
     }
-    fprintf(stderr, "no command %s; /help lists them\n", line);
+    tell("no command %s; /help lists them", line);
     return 0;
 }
 
@@ -16060,8 +16281,8 @@ static int chat(App *a) {
     watch_keyboard();
     session_begin(a);
     if (tty && !quiet)
-        fprintf(stderr, "kvcomp %s, %s, --method=%s. /help lists commands, Ctrl-D leaves.\n",
-                KVCOMP_VERSION, a->c->dir, a->method);
+        tell("kvcomp %s, %s, --method=%s. /help lists commands, Ctrl-D leaves.",
+             KVCOMP_VERSION, a->c->dir, a->method);
     chat_loop(a, &e, tty);
     session_end(a);
     if (opt_int(a->o, "json")) print_json(a, stdout);
@@ -16200,7 +16421,7 @@ static int scored_turns(const EvalItem *it) {
 // A copy of n bytes of text that lives as long as the set. An empty stb_ds array is NULL, so with
 // n 0 the text may be NULL.
 static char *set_text(EvalSet *e, const char *text, size_t n) {
-    char *s = strndup(n ? text : "", n);
+    char *s = copy_bytes(text, n);
     char *kept = stralloc(&e->mem, s);
     free(s);
     return kept;
@@ -16211,7 +16432,7 @@ KV_PRINTF(2, 3) static char *set_printf(EvalSet *e, const char *fmt, ...) {
     char *s = NULL;
     va_list ap;
     va_start(ap, fmt);
-    if (vasprintf(&s, fmt, ap) < 0) die(EXIT_MEMORY, "out of memory: a sentence of the evaluation");
+    if (ALLOCATION_FAILS() || vasprintf(&s, fmt, ap) < 0) die(EXIT_MEMORY, "out of memory: a sentence of the evaluation");
     va_end(ap);
     char *kept = stralloc(&e->mem, s);
     free(s);
@@ -17252,6 +17473,7 @@ static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t 
     EvalItem it = { .task = "file", .number = (int)arrlen(e->item) };
     int bad;
     if (obj->type != JSON_OBJECT) bad = fault(err, "is no object");
+    else if (json_holds_nul(obj)) bad = fault(err, "a text holds the character \\u0000");
     else if (turns) bad = read_dialogue(e, obj, turns, &it, err);
     else if (json_get(obj, "input") || json_get(obj, "context")) bad = read_longbench(e, obj, &it, err);
     else bad = fault(err, "neither 'turns' (a dialogue) nor 'input' and 'context' (LongBench)");
@@ -17343,10 +17565,10 @@ static void play_free(App *a, const EvalItem *it, Score *sc) {
         char *said = NULL;
         size_t n = 0;
         int *right = gold_ids(a, &it->turn[i]), most = max_int(2 * (int)arrlen(right), 64);
-        FILE *f = open_memstream(&said, &n);
+        FILE *f = memory_stream(&said, &n);
         play_prefill(a, it->turn[i].user);
         generate(a, limit < 0 ? most : limit, f);
-        fclose(f);
+        memory_stream_close(f);
         if (it->turn[i].answers) note_answer(it, i, said, sc);
         free(said);
 
@@ -17430,7 +17652,7 @@ static char **words_of(const char *text, int how) {
         if (arrlen(w)) {
             arrput(w, 0);
             int article = !strcmp(w, "a") || !strcmp(w, "an") || !strcmp(w, "the");
-            if (how != WORDS_BARE || !article) arrput(words, strdup(w));
+            if (how != WORDS_BARE || !article) arrput(words, copy_text(w));
             arrsetlen(w, 0);
         }
         if (!c) break;
@@ -17486,7 +17708,7 @@ static int holds_answer(const char *said, const char *gold, int whole) {
 // the right one do not count: whoever says the right one says them, too.
 static double class_accuracy(const char *said, const char *gold, char **classes) {
     while (*said == '\n') said++;
-    char *line = strndup(said, strcspn(said, "\n"));
+    char *line = copy_bytes(said, strcspn(said, "\n"));
     int named = 0, hit = 0;
     for (int i = 0; i < (int)arrlen(classes); i++) {
         if (!strstr(line, classes[i])) continue;
@@ -17532,8 +17754,8 @@ static char ***sentences_of(const char *text) {
     for (const char *p = text; *p; p += *p == '.') {
         size_t n = strcspn(p, ".");
         if (!n) continue;
-        char *one = strndup(p, n), **words = words_of(one, WORDS_RAW);
-        if (!words) arrput(words, strdup(""));
+        char *one = copy_bytes(p, n), **words = words_of(one, WORDS_RAW);
+        if (!words) arrput(words, copy_text(""));
         arrput(list, words);
         free(one);
         p += n;
@@ -17641,7 +17863,7 @@ static char **frame_words(const EvalTurn *t) {
 // right reply's frame goes once; a wrong value stays. Without a known frame the reply is copied.
 // Malloc'd.
 static char *without_frame(const EvalTurn *t, const char *said) {
-    if (!arrlen(t->span)) return strdup(said);
+    if (!arrlen(t->span)) return copy_text(said);
     char **frame = frame_words(t), **words = words_of(said, WORDS_RAW), *out = NULL;
     for (int i = 0; i < (int)arrlen(words); i++) {
         char **plain = words_of(words[i], WORDS_PLAIN);
@@ -17655,7 +17877,7 @@ static char *without_frame(const EvalTurn *t, const char *said) {
         }
     }
     arrput(out, 0);
-    char *rest = strdup(out);
+    char *rest = copy_text(out);
     arrfree(out);
     words_free(frame);
     words_free(words);
@@ -17667,7 +17889,7 @@ static char *without_frame(const EvalTurn *t, const char *said) {
 static void note_answer(const EvalItem *it, int turn, const char *said, Score *sc) {
     const EvalTurn *t = &it->turn[turn];
     while (it->first_line && *said == '\n') said++;
-    char *line = strndup(said, it->first_line ? strcspn(said, "\n") : strlen(said));
+    char *line = copy_bytes(said, it->first_line ? strcspn(said, "\n") : strlen(said));
     char *rest = without_frame(t, line);
     arrput(sc->answers, ((Answer){
         .task = it->task, .item = it->number, .turn = turn, .turns = (int)arrlen(it->turn),
@@ -18370,7 +18592,7 @@ static int scores_fill(const Json *j, int L, int H, double *x, char err[512]) {
 static double *scores_read(const char *path, const char *which, int L, int H, char err[512]) {
     char why[512];
     size_t size;
-    char *text = read_file(path, &size, why);
+    char *text = read_bounded(path, MOST_CONFIG, &size, why);
     if (!text) {
         snprintf(err, 512, "%.400s", why);
         return NULL;
@@ -18517,10 +18739,12 @@ static Needle *needles_load(const char *path, Json **file) {
         for (int i = 0; i < n; i++) arrput(list, own_needles[i]);
         return list;
     }
-    char *text = read_file(path, &size, why);
+    char *text = read_bounded(path, MOST_CONFIG, &size, why);
     if (text) *file = json_parse(text, size, why);
     if (!text || !*file) die(EXIT_USAGE, "--calibrate-needles: %s: %s", path, why);
     free(text);
+    if (json_holds_nul(*file))
+        die(EXIT_USAGE, "--calibrate-needles: %s: a text holds the character \\u0000", path);
     for (int i = 0; i < (*file)->n; i++) {
         const Json *v = &(*file)->item[i];
         Needle x = {
@@ -19021,7 +19245,7 @@ static const float *read_buffer(void) {
     static float *buf;
     if (buf) return buf;
     size_t bytes = read_floats * sizeof *buf;
-    buf = aligned_alloc((size_t)1 << 21, bytes);
+    buf = aligned_bytes((size_t)1 << 21, bytes);
     if (!buf) die(EXIT_MEMORY, "out of memory: --bench reads a buffer of %zu bytes", bytes);
     madvise(buf, bytes, MADV_HUGEPAGE);
     #pragma omp parallel for schedule(static)
@@ -20540,9 +20764,9 @@ static void phase_note(DemoRun *d, int phase, const Clock *a, const Clock *b) {
 static void demo_say(App *a, char **said) {
     char *text = NULL;
     size_t n = 0;
-    FILE *f = open_memstream(&text, &n);
+    FILE *f = memory_stream(&text, &n);
     generate(a, 32, f);
-    fclose(f);
+    memory_stream_close(f);
     arrsetlen(*said, 0);
     memcpy(arraddnptr(*said, n + 1), text, n + 1);
     free(text);
@@ -21902,7 +22126,7 @@ static int report_write(App *a, const char *path, const Score *rows /* stb_ds */
     int bad = ferror(r.f) | ferror(r.csv);
     bad |= fclose(r.f) | fclose(r.csv);
     if (bad) die(EXIT_RUN, "--report %.900s: writing failed (is the disk full?)", path);
-    if (!quiet) fprintf(stderr, "report: %s, numbers in %s\n", path, csv);
+    if (!quiet) tell("report: %s, numbers in %s", path, csv);
     while (arrlen(r.script)) turn_free(arrpop(r.script));
     arrfree(r.script);
     arrfree(r.source);
@@ -22278,7 +22502,7 @@ static int trial_passes(char why[512]) {
     if (e < 0) snprintf(why, 512, "a trial of the GPU ended with: %.400s", die_text);
     else if (good) snprintf(why, 512, "logits of a trial differ by %.1e of the largest", e);
     else snprintf(why, 512, "its logits differ by %.1e of the largest: that is wrong", e);
-    if (!good && !quiet) fprintf(stderr, "kvcomp: -d auto keeps to the CPU: %s\n", why);
+    if (!good && !quiet) warn("-d auto keeps to the CPU: %s", why);
     return good;
 }
 
@@ -22317,7 +22541,7 @@ static void choose_device(App *a) {
     options_set(a->o, "device", "cpu", err);
     int good = device_serves(a, why);
     if (good) options_set(a->o, "device", "cuda", err);
-    if (opt_int(a->o, "verbose")) fprintf(stderr, "device     %s (%s)\n", good ? "cuda" : "cpu", why);
+    if (opt_int(a->o, "verbose")) tell("device     %s (%s)", good ? "cuda" : "cpu", why);
 }
 
 // -d cuda in a program that has no GPU half: exit 1.
@@ -22339,7 +22563,7 @@ static void open_template(App *a, const char *tokenizer_path, int needed) {
     a->tp = template_load(path, *name ? name : NULL, a->tok, err);
     if (!a->tp && *name) die(EXIT_MODEL, "%s", err);
     if (a->tp) a->tp->parse_user = opt_int(a->o, "parse-special");
-    else if (needed && !quiet) fprintf(stderr, "kvcomp: %s; going on with raw text\n", err);
+    else if (needed && !quiet) warn("%s; going on with raw text", err);
 }
 
 // Opens tokenizer and template. needed: text will be read or written, so a missing tokenizer ends
@@ -22355,7 +22579,7 @@ static void open_tokenizer(App *a, int needed) {
     if (!a->tok && needed) die(EXIT_MODEL, "%s", err);
     if (!a->tok) {
         if (!quiet)
-            fprintf(stderr, "kvcomp: %s; going on without text (lychee then cuts chunks of 16)\n", err);
+            warn("%s; going on without text (lychee then cuts chunks of 16)", err);
         return;
     }
     lychee_text(a->tok);
@@ -22364,7 +22588,7 @@ static void open_tokenizer(App *a, int needed) {
 
 // Opens the session of --method and seeds the sampler.
 static void open_session(App *a) {
-    a->method = strdup(opt_str(a->o, "method"));
+    a->method = copy_text(opt_str(a->o, "method"));
     a->s = session_open(a->c, a->w, a->o, a->method);
     template_differs(a);
     a->logits = xcalloc(a->c->V, sizeof(float));
@@ -22412,7 +22636,10 @@ static void print_memory(const App *a, FILE *f) {
 static void print_values(const Options *o) {
     for (int i = 0; i < (int)shlen(o->map); i++) {
         const char *name = o->map[i].key;
-        fprintf(stderr, "  --%s=%s%s\n", name, o->map[i].value, opt_given(o, name) ? "  (given)" : "");
+        const char *value = o->map[i].value;
+        fprintf(stderr, "  --%s=", name);
+        show(stderr, value, strlen(value));
+        fprintf(stderr, "%s\n", opt_given(o, name) ? "  (given)" : "");
     }
 }
 
@@ -22434,9 +22661,9 @@ static char *prompt_text(const App *a) {
     char err[256];
     size_t n;
     const char *file = opt_str(a->o, "file");
-    if (opt_given(a->o, "prompt")) return strdup(opt_str(a->o, "prompt"));
+    if (opt_given(a->o, "prompt")) return copy_text(opt_str(a->o, "prompt"));
     if (!*file) return NULL;
-    char *text = read_file(strcmp(file, "-") ? file : "/dev/stdin", &n, err);
+    char *text = read_plain_text(strcmp(file, "-") ? file : "/dev/stdin", &n, err);
     if (!text) die(EXIT_USAGE, "-f %s", err);
     return text;
 }
@@ -22449,6 +22676,7 @@ static int answer_prompt(App *a, const char *text) {
     if (opt_int(a->o, "n-predict") < 0) options_set(a->o, "n-predict", "256", err);
     if (!arrlen(a->turn) && !*text) die(EXIT_USAGE, "the prompt is empty");
     FILE *out = opt_int(a->o, "json") ? fopen("/dev/null", "w") : stdout;
+    if (!out) die(EXIT_RUN, "/dev/null: %s", strerror(errno));
     if (chat_turn(a, text, out)) return EXIT_RUN;
     if (out != stdout) fclose(out);
     if (opt_int(a->o, "json")) print_json(a, stdout);

@@ -409,8 +409,11 @@ KV_HD static inline uint64_t splitmix64(uint64_t *state) {
 // The first number that splitmix64 draws from the state x.
 KV_HD static inline uint64_t mix64(uint64_t x) { return splitmix64(&x); }
 
-// 2^40 x as an integer: sums of these do not depend on their order.
-KV_HD static inline int64_t fixed_mass(float x) { return (int64_t)rint((double)x * 1099511627776.0); }
+// 2^40 x as an integer: sums of these do not depend on their order. NaN, and what is no attention
+// because it is 2^22 or more, counts as 0: weights that hold a NaN must not overflow here.
+KV_HD static inline int64_t fixed_mass(float x) {
+    return fabs((double)x) < 4194304.0 ? (int64_t)rint((double)x * 1099511627776.0) : 0;
+}
 
 static inline size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }     // of n bits, in words of 64
 static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }
@@ -553,6 +556,9 @@ extern "C" {
 // ------------------------------------------------------------------------ helpers (section 15)
 // One line on stderr, then exit(code). Never returns.
 void  die(int code, const char *fmt, ...) KV_PRINTF(2, 3);
+
+// One line on stderr.
+void  warn(const char *fmt, ...) KV_PRINTF(1, 2);
 
 // What an open hook returns when its options do not fit: writes the reason into s->err and returns -1.
 int   refuse(Session *s, const char *fmt, ...) KV_PRINTF(2, 3);
