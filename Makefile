@@ -74,20 +74,38 @@ EMUFLAGS = -x c++ -std=c++17 -g -Wall -Wextra -Werror -Wno-unused-function -fno-
 ifneq ($(CXX_OK),)
 EMU_O := kvcomp_emu.o
 EMU_D := -DKVCOMP_CUDA
+HARD  := tests_hard
 endif
 kvcomp_emu.o: kvcomp.cu kvcomp.h cuda_emu.h Makefile
 	g++ $(EMUFLAGS) -O2 -c -o $@ kvcomp.cu
-tests: tests.c kvcomp.c kvcomp.h data/unicode.h $(EMU_O) Makefile | deps
-	$(CC) $(WARN) -O2 -g $(OPENMP) $(EMU_D) -o $@ tests.c $(EMU_O) -lm -lpthread
-test: kvcomp tests
+tests.o: tests.c kvcomp.c kvcomp.h data/unicode.h Makefile | deps
+	$(CC) $(WARN) -O2 -g $(OPENMP) $(EMU_D) -c -o $@ tests.c
+tests: tests.o $(EMU_O)
+	$(CC) $(OPENMP) -o $@ tests.o $(EMU_O) -lm -lpthread
+test: kvcomp tests $(HARD)
 	./tests
+ifneq ($(HARD),)
+	./tests_hard $(HARD_TESTS)
+endif
+
+# The same kernels and tests with the emulator's harder modes (cuda_emu.h): arithmetic as a GPU rounds it, accesses of
+# different blocks watched, memory that is used again poisoned. -fsanitize=thread makes the compiler report every access,
+# to cuda_emu.h; fused multiply-add is what nvcc makes of a product and a sum.
+HARD_TESTS = cuda_math cuda_rows cuda_attention cuda_tensor cuda_packed cuda_select cuda_pooled cuda_lines cuda_h2o \
+             cuda_lychee cuda_quest cuda_pats cuda_model cuda_wide cuda_emulator
+HARD_FMA = $(shell grep -qw fma /proc/cpuinfo 2>/dev/null && echo -mfma -ffp-contract=fast)
+kvcomp_hard.o: kvcomp.cu kvcomp.h cuda_emu.h Makefile
+	g++ $(EMUFLAGS) -DEMU_HARD=1 -fsanitize=thread -Wno-tsan $(HARD_FMA) -O1 -c -o $@ kvcomp.cu
+tests_hard: tests.o kvcomp_hard.o
+	$(CC) $(OPENMP) -o $@ tests.o kvcomp_hard.o -lm -lpthread
 
 # the emulated kernels under ThreadSanitizer: every CUDA thread is a fiber it knows
 tests_race: tests.c kvcomp.c kvcomp.cu kvcomp.h cuda_emu.h | deps
 	g++ $(EMUFLAGS) -Wno-tsan -O1 -fsanitize=thread -c -o race_emu.o kvcomp.cu
 	$(CC) $(WARN) -Wno-unknown-pragmas -O1 -g1 -fsanitize=thread -DKVCOMP_CUDA -o $@ tests.c race_emu.o -lm -lpthread
-race: tests_race
+race: tests_race tests_hard
 	./tests_race cuda
+	./tests_hard cuda
 
 # the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
 tests_asan: tests.c kvcomp.c kvcomp.h Makefile | deps
@@ -103,4 +121,4 @@ fuzz: fuzz_JSON fuzz_SAFETENSORS fuzz_CONFIG fuzz_TOKENIZER fuzz_SPM
 	for t in $^; do ./$$t -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=4096 || exit 1; done
 
 clean:
-	rm -f *.o gpu-bench.csv tests_race tests_gpu kvcomp tests tests_asan fuzz_JSON fuzz_SAFETENSORS fuzz_CONFIG fuzz_TOKENIZER fuzz_SPM
+	rm -f *.o gpu-bench.csv tests_race tests_hard tests_gpu kvcomp tests tests_asan fuzz_JSON fuzz_SAFETENSORS fuzz_CONFIG fuzz_TOKENIZER fuzz_SPM

@@ -12,9 +12,21 @@
 //   - a host pointer as kernel argument, as device side of a copy, or as a cuBLAS matrix; a matrix that runs past its memory
 //   - tensor-core operations that some lanes miss or do with other arguments, unaligned, or on a fragment nobody filled
 //   - cp.async that is read before its group was waited for, that overwrites what is still read, or that outlives its thread
+//   - a block that writes dynamic shared memory behind its end; a host pointer inside a struct that is a kernel argument
 // Device calls from several host threads are fine, one at a time. Built with -fsanitize=thread every CUDA thread is a TSan
 // fiber, and races on shared and global memory inside a block are reported with both stacks.
+//
+// Harder modes (`make test` runs the tests of kernels a second time with all of them, built with -DEMU_HARD):
+//   - EMU_ROUND=1, or emu_set_round(1): arithmetic rounds as the hardware does. Tensor cores align products to the largest
+//     and cut, expf is off by a unit in the last place either way. The build adds fused multiply-add, as nvcc does
+//   - between blocks: two blocks of one launch that touch the same four bytes, one of them writing, without atomics
+//   - poisoned rooms: memory that is used again starts as NaN (room() of kvcomp.cu)
+//   - ordinary host memory is read as late as the next launch, as a GPU that shares the host's page tables may do
+// Tests may let a call of the runtime fail: emu_fail_at().
 #pragma once
+#ifndef EMU_HARD
+#define EMU_HARD 0
+#endif
 #include <math.h>
 #include <float.h>
 #include <stdint.h>
@@ -27,7 +39,9 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 #include "kvcomp.h"               // f16 and bf16
-#if defined(__SANITIZE_THREAD__)
+// EMU_HARD is compiled with -fsanitize=thread too, but its calls end in this file (the log of accesses), not in TSan.
+#if defined(__SANITIZE_THREAD__) && !EMU_HARD
+#define EMU_UNDER_TSAN
 #include <sanitizer/tsan_interface.h>
 #define EMU_TSAN(x) x
 #else
@@ -71,18 +85,21 @@ struct Emu {
     EmuThread *cur;
     dim3 grid, block, bid;
     char *dyn; size_t dyn_bytes;      // dynamic shared memory
+    char *dyn_end;                    // its room ends here, where a page begins that nobody may touch
     const char *kernel; void (*body)(void *); void *arg;
     uint64_t rng; int seed;
     char *arena; size_t used;         // device memory
-    struct EmuMem { char *p; size_t bytes, span; int live; } *mem;  // ascending addresses, never reused
+    struct EmuMem { char *p; size_t bytes, span; int live, pool; } *mem;    // ascending addresses, never reused
     int n_mem, cap_mem, open;         // open: all live ones are readable
     size_t live, peak;                // bytes of the live ones, and the most there ever were
+    size_t pooled;                    // bytes of freed rows that the pool keeps
+    uint32_t launch, n_block;         // kernels run so far; the running block, counted from 1 as all of a launch are
     long switches;
 };
 static Emu emu;
 static pthread_mutex_t emu_mutex = PTHREAD_MUTEX_INITIALIZER;
 struct EmuLock { EmuLock() { pthread_mutex_lock(&emu_mutex); } ~EmuLock() { pthread_mutex_unlock(&emu_mutex); } };
-#if defined(__SANITIZE_THREAD__)      // the emulator's own state must not count as a race
+#if defined(EMU_UNDER_TSAN)           // the emulator's own state must not count as a race
 EMU_QUIET static dim3 emu_tid(void) { return emu.cur->tid; }
 EMU_QUIET static dim3 emu_bid(void) { return emu.bid; }
 EMU_QUIET static dim3 emu_bdim(void) { return emu.block; }
@@ -107,7 +124,7 @@ EMU_QUIET static char *emu_dyn(void) { return emu.dyn; }
 
 // From a fiber to the scheduler and back. swapcontext makes a system call, so it is left to TSan, which cannot follow longjmp.
 EMU_QUIET static void emu_leave(EmuThread *t) {
-#if defined(__SANITIZE_THREAD__)
+#if defined(EMU_UNDER_TSAN)
     __tsan_switch_to_fiber(emu.tsan, 1);                    // 1: no happens-before edge
     swapcontext(&t->ctx, &emu.sched);
 #else
@@ -115,7 +132,7 @@ EMU_QUIET static void emu_leave(EmuThread *t) {
 #endif
 }
 EMU_QUIET static void emu_enter(EmuThread *t) {
-#if defined(__SANITIZE_THREAD__)
+#if defined(EMU_UNDER_TSAN)
     __tsan_switch_to_fiber(t->tsan, 1);
     swapcontext(&emu.sched, &t->ctx);
 #else
@@ -182,6 +199,38 @@ static inline float emu_float(__half h)        { return f16_to_f32(h.bits); }
 static inline float emu_float(__nv_bfloat16 h) { return bf16_to_f32(h.bits); }
 static inline float emu_float(float x)         { return x; }
 
+// ---- rounding like the hardware's
+
+#if EMU_HARD
+static int emu_round = 1;
+#else
+static int emu_round;
+#endif
+extern "C" void emu_set_round(int on) { emu_round = on; }          // tests
+
+// x as the nearest float towards zero.
+EMU_QUIET static float emu_cut(double x) {
+    float f = (float)x;
+    return fabs((double)f) > fabs(x) ? nextafterf(f, 0) : f;
+}
+
+// What a tensor core makes of c plus n exact products: all are shifted to the exponent of the largest, cut behind EMU_KEPT
+// bits, added, and the sum is cut to a float. An A100 keeps one bit more than a float has, and adds 8 products at once.
+enum { EMU_KEPT = 24, EMU_AT_ONCE = 8 };
+EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
+    double top = fabs((double)c);
+    for (int i = 0; i < n; i++) top = fmax(top, fabs(product[i]));
+    if (!(top > 0) || isinf(top)) {
+        for (int i = 0; i < n; i++) c += (float)product[i];
+        return c;
+    }
+    int exponent;
+    frexp(top, &exponent);
+    double unit = ldexp(1.0, exponent - EMU_KEPT - 1), sum = trunc(c / unit) * unit;
+    for (int i = 0; i < n; i++) sum += trunc(product[i] / unit) * unit;
+    return emu_cut(sum);
+}
+
 namespace nvcuda { namespace wmma {
 struct matrix_a; struct matrix_b; struct accumulator; struct row_major; struct col_major;
 enum layout_t { mem_row_major, mem_col_major };
@@ -226,10 +275,10 @@ template <class Use, class T, class Layout> static void emu_fill(int line, fragm
 }
 template <class T, class LA, class LB> EMU_QUIET static void emu_mma(int line, fragment<accumulator, 16, 16, 16, float> &d, const fragment<matrix_a, 16, 16, 16, T, LA> &a,
                                                                      const fragment<matrix_b, 16, 16, 16, T, LB> &b, const fragment<accumulator, 16, 16, 16, float> &c) {
-    static float product[32][256];                           // of each warp
+    static float product[32][256];                           // of each warp: what the products add up to; with emu_round, d
     EmuThread *t = emu.cur;
     float A[256], B[256], *sum = product[(t - emu.t) / 32];  // B: its columns one after the other
-    const float *mine[2] = { a.x, b.x };
+    const float *mine[3] = { a.x, b.x, c.x };
     if (!a.filled || !b.filled || !c.filled) emu_die("line %d: mma_sync of a fragment that was never filled", line);
     t->in = (uint64_t)(uintptr_t)mine;
     emu_wait(EMU_WARP, line, 0xffffffffu);
@@ -237,14 +286,19 @@ template <class T, class LA, class LB> EMU_QUIET static void emu_mma(int line, f
         int cell = (i * 37 + emu.seed * 11) & 255;
         const float *const *from = (const float *const *)(uintptr_t)t->got[i / 8];
         A[cell] = from[0][i % 8]; B[cell % 16 * 16 + cell / 16] = from[1][i % 8];
+        sum[cell] = emu_round ? from[2][i % 8] : 0;
     }
     for (int i = 0; t->lane == 0 && i < 256; i++) {
         const float *x = A + i / 16 * 16, *y = B + i % 16 * 16;
-        sum[i] = 0;
-        for (int k = 0; k < 16; k++) sum[i] += x[k] * y[k];
+        double exact[16];
+        for (int k = 0; k < 16; k++) {
+            if (emu_round) exact[k] = (double)x[k] * y[k];
+            else sum[i] += x[k] * y[k];
+        }
+        for (int k = 0; k < 16 && emu_round; k += EMU_AT_ONCE) sum[i] = emu_tensor_sum(sum[i], exact + k, EMU_AT_ONCE);
     }
     emu_wait(EMU_WARP, line, 0xffffffffu);                   // nobody changes a fragment that is still read
-    for (int i = 0; i < 8; i++) d.x[i] = c.x[i] + sum[emu_cell(i)];
+    for (int i = 0; i < 8; i++) d.x[i] = (emu_round ? 0 : c.x[i]) + sum[emu_cell(i)];
     d.filled = 1;
 }
 #define load_matrix_sync(...)  emu_load(__LINE__, __VA_ARGS__)
@@ -411,9 +465,13 @@ static void emu_shared_check(int line, const void *p, const char *what) {
     int inside = (low && a >= low && a + 16 <= high) || (a >= emu.dyn && a + 16 <= emu.dyn + emu.dyn_bytes);
     if (!inside || (uintptr_t)p % 16) emu_die("line %d: %s at %p: not 16 aligned bytes of shared memory", line, what, p);
 }
+enum { EMU_CANARY = 0x5a };
 EMU_QUIET static void emu_block(void) {
     if (__start_emu_shared) memset(__start_emu_shared, 0xff, __stop_emu_shared - __start_emu_shared);
-    if (emu.dyn_bytes) memset(emu.dyn, 0xff, emu.dyn_bytes);
+    size_t room = (emu.dyn_bytes + 127) & ~(size_t)127;      // a block's dynamic memory begins where 128 divides the address,
+    emu.dyn = emu.dyn_end - room;                            // so up to 127 bytes lie between its end and the guard page
+    memset(emu.dyn, 0xff, emu.dyn_bytes);
+    memset(emu.dyn + emu.dyn_bytes, EMU_CANARY, room - emu.dyn_bytes);
     for (int i = 0; i < emu.n; i++) {
         EmuThread *t = &emu.t[i];
         unsigned x = emu.block.x, y = emu.block.y;
@@ -441,7 +499,12 @@ EMU_QUIET static void emu_block(void) {
             done += emu.t[i].state == EMU_DONE;
             if (emu.t[i].state == EMU_BARRIER) { barrier++; if (!line) line = emu.t[i].line; }
         }
-        if (done == emu.n) { EMU_TSAN(__tsan_acquire(&emu.sched)); return; }
+        if (done == emu.n) {
+            for (size_t i = emu.dyn_bytes; i < room; i++)
+                if (emu.dyn[i] != EMU_CANARY) emu_die("shared memory written at byte %zu of %zu", i, emu.dyn_bytes);
+            EMU_TSAN(__tsan_acquire(&emu.sched));
+            return;
+        }
         if (barrier && barrier + done == emu.n) {
             if (done) emu_die("line %d: %d of %d threads returned before __syncthreads", line, done, emu.n);
             for (int i = 0; i < emu.n; i++) {
@@ -458,14 +521,117 @@ EMU_QUIET static void emu_block(void) {
 #define EMU_PAGE  ((size_t)4096)
 #define EMU_DYN   ((size_t)99 << 10)                 // most shared memory a block may ask for: what sm_86 has
 typedef int cudaError_t; typedef void *cudaStream_t;
-enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
+enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorInsufficientDriver = 35, cudaErrorStreamCaptureUnsupported = 900, cudaErrorUnknown = 999 };
 enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-struct cudaDeviceProp { char name[256]; int major, minor, multiProcessorCount; size_t totalGlobalMem; };
+
+// ---- what the blocks of one launch touch
+// Blocks run in any order, so a word of device memory that one block writes is nobody else's in that launch. The log knows of
+// every four bytes who wrote and who read them last; a block that meets another one there, one of them writing, ends the program.
+// Allowed are atomics among themselves, other bytes of the same word, and what the last block to arrive does: it reads what
+// another one wrote, fenced (__threadfence) and then told by an atomic, after an atomic of its own.
+// The compiler calls __tsan_read4() and its like before every access, as it does for ThreadSanitizer; here they fill the log.
+#if EMU_HARD
+struct EmuTouch {
+    uint32_t launch, block;           // who: Emu.launch and Emu.n_block, 0: nobody yet
+    uint32_t when;                    // emu_clock then
+    unsigned char bytes;              // which of the four
+    unsigned char atomic;             // 1: all of it by atomics
+    unsigned char many;               // 1: several blocks
+};
+struct EmuWord { EmuTouch write, read; };
+struct EmuArrival { uint32_t launch, fence, told; };  // of a block: emu_clock at its last fence, and at its last atomic
+static EmuWord *emu_words;            // one for each four bytes of the arena
+enum { EMU_BLOCKS = 1 << 16 };
+static EmuArrival emu_arrivals[EMU_BLOCKS];           // by block, the last ones share
+static uint32_t emu_clock;
+EMU_QUIET static void emu_log_open(void) {
+    emu_words = (EmuWord *)mmap(NULL, EMU_ARENA / 4 * sizeof(EmuWord), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+}
+EMU_QUIET static void emu_log_forget(const char *p, size_t n) {       // freed memory
+    char *from = (char *)&emu_words[(p - emu.arena) / 4], *to = from + n / 4 * sizeof(EmuWord);
+    from = (char *)(((uintptr_t)from + EMU_PAGE - 1) & ~(EMU_PAGE - 1));
+    if (to > from) madvise(from, (size_t)(to - from) & ~(EMU_PAGE - 1), MADV_DONTNEED);
+}
+EMU_QUIET static EmuArrival *emu_arrival(uint32_t block) {
+    EmuArrival *a = &emu_arrivals[block % EMU_BLOCKS];
+    if (a->launch != emu.launch) *a = { emu.launch, 0, 0 };
+    return a;
+}
+// Does this touch, by another block of this launch, come before what the running block does?
+EMU_QUIET static int emu_before(const EmuTouch *t) {
+    const EmuArrival *a = emu_arrival(t->block), *mine = emu_arrival(emu.n_block);
+    return !t->many && a->fence > t->when && a->told > a->fence && mine->told > a->told;
+}
+EMU_QUIET static int emu_meets(const EmuTouch *t, unsigned bytes, int atomic) {
+    return t->launch == emu.launch && (t->block != emu.n_block || t->many) && t->bytes & bytes && !(t->atomic && atomic) && !emu_before(t);
+}
+// Only one touch is remembered: of two blocks at the same bytes that neither met the other, those bytes; else the last one.
+EMU_QUIET static void emu_note(EmuTouch *t, unsigned bytes, int atomic) {
+    if (t->launch != emu.launch) *t = { emu.launch, emu.n_block, emu_clock, 0, (unsigned char)atomic, 0 };
+    int same = t->block == emu.n_block && !t->many, meet = !same && t->bytes & bytes;
+    t->many = (unsigned char)meet;
+    t->bytes = (unsigned char)(same ? t->bytes | bytes : meet ? t->bytes & bytes : bytes);
+    t->atomic = (unsigned char)(same || meet ? t->atomic & atomic : atomic);
+    t->block = emu.n_block;
+    t->when = emu_clock;
+}
+EMU_QUIET static void emu_touch(const void *p, size_t n, int write, int atomic) {
+    size_t at = (size_t)((const char *)p - emu.arena), end = at + n;
+    if (at >= EMU_ARENA || !emu.kernel) return;
+    for (size_t w = at / 4; w * 4 < end; w++) {
+        unsigned bytes = 15;
+        if (w * 4 < at) bytes &= 15u << (at - w * 4);
+        if (w * 4 + 4 > end) bytes &= 15u >> (w * 4 + 4 - end);
+        EmuWord *x = &emu_words[w];
+        const EmuTouch *by = emu_meets(&x->write, bytes, atomic) ? &x->write : write && emu_meets(&x->read, bytes, atomic) ? &x->read : NULL;
+        if (by) {
+            int i = emu.n_mem - 1;
+            while (i > 0 && emu.mem[i].p > (const char *)p) i--;
+            emu_die("block %u,%u,%u %s offset %td of an allocation of %zu bytes, which %s of this launch %s: they come in any order", emu.bid.x, emu.bid.y, emu.bid.z,
+                    write ? "writes" : "reads", (const char *)p - emu.mem[i].p, emu.mem[i].bytes, by->many ? "other blocks" : "another block", by == &x->write ? "writes" : "reads");
+        }
+        if (write) emu_note(&x->write, bytes, atomic);
+        else emu_note(&x->read, bytes, atomic);
+    }
+}
+EMU_QUIET static void emu_atomic(const void *p, size_t n) {
+    emu_arrival(emu.n_block)->told = ++emu_clock;
+    emu_touch(p, n, 1, 1);
+}
+EMU_QUIET static void emu_fence(void) { emu_arrival(emu.n_block)->fence = ++emu_clock; }
+extern "C" {
+#define EMU_HOOKS(n) \
+    EMU_QUIET void __tsan_read##n(void *p)  { emu_touch(p, n, 0, 0); } \
+    EMU_QUIET void __tsan_write##n(void *p) { emu_touch(p, n, 1, 0); } \
+    EMU_QUIET void __tsan_unaligned_read##n(void *p)  { emu_touch(p, n, 0, 0); } \
+    EMU_QUIET void __tsan_unaligned_write##n(void *p) { emu_touch(p, n, 1, 0); }
+EMU_HOOKS(1) EMU_HOOKS(2) EMU_HOOKS(4) EMU_HOOKS(8) EMU_HOOKS(16)
+EMU_QUIET void __tsan_read_range(void *p, unsigned long n)  { emu_touch(p, n, 0, 0); }
+EMU_QUIET void __tsan_write_range(void *p, unsigned long n) { emu_touch(p, n, 1, 0); }
+EMU_QUIET void __tsan_init(void) {}
+EMU_QUIET void __tsan_func_entry(void *) {}
+EMU_QUIET void __tsan_func_exit(void) {}
+EMU_QUIET int __tsan_atomic32_load(const volatile int *p, int)                { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
+EMU_QUIET int __tsan_atomic32_fetch_add(volatile int *p, int v, int)          { emu_atomic((const void *)p, 4); return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+EMU_QUIET int __tsan_atomic32_compare_exchange_strong(volatile int *p, int *c, int v, int, int) {
+    emu_atomic((const void *)p, 4);
+    return __atomic_compare_exchange_n(p, c, v, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+}
+#else
+static void emu_log_open(void) {}
+static void emu_log_forget(const char *, size_t) {}
+static void emu_fence(void) {}
+#endif
+#define __threadfence() emu_fence()
 
 static void emu_fault(int, siginfo_t *, void *);
 static void emu_init(void) {
     emu.arena = (char *)mmap(NULL, EMU_ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    emu.dyn = (char *)mmap(NULL, EMU_DYN, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    size_t dyn = (EMU_DYN + EMU_PAGE - 1) / EMU_PAGE * EMU_PAGE;
+    emu.dyn_end = (char *)mmap(NULL, dyn + EMU_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) + dyn;
+    mprotect(emu.dyn_end, EMU_PAGE, PROT_NONE);
+    emu_log_open();
     emu.t = (EmuThread *)calloc(1024, sizeof(EmuThread));
     for (int i = 0; i < 1024; i++) {
         char *s = (char *)mmap(NULL, 64 << 10, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -476,7 +642,8 @@ static void emu_init(void) {
     stack_t st = {}; st.ss_sp = alt; st.ss_size = sizeof alt; sigaltstack(&st, NULL);
     struct sigaction sa = {}; sa.sa_sigaction = emu_fault; sa.sa_flags = SA_SIGINFO | SA_ONSTACK; sigaction(SIGSEGV, &sa, NULL);
     EMU_TSAN(emu.tsan = __tsan_get_current_fiber());
-    const char *e = getenv("EMU_SEED"); if (e) { emu.seed = atoi(e); emu.rng = emu.seed; }
+    const char *e = getenv("EMU_SEED"), *round = getenv("EMU_ROUND"); if (e) { emu.seed = atoi(e); emu.rng = emu.seed; }
+    if (round) emu_round = atoi(round);
 }
 static int emu_find(const void *p) {                            // the live allocation p lies in (or ends), -1: none
     int lo = 0, hi = emu.n_mem;
@@ -497,20 +664,39 @@ extern "C" void emu_set_seed(int seed) {                        // tests: anothe
     emu.seed = seed; emu.rng = (uint64_t)seed;
     if (emu.arena) emu_open(PROT_NONE);
 }
+// ---- errors: every call of the runtime comes by here. The last error stays until somebody asks for it, as on a real device,
+// so one that was looked over is found by the next launch. Tests choose a call that fails: the n-th from now on, and those
+// behind it too when `all`.
+static struct { long calls, at; int all; cudaError_t last; } emu_fails;
+extern "C" void emu_fail_at(long n, int all) { emu_fails = { 0, n, all, cudaSuccess }; }
+extern "C" long emu_calls(void) { return emu_fails.calls; }     // tests: calls since emu_fail_at
+static cudaError_t emu_error(cudaError_t e) { return emu_fails.last = e; }
+static cudaError_t emu_call(cudaError_t e) {                    // e: what this call would answer if it failed
+    long n = ++emu_fails.calls;
+    return n == emu_fails.at || (emu_fails.all && emu_fails.at && n > emu_fails.at) ? emu_error(e) : cudaSuccess;
+}
+#define EMU_CALL(e) do { cudaError_t call_ = emu_call(e); if (call_ != cudaSuccess) return call_; } while (0)
+
 static size_t emu_memory = EMU_ARENA;                           // what the device says it has
-static cudaError_t emu_malloc(void **out, size_t bytes) {
+// pool: the bytes come out of what the pool keeps, as far as that goes.
+static cudaError_t emu_malloc(void **out, size_t bytes, int pool) {
+    size_t kept = pool ? min_size(bytes, emu.pooled) : 0;
     if (!emu.arena) emu_init();
     size_t span = (bytes + EMU_PAGE - 1) / EMU_PAGE * EMU_PAGE + (bytes ? 0 : EMU_PAGE);
     if (emu.used + span + EMU_PAGE > EMU_ARENA) return cudaErrorMemoryAllocation;
     char *base = emu.arena + emu.used;
     if (emu.n_mem == emu.cap_mem) emu.mem = (Emu::EmuMem *)realloc(emu.mem, (size_t)(emu.cap_mem = 2 * emu.cap_mem + 64) * sizeof *emu.mem);
     emu.used += span + EMU_PAGE;
-    if (emu.live + bytes > emu_memory) { emu.used -= span + EMU_PAGE; return cudaErrorMemoryAllocation; }
+    if (emu.live + emu.pooled - kept + bytes > emu_memory) {
+        emu.used -= span + EMU_PAGE;
+        return emu_error(cudaErrorMemoryAllocation);
+    }
     emu.live += bytes;
+    emu.pooled -= kept;
     if (emu.live > emu.peak) emu.peak = emu.live;
     mprotect(base, span, PROT_READ | PROT_WRITE); memset(base, 0xff, span);
     if (!emu.open) mprotect(base, span, PROT_NONE);
-    emu.mem[emu.n_mem] = { base + ((span - bytes) & ~(size_t)15), bytes, span, 1 };          // ends at the guard page
+    emu.mem[emu.n_mem] = { base + ((span - bytes) & ~(size_t)15), bytes, span, 1, pool };    // ends at the guard page
     *out = emu.mem[emu.n_mem++].p;
     return cudaSuccess;
 }
@@ -558,23 +744,35 @@ static int emu_is_pinned(const void *p) {
 
 template <class T> static cudaError_t cudaMalloc(T **out, size_t bytes) {
     EmuLock lock;
+    EMU_CALL(cudaErrorMemoryAllocation);
     emu_settle("cudaMalloc");
-    return emu_malloc((void **)out, bytes);
+    return emu_malloc((void **)out, bytes, 0);
 }
-static cudaError_t cudaFree(void *p) {
+static cudaError_t emu_free(void *p, int pool) {
     EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaFree");
     if (!p) return cudaSuccess;
     int i = emu_find(p);
     if (i < 0 || emu.mem[i].p != (char *)p) emu_die("cudaFree of a pointer cudaMalloc never returned");
+    if (pool != emu.mem[i].pool) emu_die("memory of %s the pool is freed as if it were not", pool ? "outside" : "inside");
+    if (pool) emu.pooled += emu.mem[i].bytes;
     emu.mem[i].live = 0;                                      // stays unreadable: use after free faults
     emu.live -= emu.mem[i].bytes;
     emu_protect(i, PROT_NONE);
     madvise((char *)((uintptr_t)p & ~(EMU_PAGE - 1)), emu.mem[i].span, MADV_DONTNEED);
+    emu_log_forget((char *)p, emu.mem[i].bytes);
     return cudaSuccess;
 }
-template <class T> static cudaError_t cudaMallocAsync(T **out, size_t bytes, cudaStream_t) { return cudaMalloc(out, bytes); }
-static inline cudaError_t cudaFreeAsync(void *p, cudaStream_t) { return cudaFree(p); }
+static cudaError_t cudaFree(void *p) { return emu_free(p, 0); }
+// The pool keeps what was freed until somebody trims it, or a synchronisation finds more than its threshold.
+template <class T> static cudaError_t cudaMallocAsync(T **out, size_t bytes, cudaStream_t) {
+    EmuLock lock;
+    EMU_CALL(cudaErrorMemoryAllocation);
+    emu_settle("cudaMallocAsync");
+    return emu_malloc((void **)out, bytes, 1);
+}
+static inline cudaError_t cudaFreeAsync(void *p, cudaStream_t) { return emu_free(p, 1); }
 static int emu_range(const void *p, size_t bytes, const char *what) {
     int i = emu_find(p);
     if (i < 0) emu_die("%s is not device memory", what);
@@ -596,76 +794,138 @@ static void emu_copy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
 }
 static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
     EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaMemcpy");
     emu_copy(d, s, n, k);
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind k, cudaStream_t = 0) {
     EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
     int pinned = (k == cudaMemcpyHostToDevice && emu_is_pinned(s)) || (k == cudaMemcpyDeviceToHost && emu_is_pinned(d));
     if (emu_capture && !pinned && k != cudaMemcpyDeviceToDevice) emu_die("a copy of ordinary host memory while a graph is captured");
-    emu_do(pinned, [=] { emu_copy(d, s, n, k); });
+    emu_do(pinned || (EMU_HARD && k == cudaMemcpyHostToDevice), [=] { emu_copy(d, s, n, k); });
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t = 0) {
     EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
     emu_do(0, [=] { int i = emu_range(d, n, "cudaMemset"); emu_open1(i, PROT_READ | PROT_WRITE); memset(d, v, n); emu_open1(i, PROT_NONE); });
     return cudaSuccess;
 }
-static inline cudaError_t cudaHostRegister(void *p, size_t n, unsigned) { EmuLock lock; return emu_pin(p, NULL, n) ? cudaSuccess : cudaErrorMemoryAllocation; }
+static inline cudaError_t cudaHostRegister(void *p, size_t n, unsigned) {
+    EmuLock lock;
+    EMU_CALL(cudaErrorMemoryAllocation);
+    return emu_pin(p, NULL, n) ? cudaSuccess : emu_error(cudaErrorMemoryAllocation);
+}
 static inline cudaError_t cudaHostUnregister(void *p) {
     EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaHostUnregister");
     if (!emu_pin(NULL, p, 0)) emu_die("cudaHostUnregister of memory that was not registered");
     return cudaSuccess;
 }
-template <class T> static inline cudaError_t cudaMallocHost(T **p, size_t n) { *p = (T *)malloc(n ? n : 1); return *p ? cudaHostRegister(*p, n, 0) : cudaErrorMemoryAllocation; }
-static inline cudaError_t cudaFreeHost(void *p) { cudaHostUnregister(p); free(p); return cudaSuccess; }
-static inline cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return cudaSuccess; }
-static inline cudaError_t cudaGetDevice(int *d) { *d = 0; return cudaSuccess; }
+template <class T> static inline cudaError_t cudaMallocHost(T **p, size_t n) {
+    *p = (T *)malloc(n ? n : 1);
+    cudaError_t e = *p ? cudaHostRegister(*p, n, 0) : emu_error(cudaErrorMemoryAllocation);
+    if (e != cudaSuccess) free(*p);
+    return e;
+}
+static inline cudaError_t cudaFreeHost(void *p) {
+    cudaError_t e = cudaHostUnregister(p);
+    if (e == cudaSuccess) free(p);
+    return e;
+}
+static int emu_driver_old, emu_major = 8;
+extern "C" void emu_set_device(int major, int old) { emu_major = major; emu_driver_old = old; } // tests: another GPU; a driver that is too old
+static inline cudaError_t cudaGetDeviceCount(int *n) {
+    EMU_CALL(cudaErrorUnknown);
+    *n = 1;
+    return emu_driver_old ? emu_error(cudaErrorInsufficientDriver) : cudaSuccess;
+}
+static inline cudaError_t cudaGetDevice(int *d) { EMU_CALL(cudaErrorUnknown); *d = 0; return cudaSuccess; }
 typedef int cudaMemPool_t;
 enum cudaMemPoolAttr { cudaMemPoolAttrReleaseThreshold = 4 };
-static inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *m, int) { *m = 0; return cudaSuccess; }
-static inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { return cudaSuccess; }
-static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
-    *p = {};
-    snprintf(p->name, sizeof p->name, "emulator");
-    p->major = 8; p->multiProcessorCount = 2; p->totalGlobalMem = EMU_ARENA;
+static uint64_t emu_threshold;
+static inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *m, int) { EMU_CALL(cudaErrorUnknown); *m = 1; return cudaSuccess; }
+static inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *v) { EMU_CALL(cudaErrorUnknown); emu_threshold = *(uint64_t *)v; return cudaSuccess; }
+static inline cudaError_t cudaMemPoolTrimTo(cudaMemPool_t m, size_t least) {
+    EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
+    if (!m) emu_die("cudaMemPoolTrimTo of a pool that nobody asked for");
+    emu.pooled = min_size(emu.pooled, least);
+    return cudaSuccess;
+}
+static void emu_pool_release(void) {                            // what a synchronisation does to the pool: its threshold counts what is in use too
+    size_t used = 0;
+    for (int i = 0; emu.pooled && i < emu.n_mem; i++) used += emu.mem[i].live && emu.mem[i].pool ? emu.mem[i].bytes : 0;
+    if (used + emu.pooled > emu_threshold) emu.pooled = 0;
+}
+extern "C" size_t emu_pooled(void) { return emu.pooled; }       // tests
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr a, int) {
+    EMU_CALL(cudaErrorUnknown);
+    *x = a == cudaDevAttrMultiProcessorCount ? 2 : a == cudaDevAttrComputeCapabilityMajor ? emu_major : 0;
     return cudaSuccess;
 }
 extern "C" size_t emu_most_memory(void) { size_t n = emu.peak; emu.peak = emu.live; return n; } // tests: the most bytes held since the last call
 extern "C" void emu_set_memory(size_t bytes) { emu_memory = bytes ? bytes : EMU_ARENA; }         // tests: a small device; 0: a big one again
-static inline cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) { *total = emu_memory; *unused = emu_memory > emu.live ? emu_memory - emu.live : 0; return cudaSuccess; }
+static inline cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
+    EMU_CALL(cudaErrorUnknown);
+    size_t held = emu.live + emu.pooled;
+    *total = emu_memory;
+    *unused = emu_memory > held ? emu_memory - held : 0;
+    return cudaSuccess;
+}
 enum { cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventDisableTiming = 2 };
-static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) { *s = (void *)1; return cudaSuccess; }
-static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { EmuLock lock; emu_settle("cudaStreamSynchronize"); return cudaSuccess; }
-static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) { *e = (long *)calloc(1, sizeof **e); return cudaSuccess; }
-static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) { EmuLock lock; *e = emu_queued; return cudaSuccess; }
-static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) { EmuLock lock; emu_flush(*e); return cudaSuccess; }
-static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { *ms = 1; return cudaSuccess; }
-static inline cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return cudaSuccess; }
-static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
-static inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
+static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) { EMU_CALL(cudaErrorUnknown); *s = (void *)1; return cudaSuccess; }
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
+    EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
+    emu_settle("cudaStreamSynchronize");
+    emu_pool_release();
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) { EMU_CALL(cudaErrorUnknown); *e = (long *)calloc(1, sizeof **e); return cudaSuccess; }
+static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) { EmuLock lock; EMU_CALL(cudaErrorUnknown); *e = emu_queued; return cudaSuccess; }
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) { EmuLock lock; EMU_CALL(cudaErrorUnknown); emu_flush(*e); return cudaSuccess; }
+static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { EMU_CALL(cudaErrorUnknown); *ms = 1; return cudaSuccess; }
+static inline cudaError_t cudaEventDestroy(cudaEvent_t e) { EMU_CALL(cudaErrorUnknown); free(e); return cudaSuccess; }
+static inline cudaError_t cudaGetLastError(void) { cudaError_t e = emu_fails.last; emu_fails.last = cudaSuccess; return e; }
+static inline const char *cudaGetErrorString(cudaError_t e) {
+    if (e == cudaErrorInsufficientDriver) return "CUDA driver version is insufficient for CUDA runtime version";
+    return e == cudaErrorMemoryAllocation ? "out of memory" : e == cudaSuccess ? "no error" : "unknown error";
+}
 
 static void emu_count_one(const char *name);
 static inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
     EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
     if (!s) emu_die("the default stream cannot be captured");
-    if (emu_no_graphs) return 1;
+    if (emu_no_graphs) return emu_error(cudaErrorStreamCaptureUnsupported);
     emu_count_one("cudaStreamBeginCapture");
     emu_flush(emu_queued);
     emu_capture = (EmuOps *)calloc(1, sizeof *emu_capture);
     return cudaSuccess;
 }
-static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) { EmuLock lock; *g = emu_capture; emu_capture = NULL; return cudaSuccess; }
+static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) {
+    EmuLock lock;
+    *g = emu_capture;
+    emu_capture = NULL;
+    cudaError_t e = emu_call(cudaErrorUnknown);
+    if (e != cudaSuccess) *g = NULL;                          // a capture that failed leaves no graph
+    return e;
+}
 static inline cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *x, cudaGraph_t g, unsigned long long) {
+    EMU_CALL(cudaErrorUnknown);
     *x = (EmuOps *)calloc(1, sizeof **x);
     **x = *g; *g = {};                                        // the launches move into what can be run
     return cudaSuccess;
 }
-static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { free(g->at); free(g); return cudaSuccess; }
+static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { EMU_CALL(cudaErrorUnknown); free(g->at); free(g); return cudaSuccess; }
 static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t x) {
     EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaGraphExecDestroy");
     for (int i = 0; i < x->n; i++) free(x->at[i].arg);
     free(x->at); free(x);
@@ -673,6 +933,7 @@ static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t x) {
 }
 static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t x, cudaStream_t) {
     EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
     if (emu_capture) emu_die("cudaGraphLaunch while a graph is captured");
     emu_count_one("cudaGraphLaunch");
     emu_do(1, [=] { for (int i = 0; i < x->n; i++) x->at[i].run(x->at[i].arg); });
@@ -701,11 +962,22 @@ static size_t emu_allowed(void *kernel, size_t set) {             // dynamic sha
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 template <class... P> static cudaError_t cudaFuncSetAttribute(void (*k)(P...), cudaFuncAttribute, int bytes) {
     EmuLock lock;
-    if (bytes < 0 || (size_t)bytes > EMU_DYN) return 1;
+    EMU_CALL(cudaErrorUnknown);
+    if (bytes < 0 || (size_t)bytes > EMU_DYN) return emu_error(1);
     emu_allowed((void *)k, (size_t)bytes);
     return cudaSuccess;
 }
-template <class T> static void emu_arg(T) {}
+// A kernel argument: a struct must hold no address of the host, and neither must a pointer.
+static int emu_mapped(uintptr_t a) { return msync((void *)(a & ~(uintptr_t)(EMU_PAGE - 1)), 1, MS_ASYNC) == 0; }
+template <class T> static void emu_arg(T a) {
+    for (size_t i = 0; i + 8 <= sizeof a; i += 8) {
+        uintptr_t w;
+        memcpy(&w, (char *)&a + i, 8);
+        int device = (char *)w >= emu.arena && (char *)w < emu.arena + EMU_ARENA;
+        if (w >> 47 == 0 && w >> 20 && !device && emu_mapped(w))
+            emu_die("a kernel argument, a struct of %zu bytes, holds a host pointer at byte %zu", sizeof a, i);
+    }
+}
 template <class T> static void emu_arg(T *p) { if (p && emu_find(p) < 0) emu_die("a kernel argument is a host pointer"); }
 static struct { const char *name; long n; } emu_counts[256];       // launches of each place in the source; captures and graphs launched
 static void emu_count_one(const char *name) {
@@ -730,10 +1002,12 @@ static void emu_run(const char *name, dim3 grid, dim3 block, size_t dyn, void (*
     emu.arg = &call;
     emu.body = [](void *p) { (*(decltype(call) *)p)(); };
     emu_open(PROT_READ | PROT_WRITE);
+    emu.launch++;
     size_t n = (size_t)grid.x * grid.y * grid.z;
     for (size_t b = 0; b < n; b++) {
         size_t i = emu.seed == 0 ? b : emu.seed == 1 ? n - 1 - b : (b + emu.seed * 7919ull) % n;
         emu.bid = dim3(i % grid.x, i / grid.x % grid.y, i / ((size_t)grid.x * grid.y));
+        emu.n_block = (uint32_t)i + 1;
         emu_block();
     }
     emu_open(PROT_NONE);
@@ -742,6 +1016,7 @@ static void emu_run(const char *name, dim3 grid, dim3 block, size_t dyn, void (*
 template <class... P, class... A>
 static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
     EmuLock lock;
+    if (emu_call(cudaErrorUnknown) != cudaSuccess) return;        // KV_LAUNCH asks for the error
     int threads = block.x * block.y * block.z;
     if (threads < 1 || threads > 1024) emu_die("%s: a block of %d threads", name, threads);
     if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) emu_die("%s: grid %u,%u,%u", name, grid.x, grid.y, grid.z);
@@ -749,20 +1024,39 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
     if (!emu.arena) emu_init();
     emu_do(0, [=] { emu_run(name, grid, block, dyn, k, a...); });
 }
-#define KV_LAUNCH(k, grid, block, smem, ...) emu_launch(#k, grid, block, smem, k, __VA_ARGS__)
+#define KV_LAUNCH(k, grid, block, smem, ...) do { emu_launch(#k, grid, block, smem, k, __VA_ARGS__); KV_CUDA(cudaGetLastError()); } while (0)
 #define KV_UNROLL(n)
 #define KV_DYN_SHARED(T, name) T *name = (T *)emu_dyn()
 
 // ------------------------------------------------------------------------------------------------ device functions
 
+// expf is within a unit in the last place on a GPU. With emu_round it is off by -1, 0 or 1 of them, as the bits of x say.
+static inline float emu_expf(float x) {
+    float y = (expf)(x);
+    if (!emu_round || y == 0 || y == 1 || !(y < INFINITY)) return y;
+    uint32_t bits;
+    int32_t up;
+    memcpy(&bits, &x, 4);
+    memcpy(&up, &y, 4);
+    bits *= 2654435761u;
+    up += (int)((bits ^ bits >> 15) % 3) - 1;
+    memcpy(&y, &up, 4);
+    return y;
+}
+#define expf(x) emu_expf(x)
 static inline float __ldg(const float *p) { return *p; }
 static inline int   __ldg(const int *p) { return *p; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 #define __expf(x) expf(x)                       // glibc owns the name
-static inline float  __fmul_rn(float a, float b)   { return a * b; }    // never fused with an addition
-static inline float  __fadd_rn(float a, float b)   { return a + b; }
-static inline double __dmul_rn(double a, double b) { return a * b; }
-static inline double __dadd_rn(double a, double b) { return a + b; }
+#if EMU_HARD                           // the compiler must not see that a product goes into a sum
+#define EMU_APART(x) asm volatile("" : "+m"(x))
+#else
+#define EMU_APART(x)
+#endif
+static inline float  __fmul_rn(float a, float b)   { float x = a * b; EMU_APART(x); return x; }         // never fused with an addition
+static inline float  __fadd_rn(float a, float b)   { EMU_APART(a); EMU_APART(b); return a + b; }
+static inline double __dmul_rn(double a, double b) { double x = a * b; EMU_APART(x); return x; }
+static inline double __dadd_rn(double a, double b) { EMU_APART(a); EMU_APART(b); return a + b; }
 static inline int   __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int   __float_as_int(float x) { int i; memcpy(&i, &x, 4); return i; }
 static inline float __int_as_float(int x) { float f; memcpy(&f, &x, 4); return f; }
@@ -782,14 +1076,15 @@ static inline float atomicAdd(float *p, float v) {
 // Column-major like the real one, so transposes and leading dimensions are tested too.
 
 typedef void *cublasHandle_t; typedef int cublasStatus_t;
-enum { CUBLAS_STATUS_SUCCESS = 0 };
+enum { CUBLAS_STATUS_SUCCESS = 0, CUBLAS_STATUS_EXECUTION_FAILED = 13 };
 enum cudaDataType { CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF };
 enum cublasComputeType_t { CUBLAS_COMPUTE_32F };
 enum cublasGemmAlgo_t { CUBLAS_GEMM_DEFAULT };
 enum cublasOperation_t { CUBLAS_OP_N, CUBLAS_OP_T };
-static inline cublasStatus_t cublasCreate(cublasHandle_t *h) { *h = (void *)1; return 0; }
-static inline cublasStatus_t cublasDestroy(cublasHandle_t) { return 0; }
-static inline cublasStatus_t cublasSetStream(cublasHandle_t, cudaStream_t) { return 0; }
+static cublasStatus_t emu_blas(void) { return emu_call(cudaErrorUnknown) != cudaSuccess ? CUBLAS_STATUS_EXECUTION_FAILED : CUBLAS_STATUS_SUCCESS; }
+static inline cublasStatus_t cublasCreate(cublasHandle_t *h) { *h = (void *)1; return emu_blas(); }
+static inline cublasStatus_t cublasDestroy(cublasHandle_t) { return emu_blas(); }
+static inline cublasStatus_t cublasSetStream(cublasHandle_t, cudaStream_t) { return emu_blas(); }
 static size_t emu_size(cudaDataType t) { return t == CUDA_R_32F ? 4 : 2; }
 static float emu_get(const void *p, size_t i, cudaDataType t) {
     return t == CUDA_R_32F ? ((const float *)p)[i] : t == CUDA_R_16F ? f16_to_f32(((const uint16_t *)p)[i]) : bf16_to_f32(((const uint16_t *)p)[i]);
@@ -799,6 +1094,7 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
                                    const void *A, cudaDataType tA, int lda, const void *B, cudaDataType tB, int ldb,
                                    const void *beta, void *C, cudaDataType tC, int ldc, cublasComputeType_t, cublasGemmAlgo_t) {
     EmuLock lock;
+    if (emu_blas()) return CUBLAS_STATUS_EXECUTION_FAILED;
     emu_settle("cublasGemmEx");
     emu_count_one("cublasGemmEx");
     if (m < 1 || n < 1 || k < 1 || lda < (ta ? k : m) || ldb < (tb ? n : k) || ldc < m)
@@ -811,10 +1107,59 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
     emu_open1(a, PROT_READ | PROT_WRITE); emu_open1(b, PROT_READ | PROT_WRITE); emu_open1(c, PROT_READ | PROT_WRITE);
     for (int j = 0; j < n; j++) for (int i = 0; i < m; i++) {
         float sum = 0, *to = (float *)C + (size_t)j * ldc + i, be = *(const float *)beta;
-        for (int p = 0; p < k; p++)
-            sum += emu_get(A, ta ? (size_t)i * lda + p : (size_t)p * lda + i, tA) * emu_get(B, tb ? (size_t)p * ldb + j : (size_t)j * ldb + p, tB);
+        float four[4] = { 0 };                                // with emu_round: f32 sums in four parts, or a tensor core's
+        double exact[EMU_AT_ONCE];
+        for (int p = 0; p < k; p++) {
+            float x = emu_get(A, ta ? (size_t)i * lda + p : (size_t)p * lda + i, tA);
+            float y = emu_get(B, tb ? (size_t)p * ldb + j : (size_t)j * ldb + p, tB);
+            int last = p == k - 1 || p % EMU_AT_ONCE == EMU_AT_ONCE - 1;
+            if (!emu_round) sum += x * y;
+            else if (tA == CUDA_R_32F) four[p % 4] = fmaf(x, y, four[p % 4]);
+            else exact[p % EMU_AT_ONCE] = (double)x * y;
+            if (emu_round && tA != CUDA_R_32F && last) sum = emu_tensor_sum(sum, exact, p % EMU_AT_ONCE + 1);
+        }
+        if (emu_round && tA == CUDA_R_32F) sum = four[0] + four[1] + four[2] + four[3];
         *to = *(const float *)alpha * sum + (be != 0 ? be * *to : 0);
     }
     emu_open1(a, PROT_NONE); emu_open1(b, PROT_NONE); emu_open1(c, PROT_NONE);
     return CUBLAS_STATUS_SUCCESS;
 }
+
+// ------------------------------------------------------------------------------------------------ tests of the emulator itself
+// Kernels with a mistake each, so that a test can see it caught.
+
+struct EmuHolder { int n; const void *p; };
+static void emu_bad_neighbours(int *x) { x[threadIdx.x] = (int)blockIdx.x; }                          // every block writes the same words
+static void emu_bad_reader(int *x) { if (!blockIdx.x) x[0] = 1; else if (x[0] > 5) x[64] = 1; }          // one block reads what another writes
+static void emu_bad_shared(int *x) { int *own = (int *)emu_dyn(); own[threadIdx.x + 1] = 1; x[threadIdx.x] = 0; }       // past the end
+static void emu_bad_holder(EmuHolder) {}
+static void emu_first(int *x) { x[1] = x[0]; }
+// Allowed: bytes of their own in one word, atomics, and the last block that arrives, which reads what the others left.
+static void emu_good_blocks(int *x) {
+    ((char *)(x + 8))[blockIdx.x] = (char)blockIdx.x;
+    if (threadIdx.x) return;
+    x[blockIdx.x] = 7;
+    __threadfence();
+    if (atomicAdd(x + 32, 1) == (int)gridDim.x - 1) x[33] = x[0] + x[gridDim.x - 1];
+}
+extern "C" void emu_provoke(int kind) {
+    static int host;
+    int *x = NULL, zero[65] = { 0 };
+    cudaMalloc(&x, sizeof zero);
+    cudaMemcpy(x, zero, sizeof zero, cudaMemcpyHostToDevice);
+    if (kind == 0) emu_launch("good", 3, 32, 0, emu_good_blocks, x);
+    if (kind == 1) emu_launch("neighbours", 2, 32, 0, emu_bad_neighbours, x);
+    if (kind == 2) emu_launch("reader", 2, 1, 0, emu_bad_reader, x);
+    if (kind == 3) emu_launch("shared", 1, 31, 30 * sizeof(int), emu_bad_shared, x);
+    if (kind == 4) emu_launch("holder", 1, 32, 0, emu_bad_holder, EmuHolder{ 1, &host });
+    if (kind == 5) {                                             // host memory that changes while its copy is under way
+        zero[0] = 1;
+        cudaMemcpyAsync(x, zero, sizeof(int), cudaMemcpyHostToDevice, 0);
+        zero[0] = 2;
+        emu_launch("first", 1, 1, 0, emu_first, x);
+        cudaMemcpy(zero, x, sizeof zero, cudaMemcpyDeviceToHost);
+        fprintf(stderr, "%d read", zero[1]);
+    }
+    cudaFree(x);
+}
+extern "C" int emu_is_hard(void) { return EMU_HARD; }

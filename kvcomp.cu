@@ -72,6 +72,7 @@
 // for each purpose, so a decode step allocates nothing once the buffers have grown.
 
 static cudaStream_t kv_stream;                  // made by the first device_open, kept until the program ends
+static cudaMemPool_t kv_pool;                   // where rows come from and go back to (stream_open)
 
 // ---- errors
 
@@ -96,10 +97,36 @@ static void cuda_fail(cudaError_t e, const char *call, int line) {
 
 // ---- device memory
 
+// Gives back what the pool keeps of freed rows (stream_open), once everything that was asked for is
+// done with it.
+static void pool_trim(void) {
+    if (!kv_stream) return;
+    KV_CUDA(cudaStreamSynchronize(kv_stream));
+    KV_CUDA(cudaMemPoolTrimTo(kv_pool, 0));
+}
+
+// New device memory in *p: from the pool, in the order of the stream, or from the device. -> 1, or 0
+// when there is too little.
+static int device_ask(char **p, size_t bytes, int pool) {
+    cudaError_t e = pool ? cudaMallocAsync(p, bytes, kv_stream) : cudaMalloc(p, bytes);
+    if (e == cudaSuccess) return 1;
+    if (e != cudaErrorMemoryAllocation) cuda_fail(e, pool ? "cudaMallocAsync" : "cudaMalloc", __LINE__);
+    (void)cudaGetLastError();                   // or the next launch would report it
+    return 0;
+}
+
+// The same, asked a second time when the pool has given back what it keeps: that may be just what
+// is missing.
+static int device_try(char **p, size_t bytes, int pool) {
+    if (device_ask(p, bytes, pool)) return 1;
+    pool_trim();
+    return device_ask(p, bytes, pool);
+}
+
 // New device memory, NULL for 0 bytes.
 static char *device_new(size_t bytes) {
     char *p = NULL;
-    if (bytes) KV_CUDA(cudaMalloc(&p, bytes));
+    if (bytes && !device_try(&p, bytes, 0)) cuda_fail(cudaErrorMemoryAllocation, "cudaMalloc", __LINE__);
     return p;
 }
 
@@ -108,8 +135,9 @@ static void device_free(void *p) {
     if (p) KV_CUDA(cudaFree(p));
 }
 
-// Copies n bytes to the device. host is ordinary memory, which the runtime has read when the call
-// returns.
+// Copies n bytes to the device. host is ordinary memory. On most machines the runtime has read it
+// when the call returns; nobody counts on that, it stays as it is until the stream has been waited
+// for or, at least, the next launch.
 static void upload(void *dev, const void *host, size_t n) {
     if (n) KV_CUDA(cudaMemcpyAsync(dev, host, n, cudaMemcpyHostToDevice, kv_stream));
 }
@@ -283,10 +311,10 @@ struct Device {                 // Session.dev
     int no_graph;               // 1: this device would not take one
 };
 
-// Buffer `which` of the session, with room for n elements; its old content is lost when it grows.
-// It grows by a quarter more than asked for. Session.changes counts a move, because a captured
-// graph holds the old address.
-template <class T> static T *room(Session *s, int which, size_t n) {
+// Buffer `which` of the session, with room for n elements. Its content stays, unless it grows: then
+// by a quarter more than asked for. Session.changes counts a move, because a captured graph holds
+// the old address.
+template <class T> static T *room_kept(Session *s, int which, size_t n) {
     Room *r = &s->dev->room[which];
     if (n * sizeof(T) > r->bytes) {
         device_free(r->p);
@@ -295,6 +323,22 @@ template <class T> static T *room(Session *s, int which, size_t n) {
         s->changes++;
     }
     return (T *)r->p;
+}
+
+#ifdef KVCOMP_TEST
+#ifndef EMU_HARD
+#define EMU_HARD 0
+#endif
+extern "C" { int cuda_poison = EMU_HARD; }      // 1: room() hands out NaN instead of an old content
+#endif
+
+// The same, for a caller who writes everything before anything is read.
+template <class T> static T *room(Session *s, int which, size_t n) {
+    T *p = room_kept<T>(s, which, n);
+#ifdef KVCOMP_TEST
+    if (cuda_poison && n) KV_CUDA(cudaMemsetAsync(p, 0xff, n * sizeof(T), kv_stream));
+#endif
+    return p;
 }
 
 // ---- tensors on the device
@@ -938,7 +982,7 @@ static Pass pass_room(Session *s, int T) {
 static void upload_tokens(Session *s, int last) {
     Device *d = s->dev;
     unsigned before = s->changes;
-    Token *tok = room<Token>(s, ROOM_TOK, s->n_tok);
+    Token *tok = room_kept<Token>(s, ROOM_TOK, s->n_tok);
     int from = s->decoding && s->changes == before && d->n_tok == s->base ? s->base : 0;
     if (last || !from) upload(tok + from, s->tok + from, (size_t)(s->n_tok - from) * sizeof(Token));
     d->n_tok = s->n_tok;
@@ -954,7 +998,6 @@ void tokens_give_cuda(Session *s) {
 static void embed_cuda(Session *s, float *x, int T) {
     int C = s->c->C;
     int *ids = (int *)scratch(s, (size_t)T * sizeof(int)), *dev = room<int>(s, ROOM_IDS, T);
-    float *own = (float *)scratch(s, (size_t)C * sizeof(float));
     for (int t = 0; t < T; t++) ids[t] = s->tok[s->base + t].id;
     upload(dev, ids, (size_t)T * sizeof(int));
     size_t n = (size_t)T * C;
@@ -962,6 +1005,7 @@ static void embed_cuda(Session *s, float *x, int T) {
               dev, C, n);
     for (int t = 0; t < T; t++) {
         if (ids[t] >= 0) continue;
+        float *own = (float *)scratch(s, (size_t)C * sizeof(float));   // a row each: the copy may read it late
         EACH_PART(s, p) {
             if (!p->m->embed) continue;
             p->m->embed(s, p->ms, &s->tok[s->base + t], own);      // SONIC: Eq. 2
@@ -1306,7 +1350,7 @@ void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0,
 // a decode step that needs more rows does not wait for the device. want 0: gives the memory back.
 static char *grown(char *old, size_t have, size_t want) {
     char *p = NULL;
-    if (want) KV_CUDA(cudaMallocAsync(&p, want, kv_stream));
+    if (want && !device_try(&p, want, 1)) cuda_fail(cudaErrorMemoryAllocation, "cudaMallocAsync", __LINE__);
     if (want && have) device_copy(p, old, min_size(have, want));
     if (old) KV_CUDA(cudaFreeAsync(old, kv_stream));
     return p;
@@ -2705,7 +2749,7 @@ static int *chosen_room(Session *s, int l, int stride) {
     if (!c->kept[l]) s->changes++;
     c->kept[l] = KEPT;
     for (int g = 0; g < G; g++) c->row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
-    room<int>(s, ROOM_VIEWS, (size_t)s->c->L * G * stride);
+    room_kept<int>(s, ROOM_VIEWS, (size_t)s->c->L * G * stride);
     return lists_of(s, l);
 }
 
@@ -3148,6 +3192,7 @@ static int check_memory(const Session *s, char why[512]) {
     size_t unused, total;
     MemoryPlan p = memory_plan(s);
     if (shared_find(s->w)) p.weights = 0;
+    pool_trim();
     cudaError_t e = cudaMemGetInfo(&unused, &total);
     if (e != cudaSuccess) {
         snprintf(why, 512, "the GPU does not answer (%s); -d cpu works", cudaGetErrorString(e));
@@ -3164,23 +3209,51 @@ static int check_memory(const Session *s, char why[512]) {
     return EXIT_MEMORY;
 }
 
-// Makes the one stream. Heads grow every KV_STEP tokens, so the pool keeps up to 256 MB of rows
-// that were given back.
+// Makes the one stream. Heads grow every KV_STEP tokens, so the pool keeps all rows that were given
+// back. Its threshold counts the bytes in use, too: a smaller one than all of them would make every
+// synchronisation give back everything that is free. device_try takes it from the pool where it is
+// needed elsewhere.
 static void stream_open(void) {
     if (kv_stream) return;
     int device;
-    cudaMemPool_t pool;
-    uint64_t keep = (uint64_t)256 << 20;
-    KV_CUDA(cudaStreamCreateWithFlags(&kv_stream, cudaStreamNonBlocking));
+    uint64_t keep = UINT64_MAX;
+    cudaStream_t stream;
     KV_CUDA(cudaGetDevice(&device));
-    KV_CUDA(cudaDeviceGetDefaultMemPool(&pool, device));
-    KV_CUDA(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep));
+    KV_CUDA(cudaDeviceGetDefaultMemPool(&kv_pool, device));
+    KV_CUDA(cudaMemPoolSetAttribute(kv_pool, cudaMemPoolAttrReleaseThreshold, &keep));
+    KV_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    kv_stream = stream;
 }
 
-// Does a GPU answer?
-int device_there(void) {
+// Does a GPU answer? If none does, why receives the runtime's reason, such as a driver that is too
+// old.
+static int device_answers(char why[512]) {
     int n = 0;
-    return cudaGetDeviceCount(&n) == cudaSuccess && n > 0;
+    cudaError_t e = cudaGetDeviceCount(&n);
+    if (e == cudaSuccess && n > 0) return 1;
+    snprintf(why, 512, "no CUDA device can be used (%s); -d cpu works",
+             e == cudaSuccess ? "none is there" : cudaGetErrorString(e));
+    (void)cudaGetLastError();
+    return 0;
+}
+
+int device_there(void) {
+    char why[512];
+    return device_answers(why);
+}
+
+// The oldest GPUs that the kernels are compiled for: Ampere. bf16 on tensor cores begins there.
+enum { LEAST_CAPABILITY = 8 };
+
+// Can the GPU run the kernels? Asked before anything is brought there; else the reason in why.
+static int device_able(char why[512]) {
+    int device, major = 0, minor = 0;
+    KV_CUDA(cudaGetDevice(&device));
+    KV_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    KV_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    snprintf(why, 512, "the GPU has compute capability %d.%d, the kernels need %d.0 or more; -d cpu works",
+             major, minor, LEAST_CAPABILITY);
+    return major >= LEAST_CAPABILITY;
 }
 
 // 0: a GPU answers, the kernels can do the model, and all of memory_plan fits. Else the exit code,
@@ -3190,8 +3263,8 @@ int device_bars(const Session *s, char why[512]) {
     snprintf(why, 512, "at most %d KV heads of an even head_dim up to %d, found %d of %d; -d cpu works",
              MAX_G, MAX_D, G, D);
     if (D > MAX_D || D % 2 || G > MAX_G) return EXIT_USAGE;
-    snprintf(why, 512, "no CUDA device can be used; -d cpu works");
-    return !device_there() ? EXIT_USAGE : check_memory(s, why);
+    if (!device_answers(why) || !device_able(why)) return EXIT_USAGE;
+    return check_memory(s, why);
 }
 
 // Sets s->dev and brings the model to the device -> 0, or -1 with the reason in s->err. Exit 4 when
@@ -3505,7 +3578,7 @@ top_k_kernel(const float *x, size_t stride, const TopRow *rows, int *idx, int pe
 // (S) on the host; rows NULL: a kernel has put them into ROOM_LIST.
 static void top_k_device(Session *s, const float *x, int S, size_t stride, const TopRow *rows,
                          int *idx, int per, int *count) {
-    TopRow *dev = room<TopRow>(s, ROOM_LIST, S);
+    TopRow *dev = room_kept<TopRow>(s, ROOM_LIST, S);
     if (rows) upload(dev, rows, S * sizeof(TopRow));
     KV_LAUNCH(top_k_kernel, S, TOP_THREADS, 0, x, stride, dev, idx, per, count);
 }
@@ -4156,8 +4229,9 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
     float *u = room<float>(s, ROOM_POOL, (size_t)G * cap);
     TopRow *rows = room<TopRow>(s, ROOM_LIST, G);
     dim3 grid(blocks(cap, 16), G);
-    KV_LAUNCH(page_scores_kernel, grid, 256, (size_t)R * D * sizeof(float), p, s->dev->told, l * G,
-              pages, cap, q, R, D, dtype, u, rows, best);
+    size_t smem = (size_t)R * D * sizeof(float);
+    KV_LAUNCH_WIDE(page_scores_kernel, grid, 256, smem, p, s->dev->told, l * G, pages, cap, q, R, D,
+                   dtype, u, rows, best);
 
     int *idx = room<int>(s, ROOM_TOP_IDX, (size_t)G * (best + 1)), *count = idx + (size_t)G * best;
     int stride = LIST_HEAD + best * PAGE;
@@ -5378,7 +5452,7 @@ static void kmeans_device(Session *s, const LycheeRule *x, Tree *t, int coarse,
 void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees) {
     int D = s->c->D, G = s->c->G, M = x->M, K = trees->fine.n, P = trees->coarse.n;
     const int *start = starts_upload(s, x);
-    room<Tree>(s, ROOM_TREES, (size_t)s->c->L * G);
+    room_kept<Tree>(s, ROOM_TREES, (size_t)s->c->L * G);
     Tree *t = trees_of(s, l);
     upload(t, trees, G * sizeof(Tree));
     float *keys = room<float>(s, ROOM_KEYS, (size_t)G * M * D);
@@ -5533,7 +5607,9 @@ graft_kernel(Tree *trees, LayerRows a, LycheeRule x, const int *start, int from)
 // Chunks from .. M-1 join the trees of layer l.
 void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
     const int *start = starts_upload(s, x);
-    KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), keys_of(s, l), *x, start,
+    LycheeRule rule = *x;
+    rule.start = NULL;                          // on the host: no kernel may see it
+    KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), keys_of(s, l), rule, start,
               from);
 }
 
@@ -5788,9 +5864,9 @@ int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     const unsigned char *opened = x->units ? open : NULL;
 
     dim3 all(blocks(K, 16), lists);
-    if (x->units) KV_LAUNCH(open_units_kernel, lists, 256, smem, t, p, x->beta_coarse, x->units,
-                            4 * x->room, unit, open);
-    KV_LAUNCH(cluster_scores_kernel, all, 256, smem, t, p, x->beta, opened, score, rows, most);
+    if (x->units) KV_LAUNCH_WIDE(open_units_kernel, lists, 256, smem, t, p, x->beta_coarse, x->units,
+                                 4 * x->room, unit, open);
+    KV_LAUNCH_WIDE(cluster_scores_kernel, all, 256, smem, t, p, x->beta, opened, score, rows, most);
     top_k_device(s, score, lists, K, NULL, cand, most, count);
     Take a = { t, chunks, cand, count, score, order, taken, out, stride, most, per, R / m, x->cap,
                x->room, x->sink };
@@ -6033,6 +6109,21 @@ void cuda_copies(const unsigned *in, unsigned *out) {
     download(out, dout, 1024 * sizeof *out);
     cuda_drop(di);
     cuda_drop(dout);
+}
+
+// 1: what room() hands out again is NaN, with cuda_poison.
+int cuda_stale(Session *s) {
+    unsigned x = 7;
+    upload(room<unsigned>(s, ROOM_LIST, 1), &x, sizeof x);
+    download(&x, room<unsigned>(s, ROOM_LIST, 1), sizeof x);
+    return x == 0xffffffffu;
+}
+
+// 1: from now on the launches of a step go one by one; 0: as a graph again.
+void cuda_single_launches(Session *s, int single) {
+    if (s->dev->graph) KV_CUDA(cudaGraphExecDestroy(s->dev->graph));
+    s->dev->graph = NULL;
+    s->dev->no_graph = single;
 }
 }
 #endif
