@@ -10,9 +10,31 @@ WARN    = -std=c11 -Wall -Wextra -Werror
 # the compiler may have been installed only then
 OPENMP  = $(shell d=$$(mktemp -d) && echo 'int main(void){return 0;}' > $$d/a.c && $(CC) -fopenmp -o $$d/a $$d/a.c 2>/dev/null && echo -fopenmp || echo -Wno-unknown-pragmas; rm -rf $$d)
 
-NVCC   := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 CXX_OK := $(shell command -v g++ 2>/dev/null)
 
+# The CUDA half needs nvcc, the g++ that nvcc calls, and a cuBLAS that links: one program of one line shows whether all are
+# there. The toolkit brings cuBLAS; so do pip's packages (nvidia-cublas and others), whose headers and libraries lie apart
+# under nvidia/ of Python's site-packages. Else the CPU half is the program.
+PIP_CUDA  = $(shell python3 -c 'import site; print(*[d + "/nvidia" for d in site.getsitepackages() + [site.getusersitepackages()]])' 2>/dev/null)
+NVCC     := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc),$(firstword $(wildcard $(PIP_CUDA:=/*/bin/nvcc))))
+CUBLAS   := -lcublas
+CUDA_RUN := $(dir $(NVCC))../lib64
+cuda_links = $(shell d=$$(mktemp -d) && printf '\043include <cublas_v2.h>\nint main(void) { cublasHandle_t h; return cublasCreate(&h); }\n' > $$d/a.cpp \
+               && $(NVCC) $(CUDA_INC) -o $$d/a $$d/a.cpp $(CUBLAS) >/dev/null 2>&1 && echo yes; rm -rf $$d)
+ifneq ($(NVCC),)
+CUDA_OK := $(cuda_links)
+ifeq ($(CUDA_OK),)
+CUDA_INC := $(addprefix -I,$(wildcard $(PIP_CUDA:=/*/include)))
+CUDA_RUN := $(sort $(dir $(wildcard $(PIP_CUDA:=/*/lib/lib*.so.*))))
+CUBLAS   := $(addprefix -Xlinker ,$(firstword $(wildcard $(PIP_CUDA:=/*/lib/libcublas.so.*)))) $(addprefix -L,$(CUDA_RUN)) $(addprefix -Xlinker -rpath-link=,$(CUDA_RUN))
+CUDA_OK  := $(cuda_links)
+endif
+ifeq ($(CUDA_OK),)
+$(warning $(NVCC) cannot build a program with cuBLAS (no g++, or no cuBLAS, is found): building for the CPU alone)
+endif
+endif
+
+comma := ,
 all: kvcomp
 .PHONY: all deps install-deps run compare test asan race fuzz cuda-check gpu-test gpu-bench clean
 
@@ -20,19 +42,21 @@ all: kvcomp
 deps:
 	@echo '#include <stb/stb_ds.h>' | $(CC) -E -x c - >/dev/null 2>&1 || $(MAKE) --no-print-directory install-deps
 install-deps:
-	@command -v apt-get >/dev/null || { echo "kvcomp needs a C compiler and stb_ds.h (Debian: gcc libc6-dev libstb-dev)"; exit 1; }
+	@command -v apt-get >/dev/null || { echo "kvcomp needs a C compiler and stb_ds.h (Debian: gcc libc6-dev libstb-dev; or CPATH=DIR make, with DIR/stb/stb_ds.h)"; exit 1; }
 	@echo "installing what is missing: gcc libc6-dev libstb-dev"
 	@if [ "$$(id -u)" = 0 ]; then S=; else S=sudo; fi; $$S apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$S apt-get install -y -qq gcc libc6-dev libstb-dev >/dev/null
 
-# with nvcc both halves go into one program; without it the CPU half is the program
-ifneq ($(NVCC),)
-NVARCH  = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90
-NVFLAGS = -std=c++17 -O3 -Werror all-warnings -DKVCOMP_CUDA
-NVLINK  = $(addprefix -Xcompiler ,$(filter -fopenmp,$(OPENMP))) -Xlinker -rpath=$(dir $(NVCC))../lib64 -lcublas -lm
+# with CUDA both halves go into one program; without it the CPU half is the program. Machine code for every generation from
+# Ampere on that this nvcc knows, and PTX for those after: a driver would compile 9 seconds at the first start without either
+ifneq ($(CUDA_OK),)
+NVCODE := $(shell $(NVCC) --list-gpu-code 2>/dev/null)
+NVARCH := $(foreach a,80 90 100 120,$(if $(filter sm_$(a),$(NVCODE)),-gencode arch=compute_$(a)$(comma)code=sm_$(a))) -gencode arch=compute_90,code=compute_90
+NVFLAGS = -std=c++17 -O3 -Werror all-warnings -DKVCOMP_CUDA $(CUDA_INC)
+NVLINK  = $(addprefix -Xcompiler ,$(filter -fopenmp,$(OPENMP))) $(addprefix -Xlinker -rpath=,$(CUDA_RUN)) $(CUBLAS) -lm
 kvcomp.o: kvcomp.c kvcomp.h data/unicode.h Makefile | deps
 	$(CC) $(WARN) $(CFLAGS) $(OPENMP) -DKVCOMP_CUDA -c -o $@ kvcomp.c
 kvcomp_cuda.o: kvcomp.cu kvcomp.h Makefile
-	$(NVCC) $(NVFLAGS) $(NVARCH) -c -o $@ kvcomp.cu
+	$(NVCC) $(NVFLAGS) --threads 4 $(NVARCH) -c -o $@ kvcomp.cu
 kvcomp: kvcomp.o kvcomp_cuda.o
 	$(NVCC) -o $@ kvcomp.o kvcomp_cuda.o $(NVLINK)
 # registers, shared memory and spills of every kernel
@@ -41,15 +65,16 @@ cuda-check: kvcomp.cu kvcomp.h
 	@c++filt <kvcomp_check.txt | awk -F"'" '/Compiling entry/ { k = $$2; sub(/\(.*/, "", k); a = $$4 } /bytes stack/ { sub(/^ */, ""); s = $$0 } \
 	    /Used/ { sub(/.*Used/, "Used"); printf "%-6s %-28s %s; %s\n", a, k, $$0, s }'
 	@rm -f kvcomp_check.o kvcomp_check.txt
-# the CUDA tests on a real device, and the smaller ones under compute-sanitizer where it is installed
+# the CUDA tests on a real device, and the smaller ones under compute-sanitizer where it is installed (on PATH, or beside nvcc)
 SANITIZE = memcheck racecheck synccheck
+SANITIZER = $(firstword $(shell command -v compute-sanitizer 2>/dev/null) $(wildcard $(dir $(NVCC))compute-sanitizer $(dir $(NVCC))../compute-sanitizer/compute-sanitizer))
 gpu-test: tests.c kvcomp.c kvcomp.cu kvcomp.h | deps
 	$(NVCC) $(NVFLAGS) -arch=$(GPU_ARCH) -lineinfo -DKVCOMP_TEST -c -o tests_gpu_cuda.o kvcomp.cu
 	$(CC) $(WARN) -O2 -g $(OPENMP) -DKVCOMP_CUDA -c -o tests_gpu.o tests.c
 	$(NVCC) -o tests_gpu tests_gpu.o tests_gpu_cuda.o $(NVLINK)
 	./tests_gpu cuda
-	@if ! command -v compute-sanitizer >/dev/null; then echo "compute-sanitizer is not installed: its checks are left out"; \
-	else for t in $(SANITIZE); do compute-sanitizer --tool $$t --error-exitcode 1 ./tests_gpu cuda_math cuda_rows cuda_attention cuda_full cuda_steps || exit 1; done; fi
+	@s="$(SANITIZER)"; if [ -z "$$s" ]; then echo "compute-sanitizer is not installed: its checks are left out"; \
+	else for t in $(SANITIZE); do "$$s" --tool $$t --error-exitcode 1 ./tests_gpu cuda_math cuda_rows cuda_attention cuda_full cuda_steps || exit 1; done; fi
 GPU_ARCH = native
 # speed on a real device: the papers' methods on random weights of a real shape. A table on stdout, gpu-bench.csv beside it
 GPU_SHAPE = llama-3.1-8b

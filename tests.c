@@ -7773,7 +7773,7 @@ static int sh(const char *fmt, ...) {                    // -> exit code; stdout
     va_start(ap, fmt); vsnprintf(cmd, sizeof cmd, fmt, ap); va_end(ap);
     snprintf(o, sizeof o, "/tmp/kvt_%d_out", (int)getpid());
     snprintf(e, sizeof e, "/tmp/kvt_%d_err", (int)getpid());
-    snprintf(full, sizeof full, "{ %s ; } >%s 2>%s </dev/null", cmd, o, e);
+    snprintf(full, sizeof full, "{ export CUDA_VISIBLE_DEVICES= ; %s ; } >%s 2>%s </dev/null", cmd, o, e);     // -d auto is the CPU, whatever the machine has
     int rc = system(full);
     slurp_into(o, sh_out, sizeof sh_out);
     slurp_into(e, sh_err, sizeof sh_err);
@@ -8196,6 +8196,14 @@ static int text_map(const char *file, const TextSection *s, const char *c, const
     return n;
 }
 
+TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU program and says so; with them, for every generation of GPUs that nvcc knows") {
+    const char *make = "env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS make -n -W kvcomp.c kvcomp";
+    CHECK(sh("%s NVCC=/bin/false", make) == 0 && strstr(sh_out, " -o kvcomp kvcomp.c") && !strstr(sh_out, "KVCOMP_CUDA") && strstr(sh_err, "building for the CPU alone"), "%s%s", sh_out, sh_err);
+    CHECK(sh("%s NVCC=", make) == 0 && strstr(sh_out, " -o kvcomp kvcomp.c") && !*sh_err, "%s%s", sh_out, sh_err);
+    sh("%s NVCC=/bin/true", make);
+    CHECK(strstr(sh_out, "/bin/true -o kvcomp") && strstr(sh_out, "-DKVCOMP_CUDA") && strstr(sh_out, "compute_90") && !strstr(sh_out, "sm_120"), "an nvcc that tells nothing: %s", sh_out);
+    CHECK(sh("echo \"[${CUDA_VISIBLE_DEVICES-none}]\"") == 0 && !strcmp(sh_out, "[]\n"), "programs that tests start see no GPU: %s", sh_out);
+}
 TEST(text_order, "contents and banners agree in both halves, and kvcomp.cu's sections are kvcomp.c's") {
     static char c[1 << 21], cu[1 << 20];
     slurp_into("kvcomp.c", c, sizeof c);
