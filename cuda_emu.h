@@ -208,6 +208,19 @@ static int emu_round;
 #endif
 extern "C" void emu_set_round(int on) { emu_round = on; }          // tests
 
+// Exponential functions are off by a unit in the last place on a GPU: y = f(x), moved by -1, 0 or 1 of them, as the bits of x say.
+EMU_QUIET static float emu_off(float y, float x) {
+    if (!emu_round || y == 0 || y == 1 || !(y < INFINITY)) return y;
+    uint32_t bits;
+    int32_t up;
+    memcpy(&bits, &x, 4);
+    memcpy(&up, &y, 4);
+    bits *= 2654435761u;
+    up += (int)((bits ^ bits >> 15) % 3) - 1;
+    memcpy(&y, &up, 4);
+    return y;
+}
+
 // x as the nearest float towards zero.
 EMU_QUIET static float emu_cut(double x) {
     float f = (float)x;
@@ -342,8 +355,13 @@ EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigne
     for (int i = 0; i < 4; i++) {                                                   // c0..c3
         int row = i < 2 ? group : group + 8, col = in_group * 2 + (i & 1);
         float sum = 0;
-        for (int k = 0; k < 16; k++) sum += x->a[row][k] * x->b[k][col];
+        double exact[16];
+        for (int k = 0; k < 16; k++) {
+            if (emu_round) exact[k] = (double)x->a[row][k] * x->b[k][col];
+            else sum += x->a[row][k] * x->b[k][col];
+        }
         d[i] += sum;
+        for (int k = 0; k < 16 && emu_round; k += EMU_AT_ONCE) d[i] = emu_tensor_sum(d[i], exact + k, EMU_AT_ONCE);
     }
 }
 
@@ -412,7 +430,7 @@ template <int N> static void load_once(unsigned *to, const void *p, int line = _
     if ((uintptr_t)p % (4 * N)) emu_die("line %d: a load of %d bytes at %p", line, 4 * N, p);
     memcpy(to, p, 4 * N);
 }
-static inline float exp2_flush(float x) { return x < -126 ? 0 : exp2f(x); }
+static inline float exp2_flush(float x) { return x < -126 ? 0 : emu_off(exp2f(x), x); }
 static inline void dependency_wait(void) {}                                         // kernels run one after the other
 static inline void dependents_launch(void) {}
 
@@ -1030,19 +1048,7 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
 
 // ------------------------------------------------------------------------------------------------ device functions
 
-// expf is within a unit in the last place on a GPU. With emu_round it is off by -1, 0 or 1 of them, as the bits of x say.
-static inline float emu_expf(float x) {
-    float y = (expf)(x);
-    if (!emu_round || y == 0 || y == 1 || !(y < INFINITY)) return y;
-    uint32_t bits;
-    int32_t up;
-    memcpy(&bits, &x, 4);
-    memcpy(&up, &y, 4);
-    bits *= 2654435761u;
-    up += (int)((bits ^ bits >> 15) % 3) - 1;
-    memcpy(&y, &up, 4);
-    return y;
-}
+static inline float emu_expf(float x) { return emu_off((expf)(x), x); }
 #define expf(x) emu_expf(x)
 static inline float __ldg(const float *p) { return *p; }
 static inline int   __ldg(const int *p) { return *p; }

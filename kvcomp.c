@@ -19227,6 +19227,7 @@ typedef struct {            // one line of the table
     double kv;              //   rows of K and V
     double meta;            //   the method's index
     double flops;           // of a prefill: products and causal attention, each counted once
+    double growth;          // seconds that one growth of the heads' memory costs, 0: none was seen
     size_t stored;          // bytes of rows held
 } BenchLine;
 
@@ -19383,19 +19384,60 @@ static double step_weights(const Session *s) {
     return bytes;
 }
 
+// The steps of a decode, one by one: a head's memory grows every KV_STEP tokens, which costs that
+// step, and on the GPU also the two behind it (an ordinary step, and a graph captured anew).
+typedef struct {
+    double *seconds;        // of each step (stb_ds array)
+    char *grew;             // 1: heads grew in it (stb_ds array)
+    int last;               // the last step that grew, -1: none
+} BenchSteps;
+enum { GROWTH_STEPS = 3 };  // steps that a growth costs, at most
+
+// What all heads have room for: rows and packed bytes.
+static size_t heads_room(const Session *s) {
+    size_t n = 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) n += (size_t)s->head[i].cap + s->head[i].pk_bytes;
+    return n;
+}
+
+// One step more, its id by its number.
+static void bench_step(Session *s, BenchSteps *x) {
+    size_t room = heads_room(s);
+    double t = s->clk.decode;
+    decode(s, (int)(mix64((uint64_t)arrlen(x->seconds)) % (uint64_t)s->c->V));
+    int grew = heads_room(s) != room;
+    if (grew) x->last = (int)arrlen(x->seconds);
+    arrput(x->seconds, s->clk.decode - t);
+    arrput(x->grew, (char)grew);
+}
+
+// Seconds that a growth takes beside what its steps take anyway: the mean over all growths with
+// their steps, 0 when there was none.
+static double growth_cost(const BenchSteps *x) {
+    int n = (int)arrlen(x->seconds), count = 0;
+    double sum = 0, *sorted = xmalloc((size_t)n * sizeof *sorted);
+    memcpy(sorted, x->seconds, (size_t)n * sizeof *sorted);
+    double usual = median(sorted, n);
+    free(sorted);
+    for (int i = 0; i + GROWTH_STEPS <= n; i++) {
+        if (!x->grew[i]) continue;
+        count++;
+        for (int j = i; j < i + GROWTH_STEPS; j++) sum += x->seconds[j] - usual;
+    }
+    return count ? sum / count : 0;
+}
+
 // Decode behind `depth` rows: `repeat` times BENCH_STEPS steps, which all go on in the same
-// dialogue.
+// dialogue. On the GPU it goes on, off the clock, until heads have grown once.
 static BenchLine bench_decode(Session *s, int depth, int repeat) {
     BenchLine b = { .test = "tg", .n = depth };
+    BenchSteps x = { .last = -1 };
     double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
     fill_cache(s, depth);
     b.bandwidth = bandwidth(s);
     for (int r = 0; r < repeat; r++) {
         double t = s->clk.decode;
-        for (int i = 0; i < BENCH_STEPS; i++) {
-            uint64_t step = (uint64_t)(r * BENCH_STEPS + i);
-            decode(s, (int)(mix64(step) % (uint64_t)s->c->V));
-        }
+        for (int i = 0; i < BENCH_STEPS; i++) bench_step(s, &x);
         seconds[r] = s->clk.decode - t;
     }
     b.tok_s = BENCH_STEPS / median(seconds, repeat);
@@ -19405,6 +19447,11 @@ static BenchLine bench_decode(Session *s, int depth, int repeat) {
         if (p->m->bytes) b.meta += (double)p->m->bytes(s, p->ms);
     }
     bench_clock(&b, s, s->clk.steps);
+    for (int i = 0; KV_DEV(s) && i < KV_STEP && x.last < 0; i++) bench_step(s, &x);
+    while (KV_DEV(s) && x.last >= 0 && (int)arrlen(x.seconds) < x.last + GROWTH_STEPS) bench_step(s, &x);
+    b.growth = growth_cost(&x);
+    arrfree(x.seconds);
+    arrfree(x.grew);
     free(seconds);
     return b;
 }
@@ -19418,7 +19465,7 @@ static double step_bytes(const BenchLine *b) { return b->weights + b->kv + b->me
 static void bench_header(FILE *f, const Options *o, const Config *c, const Weights *w) {
     if (opt_int(o, "csv")) {
         fprintf(f, "test,n,method,model,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,read_gb_s,"
-                   "share,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,threads,simd\n");
+                   "share,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,threads,simd,growth_ms\n");
         return;
     }
     if (opt_int(o, "json")) return;
@@ -19426,9 +19473,9 @@ static void bench_header(FILE *f, const Options *o, const Config *c, const Weigh
     fprintf(f, "method %s, K %s, V %s, ", opt_str(o, "method"), opt_str(o, "ctk"), opt_str(o, "ctv"));
     fprintf(f, "%d threads, %s\n\n", n_threads(), simd_name());
     fprintf(f, "| test        |    tok/s | weights MB | KV MB | index MB |  GB/s | machine reads "
-               "| share | attend ms | select ms | commit ms | index ms | KV held MB |\n");
+               "| share | attend ms | select ms | commit ms | index ms | KV held MB | growth ms |\n");
     fprintf(f, "|-------------|---------:|-----------:|------:|---------:|------:|--------------:"
-               "|------:|----------:|----------:|----------:|---------:|-----------:|\n");
+               "|------:|----------:|----------:|----------:|---------:|-----------:|----------:|\n");
 }
 
 // One JSON line.
@@ -19443,7 +19490,7 @@ static void bench_json(FILE *f, const BenchLine *b, const Options *o, const Conf
     fprintf(f, "\"attend_ms\":%.4f,\"select_ms\":%.4f,\"commit_ms\":%.4f,\"index_ms\":%.4f,",
             b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3);
     fprintf(f, "\"kv_bytes_stored\":%zu,\"threads\":%d,", b->stored, n_threads());
-    fprintf(f, "\"simd\":\"%s\"}\n", simd_name());
+    fprintf(f, "\"simd\":\"%s\",\"growth_ms\":%.4f}\n", simd_name(), b->growth * 1e3);
 }
 
 // One CSV line.
@@ -19453,7 +19500,7 @@ static void bench_csv(FILE *f, const BenchLine *b, const Options *o, const Confi
     fprintf(f, "%.3f,%.0f,%.0f,%.0f,", b->tok_s, b->weights, b->kv, b->meta);
     fprintf(f, "%.2f,%.2f,%.4f,", gb_s, read, gb_s / read);
     fprintf(f, "%.4f,%.4f,%.4f,%.4f,", b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3);
-    fprintf(f, "%zu,%d,%s\n", b->stored, n_threads(), simd_name());
+    fprintf(f, "%zu,%d,%s,%.4f\n", b->stored, n_threads(), simd_name(), b->growth * 1e3);
 }
 
 // A row of the table. The bytes of a step are left empty for a prefill, which is not bound by them.
@@ -19469,8 +19516,10 @@ static void bench_row(FILE *f, const BenchLine *b) {
         fprintf(f, "| %10.1f | %5.1f | %8.1f ", b->weights * 1e-6, b->kv * 1e-6, b->meta * 1e-6);
         fprintf(f, "| %5.1f | %13.1f | %4.0f%% ", gb_s, read, 100 * gb_s / read);
     }
-    fprintf(f, "| %9.3f | %9.3f | %9.3f | %8.3f | %10.1f |\n",
+    fprintf(f, "| %9.3f | %9.3f | %9.3f | %8.3f | %10.1f ",
             b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, (double)b->stored * 1e-6);
+    if (b->growth) fprintf(f, "| %9.3f |\n", b->growth * 1e3);
+    else fprintf(f, "| %9s |\n", "");
 }
 
 // One line in the form that --json or --csv asks for.
@@ -19494,14 +19543,15 @@ typedef struct {
 
 static const SuiteRun suite_runs[] = {
     { "full",           "full",        "",             1, 1 },
-    { "loopserve-p",    "loopserve-p", "",             1, 0 },
     { "streaming 1024", "streaming",   "budget=1024",  0, 1 },
     { "snapkv 1024",    "snapkv",      "budget=1024",  0, 1 },
     { "dililazy 128",   "dililazy",    "budget=128",   0, 1 },
+    { "quest 1024",     "quest",       "budget=1024",  0, 1 },
     { "lychee",         "lychee",      "",             0, 1 },
     { "pats 8",         "pats",        "pats-bmax=8",  0, 1 },
     { "pats 10",        "pats",        "pats-bmax=10", 0, 1 },
     { "loopserve-d",    "loopserve-d", "",             0, 1 },
+    { "loopserve-p",    "loopserve-p", "",             1, 0 },         // last: it may take the suite's time
 };
 enum { SUITE_SECONDS = 400 };               // no measurement begins that is expected to end later
 
@@ -19526,11 +19576,11 @@ static void suite_header(const Suite *u, double copy, double gemm) {
     fprintf(u->table, "K %s, V %s; share: of the copy rate, measured beside every line\n\n",
             opt_str(a->o, "ctk"), opt_str(a->o, "ctv"));
     fprintf(u->table, "| method         | test      |     tok/s | ms/token |  GB/step |    GB/s | share "
-                      "| TFLOP/s | attend ms | select   | commit   | index    | rows GB  |\n");
+                      "| TFLOP/s | attend ms | select   | commit   | index    | rows GB  | growth   |\n");
     fprintf(u->table, "|----------------|-----------|----------:|---------:|---------:|--------:|------:"
-                      "|--------:|---------:|---------:|---------:|---------:|---------:|\n");
+                      "|--------:|---------:|---------:|---------:|---------:|---------:|---------:|\n");
     fprintf(u->csv, "method,test,n,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,copy_gb_s,"
-                    "share,tflop_s,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,note\n");
+                    "share,tflop_s,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,growth_ms,note\n");
 }
 
 // One line of both files. instead: why there are no numbers, or NULL.
@@ -19547,13 +19597,14 @@ static void suite_row(const Suite *u, const SuiteRun *r, const BenchLine *b, con
         fprintf(u->table, "%9.2f | %8.3f | ", b->tok_s, 1e3 / b->tok_s);
         fprintf(u->table, "%8.3f | %7.1f | ", bytes * 1e-9, gb_s);
         fprintf(u->table, "%4.0f%% | %7.1f | %8.3f | %8.3f | ", 100 * share, tera, attend, select);
-        fprintf(u->table, "%8.3f | %8.3f | %8.3f |\n", commit, index, (double)b->stored * 1e-9);
+        fprintf(u->table, "%8.3f | %8.3f | %8.3f | ", commit, index, (double)b->stored * 1e-9);
+        fprintf(u->table, "%8.3f |\n", b->growth * 1e3);
     }
     fprintf(u->csv, "\"%s\",%s,%d,", r->name, b->test, b->n);
     fprintf(u->csv, "%.3f,%.0f,%.0f,%.0f,", b->tok_s, b->weights, b->kv, b->meta);
     fprintf(u->csv, "%.2f,%.2f,%.4f,%.3f,", gb_s, b->bandwidth * 1e-9, share, tera);
     fprintf(u->csv, "%.4f,%.4f,%.4f,%.4f,", attend, select, commit, index);
-    fprintf(u->csv, "%zu,\"%s\"\n", b->stored, instead ? instead : "");
+    fprintf(u->csv, "%zu,%.4f,\"%s\"\n", b->stored, b->growth * 1e3, instead ? instead : "");
     fflush(u->table);
     fflush(u->csv);
 }
@@ -19652,7 +19703,7 @@ static void bench_context(Options *o, const int *prompt, const int *depth) {
     char text[16], err[256];
     for (int i = 0; i < (int)arrlen(prompt); i++) n = max_int(n, prompt[i]);
     for (int i = 0; i < (int)arrlen(depth); i++) n = max_int(n, depth[i]);
-    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(o, "repeat"));
+    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(o, "repeat") + KV_STEP + GROWTH_STEPS);
     options_set(o, "ctx-size", text, err);
 }
 

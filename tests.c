@@ -7475,6 +7475,24 @@ TEST(bench_forms, "JSON lines parse, CSV rows have the header's fields, table ro
     }
 }
 
+TEST(bench_growth, "what the growth of the heads costs: that step and the two behind it, less what steps take anyway; a growth at the end of the run does not count") {
+    BenchSteps x = { .last = -1 };
+    double seconds[] = { 1, 1, 5, 2, 3, 1, 1, 1, 9, 1 };
+    for (int i = 0; i < 10; i++) { arrput(x.seconds, seconds[i]); arrput(x.grew, (char)(i == 2 || i == 8)); }
+    CHECK(growth_cost(&x) == 7, "%g", growth_cost(&x));
+    x.grew[2] = 0;
+    CHECK(growth_cost(&x) == 0, "none: %g", growth_cost(&x));
+    arrfree(x.seconds); arrfree(x.grew);
+    Options *o; Config *c; Weights *w;
+    Session *s = bench_session(&o, &c, &w, "full");
+    fill_cache(s, 150);
+    x = (BenchSteps){ .last = -1 };
+    for (int i = 0; i < 40; i++) bench_step(s, &x);
+    CHECK(x.last == 192 - 150 - BENCH_WARM && arrlen(x.seconds) == 40, "heads grew in step %d", x.last);      // the 193rd row
+    arrfree(x.seconds); arrfree(x.grew);
+    bench_close(s, o, c, w);
+}
+
 // ==================================================================================================== 18c REPORT
 // The png writer against an independent reader, escaping, the well-formedness of the whole page, and what its pictures say.
 
@@ -8197,7 +8215,7 @@ static int text_map(const char *file, const TextSection *s, const char *c, const
 }
 
 TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU program and says so; with them, for every generation of GPUs that nvcc knows") {
-    const char *make = "env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS make -n -W kvcomp.c kvcomp";
+    const char *make = "env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS make -n -W kvcomp.c -W kvcomp.cu kvcomp";
     CHECK(sh("%s NVCC=/bin/false", make) == 0 && strstr(sh_out, " -o kvcomp kvcomp.c") && !strstr(sh_out, "KVCOMP_CUDA") && strstr(sh_err, "building for the CPU alone"), "%s%s", sh_out, sh_err);
     CHECK(sh("%s NVCC=", make) == 0 && strstr(sh_out, " -o kvcomp kvcomp.c") && !*sh_err, "%s%s", sh_out, sh_err);
     sh("%s NVCC=/bin/true", make);
@@ -9513,6 +9531,20 @@ TEST(cuda_pool, "rows that were given back stay in the pool; memory that is aske
         CHECK(emu_pooled() == 0, "%zu bytes stay in the pool", emu_pooled());
         emu_set_memory(0);
     }
+    session_close(s); options_free(o); tiny_free(m);
+}
+
+TEST(cuda_rates, "the rates that --bench measures by need no more memory than is free; on the device decode goes on until heads have grown") {
+    Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
+    Options *o;
+    Session *s = cuda_session(m, "full", "", &o);
+    if (emu_set_memory) emu_set_memory(held_now() + 70000);      // of the 128 KB that a test's copy wants
+    double copy = device_copy_rate(), gemm = device_gemm_rate(s, 24, 16, 8);
+    if (emu_set_memory) emu_set_memory(0);
+    CHECK(copy > 0 && gemm > 0, "%g bytes/s, %g FLOP/s", copy, gemm);
+    CHECK(!emu_set_memory || fabs(copy - 65536e3) < 100, "%g bytes/s of a copy of 32768 bytes in a millisecond", copy);
+    BenchLine b = bench_decode(s, 20, 1);
+    CHECK(s->n_tok >= 65 + GROWTH_STEPS - 1 && s->n_tok < 80 && b.growth != 0, "%d tokens, a growth costs %g s", s->n_tok, b.growth);
     session_close(s); options_free(o); tiny_free(m);
 }
 
