@@ -90,7 +90,7 @@ run: kvcomp
 
 # README's table of results: every method over the same generated texts, on the shipped model. One thread, because on shared cores
 # a model this small loses with two; the numbers but the last two columns are the same for any number
-COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,quest,lychee,loopserve,pats,q8,sonic
+COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,headkv,quest,lychee,loopserve,pats,q8,sonic
 compare: kvcomp
 	./kvcomp --eval all --eval-items 12 --compare $(COMPARE) --budgets 64,128 -t 1
 

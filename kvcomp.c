@@ -52,7 +52,7 @@
 //   10 PATS: old rows lose low bits and are packed
 //   11 LYCHEECLUSTER: every step reads the text chunks of the best clusters
 //   12 SONIC INFERENCE: a finished message is compressed into a few learned rows
-//   13 DILILAZYKV: heads that find facts keep more rows than others
+//   13 DILILAZYKV: heads that find facts keep more rows than others; HeadKV, its nearest rival
 //   14 THE TABLE OF METHODS: one line a method
 // Part II, what it stands on
 //   15 HELPERS: the end of the program, memory, the clock, scratch memory of a pass, threads
@@ -68,7 +68,7 @@
 //   24 GENERATION AND RECORDS: sampling, replies, the record of a dialogue
 //   25 CHAT: the line editor, the commands, Ctrl-C
 //   26 EVALUATION: what a method costs in quality
-//   27 CALIBRATION: which heads find facts, for DiliLazyKV
+//   27 CALIBRATION: which heads find facts, for DiliLazyKV and HeadKV
 //   28 BENCHMARK: what a method saves in time
 //   29 REPORT: measurements and pictures as one page
 //   30 COMMAND LINE: options, help, main

@@ -5921,7 +5921,7 @@ int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
 //   Sec. 3.3 -> pool_then_join, pool_max_kernel, top_k_kernel, rows_move_cuda
 // On the host stay the caps of Algorithm 1 (dililazy_caps), the views, and the scores of Eq. 1: the
 // calibration fetches the last prompt row of attention, a window of one query (window_scores_cuda),
-// and weighs it there (head_scores).
+// and weighs it there (head_scores). HeadKV (headkv_caps) is the same chain with other caps.
 
 // DiliLazyKV's part of pooled_scores_cuda. x (H,N), window scores -> pool (H,N), the largest of
 // each score's neighbours; under POOL_JOIN also -> one (G,N), those joined over the heads of a

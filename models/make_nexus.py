@@ -11,7 +11,7 @@ they see the system message, the Nexus tokens of all finished turns, and the use
 
 Losses of the paper (Eq. 6-12, its weights): KD, H, AKD, Reg, Recon, all on reply rows. Ours, because the paper's alone teach recall slowly: cross entropy
 on the replies, the residual stream of every layer, and the attention that a reply row gives to each message, summed over it.
-ABLATION: any of noreg, norecon, noakd, fixed (K = 16 always), paper (none of ours), joined by commas.
+ABLATION: any of noreg, norecon, noakd, noh, fixed (K = 16 always), paper (none of ours), joined by commas.
 """
 import math, os, random, sys, time
 import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
@@ -31,6 +31,13 @@ PHASES = (  # steps, shares of the tasks (None: as for the base), lengths of the
     (5000, *CROWDED),
     (1500, *CROWDED))                                                       # on a base that was trained on since
 STEPS = sum(p[0] for p in PHASES)
+# What the file says of its training: K per message, or shares of each message; phases; losses with their weights.
+K_TRAINED = ",".join("%d" % k for k in sorted({k for p in PHASES for k in p[3] if k >= 1}))
+TRAINED = {"shares_trained": ",".join("%g" % k for k in sorted({k for p in PHASES for k in p[3] if k < 1})),
+           "steps_trained": ",".join(str(p[0]) for p in PHASES), "tokens_a_chat": "64 to 360",
+           "phases": "1: the base's own mixture of chats; 2: more of what must pass through Nexus tokens; 3: also crowd, shares of each message; 4: as 3, on the base as shipped (1 to 3: the base before it)",
+           "losses": "kd %g, hidden %g, akd %g, reg %g, recon %g (the paper's); cross entropy on replies %g, residual stream of every layer %g, attention a message %g (ours)"
+                     % (KD, HIDDEN, AKD, REG, RECON, CE, LAYER, ROUTE), "tau_gamma_beta": "%g, %g, %g" % (TAU, GAMMA, BETA)}
 
 # -------------------------------------------------------------------------------------------------------------- examples
 def example(r, chat, K, turn0):
@@ -208,7 +215,8 @@ def losses(base, nexus, b, off):
     zs, zt = F.linear(hs, base.embed).float(), F.linear(ht, base.embed).float()
     kl = TAU ** 2 * F.kl_div(F.log_softmax(zs / TAU, -1), F.log_softmax(zt / TAU, -1), reduction="none", log_target=True).sum(-1)   # the terms of Eq. 6 and 8
     weight = history[real].float(); weight = weight / weight.mean().clamp(min=1e-6)
-    out = {"kd": kl.mean(), "h": (1 - F.cosine_similarity(hs.float(), ht.float(), dim=-1)).mean()}      # (6), a mean instead of a sum; (7)
+    out = {"kd": kl.mean()}                                                 # (6), a mean instead of a sum
+    if "noh" not in off: out["h"] = (1 - F.cosine_similarity(hs.float(), ht.float(), dim=-1)).mean()    # (7)
     if "noakd" not in off: out["akd"] = (kl * weight).mean()                # (8)
     if "noreg" not in off: out["reg"] = F.relu(GAMMA - mass)                # (9)
     if "norecon" not in off: out["recon"] = recon(b, h, z)                  # (11)
@@ -320,8 +328,8 @@ def export(folder):
         for byte in base[t].contiguous().view(torch.uint8).numpy().tobytes(): h = ((h ^ byte) * 0x100000001b3) & 0xffffffffffffffff
     meta = {"format": "sonic-nexus", "version": "1", "model_type": "llama", "hidden_size": M.D, "num_hidden_layers": M.LAYERS, "num_attention_heads": M.HEADS,
             "num_key_value_heads": M.KV, "head_dim": M.HD, "intermediate_size": M.FFN, "attention_bias": "false", "k_max": K_MAX, "k_default": K_DEFAULT,
-            "k_trained": ",".join(map(str, KS)), "t_max": T_MAX, "position_mode": "original", "train_mask": "incremental", "body": "full_message", "mlp": "dedicated",
-            "chat_template": "chatml", "base_fingerprint": "%016x" % h}
+            "k_trained": K_TRAINED, "t_max": T_MAX, "position_mode": "original", "train_mask": "incremental", "body": "full_message", "mlp": "dedicated",
+            "chat_template": "chatml", "base_fingerprint": "%016x" % h, **TRAINED}
     assert config["num_hidden_layers"] == M.LAYERS
     path = os.path.join(M.OUT, "nexus.safetensors")
     save_file({k: v.bfloat16().contiguous() for k, v in out.items()}, path + ".new", metadata={k: str(v) for k, v in meta.items()})
