@@ -1511,6 +1511,23 @@ static const float *checked(const Session *s, const float *logits) {
     return logits;
 }
 
+// How many of the ids (n), from the first on, have a row in the embedding: n when all of them do.
+static int ids_with_rows(const Config *c, const int *ids, int n) {
+    int i = 0;
+    while (i < n && ids[i] >= 0 && ids[i] < c->V) i++;
+    return i;
+}
+
+// Ends the program (exit 3) when one of the ids (n) has no row in the embedding. Every id that
+// comes from outside passes here before anything is read at its place: a tokenizer, a template or a
+// text may name ids that the model does not have.
+static void ids_must_have_rows(const Config *c, const int *ids, int n) {
+    int i = ids_with_rows(c, ids, n);
+    if (i < n)
+        die(EXIT_MODEL, "%.300s: token id %d has no row in the embedding, which has %d rows", c->dir, ids[i],
+            c->V);
+}
+
 // 1: there are positions for n more tokens and `extra` positions beside them.
 int pos_fits(const Session *s, int n, int extra) {
     return !s->pos_end || s->pos_next + n + extra <= s->pos_end;
@@ -1519,6 +1536,7 @@ int pos_fits(const Session *s, int n, int extra) {
 // One turn: the ids (n) that it adds to the dialogue -> the logits (V) of the last one.
 const float *prefill(Session *s, const int *ids, int n) {
     double t0 = now();
+    ids_must_have_rows(s->c, ids, n);
 
     // The tokens of the pass, with room for what an enter hook may add: even the whole dialogue again.
     int cap = 2 * (n + s->n_tok) + 4096;
@@ -1545,6 +1563,7 @@ const float *prefill(Session *s, const int *ids, int n) {
 // One token of the reply, which belongs to the segment of the token before it -> its logits (V).
 const float *decode(Session *s, int id) {
     double t0 = now();
+    ids_must_have_rows(s->c, &id, 1);
     if (!pos_fits(s, 1, 0))
         die(EXIT_RUN, "position %d is past max_position_embeddings %d", s->pos_next, s->pos_end);
     int seg = s->n_tok ? s->tok[s->n_tok - 1].seg : 0;
@@ -10815,6 +10834,7 @@ struct SafeFile {
     SafeTensor *tensor;         // (n) sorted by name
     int n;
     void **copy;                // stb_ds array: copies of tensors that lie at odd addresses
+    struct SafeFile *next;      // in the list of mapped files
 };
 
 // The dtypes of the format and the bits of an element. Quantized checkpoints keep their weights in
@@ -10832,11 +10852,71 @@ static const struct { const char *name; int bits, dtype; } safe_types[] = {
     { NULL, 0, 0 },
 };
 
+// ---- a file that shrinks while it is mapped
+// Reading a page of the mapping that the file has no more, or that its disk cannot give, raises
+// SIGBUS in the thread that reads: a download that starts again, or an editor, can do that to a
+// running chat. There is nothing to go on with, so the program ends, with its line and the
+// terminal's own settings.
+static SafeFile *mapped_files;
+static void terminal_restore(void);             // section 25
+
+// Writes the line about the file f to stderr, by calls that a signal handler may make.
+static void lost_page_line(const SafeFile *f) {
+    const char *part[] = { "kvcomp: ", f->path, ": cannot be read any more: the file has become shorter while it "
+                           "was in use, or its disk fails\n" };
+    char line[2000];
+    size_t n = 0;
+    for (int i = 0; i < 3; i++) {
+        size_t k = min_size(strlen(part[i]), sizeof line / 3);
+        memcpy(line + n, part[i], k);
+        n += k;
+    }
+    ssize_t written = write(2, line, n);
+    (void)written;
+}
+
+// SIGBUS. The first of the threads that read a lost page speaks, the others wait for the end. A
+// SIGBUS from anywhere else ends the program as it would without this.
+static void on_lost_page(int sig, siginfo_t *info, void *context) {
+    static int told;
+    const char *at = info->si_addr;
+    const SafeFile *f = mapped_files;
+    (void)context;
+    while (f && (at < f->map || at >= f->map + f->size)) f = f->next;
+    if (!f || info->si_code <= 0) {             // SI_USER and the like: somebody sent it
+        signal(sig, SIG_DFL);
+        raise(sig);
+        return;
+    }
+    if (__atomic_exchange_n(&told, 1, __ATOMIC_SEQ_CST)) {
+        for (;;) pause();
+    }
+    terminal_restore();
+    lost_page_line(f);
+    _exit(EXIT_MODEL);
+}
+
+// Puts f, which is mapped, into the list that on_lost_page looks through.
+static void watch_mapping(SafeFile *f) {
+    struct sigaction sa = { .sa_sigaction = on_lost_page, .sa_flags = SA_SIGINFO };
+    f->next = mapped_files;
+    mapped_files = f;
+    sigaction(SIGBUS, &sa, NULL);
+}
+
+// Takes f out of the list.
+static void unwatch_mapping(const SafeFile *f) {
+    SafeFile **at = &mapped_files;
+    while (*at && *at != f) at = &(*at)->next;
+    if (*at) *at = f->next;
+}
+
 // Gives everything back; NULL is allowed.
 static void safetensors_close(SafeFile *f) {
     if (!f) return;
     for (size_t i = 0; i < arrlenu(f->copy); i++) free(f->copy[i]);
     arrfree(f->copy);
+    unwatch_mapping(f);
     if (f->map) munmap(f->map, f->size);
     json_free(f->header);
     free(f->tensor);
@@ -11006,6 +11086,7 @@ static int safe_map(SafeFile *f, char err[512]) {
         die(EXIT_MEMORY, "out of memory: %s, %zu bytes, could not be mapped", f->path, f->size);
     if (p == MAP_FAILED) return fault(err, "cannot be mapped: %s", strerror(why));
     f->map = p;
+    watch_mapping(f);
     return 0;
 }
 
@@ -14760,6 +14841,46 @@ static int *template_turn(const Template *tp, const Tokenizer *t, int first, con
     return r.ids;
 }
 
+// ---- Does the tokenizer belong to the model?
+// The first id without a row in the embedding that the template writes around a first turn or a
+// later one, or -1 when all have rows.
+static int template_stray_id(const Template *tp, const Tokenizer *t, const Config *c) {
+    int stray = -1, n_sys, n_foot, n_head;
+    for (int way = 0; way < 8 && stray < 0; way++) {
+        int first = way & 1, think = way >> 1 & 1, reply_closed = way >> 2;
+        int *ids = template_turn(tp, t, first, "a", "a", think, reply_closed, NULL, &n_sys, &n_foot, &n_head);
+        int n = (int)arrlen(ids), known = ids_with_rows(c, ids, n);
+        if (known < n) stray = ids[known];
+        arrfree(ids);
+    }
+    return stray;
+}
+
+// Has the embedding a row for every id that any dialogue needs: those of the BPE vocabulary, the
+// tokens with a role, and what the template (NULL: none) writes? Returns 0, or -1 with the reason in
+// err.
+//
+// Other added tokens may lie behind the last row. Published checkpoints have a <pad> there, or
+// tokens kept for later, and their model never sees them. Such a token is refused only in a text
+// that names it.
+static int tokenizer_fits(const Tokenizer *t, const Template *tp, const Config *c, char err[512]) {
+    int vocab = tokenizer_size(t) - 1;
+    while (vocab >= c->V && (t->piece[vocab].flags & (PIECE_MODEL | PIECE_ADDED)) != PIECE_MODEL) vocab--;
+    const struct { const char *what; int id; } needed[] = {
+        { "the tokenizer's vocabulary goes up to", vocab },
+        { "the tokenizer's BOS is", t->add_bos ? t->bos : -1 },
+        { "the tokenizer's EOS is", t->eos },
+        { "the tokenizer's unknown token is", t->unk },
+        { "the chat template writes", tp ? template_stray_id(tp, t, c) : -1 },
+    };
+    for (size_t i = 0; i < sizeof needed / sizeof *needed; i++) {
+        if (needed[i].id >= c->V)
+            return fault(err, "%.300s: %s token id %d, the embedding has %d rows: tokenizer and model do not "
+                         "belong together", c->dir, needed[i].what, needed[i].id, c->V);
+    }
+    return 0;
+}
+
 // ==================================================================================================== 23 MEMORY PLAN
 // What a dialogue will take, before it takes it, worked out from the shapes. --inspect prints it, and
 // a device that cannot hold it is refused before the first turn (device_bars).
@@ -16051,10 +16172,17 @@ static void chat_reply(App *a, FILE *out) {
     print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
 }
 
-// Sends one message and writes the reply to out. 0, or -1 when it does not fit and nothing was fed.
+// Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
+// that the model does not have, and nothing was fed.
 static int chat_turn(App *a, const char *text, FILE *out) {
     Turn t = render_turn(a, text);
-    int n = (int)arrlen(t.pre);
+    int n = (int)arrlen(t.pre), known = ids_with_rows(a->c, t.pre, n);
+    if (known < n) {
+        fprintf(stderr, "kvcomp: this text names token id %d, the embedding has %d rows\n", t.pre[known],
+                a->c->V);
+        turn_free(t);
+        return -1;
+    }
     if (!n || !message_fits(a, n)) {
         turn_free(t);
         return n ? -1 : 0;
@@ -17542,7 +17670,9 @@ static int *gold_ids(const App *a, const EvalTurn *t) {
     const char *text = "Okay.";
     if (t->reply) text = t->reply;
     else if (t->answers) text = t->answers[0];
-    return tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
+    int *ids = tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
+    ids_must_have_rows(a->c, ids, (int)arrlen(ids));             // their logits are read before they are fed
+    return ids;
 }
 
 // Adds what the session cost. Called once an item.
@@ -18405,6 +18535,7 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
     if (!text) die(EXIT_USAGE, "--eval-file %s", err);
     int *ids = tokenizer_encode(a->tok, text, n, 0, NULL), windows = (int)arrlen(ids) / window;
     free(text);
+    ids_must_have_rows(a->c, ids, (int)arrlen(ids));             // their logits are read before they are fed
     if (!windows)
         die(EXIT_USAGE, "--eval-file %s: %d tokens, one window needs %d (--eval-window)", path,
             (int)arrlen(ids), window);
@@ -22620,8 +22751,9 @@ static void open_template(App *a, const char *tokenizer_path, int needed) {
     else if (needed && !quiet) warn("%s; going on with raw text", err);
 }
 
-// Opens tokenizer and template. needed: text will be read or written, so a missing tokenizer ends
-// the program; without it a line on stderr says that there is none.
+// Opens tokenizer and template. needed: text will be read or written, so a missing tokenizer, or one
+// that names ids the model does not have, ends the program; without it a line on stderr says that
+// there is none. (--dump-tokens has no model.)
 static void open_tokenizer(App *a, int needed) {
     char err[512];
     const char *given = opt_str(a->o, "tokenizer"), *path = *given ? given : opt_str(a->o, "model");
@@ -22638,6 +22770,7 @@ static void open_tokenizer(App *a, int needed) {
     }
     lychee_text(a->tok);
     if (!opt_int(a->o, "raw")) open_template(a, path, needed);
+    if (needed && a->c && tokenizer_fits(a->tok, a->tp, a->c, err)) die(EXIT_MODEL, "%s", err);
 }
 
 // Opens the session of --method and seeds the sampler.

@@ -1969,6 +1969,54 @@ TEST(tokenizer_speed, "a long text costs what its eighths cost, whatever it hold
     tokenizer_free(t); tokenizer_free(spm); tokenizer_free(qwen);
 }
 
+// ---- ids that the model does not have
+// 1 when tokenizer and template are refused for a model of V rows with a line that holds all three texts.
+static int refused_for(const Tokenizer *t, const Template *tp, int V, const char *what, const char *id, const char *rows) {
+    Config c = { .V = V, .dir = "a-model" };
+    char err[512] = "taken";
+    int bad = tokenizer_fits(t, tp, &c, err);
+    int said = bad && strstr(err, what) && strstr(err, id) && strstr(err, rows) && strstr(err, "a-model");
+    if (!said) fprintf(stderr, "  %d rows: \"%s\"\n", V, err);
+    return said;
+}
+static int taken_for(const Tokenizer *t, const Template *tp, int V) {
+    Config c = { .V = V, .dir = "a-model" };
+    char err[512];
+    return tokenizer_fits(t, tp, &c, err) == 0;
+}
+TEST(tokenizer_rows, "vocabulary, BOS, EOS, unk and what the template writes need rows in the embedding, both numbers are said; other added tokens do not") {
+    Tokenizer *t = fixture_tokenizer("llama3");         // vocabulary 0..1399; added: 1400 BOS, 1401 end of text, 1402 and 1403 headers, 1404 end of turn
+    char err[512];
+    Template *tp = template_load(NULL, "llama3", t, err);
+    CHECK(t && tp && t->add_bos && t->bos == 1400 && tokenizer_size(t) == 1405, "%s", err);
+    CHECK(refused_for(t, NULL, 160, "vocabulary goes up to", "id 1399,", "has 160 rows"), "vocabulary");
+    CHECK(refused_for(t, NULL, 1399, "vocabulary goes up to", "id 1399,", "has 1399 rows"), "the vocabulary's last");
+    CHECK(refused_for(t, NULL, 1400, "BOS is", "id 1400,", "has 1400 rows"), "BOS");
+    t->eos = 1402;
+    CHECK(refused_for(t, NULL, 1402, "EOS is", "id 1402,", "has 1402 rows"), "EOS");
+    t->eos = -1;
+    t->unk = 1404;
+    CHECK(refused_for(t, NULL, 1404, "unknown token is", "id 1404,", "has 1404 rows"), "unk");
+    t->unk = -1;
+    CHECK(taken_for(t, NULL, 1401), "raw text needs no header");
+    CHECK(refused_for(t, tp, 1402, "template writes", "id 140", "has 1402 rows"), "a header");
+    CHECK(refused_for(t, tp, 1404, "template writes", "id 1404,", "has 1404 rows"), "the end of a turn");
+    CHECK(taken_for(t, tp, 1405), "all of it");
+    t->add_bos = 0;
+    CHECK(taken_for(t, NULL, 1400), "a BOS that nobody writes");
+    template_free(tp);
+    tokenizer_free(t);
+
+    t = fixture_tokenizer("qwen2");                     // 901, 902: a turn's marks; 905 <think>, 906 </think>; nothing of ours writes 907 to 910
+    tp = template_load(NULL, "qwen3", t, err);
+    CHECK(t && tp && tokenizer_size(t) == 911, "%s", err);
+    t->eos = -1;
+    CHECK(refused_for(t, tp, 906, "template writes", "id 906,", "has 906 rows"), "</think> is written when thinking is off");
+    CHECK(taken_for(t, tp, 907), "an added token that only a text can name");
+    template_free(tp);
+    tokenizer_free(t);
+}
+
 // ==================================================================================================== 4 MATH
 // Every kernel of every instruction set this machine runs, against double, at sizes that enter the main loop, its tail and
 // neither; the promises "no result depends on T, on the number of threads or on the place in a block" bit for bit.
@@ -7987,7 +8035,7 @@ TEST(cli_chat_pipe, "a chat on a pipe: commands, method changes that keep the di
     CHECK(strstr(sh_err, "[turn 2 "), "the dialogue went on after /method: %s", sh_err);
     CHECK(sh("printf '/load %s\\nhello\\n' | " CHAT, p) == 0 && strstr(sh_err, "[turn 3 "), "%s", sh_err);
     CHECK(sh(CHAT "-p hello --session %s", p) == 0 && strstr(sh_err, "[turn 3 "), "%s", sh_err);
-    CHECK(sh("printf '/load %s\\n' | ./kvcomp -m data/golden/llama3-tied --tokenizer models/kvcomp-tiny", p) == 0 && strstr(sh_err, "another model"), "%s", sh_err);
+    CHECK(sh("printf '/load %s\\n' | ./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny", p) == 0 && strstr(sh_err, "another model"), "%s", sh_err);
     write_text_file(p, "kvcomp session 1\nmodel zz\n");
     CHECK(sh("printf '/load %s\\n' | " CHAT, p) == 0 && strstr(sh_err, "not a kvcomp session"), "%s", sh_err);
     unlink(p);
@@ -8273,6 +8321,166 @@ TEST(cli_readme_code, "the method that README shows as the example is the one in
         CHECK(strstr(code, line + strspn(line, " ")), "README's line is not in kvcomp.c: %s", line);
     }
     CHECK(n >= 80 && n <= 120, "%d lines of example", n);
+}
+
+// ---- what others did to the files
+TEST(cli_stray_ids, "ids without a row in the embedding: refused at load, in a message, a reply that is expected, a text, a session; a chat goes on") {
+    char d[] = "/tmp/kvcomp-stray-XXXXXX";
+    CHECK(mkdtemp(d) && sh("ln -s $PWD/models/kvcomp-tiny/* %s && rm %s/tokenizer*.json", d, d) == 0, "%s", sh_err);
+
+    // Another model's tokenizer
+    CHECK(sh("./kvcomp -m data/golden/llama3-tied --tokenizer models/kvcomp-tiny -p hi") == 3 && lines_in(sh_err) == 1 && !*sh_out, "%s", sh_err);
+    CHECK(strstr(sh_err, "vocabulary goes up to token id 4095, the embedding has 160 rows"), "%s", sh_err);
+    CHECK(sh("./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V4095 --tokenizer models/kvcomp-tiny -p hi") == 3 && strstr(sh_err, "id 4095, the embedding has 4095 rows"), "%s", sh_err);
+    CHECK(sh("./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V4095 --tokenizer models/kvcomp-tiny --ids data/ids/three-turns.txt") == 0, "ids need no tokenizer: %s", sh_err);
+
+    // Two added tokens behind the last row: <tool> is plain, <pad> is special. Neither is needed
+    CHECK(sh("sed '0,/\"added_tokens\": \\[/s//&{\"id\":4096,\"content\":\"<tool>\",\"special\":false},{\"id\":4097,\"content\":\"<pad>\",\"special\":true},/'"
+             " models/kvcomp-tiny/tokenizer.json >%s/tokenizer.json && cp models/kvcomp-tiny/tokenizer_config.json %s", d, d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s --temp 0 -n 4 -p 'a <pad> is plain text here'", d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p 'a <pad> is plain text here' --parse-special", d) == 1 && strstr(sh_err, "token id 4097, the embedding has 4096 rows") && !*sh_out, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p 'a <tool> here'", d) == 1 && strstr(sh_err, "token id 4096, the embedding has 4096 rows") && lines_in(sh_err) == 1 && !*sh_out, "%s", sh_err);
+    CHECK(sh("printf 'hello\na <tool> here\nhello\n/stats\n' | ./kvcomp -m %s --temp 0 -n 4", d) == 0 && strstr(sh_err, "token id 4096") && strstr(sh_err, "in 2 turns"), "%s", sh_err);
+
+    // What is evaluated: the last token of a reply and of a text is predicted, and never fed
+    static const char item[] = "{\"turns\":[{\"user\":\"say it\",\"answers\":[\"it is <tool>\"]}]}\n";
+    char path[64];
+    snprintf(path, sizeof path, "%s/items", d);
+    write_text_file(path, item);
+    CHECK(sh("./kvcomp -m %s --eval file --eval-file %s -q", d, path) == 3 && strstr(sh_err, "token id 4096 has no row in the embedding, which has 4096 rows") && !*sh_out, "%s", sh_err);
+    CHECK(sh("{ head -c 3000 README.md | tr -d '<>' ; echo '<tool>' ; } >%s && ./kvcomp -m %s --eval ppl --eval-file %s --eval-window 8 -q", path, d, path) == 3
+          && strstr(sh_err, "token id 4096 has no row") && !*sh_out, "%s", sh_err);
+
+    // A session and a line of ids
+    CHECK(sh("printf 'hello\n/save %s\n' | ./kvcomp -m %s --temp 0 -n 4 && sed -i 's/ | / 4096 | /' %s", path, d, path) == 0, "%s", sh_err);
+    CHECK(sh("printf '/load %s\n/stats\n' | ./kvcomp -m %s", path, d) == 0 && strstr(sh_err, "damaged at turn 1") && strstr(sh_err, "in 0 turns"), "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s --session %s -p hi", d, path) == 1 && strstr(sh_err, "damaged at turn 1") && !*sh_out, "%s", sh_err);
+    write_text_file(path, "1 2 4096\n");
+    CHECK(sh("./kvcomp -m %s --ids %s", d, path) == 2 && strstr(sh_err, "id 4096 is outside the vocabulary of 4096"), "%s", sh_err);
+
+    // EOS and the template's words behind the last row
+    CHECK(sh("sed -i 's/\"eos_token\": *\"[^\"]*\"/\"eos_token\": \"<pad>\"/' %s/tokenizer_config.json", d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi", d) == 3 && strstr(sh_err, "EOS is token id 4097, the embedding has 4096 rows") && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("cp models/kvcomp-tiny/tokenizer_config.json %s && sed -i 's/<|im_start|>/<|im_s|>/; s/\"<tool>\"/\"<|im_start|>\"/' %s/tokenizer.json", d, d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi --chat-template chatml", d) == 3 && strstr(sh_err, "4096, the embedding has 4096 rows"), "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+// Each try has its own frame, so that longjmp out of die() cannot clobber a caller's variables. -> exit code, 0: it returned.
+static int try_prefill(Session *s, const int *ids, int n) { int code; EXPECT_DIE(code, prefill(s, ids, n)); return code; }
+static int try_decode(Session *s, int id) { int code; EXPECT_DIE(code, decode(s, id)); return code; }
+
+TEST(decode_stray_ids, "prefill and decode end with 3 and both numbers at an id without a row, before anything is read or kept") {
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    Options *o = options_of("");
+    Session *s = session_open(m.c, m.w, o, "full");
+    int good[] = { 3, 60, 0 };
+    prefill(s, good, 3);
+    static const int bad[] = { 61, -1, INT_MAX, INT_MIN };
+    for (int i = 0; i < 4; i++) {
+        char id[32];
+        int ids[] = { 3, 60, bad[i] }, rc;
+        snprintf(id, sizeof id, "token id %d has no row", bad[i]);
+        rc = try_prefill(s, ids, 3);
+        CHECK(rc == EXIT_MODEL && strstr(die_text, id) && strstr(die_text, "which has 61 rows") && s->n_tok == 3, "prefill %d: %d %s", bad[i], rc, die_text);
+        rc = try_decode(s, bad[i]);
+        CHECK(rc == EXIT_MODEL && strstr(die_text, id) && strstr(die_text, "which has 61 rows") && s->n_tok == 3, "decode %d: %d %s", bad[i], rc, die_text);
+    }
+    decode(s, 60);
+    CHECK(s->n_tok == 4, "the session goes on");
+    session_close(s); options_free(o); tiny_free(m);
+}
+// A chat on a terminal whose weights are cut when the first reply is over. Returns the exit code; seen gets all that was printed.
+static int chat_with_cut_file(const char *dir, const char *file, char *seen, size_t size, struct termios *after) {
+    int fd, status = 0, sent = 0, master;
+    size_t got = 0;
+    double end = now() + 120;
+    pid_t pid = forkpty(&fd, NULL, NULL, NULL);
+    if (!pid) { setenv("TERM", "xterm", 1); execl("./kvcomp", "kvcomp", "-m", dir, "--temp", "0", "-n", "8", (char *)NULL); _exit(99); }
+    master = dup(fd);
+    while (now() < end) {
+        ssize_t r = got + 1 < size ? read(fd, seen + got, size - got - 1) : -1;
+        if (r <= 0) break;
+        got += (size_t)r;
+        seen[got] = 0;
+        const char *typed = NULL;
+        if (!sent && strstr(seen, "> ")) typed = "hello\r";
+        if (sent == 1 && strstr(seen, "[turn 1 ") && strstr(strstr(seen, "[turn 1 "), "> ")) {
+            typed = "again\r";
+            if (truncate(file, 8192)) break;
+        }
+        if (typed && write(fd, typed, strlen(typed)) > 0) sent++;
+        tcgetattr(master, after);
+    }
+    if (now() >= end) kill(pid, SIGKILL);
+    waitpid(pid, &status, 0);
+    close(fd);
+    close(master);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+}
+TEST(cli_file_shrinks, "a file of weights that becomes shorter under a chat: one line with its name, exit 3, the terminal as before") {
+    static char seen[1 << 16];
+    char d[] = "/tmp/kvcomp-cut-XXXXXX", file[64];
+    struct termios t = { 0 };
+    CHECK(mkdtemp(d) && sh("cp models/kvcomp-tiny/* %s", d) == 0, "%s", sh_err);
+    snprintf(file, sizeof file, "%s/model.safetensors", d);
+    int rc = chat_with_cut_file(d, file, seen, sizeof seen, &t);
+    const char *line = strstr(seen, file);
+    CHECK(rc == EXIT_MODEL && line && strstr(line, "has become shorter while it was in use"), "%d: %s", rc, seen);
+    CHECK(line && !strstr(line + 1, file), "one line, whatever the number of threads: %s", seen);
+    CHECK(t.c_lflag & ICANON && t.c_lflag & ECHO && t.c_lflag & ISIG, "the terminal's own settings");
+
+    // A SIGBUS that has another cause
+    int status = 0;
+    pid_t pid = fork();
+    if (!pid) {
+        struct rlimit none = { 0, 0 };
+        setrlimit(RLIMIT_CORE, &none);
+        Config *c = config_load("models/kvcomp-tiny");
+        weights_load(c);
+        raise(SIGBUS);
+        _exit(0);
+    }
+    waitpid(pid, &status, 0);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGBUS, "a SIGBUS that was sent ends the program as ever: status %d", status);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+TEST(damaged_methods, "a NaN in one embedding, met in a prefill and in a decode step: exit 3 for every method, and nothing undefined on the way") {
+    char path[64], opt[300];
+    static const char *const own[][2] = { { "dililazy", "budget=24 obs-window=8 dililazy-scores=" }, { "sonic", "sonic-untrained quiet sonic-k=2" }, { "quest", "budget=16" },
+        { "lychee", "budget=32 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4" },
+        { "loopserve", "budget=24 loopserve-first=2 loopserve-interval=2 loopserve-min-context=0 loopserve-samples=8 loopserve-local=4" },
+        { "loopserve-p", "loopserve-min-context=0 loopserve-samples=8 loopserve-local=4 loopserve-unit=tile64" }, { "pats", "pats-window=4 ctk=f16 ctv=f16" } };
+    snprintf(path, sizeof path, "/tmp/kvt_%d_heads", (int)getpid());
+    FILE *f = fopen(path, "w");
+    for (int k = 0; f && k < 8; k++) fprintf(f, "%s\"%d-%d\": %g", k ? ", " : "{", k / 4, k % 4, k % 5 / 7. + .01);
+    if (f) { fprintf(f, "}\n"); fclose(f); }
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    ((float *)(uintptr_t)m.w->embed.data)[60 * 32] = NAN;
+    EACH_METHOD(at) {
+        const char *name = (*at)->name, *text = (*at)->budget ? "budget=24 obs-window=8" : "";
+        for (size_t i = 0; i < sizeof own / sizeof *own; i++) if (!strcmp(own[i][0], name)) text = own[i][1];
+        snprintf(opt, sizeof opt, "%s%s", text, strcmp(name, "dililazy") ? "" : path);
+        Options *o = strcmp(name, "q8") ? options_of(opt) : options_new();         // q8 stores rows its own way
+        int ids[90];
+        for (int in_decode = 0; in_decode < 2; in_decode++) {
+            Session *s = session_open(m.c, m.w, o, name);
+            for (int i = 0; i < 90; i++) ids[i] = i % 59;
+            if (!in_decode) ids[40] = 60;
+            int rc = try_prefill(s, ids, 90);
+            int hides = !strcmp(name, "q8");                // a row of 8-bit integers holds no NaN
+            CHECK(rc == (in_decode || hides ? 0 : EXIT_MODEL), "%s %s: prefill %d %s", name, opt, rc, die_text);
+            if (in_decode) {
+                rc = try_decode(s, 60);
+                CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%s %s: decode %d %s", name, opt, rc, die_text);
+            }
+            session_close(s);
+        }
+        options_free(o);
+    }
+    tiny_free(m);
+    unlink(path);
+    CHECK(fixed_mass(NAN) == 0 && fixed_mass(INFINITY) == 0 && fixed_mass(-INFINITY) == 0 && fixed_mass(3e30f) == 0, "no share of attention");
+    CHECK(fixed_mass(1) == (int64_t)1 << 40 && fixed_mass(-0.5f) == -((int64_t)1 << 39) && fixed_mass(8388607.5f) == 9223371487098961920ll, "shares");
 }
 
 // ==================================================================================================== CUDA
