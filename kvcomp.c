@@ -11252,12 +11252,19 @@ static const char *config_str(ConfigReader *r, const Json *o, const char *key, c
     return def;
 }
 
+// Is `arch` the class of a family, "LlamaForCausalLM", or the same without its output matrix,
+// "LlamaModel"? Checkpoints of the latter kind are used with a tied output.
+static int family_class(const char *arch, const char *family) {
+    size_t n = strlen(family) - strlen("ForCausalLM");
+    return !strcmp(arch, family) || (!strncmp(arch, family, n) && !strcmp(arch + n, "Model"));
+}
+
 // The index in families[] of a model_type, or of an architecture when the model_type is ""; the end
 // mark's if unknown.
 static int family_find(const char *type, const char *arch) {
     int k = 0;
     for (; families[k].type; k++) {
-        if (*type ? !strcmp(type, families[k].type) : !strcmp(arch, families[k].arch)) break;
+        if (*type ? !strcmp(type, families[k].type) : family_class(arch, families[k].arch)) break;
     }
     return k;
 }
@@ -11279,7 +11286,7 @@ static void config_family(ConfigReader *r, Config *c, const Json *o) {
     if (!*type && !*arch)
         config_fail(r, "model_type and architectures are missing: not a model's config; " FAMILIES);
     int k = family_find(type, arch);
-    if (!families[k].type || (*arch && strcmp(arch, families[k].arch)))
+    if (!families[k].type || (*arch && !family_class(arch, families[k].arch)))
         config_fail(r, "model_type \"%.60s\", architecture \"%.60s\" is not supported; " FAMILIES, type,
                     arch);
     else
@@ -11296,6 +11303,77 @@ static void config_family(ConfigReader *r, Config *c, const Json *o) {
         config_fail(r, "hidden_act: expected \"silu\", found \"%.40s\"", act);
 }
 
+// Keys by which code of other families changes what is computed. Under one of our model_types
+// transformers passes over them, and so would kvcomp, to numbers that the model was not trained
+// for. Each has a value with which it changes nothing: 0, 1, or the letter of a size.
+static const struct { const char *key; char neutral; const char *what; } foreign_keys[] = {
+    { "scale_emb",              '1', "the embeddings are multiplied by it" },
+    { "embedding_multiplier",   '1', "the embeddings are multiplied by it" },
+    { "scale_depth",            'L', "what a layer adds is scaled by it" },
+    { "residual_multiplier",    '1', "what a layer adds is scaled by it" },
+    { "attention_multiplier",   'd', "attention scores are scaled by it" },
+    { "query_pre_attn_scalar",  'D', "attention scores are scaled by it" },
+    { "attn_logit_softcapping", '0', "attention scores are capped by it" },
+    { "attn_temperature_tuning", '0', "attention scores are scaled by position" },
+    { "attention_chunk_size",   '0', "attention is cut into chunks" },
+    { "dim_model_base",         'C', "the logits are scaled by it" },
+    { "logits_scaling",         '1', "the logits are divided by it" },
+    { "logit_scale",            '1', "the logits are multiplied by it" },
+    { "lm_head_multiplier",     '1', "the logits are multiplied by it" },
+    { "final_logit_softcapping", '0', "the logits are capped by it" },
+    { "no_rope_layers",         '1', "some layers have no RoPE" },
+    { "no_rope_layer_interval", '0', "some layers have no RoPE" },
+    { "rope_interleaved",       '0', "RoPE turns neighbouring channels" },
+    { "alibi",                  '0', "positions are told by ALiBi" },
+    { "clip_qkv",               '0', "queries, keys and values are clipped" },
+    { "use_qk_norm",            'q', "queries and keys are normed" },
+    { "qk_layernorm",           'q', "queries and keys are normed" },
+    { "use_parallel_residual",  '0', "attention and MLP stand side by side" },
+    { NULL, 0, NULL },
+};
+
+// The value of a foreign key that changes nothing: `neutral` as a digit, or a number of the model.
+static double foreign_neutral(const Config *c, char neutral) {
+    switch (neutral) {
+    case 'C': return c->C;
+    case 'D': return c->D;
+    case 'L': return sqrt(c->L);
+    case 'd': return 1 / sqrt(c->D);
+    case 'q': return c->qk_norm;
+    default:  return neutral - '0';
+    }
+}
+
+// Does the value v of a foreign key change nothing? A list does so when all its items do.
+static int foreign_harmless(const Json *v, double neutral) {
+    if (v->type == JSON_ARRAY) {
+        for (int i = 0; i < v->n; i++) {
+            if (!foreign_harmless(&v->item[i], neutral)) return 0;
+        }
+        return 1;
+    }
+    if (v->type == JSON_BOOL) return v->i == (neutral != 0);
+    return v->type == JSON_NUMBER && fabs(v->num - neutral) <= 1e-6 * fabs(neutral);
+}
+
+// Refuses keys that make another model of one of our families.
+static void config_foreign(ConfigReader *r, const Config *c, const Json *o) {
+    if (r->err[0]) return;
+    for (int i = 0; foreign_keys[i].key; i++) {
+        const Json *v = config_key(o, foreign_keys[i].key);
+        char buf[64];
+        if (!v || foreign_harmless(v, foreign_neutral(c, foreign_keys[i].neutral))) continue;
+        config_fail(r, "%s, %s: %s, which model_type %s does not do, so the numbers would be wrong",
+                    foreign_keys[i].key, json_show(v, buf), foreign_keys[i].what, c->model_type);
+    }
+}
+
+// The value that the classes of transformers take for a key that is absent.
+static int family_default(const Config *c, int llama, int mistral, int qwen) {
+    if (!strcmp(c->model_type, "mistral")) return mistral;
+    return !strncmp(c->model_type, "qwen", 4) ? qwen : llama;
+}
+
 // Reads the sizes of the model. c->dtype is what the file says; weights_load replaces it by what
 // most tensors have.
 static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
@@ -11303,13 +11381,18 @@ static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
     c->F = config_int(r, o, "intermediate_size", ABSENT_IS_ERROR, 1, 1 << 20);
     c->L = config_int(r, o, "num_hidden_layers", ABSENT_IS_ERROR, 1, 1024);
     c->H = config_int(r, o, "num_attention_heads", ABSENT_IS_ERROR, 1, 1024);
-    c->G = config_int(r, o, "num_key_value_heads", c->H, 1, 1024);
+    int G = json_get(o, "num_key_value_heads") ? c->H : family_default(c, c->H, 8, 32);
+    c->G = config_int(r, o, "num_key_value_heads", G, 1, 1024);
     c->V = config_int(r, o, "vocab_size", ABSENT_IS_ERROR, 1, 1 << 22);
-    c->D = config_int(r, o, "head_dim", 0, 2, 1024);
-    c->max_pos = config_int(r, o, "max_position_embeddings", 2048, 1, 1 << 30);
+    int D = !strcmp(c->model_type, "qwen3") && !json_get(o, "head_dim") ? 128 : 0;
+    c->D = config_int(r, o, "head_dim", D, 2, 1024);
+    int max_pos = family_default(c, 2048, 131072, 32768);
+    c->max_pos = config_int(r, o, "max_position_embeddings", max_pos, 1, 1 << 30);
     c->eps = (float)config_real(r, o, "rms_norm_eps", 1e-6, 1e-12, 1);
     c->tied = config_flag(r, o, "tie_word_embeddings", 0);
     c->qk_norm = !strcmp(c->model_type, "qwen3");
+    c->attention_bias = config_flag(r, o, "attention_bias", 0);
+    c->mlp_bias = config_flag(r, o, "mlp_bias", 0);
     if (r->err[0]) return;
 
     // What is absent is derived, and the sizes must fit each other.
@@ -11422,10 +11505,9 @@ static void config_rope_scaling(ConfigReader *r, Config *c, const Json *p) {
         c->attn_factor = config_real(r, p, "attention_factor", 0, 1e-6, 1e6);
         if (c->beta_fast < c->beta_slow)
             config_fail(r, "beta_fast %g: expected at least beta_slow %g", c->beta_fast, c->beta_slow);
-        if (config_key(p, "mscale") || config_key(p, "mscale_all_dim"))
-            config_fail(r, "yarn with mscale is not supported");
-        if (!config_flag(r, p, "truncate", 1))
-            config_fail(r, "yarn with truncate false is not supported");
+        c->mscale = config_real(r, p, "mscale", 0, 0, 1e6);
+        c->mscale_all_dim = config_real(r, p, "mscale_all_dim", 0, 0, 1e6);
+        c->yarn_exact = !config_flag(r, p, "truncate", 1);
     }
 }
 
@@ -11445,6 +11527,8 @@ static void config_rope(ConfigReader *r, Config *c, const Json *o) {
     double partial = config_real(r, o, "partial_rotary_factor", 1, 0, 1);
     partial = config_real(r, p, "partial_rotary_factor", partial, 0, 1);
     if (partial != 1) config_fail(r, "partial_rotary_factor: only 1 is supported");
+    if (config_real(r, p, "llama_4_scaling_beta", 0, -1e6, 1e6) != 0)
+        config_fail(r, "llama_4_scaling_beta: queries that are scaled by position are not supported");
 
     // Defaults of the scaling. The positions of training may stand in either object; the outer
     // one wins.
@@ -11559,6 +11643,7 @@ static Json *config_file(const char *dir, const char *name, int needed, char err
 static void config_read(ConfigReader *r, Config *c, const Json *o) {
     config_family(r, c, o);
     config_sizes(r, c, o);
+    config_foreign(r, c, o);
     config_window(r, c, o);
     config_rope(r, c, o);
     c->bos = config_int(r, o, "bos_token_id", -1, -1, INT_MAX);
@@ -11767,11 +11852,14 @@ static double yarn_pair(const Config *c, double beta) {
     return c->D * log_ratio / (2 * log(c->theta));
 }
 
-// yarn: the factor on cos and sin, which is attention_factor or, without it, 0.1 ln(factor) + 1.
+// yarn: the factor on cos and sin. It is attention_factor; without it s(mscale) / s(mscale_all_dim);
+// without those two s(1), where s(m) = 0.1 m ln(factor) + 1.
 static double yarn_scale(const Config *c) {
     if (c->attn_factor > 0) return c->attn_factor;
-    if (c->factor > 1) return 0.1 * log(c->factor) + 1;
-    return 1;
+    if (c->factor <= 1) return 1;
+    double step = 0.1 * log(c->factor);
+    if (c->mscale == 0 || c->mscale_all_dim == 0) return step + 1;
+    return (step * c->mscale + 1) / (step * c->mscale_all_dim + 1);
 }
 
 // llama3: the frequency x after scaling. With wavelen = 2 pi / x:
@@ -11793,8 +11881,10 @@ static void rope_frequencies(const Config *c, double *f, float *scale) {
     double low = 0, high = 0;
     *scale = 1;
     if (c->rope_type == ROPE_YARN) {
-        low = fmax(floor(yarn_pair(c, c->beta_fast)), 0);
-        high = fmin(ceil(yarn_pair(c, c->beta_slow)), c->D - 1);
+        low = yarn_pair(c, c->beta_fast);
+        high = yarn_pair(c, c->beta_slow);
+        low = fmax(c->yarn_exact ? low : floor(low), 0);
+        high = fmin(c->yarn_exact ? high : ceil(high), c->D - 1);
         if (low == high) high += 0.001;
         *scale = (float)yarn_scale(c);
     }
@@ -11933,22 +12023,32 @@ static int weights_missing(const WeightFiles *wf, const Config *c, const char *n
     return fault(err, "%.200s: tensor %s is missing", c->dir, name);
 }
 
-// Finds the tensor of that name, checks its dtype and its shape (rows,cols) or, with rows 0,
-// (cols), and sets *out. Returns 0, or -1 with err set. A tensor that is absent and not needed
-// leaves out->data NULL and is no error.
-static int weights_take(WeightFiles *wf, const Config *c, const char *name, int needed, int rows,
-                        int cols, Tensor *out, char err[512]) {
-    // With an index, the tensor is where the index says and nowhere else.
+// Sets *t to the tensor of that name, or to NULL when there is none. With an index, the tensor is
+// where the index says and nowhere else. Returns 0, or -1 with err set.
+static int weights_find(WeightFiles *wf, const Config *c, const char *name, SafeTensor **t,
+                        char err[512]) {
     const Json *place = json_get(json_get(wf->index, "weight_map"), name);
-    SafeTensor *t = NULL;
+    *t = NULL;
     if (place) {
-        t = safetensors_find(weights_file_of(wf, c->dir, place->str), name);
-        if (!t)
+        *t = safetensors_find(weights_file_of(wf, c->dir, place->str), name);
+        if (!*t)
             return fault(err, "%.200s: tensor %s is not in %.100s, where model.safetensors.index.json says "
                          "it is", c->dir, name, place->str);
     } else if (!wf->index) {
-        t = safetensors_find(wf->file[0], name);
+        *t = safetensors_find(wf->file[0], name);
     }
+    return 0;
+}
+
+// Finds the tensor of that name, checks its dtype and its shape (rows,cols) or, with rows 0,
+// (cols), and sets *out. Returns 0, or -1 with err set. A tensor that is absent and not needed
+// leaves out->data NULL and is no error. Checkpoints that were saved without their output matrix
+// have names without "model." at the front.
+static int weights_take(WeightFiles *wf, const Config *c, const char *name, int needed, int rows,
+                        int cols, Tensor *out, char err[512]) {
+    SafeTensor *t;
+    if (weights_find(wf, c, name, &t, err)) return -1;
+    if (!t && !strncmp(name, "model.", 6) && weights_find(wf, c, name + 6, &t, err)) return -1;
     if (!t) return needed ? weights_missing(wf, c, name, err) : 0;
 
     if (t->dtype == DT_QUANTIZED)
@@ -11966,9 +12066,58 @@ static int weights_take(WeightFiles *wf, const Config *c, const char *name, int 
     return 0;
 }
 
+// Why a model with this config has no use for the tensor in line i of the table; NULL: it has.
+// Qwen2's q, k and v have biases whatever config.json says.
+static const char *bias_denied(const Config *c, int i) {
+    const char *name = layer_tensors[i].name;
+    int llama = !strcmp(c->model_type, "llama"), qwen3 = !strcmp(c->model_type, "qwen3");
+    if (!strstr(name, ".bias") || tensor_needed(c, i)) return NULL;
+    if (strncmp(name, "mlp.", 4) && (llama || qwen3))
+        return c->attention_bias ? NULL : "attention_bias is false in config.json";
+    if (!strncmp(name, "mlp.", 4) && llama)
+        return c->mlp_bias ? NULL : "mlp_bias is false in config.json";
+    return "its family has no such bias";
+}
+
+// Is every number of the tensor zero?
+static int tensor_is_zero(const Tensor *t) {
+    const unsigned char *p = t->data;
+    for (size_t i = 0, n = tensor_bytes(t); i < n; i++) {
+        if (p[i]) return 0;
+    }
+    return 1;
+}
+
+// A bias that config.json denies: transformers leaves it out, the code it was trained with did not.
+// One of zeros changes nothing and is left out; any other is refused. Returns 0, or -1 with err set.
+static int weights_bias(const Config *c, const char *name, int i, Tensor *t, char err[512]) {
+    const char *why = t->data ? bias_denied(c, i) : NULL;
+    if (!why) return 0;
+    if (!tensor_is_zero(t))
+        return fault(err, "%.200s: tensor %s is not zero, but %s: transformers would compute without it, the "
+                     "model was made with it", c->dir, name, why);
+    *t = (Tensor){ 0 };
+    return 0;
+}
+
+// Do a and b (rows,cols) hold the same numbers?
+static int tensor_same(const Tensor *a, const Tensor *b) {
+    size_t cols = (size_t)a->cols;
+    int same = 1;
+    if (a->dtype == b->dtype) return !memcmp(a->data, b->data, tensor_bytes(a));
+    float *x = xmalloc(2 * cols * sizeof *x), *y = x + cols;
+    for (size_t r = 0; r < (size_t)a->rows && same; r++) {
+        to_f32(x, (const char *)a->data + r * cols * dtype_size(a->dtype), a->dtype, cols);
+        to_f32(y, (const char *)b->data + r * cols * dtype_size(b->dtype), b->dtype, cols);
+        same = !memcmp(x, y, cols * sizeof *x);
+    }
+    free(x);
+    return same;
+}
+
 // Opens the files of c->dir and finds every tensor. Returns 0, or -1 with err set. QK-norm tensors
-// of a family that does not use them are left alone, so that weights_load reports them. A tied
-// output matrix wins over an lm_head (D7).
+// of a family that does not use them are left alone, so that weights_load reports them. Next to a
+// tied output an lm_head may stand if it is the embedding once more (D7).
 static int weights_read(Weights *w, Config *c, char err[512]) {
     WeightFiles *wf = w->files;
     char name[200];
@@ -11981,14 +12130,15 @@ static int weights_read(Weights *w, Config *c, char err[512]) {
             Tensor *t = layer_tensor(&w->layer[l], i);
             snprintf(name, sizeof name, "model.layers.%d.%s", l, layer_tensors[i].name);
             if (weights_take(wf, c, name, tensor_needed(c, i), rows, cols, t, err)) return -1;
+            if (weights_bias(c, name, i, t, err)) return -1;
         }
     }
     if (weights_take(wf, c, "model.norm.weight", 1, 0, c->C, &w->norm, err)) return -1;
     if (weights_take(wf, c, "lm_head.weight", !c->tied, c->V, c->C, &w->head, err)) return -1;
     if (c->tied) {
-        if (w->head.data)
-            warn("warning: %s: lm_head.weight is not used, config.json ties the output to the embedding",
-                 c->dir);
+        if (w->head.data && !tensor_same(&w->head, &w->embed))
+            return fault(err, "%.200s: config.json ties the output to the embedding, but lm_head.weight is there "
+                         "and differs (with tie_word_embeddings false it is used)", c->dir);
         w->head = w->embed;
     }
     return 0;

@@ -58,13 +58,17 @@ typedef struct {                // sizes and constants of one checkpoint, all re
     float  eps;                 // of every RMSNorm
     int    tied;                // 1: the output matrix is the embedding
     int    qk_norm;             // 1: RMSNorm per head on q and k, before RoPE (Qwen3)
+    int    attention_bias;      // 1: config.json gives q, k, v and o a bias
+    int    mlp_bias;            // 1: config.json gives gate, up and down a bias
     int    window;              // sliding window W: a query at position p sees keys p-W+1..p; 0: none
     unsigned char *windowed;    // (L) 1: this layer uses the window; NULL: no layer does
     int    rope_type;           // ROPE_*
     double theta, factor;       // RoPE's base and its scaling factor
     double low_freq, high_freq; // llama3
     double beta_fast, beta_slow;// yarn
-    double attn_factor;         // yarn: factor on cos and sin; 0: 0.1 ln(factor) + 1
+    double attn_factor;         // yarn: factor on cos and sin; 0: from mscale and mscale_all_dim
+    double mscale, mscale_all_dim;  // yarn: see yarn_scale; 0: not given
+    int    yarn_exact;          // 1: the ends of yarn's ramp are not rounded ("truncate": false)
     int    orig_pos;            // original_max_position_embeddings
     int    bos;                 // -1: none
     int    eos[8], n_eos;       // end tokens of config and generation_config together

@@ -847,9 +847,10 @@ static const struct { const char *old, *with, *want; } config_cases[] = {
         "\"high_freq_factor\":4.0}", "low_freq_factor 4: expected less" },
     { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4.0,\"beta_fast\":1,\"beta_slow\":2}",
         "beta_fast 1: expected at least" },
-    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4.0,\"mscale\":1.0,\"mscale_all_dim\":1.0}",
-        "mscale" },
-    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4.0,\"truncate\":false}", "truncate" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4.0,\"mscale\":\"1\"}", "mscale: expected a number" },
+    { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4.0,\"truncate\":0}", "truncate: expected true or false" },
+    { "\"rope_scaling\":null", "\"rope_parameters\":{\"rope_type\":\"yarn\",\"factor\":4.0,\"llama_4_scaling_beta\":0.1}", "llama_4_scaling_beta" },
+    { "\"hidden_act\"", "\"attention_bias\":1,\"hidden_act\"", "attention_bias: expected true or false" },
     { "\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4.0,"
         "\"original_max_position_embeddings\":0}", "original_max_position_embeddings: expected" },
     { "\"rope_scaling\":null", "\"partial_rotary_factor\":0.5", "partial_rotary_factor" },
@@ -1063,7 +1064,8 @@ static const struct { const char *old, *with, *want; } weight_cases[] = {
     { "", "", NULL },
     { "\"model.norm.weight\"", "\"model.norm.weights\"", "tensor model.norm.weight is missing" },
     { "\"lm_head.weight\"", "\"lm_heads\"", "tensor lm_head.weight is missing" },
-    { "\"model.embed_tokens.weight\"", "\"embed_tokens.weight\"", "tensor model.embed_tokens.weight is missing" },
+    { "\"model.embed_tokens.weight\"", "\"embed.weight\"", "tensor model.embed_tokens.weight is missing" },
+    { "\"model.embed_tokens.weight\"", "\"embed_tokens.weight\"", NULL },                // as transformers 5: the prefix is asked for name by name
     { "model.layers.1.self_attn.q_proj.weight", "model.layers.2.self_attn.q_proj.weight",
         "tensor model.layers.1.self_attn.q_proj.weight is missing" },
     { "\"BF16\",\"shape\":[10,8]", "\"BF16\",\"shape\":[8,10]",
@@ -1109,7 +1111,7 @@ TEST(weights_broken, "a tensor that is missing, misshapen or of a wrong dtype en
     int code = try_weights(c, &w);
     CHECK(code == EXIT_MODEL && strstr(die_text, "q_proj.bias is missing"), "Qwen2 always has biases: %d %s", code, die_text);
     weights_close(NULL, c);
-    c = config_of("\"LlamaForCausalLM\"],\"model_type\":\"llama\"", "\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"");
+    c = config_of("\"LlamaForCausalLM\"],\"model_type\":\"llama\"", "\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\",\"head_dim\":2");
     code = try_weights(c, &w);
     CHECK(code == EXIT_MODEL && strstr(die_text, "q_norm.weight is missing"), "Qwen3 always has norms: %d %s", code, die_text);
     weights_close(NULL, c);
@@ -1134,7 +1136,7 @@ static const char *stderr_of(void (*fn)(void *), void *arg) {
 static void load_and_close(void *dir) { Config *c = config_load(dir); weights_close(weights_load(c), c); }
 
 TEST(weights_leftovers,
-     "tensors nobody asked for give one warning line; inv_freq none; a tied model's lm_head is ignored with a warning") {
+     "tensors nobody asked for give one warning line; inv_freq none; a tied model's lm_head that differs is refused, the embedding once more is not") {
     char *dir = (char *)(uintptr_t)model_dir();
     static char header[8192];
     size_t data = good_header(header, sizeof header, 3);
@@ -1154,9 +1156,22 @@ TEST(weights_leftovers,
     text = replaced(good_config, "\"tie_word_embeddings\":false", "\"tie_word_embeddings\":true");
     put_text(tmp_path("model/config.json"), text);
     free(text);
-    said = stderr_of(load_and_close, dir);
-    CHECK(strstr(said, "lm_head.weight is not used"), "%s", said);
     Config *c = config_load(dir);
+    Weights *bad;
+    int code = try_weights(c, &bad);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "ties the output to the embedding, but lm_head.weight is there and differs"), "%d %s", code, die_text);
+    FILE *f = fopen(tmp_path("model/model.safetensors"), "r+b");
+    float head[80];
+    uint16_t embed[80];
+    long at = 8 + (long)strlen(header);
+    CHECK(f && !fseek(f, at, SEEK_SET) && fread(embed, 2, 80, f) == 80 && !fseek(f, -160, SEEK_END) && fwrite(embed, 2, 80, f) == 80 && !fclose(f), "lm_head = embedding");
+    said = stderr_of(load_and_close, dir);
+    CHECK(!*said, "the embedding once more: %s", said);
+    for (int i = 0; i < 80; i++) head[i] = bf16_to_f32(embed[i]);
+    Tensor narrow = { embed, DT_BF16, 10, 8 }, wide = { head, DT_F32, 10, 8 };
+    CHECK(tensor_same(&narrow, &wide), "the same numbers in another dtype");
+    head[79] += 1;
+    CHECK(!tensor_same(&narrow, &wide), "one number differs");
     text = replaced(header, "\"lm_head.weight\"", "\"model.layers.0.rotary_emb.inv_freq\"");
     put_safetensors(tmp_path("model/model.safetensors"), text, -1, data);
     free(text);
@@ -1283,6 +1298,18 @@ TEST(rope_scaling, "frequencies at the ends and in the middle of llama3, linear 
     c->attn_factor = 1.5;
     rope_frequencies(c, f, &scale);
     CHECK(scale == 1.5f, "attention_factor wins: %g", scale);
+    // mscale and mscale_all_dim count together or not at all; truncate false: the ramp is 23.5957 .. 39.6508 as it is
+    c->attn_factor = 0; c->mscale = 2;
+    rope_frequencies(c, f, &scale);
+    CHECK(fabs(scale - (0.1 * log(4) + 1)) < 1e-6, "mscale alone: %g", scale);
+    c->mscale_all_dim = 0.5;
+    c->yarn_exact = 1;
+    rope_frequencies(c, f, &scale);
+    CHECK(fabs(scale - (0.2 * log(4) + 1) / (0.05 * log(4) + 1)) < 1e-6, "both: %g", scale);
+    double low = 128 * log(32768 / (32 * 2 * M_PI)) / (2 * log(1e6)), high = 128 * log(32768 / (2 * M_PI)) / (2 * log(1e6));
+    double ramp = (24 - low) / (high - low);
+    CHECK(low > 23.5 && low < 23.7 && high > 39.6 && high < 39.7, "%g %g", low, high);
+    CHECK(f[23] == pow(1e6, -46.0 / 128) && fabs(f[24] / (pow(1e6, -48.0 / 128) * (1 - 0.75 * ramp)) - 1) < 1e-12, "a ramp that is not rounded: %g", f[24]);
     weights_close(NULL, c);
 }
 
@@ -1294,7 +1321,8 @@ static Config *golden_loaded;
 
 static const char *const golden_names[] = { "llama2-mha", "llama3-tied", "llama-linear", "llama-biases", "llama-sharded",
     "llama-mixed", "qwen2-yarn", "qwen2-biases", "qwen2-window",
-                                            "qwen3-norms", "qwen3-layers", "qwen3-yarn", "mistral-window", "mistral-nemo" };
+                                            "qwen3-norms", "qwen3-layers", "qwen3-yarn", "mistral-window", "mistral-nemo",
+    "qwen3-bare", "llama-yarn" };
 enum { N_GOLDEN = sizeof golden_names / sizeof *golden_names };
 
 static void golden_config(void *path) { golden_loaded = config_load(path); }
@@ -1419,6 +1447,118 @@ TEST(golden_formats, "f16, bf16 and q8_0 rows stay close to the f32 ones and are
         options_free(o);
     }
     golden_close(&g);
+}
+
+// ---- checkpoints that config.json does not tell the truth about
+TEST(config_foreign, "keys by which other families compute something else are refused under our model_types, unless their value changes nothing") {
+    static const struct { const char *keys, *want; } cases[] = {
+        { "\"scale_emb\":12", "scale_emb, 12: the embeddings are multiplied by it, which model_type llama does not do" },
+        { "\"scale_emb\":1", NULL }, { "\"scale_emb\":null", NULL }, { "\"embedding_multiplier\":12.0", "embedding_multiplier, 12:" },
+        { "\"scale_depth\":1.4", "scale_depth, 1.4:" }, { "\"scale_depth\":1.4142135", NULL },               // sqrt of 2 layers
+        { "\"residual_multiplier\":0.22", "residual_multiplier, 0.22:" }, { "\"residual_multiplier\":1.0", NULL },
+        { "\"attention_multiplier\":0.5", "attention_multiplier, 0.5:" }, { "\"attention_multiplier\":0.70710678", NULL },     // head_dim 2
+        { "\"query_pre_attn_scalar\":224", "query_pre_attn_scalar, 224:" }, { "\"query_pre_attn_scalar\":2", NULL },
+        { "\"dim_model_base\":4", "dim_model_base, 4:" }, { "\"dim_model_base\":8", NULL },
+        { "\"logits_scaling\":8.0", "logits_scaling, 8:" }, { "\"logits_scaling\":1", NULL }, { "\"logit_scale\":0.0625", "logit_scale" },
+        { "\"final_logit_softcapping\":30.0", "final_logit_softcapping, 30:" }, { "\"attn_logit_softcapping\":50.0", "attn_logit_softcapping" },
+        { "\"attn_logit_softcapping\":null,\"final_logit_softcapping\":0", NULL },
+        { "\"no_rope_layers\":[1,0]", "no_rope_layers, an array: some layers have no RoPE" }, { "\"no_rope_layers\":[1,1]", NULL }, { "\"no_rope_layers\":[]", NULL },
+        { "\"no_rope_layer_interval\":4", "no_rope_layer_interval, 4:" }, { "\"rope_interleaved\":true", "rope_interleaved" }, { "\"rope_interleaved\":false", NULL },
+        { "\"alibi\":true", "alibi" }, { "\"clip_qkv\":8.0", "clip_qkv, 8:" }, { "\"use_qk_norm\":true", "use_qk_norm" }, { "\"use_qk_norm\":false", NULL },
+        { "\"qk_layernorm\":true,\"model_type\":\"qwen3\",\"architectures\":[\"Qwen3ForCausalLM\"]", NULL },
+        { "\"use_parallel_residual\":true", "use_parallel_residual" }, { "\"attention_chunk_size\":8192", "attention_chunk_size" },
+        { "\"pretraining_tp\":2,\"attention_dropout\":0.1,\"sliding_window\":4096", NULL },
+    };
+    const char *dir = model_dir();
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char with[300];
+        snprintf(with, sizeof with, "%s,\"hidden_act\"", cases[i].keys);
+        char *text = replaced(good_config, "\"hidden_act\"", with);
+        put_text(tmp_path("model/config.json"), text);
+        free(text);
+        Config *c;
+        int code = try_config(dir, &c), want = cases[i].want ? EXIT_MODEL : 0;
+        CHECK(code == want && (!want || (strstr(die_text, cases[i].want) && strstr(die_text, "config.json"))), "%s: %d %s", cases[i].keys, code, die_text);
+        weights_close(NULL, c);
+    }
+}
+TEST(config_absent, "what is absent has the value of the family's class: head_dim, num_key_value_heads, max_position_embeddings; a class without its output") {
+    static const struct { const char *type, *arch, *without; int D, G, max_pos; } cases[] = {
+        { "llama", "LlamaForCausalLM", "", 2, 4, 2048 }, { "llama", "LlamaModel", "", 2, 4, 2048 },
+        { "mistral", "MistralForCausalLM", "\"num_key_value_heads\":null,", 2, 4, 131072 }, { "mistral", "MistralModel", "", 2, 8, 131072 },
+        { "qwen2", "Qwen2ForCausalLM", "", 2, 32, 32768 }, { "qwen3", "Qwen3ForCausalLM", "", 128, 32, 32768 },
+        { "qwen3", "Qwen3ForCausalLM", "\"head_dim\":null,\"num_key_value_heads\":null,", 2, 4, 32768 },
+    };
+    const char *dir = model_dir();
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char text[600];
+        int heads = cases[i].G > 4 ? 32 : 4;
+        snprintf(text, sizeof text, "{\"architectures\":[\"%s\"],\"model_type\":\"%s\",%s\"hidden_size\":%d,\"intermediate_size\":6,\"num_hidden_layers\":2,"
+                 "\"num_attention_heads\":%d,\"vocab_size\":10,\"rope_theta\":10000.0}", cases[i].arch, cases[i].type, cases[i].without, 2 * heads, heads);
+        put_text(tmp_path("model/config.json"), text);
+        Config *c;
+        int code = try_config(dir, &c);
+        CHECK(!code && c->D == cases[i].D && c->G == cases[i].G && c->max_pos == cases[i].max_pos, "%s %s: %d %s", cases[i].arch, cases[i].without, code, die_text);
+        weights_close(NULL, c);
+    }
+}
+TEST(weights_denied, "biases that config.json denies: refused, unless they are zero; and names without the prefix, all of them, also in shards") {
+    static const struct { const char *type, *arch, *tensor, *keys, *want; } cases[] = {
+        { "llama", "Llama", "self_attn.q_proj.bias", "", "model.layers.1.self_attn.q_proj.bias is not zero, but attention_bias is false" },
+        { "llama", "Llama", "self_attn.q_proj.bias", "\"mlp_bias\":true,\"attention_bias\":false,", "attention_bias is false" },
+        { "llama", "Llama", "self_attn.q_proj.bias", "\"attention_bias\":true,", NULL },
+        { "llama", "Llama", "mlp.down_proj.bias", "\"attention_bias\":true,", "mlp.down_proj.bias is not zero, but mlp_bias is false" },
+        { "llama", "Llama", "mlp.down_proj.bias", "\"mlp_bias\":true,", NULL },
+        { "mistral", "Mistral", "self_attn.o_proj.bias", "\"attention_bias\":true,", "o_proj.bias is not zero, but its family has no such bias" },
+    };
+    const char *dir = model_dir();
+    static char header[8192], name[100];
+    size_t data = good_header(header, sizeof header, 3);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        for (int zero = 0; zero < 2; zero++) {
+            char with[300];
+            snprintf(with, sizeof with, "\"%sForCausalLM\"],\"model_type\":\"%s\",%s\"x\":0", cases[i].arch, cases[i].type, cases[i].keys);
+            Config *c = config_of("\"LlamaForCausalLM\"],\"model_type\":\"llama\"", with);
+            snprintf(name, sizeof name, "model.layers.1.%s", cases[i].tensor);
+            snprintf(with, sizeof with, "{\"%s\":{\"dtype\":\"BF16\",\"shape\":[8],\"data_offsets\":[%zu,%zu]},", name, data, data + 16);
+            char *text = replaced(header, "{", with);
+            put_safetensors(tmp_path("model/model.safetensors"), text, -1, data + 16);
+            free(text);
+            if (zero) {
+                static const char none[16];
+                FILE *f = fopen(tmp_path("model/model.safetensors"), "r+b");
+                CHECK(f && !fseek(f, -16, SEEK_END) && fwrite(none, 1, 16, f) == 16 && !fclose(f), "zeros");
+            }
+            Weights *w;
+            int code = try_weights(c, &w), want = cases[i].want && !zero ? EXIT_MODEL : 0;
+            CHECK(code == want && (!want || strstr(die_text, cases[i].want)), "%s %s, zero %d: %d %s", cases[i].arch, cases[i].keys, zero, code, die_text);
+            if (!code) {
+                const Tensor *b = !strncmp(cases[i].tensor, "mlp", 3) ? &w->layer[1].bdown : *cases[i].type == 'l' ? &w->layer[1].bq : &w->layer[1].bo;
+                CHECK(!b->data == (cases[i].want != NULL), "%s %s: taken or not", cases[i].tensor, cases[i].keys);
+            }
+            weights_close(w, c);
+        }
+    }
+    // Without "model." at the front, in one file and in two with an index
+    model_dir();
+    Config *c = config_load(dir);
+    char *bare = xmalloc(sizeof header), *to = bare;
+    for (const char *p = header; ; p++) {
+        if (!strncmp(p, "\"model.", 7)) { *to++ = '"'; p += 6; continue; }
+        *to++ = *p;
+        if (!*p) break;
+    }
+    put_safetensors(tmp_path("model/model.safetensors"), bare, -1, data);
+    Weights *w;
+    int code = try_weights(c, &w);
+    CHECK(!code && w && w->bytes == data && w->layer[1].down.data && w->norm.data, "%d %s", code, die_text);
+    weights_close(w, NULL);
+    put_text(tmp_path("model/model.safetensors.index.json"), "{\"weight_map\":{\"embed_tokens.weight\":\"model.safetensors\"}}");
+    code = try_weights(c, &w);
+    CHECK(code == EXIT_MODEL && strstr(die_text, "tensor model.layers.0.input_layernorm.weight is missing"), "%d %s", code, die_text);
+    unlink(tmp_path("model/model.safetensors.index.json"));
+    free(bare);
+    weights_close(NULL, c);
 }
 
 // ==================================================================================================== TOKENIZER AND CHAT TEMPLATES

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes data/golden: tiny random checkpoints of every supported family, and the logits transformers computes from them.
 
-    python3 data/make_golden.py [OUT]           needs torch, transformers, safetensors, numpy; OUT defaults to data/golden
+    python3 data/make_golden.py [OUT [NAME..]]  needs torch, transformers, safetensors, numpy; OUT defaults to data/golden
 
 A folder holds config.json, generation_config.json, the weights, and golden.bin, all little-endian:
     int32   n_ids, n_rows, V
@@ -76,6 +76,12 @@ MODELS = {
     "mistral-nemo": (MistralConfig, base(sliding_window=None, hidden_size=50, num_attention_heads=6, num_key_value_heads=2,
                                          head_dim=20, vocab_size=143, rope_parameters=rope("default", 1000000.0)),
                      "F16", set(), {}),
+    "qwen3-bare": (Qwen3Config, base(hidden_size=24, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1,
+                                     vocab_size=139, tie_word_embeddings=True),
+                   "BF16", {"no_head_dim", "no_prefix"}, {"q_norm": 1}),
+    "llama-yarn": (LlamaConfig, base(rope_parameters=rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=64,
+                                                          mscale=2.0, mscale_all_dim=0.5, truncate=False)),
+                   "F16", set(), {"truncate": True}),
 }
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -101,6 +107,8 @@ def logits_of(folder, ids, change=None):
     change = dict(change or {})
     if "rope_type" in change:
         config.rope_parameters = {"rope_type": change.pop("rope_type"), "rope_theta": config.rope_parameters["rope_theta"]}
+    if "truncate" in change:
+        config.rope_parameters["truncate"] = change.pop("truncate")
     if "sliding_window" in change:
         config.sliding_window = change.pop("sliding_window")
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager").eval()
@@ -133,7 +141,8 @@ def rewrite_config(folder, todo):
         elif "type" in todo:
             rope["type"] = rope.pop("rope_type")
         config["rope_scaling"] = rope
-    for key, when in [("rope_theta", "no_theta"), ("num_key_value_heads", "no_kv_heads"), ("layer_types", "no_layer_types")]:
+    for key, when in [("rope_theta", "no_theta"), ("num_key_value_heads", "no_kv_heads"), ("layer_types", "no_layer_types"),
+                      ("head_dim", "no_head_dim")]:
         if when in todo:
             del config[key]
     if "no_kv_heads" in todo:
@@ -157,6 +166,10 @@ def make(out, number, name):
         tensors = load_file(folder / "model.safetensors")
         tensors = {k: v.float() if v.dim() == 1 else v for k, v in tensors.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if "no_prefix" in todo:
+        tensors = load_file(folder / "model.safetensors")
+        tensors = {k.removeprefix("model."): v for k, v in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     rewrite_config(folder, todo)
     logits = logits_of(folder, ids)
     std = logits.std()
@@ -173,5 +186,6 @@ def make(out, number, name):
 
 if __name__ == "__main__":
     target = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent / "golden")
-    total = sum(make(target, i, name) for i, name in enumerate(MODELS))
+    names = sys.argv[2:] or list(MODELS)
+    total = sum(make(target, i, name) for i, name in enumerate(MODELS) if name in names)
     print(f"{total} bytes in all")
