@@ -36,7 +36,7 @@ endif
 
 comma := ,
 all: kvcomp
-.PHONY: all deps install-deps run compare test asan race fuzz cuda-check gpu-test gpu-bench clean
+.PHONY: all deps install-deps run demo compare test asan race fuzz cuda-check gpu-test gpu-bench clean
 
 # stb_ds.h is the one library; a compiler and it are all that is needed
 deps:
@@ -87,6 +87,10 @@ endif
 
 run: kvcomp
 	./kvcomp
+
+# a scripted dialogue through five methods, side by side: a second of work, no question asked
+demo: kvcomp
+	./kvcomp --demo
 
 # README's table of results: every method over the same generated texts, on the shipped model. One thread, because on shared cores
 # a model this small loses with two; the numbers but the last two columns are the same for any number

@@ -10074,6 +10074,7 @@ static const Opt program_options[] = {
     { "think",         'b', "0",    "let a thinking model think (it does unless --no-think)" },
     { "no-think",      'b', "0",    "turn a thinking model's thoughts off" },
     { "single-turn",   'b', "0",    "leave after one reply" },
+    { "demo",          'b', "0",    "a scripted dialogue through several methods side by side: what each answers, holds, reads" },
     { "session",       's', "",     "load this session before, save it after" },
     // Sampling
     { "temp",          'f', "0.8",  "temperature; 0: greedy" },
@@ -16408,6 +16409,426 @@ static void chat_clear(App *a) {
     a->closed = 0;
 }
 
+// ---- several methods side by side
+// The demonstration and /compare play the same messages through sessions of several methods. Each
+// side is an App of its own that borrows model, tokenizer and template. Replies are greedy, so that
+// only the method makes a difference. What is printed is the asked-for result: it goes to stdout.
+
+// What each side is there to show, and why its answers are as they are. The methods in this list
+// play, and the one in use if it is none of them.
+static const struct { const char *method, *why; } side_methods[] = {
+    { "full",      "keeps every row and reads all of them in every step: nothing is lost, nothing is saved." },
+    { "streaming", "keeps the first 4 rows and the most recent ones: whatever was told before those is gone." },
+    { "dililazy",  "heads that find facts keep many rows, the others few, and rows outside are dropped: "
+                   "memory is saved, and some facts go. Query heads that share a head read rows of their own, "
+                   "which count for each." },
+    { "lychee",    "keeps every row, but a step reads only the chunks of text that fit it best: "
+                   "reads are saved, memory is not." },
+    { "sonic",     "every finished message is replaced by a few learned Nexus rows, which carry what it "
+                   "said though its own rows are gone." },
+};
+enum { N_SIDES = sizeof side_methods / sizeof *side_methods };
+
+static Options *options_copy(const Options *o);                                     // section 26
+static int holds_answer(const char *said, const char *gold, int whole);             // section 26
+
+typedef struct {
+    App app;                // the session of the method, and its own record of the dialogue
+    const char *why;        // its sentence of side_methods; NULL: the method in use, not of the list
+    char label[32];         // the method's name, and the budget where it has one
+    char refused[512];      // why there is no session; "" when there is one
+    char *reply;            // the last reply, malloc'd
+    int made;               // its tokens
+    double read;            // bytes of rows that a decode step of it read, the mean
+    int asked, right;       // questions so far, and those answered right
+    double read_sum;        // of `read` over the questions
+    double kept[2];         // sums over wrong [0] and right [1] answers: share of heads that still
+                            // hold the rows of the words asked for
+} Side;
+
+// Does any part of the method choose rows by --budget?
+static int uses_budget(const Session *s) {
+    int uses = 0;
+    for (int i = 0; i < s->n_part; i++) uses |= s->part[i].m->budget > 0;
+    return uses;
+}
+
+// Opens a side. Model, tokenizer, template and options are a's; method is what plays.
+static void side_open(Side *x, const App *a, const Options *o, const char *method, const char *why) {
+    *x = (Side){ .why = why };
+    x->app = (App){ .o = options_copy(o), .c = a->c, .w = a->w, .tok = a->tok, .tp = a->tp, .rng = a->rng };
+    x->app.method = xmalloc(strlen(method) + 1);
+    strcpy(x->app.method, method);
+    x->app.logits = xcalloc(a->c->V, sizeof(float));
+    x->app.s = session_try(a->c, a->w, x->app.o, method, x->refused);
+    int budget = x->app.s && uses_budget(x->app.s) ? x->app.s->budget : 0;
+    if (budget) snprintf(x->label, sizeof x->label, "%.20s %d", method, budget);
+    else snprintf(x->label, sizeof x->label, "%.31s", method);
+}
+
+// Closes it. The model and what else it borrowed stay.
+static void side_close(Side *x) {
+    record_clear(&x->app);
+    arrfree(x->app.turn);
+    if (x->app.s) session_close(x->app.s);
+    options_free(x->app.o);
+    free(x->app.method);
+    free(x->app.logits);
+    free(x->reply);
+}
+
+// The sides of a run (stb_ds): the list's methods, and a's own where the list does not have it.
+static Side *sides_open(const App *a, const Options *o) {
+    Side *x = NULL;
+    int own = 1;
+    arrsetlen(x, N_SIDES + 1);
+    for (int i = 0; i < N_SIDES; i++) {
+        side_open(&x[i], a, o, side_methods[i].method, side_methods[i].why);
+        if (!strcmp(a->method, side_methods[i].method)) own = 0;
+    }
+    if (own) side_open(&x[N_SIDES], a, o, a->method, NULL);
+    else arrsetlen(x, N_SIDES);
+    return x;
+}
+
+static void sides_close(Side *x /* stb_ds */) {
+    for (int i = 0; i < (int)arrlen(x); i++) side_close(&x[i]);
+    arrfree(x);
+}
+
+// Sends one message to a side and keeps the reply, of at most n tokens, what a step of it read and
+// how many tokens it has.
+static void side_turn(Side *x, const char *text, int n) {
+    App *a = &x->app;
+    double bytes = a->s->clk.bytes_attended;
+    long steps = a->s->clk.steps;
+    size_t size;
+    free(x->reply);
+    FILE *out = open_memstream(&x->reply, &size);
+    if (!out) die(EXIT_MEMORY, "out of memory: a reply");
+    Turn t = render_turn(a, text);
+    arrput(a->turn, t);
+    feed_prefill(a, &t);
+    x->made = generate(a, n, out);
+    if (fclose(out)) die(EXIT_MEMORY, "out of memory: a reply");
+    steps = a->s->clk.steps - steps;
+    x->read = steps ? (a->s->clk.bytes_attended - bytes) / (double)steps : 0;
+}
+
+// Plays the dialogue of a into a side. 0, or -1 with the reason in x->refused.
+static int side_replay(Side *x, const App *a) {
+    for (int i = 0; i < (int)arrlen(a->turn); i++) {
+        Turn t = a->turn[i];
+        t.pre = t.dec = NULL;
+        for (int j = 0; j < (int)arrlen(a->turn[i].pre); j++) arrput(t.pre, a->turn[i].pre[j]);
+        for (int j = 0; j < (int)arrlen(a->turn[i].dec); j++) arrput(t.dec, a->turn[i].dec[j]);
+        arrput(x->app.turn, t);
+    }
+    x->app.closed = a->closed;
+    if (record_fits(x->app.s, x->app.turn, x->refused)) return -1;
+    replay(&x->app, (int)arrlen(x->app.turn));
+    return 0;
+}
+
+// ---- several methods side by side: the lines they get
+// Writes text in exactly `width` columns: cut with ".." where it is longer, blanks behind it where
+// it is shorter. Line breaks and control characters become blanks.
+static void print_cut(FILE *f, const char *text, int width) {
+    int at = 0, cut = 0, n = (int)strlen(text);
+    int columns = 0;
+    for (int i = 0; i < n; i++) columns += !inside_char(text[i]);       // at least; wide ones take two
+    for (int next; at < n && !cut; at = next) {
+        next = at + 1;
+        while (next < n && inside_char(text[next])) next++;
+        int w = char_width(text + at, next - at), room = width - (columns > width ? 2 : 0);
+        cut = w > room;
+        if (cut) break;
+        if ((unsigned char)text[at] < ' ' || text[at] == 127) fputc(' ', f);
+        else fwrite(text + at, 1, (size_t)(next - at), f);
+        width -= w;
+        columns--;
+    }
+    if (at < n && width >= 2) {
+        fputs("..", f);
+        width -= 2;
+    }
+    fprintf(f, "%*s", width, "");
+}
+
+// Writes text as one line of at most `width` columns.
+static void print_short(FILE *f, const char *text, int width) {
+    print_cut(f, text, min_int(width, (int)strlen(text)));
+    fprintf(f, "\n");
+    fflush(f);
+}
+
+// Writes a text in lines of at most `cols` columns, all but the first begun with `indent` blanks;
+// the first is begun already.
+static void print_wrapped(FILE *f, const char *text, int indent, int cols) {
+    int x = indent;
+    while (*text) {
+        int n = (int)strcspn(text, " ");
+        if (x > indent && x + 1 + n > cols) {
+            fprintf(f, "\n%*s", indent, "");
+            x = indent;
+        } else if (x > indent) {
+            fputc(' ', f);
+            x++;
+        }
+        fwrite(text, 1, (size_t)n, f);
+        x += n;
+        text += n + (text[n] == ' ');
+    }
+    fputc('\n', f);
+}
+
+enum { SIDE_LABEL = 14, SIDE_MARK = 8, SIDE_BYTES = 9 };    // columns of a side's line
+
+// The columns left for the reply on a screen of cols columns.
+static int reply_columns(int cols) {
+    return max_int(cols - 2 - SIDE_LABEL - SIDE_MARK - 2 * SIDE_BYTES, 20);
+}
+
+// The heads of the columns. mark: what stands in the second one.
+static void side_heads(FILE *f, const char *mark) {
+    fprintf(f, "  %-*s%-*s", SIDE_LABEL, "method", SIDE_MARK, mark);
+    print_cut(f, "reply", reply_columns(screen_columns()));
+    fprintf(f, "%*s%*s\n", SIDE_BYTES, "held", SIDE_BYTES, "read");
+}
+
+// One side's line: label, mark, reply, bytes held and read in a step.
+static void side_line(FILE *f, const Side *x, const char *mark) {
+    char held[32], read[32];
+    human_bytes((double)kv_bytes(x->app.s), held);
+    human_bytes(x->read, read);
+    fprintf(f, "  ");
+    print_cut(f, x->label, SIDE_LABEL - 1);
+    fprintf(f, " %-*s", SIDE_MARK, mark);
+    print_cut(f, x->reply, reply_columns(screen_columns()) - 1);
+    fprintf(f, " %*s%*s\n", SIDE_BYTES, held, SIDE_BYTES, read);
+    fflush(f);
+}
+
+// The reply that all sides which play have given; NULL when they differ, or none plays.
+static const char *common_reply(const Side *x /* stb_ds */) {
+    const char *first = NULL;
+    for (int i = 0; i < (int)arrlen(x); i++) {
+        if (*x[i].refused) continue;
+        if (first && strcmp(first, x[i].reply)) return NULL;
+        first = x[i].reply;
+    }
+    return first;
+}
+
+// Names the sides that cannot play, and why.
+static void sides_refused(const Side *x /* stb_ds */) {
+    for (int i = 0; i < (int)arrlen(x); i++)
+        if (*x[i].refused) fprintf(stderr, "kvcomp: %s is left out: %s\n", x[i].label, x[i].refused);
+}
+
+// ---- the demonstration
+// --demo and /demo: a scripted dialogue, in words that the shipped model was taught. Facts, a little
+// talk, and the questions about the facts, the latest told first.
+typedef struct {
+    const char *user;
+    const char *answer;     // the words a right reply holds; NULL: nothing is asked
+} DemoLine;
+static const DemoLine demo_lines[] = {
+    { "My name is Anna.", NULL },
+    { "I live in Oslo.", NULL },
+    { "I have a dog named Bello.", NULL },
+    { "I am tired.", NULL },
+    { "Please read: A tired train stood behind the station. There is a wind near the street. The number "
+      "of the blue box is 795. It rained on the fence all day. From the window you can see the star.", NULL },
+    { "How are you?", NULL },
+    { "We saw a broken bat by the church. Every Saturday the boat is empty. The red key costs 35 coins. "
+      "There is a river near the star.", NULL },
+    { "My password is 4821.", NULL },
+    { "Tell me a joke.", NULL },
+    { "They painted the mountain and cleaned the leaf. The wind moved the church and the gate. "
+      "It rained on the gate all day. On Sunday the moon looked busy.", NULL },
+    { "I play the flute.", NULL },
+    { "Which instrument do I play?", "flute" },
+    { "What is my password?", "4821" },
+    { "What is my name?", "Anna" },
+    { "Where do I live?", "Oslo" },
+    { "What is my dog called?", "Bello" },
+    { "How much does the red key cost?", "35" },
+    { "What is the number of the blue box?", "795" },
+};
+enum { N_DEMO_LINES = sizeof demo_lines / sizeof *demo_lines };
+enum { SHOW_BUDGET = 64, SHOW_REPLY = 24 };     // rows a head, unless the user says otherwise; tokens
+
+// The text of the tokens that a session has seen, in *text (stb_ds, ends in NUL); returns for each
+// of its bytes the token (stb_ds).
+static int *text_of_tokens(const Session *s, char **text) {
+    int *token = NULL;
+    for (int t = 0; t < s->n_tok; t++) {
+        int n;
+        const char *bytes = text_of(s->tok[t].id, &n);
+        for (int i = 0; i < n; i++) {
+            arrput(*text, bytes[i]);
+            arrput(token, t);
+        }
+    }
+    arrput(*text, 0);
+    return token;
+}
+
+// Does a head hold the rows of all tokens from..to?
+static int head_holds(const KVHead *h, int from, int to) {
+    int n = 0;
+    for (int r = 0; r < h->len; r++) n += h->src[r] >= from && h->src[r] <= to;
+    return n == to - from + 1;
+}
+
+// The share of a session's heads that hold the rows of `words` at a place where the dialogue says
+// them, before its last `behind` tokens.
+static double heads_with(const Session *s, const char *words, int behind) {
+    char *text = NULL;
+    int *token = text_of_tokens(s, &text), n = s->c->L * s->c->G, with = 0, length = (int)strlen(words);
+    for (int i = 0; i < n; i++) {
+        int holds = 0;
+        for (const char *p = strstr(text, words); p && !holds; p = strstr(p + 1, words)) {
+            int at = (int)(p - text);
+            if (token[at] >= s->n_tok - behind) break;
+            holds = head_holds(&s->head[i], token[at], token[at + length - 1]);
+        }
+        with += holds;
+    }
+    arrfree(text);
+    arrfree(token);
+    return (double)with / n;
+}
+
+// Notes of a side how it answered a question.
+static void side_judge(Side *x, const char *answer) {
+    int right = holds_answer(x->reply, answer, 0);
+    x->asked++;
+    x->right += right;
+    x->read_sum += x->read;
+    x->kept[right] += heads_with(x->app.s, answer, x->made);
+}
+
+// Plays one line of the script through every side and prints what they reply: of a question each
+// side's line; of the rest one line if all reply the same.
+static void demo_line(const DemoLine *d, Side *x /* stb_ds */, FILE *f) {
+    fprintf(f, "\n> ");
+    print_short(f, d->user, screen_columns() - 2);
+    for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
+        if (*x[i].refused) continue;
+        int before = x[i].right;
+        side_turn(&x[i], d->user, SHOW_REPLY);
+        if (!d->answer) continue;
+        side_judge(&x[i], d->answer);
+        side_line(f, &x[i], x[i].right > before ? "right" : "WRONG");
+    }
+    if (d->answer || interrupts) return;
+    const char *common = common_reply(x);
+    if (common) {
+        fprintf(f, "  %-*s", SIDE_LABEL + SIDE_MARK, "all");
+        print_short(f, common, screen_columns() - 2 - SIDE_LABEL - SIDE_MARK);
+        return;
+    }
+    for (int i = 0; i < (int)arrlen(x); i++)
+        if (!*x[i].refused) side_line(f, &x[i], "");
+}
+
+// What became of the rows that held the answers, as a sentence for a side with wrong answers; "" for
+// the others.
+static void side_reason(const Side *x, char out[160]) {
+    int wrong = x->asked - x->right, heads = x->app.c->L * x->app.c->G;
+    out[0] = 0;
+    if (!wrong) return;
+    int n = snprintf(out, 160, " The words asked for still lay in %.1f of %d heads when the answer was wrong",
+                     heads * x->kept[0] / wrong, heads);
+    if (x->right) snprintf(out + n, 160 - (size_t)n, ", in %.1f when it was right", heads * x->kept[1] / x->right);
+    strcat(out, ".");
+}
+
+// The end of the demonstration: what each side got right, what it holds and reads, and why.
+static void demo_summary(const Side *x /* stb_ds */, FILE *f) {
+    char held[32], read[32], reason[160], why[512];
+    fprintf(f, "\n  %-*s%-10s%*s%*s  what it does\n", SIDE_LABEL, "method", "right", SIDE_BYTES, "held", SIDE_BYTES, "read");
+    for (int i = 0; i < (int)arrlen(x); i++) {
+        if (*x[i].refused || !x[i].asked) continue;
+        human_bytes((double)kv_bytes(x[i].app.s), held);
+        human_bytes(x[i].read_sum / x[i].asked, read);
+        side_reason(&x[i], reason);
+        const Method *m = x[i].app.s->part[0].m;
+        snprintf(why, sizeof why, "%s%s%s", x[i].why ? x[i].why : m->keeps, x[i].why ? "" : ".", reason);
+        fprintf(f, "  ");
+        print_cut(f, x[i].label, SIDE_LABEL - 1);
+        fprintf(f, " %d of %-5d%*s%*s\n      ", x[i].right, x[i].asked, SIDE_BYTES, held, SIDE_BYTES, read);
+        print_wrapped(f, why, 6, screen_columns());
+    }
+}
+
+// The options of a run side by side: the user's, greedy, with a budget at which something happens.
+static Options *sides_options(const App *a, int budget) {
+    char err[256], text[16];
+    Options *o = options_copy(a->o);
+    snprintf(text, sizeof text, "%d", budget);
+    options_set(o, "temp", "0", err);
+    if (!opt_given(a->o, "ratio") && opt_int(a->o, "budget") <= 0) options_set(o, "budget", text, err);
+    return o;
+}
+
+// --demo and /demo. Returns the exit code.
+static int demo(App *a) {
+    Options *o = sides_options(a, SHOW_BUDGET);
+    if (opt_given(o, "system")) (void)shdel(o->given, "system");
+    Side *x = sides_open(a, o);
+    char text[400];
+    int heads = a->c->L * a->c->G, budget = opt_int(o, "budget");
+    double t0 = now();
+    interrupts = 0;
+    sides_refused(x);
+    snprintf(text, sizeof text, "The same messages to several methods, each with its own cache of %d heads, and a "
+             "budget of %d rows a head where it has one. held: bytes of rows in the cache. read: bytes of rows "
+             "that a step of the reply reads.", heads, budget);
+    print_wrapped(stdout, text, 0, screen_columns());
+    printf("\n");
+    side_heads(stdout, "");
+    for (int i = 0; i < N_DEMO_LINES && !interrupts; i++) demo_line(&demo_lines[i], x, stdout);
+    if (!interrupts) demo_summary(x, stdout);
+    if (!quiet) fprintf(stderr, "%.1f s\n", now() - t0);
+    sides_close(x);
+    options_free(o);
+    return 0;
+}
+
+// ---- /compare
+// The budget of /compare when none is given: a quarter of the dialogue, so that there is something to
+// lose.
+static int compare_budget(const App *a) {
+    int n = 0;
+    for (int i = 0; i < (int)arrlen(a->turn); i++) n += (int)arrlen(a->turn[i].pre) + (int)arrlen(a->turn[i].dec);
+    return max_int(n / 4, 32);
+}
+
+// /compare QUESTION: asks it of every side, behind the present dialogue, which stays as it is.
+static void chat_compare(App *a, const char *question) {
+    Options *o = sides_options(a, compare_budget(a));
+    int n = opt_int(a->o, "n-predict"), budget = opt_int(o, "budget");
+    Side *x = sides_open(a, o);
+    const char *first = NULL;
+    interrupts = 0;
+    if (budget && !quiet)
+        fprintf(stderr, "%d rows a head%s; the replies are greedy, and the dialogue stays as it is\n", budget,
+                budget == opt_int(a->o, "budget") ? "" : " (a quarter of the dialogue; /budget sets another)");
+    side_heads(stdout, "as full");
+    for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
+        if (*x[i].refused || side_replay(&x[i], a)) continue;
+        side_turn(&x[i], question, n < 0 ? SHOW_REPLY * 4 : n);
+        if (!first) first = x[i].reply;
+        side_line(stdout, &x[i], strcmp(x[i].reply, first) ? "differs" : "same");
+    }
+    sides_refused(x);
+    sides_close(x);
+    options_free(o);
+}
+
 // ---- commands. arg is what stands behind the name, "" when nothing does
 static const char *chat_help =
     "/help            this list              /stats           bytes, rows, speed, the method's own numbers\n"
@@ -16416,6 +16837,8 @@ static const char *chat_help =
     "/clear           forget the dialogue    /regen           make the last reply again\n"
     "/system TEXT     another system message, with a new dialogue\n"
     "/read FILE       a file's text as your message\n"
+    "/compare TEXT    what several methods reply to it; the dialogue stays as it is\n"
+    "/demo            a scripted dialogue through several methods, side by side\n"
     "/save FILE       keep the dialogue      /load FILE       go on with a kept one\n"
     "/quit            leave (so does Ctrl-D); Ctrl-C stops a reply\n";
 
@@ -16480,6 +16903,16 @@ static void command_load(App *a, const char *arg) {
     if (session_read(a, arg, err)) warn("%s", err);
 }
 
+static void command_compare(App *a, const char *arg) {
+    if (*arg) chat_compare(a, arg);
+    else fprintf(stderr, "/compare wants a question\n");
+}
+
+static void command_demo(App *a, const char *arg) {
+    (void)arg;
+    demo(a);
+}
+
 // A new command is a function above, a line here, and a line of chat_help. /quit is chat_command's
 // own.
 static const struct {
@@ -16495,6 +16928,8 @@ static const struct {
     { "/budget", command_budget, 0 },
     { "/system", command_system, 0 },
     { "/read",   command_read,   1 },
+    { "/compare", command_compare, 0 },
+    { "/demo",   command_demo,   0 },
     { "/save",   command_save,   1 },
     { "/load",   command_load,   1 },
 };
@@ -22704,6 +23139,8 @@ static void check_options(const Options *o) {
     if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
     if (*opt_str(o, "report") && (ids || *opt_str(o, "file") || opt_given(o, "prompt") || bench))
         die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
+    if (opt_int(o, "demo") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")))
+        die(EXIT_USAGE, "--demo goes alone, not with -p, -f, --ids, --eval, --bench or --report");
 }
 
 // ---- opening the model
@@ -23027,6 +23464,7 @@ static int run_mode(App *a, const char *text) {
     if (*opt_str(a->o, "ids")) return run_ids(a);
     if (evaluates(a->o)) return evaluate(a);
     if (*opt_str(a->o, "report")) return report_write(a, opt_str(a->o, "report"), NULL);
+    if (opt_int(a->o, "demo")) return demo(a);
     if (text) return answer_prompt(a, text);
     return chat(a);
 }

@@ -413,10 +413,12 @@ KV_HD static inline uint64_t splitmix64(uint64_t *state) {
 // The first number that splitmix64 draws from the state x.
 KV_HD static inline uint64_t mix64(uint64_t x) { return splitmix64(&x); }
 
-// 2^40 x as an integer: sums of these do not depend on their order. NaN, and what is no attention
-// because it is 2^22 or more, counts as 0: weights that hold a NaN must not overflow here.
+// 2^40 x as an integer: sums of these do not depend on their order. x is a share of attention, so a
+// number that does not fit, or a NaN, comes from damaged weights: it counts as 0, and the logits will
+// tell (checked).
 KV_HD static inline int64_t fixed_mass(float x) {
-    return fabs((double)x) < 4194304.0 ? (int64_t)rint((double)x * 1099511627776.0) : 0;
+    int fits = x > -8388608.0f && x < 8388608.0f;
+    return fits ? (int64_t)rint((double)x * 1099511627776.0) : 0;
 }
 
 static inline size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }     // of n bits, in words of 64

@@ -8623,6 +8623,49 @@ TEST(damaged_methods, "a NaN in one embedding, met in a prefill and in a decode 
     CHECK(fixed_mass(1) == (int64_t)1 << 40 && fixed_mass(-0.5f) == -((int64_t)1 << 39) && fixed_mass(8388607.5f) == 9223371487098961920ll, "shares");
 }
 
+// The answers of a side in the demonstration's last table: "NAME ... n of 7". -1: no such line.
+static int demo_right(const char *text, const char *name) {
+    const char *table = strstr(text, "what it does"), *line = table ? strstr(table, name) : NULL;
+    int right = -1;
+    if (line) sscanf(line + strlen(name), " %d of 7", &right);
+    return right;
+}
+// The longest line of a text of one column a byte.
+static int widest_line(const char *s) {
+    int most = 0;
+    for (; *s; s += s[strcspn(s, "\n")] == '\n' ? strcspn(s, "\n") + 1 : strcspn(s, "\n"))
+        most = max_int(most, (int)strcspn(s, "\n"));
+    return most;
+}
+TEST(cli_demo, "--demo: full answers all right, streaming forgets, the others lie between; every line fits into 80 columns; only results on stdout; /demo is the same") {
+    static char text[1 << 16];
+    CHECK(sh("./kvcomp --demo") == 0 && lines_in(sh_err) == 1, "%s", sh_err);
+    snprintf(text, sizeof text, "%.65000s", sh_out);
+    CHECK(demo_right(text, "full  ") == 7, "full:\n%s", text);
+    int streaming = demo_right(text, "streaming 64"), dililazy = demo_right(text, "dililazy 64");
+    CHECK(streaming >= 1 && streaming <= 3, "streaming %d:\n%s", streaming, text);
+    CHECK(dililazy > streaming && dililazy < 7, "dililazy %d", dililazy);
+    CHECK(demo_right(text, "lychee 64") >= 6 && demo_right(text, "sonic  ") >= 6, "lychee, sonic:\n%s", text);
+    CHECK(strstr(text, "still lay\n      in") || strstr(text, "still lay in 0.0 of 18 heads"), "what became of the rows:\n%s", text);
+    CHECK(widest_line(text) <= 80, "%d columns:\n%s", widest_line(text), text);
+    CHECK(sh("printf 'hello\n/demo\nhow are you?\n' | ./kvcomp --temp 0") == 0 && strstr(sh_out, text), "/demo:\n%s", sh_out);
+    CHECK(strstr(sh_err, "[turn 2 "), "the chat goes on where it was: %s", sh_err);
+    CHECK(sh("./kvcomp --demo --budget 600 -q") == 0 && !*sh_err && demo_right(sh_out, "streaming 600") == 7, "with room for all:\n%s", sh_out);
+    CHECK(sh("./kvcomp --demo --method snapkv --budget 48 -q") == 0 && demo_right(sh_out, "snapkv 48") >= 0 && strstr(sh_out, "keeps the B"), "the method in use plays:\n%s", sh_out);
+    CHECK(sh("./kvcomp --demo -p hi") == 2 && strstr(sh_err, "--demo goes alone"), "%s", sh_err);
+    CHECK(sh(SYN "--tokenizer models/kvcomp-tiny --demo") == 3 && strstr(sh_err, "dililazy is left out") && strstr(sh_err, "sonic is left out") && strstr(sh_err, "belongs to another model"), "another model: %s", sh_err);
+    CHECK(sh("./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny --demo") == 0 && strstr(sh_out, "lychee 64") && !strstr(sh_out, "sonic"), "another model: %s", sh_err);
+}
+TEST(cli_compare, "/compare: several methods reply to a question behind the dialogue, which stays as it is; the budget is a quarter of it unless one is set") {
+    const char *story = "My name is Anna.\\nI live in Oslo.\\nI have a dog named Bello.\\nTell me a story about a fox.\\n";
+    CHECK(sh("printf '%s/compare Where do I live?\\n/stats\\n/compare\\n' | ./kvcomp --temp 0", story) == 0, "%s", sh_err);
+    const char *full = strstr(sh_out, "  full          same    You live in Oslo."), *streaming = strstr(sh_out, "  streaming ");
+    CHECK(full && streaming && strstr(streaming, "differs") && strstr(sh_out, "  sonic") && strstr(sh_out, "  lychee "), "%s", sh_out);
+    CHECK(strstr(sh_err, "a quarter of the dialogue") && strstr(sh_err, "in 4 turns") && strstr(sh_err, "/compare wants a question"), "%s", sh_err);
+    CHECK(sh("printf '%s/budget 24\\n/compare Where do I live?\\nWhere do I live?\\n' | ./kvcomp --temp 0 --method h2o", story) == 0, "%s", sh_err);
+    CHECK(strstr(sh_out, "  streaming 24") && strstr(sh_out, "  h2o 24") && !strstr(sh_err, "a quarter") && strstr(sh_err, "[turn 5 "), "%s%s", sh_out, sh_err);
+}
+
 // ==================================================================================================== CUDA
 // kvcomp.cu against its CPU twins. In a build without a GPU the kernels run under cuda_emu.h; every test goes through three
 // orders of threads (EMU_SEED 0, 1, 7). Shapes are odd on purpose, and small: an emulated thread costs a microsecond a meeting.
