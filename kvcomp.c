@@ -179,8 +179,9 @@ static inline uint32_t order_key(float x) {
     return v.u ^ ((uint32_t)(v.i >> 31) | 0x80000000u);
 }
 
-// ---- what section 1 calls of section 2
+// ---- what section 1 calls of sections 2 and 24
 static void note_peak(Session *s);
+static int stop_asked(void);            // 1: Ctrl-C or a signal asks for the end of the turn
 
 // ####################################################################################################
 // PART I: THE SUBJECT
@@ -265,6 +266,19 @@ static Pass pass_room(Session *s, int T) {
     return r;
 }
 
+// ---- a pass that ends before its time
+// Is this pass not wanted any more? Only a pass whose caller has set Session.stop can be given up.
+static int pass_unwanted(const Session *s) {
+    return s->stop && stop_asked();
+}
+
+// Called at least once a layer, and between the blocks of a long one. A pass that is not wanted any
+// more ends here, with a jump to whoever set Session.stop; what it leaves behind has to be undone
+// there. No memory is lost: a pass has its memory from the arena.
+void pass_poll(Session *s) {
+    if (pass_unwanted(s)) longjmp(*s->stop, 1);
+}
+
 // ---- the steps of a layer
 // x (T,C) = the embeddings of the tokens of the pass.
 static void embed(Session *s, float *x, int T) {
@@ -326,6 +340,7 @@ static void project_span(Session *s, int l, Pass *r, int t0, int t1) {
     for (int t = t0, n; t < t1; t += n) {
         const Layer *y;
         size_t i = t - t0;
+        pass_poll(s);
         n = same_weights(s, t, t1, &y, l);
         project_rows(s, y, r->x + t * C, r->h, r->q + i * HD, r->k + i * GD, r->v + i * GD, n);
     }
@@ -376,6 +391,7 @@ static void mlp_span(Session *s, int l, Pass *r, int t0, int from, int t1) {
     for (int t = from, n; t < t1; t += n) {
         const Layer *y;
         float *x = r->x + t * C;
+        pass_poll(s);
         n = same_weights(s, t, t1, &y, l);
         output_rows(s, y, x, r->out + (t - t0) * HD, r->h, n);
         mlp_rows(s, y, x, r->h, r->gate, r->up, n);
@@ -419,6 +435,7 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
         Part *sparse = acts ? part_with_attend(s) : NULL;
         if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
         else attn_prefill(s, l, r->out, r->q, t0, n);
+        pass_poll(s);           // before commit: an attention that was cut short has made no numbers
     }
     t = timed(&s->clk.attend, t);
 
@@ -1346,6 +1363,7 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
         float *part = parts + thread_id() * room;
         for (int b = first; b < first + at_once; b++) {
             int i0 = b * per;
+            if (pass_unwanted(s)) continue;         // the pass ends behind this attention
             prefill_block(s, l, g, out, q, i0, min_int(per, n - i0), s->base + t0 + i0, t, part);
         }
     }
@@ -1540,7 +1558,7 @@ const float *prefill(Session *s, const int *ids, int n) {
 
     // The tokens of the pass, with room for what an enter hook may add: even the whole dialogue again.
     int cap = 2 * (n + s->n_tok) + 4096;
-    Token *t = xmalloc((size_t)cap * sizeof(Token));
+    Token *t = s->coming = xmalloc((size_t)cap * sizeof(Token));
     for (int i = 0; i < n; i++)
         t[i] = (Token){ .id = ids[i], .pos = -1, .seg = s->turn, .kind = TOK_USER };
 
@@ -1552,6 +1570,7 @@ const float *prefill(Session *s, const int *ids, int n) {
 
     const float *logits = s->forward(s, t, n);
     free(t);
+    s->coming = NULL;
     s->turn++;
     s->applied = budget_now(s);
     s->n_sys = s->n_foot = s->n_head = 0;
@@ -1709,6 +1728,7 @@ void session_close(Session *s) {
     free(s->head);
     free(s->view);
     free(s->tok);
+    free(s->coming);
     free(s->logits);
     arena_free(s->scratch);
     free(s);
@@ -2993,6 +3013,7 @@ static void group_attend(Session *s, int l, int g, const Lines *lines, float *ou
         size_t own = thread_id();
         Tile *t = &tiles[own];
         RowBlock b = { .t = t, .K = K, .V = V, .D = D, .m = m, .r0 = hd->len - T + t0 };
+        if (pass_unwanted(s)) continue;             // the pass ends behind this attention
         for (int i = 0; i < m; i++) {
             const float *from = q + ((size_t)(t0 + i) * H + h) * D;
             memcpy(t->q + (size_t)i * D, from, (size_t)D * sizeof(float));
@@ -7699,7 +7720,7 @@ const Method *const methods[] = {
 
 // ==================================================================================================== 15 HELPERS
 // What is shown of texts from outside, how the program ends on an error, memory, the clock, the
-// arena a pass works in, whole files, and how a method refuses.
+// arena a pass works in, whole files, how files are saved, and how a method refuses.
 
 // ---- texts from outside
 // A file, a user or a model may hold control characters, and a terminal obeys them: a file name
@@ -8054,6 +8075,243 @@ static char *read_plain_text(const char *path, size_t *size, char err[256]) {
 static int file_exists(const char *path) {
     struct stat st;
     return stat(path, &st) == 0;
+}
+
+// ---- a hash
+enum { HASH_SUMS = 8, HASH_STEP = 64 };     // words that are taken together, and their bytes
+
+// Takes the words at p into the sums.
+static inline void hash_step(uint64_t *sum, const char *p) {
+    uint64_t word[HASH_SUMS];
+    memcpy(word, p, HASH_STEP);
+    for (int i = 0; i < HASH_SUMS; i++) {
+        sum[i] = (sum[i] ^ word[i]) * 0x9e3779b97f4a7c15ull;
+        sum[i] = sum[i] << 31 | sum[i] >> 33;
+    }
+}
+
+// Goes on with the 64-bit hash h over n bytes. It finds damage and tells models apart; it does not
+// stop anybody who wants two texts with the same hash. The sums do not wait for each other, so that
+// memory sets the pace.
+static uint64_t hash_bytes(uint64_t h, const void *data, size_t n) {
+    uint64_t sum[HASH_SUMS];
+    const char *p = data;
+    char rest[HASH_STEP] = { 0 };
+    size_t left = n;
+    for (int i = 0; i < HASH_SUMS; i++) sum[i] = mix64(h + (uint64_t)i);
+    for (; left >= HASH_STEP; p += HASH_STEP, left -= HASH_STEP) hash_step(sum, p);
+    if (left) memcpy(rest, p, left);
+    hash_step(sum, rest);
+
+    h = mix64(n);
+    for (int i = 0; i < HASH_SUMS; i++) h = mix64(h ^ sum[i]);
+    return h;
+}
+
+// ---- saving a file
+// Everything that the program keeps for its user, sessions, reports, tables and scores, is written
+// beside its place under a name that nobody can foresee, brought to the disk, and only then renamed.
+// Until then the old file is as it was, whatever happens: a full disk, a signal, an error. What is
+// written beside goes when the program ends before it is done, except by SIGKILL.
+
+typedef struct {
+    FILE *f;                    // to be written to
+    char *path;                 // the file it will be, behind all symbolic links
+    char *temp;                 // the file in the making, in the same folder
+    int old;                    // 1: there is a file at path, which stays if this one fails
+    int slot;                   // its place in temp_files
+} Saving;
+
+enum { TEMP_FILES = 8 };
+static const char *volatile temp_files[TEMP_FILES];     // files in the making, for leave_tidy; NULL: none
+static const char *volatile temp_notes[TEMP_FILES];     // what is said of each that is given up
+
+// The file that a path stands for when symbolic links are followed, also one that does not exist
+// yet; malloc'd. NULL, and errno, when the links go round in circles.
+static char *link_target(const char *path) {
+    char link[4096];
+    char *at = copy_text(path);
+    for (int i = 0; i < 40; i++) {
+        ssize_t n = readlink(at, link, sizeof link - 1);
+        if (n < 0) return at;                           // no link
+        link[n] = 0;
+        char *slash = link[0] == '/' ? NULL : strrchr(at, '/');
+        size_t folder = slash ? (size_t)(slash + 1 - at) : 0;
+        at = xrealloc(at, max_size(folder + (size_t)n, strlen(at)) + 1);
+        strcpy(at + folder, link);                      // a relative link begins in its own folder
+    }
+    free(at);
+    errno = ELOOP;
+    return NULL;
+}
+
+// May a file be saved at path? 0, and *st with st_nlink 0 when there is nothing yet; or -1 with
+// errno.
+static int save_allowed(const char *path, struct stat *st) {
+    memset(st, 0, sizeof *st);
+    if (stat(path, st)) return errno == ENOENT && *path ? 0 : -1;
+    if (S_ISREG(st->st_mode)) return access(path, W_OK);
+    errno = S_ISDIR(st->st_mode) ? EISDIR : EINVAL;
+    return -1;
+}
+
+// The reason in errno as words; a device, FIFO or socket has none of its own.
+static const char *save_reason(void) {
+    return errno == EINVAL ? "is no regular file" : strerror(errno);
+}
+
+// Opens the file in the making beside x->path. A file that is there lends it its owner, if we may,
+// and its permissions; a new one is for its owner alone. 0, or -1 with errno.
+static int save_open(Saving *x, const struct stat *old) {
+    const char *slash = strrchr(x->path, '/');
+    int folder = slash ? (int)(slash + 1 - x->path) : 0;
+    size_t room = (size_t)folder + 32;
+    x->temp = xmalloc(room);
+    snprintf(x->temp, room, "%.*s.kvcomp-XXXXXX", folder, x->path);
+    int fd = mkostemp(x->temp, O_CLOEXEC);              // O_EXCL: never a file or a link that is there
+    if (fd < 0) return -1;
+    int bad = 0;
+    if (x->old) {
+        (void)!fchown(fd, old->st_uid, old->st_gid);
+        bad = fchmod(fd, old->st_mode & 0777);
+    }
+    x->f = bad ? NULL : fdopen(fd, "wb");
+    if (x->f) return 0;
+    int why = errno;
+    close(fd);
+    unlink(x->temp);
+    errno = why;
+    return -1;
+}
+
+// Puts a file in the making into the list of those that go with the program. note: what is said of
+// it then. -> its place in the list.
+static int temp_file_add(const char *temp, const char *note) {
+    int slot = 0;
+    while (slot < TEMP_FILES - 1 && temp_files[slot]) slot++;
+    temp_notes[slot] = note;
+    temp_files[slot] = temp;
+    return slot;
+}
+
+// Lists the file in the making of x. The note is made now, because a signal handler cannot.
+static void save_list(Saving *x) {
+    size_t n = strlen(x->path), used = 0;
+    char *name = xmalloc(4 * n + 1), *note = xmalloc(4 * n + 64), one[8];
+    for (size_t i = 0; i < n; used += strlen(one)) {
+        i += (size_t)shown_char(x->path + i, n - i, one);
+        strcpy(name + used, one);
+    }
+    name[used] = 0;
+    sprintf(note, "kvcomp: %s: not written%s\n", name, x->old ? ", the old file stays" : "");
+    free(name);
+    x->slot = temp_file_add(x->temp, note);
+}
+
+// Takes it out of the list again, and frees what x holds but its stream.
+static void save_unlist(Saving *x) {
+    temp_files[x->slot] = NULL;
+    free((char *)temp_notes[x->slot]);
+    temp_notes[x->slot] = NULL;
+    free(x->temp);
+    free(x->path);
+    memset(x, 0, sizeof *x);
+}
+
+// Begins to save a file: x->f is to be written to, and save_keep or save_drop ends it. 0, or -1 with
+// err when nothing can be saved there.
+static int save_begin(Saving *x, const char *path, char err[512]) {
+    struct stat st;
+    memset(x, 0, sizeof *x);
+    int bad = save_allowed(path, &st);
+    if (!bad) {
+        x->path = link_target(path);
+        x->old = st.st_nlink > 0;
+        bad = !x->path || save_open(x, &st);
+    }
+    if (!bad) {
+        save_list(x);
+        return 0;
+    }
+    snprintf(err, 512, "%.400s: %s", path, save_reason());
+    free(x->temp);
+    free(x->path);
+    return -1;
+}
+
+// Gives up a file in the making. One that was never begun is left alone.
+static void save_drop(Saving *x) {
+    if (!x->f) return;
+    fclose(x->f);
+    unlink(x->temp);
+    save_unlist(x);
+}
+
+// Brings what is written to the disk. 0, or -1 with errno. Some file systems cannot do it on demand
+// (EINVAL), which is no failure.
+static int save_sync(Saving *x) {
+    errno = 0;
+    if (ferror(x->f) || fflush(x->f)) return -1;
+    return fsync(fileno(x->f)) && errno != EINVAL ? -1 : 0;
+}
+
+// The file in the making takes its place, and its folder's list of names is brought to the disk. 0,
+// or -1 with errno.
+static int save_rename(Saving *x) {
+    if (rename(x->temp, x->path)) return -1;
+    temp_files[x->slot] = NULL;
+    const char *slash = strrchr(x->path, '/');
+    char *folder = xmalloc(strlen(x->path) + 2);
+    strcpy(folder, slash ? x->path : ".");
+    if (slash) folder[slash + 1 - x->path] = 0;
+    int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd >= 0) {
+        (void)!fsync(fd);                               // the file itself is safe already
+        close(fd);
+    }
+    free(folder);
+    return 0;
+}
+
+// Ends the saving of n files that belong together: none takes its place before all are on the disk.
+// 0, or -1 with err, and then the old ones stay.
+static int save_keep(Saving *x, int n, char err[512]) {
+    int bad = -1;                                       // the file that failed
+    for (int i = 0; i < n && bad < 0; i++)
+        if (save_sync(&x[i])) bad = i;
+    for (int i = 0; i < n && bad < 0; i++)
+        if (save_rename(&x[i])) bad = i;
+    if (bad >= 0) {
+        const char *why = errno ? strerror(errno) : "not everything could be written (is the disk full?)";
+        snprintf(err, 512, "%.380s: %s%s", x[bad].path, why, x[bad].old ? "; the old file stays" : "");
+        for (int i = 0; i < n; i++) save_drop(&x[i]);
+        return -1;
+    }
+    for (int i = 0; i < n; i++) {
+        fclose(x[i].f);
+        save_unlist(&x[i]);
+    }
+    return 0;
+}
+
+// Can a file be saved there? 0, or -1 with err. Asked before hours of work.
+static int save_check(const char *path, char err[512]) {
+    Saving x;
+    if (save_begin(&x, path, err)) return -1;
+    save_drop(&x);
+    return 0;
+}
+
+// Removes the files in the making, and says so if `say` is set. Called at exit and by signal
+// handlers, so it calls only what a handler may call.
+static void temp_files_remove(int say) {
+    for (int i = 0; i < TEMP_FILES; i++) {
+        const char *temp = temp_files[i], *note = temp_notes[i];
+        if (!temp) continue;
+        temp_files[i] = NULL;
+        unlink(temp);
+        if (say) (void)!write(2, note, strlen(note));
+    }
 }
 
 // ---- methods that refuse
@@ -10075,7 +10333,7 @@ static const Opt program_options[] = {
     { "no-think",      'b', "0",    "turn a thinking model's thoughts off" },
     { "single-turn",   'b', "0",    "leave after one reply" },
     { "demo",          'b', "0",    "a scripted dialogue through several methods side by side: what each answers, holds, reads" },
-    { "session",       's', "",     "load this session before, save it after" },
+    { "session",       's', "",     "go on with the dialogue in this file, and save it after every turn" },
     // Sampling
     { "temp",          'f', "0.8",  "temperature; 0: greedy" },
     { "top-k",         'i', "40",   "0: off" },
@@ -10859,7 +11117,7 @@ static const struct { const char *name; int bits, dtype; } safe_types[] = {
 // running chat. There is nothing to go on with, so the program ends, with its line and the
 // terminal's own settings.
 static SafeFile *mapped_files;
-static void terminal_restore(void);             // section 25
+static void leave_tidy(int say);                // section 25
 
 // Writes the line about the file f to stderr, by calls that a signal handler may make.
 static void lost_page_line(const SafeFile *f) {
@@ -10892,7 +11150,7 @@ static void on_lost_page(int sig, siginfo_t *info, void *context) {
     if (__atomic_exchange_n(&told, 1, __ATOMIC_SEQ_CST)) {
         for (;;) pause();
     }
-    terminal_restore();
+    leave_tidy(1);
     lost_page_line(f);
     _exit(EXIT_MODEL);
 }
@@ -15133,15 +15391,24 @@ typedef struct {
     float *logits;          // (V) after the last prefill or decode, a copy
     uint64_t rng;           // the sampler's state
     int closed;             // 1: the reply's end-of-turn id is already in the cache
+    int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
+    char *pending;          // the message whose reply is being made, malloc'd; NULL: none
+    uint64_t kept;          // the hash of what --session's file holds; 0: not known
+    uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
 } App;
 
 static volatile sig_atomic_t interrupts;        // Ctrl-C since the reply began
+// A signal that ends the program as soon as the turn is saved; 0: none.
+static volatile sig_atomic_t leaving;
 static int quiet;                               // --quiet: errors only on stderr
+
+// Is the turn that is being made to end?
+static int stop_asked(void) { return interrupts || leaving; }
 
 // ---- progress
 static double progress_start;
-static int progress_shown;
+static volatile sig_atomic_t progress_shown;
 
 // Shows how far a long piece of work is, as one line on stderr that is rewritten. share 0 begins,
 // share 1 ends and clears the line. The line appears only on a terminal, and only when the work has
@@ -15312,6 +15579,54 @@ static void feed_prefill(App *a, const Turn *t) {
     a->ttft = now() - t0;
 }
 
+// Does the session hold nothing but its rows? Then forgetting the newest rows undoes a prefill to
+// the bit. A method with hooks of its own may have dropped old rows meanwhile, or counted.
+static int holds_rows_only(const Session *s) {
+    if (KV_DEV(s)) return 0;
+    for (int i = 0; i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        if (m->turn || m->enter || m->project || m->attend || m->select || m->commit) return 0;
+    }
+    return 1;
+}
+
+// Undoes a prefill that was given up in the middle, after which the session had n_tok tokens and
+// this clock. Where it cannot be undone exactly the session is emptied, and made again from the
+// record when it is needed.
+static void undo_prefill(App *a, int n_tok, const Clock *clk) {
+    Session *s = a->s;
+    free(s->coming);
+    s->coming = NULL;
+    if (holds_rows_only(s)) {
+        kv_truncate(s, n_tok);
+        s->clk = *clk;
+        s->n_sys = s->n_foot = s->n_head = 0;
+    } else {
+        session_reset(s);
+        a->stale = 1;
+    }
+}
+
+// The prefill of a new turn, which Ctrl-C and signals can end within a layer. 0, or -1: it was
+// ended, and session and record are what they were.
+static int feed_message(App *a, const Turn *t) {
+    const int n_tok = a->s->n_tok;
+    const size_t mark = scratch_mark(a->s);
+    const Clock clk = a->s->clk;
+    jmp_buf stop;
+    if (!setjmp(stop)) {
+        a->s->stop = &stop;
+        feed_prefill(a, t);
+        a->s->stop = NULL;
+        return 0;
+    }
+    a->s->stop = NULL;
+    progress("prefill", 1);
+    scratch_reset(a->s, mark);
+    undo_prefill(a, n_tok, &clk);
+    return -1;
+}
+
 // One decode step; its logits stay in the App.
 static void feed_decode(App *a, int id) {
     memcpy(a->logits, decode(a->s, id), (size_t)a->c->V * sizeof(float));
@@ -15320,12 +15635,18 @@ static void feed_decode(App *a, int id) {
 // Feeds the first turns of the record once more, from an empty cache. The same method gives the
 // same bits.
 static void replay(App *a, int turns) {
+    a->stale = 0;
     session_reset(a->s);
     for (int i = 0; i < turns; i++) {
         const Turn *t = &a->turn[i];
         feed_prefill(a, t);
         for (int j = 0; j < (int)arrlen(t->dec); j++) feed_decode(a, t->dec[j]);
     }
+}
+
+// Makes the session from the record if it was emptied (undo_prefill).
+static void session_ready(App *a) {
+    if (a->stale) replay(a, (int)arrlen(a->turn));
 }
 
 // Do these turns, fed from an empty cache, fit into the positions that the method of s has? 0, or
@@ -15404,7 +15725,7 @@ static int generate(App *a, int n, FILE *out) {
     Decoder d = { .t = a->tok, .skip_special = 1 };
     char *text = NULL;
     a->closed = 0;
-    while ((n < 0 || made < n) && !interrupts) {
+    while ((n < 0 || made < n) && !stop_asked()) {
         int id = sample(a);
         if (is_stop(a, id)) break;
         text = decode_token(&d, id, text);
@@ -15704,20 +16025,86 @@ static int run_ids(App *a) {
     return 0;
 }
 
-// ---- sessions on disk: the record with the model's fingerprint
+// ---- sessions on disk: the record, and what it was made with
 // No rows are stored. Loading replays the record, which is exact for every method. The file is
 // text:
-//   kvcomp session 1
+//   kvcomp session 2
 //   model FINGERPRINT
-//   method SPEC
+//   made with --method=SPEC --OPTION "VALUE" ..
 //   turn N_SYS N_FOOT N_HEAD : ids to prefill | ids decoded        (a line for each turn)
 //   end CLOSED
+//   pending "TEXT"                     (a message whose reply was not finished; most files have none)
+//   check HASH                         (of every byte before this line)
+// Version 1 had "method SPEC" in the third line, a fingerprint of two tensors, and neither of the
+// last two lines.
 
-// Writes the file's text.
-static void session_write(const App *a, FILE *f) {
-    fprintf(f, "kvcomp session 1\n");
-    fprintf(f, "model %016llx\n", (unsigned long long)sonic_fingerprint(a->w));
-    fprintf(f, "method %s\n", a->method);
+// Goes on with the hash h over a tensor: its type, its shape, and all its bytes.
+static uint64_t hash_tensor(uint64_t h, const Tensor *t) {
+    const int head[] = { t->dtype, t->rows, t->cols, t->data != NULL };
+    h = hash_bytes(h, head, sizeof head);
+    return t->data ? hash_bytes(h, t->data, tensor_bytes(t)) : h;
+}
+
+// The hash by which a session knows its model: every byte of every tensor, and the numbers of the
+// config that change what the tensors compute. It reads the weights once, as one decode step does,
+// and on one thread: that is quick enough (0.16 s for the 2.5 GB of a model of 1.2 billion weights).
+static uint64_t model_fingerprint(const Config *c, const Weights *w) {
+    const int sizes[] = { c->L, c->H, c->G, c->D, c->C, c->F, c->V, c->qk_norm, c->window, c->rope_type };
+    const double numbers[] = { c->eps, w->rope_scale };
+    uint64_t h = hash_bytes(2, sizes, sizeof sizes);
+    h = hash_bytes(h, numbers, sizeof numbers);
+    h = hash_bytes(h, w->inv_freq64, (size_t)c->D / 2 * sizeof *w->inv_freq64);
+    if (c->windowed) h = hash_bytes(h, c->windowed, (size_t)c->L);
+    h = hash_tensor(h, &w->embed);
+    h = hash_tensor(h, &w->norm);
+    if (w->head.data != w->embed.data) h = hash_tensor(h, &w->head);
+    for (int l = 0; l < c->L; l++) {
+        const Layer *y = &w->layer[l];
+        const Tensor *all[] = {
+            &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk, &y->wv, &y->wo, &y->bq, &y->bk, &y->bv, &y->bo,
+            &y->q_norm, &y->k_norm, &y->gate, &y->up, &y->down, &y->bgate, &y->bup, &y->bdown,
+        };
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) h = hash_tensor(h, all[i]);
+    }
+    return h;
+}
+
+// The fingerprint of the App's model, worked out when it is first asked for.
+static uint64_t app_fingerprint(App *a) {
+    if (!a->fingerprint) a->fingerprint = model_fingerprint(a->c, a->w);
+    return a->fingerprint;
+}
+
+// Writes " --NAME VALUE", the value in quotes, if it is given and not the default.
+static void write_option(const App *a, const Options *plain, const char *name, FILE *f) {
+    const char *value = opt_str(a->o, name);
+    if (!opt_given(a->o, name) || !strcmp(value, opt_str(plain, name))) return;
+    fprintf(f, " --%s ", name);
+    json_escape(f, value, strlen(value));
+}
+
+// Writes the method, and the options besides the model that decide which bits a session computes,
+// as they stand on a command line: those of its parts, the shared ones, those of the template.
+static void write_making(const App *a, FILE *f) {
+    static const char *shared[] = {
+        "budget", "ratio", "sink", "obs-window", "kernel", "gqa-agg", "paper", "ctk", "ctv", "raw",
+        "chat-template", "system",
+    };
+    Options *plain = options_new();
+    fprintf(f, "--method=%s", a->method);
+    for (size_t i = 0; i < sizeof shared / sizeof *shared; i++) write_option(a, plain, shared[i], f);
+    for (int i = 0; i < a->s->n_part; i++)
+        for (const Opt *o = a->s->part[i].m->opts; o && o->name; o++) write_option(a, plain, o->name, f);
+    options_free(plain);
+}
+
+// Writes the file's text but its last line.
+static void session_write(App *a, FILE *f) {
+    fprintf(f, "kvcomp session 2\n");
+    fprintf(f, "model %016llx\n", (unsigned long long)app_fingerprint(a));
+    fprintf(f, "made with ");
+    write_making(a, f);
+    fputc('\n', f);
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
         fprintf(f, "turn %d %d %d :", t->n_sys, t->n_foot, t->n_head);
@@ -15727,43 +16114,111 @@ static void session_write(const App *a, FILE *f) {
         fprintf(f, "\n");
     }
     fprintf(f, "end %d\n", a->closed);
+    if (!a->pending) return;
+    fprintf(f, "pending ");
+    json_escape(f, a->pending, strlen(a->pending));
+    fputc('\n', f);
 }
 
-// Writes the file beside its place and renames it, so that a full disk does not cost the session
-// that was there. 0, or -1 with err.
-static int session_save(const App *a, const char *path, char err[512]) {
-    char tmp[4200];
-    snprintf(tmp, sizeof tmp, "%s.part", path);
-    FILE *f = fopen(tmp, "w");
-    if (!f) {
-        snprintf(err, 512, "%.400s: %s", tmp, strerror(errno));
-        return -1;
-    }
+// The text that session_write writes, malloc'd, and its hash. Exit 4 when there is no memory.
+static char *session_text(App *a, size_t *n, uint64_t *hash) {
+    char *text = NULL;
+    FILE *f = open_memstream(&text, n);
+    if (!f) die(EXIT_MEMORY, "out of memory: the text of a session");
     session_write(a, f);
     int bad = ferror(f);
-    if (fclose(f)) bad = 1;
-    if (bad || rename(tmp, path)) {
-        snprintf(err, 512, "%s: %s", path, strerror(errno));
-        remove(tmp);
-        return -1;
+    if (fclose(f) || bad) die(EXIT_MEMORY, "out of memory: the text of a session");
+    *hash = hash_bytes(0, text, *n);
+    return text;
+}
+
+// Saves the session, unless the file is known to hold it. 0, or -1 with err, and then the old file
+// stays.
+static int session_save(App *a, const char *path, int unless_kept, char err[512]) {
+    Saving x;
+    size_t n;
+    uint64_t hash;
+    char *text = session_text(a, &n, &hash);
+    int bad = 0;
+    if (!unless_kept || hash != a->kept) {
+        bad = save_begin(&x, path, err);
+        if (!bad) {
+            fwrite(text, 1, n, x.f);
+            fprintf(x.f, "check %016llx\n", (unsigned long long)hash);
+            bad = save_keep(&x, 1, err);
+        }
+        if (!bad && unless_kept) a->kept = hash;
     }
+    free(text);
+    return bad;
+}
+
+// ---- reading them
+typedef struct {            // a session file being read
+    const char *path;
+    int version;
+    Turn *turn;             // stb_ds array
+    int closed;
+    char *making;           // what it was made with, malloc'd
+    char *pending;          // malloc'd, or NULL
+} SessionFile;
+
+static void session_file_free(SessionFile *x) {
+    turns_clear(x->turn);
+    arrfree(x->turn);
+    free(x->making);
+    free(x->pending);
+}
+
+// Are there control bytes in the text (n), other than newlines? They have no place in a session file,
+// and its third line may be shown on a terminal.
+static int has_control_bytes(const char *text, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (((unsigned char)text[i] < ' ' && text[i] != '\n') || text[i] == 127) return 1;
     return 0;
 }
 
-// Checks the first three lines. The number of their bytes, or -1 with err.
-static int session_header(const App *a, const char *path, const char *text, char err[512]) {
-    unsigned long long found = 0, wanted = sonic_fingerprint(a->w);
+// Holds the check line against the text before it, text (n), and cuts it off. 0, or -1 with err.
+static int session_checked(const char *path, char *text, size_t n, char err[512]) {
+    unsigned long long found;
+    char *line = n ? text + n - 1 : text;
+    while (line > text && line[-1] != '\n') line--;
+    int whole = n && text[n - 1] == '\n' && sscanf(line, "check %llx", &found) == 1;
+    if (whole && hash_bytes(0, text, (size_t)(line - text)) != found) whole = 0;
+    *line = 0;
+    if (whole) return 0;
+    snprintf(err, 512, "%.300s: damaged: its text and its checksum differ", path);
+    return -1;
+}
+
+// Reads the first three lines of text (n), and checks what they and the last one say. The rest of
+// the text, or NULL with err.
+static char *session_header(App *a, SessionFile *x, char *text, size_t n, char err[512]) {
+    unsigned long long found = 0;
     int at = 0;
-    if (sscanf(text, "kvcomp session 1\nmodel %llx\nmethod %*[^\n]\n%n", &found, &at) != 1 || !at) {
-        snprintf(err, 512, "%s: not a kvcomp session file", path);
-        return -1;
+    if (sscanf(text, "kvcomp session %d\nmodel %llx\n%n", &x->version, &found, &at) != 2 || !at
+        || !strchr(text + at, '\n') || x->version < 1 || has_control_bytes(text, n)) {
+        snprintf(err, 512, "%.400s: not a kvcomp session file", x->path);
+        return NULL;
     }
-    if (found != wanted) {
-        snprintf(err, 512, "%s: made with another model (fingerprint %016llx, this one has %016llx)",
-                 path, found, wanted);
-        return -1;
+    if (x->version > 2) {
+        snprintf(err, 512, "%.300s: version %d of the session file, this kvcomp knows 1 and 2", x->path, x->version);
+        return NULL;
     }
-    return at;
+    if (x->version == 2 && session_checked(x->path, text, n, err)) return NULL;
+    unsigned long long own = x->version == 2 ? app_fingerprint(a) : sonic_fingerprint(a->w);
+    if (found != own) {
+        snprintf(err, 512, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", x->path,
+                 found, own);
+        return NULL;
+    }
+    char *making = text + at, *end = strchr(making, '\n');
+    *end = 0;
+    x->making = xmalloc(strlen(making) + 16);
+    if (!strncmp(making, "made with ", 10)) strcpy(x->making, making + 10);
+    else if (!strncmp(making, "method ", 7)) sprintf(x->making, "--method=%s", making + 7);
+    else strcpy(x->making, "?");
+    return end + 1;
 }
 
 // One "turn" line [p,end). 0, or -1 when it is not what session_write writes; the turn may then
@@ -15780,56 +16235,125 @@ static int session_turn(const App *a, const char *p, const char *end, Turn *t) {
     return 0;
 }
 
-// The "turn" lines from p on and the "end" line behind them, into *turns and *closed. 0, or -1 with
-// err.
-static int session_turns(const App *a, const char *path, const char *p, Turn **turns, int *closed,
-                         char err[512]) {
-    int bad = 0;
+// The lines from p on, to the file's end. 0, or -1 with err.
+static int session_lines(const App *a, SessionFile *x, char *p, char err[512]) {
+    int bad = 0, used = 0;
     while (!bad && !strncmp(p, "turn ", 5)) {
-        const char *end = strchr(p, '\n');
+        char *end = strchr(p, '\n');
         bad = 1;
         if (!end) break;
         Turn t = { 0 };
+        *end = 0;
         bad = session_turn(a, p, end, &t) != 0;
-        arrput(*turns, t);
+        arrput(x->turn, t);
         p = end + 1;
     }
-    if (!bad && sscanf(p, "end %d", closed) == 1) return 0;
-    snprintf(err, 512, "%s: damaged at turn %d", path, (int)arrlen(*turns) + !bad);
-    return -1;
+    if (bad || sscanf(p, "end %d\n%n", &x->closed, &used) != 1 || !used) {
+        snprintf(err, 512, "%.300s: damaged at turn %d", x->path, (int)arrlen(x->turn) + !bad);
+        return -1;
+    }
+    p += used;
+    if (strncmp(p, "pending ", 8)) return 0;
+    char why[256];
+    Json *text = json_parse(p + 8, strlen(p + 8), why);
+    if (text && text->type == JSON_STRING && *text->str) x->pending = copy_text(text->str);
+    json_free(text);
+    return 0;
+}
+
+// Does a dialogue of these turns need more rows than -c allows, whatever happens on the way? Only a
+// method that drops no row and adds none can be asked beforehand.
+static int record_overflows(const App *a, const Turn *turns) {
+    long n = 0;
+    for (int i = 0; i < (int)arrlen(turns); i++) n += (long)arrlen(turns[i].pre) + (long)arrlen(turns[i].dec);
+    for (int i = 0; i < a->s->n_part; i++)
+        if (a->s->part[i].m->evicts || a->s->part[i].m->enter) return 0;
+    return n > ctx_limit(a);
+}
+
+// Replays the whole record. 0, or -1 when -c does not allow so many rows.
+static int replay_within(App *a) {
+    if (record_overflows(a, a->turn)) return -1;
+    a->stale = 0;
+    session_reset(a->s);
+    for (int i = 0; i < (int)arrlen(a->turn); i++) {
+        const Turn *t = &a->turn[i];
+        if (!rows_fit(a, (int)arrlen(t->pre))) return -1;
+        feed_prefill(a, t);
+        for (int j = 0; j < (int)arrlen(t->dec); j++) {
+            if (!rows_fit(a, 1)) return -1;
+            feed_decode(a, t->dec[j]);
+        }
+    }
+    return 0;
+}
+
+// Says in one line what is not as it was when the session was saved.
+static void session_differs(const App *a, const SessionFile *x) {
+    char *own = NULL;
+    size_t n;
+    if (quiet) return;
+    if (x->version == 1)
+        warn("%s: an old session file (version 1): without a checksum, and its model is known by two tensors; it is "
+             "saved anew as version 2", x->path);
+    FILE *f = open_memstream(&own, &n);
+    if (!f) return;
+    write_making(a, f);
+    fclose(f);
+    int same = x->version == 1 ? !strncmp(own, x->making, strcspn(own, " ")) : !strcmp(own, x->making);
+    if (!same) warn("%s: made with %s, goes on with %s", x->path, x->making, own);
+    free(own);
+}
+
+// The record of the file becomes the App's, and is replayed. 0, or -1 with err, and then the App has
+// its own record and rows again.
+static int session_take(App *a, SessionFile *x, char err[512]) {
+    Turn *own = a->turn;
+    int closed = a->closed;
+    if (record_fits(a->s, x->turn, err)) return -1;
+    a->turn = x->turn;
+    a->closed = x->closed;
+    if (replay_within(a)) {
+        snprintf(err, 512, "%.300s: its dialogue needs more rows than -c %d (start with a larger -c, or with a "
+                           "method that drops rows)", x->path, ctx_limit(a));
+        a->turn = own;
+        a->closed = closed;
+        replay(a, (int)arrlen(own));
+        return -1;
+    }
+    x->turn = own;                                      // goes with x
+    free(a->pending);
+    a->pending = x->pending;
+    x->pending = NULL;
+    return 0;
 }
 
 // Loads a session file and replays it. 0, or -1 with err, and then nothing has changed.
 static int session_read(App *a, const char *path, char err[512]) {
     char why[256];
     size_t n;
+    SessionFile x = { .path = path };
     char *text = read_file(path, &n, why);
     if (!text) {
         snprintf(err, 512, "%s", why);
         return -1;
     }
-    Turn *turns = NULL;
-    int closed = 0, at = session_header(a, path, text, err);
-    int bad = at < 0 || session_turns(a, path, text + at, &turns, &closed, err);
-    if (!bad && record_fits(a->s, turns, err)) bad = 1;
-    free(text);
-    if (bad) {
-        turns_clear(turns);
-        arrfree(turns);
-        return -1;
+    char *lines = session_header(a, &x, text, n, err);
+    int bad = !lines || session_lines(a, &x, lines, err);
+    if (!bad) {
+        session_differs(a, &x);
+        bad = session_take(a, &x, err);
     }
-    record_clear(a);
-    arrfree(a->turn);
-    a->turn = turns;
-    a->closed = closed;
-    replay(a, (int)arrlen(a->turn));
-    return 0;
+    free(text);
+    session_file_free(&x);
+    return bad;
 }
 
 // ==================================================================================================== 25 CHAT
-// A small line editor (UTF-8, history, multi-line pastes), the commands, and Ctrl-C: the first
-// stops the reply and keeps it in the history and in the cache, a second within a second leaves
-// with 130. Without a terminal every input line is a turn.
+// A small line editor (UTF-8, history, multi-line pastes), the commands, and the signals. The first
+// Ctrl-C stops the reply and keeps it in the history and in the cache, or takes a message back that
+// is still being read; a second within a second leaves with 130. Without a terminal every input line
+// is a turn.
 
 // ---- the terminal
 // While a line is edited the terminal is raw: every key comes to the editor at once and nothing is
@@ -15842,15 +16366,28 @@ static int session_read(App *a, const char *path, char err[512]) {
 #define PASTE_MARKS_OFF "\x1b[?2004l"
 
 static struct termios terminal_before;      // the terminal's own settings, while terminal_raw
-static int terminal_raw;
+static struct termios terminal_edited;      // those while a line is edited
+static volatile sig_atomic_t terminal_raw;
+
+// Does the terminal listen to this process? One that was sent to the background leaves the settings
+// alone: they are the shell's then, and whoever changes them is stopped (SIGTTOU).
+static int in_foreground(void) {
+    pid_t group = tcgetpgrp(0);
+    return group < 0 || group == getpgrp();
+}
+
+// Gives the terminal these settings, and switches the paste marks. There is nothing to be done about
+// a terminal that is gone.
+static void terminal_set(const struct termios *settings, const char *marks) {
+    if (!in_foreground()) return;
+    tcsetattr(0, TCSANOW, settings);
+    (void)!write(1, marks, strlen(marks));
+}
 
 // Gives the terminal its settings back. Called in signal handlers and at exit as well; a second
 // call does nothing.
 static void terminal_restore(void) {
-    if (!terminal_raw) return;
-    tcsetattr(0, TCSANOW, &terminal_before);
-    ssize_t written = write(1, PASTE_MARKS_OFF, strlen(PASTE_MARKS_OFF));
-    (void)written;                          // there is nothing left to do about a terminal that is gone
+    if (terminal_raw) terminal_set(&terminal_before, PASTE_MARKS_OFF);
     terminal_raw = 0;
 }
 
@@ -15868,8 +16405,12 @@ static int terminal_enter(void) {
     // A read returns as soon as there is one byte, and waits for it as long as it takes.
     raw.c_cc[VMIN] = 1;
     raw.c_cc[VTIME] = 0;
-    if (tcsetattr(0, TCSANOW, &raw)) return -1;
-    terminal_raw = 1;
+    terminal_edited = raw;
+    terminal_raw = 1;                       // first: a signal may come behind each of these lines
+    if (tcsetattr(0, TCSANOW, &raw)) {
+        terminal_raw = 0;
+        return -1;
+    }
     ssize_t n = (ssize_t)strlen(PASTE_MARKS_ON);
     return write(1, PASTE_MARKS_ON, n) == n ? 0 : -1;
 }
@@ -15879,6 +16420,96 @@ static int screen_columns(void) {
     struct winsize w;
     if (ioctl(1, TIOCGWINSZ, &w) || !w.ws_col) return 80;
     return w.ws_col;
+}
+
+// ---- signals
+// A signal that ends programs (TERM, HUP, QUIT, PIPE, and INT where no chat uses it) ends this one
+// with the status that shells expect, after the terminal has its settings back and files in the
+// making are gone. While a turn is made and saved it waits: the turn ends at the next token or layer,
+// is saved, and then the signal has its way. A second one does not wait. SIGTSTP and SIGCONT, which
+// stop the program and let it go on, hand the terminal over and take it back. A signal that the
+// program was started without (nohup) stays ignored. Handlers call only what a handler may call.
+
+static volatile sig_atomic_t turn_runs;     // 1: a turn is being made and saved
+static volatile sig_atomic_t chat_busy;     // 1: a chat is not waiting for input
+static volatile sig_atomic_t saving_turn;   // 1: its record is being saved
+static volatile sig_atomic_t resumed;       // 1: the program was stopped, and the line must be drawn again
+
+// What is to be put right before the program ends: the terminal, a progress line, files in the
+// making, which are named if `say` is set.
+static void leave_tidy(int say) {
+    terminal_restore();
+    if (progress_shown) (void)!write(2, "\r\x1b[K", 4);
+    progress_shown = 0;
+    temp_files_remove(say);
+}
+
+// At exit.
+static void leave_quietly(void) { leave_tidy(0); }
+
+// Does with this process what the signal does when nobody catches it.
+static void signal_default(int sig) {
+    sigset_t only;
+    signal(sig, SIG_DFL);
+    sigemptyset(&only);
+    sigaddset(&only, sig);
+    sigprocmask(SIG_UNBLOCK, &only, NULL);
+    raise(sig);
+}
+
+// Ends the program by the signal.
+static void leave(int sig) {
+    leave_tidy(1);
+    signal_default(sig);
+    _exit(128 + sig);                       // not reached: each of these signals ends a process
+}
+
+// TERM, HUP, QUIT, PIPE, and INT outside a chat.
+static void on_leave(int sig) {
+    if (turn_runs && !leaving && sig != SIGPIPE) leaving = sig;
+    else leave(sig);
+}
+
+static void signal_watch(int sig, void (*handler)(int), int even_if_ignored) {
+    struct sigaction old, sa = { .sa_handler = handler, .sa_flags = SA_RESTART };
+    if (sigaction(sig, NULL, &old)) return;
+    if (old.sa_handler == SIG_IGN && !even_if_ignored) return;
+    sigaction(sig, &sa, NULL);
+}
+
+// Takes the terminal back, if a line is being edited, after a stop.
+static void terminal_resume(void) {
+    if (terminal_raw) terminal_set(&terminal_edited, PASTE_MARKS_ON);
+    resumed = 1;
+}
+
+// SIGTSTP: the program stops, with the terminal's own settings.
+static void on_stop(int sig) {
+    int before = errno;
+    if (terminal_raw) terminal_set(&terminal_before, PASTE_MARKS_OFF);
+    signal_default(sig);                    // it goes on here, at once if nobody could let it go on
+    signal_watch(sig, on_stop, 1);
+    terminal_resume();
+    errno = before;
+}
+
+// SIGCONT. SIGSTOP, which cannot be caught, comes before it as well.
+static void on_continue(int sig) {
+    int before = errno;
+    (void)sig;
+    terminal_resume();
+    errno = before;
+}
+
+// From the start of the program on. SIGXFSZ is what a limit on the size of files sends; without it
+// the write fails and is told.
+static void watch_signals(void) {
+    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGPIPE };
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) signal_watch(ends[i], on_leave, 0);
+    signal_watch(SIGTSTP, on_stop, 0);
+    signal_watch(SIGCONT, on_continue, 0);
+    signal(SIGXFSZ, SIG_IGN);
+    atexit(leave_quietly);
 }
 
 // ---- Ctrl-C
@@ -15891,12 +16522,17 @@ static int interrupt_again(void) {
     return interrupt_at - before < 1;
 }
 
-// SIGINT, which comes while a reply is made. The reply sees interrupts and stops. The handler calls
-// only what a handler may call: clock_gettime (now), tcsetattr, write, _exit.
+// SIGINT in a chat. While it waits for a line there is nothing to stop, and the chat ends (on a
+// terminal Ctrl-C is a byte then). While a reply is made, the reply sees interrupts and stops, and a
+// second one leaves, but not before a turn that is being saved is safe.
 static void on_interrupt(int sig) {
-    (void)sig;
+    if (!chat_busy) leave(sig);
     if (interrupt_again() && interrupts) {
-        terminal_restore();
+        if (saving_turn) {
+            leaving = sig;
+            return;
+        }
+        leave_tidy(1);
         _exit(EXIT_INTERRUPT);
     }
     interrupts++;
@@ -15931,6 +16567,7 @@ enum {                      // the bytes of keys that edit
     ENTER = 13,             // sends the line
     CTRL_U = 21,            // deletes to the start
     CTRL_W = 23,            // deletes the word before the cursor
+    CTRL_Z = 26,            // stops the program; `fg` goes on
     ESCAPE = 27,            // begins the sequence of an arrow, Home, End, Delete, or a paste
     BACKSPACE = 127,        // deletes the character before the cursor
 };
@@ -16104,6 +16741,20 @@ static int input_ready(void) {
     return select(1, &f, NULL, NULL, &t) > 0;
 }
 
+// Waits until there is a byte, or the end of the input. 1: the program was stopped meanwhile, and
+// goes on; ask again.
+static int input_stopped(void) {
+    while (!resumed && input.at == input.n) {
+        fd_set f;
+        FD_ZERO(&f);
+        FD_SET(0, &f);
+        if (select(1, &f, NULL, NULL, NULL) >= 0 || errno != EINTR) return 0;
+    }
+    int stopped = resumed;
+    resumed = 0;
+    return stopped;
+}
+
 // The next byte, waited for; -1: the end of the input.
 static int input_byte(void) {
     while (input.at == input.n) {
@@ -16116,12 +16767,18 @@ static int input_byte(void) {
     return input.buf[input.at++];
 }
 
-// Inserts a paste, up to the mark behind it (ESC [ 201 ~). Newlines stay in the text.
+// Inserts a paste, up to the mark behind it (ESC [ 201 ~). Newlines stay in the text. When the mark
+// does not come, because the terminal went wrong, Ctrl-C with nothing behind it ends the paste and
+// deletes the line.
 static void line_paste(Line *e) {
     static const char mark[] = "\x1b[201~";
     int length = (int)strlen(mark), seen = 0;       // seen: bytes of the mark that the text ends with
     for (int c = input_byte(); c >= 0; c = input_byte()) {
         char b = (char)(c == '\r' ? '\n' : c);
+        if (c == CTRL_C && !input_ready()) {
+            line_delete(e, 0, (int)arrlen(e->text));
+            return;
+        }
         line_insert(e, &b, 1);
         seen = c == mark[seen] ? seen + 1 : c == mark[0];
         if (seen < length) continue;
@@ -16234,19 +16891,39 @@ enum {                      // how reading a line or a message ends
     READ_DONE = 1,
 };
 
+// Ctrl-Z, which comes as a byte: stops the program and whatever shares its pipeline.
+static void line_stop(Line *e) {
+    e->row = 0;
+    fputs("\r\n", stdout);
+    fflush(stdout);
+    kill(0, SIGTSTP);
+}
+
+// Draws the line anew, below what others have written.
+static void line_resume(Line *e) {
+    e->row = 0;
+    line_draw(e);
+}
+
 // One edited line in e->text. Returns READ_*.
 static int line_edit(Line *e) {
     arrsetlen(e->text, 0);
     e->cursor = e->row = 0;
     e->at = (int)arrlen(e->history);
+    resumed = 0;
     line_draw(e);
     for (;;) {
+        if (input_stopped()) {
+            line_resume(e);
+            continue;
+        }
         int c = input_byte(), empty = !arrlen(e->text);
         if (c < 0) return empty ? READ_END : READ_DONE;
         if (c == ENTER || c == '\n') break;
         if (c == CTRL_C && empty) return READ_INTERRUPTED;
         if (c == CTRL_D && empty) return READ_END;
-        line_key(e, c);
+        if (c == CTRL_Z) line_stop(e);
+        else line_key(e, c);
         if (!input_ready()) line_draw(e);
     }
     e->cursor = (int)arrlen(e->text);
@@ -16323,9 +17000,47 @@ static void chat_reply(App *a, FILE *out) {
     print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
 }
 
+// --session FILE: keeps the dialogue in it, if it is not what the file holds. 0, or -1: it could not be
+// saved, and a line on stderr says why.
+static int session_keep(App *a) {
+    char err[512];
+    const char *path = opt_str(a->o, "session");
+    if (!*path) return 0;
+    saving_turn = 1;
+    int bad = session_save(a, path, 1, err);
+    saving_turn = 0;
+    if (bad) warn("--session %s", err);
+    return bad;
+}
+
+// Notes the message whose reply is being made; NULL: none is.
+static void pending_set(App *a, const char *text) {
+    char *copy = text ? copy_text(text) : NULL;
+    free(a->pending);
+    a->pending = copy;
+}
+
+// A turn begins: signals wait for its end.
+static void turn_begin(void) {
+    interrupts = 0;
+    turn_runs = 1;
+}
+
+// It ends: the dialogue is saved, and a signal that waited has its way. When that comes before the
+// first token of a reply the file stays as it is: it has the message as pending, or the reply that
+// was to be made again.
+static void turn_end(App *a, int replied) {
+    if (replied || !leaving) session_keep(a);
+    turn_runs = 0;
+    if (!leaving) return;
+    fflush(stdout);
+    leave(leaving);
+}
+
 // Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
 // that the model does not have, and nothing was fed.
 static int chat_turn(App *a, const char *text, FILE *out) {
+    session_ready(a);
     Turn t = render_turn(a, text);
     int n = (int)arrlen(t.pre), known = ids_with_rows(a->c, t.pre, n);
     if (known < n) {
@@ -16338,10 +17053,21 @@ static int chat_turn(App *a, const char *text, FILE *out) {
         turn_free(t);
         return n ? -1 : 0;
     }
-    arrput(a->turn, t);
-    interrupts = 0;
-    feed_prefill(a, &t);
-    chat_reply(a, out);
+    // The message is saved before its reply, so that whatever ends the program costs the reply only.
+    turn_begin();
+    pending_set(a, text);
+    session_keep(a);
+    int replied = 0;
+    if (feed_message(a, &t)) {
+        turn_free(t);
+        if (!quiet && !leaving) fprintf(stderr, "\n(the message is taken back)\n");
+    } else {
+        arrput(a->turn, t);
+        chat_reply(a, out);
+        replied = arrlen(arrlast(a->turn).dec) > 0;
+    }
+    pending_set(a, NULL);
+    turn_end(a, replied);
     return 0;
 }
 
@@ -16354,8 +17080,9 @@ static void chat_regen(App *a, FILE *out) {
     }
     arrfree(arrlast(a->turn).dec);
     replay(a, (int)arrlen(a->turn));
-    interrupts = 0;
+    turn_begin();
     chat_reply(a, out);
+    turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
 }
 
 // Warns when the method brought weights of its own that were trained with another chat template.
@@ -16406,7 +17133,8 @@ static void chat_budget(App *a, const char *value) {
 static void chat_clear(App *a) {
     record_clear(a);
     session_reset(a->s);
-    a->closed = 0;
+    pending_set(a, NULL);
+    a->closed = a->stale = 0;
 }
 
 // ---- several methods side by side
@@ -16850,6 +17578,7 @@ static void command_help(App *a, const char *arg) {
 
 static void command_stats(App *a, const char *arg) {
     (void)arg;
+    session_ready(a);
     print_stats(a, stderr);
 }
 
@@ -16895,7 +17624,7 @@ static void command_read(App *a, const char *arg) {
 
 static void command_save(App *a, const char *arg) {
     char err[512];
-    if (session_save(a, arg, err)) warn("%s", err);
+    if (session_save(a, arg, 0, err)) warn("%s", err);
 }
 
 static void command_load(App *a, const char *arg) {
@@ -16950,38 +17679,48 @@ static int chat_command(App *a, char *line) {
 }
 
 // ---- the chat
-// --session FILE: goes on with the dialogue in it, if there is one.
+// --session FILE: goes on with the dialogue in it, if there is one. A file that cannot be saved is
+// found now, not when there is something to save.
 static void session_begin(App *a) {
     char err[512];
     const char *path = opt_str(a->o, "session");
-    if (*path && file_exists(path) && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
+    if (!*path) return;
+    if (save_check(path, err)) die(EXIT_RUN, "--session %s", err);
+    if (file_exists(path) && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
 }
 
-// --session FILE: keeps the dialogue in it.
-static void session_end(const App *a) {
+// --session FILE: keeps the dialogue in it, for the last time.
+static void session_end(App *a) {
     char err[512];
     const char *path = opt_str(a->o, "session");
-    if (*path && session_save(a, path, err)) die(EXIT_RUN, "--session %s", err);
+    if (*path && session_save(a, path, 0, err)) die(EXIT_RUN, "--session %s", err);
 }
 
-// From here on Ctrl-C stops a reply, and the terminal gets its settings back however the program
-// ends.
-static void watch_keyboard(void) {
-    struct sigaction sa = { .sa_handler = on_interrupt };
-    sigaction(SIGINT, &sa, NULL);
-    atexit(terminal_restore);
+// A message whose reply was not finished when its file was saved goes into the history, from where it
+// can be sent again.
+static void pending_tell(const App *a, Line *e, int tty) {
+    if (!a->pending) return;
+    const char *how = tty ? "arrow up brings it back" : "it is not part of the dialogue";
+    if (tty) arrput(e->history, copy_text(a->pending));
+    if (!quiet) warn("the last message got no reply: %s", how);
 }
+
+// From here on Ctrl-C stops a reply.
+static void watch_keyboard(void) { signal_watch(SIGINT, on_interrupt, 1); }
 
 // Messages and commands until one of them ends the chat, or the input does.
 static void chat_loop(App *a, Line *e, int tty) {
     char *text = NULL;
     for (int done = 0; !done; ) {
+        chat_busy = 0;
         int r = read_message(e, tty, &text);
+        chat_busy = 1;
         if (r == READ_END) break;
         if (r == READ_INTERRUPTED) {
             interrupt_at_prompt();
         } else if (text[0] == '/') {
             done = chat_command(a, text);
+            session_keep(a);
         } else if (text[0]) {
             chat_turn(a, text, stdout);
             done = opt_int(a->o, "single-turn");
@@ -16996,11 +17735,14 @@ static int chat(App *a) {
     Line e = { 0 };
     watch_keyboard();
     session_begin(a);
+    pending_tell(a, &e, tty);
     if (tty && !quiet)
         tell("kvcomp %s, %s, --method=%s. /help lists commands, Ctrl-D leaves.",
              KVCOMP_VERSION, a->c->dir, a->method);
     chat_loop(a, &e, tty);
+    chat_busy = 0;
     session_end(a);
+    session_ready(a);
     if (opt_int(a->o, "json")) print_json(a, stdout);
     while (arrlen(e.history)) free(arrpop(e.history));
     arrfree(e.history);
@@ -19878,17 +20620,14 @@ static void scores_write(FILE *f, const Config *c, const Options *o, const Plan 
 }
 
 // --calibrate OUT.json: makes the score file of a model. Returns the exit code; exit 1 when no run
-// is accepted or the file cannot be written. The text goes to OUT.json.part, which is opened before
-// the work begins, so that a bad path shows at once, and takes the name OUT.json when it is
-// complete.
+// is accepted or the file cannot be written. The saving begins before the work, so that a bad path
+// shows at once.
 static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o) {
-    const char *out = opt_str(o, "calibrate");
-    char part[1100];
+    char err[512];
+    Saving out;
     if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
     Plan p = plan_read(c, o);
-    snprintf(part, sizeof part, "%.1000s.part", out);
-    FILE *f = fopen(part, "wb");
-    if (!f) die(EXIT_RUN, "--calibrate: %s: %s", part, strerror(errno));
+    if (save_begin(&out, opt_str(o, "calibrate"), err)) die(EXIT_RUN, "--calibrate: %s", err);
 
     size_t LH = (size_t)c->L * c->H;
     Calibration r = {
@@ -19900,19 +20639,12 @@ static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, cons
     r.mass = xcalloc(LH, sizeof(double));
     r.top = xcalloc(LH, sizeof(int));
     int accepted = calibrate_runs(c, w, t, o, &p, &r);
-    if (accepted) scores_write(f, c, o, &p, &r, accepted);
-
-    int bad = ferror(f);
-    bad |= fclose(f);
-    if (bad || !accepted) remove(part);
+    if (accepted) scores_write(out.f, c, o, &p, &r, accepted);
+    else save_drop(&out);
     if (!accepted)
         die(EXIT_RUN, "--calibrate: no answer had half of the expected words "
                       "(--calibrate-accept all takes every run)");
-    if (bad || rename(part, out)) {
-        int why = errno;
-        remove(part);
-        die(EXIT_RUN, "--calibrate: %s: %s", out, strerror(why));
-    }
+    if (save_keep(&out, 1, err)) die(EXIT_RUN, "--calibrate: %s", err);
     free(r.score);
     free(r.sum);
     free(r.mass);
@@ -20278,6 +21010,7 @@ typedef struct {
     int repeat;
     double t0;              // when the suite began
     char scores[64];        // a file of made-up scores for DiliLazyKV
+    int slot;               // its place in temp_files
 } Suite;
 
 // What stands above the lines of both files. copy: bytes a second of a copy; gemm: FLOP/s of a
@@ -20386,6 +21119,7 @@ static void suite_run(const Suite *u, const SuiteRun *r) {
 static void suite_scores(Suite *u) {
     snprintf(u->scores, sizeof u->scores, "/tmp/kvcomp_scores_XXXXXX");
     int fd = mkstemp(u->scores), H = u->a->c->H, n = u->a->c->L * H;
+    u->slot = temp_file_add(u->scores, "");
     FILE *f = fd < 0 ? NULL : fdopen(fd, "w");
     if (!f) die(EXIT_RUN, "--bench-suite: %s cannot be written", u->scores);
     for (int i = 0; i < n; i++) {
@@ -20409,6 +21143,7 @@ static void suite(App *a, int *prompt, int *depth, int repeat, FILE *table, FILE
     suite_header(&u, copy, gemm);
     for (size_t i = 0; i < sizeof suite_runs / sizeof *suite_runs; i++) suite_run(&u, &suite_runs[i]);
     unlink(u.scores);
+    temp_files[u.slot] = NULL;
     session_close(base);
 }
 
@@ -20446,14 +21181,15 @@ static int bench(Options *o) {
     const char *path = opt_str(o, "bench-suite");
     int *prompt = number_list("bench-prompts", opt_str(o, "bench-prompts"), 1, 1 << 24);
     int *depth = number_list("bench-depths", opt_str(o, "bench-depths"), 0, 1 << 24);
-    FILE *csv = *path ? fopen(path, "w") : NULL;
-    if (*path && !csv) die(EXIT_USAGE, "--bench-suite %s: %s", path, strerror(errno));
+    char err[512];
+    Saving csv = { 0 };
+    if (*path && save_begin(&csv, path, err)) die(EXIT_USAGE, "--bench-suite %s", err);
     bench_context(o, prompt, depth);
     open_model(&a);
     choose_device(&a);
-    if (csv) {
-        suite(&a, prompt, depth, opt_int(o, "repeat"), stdout, csv);
-        fclose(csv);
+    if (csv.f) {
+        suite(&a, prompt, depth, opt_int(o, "repeat"), stdout, csv.f);
+        if (save_keep(&csv, 1, err)) die(EXIT_RUN, "--bench-suite %s", err);
     } else {
         bench_method(&a, prompt, depth);
     }
@@ -22688,12 +23424,6 @@ static void draw_time(Report *r, const DemoRun *d) {
 
 // ---- the whole page
 
-static FILE *report_file(const char *path, const char *mode) {
-    FILE *f = fopen(path, mode);
-    if (!f) die(EXIT_RUN, "--report %.900s: cannot be written: %s", path, strerror(errno));
-    return f;
-}
-
 // NAME.html or NAME.htm -> NAME.csv, any other name with .csv behind it; malloc'd.
 static char *csv_path(const char *path) {
     size_t n = strlen(path);
@@ -22706,9 +23436,8 @@ static char *csv_path(const char *path) {
 
 // Ends the program if the page or its table cannot be written. Called before any work is done.
 static void report_check(const char *path) {
-    char *csv = csv_path(path);
-    fclose(report_file(path, "ab"));
-    fclose(report_file(csv, "ab"));
+    char err[512], *csv = csv_path(path);
+    if (save_check(path, err) || save_check(csv, err)) die(EXIT_RUN, "--report %s", err);
     free(csv);
 }
 
@@ -22883,19 +23612,19 @@ static void report_pictures(Report *r, const Score *rows) {
     demo_free(d);
 }
 
-// Writes the page and its numbers. rows: what --eval measured (stb array), or NULL. Ends the
-// program when writing fails.
+// Writes the page and its numbers, which take their places together. rows: what --eval measured
+// (stb array), or NULL. Ends the program when writing fails.
 static int report_write(App *a, const char *path, const Score *rows /* stb_ds */) {
-    char *csv = csv_path(path);
-    Report r = { .a = a, .f = report_file(path, "wb"), .csv = report_file(csv, "wb"), .o = demo_options(a) };
+    char err[512], *csv = csv_path(path);
+    Saving out[2];                          // the page, the table
+    if (save_begin(&out[0], path, err) || save_begin(&out[1], csv, err)) die(EXIT_RUN, "--report %s", err);
+    Report r = { .a = a, .f = out[0].f, .csv = out[1].f, .o = demo_options(a) };
     report_source(&r);
     report_head(&r);
     report_pictures(&r, rows);
     report_foot(&r);
+    if (save_keep(out, 2, err)) die(EXIT_RUN, "--report %s", err);
 
-    int bad = ferror(r.f) | ferror(r.csv);
-    bad |= fclose(r.f) | fclose(r.csv);
-    if (bad) die(EXIT_RUN, "--report %.900s: writing failed (is the disk full?)", path);
     if (!quiet) tell("report: %s, numbers in %s", path, csv);
     while (arrlen(r.script)) turn_free(arrpop(r.script));
     arrfree(r.script);
@@ -23382,6 +24111,7 @@ static void app_close(App *a) {
     options_free(a->o);
     free(a->method);
     free(a->logits);
+    free(a->pending);
 }
 
 // ---- what is asked beside the model's text
@@ -23447,6 +24177,7 @@ static char *prompt_text(const App *a) {
 static int answer_prompt(App *a, const char *text) {
     char err[256];
     session_begin(a);
+    pending_tell(a, NULL, 0);
     if (opt_int(a->o, "n-predict") < 0) options_set(a->o, "n-predict", "256", err);
     if (!arrlen(a->turn) && !*text) die(EXIT_USAGE, "the prompt is empty");
     FILE *out = opt_int(a->o, "json") ? fopen("/dev/null", "w") : stdout;
@@ -23522,6 +24253,7 @@ static int run_program(int argc, char **argv) {
 // main, for whoever includes this file. Output that could not be written (a full disk) makes a
 // failure of success.
 int kvcomp_main(int argc, char **argv) {
+    watch_signals();
     int rc = run_program(argc, argv);
     int lost = fflush(stdout) || ferror(stdout);
     if (lost && !rc) die(EXIT_RUN, "stdout: not everything could be written (%s)", strerror(errno));

@@ -1154,6 +1154,15 @@ static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
     }
 }
 
+// pass_poll for passes whose layers are only launched here: without waiting, all of a long prefill
+// would be launched long before it is computed, and could not be given up. The device is waited
+// for where a layer takes longer than the wait costs.
+static void pass_cuda_poll(Session *s, int T) {
+    const int long_enough = 2048;
+    if (s->stop && T >= long_enough) KV_CUDA(cudaStreamSynchronize(kv_stream));
+    pass_poll(s);
+}
+
 // One pass over the tokens tok[base..base+T) -> the logits (V) of the last one, on the host. A
 // decode step that allows it goes "in one go" (section 4); any other pass is launched here, layer
 // by layer and span by span.
@@ -1169,6 +1178,7 @@ float *pass_cuda(Session *s, int T) {
         if (l && T > 1) progress_tell("prefill", (double)l / c->L);
         for (int t0 = 0, t1; t0 < T; t0 = t1) {
             t1 = min_int(t0 + r.span, T);
+            pass_cuda_poll(s, T);
             layer_span(s, &r, l, t0, t1, T);
         }
     }

@@ -17,6 +17,7 @@
 #ifndef KVCOMP_H
 #define KVCOMP_H
 #include <math.h>
+#include <setjmp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -325,6 +326,9 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     // grows when a view is set, or the memory of rows or of what select reads moves: whatever
     unsigned changes;
                                 // was told to the GPU is old then
+    // where a pass goes that is not wanted any more (pass_poll); NULL: every pass runs to its end
+    jmp_buf *stop;
+    Token *coming;              // the tokens of the prefill that runs, owned; NULL: none runs
     // forward(): what hooks call for a pass of their own
     float *(*forward)(Session *s, const Token *t, int T);
     char err[512];              // why open refused
@@ -745,6 +749,7 @@ float *forward(Session *s, const Token *t, int T);
 // x (heads,D) rotated in place; pairs (i, i + D/2)
 void rope(const Weights *w, float *x, int heads, int D, int pos);
 
+void   pass_poll(Session *s);           // gives the pass up if it is not wanted any more
 void   progress_tell(const char *what, double share);                       // 0: begins, 1: over
 
 typedef struct {                // bytes that a dialogue of ctx tokens needs

@@ -7965,6 +7965,7 @@ TEST(report_page, "the page of the shipped model: well-formed, every picture, no
 // Runs ./kvcomp as a user or a script would: exit codes, what goes to stdout and what to stderr, the outside contract, the
 // chat on a pipe and on a terminal, sessions on disk, and every command that README.md prints.
 #include <pty.h>
+#include <utmp.h>
 
 static char sh_out[1 << 20], sh_err[1 << 16];
 static void slurp_into(const char *path, char *buf, size_t size) {
@@ -8664,6 +8665,479 @@ TEST(cli_compare, "/compare: several methods reply to a question behind the dial
     CHECK(strstr(sh_err, "a quarter of the dialogue") && strstr(sh_err, "in 4 turns") && strstr(sh_err, "/compare wants a question"), "%s", sh_err);
     CHECK(sh("printf '%s/budget 24\\n/compare Where do I live?\\nWhere do I live?\\n' | ./kvcomp --temp 0 --method h2o", story) == 0, "%s", sh_err);
     CHECK(strstr(sh_out, "  streaming 24") && strstr(sh_out, "  h2o 24") && !strstr(sh_err, "a quarter") && strstr(sh_err, "[turn 5 "), "%s%s", sh_out, sh_err);
+}
+
+// ---- saving, signals, and a prefill that is given up
+// An empty folder -> its path. In memory where that can be had: bringing files to a busy disk takes seconds.
+static const char *save_folder(char d[64]) {
+    snprintf(d, 64, "%s/kvcomp-save-XXXXXX", access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm");
+    return mkdtemp(d);
+}
+
+// How many files a folder holds, those with a dot in front included.
+static int files_in(const char *d) {
+    int n = 0;
+    DIR *dir = opendir(d);
+    for (struct dirent *e = dir ? readdir(dir) : NULL; e; e = readdir(dir)) n += strcmp(e->d_name, ".") && strcmp(e->d_name, "..");
+    if (dir) closedir(dir);
+    return n;
+}
+
+static int mode_of(const char *d, const char *name) {
+    char path[200];
+    struct stat st = { 0 };
+    snprintf(path, sizeof path, "%s/%s", d, name);
+    return stat(path, &st) ? -1 : (int)(st.st_mode & 07777);
+}
+
+// The file d/name begins with this text?
+static int holds(const char *d, const char *name, const char *text) {
+    static char got[1 << 16];
+    char path[200];
+    snprintf(path, sizeof path, "%s/%s", d, name);
+    slurp_into(path, got, sizeof got);
+    return !strncmp(got, text, strlen(text));
+}
+
+TEST(cli_save_place, "a session is written beside its place: permissions kept or 0600, links followed, planted names untouched, devices, FIFOs and folders refused, nothing left over") {
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    CHECK(sh("umask 0; " CHAT "-q -p hello --session %s/new", d) == 0 && mode_of(d, "new") == 0600, "%o: %s", mode_of(d, "new"), sh_err);
+    CHECK(sh("chmod 640 %s/new && " CHAT "-q -p hello --session %s/new", d, d) == 0 && mode_of(d, "new") == 0640, "%o: %s", mode_of(d, "new"), sh_err);
+    CHECK(sh("mkdir %s/sub && ln -s ../new %s/sub/link && ln -s later %s/sub/dangling && echo victim >%s/victim && ln -s victim %s/new.part", d, d, d, d, d) == 0, "%s", sh_err);
+    CHECK(sh(CHAT "-p hello --session %s/sub/link", d) == 0 && strstr(sh_err, "[turn 3 "), "%s", sh_err);
+    CHECK(sh("test -L %s/sub/link && test ! -L %s/new && grep -c ^turn %s/new", d, d, d) == 0 && atoi(sh_out) == 3, "the link stays, its file has three turns: %s", sh_out);
+    CHECK(sh(CHAT "-q -p hello --session %s/sub/dangling && test -f %s/sub/later", d, d) == 0, "%s", sh_err);
+    CHECK(holds(d, "victim", "victim\n"), "a planted name was written through");
+    CHECK(sh("mkfifo %s/fifo", d) == 0, "%s", sh_err);
+    CHECK(sh("timeout 20 " CHAT "-q -p hello --session %s/fifo", d) == 1 && strstr(sh_err, "no regular file") && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh(CHAT "-q -p hello --session /dev/null") == 1 && strstr(sh_err, "no regular file") && !*sh_out && sh("test -c /dev/null") == 0, "%s", sh_err);
+    CHECK(sh(CHAT "-q -p hello --session %s", d) == 1 && strstr(sh_err, "directory") && !*sh_out, "%s", sh_err);
+    CHECK(sh(CHAT "-q -p hello --session %s/none/x", d) == 1 && !*sh_out, "a place that cannot be written is found before the reply: %s", sh_out);
+    CHECK(sh("ln -s loop %s/loop; " CHAT "-q -p hello --session %s/loop", d, d) == 1, "%s", sh_err);
+    CHECK(sh("printf '/save /dev/full\n/save %s/fifo\n' | timeout 20 " CHAT, d) == 0 && lines_in(sh_err) == 2, "%s", sh_err);
+    CHECK(files_in(d) == 6, "%d files: new, sub, victim, new.part, fifo, loop", files_in(d));
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+TEST(cli_save_full, "no room for a session, a report, a table or scores: one line, exit 1, the old file stays and nothing lies beside it; a run that fails before leaves them alone") {
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    CHECK(sh(CHAT "-q -p hello --session %s/s && cp %s/s %s/s2", d, d, d) == 0, "%s", sh_err);
+    for (int i = 0; i < 4; i++) CHECK(sh("echo old >%s/%s", d, (const char *[]){ "r.html", "r.csv", "b.csv", "c.json" }[i]) == 0, "%s", sh_err);
+    const char *limit = "ulimit -f 1;";                 // 512 or 1024 bytes a file, by the shell
+    CHECK(sh("yes hello | head -c 2000 >%s/long", d) == 0, "%s", sh_err);
+    CHECK(sh("%s " CHAT "-q -n 1 -f %s/long --session %s/s", limit, d, d) == 1 && strstr(sh_err, "the old file stays"), "%s", sh_err);
+    CHECK(sh("cmp %s/s %s/s2", d, d) == 0, "the session is another one: %s", sh_out);
+    CHECK(sh("%s ./kvcomp -q --report %s/r.html", limit, d) == 1 && strstr(sh_err, "the old file stays") && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("./kvcomp -q --report %s/r.html --eval file --eval-file /nonexistent", d) == 2, "%s", sh_err);
+    CHECK(sh("./kvcomp -q --report %s/x.html --eval file --eval-file /nonexistent; test ! -e %s/x.html -a ! -e %s/x.csv", d, d, d) == 0, "%s", sh_err);
+    CHECK(sh("%s " SYN "--bench --bench-prompts 4,5,6,7,8,9,10,11,12 --bench-depths 0 -r 1 --bench-suite %s/b.csv >/dev/null", limit, d) == 1 && strstr(sh_err, "the old file stays"), "%s", sh_err);
+    CHECK(holds(d, "r.html", "old\n") && holds(d, "r.csv", "old\n") && holds(d, "b.csv", "old\n"), "an old file is gone");
+    CHECK(sh("./kvcomp -q --calibrate %s/c.json --calibrate-needles /nonexistent", d) == 2 && holds(d, "c.json", "old\n"), "%s", sh_err);
+    CHECK(sh("./kvcomp -q --report %s/r.html", d) == 0 && holds(d, "r.html", "<!DOCTYPE") && holds(d, "r.csv", "picture,") && files_in(d) == 7, "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+TEST(cli_session_fits, "a session file that was damaged, cut, or made with other weights is refused; another method is said in one line; -c counts; version 1 is still read") {
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    CHECK(sh(CHAT "-q -p hello --session %s/s && " CHAT "-q -p 'who are you?' --session %s/s", d, d) == 0, "%s", sh_err);
+    CHECK(sh(CHAT "-p hello --session %s/s --method streaming --budget 300 -n 1 && cp %s/s %s/kept", d, d, d) == 0, "%s", sh_err);
+    CHECK(strstr(sh_err, "made with --method=full, goes on with --method=streaming --budget \"300\"\n") && strstr(sh_err, "[turn 3 ") && lines_in(sh_err) == 2, "%s", sh_err);
+    CHECK(sh(CHAT "-p hello --session %s/s --method streaming --budget 300 -n 1", d) == 0 && lines_in(sh_err) == 1, "the same method and options need no word: %s", sh_err);
+    static const struct { const char *how, *says; } cases[] = {
+        { "sed 's/^\\(turn.*\\) 3$/\\1 5/'", "checksum" }, { "head -c -1", "checksum" }, { "sed '$d'", "checksum" }, { "sed 's/^end 0/end 1/'", "checksum" },
+        { "sed 's/streaming/full/'", "checksum" }, { "sed '1s/2/3/'", "version 3" }, { "sed '2s/ ./ 0/;2s/0$/1/;2s/[2-9a-f]$/0/'", "checksum" }, { "sed '3s/$/\\x1b[2J/'", "not a kvcomp session" },
+        { "sed '/^turn/d'", "checksum" }, { "head -c 0", "not a kvcomp session" }, { "tr -d '\\n'", "not a kvcomp session" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        CHECK(sh("%s <%s/kept >%s/bad && " CHAT "-q -p hello --session %s/bad", cases[i].how, d, d, d) == 1, "%s: %s", cases[i].how, sh_err);
+        CHECK(strstr(sh_err, cases[i].says) && lines_in(sh_err) == 1 && !*sh_out, "%s: %s", cases[i].how, sh_err);
+        CHECK(sh("%s <%s/kept | cmp - %s/bad", cases[i].how, d, d) == 0, "%s: the refused file was changed", cases[i].how);
+    }
+    CHECK(sh(CHAT "-q -p hello --session %s/kept -c 45", d) == 1 && strstr(sh_err, "more rows than -c 45") && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh(CHAT "-q -p hello -n 2 --session %s/kept -c 45 --method=streaming --budget 12", d) == 0, "a method that drops rows fits: %s", sh_err);
+    CHECK(sh("printf 'hello\\n/stats\\n/load %s/kept\\n/stats\\n' | " CHAT "-c 30 --method=window --budget 29", d) == 0 && strstr(sh_err, "more rows than -c 30"), "%s", sh_err);
+    char *first = strstr(sh_err, "in 1 turns");
+    CHECK(first && strstr(first + 1, "in 1 turns"), "a refused file leaves the dialogue that was there: %s", sh_err);
+
+    // one bit of the last tensor of the file, which neither of the tensors is that version 1 looked at
+    CHECK(sh("mkdir %s/m && cp models/kvcomp-tiny/* %s/m && printf '\\001' | dd of=%s/m/model.safetensors bs=1 seek=$(($(stat -c %%s %s/m/model.safetensors) - 2)) conv=notrunc 2>/dev/null", d, d, d, d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s/m -q -p hello --session %s/kept", d, d) == 1 && strstr(sh_err, "another model"), "%s", sh_err);
+    CHECK(sh("cp models/kvcomp-tiny/* %s/m && sed -i 's/\\(rope_theta\": *\\)[0-9.]*/\\15000/' %s/m/config.json && ! cmp -s %s/m/config.json models/kvcomp-tiny/config.json", d, d, d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s/m -q -p hello --session %s/kept", d, d) == 1 && strstr(sh_err, "another model"), "the same weights under another config: %s", sh_err);
+
+    // version 1, as it was written: the fingerprint of two tensors
+    char path[100];
+    snprintf(path, sizeof path, "%s/v1", d);
+    App a = { .o = options_new() };
+    char err[256];
+    options_set(a.o, "model", "models/kvcomp-tiny", err);
+    open_model(&a);
+    FILE *f = fopen(path, "w");
+    if (f) { fprintf(f, "kvcomp session 1\nmodel %016llx\nmethod full\nturn 0 0 3 : 1 276 201 1301 2 201 1 275 201 | 667 3\nend 0\n", (unsigned long long)sonic_fingerprint(a.w)); fclose(f); }
+    app_close(&a);
+    CHECK(sh(CHAT "-p hello -n 1 --session %s", path) == 0 && strstr(sh_err, "old session file (version 1)") && strstr(sh_err, "[turn 2 ") && lines_in(sh_err) == 2, "%s", sh_err);
+    CHECK(holds(d, "v1", "kvcomp session 2\n") && sh(CHAT "-p hello -n 1 --session %s", path) == 0 && lines_in(sh_err) == 1, "saved anew: %s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+TEST(session_fingerprint, "every tensor of the model and every number of its config changes the fingerprint; threads do not") {
+    Tiny m = tiny_model(2, 4, 2, 8, 16, 24, 31, 5);
+    uint64_t was = model_fingerprint(m.c, m.w);
+    for (int l = 0; l < 2; l++) {
+        Layer *y = &m.w->layer[l];
+        const Tensor *all[] = { &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk, &y->wv, &y->wo, &y->gate, &y->up, &y->down, &m.w->embed, &m.w->norm, &m.w->head };
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+            unsigned char *last = (unsigned char *)all[i]->data + tensor_bytes(all[i]) - 1;
+            *last ^= 128;
+            CHECK(model_fingerprint(m.c, m.w) != was, "layer %d, tensor %zu", l, i);
+            *last ^= 128;
+        }
+    }
+    m.c->eps *= 2;
+    CHECK(model_fingerprint(m.c, m.w) != was, "eps");
+    m.c->eps /= 2;
+    ((double *)m.w->inv_freq64)[1] *= 2;
+    CHECK(model_fingerprint(m.c, m.w) != was, "the frequencies");
+    ((double *)m.w->inv_freq64)[1] /= 2;
+    CHECK(model_fingerprint(m.c, m.w) == was, "as it was");
+    char text[200];
+    for (int i = 0; i < 200; i++) text[i] = (char)i;
+    for (int n = 1; n < 200; n++)
+        for (int bit = 0; bit < 8 * n; bit++) {
+            uint64_t h = hash_bytes(1, text, (size_t)n);
+            text[bit / 8] ^= 1 << bit % 8;
+            CHECK(hash_bytes(1, text, (size_t)n) != h, "bit %d of %d bytes", bit, n);
+            text[bit / 8] ^= 1 << bit % 8;
+        }
+    tiny_free(m);
+}
+
+// ---- a prefill that is given up
+static int ctrl_c_signal;               // raised in the middle of a prefill; 0: Ctrl-C as the handler counts it
+static void ctrl_c_in_layers(const char *what, double share) {
+    (void)what;
+    if (share < .4) return;
+    if (ctrl_c_signal) raise(ctrl_c_signal);
+    else interrupts = 1;
+}
+static App *tiny_app(const char *method, const char *session) {
+    char err[256];
+    App *a = xcalloc(1, sizeof *a);
+    a->o = options_new();
+    const char *set[][2] = { { "model", "models/kvcomp-tiny" }, { "temp", "0" }, { "n-predict", "6" }, { "method", method }, { "session", session }, { "no-stats", "1" }, { "obs-window", "8" } };
+    for (size_t i = 0; i < sizeof set / sizeof *set; i++) options_set(a->o, set[i][0], set[i][1], err);
+    options_set(a->o, "budget", "24", err);
+    open_model(a);
+    open_tokenizer(a, 1);
+    open_session(a);
+    return a;
+}
+static void tiny_app_close(App *a) { app_close(a); free(a); }
+static const char *long_message = "Here is a long story about a fox and a raven, a cheese, a tree, and a word that was said too early. What is it about?";
+
+TEST(stop_prefill, "Ctrl-C in a prefill takes the message back under every method: the dialogue goes on to the bit as if it had not been sent") {
+    FILE *out = fopen("/dev/null", "w");
+    int was_quiet = quiet, exact = 0, n = 0;
+    quiet = 1;
+    EACH_METHOD(m) {
+        App *a[2] = { tiny_app((*m)->name, ""), tiny_app((*m)->name, "") };
+        for (int i = 0; i < 2; i++) {
+            chat_turn(a[i], "hello, my name is Tom", out);
+            int tokens = a[i]->s->n_tok;
+            if (i) {
+                progress_hook = ctrl_c_in_layers;
+                chat_turn(a[i], long_message, out);
+                progress_hook = NULL;
+                CHECK(arrlen(a[i]->turn) == 1 && (a[i]->stale || a[i]->s->n_tok == tokens) && !a[i]->s->coming, "%s: %d turns", (*m)->name, (int)arrlen(a[i]->turn));
+                exact += !a[i]->stale;
+            }
+            chat_turn(a[i], "what is my name?", out);
+        }
+        int same = !memcmp(a[0]->logits, a[1]->logits, (size_t)a[0]->c->V * sizeof(float)) && a[0]->s->n_tok == a[1]->s->n_tok && kv_bytes(a[0]->s) == kv_bytes(a[1]->s);
+        for (int t = 0; t < 2; t++) same &= arrlen(a[0]->turn[t].dec) == arrlen(a[1]->turn[t].dec) && !memcmp(a[0]->turn[t].dec, a[1]->turn[t].dec, arrlen(a[0]->turn[t].dec) * sizeof(int));
+        CHECK(same, "%s: %d and %d tokens, %zu and %zu bytes", (*m)->name, a[0]->s->n_tok, a[1]->s->n_tok, kv_bytes(a[0]->s), kv_bytes(a[1]->s));
+        tiny_app_close(a[0]); tiny_app_close(a[1]);
+        n++;
+    }
+    CHECK(exact >= 2 && exact < n, "%d of %d methods are undone without a replay", exact, n);
+    interrupts = 0;
+    quiet = was_quiet;
+    fclose(out);
+}
+
+static int stop_asked_in;               // where: 0 project, 1 attend
+static int stop_calls[3];               // calls of project, attend, commit
+static void stop_project(Session *s, void *ms, int l, const float *q, const float *k, const float *v, int T) { (void)s; (void)ms; (void)l; (void)q; (void)k; (void)v; (void)T; stop_calls[0]++; if (stop_asked_in == 0) interrupts = 1; }
+static void stop_attend(Session *s, void *ms, int l, float *out, const float *q, int T) { (void)ms; stop_calls[1]++; if (stop_asked_in == 1) interrupts = 1; attn_prefill(s, l, out, q, 0, T); }
+static void stop_commit(Session *s, void *ms, int l, const float *q, int T) { (void)s; (void)ms; (void)l; (void)q; (void)T; stop_calls[2]++; }
+TEST(stop_layer, "a prefill is given up within its first layer, in attention and behind it; a pass whose caller did not ask for it runs to its end") {
+    static const Method stops = { .name = "stops", .project = stop_project, .attend = stop_attend, .commit = stop_commit };
+    int ids[200];
+    for (int i = 0; i < 200; i++) ids[i] = i % 31;
+    Tiny m = tiny_model(3, 4, 2, 8, 16, 24, 31, 5);
+    Options *o = options_of("batch-size=16");
+    for (stop_asked_in = 0; stop_asked_in < 2; stop_asked_in++) {
+        Session *s = session_open(m.c, m.w, o, "full");
+        const Method *full = s->part[0].m;
+        jmp_buf stop;
+        s->part[0].m = &stops;
+        memset(stop_calls, 0, sizeof stop_calls);
+        interrupts = 0;
+        s->stop = &stop;
+        if (!setjmp(stop)) {
+            prefill(s, ids, 200);
+            CHECK(0, "the prefill ran to its end");
+        }
+        CHECK(stop_calls[0] == 1 && stop_calls[1] == 1 && stop_calls[2] == 0, "%d: project %d, attend %d, commit %d", stop_asked_in, stop_calls[0], stop_calls[1], stop_calls[2]);
+        free(s->coming);
+        s->coming = NULL;
+        s->stop = NULL;
+        scratch_reset(s, 0);
+        session_reset(s);
+        prefill(s, ids, 200);
+        CHECK(stop_calls[2] == 4 && s->n_tok == 200, "three layers and the end commit: %d", stop_calls[2]);
+        s->part[0].m = full;
+        session_close(s);
+    }
+    interrupts = 0;
+    options_free(o);
+    tiny_free(m);
+}
+TEST(stop_signal, "TERM, HUP and QUIT in a prefill end the program by that signal; the file has the dialogue before, and the message as pending, which the next chat gives back") {
+    static const int sig[] = { SIGTERM, SIGHUP, SIGQUIT };
+    char d[64], path[100];
+    CHECK(save_folder(d), "no folder");
+    snprintf(path, sizeof path, "%s/s", d);
+    for (int i = 0; i < 3; i++) {
+        unlink(path);
+        pid_t pid = fork();
+        if (!pid) {
+            struct rlimit none = { 0, 0 };
+            setrlimit(RLIMIT_CORE, &none);
+#ifdef _OPENMP
+            omp_set_num_threads(1);             // the threads of the parent are not there
+#endif
+            quiet = 1;
+            for (int k = 0; k < 3; k++) signal(sig[k], SIG_DFL);
+            watch_signals();
+            FILE *out = fopen("/dev/null", "w");
+            App *a = tiny_app("snapkv", path);
+            chat_turn(a, "hello", out);
+            ctrl_c_signal = sig[i];
+            progress_hook = ctrl_c_in_layers;
+            chat_turn(a, long_message, out);
+            _exit(99);
+        }
+        int status = 0;
+        waitpid(pid, &status, 0);
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig[i], "signal %d: status %x", sig[i], status);
+        CHECK(sh("grep -c ^turn %s; grep ^pending %s", path, path) == 0 && atoi(sh_out) == 1 && strstr(sh_out, "a fox and a raven"), "%s", sh_out);
+        CHECK(files_in(d) == 1, "%d files", files_in(d));
+    }
+    CHECK(sh("printf '/stats\\n' | " CHAT "--session %s", path) == 0 && strstr(sh_err, "got no reply") && strstr(sh_err, "in 1 turns"), "%s", sh_err);
+    CHECK(sh("grep -c ^pending %s", path) == 0, "it stays until another message is sent: %s", sh_out);
+    CHECK(sh(CHAT "-q -p hello --session %s", path) == 0 && sh("grep -c ^pending %s", path) == 1, "%s", sh_out);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+// ---- a program on a terminal that is waited for, not slept for
+typedef struct {
+    int fd, tty;                // the two ends
+    pid_t pid;
+    char seen[1 << 18];
+    size_t n, from;             // bytes seen; where the next pty_wait begins
+} Pty;
+
+// Plays the part of a shell for one job in its foreground: when it stops, says how it left the
+// terminal, and lets it go on; leaves with its status, or 128 and its signal.
+static void pty_shell(char *const *argv) {
+    signal(SIGTTOU, SIG_IGN);
+    signal(SIGINT, SIG_IGN);
+    pid_t job = fork();
+    if (!job) {
+        setpgid(0, 0);
+        tcsetpgrp(0, getpid());
+        signal(SIGTTOU, SIG_DFL);
+        signal(SIGINT, SIG_DFL);
+        execv(argv[0], argv);
+        _exit(99);
+    }
+    setpgid(job, job);
+    tcsetpgrp(0, job);
+    int status = 0;
+    while (waitpid(job, &status, WUNTRACED) == job && WIFSTOPPED(status)) {
+        struct termios t;
+        tcsetpgrp(0, getpid());
+        tcgetattr(0, &t);
+        dprintf(1, "[stopped by %d, %s]\n", WSTOPSIG(status), t.c_lflag & ICANON && t.c_lflag & ECHO ? "sane" : "raw");
+        tcsetpgrp(0, job);
+        kill(-job, SIGCONT);
+        dprintf(1, "[goes on]\n");
+    }
+    _exit(WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
+}
+static Pty *pty_start(char *const *argv, int shell, int ignored) {
+    Pty *p = xcalloc(1, sizeof *p);
+    if (openpty(&p->fd, &p->tty, NULL, NULL, NULL)) { free(p); return NULL; }
+    p->pid = fork();
+    if (p->pid) return p;
+    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGTSTP };
+    struct rlimit none = { 0, 0 };
+    for (int i = 0; i < 5; i++) signal(ends[i], SIG_DFL);
+    if (ignored) signal(ignored, SIG_IGN);
+    setrlimit(RLIMIT_CORE, &none);
+    setenv("TERM", "xterm", 1);
+    close(p->fd);
+    login_tty(p->tty);
+    if (shell) pty_shell(argv);
+    execv(argv[0], argv);
+    _exit(99);
+}
+// Reads until the text has come, for a minute at most. 1: it has.
+static int pty_wait(Pty *p, const char *text) {
+    double end = now() + 60;
+    while (now() < end) {
+        char *at = memmem(p->seen + p->from, p->n - p->from, text, strlen(text));
+        if (at) {
+            p->from = (size_t)(at - p->seen) + strlen(text);
+            return 1;
+        }
+        fd_set f;
+        struct timeval t = { 0, 100000 };
+        FD_ZERO(&f); FD_SET(p->fd, &f);
+        if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) continue;
+        if (p->n + 1 == sizeof p->seen) { memmove(p->seen, p->seen + p->n / 2, p->n - p->n / 2); p->n -= p->n / 2; p->from = 0; }
+        ssize_t r = read(p->fd, p->seen + p->n, sizeof p->seen - p->n - 1);
+        if (r > 0) p->n += (size_t)r;
+    }
+    return 0;
+}
+static void pty_type(Pty *p, const char *keys) { CHECK(write(p->fd, keys, strlen(keys)) == (ssize_t)strlen(keys), "%s", strerror(errno)); }
+static int pty_sane(const Pty *p) {
+    struct termios t;
+    return !tcgetattr(p->tty, &t) && t.c_lflag & ICANON && t.c_lflag & ECHO && t.c_lflag & ISIG;
+}
+// Waits for the end, for a minute at most -> the status as waitpid gives it; -1: it had to be killed.
+static int pty_end(Pty *p) {
+    int status = -1, over = 0;
+    for (double end = now() + 60; !over && now() < end; ) {
+        over = waitpid(p->pid, &status, WNOHANG) == p->pid;
+        fd_set f;
+        struct timeval t = { 0, 10000 };
+        FD_ZERO(&f); FD_SET(p->fd, &f);
+        if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) continue;
+        if (p->n + 4096 >= sizeof p->seen) p->n = p->from = 0;
+        ssize_t r = read(p->fd, p->seen + p->n, 4096);
+        if (r > 0) p->n += (size_t)r;
+        p->seen[p->n] = 0;
+    }
+    if (!over) { kill(p->pid, SIGKILL); waitpid(p->pid, &status, 0); status = -1; }
+    return status;
+}
+static void pty_close(Pty *p) { close(p->fd); close(p->tty); free(p); }
+#define PROMPT "\x1b[J> "
+static const int ending_signals[] = { SIGTERM, SIGHUP, SIGQUIT };
+
+TEST(cli_signals_prompt, "TERM, HUP, QUIT and INT at the prompt: the terminal has its settings back, the status is the signal's; an ignored HUP stays ignored; a paste without an end is left by Ctrl-C") {
+    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", NULL };
+    for (int i = 0; i < 4; i++) {
+        int sig = i < 3 ? ending_signals[i] : SIGINT;
+        Pty *p = pty_start(argv, 0, 0);
+        if (!p) { CHECK(0, "no terminal: %s", strerror(errno)); return; }
+        CHECK(pty_wait(p, PROMPT) && !pty_sane(p), "the editor's settings");
+        kill(p->pid, sig);
+        int status = pty_end(p);
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig && pty_sane(p), "signal %d: status %x", sig, status);
+        CHECK(memmem(p->seen, p->n, PASTE_MARKS_OFF, strlen(PASTE_MARKS_OFF)), "paste marks are off");
+        pty_close(p);
+    }
+    Pty *p = pty_start(argv, 0, SIGHUP);
+    CHECK(p && pty_wait(p, PROMPT), "no prompt");
+    kill(p->pid, SIGHUP);
+    pty_type(p, "\x1b[200~a paste\rwithout an end\x03");
+    CHECK(pty_wait(p, PROMPT), "Ctrl-C leaves it");
+    pty_type(p, "/help\r");
+    CHECK(pty_wait(p, "forget the dialogue"), "the line begins anew");
+    CHECK(pty_wait(p, PROMPT), "no prompt");
+    pty_type(p, "\x04");
+    CHECK(pty_end(p) == 0 && pty_sane(p), "left with another status");
+    pty_close(p);
+}
+TEST(cli_signals_reply, "TERM, HUP and QUIT while a reply is made: it is saved as far as it came, the next chat goes on behind it; KILL costs the reply and not the message") {
+    char d[64], path[100];
+    CHECK(save_folder(d), "no folder");
+    snprintf(path, sizeof path, "%s/s", d);
+    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos", "-c", "0", "--session", path, NULL };
+    for (int i = 0; i < 4; i++) {
+        int sig = i < 3 ? ending_signals[i] : SIGKILL;
+        Pty *p = pty_start(argv, 0, 0);
+        if (!p) { CHECK(0, "no terminal: %s", strerror(errno)); return; }
+        CHECK(pty_wait(p, PROMPT), "no prompt");
+        pty_type(p, "hello\r");
+        CHECK(pty_wait(p, "Hello"), "no reply");
+        kill(p->pid, sig);
+        int status = pty_end(p);
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig && pty_sane(p), "signal %d: status %x", sig, status);
+        int turns = i < 3 ? 1 : 0;
+        CHECK(sh("grep -c '^turn .*| [0-9]' %s", path) == !turns && atoi(sh_out) == turns, "signal %d: %s", sig, sh_out);
+        CHECK(sh("grep '^pending \"hello\"$' %s", path) == turns && files_in(d) == 1, "signal %d: %s", sig, sh_out);
+        CHECK(sh(CHAT "-c 0 -p 'who are you?' -n 4 --session %s", path) == 0 && strstr(sh_err, turns ? "[turn 2 " : "[turn 1 "), "signal %d: %s", sig, sh_err);
+        pty_close(p);
+        unlink(path);
+    }
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+TEST(cli_signals_stop, "Ctrl-Z and SIGSTOP at the prompt and in a reply: the shell gets a sane terminal, the program its line and its settings back") {
+    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos", "-c", "0", NULL };
+    Pty *p = pty_start(argv, 1, 0);
+    if (!p) { CHECK(0, "no terminal: %s", strerror(errno)); return; }
+    char stopped[64];
+    CHECK(pty_wait(p, PROMPT), "no prompt");
+    pty_type(p, "/hel");
+    CHECK(pty_wait(p, "> /hel"), "typed");
+    pty_type(p, "\x1a");
+    snprintf(stopped, sizeof stopped, "[stopped by %d, sane]", SIGTSTP);
+    CHECK(pty_wait(p, stopped), "Ctrl-Z at the prompt: %s", p->seen);
+    CHECK(pty_wait(p, PROMPT "/hel") && !pty_sane(p), "the line is drawn again");
+    pty_type(p, "p\r");
+    CHECK(pty_wait(p, "forget the dialogue") && pty_wait(p, PROMPT), "/help");
+    pid_t job = tcgetpgrp(p->tty);
+    CHECK(tcgetpgrp(p->fd) > 0 || job > 0, "a foreground job");
+    if (job <= 0) job = tcgetpgrp(p->fd);
+    kill(job, SIGSTOP);                 // which nobody can catch: the editor takes the terminal back all the same
+    CHECK(pty_wait(p, "[stopped by ") && pty_wait(p, PROMPT) && !pty_sane(p), "SIGSTOP");
+    pty_type(p, "hello\r");
+    CHECK(pty_wait(p, "Hello"), "no reply");
+    pty_type(p, "\x1a");
+    CHECK(pty_wait(p, stopped) && pty_wait(p, "[goes on]"), "Ctrl-Z in a reply");
+    pty_type(p, "\x03");
+    CHECK(pty_wait(p, "[turn 1 ") && pty_wait(p, PROMPT), "the reply went on, and Ctrl-C ended it");
+    pty_type(p, "\x04");
+    int status = pty_end(p);
+    CHECK(status == 0 && pty_sane(p), "status %x", status);
+    pty_close(p);
+}
+TEST(cli_signals_work, "TERM, HUP, QUIT and INT in loading, evaluation, report and a bench suite: the status is the signal's, the old file stays, the one in the making goes") {
+    char d[64], path[100];
+    CHECK(save_folder(d), "no folder");
+    snprintf(path, sizeof path, "%s/r.html", d);
+    char *eval[] = { "./kvcomp", "-v", "--eval", "all", "--eval-items", "100000", "--report", path, NULL };
+    char *suite[] = { "./kvcomp", "--synthetic", "L2,H4,G2,D16,C64,F96,V2048", "--bench", "--bench-depths", "100000,200000,400000,800000", "--bench-suite", path, NULL };
+    for (int i = 0; i < 8; i++) {
+        int sig = i % 4 < 3 ? ending_signals[i % 4] : SIGINT;
+        write_text_file(path, "old\n");
+        Pty *p = pty_start(i < 4 ? eval : suite, 0, 0);
+        if (!p) { CHECK(0, "no terminal: %s", strerror(errno)); return; }
+        CHECK(pty_wait(p, i < 4 ? "--temp=" : "|"), "it has not begun: %.300s", p->seen);
+        CHECK(i < 4 || files_in(d) == 2, "the table is made beside its place: %d", files_in(d));
+        kill(p->pid, sig);
+        int status = pty_end(p);
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig && pty_sane(p), "signal %d: status %x: %.300s", sig, status, p->seen);
+        CHECK(files_in(d) == 1 && holds(d, "r.html", "old\n"), "%d files", files_in(d));
+        CHECK(i < 4 || strstr(p->seen, "not written, the old file stays"), "%.600s", p->seen);
+        pty_close(p);
+    }
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
 // ==================================================================================================== CUDA
