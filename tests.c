@@ -10498,6 +10498,44 @@ TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shar
     cuda_poison = was;
     session_close(s); options_free(o); tiny_free(m);
 }
+// A turn of n ids from `first` on.
+static Turn stop_turn(int first, int n, int V) {
+    Turn t = { 0 };
+    for (int i = 0; i < n; i++) arrput(t.pre, (first + i * 7) % V);
+    return t;
+}
+TEST(cuda_stop, "a prefill on the device is given up between its layers; the session is made again from the record, bit for bit") {
+    const char *method[] = { "full", "snapkv", "quest" };
+    Tiny m = tiny_model(3, 4, 2, 16, 24, 40, 53, 31);
+    for (int i = 0; i < 3; i++) {
+        float *logits[2];
+        for (int stopped = 0; stopped < 2; stopped++) {
+            Options *o;
+            App a = { .c = m.c, .w = m.w, .s = cuda_session(m, method[i], "budget=20 obs-window=4", &o) };
+            a.o = o;
+            a.logits = logits[stopped] = xcalloc(m.c->V, sizeof(float));
+            Turn turn[] = { stop_turn(1, 30, m.c->V), stop_turn(2, 40, m.c->V), stop_turn(3, 9, m.c->V) };
+            arrput(a.turn, turn[0]);
+            feed_prefill(&a, &turn[0]);
+            if (stopped) {
+                progress_hook = ctrl_c_in_layers;
+                CHECK(feed_message(&a, &turn[1]) == -1 && a.stale && !a.s->n_tok, "%s: the prefill ran to its end", method[i]);
+                progress_hook = NULL;
+                interrupts = 0;
+            }
+            session_ready(&a);
+            CHECK(feed_message(&a, &turn[2]) == 0 && a.s->n_tok == 39, "%s: %d tokens", method[i], a.s->n_tok);
+            for (int t = 0; t < 3; t++) turn_free(turn[t]);
+            arrfree(a.turn);
+            session_close(a.s);
+            options_free(o);
+        }
+        CHECK(!memcmp(logits[0], logits[1], m.c->V * sizeof(float)), "%s: other logits", method[i]);
+        free(logits[0]); free(logits[1]);
+    }
+    tiny_free(m);
+}
+
 #endif
 
 // ==================================================================================================== MAIN
