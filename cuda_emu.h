@@ -1064,6 +1064,12 @@ static inline float  __fadd_rn(float a, float b)   { EMU_APART(a); EMU_APART(b);
 static inline double __dmul_rn(double a, double b) { double x = a * b; EMU_APART(x); return x; }
 static inline double __dadd_rn(double a, double b) { EMU_APART(a); EMU_APART(b); return a + b; }
 static inline int   __popc(unsigned x) { return __builtin_popcount(x); }
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {     // byte i of the result is byte which[4i..4i+2] of y:x
+    uint64_t from = (uint64_t)y << 32 | x;
+    unsigned z = 0;
+    for (int i = 0; i < 4; i++) z |= (unsigned)(from >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return z;
+}
 static inline int   __float_as_int(float x) { int i; memcpy(&i, &x, 4); return i; }
 static inline float __int_as_float(int x) { float f; memcpy(&f, &x, 4); return f; }
 template <class T> static inline T min(T a, T b) { return a < b ? a : b; }

@@ -21,7 +21,7 @@
 //   16 NUMBERS AND KERNELS: weights as numbers, norms, matrix products
 //    1 MODEL: a pass over the model, launch by launch
 //    2 CACHE: rows of K and V: rotated, rounded, appended, moved
-//    3 ATTENTION: four attention kernels, sums over queries, views that the device chooses
+//    3 ATTENTION: five attention kernels, sums over queries, views that the device chooses
 //    4 THE DECODE LOOP: a decode step as one CUDA graph; opening and closing the device
 //    5 STREAMINGLLM: nothing of its own; section 2 moves the rows that stay
 //    6 BASELINES: selection at a prefill's end: pooled scores, top-k, AdaKV's shares; moments
@@ -50,7 +50,8 @@
     KV_CUDA(cudaGetLastError()); \
 } while (0)
 
-// KV_UNROLL(n) stands before a loop whose loads are to be under way n at once.
+// KV_UNROLL(n) stands before a loop whose loads are to be under way n at once, KV_UNROLL() before one
+// whose arrays are to be registers.
 #define KV_PRAGMA(x) _Pragma(#x)
 #define KV_UNROLL(n) KV_PRAGMA(unroll n)
 
@@ -1469,9 +1470,10 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     work 0   |--- item 0 ---|--- item 1 ---|--- item 2 ---|- item 3 -|      |---| : chunk_rows positions
 //     work 1   |--- item 4 ---|-- item 5 --|
 //
-// Four kernels compute it, and which one is used never depends on the method:
+// Five kernels compute it, and which one is used never depends on the method:
 //     attend_kernel    any rule, any format, any head_dim
 //     decode_kernel    decode over plain rows
+//     gqa_kernel       decode over plain f16 or bf16 rows of the usual head_dims
 //     tensor_kernel    a long prefill over f16 or bf16 rows; takes whole works, not items
 //     column_kernel    sums of probabilities over queries
 
@@ -1521,6 +1523,7 @@ struct Attn {                   // argument of the kernels; pointers are device 
     int H, R, D;
     size_t bytes_k, bytes_v;    // of a row
     float scale;                // 1 / sqrt(D)
+    int span;                   // gqa_kernel: positions of an item that are looked up at once
 };
 
 // The row of (n,H,..) that pair m of work w is.
@@ -2219,6 +2222,266 @@ tensor_kernel(Attn a, float *out, float *stat) {
     tensor_store(a, w, sums, shrink, top, sum, out, stat);
 }
 
+// ---- gqa_kernel: decode on tensor cores over plain f16 or bf16 rows, head_dim 64, 80, 96, 128, 160, 256
+//
+// The R query heads of a KV head read the same rows, so a row's numbers, once in a register, serve all
+// of them. decode_kernel multiplies them one query after the other; here a tensor core does, and reads
+// K and V as they lie in device memory: no shared memory, no conversion.
+//
+//   Block   one item; NT groups of 4 query rows: up to 4, 8 or, with D up to 160, 16
+//   Warp    GQA_KEYS = 16 positions of the list at a time; the warps take turns in the item
+//   Lane    (g,t), as in "what only PTX can say". Two products for every 16 keys, each with the queries
+//           as the narrow side of 8 columns. Column 2i is query i rounded, column 2i+1 is what the
+//           rounding left over, so a lane's neighbouring columns 2t and 2t+1 are one query, t:
+//
+//             scores (16 keys, 8) = K (16 keys, D) q (D, 8)
+//                 a lane loads dims of the keys g and g+8, and gets the scores of query t for them
+//             out^T (D, 8) = V^T (D, 16 keys) P (16 keys, 8)
+//                 a lane loads dims of the keys 2t, 2t+1, 2t+8, 2t+9, and gets query t's sums over them
+//
+//           A product does not mind in which order its dims come, if both factors agree. So a lane
+//           takes dims that lie side by side, 16 bytes a load, and the loads of a warp fill whole
+//           sectors. Which lane loads which dims, for D = 128:
+//
+//             K, a row of the keys g, g+8:   t = 0    1     2     3     0     1    ..
+//                                       dims 0..7  8..15 16..23 24..31 32..39      ..   one load each
+//             V, a row of a key:             g = 0    1     2     3     4    ..    7   |  0     1   ..
+//                                       dims 0..7  8..15 16..23 24..31      .. 56..63 | 64..71      ..
+//
+//           What is left of a narrower row, 16 or 32 dims, is loaded 8 or 4 bytes at a time.
+//           A V fragment wants two keys in a word, where memory has two dims: the halves change places
+//           between two rows (__byte_perm). P comes out of its softmax with a key's value and rest in a
+//           word, and movmatrix turns that into the fragment.
+//   Shared  q (NT,D/16,32,2) words: the fragments of the queries; sums (ATTN_WARPS,4 NT,D+2): what each
+//           warp found, laid out like Attn.part; see (GQA_SPAN/16): which of the next Attn.span positions
+//           the query may see, a bit each. A tile of which it sees nothing is not read.
+//   Tile    16 keys are the height of a fragment; K and V of a tile are 64 D bytes. The keys are asked for
+//           at once, 32 D bytes a warp; the compiler puts the values' loads between the first products
+//           with the keys. The rows' numbers are looked up one tile ahead, so that a list costs no second
+//           wait. At D 128 there are 16 warps on a multiprocessor with up to 8 query rows, 12 with 16.
+//   Bound   memory. At D 128 a tile, 8 KB, takes 241 instructions of a warp with up to 4 query rows, 355
+//           with 8 and 625 with 16 (sm_90, make cuda-check). decode_kernel takes 1972 with 4 and is bound
+//           by them.
+//
+// What is rounded: q and P are two 16-bit numbers each, as in tensor_kernel. The second one costs no
+// product, because it fills columns that would be empty. Scores differ from exact ones by 2^-21 |q||k|
+// with f16 rows and 2^-16 |q||k| with bf16 rows, probabilities by 2^-22 and 2^-16 of themselves.
+// Probabilities are multiplied by 2^P_SHIFT, or f16 would round small ones more. Tensor cores round sums
+// towards zero: they sum 16 keys from nothing, f32 adders do the rest (tensor_mix).
+
+enum {
+    GQA_KEYS = 16,              // positions of a warp's tile
+    GQA_SPAN = 2048,            // Attn.span; in tests less, so that an item has more than one
+    GQA_WIDE_D = 160,           // in wider heads 16 query rows' sums do not fit into the registers
+    P_SHIFT = 15                // 2^15 is the largest power of two in f16
+};
+static const float GQA_LOW = -1e30f;            // less than any score, and less than infinitely less
+
+// The first of the two neighbouring dims that word j of a lane's K row is: lanes t = 0..3 share a row.
+template <int D> static __device__ int key_dim(int j, int t) {
+    int chunk = j / 4, per = chunk < D / 32 ? 8 : 4;            // per: dims of a lane in this chunk
+    return 32 * chunk + per * t + 2 * (j % 4);
+}
+
+// The same of a V row, which lanes g = 0..7 share.
+template <int D> static __device__ int value_dim(int j, int g) {
+    int chunk = j / 4, per = chunk < D / 64 ? 8 : D % 64 / 8;   // per: dims of a lane in this chunk
+    return 64 * chunk + per * g + 2 * (j % 4);
+}
+
+// k (D/8) = the lane's words of a K row. at: the row's byte 16 t.
+template <int D> static __device__ void load_key(unsigned *k, const char *at, int t) {
+    for (int c = 0; c < D / 32; c++) load_once<4>(k + 4 * c, at + c * 64);
+    if (D % 32) load_once<2>(k + D / 32 * 4, at + D / 32 * 64 - t * 8);
+}
+
+// v (D/16) = the lane's words of a V row. at: the row's byte 16 g.
+template <int D> static __device__ void load_value(unsigned *v, const char *at, int g) {
+    const int FULL = D / 64;
+    for (int c = 0; c < FULL; c++) load_once<4>(v + 4 * c, at + c * 128);
+    if (D % 64 == 32) load_once<2>(v + FULL * 4, at + FULL * 128 - g * 8);
+    if (D % 64 == 16) load_once<1>(v + FULL * 4, at + FULL * 128 - g * 12);
+}
+
+// Two numbers as a word of type DT, the first in the lower half. They are far from infinity.
+template <int DT> static __device__ unsigned half_pack(float low, float high) {
+#ifdef __CUDACC__
+    if (DT == DT_F16) {
+        __half2 h = __floats2half2_rn(low, high);
+        return *(unsigned *)&h;
+    }
+    __nv_bfloat162 h = __floats2bfloat162_rn(low, high);
+    return *(unsigned *)&h;
+#else
+    return half_put<DT>(low) | (unsigned)half_put<DT>(high) << 16;
+#endif
+}
+
+struct GqaShared {
+    unsigned *q;
+    float *sums;
+    unsigned *see;
+};
+
+// Carves the block's shared memory -> bytes.
+KV_HD static size_t gqa_carve(GqaShared *m, char *mem, int NT, int D) {
+    Block b = { mem, 0 };
+    m->q = carve<unsigned>(&b, NT * D / 16 * 64);
+    m->sums = carve<float>(&b, ATTN_WARPS * 4 * NT * (D + 2));
+    m->see = carve<unsigned>(&b, GQA_SPAN / GQA_KEYS);
+    return b.at;
+}
+
+// see (GQA_SPAN/16): a bit for each of positions p0..p1-1 that the step's query may see, 16 in a word.
+// A lane looks at one position, and a warp writes two words.
+static __device__ void gqa_sees(unsigned *see, const Attn &a, const HeadRef &h, const Work &w, int p0,
+                                int p1) {
+    int masked = a.window || a.rule != VIS_CAUSAL, lane = threadIdx.x & 31;
+    for (int i = threadIdx.x; p0 + i - lane < p1; i += blockDim.x) {
+        int sees = p0 + i < p1;
+        if (sees && masked) sees = decode_sees(a, w, h.src[listed_row(w, a.idx, p0 + i)]);
+        unsigned bits = __ballot_sync(ALL_LANES, sees);
+        if (lane % 16 == 0) see[i / 16] = lane ? bits >> 16 : bits & 0xffff;
+    }
+}
+
+// q (NT,D/16,32,2): the B fragments of the work's queries; zeros behind its last. Complete after the
+// next barrier.
+template <int DT, int D, int NT>
+static __device__ void gqa_queries(unsigned *q, const Attn &a, const Work &w) {
+    for (int i = threadIdx.x; i < NT * D / 16 * 64; i += blockDim.x) {
+        int word = i % 2, lane = i / 2 % 32, step = i / 64 % (D / 16), r = i / (4 * D) * 4 + lane / 8;
+        int d = key_dim<D>(2 * step + word, lane % 4);
+        const float *from = a.q + query_row(a, w, w.m0 + min_int(r, w.m - 1)) * D + d;
+        uint16_t value, rest;
+        unsigned half[2];
+        for (int e = 0; e < 2; e++) {
+            half_split<DT>(&value, &rest, r < w.m ? from[e] : 0);
+            half[e] = lane / 4 % 2 ? rest : value;
+        }
+        q[i] = half[0] | half[1] << 16;
+    }
+}
+
+// One query meets a tile's keys g and g+8, if bits 0 and 8 of see are set. s (4): its scores, each as
+// value and rest; p (2): the lane's words of P, for 8 keys each. c: what makes a score a power of 2. ->
+// by how much the older sums shrink.
+template <int DT>
+static __device__ float gqa_softmax(unsigned p[2], const float s[4], unsigned see, float c, float *top,
+                                    float *sum) {
+    float x = see & 1 ? s[0] + s[1] : -INFINITY, y = see & 256 ? s[2] + s[3] : -INFINITY;
+    float high = groups_max<4>(fmaxf(fmaxf(x, y), *top));
+    float shrink = exp2_flush((*top - high) * c);
+    x = exp2_flush((x - high) * c + P_SHIFT);
+    y = exp2_flush((y - high) * c + P_SHIFT);
+    *sum = *sum * shrink + (x + y);
+    *top = high;
+    unsigned value = half_pack<DT>(x, y);
+    unsigned rest = half_pack<DT>(x - half_get<DT>((uint16_t)value), y - half_get<DT>((uint16_t)(value >> 16)));
+    p[0] = movmatrix(__byte_perm(value, rest, 0x5410));
+    p[1] = movmatrix(__byte_perm(value, rest, 0x7632));
+    return shrink;
+}
+
+// s (NT,4) = the lane's scores of a tile. k (2,D/8): its words of the keys g and g+8.
+template <int DT, int D, int NT>
+static __device__ void gqa_scores(float (*s)[4], const unsigned (*k)[D / 8], const unsigned *q, int lane) {
+    for (int i = 0; i < NT; i++)
+        for (int e = 0; e < 4; e++) s[i][e] = 0;
+    KV_UNROLL() for (int step = 0; step < D / 16; step++) {
+        unsigned f[4] = { k[0][2 * step], k[1][2 * step], k[0][2 * step + 1], k[1][2 * step + 1] };
+        for (int i = 0; i < NT; i++) mma_16x8x16<DT>(s[i], f, q + ((i * D / 16 + step) * 32 + lane) * 2);
+    }
+}
+
+// acc (NT,D/16,2) = acc shrink + p v. v (4,D/16): the lane's words of the keys 2t, 2t+1, 2t+8, 2t+9.
+template <int DT, int D, int NT>
+static __device__ void gqa_mix(float (*acc)[D / 16][2], const float *shrink, const unsigned (*p)[2],
+                               const unsigned (*v)[D / 16]) {
+    KV_UNROLL() for (int j = 0; j < D / 16; j++) {
+        unsigned f[4] = { __byte_perm(v[0][j], v[1][j], 0x5410), __byte_perm(v[0][j], v[1][j], 0x7632),
+                          __byte_perm(v[2][j], v[3][j], 0x5410), __byte_perm(v[2][j], v[3][j], 0x7632) };
+        for (int i = 0; i < NT; i++) {
+            float x[4] = { 0, 0, 0, 0 };
+            mma_16x8x16<DT>(x, f, p[i]);
+            acc[i][j][0] = acc[i][j][0] * shrink[i] + (x[0] + x[1]);
+            acc[i][j][1] = acc[i][j][1] * shrink[i] + (x[2] + x[3]);
+        }
+    }
+}
+
+// Blocks that fit on a multiprocessor, by their registers.
+constexpr int gqa_blocks(int D, int NT) {
+    if (D > 160) return 2;
+    if (D > 128) return NT == 1 ? 3 : 2;
+    return NT <= 2 ? 4 : 3;
+}
+
+// DT: dtype of the rows; NT: groups of 4 query rows.
+template <int DT, int D, int NT>
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(D, NT)) gqa_kernel(Attn a) {
+    KV_DYN_SHARED(char, mem);
+    const int STEP = ATTN_WARPS * GQA_KEYS;
+    GqaShared m;
+    gqa_carve(&m, mem, NT, D);
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
+    Item it = a.item[blockIdx.x];
+    Work w = a.work[it.work];
+    HeadRef h = a.heads.at[w.g];
+    const char *keys = h.k + 16 * t, *vals = h.v + 16 * g;
+    float acc[NT][D / 16][2], top[NT], sum[NT], c = a.scale * 1.44269504f;      // log2 e
+    gqa_queries<DT, D, NT>(m.q, a, w);
+    for (int i = 0; i < NT; i++) {
+        for (int j = 0; j < D / 16; j++) acc[i][j][0] = acc[i][j][1] = 0;
+        top[i] = GQA_LOW;
+        sum[i] = 0;
+    }
+
+    for (int p0 = it.p0; p0 < it.p1; p0 += a.span) {
+        int p1 = min_int(p0 + a.span, it.p1), p = p0 + warp * GQA_KEYS, ahead = 0;
+        __syncthreads();                        // the last span is done with
+        gqa_sees(m.see, a, h, w, p0, p1);
+        __syncthreads();
+
+        // Lanes 0..15 know the rows of a tile. Past the end the last row is read again, and not seen.
+        if (p < p1) ahead = listed_row(w, a.idx, min_int(p + lane % GQA_KEYS, p1 - 1));
+        for (; p < p1; p += STEP) {
+            unsigned see = m.see[(unsigned)(p - p0) / GQA_KEYS] >> g;
+            int row = ahead;
+            ahead = listed_row(w, a.idx, min_int(p + STEP + lane % GQA_KEYS, p1 - 1));
+            if (!__any_sync(ALL_LANES, see)) continue;
+
+            unsigned k[2][D / 8], v[4][D / 16], prob[NT][2];
+            const char *from[6];
+            for (int i = 0; i < 2; i++)
+                from[i] = keys + (size_t)__shfl_sync(ALL_LANES, row, g + 8 * i) * (2 * D);
+            for (int i = 0; i < 4; i++)
+                from[2 + i] = vals + (size_t)__shfl_sync(ALL_LANES, row, 2 * t + i % 2 + i / 2 * 8) * (2 * D);
+            for (int i = 0; i < 2; i++) load_key<D>(k[i], from[i], t);
+            for (int i = 0; i < 4; i++) load_value<D>(v[i], from[2 + i], g);
+            float s[NT][4], shrink[NT];
+            gqa_scores<DT, D, NT>(s, k, m.q, lane);
+            for (int i = 0; i < NT; i++)
+                shrink[i] = gqa_softmax<DT>(prob[i], s[i], see, c, &top[i], &sum[i]);
+            gqa_mix<DT, D, NT>(acc, shrink, prob, v);
+        }
+    }
+
+    // The item's sums, over the four warps.
+    const float one = 1.f / (1 << P_SHIFT);
+    for (int i = 0; i < NT; i++) {
+        float *to = m.sums + (warp * 4 * NT + 4 * i + t) * (D + 2);
+        float z = groups_sum<4>(sum[i]);
+        KV_UNROLL() for (int j = 0; j < D / 16; j++)
+            for (int e = 0; e < 2; e++) to[2 + value_dim<D>(j, g) + e] = acc[i][j][e] * one;
+        if (g) continue;
+        to[0] = z > 0 ? top[i] * a.scale : -INFINITY;
+        to[1] = z * one;
+    }
+    __syncthreads();
+    decode_join(a.part + (size_t)blockIdx.x * 4 * NT * (D + 2), m.sums, 4 * NT, D);
+}
+
 // ---- column_kernel: sums over queries
 //
 // out[h][p] = factor * sum over the n_q queries of the softmax probability of position p of head
@@ -2296,7 +2559,7 @@ struct Plan {
     int *idx;                   // rows of the works' lists, scratch memory too
     int n_idx;
     int BQ;                     // query rows of a block
-    int plain;                  // 1: for decode_kernel
+    int plain;                  // 1: for decode_kernel or gqa_kernel
     const int *lists;           // NULL, or device memory the works' lists lie in, instead of idx
 };
 static Plan plan_chosen(Session *s, int l);
@@ -2371,15 +2634,22 @@ static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int blind) 
     return p;
 }
 
-// Whether decode goes through decode_kernel. No method decides this, as with tensor_cores.
+// Whether decode goes through decode_kernel or gqa_kernel. No method decides this, as with
+// tensor_cores.
 static int plain_rows(const Session *s) {
     return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && s->c->D % 8 == 0 && !s->packing;
+}
+
+// Whether it is gqa_kernel, for plain rows of this kind and head_dim.
+static int gqa_rows(int kind, int D) {
+    return kind != ROW_F32 && (D == 64 || D == 80 || D == 96 || D == 128 || D == 160 || D == 256);
 }
 
 // Query rows of a decode step's work.
 static int decode_rows(const Session *s) {
     int R = s->c->H / s->c->G;
-    return plain_rows(s) && R > 4 ? 8 : block_rows(R);
+    if (!plain_rows(s) || R <= 4) return block_rows(R);
+    return R > 8 && s->c->D <= GQA_WIDE_D && gqa_rows(row_kind(s->fk), s->c->D) ? 16 : 8;
 }
 
 // Whether work w is the one that counts the rows of its list as read: 0 when query heads with equal
@@ -2423,6 +2693,8 @@ static Plan plan_decode(Session *s, int l) {
 
 // ---- launching attention
 
+static int gqa_span = GQA_SPAN;
+
 // The kernels' argument for layer l, without works.
 static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     Attn a;
@@ -2441,6 +2713,7 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     a.bytes_k = s->fk->row_bytes(a.D);
     a.bytes_v = s->fv->row_bytes(a.D);
     a.scale = 1 / sqrtf((float)a.D);
+    a.span = gqa_span;
     return a;
 }
 
@@ -2470,10 +2743,37 @@ template <int DT> static void decode_launch(const Attn &a, int n, int BQ) {
     else                 decode_width<DT, 32>(a, n, BQ);
 }
 
-// Launches n items, blocks of BQ = 4, 8 or 32 query rows, and their joining: out (n,H,D) on the
+// gqa_kernel over n items of 4 NT query rows.
+template <int DT, int D, int NT> static void gqa_groups(const Attn &a, int n) {
+    GqaShared m;
+    size_t smem = gqa_carve(&m, NULL, NT, D);
+    KV_LAUNCH_WIDE((gqa_kernel<DT, D, NT>), n, ATTN_WARPS * 32, smem, a);
+}
+
+// The same for items of BQ = 4, 8 or 16 query rows.
+template <int DT, int D> static void gqa_width(const Attn &a, int n, int BQ) {
+    if (BQ == 4)      gqa_groups<DT, D, 1>(a, n);
+    else if (BQ == 8) gqa_groups<DT, D, 2>(a, n);
+    else              gqa_groups<DT, D, D <= GQA_WIDE_D ? 4 : 2>(a, n);
+}
+
+// The same for the head_dim of the argument, which gqa_rows has allowed.
+template <int DT> static void gqa_launch(const Attn &a, int n, int BQ) {
+    if (a.D == 64)       gqa_width<DT, 64>(a, n, BQ);
+    else if (a.D == 80)  gqa_width<DT, 80>(a, n, BQ);
+    else if (a.D == 96)  gqa_width<DT, 96>(a, n, BQ);
+    else if (a.D == 128) gqa_width<DT, 128>(a, n, BQ);
+    else if (a.D == 160) gqa_width<DT, 160>(a, n, BQ);
+    else                 gqa_width<DT, 256>(a, n, BQ);
+}
+
+// Launches n items, blocks of BQ = 4, 8, 16 or 32 query rows, and their joining: out (n,H,D) on the
 // device or NULL, stat (n,H,2). The items' results lie in a.part.
 static void run_items(const Attn &a, int n, int n_work, int BQ, int plain, float *out, float *stat) {
-    if (plain && n) {
+    if (plain && n && gqa_rows(a.kind_k, a.D)) {
+        if (a.kind_k == ROW_F16) gqa_launch<DT_F16>(a, n, BQ);
+        else                     gqa_launch<DT_BF16>(a, n, BQ);
+    } else if (plain && n) {
         if (a.kind_k == ROW_F32)      decode_launch<DT_F32>(a, n, BQ);
         else if (a.kind_k == ROW_F16) decode_launch<DT_F16>(a, n, BQ);
         else                          decode_launch<DT_BF16>(a, n, BQ);
@@ -2526,7 +2826,7 @@ static size_t plan_items(Plan *p, int *chunk) {
     return p->lists ? (size_t)most_items(pairs, p->n_work) : n_items;
 }
 
-// Runs a plan through attend_kernel or decode_kernel: out (n,H,D) on the device or NULL, stat
+// Runs a plan through attend_kernel, decode_kernel or gqa_kernel: out (n,H,D) on the device or NULL, stat
 // (n,H,2) -> the kernels' argument, for column sums over the same rows. Works, items and lists go
 // to the device in one upload; items over lists that lie on the device are made there, by
 // chosen_kernel.
@@ -6098,6 +6398,9 @@ void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t 
 }
 
 size_t cuda_chunk(size_t total) { return chunk_rows(total); }
+
+// Attn.span from now on, a multiple of 32; 0: what it is outside of tests.
+void cuda_span(int n) { gqa_span = n ? n : (int)GQA_SPAN; }
 
 int cuda_graphs(const Session *s) { return s->dev->graph != NULL; }
 

@@ -9455,7 +9455,8 @@ static void pair_attention(Pair *p, int l, int n) {                             
         }
         attn_decode(p->c, l, a, q); attn_decode(p->d, l, db, dq);
         cuda_get(b, db, row * sizeof *b);
-        CHECK(worst(b, a, row, 1e-5, 1e-5, NULL) <= 1, "decode: layer %d, views %d, H %d G %d D %d", l, kind, c->H, c->G, c->D);
+        double tol = !strcmp(p->c->fk->name, "bf16") ? 1e-4 : 1e-5, e = worst(b, a, row, tol, tol, NULL);       // bf16 on tensor cores: q and p in 16 bits
+        CHECK(e <= 1, "decode: layer %d, views %d, H %d G %d D %d: %g times the bound", l, kind, c->H, c->G, c->D, e);
     }
     for (int g = 0; g < c->G; g++) {
         const KVHead *x = kv_head(p->c, l, g);
@@ -9487,6 +9488,32 @@ TEST(cuda_attention, "attention and window scores agree with the CPU: GQA 1:1 to
         for (int l = 0; l < 2; l++) pair_attention(&p, l, shape[i].n);
         pair_close(&p); tiny_free(m);
     }
+}
+// Decode on tensor cores. Some 16 rows are a tile of a warp and 64 positions an item, so lengths around these are tried.
+void cuda_span(int n);
+TEST(cuda_gqa, "decode on tensor cores agrees with the CPU: every head_dim it takes, 1 to 17 query heads a KV head, f16 and bf16, lists, tails, windows, SONIC's rule, lengths around a tile, items in several spans") {
+    static const struct { int H, G, D, n; const char *format; int rule; } shape[] = {
+        { 4, 1, 64, 1, "f16", 0 }, { 16, 1, 64, 3, "bf16", 0 }, { 10, 2, 80, 2, "bf16", 0 }, { 3, 3, 80, 17, "f16", 1 }, { 9, 1, 96, 2, "f16", 0 }, { 4, 2, 96, 6, "bf16", 1 },
+        { 8, 2, 128, 2, "bf16", 0 }, { 17, 1, 128, 1, "f16", 0 }, { 8, 1, 128, 18, "f16", 1 }, { 16, 1, 160, 1, "bf16", 0 }, { 5, 1, 160, 2, "f16", 0 }, { 2, 1, 256, 1, "f16", 1 }, { 12, 1, 256, 2, "bf16", 0 } };
+    int n_shape = sizeof shape / sizeof *shape;
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_shape; i += variants_step()) {
+        char text[64];
+        snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
+        Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
+        m.c->windowed = xcalloc(2, 1);
+        m.c->windowed[1] = 1; m.c->window = 21;
+        cuda_span(seed == 1 ? 32 : 0);
+        Pair p = pair_open(m, "full", text);
+        if (shape[i].rule) p.c->rule = p.d->rule = VIS_SEGMENT;
+        p.c->wants = p.d->wants = KV_MASS;
+        pair_append(&p, (int[]){ 15, 100, 143 }[i % 3], 1);
+        pair_append(&p, 30, 1);                                                  // another message
+        for (int g = 0; g < shape[i].G; g++) pair_keep(&p, 0, g, 0, 2 + g, g);      // unequal heads
+        pair_append(&p, shape[i].n, 1);
+        for (int l = 0; l < 2; l++) pair_attention(&p, l, shape[i].n);
+        pair_close(&p); tiny_free(m);
+    }
+    cuda_span(0);
 }
 TEST(cuda_tensor_cores, "a prefill of 256 tokens and more agrees with the CPU: f16, bf16, mixed rows, head_dim 16 to 128, windows, unequal heads; -b changes no bit") {
     int shape[][3] = { { 3, 3, 48 }, { 3, 1, 64 }, { 2, 1, 128 }, { 3, 3, 16 } };
@@ -10051,6 +10078,37 @@ TEST(cuda_same_bits, "methods that read everything are full attention to the bit
     }
     free(a); tiny_free(m);
 }
+TEST(cuda_gqa_steps, "decode on tensor cores in a whole step: a graph is the launches one by one to the bit, what reads everything is full attention to the bit, methods agree with the CPU") {
+    const char *method[] = { "lychee", "quest", "loopserve-d", "adakv" };
+    const char *text[] = { "batch-size=100 ctk=f16 ctv=f16", "batch-size=100 ctk=bf16 ctv=bf16" };
+    Tiny m = tiny_model(2, 4, 2, 64, 16, 24, 53, 31);
+    for (int f = 0; f < 2; f++) {
+        char all[100];
+        snprintf(all, sizeof all, "%s budget=1000", text[f]);
+        if (emu_count) emu_count(NULL);
+        float *a = step_logits(m, "full", text[f], 230, 4, 0), *b = NULL;
+        CHECK(!emu_count || emu_count("gqa_kernel") == 8, "4 steps of 2 layers, launched %ld times", emu_count("gqa_kernel"));
+        if (&emu_no_graphs) {
+            emu_no_graphs = 1;
+            b = step_logits(m, "full", text[f], 230, 4, 9);
+            emu_no_graphs = 0;
+            CHECK(!memcmp(a, b, 4 * 53 * sizeof *a), "%s: the graph gives other logits", text[f]);
+            free(b);
+        }
+        for (int i = 0; i < 4; i++) {
+            b = step_logits(m, method[i], all, 230, 4, i < 3);                       // the first step shows what a select hook does
+            CHECK(!memcmp(a, b, 4 * 53 * sizeof *a), "%s, %s", method[i], all);
+            free(b);
+        }
+        free(a);
+    }
+    Script p = { 2, { 60, 9 }, { 9, 6 }, 4 };
+    dialogue_agrees(m, "full", "ctk=f16 ctv=f16", &p, NULL);
+    dialogue_agrees(m, "h2o", "budget=20 h2o=stream ctk=bf16 ctv=bf16", &p, NULL);
+    dialogue_agrees(m, "quest", "budget=48 quest-full-layers=0 ctk=f16 ctv=f16", &p, NULL);
+    dialogue_agrees(m, "lychee", "budget=40 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4 ctk=f16 ctv=f16", &p, NULL);
+    tiny_free(m);
+}
 TEST(cuda_loopserve, "loopserve, dense and over lines of both units; selections in decode, per head, with this answer's rows; other fixed lines") {
     dialogues("loopserve", "budget=24"); dialogues_more("loopserve-p+streaming", "budget=24");
     dialogues_more("loopserve-d", "budget=20 loopserve-first=1 loopserve-interval=2");
@@ -10186,7 +10244,7 @@ static Traffic *traffic_decode(const Config *c, double N) {      // one step wit
         { "rmsnorm_kernel", "norms", "(2L+1)(w C + 4 C)", "(2L+1) 4 C", "(2L+1) 4 C", 2 * L + 1, (2 * L + 1) * C * w, 0, (2 * L + 1) * 4 * C, (2 * L + 1) * 4 * C, (2 * L + 1) * 4 * C, 0 },
         { "gemv_kernel", "q, k, v", "L (w C (HD + 2 GD) + 4 C)", "L 4 (HD + 2 GD)", "L 2 C (HD + 2 GD)", L, L * Q * C * w, 0, L * 4 * C, L * 4 * Q, L * 2 * C * Q, 0 },
         { "rope_append_kernel", "RoPE, append", "L 4 (HD + 2 GD)", "L (4 HD + G r)", "L 3 (HD + GD)", L, 0, 0, L * 4 * Q, L * (4 * HD + c->G * r), L * 3 * (HD + GD), 0 },
-        { "decode_kernel", "attention", "L (N G r + 4 HD)", "L 16 I (D + 2)", "L 4 N HD", L, 0, L * N * c->G * r, L * 4 * HD, L * part, L * 4 * N * HD, 0 },
+        { c->D < 64 ? "decode_kernel" : "gqa_kernel", "attention", "L (N G r + 4 HD)", "L 16 I (D + 2)", "L 4 N HD", L, 0, L * N * c->G * r, L * 4 * HD, L * part, L * 4 * N * HD, 0 },
         { "join_kernel", "joining", "L 16 I (D + 2)", "L 4 HD", "L 8 I (D + 2)", L, 0, 0, L * part, L * (4 * HD + 8 * H), L * part / 2, 0 },
         { "gemv_kernel", "output, + residual", "L (w C HD + 4 HD + 4 C)", "L 4 C", "L 2 C HD", L, L * HD * C * w, 0, L * 4 * (HD + C), L * 4 * C, L * 2 * C * HD, 0 },
         { "gemv_kernel", "gate, up, SwiGLU", "L (2 w C F + 4 C)", "L 4 F", "L 4 C F", L, L * 2 * F * C * w, 0, L * 4 * C, L * 4 * F, L * 4 * C * F, 0 },
