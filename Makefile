@@ -36,7 +36,7 @@ endif
 
 comma := ,
 all: kvcomp
-.PHONY: all deps install-deps run demo compare test asan race fuzz cuda-check gpu-test gpu-bench clean
+.PHONY: all deps install-deps run demo compare test traffic asan race fuzz cuda-check gpu-test gpu-bench clean
 
 # stb_ds.h is the one library; a compiler and it are all that is needed
 deps:
@@ -122,6 +122,10 @@ test: kvcomp tests $(HARD)
 ifneq ($(HARD),)
 	./tests_hard $(HARD_TESTS)
 endif
+
+# what a decode step of every method moves and launches on Llama-3.1-8B, counted: a table (a minute)
+traffic: tests
+	KV_TRAFFIC=1 ./tests cuda_step_traffic
 
 # The same kernels and tests with the emulator's harder modes (cuda_emu.h): arithmetic as a GPU rounds it, accesses of
 # different blocks watched, memory that is used again poisoned. -fsanitize=thread makes the compiler report every access,
