@@ -8603,7 +8603,7 @@ TEST(cli_file_shrinks, "a file of weights that becomes shorter under a chat: one
 }
 TEST(damaged_methods, "a NaN in one embedding, met in a prefill and in a decode step: exit 3 for every method, and nothing undefined on the way") {
     char path[64], opt[300];
-    static const char *const own[][2] = { { "dililazy", "budget=24 obs-window=8 dililazy-scores=" }, { "sonic", "sonic-untrained quiet sonic-k=2" }, { "quest", "budget=16" },
+    static const char *const own[][2] = { { "dililazy", "budget=24 obs-window=8 dililazy-scores=" }, { "headkv", "budget=24 headkv-scores=" }, { "sonic", "sonic-untrained quiet sonic-k=2" }, { "quest", "budget=16" },
         { "lychee", "budget=32 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4" },
         { "loopserve", "budget=24 loopserve-first=2 loopserve-interval=2 loopserve-min-context=0 loopserve-samples=8 loopserve-local=4" },
         { "loopserve-p", "loopserve-min-context=0 loopserve-samples=8 loopserve-local=4 loopserve-unit=tile64" }, { "pats", "pats-window=4 ctk=f16 ctv=f16" } };
@@ -8616,7 +8616,7 @@ TEST(damaged_methods, "a NaN in one embedding, met in a prefill and in a decode 
     EACH_METHOD(at) {
         const char *name = (*at)->name, *text = (*at)->budget ? "budget=24 obs-window=8" : "";
         for (size_t i = 0; i < sizeof own / sizeof *own; i++) if (!strcmp(own[i][0], name)) text = own[i][1];
-        snprintf(opt, sizeof opt, "%s%s", text, strcmp(name, "dililazy") ? "" : path);
+        snprintf(opt, sizeof opt, "%s%s", text, strcmp(name, "dililazy") && strcmp(name, "headkv") ? "" : path);
         Options *o = strcmp(name, "q8") ? options_of(opt) : options_new();         // q8 stores rows its own way
         int ids[90];
         for (int in_decode = 0; in_decode < 2; in_decode++) {
