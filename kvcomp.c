@@ -12889,17 +12889,35 @@ enum {                          // how a pre-tokenizer splits a text
     SPLIT_QWEN2,                // Qwen 2: the same with single digits
     SPLIT_GPT2,                 // GPT-2, and ByteLevel with use_regex
     SPLIT_TEKKEN,               // Mistral's Tekken: also splits where a capital begins a word
+    SPLIT_O200K,                // o200k: Tekken's, with contractions and numbers in groups of 3 digits
+    SPLIT_DEEPSEEK3,            // DeepSeek V3, behind its splits of numbers and of Chinese and Japanese
+    SPLIT_TRAILING,             // white space at the end of a text
+    SPLIT_PUNCTUATION,          // Punctuation, behavior Isolated: every sign is a word
+    SPLIT_PUNCTUATIONS,         // Punctuation, behavior Contiguous: every run of signs is a word
     SPLIT_DIGITS,               // Digits, individual_digits true: every digit is a word
     SPLIT_NUMBERS,              // Digits, individual_digits false: every run of digits is a word
-    SPLIT_METASPACE             // Metaspace: a word begins at every U+2581
+    SPLIT_BYTE_DIGITS,          // Digits behind ByteLevel, individual_digits true
+    SPLIT_BYTE_NUMBERS,         // Digits behind ByteLevel, individual_digits false
+    SPLIT_METASPACE,            // Metaspace: a word begins at every U+2581
+    SPLIT_RUN                   // SPLIT_RUN + k: the run Tokenizer.run[k]
 };
+typedef struct {                // a pattern such as \s?[a-z\p{N}]{1,3}: characters of one set, so many in a row
+    int blank;                  // 1: a white space may stand before them (\s?)
+    int least, most;            // how many; most INT_MAX: any number
+    int classes;                // the set: U_* ...
+    int signs;                  // ... SIGN_* ...
+    uint32_t *range;            // ... and code points: an stb array, first, last, first, last ..
+} SetRun;
 enum {                          // does the pre-tokenizer Metaspace put a U+2581 before a text?
     META_NONE,                  // there is no Metaspace
     META_NEVER,                 // no
     META_FIRST,                 // only where everything begins
     META_ALWAYS                 // before every text between added tokens
 };
-enum { MAX_STEPS = 4 };         // steps of a normalizer at most, and splits of a pre-tokenizer
+enum {
+    MAX_STEPS = 4,              // steps of a normalizer at most
+    MAX_SPLITS = 8              // splits of a pre-tokenizer at most
+};
 
 struct Tokenizer {
     // The vocabulary
@@ -12919,6 +12937,7 @@ struct Tokenizer {
     // Encoding
     NormStep *norm;             // at most MAX_STEPS from a file
     int *split;                 // SPLIT_* in their order
+    SetRun *run;                // the patterns of SPLIT_RUN
     int meta;                   // META_*
     int byte_level;             // 1: words are written in the byte alphabet before BPE
     int ignore_merges;          // 1: a word that is in the vocabulary is not merged, but one id
@@ -13009,7 +13028,13 @@ enum {                          // classes of code points; Unicode's general cat
     U_NO_NUMBER = 127 & ~U_NUMBER                       // \P{N}
 };
 
-#include "data/unicode.h"       // unicode_range, unicode_combining, unicode_decomposition
+enum {                          // bits of unicode_sign
+    SIGN_PUNCTUATION = 1,       // \p{P}
+    SIGN_SYMBOL = 2,            // \p{S}
+    SIGN_STEP = 4               // what the pre-tokenizer Punctuation cuts at
+};
+
+#include "data/unicode.h"       // unicode_range, unicode_sign, unicode_combining, unicode_decomposition
 
 // The tables of data/unicode.h, unpacked by unicode_load.
 static unsigned char *unicode_class;    // (BROKEN) U_* of a code point
@@ -13079,6 +13104,18 @@ static uint32_t char_code(const char *s, size_t n, int *len) {
     uint32_t code = p[0] & (0x7fu >> *len);
     for (int i = 1; i < *len; i++) code = code << 6 | (p[i] & 63);
     return code;
+}
+
+// The bits SIGN_* of a character. A byte that starts no well-formed character is U+FFFD, a symbol.
+static int sign_bits(uint32_t code) {
+    size_t low = 0, high = sizeof unicode_sign / sizeof *unicode_sign;
+    if (code >= BROKEN) code = 0xfffd;
+    while (high - low > 1) {
+        size_t middle = (low + high) / 2;
+        if (unicode_sign[middle] >> 3 <= code) low = middle;
+        else high = middle;
+    }
+    return (int)(unicode_sign[low] & 7);
 }
 
 // Appends n bytes to the stb array *out.
@@ -13303,7 +13340,8 @@ static void normalize(const Tokenizer *t, char **text, char **spare, int at_star
 
 // ---- Pre-tokenizers
 // Each known pattern has a matcher written by hand; the exact text of the pattern in the file
-// chooses it (split_patterns, below). Every byte of a text carries the class of its character, and
+// chooses it (split_patterns, below). A pattern that is only a run of characters of one set is read
+// from its text (set_run, below). Every byte of a text carries the class of its character, and
 // all bytes of a character but the first carry U_INSIDE too, so a run of a class is a plain loop
 // over bytes. A matcher gets a position i < n and returns the end of the match, always behind i.
 typedef struct {
@@ -13444,17 +13482,132 @@ static size_t match_cased(const Text *t, size_t i, int capital) {
     return 0;
 }
 
-// Tekken: a word in one of the two forms of match_cased, each first behind the optional lead
-// character and then without it, because a mark may be the lead or the first character of the word.
-static size_t match_tekken(const Text *t, size_t i) {
+// Tekken and o200k: a word in one of the two forms of match_cased, each first behind the optional
+// lead character and then without it, because a mark may be the lead or the first character of the
+// word. digits: the most digits of a number in one word. contractions 1: one may end the word.
+static size_t match_tekken(const Text *t, size_t i, int digits, int contractions) {
     size_t start = match_lead(t, i);
     for (int capital = 0; capital < 2; capital++) {
         size_t end = match_cased(t, start, capital);
         if (!end && start > i) end = match_cased(t, i, capital);
-        if (end) return end;
+        if (!end) continue;
+        size_t more = contractions && end < t->n ? match_contraction(t, end, 1) : 0;
+        return more ? more : end;
     }
-    if (t->cls[i] & U_NUMBER) return next_char(t, i);
-    return match_rest(t, i, 1);
+    size_t end = i;
+    for (int k = 0; k < digits && end < t->n && t->cls[end] & U_NUMBER; k++) end = next_char(t, end);
+    return end > i ? end : match_rest(t, i, 1);
+}
+
+// The bits SIGN_* of the character at i.
+static int sign_at(const Text *t, size_t i) {
+    int len;
+    return sign_bits(char_code(t->s + i, t->n - i, &len));
+}
+
+// The end of the run of punctuation and symbols from i on.
+static size_t signs_end(const Text *t, size_t i) {
+    while (i < t->n && sign_at(t, i) & (SIGN_PUNCTUATION | SIGN_SYMBOL)) i = next_char(t, i);
+    return i;
+}
+
+// One alternative of DeepSeek V3's pattern, the first that matches at i; 0: none does.
+static size_t deepseek3_end(const Text *t, size_t i) {
+    int letters = U_LETTER | U_MARK;
+
+    // An ASCII sign and [A-Za-z]+
+    size_t end = i + 1;
+    if (ispunct((unsigned char)t->s[i])) {
+        while (end < t->n && isalpha((unsigned char)t->s[end])) end++;
+        if (end > i + 1) return end;
+    }
+
+    // [^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+
+    int lead = !(t->cls[i] & U_LETTER) && !is_newline(t->s[i])
+               && !(sign_at(t, i) & (SIGN_PUNCTUATION | SIGN_SYMBOL));
+    if (lead) {
+        size_t start = next_char(t, i);
+        end = run_end(t, start, letters);
+        if (end > start) return end;
+    }
+    end = run_end(t, i, letters);
+    if (end > i) return end;
+
+    //  ?[\p{P}\p{S}]+[\r\n]*, lines, blanks
+    size_t start = i + (t->s[i] == ' ');
+    end = signs_end(t, start);
+    if (end > start) return match_newlines(t, end, 0);
+    end = match_lines(t, i);
+    if (end || !(t->cls[i] & U_SPACE)) return end;
+    return match_blanks(t, i);
+}
+
+// Is the character at i in the set of r?
+static int in_set(const SetRun *r, const Text *t, size_t i) {
+    if (t->cls[i] & r->classes) return 1;
+    int len;
+    uint32_t code = char_code(t->s + i, t->n - i, &len);
+    if (r->signs && sign_bits(code) & r->signs) return 1;
+    for (int k = 0; k < (int)arrlen(r->range); k += 2) {
+        if (code >= r->range[k] && code <= r->range[k + 1]) return 1;
+    }
+    return 0;
+}
+
+// The end of the characters of r's set from i on; 0 when there are fewer than r->least.
+static size_t set_end(const SetRun *r, const Text *t, size_t i) {
+    int n = 0;
+    for (; n < r->most && i < t->n && in_set(r, t, i); n++) i = next_char(t, i);
+    return n >= r->least ? i : 0;
+}
+
+// The end of r's match at i, first with its white space and then without; 0: it does not match.
+static size_t run_match(const SetRun *r, const Text *t, size_t i) {
+    size_t end = r->blank && t->cls[i] & U_SPACE ? set_end(r, t, next_char(t, i)) : 0;
+    return end ? end : set_end(r, t, i);
+}
+
+// What an Isolated split makes of a pattern that does not match everywhere: a match is a word, and
+// so is what lies between two matches. r NULL: DeepSeek V3's pattern.
+static size_t match_isolated(const SetRun *r, const Text *t, size_t i) {
+    size_t j = i, end = r ? run_match(r, t, i) : deepseek3_end(t, i);
+    if (end) return end;
+    while (!end && j < t->n) {
+        j = next_char(t, j);
+        if (j < t->n) end = r ? run_match(r, t, j) : deepseek3_end(t, j);
+    }
+    return j;
+}
+
+// \s+$: the white space at the end is a word, and so is all that stands before it.
+static size_t match_trailing(const Text *t, size_t i) {
+    size_t start = t->n;
+    while (start > i && t->cls[start - 1] & U_SPACE) start--;
+    return start > i ? start : t->n;
+}
+
+// Punctuation: a sign, or with `runs` a run of them, or everything up to the next sign.
+static size_t match_punctuation(const Text *t, size_t i, int runs) {
+    int sign = sign_at(t, i) & SIGN_STEP;
+    size_t end = next_char(t, i);
+    if (sign && !runs) return end;
+    while (end < t->n && (sign_at(t, end) & SIGN_STEP) == sign) end = next_char(t, end);
+    return end;
+}
+
+// Is byte c, as a character of the byte alphabet, a digit or another number? Beside the ten digits
+// these are the superscripts and fractions of Latin-1.
+static int byte_is_number(char c) {
+    unsigned char b = (unsigned char)c;
+    return isdigit(b) || b == 0xb2 || b == 0xb3 || b == 0xb9 || (b >= 0xbc && b <= 0xbe);
+}
+
+// Digits behind ByteLevel, which sees every byte as a character of its own.
+static size_t match_byte_digits(const Text *t, size_t i, int single) {
+    int number = byte_is_number(t->s[i]);
+    if (number && single) return i + 1;
+    while (i < t->n && byte_is_number(t->s[i]) == number) i++;
+    return i;
 }
 
 // Metaspace: up to the next U+2581 behind i.
@@ -13471,16 +13624,24 @@ static size_t match_digits(const Text *t, size_t i, int single) {
     return single ? next_char(t, i) : run_end(t, i, U_NUMBER);
 }
 
-// The end of the word that a split of kind SPLIT_* finds at i.
-static size_t match(int kind, const Text *t, size_t i) {
+// The end of the word that a split of kind SPLIT_* finds at i. run: Tokenizer.run.
+static size_t match(const SetRun *run, int kind, const Text *t, size_t i) {
+    if (kind >= SPLIT_RUN) return match_isolated(&run[kind - SPLIT_RUN], t, i);
     switch (kind) {
     case SPLIT_LLAMA3:    return match_llama3(t, i, 3);
     case SPLIT_QWEN2:     return match_llama3(t, i, 1);
     case SPLIT_GPT2:      return match_gpt2(t, i);
-    case SPLIT_TEKKEN:    return match_tekken(t, i);
+    case SPLIT_TEKKEN:    return match_tekken(t, i, 1, 0);
+    case SPLIT_O200K:     return match_tekken(t, i, 3, 1);
+    case SPLIT_DEEPSEEK3: return match_isolated(NULL, t, i);
+    case SPLIT_TRAILING:  return match_trailing(t, i);
     case SPLIT_METASPACE: return match_metaspace(t, i);
     case SPLIT_DIGITS:    return match_digits(t, i, 1);
-    default:              return match_digits(t, i, 0);
+    case SPLIT_NUMBERS:   return match_digits(t, i, 0);
+    case SPLIT_PUNCTUATION:  return match_punctuation(t, i, 0);
+    case SPLIT_PUNCTUATIONS: return match_punctuation(t, i, 1);
+    case SPLIT_BYTE_DIGITS:  return match_byte_digits(t, i, 1);
+    default:                 return match_byte_digits(t, i, 0);
     }
 }
 
@@ -13652,7 +13813,7 @@ static void split_piece(Encoder *e, Text t, size_t i, size_t step) {
     size_t end = t.n;
     while (i < end) {
         t.n = end;
-        size_t word_end = match(e->t->split[step], &t, i);
+        size_t word_end = match(e->t->run, e->t->split[step], &t, i);
         t.n = word_end;
         split_piece(e, t, i, step + 1);
         i = word_end;
@@ -13844,6 +14005,8 @@ static void tokenizer_free(Tokenizer *t) {
     arrfree(t->added);
     arrfree(t->norm);
     arrfree(t->split);
+    for (int i = 0; i < (int)arrlen(t->run); i++) arrfree(t->run[i].range);
+    arrfree(t->run);
     free(t->by_text);
     free(t->merges.slot);
     free(t->trie[0].slot);
@@ -14218,8 +14381,8 @@ static int load_normalizer(Tokenizer *t, const Json *n, int depth, char err[512]
     return 0;
 }
 
-// The patterns as tokenizer.json files write them. A file's pattern equals one of them, or is
-// refused.
+// The patterns as tokenizer.json files write them. A file's pattern equals one of them, or is a run
+// of characters of one set (set_run), or is refused.
 #define CONTRACTIONS_AND_WORDS "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
 #define SIGNS_AND_BLANKS "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 #define TEKKEN_UPPER "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
@@ -14234,19 +14397,149 @@ static const struct {
     { "[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "*" TEKKEN_LOWER "+"
       "|[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "+" TEKKEN_LOWER "*"
       "|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", SPLIT_TEKKEN },
+    { "[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "*" TEKKEN_LOWER "+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+      "|[^\\r\\n\\p{L}\\p{N}]?" TEKKEN_UPPER "+" TEKKEN_LOWER "*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+      "|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", SPLIT_O200K },
+    { "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
+      "|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+      "| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", SPLIT_DEEPSEEK3 },
+    { "\\s+$", SPLIT_TRAILING },
 };
+
+// Reads one unit of a regular expression at *p: a character, or an escape of two. \r and \n are the
+// characters they stand for; any other escape gets the bit ESCAPED. Returns 0 at the end.
+enum { ESCAPED = 1 << 24 };
+static uint32_t regex_unit(const char **p) {
+    int len;
+    if (!**p) return 0;
+    uint32_t c = char_code(*p, strlen(*p), &len);
+    *p += len;
+    if (c != '\\' || !**p) return c;
+    c = char_code(*p, strlen(*p), &len);
+    *p += len;
+    if (c == 'r') return '\r';
+    return c == 'n' ? '\n' : ESCAPED | c;
+}
+
+// Are two regular expressions the same? Some files hold the characters CR and LF, others \r and \n.
+static int regex_same(const char *a, const char *b) {
+    uint32_t x, y;
+    do {
+        x = regex_unit(&a);
+        y = regex_unit(&b);
+    } while (x == y && x);
+    return x == y;
+}
+
+// Reads {L} and the like behind \p into r. Returns 0, or -1 when the property is not known.
+static int set_property(const char **p, SetRun *r) {
+    if ((*p)[0] != '{' || !(*p)[1] || (*p)[2] != '}') return -1;
+    switch ((*p)[1]) {
+    case 'L': r->classes |= U_LETTER; break;
+    case 'M': r->classes |= U_MARK; break;
+    case 'N': r->classes |= U_NUMBER; break;
+    case 'P': r->signs |= SIGN_PUNCTUATION; break;
+    case 'S': r->signs |= SIGN_SYMBOL; break;
+    default:  return -1;
+    }
+    *p += 3;
+    return 0;
+}
+
+// Reads a character of a set. Returns 0 when it is none, because only signs stand for themselves
+// behind a backslash.
+static uint32_t set_char(const char **p) {
+    uint32_t c = regex_unit(p);
+    if (!(c & ESCAPED)) return c;
+    c &= ~(uint32_t)ESCAPED;
+    return c < 128 && ispunct((int)c) ? c : 0;
+}
+
+// Reads the members of a set [..], behind its bracket, into r: characters, ranges and \p{..}.
+// Returns 0, or -1 when there is something else.
+static int set_members(const char **p, SetRun *r) {
+    while (**p != ']') {
+        if (strchr("^[&-", **p)) return -1;             // the text's end is such a character, too
+        if (!strncmp(*p, "\\p", 2)) {
+            *p += 2;
+            if (set_property(p, r)) return -1;
+            continue;
+        }
+        uint32_t first = set_char(p), last = first;
+        if ((*p)[0] == '-') {
+            (*p)++;
+            last = set_char(p);
+        }
+        if (!first || last < first) return -1;
+        arrput(r->range, first);
+        arrput(r->range, last);
+    }
+    (*p)++;
+    return r->classes || r->signs || arrlen(r->range) ? 0 : -1;
+}
+
+// Reads a whole pattern into r: \s? or nothing, a set or \p{..}, and + or {1,3} or nothing or the
+// same set again and again. Returns 0, or -1 when the pattern is another.
+static int set_run(const char *regex, SetRun *r) {
+    const char *p = regex;
+    if (!strncmp(p, "\\s?", 3)) {
+        r->blank = 1;
+        p += 3;
+    }
+    const char *set = p;
+    if (*p == '[') {
+        p++;
+        if (set_members(&p, r)) return -1;
+    } else if (!strncmp(p, "\\p", 2)) {
+        p += 2;
+        if (set_property(&p, r)) return -1;
+    } else {
+        return -1;
+    }
+
+    size_t n = (size_t)(p - set);
+    r->least = 1;
+    r->most = 1;
+    if (!strcmp(p, "+")) r->most = INT_MAX;
+    else if (!strcmp(p, "{1,3}")) r->most = 3;
+    else {
+        for (; !strncmp(p, set, n); p += n) r->least = ++r->most;
+        if (*p) return -1;
+    }
+    return 0;
+}
 
 // Pre-tokenizer "Split": a regular expression.
 static int load_split(Tokenizer *t, const Json *p, char err[512]) {
     const char *regex = json_text(json_get(p, "pattern"), "Regex");
     if (strcmp(json_text(p, "behavior"), "Isolated") || json_flag(p, "invert", 0))
         return fault(err, "pre_tokenizer Split: only behavior Isolated without invert is supported");
-    for (size_t i = 0; i < sizeof split_patterns / sizeof *split_patterns; i++) {
-        if (strcmp(regex, split_patterns[i].regex)) continue;
+    for (size_t i = 0; i < sizeof split_patterns / sizeof *split_patterns && !t->byte_level; i++) {
+        if (!regex_same(regex, split_patterns[i].regex)) continue;
         arrput(t->split, split_patterns[i].split);
         return 0;
     }
-    return fault(err, "pre_tokenizer Split: this pattern is not supported: %.400s", regex);
+
+    // Behind ByteLevel the characters are those of the byte alphabet: [0-9] are the same there.
+    SetRun run = { 0 };
+    int known = !set_run(regex, &run) && (!t->byte_level || !strncmp(regex, "[0-9]", 5));
+    if (!known) {
+        arrfree(run.range);
+        return fault(err, "pre_tokenizer Split: this pattern is not supported: %.400s", regex);
+    }
+    arrput(t->split, SPLIT_RUN + (int)arrlen(t->run));
+    arrput(t->run, run);
+    return 0;
+}
+
+// Pre-tokenizer "Punctuation".
+static int load_punctuation(Tokenizer *t, const Json *p, char err[512]) {
+    const char *behavior = json_text(p, "behavior");
+    int runs = !strcmp(behavior, "Contiguous");
+    if (!runs && *behavior && strcmp(behavior, "Isolated"))
+        return fault(err, "pre_tokenizer Punctuation: behavior '%.50s' is not supported", behavior);
+    arrput(t->split, runs ? SPLIT_PUNCTUATIONS : SPLIT_PUNCTUATION);
+    return 0;
 }
 
 // Pre-tokenizer "Metaspace": blanks become U+2581. Older files say add_prefix_space where newer
@@ -14273,7 +14566,8 @@ static int load_digits(Tokenizer *t, const Json *p, char err[512]) {
     int single = json_flag(p, "individual_digits", 0);
     if (single > 1)
         return fault(err, "pre_tokenizer Digits: individual_digits is neither true nor false");
-    arrput(t->split, single ? SPLIT_DIGITS : SPLIT_NUMBERS);
+    if (t->byte_level) arrput(t->split, single ? SPLIT_BYTE_DIGITS : SPLIT_BYTE_NUMBERS);
+    else arrput(t->split, single ? SPLIT_DIGITS : SPLIT_NUMBERS);
     return 0;
 }
 
@@ -14291,12 +14585,15 @@ static int load_byte_level(Tokenizer *t, const Json *p, char err[512]) {
     return 0;
 }
 
-// "pre_tokenizer": one of the four above, or a Sequence of them.
+// "pre_tokenizer": one of the five above, or a Sequence of them. Behind ByteLevel only steps that
+// look for digits are read.
 static int load_pre_tokenizer(Tokenizer *t, const Json *p, int depth, char err[512]) {
     if (json_none(p)) return 0;
-    if (t->byte_level) return fault(err, "pre_tokenizer: a step after ByteLevel is not supported");
-    if (arrlen(t->split) == MAX_STEPS)
-        return fault(err, "pre_tokenizer: more than %d steps are not supported", MAX_STEPS);
+    const char *type = json_text(p, "type");
+    if (t->byte_level && strcmp(type, "Digits") && strcmp(type, "Split"))
+        return fault(err, "pre_tokenizer: a step after ByteLevel is not supported");
+    if (arrlen(t->split) == MAX_SPLITS)
+        return fault(err, "pre_tokenizer: more than %d steps are not supported", MAX_SPLITS);
     const Json *list = sequence_list(p, "pretokenizers", depth);
     if (list) {
         for (int i = 0; i < list->n; i++) {
@@ -14305,8 +14602,8 @@ static int load_pre_tokenizer(Tokenizer *t, const Json *p, int depth, char err[5
         return 0;
     }
 
-    const char *type = json_text(p, "type");
     if (!strcmp(type, "Split")) return load_split(t, p, err);
+    if (!strcmp(type, "Punctuation")) return load_punctuation(t, p, err);
     if (!strcmp(type, "Metaspace")) return load_metaspace(t, p, err);
     if (!strcmp(type, "Digits")) return load_digits(t, p, err);
     if (!strcmp(type, "ByteLevel")) return load_byte_level(t, p, err);

@@ -100,6 +100,15 @@ LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^
 QWEN2 = LLAMA3.replace("{1,3}", "")
 TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
           r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + BLANKS)
+O200K = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + BLANKS)
+# Several splits in sequence. CR and LF stand in these as characters; the letters of DEEPSEEK_LLM are some ranges of the many
+DEEPSEEK_LLM = ["[\r\n]", r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-Ⴥ" "\U00010400-\U0001044f" r"]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$",
+                "[一-龥ࠀ-一가-퟿]+"]
+DEEPSEEK_CODER = ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"]
+DEEPSEEK_V3 = [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|""" "[^\r\n" r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+" "[\r\n]*" r"|\s*" "[\r\n]+"
+               r"|\s+(?!\S)|\s+"]
 
 
 def token(content, special=True, **flags):
@@ -306,6 +315,8 @@ CONFIGS = {
 def main():
     text, cases = corpus(), strings()
     write("strings.bin", b"".join(varint(len(s.encode())) + s.encode() for s in cases))
+    isolated = lambda regex: [pre_tokenizers.Split(Regex(x), "isolated") for x in regex]
+    single, plain_bytes = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     split = lambda regex: [pre_tokenizers.Split(Regex(regex), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     llama3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     plain = lambda x, **f: token(x, special=False, **f)
@@ -319,6 +330,13 @@ def main():
                               first=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pairs=False),
         "tekken": byte_level(text, 900, split(TEKKEN), [], first=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], ignore_merges=True, bos="<s>"),
         "numbers": byte_level(text, 400, [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)], [token("<|endoftext|>")]),
+        "o200k": byte_level(text, 400, split(O200K), []),
+        "deepseek-llm": byte_level(text, 400, isolated(DEEPSEEK_LLM) + [single, plain_bytes], []),
+        "deepseek-coder": byte_level(text, 400, isolated(DEEPSEEK_CODER) + [single, plain_bytes], []),
+        "deepseek-v3": byte_level(text, 400, isolated(DEEPSEEK_V3) + [plain_bytes], []),
+        "falcon": byte_level(text, 400, [pre_tokenizers.Punctuation("contiguous"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+                                         pre_tokenizers.Digits(individual_digits=False)] + isolated(["[0-9][0-9][0-9]"]), []),
+        "punctuation": byte_level(text, 300, [pre_tokenizers.Punctuation("isolated"), plain_bytes, single], []),
         "spm-legacy": spm_like(text, 900, "legacy", [plain("ABC"), plain("▁▁▁", normalized=False)]),
         "spm-normalized": spm_like(text, 300, "legacy", special_normalized=True),
         "spm-first": spm_like(text, 600, "first", [token("[INST]"), token("[/INST]")]),
@@ -341,7 +359,7 @@ def main():
             out += record(s, ids, t.encode(s, add_special_tokens=False).ids, t.decode(ids, skip_special_tokens=False))
         t.encode_special_tokens = False
         write(name + ".ids", out)
-        if j["decoder"]["type"] == "ByteLevel":
+        if j["decoder"]["type"] == "ByteLevel" and name not in ("falcon", "punctuation"):       # whose pieces may end inside a character
             pieces = b""
             for s in cases:
                 s = t.normalizer.normalize_str(s) if t.normalizer else s

@@ -70,6 +70,20 @@ def class_ranges(cls):
     return out
 
 
+def sign_ranges():
+    """(first code point, bits) until the next entry: 1 for \\p{P}, 2 for \\p{S}, 4 for what the step Punctuation cuts at"""
+    steps = {1: pre_tokenizers.Split(Regex(r"\p{P}"), "removed"), 2: pre_tokenizers.Split(Regex(r"\p{S}"), "removed"),
+             4: pre_tokenizers.Punctuation("removed")}
+    bits = bytearray(0x110000)
+    for bit, step in steps.items():
+        for i in range(0, len(POINTS), 4096):
+            block = POINTS[i:i + 4096]
+            left = {ord(c) for piece, _ in step.pre_tokenize_str("".join(map(chr, block))) for c in piece}
+            for c in block:
+                bits[c] |= 0 if c in left else bit
+    return [(c, bits[c]) for c in range(0x110000) if c == 0 or bits[c] != bits[c - 1]]
+
+
 def combining_ranges():
     """(first code point, canonical combining class) until the next entry"""
     out = [(0, 0)]
@@ -105,21 +119,26 @@ def decompositions():
 
 
 HEAD = """\
-// unicode.h - what section 21 (TOKENIZER) of kvcomp.c knows of Unicode: three tables.
+// unicode.h - what section 21 (TOKENIZER) of kvcomp.c knows of Unicode: four tables.
 // data/make_unicode.py writes this file; unicode_load() in section 21 unpacks the tables.
 //
 // unicode_range           The class of every code point: letters by case, marks, numbers, white space
 //                         (Unicode 16). The pre-tokenizers' patterns need it.
+// unicode_sign            Which code points are punctuation or symbols, for the pre-tokenizers that tell them apart.
 // unicode_combining       The canonical combining class of every code point, for NFC.
 // unicode_decomposition   The canonical decompositions, for NFC, which composes by them too.
 //
-// Each entry of the first two holds up to the code point of the next entry.
+// Each entry of the first three holds up to the code point of the next entry.
 """
 RANGE = """\
 // Each entry is first code point << 4 | class, where class is
 //   0 other, 1 capital (Lu Lt), 2 small letter (Ll), 3 letter without case (Lm Lo), 4 mark (M),
 //   5 number (N), 6 white space,
 //   7 capitals at even and small letters at odd code points, 8 the other way about.
+"""
+SIGN = """\
+// Each entry is first code point << 3 | bits, where the bits are
+//   1 punctuation (P), 2 symbol (S), 4 what the pre-tokenizer step Punctuation cuts at, which has a table of its own.
 """
 COMBINING = """\
 // Each entry is first code point << 8 | canonical combining class.
@@ -159,9 +178,10 @@ def check_ranges(ranges, cls):
     assert back == cls, "the ranges do not say what the classes are"
 
 
-def write_tables(ranges, combining, decomposition):
+def write_tables(ranges, signs, combining, decomposition):
     print(HEAD)
     print(c_array("unicode_range", RANGE, ranges) + "\n")
+    print(c_array("unicode_sign", SIGN, signs) + "\n")
     print(c_array("unicode_combining", COMBINING, combining) + "\n")
     print(c_array("unicode_decomposition", DECOMPOSITION, decomposition))
 
@@ -171,7 +191,7 @@ def main():
     cls = classes()
     ranges = class_ranges(cls)
     check_ranges(ranges, cls)
-    write_tables([a << 4 | code for a, code in ranges], [a << 8 | k for a, k in combining_ranges()], decompositions())
+    write_tables([a << 4 | code for a, code in ranges], [a << 3 | bits for a, bits in sign_ranges()], [a << 8 | k for a, k in combining_ranges()], decompositions())
 
 
 if __name__ == "__main__":
