@@ -11130,6 +11130,12 @@ static void lost_page_line(const SafeFile *f) {
         memcpy(line + n, part[i], k);
         n += k;
     }
+
+    // The path may hold control characters: the name of a shard stands in a file.
+    for (size_t i = 0; i + 1 < n; i++) {
+        unsigned char c = (unsigned char)line[i], next = (unsigned char)line[i + 1];
+        if (c < ' ' || c == 127 || (c == 0xc2 && next < 0xa0)) line[i] = '?';
+    }
     ssize_t written = write(2, line, n);
     (void)written;
 }
@@ -17288,6 +17294,13 @@ static int message_fits(const App *a, int n) {
     return 1;
 }
 
+// Has the model a row for every id of a message? When it has not, a line on stderr says which.
+static int message_known(const App *a, const Turn *t) {
+    int n = (int)arrlen(t->pre), known = ids_with_rows(a->c, t->pre, n);
+    if (known < n) warn("this text names token id %d, the embedding has %d rows", t->pre[known], a->c->V);
+    return known == n;
+}
+
 // The reply to the record's last turn, with a newline behind it, and the summary line.
 static void chat_reply(App *a, FILE *out) {
     double t0 = now();
@@ -17339,14 +17352,8 @@ static void turn_end(App *a, int replied) {
 static int chat_turn(App *a, const char *text, FILE *out) {
     session_ready(a);
     Turn t = render_turn(a, text);
-    int n = (int)arrlen(t.pre), known = ids_with_rows(a->c, t.pre, n);
-    if (known < n) {
-        fprintf(stderr, "kvcomp: this text names token id %d, the embedding has %d rows\n", t.pre[known],
-                a->c->V);
-        turn_free(t);
-        return -1;
-    }
-    if (!n || !message_fits(a, n)) {
+    int n = (int)arrlen(t.pre);
+    if (!n || !message_known(a, &t) || !message_fits(a, n)) {
         turn_free(t);
         return n ? -1 : 0;
     }
@@ -17834,6 +17841,11 @@ static int compare_budget(const App *a) {
 
 // /compare QUESTION: asks it of every side, behind the present dialogue, which stays as it is.
 static void chat_compare(App *a, const char *question) {
+    Turn t = render_turn(a, question);
+    int known = message_known(a, &t);
+    turn_free(t);
+    if (!known) return;
+
     Options *o = sides_options(a, compare_budget(a));
     int n = opt_int(a->o, "n-predict"), budget = opt_int(o, "budget");
     Side *x = sides_open(a, o);

@@ -8518,6 +8518,8 @@ TEST(cli_stray_ids, "ids without a row in the embedding: refused at load, in a m
     CHECK(sh("./kvcomp -m %s -p 'a <tool> here'", d) == 1 && strstr(sh_err, "token id 4096, the embedding has 4096 rows") && lines_in(sh_err) == 1 && !*sh_out, "%s", sh_err);
     CHECK(sh("printf 'hello\na <tool> here\nhello\n/stats\n' | ./kvcomp -m %s --temp 0 -n 4", d) == 0 && strstr(sh_err, "token id 4096") && strstr(sh_err, "in 2 turns"), "%s", sh_err);
 
+    CHECK(sh("printf 'hello\\n/compare a <tool> here\\nhello\\n/stats\\n' | ./kvcomp -m %s --temp 0 -n 4", d) == 0 && strstr(sh_err, "token id 4096") && strstr(sh_err, "in 2 turns"), "%s", sh_err);
+
     // What is evaluated: the last token of a reply and of a text is predicted, and never fed
     static const char item[] = "{\"turns\":[{\"user\":\"say it\",\"answers\":[\"it is <tool>\"]}]}\n";
     char path[64];
