@@ -1,13 +1,101 @@
-// fuzz.c - libFuzzer targets for everything that reads a file somebody else wrote. Pick one with -D:
-//   clang -g -O1 -fsanitize=fuzzer,address,undefined -DFUZZ_JSON fuzz.c -o fuzz_json -lm && ./fuzz_json CORPUS
-// FUZZ_JSON, FUZZ_SAFETENSORS, FUZZ_CONFIG, FUZZ_TOKENIZER (tokenizer.json, then after a NUL the text to encode),
-// FUZZ_SPM (a length byte, that many bytes of text, then tokenizer.model).
+// fuzz.c - libFuzzer targets for everything that reads what somebody else wrote. `make fuzz` runs them all, one after the
+// other; one alone is
+//   make fuzz_targets && FUZZ_TARGET=ids ./fuzz_targets -max_total_time=60 CORPUS_FOLDER
+// A folder that is given gets the target's seeds first: whole, valid inputs, so that mutations reach beyond the first check.
 #define KVCOMP_NO_MAIN
 #include "kvcomp.c"
 
-static void must(int holds, const char *what) { if (!holds) { fprintf(stderr, "fuzz: %s\n", what); abort(); } }
+static void must(int holds, const char *what) {
+    if (holds) return;
+    fprintf(stderr, "fuzz: %s\n", what);
+    abort();
+}
 
-#if defined(FUZZ_JSON)
+// The bytes as a file that can be opened and mapped: returns its path.
+static const char *as_file(const char *data, size_t n) {
+    static int fd = -1;
+    static char path[64];
+    if (fd < 0) {
+        fd = memfd_create("fuzz", 0);
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    }
+    must(!ftruncate(fd, 0) && pwrite(fd, data, n, 0) == (ssize_t)n, "memfd");
+    return path;
+}
+
+// ---- what the targets that need a model use: random weights, and a tokenizer with the tokens of the chat templates
+enum { FUZZ_V = 64 };
+static const char *const special_tokens[] = {
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+    "[INST]", "[/INST]", "<|endoftext|>", "<|user|>", "<|assistant|>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<|end|>", "<|im_sep|>",
+};
+enum { N_SPECIAL = sizeof special_tokens / sizeof *special_tokens };
+
+// A tokenizer.json with the letters a to z, newline, blank and some signs, one merge, and the special tokens.
+static char *tokenizer_text(void) {
+    static const char letters[] = "abcdefghijklmnopqrstuvwxyz{}:/-.0";
+    char *text = NULL;
+    size_t size = 0;
+    int id = 0;
+    FILE *f = memory_stream(&text, &size);
+    fprintf(f, "{\"added_tokens\":[");
+    for (int i = 0; i < N_SPECIAL; i++, id++)
+        fprintf(f, "%s{\"id\":%d,\"content\":\"%s\",\"special\":true}", i ? "," : "", id, special_tokens[i]);
+    fprintf(f, "],\"model\":{\"type\":\"BPE\",\"vocab\":{");
+    for (const char *p = letters; *p; p++) fprintf(f, "\"%c\":%d,", *p, id++);
+    fprintf(f, "\"\u0120\":%d,\"\u010a\":%d,\"he\":%d},\"merges\":[\"h e\"]},", id, id + 1, id + 2);
+    fprintf(f, "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true},"
+               "\"decoder\":{\"type\":\"ByteLevel\"}}");
+    memory_stream_close(f);
+    return text;
+}
+
+static const Tokenizer *the_tokenizer(void) {
+    static Tokenizer *t;
+    char err[512] = "";
+    if (t) return t;
+    char *text = tokenizer_text();
+    t = load_json_text(text, strlen(text), err);
+    free(text);
+    if (!t) fprintf(stderr, "%s\n", err);
+    must(t != NULL, "the tokenizer of the targets loads");
+    must(tokenizer_size(t) <= FUZZ_V, "its ids have rows in the embedding");
+    return t;
+}
+
+static Config *the_config;
+static Weights *the_weights;
+
+// An App with random weights and a session of full attention; with_text: with the tokenizer. app_end gives it back.
+static App app_begin(int with_text) {
+    App a = { .o = options_new() };
+    char err[512];
+    if (!the_config) {
+        char shape[64];
+        snprintf(shape, sizeof shape, "L2,H2,G1,D8,C16,F16,V%d", FUZZ_V);
+        the_config = config_synthetic(shape);
+        the_weights = weights_synthetic(the_config, 1);
+    }
+    must(!options_set(a.o, "seed", "1", err) && !options_set(a.o, "n-predict", "2", err)
+         && !options_set(a.o, "ctx-size", "256", err) && !options_set(a.o, "device", "cpu", err), "options");
+    a.c = the_config;
+    a.w = the_weights;
+    if (with_text) a.tok = (Tokenizer *)the_tokenizer();
+    open_session(&a);
+    return a;
+}
+
+static void app_end(App *a) {
+    record_clear(a);
+    arrfree(a->turn);
+    session_close(a->s);
+    options_free(a->o);
+    free(a->method);
+    free(a->logits);
+}
+
+// ---- JSON
 static void count(const Json *j, size_t *nodes) {
     ++*nodes;
     must(j->type >= JSON_NULL && j->type <= JSON_OBJECT, "a node has a type");
@@ -17,13 +105,14 @@ static void count(const Json *j, size_t *nodes) {
         count(&j->item[i], nodes);
     }
 }
+
 // What json_escape writes of any bytes must be a string again, and the same one if the bytes were UTF-8.
 static void round_trip(const char *s, size_t n) {
     char *out = NULL, err[256];
     size_t len = 0, i = 0;
-    FILE *f = open_memstream(&out, &len);
+    FILE *f = memory_stream(&out, &len);
     json_escape(f, s, n);
-    fclose(f);
+    memory_stream_close(f);
     Json *j = json_parse(out, len, err);
     must(j && j->type == JSON_STRING, "json_escape writes a string");
     for (int k; i < n && (k = utf8_length(s + i, n - i)); i += (size_t)k) {}
@@ -31,7 +120,25 @@ static void round_trip(const char *s, size_t n) {
     json_free(j);
     free(out);
 }
-static void target(const char *data, size_t n) {
+
+// What show writes of any bytes holds no control character but newline and tab, and plain text survives.
+static void shown_bytes(const char *s, size_t n) {
+    char *out = NULL;
+    size_t len = 0, k;
+    FILE *f = memory_stream(&out, &len);
+    show(f, s, n);
+    memory_stream_close(f);
+    for (size_t i = 0; i < len; i += k) {
+        unsigned char c = (unsigned char)out[i], d = (unsigned char)out[i + 1];
+        k = (size_t)max_int(utf8_length(out + i, len - i), 1);
+        must(c == '\n' || c == '\t' || (c >= ' ' && c != 127), "no C0 and no DEL is left");
+        must(k > 1 || c < 0x80 || c >= 0xa0, "no raw C1 is left");
+        must(k != 2 || c != 0xc2 || d >= 0xa0, "no C1 in UTF-8 is left");
+    }
+    free(out);
+}
+
+static void target_json(const char *data, size_t n) {
     char err[256];
     size_t nodes = 0;
     Json *j = json_parse(data, n, err);
@@ -39,16 +146,13 @@ static void target(const char *data, size_t n) {
     must(nodes <= n + 1, "no more nodes than bytes");
     json_free(j);
     round_trip(data, n);
+    shown_bytes(data, n);
 }
 
-#elif defined(FUZZ_SAFETENSORS)
-static void target(const char *data, size_t n) {
-    static int fd = -1;
-    static char path[64];
+// ---- safetensors
+static void target_safetensors(const char *data, size_t n) {
     char err[512];
-    if (fd < 0) { fd = memfd_create("fuzz", 0); snprintf(path, sizeof path, "/proc/self/fd/%d", fd); }
-    must(!ftruncate(fd, 0) && pwrite(fd, data, n, 0) == (ssize_t)n, "memfd");
-    SafeFile *f = safetensors_open(path, err);
+    SafeFile *f = safetensors_open(as_file(data, n), err);
     unsigned sum = 0;
     for (int i = 0; f && i < f->n; i++) {       // every byte the header promises must be readable
         SafeTensor *t = safetensors_find(f, f->tensor[i].name);
@@ -60,8 +164,8 @@ static void target(const char *data, size_t n) {
     safetensors_close(f);
 }
 
-#elif defined(FUZZ_CONFIG)
-static void target(const char *data, size_t n) {
+// ---- config.json
+static void target_config(const char *data, size_t n) {
     char err[256];
     Json *j = json_parse(data, n, err);
     if (!j) return;
@@ -82,7 +186,7 @@ static void target(const char *data, size_t n) {
     json_free(j);
 }
 
-#elif defined(FUZZ_TOKENIZER) || defined(FUZZ_SPM)
+// ---- tokenizers
 static void use(Tokenizer *t, const char *text, size_t n) {
     for (int special = 0; special < 2; special++) {
         int *ids = tokenizer_encode(t, text, n, special, NULL), len;
@@ -94,28 +198,331 @@ static void use(Tokenizer *t, const char *text, size_t n) {
     }
     tokenizer_free(t);
 }
-static void target(const char *data, size_t n) {
+
+// A tokenizer.json, then after a 0 byte the text to encode.
+static void target_tokenizer(const char *data, size_t n) {
     char err[512];
     Tokenizer *t = NULL;
     unicode_load();
-#if defined(FUZZ_SPM)
-    size_t text = n ? (unsigned char)data[0] : 0;
-    if (n && text < n && (t = load_sentencepiece(data + 1 + text, n - 1 - text, err))) use(t, data + 1, text);
-#else
     const char *end = memchr(data, 0, n);
     size_t len = end ? (size_t)(end - data) : n;
     Json *j = json_parse(data, len, err);
     if (j && (t = load_json(j, err))) use(t, end ? end + 1 : "Hello  world's 12", end ? n - len - 1 : 17);
     json_free(j);
-#endif
 }
-#else
-#error "choose a target: see the top of fuzz.c"
-#endif
+
+// A length byte, that many bytes of text, then a tokenizer.model.
+static void target_spm(const char *data, size_t n) {
+    char err[512];
+    Tokenizer *t = NULL;
+    unicode_load();
+    size_t text = n ? (unsigned char)data[0] : 0;
+    if (n && text < n && (t = load_sentencepiece(data + 1 + text, n - 1 - text, err))) use(t, data + 1, text);
+}
+
+// ---- sessions on disk
+// A file that is read must leave a record that fits the session, and be read again as it was saved.
+static void target_session(const char *data, size_t n) {
+    char err[512];
+    App a = app_begin(1);
+    if (!session_read(&a, as_file(data, n), err)) {
+        int tokens = 0;
+        for (int i = 0; i < (int)arrlen(a.turn); i++) {
+            const Turn *t = &a.turn[i];
+            tokens += (int)arrlen(t->pre) + (int)arrlen(t->dec);
+            for (int j = 0; j < (int)arrlen(t->pre); j++) must(t->pre[j] >= 0 && t->pre[j] < FUZZ_V, "prefilled ids have rows");
+            for (int j = 0; j < (int)arrlen(t->dec); j++) must(t->dec[j] >= 0 && t->dec[j] < FUZZ_V, "decoded ids have rows");
+        }
+        must(a.s->n_tok == tokens, "the replay saw every token");
+    }
+    app_end(&a);
+}
+
+// ---- SONIC's adapter: the file is opened, and if it fits the model, a message goes through it
+static void target_adapter(const char *data, size_t n) {
+    char err[512];
+    int ids[] = { 1, 2, 3, 4, 5, 6, 7, 8 };
+    App a = app_begin(0);
+    must(!options_set(a.o, "sonic-weights", as_file(data, n), err), "the option");
+    Session *s = session_try(a.c, a.w, a.o, "sonic", err);
+    if (s) {
+        prefill(s, ids, 8);
+        decode(s, 9);
+        prefill(s, ids, 3);
+        session_close(s);
+    }
+    app_end(&a);
+}
+
+// ---- head scores
+static void target_scores(const char *data, size_t n) {
+    char err[512];
+    static const char *const which[] = { "inf", "dili", "lazy" };
+    for (int i = 0; i < 3; i++) {
+        double *x = scores_load(as_file(data, n), which[i], 2, 2, err);
+        for (int k = 0; x && k < 4; k++) must(x[k] >= 0, "scores that passed are numbers of at least 0");
+        free(x);
+    }
+}
+
+// ---- --ids
+static void target_ids(const char *data, size_t n) {
+    const char *path = as_file(data, n);
+    char err[256];
+    must(count_ids(path, err) >= -1, "counted");
+    Turn *turns = ids_read(path, FUZZ_V);
+    must(arrlen(turns) > 0, "a file that passed has a turn");
+    for (int i = 0; i < (int)arrlen(turns); i++) {
+        must(arrlen(turns[i].pre) > 0, "a turn prefills something");
+        for (int j = 0; j < (int)arrlen(turns[i].pre); j++) must(turns[i].pre[j] >= 0 && turns[i].pre[j] < FUZZ_V, "ids have rows");
+    }
+    turns_clear(turns);
+    arrfree(turns);
+}
+
+// ---- --eval-file: dialogues and LongBench items; every answer is scored by every metric, too
+static void target_dialogues(const char *data, size_t n) {
+    static EvalSet e;                           // given back here when the last one was refused
+    eval_set_free(&e);
+    e = (EvalSet){ 0 };
+    read_items(&e, the_tokenizer(), as_file(data, n));
+    for (int i = 0; i < (int)arrlen(e.item); i++) {
+        const EvalItem *it = &e.item[i];
+        Score sc = { 0 };
+        for (int j = 0; j < (int)arrlen(it->turn); j++) {
+            const EvalTurn *t = &it->turn[j];
+            must(t->user != NULL, "a turn has a message");
+            if (!t->answers) continue;
+            for (int m = 0; m < METRICS; m++) {
+                double x = m == METRIC_CLASS && !t->classes ? 0 : best_score(m, t->user, t);
+                must(x >= 0 && x <= 1 + 1e-9, "a score lies in 0..1");
+            }
+            note_answer(it, j, t->reply ? t->reply : t->user, &sc);
+        }
+        arrfree(sc.answers);
+    }
+}
+
+// ---- chat templates: a program, then after a 0 byte the message that is rendered by what was recognised
+static void target_template(const char *data, size_t n) {
+    char err[512];
+    const char *end = memchr(data, 0, n);
+    size_t len = end ? (size_t)(end - data) : n;
+    char *text = end ? copy_bytes(end + 1, n - len - 1) : copy_text("hello");
+    App a = app_begin(1);
+    a.tp = template_load("/nonexistent", as_file(data, len), a.tok, err);
+    for (int turn = 0; a.tp && turn < 2; turn++) {
+        Turn t = render_turn(&a, text);
+        for (int i = 0; i < (int)arrlen(t.pre); i++) must(t.pre[i] >= 0 && t.pre[i] < tokenizer_size(a.tok), "ids lie in the vocabulary");
+        must(t.n_sys + t.n_head + t.n_foot <= (int)arrlen(t.pre) + t.n_foot, "system message and head lie inside the turn");
+        arrput(a.turn, t);
+    }
+    template_free(a.tp);
+    free(text);
+    app_end(&a);
+}
+
+// ---- chat lines: keys for the line editor. Its messages are commands or turns of a chat; none may save a file.
+static void target_chat(const char *data, size_t n) {
+    App a = app_begin(1);
+    Line e = { 0 };
+    char *text = NULL;
+    input.n = (int)(n < sizeof input.buf ? n : sizeof input.buf);
+    input.at = 0;
+    memcpy(input.buf, data, (size_t)input.n);
+    for (int lines = 0; lines < 8 && line_edit(&e) != READ_END; lines++) {
+        must(e.cursor >= 0 && e.cursor <= (int)arrlen(e.text), "the cursor stands in the text or behind it");
+        arrsetlen(text, 0);
+        for (int i = 0; i < (int)arrlen(e.text); i++) arrput(text, e.text[i] ? e.text[i] : ' ');
+        arrput(text, 0);
+        arrput(e.history, copy_text(text));
+        if (!strncmp(text, "/save", 5)) continue;
+        if (text[0] == '/') chat_command(&a, text);
+        else if (text[0]) chat_turn(&a, text, stdout);
+    }
+    while (arrlen(e.history)) free(arrpop(e.history));
+    arrfree(e.history);
+    arrfree(e.text);
+    arrfree(text);
+    app_end(&a);
+}
+
+// ---- seeds: whole inputs of each target
+static const char *const seeds_json[] = { "{\"a\":[1,-2.5e3,true,null,\"x\\u00e9\\ud83d\\ude00\"],\"b\":{}}", "[[],{},\"\\n\"]", "\x1b[2J\xc2\x9b\x9b\x7f\t", NULL };
+static const char *const seeds_config[] = {
+    "{\"model_type\":\"llama\",\"hidden_size\":16,\"num_hidden_layers\":2,\"num_attention_heads\":2,\"num_key_value_heads\":1,\"head_dim\":8,"
+    "\"intermediate_size\":16,\"vocab_size\":64,\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"max_position_embeddings\":2048,\"eos_token_id\":[1,2],"
+    "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":1.0,\"high_freq_factor\":4.0,\"original_max_position_embeddings\":1024}}",
+    "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\",\"hidden_size\":16,\"num_hidden_layers\":2,\"num_attention_heads\":2,"
+    "\"intermediate_size\":16,\"vocab_size\":64,\"rms_norm_eps\":1e-6,\"use_sliding_window\":true,\"sliding_window\":64,\"max_window_layers\":1,"
+    "\"max_position_embeddings\":128,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,\"original_max_position_embeddings\":32},\"tie_word_embeddings\":true}", NULL };
+static const char *const seeds_scores[] = {
+    "{\"0-0\":0.5,\"0-1\":1,\"1-0\":[0.1,0.3],\"1-1\":0}",
+    "{\"inf\":{\"0-0\":0.5,\"0-1\":1,\"1-0\":2,\"1-1\":0},\"dili\":{\"0-0\":0,\"0-1\":0,\"1-0\":0,\"1-1\":0},\"lazy\":{\"0-0\":1,\"0-1\":1,\"1-0\":1,\"1-1\":1}}", NULL };
+static const char *const seeds_ids[] = { "1 2 3 | 4 5\n\n  \n6\n", "7 8|\n1\t2\r\n", "63 | 0", NULL };
+static const char *const seeds_dialogues[] = {
+    "{\"type\":\"facts\",\"metric\":\"f1\",\"turns\":[{\"user\":\"my dog is bo.\"},{\"user\":\"who is my dog?\",\"answers\":[\"bo\"],\"reply\":\"your dog is bo.\"}]}\n",
+    "{\"turns\":[{\"paras\":[\"a b\",\"c d\"],\"query\":\"which?\",\"answers\":[\"a\",\"b\"],\"classes\":[\"a\",\"ab\"]}],\"metric\":\"accuracy\"}\n\n"
+    "{\"input\":\"q\",\"context\":\"some text\",\"answers\":[\"text\"],\"all_classes\":null,\"dataset\":\"samsum\"}\n",
+    "{\"input\":\"\",\"context\":\"x. y. z\",\"answers\":[\"x\"],\"all_classes\":[\"x\",\"y\"],\"dataset\":\"trec\"}\n", NULL };
+static const char *const seeds_chat[] = {
+    "hello\r/stats\rhe\x7f\x7fshe\x1b[D\x1b[D\x0b\r", "/method streaming\ra\x1b[A\x1b[A\x1b[B\r/budget 64\r", "\x1b[200~a line\nof a paste\x1b[201~\r/regen\r",
+    "/system you\ra\\\rb\r/clear\r/help\r", "\xc3\xa9\xf0\x9f\x98\x80\x1b[1;5D\x1b[H\x1b[3~\x04\x17\x01\x05\x15\r/load /nonexistent\r", NULL };
+static const char *const seeds_template[] = {
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ ' [INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}",
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}",
+    "{% for m in messages %}{{ '<|user|>\n' + m['content'] + '<|end|>\n<|assistant|>\n' }}{% endfor %}",
+    "{% if not add_generation_prompt is defined %}{% endif %}{{bos_token}}{{'<｜User｜>' + message['content']}}{{'<｜Assistant｜><think>\\n'}}", NULL };
+
+// A tokenizer.model of three pieces, behind the text "ab": unknown, "a", "ab".
+static const char seed_spm[] = "\x02" "ab" "\x0a\x0e\x0a\x05<unk>\x15\0\0\0\0\x18\x02" "\x0a\x08\x0a\x01" "a\x15\0\0\x80\xbf" "\x0a\x09\x0a\x02" "ab\x15\0\0\0\xc0";
+
+// An adapter that fits the model of app_begin; its weights are 0. *n: its bytes.
+static char *adapter_bytes(size_t *n) {
+    App a = app_begin(0);
+    const Config *c = a.c;
+    char *head = NULL;
+    size_t len = 0, at = 0;
+    const int HD = c->H * c->D, GD = c->G * c->D;
+    const struct { const char *what; int rows, cols; } part[] = {
+        { "self_attn.q_proj.weight", HD, c->C }, { "self_attn.k_proj.weight", GD, c->C }, { "self_attn.v_proj.weight", GD, c->C }, { "self_attn.o_proj.weight", c->C, HD },
+        { "mlp.gate_proj.weight", c->F, c->C }, { "mlp.up_proj.weight", c->F, c->C }, { "mlp.down_proj.weight", c->C, c->F },
+    };
+    FILE *f = memory_stream(&head, &len);
+    fprintf(f, "{\"__metadata__\":{\"format\":\"sonic-nexus\",\"version\":\"1\",\"model_type\":\"%s\",\"body\":\"full_message\",\"attention_bias\":\"false\",", c->model_type);
+    fprintf(f, "\"position_mode\":\"augmented\",\"mlp\":\"dedicated\",\"hidden_size\":\"%d\",\"num_hidden_layers\":\"%d\",\"num_attention_heads\":\"%d\",", c->C, c->L, c->H);
+    fprintf(f, "\"num_key_value_heads\":\"%d\",\"head_dim\":\"%d\",\"intermediate_size\":\"%d\",\"k_max\":\"4\",\"k_default\":\"2\",\"t_max\":\"2\",", c->G, c->D, c->F);
+    fprintf(f, "\"base_fingerprint\":\"%016llx\"}", (unsigned long long)sonic_fingerprint(a.w));
+    fprintf(f, ",\"nexus.embed.base\":{\"dtype\":\"F16\",\"shape\":[%d],\"data_offsets\":[%zu,%zu]}", c->C, at, at + 2 * (size_t)c->C);
+    at += 2 * (size_t)c->C;
+    fprintf(f, ",\"nexus.embed.pos\":{\"dtype\":\"F16\",\"shape\":[4,%d],\"data_offsets\":[%zu,%zu]}", c->C, at, at + 8 * (size_t)c->C);
+    at += 8 * (size_t)c->C;
+    fprintf(f, ",\"nexus.embed.turn\":{\"dtype\":\"F16\",\"shape\":[2,%d],\"data_offsets\":[%zu,%zu]}", c->C, at, at + 4 * (size_t)c->C);
+    at += 4 * (size_t)c->C;
+    for (int l = 0; l < c->L; l++) {
+        for (size_t i = 0; i < sizeof part / sizeof *part; i++) {
+            size_t bytes = 2 * (size_t)part[i].rows * part[i].cols;
+            fprintf(f, ",\"nexus.layers.%d.%s\":{\"dtype\":\"F16\",\"shape\":[%d,%d],\"data_offsets\":[%zu,%zu]}", l, part[i].what, part[i].rows, part[i].cols, at, at + bytes);
+            at += bytes;
+        }
+    }
+    fprintf(f, "}");
+    memory_stream_close(f);
+    *n = 8 + len + at;
+    char *out = xcalloc(1, *n);
+    for (int i = 0; i < 8; i++) out[i] = (char)(len >> 8 * i);
+    memcpy(out + 8, head, len);
+    free(head);
+    app_end(&a);
+    return out;
+}
+
+// A session of two turns as the program saves it.
+static char *session_bytes(size_t *n) {
+    char err[512] = "", path[] = "/tmp/kvcomp-fuzz-XXXXXX";
+    App a = app_begin(1);
+    int fd = mkstemp(path);
+    must(fd >= 0, "a temporary file");
+    close(fd);
+    if (chat_turn(&a, "hello", stdout) || chat_turn(&a, "he is there", stdout)) must(0, "two turns");
+    if (session_save(&a, path, err)) must(0, err);
+    char *text = read_file(path, n, err);
+    must(text != NULL, err);
+    unlink(path);
+    app_end(&a);
+    return text;
+}
+
+static void seed_put(const char *folder, int number, const char *data, size_t n) {
+    char path[4200];
+    snprintf(path, sizeof path, "%.4000s/seed-%d", folder, number);
+    FILE *f = fopen(path, "wb");
+    must(f && fwrite(data, 1, n, f) == n && !fclose(f), "a seed is written");
+}
+
+// ---- the table. dies: a refusal is die(), which leaves its memory behind, so leaks are not looked for.
+static const struct Target {
+    const char *name;
+    void (*run)(const char *data, size_t n);
+    int dies;
+    const char *const *seeds;
+    char *(*seed)(size_t *n);
+} targets[] = {
+    { "json",        target_json,        0, seeds_json,      NULL },
+    { "safetensors", target_safetensors, 0, NULL,            adapter_bytes },
+    { "config",      target_config,      0, seeds_config,    NULL },
+    { "tokenizer",   target_tokenizer,   0, NULL,            NULL },
+    { "spm",         target_spm,         0, NULL,            NULL },
+    { "session",     target_session,     1, NULL,            session_bytes },
+    { "adapter",     target_adapter,     1, NULL,            adapter_bytes },
+    { "scores",      target_scores,      0, seeds_scores,    NULL },
+    { "ids",         target_ids,         1, seeds_ids,       NULL },
+    { "dialogues",   target_dialogues,   1, seeds_dialogues, NULL },
+    { "template",    target_template,    0, seeds_template,  NULL },
+    { "chat",        target_chat,        1, seeds_chat,      NULL },
+};
+static const struct Target *chosen;
+
+static void write_seeds(const char *folder) {
+    int k = 0;
+    size_t n;
+    for (const char *const *s = chosen->seeds; s && *s; s++) seed_put(folder, k++, *s, strlen(*s));
+    if (chosen->seed) {
+        char *data = chosen->seed(&n);
+        seed_put(folder, k++, data, n);
+        free(data);
+    }
+    if (chosen->run == target_tokenizer) {
+        char *text = tokenizer_text();
+        seed_put(folder, k++, text, strlen(text));
+        free(text);
+    }
+    if (chosen->run == target_spm) seed_put(folder, k++, seed_spm, sizeof seed_spm - 1);
+}
+
+// What the program says is no finding, and standard input is empty.
+static void silence(void) {
+    must(freopen("/dev/null", "w", stdout) != NULL && freopen("/dev/null", "r", stdin) != NULL, "/dev/null");
+}
+
+void __lsan_disable(void);                      // of the sanitizer's runtime
+
+// Adds an argument of libFuzzer to the command line.
+static void argument_add(int *argc, char ***argv, const char *arg) {
+    char **all = xcalloc((size_t)*argc + 2, sizeof *all);
+    for (int i = 0; i < *argc; i++) all[i] = (*argv)[i];
+    all[(*argc)++] = copy_text(arg);
+    *argv = all;
+}
+
+int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    const char *name = getenv("FUZZ_TARGET");
+    struct stat st;
+    for (size_t i = 0; name && i < sizeof targets / sizeof *targets; i++) {
+        if (!strcmp(name, targets[i].name)) chosen = &targets[i];
+    }
+    must(chosen != NULL, "FUZZ_TARGET names no target; see the table at the end of fuzz.c");
+    silence();
+    quiet = 1;
+    for (int i = 1; i < *argc; i++) {
+        const char *arg = (*argv)[i];
+        if (arg[0] == '-') continue;
+        if (!stat(arg, &st) && S_ISDIR(st.st_mode)) write_seeds(arg);
+        break;
+    }
+    if (chosen->dies) {
+        argument_add(argc, argv, "-detect_leaks=0");
+        __lsan_disable();
+    }
+    return 0;
+}
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     jmp_buf here;
     die_jump = &here;                           // a clean refusal is no finding
-    if (!setjmp(here)) target((const char *)data, n);
+    if (!setjmp(here)) chosen->run((const char *)data, n);
     return 0;
 }

@@ -7991,7 +7991,7 @@ static int open_input(const char *path, struct stat *st, char err[256]) {
     }
     if (fd >= 0 && S_ISREG(st->st_mode)) return fd;
     if (fd >= 0) close(fd);
-    snprintf(err, 256, "%s, expected a file", file_kind(st->st_mode));
+    snprintf(err, 256, "%s, expected a regular file", file_kind(st->st_mode));
     return -1;
 }
 
@@ -8000,10 +8000,14 @@ static int open_or_copy(const char *path, struct stat *st, char err[256]) {
     int handed = path_descriptor(path);
     if (handed < 0) return open_input(path, st, err);
     int fd = fcntl(handed, F_DUPFD_CLOEXEC, 0);
-    if (fd >= 0 && !fstat(fd, st)) return fd;
-    snprintf(err, 256, "%s", strerror(errno));
-    if (fd >= 0) close(fd);
-    return -1;
+    if (fd < 0 || fstat(fd, st)) {
+        snprintf(err, 256, "%s", strerror(errno));
+        if (fd >= 0) close(fd);
+        return -1;
+    }
+    // The program may have read the file before it started itself again (spin_shortly).
+    if (S_ISREG(st->st_mode)) lseek(fd, 0, SEEK_SET);
+    return fd;
 }
 
 // Reads up to n bytes, as read does, and again after a signal.
@@ -16292,7 +16296,9 @@ static Turn *ids_read(const char *path, int V) {
         while (line_end < end && *line_end != '\n') line_end++;
         if (is_blank(line, line_end)) continue;
         Turn t = { 0 };
-        if (ids_parse(line, line_end, V, &t, err)) die(EXIT_USAGE, "%s:%d: %s", path, number, err);
+        int bad = ids_parse(line, line_end, V, &t, err);
+        if (bad) free(text);
+        if (bad) die(EXIT_USAGE, "%s:%d: %s", path, number, err);
         arrput(turns, t);
     }
     free(text);
@@ -16903,9 +16909,10 @@ static void line_insert(Line *e, const char *s, int n) {
 
 // Deletes the bytes [from,to) and leaves the cursor there.
 static void line_delete(Line *e, int from, int to) {
+    e->cursor = from;
+    if (from == to) return;                 // the text may be NULL, an empty array
     memmove(e->text + from, e->text + to, arrlen(e->text) - to);
     arrsetlen(e->text, arrlen(e->text) - (to - from));
-    e->cursor = from;
 }
 
 // Ctrl-W: deletes the word before the cursor, with the blanks behind it.
@@ -24135,9 +24142,32 @@ static int parse_arg(Options *o, int argc, char **argv, int i) {
     return 2;
 }
 
-// The whole command line.
+// Does an argument that begins an option, or is a folder, name the model? 2: as a folder without a
+// flag, 1: by -m or --model.
+static int names_model(const char *arg) {
+    char flag[64];
+    if (arg[0] != '-' || !arg[1]) return 2;
+    snprintf(flag, sizeof flag, "%.*s", (int)strcspn(arg, "="), arg);
+    const char *name = long_of(flag);
+    return name && !strcmp(name, "model");
+}
+
+// The whole command line. A later option takes the place of an earlier one, but a folder that
+// stands beside another model is a mistake, often a blank in a path.
 static void parse_args(Options *o, int argc, char **argv) {
-    for (int i = 1; i < argc; ) i += parse_arg(o, argc, argv, i);
+    char first[64] = "";
+    int before = 0;
+    for (int i = 1; i < argc; ) {
+        int how = names_model(argv[i]), used = parse_arg(o, argc, argv, i);
+        if (how && before && how + before > 2)
+            die(EXIT_USAGE, "two models on the command line: '%s' and '%.60s'; give one", first,
+                opt_str(o, "model"));
+        if (how) {
+            snprintf(first, sizeof first, "%.60s", opt_str(o, "model"));
+            before = how;
+        }
+        i += used;
+    }
 }
 
 // Options from the environment; the command line, read later, wins.
@@ -24170,6 +24200,8 @@ static void check_options(const Options *o) {
         die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
     if (opt_given(o, "budget") && opt_given(o, "ratio"))
         die(EXIT_USAGE, "--budget and --ratio both say how much to keep; give one");
+    if (opt_given(o, "prompt") && opt_given(o, "file"))
+        die(EXIT_USAGE, "-p and -f both say what to answer; give one");
     if (*opt_str(o, "dump-logits") && !ids) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
     if (*opt_str(o, "bench-suite") && !bench) die(EXIT_USAGE, "--bench-suite goes with --bench");
     if (*opt_str(o, "budgets") && !eval) die(EXIT_USAGE, "--budgets goes with --compare or --eval");
@@ -24179,6 +24211,153 @@ static void check_options(const Options *o) {
         die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
     if (opt_int(o, "demo") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")))
         die(EXIT_USAGE, "--demo goes alone, not with -p, -f, --ids, --eval, --bench or --report");
+}
+
+// ---- options without effect
+// An option that this run never looks at is a mistake of the user's, such as --budget without
+// --method. It is not refused, because scripts share their options among runs; a line says so.
+
+enum {                      // what a run does, one bit each
+    RUN_CHAT = 1, RUN_PROMPT = 2, RUN_IDS = 4, RUN_EVAL = 8, RUN_REPORT = 16, RUN_BENCH = 32,
+    RUN_CALIBRATE = 64, RUN_INSPECT = 128, RUN_TOKENS = 256,
+    RUN_TALKS = RUN_CHAT | RUN_PROMPT,                          // replies are sampled
+    RUN_REPLIES = RUN_TALKS | RUN_EVAL | RUN_REPORT,            // replies are made
+    RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_INSPECT,
+};
+
+// The flag that makes a run what it is, by its bit.
+static const struct { int run; const char *flag; } run_flags[] = {
+    { RUN_PROMPT, "-p or -f" },       { RUN_IDS,     "--ids" },     { RUN_EVAL,   "--eval" },
+    { RUN_REPORT, "--report" },       { RUN_BENCH,   "--bench" },   { RUN_CALIBRATE, "--calibrate" },
+    { RUN_INSPECT, "--inspect" },     { RUN_TOKENS,  "--dump-tokens" },
+};
+
+// In which runs an option has an effect. What is not in the table has one in every run, or is
+// accepted for scripts.
+static const struct { const char *name; int runs; } option_runs[] = {
+    { "prompt",         RUN_PROMPT | RUN_TOKENS },
+    { "file",           RUN_PROMPT | RUN_TOKENS },
+    { "system",         RUN_REPLIES | RUN_TOKENS },
+    { "n-predict",      RUN_REPLIES },
+    { "raw",            RUN_REPLIES | RUN_TOKENS },
+    { "chat-template",  RUN_REPLIES | RUN_TOKENS },
+    { "parse-special",  RUN_REPLIES | RUN_TOKENS },
+    { "think",          RUN_REPLIES | RUN_TOKENS },
+    { "no-think",       RUN_REPLIES | RUN_TOKENS },
+    { "ignore-eos",     RUN_REPLIES },
+    { "single-turn",    RUN_TALKS },
+    { "session",        RUN_TALKS },
+    { "temp",           RUN_TALKS },
+    { "top-k",          RUN_TALKS },
+    { "top-p",          RUN_TALKS },
+    { "min-p",          RUN_TALKS },
+    { "repeat-penalty", RUN_REPLIES },
+    { "repeat-last-n",  RUN_REPLIES },
+    { "method",         RUN_SESSION },
+    { "budget",         RUN_SESSION },
+    { "ratio",          RUN_SESSION },
+    { "json",           RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH },
+    { "stats",          RUN_TALKS | RUN_IDS },
+    { "no-stats",       RUN_TALKS },
+    { "eval-file",      RUN_EVAL },
+    { "eval-items",     RUN_EVAL },
+    { "eval-length",    RUN_EVAL },
+    { "eval-history",   RUN_EVAL },
+    { "eval-window",    RUN_EVAL },
+    { "eval-windows",   RUN_EVAL },
+    { "bench-depths",   RUN_BENCH },
+    { "bench-prompts",  RUN_BENCH },
+    { "repeat",         RUN_BENCH },
+};
+
+// What the run does: one RUN_* bit, in the order in which run_options and run_app decide.
+static int run_kind(const Options *o) {
+    if (opt_int(o, "bench")) return RUN_BENCH;
+    if (opt_int(o, "dump-tokens")) return RUN_TOKENS;
+    if (opt_int(o, "inspect")) return RUN_INSPECT;
+    if (*opt_str(o, "calibrate")) return RUN_CALIBRATE;
+    if (*opt_str(o, "ids")) return RUN_IDS;
+    if (evaluates(o)) return RUN_EVAL;
+    if (*opt_str(o, "report")) return RUN_REPORT;
+    return opt_given(o, "prompt") || *opt_str(o, "file") ? RUN_PROMPT : RUN_CHAT;
+}
+
+// Does method m look at the option? The options of several methods stand in the program's table:
+// those that its `uses` names, --paper, and how much to keep.
+static int method_looks_at(const Method *m, const char *name) {
+    char flag[80];
+    if (opt_find_in(m->opts, name)) return 1;
+    if (!strcmp(name, "paper")) return !strncmp(m->name, "loopserve", 9) || !strcmp(m->name, "lychee");
+    if (!strcmp(name, "budget") || !strcmp(name, "ratio"))
+        return m->budget || m->evicts || m->role & ROLE_SELECT;
+    snprintf(flag, sizeof flag, "--%.60s ", name);
+    return m->uses && strstr(m->uses, flag);
+}
+
+// Is the option one that only some methods look at?
+static int is_of_methods(const char *name) {
+    if (!strncmp(name, "calibrate", 9)) return 0;
+    EACH_METHOD(m) {
+        if (method_looks_at(*m, name)) return 1;
+    }
+    return 0;
+}
+
+// Does any method of a list like "full,loopserve-p+lychee" look at the option? A name that is none
+// will be refused by its own message, and counts as one that does.
+static int methods_look_at(const char *list, const char *name) {
+    size_t n;
+    for (const char *p = list; *p; p += n + (p[n] != 0)) {
+        n = strcspn(p, ",+");
+        const Method *m = method_find(p, n);
+        if (!m || method_looks_at(m, name)) return 1;
+    }
+    return 0;
+}
+
+// Appends " --name" to the text, if there is room.
+static void flag_add(char text[512], const char *name) {
+    size_t n = strlen(text);
+    if (n + strlen(name) + 5 < 512) snprintf(text + n, 512 - n, "%s--%s", n ? ", " : "", name);
+}
+
+// The flag of a run, "a chat" when there is none.
+static const char *run_flag(int run) {
+    for (size_t i = 0; i < sizeof run_flags / sizeof *run_flags; i++) {
+        if (run_flags[i].run == run) return run_flags[i].flag;
+    }
+    return "a chat";
+}
+
+// Has the option an effect in this run, as far as the kind of run goes?
+static int run_looks_at(const char *name, int run) {
+    if (!strncmp(name, "calibrate", 9)) return run == RUN_CALIBRATE;
+    for (size_t i = 0; i < sizeof option_runs / sizeof *option_runs; i++) {
+        if (!strcmp(option_runs[i].name, name)) return (option_runs[i].runs & run) != 0;
+    }
+    return 1;
+}
+
+// Says in one line which of the given options this run never looks at, and in another one which the
+// methods do not. Greedy sampling is what an evaluation does anyway, so --temp 0 there is no
+// mistake. The suite and the report play methods of their own choice.
+static void say_without_effect(const Options *o) {
+    char run_text[512] = "", method_text[512] = "";
+    const char *methods = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_str(o, "method");
+    int run = run_kind(o), own_choice = *opt_str(o, "report") || *opt_str(o, "bench-suite");
+    int asked = run & RUN_SESSION && !own_choice;           // the methods are those that were named
+    for (int i = 0; i < (int)shlen(o->given); i++) {
+        const char *name = o->given[i].key;
+        int greedy = !strcmp(name, "temp") && opt_real(o, name) == 0;
+        if (!run_looks_at(name, run)) {
+            if (!greedy) flag_add(run_text, name);
+        } else if (asked && is_of_methods(name) && !methods_look_at(methods, name)) {
+            flag_add(method_text, name);
+        }
+    }
+    if (*run_text) warn("without effect in %s: %s", run_flag(run), run_text);
+    const char *flag = *opt_str(o, "compare") ? "--compare " : "--method=";
+    if (*method_text) warn("without effect with %s%s: %s", flag, methods, method_text);
 }
 
 // ---- opening the model
@@ -24238,6 +24417,7 @@ static void open_model(App *a) {
     a->c = *shape ? config_synthetic(shape) : config_load(opt_str(a->o, "model"));
     threads_use(opt_int(a->o, "threads"), parameters_of(a->c));
     if (n_threads() > 1 && can_start_again(a->o)) spin_shortly(args);
+    if (!quiet) say_without_effect(a->o);
     if (*shape) {
         a->w = weights_synthetic(a->c, 1);
         return;
@@ -24512,6 +24692,7 @@ static int run_mode(App *a, const char *text) {
 // Opens what the mode needs, step by step, and runs it. Returns the exit code.
 static int run_app(App *a, const char *text) {
     Options *o = a->o;
+    if (opt_int(o, "dump-tokens") && !quiet) say_without_effect(o);
     if (opt_int(o, "dump-tokens")) return dump_tokens(a, text);
     open_model(a);
     if (opt_int(o, "verbose")) print_values(o);

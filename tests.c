@@ -4,7 +4,13 @@
 #define KVCOMP_NO_MAIN
 static void note_gap(const float *x, int n, const int *idx, int k);
 #define KV_CHOSEN(x, n, idx, k) note_gap(x, n, idx, k)
+// The n-th allocation of the program fails, n = allocation_to_fail; 0: none does.
+static long allocations, allocation_to_fail;
+static int allocation_fails(void) { return __atomic_add_fetch(&allocations, 1, __ATOMIC_RELAXED) == allocation_to_fail; }
+#define ALLOCATION_FAILS() allocation_fails()
 #include "kvcomp.c"
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 
 // ==================================================================================================== 1 HARNESS
@@ -8345,6 +8351,224 @@ TEST(cli_readme, "every command README.md prints works as typed") {
     }
     CHECK(n >= 5, "only %d commands found", n);
 }
+// ---- files that are none, texts with a 0 byte, control characters, options without effect
+TEST(cli_no_files, "a FIFO, a device, a socket, a folder or a file without end as any input: one line at once and the documented exit code, nothing is waited for") {
+    char d[] = "/tmp/kvcomp-nofile-XXXXXX";
+    CHECK(mkdtemp(d) && sh("mkfifo %s/fifo && mkdir %s/folder && truncate -s 300M %s/large", d, d, d) == 0, "%s", sh_err);
+    struct sockaddr_un at = { .sun_family = AF_UNIX };
+    snprintf(at.sun_path, sizeof at.sun_path, "%.60s/socket", d);
+    int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    CHECK(fd >= 0 && !bind(fd, (struct sockaddr *)&at, sizeof at), "%s: %s", at.sun_path, strerror(errno));
+    char path[4][64];
+    snprintf(path[0], 64, "%s/fifo", d); snprintf(path[1], 64, "/dev/zero"); snprintf(path[2], 64, "%s/socket", d); snprintf(path[3], 64, "%s/folder", d);
+    static const char *const kind[] = { "a FIFO", "a device", "a socket", "a folder" };
+    // Options that name a file, with the exit code of a file that is none
+    static const struct { const char *args; int code; } named[] = {
+        { "-p hi -n 1 --chat-template %s", 3 }, { "-f %s", 2 }, { SYN "--ids %s", 2 }, { SYN "--ids data/ids/three-turns.txt --method=pats --pats-tend 0 --ids %s", 2 },
+        { "--eval file --eval-file %s", 2 }, { "--eval ppl --eval-file %s", 2 }, { "-p hi -n 1 --method=dililazy --dililazy-scores %s", 2 }, { "-p hi -n 1 --method=sonic --sonic-weights %s", 2 },
+        { "-p hi -n 1 --session %s", 1 }, { "--calibrate /tmp/kvt_scores --calibrate-needles %s", 2 }, { "--calibrate /tmp/kvt_scores --calibrate-haystack %s", 2 },
+    };
+    for (int k = 0; k < 4; k++)
+        for (size_t i = 0; i < sizeof named / sizeof *named; i++) {
+            char args[300];
+            snprintf(args, sizeof args, named[i].args, path[k]);
+            int rc = sh("timeout 20 %s%s", strncmp(args, "./kvcomp", 8) ? "./kvcomp " : "", args);
+            int names = strstr(named[i].args, "chat-template") != NULL;         // says which names it takes instead
+            CHECK(rc == named[i].code && lines_in(sh_err) == 1 && (names || strstr(sh_err, kind[k])), "%s: exit %d: %s", args, rc, sh_err);
+        }
+    // The files of a model's folder
+    static const char *const file[] = { "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja" };
+    for (size_t i = 0; i < sizeof file / sizeof *file; i++)
+        for (int k = 0; k < 4; k++) {
+            CHECK(sh("rm -rf %s/m && mkdir %s/m && ln -s $PWD/models/kvcomp-tiny/* %s/m && rm -f %s/m/%s && ln -s %s %s/m/%s", d, d, d, d, file[i], path[k], d, file[i]) == 0, "%s", sh_err);
+            int rc = sh("timeout 20 ./kvcomp -m %s/m -p hi -n 1 -q", d);
+            CHECK(rc == 3 || (rc == 0 && i == 5), "%s is %s: exit %d: %s", file[i], kind[k], rc, sh_err);
+            CHECK(rc == 0 || (lines_in(sh_err) == 1 && strstr(sh_err, kind[k])), "%s is %s: %s", file[i], kind[k], sh_err);
+        }
+    // Without an end, or too large
+    CHECK(sh("timeout 60 ./kvcomp -f - < /dev/zero") == 2 && strstr(sh_err, "more than 256 MiB") && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("timeout 60 " SYN "--ids /dev/stdin < /dev/zero") == 2 && strstr(sh_err, "more than 256 MiB"), "%s", sh_err);
+    CHECK(sh("timeout 20 ./kvcomp -f %s/large", d) == 2 && strstr(sh_err, "more than 256 MiB"), "%s", sh_err);
+    CHECK(sh("rm %s/m/* && ln -s $PWD/models/kvcomp-tiny/* %s/m && rm %s/m/config.json && ln -s %s/large %s/m/config.json && timeout 20 ./kvcomp -m %s/m -p hi", d, d, d, d, d, d) == 3 && strstr(sh_err, "more than 64 MiB"), "%s", sh_err);
+    // In a chat it is one line, and the chat goes on
+    CHECK(sh("printf '/read %s/fifo\n/load %s/fifo\n/read /dev/zero\nhello\n' | timeout 20 " CHAT, d, d) == 0 && strstr(sh_err, "[turn 1 ") && strstr(sh_err, "a FIFO") && strstr(sh_err, "a device"), "%s", sh_err);
+    // What is handed over open is read, also from a pipe
+    CHECK(sh("printf '1 2 | 3\n' | timeout 20 " SYN "--ids /dev/stdin") == 0, "%s", sh_err);
+    CHECK(sh("printf '1 2 | 3\n' > %s/ids && timeout 20 " SYN "--ids /dev/fd/3 3<%s/ids", d, d) == 0, "%s", sh_err);
+    CHECK(sh("echo hello > %s/text && ./kvcomp -p hello -n 3 --temp 0 -q", d) == 0, "%s", sh_err);
+    char reply[256];
+    snprintf(reply, sizeof reply, "%.200s", sh_out);
+    CHECK(sh("unset GOMP_SPINCOUNT OMP_WAIT_POLICY; ./kvcomp -t 2 -f /dev/stdin -n 3 --temp 0 -q < %s/text", d) == 0 && !strcmp(sh_out, reply), "a program that starts itself again reads it again: %s, not %s", sh_out, reply);
+    CHECK(sh("timeout 20 " SYN "--ids /dev/fd/77") == 2 && strstr(sh_err, "Bad file descriptor"), "%s", sh_err);
+    close(fd);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+TEST(cli_nul_bytes, "text behind a 0 byte is refused, never dropped: prompts, chat lines, ids, templates, dialogues") {
+    char d[] = "/tmp/kvcomp-nul-XXXXXX";
+    CHECK(mkdtemp(d) && sh("printf 'hello\\0world' > %s/text; printf '1 2 3\\0 4 5\\n' > %s/ids; printf '{%%%% <|im_start|> \\0 %%%%}' > %s/jinja", d, d, d) == 0, "%s", sh_err);
+    CHECK(sh(CHAT "-f %s/text", d) == 2 && strstr(sh_err, "byte 6 is 0") && lines_in(sh_err) == 1 && !*sh_out, "%s", sh_err);
+    CHECK(sh("cat %s/text | " CHAT "-f -", d) == 2 && strstr(sh_err, "byte 6 is 0"), "%s", sh_err);
+    CHECK(sh(SYN "--ids %s/ids", d) == 2 && strstr(sh_err, "byte 6 is 0"), "%s", sh_err);
+    CHECK(sh(CHAT "-p hi --chat-template %s/jinja", d) == 3, "%s", sh_err);
+    CHECK(sh("printf 'hello\\0world\\nhow are you?\\n/read %s/text\\n' | " CHAT, d) == 0 && strstr(sh_err, "0 byte") && strstr(sh_err, "byte 6 is 0") && strstr(sh_err, "[turn 1 ") && !strstr(sh_err, "[turn 2 "), "%s", sh_err);
+    CHECK(sh("printf '{\"turns\":[{\"user\":\"a\\\\u0000b\",\"answers\":[\"b\"]}]}\n' > %s/d && ./kvcomp --eval file --eval-file %s/d", d, d) == 2 && strstr(sh_err, "\\u0000") && strstr(sh_err, "line 1"), "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+TEST(shown_controls, "control characters from outside are shown on stderr and in a chat on a terminal, and stay as they are in a file or a pipe") {
+    static const struct { const char *in; size_t n; const char *out; } cases[] = {
+        { "a\tb\n", 4, "a\tb\n" }, { "\x1b[2J", 4, "\\x1b[2J" }, { "\r\0\x7f", 3, "\\x0d\\x00\\x7f" }, { "\xc2\x9b" "1m", 4, "\\u009b1m" }, { "\x9b" "1m", 3, "\\x9b1m" },
+        { "\xc3\x9b", 2, "\xc3\x9b" }, { "\xe2\x82\xac \xf0\x9f\x98\x80", 8, "\xe2\x82\xac \xf0\x9f\x98\x80" }, { "\xe2\x9b", 2, "\xe2\\x9b" }, { "\xc2\xa0", 2, "\xc2\xa0" }, { "", 0, "" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char *out = NULL;
+        size_t n = 0;
+        FILE *f = memory_stream(&out, &n);
+        show(f, cases[i].in, cases[i].n);
+        memory_stream_close(f);
+        CHECK(!strcmp(out, cases[i].out), "case %zu: %s", i, out);
+        free(out);
+    }
+    // A reply: raw in a pipe, shown on a terminal
+    for (int tty = 0; tty < 2; tty++) {
+        int end[2];
+        char got[64] = "", *text = NULL;
+        if (tty ? openpty(&end[0], &end[1], NULL, NULL, NULL) : pipe(end)) { CHECK(0, "%s", strerror(errno)); continue; }
+        FILE *f = fdopen(end[1], "w");
+        memcpy(arraddnptr(text, 6), "\x1b]0;x\a", 6);
+        write_text(&text, f);
+        ssize_t n = read(end[0], got, sizeof got - 1);
+        CHECK(n > 0 && !strcmp(got, tty ? "\\x1b]0;x\\x07" : "\x1b]0;x\a"), "%s: %s", tty ? "terminal" : "pipe", got);
+        arrfree(text);
+        fclose(f);
+        close(end[0]);
+    }
+    // What the editor draws of a paste
+    const char *hidden[] = { "\x7f", "\xc2\x9b", "\x9b", "\x1b", "\xff" };
+    for (int i = 0; i < 5; i++) CHECK(!is_drawn(hidden[i], (int)strlen(hidden[i])) && char_width(hidden[i], (int)strlen(hidden[i])) == 1, "%d", i);
+    Line e = { 0 };
+    line_key(&e, CTRL_U); line_key(&e, CTRL_K);                 // found by fuzzing: an empty line is NULL, and NULL + 0 is undefined
+    CHECK(!arrlen(e.text) && !e.cursor, "nothing is deleted");
+    CHECK(is_drawn("\xe4\xb8\xad", 3) && char_width("\xe4\xb8\xad", 3) == 2 && is_drawn("a", 1), "text is drawn");
+    // The program: names, values of files, commands
+    char d[] = "/tmp/kvcomp-shown-XXXXXX";
+    CHECK(mkdtemp(d) && sh("cp models/kvcomp-tiny/*.json %s && sed -i 's/\"model_type\": *\"[a-z0-9]*\"/\"model_type\": \"\\\\u001b[31m\\\\u009b\"/; s/\"[A-Za-z0-9]*ForCausalLM\"/\"\\\\u001b[31m\"/' %s/config.json", d, d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi", d) == 3 && strstr(sh_err, "\\x1b[31m") && !strchr(sh_err, 27) && !strstr(sh_err, "\xc2\x9b"), "%s", sh_err);
+    CHECK(sh("./kvcomp -p hi -m \"$(printf '/x\\033[2J\\302\\233')\"") == 3 && strstr(sh_err, "/x\\x1b[2J\\u009b") && !strchr(sh_err, 27), "%s", sh_err);
+    CHECK(sh("./kvcomp -v -p hi -n 1 --system \"$(printf 'a\\033[2J')\"") == 0 && strstr(sh_err, "--system=a\\x1b[2J") && !strchr(sh_err, 27), "%s", sh_err);
+    CHECK(sh("printf '/x\033[2J\n/method y\033[2J\n/read z\033[2J\n' | " CHAT) == 0 && strstr(sh_err, "/x\\x1b") && strstr(sh_err, "y\\x1b") && strstr(sh_err, "z\\x1b") && !strchr(sh_err, 27), "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+TEST(cli_without_effect, "two models or two prompts are refused; an option that this run never looks at is said in one line, unless -q") {
+    CHECK(sh("./kvcomp models/kvcomp-tiny models/kvcomp-tiny -p hi") == 2 && strstr(sh_err, "two models") && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("./kvcomp -m models/kvcomp-tiny models/other -p hi") == 2 && sh("./kvcomp models/other --model=models/kvcomp-tiny -p hi") == 2 && strstr(sh_err, "two models"), "%s", sh_err);
+    CHECK(sh("./kvcomp -m /nonexistent -m models/kvcomp-tiny -p hi -n 1") == 0, "the last -m counts: %s", sh_err);
+    CHECK(sh("KVCOMP_MODEL=/nonexistent ./kvcomp models/kvcomp-tiny -p hi -n 1") == 0, "the environment is no second model: %s", sh_err);
+    CHECK(sh("./kvcomp -p hi -f README.md") == 2 && strstr(sh_err, "-p and -f"), "%s", sh_err);
+    static const struct { const char *args, *says; } cases[] = {
+        { SYN "--ids data/ids/three-turns.txt --temp 0.5 --seed 1 -n 4", "without effect in --ids: --temp, --n-predict" }, { SYN "--ids data/ids/three-turns.txt -p hi", "in --ids: --prompt" },
+        { "./kvcomp -p hi -n 1 --no-stats --budget 64", "without effect with --method=full: --budget" }, { "./kvcomp -p hi -n 1 --no-stats --method streaming --lychee-iters 3", "with --method=streaming: --lychee-iters" },
+        { "./kvcomp --dump-tokens -p hi --method streaming", "in --dump-tokens: --method" }, { "./kvcomp --inspect -p hi --json", "in --inspect: --prompt, --json" },
+        { "./kvcomp -p hi -n 1 --no-stats --eval-items 3", "in -p or -f: --eval-items" }, { "./kvcomp -p hi -n 1 --no-stats --method quest --kernel 5", "with --method=quest: --kernel" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        CHECK(sh("%s", cases[i].args) == 0 && strstr(sh_err, cases[i].says) && lines_in(sh_err) == 1, "%s: %s", cases[i].args, sh_err);
+        CHECK(sh("%s -q", cases[i].args) == 0 && !*sh_err, "%s -q: %s", cases[i].args, sh_err);
+    }
+    static const char *const fine[] = {
+        SYN "--ids data/ids/three-turns.txt --method=snapkv --budget 40 --obs-window 8 --kernel 5 --gqa-agg max --json --stats -t 1 -c 100", "./kvcomp -p hi -n 1 --no-stats --temp 0 --top-k 3 -s 1 -st --method lychee+pats --budget 64 --lychee-iters 3 --pats-bmax 4 --keep 4",
+        "./kvcomp --eval facts --eval-items 1 --eval-length 96 --temp 0 -t 1 --compare full,streaming --budgets 32 --sink 2 -n 4", "./kvcomp --inspect -c 0 --method snapkv --budget 64",
+    };
+    for (size_t i = 0; i < sizeof fine / sizeof *fine; i++) CHECK(sh("%s", fine[i]) == 0 && !strstr(sh_err, "without effect"), "%s: %s", fine[i], sh_err);
+    EACH_METHOD(at)                                      // an option of a method is none without effect under it
+        for (const Opt *o = (*at)->opts; o && o->name; o++) CHECK(methods_look_at((*at)->name, o->name), "%s --%s", (*at)->name, o->name);
+}
+
+// ---- memory
+// Runs the program in this executable (see main) with args behind its name; the n-th allocation fails. The exit code.
+static int run_short(long n, const char *args) { return sh("timeout 60 /proc/%d/exe --main %ld %s", (int)getpid(), n, args); }
+TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation or a report: one line and exit 4, or full success") {
+    static char want[1 << 16];
+    char page[64], csv[64];
+    snprintf(page, sizeof page, "/tmp/kvt_%d_m.html", (int)getpid());
+    snprintf(csv, sizeof csv, "/tmp/kvt_%d_m.csv", (int)getpid());
+    char report[200];
+    snprintf(report, sizeof report, "-m models/kvcomp-tiny -t 1 -d cpu -q --method streaming --report %s", page);
+    const struct { const char *args; int samples; } runs[] = {
+        { "-m models/kvcomp-tiny -t 1 -d cpu --inspect", 8 },
+        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 6 -q --method snapkv -p hello", 30 },
+        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 4 -q < /tmp/kvt_chat", 30 },
+        { "-m models/kvcomp-tiny -t 1 -d cpu -q --eval facts,summary --eval-items 1 --eval-length 96 --compare full,lychee --budgets 32 --csv | cut -d, -f1-8", 22 },
+        { report, 10 },
+    };
+    CHECK(sh("printf 'hello\n/method streaming\n/budget 64\nhow are you?\n/regen\n/stats\n/system be kind\nhi\n' > /tmp/kvt_chat") == 0, "%s", sh_err);
+    rnd_seed(19);
+    for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
+        int piped = strchr(runs[i].args, '|') != NULL;   // the exit code is then cut's
+        CHECK(run_short(0, runs[i].args) == 0, "%s: %s", runs[i].args, sh_err);
+        const char *told = strstr(sh_err, "allocations ");
+        long total = told ? atol(told + 12) : 0;
+        CHECK(total > 100, "%s: %ld allocations", runs[i].args, total);
+        snprintf(want, sizeof want, "%.60000s", sh_out);
+        for (int k = 0; k <= runs[i].samples; k++) {
+            // the first few, then anywhere, more often early; the last is one that no longer happens
+            long n = k < 4 ? k + 1 : k == runs[i].samples ? total + 1 : 1 + (long)((double)(total - 1) * pow(rnd_unit(), k % 2 ? 1 : 4));
+            int rc = run_short(n, runs[i].args);
+            const char *line = strstr(sh_err, "kvcomp: out of memory");
+            int clean = line && !strstr(line + 1, "kvcomp: ");
+            if (n <= total) CHECK((rc == EXIT_MEMORY || piped) && clean, "%s: allocation %ld of %ld: exit %d: %s", runs[i].args, n, total, rc, sh_err);
+            else CHECK(rc == 0 && !line && !strcmp(want, sh_out), "%s: allocation %ld of %ld: exit %d: %s", runs[i].args, n, total, rc, sh_err);
+        }
+    }
+    unlink(page); unlink(csv); unlink("/tmp/kvt_chat");
+}
+TEST(no_unchecked_allocation, "every allocation of kvcomp.c goes through the functions of section 15, which check it") {
+    char err[256];
+    size_t size;
+    char *text = read_file("kvcomp.c", &size, err);
+    if (!text) { CHECK(0, "%s", err); return; }
+    static const struct { const char *name; int times; } calls[] = {
+        { "malloc(", 0 }, { "calloc(", 1 }, { "realloc(", 1 }, { "aligned_alloc(", 1 }, { "posix_memalign(", 0 }, { "strdup(", 0 }, { "strndup(", 0 },
+        { "asprintf(", 0 }, { "vasprintf(", 1 }, { "getline(", 0 }, { "open_memstream(", 1 }, { "fmemopen(", 0 },
+    };
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
+        int times = 0;
+        for (const char *p = text; (p = strstr(p, calls[i].name)); p++) times += !isalnum((unsigned char)p[-1]) && p[-1] != '_';
+        CHECK(times == calls[i].times, "%s%d times, %d are known", calls[i].name, times, calls[i].times);
+    }
+    CHECK(!strstr(text, "fprintf(stderr, \"kvcomp"), "lines of the program go through warn() or die(), which show control characters");
+    free(text);
+}
+// Opens a method over the model and runs a prefill and a step. The exit code it died with; 0: it did not.
+static int dies_with(Tiny m, const Options *o, const char *method) {
+    char err[512];
+    int ids[200], rc = 0;
+    for (int i = 0; i < 200; i++) ids[i] = i % 61;
+    Session *s = session_try(m.c, m.w, o, method, err);
+    CHECK(s, "%s: %s", method, err);
+    if (s) EXPECT_DIE(rc, (prefill(s, ids, 200), decode(s, 1)));
+    session_close(s);
+    return rc;
+}
+TEST(nan_weights, "weights with a NaN: every method ends at the first logits with exit 3, and no integer overflows on the way") {
+    CHECK(fixed_mass(NAN) == 0 && fixed_mass(INFINITY) == 0 && fixed_mass(-INFINITY) == 0 && fixed_mass(FLT_MAX) == 0, "no mass");
+    CHECK(fixed_mass(1) == (int64_t)1 << 40 && fixed_mass(0.5f) == (int64_t)1 << 39 && fixed_mass(4194303.5f) == ((int64_t)8388607 << 39), "mass");
+    EACH_METHOD(at) {
+        Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+        for (int i = 0; i < 32; i += 5) ((float *)m.w->layer[0].wk.data)[i] = NAN;
+        ((float *)m.w->layer[1].down.data)[0] = NAN;     // q8 rounds the NaN of its keys away
+        Options *o = options_new();
+        char err[256];
+        static const char *const set[][2] = { { "sonic-untrained", "1" }, { "budget", "48" }, { "obs-window", "8" }, { "dililazy-scores", "/tmp/kvt_nan.json" } };
+        for (int i = 0; i < 4; i++) CHECK(!options_set(o, set[i][0], set[i][1], err), "%s", err);
+        put_text("/tmp/kvt_nan.json", "{\"0-0\":1,\"0-1\":2,\"0-2\":3,\"0-3\":4,\"1-0\":1,\"1-1\":2,\"1-2\":3,\"1-3\":4}");
+        int rc = dies_with(m, o, (*at)->name);
+        CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%s: %d %s", (*at)->name, rc, die_text);
+        options_free(o);
+        tiny_free(m);
+    }
+    unlink("/tmp/kvt_nan.json");
+}
+
 // ---- the text itself: contents, banners, maps
 typedef struct {
     int number;
@@ -10709,6 +10933,12 @@ TEST(cuda_stop, "a prefill on the device is given up between its layers; the ses
 int main(int argc, char **argv) {
     int passed = 0, failed = 0;
     spin_shortly(argv);
+    if (argc > 2 && !strcmp(argv[1], "--main")) {        // the program itself, whose n-th allocation fails; 0: says how many there are
+        allocation_to_fail = atol(argv[2]);
+        int rc = kvcomp_main(argc - 2, argv + 2);
+        if (!allocation_to_fail) fprintf(stderr, "allocations %ld\n", allocations);
+        return rc;
+    }
     if (argc == 2 && !strcmp(argv[1], "-l")) {
         for (int i = 0; i < n_tests; i++) printf("%-40s %s\n", test_table[i].name, test_table[i].what);
         return 0;
