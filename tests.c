@@ -8365,7 +8365,7 @@ TEST(cli_no_files, "a FIFO, a device, a socket, a folder or a file without end a
     // Options that name a file, with the exit code of a file that is none
     static const struct { const char *args; int code; } named[] = {
         { "-p hi -n 1 --chat-template %s", 3 }, { "-f %s", 2 }, { SYN "--ids %s", 2 }, { SYN "--ids data/ids/three-turns.txt --method=pats --pats-tend 0 --ids %s", 2 },
-        { "--eval file --eval-file %s", 2 }, { "--eval ppl --eval-file %s", 2 }, { "-p hi -n 1 --method=dililazy --dililazy-scores %s", 2 }, { "-p hi -n 1 --method=sonic --sonic-weights %s", 2 },
+        { "--eval file --eval-file %s", 2 }, { "--eval ppl --eval-file %s", 2 }, { "-p hi -n 1 --method=dililazy --dililazy-scores %s", 2 }, { "-p hi -n 1 --method=sonic --sonic-weights %s", 2 }, { "-p hi -n 1 --method=headkv --headkv-scores %s", 2 },
         { "-p hi -n 1 --session %s", 1 }, { "--calibrate /tmp/kvt_scores --calibrate-needles %s", 2 }, { "--calibrate /tmp/kvt_scores --calibrate-haystack %s", 2 },
     };
     for (int k = 0; k < 4; k++)
@@ -8485,7 +8485,7 @@ TEST(cli_without_effect, "two models or two prompts are refused; an option that 
 
 // ---- memory
 // Runs the program in this executable (see main) with args behind its name; the n-th allocation fails. The exit code.
-static int run_short(long n, const char *args) { return sh("timeout 60 /proc/%d/exe --main %ld %s", (int)getpid(), n, args); }
+static int run_short(long n, const char *args) { return sh("ASAN_OPTIONS=detect_leaks=0 timeout 60 /proc/%d/exe --main %ld %s", (int)getpid(), n, args); }
 TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation or a report: one line and exit 4, or full success") {
     static char want[1 << 16];
     char page[64], csv[64];
@@ -8494,11 +8494,11 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
     char report[200];
     snprintf(report, sizeof report, "-m models/kvcomp-tiny -t 1 -d cpu -q --method streaming --report %s", page);
     const struct { const char *args; int samples; } runs[] = {
-        { "-m models/kvcomp-tiny -t 1 -d cpu --inspect", 8 },
-        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 6 -q --method snapkv -p hello", 30 },
-        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 4 -q < /tmp/kvt_chat", 30 },
-        { "-m models/kvcomp-tiny -t 1 -d cpu -q --eval facts,summary --eval-items 1 --eval-length 96 --compare full,lychee --budgets 32 --csv | cut -d, -f1-8", 22 },
-        { report, 10 },
+        { "-m models/kvcomp-tiny -t 1 -d cpu --inspect", 6 },
+        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 6 -q --method snapkv -p hello", 24 },
+        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 4 -q < /tmp/kvt_chat", 24 },
+        { "-m models/kvcomp-tiny -t 1 -d cpu -q --eval facts,summary --eval-items 1 --eval-length 96 --compare full,lychee --budgets 32 --csv | cut -d, -f1-8", 16 },
+        { report, 8 },
     };
     CHECK(sh("printf 'hello\n/method streaming\n/budget 64\nhow are you?\n/regen\n/stats\n/system be kind\nhi\n' > /tmp/kvt_chat") == 0, "%s", sh_err);
     rnd_seed(19);
@@ -8558,8 +8558,8 @@ TEST(nan_weights, "weights with a NaN: every method ends at the first logits wit
         ((float *)m.w->layer[1].down.data)[0] = NAN;     // q8 rounds the NaN of its keys away
         Options *o = options_new();
         char err[256];
-        static const char *const set[][2] = { { "sonic-untrained", "1" }, { "budget", "48" }, { "obs-window", "8" }, { "dililazy-scores", "/tmp/kvt_nan.json" } };
-        for (int i = 0; i < 4; i++) CHECK(!options_set(o, set[i][0], set[i][1], err), "%s", err);
+        static const char *const set[][2] = { { "sonic-untrained", "1" }, { "budget", "48" }, { "obs-window", "8" }, { "dililazy-scores", "/tmp/kvt_nan.json" }, { "headkv-scores", "/tmp/kvt_nan.json" } };
+        for (int i = 0; i < 5; i++) CHECK(!options_set(o, set[i][0], set[i][1], err), "%s", err);
         put_text("/tmp/kvt_nan.json", "{\"0-0\":1,\"0-1\":2,\"0-2\":3,\"0-3\":4,\"1-0\":1,\"1-1\":2,\"1-2\":3,\"1-3\":4}");
         int rc = dies_with(m, o, (*at)->name);
         CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%s: %d %s", (*at)->name, rc, die_text);
