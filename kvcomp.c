@@ -16962,11 +16962,11 @@ static unsigned code_point(const char *s, int n) {
 }
 
 // Is the character of n bytes drawn as it is? A control character, as of a paste, and bytes that are
-// no UTF-8 are not: they stand as a blank.
+// no UTF-8 are not: a blank stands for them.
 static int is_drawn(const char *s, int n) {
     char shown[8];
     return utf8_length(s, (size_t)n) == n && shown_char(s, (size_t)n, shown) == n
-        && !memcmp(s, shown, (size_t)n) && *s != '\t';
+        && !memcmp(s, shown, (size_t)n) && *s != '\t' && *s != '\n';
 }
 
 // The columns that one character of n bytes takes: 2 for East Asian wide ranges and emoji, 0 for
@@ -17496,8 +17496,7 @@ static int uses_budget(const Session *s) {
 static void side_open(Side *x, const App *a, const Options *o, const char *method, const char *why) {
     *x = (Side){ .why = why };
     x->app = (App){ .o = options_copy(o), .c = a->c, .w = a->w, .tok = a->tok, .tp = a->tp, .rng = a->rng };
-    x->app.method = xmalloc(strlen(method) + 1);
-    strcpy(x->app.method, method);
+    x->app.method = copy_text(method);
     x->app.logits = xcalloc(a->c->V, sizeof(float));
     x->app.s = session_try(a->c, a->w, x->app.o, method, x->refused);
     int budget = x->app.s && uses_budget(x->app.s) ? x->app.s->budget : 0;
@@ -17543,13 +17542,12 @@ static void side_turn(Side *x, const char *text, int n) {
     long steps = a->s->clk.steps;
     size_t size;
     free(x->reply);
-    FILE *out = open_memstream(&x->reply, &size);
-    if (!out) die(EXIT_MEMORY, "out of memory: a reply");
+    FILE *out = memory_stream(&x->reply, &size);
     Turn t = render_turn(a, text);
     arrput(a->turn, t);
     feed_prefill(a, &t);
     x->made = generate(a, n, out);
-    if (fclose(out)) die(EXIT_MEMORY, "out of memory: a reply");
+    memory_stream_close(out);
     steps = a->s->clk.steps - steps;
     x->read = steps ? (a->s->clk.bytes_attended - bytes) / (double)steps : 0;
 }
@@ -17582,8 +17580,8 @@ static void print_cut(FILE *f, const char *text, int width) {
         int w = char_width(text + at, next - at), room = width - (columns > width ? 2 : 0);
         cut = w > room;
         if (cut) break;
-        if ((unsigned char)text[at] < ' ' || text[at] == 127) fputc(' ', f);
-        else fwrite(text + at, 1, (size_t)(next - at), f);
+        if (is_drawn(text + at, next - at)) fwrite(text + at, 1, (size_t)(next - at), f);
+        else fputc(' ', f);
         width -= w;
         columns--;
     }
@@ -17662,7 +17660,7 @@ static const char *common_reply(const Side *x /* stb_ds */) {
 // Names the sides that cannot play, and why.
 static void sides_refused(const Side *x /* stb_ds */) {
     for (int i = 0; i < (int)arrlen(x); i++)
-        if (*x[i].refused) fprintf(stderr, "kvcomp: %s is left out: %s\n", x[i].label, x[i].refused);
+        if (*x[i].refused) warn("%s is left out: %s", x[i].label, x[i].refused);
 }
 
 // ---- the demonstration
@@ -24219,9 +24217,9 @@ static void check_options(const Options *o) {
 
 enum {                      // what a run does, one bit each
     RUN_CHAT = 1, RUN_PROMPT = 2, RUN_IDS = 4, RUN_EVAL = 8, RUN_REPORT = 16, RUN_BENCH = 32,
-    RUN_CALIBRATE = 64, RUN_INSPECT = 128, RUN_TOKENS = 256,
+    RUN_CALIBRATE = 64, RUN_INSPECT = 128, RUN_TOKENS = 256, RUN_DEMO = 512,
     RUN_TALKS = RUN_CHAT | RUN_PROMPT,                          // replies are sampled
-    RUN_REPLIES = RUN_TALKS | RUN_EVAL | RUN_REPORT,            // replies are made
+    RUN_REPLIES = RUN_TALKS | RUN_EVAL | RUN_REPORT | RUN_DEMO, // replies are made
     RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_INSPECT,
 };
 
@@ -24229,7 +24227,7 @@ enum {                      // what a run does, one bit each
 static const struct { int run; const char *flag; } run_flags[] = {
     { RUN_PROMPT, "-p or -f" },       { RUN_IDS,     "--ids" },     { RUN_EVAL,   "--eval" },
     { RUN_REPORT, "--report" },       { RUN_BENCH,   "--bench" },   { RUN_CALIBRATE, "--calibrate" },
-    { RUN_INSPECT, "--inspect" },     { RUN_TOKENS,  "--dump-tokens" },
+    { RUN_INSPECT, "--inspect" },     { RUN_TOKENS,  "--dump-tokens" }, { RUN_DEMO, "--demo" },
 };
 
 // In which runs an option has an effect. What is not in the table has one in every run, or is
@@ -24237,8 +24235,8 @@ static const struct { int run; const char *flag; } run_flags[] = {
 static const struct { const char *name; int runs; } option_runs[] = {
     { "prompt",         RUN_PROMPT | RUN_TOKENS },
     { "file",           RUN_PROMPT | RUN_TOKENS },
-    { "system",         RUN_REPLIES | RUN_TOKENS },
-    { "n-predict",      RUN_REPLIES },
+    { "system",         RUN_TALKS | RUN_EVAL | RUN_REPORT | RUN_TOKENS },
+    { "n-predict",      RUN_TALKS | RUN_EVAL },
     { "raw",            RUN_REPLIES | RUN_TOKENS },
     { "chat-template",  RUN_REPLIES | RUN_TOKENS },
     { "parse-special",  RUN_REPLIES | RUN_TOKENS },
@@ -24279,6 +24277,7 @@ static int run_kind(const Options *o) {
     if (*opt_str(o, "ids")) return RUN_IDS;
     if (evaluates(o)) return RUN_EVAL;
     if (*opt_str(o, "report")) return RUN_REPORT;
+    if (opt_int(o, "demo")) return RUN_DEMO;
     return opt_given(o, "prompt") || *opt_str(o, "file") ? RUN_PROMPT : RUN_CHAT;
 }
 
@@ -24340,11 +24339,12 @@ static int run_looks_at(const char *name, int run) {
 
 // Says in one line which of the given options this run never looks at, and in another one which the
 // methods do not. Greedy sampling is what an evaluation does anyway, so --temp 0 there is no
-// mistake. The suite and the report play methods of their own choice.
+// mistake. The suite, the report and the demonstration play methods of their own choice.
 static void say_without_effect(const Options *o) {
     char run_text[512] = "", method_text[512] = "";
     const char *methods = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_str(o, "method");
-    int run = run_kind(o), own_choice = *opt_str(o, "report") || *opt_str(o, "bench-suite");
+    int run = run_kind(o);
+    int own_choice = *opt_str(o, "report") || *opt_str(o, "bench-suite") || run == RUN_DEMO;
     int asked = run & RUN_SESSION && !own_choice;           // the methods are those that were named
     for (int i = 0; i < (int)shlen(o->given); i++) {
         const char *name = o->given[i].key;
