@@ -131,6 +131,8 @@ static char *read_plain_text(const char *path, size_t *size, char err[256]);
 static int file_exists(const char *path);
 // 0: the text is a legal value of this option; otherwise -1 and the reason in err.
 static int opt_check(const Opt *o, const char *value, char err[256]);
+// The method whose name is nearest to the n bytes at typed, or NULL when nothing is near.
+static const char *nearest_method(const char *typed, size_t n);
 // The value of a key in the metadata of a safetensors file; NULL: it has none.
 static const char *safetensors_meta(const SafeFile *f, const char *key);
 static void safetensors_close(SafeFile *f);
@@ -1631,14 +1633,19 @@ static void parts_sort(Session *s) {
         }
 }
 
+// Refuses the n bytes at name, which no method is called. Returns -1.
+static int refuse_name(Session *s, const char *name, size_t n) {
+    const char *near = nearest_method(name, n);
+    if (!near) return refuse(s, "--method: no method is called '%.*s' (see --list-methods)", (int)n, name);
+    return refuse(s, "--method: no method is called '%.*s' (did you mean %s? see --list-methods)", (int)n, name, near);
+}
+
 // From "loopserve-p+lychee+pats" to three parts. 0, or -1 with the reason in s->err.
 static int parts_parse(Session *s, const char *spec) {
     for (const char *name = spec; name; ) {
         size_t n = strcspn(name, "+");
         const Method *m = method_find(name, n);
-        if (!m)
-            return refuse(s, "--method: no method is called '%.*s' (see --list-methods)", (int)n,
-                          name);
+        if (!m) return refuse_name(s, name, n);
         if (part_add(s, m, spec)) return -1;
         name = name[n] ? name + n + 1 : NULL;
     }
@@ -10359,6 +10366,7 @@ static const Opt program_options[] = {
     { "json",          'b', "0",    "one object per run on stdout" },
     { "json-rows",     'b', "0",    "with --json: the rows kept by every head" },
     { "csv",           'b', "0",    "the same names as --json, as a table" },
+    { "markdown",      'b', "0",    "the table of --eval as Markdown on a terminal too, as in a file or pipe" },
     { "dump-tokens",   'b', "0",    "print the ids of -p on one line and leave" },
     { "ids",           's', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode" },
     { "dump-logits",   's', "",     "with --ids: write the logits rows here (float32, V a row)" },
@@ -10465,6 +10473,47 @@ static int word_place(const char *words, const char *v) {
         if (!words[n]) return -1;
         words += n + 1;
     }
+}
+
+// ---- suggestions for misspelt names
+// How many characters must be inserted, deleted or replaced to make b of a (Levenshtein's distance),
+// 99 for very long names. row[j] is the distance of the first i characters of a and the first j of b;
+// diagonal is row[j-1] for one character of a less.
+static int edit_distance(const char *a, const char *b) {
+    int n = (int)strlen(a), m = (int)strlen(b), row[64];
+    if (m >= 63 || n >= 63) return 99;
+    for (int j = 0; j <= m; j++) row[j] = j;
+    for (int i = 1; i <= n; i++) {
+        int diagonal = row[0]++;
+        for (int j = 1; j <= m; j++) {
+            int replaced = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            row[j] = min_int(replaced, min_int(row[j], row[j - 1]) + 1);
+        }
+    }
+    return row[m];
+}
+
+// Takes name into *best if it is nearer to what was typed than *distance.
+static void nearer_name(const char *typed, const char *name, const char **best, int *distance) {
+    int d = edit_distance(typed, name);
+    if (d >= *distance) return;
+    *best = name;
+    *distance = d;
+}
+
+// Farther away than this from what was typed, a name is not what was meant.
+static int farthest_misspelling(const char *typed) { return 3 + (int)strlen(typed) / 4; }
+
+// The method whose name is nearest to the n bytes at typed, or NULL when nothing is near.
+static const char *nearest_method(const char *typed, size_t n) {
+    char name[64];
+    const char *best = NULL;
+    if (!n || n >= sizeof name) return NULL;
+    snprintf(name, sizeof name, "%.*s", (int)n, typed);
+    int distance = min_int(farthest_misspelling(name), (int)n);     // a name of other letters throughout is none
+    EACH_METHOD(m) nearer_name(name, (*m)->name, &best, &distance);
+    return best;
 }
 
 // ---- making a set of options
@@ -15703,6 +15752,7 @@ typedef struct {
     uint64_t kept;          // the hash of what --session's file holds; 0: not known
     uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
+    const char *reply;      // the text of -p's reply, for --json; NULL: none, or it was printed
 } App;
 
 static volatile sig_atomic_t interrupts;        // Ctrl-C since the reply began
@@ -16094,6 +16144,21 @@ static void human_bytes(double n, char out[32]) {
 }
 
 // ---- results as JSON (--json)
+// x with `digits` significant digits and without an exponent, as a JSON number; null when x is none.
+static void json_real(FILE *f, double x, int digits) {
+    char text[400];
+    int point = x ? (int)floor(log10(fabs(x))) : 0;         // digits before the decimal point, less one
+    if (!isfinite(x)) {
+        fputs("null", f);
+        return;
+    }
+    snprintf(text, sizeof text, "%.*f", min_int(max_int(digits - 1 - point, 0), 60), x);
+    size_t n = strlen(text);
+    while (strchr(text, '.') && text[n - 1] == '0') text[--n] = 0;
+    if (text[n - 1] == '.') text[--n] = 0;
+    fputs(strcmp(text, "-0") ? text : "0", f);
+}
+
 // "key":"text", with the comma behind it.
 static void json_pair(FILE *f, const char *key, const char *text) {
     fprintf(f, "\"%s\":", key);
@@ -16179,6 +16244,7 @@ static void print_json(const App *a, FILE *f) {
             s->clk.attend, s->clk.select, s->clk.commit, s->clk.index);
     fprintf(f, "\"seed\":%d,\"simd\":\"%s\",", opt_int(a->o, "seed"), simd_name());
     fprintf(f, "\"build\":\"%s\",", KVCOMP_VERSION);
+    if (a->reply) json_pair(f, "text", a->reply);
     json_options(a, f);
     if (opt_int(a->o, "json-rows")) {
         json_rows(s, f);
@@ -16189,21 +16255,78 @@ static void print_json(const App *a, FILE *f) {
 }
 
 // ---- results for people
+// Does any part of the method choose rows by --budget?
+static int uses_budget(const Session *s) {
+    int uses = 0;
+    for (int i = 0; i < s->n_part; i++) uses |= s->part[i].m->budget > 0;
+    return uses;
+}
+
+// The tokens of the dialogue that a session has seen, without a method's own.
+static int tokens_said(const Session *s) {
+    int n = 0;
+    for (int t = 0; t < s->n_tok; t++) n += s->tok[t].kind != TOK_EXTRA;
+    return n;
+}
+
+// The rows of the shortest and of the longest head.
+static void rows_range(const Session *s, int *lo, int *hi) {
+    *lo = INT_MAX;
+    *hi = 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        *lo = min_int(*lo, s->head[i].len);
+        *hi = max_int(*hi, s->head[i].len);
+    }
+}
+
+// Has a part done anything to the cache yet? One that drops rows: is a row missing? One that chooses
+// what is read: are there more rows than it may read? One that packs: is a row packed? The others
+// work from the first token on.
+static int part_has_begun(const Session *s, const Method *m) {
+    int lo, hi, packed = 0;
+    rows_range(s, &lo, &hi);
+    if (m->evicts) return lo < tokens_said(s);
+    if (m->role & ROLE_SELECT) return hi > budget_now(s);
+    if (m != &pats_method) return 1;
+    for (int i = 0; i < s->c->L * s->c->G; i++) packed |= s->head[i].packed > 0;
+    return packed;
+}
+
+// Has any part begun? 1 for full attention, which has nothing to begin.
+static int has_begun(const Session *s) {
+    int begun = 0;
+    for (int i = 0; i < s->n_part; i++) begun |= part_has_begun(s, s->part[i].m);
+    return begun;
+}
+
+// The rows that are held as words: "73 of 336 rows a head", "12..90 of 336 rows a head", "all 336 rows
+// a head", or that there was no reason to drop any: "nothing compressed yet: 18 of 1024 rows".
+static void rows_in_words(const Session *s, char out[96]) {
+    int lo, hi, n = tokens_said(s);
+    rows_range(s, &lo, &hi);
+    if (!has_begun(s)) {
+        if (uses_budget(s) && s->ratio < 0) snprintf(out, 96, "nothing compressed yet: %d of %d rows", hi, s->budget);
+        else snprintf(out, 96, "nothing compressed yet: %d rows", hi);
+    } else if (lo == n && hi == n) {
+        snprintf(out, 96, "all %d rows a head", n);
+    } else if (lo == hi) {
+        snprintf(out, 96, "%d of %d rows a head", lo, n);
+    } else {
+        snprintf(out, 96, "%d..%d of %d rows a head", lo, hi, n);
+    }
+}
+
 // The line after each reply: n_pre tokens prefilled, n_gen made in so many seconds.
 static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
     const Session *s = a->s;
-    char held[32], full[32];
-    int lo = INT_MAX, hi = 0;
+    char held[32], full[32], rows[96];
     if (quiet || opt_int(a->o, "no-stats")) return;
-    for (int i = 0; i < a->c->L * a->c->G; i++) {
-        lo = min_int(lo, s->head[i].len);
-        hi = max_int(hi, s->head[i].len);
-    }
+    rows_in_words(s, rows);
     human_bytes((double)kv_bytes(s), held);
     human_bytes((double)kv_bytes_full(s), full);
     double share = 100.0 * (double)kv_bytes(s) / (double)kv_bytes_full(s);
-    fprintf(stderr, "[turn %d | %d+%d tok | %.1f tok/s | KV %s of %s (%.1f %%) | kept/head %d..%d%s]\n",
-            s->turn, n_pre, n_gen, rate(n_gen, seconds), held, full, share, lo, hi,
+    fprintf(stderr, "[turn %d | %d tokens in, %d out, %.1f tok/s | KV %s of %s (%.1f %%) | %s%s]\n",
+            s->turn, n_pre, n_gen, rate(n_gen, seconds), held, full, share, rows,
             saves_reads_only(s) ? " | saves reads, not memory" : "");
 }
 
@@ -17405,6 +17528,30 @@ static void template_differs(const App *a) {
          a->method, made, a->tp->x.name);
 }
 
+// Says on stderr what a switch has done, unless --quiet.
+KV_PRINTF(1, 2) static void confirm(const char *fmt, ...) {
+    char text[LINE_ROOM];
+    va_list ap;
+    if (quiet) return;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    tell("%s", text);
+}
+
+// What a replay that began at t0 came to: "streaming, budget 64: 312 tokens replayed in 0.2 s, 73 of
+// 336 rows a head".
+static void confirm_replay(const App *a, double t0) {
+    char rows[96], budget[48] = "";
+    const Session *s = a->s;
+    if (uses_budget(s) && s->ratio >= 0) snprintf(budget, sizeof budget, ", ratio %.4g", s->ratio);
+    else if (uses_budget(s)) snprintf(budget, sizeof budget, ", budget %d", s->budget);
+    rows_in_words(s, rows);
+    if (!s->n_tok) confirm("%s%s: the dialogue is empty", a->method, budget);
+    else confirm("%s%s: %d tokens replayed in %.1f s, %s%s", a->method, budget, tokens_said(s), now() - t0, rows,
+                 saves_reads_only(s) ? " (saves reads, not memory)" : "");
+}
+
 // Opens the session again with another method (or the same) and replays the dialogue into it. 0, or
 // -1: the reason is on stderr and the old session stays.
 static int chat_method(App *a, const char *spec) {
@@ -17421,7 +17568,9 @@ static int chat_method(App *a, const char *spec) {
     free(a->method);
     a->method = copy;
     template_differs(a);
+    double t0 = now();
     replay(a, (int)arrlen(a->turn));
+    confirm_replay(a, t0);
     return 0;
 }
 
@@ -17484,13 +17633,6 @@ typedef struct {
     double kept[2];         // sums over wrong [0] and right [1] answers: share of heads that still
                             // hold the rows of the words asked for
 } Side;
-
-// Does any part of the method choose rows by --budget?
-static int uses_budget(const Session *s) {
-    int uses = 0;
-    for (int i = 0; i < s->n_part; i++) uses |= s->part[i].m->budget > 0;
-    return uses;
-}
 
 // Opens a side. Model, tokenizer, template and options are a's; method is what plays.
 static void side_open(Side *x, const App *a, const Options *o, const char *method, const char *why) {
@@ -17623,7 +17765,7 @@ enum { SIDE_LABEL = 14, SIDE_MARK = 8, SIDE_BYTES = 9 };    // columns of a side
 
 // The columns left for the reply on a screen of cols columns.
 static int reply_columns(int cols) {
-    return max_int(cols - 2 - SIDE_LABEL - SIDE_MARK - 2 * SIDE_BYTES, 20);
+    return max_int(cols - 2 - SIDE_LABEL - SIDE_MARK - 2 * SIDE_BYTES, 12);
 }
 
 // The heads of the columns. mark: what stands in the second one.
@@ -17816,14 +17958,16 @@ static int demo(App *a) {
     Options *o = sides_options(a, SHOW_BUDGET);
     if (opt_given(o, "system")) (void)shdel(o->given, "system");
     Side *x = sides_open(a, o);
-    char text[400];
+    char text[400], share[48];
     int heads = a->c->L * a->c->G, budget = opt_int(o, "budget");
     double t0 = now();
     interrupts = 0;
     sides_refused(x);
+    snprintf(share, sizeof share, "%d rows", budget);
+    if (opt_given(o, "ratio")) snprintf(share, sizeof share, "all but %.4g of the rows", opt_real(o, "ratio"));
     snprintf(text, sizeof text, "The same messages to several methods, each with its own cache of %d heads, and a "
-             "budget of %d rows a head where it has one. held: bytes of rows in the cache. read: bytes of rows "
-             "that a step of the reply reads.", heads, budget);
+             "budget of %s a head where it has one. held: bytes of rows in the cache. read: bytes of rows "
+             "that a step of the reply reads.", heads, share);
     print_wrapped(stdout, text, 0, screen_columns());
     printf("\n");
     side_heads(stdout, "");
@@ -17873,16 +18017,23 @@ static void chat_compare(App *a, const char *question) {
 
 // ---- commands. arg is what stands behind the name, "" when nothing does
 static const char *chat_help =
-    "/help            this list              /stats           bytes, rows, speed, the method's own numbers\n"
+    "/help            this list\n"
     "/method NAME     another method; the dialogue is played into it again\n"
-    "/budget N        another budget, likewise\n"
-    "/clear           forget the dialogue    /regen           make the last reply again\n"
-    "/system TEXT     another system message, with a new dialogue\n"
-    "/read FILE       a file's text as your message\n"
+    "/budget N        another budget of rows a head, likewise\n"
     "/compare TEXT    what several methods reply to it; the dialogue stays as it is\n"
     "/demo            a scripted dialogue through several methods, side by side\n"
-    "/save FILE       keep the dialogue      /load FILE       go on with a kept one\n"
-    "/quit            leave (so does Ctrl-D); Ctrl-C stops a reply\n";
+    "/stats           bytes, rows, speed, the method's own numbers\n"
+    "/clear           forget the dialogue\n"
+    "/regen           make the last reply again\n"
+    "/system TEXT     another system message, with a new dialogue\n"
+    "/read FILE       a file's text as your message\n"
+    "/save FILE       keep the dialogue\n"
+    "/load FILE       go on with a kept one\n"
+    "/quit            leave (so does Ctrl-D); Ctrl-C stops a reply\n"
+    "/method, /budget and /system alone say what is in use.\n"
+    "The line after a reply: tokens read and written and the speed of writing; bytes\n"
+    "of keys and values (KV) held, of what full attention would hold; rows that each\n"
+    "head holds, of the tokens so far.\n";
 
 static void command_help(App *a, const char *arg) {
     (void)a;
@@ -17898,7 +18049,9 @@ static void command_stats(App *a, const char *arg) {
 
 static void command_clear(App *a, const char *arg) {
     (void)arg;
+    int n = (int)arrlen(a->turn);
     chat_clear(a);
+    confirm("the dialogue is empty: %d turn%s forgotten", n, n == 1 ? "" : "s");
 }
 
 static void command_regen(App *a, const char *arg) {
@@ -17906,22 +18059,55 @@ static void command_regen(App *a, const char *arg) {
     chat_regen(a, stdout);
 }
 
-// Without a name: prints the one in use.
-static void command_method(App *a, const char *arg) {
-    if (*arg) chat_method(a, arg);
-    else fprintf(stderr, "%s\n", a->method);
+// Writes names behind each other in lines of the screen's width.
+static void print_names(FILE *f, const char *const *name, int n, int indent) {
+    int x = screen_columns();
+    for (int i = 0; i < n; i++) {
+        int width = (int)strlen(name[i]) + 1;
+        if (x + width > screen_columns()) {
+            fprintf(f, "%s%*s", i ? "\n" : "", indent - 1, "");
+            x = indent - 1;
+        }
+        fprintf(f, " %s", name[i]);
+        x += width;
+    }
+    fprintf(f, "\n");
 }
 
-// Without a number: prints the one in use.
+// Without a name: prints the one in use, and all names.
+static void command_method(App *a, const char *arg) {
+    const char **name = NULL;
+    if (*arg) {
+        chat_method(a, arg);
+        return;
+    }
+    EACH_METHOD(m) arrput(name, (*m)->name);
+    fprintf(stderr, "%s; /method NAME or NAME+NAME takes another of\n", a->method);
+    print_names(stderr, name, (int)arrlen(name), 2);
+    arrfree(name);
+}
+
+// Without a number: prints the one in use. A method that has no budget says so.
 static void command_budget(App *a, const char *arg) {
     if (*arg) chat_budget(a, arg);
     else fprintf(stderr, "%d\n", a->s->budget);
+    if (!uses_budget(a->s)) fprintf(stderr, "%s has no budget: the number waits for another /method\n", a->method);
 }
 
-// The system message is in the first turn, so a new one needs a new dialogue.
+// The system message is in the first turn, so a new one needs a new dialogue. Without a text: shows
+// the one in use. "" stands for an empty one.
 static void command_system(App *a, const char *arg) {
     char err[256];
-    if (!options_set(a->o, "system", arg, err)) chat_clear(a);
+    const char *text = strcmp(arg, "\"\"") ? arg : "";
+    if (!*arg) {
+        if (!opt_given(a->o, "system")) tell("no system message but the template's own, if it has one");
+        else tell("%s", *opt_str(a->o, "system") ? opt_str(a->o, "system") : "(an empty system message)");
+        return;
+    }
+    if (!a->tp) fprintf(stderr, "there is no chat template: a system message has no effect\n");
+    if (options_set(a->o, "system", text, err)) return;
+    chat_clear(a);
+    confirm("another system message; the dialogue is empty");
 }
 
 static void command_read(App *a, const char *arg) {
@@ -17939,11 +18125,14 @@ static void command_read(App *a, const char *arg) {
 static void command_save(App *a, const char *arg) {
     char err[512];
     if (session_save(a, arg, 0, err)) warn("%s", err);
+    else confirm("%s: %d turn%s kept", arg, (int)arrlen(a->turn), arrlen(a->turn) == 1 ? "" : "s");
 }
 
 static void command_load(App *a, const char *arg) {
     char err[512];
+    double t0 = now();
     if (session_read(a, arg, err)) warn("%s", err);
+    else confirm_replay(a, t0);
 }
 
 static void command_compare(App *a, const char *arg) {
@@ -17977,6 +18166,16 @@ static const struct {
     { "/load",   command_load,   1 },
 };
 
+// The command whose name is nearest to what was typed, or NULL when nothing is near.
+static const char *nearest_command(const char *typed) {
+    const char *best = NULL;
+    int distance = min_int(3, (int)strlen(typed) - 1);      // the / is right, so it says nothing
+    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
+        nearer_name(typed, commands[i].name, &best, &distance);
+    nearer_name(typed, "/quit", &best, &distance);
+    return best;
+}
+
 // Runs a line that begins with /, which is cut into name and argument. 1: the chat is over.
 static int chat_command(App *a, char *line) {
     char *arg = line + strcspn(line, " \t\n");
@@ -17988,7 +18187,9 @@ static int chat_command(App *a, char *line) {
         else commands[i].run(a, arg);
         return 0;
     }
-    tell("no command %s; /help lists them", line);
+    const char *near = nearest_command(line);
+    if (near) tell("no command %s; did you mean %s? /help lists them", line, near);
+    else tell("no command %s; /help lists them", line);
     return 0;
 }
 
@@ -19751,6 +19952,17 @@ static void bootstrap(const Answer *x, const Answer *base, int n, uint64_t seed,
     arrfree(count);
 }
 
+// Fewer texts than this have no interval: drawing again and again from so few says nothing about
+// others.
+enum { TEXTS_FOR_INTERVAL = 5 };
+
+// Are there enough different texts among these n answers, those of a text side by side?
+static int interval_allowed(const Answer *x, int n) {
+    int texts = 0;
+    for (int i = 0; i < n; i++) texts += !i || x[i].item != x[i - 1].item;
+    return texts >= TEXTS_FOR_INTERVAL;
+}
+
 // Which answers of a row: a position -1..2 (see Answer), or one of these.
 enum {
     ANY_PLACE = -2,
@@ -19862,10 +20074,12 @@ static void add_mean(Field **c, int detail, const char *name, const Answer *x, c
     if (detail == MEAN_HIDDEN) return;
 
     bootstrap(x, base, (int)arrlen(x), seed, &lo, &hi);
+    if (!interval_allowed(x, (int)arrlen(x))) lo = hi = NAN;        // null in JSON, nothing in CSV
     snprintf(full_name, sizeof full_name, "%.40s%s_lo", name, gap);
     add_field(c, 0, full_name, lo, form, lo);
     snprintf(full_name, sizeof full_name, "%.40s%s_hi", name, gap);
-    add_field(c, detail == ALL_SHOWN, full_name, hi, forms, lo, hi);
+    if (isnan(lo)) add_field(c, detail == ALL_SHOWN, full_name, hi, "-");
+    else add_field(c, detail == ALL_SHOWN, full_name, hi, forms, lo, hi);
 }
 
 // The row that the gaps of row s are measured from: that of --compare-base, the one with the same
@@ -19979,6 +20193,58 @@ static void print_table_row(const Score *s, const Field *c, int first, FILE *f) 
     fprintf(f, " |\n");
 }
 
+// The cells of a line of a Markdown table (stb_ds), without the blanks around them; the line is cut up.
+static char **table_cells(char *line) {
+    char **cell = NULL;
+    for (char *p = strtok(line + 1, "|"); p; p = strtok(NULL, "|")) {
+        char *end = p + strlen(p);
+        while (*p == ' ') p++;
+        while (end > p && end[-1] == ' ') *--end = 0;
+        if (*p || end > p) arrput(cell, p);
+    }
+    return cell;
+}
+
+// Writes the columns from..to-1 of a table, behind its first `key` ones, each `width` wide: the
+// first to the left, the others to the right.
+static void table_block(FILE *f, char ***row /* stb_ds */, const int *width, int key, int from, int to) {
+    for (int r = 0; r < (int)arrlen(row); r++) {
+        for (int c = 0; c < to; c++) {
+            if (c >= key && c < from) continue;
+            const char *text = c < (int)arrlen(row[r]) ? row[r][c] : "";
+            fprintf(f, c ? "  %*s" : "%-*s", width[c], text);
+        }
+        fputc('\n', f);
+    }
+}
+
+// Writes a Markdown table for a screen of cols columns: aligned, and in blocks one below the other
+// where it is wider than that; each block begins with the first two columns. The text is cut up.
+static void print_for_screen(FILE *f, char *markdown, int cols) {
+    char ***row = NULL, *line = markdown, *next;
+    for (int n = 0; line && *line; line = next, n++) {
+        next = strchr(line, '\n');
+        if (next) *next++ = 0;
+        if (n != 1) arrput(row, table_cells(line));             // line 1 is |---|---:|
+    }
+    int *width = NULL, n = row ? (int)arrlen(row[0]) : 0, key = min_int(2, n), keys = 0;
+    for (int c = 0; c < n; c++) {
+        arrput(width, 0);
+        for (int r = 0; r < (int)arrlen(row); r++)
+            if (c < (int)arrlen(row[r])) width[c] = max_int(width[c], (int)strlen(row[r][c]));
+        if (c < key) keys += width[c] + (c ? 2 : 0);
+    }
+    for (int from = key, to; from < n; from = to) {
+        int x = keys;
+        for (to = from; to < n && (to == from || x + 2 + width[to] <= cols); to++) x += 2 + width[to];
+        if (from > key) fputc('\n', f);
+        table_block(f, row, width, key, from, to);
+    }
+    for (int r = 0; r < (int)arrlen(row); r++) arrfree(row[r]);
+    arrfree(row);
+    arrfree(width);
+}
+
 // A line of CSV, with the line of names before the first one.
 static void print_csv_row(const Score *s, const Field *c, int first, FILE *f) {
     int n = (int)arrlen(c);
@@ -19988,7 +20254,10 @@ static void print_csv_row(const Score *s, const Field *c, int first, FILE *f) {
         fprintf(f, "\n");
     }
     fprintf(f, "%s,%d,%d,%d", s->name, s->budget, s->items, (int)arrlen(s->answers));
-    for (int i = 0; i < n; i++) fprintf(f, ",%.6g", c[i].x);
+    for (int i = 0; i < n; i++) {
+        fputc(',', f);
+        if (isfinite(c[i].x)) json_real(f, c[i].x, 6);
+    }
     fprintf(f, "\n");
 }
 
@@ -19999,7 +20268,11 @@ static void print_json_row(const Score *s, const Field *c, const App *a, FILE *f
     fprintf(f, "\"budget\":%d,", s->budget);
     json_pair(f, "model", a->c->dir);
     fprintf(f, "\"items\":%d,\"scored\":%d,", s->items, (int)arrlen(s->answers));
-    for (int i = 0; i < (int)arrlen(c); i++) fprintf(f, "\"%s\":%.6g,", c[i].name, c[i].x);
+    for (int i = 0; i < (int)arrlen(c); i++) {
+        fprintf(f, "\"%s\":", c[i].name);
+        json_real(f, c[i].x, 6);
+        fputc(',', f);
+    }
     json_options(a, f);
     fprintf(f, "}\n");
 }
@@ -20241,9 +20514,18 @@ static int evaluate(App *a) {
         if (ppl) eval_text(a, path, kld, &rows[r]);
         open_close(&open[r]);
     }
+    char *table = NULL;
+    size_t size;
+    int screen = how == AS_TABLE && isatty(1) && !opt_int(a->o, "markdown");
+    FILE *out = screen ? memory_stream(&table, &size) : stdout;
     for (int r = 0; r < (int)arrlen(rows); r++) {
         finish_row(&rows[r], run.seed);
-        print_row(&rows[r], &run, how, !r, stdout);
+        print_row(&rows[r], &run, how, !r, out);
+    }
+    if (screen) {
+        memory_stream_close(out);
+        print_for_screen(stdout, table, screen_columns());
+        free(table);
     }
     if (!quiet)
         fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items,
@@ -20919,15 +21201,21 @@ static void scores_write(FILE *f, const Config *c, const Options *o, const Plan 
     list_write(f, "lengths", p->length);
     list_write(f, "depths", p->depth);
     fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
-    for (int i = 0; i < 4; i++) fprintf(f, "%s%.6g", i ? ", " : "", r->total[i] / accepted);
+    for (int i = 0; i < 4; i++) {
+        if (i) fputs(", ", f);
+        json_real(f, r->total[i] / accepted, 6);
+    }
     fprintf(f, "]");
     for (int k = 0; k < SCORES; k++) {
         const double *sum = r->sum + (size_t)k * c->L * c->H;
         int runs = k == SCORE_R2 ? r->reasoned : accepted;
         if (!runs) continue;
         fprintf(f, ",\n  \"%s\": {", score_names[k][0]);
-        for (int i = 0; i < c->L * c->H; i++)
-            fprintf(f, "%s\n    \"%d-%d\": [%.9g]", i ? "," : "", i / c->H, i % c->H, sum[i] / runs);
+        for (int i = 0; i < c->L * c->H; i++) {
+            fprintf(f, "%s\n    \"%d-%d\": [", i ? "," : "", i / c->H, i % c->H);
+            json_real(f, sum[i] / runs, 9);
+            fputc(']', f);
+        }
         fprintf(f, "\n  }");
     }
     fprintf(f, "\n}\n");
@@ -22385,7 +22673,10 @@ static void score_cell(const Score *s, const TableColumn *c, int metric, char b[
     double full = s->full > 0 ? s->full : 1;
     switch (c->kind) {
     case COL_QUALITY:  snprintf(b, 32, metric == BY_KLD ? "%.5f" : "%.3f", row_quality(s, metric)); break;
-    case COL_INTERVAL: snprintf(b, 32, "%.3f to %.3f", s->lo, s->hi); break;
+    case COL_INTERVAL:
+        if (interval_allowed(s->answers, (int)arrlen(s->answers))) snprintf(b, 32, "%.3f to %.3f", s->lo, s->hi);
+        else snprintf(b, 32, "-");
+        break;
     case COL_MEAN:     mean_cell(s, c, b); break;
     case COL_KLD:      snprintf(b, 32, "%.5f", s->kld / n); break;
     case COL_STORED:   human_bytes(row_bytes(s, 0), b); break;
@@ -23977,39 +24268,16 @@ static const char *long_of(const char *flag) {
     return flag[1] == '-' ? flag + 2 : NULL;
 }
 
-// ---- suggestions for misspelt names
-// How many characters must be inserted, deleted or replaced to make b of a (Levenshtein's distance),
-// 99 for very long names. row[j] is the distance of the first i characters of a and the first j of b;
-// diagonal is row[j-1] for one character of a less.
-static int edit_distance(const char *a, const char *b) {
-    int n = (int)strlen(a), m = (int)strlen(b), row[64];
-    if (m >= 63 || n >= 63) return 99;
-    for (int j = 0; j <= m; j++) row[j] = j;
-    for (int i = 1; i <= n; i++) {
-        int diagonal = row[0]++;
-        for (int j = 1; j <= m; j++) {
-            int replaced = diagonal + (a[i - 1] != b[j - 1]);
-            diagonal = row[j];
-            row[j] = min_int(replaced, min_int(row[j], row[j - 1]) + 1);
-        }
-    }
-    return row[m];
-}
-
+// ---- suggestions for misspelt options
 // Takes into *best the option of the list that is nearer to name than *distance.
 static void nearer_option(const Opt *list, const char *name, const char **best, int *distance) {
-    for (const Opt *o = list; o && o->name; o++) {
-        int d = edit_distance(name, o->name);
-        if (d >= *distance) continue;
-        *best = o->name;
-        *distance = d;
-    }
+    for (const Opt *o = list; o && o->name; o++) nearer_name(name, o->name, best, distance);
 }
 
 // The option whose name is nearest to a name that is none, or NULL when nothing is near.
 static const char *nearest_option(const char *name) {
     const char *best = NULL;
-    int distance = 3 + (int)strlen(name) / 4;               // farther away than this is no misspelling
+    int distance = farthest_misspelling(name);
     nearer_option(program_options, name, &best, &distance);
     EACH_METHOD(m) nearer_option((*m)->opts, name, &best, &distance);
     return best;
@@ -24076,6 +24344,8 @@ static const char *help_saves(const Method *m) {
 // --help METHOD
 static void help_method(const char *name) {
     const Method *m = method_find(name, strlen(name));
+    const char *near = m ? NULL : nearest_method(name, strlen(name));
+    if (near) die(EXIT_USAGE, "--help: no method is called '%s' (did you mean %s? see --list-methods)", name, near);
     if (!m) die(EXIT_USAGE, "--help: no method is called '%s' (see --list-methods)", name);
     printf("%s: %s\n  %s\n", m->name, m->paper ? m->paper : "", m->keeps);
     printf("  %s\n", help_saves(m));
@@ -24263,6 +24533,7 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "eval-history",   RUN_EVAL },
     { "eval-window",    RUN_EVAL },
     { "eval-windows",   RUN_EVAL },
+    { "markdown",       RUN_EVAL },
     { "bench-depths",   RUN_BENCH },
     { "bench-prompts",  RUN_BENCH },
     { "repeat",         RUN_BENCH },
@@ -24662,18 +24933,29 @@ static char *prompt_text(const App *a) {
 }
 
 // -p, -f: one reply, of at most 256 tokens unless -n says otherwise. With --json the text itself is
-// not printed.
+// not printed: the object has it under "text".
 static int answer_prompt(App *a, const char *text) {
     char err[256];
     session_begin(a);
     pending_tell(a, NULL, 0);
     if (opt_int(a->o, "n-predict") < 0) options_set(a->o, "n-predict", "256", err);
     if (!arrlen(a->turn) && !*text) die(EXIT_USAGE, "the prompt is empty");
-    FILE *out = opt_int(a->o, "json") ? fopen("/dev/null", "w") : stdout;
-    if (!out) die(EXIT_RUN, "/dev/null: %s", strerror(errno));
-    if (chat_turn(a, text, out)) return EXIT_RUN;
-    if (out != stdout) fclose(out);
-    if (opt_int(a->o, "json")) print_json(a, stdout);
+    char *reply = NULL;
+    size_t n;
+    FILE *out = opt_int(a->o, "json") ? memory_stream(&reply, &n) : stdout;
+    int bad = chat_turn(a, text, out);
+    if (out != stdout) memory_stream_close(out);
+    if (bad) {
+        free(reply);
+        return EXIT_RUN;
+    }
+    if (reply) {
+        if (*reply) reply[strlen(reply) - 1] = 0;             // chat_reply's newline is not the model's
+        a->reply = reply;
+        print_json(a, stdout);
+        a->reply = NULL;
+        free(reply);
+    }
     if (opt_int(a->o, "stats")) print_stats(a, stderr);
     session_end(a);
     return 0;

@@ -8913,7 +8913,7 @@ TEST(cli_demo, "--demo: full answers all right, streaming forgets, the others li
     CHECK(sh("printf 'hello\n/demo\nhow are you?\n' | ./kvcomp --temp 0") == 0 && strstr(sh_out, text), "/demo:\n%s", sh_out);
     CHECK(strstr(sh_err, "[turn 2 "), "the chat goes on where it was: %s", sh_err);
     CHECK(sh("./kvcomp --demo --budget 600 -q") == 0 && !*sh_err && demo_right(sh_out, "streaming 600") == 7, "with room for all:\n%s", sh_out);
-    CHECK(sh("./kvcomp --demo --method snapkv --budget 48 -q") == 0 && demo_right(sh_out, "snapkv 48") >= 0 && strstr(sh_out, "keeps the B"), "the method in use plays:\n%s", sh_out);
+    CHECK(sh("./kvcomp --demo --method snapkv --budget 48 -q") == 0 && demo_right(sh_out, "snapkv 48") >= 0 && demo_right(sh_out, "streaming 48") >= 0, "the method in use plays:\n%s", sh_out);
     CHECK(sh("./kvcomp --demo -p hi") == 2 && strstr(sh_err, "--demo goes alone"), "%s", sh_err);
     CHECK(sh(SYN "--tokenizer models/kvcomp-tiny --demo") == 3 && strstr(sh_err, "dililazy is left out") && strstr(sh_err, "sonic is left out") && strstr(sh_err, "belongs to another model"), "another model: %s", sh_err);
     CHECK(sh("./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny --demo") == 0 && strstr(sh_out, "lychee 64") && !strstr(sh_out, "sonic"), "another model: %s", sh_err);
@@ -9399,6 +9399,113 @@ TEST(cli_signals_work, "TERM, HUP, QUIT and INT in loading, evaluation, report a
         pty_close(p);
     }
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_told, "in a chat every switch says what it did, a method that has not begun says so, /method and /system alone show what there is, near names are offered") {
+    char p[64];
+    snprintf(p, sizeof p, "/tmp/kvt_%d_told", (int)getpid());
+    write_text_file(p, "My name is Anna.\n/method streming\n/method streaming\n/budget 24\nTell me a story about a fox.\n/method lychee\n/method full\n/budget 30\n/method\n"
+                       "/system\n/system Be kind.\n/system\n/system \"\"\n/system\n/stat\n/mehtod full\n/xyzzyyy\n/clear\n/help\n");
+    CHECK(sh("./kvcomp --temp 0 < %s", p) == 0, "%s", sh_err);
+    static const char *says[] = {
+        "no method is called 'streming' (did you mean streaming?", "\nstreaming, budget 1024: 16 tokens replayed in ", "nothing compressed yet: 16 of 1024 rows\n", "\nstreaming, budget 24: 16 tokens replayed",
+        "nothing compressed yet: 16 of 24 rows\n", " rows a head]\n", "\nlychee, budget 24: ", "(saves reads, not memory)\n", "\nfull: ", "full has no budget", "\nfull; /method NAME", " expected-attention\n",
+        "\nno system message but", "\nanother system message; the dialogue is empty\n", "\nBe kind.\n", "\n(an empty system message)\n", "no command /stat; did you mean /stats?", "no command /mehtod; did you mean /method?",
+        "no command /xyzzyyy; /help lists", "the dialogue is empty: 0 turns forgotten", "The line after a reply:" };
+    const char *at = sh_err;
+    for (size_t i = 0; i < sizeof says / sizeof *says; i++) {
+        const char *found = strstr(at, says[i]);
+        CHECK(found, "\"%s\" is not said, or not in this place:\n%s", says[i], at);
+        if (found) at = found;
+    }
+    CHECK(widest_line(strstr(sh_err, "/help   ")) <= 80, "the help is %d columns wide", widest_line(strstr(sh_err, "/help   ")));
+    int held = 0, said = 0;
+    const char *story = strstr(sh_err, "[turn 2 "), *rows = story ? strstr(story, "%) | ") : NULL;
+    CHECK(rows && sscanf(rows, "%%) | %d of %d rows", &held, &said) == 2 && held >= 24 && held < said, "%s", story);
+    CHECK(sh("./kvcomp --temp 0 -q < %s", p) == 0 && !strstr(sh_err, "replayed") && !strstr(sh_err, "forgotten") && strstr(sh_err, "Be kind."), "quiet: %s", sh_err);
+    write_text_file(p, "hello\n/save /tmp/kvt_told_kept\n/clear\n/load /tmp/kvt_told_kept\n");
+    CHECK(sh("./kvcomp --temp 0 < %s && rm /tmp/kvt_told_kept", p) == 0 && strstr(sh_err, "/tmp/kvt_told_kept: 1 turn kept") && strstr(sh_err, "1 turn forgotten") && strstr(sh_err, "\nfull: "), "%s", sh_err);
+    unlink(p);
+}
+TEST(cli_unused, "an option that has no effect in this run is named, one that has is not") {
+    static const struct { const char *args, *says; } cases[] = {
+        { "--lychee-sink 3", "--lychee-sink has no effect with --method=full: it is for lychee" }, { "--lychee-sink 3 --method lychee+pats", NULL }, { "--budget 40", "--budget has no effect with --method=full: it is for streaming, window, tova, .." },
+        { "--budget 40 --method q8+snapkv", NULL }, { "--sink 3 --method snapkv", "--sink has no effect with --method=snapkv" }, { "--obs-window 9 --method dililazy", NULL }, { "--ratio .5 --method sonic", NULL },
+        { "--ratio .5 --method q8", "--ratio has no effect" }, { "--eval-items 3", "--eval-items has no effect in this run" }, { "--top-p .3", "--top-p has no effect at --temp 0" }, { "--seed 3 -n 2 --no-stats", NULL },
+        { "--repeat 3", "--repeat has no effect" }, { "--single-turn", "--single-turn has no effect" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        CHECK(sh("./kvcomp -p hi -n 1 --no-stats --temp 0 %s", cases[i].args) == 0, "%s: %s", cases[i].args, sh_err);
+        if (cases[i].says) CHECK(strstr(sh_err, cases[i].says) && lines_in(sh_err) == 1, "%s: %s", cases[i].args, sh_err);
+        else CHECK(!*sh_err, "%s: %s", cases[i].args, sh_err);
+    }
+    CHECK(sh("./kvcomp -p hi -n 1 -q --temp 0 --lychee-sink 3") == 0 && !*sh_err, "quiet: %s", sh_err);
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --compare full,lychee --lychee-sink 3 --budgets 30 --csv") == 0 && !strstr(sh_err, "no effect"), "%s", sh_err);
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --single-turn --csv") == 0 && strstr(sh_err, "--single-turn has no effect"), "%s", sh_err);
+    CHECK(sh("./kvcomp --help snapk") == 2 && strstr(sh_err, "did you mean snapkv?"), "%s", sh_err);
+}
+TEST(cli_json_text, "--json carries the reply under \"text\"; its numbers have no exponent; too few texts have no interval: null, an empty field, a dash") {
+    CHECK(sh("./kvcomp -p 'Who are you?' --temp 0 -q") == 0, "%s", sh_err);
+    static char reply[1024];
+    snprintf(reply, sizeof reply, "%.*s", (int)strcspn(sh_out, "\n"), sh_out);
+    CHECK(sh("./kvcomp -p 'Who are you?' --temp 0 -q --json") == 0 && lines_in(sh_out) == 1, "%s", sh_err);
+    char err[256];
+    Json *j = json_parse(sh_out, strlen(sh_out), err);
+    const Json *text = j ? json_get(j, "text") : NULL;
+    CHECK(*reply && text && !strcmp(text->str, reply), "%s\n%s", reply, sh_out);
+    if (j) json_free(j);
+    static const struct { double x; int digits; const char *text; } numbers[] = {
+        { 0, 6, "0" }, { -0.0, 6, "0" }, { 1, 6, "1" }, { -0.75, 6, "-0.75" }, { 1.0 / 3, 6, "0.333333" }, { 1e-7 / 3, 6, "0.0000000333333" }, { 123456789, 6, "123456789" }, { 2.5e21, 6, "2500000000000000000000" },
+        { 999999.96, 6, "1000000" }, { 64248.83, 6, "64248.8" }, { NAN, 6, "null" }, { -INFINITY, 6, "null" }, { 2.0 / 3, 9, "0.666666667" }, { 100, 3, "100" } };
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        char *out = NULL;
+        size_t n;
+        FILE *f = open_memstream(&out, &n);
+        json_real(f, numbers[i].x, numbers[i].digits);
+        fclose(f);
+        CHECK(!strcmp(out, numbers[i].text), "%g: %s, expected %s", numbers[i].x, out, numbers[i].text);
+        free(out);
+    }
+    const char *eval = "./kvcomp --eval facts --eval-length 96 -q";
+    CHECK(sh("%s --eval-items 4 --json", eval) == 0 && strstr(sh_out, "\"score_lo\":null,\"score_hi\":null"), "%s", sh_out);
+    CHECK(sh("%s --eval-items 5 --json", eval) == 0 && !strstr(sh_out, "null"), "%s", sh_out);
+    CHECK(sh("%s --eval-items 4 --csv", eval) == 0 && strstr(sh_out, ",,,") && !strstr(sh_out, "null") && !strstr(sh_out, "nan"), "%s", sh_out);
+    CHECK(sh("%s --eval-items 4", eval) == 0 && strstr(sh_out, " | - | "), "%s", sh_out);
+}
+// Runs a command on a terminal of so many columns; what it shows into sh_out. Returns its exit code.
+static int on_terminal(int cols, const char *cmd) {
+    struct winsize w = { .ws_row = 24, .ws_col = (unsigned short)cols };
+    int fd, status = 0;
+    size_t n = 0;
+    pid_t pid = forkpty(&fd, NULL, NULL, &w);
+    if (!pid) { execl("/bin/sh", "sh", "-c", cmd, (char *)NULL); _exit(99); }
+    for (ssize_t got; n + 1 < sizeof sh_out && (got = read(fd, sh_out + n, sizeof sh_out - n - 1)) > 0; ) n += (size_t)got;
+    sh_out[n] = 0;
+    close(fd);
+    waitpid(pid, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+TEST(cli_table_width, "on a terminal the table of --eval is aligned and no wider than the screen; with --markdown, and in a pipe, it is Markdown") {
+    static const char *const tables[] = {
+        "| method | budget | score | 95 % | longest_name |\n|---|---:|---:|---:|---:|\n| full | 0 | 1.000 | - | 3 |\n| streaming | 64 | 0.250 | 0.1..0.4 | 12345 |\n",
+        "| a |\n|---|\n| b |\n", "" };
+    for (int t = 0; t < 3; t++) for (int cols = 20; cols < 100; cols += 7) {
+        char *copy = strdup(tables[t]), *out = NULL;
+        size_t n;
+        FILE *f = open_memstream(&out, &n);
+        print_for_screen(f, copy, cols);
+        fclose(f);
+        CHECK(t || widest_line(out) <= max_int(cols, 31), "%d columns:\n%s", cols, out);       // one column beside the keys is the least
+        CHECK(t || (strstr(out, "longest_name") && strstr(out, "12345") && strstr(out, "0.1..0.4")), "%d columns:\n%s", cols, out);
+        free(copy); free(out);
+    }
+    const char *eval = "./kvcomp --eval facts --eval-items 1 --eval-length 96 --compare full,streaming --budgets 24 -q";
+    char markdown[256];
+    snprintf(markdown, sizeof markdown, "%s --markdown", eval);
+    CHECK(on_terminal(72, eval) == 0 && !strchr(sh_out, '|') && strstr(sh_out, "kv_bytes_peak"), "%s", sh_out);
+    CHECK(widest_line(sh_out) <= 73, "%d columns:\n%s", widest_line(sh_out), sh_out);            // the line's \r counts
+    CHECK(on_terminal(72, markdown) == 0 && strstr(sh_out, "| method | budget | score |"), "%s", sh_out);
+    CHECK(on_terminal(60, "./kvcomp --demo -q") == 0 && widest_line(sh_out) <= 61 && demo_right(sh_out, "full  ") == 7, "%d columns:\n%s", widest_line(sh_out), sh_out);
 }
 
 // ==================================================================================================== CUDA
