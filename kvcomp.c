@@ -77,6 +77,7 @@
 #include "kvcomp.h"
 #include <ctype.h>
 #include <dirent.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
@@ -10316,7 +10317,8 @@ static int clusters_that_fill(const Nodes *u, const float *S, int room, int *ord
 
 static const Opt program_options[] = {
     // Model and run
-    { "model",         's', "",     "a Hugging Face folder (default: the shipped model)" },
+    { "model",         's', "",
+      "a Hugging Face folder, org/name in the hub's cache, or a .safetensors file (default: the shipped model)" },
     { "device",        'c', "auto|cpu|cuda",
       "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
     { "threads",       'i', "0",    "threads; 0: one for a small model, all physical cores for others" },
@@ -24643,6 +24645,182 @@ static void default_model(Options *o) {
     options_set(o, "model", n && file_exists(path) ? path : shipped, err);
 }
 
+// ---- where a model lies
+// -m takes a folder with config.json, a weights file in one, a model's name on the Hugging Face hub,
+// org/name, or its folder in the hub's cache on this disk, models--org--name. Such a folder keeps
+// every version as snapshots/HASH, and the hash of the newest in refs/main. Nothing is downloaded.
+enum { PATH_ROOM = 1024 };
+
+// The folder of the hub's cache, found as the hub's own programs find it: "" when there is no home.
+static void hub_cache(char out[PATH_ROOM]) {
+    static const struct { const char *variable, *below; } places[] = {
+        { "HF_HUB_CACHE", "" }, { "HUGGINGFACE_HUB_CACHE", "" }, { "HF_HOME", "/hub" },
+        { "XDG_CACHE_HOME", "/huggingface/hub" }, { "HOME", "/.cache/huggingface/hub" },
+    };
+    out[0] = 0;
+    for (size_t i = 0; i < sizeof places / sizeof *places && !out[0]; i++) {
+        const char *value = getenv(places[i].variable);
+        if (value && *value) snprintf(out, PATH_ROOM, "%.900s%s", value, places[i].below);
+    }
+}
+
+// Is there a config.json in dir?
+static int holds_config(const char *dir) {
+    char path[PATH_ROOM + 16];
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    return file_exists(path);
+}
+
+// The version of a models--org--name folder that refs/main names; without one, the newest snapshot.
+// 0, and its folder in out; -1: no snapshot has a config.json.
+static int hub_snapshot(const char *repo, char out[PATH_ROOM]) {
+    char path[PATH_ROOM + 16], hash[128] = "";
+    struct dirent *entry;
+    struct stat st;
+    time_t newest = 0;
+    int found = 0;
+    snprintf(path, sizeof path, "%.990s/refs/main", repo);
+    FILE *f = fopen(path, "r");
+    if (f) {
+        if (fscanf(f, "%127s", hash) != 1) hash[0] = 0;
+        fclose(f);
+    }
+    snprintf(out, PATH_ROOM, "%.880s/snapshots/%s", repo, hash);
+    if (hash[0] && !strchr(hash, '/') && holds_config(out)) return 0;
+
+    snprintf(path, sizeof path, "%.990s/snapshots", repo);
+    DIR *d = opendir(path);
+    while (d && (entry = readdir(d))) {
+        char one[PATH_ROOM];
+        if (entry->d_name[0] == '.') continue;
+        if (snprintf(one, sizeof one, "%.760s/%.255s", path, entry->d_name) >= PATH_ROOM) continue;
+        if (!holds_config(one) || stat(one, &st) || (found && st.st_mtime <= newest)) continue;
+        strcpy(out, one);
+        newest = st.st_mtime;
+        found = 1;
+    }
+    if (d) closedir(d);
+    return found ? 0 : -1;
+}
+
+// Is it a name as the hub has them: org/name of letters, digits, dots, underlines and dashes?
+static int is_hub_name(const char *name) {
+    size_t n = strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/");
+    const char *slash = strchr(name, '/');
+    return !name[n] && name[0] != '.' && slash && slash > name && slash[1] && !strchr(slash + 1, '/');
+}
+
+// The folder of a hub name in the cache. Exit 3, with the command that gets it, when it is not there.
+static void hub_find(const char *name, char out[PATH_ROOM]) {
+    char cache[PATH_ROOM], repo[PATH_ROOM];
+    const char *slash = strchr(name, '/');
+    hub_cache(cache);
+    snprintf(repo, sizeof repo, "%.600s/models--%.*s--%.200s", cache, (int)min_int((int)(slash - name), 200), name, slash + 1);
+    if (*cache && !hub_snapshot(repo, out)) return;
+    const char *what = file_exists(repo) ? "is not complete" : "is not there";
+    die(EXIT_MODEL, "%.300s: no such folder, and %.400s %s; if it is a model of the Hugging Face hub, this gets it: "
+        "hf download %.300s", name, repo, what, name);
+}
+
+// The last part of a path that does not end in a slash.
+static const char *last_part(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+// Does text end so?
+static int ends_in(const char *text, const char *end) {
+    size_t n = strlen(text), m = strlen(end);
+    return n >= m && !strcmp(text + n - m, end);
+}
+
+// The folder that a path or name given by -m stands for. A path that is none of the above stays as
+// it is, and whoever opens it says what is wrong.
+static void model_folder(const char *given, char out[PATH_ROOM]) {
+    char path[PATH_ROOM], found[PATH_ROOM], inner[PATH_ROOM + 16];
+    struct stat st;
+    size_t n = strlen(given);
+    while (n > 1 && given[n - 1] == '/') n--;
+    snprintf(path, sizeof path, "%.*s", (int)min_size(n, PATH_ROOM - 1), given);
+    snprintf(inner, sizeof inner, "%s/snapshots", path);
+    snprintf(out, PATH_ROOM, "%s", path);
+    if (stat(path, &st)) {
+        if (is_hub_name(path)) hub_find(path, out);
+    } else if (!S_ISDIR(st.st_mode)) {
+        if (!ends_in(path, ".safetensors") && !ends_in(path, "config.json") && !ends_in(path, ".index.json")) return;
+        size_t folder = (size_t)(last_part(path) - path);
+        snprintf(out, PATH_ROOM, "%.*s", folder ? (int)max_size(folder - 1, 1) : 1, folder ? path : ".");
+    } else if (!holds_config(path) && file_exists(inner)) {
+        if (!hub_snapshot(path, found)) strcpy(out, found);
+    } else if (!strcmp(last_part(path), "snapshots")) {
+        snprintf(inner, sizeof inner, "%s/..", path);
+        if (!hub_snapshot(inner, found)) strcpy(out, found);
+    }
+}
+
+// -m and --tokenizer by the folders they stand for. A path that is too long stays as it is, for
+// config_load to refuse.
+static void find_models(Options *o) {
+    static const char *const names[] = { "model", "tokenizer" };
+    char folder[PATH_ROOM], err[256];
+    for (int i = 0; i < 2; i++) {
+        const char *given = opt_str(o, names[i]);
+        if (!*given || strlen(given) >= PATH_ROOM) continue;
+        model_folder(given, folder);
+        if (strcmp(folder, given)) options_set(o, names[i], folder, err);
+    }
+}
+
+// ---- the memory of this machine
+// The first number in the file behind a word, or at its beginning for word ""; -1: there is none.
+static double number_in(const char *path, const char *word) {
+    char line[256];
+    double x = -1;
+    FILE *f = fopen(path, "r");
+    while (f && x < 0 && fgets(line, sizeof line, f))
+        if (!strncmp(line, word, strlen(word)) && sscanf(line + strlen(word), "%lf", &x) != 1) x = -1;
+    if (f) fclose(f);
+    return x;
+}
+
+// Bytes that may still be used: what the system has available, or what is left of the limit of a
+// container, whichever is less. -1: not known.
+static double memory_free(void) {
+    double free_kb = number_in("/proc/meminfo", "MemAvailable:");
+    double limit = number_in("/sys/fs/cgroup/memory.max", ""), used = number_in("/sys/fs/cgroup/memory.current", "");
+    double bytes = free_kb < 0 ? -1 : 1024 * free_kb;
+    if (limit >= 0 && used >= 0 && (bytes < 0 || limit - used < bytes)) bytes = fmax(limit - used, 0);
+    return bytes;
+}
+
+// "16.1 GB weights + 537 MB rows at -c 4096; 19.6 GB free". Returns 1 when they are more than is free.
+static int memory_in_words(double weights, double rows, int ctx, double free_bytes, char out[200]) {
+    char a[32], b[32], c[32];
+    human_bytes(weights, a);
+    human_bytes(rows, b);
+    human_bytes(fmax(free_bytes, 0), c);
+    int n = snprintf(out, 200, "%s weights + %s rows at -c %d", a, b, ctx);
+    if (free_bytes >= 0) snprintf(out + n, 200 - (size_t)n, "; %s free", c);
+    return free_bytes >= 0 && weights + rows > free_bytes;
+}
+
+// Says what the model and a full context take, before any of it is taken. More than is free is a
+// warning: weights are mapped from their files, and rows come as the dialogue grows. Random weights
+// are neither, so with too little memory for them the program ends with exit 4.
+static void tell_memory(const App *a, double weights, int synthetic) {
+    const Config *c = a->c;
+    char text[200], fits[64] = "";
+    int ctx = opt_int(a->o, "ctx-size") ? opt_int(a->o, "ctx-size") : c->max_pos;
+    double row = (double)(format_find(opt_str(a->o, "ctk"))->row_bytes(c->D) + format_find(opt_str(a->o, "ctv"))->row_bytes(c->D));
+    double each = row * c->L * c->G, room = memory_free();
+    int over = memory_in_words(weights, each * ctx, ctx, room, text);
+    if (synthetic && room >= 0 && weights > room) die(EXIT_MEMORY, "%s: too little for these random weights", text);
+    if (!strcmp(opt_str(a->o, "device"), "cuda") || quiet || *opt_str(a->o, "ids") || opt_int(a->o, "inspect")) return;
+    if (over && weights < room) snprintf(fits, sizeof fits, "; -c %.0f would fit", floor((room - weights) / each));
+    if (over) fprintf(stderr, "kvcomp: WARNING: %s%s\n", text, fits);
+    else if (opt_int(a->o, "verbose") || (weights >= 1e9 && isatty(2))) fprintf(stderr, "kvcomp: %s\n", text);
+}
+
 // Touches every page of a mapped tensor.
 static void load_pages(const Tensor *t) {
     const volatile unsigned char *p = t->data;
@@ -24680,21 +24858,32 @@ static int can_start_again(const Options *o) {
     return !*file || (!stat(file, &st) && S_ISREG(st.st_mode));
 }
 
-// Opens config and weights: of --model, of the shipped model, or of random weights in the shape of
-// --synthetic.
-static void open_model(App *a) {
+// Reads the config: of --model, of the shipped model, or of the shape of --synthetic.
+static void open_config(App *a) {
     const char *shape = opt_str(a->o, "synthetic");
     if (!*shape && !*opt_str(a->o, "model")) default_model(a->o);
     a->c = *shape ? config_synthetic(shape) : config_load(opt_str(a->o, "model"));
     threads_use(opt_int(a->o, "threads"), parameters_of(a->c));
     if (n_threads() > 1 && can_start_again(a->o)) spin_shortly(args);
     if (!quiet) say_without_effect(a->o);
-    if (*shape) {
+}
+
+// Opens the weights of that config, or makes random ones.
+static void open_weights(App *a) {
+    if (*opt_str(a->o, "synthetic")) {
+        tell_memory(a, (double)parameters_of(a->c) * (double)dtype_size(DT_BF16), 1);
         a->w = weights_synthetic(a->c, 1);
         return;
     }
     a->w = weights_load(a->c);
+    tell_memory(a, (double)a->w->bytes, 0);
     load_weights(a->c, a->w);
+}
+
+// Both.
+static void open_model(App *a) {
+    open_config(a);
+    open_weights(a);
 }
 
 // ---- choosing the device of -d auto
@@ -24875,6 +25064,13 @@ static void app_close(App *a) {
 }
 
 // ---- what is asked beside the model's text
+// What the sum of a memory plan is for: the rooms of its passes are the GPU's, the CPU needs less.
+#ifdef KVCOMP_CUDA
+static const char memory_where[] = " with -d cuda, less on the CPU";
+#else
+static const char memory_where[] = " at most";
+#endif
+
 // --inspect and -v: the bytes that a dialogue would take. A session on the CPU is asked, which has
 // opened its parts but holds no rows yet.
 static void print_memory(const App *a, FILE *f) {
@@ -24888,7 +25084,9 @@ static void print_memory(const App *a, FILE *f) {
         fprintf(f, "memory     -c %d, method %s, K %s, V %s: ", p.ctx, method, s->fk->name, s->fv->name);
         fprintf(f, "weights %.3f GB + rows %.3f GB + ", (double)p.weights * 1e-9, (double)p.kv * 1e-9);
         fprintf(f, "method %.3f GB + passes %.3f GB = ", (double)p.parts * 1e-9, (double)p.pass * 1e-9);
-        fprintf(f, "%.3f GB with -d cuda\n", (double)(p.weights + p.kv + p.parts + p.pass) * 1e-9);
+        fprintf(f, "%.3f GB%s", (double)(p.weights + p.kv + p.parts + p.pass) * 1e-9, memory_where);
+        if (memory_free() >= 0) fprintf(f, "; %.3f GB free here", memory_free() * 1e-9);
+        fputc('\n', f);
         session_close(s);
     } else {
         fprintf(f, "memory     not known: %s\n", err);
@@ -24976,8 +25174,11 @@ static int run_app(App *a, const char *text) {
     Options *o = a->o;
     if (opt_int(o, "dump-tokens") && !quiet) say_without_effect(o);
     if (opt_int(o, "dump-tokens")) return dump_tokens(a, text);
-    open_model(a);
+    // Tokenizer and template before the weights: reading those may take minutes.
+    open_config(a);
     if (opt_int(o, "verbose")) print_values(o);
+    if (!opt_int(o, "inspect")) open_tokenizer(a, !*opt_str(o, "ids"));
+    open_weights(a);
     choose_device(a);
     if (opt_int(o, "inspect")) {
         inspect(a->c, a->w, stdout);
@@ -24985,7 +25186,6 @@ static int run_app(App *a, const char *text) {
         return 0;
     }
     if (opt_int(o, "verbose")) print_memory(a, stderr);
-    open_tokenizer(a, !*opt_str(o, "ids"));
     if (*opt_str(o, "calibrate")) return calibrate(a->c, a->w, a->tok, o);
     open_session(a);
     return run_mode(a, text);
@@ -24995,6 +25195,7 @@ static int run_app(App *a, const char *text) {
 static int run_options(App *a) {
     Options *o = a->o;
     check_device(o);
+    find_models(o);
     if (opt_int(o, "bench")) return bench(o);
     if (*opt_str(o, "report")) report_check(opt_str(o, "report"));     // before hours of evaluation
     char *text = prompt_text(a);

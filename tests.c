@@ -9508,6 +9508,52 @@ TEST(cli_table_width, "on a terminal the table of --eval is aligned and no wider
     CHECK(on_terminal(60, "./kvcomp --demo -q") == 0 && widest_line(sh_out) <= 61 && demo_right(sh_out, "full  ") == 7, "%d columns:\n%s", widest_line(sh_out), sh_out);
 }
 
+TEST(cli_hub, "-m org/name, its folder in the hub's cache, a snapshot, a weights file: all find the model; without it the message has the command that gets it") {
+    char d[] = "/tmp/kvcomp-hub-XXXXXX", repo[128], env[8][512];
+    CHECK(mkdtemp(d) != NULL, "mkdtemp");
+    snprintf(repo, sizeof repo, "%s/hub/models--some.org--tiny-1_b", d);
+    CHECK(sh("mkdir -p %s/snapshots/old %s/snapshots/abc123 %s/refs %s/blobs %s/.cache/huggingface && cp models/kvcomp-tiny/* %s/blobs && rm %s/blobs/head_scores.json && for f in %s/blobs/*; do ln -s ../../blobs/$(basename $f) %s/snapshots/abc123; done && "
+             "echo '{}' > %s/snapshots/old/config.json && printf abc123 > %s/refs/main && ln -s %s/hub %s/.cache/huggingface/hub", repo, repo, repo, repo, d, repo, repo, repo, repo, repo, repo, d, d) == 0, "%s", sh_err);
+    const char *clean = "env -u HF_HUB_CACHE -u HUGGINGFACE_HUB_CACHE -u HF_HOME -u XDG_CACHE_HOME HOME=/nowhere";
+    snprintf(env[0], sizeof env[0], "HF_HOME=%s ./kvcomp -m some.org/tiny-1_b", d);
+    snprintf(env[1], sizeof env[1], "HF_HUB_CACHE=%s/hub HF_HOME=/nowhere ./kvcomp some.org/tiny-1_b", d);
+    snprintf(env[2], sizeof env[2], "HOME=%s ./kvcomp -m some.org/tiny-1_b/", d);
+    snprintf(env[3], sizeof env[3], "XDG_CACHE_HOME=%s/.cache KVCOMP_MODEL=some.org/tiny-1_b ./kvcomp", d);
+    snprintf(env[4], sizeof env[4], "./kvcomp -m %s/", repo);
+    snprintf(env[5], sizeof env[5], "./kvcomp -m %s/snapshots", repo);
+    snprintf(env[6], sizeof env[6], "./kvcomp -m %s/snapshots/abc123/", repo);
+    snprintf(env[7], sizeof env[7], "./kvcomp -m %s/snapshots/abc123/model.safetensors", repo);
+    for (int i = 0; i < 8; i++)
+        CHECK(sh("%s %s -p hello -n 3 --temp 0 -q --json", clean, env[i]) == 0 && strstr(sh_out, "/snapshots/abc123\"") && !*sh_err, "%s: %s%s", env[i], sh_err, sh_out);
+    CHECK(sh("cp -r models/kvcomp-tiny %s/here && cd %s/here && $OLDPWD/kvcomp -m model.safetensors -p hello -n 1 -q", d, d) == 0, "%s", sh_err);
+    CHECK(sh("rm -r %s/refs && touch -d 2001-01-01 %s/snapshots/old && %s %s -p hello -n 3 -q", repo, repo, clean, env[4]) == 0, "without refs/main the newest snapshot: %s", sh_err);
+    CHECK(sh("%s HF_HOME=%s ./kvcomp -m meta-llama/Llama-3.1-8B-Instruct", clean, d) == 3 && lines_in(sh_err) == 1 && strstr(sh_err, "hf download meta-llama/Llama-3.1-8B-Instruct\n") && strstr(sh_err, "is not there"), "%s", sh_err);
+    CHECK(sh("rm -r %s/snapshots/* && %s HF_HOME=%s ./kvcomp -m some.org/tiny-1_b", repo, clean, d) == 3 && strstr(sh_err, "is not complete") && strstr(sh_err, "hf download some.org/tiny-1_b"), "%s", sh_err);
+    CHECK(sh("%s ./kvcomp -m ./some/where", clean) == 3 && strstr(sh_err, "no such folder") && !strstr(sh_err, "hf download"), "a path is no name: %s", sh_err);
+    CHECK(sh("%s ./kvcomp -m a/b/c", clean) == 3 && !strstr(sh_err, "hf download"), "%s", sh_err);
+    CHECK(sh("%s env -u HOME ./kvcomp -m a/b", clean) == 3 && strstr(sh_err, "hf download a/b"), "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+TEST(cli_memory, "what a model takes is said before it is taken; more than is free is a warning, or exit 4 for random weights; tokenizer and template come before the weights") {
+    char text[200];
+    CHECK(!memory_in_words(16.06e9, 536870912, 4096, 19.6e9, text) && !strcmp(text, "16.1 GB weights + 537 MB rows at -c 4096; 19.6 GB free"), "%s", text);
+    CHECK(memory_in_words(16.06e9, 4e9, 32768, 19.6e9, text) == 1, "%s", text);
+    CHECK(!memory_in_words(16.06e9, 4e9, 32768, -1, text) && !strstr(text, "free"), "%s", text);
+    if (memory_free() < 0) return;                       // this system does not say what is free
+    CHECK(sh("./kvcomp -p hi -n 1 --temp 0 -c 1073741824 --no-stats") == 0 && strstr(sh_err, "WARNING: 6.4 MB weights + 2.5 TB rows at -c 1073741824; ") && strstr(sh_err, " would fit\n") && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("./kvcomp -p hi -n 1 --temp 0 -v --no-stats") == 0 && strstr(sh_err, "kvcomp: 6.4 MB weights + 9.4 MB rows at -c 4096; "), "%s", sh_err);
+    CHECK(sh("./kvcomp -p hi -n 1 --temp 0 --no-stats") == 0 && !*sh_err, "a small model is nothing to talk about: %s", sh_err);
+    CHECK(sh("./kvcomp --synthetic L1000,H64,G8,D128,C8192,F28672,V128256 --ids data/ids/three-turns.txt") == 4 && lines_in(sh_err) == 1 && strstr(sh_err, "too little for these random weights"), "%s", sh_err);
+    CHECK(sh("./kvcomp --synthetic L1000,H64,G8,D128,C8192,F28672,V128256 -p hi") == 2 && strstr(sh_err, "--synthetic has no tokenizer"), "before its weights: %s", sh_err);
+    char d[] = "/tmp/kvcomp-early-XXXXXX";
+    CHECK(mkdtemp(d) && sh("cp models/kvcomp-tiny/* %s && echo junk > %s/model.safetensors && echo '{}' > %s/tokenizer.json", d, d, d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi", d) == 3 && strstr(sh_err, "tokenizer.json") && !strstr(sh_err, "safetensors"), "the tokenizer is looked at first: %s", sh_err);
+    CHECK(sh("cp models/kvcomp-tiny/tokenizer.json %s && ./kvcomp -m %s -p hi --chat-template nosuch", d, d) == 3 && strstr(sh_err, "nosuch") && !strstr(sh_err, "safetensors"), "then the template: %s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi", d) == 3 && strstr(sh_err, "model.safetensors"), "then the weights: %s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp --inspect") == 0 && strstr(sh_out, " GB free here\n"), "%s", sh_out);
+}
+
 // ==================================================================================================== CUDA
 // kvcomp.cu against its CPU twins. In a build without a GPU the kernels run under cuda_emu.h; every test goes through three
 // orders of threads (EMU_SEED 0, 1, 7). Shapes are odd on purpose, and small: an emulated thread costs a microsecond a meeting.
