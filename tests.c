@@ -2039,14 +2039,13 @@ TEST(tokenizer_mutants, "thousands of damaged files load or are refused, and wha
 TEST(template_choice, "templates by name and by program; lists of programs; refusals say what is missing") {
     static const char *const fits[][2] = { { "llama3.1", "llama3" }, { "chatml", "smollm2" }, { "qwen3", "qwen2" }, { "mistral-v1", "spm-legacy" },
                                             { "vicuna", "sp-bpe" }, { "none", "numbers" }, { "deepseek-r1", "qwen2" } };
+#define MARKED "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     static const struct { const char *config, *name; } config[] = {
-        { "{}", "none" }, { "{\"chat_template\":null}", "none" }, { "{\"chat_template\":\"x<|im_start|>y\"}", "chatml" },
-        { "{\"chat_template\":[{\"name\":\"tool\",\"template\":\"[INST]\"},{\"name\":\"default\",\"template\":\"<|im_start|>\"}]}", "chatml" },
+        { "{}", "none" }, { "{\"chat_template\":null}", "none" }, { "{\"chat_template\":\"" MARKED "\"}", "chatml" },
+        { "{\"chat_template\":[{\"name\":\"tool\",\"template\":\"[INST]\"},{\"name\":\"default\",\"template\":\"" MARKED "\"}]}", "chatml" },
         { "{\"chat_template\":[{\"name\":\"tool\",\"template\":\"[INST]\"}]}", "default" }, { "{\"chat_template\":7}", "neither" },
-        { "{\"chat_template\":\"{{ hello }}\"}", "not supported" },
-        { "{\"chat_template\":\"[SYSTEM_PROMPT] [INST]\"}", "not supported" },
-        { "{\"chat_template\":\"<|start_header_id|>\"}", "{bos}" },
-        { "{\"chat_template\":\"<\xef\xbd\x9c" "Assistant\xef\xbd\x9c>\"}", "{bos}" }, { "{", "byte" }, { "[", "byte" },
+        { "{\"chat_template\":\"{{ hello }}\"}", "not supported" }, { "{\"chat_template\":\"a\\u0000b\"}", "NUL" },
+        { "{", "byte" }, { "[", "byte" },
     };
     char err[512], dir[] = "/tmp/kvcomp-test-tpl-XXXXXX", file[64];
     for (size_t i = 0; i < sizeof fits / sizeof *fits; i++) {
@@ -2077,6 +2076,110 @@ TEST(template_choice, "templates by name and by program; lists of programs; refu
     unlink(file);
     rmdir(dir);
     tokenizer_free(t); tokenizer_free(other);
+}
+
+// The ids and the place of what is in a fixture of data/tokenizers/programs.json
+static int *json_ids(const Json *list) {        // stb array
+    int *ids = NULL;
+    for (int i = 0; i < list->n; i++) arrput(ids, (int)list->item[i].i);
+    return ids;
+}
+static int token_or_none(const Tokenizer *t, const Json *name) { return name->type == JSON_STRING ? text_id(t, name->str, name->len) : -1; }
+
+TEST(template_programs, "programs as models are published with them give the ids of apply_chat_template, whole and as the first turn; each is recognised") {
+    Fixture f;
+    char err[512] = "", *data = fixture_open("programs.json", &f);
+    Json *all = data ? json_parse(data, (size_t)(f.end - f.p), err) : NULL;
+    const Json *dialogues = json_get(all, "dialogues"), *programs = json_get(all, "programs");
+    CHECK(all && programs->n >= 40, "%s", err);
+    for (int i = 0; all && i < programs->n; i++) {
+        const Json *p = &programs->item[i], *ids = json_get(p, "ids");
+        const char *what = json_text(p, "what");
+        int think = (int)json_get(p, "think")->i, asked = 0;
+        Tokenizer *t = fixture_tokenizer(json_text(p, "tokenizer"));
+        if (!t) continue;
+        t->bos = token_or_none(t, json_get(p, "bos"));
+        t->eos = token_or_none(t, json_get(p, "eos"));
+        Template *tp = template_derive(json_text(p, "program"), t, err);
+        CHECK(tp, "%s: %s", what, err);
+        CHECK(!tp || !strcmp(tp->x.name, json_text(p, "name")), "%s: found %s", what, tp->x.name);
+        for (int d = 0; tp && d < ids->n; d++) {
+            const Json *list = &dialogues->item[d];
+            Message m[8];
+            for (int k = 0; k < list->n; k++) m[k] = (Message){ json_text(&list->item[k], "role"), json_text(&list->item[k], "content") };
+            int system = !strcmp(m[0].role, "system"), a, b, c;
+            CHECK(!system || !tp->no_system || ids->item[d].type == JSON_NULL, "%s: has no system message", what);
+            if (ids->item[d].type == JSON_NULL) continue;           // the program refuses it, or rewrites history
+            int *want = json_ids(&ids->item[d]), *got = template_dialogue(tp, t, m, list->n, think, NULL);
+            check_ids(what, d, m[system].words, strlen(m[system].words), got, want);
+            if (list->n == 1 + system) {
+                int *turn = template_turn(tp, t, 1, system ? m[0].words : NULL, m[system].words, think, 0, NULL, &a, &b, &c);
+                check_ids(what, d, m[system].words, strlen(m[system].words), turn, want);
+                CHECK(c > 0 && a + c < (int)arrlen(turn) && (system || !b), "%s: n_sys %d, n_head %d of %d", what, a, c, (int)arrlen(turn));
+                arrfree(turn);
+            }
+            asked++;
+            arrfree(want); arrfree(got);
+        }
+        CHECK(asked >= 2 || !tp, "%s: %d dialogues", what, asked);
+        if (tp && tp->x.end) CHECK(arrlen(tp->stop) && tp->stop[0] >= 0, "%s has no stop id", what);
+        template_free(tp);
+        tokenizer_free(t);
+    }
+    json_free(all);
+    free(data);
+}
+
+TEST(template_refused, "a program that no texts give, or that needs more of the language, is refused: the reason, its line, the names that --chat-template takes") {
+    Fixture f;
+    char err[512] = "", path[] = "/tmp/kvcomp-test-XXXXXX", *data = fixture_open("programs.json", &f);
+    Json *all = data ? json_parse(data, (size_t)(f.end - f.p), err) : NULL;
+    const Json *refused = json_get(all, "refused");
+    Tokenizer *t = fixture_tokenizer("marks");
+    int fd = mkstemp(path);
+    CHECK(all && refused->n >= 12, "%s", err);
+    for (int i = 0; all && i < refused->n; i++) {
+        const Json *program = json_get(&refused->item[i], "program");
+        const char *why = json_text(&refused->item[i], "why");
+        CHECK(!ftruncate(fd, 0) && pwrite(fd, program->str, program->len, 0) == (ssize_t)program->len, "%s", path);
+        Template *tp = template_load("nowhere", path, t, err);
+        CHECK(!tp && strstr(err, why), "expected '%s', found %s", why, tp ? tp->x.name : err);
+        CHECK(strstr(err, "mistral-v7-tekken") && strstr(err, "--raw)"), "%s", err);
+        template_free(tp);
+    }
+    close(fd);
+    unlink(path);
+    tokenizer_free(t);
+    json_free(all);
+    free(data);
+}
+
+TEST(template_damaged, "programs cut off or with bytes changed anywhere are refused or rendered, and end soon") {
+    Fixture f;
+    char err[512] = "", *data = fixture_open("programs.json", &f);
+    Json *all = data ? json_parse(data, (size_t)(f.end - f.p), err) : NULL;
+    const Json *programs = json_get(all, "programs");
+    Tokenizer *t = fixture_tokenizer("marks");
+    static const char bytes[] = "{}%-#'\"()[]|.:~+ \n\\is0a";
+    Message m[3] = { { "system", "s" }, { "user", "u" }, { "assistant", "a" } };
+    int whole = 0, n = 0;
+    rnd_seed(11);
+    for (int i = 0; all && i < 3000; i++) {
+        const Json *p = json_get(&programs->item[rnd_int(programs->n)], "program");
+        char *program = text_copy(p->str, p->len);
+        if (i % 3) program[rnd_int((int)p->len)] = bytes[rnd_int((int)sizeof bytes - 1)];
+        if (i % 3 != 1) program[rnd_int((int)p->len)] = 0;
+        char *text = jinja_render(program, t, m, 3, 1, 1, err);
+        CHECK(text || !strncmp(err, "line ", 5), "%s", err);
+        whole += text != NULL;
+        n++;
+        free(text);
+        free(program);
+    }
+    CHECK(whole > n / 10 && whole < n, "%d of %d were rendered", whole, n);
+    tokenizer_free(t);
+    json_free(all);
+    free(data);
 }
 
 // A vocabulary of 65536 two-byte and 40000 three-byte pieces over the 256 bytes, and the worst texts.
@@ -8184,6 +8287,38 @@ TEST(cli_stdout, "stdout is the reply and nothing else; --dump-tokens prints ids
     CHECK(sh("printf hello | ./kvcomp -m models/kvcomp-tiny --temp 0 -n 24 -f - -q") == 0, "%s", sh_err);
     CHECK(sh("./kvcomp -m models/kvcomp-tiny --dump-tokens -p 'Hello world'") == 0 && lines_in(sh_out) == 1 && isdigit((unsigned char)*sh_out), "%s", sh_out);
     CHECK(sh(CHAT "-p hello --method=streaming --seed 1 --json") == 0 && sh_out[0] == '{', "%s", sh_out);
+}
+TEST(cli_templates, "a template that is refused ends with 3, one line and what to do instead; --dialogue prints ids of whole dialogues; a system text for a template without one ends with 2") {
+    char p[64], d[64];
+    snprintf(p, sizeof p, "/tmp/kvt_%d_p", (int)getpid());
+    snprintf(d, sizeof d, "/tmp/kvt_%d_d", (int)getpid());
+    write_text_file(p, "{% for m in messages %}\n{{ m.content | frobnicate }}\n{% endfor %}");
+    CHECK(sh("./kvcomp --chat-template %s -p hi -n 1", p) == 3 && lines_in(sh_err) == 1 && strstr(sh_err, "line 2: frobnicate of a text") && strstr(sh_err, " chatml ")
+          && strstr(sh_err, "--raw") && !*sh_out, "%s", sh_err);
+    CHECK(sh("./kvcomp --chat-template nosuch -p hi -n 1") == 3 && lines_in(sh_err) == 1 && strstr(sh_err, "nosuch") && strstr(sh_err, " phi4 "), "%s", sh_err);
+    CHECK(sh("./kvcomp --chat-template %s --raw -q -p hi -n 1 --temp 0", p) == 0 && sh("./kvcomp --chat-template %s --dump-tokens -p hi", p) == 0, "%s", sh_err);
+    write_text_file(p, "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+                       "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}");
+    CHECK(sh("./kvcomp --chat-template %s -q -p hi -n 1 --temp 0", p) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp --chat-template %s -sys be -p hi -n 1", p) == 2 && lines_in(sh_err) == 1 && strstr(sh_err, "no system here"), "%s", sh_err);
+    write_text_file(d, "/system be kind\nhi\n");
+    CHECK(sh("./kvcomp --chat-template %s -n 1 < %s", p, d) == 0 && strstr(sh_err, "no system here"), "%s", sh_err);
+
+    write_text_file(d, "{\"messages\":[{\"role\":\"system\",\"content\":\"Be kind.\"},{\"role\":\"user\",\"content\":\"Hi\"},{\"role\":\"assistant\",\"content\":\"Yes\"},{\"role\":\"user\",\"content\":\"Why?\"}]}\n"
+                       "\n{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}]}\n");
+    CHECK(sh("./kvcomp --dump-tokens --dialogue %s", d) == 0 && lines_in(sh_out) == 2 && isdigit((unsigned char)*sh_out) && !*sh_err, "%s%s", sh_out, sh_err);
+    CHECK(sh("./kvcomp --dump-tokens --chat-template %s --dialogue %s", p, d) == 2 && strstr(sh_err, "line 1") && strstr(sh_err, "no system here"), "%s", sh_err);
+    CHECK(sh("./kvcomp --dialogue %s -p hi", d) == 2 && sh("./kvcomp --dump-tokens --dialogue %s -p hi", d) == 2 && sh("./kvcomp --dump-tokens --dialogue %s --raw", d) == 2, "%s", sh_err);
+    static const char *const bad[][2] = {
+        { "{\"messages\":[]}", "none in it" }, { "[1", "byte" }, { "{\"messages\":[{\"role\":\"user\",\"content\":7}]}", "message 1" }, { "{\"messages\":[{\"role\":\"tool\",\"content\":\"x\"}]}", "'tool'" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"},{\"role\":\"assistant\",\"content\":\"x\"}]}", "last message" }, { "{\"messages\":[{\"role\":\"user\",\"content\":\"a\\u0000b\"}]}", "no text" },
+        { "{\"messages\":[{\"role\":\"system\",\"content\":\"x\"}]}", "last message" },
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        write_text_file(d, bad[i][0]);
+        CHECK(sh("./kvcomp --dump-tokens --dialogue %s", d) == 2 && lines_in(sh_err) == 1 && strstr(sh_err, "line 1") && strstr(sh_err, bad[i][1]), "%s: %s", bad[i][0], sh_err);
+    }
+    unlink(p); unlink(d);
 }
 TEST(cli_damaged, "weights that hold a NaN: exit 3 at the first logits, in a chat and in an evaluation, not an empty reply and a divergence of 0") {
     char d[] = "/tmp/kvcomp-nan-XXXXXX";

@@ -2,7 +2,9 @@
 """Makes the tokenizer fixtures in data/tokenizers/: one small tokenizer of every supported kind, 360 nasty strings, the ids
 that the packages `tokenizers` and `sentencepiece` give for them, and dialogues as `transformers` renders them.
 
-    python3 make_tokenizers.py          needs tokenizers, sentencepiece, transformers, jinja2
+    python3 make_tokenizers.py                 needs tokenizers, sentencepiece, transformers, jinja2
+    python3 make_tokenizers.py programs        programs.json and its tokenizer only
+    python3 make_tokenizers.py check KVCOMP    holds `KVCOMP --dump-tokens --dialogue` against programs.json
 
 strings.bin       every string: varint length, bytes
 NAME/*            tokenizer.json (or tokenizer.model) and tokenizer_config.json
@@ -10,17 +12,25 @@ NAME.pieces       byte-level families: per string, the lengths in bytes of the p
 NAME.ids          per string: ids with special tokens parsed; ids without (one byte 1 when they are the same, else 0 and the ids);
                   the decoded text (one byte 1 when it is the string, else 0, varint length, bytes). A list: varint count, varints
 chats.json        dialogues: template program, tokenizer, and per turn the ids to append and the ids of the reply
+programs.json     template programs as models are published with them, and the ids of whole dialogues; programs that are refused
 Varints are base 128, low bits first. All texts are made here: word lists of this file, shuffled by a seeded generator.
 """
+import datetime
 import io
 import json
 import os
 import random
+import shutil
 import struct
+import subprocess
+import sys
+import tempfile
 
+import jinja2.exceptions
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tokenizers")
 RNG = random.Random(20261120)
@@ -217,7 +227,7 @@ VICUNA = "A chat between a curious user and an artificial intelligence assistant
 CHATS = [
     ("llama3", "llama3", "{{- bos_token }}" + EACH + LLAMA_TURN, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>user"),
     ("llama3.1", "llama3", "{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}" + LLAMA_LINES + EACH + LLAMA_TURN, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>user"),
-    ("llama3.2", "llama3", "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- endif %}" + LLAMA_LINES + EACH + LLAMA_TURN,
+    ("llama3.1", "llama3", "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- endif %}" + LLAMA_LINES + EACH + LLAMA_TURN,
      "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>user"),
     ("chatml", "smollm2", EACH + CHATML.replace("THINK", ""), "<|im_start|>assistant\n", "<|im_start|>user"),
     ("chatml", "smollm2", default_system("You are a helpful AI assistant named SmolLM, trained by Hugging Face") + EACH + CHATML.replace("THINK", ""), "<|im_start|>assistant\n", "<|im_start|>user"),
@@ -279,6 +289,596 @@ def chats(tokenizers):
     return out
 
 
+# ------------------------------------------------------------------------------------------------- programs as people run them
+# Chat templates of the kinds that models are published with, tools and all, written after their public descriptions. `think`: the
+# program knows enable_thinking. Dialogues that a program refuses (no system message) are left out by transformers' own error.
+TOOL_LINES = r"""{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- messages[0]['content'] + '\n\n' }}
+    {%- else %}DEFAULT
+    {%- endif %}
+    {{- "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\n</tools>\n\nFor each function call, return a json object:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
+"""
+CALLS = r"""        {%- if message.tool_calls %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}
+                {%- set tool_call = tool_call.function %}
+            {%- endif %}
+            {{- '\n<tool_call>\n{"name": "' }}
+            {{- tool_call.name }}
+            {{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {%- endif %}
+"""
+TOOL_ROLE = r"""    {%- elif message.role == "tool" %}
+        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\n<tool_response>\n' }}
+        {{- message.content }}
+        {{- '\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+"""
+QWEN25 = TOOL_LINES.replace("DEFAULT", "\n        {{- 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' }}") + r"""{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}
+            {{- '\n' + message.content }}
+        {%- endif %}
+""" + CALLS + r"""        {{- '<|im_end|>\n' }}
+""" + TOOL_ROLE + r"""{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+QWQ = QWEN25.replace("created by Alibaba Cloud. You are a helpful assistant.", "developed by Alibaba.").replace(
+    'or (message.role == "assistant" and not message.tool_calls) %}', '%}').replace(
+    '''    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}''', '''    {%- elif message.role == "assistant" and not message.tool_calls %}
+        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {{- '<|im_start|>' + message.role }}''').replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n' }}")
+QWEN3_HEAD = TOOL_LINES.replace("DEFAULT", "") + r"""{%- else %}
+    {%- if messages[0].role == 'system' %}
+        {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {%- set content = '' %}
+    {%- endif %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning_content = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning_content = message.reasoning_content %}
+        {%- else %}
+            {%- if '</think>' in content %}
+                {%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+                {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+            {%- endif %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index %}
+            {%- if loop.last or (not loop.last and reasoning_content) %}
+                {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+            {%- else %}
+                {{- '<|im_start|>' + message.role + '\n' + content }}
+            {%- endif %}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\n' + content }}
+        {%- endif %}
+""" + CALLS + r"""        {{- '<|im_end|>\n' }}
+""" + TOOL_ROLE
+QWEN3 = QWEN3_HEAD + r"""{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}"""
+QWEN3_THINKING = QWEN3_HEAD + r"""{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n<think>\n' }}
+{%- endif %}"""
+LLAMA31 = r"""{{- bos_token }}
+{%- if custom_tools is defined %}
+    {%- set tools = custom_tools %}
+{%- endif %}
+{%- if not tools_in_user_message is defined %}
+    {%- set tools_in_user_message = true %}
+{%- endif %}
+DATE
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- endif %}
+
+{#- This block extracts the system message, so we can slot it into the right place. #}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+
+{#- System message + builtin tools #}
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
+{%- if builtin_tools is defined or tools is not none %}
+    {{- "Environment: ipython\n" }}
+{%- endif %}
+{%- if builtin_tools is defined %}
+    {{- "Tools: " + builtin_tools | reject('equalto', 'code_interpreter') | join(", ") + "\n\n"}}
+{%- endif %}
+{{- "Cutting Knowledge Date: December 2023\n" }}
+{{- "Today Date: " + date_string + "\n\n" }}
+{%- if tools is not none and not tools_in_user_message %}
+    {{- "You have access to the following functions. To call a function, please respond with JSON for a function call." }}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\n\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+
+{#- Custom tools are passed in a user message with some extra guidance #}
+{%- if tools_in_user_message and not tools is none %}
+    {%- if messages | length != 0 %}
+        {%- set first_user_message = messages[0]['content']|trim %}
+        {%- set messages = messages[1:] %}
+    {%- else %}
+        {{- raise_exception("Cannot put tools in the first user message when there's no first user message!") }}
+{%- endif %}
+    {{- '<|start_header_id|>user<|end_header_id|>\n\n' -}}
+    {{- first_user_message + "<|eot_id|>"}}
+{%- endif %}
+
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls|length == 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {%- if builtin_tools is defined and tool_call.name in builtin_tools %}
+            {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
+            {{- "<|python_tag|>" + tool_call.name + ".call(" }}
+            {%- for arg_name, arg_val in tool_call.arguments | items %}
+                {{- arg_name + '="' + arg_val + '"' }}
+                {%- if not loop.last %}
+                    {{- ", " }}
+                {%- endif %}
+            {%- endfor %}
+            {{- ")" }}
+        {%- endif %}
+    {%- elif message.role == "tool" or message.role == "ipython" %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
+        {%- else %}
+            {{- message.content }}
+        {%- endif %}
+        {{- "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+MISTRAL_V3 = r"""{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+
+{#- This block checks for alternating user/assistant messages, skipping tool calling messages #}
+{%- set ns = namespace() %}
+{%- set ns.index = 0 %}
+{%- for message in loop_messages %}
+    {%- if not (message.role == "tool" or message.role == "tool_results" or (message.tool_calls is defined and message.tool_calls is not none)) %}
+        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+            {{- raise_exception("After the optional system message, conversation roles must alternate user/assistant/user/assistant/...") }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endif %}
+{%- endfor %}
+
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is not none and (message == user_messages[-1]) %}
+            {{- "[AVAILABLE_TOOLS]BLANK[" }}
+            {%- for tool in tools %}
+                {%- set tool = tool.function %}
+                {{- '{"type": "function", "function": {' }}
+                {%- for key, val in tool.items() if key != "return" %}
+                    {%- if val is string %}
+                        {{- '"' + key + '": "' + val + '"' }}
+                    {%- else %}
+                        {{- '"' + key + '": ' + val|tojson }}
+                    {%- endif %}
+                {%- endfor %}
+                {{- "}}" }}
+            {%- endfor %}
+            {{- "[/AVAILABLE_TOOLS]" }}
+            {%- endif %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST]BLANK" + system_message + "\n\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST]BLANK" + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- "[TOOL_CALLS]BLANK[" }}
+        {%- for tool_call in message.tool_calls %}
+            {%- set out = tool_call.function|tojson %}
+            {{- out[:-1] }}
+            {%- if not tool_call.id is defined or tool_call.id|length != 9 %}
+                {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+            {%- endif %}
+        {%- endfor %}
+    {%- elif message["role"] == "assistant" %}
+        {{- "BLANK" + message["content"]|trim + eos_token }}
+    {%- elif message["role"] == "tool_results" or message["role"] == "tool" %}
+        {{- '[TOOL_RESULTS]BLANK{"content": ' + message.content|string + ", " }}
+    {%- else %}
+        {{- raise_exception("Only user and assistant roles are supported, with the exception of an initial optional system message!") }}
+    {%- endif %}
+{%- endfor %}
+"""
+SMALL3 = r"""{%- set today = strftime_now("%Y-%m-%d") %}
+{%- set default_system_message = "You are Mistral Small 3, a Large Language Model (LLM) created by Mistral AI, a French startup headquartered in Paris.\nYour knowledge base was last updated on 2023-10-01. The current date is " + today + ".\n\nWhen you're not sure about some information, you say that you don't have the information and don't make up anything." %}
+
+{{- bos_token }}
+
+{%- if messages[0]['role'] == 'system' %}
+    {%- if messages[0]['content'] is string %}
+        {%- set system_message = messages[0]['content'] %}
+    {%- else %}
+        {%- set system_message = messages[0]['content'][0]['text'] %}
+    {%- endif %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = default_system_message %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- '[SYSTEM_PROMPT]' + system_message + '[/SYSTEM_PROMPT]' }}
+
+{%- for message in loop_messages %}
+    {%- if message['role'] == 'user' %}
+        {%- if message['content'] is string %}
+            {{- '[INST]' + message['content'] + '[/INST]' }}
+        {%- else %}
+            {{- '[INST]' }}
+            {%- for block in message['content'] %}
+                {%- if block['type'] == 'text' %}
+                    {{- block['text'] }}
+                {%- elif block['type'] in ['image', 'image_url'] %}
+                    {{- '[IMG]' }}
+                {%- else %}
+                    {{- raise_exception('Only text and image blocks are supported in message content!') }}
+                {%- endif %}
+            {%- endfor %}
+            {{- '[/INST]' }}
+        {%- endif %}
+    {%- elif message['role'] == 'system' %}
+        {{- '[SYSTEM_PROMPT]' + message['content'] + '[/SYSTEM_PROMPT]' }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- if message['content'] is string %}
+            {{- message['content'] + eos_token }}
+        {%- else %}
+            {{- message['content'][0]['text'] + eos_token }}
+        {%- endif %}
+    {%- else %}
+        {{- raise_exception('Only user, system and assistant roles are supported!') }}
+    {%- endif %}
+{%- endfor %}"""
+R1 = r"""{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{% set ns = namespace(is_first=false, is_tool=false, is_output_first=true, system_prompt='') %}{%- for message in messages %}{%- if message['role'] == 'system' %}{% set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}{{bos_token}}{{ns.system_prompt}}{%- for message in messages %}{%- if message['role'] == 'user' %}{%- set ns.is_tool = false -%}{{'<｜User｜>' + message['content']}}{%- endif %}{%- if message['role'] == 'assistant' and message['content'] is none %}{%- set ns.is_tool = false -%}{%- for tool in message['tool_calls']%}{%- if not ns.is_first %}{{'<｜Assistant｜><｜tool▁calls▁begin｜>' + tool['type'] + '\n' + '```json' + '\n' + tool['function']['arguments'] + '\n' + '```'}}{%- set ns.is_first = true -%}{%- endif %}{%- endfor %}{%- endif %}{%- if message['role'] == 'assistant' and message['content'] is not none %}{%- if ns.is_tool %}{{'<｜tool▁outputs▁end｜>' + message['content'] + '<｜end▁of▁sentence｜>'}}{%- set ns.is_tool = false -%}{%- else %}{% set content = message['content'] %}{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}{{'<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>'}}{%- endif %}{%- endif %}{%- endfor -%}{% if ns.is_tool %}{{'<｜tool▁outputs▁end｜>'}}{% endif %}{% if add_generation_prompt and not ns.is_tool %}{{'<｜Assistant｜>THINK'}}{% endif %}"""
+HF_EACH = "{% for message in messages %}"
+PLAIN_CHATML = HF_EACH + "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+ZEPHYR = HF_EACH + r"""
+{% if message['role'] == 'user' %}
+{{ '<|user|>
+' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>
+' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>
+'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+TULU3 = HF_EACH + r"{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'assistant' %}{% if not loop.last %}{{ '<|assistant|>\n'  + message['content'] + eos_token + '\n' }}{% else %}{{ '<|assistant|>\n'  + message['content'] + eos_token }}{% endif %}{% endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
+PHI3 = HF_EACH + r"{% if message['role'] == 'system' %}{{'<|system|>\n' + message['content'] + '<|end|>\n'}}{% elif message['role'] == 'user' %}{{'<|user|>\n' + message['content'] + '<|end|>\n'}}{% elif message['role'] == 'assistant' %}{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+PHI4 = HF_EACH + r"{% if (message['role'] == 'system') %}{{'<|im_start|>system<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'user') %}{{'<|im_start|>user<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'assistant') %}{{'<|im_start|>assistant<|im_sep|>' + message['content'] + '<|im_end|>'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+YI = r"{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% endif %}{% if system_message is defined %}{{ system_message }}{% endif %}{% for message in loop_messages %}{% if message['role'] == 'user' %}{{ '<|im_start|>user\n' + message['content'] + '<|im_end|>\n<|im_start|>assistant\n' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
+ALTERNATING = r"{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+MISTRAL_01 = "{{ bos_token }}" + HF_EACH + ALTERNATING + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token + ' ' }}{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+MISTRAL_02 = r"""{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('After the optional system message, conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message['role'] == 'user' %}
+        {%- if loop.first and system_message is defined %}
+            {{- ' [INST] ' + system_message + '\n\n' + message['content'] + ' [/INST]' }}
+        {%- else %}
+            {{- ' [INST] ' + message['content'] + ' [/INST]' }}
+        {%- endif %}
+    {%- elif message['role'] == 'assistant' %}
+        {{- ' ' + message['content'] + eos_token}}
+    {%- else %}
+        {{- raise_exception('Only user and assistant roles are supported, with the exception of an initial optional system message!') }}
+    {%- endif %}
+{%- endfor %}
+"""
+LLAMA2_FULL = r"{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}" + ALTERNATING + r"{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\n' + system_message + '\n<</SYS>>\n\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+LLAMA2_DEFAULT = LLAMA2_FULL.replace("{% set system_message = false %}", "{% set system_message = 'You are a helpful, respectful and honest assistant. Always answer as helpfully as possible.' %}")
+GEMMA = r"{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{ '<|start|>' + role + '\n' + message['content'] | trim + '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{'<|start|>model\n'}}{% endif %}"
+GRANITE = r"""{%- if messages[0]['role'] == 'system' %}
+     {%- set system_message = messages[0]['content'] %}
+     {%- set loop_messages = messages[1:] %}
+ {%- else %}
+     {%- set system_message = "Knowledge Cutoff Date: April 2024.
+Today's Date: " + strftime_now('%B %d, %Y') + ".
+You are Granite, developed by IBM." %}
+     {%- if tools and documents %}
+         {%- set system_message = system_message + " You are a helpful AI assistant with access to the following tools." %}
+     {%- elif documents %}
+         {%- set system_message = system_message + " Write the response to the user's input by strictly aligning with the facts in the provided documents." %}
+     {%- else %}
+         {%- set system_message = system_message + " You are a helpful AI assistant." %}
+     {%- endif %}
+     {%- if controls and 'citations' in controls %}
+         {%- set system_message = system_message + '\n\nIn your response, use citations.' %}
+     {%- endif %}
+     {%- set loop_messages = messages %}
+ {%- endif %}
+ {{- '<|start_of_role|>system<|end_of_role|>' + system_message + '<|end_of_text|>\n' }}
+ {%- if documents %}
+     {%- for document in documents %}
+         {{- 'Document ' + loop.index | string + '\n' }}
+     {%- endfor %}
+ {%- endif %}
+ {%- for message in loop_messages %}
+     {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + '<|end_of_text|>\n' }}
+     {%- if loop.last and add_generation_prompt %}
+         {{- '<|start_of_role|>assistant' }}
+             {%- if controls %}
+                 {{- ' ' + controls | tojson()}}
+             {%- endif %}
+         {{- '<|end_of_role|>' }}
+     {%- endif %}
+ {%- endfor %}"""
+OLMO2 = "{{ bos_token }}" + TULU3
+CODER = r"""{%- set ns = namespace(found=false) -%}
+{%- for message in messages -%}
+    {%- if message['role'] == 'system' -%}
+        {%- set ns.found = true -%}
+    {%- endif -%}
+{%- endfor -%}
+{{bos_token}}{%- if not ns.found -%}
+{{'You are an AI programming assistant, utilizing the DeepSeek Coder model, and you only answer questions related to computer science.\n'}}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}
+{{ message['content'] }}
+    {%- else %}
+        {%- if message['role'] == 'user' %}
+{{'### Instruction:\n' + message['content'] + '\n'}}
+        {%- else %}
+{{'### Response:\n' + message['content'] + '\n<|EOT|>\n'}}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{% if add_generation_prompt %}
+{{- '### Response:\n' -}}
+{% endif %}"""
+OPENCHAT = r"{{ bos_token }}{% for message in messages %}{{ 'GPT4 Correct ' + message['role'].TITLE + ': ' + message['content'] + '<|end_of_turn|>'}}{% endfor %}{% if add_generation_prompt %}{{ 'GPT4 Correct Assistant:' }}{% endif %}".replace("message['role'].TITLE", "('User' if message['role'] == 'user' else 'Assistant' if message['role'] == 'assistant' else 'System')")
+MACRO = r"""{%- macro show(value, limit=3) -%}
+    {%- if value is mapping -%}{{ value | tojson }}{%- else -%}{{ value }}{%- endif -%}
+{%- endmacro -%}
+""" + PLAIN_CHATML
+VARIABLE = r"{% set default_system = 'You are a careful assistant who answers in plain words.' %}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}{% else %}{% set system = default_system %}{% set rest = messages %}{% endif %}{{ '<|im_start|>system\n' ~ system ~ '<|im_end|>\n' }}{% for m in rest %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"
+SMOLLM3 = r"""{%- set system_message = messages[0].content if messages[0].role == "system" else "" -%}
+{%- set rest = messages[1:] if messages[0].role == "system" else messages -%}
+{{- "<|im_start|>system\n## Metadata\n\nToday Date: " ~ strftime_now("%d %B %Y") ~ "\n\n## Custom Instructions\n\n" -}}
+{%- if system_message -%}{{- system_message.rstrip() -}}{%- else -%}{{- "You are a helpful AI assistant named SmolLM." -}}{%- endif -%}
+{{- "\n\n<|im_end|>\n" -}}
+{%- for message in rest -%}
+    {%- if message.role == "user" -%}
+        {{ "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" }}
+    {%- elif message.role == "assistant" -%}
+        {% generation %}{{ "<|im_start|>assistant\n" + message.content.lstrip("\n") + "<|im_end|>\n" }}{% endgeneration %}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ "<|im_start|>assistant\n" }}{%- endif -%}"""
+# what, the family that it must be recognised as ("custom": none), program, BOS, EOS
+PROGRAMS = [
+    ("Llama 3 Instruct", "llama3", "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}", "<|begin_of_text|>", "<|eot_id|>"),
+    ("Llama 3.1 Instruct", "llama3.1", LLAMA31.replace("DATE", '{%- if not date_string is defined %}\n    {%- set date_string = "26 Jul 2024" %}\n{%- endif %}'), "<|begin_of_text|>", "<|eot_id|>"),
+    ("Llama 3.2 Instruct", "llama3.1", LLAMA31.replace("DATE", '{%- if not date_string is defined %}\n    {%- if strftime_now is defined %}\n        {%- set date_string = strftime_now("%d %b %Y") %}\n    {%- else %}\n        {%- set date_string = "26 Jul 2024" %}\n    {%- endif %}\n{%- endif %}'), "<|begin_of_text|>", "<|eot_id|>"),
+    ("Qwen 2 Instruct", "chatml", HF_EACH + "{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", None, "<|im_end|>"),
+    ("Qwen 2.5 Instruct", "chatml", QWEN25, None, "<|im_end|>"),
+    ("Qwen 3", "qwen3", QWEN3, None, "<|im_end|>"),
+    ("Qwen 3 2507 Instruct", "chatml", QWEN3_HEAD + "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}", None, "<|im_end|>"),
+    ("Qwen 3 2507 Thinking", "qwen3-thinking", QWEN3_THINKING, None, "<|im_end|>"),
+    ("QwQ", "qwen3-thinking", QWQ, None, "<|im_end|>"),
+    ("Hermes", "chatml", PLAIN_CHATML, None, "<|im_end|>"),
+    ("SmolLM2", "chatml", HF_EACH + "{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "<|im_start|>", "<|im_end|>"),
+    ("SmolLM3 in short", "custom", SMOLLM3, None, "<|im_end|>"),
+    ("ChatML, default text in a variable", "chatml", VARIABLE, None, "<|im_end|>"),
+    ("ChatML with a macro for tools", "chatml", MACRO, None, "<|im_end|>"),
+    ("InternLM 2", "chatml", "{{ bos_token }}" + PLAIN_CHATML, "<s>", "</s>"),
+    ("Yi 1.5", "yi", YI, None, "<|im_end|>"),
+    ("Phi 3", "phi3", PHI3, "<s>", "<|endoftext|>"),
+    ("Phi 3 medium", "phi3", "{% for message in messages %}{% if (message['role'] == 'user') %}{{'<|user|>' + '\n' + message['content'] + '<|end|>' + '\n' + '<|assistant|>' + '\n'}}{% elif (message['role'] == 'assistant') %}{{message['content'] + '<|end|>' + '\n'}}{% endif %}{% endfor %}", "<s>", "<|endoftext|>"),
+    ("Phi 4", "phi4", PHI4, "<|endoftext|>", "<|im_end|>"),
+    ("Phi 4 mini", "custom", HF_EACH + "{% if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}", "<|endoftext|>", "<|endoftext|>"),
+    ("Mistral v0.1", "mistral-v0.1", MISTRAL_01, "<s>", "</s>"),
+    ("Mixtral and Mistral v0.2", "mistral-v1-spaced", MISTRAL_02, "<s>", "</s>"),
+    ("Mistral v0.3", "mistral-v3", MISTRAL_V3.replace("BLANK", " "), "<s>", "</s>"),
+    ("Mistral Nemo", "mistral-tekken", MISTRAL_V3.replace("BLANK", "").replace('{{- "" + message["content"]|trim + eos_token }}', '{{- message["content"] + eos_token}}'), "<s>", "</s>"),
+    ("Mistral Small 3", "mistral-v7-tekken", SMALL3, "<s>", "</s>"),
+    ("Mistral Large 2411", "mistral-v7", "{{ bos_token }}" + HF_EACH + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + '[/INST]' }}{% elif message['role'] == 'system' %}{{ '[SYSTEM_PROMPT] ' + message['content'] + '[/SYSTEM_PROMPT]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% else %}{{ raise_exception('Only user, system and assistant roles are supported!') }}{% endif %}{% endfor %}", "<s>", "</s>"),
+    ("Llama 2", "llama2", LLAMA2_FULL, "<s>", "</s>"),
+    ("Llama 2 with its default text", "llama2", LLAMA2_DEFAULT, "<s>", "</s>"),
+    ("TinyLlama", "tinyllama", ZEPHYR, "<s>", "</s>"),
+    ("Tulu 2", "tulu", HF_EACH + "\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] }}\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] }}\n{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}", "<s>", "</s>"),
+    ("Tulu 3", "tulu", TULU3, "<|begin_of_text|>", "<|end_of_text|>"),
+    ("OLMo 2", "custom", OLMO2, "<|endoftext|>", "<|endoftext|>"),
+    ("Falcon 3", "custom", HF_EACH + "{% if not loop.first %}{{ '\n' }}{% endif %}{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] }}{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] }}{% elif message['role'] == 'assistant' %}{{ '<|assistant|>\n' + message['content'] + eos_token }}{% endif %}{% if loop.last and add_generation_prompt %}{{ '\n<|assistant|>\n' }}{% endif %}{% endfor %}", None, "<|endoftext|>"),
+    ("Vicuna 1.5", "vicuna", "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = '" + VICUNA.replace("'", "\\'") + "' %}{% endif %}{{ system_message + ' ' }}{% for message in loop_messages %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'].strip() + ' ' }}{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT: ' + message['content'].strip() + eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}", "<s>", "</s>"),
+    ("DeepSeek R1, distilled", "deepseek-r1", R1.replace("THINK", r"<think>\n"), "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    ("DeepSeek R1, first", "deepseek-r1", R1.replace("THINK", ""), "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    ("DeepSeek Coder", "custom", CODER, "<s>", "<|EOT|>"),
+    ("Gemma's way in other words", "custom", GEMMA, "<s>", "<|end|>"),
+    ("Granite 3", "custom", GRANITE, "<|end_of_text|>", "<|end_of_text|>"),
+    ("OpenChat", "custom", OPENCHAT, "<s>", "<|end_of_turn|>"),
+]
+# programs that no texts give exactly, or that need more of the language: why, program
+REFUSED = [
+    ("line 1: tojson of a text", "{% for m in messages %}{{ m.role + m.content | tojson }}{% endfor %}"),
+    ("line 2: upper of a text", "{% for m in messages %}\n{{ m.content | upper }}{% endfor %}"),
+    ("line 1: the tag break", "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"),
+    ("line 1: the function show", "{% macro show(x) %}{{ x }}{% endmacro %}{% for m in messages %}{{ show(m.content) }}{% endfor %}"),
+    ("line 1: the program refuses: no", "{{ raise_exception('no') }}"),
+    ("writes the words of a message nowhere", "x<|im_start|>y"),
+    ("writes the words of a message twice", "{% for m in messages %}{{ m.content + m.content }}{% endfor %}"),
+    ("but in the history with", "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<model>' }}{% endif %}"),
+    ("for 3 messages it writes", "{% for m in messages %}{{ m.role + ':' + m.content + (';' if loop.index < 3 else '!') + '\n' }}{% endfor %}{{ 'assistant:' }}"),
+    ("for 5 messages it writes", "{% for m in messages[-4:] %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"),
+    ("line 3: the program ends before endif", "{% if 1 %}\na\nb"),
+    ("line 1: expected '}}', found 'messages }}'", "{{ 5 messages }}"),
+    ("line 1: a loop over a text", "{% for c in 'abc' %}{{ c }}{% endfor %}"),
+    ("line 1: more than 60 brackets", "{{ " + "(" * 100 + "1" + ")" * 100 + " }}"),
+    ("line 1: the program takes too long", "{% set x = 'ab' %}{% for a in [1,2,3,4,5,6,7,8] %}{% for b in [1,2,3,4,5,6,7,8] %}{% set x = x + x %}{% for c in [1,2,3,4,5,6,7,8] %}{% for d in [1,2,3,4,5,6,7,8] %}{% for e in [1,2,3,4,5,6,7,8] %}{% for f in [1,2,3,4,5,6,7,8] %}{{ x }}{% endfor %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}"),
+]
+
+SPOKEN = {"Mistral v0.1": "spm-legacy", "Mixtral and Mistral v0.2": "spm-legacy", "Llama 2": "spm-legacy", "Llama 2 with its default text": "spm-legacy",
+          "TinyLlama": "spm-legacy", "Tulu 2": "spm-legacy", "Vicuna 1.5": "spm-legacy", "Mistral v0.3": "spm-first", "Mistral Nemo": "tekken",
+          "Llama 3 Instruct": "llama3", "Llama 3.1 Instruct": "llama3", "Llama 3.2 Instruct": "llama3", "Tulu 3": "llama3", "OLMo 2": "gpt2", "Falcon 3": "gpt2"}
+MARKS = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|system|>", "<|user|>", "<|assistant|>", "<|start|>", "<|end|>", "<|EOT|>", "<|end_of_turn|>",
+         "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>",
+         "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
+
+
+def dialogues():
+    say = lambda role, words: {"role": role, "content": words}
+    u = [say("user", x) for x in ("Hello!", " Why\n\nis 世界 so? \n", "x = [1]")]
+    a = [say("assistant", x) for x in ("Hi. How are you?", "Because.")]
+    system = say("system", " Be kind.\nBe short. ")
+    return [[u[1]], [system, u[0]], [u[0], a[0], u[1]], [system, u[1], a[0], u[0], a[1], u[2]]]
+
+
+class Day(datetime.datetime):
+    """the day that strftime_now knows in kvcomp: that of Llama 3.1's programs"""
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2024, 7, 26)
+
+
+def programs(tokenizers):
+    """every program over every dialogue, as apply_chat_template gives its ids; null where the program refuses, or rewrites history"""
+    out = []
+    chat_template_utils.datetime = Day
+    for what, name, program, bos, eos in PROGRAMS:
+        family = SPOKEN.get(what, "marks")
+        tok = tokenizers[family]
+        fast = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token=bos, eos_token=eos, chat_template=program)
+        auto = tok.encode("").ids if bos and "bos_token" not in program else []         # what the post-processor adds when the program does not
+        for think in (1, 0) if "enable_thinking" in program else (1,):
+            def text(messages, prompt=True):
+                return fast.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **({} if think else {"enable_thinking": False}))
+            ids = []
+            for d in dialogues():
+                start = d[:2] if d[0]["role"] == "system" else d[:1]
+                try:
+                    whole = text(d)
+                    shared = os.path.commonprefix([whole, text(start)])
+                    rewrites = start[-1]["content"].strip() not in shared or (len(start) > 1 and start[0]["content"].strip() not in shared)
+                    enc = auto + tok.encode(whole, add_special_tokens=False).ids
+                    same = fast.apply_chat_template(d, add_generation_prompt=True, return_dict=False, **({} if think else {"enable_thinking": False}))
+                    assert auto + list(same) == enc
+                    ids.append(None if rewrites else enc)
+                except jinja2.exceptions.TemplateError:
+                    ids.append(None)
+            out.append({"what": what, "name": name, "tokenizer": family, "bos": bos, "eos": eos, "think": think, "program": program, "ids": ids})
+    return {"dialogues": dialogues(), "programs": out, "refused": [{"why": w, "program": p} for w, p in REFUSED]}
+
+
+def check(kvcomp):
+    """holds kvcomp --dump-tokens --dialogue against programs.json, which apply_chat_template made"""
+    with open(os.path.join(HERE, "programs.json"), encoding="utf-8") as f:
+        made = json.load(f)
+    bad = n = 0
+    with tempfile.TemporaryDirectory() as dir:
+        for p in made["programs"]:
+            folder = os.path.join(HERE, p["tokenizer"])
+            for name in os.listdir(folder):
+                shutil.copy(os.path.join(folder, name), dir)
+            config = os.path.join(dir, "tokenizer_config.json")
+            old = json.load(open(config, encoding="utf-8")) if os.path.exists(os.path.join(folder, "tokenizer_config.json")) else {}
+            json.dump({**old, "bos_token": p["bos"], "eos_token": p["eos"], "chat_template": p["program"]}, open(config, "w", encoding="utf-8"))
+            wanted = [(d, ids) for d, ids in zip(made["dialogues"], p["ids"]) if ids]
+            with open(os.path.join(dir, "d.jsonl"), "w", encoding="utf-8") as f:
+                f.write("".join(json.dumps({"messages": d}) + "\n" for d, _ in wanted))
+            run = subprocess.run([kvcomp, "--dump-tokens", "--tokenizer", dir, "--dialogue", os.path.join(dir, "d.jsonl")] + ([] if p["think"] else ["--no-think"]), capture_output=True, text=True)
+            got = [[int(x) for x in line.split()] for line in run.stdout.splitlines()]
+            for k, (d, ids) in enumerate(wanted):
+                n += 1
+                if k >= len(got) or got[k] != ids:
+                    bad += 1
+                    print(p["what"], "think", p["think"], "dialogue of", len(d), "messages:", run.stderr.strip() or (got[k], ids))
+    print(len(made["programs"]), "programs,", n, "dialogues,", bad, "differ")
+    return bad != 0
+
+
 # ---------------------------------------------------------------------------------------------------------------------- output
 def varint(x):
     out = b""
@@ -313,8 +913,12 @@ CONFIGS = {
 
 
 def main():
+    if sys.argv[1:2] == ["check"]:
+        return check(sys.argv[2])
+    only = sys.argv[1:] == ["programs"]
     text, cases = corpus(), strings()
-    write("strings.bin", b"".join(varint(len(s.encode())) + s.encode() for s in cases))
+    if not only:
+        write("strings.bin", b"".join(varint(len(s.encode())) + s.encode() for s in cases))
     isolated = lambda regex: [pre_tokenizers.Split(Regex(x), "isolated") for x in regex]
     single, plain_bytes = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     split = lambda regex: [pre_tokenizers.Split(Regex(regex), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -344,13 +948,19 @@ def main():
         "spm-never": spm_like(text, 300, "never"),
         "spm-unk": spm_like(text, 300, "first", byte_fallback=False, fuse_unk=True),
         "spm-unks": spm_like(text, 300, "legacy", byte_fallback=False, fuse_unk=False),
+        "marks": byte_level(text, 400, split(LLAMA3), [], first=MARKS),
     }
     for name, config in CONFIGS.items():
-        write(name + "/tokenizer_config.json", config)
+        if not only:
+            write(name + "/tokenizer_config.json", config)
     loaded = {}
     for name, j in fam.items():
-        write(name + "/tokenizer.json", j)
         t = loaded[name] = Tokenizer.from_str(json.dumps(j))
+        if name == "marks":
+            write(name + "/tokenizer.json", j)
+        if name == "marks" or only:
+            continue
+        write(name + "/tokenizer.json", j)
         out = b""
         for s in cases:
             t.encode_special_tokens = False
@@ -365,13 +975,16 @@ def main():
                 s = t.normalizer.normalize_str(s) if t.normalizer else s
                 pieces += id_list([len(s[a:b].encode()) for _, (a, b) in t.pre_tokenizer.pre_tokenize_str(s)])
             write(name + ".pieces", pieces)
-    for name, proto in (("sp-bpe", sp_model(text, 900, byte_fallback=True, user_defined_symbols=["@@", "<tool_call>"])), ("sp-unk", coarse_scores(sp_model(text, 400)))):
-        write(name + "/tokenizer.model", proto)
-        t = sentencepiece.SentencePieceProcessor(model_proto=proto)
-        write(name + ".ids", b"".join(record(s, t.encode(s), t.encode(s), t.decode(t.encode(s))) for s in cases))
-    write("chats.json", chats(loaded))
+    if not only:
+        for name, proto in (("sp-bpe", sp_model(text, 900, byte_fallback=True, user_defined_symbols=["@@", "<tool_call>"])), ("sp-unk", coarse_scores(sp_model(text, 400)))):
+            write(name + "/tokenizer.model", proto)
+            t = sentencepiece.SentencePieceProcessor(model_proto=proto)
+            write(name + ".ids", b"".join(record(s, t.encode(s), t.encode(s), t.decode(t.encode(s))) for s in cases))
+        write("chats.json", chats(loaded))
+    write("programs.json", programs(loaded))
     print(len(cases), "strings")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
