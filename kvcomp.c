@@ -16049,6 +16049,7 @@ static char *jinja_render(const char *program, const Tokenizer *t, const Message
     if (t->bos >= 0) jinja_set_variable(&j, "bos_token", jinja_string(&j, "{bos}"));
     if (t->eos >= 0) jinja_set_variable(&j, "eos_token", jinja_string(&j, "{eos}"));
     if (!think) jinja_set_variable(&j, "enable_thinking", jinja_bool(0));
+    jinja_set_variable(&j, "strftime_now", jinja_bool(1));  // defined: programs ask before they call
     jinja_block(&j, 1, endprogram);
     if (!j.failed) text = text_copy(j.out ? j.out : "", arrlenu(j.out));
 
@@ -16233,11 +16234,11 @@ static int derive_reply(Derivation *d, TemplateText *x, const char *first, const
     x->user_end = part(d, first, k);
     x->head = k < n ? part(d, first + k, n - k) : NULL;
 
-    // A program that does not know enable_thinking, and knows thoughts, gets an empty thought.
+    // A program that opens a thought, and does not know enable_thinking, gets an empty thought.
     x->no_think = x->think;
     if (strlen(off) >= n && strncmp(off, first, n) == 0) x->no_think = part(d, off + n, strlen(off) - n);
     int deaf = !strcmp(x->no_think, x->think);
-    if (deaf && strstr(d->program, "</think>")) x->no_think = "<think>\n\n</think>\n\n";
+    if (deaf && !strncmp(x->think, "<think>", 7)) x->no_think = "<think>\n\n</think>\n\n";
     return 0;
 }
 
@@ -16269,6 +16270,7 @@ static int derive_system(Derivation *d, TemplateText *x, int place, const char *
 
     // What opens the dialogue: all of `start` but `user`; BOS where a system text is always there
     if (place > PLACE_INSIDE) n_open = !strncmp(before, "{bos}", 5) ? 5 : 0;
+    if (place == PLACE_INSIDE_DEFAULT && !strncmp(before, x->user, n_user)) n_open = 0;
     x->open = part(d, start, n_open);
     if (strncmp(before, x->open, n_open)) return 0;
     const char *sys = before + n_open, *sys_end = behind;
@@ -16394,14 +16396,18 @@ static int same_text(const Tokenizer *t, const char *a1, const char *a2, const c
     return same;
 }
 
-// The family whose texts these are, or NULL. think: the thoughts must be the same as well.
-static const TemplateText *template_family(const TemplateText *x, const Tokenizer *t, int think) {
+// The family whose texts a template has, or NULL. Around a system text only where the program writes
+// one. think: the thoughts must be the same as well.
+static const TemplateText *template_family(const Template *tp, const Tokenizer *t, int think) {
+    const TemplateText *x = &tp->x;
     for (int k = 0; k < N_TEMPLATES; k++) {
         const TemplateText *f = &templates[k];
-        int same = f->in_user == x->in_user && same_text(t, f->open, NULL, x->open, NULL)
-                && same_text(t, f->sys, NULL, x->sys, NULL) && same_text(t, f->sys_end, NULL, x->sys_end, NULL)
-                && same_text(t, f->user, NULL, x->user, NULL) && same_text(t, f->end, f->foot, x->end, x->foot)
+        int same = same_text(t, f->open, NULL, x->open, NULL) && same_text(t, f->user, NULL, x->user, NULL)
+                && same_text(t, f->end, f->foot, x->end, x->foot)
                 && same_text(t, f->user_end, f->head, x->user_end, x->head);
+        if (same && !tp->no_system)
+            same = f->in_user == x->in_user && same_text(t, f->sys, NULL, x->sys, NULL)
+                && same_text(t, f->sys_end, NULL, x->sys_end, NULL);
         if (same && think) same = same_text(t, f->think, f->no_think, x->think, x->no_think);
         if (same && f->needs) return f;
     }
@@ -16412,8 +16418,11 @@ static const TemplateText *template_family(const TemplateText *x, const Tokenize
 // no family has those of the first family whose replies end with the same token.
 static void template_recognise(Template *tp, const Tokenizer *t) {
     TemplateText *x = &tp->x;
-    const TemplateText *f = template_family(x, t, 1);
-    if (!f) f = template_family(x, t, 0);
+    const TemplateText *f = template_family(tp, t, 1);
+    if (!f) {
+        f = template_family(tp, t, 0);
+        if (f && !*x->no_think) x->no_think = f->no_think;  // R1's first program opens no thought
+    }
     x->name = f ? f->name : "custom";
     if (f) {
         x->needs = f->needs;

@@ -3,7 +3,7 @@
 that the packages `tokenizers` and `sentencepiece` give for them, and dialogues as `transformers` renders them.
 
     python3 make_tokenizers.py                 needs tokenizers, sentencepiece, transformers, jinja2
-    python3 make_tokenizers.py programs        programs.json and its tokenizer only
+    python3 make_tokenizers.py programs        programs.json only, with the tokenizers that are there
     python3 make_tokenizers.py check KVCOMP    holds `KVCOMP --dump-tokens --dialogue` against programs.json
 
 strings.bin       every string: varint length, bytes
@@ -754,7 +754,7 @@ PROGRAMS = [
     ("SmolLM3 in short", "custom", SMOLLM3, None, "<|im_end|>"),
     ("ChatML, default text in a variable", "chatml", VARIABLE, None, "<|im_end|>"),
     ("ChatML with a macro for tools", "chatml", MACRO, None, "<|im_end|>"),
-    ("InternLM 2", "chatml", "{{ bos_token }}" + PLAIN_CHATML, "<s>", "</s>"),
+    ("InternLM 2", "custom", "{{ bos_token }}" + PLAIN_CHATML, "<s>", "</s>"),
     ("Yi 1.5", "yi", YI, None, "<|im_end|>"),
     ("Phi 3", "phi3", PHI3, "<s>", "<|endoftext|>"),
     ("Phi 3 medium", "phi3", "{% for message in messages %}{% if (message['role'] == 'user') %}{{'<|user|>' + '\n' + message['content'] + '<|end|>' + '\n' + '<|assistant|>' + '\n'}}{% elif (message['role'] == 'assistant') %}{{message['content'] + '<|end|>' + '\n'}}{% endif %}{% endfor %}", "<s>", "<|endoftext|>"),
@@ -772,7 +772,7 @@ PROGRAMS = [
     ("Tulu 2", "tulu", HF_EACH + "\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] }}\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] }}\n{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}", "<s>", "</s>"),
     ("Tulu 3", "tulu", TULU3, "<|begin_of_text|>", "<|end_of_text|>"),
     ("OLMo 2", "custom", OLMO2, "<|endoftext|>", "<|endoftext|>"),
-    ("Falcon 3", "custom", HF_EACH + "{% if not loop.first %}{{ '\n' }}{% endif %}{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] }}{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] }}{% elif message['role'] == 'assistant' %}{{ '<|assistant|>\n' + message['content'] + eos_token }}{% endif %}{% if loop.last and add_generation_prompt %}{{ '\n<|assistant|>\n' }}{% endif %}{% endfor %}", None, "<|endoftext|>"),
+    ("Falcon 3", "tulu", HF_EACH + "{% if not loop.first %}{{ '\n' }}{% endif %}{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] }}{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] }}{% elif message['role'] == 'assistant' %}{{ '<|assistant|>\n' + message['content'] + eos_token }}{% endif %}{% if loop.last and add_generation_prompt %}{{ '\n<|assistant|>\n' }}{% endif %}{% endfor %}", None, "<|endoftext|>"),
     ("Vicuna 1.5", "vicuna", "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = '" + VICUNA.replace("'", "\\'") + "' %}{% endif %}{{ system_message + ' ' }}{% for message in loop_messages %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'].strip() + ' ' }}{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT: ' + message['content'].strip() + eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}", "<s>", "</s>"),
     ("DeepSeek R1, distilled", "deepseek-r1", R1.replace("THINK", r"<think>\n"), "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     ("DeepSeek R1, first", "deepseek-r1", R1.replace("THINK", ""), "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
@@ -791,7 +791,7 @@ REFUSED = [
     ("writes the words of a message nowhere", "x<|im_start|>y"),
     ("writes the words of a message twice", "{% for m in messages %}{{ m.content + m.content }}{% endfor %}"),
     ("but in the history with", "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<model>' }}{% endif %}"),
-    ("for 3 messages it writes", "{% for m in messages %}{{ m.role + ':' + m.content + (';' if loop.index < 3 else '!') + '\n' }}{% endfor %}{{ 'assistant:' }}"),
+    ("does not fall into one text for each role", "{% for m in messages %}{{ m.role + ':' + m.content + (';' if loop.index < 3 else '!') + '\n' }}{% endfor %}{{ 'assistant:' }}"),
     ("for 5 messages it writes", "{% for m in messages[-4:] %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"),
     ("line 3: the program ends before endif", "{% if 1 %}\na\nb"),
     ("line 1: expected '}}', found 'messages }}'", "{{ 5 messages }}"),
@@ -915,10 +915,12 @@ CONFIGS = {
 def main():
     if sys.argv[1:2] == ["check"]:
         return check(sys.argv[2])
-    only = sys.argv[1:] == ["programs"]
+    if sys.argv[1:] == ["programs"]:        # training gives other merges every time: the tokenizers stay as they are
+        names = sorted(set(SPOKEN.values()) | {"marks"})
+        write("programs.json", programs({name: Tokenizer.from_file(os.path.join(HERE, name, "tokenizer.json")) for name in names}))
+        return 0
     text, cases = corpus(), strings()
-    if not only:
-        write("strings.bin", b"".join(varint(len(s.encode())) + s.encode() for s in cases))
+    write("strings.bin", b"".join(varint(len(s.encode())) + s.encode() for s in cases))
     isolated = lambda regex: [pre_tokenizers.Split(Regex(x), "isolated") for x in regex]
     single, plain_bytes = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     split = lambda regex: [pre_tokenizers.Split(Regex(regex), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -951,16 +953,13 @@ def main():
         "marks": byte_level(text, 400, split(LLAMA3), [], first=MARKS),
     }
     for name, config in CONFIGS.items():
-        if not only:
-            write(name + "/tokenizer_config.json", config)
+        write(name + "/tokenizer_config.json", config)
     loaded = {}
     for name, j in fam.items():
-        t = loaded[name] = Tokenizer.from_str(json.dumps(j))
-        if name == "marks":
-            write(name + "/tokenizer.json", j)
-        if name == "marks" or only:
-            continue
         write(name + "/tokenizer.json", j)
+        t = loaded[name] = Tokenizer.from_str(json.dumps(j))
+        if name == "marks":                 # for programs.json only
+            continue
         out = b""
         for s in cases:
             t.encode_special_tokens = False
@@ -975,12 +974,11 @@ def main():
                 s = t.normalizer.normalize_str(s) if t.normalizer else s
                 pieces += id_list([len(s[a:b].encode()) for _, (a, b) in t.pre_tokenizer.pre_tokenize_str(s)])
             write(name + ".pieces", pieces)
-    if not only:
-        for name, proto in (("sp-bpe", sp_model(text, 900, byte_fallback=True, user_defined_symbols=["@@", "<tool_call>"])), ("sp-unk", coarse_scores(sp_model(text, 400)))):
-            write(name + "/tokenizer.model", proto)
-            t = sentencepiece.SentencePieceProcessor(model_proto=proto)
-            write(name + ".ids", b"".join(record(s, t.encode(s), t.encode(s), t.decode(t.encode(s))) for s in cases))
-        write("chats.json", chats(loaded))
+    for name, proto in (("sp-bpe", sp_model(text, 900, byte_fallback=True, user_defined_symbols=["@@", "<tool_call>"])), ("sp-unk", coarse_scores(sp_model(text, 400)))):
+        write(name + "/tokenizer.model", proto)
+        t = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        write(name + ".ids", b"".join(record(s, t.encode(s), t.encode(s), t.decode(t.encode(s))) for s in cases))
+    write("chats.json", chats(loaded))
     write("programs.json", programs(loaded))
     print(len(cases), "strings")
     return 0
