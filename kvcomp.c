@@ -16067,9 +16067,15 @@ static char *jinja_render(const char *program, const Tokenizer *t, const Message
 // the words. A program that no texts give exactly is refused: what it does to a dialogue is then not
 // known, and a cache that only grows may not be able to follow it.
 enum { WITH_SYSTEM = 1, WORD_BLANKS = 2, REPLY_BLANKS = 4, NO_PROMPT = 8, NO_THOUGHT = 16 };     // see probe
+enum { PROBE_BYTES = 32768, BETWEEN_BYTES = 512 };     // most that a probe, and a change of turns, may take
+typedef struct {
+    int what, n;                // see probe
+    const char *text;
+} Written;
 typedef struct {
     const char *program;
     const Tokenizer *t;
+    Written *probe;               // stb array: what the program has written so far
     char **own;                 // stb array: texts to free, those of the template among them
     char err[512];
 } Derivation;
@@ -16104,9 +16110,17 @@ static int probe_messages(Derivation *d, int what, int n, Message *m) {
 // and d->err when it refuses.
 static const char *probe(Derivation *d, int what, int n) {
     Message m[8];
+    for (int i = 0; i < (int)arrlen(d->probe); i++) {
+        if (d->probe[i].what == what && d->probe[i].n == n) return d->probe[i].text;
+    }
     int count = probe_messages(d, what, n, m);
     char *text = jinja_render(d->program, d->t, m, count, !(what & NO_PROMPT), !(what & NO_THOUGHT), d->err);
-    return text ? keep_text(d, text) : NULL;
+    if (!text) return NULL;
+    arrput(d->probe, ((Written){ what, n, keep_text(d, text) }));
+    if (strlen(text) <= PROBE_BYTES) return text;
+    fault(d->err, "it writes %zu bytes for a few words, at most %d are read", strlen(text), PROBE_BYTES);
+    d->probe[arrlen(d->probe) - 1].text = NULL;
+    return NULL;
 }
 
 // What a text has between a (NULL: its start) and b (NULL: its end). NULL and d->err when one of
@@ -16161,8 +16175,9 @@ static void compose_words(char **out, const char *s, int left, int right) {
 }
 
 // What the texts x give for n messages; the first may be a system message. It stands in the first
-// turn, or (late) in the last: the newer Mistral rewrites the dialogue so, which a cache cannot.
-static const char *compose(Derivation *d, const TemplateText *x, const Message *m, int n, int late) {
+// turn, or (late) in the last: the newer Mistral rewrites the dialogue so, which a cache cannot. An
+// stb array with a NUL at its end, which the caller frees.
+static char *compose(const TemplateText *x, const Message *m, int n, int late) {
     char *out = NULL;
     int has_system = n && !strcmp(m->role, "system");
     const char *system = has_system ? m->words : x->system;
@@ -16190,9 +16205,8 @@ static const char *compose(Derivation *d, const TemplateText *x, const Message *
         compose_words(&out, m[i + 1].words, x->trim & TRIM_REPLY, x->trim & TRIM_REPLY);
         compose_text(&out, x->after);
     }
-    const char *text = part(d, out ? out : "", arrlenu(out));
-    arrfree(out);
-    return text;
+    arrput(out, 0);
+    return out;
 }
 
 // Do the texts x give what the program writes for a dialogue of n messages? 0: they do not, and
@@ -16202,14 +16216,16 @@ static int reproduces(Derivation *d, const TemplateText *x, int what, int n) {
     const char *want = probe(d, what, n);
     if (!want) return 0;
     int count = probe_messages(d, what, n, m);
-    const char *got = compose(d, x, m, count, 0);
-    if (!strcmp(want, got) || !strcmp(want, compose(d, x, m, count, 1))) return 1;
+    char *got = compose(x, m, count, 0), *late = compose(x, m, count, 1);
+    int same = !strcmp(want, got) || !strcmp(want, late);
     size_t at = 0;
     while (want[at] && want[at] == got[at]) at++;
-    at -= at < 12 ? at : 12;
-    fault(d->err, "for %s%d messages it writes '..%.60s' where one text for each role gives '..%.60s'",
-          what & WITH_SYSTEM ? "a system text and " : "", n, want + at, got + at);
-    return 0;
+    at -= min_size(at, 12);
+    if (!same) fault(d->err, "for %s%d messages it writes '..%.60s' where one text for each role gives '..%.60s'",
+                     what & WITH_SYSTEM ? "a system text and " : "", n, want + at, got + at);
+    arrfree(got);
+    arrfree(late);
+    return same;
 }
 
 // What opens a reply, in x: user_end, head, think, no_think, and the blanks `before` a reply in the
@@ -16317,6 +16333,8 @@ static int derive_trim(Derivation *d, TemplateText *x, int system) {
 static int derive_turns(Derivation *d, TemplateText *x, const char *E, size_t end, size_t rest,
                         const char *start, const char *before, const char *behind) {
     int len;
+    if (strlen(E) > BETWEEN_BYTES)
+        return fault(d->err, "it writes %zu bytes between two turns, at most %d are read", strlen(E), BETWEEN_BYTES);
     for (; rest <= strlen(E); rest += token_at(d->t, E + rest, &len) >= 0 ? (size_t)len : 1) {
         x->foot = part(d, E + end, rest - end);
         x->user = part(d, E + rest, strlen(E) - rest);
@@ -16552,6 +16570,7 @@ static Template *template_derive(const char *program, const Tokenizer *t, char e
     int bad = derive(&d, tp);
     if (bad) fault(err, "this chat template is not supported: %.300s", d.err);
     tp->own = d.own;
+    arrfree(d.probe);
     if (!bad) template_recognise(tp, t);
     if (!bad && !template_fit(tp, t, err)) return tp;
     template_free(tp);

@@ -797,6 +797,8 @@ REFUSED = [
     ("line 1: expected '}}', found 'messages }}'", "{{ 5 messages }}"),
     ("line 1: a loop over a text", "{% for c in 'abc' %}{{ c }}{% endfor %}"),
     ("line 1: more than 60 brackets", "{{ " + "(" * 100 + "1" + ")" * 100 + " }}"),
+    ("bytes for a few words", "{% set x = 'many words ' %}" + "{% set x = x + x %}" * 12 + "{{ x }}{% for m in messages %}{{ m.content }}{% endfor %}"),
+    ("bytes between two turns", "{% set x = 'many words ' %}" + "{% set x = x + x %}" * 7 + "{% for m in messages %}{{ m.content + x }}{% endfor %}"),
     ("line 1: the program takes too long", "{% set x = 'ab' %}{% for a in [1,2,3,4,5,6,7,8] %}{% for b in [1,2,3,4,5,6,7,8] %}{% set x = x + x %}{% for c in [1,2,3,4,5,6,7,8] %}{% for d in [1,2,3,4,5,6,7,8] %}{% for e in [1,2,3,4,5,6,7,8] %}{% for f in [1,2,3,4,5,6,7,8] %}{{ x }}{% endfor %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}"),
 ]
 
