@@ -59,13 +59,14 @@ kvcomp_cuda.o: kvcomp.cu kvcomp.h Makefile
 	$(NVCC) $(NVFLAGS) --threads 4 $(NVARCH) -c -o $@ kvcomp.cu
 kvcomp: kvcomp.o kvcomp_cuda.o
 	$(NVCC) -o $@ kvcomp.o kvcomp_cuda.o $(NVLINK)
-# registers, shared memory and spills of every kernel; a spill is a failure. Where cuobjdump is found (CUOBJDUMP=, the PATH,
-# beside nvcc; the Python package triton carries one, too) also the main loops of the kernels that use tensor cores
+# registers, shared memory and spills of every kernel; a spill on sm_80 or sm_90, which the launch bounds are chosen for, is a
+# failure. Where cuobjdump is found (CUOBJDUMP=, the PATH, beside nvcc; the Python package triton carries one, too) also the main
+# loops of the kernels that use tensor cores
 CUOBJDUMP = $(firstword $(shell command -v cuobjdump 2>/dev/null) $(wildcard $(dir $(NVCC))cuobjdump))
 cuda-check: kvcomp.cu kvcomp.h
 	@$(NVCC) $(NVFLAGS) $(NVARCH) -Xptxas -v -c -o kvcomp_check.o kvcomp.cu 2>kvcomp_check.txt || { cat kvcomp_check.txt; exit 1; }
 	@c++filt <kvcomp_check.txt | awk -F"'" '/Compiling entry/ { k = $$2; sub(/\(.*/, "", k); a = $$4 } /bytes stack/ { sub(/^ */, ""); s = $$0 } \
-	    /[1-9][0-9]* bytes spill/ { spilled = spilled " " a " " k ";" } \
+	    /[1-9][0-9]* bytes spill/ { if (a == "sm_80" || a == "sm_90") spilled = spilled " " a " " k ";" } \
 	    /Used/ { sub(/.*Used/, "Used"); printf "%-6s %-28s %s; %s\n", a, k, $$0, s } \
 	    END { if (spilled) { print "registers are spilled to memory:" spilled; exit 1 } }'
 	@if [ -n "$(CUOBJDUMP)" ]; then echo "main loops:"; $(CUOBJDUMP) -sass kvcomp_check.o | c++filt | awk -f data/cuda_loops.awk; \
