@@ -10923,7 +10923,7 @@ TEST(cuda_traffic, "the traffic table's launches, weight bytes and rows are thos
 // layers (some methods leave the first ones alone), so two small models say what a large one does; bytes grow with the KV heads.
 typedef struct { const char *name, *method, *text, *small; int deep; } StepMethod;      // text: options; small: those behind STEP_ROWS rows; deep 1: 64k rows cost more than 8k
 typedef struct { double launches, rows, index; } StepCost;                              // a step: launches; bytes of rows and of the index
-enum { STEP_ROWS = 100, STEP_LAYERS = 2 };
+enum { STEP_ROWS = 100, STEP_LAYERS = 3 };
 static const StepMethod step_methods[] = {
     { "full", "full", "", "", 1 }, { "q8_0 rows", "full", "ctk=q8_0 ctv=q8_0", "ctk=q8_0 ctv=q8_0", 1 }, { "streaming 1024", "streaming", "budget=1024", "budget=40", 0 },
     { "tova 1024", "tova", "budget=1024", "budget=40", 0 }, { "snapkv 1024", "snapkv", "budget=1024", "budget=40", 0 }, { "pyramidkv 1024", "pyramidkv", "budget=1024", "budget=40", 0 },

@@ -88,7 +88,7 @@ measured() {
         {
             key = field("method") ":" field("test") ":" field("n") ":"
             print key "share", 100 * field("share")
-            print key "ms", field("tok_s") > 0 ? 1000 / field("tok_s") : 0
+            print key "ms", (field("tok_s") > 0 ? 1000 / field("tok_s") : 0)
             print key "tera", products * field("tok_s") / 1000
             print key "growth_ms", field("growth_ms")
             print key "read_gb_s", field("read_gb_s")
@@ -100,7 +100,7 @@ if [ -s "$WORK/lines" ]; then
     predictions | while IFS='|' read -r key least most why; do
         key=$(echo $key) least=$(echo $least) most=$(echo $most)
         value=$(awk -v k="$key" '$1 == k { print $2; exit }' "$WORK/measured")
-        verdict=$(awk -v v="$value" -v a="$least" -v b="$most" 'BEGIN { print v == "" ? "not measured" : v + 0 < a + 0 ? "MISSED, less" : v + 0 > b + 0 ? "MISSED, more" : "held" }')
+        verdict=$(awk -v v="$value" -v a="$least" -v b="$most" 'BEGIN { print (v == "" ? "not measured" : v + 0 < a + 0 ? "MISSED, less" : v + 0 > b + 0 ? "MISSED, more" : "held") }')
         printf '%-24s predicted %6s .. %-6s measured %10s  %-12s  %s\n' "$key" "$least" "$most" "${value:--}" "$verdict" "$why"
     done | tee "$WORK/verdicts" >>"$REPORT"
     cat "$WORK/verdicts"
