@@ -8478,7 +8478,7 @@ TEST(cli_eval, "--eval on the shipped model: the same rows for any number of thr
     CHECK(sh("./kvcomp --eval needle --compare full,nosuch") == 2 && !*sh_out && strstr(sh_err, "nosuch"), "%s", sh_err);
 }
 TEST(cli_eval_base, "--compare-base: gaps are those of the same answers under that method at the same budget, with a paired interval; full is the default; a method that is not compared is refused") {
-    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 --eval facts --eval-items 3 --eval-length 128 --csv --budgets 24,48 --compare";
+    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 --eval facts --eval-items 8 --eval-length 128 --csv --budgets 24,48 --compare";
     double score[6], gap[6], lo[6], hi[6];
     static char header[1 << 12];
     CHECK(sh("%s full,streaming,window", run) == 0 && strstr(sh_out, "score_gap"), "%s", sh_err);
