@@ -25861,17 +25861,16 @@ static int holds_config(const char *dir) {
 // The version of a models--org--name folder that refs/main names; without one, the newest snapshot.
 // 0, and its folder in out; -1: no snapshot has a config.json.
 static int hub_snapshot(const char *repo, char out[PATH_ROOM]) {
-    char path[PATH_ROOM + 16], hash[128] = "";
+    char path[PATH_ROOM + 16], hash[128] = "", err[256];
+    size_t size;
     struct dirent *entry;
     struct stat st;
     time_t newest = 0;
     int found = 0;
     snprintf(path, sizeof path, "%.990s/refs/main", repo);
-    FILE *f = fopen(path, "r");
-    if (f) {
-        if (fscanf(f, "%127s", hash) != 1) hash[0] = 0;
-        fclose(f);
-    }
+    char *ref = read_plain_text(path, &size, err);              // a FIFO of that name is not waited for
+    if (ref && sscanf(ref, "%127s", hash) != 1) hash[0] = 0;
+    free(ref);
     snprintf(out, PATH_ROOM, "%.880s/snapshots/%s", repo, hash);
     if (hash[0] && !strchr(hash, '/') && holds_config(out)) return 0;
 
