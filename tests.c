@@ -5,7 +5,7 @@
 // What this machine cannot run is left out and counted by what it needs: "34 need g++". The tests that run ./kvcomp need it built,
 // that on a terminal needs a pseudo-terminal, and those of the CUDA kernels need g++ (or a GPU and `make gpu-test`).
 #define KVCOMP_NO_MAIN
-#ifdef KVCOMP_CUDA
+#ifdef KVCOMP_CUDA              // the tests of the kernels look at it
 static void note_gap(const float *x, int n, const int *idx, int k);
 #define KV_CHOSEN(x, n, idx, k) note_gap(x, n, idx, k)
 #endif
@@ -54,10 +54,11 @@ static void lack(const char *what, int tests) {
     if (k == n_lacks) lacks[n_lacks++].what = what;
     lacks[k].n += tests;
 }
-static void leave_out(const char *what) {
+__attribute__((noreturn)) static void leave_out(const char *what) {
     lack(what, 1);
     longjmp(test_leave, 1);
 }
+#define NO_TERMINAL "a pseudo-terminal (/dev/ptmx, /dev/pts)"
 
 // a few generators every family uses
 static uint64_t rnd_state = 1;
@@ -8386,7 +8387,7 @@ static int pty_chat(const char *const *typed, const double *wait, int n, char *s
     size_t got = 0;
     needs_program();
     pid_t pid = forkpty(&fd, NULL, NULL, NULL);
-    if (pid < 0) leave_out("a pseudo-terminal (/dev/ptmx, /dev/pts)");
+    if (pid < 0) leave_out(NO_TERMINAL);
     if (!pid) { setenv("TERM", "xterm", 1); execl("./kvcomp", "kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos", "-c", "0", (char *)NULL); _exit(99); }
     for (int i = 0; i <= n; i++) {
         double end = now() + (i < n ? wait[i] : 20);
@@ -8597,7 +8598,7 @@ TEST(shown_controls, "control characters from outside are shown on stderr and in
     for (int tty = 0; tty < 2; tty++) {
         int end[2];
         char got[64] = "", *text = NULL;
-        if (tty ? openpty(&end[0], &end[1], NULL, NULL, NULL) : pipe(end)) { CHECK(0, "%s", strerror(errno)); continue; }
+        if (tty ? openpty(&end[0], &end[1], NULL, NULL, NULL) : pipe(end)) { if (tty) leave_out(NO_TERMINAL); CHECK(0, "%s", strerror(errno)); continue; }
         FILE *f = fdopen(end[1], "w");
         memcpy(arraddnptr(text, 6), "\x1b]0;x\a", 6);
         write_text(&text, f);
@@ -8972,7 +8973,9 @@ static int chat_with_cut_file(const char *dir, const char *file, char *seen, siz
     int fd, status = 0, sent = 0, master;
     size_t got = 0;
     double end = now() + 120;
+    needs_program();
     pid_t pid = forkpty(&fd, NULL, NULL, NULL);
+    if (pid < 0) leave_out(NO_TERMINAL);
     if (!pid) { setenv("TERM", "xterm", 1); execl("./kvcomp", "kvcomp", "-m", dir, "--temp", "0", "-n", "8", (char *)NULL); _exit(99); }
     master = dup(fd);
     while (now() < end) {
@@ -9418,7 +9421,8 @@ static void pty_shell(char *const *argv) {
 }
 static Pty *pty_start(char *const *argv, int shell, int ignored) {
     Pty *p = xcalloc(1, sizeof *p);
-    if (openpty(&p->fd, &p->tty, NULL, NULL, NULL)) { free(p); return NULL; }
+    needs_program();
+    if (openpty(&p->fd, &p->tty, NULL, NULL, NULL)) leave_out(NO_TERMINAL);
     p->pid = fork();
     if (p->pid) return p;
     static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGTSTP };
@@ -9656,7 +9660,9 @@ static int on_terminal(int cols, const char *cmd) {
     struct winsize w = { .ws_row = 24, .ws_col = (unsigned short)cols };
     int fd, status = 0;
     size_t n = 0;
+    needs_program();
     pid_t pid = forkpty(&fd, NULL, NULL, &w);
+    if (pid < 0) leave_out(NO_TERMINAL);
     if (!pid) { execl("/bin/sh", "sh", "-c", cmd, (char *)NULL); _exit(99); }
     for (ssize_t got; n + 1 < sizeof sh_out && (got = read(fd, sh_out + n, sizeof sh_out - n - 1)) > 0; ) n += (size_t)got;
     sh_out[n] = 0;
