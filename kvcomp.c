@@ -17738,11 +17738,9 @@ static void session_write(App *a, FILE *f) {
 // The text that session_write writes, malloc'd, and its hash. Exit 4 when there is no memory.
 static char *session_text(App *a, size_t *n, uint64_t *hash) {
     char *text = NULL;
-    FILE *f = open_memstream(&text, n);
-    if (!f) die(EXIT_MEMORY, "out of memory: the text of a session");
+    FILE *f = memory_stream(&text, n);
     session_write(a, f);
-    int bad = ferror(f);
-    if (fclose(f) || bad) die(EXIT_MEMORY, "out of memory: the text of a session");
+    memory_stream_close(f);
     *hash = hash_bytes(0, text, *n);
     return text;
 }
@@ -17911,10 +17909,9 @@ static void session_differs(const App *a, const SessionFile *x) {
     if (x->version == 1)
         warn("%s: an old session file (version 1): without a checksum, and its model is known by two tensors; it is "
              "saved anew as version 2", x->path);
-    FILE *f = open_memstream(&own, &n);
-    if (!f) return;
+    FILE *f = memory_stream(&own, &n);
     write_making(a, f);
-    fclose(f);
+    memory_stream_close(f);
     int same = x->version == 1 ? !strncmp(own, x->making, strcspn(own, " ")) : !strcmp(own, x->making);
     if (!same) warn("%s: made with %s, goes on with %s", x->path, x->making, own);
     free(own);
@@ -19282,7 +19279,7 @@ static void command_budget(App *a, const char *arg) {
 static void command_system(App *a, const char *arg) {
     char err[256];
     if (*arg && a->tp && a->tp->no_system) {
-        fprintf(stderr, "kvcomp: this chat template has no system message (%s)\n", a->tp->no_system);
+        warn("this chat template has no system message (%s)", a->tp->no_system);
         return;
     }
     const char *text = strcmp(arg, "\"\"") ? arg : "";
@@ -25862,13 +25859,13 @@ static int holds_config(const char *dir) {
 // 0, and its folder in out; -1: no snapshot has a config.json.
 static int hub_snapshot(const char *repo, char out[PATH_ROOM]) {
     char path[PATH_ROOM + 16], hash[128] = "", err[256];
-    size_t size;
+    size_t n;
     struct dirent *entry;
     struct stat st;
     time_t newest = 0;
     int found = 0;
     snprintf(path, sizeof path, "%.990s/refs/main", repo);
-    char *ref = read_plain_text(path, &size, err);              // a FIFO of that name is not waited for
+    char *ref = read_bounded(path, MOST_CONFIG, &n, err);
     if (ref && sscanf(ref, "%127s", hash) != 1) hash[0] = 0;
     free(ref);
     snprintf(out, PATH_ROOM, "%.880s/snapshots/%s", repo, hash);
@@ -26003,8 +26000,8 @@ static void tell_memory(const App *a, double weights, int synthetic) {
     if (synthetic && room >= 0 && weights > room) die(EXIT_MEMORY, "%s: too little for these random weights", text);
     if (!strcmp(opt_str(a->o, "device"), "cuda") || quiet || *opt_str(a->o, "ids") || opt_int(a->o, "inspect")) return;
     if (over && weights < room) snprintf(fits, sizeof fits, "; -c %.0f would fit", floor((room - weights) / each));
-    if (over) fprintf(stderr, "kvcomp: WARNING: %s%s\n", text, fits);
-    else if (opt_int(a->o, "verbose") || (weights >= 1e9 && isatty(2))) fprintf(stderr, "kvcomp: %s\n", text);
+    if (over) warn("WARNING: %s%s", text, fits);
+    else if (opt_int(a->o, "verbose") || (weights >= 1e9 && isatty(2))) warn("%s", text);
 }
 
 // Touches every page of a mapped tensor.
