@@ -25798,11 +25798,14 @@ static int run_looks_at(const char *name, int run) {
 // methods do not. Greedy sampling is what an evaluation does anyway, so --temp 0 there is no
 // mistake. The suite, the report and the demonstration play methods of their own choice.
 static void say_without_effect(const Options *o) {
-    char run_text[512] = "", method_text[512] = "";
+    static const char *const only_drawn[] = { "top-k", "top-p", "min-p" };
+    char run_text[512] = "", method_text[512] = "", greedy_text[512] = "";
     const char *methods = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_str(o, "method");
     int run = run_kind(o);
     int own_choice = *opt_str(o, "report") || *opt_str(o, "bench-suite") || run == RUN_DEMO;
     int asked = run & RUN_SESSION && !own_choice;           // the methods are those that were named
+    for (int i = 0; i < 3 && run & RUN_TALKS && opt_real(o, "temp") <= 0; i++)
+        if (opt_given(o, only_drawn[i])) flag_add(greedy_text, only_drawn[i]);
     for (int i = 0; i < (int)shlen(o->given); i++) {
         const char *name = o->given[i].key;
         int greedy = !strcmp(name, "temp") && opt_real(o, name) == 0;
@@ -25813,6 +25816,7 @@ static void say_without_effect(const Options *o) {
         }
     }
     if (*run_text) warn("without effect in %s: %s", run_flag(run), run_text);
+    if (*greedy_text) warn("without effect with --temp 0: %s", greedy_text);
     const char *flag = *opt_str(o, "compare") ? "--compare " : "--method=";
     if (*method_text) warn("without effect with %s%s: %s", flag, methods, method_text);
 }

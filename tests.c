@@ -8641,7 +8641,7 @@ TEST(cli_without_effect, "two models or two prompts are refused; an option that 
         CHECK(sh("%s -q", cases[i].args) == 0 && !*sh_err, "%s -q: %s", cases[i].args, sh_err);
     }
     static const char *const fine[] = {
-        SYN "--ids data/ids/three-turns.txt --method=snapkv --budget 40 --obs-window 8 --kernel 5 --gqa-agg max --json --stats -t 1 -c 100", "./kvcomp -p hi -n 1 --no-stats --temp 0 --top-k 3 -s 1 -st --method lychee+pats --budget 64 --lychee-iters 3 --pats-bmax 4 --keep 4",
+        SYN "--ids data/ids/three-turns.txt --method=snapkv --budget 40 --obs-window 8 --kernel 5 --gqa-agg max --json --stats -t 1 -c 100", "./kvcomp -p hi -n 1 --no-stats --temp 0.5 --top-k 3 -s 1 -st --method lychee+pats --budget 64 --lychee-iters 3 --pats-bmax 4 --keep 4",
         "./kvcomp --eval facts --eval-items 1 --eval-length 96 --temp 0 -t 1 --compare full,streaming --budgets 32 --sink 2 -n 4", "./kvcomp --inspect -c 0 --method snapkv --budget 64",
     };
     for (size_t i = 0; i < sizeof fine / sizeof *fine; i++) CHECK(sh("%s", fine[i]) == 0 && !strstr(sh_err, "without effect"), "%s: %s", fine[i], sh_err);
@@ -9586,10 +9586,10 @@ TEST(cli_told, "in a chat every switch says what it did, a method that has not b
 }
 TEST(cli_unused, "an option that has no effect in this run is named, one that has is not") {
     static const struct { const char *args, *says; } cases[] = {
-        { "--lychee-sink 3", "--lychee-sink has no effect with --method=full: it is for lychee" }, { "--lychee-sink 3 --method lychee+pats", NULL }, { "--budget 40", "--budget has no effect with --method=full: it is for streaming, window, tova, .." },
-        { "--budget 40 --method q8+snapkv", NULL }, { "--sink 3 --method snapkv", "--sink has no effect with --method=snapkv" }, { "--obs-window 9 --method dililazy", NULL }, { "--ratio .5 --method sonic", NULL },
-        { "--ratio .5 --method q8", "--ratio has no effect" }, { "--eval-items 3", "--eval-items has no effect in this run" }, { "--top-p .3", "--top-p has no effect at --temp 0" }, { "--seed 3 -n 2 --no-stats", NULL },
-        { "--repeat 3", "--repeat has no effect" }, { "--single-turn", "--single-turn has no effect" },
+        { "--lychee-sink 3", "without effect with --method=full: --lychee-sink" }, { "--lychee-sink 3 --method lychee+pats", NULL }, { "--budget 40", "without effect with --method=full: --budget" },
+        { "--budget 40 --method q8+snapkv", NULL }, { "--sink 3 --method snapkv", "without effect with --method=snapkv: --sink" }, { "--obs-window 9 --method dililazy", NULL }, { "--ratio .5 --method sonic", NULL },
+        { "--ratio .5 --method q8", "without effect with --method=q8: --ratio" }, { "--eval-items 3", "without effect in -p or -f: --eval-items" }, { "--top-p .3", "without effect with --temp 0: --top-p" }, { "--seed 3 -n 2 --no-stats", NULL },
+        { "--repeat 3", "without effect in -p or -f: --repeat" },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         CHECK(sh("./kvcomp -p hi -n 1 --no-stats --temp 0 %s", cases[i].args) == 0, "%s: %s", cases[i].args, sh_err);
@@ -9597,8 +9597,8 @@ TEST(cli_unused, "an option that has no effect in this run is named, one that ha
         else CHECK(!*sh_err, "%s: %s", cases[i].args, sh_err);
     }
     CHECK(sh("./kvcomp -p hi -n 1 -q --temp 0 --lychee-sink 3") == 0 && !*sh_err, "quiet: %s", sh_err);
-    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --compare full,lychee --lychee-sink 3 --budgets 30 --csv") == 0 && !strstr(sh_err, "no effect"), "%s", sh_err);
-    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --single-turn --csv") == 0 && strstr(sh_err, "--single-turn has no effect"), "%s", sh_err);
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --compare full,lychee --lychee-sink 3 --budgets 30 --csv") == 0 && !strstr(sh_err, "without effect"), "%s", sh_err);
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --single-turn --csv") == 0 && strstr(sh_err, "without effect in"), "%s", sh_err);
     CHECK(sh("./kvcomp --help snapk") == 2 && strstr(sh_err, "did you mean snapkv?"), "%s", sh_err);
 }
 TEST(cli_json_text, "--json carries the reply under \"text\"; its numbers have no exponent; too few texts have no interval: null, an empty field, a dash") {
