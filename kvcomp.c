@@ -9664,7 +9664,7 @@ static int weight_from(const float *x, const int *w, int n, uint32_t key) {
 // come by themselves: the processor sees the pattern, and a kernel asks for what lies beyond
 // (Ahead). The rows of a list lie anywhere and have to be asked for one by one, in time: half a
 // tile at a time, so that the queue to memory is never empty nor flooded. None of this changes a
-// result; NOTES.md, Speed on the CPU, says what each part brought and what was tried in vain.
+// result; NOTES.md, The CPU half, says what each part brought and what was tried in vain.
 
 // Asks for the keys (v 0) or values (v 1) of n listed rows, so that their ways from memory overlap;
 // packed rows are left out.
@@ -9772,7 +9772,7 @@ static TileRows tile_read(const Session *s, const KVHead *h, const View *w, cons
 
 // ---- lists copied side by side
 // Rows that lie anywhere come from memory at a fraction of its speed: LoopServe's single rows at an
-// eighth (NOTES.md, Speed on the CPU). A list that stays for some steps pays for a copy of its
+// eighth (NOTES.md, The CPU half). A list that stays for some steps pays for a copy of its
 // rows. Packed rows may change under a copy, and a GPU gathers fast enough: no copies there.
 static int copies_views(const Session *s) {
     return !KV_DEV(s) && !s->packing;
