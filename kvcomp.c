@@ -77,7 +77,6 @@
 #include "kvcomp.h"
 #include <ctype.h>
 #include <dirent.h>
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
@@ -7700,7 +7699,7 @@ const Method *const methods[] = {
     &full_method,
     &streaming_method,              // rows kept
     &window_method,                 // rows kept
-    &tova_method,                  // rows kept
+    &tova_method,                   // rows kept
     &snapkv_method,                 // rows kept
     &adakv_method,                  // rows kept
     &pyramidkv_method,              // rows kept

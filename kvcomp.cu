@@ -1470,7 +1470,8 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     work 0   |--- item 0 ---|--- item 1 ---|--- item 2 ---|- item 3 -|      |---| : chunk_rows positions
 //     work 1   |--- item 4 ---|-- item 5 --|
 //
-// Five kernels compute it, and which one is used never depends on the method:
+// Five kernels compute it, and which one is used never depends on the method; run_items chooses for
+// decode, tensor_cores for a prefill:
 //     attend_kernel    any rule, any format, any head_dim
 //     decode_kernel    decode over plain rows
 //     gqa_kernel       decode over plain f16 or bf16 rows of the usual head_dims
@@ -5401,7 +5402,8 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 //   Algorithm 1, line 16 -> take_kernel
 //   Algorithm 1, line 22 -> graft_kernel, node_absorb
 // On the host stay the chunker (line 2), Eq. 3 and 4 (statistics), and the decision whether a step
-// chooses at all. Attention over the chosen rows (line 17) is decode attention through views.
+// chooses at all. Attention over the chosen rows (line 17) is decode attention through views: by the
+// format of the rows gqa_kernel, decode_kernel or attend_kernel (run_items, section 3).
 //
 // Bits: every sum has the CPU's order. Dot products go by lanes of 16 with fused multiply-adds, as
 // dot_f32 of section 16 does (so a CPU with FMA has the same bits; plain C agrees to rounding),

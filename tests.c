@@ -11119,7 +11119,7 @@ TEST(cuda_rates, "the rates that --bench measures by need no more memory than is
 // ---- calls that fail
 // Runs f(arg) in a process of its own, one thread, without the mark that die() jumps to -> its exit code, 128 + a signal's number;
 // what it says on stderr in said.
-static int in_a_process(void (*f)(long), long arg, char *said, size_t size) {
+__attribute__((unused)) static int in_a_process(void (*f)(long), long arg, char *said, size_t size) {
     int end[2], rc;
     if (pipe(end)) return -1;
     fflush(NULL);
@@ -11144,7 +11144,7 @@ static int in_a_process(void (*f)(long), long arg, char *said, size_t size) {
 }
 static Tiny failing_model;
 static const char *failing_method, *failing_text;
-static void failing_run(long arg) {                              // arg: the call that fails; negative: all from that one on. 0: none, and their number is the answer
+__attribute__((unused)) static void failing_run(long arg) {                              // arg: the call that fails; negative: all from that one on. 0: none, and their number is the answer
     Options *o;
     Script p = { 2, { 60, 3 }, { 7, 2 }, 4 };                    // graphs, heads that grow, a second turn
     int n = script_rows(&p) * failing_model.c->V;
@@ -11181,7 +11181,7 @@ TEST(cuda_failures, "whichever call of the runtime fails, alone or with all behi
     tiny_free(failing_model);
 #endif
 }
-static void provoke(long kind) { emu_provoke((int)kind); }
+__attribute__((unused)) static void provoke(long kind) { emu_provoke((int)kind); }
 TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shared memory run over, host pointers in structs, old contents of rooms, host memory changed too early; and lets pass what is right") {
 #if !defined(__SANITIZE_THREAD__)
     static const char *want[] = { NULL, "neighbours: block 1,0,0 writes offset 0 of an allocation of 260 bytes", "reader: block 1,0,0 reads offset 0", "shared memory written at byte 120 of 120", "a struct of 16 bytes, holds a host pointer at byte 8" };
