@@ -143,8 +143,9 @@ tests_hard: tests.o kvcomp_hard.o
 tests_race: tests.c kvcomp.c kvcomp.cu kvcomp.h cuda_emu.h | deps
 	g++ $(EMUFLAGS) -Wno-tsan -O1 -fsanitize=thread -c -o race_emu.o kvcomp.cu
 	$(CC) $(WARN) -Wno-unknown-pragmas -O1 -g1 -fsanitize=thread -DKVCOMP_CUDA -o $@ tests.c race_emu.o -lm -lpthread
+# (ThreadSanitizer's runtime does not keep all registers of AVX-512: with them the CPU's side comes out wrong)
 race: tests_race tests_hard
-	./tests_race cuda
+	KVCOMP_SIMD=avx2 ./tests_race cuda
 	./tests_hard cuda
 
 # the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
