@@ -161,7 +161,7 @@ static void q8_unpack(float *x, const char *o, int n, int D);
 
 // Mean softmax rows of w queries, a list for each query head (lists R) or one for a group (lists 1).
 static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score);
-// The keys (v 0) or values (v 1) of a tile of a view, ready for a kernel. end: where the view's
+// The keys (OF_K) or values (OF_V) of a tile of a view, ready for a kernel. end: where the view's
 // rows end for this thread; buf (KV_TILE,D) is used if the rows have to be brought together.
 static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
                           int v, int end, float *buf);
@@ -582,7 +582,7 @@ static const Format *format_find(const char *name) {
     return NULL;
 }
 
-// The format of V rows (v 1) or K rows (v 0).
+// The format of V rows (OF_V) or K rows (OF_K).
 static const Format *format_of(const Session *s, int v) {
     return v ? s->fv : s->fk;
 }
@@ -600,7 +600,7 @@ static size_t round_to_step(size_t rows) {
 // Makes room for `raw` raw rows behind the packed ones: keeps what is there, gives back the rest.
 static void head_reserve(Session *s, KVHead *h, int raw) {
     int D = s->c->D, cap = (int)round_to_step(raw), all = h->packed + cap;
-    if (cap == h->cap && h->src) return;
+    if (cap == h->cap && all == h->room) return;
     s->changes++;
     if (KV_DEV(s)) {
         rows_resize_cuda(s, h, cap);
@@ -609,6 +609,7 @@ static void head_reserve(Session *s, KVHead *h, int raw) {
         h->v = xrealloc(h->v, (size_t)cap * s->fv->row_bytes(D));
     }
     h->cap = cap;
+    h->room = all;
     h->src = xrealloc(h->src, (size_t)all * sizeof(int));
     h->pos = xrealloc(h->pos, (size_t)all * sizeof(int));
     if (s->wants & KV_MASS) h->mass = xrealloc(h->mass, (size_t)all * sizeof(float));
@@ -728,11 +729,11 @@ static void load_rows(const Session *s, const KVHead *h, int v, const int *rows,
 
 // buf (n,D) f32 = keys, or values.
 void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) {
-    load_rows(s, h, 0, rows, r0, n, buf, DT_F32);
+    load_rows(s, h, OF_K, rows, r0, n, buf, DT_F32);
 }
 
 void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf) {
-    load_rows(s, h, 1, rows, r0, n, buf, DT_F32);
+    load_rows(s, h, OF_V, rows, r0, n, buf, DT_F32);
 }
 
 // (n,H,D): tokens t0 .. t0+n-1 of the queries q (T,H,D) that a hook was given, where C can read them.
@@ -757,10 +758,10 @@ int kv_longest(const Session *s, int l) {
 // which is how a view begins (view_all). Place p of a view is the p-th row it reads.
 //
 // Rows belong to KV heads and views to query heads, but most methods choose one list for the R
-// query heads of a group. view_group stores it once, with the group's first head; each later head
-// of the group has same = 1, which means "I read what the head before me reads". view_of follows
-// these marks back to the head that owns the list, and attention sees from them which heads can
-// share one reading of the rows (decode_groups); it compares lists only where there is no mark.
+// query heads of a group. view_group stores it once, with the group's first head; `back` of each
+// later head says how many heads before it the list's owner is. view_of looks there, and attention
+// sees from it which heads can share one reading of the rows (decode_groups); it compares lists
+// only where two neighbours have different owners.
 //
 // A list that many steps will read can be copied side by side (view_near, section 17): is_near says
 // that the copy is valid. Whatever changes the list or a key it names clears is_near.
@@ -775,17 +776,30 @@ static void view_fill(Session *s, View *w, const int *idx, int n, int tail) {
     if (n) memcpy(w->idx, idx, (size_t)n * sizeof(int));
     w->n = n;
     w->tail = tail;
-    w->same = 0;
+    w->back = 0;
     w->is_near = 0;
+}
+
+// Before the list of query head h changes: other heads of its group may read by it. The first of
+// them gets a copy, and the rest read by that one.
+static void view_hand_on(Session *s, int l, int h) {
+    int R = s->c->H / s->c->G, end = (h / R + 1) * R, heir = 0;
+    const View *old = kv_view(s, l, h);
+    for (int i = h + 1; i < end; i++) {
+        View *w = kv_view(s, l, i);
+        if (w->back != i - h) continue;
+        if (!heir) {
+            heir = i;
+            view_fill(s, w, old->idx, old->n, old->tail);
+        }
+        w->back = i - heir;
+    }
 }
 
 // Query head h reads idx (n) and the rows from tail on. What the other heads read stays as it is.
 void view_set(Session *s, int l, int h, const int *idx, int n, int tail) {
-    int R = s->c->H / s->c->G, last_of_group = (h + 1) % R == 0;
-    View *w = kv_view(s, l, h), old = view_of(s, l, h);
-    // The next head may read through this one's list: then it gets the list, before that changes.
-    if (!last_of_group && w[1].same) view_fill(s, w + 1, old.idx, old.n, old.tail);
-    view_fill(s, w, idx, n, tail);
+    view_hand_on(s, l, h);
+    view_fill(s, kv_view(s, l, h), idx, n, tail);
 }
 
 // All query heads of KV head g read idx (n) and the rows from tail on.
@@ -796,7 +810,7 @@ void view_group(Session *s, int l, int g, const int *idx, int n, int tail) {
     for (int r = 1; r < R; r++) {
         w[r].n = n;
         w[r].tail = tail;
-        w[r].same = 1;
+        w[r].back = r;
     }
 }
 
@@ -806,7 +820,7 @@ void view_all(Session *s) {
     if (KV_DEV(s)) views_drop_cuda(s);
     for (int i = 0; i < s->c->L * s->c->H; i++) {
         View *w = &s->view[i];
-        w->n = w->tail = w->same = w->is_near = 0;
+        w->n = w->tail = w->back = w->is_near = 0;
     }
 }
 
@@ -896,7 +910,7 @@ static void mark_rows_read(Session *s, int l, int g, int len, int *seen) {
     int R = s->c->H / s->c->G;
     for (int h = g * R; h < (g + 1) * R; h++) {
         const View *w = kv_view(s, l, h);
-        int listed = w->same ? 0 : w->n;    // the head that owns the list marks it
+        int listed = w->back ? 0 : w->n;    // the head that owns the list marks it
         for (int i = 0; i < listed; i++) seen[w->idx[i]] = 1;
         for (int r = w->tail; r < len; r++) seen[r] = 1;
     }
@@ -923,7 +937,7 @@ void kv_compact(Session *s, int l, int g) {
     s->changes++;
     for (int h = g * R; h < (g + 1) * R; h++) {
         View *w = kv_view(s, l, h);
-        int listed = w->same ? 0 : w->n;
+        int listed = w->back ? 0 : w->n;
         for (int i = 0; i < listed; i++) w->idx[i] = map[w->idx[i]];
         w->tail = map[w->tail];
     }
@@ -1411,11 +1425,11 @@ static void decode_chunk(Session *s, int l, const DecodeGroup *d, int p0, int p1
         if (!tile_in_window(s, l, hd, row_at(a.rows, a.r0, a.n - 1), s->base)) continue;
 
         // Pass 1: scores.
-        TileRows k = tile_read(s, hd, &w, &a, 0, p1, t->k);
+        TileRows k = tile_read(s, hd, &w, &a, OF_K, p1, t->k);
         if (!tile_scores_of(s, l, hd, t, m, a.rows, a.r0, a.n, k)) continue;
 
         // Passes 2 and 3: softmax and weighted sum. Values may take the place of keys, as in a prefill.
-        TileRows v = tile_read(s, hd, &w, &a, 1, p1, t->k);
+        TileRows v = tile_read(s, hd, &w, &a, OF_V, p1, t->k);
         tile_fold_of(t, m, a.n, D, v);
     }
     chunk_put(part, t, m, D);
@@ -3720,8 +3734,9 @@ typedef struct {                // a line in a heap or in a sorted list
 
 typedef struct {                // working memory of one thread; a head holds at most N rows
     float *P;                   // (m,N) softmax rows
-    double *g;                  // (2N) residuals of the lines on the selecting samples (tile64: int64_t)
-    double *one;                // (2N) tile64, int64_t: the most that one sample gave to g at first
+    double *g;                  // (2N) residuals of the lines on the selecting samples
+    int64_t *fixed_g;           // (2N) tile64: the same in fixed point, in the memory of g
+    int64_t *fixed_one;         // (2N) tile64: the most that one sample gave to fixed_g at first
     float *top;                 // (2N) variant a: w^max, the largest cell of every line
     LineItem *item;             // (2N) variant b: the heap; variant a: two sorted lists of N
     LineRange *run;             // (N) tile64: runs of chosen offsets
@@ -4009,7 +4024,8 @@ static Tally band_residuals(const LineSample *p, const LoopRule *u, const Lines 
                 part += x;
                 if (one && x > one[c]) one[c] = x;
             }
-            if (o % BAND == 0) {                         // the row's last cell in this band
+            int last_of_band = o % BAND == 0;            // offsets fall as columns rise
+            if (last_of_band) {
                 if (one && part > one[k]) one[k] = part;
                 part = 0;
             }
@@ -4048,7 +4064,7 @@ static double gain_of(const int64_t *g, const int64_t *one, int id, int p0, int 
 // line is left that two samples support; otherwise 0.
 static int select_tiles(const LineSample *p, const LoopRule *u, Lines *a, LoopRoom *w, LoopFound *f) {
     int n = p->n, ids = n + (n + BAND - 1) / BAND;
-    int64_t *g = (int64_t *)w->g, *one = (int64_t *)w->one;     // as large as variant b's doubles
+    int64_t *g = w->fixed_g, *one = w->fixed_one;
     double threshold = INFINITY;
     keep_lines(u, a);
 
@@ -4095,8 +4111,9 @@ static LoopRoom *loop_rooms(Session *s, int m, int N) {
     size_t n = (size_t)N;
     for (int i = 0; i < threads; i++) {
         w[i].P = scratch(s, m * n * sizeof(float));
-        w[i].g = scratch(s, 2 * n * sizeof(double));
-        w[i].one = scratch(s, 2 * n * sizeof(double));
+        w[i].fixed_g = scratch(s, 2 * n * sizeof(int64_t));     // a pass uses this or g, never both
+        w[i].g = (double *)w[i].fixed_g;
+        w[i].fixed_one = scratch(s, 2 * n * sizeof(int64_t));
         w[i].top = scratch(s, 2 * n * sizeof(float));
         w[i].item = scratch(s, 2 * n * sizeof(LineItem));
         w[i].run = scratch(s, n * sizeof(LineRange));
@@ -4755,7 +4772,7 @@ static void pats_read_row(uint16_t *h, const unsigned char *p, int D, int w, int
     for (int c = 0; c < D; c += B, p += PATS_BLOCK) unpack_bits(h + c, p, min_int(B, D - c), w);
 }
 
-// Where row r of a head lies: in region g, whose rows have `bytes` bytes; K (v 0) or V (v 1).
+// Where row r of a head lies: in region g, whose rows have `bytes` bytes; K (OF_K) or V (OF_V).
 static const unsigned char *pats_row(const KVHead *h, const Region *g, int v, int r, size_t bytes) {
     return (const unsigned char *)(v ? h->pv : h->pk) + g->base + (size_t)(r - g->row0) * bytes;
 }
@@ -4807,7 +4824,7 @@ static void pats_load_device(const Pats *x, const Region *g, const unsigned char
     }
 }
 
-// Packing.load: rows r0 .. r0+n-1 of K (v 0) or V (v 1), all of them packed, to buf (n,D) f16.
+// Packing.load: rows r0 .. r0+n-1 of K (OF_K) or V (OF_V), all of them packed, to buf (n,D) f16.
 static void pats_load(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf) {
     const Pats *x = pats_of(s);
     const Region *g = region_of(h->reg, r0);
@@ -4854,9 +4871,8 @@ static size_t regions_bytes(const Region *reg, int n, int rows64, int D) {
 }
 
 // Gives a head the table reg as its own: an exact copy of the stb array, which is freed. The number
-// of packed rows, and so the size of src and pos, may have changed: cap -1 makes head_reserve size
-// them anew.
-static void regions_set(KVHead *h, Region *reg) {
+// of packed rows may have changed, so head_reserve follows and sizes src, pos and mass anew.
+static void regions_set(Session *s, KVHead *h, Region *reg) {
     int n = (int)arrlen(reg);
     h->n_reg = n;
     h->packed = n ? reg[n - 1].row0 + reg[n - 1].n : 0;
@@ -4867,7 +4883,7 @@ static void regions_set(KVHead *h, Region *reg) {
         free(h->reg);
         h->reg = NULL;
     }
-    h->cap = -1;
+    s->changes++;
     arrfree(reg);
 }
 
@@ -4900,7 +4916,7 @@ static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
         *held = to;
     }
     h->pk_bytes = total;
-    regions_set(h, reg);
+    regions_set(s, h, reg);
 }
 
 // Section 17: where rows lie, for prefetching; what a new table leaves as it is.
@@ -4912,7 +4928,7 @@ static const Packing pats_packing = { pats_load, pats_stored, pats_keep };
 
 // ---- cutting rows
 
-// Makes the rows from `from` on of the new table reg, at `to`: K (v 0) or V (v 1). Rows are read
+// Makes the rows from `from` on of the new table reg, at `to`: K (OF_K) or V (OF_V). Rows are read
 // from where they are stored now, packed or raw. Bits that are cut stay cut: a row is never made
 // anew.
 static void pats_recut(const Session *s, const Pats *x, const KVHead *h, int v, const Region *reg,
@@ -4988,7 +5004,7 @@ static void pats_pack_head(Session *s, const Pats *x, KVHead *h) {
         pats_repack(s, x, h, reg, n, unmoved);
     }
     h->pk_bytes = total;
-    regions_set(h, reg);
+    regions_set(s, h, reg);
     head_reserve(s, h, h->len - n);
 }
 
@@ -9665,7 +9681,7 @@ static int weight_from(const float *x, const int *w, int n, uint32_t key) {
 // tile at a time, so that the queue to memory is never empty nor flooded. None of this changes a
 // result; NOTES.md, The CPU half, says what each part brought and what was tried in vain.
 
-// Asks for the keys (v 0) or values (v 1) of n listed rows, so that their ways from memory overlap;
+// Asks for the keys (OF_K) or values (OF_V) of n listed rows, so that their ways from memory overlap;
 // packed rows are left out.
 static void fetch_rows(const Session *s, const KVHead *h, int v, const int *rows, int n) {
     size_t bytes = format_of(s, v)->row_bytes(s->c->D);
@@ -9685,8 +9701,8 @@ static void fetch_runs(const Session *s, const KVHead *h, const View *w, int p0,
     for (int p = p0; p < end; p++) {
         int row = w->idx[p], begins = p == p0 || row != w->idx[p - 1] + 1;
         if (!begins || row < h->packed) continue;
-        __builtin_prefetch(raw_row(s, h, 0, row));
-        __builtin_prefetch(raw_row(s, h, 1, row));
+        __builtin_prefetch(raw_row(s, h, OF_K, row));
+        __builtin_prefetch(raw_row(s, h, OF_V, row));
     }
 }
 
@@ -9712,7 +9728,7 @@ static int dtype_in_place(const Format *f) {
     return DT_F32;
 }
 
-// The keys (v 0) or values (v 1) of the copy that view_near made: w->n keys, then w->n values.
+// The keys (OF_K) or values (OF_V) of the copy that view_near made: w->n keys, then w->n values.
 static char *near_rows(const Session *s, const View *w, int v) {
     return w->near + (v ? w->n * s->fk->row_bytes(s->c->D) : 0);
 }
@@ -9736,32 +9752,36 @@ static const void *rows_ready(const Session *s, const KVHead *h, const View *w, 
     return buf;
 }
 
-// The listed rows to ask for while a tile's keys (v 0) or values (v 1) are read: with its keys its
-// own values, with its values the next tile's keys. -> how many; 0 where the rows are neighbours,
-// or a copy.
-static int listed_next(const View *w, const ViewTile *a, int v, const int **rows) {
+// A decode step over a list reads the keys of a tile, then its values, then the keys of the next
+// tile. Listed rows lie anywhere, so each of these reads asks for the memory of the next one, in two
+// halves: one before the kernel's rows are brought together, and one behind it.
+
+// The tile's own rows, whose values are read next. -> how many; 0 if they are neighbours or a copy.
+static int own_rows(const View *w, const ViewTile *a, const int **rows) {
+    int copied = w->is_near && a->p + a->n <= w->n;
+    *rows = a->rows;
+    return a->rows && !copied ? a->n : 0;
+}
+
+// The listed rows of the next tile, whose keys are read next. -> how many.
+static int next_rows(const View *w, const ViewTile *a, const int **rows) {
     int next = a->p + a->n;
-    if (v == 0) {
-        int copied = w->is_near && next <= w->n;
-        *rows = a->rows;
-        return a->rows && !copied ? a->n : 0;
-    }
     if (next >= w->n || w->is_near) return 0;
     *rows = w->idx + next;
     return min_int(w->n - next, KV_TILE);
 }
 
-// The keys (v 0) or values (v 1) of the tile *a of a view, and the requests that go with them: half
-// of the listed rows to come before the tile is read, and half behind it. The rows this thread
-// reads end at place `end` of the view.
+// The keys (OF_K) or values (OF_V) of the tile *a of a view, and the requests that go with them.
+// The rows this thread reads end at place `end` of the view.
 static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a,
                           int v, int end, float *buf) {
     const Format *f = format_of(s, v);
     const int *rows = NULL;
-    int listed = listed_next(w, a, v, &rows), half = listed / 2;
-    if (half) fetch_rows(s, h, !v, rows, half);
+    int reads_next = v == OF_K ? OF_V : OF_K;
+    int listed = v == OF_K ? own_rows(w, a, &rows) : next_rows(w, a, &rows), half = listed / 2;
+    if (half) fetch_rows(s, h, reads_next, rows, half);
     TileRows t = { .x = rows_ready(s, h, w, a, v, buf), .dtype = dtype_in_place(f) };
-    if (listed) fetch_rows(s, h, !v, rows + half, listed - half);
+    if (listed) fetch_rows(s, h, reads_next, rows + half, listed - half);
 
     // Neighbours that have to be unpacked: the kernel asks for the next tile of them.
     int next = a->r0 + a->n, in_place = next >= h->packed && rows_in_place(f);
@@ -9880,7 +9900,7 @@ static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) 
         int n = min_int(COLUMN_TILE, to - r);
         float *x = c->e + (size_t)r * m;
         kv_load_k(s, c->hd, NULL, r, n, t->k);
-        Ahead next = tile_ahead(s, c->hd, 0, r + n, min_int(n, to - r - n));
+        Ahead next = tile_ahead(s, c->hd, OF_K, r + n, min_int(n, to - r - n));
         mix_of(x, t->k, c->x, DT_F32, n, D, m, 0, next);
         if (r + n > seen) mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
         simd->softmax_columns(x, n, m, t->max, t->sum);
@@ -10012,7 +10032,7 @@ static size_t bytes_unmoved(const Region *reg, int unmoved, int rows64, int D) {
     return bytes;
 }
 
-// Packing.stored: where rows r0 .. r0+n-1 of K (v 0) or V (v 1) lie, for prefetching; only those in
+// Packing.stored: where rows r0 .. r0+n-1 of K (OF_K) or V (OF_V) lie, for prefetching; only those in
 // the region of r0.
 static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n) {
     const Region *g = region_of(h->reg, r0);

@@ -1554,7 +1554,7 @@ static __device__ void list_rows(const Attn &a, const HeadRef &h, const Work &w,
     if (!i) *any = see;
 }
 
-// to (n,stride) = rows row[0..n) of K (v 0) or V (v 1) as f32. A warp a row, a lane every 32nd
+// to (n,stride) = rows row[0..n) of K (OF_K) or V (OF_V) as f32. A warp a row, a lane every 32nd
 // element.
 static __device__ void load_tile(float *to, int stride, const Attn &a, const HeadRef &h, int v,
                                  const int *row, int n) {
@@ -3698,7 +3698,7 @@ static __device__ float row_value(const LayerRows &a, const HeadRef &h, int r, i
     return row_get(raw + (r - h.packed) * a.bytes, a.kind, d);
 }
 
-// The keys (v 0) or the values (v 1) of layer l.
+// The keys (OF_K) or the values (OF_V) of layer l.
 static LayerRows layer_rows(const Session *s, int l, int v) {
     const Format *f = v ? s->fv : s->fk;
     LayerRows a = { head_refs(s, l), v, row_kind(f), s->c->D, f->row_bytes(s->c->D) };

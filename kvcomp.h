@@ -125,9 +125,12 @@ typedef struct {                // PATS: rows [row0,row0+n) packed with w bits a
     size_t base;
 } Region;
 
+enum { OF_K, OF_V };            // which of a head's rows: its keys or its values. A parameter v is one of them
+
 typedef struct KVHead {         // the rows one KV head of one layer holds, oldest first. Heads differ in length
     int    len;                 // rows held, N of the legend
     int    cap;                 // rows the raw part has room for
+    int    room;                // rows src, pos and mass have room for: packed ones and cap
     int   *src;                 // (len) the row's token: index into Session.tok, ascending
     // (len) RoPE position its key is rotated to; == tok[src].pos unless a method moved it
     int *pos;
@@ -149,8 +152,8 @@ typedef struct {                // what ONE QUERY HEAD reads in a decode step: r
     int  n, tail;               // n == 0 and tail == 0: every row
     int *idx;                   // (cap) ascending, all < tail
     int  cap;
-    // 1: this head reads what the head before it reads, whose idx and near serve both (view_of)
-    int same;
+    // it reads by the list (idx, near) of the query head so many before it, in its group; 0: its own
+    int  back;
     int  is_near;               // 1: near holds the listed rows side by side (view_near)
     char *near;                 // (room bytes) K, then V, as they are stored
     size_t room;
@@ -259,7 +262,7 @@ typedef struct {                // memory that will be read next: a kernel asks 
 } Ahead;
 
 typedef struct Packing {        // rows that are not stored one by one (PATS)
-    // buf (n,D) f16 = rows r0..r0+n-1 of K (v 0) or V (v 1).
+    // buf (n,D) f16 = rows r0..r0+n-1 of K (OF_K) or V (OF_V).
     void (*load)(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf);
     // Where these rows lie, or the first of them.
     Ahead (*stored)(const Session *s, const KVHead *h, int v, int r0, int n);
@@ -432,16 +435,14 @@ static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }
 static inline KVHead *kv_head(const Session *s, int l, int g) { return &s->head[(size_t)l * s->c->G + g]; }
 static inline View   *kv_view(const Session *s, int l, int h) { return &s->view[(size_t)l * s->c->H + h]; }
 
-// The view of query head h, with the idx and near that it reads by: a view that is the `same` as the
-// one before has none.
+// The view of query head h, with the list that it reads by: idx and near of another head, if back
+// says so.
 static inline View view_of(const Session *s, int l, int h) {
     View w = *kv_view(s, l, h);
-    while (kv_view(s, l, h)->same) {
-        const View *before = kv_view(s, l, --h);
-        w.idx = before->idx;
-        w.near = before->near;
-        w.is_near = before->is_near;
-    }
+    const View *owner = kv_view(s, l, h - w.back);
+    w.idx = owner->idx;
+    w.near = owner->near;
+    w.is_near = owner->is_near;
     return w;
 }
 
@@ -452,7 +453,8 @@ static inline int same_view(View a, View b) {
 
 // Does head h > 0 of layer l read what head h - 1 reads?
 static inline int same_as_before(const Session *s, int l, int h) {
-    return kv_view(s, l, h)->same || same_view(view_of(s, l, h - 1), view_of(s, l, h));
+    int one_list = kv_view(s, l, h)->back == kv_view(s, l, h - 1)->back + 1;
+    return one_list || same_view(view_of(s, l, h - 1), view_of(s, l, h));
 }
 
 // ------------------------------------------------------------------------ scores (sections 6 and 8)

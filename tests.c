@@ -5105,7 +5105,8 @@ static Chosen choose(const Brute *b, int kind) {
         .P = xmalloc((size_t)b->m * n * sizeof(float))
     };
     x.w = (LoopRoom){ .g = xmalloc(2 * n * sizeof(double)),
-                      .one = xmalloc(2 * n * sizeof(double)),
+                      .fixed_g = xmalloc(2 * n * sizeof(int64_t)),
+                      .fixed_one = xmalloc(2 * n * sizeof(int64_t)),
                       .top = xmalloc(2 * n * sizeof(float)),
                       .item = xmalloc(2 * n * sizeof(LineItem)),
                       .run = xmalloc(n * sizeof(LineRange)),
@@ -5127,7 +5128,8 @@ static void chosen_free(Chosen *x) {
     free(x->a.s);
     free(x->P);
     free(x->w.g);
-    free(x->w.one);
+    free(x->w.fixed_g);
+    free(x->w.fixed_one);
     free(x->w.top);
     free(x->w.item);
     free(x->w.run);
@@ -8793,10 +8795,10 @@ TEST(views, "the heads of a group read one list: rows, a head set alone, two in 
     view_set(s, 0, 2, stale, 4, 29);
     view_group(s, 0, 0, one, 3, 27);
     for (int h = 0; h < 3; h++)
-        CHECK(reads(s, h, 6, group) && kv_view(s, 0, h)->same == (h > 0) &&
+        CHECK(reads(s, h, 6, group) && kv_view(s, 0, h)->back == h &&
                   (!h || same_as_before(s, 0, h)),
               "head %d", h);
-    CHECK(!kv_view(s, 0, 3)->same && !kv_view(s, 0, 3)->n, "the other group is untouched");
+    CHECK(!kv_view(s, 0, 3)->back && !kv_view(s, 0, 3)->n, "the other group is untouched");
     view_set(s, 0, 0, two, 3, 29);
     CHECK(reads(s, 0, 4, alone) && reads(s, 1, 6, group) && reads(s, 2, 6, group) &&
               !same_as_before(s, 0, 1) && same_as_before(s, 0, 2),
@@ -8820,7 +8822,7 @@ TEST(views, "the heads of a group read one list: rows, a head set alone, two in 
         CHECK(reads(s, i, 6, all) && kv_view(s, 0, i)->n == 3 && kv_view(s, 0, i)->tail == 3,
               "head %d after compaction", i);
     view_all(s);
-    CHECK(!kv_view(s, 0, 1)->same && reads(s, 2, 6, all), "every row again");
+    CHECK(!kv_view(s, 0, 1)->back && reads(s, 2, 6, all), "every row again");
     session_close(s);
     options_free(o);
     tiny_free(m);
@@ -15743,7 +15745,7 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
         int idx[] = { 1, 4, 7 };
         for (Session *s = p.c; s; s = s == p.c ? p.d : NULL) {
             view_group(s, 0, 0, idx, 3, 20);
-            CHECK(kv_view(s, 0, 1)->same && same_as_before(s, 0, 1) &&
+            CHECK(kv_view(s, 0, 1)->back == 1 && same_as_before(s, 0, 1) &&
                       view_of(s, 0, 1).idx == kv_view(s, 0, 0)->idx,
                   "one list for the group");
             view_set(s, 0, 0, idx + 1, 1, 22);
