@@ -1153,21 +1153,38 @@ static int layer_window(const Session *s, int l) {
     return s->c->windowed && s->c->windowed[l] ? s->c->window : 0;
 }
 
+// 1: every one of the tile's m queries sees every one of its n rows (listed, or neighbours from r0
+// on); 0: look at each pair. The rows are ascending, so the causal part is settled by the newest one.
+static int all_visible(const Session *s, const KVHead *hd, const Tile *t, int m, const int *rows,
+                       int r0, int n) {
+    int first = INT_MAX, seg = s->tok[t->tok[0]].seg;
+    for (int i = 0; i < m; i++) first = min_int(first, t->tok[i]);
+
+    // The head's newest row is asked first: it settles most decode steps and lies in the cache,
+    // while the tile's newest one would have to come from memory.
+    int causal = hd->src[hd->len - 1] <= first || hd->src[row_at(rows, r0, n - 1)] <= first;
+    if (!causal || s->rule == VIS_CAUSAL) return causal;
+
+    // SONIC: the rows of a message are seen by that message alone, Nexus rows by whoever comes later.
+    // Queries and rows of one message, beside rows of the system message, are the usual case.
+    for (int i = 0; i < m; i++) {
+        const Token *query = &s->tok[t->tok[i]];
+        if (query->kind == TOK_EXTRA || query->seg != seg) return 0;
+    }
+    for (int j = 0; j < n; j++) {
+        const Token *key = &s->tok[hd->src[row_at(rows, r0, j)]];
+        if (key->kind != TOK_EXTRA && key->seg >= 0 && key->seg != seg) return 0;
+    }
+    return 1;
+}
+
 // Sets the scores of the rows that a query may not see to -INFINITY: of the tile's m queries and n
 // rows (listed, or neighbours from r0 on), query i and row j meet at x[i * by + j * bx]. Returns 0
 // if no query sees any row.
 static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, int m,
                      const int *rows, int r0, int n, float *x, size_t by, size_t bx) {
-    int window = layer_window(s, l), any = 0, first = INT_MAX;
-    for (int i = 0; i < m; i++) first = min_int(first, t->tok[i]);
-
-    // Nothing is masked if the newest row is not newer than the oldest query. The head's newest row
-    // is asked first: it settles most decode steps and lies in the cache, while the tile's newest
-    // one would have to come from memory.
-    if (s->rule == VIS_CAUSAL && !window) {
-        if (hd->src[hd->len - 1] <= first) return 1;
-        if (hd->src[row_at(rows, r0, n - 1)] <= first) return 1;
-    }
+    int window = layer_window(s, l), any = 0;
+    if (!window && all_visible(s, hd, t, m, rows, r0, n)) return 1;
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++) {
             int query = t->tok[i], key = hd->src[row_at(rows, r0, j)];
@@ -1306,10 +1323,13 @@ static int gather_queries(const Session *s, Tile *t, const float *q, int t0, int
     return m;
 }
 
-// Under the causal mask, token last_tok sees no row from the returned one on.
-static int last_visible(const Session *s, const KVHead *hd, int last_tok) {
+// No token of tok0 .. last_tok sees a row from the returned one on. Only Nexus tokens see rows that
+// come after them (Eq. 5 of SONIC).
+static int last_visible(const Session *s, const KVHead *hd, int tok0, int last_tok) {
     int n = hd->len;
-    if (s->rule != VIS_CAUSAL) return n;
+    if (s->rule != VIS_CAUSAL)
+        for (int i = tok0; i <= last_tok; i++)
+            if (s->tok[i].kind == TOK_EXTRA) return n;
     while (n > 0 && hd->src[n - 1] > last_tok) n--;
     return n;
 }
@@ -1341,7 +1361,7 @@ static void prefill_block(Session *s, int l, int g, float *out, const float *q, 
     size_t stride = (size_t)D + 2, chunk = Q_BLOCK * stride;
     KVHead *hd = kv_head(s, l, g);
     int m = gather_queries(s, t, q, i0, n, tok0, g);
-    int n_rows = last_visible(s, hd, tok0 + n - 1), chunks = 0;
+    int n_rows = last_visible(s, hd, tok0, tok0 + n - 1), chunks = 0;
 
     for (int r = 0; r < n_rows; r += KV_CHUNK, chunks++) {
         prefill_chunk(s, l, hd, t, m, r, min_int(r + KV_CHUNK, n_rows));
@@ -9890,7 +9910,7 @@ static int column_end(const Columns *c, int chunk) {
 static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) {
     int D = s->c->D, m = c->m, to = column_end(c, chunk);
     int plain = s->rule == VIS_CAUSAL && !layer_window(s, c->l);
-    int seen = plain ? last_visible(s, c->hd, c->tok0) : 0;     // rows that every query may see
+    int seen = plain ? last_visible(s, c->hd, c->tok0, c->tok0) : 0;     // rows that every query may see
     for (int j = 0; j < m; j++) {
         t->tok[j] = c->tok0 + j % c->n;
         t->max[j] = -INFINITY;

@@ -10185,6 +10185,46 @@ TEST(sonic_refusals,
     tiny_free(biased);
 }
 
+TEST(sonic_bounds, "what attention skips is never visible, and what it does not test always is: "
+                   "2,000 random tiles of every rule") {
+    Tiny m = tiny_model(1, 4, 2, 8, 16, 16, 31, 3);
+    Options *o = options_of("");
+    Session *s = session_open(m.c, m.w, o, "full");
+    int ids[200] = { 0 }, all = 0, edge = 0;
+    prefill(s, ids, 200);
+    const KVHead *hd = kv_head(s, 0, 0);
+    Tile *t = tiles_new(s);
+    for (int c = 0; c < 2000; c++) {
+        s->rule = c % 3;
+        int seg = -1, nexus = 3 + rnd_int(40);
+        for (int i = 0; i < 200; i++) {
+            if (!rnd_int(60)) seg++;
+            s->tok[i].seg = seg;
+            s->tok[i].kind = seg >= 0 && !rnd_int(nexus) ? TOK_EXTRA : TOK_USER;
+        }
+        int n_q = 1 + rnd_int(8), tok0 = rnd_int(200 - n_q), n = 1 + rnd_int(40);
+        int r0 = rnd_int(200 - n), visible = 0;
+        for (int i = 0; i < n_q; i++) t->tok[i] = tok0 + i;
+        for (int i = 0; i < n_q; i++)
+            for (int r = r0; r < r0 + n; r++)
+                visible += kv_visible(s->rule, 0, &s->tok[tok0 + i], tok0 + i, &s->tok[r], r);
+        if (all_visible(s, hd, t, n_q, NULL, r0, n)) {
+            all++;
+            CHECK(visible == n_q * n, "rule %d: %d of %d cells", s->rule, visible, n_q * n);
+        }
+        int end = last_visible(s, hd, tok0, tok0 + n_q - 1);
+        edge += end < 200;
+        for (int r = end; r < 200; r++)
+            for (int i = tok0; i < tok0 + n_q; i++)
+                CHECK(!kv_visible(s->rule, 0, &s->tok[i], i, &s->tok[r], r), "row %d", r);
+    }
+    CHECK(all > 100 && edge > 500, "%d tiles without a test, %d edges", all, edge);
+    s->rule = VIS_CAUSAL;
+    session_close(s);
+    options_free(o);
+    tiny_free(m);
+}
+
 TEST(sonic_untrained, "--sonic-untrained: the branch is the base, the embeddings come from the "
                       "seed and have the table's size; the file's default K is 16") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
