@@ -17307,9 +17307,9 @@ static int generate(App *a, int n, FILE *out) {
     while ((n < 0 || made < n) && !stop_asked()) {
         int id = sample(a);
         if (is_stop(a, id)) break;
+        if (!reply_has_room(a)) break;      // what is shown is also fed, counted and recorded
         text = decode_token(&d, id, text);
         write_text(&text, out);
-        if (!reply_has_room(a)) break;
         arrput(arrlast(a->turn).dec, id);
         feed_decode(a, id);
         made++;

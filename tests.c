@@ -14322,6 +14322,15 @@ static int widest_line(const char *s) {
     return most;
 }
 
+TEST(cli_full_context, "a reply that fills the context shows the tokens it holds and no more") {
+    static char full[sizeof sh_out];
+    const char *run = "./kvcomp -q -t 1 --temp 0 -m models/kvcomp-tiny -p 'Tell me a story.'";
+    needs_program();
+    CHECK(sh("%s -c 40 -n 200", run) == 0 && strstr(sh_err, "40 rows held, -c 40"), "%s", sh_err);
+    memcpy(full, sh_out, sizeof full);
+    CHECK(sh("%s -n 27", run) == 0 && !strcmp(sh_out, full), "27 tokens: %s\n%s", sh_out, full);
+}
+
 TEST(cli_demo, "--demo: full answers all right, streaming forgets, the others lie between; every "
                "line fits into 80 columns; only results on stdout; /demo is the same") {
     static char text[1 << 16];
