@@ -399,8 +399,8 @@ sonic() {
 
     row "SONIC, Table 2" "every loss helps: without Reg -10.75, AKD -9.40, H -8.48, Recon -2.26 points"
     printf '  command  models/make_nexus.py train DIR ABLATION 400, export DIR, then the K row below (needs torch; not run here)\n'
-    here "NOTES, page SONIC: without Reg, AKD or Recon nothing is lost after 400 steps; without H (noh): not tried"
-    verdict "not seen here for Reg, AKD and Recon; H not tried"
+    here "NOTES, page SONIC: without Reg, AKD, H or Recon nothing is lost after 400 steps"
+    verdict "not seen here for any of the four (beside our own losses, which ask for much the same)"
 
     row "SONIC, 6.3.2, Fig. 4, adaptive budget" "works at K it was not trained for, better with every K"
     for k in 1 4 8 10 16 20 30 40 50 64; do
