@@ -38,13 +38,23 @@ comma := ,
 all: kvcomp
 .PHONY: all deps install-deps run demo compare test traffic asan race fuzz cuda-check gpu-test gpu-bench clean
 
-# stb_ds.h is the one library; a compiler and it are all that is needed
+# stb_ds.h is the one library; a compiler and it are all that is needed. CPATH may name the folder that holds stb/, and
+# Homebrew keeps it where clang does not look. Its macros give warnings unless it is taken as a system's header
+STB_IN := $(CPATH) $(patsubst %/stb/stb_ds.h,%,$(wildcard $(shell brew --prefix 2>/dev/null)/include/stb/stb_ds.h))
+ifneq ($(strip $(STB_IN)),)
+empty :=
+export C_INCLUDE_PATH := $(subst $(empty) $(empty),:,$(strip $(STB_IN) $(C_INCLUDE_PATH)))
+unexport CPATH
+endif
+NEEDS = echo "kvcomp needs a C compiler and stb_ds.h. Debian, Ubuntu: gcc libc6-dev libstb-dev; \
+        Fedora: gcc stb_ds-devel; Arch: gcc stb; Homebrew: stb; else: CPATH=DIR make, with DIR/stb/stb_ds.h"; exit 1
 deps:
 	@echo '#include <stb/stb_ds.h>' | $(CC) -E -x c - >/dev/null 2>&1 || $(MAKE) --no-print-directory install-deps
 install-deps:
-	@command -v apt-get >/dev/null || { echo "kvcomp needs a C compiler and stb_ds.h (Debian: gcc libc6-dev libstb-dev; or CPATH=DIR make, with DIR/stb/stb_ds.h)"; exit 1; }
-	@echo "installing what is missing: gcc libc6-dev libstb-dev"
-	@if [ "$$(id -u)" = 0 ]; then S=; else S=sudo; fi; $$S apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$S apt-get install -y -qq gcc libc6-dev libstb-dev >/dev/null
+	@command -v apt-get >/dev/null || { $(NEEDS); }
+	@if [ "$$(id -u)" = 0 ]; then S=; else S=sudo; command -v sudo >/dev/null || { $(NEEDS); }; fi; \
+	echo "installing what is missing: gcc libc6-dev libstb-dev"; \
+	{ $$S apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$S apt-get install -y -qq --no-install-recommends gcc libc6-dev libstb-dev; } >/dev/null || { $(NEEDS); }
 
 # with CUDA both halves go into one program; without it the CPU half is the program. Machine code for every generation from
 # Ampere on that this nvcc knows, and PTX for those after: a driver would compile 9 seconds at the first start without either

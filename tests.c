@@ -12714,8 +12714,12 @@ TEST(report_page, "the page of the shipped model: well-formed, every picture, no
 // Runs ./kvcomp as a user or a script would: exit codes, what goes to stdout and what to stderr,
 // the outside contract, the chat on a pipe and on a terminal, sessions on disk, and every command
 // that README.md prints.
+#ifdef __APPLE__                // where openpty and login_tty are declared
+#include <util.h>
+#else
 #include <pty.h>
 #include <utmp.h>
+#endif
 
 static char sh_out[1 << 20], sh_err[1 << 16];
 
