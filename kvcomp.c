@@ -3405,7 +3405,7 @@ const Method minference_method = {
 // Map:
 //   max_d -> page_bounds, page_bounds_kernel
 //   min_d -> page_bounds, page_bounds_kernel
-//   u(page) -> page_scores, page_scores_kernel
+//   u(page) -> page_scores, quest_kernel
 // Options: --budget (1024; at least 3 pages are read), --quest-full-layers (2: the first layers
 // read everything).
 
@@ -5320,16 +5320,16 @@ const Method pats_method = {
 //   Sec. 4.1 -> chunk_key, node_cover, chunk_keys_kernel, cover_kernel
 //   Sec. 4.3 -> chunk_end, kmeans, assign_kernel, centres_kernel
 //   Sec. 4.4 -> node_absorb, graft_kernel
-//   Eq. 2 -> upper_bounds, cluster_scores_kernel
+//   Eq. 2 -> upper_bounds, probe_score, lychee_kernel
 //   Eq. 3 -> watch_step
 //   Eq. 4 -> watch_step
 //   Algorithm 1, line 2 -> lychee_commit, chunk_end, cut_chunks
 //   Algorithm 1, line 3 -> lychee_build, tree_build, lychee_build_cuda
-//   Algorithm 1, line 9 -> units_by_score, open_units_kernel
-//   Algorithm 1, line 10 -> open_top, open_units_kernel
-//   Algorithm 1, line 13 -> score_unit, cluster_scores_kernel
-//   Algorithm 1, line 14 -> retrieve, take_kernel
-//   Algorithm 1, line 16 -> rows_to_read, take_kernel
+//   Algorithm 1, line 9 -> units_by_score, open_units
+//   Algorithm 1, line 10 -> open_top, open_units
+//   Algorithm 1, line 13 -> score_unit, cluster_scores
+//   Algorithm 1, line 14 -> retrieve, take_clusters
+//   Algorithm 1, line 16 -> rows_to_read, take_rows
 //   Algorithm 1, line 21 -> cut_chunks
 //   Algorithm 1, line 22 -> lychee_graft, tree_graft, graft_kernel
 // Eq. 1 and line 17 are attention over the rows of a view (section 3). The text is cut and the
@@ -6687,6 +6687,7 @@ static size_t lychee_plan(const Session *s, const void *ms, int n) {
     tree_shape(x, M, &K, &P);
     for (int l = 0; l < s->c->L; l++) heads += indexed_layer(s, x, l) ? s->c->G : 0;
     size_t tree = tree_carve(&t, NULL, 2 * M, K, P, s->c->D);
+    tree += (size_t)2 * M * sizeof(int);        // on a device, the cluster of every chunk
     return (size_t)n + (size_t)(M + 1) * sizeof(int) + heads * tree;
 }
 

@@ -225,6 +225,8 @@ enum {
     ROOM_PROBS,                 // LoopServe: sampled softmax rows
     ROOM_PICKS,                 // LoopServe: what the choice of lines needs
     ROOM_VIEWS,                 // (L,G,stride) the lists that select hooks chose on the device
+    ROOM_OWNER,                 // LycheeCluster: (L,G,cap) the cluster of each chunk
+    ROOM_ARRIVED,               // (1+H) blocks that have come by, all 0 between two launches
     N_ROOMS
 };
 
@@ -308,6 +310,7 @@ struct Device {                 // Session.dev
     int BQ;                     // query rows of a work
     struct Read *read;          // (LH) what was read in the last step
     int n_read;
+    int works_made;             // 1: the selection of this layer has made its works and items, too
     cudaGraphExec_t graph;      // the step, or NULL
     int no_graph;               // 1: this device would not take one
 };
@@ -3222,27 +3225,31 @@ static __device__ void read_list(Work *w, const int *lists) {
     w->tail = lists[w->idx - LIST_HEAD + LIST_TAIL];
 }
 
-// Works and items of whole layers, from lengths that only the device knows: what plan_decode and
-// plan_items do on the host.
-//   Block   one warp, for layer l0 + blockIdx.x
-//   Lane    every 32nd work of the layer
-// work: those of layer l are first[l]..first[l+1]-1, first (L+1); item (L,grid). Launched for all
-// layers at the start of a step, and once more for a layer when its lists have been chosen. The
-// block of layer 0 also stores the step's token.
-static __global__ void step_kernel(Token *tok, const Step *step, const int *first, Work *work,
-                                   Item *item, int G, int grid, int l0, const int *lists) {
-    int l = l0 + blockIdx.x, n_work = first[l + 1] - first[l];
-    work += first[l];
-    item += (size_t)l * grid;
-    if (!l && !threadIdx.x) tok[step->base] = step->tok;
+// The works of one layer, n_work of them, from lengths that only the device knows, and their items (grid).
+// head0: the layer's first head among those of the step. lists: see read_list; NULL: the host has
+// chosen. One warp, a lane every 32nd work.
+static __device__ void layer_works(const Step *step, int head0, Work *work, int n_work, Item *item,
+                                   int grid, const int *lists) {
     for (int i = threadIdx.x; i < n_work; i += 32) {
         Work *w = &work[i];
         if (lists) read_list(w, lists);
-        w->n = w->n_idx + step->len[l * G + w->g] + 1 - w->tail;
+        w->n = w->n_idx + step->len[head0 + w->g] + 1 - w->tail;
         w->low = step->tok.pos;
         w->tok0 = step->base;
     }
     cut_items(work, n_work, item, grid);
+}
+
+// Works and items of whole layers: what plan_decode and plan_items do on the host.
+//   Block   one warp, for layer blockIdx.x
+// work: those of layer l are first[l]..first[l+1]-1, first (L+1); item (L,grid). Launched for all
+// layers at the start of a step. Where a layer's lists are chosen later in the step, the selection
+// makes its works anew (StepWorks). The block of layer 0 also stores the step's token.
+static __global__ void step_kernel(Token *tok, const Step *step, const int *first, Work *work,
+                                   Item *item, int G, int grid) {
+    int l = blockIdx.x;
+    if (!l && !threadIdx.x) tok[step->base] = step->tok;
+    layer_works(step, l * G, work + first[l], first[l + 1] - first[l], item + (size_t)l * grid, grid, NULL);
 }
 
 // ---- what a step needs on the device
@@ -3343,17 +3350,42 @@ static Pass step_prepare(Session *s) {
 
 // ---- the step
 
-// Attention of layer l in a step in one go. The layer's works are made anew when a select hook has
-// just chosen its lists.
-static void step_attend(Session *s, int l, const Pass *r, Step *step, const StepPlan *p) {
+// What a selection needs to make the works of its layer in the same launch.
+struct StepWorks {
+    const Step *step;           // NULL: this is no step in one go, and there is nothing to make
+    Work *work;                 // (n_work)
+    Item *item;                 // (grid)
+    int n_work, grid, head0;
+};
+
+// The works of layer l, for a selection that is launched now. step_attend will count on them.
+static StepWorks step_works(Session *s, int l) {
+    Device *d = s->dev;
+    StepPlan p;
+    StepWorks w;
+    memset(&w, 0, sizeof w);
+    if (!d->told) return w;
+    step_carve(&p, s, d->room[ROOM_WORK].p, 0);
+    d->works_made = 1;
+    w.step = d->told;
+    w.work = p.work + d->first[l];
+    w.item = (Item *)d->room[ROOM_ITEM].p + (size_t)l * d->grid;
+    w.n_work = d->first[l + 1] - d->first[l];
+    w.grid = d->grid;
+    w.head0 = l * s->c->G;
+    return w;
+}
+
+// Attention of layer l in a step in one go. The layer's works are as step_kernel made them, or as the
+// selection has just made them.
+static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     Device *d = s->dev;
     int n_work = d->first[l + 1] - d->first[l];
     Item *item = (Item *)d->room[ROOM_ITEM].p;
-    Token *tok = (Token *)d->room[ROOM_TOK].p;
     float *stat = (float *)d->room[ROOM_STAT].p;
     const int *lists = d->chosen.kept[l] ? lists_of(s, l) : NULL;
-    if (lists)
-        KV_LAUNCH(step_kernel, 1, 32, 0, tok, step, p->first, p->work, item, s->c->G, d->grid, l, lists);
+    if (lists && !d->works_made) die(EXIT_RUN, "layer %d: nobody has made the works of its lists", l);
+    d->works_made = 0;
     Attn a = attn_args(s, l, r->q, 0);
     a.work = p->work + d->first[l];
     a.item = item + (size_t)l * d->grid;
@@ -3376,8 +3408,7 @@ static void step_launches(Session *s, const Pass *r) {
 
     d->told = step;
     KV_CUDA(cudaMemcpyAsync(step, d->step, step_bytes(s), cudaMemcpyHostToDevice, kv_stream));
-    KV_LAUNCH(step_kernel, c->L, 32, 0, tok, step, p.first, p.work, item, c->G, d->grid, 0,
-              (const int *)NULL);
+    KV_LAUNCH(step_kernel, c->L, 32, 0, tok, step, p.first, p.work, item, c->G, d->grid);
     KV_LAUNCH(embed_kernel, blocks(c->C, 256), 256, 0, r->x, on_device(s, embed), embed->dtype,
               &step->tok.id, c->C, (size_t)c->C);
 
@@ -3386,7 +3417,7 @@ static void step_launches(Session *s, const Pass *r) {
         project_rows(s, y, r->x, r->h, r->q, r->k, r->v, 1);
         rope_append(s, l, step, r->q, r->k, r->v, step->cs, 0, 1);
         if (layer_acts(s, l)) select_hooks(s, l, r->q);
-        step_attend(s, l, r, step, &p);
+        step_attend(s, l, r, &p);
         mlp_rows(s, y, r->x, r->out, r, 1);
     }
     lists_tell(s);
@@ -3683,6 +3714,77 @@ static __device__ float dot_lanes(const float *a, const float *b, int D) {
     return lanes_fold(sum);
 }
 
+enum { DOT_AHEAD = 4 };         // loads of pair_dots that a lane has under way
+
+// The eight numbers k..k+7 of a row (n) of type DT; those from n on are 0. wide: the row lies on 16
+// bytes and n is a multiple of 8.
+template <int DT> static __device__ Eight<DT> row_eight(const char *row, int k, int n, int wide) {
+    if (wide) return load8<DT>(row + (size_t)k * Stored<DT>::BYTES);
+    Eight<DT> e;
+    unsigned *w = (unsigned *)e.u;
+    KV_UNROLL()
+    for (int i = 0; i < (DT == DT_F32 ? 8 : 4); i++) {
+        w[i] = 0;
+        if (DT == DT_F32 && k + i < n) w[i] = ((const unsigned *)row)[k + i];
+        if (DT != DT_F32 && k + 2 * i < n) w[i] = ((const uint16_t *)row)[k + 2 * i];
+        if (DT != DT_F32 && k + 2 * i + 1 < n) w[i] |= (unsigned)((const uint16_t *)row)[k + 2 * i + 1] << 16;
+    }
+    return e;
+}
+
+// dot (NQ) = the dot products of a row (n) of type DT with NQ queries, to the bit those of dot_f32, in
+// both lanes of a pair of neighbours; all lanes of a warp take part, each pair with a row of its own.
+// Query j is q + min(j, last) n, in shared memory.
+//
+//     row     | 8 numbers | 8 numbers | 8 numbers | 8 numbers | ..         16 or 32 bytes each
+//     lane      even        odd         even        odd
+//
+// dot_f32 has 16 partial sums, of every 16th product. The even lane owns the first eight, the odd lane
+// the others; so each load of a lane is 16 bytes, a pair reads whole sectors of 32, and NQ queries
+// share what was read and turned into f32.
+template <int DT, int NQ>
+static __device__ void pair_dots(float *dot, const char *row, int n, const float *q, int last, int wide) {
+    const int STRIDE = 16;
+    float sum[NQ][8];
+    KV_UNROLL()
+    for (int j = 0; j < NQ; j++)
+        KV_UNROLL()
+        for (int i = 0; i < 8; i++) sum[j][i] = 0;
+
+    for (int k0 = 8 * (threadIdx.x & 1); k0 < n; k0 += DOT_AHEAD * STRIDE) {
+        Eight<DT> e[DOT_AHEAD];
+        KV_UNROLL()
+        for (int a = 0; a < DOT_AHEAD; a++)
+            if (k0 + a * STRIDE < n) e[a] = row_eight<DT>(row, k0 + a * STRIDE, n, wide);
+        KV_UNROLL()
+        for (int a = 0; a < DOT_AHEAD; a++) {
+            int k = k0 + a * STRIDE;
+            if (k >= n) break;
+            float x[8];
+            unpack8<DT>(x, e[a]);
+            KV_UNROLL()
+            for (int j = 0; j < NQ; j++) {
+                const float *own = q + (size_t)min_int(j, last) * n + k;
+                KV_UNROLL()
+                for (int i = 0; i < 8; i++)
+                    if (wide || k + i < n) sum[j][i] = fmaf(own[i], x[i], sum[j][i]);
+            }
+        }
+    }
+
+    // 8+8 across the pair; then 4+4, 2+2, 1+1 in the lane.
+    KV_UNROLL()
+    for (int j = 0; j < NQ; j++) {
+        KV_UNROLL()
+        for (int i = 0; i < 8; i++) sum[j][i] += __shfl_xor_sync(ALL_LANES, sum[j][i], 1);
+        KV_UNROLL()
+        for (int h = 4; h; h >>= 1)
+            KV_UNROLL()
+            for (int i = 0; i < h; i++) sum[j][i] += sum[j][i + h];
+        dot[j] = sum[j][0];
+    }
+}
+
 // The keys or the values of a layer, for kernels that read them one number at a time.
 struct LayerRows {
     HeadRefs heads;             // (G) where the rows lie
@@ -3759,12 +3861,48 @@ static __global__ void pool_max_kernel(float *out, const float *x, const int *n,
     if (j < n[row / per]) out[(size_t)row * N + j] = window_max(from, j, n[row / per], width);
 }
 
+// ---- what comes after all blocks, in the same launch
+// Blocks that share a work count themselves in, and the last one to arrive does what needs the results
+// of all of them. It saves a launch, and it waits for nobody.
+
+// n counters on the device, all 0. A kernel that counts leaves them at 0.
+static int *arrivals(Session *s, int n) {
+    const Room *r = &s->dev->room[ROOM_ARRIVED];
+    size_t before = r->bytes;
+    int *p = room_kept<int>(s, ROOM_ARRIVED, n);
+    if (r->bytes != before) KV_CUDA(cudaMemsetAsync(p, 0, r->bytes, kv_stream));
+    return p;
+}
+
+// Counts the block in -> 1, in every thread, for the last of `all` blocks, which from here on sees what
+// the others have written. *last: shared. All threads of a block.
+static __device__ int arrives_last(int *counter, int all, int *last) {
+    __syncthreads();
+    if (!threadIdx.x) {
+        __threadfence();
+        *last = atomicAdd(counter, 1) == all - 1;
+        if (*last) {
+            atomicAdd(counter, -all);
+            __threadfence();
+        }
+    }
+    __syncthreads();
+    return *last;
+}
+
 // ---- top_k of kvcomp.c for many rows at once
 enum { TOP_THREADS = 512, TOP_WARPS = TOP_THREADS / 32 };
+enum { TOP_BITS = 11, TOP_BINS = 1 << TOP_BITS };   // of a key in a round: three rounds
 
 struct TopRow {                 // one row of a launch
     int n;                      // scores it has
     int k;                      // how many of them are wanted
+};
+
+struct TopShared {              // shared memory of a block that selects
+    int bin[TOP_BINS];
+    int sum[TOP_WARPS], equal[TOP_WARPS];       // of each warp
+    int found[2];
 };
 
 // An integer that orders as x does; -0 counts as +0. Negative numbers turn all bits, others only
@@ -3775,82 +3913,83 @@ static __device__ uint32_t order_key(float x) {
     return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 
-// The largest byte b for which bins b..255 together hold at least *left keys. *left becomes how
-// many are wanted of bin b. One warp; bin (256) shared. Lane 0 adds the eight largest bytes' bins,
-// lane 1 the next eight, and so on.
-static __device__ int top_bin(const int *bin, int *left) {
-    int lane = threadIdx.x & 31, sum = 0;
-    for (int i = 0; i < 8; i++) sum += bin[255 - lane * 8 - i];
-    int before = scan_warp(sum) - sum;  // keys in the bins of the lanes below
-    int mine = before < *left && before + sum >= *left;          // true in exactly one lane
-    int b = 255 - lane * 8, rest = *left - before;
-    if (mine) {
-        while (bin[b] < rest) {
-            rest -= bin[b];
+// m->found[0] = the largest b for which bins b and above together hold at least `left`, m->found[1] =
+// how much is wanted of bin b; m->found[0] = -1: all bins hold less. All threads of a block. Thread 0
+// adds the highest bins, thread 1 the next ones, and so on; a prefix sum over the threads shows the
+// one in whose bins `left` is reached.
+static __device__ void top_bin(TopShared *m, int left) {
+    const int EACH = TOP_BINS / TOP_THREADS;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, b = TOP_BINS - 1 - EACH * (int)threadIdx.x, own = 0;
+    for (int i = 0; i < EACH; i++) own += m->bin[b - i];
+    int upto = scan_warp(own);
+    if (lane == 31) m->sum[warp] = upto;
+    if (!threadIdx.x) m->found[0] = -1;
+    __syncthreads();
+    for (int w = 0; w < warp; w++) upto += m->sum[w];
+    if (upto - own < left && upto >= left) {    // true in at most one thread
+        int rest = left - (upto - own);
+        while (m->bin[b] < rest) {
+            rest -= m->bin[b];
             b--;
         }
+        m->found[0] = b;
+        m->found[1] = rest;
     }
-
-    // That lane: all lanes below it have too few.
-    int from = __popc(__ballot_sync(0xffffffffu, before + sum < *left));
-    *left = __shfl_sync(0xffffffffu, rest, from);
-    return __shfl_sync(0xffffffffu, b, from);
+    __syncthreads();
 }
 
-// The key of the *left-th largest of x (n), found byte by byte from the highest; *left becomes how
-// many scores with exactly this key are wanted. All threads of a block; bin (256), found (2)
-// shared.
-static __device__ uint32_t top_key(const float *x, int n, int *left, int *bin, int *found) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+// Of x (n), the best first, the key of the score at which the weights reach *left: with weights of 1
+// that is the *left-th largest. *left becomes how much weight is wanted of the scores with exactly this
+// key. 0: all weights together are less. Found by TOP_BITS bits a round, from the highest; the last
+// round counts one bit again that is known already. weight(i) >= 0. All threads of a block.
+template <class Weight>
+static __device__ uint32_t top_key(const float *x, int n, Weight weight, int *left, TopShared *m) {
     uint32_t key = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        __syncthreads();  // the last round's bins have been read
-        if (threadIdx.x < 256) bin[threadIdx.x] = 0;
+    for (int known = 0; known < 32; known += TOP_BITS) {
+        int shift = max_int(32 - TOP_BITS - known, 0);
+        __syncthreads();                        // the last round's bins have been read
+        for (int i = threadIdx.x; i < TOP_BINS; i += TOP_THREADS) m->bin[i] = 0;
         __syncthreads();
         for (int i = threadIdx.x; i < n; i += TOP_THREADS) {
             uint32_t u = order_key(x[i]);
-            int alike = ((uint64_t)(u ^ key) >> (shift + 8)) == 0;  // in the bytes found so far
-            if (alike) atomicAdd(&bin[u >> shift & 255], 1);
+            int alike = ((uint64_t)(u ^ key) >> (32 - known)) == 0, w = alike ? weight(i) : 0;
+            if (w) atomicAdd(&m->bin[u >> shift & (TOP_BINS - 1)], w);
         }
         __syncthreads();
-        if (!warp) {
-            int b = top_bin(bin, left);
-            if (!lane) {
-                found[0] = b;
-                found[1] = *left;
-            }
-        }
-        __syncthreads();
-        key |= (uint32_t)found[0] << shift;
-        *left = found[1];
+        top_bin(m, *left);
+        if (m->found[0] < 0) return 0;
+        key |= (uint32_t)m->found[0] << shift;
+        *left = m->found[1];
     }
     return key;
 }
 
+// The warp's stretch of 0..n-1: every warp of the block has an equal one, a multiple of 32 long.
+static __device__ int stretch_length(int n) { return (n + TOP_THREADS - 1) / TOP_THREADS * 32; }
+
 // idx = the indices of all x (n) above `key` and of the first `left` equal to it, ascending. All
-// threads of a block; above, equal (TOP_WARPS) shared. Every warp has a stretch of the row: it
-// counts its two kinds, and once the counts of the warps before it are known, it goes through the
-// stretch again and writes.
-static __device__ void top_write(const float *x, int n, uint32_t key, int left, int *idx,
-                                 int *above, int *equal) {
+// threads of a block. Every warp counts the two kinds in its stretch of the row, and once the counts of
+// the warps before it are known, it goes through the stretch again and writes.
+static __device__ void top_write(const float *x, int n, uint32_t key, int left, int *idx, TopShared *m) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n_above = 0, n_equal = 0;
-    int each = (n + TOP_THREADS - 1) / TOP_THREADS * 32, from = warp * each, to = from + each;
+    int each = stretch_length(n), from = warp * each, to = from + each;
     for (int i = from; i < to; i += 32) {
         // 0 is no number's key but that of a NaN.
         uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
         n_above += __popc(__ballot_sync(0xffffffffu, u > key));
         n_equal += __popc(__ballot_sync(0xffffffffu, u == key));
     }
+    __syncthreads();
     if (!lane) {
-        above[warp] = n_above;
-        equal[warp] = n_equal;
+        m->sum[warp] = n_above;
+        m->equal[warp] = n_equal;
     }
     __syncthreads();
 
     n_above = n_equal = 0;  // from here on: of everything before index i
     for (int w = 0; w < warp; w++) {
-        n_above += above[w];
-        n_equal += equal[w];
+        n_above += m->sum[w];
+        n_equal += m->equal[w];
     }
     for (int i = from; i < to; i += 32) {
         uint32_t u = i + lane < n ? order_key(x[i + lane]) : 0;
@@ -3868,13 +4007,13 @@ static __device__ void top_write(const float *x, int n, uint32_t key, int left, 
 // lower one; count (S): how many there are. Keys are integers and no float is added, so the result
 // is the CPU's.
 // Block: one row, TOP_THREADS threads; few rows come at once (G, H or one), so a row gets a large
-// block. Thread: every 512th score while bytes are counted. Warp: an equal stretch of the row while
-// indices are written; lane: every 32nd score of it. Shared: the 256 bins of a byte and two counts a
-// warp. Bound by latency for the usual row of some 10^4 scores (six passes over the row, five of
+// block. Thread: every 512th score while digits are counted. Warp: an equal stretch of the row while
+// indices are written; lane: every 32nd score of it. Shared: the bins of a digit and two counts a
+// warp. Bound by latency for the usual row of some 10^4 scores (five passes over the row, four of
 // them from the cache), by its one read from memory beyond.
-static __global__ void __launch_bounds__(TOP_THREADS)
+static __global__ void __launch_bounds__(TOP_THREADS, 1)
 top_k_kernel(const float *x, size_t stride, const TopRow *rows, int *idx, int per, int *count) {
-    __shared__ int bin[256], above[TOP_WARPS], equal[TOP_WARPS], found[2];
+    __shared__ TopShared m;
     TopRow row = rows[blockIdx.x];
     int left = min_int(row.k, row.n);
     x += blockIdx.x * stride;
@@ -3882,8 +4021,82 @@ top_k_kernel(const float *x, size_t stride, const TopRow *rows, int *idx, int pe
     if (!threadIdx.x) count[blockIdx.x] = max_int(left, 0);
     if (left <= 0) return;                                       // the same for the whole block
 
-    uint32_t key = top_key(x, row.n, &left, bin, found);
-    top_write(x, row.n, key, left, idx, above, equal);
+    uint32_t key = top_key(x, row.n, [](int) { return 1; }, &left, &m);
+    top_write(x, row.n, key, left, idx, &m);
+}
+
+// ---- prefix sums over a block
+// weight(i) >= 0 is a small function of i = 0..n-1. All threads of a block of TOP_THREADS call these.
+
+// The weights before the warp's own stretch; m->sum has those of every stretch.
+template <class Weight>
+static __device__ int weight_before(int n, Weight weight, TopShared *m) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n), before = 0, own = 0;
+    KV_UNROLL(4)
+    for (int i = warp * each + lane; i < min_int((warp + 1) * each, n); i += 32) own += weight(i);
+    own = lanes_sum<32>(own);
+    __syncthreads();                            // the last sums have been read
+    if (!lane) m->sum[warp] = own;
+    __syncthreads();
+    for (int w = 0; w < warp; w++) before += m->sum[w];
+    return before;
+}
+
+// The first i at which the weights of 0..i together reach `left`, n: there is none; *before: the weights
+// of those before i.
+template <class Weight>
+static __device__ int crossing(int n, Weight weight, int left, int *before, TopShared *m) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n);
+    __syncthreads();
+    if (!threadIdx.x) m->found[0] = n;
+    int at = weight_before(n, weight, m), here = at < left && at + m->sum[warp] >= left;
+    for (int i = warp * each; here && i < (warp + 1) * each; i += 32) {
+        int w = i + lane < n ? weight(i + lane) : 0, upto = at + scan_warp(w);
+        if (upto >= left && upto - w < left) {  // true in one lane of the block
+            m->found[0] = i + lane;
+            m->found[1] = upto - w;
+        }
+        at = __shfl_sync(ALL_LANES, upto, 31);
+    }
+    __syncthreads();
+    *before = m->found[1];
+    return m->found[0];
+}
+
+// Calls put(i, at) for every i with a weight, at: the weights before it -> all weights.
+template <class Weight, class Put>
+static __device__ int spread(int n, Weight weight, Put put, TopShared *m) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n), all = 0;
+    int at = weight_before(n, weight, m);
+    for (int i = warp * each; i < (warp + 1) * each; i += 32) {
+        int w = i + lane < n ? weight(i + lane) : 0, upto = at + scan_warp(w);
+        if (w) put(i + lane, upto - w);
+        at = __shfl_sync(ALL_LANES, upto, 31);
+    }
+    for (int w = 0; w < TOP_WARPS; w++) all += m->sum[w];
+    return all;
+}
+
+// ---- selections in one launch: section 8 and section 11
+// Units, which are pages or clusters, are scored by many blocks for each list. The last of a list's
+// blocks selects: from shared memory, if the scores of all units of the list fit into seek_shared bytes
+// of it, otherwise from the room the blocks wrote them to. In a step in one go the last of all lists then
+// makes the works of the layer.
+enum { SEEK_UNITS = TOP_THREADS / 2, SEEK_SHARED = 64 << 10 };
+static int seek_shared = SEEK_SHARED;
+
+// x (n) in shared memory = the scores, or `score` itself where there is no such memory (NULL).
+static __device__ const float *seek_scores(float *x, const float *score, int n) {
+    if (!x) return score;
+    for (int i = threadIdx.x; i < n; i += TOP_THREADS) x[i] = score[i];
+    __syncthreads();
+    return x;
+}
+
+// The end of a list: the last of `all` lists of a layer makes its works. All threads of a block.
+static __device__ void seek_end(const StepWorks &w, const int *lists, int *arrived, int all, int *last) {
+    if (!w.step || !arrives_last(arrived, all, last) || threadIdx.x >= 32) return;
+    layer_works(w.step, w.head0, w.work, w.n_work, w.item, w.grid, lists);
 }
 
 // Launches top_k_kernel for S rows. x (S,stride), idx (S,per) and count (S) lie on the device, rows
@@ -3959,7 +4172,7 @@ float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int a
 // devices get the same shares.
 // Block: one KV head, TOP_THREADS threads. Thread: every 512th candidate. Shared: two partial sums
 // a warp. Bound by latency: G blocks of one read of their scores.
-static __global__ void __launch_bounds__(TOP_THREADS)
+static __global__ void __launch_bounds__(TOP_THREADS, 1)
 shares_kernel(float *all, const float *score, int N, const TopRow *rows, const int *idx, int per) {
     __shared__ int64_t part[2][TOP_WARPS];
     int g = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -4443,7 +4656,7 @@ float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, 
 //   u(page) = sum_d max(q_d max_d, q_d min_d)
 // Map:
 //   Bounds -> page_bounds, page_bounds_kernel
-//   Scores -> page_scores, page_scores_kernel
+//   Scores -> page_scores, quest_kernel
 //
 // Bounds are of the stored values, so they are exact, and scores have the CPU's order of sums
 // (lanes of 16, fused): from equal rows and queries both halves choose the same pages.
@@ -4478,54 +4691,110 @@ void page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, i
     KV_LAUNCH(page_bounds_kernel, to - from, 32, 0, keys_of(s, l), g, bound, from, dtype);
 }
 
-struct Pages {                  // argument of page_scores_kernel
+struct QuestSeek {              // argument of quest_kernel
     const char *bound[MAX_G];   // (G) the bounds of each KV head, (pages,2,D)
+    const float *q;             // (H,D)
+    float *score;               // (G,cap)
+    int *best_of;               // (G,best) the pages chosen
+    int *lists;                 // (G,stride): LIST_HEAD numbers, then rows
+    int *arrived;               // (1+G) blocks that have come by: lists, and blocks of each list
+    StepWorks works;
+    int n, cap;                 // pages there are, if no step says it; room for pages
+    int best, stride;           // pages wanted; ints of a list
+    int G, R, D;
+    int wide;                   // 1: a page's bounds can be read 16 bytes at a time
+    int shared;                 // 1: the scores of a head fit into shared memory
 };
 
-// u (G,cap): of every page the largest score over the R query heads of the KV head; q (H,D). rows
-// (G): how many pages there are and that `best` of them are wanted, for top_k_kernel. A step in one
-// go tells the number of rows of the heads from head0 on (step); else step is NULL and there are n
-// pages.
-// Block: 16 pages of KV head blockIdx.y. Half warp: one page; lane: every 16th of its 2D bounds.
-// Shared: the R queries (R,D), which every page needs; q is split as it goes: max(q max, q min) is
-// q max where q is positive, q min elsewhere. Bound by reading the bounds, 1/8 of the keys' bytes.
-static __global__ void page_scores_kernel(Pages pages, const Step *step, int head0, int n, int cap,
-                                          const float *q, int R, int D, int dtype, float *u,
-                                          TopRow *rows, int best) {
-    KV_DYN_SHARED(float, own);                                   // (R,D)
-    int g = blockIdx.y, lane = threadIdx.x & 15;
-    int p = blockIdx.x * (blockDim.x / 16) + (threadIdx.x >> 4);
-    float top = 0;
-    if (step) n = step->len[head0 + g] / PAGE;
-    if (!blockIdx.x && !threadIdx.x) rows[g] = { n, best };
-    for (int i = threadIdx.x; i < R * D; i += blockDim.x) own[i] = q[(size_t)g * R * D + i];
-    __syncthreads();
+struct QuestShared {
+    float *q;                   // (NQ,2D) some of the queries, split
+    float *score;               // (cap) or NULL
+};
 
-    for (int h = 0; h < R; h++) {
-        float sum = 0;
-        for (int k = lane; p < n && k < 2 * D; k += 16) {
-            float x = own[h * D + (k < D ? k : k - D)], part = (x > 0) == (k < D) ? x : 0;
-            sum = fmaf(part, number(pages.bound[g], dtype, (size_t)p * 2 * D + k), sum);  // Scores
-        }
-        sum = lanes_fold(sum);
-        top = h && !(sum > top) ? top : sum;
-    }
-    if (!lane && p < n) u[(size_t)g * cap + p] = top;
+// Carves the block's shared memory -> bytes.
+template <int NQ> KV_HD static size_t quest_carve(QuestShared *m, char *mem, const QuestSeek &a) {
+    Block b = { mem, 0 };
+    m->q = carve<float>(&b, (size_t)NQ * 2 * a.D);
+    m->score = a.shared ? carve<float>(&b, a.cap) : NULL;
+    return b.at;
 }
 
-// The lists of KV head blockIdx.y: the rows of its pages (best, ascending), and a tail from the
-// first page that is not full, which is read too. lists (G,stride) begin with LIST_HEAD numbers;
-// rows (G): pages there are.
-// Block: 256 entries of a list; thread: one row number. Bound by latency.
-static __global__ void page_rows_kernel(const int *pages, const int *count, const TopRow *rows,
-                                        int best, int *lists, int stride) {
-    int g = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x, n = count[g] * PAGE;
-    int *to = lists + (size_t)g * stride;
-    if (!i) {
-        to[LIST_ROWS] = n;
-        to[LIST_TAIL] = rows[g].n * PAGE;
+// q (NQ,2D) = query heads h0.. of the KV head, split: max(q max, q min) is q max where q is positive, q
+// min elsewhere. So u is one dot product with a page's bounds. A head that is not there is the last one
+// once more.
+template <int NQ>
+static __device__ void split_queries(float *to, const QuestSeek &a, int g, int h0) {
+    int D = a.D;
+    for (int i = threadIdx.x; i < NQ * 2 * D; i += TOP_THREADS) {
+        int h = min_int(h0 + i / (2 * D), a.R - 1), k = i % (2 * D);
+        float x = a.q[((size_t)g * a.R + h) * D + (k < D ? k : k - D)];
+        to[i] = (x > 0) == (k < D) ? x : 0;
     }
-    if (i < n) to[LIST_HEAD + i] = pages[g * best + i / PAGE] * PAGE + i % PAGE;
+}
+
+// A decode step of one layer in one launch: the scores of all pages, the `best` pages of every KV head,
+// the lists of their rows, and in a step in one go the works that read them.
+//   Block   SEEK_UNITS = 256 pages (blockIdx.x) of a KV head (blockIdx.y). The last block of a KV head
+//           chooses among all its pages
+//   Lane    every second 16 bytes of one page's bounds; a pair of lanes has a page (pair_dots). NQ query
+//           heads share what is read; a group of more reads the bounds once more, from the cache
+//   Shared  q: those NQ queries; score: all scores of the head, if they fit, for the five times that the
+//           last block goes through them; the bins of a digit
+//   Bound   reading the bounds once, 1/8 of the keys' bytes; DOT_AHEAD loads of a lane are 32 KB or more
+//           under way in a block. What the last block does is bound by latency
+// A list is the rows of its pages (ascending), and a tail from the first page that is not full, which is
+// read too.
+template <int DT, int NQ>
+static __global__ void __launch_bounds__(TOP_THREADS, 1) quest_kernel(const __grid_constant__ QuestSeek a) {
+    KV_DYN_SHARED(char, mem);
+    __shared__ TopShared top;
+    __shared__ int last;
+    QuestShared m;
+    quest_carve<NQ>(&m, mem, a);
+    int g = blockIdx.y, D = a.D, p0 = blockIdx.x * SEEK_UNITS, p = p0 + (threadIdx.x >> 1);
+    int n = a.works.step ? a.works.step->len[a.works.head0 + g] / PAGE : a.n;
+    float *score = a.score + (size_t)g * a.cap, u = 0;
+
+    for (int h0 = 0; p0 < n && h0 < a.R; h0 += NQ) {
+        __syncthreads();                        // the queries before these have been read
+        split_queries<NQ>(m.q, a, g, h0);
+        __syncthreads();
+        const char *bound = a.bound[g] + (size_t)min_int(p, n - 1) * 2 * D * Stored<DT>::BYTES;
+        float dot[NQ];
+        pair_dots<DT, NQ>(dot, bound, 2 * D, m.q, NQ - 1, a.wide);              // Scores
+        KV_UNROLL()
+        for (int j = 0; j < NQ; j++) u = (h0 || j) && !(dot[j] > u) ? u : dot[j];
+    }
+    if (p < n && !(threadIdx.x & 1)) score[p] = u;
+    if (!arrives_last(a.arrived + 1 + g, gridDim.x, &last)) return;
+
+    const float *x = seek_scores(m.score, score, n);
+    int k = min_int(a.best, n), left = k, *best_of = a.best_of + (size_t)g * a.best;
+    uint32_t key = top_key(x, n, [](int) { return 1; }, &left, &top);
+    top_write(x, n, key, left, best_of, &top);
+    __syncthreads();
+    int *list = a.lists + (size_t)g * a.stride;
+    if (!threadIdx.x) {
+        list[LIST_ROWS] = k * PAGE;
+        list[LIST_TAIL] = n * PAGE;
+    }
+    for (int i = threadIdx.x; i < k * PAGE; i += TOP_THREADS)
+        list[LIST_HEAD + i] = best_of[i / PAGE] * PAGE + i % PAGE;
+    seek_end(a.works, a.lists, a.arrived, a.G, &last);
+}
+
+// Launches quest_kernel with NQ queries at a time.
+template <int DT, int NQ> static void quest_launch(const QuestSeek &a) {
+    QuestShared m;
+    dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
+    size_t smem = quest_carve<NQ>(&m, NULL, a);
+    KV_LAUNCH_WIDE((quest_kernel<DT, NQ>), grid, TOP_THREADS, smem, a);
+}
+
+// The same for bounds of type DT: four query heads at a time, or one where there is but one.
+template <int DT> static void quest_group(const QuestSeek &a) {
+    if (a.R > 1) quest_launch<DT, 4>(a);
+    else         quest_launch<DT, 1>(a);
 }
 
 // quest_select of kvcomp.c: the `best` pages of every KV head by score become the layer's views.
@@ -4533,25 +4802,28 @@ static __global__ void page_rows_kernel(const int *pages, const int *count, cons
 // many there are, up to cap.
 void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int cap, int best,
                        const float *q, int dtype) {
-    int G = s->c->G, R = s->c->H / G, D = s->c->D;
-    Pages p;
-    memset(&p, 0, sizeof p);
-    for (int g = 0; g < G; g++) p.bound[g] = bound[g];
-
-    float *u = room<float>(s, ROOM_POOL, (size_t)G * cap);
-    TopRow *rows = room<TopRow>(s, ROOM_LIST, G);
-    dim3 grid(blocks(cap, 16), G);
-    size_t smem = (size_t)R * D * sizeof(float);
-    KV_LAUNCH_WIDE(page_scores_kernel, grid, 256, smem, p, s->dev->told, l * G, pages, cap, q, R, D,
-                   dtype, u, rows, best);
-
-    int *idx = room<int>(s, ROOM_TOP_IDX, (size_t)G * (best + 1)), *count = idx + (size_t)G * best;
-    int stride = LIST_HEAD + best * PAGE;
-    top_k_device(s, u, G, cap, NULL, idx, best, count);
-
-    dim3 all(blocks(best * PAGE, 256), G);
-    KV_LAUNCH(page_rows_kernel, all, 256, 0, idx, count, rows, best, chosen_room(s, l, stride),
-              stride);
+    int G = s->c->G;
+    QuestSeek a;
+    memset(&a, 0, sizeof a);
+    for (int g = 0; g < G; g++) a.bound[g] = bound[g];
+    a.q = q;
+    a.score = room<float>(s, ROOM_POOL, (size_t)G * cap);
+    a.best_of = room<int>(s, ROOM_TOP_IDX, (size_t)G * best);
+    a.arrived = arrivals(s, 1 + s->c->H);
+    a.n = pages;
+    a.cap = cap;
+    a.best = best;
+    a.stride = LIST_HEAD + best * PAGE;
+    a.lists = chosen_room(s, l, a.stride);
+    a.works = step_works(s, l);
+    a.G = G;
+    a.R = s->c->H / G;
+    a.D = s->c->D;
+    a.wide = a.D % 4 == 0;
+    a.shared = (size_t)cap * sizeof(float) <= (size_t)seek_shared;
+    if (dtype == DT_F32)      quest_group<DT_F32>(a);
+    else if (dtype == DT_F16) quest_group<DT_F16>(a);
+    else                      quest_group<DT_BF16>(a);
 }
 
 // ==================================================================================================== 9 LOOPSERVE
@@ -5393,13 +5665,13 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 // decides when to build anew, and measures statistics.
 //   Eq. 2        q.v <= q.mu_u + |q| r_u for every chunk key v below node u
 // Map:
-//   Eq. 2 -> probe_score, open_units_kernel, cluster_scores_kernel
+//   Eq. 2 -> probe_score, lychee_kernel
 //   Algorithm 1, line 3 -> lychee_build_cuda, chunk_keys_kernel, assign_kernel, cover_kernel
-//   Algorithm 1, line 9 -> open_units_kernel
-//   Algorithm 1, line 10 -> open_units_kernel
-//   Algorithm 1, line 13 -> cluster_scores_kernel
-//   Algorithm 1, line 14 -> top_k_kernel, take_kernel
-//   Algorithm 1, line 16 -> take_kernel
+//   Algorithm 1, line 9 -> open_units
+//   Algorithm 1, line 10 -> open_units
+//   Algorithm 1, line 13 -> cluster_scores
+//   Algorithm 1, line 14 -> take_clusters
+//   Algorithm 1, line 16 -> take_rows
 //   Algorithm 1, line 22 -> graft_kernel, node_absorb
 // On the host stay the chunker (line 2), Eq. 3 and 4 (statistics), and the decision whether a step
 // chooses at all. Attention over the chosen rows (line 17) is decode attention through views: by the
@@ -5623,18 +5895,18 @@ static __global__ void round_centres_kernel(Tree *t, int coarse, float *mu, int 
 // A block of one warp has node blockIdx.x of tree blockIdx.y.
 
 // first, last and next of every node from label (G,n), the node of each child; on the coarse level
-// also Tree.parent.
+// also Tree.parent, on the fine one owner (G,cap), the cluster of each chunk.
 // Lane: every 32nd label. One lane then links the children that a ballot found. Bound by reading
 // the labels, as centres_kernel.
-static __global__ void children_kernel(Tree *t, int coarse, const int *label, int n) {
+static __global__ void children_kernel(Tree *t, int coarse, const int *label, int n, int *owner, int cap) {
     int j = blockIdx.x, lane = threadIdx.x, last = -1;
     Nodes *u = level_of(&t[blockIdx.y], coarse);
+    int *parent = coarse ? t[blockIdx.y].parent : owner + (size_t)blockIdx.y * cap;
     label += (size_t)blockIdx.y * n;
     if (!lane) u->first[j] = -1;
     for (int i = 0; i < n; i += 32) {
         unsigned m = __ballot_sync(0xffffffffu, i + lane < n && label[i + lane] == j);
-        if (!lane && coarse)
-            for (unsigned k = m; k; k &= k - 1) t[blockIdx.y].parent[i + lowest_bit(k)] = j;
+        if (m >> lane & 1) parent[i + lane] = j;
         for (; m; m &= m - 1) {
             int child = i + lowest_bit(m);
             if (!lane) {
@@ -5743,6 +6015,13 @@ static Tree *trees_of(const Session *s, int l) {
     return (Tree *)s->dev->room[ROOM_TREES].p + (size_t)l * s->c->G;
 }
 
+// (G,cap) the cluster of each chunk of layer l's heads. A tree lists the chunks of a cluster; a selection
+// asks the other way around, so that it can go through all chunks side by side.
+static int *owners_of(Session *s, int l, int cap) {
+    size_t layer = (size_t)s->c->G * cap;
+    return room_kept<int>(s, ROOM_OWNER, s->c->L * layer) + l * layer;
+}
+
 // kmeans of kvcomp.c: points (G,n,D) -> mu (G,K,D) as rounded, the mu of the trees' level, label
 // (G,n). len (G,K) is room.
 static void kmeans_device(Session *s, const LycheeRule *x, Tree *t, int coarse,
@@ -5773,14 +6052,15 @@ void lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees
     float *mu = room<float>(s, ROOM_CENTRES, (size_t)G * (K + P) * (D + 1));
     float *gmu = mu + (size_t)G * K * D, *len = gmu + (size_t)G * P * D;
     int *label = room<int>(s, ROOM_LABELS, (size_t)G * (M + K)), *glabel = label + (size_t)G * M;
+    int cap = 2 * M, *owner = owners_of(s, l, cap);              // LycheeRule.cap, from this build on
 
     dim3 chunks(M, G), fine(K, G), coarse(P, G);
     KV_LAUNCH(chunk_keys_kernel, chunks, 32, 0, keys_of(s, l), x->pool_max, start, keys);
     kmeans_device(s, x, t, 0, keys, M, K, mu, len, label);
     if (P) kmeans_device(s, x, t, 1, mu, K, P, gmu, len, glabel);               // Algorithm 1, line 3
-    KV_LAUNCH(children_kernel, fine, 32, 0, t, 0, label, M);
+    KV_LAUNCH(children_kernel, fine, 32, 0, t, 0, label, M, owner, cap);
     KV_LAUNCH(cover_kernel, fine, 32, 0, t, 0, keys, label, start, M, D);
-    if (P) KV_LAUNCH(children_kernel, coarse, 32, 0, t, 1, glabel, K);
+    if (P) KV_LAUNCH(children_kernel, coarse, 32, 0, t, 1, glabel, K, (int *)NULL, 0);
     if (P) KV_LAUNCH(cover_kernel, coarse, 32, 0, t, 1, keys, label, start, M, D);
     if (x->tokens) KV_LAUNCH(cover_tokens_kernel, fine, 32, 0, t, keys_of(s, l), start);
     if (P) KV_LAUNCH(rho_kernel, coarse, 32, 0, t, x->beta, D);
@@ -5880,7 +6160,7 @@ static __device__ void child_append(Nodes *u, int node, int child, int tokens) {
 // the half warps' best. Bound by latency: there is a chunk every 8 to 16 tokens and G blocks only,
 // while the search reads the K centres once.
 static __global__ void __launch_bounds__(GRAFT_THREADS, 1)
-graft_kernel(Tree *trees, LayerRows a, LycheeRule x, const int *start, int from) {
+graft_kernel(Tree *trees, LayerRows a, LycheeRule x, const int *start, int from, int *owner) {
     __shared__ float v[MAX_D], row[MAX_D], tmp[MAX_D], best_of[GRAFT_THREADS / 16];
     __shared__ int at_of[GRAFT_THREADS / 16];
     Tree *t = &trees[blockIdx.x];
@@ -5900,7 +6180,10 @@ graft_kernel(Tree *trees, LayerRows a, LycheeRule x, const int *start, int from)
                 int has = x.tokens ? t->fine.tokens[c] + i : t->fine.chunks[c];
                 node_absorb(x, &t->fine, c, has, row, x.unit && !x.tokens, D, tmp);
             }
-            if (!lane) child_append(&t->fine, c, j, n);
+            if (!lane) {
+                child_append(&t->fine, c, j, n);
+                owner[(size_t)blockIdx.x * x.cap + j] = c;
+            }
             __syncwarp();
             if (t->coarse.n) {
                 int g = t->parent[c];
@@ -5923,7 +6206,7 @@ void lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from) {
     LycheeRule rule = *x;
     rule.start = NULL;                          // on the host: no kernel may see it
     KV_LAUNCH(graft_kernel, s->c->G, GRAFT_THREADS, 0, trees_of(s, l), keys_of(s, l), rule, start,
-              from);
+              from, owners_of(s, l, x->cap));
 }
 
 // ---- retrieval: scores of units and of the clusters below opened ones
@@ -5942,10 +6225,11 @@ struct Probe {                  // a node's score is max over i of (q_i . mu) w_
     float slack;
 };
 
-static size_t probe_smem(int m, int D) { return ((size_t)m * D + D + m + 1) * sizeof(float); }
+// Numbers that probe_make writes.
+KV_HD static size_t probe_floats(int m, int D) { return (size_t)m * D + D + m + 1; }
 
-// probe_max and probe_sum of kvcomp.c for list `list`. All threads of a block; room: probe_smem
-// bytes, shared.
+// probe_max and probe_sum of kvcomp.c for list `list`. All threads of a block; room (probe_floats)
+// shared.
 static __device__ Probe probe_make(const Probes &a, int list, float *room) {
     const float *q = a.q + (size_t)list * a.m * a.D;
     float *own = room, *sum = own + a.m * a.D, *w = sum + a.D, slack = 0;        // (m,D) (D) (m)
@@ -5966,188 +6250,199 @@ static __device__ Probe probe_make(const Probes &a, int list, float *room) {
     return { sum, 1, NULL, slack };
 }
 
-// The score of a node with centre mu and radius r, by a half warp. beta 1: the bound UB.
+// The score of a node with centre mu and radius r, by a pair of lanes. beta 1: the bound UB.
+template <int NQ>
 static __device__ float probe_score(const Probe &p, const uint16_t *mu, float r, float beta, int D) {
     float top = -INFINITY;
-    for (int i = 0; i < p.m; i++) {
-        float v = dot_centre(p.q + i * D, mu, D);
-        if (p.w) v *= p.w[i];
-        top = v > top ? v : top;
+    for (int i0 = 0; i0 < p.m; i0 += NQ) {
+        float dot[NQ];
+        pair_dots<DT_BF16, NQ>(dot, (const char *)mu, D, p.q + (size_t)i0 * D, p.m - 1 - i0, D % 8 == 0);
+        KV_UNROLL()
+        for (int j = 0; j < NQ; j++) {          // what is there twice does not change the largest
+            float v = dot[j];
+            if (p.w) v *= p.w[min_int(i0 + j, p.m - 1)];
+            top = v > top ? v : top;
+        }
     }
     return beta ? __fadd_rn(top, __fmul_rn(__fmul_rn(beta, p.slack), r)) : top;  // Eq. 2
 }
 
-// open_top of kvcomp.c: opens the `want` units that score best, and more while they hold fewer than
-// `least` tokens. score, open (lists,P): scores of the units, and 1 for those opened.
-// Block: list blockIdx.x, all of its units, for opening compares them all. Half warp: every 16th
-// unit while scoring; thread: one unit while opening, which is opened if those before it are too
-// few. Shared: the list's probe. Bound by latency: there are at most --lychee-coarse-max (64)
-// units.
-static __global__ void open_units_kernel(Tree *trees, Probes a, float beta, int want, int least,
-                                         float *score, unsigned char *open) {
-    KV_DYN_SHARED(float, room);
-    int list = blockIdx.x, half = threadIdx.x >> 4;
-    const Nodes *u = &trees[list / (a.R / a.m)].coarse;
-    Probe p = probe_make(a, list, room);
-    score += (size_t)list * u->n;
-    open += (size_t)list * u->n;
-    for (int g0 = 0; g0 < u->n; g0 += blockDim.x / 16) {  // all lanes take part in every shuffle
-        int g = g0 + half < u->n ? g0 + half : u->n - 1;
-        const uint16_t *mu = u->mu + (size_t)g * a.D;
-        float S = probe_score(p, mu, u->r[g], beta, a.D);        // Algorithm 1, line 9
-        if (!(threadIdx.x & 15) && g0 + half < u->n) score[g] = S;
+struct LycheeSeek {             // argument of lychee_kernel
+    const Tree *trees;          // (G)
+    Probes probes;
+    float beta, beta_coarse;
+    int units, least;           // units opened at least, and the tokens they hold; units 0: a flat scan
+    const int *chunks;          // M, then the M+1 starts
+    const int *owner;           // (G,cap) the cluster of each chunk
+    float *score;               // (lists,K)
+    float *unit;                // (lists,blocks,P) scores of units, where they do not fit into shared memory
+    int *out;                   // (lists,stride): LIST_HEAD numbers, rows (per), clusters if wanted
+    int *arrived;               // (1+lists) blocks that have come by: lists, and blocks of each list
+    StepWorks works;
+    int K, P, stride, per;
+    int lists, all, cap;        // lists of a KV head, of the layer; chunks there is room for
+    int room, sink;             // tokens of all chunks at most; rows before the index
+    int shared;                 // 1: the scores of a list fit into shared memory
+};
+
+struct LycheeShared {
+    float *probe;               // what probe_make fills
+    float *unit;                // (2,P) scores of the units, then 1 for those that are opened; or NULL
+    float *score;               // (K) or NULL
+};
+
+// Carves the block's shared memory -> bytes.
+KV_HD static size_t lychee_carve(LycheeShared *m, char *mem, const LycheeSeek &a) {
+    Block b = { mem, 0 };
+    m->probe = carve<float>(&b, probe_floats(a.probes.m, a.probes.D));
+    m->unit = a.units && !a.unit ? carve<float>(&b, (size_t)2 * a.P) : NULL;
+    m->score = a.shared ? carve<float>(&b, a.K) : NULL;
+    return b.at;
+}
+
+// open_top of kvcomp.c: opens the `units` units that score best, and more while they hold fewer than
+// `least` tokens. unit (2,P): scores, then 1 for those opened. All threads of a block, and every block
+// of a list does it again: there are at most --lychee-coarse-max (64) units, and whoever waited for one
+// block to tell the others would wait longer. A pair of lanes scores every 256th unit; a thread opens
+// every 512th, if those before it are too few.
+template <int NQ>
+static __device__ void open_units(const LycheeSeek &a, const Probe &p, const Nodes *u, float *unit) {
+    int D = a.probes.D, pair = threadIdx.x >> 1;
+    for (int g0 = 0; g0 < u->n; g0 += SEEK_UNITS) {              // all lanes take part in every shuffle
+        int g = min_int(g0 + pair, u->n - 1);
+        float S = probe_score<NQ>(p, u->mu + (size_t)g * D, u->r[g], a.beta_coarse, D);  // Algorithm 1, line 9
+        if (!(threadIdx.x & 1) && g0 + pair < u->n) unit[g] = S;
     }
     __syncthreads();
 
-    for (int g = threadIdx.x; g < u->n; g += blockDim.x) {
+    for (int g = threadIdx.x; g < u->n; g += TOP_THREADS) {
         int before = 0, tokens = 0;
         for (int i = 0; i < u->n; i++) {
-            int first = score[i] > score[g] || (score[i] == score[g] && i < g);
+            int first = unit[i] > unit[g] || (unit[i] == unit[g] && i < g);
             if (!u->chunks[i] || !first) continue;
             before++;
             tokens += u->tokens[i];
         }
-        open[g] = u->chunks[g] && (before < want || tokens < least);  // Algorithm 1, line 10
+        int opens = u->chunks[g] && (before < a.units || tokens < a.least);      // Algorithm 1, line 10
+        unit[u->n + g] = opens ? 1.0f : 0.0f;
     }
+    __syncthreads();
 }
 
-// score (lists,K) of the clusters; -INFINITY for one that is empty or lies below a unit that is not
-// opened. open NULL: a flat scan. rows (lists): K clusters, of which `most` are wanted, for
-// top_k_kernel.
-// Block: 16 clusters of list blockIdx.y. Half warp: one cluster; lane: every 16th dimension.
-// Shared: the list's probe, which all 16 clusters need. A warp whose two clusters are not wanted
-// ends early. Bound by reading the centres (2 K D bytes a KV head).
-static __global__ void cluster_scores_kernel(Tree *trees, Probes a, float beta,
-                                             const unsigned char *open, float *score, TopRow *rows,
-                                             int most) {
-    KV_DYN_SHARED(float, room);
-    int list = blockIdx.y, half = threadIdx.x >> 4;
-    const Tree *t = &trees[list / (a.R / a.m)];
+// The scores of the block's SEEK_UNITS clusters, those from c0 on; -INFINITY for one that is empty or
+// lies below a unit that is not opened. score (K). A warp whose 16 clusters are not wanted reads none.
+template <int NQ>
+static __device__ void cluster_scores(const LycheeSeek &a, const Probe &p, const Tree *t, int c0,
+                                      const float *unit, float *score) {
     const Nodes *u = &t->fine;
-    if (!blockIdx.x && !threadIdx.x) rows[list] = { u->n, most };
-    Probe p = probe_make(a, list, room);
-    int c = blockIdx.x * (blockDim.x / 16) + half, last = c < u->n ? c : u->n - 1;
-    int writes = !(threadIdx.x & 15) && c < u->n;
-    int dead = !u->chunks[last] || (open && !open[(size_t)list * t->coarse.n + t->parent[last]]);
-    if (__all_sync(0xffffffffu, dead)) {
-        if (writes) score[(size_t)list * u->n + c] = -INFINITY;
-        return;
-    }
-    const uint16_t *mu = u->mu + (size_t)last * a.D;
-    float S = probe_score(p, mu, u->r[last], beta, a.D);         // Algorithm 1, line 13
-    if (writes) score[(size_t)list * u->n + c] = dead ? -INFINITY : S;
+    int c = c0 + (threadIdx.x >> 1), at = min_int(c, u->n - 1), D = a.probes.D;
+    int dead = !u->chunks[at] || (unit && !(unit[a.P + t->parent[at]] > 0));
+    float S = -INFINITY;
+    if (!__all_sync(ALL_LANES, dead))
+        S = probe_score<NQ>(p, u->mu + (size_t)at * D, u->r[at], a.beta, D);     // Algorithm 1, line 13
+    if (!(threadIdx.x & 1) && c < u->n) score[c] = dead ? -INFINITY : S;
 }
 
 // ---- retrieval: chunks under the budget, and their rows (retrieve and rows_to_read of kvcomp.c)
-enum { TAKE_THREADS = 256 };
 
-struct Take {                   // argument of take_kernel
-    const Tree *trees;
-    const int *chunks;          // M, then the M+1 starts
-    const int *cand, *count;    // (lists,most) the best clusters, by number; (lists) how many
-    const float *score;         // (lists,K)
-    int *order;                 // (lists,most) room: the candidates by score
-    unsigned char *taken;       // (lists,cap) room: 1 for a chunk that is read
-    int *out;                   // (lists,stride): LIST_HEAD numbers, rows (per), clusters if wanted
-    int stride, most, per;
-    int lists, cap;             // lists of a KV head; chunks there is room for
-    int room, sink;             // tokens of all chunks at most; rows before the index
+struct Taken {                  // the clusters whose chunks are read
+    uint32_t key;               // whole: those with a greater key ..
+    int part;                   // .. and those with this key that come before cluster `part`
+    int stop;                   // of `part`, the chunks before this one
 };
 
-// order = the candidates cand (n) that have a score, the best first, of equal ones the lower number.
-// -> how many, in every thread. All threads of a block; a thread counts the candidates before its own.
-static __device__ int order_clusters(const int *cand, int n, const float *S, int *order) {
-    int valid = 0;
-    for (int i = 0; i < n; i++) valid += S[cand[i]] > -INFINITY;
-    for (int i = threadIdx.x; i < n; i += TAKE_THREADS) {
-        int c = cand[i], place = 0;
-        if (!(S[c] > -INFINITY)) continue;
-        for (int k = 0; k < n; k++) place += S[cand[k]] > S[c] || (S[cand[k]] == S[c] && cand[k] < c);
-        order[place] = c;
-    }
-    return valid;
+// Is cluster c, whose score is S, taken whole?
+static __device__ int takes_whole(const Taken &t, float S, int c) {
+    uint32_t key = order_key(S);
+    return S > -INFINITY && (key > t.key || (key == t.key && c < t.part));
 }
 
-// Takes clusters in order (n) as long as they fit into the room. Of the first that does not fit, the
-// chunks are taken, and marked here, up to the first that does not (D44). *tokens: of all chunks
-// taken. One thread. -> twice the number of whole clusters, + 1 if chunks of one more are taken
-static __device__ int take_clusters(const Take &a, const int *start, const Nodes *u,
-                                    const int *order, int n, unsigned char *taken, int *tokens) {
-    int used = 0, i = 0, part = 0;
-    while (i < n && used + u->tokens[order[i]] <= a.room) {      // Algorithm 1, line 14
-        used += u->tokens[order[i]];
-        i++;
-    }
-    for (int j = i < n ? u->first[order[i]] : -1; j >= 0; j = u->next[j]) {
-        int k = start[j + 1] - start[j];
-        if (used + k > a.room) break;
-        taken[j] = 1;
-        used += k;
-        part = 1;
-    }
-    *tokens = used;
-    return i * 2 + part;
+// Takes clusters, the best first, of equal ones the lower number, as long as they fit into the room. Of
+// the first that does not fit, it takes the chunks up to the first that does not (D44). Nothing is
+// sorted: the cluster at which the sum of tokens passes the room is found by its digits, as top_key
+// finds a rank, and among clusters of one score by a prefix sum over their numbers. So is the chunk at
+// which that cluster stops. x (K): scores. All threads of a block.
+static __device__ Taken take_clusters(const LycheeSeek &a, const Nodes *u, const float *x, const int *start,
+                                      int M, const int *owner, TopShared *top) {
+    int left = a.room + 1, before = 0;          // tokens wanted, until they do not fit
+    Taken t = { 0, u->n, M };
+    auto tokens = [&](int c) { return x[c] > -INFINITY ? u->tokens[c] : 0; };
+    t.key = top_key(x, u->n, tokens, &left, top);                // Algorithm 1, line 14
+    if (!t.key) return t;                       // everything fits
+    auto equal = [&](int c) { return order_key(x[c]) == t.key ? tokens(c) : 0; };
+    t.part = crossing(u->n, equal, left, &before, top);
+    left -= before;
+    auto of_part = [&](int j) { return owner[j] == t.part ? start[j + 1] - start[j] : 0; };
+    t.stop = crossing(M, of_part, left, &before, top);
+    return t;
 }
 
-// The rows of the taken chunks of M, ascending, into rows from index `at` on -> where they end. All
-// threads of a block; sum (TAKE_THREADS / 32) shared. A thread has a chunk; a running sum of the
-// lengths says where its rows go.
-static __device__ int write_rows(const int *start, const unsigned char *taken, int M, int *rows,
-                                 int at, int *sum) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    for (int j0 = 0; j0 < M; j0 += TAKE_THREADS) {
-        int j = j0 + threadIdx.x, all = 0;
-        __syncthreads();                                         // the last sums have been read
-        int len = j < M && taken[j] ? start[j + 1] - start[j] : 0;
-        int upto = scan_warp(len);  // rows of the chunks up to the thread's own
-        if (lane == 31) sum[warp] = upto;
-        __syncthreads();
-        for (int w = 0; w < TAKE_THREADS / 32; w++) {
-            if (w == warp) upto += all;
-            all += sum[w];
-        }
-        for (int r = 0; r < len; r++)
-            rows[at + upto - len + r] = start[j] + r;            // Algorithm 1, line 16
-        at += all;
-    }
-    return at;
+// The list of a list's clusters: the sinks, the rows of the chunks taken, ascending, and a tail from the
+// first token behind the index. All threads of a block.
+static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const float *x, const int *owner,
+                                 int *out, TopShared *top) {
+    int M = a.chunks[0], *rows = out + LIST_HEAD, used = 0;
+    const int *start = a.chunks + 1;
+    Taken t = take_clusters(a, u, x, start, M, owner, top);
+    auto chunk = [&](int j) {
+        int c = owner[j], takes = takes_whole(t, x[c], c) || (c == t.part && j < t.stop);
+        return takes ? start[j + 1] - start[j] : 0;
+    };
+    auto put_chunk = [&](int j, int at) {
+        for (int r = start[j]; r < start[j + 1]; r++)
+            rows[a.sink + at + r - start[j]] = r;                // Algorithm 1, line 16
+    };
+    auto cluster = [&](int c) { return takes_whole(t, x[c], c) || (c == t.part && u->first[c] < t.stop); };
+    auto put_cluster = [&](int c, int at) { rows[a.per + at] = c; };
+
+    for (int r = threadIdx.x; r < a.sink; r += TOP_THREADS) rows[r] = r;
+    int n = spread(M, chunk, put_chunk, top);
+    if (a.stride > LIST_HEAD + a.per) used = spread(u->n, cluster, put_cluster, top);
+    if (threadIdx.x) return;
+    out[LIST_ROWS] = a.sink + n;
+    out[LIST_TAIL] = start[M];
+    out[LIST_TOKENS] = n;
+    out[LIST_CLUSTERS] = used;                  // counted where they are told
 }
 
-// A list of rows for every list of clusters: the sinks, the rows of the taken chunks, and a tail
-// from the first token behind the index.
-// Block: one list, TAKE_THREADS threads. Thread: a candidate while ordering, a cluster while
-// marking, a chunk while writing; what fits is decided by one thread, for each cluster depends on
-// those before. Shared: that decision and the warps' sums. Bound by latency: a step has G such
-// blocks, which read M chunks once.
-static __global__ void __launch_bounds__(TAKE_THREADS) take_kernel(Take a) {
-    __shared__ int state, sum[TAKE_THREADS / 32];
-    int list = blockIdx.x, M = a.chunks[0];
-    const int *start = a.chunks + 1, *cand = a.cand + (size_t)list * a.most;
-    const Nodes *u = &a.trees[list / a.lists].fine;
-    int *order = a.order + (size_t)list * a.most;
-    int *out = a.out + (size_t)list * a.stride, *rows = out + LIST_HEAD;
-    unsigned char *taken = a.taken + (size_t)list * a.cap;
+// A decode step of one layer in one launch: the scores of all clusters, those that fit into the room, the
+// lists of their rows, and in a step in one go the works that read them.
+//   Block   SEEK_UNITS = 256 clusters (blockIdx.x) of a list (blockIdx.y). The last block of a list
+//           chooses among all its clusters
+//   Lane    every second 16 bytes of a centre; a pair of lanes has a centre (pair_dots), and NQ query
+//           heads share what is read. A cluster, and then a chunk, while the last block chooses: neighbours
+//           side by side, in stretches of the warps, and prefix sums say what comes before
+//   Shared  the probe, which all clusters need; units, if some are closed; all scores of the list, if
+//           they fit, for the six times that the last block goes through them; the bins of a digit
+//   Bound   reading the centres (2 K D bytes a KV head); DOT_AHEAD loads of a lane are 32 KB under way in
+//           a block. What the last block does is bound by latency: it reads M chunks three times
+template <int NQ>
+static __global__ void __launch_bounds__(TOP_THREADS, 1) lychee_kernel(const __grid_constant__ LycheeSeek a) {
+    KV_DYN_SHARED(char, mem);
+    __shared__ TopShared top;
+    __shared__ int last;
+    LycheeShared m;
+    lychee_carve(&m, mem, a);
+    int list = blockIdx.y, g = list / a.lists;
+    const Tree *t = &a.trees[g];
+    float *score = a.score + (size_t)list * a.K, *unit = a.unit ? a.unit : m.unit;
+    if (a.unit) unit += ((size_t)list * gridDim.x + blockIdx.x) * 2 * a.P;
+    Probe p = probe_make(a.probes, list, m.probe);
+    if (a.units) open_units<NQ>(a, p, &t->coarse, unit);
+    cluster_scores<NQ>(a, p, t, blockIdx.x * SEEK_UNITS, a.units ? unit : NULL, score);
+    if (!arrives_last(a.arrived + 1 + list, gridDim.x, &last)) return;
 
-    int valid = order_clusters(cand, a.count[list], a.score + (size_t)list * u->n, order);
-    for (int j = threadIdx.x; j < M; j += TAKE_THREADS) taken[j] = 0;
-    __syncthreads();
-    if (!threadIdx.x) {
-        state = take_clusters(a, start, u, order, valid, taken, &out[LIST_TOKENS]);
-        out[LIST_CLUSTERS] = state / 2 + state % 2;
-    }
-    __syncthreads();
+    const float *x = seek_scores(m.score, score, a.K);
+    take_rows(a, &t->fine, x, a.owner + (size_t)g * a.cap, a.out + (size_t)list * a.stride, &top);
+    seek_end(a.works, a.out, a.arrived, a.all, &last);
+}
 
-    // tell: the clusters are wanted too
-    int whole = state / 2, used = whole + state % 2, tell = a.stride > LIST_HEAD + a.per;
-    for (int i = threadIdx.x; i < whole; i += TAKE_THREADS)
-        for (int j = u->first[order[i]]; j >= 0; j = u->next[j]) taken[j] = 1;
-    for (int i = threadIdx.x; tell && i < used; i += TAKE_THREADS) rows[a.per + i] = order[i];
-    for (int r = threadIdx.x; r < a.sink; r += TAKE_THREADS) rows[r] = r;
-    int n = write_rows(start, taken, M, rows, a.sink, sum);
-    if (!threadIdx.x) {
-        out[LIST_ROWS] = n;
-        out[LIST_TAIL] = start[M];
-    }
+// Launches lychee_kernel with NQ queries at a time.
+template <int NQ> static void lychee_launch(const LycheeSeek &a) {
+    LycheeShared m;
+    dim3 grid(blocks(a.K, SEEK_UNITS), a.all);
+    size_t smem = lychee_carve(&m, NULL, a);
+    KV_LAUNCH_WIDE((lychee_kernel<NQ>), grid, TOP_THREADS, smem, a);
 }
 
 // What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads; per:
@@ -6157,37 +6452,43 @@ static __global__ void __launch_bounds__(TAKE_THREADS) take_kernel(Take a) {
 int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q,
                       int per, int bring) {
     int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D, K = trees->fine.n, P = trees->coarse.n;
-    int m = x->gqa == GQA_HEAD ? 1 : R, lists = H / m;
-    int most = min_int(x->room / x->min, K);                     // clusters that can be read at most
-    int stride = LIST_HEAD + (bring ? 2 : 1) * per;
-    size_t n_score = (size_t)lists * (K + P), n_out = bring ? (size_t)lists * stride : 0;
-    size_t bytes = n_score * 4 + (n_out + lists * (2 * most + 1)) * 4 + (size_t)lists * (x->cap + P);
+    int m = x->gqa == GQA_HEAD ? 1 : R, lists = H / m, stride = LIST_HEAD + (bring ? 2 : 1) * per;
+    int many = (size_t)8 * P > (size_t)seek_shared / 4;          // units, for shared memory
+    size_t n_unit = x->units && many ? (size_t)lists * blocks(K, SEEK_UNITS) * 2 * P : 0;
+    size_t n_score = (size_t)lists * K, n_out = bring ? (size_t)lists * stride : 0;
+    float *score = room<float>(s, ROOM_SEEK, n_score + n_unit + n_out);
 
-    float *score = (float *)room<char>(s, ROOM_SEEK, bytes), *unit = score + (size_t)lists * K;
-    int *here = (int *)(score + n_score), *cand = here + n_out;
-    int *order = cand + lists * most, *count = order + lists * most;
-    unsigned char *taken = (unsigned char *)(count + lists), *open = taken + (size_t)lists * x->cap;
-    int *out = bring ? here : chosen_room(s, l, stride);
-
-    Probes p = { q, m, R, D, x->gqa };
-    Tree *t = trees_of(s, l);
-    const int *chunks = (const int *)s->dev->room[ROOM_START].p; // as the last build or graft left it
-    TopRow *rows = room<TopRow>(s, ROOM_LIST, lists);
-    size_t smem = probe_smem(m, D);
-    const unsigned char *opened = x->units ? open : NULL;
-
-    dim3 all(blocks(K, 16), lists);
-    if (x->units) KV_LAUNCH_WIDE(open_units_kernel, lists, 256, smem, t, p, x->beta_coarse, x->units,
-                                 4 * x->room, unit, open);
-    KV_LAUNCH_WIDE(cluster_scores_kernel, all, 256, smem, t, p, x->beta, opened, score, rows, most);
-    top_k_device(s, score, lists, K, NULL, cand, most, count);
-    Take a = { t, chunks, cand, count, score, order, taken, out, stride, most, per, R / m, x->cap,
-               x->room, x->sink };
-    KV_LAUNCH(take_kernel, lists, TAKE_THREADS, 0, a);
+    LycheeSeek a;
+    memset(&a, 0, sizeof a);
+    a.trees = trees_of(s, l);
+    a.probes = { q, m, R, D, x->gqa };
+    a.beta = x->beta;
+    a.beta_coarse = x->beta_coarse;
+    a.units = x->units;
+    a.least = 4 * x->room;
+    a.chunks = (const int *)s->dev->room[ROOM_START].p;          // as the last build or graft left it
+    a.owner = owners_of(s, l, x->cap);
+    a.score = score;
+    a.unit = n_unit ? score + n_score : NULL;
+    a.out = bring ? (int *)(score + n_score + n_unit) : chosen_room(s, l, stride);
+    a.arrived = arrivals(s, 1 + H);
+    a.works = step_works(s, l);
+    a.K = K;
+    a.P = P;
+    a.stride = stride;
+    a.per = per;
+    a.lists = R / m;
+    a.all = lists;
+    a.cap = x->cap;
+    a.room = x->room;
+    a.sink = x->sink;
+    a.shared = probe_floats(m, D) + (size_t)2 * P + K <= (size_t)seek_shared / sizeof(float);
+    if (m > 1 && x->gqa == GQA_MAX) lychee_launch<4>(a);
+    else                            lychee_launch<1>(a);
 
     if (!bring) return NULL;
     int *host = (int *)scratch(s, n_out * sizeof(int));
-    download(host, out, n_out * sizeof(int));
+    download(host, a.out, n_out * sizeof(int));
     return host;
 }
 
@@ -6403,6 +6704,9 @@ size_t cuda_chunk(size_t total) { return chunk_rows(total); }
 
 // Attn.span from now on, a multiple of 32; 0: what it is outside of tests.
 void cuda_span(int n) { gqa_span = n ? n : (int)GQA_SPAN; }
+
+// seek_shared from now on; -1: what it is outside of tests.
+void cuda_seek_shared(int bytes) { seek_shared = bytes < 0 ? (int)SEEK_SHARED : bytes; }
 
 int cuda_graphs(const Session *s) { return s->dev->graph != NULL; }
 
