@@ -172,6 +172,7 @@ static void unpack_choose(void);
 
 // ---- what is small and used everywhere
 enum { KV_STEP = 64 };                  // rows: the memory of a head grows in steps of so many
+enum { KV_GROWTH = 4096 };              // rows: on a device it grows by more, by so many at most
 
 // A float as an unsigned number with the same order; -0 counts as +0. Every bit of a negative float
 // is turned around, and only the sign of any other.
@@ -245,16 +246,27 @@ typedef struct {
     float *k, *v;       // (span,G,D) keys and values
     float *h;           // (b,C) a normed input, or the output of a product
     float *gate, *up;   // (b,F) inside the MLP
-    int span;
+    int span, T;
+    int whole;          // 1: hooks see a whole turn, so there is one span
 } Pass;
+
+// Must the queries of a whole turn be there at once, for some hook or the rule?
+int sees_whole_turn(const Session *s) {
+    int whole = s->rule != VIS_CAUSAL;
+    for (int i = 0; i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        int hooks = m->project || m->attend || m->commit;
+        whole |= hooks && !(m->spans && m->spans(s, s->part[i].ms));
+    }
+    return whole;
+}
 
 // Room for a pass over T tokens.
 static Pass pass_room(Session *s, int T) {
     const Config *c = s->c;
-    int whole = s->rule != VIS_CAUSAL, block = min_int(s->batch, T);
-    EACH_PART(s, p) whole |= p->m->project || p->m->attend || p->m->commit;
+    int whole = sees_whole_turn(s), block = min_int(s->batch, T);
 
-    Pass r = { .span = whole ? T : block };
+    Pass r = { .span = whole ? T : block, .T = T, .whole = whole };
     size_t f = sizeof(float), n = r.span, b = block;
     r.x    = scratch(s, (size_t)T * c->C * f);
     r.cs   = scratch(s, (size_t)T * c->D * f);
@@ -434,7 +446,7 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
         attn_decode(s, l, r->out, r->q);
     } else {
         // attend: a sparse prefill computes the attention itself; without one it is dense.
-        Part *sparse = acts ? part_with_attend(s) : NULL;
+        Part *sparse = acts && r->whole ? part_with_attend(s) : NULL;
         if (sparse) sparse->m->attend(s, sparse->ms, l, r->out, r->q, n);
         else attn_prefill(s, l, r->out, r->q, t0, n);
         pass_poll(s);           // before commit: an attention that was cut short has made no numbers
@@ -445,8 +457,8 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     if (!s->decoding) note_peak(s);
 
     // commit: the rows of this layer are complete. A method indexes, drops or packs some.
-    if (acts)
-        EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, r->q, n);
+    if (acts && t0 + n == r->T)
+        EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, n == r->T ? r->q : NULL, r->T);
     timed(&s->clk.commit, t);
 }
 
@@ -481,6 +493,7 @@ float *forward(Session *s, const Token *in, int T) {
     for (int l = 0; l < c->L; l++) {
         int acts = layer_acts(s, l);
         if (l && T > 1) progress_tell("prefill", (double)l / c->L);
+        kv_reserve(s, l, T);
 
         for (int t0 = 0, t1; t0 < T; t0 = t1) {
             t1 = min_int(t0 + r.span, T);
@@ -524,7 +537,8 @@ float *forward(Session *s, const Token *in, int T) {
 // in length once a method drops rows, and the memory of dropped rows goes back to the allocator at
 // once, so that "bytes held" means what it says. Keys are stored rotated.
 //
-// Memory is asked for in steps of KV_STEP rows, so that a decode step rarely allocates. Rows
+// Memory is asked for in steps of KV_STEP rows, so that a decode step rarely allocates; a head on a
+// device that grows gets an eighth more, because growing copies it (rows_grown). Rows
 // [0,packed) of a head may be packed at fewer bits (PATS, section 10); all others are raw rows, one
 // format for K and one for V (-ctk, -ctv). In a device session the bytes of rows are device memory,
 // and the functions here call their twins in kvcomp.cu.
@@ -635,12 +649,21 @@ static size_t head_row_bytes(const Session *s, const KVHead *h) {
 }
 
 // ---- new rows
+// The raw rows that a head which needs `raw` of them gets room for when it grows. On a device a growth
+// copies the head, and the graph of a step is captured anew: there it grows by an eighth, by KV_GROWTH
+// rows at most, and not past the rows that -c allows.
+static int rows_grown(const Session *s, const KVHead *h, int raw) {
+    if (!KV_DEV(s) || !h->cap) return raw;
+    int ctx = opt_int(s->opt, "ctx-size"), most = (ctx ? ctx : s->c->max_pos) - h->packed;
+    return max_int(raw, min_int(h->cap + min_int(h->cap / 8, KV_GROWTH), most));
+}
+
 // Makes room for n more rows in every head of layer l.
 void kv_reserve(Session *s, int l, int n) {
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
         int raw = h->len - h->packed + n;
-        if (raw > h->cap) head_reserve(s, h, raw);
+        if (raw > h->cap) head_reserve(s, h, rows_grown(s, h, raw));
     }
 }
 
@@ -4684,6 +4707,9 @@ typedef struct {
     int n1;                         // frozen: tokens [0,n1) are the first prefill's: T1, or fewer when
                                     // some of them were truncated
     int cut;                        // tokens [0,cut) are packed, in every head that holds them
+    int decided;                    // tokens seen in the pass for which `due` holds; 0: not decided yet
+    int due;                        // 1: this pass packs rows, layer by layer
+    char *packed;                   // (L) 1: it has packed this layer
     unsigned char *bits;            // (cap) B[t]: bits that the rows of token t have lost
     int cap;
 } Pats;
@@ -4944,7 +4970,9 @@ static Ahead pats_stored(const Session *s, const KVHead *h, int v, int r0, int n
 static int rows_unmoved(const KVHead *h, const Region *reg);
 static size_t bytes_unmoved(const Region *reg, int unmoved, int rows64, int D);
 
-static const Packing pats_packing = { pats_load, pats_stored, pats_keep };
+static size_t pats_plan(const Session *s, int n, int *raw);
+
+static const Packing pats_packing = { pats_load, pats_stored, pats_keep, pats_plan };
 
 // ---- cutting rows
 
@@ -5045,28 +5073,57 @@ static void bits_raise(Pats *x, int from, int to, int T) {
     }
 }
 
-// Method.commit. At the end of a pass (l == L), when T tokens have been seen, B[t] is raised and
-// the heads are packed. The ratchet does so only when T has grown by an eighth since the last time
-// (D24). Rows are cut after all layers have read them raw (D26).
-static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass) {
-    Pats *x = ms;
-    int T = s->n_tok, cut = T - x->window, ratchet = x->policy == PATS_RATCHET;
-    (void)q;
-    (void)T_pass;
-    if (l < s->c->L || !x->b_max) return;
+// Decides what a pass packs after which T tokens have been seen: raises B[t] -> 1 when rows are to be
+// packed. The ratchet does so only when T has grown by an eighth since the last time (D24).
+static int pats_decide(Session *s, Pats *x, int T) {
+    int cut = T - x->window, ratchet = x->policy == PATS_RATCHET;
     if (!x->T1) x->T1 = x->n1 = T;
     bits_room(x, T);
     if (x->write) bits_raise(x, s->base, cut, T);        // pats_write has cut these rows by so much
     if (ratchet) {
-        if (8 * (int64_t)T < 9 * (int64_t)x->T_last) return;
+        if (8 * (int64_t)T < 9 * (int64_t)x->T_last) return 0;
         x->T_last = T;
         x->repacks++;
     }
     bits_raise(x, ratchet ? 0 : x->cut, cut, T);
-    if (cut <= 0) return;
+    if (cut <= 0) return 0;
     x->cut = max_int(x->cut, cut);
-    #pragma omp parallel for schedule(dynamic) if (T > 1024 && !KV_DEV(s))
-    for (int i = 0; i < s->c->L * s->c->G; i++) pats_pack_head(s, x, &s->head[i]);
+    return 1;
+}
+
+// Packs the heads of layer l, once in a pass.
+static void pats_pack_layer(Session *s, Pats *x, int l) {
+    int G = s->c->G;
+    if (x->packed[l]) return;
+    #pragma omp parallel for schedule(dynamic) if (s->n_tok > 1024 && !KV_DEV(s))
+    for (int g = 0; g < G; g++) pats_pack_head(s, x, kv_head(s, l, g));
+    x->packed[l] = 1;
+}
+
+// Method.commit. Rows of a layer are packed when all of the pass has read them raw (D26), before the next
+// layer has any: so there is never more than one layer of raw rows. At the end of the pass (l == L) the
+// layers follow in which hooks do not act. Beside a part that sees whole turns every layer waits for the
+// end, because that part may read raw rows there.
+static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass) {
+    Pats *x = ms;
+    (void)q;
+    (void)T_pass;
+    if (!x->b_max) return;
+    if (x->decided != s->n_tok) {
+        x->due = pats_decide(s, x, s->n_tok);
+        x->decided = s->n_tok;
+        memset(x->packed, 0, (size_t)s->c->L);
+    }
+    if (l == s->c->L) x->decided = 0;
+    if (!x->due || (l < s->c->L && sees_whole_turn(s))) return;
+    int from = l < s->c->L ? l : 0, to = min_int(l + 1, s->c->L);
+    for (int i = from; i < to; i++) pats_pack_layer(s, x, i);
+}
+
+// Method.spans: without --pats-when=write the prefill's attention is the model's own.
+static int pats_spans(const Session *s, const void *ms) {
+    (void)s;
+    return !((const Pats *)ms)->write;
 }
 
 // ---- --pats-when=write: the pass reads its own rows cut already
@@ -5123,6 +5180,7 @@ static void pats_forget(Session *s, void *ms, int n_tok) {
     if (n_tok < x->cap) memset(x->bits + n_tok, 0, (size_t)(x->cap - n_tok));
     x->cut = min_int(x->cut, n_tok);
     x->n1 = min_int(x->n1, n_tok);
+    x->decided = 0;
 }
 
 // ---- opening, bytes, statistics
@@ -5200,6 +5258,7 @@ static int pats_open(Session *s, void *ms) {
     if (pats_check(s, x)) return -1;
     if (x->policy == PATS_STATIC && !x->T_end && pats_find_end(s, x)) return -1;
     unpack_choose();
+    x->packed = xcalloc((size_t)s->c->L, 1);
     s->fk = s->fv = format_find("f16");
     s->packing = &pats_packing;
     return 0;
@@ -5207,8 +5266,28 @@ static int pats_open(Session *s, void *ms) {
 
 // Method.close.
 static void pats_close(Session *s, void *ms) {
+    Pats *x = ms;
     (void)s;
-    free(((Pats *)ms)->bits);
+    free(x->bits);
+    free(x->packed);
+}
+
+// Packing.plan. What is packed lost the bits that B[t] says. The ratchet leaves the last ninth raw, at
+// most: B[t] was last raised when there were 8/9 n tokens, or the pass has ended just now. The other
+// policies leave the window raw; of frozen, only b_min is certain.
+static size_t pats_plan(const Session *s, int n, int *raw) {
+    const Pats *x = pats_of(s);
+    int D = s->c->D, last = x->policy == PATS_RATCHET ? n - n / 9 : n, cut = max_int(last - x->window, 0);
+    Pats then = *x;                             // as it is when `last` tokens have been seen
+    size_t all = 0, step = 4096 + PATS_GUARD;   // what a device rounds up to (PACK_STEP)
+    *raw = x->b_max ? n - cut : n;
+    if (!x->b_max) return 0;
+    if (x->policy == PATS_FROZEN) then.n1 = 0;
+    for (int t = 0, b, before = -1; t < cut; t++, before = b) {
+        b = pats_bits(&then, t, last);
+        all += pats_row_bytes(x->rows64, D, 16 - b) + (b != before ? PATS_ALIGN : 0);
+    }
+    return 2 * (all + step);
 }
 
 // Method.bytes: B[t].
@@ -5273,6 +5352,7 @@ const Method pats_method = {
     .select  = pats_select,
     .steady  = pats_steady,
     .commit  = pats_commit,
+    .spans   = pats_spans,
     .bytes   = pats_bytes,
     .forget  = pats_forget,
     .stats   = pats_stats,
@@ -10391,6 +10471,9 @@ static const Opt program_options[] = {
     { "synthetic",     's', "",
       "random weights of a shape: llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny, or L..,H..,G..,D..,C..,F..,V.." },
     { "inspect",       'b', "0",    "print config, tensors, bytes, KV bytes per token, and leave" },
+    { "plan",          'b', "0",
+      "print every allocation that a dialogue of -c tokens on a GPU would make, and leave; needs no weights" },
+    { "device-memory", 's', "",     "with --plan: does it fit into so much, e.g. 141G? If not, exit code 4" },
     // Prompt
     { "prompt",        's', "",     "text to answer once" },
     { "file",          's', "",     "the same from a file; - is standard input" },
@@ -12628,6 +12711,17 @@ static void synthetic_block(Weights *w, const Config *c) {
     }
     wf->block_bytes = total;
     ask_huge_pages(wf->block, total);
+}
+
+// The bytes of c's weights and nothing else: no tensor has data. For a plan.
+static Weights *weights_planned(const Config *c) {
+    Weights *w = weights_new(c);
+    size_t numbers = (size_t)c->V * c->C * (c->tied ? 1 : 2) + c->C;
+    for (int i = 0; i < N_LAYER_TENSORS; i++) {
+        if (tensor_needed(c, i)) numbers += (size_t)c->L * tensor_rows(c, i) * tensor_cols(c, i);
+    }
+    w->bytes = numbers * dtype_size(c->dtype);
+    return w;
 }
 
 // Random bf16 weights of the right sizes, for measurements of speed and for tests. Logits get a
@@ -16888,8 +16982,8 @@ static int tokenizer_fits(const Tokenizer *t, const Template *tp, const Config *
 }
 
 // ==================================================================================================== 23 MEMORY PLAN
-// What a dialogue will take, before it takes it, worked out from the shapes. --inspect prints it, and
-// a device that cannot hold it is refused before the first turn (device_bars).
+// What a dialogue will take, before it takes it, worked out from the shapes. --inspect prints the sums,
+// --plan every line, and a device that cannot hold it is refused before the first turn (device_bars).
 
 // The most rows a KV head keeps of a dialogue of ctx tokens.
 static int rows_kept(const Session *s, int ctx, int evicts) {
@@ -16904,57 +16998,135 @@ static size_t part_bytes(const Session *s, const Part *p, int ctx) {
     return p->m->bytes ? p->m->bytes(s, p->ms) : 0;
 }
 
-// The rooms of the largest pass there is, a turn of ctx tokens. hooks 1: some hook sees the whole
-// turn, so queries of all its tokens live at once, and scores of every row may be needed. sparse 1:
-// a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU needs the same
-// but for the halves, the pieces and the second copy of a head.
-static size_t pass_bytes(const Session *s, int ctx, int hooks, int sparse) {
-    const Config *c = s->c;
-    size_t f = sizeof(float), T = ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
-    size_t block = min_int(s->batch, ctx);          // tokens of a product
-    size_t span = hooks ? T : block;                // tokens whose queries live at once
-    size_t row = s->fk->row_bytes(c->D) + s->fv->row_bytes(c->D);
-
-    size_t residual    = T * (C + D) * f;                   // x and the RoPE angles
-    size_t projections = 2 * span * (H + G) * D * f;        // q and what attention makes of it, k, v
-    size_t mlp         = block * (C + 2 * F) * f;           // h, gate, up
-    size_t halves      = 2 * block * max_size(F, H * D);    // a product's input in 16 bits
-    size_t n_pieces    = 512 + (span * H / 32 + G);         // 512, and one a block of 32 queries
-    size_t pieces      = n_pieces * 32 * (D + 2) * f;       // of attention without tensor cores
-    size_t sums        = 2 * span * H * f;                  // maximum and sum of every query
-    size_t logits      = V * f;
-    size_t tokens      = T * (sizeof(Token) + sizeof(int));
-    size_t second_copy = round_to_step(T) * row;            // of a head that grows
-    size_t scores      = H * T * f;
-    size_t gather      = hooks ? 3 * scores : 0;            // hooks choose rows by the scores of all
-    size_t samples     = sparse ? min_size(64 * scores, (size_t)1 << 30) : 0;      // line_batch_cuda
-
-    size_t all = residual + projections + mlp + halves + pieces + sums + logits + tokens
-               + second_copy + gather + samples;
-    return all + all / 4;                                   // rooms grow by more than is asked for
+// One line more of the plan; nothing for 0 bytes. -> bytes
+static size_t plan_line(MemoryPlan *p, const char *what, size_t bytes, int host) {
+    if (!bytes) return 0;
+    if (p->n_line == PLAN_LINES) die(EXIT_RUN, "a memory plan of more than %d lines", PLAN_LINES);
+    p->line[p->n_line++] = (PlanLine){ what, bytes, host };
+    return bytes;
 }
 
-// What a dialogue of -c tokens takes. kv: the rows kept in every layer, and one layer uncompressed,
-// because a prefill compresses layer by layer. PATS packs when a prefill is over: until then its
-// rows are f16 rows, and they are counted as such.
+// A growing buffer of a pass for n bytes.
+static void plan_room(MemoryPlan *p, const char *what, size_t n) {
+    p->pass += plan_line(p, what, n ? room_bytes(n) : 0, 0);
+}
+
+// The rooms of the largest pass there is, a turn of ctx tokens. whole 1: some hook sees the whole turn,
+// so queries of all its tokens live at once. scored 1: scores of every row may be needed. sparse 1: a
+// sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU needs the same but
+// for the halves, the pieces and the second copy of a head.
+static void plan_pass(MemoryPlan *p, const Session *s, int whole, int scored, int sparse) {
+    const Config *c = s->c;
+    size_t f = sizeof(float), T = p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
+    size_t block = min_int(s->batch, p->ctx);       // tokens of a product
+    size_t span = whole ? T : block;                // tokens whose queries live at once
+    size_t scores = H * T * f;
+
+    // Attention without tensor cores comes in pieces: 512, and one a block of 32 queries, if a block
+    // does not have fewer pairs of tiles.
+    size_t works = span * H / 32 + G, pieces = min_size(512 + works, works * (T / 64 + 1)) + 1;
+
+    plan_room(p, "residual stream (T,C)", T * C * f);
+    plan_room(p, "RoPE angles (T,D)", T * D * f);
+    plan_room(p, whole ? "q, k, v and what attention makes of q, whole turn" : "q, k, v and what attention makes of q, -b tokens",
+              2 * span * (H + G) * D * f);
+    plan_room(p, "MLP, -b tokens", block * (C + 2 * F) * f);
+    plan_room(p, "inputs of products in 16 bits", 2 * block * max_size(F, H * D));
+    plan_room(p, "pieces of attention", pieces * 32 * (D + 2) * f);
+    plan_room(p, "maximum and sum of every query", 2 * span * H * f);
+    plan_room(p, "logits", V * f);
+    plan_room(p, "tokens", T * (sizeof(Token) + sizeof(int)));
+    plan_room(p, "second copy of a head that grows", round_to_step(T) * raw_row_bytes(s));
+    plan_room(p, "scores of every row", (scored ? 4 : 1) * scores);     // 4: hooks choose rows by them
+    plan_room(p, "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0);   // line_batch_cuda
+}
+
+// The rows of a dialogue: what is kept in every layer, and one layer uncompressed, because a prefill
+// compresses layer by layer. evicts 1: a part drops rows, and decode appends to what it kept.
+static void plan_rows(MemoryPlan *p, const Session *s, int evicts) {
+    const Config *c = s->c;
+    size_t row = raw_row_bytes(s), heads = (size_t)c->L * c->G;
+    int kept = rows_kept(s, p->ctx, evicts), raw = kept;
+    if (evicts) raw = min_int(kept + min_int(kept / 8, KV_GROWTH), p->ctx);
+    int by_layer = s->packing && !sees_whole_turn(s);           // else packing waits for the end of a pass
+    size_t packed = by_layer ? s->packing->plan(s, p->ctx, &raw) : 0;
+    size_t held = round_to_step(raw), all = round_to_step(p->ctx), kv = 0;
+    kv += plan_line(p, "packed rows of every layer", heads * packed, 0);
+    kv += plan_line(p, packed ? "raw rows of every layer but one" : "rows of every layer but one", (heads - c->G) * held * row, 0);
+    kv += plan_line(p, "raw rows of the layer that is computed", c->G * all * row, 0);
+    kv += plan_line(p, "tokens of the rows", ((heads - c->G) * (packed ? all : held) + c->G * all) * sizeof(int), 0);
+    p->kv = kv;
+}
+
+// What the host holds beside a device: the books of the rows, the tokens, and what a prefill sends.
+static void plan_host(MemoryPlan *p, const Session *s, int evicts) {
+    const Config *c = s->c;
+    size_t T = p->ctx, heads = (size_t)c->L * c->G, kept = rows_kept(s, p->ctx, evicts);
+    plan_line(p, "token and position of every row", ((heads - c->G) * kept + c->G * T) * 2 * sizeof(int), 1);
+    plan_line(p, "tokens of the dialogue, and of the turn", 3 * T * sizeof(Token), 1);
+    plan_line(p, "RoPE angles and ids of the turn", T * (c->D + 1) * sizeof(float), 1);
+    plan_line(p, "logits", 2 * (size_t)c->V * sizeof(float), 1);
+}
+
+// What a dialogue of -c tokens takes on a device, every allocation a line.
 MemoryPlan memory_plan(const Session *s) {
     const Config *c = s->c;
-    int ctx = opt_int(s->opt, "ctx-size"), hooks = s->rule != VIS_CAUSAL, evicts = 0, sparse = 0;
+    int ctx = opt_int(s->opt, "ctx-size"), whole = sees_whole_turn(s), evicts = 0, sparse = 0;
     if (!ctx) ctx = c->max_pos;
 
     MemoryPlan p = { .weights = s->w->bytes, .ctx = ctx };
+    plan_line(&p, "weights", p.weights, 0);
+    for (int i = 0; i < s->n_part; i++) evicts |= s->part[i].m->evicts;
+    plan_rows(&p, s, evicts);
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
-        hooks |= m->project || m->attend || m->commit;
-        evicts |= m->evicts;
         sparse |= m->attend && m->role & ROLE_PREFILL;
-        p.parts += part_bytes(s, &s->part[i], ctx);
+        p.parts += plan_line(&p, m->name, part_bytes(s, &s->part[i], ctx), 0);
     }
-    size_t row = s->fk->row_bytes(c->D) + s->fv->row_bytes(c->D) + sizeof(int);
-    size_t held = round_to_step(rows_kept(s, ctx, evicts)), uncompressed = round_to_step(ctx);
-    p.kv = ((c->L - 1) * held + uncompressed) * c->G * row;
-    p.pass = pass_bytes(s, ctx, hooks, sparse);
+    plan_pass(&p, s, whole, whole, sparse);
+    plan_host(&p, s, evicts);
     return p;
+}
+
+// ---- --plan: the same, printed
+
+// The bytes that a text like 141G, 80000M or 1e9 means; 0: it means none.
+static double bytes_of_text(const char *text) {
+    static const char units[] = "kMGT";
+    char *end;
+    double n = strtod(text, &end), unit = 1;
+    const char *at = *end ? strchr(units, *end) : NULL;
+    if (at) for (const char *u = units; u <= at; u++) unit *= 1000;
+    if (end == text || !(n > 0) || (*end && (!at || end[1]))) return 0;
+    return n * unit;
+}
+
+// The lines of one memory and their sum -> the sum. extra: bytes that the runtime itself takes.
+static size_t plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE *f) {
+    size_t sum = extra;
+    fprintf(f, "%s\n", host ? "host" : "device");
+    for (int i = 0; i < p->n_line; i++) {
+        if (p->line[i].host != host) continue;
+        fprintf(f, "  %-58s %10.3f GB\n", p->line[i].what, (double)p->line[i].bytes * 1e-9);
+        sum += p->line[i].bytes;
+    }
+    if (extra) fprintf(f, "  %-58s %10.3f GB\n", "CUDA's own", (double)extra * 1e-9);
+    fprintf(f, "  %-58s %10.3f GB\n", "all", (double)sum * 1e-9);
+    return sum;
+}
+
+// What --plan prints: every allocation of a run with -d cuda, by memory, and whether those on the device
+// fit into `memory` bytes (0: not asked). Returns the exit code.
+static int plan_print(const Session *s, const char *method, double memory, FILE *f) {
+    MemoryPlan p = memory_plan(s);
+    fprintf(f, "plan       -c %d, -b %d, method %s, K %s, V %s, with -d cuda: at most\n", p.ctx, s->batch, method,
+            s->fk->name, s->fv->name);
+    double need = (double)plan_print_part(&p, 0, DEVICE_OWN, f);
+    plan_print_part(&p, 1, 0, f);
+    if (!memory) return EXIT_OK;
+    if (need <= memory) fprintf(f, "fits into %.3f GB: %.3f GB are left\n", memory * 1e-9, (memory - need) * 1e-9);
+    else fprintf(f, "does not fit into %.3f GB: %.3f GB are missing\n", memory * 1e-9, (need - memory) * 1e-9);
+    return need <= memory ? EXIT_OK : EXIT_MEMORY;
 }
 
 // ####################################################################################################
@@ -22676,7 +22848,7 @@ static double step_weights(const Session *s) {
     return bytes;
 }
 
-// The steps of a decode, one by one: a head's memory grows every KV_STEP tokens, which costs that
+// The steps of a decode, one by one: a head's memory grows now and then (rows_grown), which costs that
 // step, and on the GPU also the two behind it (an ordinary step, and a graph captured anew).
 typedef struct {
     double *seconds;        // of each step (stb_ds array)
@@ -25730,10 +25902,10 @@ static void check_options(const Options *o) {
 
 enum {                      // what a run does, one bit each
     RUN_CHAT = 1, RUN_PROMPT = 2, RUN_IDS = 4, RUN_EVAL = 8, RUN_REPORT = 16, RUN_BENCH = 32,
-    RUN_CALIBRATE = 64, RUN_INSPECT = 128, RUN_TOKENS = 256, RUN_DEMO = 512,
+    RUN_CALIBRATE = 64, RUN_INSPECT = 128, RUN_TOKENS = 256, RUN_DEMO = 512, RUN_PLAN = 1024,
     RUN_TALKS = RUN_CHAT | RUN_PROMPT,                          // replies are sampled
     RUN_REPLIES = RUN_TALKS | RUN_EVAL | RUN_REPORT | RUN_DEMO, // replies are made
-    RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_INSPECT,
+    RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_INSPECT | RUN_PLAN,
 };
 
 // The flag that makes a run what it is, by its bit.
@@ -25741,6 +25913,7 @@ static const struct { int run; const char *flag; } run_flags[] = {
     { RUN_PROMPT, "-p or -f" },       { RUN_IDS,     "--ids" },     { RUN_EVAL,   "--eval" },
     { RUN_REPORT, "--report" },       { RUN_BENCH,   "--bench" },   { RUN_CALIBRATE, "--calibrate" },
     { RUN_INSPECT, "--inspect" },     { RUN_TOKENS,  "--dump-tokens" }, { RUN_DEMO, "--demo" },
+    { RUN_PLAN,    "--plan" },
 };
 
 // In which runs an option has an effect. What is not in the table has one in every run, or is
@@ -25765,6 +25938,7 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "min-p",          RUN_TALKS },
     { "repeat-penalty", RUN_REPLIES },
     { "repeat-last-n",  RUN_REPLIES },
+    { "device-memory",  RUN_PLAN },
     { "method",         RUN_SESSION },
     { "budget",         RUN_SESSION },
     { "ratio",          RUN_SESSION },
@@ -25787,6 +25961,7 @@ static const struct { const char *name; int runs; } option_runs[] = {
 static int run_kind(const Options *o) {
     if (opt_int(o, "bench")) return RUN_BENCH;
     if (opt_int(o, "dump-tokens")) return RUN_TOKENS;
+    if (opt_int(o, "plan")) return RUN_PLAN;
     if (opt_int(o, "inspect")) return RUN_INSPECT;
     if (*opt_str(o, "calibrate")) return RUN_CALIBRATE;
     if (*opt_str(o, "ids")) return RUN_IDS;
@@ -26482,6 +26657,22 @@ static int run_mode(App *a, const char *text) {
     return chat(a);
 }
 
+// --plan. A session on the CPU is asked, which has opened its parts and holds no rows; its weights are
+// shapes. Returns the exit code.
+static int plan_run(App *a) {
+    const char *method = opt_str(a->o, "method"), *text = opt_str(a->o, "device-memory");
+    char err[512];
+    double memory = bytes_of_text(text);
+    if (*text && !memory) die(EXIT_USAGE, "--device-memory: expected bytes, like 141G, found %s", text);
+    options_set(a->o, "device", "cpu", err);
+    if (*opt_str(a->o, "synthetic")) a->c->dtype = DT_BF16;
+    a->w = weights_planned(a->c);
+    Session *s = session_open(a->c, a->w, a->o, method);
+    int rc = plan_print(s, method, memory, stdout);
+    session_close(s);
+    return rc;
+}
+
 // Opens what the mode needs, step by step, and runs it. Returns the exit code.
 static int run_app(App *a, const char *text) {
     Options *o = a->o;
@@ -26490,6 +26681,7 @@ static int run_app(App *a, const char *text) {
     // Tokenizer and template before the weights: reading those may take minutes.
     open_config(a);
     if (opt_int(o, "verbose")) print_values(o);
+    if (opt_int(o, "plan")) return plan_run(a);
     if (!opt_int(o, "inspect")) open_tokenizer(a, !*opt_str(o, "ids"));
     open_weights(a);
     choose_device(a);

@@ -315,14 +315,14 @@ struct Device {                 // Session.dev
     int no_graph;               // 1: this device would not take one
 };
 
-// Buffer `which` of the session, with room for n elements. Its content stays, unless it grows: then
-// by a quarter more than asked for. Session.changes counts a move, because a captured graph holds
-// the old address.
+// Buffer `which` of the session, with room for n elements. Its content stays, unless it grows: then to
+// what room_bytes says, more than asked for. Session.changes counts a move, because a captured graph
+// holds the old address.
 template <class T> static T *room_kept(Session *s, int which, size_t n) {
     Room *r = &s->dev->room[which];
     if (n * sizeof(T) > r->bytes) {
         device_free(r->p);
-        r->bytes = n * sizeof(T) + n * sizeof(T) / 4 + 256;
+        r->bytes = room_bytes(n * sizeof(T));
         r->p = device_new(r->bytes);
         s->changes++;
     }
@@ -954,18 +954,20 @@ struct Pass {
     float *k, *v;               // (span,G,D)
     float *h;                   // (b,C)
     float *gate, *up;           // (b,F)
-    int span;                   // tokens whose queries live at once: all T when a hook wants to see them
+    int span, T;                // tokens whose queries live at once: all T when a hook wants to see them
+    int whole;                  // 1: a hook wants to see them
     int late;                   // commits_late
 };
 
 // Makes room for a pass of T tokens.
 static Pass pass_room(Session *s, int T) {
     const Config *c = s->c;
-    int whole = s->rule != VIS_CAUSAL, b = min_int(s->batch, T);
-    EACH_PART(s, p) whole |= p->m->project || p->m->attend || p->m->commit;
+    int whole = sees_whole_turn(s), b = min_int(s->batch, T);
     Pass r;
     memset(&r, 0, sizeof r);
     r.span = whole ? T : b;
+    r.T = T;
+    r.whole = whole;
     r.late = commits_late(s);
     size_t n = r.span, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     r.x = room<float>(s, ROOM_X, (size_t)T * c->C);
@@ -1107,7 +1109,7 @@ static void note_peak(Session *s) {
 // device. The peak of a prefill is here, where this layer still holds every row.
 static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     double t = now();
-    Part *sparse = acts ? part_with_attend(s) : NULL;
+    Part *sparse = acts && r->whole ? part_with_attend(s) : NULL;
     if (s->decoding) {
         if (acts) select_hooks(s, l, r->q);
         t = timed(&s->clk.select, t);
@@ -1119,7 +1121,7 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     }
     t = timed(&s->clk.attend, t);
     if (!s->decoding) note_peak(s);
-    if (acts && !r->late) commit_hooks(s, l, r->q, n);
+    if (acts && !r->late && t0 + n == r->T) commit_hooks(s, l, n == r->T ? r->q : NULL, r->T);
     timed(&s->clk.commit, t);
 }
 
@@ -1180,6 +1182,7 @@ float *pass_cuda(Session *s, int T) {
     upload_angles(s, r.cs, T);
     for (int l = 0; l < c->L; l++) {
         if (l && T > 1) progress_tell("prefill", (double)l / c->L);
+        kv_reserve(s, l, T);
         for (int t0 = 0, t1; t0 < T; t0 = t1) {
             t1 = min_int(t0 + r.span, T);
             pass_cuda_poll(s, T);
@@ -3156,8 +3159,8 @@ void views_drop_cuda(Session *s) {
 // When no hook has to see or change anything in the middle of a step, the host tells the device the
 // token and the lengths (Step) and waits for the logits; everything between depends on nothing but
 // device memory. As long as no memory moves and no view changes, the launches are the same from
-// step to step. They are then one CUDA graph, which is launched again. Heads grow every KV_STEP
-// tokens, and then the graph is captured anew.
+// step to step. They are then one CUDA graph, which is launched again. Heads grow by an
+// eighth, and then the graph is captured anew.
 //
 //     ordinary step             launch by launch; select hooks are called       after every change
 //     first step in one go      its launches are captured into a graph          the step after that
@@ -3517,7 +3520,7 @@ static void shared_close(Shared *h) {
 // Beside the plan, a real device holds cuBLAS' workspace, the graph of a step and the gaps that
 // growing heads leave in the pool.
 #ifdef __CUDACC__
-static const size_t DEVICE_SPARE = (size_t)256 << 20;
+static const size_t DEVICE_SPARE = DEVICE_OWN;
 #else
 static const size_t DEVICE_SPARE = 0;
 #endif
@@ -3552,7 +3555,7 @@ static int check_memory(const Session *s, char why[512]) {
     return EXIT_MEMORY;
 }
 
-// Makes the one stream. Heads grow every KV_STEP tokens, so the pool keeps all rows that were given
+// Makes the one stream. Heads grow while they decode, so the pool keeps all rows that were given
 // back. Its threshold counts the bytes in use, too: a smaller one than all of them would make every
 // synchronisation give back everything that is free. device_try takes it from the pool where it is
 // needed elsewhere.

@@ -239,6 +239,10 @@ typedef struct Method {
     // After attention of layer l: index rows, drop rows. q (T,H,D), rotated. Called once more with l ==
     // L and q NULL when the pass is over.
     void (*commit) (Session *s, void *ms, int l, const float *q, int T);
+    // 1: attend does only what the model does without it, and commit does not read q. A prefill may then
+    // take a layer in spans of -b tokens; attend is not called, and commit once, behind the last span,
+    // with q NULL. NULL: never.
+    int  (*spans)  (const Session *s, const void *ms);
     // Asked on a device before a decode step, of methods with project or select: 1 when project will do
     // nothing, select will launch what it launched in the last step and commit will move no rows, so
     // that the step can be replayed as it was recorded. NULL: never.
@@ -268,6 +272,9 @@ typedef struct Packing {        // rows that are not stored one by one (PATS)
     Ahead (*stored)(const Session *s, const KVHead *h, int v, int r0, int n);
     // Of rows [0,packed) keep these (n, ascending), exactly as they are stored.
     void (*keep)(Session *s, KVHead *h, const int *keep, int n);
+    // The most bytes that the packed rows of a head take in a dialogue of n tokens, K and V together, and
+    // the most rows beside them that are raw between two passes.
+    size_t (*plan)(const Session *s, int n, int *raw);
 } Packing;
 
 enum { MAX_PARTS = 4 };
@@ -430,6 +437,9 @@ KV_HD static inline int64_t fixed_mass(float x) {
 
 static inline size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }     // of n bits, in words of 64
 static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }
+
+// Bytes of a growing buffer on a device that must hold n: a quarter more, but not much more of a large one.
+static inline size_t room_bytes(size_t n) { return n + min_size(n / 4, (size_t)64 << 20) + 256; }
 
 // ------------------------------------------------------------------------ heads and views
 static inline KVHead *kv_head(const Session *s, int l, int g) { return &s->head[(size_t)l * s->c->G + g]; }
@@ -754,14 +764,27 @@ void rope(const Weights *w, float *x, int heads, int D, int pos);
 void   pass_poll(Session *s);           // gives the pass up if it is not wanted any more
 void   progress_tell(const char *what, double share);                       // 0: begins, 1: over
 
-typedef struct {                // bytes that a dialogue of ctx tokens needs
+enum { PLAN_LINES = 32 };
+static const size_t DEVICE_OWN = (size_t)256 << 20;      // cuBLAS, the graph of a step, gaps between rows
+typedef struct {                // one allocation of a memory plan, or a few that belong together
+    const char *what;
+    size_t bytes;
+    int host;                   // 1: in the host's memory, beside a device
+} PlanLine;
+
+typedef struct {                // bytes that a dialogue of ctx tokens needs on a device
     size_t weights;
     size_t kv;                  // rows
     size_t parts;               // what the method adds
     size_t pass;                // scratch memory of the largest pass
     int ctx;
+    PlanLine line[PLAN_LINES];  // what these sums are made of, and what the host needs
+    int n_line;
 } MemoryPlan;
 MemoryPlan memory_plan(const Session *s);
+
+// Must the queries of a whole turn be there at once, for some hook or the rule?
+int sees_whole_turn(const Session *s);
 
 // ------------------------------------------------------------------------ the GPU half (kvcomp.cu)
 // When Session.dev is set, KVHead.k and .v are device memory and the functions above call these.

@@ -7281,6 +7281,31 @@ TEST(q8_method, "q8 is full with -ctk q8_0 -ctv q8_0") {
     tiny_free(m);
 }
 
+TEST(pats_layers, "PATS packs a layer of a prefill before the next layer has rows: the peak is less than all raw "
+                  "rows; spans of -b change no bit, nor does packing at the end because of another part") {
+    Tiny m = tiny_model(12, 2, 1, 16, 16, 16, 53, 31);
+    float *logits[3];
+    const char *text[] = { "batch-size=512", "batch-size=7", "batch-size=7" };
+    int ids[300];
+    for (int i = 0; i < 300; i++) ids[i] = i * 7 % 53;
+    for (int i = 0; i < 3; i++) {
+        char all[200];
+        snprintf(all, sizeof all, "%s pats-window=8 ctk=f16 ctv=f16 budget=1000", text[i]);
+        Options *o = options_of(all);
+        Session *s = session_open(m.c, m.w, o, i == 2 ? "snapkv+pats" : "pats");
+        prefill(s, ids, 300);
+        logits[i] = xmalloc(53 * sizeof(float));
+        memcpy(logits[i], decode(s, 1), 53 * sizeof(float));
+        double share = (double)s->clk.peak / (double)kv_bytes_full(s);
+        CHECK(i == 2 ? share > .95 : share < .9, "%s: at most %g of the raw rows were held", all, share);
+        CHECK(!memcmp(logits[i], logits[0], 53 * sizeof(float)), "%s: other logits", all);
+        session_close(s);
+        options_free(o);
+    }
+    for (int i = 0; i < 3; i++) free(logits[i]);
+    tiny_free(m);
+}
+
 // ==================================================================================================== 9 LYCHEECLUSTER AND QUEST
 
 // The twin works in double on whole texts and whole lists: it re-reads the text for every boundary,
@@ -13434,6 +13459,28 @@ TEST(cli_readme, "every command README.md prints works as typed") {
     CHECK(sh("rm -r %s", folder) == 0, "%s", sh_err);
 }
 
+TEST(cli_plan, "--plan names every allocation of a run on a device from a config alone, says whether it fits, "
+               "and what it cannot read") {
+    const char *million = "./kvcomp --plan --synthetic llama-3.1-8b -c 1000000 -b 2048 --method";
+    char cmd[300];
+    snprintf(cmd, sizeof cmd, "%s pats --device-memory 141G", million);
+    CHECK(sh(cmd) == 0 && strstr(sh_out, "packed rows of every layer") && strstr(sh_out, "fits into 141.000 GB: ") &&
+              strstr(sh_out, "  weights                                                        16.061 GB\n"),
+          "%s%s", sh_out, sh_err);
+    snprintf(cmd, sizeof cmd, "%s full --device-memory 141000M", million);
+    CHECK(sh(cmd) == 4 && strstr(sh_out, "does not fit into 141.000 GB") && !strstr(sh_out, "packed rows"), "%s%s",
+          sh_out, sh_err);
+    CHECK(sh("./kvcomp --plan --synthetic tiny --device-memory much") == 2 && strstr(sh_err, "like 141G"), "%s",
+          sh_err);
+    CHECK(sh("./kvcomp --plan --synthetic tiny -c 100 --method nope") == 2 && strstr(sh_err, "nope"), "%s", sh_err);
+    // A folder that holds nothing but the config.
+    CHECK(sh("d=$(mktemp -d) && cp models/kvcomp-tiny/config.json $d && ./kvcomp --plan -m $d --method quest; "
+             "rc=$?; rm -r $d; exit $rc") == 0 && strstr(sh_out, "  quest "),
+          "%s%s", sh_out, sh_err);
+    CHECK(sh("./kvcomp --inspect --device-memory 5G") == 0 && strstr(sh_err, "in --inspect: --device-memory"), "%s",
+          sh_err);
+}
+
 // ---- files that are none, texts with a 0 byte, control characters, options without effect
 
 TEST(cli_no_files, "a FIFO, a device, a socket, a folder or a file without end as any input: one "
@@ -17601,6 +17648,159 @@ TEST(cuda_rates, "the rates that --bench measures by need no more memory than is
           "%d tokens, a growth costs %g s", s->n_tok, b.growth);
     session_close(s);
     options_free(o);
+    tiny_free(m);
+}
+
+// ---- selections in one launch a layer, and a prefill that fits only packed
+
+// Bytes of shared memory for the scores of a list; -1: as many as outside of tests.
+void cuda_seek_shared(int bytes);
+
+// What layer 0 of the CPU and of the device reads of the rows there are, for a random query (scale > 0)
+// or for one to which all rows are the same (0).
+static void seek_agrees(Pair *p, double scale, const char *text) {
+    const Config *c = p->m.c;
+    float *q = normals((size_t)c->H * c->D, scale);
+    float *dq = cuda_put(q, (size_t)c->H * c->D * sizeof *q);
+    p->c->part[0].m->select(p->c, p->c->part[0].ms, 0, q);
+    p->d->part[0].m->select(p->d, p->d->part[0].ms, 0, dq);
+    views_fetch_cuda(p->d);
+    for (int h = 0; h < c->H; h++) {
+        View a = view_of(p->c, 0, h), b = view_of(p->d, 0, h);
+        CHECK(a.tail > 0 && a.n > 0, "%s: nothing was selected, so this shows nothing", text);
+        CHECK(same_view(a, b), "%s, query times %g: head %d reads %d rows before %d, on the CPU %d before %d",
+              text, scale, h, b.n, b.tail, a.n, a.tail);
+    }
+    cuda_drop(dq);
+    free(q);
+}
+
+// Two passes of n1 and n2 tokens whose keys have these deviations; then selections, with the scores in
+// shared memory and outside of it.
+static void seek_passes(Tiny m, const char *method, const char *text, int n1, double std1, int n2,
+                        double std2) {
+    Pair p = pair_open(m, method, text);
+    for (int pass = 0; pass < 2; pass++) {
+        pair_append(&p, pass ? n2 : n1, pass ? std2 : std1);
+        for (Session *s = p.c; s; s = s == p.c ? p.d : NULL)
+            for (int l = 0; l <= m.c->L; l++) s->part[0].m->commit(s, s->part[0].ms, l, NULL, 9);
+    }
+    for (int i = 0; i < 4; i++) {
+        cuda_seek_shared(i & 1 ? 0 : -1);
+        seek_agrees(&p, i & 2 ? 0 : 1.5, text);
+    }
+    cuda_seek_shared(-1);
+    pair_close(&p);
+}
+
+TEST(cuda_seek, "a selection in one launch chooses what the CPU chooses: few and many units, random, partly "
+                "and all tied, scores in shared memory and out of it, budgets of nothing and of nearly all") {
+    if (!strcmp(simd_name(), "plain")) return;  // no fused multiply-add: equal to rounding only
+    Tiny m = tiny_model(1, 5, 1, 24, 16, 16, 11, 3), n = tiny_model(1, 2, 2, 20, 16, 16, 11, 3);
+    const char *small = "lychee-buffer=4 lychee-full-layers=0 lychee-sink=2 lychee-chunk-min=2 "
+                        "lychee-chunk-max=4 lychee-iters=1";
+    char text[300];
+    EACH_SEED(seed) {
+        // 4 pages.
+        seek_passes(m, "quest", "quest-full-layers=0 budget=48 ctk=f16", 40, 1, 30, 1);
+        // Ties in the first pages.
+        seek_passes(n, "quest", "quest-full-layers=0 budget=64 ctk=bf16", 400, 0, 300, 1);
+        // 624 pages: three blocks.
+        if (seed == 0)
+            seek_passes(n, "quest", "quest-full-layers=0 budget=1600 ctk=f16", 8000, 1, 2000, 0);
+        // All pages but a few.
+        if (seed == 1)
+            seek_passes(m, "quest", "quest-full-layers=0 budget=9600 ctk=f32", 9000, 1, 700, 1);
+        snprintf(text, sizeof text, "%s budget=20", small);
+        seek_passes(m, "lychee", text, 60, 1, 9, 1);
+        // Room for nothing but the sinks.
+        snprintf(text, sizeof text, "%s budget=2 lychee-kg=2", small);
+        seek_passes(n, "lychee", text, 60, 1, 20, 1);
+        snprintf(text, sizeof text, "%s budget=303 lychee-gqa=sum lychee-beta=.5", small);
+        seek_passes(n, "lychee", text, 300, 0, 300, 1);
+        // 400 clusters: two blocks.
+        snprintf(text, sizeof text, "%s budget=%d lychee-kg=auto", small, seed ? 100 : 2900);
+        if (seed < 2) seek_passes(m, "lychee", text, 3000, 1, 200, 0);
+    }
+    tiny_free(m);
+    tiny_free(n);
+}
+
+// Kernels of a step that was replayed.
+static long step_kernels(Tiny m, const char *method, const char *text) {
+    Options *o;
+    Session *s = cuda_session(m, method, text, &o);
+    int ids[100];
+    for (int i = 0; i < 100; i++) ids[i] = i * 7 % m.c->V;
+    prefill(s, ids, 100);
+    for (int i = 0; i < 4; i++) decode(s, i);
+    CHECK(cuda_graphs(s), "%s: no graph", method);
+    emu_count(NULL);
+    decode(s, 5);
+    long n = emu_count("_kernel");
+    CHECK(emu_count("cudaGraphLaunch") == 1, "%s: the step was no graph", method);
+    session_close(s);
+    options_free(o);
+    return n;
+}
+
+TEST(cuda_seek_launches, "in a step in one go a selection is one kernel a layer: Quest, LycheeCluster, "
+                         "LoopServe's ring") {
+    const char *quest = "ctk=f16 ctv=f16 budget=48 quest-full-layers=1";
+    const char *lychee = "ctk=f16 ctv=f16 budget=30 lychee-full-layers=0 lychee-buffer=8 lychee-sink=4 "
+                         "lychee-kg=2";
+    for (int L = 2; emu_count && L < 5; L += 2) {
+        Tiny m = tiny_model(L, 4, 2, 64, 16, 24, 53, 31);
+        long full = step_kernels(m, "full", "ctk=f16 ctv=f16");
+        // One more at the end tells the numbers of rows.
+        long more = step_kernels(m, "quest", quest) - full;
+        CHECK(more == L - 1 + 1, "quest: %ld kernels more than full in %d layers", more, L);
+        more = step_kernels(m, "lychee", lychee) - full;
+        CHECK(more == L + 1, "lychee: %ld kernels more than full in %d layers", more, L);
+        more = step_kernels(m, "loopserve-d", "ctk=f16 ctv=f16 budget=30") - full;
+        CHECK(more == L, "loopserve-d: %ld kernels more than full in %d layers", more, L);
+        tiny_free(m);
+    }
+}
+
+TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could not hold the raw rows of all "
+                       "layers beside the weights and rooms runs it; in spans of -b it agrees with the CPU") {
+    Tiny m = tiny_model(16, 1, 1, 32, 16, 16, 53, 31), n = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
+    Script p = { 2, { 60, 30 }, { 5, 3 }, 4 };
+    Options *o;
+    int ids[1000];
+    weights_count(m.w, m.c);
+    Session *s = cuda_session(m, "pats", "ctx-size=1010 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 ctv=f16", &o);
+    MemoryPlan plan = memory_plan(s);
+    size_t need = plan.weights + plan.kv + plan.parts + plan.pass, sum = 0;
+    size_t raw = (size_t)16 * 1024 * 32 * 4;  // K and V of all layers
+    for (int i = 0; i < plan.n_line; i++) sum += plan.line[i].host ? 0 : plan.line[i].bytes;
+    CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
+    CHECK(need < plan.weights + plan.pass + raw, "%zu bytes planned; raw rows %zu, passes %zu", need, raw, plan.pass);
+    if (emu_set_memory) emu_set_memory(need);
+    for (int i = 0; i < 1000; i++) ids[i] = i * 7 % 53;
+    CHECK(isfinite(*prefill(s, ids, 1000)) && isfinite(*decode(s, 1)), "logits");
+    if (emu_set_memory) emu_set_memory(0);
+    CHECK(cuda_held(s) < raw * 3 / 4, "%zu bytes of rows are held, raw ones would be %zu", cuda_held(s), raw);
+    session_close(s);
+    options_free(o);
+    dialogue_agrees(n, "pats", "batch-size=7 pats-window=8 ctk=f16 ctv=f16", &p, NULL);
+    tiny_free(m);
+    tiny_free(n);
+}
+
+TEST(cuda_growth, "a head on the device grows by an eighth, but not past -c; on the CPU by 64 rows") {
+    Tiny m = tiny_model(1, 1, 1, 8, 16, 16, 11, 3);
+    for (int i = 0; i < 2; i++) {
+        Pair p = pair_open(m, "full", i ? "ctx-size=1060" : "ctx-size=9000");
+        pair_append(&p, 1024, 1);
+        CHECK(p.d->head[0].cap == 1024, "room for %d rows of 1024", p.d->head[0].cap);
+        pair_append(&p, 1, 1);
+        int want = i ? 1088 : 1152;
+        CHECK(p.d->head[0].cap == want && p.c->head[0].cap == 1088, "room for %d rows, on the CPU %d",
+              p.d->head[0].cap, p.c->head[0].cap);
+        pair_close(&p);
+    }
     tiny_free(m);
 }
 
