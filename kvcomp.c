@@ -3808,6 +3808,7 @@ typedef struct {
     int keep_answer;            // 1: do not prefill the previous answer again
     int prompt_end;             // number of tokens when the last prefill ended
     int ring_from;              // the ring holds no queries of tokens before this one
+    int chosen;                 // 1: in this answer some head reads chosen rows only
     int budget;                 // B: rows to choose
     float *ring;                // (L,obs,H,D) queries, token i in slot i % obs; NULL before the first
 
@@ -4359,11 +4360,17 @@ static void loop_select(Session *s, LoopServe *x, int l) {
     int *n = end + G, *want = n + lists, *found = want + lists;
     for (int g = 0; g < G; g++) end[g] = candidate_rows(s, x, l, g);
 
-    float *score = loop_scores(s, x, l, first, end);
     for (int i = 0; i < lists; i++) {
         n[i] = end[i * each / R];
         want[i] = n[i] > x->budget ? x->budget : 0;
+        x->chosen |= want[i] > 0;
     }
+    if (KV_DEV(s) && each == R) {
+        if (x->chosen) ring_select_cuda(s, l, loop_scores(s, x, l, first, end), n, x->budget);
+        scratch_reset(s, mark);
+        return;
+    }
+    float *score = loop_scores(s, x, l, first, end);
     // Algorithm 3, line 5: arg max
     top_k_rows(s, score, lists, N, n, want, idx, x->budget, found);
 
@@ -4404,6 +4411,7 @@ static void loop_prompt_done(Session *s, LoopServe *x) {
     int H = s->c->H, G = s->c->G, each = x->per_query ? 1 : H / G;
     x->prompt_end = s->n_tok;
     x->budget = budget_now(s);
+    x->chosen = 0;
     if (!x->decodes) return;
     for (int l = 0; l < s->c->L; l++)
         for (int h = 0; h < H; h += each) {
@@ -4415,11 +4423,9 @@ static void loop_prompt_done(Session *s, LoopServe *x) {
 
 // The end of a decode step, for the statistics.
 static void loop_count_step(const Session *s, LoopServe *x) {
-    int chosen = 0;
-    for (int i = 0; i < s->c->L * s->c->H; i++) chosen |= s->view[i].tail > 0;
     x->steps++;
-    x->steps_all += !chosen;
-    x->selections += x->decodes && chosen && loop_due(s, x);
+    x->steps_all += !x->chosen;
+    x->selections += x->decodes && x->chosen && loop_due(s, x);
 }
 
 // Method.commit: a prefill fills the ring of layer l anew, with the last of its queries q (T,H,D).
@@ -4443,6 +4449,7 @@ static void loopserve_forget(Session *s, void *ms, int n_tok) {
     (void)s;
     x->prompt_end = min_int(x->prompt_end, n_tok);
     x->ring_from = n_tok;
+    x->chosen = 0;
 }
 
 // ---- opening, bytes, statistics

@@ -280,7 +280,7 @@ struct Chosen {
     char *kept;                 // (L) KEPT_*
     int *rows;                  // (L,G) pinned: rows of a list less its tail; with the head's length
                                 // added, what is read
-    double *row_bytes;          // (L,G) bytes of a row when the list was made
+    double *row_bytes;          // (L,G) bytes of a row when the works over the list were made
 };
 
 // What one list costs in a decode step in one go.
@@ -310,7 +310,6 @@ struct Device {                 // Session.dev
     int BQ;                     // query rows of a work
     struct Read *read;          // (LH) what was read in the last step
     int n_read;
-    int works_made;             // 1: the selection of this layer has made its works and items, too
     cudaGraphExec_t graph;      // the step, or NULL
     int no_graph;               // 1: this device would not take one
 };
@@ -1482,7 +1481,7 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     decode_kernel    decode over plain rows
 //     gqa_kernel       decode over plain f16 or bf16 rows of the usual head_dims
 //     tensor_kernel    a long prefill over f16 or bf16 rows; takes whole works, not items
-//     column_kernel    sums of probabilities over queries
+//     column_kernel    sums of probabilities over queries; peaks_kernel and tallies_kernel on tensor cores
 
 enum {
     TILE = 32,                  // rows of a tile: a key for each lane
@@ -2558,6 +2557,239 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
     out[(size_t)head * N + p + lane] = (of[0] + of[33] + of[66] + of[99]) * factor;
 }
 
+// ---- peaks_kernel, tallies_kernel: the same sums on tensor cores
+//
+// For plain f16 or bf16 rows of head_dim 64 or 128. Both kernels compute the scores of w queries with all
+// keys of their KV head, as gqa_kernel does: keys are the tall side of a product, 4 queries the narrow
+// one, each with the rest that its rounding left over (see there). peaks_kernel finds the maximum and the
+// sum of every softmax row, tallies_kernel the column sums. Scores are never stored: to compute them
+// twice costs less than to write and read w H N numbers.
+//
+//   Block   a query head (blockIdx.x) and `chunk` of its keys (blockIdx.y). peaks_kernel: 64 queries
+//           (blockIdx.z); tallies_kernel: all of them, 64 at a time. The blocks of a group's query heads are
+//           neighbours, so their keys come from device memory once
+//   Warp    SCAN_KEYS = 32 keys at a time; the warps take turns in the chunk
+//   Lane    (g,t): its 16 bytes of the keys g, g+8, g+16, g+24, in registers while all queries come by, and
+//           the scores of these keys with query t of every four:
+//
+//             scores (16 keys, 8) = K (16 keys, D) q (D, 8)         two of them for each fragment of q
+//
+//           peaks_kernel keeps a maximum and a sum of each query over the lane's own keys; lanes and warps
+//           are joined at the end. tallies_kernel keeps a sum of each key over the lane's queries.
+//   Shared  q (16,D/16,32,2) words: the fragments of 64 queries; peaks (ATTN_WARPS,64,2): what each warp
+//           found; row (64): see tallies_kernel
+//   Tile    32 keys a warp: 64 words a lane at D 128. A fragment of q is loaded from shared memory once for
+//           two products. With 12 warps on a multiprocessor 96 KB of keys are asked for at once
+//   Bound   tensor cores: 64 w / 4 products of 16 keys at D 128. A maximum over R w queries of 2 D bytes
+//           each is a hundred times the arithmetic that memory could feed
+// The mask is looked at where it can matter: in a tile that holds rows of the queries' own tokens, at the
+// end of the chunk, and everywhere under a window or SONIC's rule.
+
+enum {
+    SCAN_KEYS = 32,             // keys of a warp's tile
+    SCAN_QUERIES = 64,          // queries that a block holds, 4 a product
+    SCAN_BLOCKS = 1024          // blocks of a launch, about: some waves
+};
+
+struct Scan {                   // argument of both kernels
+    HeadRefs heads;
+    const float *q;             // (w,H,D)
+    const Token *tok;           // the session's tokens
+    float *part;                // (H,query blocks,chunks,64,2) from peaks_kernel: maximum times c, sum
+    float *out;                 // (H,N)
+    int tok0, w;                // the first query's token; queries
+    int rule, window;           // of the mask
+    int H, R, N, chunk;
+    float c, factor;            // c: what makes a score a power of 2
+};
+
+struct ScanShared {
+    unsigned *q;
+    float *peaks;               // (ATTN_WARPS,64,2)
+    float *row;                 // (64)
+};
+
+// Carves the block's shared memory -> bytes.
+KV_HD static size_t scan_carve(ScanShared *m, char *mem, int D) {
+    Block b = { mem, 0 };
+    m->q = carve<unsigned>(&b, SCAN_QUERIES / 4 * D / 16 * 64);
+    m->peaks = carve<float>(&b, ATTN_WARPS * SCAN_QUERIES * 2);
+    m->row = carve<float>(&b, SCAN_QUERIES);
+    return b.at;
+}
+
+// q (tiles,D/16,32,2): the B fragments of queries q0.. of a query head; zeros behind the last one.
+template <int DT, int D>
+static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0, int tiles) {
+    for (int i = threadIdx.x; i < tiles * D / 16 * 64; i += blockDim.x) {
+        int word = i % 2, lane = i / 2 % 32, step = i / 64 % (D / 16), r = q0 + i / (4 * D) * 4 + lane / 8;
+        const float *from = a.q + ((size_t)min_int(r, a.w - 1) * a.H + head) * D + key_dim<D>(2 * step + word, lane % 4);
+        uint16_t value, rest;
+        unsigned half[2];
+        for (int e = 0; e < 2; e++) {
+            half_split<DT>(&value, &rest, r < a.w ? from[e] : 0);
+            half[e] = lane / 4 % 2 ? rest : value;
+        }
+        q[i] = half[0] | half[1] << 16;
+    }
+}
+
+// A bit for each of the lane's 4 keys p + g + 8 i, and each of its queries q0 + 4 tile + t: 4 tile + i. 1:
+// the query is there and sees the key. p1: where the chunk ends.
+static __device__ uint64_t scan_sees(const Scan &a, const HeadRef &h, int p, int p1, int q0, int tiles) {
+    int lane = threadIdx.x & 31;
+    uint64_t see = 0;
+    // The first query sees every row up to its own token, and the later ones do, too.
+    int plain = a.rule == VIS_CAUSAL && !a.window && p + SCAN_KEYS <= p1;
+    if (plain && h.src[p + SCAN_KEYS - 1] <= a.tok0 + q0 && q0 + 4 * tiles <= a.w) return ~0ull;
+    for (int i = 0; i < 4; i++) {
+        int row = p + lane / 4 + 8 * i, src = h.src[min_int(row, p1 - 1)];
+        for (int tile = 0; tile < tiles && row < p1; tile++) {
+            int r = q0 + 4 * tile + lane % 4, t = a.tok0 + r;
+            if (r < a.w && kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src))
+                see |= 1ull << (4 * tile + i);
+        }
+    }
+    return see;
+}
+
+// k (4,D/8) = the lane's words of the keys p + g + 8 i. Past the last key the last one is read again.
+template <int D>
+static __device__ void scan_keys(unsigned (*k)[D / 8], const HeadRef &h, int p, int p1) {
+    int lane = threadIdx.x & 31, t = lane % 4;
+    for (int i = 0; i < 4; i++) {
+        size_t row = min_int(p + lane / 4 + 8 * i, p1 - 1);
+        load_key<D>(k[i], h.k + row * (2 * D) + 16 * t, t);
+    }
+}
+
+// x (4) = the scores of the lane's keys with query t of a tile. q: the tile's fragments.
+template <int DT, int D>
+static __device__ void scan_scores(float x[4], const unsigned (*k)[D / 8], const unsigned *q) {
+    float s[2][4] = { { 0, 0, 0, 0 }, { 0, 0, 0, 0 } };
+    const unsigned *mine = q + (threadIdx.x & 31) * 2;
+    KV_UNROLL() for (int step = 0; step < D / 16; step++) {
+        const unsigned b[2] = { mine[step * 64], mine[step * 64 + 1] };
+        KV_UNROLL() for (int i = 0; i < 2; i++) {
+            unsigned f[4] = { k[2 * i][2 * step], k[2 * i + 1][2 * step], k[2 * i][2 * step + 1],
+                              k[2 * i + 1][2 * step + 1] };
+            mma_16x8x16<DT>(s[i], f, b);
+        }
+    }
+    KV_UNROLL() for (int i = 0; i < 4; i++) x[i] = s[i / 2][i % 2 * 2] + s[i / 2][i % 2 * 2 + 1];
+}
+
+// part = the maximum and the sum of exponentials of 64 queries over a chunk of keys, in powers of 2.
+template <int DT, int D>
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) peaks_kernel(const __grid_constant__ Scan a) {
+    KV_DYN_SHARED(char, mem);
+    const int TILES = SCAN_QUERIES / 4, FRAGMENT = D / 16 * 64;
+    ScanShared m;
+    scan_carve(&m, mem, D);
+    int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, q0 = blockIdx.z * SCAN_QUERIES;
+    int tiles = min_int((a.w - q0 + 3) / 4, TILES);
+    const HeadRef &h = a.heads.at[head / a.R];
+    int p0 = blockIdx.y * a.chunk, p1 = min_int(p0 + a.chunk, h.len);
+    float top[TILES], sum[TILES];
+    scan_queries<DT, D>(m.q, a, head, q0, tiles);
+    KV_UNROLL() for (int i = 0; i < TILES; i++) {
+        top[i] = GQA_LOW;
+        sum[i] = 0;
+    }
+    __syncthreads();
+
+    for (int p = p0 + warp * SCAN_KEYS; p < p1; p += ATTN_WARPS * SCAN_KEYS) {
+        unsigned k[4][D / 8];
+        scan_keys<D>(k, h, p, p1);
+        uint64_t see = scan_sees(a, h, p, p1, q0, tiles);
+        KV_UNROLL() for (int tile = 0; tile < TILES; tile++) {
+            if (tile >= tiles) break;
+            float x[4], high = top[tile], add = 0;
+            scan_scores<DT, D>(x, k, m.q + tile * FRAGMENT);
+            KV_UNROLL() for (int i = 0; i < 4; i++) {
+                x[i] = see >> (4 * tile + i) & 1 ? x[i] * a.c : -INFINITY;
+                high = fmaxf(high, x[i]);
+            }
+            KV_UNROLL() for (int i = 0; i < 4; i++) add += exp2_flush(x[i] - high);
+            sum[tile] = sum[tile] * exp2_flush(top[tile] - high) + add;
+            top[tile] = high;
+        }
+    }
+
+    // Over the eight lanes that share a query, then over the warps.
+    KV_UNROLL() for (int tile = 0; tile < TILES; tile++) {
+        float high = groups_max<4>(top[tile]), all = groups_sum<4>(sum[tile] * exp2_flush(top[tile] - high));
+        float *to = m.peaks + (warp * SCAN_QUERIES + 4 * tile + lane % 4) * 2;
+        if (lane >= 4) continue;
+        to[0] = high;
+        to[1] = all;
+    }
+    __syncthreads();
+    if (threadIdx.x >= SCAN_QUERIES) return;
+    float high = GQA_LOW, all = 0;
+    const float *of = m.peaks + threadIdx.x * 2;
+    for (int i = 0; i < ATTN_WARPS; i++) high = fmaxf(high, of[i * SCAN_QUERIES * 2]);
+    for (int i = 0; i < ATTN_WARPS; i++)
+        all += of[i * SCAN_QUERIES * 2 + 1] * exp2_flush(of[i * SCAN_QUERIES * 2] - high);
+    size_t at = ((size_t)head * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y;
+    float *to = a.part + (at * SCAN_QUERIES + threadIdx.x) * 2;
+    to[0] = high;
+    to[1] = all;
+}
+
+// row (64): log2 of what the exponentials of queries q0.. must be divided by, from the chunks of
+// peaks_kernel. A query that is not there, or sees nothing, gets infinity: its probabilities are 0.
+static __device__ void scan_rows(float *row, const Scan &a, int head, int block, int query_blocks) {
+    int r = threadIdx.x;
+    if (r >= SCAN_QUERIES) return;
+    const float *of = a.part + (((size_t)head * query_blocks + block) * gridDim.y * SCAN_QUERIES + r) * 2;
+    float high = GQA_LOW, sum = 0;
+    for (int i = 0; i < (int)gridDim.y; i++) high = fmaxf(high, of[(size_t)i * SCAN_QUERIES * 2]);
+    for (int i = 0; i < (int)gridDim.y; i++) {
+        const float *x = of + (size_t)i * SCAN_QUERIES * 2;
+        sum += x[1] * exp2_flush(x[0] - high);
+    }
+    row[r] = block * SCAN_QUERIES + r < a.w && sum > 0 ? high + log2f(sum) : INFINITY;
+}
+
+// out[head][p] = factor * the sum over all queries of the probability of key p.
+template <int DT, int D>
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) tallies_kernel(const __grid_constant__ Scan a) {
+    KV_DYN_SHARED(char, mem);
+    const int TILES = SCAN_QUERIES / 4, FRAGMENT = D / 16 * 64;
+    ScanShared m;
+    scan_carve(&m, mem, D);
+    int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int query_blocks = (a.w + SCAN_QUERIES - 1) / SCAN_QUERIES;
+    const HeadRef &h = a.heads.at[head / a.R];
+    int p0 = blockIdx.y * a.chunk, p1 = min_int(p0 + a.chunk, h.len);
+    for (int block = 0; block < query_blocks && p0 < p1; block++) {
+        int q0 = block * SCAN_QUERIES, tiles = min_int((a.w - q0 + 3) / 4, TILES);
+        __syncthreads();                        // the queries before these are done with
+        scan_queries<DT, D>(m.q, a, head, q0, tiles);
+        scan_rows(m.row, a, head, block, query_blocks);
+        __syncthreads();
+        for (int p = p0 + warp * SCAN_KEYS; p < p1; p += ATTN_WARPS * SCAN_KEYS) {
+            unsigned k[4][D / 8];
+            float sum[4] = { 0, 0, 0, 0 };
+            scan_keys<D>(k, h, p, p1);
+            uint64_t see = scan_sees(a, h, p, p1, q0, tiles);
+            for (int tile = 0; tile < tiles; tile++) {
+                float x[4], low = m.row[4 * tile + lane % 4];
+                scan_scores<DT, D>(x, k, m.q + tile * FRAGMENT);
+                KV_UNROLL() for (int i = 0; i < 4; i++)
+                    if (see >> (4 * tile + i) & 1) sum[i] += exp2_flush(x[i] * a.c - low);
+            }
+            KV_UNROLL() for (int i = 0; i < 4; i++) {
+                float all = lanes_sum<4>(sum[i]) * a.factor;
+                int row = p + lane / 4 + 8 * i;
+                float *to = a.out + (size_t)head * a.N + row;
+                if (lane % 4 == 0 && row < p1) *to = block ? *to + all : all;
+            }
+        }
+    }
+}
+
 // ---- plans: which works, made on the host and uploaded at once
 
 struct Plan {
@@ -3019,11 +3251,60 @@ void host_copy_cuda(float *to, const float *from, size_t n) {
 
 // ---- window scores
 
+// Whether the sums of columns are made by tensor cores. No method decides this.
+static int scans(const Session *s) {
+    int D = s->c->D;
+    return plain_rows(s) && row_kind(s->fk) != ROW_F32 && (D == 64 || D == 128);
+}
+
+// Both kernels of a scan.
+template <int DT, int D> static void scan_launch(const Scan &a, int chunks) {
+    ScanShared m;
+    size_t smem = scan_carve(&m, NULL, D);
+    dim3 peaks(a.H, chunks, blocks(a.w, SCAN_QUERIES)), tallies(a.H, chunks);
+    KV_LAUNCH((peaks_kernel<DT, D>), peaks, ATTN_WARPS * 32, smem, a);
+    KV_LAUNCH((tallies_kernel<DT, D>), tallies, ATTN_WARPS * 32, smem, a);
+}
+
+// columns_device on tensor cores.
+static float *columns_scanned(Session *s, int l, const float *q, int tok0, int w, float factor) {
+    int H = s->c->H, N = kv_longest(s, l), D = s->c->D, f16 = row_kind(s->fk) == ROW_F16;
+    int query_blocks = blocks(w, SCAN_QUERIES), step = ATTN_WARPS * SCAN_KEYS;
+    int chunks = min_int(blocks(N, step), max_int(SCAN_BLOCKS / (H * query_blocks), 1));
+    Scan a;
+    memset(&a, 0, sizeof a);
+    a.heads = head_refs(s, l);
+    a.q = q;
+    a.tok = (const Token *)s->dev->room[ROOM_TOK].p;
+    a.chunk = blocks(blocks(N, chunks), step) * step;
+    chunks = blocks(N, a.chunk);
+    a.part = room<float>(s, ROOM_PART, (size_t)H * query_blocks * chunks * SCAN_QUERIES * 2);
+    a.out = room<float>(s, ROOM_COL, (size_t)H * N);
+    a.tok0 = tok0;
+    a.w = w;
+    a.rule = s->rule;
+    a.window = layer_window(s, l);
+    a.H = H;
+    a.R = H / s->c->G;
+    a.N = N;
+    a.c = 1.44269504f / sqrtf((float)D);        // log2 e
+    a.factor = factor;
+    for (int g = 0; g < s->c->G; g++)           // rows that a shorter head does not have count 0
+        if (kv_head(s, l, g)->len < N)
+            KV_CUDA(cudaMemsetAsync(a.out + (size_t)g * a.R * N, 0, (size_t)a.R * N * sizeof(float), kv_stream));
+    if (D == 64 && f16)  scan_launch<DT_F16, 64>(a, chunks);
+    else if (D == 64)    scan_launch<DT_BF16, 64>(a, chunks);
+    else if (f16)        scan_launch<DT_F16, 128>(a, chunks);
+    else                 scan_launch<DT_BF16, 128>(a, chunks);
+    return a.out;
+}
+
 // (H,N) on the device: the softmax rows of w tokens from tok0 on, summed, times factor. q (w,H,D).
 // The keys are gone through twice, first for max and sum, then for the columns: memory is O(H N),
 // whatever w.
 static float *columns_device(Session *s, int l, const float *q, int tok0, int w, float factor) {
     int H = s->c->H, N = kv_longest(s, l);
+    if (scans(s)) return columns_scanned(s, l, q, tok0, w, factor);
     size_t mark = scratch_mark(s);
     float *stat = room<float>(s, ROOM_STAT, (size_t)w * H * 2);
     Plan p = plan_prefill(s, l, tok0, w, block_rows(w * (H / s->c->G)), 1);
@@ -3066,17 +3347,18 @@ static int *chosen_room(Session *s, int l, int stride) {
     c->stride = stride;
     if (!c->kept[l]) s->changes++;
     c->kept[l] = KEPT;
-    for (int g = 0; g < G; g++) c->row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
     room_kept<int>(s, ROOM_VIEWS, (size_t)s->c->L * G * stride);
     return lists_of(s, l);
 }
 
-// The works over the lists of layer l: all rows, until read_list says which.
+// The works over the lists of layer l: all rows, until read_list says which. Notes what a row costs now,
+// because lists may be older than the way in which the rows are stored.
 static Plan plan_chosen(Session *s, int l) {
     int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), stride = s->dev->chosen.stride;
     Plan p = plan_new(s, (size_t)G * blocks(R, BQ), BQ);
     p.plain = plain_rows(s);
     p.lists = lists_of(s, l);
+    for (int g = 0; g < G; g++) s->dev->chosen.row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
     for (int g = 0; g < G; g++)
         for (int m0 = 0; m0 < R; m0 += BQ) {
             Work *w = &p.work[p.n_work++];
@@ -3245,14 +3527,16 @@ static __device__ void layer_works(const Step *step, int head0, Work *work, int 
 
 // Works and items of whole layers: what plan_decode and plan_items do on the host.
 //   Block   one warp, for layer blockIdx.x
-// work: those of layer l are first[l]..first[l+1]-1, first (L+1); item (L,grid). Launched for all
-// layers at the start of a step. Where a layer's lists are chosen later in the step, the selection
-// makes its works anew (StepWorks). The block of layer 0 also stores the step's token.
-static __global__ void step_kernel(Token *tok, const Step *step, const int *first, Work *work,
-                                   Item *item, int G, int grid) {
+// work: those of layer l are first[l]..first[l+1]-1, first (L+1); item (L,grid). kept (L): 1 where the
+// device chose the lists, views (L,G,stride). Launched for all layers at the start of a step. Where a
+// layer's lists are chosen anew later in the step, the selection makes its works anew (StepWorks). The
+// block of layer 0 also stores the step's token.
+static __global__ void step_kernel(Token *tok, const Step *step, const int *first, const int *kept,
+                                   const int *views, int stride, Work *work, Item *item, int G, int grid) {
     int l = blockIdx.x;
+    const int *lists = kept[l] ? views + (size_t)l * G * stride : NULL;
     if (!l && !threadIdx.x) tok[step->base] = step->tok;
-    layer_works(step, l * G, work + first[l], first[l + 1] - first[l], item + (size_t)l * grid, grid, NULL);
+    layer_works(step, l * G, work + first[l], first[l + 1] - first[l], item + (size_t)l * grid, grid, lists);
 }
 
 // ---- what a step needs on the device
@@ -3266,7 +3550,8 @@ static size_t step_bytes(const Session *s) {
 struct StepPlan {
     Work *work;                 // (LH) room for as many works as there can be
     int *first;                 // (L+1) works of the layers before
-    int *idx;                   // rows of all lists
+    int *kept;                  // (L) 1: the device chose the layer's lists
+    int *idx;                   // rows of all other lists
 };
 
 // Carves a StepPlan out of mem, for lists of n_idx rows together -> bytes.
@@ -3274,6 +3559,7 @@ static size_t step_carve(StepPlan *p, const Session *s, char *mem, size_t n_idx)
     Block b = { mem, 0 };
     p->work = carve<Work>(&b, (size_t)s->c->L * s->c->H);
     p->first = carve<int>(&b, s->c->L + 1);
+    p->kept = carve<int>(&b, s->c->L);
     p->idx = carve<int>(&b, n_idx);
     return b.at;
 }
@@ -3296,6 +3582,7 @@ static void step_plan_layer(Session *s, int l, StepPlan *to, int *n, int *n_idx)
     d->grid = max_int(d->grid, most_items(pairs, p.n_work));
     d->BQ = p.BQ;
     to->first[l] = *n;
+    to->kept[l] = d->chosen.kept[l] != KEPT_NONE;
     memcpy(to->work + *n, p.work, (size_t)p.n_work * sizeof(Work));
     if (p.n_idx) memcpy(to->idx + *n_idx, p.idx, (size_t)p.n_idx * sizeof(int));
     *n += p.n_work;
@@ -3361,7 +3648,7 @@ struct StepWorks {
     int n_work, grid, head0;
 };
 
-// The works of layer l, for a selection that is launched now. step_attend will count on them.
+// The works of layer l, for a selection that is launched now.
 static StepWorks step_works(Session *s, int l) {
     Device *d = s->dev;
     StepPlan p;
@@ -3369,7 +3656,6 @@ static StepWorks step_works(Session *s, int l) {
     memset(&w, 0, sizeof w);
     if (!d->told) return w;
     step_carve(&p, s, d->room[ROOM_WORK].p, 0);
-    d->works_made = 1;
     w.step = d->told;
     w.work = p.work + d->first[l];
     w.item = (Item *)d->room[ROOM_ITEM].p + (size_t)l * d->grid;
@@ -3387,8 +3673,6 @@ static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     Item *item = (Item *)d->room[ROOM_ITEM].p;
     float *stat = (float *)d->room[ROOM_STAT].p;
     const int *lists = d->chosen.kept[l] ? lists_of(s, l) : NULL;
-    if (lists && !d->works_made) die(EXIT_RUN, "layer %d: nobody has made the works of its lists", l);
-    d->works_made = 0;
     Attn a = attn_args(s, l, r->q, 0);
     a.work = p->work + d->first[l];
     a.item = item + (size_t)l * d->grid;
@@ -3411,7 +3695,8 @@ static void step_launches(Session *s, const Pass *r) {
 
     d->told = step;
     KV_CUDA(cudaMemcpyAsync(step, d->step, step_bytes(s), cudaMemcpyHostToDevice, kv_stream));
-    KV_LAUNCH(step_kernel, c->L, 32, 0, tok, step, p.first, p.work, item, c->G, d->grid);
+    KV_LAUNCH(step_kernel, c->L, 32, 0, tok, step, p.first, p.kept, (const int *)d->room[ROOM_VIEWS].p,
+              d->chosen.stride, p.work, item, c->G, d->grid);
     KV_LAUNCH(embed_kernel, blocks(c->C, 256), 256, 0, r->x, on_device(s, embed), embed->dtype,
               &step->tok.id, c->C, (size_t)c->C);
 
@@ -4845,7 +5130,7 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 //   Algorithm 2, line 12 -> segment_best, gain_of
 //   Algorithm 2, line 13 -> take_one, take_lines
 //   Algorithm 3, line 4 -> ring_put_kernel, ring_scores_cuda
-//   Algorithm 3, line 5 -> ring_scores_cuda, join_rows_cuda, top_k_kernel
+//   Algorithm 3, line 5 -> ring_scores_cuda, join_rows_cuda, ring_lists_kernel
 // On the host stay RandomSelect (line 1; sample_rows), variant a, which sorts and pops
 // (select_faithful), when a selection is due, views, statistics, and the answers that are prefilled
 // again (Definition 1).
@@ -4879,6 +5164,48 @@ float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first
     device_copy(q, ring + slot * row, n * row * sizeof(float));                 // Algorithm 3, line 4
     device_copy(q + n * row, ring, (w - n) * row * sizeof(float));
     return columns_device(s, l, q, first, w, 1);                 // Algorithm 3, line 5
+}
+
+// ---- decode: the best rows, chosen and kept here
+struct RingLists {              // argument of ring_lists_kernel
+    const float *score;         // (G,N)
+    int N, stride;
+    int n[MAX_G], k[MAX_G];     // (G) candidates; how many of them are read, 0: every row is
+    int *lists;                 // (G,stride): LIST_HEAD numbers, then rows
+};
+
+// The list of KV head blockIdx.x: its k best candidates, ascending, and every row behind the candidates.
+// Block: TOP_THREADS threads; what they do is top_k_kernel's. Bound by latency, once in 16 steps.
+static __global__ void __launch_bounds__(TOP_THREADS, 1) ring_lists_kernel(const __grid_constant__ RingLists a) {
+    __shared__ TopShared m;
+    int g = blockIdx.x, n = a.n[g], left = a.k[g];
+    const float *x = a.score + (size_t)g * a.N;
+    int *list = a.lists + (size_t)g * a.stride;
+    if (!threadIdx.x) {
+        list[LIST_ROWS] = left;
+        list[LIST_TAIL] = left ? n : 0;
+    }
+    if (!left) return;                                           // the same for the whole block
+    uint32_t key = top_key(x, n, [](int) { return 1; }, &left, &m);
+    top_write(x, n, key, left, list + LIST_HEAD, &m);            // Algorithm 3, line 5: arg max
+}
+
+// Of every KV head the `budget` candidates with the largest score (G,N), which lies here, become the
+// layer's views, with every row behind the candidates. n (G): candidates; a head with no more than the
+// budget reads every row. The lists stay on the device until the next selection, so a graph of a step
+// stays right, and nobody waits.
+void ring_select_cuda(Session *s, int l, const float *score, const int *n, int budget) {
+    RingLists a;
+    memset(&a, 0, sizeof a);
+    a.score = score;
+    a.N = kv_longest(s, l);
+    a.stride = LIST_HEAD + budget;
+    for (int g = 0; g < s->c->G; g++) {
+        a.n[g] = n[g];
+        a.k[g] = n[g] > budget ? budget : 0;
+    }
+    a.lists = chosen_room(s, l, a.stride);
+    KV_LAUNCH(ring_lists_kernel, s->c->G, TOP_THREADS, 0, a);
 }
 
 // ---- the choice of lines: a block a query head

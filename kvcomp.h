@@ -930,6 +930,9 @@ void ring_put_cuda(Session *s, float *ring, int obs, int token, const float *q);
 // -> (H,N)
 float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);
 
+// score (G,N) on the device, n (G) here
+void ring_select_cuda(Session *s, int l, const float *score, const int *n, int budget);
+
 // ---- LycheeCluster (section 11). t (G): the trees of layer l, with room made
 void   lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *t);
 void   lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from);
