@@ -17789,6 +17789,79 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
     tiny_free(n);
 }
 
+TEST(cuda_columns, "column sums on tensor cores agree with the CPU: head_dim 64 and 128, f16 and bf16, 1 to 70 "
+                   "queries, unequal heads, several chunks, a window, SONIC's rule") {
+    static const struct {
+        int H, G, D, n;
+        const char *format;
+        int rule;
+    } shape[] = { { 4, 2, 64, 900, "f16", 0 }, { 3, 1, 128, 300, "bf16", 0 }, { 2, 2, 128, 600, "f16", 1 },
+                  { 1, 1, 64, 30, "bf16", 1 } };
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < 4; i += variants_step()) {
+        char text[64];
+        snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
+        int H = shape[i].H, G = shape[i].G, D = shape[i].D, n = 70;
+        Tiny m = tiny_model(2, H, G, D, 16, 16, 11, 5 + i);
+        m.c->windowed = xcalloc(2, 1);
+        m.c->windowed[1] = 1;
+        m.c->window = 45;
+        Pair p = pair_open(m, "full", text);
+        if (shape[i].rule) p.c->rule = p.d->rule = VIS_SEGMENT;
+        pair_append(&p, shape[i].n, 1);
+        for (int g = 0; g < G; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
+        pair_append(&p, n, 1);
+        float *q = normals((size_t)n * H * D, 1.5), *dq = cuda_put(q, (size_t)n * H * D * sizeof *q);
+        for (int l = 0; l < 2; l++)
+            for (int W = 1; W <= n; W += 23) {
+                size_t all = (size_t)H * kv_longest(p.c, l);
+                float *x = xmalloc(all * sizeof *x), *y = xmalloc(all * sizeof *y);
+                if (emu_count) emu_count(NULL);
+                window_scores(p.c, l, q, n, W, x);
+                window_scores(p.d, l, dq, n, W, y);
+                CHECK(!emu_count || (emu_count("peaks_kernel") == 1 && emu_count("tallies_kernel") == 1),
+                      "other kernels");
+                // Rows are stored as both sides store them; queries on the device are two 16-bit numbers.
+                CHECK(worst(y, x, all, 1e-6, 1e-4, NULL) <= 1, "D %d %s: layer %d, %d queries", D,
+                      shape[i].format, l, W);
+                free(x);
+                free(y);
+            }
+        cuda_drop(dq);
+        free(q);
+        pair_close(&p);
+        tiny_free(m);
+    }
+}
+
+TEST(cuda_loop_lists, "LoopServe's lists stay on the device: a selection is followed by steps of the same graph, "
+                      "and views that are asked for are the CPU's") {
+    Tiny m = tiny_model(2, 4, 2, 64, 16, 24, 53, 31);
+    const char *text = "ctk=f32 ctv=f32 budget=30 loopserve-interval=4 loopserve-first=4";
+    Pair p = pair_open(m, "loopserve-d", text);
+    int ids[150], rows[2][400];
+    for (int i = 0; i < 150; i++) ids[i] = i * 7 % 53;
+    prefill(p.c, ids, 150);
+    prefill(p.d, ids, 150);
+    for (int i = 0; i < 24; i++) {
+        if (i == 8 && emu_count) emu_count(NULL);
+        decode(p.c, i);
+        decode(p.d, i);
+    }
+    // Steps 8..23: four selections in ordinary steps; what is captured again is nothing but that heads grew.
+    if (emu_count) {
+        long graphs = emu_count("cudaGraphLaunch"), captured = emu_count("cudaStreamBeginCapture");
+        CHECK(graphs >= 11 && captured <= 1, "%ld steps were graphs, captured %ld times", graphs, captured);
+        CHECK(emu_count("ring_lists_kernel") == 2 * 4, "%ld lists", emu_count("ring_lists_kernel"));
+    }
+    views_fetch_cuda(p.d);
+    for (int h = 0; h < 8; h++) {
+        int a = view_rows(p.c, h / 4, h % 4, rows[0]), b = view_rows(p.d, h / 4, h % 4, rows[1]);
+        CHECK(a == b && a < 100 && !memcmp(rows[0], rows[1], (size_t)a * sizeof(int)), "head %d: %d rows, %d", h, b, a);
+    }
+    pair_close(&p);
+    tiny_free(m);
+}
+
 TEST(cuda_growth, "a head on the device grows by an eighth, but not past -c; on the CPU by 64 rows") {
     Tiny m = tiny_model(1, 1, 1, 8, 16, 16, 11, 3);
     for (int i = 0; i < 2; i++) {
