@@ -649,9 +649,9 @@ static size_t head_row_bytes(const Session *s, const KVHead *h) {
 }
 
 // ---- new rows
-// The raw rows that a head which needs `raw` of them gets room for when it grows. On a device a growth
-// copies the head, and the graph of a step is captured anew: there it grows by an eighth, by KV_GROWTH
-// rows at most, and not past the rows that -c allows.
+// The raw rows that a head which needs `raw` of them gets room for when it grows. On a device a
+// growth copies the head, and the graph of a step is captured anew: there it grows by an eighth, by
+// KV_GROWTH rows at most, and not past the rows that -c allows.
 static int rows_grown(const Session *s, const KVHead *h, int raw) {
     if (!KV_DEV(s) || !h->cap) return raw;
     int ctx = opt_int(s->opt, "ctx-size"), most = (ctx ? ctx : s->c->max_pos) - h->packed;
@@ -5080,8 +5080,8 @@ static void bits_raise(Pats *x, int from, int to, int T) {
     }
 }
 
-// Decides what a pass packs after which T tokens have been seen: raises B[t] -> 1 when rows are to be
-// packed. The ratchet does so only when T has grown by an eighth since the last time (D24).
+// Decides what a pass packs after which T tokens have been seen: raises B[t] -> 1 when rows are to
+// be packed. The ratchet does so only when T has grown by an eighth since the last time (D24).
 static int pats_decide(Session *s, Pats *x, int T) {
     int cut = T - x->window, ratchet = x->policy == PATS_RATCHET;
     if (!x->T1) x->T1 = x->n1 = T;
@@ -5107,10 +5107,10 @@ static void pats_pack_layer(Session *s, Pats *x, int l) {
     x->packed[l] = 1;
 }
 
-// Method.commit. Rows of a layer are packed when all of the pass has read them raw (D26), before the next
-// layer has any: so there is never more than one layer of raw rows. At the end of the pass (l == L) the
-// layers follow in which hooks do not act. Beside a part that sees whole turns every layer waits for the
-// end, because that part may read raw rows there.
+// Method.commit. Rows of a layer are packed when all of the pass has read them raw (D26), before
+// the next layer has any: so there is never more than one layer of raw rows. At the end of the pass
+// (l == L) the layers follow in which hooks do not act. Beside a part that sees whole turns every
+// layer waits for the end, because that part may read raw rows there.
 static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass) {
     Pats *x = ms;
     (void)q;
@@ -5279,9 +5279,9 @@ static void pats_close(Session *s, void *ms) {
     free(x->packed);
 }
 
-// Packing.plan. What is packed lost the bits that B[t] says. The ratchet leaves the last ninth raw, at
-// most: B[t] was last raised when there were 8/9 n tokens, or the pass has ended just now. The other
-// policies leave the window raw; of frozen, only b_min is certain.
+// Packing.plan. What is packed lost the bits that B[t] says. The ratchet leaves the last ninth raw,
+// at most: B[t] was last raised when there were 8/9 n tokens, or the pass has ended just now. The
+// other policies leave the window raw; of frozen, only b_min is certain.
 static size_t pats_plan(const Session *s, int n, int *raw) {
     const Pats *x = pats_of(s);
     int D = s->c->D, last = x->policy == PATS_RATCHET ? n - n / 9 : n, cut = max_int(last - x->window, 0);
@@ -16989,8 +16989,9 @@ static int tokenizer_fits(const Tokenizer *t, const Template *tp, const Config *
 }
 
 // ==================================================================================================== 23 MEMORY PLAN
-// What a dialogue will take, before it takes it, worked out from the shapes. --inspect prints the sums,
-// --plan every line, and a device that cannot hold it is refused before the first turn (device_bars).
+// What a dialogue will take, before it takes it, worked out from the shapes. --inspect prints the
+// sums, --plan every line, and a device that cannot hold it is refused before the first turn
+// (device_bars).
 
 // The most rows a KV head keeps of a dialogue of ctx tokens.
 static int rows_kept(const Session *s, int ctx, int evicts) {
@@ -17018,10 +17019,10 @@ static void plan_room(MemoryPlan *p, const char *what, size_t n) {
     p->pass += plan_line(p, what, n ? room_bytes(n) : 0, 0);
 }
 
-// The rooms of the largest pass there is, a turn of ctx tokens. whole 1: some hook sees the whole turn,
-// so queries of all its tokens live at once. scored 1: scores of every row may be needed. sparse 1: a
-// sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU needs the same but
-// for the halves, the pieces and the second copy of a head.
+// The rooms of the largest pass there is, a turn of ctx tokens. whole 1: some hook sees the whole
+// turn, so queries of all its tokens live at once. scored 1: scores of every row may be needed.
+// sparse 1: a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU needs
+// the same but for the halves, the pieces and the second copy of a head.
 static void plan_pass(MemoryPlan *p, const Session *s, int whole, int scored, int sparse) {
     const Config *c = s->c;
     size_t f = sizeof(float), T = p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
@@ -17029,13 +17030,13 @@ static void plan_pass(MemoryPlan *p, const Session *s, int whole, int scored, in
     size_t span = whole ? T : block;                // tokens whose queries live at once
     size_t scores = H * T * f;
 
-    // Attention without tensor cores comes in pieces: 512, and one a block of 32 queries, if a block
-    // does not have fewer pairs of tiles.
+    // Attention without tensor cores comes in pieces: 512, and one a block of 32 queries, if a
+    // block does not have fewer pairs of tiles.
     size_t works = span * H / 32 + G, pieces = min_size(512 + works, works * (T / 64 + 1)) + 1;
 
     plan_room(p, "residual stream (T,C)", T * C * f);
     plan_room(p, "RoPE angles (T,D)", T * D * f);
-    plan_room(p, whole ? "q, k, v and what attention makes of q, whole turn" : "q, k, v and what attention makes of q, -b tokens",
+    plan_room(p, whole ? "q, k, v, attention's output, whole turn" : "q, k, v, attention's output, -b tokens",
               2 * span * (H + G) * D * f);
     plan_room(p, "MLP, -b tokens", block * (C + 2 * F) * f);
     plan_room(p, "inputs of products in 16 bits", 2 * block * max_size(F, H * D));
@@ -17045,11 +17046,13 @@ static void plan_pass(MemoryPlan *p, const Session *s, int whole, int scored, in
     plan_room(p, "tokens", T * (sizeof(Token) + sizeof(int)));
     plan_room(p, "second copy of a head that grows", round_to_step(T) * raw_row_bytes(s));
     plan_room(p, "scores of every row", (scored ? 4 : 1) * scores);     // 4: hooks choose rows by them
-    plan_room(p, "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0);   // line_batch_cuda
+    // Of line_batch_cuda.
+    plan_room(p, "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0);
 }
 
-// The rows of a dialogue: what is kept in every layer, and one layer uncompressed, because a prefill
-// compresses layer by layer. evicts 1: a part drops rows, and decode appends to what it kept.
+// The rows of a dialogue: what is kept in every layer, and one layer uncompressed, because a
+// prefill compresses layer by layer. evicts 1: a part drops rows, and decode appends to what it
+// kept.
 static void plan_rows(MemoryPlan *p, const Session *s, int evicts) {
     const Config *c = s->c;
     size_t row = raw_row_bytes(s), heads = (size_t)c->L * c->G;
@@ -17057,19 +17060,21 @@ static void plan_rows(MemoryPlan *p, const Session *s, int evicts) {
     if (evicts) raw = min_int(kept + min_int(kept / 8, KV_GROWTH), p->ctx);
     int by_layer = s->packing && !sees_whole_turn(s);           // else packing waits for the end of a pass
     size_t packed = by_layer ? s->packing->plan(s, p->ctx, &raw) : 0;
-    size_t held = round_to_step(raw), all = round_to_step(p->ctx), kv = 0;
-    kv += plan_line(p, "packed rows of every layer", heads * packed, 0);
-    kv += plan_line(p, packed ? "raw rows of every layer but one" : "rows of every layer but one", (heads - c->G) * held * row, 0);
-    kv += plan_line(p, "raw rows of the layer that is computed", c->G * all * row, 0);
-    kv += plan_line(p, "tokens of the rows", ((heads - c->G) * (packed ? all : held) + c->G * all) * sizeof(int), 0);
-    p->kv = kv;
+    size_t held = round_to_step(raw), all = round_to_step(p->ctx), others = heads - c->G;
+    size_t tokens = others * (packed ? all : held) + c->G * all;
+    p->kv += plan_line(p, "packed rows of every layer", heads * packed, 0);
+    p->kv += plan_line(p, packed ? "raw rows of every layer but one" : "rows of every layer but one",
+                       others * held * row, 0);
+    p->kv += plan_line(p, "raw rows of the layer that is computed", c->G * all * row, 0);
+    p->kv += plan_line(p, "tokens of the rows", tokens * sizeof(int), 0);
 }
 
 // What the host holds beside a device: the books of the rows, the tokens, and what a prefill sends.
 static void plan_host(MemoryPlan *p, const Session *s, int evicts) {
     const Config *c = s->c;
     size_t T = p->ctx, heads = (size_t)c->L * c->G, kept = rows_kept(s, p->ctx, evicts);
-    plan_line(p, "token and position of every row", ((heads - c->G) * kept + c->G * T) * 2 * sizeof(int), 1);
+    size_t rows = (heads - c->G) * kept + c->G * T;
+    plan_line(p, "token and position of every row", rows * 2 * sizeof(int), 1);
     plan_line(p, "tokens of the dialogue, and of the turn", 3 * T * sizeof(Token), 1);
     plan_line(p, "RoPE angles and ids of the turn", T * (c->D + 1) * sizeof(float), 1);
     plan_line(p, "logits", 2 * (size_t)c->V * sizeof(float), 1);
@@ -17103,7 +17108,7 @@ static double bytes_of_text(const char *text) {
     char *end;
     double n = strtod(text, &end), unit = 1;
     const char *at = *end ? strchr(units, *end) : NULL;
-    if (at) for (const char *u = units; u <= at; u++) unit *= 1000;
+    for (const char *u = units; at && u <= at; u++) unit *= 1000;
     if (end == text || !(n > 0) || (*end && (!at || end[1]))) return 0;
     return n * unit;
 }
@@ -17122,18 +17127,19 @@ static size_t plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE 
     return sum;
 }
 
-// What --plan prints: every allocation of a run with -d cuda, by memory, and whether those on the device
-// fit into `memory` bytes (0: not asked). Returns the exit code.
+// What --plan prints: every allocation of a run with -d cuda, by memory, and whether those on the
+// device fit into `memory` bytes (0: not asked). Returns the exit code.
 static int plan_print(const Session *s, const char *method, double memory, FILE *f) {
     MemoryPlan p = memory_plan(s);
-    fprintf(f, "plan       -c %d, -b %d, method %s, K %s, V %s, with -d cuda: at most\n", p.ctx, s->batch, method,
-            s->fk->name, s->fv->name);
+    fprintf(f, "plan       -c %d, -b %d, method %s, K %s, V %s, with -d cuda: at most\n", p.ctx,
+            s->batch, method, s->fk->name, s->fv->name);
     double need = (double)plan_print_part(&p, 0, DEVICE_OWN, f);
     plan_print_part(&p, 1, 0, f);
     if (!memory) return EXIT_OK;
-    if (need <= memory) fprintf(f, "fits into %.3f GB: %.3f GB are left\n", memory * 1e-9, (memory - need) * 1e-9);
-    else fprintf(f, "does not fit into %.3f GB: %.3f GB are missing\n", memory * 1e-9, (need - memory) * 1e-9);
-    return need <= memory ? EXIT_OK : EXIT_MEMORY;
+    double left = memory - need;
+    fprintf(f, "%s into %.3f GB: %.3f GB are %s\n", left >= 0 ? "fits" : "does not fit", memory * 1e-9,
+            fabs(left) * 1e-9, left >= 0 ? "left" : "missing");
+    return left >= 0 ? EXIT_OK : EXIT_MEMORY;
 }
 
 // ####################################################################################################
@@ -22855,8 +22861,8 @@ static double step_weights(const Session *s) {
     return bytes;
 }
 
-// The steps of a decode, one by one: a head's memory grows now and then (rows_grown), which costs that
-// step, and on the GPU also the two behind it (an ordinary step, and a graph captured anew).
+// The steps of a decode, one by one: a head's memory grows now and then (rows_grown), which costs
+// that step, and on the GPU also the two behind it (an ordinary step, and a graph captured anew).
 typedef struct {
     double *seconds;        // of each step (stb_ds array)
     char *grew;             // 1: heads grew in it (stb_ds array)
@@ -26664,8 +26670,8 @@ static int run_mode(App *a, const char *text) {
     return chat(a);
 }
 
-// --plan. A session on the CPU is asked, which has opened its parts and holds no rows; its weights are
-// shapes. Returns the exit code.
+// --plan. A session on the CPU is asked, which has opened its parts and holds no rows; its weights
+// are shapes. Returns the exit code.
 static int plan_run(App *a) {
     const char *method = opt_str(a->o, "method"), *text = opt_str(a->o, "device-memory");
     char err[512];

@@ -314,9 +314,9 @@ struct Device {                 // Session.dev
     int no_graph;               // 1: this device would not take one
 };
 
-// Buffer `which` of the session, with room for n elements. Its content stays, unless it grows: then to
-// what room_bytes says, more than asked for. Session.changes counts a move, because a captured graph
-// holds the old address.
+// Buffer `which` of the session, with room for n elements. Its content stays, unless it grows: then
+// to what room_bytes says, more than asked for. Session.changes counts a move, because a captured
+// graph holds the old address.
 template <class T> static T *room_kept(Session *s, int which, size_t n) {
     Room *r = &s->dev->room[which];
     if (n * sizeof(T) > r->bytes) {
@@ -2559,31 +2559,33 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 
 // ---- peaks_kernel, tallies_kernel: the same sums on tensor cores
 //
-// For plain f16 or bf16 rows of head_dim 64 or 128. Both kernels compute the scores of w queries with all
-// keys of their KV head, as gqa_kernel does: keys are the tall side of a product, 4 queries the narrow
-// one, each with the rest that its rounding left over (see there). peaks_kernel finds the maximum and the
-// sum of every softmax row, tallies_kernel the column sums. Scores are never stored: to compute them
-// twice costs less than to write and read w H N numbers.
+// For plain f16 or bf16 rows of head_dim 64 or 128. Both kernels compute the scores of w queries
+// with all keys of their KV head, as gqa_kernel does: keys are the tall side of a product, 4
+// queries the narrow one, each with the rest that its rounding left over (see there). peaks_kernel
+// finds the maximum and the sum of every softmax row, tallies_kernel the column sums. Scores are
+// never stored: to compute them twice costs less than to write and read w H N numbers.
 //
-//   Block   a query head (blockIdx.x) and `chunk` of its keys (blockIdx.y). peaks_kernel: 64 queries
-//           (blockIdx.z); tallies_kernel: all of them, 64 at a time. The blocks of a group's query heads are
-//           neighbours, so their keys come from device memory once
+//   Block   a query head (blockIdx.x) and `chunk` of its keys (blockIdx.y). peaks_kernel: 64
+//           queries (blockIdx.z); tallies_kernel: all of them, 64 at a time. The blocks of a
+//           group's query heads are neighbours, so their keys come from device memory once
 //   Warp    SCAN_KEYS = 32 keys at a time; the warps take turns in the chunk
-//   Lane    (g,t): its 16 bytes of the keys g, g+8, g+16, g+24, in registers while all queries come by, and
-//           the scores of these keys with query t of every four:
+//   Lane    (g,t): its 16 bytes of the keys g, g+8, g+16, g+24, in registers while all queries come
+//           by, and the scores of these keys with query t of every four:
 //
 //             scores (16 keys, 8) = K (16 keys, D) q (D, 8)         two of them for each fragment of q
 //
-//           peaks_kernel keeps a maximum and a sum of each query over the lane's own keys; lanes and warps
-//           are joined at the end. tallies_kernel keeps a sum of each key over the lane's queries.
-//   Shared  q (16,D/16,32,2) words: the fragments of 64 queries; peaks (ATTN_WARPS,64,2): what each warp
-//           found; row (64): see tallies_kernel
-//   Tile    32 keys a warp: 64 words a lane at D 128. A fragment of q is loaded from shared memory once for
-//           two products. With 12 warps on a multiprocessor 96 KB of keys are asked for at once
-//   Bound   tensor cores: 64 w / 4 products of 16 keys at D 128. A maximum over R w queries of 2 D bytes
-//           each is a hundred times the arithmetic that memory could feed
-// The mask is looked at where it can matter: in a tile that holds rows of the queries' own tokens, at the
-// end of the chunk, and everywhere under a window or SONIC's rule.
+//           peaks_kernel keeps a maximum and a sum of each query over the lane's own keys; lanes
+//           and warps are joined at the end. tallies_kernel keeps a sum of each key over the lane's
+//           queries.
+//   Shared  q (16,D/16,32,2) words: the fragments of 64 queries; peaks (ATTN_WARPS,64,2): what each
+//           warp found; row (64): see tallies_kernel
+//   Tile    32 keys a warp: 64 words a lane at D 128. A fragment of q is loaded from shared memory
+//           once for two products. With 12 warps on a multiprocessor 96 KB of keys are asked for at
+//           once
+//   Bound   tensor cores: at D 128 they make two products for every 16 keys and query, and memory
+//           brings the 256 bytes of a key once for R w queries
+// The mask is looked at where it can matter: in a tile that holds rows of the queries' own tokens,
+// at the end of the chunk, and everywhere under a window or SONIC's rule.
 
 enum {
     SCAN_KEYS = 32,             // keys of a warp's tile
@@ -2623,7 +2625,8 @@ template <int DT, int D>
 static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0, int tiles) {
     for (int i = threadIdx.x; i < tiles * D / 16 * 64; i += blockDim.x) {
         int word = i % 2, lane = i / 2 % 32, step = i / 64 % (D / 16), r = q0 + i / (4 * D) * 4 + lane / 8;
-        const float *from = a.q + ((size_t)min_int(r, a.w - 1) * a.H + head) * D + key_dim<D>(2 * step + word, lane % 4);
+        const float *query = a.q + ((size_t)min_int(r, a.w - 1) * a.H + head) * D;
+        const float *from = query + key_dim<D>(2 * step + word, lane % 4);
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
@@ -2634,8 +2637,8 @@ static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0
     }
 }
 
-// A bit for each of the lane's 4 keys p + g + 8 i, and each of its queries q0 + 4 tile + t: 4 tile + i. 1:
-// the query is there and sees the key. p1: where the chunk ends.
+// A bit for each of the lane's 4 keys p + g + 8 i, and each of its queries q0 + 4 tile + t: 4 tile
+// + i. 1: the query is there and sees the key. p1: where the chunk ends.
 static __device__ uint64_t scan_sees(const Scan &a, const HeadRef &h, int p, int p1, int q0, int tiles) {
     int lane = threadIdx.x & 31;
     uint64_t see = 0;
@@ -2653,7 +2656,8 @@ static __device__ uint64_t scan_sees(const Scan &a, const HeadRef &h, int p, int
     return see;
 }
 
-// k (4,D/8) = the lane's words of the keys p + g + 8 i. Past the last key the last one is read again.
+// k (4,D/8) = the lane's words of the keys p + g + 8 i. Past the last key the last one is read
+// again.
 template <int D>
 static __device__ void scan_keys(unsigned (*k)[D / 8], const HeadRef &h, int p, int p1) {
     int lane = threadIdx.x & 31, t = lane % 4;
@@ -2679,9 +2683,11 @@ static __device__ void scan_scores(float x[4], const unsigned (*k)[D / 8], const
     KV_UNROLL() for (int i = 0; i < 4; i++) x[i] = s[i / 2][i % 2 * 2] + s[i / 2][i % 2 * 2 + 1];
 }
 
-// part = the maximum and the sum of exponentials of 64 queries over a chunk of keys, in powers of 2.
+// part = the maximum and the sum of exponentials, as powers of 2, of 64 queries over a chunk of
+// keys.
 template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) peaks_kernel(const __grid_constant__ Scan a) {
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3)
+peaks_kernel(const __grid_constant__ Scan a) {
     KV_DYN_SHARED(char, mem);
     const int TILES = SCAN_QUERIES / 4, FRAGMENT = D / 16 * 64;
     ScanShared m;
@@ -2718,7 +2724,8 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) peaks_kernel(const 
 
     // Over the eight lanes that share a query, then over the warps.
     KV_UNROLL() for (int tile = 0; tile < TILES; tile++) {
-        float high = groups_max<4>(top[tile]), all = groups_sum<4>(sum[tile] * exp2_flush(top[tile] - high));
+        float high = groups_max<4>(top[tile]);
+        float all = groups_sum<4>(sum[tile] * exp2_flush(top[tile] - high));
         float *to = m.peaks + (warp * SCAN_QUERIES + 4 * tile + lane % 4) * 2;
         if (lane >= 4) continue;
         to[0] = high;
@@ -2754,7 +2761,8 @@ static __device__ void scan_rows(float *row, const Scan &a, int head, int block,
 
 // out[head][p] = factor * the sum over all queries of the probability of key p.
 template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) tallies_kernel(const __grid_constant__ Scan a) {
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3)
+tallies_kernel(const __grid_constant__ Scan a) {
     KV_DYN_SHARED(char, mem);
     const int TILES = SCAN_QUERIES / 4, FRAGMENT = D / 16 * 64;
     ScanShared m;
@@ -3289,9 +3297,10 @@ static float *columns_scanned(Session *s, int l, const float *q, int tok0, int w
     a.N = N;
     a.c = 1.44269504f / sqrtf((float)D);        // log2 e
     a.factor = factor;
+    size_t group = (size_t)a.R * N;
     for (int g = 0; g < s->c->G; g++)           // rows that a shorter head does not have count 0
         if (kv_head(s, l, g)->len < N)
-            KV_CUDA(cudaMemsetAsync(a.out + (size_t)g * a.R * N, 0, (size_t)a.R * N * sizeof(float), kv_stream));
+            KV_CUDA(cudaMemsetAsync(a.out + g * group, 0, group * sizeof(float), kv_stream));
     if (D == 64 && f16)  scan_launch<DT_F16, 64>(a, chunks);
     else if (D == 64)    scan_launch<DT_BF16, 64>(a, chunks);
     else if (f16)        scan_launch<DT_F16, 128>(a, chunks);
@@ -3351,8 +3360,8 @@ static int *chosen_room(Session *s, int l, int stride) {
     return lists_of(s, l);
 }
 
-// The works over the lists of layer l: all rows, until read_list says which. Notes what a row costs now,
-// because lists may be older than the way in which the rows are stored.
+// The works over the lists of layer l: all rows, until read_list says which. Notes what a row costs
+// now, because lists may be older than the way in which the rows are stored.
 static Plan plan_chosen(Session *s, int l) {
     int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), stride = s->dev->chosen.stride;
     Plan p = plan_new(s, (size_t)G * blocks(R, BQ), BQ);
@@ -3510,9 +3519,9 @@ static __device__ void read_list(Work *w, const int *lists) {
     w->tail = lists[w->idx - LIST_HEAD + LIST_TAIL];
 }
 
-// The works of one layer, n_work of them, from lengths that only the device knows, and their items (grid).
-// head0: the layer's first head among those of the step. lists: see read_list; NULL: the host has
-// chosen. One warp, a lane every 32nd work.
+// The works of one layer, n_work of them, from lengths that only the device knows, and their items
+// (grid). head0: the layer's first head among those of the step. lists: see read_list; NULL: the
+// host has chosen. One warp, a lane every 32nd work.
 static __device__ void layer_works(const Step *step, int head0, Work *work, int n_work, Item *item,
                                    int grid, const int *lists) {
     for (int i = threadIdx.x; i < n_work; i += 32) {
@@ -3527,16 +3536,17 @@ static __device__ void layer_works(const Step *step, int head0, Work *work, int 
 
 // Works and items of whole layers: what plan_decode and plan_items do on the host.
 //   Block   one warp, for layer blockIdx.x
-// work: those of layer l are first[l]..first[l+1]-1, first (L+1); item (L,grid). kept (L): 1 where the
-// device chose the lists, views (L,G,stride). Launched for all layers at the start of a step. Where a
-// layer's lists are chosen anew later in the step, the selection makes its works anew (StepWorks). The
-// block of layer 0 also stores the step's token.
+// work: those of layer l are first[l]..first[l+1]-1, first (L+1); item (L,grid). kept (L): 1 where
+// the device chose the lists, views (L,G,stride). Launched for all layers at the start of a step.
+// Where a layer's lists are chosen anew later in the step, the selection makes its works anew
+// (StepWorks). The block of layer 0 also stores the step's token.
 static __global__ void step_kernel(Token *tok, const Step *step, const int *first, const int *kept,
                                    const int *views, int stride, Work *work, Item *item, int G, int grid) {
     int l = blockIdx.x;
     const int *lists = kept[l] ? views + (size_t)l * G * stride : NULL;
     if (!l && !threadIdx.x) tok[step->base] = step->tok;
-    layer_works(step, l * G, work + first[l], first[l + 1] - first[l], item + (size_t)l * grid, grid, lists);
+    int n_work = first[l + 1] - first[l];
+    layer_works(step, l * G, work + first[l], n_work, item + (size_t)l * grid, grid, lists);
 }
 
 // ---- what a step needs on the device
@@ -3665,8 +3675,8 @@ static StepWorks step_works(Session *s, int l) {
     return w;
 }
 
-// Attention of layer l in a step in one go. The layer's works are as step_kernel made them, or as the
-// selection has just made them.
+// Attention of layer l in a step in one go. The layer's works are as step_kernel made them, or as
+// the selection has just made them.
 static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     Device *d = s->dev;
     int n_work = d->first[l + 1] - d->first[l];
@@ -4015,21 +4025,22 @@ template <int DT> static __device__ Eight<DT> row_eight(const char *row, int k, 
         w[i] = 0;
         if (DT == DT_F32 && k + i < n) w[i] = ((const unsigned *)row)[k + i];
         if (DT != DT_F32 && k + 2 * i < n) w[i] = ((const uint16_t *)row)[k + 2 * i];
-        if (DT != DT_F32 && k + 2 * i + 1 < n) w[i] |= (unsigned)((const uint16_t *)row)[k + 2 * i + 1] << 16;
+        if (DT != DT_F32 && k + 2 * i + 1 < n)
+            w[i] |= (unsigned)((const uint16_t *)row)[k + 2 * i + 1] << 16;
     }
     return e;
 }
 
-// dot (NQ) = the dot products of a row (n) of type DT with NQ queries, to the bit those of dot_f32, in
-// both lanes of a pair of neighbours; all lanes of a warp take part, each pair with a row of its own.
-// Query j is q + min(j, last) n, in shared memory.
+// dot (NQ) = the dot products of a row (n) of type DT with NQ queries, to the bit those of dot_f32,
+// in both lanes of a pair of neighbours; all lanes of a warp take part, each pair with a row of its
+// own. Query j is q + min(j, last) n, in shared memory.
 //
 //     row     | 8 numbers | 8 numbers | 8 numbers | 8 numbers | ..         16 or 32 bytes each
 //     lane      even        odd         even        odd
 //
-// dot_f32 has 16 partial sums, of every 16th product. The even lane owns the first eight, the odd lane
-// the others; so each load of a lane is 16 bytes, a pair reads whole sectors of 32, and NQ queries
-// share what was read and turned into f32.
+// dot_f32 has 16 partial sums, of every 16th product. The even lane owns the first eight, the odd
+// lane the others; so each load of a lane is 16 bytes, a pair reads whole sectors of 32, and NQ
+// queries share what was read and turned into f32.
 template <int DT, int NQ>
 static __device__ void pair_dots(float *dot, const char *row, int n, const float *q, int last, int wide) {
     const int STRIDE = 16;
@@ -4150,8 +4161,8 @@ static __global__ void pool_max_kernel(float *out, const float *x, const int *n,
 }
 
 // ---- what comes after all blocks, in the same launch
-// Blocks that share a work count themselves in, and the last one to arrive does what needs the results
-// of all of them. It saves a launch, and it waits for nobody.
+// Blocks that share a work count themselves in, and the last one to arrive does what needs the
+// results of all of them. It saves a launch, and it waits for nobody.
 
 // n counters on the device, all 0. A kernel that counts leaves them at 0.
 static int *arrivals(Session *s, int n) {
@@ -4162,8 +4173,8 @@ static int *arrivals(Session *s, int n) {
     return p;
 }
 
-// Counts the block in -> 1, in every thread, for the last of `all` blocks, which from here on sees what
-// the others have written. *last: shared. All threads of a block.
+// Counts the block in -> 1, in every thread, for the last of `all` blocks, which from here on sees
+// what the others have written. *last: shared. All threads of a block.
 static __device__ int arrives_last(int *counter, int all, int *last) {
     __syncthreads();
     if (!threadIdx.x) {
@@ -4201,13 +4212,14 @@ static __device__ uint32_t order_key(float x) {
     return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 
-// m->found[0] = the largest b for which bins b and above together hold at least `left`, m->found[1] =
-// how much is wanted of bin b; m->found[0] = -1: all bins hold less. All threads of a block. Thread 0
-// adds the highest bins, thread 1 the next ones, and so on; a prefix sum over the threads shows the
-// one in whose bins `left` is reached.
+// m->found[0] = the largest b for which bins b and above together hold at least `left`, m->found[1]
+// = how much is wanted of bin b; m->found[0] = -1: all bins hold less. All threads of a block.
+// Thread 0 adds the highest bins, thread 1 the next ones, and so on; a prefix sum over the threads
+// shows the one in whose bins `left` is reached.
 static __device__ void top_bin(TopShared *m, int left) {
     const int EACH = TOP_BINS / TOP_THREADS;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, b = TOP_BINS - 1 - EACH * (int)threadIdx.x, own = 0;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, own = 0;
+    int b = TOP_BINS - 1 - EACH * (int)threadIdx.x;              // the thread's highest bin
     for (int i = 0; i < EACH; i++) own += m->bin[b - i];
     int upto = scan_warp(own);
     if (lane == 31) m->sum[warp] = upto;
@@ -4226,10 +4238,11 @@ static __device__ void top_bin(TopShared *m, int left) {
     __syncthreads();
 }
 
-// Of x (n), the best first, the key of the score at which the weights reach *left: with weights of 1
-// that is the *left-th largest. *left becomes how much weight is wanted of the scores with exactly this
-// key. 0: all weights together are less. Found by TOP_BITS bits a round, from the highest; the last
-// round counts one bit again that is known already. weight(i) >= 0. All threads of a block.
+// Of x (n), the best first, the key of the score at which the weights reach *left: with weights of
+// 1 that is the *left-th largest. *left becomes how much weight is wanted of the scores with
+// exactly this key. 0: all weights together are less. Found by TOP_BITS bits a round, from the
+// highest; the last round counts one bit again that is known already. weight(i) >= 0. All threads
+// of a block.
 template <class Weight>
 static __device__ uint32_t top_key(const float *x, int n, Weight weight, int *left, TopShared *m) {
     uint32_t key = 0;
@@ -4256,8 +4269,8 @@ static __device__ uint32_t top_key(const float *x, int n, Weight weight, int *le
 static __device__ int stretch_length(int n) { return (n + TOP_THREADS - 1) / TOP_THREADS * 32; }
 
 // idx = the indices of all x (n) above `key` and of the first `left` equal to it, ascending. All
-// threads of a block. Every warp counts the two kinds in its stretch of the row, and once the counts of
-// the warps before it are known, it goes through the stretch again and writes.
+// threads of a block. Every warp counts the two kinds in its stretch of the row, and once the
+// counts of the warps before it are known, it goes through the stretch again and writes.
 static __device__ void top_write(const float *x, int n, uint32_t key, int left, int *idx, TopShared *m) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n_above = 0, n_equal = 0;
     int each = stretch_length(n), from = warp * each, to = from + each;
@@ -4295,9 +4308,10 @@ static __device__ void top_write(const float *x, int n, uint32_t key, int left, 
 // lower one; count (S): how many there are. Keys are integers and no float is added, so the result
 // is the CPU's.
 // Block: one row, TOP_THREADS threads; few rows come at once (G, H or one), so a row gets a large
-// block. Thread: every 512th score while digits are counted. Warp: an equal stretch of the row while
-// indices are written; lane: every 32nd score of it. Shared: the bins of a digit and two counts a
-// warp. Bound by latency for the usual row of some 10^4 scores (five passes over the row, four of
+// block. Thread: every 512th score while digits are counted. Warp: an equal stretch of the row
+// while indices are written; lane: every 32nd score of it. Shared: the bins of a digit and two
+// counts a warp. Bound by latency for the usual row of some 10^4 scores (five passes over the row,
+// four of
 // them from the cache), by its one read from memory beyond.
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
 top_k_kernel(const float *x, size_t stride, const TopRow *rows, int *idx, int per, int *count) {
@@ -4314,7 +4328,8 @@ top_k_kernel(const float *x, size_t stride, const TopRow *rows, int *idx, int pe
 }
 
 // ---- prefix sums over a block
-// weight(i) >= 0 is a small function of i = 0..n-1. All threads of a block of TOP_THREADS call these.
+// weight(i) >= 0 is a small function of i = 0..n-1. All threads of a block of TOP_THREADS call
+// these.
 
 // The weights before the warp's own stretch; m->sum has those of every stretch.
 template <class Weight>
@@ -4330,8 +4345,8 @@ static __device__ int weight_before(int n, Weight weight, TopShared *m) {
     return before;
 }
 
-// The first i at which the weights of 0..i together reach `left`, n: there is none; *before: the weights
-// of those before i.
+// The first i at which the weights of 0..i together reach `left`, n: there is none; *before: the
+// weights of those before i.
 template <class Weight>
 static __device__ int crossing(int n, Weight weight, int left, int *before, TopShared *m) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, each = stretch_length(n);
@@ -4367,9 +4382,9 @@ static __device__ int spread(int n, Weight weight, Put put, TopShared *m) {
 
 // ---- selections in one launch: section 8 and section 11
 // Units, which are pages or clusters, are scored by many blocks for each list. The last of a list's
-// blocks selects: from shared memory, if the scores of all units of the list fit into seek_shared bytes
-// of it, otherwise from the room the blocks wrote them to. In a step in one go the last of all lists then
-// makes the works of the layer.
+// blocks selects: from shared memory, if the scores of all units of the list fit into seek_shared
+// bytes of it, otherwise from the room the blocks wrote them to. In a step in one go the last of
+// all lists then makes the works of the layer.
 enum { SEEK_UNITS = TOP_THREADS / 2, SEEK_SHARED = 64 << 10 };
 static int seek_shared = SEEK_SHARED;
 
@@ -5007,9 +5022,9 @@ template <int NQ> KV_HD static size_t quest_carve(QuestShared *m, char *mem, con
     return b.at;
 }
 
-// q (NQ,2D) = query heads h0.. of the KV head, split: max(q max, q min) is q max where q is positive, q
-// min elsewhere. So u is one dot product with a page's bounds. A head that is not there is the last one
-// once more.
+// q (NQ,2D) = query heads h0.. of the KV head, split: max(q max, q min) is q max where q is
+// positive, q min elsewhere. So u is one dot product with a page's bounds. A head that is not there
+// is the last one once more.
 template <int NQ>
 static __device__ void split_queries(float *to, const QuestSeek &a, int g, int h0) {
     int D = a.D;
@@ -5020,20 +5035,22 @@ static __device__ void split_queries(float *to, const QuestSeek &a, int g, int h
     }
 }
 
-// A decode step of one layer in one launch: the scores of all pages, the `best` pages of every KV head,
-// the lists of their rows, and in a step in one go the works that read them.
-//   Block   SEEK_UNITS = 256 pages (blockIdx.x) of a KV head (blockIdx.y). The last block of a KV head
-//           chooses among all its pages
-//   Lane    every second 16 bytes of one page's bounds; a pair of lanes has a page (pair_dots). NQ query
-//           heads share what is read; a group of more reads the bounds once more, from the cache
-//   Shared  q: those NQ queries; score: all scores of the head, if they fit, for the five times that the
-//           last block goes through them; the bins of a digit
-//   Bound   reading the bounds once, 1/8 of the keys' bytes; DOT_AHEAD loads of a lane are 32 KB or more
-//           under way in a block. What the last block does is bound by latency
-// A list is the rows of its pages (ascending), and a tail from the first page that is not full, which is
-// read too.
+// A decode step of one layer in one launch: the scores of all pages, the `best` pages of every KV
+// head, the lists of their rows, and in a step in one go the works that read them.
+//   Block   SEEK_UNITS = 256 pages (blockIdx.x) of a KV head (blockIdx.y). The last block of a KV
+//           head chooses among all its pages
+//   Lane    every second 16 bytes of one page's bounds; a pair of lanes has a page (pair_dots). NQ
+//           query heads share what is read; a group of more reads the bounds once more, from the
+//           cache
+//   Shared  q: those NQ queries; score: all scores of the head, if they fit, for the five times
+//           that the last block goes through them; the bins of a digit
+//   Bound   reading the bounds once, 1/8 of the keys' bytes; DOT_AHEAD loads of a lane are 32 KB or
+//           more under way in a block. What the last block does is bound by latency
+// A list is the rows of its pages (ascending), and a tail from the first page that is not full,
+// which is read too.
 template <int DT, int NQ>
-static __global__ void __launch_bounds__(TOP_THREADS, 1) quest_kernel(const __grid_constant__ QuestSeek a) {
+static __global__ void __launch_bounds__(TOP_THREADS, 1)
+quest_kernel(const __grid_constant__ QuestSeek a) {
     KV_DYN_SHARED(char, mem);
     __shared__ TopShared top;
     __shared__ int last;
@@ -5174,9 +5191,11 @@ struct RingLists {              // argument of ring_lists_kernel
     int *lists;                 // (G,stride): LIST_HEAD numbers, then rows
 };
 
-// The list of KV head blockIdx.x: its k best candidates, ascending, and every row behind the candidates.
-// Block: TOP_THREADS threads; what they do is top_k_kernel's. Bound by latency, once in 16 steps.
-static __global__ void __launch_bounds__(TOP_THREADS, 1) ring_lists_kernel(const __grid_constant__ RingLists a) {
+// The list of KV head blockIdx.x: its k best candidates, ascending, and every row behind the
+// candidates. Block: TOP_THREADS threads; what they do is top_k_kernel's. Bound by latency, once in
+// 16 steps.
+static __global__ void __launch_bounds__(TOP_THREADS, 1)
+ring_lists_kernel(const __grid_constant__ RingLists a) {
     __shared__ TopShared m;
     int g = blockIdx.x, n = a.n[g], left = a.k[g];
     const float *x = a.score + (size_t)g * a.N;
@@ -5190,10 +5209,10 @@ static __global__ void __launch_bounds__(TOP_THREADS, 1) ring_lists_kernel(const
     top_write(x, n, key, left, list + LIST_HEAD, &m);            // Algorithm 3, line 5: arg max
 }
 
-// Of every KV head the `budget` candidates with the largest score (G,N), which lies here, become the
-// layer's views, with every row behind the candidates. n (G): candidates; a head with no more than the
-// budget reads every row. The lists stay on the device until the next selection, so a graph of a step
-// stays right, and nobody waits.
+// Of every KV head the `budget` candidates with the largest score (G,N), which lies here, become
+// the layer's views, with every row behind the candidates. n (G): candidates; a head with no more
+// than the budget reads every row. The lists stay on the device until the next selection, so a
+// graph of a step stays right, and nobody waits.
 void ring_select_cuda(Session *s, int l, const float *score, const int *n, int budget) {
     RingLists a;
     memset(&a, 0, sizeof a);
@@ -6345,8 +6364,8 @@ static Tree *trees_of(const Session *s, int l) {
     return (Tree *)s->dev->room[ROOM_TREES].p + (size_t)l * s->c->G;
 }
 
-// (G,cap) the cluster of each chunk of layer l's heads. A tree lists the chunks of a cluster; a selection
-// asks the other way around, so that it can go through all chunks side by side.
+// (G,cap) the cluster of each chunk of layer l's heads. A tree lists the chunks of a cluster; a
+// selection asks the other way around, so that it can go through all chunks side by side.
 static int *owners_of(Session *s, int l, int cap) {
     size_t layer = (size_t)s->c->G * cap;
     return room_kept<int>(s, ROOM_OWNER, s->c->L * layer) + l * layer;
@@ -6630,17 +6649,18 @@ KV_HD static size_t lychee_carve(LycheeShared *m, char *mem, const LycheeSeek &a
     return b.at;
 }
 
-// open_top of kvcomp.c: opens the `units` units that score best, and more while they hold fewer than
-// `least` tokens. unit (2,P): scores, then 1 for those opened. All threads of a block, and every block
-// of a list does it again: there are at most --lychee-coarse-max (64) units, and whoever waited for one
-// block to tell the others would wait longer. A pair of lanes scores every 256th unit; a thread opens
-// every 512th, if those before it are too few.
+// open_top of kvcomp.c: opens the `units` units that score best, and more while they hold fewer
+// than `least` tokens. unit (2,P): scores, then 1 for those opened. All threads of a block, and
+// every block of a list does it again: there are at most --lychee-coarse-max (64) units, and
+// whoever waited for one block to tell the others would wait longer. A pair of lanes scores every
+// 256th unit; a thread opens every 512th, if those before it are too few.
 template <int NQ>
 static __device__ void open_units(const LycheeSeek &a, const Probe &p, const Nodes *u, float *unit) {
     int D = a.probes.D, pair = threadIdx.x >> 1;
     for (int g0 = 0; g0 < u->n; g0 += SEEK_UNITS) {              // all lanes take part in every shuffle
         int g = min_int(g0 + pair, u->n - 1);
-        float S = probe_score<NQ>(p, u->mu + (size_t)g * D, u->r[g], a.beta_coarse, D);  // Algorithm 1, line 9
+        const uint16_t *mu = u->mu + (size_t)g * D;
+        float S = probe_score<NQ>(p, mu, u->r[g], a.beta_coarse, D);     // Algorithm 1, line 9
         if (!(threadIdx.x & 1) && g0 + pair < u->n) unit[g] = S;
     }
     __syncthreads();
@@ -6659,8 +6679,9 @@ static __device__ void open_units(const LycheeSeek &a, const Probe &p, const Nod
     __syncthreads();
 }
 
-// The scores of the block's SEEK_UNITS clusters, those from c0 on; -INFINITY for one that is empty or
-// lies below a unit that is not opened. score (K). A warp whose 16 clusters are not wanted reads none.
+// The scores of the block's SEEK_UNITS clusters, those from c0 on; -INFINITY for one that is empty
+// or lies below a unit that is not opened. score (K). A warp whose 16 clusters are not wanted reads
+// none.
 template <int NQ>
 static __device__ void cluster_scores(const LycheeSeek &a, const Probe &p, const Tree *t, int c0,
                                       const float *unit, float *score) {
@@ -6687,11 +6708,11 @@ static __device__ int takes_whole(const Taken &t, float S, int c) {
     return S > -INFINITY && (key > t.key || (key == t.key && c < t.part));
 }
 
-// Takes clusters, the best first, of equal ones the lower number, as long as they fit into the room. Of
-// the first that does not fit, it takes the chunks up to the first that does not (D44). Nothing is
-// sorted: the cluster at which the sum of tokens passes the room is found by its digits, as top_key
-// finds a rank, and among clusters of one score by a prefix sum over their numbers. So is the chunk at
-// which that cluster stops. x (K): scores. All threads of a block.
+// Takes clusters, the best first, of equal ones the lower number, as long as they fit into the
+// room. Of the first that does not fit, it takes the chunks up to the first that does not (D44).
+// Nothing is sorted: the cluster at which the sum of tokens passes the room is found by its digits,
+// as top_key finds a rank, and among clusters of one score by a prefix sum over their numbers. So
+// is the chunk at which that cluster stops. x (K): scores. All threads of a block.
 static __device__ Taken take_clusters(const LycheeSeek &a, const Nodes *u, const float *x, const int *start,
                                       int M, const int *owner, TopShared *top) {
     int left = a.room + 1, before = 0;          // tokens wanted, until they do not fit
@@ -6707,8 +6728,8 @@ static __device__ Taken take_clusters(const LycheeSeek &a, const Nodes *u, const
     return t;
 }
 
-// The list of a list's clusters: the sinks, the rows of the chunks taken, ascending, and a tail from the
-// first token behind the index. All threads of a block.
+// The list of a list's clusters: the sinks, the rows of the chunks taken, ascending, and a tail
+// from the first token behind the index. All threads of a block.
 static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const float *x, const int *owner,
                                  int *out, TopShared *top) {
     int M = a.chunks[0], *rows = out + LIST_HEAD, used = 0;
@@ -6735,19 +6756,23 @@ static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const floa
     out[LIST_CLUSTERS] = used;                  // counted where they are told
 }
 
-// A decode step of one layer in one launch: the scores of all clusters, those that fit into the room, the
-// lists of their rows, and in a step in one go the works that read them.
+// A decode step of one layer in one launch: the scores of all clusters, those that fit into the
+// room, the lists of their rows, and in a step in one go the works that read them.
 //   Block   SEEK_UNITS = 256 clusters (blockIdx.x) of a list (blockIdx.y). The last block of a list
 //           chooses among all its clusters
-//   Lane    every second 16 bytes of a centre; a pair of lanes has a centre (pair_dots), and NQ query
-//           heads share what is read. A cluster, and then a chunk, while the last block chooses: neighbours
-//           side by side, in stretches of the warps, and prefix sums say what comes before
-//   Shared  the probe, which all clusters need; units, if some are closed; all scores of the list, if
-//           they fit, for the six times that the last block goes through them; the bins of a digit
-//   Bound   reading the centres (2 K D bytes a KV head); DOT_AHEAD loads of a lane are 32 KB under way in
-//           a block. What the last block does is bound by latency: it reads M chunks three times
+//   Lane    every second 16 bytes of a centre; a pair of lanes has a centre (pair_dots), and NQ
+//           query heads share what is read. A cluster, and then a chunk, while the last block
+//           chooses: neighbours side by side, in stretches of the warps, and prefix sums say what
+//           comes before
+//   Shared  the probe, which all clusters need; units, if some are closed; all scores of the list,
+//           if they fit, for the six times that the last block goes through them; the bins of a
+//           digit
+//   Bound   reading the centres (2 K D bytes a KV head); DOT_AHEAD loads of a lane are 32 KB under
+//           way in a block. What the last block does is bound by latency: it reads M chunks three
+//           times
 template <int NQ>
-static __global__ void __launch_bounds__(TOP_THREADS, 1) lychee_kernel(const __grid_constant__ LycheeSeek a) {
+static __global__ void __launch_bounds__(TOP_THREADS, 1)
+lychee_kernel(const __grid_constant__ LycheeSeek a) {
     KV_DYN_SHARED(char, mem);
     __shared__ TopShared top;
     __shared__ int last;

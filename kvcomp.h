@@ -239,9 +239,9 @@ typedef struct Method {
     // After attention of layer l: index rows, drop rows. q (T,H,D), rotated. Called once more with l ==
     // L and q NULL when the pass is over.
     void (*commit) (Session *s, void *ms, int l, const float *q, int T);
-    // 1: attend does only what the model does without it, and commit does not read q. A prefill may then
-    // take a layer in spans of -b tokens; attend is not called, and commit once, behind the last span,
-    // with q NULL. NULL: never.
+    // 1: attend does only what the model does without it, and commit does not read q. A prefill may
+    // then take a layer in spans of -b tokens; attend is not called, and commit once, behind the
+    // last span, with q NULL. NULL: never.
     int  (*spans)  (const Session *s, const void *ms);
     // Asked on a device before a decode step, of methods with project or select: 1 when project will do
     // nothing, select will launch what it launched in the last step and commit will move no rows, so
@@ -272,8 +272,8 @@ typedef struct Packing {        // rows that are not stored one by one (PATS)
     Ahead (*stored)(const Session *s, const KVHead *h, int v, int r0, int n);
     // Of rows [0,packed) keep these (n, ascending), exactly as they are stored.
     void (*keep)(Session *s, KVHead *h, const int *keep, int n);
-    // The most bytes that the packed rows of a head take in a dialogue of n tokens, K and V together, and
-    // the most rows beside them that are raw between two passes.
+    // The most bytes that the packed rows of a head take in a dialogue of n tokens, K and V
+    // together, and the most rows beside them that are raw between two passes.
     size_t (*plan)(const Session *s, int n, int *raw);
 } Packing;
 
@@ -438,7 +438,8 @@ KV_HD static inline int64_t fixed_mass(float x) {
 static inline size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }     // of n bits, in words of 64
 static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }
 
-// Bytes of a growing buffer on a device that must hold n: a quarter more, but not much more of a large one.
+// Bytes of a growing buffer on a device that must hold n: a quarter more, but not much more of a
+// large one.
 static inline size_t room_bytes(size_t n) { return n + min_size(n / 4, (size_t)64 << 20) + 256; }
 
 // ------------------------------------------------------------------------ heads and views
