@@ -4365,12 +4365,14 @@ static void loop_select(Session *s, LoopServe *x, int l) {
         want[i] = n[i] > x->budget ? x->budget : 0;
         x->chosen |= want[i] > 0;
     }
-    if (KV_DEV(s) && each == R) {
-        if (x->chosen) ring_select_cuda(s, l, loop_scores(s, x, l, first, end), n, x->budget);
+    // Where every list has fitted into the budget so far, all rows are read as it is.
+    float *score = x->chosen ? loop_scores(s, x, l, first, end) : NULL;
+    int on_device = KV_DEV(s) && each == R;
+    if (score && on_device) ring_select_cuda(s, l, score, n, x->budget);
+    if (!score || on_device) {
         scratch_reset(s, mark);
         return;
     }
-    float *score = loop_scores(s, x, l, first, end);
     // Algorithm 3, line 5: arg max
     top_k_rows(s, score, lists, N, n, want, idx, x->budget, found);
 
