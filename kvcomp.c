@@ -8014,6 +8014,17 @@ static void memory_stream_close(FILE *f) {
     if (fclose(f) || bad) die(EXIT_MEMORY, "out of memory: a text could not be written into memory");
 }
 
+// A stream for writing to an open file. NULL, and errno is ENOMEM when there is no memory for it.
+static FILE *descriptor_stream(int fd) {
+    errno = ENOMEM;
+    return ALLOCATION_FAILS() ? NULL : fdopen(fd, "wb");
+}
+
+// The exit code of a file that could not be opened: no memory for its stream is no memory.
+static int open_failure(void) {
+    return errno == ENOMEM ? EXIT_MEMORY : EXIT_RUN;
+}
+
 // ---- the clock
 
 // Seconds of a clock that only goes forward.
@@ -8051,11 +8062,13 @@ void arena_free(struct Arena *a) {
     free(a);
 }
 
-// Appends a block with room for n bytes, at least 1 MiB. A block is half as large again as what it
-// is for: much of what is asked for grows by a row a step, and would find a block of the exact size
-// too small by one row, every time.
+enum { ARENA_BLOCK = 1 << 20 };     // bytes of the smallest block
+
+// Appends a block with room for n bytes. A block is half as large again as what it is for: much of
+// what is asked for grows by a row a step, and would find a block of the exact size too small by one
+// row, every time.
 static ArenaBlock *arena_grow(struct Arena *a, size_t n) {
-    ArenaBlock b = { .size = max_size(n + n / 128 * 64, (size_t)1 << 20) };
+    ArenaBlock b = { .size = max_size(n + n / 128 * 64, ARENA_BLOCK) };
     if (arrlen(a->block)) b.start = arrlast(a->block).start + arrlast(a->block).size;
     b.p = aligned_bytes(64, b.size);
     if (!b.p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (a smaller -b needs less)", b.size);
@@ -8323,7 +8336,7 @@ static int save_open(Saving *x, const struct stat *old) {
         (void)!fchown(fd, old->st_uid, old->st_gid);
         bad = fchmod(fd, old->st_mode & 0777);
     }
-    x->f = bad ? NULL : fdopen(fd, "wb");
+    x->f = bad ? NULL : descriptor_stream(fd);
     if (x->f) return 0;
     int why = errno;
     close(fd);
@@ -8342,8 +8355,9 @@ static int temp_file_add(const char *temp, const char *note) {
     return slot;
 }
 
-// Lists the file in the making of x. The note is made now, because a signal handler cannot.
-static void save_list(Saving *x) {
+// What is said of the file in the making of x if it is given up, malloc'd: a signal handler could not
+// make it.
+static char *save_note(const Saving *x) {
     size_t n = strlen(x->path), used = 0;
     char *name = xmalloc(4 * n + 1), *note = xmalloc(4 * n + 64), one[8];
     for (size_t i = 0; i < n; used += strlen(one)) {
@@ -8353,7 +8367,7 @@ static void save_list(Saving *x) {
     name[used] = 0;
     sprintf(note, "kvcomp: %s: not written%s\n", name, x->old ? ", the old file stays" : "");
     free(name);
-    x->slot = temp_file_add(x->temp, note);
+    return note;
 }
 
 // Takes it out of the list again, and frees what x holds but its stream.
@@ -8367,23 +8381,28 @@ static void save_unlist(Saving *x) {
 }
 
 // Begins to save a file: x->f is to be written to, and save_keep or save_drop ends it. 0, or -1 with
-// err when nothing can be saved there.
+// err when nothing can be saved there. Exit 4 when there is no memory.
 static int save_begin(Saving *x, const char *path, char err[512]) {
     struct stat st;
+    char *note = NULL;
     memset(x, 0, sizeof *x);
     int bad = save_allowed(path, &st);
     if (!bad) {
         x->path = link_target(path);
         x->old = st.st_nlink > 0;
+        if (x->path) note = save_note(x);               // before there is a file that could be left behind
         bad = !x->path || save_open(x, &st);
     }
     if (!bad) {
-        save_list(x);
+        x->slot = temp_file_add(x->temp, note);
         return 0;
     }
+    int code = open_failure();
     snprintf(err, 512, "%.400s: %s", path, save_reason());
+    free(note);
     free(x->temp);
     free(x->path);
+    if (code == EXIT_MEMORY) die(code, "out of memory: %s", err);
     return -1;
 }
 
@@ -10522,7 +10541,7 @@ static const Opt program_options[] = {
     { "dump-tokens",   'b', "0",    "print the ids of -p on one line and leave" },
     { "dialogue",      's', "",     "with --dump-tokens: the ids of whole dialogues (json lines of {\"messages\": [..]})" },
     { "ids",           's', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode" },
-    { "dump-logits",   's', "",     "with --ids: write the logits rows here (float32, V a row)" },
+    { "dump-logits",   's', "",     "with --ids: write the logits rows here (float32, V a row); - is standard output" },
     { "stats",         'b', "0",    "print the method's statistics on stderr" },
     { "no-stats",      'b', "0",    "no summary line after each reply" },
     { "verbose",       'b', "0",    "print every effective value at the start" },
@@ -17016,15 +17035,21 @@ static size_t plan_line(MemoryPlan *p, const char *what, size_t bytes, int host)
     return bytes;
 }
 
-// A growing buffer of a pass for n bytes.
-static void plan_room(MemoryPlan *p, const char *what, size_t n) {
+// A growing buffer of a pass on a device for n bytes.
+static void plan_room_cuda(MemoryPlan *p, const char *what, size_t n) {
     p->pass += plan_line(p, what, n ? room_bytes(n) : 0, 0);
+}
+
+// The same of a buffer that the CPU needs as well, where a block of the arena is half as large again.
+static void plan_room(MemoryPlan *p, const char *what, size_t n) {
+    plan_room_cuda(p, what, n);
+    p->pass_cpu += n + n / 2;
 }
 
 // The rooms of the largest pass there is, a turn of ctx tokens. whole 1: some hook sees the whole
 // turn, so queries of all its tokens live at once. scored 1: scores of every row may be needed.
-// sparse 1: a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU needs
-// the same but for the halves, the pieces and the second copy of a head.
+// sparse 1: a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU has the
+// same but those that plan_room_cuda adds.
 static void plan_pass(MemoryPlan *p, const Session *s, int whole, int scored, int sparse) {
     const Config *c = s->c;
     size_t f = sizeof(float), T = p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
@@ -17041,12 +17066,12 @@ static void plan_pass(MemoryPlan *p, const Session *s, int whole, int scored, in
     plan_room(p, whole ? "q, k, v, attention's output, whole turn" : "q, k, v, attention's output, -b tokens",
               2 * span * (H + G) * D * f);
     plan_room(p, "MLP, -b tokens", block * (C + 2 * F) * f);
-    plan_room(p, "inputs of products in 16 bits", 2 * block * max_size(F, H * D));
-    plan_room(p, "pieces of attention", pieces * 32 * (D + 2) * f);
+    plan_room_cuda(p, "inputs of products in 16 bits", 2 * block * max_size(F, H * D));
+    plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
     plan_room(p, "maximum and sum of every query", 2 * span * H * f);
     plan_room(p, "logits", V * f);
     plan_room(p, "tokens", T * (sizeof(Token) + sizeof(int)));
-    plan_room(p, "second copy of a head that grows", round_to_step(T) * raw_row_bytes(s));
+    plan_room_cuda(p, "second copy of a head that grows", round_to_step(T) * raw_row_bytes(s));
     plan_room(p, "scores of every row", (scored ? 4 : 1) * scores);     // 4: hooks choose rows by them
     // Of line_batch_cuda.
     plan_room(p, "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0);
@@ -17088,7 +17113,7 @@ MemoryPlan memory_plan(const Session *s) {
     int ctx = opt_int(s->opt, "ctx-size"), whole = sees_whole_turn(s), evicts = 0, sparse = 0;
     if (!ctx) ctx = c->max_pos;
 
-    MemoryPlan p = { .weights = s->w->bytes, .ctx = ctx };
+    MemoryPlan p = { .weights = s->w->bytes, .ctx = ctx, .pass_cpu = ARENA_BLOCK };
     plan_line(&p, "weights", p.weights, 0);
     for (int i = 0; i < s->n_part; i++) evicts |= s->part[i].m->evicts;
     plan_rows(&p, s, evicts);
@@ -17862,14 +17887,41 @@ static void write_row(FILE *f, const float *x, int V, const char *path) {
     if (f && fwrite(x, sizeof *x, V, f) != (size_t)V) die(EXIT_RUN, "%s: %s", path, strerror(errno));
 }
 
+// Opens --dump-logits for writing; NULL: it is not given. Standard output (- or /dev/stdout), a device
+// and a FIFO are written to as they are, and x stays empty; anything else is saved as every file is.
+// Exit 1 when it cannot be.
+static FILE *dump_open(Saving *x, const char *path) {
+    struct stat st;
+    char err[512];
+    memset(x, 0, sizeof *x);
+    if (!*path) return NULL;
+    if (!strcmp(path, "-") || !strcmp(path, "/dev/stdout")) return stdout;
+    if (path_descriptor(path) < 0 && (stat(path, &st) || S_ISREG(st.st_mode) || S_ISDIR(st.st_mode))) {
+        if (save_begin(x, path, err)) die(EXIT_RUN, "--dump-logits %s", err);
+        return x->f;
+    }
+    FILE *f = fopen(path, "wb");
+    if (!f) die(open_failure(), "--dump-logits %s: %s", path, strerror(errno));
+    return f;
+}
+
+// Ends it: the file takes its place. Exit 1 when not everything could be written.
+static void dump_close(Saving *x, FILE *f, const char *path) {
+    char err[512];
+    int saved = x->f != NULL;
+    if (saved && save_keep(x, 1, err)) die(EXIT_RUN, "--dump-logits %s", err);
+    if (!f || saved) return;
+    if (f == stdout ? fflush(f) : fclose(f)) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
+}
+
 // Feeds the file's turns to the session, and writes the logits of every prefill and decode to
 // --dump-logits.
 static int run_ids(App *a) {
     const char *path = opt_str(a->o, "dump-logits");
+    Saving dump;
     record_clear(a);
     a->turn = ids_read(opt_str(a->o, "ids"), a->c->V);
-    FILE *f = *path ? fopen(path, "wb") : NULL;
-    if (*path && !f) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
+    FILE *f = dump_open(&dump, path);
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
         feed_prefill(a, t);
@@ -17879,7 +17931,7 @@ static int run_ids(App *a) {
             write_row(f, a->logits, a->c->V, path);
         }
     }
-    if (f && fclose(f)) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
+    dump_close(&dump, f, path);
     if (opt_int(a->o, "json")) print_json(a, stdout);
     if (opt_int(a->o, "stats")) print_stats(a, stderr);
     return 0;
@@ -23151,8 +23203,8 @@ static void suite_scores(Suite *u) {
     snprintf(u->scores, sizeof u->scores, "/tmp/kvcomp_scores_XXXXXX");
     int fd = mkstemp(u->scores), H = u->a->c->H, n = u->a->c->L * H;
     u->slot = temp_file_add(u->scores, "");
-    FILE *f = fd < 0 ? NULL : fdopen(fd, "w");
-    if (!f) die(EXIT_RUN, "--bench-suite: %s cannot be written", u->scores);
+    FILE *f = fd < 0 ? NULL : descriptor_stream(fd);
+    if (!f) die(open_failure(), "--bench-suite: %s cannot be written (%s)", u->scores, strerror(errno));
     for (int i = 0; i < n; i++) {
         double score = (double)(mix64((uint64_t)i) >> 11) * 0x1p-53;
         fprintf(f, "%c\"%d-%d\": [%.6f]%s", i ? ',' : '{', i / H, i % H, score, i + 1 < n ? "" : "}");
@@ -26501,15 +26553,20 @@ static void app_close(App *a) {
 }
 
 // ---- what is asked beside the model's text
-// What the sum of a memory plan is for: the rooms of its passes are the GPU's, the CPU needs less.
-#ifdef KVCOMP_CUDA
-static const char memory_where[] = " with -d cuda, less on the CPU";
-#else
-static const char memory_where[] = " at most";
-#endif
+// The line of one device: what its passes take, and all together.
+static void print_memory_of(const Session *s, const char *method, const char *device, FILE *f) {
+    const MemoryPlan p = memory_plan(s);
+    size_t pass = strcmp(device, "cpu") ? p.pass : p.pass_cpu;
+    fprintf(f, "memory     -c %d, method %s, K %s, V %s: ", p.ctx, method, s->fk->name, s->fv->name);
+    fprintf(f, "weights %.3f GB + rows %.3f GB + ", (double)p.weights * 1e-9, (double)p.kv * 1e-9);
+    fprintf(f, "method %.3f GB + passes %.3f GB = ", (double)p.parts * 1e-9, (double)pass * 1e-9);
+    fprintf(f, "%.3f GB with -d %s", (double)(p.weights + p.kv + p.parts + pass) * 1e-9, device);
+    if (pass == p.pass_cpu && memory_free() >= 0) fprintf(f, "; %.3f GB free here", memory_free() * 1e-9);
+    fputc('\n', f);
+}
 
-// --inspect and -v: the bytes that a dialogue would take. A session on the CPU is asked, which has
-// opened its parts but holds no rows yet.
+// --inspect and -v: the bytes that a dialogue would take, on the CPU and, if this program was built for
+// one, on a GPU. A session on the CPU is asked, which has opened its parts but holds no rows yet.
 static void print_memory(const App *a, FILE *f) {
     char err[512], device[8];
     const char *method = opt_str(a->o, "method");
@@ -26517,13 +26574,10 @@ static void print_memory(const App *a, FILE *f) {
     options_set(a->o, "device", "cpu", err);
     Session *s = session_try(a->c, a->w, a->o, method, err);
     if (s) {
-        MemoryPlan p = memory_plan(s);
-        fprintf(f, "memory     -c %d, method %s, K %s, V %s: ", p.ctx, method, s->fk->name, s->fv->name);
-        fprintf(f, "weights %.3f GB + rows %.3f GB + ", (double)p.weights * 1e-9, (double)p.kv * 1e-9);
-        fprintf(f, "method %.3f GB + passes %.3f GB = ", (double)p.parts * 1e-9, (double)p.pass * 1e-9);
-        fprintf(f, "%.3f GB%s", (double)(p.weights + p.kv + p.parts + p.pass) * 1e-9, memory_where);
-        if (memory_free() >= 0) fprintf(f, "; %.3f GB free here", memory_free() * 1e-9);
-        fputc('\n', f);
+        print_memory_of(s, method, "cpu", f);
+#ifdef KVCOMP_CUDA
+        print_memory_of(s, method, "cuda", f);
+#endif
         session_close(s);
     } else {
         fprintf(f, "memory     not known: %s\n", err);

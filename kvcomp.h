@@ -777,7 +777,8 @@ typedef struct {                // bytes that a dialogue of ctx tokens needs on 
     size_t weights;
     size_t kv;                  // rows
     size_t parts;               // what the method adds
-    size_t pass;                // scratch memory of the largest pass
+    size_t pass;                // scratch memory of the largest pass on a GPU
+    size_t pass_cpu;            // and on the CPU
     int ctx;
     PlanLine line[PLAN_LINES];  // what these sums are made of, and what the host needs
     int n_line;
