@@ -341,7 +341,7 @@ static void target_template(const char *data, size_t n) {
 // ---- chat lines: keys for the line editor. Its messages are commands or turns of a chat; none may save a file.
 static void target_chat(const char *data, size_t n) {
     App a = app_begin(1);
-    Line e = { 0 };
+    Line e = { .complete = chat_complete };
     char *text = NULL;
     input.n = (int)(n < sizeof input.buf ? n : sizeof input.buf);
     input.at = 0;
@@ -356,9 +356,7 @@ static void target_chat(const char *data, size_t n) {
         if (text[0] == '/') chat_command(&a, text);
         else if (text[0]) chat_turn(&a, text, stdout);
     }
-    while (arrlen(e.history)) free(arrpop(e.history));
-    arrfree(e.history);
-    arrfree(e.text);
+    line_free(&e);
     arrfree(text);
     app_end(&a);
 }
@@ -383,7 +381,7 @@ static const char *const seeds_dialogues[] = {
     "{\"input\":\"\",\"context\":\"x. y. z\",\"answers\":[\"x\"],\"all_classes\":[\"x\",\"y\"],\"dataset\":\"trec\"}\n", NULL };
 static const char *const seeds_chat[] = {
     "hello\r/stats\rhe\x7f\x7fshe\x1b[D\x1b[D\x0b\r", "/method streaming\ra\x1b[A\x1b[A\x1b[B\r/budget 64\r", "\x1b[200~a line\nof a paste\x1b[201~\r/regen\r",
-    "/system you\ra\\\rb\r/clear\r/help\r", "\xc3\xa9\xf0\x9f\x98\x80\x1b[1;5D\x1b[H\x1b[3~\x04\x17\x01\x05\x15\r/load /nonexistent\r", NULL };
+    "/system you\ra\\\rb\r/clear\r/help\r", "one two\r\x12tw\x12\x7f\r/met\tlych\t+\t\t\r/load /et\t\x1b\x7f\r\"\"\"a\r\x1b[A\x1b[B\x1b" "b\x17\x19\"\"\"\r", "\xc3\xa9\xf0\x9f\x98\x80\x1b[1;5D\x1b[H\x1b[3~\x04\x17\x01\x05\x15\r/load /nonexistent\r", NULL };
 static const char *const seeds_template[] = {
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",

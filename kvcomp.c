@@ -7894,17 +7894,40 @@ static void show(FILE *f, const char *s, size_t n) {
     fwrite(buf, 1, used, f);
 }
 
+// ---- colours (--color)
+// They say who speaks: the user's lines, the program's warnings and errors, and, faint, its numbers.
+// Replies have the terminal's own colour.
+enum { COLOR_AUTO, COLOR_ALWAYS, COLOR_NEVER };
+#define COLOR_USER    "\x1b[32m"        // green
+#define COLOR_WARNING "\x1b[33m"        // yellow
+#define COLOR_ERROR   "\x1b[31m"        // red
+#define COLOR_NUMBERS "\x1b[2m"         // faint
+#define COLOR_OFF     "\x1b[0m"
+
+static int color_mode;                  // COLOR_*, of --color
+
+// The sequence if this stream gets colours, else "". auto: a terminal that has a name other than dumb
+// does, unless NO_COLOR says that the user wants none.
+static const char *in_color(FILE *f, const char *sequence) {
+    const char *none = getenv("NO_COLOR"), *term = getenv("TERM");
+    int knows = term && *term && strcmp(term, "dumb") && !(none && *none);
+    int on = color_mode == COLOR_ALWAYS || (color_mode == COLOR_AUTO && knows && isatty(fileno(f)));
+    return on ? sequence : "";
+}
+
 enum { LINE_ROOM = 2048 };      // bytes of the longest line on stderr; what is longer is cut
 
-// Writes who and text as one line on stderr. Line breaks in the text, which may quote a file, become
-// blanks.
-static void say_line(const char *who, char *text) {
+// Writes who and text as one line on stderr, in a colour. Line breaks in the text, which may quote a
+// file, become blanks.
+static void say_line(const char *color, const char *who, char *text) {
     char line[LINE_ROOM + 16];
     for (char *p = text; *p; p++) {
         if (*p == '\n' || *p == '\r') *p = ' ';
     }
-    int n = snprintf(line, sizeof line, "%s%s\n", who, text);
+    int n = snprintf(line, sizeof line, "%s%s", who, text);
+    fputs(in_color(stderr, color), stderr);
     show(stderr, line, (size_t)n);
+    fprintf(stderr, "%s\n", in_color(stderr, *color ? COLOR_OFF : ""));
 }
 
 // One line on stderr that begins with the program's name.
@@ -7914,7 +7937,7 @@ void warn(const char *fmt, ...) {
     va_start(ap, fmt);
     vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
-    say_line("kvcomp: ", text);
+    say_line(COLOR_WARNING, "kvcomp: ", text);
 }
 
 // One line on stderr as it is.
@@ -7924,7 +7947,7 @@ KV_PRINTF(1, 2) static void tell(const char *fmt, ...) {
     va_start(ap, fmt);
     vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
-    say_line("", text);
+    say_line("", "", text);
 }
 
 // ---- the end of the program
@@ -7943,7 +7966,7 @@ void die(int code, const char *fmt, ...) {
     }
     if (die_jump) longjmp(*die_jump, code);
     fflush(stdout);
-    say_line("kvcomp: ", die_text);
+    say_line(COLOR_ERROR, "kvcomp: ", die_text);
     exit(code);
 }
 
@@ -10546,7 +10569,10 @@ static const Opt program_options[] = {
     { "no-stats",      'b', "0",    "no summary line after each reply" },
     { "verbose",       'b', "0",    "print every effective value at the start" },
     { "quiet",         'b', "0",    "errors only on stderr" },
-    { "color",         'c', "auto|on|off", "colours in the chat" },
+    { "color",         'c', "auto|always|never|on|off",
+      "who speaks, warnings and errors in colours; auto: on a terminal, unless NO_COLOR is set or TERM is dumb" },
+    { "wrap",          'o', "-1",   "break replies between words after N columns, 0 or no N: the screen's; -1: off" },
+    { "no-history",    'b', "0",    "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
     // Measure
     { "eval",          's', "",
       "quality through the compressed cache: all, or needle,multiturn,coref,facts,json,fewshot,summary; file, ppl, kld" },
@@ -10584,6 +10610,7 @@ static const struct Range {
     { "ctx-size",            0,    1 << 30 },
     { "batch-size",          1,    1 << 20 },
     { "n-predict",           -1,   INT_MAX },
+    { "wrap",                -1,   1 << 16 },
     { "temp",                0,    100 },
     { "top-k",               0,    INT_MAX },
     { "top-p",               0,    1 },
@@ -10737,7 +10764,7 @@ static int is_real(const char *v) {
 // May option t have the value v? 0, or -1 with the reason in err.
 static int opt_check(const Opt *t, const char *v, char err[256]) {
     switch (t->kind) {
-    case 'i':
+    case 'i': case 'o':
         if (is_whole(v)) return 0;
         snprintf(err, 256, "--%s wants a whole number, found '%.60s'", t->name, v);
         return -1;
@@ -17511,17 +17538,82 @@ static void write_text(char **text, FILE *out) {
     fflush(out);
 }
 
+// ---- word wrap (--wrap)
+// A reply comes in pieces that end anywhere, so the last word waits until it is known to be whole.
+typedef struct {
+    int cols;               // of a line; 0: lines are left as they come
+    int x;                  // columns of the line so far
+    char *word;             // the blanks and the word behind them that wait (stb_ds array of bytes)
+    int blanks;             // how many blanks those are
+    int width;              // columns of the word
+} Wrap;
+
+static int screen_columns(void);                    // section 25
+static int char_width(const char *s, int n);        // section 25
+
+// Appends what waits to *out: to this line if it fits, else to the next one, without its blanks.
+static void wrap_word(Wrap *w, char **out) {
+    int n = (int)arrlen(w->word), from = 0;
+    if (w->x && w->x + w->blanks + w->width > w->cols) {
+        if (w->width) arrput(*out, '\n');
+        if (w->width) w->x = 0;
+        from = w->blanks;
+    }
+    if (n > from) memcpy(arraddnptr(*out, n - from), w->word + from, (size_t)(n - from));
+    w->x += w->width + w->blanks - from;
+    w->blanks = w->width = 0;
+    arrsetlen(w->word, 0);
+}
+
+// Takes the next character, of n bytes. A word ends before a blank and before a wide character, since
+// Chinese and Japanese have no blanks; one that is wider than a line is cut.
+static void wrap_char(Wrap *w, const char *s, int n, char **out) {
+    int width = char_width(s, n), blank = *s == ' ';
+    if (*s == '\t') width = 8 - (w->x + w->blanks + w->width) % 8;
+    if ((w->width && (blank || width == 2)) || *s == '\n' || w->width + width > w->cols) wrap_word(w, out);
+    if (*s == '\n') {
+        arrput(*out, '\n');
+        w->x = 0;
+        return;
+    }
+    memcpy(arraddnptr(w->word, n), s, (size_t)n);
+    if (blank) w->blanks++;
+    else w->width += width;
+}
+
+// Breaks the lines of the stb_ds array *text, the next piece of a reply. last 1: nothing comes behind.
+static void wrap_text(Wrap *w, char **text, int last) {
+    char *out = NULL;
+    size_t n = arrlenu(*text);
+    if (!w->cols) return;
+    for (size_t i = 0, k; i < n; i += k) {
+        k = (size_t)max_int(utf8_length(*text + i, n - i), 1);
+        wrap_char(w, *text + i, (int)k, &out);
+    }
+    if (last) wrap_word(w, &out);
+    arrfree(*text);
+    *text = out;
+}
+
+// The columns of a reply's lines: those of --wrap, or for 0 the screen's; 0 when nothing is wrapped.
+static int wrap_columns(const App *a, FILE *out) {
+    int cols = opt_int(a->o, "wrap");
+    if (cols < 0 || out != stdout) return 0;
+    return cols ? cols : screen_columns();
+}
+
 // May a reply go on by one token? It needs a row and a position; when there is none, a line on
 // stderr says so.
 static int reply_has_room(const App *a) {
     if (!rows_fit(a, 1)) {
-        fprintf(stderr, "\nkvcomp: the context is full: %d rows held, -c %d "
-                        "(a method that drops rows, or a larger -c, goes on)\n", rows_held(a), ctx_limit(a));
+        fputc('\n', stderr);
+        warn("the context is full: %d rows held, -c %d (a method that drops rows, or a larger -c, goes on)",
+             rows_held(a), ctx_limit(a));
         return 0;
     }
     if (!pos_fits(a->s, 1, 0)) {
-        fprintf(stderr, "\nkvcomp: the positions are used up: %s goes to max_position_embeddings %d\n",
-                a->method, a->s->pos_end);
+        fputc('\n', stderr);
+        warn("the positions are used up: %s goes to max_position_embeddings %d", a->method, a->s->pos_end);
         return 0;
     }
     return 1;
@@ -17533,6 +17625,7 @@ static int reply_has_room(const App *a) {
 static int generate(App *a, int n, FILE *out) {
     int made = 0;
     Decoder d = { .t = a->tok, .skip_special = 1 };
+    Wrap w = { .cols = wrap_columns(a, out) };
     char *text = NULL;
     a->closed = 0;
     while ((n < 0 || made < n) && !stop_asked()) {
@@ -17540,13 +17633,16 @@ static int generate(App *a, int n, FILE *out) {
         if (is_stop(a, id)) break;
         if (!reply_has_room(a)) break;      // what is shown is also fed, counted and recorded
         text = decode_token(&d, id, text);
+        wrap_text(&w, &text, 0);
         write_text(&text, out);
         arrput(arrlast(a->turn).dec, id);
         feed_decode(a, id);
         made++;
     }
     text = decode_flush(&d, text);
+    wrap_text(&w, &text, 1);
     write_text(&text, out);
+    arrfree(w.word);
     arrfree(text);
     return made;
 }
@@ -17778,9 +17874,9 @@ static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
     human_bytes((double)kv_bytes(s), held);
     human_bytes((double)kv_bytes_full(s), full);
     double share = 100.0 * (double)kv_bytes(s) / (double)kv_bytes_full(s);
-    fprintf(stderr, "[turn %d | %d tokens in, %d out, %.1f tok/s | KV %s of %s (%.1f %%) | %s%s]\n",
-            s->turn, n_pre, n_gen, rate(n_gen, seconds), held, full, share, rows,
-            saves_reads_only(s) ? " | saves reads, not memory" : "");
+    fprintf(stderr, "%s[turn %d | %d tokens in, %d out, %.1f tok/s | KV %s of %s (%.1f %%) | %s%s]%s\n",
+            in_color(stderr, COLOR_NUMBERS), s->turn, n_pre, n_gen, rate(n_gen, seconds), held, full, share,
+            rows, saves_reads_only(s) ? " | saves reads, not memory" : "", in_color(stderr, COLOR_OFF));
 }
 
 // /stats and --stats: three lines of the session, then what each part of the method says of itself.
@@ -18259,15 +18355,16 @@ static int session_read(App *a, const char *path, char err[512]) {
 }
 
 // ==================================================================================================== 25 CHAT
-// A small line editor (UTF-8, history, multi-line pastes), the commands, and the signals. The first
-// Ctrl-C stops the reply and keeps it in the history and in the cache, or takes a message back that
-// is still being read; a second within a second leaves with 130. Without a terminal every input line
-// is a turn.
+// A small line editor (UTF-8, history, multi-line pastes, completion), the commands, and the signals.
+// The first Ctrl-C stops the reply and keeps it in the history and in the cache, or takes a message
+// back that is still being read; a second within a second leaves with 130. Without a terminal every
+// input line is a turn.
 
 // ---- the terminal
 // While a line is edited the terminal is raw: every key comes to the editor at once and nothing is
-// shown but what the editor draws. While a reply is made it has its own settings back, so that
-// Ctrl-C is a signal.
+// shown but what the editor draws. While a reply is made, keys are not shown either, and wait for the
+// next line; but Ctrl-C and Ctrl-Z are signals then, and Ctrl-S and Ctrl-Q hold the output. Its own
+// settings come back when the program stops or ends.
 
 // Bracketed paste: the terminal puts ESC [ 200 ~ before a paste and ESC [ 201 ~ behind it, so that
 // a pasted newline does not send the line.
@@ -18275,7 +18372,7 @@ static int session_read(App *a, const char *path, char err[512]) {
 #define PASTE_MARKS_OFF "\x1b[?2004l"
 
 static struct termios terminal_before;      // the terminal's own settings, while terminal_raw
-static struct termios terminal_edited;      // those while a line is edited
+static struct termios terminal_given;       // those that the chat has given it
 static volatile sig_atomic_t terminal_raw;
 
 // Does the terminal listen to this process? One that was sent to the background leaves the settings
@@ -18300,21 +18397,29 @@ static void terminal_restore(void) {
     terminal_raw = 0;
 }
 
-// Makes the terminal raw. 0, or -1 when standard input is no terminal or does not answer.
-static int terminal_enter(void) {
-    if (tcgetattr(0, &terminal_before)) return -1;
+// Takes the terminal for editing a line (1) or for making a reply (0). 0, or -1 when standard input is
+// no terminal or does not answer.
+static int terminal_enter(int editing) {
+    if (!terminal_raw && tcgetattr(0, &terminal_before)) return -1;
     struct termios raw = terminal_before;
     // Local modes off. ICANON: bytes come as they are typed, not line by line. ECHO: the terminal does
-    // not show them, the editor does. ISIG: Ctrl-C and Ctrl-Z come as bytes (3, 26), not as SIGINT and
-    // SIGTSTP. IEXTEN: Ctrl-V comes as a byte, and the terminal does not wait for a key to quote.
-    raw.c_lflag &= ~(tcflag_t)(ICANON | ECHO | ISIG | IEXTEN);
-    // Input modes off. IXON: Ctrl-S and Ctrl-Q come as bytes, and do not stop and start the output.
-    // ICRNL: Return comes as \r (13), and is not turned into \n.
-    raw.c_iflag &= ~(tcflag_t)(IXON | ICRNL);
+    // not show them, the editor does. IEXTEN: Ctrl-V comes as a byte, and the terminal does not wait
+    // for a key to quote.
+    raw.c_lflag &= ~(tcflag_t)(ICANON | ECHO | IEXTEN);
+    // Input modes off. ICRNL: Return comes as \r (13), and is not turned into \n.
+    raw.c_iflag &= ~(tcflag_t)ICRNL;
+    if (editing) {
+        // ISIG off: Ctrl-C and Ctrl-Z come as bytes (3, 26), not as SIGINT and SIGTSTP.
+        raw.c_lflag &= ~(tcflag_t)ISIG;
+        // IXON off: Ctrl-S and Ctrl-Q come as bytes, and do not stop and start the output.
+        raw.c_iflag &= ~(tcflag_t)IXON;
+    } else {
+        raw.c_lflag |= NOFLSH;              // Ctrl-C stops the reply, and leaves what is typed ahead
+    }
     // A read returns as soon as there is one byte, and waits for it as long as it takes.
     raw.c_cc[VMIN] = 1;
     raw.c_cc[VTIME] = 0;
-    terminal_edited = raw;
+    terminal_given = raw;
     terminal_raw = 1;                       // first: a signal may come behind each of these lines
     if (tcsetattr(0, TCSANOW, &raw)) {
         terminal_raw = 0;
@@ -18386,9 +18491,9 @@ static void signal_watch(int sig, void (*handler)(int), int even_if_ignored) {
     sigaction(sig, &sa, NULL);
 }
 
-// Takes the terminal back, if a line is being edited, after a stop.
+// Takes the terminal back, if the chat had it, after a stop.
 static void terminal_resume(void) {
-    if (terminal_raw) terminal_set(&terminal_edited, PASTE_MARKS_ON);
+    if (terminal_raw) terminal_set(&terminal_given, PASTE_MARKS_ON);
     resumed = 1;
 }
 
@@ -18463,44 +18568,47 @@ typedef struct {
     int row;                // the screen row of the cursor, counted from the prompt's
     char **history;         // the messages sent (stb_ds array of strings), oldest first
     int at;                 // the history entry shown; its length: the new line
+    char *draft;            // the new line, while a history entry is shown (malloc'd)
+    char *cut;              // what Ctrl-U, Ctrl-K or Ctrl-W deleted last (malloc'd), for Ctrl-Y
+    char *sought;           // what Ctrl-R looks for (stb_ds array, ends in NUL); NULL: nothing
+    int missing;            // 1: no message has it
+    char *file;             // where the history is kept (malloc'd); NULL: it is not
+    // What Tab may put in place of typed[*from..]: a stb_ds array of malloc'd names. *from stays -1
+    // where nothing is completed.
+    char **(*complete)(const char *typed, int *from);
 } Line;
 
-enum {                      // the bytes of keys that edit
-    CTRL_A = 1,             // to the start
+enum {                      // the bytes of keys that line_edit and the search know themselves
     CTRL_C = 3,             // deletes the line; on an empty line, leaves
-    CTRL_D = 4,             // deletes the character under the cursor; on an empty line, leaves
-    CTRL_E = 5,             // to the end
+    CTRL_D = 4,             // on an empty line, leaves
+    CTRL_G = 7,             // gives a search up
     CTRL_H = 8,             // the same as Backspace on some terminals
-    TAB = 9,                // typed like a letter
-    CTRL_K = 11,            // deletes to the end
+    TAB = 9,
+    CTRL_K = 11,
     ENTER = 13,             // sends the line
-    CTRL_U = 21,            // deletes to the start
-    CTRL_W = 23,            // deletes the word before the cursor
+    CTRL_R = 18,            // searches on
+    CTRL_U = 21,
     CTRL_Z = 26,            // stops the program; `fg` goes on
-    ESCAPE = 27,            // begins the sequence of an arrow, Home, End, Delete, or a paste
-    BACKSPACE = 127,        // deletes the character before the cursor
+    ESCAPE = 27,            // begins the sequence of an arrow, Home, End, Delete, Alt and a key, or a paste
+    BACKSPACE = 127,
 };
 
 // Is b a byte inside a UTF-8 character, not its first?
 static int inside_char(char b) { return (b & 0xc0) == 0x80; }
 
-// The offset of the character behind the one at i.
-static int char_next(const Line *e, int i) {
+// The offset of the character behind the one at s[i], in a text of n bytes.
+static int char_end(const char *s, int i, int n) {
     do i++;
-    while (i < (int)arrlen(e->text) && inside_char(e->text[i]));
+    while (i < n && inside_char(s[i]));
     return i;
 }
 
-// The offset of the character before i.
-static int char_prev(const Line *e, int i) {
-    do i--;
-    while (i > 0 && inside_char(e->text[i]));
-    return i;
-}
+// The length of the line in bytes.
+static int line_length(const Line *e) { return (int)arrlen(e->text); }
 
 // Inserts n bytes at the cursor and moves it behind them.
 static void line_insert(Line *e, const char *s, int n) {
-    int len = (int)arrlen(e->text);
+    int len = line_length(e);
     arrsetlen(e->text, len + n);
     memmove(e->text + e->cursor + n, e->text + e->cursor, len - e->cursor);
     memcpy(e->text + e->cursor, s, n);
@@ -18515,22 +18623,25 @@ static void line_delete(Line *e, int from, int to) {
     arrsetlen(e->text, arrlen(e->text) - (to - from));
 }
 
-// Ctrl-W: deletes the word before the cursor, with the blanks behind it.
-static void line_delete_word(Line *e) {
-    int from = e->cursor;
-    while (from > 0 && e->text[from - 1] == ' ') from--;
-    while (from > 0 && e->text[from - 1] != ' ') from--;
-    line_delete(e, from, e->cursor);
+// Puts another text in the line's place, the cursor behind it.
+static void line_replace(Line *e, const char *text) {
+    line_delete(e, 0, line_length(e));
+    line_insert(e, text, (int)strlen(text));
 }
 
-// Shows the history entry `step` away (-1: the one before); behind the last stands an empty line.
-static void line_history(Line *e, int step) {
-    int at = e->at + step, n = (int)arrlen(e->history);
-    if (at < 0 || at > n) return;
+// The first n bytes of the line as a text of its own, malloc'd.
+static char *line_copy(const Line *e, int n) { return copy_bytes(e->text, (size_t)n); }
+
+// Shows the history entry at, or, behind the last, the new line as it was left.
+static void line_show(Line *e, int at) {
+    int n = (int)arrlen(e->history);
+    if (e->at == n && at < n) {
+        free(e->draft);
+        e->draft = line_copy(e, line_length(e));
+    }
     e->at = at;
-    arrsetlen(e->text, 0);
-    e->cursor = 0;
-    if (at < n) line_insert(e, e->history[at], (int)strlen(e->history[at]));
+    if (at < n) line_replace(e, e->history[at]);
+    else line_replace(e, e->draft ? e->draft : "");
 }
 
 // ---- the line editor: drawing
@@ -18581,6 +18692,16 @@ static int char_width(const char *s, int n) {
     return 1;
 }
 
+// The columns that n bytes without line breaks take.
+static int text_columns(const char *s, int n) {
+    int columns = 0;
+    for (int i = 0, next; i < n; i = next) {
+        next = char_end(s, i, n);
+        columns += char_width(s + i, next - i);
+    }
+    return columns;
+}
+
 // Where the screen goes on after the character s of n bytes was written at p. A character that does
 // not fit into the row stands in the next; a full row is followed by the next one, except by the
 // last character, after which the terminal waits in the last column.
@@ -18600,28 +18721,41 @@ static void char_draw(const char *s, int n) {
     else fputc(' ', stdout);
 }
 
-// Writes prompt and text anew and puts the cursor where it belongs. e->row is the row it stood in,
-// and then stands in.
+// Writes n bytes of text at p, and returns where the screen goes on. more 1: text follows.
+static Place text_draw(Place p, const char *s, int n, int more, int cols) {
+    for (int i = 0, next; i < n; i = next) {
+        next = char_end(s, i, n);
+        char_draw(s + i, next - i);
+        p = place_after(p, s + i, next - i, !more && next == n, cols);
+    }
+    return p;
+}
+
+// Writes the prompt: "> ", or what is looked for. Returns where the text begins.
+static Place prompt_draw(const Line *e, int cols) {
+    Place p = { 0, 0 };
+    if (!e->sought) return text_draw(p, "> ", 2, 1, cols);
+    const char *before = e->missing ? "no message has '" : "search '", *after = "': ";
+    p = text_draw(p, before, (int)strlen(before), 1, cols);
+    p = text_draw(p, e->sought, (int)strlen(e->sought), 1, cols);
+    return text_draw(p, after, (int)strlen(after), 1, cols);
+}
+
+// Writes prompt and text anew, in the user's colour, and puts the cursor where it belongs. e->row is
+// the row it stood in, and then stands in.
 static void line_draw(Line *e) {
-    int cols = screen_columns(), n = (int)arrlen(e->text);
-    Place end = { 2, 0 }, cursor = end;
+    int cols = screen_columns(), n = line_length(e);
 
     // The prompt's row again, everything from there on cleared. ESC [ n A: n rows up. ESC [ J: clear.
     if (e->row) printf("\x1b[%dA", e->row);
-    printf("\r\x1b[J> ");
-
-    // The text, behind the two columns of the prompt.
-    for (int i = 0, next; i < n; i = next) {
-        if (i == e->cursor) cursor = end;
-        next = char_next(e, i);
-        char_draw(e->text + i, next - i);
-        end = place_after(end, e->text + i, next - i, next == n, cols);
-    }
-    if (e->cursor == n) cursor = end;
+    printf("\r%s\x1b[J", in_color(stdout, COLOR_USER));
+    Place cursor = text_draw(prompt_draw(e, cols), e->text, e->cursor, e->cursor < n, cols);
+    Place end = text_draw(cursor, e->text + e->cursor, n - e->cursor, 0, cols);
+    fputs(in_color(stdout, COLOR_OFF), stdout);
     if (end.x >= cols) {        // it ends in the last column: the next row is opened for the cursor
         fputs("\r\n", stdout);
         if (cursor.x >= cols) cursor = (Place){ 0, cursor.y + 1 };
-        end.y++;
+        end = (Place){ 0, end.y + 1 };
     }
 
     // From the text's end to the cursor. ESC [ n C: n columns to the right.
@@ -18632,7 +18766,16 @@ static void line_draw(Line *e) {
     fflush(stdout);
 }
 
-// ---- the line editor: keys
+// Draws the line with the cursor behind it, and begins a row below.
+static void line_leave(Line *e) {
+    e->cursor = line_length(e);
+    line_draw(e);
+    fputs("\r\n", stdout);
+    fflush(stdout);
+    e->row = 0;
+}
+
+// ---- the line editor: input
 // Input comes in big reads, so that a long paste is drawn once, not once a byte.
 typedef struct {
     unsigned char buf[65536];
@@ -18641,15 +18784,18 @@ typedef struct {
 } Input;
 static Input input;
 
-// Is there a byte to be had without waiting?
-static int input_ready(void) {
+// Is there a byte to be had within so many milliseconds?
+static int input_within(int ms) {
     fd_set f;
-    struct timeval t = { 0, 0 };
+    struct timeval t = { 0, 1000 * ms };
     if (input.at < input.n) return 1;
     FD_ZERO(&f);
     FD_SET(0, &f);
     return select(1, &f, NULL, NULL, &t) > 0;
 }
+
+// Is there one without waiting?
+static int input_ready(void) { return input_within(0); }
 
 // Waits until there is a byte, or the end of the input. 1: the program was stopped meanwhile, and
 // goes on; ask again.
@@ -18677,6 +18823,144 @@ static int input_byte(void) {
     return input.buf[input.at++];
 }
 
+// Puts back the byte that input_byte has just returned.
+static void input_back(void) { input.at--; }
+
+// The byte that the next key begins with; -1: the end of the input. Before it is waited for the line
+// is drawn, and again, below what others have written, when the program was stopped and goes on.
+static int line_byte(Line *e) {
+    if (!resumed && !input_ready()) line_draw(e);
+    while (input_stopped()) {
+        e->row = 0;
+        line_draw(e);
+    }
+    return input_byte();
+}
+
+enum { KEY_ROOM = 16 };
+
+// Reads the rest of the key that begins with byte c into key: nothing, a byte behind ESC, or all of
+// ESC [ numbers letter, of which too long a one is cut. ESC O is taken as ESC [. A lone Escape key
+// sends nothing more, so that is not waited for longer than a slow line needs.
+static void key_read(int c, char key[KEY_ROOM]) {
+    int n = 0;
+    key[n++] = (char)c;
+    if (c == ESCAPE && input_within(50)) {
+        c = input_byte();
+        int sequence = c == '[' || c == 'O';
+        if (c == ESCAPE || c >= 0x80) input_back();         // another key, or a letter beyond ASCII
+        else if (c >= 0) key[n++] = (char)(sequence ? '[' : c);
+        while (sequence) {
+            c = input_byte();
+            sequence = c >= ' ' && c < '@';                 // numbers, and what stands between them
+            if (c >= 0 && n < KEY_ROOM - 1) key[n++] = (char)c;
+        }
+    }
+    key[n] = 0;
+}
+
+// ---- the line editor: what keys do
+// Can b be part of a word? For keys that go by words: letters, digits, all beyond ASCII.
+static int in_word(char b) { return isalnum((unsigned char)b) || b == '_' || (b & 0x80); }
+
+// Where a key takes the cursor, as an offset: to a neighbouring character or word, to an end of the
+// row or of the line. A row is what stands between two line breaks.
+static int to_left(const Line *e) {
+    int i = max_int(e->cursor - 1, 0);
+    while (i > 0 && inside_char(e->text[i])) i--;
+    return i;
+}
+
+static int to_right(const Line *e) {
+    int n = line_length(e);
+    return e->cursor < n ? char_end(e->text, e->cursor, n) : n;
+}
+
+static int to_word_left(const Line *e) {
+    int i = e->cursor;
+    while (i > 0 && !in_word(e->text[i - 1])) i--;
+    while (i > 0 && in_word(e->text[i - 1])) i--;
+    return i;
+}
+
+static int to_word_right(const Line *e) {
+    int i = e->cursor, n = line_length(e);
+    while (i < n && !in_word(e->text[i])) i++;
+    while (i < n && in_word(e->text[i])) i++;
+    return i;
+}
+
+// The word as the shell's Ctrl-W has it: everything between blanks.
+static int to_blank_left(const Line *e) {
+    int i = e->cursor;
+    while (i > 0 && isspace((unsigned char)e->text[i - 1])) i--;
+    while (i > 0 && !isspace((unsigned char)e->text[i - 1])) i--;
+    return i;
+}
+
+static int to_row_start(const Line *e) {
+    int i = e->cursor;
+    while (i > 0 && e->text[i - 1] != '\n') i--;
+    return i;
+}
+
+static int to_row_end(const Line *e) {
+    int i = e->cursor, n = line_length(e);
+    while (i < n && e->text[i] != '\n') i++;
+    return i;
+}
+
+static int to_start(const Line *e) {
+    (void)e;
+    return 0;
+}
+
+static int to_end(const Line *e) { return line_length(e); }
+
+// Puts the cursor into the row that begins at `start`, below or above where it was in its own.
+static void line_to_row(Line *e, int start) {
+    int own = to_row_start(e), column = text_columns(e->text + own, e->cursor - own);
+    e->cursor = start;
+    for (int x = 0, end = to_row_end(e); e->cursor < end; e->cursor = to_right(e)) {
+        x += char_width(e->text + e->cursor, to_right(e) - e->cursor);
+        if (x > column) break;
+    }
+}
+
+// Arrow up: the row above, or from the first one the message before.
+static void line_up(Line *e) {
+    int start = to_row_start(e), cursor = e->cursor;
+    if (!start) {
+        if (e->at > 0) line_show(e, e->at - 1);
+        return;
+    }
+    e->cursor = start - 1;
+    int above = to_row_start(e);
+    e->cursor = cursor;
+    line_to_row(e, above);
+}
+
+// Arrow down: the row below, or from the last one the message behind.
+static void line_down(Line *e) {
+    int end = to_row_end(e);
+    if (end < line_length(e)) line_to_row(e, end + 1);
+    else if (e->at < (int)arrlen(e->history)) line_show(e, e->at + 1);
+}
+
+// Alt-Enter: a line break in the message.
+static void line_break(Line *e) { line_insert(e, "\n", 1); }
+
+// Ctrl-Y: inserts what was cut last.
+static void line_yank(Line *e) {
+    if (e->cut) line_insert(e, e->cut, (int)strlen(e->cut));
+}
+
+// Ctrl-L: an empty screen, and the line at its top.
+static void line_clear_screen(Line *e) {
+    fputs("\x1b[H\x1b[2J", stdout);
+    e->row = 0;
+}
+
 // Inserts a paste, up to the mark behind it (ESC [ 201 ~). Newlines stay in the text. When the mark
 // does not come, because the terminal went wrong, Ctrl-C with nothing behind it ends the paste and
 // deletes the line.
@@ -18686,7 +18970,7 @@ static void line_paste(Line *e) {
     for (int c = input_byte(); c >= 0; c = input_byte()) {
         char b = (char)(c == '\r' ? '\n' : c);
         if (c == CTRL_C && !input_ready()) {
-            line_delete(e, 0, (int)arrlen(e->text));
+            line_delete(e, 0, line_length(e));
             return;
         }
         line_insert(e, &b, 1);
@@ -18697,108 +18981,170 @@ static void line_paste(Line *e) {
     }
 }
 
-// The rest of a key that sends ESC [ number letter (or ESC O letter): returns the letter, 0 when it
-// is something else. *number is the last of the numbers: ESC [ 1 ; 5 D, Ctrl and an arrow, gives D
-// and 5.
-static int escape_sequence(int *number) {
-    int c = input_ready() ? input_byte() : 0;
-    *number = 0;
-    if (c != '[' && c != 'O') return 0;
-    for (c = input_byte(); c == ';' || (c >= '0' && c <= '9'); c = input_byte()) {
-        if (c == ';') *number = 0;
-        else *number = *number % 1000 * 10 + c - '0';
-    }
-    return c;
+// Shows the latest message before entry `at` that has what is looked for, the cursor where it has it.
+static void line_seek(Line *e, int at) {
+    const char *found = NULL;
+    while (--at >= 0 && !found) found = strstr(e->history[at], e->sought);
+    e->missing = !found;
+    if (!found) return;
+    int offset = (int)(found - e->history[at + 1]);
+    line_show(e, at + 1);
+    e->cursor = offset;
 }
 
-// A key whose sequence ends in ~ is known by its number.
-static void line_numbered_key(Line *e, int number) {
-    int n = (int)arrlen(e->text);
-    switch (number) {
-    case 1: case 7:                                         // Home
-        e->cursor = 0;
-        break;
-    case 4: case 8:                                         // End
-        e->cursor = n;
-        break;
-    case 3:                                                 // Delete
-        if (e->cursor < n) line_delete(e, e->cursor, char_next(e, e->cursor));
-        break;
-    case 200:
-        line_paste(e);
-        break;
+// Ctrl-R: looks in the messages before for what is typed now, the latest first; Ctrl-R again goes on
+// to older ones. Ctrl-C and Ctrl-G give it up, and the line is what it was. Any other key takes what
+// was found, and then does what it always does.
+static void line_search(Line *e) {
+    char *before = line_copy(e, line_length(e));
+    int cursor = e->cursor, at = e->at, last = (int)arrlen(e->history), c;
+    arrput(e->sought, 0);
+    for (c = line_byte(e); c >= 0; c = line_byte(e)) {
+        int n = (int)arrlen(e->sought) - 1;
+        if (c == CTRL_R) {
+            line_seek(e, e->at);
+        } else if (c == BACKSPACE || c == CTRL_H) {
+            do n--;
+            while (n > 0 && inside_char(e->sought[n]));
+            arrsetlen(e->sought, max_int(n, 0) + 1);
+            arrlast(e->sought) = 0;
+            line_seek(e, last);
+        } else if (c >= ' ') {
+            arrlast(e->sought) = (char)c;
+            arrput(e->sought, 0);
+            line_seek(e, n ? min_int(e->at + 1, last) : last);
+        } else {
+            break;
+        }
     }
+    arrfree(e->sought);
+    e->missing = 0;
+    if (c == CTRL_C || c == CTRL_G) {
+        e->at = at;
+        line_replace(e, before);
+        e->cursor = cursor;
+    } else if (c >= 0) {
+        input_back();
+    }
+    free(before);
 }
 
-// What follows an ESC byte.
-static void line_escape(Line *e) {
-    int number, n = (int)arrlen(e->text);
-    switch (escape_sequence(&number)) {
-    case 'A':                                               // up
-        line_history(e, -1);
-        break;
-    case 'B':                                               // down
-        line_history(e, 1);
-        break;
-    case 'C':                                               // right
-        if (e->cursor < n) e->cursor = char_next(e, e->cursor);
-        break;
-    case 'D':                                               // left
-        if (e->cursor > 0) e->cursor = char_prev(e, e->cursor);
-        break;
-    case 'H':                                               // Home
-        e->cursor = 0;
-        break;
-    case 'F':                                               // End
-        e->cursor = n;
-        break;
-    case '~':
-        line_numbered_key(e, number);
-        break;
+// How many bytes all of the names begin with in common, whole characters only.
+static int common_beginning(char *const *name /* stb_ds */) {
+    int n = (int)strlen(name[0]);
+    for (int i = 1; i < (int)arrlen(name); i++) {
+        int k = 0;
+        while (k < n && name[i][k] == name[0][k]) k++;
+        n = k;
     }
+    while (n > 0 && inside_char(name[0][n])) n--;
+    return n;
 }
 
-// One key that edits the line.
+// Writes names behind each other in lines of the screen's width.
+static void print_names(FILE *f, const char *const *name, int n, int indent) {
+    int x = screen_columns();
+    for (int i = 0; i < n; i++) {
+        int width = text_columns(name[i], (int)strlen(name[i])) + 1;
+        if (x + width > screen_columns()) {
+            fprintf(f, "%s%*s", i ? "\n" : "", indent - 1, "");
+            x = indent - 1;
+        }
+        fputc(' ', f);
+        show(f, name[i], strlen(name[i]));
+        x += width;
+    }
+    fprintf(f, "\n");
+}
+
+// Tab: completes a command, a method or a path as far as it is sure, or lists what is possible. In
+// other text it is a letter as others are.
+static void line_complete(Line *e) {
+    int from = -1, cursor = e->cursor;
+    char *typed = line_copy(e, cursor), **name = e->complete ? e->complete(typed, &from) : NULL;
+    int n = (int)arrlen(name), sure = n ? common_beginning(name) : 0;
+    if (from < 0) {
+        line_insert(e, "\t", 1);
+    } else if (sure > cursor - from) {
+        line_delete(e, from, cursor);
+        line_insert(e, name[0], sure);
+    } else if (n > 1) {
+        line_leave(e);
+        print_names(stdout, (const char *const *)name, n, 2);
+        e->cursor = cursor;
+    } else if (!n) {
+        fputc('\a', stdout);
+    }
+    for (int i = 0; i < n; i++) free(name[i]);
+    arrfree(name);
+    free(typed);
+}
+
+// ---- the line editor: the table of keys
+enum { MOVES, DELETES, CUTS };      // what a key does with the text up to .to; Ctrl-Y brings back what is cut
+
+typedef struct {
+    const char *bytes;              // what terminals send for it, several spellings with | between them
+    int (*to)(const Line *e);
+    int how;                        // MOVES, DELETES, CUTS
+    void (*act)(Line *e);           // what it does instead of going to .to
+} Key;
+
+static const Key keys[] = {
+    { "\x1b[D|\x02", .to = to_left },                                           // left, Ctrl-B
+    { "\x1b[C|\x06", .to = to_right },                                          // right, Ctrl-F
+    { "\x1b[1;5D|\x1b[1;3D|\x1b[5D|\x1b[d|\x1b" "b", .to = to_word_left },      // Ctrl-left, Alt-left, Alt-B
+    { "\x1b[1;5C|\x1b[1;3C|\x1b[5C|\x1b[c|\x1b" "f", .to = to_word_right },     // Ctrl-right, Alt-right, Alt-F
+    { "\x1b[H|\x1b[1~|\x1b[7~|\x01", .to = to_row_start },                      // Home, Ctrl-A
+    { "\x1b[F|\x1b[4~|\x1b[8~|\x05", .to = to_row_end },                        // End, Ctrl-E
+    { "\x1b[1;5H|\x1b[7^|\x1b<", .to = to_start },                              // Ctrl-Home, Alt-<
+    { "\x1b[1;5F|\x1b[8^|\x1b>", .to = to_end },                                // Ctrl-End, Alt->
+    { "\x7f|\x08", .to = to_left, .how = DELETES },                             // Backspace
+    { "\x1b[3~|\x04", .to = to_right, .how = DELETES },                         // Delete, Ctrl-D
+    { "\x1b\x7f|\x1b\x08", .to = to_word_left, .how = CUTS },                   // Alt-Backspace
+    { "\x1b[3;5~|\x1b[3;3~|\x1b[3^|\x1b" "d", .to = to_word_right, .how = CUTS },   // Ctrl-Delete, Alt-D
+    { "\x17", .to = to_blank_left, .how = CUTS },                               // Ctrl-W
+    { "\x15", .to = to_start, .how = CUTS },                                    // Ctrl-U
+    { "\x0b", .to = to_end, .how = CUTS },                                      // Ctrl-K
+    { "\x1b[A|\x10", .act = line_up },                                          // up, Ctrl-P
+    { "\x1b[B|\x0e", .act = line_down },                                        // down, Ctrl-N
+    { "\x12", .act = line_search },                                             // Ctrl-R
+    { "\x19", .act = line_yank },                                               // Ctrl-Y
+    { "\x0c", .act = line_clear_screen },                                       // Ctrl-L
+    { "\t", .act = line_complete },                                             // Tab
+    { "\x1b\r|\x1b\n|\x1b[13;2u|\x1b[13;3u", .act = line_break },               // Alt-Enter, Shift-Enter
+    { "\x1b[200~", .act = line_paste },
+};
+
+// Does with the text between the cursor and `to` what the key says.
+static void line_go(Line *e, int to, int how) {
+    int first = min_int(e->cursor, to), last = max_int(e->cursor, to);
+    if (how == CUTS && first < last) {
+        free(e->cut);
+        e->cut = copy_bytes(e->text + first, (size_t)(last - first));
+    }
+    if (how == MOVES) e->cursor = to;
+    else line_delete(e, first, last);
+}
+
+// The key that begins with byte c: one of the table, or a letter, which is inserted.
 static void line_key(Line *e, int c) {
-    int n = (int)arrlen(e->text);
-    char b = (char)c;
-    switch (c) {
-    case CTRL_C:
-        line_delete(e, 0, n);
-        break;
-    case CTRL_D:
-        if (e->cursor < n) line_delete(e, e->cursor, char_next(e, e->cursor));
-        break;
-    case BACKSPACE: case CTRL_H:
-        if (e->cursor > 0) line_delete(e, char_prev(e, e->cursor), e->cursor);
-        break;
-    case CTRL_A:
-        e->cursor = 0;
-        break;
-    case CTRL_E:
-        e->cursor = n;
-        break;
-    case CTRL_K:
-        line_delete(e, e->cursor, n);
-        break;
-    case CTRL_U:
-        line_delete(e, 0, e->cursor);
-        break;
-    case CTRL_W:
-        line_delete_word(e);
-        break;
-    case ESCAPE:
-        line_escape(e);
-        break;
-    default:
-        if (c >= ' ' || c == TAB) line_insert(e, &b, 1);
+    char key[KEY_ROOM], b = (char)c;
+    key_read(c, key);
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        if (word_place(keys[i].bytes, key) < 0) continue;
+        if (keys[i].act) keys[i].act(e);
+        else line_go(e, keys[i].to(e), keys[i].how);
+        return;
     }
+    if (c >= ' ') line_insert(e, &b, 1);
 }
 
 enum {                      // how reading a line or a message ends
     READ_INTERRUPTED = -1,  // Ctrl-C on an empty line
     READ_END = 0,           // the end of the input, or Ctrl-D on an empty line
     READ_DONE = 1,
+    READ_QUOTED = 2,        // a message in """, which is never a command
 };
 
 // Ctrl-Z, which comes as a byte: stops the program and whatever shares its pipeline.
@@ -18809,11 +19155,18 @@ static void line_stop(Line *e) {
     kill(0, SIGTSTP);
 }
 
-// Draws the line anew, below what others have written.
-static void line_resume(Line *e) {
-    e->row = 0;
-    line_draw(e);
+// """ at the beginning of a message lets it have several lines, up to """ at the end of one.
+static const char quotes[] = "\"\"\"";
+enum { QUOTES = 3 };
+
+static int quotes_begin(const char *s, int n) { return n >= QUOTES && !memcmp(s, quotes, QUOTES); }
+
+static int quotes_end(const char *s, int n) {
+    return n >= 2 * QUOTES && !memcmp(s + n - QUOTES, quotes, QUOTES);
 }
+
+// Does the text wait for more lines?
+static int quotes_open(const char *s, int n) { return quotes_begin(s, n) && !quotes_end(s, n); }
 
 // One edited line in e->text. Returns READ_*.
 static int line_edit(Line *e) {
@@ -18821,32 +19174,160 @@ static int line_edit(Line *e) {
     e->cursor = e->row = 0;
     e->at = (int)arrlen(e->history);
     resumed = 0;
-    line_draw(e);
     for (;;) {
-        if (input_stopped()) {
-            line_resume(e);
-            continue;
-        }
-        int c = input_byte(), empty = !arrlen(e->text);
+        int c = line_byte(e), empty = !line_length(e);
         if (c < 0) return empty ? READ_END : READ_DONE;
-        if (c == ENTER || c == '\n') break;
         if (c == CTRL_C && empty) return READ_INTERRUPTED;
         if (c == CTRL_D && empty) return READ_END;
-        if (c == CTRL_Z) line_stop(e);
-        else line_key(e, c);
-        if (!input_ready()) line_draw(e);
+        if (c == ENTER || c == '\n') {
+            if (!quotes_open(e->text, line_length(e))) break;
+            line_break(e);
+        } else if (c == CTRL_C) {
+            line_delete(e, 0, line_length(e));
+        } else if (c == CTRL_Z) {
+            line_stop(e);
+        } else {
+            line_key(e, c);
+        }
     }
-    e->cursor = (int)arrlen(e->text);
-    line_draw(e);
-    fputs("\r\n", stdout);
-    fflush(stdout);
+    line_leave(e);
     return READ_DONE;
 }
 
-// ---- one user message: an edited line, or a line of standard input; a line ending in \ continues
+// ---- the history, kept over sessions
+// A file with a line for each message, as a JSON string, so that one of several lines is one line.
+// Messages are appended one write each: chats side by side leave each other's lines alone, and a
+// program that is killed has lost nothing. When a chat begins, a file that has grown long is cut to
+// its newest lines, and then saved as every file is.
+enum {
+    HISTORY_LINES = 1000,           // so many of the newest, and so many bytes, are read
+    HISTORY_BYTES = 1 << 20,
+    HISTORY_OLD = 1 << 16,          // bytes of older lines that may stay: not every chat saves the file anew
+    HISTORY_MESSAGE = 1 << 16,      // bytes of the longest message that is kept
+    MOST_HISTORY = 64 << 20,        // bytes of a file that is read at all
+};
+
+// Where the history is kept, malloc'd: $XDG_STATE_HOME/kvcomp/history, by default in ~/.local/state.
+// NULL when there is no such place.
+static char *history_path(void) {
+    const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
+    int own = state && *state == '/';
+    if (!own && !(home && *home == '/')) return NULL;
+    size_t room = strlen(own ? state : home) + 64;
+    char *path = xmalloc(room);
+    snprintf(path, room, "%s%s/kvcomp/history", own ? state : home, own ? "" : "/.local/state");
+    return path;
+}
+
+// From here on the history is not kept, and a line on stderr says why.
+static void history_give_up(Line *e, const char *why) {
+    if (!quiet) warn("the history is not kept: %s", why);
+    free(e->file);
+    e->file = NULL;
+}
+
+// The newest lines of a text (n): where those begin that are read.
+static char *newest_lines(char *text, size_t n) {
+    char *first = text + n, *end = first;
+    for (int lines = 0; first > text && lines < HISTORY_LINES; lines++) {
+        char *p = first - 1;
+        while (p > text && p[-1] != '\n') p--;
+        if (end - p > HISTORY_BYTES) break;
+        first = p;
+    }
+    return first;
+}
+
+// Saves a text as the file, for its owner alone. 0, or -1 with err.
+static int history_save(const char *path, const char *text, size_t n, char err[512]) {
+    Saving x;
+    if (save_begin(&x, path, err)) return -1;
+    fchmod(fileno(x.f), 0600);
+    fwrite(text, 1, n, x.f);
+    return save_keep(&x, 1, err);
+}
+
+// Reads the history from its file, if there is one. A file that is none, or cannot be read, is left
+// alone. Lines that are no messages are passed over.
+static void history_read(Line *e) {
+    char err[512];
+    size_t n;
+    e->file = history_path();
+    if (!e->file || !file_exists(e->file)) return;
+    char *text = read_bounded(e->file, MOST_HISTORY, &n, err);
+    if (!text) {
+        history_give_up(e, err);
+        return;
+    }
+    char *first = newest_lines(text, n), *last = text + n, *end;
+    for (char *p = first; p < last; p = end + 1) {
+        end = memchr(p, '\n', (size_t)(last - p));
+        if (!end) end = last;
+        Json *j = json_parse(p, (size_t)(end - p), err);
+        if (j && j->type == JSON_STRING && *j->str) arrput(e->history, copy_text(j->str));
+        json_free(j);
+    }
+    if (first - text > HISTORY_OLD && history_save(e->file, first, (size_t)(last - first), err)) history_give_up(e, err);
+    free(text);
+}
+
+// Appends a line (n bytes) to the file, which is for its owner alone. 0, or -1 with err.
+static int history_append(const char *path, const char *line, size_t n, char err[512]) {
+    struct stat st;
+    char *target = copy_text(path);
+    // The folders on the way, for their owner alone as well. One that is missing then is told below.
+    for (char *p = strchr(target + 1, '/'); p; p = strchr(p + 1, '/')) {
+        *p = 0;
+        (void)mkdir(target, 0700);
+        *p = '/';
+    }
+    free(target);
+    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
+    int bad = fd < 0 || fstat(fd, &st) || fchmod(fd, 0600);
+    if (!bad && !S_ISREG(st.st_mode)) {
+        bad = 1;
+        errno = EINVAL;
+    }
+    errno = bad ? errno : ENOSPC;
+    ssize_t done = bad ? 0 : write(fd, line, n);
+    if (done != (ssize_t)n) snprintf(err, 512, "%.400s: %s", path, save_reason());
+    if (done > 0 && done < (ssize_t)n) (void)!ftruncate(fd, st.st_size);        // no half of a line stays
+    if (fd >= 0) close(fd);
+    return done == (ssize_t)n ? 0 : -1;
+}
+
+// Adds a message to the history, and to its file, unless it is the one before once more.
+static void history_add(Line *e, const char *text) {
+    int n = (int)arrlen(e->history);
+    if (n && !strcmp(e->history[n - 1], text)) return;
+    arrput(e->history, copy_text(text));
+    if (!e->file || strlen(text) > HISTORY_MESSAGE) return;
+    char err[512], *line = NULL;
+    size_t size;
+    FILE *f = memory_stream(&line, &size);
+    json_escape(f, text, strlen(text));
+    fputc('\n', f);
+    memory_stream_close(f);
+    if (history_append(e->file, line, size, err)) history_give_up(e, err);
+    free(line);
+}
+
+// Frees what the editor holds.
+static void line_free(Line *e) {
+    while (arrlen(e->history)) free(arrpop(e->history));
+    arrfree(e->history);
+    arrfree(e->text);
+    free(e->draft);
+    free(e->cut);
+    free(e->file);
+}
+
+// ---- one user message: an edited line, or a line of standard input; a line ending in \ continues, and
+// so does every line of a message that begins with """
 // Appends a line of standard input without its newline to the stb_ds array. READ_DONE, READ_END
 // when there is none.
 static int read_plain(char **out) {
+    if (isatty(0)) fputs("> ", stderr);                 // one that cannot edit
     int any = 0, c = getchar();
     while (c != EOF && c != '\n') {
         arrput(*out, (char)c);
@@ -18863,25 +19344,49 @@ static int read_edited(Line *e, char **out) {
     return r;
 }
 
-// The next message into *out, an stb_ds array that ends in NUL. On a terminal it goes into the
+// Is more of this message to be read? The mark that says so becomes a line break.
+static int message_goes_on(char **text) {
+    int n = (int)arrlen(*text);
+    if (quotes_begin(*text, n)) {
+        if (quotes_open(*text, n)) arrput(*text, '\n');
+        return quotes_open(*text, n);
+    }
+    if (!n || arrlast(*text) != '\\') return 0;
+    arrlast(*text) = '\n';
+    return 1;
+}
+
+// Takes the """ off a message, with one line break beside each. Returns READ_QUOTED, or READ_DONE when
+// there are none.
+static int message_unquote(char *text) {
+    int n = (int)strlen(text), from = QUOTES, to = quotes_end(text, n) ? n - QUOTES : n;
+    if (!quotes_begin(text, n)) return READ_DONE;
+    if (from < to && text[from] == '\n') from++;
+    if (from < to && text[to - 1] == '\n') to--;
+    memmove(text, text + from, (size_t)(to - from));
+    text[to - from] = 0;
+    return READ_QUOTED;
+}
+
+// The next message into *out, an stb_ds array that ends in NUL. On a terminal (tty 1) it goes into the
 // history. Returns READ_*.
 static int read_message(Line *e, int tty, char **out) {
+    int r, more = 1;
     arrsetlen(*out, 0);
-    for (;;) {
-        if (tty && terminal_enter()) return READ_END;
-        int r = tty ? read_edited(e, out) : read_plain(out);
-        terminal_restore();
+    while (more) {
+        if (tty && terminal_enter(1)) return READ_END;
+        r = tty ? read_edited(e, out) : read_plain(out);
+        if (tty) terminal_enter(0);
         if (r != READ_DONE && !arrlen(*out)) return r;
-        if (!arrlen(*out) || arrlast(*out) != '\\') break;
-        arrlast(*out) = '\n';
+        more = r == READ_DONE && message_goes_on(out);
     }
     if (arrlen(*out) && memchr(*out, 0, arrlenu(*out))) {
         warn("the message holds a 0 byte: expected a text; it is not sent");
         arrsetlen(*out, 0);
     }
     arrput(*out, 0);
-    if (tty && (*out)[0]) arrput(e->history, copy_text(*out));
-    return READ_DONE;
+    if (tty && (*out)[0]) history_add(e, *out);
+    return message_unquote(*out);
 }
 
 // ---- a turn of the chat
@@ -19494,7 +19999,7 @@ static void chat_compare(App *a, const char *question) {
 
 // ---- commands. arg is what stands behind the name, "" when nothing does
 static const char *chat_help =
-    "/help            this list\n"
+    "/help            this list (so does /?)\n"
     "/method NAME     another method; the dialogue is played into it again\n"
     "/budget N        another budget of rows a head, likewise\n"
     "/compare TEXT    what several methods reply to it; the dialogue stays as it is\n"
@@ -19506,8 +20011,10 @@ static const char *chat_help =
     "/read FILE       a file's text as your message\n"
     "/save FILE       keep the dialogue\n"
     "/load FILE       go on with a kept one\n"
-    "/quit            leave (so does Ctrl-D); Ctrl-C stops a reply\n"
+    "/quit            leave (so do /bye and Ctrl-D); Ctrl-C stops a reply\n"
     "/method, /budget and /system alone say what is in use.\n"
+    "Tab completes commands, methods and files; arrows up and down and Ctrl-R bring\n"
+    "messages back; Alt-Enter breaks a line, \"\"\" at both ends holds several lines.\n"
     "The line after a reply: tokens read and written and the speed of writing; bytes\n"
     "of keys and values (KV) held, of what full attention would hold; rows that each\n"
     "head holds, of the tokens so far.\n";
@@ -19534,21 +20041,6 @@ static void command_clear(App *a, const char *arg) {
 static void command_regen(App *a, const char *arg) {
     (void)arg;
     chat_regen(a, stdout);
-}
-
-// Writes names behind each other in lines of the screen's width.
-static void print_names(FILE *f, const char *const *name, int n, int indent) {
-    int x = screen_columns();
-    for (int i = 0; i < n; i++) {
-        int width = (int)strlen(name[i]) + 1;
-        if (x + width > screen_columns()) {
-            fprintf(f, "%s%*s", i ? "\n" : "", indent - 1, "");
-            x = indent - 1;
-        }
-        fprintf(f, " %s", name[i]);
-        x += width;
-    }
-    fprintf(f, "\n");
 }
 
 // Without a name: prints the one in use, and all names.
@@ -19626,34 +20118,39 @@ static void command_demo(App *a, const char *arg) {
     demo(a);
 }
 
-// A new command is a function above, a line here, and a line of chat_help. /quit is chat_command's
-// own.
+// A new command is a function above, a line here, and a line of chat_help. One without a function
+// leaves.
+enum { ARG_TEXT, ARG_FILE, ARG_METHOD };
+
 static const struct {
     const char *name;
     void (*run)(App *a, const char *arg);
-    int wants_file;         // 1: nothing is done without an argument
+    int wants;              // what Tab completes behind it; a file must be named
 } commands[] = {
-    { "/help",   command_help,   0 },
-    { "/stats",  command_stats,  0 },
-    { "/clear",  command_clear,  0 },
-    { "/regen",  command_regen,  0 },
-    { "/method", command_method, 0 },
-    { "/budget", command_budget, 0 },
-    { "/system", command_system, 0 },
-    { "/read",   command_read,   1 },
-    { "/compare", command_compare, 0 },
-    { "/demo",   command_demo,   0 },
-    { "/save",   command_save,   1 },
-    { "/load",   command_load,   1 },
+    { "/help",    command_help,    ARG_TEXT },
+    { "/?",       command_help,    ARG_TEXT },
+    { "/stats",   command_stats,   ARG_TEXT },
+    { "/clear",   command_clear,   ARG_TEXT },
+    { "/regen",   command_regen,   ARG_TEXT },
+    { "/method",  command_method,  ARG_METHOD },
+    { "/budget",  command_budget,  ARG_TEXT },
+    { "/system",  command_system,  ARG_TEXT },
+    { "/read",    command_read,    ARG_FILE },
+    { "/compare", command_compare, ARG_TEXT },
+    { "/demo",    command_demo,    ARG_TEXT },
+    { "/save",    command_save,    ARG_FILE },
+    { "/load",    command_load,    ARG_FILE },
+    { "/quit",    NULL,            ARG_TEXT },
+    { "/exit",    NULL,            ARG_TEXT },
+    { "/bye",     NULL,            ARG_TEXT },
 };
+enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
 // The command whose name is nearest to what was typed, or NULL when nothing is near.
 static const char *nearest_command(const char *typed) {
     const char *best = NULL;
     int distance = min_int(3, (int)strlen(typed) - 1);      // the / is right, so it says nothing
-    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
-        nearer_name(typed, commands[i].name, &best, &distance);
-    nearer_name(typed, "/quit", &best, &distance);
+    for (int i = 0; i < N_COMMANDS; i++) nearer_name(typed, commands[i].name, &best, &distance);
     return best;
 }
 
@@ -19661,10 +20158,10 @@ static const char *nearest_command(const char *typed) {
 static int chat_command(App *a, char *line) {
     char *arg = line + strcspn(line, " \t\n");
     while (isspace((unsigned char)*arg)) *arg++ = 0;
-    if (!strcmp(line, "/quit") || !strcmp(line, "/exit")) return 1;
-    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++) {
+    for (int i = 0; i < N_COMMANDS; i++) {
         if (strcmp(line, commands[i].name)) continue;
-        if (commands[i].wants_file && !*arg) fprintf(stderr, "%s wants a file\n", line);
+        if (!commands[i].run) return 1;
+        if (commands[i].wants == ARG_FILE && !*arg) fprintf(stderr, "%s wants a file\n", line);
         else commands[i].run(a, arg);
         return 0;
     }
@@ -19672,6 +20169,58 @@ static int chat_command(App *a, char *line) {
     if (near) tell("no command %s; did you mean %s? /help lists them", line, near);
     else tell("no command %s; /help lists them", line);
     return 0;
+}
+
+// ---- completion
+// Order for qsort: texts by their bytes.
+static int text_order(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+// The names in a folder that continue a path as typed, with a slash behind those of folders (stb_ds).
+// Names that begin with a dot need theirs typed.
+static char **paths_from(const char *typed) {
+    const char *slash = strrchr(typed, '/'), *begun = slash ? slash + 1 : typed;
+    int folder = (int)(begun - typed), n = (int)strlen(begun);
+    char **name = NULL, *where = folder ? copy_bytes(typed, (size_t)folder) : copy_text(".");
+    DIR *d = opendir(where);
+    for (struct dirent *f = d ? readdir(d) : NULL; f; f = readdir(d)) {
+        struct stat st;
+        size_t room = (size_t)folder + strlen(f->d_name) + 2;
+        if (strncmp(f->d_name, begun, (size_t)n) || (f->d_name[0] == '.' && !n)) continue;
+        char *path = xmalloc(room);
+        snprintf(path, room, "%.*s%s", folder, typed, f->d_name);
+        if (!stat(path, &st) && S_ISDIR(st.st_mode)) strcat(path, "/");
+        arrput(name, path);
+    }
+    if (d) closedir(d);
+    free(where);
+    if (name) qsort(name, arrlenu(name), sizeof *name, text_order);
+    return name;
+}
+
+// Line.complete of a chat: commands, and behind /method the last of its names, behind /read, /save and
+// /load a path.
+static char **chat_complete(const char *typed, int *from) {
+    char **name = NULL;
+    int word = (int)strcspn(typed, " "), n = (int)strlen(typed), wants = -1;
+    if (*typed != '/') return NULL;
+    for (int i = 0; i < N_COMMANDS; i++) {
+        const char *command = commands[i].name;
+        if (word == n && !strncmp(command, typed, (size_t)n)) {
+            arrput(name, xmalloc(strlen(command) + 2));
+            sprintf(arrlast(name), "%s ", command);
+        }
+        if (word < n && (int)strlen(command) == word && !strncmp(command, typed, (size_t)word)) wants = commands[i].wants;
+    }
+    if (word == n) *from = 0;
+    else if (wants == ARG_FILE || wants == ARG_METHOD) *from = word + (int)strspn(typed + word, " ");
+    if (wants == ARG_FILE) return paths_from(typed + *from);
+    if (wants != ARG_METHOD) return name;
+    const char *plus = strrchr(typed + *from, '+');
+    if (plus) *from = (int)(plus + 1 - typed);
+    EACH_METHOD(m) {
+        if (!strncmp((*m)->name, typed + *from, strlen(typed + *from))) arrput(name, copy_text((*m)->name));
+    }
+    return name;
 }
 
 // ---- the chat
@@ -19714,7 +20263,7 @@ static void chat_loop(App *a, Line *e, int tty) {
         if (r == READ_END) break;
         if (r == READ_INTERRUPTED) {
             interrupt_at_prompt();
-        } else if (text[0] == '/') {
+        } else if (text[0] == '/' && r != READ_QUOTED) {
             done = chat_command(a, text);
             session_keep(a);
         } else if (text[0]) {
@@ -19725,24 +20274,30 @@ static void chat_loop(App *a, Line *e, int tty) {
     arrfree(text);
 }
 
+// Can lines be edited? That takes a terminal at both ends, and one that obeys the editor.
+static int can_edit(void) {
+    const char *term = getenv("TERM");
+    return isatty(0) && isatty(1) && !(term && !strcmp(term, "dumb"));
+}
+
 // The mode without a prompt: the whole chat, on a terminal or through pipes. Returns the exit code.
 static int chat(App *a) {
-    int tty = isatty(0);
-    Line e = { 0 };
+    int tty = can_edit();
+    Line e = { .complete = chat_complete };
     watch_keyboard();
     session_begin(a);
+    if (tty && !opt_int(a->o, "no-history")) history_read(&e);
     pending_tell(a, &e, tty);
     if (tty && !quiet)
         tell("kvcomp %s, %s, --method=%s. /help lists commands, Ctrl-D leaves.",
              KVCOMP_VERSION, a->c->dir, a->method);
     chat_loop(a, &e, tty);
+    terminal_restore();
     chat_busy = 0;
     session_end(a);
     session_ready(a);
     if (opt_int(a->o, "json")) print_json(a, stdout);
-    while (arrlen(e.history)) free(arrpop(e.history));
-    arrfree(e.history);
-    arrfree(e.text);
+    line_free(&e);
     return 0;
 }
 
@@ -25781,6 +26336,7 @@ static void help_value(const Opt *o, char out[96]) {
     const char *text = " TEXT";
     if (o->kind == 'b') text = "";
     if (o->kind == 'i') text = " N";
+    if (o->kind == 'o') text = "[=N]";
     if (o->kind == 'f') text = " F";
     if (o->kind == 'c') snprintf(out, 96, "=%s", o->def);
     else snprintf(out, 96, "%s", text);
@@ -25882,8 +26438,10 @@ static int parse_arg(Options *o, int argc, char **argv, int i) {
     const char *name = long_of(flag);
     if (!name) die(EXIT_USAGE, "unknown option %s (kvcomp --help lists them)", flag);
     const Opt *known = opt_find(name);
-    if (value || !known || known->kind == 'b') {
-        parse_one(o, name, value ? value : "1");
+    int flag_alone = known && known->kind == 'o' && (i + 1 == argc || !is_whole(argv[i + 1]));
+    if (value || !known || known->kind == 'b' || flag_alone) {
+        const char *alone = flag_alone ? "0" : "1";
+        parse_one(o, name, value ? value : alone);
         return 1;
     }
     if (i + 1 == argc) die(EXIT_USAGE, "--%s wants a value", name);
@@ -26012,6 +26570,8 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "json",           RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH },
     { "stats",          RUN_TALKS | RUN_IDS },
     { "no-stats",       RUN_TALKS },
+    { "wrap",           RUN_TALKS },
+    { "no-history",     RUN_CHAT },
     { "eval-file",      RUN_EVAL },
     { "eval-items",     RUN_EVAL },
     { "eval-length",    RUN_EVAL },
@@ -26789,6 +27349,8 @@ static int run_program(int argc, char **argv) {
     parse_args(a.o, argc, argv);
     check_options(a.o);
     quiet = opt_int(a.o, "quiet");
+    color_mode = opt_choice(a.o, "color", "auto|always|never|on|off");
+    if (color_mode > COLOR_NEVER) color_mode -= 2;          // on and off are always and never
     progress_hook = progress;
     if (opt_int(a.o, "version")) printf("kvcomp %s\n", KVCOMP_VERSION);
     else if (opt_int(a.o, "list-methods")) list_methods();
