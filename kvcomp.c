@@ -7895,8 +7895,8 @@ static void show(FILE *f, const char *s, size_t n) {
 }
 
 // ---- colours (--color)
-// They say who speaks: the user's lines, the program's warnings and errors, and, faint, its numbers.
-// Replies have the terminal's own colour.
+// They say who speaks: the user's lines, the program's warnings and errors, and, faint, its
+// numbers. Replies have the terminal's own colour.
 enum { COLOR_AUTO, COLOR_ALWAYS, COLOR_NEVER };
 #define COLOR_USER    "\x1b[32m"        // green
 #define COLOR_WARNING "\x1b[33m"        // yellow
@@ -7906,8 +7906,8 @@ enum { COLOR_AUTO, COLOR_ALWAYS, COLOR_NEVER };
 
 static int color_mode;                  // COLOR_*, of --color
 
-// The sequence if this stream gets colours, else "". auto: a terminal that has a name other than dumb
-// does, unless NO_COLOR says that the user wants none.
+// The sequence if this stream gets colours, else "". auto: a terminal that has a name other than
+// dumb does, unless NO_COLOR says that the user wants none.
 static const char *in_color(FILE *f, const char *sequence) {
     const char *none = getenv("NO_COLOR"), *term = getenv("TERM");
     int knows = term && *term && strcmp(term, "dumb") && !(none && *none);
@@ -7917,8 +7917,8 @@ static const char *in_color(FILE *f, const char *sequence) {
 
 enum { LINE_ROOM = 2048 };      // bytes of the longest line on stderr; what is longer is cut
 
-// Writes who and text as one line on stderr, in a colour. Line breaks in the text, which may quote a
-// file, become blanks.
+// Writes who and text as one line on stderr, in a colour. Line breaks in the text, which may quote
+// a file, become blanks.
 static void say_line(const char *color, const char *who, char *text) {
     char line[LINE_ROOM + 16];
     for (char *p = text; *p; p++) {
@@ -8378,8 +8378,8 @@ static int temp_file_add(const char *temp, const char *note) {
     return slot;
 }
 
-// What is said of the file in the making of x if it is given up, malloc'd: a signal handler could not
-// make it.
+// What is said of the file in the making of x if it is given up, malloc'd: a signal handler could
+// not make it.
 static char *save_note(const Saving *x) {
     size_t n = strlen(x->path), used = 0;
     char *name = xmalloc(4 * n + 1), *note = xmalloc(4 * n + 64), one[8];
@@ -8403,8 +8403,8 @@ static void save_unlist(Saving *x) {
     memset(x, 0, sizeof *x);
 }
 
-// Begins to save a file: x->f is to be written to, and save_keep or save_drop ends it. 0, or -1 with
-// err when nothing can be saved there. Exit 4 when there is no memory.
+// Begins to save a file: x->f is to be written to, and save_keep or save_drop ends it. 0, or -1
+// with err when nothing can be saved there. Exit 4 when there is no memory.
 static int save_begin(Saving *x, const char *path, char err[512]) {
     struct stat st;
     char *note = NULL;
@@ -8413,7 +8413,7 @@ static int save_begin(Saving *x, const char *path, char err[512]) {
     if (!bad) {
         x->path = link_target(path);
         x->old = st.st_nlink > 0;
-        if (x->path) note = save_note(x);               // before there is a file that could be left behind
+        if (x->path) note = save_note(x);       // before there is a file that could be left behind
         bad = !x->path || save_open(x, &st);
     }
     if (!bad) {
@@ -10564,15 +10564,18 @@ static const Opt program_options[] = {
     { "dump-tokens",   'b', "0",    "print the ids of -p on one line and leave" },
     { "dialogue",      's', "",     "with --dump-tokens: the ids of whole dialogues (json lines of {\"messages\": [..]})" },
     { "ids",           's', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode" },
-    { "dump-logits",   's', "",     "with --ids: write the logits rows here (float32, V a row); - is standard output" },
+    { "dump-logits",   's', "",
+      "with --ids: write the logits rows here (float32, V a row); - is standard output" },
     { "stats",         'b', "0",    "print the method's statistics on stderr" },
     { "no-stats",      'b', "0",    "no summary line after each reply" },
     { "verbose",       'b', "0",    "print every effective value at the start" },
     { "quiet",         'b', "0",    "errors only on stderr" },
     { "color",         'c', "auto|always|never|on|off",
       "who speaks, warnings and errors in colours; auto: on a terminal, unless NO_COLOR is set or TERM is dumb" },
-    { "wrap",          'o', "-1",   "break replies between words after N columns, 0 or no N: the screen's; -1: off" },
-    { "no-history",    'b', "0",    "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
+    { "wrap",          'o', "-1",
+      "break replies between words after N columns, 0 or no N: the screen's; -1: off" },
+    { "no-history",    'b', "0",
+      "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
     // Measure
     { "eval",          's', "",
       "quality through the compressed cache: all, or needle,multiturn,coref,facts,json,fewshot,summary; file, ppl, kld" },
@@ -17565,12 +17568,13 @@ static void wrap_word(Wrap *w, char **out) {
     arrsetlen(w->word, 0);
 }
 
-// Takes the next character, of n bytes. A word ends before a blank and before a wide character, since
-// Chinese and Japanese have no blanks; one that is wider than a line is cut.
+// Takes the next character, of n bytes. A word ends before a blank and before a wide character,
+// since Chinese and Japanese have no blanks; one that is wider than a line is cut.
 static void wrap_char(Wrap *w, const char *s, int n, char **out) {
     int width = char_width(s, n), blank = *s == ' ';
     if (*s == '\t') width = 8 - (w->x + w->blanks + w->width) % 8;
-    if ((w->width && (blank || width == 2)) || *s == '\n' || w->width + width > w->cols) wrap_word(w, out);
+    int ends = (w->width && (blank || width == 2)) || *s == '\n' || w->width + width > w->cols;
+    if (ends) wrap_word(w, out);
     if (*s == '\n') {
         arrput(*out, '\n');
         w->x = 0;
@@ -17581,7 +17585,8 @@ static void wrap_char(Wrap *w, const char *s, int n, char **out) {
     else w->width += width;
 }
 
-// Breaks the lines of the stb_ds array *text, the next piece of a reply. last 1: nothing comes behind.
+// Breaks the lines of the stb_ds array *text, the next piece of a reply. last 1: nothing comes
+// behind.
 static void wrap_text(Wrap *w, char **text, int last) {
     char *out = NULL;
     size_t n = arrlenu(*text);
@@ -17595,7 +17600,8 @@ static void wrap_text(Wrap *w, char **text, int last) {
     *text = out;
 }
 
-// The columns of a reply's lines: those of --wrap, or for 0 the screen's; 0 when nothing is wrapped.
+// The columns of a reply's lines: those of --wrap, or for 0 the screen's; 0 when nothing is
+// wrapped.
 static int wrap_columns(const App *a, FILE *out) {
     int cols = opt_int(a->o, "wrap");
     if (cols < 0 || out != stdout) return 0;
@@ -17983,16 +17989,17 @@ static void write_row(FILE *f, const float *x, int V, const char *path) {
     if (f && fwrite(x, sizeof *x, V, f) != (size_t)V) die(EXIT_RUN, "%s: %s", path, strerror(errno));
 }
 
-// Opens --dump-logits for writing; NULL: it is not given. Standard output (- or /dev/stdout), a device
-// and a FIFO are written to as they are, and x stays empty; anything else is saved as every file is.
-// Exit 1 when it cannot be.
+// Opens --dump-logits for writing; NULL: it is not given. Standard output (- or /dev/stdout), a
+// device and a FIFO are written to as they are, and x stays empty; anything else is saved as every
+// file is. Exit 1 when it cannot be.
 static FILE *dump_open(Saving *x, const char *path) {
     struct stat st;
     char err[512];
     memset(x, 0, sizeof *x);
     if (!*path) return NULL;
     if (!strcmp(path, "-") || !strcmp(path, "/dev/stdout")) return stdout;
-    if (path_descriptor(path) < 0 && (stat(path, &st) || S_ISREG(st.st_mode) || S_ISDIR(st.st_mode))) {
+    int saves = stat(path, &st) || S_ISREG(st.st_mode) || S_ISDIR(st.st_mode);
+    if (saves && path_descriptor(path) < 0) {
         if (save_begin(x, path, err)) die(EXIT_RUN, "--dump-logits %s", err);
         return x->f;
     }
@@ -18007,7 +18014,8 @@ static void dump_close(Saving *x, FILE *f, const char *path) {
     int saved = x->f != NULL;
     if (saved && save_keep(x, 1, err)) die(EXIT_RUN, "--dump-logits %s", err);
     if (!f || saved) return;
-    if (f == stdout ? fflush(f) : fclose(f)) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
+    int bad = f == stdout ? fflush(f) : fclose(f);
+    if (bad) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
 }
 
 // Feeds the file's turns to the session, and writes the logits of every prefill and decode to
@@ -18355,16 +18363,16 @@ static int session_read(App *a, const char *path, char err[512]) {
 }
 
 // ==================================================================================================== 25 CHAT
-// A small line editor (UTF-8, history, multi-line pastes, completion), the commands, and the signals.
-// The first Ctrl-C stops the reply and keeps it in the history and in the cache, or takes a message
-// back that is still being read; a second within a second leaves with 130. Without a terminal every
-// input line is a turn.
+// A small line editor (UTF-8, history, multi-line pastes, completion), the commands, and the
+// signals. The first Ctrl-C stops the reply and keeps it in the history and in the cache, or takes
+// a message back that is still being read; a second within a second leaves with 130. Without a
+// terminal every input line is a turn.
 
 // ---- the terminal
 // While a line is edited the terminal is raw: every key comes to the editor at once and nothing is
-// shown but what the editor draws. While a reply is made, keys are not shown either, and wait for the
-// next line; but Ctrl-C and Ctrl-Z are signals then, and Ctrl-S and Ctrl-Q hold the output. Its own
-// settings come back when the program stops or ends.
+// shown but what the editor draws. While a reply is made, keys are not shown either, and wait for
+// the next line; but Ctrl-C and Ctrl-Z are signals then, and Ctrl-S and Ctrl-Q hold the output. Its
+// own settings come back when the program stops or ends.
 
 // Bracketed paste: the terminal puts ESC [ 200 ~ before a paste and ESC [ 201 ~ behind it, so that
 // a pasted newline does not send the line.
@@ -18397,14 +18405,14 @@ static void terminal_restore(void) {
     terminal_raw = 0;
 }
 
-// Takes the terminal for editing a line (1) or for making a reply (0). 0, or -1 when standard input is
-// no terminal or does not answer.
+// Takes the terminal for editing a line (1) or for making a reply (0). 0, or -1 when standard input
+// is no terminal or does not answer.
 static int terminal_enter(int editing) {
     if (!terminal_raw && tcgetattr(0, &terminal_before)) return -1;
     struct termios raw = terminal_before;
-    // Local modes off. ICANON: bytes come as they are typed, not line by line. ECHO: the terminal does
-    // not show them, the editor does. IEXTEN: Ctrl-V comes as a byte, and the terminal does not wait
-    // for a key to quote.
+    // Local modes off. ICANON: bytes come as they are typed, not line by line. ECHO: the terminal
+    // does not show them, the editor does. IEXTEN: Ctrl-V comes as a byte, and the terminal does
+    // not wait for a key to quote.
     raw.c_lflag &= ~(tcflag_t)(ICANON | ECHO | IEXTEN);
     // Input modes off. ICRNL: Return comes as \r (13), and is not turned into \n.
     raw.c_iflag &= ~(tcflag_t)ICRNL;
@@ -18414,7 +18422,7 @@ static int terminal_enter(int editing) {
         // IXON off: Ctrl-S and Ctrl-Q come as bytes, and do not stop and start the output.
         raw.c_iflag &= ~(tcflag_t)IXON;
     } else {
-        raw.c_lflag |= NOFLSH;              // Ctrl-C stops the reply, and leaves what is typed ahead
+        raw.c_lflag |= NOFLSH;              // Ctrl-C leaves what is typed ahead alone
     }
     // A read returns as soon as there is one byte, and waits for it as long as it takes.
     raw.c_cc[VMIN] = 1;
@@ -18589,7 +18597,7 @@ enum {                      // the bytes of keys that line_edit and the search k
     CTRL_R = 18,            // searches on
     CTRL_U = 21,
     CTRL_Z = 26,            // stops the program; `fg` goes on
-    ESCAPE = 27,            // begins the sequence of an arrow, Home, End, Delete, Alt and a key, or a paste
+    ESCAPE = 27,            // begins what other keys send, and a paste
     BACKSPACE = 127,
 };
 
@@ -18609,6 +18617,7 @@ static int line_length(const Line *e) { return (int)arrlen(e->text); }
 // Inserts n bytes at the cursor and moves it behind them.
 static void line_insert(Line *e, const char *s, int n) {
     int len = line_length(e);
+    if (!n) return;                         // the text may be NULL, an empty array
     arrsetlen(e->text, len + n);
     memmove(e->text + e->cursor + n, e->text + e->cursor, len - e->cursor);
     memcpy(e->text + e->cursor, s, n);
@@ -18618,7 +18627,7 @@ static void line_insert(Line *e, const char *s, int n) {
 // Deletes the bytes [from,to) and leaves the cursor there.
 static void line_delete(Line *e, int from, int to) {
     e->cursor = from;
-    if (from == to) return;                 // the text may be NULL, an empty array
+    if (from == to) return;                 // likewise
     memmove(e->text + from, e->text + to, arrlen(e->text) - to);
     arrsetlen(e->text, arrlen(e->text) - (to - from));
 }
@@ -18741,16 +18750,17 @@ static Place prompt_draw(const Line *e, int cols) {
     return text_draw(p, after, (int)strlen(after), 1, cols);
 }
 
-// Writes prompt and text anew, in the user's colour, and puts the cursor where it belongs. e->row is
-// the row it stood in, and then stands in.
+// Writes prompt and text anew, in the user's colour, and puts the cursor where it belongs. e->row
+// is the row it stood in, and then stands in.
 static void line_draw(Line *e) {
     int cols = screen_columns(), n = line_length(e);
 
     // The prompt's row again, everything from there on cleared. ESC [ n A: n rows up. ESC [ J: clear.
     if (e->row) printf("\x1b[%dA", e->row);
     printf("\r%s\x1b[J", in_color(stdout, COLOR_USER));
-    Place cursor = text_draw(prompt_draw(e, cols), e->text, e->cursor, e->cursor < n, cols);
-    Place end = text_draw(cursor, e->text + e->cursor, n - e->cursor, 0, cols);
+    const char *text = n ? e->text : "";
+    Place cursor = text_draw(prompt_draw(e, cols), text, e->cursor, e->cursor < n, cols);
+    Place end = text_draw(cursor, text + e->cursor, n - e->cursor, 0, cols);
     fputs(in_color(stdout, COLOR_OFF), stdout);
     if (end.x >= cols) {        // it ends in the last column: the next row is opened for the cursor
         fputs("\r\n", stdout);
@@ -18826,8 +18836,9 @@ static int input_byte(void) {
 // Puts back the byte that input_byte has just returned.
 static void input_back(void) { input.at--; }
 
-// The byte that the next key begins with; -1: the end of the input. Before it is waited for the line
-// is drawn, and again, below what others have written, when the program was stopped and goes on.
+// The byte that the next key begins with; -1: the end of the input. Before it is waited for the
+// line is drawn, and again, below what others have written, when the program was stopped and goes
+// on.
 static int line_byte(Line *e) {
     if (!resumed && !input_ready()) line_draw(e);
     while (input_stopped()) {
@@ -18981,7 +18992,8 @@ static void line_paste(Line *e) {
     }
 }
 
-// Shows the latest message before entry `at` that has what is looked for, the cursor where it has it.
+// Shows the latest message before entry `at` that has what is looked for, the cursor where it has
+// it.
 static void line_seek(Line *e, int at) {
     const char *found = NULL;
     while (--at >= 0 && !found) found = strstr(e->history[at], e->sought);
@@ -18992,9 +19004,9 @@ static void line_seek(Line *e, int at) {
     e->cursor = offset;
 }
 
-// Ctrl-R: looks in the messages before for what is typed now, the latest first; Ctrl-R again goes on
-// to older ones. Ctrl-C and Ctrl-G give it up, and the line is what it was. Any other key takes what
-// was found, and then does what it always does.
+// Ctrl-R: looks in the messages before for what is typed now, the latest first; Ctrl-R again goes
+// on to older ones. Ctrl-C and Ctrl-G give it up, and the line is what it was. Any other key takes
+// what was found, and then does what it always does.
 static void line_search(Line *e) {
     char *before = line_copy(e, line_length(e));
     int cursor = e->cursor, at = e->at, last = (int)arrlen(e->history), c;
@@ -19081,38 +19093,38 @@ static void line_complete(Line *e) {
 }
 
 // ---- the line editor: the table of keys
-enum { MOVES, DELETES, CUTS };      // what a key does with the text up to .to; Ctrl-Y brings back what is cut
+enum { MOVES, DELETES, CUTS };      // what a key does up to .to; Ctrl-Y brings back what is cut
 
 typedef struct {
-    const char *bytes;              // what terminals send for it, several spellings with | between them
+    const char *bytes;              // what terminals send for it, spellings with | between them
     int (*to)(const Line *e);
     int how;                        // MOVES, DELETES, CUTS
     void (*act)(Line *e);           // what it does instead of going to .to
 } Key;
 
 static const Key keys[] = {
-    { "\x1b[D|\x02", .to = to_left },                                           // left, Ctrl-B
-    { "\x1b[C|\x06", .to = to_right },                                          // right, Ctrl-F
-    { "\x1b[1;5D|\x1b[1;3D|\x1b[5D|\x1b[d|\x1b" "b", .to = to_word_left },      // Ctrl-left, Alt-left, Alt-B
-    { "\x1b[1;5C|\x1b[1;3C|\x1b[5C|\x1b[c|\x1b" "f", .to = to_word_right },     // Ctrl-right, Alt-right, Alt-F
-    { "\x1b[H|\x1b[1~|\x1b[7~|\x01", .to = to_row_start },                      // Home, Ctrl-A
-    { "\x1b[F|\x1b[4~|\x1b[8~|\x05", .to = to_row_end },                        // End, Ctrl-E
-    { "\x1b[1;5H|\x1b[7^|\x1b<", .to = to_start },                              // Ctrl-Home, Alt-<
-    { "\x1b[1;5F|\x1b[8^|\x1b>", .to = to_end },                                // Ctrl-End, Alt->
-    { "\x7f|\x08", .to = to_left, .how = DELETES },                             // Backspace
-    { "\x1b[3~|\x04", .to = to_right, .how = DELETES },                         // Delete, Ctrl-D
-    { "\x1b\x7f|\x1b\x08", .to = to_word_left, .how = CUTS },                   // Alt-Backspace
-    { "\x1b[3;5~|\x1b[3;3~|\x1b[3^|\x1b" "d", .to = to_word_right, .how = CUTS },   // Ctrl-Delete, Alt-D
-    { "\x17", .to = to_blank_left, .how = CUTS },                               // Ctrl-W
-    { "\x15", .to = to_start, .how = CUTS },                                    // Ctrl-U
-    { "\x0b", .to = to_end, .how = CUTS },                                      // Ctrl-K
-    { "\x1b[A|\x10", .act = line_up },                                          // up, Ctrl-P
-    { "\x1b[B|\x0e", .act = line_down },                                        // down, Ctrl-N
-    { "\x12", .act = line_search },                                             // Ctrl-R
-    { "\x19", .act = line_yank },                                               // Ctrl-Y
-    { "\x0c", .act = line_clear_screen },                                       // Ctrl-L
-    { "\t", .act = line_complete },                                             // Tab
-    { "\x1b\r|\x1b\n|\x1b[13;2u|\x1b[13;3u", .act = line_break },               // Alt-Enter, Shift-Enter
+    { "\x1b[D|\x02", .to = to_left },                                        // left, Ctrl-B
+    { "\x1b[C|\x06", .to = to_right },                                       // right, Ctrl-F
+    { "\x1b[1;5D|\x1b[1;3D|\x1b[5D|\x1b[d|\x1b" "b", .to = to_word_left },   // Ctrl-left, Alt-left, Alt-B
+    { "\x1b[1;5C|\x1b[1;3C|\x1b[5C|\x1b[c|\x1b" "f", .to = to_word_right },  // Ctrl-right, Alt-right, Alt-F
+    { "\x1b[H|\x1b[1~|\x1b[7~|\x01", .to = to_row_start },                   // Home, Ctrl-A
+    { "\x1b[F|\x1b[4~|\x1b[8~|\x05", .to = to_row_end },                     // End, Ctrl-E
+    { "\x1b[1;5H|\x1b[7^|\x1b<", .to = to_start },                           // Ctrl-Home, Alt-<
+    { "\x1b[1;5F|\x1b[8^|\x1b>", .to = to_end },                             // Ctrl-End, Alt->
+    { "\x7f|\x08", .to = to_left, .how = DELETES },                          // Backspace
+    { "\x1b[3~|\x04", .to = to_right, .how = DELETES },                      // Delete, Ctrl-D
+    { "\x1b\x7f|\x1b\x08", .to = to_word_left, .how = CUTS },                // Alt-Backspace
+    { "\x1b[3;5~|\x1b[3;3~|\x1b[3^|\x1b" "d", .to = to_word_right, .how = CUTS },    // Ctrl-Delete, Alt-D
+    { "\x17", .to = to_blank_left, .how = CUTS },                            // Ctrl-W
+    { "\x15", .to = to_start, .how = CUTS },                                 // Ctrl-U
+    { "\x0b", .to = to_end, .how = CUTS },                                   // Ctrl-K
+    { "\x1b[A|\x10", .act = line_up },                                       // up, Ctrl-P
+    { "\x1b[B|\x0e", .act = line_down },                                     // down, Ctrl-N
+    { "\x12", .act = line_search },                                          // Ctrl-R
+    { "\x19", .act = line_yank },                                            // Ctrl-Y
+    { "\x0c", .act = line_clear_screen },                                    // Ctrl-L
+    { "\t", .act = line_complete },                                          // Tab
+    { "\x1b\r|\x1b\n|\x1b[13;2u|\x1b[13;3u", .act = line_break },            // Alt-Enter, Shift-Enter
     { "\x1b[200~", .act = line_paste },
 };
 
@@ -19202,13 +19214,13 @@ static int line_edit(Line *e) {
 enum {
     HISTORY_LINES = 1000,           // so many of the newest, and so many bytes, are read
     HISTORY_BYTES = 1 << 20,
-    HISTORY_OLD = 1 << 16,          // bytes of older lines that may stay: not every chat saves the file anew
+    HISTORY_OLD = 1 << 16,          // bytes of older lines that may stay until the file is cut
     HISTORY_MESSAGE = 1 << 16,      // bytes of the longest message that is kept
     MOST_HISTORY = 64 << 20,        // bytes of a file that is read at all
 };
 
-// Where the history is kept, malloc'd: $XDG_STATE_HOME/kvcomp/history, by default in ~/.local/state.
-// NULL when there is no such place.
+// Where the history is kept, malloc'd: $XDG_STATE_HOME/kvcomp/history, by default in
+// ~/.local/state. NULL when there is no such place.
 static char *history_path(void) {
     const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
     int own = state && *state == '/';
@@ -19267,7 +19279,8 @@ static void history_read(Line *e) {
         if (j && j->type == JSON_STRING && *j->str) arrput(e->history, copy_text(j->str));
         json_free(j);
     }
-    if (first - text > HISTORY_OLD && history_save(e->file, first, (size_t)(last - first), err)) history_give_up(e, err);
+    int cut = first - text > HISTORY_OLD;
+    if (cut && history_save(e->file, first, (size_t)(last - first), err)) history_give_up(e, err);
     free(text);
 }
 
@@ -19275,7 +19288,7 @@ static void history_read(Line *e) {
 static int history_append(const char *path, const char *line, size_t n, char err[512]) {
     struct stat st;
     char *target = copy_text(path);
-    // The folders on the way, for their owner alone as well. One that is missing then is told below.
+    // The folders on the way, for their owner alone as well.
     for (char *p = strchr(target + 1, '/'); p; p = strchr(p + 1, '/')) {
         *p = 0;
         (void)mkdir(target, 0700);
@@ -19291,7 +19304,7 @@ static int history_append(const char *path, const char *line, size_t n, char err
     errno = bad ? errno : ENOSPC;
     ssize_t done = bad ? 0 : write(fd, line, n);
     if (done != (ssize_t)n) snprintf(err, 512, "%.400s: %s", path, save_reason());
-    if (done > 0 && done < (ssize_t)n) (void)!ftruncate(fd, st.st_size);        // no half of a line stays
+    if (done > 0 && done < (ssize_t)n) (void)!ftruncate(fd, st.st_size);    // no half a line stays
     if (fd >= 0) close(fd);
     return done == (ssize_t)n ? 0 : -1;
 }
@@ -19322,8 +19335,7 @@ static void line_free(Line *e) {
     free(e->file);
 }
 
-// ---- one user message: an edited line, or a line of standard input; a line ending in \ continues, and
-// so does every line of a message that begins with """
+// ---- one user message: an edited line, or a line of standard input; a line ending in \ continues
 // Appends a line of standard input without its newline to the stb_ds array. READ_DONE, READ_END
 // when there is none.
 static int read_plain(char **out) {
@@ -19356,8 +19368,8 @@ static int message_goes_on(char **text) {
     return 1;
 }
 
-// Takes the """ off a message, with one line break beside each. Returns READ_QUOTED, or READ_DONE when
-// there are none.
+// Takes the """ off a message, with one line break beside each. Returns READ_QUOTED, or READ_DONE
+// when there are none.
 static int message_unquote(char *text) {
     int n = (int)strlen(text), from = QUOTES, to = quotes_end(text, n) ? n - QUOTES : n;
     if (!quotes_begin(text, n)) return READ_DONE;
@@ -19368,8 +19380,8 @@ static int message_unquote(char *text) {
     return READ_QUOTED;
 }
 
-// The next message into *out, an stb_ds array that ends in NUL. On a terminal (tty 1) it goes into the
-// history. Returns READ_*.
+// The next message into *out, an stb_ds array that ends in NUL. On a terminal (tty 1) it goes into
+// the history. Returns READ_*.
 static int read_message(Line *e, int tty, char **out) {
     int r, more = 1;
     arrsetlen(*out, 0);
@@ -20173,10 +20185,13 @@ static int chat_command(App *a, char *line) {
 
 // ---- completion
 // Order for qsort: texts by their bytes.
-static int text_order(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+static int text_order(const void *a, const void *b) {
+    char *const *x = a, *const *y = b;
+    return strcmp(*x, *y);
+}
 
-// The names in a folder that continue a path as typed, with a slash behind those of folders (stb_ds).
-// Names that begin with a dot need theirs typed.
+// The names in a folder that continue a path as typed, with a slash behind those of folders
+// (stb_ds). Names that begin with a dot need theirs typed.
 static char **paths_from(const char *typed) {
     const char *slash = strrchr(typed, '/'), *begun = slash ? slash + 1 : typed;
     int folder = (int)(begun - typed), n = (int)strlen(begun);
@@ -20197,28 +20212,32 @@ static char **paths_from(const char *typed) {
     return name;
 }
 
-// Line.complete of a chat: commands, and behind /method the last of its names, behind /read, /save and
-// /load a path.
+// Line.complete of a chat: commands, and behind /method the last of its names, behind /read, /save
+// and /load a path.
 static char **chat_complete(const char *typed, int *from) {
     char **name = NULL;
-    int word = (int)strcspn(typed, " "), n = (int)strlen(typed), wants = -1;
+    int n = (int)strlen(typed), word = (int)strcspn(typed, " "), wants = -1;
     if (*typed != '/') return NULL;
+
+    // The command itself, with a blank behind it.
+    if (word == n) *from = 0;
     for (int i = 0; i < N_COMMANDS; i++) {
         const char *command = commands[i].name;
-        if (word == n && !strncmp(command, typed, (size_t)n)) {
-            arrput(name, xmalloc(strlen(command) + 2));
-            sprintf(arrlast(name), "%s ", command);
-        }
-        if (word < n && (int)strlen(command) == word && !strncmp(command, typed, (size_t)word)) wants = commands[i].wants;
+        if (strncmp(command, typed, (size_t)word)) continue;
+        if (word < n && !command[word]) wants = commands[i].wants;
+        if (word < n) continue;
+        arrput(name, xmalloc(strlen(command) + 2));
+        sprintf(arrlast(name), "%s ", command);
     }
-    if (word == n) *from = 0;
-    else if (wants == ARG_FILE || wants == ARG_METHOD) *from = word + (int)strspn(typed + word, " ");
-    if (wants == ARG_FILE) return paths_from(typed + *from);
-    if (wants != ARG_METHOD) return name;
-    const char *plus = strrchr(typed + *from, '+');
-    if (plus) *from = (int)(plus + 1 - typed);
+
+    // What it wants.
+    const char *begun = typed + word + strspn(typed + word, " "), *plus = strrchr(begun, '+');
+    if (wants == ARG_METHOD && plus) begun = plus + 1;
+    if (wants == ARG_METHOD || wants == ARG_FILE) *from = (int)(begun - typed);
+    if (wants == ARG_FILE) return paths_from(begun);
     EACH_METHOD(m) {
-        if (!strncmp((*m)->name, typed + *from, strlen(typed + *from))) arrput(name, copy_text((*m)->name));
+        int fits = wants == ARG_METHOD && !strncmp((*m)->name, begun, strlen(begun));
+        if (fits) arrput(name, copy_text((*m)->name));
     }
     return name;
 }
@@ -27121,12 +27140,12 @@ static void print_memory_of(const Session *s, const char *method, const char *de
     fprintf(f, "weights %.3f GB + rows %.3f GB + ", (double)p.weights * 1e-9, (double)p.kv * 1e-9);
     fprintf(f, "method %.3f GB + passes %.3f GB = ", (double)p.parts * 1e-9, (double)pass * 1e-9);
     fprintf(f, "%.3f GB with -d %s", (double)(p.weights + p.kv + p.parts + pass) * 1e-9, device);
-    if (pass == p.pass_cpu && memory_free() >= 0) fprintf(f, "; %.3f GB free here", memory_free() * 1e-9);
+    if (pass == p.pass_cpu && memory_free() >= 0) fprintf(f, "; %.3f GB free here", 1e-9 * memory_free());
     fputc('\n', f);
 }
 
-// --inspect and -v: the bytes that a dialogue would take, on the CPU and, if this program was built for
-// one, on a GPU. A session on the CPU is asked, which has opened its parts but holds no rows yet.
+// --inspect and -v: the bytes that a dialogue would take, on the CPU and, if this program was built
+// for one, on a GPU. A session on the CPU is asked, which has opened its parts but holds no rows yet.
 static void print_memory(const App *a, FILE *f) {
     char err[512], device[8];
     const char *method = opt_str(a->o, "method");

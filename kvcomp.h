@@ -174,7 +174,7 @@ typedef struct Options Options; // every command-line value; read with opt_int()
 
 typedef struct {                // one option
     const char *name;           // without dashes
-    char kind;                  // 'i' int, 'o' int that may be left out (0 then), 'f' real, 's' text, 'b' flag, 'c' choice
+    char kind;                  // 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice, 'o' int or nothing
     const char *def;            // default; of a choice "a|b|c", and the first one is the default
     const char *help;
 } Opt;
