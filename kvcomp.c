@@ -18455,7 +18455,7 @@ static int screen_columns(void) {
 static volatile sig_atomic_t turn_runs;     // 1: a turn is being made and saved
 static volatile sig_atomic_t chat_busy;     // 1: a chat is not waiting for input
 static volatile sig_atomic_t saving_turn;   // 1: its record is being saved
-static volatile sig_atomic_t resumed;       // 1: the program was stopped, and the line must be drawn again
+static volatile sig_atomic_t resumed;       // 1: after a stop, or a change of size, the line is drawn anew
 
 // What is to be put right before the program ends: the terminal, a progress line, files in the
 // making, which are named if `say` is set.
@@ -18515,7 +18515,8 @@ static void on_stop(int sig) {
     errno = before;
 }
 
-// SIGCONT. SIGSTOP, which cannot be caught, comes before it as well.
+// SIGCONT: SIGSTOP, which cannot be caught, comes before it as well. SIGWINCH: the screen has another
+// size, and its rows may lie elsewhere, so the line is drawn from where the cursor is.
 static void on_continue(int sig) {
     int before = errno;
     (void)sig;
@@ -18530,6 +18531,7 @@ static void watch_signals(void) {
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) signal_watch(ends[i], on_leave, 0);
     signal_watch(SIGTSTP, on_stop, 0);
     signal_watch(SIGCONT, on_continue, 0);
+    signal_watch(SIGWINCH, on_continue, 0);
     signal(SIGXFSZ, SIG_IGN);
     atexit(leave_quietly);
 }
@@ -18807,8 +18809,8 @@ static int input_within(int ms) {
 // Is there one without waiting?
 static int input_ready(void) { return input_within(0); }
 
-// Waits until there is a byte, or the end of the input. 1: the program was stopped meanwhile, and
-// goes on; ask again.
+// Waits until there is a byte, or the end of the input. 1: the program was stopped meanwhile and goes
+// on, or the screen has another size; ask again.
 static int input_stopped(void) {
     while (!resumed && input.at == input.n) {
         fd_set f;
@@ -18837,8 +18839,7 @@ static int input_byte(void) {
 static void input_back(void) { input.at--; }
 
 // The byte that the next key begins with; -1: the end of the input. Before it is waited for the
-// line is drawn, and again, below what others have written, when the program was stopped and goes
-// on.
+// line is drawn, and again, below what others have written, when input_stopped says so.
 static int line_byte(Line *e) {
     if (!resumed && !input_ready()) line_draw(e);
     while (input_stopped()) {

@@ -15713,21 +15713,21 @@ TEST(cli_editor_keys, "on a terminal: every key of the table, by the screen and 
         { "abc\x01\x1b[8~\x02\x02\x06X", "> abXc", 5 },
         { "abc\x01\x1b[3~", "> bc", 2 },
         { "abc\x1b[D\x1bOD\x04", "> ac", 3 },
-        { "abc\x7f\x08", "> a", 3 },
-        { "one two.three\x1b\x7f", "> one two.", 10 },
-        { "one two.three\x17", "> one", 6 },
+        { "abc\x7f\x08X", "> aX", 4 },
+        { "one two.three\x1b\x7fX", "> one two.X", 11 },
+        { "one two.three\x17X", "> one X", 7 },
         { "one two\x01\x1b"
           "d",
           ">  two", 2 },
         { "one two\x01\x1b[3;5~X", "> X two", 3 },
         { "one two\x17\x01\x19", "> twoone", 5 },
         { "one two\x02\x0b\x19\x19", "> one twoo", 10 },
-        { "one two\x02\x15\x19", "> one two", 8 },
+        { "one two\x02\x15\x19X", "> one twXo", 9 },
         { "a\x1b[24~\x1b[1;2Pb\x1b\x1b[Dc", "> acb", 4 },
         { "\xe4\xb8\xad\xe6\x96\x87\x1b[DX", "> \xe4\xb8\xadX\xe6\x96\x87", 5 },
         { "\xc3\xa4\xc3\xb6\x7fX\x1b\xc3\xa9", "> \xc3\xa4X\xc3\xa9", 5 },
         { "first\x1b\rsecond\x1b[13;2u3", "3", 1 },
-        { "first\x1b\rsecond\x1b[A", "> first", 7 },
+        { "first\x1b\rsecond\x1b[AX", "> firstX", 8 },
         { "first\x1b\rsecond\x1b[A\x1b[H\x1b[BX", "Xsecond", 1 },
         { "first\x1b\rsecond\x1b[1;5HX", "> Xfirst", 3 },
         { "first\x1b\rsecond\x10\x1b>X", "secondX", 7 },
@@ -15744,6 +15744,11 @@ TEST(cli_editor_keys, "on a terminal: every key of the table, by the screen and 
                 "clear\x0c");
     CHECK(pty_line(p, "> clear", 7) && screen_of(p->seen, p->n)->y == 0,
           "Ctrl-L: the line is the first row");
+    struct winsize narrow = { .ws_row = 24, .ws_col = 10 };
+    CHECK(!ioctl(p->fd, TIOCSWINSZ, &narrow) && pty_wait(p, PROMPT "clear"),
+          "another size of the screen: the line is drawn again");
+    pty_type(p, "890");
+    CHECK(pty_wait(p, "clear890" COLOR_OFF "\r\r\n\r"), "in its columns: %s", p->seen);
     pty_type(p, "\x15");
     CHECK(pty_line(p, ">", 2), "empty");
     pty_leave(p);
@@ -15766,7 +15771,7 @@ TEST(cli_complete, "Tab completes commands, methods behind + as well, and paths;
     pty_type(p, "+pa\t");
     CHECK(pty_line(p, "> /method lychee+pats", 21), "behind +");
     pty_type(p, "\x15/c\t");
-    CHECK(pty_line(p, "> /c", 4), "two commands");
+    CHECK(pty_wait(p, "/compare ") && pty_line(p, "> /c", 4), "two commands");
     const Screen *s = screen_of(p->seen, p->n);
     CHECK(!strcmp(screen_row(s, s->y - 1), "  /clear  /compare"), "are listed: %s",
           screen_row(s, s->y - 1));
@@ -16130,6 +16135,20 @@ TEST(cli_color, "colours on a terminal: the user's lines, warnings, errors, numb
     pty_type(p, "\x04");
     CHECK(pty_end(p) == 0, "left");
     pty_close(p);
+
+    // Standard output that is no terminal gets the replies and nothing of an editor.
+    char cmd_out[100], d[64];
+    CHECK(save_folder(d), "no folder");
+    snprintf(cmd_out, sizeof cmd_out, "./kvcomp --temp 0 -n 3 > %s/out", d);
+    char *to_file[] = { "/bin/sh", "-c", cmd_out, NULL };
+    p = pty_start(to_file, 0, 0);
+    CHECK(p && pty_wait(p, "> "), "a plain prompt: %s", p->seen);
+    pty_type(p, "hello\n");
+    CHECK(pty_wait(p, "[turn 1 ") && pty_wait(p, "> "), "the reply: %s", p->seen);
+    pty_type(p, "\x04");
+    CHECK(pty_end(p) == 0, "left");
+    pty_close(p);
+    CHECK(sh("cat %s/out; rm -r %s", d, d) == 0 && lines_in(sh_out) == 1 && !strchr(sh_out, 27), "%s", sh_out);
 }
 
 // ==================================================================================================== 16 CUDA
