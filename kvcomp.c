@@ -18593,11 +18593,8 @@ enum {                      // the bytes of keys that line_edit and the search k
     CTRL_D = 4,             // on an empty line, leaves
     CTRL_G = 7,             // gives a search up
     CTRL_H = 8,             // the same as Backspace on some terminals
-    TAB = 9,
-    CTRL_K = 11,
     ENTER = 13,             // sends the line
     CTRL_R = 18,            // searches on
-    CTRL_U = 21,
     CTRL_Z = 26,            // stops the program; `fg` goes on
     ESCAPE = 27,            // begins what other keys send, and a paste
     BACKSPACE = 127,
