@@ -10591,7 +10591,7 @@ static const Opt program_options[] = {
     { "compare-base",  's', "full", "the method of --compare that score_gap is measured from, at the same budget" },
     { "budgets",       's', "",     "budgets for --compare, comma-separated" },
     { "report",        's', "",
-      "write OUT.html: scores of --eval and pictures of what each method keeps, as one page; numbers in OUT.csv" },
+      "write OUT.html: scores (of --eval, else of a few needles) and pictures of what each method keeps; numbers in OUT.csv" },
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
@@ -22428,8 +22428,9 @@ static void eval_progress(const App *a, int done, int all, double t0) {
 }
 
 // Plays the items, each through every row before the next one. So the logits of full attention are
-// held for one item only, and what else the machine does falls on all rows.
-static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open) {
+// held for one item only, and what else the machine does falls on all rows. forced 0: the methods
+// answer, but nothing is compared with full attention's logits.
+static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced) {
     OpenRow full = { .o = options_copy(a->o) };
     float *ref = NULL;                                  // stb_ds, V a row
     int n = (int)arrlen(e->item);
@@ -22438,11 +22439,11 @@ static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open) {
     for (int i = 0; i < n; i++) {
         a->s = full.s;
         arrsetlen(ref, 0);
-        play_forced(a, &e->item[i], &ref, NULL);
+        if (forced) play_forced(a, &e->item[i], &ref, NULL);
         for (int r = 0; r < (int)arrlen(rows); r++) {
             a->s = open[r].s;
             play_free(a, &e->item[i], &rows[r]);
-            play_forced(a, &e->item[i], &ref, &rows[r]);
+            if (forced) play_forced(a, &e->item[i], &ref, &rows[r]);
             session_reset(a->s);                        // gives its rows back: many sessions are open
         }
         eval_progress(a, i + 1, n, t0);
@@ -22528,7 +22529,16 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
 }
 
 // ---- the run
-static int report_write(App *a, const char *path, const Score *rows);    // section 29
+static int report_write(App *a, const char *path, const Score *rows, const char *chosen);    // section 29
+
+// Frees the rows (stb_ds) of a run.
+static void rows_free(Score *rows) {
+    for (int r = 0; r < (int)arrlen(rows); r++) {
+        arrfree(rows[r].answers);
+        arrfree(rows[r].each);
+    }
+    arrfree(rows);
+}
 
 // --eval: makes or reads the items, plays them through every row, prints the rows and, with
 // --report, writes the page. Returns 0.
@@ -22561,7 +22571,7 @@ static int evaluate(App *a) {
     run.rows = rows;
     if (opt_given(a->o, "compare-base") && !base_of(rows, &run) && !ppl)
         die(EXIT_USAGE, "--compare-base %s is not among the methods that are compared", opt_str(a->o, "compare-base"));
-    if (!ppl) play_items(a, &e, rows, open);
+    if (!ppl) play_items(a, &e, rows, open, 1);
     for (int r = 0; r < (int)arrlen(rows); r++) {
         a->s = open[r].s;
         if (ppl) eval_text(a, path, kld, &rows[r]);
@@ -22584,13 +22594,9 @@ static int evaluate(App *a) {
         fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items,
                 (int)arrlen(rows[0].answers), now() - t0);
     a->s = own;
-    if (*opt_str(a->o, "report")) report_write(a, opt_str(a->o, "report"), rows);
+    if (*opt_str(a->o, "report")) report_write(a, opt_str(a->o, "report"), rows, "");
 
-    for (int r = 0; r < (int)arrlen(rows); r++) {
-        arrfree(rows[r].answers);
-        arrfree(rows[r].each);
-    }
-    arrfree(rows);
+    rows_free(rows);
     arrfree(open);
     eval_set_free(&e);
     return 0;
@@ -23859,23 +23865,26 @@ static int bench(Options *o) {
 // pictures. The page needs nothing else: no network, no library, and a script for two sliders only.
 // OUT.csv beside it holds the numbers.
 //
-// Pictures 1 and 2 show the scores of --eval. Pictures 3 to 9 come from a demonstration: a built-in
-// dialogue of seven turns is played through each method of --compare, or else of --method, or else
-// of a default set. Full attention speaks first. The other methods are fed its replies, so that all
-// of them hold the same tokens, and each answers only the last question itself.
+// Pictures 1 and 2 show the scores of --eval, or of a default evaluation of a few seconds when none
+// is asked for. Pictures 3 to 9 come from a demonstration: a built-in dialogue of seven turns is
+// played through each method of --compare, or else of --method, or else of a default set. Full
+// attention speaks first. The other methods are fed its replies, so that all of them hold the same
+// tokens, and each answers only the last question itself.
 //
-// Small drawings are inline SVG, in pixels, with y downwards. Attention maps are PNG images,
-// embedded as base64.
+// Small drawings are inline SVG, with y downwards, in units of which a screen shows one or a few to
+// a pixel: charts grow and shrink with their column. Attention maps are PNG images, embedded as
+// base64.
 
 enum {
     DEMO_TURNS  = 7,
     DEMO_BUDGET = 96,           // rows per KV head in the demonstration when the user gives no budget
     DEMO_MOST   = 256,          // a larger budget is cut to this: the dialogue has about 450 tokens
-    MAP_SIDE    = 256,          // pixels of an attention map's side, at most
+    MAP_SIDE    = 256,          // pixels of an attention map's side, at most, and units of it in the drawing
+    MAP_LEFT    = 72,           // units beside a map for the text of tokens
+    MAP_TOP     = 8,            // units above it
     MAP_MOST    = 36,           // attention maps of a model, about
     SHADES      = 16,           // colours of the viridis scale
     TEXT_SHADES = 8,            // colours of picture 8's text, beside grey
-    SERIES      = 9,            // line colours of a chart; colour 0 belongs to full attention
 };
 enum { PHASE_PREFILL, PHASE_DECODE, PHASES };
 enum { IN_ATTEND, IN_SELECT, IN_COMMIT, IN_REST, PHASE_PARTS };     // where the time of a phase goes
@@ -23925,10 +23934,20 @@ static const char *demo_values[][2] = {
 };
 enum { DEMO_VALUES = sizeof demo_values / sizeof *demo_values };
 
+// The default evaluation. An option that the user gives wins, and so does --budget or --ratio.
+static const char *default_eval[][2] = {
+    { "eval", "needle" },
+    { "eval-items", "4" },                  // of these the depths 0, 30 and 90 %
+    { "eval-length", "192,384" },
+    { "budgets", "128" },                   // the default budgets of most methods drop nothing of so short a text
+};
+enum { DEFAULT_EVALS = sizeof default_eval / sizeof *default_eval };
+
 typedef struct {
     FILE *f, *csv;              // the page; its numbers
     App *a;
     Options *o;                 // of the demonstration
+    const char *chosen;         // the options of the default evaluation; "" when the user asked for one
     char *source;               // stb array, NUL-terminated: what stands under every picture (report_source)
     Turn *script;               // stb array (DEMO_TURNS): the dialogue with full attention's replies
     int pictures;               // drawn so far
@@ -24136,6 +24155,117 @@ static void base64_write(FILE *f, const unsigned char *p, size_t n) {
     }
 }
 
+// ---- how a method looks
+// A method has a colour, a marker and a way to draw its line, in every picture of every report. All
+// three follow from its place in the table of methods (section 14), whatever else is shown. Markers
+// differ between any two methods; colours come again, but not among the methods of the demonstration.
+// A combination has the colour of its first part and the markers of all its parts side by side.
+
+enum {
+    COLOURS     = 8,            // beside full attention's, which is the text's
+    SHAPES      = 11,
+    MARK_PARTS  = 4,            // markers of a combination, at most
+    MARK        = 12,           // units a marker is wide and tall
+};
+
+// The colours on a light and on a dark page. They were sought near those of Okabe and Ito, so that
+// readers with any of the three kinds of colour blindness tell any two apart (Delta E >= 15), and
+// stand out from the page (contrast about 3 : 1 or more).
+static const unsigned colour_of[COLOURS][2] = {
+    { 0x0f46a2, 0x136acd },     // blue
+    { 0xd48300, 0xec8e00 },     // orange
+    { 0x0a9e59, 0x0cb66f },     // green
+    { 0xda5b9a, 0xb46798 },     // purple
+    { 0x8e161a, 0xbd4618 },     // vermilion
+    { 0x4f86df, 0x51b8fb },     // sky blue
+    { 0x916100, 0xfffc2a },     // yellow, on a light page brown
+    { 0x563f48, 0xd1cfcf },     // grey
+};
+
+static const char *mark_shapes[SHAPES] = {
+    "M-4.6 0a4.6 4.6 0 1 0 9.2 0a4.6 4.6 0 1 0 -9.2 0z",                                        // circle
+    "M-4.2 -4.2h8.4v8.4h-8.4z",                                                                 // square
+    "M0 -5.4L5.2 3.9H-5.2z",                                                                    // triangle up
+    "M0 -5.7L5.7 0L0 5.7L-5.7 0z",                                                              // diamond
+    "M0 5.4L5.2 -3.9H-5.2z",                                                                    // triangle down
+    "M-5 -2.8L-2.8 -5L0 -2.2L2.8 -5L5 -2.8L2.2 0L5 2.8L2.8 5L0 2.2L-2.8 5L-5 2.8L-2.2 0z",      // cross
+    "M0 -6L1.6 -2L5.7 -1.9L2.6 .9L3.5 4.9L0 2.7L-3.5 4.9L-2.6 .9L-5.7 -1.9L-1.6 -2z",           // star
+    "M-1.7 -5.3h3.4v3.6h3.6v3.4h-3.6v3.6h-3.4v-3.6h-3.6v-3.4h3.6z",                             // plus
+    "M-5.4 0L3.9 -5.2V5.2z",                                                                    // triangle left
+    "M5.4 0L-3.9 -5.2V5.2z",                                                                    // triangle right
+    "M-4.8 -5H4.8L-4.8 5H4.8z",                                                                 // hourglass
+};
+
+// The place of the method with this name of n bytes in the table; behind its end when there is none.
+static int method_place(const char *name, size_t n) {
+    const Method *m = method_find(name, n);
+    int place = 0;
+    while (methods[place] && methods[place] != m) place++;
+    return place;
+}
+
+// The places of the parts of "A+B" -> how many.
+static int name_places(const char *name, int place[MARK_PARTS]) {
+    int n = 0;
+    for (const char *p = name; n < MARK_PARTS; p++) {
+        size_t len = strcspn(p, "+");
+        place[n++] = method_place(p, len);
+        p += len;
+        if (!*p) break;
+    }
+    return n;
+}
+
+// The style class number of a place: 0 for full attention, else 1..COLOURS. The stride of 3 behind
+// every tenth place is what keeps the demonstration's methods apart.
+static int place_colour(int place) { return place ? 1 + (place + 3 * (place / 10)) % COLOURS : 0; }
+
+// Of a method or a combination.
+static int name_colour(const char *name) {
+    int place[MARK_PARTS];
+    name_places(name, place);
+    return place_colour(place[0]);
+}
+
+// Units that a name's markers are wide.
+static double mark_width(const char *name) {
+    int place[MARK_PARTS];
+    return MARK * name_places(name, place);
+}
+
+// Draws a name's markers around (x,y). Behind the first 11 places the shapes come again hollow, then
+// hollow with a dot.
+static void mark_draw(FILE *f, const char *name, double x, double y) {
+    static const char *fill[] = { "", " hollow", " hollow" };
+    static const char *dot = "M-1 0a1 1 0 1 0 2 0a1 1 0 1 0 -2 0z";
+    int place[MARK_PARTS], n = name_places(name, place);
+    for (int i = 0; i < n; i++) {
+        int round = place[i] / SHAPES % 3;
+        fprintf(f, "<path class=\"mark s%d%s\" transform=\"translate(%.1f %.1f)\" d=\"%s%s\"/>",
+                place_colour(place[i]), fill[round], x + MARK * (i - (n - 1) / 2.), y,
+                mark_shapes[place[i] % SHAPES], round == 2 ? dot : "");
+    }
+}
+
+// The style classes of a name's line: full attention's is a wide band, that of a hollow marker is
+// dashed, that of a combination has long and short dashes.
+static const char *line_class(const char *name, char class[24]) {
+    int place[MARK_PARTS], n = name_places(name, place);
+    const char *dash = "";
+    if (n > 1) dash = " mixed";
+    else if (place[0] >= SHAPES) dash = " dashed";
+    snprintf(class, 24, "s%d s%s", place_colour(place[0]), dash);
+    return class;
+}
+
+// Writes a name with its markers before it, as part of a line of text.
+static void marked_name(FILE *f, const char *name) {
+    double w = mark_width(name) + 2;
+    fprintf(f, "<span class=\"key\"><svg width=\"%g\" height=\"14\" viewBox=\"%g -7 %g 14\">", w, -w / 2, w);
+    mark_draw(f, name, 0, 0);
+    html_between(f, "</svg>", name, "</span>");
+}
+
 // ---- the page's style
 
 static const char *report_style =
@@ -24150,13 +24280,13 @@ static const char *report_style =
     "body{background:var(--bg);color:var(--fg);font:16px/1.5 system-ui,sans-serif;max-width:72rem;"
     "margin:1.5rem auto;padding:0 1rem}\n"
     "section{border-top:1px solid var(--line);margin-top:2.5rem}"
-    "h1{margin-bottom:.3rem}"
+    "h1{margin-bottom:.3rem;font-size:clamp(1.5rem,6vw,2rem)}"
     "h2{margin:1.2rem 0 .3rem}"
     "h3{font-size:1rem;margin:1rem 0 .3rem}\n"
     "p.how{max-width:60rem;margin:.2rem 0 .8rem}"
-    "p.note{color:var(--dim);font-size:.9rem}"
+    "p.note{color:var(--dim);font-size:.9rem;overflow-wrap:anywhere}"
     "p.src{color:var(--dim);font-size:.75rem;overflow-wrap:anywhere}\n"
-    "nav a{margin-right:1rem}"
+    "nav a{margin-right:1rem;display:inline-block}"
     "a{color:#2a88c8}"
 
     // Drawings, and a row of them.
@@ -24175,29 +24305,31 @@ static const char *report_style =
     "caption{white-space:nowrap;text-align:left;font-weight:600;padding:.2rem 0}"
     "div.wide{overflow-x:auto}"
     "div.wide th,div.wide td{font-size:.8rem;padding:.2rem .4rem}"
+    "div.wide td.t:last-child{min-width:12rem}"
     "div.wide th{white-space:normal}\n"
     "ul.legend{list-style:none;padding:0;margin:.4rem 0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;"
     "font-size:.9rem}"
-    "ul.legend svg{vertical-align:middle;margin-right:.4rem}\n"
+    "ul.legend svg{vertical-align:middle;margin-right:.4rem}"
+    "ul.legend rect{stroke:var(--dim)}\n"
 
-    // Series of a chart: s0 is full attention's wide band; `again` marks a colour used a second time.
-    ".s0{--c:var(--fg)}"
-    ".s1{--c:#1f83c4}"
-    ".s2{--c:#e09a00}"
-    ".s3{--c:#0fa37a}"
-    ".s4{--c:#cc6fa3}"
-    ".s5{--c:#dd5a1e}"
-    ".s6{--c:#58b4e8}"
-    ".s7{--c:#9273bd}"
-    ".s8{--c:#9a9a18}\n"
-    "path.s{fill:none;stroke:var(--c);stroke-width:2.2}"
-    "path.s0.s{stroke-width:7;opacity:.3}"
-    "circle.s,rect.s{fill:var(--c)}\n"
-    "path.s6,path.s7{stroke-dasharray:7 4}"
-    "path.s8{stroke-dasharray:2 3}"
-    "path.again{stroke-dasharray:11 3 2 3}\n"
-    "path.front{fill:none;stroke:var(--fg);stroke-dasharray:5 5;stroke-width:1.3;opacity:.7}"
-    "path.bar{fill:none;stroke:var(--c);stroke-width:1.3}\n"
+    // Lines and markers of a chart: s0 is full attention's wide band; markers have a rim of the page's
+    // colour, hollow ones are filled with it.
+    "path.s{fill:none;stroke:var(--c);stroke-width:2}"
+    "path.s0.s{stroke-width:7;opacity:.28}"
+    "path.dashed{stroke-dasharray:6 3}"
+    "path.mixed{stroke-dasharray:9 3 2 3}\n"
+    "path.mark{fill:var(--c);stroke:var(--bg);stroke-width:.8}"
+    "path.mark.hollow{fill:var(--bg);stroke:var(--c);stroke-width:1.6}"
+    "path.front{fill:none;stroke:var(--fg);stroke-dasharray:2 4;stroke-width:1.2;opacity:.8}"
+    "path.bar{fill:none;stroke:var(--c);stroke-width:1.3;opacity:.75}\n"
+    ".key{white-space:nowrap}"
+    ".key svg{vertical-align:-.1em;margin-right:.35em}"
+
+    // Charts side by side where two have room.
+    ".charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr));gap:1rem 1.5rem}"
+    ".charts h3{margin:.4rem 0}"
+    "svg.chart{width:100%;display:block}"
+    ".row table{margin:0}\n"
 
     // Picture 8, the coloured text: k0 is read by no head, b is the answer.
     ".tokens{background:var(--card);padding:.6rem .9rem;white-space:pre-wrap;overflow-wrap:anywhere;"
@@ -24207,8 +24339,15 @@ static const char *report_style =
     ".side{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(30rem,100%),1fr));"
     "gap:0 1.5rem}\n"
 
-    // Boxes of pictures 5 and 9: b0 sign, b1 exponent, b2 mantissa, b3 what is cut, b4 padding;
-    // `off` is a bit 0.
+    // Boxes of picture 9, the kinds of work: p0 attention, p1 choosing, p2 bookkeeping, p3 the rest.
+    ".p0{fill:#2a78b5}"
+    ".p1{fill:#e8a020}"
+    ".p2{fill:#a02860}"
+    ".p3{fill:var(--line)}"
+    "rect{stroke:var(--bg);stroke-width:.6}\n"
+
+    // Boxes of picture 5: b0 sign, b1 exponent, b2 mantissa, b3 what is cut, b4 padding; `off` is a
+    // bit 0.
     ".b0{fill:#7b52ab}"
     ".b1{fill:#2a78b5}"
     ".b2{fill:#22a884}"
@@ -24222,24 +24361,26 @@ static const char *report_style =
     ".tree summary{cursor:pointer}"
     ".tree p{margin:.15rem 0 .15rem 2.4rem}\n"
     ".tree i{display:inline-block;width:.9em;height:.9em;border-radius:.2em;margin-right:.4em;"
-    "vertical-align:-.1em}\n"
+    "vertical-align:-.1em;outline:1px solid var(--dim)}\n"
+    "@media (max-width:40rem){.tree{padding:.4rem}.tree details{margin-left:.5rem}"
+    ".tree p{margin-left:1rem}}\n"
     ".tree .read{font-weight:600}"
     ".tree .gold{border-bottom:3px solid #e0662a}"
     ".tree .skip{color:var(--dim)}\n"
 
     // Picture 7, the maps: all of them small, or with the script (one) a single large one.
     ".maps{display:flex;flex-wrap:wrap;gap:.8rem}"
-    ".maps figure{margin:0;width:11rem}"
+    ".maps figure{margin:0;width:min(20rem,100%)}"
     ".maps figcaption{font-size:.75rem;line-height:1.3}"
     ".maps svg{width:100%;display:block}\n"
-    ".maps.one figure{display:none;width:min(34rem,100%)}"
+    ".maps.one figure{display:none;width:min(40rem,100%)}"
     ".maps.one figure.on{display:block}"
     ".maps.one figcaption{font-size:.9rem}"
     ".maps image{image-rendering:pixelated}\n"
     ".maps .void{fill:var(--bg)}"
-    ".maps .line{fill:#ff4d4d;fill-opacity:.18;stroke:#ff4d4d;stroke-width:1;"
-    "vector-effect:non-scaling-stroke}\n"
-    ".maps .whole{fill:#f2a33c;stroke:#f2a33c;fill-opacity:.12;stroke-dasharray:3 3;stroke-opacity:.7}"
+    ".maps .line{fill:#fff;fill-opacity:.12;stroke:#fff;stroke-width:.8;stroke-opacity:.8;vector-effect:non-scaling-stroke}\n"
+    ".maps .whole{fill-opacity:.08;stroke-dasharray:3 3;stroke-opacity:.8}"
+    "svg text.tick{font-size:9px}"
     "#lines:not(:checked)~.maps .line{display:none}\n"
     ".sliders{display:none}"
     ".js .sliders{display:flex;flex-wrap:wrap;gap:.4rem 1.5rem;margin:.4rem 0}"
@@ -24249,21 +24390,34 @@ static const char *report_style =
     ".ok{color:var(--ok)}"
     ".bad{color:var(--bad)}\n";
 
-// Writes the style classes of the colour scales: v0..v15 viridis; r0..r10 from red to green
-// (picture 2); k1..k8 for the share of heads that read a token (picture 8).
+// Writes the style classes of the methods' colours (s0 full attention, s1..s8) on a light page, and
+// behind them those of a dark one.
+static void report_colours(FILE *f) {
+    fprintf(f, ".s0{--c:var(--fg)}");
+    for (int dark = 0; dark < 2; dark++) {
+        if (dark) fprintf(f, "@media (prefers-color-scheme:dark){");
+        for (int i = 0; i < COLOURS; i++) fprintf(f, ".s%d{--c:#%06x}", i + 1, colour_of[i][dark]);
+        fprintf(f, dark ? "}\n" : "\n");
+    }
+}
+
+// Writes the style classes of the colour scales: v0..v15 viridis, with the colour of text on it;
+// k1..k8 for the share of heads that read a token (picture 8).
 static void report_shades(FILE *f) {
     for (int i = 0; i < SHADES; i++) {
         const unsigned char *v = viridis[i];
         fprintf(f, ".v%d{fill:#%02x%02x%02x;", i, v[0], v[1], v[2]);
         fprintf(f, "background:#%02x%02x%02x}%s", v[0], v[1], v[2], i % 4 == 3 ? "\n" : "");
     }
-    fprintf(f, "svg text.on-dark{fill:#fff}svg text.on-light{fill:#111}\n");
-    for (int i = 0; i <= 10; i++)
-        fprintf(f, "td.r%d{background:hsl(%d,70%%,%d%%);color:#111}", i, 12 * i, 66 - i);
+    fprintf(f, "svg text.on-dark{fill:#fff}svg text.on-light{fill:#111}");
+    fprintf(f, "td.on-dark{color:#fff}td.on-light{color:#111}\n");
     for (int i = 1; i <= TEXT_SHADES; i++)
         fprintf(f, ".k%d{background:rgba(var(--kept),%.3g)}", i, .12 + .68 * i / TEXT_SHADES);
     fputc('\n', f);
 }
+
+// The colour of text on a viridis shade.
+static const char *shade_text(int shade) { return shade < 9 ? "on-dark" : "on-light"; }
 
 // ---- the frame of a picture: heading, explanation, remarks, source; panels and legends inside it
 
@@ -24280,7 +24434,7 @@ static void picture_end(Report *r) {
 
 // Writes one plain sentence below a picture, or in place of one that could not be drawn.
 KV_PRINTF(2, 3) static void picture_note(Report *r, const char *fmt, ...) {
-    char text[2048];
+    char text[4096];
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(text, sizeof text, fmt, ap);
@@ -24293,9 +24447,10 @@ static void panel_begin(FILE *f, const char *title) {
     html_between(f, "<div><h3>", title, "</h3>");
 }
 
-// Opens a drawing of w by h pixels.
-static void svg_begin(FILE *f, int w, int h) {
-    fprintf(f, "<svg viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n", w, h, w, h);
+// Opens a drawing of w by h units, of a style class.
+static void svg_begin(FILE *f, const char *class, int w, int h) {
+    fprintf(f, "<svg class=\"%s\" viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" role=\"img\">\n",
+            class, w, h, w, h);
 }
 
 static void legend_begin(FILE *f) { fprintf(f, "<ul class=\"legend\">\n"); }
@@ -24316,6 +24471,8 @@ static void legend_shade(FILE *f, int shade, const char *name) {
 }
 
 // ---- a chart of lines: x linear or logarithmic, y linear from 0
+// Nothing covers anything else: what is written or marked notes its box, and what comes later takes a
+// free place near its own.
 
 typedef struct {                // one point
     double x, y;
@@ -24324,26 +24481,36 @@ typedef struct {                // one point
 } Spot;
 
 typedef struct {
-    const char *name;
-    int colour;                 // 0: full attention's wide band
+    const char *name;           // a method's, where the chart has markers
+    int colour;                 // style class of the line where the chart has no markers
     Spot *spot;                 // stb array, in the order of the line
 } Series;
+
+enum {                          // where markers stand
+    MARKS_NONE,
+    MARKS_POINTS,               // at the points
+    MARKS_BETWEEN,              // between them, in every series elsewhere: lines may lie on each other
+};
 
 typedef struct {
     const char *x_name, *y_name;
     int log_x;
     int bytes_x, bytes_y;       // 1: the axis is labelled in KiB, MiB, ..
-    int dots;                   // 1: every point has a dot and its text
+    int marks;                  // MARKS_*
     double y_top;               // upper end of y; 0: by the data
 } Axes;
 
-typedef struct {                // the ranges shown
+typedef struct { double x0, y0, x1, y1; } Box;
+
+typedef struct {                // the ranges shown, and what is taken
     const Axes *ax;
     double x0, x1, y1;
+    Box *taken;                 // stb array
 } Frame;
 
-enum { CHART_W = 520, CHART_H = 330 };                  // pixels of a chart, and of its margins
-enum { CHART_LEFT = 66, CHART_RIGHT = 16, CHART_TOP = 14, CHART_BOTTOM = 48 };
+enum { CHART_W = 420, CHART_H = 300 };                  // units of a chart, and of its margins
+enum { CHART_LEFT = 62, CHART_RIGHT = 16, CHART_TOP = 30, CHART_BOTTOM = 46 };
+enum { LETTER = 8 };                                    // units of a digit's width, at most
 
 // The distance of grid lines, 1, 2 or 5 times a power of ten, that cuts `range` into about n parts.
 static double nice_step(double range, int n) {
@@ -24355,22 +24522,32 @@ static double nice_step(double range, int n) {
     return p * 10;
 }
 
-// The pixel column of x. On a logarithmic axis what lies left of x0, and 0, stands at the left end.
+// The column of x. On a logarithmic axis what lies left of x0, and 0, stands at the left end.
 static double chart_x(const Frame *c, double x) {
     double share = (x - c->x0) / (c->x1 - c->x0);
     if (c->ax->log_x) share = log(fmax(x, c->x0) / c->x0) / log(c->x1 / c->x0);
     return CHART_LEFT + share * (CHART_W - CHART_LEFT - CHART_RIGHT);
 }
 
-// The pixel row of y.
+// The row of y.
 static double chart_y(const Frame *c, double y) {
     return CHART_H - CHART_BOTTOM - y / c->y1 * (CHART_H - CHART_BOTTOM - CHART_TOP);
+}
+
+// Is there nothing in the box yet, and is it inside the chart?
+static int box_free(const Frame *c, Box b) {
+    if (b.x0 < 0 || b.x1 > CHART_W || b.y0 < 0 || b.y1 > CHART_H) return 0;
+    for (int i = 0; i < (int)arrlen(c->taken); i++) {
+        const Box *t = &c->taken[i];
+        if (b.x0 < t->x1 && t->x0 < b.x1 && b.y0 < t->y1 && t->y0 < b.y1) return 0;
+    }
+    return 1;
 }
 
 // The ranges that hold all points of n series: 5 % of room above, 30 % on both sides of a
 // logarithmic x.
 static Frame chart_frame(const Axes *ax, const Series *s, int n) {
-    Frame c = { ax, INFINITY, -INFINITY, ax->y_top };
+    Frame c = { ax, INFINITY, -INFINITY, ax->y_top, NULL };
     for (int i = 0; i < n; i++)
         for (int j = 0; j < (int)arrlen(s[i].spot); j++) {
             const Spot *p = &s[i].spot[j];
@@ -24399,14 +24576,18 @@ static void tick_label(double x, int bytes, char b[32]) {
     else snprintf(b, 32, "%g", x);
 }
 
-// A vertical grid line with its label below.
-static void tick_x(FILE *f, const Frame *c, double x) {
+// A vertical grid line with its label below, if there is room for the label.
+static void tick_x(FILE *f, Frame *c, double x) {
     char b[32];
     double at = chart_x(c, x);
     tick_label(x, c->ax->bytes_x, b);
+    double half = LETTER * (double)strlen(b) / 2;
+    Box box = { at - half, CHART_H - CHART_BOTTOM + 7, at + half, CHART_H - CHART_BOTTOM + 19 };
     fprintf(f, "<path class=\"grid\" d=\"M%.1f %dV%d\"/>", at, CHART_TOP, CHART_H - CHART_BOTTOM);
+    if (!box_free(c, box)) return;
+    arrput(c->taken, box);
     fprintf(f, "<text x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%s</text>\n",
-            at, CHART_H - CHART_BOTTOM + 16, b);
+            at, CHART_H - CHART_BOTTOM + 17, b);
 }
 
 // A horizontal grid line with its label on the left.
@@ -24415,14 +24596,19 @@ static void tick_y(FILE *f, const Frame *c, double y) {
     double at = chart_y(c, y);
     tick_label(y, c->ax->bytes_y, b);
     fprintf(f, "<path class=\"grid\" d=\"M%d %.1fH%d\"/>", CHART_LEFT, at, CHART_W - CHART_RIGHT);
-    fprintf(f, "<text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%s</text>\n", CHART_LEFT - 6, at + 4, b);
+    fprintf(f, "<text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%s</text>\n", CHART_LEFT - 8, at + 4, b);
 }
 
 // The vertical grid lines of a logarithmic axis: 1, 2, 5 times the powers of ten; over two decades
-// the powers only.
-static void ticks_log(FILE *f, const Frame *c) {
+// the powers only; equal steps where the ends are so near each other that few powers lie between.
+static void ticks_log(FILE *f, Frame *c) {
     static const int mark[] = { 1, 2, 5 };
     int marks = c->x1 / c->x0 > 100 ? 1 : 3;
+    if (c->x1 / c->x0 < 5) {
+        double step = nice_step(c->x1 - c->x0, 4);
+        for (double x = ceil(c->x0 / step) * step; x <= c->x1; x += step) tick_x(f, c, x);
+        return;
+    }
     for (int k = (int)floor(log10(c->x0)); k <= log10(c->x1); k++)
         for (int i = 0; i < marks; i++) {
             double x = mark[i] * pow(10, k);
@@ -24430,8 +24616,8 @@ static void ticks_log(FILE *f, const Frame *c) {
         }
 }
 
-// The grid and the names of both axes.
-static void chart_grid(FILE *f, const Frame *c) {
+// The grid and the names of both axes, that of y above it.
+static void chart_grid(FILE *f, Frame *c) {
     double step = nice_step(c->y1, 5);
     for (int i = 0; i * step <= c->y1 * 1.0001; i++) tick_y(f, c, i * step);
     if (c->ax->log_x) {
@@ -24441,56 +24627,125 @@ static void chart_grid(FILE *f, const Frame *c) {
         for (double x = ceil(c->x0 / step) * step; x <= c->x1 * 1.0001; x += step) tick_x(f, c, x);
     }
     fprintf(f, "<text class=\"dim\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">",
-            (CHART_LEFT + CHART_W - CHART_RIGHT) / 2, CHART_H - 10);
+            (CHART_LEFT + CHART_W - CHART_RIGHT) / 2, CHART_H - 8);
     html_between(f, "", c->ax->x_name, "</text>\n");
-    fprintf(f, "<text class=\"dim\" transform=\"translate(12 %d) rotate(-90)\" text-anchor=\"middle\">",
-            (CHART_TOP + CHART_H - CHART_BOTTOM) / 2);
-    html_between(f, "", c->ax->y_name, "</text>\n");
+    html_between(f, "<text class=\"dim\" x=\"4\" y=\"13\">", c->ax->y_name, "</text>\n");
 }
 
-// The style class of a series' colour. Behind the last colour the first ones come again, with other
-// dashes.
-static const char *series_class(int colour, char class[24]) {
-    int c = colour ? 1 + (colour - 1) % (SERIES - 1) : 0;
-    snprintf(class, 24, "s%d s%s", c, colour >= SERIES ? " again" : "");
-    return class;
-}
-
-// A series' dots with their error bars. A dot's text is left out where it would cover the last one
-// written.
-static void chart_dots(FILE *f, const Frame *c, const Series *s, const char *class) {
-    double at_x = -99, at_y = -99;                      // the last text
-    for (int j = 0; j < (int)arrlen(s->spot); j++) {
-        const Spot *p = &s->spot[j];
-        double x = chart_x(c, p->x), y = chart_y(c, p->y);
-        double lo = chart_y(c, p->lo), hi = chart_y(c, p->hi);
-        if (p->lo < p->hi)
-            fprintf(f, "<path class=\"%.2s bar\" d=\"M%.1f %.1fV%.1fM%.1f %.1fh8M%.1f %.1fh8\"/>",
-                    class, x, lo, hi, x - 4, lo, x - 4, hi);
-        fprintf(f, "<circle class=\"%s\" cx=\"%.1f\" cy=\"%.1f\" r=\"4.5\">", class, x, y);
-        html_between(f, "<title>", s->name, "");
-        fprintf(f, " %s: %.4g</title></circle>", p->what, p->y);
-
-        int room = fabs(x + 7 - at_x) > 20 || fabs(y - 6 - at_y) > 12;
-        if (*p->what && room) {
-            at_x = x + 7;
-            at_y = y - 6;
-            fprintf(f, "<text class=\"dim\" x=\"%.1f\" y=\"%.1f\">%s</text>", at_x, at_y, p->what);
+// Moves the box of a marker to the nearest free place, if there is one within some markers' widths:
+// to the side, or (tall 0) also up or down.
+static void box_settle(const Frame *c, Box *b, int tall) {
+    Box best = *b;
+    double least = INFINITY;
+    for (int up = tall ? 0 : -1; up <= (tall ? 0 : 1); up++)
+        for (int k = -12; k <= 12; k++) {
+            double dx = k * MARK / 2., dy = up * MARK;
+            Box at = { b->x0 + dx, b->y0 + dy, b->x1 + dx, b->y1 + dy };
+            if (dx * dx + dy * dy >= least || !box_free(c, at)) continue;
+            best = at;
+            least = dx * dx + dy * dy;
         }
-        fputc('\n', f);
+    *b = best;
+}
+
+// Draws a series' markers at (*x,*y), with a title to hover over: the name, `what`, the value. The
+// error bar from lo to hi goes with them. Where the place is taken they move a little, and a line
+// leads to the place. *x, *y become where they stand.
+static void chart_mark(FILE *f, Frame *c, const Series *s, const Spot *p, double *x, double *y) {
+    double half = mark_width(s->name) / 2 - .5, tall = MARK / 2. - .5;
+    double lo = *y, hi = *y, x0 = *x, y0 = *y;
+    int bar = p->lo < p->hi;
+    if (bar) {
+        hi = chart_y(c, p->hi);
+        lo = chart_y(c, p->lo);
+    }
+    double above = fmax(tall, *y - hi), below = fmax(tall, lo - *y);
+    Box box = { *x - half, *y - above, *x + half, *y + below };
+    box_settle(c, &box, bar);
+    arrput(c->taken, box);
+    *x = box.x0 + half;
+    *y = box.y0 + above;
+
+    char value[32];
+    int colour = name_colour(s->name);
+    tick_label(p->y, c->ax->bytes_y, value);
+    fprintf(f, "<g>");
+    if (bar)
+        fprintf(f, "<path class=\"bar s%d\" d=\"M%.1f %.1fV%.1fM%.1f %.1fh6M%.1f %.1fh6\"/>",
+                colour, *x, lo, hi, *x - 3, lo, *x - 3, hi);
+    if (fabs(*x - x0) + fabs(*y - y0) > .1)
+        fprintf(f, "<path class=\"bar s%d\" d=\"M%.1f %.1fL%.1f %.1f\"/>", colour, x0, y0, *x, *y);
+    mark_draw(f, s->name, *x, *y);
+    html_between(f, "<title>", s->name, "");
+    fprintf(f, " %s: %s</title></g>\n", p->what, value);
+}
+
+// Writes the text of a point whose markers stand at (x,y), where there is room beside them.
+static void chart_label(FILE *f, Frame *c, const Series *s, const Spot *p, double x, double y) {
+    double side = mark_width(s->name) / 2, wide = LETTER * (double)strlen(p->what);
+    static const double rise[] = { 0, -9, 9 };
+    for (int i = 0; i < 6; i++) {                       // right, left; then above, below
+        int left = i % 2;
+        double from = left ? x - side - wide : x + side, row = y + rise[i / 2];
+        Box box = { from, row - 5.5, from + wide, row + 5.5 };
+        if (!box_free(c, box)) continue;
+        arrput(c->taken, box);
+        fprintf(f, "<text class=\"dim\" x=\"%.1f\" y=\"%.1f\"%s>%s</text>\n", left ? x - side : x + side,
+                row + 4, left ? " text-anchor=\"end\"" : "", p->what);
+        return;
     }
 }
 
-// A series' line, and its dots where the chart has them.
-static void chart_series(FILE *f, const Frame *c, const Series *s) {
+// A series' line.
+static void chart_line(FILE *f, const Frame *c, const Series *s) {
     char class[24];
-    fprintf(f, "<path class=\"%s\" d=\"", series_class(s->colour, class));
+    if (c->ax->marks) line_class(s->name, class);
+    else snprintf(class, sizeof class, "s%d s", s->colour);
+    fprintf(f, "<path class=\"%s\" d=\"", class);
     for (int j = 0; j < (int)arrlen(s->spot); j++) {
         const Spot *p = &s->spot[j];
         fprintf(f, "%s%.1f %.1f", j ? "L" : "M", chart_x(c, p->x), chart_y(c, p->y));
     }
     fprintf(f, "\"/>\n");
-    if (c->ax->dots) chart_dots(f, c, s, class);
+}
+
+// The markers of n series at their points; behind them the points' texts.
+static void marks_at_points(FILE *f, Frame *c, const Series *s, int n) {
+    double *at = NULL;                                  // stb array: x and y of every marker
+    int k = 0;
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < (int)arrlen(s[i].spot); j++) {
+            const Spot *p = &s[i].spot[j];
+            double x = chart_x(c, p->x), y = chart_y(c, p->y);
+            chart_mark(f, c, &s[i], p, &x, &y);
+            arrput(at, x);
+            arrput(at, y);
+        }
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < (int)arrlen(s[i].spot); j++, k += 2) {
+            const Spot *p = &s[i].spot[j];
+            if (*p->what) chart_label(f, c, &s[i], p, at[k], at[k + 1]);
+        }
+    arrfree(at);
+}
+
+// The markers of n series between every other two points: series i at the share (i + 1/2) / n of the
+// way. A marker whose place is taken is left out, but not a series' last chance to have one.
+static void marks_between(FILE *f, Frame *c, const Series *s, int n) {
+    for (int i = 0; i < n; i++) {
+        int points = (int)arrlen(s[i].spot), drawn = 0;
+        double share = (i + .5) / n, half = mark_width(s[i].name) / 2;
+        for (int j = i % 2; j + 1 < points; j += 2) {
+            const Spot *p = &s[i].spot[j];
+            double x0 = chart_x(c, p[0].x), x1 = chart_x(c, p[1].x), x = x0 + share * (x1 - x0);
+            double y0 = chart_y(c, p[0].y), y1 = chart_y(c, p[1].y), y = y0 + share * (y1 - y0);
+            Box box = { x - half, y - 5.5, x + half, y + 5.5 };
+            int last = j + 3 >= points;
+            if (!box_free(c, box) && (drawn || !last)) continue;
+            chart_mark(f, c, &s[i], p, &x, &y);
+            drawn = 1;
+        }
+    }
 }
 
 // A dashed staircase through the points of a frontier (stb array), on to the right end.
@@ -24504,21 +24759,26 @@ static void chart_front(FILE *f, const Frame *c, const Spot *front) {
 // Draws n series. front: stb array of a frontier's points, or NULL.
 static void chart(FILE *f, const Axes *ax, const Series *s, int n, const Spot *front) {
     Frame c = chart_frame(ax, s, n);
-    svg_begin(f, CHART_W, CHART_H);
+    svg_begin(f, "chart", CHART_W, CHART_H);
     chart_grid(f, &c);
     if (front) chart_front(f, &c, front);
-    for (int i = 0; i < n; i++) chart_series(f, &c, &s[i]);
+    for (int i = 0; i < n; i++) chart_line(f, &c, &s[i]);
+    if (ax->marks == MARKS_POINTS) marks_at_points(f, &c, s, n);
+    if (ax->marks == MARKS_BETWEEN) marks_between(f, &c, s, n);
     fprintf(f, "</svg>\n");
+    arrfree(c.taken);
 }
 
-// The legend of n series: a piece of each line, with its dot if the chart has dots.
-static void legend_lines(FILE *f, const Series *s, int n, int dots) {
+// The legend of n series: a piece of each line, with its markers if the chart has them.
+static void legend_lines(FILE *f, const Series *s, int n, int marks) {
     char class[24];
     legend_begin(f);
     for (int i = 0; i < n; i++) {
-        series_class(s[i].colour, class);
-        fprintf(f, "<li><svg width=\"34\" height=\"12\"><path class=\"%s\" d=\"M1 6H33\"/>", class);
-        if (dots) fprintf(f, "<circle class=\"%s\" cx=\"17\" cy=\"6\" r=\"4.5\"/>", class);
+        double w = marks ? mark_width(s[i].name) + 26 : 34;
+        if (marks) line_class(s[i].name, class);
+        else snprintf(class, sizeof class, "s%d s", s[i].colour);
+        fprintf(f, "<li><svg width=\"%g\" height=\"14\"><path class=\"%s\" d=\"M1 7H%g\"/>", w, class, w - 1);
+        if (marks) mark_draw(f, s[i].name, w / 2, 7);
         html_between(f, "</svg>", s[i].name, "</li>\n");
     }
     legend_end(f);
@@ -24529,8 +24789,52 @@ static void series_free(Series *s) {
     arrfree(s);
 }
 
+// ---- 1 and 2: what was evaluated
+
+// Describes the answers (stb array) to one task: "needle (8 texts of 192 to 384 tokens, 40 answers)".
+// The answers of a text stand side by side.
+static void task_text(char text[160], const Answer *x, const char *task) {
+    int texts = 0, answers = 0, item = -1, least = 0, most = 0;
+    for (int i = 0; i < (int)arrlen(x); i++) {
+        if (strcmp(x[i].task, task)) continue;
+        if (!answers || x[i].item != item) texts++;
+        least = answers ? min_int(least, x[i].length) : x[i].length;
+        most = max_int(most, x[i].length);
+        item = x[i].item;
+        answers++;
+    }
+    int n = snprintf(text, 160, "%.60s (%d text%s of %d", task, texts, texts == 1 ? "" : "s", least);
+    if (most > least) n += snprintf(text + n, 160 - (size_t)n, " to %d", most);
+    snprintf(text + n, 160 - (size_t)n, " tokens, %d answer%s)", answers, answers == 1 ? "" : "s");
+}
+
+// The sentences below the scores: what was evaluated, on how many items, and how to do it
+// again when the program chose it.
+static void evaluated_note(Report *r, const Score *rows) {
+    char text[1024] = "", task[160];
+    const Score *s = &rows[0];
+    for (int i = 0; i < (int)arrlen(s->answers); i++) {
+        size_t n = strlen(text);
+        if (!first_of_task(s->answers, i)) continue;
+        task_text(task, s->answers, s->answers[i].task);
+        snprintf(text + n, sizeof text - n, "%s%s", n ? ", " : "", task);
+    }
+    if (!arrlen(s->answers)) snprintf(text, sizeof text, "%ld tokens of a text predicted", s->predicted);
+    picture_note(r, "What was evaluated: %s; %d item%s through each of %d rows of the table. %s%s",
+                 text, s->items, s->items == 1 ? "" : "s", (int)arrlen(rows),
+                 *r->chosen ? "No evaluation was asked for, so this is the default one, without the comparison of "
+                              "logits: " : "",
+                 r->chosen);
+}
+
+// What stands in place of a picture of scores that were not measured.
+static void not_evaluated_note(Report *r) {
+    picture_note(r, "No scores were measured%s%s. Give --eval TASK (and --compare METHODS --budgets LIST) together "
+                    "with --report.", *r->chosen ? ": " : "", r->chosen);
+}
+
 // ---- 1: quality against bytes
-// Two charts with a line a method and a dot a budget: x is bytes (logarithmic), held on the left,
+// Two charts with a line a method and a marker a budget: x is bytes (logarithmic), held on the left,
 // read for one new token on the right. y is the mean score with its 95 % interval, or KL
 // divergence, or perplexity; a table of all columns follows.
 
@@ -24607,30 +24911,44 @@ static Spot *frontier(const Series *s, int n, int higher) {
     return best;
 }
 
-// The place of a method's series; a new one is appended when the name is new. *colours: colours
-// given so far.
-static int series_of(Series **s, const char *name, int *colours) {
+// The place of a method's series; a new one is appended when the name is new.
+static int series_of(Series **s, const char *name) {
     int k = 0;
     while (k < (int)arrlen(*s) && strcmp((*s)[k].name, name)) k++;
     if (k < (int)arrlen(*s)) return k;
-    Series one = { name, 0, NULL };
-    if (strcmp(name, "full")) one.colour = ++*colours;
+    Series one = { .name = name };
     arrput(*s, one);
     return k;
 }
 
-// One series a method, with its budgets as points (stb array). read: as in row_bytes.
+// Do two rows have different budgets?
+static int budgets_differ(const Score *rows) {
+    int budget = 0;
+    for (int i = 0; i < (int)arrlen(rows); i++) {
+        if (!row_budget(&rows[i])) continue;
+        if (budget && budget != row_budget(&rows[i])) return 1;
+        budget = row_budget(&rows[i]);
+    }
+    return 0;
+}
+
+// One series a method, with its budgets as points (stb array). The budget is written beside a point,
+// unless it is the same one everywhere. read: as in row_bytes.
 static Series *score_series(Report *r, const Score *rows, int metric, int read) {
     Series *s = NULL;
-    int colours = 0;
+    int differ = budgets_differ(rows);
     for (int i = 0; i < (int)arrlen(rows); i++) {
         const Score *row = &rows[i];
-        int k = series_of(&s, row->name, &colours);
-        Spot p = { .x = row_bytes(row, read), .y = row_quality(row, metric), .lo = row->lo, .hi = row->hi };
-        if (row_budget(row)) snprintf(p.what, sizeof p.what, "%d", row->budget);
+        int k = series_of(&s, row->name);
+        Spot p = { .x = row_bytes(row, read), .y = row_quality(row, metric) };
+        if (interval_allowed(row->answers, (int)arrlen(row->answers))) {
+            p.lo = row->lo;
+            p.hi = row->hi;
+        }
+        if (row_budget(row) && differ) snprintf(p.what, sizeof p.what, "%d", row->budget);
         arrput(s[k].spot, p);
         csv_row(r, "pareto", row->name, read ? "bytes read a step, score" : "bytes stored, score",
-                p.x, row->budget, p.y, p.lo, p.hi);
+                p.x, row->budget, p.y, row->lo, row->hi);
     }
     return s;
 }
@@ -24750,7 +25068,9 @@ static void score_table(Report *r, const Score *rows, int metric) {
     fprintf(r->f, "</tr>\n");
     for (int i = 0; i < (int)arrlen(rows); i++) {
         const Score *row = &rows[i];
-        html_between(r->f, "<tr><td class=\"t\">", row->name, "</td><td>");
+        fprintf(r->f, "<tr><td class=\"t\">");
+        marked_name(r->f, row->name);
+        fprintf(r->f, "</td><td>");
         if (row_budget(row)) fprintf(r->f, "%d", row->budget);
         fprintf(r->f, "</td>");
         for (int k = 0; k < (int)arrlen(c); k++) {
@@ -24768,9 +25088,9 @@ static void score_table(Report *r, const Score *rows, int metric) {
 // The two charts, the legend they share, and the table.
 static void pareto_charts(Report *r, const Score *rows) {
     int metric = rows_metric(rows);
-    Axes ax = { .y_name = report_metrics[metric], .log_x = 1, .bytes_x = 1, .dots = 1 };
+    Axes ax = { .y_name = report_metrics[metric], .log_x = 1, .bytes_x = 1, .marks = MARKS_POINTS };
     if (metric == BY_SCORE) ax.y_top = 1.06;
-    fprintf(r->f, "<div class=\"row\">\n");
+    fprintf(r->f, "<div class=\"charts\">\n");
     for (int read = 0; read < 2; read++) {
         Series *s = score_series(r, rows, metric, read);
         Spot *front = frontier(s, (int)arrlen(s), metric == BY_SCORE);
@@ -24789,26 +25109,28 @@ static void pareto_charts(Report *r, const Score *rows) {
 
 static void draw_pareto(Report *r, const Score *rows) {
     int up = rows_metric(rows) == BY_SCORE || !arrlen(rows);
-    char how[640];
+    char how[800];
     snprintf(how, sizeof how,
-             "Each point is one method at one budget (the small number: rows kept or read per "
-             "head). Good is left and %s. Bars, if there are any, are 95 %% bootstrap intervals; "
-             "on the dashed line nothing cheaper is better. Left chart: bytes held; right chart: "
+             "Each point is one method at one budget%s. Good is left and %s. Bars, if there are any, "
+             "are 95 %% bootstrap intervals; on the dotted line nothing cheaper is better. A marker that "
+             "would cover another stands beside it, with a line to its place. Left chart: bytes held; right chart: "
              "bytes read for one new token (methods that only save reads gain there).",
+             budgets_differ(rows) ? " (the small number: rows kept or read per head)" : "",
              up ? "up: right answers from few bytes" : "down: close to full attention from few bytes");
     picture_begin(r, "pareto", "Quality against bytes", how);
-    if (arrlen(rows))
+    if (arrlen(rows)) {
         pareto_charts(r, rows);
-    else
-        picture_note(r, "No scores were measured: give --eval TASK (and --compare METHODS --budgets LIST) "
-                        "together with --report.");
+        evaluated_note(r, rows);
+    } else {
+        not_evaluated_note(r);
+    }
     picture_end(r);
 }
 
 // ---- 2: needles by depth and length
 // One table a method and budget: columns are lengths of the text in tokens, rows are depths of the
-// fact in per cent. A cell is the mean score of the answers there, its colour runs from red (0)
-// over yellow (one half) to green (1).
+// fact in per cent. A cell is the mean score of the n answers there; its viridis colour runs from dark
+// (0) to bright (1).
 
 static int on_grid(const Answer *x) { return x->depth >= 0 && x->length > 0; }
 
@@ -24854,7 +25176,8 @@ static void needle_cells(Report *r, const Score *s, const double *len, const dou
                 continue;
             }
             double x = sum[at] / n[at];
-            fprintf(r->f, "<td class=\"r%d\">%.2f</td>", (int)(10 * fmin(fmax(x, 0), 1) + .5), x);
+            int shade = (int)((SHADES - 1) * fmin(fmax(x, 0), 1) + .5);
+            fprintf(r->f, "<td class=\"v%d %s\">%.2f <small>n=%g</small></td>", shade, shade_text(shade), x, n[at]);
             csv_row(r, "needle", s->name, "length, depth, score", len[l], depth[d], x, s->budget, n[at]);
         }
         fprintf(r->f, "</tr>\n");
@@ -24873,7 +25196,8 @@ static void needle_table(Report *r, const Score *s, const double *len, const dou
         sum[at] += x->score;
         n[at]++;
     }
-    html_between(r->f, "<table><caption>", s->name, "");
+    fprintf(r->f, "<table><caption>");
+    marked_name(r->f, s->name);
     if (row_budget(s)) fprintf(r->f, ", budget %d", s->budget);
     fprintf(r->f, "</caption><tr><th>depth</th>");
     for (int l = 0; l < lengths; l++) fprintf(r->f, "<th>%g</th>", len[l]);
@@ -24891,18 +25215,30 @@ static int has_needles(const Score *s) {
     return 0;
 }
 
+// Every third colour with its score.
+static void needle_legend(Report *r) {
+    char text[48];
+    legend_begin(r->f);
+    for (int i = 0; i < SHADES; i += 3) {
+        snprintf(text, sizeof text, i ? "%.1f" : "share of right answers %.1f", (double)i / (SHADES - 1));
+        legend_shade(r->f, i, text);
+    }
+    legend_end(r->f);
+}
+
 static void draw_needle(Report *r, const Score *rows) {
     double *len = grid_axis(rows, 0), *depth = grid_axis(rows, 1);
     picture_begin(r, "needle", "Needles found, by depth and length",
-                  "A fact was hidden in a long text and asked for at the end. Columns: length of "
-                  "the text in tokens; rows: how deep the fact stands (0 %: at the beginning). The "
-                  "number is the share of right answers; green is 1, yellow one half, red 0. A "
-                  "method that forgets shows red where it forgets.");
+                  "A fact was hidden in a long text and asked for. Columns: length of the text in "
+                  "tokens; rows: how deep the fact stands (0 %: at the beginning). A cell has the "
+                  "share of right answers, and of how many (n); bright is 1, dark is 0. A method "
+                  "that forgets is dark where it forgets.");
     if (arrlen(depth)) {
         fprintf(r->f, "<div class=\"row\">\n");
         for (int i = 0; i < (int)arrlen(rows); i++)
             if (has_needles(&rows[i])) needle_table(r, &rows[i], len, depth);
         fprintf(r->f, "</div>\n");
+        needle_legend(r);
     } else {
         picture_note(r, "No answers with a depth were measured: --eval needle makes them.");
     }
@@ -25082,8 +25418,9 @@ static void memory_table(Report *r, const DemoRun *d) {
         if (*d[i].why) continue;
         human_bytes(d[i].stored[last], held);
         human_bytes(d[i].read[last], read);
-        html_between(r->f, "<tr><td class=\"t\">", d[i].name, "</td>");
-        fprintf(r->f, "<td>%s</td><td>%.0f %%</td><td>%s</td><td class=\"t\"><span class=\"%s</span> ",
+        fprintf(r->f, "<tr><td class=\"t\">");
+        marked_name(r->f, d[i].name);
+        fprintf(r->f, "</td><td>%s</td><td>%.0f %%</td><td>%s</td><td class=\"t\"><span class=\"%s</span> ",
                 held, 100 * d[i].stored[last] / fmax(1, d[0].stored[last]), read,
                 right_answer(&d[i]) ? "ok\">right:" : "bad\">wrong:");
         html_between(r->f, "", d[i].said ? d[i].said : "", "</td></tr>\n");
@@ -25091,15 +25428,15 @@ static void memory_table(Report *r, const DemoRun *d) {
     fprintf(r->f, "</table></div>\n");
 }
 
-// One series a method, its turns as points (stb array). read 0: bytes held; 1: bytes read. A
-// method's place among the runs is its colour.
+// One series a method, its turns as points (stb array). read 0: bytes held; 1: bytes read.
 static Series *memory_series(Report *r, const DemoRun *d, int read) {
     Series *s = NULL;
     for (int i = 0; i < (int)arrlen(d); i++) {
         if (*d[i].why) continue;
-        Series one = { d[i].name, i, NULL };
+        Series one = { .name = d[i].name };
         for (int t = 0; t < DEMO_TURNS; t++) {
             Spot p = { .x = t + 1, .y = read ? d[i].read[t] : d[i].stored[t] };
+            snprintf(p.what, sizeof p.what, "at turn %d", t + 1);
             arrput(one.spot, p);
             csv_row(r, "memory", d[i].name, read ? "turn, bytes read a step" : "turn, bytes held",
                     t + 1, 0, p.y, 0, 0);
@@ -25110,13 +25447,14 @@ static Series *memory_series(Report *r, const DemoRun *d, int read) {
 }
 
 static void draw_memory(Report *r, const DemoRun *d) {
-    Axes ax = { .x_name = "turn of the dialogue", .bytes_y = 1, .dots = 1 };
+    Axes ax = { .x_name = "turn of the dialogue", .bytes_y = 1, .marks = MARKS_BETWEEN };
     picture_begin(r, "memory", "Memory over the turns of a dialogue",
                   "The built-in dialogue, turn by turn. Left: bytes of keys and values held when a "
                   "turn ends; a line that stays flat is a method that really gives memory back. "
                   "Right: bytes read for each new token; methods that keep everything but read "
-                  "little are low here only.");
-    fprintf(r->f, "<div class=\"row\">\n");
+                  "little are low here only. Each line has its markers at places of its own, so that "
+                  "lines on top of each other can be told apart.");
+    fprintf(r->f, "<div class=\"charts\">\n");
     for (int read = 0; read < 2; read++) {
         Series *s = memory_series(r, d, read);
         ax.y_name = read ? "bytes read per decode step" : "bytes held at the end of the turn";
@@ -25143,6 +25481,7 @@ typedef struct {
     int named;                  // 1: cells have room for their number
 } HeadGrid;
 enum { GRID_LEFT = 40, GRID_TOP = 20 };                 // where the first cell stands
+enum { BARS_LEFT = 150 };                               // where the bars of pictures 5 and 9 begin
 
 // The sizes of a grid of H heads: the more heads, the smaller the cells.
 static HeadGrid head_grid_size(int H) {
@@ -25179,7 +25518,7 @@ static void head_grid(Report *r, const char *name, const double *x, int whole) {
     for (int i = 0; i < L * H; i++) top = fmax(top, x[i]);
 
     panel_begin(r->f, name);
-    svg_begin(r->f, 44 + H * g.cell, 36 + L * g.tall);
+    svg_begin(r->f, "heads", max_int(44 + H * g.cell, 330), 36 + L * g.tall);
     head_grid_labels(r->f, &g, L, H);
     for (int i = 0; i < L * H; i++) {
         int l = i / H, h = i % H;
@@ -25190,7 +25529,7 @@ static void head_grid(Report *r, const char *name, const double *x, int whole) {
         fprintf(r->f, "<title>layer %d, head %d: %.4g</title></rect>", l, h, x[i]);
         if (g.named)
             fprintf(r->f, "<text class=\"%s\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">%.*f</text>",
-                    shade < 9 ? "on-dark" : "on-light", px + g.cell / 2, py + g.tall / 2 + 4,
+                    shade_text(shade), px + g.cell / 2, py + g.tall / 2 + 4,
                     whole ? 0 : 3, x[i]);
         csv_row(r, "heads", name, "layer, head", l, h, x[i], 0, 0);
     }
@@ -25241,7 +25580,7 @@ static void draw_heads(Report *r) {
     scores_path(r, path);
     for (int i = 0; i < 3; i++) x[i] = scores_load(path, kind[i], r->a->c->L, r->a->c->H, err);
     if (x[2]) {
-        fprintf(r->f, "<div class=\"row\">\n");
+        fprintf(r->f, "<div class=\"charts\">\n");
         for (int i = 0; i < 3; i++)
             if (x[i]) head_grid(r, title[i], x[i], 0);
         head_budgets(r, x[2]);
@@ -25294,7 +25633,7 @@ static void pats_schedules(Report *r, const Pats *x) {
     static const char *name[] = { "T = 256 tokens", "T = 512", "T = 1,024" };
     static const int T[] = { 256, 512, 1024 };
     Series *s = NULL;
-    fprintf(r->f, "<div class=\"row\">\n");
+    fprintf(r->f, "<div class=\"charts\">\n");
     for (int i = 0; i < 3; i++) arrput(s, pats_line(r, name[i], i + 1, x, T[i]));
     pats_chart(r, s, "The chosen schedule as the dialogue grows");
 
@@ -25328,8 +25667,8 @@ static void pats_element_bits(FILE *f, uint16_t element, int b, int px, int cell
 
 // One key row h (D) in f16, of which b low bits are cut.
 static void pats_row_bits(Report *r, const uint16_t *h, int D, int b) {
-    int cell = D <= 64 ? 16 : 8, tall = 9;
-    svg_begin(r->f, 80 + D * cell, 16 * tall + 18);
+    int cell = max_int(340 / D, 3), tall = 9;
+    svg_begin(r->f, "bits", max_int(80 + D * cell, CHART_W), 16 * tall + 18);
     fprintf(r->f, "<text x=\"70\" y=\"9\" text-anchor=\"end\">sign</text>");
     fprintf(r->f, "<text x=\"70\" y=\"%d\" text-anchor=\"end\">exponent</text>", 4 * tall);
     fprintf(r->f, "<text x=\"70\" y=\"%d\" text-anchor=\"end\">mantissa</text>\n", 10 * tall);
@@ -25348,42 +25687,43 @@ static void pats_row_bits(Report *r, const uint16_t *h, int D, int b) {
 
 // One bar at height y: the bytes of a row of D elements with b bits cut, packed densely (rows64 0:
 // this program's way) or in 64-byte blocks of its own (rows64 1: the paper's way). A dashed box is
-// padding. scale: pixels a byte.
-static void pats_bar(Report *r, int rows64, int D, int b, int y, int scale) {
+// padding. scale: units a byte.
+static void pats_bar(Report *r, int rows64, int D, int b, int y, double scale) {
     int bytes = (int)pats_row_bytes(rows64, D, 16 - b), used = D * (16 - b) / 8;
-    fprintf(r->f, "<text x=\"180\" y=\"%d\" text-anchor=\"end\">%d bits cut, %s</text>",
-            y + 11, b, rows64 ? "64-byte blocks" : "dense");
-    fprintf(r->f, "<rect class=\"b2\" x=\"188\" y=\"%d\" width=\"%d\" height=\"13\"/>", y, used * scale);
+    if (!rows64) fprintf(r->f, "<text x=\"4\" y=\"%d\">%d bits cut</text>", y + 11, b);
+    fprintf(r->f, "<text x=\"142\" y=\"%d\" text-anchor=\"end\">%s</text>", y + 11, rows64 ? "blocks" : "dense");
+    fprintf(r->f, "<rect class=\"b2\" x=\"%d\" y=\"%d\" width=\"%.1f\" height=\"13\"/>", BARS_LEFT, y, used * scale);
     if (bytes > used)
-        fprintf(r->f, "<rect class=\"b4\" x=\"%d\" y=\"%d\" width=\"%d\" height=\"13\"/>",
-                188 + used * scale, y, (bytes - used) * scale);
-    int end = max_int(bytes, used) * scale;
-    fprintf(r->f, "<text x=\"%d\" y=\"%d\">%d bytes</text>\n", 194 + end, y + 11, bytes);
+        fprintf(r->f, "<rect class=\"b4\" x=\"%.1f\" y=\"%d\" width=\"%.1f\" height=\"13\"/>",
+                BARS_LEFT + used * scale, y, (bytes - used) * scale);
+    fprintf(r->f, "<text x=\"%d\" y=\"%d\">%d bytes</text>\n", CHART_W - 74, y + 11, bytes);
     csv_row(r, "pats", rows64 ? "64-byte blocks" : "dense", "bits cut, elements, bytes of a row",
             b, D, bytes, 0, 0);
 }
 
-// How many bytes a row takes as 0, 2, .. 10 bits are cut, with grid lines every 64 bytes.
+// How many bytes a row takes as 0, 2, .. 10 bits are cut, with grid lines every 64 bytes, of which at
+// most four have their number.
 static void pats_row_blocks(Report *r, int D) {
-    int wide = (int)pats_row_bytes(1, D, 16);
-    int scale = 1, y = 0;
-    if (wide <= 128) scale = 4;
-    else if (wide <= 256) scale = 2;
-    svg_begin(r->f, 330 + wide * scale, 250);
+    int wide = (int)pats_row_bytes(1, D, 16), every = 64 * max_int((wide + 255) / 256, 1), y = 0;
+    double scale = (double)(CHART_W - BARS_LEFT - 80) / wide;
+    svg_begin(r->f, "bytes", CHART_W, 250);
+    for (int x = 0; x <= wide; x += 64) {
+        double px = BARS_LEFT + x * scale;
+        fprintf(r->f, "<path class=\"grid\" d=\"M%.1f 0V206\"/>", px);
+        if (x % every) continue;
+        fprintf(r->f, "<text class=\"dim\" x=\"%.1f\" y=\"222\" text-anchor=\"middle\">%d</text>", px, x);
+    }
     for (int b = 0; b <= 10; b += 2)
         for (int rows64 = 0; rows64 < 2; rows64++) {
             pats_bar(r, rows64, D, b, y, scale);
             y += 17;
         }
-    for (int x = 0; x <= wide; x += 64) {
-        int px = 188 + x * scale;
-        fprintf(r->f, "<path class=\"grid\" d=\"M%d 0V206\"/>", px);
-        fprintf(r->f, "<text class=\"dim\" x=\"%d\" y=\"222\" text-anchor=\"middle\">%d</text>", px, x);
-    }
-    fprintf(r->f, "<text class=\"dim\" x=\"188\" y=\"240\">bytes of one row; lines every 64</text></svg>\n");
+    fprintf(r->f, "<text class=\"dim\" x=\"%d\" y=\"242\">bytes of one row; lines every 64</text></svg>\n",
+            BARS_LEFT);
     legend_begin(r->f);
     legend_box(r->f, "b2", "bits of the row");
     legend_box(r->f, "b4", "padding of the last block: nothing saved");
+    fprintf(r->f, "<li>dense: as this program packs them; blocks: as the paper does, 64 bytes each</li>\n");
     legend_end(r->f);
 }
 
@@ -25398,7 +25738,7 @@ static void pats_example(Report *r, const Pats *x) {
     prefill(full, r->script[0].pre, n);
     kv_load_k(full, kv_head(full, l, 0), NULL, at, 1, row);
     from_f32(h, row, DT_F16, (size_t)D);
-    fprintf(r->f, "<h3>One key row: token %d, layer %d, KV head 0</h3>\n<div class=\"wide\">", at, l);
+    fprintf(r->f, "<div><h3>One key row: token %d, layer %d, KV head 0</h3>\n", at, l);
     pats_row_bits(r, h, D, pats_bits(x, 128, 256));
     fprintf(r->f, "</div>\n");
     session_close(full);
@@ -25416,10 +25756,11 @@ static void draw_pats(Report *r) {
     if (s) {
         const Pats *x = s->part[0].ms;
         pats_schedules(r, x);
+        fprintf(r->f, "<div class=\"charts\">\n");
         pats_example(r, x);
-        fprintf(r->f, "<h3>Bytes of a row</h3>\n<div class=\"wide\">");
+        panel_begin(r->f, "Bytes of a row");
         pats_row_blocks(r, r->a->c->D);
-        fprintf(r->f, "</div>\n");
+        fprintf(r->f, "</div>\n</div>\n");
         picture_note(r, "Schedule %s, %d to %d bits; the first %d tokens lose %d bits only, the last %d none.",
                      opt_str(r->o, "pats-schedule"), x->b_min, x->b_max, x->sink, x->b_min, x->window);
     } else {
@@ -25432,7 +25773,7 @@ static void draw_pats(Report *r) {
 // ---- 6: the tree of LycheeCluster
 // An outline to open and close: coarse units, their clusters, their chunks with the text. A branch
 // is bold where the step read it and grey where it did not; the square's viridis colour is the
-// node's upper bound, and the answer is underlined.
+// score by which the step chose, best first, and the answer is underlined.
 
 typedef struct { float *q; } QueryProbe;                // (L,H,D): the queries of the last decode step
 
@@ -25450,17 +25791,19 @@ static const Method query_probe = {
     .select = query_probe_select,
 };
 
-typedef struct {                // what the tree is drawn from: one layer and KV head
+typedef struct {                // what the tree is drawn from: one list of one layer
     const Session *s;
     const Lychee *x;
     const Tree *t;
-    Probe p;                    // the queries of the group
+    int l, h;                   // the layer, and a query head that reads by the list
+    Probe p;                    // the queries it is sought with
     unsigned char *read;        // (n_tok) 1: a row that the step read
-    float lo, hi;               // the least and the largest bound of its nodes
-    float *mu;                  // (D) room for a centre
+    unsigned char *opened;      // (units) 1: the step looked into the unit
+    float lo, hi;               // the least and the largest score of its nodes
+    float *mu, *sum;            // (D) room for a centre, for a summed query
 } TreeView;
 
-// How well the node's centre matches: q.mu / |q|, of the query head where it is best.
+// How well the node's centre matches: the largest q.mu w of the queries.
 static float node_match(TreeView *v, const Nodes *u, int node) {
     int D = v->s->c->D;
     float best = -INFINITY;
@@ -25472,9 +25815,18 @@ static float node_match(TreeView *v, const Nodes *u, int node) {
     return best;
 }
 
-// The upper bound of how well any chunk below the node can match: centre plus radius.
-static float node_bound(TreeView *v, const Nodes *u, int node) {
-    return node_match(v, u, node) + u->r[node];
+// What a node's score adds to its match, as section 11 does: beta |q| r. Exact pruning opens units by
+// their bound.
+static float node_slack(const TreeView *v, const Nodes *u, int node) {
+    const Lychee *x = v->x;
+    int unit = u == &v->t->coarse;
+    if (unit && x->exact) return v->p.slack * v->t->rho[node];
+    return (unit ? x->beta_coarse : x->beta) * v->p.slack * u->r[node];
+}
+
+// The score by which a step chooses among the nodes of a level.
+static float node_score(TreeView *v, const Nodes *u, int node) {
+    return node_match(v, u, node) + node_slack(v, u, node);
 }
 
 // How many chunks of cluster c the step read.
@@ -25503,17 +25855,19 @@ static int cluster_answers(const Report *r, const TreeView *v, int c) {
 // start open.
 static void node_begin(Report *r, TreeView *v, const Nodes *u, int node, const char *what, int n_read,
                        int answers) {
-    float match = node_match(v, u, node);
-    float bound = match + u->r[node];
-    int shade = v->hi > v->lo ? (int)((bound - v->lo) / (v->hi - v->lo) * (SHADES - 1) + .5f) : 0;
+    float match = node_match(v, u, node), slack = node_slack(v, u, node);
+    float score = match + slack;
+    int shade = v->hi > v->lo ? (int)((score - v->lo) / (v->hi - v->lo) * (SHADES - 1) + .5f) : 0;
     int chunks = u->chunks[node];
     fprintf(r->f, "<details%s><summary class=\"%s\"><i class=\"v%d\"></i>",
             n_read || answers ? " open=\"open\"" : "", n_read ? "read" : "skip", shade);
-    fprintf(r->f, "%s %d: %d chunk%s, %d read; bound %.2f = match %.2f + radius %.2f",
-            what, node, chunks, chunks == 1 ? "" : "s", n_read, bound, match, u->r[node]);
+    fprintf(r->f, "%s %d: score %.2f", what, node, score);
+    if (slack > 0) fprintf(r->f, " = match %.2f + %.2f for the radius", match, slack);
+    fprintf(r->f, "; %d of %d chunk%s read", n_read, chunks, chunks == 1 ? "" : "s");
+    if (u == &v->t->coarse && !v->opened[node]) fprintf(r->f, ", not opened");
     fprintf(r->f, "%s</summary>\n", answers ? " <b class=\"gold\">the answer is in here</b>" : "");
     csv_row(r, "lychee", what, "node, chunks read, upper bound, radius, match",
-            node, n_read, bound, u->r[node], match);
+            node, n_read, match + u->r[node], u->r[node], match);
 }
 
 static void node_end(Report *r) { fprintf(r->f, "</details>\n"); }
@@ -25533,10 +25887,10 @@ static void tree_cluster(Report *r, TreeView *v, int c) {
     node_end(r);
 }
 
-// The nodes of a list that have chunks, best bound first (stb array). The list starts at `first`
+// The nodes of a list that have chunks, best score first (stb array). The list starts at `first`
 // and goes on by `next`; next NULL: all nodes of the level. There are few, so an insertion sort
-// does; equal bounds keep their order.
-static int *by_bound(TreeView *v, const Nodes *u, int first, const int *next) {
+// does; equal scores keep their order.
+static int *by_score(TreeView *v, const Nodes *u, int first, const int *next) {
     int *order = NULL;
     int node = first;
     while (node >= 0) {
@@ -25545,7 +25899,7 @@ static int *by_bound(TreeView *v, const Nodes *u, int first, const int *next) {
         else node = node + 1 < u->n ? node + 1 : -1;
     }
     for (int i = 1; i < (int)arrlen(order); i++)
-        for (int j = i; j > 0 && node_bound(v, u, order[j]) > node_bound(v, u, order[j - 1]); j--) {
+        for (int j = i; j > 0 && node_score(v, u, order[j]) > node_score(v, u, order[j - 1]); j--) {
             int x = order[j];
             order[j] = order[j - 1];
             order[j - 1] = x;
@@ -25553,9 +25907,9 @@ static int *by_bound(TreeView *v, const Nodes *u, int first, const int *next) {
     return order;
 }
 
-// The clusters of a list, as in by_bound.
+// The clusters of a list, as in by_score.
 static void tree_clusters(Report *r, TreeView *v, int first, const int *next) {
-    int *order = by_bound(v, &v->t->fine, first, next);
+    int *order = by_score(v, &v->t->fine, first, next);
     for (int i = 0; i < (int)arrlen(order); i++) tree_cluster(r, v, order[i]);
     arrfree(order);
 }
@@ -25577,7 +25931,7 @@ static void tree_unit(Report *r, TreeView *v, int unit) {
 static void tree_draw(Report *r, TreeView *v) {
     fprintf(r->f, "<div class=\"tree\">\n");
     if (v->t->coarse.n) {
-        int *order = by_bound(v, &v->t->coarse, 0, NULL);
+        int *order = by_score(v, &v->t->coarse, 0, NULL);
         for (int i = 0; i < (int)arrlen(order); i++) tree_unit(r, v, order[i]);
         arrfree(order);
     } else {
@@ -25586,19 +25940,19 @@ static void tree_draw(Report *r, TreeView *v) {
     fprintf(r->f, "</div>\n");
 }
 
-// Every third colour with its bound.
+// Every third colour with its score.
 static void tree_legend(Report *r, const TreeView *v) {
     char text[32];
     legend_begin(r->f);
     for (int i = 0; i < SHADES; i += 3) {
-        float bound = v->lo + (v->hi - v->lo) * i / (SHADES - 1);
-        snprintf(text, sizeof text, "%s%.2f", i ? "" : "upper bound ", bound);
+        float score = v->lo + (v->hi - v->lo) * i / (SHADES - 1);
+        snprintf(text, sizeof text, "%s%.2f", i ? "" : "score ", score);
         legend_shade(r->f, i, text);
     }
     legend_end(r->f);
 }
 
-// The range of all bounds, for the colours.
+// The range of all scores, for the colours.
 static void tree_range(TreeView *v) {
     const Nodes *level[] = { &v->t->fine, &v->t->coarse };
     v->lo = INFINITY;
@@ -25606,10 +25960,26 @@ static void tree_range(TreeView *v) {
     for (int k = 0; k < 2; k++)
         for (int i = 0; i < level[k]->n; i++) {
             if (!level[k]->chunks[i]) continue;
-            float bound = node_bound(v, level[k], i);
-            v->lo = fminf(v->lo, bound);
-            v->hi = fmaxf(v->hi, bound);
+            float score = node_score(v, level[k], i);
+            v->lo = fminf(v->lo, score);
+            v->hi = fmaxf(v->hi, score);
         }
+}
+
+// Marks the units that the step looked into, as open_top does: the best k_g, and more until they
+// hold four times what the budget has room for. A flat scan and exact pruning come to looking into
+// all of them.
+static void tree_opened(TreeView *v) {
+    const Nodes *top = &v->t->coarse;
+    int *order = top->n ? by_score(v, top, 0, NULL) : NULL;
+    int kg = units_to_open(v->x, top->n), enough = 4 * room_for_chunks(v->x), tokens = 0;
+    for (int i = 0; i < (int)arrlen(order); i++) {
+        int all = v->x->exact || v->x->kg == KG_FLAT;
+        if (!all && i >= kg && tokens >= enough) break;
+        v->opened[order[i]] = 1;
+        tokens += top->tokens[order[i]];
+    }
+    arrfree(order);
 }
 
 // The query head to look at, as l*H + h: of the layers from `first` on the one with the best score,
@@ -25627,56 +25997,157 @@ static int fact_head(const Report *r, int first) {
     return best;
 }
 
-// The tree of layer l and KV head g, and which rows its last step read. q (L,H,D): the queries of
-// that step.
-static TreeView tree_view_open(const Session *s, const float *q, int l, int g) {
-    int H = s->c->H, G = s->c->G, D = s->c->D, R = H / G;
+// The tree of layer l by which query head h reads, and which rows its last step read. q (L,H,D): the
+// queries of that step. The head's list is sought as section 11 does: with all queries of the KV
+// head's group, with their sum, or with its own.
+static TreeView tree_view_open(const Session *s, const float *q, int l, int h) {
+    int H = s->c->H, G = s->c->G, D = s->c->D, R = H / G, g = h / R;
     const Lychee *x = s->part[0].ms;
-    TreeView v = { .s = s, .x = x, .t = &x->tree[l * G + g] };
+    TreeView v = { .s = s, .x = x, .t = &x->tree[l * G + g], .l = l, .h = h };
+    const float *group = q + ((size_t)l * H + g * R) * D, *own = q + ((size_t)l * H + h) * D;
     v.read = xcalloc((size_t)s->n_tok + 1, 1);
+    v.opened = xcalloc((size_t)v.t->coarse.n + 1, 1);
     v.mu = xmalloc((size_t)D * sizeof(float));
-    probe_max(&v.p, q + ((size_t)l * H + g * R) * D, R, D);
+    v.sum = xmalloc((size_t)D * sizeof(float));
+    if (x->gqa == GQA_MAX) probe_max(&v.p, group, R, D);
+    else if (x->gqa == GQA_HEAD) probe_sum(&v.p, own, 1, D, v.sum);
+    else probe_sum(&v.p, group, R, D, v.sum);
     int *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
-    int n = view_rows(s, l, g * R, rows);
+    int n = view_rows(s, l, h, rows);
     for (int i = 0; i < n; i++) v.read[rows[i]] = 1;
     free(rows);
+    tree_opened(&v);
+    tree_range(&v);
     return v;
 }
 
+static void tree_view_close(TreeView *v) {
+    free(v->read);
+    free(v->opened);
+    free(v->mu);
+    free(v->sum);
+}
+
 // The sentence above the tree: the question, the reply so far, and how much is read to go on.
-static void tree_question(Report *r, const TreeView *v, int l, int g) {
+static void tree_question(Report *r, const TreeView *v) {
     const Session *s = v->s;
     int used = 0;
     for (int j = 0; j < v->x->M; j++) used += v->read[v->x->start[j]];
     html_between(r->f, "<p>The user asks <b>", demo_turns[DEMO_TURNS - 1], "</b>");
     fprintf(r->f, " and the reply has reached <b>");
     tokens_text(r, s->tok + s->n_tok - s->step, s->step);
-    fprintf(r->f, "</b>\xe2\x80\xa6 Layer %d, KV head %d (the head that finds facts best) reads %d of %d "
-                  "chunks to go on.</p>\n", l, g, used, v->x->M);
+    fprintf(r->f, "</b>\xe2\x80\xa6 Query head %d of layer %d, which of the layers with an index finds facts best, reads %d "
+                  "of %d chunks to go on.</p>\n", v->h, v->l, used, v->x->M);
+}
+
+// The chunk of the tree that holds the answer; -1: none does.
+static int answer_chunk(const Report *r, const TreeView *v) {
+    int j = v->x->M_built ? v->x->M - 1 : -1;
+    while (j >= 0 && !chunk_answers(r, v, j)) j--;
+    return j;
+}
+
+// The cluster that chunk j belongs to.
+static int cluster_of(const TreeView *v, int j) {
+    for (int c = 0; c < v->t->fine.n; c++)
+        for (int k = v->t->fine.first[c]; k >= 0; k = v->t->fine.next[k])
+            if (k == j) return c;
+    return -1;
+}
+
+// The place of a node in an order, from 1.
+static int rank_in(const int *order, int node) {
+    int i = 0;
+    while (order[i] != node) i++;
+    return i + 1;
+}
+
+// Why the step read chunk j, or did not: its cluster's unit was not opened, or better clusters fill
+// the budget, or the list ends before it because a chunk did not fit.
+static void tree_reason(Report *r, TreeView *v, int j) {
+    const Tree *t = v->t;
+    int c = cluster_of(v, j), room = room_for_chunks(v->x), better = 0, tokens = 0;
+    int *order = by_score(v, &t->fine, 0, NULL), *units = NULL;
+    int unit = t->coarse.n ? t->parent[c] : -1;
+    char what[256];
+    for (int i = 0; order[i] != c; i++) {
+        if (unit >= 0 && !v->opened[t->parent[order[i]]]) continue;
+        better++;
+        tokens += t->fine.tokens[order[i]];
+    }
+    snprintf(what, sizeof what, "cluster %d, with the chunk that holds the answer, has a score of %.2f", c,
+             node_score(v, &t->fine, c));
+    if (v->read[v->x->start[j]]) {
+        picture_note(r, "Why this head reads the answer: %s, the best but %d of those looked at, and the budget has "
+                        "room for it.", what, better);
+    } else if (unit >= 0 && !v->opened[unit]) {
+        units = by_score(v, &t->coarse, 0, NULL);
+        picture_note(r, "Why this head skips the answer: unit %d, which holds it, has a score of %.2f, place %d of %d, "
+                        "and was not opened: better units hold enough.", unit, node_score(v, &t->coarse, unit),
+                     rank_in(units, unit), (int)arrlen(units));
+    } else if (tokens >= room) {
+        picture_note(r, "Why this head skips the answer: %s; %d clusters score better and hold %d tokens, and the "
+                        "budget has room for %d.", what, better, tokens, room);
+    } else {
+        picture_note(r, "Why this head skips the answer: %s; %d clusters score better and hold %d of the %d tokens that "
+                        "the budget has room for, and the list ends at the first chunk that does not fit.",
+                     what, better, tokens, room);
+    }
+    arrfree(units);
+    arrfree(order);
+}
+
+// How many query heads of the layers with an index read row `row`, and which layers have none.
+static void tree_others(Report *r, const TreeView *v, int row) {
+    const Session *s = v->s;
+    int L = s->c->L, H = s->c->H, indexed = 0, readers = 0;
+    int *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
+    char whole[512] = "";
+    for (int l = 0; l < L; l++) {
+        size_t n = strlen(whole);
+        if (!indexed_layer(s, v->x, l)) {
+            snprintf(whole + n, sizeof whole - n, "%s%d", n ? ", " : "", l);
+            continue;
+        }
+        for (int h = 0; h < H; h++) {
+            int k = view_rows(s, l, h, rows);
+            indexed++;
+            while (k > 0 && rows[k - 1] != row) k--;
+            readers += k > 0;
+        }
+    }
+    free(rows);
+    picture_note(r, "Of the %d query heads with an index, %d read the answer in this step. Layers that read every row: %s "
+                    "(--lychee-full-layers %d).", indexed, readers, *whole ? whole : "none", v->x->full_layers);
 }
 
 // Draws the tree of the head that finds facts best. q (L,H,D): the queries of the last step.
 static void lychee_picture(Report *r, Session *s, const float *q) {
+    static const char *by[] = { "q.mu / |q| of the query head of the group where it is best (1: the same direction)",
+                                "q.mu of the summed queries of the group", "q.mu of the head's query" };
     const Lychee *x = s->part[0].ms;
-    int H = s->c->H, R = H / s->c->G;
-    int at = fact_head(r, x->full_layers), l = at / H, g = at % H / R;
-    if (!x->M_built || l < x->full_layers) {
+    int H = s->c->H, at = fact_head(r, x->full_layers), l = at / H;
+    if (!x->M_built || !indexed_layer(s, x, l)) {
         picture_note(r, "No index was built: the dialogue fits into the budget, or --lychee-full-layers covers "
                         "every layer.");
         return;
     }
-    TreeView v = tree_view_open(s, q, l, g);
-    tree_range(&v);
-    tree_question(r, &v, l, g);
+    TreeView v = tree_view_open(s, q, l, at % H);
+    int answer = answer_chunk(r, &v);
+    tree_question(r, &v);
+    if (answer >= 0) {
+        tree_reason(r, &v, answer);
+        tree_others(r, &v, x->start[answer]);
+    } else {
+        picture_note(r, "The answer is in no chunk of the tree: it stands in a row that is always read, or nowhere.");
+    }
     tree_draw(r, &v);
     tree_legend(r, &v);
-    picture_note(r, "Match: q.mu / |q| of the best query head with the node's centre mu (1: the same "
-                    "direction); radius: how far the key of a chunk below lies from mu at most. The choice "
-                    "goes by match + %g radius (--lychee-beta). The first %d tokens and the last "
-                    "%d are outside the tree and always read. The chunk with the answer is "
-                    "underlined.", x->beta, x->sink, s->n_tok - t_idx(x));
-    free(v.read);
-    free(v.mu);
+    picture_note(r, "The score decides: match + %g |q| radius (--lychee-beta; of units %g). Match: %s, mu the node's centre; "
+                    "radius: how far the key of a chunk below lies from mu at most. The first %d tokens and the last %d are "
+                    "outside the tree and always read. The chunk with the answer is underlined.",
+                 x->beta, x->exact ? 1. : x->beta_coarse, by[x->gqa], x->sink, s->n_tok - t_idx(x));
+    tree_view_close(&v);
 }
 
 // How many tokens of full attention's last reply stand before the answer; all of them if the answer
@@ -25701,8 +26172,8 @@ static void draw_lychee(Report *r) {
                   "The text is cut into chunks, alike chunks form clusters, alike clusters form "
                   "units. For each new token only the chunks of the best matching clusters are "
                   "read: bold branches were read, grey ones skipped. The square's colour is the "
-                  "upper bound of how well anything below can match (brighter: better). Click to "
-                  "open a branch.");
+                  "score that decides (brighter: better); siblings stand in its order. Click to open "
+                  "a branch.");
     if (s) {
         DemoRun d = { 0 };
         QueryProbe *probe = xcalloc(1, sizeof *probe);
@@ -25721,8 +26192,9 @@ static void draw_lychee(Report *r) {
 
 // ---- 7: attention maps with LoopServe's lines
 // A square a head: the row is the token that reads, the column the token that is read, oldest top
-// left. A pixel's viridis colour is the probability, logarithmic from 1e-4 (dark) to 1; red shapes
-// over it are the lines that LoopServe computes. The whole dialogue is prefilled as one turn, and
+// left, with the number and text of every n-th token at its sides. A pixel's viridis colour is the
+// probability, logarithmic from 1e-4 (dark) to 1; white shapes over it are the lines that LoopServe
+// computes. The whole dialogue is prefilled as one turn, and
 // the maps are written layer by layer while it runs.
 
 typedef struct {
@@ -25797,7 +26269,39 @@ static Lines map_choose(Session *s, const LoopServe *x, int l, int h, const floa
     return a;
 }
 
-// Writes the figure of one head: the image, a triangle over the cells above the diagonal, the
+// A token's text for a label: its first 8 characters, without the blanks at its ends, a line end as
+// \\n. A method's own token has none.
+static void tick_text(const Report *r, const Token *t, char out[64]) {
+    int len = 0, n = 0, chars = 0;
+    const char *b = t->id >= 0 ? tokenizer_bytes(r->a->tok, t->id, &len) : NULL;
+    for (int i = 0; i < len && chars < 8; chars++) {
+        int k = max_int(utf8_length(b + i, (size_t)(len - i)), 1);
+        if (b[i] == '\n') n += sprintf(out + n, "\\n");
+        else if (b[i] != ' ' || n) n += sprintf(out + n, "%.*s", k, b + i);
+        i += k;
+    }
+    while (n && out[n - 1] == ' ') n--;
+    out[n] = 0;
+}
+
+// The ticks of a map of T tokens: number and text on the left, the number below.
+static void map_ticks(Report *r, const Token *tok, int T) {
+    int step = max_int((int)nice_step(T, 8), 1);
+    char text[64];
+    for (int t = 0; t < T; t += step) {
+        double at = (t + .5) * MAP_SIDE / T;
+        tick_text(r, &tok[t], text);
+        fprintf(r->f, "<path class=\"grid\" d=\"M%d %.1fh-3M%.1f %dv3\"/>", MAP_LEFT, MAP_TOP + at, MAP_LEFT + at,
+                MAP_TOP + MAP_SIDE);
+        fprintf(r->f, "<text class=\"tick\" x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%d ", MAP_LEFT - 5,
+                MAP_TOP + at + 3, t);
+        html_between(r->f, "", text, "</text>");
+        fprintf(r->f, "<text class=\"tick\" x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%d</text>\n", MAP_LEFT + at,
+                MAP_TOP + MAP_SIDE + 12, t);
+    }
+}
+
+// Writes the figure of one head: the image with its ticks, a triangle over the cells above the diagonal, the
 // lines, and the caption.
 static void map_figure(Report *r, Session *s, const LoopServe *x, int l, int h, const float *q, int T,
                        LoopRoom *w, Tile *tile) {
@@ -25811,13 +26315,15 @@ static void map_figure(Report *r, Session *s, const LoopServe *x, int l, int h, 
 
     fprintf(r->f, "<figure data-l=\"%d\" data-h=\"%d\"%s>", l / map_step(s->c->L), h / map_step(s->c->H),
             a.dense ? "" : " data-lines=\"1\"");
-    fprintf(r->f, "<svg viewBox=\"0 0 %d %d\" role=\"img\">", T, T);
+    fprintf(r->f, "<svg viewBox=\"0 0 %d %d\" role=\"img\">", MAP_LEFT + MAP_SIDE + 8, MAP_TOP + MAP_SIDE + 16);
+    map_ticks(r, s->tok, T);
+    fprintf(r->f, "<g transform=\"translate(%d %d) scale(%.6g)\">", MAP_LEFT, MAP_TOP, (double)MAP_SIDE / T);
     fprintf(r->f, "<image width=\"%d\" height=\"%d\" preserveAspectRatio=\"none\" ", T, T);
     fprintf(r->f, "href=\"data:image/png;base64,");
     base64_write(r->f, png, arrlenu(png));
     fprintf(r->f, "\"/><path class=\"void\" d=\"M0 0H%dV%dz\"/>", T, T);
     map_lines(r, &a, w->run);
-    fprintf(r->f, "</svg><figcaption>layer %d, head %d: ", l, h);
+    fprintf(r->f, "</g></svg><figcaption>layer %d, head %d: ", l, h);
     fprintf(r->f, "%s%d columns and %d diagonals, %.0f %% of the cells, hold %.1f %% of the attention",
             a.dense ? "read whole, for " : "", columns, diagonals, 100 * found.cells, 100 * found.mass);
     fprintf(r->f, "</figcaption></figure>\n");
@@ -25896,10 +26402,11 @@ static void draw_attention(Report *r) {
     Session *s = session_open(r->a->c, r->a->w, r->o, "full");
     picture_begin(r, "attention", "Where heads look, and the lines LoopServe keeps",
                   "One square per head: each row is a token that reads, each column a token that "
-                  "is read, bright where much attention goes. Red columns (single tokens everyone "
+                  "is read, bright where much attention goes. White columns (single tokens everyone "
                   "reads) and diagonals (a fixed distance back) are the lines LoopServe would "
                   "compute in this prefill; all else is skipped. Where few lines do not hold "
-                  "enough (orange, dashed), the head is read whole.");
+                  "enough (dashed), the head is read whole. The numbers at the sides count tokens; "
+                  "on the left stand their words too.");
     map_controls(r);
     fprintf(r->f, "<div class=\"maps\" id=\"maps\">\n");
     if (loop_rule(s, &x)) die(EXIT_USAGE, "--report: %s", s->err);
@@ -25974,10 +26481,11 @@ static void text_legend(Report *r) {
 
 // The heading of one method, with its answer, and its text. mean: the mean share over all tokens.
 static void text_panel(Report *r, const DemoRun *d, double mean) {
-    html_between(r->f, "<div><h3>", d->name, "");
-    fprintf(r->f, ": reads %.0f %% of %d tokens; answers <span class=\"%s\">",
-            mean, (int)arrlen(d->share), right_answer(d) ? "ok" : "bad");
-    html_between(r->f, "", d->said ? d->said : "", "</span></h3>\n");
+    fprintf(r->f, "<div><h3>");
+    marked_name(r->f, d->name);
+    fprintf(r->f, ": reads %.0f %% of %d tokens; <span class=\"%s</span> ",
+            mean, (int)arrlen(d->share), right_answer(d) ? "ok\">right:" : "bad\">wrong:");
+    html_between(r->f, "", d->said ? d->said : "", "</h3>\n");
     kept_text(r, d);
     fprintf(r->f, "</div>\n");
 }
@@ -26026,15 +26534,15 @@ static double phase_ms(const DemoRun *d, int phase) {
 
 // One method's bar at height y. top: the milliseconds of the longest bar.
 static void time_bar(Report *r, const DemoRun *d, int phase, int y, double top) {
-    static const char *class[] = { "b1", "s2 s", "s5 s", "b3" };
     static const char *part[] = { "attention", "choosing rows", "bookkeeping", "the rest of the model" };
-    double x = 130, sum = 0;
-    fprintf(r->f, "<text x=\"122\" y=\"%d\" text-anchor=\"end\">%.18s</text>", y + 16, d->name);
+    double x = BARS_LEFT, sum = 0, mark = mark_width(d->name);
+    fprintf(r->f, "<text x=\"%.1f\" y=\"%d\" text-anchor=\"end\">%.*s</text>", x - mark - 6, y + 16,
+            (int)((x - mark - 6) / LETTER), d->name);
+    mark_draw(r->f, d->name, x - 3 - mark / 2, y + 12);
     for (int k = 0; k < PHASE_PARTS; k++) {
         double ms = part_ms(d, phase, k);
-        double w = top > 0 ? ms / top * (CHART_W - 220) : 0;
-        fprintf(r->f, "<rect class=\"%s\" x=\"%.1f\" y=\"%d\" width=\"%.1f\" height=\"17\">",
-                class[k], x, y + 3, w);
+        double w = top > 0 ? ms / top * (CHART_W - BARS_LEFT - 80) : 0;
+        fprintf(r->f, "<rect class=\"p%d\" x=\"%.1f\" y=\"%d\" width=\"%.1f\" height=\"17\">", k, x, y + 3, w);
         fprintf(r->f, "<title>%s: %.4f ms</title></rect>", part[k], ms);
         csv_row(r, "time", d->name, part[k], phase, k, ms, 0, 0);
         x += w;
@@ -26053,7 +26561,7 @@ static void time_bars(Report *r, const DemoRun *d, int phase) {
         n++;
     }
     panel_begin(r->f, phase == PHASE_DECODE ? "Decode: one new token" : "Prefill: one token of the prompt");
-    svg_begin(r->f, CHART_W, 24 * n + 8);
+    svg_begin(r->f, "chart", CHART_W, 24 * n + 8);
     for (int i = 0; i < (int)arrlen(d); i++) {
         if (!d[i].tokens[phase]) continue;
         time_bar(r, &d[i], phase, y, top);
@@ -26068,14 +26576,14 @@ static void draw_time(Report *r, const DemoRun *d) {
                   "small model and a short text the rest of the model dominates; attention and "
                   "what a method adds to it grow with the length of the text. Compare shares, not "
                   "machines; --bench measures speed properly.");
-    fprintf(r->f, "<div class=\"row\">\n");
+    fprintf(r->f, "<div class=\"charts\">\n");
     for (int phase = 0; phase < PHASES; phase++) time_bars(r, d, phase);
     fprintf(r->f, "</div>\n");
     legend_begin(r->f);
-    legend_box(r->f, "b1", "attention (in a prefill also LoopServe's choice of lines)");
-    legend_box(r->f, "s2 s", "choosing the rows to read");
-    legend_box(r->f, "s5 s", "bookkeeping: indexing, packing, dropping rows");
-    legend_box(r->f, "b3", "the rest of the model");
+    legend_box(r->f, "p0", "attention (in a prefill also LoopServe's choice of lines)");
+    legend_box(r->f, "p1", "choosing the rows to read");
+    legend_box(r->f, "p2", "bookkeeping: indexing, packing, dropping rows");
+    legend_box(r->f, "p3", "the rest of the model");
     legend_end(r->f);
     picture_end(r);
 }
@@ -26172,6 +26680,7 @@ static void report_head(Report *r) {
           "<title>kvcomp report</title>\n"
           "<style>\n", r->f);
     fputs(report_style, r->f);
+    report_colours(r->f);
     report_shades(r->f);
     fputs("</style>\n"
           "</head>\n"
@@ -26270,13 +26779,14 @@ static void report_pictures(Report *r, const Score *rows) {
     demo_free(d);
 }
 
-// Writes the page and its numbers, which take their places together. rows: what --eval measured
-// (stb array), or NULL. Ends the program when writing fails.
-static int report_write(App *a, const char *path, const Score *rows /* stb_ds */) {
+// Writes the page and its numbers, which take their places together. rows: what was evaluated (stb
+// array), or NULL. chosen: "" when the user asked for the evaluation, else the options of the default
+// one, or why there are no rows. Ends the program when writing fails.
+static int report_write(App *a, const char *path, const Score *rows /* stb_ds */, const char *chosen) {
     char err[512], *csv = csv_path(path);
     Saving out[2];                          // the page, the table
     if (save_begin(&out[0], path, err) || save_begin(&out[1], csv, err)) die(EXIT_RUN, "--report %s", err);
-    Report r = { .a = a, .f = out[0].f, .csv = out[1].f, .o = demo_options(a) };
+    Report r = { .a = a, .f = out[0].f, .csv = out[1].f, .o = demo_options(a), .chosen = chosen };
     report_source(&r);
     report_head(&r);
     report_pictures(&r, rows);
@@ -26289,6 +26799,81 @@ static int report_write(App *a, const char *path, const Score *rows /* stb_ds */
     arrfree(r.source);
     options_free(r.o);
     free(csv);
+    return 0;
+}
+
+// ---- the default evaluation
+static size_t parameters_of(const Config *c);           // section 30
+
+// Why this model gets no default evaluation; NULL: it gets one. A few seconds have room for 83,000
+// tokens of the shipped model; eight methods of a model of 1 billion parameters would take an hour.
+static const char *default_eval_refused(const App *a) {
+    enum { MILLIONS = 20, TOKENS = 640 };               // most parameters; what the longest item may need
+    if (parameters_of(a->c) > (size_t)MILLIONS * 1000000)
+        return "the default evaluation takes seconds with a model of up to 20 million parameters, and this one has more";
+    if (ctx_limit(a) < TOKENS) return "the items of the default evaluation do not fit into the context";
+    return NULL;
+}
+
+// The options of the default evaluation: the user's, and default_eval where nothing is given. The
+// methods are full attention and those of the demonstration that fit the model and the options.
+static Options *default_eval_options(const App *a) {
+    Options *o = options_copy(a->o);
+    const char *list = opt_given(o, "method") ? opt_str(o, "method") : demo_methods;
+    char err[512], name[160], budget[160] = "", methods_text[2048] = "full";
+    int limited = opt_given(o, "budget") || opt_given(o, "ratio");
+    for (int i = 0; i < DEFAULT_EVALS; i++) {
+        const char *option = default_eval[i][0];
+        if (opt_given(o, option) || (limited && !strcmp(option, "budgets"))) continue;
+        options_set(o, option, default_eval[i][1], err);
+    }
+    options_set(o, "temp", "0", err);
+
+    Options *first = options_copy(o);                   // with the first budget
+    list_word(opt_str(o, "budgets"), 0, budget);
+    if (*budget) options_set(first, "budget", budget, err);
+    for (int i = 0; list_word(list, i, name); i++) {
+        Session *s = strcmp(name, "full") ? session_try(a->c, a->w, first, name, err) : NULL;
+        size_t n = strlen(methods_text);
+        if (s) snprintf(methods_text + n, sizeof methods_text - n, ",%s", name);
+        session_close(s);
+    }
+    options_free(first);
+    options_set(o, "compare", methods_text, err);
+    return o;
+}
+
+// --report without --eval: evaluates a little, then writes the page. Returns 0.
+static int report(App *a, const char *path) {
+    const char *refused = default_eval_refused(a);
+    if (refused) return report_write(a, path, NULL, refused);
+
+    static const char *said[] = { "eval", "eval-items", "eval-length", "eval-seed", "compare", "budgets", "budget", "ratio" };
+    Options *own_options = a->o, *o = default_eval_options(a);
+    Session *own = a->s;
+    EvalSet e = { 0 };
+    OpenRow *open = NULL;
+    char chosen[3072] = "";
+    a->o = o;
+    eval_items(a, opt_str(o, "eval"), &e);
+    Score *rows = open_rows(a, &open);
+    play_items(a, &e, rows, open, 0);
+    for (int i = 0; i < (int)arrlen(rows); i++) {
+        finish_row(&rows[i], (uint64_t)opt_int(o, "eval-seed"));
+        open_close(&open[i]);
+    }
+    for (size_t i = 0; i < sizeof said / sizeof *said; i++) {
+        size_t n = strlen(chosen);
+        if (!opt_given(o, said[i])) continue;
+        snprintf(chosen + n, sizeof chosen - n, "%s--%s %s", n ? " " : "", said[i], opt_str(o, said[i]));
+    }
+    a->o = own_options;
+    a->s = own;
+    report_write(a, path, rows, chosen);
+    rows_free(rows);
+    arrfree(open);
+    eval_set_free(&e);
+    options_free(o);
     return 0;
 }
 
@@ -26528,7 +27113,8 @@ static void check_options(const Options *o) {
         die(EXIT_USAGE, "-p and -f both say what to answer; give one");
     if (*opt_str(o, "dump-logits") && !ids) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
     if (*opt_str(o, "bench-suite") && !bench) die(EXIT_USAGE, "--bench-suite goes with --bench");
-    if (*opt_str(o, "budgets") && !eval) die(EXIT_USAGE, "--budgets goes with --compare or --eval");
+    if (*opt_str(o, "budgets") && !eval && !*opt_str(o, "report"))
+        die(EXIT_USAGE, "--budgets goes with --compare, --eval or --report");
     if (opt_int(o, "csv") && !eval && !bench) die(EXIT_USAGE, "--csv goes with --eval or --bench");
     if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
     if (*opt_str(o, "dialogue") && !opt_int(o, "dump-tokens")) die(EXIT_USAGE, "--dialogue goes with --dump-tokens");
@@ -26564,7 +27150,7 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "prompt",         RUN_PROMPT | RUN_TOKENS },
     { "file",           RUN_PROMPT | RUN_TOKENS },
     { "system",         RUN_TALKS | RUN_EVAL | RUN_REPORT | RUN_TOKENS },
-    { "n-predict",      RUN_TALKS | RUN_EVAL },
+    { "n-predict",      RUN_TALKS | RUN_EVAL | RUN_REPORT },
     { "dialogue",       RUN_TOKENS },
     { "raw",            RUN_REPLIES | RUN_TOKENS },
     { "chat-template",  RUN_REPLIES | RUN_TOKENS },
@@ -26590,9 +27176,9 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "wrap",           RUN_TALKS },
     { "no-history",     RUN_CHAT },
     { "eval-file",      RUN_EVAL },
-    { "eval-items",     RUN_EVAL },
-    { "eval-length",    RUN_EVAL },
-    { "eval-history",   RUN_EVAL },
+    { "eval-items",     RUN_EVAL | RUN_REPORT },
+    { "eval-length",    RUN_EVAL | RUN_REPORT },
+    { "eval-history",   RUN_EVAL | RUN_REPORT },
     { "eval-window",    RUN_EVAL },
     { "eval-windows",   RUN_EVAL },
     { "markdown",       RUN_EVAL },
@@ -27297,7 +27883,7 @@ static int answer_prompt(App *a, const char *text) {
 static int run_mode(App *a, const char *text) {
     if (*opt_str(a->o, "ids")) return run_ids(a);
     if (evaluates(a->o)) return evaluate(a);
-    if (*opt_str(a->o, "report")) return report_write(a, opt_str(a->o, "report"), NULL);
+    if (*opt_str(a->o, "report")) return report(a, opt_str(a->o, "report"));
     if (opt_int(a->o, "demo")) return demo(a);
     if (text) return answer_prompt(a, text);
     return chat(a);

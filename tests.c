@@ -12426,7 +12426,7 @@ TEST(report_frontier, "the frontier holds the points that nothing cheaper beats,
     }
     for (int i = 0; i < SHADES; i++)
         CHECK(map_shade(powf(10, 4.f * i / (SHADES - 1) - 4)) == i, "shade %d", i);
-    Frame c = { &(Axes){ .log_x = 1 }, 10, 1000, 1 };
+    Frame c = { &(Axes){ .log_x = 1 }, 10, 1000, 1, NULL };
     CHECK(chart_x(&c, 0) == CHART_LEFT &&
               fabs(chart_x(&c, 100) - (CHART_LEFT + CHART_W - CHART_RIGHT) / 2.0) < 1e-9,
           "a logarithmic axis: nothing read stands at the left end");
@@ -12465,6 +12465,230 @@ TEST(report_shares, "a token's share is the part of all query heads that read it
         arrfree(ids);
         free(rows);
         bench_close(s, o, c, w);
+    }
+}
+
+// ---- drawings: nothing that is written or marked covers anything else
+
+typedef struct {
+    double x0, y0, x1, y1;
+    const char *tag;
+} Drawn;
+
+// The number behind name=" in a tag, or `other`.
+static double tag_number(const char *tag, const char *name, double other) {
+    char key[32];
+    snprintf(key, sizeof key, " %s=\"", name);
+    const char *end = strchr(tag, '>'), *at = strstr(tag, key);
+    return at && at < end ? atof(at + strlen(key)) : other;
+}
+
+// Is the text in the tag, before its '>'?
+static int tag_has(const char *tag, const char *text) {
+    const char *at = strstr(tag, text);
+    return at && at < strchr(tag, '>');
+}
+
+// The letters of a text up to '<': an entity is one, and so is a character of several bytes.
+static int letters(const char *p) {
+    int n = 0;
+    for (; *p != '<'; p++) {
+        if (*p == '&') p = strchr(p, ';');
+        n += ((unsigned char)*p & 0xc0) != 0x80;
+    }
+    return n;
+}
+
+// The box of a <text>, by the widest of the usual fonts. A turned text is no part of the page.
+static Drawn text_box(const char *tag) {
+    double px = tag_has(tag, "class=\"tick\"") ? 9 : 12, wide = .6 * px * letters(strchr(tag, '>') + 1);
+    double x = tag_number(tag, "x", NAN), y = tag_number(tag, "y", NAN);
+    if (tag_has(tag, "text-anchor=\"end\"")) x -= wide;
+    if (tag_has(tag, "text-anchor=\"middle\"")) x -= wide / 2;
+    CHECK(!isnan(x) && !isnan(y) && !tag_has(tag, "rotate"), "%.60s", tag);
+    return (Drawn){ x, y - .75 * px, x + wide, y + .1 * px, tag };
+}
+
+// The box of a marker.
+static Drawn mark_box(const char *tag) {
+    double x = NAN, y = NAN;
+    const char *at = strstr(tag, "translate(");
+    CHECK(at && sscanf(at, "translate(%lf %lf)", &x, &y) == 2, "%.60s", tag);
+    return (Drawn){ x - 5, y - 5, x + 5, y + 5, tag };
+}
+
+// Checks one drawing, from p, its <svg, to end: no two boxes meet, and all lie inside. *marks grows by
+// its markers. -> the tag of a box that does not, or NULL
+static const char *drawing_boxes(const char *p, const char *end, int *marks) {
+    Drawn *all = NULL;
+    double x0 = 0, y0 = 0, w = 0, h = 0;
+    const char *bad = NULL, *view = strstr(p, "viewBox=\"");
+    int framed = view && view < end && sscanf(view, "viewBox=\"%lf %lf %lf %lf\"", &x0, &y0, &w, &h) == 4;
+    for (const char *t = p; t < end; t++) {
+        if (!strncmp(t, "<text", 5)) arrput(all, text_box(t));
+        if (strncmp(t, "<path class=\"mark", 17)) continue;
+        arrput(all, mark_box(t));
+        ++*marks;
+    }
+    for (int i = 0; i < (int)arrlen(all); i++) {
+        Drawn a = all[i];
+        int inside = a.x0 >= x0 && a.y0 >= y0 && a.x1 <= x0 + w && a.y1 <= y0 + h;
+        if (framed && !inside) bad = a.tag;
+        for (int j = 0; j < i; j++) {
+            Drawn b = all[j];
+            if (a.x0 < b.x1 && b.x0 < a.x1 && a.y0 < b.y1 && b.y0 < a.y1) bad = a.tag;
+        }
+    }
+    arrfree(all);
+    return bad;
+}
+
+// Checks all drawings of a page -> the markers in them.
+static int page_boxes(const char *html) {
+    int marks = 0;
+    for (const char *p = strstr(html, "<svg"); p; p = strstr(p + 1, "<svg")) {
+        const char *end = strstr(p, "</svg>");
+        CHECK(end, "%.60s", p);
+        if (!end) break;
+        const char *bad = drawing_boxes(p, end, &marks);
+        CHECK(!bad, "it covers something, or is cut off: %.100s", bad);
+    }
+    return marks;
+}
+
+// The markers of a name, as they are drawn; malloc'd.
+static char *mark_text(const char *name) {
+    char *text = NULL, *copy;
+    size_t n;
+    FILE *f = open_memstream(&text, &n);
+    mark_draw(f, name, 0, 0);
+    fclose(f);
+    copy = copy_text(text);
+    free(text);
+    return copy;
+}
+
+TEST(report_marks, "a method's marker and colour follow from its place in the table: markers differ "
+                   "between any two, colours among the demonstration's; a combination has both its markers") {
+    char **mark = NULL, name[160];
+    int used[COLOURS + 1] = { 0 };
+    EACH_METHOD(m) arrput(mark, mark_text((*m)->name));
+    for (int i = 0; i < (int)arrlen(mark); i++) {
+        int colour = name_colour(methods[i]->name);
+        CHECK(!i == !colour && colour <= COLOURS, "%s has colour %d", methods[i]->name, colour);
+        for (int j = 0; j < i; j++) {
+            const char *a = strstr(mark[i], " d="), *b = strstr(mark[j], " d=");
+            int alike = !strcmp(a, b) && !strstr(mark[i], "hollow") == !strstr(mark[j], "hollow");
+            CHECK(!alike, "%s and %s look alike", methods[i]->name, methods[j]->name);
+        }
+    }
+    for (int i = 0; list_word(demo_methods, i, name); i++) {
+        int c = name_colour(name);
+        CHECK(!used[c]++, "%s has a colour that another one has", name);
+    }
+    char *both = mark_text("lychee+pats"), *twice = mark_text("no-such-method");
+    CHECK(strstr(both, "hollow") && strstr(strstr(both, "/>") + 2, "<path") && mark_width("lychee+pats") == 2 * MARK &&
+              name_colour("lychee+pats") == name_colour("lychee") && strstr(twice, "<path"),
+          "%s", both);
+    free(both);
+    free(twice);
+    while (arrlen(mark)) free(arrpop(mark));
+    arrfree(mark);
+}
+
+// The colour 0xrrggbb as linear light, then as an eye without one kind of cone sees it (Machado,
+// Oliveira, Fernandes 2009, severity 1; kind 0: all cones), then in CIE Lab.
+static void seen_colour(unsigned rgb, int kind, double lab[3], double *light) {
+    static const double eye[4][9] = {
+        { 1, 0, 0, 0, 1, 0, 0, 0, 1 },
+        { .152286, 1.052583, -.204868, .114503, .786281, .099216, -.003882, -.048116, 1.051998 },
+        { .367322, .860646, -.227968, .280085, .672501, .047413, -.011820, .042940, .968881 },
+        { 1.255528, -.076749, -.178779, -.078411, .930809, .147602, .004733, .691367, .303900 },
+    };
+    static const double xyz[9] = { .4339, .3762, .1899, .2126, .7152, .0722, .0177, .1095, .8729 };
+    double c[3], s[3], f[3];
+    for (int i = 0; i < 3; i++) {
+        double v = (rgb >> (16 - 8 * i) & 255) / 255.;
+        c[i] = v <= .04045 ? v / 12.92 : pow((v + .055) / 1.055, 2.4);
+    }
+    for (int i = 0; i < 3; i++) {
+        double v = eye[kind][3 * i] * c[0] + eye[kind][3 * i + 1] * c[1] + eye[kind][3 * i + 2] * c[2];
+        s[i] = fmin(fmax(v, 0), 1);
+    }
+    for (int i = 0; i < 3; i++) {
+        double v = xyz[3 * i] * s[0] + xyz[3 * i + 1] * s[1] + xyz[3 * i + 2] * s[2];
+        f[i] = v > .008856 ? cbrt(v) : 7.787 * v + 16 / 116.;
+    }
+    lab[0] = 116 * f[1] - 16;
+    lab[1] = 500 * (f[0] - f[1]);
+    lab[2] = 200 * (f[1] - f[2]);
+    *light = .2126 * c[0] + .7152 * c[1] + .0722 * c[2];
+}
+
+TEST(report_colours, "the methods' colours differ for readers with any kind of colour blindness and "
+                     "stand out from a light and a dark page; the scale's lightness rises") {
+    static const unsigned page[2] = { 0xffffff, 0x14171a };
+    double a[3], b[3], light, ground;
+    for (int dark = 0; dark < 2; dark++) {
+        seen_colour(page[dark], 0, a, &ground);
+        for (int i = 0; i < COLOURS; i++)
+            for (int kind = 0; kind < 4; kind++) {
+                seen_colour(colour_of[i][dark], kind, a, &light);
+                double contrast = (fmax(light, ground) + .05) / (fmin(light, ground) + .05);
+                CHECK(contrast >= 2.9, "colour %d on page %d: contrast %.2f", i, dark, contrast);
+                for (int j = 0; j < i; j++) {
+                    seen_colour(colour_of[j][dark], kind, b, &light);
+                    double d = sqrt(pow(a[0] - b[0], 2) + pow(a[1] - b[1], 2) + pow(a[2] - b[2], 2));
+                    CHECK(d >= 14, "colours %d and %d on page %d, kind %d: Delta E %.1f", i, j, dark, kind, d);
+                }
+            }
+    }
+    for (int kind = 0; kind < 4; kind++)
+        for (int i = 1; i < SHADES; i++) {
+            const unsigned char *v = viridis[i], *u = viridis[i - 1];
+            seen_colour((unsigned)v[0] << 16 | (unsigned)v[1] << 8 | v[2], kind, a, &light);
+            seen_colour((unsigned)u[0] << 16 | (unsigned)u[1] << 8 | u[2], kind, b, &light);
+            CHECK(a[0] > b[0], "shade %d is no lighter than the one before, kind %d", i, kind);
+        }
+}
+
+TEST(report_boxes, "markers and texts of a crowded chart keep off each other, and each marker stays "
+                   "near its point") {
+    static const char *name[] = { "full", "streaming", "snapkv", "h2o", "tova", "quest", "lychee+pats" };
+    enum { NAMES = sizeof name / sizeof *name };
+    for (int bars = 0; bars < 2; bars++) {
+        Series *s = NULL;
+        char *text = NULL;
+        size_t n;
+        int marks = 0;
+        FILE *f = open_memstream(&text, &n);
+        for (int i = 0; i < NAMES; i++) {
+            Series one = { .name = name[i] };
+            for (int k = 0; k < 3; k++) {
+                Spot p = { .x = 1e5 * (1 + k), .y = i < 5 ? 0 : 1, .hi = bars ? .1 * i : 0 };
+                snprintf(p.what, sizeof p.what, "%d", 32 << k);
+                arrput(one.spot, p);
+            }
+            arrput(s, one);
+        }
+        Axes ax = { .x_name = "x", .y_name = "y", .log_x = 1, .bytes_x = 1, .marks = MARKS_POINTS, .y_top = 1.06 };
+        chart(f, &ax, s, NAMES, NULL);
+        ax.marks = MARKS_BETWEEN;
+        chart(f, &ax, s, NAMES, NULL);
+        fclose(f);
+        marks = page_boxes(text);
+        CHECK(marks >= 3 * (NAMES + 1) + NAMES, "%d markers", marks);
+        Frame c = chart_frame(&ax, s, NAMES);
+        Box at = { chart_x(&c, 1e5) - 5, chart_y(&c, 0) - 5, chart_x(&c, 1e5) + 5, chart_y(&c, 0) + 5 }, b = at;
+        for (int i = 0; i < 5; i++) {
+            b = at;
+            box_settle(&c, &b, bars);
+            CHECK(box_free(&c, b) && fabs(b.x0 - at.x0) <= (bars ? 2 : 1) * MARK, "moved by %g", b.x0 - at.x0);
+            arrput(c.taken, b);
+        }
+        arrfree(c.taken);
+        series_free(s);
+        free(text);
     }
 }
 
@@ -12588,7 +12812,8 @@ static int page_has(const Page *g, const char *id) {
 }
 
 TEST(report_checker,
-     "the checker of the page test finds what it should: crossed tags, bare signs, open ends") {
+     "the checker of the page test finds what it should: crossed tags, bare signs, open ends, what "
+     "covers something else or is cut off") {
     static const char *bad[] = { "<p>",          "<b><i></b></i>",  "a < b",
                                  "<p>a & b</p>", "<p class=x></p>", "<p id=\"a></p>",
                                  "</p>",         "<p>a > b</p>",    "<br>" };
@@ -12605,6 +12830,28 @@ TEST(report_checker,
                   "< b) {}</script>");
     CHECK(!g.why && page_has(&g, "a") == 1 && arrlen(g.links) == 1, "%s", g.why);
     page_free(&g);
+
+    static const struct {
+        const char *text;
+        int bad;
+    } drawing[] = {
+        { "<text x=\"10\" y=\"20\">abc</text><text x=\"40\" y=\"20\">abc</text>", 0 },
+        { "<text x=\"10\" y=\"20\">abcdef</text><text x=\"40\" y=\"20\">abc</text>", 1 },
+        { "<text x=\"10\" y=\"20\">abc</text><text x=\"50\" y=\"20\" text-anchor=\"end\">abc</text>", 1 },
+        { "<text x=\"10\" y=\"20\">a&lt;&lt;</text><text x=\"40\" y=\"20\">abc</text>", 0 },
+        { "<text x=\"90\" y=\"20\">abc</text>", 1 },
+        { "<text x=\"50\" y=\"5\">abc</text>", 1 },
+        { "<path class=\"mark s1\" transform=\"translate(20 20)\"/><text x=\"27\" y=\"24\">a</text>", 0 },
+        { "<path class=\"mark s1\" transform=\"translate(20 20)\"/><text x=\"24\" y=\"24\">a</text>", 1 },
+        { "<path class=\"mark\" transform=\"translate(20 20)\"/><path class=\"mark\" transform=\"translate(29 20)\"/>", 1 },
+    };
+    for (size_t i = 0; i < sizeof drawing / sizeof *drawing; i++) {
+        char text[256];
+        int marks = 0;
+        snprintf(text, sizeof text, "<svg viewBox=\"0 0 100 50\">%s</svg>", drawing[i].text);
+        const char *bad = drawing_boxes(text, strstr(text, "</svg>"), &marks);
+        CHECK(!bad == !drawing[i].bad, "drawing %zu", i);
+    }
 }
 
 // Two methods at two budgets; needles at three depths in two lengths; a name that has to be
@@ -12661,7 +12908,62 @@ static void report_csv(const char *csv) {
     }
 }
 
-// Checks a report: well-formed, every part there once, every link has its target.
+// The part of a page between the ids of two pictures; malloc'd.
+static char *page_part(const char *html, const char *from, const char *to) {
+    char a[64], b[64];
+    snprintf(a, sizeof a, "<section id=\"%s\">", from);
+    snprintf(b, sizeof b, "<section id=\"%s\">", to);
+    const char *p = strstr(html, a), *e = p ? strstr(p, b) : NULL;
+    CHECK(p && e, "no part %s to %s", from, to);
+    return copy_bytes(p ? p : "", e ? (size_t)(e - p) : 0);
+}
+
+// How often a text stands in another.
+static int times_in(const char *text, const char *what) {
+    int n = 0;
+    for (const char *p = strstr(text, what); p; p = strstr(p + 1, what)) n++;
+    return n;
+}
+
+// The tree: clusters that were read score at least as well as any that was not, squares are coloured
+// by the score, and the page says why the answer was skipped or read, and which layers read all.
+static void page_tree(const char *html) {
+    char *part = page_part(html, "lychee", "attention");
+    double worst_read = INFINITY, best_skipped = -INFINITY, dark = INFINITY, bright = -INFINITY;
+    int clusters = 0;
+    for (const char *p = strstr(part, "<summary"); p; p = strstr(p + 1, "<summary")) {
+        const char *shade = strstr(p, "<i class=\"v"), *text = strstr(p, "</i>") + 4;
+        double score;
+        int id, read, chunks, v = atoi(shade + 11);
+        if (v == 0) dark = fmin(dark, atof(strstr(text, "score ") + 6));
+        if (v == SHADES - 1) bright = fmax(bright, atof(strstr(text, "score ") + 6));
+        if (sscanf(text, "cluster %d: score %lf; %d of %d", &id, &score, &read, &chunks) != 4) continue;
+        clusters++;
+        if (read) worst_read = fmin(worst_read, score);
+        else best_skipped = fmax(best_skipped, score);
+    }
+    CHECK(clusters > 4 && worst_read < INFINITY && best_skipped <= worst_read + .011,
+          "%d clusters; %g was read, %g was not", clusters, worst_read, best_skipped);
+    CHECK(dark < bright && dark <= best_skipped, "dark is %g, bright %g", dark, bright);
+    CHECK(strstr(part, "Why this head skips the answer: ") || strstr(part, "Why this head reads the answer: "),
+          "no reason");
+    CHECK(strstr(part, "Layers that read every row: 0, 1 (--lychee-full-layers 2)."), "the full layers");
+    free(part);
+}
+
+// The maps: every one has its ticks, numbers on both sides and words on the left.
+static void page_ticks(const char *html, int maps) {
+    char *part = page_part(html, "attention", "text");
+    int ticks = times_in(part, "class=\"tick\"");
+    CHECK(ticks >= 10 * maps && ticks % (2 * maps) == 0, "%d ticks in %d maps", ticks, maps);
+    CHECK(times_in(part, "text-anchor=\"end\">0 &lt;|im_sta</text>") == maps &&
+              times_in(part, "text-anchor=\"middle\">100</text>") == maps,
+          "the first token's text, the hundredth's number");
+    free(part);
+}
+
+// Checks a report: well-formed, every part there once, every link has its target, nothing covers
+// anything else.
 static void report_page(const char *html, const Config *c) {
     static const char *ids[] = { "pareto", "needle",    "memory", "heads", "pats",
                                  "lychee", "attention", "text",   "time",  "maps",
@@ -12685,6 +12987,9 @@ static void report_page(const char *html, const Config *c) {
     };
     for (size_t i = 0; i < sizeof odd / sizeof *odd; i++)
         CHECK(!strstr(html, odd[i]), "a number is '%s'", odd[i]);
+    CHECK(page_boxes(html) > 50, "few markers");
+    page_tree(html);
+    page_ticks(html, g.maps);
     page_free(&g);
 }
 
@@ -12700,7 +13005,7 @@ TEST(report_page, "the page of the shipped model: well-formed, every picture, no
     snprintf(html, sizeof html, "/tmp/kvt_%d_report.html", (int)getpid());
     snprintf(csv, sizeof csv, "/tmp/kvt_%d_report.csv", (int)getpid());
     Score *rows = report_rows();
-    CHECK(report_write(&a, html, rows) == 0, "wrote");
+    CHECK(report_write(&a, html, rows, "") == 0, "wrote");
     char *page = read_file(html, &n, err), *table = read_file(csv, &n, err);
     CHECK(page && table && strlen(page) < 3000000, "%s, %zu bytes", err, page ? strlen(page) : 0);
     if (page && table) {
@@ -12711,14 +13016,21 @@ TEST(report_page, "the page of the shipped model: well-formed, every picture, no
         CHECK(strstr(page, "<th>needle</th><th>json</th><th>asked last</th><th>held</th>") &&
                   strstr(page, "0.200 to 0.500"),
               "a column a task and place, and intervals");
-        CHECK(strstr(page,
-                     "<tr><th>0 %</th><td class=\"r0\">0.00</td><td class=\"r0\">0.00</td></tr>") &&
-                  strstr(page, "<tr><th>100 %</th><td class=\"r10\">1.00</td>"),
+        const char *zero = "<td class=\"v0 on-dark\">0.00 <small>n=1</small></td>";
+        const char *quarter = "<tr><th>50 %</th><td class=\"v4 on-dark\">0.25 <small>n=1</small></td>";
+        char *needles = page_part(page, "needle", "lychee");
+        CHECK(strstr(needles, "<tr><th>0 %</th>") && strstr(needles, zero) && strstr(needles, quarter) &&
+                  strstr(needles, "<tr><th>100 %</th><td class=\"v15 on-light\">1.00 <small>n=1</small></td>"),
               "needles");
-        CHECK(strstr(page, "<tr><th>50 %</th><td class=\"r3\">0.25</td>") &&
-                  strstr(table, "\nneedle,snapkv,\"length, depth, score\",496,0,0,64,1\n"),
-              "needles at half depth, and in the csv");
-        CHECK(strstr(page, "<td class=\"t\">full</td>") && strstr(page, "100 %</td>") &&
+        CHECK(times_in(needles, "<small>n=1</small>") == 4 * 6 &&
+                  strstr(needles, "class=\"v0\" x=\"1\"") && strstr(needles, "share of right answers 0.0"),
+              "n in every cell, and a legend");
+        CHECK(strstr(table, "\nneedle,snapkv,\"length, depth, score\",496,0,0,64,1\n"), "needles in the csv");
+        CHECK(strstr(page, "What was evaluated: needle (6 texts of 496 to 1005 tokens, 6 answers), json (2 texts of "
+                           "494 to 1007 tokens, 2 answers); 4 items through each of 4 rows of the table. </p>"),
+              "what was evaluated");
+        free(needles);
+        CHECK(strstr(page, "</svg>full</span></td>") && strstr(page, "100 %</td>") &&
                   strstr(page, demo_turns[6]) && strstr(page, "<b class=\"k"),
               "the demonstration, and the answer marked in it");
     }
@@ -12730,6 +13042,12 @@ TEST(report_page, "the page of the shipped model: well-formed, every picture, no
         unlink(html);
         unlink(csv);
     }
+    Config big = *a.c;
+    App b = a;
+    b.c = &big;
+    CHECK(!default_eval_refused(&a), "%s", default_eval_refused(&a));
+    big.F *= 100;
+    CHECK(default_eval_refused(&b) && strstr(default_eval_refused(&b), "20 million"), "a large model");
     quiet = 0;
     app_close(&a);
 }
@@ -13048,11 +13366,21 @@ TEST(cli_report, "--report writes the page and its csv, alone and with --eval; a
              "data/dialogues.jsonl") == EXIT_RUN &&
               lines_in(sh_err) == 1 && strstr(sh_err, "/nowhere/r.html") && !*sh_out,
           "%s", sh_err);
-    CHECK(sh("./kvcomp -m models/kvcomp-tiny --method streaming --report %s", p) == 0 && !*sh_out &&
+    CHECK(sh("./kvcomp -m models/kvcomp-tiny --method streaming --report %s --eval-length 96 "
+             "--eval-items 2 --budgets 24,64", p) == 0 && !*sh_out &&
               lines_in(sh_err) == 1,
           "%s", sh_err);
     CHECK(sh("grep -c 'method streaming --report' %s", p) == 0 && atoi(sh_out) >= 9,
           "the command line stands under every picture: %s", sh_out);
+    CHECK(sh("grep 'What was evaluated: needle (2 texts of 96 tokens, 12 answers); 8 items through each of 3 rows' "
+             "%s", p) == 0 && strstr(sh_out, "--eval needle --eval-items 2 --eval-length 96 --compare full,streaming "
+                                             "--budgets 24,64"),
+          "the default evaluation is named: %s", sh_out);
+    CHECK(sh("grep -c '^pareto,' /tmp/kvt_%d_r.csv", (int)getpid()) == 0 && atoi(sh_out) == 6,
+          "three rows in two charts: %s", sh_out);
+    CHECK(sh("./kvcomp -q -m models/kvcomp-tiny -c 512 --method streaming --report %s", p) == 0 &&
+              sh("grep -c 'No scores were measured: the items of the default evaluation do not fit' %s", p) == 0,
+          "a context too small for the default evaluation: %s", sh_err);
     CHECK(sh("head -2 data/dialogues.jsonl >%s", d) == 0, "%s", sh_err);
     CHECK(sh("./kvcomp -m models/kvcomp-tiny -q --eval file --eval-file %s --compare "
              "full,streaming --budgets 32,64 --csv --report %s",
@@ -13771,7 +14099,7 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation o
     snprintf(csv, sizeof csv, "/tmp/kvt_%d_m.csv", (int)getpid());
     char report[200];
     snprintf(report, sizeof report,
-             "-m models/kvcomp-tiny -t 1 -d cpu -q --method streaming --report %s", page);
+             "-m models/kvcomp-tiny -t 1 -d cpu -q --method streaming --eval-items 1 --eval-length 96 --report %s", page);
 
     const struct {
         const char *args;
@@ -14534,7 +14862,7 @@ TEST(cli_save_full,
               strstr(sh_err, "the old file stays"),
           "%s", sh_err);
     CHECK(sh("cmp %s/s %s/s2", d, d) == 0, "the session is another one: %s", sh_out);
-    CHECK(sh("%s ./kvcomp -q --report %s/r.html", limit, d) == 1 &&
+    CHECK(sh("%s ./kvcomp -q --method streaming --eval-items 1 --report %s/r.html", limit, d) == 1 &&
               strstr(sh_err, "the old file stays") && lines_in(sh_err) == 1,
           "%s", sh_err);
     CHECK(sh("./kvcomp -q --report %s/r.html --eval file --eval-file /nonexistent", d) == 2, "%s",
@@ -14553,7 +14881,7 @@ TEST(cli_save_full,
     CHECK(sh("./kvcomp -q --calibrate %s/c.json --calibrate-needles /nonexistent", d) == 2 &&
               holds(d, "c.json", "old\n"),
           "%s", sh_err);
-    CHECK(sh("./kvcomp -q --report %s/r.html", d) == 0 && holds(d, "r.html", "<!DOCTYPE") &&
+    CHECK(sh("./kvcomp -q --method streaming --eval-items 1 --report %s/r.html", d) == 0 && holds(d, "r.html", "<!DOCTYPE") &&
               holds(d, "r.csv", "picture,") && files_in(d) == 7,
           "%s", sh_err);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
