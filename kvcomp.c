@@ -10591,7 +10591,7 @@ static const Opt program_options[] = {
     { "compare-base",  's', "full", "the method of --compare that score_gap is measured from, at the same budget" },
     { "budgets",       's', "",     "budgets for --compare, comma-separated" },
     { "report",        's', "",
-      "write OUT.html: scores (of --eval, else of a few needles) and pictures of what each method keeps; numbers in OUT.csv" },
+      "write OUT.html: scores (of --eval, else of needles) and pictures of what each method keeps; numbers in OUT.csv" },
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
@@ -23939,7 +23939,7 @@ static const char *default_eval[][2] = {
     { "eval", "needle" },
     { "eval-items", "4" },                  // of these the depths 0, 30 and 90 %
     { "eval-length", "192,384" },
-    { "budgets", "128" },                   // the default budgets of most methods drop nothing of so short a text
+    { "budgets", "128" },                   // most methods' own budgets drop nothing of so short a text
 };
 enum { DEFAULT_EVALS = sizeof default_eval / sizeof *default_eval };
 
@@ -23947,6 +23947,7 @@ typedef struct {
     FILE *f, *csv;              // the page; its numbers
     App *a;
     Options *o;                 // of the demonstration
+    Options *host;              // the same on the CPU: pictures 5 to 7 look into the memory of a session
     const char *chosen;         // the options of the default evaluation; "" when the user asked for one
     char *source;               // stb array, NUL-terminated: what stands under every picture (report_source)
     Turn *script;               // stb array (DEMO_TURNS): the dialogue with full attention's replies
@@ -24323,7 +24324,7 @@ static const char *report_style =
     "path.front{fill:none;stroke:var(--fg);stroke-dasharray:2 4;stroke-width:1.2;opacity:.8}"
     "path.bar{fill:none;stroke:var(--c);stroke-width:1.3;opacity:.75}\n"
     ".key{white-space:nowrap}"
-    ".key svg{vertical-align:-.1em;margin-right:.35em}"
+    ".key svg{vertical-align:-.1em;margin-right:.35em;max-width:none}"
 
     // Charts side by side where two have room.
     ".charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr));gap:1rem 1.5rem}"
@@ -24378,7 +24379,8 @@ static const char *report_style =
     ".maps.one figcaption{font-size:.9rem}"
     ".maps image{image-rendering:pixelated}\n"
     ".maps .void{fill:var(--bg)}"
-    ".maps .line{fill:#fff;fill-opacity:.12;stroke:#fff;stroke-width:.8;stroke-opacity:.8;vector-effect:non-scaling-stroke}\n"
+    ".maps .line{fill:#fff;fill-opacity:.12;stroke:#fff;stroke-width:.8;stroke-opacity:.8;"
+    "vector-effect:non-scaling-stroke}\n"
     ".maps .whole{fill-opacity:.08;stroke-dasharray:3 3;stroke-opacity:.8}"
     "svg text.tick{font-size:9px}"
     "#lines:not(:checked)~.maps .line{display:none}\n"
@@ -24822,8 +24824,7 @@ static void evaluated_note(Report *r, const Score *rows) {
     if (!arrlen(s->answers)) snprintf(text, sizeof text, "%ld tokens of a text predicted", s->predicted);
     picture_note(r, "What was evaluated: %s; %d item%s through each of %d rows of the table. %s%s",
                  text, s->items, s->items == 1 ? "" : "s", (int)arrlen(rows),
-                 *r->chosen ? "No evaluation was asked for, so this is the default one, without the comparison of "
-                              "logits: " : "",
+                 *r->chosen ? "No evaluation was asked for, so this is the default one, without KLD: " : "",
                  r->chosen);
 }
 
@@ -25113,7 +25114,7 @@ static void draw_pareto(Report *r, const Score *rows) {
     snprintf(how, sizeof how,
              "Each point is one method at one budget%s. Good is left and %s. Bars, if there are any, "
              "are 95 %% bootstrap intervals; on the dotted line nothing cheaper is better. A marker that "
-             "would cover another stands beside it, with a line to its place. Left chart: bytes held; right chart: "
+             "would cover another stands beside it, with a line to its place. First chart: bytes held; second chart: "
              "bytes read for one new token (methods that only save reads gain there).",
              budgets_differ(rows) ? " (the small number: rows kept or read per head)" : "",
              up ? "up: right answers from few bytes" : "down: close to full attention from few bytes");
@@ -25177,7 +25178,8 @@ static void needle_cells(Report *r, const Score *s, const double *len, const dou
             }
             double x = sum[at] / n[at];
             int shade = (int)((SHADES - 1) * fmin(fmax(x, 0), 1) + .5);
-            fprintf(r->f, "<td class=\"v%d %s\">%.2f <small>n=%g</small></td>", shade, shade_text(shade), x, n[at]);
+            fprintf(r->f, "<td class=\"v%d %s\">%.2f <small>n=%g</small></td>",
+                    shade, shade_text(shade), x, n[at]);
             csv_row(r, "needle", s->name, "length, depth, score", len[l], depth[d], x, s->budget, n[at]);
         }
         fprintf(r->f, "</tr>\n");
@@ -25449,9 +25451,9 @@ static Series *memory_series(Report *r, const DemoRun *d, int read) {
 static void draw_memory(Report *r, const DemoRun *d) {
     Axes ax = { .x_name = "turn of the dialogue", .bytes_y = 1, .marks = MARKS_BETWEEN };
     picture_begin(r, "memory", "Memory over the turns of a dialogue",
-                  "The built-in dialogue, turn by turn. Left: bytes of keys and values held when a "
+                  "The built-in dialogue, turn by turn. First: bytes of keys and values held when a "
                   "turn ends; a line that stays flat is a method that really gives memory back. "
-                  "Right: bytes read for each new token; methods that keep everything but read "
+                  "Second: bytes read for each new token; methods that keep everything but read "
                   "little are low here only. Each line has its markers at places of its own, so that "
                   "lines on top of each other can be told apart.");
     fprintf(r->f, "<div class=\"charts\">\n");
@@ -25691,8 +25693,10 @@ static void pats_row_bits(Report *r, const uint16_t *h, int D, int b) {
 static void pats_bar(Report *r, int rows64, int D, int b, int y, double scale) {
     int bytes = (int)pats_row_bytes(rows64, D, 16 - b), used = D * (16 - b) / 8;
     if (!rows64) fprintf(r->f, "<text x=\"4\" y=\"%d\">%d bits cut</text>", y + 11, b);
-    fprintf(r->f, "<text x=\"142\" y=\"%d\" text-anchor=\"end\">%s</text>", y + 11, rows64 ? "blocks" : "dense");
-    fprintf(r->f, "<rect class=\"b2\" x=\"%d\" y=\"%d\" width=\"%.1f\" height=\"13\"/>", BARS_LEFT, y, used * scale);
+    fprintf(r->f, "<text x=\"142\" y=\"%d\" text-anchor=\"end\">%s</text>",
+            y + 11, rows64 ? "blocks" : "dense");
+    fprintf(r->f, "<rect class=\"b2\" x=\"%d\" y=\"%d\" width=\"%.1f\" height=\"13\"/>",
+            BARS_LEFT, y, used * scale);
     if (bytes > used)
         fprintf(r->f, "<rect class=\"b4\" x=\"%.1f\" y=\"%d\" width=\"%.1f\" height=\"13\"/>",
                 BARS_LEFT + used * scale, y, (bytes - used) * scale);
@@ -25734,7 +25738,7 @@ static void pats_example(Report *r, const Pats *x) {
     int n = (int)arrlen(r->script[0].pre), at = n / 2;
     float *row = xmalloc((size_t)D * sizeof *row);
     uint16_t *h = xmalloc((size_t)D * sizeof *h);
-    Session *full = session_open(r->a->c, r->a->w, r->o, "full");
+    Session *full = session_open(r->a->c, r->a->w, r->host, "full");
     prefill(full, r->script[0].pre, n);
     kv_load_k(full, kv_head(full, l, 0), NULL, at, 1, row);
     from_f32(h, row, DT_F16, (size_t)D);
@@ -25748,7 +25752,7 @@ static void pats_example(Report *r, const Pats *x) {
 
 static void draw_pats(Report *r) {
     char err[512];
-    Session *s = session_try(r->a->c, r->a->w, r->o, "pats", err);
+    Session *s = session_try(r->a->c, r->a->w, r->host, "pats", err);
     picture_begin(r, "pats", "Fewer bits for some tokens (PATS)",
                   "PATS keeps every token but cuts low mantissa bits of 16-bit numbers, by the "
                   "token's place in the dialogue: the curves say how many. Below: one key row of "
@@ -26036,8 +26040,8 @@ static void tree_question(Report *r, const TreeView *v) {
     html_between(r->f, "<p>The user asks <b>", demo_turns[DEMO_TURNS - 1], "</b>");
     fprintf(r->f, " and the reply has reached <b>");
     tokens_text(r, s->tok + s->n_tok - s->step, s->step);
-    fprintf(r->f, "</b>\xe2\x80\xa6 Query head %d of layer %d, which of the layers with an index finds facts best, reads %d "
-                  "of %d chunks to go on.</p>\n", v->h, v->l, used, v->x->M);
+    fprintf(r->f, "</b>\xe2\x80\xa6 Query head %d of layer %d, which of the layers with an index finds facts "
+                  "best, reads %d of %d chunks to go on.</p>\n", v->h, v->l, used, v->x->M);
 }
 
 // The chunk of the tree that holds the answer; -1: none does.
@@ -26078,19 +26082,20 @@ static void tree_reason(Report *r, TreeView *v, int j) {
     snprintf(what, sizeof what, "cluster %d, with the chunk that holds the answer, has a score of %.2f", c,
              node_score(v, &t->fine, c));
     if (v->read[v->x->start[j]]) {
-        picture_note(r, "Why this head reads the answer: %s, the best but %d of those looked at, and the budget has "
-                        "room for it.", what, better);
+        picture_note(r, "Why this head reads the answer: %s; %d of those looked at score better, and the "
+                        "budget has room for it.", what, better);
     } else if (unit >= 0 && !v->opened[unit]) {
         units = by_score(v, &t->coarse, 0, NULL);
-        picture_note(r, "Why this head skips the answer: unit %d, which holds it, has a score of %.2f, place %d of %d, "
-                        "and was not opened: better units hold enough.", unit, node_score(v, &t->coarse, unit),
-                     rank_in(units, unit), (int)arrlen(units));
+        picture_note(r, "Why this head skips the answer: unit %d, which holds it, has a score of %.2f, place %d "
+                        "of %d, and was not opened: better units hold enough.",
+                     unit, node_score(v, &t->coarse, unit), rank_in(units, unit), (int)arrlen(units));
     } else if (tokens >= room) {
-        picture_note(r, "Why this head skips the answer: %s; %d clusters score better and hold %d tokens, and the "
-                        "budget has room for %d.", what, better, tokens, room);
+        picture_note(r, "Why this head skips the answer: %s; %d clusters score better and hold %d tokens, "
+                        "and the budget has room for %d.", what, better, tokens, room);
     } else {
-        picture_note(r, "Why this head skips the answer: %s; %d clusters score better and hold %d of the %d tokens that "
-                        "the budget has room for, and the list ends at the first chunk that does not fit.",
+        picture_note(r, "Why this head skips the answer: %s; %d clusters score better and hold %d of the %d "
+                        "tokens that the budget has room for, and the list ends at the first chunk that does "
+                        "not fit.",
                      what, better, tokens, room);
     }
     arrfree(units);
@@ -26117,8 +26122,9 @@ static void tree_others(Report *r, const TreeView *v, int row) {
         }
     }
     free(rows);
-    picture_note(r, "Of the %d query heads with an index, %d read the answer in this step. Layers that read every row: %s "
-                    "(--lychee-full-layers %d).", indexed, readers, *whole ? whole : "none", v->x->full_layers);
+    picture_note(r, "Of the %d query heads with an index, %d read the answer in this step. Layers that read "
+                    "every row: %s (--lychee-full-layers %d).",
+                 indexed, readers, *whole ? whole : "none", v->x->full_layers);
 }
 
 // Draws the tree of the head that finds facts best. q (L,H,D): the queries of the last step.
@@ -26139,13 +26145,15 @@ static void lychee_picture(Report *r, Session *s, const float *q) {
         tree_reason(r, &v, answer);
         tree_others(r, &v, x->start[answer]);
     } else {
-        picture_note(r, "The answer is in no chunk of the tree: it stands in a row that is always read, or nowhere.");
+        picture_note(r, "The answer is in no chunk of the tree: it stands in a row that is always read, or "
+                        "nowhere.");
     }
     tree_draw(r, &v);
     tree_legend(r, &v);
-    picture_note(r, "The score decides: match + %g |q| radius (--lychee-beta; of units %g). Match: %s, mu the node's centre; "
-                    "radius: how far the key of a chunk below lies from mu at most. The first %d tokens and the last %d are "
-                    "outside the tree and always read. The chunk with the answer is underlined.",
+    picture_note(r, "The score decides: match + %g |q| radius (--lychee-beta; of units %g). Match: %s, mu the "
+                    "node's centre; radius: how far the key of a chunk below lies from mu at most. The first %d "
+                    "tokens and the last %d are outside the tree and always read. The chunk with the answer is "
+                    "underlined.",
                  x->beta, x->exact ? 1. : x->beta_coarse, by[x->gqa], x->sink, s->n_tok - t_idx(x));
     tree_view_close(&v);
 }
@@ -26167,7 +26175,7 @@ static int tokens_before_answer(const Report *r) {
 
 static void draw_lychee(Report *r) {
     char err[512];
-    Session *s = session_try(r->a->c, r->a->w, r->o, "lychee", err);
+    Session *s = session_try(r->a->c, r->a->w, r->host, "lychee", err);
     picture_begin(r, "lychee", "The tree a question walks down (LycheeCluster)",
                   "The text is cut into chunks, alike chunks form clusters, alike clusters form "
                   "units. For each new token only the chunks of the best matching clusters are "
@@ -26315,7 +26323,8 @@ static void map_figure(Report *r, Session *s, const LoopServe *x, int l, int h, 
 
     fprintf(r->f, "<figure data-l=\"%d\" data-h=\"%d\"%s>", l / map_step(s->c->L), h / map_step(s->c->H),
             a.dense ? "" : " data-lines=\"1\"");
-    fprintf(r->f, "<svg viewBox=\"0 0 %d %d\" role=\"img\">", MAP_LEFT + MAP_SIDE + 8, MAP_TOP + MAP_SIDE + 16);
+    fprintf(r->f, "<svg viewBox=\"0 0 %d %d\" role=\"img\">",
+            MAP_LEFT + MAP_SIDE + 8, MAP_TOP + MAP_SIDE + 16);
     map_ticks(r, s->tok, T);
     fprintf(r->f, "<g transform=\"translate(%d %d) scale(%.6g)\">", MAP_LEFT, MAP_TOP, (double)MAP_SIDE / T);
     fprintf(r->f, "<image width=\"%d\" height=\"%d\" preserveAspectRatio=\"none\" ", T, T);
@@ -26399,7 +26408,7 @@ static int *dialogue_ids(const Report *r) {
 static void draw_attention(Report *r) {
     LoopServe x = { 0 };
     MapProbe *probe = xcalloc(1, sizeof *probe);
-    Session *s = session_open(r->a->c, r->a->w, r->o, "full");
+    Session *s = session_open(r->a->c, r->a->w, r->host, "full");
     picture_begin(r, "attention", "Where heads look, and the lines LoopServe keeps",
                   "One square per head: each row is a token that reads, each column a token that "
                   "is read, bright where much attention goes. White columns (single tokens everyone "
@@ -26787,6 +26796,8 @@ static int report_write(App *a, const char *path, const Score *rows /* stb_ds */
     Saving out[2];                          // the page, the table
     if (save_begin(&out[0], path, err) || save_begin(&out[1], csv, err)) die(EXIT_RUN, "--report %s", err);
     Report r = { .a = a, .f = out[0].f, .csv = out[1].f, .o = demo_options(a), .chosen = chosen };
+    r.host = options_copy(r.o);
+    options_set(r.host, "device", "cpu", err);
     report_source(&r);
     report_head(&r);
     report_pictures(&r, rows);
@@ -26798,6 +26809,7 @@ static int report_write(App *a, const char *path, const Score *rows /* stb_ds */
     arrfree(r.script);
     arrfree(r.source);
     options_free(r.o);
+    options_free(r.host);
     free(csv);
     return 0;
 }
@@ -26805,12 +26817,13 @@ static int report_write(App *a, const char *path, const Score *rows /* stb_ds */
 // ---- the default evaluation
 static size_t parameters_of(const Config *c);           // section 30
 
-// Why this model gets no default evaluation; NULL: it gets one. A few seconds have room for 83,000
-// tokens of the shipped model; eight methods of a model of 1 billion parameters would take an hour.
+// Why this model gets no default evaluation; NULL: it gets one. It reads about 83,000 tokens, which
+// takes one core some five seconds with the shipped model's 3 million parameters, and more with more.
 static const char *default_eval_refused(const App *a) {
     enum { MILLIONS = 20, TOKENS = 640 };               // most parameters; what the longest item may need
     if (parameters_of(a->c) > (size_t)MILLIONS * 1000000)
-        return "the default evaluation takes seconds with a model of up to 20 million parameters, and this one has more";
+        return "the default evaluation takes seconds with a model of up to 20 million parameters, and this "
+               "one has more";
     if (ctx_limit(a) < TOKENS) return "the items of the default evaluation do not fit into the context";
     return NULL;
 }
@@ -26848,7 +26861,8 @@ static int report(App *a, const char *path) {
     const char *refused = default_eval_refused(a);
     if (refused) return report_write(a, path, NULL, refused);
 
-    static const char *said[] = { "eval", "eval-items", "eval-length", "eval-seed", "compare", "budgets", "budget", "ratio" };
+    static const char *said[] = { "eval", "eval-items", "eval-length", "eval-seed", "compare", "budgets",
+                                  "budget", "ratio" };
     Options *own_options = a->o, *o = default_eval_options(a);
     Session *own = a->s;
     EvalSet e = { 0 };
