@@ -24169,9 +24169,9 @@ enum {
     MARK        = 12,           // units a marker is wide and tall
 };
 
-// The colours on a light and on a dark page. They were sought near those of Okabe and Ito, so that
-// readers with any of the three kinds of colour blindness tell any two apart (Delta E >= 15), and
-// stand out from the page (contrast about 3 : 1 or more).
+// The colours on a light and on a dark page. They lie near those of Okabe and Ito, so chosen that
+// readers with any of the three kinds of colour blindness tell any two apart (Delta E of 14 or more),
+// and they stand out from the page (contrast of 2.9 : 1 or more).
 static const unsigned colour_of[COLOURS][2] = {
     { 0x0f46a2, 0x136acd },     // blue
     { 0xd48300, 0xec8e00 },     // orange
@@ -26818,7 +26818,7 @@ static int report_write(App *a, const char *path, const Score *rows /* stb_ds */
 static size_t parameters_of(const Config *c);           // section 30
 
 // Why this model gets no default evaluation; NULL: it gets one. It reads about 83,000 tokens, which
-// takes one core some five seconds with the shipped model's 3 million parameters, and more with more.
+// takes one core some six seconds with the shipped model's 3 million parameters, and more with more.
 static const char *default_eval_refused(const App *a) {
     enum { MILLIONS = 20, TOKENS = 640 };               // most parameters; what the longest item may need
     if (parameters_of(a->c) > (size_t)MILLIONS * 1000000)
