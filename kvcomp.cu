@@ -2560,36 +2560,38 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 // ---- peaks_kernel, tallies_kernel: the same sums on tensor cores
 //
 // For plain f16 or bf16 rows of head_dim 64 or 128. Both kernels compute the scores of w queries
-// with all keys of their KV head, as gqa_kernel does: keys are the tall side of a product, 4
-// queries the narrow one, each with the rest that its rounding left over (see there). peaks_kernel
-// finds the maximum and the sum of every softmax row, tallies_kernel the column sums. Scores are
-// never stored: to compute them twice costs less than to write and read w H N numbers.
+// with all keys of their KV head. peaks_kernel finds the maximum and the sum of every softmax row,
+// tallies_kernel the column sums. Scores are never stored: to compute them twice costs less than to
+// write and read w H N numbers.
 //
 //   Block   a query head (blockIdx.x) and `chunk` of its keys (blockIdx.y). peaks_kernel: 64
 //           queries (blockIdx.z); tallies_kernel: all of them, 64 at a time. The blocks of a
 //           group's query heads are neighbours, so their keys come from device memory once
 //   Warp    SCAN_KEYS = 32 keys at a time; the warps take turns in the chunk
-//   Lane    (g,t): its 16 bytes of the keys g, g+8, g+16, g+24, in registers while all queries come
-//           by, and the scores of these keys with query t of every four:
+//   Lane    (g,t), as in "what only PTX can say": its 16 bytes of the keys g, g+8, g+16, g+24 stay
+//           in registers while all queries come by, 8 a product. Keys are the narrow side, because
+//           two words of one load are a fragment as they lie. Row g of a product is query g
+//           rounded, row g+8 what the rounding left over, so a lane adds its two rows:
 //
-//             scores (16 keys, 8) = K (16 keys, D) q (D, 8)         two of them for each fragment of q
+//             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)     four of them for a fragment of q
+//                 a lane gets the scores of query g with the keys 2t and 2t+1 of each
 //
 //           peaks_kernel keeps a maximum and a sum of each query over the lane's own keys; lanes
 //           and warps are joined at the end. tallies_kernel keeps a sum of each key over the lane's
 //           queries.
-//   Shared  q (16,D/16,32,2) words: the fragments of 64 queries; peaks (ATTN_WARPS,64,2): what each
-//           warp found; row (64): see tallies_kernel
-//   Tile    32 keys a warp: 64 words a lane at D 128. A fragment of q is loaded from shared memory
-//           once for two products. With 12 warps on a multiprocessor 96 KB of keys are asked for at
-//           once
-//   Bound   tensor cores: at D 128 they make two products for every 16 keys and query, and memory
-//           brings the 256 bytes of a key once for R w queries
+//   Shared  q (8,D/16,32,4) words: the fragments of 64 queries; peaks (ATTN_WARPS,64,2): what each
+//           warp found; row (64): see scan_rows
+//   Tile    32 keys a warp: 64 words a lane at D 128. A fragment of q, one load of 16 bytes from
+//           shared memory, serves four products. Which dims a word of a key is, key_dim says
+//   Bound   tensor cores: at D 128 they make four products for every 8 keys and 8 queries, and
+//           memory brings the 256 bytes of a key once for R w queries
 // The mask is looked at where it can matter: in a tile that holds rows of the queries' own tokens,
 // at the end of the chunk, and everywhere under a window or SONIC's rule.
 
 enum {
     SCAN_KEYS = 32,             // keys of a warp's tile
-    SCAN_QUERIES = 64,          // queries that a block holds, 4 a product
+    SCAN_QUERIES = 64,          // queries that a block holds, 8 a product
+    SCAN_TILES = SCAN_QUERIES / 8,
     SCAN_BLOCKS = 1024          // blocks of a launch, about: some waves
 };
 
@@ -2597,7 +2599,7 @@ struct Scan {                   // argument of both kernels
     HeadRefs heads;
     const float *q;             // (w,H,D)
     const Token *tok;           // the session's tokens
-    float *part;                // (H,query blocks,chunks,64,2) from peaks_kernel: maximum times c, sum
+    float *part;                // (H,query blocks,chunks,64,2) of peaks_kernel: maximum times c, sum
     float *out;                 // (H,N)
     int tok0, w;                // the first query's token; queries
     int rule, window;           // of the mask
@@ -2614,73 +2616,74 @@ struct ScanShared {
 // Carves the block's shared memory -> bytes.
 KV_HD static size_t scan_carve(ScanShared *m, char *mem, int D) {
     Block b = { mem, 0 };
-    m->q = carve<unsigned>(&b, SCAN_QUERIES / 4 * D / 16 * 64);
+    m->q = carve<unsigned>(&b, SCAN_TILES * D / 16 * 128);
     m->peaks = carve<float>(&b, ATTN_WARPS * SCAN_QUERIES * 2);
     m->row = carve<float>(&b, SCAN_QUERIES);
     return b.at;
 }
 
-// q (tiles,D/16,32,2): the B fragments of queries q0.. of a query head; zeros behind the last one.
+// q (tiles,D/16,32,4): the A fragments of queries q0.. of a query head; zeros behind the last one.
 template <int DT, int D>
 static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0, int tiles) {
-    for (int i = threadIdx.x; i < tiles * D / 16 * 64; i += blockDim.x) {
-        int word = i % 2, lane = i / 2 % 32, step = i / 64 % (D / 16), r = q0 + i / (4 * D) * 4 + lane / 8;
+    for (int i = threadIdx.x; i < tiles * D / 16 * 128; i += blockDim.x) {
+        int word = i % 4 / 2, lane = i / 4 % 32, step = i / 128 % (D / 16);
+        int r = q0 + i / (8 * D) * 8 + lane / 4;
         const float *query = a.q + ((size_t)min_int(r, a.w - 1) * a.H + head) * D;
         const float *from = query + key_dim<D>(2 * step + word, lane % 4);
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
             half_split<DT>(&value, &rest, r < a.w ? from[e] : 0);
-            half[e] = lane / 4 % 2 ? rest : value;
+            half[e] = i % 2 ? rest : value;
         }
         q[i] = half[0] | half[1] << 16;
     }
 }
 
-// A bit for each of the lane's 4 keys p + g + 8 i, and each of its queries q0 + 4 tile + t: 4 tile
-// + i. 1: the query is there and sees the key. p1: where the chunk ends.
-static __device__ uint64_t scan_sees(const Scan &a, const HeadRef &h, int p, int p1, int q0, int tiles) {
-    int lane = threadIdx.x & 31;
+// Which of the 32 keys of a tile the lane's x[2 j + e] is a score with: 2t + e of the keys 8 j..
+static __device__ int scan_key(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+// A bit for each of the lane's 8 keys of the tile at p and each of its queries, q0 + 8 tile + g: bit
+// 8 tile + i. 1: the query is there and sees the key. p1: where the chunk ends.
+static __device__ uint64_t scan_sees(const Scan &a, const HeadRef &h, int p, int p1, int q0,
+                                     int tiles) {
     uint64_t see = 0;
     // The first query sees every row up to its own token, and the later ones do, too.
-    int plain = a.rule == VIS_CAUSAL && !a.window && p + SCAN_KEYS <= p1;
-    if (plain && h.src[p + SCAN_KEYS - 1] <= a.tok0 + q0 && q0 + 4 * tiles <= a.w) return ~0ull;
-    for (int i = 0; i < 4; i++) {
-        int row = p + lane / 4 + 8 * i, src = h.src[min_int(row, p1 - 1)];
+    int plain = a.rule == VIS_CAUSAL && !a.window && p + SCAN_KEYS <= p1 && q0 + 8 * tiles <= a.w;
+    if (plain && h.src[p + SCAN_KEYS - 1] <= a.tok0 + q0) return ~0ull;
+    for (int i = 0; i < 8; i++) {
+        int row = p + scan_key(i), src = h.src[min_int(row, p1 - 1)];
         for (int tile = 0; tile < tiles && row < p1; tile++) {
-            int r = q0 + 4 * tile + lane % 4, t = a.tok0 + r;
+            int r = q0 + 8 * tile + (threadIdx.x & 31) / 4, t = a.tok0 + r;
             if (r < a.w && kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src))
-                see |= 1ull << (4 * tile + i);
+                see |= 1ull << (8 * tile + i);
         }
     }
     return see;
 }
 
-// k (4,D/8) = the lane's words of the keys p + g + 8 i. Past the last key the last one is read
-// again.
+// k (4,D/8) = the lane's words of the keys p + g + 8 j. Past the last key the last one is read again.
 template <int D>
 static __device__ void scan_keys(unsigned (*k)[D / 8], const HeadRef &h, int p, int p1) {
     int lane = threadIdx.x & 31, t = lane % 4;
-    for (int i = 0; i < 4; i++) {
-        size_t row = min_int(p + lane / 4 + 8 * i, p1 - 1);
-        load_key<D>(k[i], h.k + row * (2 * D) + 16 * t, t);
+    for (int j = 0; j < 4; j++) {
+        size_t row = min_int(p + lane / 4 + 8 * j, p1 - 1);
+        load_key<D>(k[j], h.k + row * (2 * D) + 16 * t, t);
     }
 }
 
-// x (4) = the scores of the lane's keys with query t of a tile. q: the tile's fragments.
+// x (8) = the scores of query g of a tile with the lane's keys. q: the tile's fragments.
 template <int DT, int D>
-static __device__ void scan_scores(float x[4], const unsigned (*k)[D / 8], const unsigned *q) {
-    float s[2][4] = { { 0, 0, 0, 0 }, { 0, 0, 0, 0 } };
-    const unsigned *mine = q + (threadIdx.x & 31) * 2;
+static __device__ void scan_scores(float x[8], const unsigned (*k)[D / 8], const unsigned *q) {
+    float s[4][4];
+    KV_UNROLL() for (int j = 0; j < 4; j++)
+        KV_UNROLL() for (int e = 0; e < 4; e++) s[j][e] = 0;
     KV_UNROLL() for (int step = 0; step < D / 16; step++) {
-        const unsigned b[2] = { mine[step * 64], mine[step * 64 + 1] };
-        KV_UNROLL() for (int i = 0; i < 2; i++) {
-            unsigned f[4] = { k[2 * i][2 * step], k[2 * i + 1][2 * step], k[2 * i][2 * step + 1],
-                              k[2 * i + 1][2 * step + 1] };
-            mma_16x8x16<DT>(s[i], f, b);
-        }
+        uint4 u = ((const uint4 *)q)[step * 32 + (threadIdx.x & 31)];
+        const unsigned f[4] = { u.x, u.y, u.z, u.w };
+        KV_UNROLL() for (int j = 0; j < 4; j++) mma_16x8x16<DT>(s[j], f, k[j] + 2 * step);
     }
-    KV_UNROLL() for (int i = 0; i < 4; i++) x[i] = s[i / 2][i % 2 * 2] + s[i / 2][i % 2 * 2 + 1];
+    KV_UNROLL() for (int i = 0; i < 8; i++) x[i] = s[i / 2][i % 2] + s[i / 2][i % 2 + 2];
 }
 
 // part = the maximum and the sum of exponentials, as powers of 2, of 64 queries over a chunk of
@@ -2689,16 +2692,16 @@ template <int DT, int D>
 static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3)
 peaks_kernel(const __grid_constant__ Scan a) {
     KV_DYN_SHARED(char, mem);
-    const int TILES = SCAN_QUERIES / 4, FRAGMENT = D / 16 * 64;
+    const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
     ScanShared m;
     scan_carve(&m, mem, D);
-    int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, q0 = blockIdx.z * SCAN_QUERIES;
-    int tiles = min_int((a.w - q0 + 3) / 4, TILES);
+    int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int q0 = blockIdx.z * SCAN_QUERIES, tiles = min_int((a.w - q0 + 7) / 8, SCAN_TILES);
     const HeadRef &h = a.heads.at[head / a.R];
     int p0 = blockIdx.y * a.chunk, p1 = min_int(p0 + a.chunk, h.len);
-    float top[TILES], sum[TILES];
+    float top[SCAN_TILES], sum[SCAN_TILES];
     scan_queries<DT, D>(m.q, a, head, q0, tiles);
-    KV_UNROLL() for (int i = 0; i < TILES; i++) {
+    KV_UNROLL() for (int i = 0; i < SCAN_TILES; i++) {
         top[i] = GQA_LOW;
         sum[i] = 0;
     }
@@ -2708,26 +2711,26 @@ peaks_kernel(const __grid_constant__ Scan a) {
         unsigned k[4][D / 8];
         scan_keys<D>(k, h, p, p1);
         uint64_t see = scan_sees(a, h, p, p1, q0, tiles);
-        KV_UNROLL() for (int tile = 0; tile < TILES; tile++) {
+        KV_UNROLL() for (int tile = 0; tile < SCAN_TILES; tile++) {
             if (tile >= tiles) break;
-            float x[4], high = top[tile], add = 0;
+            float x[8], high = top[tile], add = 0;
             scan_scores<DT, D>(x, k, m.q + tile * FRAGMENT);
-            KV_UNROLL() for (int i = 0; i < 4; i++) {
-                x[i] = see >> (4 * tile + i) & 1 ? x[i] * a.c : -INFINITY;
+            KV_UNROLL() for (int i = 0; i < 8; i++) {
+                x[i] = see >> (8 * tile + i) & 1 ? x[i] * a.c : -INFINITY;
                 high = fmaxf(high, x[i]);
             }
-            KV_UNROLL() for (int i = 0; i < 4; i++) add += exp2_flush(x[i] - high);
+            KV_UNROLL() for (int i = 0; i < 8; i++) add += exp2_flush(x[i] - high);
             sum[tile] = sum[tile] * exp2_flush(top[tile] - high) + add;
             top[tile] = high;
         }
     }
 
-    // Over the eight lanes that share a query, then over the warps.
-    KV_UNROLL() for (int tile = 0; tile < TILES; tile++) {
-        float high = groups_max<4>(top[tile]);
-        float all = groups_sum<4>(sum[tile] * exp2_flush(top[tile] - high));
-        float *to = m.peaks + (warp * SCAN_QUERIES + 4 * tile + lane % 4) * 2;
-        if (lane >= 4) continue;
+    // Over the four lanes that share a query, then over the warps.
+    KV_UNROLL() for (int tile = 0; tile < SCAN_TILES; tile++) {
+        float high = lanes_max<4>(top[tile]);
+        float all = lanes_sum<4>(sum[tile] * exp2_flush(top[tile] - high));
+        float *to = m.peaks + (warp * SCAN_QUERIES + 8 * tile + lane / 4) * 2;
+        if (lane % 4) continue;
         to[0] = high;
         to[1] = all;
     }
@@ -2749,7 +2752,8 @@ peaks_kernel(const __grid_constant__ Scan a) {
 static __device__ void scan_rows(float *row, const Scan &a, int head, int block, int query_blocks) {
     int r = threadIdx.x;
     if (r >= SCAN_QUERIES) return;
-    const float *of = a.part + (((size_t)head * query_blocks + block) * gridDim.y * SCAN_QUERIES + r) * 2;
+    size_t first = ((size_t)head * query_blocks + block) * gridDim.y;
+    const float *of = a.part + (first * SCAN_QUERIES + r) * 2;
     float high = GQA_LOW, sum = 0;
     for (int i = 0; i < (int)gridDim.y; i++) high = fmaxf(high, of[(size_t)i * SCAN_QUERIES * 2]);
     for (int i = 0; i < (int)gridDim.y; i++) {
@@ -2764,7 +2768,7 @@ template <int DT, int D>
 static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3)
 tallies_kernel(const __grid_constant__ Scan a) {
     KV_DYN_SHARED(char, mem);
-    const int TILES = SCAN_QUERIES / 4, FRAGMENT = D / 16 * 64;
+    const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
     ScanShared m;
     scan_carve(&m, mem, D);
     int head = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -2772,27 +2776,29 @@ tallies_kernel(const __grid_constant__ Scan a) {
     const HeadRef &h = a.heads.at[head / a.R];
     int p0 = blockIdx.y * a.chunk, p1 = min_int(p0 + a.chunk, h.len);
     for (int block = 0; block < query_blocks && p0 < p1; block++) {
-        int q0 = block * SCAN_QUERIES, tiles = min_int((a.w - q0 + 3) / 4, TILES);
+        int q0 = block * SCAN_QUERIES, tiles = min_int((a.w - q0 + 7) / 8, SCAN_TILES);
         __syncthreads();                        // the queries before these are done with
         scan_queries<DT, D>(m.q, a, head, q0, tiles);
         scan_rows(m.row, a, head, block, query_blocks);
         __syncthreads();
         for (int p = p0 + warp * SCAN_KEYS; p < p1; p += ATTN_WARPS * SCAN_KEYS) {
             unsigned k[4][D / 8];
-            float sum[4] = { 0, 0, 0, 0 };
+            float sum[8] = { 0, 0, 0, 0, 0, 0, 0, 0 };
             scan_keys<D>(k, h, p, p1);
             uint64_t see = scan_sees(a, h, p, p1, q0, tiles);
+            KV_UNROLL(2)
             for (int tile = 0; tile < tiles; tile++) {
-                float x[4], low = m.row[4 * tile + lane % 4];
+                float x[8], low = m.row[8 * tile + lane / 4];
+                unsigned mine = (unsigned)(see >> (8 * tile));
                 scan_scores<DT, D>(x, k, m.q + tile * FRAGMENT);
-                KV_UNROLL() for (int i = 0; i < 4; i++)
-                    if (see >> (4 * tile + i) & 1) sum[i] += exp2_flush(x[i] * a.c - low);
+                KV_UNROLL() for (int i = 0; i < 8; i++)
+                    sum[i] += mine >> i & 1 ? exp2_flush(x[i] * a.c - low) : 0;
             }
-            KV_UNROLL() for (int i = 0; i < 4; i++) {
-                float all = lanes_sum<4>(sum[i]) * a.factor;
-                int row = p + lane / 4 + 8 * i;
+            KV_UNROLL() for (int i = 0; i < 8; i++) {
+                float all = groups_sum<4>(sum[i]) * a.factor;
+                int row = p + scan_key(i);
                 float *to = a.out + (size_t)head * a.N + row;
-                if (lane % 4 == 0 && row < p1) *to = block ? *to + all : all;
+                if (lane < 4 && row < p1) *to = block ? *to + all : all;
             }
         }
     }
