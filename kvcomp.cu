@@ -59,10 +59,10 @@
 #define KV_DYN_SHARED(T, name) extern __shared__ __align__(128) float4 kv_dyn_[]; T *name = (T *)kv_dyn_
 #endif
 
-// A launch that may need more shared memory than the 48 KB every kernel has without asking. smem is
-// a variable.
+// A launch that may need more shared memory than the 48 KB every kernel has without asking, static
+// arrays of up to 16 KB among them. smem is a variable.
 #define KV_LAUNCH_WIDE(k, grid, block, smem, ...) do { \
-    if (smem > 48 * 1024) \
+    if (smem > 32 * 1024) \
         KV_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)); \
     KV_LAUNCH(k, grid, block, smem, __VA_ARGS__); \
 } while (0)
@@ -4020,26 +4020,9 @@ static __device__ float dot_lanes(const float *a, const float *b, int D) {
 
 enum { DOT_AHEAD = 4 };         // loads of pair_dots that a lane has under way
 
-// The eight numbers k..k+7 of a row (n) of type DT; those from n on are 0. wide: the row lies on 16
-// bytes and n is a multiple of 8.
-template <int DT> static __device__ Eight<DT> row_eight(const char *row, int k, int n, int wide) {
-    if (wide) return load8<DT>(row + (size_t)k * Stored<DT>::BYTES);
-    Eight<DT> e;
-    unsigned *w = (unsigned *)e.u;
-    KV_UNROLL()
-    for (int i = 0; i < (DT == DT_F32 ? 8 : 4); i++) {
-        w[i] = 0;
-        if (DT == DT_F32 && k + i < n) w[i] = ((const unsigned *)row)[k + i];
-        if (DT != DT_F32 && k + 2 * i < n) w[i] = ((const uint16_t *)row)[k + 2 * i];
-        if (DT != DT_F32 && k + 2 * i + 1 < n)
-            w[i] |= (unsigned)((const uint16_t *)row)[k + 2 * i + 1] << 16;
-    }
-    return e;
-}
-
 // dot (NQ) = the dot products of a row (n) of type DT with NQ queries, to the bit those of dot_f32,
 // in both lanes of a pair of neighbours; all lanes of a warp take part, each pair with a row of its
-// own. Query j is q + min(j, last) n, in shared memory.
+// own. q (NQ,n), in shared memory.
 //
 //     row     | 8 numbers | 8 numbers | 8 numbers | 8 numbers | ..         16 or 32 bytes each
 //     lane      even        odd         even        odd
@@ -4047,20 +4030,24 @@ template <int DT> static __device__ Eight<DT> row_eight(const char *row, int k, 
 // dot_f32 has 16 partial sums, of every 16th product. The even lane owns the first eight, the odd
 // lane the others; so each load of a lane is 16 bytes, a pair reads whole sectors of 32, and NQ
 // queries share what was read and turned into f32.
-template <int DT, int NQ>
-static __device__ void pair_dots(float *dot, const char *row, int n, const float *q, int last, int wide) {
+// WIDE 1: the row lies on 16 bytes, and n is a multiple of 8. Other rows are read number by number.
+template <int DT, int NQ, int WIDE>
+static __device__ void pair_dots(float *dot, const char *row, int n, const float *q) {
     const int STRIDE = 16;
+    int k0 = 8 * (threadIdx.x & 1);
     float sum[NQ][8];
     KV_UNROLL()
     for (int j = 0; j < NQ; j++)
         KV_UNROLL()
         for (int i = 0; i < 8; i++) sum[j][i] = 0;
 
-    for (int k0 = 8 * (threadIdx.x & 1); k0 < n; k0 += DOT_AHEAD * STRIDE) {
+    for (; WIDE && k0 < n; k0 += DOT_AHEAD * STRIDE) {
         Eight<DT> e[DOT_AHEAD];
         KV_UNROLL()
-        for (int a = 0; a < DOT_AHEAD; a++)
-            if (k0 + a * STRIDE < n) e[a] = row_eight<DT>(row, k0 + a * STRIDE, n, wide);
+        for (int a = 0; a < DOT_AHEAD; a++) {
+            int k = k0 + a * STRIDE;
+            if (k < n) e[a] = load8<DT>(row + (size_t)k * Stored<DT>::BYTES);
+        }
         KV_UNROLL()
         for (int a = 0; a < DOT_AHEAD; a++) {
             int k = k0 + a * STRIDE;
@@ -4069,11 +4056,22 @@ static __device__ void pair_dots(float *dot, const char *row, int n, const float
             unpack8<DT>(x, e[a]);
             KV_UNROLL()
             for (int j = 0; j < NQ; j++) {
-                const float *own = q + (size_t)min_int(j, last) * n + k;
+                const float4 *from = (const float4 *)(q + j * n + k);
+                float4 low = from[0], high = from[1];
+                const float own[8] = { low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w };
                 KV_UNROLL()
-                for (int i = 0; i < 8; i++)
-                    if (wide || k + i < n) sum[j][i] = fmaf(own[i], x[i], sum[j][i]);
+                for (int i = 0; i < 8; i++) sum[j][i] = fmaf(own[i], x[i], sum[j][i]);
             }
+        }
+    }
+    for (; !WIDE && k0 < n; k0 += STRIDE) {
+        KV_UNROLL()
+        for (int i = 0; i < 8; i++) {
+            if (k0 + i >= n) break;
+            float x = number(row, DT, k0 + i);
+            KV_UNROLL()
+            for (int j = 0; j < NQ; j++)
+                sum[j][i] = fmaf(q[j * n + k0 + i], x, sum[j][i]);
         }
     }
 
@@ -5011,7 +5009,6 @@ struct QuestSeek {              // argument of quest_kernel
     int n, cap;                 // pages there are, if no step says it; room for pages
     int best, stride;           // pages wanted; ints of a list
     int G, R, D;
-    int wide;                   // 1: a page's bounds can be read 16 bytes at a time
     int shared;                 // 1: the scores of a head fit into shared memory
 };
 
@@ -5054,7 +5051,7 @@ static __device__ void split_queries(float *to, const QuestSeek &a, int g, int h
 //           more under way in a block. What the last block does is bound by latency
 // A list is the rows of its pages (ascending), and a tail from the first page that is not full,
 // which is read too.
-template <int DT, int NQ>
+template <int DT, int NQ, int WIDE>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
 quest_kernel(const __grid_constant__ QuestSeek a) {
     KV_DYN_SHARED(char, mem);
@@ -5072,7 +5069,7 @@ quest_kernel(const __grid_constant__ QuestSeek a) {
         __syncthreads();
         const char *bound = a.bound[g] + (size_t)min_int(p, n - 1) * 2 * D * Stored<DT>::BYTES;
         float dot[NQ];
-        pair_dots<DT, NQ>(dot, bound, 2 * D, m.q, NQ - 1, a.wide);              // Scores
+        pair_dots<DT, NQ, WIDE>(dot, bound, 2 * D, m.q);                        // Scores
         KV_UNROLL()
         for (int j = 0; j < NQ; j++) u = (h0 || j) && !(dot[j] > u) ? u : dot[j];
     }
@@ -5095,17 +5092,19 @@ quest_kernel(const __grid_constant__ QuestSeek a) {
 }
 
 // Launches quest_kernel with NQ queries at a time.
-template <int DT, int NQ> static void quest_launch(const QuestSeek &a) {
+template <int DT, int NQ, int WIDE> static void quest_launch(const QuestSeek &a) {
     QuestShared m;
     dim3 grid(blocks(a.cap, SEEK_UNITS), a.G);
     size_t smem = quest_carve<NQ>(&m, NULL, a);
-    KV_LAUNCH_WIDE((quest_kernel<DT, NQ>), grid, TOP_THREADS, smem, a);
+    KV_LAUNCH_WIDE((quest_kernel<DT, NQ, WIDE>), grid, TOP_THREADS, smem, a);
 }
 
-// The same for bounds of type DT: four query heads at a time, or one where there is but one.
+// The same for bounds of type DT: four query heads at a time, or one where there is but one, and where
+// a page's bounds cannot be read 16 bytes at a time.
 template <int DT> static void quest_group(const QuestSeek &a) {
-    if (a.R > 1) quest_launch<DT, 4>(a);
-    else         quest_launch<DT, 1>(a);
+    if (a.D % 4)      quest_launch<DT, 1, 0>(a);
+    else if (a.R > 1) quest_launch<DT, 4, 1>(a);
+    else              quest_launch<DT, 1, 1>(a);
 }
 
 // quest_select of kvcomp.c: the `best` pages of every KV head by score become the layer's views.
@@ -5130,7 +5129,6 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
     a.G = G;
     a.R = s->c->H / G;
     a.D = s->c->D;
-    a.wide = a.D % 4 == 0;
     a.shared = (size_t)cap * sizeof(float) <= (size_t)seek_shared;
     if (dtype == DT_F32)      quest_group<DT_F32>(a);
     else if (dtype == DT_F16) quest_group<DT_F16>(a);
@@ -6580,15 +6578,20 @@ struct Probe {                  // a node's score is max over i of (q_i . mu) w_
     float slack;
 };
 
+// Query heads of a probe, rounded up for lychee_kernel, which takes four at a time.
+KV_HD static int probe_heads(int m) { return (m + 3) / 4 * 4; }
+
 // Numbers that probe_make writes.
-KV_HD static size_t probe_floats(int m, int D) { return (size_t)m * D + D + m + 1; }
+KV_HD static size_t probe_floats(int m, int D) { return (size_t)probe_heads(m) * D + D + m + 1; }
 
 // probe_max and probe_sum of kvcomp.c for list `list`. All threads of a block; room (probe_floats)
 // shared.
 static __device__ Probe probe_make(const Probes &a, int list, float *room) {
     const float *q = a.q + (size_t)list * a.m * a.D;
-    float *own = room, *sum = own + a.m * a.D, *w = sum + a.D, slack = 0;        // (m,D) (D) (m)
-    for (int i = threadIdx.x; i < a.m * a.D; i += blockDim.x) own[i] = q[i];
+    int heads = probe_heads(a.m);               // those that are not there are the last one once more
+    float *own = room, *sum = own + heads * a.D, *w = sum + a.D, slack = 0;      // (heads,D) (D) (m)
+    for (int i = threadIdx.x; i < heads * a.D; i += blockDim.x)
+        own[i] = q[min_int(i / a.D, a.m - 1) * a.D + i % a.D];
     __syncthreads();
     for (int d = threadIdx.x; d < a.D; d += blockDim.x) {
         float x = 0;
@@ -6606,12 +6609,13 @@ static __device__ Probe probe_make(const Probes &a, int list, float *room) {
 }
 
 // The score of a node with centre mu and radius r, by a pair of lanes. beta 1: the bound UB.
-template <int NQ>
+template <int NQ, int WIDE>
 static __device__ float probe_score(const Probe &p, const uint16_t *mu, float r, float beta, int D) {
     float top = -INFINITY;
     for (int i0 = 0; i0 < p.m; i0 += NQ) {
         float dot[NQ];
-        pair_dots<DT_BF16, NQ>(dot, (const char *)mu, D, p.q + (size_t)i0 * D, p.m - 1 - i0, D % 8 == 0);
+        const float *q = p.q + (size_t)i0 * D;
+        pair_dots<DT_BF16, NQ, WIDE>(dot, (const char *)mu, D, q);
         KV_UNROLL()
         for (int j = 0; j < NQ; j++) {          // what is there twice does not change the largest
             float v = dot[j];
@@ -6660,13 +6664,13 @@ KV_HD static size_t lychee_carve(LycheeShared *m, char *mem, const LycheeSeek &a
 // every block of a list does it again: there are at most --lychee-coarse-max (64) units, and
 // whoever waited for one block to tell the others would wait longer. A pair of lanes scores every
 // 256th unit; a thread opens every 512th, if those before it are too few.
-template <int NQ>
+template <int NQ, int WIDE>
 static __device__ void open_units(const LycheeSeek &a, const Probe &p, const Nodes *u, float *unit) {
     int D = a.probes.D, pair = threadIdx.x >> 1;
     for (int g0 = 0; g0 < u->n; g0 += SEEK_UNITS) {              // all lanes take part in every shuffle
         int g = min_int(g0 + pair, u->n - 1);
         const uint16_t *mu = u->mu + (size_t)g * D;
-        float S = probe_score<NQ>(p, mu, u->r[g], a.beta_coarse, D);     // Algorithm 1, line 9
+        float S = probe_score<NQ, WIDE>(p, mu, u->r[g], a.beta_coarse, D);   // Algorithm 1, line 9
         if (!(threadIdx.x & 1) && g0 + pair < u->n) unit[g] = S;
     }
     __syncthreads();
@@ -6688,7 +6692,7 @@ static __device__ void open_units(const LycheeSeek &a, const Probe &p, const Nod
 // The scores of the block's SEEK_UNITS clusters, those from c0 on; -INFINITY for one that is empty
 // or lies below a unit that is not opened. score (K). A warp whose 16 clusters are not wanted reads
 // none.
-template <int NQ>
+template <int NQ, int WIDE>
 static __device__ void cluster_scores(const LycheeSeek &a, const Probe &p, const Tree *t, int c0,
                                       const float *unit, float *score) {
     const Nodes *u = &t->fine;
@@ -6696,7 +6700,7 @@ static __device__ void cluster_scores(const LycheeSeek &a, const Probe &p, const
     int dead = !u->chunks[at] || (unit && !(unit[a.P + t->parent[at]] > 0));
     float S = -INFINITY;
     if (!__all_sync(ALL_LANES, dead))
-        S = probe_score<NQ>(p, u->mu + (size_t)at * D, u->r[at], a.beta, D);     // Algorithm 1, line 13
+        S = probe_score<NQ, WIDE>(p, u->mu + (size_t)at * D, u->r[at], a.beta, D);   // Algorithm 1, line 13
     if (!(threadIdx.x & 1) && c < u->n) score[c] = dead ? -INFINITY : S;
 }
 
@@ -6776,7 +6780,7 @@ static __device__ void take_rows(const LycheeSeek &a, const Nodes *u, const floa
 //   Bound   reading the centres (2 K D bytes a KV head); DOT_AHEAD loads of a lane are 32 KB under
 //           way in a block. What the last block does is bound by latency: it reads M chunks three
 //           times
-template <int NQ>
+template <int NQ, int WIDE>
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
 lychee_kernel(const __grid_constant__ LycheeSeek a) {
     KV_DYN_SHARED(char, mem);
@@ -6789,8 +6793,8 @@ lychee_kernel(const __grid_constant__ LycheeSeek a) {
     float *score = a.score + (size_t)list * a.K, *unit = a.unit ? a.unit : m.unit;
     if (a.unit) unit += ((size_t)list * gridDim.x + blockIdx.x) * 2 * a.P;
     Probe p = probe_make(a.probes, list, m.probe);
-    if (a.units) open_units<NQ>(a, p, &t->coarse, unit);
-    cluster_scores<NQ>(a, p, t, blockIdx.x * SEEK_UNITS, a.units ? unit : NULL, score);
+    if (a.units) open_units<NQ, WIDE>(a, p, &t->coarse, unit);
+    cluster_scores<NQ, WIDE>(a, p, t, blockIdx.x * SEEK_UNITS, a.units ? unit : NULL, score);
     if (!arrives_last(a.arrived + 1 + list, gridDim.x, &last)) return;
 
     const float *x = seek_scores(m.score, score, a.K);
@@ -6799,11 +6803,11 @@ lychee_kernel(const __grid_constant__ LycheeSeek a) {
 }
 
 // Launches lychee_kernel with NQ queries at a time.
-template <int NQ> static void lychee_launch(const LycheeSeek &a) {
+template <int NQ, int WIDE> static void lychee_launch(const LycheeSeek &a) {
     LycheeShared m;
     dim3 grid(blocks(a.K, SEEK_UNITS), a.all);
     size_t smem = lychee_carve(&m, NULL, a);
-    KV_LAUNCH_WIDE((lychee_kernel<NQ>), grid, TOP_THREADS, smem, a);
+    KV_LAUNCH_WIDE((lychee_kernel<NQ, WIDE>), grid, TOP_THREADS, smem, a);
 }
 
 // What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads; per:
@@ -6844,8 +6848,9 @@ int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     a.room = x->room;
     a.sink = x->sink;
     a.shared = probe_floats(m, D) + (size_t)2 * P + K <= (size_t)seek_shared / sizeof(float);
-    if (m > 1 && x->gqa == GQA_MAX) lychee_launch<4>(a);
-    else                            lychee_launch<1>(a);
+    if (D % 8)                           lychee_launch<1, 0>(a);
+    else if (m > 1 && x->gqa == GQA_MAX) lychee_launch<4, 1>(a);
+    else                                 lychee_launch<1, 1>(a);
 
     if (!bring) return NULL;
     int *host = (int *)scratch(s, n_out * sizeof(int));
