@@ -1076,6 +1076,9 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {    
     for (int i = 0; i < 4; i++) z |= (unsigned)(from >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
     return z;
 }
+static inline unsigned __funnelshift_r(unsigned low, unsigned high, int by) {     // bits by..by+31 of high:low
+    return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
+}
 static inline int   __float_as_int(float x) { int i; memcpy(&i, &x, 4); return i; }
 static inline float __int_as_float(int x) { float f; memcpy(&f, &x, 4); return f; }
 template <class T> static inline T min(T a, T b) { return a < b ? a : b; }

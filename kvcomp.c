@@ -4679,7 +4679,7 @@ const Method loopserve_d_method = {
 //   Sec. 3, b(t) -> pats_schedule, pats_bits
 //   Sec. 3, w -> pats_pack_head, pats_recut, repacked_half, cut_kernel
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel
-//   Sec. 3, fetch -> unpack_bits, pats_read_row, pats_load_region, packed_half, packed_read
+//   Sec. 3, fetch -> unpack_bits, pats_read_row, pats_load_region, packed_half, packed_read, two_elements
 //
 // Options: --pats-schedule, -policy, -bmin, -bmax, -sink, -window, -tend, -format, -round, -when.
 
@@ -4981,7 +4981,10 @@ static size_t bytes_unmoved(const Region *reg, int unmoved, int rows64, int D);
 
 static size_t pats_plan(const Session *s, int n, int *raw);
 
-static const Packing pats_packing = { pats_load, pats_stored, pats_keep, pats_plan };
+static const Packing pats_packing[] = {                  // by Pats.rows64
+    { pats_load, pats_stored, pats_keep, pats_plan, 1 },
+    { pats_load, pats_stored, pats_keep, pats_plan, 0 },
+};
 
 // ---- cutting rows
 
@@ -5269,7 +5272,7 @@ static int pats_open(Session *s, void *ms) {
     unpack_choose();
     x->packed = xcalloc((size_t)s->c->L, 1);
     s->fk = s->fv = format_find("f16");
-    s->packing = &pats_packing;
+    s->packing = &pats_packing[x->rows64];
     return 0;
 }
 

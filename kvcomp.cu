@@ -469,6 +469,11 @@ template <int LANES> static __device__ float groups_max(float x) {
     return x;
 }
 
+// The place of the lowest bit of m that is set.
+static __device__ int lowest_bit(unsigned m) {
+    return __popc((m & (0u - m)) - 1);
+}
+
 // ---- what only PTX can say
 // Instructions that CUDA C++ has no words for. cuda_emu.h has functions of the same names, written
 // from the tables of the PTX ISA; the test cuda_fragments compares both with those tables.
@@ -1271,6 +1276,25 @@ struct HeadRefs {
     HeadRef at[MAX_G];
 };
 
+struct Packed {                 // the packed rows of a head, in device memory: a header and the table
+    const uint32_t *k, *v;      // KVHead.pk and .pv
+    int n_reg;                  // regions
+    int rows64;                 // 1: the paper's blocks of PATS_BLOCK bytes, 0: dense
+    int mid;                    // 1: half a step is added on reading
+    Region reg[1];              // (n_reg) ascending by row0
+};
+
+// The region of reg (n) that holds row r: the last one with row0 <= r.
+static __device__ const Region *region_of(const Region *reg, int n, int r) {
+    int lo = 0, hi = n - 1;
+    while (lo < hi) {
+        int m = (lo + hi + 1) / 2;
+        if (reg[m].row0 <= r) lo = m;
+        else hi = m - 1;
+    }
+    return &reg[lo];
+}
+
 // Rows of PATS (section 10): one row by a warp, and one element.
 static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane);
 static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D);
@@ -1479,7 +1503,7 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 // decode, tensor_cores for a prefill:
 //     attend_kernel    any rule, any format, any head_dim
 //     decode_kernel    decode over plain rows
-//     gqa_kernel       decode over plain f16 or bf16 rows of the usual head_dims
+//     gqa_kernel       decode over f16, bf16, q8_0 and PATS rows of the usual head_dims
 //     tensor_kernel    a long prefill over f16 or bf16 rows; takes whole works, not items
 //     column_kernel    sums of probabilities over queries; peaks_kernel and tallies_kernel on tensor cores
 
@@ -1525,6 +1549,7 @@ struct Attn {                   // argument of the kernels; pointers are device 
     const int *idx;             // rows of the works' lists
     float *part;                // (items,BQ,D+2): max, sum, sum of p v of each query row
     int kind_k, kind_v;         // ROW_*
+    int gqa;                    // gqa_kind
     int rule, window;           // of the mask
     int H, R, D;
     size_t bytes_k, bytes_v;    // of a row
@@ -2228,7 +2253,10 @@ tensor_kernel(Attn a, float *out, float *stat) {
     tensor_store(a, w, sums, shrink, top, sum, out, stat);
 }
 
-// ---- gqa_kernel: decode on tensor cores over plain f16 or bf16 rows, head_dim 64, 80, 96, 128, 160, 256
+// ---- gqa_kernel: decode on tensor cores, head_dim 64, 80, 96, 128, 160, 256
+//
+// This box is about plain f16 or bf16 rows. What differs for q8_0 and PATS is told below, at "rows of fewer
+// bits".
 //
 // The R query heads of a KV head read the same rows, so a row's numbers, once in a register, serve all
 // of them. decode_kernel multiplies them one query after the other; here a tensor core does, and reads
@@ -2279,18 +2307,33 @@ enum {
     GQA_KEYS = 16,              // positions of a warp's tile
     GQA_SPAN = 2048,            // Attn.span; in tests less, so that an item has more than one
     GQA_WIDE_D = 160,           // in wider heads 16 query rows' sums do not fit into the registers
-    P_SHIFT = 15                // 2^15 is the largest power of two in f16
+    P_SHIFT = 15,               // 2^15 is the largest power of two in f16
+    GQA_PATS = ROW_Q8 + 1       // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
 };
+#ifdef KVCOMP_TEST
+enum { REGIONS_NEAR = 6 };                      // so that tests have heads with fewer and with more
+#else
+enum { REGIONS_NEAR = 64 };                     // regions of PATS that shared memory has room for
+#endif
 static const float GQA_LOW = -1e30f;            // less than any score, and less than infinitely less
+static const float LOG2_E = 1.44269504f;
+
+// The type DT_* of the numbers that tensor cores multiply for rows of a KIND.
+KV_HD static constexpr int gqa_type(int kind) {
+    return kind == ROW_BF16 ? DT_BF16 : DT_F16;
+}
 
 // The first of the two neighbouring dims that word j of a lane's K row is: lanes t = 0..3 share a row.
-template <int D> static __device__ int key_dim(int j, int t) {
+template <int KIND, int D> static __device__ int key_dim(int j, int t) {
+    if (KIND == GQA_PATS) return D / 4 * t + 2 * j;
     int chunk = j / 4, per = chunk < D / 32 ? 8 : 4;            // per: dims of a lane in this chunk
     return 32 * chunk + per * t + 2 * (j % 4);
 }
 
 // The same of a V row, which lanes g = 0..7 share.
-template <int D> static __device__ int value_dim(int j, int g) {
+template <int KIND, int D> static __device__ int value_dim(int j, int g) {
+    if (KIND == GQA_PATS) return D / 8 * g + 2 * j;
+    if (KIND == ROW_Q8) return Q8_VALUES * (j / 2) + 4 * g + 2 * (j % 2);
     int chunk = j / 4, per = chunk < D / 64 ? 8 : D % 64 / 8;   // per: dims of a lane in this chunk
     return 64 * chunk + per * g + 2 * (j % 4);
 }
@@ -2324,17 +2367,22 @@ template <int DT> static __device__ unsigned half_pack(float low, float high) {
 }
 
 struct GqaShared {
-    unsigned *q;
+    char *slot;                 // rows on their way from memory, see "rows of fewer bits"
     float *sums;
-    unsigned *see;
+    unsigned *q, *see;
+    Region *reg;
 };
 
-// Carves the block's shared memory -> bytes.
-KV_HD static size_t gqa_carve(GqaShared *m, char *mem, int NT, int D) {
+// Carves the block's shared memory -> bytes. slots: bytes of all slots, a multiple of 16, which become
+// sums when the item is done.
+KV_HD static size_t gqa_carve(GqaShared *m, char *mem, int KIND, int NT, int D, size_t slots) {
     Block b = { mem, 0 };
+    size_t sums = ATTN_WARPS * 4 * NT * (D + 2);
+    m->sums = carve<float>(&b, max_size(sums, slots / sizeof(float)));
+    m->slot = (char *)m->sums;
     m->q = carve<unsigned>(&b, NT * D / 16 * 64);
-    m->sums = carve<float>(&b, ATTN_WARPS * 4 * NT * (D + 2));
     m->see = carve<unsigned>(&b, GQA_SPAN / GQA_KEYS);
+    m->reg = carve<Region>(&b, KIND == GQA_PATS ? REGIONS_NEAR : 0);
     return b.at;
 }
 
@@ -2353,40 +2401,51 @@ static __device__ void gqa_sees(unsigned *see, const Attn &a, const HeadRef &h, 
 
 // q (NT,D/16,32,2): the B fragments of the work's queries; zeros behind its last. Complete after the
 // next barrier.
-template <int DT, int D, int NT>
+template <int KIND, int D, int NT>
 static __device__ void gqa_queries(unsigned *q, const Attn &a, const Work &w) {
     for (int i = threadIdx.x; i < NT * D / 16 * 64; i += blockDim.x) {
         int word = i % 2, lane = i / 2 % 32, step = i / 64 % (D / 16), r = i / (4 * D) * 4 + lane / 8;
-        int d = key_dim<D>(2 * step + word, lane % 4);
+        int d = key_dim<KIND, D>(2 * step + word, lane % 4);
         const float *from = a.q + query_row(a, w, w.m0 + min_int(r, w.m - 1)) * D + d;
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
-            half_split<DT>(&value, &rest, r < w.m ? from[e] : 0);
+            half_split<gqa_type(KIND)>(&value, &rest, r < w.m ? from[e] : 0);
             half[e] = lane / 4 % 2 ? rest : value;
         }
         q[i] = half[0] | half[1] << 16;
     }
 }
 
+// What a warp has found so far for its 4 NT query rows; a lane holds query 4 i + t of each group i.
+template <int D, int NT> struct GqaSums {
+    float acc[NT][D / 16][2];   // dims value_dim(j, g) and the next of the sum of p v, divided by unit
+    float top[NT];              // the highest score
+    float sum[NT];              // the lane's share of the sum of exponentials, times 2^P_SHIFT
+    float unit;                 // a power of two: 1, but for q8_0
+};
+
 // One query meets a tile's keys g and g+8, if bits 0 and 8 of see are set. s (4): its scores, each as
-// value and rest; p (2): the lane's words of P, for 8 keys each. c: what makes a score a power of 2. ->
-// by how much the older sums shrink.
-template <int DT>
-static __device__ float gqa_softmax(unsigned p[2], const float s[4], unsigned see, float c, float *top,
+// value and rest; p (2): its probabilities under the new maximum, times 2^P_SHIFT. c: what makes a score
+// a power of 2. -> by how much the older sums shrink.
+static __device__ float gqa_softmax(float p[2], const float s[4], unsigned see, float c, float *top,
                                     float *sum) {
     float x = see & 1 ? s[0] + s[1] : -INFINITY, y = see & 256 ? s[2] + s[3] : -INFINITY;
     float high = groups_max<4>(fmaxf(fmaxf(x, y), *top));
     float shrink = exp2_flush((*top - high) * c);
-    x = exp2_flush((x - high) * c + P_SHIFT);
-    y = exp2_flush((y - high) * c + P_SHIFT);
-    *sum = *sum * shrink + (x + y);
+    p[0] = exp2_flush((x - high) * c + P_SHIFT);
+    p[1] = exp2_flush((y - high) * c + P_SHIFT);
+    *sum = *sum * shrink + (p[0] + p[1]);
     *top = high;
+    return shrink;
+}
+
+// f (2) = the lane's words of P, for 8 keys each. x, y: the factors of keys g and g+8.
+template <int DT> static __device__ void gqa_factors(unsigned f[2], float x, float y) {
     unsigned value = half_pack<DT>(x, y);
     unsigned rest = half_pack<DT>(x - half_get<DT>((uint16_t)value), y - half_get<DT>((uint16_t)(value >> 16)));
-    p[0] = movmatrix(__byte_perm(value, rest, 0x5410));
-    p[1] = movmatrix(__byte_perm(value, rest, 0x7632));
-    return shrink;
+    f[0] = movmatrix(__byte_perm(value, rest, 0x5410));
+    f[1] = movmatrix(__byte_perm(value, rest, 0x7632));
 }
 
 // s (NT,4) = the lane's scores of a tile. k (2,D/8): its words of the keys g and g+8.
@@ -2400,89 +2459,583 @@ static __device__ void gqa_scores(float (*s)[4], const unsigned (*k)[D / 8], con
     }
 }
 
-// acc (NT,D/16,2) = acc shrink + p v. v (4,D/16): the lane's words of the keys 2t, 2t+1, 2t+8, 2t+9.
+// acc[j] = acc[j] shrink + p v for all NT groups. v (2,2): words of the keys (2t,2t+1) and (2t+8,2t+9),
+// for each pair the dim value_dim(j, g) and the next.
 template <int DT, int D, int NT>
-static __device__ void gqa_mix(float (*acc)[D / 16][2], const float *shrink, const unsigned (*p)[2],
-                               const unsigned (*v)[D / 16]) {
-    KV_UNROLL() for (int j = 0; j < D / 16; j++) {
-        unsigned f[4] = { __byte_perm(v[0][j], v[1][j], 0x5410), __byte_perm(v[0][j], v[1][j], 0x7632),
-                          __byte_perm(v[2][j], v[3][j], 0x5410), __byte_perm(v[2][j], v[3][j], 0x7632) };
+static __device__ void gqa_mix(GqaSums<D, NT> &z, int j, const float *shrink, const unsigned (*p)[2],
+                               const unsigned *pair, const unsigned *pair8) {
+    unsigned f[4] = { pair[0], pair[1], pair8[0], pair8[1] };
+    for (int i = 0; i < NT; i++) {
+        float x[4] = { 0, 0, 0, 0 };
+        mma_16x8x16<DT>(x, f, p[i]);
+        z.acc[i][j][0] = z.acc[i][j][0] * shrink[i] + (x[0] + x[1]);
+        z.acc[i][j][1] = z.acc[i][j][1] * shrink[i] + (x[2] + x[3]);
+    }
+}
+
+// The warp's tiles among positions p0..p1-1, from the tile at p on, over plain rows.
+template <int DT, int D, int NT>
+static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
+                                 const GqaShared &m, int p0, int p, int p1) {
+    const int STEP = ATTN_WARPS * GQA_KEYS;
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, ahead = 0;
+    const char *keys = h.k + 16 * t, *vals = h.v + 16 * g;
+    float c = a.scale * LOG2_E;
+
+    // Lanes 0..15 know the rows of a tile. Past the end the last row is read again, and not seen.
+    if (p < p1) ahead = listed_row(w, a.idx, min_int(p + lane % GQA_KEYS, p1 - 1));
+    for (; p < p1; p += STEP) {
+        unsigned see = m.see[(unsigned)(p - p0) / GQA_KEYS] >> g;
+        int row = ahead;
+        ahead = listed_row(w, a.idx, min_int(p + STEP + lane % GQA_KEYS, p1 - 1));
+        if (!__any_sync(ALL_LANES, see)) continue;
+
+        unsigned k[2][D / 8], v[4][D / 16], prob[NT][2];
+        const char *from[6];
+        for (int i = 0; i < 2; i++)
+            from[i] = keys + (size_t)__shfl_sync(ALL_LANES, row, g + 8 * i) * (2 * D);
+        for (int i = 0; i < 4; i++)
+            from[2 + i] = vals + (size_t)__shfl_sync(ALL_LANES, row, 2 * t + i % 2 + i / 2 * 8) * (2 * D);
+        for (int i = 0; i < 2; i++) load_key<D>(k[i], from[i], t);
+        for (int i = 0; i < 4; i++) load_value<D>(v[i], from[2 + i], g);
+        float s[NT][4], shrink[NT], x[2];
+        gqa_scores<DT, D, NT>(s, k, m.q, lane);
         for (int i = 0; i < NT; i++) {
-            float x[4] = { 0, 0, 0, 0 };
-            mma_16x8x16<DT>(x, f, p[i]);
-            acc[i][j][0] = acc[i][j][0] * shrink[i] + (x[0] + x[1]);
-            acc[i][j][1] = acc[i][j][1] * shrink[i] + (x[2] + x[3]);
+            shrink[i] = gqa_softmax(x, s[i], see, c, &z.top[i], &z.sum[i]);
+            gqa_factors<DT>(prob[i], x[0], x[1]);
+        }
+        KV_UNROLL() for (int j = 0; j < D / 16; j++) {
+            unsigned pair[2][2];
+            for (int i = 0; i < 2; i++) {
+                pair[i][0] = __byte_perm(v[2 * i][j], v[2 * i + 1][j], 0x5410);
+                pair[i][1] = __byte_perm(v[2 * i][j], v[2 * i + 1][j], 0x7632);
+            }
+            gqa_mix<DT, D, NT>(z, j, shrink, prob, pair[0], pair[1]);
         }
     }
 }
 
-// Blocks that fit on a multiprocessor, by their registers.
-constexpr int gqa_blocks(int D, int NT) {
+// ---- rows of fewer bits: gqa_kernel over q8_0, and over what PATS has packed
+//
+// Rows of q8_0 and of PATS must be unpacked before tensor cores can multiply them, and a lane cannot load
+// its elements with one load: a row of PATS at D 128 is 16 w bytes for elements of w = 6..16 bits. So
+// packed bytes are copied to shared memory as they are (cp.async), a lane picks its elements there with
+// shifts, and the rest is gqa_kernel as above.
+//
+//   Warp    a batch at a time: those rows of a tile of 16 positions that have one width (PATS: the rows of
+//           a region; raw rows behind the packed ones are one of 16 bits). Mostly that is the whole tile.
+//           A position that is not of the batch, or not seen, repeats the batch's first row
+//   Lane    copying: pieces of 16 bytes of the rows g and g+8, every fourth from the t-th on.
+//           Multiplying: as above, but which dims a lane takes is chosen so that its elements are one
+//           stream of whole words, if that can be:
+//
+//             PATS, a row of D w bits          element e is bits e w .. e w + w - 1, low bits first
+//               K:  t = 0           |  1            |  2            |  3               D/4 elements each
+//               V:  g = 0   |  1    |  2    |  3    |  4    |  5    |  6    |  7       D/8 elements each
+//
+//             q8_0, a block of 34 bytes        scale, then 32 signed bytes; a product is of one block
+//               K:  | scale |  t = 0, 8 dims   |  1               |  2               |  3          |
+//               V:  | scale |  g = 0  |  1     |  2     |  3      |  4     |  5      |  6     |  7 |
+//
+//           A stream is brought to whole words by funnel shifts (load_stream; at D 128 only odd widths of
+//           V need them), and every width has its own code, in which all further shifts and masks are
+//           constants. Element e of a word becomes an f16 number by standing at the upper end of a half:
+//
+//             w = 10     31      29         19         9        0
+//             stream      | e 3.. |   e 2    |   e 1    |   e 0    |
+//             to f16      |   e 1    | 000000 |   e 0    | 000000 |      K: dims e 0 and e 1 of one key
+//
+//           For V the upper half is the same dim of the next key: what the fragment wants, so that the
+//           halves need not change places.
+//           Of q8_0 the bytes become f16 integers. K's scale is applied to the sum over a block, V's is
+//           folded into the probability, a fragment of P for each block (q8_mix).
+//   Shared  slot (ATTN_WARPS,2): a batch's keys and its values for each warp, 16 rows of batch_stride
+//           bytes; sums in the same place at the end; q and see as above; reg (REGIONS_NEAR): PATS's
+//           regions, if they are so few, because looking one up takes several loads one after the other
+//   Tile    the next batch's keys are asked for when this one's are in registers, its values likewise. So
+//           the values are under way while keys are unpacked, the next keys while values are, both
+//           while a warp waits: 2 to 4 KB a warp at w = 8 and D 128. A multiprocessor has 16 warps, which
+//           take 160 KB of shared memory, 12 with 8 query rows of PATS, and 8 with 16.
+//   Bound   memory; q8_0 with more than 8 query rows: instructions. A lane's for an element of K or V, at
+//           D 128 on sm_90, with up to 4, 8 and 16 query rows, beside what an H200 at 4.3 TB/s has time for
+//           (attend_kernel takes 49, and reads rows one by one):
+//
+//             w =  8    3.5   4.3   5.6     7.8
+//             w = 10    5.2   5.9   7.3     9.7
+//             w = 14    5.6   6.2   7.6    13.6
+//             q8_0      6.2   7.3   9.6     8.3
+//
+// Rows of head_dims that gqa_kernel does not take, --pats-format=rows64, q8_0 rows whose head_dim is no
+// multiple of 32, and K and V in two formats go through attend_kernel.
+
+struct Batch {                  // rows of one tile that are read together
+    int bits;                   // of an element: 6..16; GQA_RAW: a raw row, or one of q8_0; 0: no batch
+    unsigned see;               // the tile's positions that are of the batch, a bit each. The others
+                                // repeat the first of them
+    unsigned piece;             // of row lane % 16: its first piece, counted from the first byte of rows
+    int off;                    // and where the row begins in it, in bytes
+};
+struct Walk {                   // where a warp is among positions p0..p1-1 of a list
+    int p0, p, p1;              // p: the next tile
+    int ahead;                  // the row of position lane % 16 of that tile
+    unsigned left;              // rows of the last tile that no batch has had
+    int bits;                   // of row lane % 16 of the last tile, as in Batch; so are piece and off
+    unsigned piece;
+    int off;
+    int row0, row1;             // the region of PATS that this lane has looked up last: rows [row0,row1),
+    int width;                  // bits of its elements,
+    unsigned base;              // its first piece
+};
+enum { GQA_RAW = 17 };          // Batch.bits: 16 bits, in HeadRef.k and .v
+
+// Bytes of a row whose elements have `bits` bits.
+template <int KIND, int D> KV_HD static constexpr unsigned batch_row(unsigned bits) {
+    return KIND == ROW_Q8 ? D / Q8_VALUES * Q8_BYTES : D / 8 * (bits < 16 ? bits : 16);
+}
+
+// Whether such rows begin amid a piece of 16 bytes. Rows begin at multiples of their length.
+template <int KIND, int D> KV_HD static constexpr int batch_askew(void) {
+    return KIND == ROW_Q8 || D % 128;
+}
+
+// The most pieces that such a row touches: the lowest bit of its length says how far into a piece it may
+// begin.
+template <int KIND, int D> KV_HD static constexpr unsigned batch_pieces(unsigned bits) {
+    unsigned n = batch_row<KIND, D>(bits), low = n & (0 - n);
+    return batch_askew<KIND, D>() ? (n + 31 - (low < 16 ? low : 16)) / 16 : n / 16;
+}
+
+// Bytes from a row to the next in a slot. Rows of a multiple of 4 bits would begin in the same bank.
+template <int KIND, int D> KV_HD static constexpr unsigned batch_stride(unsigned bits) {
+    return 16 * (batch_pieces<KIND, D>(bits) + (KIND == GQA_PATS && (bits % 4 == 0 || bits == GQA_RAW)));
+}
+
+// Bytes of a slot: 16 rows of whatever width. A lane may read a word past its elements.
+template <int KIND, int D> KV_HD static constexpr unsigned slot_bytes(void) {
+    unsigned most = batch_stride<KIND, D>(GQA_RAW);
+    for (unsigned bits = 6; bits < 16; bits++)
+        if (batch_stride<KIND, D>(bits) > most) most = batch_stride<KIND, D>(bits);
+    return GQA_KEYS * most + 16;
+}
+
+// Bytes of all slots of a block: of K and of V for each warp; 0 for rows that are read as they lie.
+template <int KIND, int D> KV_HD static constexpr size_t all_slots(void) {
+    return KIND == ROW_Q8 || KIND == GQA_PATS ? 2 * ATTN_WARPS * slot_bytes<KIND, D>() : 0;
+}
+
+// Finds row `row`, which stands at the lane's position of the last tile. reg: GqaShared.reg.
+template <int KIND, int D>
+static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, int row) {
+    size_t byte;
+    x.bits = GQA_RAW;
+    if (KIND == ROW_Q8 || row >= h.packed) {
+        byte = (size_t)(KIND == ROW_Q8 ? row : row - h.packed) * batch_row<KIND, D>(GQA_RAW);
+    } else {
+        if (row < x.row0 || row >= x.row1) {
+            int n = h.pack->n_reg;
+            const Region *r = region_of(n <= REGIONS_NEAR ? reg : h.pack->reg, n, row);
+            x.row0 = r->row0;
+            x.row1 = r->row0 + r->n;
+            x.width = r->w;
+            x.base = (unsigned)(r->base / 16);
+        }
+        x.bits = x.width;
+        byte = (size_t)x.base * 16 + (size_t)(row - x.row0) * (D / 8 * x.width);
+    }
+    x.piece = (unsigned)(byte / 16);
+    x.off = batch_askew<KIND, D>() ? (int)(byte % 16) : 0;
+}
+
+// The next rows of the walk that have one width.
+template <int KIND, int D>
+static __device__ Batch walk_next(Walk &x, const Attn &a, const HeadRef &h, const Work &w,
+                                  const GqaShared &m) {
+    const int STEP = ATTN_WARPS * GQA_KEYS;
+    int lane = threadIdx.x & 31, mine = lane % GQA_KEYS;
+    Batch b = { 0, 0, 0, 0 };
+    while (!x.left) {
+        if (x.p >= x.p1) return b;
+        int row = x.ahead;
+        x.left = m.see[(unsigned)(x.p - x.p0) / GQA_KEYS];
+        x.p += STEP;
+        x.ahead = listed_row(w, a.idx, min_int(x.p + mine, x.p1 - 1));
+        if (x.left) walk_place<KIND, D>(x, h, m.reg, row);
+    }
+    int first = lowest_bit(x.left);
+    b.bits = GQA_RAW;
+    b.see = x.left;
+    if (KIND == GQA_PATS) {
+        b.bits = __shfl_sync(ALL_LANES, x.bits, first);
+        b.see &= __ballot_sync(ALL_LANES, x.bits == b.bits);
+    }
+    x.left &= ~b.see;
+    int from = b.see >> mine & 1 ? mine : first;
+    b.piece = __shfl_sync(ALL_LANES, x.piece, from);
+    if (batch_askew<KIND, D>()) b.off = __shfl_sync(ALL_LANES, x.off, from);
+    return b;
+}
+
+// Asks for the batch's rows of K or V. rows: the first byte of all rows of their kind. Four lanes share a
+// row, and take every fourth piece. The last one may end up to 15 bytes behind the row: memory of raw rows
+// is for a multiple of 8, and packed rows have PATS_GUARD bytes behind them. One group of copies, empty
+// when there is no batch.
+template <int KIND, int D>
+static __device__ void batch_ask(char *slot, const char *rows, const Batch &b) {
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+    unsigned bytes = batch_row<KIND, D>(b.bits), stride = batch_stride<KIND, D>(b.bits);
+    char *to = slot + g * stride + 16 * t;
+    const char *from[2];
+    unsigned n[2];
+    for (int i = 0; i < 2; i++) {
+        unsigned off = batch_askew<KIND, D>() ? __shfl_sync(ALL_LANES, b.off, g + 8 * i) : 0;
+        n[i] = b.bits ? (off + bytes + 15) / 16 : 0;
+        from[i] = rows + (size_t)__shfl_sync(ALL_LANES, b.piece, g + 8 * i) * 16 + 16 * t;
+    }
+    unsigned most = n[0] > n[1] ? n[0] : n[1];
+    KV_UNROLL(1) for (unsigned c = t; c < most; c += 4, to += 64) {
+        for (int i = 0; i < 2; i++) {
+            if (!batch_askew<KIND, D>() || c < n[i]) copy16_async(to + 8 * i * stride, from[i]);
+            from[i] += 64;
+        }
+    }
+    copy_commit();
+}
+
+// ---- PATS: elements of W bits in a stream
+
+// a = N elements of W bits that begin at bit `at` behind `from`, which is shared memory, aligned to 16:
+// element i at bit i W. `at` is a multiple of the largest power of two that divides N W.
+template <int W, int N> static __device__ void load_stream(unsigned *a, const char *from, int at) {
+    const int ALL = N * W, EVEN = ALL & -ALL, WORDS = (ALL + 31) / 32;
+    if (EVEN >= 128) {
+        for (int i = 0; i < WORDS / 4; i++) {
+            uint4 x = ((const uint4 *)from)[at / 128 + i];
+            a[4 * i] = x.x;
+            a[4 * i + 1] = x.y;
+            a[4 * i + 2] = x.z;
+            a[4 * i + 3] = x.w;
+        }
+    } else if (EVEN == 64) {
+        for (int i = 0; i < WORDS / 2; i++) {
+            uint64_t x = ((const uint64_t *)from)[at / 64 + i];
+            a[2 * i] = (unsigned)x;
+            a[2 * i + 1] = (unsigned)(x >> 32);
+        }
+    } else if (EVEN == 32) {
+        for (int i = 0; i < WORDS; i++) a[i] = ((const unsigned *)from)[at / 32 + i];
+    } else {
+        const int READ = (ALL + 32 - EVEN + 31) / 32;            // words that may hold a part of it
+        unsigned x[WORDS + 1];
+        for (int i = 0; i <= WORDS; i++) x[i] = i < READ ? ((const unsigned *)from)[at / 32 + i] : 0;
+        for (int i = 0; i < WORDS; i++) a[i] = __funnelshift_r(x[i], x[i + 1], at % 32);
+    }
+}
+
+// The stream a, shifted so that element i ends below bit `end` of the result. Other bits are whatever
+// stands there. All but a is known to the compiler.
+template <int W> static __device__ unsigned element_up_to(const unsigned *a, int i, int end) {
+    int first = i * W, last = first + W - 1, low = first + W - end;         // low: comes to bit 0
+    if (low < 0) return a[0] << -low;
+    int k = low / 32, s = low % 32;
+    if (s == 0) return a[k];
+    if (last / 32 == k) return a[k] >> s;
+    if (first / 32 > k) return a[k + 1] << (32 - s);
+    return __funnelshift_r(a[k], a[k + 1], s);
+}
+
+// Element i of a in the lower half and element j of b in the upper one, as f16 whose cut bits are 0.
+template <int W>
+static __device__ unsigned two_elements(const unsigned *a, int i, const unsigned *b, int j) {
+    const unsigned KEPT_BITS = 0xffffu << (16 - W) & 0xffffu;    // Sec. 3, fetch
+    if (W == 8) {                               // two bytes, at no matter which place
+        if (a == b && i / 4 == j / 4) return __byte_perm(a[i / 4], 0, 0x0404 | i % 4 << 4 | j % 4 << 12);
+        return __byte_perm(a[i / 4], b[j / 4], 0x4000 | i % 4 << 4 | j % 4 << 12) & 0xff00ff00;
+    }
+    return (element_up_to<W>(a, i, 16) & KEPT_BITS) | (element_up_to<W>(b, j, 32) & KEPT_BITS << 16);
+}
+
+// k (2,D/8) = the lane's words of the keys g and g+8. off: Batch.off of these rows.
+template <int W, int D>
+static __device__ void unpack_keys(unsigned (*k)[D / 8], const char *slot, const int off[2]) {
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+    KV_UNROLL() for (int i = 0; i < 2; i++) {
+        unsigned a[(D / 4 * W + 31) / 32];
+        const char *row = slot + (g + 8 * i) * batch_stride<GQA_PATS, D>(W);
+        load_stream<W, D / 4>(a, row, off[i] * 8 + t * (D / 4 * W));
+        KV_UNROLL() for (int j = 0; j < D / 8; j++) k[i][j] = two_elements<W>(a, 2 * j, a, 2 * j + 1);
+    }
+}
+
+// v (2,D/8) = the lane's dims of the keys (2t,2t+1) and (2t+8,2t+9), a word for each dim. off: Batch.off
+// of these four rows.
+template <int W, int D>
+static __device__ void unpack_values(unsigned (*v)[D / 8], const char *slot, const int off[4]) {
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+    KV_UNROLL() for (int i = 0; i < 2; i++) {
+        unsigned a[2][(D / 8 * W + 31) / 32];
+        for (int e = 0; e < 2; e++) {
+            const char *row = slot + (2 * t + e + 8 * i) * batch_stride<GQA_PATS, D>(W);
+            load_stream<W, D / 8>(a[e], row, off[2 * i + e] * 8 + g * (D / 8 * W));
+        }
+        KV_UNROLL() for (int j = 0; j < D / 8; j++) v[i][j] = two_elements<W>(a[0], j, a[1], j);
+    }
+}
+
+// unpack_keys (V 0) or unpack_values (V 1) for elements of `bits` bits, the same in all lanes.
+template <int V, int D>
+static __device__ void unpack_width(unsigned (*x)[D / 8], const char *slot, const int *off, int bits) {
+    switch (bits) {
+    case 6:  V ? unpack_values<6, D>(x, slot, off)  : unpack_keys<6, D>(x, slot, off);  break;
+    case 7:  V ? unpack_values<7, D>(x, slot, off)  : unpack_keys<7, D>(x, slot, off);  break;
+    case 8:  V ? unpack_values<8, D>(x, slot, off)  : unpack_keys<8, D>(x, slot, off);  break;
+    case 9:  V ? unpack_values<9, D>(x, slot, off)  : unpack_keys<9, D>(x, slot, off);  break;
+    case 10: V ? unpack_values<10, D>(x, slot, off) : unpack_keys<10, D>(x, slot, off); break;
+    case 11: V ? unpack_values<11, D>(x, slot, off) : unpack_keys<11, D>(x, slot, off); break;
+    case 12: V ? unpack_values<12, D>(x, slot, off) : unpack_keys<12, D>(x, slot, off); break;
+    case 13: V ? unpack_values<13, D>(x, slot, off) : unpack_keys<13, D>(x, slot, off); break;
+    case 14: V ? unpack_values<14, D>(x, slot, off) : unpack_keys<14, D>(x, slot, off); break;
+    case 15: V ? unpack_values<15, D>(x, slot, off) : unpack_keys<15, D>(x, slot, off); break;
+    default: V ? unpack_values<16, D>(x, slot, off) : unpack_keys<16, D>(x, slot, off); break;
+    }
+}
+
+// The same, as attention reads elements: with --pats-round=mid half a step is added to what is not 0.
+template <int V, int D>
+static __device__ void unpack_batch(unsigned (*x)[D / 8], const char *slot, const int *off, int bits,
+                                    int mid) {
+    unpack_width<V, D>(x, slot, off, bits);
+    if (!mid || bits >= 16) return;
+    KV_UNROLL() for (int i = 0; i < 2; i++)
+        KV_UNROLL() for (int j = 0; j < D / 8; j++) {
+            unsigned some = ((x[i][j] & 0x7fff7fff) + 0x7fff7fff) & 0x80008000;     // a half is not 0
+            x[i][j] |= some >> bits;
+        }
+}
+
+// ---- q8_0: signed bytes, and a scale for every 32 of them
+
+// x - y, halves of f16.
+static __device__ unsigned halves_less(unsigned x, unsigned y) {
+#ifdef __CUDACC__
+    __half2 z = __hsub2(*(__half2 *)&x, *(__half2 *)&y);
+    return *(unsigned *)&z;
+#else
+    uint16_t half[2];
+    for (int i = 0; i < 2; i++)
+        half[i] = f32_to_f16(f16_to_f32((uint16_t)(x >> 16 * i)) - f16_to_f32((uint16_t)(y >> 16 * i)));
+    return half[0] | (unsigned)half[1] << 16;
+#endif
+}
+
+// Two signed bytes of x and y as f16 numbers: those that __byte_perm(x, y, which) puts into the lower byte
+// of each half. 0x6400 is 1024 in f16, whose last bit counts 1, so the byte plus 128 there makes 1152 more
+// than it should be.
+static __device__ unsigned bytes_to_halves(unsigned x, unsigned y, unsigned which) {
+    return halves_less((__byte_perm(x, y, which) & 0x00ff00ff) ^ 0x64806480, 0x64806480);
+}
+
+// x (N) = N words that begin `at` bytes behind byte `row` of a slot. at is even and known to the compiler;
+// so is row, which is a multiple of 4 if head_dim is one of 64.
+template <int N, int D> static __device__ void load_bytes(unsigned *x, const char *slot, int row, int at) {
+    int rest = D % 64 ? row % 4 : 0, shift = (at + rest) % 4 * 8;
+    const unsigned *from = (const unsigned *)(slot + (row - rest)) + (at + rest) / 4;
+    unsigned y[N + 1];
+    for (int i = 0; i <= N; i++) y[i] = i < N || shift ? from[i] : 0;
+    for (int i = 0; i < N; i++) x[i] = __funnelshift_r(y[i], y[i + 1], shift);
+}
+
+// The scale of block b of the row that begins at byte `row` of a slot.
+static __device__ float q8_scale(const char *slot, int row, int b) {
+    return half_get<DT_F16>(*(const uint16_t *)(slot + row + b * Q8_BYTES));
+}
+
+// s (NT,4) = the lane's scores of a tile. A block's products are summed before its scale is applied.
+template <int D, int NT>
+static __device__ void q8_scores(float (*s)[4], const char *slot, const unsigned *q, const int off[2]) {
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+    const int STRIDE = batch_stride<ROW_Q8, D>(0);
+    int row[2] = { g * STRIDE + off[0], (g + 8) * STRIDE + off[1] };
+    for (int i = 0; i < NT; i++)
+        for (int e = 0; e < 4; e++) s[i][e] = 0;
+    KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
+        unsigned k[2][4], x[2];
+        float scale[2], sum[NT][4];
+        for (int i = 0; i < 2; i++) {
+            load_bytes<2, D>(x, slot, row[i] + 8 * t, b * Q8_BYTES + 2);
+            for (int j = 0; j < 4; j++)
+                k[i][j] = bytes_to_halves(x[j / 2], 0, j % 2 ? 0x4342 : 0x4140);
+            scale[i] = q8_scale(slot, row[i], b);
+        }
+        for (int i = 0; i < NT; i++)
+            for (int e = 0; e < 4; e++) sum[i][e] = 0;
+        for (int step = 0; step < 2; step++) {
+            unsigned f[4] = { k[0][2 * step], k[1][2 * step], k[0][2 * step + 1], k[1][2 * step + 1] };
+            for (int i = 0; i < NT; i++)
+                mma_16x8x16<DT_F16>(sum[i], f, q + ((i * D / 16 + 2 * b + step) * 32 + lane) * 2);
+        }
+        for (int i = 0; i < NT; i++)
+            for (int e = 0; e < 4; e++) s[i][e] += sum[i][e] * scale[e / 2];
+    }
+}
+
+// acc = acc shrink + p v. prob (NT,2): the probabilities of keys g and g+8. The scales of a block's rows
+// are folded into the probabilities, and divided by z.unit, which no scale yet has exceeded, so that
+// the products are in the range of f16 as the probabilities are.
+template <int D, int NT>
+static __device__ void q8_mix(GqaSums<D, NT> &z, float *shrink, const float (*prob)[2], const char *slot,
+                              const int off_p[2], const int off[4]) {
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+    const int STRIDE = batch_stride<ROW_Q8, D>(0), BLOCKS = D / Q8_VALUES;
+    float scale[2][BLOCKS], most = 0;
+    for (int i = 0; i < 2; i++)
+        for (int b = 0; b < BLOCKS; b++) {
+            scale[i][b] = q8_scale(slot, (g + 8 * i) * STRIDE + off_p[i], b);
+            most = fmaxf(most, scale[i][b]);
+        }
+
+    // The least power of two above the scales.
+    most = groups_max<4>(most);
+    float unit = fmaxf(z.unit, __int_as_float((__float_as_int(most) & 0x7f800000) + 0x00800000));
+    float inv = __int_as_float(0x7f000000 - __float_as_int(unit)), less = z.unit * inv;     // 1 / unit
+    z.unit = unit;
+    for (int i = 0; i < NT; i++) shrink[i] *= less;
+
+    KV_UNROLL() for (int b = 0; b < BLOCKS; b++) {
+        unsigned p[NT][2], x[4], pair[2][4];
+        for (int i = 0; i < NT; i++)
+            gqa_factors<DT_F16>(p[i], prob[i][0] * (scale[0][b] * inv), prob[i][1] * (scale[1][b] * inv));
+        for (int i = 0; i < 4; i++) {
+            int row = (2 * t + i % 2 + i / 2 * 8) * STRIDE + off[i];
+            load_bytes<1, D>(x + i, slot, row + 4 * g, b * Q8_BYTES + 2);
+        }
+        for (int i = 0; i < 2; i++)
+            for (int e = 0; e < 4; e++)
+                pair[i][e] = bytes_to_halves(x[2 * i], x[2 * i + 1], 0x4400 + 0x1111 * e);
+        for (int j = 0; j < 2; j++)
+            gqa_mix<DT_F16, D, NT>(z, 2 * b + j, shrink, p, pair[0] + 2 * j, pair[1] + 2 * j);
+    }
+}
+
+// ---- the kernel
+
+// gqa_plain over rows of fewer bits.
+template <int KIND, int D, int NT>
+static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
+                                 const GqaShared &m, int p0, int p, int p1) {
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+    const unsigned SLOT = slot_bytes<KIND, D>();
+    char *keys = m.slot + (threadIdx.x >> 5) * 2 * SLOT, *vals = keys + SLOT;
+    float c = a.scale * LOG2_E;
+    const char *pk = NULL, *pv = NULL;
+    int mid = 0;
+    if (KIND == GQA_PATS && h.packed) {
+        pk = (const char *)h.pack->k;
+        pv = (const char *)h.pack->v;
+        mid = h.pack->mid;
+    }
+    Walk x = { p0, p, p1, 0, 0, 0, 0, 0, 0, 0, 0, 0 };
+    if (p < p1) x.ahead = listed_row(w, a.idx, min_int(p + lane % GQA_KEYS, p1 - 1));
+    Batch b = walk_next<KIND, D>(x, a, h, w, m), next;
+    batch_ask<KIND, D>(keys, b.bits == GQA_RAW ? h.k : pk, b);
+    batch_ask<KIND, D>(vals, b.bits == GQA_RAW ? h.v : pv, b);
+    for (; b.bits; b = next) {
+        float s[NT][4], shrink[NT], prob[NT][2];
+        int off_k[2] = { 0, 0 }, off_v[4] = { 0, 0, 0, 0 };
+        if (batch_askew<KIND, D>()) {
+            for (int i = 0; i < 2; i++) off_k[i] = __shfl_sync(ALL_LANES, b.off, g + 8 * i);
+            for (int i = 0; i < 4; i++) off_v[i] = __shfl_sync(ALL_LANES, b.off, 2 * t + i % 2 + i / 2 * 8);
+        }
+        next = walk_next<KIND, D>(x, a, h, w, m);
+
+        // Keys. The slot takes the next batch's as soon as these are in registers.
+        copy_wait<1>();
+        __syncwarp();
+        if (KIND == GQA_PATS) {
+            unsigned k[2][D / 8];
+            unpack_batch<0, D>(k, keys, off_k, b.bits, mid);
+            __syncwarp();
+            batch_ask<KIND, D>(keys, next.bits == GQA_RAW ? h.k : pk, next);
+            gqa_scores<DT_F16, D, NT>(s, k, m.q, lane);
+        } else {
+            q8_scores<D, NT>(s, keys, m.q, off_k);
+            __syncwarp();
+            batch_ask<KIND, D>(keys, next.bits == GQA_RAW ? h.k : pk, next);
+        }
+        for (int i = 0; i < NT; i++)
+            shrink[i] = gqa_softmax(prob[i], s[i], b.see >> g, c, &z.top[i], &z.sum[i]);
+
+        // Values.
+        copy_wait<1>();
+        __syncwarp();
+        if (KIND == GQA_PATS) {
+            unsigned v[2][D / 8], f[NT][2];
+            unpack_batch<1, D>(v, vals, off_v, b.bits, mid);
+            __syncwarp();
+            batch_ask<KIND, D>(vals, next.bits == GQA_RAW ? h.v : pv, next);
+            for (int i = 0; i < NT; i++) gqa_factors<DT_F16>(f[i], prob[i][0], prob[i][1]);
+            KV_UNROLL() for (int j = 0; j < D / 16; j++)
+                gqa_mix<DT_F16, D, NT>(z, j, shrink, f, v[0] + 2 * j, v[1] + 2 * j);
+        } else {
+            q8_mix<D, NT>(z, shrink, prob, vals, off_k, off_v);
+            __syncwarp();
+            batch_ask<KIND, D>(vals, next.bits == GQA_RAW ? h.v : pv, next);
+        }
+    }
+}
+
+// Blocks that fit on a multiprocessor, by their registers. Unpacking takes some, too.
+constexpr int gqa_blocks(int KIND, int D, int NT) {
     if (D > 160) return 2;
     if (D > 128) return NT == 1 ? 3 : 2;
+    if (D > 64 && NT == 4 && (KIND == ROW_Q8 || KIND == GQA_PATS)) return 2;
+    if (D > 96 && NT == 2 && KIND == GQA_PATS) return 3;
     return NT <= 2 ? 4 : 3;
 }
 
-// DT: dtype of the rows; NT: groups of 4 query rows.
-template <int DT, int D, int NT>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(D, NT)) gqa_kernel(Attn a) {
+// KIND: ROW_F16, ROW_BF16, ROW_Q8 or GQA_PATS; NT: groups of 4 query rows.
+template <int KIND, int D, int NT>
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT)) gqa_kernel(Attn a) {
     KV_DYN_SHARED(char, mem);
-    const int STEP = ATTN_WARPS * GQA_KEYS;
+    const int SLOTS = KIND == ROW_Q8 || KIND == GQA_PATS;
     GqaShared m;
-    gqa_carve(&m, mem, NT, D);
+    gqa_carve(&m, mem, KIND, NT, D, all_slots<KIND, D>());
+    m.slot = mem;                               // simpler to address than what carve() gives
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
     Item it = a.item[blockIdx.x];
     Work w = a.work[it.work];
     HeadRef h = a.heads.at[w.g];
-    const char *keys = h.k + 16 * t, *vals = h.v + 16 * g;
-    float acc[NT][D / 16][2], top[NT], sum[NT], c = a.scale * 1.44269504f;      // log2 e
-    gqa_queries<DT, D, NT>(m.q, a, w);
+    GqaSums<D, NT> z;
+    gqa_queries<KIND, D, NT>(m.q, a, w);
+    if (KIND == GQA_PATS && h.packed && h.pack->n_reg <= REGIONS_NEAR)
+        for (int i = threadIdx.x; i < h.pack->n_reg; i += blockDim.x) m.reg[i] = h.pack->reg[i];
     for (int i = 0; i < NT; i++) {
-        for (int j = 0; j < D / 16; j++) acc[i][j][0] = acc[i][j][1] = 0;
-        top[i] = GQA_LOW;
-        sum[i] = 0;
+        for (int j = 0; j < D / 16; j++) z.acc[i][j][0] = z.acc[i][j][1] = 0;
+        z.top[i] = GQA_LOW;
+        z.sum[i] = 0;
     }
+    z.unit = KIND == ROW_Q8 ? 1.f / (1 << 24) : 1;              // the least f16
 
     for (int p0 = it.p0; p0 < it.p1; p0 += a.span) {
-        int p1 = min_int(p0 + a.span, it.p1), p = p0 + warp * GQA_KEYS, ahead = 0;
+        int p1 = min_int(p0 + a.span, it.p1), p = p0 + warp * GQA_KEYS;
         __syncthreads();                        // the last span is done with
         gqa_sees(m.see, a, h, w, p0, p1);
         __syncthreads();
-
-        // Lanes 0..15 know the rows of a tile. Past the end the last row is read again, and not seen.
-        if (p < p1) ahead = listed_row(w, a.idx, min_int(p + lane % GQA_KEYS, p1 - 1));
-        for (; p < p1; p += STEP) {
-            unsigned see = m.see[(unsigned)(p - p0) / GQA_KEYS] >> g;
-            int row = ahead;
-            ahead = listed_row(w, a.idx, min_int(p + STEP + lane % GQA_KEYS, p1 - 1));
-            if (!__any_sync(ALL_LANES, see)) continue;
-
-            unsigned k[2][D / 8], v[4][D / 16], prob[NT][2];
-            const char *from[6];
-            for (int i = 0; i < 2; i++)
-                from[i] = keys + (size_t)__shfl_sync(ALL_LANES, row, g + 8 * i) * (2 * D);
-            for (int i = 0; i < 4; i++)
-                from[2 + i] = vals + (size_t)__shfl_sync(ALL_LANES, row, 2 * t + i % 2 + i / 2 * 8) * (2 * D);
-            for (int i = 0; i < 2; i++) load_key<D>(k[i], from[i], t);
-            for (int i = 0; i < 4; i++) load_value<D>(v[i], from[2 + i], g);
-            float s[NT][4], shrink[NT];
-            gqa_scores<DT, D, NT>(s, k, m.q, lane);
-            for (int i = 0; i < NT; i++)
-                shrink[i] = gqa_softmax<DT>(prob[i], s[i], see, c, &top[i], &sum[i]);
-            gqa_mix<DT, D, NT>(acc, shrink, prob, v);
-        }
+        if constexpr (SLOTS) gqa_slots<KIND, D, NT>(z, a, h, w, m, p0, p, p1);
+        else                 gqa_plain<KIND, D, NT>(z, a, h, w, m, p0, p, p1);
     }
 
     // The item's sums, over the four warps.
     const float one = 1.f / (1 << P_SHIFT);
+    if (SLOTS) __syncthreads();                 // all warps' slots are done with
     for (int i = 0; i < NT; i++) {
         float *to = m.sums + (warp * 4 * NT + 4 * i + t) * (D + 2);
-        float z = groups_sum<4>(sum[i]);
+        float x = groups_sum<4>(z.sum[i]);
         KV_UNROLL() for (int j = 0; j < D / 16; j++)
-            for (int e = 0; e < 2; e++) to[2 + value_dim<D>(j, g) + e] = acc[i][j][e] * one;
+            for (int e = 0; e < 2; e++)
+                to[2 + value_dim<KIND, D>(j, g) + e] = z.acc[i][j][e] * (one * z.unit);
         if (g) continue;
-        to[0] = z > 0 ? top[i] * a.scale : -INFINITY;
-        to[1] = z * one;
+        to[0] = x > 0 ? z.top[i] * a.scale : -INFINITY;
+        to[1] = x * one;
     }
     __syncthreads();
     decode_join(a.part + (size_t)blockIdx.x * 4 * NT * (D + 2), m.sums, 4 * NT, D);
@@ -2629,7 +3182,7 @@ static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0
         int word = i % 4 / 2, lane = i / 4 % 32, step = i / 128 % (D / 16);
         int r = q0 + i / (8 * D) * 8 + lane / 4;
         const float *query = a.q + ((size_t)min_int(r, a.w - 1) * a.H + head) * D;
-        const float *from = query + key_dim<D>(2 * step + word, lane % 4);
+        const float *from = query + key_dim<DT, D>(2 * step + word, lane % 4);
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
@@ -2887,22 +3440,31 @@ static Plan plan_prefill(Session *s, int l, int tok0, int n, int BQ, int blind) 
     return p;
 }
 
-// Whether decode goes through decode_kernel or gqa_kernel. No method decides this, as with
-// tensor_cores.
+// The KIND of gqa_kernel for the session's rows, or -1: they are not for it. No method decides this, as
+// with tensor_cores.
+static int gqa_kind(const Session *s) {
+    int D = s->c->D, kind = row_kind(s->fk);
+    int width = D == 64 || D == 80 || D == 96 || D == 128 || D == 160 || D == 256;
+    if (s->fk != s->fv || kind == ROW_F32 || !width) return -1;
+    if (s->packing) return s->packing->dense ? (int)GQA_PATS : -1;
+    return kind == ROW_Q8 && D % Q8_VALUES ? -1 : kind;
+}
+
+// Whether rows are plain numbers of one type, for kernels that read them as they lie.
 static int plain_rows(const Session *s) {
     return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && s->c->D % 8 == 0 && !s->packing;
 }
 
-// Whether it is gqa_kernel, for plain rows of this kind and head_dim.
-static int gqa_rows(int kind, int D) {
-    return kind != ROW_F32 && (D == 64 || D == 80 || D == 96 || D == 128 || D == 160 || D == 256);
+// Whether decode goes through decode_kernel or gqa_kernel. No method decides this either.
+static int decode_kernels(const Session *s) {
+    return plain_rows(s) || gqa_kind(s) >= 0;
 }
 
 // Query rows of a decode step's work.
 static int decode_rows(const Session *s) {
     int R = s->c->H / s->c->G;
-    if (!plain_rows(s) || R <= 4) return block_rows(R);
-    return R > 8 && s->c->D <= GQA_WIDE_D && gqa_rows(row_kind(s->fk), s->c->D) ? 16 : 8;
+    if (!decode_kernels(s) || R <= 4) return block_rows(R);
+    return R > 8 && s->c->D <= GQA_WIDE_D && gqa_kind(s) >= 0 ? 16 : 8;
 }
 
 // Whether work w is the one that counts the rows of its list as read: 0 when query heads with equal
@@ -2927,7 +3489,7 @@ static Plan plan_decode(Session *s, int l) {
     for (int h = 0; h < H; h++) total += kv_view(s, l, h)->n;
     Plan p = plan_new(s, H, decode_rows(s));
     p.idx = (int *)scratch(s, (size_t)(total + 1) * sizeof(int));
-    p.plain = plain_rows(s);
+    p.plain = decode_kernels(s);
     for (int h = 0, m; h < H; h += m) {
         const View v = view_of(s, l, h);
         m = 1;
@@ -2958,6 +3520,7 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     a.tok0 = tok0;
     a.kind_k = row_kind(s->fk);
     a.kind_v = row_kind(s->fv);
+    a.gqa = gqa_kind(s);
     a.rule = s->rule;
     a.window = layer_window(s, l);
     a.H = s->c->H;
@@ -2997,35 +3560,37 @@ template <int DT> static void decode_launch(const Attn &a, int n, int BQ) {
 }
 
 // gqa_kernel over n items of 4 NT query rows.
-template <int DT, int D, int NT> static void gqa_groups(const Attn &a, int n) {
+template <int KIND, int D, int NT> static void gqa_groups(const Attn &a, int n) {
     GqaShared m;
-    size_t smem = gqa_carve(&m, NULL, NT, D);
-    KV_LAUNCH_WIDE((gqa_kernel<DT, D, NT>), n, ATTN_WARPS * 32, smem, a);
+    size_t smem = gqa_carve(&m, NULL, KIND, NT, D, all_slots<KIND, D>());
+    KV_LAUNCH_WIDE((gqa_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a);
 }
 
 // The same for items of BQ = 4, 8 or 16 query rows.
-template <int DT, int D> static void gqa_width(const Attn &a, int n, int BQ) {
-    if (BQ == 4)      gqa_groups<DT, D, 1>(a, n);
-    else if (BQ == 8) gqa_groups<DT, D, 2>(a, n);
-    else              gqa_groups<DT, D, D <= GQA_WIDE_D ? 4 : 2>(a, n);
+template <int KIND, int D> static void gqa_width(const Attn &a, int n, int BQ) {
+    if (BQ == 4)      gqa_groups<KIND, D, 1>(a, n);
+    else if (BQ == 8) gqa_groups<KIND, D, 2>(a, n);
+    else              gqa_groups<KIND, D, D <= GQA_WIDE_D ? 4 : 2>(a, n);
 }
 
-// The same for the head_dim of the argument, which gqa_rows has allowed.
-template <int DT> static void gqa_launch(const Attn &a, int n, int BQ) {
-    if (a.D == 64)       gqa_width<DT, 64>(a, n, BQ);
-    else if (a.D == 80)  gqa_width<DT, 80>(a, n, BQ);
-    else if (a.D == 96)  gqa_width<DT, 96>(a, n, BQ);
-    else if (a.D == 128) gqa_width<DT, 128>(a, n, BQ);
-    else if (a.D == 160) gqa_width<DT, 160>(a, n, BQ);
-    else                 gqa_width<DT, 256>(a, n, BQ);
+// The same for the head_dim of the argument, which gqa_kind has allowed.
+template <int KIND> static void gqa_launch(const Attn &a, int n, int BQ) {
+    if (a.D == 64)       gqa_width<KIND, 64>(a, n, BQ);
+    else if (a.D == 80)  gqa_width<KIND, KIND == ROW_Q8 ? 64 : 80>(a, n, BQ);
+    else if (a.D == 96)  gqa_width<KIND, 96>(a, n, BQ);
+    else if (a.D == 128) gqa_width<KIND, 128>(a, n, BQ);
+    else if (a.D == 160) gqa_width<KIND, 160>(a, n, BQ);
+    else                 gqa_width<KIND, 256>(a, n, BQ);
 }
 
 // Launches n items, blocks of BQ = 4, 8, 16 or 32 query rows, and their joining: out (n,H,D) on the
 // device or NULL, stat (n,H,2). The items' results lie in a.part.
 static void run_items(const Attn &a, int n, int n_work, int BQ, int plain, float *out, float *stat) {
-    if (plain && n && gqa_rows(a.kind_k, a.D)) {
-        if (a.kind_k == ROW_F16) gqa_launch<DT_F16>(a, n, BQ);
-        else                     gqa_launch<DT_BF16>(a, n, BQ);
+    if (plain && n && a.gqa >= 0) {
+        if (a.gqa == ROW_F16)       gqa_launch<ROW_F16>(a, n, BQ);
+        else if (a.gqa == ROW_BF16) gqa_launch<ROW_BF16>(a, n, BQ);
+        else if (a.gqa == ROW_Q8)   gqa_launch<ROW_Q8>(a, n, BQ);
+        else                        gqa_launch<GQA_PATS>(a, n, BQ);
     } else if (plain && n) {
         if (a.kind_k == ROW_F32)      decode_launch<DT_F32>(a, n, BQ);
         else if (a.kind_k == ROW_F16) decode_launch<DT_F16>(a, n, BQ);
@@ -3371,7 +3936,7 @@ static int *chosen_room(Session *s, int l, int stride) {
 static Plan plan_chosen(Session *s, int l) {
     int G = s->c->G, R = s->c->H / G, BQ = decode_rows(s), stride = s->dev->chosen.stride;
     Plan p = plan_new(s, (size_t)G * blocks(R, BQ), BQ);
-    p.plain = plain_rows(s);
+    p.plain = decode_kernels(s);
     p.lists = lists_of(s, l);
     for (int g = 0; g < G; g++) s->dev->chosen.row_bytes[l * G + g] = row_bytes(s, kv_head(s, l, g));
     for (int g = 0; g < G; g++)
@@ -3694,7 +4259,7 @@ static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     a.item = item + (size_t)l * d->grid;
     a.idx = lists ? lists : p->idx;
     a.part = (float *)d->room[ROOM_PART].p;
-    run_items(a, d->grid, n_work, d->BQ, plain_rows(s), r->out, stat);
+    run_items(a, d->grid, n_work, d->BQ, decode_kernels(s), r->out, stat);
     if (s->wants & KV_MASS) decode_mass(s, a, n_work, stat);
 }
 
@@ -5772,11 +6337,12 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
 
 // ==================================================================================================== 10 PATS
 // Position-Adaptive Temporal Sparsity for KV Caches in Long-Context LLMs.
-// On the device run: reading packed rows inside attention (load_packed, packed_value), packing and
+// On the device run: reading packed rows inside attention (gqa_kernel's unpack_batch in decode, else
+// load_packed and packed_value), packing and
 // packing again (repack_kernel), and cutting the bits of raw rows before a pass reads them
 // (cut_kernel, for --pats-when=write). The bytes are those of kvcomp.c, guard and gaps included.
 // Map:
-//   Sec. 3 -> pats_schedule, repacked_half, cut_kernel
+//   Sec. 3 -> pats_schedule, repacked_half, cut_kernel, two_elements
 // On the host stay b(t,T), the budget of bits of Sec. 3 (pats_bits), the region table of every
 // head, the policy, and the decision what is packed when (pats_commit).
 //
@@ -5786,26 +6352,7 @@ void choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, 
 // they are stored now, packed or raw, and cuts them if the new table says so. So no two threads
 // write to one word.
 
-struct Packed {                 // the packed rows of a head, in device memory: a header and the table
-    const uint32_t *k, *v;      // KVHead.pk and .pv
-    int n_reg;                  // regions
-    int rows64;                 // 1: the paper's blocks of PATS_BLOCK bytes, 0: dense
-    int mid;                    // 1: half a step is added on reading
-    Region reg[1];              // (n_reg) ascending by row0
-};
-
 // ---- reading
-// The region that holds row r: the last one with row0 <= r.
-static __device__ const Region *region_of(const Packed *p, int r) {
-    int lo = 0, hi = p->n_reg - 1;
-    while (lo < hi) {
-        int m = (lo + hi + 1) / 2;
-        if (p->reg[m].row0 <= r) lo = m;
-        else hi = m - 1;
-    }
-    return &p->reg[lo];
-}
-
 // Element d of row r of region g as the f16 it is stored as, cut bits 0. words: those of the keys
 // or of the values.
 static __device__ uint16_t packed_half(const uint32_t *words, const Region *g, int rows64, int r,
@@ -5829,13 +6376,13 @@ static __device__ float packed_read(const Packed *p, const Region *g, int v, int
 
 // Element d of packed row r of head h.
 static __device__ float packed_value(const HeadRef &h, int v, int r, int d, int D) {
-    return packed_read(h.pack, region_of(h.pack, r), v, r, d, D);
+    return packed_read(h.pack, region_of(h.pack->reg, h.pack->n_reg, r), v, r, d, D);
 }
 
 // to (D) = packed row r of head h, by one warp. Neighbouring lanes read neighbouring elements.
 // All of it goes through the cache, for a 32-bit word serves several lanes.
 static __device__ void load_packed(float *to, const HeadRef &h, int v, int r, int D, int lane) {
-    const Region *g = region_of(h.pack, r);
+    const Region *g = region_of(h.pack->reg, h.pack->n_reg, r);
     for (int d = lane; d < D; d += 32) to[d] = packed_read(h.pack, g, v, r, d, D);
 }
 
@@ -5857,7 +6404,7 @@ static __device__ uint16_t repacked_half(const Repack &a, int v, const Region *g
         const uint16_t *raw = (const uint16_t *)(v ? a.now.v : a.now.k);
         return pats_cut(raw[(size_t)(from - a.now.packed) * a.D + d], b, a.rounding);   // Sec. 3
     }
-    const Region *old = region_of(p, from);
+    const Region *old = region_of(p->reg, p->n_reg, from);
     uint16_t x = packed_half(v ? p->v : p->k, old, p->rows64, from, d, a.D);
     return b > 16 - old->w ? pats_cut(x, b, a.rounding) : x;     // Sec. 3
 }
@@ -6066,8 +6613,6 @@ static __device__ double distance(const float *v, const uint16_t *mu, int D) {
 // An f32 that is never below r: a radius must not lose a member to rounding.
 static __device__ float above(double r) { return nextafterf((float)r, INFINITY); }
 
-// The number of the lowest set bit of m.
-static __device__ int lowest_bit(unsigned m) { return __popc((m & (0u - m)) - 1); }
 
 // The level of a tree that a kernel works on.
 static __device__ Nodes *level_of(Tree *t, int coarse) { return coarse ? &t->coarse : &t->fine; }

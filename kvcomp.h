@@ -275,6 +275,7 @@ typedef struct Packing {        // rows that are not stored one by one (PATS)
     // The most bytes that the packed rows of a head take in a dialogue of n tokens, K and V
     // together, and the most rows beside them that are raw between two passes.
     size_t (*plan)(const Session *s, int n, int *raw);
+    int dense;                  // 1: row after row without gaps, as gqa_kernel reads them
 } Packing;
 
 enum { MAX_PARTS = 4 };

@@ -17130,6 +17130,142 @@ TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the
     }
 }
 
+// Decode attention of a pair whose rows gqa_kernel unpacks: `first` and 5 tokens, which pats packs
+// when the passes end, then n raw ones. thin 1: heads lose rows and so differ in length, and the
+// attention each row receives is summed. The second layer has a window of 37.
+static void gqa_agrees(Tiny m, const char *method, const char *text, int first, int n, int rule,
+                       int thin) {
+    m.c->windowed = xcalloc(2, 1);
+    m.c->windowed[1] = 1;
+    m.c->window = 37;
+    Pair p = pair_open(m, method, text);
+    if (rule) p.c->rule = p.d->rule = rule;
+    p.c->wants = p.d->wants = thin ? KV_MASS : 0;
+    int packs = !strcmp(method, "pats");
+    for (int i = 0; i < 2; i++) {
+        if (packs) pair_pass(&p, i ? 5 : first);
+        else pair_append(&p, i ? 5 : first, 1);
+    }
+    for (int g = 0; thin && g < m.c->G; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
+    pair_append(&p, n, 1);
+    CHECK(!packs || kv_head(p.d, 0, 0)->packed > 10, "%s: %d packed rows", text,
+          kv_head(p.d, 0, 0)->packed);
+    for (int l = 0; l < m.c->L; l++) {
+        if (emu_count) emu_count(NULL);
+        pair_attention(&p, l, n);  // three steps of decode, with three kinds of views
+        CHECK(!emu_count || emu_count("gqa_kernel") == 3, "%s: gqa_kernel was launched %ld times",
+              text, emu_count("gqa_kernel"));
+    }
+    pair_close(&p);
+    tiny_free(m);
+}
+
+TEST(cuda_attention_q8, "decode on tensor cores over q8_0 rows agrees with the CPU: every head_dim "
+                        "it takes, 1 to 17 query heads a KV head, lists, tails, windows, SONIC's "
+                        "rule, lengths around a tile, items in several spans") {
+    static const struct {
+        int H, G, D, first, n, rule;
+    } shape[] = {
+        { 4, 1, 64, 11, 1, 0 },   { 6, 2, 64, 59, 6, 1 },   { 16, 1, 96, 80, 1, 0 },
+        { 2, 2, 96, 12, 2, 0 },   { 8, 1, 128, 100, 2, 0 }, { 7, 1, 128, 43, 5, 1 },
+        { 4, 2, 128, 143, 1, 0 }, { 17, 1, 128, 59, 1, 0 }, { 16, 1, 160, 58, 1, 0 },
+        { 3, 1, 160, 26, 6, 1 },  { 1, 1, 256, 90, 1, 0 },  { 12, 1, 256, 31, 2, 0 },
+    };
+    int n_shape = sizeof shape / sizeof *shape;
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_shape; i += variants_step()) {
+        Tiny m = tiny_model(2, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 5 + i);
+        cuda_span(seed == 1 ? 32 : 0);
+        gqa_agrees(m, "full", "ctk=q8_0 ctv=q8_0", shape[i].first, shape[i].n,
+                   shape[i].rule ? VIS_SEGMENT : 0, 1);
+    }
+    cuda_span(0);
+}
+
+// Values may be of any size, and their scales are folded into probabilities that f16 has to hold: the
+// scales of a tile are therefore taken relative to the largest one seen so far.
+TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1e6, growing, falling "
+                               "and mixed, agrees with the CPU within the size of each block") {
+    enum { D = 128, N = 150, BLOCKS = D / 32 };
+    EACH_SEED(seed) for (int kind = seed % 3; kind < 3; kind += variants_step()) {
+        Tiny m = tiny_model(1, 4, 1, D, 16, 16, 11, 3);
+        Pair p = pair_open(m, "full", "ctk=q8_0 ctv=q8_0");
+        float v[D], size[BLOCKS] = { 0 };
+        char all[N][BLOCKS * 34];  // an upload may read it late
+        pair_append(&p, N, 1);
+        for (int r = 0; r < N; r++) {
+            for (int d = 0; d < D; d++) {
+                float step = kind == 2 ? (float)((r * 7 + d / 32 * 3) % 11) / 10 : (float)r / N;
+                v[d] = rnd_normal() * powf(10, kind == 1 ? 6 - 10 * step : 10 * step - 4);
+                size[d / 32] = fmaxf(size[d / 32], fabsf(v[d]));
+            }
+            p.c->fv->pack(all[r], v, D);
+            memcpy(kv_head(p.c, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
+            rows_store_cuda(kv_head(p.d, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
+        }
+        float *q = normals(4 * D, 1.5), *dq = cuda_put(q, 4 * D * sizeof *q);
+        float a[4 * D], b[4 * D], *db = cuda_put(a, sizeof a);
+        p.c->base = p.d->base = N - 1;
+        p.c->decoding = p.d->decoding = 1;
+        attn_decode(p.c, 0, a, q);
+        attn_decode(p.d, 0, db, dq);
+        cuda_get(b, db, sizeof b);
+        for (int i = 0; i < 4 * BLOCKS; i++) {
+            double e = worst(b + i * 32, a + i * 32, 32, 2e-6 * size[i % BLOCKS], 1e-5, NULL);
+            CHECK(e <= 1, "kind %d, head %d, block %d: %g times the bound", kind, i / BLOCKS,
+                  i % BLOCKS, e);
+        }
+        cuda_drop(dq);
+        cuda_drop(db);
+        free(q);
+        pair_close(&p);
+        tiny_free(m);
+    }
+}
+
+TEST(cuda_packed_decode, "decode on tensor cores over PATS's rows agrees with the CPU: every width "
+                         "at every head_dim it takes, 1 to 17 query heads a KV head, regions that "
+                         "change amid a tile, raw rows behind them, lists, windows, SONIC's rule, "
+                         "half a step added") {
+    static const struct {
+        int H, G, D, first, n, rule;
+        const char *text;
+    } mixed[] = {
+        { 4, 1, 64, 70, 1, 0, "pats-bmax=10" },
+        { 6, 3, 64, 41, 6, 1, "pats-bmax=7 pats-round=mid" },
+        { 7, 1, 80, 83, 1, 0, "pats-bmax=10" },
+        { 3, 1, 80, 66, 5, 1, "pats-bmax=9 pats-schedule=old" },
+        { 16, 1, 96, 75, 1, 0, "pats-bmax=10 pats-round=nearest" },
+        { 4, 2, 96, 60, 2, 0, "pats-bmax=10" },
+        { 8, 1, 128, 150, 1, 0, "pats-bmax=10" },
+        { 2, 1, 128, 90, 6, 1, "pats-bmax=8 pats-round=mid" },
+        { 17, 1, 128, 64, 1, 0, "pats-bmax=10 pats-schedule=old" },
+        { 16, 1, 160, 77, 1, 0, "pats-bmax=9" },
+        { 5, 1, 160, 69, 7, 1, "pats-bmax=10" },
+        { 4, 1, 256, 71, 1, 0, "pats-bmax=10" },
+        { 9, 1, 256, 53, 1, 0, "pats-bmax=7" },
+    };
+    int n_mixed = sizeof mixed / sizeof *mixed, dims[] = { 64, 80, 96, 128, 160, 256 };
+    int heads[] = { 1, 2, 3, 4, 7, 8, 16 };
+    char text[200];
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < n_mixed; i += variants_step()) {
+        Tiny m = tiny_model(2, mixed[i].H, mixed[i].G, mixed[i].D, 16, 16, 11, 5 + i);
+        cuda_span(seed == 1 ? 32 : 0);
+        snprintf(text, sizeof text, "ctk=f16 ctv=f16 pats-bmin=0 pats-window=9 pats-sink=3 %s",
+                 mixed[i].text);
+        gqa_agrees(m, "pats", text, mixed[i].first, mixed[i].n, mixed[i].rule ? VIS_SEGMENT : 0, 1);
+    }
+    cuda_span(0);
+    if (emu_set_seed) emu_set_seed(7);
+    for (int d = 0; d < 6; d++)
+        for (int b = 1; b <= 10; b++) {
+            Tiny m = tiny_model(1, heads[(b + d) % 7], 1, dims[d], 16, 16, 11, 5);
+            snprintf(text, sizeof text,
+                     "ctk=f16 ctv=f16 pats-window=4 pats-sink=0 pats-bmin=%d pats-bmax=%d "
+                     "pats-round=%s", b, b, (b + d) % 3 ? "trunc" : "mid");
+            gqa_agrees(m, "pats", text, 19 + 2 * b + d, 1, 0, 0);
+        }
+}
+
 TEST(cuda_select, "top-k, pooling and AdaKV's shares on the device are the CPU's to the bit: ties, "
                   "signs, infinities, empty and short rows, k 0 to past n") {
     Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);

@@ -29,7 +29,7 @@ full:tg:65536:ms        | 7.7 | 8.4 | an H200; 5.5 at its copy rate
 lychee:tg:65536:ms      | 6.3 | 7.4 | as at depth 0, and 65 us a layer of selection
 quest:tg:65536:ms       | 5.6 | 6.6 | as at depth 0, and 42 us a layer of selection
 loopserve-d:tg:65536:ms | 9   | 10  | a selection of 70 ms every 16 steps
-pats:tg:8192:ms         | 6   | 14  | packed rows at 10 to 15 % of the rate: 0.7 to 1 GB of them
+pats:tg:8192:ms         | 4.9 | 5.5 | as at depth 0, and 0.7 to 1 GB of packed rows at more than half the rate
 full:pp:8192:tera       | 150 | 360 | two 16-bit products a matrix: at most 45 % of the rate of one
 P
 }
