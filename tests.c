@@ -19273,7 +19273,7 @@ int main(int argc, char **argv) {
     if (!has_cuda && argc < 2) lack("g++, which compiles the kernels for the CPU", cuda_tests());
     for (int k = 0; k < n_lacks; k++)
         printf("left out: %d need%s %s\n", lacks[k].n, lacks[k].n == 1 ? "s" : "", lacks[k].what);
-    sh("rm -rf %s", state_folder);
+    tmp_clear(state_folder);
     printf("%d passed, %d failed\n", passed, failed);
     return failed || (!passed && !n_lacks) ? EXIT_CHECK : 0;
 }
