@@ -10,7 +10,7 @@
 //   - a pinned buffer that is changed, or read, before its copy has been waited for: such copies run as late as they may
 //   - what a stream being captured into a graph must not do; a graph is a list of launches and copies, run again when launched
 //   - a host pointer as kernel argument, as device side of a copy, or as a cuBLAS matrix; a matrix that runs past its memory
-//   - tensor-core operations that some lanes miss or do with other arguments, unaligned, or on a fragment nobody filled
+//   - tensor-core operations that some lanes miss, and matrices in shared memory that are not aligned
 //   - cp.async that is read before its group was waited for, that overwrites what is still read, or that outlives its thread
 //   - a block that writes dynamic shared memory behind its end; a host pointer inside a struct that is a kernel argument
 // Device calls from several host threads are fine, one at a time. Built with -fsanitize=thread every CUDA thread is a TSan
@@ -189,16 +189,6 @@ EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
 #define __all_sync(m, p)               (emu_ballot(m, p, __LINE__) == (m))
 
 // ------------------------------------------------------------------------------------------------ tensor cores
-// The part of nvcuda::wmma that kvcomp.cu uses: 16x16x16, f16 or bf16 factors, f32 sums. Every operation is done by a whole
-// warp: all 32 lanes come to the same line with the same pointer and stride. Where in a fragment an element lies is nobody's
-// business, so it changes with the seed. The operations order no memory: TSan sees a missing __syncwarp.
-
-struct __half { uint16_t bits; };
-struct __nv_bfloat16 { uint16_t bits; };
-static inline float emu_float(__half h)        { return f16_to_f32(h.bits); }
-static inline float emu_float(__nv_bfloat16 h) { return bf16_to_f32(h.bits); }
-static inline float emu_float(float x)         { return x; }
-
 // ---- rounding like the hardware's
 
 #if EMU_HARD
@@ -244,82 +234,6 @@ EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
     return emu_cut(sum);
 }
 
-namespace nvcuda { namespace wmma {
-struct matrix_a; struct matrix_b; struct accumulator; struct row_major; struct col_major;
-enum layout_t { mem_row_major, mem_col_major };
-template <class A, class B> struct same { enum { yes = 0 }; };
-template <class A> struct same<A, A> { enum { yes = 1 }; };
-template <class Use, int M, int N, int K, class T, class Layout = void> struct fragment {
-    static_assert(M == 16 && N == 16 && K == 16, "only 16x16x16 is emulated");
-    enum { num_elements = 8 };
-    float x[8]; int filled;
-    fragment() : filled(0) { memset(x, 0xff, sizeof x); }
-};
-EMU_QUIET static int emu_cell(int i) { return ((int)(emu.cur->lane * 8 + i) * 37 + emu.seed * 11) & 255; }      // row * 16 + column
-EMU_QUIET static void emu_together(int line, const void *p, unsigned ld, size_t size) {
-    EmuThread *t = emu.cur;
-    if ((uintptr_t)p % 32 || ld * size % 16) emu_die("line %d: a matrix at %p with stride %u: tensor cores want 32 and 16 bytes", line, p, ld);
-    t->in = (uint64_t)(uintptr_t)p ^ (uint64_t)ld << 48;
-    emu_wait(EMU_WARP, line, 0xffffffffu);
-    for (int i = 0; i < 32; i++) if (t->got[i] != t->got[0]) emu_die("line %d: lanes 0 and %d name different matrices", line, i);
-}
-template <class Use, class T, class Layout> static void emu_load(int line, fragment<Use, 16, 16, 16, T, Layout> &f, const T *p, unsigned ld) {
-    emu_together(line, p, ld, sizeof(T));
-    for (int i = 0; i < 8; i++) {
-        int c = emu_cell(i), r = c / 16, col = c % 16;
-        f.x[i] = emu_float(same<Layout, col_major>::yes ? p[(size_t)col * ld + r] : p[(size_t)r * ld + col]);
-    }
-    f.filled = 1;
-}
-static void emu_load(int line, fragment<accumulator, 16, 16, 16, float> &f, const float *p, unsigned ld, layout_t layout) {
-    emu_together(line, p, ld, sizeof *p);
-    for (int i = 0; i < 8; i++) { int c = emu_cell(i), r = c / 16, col = c % 16; f.x[i] = layout == mem_row_major ? p[(size_t)r * ld + col] : p[(size_t)col * ld + r]; }
-    f.filled = 1;
-}
-static void emu_store(int line, float *p, const fragment<accumulator, 16, 16, 16, float> &f, unsigned ld, layout_t layout) {
-    if (!f.filled) emu_die("line %d: a fragment is stored that was never filled", line);
-    emu_together(line, p, ld, sizeof *p);
-    for (int i = 0; i < 8; i++) { int c = emu_cell(i), r = c / 16, col = c % 16; (layout == mem_row_major ? p[(size_t)r * ld + col] : p[(size_t)col * ld + r]) = f.x[i]; }
-}
-template <class Use, class T, class Layout> static void emu_fill(int line, fragment<Use, 16, 16, 16, T, Layout> &f, float x) {
-    emu_together(line, NULL, 0, 16);
-    for (int i = 0; i < 8; i++) f.x[i] = x;
-    f.filled = 1;
-}
-template <class T, class LA, class LB> EMU_QUIET static void emu_mma(int line, fragment<accumulator, 16, 16, 16, float> &d, const fragment<matrix_a, 16, 16, 16, T, LA> &a,
-                                                                     const fragment<matrix_b, 16, 16, 16, T, LB> &b, const fragment<accumulator, 16, 16, 16, float> &c) {
-    static float product[32][256];                           // of each warp: what the products add up to; with emu_round, d
-    EmuThread *t = emu.cur;
-    float A[256], B[256], *sum = product[(t - emu.t) / 32];  // B: its columns one after the other
-    const float *mine[3] = { a.x, b.x, c.x };
-    if (!a.filled || !b.filled || !c.filled) emu_die("line %d: mma_sync of a fragment that was never filled", line);
-    t->in = (uint64_t)(uintptr_t)mine;
-    emu_wait(EMU_WARP, line, 0xffffffffu);
-    for (int i = 0; t->lane == 0 && i < 256; i++) {          // lane 0 computes for all
-        int cell = (i * 37 + emu.seed * 11) & 255;
-        const float *const *from = (const float *const *)(uintptr_t)t->got[i / 8];
-        A[cell] = from[0][i % 8]; B[cell % 16 * 16 + cell / 16] = from[1][i % 8];
-        sum[cell] = emu_round ? from[2][i % 8] : 0;
-    }
-    for (int i = 0; t->lane == 0 && i < 256; i++) {
-        const float *x = A + i / 16 * 16, *y = B + i % 16 * 16;
-        double exact[16];
-        for (int k = 0; k < 16; k++) {
-            if (emu_round) exact[k] = (double)x[k] * y[k];
-            else sum[i] += x[k] * y[k];
-        }
-        for (int k = 0; k < 16 && emu_round; k += EMU_AT_ONCE) sum[i] = emu_tensor_sum(sum[i], exact + k, EMU_AT_ONCE);
-    }
-    emu_wait(EMU_WARP, line, 0xffffffffu);                   // nobody changes a fragment that is still read
-    for (int i = 0; i < 8; i++) d.x[i] = (emu_round ? 0 : c.x[i]) + sum[emu_cell(i)];
-    d.filled = 1;
-}
-#define load_matrix_sync(...)  emu_load(__LINE__, __VA_ARGS__)
-#define store_matrix_sync(...) emu_store(__LINE__, __VA_ARGS__)
-#define fill_fragment(...)     emu_fill(__LINE__, __VA_ARGS__)
-#define mma_sync(...)          emu_mma(__LINE__, __VA_ARGS__)
-} }
-
 // ------------------------------------------------------------------------------------------------ PTX
 // The functions of kvcomp.cu's "what only PTX can say", written from the tables of the PTX ISA, chapter "Warp Level Matrix
 // Multiply-Accumulate Instructions". Warp operations are done by all 32 lanes on one line. As in the ISA, groupID is lane / 4
@@ -364,6 +278,9 @@ EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigne
         for (int k = 0; k < 16 && emu_round; k += EMU_AT_ONCE) d[i] = emu_tensor_sum(d[i], exact + k, EMU_AT_ONCE);
     }
 }
+
+typedef char *SharedAt;                                                             // an address in shared memory
+static inline SharedAt shared_address(const void *p) { return (SharedAt)(uintptr_t)p; }
 
 // ldmatrix.m8n8.x4: threads 0-7 hold the addresses of the rows of matrix 0, 8-15 those of matrix 1, and so forth. Thread 4 r + c
 // receives the elements 2 c and 2 c + 1 of row r; transposed, of column r.
@@ -1078,6 +995,11 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {    
 }
 static inline unsigned __funnelshift_r(unsigned low, unsigned high, int by) {     // bits by..by+31 of high:low
     return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
+}
+static inline unsigned long long __brevll(unsigned long long x) {               // the bits in reverse order
+    unsigned long long y = 0;
+    for (int i = 0; i < 64; i++) y |= (x >> i & 1) << (63 - i);
+    return y;
 }
 static inline int   __float_as_int(float x) { int i; memcpy(&i, &x, 4); return i; }
 static inline float __int_as_float(int x) { float f; memcpy(&f, &x, 4); return f; }

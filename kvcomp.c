@@ -17101,6 +17101,11 @@ static void plan_pass(MemoryPlan *p, const Session *s, int whole, int scored, in
     plan_room(p, "MLP, -b tokens", block * (C + 2 * F) * f);
     plan_room_cuda(p, "inputs of products in 16 bits", 2 * block * max_size(F, H * D));
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
+    // Of packed, q8_0 or mixed rows: 512 MB or one KV head at once (PLAIN_BYTES).
+    int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && !s->packing;
+    int f32 = !strcmp(s->fk->name, "f32") || !strcmp(s->fv->name, "f32");
+    plan_room_cuda(p, "rows as f16 for tensor cores",
+                   halves || f32 ? 0 : min_size(4 * G * T * D, max_size((size_t)512 << 20, 4 * T * D)));
     plan_room(p, "maximum and sum of every query", 2 * span * H * f);
     plan_room(p, "logits", V * f);
     plan_room(p, "tokens", T * (sizeof(Token) + sizeof(int)));

@@ -41,7 +41,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#include <mma.h>
 
 // Every launch goes through KV_LAUNCH: kernel, grid, block, bytes of dynamic shared memory,
 // arguments.
@@ -203,6 +202,7 @@ enum {
     ROOM_IDS,                   // (T) vocabulary ids of the pass
     ROOM_TOK,                   // (n_tok) a copy of Session.tok
     ROOM_PLAN,                  // works, items and lists of one call of attention
+    ROOM_PLAIN,                 // (ng,2,N,D) rows of KV heads as f16, for tensor_kernel
     ROOM_PART,                  // (items,BQ,D+2) what the items of attention hand to join_kernel
     ROOM_STAT,                  // (n,H,2) max and sum of each softmax row
     ROOM_COL,                   // (H,N) sums over queries
@@ -505,26 +505,30 @@ KV_PTX void mma_16x8x16(float d[4], const unsigned a[4], const unsigned b[2]) {
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The address of p, which points into shared memory, as PTX wants it.
-KV_PTX unsigned shared_address(const void *p) {
-    return (unsigned)__cvta_generic_to_shared(p);
+// An address in shared memory as PTX wants it, in bytes. ldmatrix and copy16_async take one, or a pointer;
+// a kernel that reads a place again and again keeps one, where each pointer would be turned into one.
+typedef unsigned SharedAt;
+
+// The address of p, which points into shared memory.
+KV_PTX SharedAt shared_address(const void *p) {
+    return (SharedAt)__cvta_generic_to_shared(p);
 }
 
 // r[i] = the lane's word of the i-th of four (8,8) matrices in shared memory. Lane 8 i + j names row j
 // of matrix i, 16 bytes aligned to 16. Words of a row-major (16,16) come out as an A fragment when the
 // lanes name rows 0..7, rows 8..15, and then the same rows 8 columns on.
-KV_PTX void ldmatrix_x4(unsigned r[4], const void *row) {
+KV_PTX void ldmatrix_x4(unsigned r[4], SharedAt row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
 }
+KV_PTX void ldmatrix_x4(unsigned r[4], const void *row) { ldmatrix_x4(r, shared_address(row)); }
 
 // The same, and each of the four matrices is transposed on the way.
-KV_PTX void ldmatrix_x4_trans(unsigned r[4], const void *row) {
+KV_PTX void ldmatrix_x4_trans(unsigned r[4], SharedAt row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
 }
+KV_PTX void ldmatrix_x4_trans(unsigned r[4], const void *row) { ldmatrix_x4_trans(r, shared_address(row)); }
 
 // The lane's word of the transposed (8,8) matrix whose word it brings.
 KV_PTX unsigned movmatrix(unsigned x) {
@@ -536,10 +540,11 @@ KV_PTX unsigned movmatrix(unsigned x) {
 // Asks for 16 bytes from device memory to shared memory; both are aligned to 16. What lies at `to` is
 // undefined until the copy has been waited for, and other threads see it after the barrier that
 // follows the wait.
-KV_PTX void copy16_async(void *to, const void *from) {
+KV_PTX void copy16_async(SharedAt to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 :: "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)) : "memory");
+                 :: "r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
 }
+KV_PTX void copy16_async(void *to, const void *from) { copy16_async(shared_address(to), from); }
 
 // The same, but zeros instead of the bytes at `from` (which is not read) unless take.
 KV_PTX void copy16_async_if(void *to, const void *from, int take) {
@@ -1488,7 +1493,7 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     s_r = q . k_r / sqrt(D)     p_r = exp(s_r - max s) / sum of exp(s - max s)     out = sum of p_r v_r
 //
 // A Work is a set of query rows of one KV head that read the same list of rows. In decode these are
-// the query heads whose views are equal, in prefill up to 64 consecutive (token, query head) pairs.
+// the query heads whose views are equal, in prefill up to 32 consecutive (token, query head) pairs.
 // Query row j of a work is pair m = m0 + j: token m / R of the pass, query head g*R + m % R.
 //
 // The list of a work is cut into Items (split-K), so that heads of unequal length keep the whole
@@ -1504,7 +1509,7 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //     attend_kernel    any rule, any format, any head_dim
 //     decode_kernel    decode over plain rows
 //     gqa_kernel       decode over f16, bf16, q8_0 and PATS rows of the usual head_dims
-//     tensor_kernel    a long prefill over f16 or bf16 rows; takes whole works, not items
+//     tensor_kernel    a long prefill over any rows but f32; takes Strips, whole lists of more query rows
 //     column_kernel    sums of probabilities over queries; peaks_kernel and tallies_kernel on tensor cores
 
 enum {
@@ -1997,47 +2002,70 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decod
     decode_join(a.part + (size_t)blockIdx.x * NR * (D + 2), m.sums, NR, D);
 }
 
-// ---- tensor_kernel: a long prefill on tensor cores, K and V as stored (f16 or bf16), f32 sums
+// ---- tensor_kernel: prefill on tensor cores, K and V of one 16-bit type, head_dim a multiple of 8
 //
-// The online softmax is that of attend_kernel. Scores and probabilities never leave shared memory.
-// Tensor cores multiply 16-bit numbers; q and the probabilities are therefore two numbers each, the
-// rounded value and what the rounding left over, and every product is two products. That is twice
-// the tensor-core work of an f16-only kernel. It buys scores that differ from exact ones by 2^-21
-// |q||k| with f16 rows and 2^-16 |q||k| with bf16 rows, and probabilities right to 2^-24 and 2^-16
-// of the largest.
+// The online softmax of attend_kernel in the shape of FlashAttention-2 (Dao, arXiv 2307.08691): a block
+// keeps its query rows, K and V come by in tiles, and scores and probabilities stay in registers.
 //
-//   Block   one work: TC_ROWS = 64 query rows of a KV head, and all rows they may see, TILE at a
-//           time. The longest lists start first.
-//   Warp    16 of the query rows, which is the height of a fragment
-//   Lane    loading: 16 bytes of a row; softmax: two lanes share a row, even keys and odd keys;
-//           else its part of the fragments
-//   Shared  16-bit numbers and, from score on, 32-bit ones; a row is P = D + 8 numbers long, so that
-//           rows begin in different banks:
+//   Block   a Strip: BQ = 64 MT query rows, and all rows they may see, a tile of KT keys at a time. The
+//           longest strips start first.
+//   Warp    16 MT of the query rows; MT times 16 rows are the height of a fragment
+//   Lane    (g,t), as in "what only PTX can say". Two products for every tile:
 //
-//             q (2,TC_ROWS,P)              value of q, then rest. At the end: sums (TC_ROWS,D+4) f32
-//             keys (TILE,P)                as stored
-//             vals (TILE,P)                as stored
-//             score (TC_ROWS,TILE+4) f32   a row of scores; then, in its place, a row of
-//                                          probabilities: TILE values, TILE rests, 16 bits each
-//             shrink (TC_ROWS) f32         by how much older sums shrink
-//             row, src (TILE), any
+//             scores (16 MT, KT) = q (16 MT, DIM) K^T (DIM, KT)
+//             out (16 MT, DIM)  += P (16 MT, KT)  V (KT, DIM)
 //
-//   Fragments are 16 x 16. A warp's scores are Sums s[TILE/16], its output is Sums acc[ND], a fragment
-//           for every 16 dimensions. A lane holds 8 numbers of each, and which ones is the
-//           hardware's business (fragment_rows).
-//   Tile    64 query rows: K and V come into shared memory once for all of them, and the registers
-//           hold what 16 rows of up to 128 dimensions sum up to
-//   Bound   the tensor cores
+//           What a lane holds of the scores of 16 queries and 16 keys, as D of two products, is what it
+//           has to hold of P as A of the next one, so P never leaves its registers:
+//
+//                          keys 0..7                    keys 8..15
+//             query g      s[2n][0]    s[2n][1]         s[2n+1][0]  s[2n+1][1]       of keys 2t, 2t+1
+//             query g+8    s[2n][2]    s[2n][3]         s[2n+1][2]  s[2n+1][3]
+//                          `-- a[0], a[1] --'           `-- a[2], a[3] --'           two in a word
+//
+//           ldmatrix brings the other factors. Eight neighbouring dims of a key are a row of a matrix in
+//           shared memory. As it is, it is B of the first product, which wants neighbouring dims of a key
+//           in a word; transposed, it is B of the second one, which wants neighbouring keys of a dim.
+//   Shared  q (BQ,P), keys (KT,P), vals (KT,P), 16-bit numbers; a row is P = DIM + 8 numbers long, so
+//           that 8 rows of a matrix lie in different banks. state, tok (BQ): maximum and sum of a row's
+//           softmax, its token. see (BQ,KT/32): a bit for each key that a row sees in a tile with a mask.
+//           list, cols: which tiles there are; counts, strip, facts
+//   Tile    128 x 64 up to head_dim 128. With two fragments of queries a warp uses each fragment of K and
+//           V twice; with one, reading them from shared memory would take as long as multiplying them
+//           (128 bytes a clock against a product in two clocks on an A100). More rows do not fit: the
+//           output of 32 x 128 is 128 registers of a lane, the scores of 32 x 64 are 64. So q is read
+//           again for every tile where its fragments would take more than TC_Q_REGS registers, and state
+//           is not kept in registers. Wider heads have tiles of 64 x 32.
+//           K and V have a buffer each, and take turns: while one is multiplied, cp.async fills the other.
+//           Two blocks are on a multiprocessor: one multiplies while the other waits or exponentiates.
+//           The halves of a copy and the __syncwarp between products move nothing that is computed; they
+//           keep the compiler from asking for more fragments at once than there are registers.
+//   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 701
+//           other instructions, 2.7 a product (sm_90; make cuda-check prints the loop with the masks in it)
+//
+// Which tiles there are is found out before, TC_LIST at a time: tiles that no query of the strip sees are
+// left out (those before a sliding window, other messages under SONIC's rule), and tiles that every query
+// sees need no mask. With LINES the strip is 64 rows of one query head that read chosen lines, and
+// section 7 says which tiles those are; then a tile may also be KT single columns, gathered.
+//
+// What is rounded: q once and P once, to the rows' type. A score is off by 2^-11 |q||k| / sqrt(D) with f16
+// rows and 2^-8 |q||k| / sqrt(D) with bf16 rows at most, a probability by 2^-11 and 2^-8 of itself more.
+// (With attn_exact, below, attend_kernel computes in f32 instead.)
+// P is multiplied by 2^P_SHIFT, or f16 would round small probabilities more. Tensor cores round a sum
+// towards zero each time they add to it. Over a long list that would pull values that have a mean of their
+// own towards zero. So they sum the KT keys of a tile from nothing, and f32 adders, which round to nearest,
+// add that to the output; this is the multiply-add that shrinks the older sums, and costs nothing.
 
 enum {
-    TC_ROWS = 16 * ATTN_WARPS,  // query rows of a block
     TC_MIN = 256,               // tokens of a pass; below, split-K keeps more of the device busy
-    TC_MAX_D = 128              // wider sums do not fit into the registers
+    TC_LIST = 512,              // tiles of a list
+    TC_COLS = 3072,             // room for gathered columns
+    TC_STEP = 1024,             // columns looked at at once to gather them, 256 a warp
+    TC_Q_REGS = 32,             // registers of a lane that q may take
+    P_SHIFT = 15                // 2^15 is the largest power of two in f16
 };
-namespace wmma = nvcuda::wmma;
-template <int DT> struct Half { typedef __half type; };
-template <> struct Half<DT_BF16> { typedef __nv_bfloat16 type; };
-typedef wmma::fragment<wmma::accumulator, 16, 16, 16, float> Sums;
+static const float SCORE_LOW = -1e30f;          // less than any score, and less than infinitely less
+static const float LOG2_E = 1.44269504f;
 
 // x rounded to a 16-bit number of type DT. The hardware gives the bits of f32_to_f16 and
 // f32_to_bf16, if infinity then becomes the largest number.
@@ -2057,200 +2085,484 @@ template <int DT> static __device__ void half_split(uint16_t *value, uint16_t *r
     *rest = half_put<DT>(x - half_get<DT>(*value));
 }
 
+// Two numbers as a word of type DT, the first in the lower half. They are far from infinity.
+template <int DT> static __device__ unsigned half_pack(float low, float high) {
+#ifdef __CUDACC__
+    if (DT == DT_F16) {
+        __half2 h = __floats2half2_rn(low, high);
+        return *(unsigned *)&h;
+    }
+    __nv_bfloat162 h = __floats2bfloat162_rn(low, high);
+    return *(unsigned *)&h;
+#else
+    return half_put<DT>(low) | (unsigned)half_put<DT>(high) << 16;
+#endif
+}
+
+// Query rows of a block. Pair j of it is token (m0 + j) / per of the call, query head
+// head + (m0 + j) % per.
+struct Strip {
+    int g;                      // KV head
+    int head, per;              // all R query heads of the KV head take turns, or it is only one
+    int m0, m;                  // first pair; pairs
+    int n;                      // no token of it sees a row from n on
+};
+
+// The shape of a block, by the width of the products: DIM >= D. DIM is 64, 96, 128, 160 or 256.
+template <int DIM, int LINES> struct TensorShape {
+    enum {
+        MT = DIM <= 128 && !LINES ? 2 : 1,      // fragments of queries of a warp
+        KT = DIM <= 128 ? 64 : 32,              // keys of a tile
+        BQ = ATTN_WARPS * 16 * MT,              // query rows of a block
+        P = DIM + 8,                            // numbers of a row in shared memory
+        WORDS = KT / 32,                        // words of a bit a key
+        LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32    // lanes that copy a row, 16 bytes each
+    };
+};
+
+// What the query rows of a strip have in common, for tests of whole tiles.
+struct StripFacts {
+    int first, last;            // tokens, as indices into Session.tok
+    int low, high;              // least and greatest position
+    int seg_low, seg_high;      // least and greatest message
+    int nexus;                  // 1: a token of SONIC's own is among them
+};
+
+struct RowState {               // the softmax of a query row so far
+    float top, sum;             // its greatest score, not scaled; the sum of its probabilities
+};
+
 struct TensorShared {
     uint16_t *q, *keys, *vals;
-    float *score, *shrink;
-    int *row, *src, *any;
+    RowState *state;            // (BQ)
+    unsigned *see;
+    int *tok;                   // (BQ) the rows' tokens
+    int *list;                  // (TC_LIST) tiles: twice the first row, and 1 more when it needs its mask
+    int *counts;                // (2,ATTN_WARPS) what the warps add to a list
+    Strip *strip;
+    StripFacts *facts;
+    int *cols;                  // (TC_COLS) gathered columns, LINES only
 };
 
 // Carves the block's shared memory -> bytes.
-KV_HD static size_t tensor_carve(TensorShared *m, char *mem, int D) {
+template <int DIM, int LINES> KV_HD static size_t tensor_carve(TensorShared *m, char *mem) {
+    typedef TensorShape<DIM, LINES> Shape;
     Block b = { mem, 0 };
-    m->q = carve<uint16_t>(&b, 2 * TC_ROWS * (D + 8));
-    m->keys = carve<uint16_t>(&b, TILE * (D + 8));
-    m->vals = carve<uint16_t>(&b, TILE * (D + 8));
-    m->score = carve<float>(&b, TC_ROWS * (TILE + 4));
-    m->shrink = carve<float>(&b, TC_ROWS);
-    m->row = carve<int>(&b, TILE);
-    m->src = carve<int>(&b, TILE);
-    m->any = carve<int>(&b, 4);
+    m->q = carve<uint16_t>(&b, Shape::BQ * Shape::P);
+    m->keys = carve<uint16_t>(&b, Shape::KT * Shape::P);
+    m->vals = carve<uint16_t>(&b, Shape::KT * Shape::P);
+    m->state = carve<RowState>(&b, Shape::BQ);
+    m->see = carve<unsigned>(&b, Shape::BQ * Shape::WORDS);
+    m->tok = carve<int>(&b, Shape::BQ);
+    m->list = carve<int>(&b, TC_LIST);
+    m->counts = carve<int>(&b, 2 * ATTN_WARPS);
+    m->strip = carve<Strip>(&b, 1);
+    m->facts = carve<StripFacts>(&b, 1);
+    m->cols = carve<int>(&b, LINES ? TC_COLS : 0);
     return b.at;
 }
 
-// q (2,TC_ROWS,P): value and rest of the block's query rows; zeros behind the work's last.
-template <int DK>
-static __device__ void split_queries(uint16_t *q, int P, const Attn &a, const Work &w) {
+// The token of pair j of a strip, as an index into Session.tok; that of the last pair behind it.
+static __device__ int strip_token(const Attn &a, const Strip &s, int j) {
+    return a.tok0 + (s.m0 + min_int(j, s.m - 1)) / s.per;
+}
+
+// The row of (n,H,..) that pair j of a strip is.
+static __device__ size_t strip_row(const Attn &a, const Strip &s, int j) {
+    return (size_t)((s.m0 + j) / s.per) * a.H + s.head + (s.m0 + j) % s.per;
+}
+
+struct DeviceLines {            // the lines of a query head (section 7), in device memory
+    const uint64_t *v, *s;      // (n bits) verticals, offsets
+    int n, p0;                  // rows held; the first row of this pass
+    int dense, tile64;          // 1: every cell; 1: whole needed columns
+    int head;                   // the query head
+};
+
+// A tile: n rows from p on or, if col is set, rows col[0..n).
+struct TileRef {
+    int p, n;
+    int masked;                 // 1: some query of the strip may not see all of it, or it is not full
+    const int *col;
+};
+
+// ---- which tiles there are
+
+// Declared here because tensor_kernel calls them; they stand in section 7.
+template <int KT> static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x,
+                                                   const Strip &s, int *from, int *n_cols);
+template <int KT> static __device__ void lines_mask(const TensorShared &m, const Attn &a, const HeadRef &h,
+                                                    const DeviceLines &x, const Strip &s, const TileRef &tile);
+static __device__ Strip lines_strip(const Attn &a, const DeviceLines &x, int b, int T);
+
+// facts = what the strip's tokens have in common. Complete after the next barrier.
+static __device__ void strip_facts(StripFacts *facts, const Attn &a, const Strip &s) {
+    if (threadIdx.x >= 32) return;
+    int first = strip_token(a, s, 0), last = strip_token(a, s, s.m - 1), nexus = 0;
+    int low = a.tok[first].pos, high = low, seg_low = a.tok[first].seg, seg_high = seg_low;
+    for (int i = first + (int)threadIdx.x; i <= last; i += 32) {
+        low = min_int(low, a.tok[i].pos);
+        high = max_int(high, a.tok[i].pos);
+        seg_low = min_int(seg_low, a.tok[i].seg);
+        seg_high = max_int(seg_high, a.tok[i].seg);
+        nexus |= a.tok[i].kind == TOK_EXTRA;
+    }
+    for (int d = 16; d; d >>= 1) {
+        low = min_int(low, __shfl_xor_sync(ALL_LANES, low, d));
+        high = max_int(high, __shfl_xor_sync(ALL_LANES, high, d));
+        seg_low = min_int(seg_low, __shfl_xor_sync(ALL_LANES, seg_low, d));
+        seg_high = max_int(seg_high, __shfl_xor_sync(ALL_LANES, seg_high, d));
+    }
+    nexus = __any_sync(ALL_LANES, nexus);
+    if (!threadIdx.x) *facts = { first, last, low, high, seg_low, seg_high, nexus };
+}
+
+// How a strip sees the key of token src, under any rule but plain causality: 0 not at all; 1 some query
+// may; 2 each of them does. "Some may" is what is left when nothing is known (kv_visible).
+static __device__ int strip_sees(const Attn &a, const StripFacts &f, int src) {
+    const Token *b = &a.tok[src];
+    int some = src <= f.last, all = src <= f.first;
+    if (a.rule != VIS_CAUSAL) {
+        int own = b->kind == TOK_EXTRA, in_message = !own && b->seg >= 0;
+        some = some || (own && f.nexus);                                        // Eq. 5
+        all = all && !(own && f.nexus);
+        if (in_message) {                                                       // Eq. 4
+            some = some && f.seg_low <= b->seg && b->seg <= f.seg_high;
+            all = all && f.seg_low == b->seg && b->seg == f.seg_high;
+        }
+    }
+    if (a.window) {
+        some = some && b->pos > f.low - a.window;
+        all = all && b->pos > f.high - a.window;
+    }
+    return all ? 2 : some;
+}
+
+// The tile of KT rows from row p on, as an element of the list, or -1 when no query of the strip sees any
+// of its n rows. Called by a warp.
+template <int KT>
+static __device__ int tile_seen(const Attn &a, const HeadRef &h, const StripFacts &f, int p, int n) {
+    int some = 0, all = n >= KT;
+    for (int i = threadIdx.x & 31; i < KT; i += 32) {
+        int sees = i < n ? strip_sees(a, f, h.src[p + i]) : 0;
+        some |= sees;
+        all &= sees == 2;
+    }
+    some = __any_sync(ALL_LANES, some);
+    all = __all_sync(ALL_LANES, all);
+    return some ? 2 * p + !all : -1;
+}
+
+// list = the next tiles that the strip sees, of rows *from and up -> how many; *from is then where the
+// list after this one begins. Called by all threads of a block; the list is complete when it returns. A
+// warp looks at 32 tiles. Under plain causality a lane looks at one of them: src is ascending, so its
+// first and last row say it all.
+template <int KT>
+static __device__ int tiles_list(const TensorShared &m, const Attn &a, const HeadRef &h, int n, int *from) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, found = 0;
+    StripFacts f = *m.facts;
+    while (found + ATTN_WARPS * 32 <= TC_LIST && *from < n) {
+        int p0 = *from + warp * 32 * KT, mine = -1;
+        if (a.rule == VIS_CAUSAL && !a.window) {
+            int p = p0 + lane * KT, last = p + KT - 1;
+            if (p < n) mine = 2 * p + !(last < n && h.src[last] <= f.first);
+        } else {
+            KV_UNROLL(4) for (int i = 0; i < 32; i++) {
+                int p = p0 + i * KT, tile = p < n ? tile_seen<KT>(a, h, f, p, n - p) : -1;
+                if (i == lane) mine = tile;
+            }
+        }
+        unsigned seen = __ballot_sync(ALL_LANES, mine >= 0);
+        if (!lane) m.counts[warp] = __popc(seen);
+        __syncthreads();
+        for (int w = 0; w < ATTN_WARPS; w++) {
+            if (w == warp && mine >= 0) m.list[found + __popc(seen & ((1u << lane) - 1))] = mine;
+            found += m.counts[w];
+        }
+        __syncthreads();
+        *from += ATTN_WARPS * 32 * KT;
+    }
+    return found;
+}
+
+// see (BQ,KT/32): the warp's words of it. Its lanes look at a key each, for one query row after the other.
+template <int KT, int ROWS>
+static __device__ void tile_mask(const TensorShared &m, const Attn &a, const HeadRef &h, const TileRef &tile) {
+    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * ROWS, plain = a.rule == VIS_CAUSAL && !a.window;
+    KV_UNROLL(1) for (int w = 0; w < KT / 32; w++) {
+        int i = w * 32 + lane, src = h.src[tile.p + min_int(i, tile.n - 1)];
+        KV_UNROLL(1) for (int r = row; r < row + ROWS; r++) {
+            int t = m.tok[r], sees = i < tile.n;
+            if (plain) sees = sees && src <= t;
+            else sees = sees && kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src], src);
+            unsigned bits = __ballot_sync(ALL_LANES, sees);
+            if (!lane) m.see[r * (KT / 32) + w] = bits;
+        }
+    }
+}
+
+// Tile i of the n_list tiles of the list and the tiles of n_cols gathered columns behind them.
+template <int KT, int LINES>
+static __device__ TileRef tile_at(const TensorShared &m, const Attn &a, const Strip &s, int n_list, int n_cols,
+                                  int i) {
+    int at = (i - n_list) * KT;
+    if (!LINES || i < n_list) {
+        int tile = m.list[i], p = tile >> 1;
+        return { p, min_int(s.n - p, KT), tile & 1, NULL };
+    }
+    int n = min_int(n_cols - at, KT), behind = m.cols[at + n - 1] > s.n - s.m;
+    return { 0, n, n < KT || behind || a.window, m.cols + at };
+}
+
+// ---- a tile
+
+// q (BQ,P) = the strip's query rows, rounded; zeros behind the last and behind D.
+template <int DT, int DIM, int BQ>
+static __device__ void tensor_queries(uint16_t *q, const Attn &a, const Strip &s) {
     int lane = threadIdx.x & 31;
-    for (int j = threadIdx.x >> 5; j < TC_ROWS; j += ATTN_WARPS) {
-        const float *from = a.q + query_row(a, w, w.m0 + j) * a.D;
-        for (int d = lane; d < a.D; d += 32)
-            half_split<DK>(q + j * P + d, q + (TC_ROWS + j) * P + d, j < w.m ? from[d] : 0);
+    for (int j = threadIdx.x >> 5; j < BQ; j += ATTN_WARPS) {
+        const float *from = a.q + strip_row(a, s, min_int(j, s.m - 1)) * a.D;
+        for (int d = lane; d < DIM; d += 32)
+            q[j * (DIM + 8) + d] = half_put<DT>(j < s.m && d < a.D ? from[d] : 0);
     }
 }
 
-// at[i]: the row that element i of the lane's part of a Sums fragment belongs to. Asked by loading
-// a fragment whose elements are their row numbers. room (16,TILE+4) is shared memory of the warp.
-static __device__ void fragment_rows(int at[8], Sums *f, float *room) {
-    for (int i = threadIdx.x & 31; i < 256; i += 32) room[i / 16 * (TILE + 4) + i % 16] = (float)(i / 16);
-    __syncwarp();
-    wmma::load_matrix_sync(*f, room, TILE + 4, wmma::mem_row_major);
-    for (int i = 0; i < 8; i++) at[i] = (int)f->x[i];
-}
-
-// to (TILE,P) = rows row[0..n) as stored, 16 bytes a load; zeros behind them.
-static __device__ void copy_tile(uint16_t *to, int P, const char *rows, size_t bytes,
-                                 const int *row, int n, int D) {
-    uint4 zero = { 0, 0, 0, 0 };
-    for (int i = threadIdx.x, per = D / 8; i < TILE * per; i += blockDim.x) {
-        int j = i / per, c = i % per;
-        *(uint4 *)(to + j * P + c * 8) = j < n ? *(const uint4 *)(rows + row[j] * bytes + c * 16) : zero;
-    }
-}
-
-// Which of the tile's n keys the lane's query row may see (row `mine` of the block): bit k is key
-// lane % 2 + 2 k.
-static __device__ unsigned tensor_sees(const Attn &a, const Work &w, const int *src, int n, int mine) {
-    unsigned see = 0;
-    int t = w.tok0 + (w.m0 + mine) / a.R, masked = tile_masked(a, w, src[n - 1]);
-    for (int k = 0, j = threadIdx.x & 1; k < TILE / 2; k++, j += 2) {
-        if (j >= n || mine >= w.m) continue;
-        if (masked && !kv_visible(a.rule, a.window, &a.tok[t], t, &a.tok[src[j]], src[j])) continue;
-        see |= 1u << k;
-    }
-    return see;
-}
-
-// score (16,TILE+4) = the warp's 16 rows of q (value and rest, TC_ROWS rows apart) times the tile's
-// keys.
-template <int DT>
-static __device__ void tensor_scores(float *score, const uint16_t *q, const uint16_t *keys, int P,
-                                     int D) {
-    typedef typename Half<DT>::type T;
-    wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> x[2];
-    wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::col_major> k;
-    Sums s[TILE / 16];
-    for (int c = 0; c < TILE / 16; c++) wmma::fill_fragment(s[c], 0.f);
-    for (int d = 0; d < D; d += 16) {
-        for (int rest = 0; rest < 2; rest++)
-            wmma::load_matrix_sync(x[rest], (const T *)(q + rest * TC_ROWS * P + d), P);
-        for (int c = 0; c < TILE / 16; c++) {
-            wmma::load_matrix_sync(k, (const T *)(keys + c * 16 * P + d), P);
-            for (int rest = 0; rest < 2; rest++) wmma::mma_sync(s[c], x[rest], k, s[c]);
+// Asks for half of a tile: to (KT,P) = its rows as stored; behind them the last one again, which no query
+// sees. LANES lanes copy a row, 16 bytes each, or as many as it has. `to` is where the lane's first 16 bytes
+// go; with the second half the copies are a group.
+template <int DIM, int KT, int HALF>
+static __device__ void copy_half(SharedAt to, const char *rows, const TileRef &tile, int D) {
+    const int LANES = TensorShape<DIM, 0>::LANES, STEP = ATTN_WARPS * 32 / LANES;
+    int j0 = (int)threadIdx.x / LANES, c = threadIdx.x % LANES * 8;
+    const char *from = rows + 2 * c;
+    if (c < D) {
+        KV_UNROLL() for (int j = HALF * KT / 2; j < (HALF + 1) * KT / 2; j += STEP) {
+            int i = min_int(tile.p + j0 + j, tile.p + tile.n - 1), row = tile.col ? tile.col[i] : i;
+            copy16_async(to + 2 * j * (DIM + 8), from + (size_t)(unsigned)row * (unsigned)(2 * D));
         }
     }
-    for (int c = 0; c < TILE / 16; c++)
-        wmma::store_matrix_sync(score + c * 16, s[c], TILE + 4, wmma::mem_row_major);
-    __syncwarp();
+    if (HALF) copy_commit();
 }
 
-// The softmax of one tile, in place: two lanes share a row of scores, and leave its probabilities
-// (value, then rest) where it was. see: tensor_sees. -> by how much the row's older sums shrink.
-template <int DT>
-static __device__ float tensor_softmax(float *score, unsigned see, float scale, float *top,
-                                       float *sum) {
-    int odd = threadIdx.x & 1;
-    float *row = score + (threadIdx.x & 31) / 2 * (TILE + 4), e[TILE / 2], high = *top, add = 0;
-    for (int k = 0; k < TILE / 2; k++) {
-        e[k] = see >> k & 1 ? row[odd + 2 * k] * scale : -INFINITY;
-        high = fmaxf(high, e[k]);
-    }
-    high = lanes_max<2>(high);
-    __syncwarp();                               // the scores have been read
-    for (int k = 0; k < TILE / 2; k++) {
-        float x = high == -INFINITY ? 0 : expf(e[k] - high);
-        uint16_t *p = (uint16_t *)row + odd + 2 * k;
-        half_split<DT>(p, p + TILE, x);
-        add += x;
-    }
-    add = lanes_sum<2>(add);
-    float shrink = high == -INFINITY ? 1 : expf(*top - high);
-    *sum = *sum * shrink + add;
-    *top = high;
-    return shrink;
+// Both halves.
+template <int DIM, int KT>
+static __device__ void copy_rows(SharedAt to, const char *rows, const TileRef &tile, int D) {
+    copy_half<DIM, KT, 0>(to, rows, tile, D);
+    copy_half<DIM, KT, 1>(to, rows, tile, D);
 }
 
-// acc += p v. Tensor cores round a sum towards zero each time they add to it. Over a long list that
-// would pull values that have a mean of their own towards zero. So tensor cores sum 16 rows from
-// nothing, and f32 adders, which round to nearest, do the rest.
-template <int DT, int ND>
-static __device__ void tensor_mix(Sums *acc, const float *score, const uint16_t *vals, int P, int D) {
-    typedef typename Half<DT>::type T;
-    Sums t;
-    wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> p[2];
-    wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::row_major> v;
-    for (int c = 0; c < TILE; c += 16) {
-        for (int rest = 0; rest < 2; rest++)
-            wmma::load_matrix_sync(p[rest], (const T *)score + rest * TILE + c, 2 * (TILE + 4));
-        for (int e = 0; e < ND; e++) {
-            if (e * 16 >= D) continue;
-            wmma::load_matrix_sync(v, (const T *)vals + c * P + e * 16, P);
-            wmma::fill_fragment(t, 0.f);
-            for (int rest = 0; rest < 2; rest++) wmma::mma_sync(t, p[rest], v, t);
-            for (int i = 0; i < 8; i++) acc[e].x[i] += t.x[i];
+// A fragment of the warp's queries: 16 rows, dims 16 k and up. q: where the lane names its row.
+template <int DIM> static __device__ void query_fragment(unsigned x[4], SharedAt q, int i, int k) {
+    ldmatrix_x4(x, q + 2 * (i * 16 * (DIM + 8) + k * 16));
+}
+
+// s (MT,KT/8,4) = the lane's scores of a tile. x: the fragments of the queries if KEEP, else they come
+// from q. q, keys: where the lane names its rows.
+template <int DT, int DIM, int MT, int KT, int KEEP>
+static __device__ void tensor_scores(float (*s)[KT / 8][4], const unsigned (*x)[MT][4], SharedAt q,
+                                     SharedAt keys) {
+    KV_UNROLL() for (int i = 0; i < MT; i++)
+        KV_UNROLL() for (int n = 0; n < KT / 8; n++)
+            KV_UNROLL() for (int e = 0; e < 4; e++) s[i][n][e] = 0;
+    KV_UNROLL() for (int k = 0; k < DIM / 16; k++) {
+        if (k % 2 == 0) __syncwarp();
+        unsigned f[MT][4];
+        KV_UNROLL() for (int i = 0; i < MT; i++) {
+            if (!KEEP) query_fragment<DIM>(f[i], q, i, k);
+            KV_UNROLL() for (int e = 0; e < 4 && KEEP; e++) f[i][e] = x[k][i][e];
+        }
+        KV_UNROLL() for (int n = 0; n < KT / 16; n++) {
+            unsigned b[4];
+            ldmatrix_x4(b, keys + 2 * (n * 16 * (DIM + 8) + k * 16));
+            KV_UNROLL() for (int i = 0; i < MT; i++) {
+                mma_16x8x16<DT>(s[i][2 * n], f[i], b);
+                mma_16x8x16<DT>(s[i][2 * n + 1], f[i], b + 2);
+            }
         }
     }
 }
 
-// The warp's 16 rows to out (n,H,D) and stat (n,H,2). sums (16,D+4) and zs (16), shared memory of
-// the warp: the rows of p v, and the sums of their softmax.
-static __device__ void tensor_store(const Attn &a, const Work &w, const float *sums,
-                                    const float *zs, float top, float sum, float *out,
-                                    float *stat) {
-    int D = a.D, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    for (int i = 0; i < 16 && warp * 16 + i < w.m; i++) {
-        size_t r = query_row(a, w, w.m0 + warp * 16 + i);
-        for (int d = lane; d < D; d += 32) out[r * D + d] = sums[i * (D + 4) + d] / zs[i];
-        if (lane != 2 * i) continue;
-        stat[r * 2] = top;
-        stat[r * 2 + 1] = sum;
+// What a row does not see becomes -infinity. see: the row's words, those of row g + 8 are 8 rows on.
+template <int MT, int KT>
+static __device__ void tensor_hide(float (*s)[KT / 8][4], const unsigned *see) {
+    const int WORDS = KT / 32;
+    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+    KV_UNROLL() for (int i = 0; i < MT; i++)
+        KV_UNROLL() for (int half = 0; half < 2; half++)
+            KV_UNROLL() for (int w = 0; w < WORDS; w++) {
+                unsigned bits = see[(16 * i + 8 * half + g) * WORDS + w] >> (2 * t);
+                KV_UNROLL() for (int n = 0; n < 4; n++)
+                    KV_UNROLL() for (int e = 0; e < 2; e++)
+                        if (!(bits >> (8 * n + e) & 1)) s[i][4 * w + n][2 * half + e] = -INFINITY;
+            }
+}
+
+// The softmax of one tile. p (KT/16,MT,4): the A fragments of its probabilities; shrink (MT,2): by how much
+// older sums of rows g and g + 8 shrink. state: of the warp's rows, as in TensorShared; its maxima become
+// those up to here. c: what makes a score a power of 2.
+template <int DT, int MT, int KT>
+static __device__ void tensor_softmax(unsigned (*p)[MT][4], float (*shrink)[2], const float (*s)[KT / 8][4],
+                                      float c, RowState *state) {
+    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+    KV_UNROLL() for (int i = 0; i < MT; i++) {
+        float low[2];
+        KV_UNROLL() for (int half = 0; half < 2; half++) {
+            RowState *row = state + 16 * i + 8 * half + g;
+            float top = row->top, high = top;
+            KV_UNROLL() for (int n = 0; n < KT / 8; n++)
+                high = fmaxf(high, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
+            high = lanes_max<4>(high);
+            shrink[i][half] = exp2_flush((top - high) * c);
+            low[half] = P_SHIFT - high * c;
+            if (!t) row->top = high;
+        }
+        KV_UNROLL() for (int n = 0; n < KT / 8; n++)
+            KV_UNROLL() for (int half = 0; half < 2; half++) {
+                const float *x = s[i][n] + 2 * half;
+                p[n / 2][i][n % 2 * 2 + half] =
+                    half_pack<DT>(exp2_flush(x[0] * c + low[half]), exp2_flush(x[1] * c + low[half]));
+            }
     }
 }
 
-// DK, DV: dtypes of the rows; ND: D / 16, rounded up to 4 or 8. out (n,H,D), stat (n,H,2).
-template <int DK, int DV, int ND>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3)
-tensor_kernel(Attn a, float *out, float *stat) {
+// Adds up P: a product with ones, of which lane t = 0 keeps one column for rows g and g + 8.
+template <int DT, int MT, int KT>
+static __device__ void tensor_sums(RowState *state, const float (*shrink)[2], const unsigned (*p)[MT][4]) {
+    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+    unsigned one = half_pack<DT>(1, 1), ones[2] = { one, one };
+    KV_UNROLL() for (int i = 0; i < MT; i++) {
+        float x[4] = { 0, 0, 0, 0 };
+        KV_UNROLL() for (int k = 0; k < KT / 16; k++) mma_16x8x16<DT>(x, p[k][i], ones);
+        if (t) continue;
+        RowState *row = state + 16 * i + g;
+        row[0].sum = row[0].sum * shrink[i][0] + x[0];
+        row[8].sum = row[8].sum * shrink[i][1] + x[2];
+    }
+}
+
+// acc (MT,DIM/8,4) = acc shrink + P V, for half of the dims. vals: where the lane names its row.
+template <int DT, int DIM, int MT, int KT, int HALF>
+static __device__ void tensor_mix(float (*acc)[DIM / 8][4], const float (*shrink)[2],
+                                  const unsigned (*p)[MT][4], SharedAt vals) {
+    KV_UNROLL() for (int j = HALF * (DIM / 32); j < (HALF ? DIM / 16 : DIM / 32); j++) {
+        if (j % 2 == 0) __syncwarp();
+        float x[MT][2][4];
+        KV_UNROLL() for (int i = 0; i < MT; i++)
+            KV_UNROLL() for (int e = 0; e < 8; e++) x[i][e / 4][e % 4] = 0;
+        KV_UNROLL() for (int k = 0; k < KT / 16; k++) {
+            unsigned b[4];
+            ldmatrix_x4_trans(b, vals + 2 * (k * 16 * (DIM + 8) + j * 16));
+            KV_UNROLL() for (int i = 0; i < MT; i++) {
+                mma_16x8x16<DT>(x[i][0], p[k][i], b);
+                mma_16x8x16<DT>(x[i][1], p[k][i], b + 2);
+            }
+        }
+        KV_UNROLL() for (int i = 0; i < MT; i++)
+            KV_UNROLL() for (int e = 0; e < 8; e++) {
+                float *to = &acc[i][2 * j + e / 4][e % 4];
+                *to = *to * shrink[i][e % 4 / 2] + x[i][e / 4][e % 4];
+            }
+    }
+}
+
+// The warp's rows to out (n,H,D) and stat (n,H,2). state: of the warp's rows.
+template <int DIM, int MT>
+static __device__ void tensor_store(const Attn &a, const Strip &s, const float (*acc)[DIM / 8][4],
+                                    const RowState *state, float *out, float *stat) {
+    int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, warp = threadIdx.x >> 5;
+    KV_UNROLL() for (int i = 0; i < MT; i++)
+        KV_UNROLL() for (int half = 0; half < 2; half++) {
+            int j = warp * 16 * MT + 16 * i + 8 * half + g;
+            float z = state[16 * i + 8 * half + g].sum, inv = 1 / z;
+            if (j >= s.m) continue;
+            size_t r = strip_row(a, s, j);
+            KV_UNROLL() for (int n = 0; n < DIM / 8; n++)
+                if (n * 8 < a.D)
+                    *(float2 *)(out + r * a.D + n * 8 + 2 * t) =
+                        make_float2(acc[i][n][2 * half] * inv, acc[i][n][2 * half + 1] * inv);
+            if (t || !stat) continue;
+            stat[r * 2] = state[16 * i + 8 * half + g].top * a.scale;
+            stat[r * 2 + 1] = z * (1.f / (1 << P_SHIFT));
+        }
+}
+
+// DT: dtype of the rows. out (n,H,D), stat (n,H,2) or NULL. strips: a block each; with LINES instead
+// lines: a query head each (blockIdx.x), and T tokens, 64 a block (blockIdx.y).
+template <int DT, int DIM, int LINES>
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, 2)
+tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, float *out, float *stat) {
     KV_DYN_SHARED(char, mem);
+    typedef TensorShape<DIM, LINES> Shape;
+    const int MT = Shape::MT, KT = Shape::KT, P = Shape::P, ROWS = 16 * MT, LANES = Shape::LANES;
+    const int KEEP = MT * DIM / 4 <= TC_Q_REGS;
     TensorShared m;
-    tensor_carve(&m, mem, a.D);
-    int D = a.D, P = D + 8, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at[8];
-    float *score = m.score + warp * 16 * (TILE + 4), *shrink = m.shrink + warp * 16;    // the warp's
-    float top = -INFINITY, sum = 0;             // of row warp*16 + lane/2
-    Work w = a.work[gridDim.x - 1 - blockIdx.x];
-    HeadRef h = a.heads.at[w.g];
-    split_queries<DK>(m.q, P, a, w);
-    Sums acc[ND];
-    fragment_rows(at, acc, score);
-    for (int e = 0; e < ND; e++) wmma::fill_fragment(acc[e], 0.f);
+    tensor_carve<DIM, LINES>(&m, mem);
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int block = LINES ? gridDim.y - 1 - blockIdx.y : gridDim.x - 1 - blockIdx.x;
+    if (!threadIdx.x) *m.strip = LINES ? lines_strip(a, lines[blockIdx.x], block, T) : strips[block];
+    __syncthreads();
+    const Strip &s = *m.strip;
+    const HeadRef &h = a.heads.at[s.g];
 
-    for (int p = 0; p < w.n; p += TILE) {
-        int n = min_int(w.n - p, TILE);
-        __syncthreads();                        // the last tile is done with
-        list_rows(a, h, w, p, n, m.row, m.src, m.any);
-        __syncthreads();
-        if (!*m.any) continue;
-        copy_tile(m.keys, P, h.k, a.bytes_k, m.row, n, D);
-        copy_tile(m.vals, P, h.v, a.bytes_v, m.row, n, D);
-        unsigned see = tensor_sees(a, w, m.src, n, warp * 16 + lane / 2);
-        __syncthreads();
-        tensor_scores<DK>(score, m.q + warp * 16 * P, m.keys, P, D);
-        float c = tensor_softmax<DV>(score, see, a.scale, &top, &sum);
-        if (!(lane & 1)) shrink[lane / 2] = c;
-        __syncwarp();
-        for (int i = 0; i < 8; i++) {
-            float f = shrink[at[i]];
-            for (int e = 0; e < ND; e++) acc[e].x[i] *= f;
-        }
-        tensor_mix<DV, ND>(acc, score, m.vals, P, D);
+    // Dims from D on are zeros in the products; cp.async never writes them.
+    tensor_queries<DT, DIM, Shape::BQ>(m.q, a, s);
+    for (int i = threadIdx.x; i < 2 * KT * (DIM - a.D); i += blockDim.x)
+        m.keys[i / (DIM - a.D) * P + a.D + i % (DIM - a.D)] = 0;
+    if ((int)threadIdx.x < Shape::BQ) {
+        m.tok[threadIdx.x] = strip_token(a, s, threadIdx.x);
+        m.state[threadIdx.x] = { SCORE_LOW, 0 };
     }
+    if (!LINES) strip_facts(m.facts, a, s);
+    __syncthreads();
 
-    __syncthreads();                            // q is done with: its room takes the sums
-    float *sums = (float *)m.q + warp * 16 * (D + 4);
-    for (int e = 0; e < ND; e++)
-        if (e * 16 < D) wmma::store_matrix_sync(sums + e * 16, acc[e], D + 4, wmma::mem_row_major);
-    if (!(lane & 1)) shrink[lane / 2] = sum;
-    __syncwarp();
-    tensor_store(a, w, sums, shrink, top, sum, out, stat);
+    // Where the lane's 16 bytes of a copy go, and where it names its rows for ldmatrix: of A, 16 rows,
+    // then the same 8 dims on; of keys, 8 rows, the same 8 dims on, then the next 8 rows; of values as of A.
+    SharedAt q = shared_address(m.q + (warp * ROWS + lane % 16) * P + lane / 16 * 8);
+    SharedAt keys = shared_address(m.keys + (lane / 16 * 8 + lane % 8) * P + lane / 8 % 2 * 8);
+    SharedAt vals = shared_address(m.vals + lane % 16 * P + lane / 16 * 8);
+    SharedAt own = shared_address(m.keys + (int)threadIdx.x / LANES * P + threadIdx.x % LANES * 8);
+    unsigned x[KEEP ? DIM / 16 : 1][MT][4];
+    KV_UNROLL() for (int k = 0; k < DIM / 16 && KEEP; k++)
+        KV_UNROLL() for (int i = 0; i < MT; i++) query_fragment<DIM>(x[k][i], q, i, k);
+
+    float acc[MT][DIM / 8][4], c = a.scale * LOG2_E;
+    KV_UNROLL() for (int i = 0; i < MT; i++)
+        KV_UNROLL() for (int e = 0; e < DIM / 2; e++) acc[i][e / 4][e % 4] = 0;
+
+    for (int from = 0; from < s.n;) {
+        int n_cols = 0, n_list = LINES ? lines_list<KT>(m, a, lines[blockIdx.x], s, &from, &n_cols)
+                                       : tiles_list<KT>(m, a, h, s.n, &from);
+        int tiles = n_list + (n_cols + KT - 1) / KT;
+
+        if (tiles) copy_rows<DIM, KT>(own, h.k, tile_at<KT, LINES>(m, a, s, n_list, n_cols, 0), a.D);
+        for (int i = 0; i < tiles; i++) {
+            TileRef now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, i);
+            copy_wait<0>();
+            __syncthreads();                    // the keys are there, the last values are done with
+            copy_rows<DIM, KT>(own + 2 * KT * P, h.v, now, a.D);
+            if (now.masked && LINES) lines_mask<KT>(m, a, h, lines[blockIdx.x], s, now);
+            if (now.masked && !LINES) tile_mask<KT, ROWS>(m, a, h, now);
+            float score[MT][KT / 8][4], shrink[MT][2];
+            unsigned prob[KT / 16][MT][4];
+            tensor_scores<DT, DIM, MT, KT, KEEP>(score, x, q, keys);
+
+            if (now.masked) {
+                __syncwarp();
+                tensor_hide<MT, KT>(score, m.see + warp * ROWS * Shape::WORDS);
+            }
+            tensor_softmax<DT, MT, KT>(prob, shrink, score, c, m.state + warp * ROWS);
+            copy_wait<0>();
+            __syncthreads();                    // the values are there, the keys are done with
+            if (i + 1 < tiles) now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, i + 1);
+            if (i + 1 < tiles) copy_half<DIM, KT, 0>(own, h.k, now, a.D);
+            tensor_sums<DT, MT, KT>(m.state + warp * ROWS, shrink, prob);
+            tensor_mix<DT, DIM, MT, KT, 0>(acc, shrink, prob, vals);
+            if (i + 1 < tiles) copy_half<DIM, KT, 1>(own, h.k, now, a.D);
+            tensor_mix<DT, DIM, MT, KT, 1>(acc, shrink, prob, vals);
+        }
+        __syncthreads();                        // the list is done with
+    }
+    tensor_store<DIM, MT>(a, s, acc, m.state + warp * ROWS, out, stat);
 }
 
 // ---- gqa_kernel: decode on tensor cores, head_dim 64, 80, 96, 128, 160, 256
@@ -2297,8 +2609,8 @@ tensor_kernel(Attn a, float *out, float *stat) {
 //           with 8 and 625 with 16 (sm_90, make cuda-check). decode_kernel takes 1972 with 4 and is bound
 //           by them.
 //
-// What is rounded: q and P are two 16-bit numbers each, as in tensor_kernel. The second one costs no
-// product, because it fills columns that would be empty. Scores differ from exact ones by 2^-21 |q||k|
+// What is rounded: q and P are two 16-bit numbers each. The second one costs no product, because it fills
+// columns that would be empty. Scores differ from exact ones by 2^-21 |q||k|
 // with f16 rows and 2^-16 |q||k| with bf16 rows, probabilities by 2^-22 and 2^-16 of themselves.
 // Probabilities are multiplied by 2^P_SHIFT, or f16 would round small ones more. Tensor cores round sums
 // towards zero: they sum 16 keys from nothing, f32 adders do the rest (tensor_mix).
@@ -2307,7 +2619,6 @@ enum {
     GQA_KEYS = 16,              // positions of a warp's tile
     GQA_SPAN = 2048,            // Attn.span; in tests less, so that an item has more than one
     GQA_WIDE_D = 160,           // in wider heads 16 query rows' sums do not fit into the registers
-    P_SHIFT = 15,               // 2^15 is the largest power of two in f16
     GQA_PATS = ROW_Q8 + 1       // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
 };
 #ifdef KVCOMP_TEST
@@ -2315,8 +2626,6 @@ enum { REGIONS_NEAR = 6 };                      // so that tests have heads with
 #else
 enum { REGIONS_NEAR = 64 };                     // regions of PATS that shared memory has room for
 #endif
-static const float GQA_LOW = -1e30f;            // less than any score, and less than infinitely less
-static const float LOG2_E = 1.44269504f;
 
 // The type DT_* of the numbers that tensor cores multiply for rows of a KIND.
 KV_HD static constexpr int gqa_type(int kind) {
@@ -2350,20 +2659,6 @@ template <int D> static __device__ void load_value(unsigned *v, const char *at, 
     for (int c = 0; c < FULL; c++) load_once<4>(v + 4 * c, at + c * 128);
     if (D % 64 == 32) load_once<2>(v + FULL * 4, at + FULL * 128 - g * 8);
     if (D % 64 == 16) load_once<1>(v + FULL * 4, at + FULL * 128 - g * 12);
-}
-
-// Two numbers as a word of type DT, the first in the lower half. They are far from infinity.
-template <int DT> static __device__ unsigned half_pack(float low, float high) {
-#ifdef __CUDACC__
-    if (DT == DT_F16) {
-        __half2 h = __floats2half2_rn(low, high);
-        return *(unsigned *)&h;
-    }
-    __nv_bfloat162 h = __floats2bfloat162_rn(low, high);
-    return *(unsigned *)&h;
-#else
-    return half_put<DT>(low) | (unsigned)half_put<DT>(high) << 16;
-#endif
 }
 
 struct GqaShared {
@@ -3010,7 +3305,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT
         for (int i = threadIdx.x; i < h.pack->n_reg; i += blockDim.x) m.reg[i] = h.pack->reg[i];
     for (int i = 0; i < NT; i++) {
         for (int j = 0; j < D / 16; j++) z.acc[i][j][0] = z.acc[i][j][1] = 0;
-        z.top[i] = GQA_LOW;
+        z.top[i] = SCORE_LOW;
         z.sum[i] = 0;
     }
     z.unit = KIND == ROW_Q8 ? 1.f / (1 << 24) : 1;              // the least f16
@@ -3255,7 +3550,7 @@ peaks_kernel(const __grid_constant__ Scan a) {
     float top[SCAN_TILES], sum[SCAN_TILES];
     scan_queries<DT, D>(m.q, a, head, q0, tiles);
     KV_UNROLL() for (int i = 0; i < SCAN_TILES; i++) {
-        top[i] = GQA_LOW;
+        top[i] = SCORE_LOW;
         sum[i] = 0;
     }
     __syncthreads();
@@ -3289,7 +3584,7 @@ peaks_kernel(const __grid_constant__ Scan a) {
     }
     __syncthreads();
     if (threadIdx.x >= SCAN_QUERIES) return;
-    float high = GQA_LOW, all = 0;
+    float high = SCORE_LOW, all = 0;
     const float *of = m.peaks + threadIdx.x * 2;
     for (int i = 0; i < ATTN_WARPS; i++) high = fmaxf(high, of[i * SCAN_QUERIES * 2]);
     for (int i = 0; i < ATTN_WARPS; i++)
@@ -3307,7 +3602,7 @@ static __device__ void scan_rows(float *row, const Scan &a, int head, int block,
     if (r >= SCAN_QUERIES) return;
     size_t first = ((size_t)head * query_blocks + block) * gridDim.y;
     const float *of = a.part + (first * SCAN_QUERIES + r) * 2;
-    float high = GQA_LOW, sum = 0;
+    float high = SCORE_LOW, sum = 0;
     for (int i = 0; i < (int)gridDim.y; i++) high = fmaxf(high, of[(size_t)i * SCAN_QUERIES * 2]);
     for (int i = 0; i < (int)gridDim.y; i++) {
         const float *x = of + (size_t)i * SCAN_QUERIES * 2;
@@ -3678,43 +3973,142 @@ static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *
     return a;
 }
 
-// Whether a pass goes through tensor_kernel. The answer must not depend on the method nor on -b
-// (D2): methods with a budget of everything and full attention are then the same arithmetic.
+static int tensor_min = TC_MIN;
+static int attn_exact;          // 1: no pass goes through tensor_kernel, whose q and P are rounded
+
+// Whether a pass goes through tensor_kernel. The answer must not depend on the method nor on -b (D2): methods
+// with a budget of everything and full attention are then the same arithmetic.
 static int tensor_cores(const Session *s) {
-    int k = row_kind(s->fk), v = row_kind(s->fv);
-    int halves = (k == ROW_F16 || k == ROW_BF16) && (v == ROW_F16 || v == ROW_BF16);
-    return s->n_tok - s->base >= TC_MIN && s->c->D % 16 == 0 && s->c->D <= TC_MAX_D && !s->packing && halves;
+    int f32 = row_kind(s->fk) == ROW_F32 || row_kind(s->fv) == ROW_F32;
+    return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !attn_exact;
 }
 
-// tensor_kernel over n works.
-template <int DK, int DV, int ND>
-static void tensor_launch(const Attn &a, int n, float *out, float *stat) {
+// ---- rows that tensor_kernel cannot read as they are stored
+// Packed rows, q8_0 rows, and rows of two types are brought to f16 before a pass reads them: each is
+// read by as many strips as the pass has, and unpacked only once. Packed rows are f16 numbers with
+// fewer bits, so they stay what they are; q8_0 and bf16 numbers are rounded to f16's 11 bits, as q is.
+// Under PATS a session's first prefill has nothing packed yet, and reads its raw rows.
+
+#ifdef KVCOMP_TEST
+static const size_t PLAIN_BYTES = 1 << 16;              // so that tests take several turns
+#else
+static const size_t PLAIN_BYTES = (size_t)512 << 20;    // of f16 rows at once, or one KV head's (plan_pass)
+#endif
+
+// Row r of KV head g0 + blockIdx.y, of K or, with blockIdx.z 1, of V, as f16: to (ng,2,N,D). A warp a row.
+static __global__ void plain_rows_kernel(Attn a, int g0, int N, uint16_t *to) {
+    const HeadRef &h = a.heads.at[g0 + blockIdx.y];
+    int r = blockIdx.x * ATTN_WARPS + (threadIdx.x >> 5), v = blockIdx.z, kind = v ? a.kind_v : a.kind_k;
+    if (r >= h.len) return;
+    ptrdiff_t bytes = v ? a.bytes_v : a.bytes_k;
+    const char *raw = (v ? h.v : h.k) + (r - h.packed) * bytes;
+    to += ((size_t)(2 * blockIdx.y + v) * N + r) * a.D;
+    for (int d = threadIdx.x & 31; d < a.D; d += 32)
+        to[d] = half_put<DT_F16>(r < h.packed ? packed_value(h, v, r, d, a.D) : row_get(raw, kind, d));
+}
+
+// 1: every row of layer l is stored as a 16-bit number of one type.
+static int rows_are_halves(const Session *s, int l) {
+    int packed = 0;
+    for (int g = 0; g < s->c->G; g++) packed |= kv_head(s, l, g)->packed;
+    return s->fk == s->fv && row_kind(s->fk) != ROW_Q8 && !packed;
+}
+
+// KV heads of layer l that tensor_kernel is launched for at once.
+static int tensor_heads(const Session *s, int l) {
+    size_t head = (size_t)kv_longest(s, l) * s->c->D * 2 * sizeof(uint16_t) + 1;
+    if (rows_are_halves(s, l)) return s->c->G;
+    return max_int(1, (int)min_size(PLAIN_BYTES / head, s->c->G));
+}
+
+// The kernel's argument for the ng KV heads from g0 on, without strips.
+static Attn tensor_args(Session *s, int l, const float *q, int tok0, int g0, int ng) {
+    Attn a = attn_args(s, l, q, tok0);
+    if (rows_are_halves(s, l)) return a;
+    int N = max_int(kv_longest(s, l), 1);
+    size_t rows = (size_t)N * a.D;
+    uint16_t *to = room<uint16_t>(s, ROOM_PLAIN, 2 * ng * rows);
+    dim3 grid(blocks(N, ATTN_WARPS), ng, 2);
+    KV_LAUNCH(plain_rows_kernel, grid, ATTN_WARPS * 32, 0, a, g0, N, to);
+    for (int g = 0; g < ng; g++) {
+        HeadRef *h = &a.heads.at[g0 + g];
+        h->k = (char *)(to + 2 * g * rows);
+        h->v = (char *)(to + (2 * g + 1) * rows);
+        h->packed = 0;
+    }
+    a.kind_k = a.kind_v = ROW_F16;
+    return a;
+}
+
+// ---- launching tensor_kernel
+
+// Query rows of a strip of tensor_kernel.
+static int strip_rows(int D) {
+    return D <= 128 ? (int)TensorShape<128, 0>::BQ : (int)TensorShape<256, 0>::BQ;
+}
+
+// Launches tensor_kernel for the head_dim of the argument.
+template <int DT, int DIM, int LINES>
+static void tensor_launch(const Attn &a, dim3 grid, const Strip *strips, const DeviceLines *lines, int T,
+                          float *out, float *stat) {
     TensorShared m;
-    size_t smem = tensor_carve(&m, NULL, a.D);
-    KV_LAUNCH_WIDE((tensor_kernel<DK, DV, ND>), n, ATTN_WARPS * 32, smem, a, out, stat);
+    size_t smem = tensor_carve<DIM, LINES>(&m, NULL);
+    KV_LAUNCH_WIDE((tensor_kernel<DT, DIM, LINES>), grid, ATTN_WARPS * 32, smem, a, strips, lines, T, out,
+                   stat);
 }
 
 // The same, for the head_dim of the argument.
-template <int DK, int DV> static void tensor_width(const Attn &a, int n, float *out, float *stat) {
-    if (a.D <= 64) tensor_launch<DK, DV, 4>(a, n, out, stat);
-    else           tensor_launch<DK, DV, 8>(a, n, out, stat);
+template <int DT, int LINES>
+static void tensor_width(const Attn &a, dim3 grid, const Strip *strips, const DeviceLines *lines, int T,
+                         float *out, float *stat) {
+    if (a.D <= 64)       tensor_launch<DT, 64, LINES>(a, grid, strips, lines, T, out, stat);
+    else if (a.D <= 96)  tensor_launch<DT, 96, LINES>(a, grid, strips, lines, T, out, stat);
+    else if (a.D <= 128) tensor_launch<DT, 128, LINES>(a, grid, strips, lines, T, out, stat);
+    else if (a.D <= 160) tensor_launch<DT, 160, LINES>(a, grid, strips, lines, T, out, stat);
+    else                 tensor_launch<DT, 256, LINES>(a, grid, strips, lines, T, out, stat);
 }
 
-// Runs a plan of works of TC_ROWS rows through tensor_kernel: out (n,H,D), stat (n,H,2) on the
-// device -> the argument.
-static Attn attend_tensor(Session *s, int l, const float *q, int tok0, Plan *p, float *out,
-                          float *stat) {
-    Attn a = attn_args(s, l, q, tok0);
-    size_t bytes = (size_t)p->n_work * sizeof(Work);
-    char *dev = room<char>(s, ROOM_PLAN, bytes);
-    upload(dev, p->work, bytes);
-    a.work = (const Work *)dev;
-    int f16_k = a.kind_k == ROW_F16, f16_v = a.kind_v == ROW_F16;
-    if (f16_k && f16_v) tensor_width<DT_F16, DT_F16>(a, p->n_work, out, stat);
-    else if (f16_k)     tensor_width<DT_F16, DT_BF16>(a, p->n_work, out, stat);
-    else if (f16_v)     tensor_width<DT_BF16, DT_F16>(a, p->n_work, out, stat);
-    else                tensor_width<DT_BF16, DT_BF16>(a, p->n_work, out, stat);
-    return a;
+// Runs n strips, a host array, through tensor_kernel: out (n,H,D), stat (n,H,2) on the device, or NULL.
+static void strips_run(Session *s, const Attn &a, const Strip *strips, int n, float *out, float *stat) {
+    if (!n) return;
+    Strip *dev = room<Strip>(s, ROOM_PLAN, n);
+    upload(dev, strips, (size_t)n * sizeof(Strip));
+    if (a.kind_k == ROW_F16) tensor_width<DT_F16, 0>(a, n, dev, NULL, 0, out, stat);
+    else                     tensor_width<DT_BF16, 0>(a, n, dev, NULL, 0, out, stat);
+}
+
+// Appends the strips of n tokens from tok0 on to strips[0..*n_strip): those of the `per` query heads from
+// `head` on, which KV head g serves. A strip sees the rows up to its last token's or, when the rule is not
+// causal, all rows, and the mask hides the later ones.
+static void strips_add(Session *s, int l, int tok0, int n, int head, int per, Strip *strips, int *n_strip) {
+    int g = head / (s->c->H / s->c->G), BQ = strip_rows(s->c->D), pairs = n * per;
+    const KVHead *h = kv_head(s, l, g);
+    for (int m0 = 0; m0 < pairs; m0 += BQ) {
+        int m = min_int(pairs - m0, BQ), last = tok0 + (m0 + m - 1) / per;
+        int sees = s->rule == VIS_CAUSAL ? rows_until(h, last) : h->len;
+        strips[(*n_strip)++] = { g, head, per, m0, m, sees };
+    }
+}
+
+// Room on the host for the strips of n tokens, however their heads are put together.
+static Strip *strips_new(Session *s, int n) {
+    return (Strip *)scratch(s, (size_t)s->c->H * blocks(n, strip_rows(s->c->D)) * sizeof(Strip));
+}
+
+// Attention of n tokens from tok0 on through tensor_kernel: out (n,H,D), stat (n,H,2) on the device -> the
+// argument of kernels that read the rows as they are stored. Strips of all KV heads take turns, so that those
+// with the longest lists start first.
+static Attn attend_tensor(Session *s, int l, const float *q, int tok0, int n, float *out, float *stat) {
+    int G = s->c->G, R = s->c->H / G, step = tensor_heads(s, l);
+    for (int g0 = 0; g0 < G; g0 += step) {
+        int ng = min_int(G - g0, step), n_strip = 0, n_all = 0;
+        Strip *strips = strips_new(s, n), *all = strips_new(s, n);
+        for (int g = g0; g < g0 + ng; g++) strips_add(s, l, tok0, n, g * R, R, strips, &n_strip);
+        for (int i = 0; i < n_strip / ng; i++)
+            for (int g = 0; g < ng; g++) all[n_all++] = strips[g * (n_strip / ng) + i];
+        strips_run(s, tensor_args(s, l, q, tok0, g0, ng), all, n_strip, out, stat);
+    }
+    return attn_args(s, l, q, tok0);
 }
 
 // ---- sums over queries, and KV_MASS
@@ -3790,10 +4184,15 @@ void mass_fetch_cuda(Session *s, KVHead *h) {
 // Attention of tokens t0..t0+n-1 of a prefill: out, q (n,H,D) on the device.
 static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n) {
     size_t mark = scratch_mark(s);
-    int tensor = tensor_cores(s), tok0 = s->base + t0;
-    Plan p = plan_prefill(s, l, tok0, n, tensor ? TC_ROWS : block_rows(n * (s->c->H / s->c->G)), 0);
+    int tok0 = s->base + t0;
     float *stat = room<float>(s, ROOM_STAT, (size_t)n * s->c->H * 2);
-    Attn a = tensor ? attend_tensor(s, l, q, tok0, &p, out, stat) : attend(s, l, q, tok0, &p, out, stat);
+    Attn a;
+    if (tensor_cores(s)) {
+        a = attend_tensor(s, l, q, tok0, n, out, stat);
+    } else {
+        Plan p = plan_prefill(s, l, tok0, n, block_rows(n * (s->c->H / s->c->G)), 0);
+        a = attend(s, l, q, tok0, &p, out, stat);
+    }
     if (s->wants & KV_MASS) add_mass(s, a, whole_lists(s, l, tok0), stat, n, kv_longest(s, l));
     scratch_reset(s, mark);
 }
@@ -5200,17 +5599,16 @@ void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, 
 // agree to rounding.
 
 // ---- attention over lines
+// tensor_kernel (section 3) computes it where it computes dense prefills; what it asks for stands further
+// down. lines_kernel, here, computes the rest: f32 rows, head_dims that are no multiple of 8, passes of fewer
+// than TC_MIN tokens, and attention with q and P in f32 (attn_exact). A head of which every cell is chosen
+// goes the way of dense attention.
+//
 // A block takes LINE_ROWS rows of one query head and walks through the columns that its 64-row
 // block of the matrix needs (block_index of kvcomp.c). The 64 rows are [s0,E); column c is needed
 // if it is a vertical left of the block, or if one of the offsets [s0-c, E-1-c] is chosen, which is
 // one look at 64 bits. Needed columns are gathered into tiles of TILE. Under tile64 every row reads
 // all of them that causality allows, else exactly the cells of its lines.
-struct DeviceLines {            // Lines in device memory
-    const uint64_t *v, *s;      // (n bits) verticals, offsets
-    int n, p0;                  // rows held; the first row of this pass
-    int dense, tile64;          // 1: every cell; 1: whole needed columns
-};
-
 // Bit i of b.
 static __device__ int bit_of(const uint64_t *b, int i) { return (int)(b[i >> 6] >> (i & 63) & 1); }
 
@@ -5358,32 +5756,187 @@ lines_kernel(Attn a, const DeviceLines *cells, int T, float *out) {
     }
 }
 
-// lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device. The
-// DeviceLines of all heads and their bits, verticals before offsets, go up as one block.
-void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
-    int H = s->c->H;
-    size_t at = (size_t)H * sizeof(DeviceLines), bytes = at, mark = scratch_mark(s);
-    for (int h = 0; h < H; h++) bytes += 2 * bit_bytes(lines[h].n);
+// ---- attention over lines on tensor cores: what tensor_kernel<.., LINES 1> asks for
+// A strip is one 64-row block of the matrix and one query head. Two kinds of tiles bring its columns:
+//   - exact lines: KT columns side by side, from a multiple of KT on, if any slash crosses them. A row's
+//     cells in it are KT neighbouring bits of the verticals and KT of the offsets, in reverse order. A tile
+//     in which every cell is chosen needs no mask (the middle of A-shape's band)
+//   - single columns, gathered KT at a time: under tile64 all needed columns, which every row reads as far
+//     as causality lets it; with exact lines the verticals outside of the tiles above
+
+// Does a chosen slash meet column c in the rows [s0,E)?
+static __device__ int slash_meets(const DeviceLines &x, int c, int s0, int E) {
+    return c < E && (bits_from(x.s, x.n, s0 - c) & ~0ull >> (64 - (E - s0))) != 0;
+}
+
+// Are all cells of the columns p .. p+KT-1 in the rows [s0,E) on chosen slashes?
+template <int KT> static __device__ int slashes_fill(const DeviceLines &x, int p, int s0, int E) {
+    int lo = s0 - p - (KT - 1), hi = E - 1 - p, all = lo >= 0;
+    for (int o = lo; o <= hi && all; o += 64)
+        all = (~bits_from(x.s, x.n, o) & ~0ull >> (63 - min_int(hi - o, 63))) == 0;
+    return all;
+}
+
+// Block b of the pass's T tokens under the lines x, as a strip.
+static __device__ Strip lines_strip(const Attn &a, const DeviceLines &x, int b, int T) {
+    int t0 = b * 64, m = min_int(T - t0, 64);
+    return { x.head / a.R, x.head, 1, t0, m, x.p0 + t0 + m };
+}
+
+// list and cols = the next tiles and columns that the strip needs, of columns *from and up -> tiles in the
+// list; *n_cols: columns. *from is then where the lists after these begin. Called by all threads of a block;
+// the lists are complete when it returns. A warp looks at 256 columns at once, and keeps a bit for each:
+// word i lies in lane i.
+template <int KT>
+static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x, const Strip &s,
+                                 int *from, int *n_cols) {
+    const int WORDS = TC_STEP / ATTN_WARPS / 32;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, s0 = s.n - s.m, E = s.n, found = 0, gathered = 0;
+    unsigned before = (1u << lane) - 1;
+    while (found + TC_STEP / KT <= TC_LIST && gathered + TC_STEP <= TC_COLS && *from < E) {
+        int c0 = *from + warp * 32 * WORDS, tile = -1;
+        unsigned need = 0, crossed = 0;
+        for (int i = 0; i < WORDS; i++) {
+            int c = c0 + 32 * i + lane;
+            int needed = x.tile64 ? column_needed(x, c, s0, E) : c < E && bit_of(x.v, c);
+            unsigned columns = __ballot_sync(ALL_LANES, needed);
+            unsigned slashes = __ballot_sync(ALL_LANES, !x.tile64 && slash_meets(x, c, s0, E));
+            if (lane != i) continue;
+            need = columns;
+            crossed = slashes;
+        }
+
+        // Tiles side by side, and single columns outside of them.
+        if (KT == 64) crossed |= __shfl_xor_sync(ALL_LANES, crossed, 1);
+        if (crossed) need = 0;
+        int p = c0 + 32 * lane;
+        if (crossed && p % KT == 0) tile = 2 * p + !(slashes_fill<KT>(x, p, s0, E) && !a.window);
+        unsigned tiles = __ballot_sync(ALL_LANES, tile >= 0);
+        int columns = lanes_sum<32>(__popc(need));
+        if (!lane) {
+            m.counts[warp] = __popc(tiles);
+            m.counts[ATTN_WARPS + warp] = columns;
+        }
+        __syncthreads();
+        int at = found, to = gathered;
+        for (int w = 0; w < ATTN_WARPS; w++) {
+            at += w < warp ? m.counts[w] : 0;
+            to += w < warp ? m.counts[ATTN_WARPS + w] : 0;
+            found += m.counts[w];
+            gathered += m.counts[ATTN_WARPS + w];
+        }
+        if (tile >= 0) m.list[at + __popc(tiles & before)] = tile;
+        for (int i = 0; i < WORDS; i++) {
+            unsigned word = __shfl_sync(ALL_LANES, need, i);
+            if (word >> lane & 1) m.cols[to + __popc(word & before)] = c0 + 32 * i + lane;
+            to += __popc(word);
+        }
+        __syncthreads();
+        *from += TC_STEP;
+    }
+    *n_cols = gathered;
+    return found;
+}
+
+// see (64,KT/32): the warp's words of it, for a tile of lines. In a tile side by side lane i makes the words
+// of row i; what else has to be asked for each cell is asked as in tile_mask.
+template <int KT>
+static __device__ void lines_mask(const TensorShared &m, const Attn &a, const HeadRef &h, const DeviceLines &x,
+                                  const Strip &s, const TileRef &tile) {
+    const int WORDS = KT / 32;
+    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 16, s0 = s.n - s.m;
+    if (!tile.col) {
+        int d = s0 + row + lane % 16 - tile.p;          // the offset at which the row meets column p
+        uint64_t causal = d < 0 ? 0 : ~0ull >> (63 - min_int(d, 63));
+        uint64_t bits = __brevll(bits_from(x.s, x.n, d - 63)) | (bits_from(x.v, x.n, tile.p) & causal);
+        for (int w = 0; w < WORDS && lane < 16; w++)
+            m.see[(row + lane) * WORDS + w] = (unsigned)(bits >> 32 * w);
+        __syncwarp();
+        if (!a.window) return;
+    }
+    KV_UNROLL(1) for (int w = 0; w < WORDS; w++) {
+        int i = w * 32 + lane, k = min_int(i, tile.n - 1), c = tile.col ? tile.col[k] : tile.p + k;
+        KV_UNROLL(1) for (int r = row; r < row + 16; r++) {
+            int q = min_int(s0 + r, s.n - 1), sees = i < tile.n && c <= q;
+            if (!tile.col) sees = sees && (m.see[r * WORDS + w] >> lane & 1);
+            if (a.window) sees = sees && in_window(a, h, c, a.tok0 + q - x.p0);
+            unsigned bits = __ballot_sync(ALL_LANES, sees);
+            if (!lane) m.see[r * WORDS + w] = bits;
+        }
+    }
+}
+
+// ---- launching attention over lines
+
+// DeviceLines on the device of the query heads h0..h1-1 of lines (H), with their bits, verticals before
+// offsets, in one block: of those whose `dense` is 0 or, with all, of each -> how many.
+static int lines_upload(Session *s, const Lines *lines, int h0, int h1, int all, const DeviceLines **cells) {
+    int n = 0;
+    size_t at = (size_t)(h1 - h0) * sizeof(DeviceLines), bytes = at;
+    for (int h = h0; h < h1; h++) bytes += 2 * bit_bytes(lines[h].n);
     char *host = (char *)scratch(s, bytes), *dev = room<char>(s, ROOM_LIST, bytes);
-    for (int h = 0; h < H; h++) {
+    for (int h = h0; h < h1; h++) {
         const Lines *x = &lines[h];
         size_t b = bit_bytes(x->n);
+        if (x->dense && !all) continue;
         const uint64_t *v = (const uint64_t *)(dev + at), *o = (const uint64_t *)(dev + at + b);
-        DeviceLines cells = { v, o, x->n, x->p0, x->dense, x->tile64 };
-        memcpy(host + h * sizeof(DeviceLines), &cells, sizeof cells);
+        DeviceLines one = { v, o, x->n, x->p0, x->dense, x->tile64, h };
+        memcpy(host + (size_t)n++ * sizeof one, &one, sizeof one);
         memcpy(host + at, x->v, b);
         memcpy(host + at + b, x->s, b);
         at += 2 * b;
     }
+    upload(dev, host, at);
+    *cells = (const DeviceLines *)dev;
+    return n;
+}
 
-    upload(dev, host, bytes);
-    Attn a = attn_args(s, l, q, s->base);
-    const DeviceLines *cells = (const DeviceLines *)dev;
-    size_t smem = lines_smem(a.D);
-    dim3 grid(blocks(T, LINE_ROWS), H), block(ATTN_WARPS * 32);
-    if (a.D <= 64)       KV_LAUNCH_WIDE((lines_kernel<2>), grid, block, smem, a, cells, T, out);
-    else if (a.D <= 128) KV_LAUNCH_WIDE((lines_kernel<4>), grid, block, smem, a, cells, T, out);
-    else                 KV_LAUNCH_WIDE((lines_kernel<8>), grid, block, smem, a, cells, T, out);
+// The dense heads among query heads h0..h1-1 through tensor_kernel, as in any other layer. Query heads of one
+// KV head that are all dense share strips.
+static void lines_dense(Session *s, int l, const Attn &a, const Lines *lines, int h0, int h1, float *out,
+                        int T) {
+    int n_strip = 0;
+    Strip *strips = strips_new(s, T);
+    for (int h = h0; h < h1; h += a.R) {
+        int dense = 0;
+        for (int r = 0; r < a.R; r++) dense += lines[h + r].dense;
+        if (dense == a.R) strips_add(s, l, s->base, T, h, a.R, strips, &n_strip);
+        for (int r = 0; r < a.R && dense < a.R; r++)
+            if (lines[h + r].dense) strips_add(s, l, s->base, T, h + r, 1, strips, &n_strip);
+    }
+    strips_run(s, a, strips, n_strip, out, NULL);
+}
+
+// Attention over lines through tensor_kernel: dense heads, then the others.
+static void lines_tensor(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
+    int G = s->c->G, R = s->c->H / G, step = tensor_heads(s, l);
+    for (int g0 = 0; g0 < G; g0 += step) {
+        int ng = min_int(G - g0, step);
+        const DeviceLines *cells;
+        Attn a = tensor_args(s, l, q, s->base, g0, ng);
+        lines_dense(s, l, a, lines, g0 * R, (g0 + ng) * R, out, T);
+        int n = lines_upload(s, lines, g0 * R, (g0 + ng) * R, 0, &cells);
+        dim3 grid(n, blocks(T, 64));
+        if (n && a.kind_k == ROW_F16) tensor_width<DT_F16, 1>(a, grid, NULL, cells, T, out, NULL);
+        else if (n)                   tensor_width<DT_BF16, 1>(a, grid, NULL, cells, T, out, NULL);
+    }
+}
+
+// lines_attend of kvcomp.c: lines (H) with bits on the host; out, q (T,H,D) on the device.
+void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T) {
+    size_t mark = scratch_mark(s);
+    if (tensor_cores(s)) {
+        lines_tensor(s, l, lines, out, q, T);
+    } else {
+        const DeviceLines *cells;
+        Attn a = attn_args(s, l, q, s->base);
+        lines_upload(s, lines, 0, a.H, 1, &cells);
+        size_t smem = lines_smem(a.D);
+        dim3 grid(blocks(T, LINE_ROWS), a.H), block(ATTN_WARPS * 32);
+        if (a.D <= 64)       KV_LAUNCH_WIDE((lines_kernel<2>), grid, block, smem, a, cells, T, out);
+        else if (a.D <= 128) KV_LAUNCH_WIDE((lines_kernel<4>), grid, block, smem, a, cells, T, out);
+        else                 KV_LAUNCH_WIDE((lines_kernel<8>), grid, block, smem, a, cells, T, out);
+    }
     scratch_reset(s, mark);
 }
 
@@ -7612,6 +8165,12 @@ void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t 
 }
 
 size_t cuda_chunk(size_t total) { return chunk_rows(total); }
+
+// Tokens of a pass from which on it goes through tensor_kernel; 0: what they are outside of tests.
+void cuda_tensor_min(int n) { tensor_min = n ? n : (int)TC_MIN; }
+
+// 1: prefills with q and P in f32 from now on.
+void cuda_exact(int on) { attn_exact = on; }
 
 // Attn.span from now on, a multiple of 32; 0: what it is outside of tests.
 void cuda_span(int n) { gqa_span = n ? n : (int)GQA_SPAN; }
