@@ -141,8 +141,9 @@ traffic: tests
 # The same kernels and tests with the emulator's harder modes (cuda_emu.h): arithmetic as a GPU rounds it, accesses of
 # different blocks watched, memory that is used again poisoned. -fsanitize=thread makes the compiler report every access,
 # to cuda_emu.h; fused multiply-add is what nvcc makes of a product and a sum.
-HARD_TESTS = cuda_math cuda_rows cuda_attention cuda_tensor cuda_packed cuda_select cuda_pooled cuda_lines cuda_h2o \
-             cuda_lychee cuda_quest cuda_pats cuda_model cuda_wide cuda_emulator cuda_seek cuda_columns cuda_loop_lists
+HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_swiglu_range cuda_token cuda_rows cuda_attention cuda_tensor \
+             cuda_packed cuda_select cuda_pooled cuda_lines cuda_h2o cuda_lychee cuda_quest cuda_pats cuda_model \
+             cuda_wide cuda_emulator cuda_seek cuda_columns cuda_loop_lists
 HARD_FMA = $(shell grep -qw fma /proc/cpuinfo 2>/dev/null && echo -mfma -ffp-contract=fast)
 kvcomp_hard.o: kvcomp.cu kvcomp.h cuda_emu.h Makefile
 	g++ $(EMUFLAGS) -DEMU_HARD=1 -fsanitize=thread -Wno-tsan $(HARD_FMA) -O1 -c -o $@ kvcomp.cu

@@ -966,7 +966,9 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
     emu_do(0, [=] { emu_run(name, grid, block, dyn, k, a...); });
 }
 #define KV_LAUNCH(k, grid, block, smem, ...) do { emu_launch(#k, grid, block, smem, k, __VA_ARGS__); KV_CUDA(cudaGetLastError()); } while (0)
+#define KV_LAUNCH_EARLY KV_LAUNCH                                // kernels run one after the other
 #define KV_UNROLL(n)
+#define KV_CALL
 #define KV_DYN_SHARED(T, name) T *name = (T *)emu_dyn()
 
 // ------------------------------------------------------------------------------------------------ device functions
@@ -975,6 +977,7 @@ static inline float emu_expf(float x) { return emu_off((expf)(x), x); }
 #define expf(x) emu_expf(x)
 static inline float __ldg(const float *p) { return *p; }
 static inline int   __ldg(const int *p) { return *p; }
+static inline float __ldcg(const float *p) { return *p; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 #define __expf(x) expf(x)                       // glibc owns the name
 #if EMU_HARD                           // the compiler must not see that a product goes into a sum
@@ -1008,7 +1011,7 @@ template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
 static inline int atomicAdd(int *p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 static inline unsigned atomicAdd(unsigned *p, unsigned v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 static inline int atomicCAS(int *p, int c, int v) { __atomic_compare_exchange_n(p, &c, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED); return c; }
-static inline int atomicMax(int *p, int v) { int o = *p; while (o < v && !__atomic_compare_exchange_n(p, &o, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {} return o; }
+static inline int atomicMax(int *p, int v) { int o = __atomic_load_n(p, __ATOMIC_RELAXED); while (o < v && !__atomic_compare_exchange_n(p, &o, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {} return o; }
 static inline float atomicAdd(float *p, float v) {
     int o = __atomic_load_n((int *)p, __ATOMIC_RELAXED), n;
     do n = __float_as_int(__int_as_float(o) + v); while (!__atomic_compare_exchange_n((int *)p, &o, n, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));

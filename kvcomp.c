@@ -1747,6 +1747,14 @@ static void budget_options(Session *s) {
     s->ratio = opt_given(s->opt, "ratio") ? opt_real(s->opt, "ratio") : -1;
 }
 
+// Rows of a prefill block: -b, or what suits the device. A GPU's products of 512 rows are too small
+// to keep all of it at work.
+static int batch_rows(const Options *o, const char *device) {
+    int b = opt_int(o, "batch-size");
+    if (b) return b;
+    return strcmp(device, "cuda") ? 512 : 2048;
+}
+
 // A session for this model, these options and this method; NULL, and the reason in err, if they do
 // not fit.
 static Session *session_try(const Config *c, const Weights *w, const Options *o, const char *method,
@@ -1755,7 +1763,7 @@ static Session *session_try(const Config *c, const Weights *w, const Options *o,
     *s = (Session){ .c = c, .w = w, .opt = o, .forward = forward, .scratch = arena_new() };
     s->fk = format_find(opt_str(o, "ctk"));
     s->fv = format_find(opt_str(o, "ctv"));
-    s->batch = opt_int(o, "batch-size");
+    s->batch = batch_rows(o, opt_str(o, "device"));
     budget_options(s);
     s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
     s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
@@ -10516,8 +10524,10 @@ static const Opt program_options[] = {
     { "threads",       'i', "0",    "threads; 0: one for a small model, all physical cores for others" },
     { "ctx-size",      'i', "4096",
       "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit" },
-    { "batch-size",    'i', "512",
-      "rows of a prefill block; changes speed and memory, never a logit (on a GPU: their rounding)" },
+    { "batch-size",    'i', "0",
+      "rows of a prefill block, 0: 512, on a GPU 2048; changes speed and memory, never a logit (on a GPU: their rounding)" },
+    { "exact",         'b', "0",
+      "on a GPU: a prefill's products with 16-bit weights twice: rounded activations, and what is left over" },
     { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
     { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
     { "tokenizer",     's', "",     "tokenizer.json or tokenizer.model instead of the model's" },
@@ -10614,7 +10624,7 @@ static const struct Range {
 } ranges[] = {
     { "threads",             0,    1024 },
     { "ctx-size",            0,    1 << 30 },
-    { "batch-size",          1,    1 << 20 },
+    { "batch-size",          0,    1 << 20 },
     { "n-predict",           -1,   INT_MAX },
     { "wrap",                -1,   1 << 16 },
     { "temp",                0,    100 },
@@ -17079,6 +17089,18 @@ static void plan_room(MemoryPlan *p, const char *what, size_t n) {
     p->pass_cpu += n + n / 2;
 }
 
+// Do products want their input in f32? f32 weights do, and so does --exact. Weights that are only
+// planned have the config's type.
+static int wide_inputs(const Session *s) {
+    int wide = opt_int(s->opt, "exact");
+    for (int l = 0; l < s->c->L; l++) {
+        const Layer *y = &s->w->layer[l];
+        const Tensor *all[] = { &y->wq, &y->wk, &y->wv, &y->wo, &y->gate, &y->up, &y->down };
+        for (int i = 0; i < 7; i++) wide |= (all[i]->data ? all[i]->dtype : s->c->dtype) == DT_F32;
+    }
+    return wide;
+}
+
 // The rooms of the largest pass there is, a turn of ctx tokens. whole 1: some hook sees the whole
 // turn, so queries of all its tokens live at once. scored 1: scores of every row may be needed.
 // sparse 1: a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU has the
@@ -17098,8 +17120,11 @@ static void plan_pass(MemoryPlan *p, const Session *s, int whole, int scored, in
     plan_room(p, "RoPE angles (T,D)", T * D * f);
     plan_room(p, whole ? "q, k, v, attention's output, whole turn" : "q, k, v, attention's output, -b tokens",
               2 * span * (H + G) * D * f);
-    plan_room(p, "MLP, -b tokens", block * (C + 2 * F) * f);
-    plan_room_cuda(p, "inputs of products in 16 bits", 2 * block * max_size(F, H * D));
+    plan_room(p, "gate and up, -b tokens", block * 2 * F * f);
+    plan_room(p, "products, -b tokens", block * max_size((H + 2 * G) * D, C) * f);
+    plan_room_cuda(p, "inputs of products in 16 bits", 2 * block * max_size(F, max_size(C, H * D)));
+    plan_room_cuda(p, "inputs of products in 32 bits", wide_inputs(s) ? block * max_size(C, F) * f : 0);
+    plan_room_cuda(p, "scales of inputs", block * f);
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
     // Of packed, q8_0 or mixed rows: 512 MB or one KV head at once (PLAIN_BYTES).
     int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && !s->packing;
@@ -27642,6 +27667,7 @@ static int device_serves(const App *a, char why[512]) {
         snprintf(why, 512, "%.500s", err);
         return 0;
     }
+    s->batch = batch_rows(a->o, "cuda");
     int good = !device_bars(s, why) && trial_passes(why);
     session_close(s);
     return good;
@@ -27759,8 +27785,10 @@ static void print_memory(const App *a, FILE *f) {
     options_set(a->o, "device", "cpu", err);
     Session *s = session_try(a->c, a->w, a->o, method, err);
     if (s) {
+        s->batch = batch_rows(a->o, "cpu");
         print_memory_of(s, method, "cpu", f);
 #ifdef KVCOMP_CUDA
+        s->batch = batch_rows(a->o, "cuda");
         print_memory_of(s, method, "cuda", f);
 #endif
         session_close(s);
@@ -27922,6 +27950,7 @@ static int plan_run(App *a) {
     if (*opt_str(a->o, "synthetic")) a->c->dtype = DT_BF16;
     a->w = weights_planned(a->c);
     Session *s = session_open(a->c, a->w, a->o, method);
+    s->batch = batch_rows(a->o, "cuda");
     int rc = plan_print(s, method, memory, stdout);
     session_close(s);
     return rc;

@@ -49,10 +49,35 @@
     KV_CUDA(cudaGetLastError()); \
 } while (0)
 
+static int kv_early;                            // 1: the device can start a kernel early, sm_90 and later
+
+// A launch of a kernel that calls dependency_wait: it may start before the one ahead of it has ended, so
+// that its first blocks find their places, and ask for their weights, while that one's last are at work.
+template <class... P, class... A>
+static cudaError_t launch_early(void (*k)(P...), int grid, int block, size_t smem, cudaStream_t stream,
+                                A... a) {
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = dim3(grid);
+    c.blockDim = dim3(block);
+    c.dynamicSmemBytes = smem;
+    c.stream = stream;
+    c.attrs = &early;
+    c.numAttrs = kv_early;
+    return cudaLaunchKernelEx(&c, k, (P)a...);
+}
+#define KV_LAUNCH_EARLY(k, grid, block, smem, ...) \
+    KV_CUDA(launch_early(k, grid, block, smem, kv_stream, __VA_ARGS__))
+
 // KV_UNROLL(n) stands before a loop whose loads are to be under way n at once, KV_UNROLL() before one
 // whose arrays are to be registers.
 #define KV_PRAGMA(x) _Pragma(#x)
 #define KV_UNROLL(n) KV_PRAGMA(unroll n)
+
+// A device function that is called, not inlined.
+#define KV_CALL __device__ __noinline__
 
 // Declares `name`, the kernel's dynamic shared memory, as T *.
 #define KV_DYN_SHARED(T, name) extern __shared__ __align__(128) float4 kv_dyn_[]; T *name = (T *)kv_dyn_
@@ -190,20 +215,21 @@ struct Room {
 // room() for it.
 enum {
     ROOM_X,                     // (T,C) the pass's activations
-    ROOM_H,                     // (b,C) their norm
     ROOM_Q,                     // (n,H,D)
     ROOM_K,                     // (n,G,D)
     ROOM_V,                     // (n,G,D)
     ROOM_OUT,                   // (n,H,D) what attention makes of q
-    ROOM_GATE,                  // (b,F)
-    ROOM_UP,                    // (b,F)
+    ROOM_GATE,                  // (b,2F) gate and up of a token; of one token alone (F) their SwiGLU
+    ROOM_PRODUCT,               // (b,max((H+2G)D,C)) what a product leaves before it is scaled and added
     ROOM_COS,                   // (T,D) cosines and sines of RoPE
-    ROOM_HALF,                  // (T,I) activations rounded to the weights' type
+    ROOM_WIDE,                  // (b,I) the input of a product in f32
+    ROOM_HALF,                  // (b,I) the input of a product in 16 bits
+    ROOM_SCALE,                 // (b) what a row of ROOM_HALF is to be multiplied by
     ROOM_IDS,                   // (T) vocabulary ids of the pass
     ROOM_TOK,                   // (n_tok) a copy of Session.tok
     ROOM_PLAN,                  // works, items and lists of one call of attention
     ROOM_PLAIN,                 // (ng,2,N,D) rows of KV heads as f16, for tensor_kernel
-    ROOM_PART,                  // (items,BQ,D+2) what the items of attention hand to join_kernel
+    ROOM_PART,                  // (items,BQ,D+2) what the items of attention hand to join_row
     ROOM_STAT,                  // (n,H,2) max and sum of each softmax row
     ROOM_COL,                   // (H,N) sums over queries
     ROOM_MOVE,                  // rows on their way to another place
@@ -226,7 +252,7 @@ enum {
     ROOM_PICKS,                 // LoopServe: what the choice of lines needs
     ROOM_VIEWS,                 // (L,G,stride) the lists that select hooks chose on the device
     ROOM_OWNER,                 // LycheeCluster: (L,G,cap) the cluster of each chunk
-    ROOM_ARRIVED,               // (1+H) blocks that have come by, all 0 between two launches
+    ROOM_ARRIVED,               // counters of blocks that have come by, all 0 between two launches
     N_ROOMS
 };
 
@@ -235,6 +261,9 @@ enum { MAP_SIZE = 1 << 13 };
 struct Copied {
     const void *host;           // NULL: a free slot
     char *dev;
+    int owns;                   // 1: dev is memory of its own, or begins that of several tensors
+    int dtype;                  // DT_* of the numbers there
+    float scale;                // the numbers there times scale are the tensor
 };
 struct Map {
     Copied at[MAP_SIZE];
@@ -244,6 +273,7 @@ struct Map {
 // One upload of a model, whatever the number of sessions that use it.
 struct Shared {
     const Weights *w;
+    int exact;                  // 1: for sessions with --exact, whose matrices are as stored
     int users;                  // sessions
     Map map;
     Shared *next;
@@ -299,7 +329,6 @@ struct Device {                 // Session.dev
     int n_tok;                  // tokens ROOM_TOK holds
     // The rest belongs to "a decode step in one go" (section 4).
     struct Step *step;          // pinned: what the next step is told
-    float *logits;              // (V) pinned: what it answers
     const struct Step *told;    // step on the device, where kernels find its lengths; NULL in any other
                                 // pass: the host gives them
     unsigned settled;           // Session.changes after select hooks were last called in an ordinary
@@ -326,6 +355,15 @@ template <class T> static T *room_kept(Session *s, int which, size_t n) {
         s->changes++;
     }
     return (T *)r->p;
+}
+
+// n counters on the device, all 0. A kernel that counts leaves them at 0.
+static int *arrivals(Session *s, int n) {
+    const Room *r = &s->dev->room[ROOM_ARRIVED];
+    size_t before = r->bytes;
+    int *p = room_kept<int>(s, ROOM_ARRIVED, n);
+    if (r->bytes != before) KV_CUDA(cudaMemsetAsync(p, 0, r->bytes, kv_stream));
+    return p;
 }
 
 #ifdef KVCOMP_TEST
@@ -404,40 +442,72 @@ static void stage_close(Stage *g) {
     progress_tell("uploading", 1);
 }
 
-// The device's copy of tensor t, made now if there is none yet. g: the staging buffer of a whole
-// model, or NULL.
-static const char *map_put(Map *m, const Tensor *t, Stage *g) {
-    Copied *c = map_slot(m, t->data);
-    if (c->host) return c->dev;
-    size_t bytes = (size_t)t->rows * t->cols * dtype_size(t->dtype);
-    if (++m->n > MAP_SIZE / 2) die(EXIT_RUN, "more than %d tensors on the GPU", MAP_SIZE / 2);
-    c->dev = device_new(bytes);
-    if (g) stage_send(g, c->dev, (const char *)t->data, bytes);
-    else upload(c->dev, t->data, bytes);
-    c->host = t->data;
-    return c->dev;
+// Bytes of a tensor.
+static size_t tensor_bytes(const Tensor *t) {
+    return (size_t)t->rows * t->cols * dtype_size(t->dtype);
+}
+
+// Brings n tensors to the device, none of which is there yet, one behind the other in one piece of
+// memory. g: the staging buffer of a whole model, or NULL. -> where they lie.
+static char *map_put(Map *m, const Tensor *const *t, int n, Stage *g) {
+    size_t all = 0, at = 0;
+    for (int i = 0; i < n; i++) all += tensor_bytes(t[i]);
+    char *dev = device_new(all);
+    for (int i = 0; i < n; i++) {
+        size_t bytes = tensor_bytes(t[i]);
+        if (++m->n > MAP_SIZE / 2) die(EXIT_RUN, "more than %d tensors on the GPU", MAP_SIZE / 2);
+        if (g) stage_send(g, dev + at, (const char *)t[i]->data, bytes);
+        else upload(dev + at, t[i]->data, bytes);
+        *map_slot(m, t[i]->data) = { t[i]->data, dev + at, !i, t[i]->dtype, 1 };
+        at += bytes;
+    }
+    return dev;
+}
+
+// Brings those of n tensors that exist and are not there yet, as stored, each by itself.
+static void tensors_put(Map *m, const Tensor *const *t, int n, Stage *g) {
+    for (int i = 0; i < n; i++)
+        if (t[i]->data && !map_slot(m, t[i]->data)->host) map_put(m, t + i, 1, g);
 }
 
 // Frees every tensor of the map.
 static void map_clear(Map *m) {
-    for (int i = 0; i < MAP_SIZE; i++) device_free(m->at[i].dev);
+    for (int i = 0; i < MAP_SIZE; i++) device_free(m->at[i].owns ? m->at[i].dev : NULL);
     memset(m, 0, sizeof *m);
 }
 
-// Where tensor t lies on the device: among the model's, else among those of Session.alt, which are
-// brought when first asked for. NULL when the model has no such tensor.
+// The device's copy of tensor t: among the model's, or among those of Session.alt. NULL: there is
+// none yet.
+static Copied *copy_of(Session *s, const Tensor *t) {
+    Copied *c = map_slot(&s->dev->base->map, t->data);
+    if (!c->host) c = map_slot(&s->dev->alt, t->data);
+    return c->host ? c : NULL;
+}
+
+// Where tensor t lies on the device, as stored. A tensor of Session.alt is brought when first asked
+// for. NULL when the model has no such tensor.
 static const char *on_device(Session *s, const Tensor *t) {
     if (!t->data) return NULL;
-    Copied *c = map_slot(&s->dev->base->map, t->data);
-    return c->host ? c->dev : map_put(&s->dev->alt, t, NULL);
+    const Copied *c = copy_of(s, t);
+    return c ? c->dev : map_put(&s->dev->alt, &t, 1, NULL);
 }
 
 // ==================================================================================================== 16 NUMBERS AND KERNELS
-// Weights are read as they are stored. A pass of one token multiplies them by f32 activations
-// (gemv_kernel). A pass of more tokens goes through cuBLAS, which wants both factors of one type:
-// the activations go in as two numbers of the weights' type, the rounded value and what the
-// rounding left over, and the sums are f32. (One bf16 number alone moved logits by a hundredth of
-// their size.)
+// A pass of one token multiplies weights by f32 activations (gemv_kernel). A pass of more tokens goes
+// through cuBLAS, which wants both factors of one type. f32 weights meet f32 activations. 16-bit
+// weights meet activations of 16 bits, one product, with f32 sums:
+//
+//     weights    on the device          an activation is rounded to
+//     f16        as stored              11 bits: off by 2^-11 of itself at most
+//     bf16       f16 times 2^-k         11 bits, because f16 holds what bf16 holds (matrix_halve)
+//     bf16       as stored, where       8 bits: off by 2^-8 of itself at most
+//                f16 would lose more
+//
+// A row of activations is multiplied by a power of two of its own first, so that its largest number
+// lies in [2^14,2^15): SwiGLU's may be beyond f16, and small ones keep their bits (rows_kernel).
+// With --exact bf16 weights stay as they are, and an activation goes in as two 16-bit numbers, the
+// rounded value and what the rounding left over: two products, off by 2^-22 of it with f16 and by
+// 2^-16 with bf16.
 
 // ---- sums and maxima over the lanes of a warp
 
@@ -472,6 +542,26 @@ template <int LANES> static __device__ float groups_max(float x) {
 // The place of the lowest bit of m that is set.
 static __device__ int lowest_bit(unsigned m) {
     return __popc((m & (0u - m)) - 1);
+}
+
+// ---- what comes after all blocks, in the same launch
+// Blocks that share a work count themselves in, and the last one to arrive does what needs the
+// results of all of them. It saves a launch, and it waits for nobody.
+
+// Counts the block in -> 1, in every thread, for the last of `all` blocks, which from here on sees
+// what the others have written. *last: shared. All threads of a block.
+static __device__ int arrives_last(int *counter, int all, int *last) {
+    __syncthreads();
+    if (!threadIdx.x) {
+        __threadfence();
+        *last = atomicAdd(counter, 1) == all - 1;
+        if (*last) {
+            atomicAdd(counter, -all);
+            __threadfence();
+        }
+    }
+    __syncthreads();
+    return *last;
 }
 
 // ---- what only PTX can say
@@ -618,6 +708,9 @@ template <int DT> static __device__ float half_get(uint16_t h) {
 #endif
 }
 
+// x rounded to a 16-bit number of type DT (section 3).
+template <int DT> static __device__ uint16_t half_put(float x);
+
 // Number i of an array of dtype.
 static __device__ float number(const void *p, int dtype, size_t i) {
     if (dtype == DT_F32) return ((const float *)p)[i];
@@ -625,7 +718,102 @@ static __device__ float number(const void *p, int dtype, size_t i) {
     return dtype == DT_F16 ? half_get<DT_F16>(h) : half_get<DT_BF16>(h);
 }
 
-// ---- norms, biases, activations, embeddings
+// ---- bf16 matrices as f16
+// f16 has three more bits than bf16 and a smaller range. A matrix times 2^k, with k such that its
+// largest element lies in [2^15,2^16), fits: bf16 has 8 significant bits, so the largest one there
+// is 255 2^8 = 65280, f16's is 65504. Below, f16 is exact down to 2^-17: an element in [2^e,2^(e+1))
+// is a multiple of 2^(e-7), and f16 holds every multiple of 2^-24. So f16 holds every element that is
+// no smaller than 2^-32 of the largest, and moves smaller ones by 2^-40 of the largest at most, where
+// an f32 sum loses 2^-24 of itself. Of Gaussian weights with a deviation of 1/50 of the largest one
+// among a hundred million is so small. Because of such an element, which no sum can see, "all exact"
+// would refuse about every other gate and up of a model of 8 billion. So a matrix stays bf16 only when
+// more than one in HALVE_LOSES elements would change, or when one is no number.
+
+enum { HALVE_LOSES = 1024 };
+
+// *top = the bits of the largest magnitude of w (n), atomically. A lane four neighbours of a warp's 128.
+static __global__ void largest_kernel(const uint16_t *w, size_t n, int *top) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    int m = 0, lane = threadIdx.x & 31;
+    for (int j = 0; j < 4; j++)
+        if (i + j < n) m = max_int(m, w[i + j] & 0x7fff);
+    for (int d = 16; d; d >>= 1) m = max_int(m, __shfl_xor_sync(ALL_LANES, m, d));
+    if (!lane) atomicMax(top, m);
+}
+
+// *lost += how many of w (n) f16 does not hold exactly when multiplied by factor, a power of two. A
+// lane four neighbours of a warp's 128.
+static __global__ void lost_kernel(const uint16_t *w, size_t n, float factor, int *lost) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    int m = 0, lane = threadIdx.x & 31;
+    for (int j = 0; j < 4; j++) {
+        float x = i + j < n ? bf16_to_f32(w[i + j]) * factor : 0;
+        m += f16_to_f32(f32_to_f16(x)) != x;
+    }
+    m = lanes_sum<32>(m);
+    if (!lane && m) atomicAdd(lost, m);
+}
+
+// w (n) from bf16 to f16, times factor, in place. A thread an element.
+static __global__ void halve_kernel(uint16_t *w, size_t n, float factor) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) w[i] = f32_to_f16(bf16_to_f32(w[i]) * factor);
+}
+
+// w (n) on the device, bf16, becomes f16 in place if that is as good (see above) -> what its numbers
+// are to be multiplied by then, or 0: it stays bf16.
+static float matrix_halve(uint16_t *w, size_t n) {
+    int found[2] = { 0, 0 }, *dev = (int *)device_new(sizeof found);
+    upload(dev, found, sizeof found);
+    KV_LAUNCH(largest_kernel, blocks(n, 1024), 256, 0, w, n, dev);
+    download(found, dev, sizeof found);
+    int e = (found[0] >> 7) - 127, k = min_int(15 - e, 100);        // 2^100 and its inverse are f32
+    float factor = ldexpf(1, k);
+    if (e < 128) KV_LAUNCH(lost_kernel, blocks(n, 1024), 256, 0, w, n, factor, dev + 1);
+    download(found, dev, sizeof found);
+    device_free(dev);
+    if (e == 128 || (size_t)found[1] > n / HALVE_LOSES) return 0;
+    KV_LAUNCH(halve_kernel, blocks(n, 256), 256, 0, w, n, factor);
+    return ldexpf(1, -k);
+}
+
+// Brings matrices that read the same input to the device. Where their types and widths are one they
+// lie one behind the other, so that one product does for all. exact: bf16 stays bf16.
+static void matrices_put(Map *m, const Tensor *const *t, int n, Stage *g, int exact) {
+    int alike = 1;
+    for (int i = 0; i < n; i++)
+        alike &= t[i]->dtype == t[0]->dtype && t[i]->cols == t[0]->cols && !map_slot(m, t[i]->data)->host;
+    if (!alike) {
+        for (int i = 0; i < n && n > 1; i++) matrices_put(m, t + i, 1, g, exact);
+        return;
+    }
+    char *dev = map_put(m, t, n, g);
+    size_t all = 0;
+    for (int i = 0; i < n; i++) all += (size_t)t[i]->rows * t[i]->cols;
+    float scale = t[0]->dtype == DT_BF16 && !exact ? matrix_halve((uint16_t *)dev, all) : 0;
+    for (int i = 0; i < n && scale; i++) {
+        Copied *c = map_slot(m, t[i]->data);
+        c->dtype = DT_F16;
+        c->scale = scale;
+    }
+}
+
+// The device's copies of n matrices that read the same input: c (n). Those of Session.alt are brought
+// when first asked for.
+static void matrices_of(Session *s, const Tensor *const *t, int n, const Copied **c) {
+    int there = 1;
+    for (int i = 0; i < n; i++) there &= copy_of(s, t[i]) != NULL;
+    if (!there) {
+        const Tensor *missing[3];
+        int m = 0;
+        for (int i = 0; i < n; i++)
+            if (!copy_of(s, t[i])) missing[m++] = t[i];
+        matrices_put(&s->dev->alt, missing, m, NULL, s->dev->base->exact);
+    }
+    for (int i = 0; i < n; i++) c[i] = copy_of(s, t[i]);
+}
+
+// ---- norms, embeddings
 // All of these are bound by memory: a few operations for each number that is read and written once.
 
 // RMSNorm: y[t][i] = x[t][i] w[i] / sqrt(mean of x[t]^2 + eps); x, y (T,n), w (n).
@@ -650,34 +838,12 @@ static __global__ void rmsnorm_kernel(float *y, const float *x, const void *w, i
     for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i] * inv * number(w, dtype, i);
 }
 
-// y += b: y (n/cols,cols), b (cols). A thread an element.
-static __global__ void bias_kernel(float *y, const void *b, int dtype, int cols, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] += number(b, dtype, i % cols);
-}
-
-// g = silu(g) u, n elements. A thread an element.
-static __global__ void swiglu_kernel(float *g, const float *u, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) g[i] = g[i] / (1 + expf(-g[i])) * u[i];
-}
-
 // x (T,C) = rows ids[t] of the table (V,C); n = T C. A thread an element. Rows whose id is negative
 // are left alone.
 static __global__ void embed_kernel(float *x, const void *table, int dtype, const int *ids, int C,
                                     size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n && ids[i / C] >= 0) x[i] = number(table, dtype, (size_t)ids[i / C] * C + i % C);
-}
-
-// y = x rounded to f16 or bf16 or, with rest 1, what that rounding leaves over, rounded. A thread
-// an element.
-static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int rest, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    float a = x[i];
-    if (rest) a -= dtype == DT_F16 ? f16_to_f32(f32_to_f16(a)) : bf16_to_f32(f32_to_bf16(a));
-    y[i] = dtype == DT_F16 ? f32_to_f16(a) : f32_to_bf16(a);
 }
 
 // Threads of a row: one warp where many rows fill the device or a row is short. A few long rows
@@ -693,12 +859,6 @@ static void rmsnorm_cuda(Session *s, float *y, const float *x, const Tensor *w, 
     if (d) KV_LAUNCH(rmsnorm_kernel, T, rmsnorm_threads(T, n), 0, y, x, d, w->dtype, n, s->c->eps);
 }
 
-// Launches y (T,n) += b. Nothing happens when the model has no such b.
-static void bias_cuda(Session *s, float *y, const Tensor *b, int T, int n) {
-    const char *d = on_device(s, b);
-    if (d) KV_LAUNCH(bias_kernel, blocks((size_t)T * n, 256), 256, 0, y, d, b->dtype, n, (size_t)T * n);
-}
-
 // ---- products of one token
 // Up to three matrices of one dtype and width that read the same x share a launch. Their rows are
 // counted on from one matrix to the next; with GEMV_SWIGLU the rows of gate and up take turns, so
@@ -707,24 +867,44 @@ static void bias_cuda(Session *s, float *y, const Tensor *b, int T, int n) {
 enum {
     GEMV_ROWS = 4,              // rows of a warp
     GEMV_WARPS = 4,             // warps of a block
-    GEMV_AHEAD = 2              // loads of 16 bytes a lane has under way for each row
+    GEMV_AHEAD = 2              // loads of 16 bytes a lane asks for at once for each row
 };
 enum {
     GEMV_STORE,                 // y = Wx + b
     GEMV_ADD,                   // y += Wx + b
-    GEMV_SWIGLU                 // y = silu(W0 x + b0) (W1 x + b1)
+    GEMV_SWIGLU,                // y = silu(W0 x + b0) (W1 x + b1)
+    GEMV_HEADS                  // y = Wx + b, for qkv_kernel (section 2)
 };
 
 struct GemvPart {               // one matrix of a launch
     const char *w;              // (rows,cols)
     const void *bias;           // (rows); NULL: none
     float *y;                   // (rows)
+    float scale;                // W is what is stored times this
     int rows, bias_type;
 };
 struct Gemv {
     GemvPart part[3];
+    const void *norm;           // (cols): x goes in as its RMSNorm with these weights; NULL: as it is
+    float eps;
+    int norm_type;
     int rows, cols;             // rows: of all parts together
+    int split;                  // warps that share the rows of one: 1, 2 or 4
 };
+
+// Columns that a warp goes through at once.
+KV_HD constexpr int gemv_chunk(int dtype) {
+    return GEMV_AHEAD * 32 * (dtype == DT_F32 ? 4 : 8);
+}
+
+// Gemv.split. A warp for every GEMV_ROWS of few rows would leave most of the device without loads under
+// way: then several warps take turns in the columns.
+static int gemv_split(int rows, int cols, int dtype) {
+    const int few = 16384;                      // 4096 warps: 32 a multiprocessor where there are 128
+    int n = 1;
+    while (n < GEMV_WARPS && rows * n < few && cols > n * gemv_chunk(dtype)) n *= 2;
+    return n;
+}
 
 struct GemvRow {
     int part, row;              // a matrix, and a row of it
@@ -738,92 +918,206 @@ template <int MODE> static __device__ GemvRow gemv_row(const Gemv &a, int r) {
     return { i, r };
 }
 
-// The product of the 16 bytes u of W, which are 4 or 8 numbers, with the numbers of x beside them.
-template <int DT> static __device__ float dot16(uint4 u, const float *x) {
-    float4 a = *(const float4 *)x;
-    if (DT == DT_F32)
-        return __int_as_float((int)u.x) * a.x + __int_as_float((int)u.y) * a.y
-             + __int_as_float((int)u.z) * a.z + __int_as_float((int)u.w) * a.w;
-    float4 b = *(const float4 *)(x + 4);
-    return half_get<DT>((uint16_t)u.x) * a.x + half_get<DT>((uint16_t)(u.x >> 16)) * a.y
-         + half_get<DT>((uint16_t)u.y) * a.z + half_get<DT>((uint16_t)(u.y >> 16)) * a.w
-         + half_get<DT>((uint16_t)u.z) * b.x + half_get<DT>((uint16_t)(u.z >> 16)) * b.y
-         + half_get<DT>((uint16_t)u.w) * b.z + half_get<DT>((uint16_t)(u.w >> 16)) * b.w;
+// x (N), in registers, = numbers i..i+N-1 of an array of dtype, N 4 or 8. i is a multiple of N.
+template <int N> static __device__ void load_numbers(float *x, const void *p, int dtype, size_t i) {
+    if (dtype == DT_F32) {
+        for (int j = 0; j < N / 4; j++) {
+            float4 v = ((const float4 *)p)[i / 4 + j];
+            x[4 * j] = v.x;
+            x[4 * j + 1] = v.y;
+            x[4 * j + 2] = v.z;
+            x[4 * j + 3] = v.w;
+        }
+        return;
+    }
+    for (int j = 0; j < N / 4; j++) {
+        float2 v = ((const float2 *)p)[i / 4 + j];              // four numbers of 16 bits
+        unsigned w[2] = { (unsigned)__float_as_int(v.x), (unsigned)__float_as_int(v.y) };
+        for (int e = 0; e < 4; e++) {
+            uint16_t h = (uint16_t)(w[e / 2] >> e % 2 * 16);
+            x[4 * j + e] = dtype == DT_F16 ? half_get<DT_F16>(h) : half_get<DT_BF16>(h);
+        }
+    }
 }
 
-// y = W x for one token, with bias, residual or SwiGLU in the same launch (MODE); W (rows,cols) as
-// stored, x (cols) f32.
-//   Block   GEMV_WARPS * GEMV_ROWS = 16 neighbouring rows
-//   Warp    GEMV_ROWS of them
+// sum + the product of the 16 bytes u of W, which are 4 or 8 numbers, with the numbers x beside them.
+template <int DT> static __device__ float dot16(float sum, const unsigned u[4], const float *x) {
+    for (int i = 0; i < 4; i++) {
+        if (DT == DT_F32) {
+            sum += __int_as_float((int)u[i]) * x[i];
+            continue;
+        }
+        sum += half_get<DT>((uint16_t)u[i]) * x[2 * i];
+        sum += half_get<DT>((uint16_t)(u[i] >> 16)) * x[2 * i + 1];
+    }
+    return sum;
+}
+
+// Asks for the lane's bytes of GEMV_ROWS rows: 16 from column c on, and as many 32 lanes further on.
+template <int DT>
+static __device__ void gemv_load(unsigned (*u)[GEMV_ROWS][4], const char *const *w, int c, int cols) {
+    for (int k = 0; k < GEMV_AHEAD; k++, c += 32 * Stored<DT>::WIDE)
+        for (int j = 0; j < GEMV_ROWS; j++)
+            if (c < cols) load_once<4>(u[k][j], w[j] + (size_t)c * Stored<DT>::BYTES);
+}
+
+// sum (GEMV_ROWS) += what gemv_load has brought times x. With a norm x is multiplied by its weights
+// first, and the squares of x are added to *ss.
+template <int DT, int MODE>
+static __device__ void gemv_dot(float *sum, float *ss, const unsigned (*u)[GEMV_ROWS][4], const Gemv &a,
+                                const float *x, int c) {
+    const int WIDE = Stored<DT>::WIDE;
+    for (int k = 0; k < GEMV_AHEAD; k++, c += 32 * WIDE) {
+        if (c >= a.cols) continue;
+        float f[WIDE], w[WIDE];
+        load_numbers<WIDE>(f, x, DT_F32, c);
+        if (MODE != GEMV_ADD && a.norm) {
+            load_numbers<WIDE>(w, a.norm, a.norm_type, c);
+            for (int i = 0; i < WIDE; i++) {
+                *ss += f[i] * f[i];
+                f[i] *= w[i];
+            }
+        }
+        for (int j = 0; j < GEMV_ROWS; j++) sum[j] = dot16<DT>(sum[j], u[k][j], f);
+    }
+}
+
+// gemv_dot for rows that are no multiple of 16 bytes long, number by number: the columns c, c + step, ..
+template <int DT, int MODE>
+static __device__ void gemv_narrow(float *sum, float *ss, const char *const *w, const Gemv &a,
+                                   const float *x, int c, int step) {
+    for (; c < a.cols; c += step) {
+        float f = x[c];
+        if (MODE != GEMV_ADD && a.norm) {
+            *ss += f * f;
+            f *= number(a.norm, a.norm_type, c);
+        }
+        for (int j = 0; j < GEMV_ROWS; j++) sum[j] += number(w[j], DT, c) * f;
+    }
+}
+
+struct GemvShared {
+    float *part;                // (GEMV_WARPS,GEMV_ROWS,33) the sums of all lanes
+    float *share;               // (GEMV_WARPS,GEMV_ROWS+1) those of each warp, then its sum of squares
+};
+
+// Carves the block's shared memory -> bytes.
+KV_HD static size_t gemv_carve(GemvShared *m, char *mem) {
+    Block b = { mem, 0 };
+    m->part = carve<float>(&b, GEMV_WARPS * GEMV_ROWS * 33);
+    m->share = carve<float>(&b, GEMV_WARPS * (GEMV_ROWS + 1));
+    return b.at;
+}
+
+// y = W x for one token, with RMSNorm before and bias, residual or SwiGLU behind in the same launch
+// (MODE); W (rows,cols) as stored, x (cols) f32. The norm needs no pass of its own: its factor is the
+// same for all columns, so it is applied after the sum,
+//
+//     sum over i of W[r][i] (x[i] w[i] / rms) = (sum over i of W[r][i] (x[i] w[i])) / rms
+//
+// and rms is a sum over the x that go by.
+//   Block   16 / S neighbouring rows, S = Gemv.split
+//   Warp    GEMV_ROWS rows, of which S warps take turns in the columns, GEMV_AHEAD * 32 loads at a time
 //   Lane    16 bytes of each of its warp's rows, then the 16 bytes 32 lanes further on, and so forth:
 //
 //             row r0    | lane 0 | lane 1 | .. | lane 31 | lane 0 | ..        every | | is 16 bytes of W
 //             row r0+1  | lane 0 | lane 1 | .. | lane 31 | lane 0 | ..
 //
-//   Shared  part (GEMV_WARPS,GEMV_ROWS,33): the sums of all lanes; 33, so that a column falls into
-//           different banks. The warp then works the other way round: eight lanes add up the 32
-//           sums of one row.
+//   Shared  GemvShared; 33, so that a column falls into different banks. A warp then works the other way
+//           round: eight lanes add up the 32 sums of one row. Then the S warps' sums are added, in
+//           their order.
 //   Tile    W is read once, by one lane each, and x, which all warps read, comes from the cache.
-//           GEMV_ROWS * GEMV_AHEAD = 8 loads of a lane are under way before it waits for the first.
+//           GEMV_ROWS * GEMV_AHEAD = 8 loads of a lane are under way while it works on the 8 before. The
+//           first 8 are asked for before the kernel ahead has ended (dependency_wait): weights do not
+//           depend on it.
 //   Bound   memory: the bytes of W
 // Rows that are no multiple of 16 bytes long are read number by number. A row past the end is the
 // last row once more, and nobody stores it.
-template <int DT, int MODE>
-static __global__ void __launch_bounds__(GEMV_WARPS * 32)
-gemv_kernel(const __grid_constant__ Gemv a, const float *x) {
-    KV_DYN_SHARED(float, part);
-    const int STEP = Stored<DT>::WIDE, BYTES = Stored<DT>::BYTES;
+template <int DT, int MODE> static __device__ void gemv_rows(const Gemv &a, const float *x, char *mem) {
+    const int S = a.split, CHUNK = gemv_chunk(DT);
+    GemvShared m;
+    gemv_carve(&m, mem);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int r0 = (blockIdx.x * GEMV_WARPS + warp) * GEMV_ROWS, wide = a.cols % STEP == 0;
+    int r0 = (blockIdx.x * (GEMV_WARPS / S) + warp / S) * GEMV_ROWS, wide = a.cols % Stored<DT>::WIDE == 0;
     const char *w[GEMV_ROWS];
-    float sum[GEMV_ROWS];
+    float sum[GEMV_ROWS], ss = 0;
     for (int j = 0; j < GEMV_ROWS; j++) {
         GemvRow at = gemv_row<MODE>(a, min_int(r0 + j, a.rows - 1));
-        w[j] = a.part[at.part].w + (size_t)at.row * a.cols * BYTES;
+        w[j] = a.part[at.part].w + (size_t)at.row * a.cols * Stored<DT>::BYTES;
         sum[j] = 0;
     }
 
     // Each lane's share of the products.
-    for (int c = lane * STEP; wide && c < a.cols; c += GEMV_AHEAD * 32 * STEP) {
-        uint4 u[GEMV_AHEAD][GEMV_ROWS];
-        for (int k = 0; k < GEMV_AHEAD; k++)
-            for (int j = 0; j < GEMV_ROWS; j++)
-                if (c + k * 32 * STEP < a.cols)
-                    u[k][j] = *(const uint4 *)(w[j] + (size_t)(c + k * 32 * STEP) * BYTES);
-        for (int k = 0; k < GEMV_AHEAD; k++)
-            for (int j = 0; j < GEMV_ROWS; j++)
-                if (c + k * 32 * STEP < a.cols) sum[j] += dot16<DT>(u[k][j], x + c + k * 32 * STEP);
+    unsigned u[GEMV_AHEAD][GEMV_ROWS][4], next[GEMV_AHEAD][GEMV_ROWS][4];
+    int c = warp % S * CHUNK + lane * Stored<DT>::WIDE;
+    if (wide) gemv_load<DT>(u, w, c, a.cols);
+    dependents_launch();
+    dependency_wait();
+    if (!wide) gemv_narrow<DT, MODE>(sum, &ss, w, a, x, warp % S * 32 + lane, S * 32);
+    for (; wide && c < a.cols; c += S * CHUNK) {
+        gemv_load<DT>(next, w, c + S * CHUNK, a.cols);
+        gemv_dot<DT, MODE>(sum, &ss, u, a, x, c);
+        memcpy(u, next, sizeof u);
     }
-    for (int c = lane; !wide && c < a.cols; c += 32)
-        for (int j = 0; j < GEMV_ROWS; j++) sum[j] += number(w[j], DT, c) * x[c];
 
     // Lanes 8j..8j+7 add up row r0 + j.
-    part += warp * GEMV_ROWS * 33;
+    float *part = m.part + warp * GEMV_ROWS * 33;
     for (int j = 0; j < GEMV_ROWS; j++) part[j * 33 + lane] = sum[j];
     __syncwarp();
     int j = lane / 8, e = lane % 8;
     float y = part[j * 33 + e] + part[j * 33 + e + 8] + part[j * 33 + e + 16] + part[j * 33 + e + 24];
     y = lanes_sum<8>(y);
+    ss = lanes_sum<32>(ss);
+    if (S > 1) {
+        if (!e) m.share[warp * (GEMV_ROWS + 1) + j] = y;
+        if (!lane) m.share[warp * (GEMV_ROWS + 1) + GEMV_ROWS] = ss;
+        __syncthreads();
+        const float *of = m.share + warp / S * S * (GEMV_ROWS + 1);
+        y = ss = 0;
+        for (int i = 0; i < S; i++) {
+            y += of[i * (GEMV_ROWS + 1) + j];
+            ss += of[i * (GEMV_ROWS + 1) + GEMV_ROWS];
+        }
+    }
+    if (MODE != GEMV_ADD && a.norm) y *= 1 / sqrtf(ss / (float)a.cols + a.eps);
 
     // Bias and result. With GEMV_SWIGLU row r0 + j is of gate where j is even, and its partner of
     // up is eight lanes on.
     GemvRow at = gemv_row<MODE>(a, min_int(r0 + j, a.rows - 1));
     const GemvPart &p = a.part[at.part];
+    y *= p.scale;
     if (p.bias) y += number(p.bias, p.bias_type, at.row);
     float up = __shfl_xor_sync(ALL_LANES, y, 8);
-    if (e || r0 + j >= a.rows) return;
-    if (MODE == GEMV_STORE) p.y[at.row] = y;
+    if (e || warp % S || r0 + j >= a.rows) return;
+    if (MODE == GEMV_STORE || MODE == GEMV_HEADS) p.y[at.row] = y;
     if (MODE == GEMV_ADD) p.y[at.row] += y;
     if (MODE == GEMV_SWIGLU && !at.part) a.part[0].y[at.row] = y / (1 + expf(-y)) * up;
 }
 
+// See gemv_rows.
+template <int DT, int MODE>
+static __global__ void __launch_bounds__(GEMV_WARPS * 32, 4)
+gemv_kernel(const __grid_constant__ Gemv a, const float *x) {
+    KV_DYN_SHARED(char, mem);
+    gemv_rows<DT, MODE>(a, x, mem);
+}
+
+// Blocks of a launch.
+static int gemv_blocks(const Gemv &a) {
+    return blocks(a.rows, GEMV_WARPS * GEMV_ROWS / a.split);
+}
+
 // Launches gemv_kernel for weights of dtype; x is on the device.
 template <int MODE> static void gemv_launch(const Gemv &a, int dtype, const float *x) {
-    size_t smem = (size_t)GEMV_WARPS * GEMV_ROWS * 33 * sizeof(float);
-    int grid = blocks(a.rows, GEMV_WARPS * GEMV_ROWS);
-    if (dtype == DT_F32)      KV_LAUNCH((gemv_kernel<DT_F32, MODE>),  grid, GEMV_WARPS * 32, smem, a, x);
-    else if (dtype == DT_F16) KV_LAUNCH((gemv_kernel<DT_F16, MODE>),  grid, GEMV_WARPS * 32, smem, a, x);
-    else                      KV_LAUNCH((gemv_kernel<DT_BF16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
+    GemvShared m;
+    size_t smem = gemv_carve(&m, NULL);
+    int grid = gemv_blocks(a);
+    if (dtype == DT_F32)
+        KV_LAUNCH_EARLY((gemv_kernel<DT_F32, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
+    else if (dtype == DT_F16)
+        KV_LAUNCH_EARLY((gemv_kernel<DT_F16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
+    else
+        KV_LAUNCH_EARLY((gemv_kernel<DT_BF16, MODE>), grid, GEMV_WARPS * 32, smem, a, x);
 }
 
 struct Linear {                 // y (T,rows) = x W^T + b
@@ -831,20 +1125,175 @@ struct Linear {                 // y (T,rows) = x W^T + b
     const Tensor *w, *b;        // host addresses; b NULL: none
 };
 
-// One token through n matrices of one dtype: one launch of gemv_kernel. x is on the device.
-template <int MODE> static void gemv_cuda(Session *s, const float *x, const Linear *p, int n) {
+// c (n) = the device's copies of the matrices of n Linears, which read the same x. -> 1: all are of one
+// type there.
+static int linear_matrices(Session *s, const Linear *p, int n, const Copied **c) {
+    const Tensor *t[3];
+    int alike = 1;
+    for (int i = 0; i < n; i++) t[i] = p[i].w;
+    matrices_of(s, t, n, c);
+    for (int i = 1; i < n; i++) alike &= c[i]->dtype == c[0]->dtype;
+    return alike;
+}
+
+// The argument of gemv_kernel for n matrices c of one type. norm: see Gemv.norm; NULL: none.
+static Gemv gemv_args(Session *s, const Linear *p, int n, const Copied **c, const Tensor *norm) {
     Gemv a;
     memset(&a, 0, sizeof a);
     a.cols = p[0].w->cols;
     for (int i = 0; i < n; i++) {
         const char *b = p[i].b ? on_device(s, p[i].b) : NULL;
-        a.part[i] = { on_device(s, p[i].w), b, p[i].y, p[i].w->rows, b ? p[i].b->dtype : 0 };
+        GemvPart *to = &a.part[i];
+        to->w = c[i]->dev;
+        to->bias = b;
+        to->y = p[i].y;
+        to->scale = c[i]->scale;
+        to->rows = p[i].w->rows;
+        to->bias_type = b ? p[i].b->dtype : 0;
         a.rows += p[i].w->rows;
     }
-    gemv_launch<MODE>(a, p[0].w->dtype, x);
+    a.split = gemv_split(a.rows, a.cols, c[0]->dtype);
+    a.norm = norm ? on_device(s, norm) : NULL;
+    a.norm_type = norm ? norm->dtype : 0;
+    a.eps = s->c->eps;
+    return a;
+}
+
+// One token, or the RMSNorm of one, through n matrices that read it: one launch of gemv_kernel where
+// their types are one. x is on the device.
+template <int MODE>
+static void gemv_cuda(Session *s, const float *x, const Linear *p, int n, const Tensor *norm) {
+    const Copied *c[3];
+    if (linear_matrices(s, p, n, c)) {
+        gemv_launch<MODE>(gemv_args(s, p, n, c, norm), c[0]->dtype, x);
+        return;
+    }
+    for (int i = 0; i < n; i++) gemv_cuda<MODE>(s, x, p + i, 1, norm);
 }
 
 // ---- products of more tokens
+// Matrices that read the same rows are one product, and what it leaves is finished by whoever reads it:
+// multiplied by the row's scale, with biases added.
+//
+//     x --rows_kernel--> 16 bits, scale (T) --cuBLAS--> y (T,cols) --+-- heads_kernel: q, rows of K and V
+//                                                                    +-- rows_kernel: SwiGLU, the next input
+//                                                                    +-- finish_kernel: x += y
+
+enum {
+    ROWS_PLAIN,                 // x
+    ROWS_NORM,                  // RMSNorm of x
+    ROWS_SWIGLU                 // silu(gate) up
+};
+struct Source {                 // the rows (T,n) that a product reads, and what they are made of
+    const float *x;             // (T,n); ROWS_SWIGLU: (T,2n), gate and up of a row
+    const float *scale;         // ROWS_SWIGLU: (T) what x is to be multiplied by; NULL: 1
+    const void *w[2];           // ROWS_NORM: the norm's weights; ROWS_SWIGLU: biases of gate and up, or NULL
+    int type[2];                // their dtypes
+    int kind, n;
+};
+
+// Element i of a row. by: what the row is multiplied by.
+template <int KIND> static __device__ float source_value(const Source &a, const float *x, float by, int i) {
+    if (KIND == ROWS_PLAIN) return x[i];
+    if (KIND == ROWS_NORM) return x[i] * by * number(a.w[0], a.type[0], i);
+    float gate = x[i] * by, up = x[a.n + i] * by;
+    if (a.w[0]) gate += number(a.w[0], a.type[0], i);
+    if (a.w[1]) up += number(a.w[1], a.type[1], i);
+    return gate / (1 + expf(-gate)) * up;
+}
+
+// The sum (MAX 0) or the maximum (MAX 1) of x over the block. part (32) is shared memory that nobody
+// reads any more.
+template <int MAX> static __device__ float block_fold(float x, float *part) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    x = MAX ? lanes_max<32>(x) : lanes_sum<32>(x);
+    if (!lane) part[warp] = x;
+    __syncthreads();
+    x = part[0];
+    for (int i = 1; i < warps; i++) x = MAX ? fmaxf(x, part[i]) : x + part[i];
+    return x;
+}
+
+// The power of two that brings x >= 0 into [2^14,2^15), where f16 ends just below 2^16. At most 2^100, and 1
+// for what is no number.
+static __device__ float power_below(float x) {
+    int e = __float_as_int(x) >> 23;                            // the exponent + 127
+    return e == 255 ? 1 : __int_as_float((min_int(127 + 14 - (e - 127), 227)) << 23);
+}
+
+// The rows that a product reads, as f32 (OUT DT_F32), or as 16-bit numbers with a power of two for each
+// row.
+//   Block   one row t; 1 or 8 warps
+//   Lane    every blockDim-th element
+//   Shared  part (2,32): what block_fold wants, twice
+//   Bound   memory: the second and third time a row comes from the cache
+template <int KIND, int OUT> static __global__ void rows_kernel(void *y, float *scale, Source a, float eps) {
+    __shared__ float part[2][32];
+    size_t t = blockIdx.x;
+    int n = a.n, step = blockDim.x;
+    const float *x = a.x + t * n * (KIND == ROWS_SWIGLU ? 2 : 1);
+    [[maybe_unused]] float by = 1, top = 0;
+    if (KIND == ROWS_NORM) {
+        float ss = 0;
+        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) ss += x[i] * x[i];
+        by = 1 / sqrtf(block_fold<0>(ss, part[0]) / (float)n + eps);
+    }
+    if (KIND == ROWS_SWIGLU && a.scale) by = a.scale[t];
+    if constexpr (OUT == DT_F32) {
+        float *to = (float *)y + t * n;
+        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step) to[i] = source_value<KIND>(a, x, by, i);
+    } else {
+        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step)
+            top = fmaxf(top, fabsf(source_value<KIND>(a, x, by, i)));
+        float factor = power_below(block_fold<1>(top, part[1]));
+        uint16_t *to = (uint16_t *)y + t * n;
+        KV_UNROLL(4) for (int i = threadIdx.x; i < n; i += step)
+            to[i] = half_put<OUT>(source_value<KIND>(a, x, by, i) * factor);
+        if (!threadIdx.x) scale[t] = 1 / factor;
+    }
+}
+
+// y = x rounded to f16 or bf16 or, with rest 1, what that rounding leaves over, rounded. A thread
+// an element.
+static __global__ void round_kernel(uint16_t *y, const float *x, int dtype, int rest, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float a = x[i];
+    if (rest) a -= dtype == DT_F16 ? f16_to_f32(f32_to_f16(a)) : bf16_to_f32(f32_to_bf16(a));
+    y[i] = dtype == DT_F16 ? f32_to_f16(a) : f32_to_bf16(a);
+}
+
+// rows_kernel over T rows.
+template <int OUT> static void rows_launch(Session *s, void *y, float *scale, const Source &a, int T) {
+    int threads = a.n < 512 ? 32 : 256;
+    float eps = s->c->eps;
+    if (a.kind == ROWS_PLAIN)     KV_LAUNCH((rows_kernel<ROWS_PLAIN, OUT>),  T, threads, 0, y, scale, a, eps);
+    else if (a.kind == ROWS_NORM) KV_LAUNCH((rows_kernel<ROWS_NORM, OUT>),   T, threads, 0, y, scale, a, eps);
+    else                          KV_LAUNCH((rows_kernel<ROWS_SWIGLU, OUT>), T, threads, 0, y, scale, a, eps);
+}
+
+struct Factor {                 // the rows (T,n) of a Source, ready for cuBLAS
+    const float *wide;          // in f32, for f32 weights and for --exact; else NULL
+    const uint16_t *half;       // in 16 bits; else NULL
+    const float *scale;         // (T) what half is to be multiplied by; NULL: 1
+    int n;
+};
+
+// Makes a factor for matrices of dtype.
+static Factor factor_of(Session *s, const Source &a, int T, int dtype) {
+    size_t all = (size_t)T * a.n;
+    if (dtype != DT_F32 && !s->dev->base->exact) {
+        uint16_t *half = room<uint16_t>(s, ROOM_HALF, all);
+        float *scale = room_kept<float>(s, ROOM_SCALE, T);      // kept: a.scale may be here
+        if (dtype == DT_F16) rows_launch<DT_F16>(s, half, scale, a, T);
+        else                 rows_launch<DT_BF16>(s, half, scale, a, T);
+        return { NULL, half, scale, a.n };
+    }
+    if (a.kind == ROWS_PLAIN) return { a.x, NULL, NULL, a.n };
+    float *wide = room<float>(s, ROOM_WIDE, all);
+    rows_launch<DT_F32>(s, wide, NULL, a, T);
+    return { wide, NULL, NULL, a.n };
+}
 
 // cuBLAS' name of a dtype.
 static cudaDataType blas_type(int dtype) {
@@ -852,48 +1301,147 @@ static cudaDataType blas_type(int dtype) {
     return dtype == DT_F16 ? CUDA_R_16F : CUDA_R_16BF;
 }
 
-// T > 1 tokens through n matrices of one dtype: y (T,O) = x (T,I) W^T + b, or y += when add; W
-// (O,I). cuBLAS counts column by column, where a row-major (T,O) is an (O,T): it computes y^T = W
-// x^T from W, which it sees transposed, and x^T, which it sees as it is. 16-bit weights take two
-// products each, with the rounded x and with the rest, both through ROOM_HALF.
-static void gemm_cuda(Session *s, const float *x, int T, const Linear *p, int n, int add) {
-    int I = p[0].w->cols, dtype = p[0].w->dtype;
-    cudaDataType type = blas_type(dtype);
+// y (T,O), rows `stride` apart, = f W^T, or += with add; W (O,I) is c, perhaps with the matrices that lie
+// behind it. cuBLAS counts column by column, where a row-major (T,O) is an (O,T): it computes y^T = W
+// x^T from W, which it sees transposed, and x^T, which it sees as it is.
+static void blas_product(Session *s, float *y, int stride, const Copied *c, int O, const void *x, int T,
+                         int I, int add) {
     const float one = 1, zero = 0;
-    size_t nx = (size_t)T * I;
-    uint16_t *half = dtype == DT_F32 ? NULL : room<uint16_t>(s, ROOM_HALF, nx);
-    for (int rest = 0; rest < (half ? 2 : 1); rest++) {
-        if (half) KV_LAUNCH(round_kernel, blocks(nx, 256), 256, 0, half, x, dtype, rest, nx);
-        const void *factor = half ? (const void *)half : x;
-        for (int i = 0; i < n; i++) {
-            int O = p[i].w->rows;
-            KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I,
-                                 &one, on_device(s, p[i].w), type, I, factor, type, I,
-                                 rest || add ? &one : &zero, p[i].y, CUDA_R_32F, O,
-                                 CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
-        }
-    }
-    for (int i = 0; i < n; i++)
-        if (p[i].b) bias_cuda(s, p[i].y, p[i].b, T, p[i].w->rows);
+    cudaDataType type = blas_type(c->dtype);
+    KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &c->scale, c->dev, type, I,
+                         x, type, I, add ? &one : &zero, y, CUDA_R_32F, stride, CUBLAS_COMPUTE_32F,
+                         CUBLAS_GEMM_DEFAULT));
 }
 
-// ---- products
-
-// Products of T tokens with up to three matrices that read the same x (T,I), on the device.
-// Matrices of one dtype go together, others one by one. gemv_kernel computes SwiGLU itself; after
-// all other products swiglu_kernel does.
-template <int MODE> static void linear(Session *s, const float *x, int T, const Linear *p, int n) {
-    int alike = 1;
-    for (int i = 1; i < n; i++) alike &= p[i].w->dtype == p[0].w->dtype;
-    if (alike && T == 1) {
-        gemv_cuda<MODE>(s, x, p, n);
+// The same for a factor: one product or, for 16-bit matrices and f32 rows, two, with the rounded rows and
+// with the rest.
+static void gemm_cuda(Session *s, float *y, int stride, const Copied *c, int O, const Factor &f, int T) {
+    if (f.half || c->dtype == DT_F32) {
+        blas_product(s, y, stride, c, O, f.half ? (const void *)f.half : f.wide, T, f.n, 0);
         return;
     }
-    const int ALONE = MODE == GEMV_SWIGLU ? (int)GEMV_STORE : MODE;
-    if (alike) gemm_cuda(s, x, T, p, n, MODE == GEMV_ADD);
-    for (int i = 0; i < n && !alike; i++) linear<ALONE>(s, x, T, p + i, 1);
-    size_t m = (size_t)T * p[0].w->rows;
-    if (MODE == GEMV_SWIGLU) KV_LAUNCH(swiglu_kernel, blocks(m, 256), 256, 0, p[0].y, p[1].y, m);
+    size_t all = (size_t)T * f.n;
+    uint16_t *half = room<uint16_t>(s, ROOM_HALF, all);
+    for (int rest = 0; rest < 2; rest++) {
+        KV_LAUNCH(round_kernel, blocks(all, 256), 256, 0, half, f.wide, c->dtype, rest, all);
+        blas_product(s, y, stride, c, O, half, T, f.n, rest);
+    }
+}
+
+struct Product {                // what a product leaves: y (T,cols), to be multiplied by scale (T)
+    float *y;
+    const float *scale;         // NULL: 1
+    int T, cols;
+};
+
+// y (T,cols) *= scale[t], the columns of one matrix in rows `stride` apart. Grid: rows, columns / 256.
+static __global__ void scale_kernel(float *y, const float *scale, int stride, int cols) {
+    int t = blockIdx.x, i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i < cols) y[(size_t)t * stride + i] *= scale[t];
+}
+
+// T > 1 rows through up to three matrices that read them, into room `which`. Matrices that lie behind
+// each other on the device are one product. Where their types differ, each type has its own factor
+// and its scale is applied here.
+static Product products(Session *s, int which, const Source &a, int T, const Linear *p, int n) {
+    const Copied *c[3];
+    int alike = linear_matrices(s, p, n, c), cols = 0, at = 0;
+    for (int i = 0; i < n; i++) cols += p[i].w->rows;
+    float *y = room<float>(s, which, (size_t)T * cols);
+    Factor f;
+    memset(&f, 0, sizeof f);
+    for (int i = 0, j, O; i < n; i = j, at += O) {
+        O = p[i].w->rows;
+        const char *end = c[i]->dev + tensor_bytes(p[i].w);
+        for (j = i + 1; j < n && !c[j]->owns && c[j]->dev == end; j++) {
+            O += p[j].w->rows;
+            end += tensor_bytes(p[j].w);
+        }
+        if (!i || !alike) f = factor_of(s, a, T, c[i]->dtype);
+        gemm_cuda(s, y + at, cols, c[i], O, f, T);
+        dim3 grid(T, blocks(O, 256));
+        if (!alike && f.scale) KV_LAUNCH(scale_kernel, grid, 256, 0, y + at, f.scale, cols, O);
+    }
+    return { y, alike ? f.scale : NULL, T, cols };
+}
+
+struct Finish {                 // where the columns of a product go
+    float *y[3];                // (T,rows)
+    const void *bias[3];        // (rows); NULL: none
+    int rows[3], type[3];
+};
+
+// y = m scale + bias, or with ADD y +=, for every matrix of a product. Grid: rows, columns / 256; a
+// thread an element.
+template <int ADD>
+static __global__ void finish_kernel(const __grid_constant__ Finish f, Product m) {
+    size_t t = blockIdx.x;
+    int i = blockIdx.y * blockDim.x + threadIdx.x, part = 0;
+    if (i >= m.cols) return;
+    float x = m.y[t * m.cols + i];
+    if (m.scale) x *= m.scale[t];
+    while (i >= f.rows[part]) i -= f.rows[part++];
+    if (f.bias[part]) x += number(f.bias[part], f.type[part], i);
+    float *y = f.y[part] + t * f.rows[part] + i;
+    *y = ADD ? *y + x : x;
+}
+
+// Launches finish_kernel: a product becomes the y of its n Linears, or is added to them.
+template <int ADD> static void product_finish(Session *s, const Product &m, const Linear *p, int n) {
+    Finish f;
+    memset(&f, 0, sizeof f);
+    for (int i = 0; i < n; i++) {
+        f.y[i] = p[i].y;
+        f.bias[i] = p[i].b ? on_device(s, p[i].b) : NULL;
+        f.rows[i] = p[i].w->rows;
+        f.type[i] = f.bias[i] ? p[i].b->dtype : 0;
+    }
+    dim3 grid(m.T, blocks(m.cols, 256));
+    KV_LAUNCH((finish_kernel<ADD>), grid, 256, 0, f, m);
+}
+
+// Sources: rows (T,n) as they are; the norm of rows, with the model's w; SwiGLU of what a product of gate
+// and up left.
+static Source rows_plain(const float *x, int n) {
+    Source a;
+    memset(&a, 0, sizeof a);
+    a.x = x;
+    a.kind = ROWS_PLAIN;
+    a.n = n;
+    return a;
+}
+
+static Source rows_norm(Session *s, const float *x, const Tensor *w) {
+    Source a = rows_plain(x, w->cols);
+    a.kind = ROWS_NORM;
+    a.w[0] = on_device(s, w);
+    a.type[0] = w->dtype;
+    return a;
+}
+
+static Source rows_swiglu(Session *s, const Product &m, const Linear in[2]) {
+    Source a = rows_plain(m.y, m.cols / 2);
+    a.kind = ROWS_SWIGLU;
+    a.scale = m.scale;
+    for (int i = 0; i < 2; i++) {
+        a.w[i] = in[i].b ? on_device(s, in[i].b) : NULL;
+        a.type[i] = a.w[i] ? in[i].b->dtype : 0;
+    }
+    return a;
+}
+
+// One token through gate and up: gate.y (2F) becomes SwiGLU of the normed x, (F). Matrices of two types
+// are two products.
+static void linear_swiglu(Session *s, const float *x, const Linear in[2], const Tensor *norm) {
+    const Copied *c[2];
+    if (linear_matrices(s, in, 2, c)) {
+        gemv_cuda<GEMV_SWIGLU>(s, x, in, 2, norm);
+        return;
+    }
+    int F = in[0].w->rows;
+    Linear half[2] = { { in[0].y, in[0].w, NULL }, { in[0].y + F, in[1].w, NULL } };
+    gemv_cuda<GEMV_STORE>(s, x, half, 2, norm);
+    rows_launch<DT_F32>(s, in[0].y, NULL, rows_swiglu(s, { in[0].y, NULL, 1, 2 * F }, in), 1);
 }
 
 // ==================================================================================================== 1 MODEL
@@ -903,8 +1451,10 @@ template <int MODE> static void linear(Session *s, const float *x, int T, const 
 
 // ---- what this section calls before it stands
 struct Step;
-static void rope_append(Session *s, int l, const Step *step, float *q, const float *k,
-                        const float *v, const float *cs, int t0, int n);
+static void rope_append(Session *s, int l, float *q, const float *k, const float *v, const float *cs, int t0,
+                        int n);
+static void project_append(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q,
+                           float *k, float *v, const float *cs, int t0, int n, int ahead);
 static void prefill_device(Session *s, int l, float *out, const float *q, int t0, int n);
 static void decode_device(Session *s, int l, float *out, const float *q);
 static void lists_tell(Session *s);
@@ -922,6 +1472,13 @@ static void project_hooks(Session *s, int l, const float *q, const float *k, con
     EACH_PART(s, p) {
         if (p->m->project) p->m->project(s, p->ms, l, q, k, v, n);
     }
+}
+
+// 1: some hook wants to see q, k and v before RoPE.
+static int projects(const Session *s) {
+    for (int i = 0; i < s->n_part; i++)
+        if (s->part[i].m->project) return 1;
+    return 0;
 }
 
 // Calls every select hook of a decode step: q (H,D) on the device, after RoPE.
@@ -961,8 +1518,7 @@ struct Pass {
     float *cs;                  // (T,D) cosines and sines of the tokens' angles
     float *q, *out;             // (span,H,D)
     float *k, *v;               // (span,G,D)
-    float *h;                   // (b,C)
-    float *gate, *up;           // (b,F)
+    float *gate;                // (b,2F)
     int span, T;                // tokens whose queries live at once: all T when a hook wants to see them
     int whole;                  // 1: a hook wants to see them
     int late;                   // commits_late
@@ -985,9 +1541,7 @@ static Pass pass_room(Session *s, int T) {
     r.out = room<float>(s, ROOM_OUT, n * HD);
     r.k = room<float>(s, ROOM_K, n * GD);
     r.v = room<float>(s, ROOM_V, n * GD);
-    r.h = room<float>(s, ROOM_H, (size_t)b * c->C);
-    r.gate = room<float>(s, ROOM_GATE, (size_t)b * c->F);
-    r.up = room<float>(s, ROOM_UP, (size_t)b * c->F);
+    r.gate = room<float>(s, ROOM_GATE, (size_t)b * 2 * c->F);
     return r;
 }
 
@@ -1061,15 +1615,13 @@ static int same_weights(const Session *s, int t, int end, const Layer **y, int l
     return n;
 }
 
-// Launches the projections of n rows that share the weights y: x (n,C) -> q (n,H,D), k, v (n,G,D);
-// h (n,C) is room for the normed input. The norms of q and k are per head, and launch nothing when
-// the model has none.
-static void project_rows(Session *s, const Layer *y, const float *x, float *h, float *q, float *k,
-                         float *v, int n) {
+// Launches the projections of n rows that share the weights y: x (n,C) -> q (n,H,D), k, v (n,G,D).
+// The norms of q and k are per head, and launch nothing when the model has none.
+static void project_rows(Session *s, const Layer *y, const float *x, float *q, float *k, float *v, int n) {
     const Config *c = s->c;
     Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
-    rmsnorm_cuda(s, h, x, &y->attn_norm, n, c->C);
-    linear<GEMV_STORE>(s, h, n, p, 3);
+    if (n == 1) gemv_cuda<GEMV_STORE>(s, x, p, 3, &y->attn_norm);
+    else product_finish<0>(s, products(s, ROOM_PRODUCT, rows_norm(s, x, &y->attn_norm), n, p, 3), p, 3);
     rmsnorm_cuda(s, q, q, &y->q_norm, n * c->H, c->D);
     rmsnorm_cuda(s, k, k, &y->k_norm, n * c->G, c->D);
 }
@@ -1077,28 +1629,31 @@ static void project_rows(Session *s, const Layer *y, const float *x, float *h, f
 // Launches, for n rows: x += W_o out; x += W_down (silu(W_gate h) * W_up h), where h is the normed x.
 static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, const Pass *r, int n) {
     Linear o = { x, &y->wo, &y->bo };
-    Linear in[] = { { r->gate, &y->gate, &y->bgate }, { r->up, &y->up, &y->bup } };
+    Linear in[] = { { r->gate, &y->gate, &y->bgate }, { NULL, &y->up, &y->bup } };
     Linear down = { x, &y->down, &y->bdown };
-    linear<GEMV_ADD>(s, out, n, &o, 1);
-    rmsnorm_cuda(s, r->h, x, &y->mlp_norm, n, s->c->C);
-    linear<GEMV_SWIGLU>(s, r->h, n, in, 2);
-    linear<GEMV_ADD>(s, r->gate, n, &down, 1);
+    if (n == 1) {
+        gemv_cuda<GEMV_ADD>(s, out, &o, 1, NULL);
+        linear_swiglu(s, x, in, &y->mlp_norm);
+        gemv_cuda<GEMV_ADD>(s, r->gate, &down, 1, NULL);
+        return;
+    }
+    product_finish<1>(s, products(s, ROOM_PRODUCT, rows_plain(out, y->wo.cols), n, &o, 1), &o, 1);
+    Product m = products(s, ROOM_GATE, rows_norm(s, x, &y->mlp_norm), n, in, 2);
+    product_finish<1>(s, products(s, ROOM_PRODUCT, rows_swiglu(s, m, in), n, &down, 1), &down, 1);
 }
 
-// The logits of x (C), the last token's activations: two launches, and a copy to dev->logits that
-// is only on its way when the function returns.
-static void logits_cuda(Session *s, const float *x, float *h) {
+// The logits of x (C), the last token's activations: one launch, and a copy to s->logits that is only on
+// its way when the function returns.
+static void logits_cuda(Session *s, const float *x) {
     size_t bytes = (size_t)s->c->V * sizeof(float);
     Linear head = { room<float>(s, ROOM_LOGITS, s->c->V), &s->w->head, NULL };
-    rmsnorm_cuda(s, h, x, &s->w->norm, 1, s->c->C);
-    linear<GEMV_STORE>(s, h, 1, &head, 1);
-    KV_CUDA(cudaMemcpyAsync(s->dev->logits, head.y, bytes, cudaMemcpyDeviceToHost, kv_stream));
+    gemv_cuda<GEMV_STORE>(s, x, &head, 1, &s->w->norm);
+    KV_CUDA(cudaMemcpyAsync(s->logits, head.y, bytes, cudaMemcpyDeviceToHost, kv_stream));
 }
 
-// Waits for the logits.
-static void logits_wait(Session *s) {
+// Waits for the logits: Session.logits is the pinned memory they are copied to.
+static void logits_wait(void) {
     KV_CUDA(cudaStreamSynchronize(kv_stream));
-    memcpy(s->logits, s->dev->logits, (size_t)s->c->V * sizeof(float));
 }
 
 // Adds the time since t0 to *sum -> the time now.
@@ -1150,16 +1705,22 @@ static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
     const Config *c = s->c;
     size_t C = c->C, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     int acts = layer_acts(s, l), n = t1 - t0;
+    const float *cs = r->cs + (size_t)t0 * c->D;
     const Layer *y;
+    int hooks = projects(s);
+    if (!hooks) kv_reserve(s, l, n);
     for (int t = t0, m; t < t1; t += m) {
         m = same_weights(s, t, t1, &y, l);
         size_t at = t - t0;
-        project_rows(s, y, r->x + t * C, r->h, r->q + at * HD, r->k + at * GD, r->v + at * GD, m);
+        float *q = r->q + at * HD, *k = r->k + at * GD, *v = r->v + at * GD;
+        if (hooks) project_rows(s, y, r->x + t * C, q, k, v, m);
+        else project_append(s, y, l, NULL, r->x + t * C, q, k, v, cs + at * c->D, t, m, (int)at);
     }
-    if (acts) project_hooks(s, l, r->q, r->k, r->v, n);
-
-    kv_reserve(s, l, n);
-    rope_append(s, l, NULL, r->q, r->k, r->v, r->cs + (size_t)t0 * c->D, t0, n);
+    if (hooks) {
+        if (acts) project_hooks(s, l, r->q, r->k, r->v, n);
+        kv_reserve(s, l, n);
+        rope_append(s, l, r->q, r->k, r->v, cs, t0, n);
+    }
     kv_note(s, l, t0, n);
     attend_rows(s, l, r, t0, n, acts);
 
@@ -1201,8 +1762,8 @@ float *pass_cuda(Session *s, int T) {
     lists_tell(s);
     if (s->decoding) s->dev->settled = s->changes;
     commits(s, r.late ? 0 : c->L, T);
-    logits_cuda(s, r.x + (size_t)(T - 1) * c->C, r.h);
-    logits_wait(s);
+    logits_cuda(s, r.x + (size_t)(T - 1) * c->C);
+    logits_wait();
     lists_count(s);
     note_peak(s);
     scratch_reset(s, mark);
@@ -1335,59 +1896,224 @@ static __device__ float turned(const float *x, const float *cs, int d, int D) {
     return d < half ? x[d] * cs[d] - x[d + half] * cs[half + d] : x[d] * cs[i] + x[i] * cs[half + i];
 }
 
+// What the rows of new tokens become; an argument of kernels.
+struct Heads {
+    HeadRefs heads;
+    float *q;                   // (n,H,D) turned in place
+    const float *k, *v;         // (n,G,D) become row len + ahead + t of their head
+    const float *cs;            // (n,D): see turned
+    const void *norm[2];        // (D) weights of the norms of q and k before RoPE; NULL: none
+    int norm_type[2];
+    float eps;
+    const Step *step;           // where a decode step in one go finds its token's index and the lengths ...
+    int head0;                  // ... those of this layer from here on. step NULL: the lengths are in heads
+    int H, G, D, kind_k, kind_v;
+    size_t bytes_k, bytes_v;    // of a row
+    int ahead;                  // rows that launches before this one have appended, and len does not count
+    int tok0;                   // index of token 0
+    int *ticket;                // (H+2G) of qkv_kernel
+    const void *bias[3];        // of heads_kernel: the biases of q, k and v, or NULL
+    int bias_type[3];
+};
+
+// The argument for tokens t0.. of the pass: see Heads. q and cs NULL: k is turned already, and q is left
+// alone.
+static Heads heads_args(Session *s, int l, float *q, const float *k, const float *v, const float *cs,
+                        int t0) {
+    Heads a;
+    memset(&a, 0, sizeof a);
+    a.heads = head_refs(s, l);
+    a.q = q;
+    a.k = k;
+    a.v = v;
+    a.cs = cs;
+    a.eps = s->c->eps;
+    a.H = q ? s->c->H : 0;
+    a.G = s->c->G;
+    a.D = s->c->D;
+    a.kind_k = row_kind(s->fk);
+    a.kind_v = row_kind(s->fv);
+    a.bytes_k = s->fk->row_bytes(a.D);
+    a.bytes_v = s->fv->row_bytes(a.D);
+    a.tok0 = s->base + t0;
+    return a;
+}
+
+// One vector of a token becomes what it is to be: v 0, query head `head` or, from H on, the key of KV head
+// head - H, which is turned; v 1: the value of that head. x (D) is the vector, in memory that only this
+// warp writes meanwhile. Rows are rounded to their format; the row's src is its token, its mass 0. A
+// warp: a lane every 32nd element, of a query every 32nd pair (d, d + D/2).
+static __device__ void head_put(const Heads &a, int t, int head, int v, const float *x) {
+    int lane = threadIdx.x & 31, D = a.D, g = head - a.H;
+    const float *cs = a.cs && !v ? a.cs + (size_t)t * D : NULL;
+    if (g < 0) {
+        float *to = a.q + ((size_t)t * a.H + head) * D;
+        for (int d = lane; d < D / 2; d += 32) {
+            float low = turned(x, cs, d, D), high = turned(x, cs, d + D / 2, D);
+            to[d] = low;
+            to[d + D / 2] = high;
+        }
+        return;
+    }
+    const HeadRef &h = a.heads.at[g];
+    int len = (a.step ? a.step->len[a.head0 + g] : h.len) + a.ahead + t, kind = v ? a.kind_v : a.kind_k;
+    char *row = v ? h.v + (size_t)(len - h.packed) * a.bytes_v : h.k + (size_t)(len - h.packed) * a.bytes_k;
+    int whole = D + 31 - (D + 31) % 32;         // so that all lanes meet in row_put
+    for (int d = lane; d < whole; d += 32) row_put(row, kind, d, D, d < D ? turned(x, cs, d, D) : 0);
+    if (lane || v) return;
+    h.src[len] = (a.step ? a.step->base : a.tok0) + t;
+    if (h.mass) h.mass[len] = 0;
+}
+
 // RoPE on q, RoPE on k, and the new rows of the cache, in one launch for n tokens.
 //   Block   one warp, for one (token, head): blockIdx.x is t, blockIdx.y counts the H query heads,
 //           then the G KV heads
-//   Lane    every 32nd element; a query head's lane turns the pair (d, d + D/2) in place
-// Query heads: q (n,H,D) is turned in place. KV heads: k, v (n,G,D) become row len + t of their
-// head, k turned, both rounded to the row's format; the row's src is tok0 + t, its mass 0. cs
-// (n,D): see turned.
-// step: where a decode step in one go finds its token's index and the lengths, those of this layer
-// from head0 on. NULL: the lengths are in heads.
+//   Lane    see head_put
 // Bound: memory, a few operations for each number.
-static __global__ void rope_append_kernel(HeadRefs heads, const Step *step, int head0, float *q,
-                                          const float *k, const float *v, const float *cs, int H,
-                                          int G, int D, int kind_k, int kind_v, size_t bytes_k,
-                                          size_t bytes_v, int tok0) {
-    int t = blockIdx.x, head = blockIdx.y, lane = threadIdx.x, g = head - H;
-    if (cs) cs += (size_t)t * D;
+static __global__ void rope_append_kernel(const __grid_constant__ Heads a) {
+    int t = blockIdx.x, head = blockIdx.y, g = head - a.H;
     if (g < 0) {
-        float *x = q + ((size_t)t * H + head) * D;
-        for (int d = lane; d < D / 2; d += 32) {
-            float a = turned(x, cs, d, D), b = turned(x, cs, d + D / 2, D);
-            x[d] = a;
-            x[d + D / 2] = b;
-        }
+        head_put(a, t, head, 0, a.q + ((size_t)t * a.H + head) * a.D);
         return;                                 // whole warps only
     }
-    HeadRef h = heads.at[g];
-    const float *from_k = k + ((size_t)t * G + g) * D, *from_v = v + ((size_t)t * G + g) * D;
-    int len = step ? step->len[head0 + g] : h.len;
-    size_t r = (size_t)len - h.packed + t;
-    int whole = D + 31 - (D + 31) % 32;         // so that all lanes meet in row_put
-    for (int d = lane; d < whole; d += 32) {
-        row_put(h.k + r * bytes_k, kind_k, d, D, d < D ? turned(from_k, cs, d, D) : 0);
-        row_put(h.v + r * bytes_v, kind_v, d, D, d < D ? from_v[d] : 0);
-    }
-    if (lane) return;
-    h.src[len + t] = (step ? step->base : tok0) + t;
-    if (h.mass) h.mass[len + t] = 0;
+    head_put(a, t, head, 0, a.k + ((size_t)t * a.G + g) * a.D);
+    head_put(a, t, head, 1, a.v + ((size_t)t * a.G + g) * a.D);
 }
 
 // Launches rope_append_kernel for tokens t0..t0+n-1 of the pass: q (n,H,D), k, v (n,G,D), cs (n,D)
-// on the device. There is room for the rows, and no len has grown yet. q and cs NULL: k is turned
-// already, and q is left alone.
-static void rope_append(Session *s, int l, const Step *step, float *q, const float *k,
-                        const float *v, const float *cs, int t0, int n) {
-    int H = q ? s->c->H : 0, G = s->c->G, D = s->c->D;
-    dim3 grid(n, H + G);
-    KV_LAUNCH(rope_append_kernel, grid, 32, 0, head_refs(s, l), step, l * G, q, k, v, cs, H, G, D,
-              row_kind(s->fk), row_kind(s->fv), s->fk->row_bytes(D), s->fv->row_bytes(D), s->base + t0);
+// on the device. There is room for the rows, and no len has grown yet. q and cs NULL: see heads_args.
+static void rope_append(Session *s, int l, float *q, const float *k, const float *v, const float *cs, int t0,
+                        int n) {
+    Heads a = heads_args(s, l, q, k, v, cs, t0);
+    dim3 grid(n, a.H + a.G);
+    KV_LAUNCH(rope_append_kernel, grid, 32, 0, a);
+}
+
+// ---- projections, RoPE and append without a stop between them
+
+// Vector i of token t, of H queries, G keys, G values: times scale, plus bias, normed if the model norms it,
+// then head_put. from (D): the vector, which another block may have left there, so it is read past L1. bias:
+// a number for each element, or NULL. x (D): shared memory of the warp.
+static __device__ void head_finish(const Heads &a, int t, int i, const float *from, float scale,
+                                   const void *bias, int bias_type, size_t bias_at, float *x) {
+    int lane = threadIdx.x & 31, D = a.D, key = i >= a.H, value = i >= a.H + a.G;
+    float ss = 0;
+    for (int d = lane; d < D; d += 32) {
+        float y = __ldcg(from + d) * scale;
+        if (bias) y += number(bias, bias_type, bias_at + d);
+        x[d] = y;
+        ss += y * y;
+    }
+    const void *w = value ? NULL : a.norm[key];
+    if (w) {
+        float inv = 1 / sqrtf(lanes_sum<32>(ss) / (float)D + a.eps);
+        for (int d = lane; d < D; d += 32) x[d] = x[d] * inv * number(w, a.norm_type[key], d);
+    }
+    __syncwarp();
+    head_put(a, t, value ? i - a.G : i, value, x);
+}
+
+// What a product left of q, k and v, m (n,(H+2G)D): scales, biases, norms, RoPE, and the new rows of the
+// cache.
+//   Block   one warp, for vector blockIdx.y of token blockIdx.x
+//   Shared  x (MAX_D)
+//   Bound   memory, a few operations for each number
+static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) {
+    __shared__ float x[MAX_D];
+    int t = blockIdx.x, i = blockIdx.y, part = (i >= a.H) + (i >= a.H + a.G), at = i;
+    if (part) at -= part == 1 ? a.H : a.H + a.G;
+    head_finish(a, t, i, m.y + ((size_t)t * m.cols + (size_t)i * a.D), m.scale ? m.scale[t] : 1, a.bias[part],
+                a.bias_type[part], (size_t)at * a.D, x);
+}
+
+// Rows row0..row1-1 of q, k and v have been stored by this block. Whoever stores the last row of a vector
+// finishes it: a counter for each says how many of its D rows are there. A warp takes a vector.
+// The fence, before the counter is touched, and the barrier before it make every thread's stores
+// visible to the block that reads the full count.
+static __device__ void heads_arrive(const Heads &a, int row0, int row1) {
+    __shared__ float x[GEMV_WARPS][MAX_D];
+    __shared__ int full[GEMV_WARPS * GEMV_ROWS];
+    int first = row0 / a.D, n = (row1 - 1) / a.D - first + 1, warp = threadIdx.x >> 5;
+    __syncthreads();
+    if (!threadIdx.x) {
+        __threadfence();
+        for (int i = 0; i < n; i++) {
+            int from = (first + i) * a.D, rows = min_int(row1, from + a.D) - max_int(row0, from);
+            full[i] = atomicAdd(&a.ticket[first + i], rows) + rows == a.D;
+            if (full[i]) atomicAdd(&a.ticket[first + i], -a.D);
+        }
+    }
+    __syncthreads();
+    for (int i = warp; i < n; i += GEMV_WARPS) {
+        int at = first + i, key = at - a.H, value = key - a.G;
+        const float *from = a.q + (size_t)at * a.D;
+        if (key >= 0)   from = a.k + (size_t)key * a.D;
+        if (value >= 0) from = a.v + (size_t)value * a.D;
+        if (full[i]) head_finish(a, 0, at, from, 1, NULL, 0, 0, x[warp]);
+    }
+}
+
+// One token's q, k and v = the projections of normed x, with biases, norms, RoPE, and the new rows of the
+// cache.
+//   Block, Warp, Lane, Tile, Bound   see gemv_rows; the rows of W_q, W_k and W_v follow each other
+//   Shared  as there; in heads_arrive x (GEMV_WARPS,MAX_D), a vector for each warp, and full
+// A block has a few rows of a vector, and RoPE wants pairs half a vector apart, a norm and a block of q8_0
+// all of it: the block that arrives last finishes the vector (heads_arrive).
+template <int DT>
+static __global__ void __launch_bounds__(GEMV_WARPS * 32, 4)
+qkv_kernel(const __grid_constant__ Gemv a, const __grid_constant__ Heads h, const float *x) {
+    KV_DYN_SHARED(char, mem);
+    int rows = GEMV_WARPS * GEMV_ROWS / a.split, row0 = blockIdx.x * rows;
+    gemv_rows<DT, GEMV_HEADS>(a, x, mem);
+    heads_arrive(h, row0, min_int(row0 + rows, a.rows));
+}
+
+// Launches, for tokens t0..t0+n-1 of the pass in layer l, which share the weights y: x (n,C) -> q (n,H,D),
+// turned, and the rows of keys and values. k, v (n,G,D): room. cs, step, ahead: see Heads. A token whose
+// three matrices have two types takes as many launches as with hooks between.
+static void project_append(Session *s, const Layer *y, int l, const Step *step, const float *x, float *q,
+                           float *k, float *v, const float *cs, int t0, int n, int ahead) {
+    Linear p[] = { { q, &y->wq, &y->bq }, { k, &y->wk, &y->bk }, { v, &y->wv, &y->bv } };
+    const Tensor *norm[] = { &y->q_norm, &y->k_norm };
+    const Copied *c[3];
+    int alike = linear_matrices(s, p, 3, c);
+    Heads h = heads_args(s, l, q, k, v, cs, t0);
+    h.step = step;
+    h.head0 = l * h.G;
+    h.ahead = ahead;
+    if (n == 1 && !alike) {
+        dim3 grid(1, h.H + h.G);
+        project_rows(s, y, x, q, k, v, 1);
+        KV_LAUNCH(rope_append_kernel, grid, 32, 0, h);
+        return;
+    }
+    for (int i = 0; i < 2; i++) {
+        h.norm[i] = on_device(s, norm[i]);
+        h.norm_type[i] = norm[i]->dtype;
+    }
+    if (n > 1) {
+        for (int i = 0; i < 3; i++) {
+            h.bias[i] = on_device(s, p[i].b);
+            h.bias_type[i] = p[i].b->dtype;
+        }
+        Product m = products(s, ROOM_PRODUCT, rows_norm(s, x, &y->attn_norm), n, p, 3);
+        dim3 grid(n, h.H + 2 * h.G);
+        KV_LAUNCH(heads_kernel, grid, 32, 0, h, m);
+        return;
+    }
+    h.ticket = arrivals(s, h.H + 2 * h.G);
+    Gemv a = gemv_args(s, p, 3, c, &y->attn_norm);
+    GemvShared m;
+    size_t smem = gemv_carve(&m, NULL);
+    int grid = gemv_blocks(a), dtype = c[0]->dtype;
+    if (dtype == DT_F32)      KV_LAUNCH_EARLY(qkv_kernel<DT_F32>, grid, GEMV_WARPS * 32, smem, a, h, x);
+    else if (dtype == DT_F16) KV_LAUNCH_EARLY(qkv_kernel<DT_F16>, grid, GEMV_WARPS * 32, smem, a, h, x);
+    else                      KV_LAUNCH_EARLY(qkv_kernel<DT_BF16>, grid, GEMV_WARPS * 32, smem, a, h, x);
 }
 
 // kv_append on the device: k, v (n,G,D) are device memory, k is turned; called before len grows.
 void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n) {
-    rope_append(s, l, NULL, NULL, k, v, NULL, t0, n);
+    rope_append(s, l, NULL, k, v, NULL, t0, n);
 }
 
 // ---- room
@@ -1498,8 +2224,8 @@ void rows_store_cuda(char *to, const char *raw, size_t bytes) {
 //
 // The list of a work is cut into Items (split-K), so that heads of unequal length keep the whole
 // device busy. A block takes one item, goes through it in tiles of TILE rows with an online
-// softmax, and leaves max, sum and the sum of p v. join_kernel then puts the items of a work
-// together, in order.
+// softmax, and leaves max, sum and the sum of p v. The block of a work that arrives last puts its
+// items together, in order (join_arrived).
 //
 //     work 0   |--- item 0 ---|--- item 1 ---|--- item 2 ---|- item 3 -|      |---| : chunk_rows positions
 //     work 1   |--- item 4 ---|-- item 5 --|
@@ -1560,6 +2286,9 @@ struct Attn {                   // argument of the kernels; pointers are device 
     size_t bytes_k, bytes_v;    // of a row
     float scale;                // 1 / sqrt(D)
     int span;                   // gqa_kernel: positions of an item that are looked up at once
+    int *ticket;                // of join_arrived: a counter for each work (arrivals)
+    float *out;                 // (n,H,D) what attention makes of q, or NULL
+    float *stat;                // (n,H,2) max and sum of each row's softmax
 };
 
 // The row of (n,H,..) that pair m of work w is.
@@ -1608,6 +2337,64 @@ static __device__ void load_tile(float *to, int stride, const Attn &a, const Hea
 // is no later than the work's first query.
 static __device__ int tile_masked(const Attn &a, const Work &w, int last) {
     return a.rule != VIS_CAUSAL || a.window || last > w.tok0 + w.m0 / a.R;
+}
+
+// ---- the items of a work become one
+//
+// Item c left max t_c, sum z_c and vector x_c under its own maximum. With t = max t_c:
+//     out = (sum of exp(t_c - t) x_c) / (sum of exp(t_c - t) z_c)
+// Whichever block of a work arrives last does this for its rows. The items are added in their order,
+// whoever does it, so the result is the same in every run.
+
+// One query row, by a warp: a lane owns dimensions lane, lane + 32, .. part: the first of n items, stride
+// floats apart. out (D) or NULL, stat (2): see Attn. Items that other blocks have left are read past L1,
+// several at once, because each is a short wait of its own.
+static __device__ void join_row(const float *part, size_t stride, int n, int D, float *out, float *stat) {
+    int lane = threadIdx.x & 31;
+    float top = -INFINITY, sum = 0, x[MAX_D / 32] = {0};
+    for (int c = lane; c < n; c += 32) top = fmaxf(top, __ldcg(part + c * stride));
+    top = lanes_max<32>(top);
+    for (int c = 0; c < n; c++) {
+        const float *from = part + c * stride;
+        float t = __ldcg(from), e = t == -INFINITY ? 0 : expf(t - top);
+        sum += e * __ldcg(from + 1);
+        for (int i = 0; i < MAX_D / 32; i++)
+            if (out && lane + 32 * i < D) x[i] += e * __ldcg(from + 2 + lane + 32 * i);
+    }
+    for (int i = 0; i < MAX_D / 32; i++)
+        if (out && lane + 32 * i < D) out[lane + 32 * i] = x[i] / sum;
+    if (lane) return;
+    stat[0] = top;
+    stat[1] = sum;
+}
+
+// What join_items wants of an Attn.
+struct Join {
+    const Item *item;           // the block's
+    const Work *work;
+    int *ticket;
+    float *part, *out, *stat;
+    int BQ, H, R, D;
+};
+
+// The end of an item's block, whose part is stored: the last block of a work joins its items, a warp a
+// row. A call, not inlined: it has registers of its own, and takes none from the kernel's main loop.
+static KV_CALL void join_items(Join a) {
+    __shared__ int last;
+    Item it = *a.item;
+    Work w = a.work[it.work];
+    if (it.p0 == it.p1 || !arrives_last(&a.ticket[it.work], w.items, &last)) return;
+    for (int j = threadIdx.x >> 5; j < w.m; j += ATTN_WARPS) {
+        int m = w.m0 + j, stride = a.BQ * (a.D + 2);
+        size_t row = (size_t)(m / a.R) * a.H + w.g * a.R + m % a.R;             // as in query_row
+        join_row(a.part + (size_t)w.first * stride + j * (a.D + 2), stride, w.items, a.D,
+                 a.out ? a.out + row * a.D : NULL, a.stat + row * 2);
+    }
+}
+
+// The same, from a kernel of BQ query rows a block.
+static __device__ void join_arrived(const Attn &a, int BQ) {
+    join_items({ a.item + blockIdx.x, a.work, a.ticket, a.part, a.out, a.stat, BQ, a.H, a.R, a.D });
 }
 
 // ---- attend_kernel: any rule, any format, any head_dim
@@ -1765,47 +2552,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn 
     for (int i = 0; i < QW; i++)
         for (int e = 0; e < ND; e++)
             if (lane + 32 * e < D) part[(size_t)i * (D + 2) + 2 + lane + 32 * e] = acc[i][e];
-}
-
-// ---- join_kernel: the items of a work become one
-//
-// Item c left max t_c, sum z_c and vector x_c under its own maximum. With t = max t_c:
-//     out = (sum of exp(t_c - t) x_c) / (sum of exp(t_c - t) z_c)
-//
-//   Block   one query row: blockIdx.x is the work, blockIdx.y the row in it
-//   Warp    every ATTN_WARPS-th item of the row; the four sums are added in order of the warps
-//   Lane    dimensions lane, lane + 32, ..
-//   Shared  sh (ATTN_WARPS,MAX_D+1): each warp's vector and its sum
-//   Bound   memory; four items are loaded at once, because each is a short wait of its own
-// out (n,H,D) or NULL, stat (n,H,2) = max and sum of the row's softmax.
-static __global__ void __launch_bounds__(ATTN_WARPS * 32)
-join_kernel(Attn a, int BQ, float *out, float *stat) {
-    __shared__ float sh[ATTN_WARPS][MAX_D + 1];
-    Work w = a.work[blockIdx.x];
-    int j = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, D = a.D;
-    if (j >= w.m) return;                       // the whole block
-    size_t stride = (size_t)BQ * (D + 2), row = query_row(a, w, w.m0 + j);
-    const float *part = a.part + ((size_t)w.first * BQ + j) * (D + 2);
-    float top = -INFINITY, sum = 0, x[MAX_D / 32] = {0};
-    for (int c = lane; c < w.items; c += 32) top = fmaxf(top, part[c * stride]);
-    top = lanes_max<32>(top);
-    KV_UNROLL(4) for (int c = warp; c < w.items; c += ATTN_WARPS) {
-        const float *from = part + c * stride;
-        float e = from[0] == -INFINITY ? 0 : expf(from[0] - top);
-        sum += e * from[1];
-        for (int i = 0; i < MAX_D / 32; i++)
-            if (out && lane + 32 * i < D) x[i] += e * from[2 + lane + 32 * i];
-    }
-    for (int i = 0; i < MAX_D / 32; i++)
-        if (lane + 32 * i < D) sh[warp][lane + 32 * i] = x[i];
-    if (!lane) sh[warp][MAX_D] = sum;
-    __syncthreads();
-    sum = sh[0][MAX_D] + sh[1][MAX_D] + sh[2][MAX_D] + sh[3][MAX_D];
-    for (int d = threadIdx.x; out && d < D; d += blockDim.x)
-        out[row * D + d] = (sh[0][d] + sh[1][d] + sh[2][d] + sh[3][d]) / sum;
-    if (threadIdx.x) return;
-    stat[row * 2] = top;
-    stat[row * 2 + 1] = sum;
+    join_arrived(a, BQ);
 }
 
 // ---- decode_kernel: decode over plain rows, K and V of one dtype, head_dim a multiple of 8
@@ -2000,6 +2747,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decod
         decode_store<LW>(m.sums + (warp * NR + i) * (D + 2), acc[i], top[i], sum[i], d, D);
     __syncthreads();
     decode_join(a.part + (size_t)blockIdx.x * NR * (D + 2), m.sums, NR, D);
+    join_arrived(a, NR);
 }
 
 // ---- tensor_kernel: prefill on tensor cores, K and V of one 16-bit type, head_dim a multiple of 8
@@ -3334,6 +4082,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT
     }
     __syncthreads();
     decode_join(a.part + (size_t)blockIdx.x * 4 * NT * (D + 2), m.sums, 4 * NT, D);
+    join_arrived(a, 4 * NT);
 }
 
 // ---- column_kernel: sums over queries
@@ -3878,9 +4627,9 @@ template <int KIND> static void gqa_launch(const Attn &a, int n, int BQ) {
     else                 gqa_width<KIND, 256>(a, n, BQ);
 }
 
-// Launches n items, blocks of BQ = 4, 8, 16 or 32 query rows, and their joining: out (n,H,D) on the
-// device or NULL, stat (n,H,2). The items' results lie in a.part.
-static void run_items(const Attn &a, int n, int n_work, int BQ, int plain, float *out, float *stat) {
+// Launches n items, blocks of BQ = 4, 8, 16 or 32 query rows. The items' results lie in a.part, what they
+// are together in a.out and a.stat.
+static void run_items(const Attn &a, int n, int BQ, int plain) {
     if (plain && n && a.gqa >= 0) {
         if (a.gqa == ROW_F16)       gqa_launch<ROW_F16>(a, n, BQ);
         else if (a.gqa == ROW_BF16) gqa_launch<ROW_BF16>(a, n, BQ);
@@ -3891,12 +4640,10 @@ static void run_items(const Attn &a, int n, int n_work, int BQ, int plain, float
         else if (a.kind_k == ROW_F16) decode_launch<DT_F16>(a, n, BQ);
         else                          decode_launch<DT_BF16>(a, n, BQ);
     } else if (n) {
-        if (BQ == 4)      attend_launch<1>(a, n, out != NULL);
-        else if (BQ == 8) attend_launch<2>(a, n, out != NULL);
-        else              attend_launch<8>(a, n, out != NULL);
+        if (BQ == 4)      attend_launch<1>(a, n, a.out != NULL);
+        else if (BQ == 8) attend_launch<2>(a, n, a.out != NULL);
+        else              attend_launch<8>(a, n, a.out != NULL);
     }
-    dim3 grid(n_work, BQ);
-    KV_LAUNCH(join_kernel, grid, ATTN_WARPS * 32, 0, a, BQ, out, stat);
 }
 
 // The most items of n_work works whose lists fill so many pairs of tiles: see chunk_rows.
@@ -3969,7 +4716,10 @@ static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *
     a.idx = p->lists ? p->lists : dev.idx;
     if (p->lists) KV_LAUNCH(chosen_kernel, 1, 32, 0, dev.work, p->n_work, dev.item, (int)n_items, p->lists);
     a.part = room<float>(s, ROOM_PART, (n_items + 1) * p->BQ * (a.D + 2));
-    run_items(a, (int)n_items, p->n_work, p->BQ, p->plain, out, stat);
+    a.ticket = arrivals(s, p->n_work);
+    a.out = out;
+    a.stat = stat;
+    run_items(a, (int)n_items, p->BQ, p->plain);
     return a;
 }
 
@@ -3980,7 +4730,8 @@ static int attn_exact;          // 1: no pass goes through tensor_kernel, whose 
 // with a budget of everything and full attention are then the same arithmetic.
 static int tensor_cores(const Session *s) {
     int f32 = row_kind(s->fk) == ROW_F32 || row_kind(s->fv) == ROW_F32;
-    return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !attn_exact;
+    return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !attn_exact &&
+           !s->dev->base->exact;
 }
 
 // ---- rows that tensor_kernel cannot read as they are stored
@@ -4427,6 +5178,17 @@ void views_drop_cuda(Session *s) {
 //     first step in one go      its launches are captured into a graph          the step after that
 //     later steps in one go     the graph is launched                           until the next change
 //
+// A layer is five launches, each of which reads what the one before has written:
+//
+//     qkv_kernel     norm, W_q W_k W_v, norms of heads, RoPE, append      x -> q, rows of K and V
+//     attention      one of three kernels; its last blocks join           q, rows -> out
+//     gemv_kernel    W_o, residual                                        out -> x
+//     gemv_kernel    norm, W_gate W_up, SwiGLU                            x -> gate
+//     gemv_kernel    W_down, residual                                     gate -> x
+//
+// From sm_90 on the products begin while the kernel ahead ends (KV_LAUNCH_EARLY): they ask for their first
+// weights, and then wait.
+//
 // Select hooks may take part while they are steady: one that chooses lists on the device (end of
 // section 3), or one that only puts its query by. They are called where their launches are
 // captured, and not when these are replayed. What memory they need, and whether they choose at all,
@@ -4597,6 +5359,7 @@ static Pass step_prepare(Session *s) {
     Pass r = pass_room(s, 1);
     room<float>(s, ROOM_LOGITS, s->c->V);
     room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
+    arrivals(s, s->c->H + 2 * s->c->G);
     room<char>(s, ROOM_STEP, step_bytes(s));
     if (s->wants & KV_MASS) {
         room<Work>(s, ROOM_LIST, s->c->H);
@@ -4658,7 +5421,10 @@ static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     a.item = item + (size_t)l * d->grid;
     a.idx = lists ? lists : p->idx;
     a.part = (float *)d->room[ROOM_PART].p;
-    run_items(a, d->grid, n_work, d->BQ, decode_kernels(s), r->out, stat);
+    a.ticket = (int *)d->room[ROOM_ARRIVED].p;
+    a.out = r->out;
+    a.stat = stat;
+    run_items(a, d->grid, d->BQ, decode_kernels(s));
     if (s->wants & KV_MASS) decode_mass(s, a, n_work, stat);
 }
 
@@ -4682,14 +5448,13 @@ static void step_launches(Session *s, const Pass *r) {
 
     for (int l = 0; l < c->L; l++) {
         const Layer *y = &s->w->layer[l];
-        project_rows(s, y, r->x, r->h, r->q, r->k, r->v, 1);
-        rope_append(s, l, step, r->q, r->k, r->v, step->cs, 0, 1);
+        project_append(s, y, l, step, r->x, r->q, r->k, r->v, step->cs, 0, 1, 0);
         if (layer_acts(s, l)) select_hooks(s, l, r->q);
         step_attend(s, l, r, &p);
         mlp_rows(s, y, r->x, r->out, r, 1);
     }
     lists_tell(s);
-    logits_cuda(s, r->x, r->h);
+    logits_cuda(s, r->x);
     d->told = NULL;
 }
 
@@ -4726,7 +5491,7 @@ static float *step_cuda(Session *s) {
         s->clk.bytes_attended += d->read[i].n * d->read[i].each;
     }
 
-    logits_wait(s);
+    logits_wait();
     lists_count(s);
     commits(s, 0, 1);
     note_peak(s);
@@ -4736,22 +5501,24 @@ static float *step_cuda(Session *s) {
 
 // ---- opening and closing
 
-// The upload of model w, or NULL.
-static Shared *shared_find(const Weights *w) {
+// The upload of the session's model, or NULL.
+static Shared *shared_find(const Session *s) {
+    int exact = opt_int(s->opt, "exact");
     Shared *h = all_shared;
-    while (h && h->w != w) h = h->next;
+    while (h && (h->w != s->w || h->exact != exact)) h = h->next;
     return h;
 }
 
-// The upload of the session's model. The first session of a model uploads every tensor.
+// The same, made if there is none: the first session of a model uploads every tensor.
 static Shared *shared_open(const Session *s) {
-    Shared *h = shared_find(s->w);
+    Shared *h = shared_find(s);
     if (h) {
         h->users++;
         return h;
     }
     h = (Shared *)xcalloc(1, sizeof *h);
     h->w = s->w;
+    h->exact = opt_int(s->opt, "exact");
     h->users = 1;
     h->next = all_shared;
     all_shared = h;
@@ -4759,14 +5526,18 @@ static Shared *shared_open(const Session *s) {
     Stage g;
     stage_open(&g, s->w->bytes);
     const Tensor *top[] = { &s->w->embed, &s->w->norm, &s->w->head };
-    for (const Tensor *t : top) map_put(&h->map, t, &g);
+    tensors_put(&h->map, top, 3, &g);
     for (int l = 0; l < s->c->L; l++) {
         const Layer *y = &s->w->layer[l];
-        const Tensor *all[] = { &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk, &y->wv, &y->wo,
-                                &y->bq, &y->bk, &y->bv, &y->bo, &y->q_norm, &y->k_norm,
-                                &y->gate, &y->up, &y->down, &y->bgate, &y->bup, &y->bdown };
-        for (const Tensor *t : all)
-            if (t->data) map_put(&h->map, t, &g);
+        const Tensor *qkv[] = { &y->wq, &y->wk, &y->wv }, *o = &y->wo, *in[] = { &y->gate, &y->up };
+        const Tensor *down = &y->down;
+        const Tensor *vectors[] = { &y->attn_norm, &y->mlp_norm, &y->bq, &y->bk, &y->bv, &y->bo,
+                                    &y->q_norm, &y->k_norm, &y->bgate, &y->bup, &y->bdown };
+        matrices_put(&h->map, qkv, 3, &g, h->exact);
+        matrices_put(&h->map, &o, 1, &g, h->exact);
+        matrices_put(&h->map, in, 2, &g, h->exact);
+        matrices_put(&h->map, &down, 1, &g, h->exact);
+        tensors_put(&h->map, vectors, 11, &g);
     }
     stage_close(&g);
     return h;
@@ -4802,7 +5573,7 @@ static const char *memory_help(const MemoryPlan *p, size_t unused) {
 static int check_memory(const Session *s, char why[512]) {
     size_t unused, total;
     MemoryPlan p = memory_plan(s);
-    if (shared_find(s->w)) p.weights = 0;
+    if (shared_find(s)) p.weights = 0;
     pool_trim();
     cudaError_t e = cudaMemGetInfo(&unused, &total);
     if (e != cudaSuccess) {
@@ -4862,6 +5633,9 @@ static int device_able(char why[512]) {
     KV_CUDA(cudaGetDevice(&device));
     KV_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     KV_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+#ifdef __CUDACC__
+    kv_early = major >= 9;
+#endif
     snprintf(why, 512, "the GPU has compute capability %d.%d, the kernels need %d.0 or more; -d cpu works",
              major, minor, LEAST_CAPABILITY);
     return major >= LEAST_CAPABILITY;
@@ -4899,7 +5673,9 @@ int device_open(Session *s) {
     d->read = (Read *)xcalloc((size_t)s->c->L * s->c->H, sizeof(Read));
     d->seen = d->settled = s->changes - 1;      // nothing is prepared yet
     KV_CUDA(cudaMallocHost((void **)&d->step, step_bytes(s)));
-    KV_CUDA(cudaMallocHost((void **)&d->logits, (size_t)s->c->V * sizeof(float)));
+    free(s->logits);
+    KV_CUDA(cudaMallocHost((void **)&s->logits, (size_t)s->c->V * sizeof(float)));
+    memset(s->logits, 0, (size_t)s->c->V * sizeof(float));          // a cache that is only filled has no others
     d->held = (Rows *)xcalloc(heads, sizeof(Rows));
     d->chosen.kept = (char *)xcalloc(s->c->L, 1);
     d->chosen.row_bytes = (double *)xmalloc(heads * sizeof(double));
@@ -4923,7 +5699,8 @@ void device_close(Session *s) {
     KV_BLAS(cublasDestroy(d->blas));
     if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
     KV_CUDA(cudaFreeHost(d->step));
-    KV_CUDA(cudaFreeHost(d->logits));
+    KV_CUDA(cudaFreeHost(s->logits));
+    s->logits = NULL;
     KV_CUDA(cudaFreeHost(d->chosen.rows));
 
     free(d->held);
@@ -5126,35 +5903,6 @@ static __global__ void pool_max_kernel(float *out, const float *x, const int *n,
     int row = blockIdx.y, j = blockIdx.x * blockDim.x + threadIdx.x;
     const float *from = x + (size_t)row * N;
     if (j < n[row / per]) out[(size_t)row * N + j] = window_max(from, j, n[row / per], width);
-}
-
-// ---- what comes after all blocks, in the same launch
-// Blocks that share a work count themselves in, and the last one to arrive does what needs the
-// results of all of them. It saves a launch, and it waits for nobody.
-
-// n counters on the device, all 0. A kernel that counts leaves them at 0.
-static int *arrivals(Session *s, int n) {
-    const Room *r = &s->dev->room[ROOM_ARRIVED];
-    size_t before = r->bytes;
-    int *p = room_kept<int>(s, ROOM_ARRIVED, n);
-    if (r->bytes != before) KV_CUDA(cudaMemsetAsync(p, 0, r->bytes, kv_stream));
-    return p;
-}
-
-// Counts the block in -> 1, in every thread, for the last of `all` blocks, which from here on sees
-// what the others have written. *last: shared. All threads of a block.
-static __device__ int arrives_last(int *counter, int all, int *last) {
-    __syncthreads();
-    if (!threadIdx.x) {
-        __threadfence();
-        *last = atomicAdd(counter, 1) == all - 1;
-        if (*last) {
-            atomicAdd(counter, -all);
-            __threadfence();
-        }
-    }
-    __syncthreads();
-    return *last;
 }
 
 // ---- top_k of kvcomp.c for many rows at once
@@ -8147,21 +8895,39 @@ size_t cuda_held(const Session *s) {
     return n;
 }
 
-// One operation on y (ny), x (nx) of T rows, all on the host: 'm' y = W x, 'p' y += W x, 'n' norm,
-// 'b' y += bias, 's' y = silu(y) x.
+// One operation on y (ny), x (nx) of T rows, all on the host: 'm' y = W x, 'p' y += W x, 'n' norm
+// by rmsnorm_kernel, 'h' by rows_kernel, 's' y = silu(gate) up of x (T,2n).
 void cuda_math(Session *s, char op, float *y, size_t ny, const float *x, size_t nx,
                const Tensor *w, int T) {
     float *dy = (float *)cuda_put(y, ny * sizeof(float));
     float *dx = (float *)cuda_put(x, nx * sizeof(float));
     Linear p = { dy, w, NULL };
-    if (op == 'm') linear<GEMV_STORE>(s, dx, T, &p, 1);
-    if (op == 'p') linear<GEMV_ADD>(s, dx, T, &p, 1);
+    if (op == 'm' && T == 1) gemv_cuda<GEMV_STORE>(s, dx, &p, 1, NULL);
+    if (op == 'p' && T == 1) gemv_cuda<GEMV_ADD>(s, dx, &p, 1, NULL);
+    if (strchr("mp", op) && T > 1) {
+        Product m = products(s, ROOM_PRODUCT, rows_plain(dx, w->cols), T, &p, 1);
+        if (op == 'm') product_finish<0>(s, m, &p, 1);
+        else           product_finish<1>(s, m, &p, 1);
+    }
     if (op == 'n') rmsnorm_cuda(s, dy, dx, w, T, w->cols);
-    if (op == 'b') bias_cuda(s, dy, w, T, w->cols);
-    if (op == 's') KV_LAUNCH(swiglu_kernel, blocks(ny, 256), 256, 0, dy, dx, ny);
+    if (op == 'h') rows_launch<DT_F32>(s, dy, NULL, rows_norm(s, dx, w), T);
+    if (op == 's') {
+        Linear in[2] = { p, p };
+        rows_launch<DT_F32>(s, dy, NULL, rows_swiglu(s, { dx, NULL, T, (int)(nx / T) }, in), T);
+    }
     download(y, dy, ny * sizeof(float));
     cuda_drop(dy);
     cuda_drop(dx);
+}
+
+// A matrix as products read it: its numbers to `to`, what they are to be multiplied by in *scale -> their
+// dtype.
+int cuda_matrix(Session *s, const Tensor *t, void *to, float *scale) {
+    const Copied *c;
+    matrices_of(s, &t, 1, &c);
+    download(to, c->dev, tensor_bytes(t));
+    *scale = c->scale;
+    return c->dtype;
 }
 
 size_t cuda_chunk(size_t total) { return chunk_rows(total); }

@@ -329,7 +329,7 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     // chat template that a method's own weights were trained with; NULL: none, or not said
     const char *made_for;
 
-    int batch;                  // -b
+    int batch;                  // rows of a prefill block: -b, or what suits the device
     struct Arena *scratch;      // memory of a pass
     float *logits;              // (V) of the pass's last token
     Clock clk;

@@ -22,15 +22,15 @@ BAD=0
 # any card. A key is METHOD:TEST:N:FIELD of a line of --bench --json; FIELDs are its keys, and ms: milliseconds a token.
 predictions() {
     cat <<'P'
-full:tg:0:share         | 68 | 74  | a step without rows: 292 short launches (products 70 to 92 % of the rate, norms 4 us each)
+full:tg:0:share         | 78 | 92  | a step without rows: 163 launches, whose products begin while the one ahead ends
 full:tg:65536:share     | 66 | 71  | a step behind 64k rows: decode_kernel is bound by instructions, at 60 to 70 % of the rate
-full:tg:0:ms            | 4.7 | 5.1 | the same in time, on an H200; 3.5 at its copy rate of 4.3 TB/s
+full:tg:0:ms            | 3.8 | 4.5 | the same in time, on an H200; 3.5 at its copy rate of 4.3 TB/s
 full:tg:65536:ms        | 7.7 | 8.4 | an H200; 5.5 at its copy rate
 lychee:tg:65536:ms      | 6.3 | 7.4 | as at depth 0, and 65 us a layer of selection
 quest:tg:65536:ms       | 5.6 | 6.6 | as at depth 0, and 42 us a layer of selection
 loopserve-d:tg:65536:ms | 9   | 10  | a selection of 70 ms every 16 steps
 pats:tg:8192:ms         | 4.9 | 5.5 | as at depth 0, and 0.7 to 1 GB of packed rows at more than half the rate
-full:pp:8192:tera       | 150 | 360 | two 16-bit products a matrix: at most 45 % of the rate of one
+full:pp:8192:tera       | 220 | 500 | one 16-bit product a matrix; a fifth of the time rounds, scales and adds; attention is the rest
 P
 }
 
