@@ -10059,7 +10059,7 @@ TEST(sonic_store, "50 short turns under q8 and PATS and alone: finite, rows as p
 }
 
 TEST(sonic_refusals,
-     "every load check of spec section 6 has its message, with name, expected and found value") {
+     "every check of an adapter has its message, with name, expected and found value") {
     Tiny m = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
     Tiny biased = tiny_model(2, 4, 2, 16, 32, 40, 61, 8);
     tiny_bias(biased);
