@@ -5834,20 +5834,20 @@ struct LayerRows {
     HeadRefs heads;             // (G) where the rows lie
     int v;                      // 0: keys, 1: values
     int kind, D;                // ROW_* of the raw rows; head_dim
-    size_t bytes;               // of a raw row
+    int bytes;                  // of a raw row; four ints, so that the struct has no gap
 };
 
 // Number d of row r of head h as f32, be the row raw or packed.
 static __device__ float row_value(const LayerRows &a, const HeadRef &h, int r, int d) {
     if (r < h.packed) return packed_value(h, a.v, r, d, a.D);
     const char *raw = a.v ? h.v : h.k;
-    return row_get(raw + (r - h.packed) * a.bytes, a.kind, d);
+    return row_get(raw + (size_t)(r - h.packed) * a.bytes, a.kind, d);
 }
 
 // The keys (OF_K) or the values (OF_V) of layer l.
 static LayerRows layer_rows(const Session *s, int l, int v) {
     const Format *f = v ? s->fv : s->fk;
-    LayerRows a = { head_refs(s, l), v, row_kind(f), s->c->D, f->row_bytes(s->c->D) };
+    LayerRows a = { head_refs(s, l), v, row_kind(f), s->c->D, (int)f->row_bytes(s->c->D) };
     return a;
 }
 static LayerRows keys_of(const Session *s, int l) { return layer_rows(s, l, 0); }
