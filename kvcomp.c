@@ -18260,6 +18260,10 @@ static char *session_header(App *a, SessionFile *x, char *text, size_t n, char e
         return NULL;
     }
     char *making = text + at, *end = strchr(making, '\n');
+    if (!end) {                     // the third line was the checksum, which is cut off by now
+        snprintf(err, 512, "%.400s: not a kvcomp session file", x->path);
+        return NULL;
+    }
     *end = 0;
     x->making = xmalloc(strlen(making) + 16);
     if (!strncmp(making, "made with ", 10)) strcpy(x->making, making + 10);

@@ -14411,6 +14411,18 @@ static void session_sign(const char *path) {
     write_text_file(path, text);
 }
 
+TEST(cli_session_short, "a session file whose third line is its checksum is refused in one line") {
+    char path[64];
+    snprintf(path, sizeof path, "/tmp/kvt_%d_short", (int)getpid());
+    const char *run = "echo hi | ./kvcomp -q -t 1 --temp 0 -n 4 -m models/kvcomp-tiny --session";
+    CHECK(sh("%s %s", run, path) == 0, "%s", sh_err);
+    CHECK(sh("sed -i -n -e 1,2p -e '/^check /p' %s && [ $(wc -l <%s) = 3 ]", path, path) == 0, "%s", sh_err);
+    session_sign(path);
+    int rc = sh("%s %s", run, path);
+    CHECK(rc == 1 && strstr(sh_err, "not a kvcomp session file") && lines_in(sh_err) == 1, "%d: %s", rc, sh_err);
+    unlink(path);
+}
+
 TEST(cli_stray_ids, "ids without a row in the embedding: refused at load, in a message, a reply "
                     "that is expected, a text, a session; a chat goes on") {
     char d[] = "/tmp/kvcomp-stray-XXXXXX";
