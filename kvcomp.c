@@ -615,8 +615,8 @@ static size_t round_to_step(size_t rows) {
 static void head_reserve(Session *s, KVHead *h, int raw) {
     int D = s->c->D, cap = (int)round_to_step(raw), all = h->packed + cap;
     if (cap == h->cap && all == h->room) return;
-    s->changes++;
     if (KV_DEV(s)) {
+        s->changes++;                       // only a device asks, and here threads work side by side
         rows_resize_cuda(s, h, cap);
     } else {
         h->k = xrealloc(h->k, (size_t)cap * s->fk->row_bytes(D));
@@ -4946,7 +4946,7 @@ static void regions_set(Session *s, KVHead *h, Region *reg) {
         free(h->reg);
         h->reg = NULL;
     }
-    s->changes++;
+    if (KV_DEV(s)) s->changes++;
     arrfree(reg);
 }
 
@@ -10527,7 +10527,7 @@ static const Opt program_options[] = {
     { "batch-size",    'i', "0",
       "rows of a prefill block, 0: 512, on a GPU 2048; changes speed and memory, never a logit (on a GPU: their rounding)" },
     { "exact",         'b', "0",
-      "on a GPU: a prefill's products with 16-bit weights twice: rounded activations, and what is left over" },
+      "on a GPU: a prefill's products with 16-bit weights twice (activations, and what rounding left), attention in f32" },
     { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
     { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
     { "tokenizer",     's', "",     "tokenizer.json or tokenizer.model instead of the model's" },
