@@ -2798,7 +2798,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decod
 //
 // What is rounded: q once and P once, to the rows' type. A score is off by 2^-11 |q||k| / sqrt(D) with f16
 // rows and 2^-8 |q||k| / sqrt(D) with bf16 rows at most, a probability by 2^-11 and 2^-8 of itself more.
-// (With attn_exact, below, attend_kernel computes in f32 instead.)
+// (With --exact attend_kernel computes in f32 instead.)
 // P is multiplied by 2^P_SHIFT, or f16 would round small probabilities more. Tensor cores round a sum
 // towards zero each time they add to it. Over a long list that would pull values that have a mean of their
 // own towards zero. So they sum the KT keys of a tile from nothing, and f32 adders, which round to nearest,
@@ -3353,8 +3353,8 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
 //           at once, 32 D bytes a warp; the compiler puts the values' loads between the first products
 //           with the keys. The rows' numbers are looked up one tile ahead, so that a list costs no second
 //           wait. At D 128 there are 16 warps on a multiprocessor with up to 8 query rows, 12 with 16.
-//   Bound   memory. At D 128 a tile, 8 KB, takes 241 instructions of a warp with up to 4 query rows, 355
-//           with 8 and 625 with 16 (sm_90, make cuda-check). decode_kernel takes 1972 with 4 and is bound
+//   Bound   memory. At D 128 a tile, 8 KB, takes 242 instructions of a warp with up to 4 query rows, 360
+//           with 8 and 638 with 16 (sm_90, make cuda-check). decode_kernel takes 1972 with 4 and is bound
 //           by them.
 //
 // What is rounded: q and P are two 16-bit numbers each. The second one costs no product, because it fills
@@ -4283,6 +4283,18 @@ static __device__ void scan_scores(float x[8], const unsigned (*k)[D / 8], const
     KV_UNROLL() for (int i = 0; i < 8; i++) x[i] = s[i / 2][i % 2] + s[i / 2][i % 2 + 2];
 }
 
+// Joins n parts of a query's softmax, each a maximum and a sum of powers of 2 under it, SCAN_QUERIES
+// pairs apart: *high, *sum.
+static __device__ void scan_join(const float *of, int n, float *high, float *sum) {
+    *high = SCORE_LOW;
+    *sum = 0;
+    for (int i = 0; i < n; i++) *high = fmaxf(*high, of[(size_t)i * SCAN_QUERIES * 2]);
+    for (int i = 0; i < n; i++) {
+        const float *x = of + (size_t)i * SCAN_QUERIES * 2;
+        *sum += x[1] * exp2_flush(x[0] - *high);
+    }
+}
+
 // part = the maximum and the sum of exponentials, as powers of 2, of 64 queries over a chunk of
 // keys.
 template <int DT, int D>
@@ -4333,11 +4345,8 @@ peaks_kernel(const __grid_constant__ Scan a) {
     }
     __syncthreads();
     if (threadIdx.x >= SCAN_QUERIES) return;
-    float high = SCORE_LOW, all = 0;
-    const float *of = m.peaks + threadIdx.x * 2;
-    for (int i = 0; i < ATTN_WARPS; i++) high = fmaxf(high, of[i * SCAN_QUERIES * 2]);
-    for (int i = 0; i < ATTN_WARPS; i++)
-        all += of[i * SCAN_QUERIES * 2 + 1] * exp2_flush(of[i * SCAN_QUERIES * 2] - high);
+    float high, all;
+    scan_join(m.peaks + threadIdx.x * 2, ATTN_WARPS, &high, &all);
     size_t at = ((size_t)head * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y;
     float *to = a.part + (at * SCAN_QUERIES + threadIdx.x) * 2;
     to[0] = high;
@@ -4351,12 +4360,8 @@ static __device__ void scan_rows(float *row, const Scan &a, int head, int block,
     if (r >= SCAN_QUERIES) return;
     size_t first = ((size_t)head * query_blocks + block) * gridDim.y;
     const float *of = a.part + (first * SCAN_QUERIES + r) * 2;
-    float high = SCORE_LOW, sum = 0;
-    for (int i = 0; i < (int)gridDim.y; i++) high = fmaxf(high, of[(size_t)i * SCAN_QUERIES * 2]);
-    for (int i = 0; i < (int)gridDim.y; i++) {
-        const float *x = of + (size_t)i * SCAN_QUERIES * 2;
-        sum += x[1] * exp2_flush(x[0] - high);
-    }
+    float high, sum;
+    scan_join(of, gridDim.y, &high, &sum);
     row[r] = block * SCAN_QUERIES + r < a.w && sum > 0 ? high + log2f(sum) : INFINITY;
 }
 
@@ -4724,14 +4729,13 @@ static Attn attend(Session *s, int l, const float *q, int tok0, Plan *p, float *
 }
 
 static int tensor_min = TC_MIN;
-static int attn_exact;          // 1: no pass goes through tensor_kernel, whose q and P are rounded
 
-// Whether a pass goes through tensor_kernel. The answer must not depend on the method nor on -b (D2): methods
-// with a budget of everything and full attention are then the same arithmetic.
+// Whether a pass goes through tensor_kernel, whose q and P are rounded: not with --exact. The answer must
+// not depend on the method nor on -b (D2): methods with a budget of everything and full attention are then
+// the same arithmetic.
 static int tensor_cores(const Session *s) {
     int f32 = row_kind(s->fk) == ROW_F32 || row_kind(s->fv) == ROW_F32;
-    return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !attn_exact &&
-           !s->dev->base->exact;
+    return s->n_tok - s->base >= tensor_min && s->c->D % 8 == 0 && !f32 && !s->dev->base->exact;
 }
 
 // ---- rows that tensor_kernel cannot read as they are stored
@@ -6349,8 +6353,8 @@ void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, 
 // ---- attention over lines
 // tensor_kernel (section 3) computes it where it computes dense prefills; what it asks for stands further
 // down. lines_kernel, here, computes the rest: f32 rows, head_dims that are no multiple of 8, passes of fewer
-// than TC_MIN tokens, and attention with q and P in f32 (attn_exact). A head of which every cell is chosen
-// goes the way of dense attention.
+// than TC_MIN tokens, and --exact, with q and P in f32. A head of which every cell is chosen goes the way of
+// dense attention.
 //
 // A block takes LINE_ROWS rows of one query head and walks through the columns that its 64-row
 // block of the matrix needs (block_index of kvcomp.c). The 64 rows are [s0,E); column c is needed
@@ -8935,8 +8939,8 @@ size_t cuda_chunk(size_t total) { return chunk_rows(total); }
 // Tokens of a pass from which on it goes through tensor_kernel; 0: what they are outside of tests.
 void cuda_tensor_min(int n) { tensor_min = n ? n : (int)TC_MIN; }
 
-// 1: prefills with q and P in f32 from now on.
-void cuda_exact(int on) { attn_exact = on; }
+// 1: the session's prefills have q and P in f32 from now on, as with --exact.
+void cuda_exact(Session *s, int on) { s->dev->base->exact = on; }
 
 // Attn.span from now on, a multiple of 32; 0: what it is outside of tests.
 void cuda_span(int n) { gqa_span = n ? n : (int)GQA_SPAN; }

@@ -7367,105 +7367,16 @@ static void toy_use(const Toy *t) { token_text = (TokenText){ t, toy_bytes, toy_
 // 101 pieces: prose, code, JSON, marks, Chinese whole and cut inside a character, invalid bytes, an
 // empty piece, two specials
 static void toy_fill(Toy *t) {
-    static const char *piece[] = { " the",
-                                   " quick",
-                                   "The",
-                                   " brown",
-                                   " fox",
-                                   " a",
-                                   " code",
-                                   "foo",
-                                   "bar",
-                                   "3",
-                                   "14",
-                                   " x",
-                                   "ing",
-                                   "er",
-                                   " int",
-                                   " return",
-                                   " \"",
-                                   "\"",
-                                   "key",
-                                   "val",
-                                   ".",
-                                   "?",
-                                   "!",
-                                   ",",
-                                   ";",
-                                   ":",
-                                   "\n",
-                                   "\n\n",
-                                   " \n",
-                                   "}",
-                                   "]",
-                                   ">",
-                                   "{",
-                                   "[",
-                                   "<",
-                                   "(",
-                                   ")",
-                                   " =",
-                                   "=",
-                                   "->",
-                                   "=>",
-                                   "::",
-                                   "_",
-                                   "-",
-                                   "--",
-                                   "---",
-                                   "*",
-                                   "**",
-                                   "***",
-                                   "`",
-                                   "``",
-                                   "```",
-                                   " ",
-                                   "  ",
-                                   "\t",
-                                   "\r\n",
-                                   ".\n",
-                                   ".\"",
-                                   ".)",
-                                   "),",
-                                   "};",
-                                   "\",",
-                                   "\":",
-                                   "...",
-                                   "?!",
-                                   " -",
-                                   "/",
-                                   "\\",
-                                   "\n    ",
-                                   "\n\t",
-                                   "。",
-                                   "，",
-                                   "、",
-                                   "：",
-                                   "；",
-                                   "！",
-                                   "？",
-                                   "·",
-                                   "你好",
-                                   "世界",
-                                   "\xe4",
-                                   "\xbd\xa0",
-                                   "\xe4\xbd",
-                                   "\xa0",
-                                   "\xe3\x80",
-                                   "\x82",
-                                   "\xef\xbc",
-                                   "\x8c",
-                                   "」",
-                                   "”",
-                                   "’",
-                                   "）",
-                                   "\xe3\x80\x80",
-                                   "\xff",
-                                   "\xc3",
-                                   "\xa9",
-                                   "\xf0\x9f\x98",
-                                   "\x80",
-                                   "" };
+    static const char *piece[] = {
+        " the", " quick", "The", " brown", " fox", " a", " code", "foo", "bar", "3", "14", " x",
+        "ing", "er", " int", " return", " \"", "\"", "key", "val", ".", "?", "!", ",", ";", ":",
+        "\n", "\n\n", " \n", "}", "]", ">", "{", "[", "<", "(", ")", " =", "=", "->", "=>", "::",
+        "_", "-", "--", "---", "*", "**", "***", "`", "``", "```", " ", "  ", "\t", "\r\n", ".\n",
+        ".\"", ".)", "),", "};", "\",", "\":", "...", "?!", " -", "/", "\\", "\n    ", "\n\t",
+        "。", "，", "、", "：", "；", "！", "？", "·", "你好", "世界", "\xe4", "\xbd\xa0", "\xe4\xbd",
+        "\xa0", "\xe3\x80", "\x82", "\xef\xbc", "\x8c", "」", "”", "’", "）", "\xe3\x80\x80",
+        "\xff", "\xc3", "\xa9", "\xf0\x9f\x98", "\x80", "",
+    };
     t->n = 0;
     for (size_t i = 0; i < sizeof piece / sizeof *piece; i++) toy_add(t, piece[i]);
     t->p[t->n++] = (ToyPiece){ "<|eot|>", 7, 1 };
@@ -17183,7 +17094,7 @@ TEST(cuda_gqa, "decode on tensor cores agrees with the CPU: every head_dim it ta
 }
 
 void cuda_tensor_min(int n);
-void cuda_exact(int on);
+void cuda_exact(Session *s, int on);
 
 // What a prefill on tensor cores may differ by from the CPU's, absolute and relative. q and the
 // probabilities are rounded once, to 16 bits: 11 significant ones in f16, 8 in bf16.
@@ -17271,9 +17182,9 @@ static void pair_prefill(Pair *p, int l, int n) {
     CHECK(!memcmp(alone, b + (n - last) * row, last * row * sizeof *b), "D %d: the last %d alone",
           c->D, last);
 
-    cuda_exact(1);
+    cuda_exact(p->d, 1);
     attn_prefill(p->d, l, db, dq, 0, n);
-    cuda_exact(0);
+    cuda_exact(p->d, 0);
     cuda_get(b, db, all * sizeof *b);
     double exact = worst(b, a, all, 1e-5, 1e-5, NULL);
     CHECK(exact <= 1, "q and P in f32, D %d: %g times the bound", c->D, exact);
