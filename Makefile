@@ -34,6 +34,9 @@ $(warning $(NVCC) cannot build a program with cuBLAS (no g++, or no cuBLAS, is f
 endif
 endif
 
+# both halves and the tests compile side by side, as many at a time as there are cores
+MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)
+
 comma := ,
 all: kvcomp
 .PHONY: all deps install-deps run demo compare test traffic asan race fuzz cuda-check gpu-test gpu-bench clean
@@ -56,11 +59,13 @@ install-deps:
 	echo "installing what is missing: gcc libc6-dev libstb-dev"; \
 	{ $$S apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$S apt-get install -y -qq --no-install-recommends gcc libc6-dev libstb-dev; } >/dev/null || { $(NEEDS); }
 
-# with CUDA both halves go into one program; without it the CPU half is the program. Machine code for every generation from
-# Ampere on that this nvcc knows, and PTX for those after: a driver would compile 9 seconds at the first start without either
+# with CUDA both halves go into one program; without it the CPU half is the program. Machine code for A100, H100 and their
+# generations, and PTX, from which a driver makes that of later ones at the first start. CUDA_ARCHS= names others
+CUDA_ARCHS = 80 90
 ifneq ($(CUDA_OK),)
 NVCODE := $(shell $(NVCC) --list-gpu-code 2>/dev/null)
-NVARCH := $(foreach a,80 90 100 120,$(if $(filter sm_$(a),$(NVCODE)),-gencode arch=compute_$(a)$(comma)code=sm_$(a))) -gencode arch=compute_90,code=compute_90
+machine_code = $(foreach a,$(1),$(if $(filter sm_$(a),$(NVCODE)),-gencode arch=compute_$(a)$(comma)code=sm_$(a)))
+NVARCH  = $(call machine_code,$(CUDA_ARCHS)) -gencode arch=compute_90,code=compute_90
 NVFLAGS = -std=c++17 -O3 -Werror all-warnings -DKVCOMP_CUDA $(CUDA_INC)
 NVLINK  = $(addprefix -Xcompiler ,$(filter -fopenmp,$(OPENMP))) $(addprefix -Xlinker -rpath=,$(CUDA_RUN)) $(CUBLAS) -lm
 kvcomp.o: kvcomp.c kvcomp.h data/unicode.h Makefile | deps
@@ -74,7 +79,7 @@ kvcomp: kvcomp.o kvcomp_cuda.o
 # loops of the kernels that use tensor cores
 CUOBJDUMP = $(firstword $(shell command -v cuobjdump 2>/dev/null) $(wildcard $(dir $(NVCC))cuobjdump))
 cuda-check: kvcomp.cu kvcomp.h
-	@$(NVCC) $(NVFLAGS) $(NVARCH) -Xptxas -v -c -o kvcomp_check.o kvcomp.cu 2>kvcomp_check.txt || { cat kvcomp_check.txt; exit 1; }
+	@$(NVCC) $(NVFLAGS) $(call machine_code,80 90 100 120) -Xptxas -v -c -o kvcomp_check.o kvcomp.cu 2>kvcomp_check.txt || { cat kvcomp_check.txt; exit 1; }
 	@c++filt <kvcomp_check.txt | awk -F"'" '/Compiling entry/ { k = $$2; sub(/\(.*/, "", k); a = $$4 } /bytes stack/ { sub(/^ */, ""); s = $$0 } \
 	    /[1-9][0-9]* bytes spill/ { if (a == "sm_80" || a == "sm_90") spilled = spilled " " a " " k ";" } \
 	    /Used/ { sub(/.*Used/, "Used"); printf "%-6s %-28s %s; %s\n", a, k, $$0, s } \
