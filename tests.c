@@ -14192,7 +14192,7 @@ static int text_map(const char *file, const TextSection *s, const char *c, const
 }
 
 TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU program and says so; "
-                   "with them, for every generation of GPUs that nvcc knows") {
+                   "with them, for the generations that CUDA_ARCHS names") {
     const char *make =
         "env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS make -n -W kvcomp.c -W kvcomp.cu kvcomp";
     CHECK(sh("%s NVCC=/bin/false", make) == 0 && strstr(sh_out, " -o kvcomp kvcomp.c") &&
