@@ -237,7 +237,8 @@ void rope(const Weights *w, float *x, int heads, int D, int pos) {
 
 // ---- the room a pass works in
 // A span is the run of tokens whose queries, keys and values exist at the same time: all T of the
-// pass if a hook wants to see a whole turn, otherwise a block of -b. b is a block: min(-b, T).
+// pass if a hook wants to see a whole turn, or --trace to write it down; otherwise a block of -b.
+// b is a block: min(-b, T).
 typedef struct {
     float *x;           // (T,C) the residual stream: one vector a token, to which every layer adds
     float *cs;          // (T,D) RoPE cosines and sines of every token's position
@@ -266,7 +267,7 @@ static Pass pass_room(Session *s, int T) {
     const Config *c = s->c;
     int whole = sees_whole_turn(s), block = min_int(s->batch, T);
 
-    Pass r = { .span = whole ? T : block, .T = T, .whole = whole };
+    Pass r = { .span = whole || s->trace ? T : block, .T = T, .whole = whole };
     size_t f = sizeof(float), n = r.span, b = block;
     r.x    = scratch(s, (size_t)T * c->C * f);
     r.cs   = scratch(s, (size_t)T * c->D * f);
@@ -452,6 +453,7 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
         pass_poll(s);           // before commit: an attention that was cut short has made no numbers
     }
     t = timed(&s->clk.attend, t);
+    if (traced(s, l)) trace_attended(s, l, r->out);
 
     // The peak of a prefill is here, where this layer still holds every row.
     if (!s->decoding) note_peak(s);
@@ -480,6 +482,7 @@ static void add_tokens(Session *s, const Token *in, int T) {
 // The whole transformer: one pass over T new tokens -> the logits (V) of the last one.
 float *forward(Session *s, const Token *in, int T) {
     add_tokens(s, in, T);
+    if (s->trace) trace_begin(s);
     if (KV_DEV(s)) return pass_cuda(s, T);
 
     const Config *c = s->c;
@@ -500,12 +503,14 @@ float *forward(Session *s, const Token *in, int T) {
 
             // Queries, keys and values of the span. The project hook sees them unrotated.
             project_span(s, l, &r, t0, t1);
+            if (traced(s, l)) trace_projected(s, l, r.k);
             if (acts)
                 EACH_HOOK(s, p, project) p->m->project(s, p->ms, l, r.q, r.k, r.v, t1 - t0);
 
             // They are rotated to their positions, and keys and values become rows of the cache.
             rope_span(s, &r, t0, t1);
             kv_append(s, l, r.k, r.v, t0, t1 - t0);
+            if (traced(s, l)) trace_rows(s, l, r.q);
 
             // Attention reads all rows as they are stored, the new ones too (D1).
             // Hooks: select, attend, commit.
@@ -526,6 +531,7 @@ float *forward(Session *s, const Token *in, int T) {
     rmsnorm(r.h, r.x + (size_t)(T - 1) * c->C, &s->w->norm, 1, c->C, c->eps);
     matmul(s->logits, r.h, &s->w->head, 1);
 
+    if (s->trace) trace_end(s);
     note_peak(s);
     scratch_reset(s, mark);
     return s->logits;
@@ -10579,6 +10585,10 @@ static const Opt program_options[] = {
     { "ids",           's', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode" },
     { "dump-logits",   's', "",
       "with --ids: write the logits rows here (float32, V a row); - is standard output" },
+    { "trace",         's', "",
+      "with --ids, -p, --eval: write what every pass computes, and what the method decides, to this .safetensors" },
+    { "trace-layers",  's', "",     "with --trace: only these layers, like 0,3 or 4:8:2 (from, to, step)" },
+    { "trace-steps",   's', "",     "with --trace: only these decode steps after each prefill, from 0; prefills always" },
     { "stats",         'b', "0",    "print the method's statistics on stderr" },
     { "no-stats",      'b', "0",    "no summary line after each reply" },
     { "verbose",       'b', "0",    "print every effective value at the start" },
@@ -11689,6 +11699,120 @@ static void safe_shape_texts(const SafeTensor *t, int rows, int cols, char found
         n += snprintf(found + n, 200 - (size_t)n, "%s%lld", i ? "," : "", (long long)t->dim[i]);
     if (rows) snprintf(want, 64, "%d,%d", rows, cols);
     else snprintf(want, 64, "%d", cols);
+}
+
+// ---- writing a safetensors file
+// Tensors are written as they come, so that none waits in memory. Their names, which stand in front
+// of them in the file, are complete at the end only: then the data move up, and the header is put
+// before them. Exit 1 when something cannot be written (a full disk).
+typedef struct {
+    Saving file;
+    const char *option;         // for messages: "--trace"
+    FILE *header;               // the JSON in the making
+    char *text;                 // what it has become once it is closed, and its bytes
+    size_t size;
+    size_t named;               // bytes of the JSON so far
+    uint64_t data;              // bytes of tensors so far
+} SafeWriter;
+
+// Begins a file.
+static void safe_write_begin(SafeWriter *w, const char *path, const char *option) {
+    char err[512];
+    memset(w, 0, sizeof *w);
+    w->option = option;
+    if (save_begin(&w->file, path, err)) die(EXIT_RUN, "%s %s", option, err);
+    w->header = memory_stream(&w->text, &w->size);
+    fprintf(w->header, "{\"__metadata__\":{\"written_by\":\"kvcomp %s\"", KVCOMP_VERSION);
+}
+
+// A text of the metadata, which come before the first tensor.
+static void safe_write_meta(SafeWriter *w, const char *key, const char *text) {
+    fputc(',', w->header);
+    json_escape(w->header, key, strlen(key));
+    fputc(':', w->header);
+    json_escape(w->header, text, strlen(text));
+}
+
+// The metadata are complete.
+static void safe_write_meta_end(SafeWriter *w) { fputc('}', w->header); }
+
+// Ends the program: what was to be written has not been.
+static void safe_write_failed(const SafeWriter *w) {
+    die(EXIT_RUN, "%s %.380s: %s", w->option, w->file.path,
+        errno ? strerror(errno) : "not everything could be written (is the disk full?)");
+}
+
+// One tensor x: elements of `size` bytes, and the shape dim (dims). The name needs no escapes.
+static void safe_write(SafeWriter *w, const char *name, const char *type, size_t size, const void *x,
+                       const int *dim, int dims) {
+    size_t bytes = size;
+    int n = fprintf(w->header, ",\n\"%s\":{\"dtype\":\"%s\",\"shape\":[", name, type);
+    for (int i = 0; i < dims; i++) {
+        bytes *= (size_t)dim[i];
+        n += fprintf(w->header, "%s%d", i ? "," : "", dim[i]);
+    }
+    n += fprintf(w->header, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)w->data,
+                 (unsigned long long)(w->data + bytes));
+    w->named += (size_t)max_int(n, 0);
+    w->data += bytes;
+    if (w->named > SAFE_HEADER - (1 << 20))
+        die(EXIT_RUN, "%s %.300s: more names than the header of a safetensors file may hold (%d MiB)",
+            w->option, w->file.path, SAFE_HEADER >> 20);
+    errno = 0;
+    if (bytes && fwrite(x, 1, bytes, w->file.f) != bytes) safe_write_failed(w);
+}
+
+// Reads or writes all n bytes of buf at a place of a file. 0, or -1 with errno.
+static int file_block(int fd, char *buf, size_t n, uint64_t at, int writes) {
+    for (size_t done = 0; done < n; ) {
+        ssize_t k = writes ? pwrite(fd, buf + done, n - done, (off_t)(at + done))
+                           : pread(fd, buf + done, n - done, (off_t)(at + done));
+        if (k < 0 && errno == EINTR) continue;
+        if (k <= 0) return -1;
+        done += (size_t)k;
+    }
+    return 0;
+}
+
+// Moves the first n bytes of a file up by `by` bytes, the last block first. 0, or -1 with errno.
+static int file_shift(int fd, uint64_t n, size_t by) {
+    const size_t most = (size_t)1 << 20;
+    char *buf = xmalloc(most);
+    int bad = 0;
+    while (n && !bad) {
+        size_t k = n < most ? (size_t)n : most;
+        n -= k;
+        bad = file_block(fd, buf, k, n, 0) || file_block(fd, buf, k, n + by, 1);
+    }
+    free(buf);
+    return bad;
+}
+
+// Ends the file: it takes its place. The header is filled up with blanks, so that the data lie at a
+// multiple of 8 bytes.
+static void safe_write_end(SafeWriter *w) {
+    char err[512];
+    fprintf(w->header, "}%7s", "");
+    memory_stream_close(w->header);
+    uint64_t n = w->size / 8 * 8;
+    char *front = xmalloc(8 + (size_t)n);
+    for (int i = 0; i < 8; i++) front[i] = (char)(n >> 8 * i);
+    memcpy(front + 8, w->text, (size_t)n);
+
+    errno = 0;
+    int fd = fileno(w->file.f), bad = fflush(w->file.f);
+    if (bad || file_shift(fd, w->data, 8 + (size_t)n) || file_block(fd, front, 8 + (size_t)n, 0, 1))
+        safe_write_failed(w);
+    free(front);
+    free(w->text);
+    if (save_keep(&w->file, 1, err)) die(EXIT_RUN, "%s %s", w->option, err);
+}
+
+// Gives the file up.
+static void safe_write_drop(SafeWriter *w) {
+    memory_stream_close(w->header);
+    free(w->text);
+    save_drop(&w->file);
 }
 
 // ---- config.json
@@ -17269,6 +17393,7 @@ typedef struct {
     uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
     double ttft;            // seconds from the start of the last prefill to its logits
     const char *reply;      // the text of -p's reply, for --json; NULL: none, or it was printed
+    struct Trace *trace;    // --trace; NULL: it is not given
 } App;
 
 static volatile sig_atomic_t interrupts;        // Ctrl-C since the reply began
@@ -18072,6 +18197,211 @@ static int run_ids(App *a) {
     if (opt_int(a->o, "json")) print_json(a, stdout);
     if (opt_int(a->o, "stats")) print_stats(a, stderr);
     return 0;
+}
+
+// ---- --trace FILE: what every pass computes, as a safetensors file (D84)
+// Tensors stand in the file in the order in which they were computed, and their names say what they
+// are: pass0012.layer03.q is (T,H,D). Passes are numbered whether they are written down or not, so
+// that a name means the same in a shorter trace. The model writes what every method has; a method
+// adds its own values where it computes them, or in its trace hook.
+struct Trace {
+    SafeWriter out;
+    unsigned char *layer;       // (L) 1: it is written down
+    int *step;                  // decode steps that are (stb_ds); NULL: all
+    int pass;                   // passes that have begun
+    int on;                     // 1: this pass is written down
+};
+
+int trace_wants(const Session *s, int l) {
+    return s->trace->on && (l == s->c->L || s->trace->layer[l]);
+}
+
+// x (dim[0], ..), `dims` numbers, by the name passPPPP. and what fmt makes.
+static void trace_put(Session *s, const char *type, size_t size, const void *x, const int *dim, int dims,
+                      const char *fmt, va_list ap) {
+    char name[160];
+    int n = snprintf(name, sizeof name, "pass%04d.", s->trace->pass - 1);
+    vsnprintf(name + n, sizeof name - (size_t)n, fmt, ap);
+    safe_write(&s->trace->out, name, type, size, x, dim, dims);
+}
+
+#define TRACE_AS(function, type, width, T) \
+    void function(Session *s, const T *x, int n, int d, const char *fmt, ...) { \
+        int dim[] = { n, d }; \
+        va_list ap; \
+        va_start(ap, fmt); \
+        trace_put(s, type, width, x, dim, d ? 2 : 1, fmt, ap); \
+        va_end(ap); \
+    }
+TRACE_AS(trace_f32, "F32", 4, float)
+TRACE_AS(trace_i32, "I32", 4, int)
+TRACE_AS(trace_u8, "U8", 1, void)
+
+// The same of x (T,heads,D).
+KV_PRINTF(4, 5)
+static void trace_cube(Session *s, const float *x, int heads, const char *fmt, ...) {
+    int dim[] = { s->n_tok - s->base, heads, s->c->D };
+    va_list ap;
+    va_start(ap, fmt);
+    trace_put(s, "F32", 4, x, dim, 3, fmt, ap);
+    va_end(ap);
+}
+
+// x (T,heads,D) of a pass, where C can read it.
+static const float *trace_here(Session *s, const float *x, int heads) {
+    size_t n = (size_t)(s->n_tok - s->base) * heads * s->c->D;
+    if (!KV_DEV(s)) return x;
+    float *copy = scratch(s, n * sizeof(float));
+    host_copy_cuda(copy, x, n);
+    return copy;
+}
+
+// The tokens of the pass: base, step, tokens, positions.
+void trace_begin(Session *s) {
+    struct Trace *x = s->trace;
+    int T = s->n_tok - s->base, step = s->decoding ? s->step : -1, found = !x->step || step < 0;
+    for (int i = 0; i < (int)arrlen(x->step); i++) found |= x->step[i] == step;
+    x->pass++;
+    x->on = found;
+    if (!found) return;
+    size_t mark = scratch_mark(s);
+    int *n = scratch(s, (size_t)T * sizeof(int));
+    trace_i32(s, &s->base, 1, 0, "base");
+    trace_i32(s, &step, 1, 0, "step");
+    for (int t = 0; t < T; t++) n[t] = s->tok[s->base + t].id;
+    trace_i32(s, n, T, 0, "tokens");
+    for (int t = 0; t < T; t++) n[t] = s->tok[s->base + t].pos;
+    trace_i32(s, n, T, 0, "positions");
+    scratch_reset(s, mark);
+}
+
+// The keys of layer l before RoPE, after bias and norm.
+void trace_projected(Session *s, int l, const float *k) {
+    size_t mark = scratch_mark(s);
+    trace_cube(s, trace_here(s, k, s->c->G), s->c->G, "layer%02d.k_before_rope", l);
+    scratch_reset(s, mark);
+}
+
+// The queries, and the new rows as attention reads them: keys are rotated, both are rounded.
+void trace_rows(Session *s, int l, const float *q) {
+    int G = s->c->G, D = s->c->D, T = s->n_tok - s->base;
+    size_t mark = scratch_mark(s), each = (size_t)T * D;
+    float *head = scratch(s, each * sizeof *head), *x = scratch(s, G * each * sizeof *x);
+    trace_cube(s, trace_here(s, q, s->c->H), s->c->H, "layer%02d.q", l);
+    for (int v = 0; v < 2; v++) {
+        for (int g = 0; g < G; g++) {
+            const KVHead *h = kv_head(s, l, g);
+            load_rows(s, h, v, NULL, h->len - T, T, head, DT_F32);
+            for (int t = 0; t < T; t++)
+                memcpy(x + ((size_t)t * G + g) * D, head + (size_t)t * D, (size_t)D * sizeof *x);
+        }
+        trace_cube(s, x, G, "layer%02d.%s", l, v ? "v" : "k");
+    }
+    scratch_reset(s, mark);
+}
+
+// The rows that query head h reads in this decode step, as tokens: those of its view that lie in the
+// layer's window.
+static void trace_read(Session *s, int l, int h, int *rows) {
+    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
+    int n = view_rows(s, l, h, rows), m = 0;
+    for (int i = 0; i < n; i++) {
+        int j = hd->src[rows[i]];
+        if (kv_visible(s->rule, layer_window(s, l), &s->tok[s->base], s->base, &s->tok[j], j)) rows[m++] = j;
+    }
+    trace_i32(s, rows, m, 0, "layer%02d.qhead%02d.read", l, h);
+}
+
+// What attention read, in a decode step, and what it made.
+void trace_attended(Session *s, int l, const float *out) {
+    size_t mark = scratch_mark(s);
+    int *rows = scratch(s, (size_t)kv_longest(s, l) * sizeof *rows);
+    for (int h = 0; h < s->c->H && s->decoding; h++) trace_read(s, l, h, rows);
+    trace_cube(s, trace_here(s, out, s->c->H), s->c->H, "layer%02d.out", l);
+    scratch_reset(s, mark);
+}
+
+// The end of a pass: the tokens whose rows are held, the methods' values, the logits.
+void trace_end(Session *s) {
+    int L = s->c->L;
+    for (int l = 0; l < L; l++) {
+        if (!traced(s, l)) continue;
+        for (int g = 0; g < s->c->G; g++) {
+            const KVHead *h = kv_head(s, l, g);
+            trace_i32(s, h->src, h->len, 0, "layer%02d.head%02d.kept", l, g);
+        }
+        if (layer_acts(s, l))
+            EACH_HOOK(s, p, trace) p->m->trace(s, p->ms, l);
+    }
+    if (!traced(s, L)) return;
+    EACH_HOOK(s, p, trace) p->m->trace(s, p->ms, L);
+    trace_f32(s, s->logits, s->c->V, 0, "logits");
+}
+
+// The numbers of a config that a trace's metadata hold.
+static void trace_shape(SafeWriter *w, const Config *c) {
+    const struct { const char *name; int n; } shape[] = {
+        { "L", c->L }, { "H", c->H }, { "G", c->G }, { "D", c->D }, { "C", c->C }, { "F", c->F }, { "V", c->V },
+        { "window", c->window },
+    };
+    char text[32];
+    for (size_t i = 0; i < sizeof shape / sizeof *shape; i++) {
+        snprintf(text, sizeof text, "%d", shape[i].n);
+        safe_write_meta(w, shape[i].name, text);
+    }
+    snprintf(text, sizeof text, "%.9g", c->theta);
+    safe_write_meta(w, "rope_theta", text);
+}
+
+// What the trace was made with: the metadata of the file.
+static void trace_meta(const App *a, SafeWriter *w) {
+    char text[96];
+    const Options *o = a->o;
+    safe_write_meta(w, "format", "kvcomp trace 1");
+    safe_write_meta(w, "method", a->method);
+    snprintf(text, sizeof text, "%d", a->s->budget);
+    safe_write_meta(w, "budget", text);
+    safe_write_meta(w, "model", a->c->dir);
+    safe_write_meta(w, "model_type", a->c->model_type);
+    safe_write_meta(w, "dtype", dtype_name(a->c->dtype));
+    trace_shape(w, a->c);
+    safe_write_meta(w, "simd", simd_name());
+    for (int i = 0; i < (int)shlen(o->map); i++) {
+        snprintf(text, sizeof text, "option.%.80s", o->map[i].key);
+        safe_write_meta(w, text, o->map[i].value);
+    }
+    safe_write_meta_end(w);
+}
+
+// Opens --trace, if it is given, for the App's session. Exit 1 when the file cannot be written,
+// exit 2 when the layers or steps are wrong.
+static void trace_open(App *a) {
+    const char *path = opt_str(a->o, "trace"), *layers = opt_str(a->o, "trace-layers");
+    const char *steps = opt_str(a->o, "trace-steps");
+    if (!*path) return;
+    struct Trace *x = a->trace = xcalloc(1, sizeof *x);
+    x->layer = xmalloc((size_t)a->c->L);
+    memset(x->layer, !*layers, (size_t)a->c->L);
+    int *list = *layers ? number_list("trace-layers", layers, 0, a->c->L - 1) : NULL;
+    for (int i = 0; i < (int)arrlen(list); i++) x->layer[list[i]] = 1;
+    arrfree(list);
+    x->step = *steps ? number_list("trace-steps", steps, 0, 1 << 30) : NULL;
+    safe_write_begin(&x->out, path, "--trace");
+    trace_meta(a, &x->out);
+    a->s->trace = x;
+}
+
+// Ends it, if there is one. keep 0: the run has failed, and its trace goes.
+static void trace_close(App *a, int keep) {
+    struct Trace *x = a->trace;
+    if (!x) return;
+    a->s->trace = NULL;
+    a->trace = NULL;
+    if (keep) safe_write_end(&x->out);
+    else safe_write_drop(&x->out);
+    arrfree(x->step);
+    free(x->layer);
+    free(x);
 }
 
 // ---- sessions on disk: the record, and what it was made with
@@ -22566,6 +22896,14 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
 }
 
 // ---- the run
+// --trace writes down the one row that an evaluation may have then, instead of the session of the App. open:
+// the rows' sessions (stb_ds).
+static void trace_row(const App *a, OpenRow *open) {
+    if (arrlen(open) > 1) die(EXIT_USAGE, "--trace goes with one budget, not with %d", (int)arrlen(open));
+    a->s->trace = NULL;
+    open->s->trace = a->trace;
+}
+
 static int report_write(App *a, const char *path, const Score *rows, const char *chosen);    // section 29
 
 // Frees the rows (stb_ds) of a run.
@@ -22606,6 +22944,7 @@ static int evaluate(App *a) {
     // The rows
     Score *rows = open_rows(a, &open);
     run.rows = rows;
+    if (a->trace) trace_row(a, open);
     if (opt_given(a->o, "compare-base") && !base_of(rows, &run) && !ppl)
         die(EXIT_USAGE, "--compare-base %s is not among the methods that are compared", opt_str(a->o, "compare-base"));
     if (!ppl) play_items(a, &e, rows, open, 1);
@@ -27151,6 +27490,17 @@ static int evaluates(const Options *o) {
     return *opt_str(o, "eval") || *opt_str(o, "eval-file") || *opt_str(o, "compare");
 }
 
+// --trace goes with runs that play one method: exit 2.
+static void check_trace(const Options *o) {
+    int replies = *opt_str(o, "ids") || opt_given(o, "prompt") || *opt_str(o, "file") || evaluates(o);
+    if (*opt_str(o, "trace") && (!replies || opt_int(o, "bench")))
+        die(EXIT_USAGE, "--trace goes with --ids, -p, -f, --eval or --eval-file");
+    if (*opt_str(o, "trace") && *opt_str(o, "compare"))
+        die(EXIT_USAGE, "--trace goes with one method, not with --compare");
+    for (const char *name = "trace-layers"; name; name = strcmp(name, "trace-steps") ? "trace-steps" : NULL)
+        if (*opt_str(o, name) && !*opt_str(o, "trace")) die(EXIT_USAGE, "--%s goes with --trace FILE", name);
+}
+
 // Ranges, and options that do not go together: exit 2.
 static void check_options(const Options *o) {
     char err[256];
@@ -27163,6 +27513,7 @@ static void check_options(const Options *o) {
     if (opt_given(o, "prompt") && opt_given(o, "file"))
         die(EXIT_USAGE, "-p and -f both say what to answer; give one");
     if (*opt_str(o, "dump-logits") && !ids) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
+    check_trace(o);
     if (*opt_str(o, "bench-suite") && !bench) die(EXIT_USAGE, "--bench-suite goes with --bench");
     if (*opt_str(o, "budgets") && !eval && !*opt_str(o, "report"))
         die(EXIT_USAGE, "--budgets goes with --compare, --eval or --report");
@@ -27980,7 +28331,10 @@ static int run_app(App *a, const char *text) {
     if (opt_int(o, "verbose")) print_memory(a, stderr);
     if (*opt_str(o, "calibrate")) return calibrate(a->c, a->w, a->tok, o);
     open_session(a);
-    return run_mode(a, text);
+    trace_open(a);
+    int rc = run_mode(a, text);
+    trace_close(a, rc == 0);
+    return rc;
 }
 
 // Everything behind the options that only print something.

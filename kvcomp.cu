@@ -1519,7 +1519,7 @@ struct Pass {
     float *q, *out;             // (span,H,D)
     float *k, *v;               // (span,G,D)
     float *gate;                // (b,2F)
-    int span, T;                // tokens whose queries live at once: all T when a hook wants to see them
+    int span, T;                // tokens whose queries live at once: all T when a hook or --trace wants them
     int whole;                  // 1: a hook wants to see them
     int late;                   // commits_late
 };
@@ -1530,7 +1530,7 @@ static Pass pass_room(Session *s, int T) {
     int whole = sees_whole_turn(s), b = min_int(s->batch, T);
     Pass r;
     memset(&r, 0, sizeof r);
-    r.span = whole ? T : b;
+    r.span = whole || s->trace ? T : b;
     r.T = T;
     r.whole = whole;
     r.late = commits_late(s);
@@ -1684,6 +1684,7 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
         prefill_device(s, l, r->out, r->q, t0, n);
     }
     t = timed(&s->clk.attend, t);
+    if (traced(s, l)) trace_attended(s, l, r->out);
     if (!s->decoding) note_peak(s);
     if (acts && !r->late && t0 + n == r->T) commit_hooks(s, l, n == r->T ? r->q : NULL, r->T);
     timed(&s->clk.commit, t);
@@ -1707,7 +1708,7 @@ static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
     int acts = layer_acts(s, l), n = t1 - t0;
     const float *cs = r->cs + (size_t)t0 * c->D;
     const Layer *y;
-    int hooks = projects(s);
+    int hooks = projects(s) || s->trace;
     if (!hooks) kv_reserve(s, l, n);
     for (int t = t0, m; t < t1; t += m) {
         m = same_weights(s, t, t1, &y, l);
@@ -1717,11 +1718,13 @@ static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
         else project_append(s, y, l, NULL, r->x + t * C, q, k, v, cs + at * c->D, t, m, (int)at);
     }
     if (hooks) {
+        if (traced(s, l)) trace_projected(s, l, r->k);
         if (acts) project_hooks(s, l, r->q, r->k, r->v, n);
         kv_reserve(s, l, n);
         rope_append(s, l, r->q, r->k, r->v, cs, t0, n);
     }
     kv_note(s, l, t0, n);
+    if (traced(s, l)) trace_rows(s, l, r->q);
     attend_rows(s, l, r, t0, n, acts);
 
     for (int t = l < c->L - 1 ? t0 : T - 1, m; t < t1; t += m) {
@@ -1740,10 +1743,10 @@ static void pass_cuda_poll(Session *s, int T) {
 }
 
 // One pass over the tokens tok[base..base+T) -> the logits (V) of the last one, on the host. A
-// decode step that allows it goes "in one go" (section 4); any other pass is launched here, layer
-// by layer and span by span.
+// decode step that allows it goes "in one go" (section 4); any other pass, and every one that
+// --trace writes down, is launched here, layer by layer and span by span.
 float *pass_cuda(Session *s, int T) {
-    if (step_free(s) && step_settled(s)) return step_cuda(s);
+    if (!s->trace && step_free(s) && step_settled(s)) return step_cuda(s);
     const Config *c = s->c;
     size_t mark = scratch_mark(s);
     Pass r = pass_room(s, T);
@@ -1765,6 +1768,7 @@ float *pass_cuda(Session *s, int T) {
     logits_cuda(s, r.x + (size_t)(T - 1) * c->C);
     logits_wait();
     lists_count(s);
+    if (s->trace) trace_end(s);
     note_peak(s);
     scratch_reset(s, mark);
     return s->logits;

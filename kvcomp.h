@@ -255,6 +255,9 @@ typedef struct Method {
     void (*forget)(Session *s, void *ms, int n_tok);
     // statistics on request, one line each
     void (*stats) (const Session *s, const void *ms, FILE *out);
+    // After a pass that --trace writes down: the part's own values of layer l, by trace_f32 and its
+    // like; with l == L what all layers share.
+    void (*trace) (Session *s, void *ms, int l);
 } Method;
 
 extern const Method *const methods[];           // ended by NULL; the model knows no method by name
@@ -339,6 +342,7 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
                                 // was told to the GPU is old then
     // where a pass goes that is not wanted any more (pass_poll); NULL: every pass runs to its end
     jmp_buf *stop;
+    struct Trace *trace;        // where passes are written down (--trace); NULL: nowhere
     Token *coming;              // the tokens of the prefill that runs, owned; NULL: none runs
     // forward(): what hooks call for a pass of their own
     float *(*forward)(Session *s, const Token *t, int T);
@@ -788,6 +792,26 @@ MemoryPlan memory_plan(const Session *s);
 
 // Must the queries of a whole turn be there at once, for some hook or the rule?
 int sees_whole_turn(const Session *s);
+
+// ------------------------------------------------------------------------ traces (section 24)
+// What a pass computes, written down as tensors whose names say what they are. The model calls the
+// first five; a method calls trace_f32 and its like where traced() says so.
+
+// 1: layer l of this pass is written down; l == L: something of this pass is.
+int trace_wants(const Session *s, int l);
+static inline int traced(const Session *s, int l) { return s->trace && trace_wants(s, l); }
+
+void trace_begin    (Session *s);                               // the tokens of the pass are there
+void trace_projected(Session *s, int l, const float *k);        // k (T,G,D), not rotated
+void trace_rows     (Session *s, int l, const float *q);        // q (T,H,D), rotated; the rows are appended
+void trace_attended (Session *s, int l, const float *out);      // out (T,H,D)
+void trace_end      (Session *s);
+
+// x of shape (n,d), or (n) if d is 0, in memory of the host, by the name passPPPP.NAME, where the
+// format makes NAME: "layer%02d.head%02d.snapkv.score".
+void trace_f32(Session *s, const float *x, int n, int d, const char *fmt, ...) KV_PRINTF(5, 6);
+void trace_i32(Session *s, const int *x, int n, int d, const char *fmt, ...) KV_PRINTF(5, 6);
+void trace_u8 (Session *s, const void *x, int n, int d, const char *fmt, ...) KV_PRINTF(5, 6);
 
 // ------------------------------------------------------------------------ the GPU half (kvcomp.cu)
 // When Session.dev is set, KVHead.k and .v are device memory and the functions above call these.

@@ -16413,6 +16413,314 @@ TEST(cli_color, "colours on a terminal: the user's lines, warnings, errors, numb
           "%s", sh_out);
 }
 
+// ---- traces (--trace)
+
+// Runs a script with --trace and these options, a method's and more, on a model; device: "cpu" or
+// "cuda". Returns the trace, and all logits in *logits, to be freed. Two traces can be open at a
+// time.
+static SafeFile *trace_of(Tiny m, const char *method, const char *text, const char *device,
+                          const Script *p, float **logits) {
+    static int made;
+    char err[512], name[64];
+    snprintf(name, sizeof name, "trace-%d", made++ % 2);
+    const char *path = tmp_path(name);
+    Options *o = options_of(text);
+    options_set(o, "trace", path, err);
+    options_set(o, "device", device, err);
+    App a = { .o = o, .c = m.c, .w = m.w, .s = session_open(m.c, m.w, o, method) };
+    a.method = (char *)method;
+    trace_open(&a);
+    *logits = run_session(a.s, p);
+    trace_close(&a, 1);
+    session_close(a.s);
+    options_free(o);
+    SafeFile *f = safetensors_open(path, err);
+    CHECK(f, "%s", err);
+    return f;
+}
+
+// The tensor of that name, or NULL; its elements in *n.
+KV_PRINTF(3, 4)
+static const void *trace_get(SafeFile *f, int *n, const char *fmt, ...) {
+    char name[160];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(name, sizeof name, fmt, ap);
+    va_end(ap);
+    SafeTensor *t = safetensors_find(f, name);
+    *n = t ? (int)(t->bytes / 4) : -1;
+    return t ? t->data : NULL;
+}
+
+// What a trace of a dense prefill says is looked at with its own keys and values: k, v
+// (L,G,tokens,D).
+typedef struct {
+    SafeFile *f;
+    const Config *c;
+    float *k, *v;
+    int *kept;  // (L,G,tokens) 1: held after the last pass
+    int cap;
+} TraceCheck;
+
+// The largest error of the attention of query t of a pass over the listed rows (n), against .out.
+static double trace_attention(TraceCheck *x, int l, int h, const float *q, const float *out,
+                              const int *rows, int n) {
+    int D = x->c->D, g = h / (x->c->H / x->c->G);
+    const float *k = x->k + ((size_t)l * x->c->G + g) * x->cap * D;
+    const float *v = x->v + ((size_t)l * x->c->G + g) * x->cap * D;
+    double p[512], o[64] = { 0 }, max = -INFINITY, sum = 0, e = 0;
+    for (int i = 0; i < n; i++) {
+        p[i] = 0;
+        for (int d = 0; d < D; d++) p[i] += (double)q[d] * k[rows[i] * D + d];
+        p[i] /= sqrt(D);
+        max = fmax(max, p[i]);
+    }
+    for (int i = 0; i < n; i++) sum += p[i] = exp(p[i] - max);
+    for (int i = 0; i < n; i++)
+        for (int d = 0; d < D; d++) o[d] += p[i] / sum * v[rows[i] * D + d];
+    for (int d = 0; d < D; d++) e = fmax(e, fabs(o[d] - out[d]));
+    return e;
+}
+
+// Layer l of pass i, T tokens from `base` on: k is k_before_rope turned; out is attention over the
+// rows that are said to be read.
+static void trace_check_layer(TraceCheck *x, const Weights *w, int i, int l, int base, int T,
+                              const int *pos, int decoding) {
+    const Config *c = x->c;
+    int H = c->H, G = c->G, D = c->D, n, rows[512], bad = 0;
+    double e = 0;
+    const float *raw = trace_get(x->f, &n, "pass%04d.layer%02d.k_before_rope", i, l);
+    const float *k = trace_get(x->f, &n, "pass%04d.layer%02d.k", i, l);
+    const float *v = trace_get(x->f, &n, "pass%04d.layer%02d.v", i, l);
+    const float *q = trace_get(x->f, &n, "pass%04d.layer%02d.q", i, l);
+    const float *out = trace_get(x->f, &n, "pass%04d.layer%02d.out", i, l);
+    CHECK(raw && k && v && q && out && n == T * H * D, "pass %d, layer %d: %d numbers", i, l, n);
+    if (!raw || !k || !v || !q || !out)
+        return;
+    for (int t = 0; t < T; t++)
+        for (int g = 0; g < G; g++) {
+            float turned[64];
+            size_t at = ((size_t)t * G + g) * D, to = (((size_t)l * G + g) * x->cap + base + t) * D;
+            memcpy(turned, raw + at, D * sizeof *turned);
+            rope(w, turned, 1, D, pos[t]);
+            for (int d = 0; d < D; d++) bad += fabsf(turned[d] - k[at + d]) > 1e-5f;
+            memcpy(x->k + to, k + at, D * sizeof *k);
+            memcpy(x->v + to, v + at, D * sizeof *v);
+        }
+    CHECK(!bad, "pass %d, layer %d: %d numbers of k are not those before RoPE turned", i, l, bad);
+    for (int t = 0; t < T; t++)
+        for (int h = 0; h < H; h++) {
+            const int *kept = x->kept + ((size_t)l * G + h / (H / G)) * x->cap;
+            int m = 0, all;
+            const int *read = trace_get(x->f, &all, "pass%04d.layer%02d.qhead%02d.read", i, l, h);
+            for (int j = 0; j <= base + t; j++)
+                if (j >= base || kept[j])
+                    rows[m++] = j;
+            CHECK(!read == !decoding, "pass %d, layer %d, head %d: read", i, l, h);
+            if (read)
+                memcpy(rows, read, (m = all) * sizeof *rows);
+            for (int j = 0; j < m; j++)
+                bad += rows[j] > base + t || (rows[j] < base && !kept[rows[j]]);
+            e = fmax(e, trace_attention(x, l, h, q + ((size_t)t * H + h) * D,
+                                        out + ((size_t)t * H + h) * D, rows, m));
+        }
+    CHECK(!bad, "pass %d, layer %d: %d rows are read that are not held", i, l, bad);
+    CHECK(e < 1e-4, "pass %d, layer %d: out is off by %g", i, l, e);
+}
+
+// Notes the rows that are held after pass i. Returns how many.
+static int trace_check_kept(TraceCheck *x, int i) {
+    int sum = 0;
+    memset(x->kept, 0, (size_t)x->c->L * x->c->G * x->cap * sizeof(int));
+    for (int l = 0; l < x->c->L; l++)
+        for (int g = 0; g < x->c->G; g++) {
+            int n;
+            const int *kept = trace_get(x->f, &n, "pass%04d.layer%02d.head%02d.kept", i, l, g);
+            CHECK(kept, "pass %d: no layer%02d.head%02d.kept", i, l, g);
+            for (int j = 0; j < n; j++) x->kept[((size_t)l * x->c->G + g) * x->cap + kept[j]] = 1;
+            sum += max_int(n, 0);
+        }
+    return sum;
+}
+
+// A whole trace of a script. Returns the rows held at its end.
+static int trace_check(SafeFile *f, const Config *c, const Weights *w, const Script *p,
+                       const float *logits) {
+    int tokens = 0, pass = 0, held = 0, vocabulary;
+    for (int t = 0; t < p->turns; t++) tokens += p->pre[t] + p->dec[t];
+    size_t all = (size_t)c->L * c->G * tokens;
+    TraceCheck x = {
+        f, c, xcalloc(all * c->D, 4), xcalloc(all * c->D, 4), xcalloc(all, 4), tokens
+    };
+    for (int turn = 0, base = 0; turn < p->turns; turn++) {
+        int ids[512];
+        script_ids(p, turn, c->V, ids);
+        for (int j = -1; j < p->dec[turn]; j++, pass++) {
+            int T = j < 0 ? p->pre[turn] : 1, n;
+            const int *b = trace_get(f, &n, "pass%04d.base", pass),
+                      *step = trace_get(f, &n, "pass%04d.step", pass);
+            const int *pos = trace_get(f, &n, "pass%04d.positions", pass);
+            const int *id = trace_get(f, &n, "pass%04d.tokens", pass);
+            const float *y = trace_get(f, &vocabulary, "pass%04d.logits", pass);
+            CHECK(b && step && pos && id && n == T && *b == base && *step == j,
+                  "pass %d: its numbers", pass);
+            if (!b || !pos || !id)
+                break;
+            CHECK(!memcmp(id, ids + (j < 0 ? 0 : p->pre[turn] + j), T * sizeof *id),
+                  "pass %d: other ids", pass);
+            CHECK(y && !memcmp(y, logits + (size_t)pass * c->V, c->V * sizeof *y),
+                  "pass %d: other logits", pass);
+            for (int l = 0; l < c->L; l++) trace_check_layer(&x, w, pass, l, base, T, pos, j >= 0);
+            held = trace_check_kept(&x, pass);
+            base += T;
+        }
+    }
+    free(x.k);
+    free(x.v);
+    free(x.kept);
+    return held;
+}
+
+TEST(trace_numbers,
+     "a trace's k is k_before_rope turned, its out is the attention of q over the rows that "
+     "it says are read, its logits and its run are those without --trace") {
+    static const struct {
+        const char *method, *text;
+        int held;
+    } of[] = {
+        { "full", "", 46 },
+        { "streaming", "budget=20", 26 },
+        { "snapkv", "budget=20 obs-window=4", 26 },
+        { "quest", "budget=16 quest-full-layers=0", 46 },
+        { "lychee", "budget=12 lychee-buffer=4 lychee-sink=4 lychee-full-layers=0", 46 },
+        { "full", "batch-size=7", 46 },
+    };
+    Script p = { 2, { 30, 5 }, { 5, 6 }, 4 };
+    Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
+    for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
+        float *with, *without;
+        SafeFile *f = trace_of(m, of[i].method, of[i].text, "cpu", &p, &with);
+        Options *o = options_of(of[i].text);
+        Session *s = session_open(m.c, m.w, o, of[i].method);
+        without = run_session(s, &p);
+        CHECK(!memcmp(with, without, (size_t)script_rows(&p) * m.c->V * sizeof *with),
+              "%s: --trace changes logits", of[i].method);
+        int held = f ? trace_check(f, m.c, m.w, &p, with) : 0;
+        CHECK(held == of[i].held * 4, "%s: %d rows are held", of[i].method, held);
+        safetensors_close(f);
+        session_close(s);
+        options_free(o);
+        free(with);
+        free(without);
+    }
+    tiny_free(m);
+}
+
+TEST(trace_selection,
+     "--trace-layers and --trace-steps leave out what they say, under the same names; the metadata "
+     "hold method, shape and options") {
+    Script p = { 2, { 9, 5 }, { 4, 3 }, 4 };
+    Tiny m = tiny_model(3, 4, 2, 16, 24, 40, 53, 31);
+    float *logits;
+    int n, whole, wrong = 0;
+    SafeFile *all = trace_of(m, "snapkv", "budget=20 obs-window=4", "cpu", &p, &logits);
+    free(logits);
+    SafeFile *few =
+        trace_of(m, "snapkv", "budget=20 obs-window=4 trace-layers=0,2 trace-steps=1:2:1", "cpu",
+                 &p, &logits);
+    free(logits);
+    for (int i = 0; i < few->n; i++) {
+        const SafeTensor *t = &few->tensor[i];
+        const void *same = trace_get(all, &whole, "%s", t->name);
+        wrong += !same || (size_t)whole * 4 != t->bytes || memcmp(same, t->data, t->bytes);
+        wrong += strstr(t->name, "layer01") != NULL;
+    }
+    CHECK(!wrong, "%d tensors differ", wrong);
+    const int pass_there[] = { 1, 0, 1, 1, 0, 1, 0, 1, 1 };
+    for (int i = 0; i < 9; i++) {
+        int there = trace_get(few, &n, "pass%04d.layer02.q", i) != NULL;
+        CHECK(there == pass_there[i] && there == (trace_get(few, &n, "pass%04d.tokens", i) != NULL),
+              "pass %d: %d", i, there);
+    }
+    const char *meta[][2] = { { "format", "kvcomp trace 1" },
+                              { "method", "snapkv" },
+                              { "budget", "20" },
+                              { "L", "3" },
+                              { "G", "2" },
+                              { "option.obs-window", "4" },
+                              { "option.ctk", "f32" } };
+    for (size_t i = 0; i < sizeof meta / sizeof *meta; i++) {
+        const char *found = safetensors_meta(all, meta[i][0]);
+        CHECK(found && !strcmp(found, meta[i][1]), "%s: %s", meta[i][0], found ? found : "none");
+    }
+    safetensors_close(all);
+    safetensors_close(few);
+    tiny_free(m);
+}
+
+TEST(trace_cli,
+     "--trace with --ids, -p and --eval; what cannot be written, a full disk, layers that the "
+     "model does not "
+     "have, runs without a method of their own: one line, the exit code, no file left behind") {
+    char d[64];
+    static const struct {
+        const char *args;
+        int code;
+        const char *says;
+    } bad[] = {
+        { "--trace-layers 2", 2, "--trace-layers wants numbers from 0 to 1" },
+        { "--trace-layers 0,x", 2, "--trace-layers wants numbers" },
+        { "--trace-steps 3:1:1", 2, "--trace-steps wants numbers" },
+    };
+    CHECK(save_folder(d), "no folder");
+    CHECK(sh("printf '1 2 3 | 4 5\\n' > %s/ids", d) == 0, "%s", sh_err);
+    for (int i = 0; i < 3; i++) {
+        int rc = sh(SYN "--ids %s/ids --trace %s/t %s", d, d, bad[i].args);
+        CHECK(rc == bad[i].code && strstr(sh_err, bad[i].says) && lines_in(sh_err) == 1,
+              "%s: %d, %s", bad[i].args, rc, sh_err);
+    }
+    CHECK(sh(SYN "--ids %s/ids --trace /dev/full", d) == 1 &&
+              strstr(sh_err, "--trace /dev/full: is no regular file"),
+          "%s", sh_err);
+    CHECK(sh(SYN "--ids %s/ids --trace %s/none/t", d, d) == 1 && lines_in(sh_err) == 1, "%s",
+          sh_err);
+    for (int limit = 1; limit < 60;
+         limit = 3 * limit + 5)  // blocks: the disk is full at other places of the file
+        CHECK(sh("(ulimit -f %d; exec " SYN "--ids %s/ids --trace %s/t)", limit, d, d) == 1 &&
+                  lines_in(sh_err) == 1 && strstr(sh_err, "--trace") &&
+                  strstr(sh_err, "File too large"),
+              "%d: %s", limit, sh_err);
+    CHECK(sh("./kvcomp --trace x") == 2 && strstr(sh_err, "--trace goes with"), "%s", sh_err);
+    CHECK(sh("./kvcomp -p x --trace-steps 1") == 2 &&
+              strstr(sh_err, "--trace-steps goes with --trace FILE"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --compare full,snapkv --trace x") == 2 && strstr(sh_err, "--compare"), "%s",
+          sh_err);
+    CHECK(sh("./kvcomp --eval needle --eval-items 1 --method=snapkv --budgets 64,128 --trace %s/t",
+             d) == 2 &&
+              strstr(sh_err, "one budget, not with 2"),
+          "%s", sh_err);
+    CHECK(files_in(d) == 1, "%d files are left", files_in(d));
+
+    static const char *const good[] = {
+        "-p fox -n 3 --temp 0 -q", "-p fox -n 3 --temp 0 -q --method=q8",
+        "--eval needle --eval-items 1 --eval-length 96 -q --method=snapkv"
+    };
+    for (int i = 0; i < 3; i++) {
+        char err[512], path[100];
+        int n;
+        snprintf(path, sizeof path, "%s/t", d);
+        CHECK(sh("./kvcomp %s --trace %s --trace-layers 1", good[i], path) == 0, "%s: %s", good[i],
+              sh_err);
+        SafeFile *f = safetensors_open(path, err);
+        CHECK(f && trace_get(f, &n, "pass0002.layer01.qhead03.read") &&
+                  !trace_get(f, &n, "pass0000.layer00.q"),
+              "%s: %s", good[i], f ? "no such pass" : err);
+        safetensors_close(f);
+    }
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
 // ==================================================================================================== 16 CUDA
 
 // kvcomp.cu against its CPU twins. In a build without a GPU the kernels run under cuda_emu.h; every
@@ -18137,6 +18445,59 @@ TEST(cuda_headkv, "headkv") {
     dialogues_more("headkv", text);
     free(json);
     temp_done(path);
+}
+
+TEST(cuda_trace,
+     "traces of both devices have the same names, shapes and rows, numbers within rounding; a "
+     "traced run on "
+     "the device gives the logits of an untraced one within rounding") {
+    static const struct {
+        const char *method, *text;
+    } of[] = {
+        { "full", "" },
+        { "snapkv", "budget=20 obs-window=4" },
+        { "quest", "budget=16 quest-full-layers=0" },
+        { "lychee", "budget=12 lychee-buffer=4 lychee-sink=4 lychee-full-layers=0" },
+        { "loopserve", "budget=16 loopserve-min-context=0 loopserve-first=2" },
+        { "pats", "pats-window=8 ctk=f16 ctv=f16" },
+        { "h2o", "budget=20" },
+    };
+    Script p = { 2, { 60, 7 }, { 5, 6 }, 4 };
+    Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
+    for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
+        float *x, *y, *z;
+        Options *o;
+        size_t n = (size_t)script_rows(&p) * m.c->V;
+        SafeFile *a = trace_of(m, of[i].method, of[i].text, "cpu", &p, &x);
+        SafeFile *b = trace_of(m, of[i].method, of[i].text, "cuda", &p, &y);
+        Session *s = cuda_session(m, of[i].method, of[i].text, &o);
+        z = run_session(s, &p);
+        CHECK(worst(y, x, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than on the CPU",
+              of[i].method);
+        CHECK(worst(y, z, n, 1e-3, 1e-3, NULL) <= 1, "%s: other logits than without --trace",
+              of[i].method);
+        CHECK(a->n == b->n && a->n > 200, "%s: %d tensors, %d on the device", of[i].method, a->n,
+              b->n);
+        for (int k = 0; k < min_int(a->n, b->n); k++) {
+            const SafeTensor *v = &a->tensor[k], *w = &b->tensor[k];
+            CHECK(!strcmp(v->name, w->name) && v->bytes == w->bytes && v->type == w->type,
+                  "%s: %s and %s", of[i].method, v->name, w->name);
+            if (strcmp(v->name, w->name) || v->bytes != w->bytes)
+                break;
+            int same = v->dtype == DT_F32
+                           ? worst(w->data, v->data, v->bytes / 4, 2e-3, 2e-3, NULL) <= 1
+                           : !memcmp(v->data, w->data, v->bytes);
+            CHECK(same, "%s: %s differs", of[i].method, v->name);
+        }
+        safetensors_close(a);
+        safetensors_close(b);
+        session_close(s);
+        options_free(o);
+        free(x);
+        free(y);
+        free(z);
+    }
+    tiny_free(m);
 }
 
 // ---- steps in one go
