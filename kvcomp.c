@@ -87,6 +87,7 @@
 #include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -10607,6 +10608,10 @@ static const Opt program_options[] = {
     { "eval-length",   's', "512",  "tokens of a text, or several lengths: 512,1024" },
     { "eval-seed",     'i', "1",    "of the texts and of the intervals" },
     { "eval-history",  'c', "own|gold", "whose replies the later turns see: the model's own or the right ones" },
+    { "eval-out",      's', "",
+      "write a line per answer to this file as it goes; the same run with the same file goes on where it stopped" },
+    { "eval-shard",    's', "1/1",  "I/N: every N-th item from the I-th on, to spread a run over machines" },
+    { "eval-merge",    's', "",     "FILES of --eval-out, all parts of one run: print their one table and leave" },
     { "eval-window",   'i', "512",  "ppl, kld: tokens of a window; half is prefilled, half decoded" },
     { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text" },
     { "compare",       's', "",
@@ -20761,7 +20766,10 @@ typedef struct {
     int length;                 // tokens of the context
     int depth;                  // of the evidence in the text, in per cent; -1 does not apply
     double score;               // 0..1 by the task's own metric
+    double exact, found, f1, rouge, rouge_lb;   // by every other one
     double nll;                 // NLL of the right answer per token, in nats (forced pass)
+    int predicted;              // tokens of the right reply ...
+    int top1;                   // ... and those of them where the best token is that of full attention
 } Answer;
 
 // One row of the result: a method at a budget.
@@ -20780,6 +20788,7 @@ typedef struct {
     double n_prefill, n_decode;                 // tokens of those seconds
     double peak;                                // bytes of rows, the most that any item held
     Answer *answers;                            // stb_ds
+    char **said;                // stb_ds: what was said in the answers, malloc'd, while an item is played
     double lo, hi;                              // 95 % interval of the mean score
 } Score;
 
@@ -20802,6 +20811,14 @@ static void eval_set_free(EvalSet *e) {
     }
     arrfree(e->item);
     strreset(&e->mem);
+}
+
+// Frees the lists of a row.
+static void score_free(Score *sc) {
+    arrfree(sc->answers);
+    arrfree(sc->each);
+    while (arrlen(sc->said)) free(arrpop(sc->said));
+    arrfree(sc->said);
 }
 
 // The number of scored turns of an item.
@@ -21964,8 +21981,12 @@ static void play_free(App *a, const EvalItem *it, Score *sc) {
         play_prefill(a, it->turn[i].user);
         generate(a, limit < 0 ? most : limit, f);
         memory_stream_close(f);
-        if (it->turn[i].answers) note_answer(it, i, said, sc);
-        free(said);
+        if (it->turn[i].answers) {
+            note_answer(it, i, said, sc);
+            arrput(sc->said, said);
+        } else {
+            free(said);
+        }
 
         if (gold) {                                     // the history changes, so the cache is rebuilt
             arrfree(arrlast(a->turn).dec);
@@ -22000,6 +22021,7 @@ static void play_forced(App *a, const EvalItem *it, float **ref, Score *sc) {
     for (int i = 0; i < turns; i++) {
         const EvalTurn *t = &it->turn[i];
         int *ids = gold_ids(a, t), n = (int)arrlen(ids), counted = 0;
+        double top1 = sc ? sc->top1 : 0;
         Decoder d = { .t = a->tok };
         char *text = NULL;
         double nll = 0;                                 // sum over the `counted` tokens of the answer
@@ -22018,7 +22040,12 @@ static void play_forced(App *a, const EvalItem *it, float **ref, Score *sc) {
             // Nothing is asked behind the last token of the dialogue.
             if (i < turns - 1 || k < n - 1) feed_decode(a, ids[k]);
         }
-        if (t->answers && sc) sc->answers[answer++].nll = counted ? nll / counted : 0;
+        if (t->answers && sc) {
+            Answer *x = &sc->answers[answer++];
+            x->nll = counted ? nll / counted : 0;
+            x->predicted = n;
+            x->top1 = (int)(sc->top1 - top1);
+        }
         arrfree(ids);
         arrfree(text);
     }
@@ -22279,6 +22306,16 @@ static char *without_frame(const EvalTurn *t, const char *said) {
     return rest;
 }
 
+// Appends an answer to a row.
+static void add_answer(Score *sc, const Answer *x) {
+    arrput(sc->answers, *x);
+    sc->exact += x->exact;
+    sc->found += x->found;
+    sc->f1 += x->f1;
+    sc->rouge += x->rouge;
+    sc->rouge_lb += x->rouge_lb;
+}
+
 // Scores what was said in a turn by all metrics and appends the Answer. Its NLL is left at 0 for
 // play_forced.
 static void note_answer(const EvalItem *it, int turn, const char *said, Score *sc) {
@@ -22286,16 +22323,14 @@ static void note_answer(const EvalItem *it, int turn, const char *said, Score *s
     while (it->first_line && *said == '\n') said++;
     char *line = copy_bytes(said, it->first_line ? strcspn(said, "\n") : strlen(said));
     char *rest = without_frame(t, line);
-    arrput(sc->answers, ((Answer){
+    add_answer(sc, &(Answer){
         .task = it->task, .item = it->number, .turn = turn, .turns = (int)arrlen(it->turn),
         .position = t->position, .length = it->length, .depth = t->depth,
         .score = best_score(it->metric, rest, t),
-    }));
-    sc->exact += best_score(METRIC_EXACT, rest, t);
-    sc->found += best_score(METRIC_FOUND, rest, t);
-    sc->f1 += best_score(METRIC_F1, rest, t);
-    sc->rouge += best_score(METRIC_ROUGE, rest, t);
-    sc->rouge_lb += best_score(METRIC_ROUGE_LONGBENCH, rest, t);
+        .exact = best_score(METRIC_EXACT, rest, t), .found = best_score(METRIC_FOUND, rest, t),
+        .f1 = best_score(METRIC_F1, rest, t), .rouge = best_score(METRIC_ROUGE, rest, t),
+        .rouge_lb = best_score(METRIC_ROUGE_LONGBENCH, rest, t),
+    });
     free(rest);
     free(line);
 }
@@ -22447,6 +22482,7 @@ typedef struct {
 typedef struct {
     const App *a;
     const Score *rows;      // all rows (stb_ds)
+    const char *model;      // its folder
     uint64_t seed;          // of the intervals
     int ppl;                // 1: --eval ppl and kld
 } EvalRun;
@@ -22682,25 +22718,25 @@ static void print_csv_row(const Score *s, const Field *c, int first, FILE *f) {
 }
 
 // A JSON object on one line, with the options that the user set.
-static void print_json_row(const Score *s, const Field *c, const App *a, FILE *f) {
+static void print_json_row(const Score *s, const Field *c, const EvalRun *run, FILE *f) {
     fprintf(f, "{");
     json_pair(f, "method", s->name);
     fprintf(f, "\"budget\":%d,", s->budget);
-    json_pair(f, "model", a->c->dir);
+    json_pair(f, "model", run->model);
     fprintf(f, "\"items\":%d,\"scored\":%d,", s->items, (int)arrlen(s->answers));
     for (int i = 0; i < (int)arrlen(c); i++) {
         fprintf(f, "\"%s\":", c[i].name);
         json_real(f, c[i].x, 6);
         fputc(',', f);
     }
-    json_options(a, f);
+    json_options(run->a, f);
     fprintf(f, "}\n");
 }
 
 // Prints a row in the form `how` (AS_*).
 static void print_row(const Score *s, const EvalRun *run, int how, int first, FILE *f) {
     Field *c = row_fields(s, run);
-    if (how == AS_JSON) print_json_row(s, c, run->a, f);
+    if (how == AS_JSON) print_json_row(s, c, run, f);
     else if (how == AS_CSV) print_csv_row(s, c, first, f);
     else print_table_row(s, c, first, f);
     arrfree(c);
@@ -22779,6 +22815,516 @@ static Score *open_rows(const App *a, OpenRow **open) {
     return rows;
 }
 
+// ---- answers on disk (--eval-out, --eval-shard, --eval-merge)
+// A file of answers has JSON lines. The first one says what the run is: a text for everything that
+// changes a number of the table. Each further line is an answer, with all that the table needs of it
+// and what its item cost (item by item, so the lines of one item repeat it). An item that a row has
+// played is written at once, and is the unit of going on: one whose last line is missing was
+// interrupted, and is played again. A file is written in place, unlike every other one that is kept,
+// because what is in it is the point. Numbers have 17 digits, so what is read is what was written, and
+// a table is made from the same numbers in the same order whether a run was whole, went on, or was
+// spread over machines (D88).
+
+// A number of a line: of an Answer, or of a Score that holds what one item cost.
+typedef struct {
+    const char *name;
+    size_t at;              // where it stands in the struct
+    int is_int;             // 1: an int, 0: a double
+} Number;
+
+static const Number answer_numbers[] = {
+    { "text",              offsetof(Answer, item),      1 },
+    { "turn",              offsetof(Answer, turn),      1 },
+    { "turns",             offsetof(Answer, turns),     1 },
+    { "position",          offsetof(Answer, position),  1 },
+    { "length",            offsetof(Answer, length),    1 },
+    { "depth",             offsetof(Answer, depth),     1 },
+    { "score",             offsetof(Answer, score),     0 },
+    { "exact",             offsetof(Answer, exact),     0 },
+    { "found",             offsetof(Answer, found),     0 },
+    { "f1",                offsetof(Answer, f1),        0 },
+    { "rouge_l",           offsetof(Answer, rouge),     0 },
+    { "rouge_l_longbench", offsetof(Answer, rouge_lb),  0 },
+    { "nll",               offsetof(Answer, nll),       0 },
+    { "predicted",         offsetof(Answer, predicted), 1 },
+    { "top1",              offsetof(Answer, top1),      1 },
+};
+static const Number cost_numbers[] = {
+    { "kv_bytes_stored",   offsetof(Score, stored),     0 },
+    { "kv_bytes_full",     offsetof(Score, full),       0 },
+    { "kv_bytes_attended", offsetof(Score, attended),   0 },
+    { "kv_bytes_peak",     offsetof(Score, peak),       0 },
+    { "prefill_s",         offsetof(Score, prefill_s),  0 },
+    { "decode_s",          offsetof(Score, decode_s),   0 },
+    { "n_prefill",         offsetof(Score, n_prefill),  0 },
+    { "n_decode",          offsetof(Score, n_decode),   0 },
+};
+enum {
+    ANSWER_NUMBERS = sizeof answer_numbers / sizeof *answer_numbers,
+    COST_NUMBERS = sizeof cost_numbers / sizeof *cost_numbers,
+};
+
+// What the first line tells, in the order in which it is compared. Parts of a run differ in the shard
+// only; a file that a run goes on with is of the same shard.
+static const char *const head_keys[] = { "kvcomp", "model", "items", "seed", "rows", "options", "shard" };
+enum { HEAD_KEYS = sizeof head_keys / sizeof *head_keys };
+
+typedef struct {            // the answers of a run that are on disk
+    const char *path;       // of the file that is read or written
+    FILE *f;                // where the next answers go; NULL: nowhere
+    int items;              // of the whole run
+    Score *row;             // stb_ds: name and budget of every row
+    Score *cell;            // (items,rows) what a row made of an item; items 0: it is not there
+    Score one;              // the item whose lines are being read ...
+    int at, read, of;       // ... its cell, its answers so far, all its answers; at -1: none is
+    int twice;              // items that were there already when they were read
+    stbds_string_arena mem; // names of tasks
+} EvalFile;
+
+// What row r made of item i.
+static Score *eval_cell(const EvalFile *x, int i, int r) {
+    return &x->cell[(size_t)i * arrlenu(x->row) + r];
+}
+
+// Is item i there in every row?
+static int item_is_there(const EvalFile *x, int i) {
+    for (int r = 0; r < (int)arrlen(x->row); r++)
+        if (!eval_cell(x, i, r)->items) return 0;
+    return 1;
+}
+
+// Adds what a row made of one item to the row.
+static void score_add(Score *sc, const Score *one) {
+    for (int i = 0; i < (int)arrlen(one->answers); i++) {
+        add_answer(sc, &one->answers[i]);
+        sc->top1 += one->answers[i].top1;
+    }
+    for (int i = 0; i < (int)arrlen(one->each); i++) {
+        sc->kld += one->each[i];
+        arrput(sc->each, one->each[i]);
+        sc->predicted++;
+    }
+    sc->items += one->items;
+    sc->peak = fmax(sc->peak, one->peak);
+    sc->stored += one->stored;
+    sc->full += one->full;
+    sc->attended += one->attended;
+    sc->prefill_s += one->prefill_s;
+    sc->decode_s += one->decode_s;
+    sc->n_prefill += one->n_prefill;
+    sc->n_decode += one->n_decode;
+}
+
+// I/N of --eval-shard: the first item, from 0, and the step to the next one. 0, or -1.
+static int shard_parse(const char *text, int *first, int *step) {
+    int used = 0;
+    if (sscanf(text, "%d/%d%n", first, step, &used) != 2 || text[used]) return -1;
+    *first -= 1;
+    return *first >= 0 && *first < *step ? 0 : -1;
+}
+
+// Frees what x holds, and closes its file.
+static void eval_file_close(EvalFile *x) {
+    for (size_t i = 0; x->cell && i < (size_t)x->items * arrlenu(x->row); i++) score_free(&x->cell[i]);
+    free(x->cell);
+    arrfree(x->row);
+    score_free(&x->one);
+    strreset(&x->mem);
+    if (x->f && fclose(x->f)) die(EXIT_RUN, "--eval-out %s: %s", x->path, strerror(errno));
+}
+
+// ---- answers on disk: the first line
+// The hash of everything in the items that is asked or scored.
+static uint64_t items_hash(const EvalSet *e) {
+    uint64_t h = 0;
+    for (int i = 0; i < (int)arrlen(e->item); i++) {
+        const EvalItem *it = &e->item[i];
+        const int numbers[] = { it->number, it->length, it->metric, it->first_line, (int)arrlen(it->turn) };
+        h = hash_bytes(h, numbers, sizeof numbers);
+        h = hash_bytes(h, it->task, strlen(it->task));
+        for (int j = 0; j < (int)arrlen(it->turn); j++) {
+            const EvalTurn *t = &it->turn[j];
+            const int places[] = { t->position, t->depth, (int)arrlen(t->answers), (int)arrlen(t->classes) };
+            h = hash_bytes(h, places, sizeof places);
+            h = hash_bytes(h, t->user, strlen(t->user));
+            if (t->reply) h = hash_bytes(h, t->reply, strlen(t->reply));
+            for (int k = 0; k < (int)arrlen(t->answers); k++) h = hash_bytes(h, t->answers[k], strlen(t->answers[k]));
+            for (int k = 0; k < (int)arrlen(t->classes); k++) h = hash_bytes(h, t->classes[k], strlen(t->classes[k]));
+        }
+    }
+    return h;
+}
+
+// Writes the given options that change an answer: the methods', and those of what is asked and said.
+static void write_eval_options(const App *a, FILE *f) {
+    static const char *const asked[] = {
+        "ratio", "sink", "obs-window", "kernel", "gqa-agg", "paper", "ctk", "ctv", "raw", "chat-template", "tokenizer",
+        "system", "parse-special", "no-think", "ignore-eos", "n-predict", "repeat-penalty", "repeat-last-n",
+        "eval-history",
+    };
+    Options *plain = options_new();
+    for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);
+    EACH_METHOD(m) {
+        for (const Opt *o = (*m)->opts; o && o->name; o++) {
+            const Method *const *first = methods;               // methods share options: the first one has it
+            while (!opt_find_in((*first)->opts, o->name)) first++;
+            if (first == m) write_option(a, plain, o->name, f);
+        }
+    }
+    options_free(plain);
+}
+
+// "name":" .. ", the text that write makes of the App; a comma behind it.
+static void write_as_text(const App *a, const char *name, void (*write)(const App *a, FILE *f), FILE *f) {
+    char *text = NULL;
+    size_t n;
+    FILE *t = memory_stream(&text, &n);
+    write(a, t);
+    memory_stream_close(t);
+    json_pair(f, name, text);
+    free(text);
+}
+
+// The first line of this run's file, malloc'd.
+static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
+    char *head = NULL;
+    size_t n;
+    FILE *f = memory_stream(&head, &n);
+    fprintf(f, "{\"kvcomp\":\"answers 1\",\"model\":\"%016llx\",", (unsigned long long)app_fingerprint(a));
+    fprintf(f, "\"items\":\"%d %016llx\",", (int)arrlen(e->item), (unsigned long long)items_hash(e));
+    fprintf(f, "\"seed\":\"%s\",\"rows\":\"", opt_str(a->o, "eval-seed"));
+    for (int r = 0; r < (int)arrlen(rows); r++) fprintf(f, "%s%s %d", r ? "," : "", rows[r].name, rows[r].budget);
+    fprintf(f, "\",");
+    write_as_text(a, "options", write_eval_options, f);
+    json_pair(f, "shard", opt_str(a->o, "eval-shard"));
+    json_pair(f, "dir", a->c->dir);
+    fprintf(f, "\"by\":\"kvcomp %s, %s, %s\"}\n", KVCOMP_VERSION, opt_str(a->o, "device"), simd_name());
+    memory_stream_close(f);
+    return head;
+}
+
+// Holds a first line against the one of this run, or of another part of it. The first n of head_keys
+// must be the same. 0, or -1 with err. Where only the machines differ, a line says so.
+static int head_fits(const EvalFile *x, const Json *own, const Json *found, int n, char err[512]) {
+    if (strcmp(json_text(found, "kvcomp"), "answers 1"))
+        return fault(err, "no file that --eval-out of this kvcomp wrote");
+    for (int i = 0; i < n; i++) {
+        const char *want = json_text(own, head_keys[i]), *is = json_text(found, head_keys[i]);
+        if (strcmp(want, is))
+            return fault(err, "of another run: its %s: %.160s; expected %.160s", head_keys[i], *is ? is : "none", want);
+    }
+    if (strcmp(json_text(own, "by"), json_text(found, "by")) && !quiet)
+        warn("%s: made by %s, not by %s: the last digits may differ from those of one machine", x->path,
+             json_text(found, "by"), json_text(own, "by"));
+    return 0;
+}
+
+// The first line of text (n), parsed; NULL, and err, when it is no object. *at: the bytes it takes.
+static Json *head_read(const char *text, size_t n, size_t *at, char err[512]) {
+    char why[256];
+    const char *end = memchr(text, '\n', n);
+    Json *head = end ? json_parse(text, (size_t)(end - text), why) : NULL;
+    if (head && head->type == JSON_OBJECT && !json_holds_nul(head)) {
+        *at = (size_t)(end + 1 - text);
+        return head;
+    }
+    json_free(head);
+    fault(err, "no file that --eval-out wrote");
+    return NULL;
+}
+
+// Takes the numbers of items and rows from a first line, and makes room for them. 0, or -1 with err.
+static int head_take(EvalFile *x, const Json *head, char err[512]) {
+    char word[160];
+    const char *rows = json_text(head, "rows");
+    x->items = atoi(json_text(head, "items"));
+    for (int r = 0; list_word(rows, r, word); r++) {
+        Score sc = { 0 };
+        if (sscanf(word, "%159s %d", sc.name, &sc.budget) != 2) return fault(err, "'rows' are no methods and budgets");
+        arrput(x->row, sc);
+    }
+    if (x->items < 1 || x->items > 1 << 24 || arrlen(x->row) < 1 || arrlen(x->row) > 1 << 12)
+        return fault(err, "'items' and 'rows' are none of a run");
+    x->cell = xcalloc((size_t)x->items * arrlenu(x->row), sizeof *x->cell);
+    return 0;
+}
+
+// ---- answers on disk: writing
+// A number with all its digits; null when it is none.
+static void json_exact(FILE *f, double x) {
+    if (isfinite(x)) fprintf(f, "%.17g", x);
+    else fputs("null", f);
+}
+
+// "name":number for each of n numbers of a struct, a comma behind each.
+static void write_numbers(const Number *k, int n, const void *from, FILE *f) {
+    for (int i = 0; i < n; i++) {
+        const char *at = (const char *)from + k[i].at;
+        fprintf(f, "\"%s\":", k[i].name);
+        if (k[i].is_int) fprintf(f, "%d", *(const int *)at);
+        else json_exact(f, *(const double *)at);
+        fputc(',', f);
+    }
+}
+
+// What is known of answer k alone; its KLDs are those of `each` from the place `from` on.
+static void write_answer(const EvalItem *it, const Score *one, int k, int from, FILE *f) {
+    const Answer *x = &one->answers[k];
+    char **gold = it->turn[x->turn].answers;
+    json_pair(f, "prediction", one->said[k]);
+    fprintf(f, "\"gold\":[");
+    for (int i = 0; i < (int)arrlen(gold); i++) {
+        if (i) fputc(',', f);
+        json_escape(f, gold[i], strlen(gold[i]));
+    }
+    fprintf(f, "],");
+    write_numbers(answer_numbers, ANSWER_NUMBERS, x, f);
+    fprintf(f, "\"kld\":[");
+    for (int i = 0; i < x->predicted; i++) {
+        if (i) fputc(',', f);
+        json_exact(f, one->each[from + i]);
+    }
+    fprintf(f, "],");
+}
+
+// Writes the lines of item i as row r played it, in one piece. An item without a scored turn has one
+// line, of what it cost. Exit 1 when they cannot be written.
+static void write_item(EvalFile *x, const EvalItem *it, int i, int r, const Score *one) {
+    char *text = NULL;
+    size_t size;
+    int n = (int)arrlen(one->answers), from = 0;
+    FILE *f = memory_stream(&text, &size);
+    for (int k = 0; k < max_int(n, 1); k++) {
+        fputc('{', f);
+        json_pair(f, "task", it->task);
+        fprintf(f, "\"item\":%d,", i + 1);
+        json_pair(f, "method", x->row[r].name);
+        fprintf(f, "\"budget\":%d,\"answer\":%d,\"answers\":%d,", x->row[r].budget, n ? k + 1 : 0, n);
+        if (n) write_answer(it, one, k, from, f);
+        if (n) from += one->answers[k].predicted;
+        write_numbers(cost_numbers, COST_NUMBERS, one, f);
+        fprintf(f, "\"build\":\"%s\"}\n", KVCOMP_VERSION);
+    }
+    memory_stream_close(f);
+    if (fwrite(text, 1, size, x->f) != size || fflush(x->f))
+        die(EXIT_RUN, "--eval-out %s: %s (what was written before stays, and the run can go on)", x->path,
+            strerror(errno));
+    free(text);
+}
+
+// ---- answers on disk: reading
+// The whole number obj[key] in [lo,hi]. 0, or -1 with err.
+static int read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char err[512]) {
+    const Json *j = json_get(obj, key);
+    if (!j || j->type != JSON_NUMBER || !j->is_int || j->i < lo || j->i > hi)
+        return fault(err, "'%s' is no whole number from %d to %d", key, lo, hi);
+    *x = (int)j->i;
+    return 0;
+}
+
+// The number v, NaN for null. 0, or -1 with err.
+static int read_real(const Json *v, const char *key, double *x, char err[512]) {
+    if (!v || (v->type != JSON_NUMBER && v->type != JSON_NULL)) return fault(err, "'%s' is no number", key);
+    *x = v->type == JSON_NULL ? NAN : v->num;
+    return 0;
+}
+
+// Reads what write_numbers wrote. 0, or -1 with err.
+static int read_numbers(const Json *obj, const Number *k, int n, void *to, char err[512]) {
+    int bad = 0;
+    for (int i = 0; i < n && !bad; i++) {
+        char *at = (char *)to + k[i].at;
+        if (k[i].is_int) bad = read_whole(obj, k[i].name, INT_MIN, INT_MAX, (int *)at, err);
+        else bad = read_real(json_get(obj, k[i].name), k[i].name, (double *)at, err);
+    }
+    return bad;
+}
+
+// Reads what write_answer wrote, and appends it to x->one. 0, or -1 with err.
+static int read_answer(EvalFile *x, const Json *obj, char err[512]) {
+    const char *task = json_text(obj, "task");
+    const Json *kld = json_get(obj, "kld");
+    Answer a = { 0 };
+    if (!*task) return fault(err, "no 'task'");
+    if (read_numbers(obj, answer_numbers, ANSWER_NUMBERS, &a, err)) return -1;
+    if (!kld || kld->type != JSON_ARRAY || kld->n != a.predicted)
+        return fault(err, "'kld' has not 'predicted' numbers");
+    for (int i = 0; i < kld->n; i++) {
+        double d;
+        if (read_real(&kld->item[i], "kld", &d, err)) return -1;
+        arrput(x->one.each, d);
+    }
+    a.task = stralloc(&x->mem, (char *)task);
+    arrput(x->one.answers, a);
+    return 0;
+}
+
+// Finds the cell that a line belongs to, and checks that the line goes on where the one before it
+// stopped. 0, or -1 with err.
+static int read_place(EvalFile *x, const Json *obj, char err[512]) {
+    const char *method = json_text(obj, "method");
+    int item, budget, k, n, r = 0, rows = (int)arrlen(x->row);
+    if (read_whole(obj, "item", 1, x->items, &item, err) || read_whole(obj, "budget", 0, INT_MAX, &budget, err)
+        || read_whole(obj, "answers", 0, INT_MAX, &n, err) || read_whole(obj, "answer", n > 0, n, &k, err))
+        return -1;
+    while (r < rows && (strcmp(x->row[r].name, method) || x->row[r].budget != budget)) r++;
+    if (r == rows) return fault(err, "'%.40s' with budget %d is no row of this run", method, budget);
+
+    int at = (item - 1) * rows + r, goes_on = at == x->at && n == x->of && k == x->read + 1;
+    if (x->at < 0 ? k > 1 : !goes_on)
+        return fault(err, "answer %d of item %d does not follow the line before it", k, item);
+    x->at = at;
+    x->of = n;
+    x->read = k;
+    return 0;
+}
+
+// The item whose last line has been read takes its cell, unless the cell is filled.
+static void cell_fill(EvalFile *x) {
+    Score *cell = &x->cell[x->at];
+    x->one.items = 1;
+    x->twice += cell->items;
+    if (cell->items) score_free(&x->one);
+    else *cell = x->one;
+    x->one = (Score){ 0 };
+    x->at = -1;
+}
+
+// Reads one line of n bytes; the last one of an item fills its cell. 0, or -1 with err.
+static int read_answer_line(EvalFile *x, const char *line, size_t n, char err[512]) {
+    Json *obj = json_parse(line, n, err);
+    int bad = -1;
+    if (obj && obj->type != JSON_OBJECT) fault(err, "is no object");
+    else if (obj && json_holds_nul(obj)) fault(err, "a text holds the character \\u0000");
+    else if (obj) bad = read_place(x, obj, err);
+    if (!bad && x->of) bad = read_answer(x, obj, err);
+    if (!bad && x->read == x->of) {
+        bad = read_numbers(obj, cost_numbers, COST_NUMBERS, &x->one, err);
+        if (!bad) cell_fill(x);
+    }
+    json_free(obj);
+    return bad;
+}
+
+// Reads the lines of text (n) from the byte `at` on. Returns the bytes up to the end of the last whole
+// item: what stands behind them was interrupted, and is left out. Exit 2 with the number of a line
+// that is none of a run.
+static size_t read_answers(EvalFile *x, char *text, size_t n, size_t at) {
+    char err[512];
+    size_t whole = at;
+    int line = 2, lines = 0;
+    x->at = -1;
+    for (char *end; at < n; at = (size_t)(end + 1 - text), line++) {
+        end = memchr(text + at, '\n', n - at);
+        lines++;
+        if (!end) break;
+        if (read_answer_line(x, text + at, (size_t)(end - text) - at, err)) {
+            free(text);
+            die(EXIT_USAGE, "%s, line %d: %s", x->path, line, err);
+        }
+        if (x->at < 0) whole = (size_t)(end + 1 - text);
+        if (x->at < 0) lines = 0;
+    }
+    score_free(&x->one);
+    if (lines && !quiet)
+        warn("%s: %d line%s of an interrupted item at its end: dropped", x->path, lines, lines > 1 ? "s" : "");
+    return whole;
+}
+
+// ---- answers on disk: a run that writes them
+// Opens the file for this run alone. Returns its descriptor.
+static int eval_descriptor(const char *path) {
+    struct stat st;
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0 || fstat(fd, &st)) die(EXIT_RUN, "--eval-out %s: %s", path, strerror(errno));
+    if (!S_ISREG(st.st_mode)) die(EXIT_USAGE, "--eval-out %s: not a regular file", path);
+    if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
+        die(EXIT_RUN, "--eval-out %s: another run is writing it", path);
+    return fd;
+}
+
+// Opens --eval-out: a new file gets its first line; one of the same run gives the answers it has, and
+// loses what an interruption left at its end. Exit 2 when it is of another run.
+static void eval_file_open(EvalFile *x, App *a, const EvalSet *e, const Score *rows) {
+    char err[512], why[256];
+    size_t n, at = 0;
+    x->path = opt_str(a->o, "eval-out");
+    for (int r = 0; r < (int)arrlen(rows); r++)
+        for (int k = 0; k < r; k++)
+            if (!strcmp(rows[r].name, rows[k].name) && rows[r].budget == rows[k].budget)
+                die(EXIT_USAGE, "--eval-out: %s is compared twice with budget %d", rows[r].name, rows[r].budget);
+    int fd = eval_descriptor(x->path);
+    char *text = read_file(x->path, &n, why), *head = eval_head(a, e, rows);
+    if (!text) die(EXIT_RUN, "--eval-out %s", why);
+
+    // The first line of a run that was killed at once may be cut
+    Json *own = json_parse(head, strlen(head), why);
+    int begun = n >= strlen(head) || memcmp(head, text, n);
+    Json *found = begun ? head_read(text, n, &at, err) : NULL;
+    int bad = head_take(x, own, err) || (begun && (!found || head_fits(x, own, found, HEAD_KEYS, err)));
+    if (bad) die(EXIT_USAGE, "--eval-out %s: %s", x->path, err);
+    size_t whole = begun ? read_answers(x, text, n, at) : 0;
+    json_free(own);
+    json_free(found);
+
+    x->f = ftruncate(fd, (off_t)whole) || lseek(fd, (off_t)whole, SEEK_SET) < 0 ? NULL : descriptor_stream(fd);
+    if (!x->f || (!begun && (fputs(head, x->f) < 0 || fflush(x->f))))
+        die(open_failure(), "--eval-out %s: %s", x->path, strerror(errno));
+    int there = 0;
+    for (int i = 0; i < x->items; i++) there += item_is_there(x, i);
+    if (there && !quiet)
+        fprintf(stderr, "%s: %d of %d items are there, the others are played\n", x->path, there, x->items);
+    free(text);
+    free(head);
+}
+
+// ---- answers on disk: parts of a run become one table
+// Reads all files, a path a line; the first one says what the run is. Its seed and its model's folder
+// go to seed and model. Exit 2 when a file cannot be read, or is of another run.
+static void merge_files(EvalFile *x, const char *paths, char seed[32], char model[1024]) {
+    char err[512], why[256];
+    Json *first = NULL;
+    for (const char *p = paths, *end; *p; p = *end ? end + 1 : end) {
+        size_t n, at = 0;
+        end = p + strcspn(p, "\n");
+        char *path = copy_bytes(p, (size_t)(end - p)), *text = read_file(path, &n, why);
+        if (!text) die(EXIT_USAGE, "--eval-merge %s", why);
+        Json *head = head_read(text, n, &at, err);
+        x->path = path;
+        int bad = !head || head_fits(x, first ? first : head, head, HEAD_KEYS - 1, err)
+               || (!first && head_take(x, head, err));
+        if (bad) die(EXIT_USAGE, "--eval-merge %s: %s", path, err);
+        read_answers(x, text, n, at);
+        if (first) json_free(head);
+        else first = head;
+        free(text);
+        free(path);
+    }
+    snprintf(seed, 32, "%s", json_text(first, "seed"));
+    snprintf(model, 1024, "%s", json_text(first, "dir"));
+    json_free(first);
+    if (x->twice && !quiet) warn("--eval-merge: %d items are there more than once; the first of each counts", x->twice);
+}
+
+// Makes the rows (stb_ds) of what was read. Only an item that every row has played counts, so that
+// rows stay comparable; a line says which are missing. Returns how many.
+static int merge_rows(EvalFile *x, Score **rows) {
+    char text[160] = "";
+    int missing = 0;
+    for (int r = 0; r < (int)arrlen(x->row); r++) arrput(*rows, x->row[r]);
+    for (int i = 0; i < x->items; i++) {
+        int there = item_is_there(x, i);
+        for (int r = 0; r < (int)arrlen(x->row) && there; r++) score_add(&(*rows)[r], eval_cell(x, i, r));
+        if (there) continue;
+        size_t n = strlen(text);
+        if (++missing <= 8) snprintf(text + n, sizeof text - n, "%s%d", n ? ", " : "", i + 1);
+    }
+    if (missing == x->items) die(EXIT_USAGE, "--eval-merge: no item is there in every row");
+    if (missing)
+        warn("--eval-merge: %d of %d items are missing: %s%s", missing, x->items, text, missing > 8 ? ", .." : "");
+    return missing;
+}
+
 // ---- the modes: dialogues
 
 // Shows how far the run is: on a terminal one line that is rewritten; elsewhere, with -v, a line at
@@ -22794,26 +23340,35 @@ static void eval_progress(const App *a, int done, int all, double t0) {
     }
 }
 
-// Plays the items, each through every row before the next one. So the logits of full attention are
-// held for one item only, and what else the machine does falls on all rows. forced 0: the methods
-// answer, but nothing is compared with full attention's logits.
-static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced) {
+// Plays the items, or those of --eval-shard, each through every row before the next one. So the
+// logits of full attention are held for one item only, and what else the machine does falls on all
+// rows. forced 0: the methods answer, but nothing is compared with full attention's logits. What is in
+// the file x already is not played again, and what is played goes there; NULL: there is none.
+static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced, EvalFile *x) {
     OpenRow full = { .o = options_copy(a->o) };
     float *ref = NULL;                                  // stb_ds, V a row
-    int n = (int)arrlen(e->item);
+    int first, step, done = 0, n = (int)arrlen(e->item), R = (int)arrlen(rows);
     double t0 = now();
+    shard_parse(opt_str(a->o, "eval-shard"), &first, &step);
     full.s = session_open(a->c, a->w, full.o, "full");
-    for (int i = 0; i < n; i++) {
+    for (int i = first; i < n; i += step) {
+        const EvalItem *it = &e->item[i];
         a->s = full.s;
         arrsetlen(ref, 0);
-        if (forced) play_forced(a, &e->item[i], &ref, NULL);
-        for (int r = 0; r < (int)arrlen(rows); r++) {
-            a->s = open[r].s;
-            play_free(a, &e->item[i], &rows[r]);
-            if (forced) play_forced(a, &e->item[i], &ref, &rows[r]);
-            session_reset(a->s);                        // gives its rows back: many sessions are open
+        if (forced && !(x && item_is_there(x, i))) play_forced(a, it, &ref, NULL);
+        for (int r = 0; r < R; r++) {
+            Score own = { 0 }, *one = x ? eval_cell(x, i, r) : &own;
+            if (!one->items) {
+                a->s = open[r].s;
+                play_free(a, it, one);
+                if (forced) play_forced(a, it, &ref, one);
+                session_reset(a->s);                    // gives its rows back: many sessions are open
+                if (x) write_item(x, it, i, r, one);
+            }
+            score_add(&rows[r], one);
+            score_free(one);
         }
-        eval_progress(a, i + 1, n, t0);
+        eval_progress(a, ++done, (n - first + step - 1) / step, t0);
     }
     arrfree(ref);
     open_close(&full);
@@ -22908,11 +23463,51 @@ static int report_write(App *a, const char *path, const Score *rows, const char 
 
 // Frees the rows (stb_ds) of a run.
 static void rows_free(Score *rows) {
-    for (int r = 0; r < (int)arrlen(rows); r++) {
-        arrfree(rows[r].answers);
-        arrfree(rows[r].each);
-    }
+    for (int r = 0; r < (int)arrlen(rows); r++) score_free(&rows[r]);
     arrfree(rows);
+}
+
+// Prints the rows of a run: on a terminal a table that fits, elsewhere Markdown, CSV or JSON.
+static void print_rows(const EvalRun *run, Score *rows) {
+    const Options *o = run->a->o;
+    int how = AS_TABLE;
+    if (opt_int(o, "csv")) how = AS_CSV;
+    if (opt_int(o, "json")) how = AS_JSON;
+    char *table = NULL;
+    size_t size;
+    int screen = how == AS_TABLE && isatty(1) && !opt_int(o, "markdown");
+    FILE *out = screen ? memory_stream(&table, &size) : stdout;
+    for (int r = 0; r < (int)arrlen(rows); r++) {
+        finish_row(&rows[r], run->seed);
+        print_row(&rows[r], run, how, !r, out);
+    }
+    if (!screen) return;
+    memory_stream_close(out);
+    print_for_screen(stdout, table, screen_columns());
+    free(table);
+}
+
+// Ends the program if the rows that --compare-base names are not there.
+static void check_base(const EvalRun *run) {
+    const Options *o = run->a->o;
+    if (opt_given(o, "compare-base") && !base_of(run->rows, run) && !run->ppl)
+        die(EXIT_USAGE, "--compare-base %s is not among the methods that are compared", opt_str(o, "compare-base"));
+}
+
+// --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
+// when an item is missing.
+static int eval_merge(App *a) {
+    EvalFile x = { 0 };
+    char seed[32], model[1024];
+    merge_files(&x, opt_str(a->o, "eval-merge"), seed, model);
+    Score *rows = NULL;
+    int missing = merge_rows(&x, &rows);
+    EvalRun run = { .a = a, .rows = rows, .model = model, .seed = strtoull(seed, NULL, 10) };
+    check_base(&run);
+    print_rows(&run, rows);
+    rows_free(rows);
+    eval_file_close(&x);
+    return missing ? EXIT_RUN : 0;
 }
 
 // --eval: makes or reads the items, plays them through every row, prints the rows and, with
@@ -22921,18 +23516,19 @@ static int evaluate(App *a) {
     const char *path = opt_str(a->o, "eval-file"), *what = opt_str(a->o, "eval");
     if (!*what) what = *path ? "file" : "all";
     int file = !strcmp(what, "file"), kld = !strcmp(what, "kld"), ppl = kld || !strcmp(what, "ppl");
-    int how = AS_TABLE;
-    if (opt_int(a->o, "csv")) how = AS_CSV;
-    if (opt_int(a->o, "json")) how = AS_JSON;
+    int saves = *opt_str(a->o, "eval-out") != 0;
     char err[256];
     EvalSet e = { 0 };
+    EvalFile x = { 0 };
     OpenRow *open = NULL;
-    EvalRun run = { .a = a, .seed = (uint64_t)opt_int(a->o, "eval-seed"), .ppl = ppl };
+    EvalRun run = { .a = a, .seed = (uint64_t)opt_int(a->o, "eval-seed"), .ppl = ppl, .model = a->c->dir };
     Session *own = a->s;
     double t0 = now();
 
     // The items
     if ((ppl || file) && !*path) die(EXIT_USAGE, "--eval %s wants --eval-file FILE", what);
+    if (ppl && (saves || opt_given(a->o, "eval-shard")))
+        die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
     if (file) {
         read_items(&e, a->tok, path);
@@ -22945,27 +23541,15 @@ static int evaluate(App *a) {
     Score *rows = open_rows(a, &open);
     run.rows = rows;
     if (a->trace) trace_row(a, open);
-    if (opt_given(a->o, "compare-base") && !base_of(rows, &run) && !ppl)
-        die(EXIT_USAGE, "--compare-base %s is not among the methods that are compared", opt_str(a->o, "compare-base"));
-    if (!ppl) play_items(a, &e, rows, open, 1);
+    check_base(&run);
+    if (saves) eval_file_open(&x, a, &e, rows);
+    if (!ppl) play_items(a, &e, rows, open, 1, saves ? &x : NULL);
     for (int r = 0; r < (int)arrlen(rows); r++) {
         a->s = open[r].s;
         if (ppl) eval_text(a, path, kld, &rows[r]);
         open_close(&open[r]);
     }
-    char *table = NULL;
-    size_t size;
-    int screen = how == AS_TABLE && isatty(1) && !opt_int(a->o, "markdown");
-    FILE *out = screen ? memory_stream(&table, &size) : stdout;
-    for (int r = 0; r < (int)arrlen(rows); r++) {
-        finish_row(&rows[r], run.seed);
-        print_row(&rows[r], &run, how, !r, out);
-    }
-    if (screen) {
-        memory_stream_close(out);
-        print_for_screen(stdout, table, screen_columns());
-        free(table);
-    }
+    print_rows(&run, rows);
     if (!quiet)
         fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items,
                 (int)arrlen(rows[0].answers), now() - t0);
@@ -22974,6 +23558,7 @@ static int evaluate(App *a) {
 
     rows_free(rows);
     arrfree(open);
+    eval_file_close(&x);
     eval_set_free(&e);
     return 0;
 }
@@ -27247,7 +27832,7 @@ static int report(App *a, const char *path) {
     a->o = o;
     eval_items(a, opt_str(o, "eval"), &e);
     Score *rows = open_rows(a, &open);
-    play_items(a, &e, rows, open, 0);
+    play_items(a, &e, rows, open, 0, NULL);
     for (int i = 0; i < (int)arrlen(rows); i++) {
         finish_row(&rows[i], (uint64_t)opt_int(o, "eval-seed"));
         open_close(&open[i]);
@@ -27417,6 +28002,18 @@ static void parse_one(Options *o, const char *name, const char *value) {
     die(EXIT_USAGE, "%s", err);
 }
 
+// The files from argv[i] to the next option are the value of one option, a line each. Returns how
+// many arguments they and the option take.
+static int parse_files(Options *o, const char *name, int argc, char **argv, int i) {
+    char *list = NULL;
+    int n = 0;
+    for (; i + n < argc && (!n || argv[i + n][0] != '-'); n++) put_part(&list, "\n", argv[i + n]);
+    arrput(list, 0);
+    parse_one(o, name, list);
+    arrfree(list);
+    return n + 1;
+}
+
 // The option that begins at argv[i]. Returns how many arguments it takes: 1, or 2 with its value
 // behind it.
 static int parse_arg(Options *o, int argc, char **argv, int i) {
@@ -27437,6 +28034,7 @@ static int parse_arg(Options *o, int argc, char **argv, int i) {
         return 1;
     }
     if (i + 1 == argc) die(EXIT_USAGE, "--%s wants a value", name);
+    if (!strcmp(name, "eval-merge")) return parse_files(o, name, argc, argv, i + 1);
     parse_one(o, name, argv[i + 1]);
     return 2;
 }
@@ -27504,7 +28102,7 @@ static void check_trace(const Options *o) {
 // Ranges, and options that do not go together: exit 2.
 static void check_options(const Options *o) {
     char err[256];
-    int eval = evaluates(o), bench = opt_int(o, "bench"), ids = *opt_str(o, "ids") != 0;
+    int eval = evaluates(o), bench = opt_int(o, "bench"), ids = *opt_str(o, "ids") != 0, first, step;
     if (out_of_range(o, NULL, err)) die(EXIT_USAGE, "%s", err);
     if (opt_int(o, "kernel") % 2 == 0)
         die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
@@ -27517,7 +28115,11 @@ static void check_options(const Options *o) {
     if (*opt_str(o, "bench-suite") && !bench) die(EXIT_USAGE, "--bench-suite goes with --bench");
     if (*opt_str(o, "budgets") && !eval && !*opt_str(o, "report"))
         die(EXIT_USAGE, "--budgets goes with --compare, --eval or --report");
-    if (opt_int(o, "csv") && !eval && !bench) die(EXIT_USAGE, "--csv goes with --eval or --bench");
+    if (opt_int(o, "csv") && !eval && !bench && !*opt_str(o, "eval-merge"))
+        die(EXIT_USAGE, "--csv goes with --eval or --bench");
+    if (shard_parse(opt_str(o, "eval-shard"), &first, &step))
+        die(EXIT_USAGE, "--eval-shard wants I/N with I from 1 to N, found '%.40s'", opt_str(o, "eval-shard"));
+    if (*opt_str(o, "eval-merge") && eval) die(EXIT_USAGE, "--eval-merge goes alone, not with --eval");
     if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
     if (*opt_str(o, "dialogue") && !opt_int(o, "dump-tokens")) die(EXIT_USAGE, "--dialogue goes with --dump-tokens");
     if (*opt_str(o, "report") && (ids || *opt_str(o, "file") || opt_given(o, "prompt") || bench))
@@ -27533,6 +28135,7 @@ static void check_options(const Options *o) {
 enum {                      // what a run does, one bit each
     RUN_CHAT = 1, RUN_PROMPT = 2, RUN_IDS = 4, RUN_EVAL = 8, RUN_REPORT = 16, RUN_BENCH = 32,
     RUN_CALIBRATE = 64, RUN_INSPECT = 128, RUN_TOKENS = 256, RUN_DEMO = 512, RUN_PLAN = 1024,
+    RUN_MERGE = 2048,
     RUN_TALKS = RUN_CHAT | RUN_PROMPT,                          // replies are sampled
     RUN_REPLIES = RUN_TALKS | RUN_EVAL | RUN_REPORT | RUN_DEMO, // replies are made
     RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_INSPECT | RUN_PLAN,
@@ -27543,7 +28146,7 @@ static const struct { int run; const char *flag; } run_flags[] = {
     { RUN_PROMPT, "-p or -f" },       { RUN_IDS,     "--ids" },     { RUN_EVAL,   "--eval" },
     { RUN_REPORT, "--report" },       { RUN_BENCH,   "--bench" },   { RUN_CALIBRATE, "--calibrate" },
     { RUN_INSPECT, "--inspect" },     { RUN_TOKENS,  "--dump-tokens" }, { RUN_DEMO, "--demo" },
-    { RUN_PLAN,    "--plan" },
+    { RUN_PLAN,    "--plan" },        { RUN_MERGE,   "--eval-merge" },
 };
 
 // In which runs an option has an effect. What is not in the table has one in every run, or is
@@ -27572,7 +28175,7 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "method",         RUN_SESSION },
     { "budget",         RUN_SESSION },
     { "ratio",          RUN_SESSION },
-    { "json",           RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH },
+    { "json",           RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH | RUN_MERGE },
     { "stats",          RUN_TALKS | RUN_IDS },
     { "no-stats",       RUN_TALKS },
     { "wrap",           RUN_TALKS },
@@ -27583,7 +28186,9 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "eval-history",   RUN_EVAL | RUN_REPORT },
     { "eval-window",    RUN_EVAL },
     { "eval-windows",   RUN_EVAL },
-    { "markdown",       RUN_EVAL },
+    { "eval-out",       RUN_EVAL },
+    { "eval-shard",     RUN_EVAL },
+    { "markdown",       RUN_EVAL | RUN_MERGE },
     { "bench-depths",   RUN_BENCH },
     { "bench-prompts",  RUN_BENCH },
     { "repeat",         RUN_BENCH },
@@ -27591,6 +28196,7 @@ static const struct { const char *name; int runs; } option_runs[] = {
 
 // What the run does: one RUN_* bit, in the order in which run_options and run_app decide.
 static int run_kind(const Options *o) {
+    if (*opt_str(o, "eval-merge")) return RUN_MERGE;
     if (opt_int(o, "bench")) return RUN_BENCH;
     if (opt_int(o, "dump-tokens")) return RUN_TOKENS;
     if (opt_int(o, "plan")) return RUN_PLAN;
@@ -28340,6 +28946,10 @@ static int run_app(App *a, const char *text) {
 // Everything behind the options that only print something.
 static int run_options(App *a) {
     Options *o = a->o;
+    if (*opt_str(o, "eval-merge")) {
+        if (!quiet) say_without_effect(o);
+        return eval_merge(a);
+    }
     check_device(o);
     find_models(o);
     if (opt_int(o, "bench")) return bench(o);

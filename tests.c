@@ -11784,8 +11784,9 @@ TEST(eval_bootstrap, "intervals: a constant has none, two texts reach from one t
 TEST(eval_means, "means by task, by position and over last turns; no answer gives no array") {
     Answer *x = NULL;
     for (int i = 0; i < 6; i++)
-        arrput(x, ((Answer){ i < 4 ? "one" : "two", i / 2, i % 2, 2, i % 2 ? -1 : i / 2, 10, -1,
-                             i * .1, i }));
+        arrput(x, ((Answer){ .task = i < 4 ? "one" : "two", .item = i / 2, .turn = i % 2, .turns = 2,
+                             .position = i % 2 ? -1 : i / 2, .length = 10, .depth = -1,
+                             .score = i * .1, .nll = i }));
 
     static const struct {
         const char *task;
@@ -11979,9 +11980,8 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
     CHECK(arrlen(gold.answers) == 2, "%d answers", (int)arrlen(gold.answers));
     session_close(s);
     arrfree(ref);
-    arrfree(sc.answers);
-    arrfree(sc.each);
-    arrfree(gold.answers);
+    score_free(&sc);
+    score_free(&gold);
     eval_set_free(&e);
     // open_tokenizer gave it the tokenizer that goes now.
     token_text = (TokenText){ 0 };
@@ -16719,6 +16719,153 @@ TEST(trace_cli,
         safetensors_close(f);
     }
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+// ---- evaluation that goes on and spreads
+
+// The table of a run of answers on disk, without its clock; "" when the run fails.
+static const char *table_of(const char *fmt, ...) {
+    char cmd[2048];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(cmd, sizeof cmd, fmt, ap);
+    va_end(ap);
+    if (sh("%s", cmd)) return "";
+    cut_clock(sh_out);
+    return sh_out;
+}
+
+TEST(eval_shards, "--eval-out and --eval-merge: a run that went on wherever it was cut, and three parts of which "
+                  "one hit a full disk and went on, give the table of a whole run to the digit") {
+    static char whole[1 << 14];
+    char d[] = "/tmp/kvcomp-answers-XXXXXX", run[512];
+    CHECK(mkdtemp(d) != NULL, "mkdtemp");
+    snprintf(run, sizeof run, "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 -d cpu --eval coref,facts --eval-items 2 "
+                              "--eval-length 96 --compare full,streaming --budgets 24 --csv");
+    snprintf(whole, sizeof whole, "%.16000s", table_of("%s", run));
+    CHECK(lines_in(whole) == 3 && strstr(whole, "kld_p99"), "%s%s", whole, sh_err);
+    CHECK(!strcmp(whole, table_of("%s --eval-out %s/whole", run, d)), "%s%s", sh_out, sh_err);
+    CHECK(!strcmp(whole, table_of("%s --eval-out %s/whole", run, d)), "all is there: %s%s", sh_out, sh_err);
+    CHECK(!strcmp(whole, table_of("./kvcomp -q --eval-merge %s/whole --csv", d)), "%s%s", sh_out, sh_err);
+    CHECK(sh("wc -l < %s/whole", d) == 0 && atoi(sh_out) > 10, "%s", sh_out);
+
+    // What a kill leaves: part of the first line, of an answer, the answers of half an item
+    static const char *const cuts[] = { "head -c 20", "head -c 1500", "head -n 4" };
+    for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
+        CHECK(sh("%s %s/whole > %s/cut", cuts[i], d, d) == 0, "%s", sh_err);
+        CHECK(!strcmp(whole, table_of("%s --eval-out %s/cut", run, d)), "%s: %s%s", cuts[i], sh_out, sh_err);
+        CHECK(!strcmp(whole, table_of("./kvcomp -q --csv --eval-merge %s/cut", d)), "%s: %s%s", cuts[i], sh_out, sh_err);
+    }
+    CHECK(sh("head -n 8 %s/whole > %s/cut && head -n 9 %s/whole | tail -n 1 | head -c 30 >> %s/cut && "
+             "./kvcomp --eval-merge %s/cut", d, d, d, d, d) == 1 && strstr(sh_err, "2 lines of an interrupted item at its end: dropped")
+              && strstr(sh_err, "3 of 4 items are missing: 2, 3, 4"), "%s", sh_err);
+
+    // Three parts, and a limit on the size of files in the middle of the second
+    for (int i = 1; i <= 3; i++) {
+        if (i == 2)
+            CHECK(sh("ulimit -f 1; %s --eval-shard 2/3 --eval-out %s/part2", run, d) == 1 && strstr(sh_err, "can go on"),
+                  "%s", sh_err);
+        CHECK(*table_of("%s --eval-shard %d/3 --eval-out %s/part%d", run, i, d, i), "%s", sh_err);
+    }
+    CHECK(!strcmp(whole, table_of("./kvcomp -q --eval-merge %s/part1 %s/part2 %s/part3 --csv", d, d, d)), "%s%s",
+          sh_out, sh_err);
+    CHECK(!strcmp(whole, table_of("./kvcomp --csv --eval-merge %s/part3 %s/part2 %s/part1 %s/part1", d, d, d, d)) &&
+              strstr(sh_err, "more than once"), "the order of the files matters: %s%s", sh_out, sh_err);
+    CHECK(sh("./kvcomp -q --csv --eval-merge %s/part1 %s/part3", d, d) == 1 && lines_in(sh_out) == 3 &&
+              strstr(sh_err, "1 of 4 items are missing: 2"), "%s%s", sh_out, sh_err);
+
+    // A file of another run is left alone
+    const struct { const char *options, *says; } other[] = {
+        { "--eval-out %s/part1", "its shard: 1/3; expected 1/1" },
+        { "--eval-out %s/whole --eval-seed 2", "its items" },
+        { "--eval-out %s/whole --budgets 25", "its rows: full 0,streaming 24; expected full 0,streaming 25" },
+        { "--eval-out %s/whole --n-predict 3", "its options: none; expected  --n-predict" },
+        { "--eval-out %s/whole --ctk f32", "its options" },
+        { "--eval-out %s/whole --compare full,full", "compared twice" },
+        { "--eval-out README.md", "no file that --eval-out wrote" },
+        { "--eval-out /dev/null", "not a regular file" },
+        { "--eval-shard 4/3", "--eval-shard wants I/N" },
+        { "--eval-shard 0/3", "--eval-shard wants I/N" },
+        { "--eval ppl --eval-file README.md --eval-out %s/new", "go with dialogues" },
+        { "--eval-merge %s/whole", "goes alone" },
+    };
+    CHECK(sh("md5sum %s/whole README.md > %s/sums", d, d) == 0, "%s", sh_err);
+    for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
+        char options[256];
+        snprintf(options, sizeof options, other[i].options, d);
+        int rc = sh("%s %s", run, options);
+        CHECK(rc == 2 && lines_in(sh_err) == 1 && strstr(sh_err, other[i].says), "%s: %d %s", options, rc, sh_err);
+    }
+    CHECK(sh("md5sum -c --quiet %s/sums", d) == 0, "a file of another run was written: %s", sh_out);
+    CHECK(sh("sed 's/\"seed\":\"1\"/\"seed\":\"2\"/' %s/part2 > %s/seed; ./kvcomp --eval-merge %s/part1 %s/seed", d, d, d, d) == 2 &&
+              strstr(sh_err, "/seed: of another run: its seed: 2; expected 1"), "%s", sh_err);
+    CHECK(sh("./kvcomp --eval-merge %s/nothing", d) == 2 && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(eval_lines, "a line of a file of answers that is none is refused with its number") {
+    static const char *const head =
+        "{\"kvcomp\":\"answers 1\",\"items\":\"3 0\",\"seed\":\"1\",\"rows\":\"full 0,streaming 24\"}\n";
+    static const char *const cost =
+        "\"kv_bytes_stored\":1,\"kv_bytes_full\":2,\"kv_bytes_attended\":3.5,\"kv_bytes_peak\":4,\"prefill_s\":5,"
+        "\"decode_s\":6,\"n_prefill\":7,\"n_decode\":8}\n";
+    static const char *const place = "\"task\":\"t\",\"item\":2,\"method\":\"streaming\",\"budget\":24,";
+    static const char *const answer =
+        "\"text\":0,\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,\"depth\":-1,\"score\":0.1,\"exact\":0,\"found\":1,"
+        "\"f1\":0.3,\"rouge_l\":0.4,\"rouge_l_longbench\":0.5,\"nll\":null,\"predicted\":2,\"top1\":1,\"kld\":[0.25,1e-3],";
+    const struct { const char *name, *find, *put, *says; } cases[] = {
+        { "as it is", "", "", NULL },
+        { "no JSON", "{", "(", "line 2: byte 0" },
+        { "a list", "{", "[0]\n{", "line 2: is no object" },
+        { "a task less", "task", "tusk", "line 2: no 'task'" },
+        { "an item too far", "\"item\":2", "\"item\":4", "line 2: 'item' is no whole number from 1 to 3" },
+        { "no item", "\"item\":2", "\"item\":0", "line 2: 'item'" },
+        { "half an item", "\"item\":2", "\"item\":2.5", "line 2: 'item'" },
+        { "another row", "streaming", "window", "line 2: 'window' with budget 24 is no row" },
+        { "its budget", "\"budget\":24", "\"budget\":25", "line 2: 'streaming' with budget 25 is no row" },
+        { "not the first", "\"answer\":1", "\"answer\":2", "line 2: answer 2 of item 2 does not follow" },
+        { "more than there are", "\"answer\":1", "\"answer\":3", "line 2: 'answer' is no whole number from 1 to 2" },
+        { "fewer KLDs", "0.25,", "", "line 2: 'kld' has not 'predicted' numbers" },
+        { "a KLD as text", "0.25", "\"x\"", "line 2: 'kld' is no number" },
+        { "a score less", "\"score\"", "\"scare\"", "line 2: 'score' is no number" },
+        { "a score as text", "\"score\":0.1", "\"score\":\"0.1\"", "line 2: 'score' is no number" },
+        { "a cost less", "kv_bytes_peak", "kv_bytes_poke", "line 3: 'kv_bytes_peak' is no number" },
+        { "the second alone", "answer\":1", "answer\":1,\"answer\":2", "line 2: answer 2" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char text[4096], err[512];
+        int n = snprintf(text, sizeof text, "%s", head), code;
+        size_t at = (size_t)n, whole = 0;
+        for (int k = 1; k <= 2; k++)
+            n += snprintf(text + n, sizeof text - n, "{%s\"answer\":%d,\"answers\":2,%s%s", place, k, answer, cost);
+        if (*cases[i].find && !strcmp(cases[i].find, "kv_bytes_peak")) {        // the costs of the last line count
+            char *last = strstr(text + at, "\n") + 1, *spot = strstr(last, cases[i].find);
+            memcpy(spot, cases[i].put, strlen(cases[i].put));
+        } else if (*cases[i].find) {
+            char rest[4096], *spot = strstr(text + at, cases[i].find);
+            snprintf(rest, sizeof rest, "%s", spot + strlen(cases[i].find));
+            n = (int)(spot - text) + snprintf(spot, sizeof text - (size_t)(spot - text), "%s%s", cases[i].put, rest);
+        }
+        n = (int)strlen(text);
+        EvalFile x = { .path = "FILE" };
+        Json *h = head_read(text, (size_t)n, &at, err);
+        CHECK(h && !head_take(&x, h, err), "%s", err);
+        char *copy = copy_bytes(text, (size_t)n);
+        EXPECT_DIE(code, whole = read_answers(&x, copy, (size_t)n, at));
+        if (cases[i].says) {
+            CHECK(code == EXIT_USAGE && strstr(die_text, cases[i].says), "%s: %d %s", cases[i].name, code, die_text);
+        } else {
+            const Score *c = eval_cell(&x, 1, 1);
+            CHECK(!code && whole == (size_t)n && c->items == 1 && arrlen(c->answers) == 2 && arrlen(c->each) == 4,
+                  "%d %s", code, die_text);
+            CHECK(c->answers[1].f1 == 0.3 && isnan(c->answers[0].nll) && c->attended == 3.5 && c->each[3] == 1e-3,
+                  "the numbers are not those of the lines");
+            CHECK(!item_is_there(&x, 1) && !eval_cell(&x, 0, 1)->items, "one row of one item is there");
+            free(copy);
+        }
+        json_free(h);
+        eval_file_close(&x);
+    }
 }
 
 // ==================================================================================================== 16 CUDA
