@@ -3,6 +3,9 @@
 // Prints attention over ROWS rows (32768) of LAYERS layers (16, or 8 of wide heads), best of 8 (of 400 where all fits in the caches), in
 // ns an element of K and V; for loopserve a selection and the rows it chooses, as a share of full attention; for lychee the selection of all indexed layers, best and mean of 40 steps; and what unpacking PATS rows that
 // lie in L1 costs (one thread).
+//   /tmp/steps turns METHOD,.. [HEAD_DIM [ROWS [LAYERS [TURNS [HEADS]]]]]
+// Attention of several methods in turns in one process, because speeds measured one after the other on shared cores cannot be compared:
+// layer by layer: medians of TURNS turns (31), and the median and the quartiles of each turn's ratio to the first method.
 #define KVCOMP_NO_MAIN
 #include "../kvcomp.c"
 
@@ -61,7 +64,65 @@ static void time_unpack(void) {
         printf("unpacking: %.3f ns for 32 elements of %d bits\n", best * 1e9 / 20 / 128, w);
     }
 }
+// A session of a method with N rows in every head. heads: query heads of its 8 KV heads.
+static Session *rows_of(const char *method, int D, int N, int L, int heads) {
+    char err[512], shape[64];
+    Options *o = options_new();
+    options_set(o, "ctx-size", "0", err);
+    snprintf(shape, sizeof shape, "L%d,H%d,G8,D%d,C64,F64,V64", L, heads, D);
+    Config *c = config_synthetic(shape);
+    Session *s = session_try(c, weights_synthetic(c, 1), o, method, err);
+    if (!s) { fprintf(stderr, "%s\n", err); exit(2); }
+    s->forward = fill_pass;
+    prefill(s, random_ids(N, c->V), N);
+    s->base = N - 1;
+    return s;
+}
+static double sorted_at(double *x, int n, double share) {
+    qsort(x, (size_t)n, sizeof *x, by_value);
+    return x[(int)(share * (n - 1))];
+}
+// The time of one thread is its own: others that share its core do not count.
+static double cpu_time(void) {
+    struct timespec t;
+    if (n_threads() > 1) return now();
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+static void time_turns(char *list, int D, int N, int L, int turns, int heads) {
+    Session *s[8];
+    const char *name[8];
+    int n = 0;
+    for (char *m = strtok(list, ","); m && n < 8; m = strtok(NULL, ",")) { name[n] = m; s[n++] = rows_of(m, D, N, L, heads); }
+    size_t row = (size_t)heads * D;
+    float *q = xmalloc(row * sizeof *q), *out = xmalloc(row * sizeof *out);
+    double *ms = xmalloc((size_t)(2 * n * turns) * sizeof *ms), *ratio = ms + n * turns;
+    for (size_t i = 0; i < row; i++) q[i] = (float)((int)(mix64(i) % 2001) - 1000) * 0.001f;
+    for (int t = -1; t < turns; t++) {                          // turn -1 warms up
+        double sum[8] = {0};
+        for (int l = 0; l < L; l++)
+            for (int i = 0; i < n; i++) {
+                double a = cpu_time();
+                attn_decode(s[i], l, out, q);
+                sum[i] += (cpu_time() - a) * 1e3;
+            }
+        for (int i = 0; i < n && t >= 0; i++) {
+            ms[i * turns + t] = sum[i];
+            ratio[i * turns + t] = sum[i] / sum[0];
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        double *m = ms + i * turns, *r = ratio + i * turns, mid = sorted_at(m, turns, .5);
+        printf("%-8s head_dim %d, %d rows, %d layers: %8.3f ms (best %.3f), %.3f (%.3f to %.3f) of %s's; %.1f GB/s\n", name[i], D, N, L, mid, m[0], sorted_at(r, turns, .5),
+               sorted_at(r, turns, .25), sorted_at(r, turns, .75), name[0], (double)kv_bytes(s[i]) / mid * 1e-6);
+    }
+}
 int main(int argc, char **argv) {
+    if (argc > 2 && !strcmp(argv[1], "turns")) {
+        int D = argc > 3 ? atoi(argv[3]) : 64, N = argc > 4 ? atoi(argv[4]) : 32768, L = argc > 5 ? atoi(argv[5]) : D > 64 ? 4 : 8;
+        time_turns(argv[2], D, N, L, argc > 6 ? atoi(argv[6]) : 31, argc > 7 ? atoi(argv[7]) : 32);
+        return 0;
+    }
     const char *method = argc > 1 ? argv[1] : "full";
     int D = argc > 2 ? atoi(argv[2]) : 64, N = argc > 3 ? atoi(argv[3]) : 32768, L = argc > 4 ? atoi(argv[4]) : D > 64 ? 8 : 16;
     char err[512], shape[64];
