@@ -194,8 +194,8 @@ static int stop_asked(void);            // 1: Ctrl-C or a signal asks for the en
 // ==================================================================================================== 1 MODEL
 // A session is one dialogue: its tokens, its rows of keys and values, and its method. `forward`, at
 // the end of this section, is the whole transformer in the order in which it is computed. It goes
-// layer by layer over all T tokens of the pass, so that a hook sees a whole turn and a prefill
-// holds one uncompressed layer at most; -b only cuts the matrix products into blocks (D2).
+// layer by layer over all T tokens of the pass, so that a hook sees a whole layer and a prefill
+// holds one uncompressed layer at most; -b only cuts a layer into spans and blocks (D2).
 //
 // forward knows no method by name. A session's method is a list of parts ("snapkv+q8" is two), each
 // a row of hooks that may be NULL, and forward calls them at these places:
@@ -238,8 +238,8 @@ void rope(const Weights *w, float *x, int heads, int D, int pos) {
 
 // ---- the room a pass works in
 // A span is the run of tokens whose queries, keys and values exist at the same time: all T of the
-// pass if a hook wants to see a whole turn, or --trace to write it down; otherwise a block of -b.
-// b is a block: min(-b, T).
+// pass if a hook wants to see a whole turn, or --trace to write it down; otherwise about -b
+// (span_end). b is a block: min(-b, T).
 typedef struct {
     float *x;           // (T,C) the residual stream: one vector a token, to which every layer adds
     float *cs;          // (T,D) RoPE cosines and sines of every token's position
@@ -248,28 +248,60 @@ typedef struct {
     float *k, *v;       // (span,G,D) keys and values
     float *h;           // (b,C) a normed input, or the output of a product
     float *gate, *up;   // (b,F) inside the MLP
-    int span, T;
+    int T;
     int whole;          // 1: hooks see a whole turn, so there is one span
 } Pass;
 
-// Must the queries of a whole turn be there at once, for some hook or the rule?
+// Must the queries of a whole turn be there at once, for an attend hook or the rule?
 int sees_whole_turn(const Session *s) {
     int whole = s->rule != VIS_CAUSAL;
     for (int i = 0; i < s->n_part; i++) {
         const Method *m = s->part[i].m;
-        int hooks = m->project || m->attend || m->commit;
-        whole |= hooks && !(m->spans && m->spans(s, s->part[i].ms));
+        whole |= m->attend && !(m->spans && m->spans(s, s->part[i].ms));
     }
     return whole;
+}
+
+// Does the rule or some hook act in a prefill beyond what the model does? Then a part that packs rows
+// waits for the end of the pass, because others read them until then.
+static int turn_hooks(const Session *s) {
+    int acts = s->rule != VIS_CAUSAL;
+    for (int i = 0; i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        int hooks = m->project || m->attend || m->commit;
+        acts |= hooks && !(m->spans && m->spans(s, s->part[i].ms));
+    }
+    return acts;
+}
+
+// Tokens of a span when a turn has several: -b. Attention adds to a row's mass block by block, so
+// with KV_MASS spans are whole blocks; on a device, which adds up a span at once, the turn is one
+// (D96).
+static int span_tokens(const Session *s) {
+    int per = MAX_R / (s->c->H / s->c->G);          // tokens of a block of attention (Q_BLOCK)
+    if (s->trace || sees_whole_turn(s)) return INT_MAX;
+    if (!(s->wants & KV_MASS)) return s->batch;
+    return KV_DEV(s) ? INT_MAX : max_int(s->batch / per, 1) * per;
+}
+
+// Where the span of a pass of T tokens ends that begins with token t0. The last one is longer where
+// it has to hold the queries that commit hooks want.
+int span_end(const Session *s, int t0, int T) {
+    int n = span_tokens(s), left = T - t0;
+    return left < n || left - n < s->queries ? T : t0 + n;
+}
+
+// The tokens of the longest span of a pass of T tokens.
+int span_room(const Session *s, int T) {
+    int n = span_tokens(s);
+    return T < n || T - n < s->queries ? T : n + s->queries;
 }
 
 // Room for a pass over T tokens.
 static Pass pass_room(Session *s, int T) {
     const Config *c = s->c;
-    int whole = sees_whole_turn(s), block = min_int(s->batch, T);
-
-    Pass r = { .span = whole || s->trace ? T : block, .T = T, .whole = whole };
-    size_t f = sizeof(float), n = r.span, b = block;
+    Pass r = { .T = T, .whole = sees_whole_turn(s) };
+    size_t f = sizeof(float), n = span_room(s, T), b = min_int(s->batch, T);
     r.x    = scratch(s, (size_t)T * c->C * f);
     r.cs   = scratch(s, (size_t)T * c->D * f);
     r.q    = scratch(s, n * c->H * c->D * f);
@@ -460,8 +492,11 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     if (!s->decoding) note_peak(s);
 
     // commit: the rows of this layer are complete. A method indexes, drops or packs some.
-    if (acts && t0 + n == r->T)
-        EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, n == r->T ? r->q : NULL, r->T);
+    if (acts && t0 + n == r->T) {
+        int last = min_int(s->queries, r->T);
+        const float *q = last ? r->q + (size_t)(n - last) * s->c->H * s->c->D : NULL;
+        EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, q, last);
+    }
     timed(&s->clk.commit, t);
 }
 
@@ -500,13 +535,13 @@ float *forward(Session *s, const Token *in, int T) {
         kv_reserve(s, l, T);
 
         for (int t0 = 0, t1; t0 < T; t0 = t1) {
-            t1 = min_int(t0 + r.span, T);
+            t1 = span_end(s, t0, T);
 
             // Queries, keys and values of the span. The project hook sees them unrotated.
             project_span(s, l, &r, t0, t1);
             if (traced(s, l)) trace_projected(s, l, r.k);
             if (acts)
-                EACH_HOOK(s, p, project) p->m->project(s, p->ms, l, r.q, r.k, r.v, t1 - t0);
+                EACH_HOOK(s, p, project) p->m->project(s, p->ms, l, r.q, r.k, r.v, t0, t1 - t0);
 
             // They are rotated to their positions, and keys and values become rows of the cache.
             rope_span(s, &r, t0, t1);
@@ -525,7 +560,7 @@ float *forward(Session *s, const Token *in, int T) {
 
     // The end of the pass: every commit hook once more, with l == L.
     double t = now();
-    EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, c->L, NULL, T);
+    EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, c->L, NULL, 0);
     timed(&s->clk.commit, t);
 
     // The last token's vector becomes one logit for every token of the vocabulary.
@@ -1556,14 +1591,15 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
 
 // ---- scores for methods
 // The last w = min(T,W) queries of the pass are the observers. score (H,N) = the mean of their
-// softmax rows over the rows held, for every query head (D11). q (T,H,D); N = kv_longest(s,l).
+// softmax rows over the rows held, for every query head (D11). q (T,H,D) ends with the pass;
+// N = kv_longest(s,l).
 void window_scores(Session *s, int l, const float *q, int T, int W, float *score) {
     if (KV_DEV(s)) {
         window_scores_cuda(s, l, q, T, W, score);
         return;
     }
     int w = min_int(T, W), H = s->c->H;
-    mean_rows(s, l, q + (size_t)(T - w) * H * s->c->D, s->base + T - w, w, H / s->c->G, score);
+    mean_rows(s, l, q + (size_t)(T - w) * H * s->c->D, s->n_tok - w, w, H / s->c->G, score);
 }
 
 // ==================================================================================================== 4 THE DECODE LOOP
@@ -1731,6 +1767,7 @@ static int parts_begin(Session *s) {
 static int parts_open(Session *s) {
     EACH_PART(s, p) {
         s->wants |= p->m->wants;
+        if (p->m->wants & KV_QUERY) s->queries = 1;
         if (p->m->rule) s->rule = p->m->rule;
         p->ms = xcalloc(1, p->m->state + 1);
     }
@@ -2006,6 +2043,7 @@ static int snap_options(Session *s, Snap *x, int window) {
     x->window = opt_given(s->opt, "obs-window") ? opt_int(s->opt, "obs-window") : window;
     x->kernel = opt_int(s->opt, "kernel");
     x->agg = gqa_agg_option(s);
+    s->queries = max_int(s->queries, x->window);
     if (x->window < 1) return refuse(s, "--obs-window must be at least 1, found %d", x->window);
     if (x->kernel < 1 || x->kernel % 2 == 0)
         return refuse(s, "--kernel must be odd, found %d", x->kernel);
@@ -2431,16 +2469,17 @@ static size_t expected_bytes(const Session *s, const void *ms) {
     return L * sizeof(long) + L * H * D * (D + 1) * sizeof(double);
 }
 
-// Adds the queries q (T,H,D) of this pass at positions >= sink to sum (H,D) and outer (H,D,D).
-static void moments_add(const Session *s, double *sum, double *outer, const float *q, int T,
-                        int sink) {
+// Adds the queries q (n,H,D) of tokens t0 .. t0+n-1 of this pass at positions >= sink to sum (H,D)
+// and outer (H,D,D).
+static void moments_add(const Session *s, double *sum, double *outer, const float *q, int t0,
+                        int n, int sink) {
     int H = s->c->H, D = s->c->D;
     #pragma omp parallel for schedule(static)
     for (int h = 0; h < H; h++) {
         double *a = sum + (size_t)h * D, *b = outer + (size_t)h * D * D;
-        for (int t = 0; t < T; t++) {
+        for (int t = 0; t < n; t++) {
             const float *p = q + ((size_t)t * H + h) * D;
-            if (s->tok[s->base + t].pos < sink) continue;
+            if (s->tok[s->base + t0 + t].pos < sink) continue;
             for (int i = 0; i < D; i++) {
                 a[i] += p[i];
                 for (int j = 0; j < D; j++) b[(size_t)i * D + j] += (double)p[i] * p[j];
@@ -2449,26 +2488,26 @@ static void moments_add(const Session *s, double *sum, double *outer, const floa
     }
 }
 
-// Counts the queries of a prefill, which are not rotated yet. q (T,H,D). The sums of all layers are
-// made at once.
+// Counts the queries of a prefill, which are not rotated yet. q (n,H,D), from token t0 on. The sums
+// of all layers are made at once.
 static void expected_project(Session *s, void *ms, int l, const float *q, const float *k,
-                             const float *v, int T) {
+                             const float *v, int t0, int n) {
     Expected *x = ms;
     int H = s->c->H, D = s->c->D;
-    size_t n = (size_t)s->c->L * H * D;
+    size_t all = (size_t)s->c->L * H * D;
     (void)k;
     (void)v;
     if (s->decoding) return;
     if (!x->sum) {
-        if (KV_DEV(s)) x->sum = (double *)near_zero_cuda(n * (D + 1) * sizeof(double));
-        else x->sum = xcalloc(n * (D + 1), sizeof(double));
-        x->outer = x->sum + n;
+        if (KV_DEV(s)) x->sum = (double *)near_zero_cuda(all * (D + 1) * sizeof(double));
+        else x->sum = xcalloc(all * (D + 1), sizeof(double));
+        x->outer = x->sum + all;
     }
-    for (int t = 0; t < T; t++)
-        if (s->tok[s->base + t].pos >= x->sink) x->n[l]++;
+    for (int t = 0; t < n; t++)
+        if (s->tok[s->base + t0 + t].pos >= x->sink) x->n[l]++;
     double *sum = x->sum + (size_t)l * H * D, *outer = x->outer + (size_t)l * H * D * D;
-    if (KV_DEV(s)) moments_add_cuda(s, sum, outer, q, T, x->sink);
-    else moments_add(s, sum, outer, q, T, x->sink);
+    if (KV_DEV(s)) moments_add_cuda(s, sum, outer, q, t0, n, x->sink);
+    else moments_add(s, sum, outer, q, t0, n, x->sink);
 }
 
 // Always 1: neither project nor commit does anything in a decode step.
@@ -3524,11 +3563,10 @@ static void page_bounds(const Session *s, const KVHead *hd, int page, float *row
 
 // Brings the bounds of layer l's heads up to date on the host. T: tokens of the pass; row: bytes of
 // a page's bounds.
-static void quest_update(Session *s, Quest *x, int l, int T, size_t row) {
+static void quest_update(Session *s, Quest *x, int l, size_t row) {
     int G = s->c->G, D = s->c->D;
-    (void)T;                                                    // read by OpenMP only
     float *room = scratch(s, (size_t)n_threads() * (PAGE + 2) * D * sizeof(float));
-    #pragma omp parallel for schedule(static) if (T > PAGE)
+    #pragma omp parallel for schedule(static) if (!s->decoding)
     for (int g = 0; g < G; g++) {
         const KVHead *hd = kv_head(s, l, g);
         PageList *a = &x->head[l * G + g];
@@ -3549,6 +3587,7 @@ static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
     int G = s->c->G;
     size_t row = (size_t)2 * s->c->D * dtype_size(x->dtype), mark = scratch_mark(s);
     (void)q;
+    (void)T;
     if (l == s->c->L && !s->decoding) x->B = budget_now(s);
     if (l == s->c->L || l < x->full_layers) return;
     for (int g = 0; g < G; g++) {
@@ -3559,7 +3598,7 @@ static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
         if (n > a->n) page_bounds_cuda(s, l, g, a->bound, a->n, n, x->dtype);
         a->n = n;
     }
-    if (!KV_DEV(s)) quest_update(s, x, l, T, row);
+    if (!KV_DEV(s)) quest_update(s, x, l, row);
     scratch_reset(s, mark);
 }
 
@@ -4456,7 +4495,7 @@ static void loopserve_commit(Session *s, void *ms, int l, const float *q, int T)
         return;
     }
     if (s->decoding || !x->decodes) return;
-    x->ring_from = s->base + T - n;
+    x->ring_from = s->n_tok - n;
     for (int i = 0; i < n; i++) ring_put(s, x, l, x->ring_from + i, q + (T - n + i) * row);
 }
 
@@ -4515,6 +4554,7 @@ static int loopserve_d_open(Session *s, void *ms) {
     if (opt_least(s, "loopserve-interval", 1, &x->interval)) return -1;
     if (opt_least(s, "loopserve-obs", 0, &x->obs)) return -1;
     if (!x->obs) x->obs = x->interval;
+    s->queries = max_int(s->queries, x->obs);
     x->decodes = 1;
     return 0;
 }
@@ -5142,7 +5182,7 @@ static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass)
         memset(x->packed, 0, (size_t)s->c->L);
     }
     if (l == s->c->L) x->decided = 0;
-    if (!x->due || (l < s->c->L && sees_whole_turn(s))) return;
+    if (!x->due || (l < s->c->L && turn_hooks(s))) return;
     int from = l < s->c->L ? l : 0, to = min_int(l + 1, s->c->L);
     for (int i = from; i < to; i++) pats_pack_layer(s, x, i);
 }
@@ -8094,6 +8134,13 @@ struct Arena {
 
 struct Arena *arena_new(void) {
     return xcalloc(1, sizeof(struct Arena));
+}
+
+// The bytes it holds: what passes have needed at most, and a half of it more.
+static size_t arena_bytes(const struct Arena *a) {
+    size_t n = 0;
+    for (int i = 0; i < (int)arrlen(a->block); i++) n += a->block[i].size;
+    return n;
 }
 
 void arena_free(struct Arena *a) {
@@ -17303,15 +17350,14 @@ static int wide_inputs(const Session *s) {
     return wide;
 }
 
-// The rooms of the largest pass there is, a turn of ctx tokens. whole 1: some hook sees the whole
-// turn, so queries of all its tokens live at once. scored 1: scores of every row may be needed.
-// sparse 1: a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU has the
+// The rooms of the largest pass there is, a turn of ctx tokens. scored 1: scores of every row may be
+// needed. sparse 1: a sparse prefill samples probabilities. These are the rooms of pass_cuda; the CPU has the
 // same but those that plan_room_cuda adds.
-static void plan_pass(MemoryPlan *p, const Session *s, int whole, int scored, int sparse) {
+static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
     const Config *c = s->c;
     size_t f = sizeof(float), T = p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
     size_t block = min_int(s->batch, p->ctx);       // tokens of a product
-    size_t span = whole ? T : block;                // tokens whose queries live at once
+    size_t span = s->wants & KV_MASS ? T : (size_t)span_room(s, p->ctx);        // tokens whose queries live at once
     size_t scores = H * T * f;
 
     // Attention without tensor cores comes in pieces: 512, and one a block of 32 queries, if a
@@ -17320,7 +17366,7 @@ static void plan_pass(MemoryPlan *p, const Session *s, int whole, int scored, in
 
     plan_room(p, "residual stream (T,C)", T * C * f);
     plan_room(p, "RoPE angles (T,D)", T * D * f);
-    plan_room(p, whole ? "q, k, v, attention's output, whole turn" : "q, k, v, attention's output, -b tokens",
+    plan_room(p, span == T ? "q, k, v, attention's output, whole turn" : "q, k, v, attention's output, -b tokens",
               2 * span * (H + G) * D * f);
     plan_room(p, "gate and up, -b tokens", block * 2 * F * f);
     plan_room(p, "products, -b tokens", block * max_size((H + 2 * G) * D, C) * f);
@@ -17350,7 +17396,7 @@ static void plan_rows(MemoryPlan *p, const Session *s, int evicts) {
     size_t row = raw_row_bytes(s), heads = (size_t)c->L * c->G;
     int kept = rows_kept(s, p->ctx, evicts), raw = kept;
     if (evicts) raw = min_int(kept + min_int(kept / 8, KV_GROWTH), p->ctx);
-    int by_layer = s->packing && !sees_whole_turn(s);           // else packing waits for the end of a pass
+    int by_layer = s->packing && !turn_hooks(s);           // else packing waits for the end of a pass
     size_t packed = by_layer ? s->packing->plan(s, p->ctx, &raw) : 0;
     size_t held = round_to_step(raw), all = round_to_step(p->ctx), others = heads - c->G;
     size_t tokens = others * (packed ? all : held) + c->G * all;
@@ -17375,7 +17421,7 @@ static void plan_host(MemoryPlan *p, const Session *s, int evicts) {
 // What a dialogue of -c tokens takes on a device, every allocation a line.
 MemoryPlan memory_plan(const Session *s) {
     const Config *c = s->c;
-    int ctx = opt_int(s->opt, "ctx-size"), whole = sees_whole_turn(s), evicts = 0, sparse = 0;
+    int ctx = opt_int(s->opt, "ctx-size"), evicts = 0, sparse = 0;
     if (!ctx) ctx = c->max_pos;
 
     MemoryPlan p = { .weights = s->w->bytes, .ctx = ctx, .pass_cpu = ARENA_BLOCK };
@@ -17387,7 +17433,7 @@ MemoryPlan memory_plan(const Session *s) {
         sparse |= m->attend && m->role & ROLE_PREFILL;
         p.parts += plan_line(&p, m->name, part_bytes(s, &s->part[i], ctx), 0);
     }
-    plan_pass(&p, s, whole, whole, sparse);
+    plan_pass(&p, s, turn_hooks(s), sparse);
     plan_host(&p, s, evicts);
     return p;
 }
@@ -18012,11 +18058,11 @@ static void json_speed(const App *a, FILE *f) {
 }
 
 // Bytes of the cache: held, what full attention would hold, read in a decode step, of indexes and
-// views, held at most.
+// views, held at most; and of the rooms of passes in the host's memory.
 static void json_bytes(const Session *s, FILE *f) {
     fprintf(f, "\"kv_bytes_stored\":%zu,\"kv_bytes_full\":%zu,", kv_bytes(s), kv_bytes_full(s));
     fprintf(f, "\"kv_bytes_attended\":%.0f,\"meta_bytes\":%zu,", bytes_a_step(s), kv_meta_bytes(s));
-    fprintf(f, "\"kv_bytes_peak\":%zu,", s->clk.peak);
+    fprintf(f, "\"kv_bytes_peak\":%zu,\"pass_bytes\":%zu,", s->clk.peak, arena_bytes(s->scratch));
 }
 
 // The whole run as one object on one line.
@@ -24247,6 +24293,7 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
     for (int i = 0; i < (int)arrlen(p->length); i++) longest = max_int(longest, p->length[i]);
     int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), longest);
     Session *s = session_open(c, w, o, "full");
+    s->queries = 1;
     s->part[s->n_part] = (Part){ &head_probe, xcalloc(1, sizeof(HeadProbe)) };
     s->n_part++;
     for (int i = 0; i < runs; i++) {
@@ -24442,7 +24489,7 @@ static float *fill_pass(Session *s, const Token *in, int T) {
     for (int l = 0; l < c->L; l++) {
         int acts = layer_acts(s, l);
         EACH_PART(s, p) {
-            if (acts && p->m->project) p->m->project(s, p->ms, l, q, k, v, T);
+            if (acts && p->m->project) p->m->project(s, p->ms, l, q, k, v, 0, T);
         }
         kv_append(s, l, k, v, 0, T);
         EACH_PART(s, p) {
@@ -27455,6 +27502,7 @@ static void draw_attention(Report *r) {
     if (loop_rule(s, &x)) die(EXIT_USAGE, "--report: %s", s->err);
     *probe = (MapProbe){ r, &x };
     s->part[s->n_part++] = (Part){ &map_probe, probe };             // session_close frees the probe
+    s->queries = INT_MAX;
     int *ids = dialogue_ids(r);
     prefill(s, ids, (int)arrlen(ids));
     fprintf(r->f, "</div>\n");

@@ -1468,9 +1468,9 @@ static float *step_cuda(Session *s);
 #define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
 
 // Calls every project hook: q (n,H,D), k, v (n,G,D) on the device, before RoPE.
-static void project_hooks(Session *s, int l, const float *q, const float *k, const float *v, int n) {
+static void project_hooks(Session *s, int l, const float *q, const float *k, const float *v, int t0, int n) {
     EACH_PART(s, p) {
-        if (p->m->project) p->m->project(s, p->ms, l, q, k, v, n);
+        if (p->m->project) p->m->project(s, p->ms, l, q, k, v, t0, n);
     }
 }
 
@@ -1519,22 +1519,21 @@ struct Pass {
     float *q, *out;             // (span,H,D)
     float *k, *v;               // (span,G,D)
     float *gate;                // (b,2F)
-    int span, T;                // tokens whose queries live at once: all T when a hook or --trace wants them
-    int whole;                  // 1: a hook wants to see them
+    int T;
+    int whole;                  // 1: a hook wants to see a whole turn, so there is one span
     int late;                   // commits_late
 };
 
 // Makes room for a pass of T tokens.
 static Pass pass_room(Session *s, int T) {
     const Config *c = s->c;
-    int whole = sees_whole_turn(s), b = min_int(s->batch, T);
+    int b = min_int(s->batch, T);
     Pass r;
     memset(&r, 0, sizeof r);
-    r.span = whole || s->trace ? T : b;
     r.T = T;
-    r.whole = whole;
+    r.whole = sees_whole_turn(s);
     r.late = commits_late(s);
-    size_t n = r.span, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    size_t n = span_room(s, T), HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     r.x = room<float>(s, ROOM_X, (size_t)T * c->C);
     r.cs = room<float>(s, ROOM_COS, (size_t)T * c->D);
     r.q = room<float>(s, ROOM_Q, n * HD);
@@ -1686,15 +1685,18 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
     t = timed(&s->clk.attend, t);
     if (traced(s, l)) trace_attended(s, l, r->out);
     if (!s->decoding) note_peak(s);
-    if (acts && !r->late && t0 + n == r->T) commit_hooks(s, l, n == r->T ? r->q : NULL, r->T);
+    if (acts && !r->late && t0 + n == r->T) {
+        int last = min_int(s->queries, r->T);
+        commit_hooks(s, l, last ? r->q + (size_t)(n - last) * s->c->H * s->c->D : NULL, last);
+    }
     timed(&s->clk.commit, t);
 }
 
 // The commit hooks of layers from.. and, as layer L, of the end of the pass.
-static void commits(Session *s, int from, int T) {
+static void commits(Session *s, int from) {
     double t = now();
     for (int l = from; l <= s->c->L; l++)
-        if (l == s->c->L || layer_acts(s, l)) commit_hooks(s, l, NULL, T);
+        if (l == s->c->L || layer_acts(s, l)) commit_hooks(s, l, NULL, 0);
     timed(&s->clk.commit, t);
 }
 
@@ -1719,7 +1721,7 @@ static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
     }
     if (hooks) {
         if (traced(s, l)) trace_projected(s, l, r->k);
-        if (acts) project_hooks(s, l, r->q, r->k, r->v, n);
+        if (acts) project_hooks(s, l, r->q, r->k, r->v, t0, n);
         kv_reserve(s, l, n);
         rope_append(s, l, r->q, r->k, r->v, cs, t0, n);
     }
@@ -1757,14 +1759,14 @@ float *pass_cuda(Session *s, int T) {
         if (l && T > 1) progress_tell("prefill", (double)l / c->L);
         kv_reserve(s, l, T);
         for (int t0 = 0, t1; t0 < T; t0 = t1) {
-            t1 = min_int(t0 + r.span, T);
+            t1 = span_end(s, t0, T);
             pass_cuda_poll(s, T);
             layer_span(s, &r, l, t0, t1, T);
         }
     }
     lists_tell(s);
     if (s->decoding) s->dev->settled = s->changes;
-    commits(s, r.late ? 0 : c->L, T);
+    commits(s, r.late ? 0 : c->L);
     logits_cuda(s, r.x + (size_t)(T - 1) * c->C);
     logits_wait();
     lists_count(s);
@@ -5052,10 +5054,10 @@ static float *columns_device(Session *s, int l, const float *q, int tok0, int w,
     return score;
 }
 
-// window_scores, (H,N) on the device. q (T,H,D).
+// window_scores, (H,N) on the device. q (T,H,D) ends with the pass.
 static float *window_device(Session *s, int l, const float *q, int T, int W) {
     int w = min_int(T, W);
-    return columns_device(s, l, q + (size_t)(T - w) * s->c->H * s->c->D, s->base + T - w, w, 1 / (float)w);
+    return columns_device(s, l, q + (size_t)(T - w) * s->c->H * s->c->D, s->n_tok - w, w, 1 / (float)w);
 }
 
 // window_scores, (H,N) on the host.
@@ -5501,7 +5503,7 @@ static float *step_cuda(Session *s) {
 
     logits_wait();
     lists_count(s);
-    commits(s, 0, 1);
+    commits(s, 0);
     note_peak(s);
     scratch_reset(s, mark);
     return s->logits;
@@ -6284,12 +6286,13 @@ static __global__ void moments_kernel(double *sum, double *outer, const float *q
     if (sums) sum[(size_t)h * D + i] = b;
 }
 
-// The queries q (T,H,D) of this pass into the sums of their layer. Everything lies on the device.
-void moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int T, int sink) {
+// The queries q (n,H,D) of tokens t0 .. of this pass into the sums of their layer. Everything lies on the
+// device.
+void moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int t0, int n, int sink) {
     int H = s->c->H, D = s->c->D;
     dim3 grid(blocks(D, MOMENT_TILE), blocks(D, MOMENT_TILE), H), block(MOMENT_TILE, MOMENT_TILE);
-    const Token *tok = (const Token *)s->dev->room[ROOM_TOK].p + s->base;
-    KV_LAUNCH(moments_kernel, grid, block, 0, sum, outer, q, tok, sink, T, H, D);
+    const Token *tok = (const Token *)s->dev->room[ROOM_TOK].p + s->base + t0;
+    KV_LAUNCH(moments_kernel, grid, block, 0, sum, outer, q, tok, sink, n, H, D);
 }
 
 // z (H,N) = mu.k / sqrt(D) + k^T Sg k / 2D for every row held; mu (H,D), cov = Sg (H,D,D), f_mu =

@@ -186,7 +186,8 @@ enum {                          // Method.rule: what a prefill's query may see, 
 };
 enum {                          // Method.wants
     KV_MASS  = 1,               // attention adds its probabilities into KVHead.mass
-    KV_QUERY = 2,               // in a decode step commit reads q, or must run before the next layer does. Without it a
+    // commit reads the query of a pass's last token. In a decode step it
+    KV_QUERY = 2,               // reads q, or must run before the next layer does. Without it a
 
 // GPU takes the whole step in one go and calls commit for every layer afterwards
 };
@@ -198,8 +199,9 @@ enum {                          // Method.role: what a method decides. Two parts
 };
 
 // A method is one table entry of optional hooks, called along the timeline of a pass in the order in
-// which they stand here. `ms` is the part's own state: .state bytes, zeroed. q, k and v are f32. Hooks
-// see a whole turn: -b never changes what they get (D2). With Session.dev set, q, k, v and out are
+// which they stand here. `ms` is the part's own state: .state bytes, zeroed. q, k and v are f32. A
+// prefill goes through a layer in spans of about -b tokens, so that the queries of a whole turn are
+// never held, unless a hook `attend` wants them (D2, D96). With Session.dev set, q, k, v and out are
 // device memory: hand them on to the functions below, which know, or bring them to the host with
 // on_host().
 typedef struct Method {
@@ -228,20 +230,21 @@ typedef struct Method {
     // x (C): the embedding of a token with a negative id.
     void (*embed)(Session *s, void *ms, const Token *t, float *x);
 
-    // In every layer, after bias and QK-norm, before RoPE (D4). q (T,H,D), k and v (T,G,D).
-    void (*project)(Session *s, void *ms, int l, const float *q, const float *k, const float *v, int T);
+    // In every layer, after bias and QK-norm, before RoPE (D4), span by span: q (n,H,D), k and v
+    // (n,G,D) are those of the tokens base+t0 .. base+t0+n-1.
+    void (*project)(Session *s, void *ms, int l, const float *q, const float *k, const float *v, int t0, int n);
     // Prefill attention instead of attn_prefill. out and q (T,H,D); the pass's rows are the last T of
     // each head.
     void (*attend) (Session *s, void *ms, int l, float *out, const float *q, int T);
     // Decode, before attention: set the views. q (H,D), rotated; the current token's row is appended
     // already.
     void (*select) (Session *s, void *ms, int l, const float *q);
-    // After attention of layer l: index rows, drop rows. q (T,H,D), rotated. Called once more with l ==
-    // L and q NULL when the pass is over.
+    // After attention of layer l: index rows, drop rows. q (T,H,D), rotated, are the last queries of the
+    // pass: Session.queries of them, or all if there are fewer; NULL when no part wants any. Called
+    // once more with l == L and q NULL when the pass is over.
     void (*commit) (Session *s, void *ms, int l, const float *q, int T);
-    // 1: attend does only what the model does without it, and commit does not read q. A prefill may
-    // then take a layer in spans of -b tokens; attend is not called, and commit once, behind the
-    // last span, with q NULL. NULL: never.
+    // 1: attend does only what the model does without it. A prefill may then take a layer in spans, and
+    // does not call it. NULL: never.
     int  (*spans)  (const Session *s, const void *ms);
     // Asked on a device before a decode step, of methods with project or select: 1 when project will do
     // nothing, select will launch what it launched in the last step and commit will move no rows, so
@@ -304,6 +307,9 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     Part part[MAX_PARTS];
     int  n_part;
     int  wants, rule;           // of all parts together
+    // queries of a turn's last tokens that commit gets at least: 1 with KV_QUERY; an open hook, or who
+    // adds a part, may raise it
+    int  queries;
     const Format *fk, *fv;      // how raw rows of K and V are stored
 
     Token *tok;                 // (cap_tok) every token seen
@@ -734,7 +740,8 @@ void attn_decode  (Session *s, int l, float *out, const float *q);
 // Tokens base+t0 .. base+t0+n-1 of this pass over every row that the rule lets them see: q and out
 // (n,H,D).
 void attn_prefill (Session *s, int l, float *out, const float *q, int t0, int n);
-// score (H,N), N = kv_longest: the mean softmax row of the last min(W,T) queries of q (T,H,D).
+// score (H,N), N = kv_longest: the mean softmax row of the last min(W,T) queries of q (T,H,D), whose
+// last one is the session's last token.
 void window_scores(Session *s, int l, const float *q, int T, int W, float *score);
 
 // ------------------------------------------------------------------------ model (sections 1, 4, 20)
@@ -790,8 +797,11 @@ typedef struct {                // bytes that a dialogue of ctx tokens needs on 
 } MemoryPlan;
 MemoryPlan memory_plan(const Session *s);
 
-// Must the queries of a whole turn be there at once, for some hook or the rule?
+// Must the queries of a whole turn be there at once, for an attend hook or the rule?
 int sees_whole_turn(const Session *s);
+// Where the span of a pass of T tokens ends that begins with token t0, and how long one can be.
+int span_end(const Session *s, int t0, int T);
+int span_room(const Session *s, int T);
 
 // ------------------------------------------------------------------------ traces (section 24)
 // What a pass computes, written down as tensors whose names say what they are. The model calls the
@@ -917,8 +927,8 @@ void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int
 // score (G,N), n (G) -> (sum of n)
 float *adakv_shares_cuda(Session *s, const float *score, int N, const int *n, int base);
 
-// sum (H,D), outer (H,D,D) += of q (T,H,D) at positions >= sink
-void moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int T, int sink);
+// sum (H,D), outer (H,D,D) += of q (n,H,D), which are the pass's from t0 on, at positions >= sink
+void moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int t0, int n, int sink);
 
 // mu (H,D), cov (H,D,D) -> z (H,N), squares (G,N): |v|^2, on the host
 void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, float *z,

@@ -4825,9 +4825,9 @@ TEST(baselines_expected,
     float q[6] = { 100, 100, 1, 2, 3, -2 }, mu[2], cov[4];
     // Rbar = 1; Rbar = a quarter turn.
     double tmp[8], id[2] = { 1, 0 }, quarter[2] = { 0, 1 };
-    expected_project(s, x, 0, q, NULL, NULL, 3);
+    expected_project(s, x, 0, q, NULL, NULL, 0, 3);
     s->decoding = 1;
-    expected_project(s, x, 0, q, NULL, NULL, 3);  // decoded queries do not count
+    expected_project(s, x, 0, q, NULL, NULL, 0, 3);  // decoded queries do not count
     CHECK(x->n[0] == 2, "%ld queries counted", x->n[0]);
     expected_moments(2, x->sum, x->outer, 2, id, mu, cov, tmp);
     CHECK(mu[0] == 2 && mu[1] == 0 && cov[0] == 1 && cov[1] == -2 && cov[2] == -2 && cov[3] == 4,
@@ -10773,6 +10773,51 @@ TEST(dililazy_usage, "no scores: exit 2 with the hint; a folder's head_scores.js
     tiny_free(m);
 }
 
+TEST(prefill_spans, "a method that attends as the model does holds the queries of about -b tokens, not of the "
+                    "turn's; the last span has the queries a commit reads, and no bit depends on where spans end") {
+    static const struct {
+        const char *method, *opt;
+    } list[] = {
+        { "streaming", "budget=24" },
+        { "tova", "budget=24" },
+        { "snapkv", "budget=48 obs-window=40" },
+        { "adakv", "budget=24 obs-window=8" },
+        { "pyramidkv", "budget=48 obs-window=5" },
+        { "h2o", "budget=24" },
+        { "expected-attention", "budget=24" },
+        { "quest", "budget=32 quest-full-layers=0" },
+        { "lychee", "budget=32 lychee-buffer=8 lychee-sink=4" },
+        { "loopserve-d", "budget=32 loopserve-first=2 loopserve-interval=2 loopserve-obs=20" },
+    };
+    Script p = { 2, { 601, 30 }, { 4, 3 }, 31 };
+    Tiny m = tiny_model(2, 6, 2, 32, 32, 40, 61, 47);
+    size_t row = 2 * (6 + 2) * 32 * sizeof(float);          // of a token's q, k, v and output
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        float *logits[3];
+        size_t bytes[3];
+        const int b[] = { 1024, 16, 25 };
+        for (int k = 0; k < 3; k++) {
+            char text[128];
+            snprintf(text, sizeof text, "batch-size=%d %s", b[k], list[i].opt);
+            Options *o = options_of(text);
+            Session *s = session_open(m.c, m.w, o, list[i].method);
+            logits[k] = run_session(s, &p);
+            bytes[k] = arena_bytes(s->scratch);
+            session_close(s);
+            options_free(o);
+        }
+        for (int k = 1; k < 3; k++) {
+            CHECK(!memcmp(logits[0], logits[k], (size_t)script_rows(&p) * m.c->V * sizeof(float)),
+                  "%s: -b %d: other logits", list[i].method, b[k]);
+            CHECK(bytes[k] + 450 * row < bytes[0], "%s: -b %d takes %zu bytes, the whole turn %zu", list[i].method,
+                  b[k], bytes[k], bytes[0]);
+            free(logits[k]);
+        }
+        free(logits[0]);
+    }
+    tiny_free(m);
+}
+
 TEST(dililazy_batch, "-b 7, 64 or 512 and one or two threads: the same logits bit for bit; fifty "
                      "turns stay bounded, a reset session repeats itself") {
     Script p = { 3, { 90, 3, 40 }, { 3, 3, 2 }, 23 };
@@ -13226,7 +13271,7 @@ TEST(cli_json, "--json: one object with the documented keys; bytes are what the 
                                   "n_gen",         "pp_tok_s",        "tg_tok_s",
                                   "ttft_ms",       "kv_bytes_stored", "kv_bytes_attended",
                                   "kv_bytes_peak", "kv_bytes_full",   "meta_bytes",
-                                  "seed",          "options",         "build",
+                                  "pass_bytes",    "seed",          "options",         "build",
                                   "rows" };
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
         CHECK(json_get(j, keys[i]), "no key %s", keys[i]);
@@ -15040,14 +15085,15 @@ static int stop_asked_in;  // where: 0 project, 1 attend
 static int stop_calls[3];  // calls of project, attend, commit
 
 static void stop_project(Session *s, void *ms, int l, const float *q, const float *k,
-                         const float *v, int T) {
+                         const float *v, int t0, int n) {
     (void)s;
     (void)ms;
     (void)l;
     (void)q;
     (void)k;
     (void)v;
-    (void)T;
+    (void)t0;
+    (void)n;
     stop_calls[0]++;
     if (stop_asked_in == 0) interrupts = 1;
 }
