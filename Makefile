@@ -148,7 +148,7 @@ traffic: tests
 # to cuda_emu.h; fused multiply-add is what nvcc makes of a product and a sum.
 HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_swiglu_range cuda_token cuda_rows cuda_attention cuda_tensor \
              cuda_packed cuda_select cuda_pooled cuda_lines cuda_h2o cuda_lychee cuda_quest cuda_pats cuda_model \
-             cuda_wide cuda_emulator cuda_seek cuda_columns cuda_loop_lists
+             cuda_wide cuda_emulator cuda_seek cuda_columns cuda_loop_lists cuda_best
 HARD_FMA = $(shell grep -qw fma /proc/cpuinfo 2>/dev/null && echo -mfma -ffp-contract=fast)
 kvcomp_hard.o: kvcomp.cu kvcomp.h cuda_emu.h Makefile
 	g++ $(EMUFLAGS) -DEMU_HARD=1 -fsanitize=thread -Wno-tsan $(HARD_FMA) -O1 -c -o $@ kvcomp.cu

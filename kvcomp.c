@@ -1616,11 +1616,12 @@ void window_scores(Session *s, int l, const float *q, int T, int W, float *score
 // ---- a turn
 // Logits (V) as they are, after a look for NaN and infinity, with which the program ends (exit 3):
 // damaged weights would speak nonsense quietly, because every comparison with NaN is false. Without
-// its sign, a float as an integer grows with its size, and infinity and NaN are the largest.
+// its sign, a float as an integer grows with its size, and infinity and NaN are the largest. A
+// device that brings only some of the logits has looked itself.
 static const float *checked(const Session *s, const float *logits) {
     const uint32_t infinity = 0x7f800000;
-    uint32_t worst = 0;
-    for (int i = 0; i < s->c->V; i++) {
+    uint32_t worst = s->picked ? (uint32_t)s->picked->worst : 0;
+    for (int i = 0; i < s->c->V && !s->picked; i++) {
         union { float f; uint32_t u; } x = { logits[i] };
         uint32_t size = x.u & 0x7fffffff;
         worst = size > worst ? size : worst;
@@ -17381,6 +17382,8 @@ static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
                    halves || f32 ? 0 : min_size(4 * G * T * D, max_size((size_t)512 << 20, 4 * T * D)));
     plan_room(p, "maximum and sum of every query", 2 * span * H * f);
     plan_room(p, "logits", V * f);
+    plan_room_cuda(p, "the best of the logits",
+                   sizeof(BestLogits) + (V / BEST_CHUNK + 1) * (MAX_BEST * sizeof(Cand) + f));
     plan_room(p, "tokens", T * (sizeof(Token) + sizeof(int)));
     plan_room_cuda(p, "second copy of a head that grows", round_to_step(T) * raw_row_bytes(s));
     plan_room(p, "scores of every row", (scored ? 4 : 1) * scores);     // 4: hooks choose rows by them
@@ -17508,7 +17511,7 @@ typedef struct {
     Session *s;
     char *method;           // the spec the session was opened with
     Turn *turn;             // the record (stb_ds array)
-    float *logits;          // (V) after the last prefill or decode, a copy
+    float *logits;          // (V) after the last prefill or decode, a copy; old while the session has picked
     uint64_t rng;           // the sampler's state
     int closed;             // 1: the reply's end-of-turn id is already in the cache
     int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
@@ -17550,10 +17553,9 @@ static void progress(const char *what, double share) {
 }
 
 // ---- sampling: repeat penalty, top-k, top-p, min-p, temperature, in this order
-typedef struct {            // an id that may be drawn
-    float x;                // its logit, after the penalty
-    int id;
-} Cand;
+// A CPU session has all logits at hand. On a device the largest are looked for there, and only those
+// that sampling may draw come to the host, which goes on with them as it does with a CPU's: the same
+// random number draws the same id.
 
 // Order for qsort: larger logits first, equal ones by id.
 static int cand_order(const void *a, const void *b) {
@@ -17594,6 +17596,14 @@ static void penalise(const App *a, float *x) {
     }
 }
 
+// How many of the largest logits sampling looks at, 0: at all of them, or at more than a device brings.
+static int logits_needed(const Options *o) {
+    int k = opt_int(o, "top-k");
+    if (opt_real(o, "repeat-penalty") != 1) return 0;
+    if (opt_real(o, "temp") <= 0) return 1;
+    return k <= MAX_BEST ? k : 0;
+}
+
 // --top-k: the k largest of x (V), the best first, in scratch memory. k <= 0: all of them. *n: how
 // many they are.
 static Cand *best_candidates(Session *s, const float *x, int V, int k, int *n) {
@@ -17603,6 +17613,30 @@ static Cand *best_candidates(Session *s, const float *x, int V, int k, int *n) {
     Cand *c = scratch(s, (size_t)*n * sizeof *c);
     for (int i = 0; i < *n; i++) c[i] = (Cand){ x[idx[i]], idx[i] };
     qsort(c, *n, sizeof *c, cand_order);
+    return c;
+}
+
+// The same of the logits that a device has picked, which are as many as logits_needed says.
+static Cand *picked_candidates(Session *s, int *n) {
+    *n = s->picked->n;
+    Cand *c = scratch(s, (size_t)*n * sizeof *c);
+    memcpy(c, s->picked->best, (size_t)*n * sizeof *c);
+    qsort(c, *n, sizeof *c, cand_order);
+    return c;
+}
+
+// The same of all logits of the App, which --repeat-penalty changes first. With --temp 0 it is the
+// best one alone.
+static Cand *row_candidates(App *a, int *n) {
+    int V = a->c->V;
+    float *x = scratch(a->s, (size_t)V * sizeof *x);
+    memcpy(x, a->logits, (size_t)V * sizeof *x);
+    penalise(a, x);
+    if (opt_real(a->o, "temp") > 0) return best_candidates(a->s, x, V, opt_int(a->o, "top-k"), n);
+    Cand *c = scratch(a->s, sizeof *c);
+    int id = argmax(x, V);
+    *c = (Cand){ x[id], id };
+    *n = 1;
     return c;
 }
 
@@ -17635,20 +17669,15 @@ static int draw(const Cand *c, int n, double temp, uint64_t *rng) {
     return c[pick].id;
 }
 
-// The next id, drawn from the App's logits as the sampling options say. --temp 0 takes the largest
+// The next id, drawn from the last logits as the sampling options say. --temp 0 takes the largest
 // logit and leaves the random numbers alone.
 static int sample(App *a) {
-    int V = a->c->V, id;
     double temp = opt_real(a->o, "temp");
     size_t mark = scratch_mark(a->s);
-    float *x = scratch(a->s, (size_t)V * sizeof *x);
-    memcpy(x, a->logits, (size_t)V * sizeof *x);
-    penalise(a, x);
-    if (temp <= 0) {
-        id = argmax(x, V);
-    } else {
-        int n;
-        Cand *c = best_candidates(a->s, x, V, opt_int(a->o, "top-k"), &n);
+    int n;
+    const Cand *c = a->s->picked ? picked_candidates(a->s, &n) : row_candidates(a, &n);
+    int id = c->id;
+    if (temp > 0) {
         n = probable_candidates(c, n, opt_real(a->o, "top-p"), opt_real(a->o, "min-p"));
         id = draw(c, n, temp, &a->rng);
     }
@@ -17749,9 +17778,10 @@ static int feed_message(App *a, const Turn *t) {
     return -1;
 }
 
-// One decode step; its logits stay in the App.
+// One decode step; its logits stay in the App, or the best of them in the session.
 static void feed_decode(App *a, int id) {
-    memcpy(a->logits, decode(a->s, id), (size_t)a->c->V * sizeof(float));
+    const float *logits = decode(a->s, id);
+    if (!a->s->picked) memcpy(a->logits, logits, (size_t)a->c->V * sizeof(float));
 }
 
 // Feeds the first turns of the record once more, from an empty cache. The same method gives the
@@ -17916,6 +17946,7 @@ static int generate(App *a, int n, FILE *out) {
     Wrap w = { .cols = wrap_columns(a, out) };
     char *text = NULL;
     a->closed = 0;
+    a->s->picks = logits_needed(a->o);
     while ((n < 0 || made < n) && !stop_asked()) {
         int id = sample(a);
         if (is_stop(a, id)) break;
@@ -17927,6 +17958,7 @@ static int generate(App *a, int n, FILE *out) {
         feed_decode(a, id);
         made++;
     }
+    a->s->picks = 0;
     text = decode_flush(&d, text);
     wrap_text(&w, &text, 1);
     write_text(&text, out);
@@ -24556,6 +24588,7 @@ static BenchLine bench_prefill(Session *s, int n, int repeat) {
 static void fill_cache(Session *s, int depth) {
     int n = max_int(depth, 1), *ids = random_ids(n, s->c->V);
     session_reset(s);
+    s->picks = logits_needed(s->opt);       // as in a reply
     if (depth) s->forward = fill_pass;
     prefill(s, ids, n);
     s->forward = forward;

@@ -32,6 +32,7 @@
 //   11 LYCHEECLUSTER: building the index, grafting on it, searching it
 //   12 SONIC INFERENCE: nothing of its own; its tokens are rows with other weights in a pass (1)
 //   13 DILILAZYKV: nothing of its own; it selects as section 6 does
+//   24 GENERATION AND RECORDS: the best of the logits, from which the host samples
 //   28 BENCHMARK: the rates that --bench measures itself against
 #include "kvcomp.h"
 #include <math.h>
@@ -238,6 +239,7 @@ enum {
     ROOM_ITEM,                  // and their items
     ROOM_LIST,                  // a short list for the next kernel
     ROOM_LOGITS,                // (V)
+    ROOM_BEST,                  // the best of them: PickPlan
     ROOM_POOL,                  // scores on their way to a selection
     ROOM_TOP,                   // small inputs of a selection
     ROOM_TOP_IDX,               // what top-k chose
@@ -329,6 +331,8 @@ struct Device {                 // Session.dev
     int n_tok;                  // tokens ROOM_TOK holds
     // The rest belongs to "a decode step in one go" (section 4).
     struct Step *step;          // pinned: what the next step is told
+    BestLogits *picks;          // pinned: the best of a step's logits
+    int n_picks;                // Session.picks when the graph was made
     const struct Step *told;    // step on the device, where kernels find its lengths; NULL in any other
                                 // pass: the host gives them
     unsigned settled;           // Session.changes after select hooks were last called in an ordinary
@@ -1462,6 +1466,9 @@ static void lists_count(Session *s);
 static int step_free(const Session *s);
 static int step_settled(Session *s);
 static float *step_cuda(Session *s);
+struct PickPlan;
+static size_t pick_carve(PickPlan *p, int V, int k, char *mem);
+static void best_logits_cuda(Session *s, const float *logits, int V, int k);
 
 // ---- hooks
 
@@ -1641,18 +1648,25 @@ static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, con
     product_finish<1>(s, products(s, ROOM_PRODUCT, rows_swiglu(s, m, in), n, &down, 1), &down, 1);
 }
 
+// How many of the largest logits this pass brings to the host; 0: all of them.
+static int n_picks(const Session *s) {
+    return s->decoding ? min_int(s->picks, s->c->V) : 0;
+}
+
 // The logits of x (C), the last token's activations: one launch, and a copy to s->logits that is only on
-// its way when the function returns.
+// its way when the function returns; or a second launch, and the best of them are on their way.
 static void logits_cuda(Session *s, const float *x) {
     size_t bytes = (size_t)s->c->V * sizeof(float);
     Linear head = { room<float>(s, ROOM_LOGITS, s->c->V), &s->w->head, NULL };
     gemv_cuda<GEMV_STORE>(s, x, &head, 1, &s->w->norm);
-    KV_CUDA(cudaMemcpyAsync(s->logits, head.y, bytes, cudaMemcpyDeviceToHost, kv_stream));
+    if (n_picks(s)) best_logits_cuda(s, head.y, s->c->V, n_picks(s));
+    else KV_CUDA(cudaMemcpyAsync(s->logits, head.y, bytes, cudaMemcpyDeviceToHost, kv_stream));
 }
 
-// Waits for the logits: Session.logits is the pinned memory they are copied to.
-static void logits_wait(void) {
+// Waits for the logits: Session.logits and Device.picks are the pinned memory they are copied to.
+static void logits_wait(Session *s) {
     KV_CUDA(cudaStreamSynchronize(kv_stream));
+    s->picked = n_picks(s) ? s->dev->picks : NULL;
 }
 
 // Adds the time since t0 to *sum -> the time now.
@@ -1768,7 +1782,7 @@ float *pass_cuda(Session *s, int T) {
     if (s->decoding) s->dev->settled = s->changes;
     commits(s, r.late ? 0 : c->L);
     logits_cuda(s, r.x + (size_t)(T - 1) * c->C);
-    logits_wait();
+    logits_wait(s);
     lists_count(s);
     if (s->trace) trace_end(s);
     note_peak(s);
@@ -5196,6 +5210,9 @@ void views_drop_cuda(Session *s) {
 //     gemv_kernel    norm, W_gate W_up, SwiGLU                            x -> gate
 //     gemv_kernel    W_down, residual                                     gate -> x
 //
+// Four more stand around the layers: step_kernel, embed_kernel, the logits' product and, where the host
+// wants only the best of the logits, pick_kernel (section 24).
+//
 // From sm_90 on the products begin while the kernel ahead ends (KV_LAUNCH_EARLY): they ask for their first
 // weights, and then wait.
 //
@@ -5368,6 +5385,7 @@ static Pass step_prepare(Session *s) {
     upload_tokens(s, 0);
     Pass r = pass_room(s, 1);
     room<float>(s, ROOM_LOGITS, s->c->V);
+    room<char>(s, ROOM_BEST, pick_carve(NULL, s->c->V, n_picks(s), NULL));
     room<float>(s, ROOM_STAT, (size_t)s->c->H * 2);
     arrivals(s, s->c->H + 2 * s->c->G);
     room<char>(s, ROOM_STEP, step_bytes(s));
@@ -5375,13 +5393,14 @@ static Pass step_prepare(Session *s) {
         room<Work>(s, ROOM_LIST, s->c->H);
         room<float>(s, ROOM_COL, (size_t)s->c->H * most_rows(s));
     }
-    if (s->changes != d->seen) {
+    if (s->changes != d->seen || n_picks(s) != d->n_picks) {
         step_plan(s);
         room<Item>(s, ROOM_ITEM, (size_t)s->c->L * d->grid);
         room<float>(s, ROOM_PART, (size_t)d->grid * d->BQ * (s->c->D + 2));
         if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
         d->graph = NULL;
         d->seen = d->settled = s->changes;      // no hook had a part in these rooms
+        d->n_picks = n_picks(s);
     }
 
     d->step->tok = s->tok[s->base];
@@ -5486,8 +5505,8 @@ static void step_capture(Session *s, const Pass *r) {
     (void)cudaGetLastError();
 }
 
-// A decode step in one go -> logits (V) on the host. The host does its books while the device
-// works; every list has one row more than in the step before.
+// A decode step in one go -> logits (V) on the host, or the best of them. The host does its books while
+// the device works; every list has one row more than in the step before.
 static float *step_cuda(Session *s) {
     Device *d = s->dev;
     size_t mark = scratch_mark(s);
@@ -5501,7 +5520,7 @@ static float *step_cuda(Session *s) {
         s->clk.bytes_attended += d->read[i].n * d->read[i].each;
     }
 
-    logits_wait();
+    logits_wait(s);
     lists_count(s);
     commits(s, 0);
     note_peak(s);
@@ -5683,6 +5702,7 @@ int device_open(Session *s) {
     d->read = (Read *)xcalloc((size_t)s->c->L * s->c->H, sizeof(Read));
     d->seen = d->settled = s->changes - 1;      // nothing is prepared yet
     KV_CUDA(cudaMallocHost((void **)&d->step, step_bytes(s)));
+    KV_CUDA(cudaMallocHost((void **)&d->picks, sizeof *d->picks));
     free(s->logits);
     KV_CUDA(cudaMallocHost((void **)&s->logits, (size_t)s->c->V * sizeof(float)));
     memset(s->logits, 0, (size_t)s->c->V * sizeof(float));          // a cache that is only filled has no others
@@ -5709,6 +5729,8 @@ void device_close(Session *s) {
     KV_BLAS(cublasDestroy(d->blas));
     if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
     KV_CUDA(cudaFreeHost(d->step));
+    KV_CUDA(cudaFreeHost(d->picks));
+    s->picked = NULL;
     KV_CUDA(cudaFreeHost(s->logits));
     s->logits = NULL;
     KV_CUDA(cudaFreeHost(d->chosen.rows));
@@ -8773,6 +8795,106 @@ static float *pool_then_join(Session *s, float *pool, float *one, const float *x
     return one;
 }
 
+// ==================================================================================================== 24 GENERATION AND RECORDS
+// What sampling draws from, 40 of the V logits unless --top-k says otherwise and 1 with --temp 0, is
+// found here, so that a step brings some hundred bytes to the host instead of half a megabyte, and the
+// host need not look through them. The rest of sampling (top-p, min-p, the random number) is sample of
+// kvcomp.c, on these few.
+
+// Where the k best of V logits come together: those of every block, and of all.
+struct PickPlan {
+    BestLogits *all;
+    float *x;                   // (blocks,k) of each block, by ascending id
+    int *id;                    // (blocks,k)
+    int *worst;                 // (blocks)
+};
+
+// Carves a PickPlan out of mem -> bytes.
+static size_t pick_carve(PickPlan *p, int V, int k, char *mem) {
+    Block b = { mem, 0 };
+    PickPlan none;
+    int n = blocks(V, BEST_CHUNK);
+    if (!p) p = &none;
+    p->all = carve<BestLogits>(&b, 1);
+    p->x = carve<float>(&b, (size_t)n * k);
+    p->id = carve<int>(&b, (size_t)n * k);
+    p->worst = carve<int>(&b, n);
+    return b.at;
+}
+
+// idx = the places of the k largest of x (n), ascending; ties: the lower -> how many there are. All
+// threads of a block.
+static __device__ int pick_best(const float *x, int n, int k, int *idx, TopShared *m) {
+    int most = min_int(k, n), left = most;
+    uint32_t key = top_key(x, n, [](int) { return 1; }, &left, m);
+    top_write(x, n, key, left, idx, m);
+    __syncthreads();
+    return most;
+}
+
+// The largest x >= 0 of a block's threads; every thread gets it.
+static __device__ int block_max(int x, TopShared *m) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int d = 16; d; d >>= 1) x = max_int(x, __shfl_xor_sync(ALL_LANES, x, d));
+    __syncthreads();                            // the last sums have been read
+    if (!lane) m->sum[warp] = x;
+    __syncthreads();
+    for (int w = 0; w < TOP_WARPS; w++) x = max_int(x, m->sum[w]);
+    return x;
+}
+
+// *p.all = the k largest of x (V), and the largest bits without a sign of them all.
+// Block: BEST_CHUNK logits, which it brings to shared memory; it finds the k best of them and writes
+// them down. The last block to arrive finds the k best of what all have written. As ids ascend within
+// a block and from block to block, the lower place is the lower id. Bound by latency: two selections
+// one behind the other, from shared memory.
+static __global__ void __launch_bounds__(TOP_THREADS, 1)
+pick_kernel(const float *x, int V, int k, const __grid_constant__ PickPlan p, int *arrived) {
+    __shared__ TopShared m;
+    __shared__ float near[BEST_CHUNK];
+    __shared__ int idx[MAX_BEST], last;
+    int from = blockIdx.x * BEST_CHUNK, n = min_int(V - from, BEST_CHUNK), worst = 0;
+    for (int i = threadIdx.x; i < n; i += TOP_THREADS) {
+        near[i] = x[from + i];
+        worst = max_int(worst, __float_as_int(near[i]) & 0x7fffffff);
+    }
+    worst = block_max(worst, &m);
+    if (!threadIdx.x) p.worst[blockIdx.x] = worst;
+    int found = pick_best(near, n, k, idx, &m);
+    for (int i = threadIdx.x; i < found; i += TOP_THREADS) {
+        int at = min_int(idx[i], n - 1);        // a NaN may have no place
+        p.x[blockIdx.x * k + i] = near[at];
+        p.id[blockIdx.x * k + i] = from + at;
+    }
+    if (!arrives_last(arrived, gridDim.x, &last)) return;
+
+    // Every block but the last has k, because MAX_BEST <= BEST_CHUNK.
+    int all = (gridDim.x - 1) * k + min_int(k, V - (gridDim.x - 1) * BEST_CHUNK);
+    const float *best = seek_scores(all <= BEST_CHUNK ? near : NULL, p.x, all);
+    worst = 0;
+    for (int i = threadIdx.x; i < (int)gridDim.x; i += TOP_THREADS) worst = max_int(worst, p.worst[i]);
+    worst = block_max(worst, &m);
+    found = pick_best(best, all, k, idx, &m);
+    for (int i = threadIdx.x; i < found; i += TOP_THREADS) {
+        int at = min_int(idx[i], all - 1);
+        p.all->best[i] = { best[at], p.id[at] };
+    }
+    if (!threadIdx.x) {
+        p.all->worst = worst;
+        p.all->n = found;
+    }
+}
+
+// The k largest of the logits (V), which lie on the device: one launch, and a copy to Device.picks that
+// is only on its way when the function returns.
+static void best_logits_cuda(Session *s, const float *logits, int V, int k) {
+    PickPlan p;
+    pick_carve(&p, V, k, room<char>(s, ROOM_BEST, pick_carve(NULL, V, k, NULL)));
+    KV_LAUNCH(pick_kernel, blocks(V, BEST_CHUNK), TOP_THREADS, 0, logits, V, k, p, arrivals(s, 1));
+    KV_CUDA(cudaMemcpyAsync(s->dev->picks, p.all, offsetof(BestLogits, best) + k * sizeof(Cand),
+                            cudaMemcpyDeviceToHost, kv_stream));
+}
+
 // ==================================================================================================== 28 BENCHMARK
 // What --bench measures on the device without a model: the rate of copies and of products, by the
 // device's own clock.
@@ -9028,6 +9150,15 @@ void cuda_copies(const unsigned *in, unsigned *out) {
     download(out, dout, 1024 * sizeof *out);
     cuda_drop(di);
     cuda_drop(dout);
+}
+
+// The k best of row (V), which lies on the host.
+void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out) {
+    float *x = (float *)cuda_put(row, V * sizeof *row);
+    best_logits_cuda(s, x, V, k);
+    KV_CUDA(cudaStreamSynchronize(kv_stream));
+    *out = *s->dev->picks;
+    cuda_drop(x);
 }
 
 // 1: what room() hands out again is NaN, with cuda_poison.

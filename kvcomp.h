@@ -290,6 +290,21 @@ typedef struct {                // "loopserve-p+lychee+pats" is three parts, in 
     void *ms;                   // (m->state bytes)
 } Part;
 
+// ------------------------------------------------------------------------ the best of the logits
+enum { MAX_BEST = 128 };       // the most logits that a device brings instead of all
+enum { BEST_CHUNK = 4096 };     // logits that one block looks through
+
+typedef struct {                // an id that may be drawn
+    float x;                    // its logit
+    int id;
+} Cand;
+
+typedef struct {                // what a device brings of a step's logits when the reply needs no more
+    int worst;                  // the largest of their bits without the sign: NaN and infinity show here
+    int n;
+    Cand best[MAX_BEST];       // (n) the largest, by ascending id; of equal ones those with lower ids
+} BestLogits;
+
 // ------------------------------------------------------------------------ sessions
 typedef struct {                // where the time of a session went, in seconds, and what attention read
     double prefill, decode;     // whole passes
@@ -341,6 +356,9 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     int batch;                  // rows of a prefill block: -b, or what suits the device
     struct Arena *scratch;      // memory of a pass
     float *logits;              // (V) of the pass's last token
+    // > 0: of a decode step on a device only so many of the largest logits come to the host
+    int picks;
+    const BestLogits *picked;        // those of the last pass; NULL: logits has them all
     Clock clk;
     struct Device *dev;         // what kvcomp.cu holds for the session; NULL on the CPU
     // grows when a view is set, or the memory of rows or of what select reads moves: whatever
@@ -766,7 +784,7 @@ void     session_reset(Session *s);                                         // f
 // one turn -> logits (V) of its last id
 const float *prefill(Session *s, const int *ids, int n);
 
-const float *decode (Session *s, int id);                                   // one token -> logits (V)
+const float *decode (Session *s, int id);           // one token -> logits (V), unless Session.picked has the best
 
 // one pass over tokens already rewritten by enter
 float *forward(Session *s, const Token *t, int T);

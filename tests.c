@@ -19216,6 +19216,8 @@ static Traffic *traffic_decode(const Config *c, double N) {
           L * F * C * w, 0, L * 4 * (F + C), L * 4 * C, L * 2 * C * F, 0 },
         { "gemv_kernel", "norm, logits", "w C (V + 1) + 4 C", "4 V", "2 C V", 1, (V + 1) * C * w, 0,
           4 * C, 4 * V, 2 * C * V, 0 },
+        { "pick_kernel", "the best 40 logits", "4 V", "8 40 V / 4096", "-", 1, 0, 0, 4 * V,
+          320 * ceil(V / BEST_CHUNK), 0, 0 },
     };
     Traffic *t = NULL;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) arrput(t, all[i]);
@@ -19308,6 +19310,7 @@ TEST(cuda_traffic, "the traffic table's launches, weight bytes and rows are thos
         CHECK(emu_count("gemv_kernel") == 4, "the last token: output, MLP and logits");
         traffic_launches(pp, "prefill");
     }
+    s->picks = 40;
     decode(s, ids[0]);
     if (emu_count) emu_count(NULL);
     memset(&s->clk, 0, sizeof s->clk);
@@ -19460,7 +19463,7 @@ TEST(cuda_step_traffic,
     }
 }
 
-TEST(cuda_step_launches, "a decode step is five launches a layer and three more, of every method that "
+TEST(cuda_step_launches, "a decode step is five launches a layer and four more, of every method that "
                          "chooses nothing in a step, whatever its rows") {
     static const char *const five[] = { "full",         "q8_0 rows",    "streaming 1024",
                                         "snapkv 1024",  "adakv 1024",   "pyramidkv 1024",
@@ -19470,8 +19473,135 @@ TEST(cuda_step_launches, "a decode step is five launches a layer and three more,
             const StepMethod *m = &step_methods[i];
             if (strcmp(m->name, five[f])) continue;
             double n = step_cost(m, STEP_LAYERS, 16, STEP_ROWS, 1).launches;
-            CHECK(n == 5 * STEP_LAYERS + 3, "%s: %g launches for %d layers", m->name, n, STEP_LAYERS);
+            CHECK(n == 5 * STEP_LAYERS + 4, "%s: %g launches for %d layers", m->name, n, STEP_LAYERS);
         }
+}
+
+// ---- the best of the logits
+
+void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out);
+
+// The device's k best of x (V) are top_k's, and it sees the largest bits without a sign.
+static void best_agrees(Session *s, const float *x, int V, int k, const char *text) {
+    static BestLogits b;
+    int *idx = xmalloc((size_t)V * sizeof *idx), n = top_k(x, V, k, idx), worst = 0;
+    for (int i = 0; i < V; i++) {
+        FloatBits u = { x[i] };
+        worst = max_int(worst, (int)(u.u & 0x7fffffff));
+    }
+    cuda_best(s, x, V, k, &b);
+    CHECK(b.n == n && b.worst == worst, "%s: the best %d of %d: %d, %08x; on the CPU %d, %08x", text, k, V, b.n,
+          b.worst, n, worst);
+    for (int i = 0; i < n && b.n == n; i++)
+        CHECK(b.best[i].id == idx[i] && !memcmp(&b.best[i].x, &x[idx[i]], 4),
+              "%s: the best %d of %d, place %d: id %d, %g; on the CPU %d, %g", text, k, V, i, b.best[i].id,
+              b.best[i].x, idx[i], x[idx[i]]);
+    free(idx);
+}
+
+TEST(cuda_best, "the best of the logits are top_k's to the bit: one block and many, ties between blocks, "
+                "zeros of both signs, fewer than are wanted; NaN and infinity are seen") {
+    static const int sizes[] = { 1, 53, 4096, 4097, 9001, 33000 }, wanted[] = { 1, 2, 40, 128 };
+    Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
+    Options *o;
+    Session *s = cuda_session(m, "full", "", &o);
+    for (int i = 0; i < 6; i++)
+        for (int j = 0; j < 4; j++) {
+            int V = sizes[i], k = min_int(wanted[j], V);
+            if (emu_set_seed) emu_set_seed(cuda_seeds[(i + j) % 3]);
+            float *x = normals(V, 3);
+            best_agrees(s, x, V, k, "random");
+            for (int t = 0; t < V; t++) x[t] = (float)(t % 7 == 3) - (float)(t % 3 == 0);
+            best_agrees(s, x, V, k, "ties");
+            for (int t = 0; t < V; t++) x[t] = t % 2 ? -0.0f : 0.0f;
+            best_agrees(s, x, V, k, "zeros");
+            // The last 128 ids: more are chosen in the last block than anywhere.
+            for (int t = 0; t < V; t++) x[t] = (float)t - 20000;
+            best_agrees(s, x, V, k, "ascending");
+            BestLogits b;
+            x[V / 2] = -INFINITY;
+            cuda_best(s, x, V, k, &b);
+            CHECK(b.worst == 0x7f800000, "%08x", b.worst);
+            x[V / 3] = -NAN;
+            cuda_best(s, x, V, k, &b);
+            CHECK(b.worst > 0x7f800000, "%08x", b.worst);
+            free(x);
+        }
+    session_close(s);
+    options_free(o);
+    tiny_free(m);
+}
+
+// Two sessions play the same dialogue, one with the best of the logits and one with all of them. Both
+// draw the same ids, which are those the dialogue goes on with. picks: how many the options ask for.
+static void sampling_agrees(Tiny m, const char *method, const char *text, int picks, int steps) {
+    Options *o[2];
+    Session *s[2] = { cuda_session(m, method, text, &o[0]), cuda_session(m, method, text, &o[1]) };
+    float *row = xmalloc((size_t)m.c->V * sizeof *row);
+    App a = { .o = o[0], .c = m.c, .s = s[0], .logits = row, .rng = 11 }, b = a;
+    b.s = s[1];
+    int ids[40], changed = 0;
+    for (int i = 0; i < 40; i++) ids[i] = i * 7 % m.c->V;
+    Turn t = { 0 };
+    for (int i = 0; i < 40; i++) arrput(t.pre, ids[i]);
+    feed_prefill(&a, &t);
+    feed_prefill(&b, &t);
+    CHECK(!s[0]->picked, "a prefill has all logits");
+    CHECK(logits_needed(o[0]) == picks, "%s: %d logits, should be %d", text, logits_needed(o[0]), picks);
+    if (emu_count) emu_count(NULL);
+    for (int i = 0; i < steps; i++) {
+        // As generate does; once in between somebody wants all of them.
+        s[0]->picks = i == steps / 2 ? 0 : logits_needed(o[0]);
+        uint64_t rng = a.rng;
+        int x = sample(&a), y;
+        memset(row, 0, (size_t)m.c->V * sizeof *row);
+        if (i) memcpy(row, s[1]->logits, (size_t)m.c->V * sizeof *row);
+        if (!i) memcpy(row, s[0]->logits, (size_t)m.c->V * sizeof *row);
+        y = sample(&b);
+        CHECK(x == y && a.rng == b.rng, "%s %s: step %d draws %d, from all logits %d", method, text, i, x, y);
+        changed += a.rng != rng;
+        feed_decode(&a, x);
+        feed_decode(&b, x);
+        CHECK(!s[0]->picked == !s[0]->picks && !s[1]->picked, "%s: step %d", text, i);
+        CHECK(s[0]->picked || !memcmp(s[0]->logits, s[1]->logits, (size_t)m.c->V * sizeof *row), "step %d", i);
+    }
+    CHECK(changed == (opt_real(o[0], "temp") > 0 ? steps : 0), "%s: %d random numbers", text, changed);
+    if (emu_count && picks) {
+        CHECK(emu_count("pick_kernel") == steps - 1, "%s: %ld launches", text, emu_count("pick_kernel"));
+    }
+    turn_free(t);
+    free(row);
+    for (int i = 0; i < 2; i++) {
+        session_close(s[i]);
+        options_free(o[i]);
+    }
+}
+
+TEST(cuda_sampling, "ids drawn from the best logits, which a device brings, are those drawn from all: greedy, "
+                    "top-k, top-p, min-p; a penalty and large top-k take all logits") {
+    Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 4500, 31);
+    sampling_agrees(m, "full", "temp=0", 1, 9);
+    sampling_agrees(m, "full", "", 40, 9);
+    sampling_agrees(m, "full", "temp=1.5 top-k=128 top-p=1 min-p=0 ctk=f16 ctv=f16", 128, 9);
+    sampling_agrees(m, "full", "temp=3 top-k=7 top-p=0.6", 7, 9);
+    sampling_agrees(m, "full", "top-k=129", 0, 5);
+    sampling_agrees(m, "full", "top-k=0", 0, 5);
+    sampling_agrees(m, "full", "temp=0 repeat-penalty=1.2", 0, 5);
+    sampling_agrees(m, "quest", "budget=32 quest-full-layers=0", 40, 9);
+    sampling_agrees(m, "h2o", "budget=20 h2o=stream", 40, 5);
+    // A damaged embedding, met in a step: the device's look shows it.
+    Options *o;
+    int ids[5] = { 1, 2, 3, 4, 5 }, rc;
+    ((float *)(uintptr_t)m.w->embed.data)[7 * 16] = NAN;
+    Session *s = cuda_session(m, "full", "temp=0", &o);
+    prefill(s, ids, 5);
+    s->picks = 1;
+    EXPECT_DIE(rc, decode(s, 7));
+    CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%d: %s", rc, die_text);
+    s->picks = 0;
+    session_close(s);
+    options_free(o);
+    tiny_free(m);
 }
 
 TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it; too small a "
