@@ -822,7 +822,13 @@ static inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
     return cudaSuccess;
 }
 static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) { EMU_CALL(cudaErrorUnknown); *e = (long *)calloc(1, sizeof **e); return cudaSuccess; }
-static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) { EmuLock lock; EMU_CALL(cudaErrorUnknown); *e = emu_queued; return cudaSuccess; }
+static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
+    EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
+    if (emu_capture) emu_die("cudaEventRecord while a graph is captured");
+    *e = emu_queued;
+    return cudaSuccess;
+}
 static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) { EmuLock lock; EMU_CALL(cudaErrorUnknown); emu_flush(*e); return cudaSuccess; }
 static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { EMU_CALL(cudaErrorUnknown); *ms = 1; return cudaSuccess; }
 static inline cudaError_t cudaEventDestroy(cudaEvent_t e) { EMU_CALL(cudaErrorUnknown); free(e); return cudaSuccess; }
@@ -965,7 +971,12 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
     if (!emu.arena) emu_init();
     emu_do(0, [=] { emu_run(name, grid, block, dyn, k, a...); });
 }
-#define KV_LAUNCH(k, grid, block, smem, ...) do { emu_launch(#k, grid, block, smem, k, __VA_ARGS__); KV_CUDA(cudaGetLastError()); } while (0)
+#define KV_LAUNCH(k, grid, block, smem, ...) do { \
+    launch_begins(#k); \
+    emu_launch(#k, grid, block, smem, k, __VA_ARGS__); \
+    KV_CUDA(cudaGetLastError()); \
+    launch_ends(); \
+} while (0)
 #define KV_LAUNCH_EARLY KV_LAUNCH                                // kernels run one after the other
 #define KV_UNROLL(n)
 #define KV_CALL

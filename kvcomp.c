@@ -10744,6 +10744,8 @@ static const Opt program_options[] = {
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
+    { "bench-kernels", 'b', "0",
+      "with -d cuda: every kernel of those prefills and decode steps by itself, its time, bytes and share" },
     { "bench-suite",   's', "",
       "the papers' methods one after another, prefill and decode: a table, and this file as CSV" },
     { "repeat",        'i', "5",    "runs per number, the median counts" },
@@ -24458,6 +24460,7 @@ typedef struct {            // one line of the table
 enum {
     BENCH_WARM = 16,        // decode steps before the clock starts
     BENCH_STEPS = 16,       // decode steps of one repetition
+    BENCH_PICKS = 40,       // logits that a step brings from a device: as in a reply with the usual --top-k
 };
 static void open_model(App *a);             // section 30
 static void choose_device(App *a);          // section 30
@@ -24588,7 +24591,7 @@ static BenchLine bench_prefill(Session *s, int n, int repeat) {
 static void fill_cache(Session *s, int depth) {
     int n = max_int(depth, 1), *ids = random_ids(n, s->c->V);
     session_reset(s);
-    s->picks = logits_needed(s->opt);       // as in a reply
+    s->picks = BENCH_PICKS;
     if (depth) s->forward = fill_pass;
     prefill(s, ids, n);
     s->forward = forward;
@@ -24922,6 +24925,216 @@ static void suite(App *a, int *prompt, int *depth, int repeat, FILE *table, FILE
     session_close(base);
 }
 
+// ---- kernels one by one (--bench-kernels)
+// On a device every launch of the same prefills and steps is timed by itself. Steps go launch by launch
+// then, not as a graph, and nothing overlaps: the times add up to more than a step takes. Steps in which
+// heads grow are left out.
+
+typedef struct {            // the launches of one kernel over matrices of one shape, in all passes
+    Launch is;              // what the last of them was
+    double *seconds;        // of each (stb_ds array)
+    double each;            // their median
+} KernelTimes;
+
+typedef struct {            // what --bench-kernels found out about one kind of pass
+    const char *test;       // "pp": prefill; "tg": decode
+    int n;                  // ids of the prefill, or rows behind the token
+    int passes;             // that were timed
+    double rows, index;     // bytes that attention and that selection read in a step; 0: not known
+    double flops;           // of a prefill's attention: every pair of tokens that a causal mask lets through
+    double copy;            // bytes a second of a copy
+    KernelTimes *kernel;    // in the order in which they were first launched (stb_ds array)
+} KernelBench;
+
+// The name of a launch's kernel, without its template arguments.
+static void kernel_name(const Launch *x, char name[64]) {
+    const char *from = x->kernel + (*x->kernel == '(');
+    snprintf(name, 64, "%.*s", (int)strcspn(from, "<)"), from);
+}
+
+// Is it a launch of one of these kernels, "|a|b|"?
+static int kernel_among(const Launch *x, const char *names) {
+    char name[64], word[70];
+    kernel_name(x, name);
+    snprintf(word, sizeof word, "|%s|", name);
+    return strstr(names, word) != NULL;
+}
+
+// Are two launches of the same kernel and shape?
+static int same_kernel(const Launch *a, const Launch *b) {
+    char x[64], y[64];
+    kernel_name(a, x);
+    kernel_name(b, y);
+    return !strcmp(x, y) && a->rows == b->rows && a->cols == b->cols;
+}
+
+// Adds the launches x (n) of a pass.
+static void kernels_note(KernelBench *b, const Launch *x, int n) {
+    b->passes++;
+    for (int i = 0; i < n; i++) {
+        int k = 0;
+        while (k < (int)arrlen(b->kernel) && !same_kernel(&b->kernel[k].is, &x[i])) k++;
+        if (k == (int)arrlen(b->kernel)) arrput(b->kernel, (KernelTimes){ 0 });
+        b->kernel[k].is = x[i];
+        arrput(b->kernel[k].seconds, x[i].seconds);
+    }
+}
+
+// The launches since this was last called; none without a device.
+static const Launch *kernels_seen(const Session *s, int *n) {
+    (void)s;                                // a build without CUDA does not look at it
+    *n = 0;
+    return KV_DEV(s) ? kernels_seen_cuda(n) : NULL;
+}
+
+// Times the launches of `repeat` prefills of n ids, after one that is not timed.
+static void kernels_prefill(KernelBench *b, Session *s, int repeat) {
+    int *ids = random_ids(b->n, s->c->V), n;
+    double HD = (double)s->c->H * s->c->D;
+    b->flops = 2.0 * b->n * (b->n + 1.0) * HD * s->c->L;
+    for (int r = -1; r < repeat; r++) {
+        session_reset(s);
+        prefill(s, ids, b->n);
+        const Launch *x = kernels_seen(s, &n);
+        if (r >= 0) kernels_note(b, x, n);
+    }
+    arrfree(ids);
+}
+
+// Times the launches of `repeat` times BENCH_STEPS decode steps, but not of those that a growth of the
+// heads costs, nor of the first ones, which are launched one by one for the first time.
+static void kernels_decode(KernelBench *b, Session *s, int repeat) {
+    int n, quiet_for = 0;                   // steps since heads have grown
+    for (int i = -GROWTH_STEPS; i < repeat * BENCH_STEPS; i++) {
+        size_t room = heads_room(s);
+        decode(s, (int)(mix64((uint64_t)(i + GROWTH_STEPS)) % (uint64_t)s->c->V));
+        quiet_for = heads_room(s) == room ? quiet_for + 1 : 0;
+        const Launch *x = kernels_seen(s, &n);
+        if (quiet_for >= GROWTH_STEPS) kernels_note(b, x, n);
+    }
+    b->rows = bytes_a_step(s);
+    EACH_PART(s, p) {
+        if (p->m->bytes) b->index += (double)p->m->bytes(s, p->ms);
+    }
+}
+
+// What one launch has moved and computed, where it was not told: attention's share of what a step read
+// or computed, and selection's of the index.
+static void kernel_work(const KernelBench *b, KernelTimes *k) {
+    double launches = (double)arrlen(k->seconds) / b->passes;
+    int decodes = *b->test == 't';
+    if (decodes && kernel_among(&k->is, "|attend_kernel|decode_kernel|gqa_kernel|")) k->is.bytes = b->rows / launches;
+    if (decodes && kernel_among(&k->is, "|quest_kernel|lychee_kernel|")) k->is.bytes = b->index / launches;
+    if (!decodes && kernel_among(&k->is, "|attend_kernel|tensor_kernel|lines_kernel|")) k->is.flops = b->flops / launches;
+}
+
+// What stands above the lines of one test.
+static void kernels_header(FILE *f, const KernelBench *b, const Session *s, const Options *o) {
+    fprintf(f, "%s %d: %s, method %s, K %s, V %s, ", b->test, b->n, s->c->dir, opt_str(o, "method"),
+            opt_str(o, "ctk"), opt_str(o, "ctv"));
+    fprintf(f, "a copy reads and writes %.1f GB/s; us: the median of every launch in %d passes\n\n",
+            b->copy * 1e-9, b->passes);
+    fprintf(f, "| kernel              | rows x cols     | launches |   us each | us a pass |   MB each "
+               "|    GB/s | share | TFLOP/s |\n");
+    fprintf(f, "|---------------------|-----------------|---------:|----------:|----------:|----------:"
+               "|--------:|------:|--------:|\n");
+}
+
+// A number in a column of `width`, which stays empty for 0.
+static void kernels_cell(FILE *f, int width, int digits, double x, const char *unit) {
+    char text[64] = "";
+    if (x) snprintf(text, sizeof text, "%.*f%s", digits, x, unit);
+    fprintf(f, " %*s |", width, text);
+}
+
+// One row of the table.
+static void kernels_row(FILE *f, const KernelBench *b, const KernelTimes *k) {
+    char name[64], shape[40] = "";
+    double launches = (double)arrlen(k->seconds) / b->passes, gb_s = k->is.bytes / k->each;
+    kernel_name(&k->is, name);
+    if (k->is.rows) snprintf(shape, sizeof shape, "%d x %d", k->is.rows, k->is.cols);
+    fprintf(f, "| %-19s | %-15s |", name, shape);
+    kernels_cell(f, 8, launches == floor(launches) ? 0 : 2, launches, "");
+    kernels_cell(f, 9, 2, 1e6 * k->each, "");
+    kernels_cell(f, 9, 1, 1e6 * k->each * launches, "");
+    kernels_cell(f, 9, 3, 1e-6 * k->is.bytes, "");
+    kernels_cell(f, 7, 1, 1e-9 * gb_s, "");
+    kernels_cell(f, 5, 0, 100 * gb_s / b->copy, "%");
+    kernels_cell(f, 7, 1, 1e-12 * k->is.flops / k->each, "");
+    fputc('\n', f);
+}
+
+// One JSON line.
+static void kernels_json(FILE *f, const KernelBench *b, const KernelTimes *k, const Session *s, const Options *o) {
+    char name[64];
+    double gb_s = k->is.bytes / k->each;
+    kernel_name(&k->is, name);
+    fprintf(f, "{\"test\":\"%s\",\"n\":%d,", b->test, b->n);
+    json_pair(f, "method", opt_str(o, "method"));
+    json_pair(f, "model", s->c->dir);
+    json_pair(f, "kernel", name);
+    fprintf(f, "\"rows\":%d,\"cols\":%d,\"launches\":", k->is.rows, k->is.cols);
+    json_real(f, (double)arrlen(k->seconds) / b->passes, 6);
+    fprintf(f, ",\"us\":%.3f,\"bytes\":%.0f,\"gb_s\":%.2f,", 1e6 * k->each, k->is.bytes, 1e-9 * gb_s);
+    fprintf(f, "\"copy_gb_s\":%.2f,\"share\":%.4f,", 1e-9 * b->copy, gb_s / b->copy);
+    fprintf(f, "\"tflop_s\":%.3f}\n", 1e-12 * k->is.flops / k->each);
+}
+
+// The kernels of one test, and what they come to together.
+static void kernels_print(FILE *f, KernelBench *b, const Session *s, const Options *o) {
+    double launches = 0, all = 0;
+    int json = opt_int(o, "json");
+    for (int i = 0; i < (int)arrlen(b->kernel); i++) {
+        KernelTimes *k = &b->kernel[i];
+        kernel_work(b, k);
+        k->each = fmax(median(k->seconds, (int)arrlen(k->seconds)), 1e-9);
+        launches += (double)arrlen(k->seconds) / b->passes;
+        all += k->each * (double)arrlen(k->seconds) / b->passes;
+    }
+    if (!json) kernels_header(f, b, s, o);
+    for (int i = 0; i < (int)arrlen(b->kernel); i++) {
+        if (json) kernels_json(f, b, &b->kernel[i], s, o);
+        else kernels_row(f, b, &b->kernel[i]);
+    }
+    if (!json) {
+        fprintf(f, "| %-19s | %15s | %8.1f | %9s | %9.1f ", "all", "", launches, "", 1e6 * all);
+        fprintf(f, "| %9s | %7s | %5s | %7s |\n\n", "", "", "", "");
+    }
+    fflush(f);
+    for (int i = 0; i < (int)arrlen(b->kernel); i++) arrfree(b->kernel[i].seconds);
+    arrfree(b->kernel);
+}
+
+// The kernels of a prefill of n ids or of a decode step behind n rows.
+static void kernels_test(Session *s, const Options *o, const char *test, int n, FILE *f) {
+    KernelBench b = { .test = test, .n = n, .copy = bandwidth(s) };
+    if (*test == 't') fill_cache(s, n);
+    if (KV_DEV(s)) kernels_watch_cuda(s, 1);
+    if (*test == 't') kernels_decode(&b, s, opt_int(o, "repeat"));
+    else kernels_prefill(&b, s, opt_int(o, "repeat"));
+    if (KV_DEV(s)) kernels_watch_cuda(s, 0);
+    kernels_print(f, &b, s, o);
+}
+
+// --bench-kernels without a device ends here: asked before the weights are made or read, and once more
+// when -d auto has decided.
+static void kernels_check(const Options *o) {
+    int there = 0;
+#ifdef KVCOMP_CUDA
+    there = strcmp(opt_str(o, "device"), "cpu") != 0;
+#endif
+    if (opt_int(o, "bench-kernels") && !there)
+        die(EXIT_USAGE, "--bench-kernels times what a GPU runs: it wants -d cuda and a program built with CUDA");
+}
+
+// All kernels of the method that --method names: every prefill, then every depth.
+static void bench_kernels(const App *a, const int *prompt, const int *depth, FILE *f) {
+    Session *s = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
+    for (int i = 0; i < (int)arrlen(prompt); i++) kernels_test(s, a->o, "pp", prompt[i], f);
+    for (int i = 0; i < (int)arrlen(depth); i++) kernels_test(s, a->o, "tg", depth[i], f);
+    session_close(s);
+}
+
 // ---- --bench
 // Tells the memory plan, through -c, the longest context there will be.
 static void bench_context(Options *o, const int *prompt, const int *depth) {
@@ -24949,8 +25162,8 @@ static void bench_method(const App *a, const int *prompt, const int *depth) {
     session_close(s);
 }
 
-// The mode --bench: opens the model and prints the table of one method or, with --bench-suite, of
-// all. Returns the exit code.
+// The mode --bench: opens the model and prints the table of one method, with --bench-suite of all,
+// with --bench-kernels of the kernels of one. Returns the exit code.
 static int bench(Options *o) {
     App a = { .o = o };
     const char *path = opt_str(o, "bench-suite");
@@ -24960,11 +25173,15 @@ static int bench(Options *o) {
     Saving csv = { 0 };
     if (*path && save_begin(&csv, path, err)) die(EXIT_USAGE, "--bench-suite %s", err);
     bench_context(o, prompt, depth);
+    kernels_check(o);
     open_model(&a);
     choose_device(&a);
+    kernels_check(o);
     if (csv.f) {
         suite(&a, prompt, depth, opt_int(o, "repeat"), stdout, csv.f);
         if (save_keep(&csv, 1, err)) die(EXIT_RUN, "--bench-suite %s", err);
+    } else if (opt_int(o, "bench-kernels")) {
+        bench_kernels(&a, prompt, depth, stdout);
     } else {
         bench_method(&a, prompt, depth);
     }
@@ -28267,6 +28484,9 @@ static void check_options(const Options *o) {
     if (*opt_str(o, "dump-logits") && !ids) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
     check_trace(o);
     if (*opt_str(o, "bench-suite") && !bench) die(EXIT_USAGE, "--bench-suite goes with --bench");
+    if (opt_int(o, "bench-kernels") && !bench) die(EXIT_USAGE, "--bench-kernels goes with --bench");
+    if (opt_int(o, "bench-kernels") && (*opt_str(o, "bench-suite") || opt_int(o, "csv")))
+        die(EXIT_USAGE, "--bench-kernels prints a table or --json, and goes neither with --bench-suite nor with --csv");
     if (*opt_str(o, "budgets") && !eval && !*opt_str(o, "report"))
         die(EXIT_USAGE, "--budgets goes with --compare, --eval or --report");
     if (opt_int(o, "csv") && !eval && !bench && !*opt_str(o, "eval-merge"))

@@ -13227,6 +13227,9 @@ TEST(cli_odd, "what could not be written, overflows, half a method, an option wi
         { "--csv -p hi", 2, "--eval" },
         { "--json-rows -p hi", 2, "--json" },
         { "--bench-suite x.csv -p hi", 2, "--bench" },
+        { "--bench-kernels -p hi", 2, "goes with --bench" },
+        { "--bench --bench-kernels --csv", 2, "--json" },
+        { "--bench --bench-kernels -d cpu --synthetic tiny", 2, "-d cuda" },
         { "--lychee-iters 2147483647 -p hi", 2, "0..1000" },
         { "--loopserve-alpha 2 -p hi", 2, "0..1" },
         { "-ctk 'f16|f32' -p hi", 2, "wants one of" },
@@ -19475,6 +19478,103 @@ TEST(cuda_step_launches, "a decode step is five launches a layer and four more, 
             double n = step_cost(m, STEP_LAYERS, 16, STEP_ROWS, 1).launches;
             CHECK(n == 5 * STEP_LAYERS + 4, "%s: %g launches for %d layers", m->name, n, STEP_LAYERS);
         }
+}
+
+// ---- kernels one by one
+
+// What kernels_test writes for this test.
+static char *kernels_text(Session *s, Options *o, const char *test, int n, int json) {
+    static char *text;
+    static size_t size;
+    char err[256];
+    FILE *f = memory_stream(&text, &size);
+    options_set(o, "json", json ? "1" : "0", err);
+    kernels_test(s, o, test, n, f);
+    memory_stream_close(f);
+    return text;
+}
+
+// The number behind a key of the JSON line at p.
+static double kernels_number(const char *p, const char *key) {
+    char name[40];
+    snprintf(name, sizeof name, "\"%s\":", key);
+    const char *at = p ? strstr(p, name) : NULL;
+    return at ? strtod(at + strlen(name), NULL) : NAN;
+}
+
+// launches times a number, summed over the JSON lines of kernels whose name has this part.
+static double kernels_sum(const char *text, const char *part, const char *key) {
+    double sum = 0;
+    char name[64];
+    snprintf(name, sizeof name, "\"kernel\":\"%s", part);
+    for (const char *line = text; *line; line = strchr(line, '\n') + 1) {
+        const char *at = strstr(line, name);
+        if (at && at < strchr(line, '\n')) sum += kernels_number(line, "launches") * kernels_number(line, key);
+    }
+    return sum;
+}
+
+TEST(cuda_bench_kernels, "--bench-kernels: the launches of a step and of a prefill, their bytes add up to the "
+                         "weights, rows and index, every line is JSON, a step is a graph again afterwards") {
+    const double us = 1000;                     // of every launch in the emulator
+    char err[256];
+    Options *o = options_of("ctk=f16 ctv=f16 batch-size=128 repeat=1 bench=1 bench-kernels=1 budget=48");
+    Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
+    Weights *w = weights_synthetic(c, 1);
+    options_set(o, "device", "cuda", err);
+    Session *s = session_open(c, w, o, "full");
+    char *tg = kernels_text(s, o, "tg", 100, 1), *pp = kernels_text(s, o, "pp", 300, 1);
+    char *table = kernels_text(s, o, "tg", 100, 0);
+    double norms = (2.0 * c->L + 1) * c->C * 2, embed = (double)c->V * c->C * 2;
+    double matrices = (double)w->bytes - norms - (c->tied ? 0 : embed);
+    double product = kernels_sum(tg, "gemv_kernel", "bytes") + kernels_sum(tg, "qkv_kernel", "bytes");
+    // x and y of qkv, o, gate and up, down; and of the logits.
+    double ends = 4.0 * (c->L * ((32 + 128) + (64 + 32) + (32 + 128) + (64 + 32)) + 32 + 64);
+    CHECK(product == matrices + ends, "%g bytes of products, the matrices have %g, their vectors %g", product,
+          matrices, ends);
+    CHECK(kernels_sum(tg, "", "us") == (5 * c->L + 4) * us || !emu_count, "%g us", kernels_sum(tg, "", "us"));
+    CHECK(kernels_sum(tg, "decode_kernel", "bytes") > 100 * c->L * 2 * 64 &&
+              kernels_sum(tg, "decode_kernel", "bytes") < 140 * c->L * 2 * 64,
+          "%g bytes of rows", kernels_sum(tg, "decode_kernel", "bytes"));
+    double flops = kernels_sum(pp, "cublasGemmEx", "us") / us, gemm = c->L * 3 + (c->L - 1) * 9;
+    CHECK(flops == gemm || !emu_count, "%g products of a prefill in three blocks, should be %g", flops, gemm);
+    CHECK(kernels_number(strstr(pp, "tensor_kernel"), "tflop_s") > 0, "%s", pp);
+    int lines = 0;
+    for (char *line = tg, *end; *line; line = end + 1, lines++) {
+        end = strchr(line, '\n');
+        *end = 0;
+        Json *j = json_parse(line, (size_t)(end - line), err);
+        CHECK(j, "%s: %s", line, err);
+        json_free(j);
+        double gb_s = kernels_number(line, "bytes") / kernels_number(line, "us") * 1e-3;
+        double share = gb_s / kernels_number(line, "copy_gb_s");
+        CHECK(fabs(share - kernels_number(line, "share")) <= .05 * share, "%s", line);
+    }
+    int rows = 0, width = 0;
+    for (char *line = table, *end; *line; line = end + 1) {
+        end = strchr(line, '\n');
+        if (*line != '|') continue;
+        if (!width) width = (int)(end - line);
+        CHECK(end - line == width, "a line of %d characters: %.*s", (int)(end - line),
+              (int)(end - line), line);
+        rows++;
+    }
+    CHECK(rows == lines + 3, "%d rows of a table, %d lines", rows, lines);
+    decode(s, 1);
+    decode(s, 2);
+    CHECK(cuda_graphs(s), "a step is no graph any more");
+    session_close(s);
+    options_set(o, "quest-full-layers", "0", err);
+    s = session_open(c, w, o, "quest");
+    char *quest = kernels_text(s, o, "tg", 100, 1);
+    CHECK(kernels_number(strstr(quest, "quest_kernel"), "bytes") > 0, "%s", quest);
+    session_close(s);
+    free(quest);
+    free(table);
+    free(tg);
+    free(pp);
+    weights_close(w, c);
+    options_free(o);
 }
 
 // ---- the best of the logits
