@@ -39,7 +39,7 @@ MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)
 
 comma := ,
 all: kvcomp
-.PHONY: all deps install-deps run demo compare test traffic asan race fuzz cuda-check gpu-test gpu-bench clean
+.PHONY: all deps install-deps run demo compare web install-web web-test test traffic asan race fuzz cuda-check gpu-test gpu-bench clean
 
 # stb_ds.h is the one library; a compiler and it are all that is needed. CPATH may name the folder that holds stb/, and
 # Homebrew keeps it where clang does not look. Its macros give warnings unless it is taken as a system's header
@@ -120,6 +120,35 @@ COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,
 compare: kvcomp
 	./kvcomp --eval all --eval-items 12 --compare $(COMPARE) --budgets 64,128 -t 1
 
+# kvcomp in a browser: kvcomp.c as WebAssembly, the shipped model and data/web.html as one page, which opens by double click.
+# What is missing (emscripten) is installed first, and said so. Debian's emscripten looks for its JavaScript parser in NODE_PATH;
+# stb_ds.h is copied, because /usr/include holds the headers of another machine
+WEB_FLAGS = -std=gnu11 -O3 -msimd128 -Wall -Wextra -Werror -s MODULARIZE=1 -s EXPORT_NAME=kvcompModule -s ENVIRONMENT=worker,node \
+            -s INVOKE_RUN=0 -s ALLOW_MEMORY_GROWTH=1 -s INITIAL_MEMORY=67108864 -s TOTAL_STACK=5242880 -s ABORTING_MALLOC=0 \
+            -s EXPORTED_FUNCTIONS=_main,_malloc,_free
+WEB_MODEL = models/kvcomp-tiny
+WEB_NEEDS = echo "make web needs Debian's emscripten and node-acorn (or any emcc on the PATH)"; exit 1
+web: kvcomp.html
+install-web:
+	@command -v emcc >/dev/null || { command -v apt-get >/dev/null || { $(WEB_NEEDS); }; \
+	if [ "$$(id -u)" = 0 ]; then S=; else S=sudo; command -v sudo >/dev/null || { $(WEB_NEEDS); }; fi; \
+	echo "installing what is missing: emscripten node-acorn"; \
+	{ $$S apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$S apt-get install -y -qq --no-install-recommends emscripten node-acorn; } >/dev/null \
+	|| { $(WEB_NEEDS); }; }
+kvcomp_web.js: kvcomp.c kvcomp.h data/unicode.h $(wildcard $(WEB_MODEL)/*) Makefile | deps install-web
+	@rm -rf build/web && mkdir -p build/web
+	@cp "$$(echo '#include <stb/stb_ds.h>' | $(CC) -M -E -x c - | tr ' ' '\n' | grep 'stb_ds\.h$$')" build/web/stb_ds.h
+	@mkdir build/web/stb && mv build/web/stb_ds.h build/web/stb
+	NODE_PATH=$${NODE_PATH:-/usr/share/nodejs} emcc $(WEB_FLAGS) -Ibuild/web --embed-file $(WEB_MODEL)@/model -o $@ kvcomp.c
+kvcomp.html: kvcomp_web.js data/web.html
+	@awk '/^@@GLUE@@$$/ { system("cat kvcomp_web.js"); next } /^@@WASM@@$$/ { system("base64 -w 0 kvcomp_web.wasm"); next } \
+	     { print; fflush() }' data/web.html >$@.part && mv $@.part $@
+	@ls -l $@ | awk '{ printf "kvcomp.html: %.1f MB, opens by double click\n", $$5 / 1e6 }'
+# the page in headless Chromium, and beside ./kvcomp; what is not installed is left out, and said so
+web-test: kvcomp kvcomp.html
+	@command -v node >/dev/null || { echo "node is not installed: the page is not tested"; exit 1; }
+	node data/web_test.js
+
 # kvcomp.cu's kernels are tested without a GPU: g++ compiles them against cuda_emu.h. Without g++ they are left out
 EMUFLAGS = -x c++ -std=c++17 -g -Wall -Wextra -Werror -Wno-unused-function -fno-exceptions -fno-rtti -DKVCOMP_TEST -include cuda_emu.h
 ifneq ($(CXX_OK),)
@@ -182,4 +211,5 @@ fuzz: fuzz_targets
 	FUZZ_TARGET=$$t ./fuzz_targets -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=20 -rss_limit_mb=4096 -artifact_prefix=fuzz_found_ fuzz_corpus/$$t || exit 1; done
 
 clean:
-	rm -f *.o gpu-bench.csv tests_race tests_hard tests_gpu kvcomp tests tests_asan fuzz_targets fuzz_ignored
+	rm -rf build/web
+	rm -f kvcomp.html kvcomp_web.js kvcomp_web.wasm *.o gpu-bench.csv tests_race tests_hard tests_gpu kvcomp tests tests_asan fuzz_targets fuzz_ignored

@@ -72,6 +72,7 @@
 //   28 BENCHMARK: what a method saves in time
 //   29 REPORT: measurements and pictures as one page
 //   30 COMMAND LINE: options, help, main
+//   31 BROWSER: what the page of `make web` calls
 #ifndef SIMD     // defined while this file includes itself for the kernels: section 16
 #define _GNU_SOURCE
 #include "kvcomp.h"
@@ -29368,5 +29369,522 @@ int kvcomp_main(int argc, char **argv) {
 #ifndef KVCOMP_NO_MAIN
 int main(int argc, char **argv) { return kvcomp_main(argc, argv); }
 #endif
+
+// ==================================================================================================== 31 BROWSER
+// `make web` compiles this file to WebAssembly and writes it, the shipped model and data/web.html
+// into one page, kvcomp.html. A Web Worker of that page calls the functions below, one at a time. A
+// side is a session with its own record, as in section 25. Up to four sides answer side by side, and
+// the last one follows one of them, token by token, with the method of the picture that is looked
+// at. Replies are greedy. The tests call the same functions without a browser.
+//
+// What a function returns as text is JSON unless it says otherwise, and lasts until the next call.
+// What the program says on stderr the worker shows too.
+#if defined(__EMSCRIPTEN__) || defined(KVCOMP_NO_MAIN)
+#define WEB __attribute__((used))       // a function that the worker calls
+
+enum {
+    WEB_SIDES  = 5,
+    WEB_FOLLOW = WEB_SIDES - 1,         // the side that follows another
+    WEB_MAP    = 512,                   // tokens of an attention map, at most
+};
+
+typedef struct {
+    Side side;              // session, record, options; side.app.s NULL: not open
+    Decoder reply;          // the text of the reply that is made
+    Decoder all;            // the text of all tokens
+    int made;               // tokens of the reply so far
+    double read;            // bytes of rows that the last step read
+} WebSide;
+
+static App web;                         // model, tokenizer, template and options of all sides
+static WebSide web_side[WEB_SIDES];
+static char *web_text;                  // what the last call returned
+static size_t web_size;
+static const char *web_too_long = "the dialogue is longer than the positions of the model";
+static float *web_queries;              // (L,H,D): the queries of the follower's last step
+static struct {                         // the attention map that is drawn
+    LoopServe x;
+    int l, h;
+    FILE *f;
+} web_map;
+
+static FILE *web_begin(void) {
+    free(web_text);
+    web_text = NULL;
+    return memory_stream(&web_text, &web_size);
+}
+
+static const char *web_end(FILE *f) {
+    memory_stream_close(f);
+    return web_text;
+}
+
+// "key":[x[0],..], with the comma behind it.
+static void web_reals(FILE *f, const char *key, const double *x, int n) {
+    fprintf(f, "\"%s\":[", key);
+    for (int i = 0; i < n; i++) {
+        if (i) fputc(',', f);
+        json_real(f, x[i], 6);
+    }
+    fputs("],", f);
+}
+
+static void web_ints(FILE *f, const char *key, const int *x, int n) {
+    fprintf(f, "\"%s\":[", key);
+    for (int i = 0; i < n; i++) fprintf(f, "%s%d", i ? "," : "", x[i]);
+    fputs("],", f);
+}
+
+// ---- the model and its methods
+
+// The methods of section 14, in its order.
+static void web_methods(FILE *f) {
+    fputs("\"methods\":[", f);
+    EACH_METHOD(m) {
+        fputs(m == methods ? "{" : ",{", f);
+        json_pair(f, "name", (*m)->name);
+        json_pair(f, "paper", (*m)->paper);
+        json_pair(f, "keeps", (*m)->keeps);
+        fprintf(f, "\"budget\":%d}", (*m)->budget);
+    }
+    fputs("],", f);
+}
+
+// The lines of --demo, with the answers of those that ask, and the values that show a method at
+// work on a short dialogue (section 29).
+static void web_script(FILE *f) {
+    fputs("\"script\":[", f);
+    for (int i = 0; i < N_DEMO_LINES; i++) {
+        fputs(i ? ",{" : "{", f);
+        if (demo_lines[i].answer) json_pair(f, "answer", demo_lines[i].answer);
+        json_pair(f, "user", demo_lines[i].user);
+        fputs("\"n\":0}", f);
+    }
+    fputs("],\"values\":[", f);
+    for (int i = 0; i < DEMO_VALUES; i++) fprintf(f, "%s\"%s=%s\"", i ? "," : "", demo_values[i][0], demo_values[i][1]);
+    fputs("],", f);
+}
+
+// Opens the model of this folder: its shape, the methods, the script.
+WEB const char *web_open(const char *dir) {
+    char err[512];
+    web = (App){ .o = options_new() };
+    if (options_set(web.o, "model", dir, err) || options_set(web.o, "temp", "0", err)) die(EXIT_USAGE, "%s", err);
+    web.c = config_load(dir);
+    web.w = weights_load(web.c);
+    open_tokenizer(&web, 1);
+    web_queries = xcalloc((size_t)web.c->L * web.c->H * web.c->D, sizeof *web_queries);
+
+    FILE *f = web_begin();
+    Report r = { .a = &web, .o = web.o };
+    fputs("{", f);
+    web_methods(f);
+    web_script(f);
+    fprintf(f, "\"L\":%d,\"H\":%d,\"G\":%d,\"D\":%d,", web.c->L, web.c->H, web.c->G, web.c->D);
+    fprintf(f, "\"fact_head\":%d,\"context\":%d,", fact_head(&r, 1), ctx_limit(&web));
+    fprintf(f, "\"simd\":\"%s\",\"version\":\"%s\"}", simd_name(), KVCOMP_VERSION);
+    return web_end(f);
+}
+
+// Notes the follower's queries for LycheeCluster's tree. It rides on the method as a second part and
+// is not in the table of methods. q (H,D).
+static void web_probe_select(Session *s, void *ms, int l, const float *q) {
+    size_t n = (size_t)s->c->H * s->c->D;
+    (void)ms;
+    memcpy(web_queries + (size_t)l * n, q, n * sizeof *q);
+}
+
+static const Method web_probe = { .name = "probe", .select = web_probe_select };
+
+// Options of a side: the model's, and lines of "name=value". NULL, and the reason in err, when a
+// line cannot be taken.
+static Options *web_options(const char *lines, char err[256]) {
+    Options *o = options_copy(web.o);
+    char *text = copy_text(lines), *rest = NULL;
+    int bad = 0;
+    for (char *line = strtok_r(text, "\n", &rest); line && !bad; line = strtok_r(NULL, "\n", &rest)) {
+        char *value = strchr(line, '=');
+        if (value) *value++ = 0;
+        bad = options_set(o, line, value ? value : "1", err) || out_of_range(o, line, err);
+    }
+    free(text);
+    if (!bad) return o;
+    options_free(o);
+    return NULL;
+}
+
+// Opens side i with a method and options, and plays its record into it; in the middle of a reply,
+// the reply goes on by the new method. "" (no JSON), or the reason why the side stays as it is.
+WEB const char *web_method(int i, const char *method, const char *options) {
+    WebSide *x = &web_side[i];
+    Side now = { 0 };
+    char err[512] = "";
+    Options *o = web_options(options, err);
+    FILE *f = web_begin();
+    if (o) {
+        side_open(&now, &web, o, method, NULL);
+        options_free(o);
+        if (now.app.s && x->side.app.turn && !record_fits(now.app.s, x->side.app.turn, now.refused) &&
+            record_overflows(&now.app, x->side.app.turn))
+            snprintf(now.refused, sizeof now.refused, "%s", web_too_long);
+        snprintf(err, sizeof err, "%s", now.refused);
+    }
+    if (!*err) {
+        if (i == WEB_FOLLOW && now.app.s->n_part < MAX_PARTS)
+            now.app.s->part[now.app.s->n_part++] = (Part){ &web_probe, xcalloc(1, 1) };
+        now.app.turn = x->side.app.turn;
+        now.app.closed = x->side.app.closed;
+        x->side.app.turn = NULL;
+        if (x->side.app.o) side_close(&x->side);
+        x->side = now;
+        x->reply.t = x->all.t = web.tok;
+        x->reply.skip_special = 1;
+        x->read = 0;
+        replay(&x->side.app, (int)arrlen(now.app.turn));
+    } else if (o) {
+        side_close(&now);
+    }
+    fputs(err, f);
+    return web_end(f);
+}
+
+// Forgets the dialogue of side i.
+WEB void web_clear(int i) {
+    if (web_side[i].side.app.s) chat_clear(&web_side[i].side.app);
+}
+
+// Closes side i.
+WEB void web_close(int i) {
+    if (web_side[i].side.app.o) side_close(&web_side[i].side);
+    web_side[i] = (WebSide){ 0 };
+}
+
+// ---- a turn
+
+// Feeds a message to side i. 0, or -1: it does not fit, and a line on stderr says why.
+WEB int web_say(int i, const char *text) {
+    WebSide *x = &web_side[i];
+    App *a = &x->side.app;
+    Turn t = render_turn(a, text);
+    if (!arrlen(t.pre) || !message_known(a, &t) || !message_fits(a, (int)arrlen(t.pre))) {
+        turn_free(t);
+        return -1;
+    }
+    arrput(a->turn, t);
+    feed_prefill(a, &t);
+    a->closed = 0;
+    x->made = 0;
+    x->reply = (Decoder){ .t = web.tok, .skip_special = 1 };
+    return 0;
+}
+
+// One step of the reply of side i, of at most n tokens, as generate does it: the text that came,
+// and whether the reply goes on.
+WEB const char *web_step(int i, int n) {
+    WebSide *x = &web_side[i];
+    App *a = &x->side.app;
+    char *text = NULL;
+    double before = a->s->clk.bytes_attended;
+    int id = x->made < n ? sample(a) : -1;
+    int more = id >= 0 && !is_stop(a, id) && reply_has_room(a);
+    if (more) {
+        text = decode_token(&x->reply, id, text);
+        arrput(arrlast(a->turn).dec, id);
+        feed_decode(a, id);
+        x->made++;
+        x->read = a->s->clk.bytes_attended - before;
+    } else {
+        text = decode_flush(&x->reply, text);
+    }
+    FILE *f = web_begin();
+    fprintf(f, "{\"more\":%d,\"text\":", more);
+    json_escape(f, text ? text : "", arrlenu(text));
+    fputc('}', f);
+    arrfree(text);
+    return web_end(f);
+}
+
+// Do the turns `now` go on where `had` ends?
+static int web_goes_on(const Turn *had, const Turn *now) {
+    int n = (int)arrlen(had);
+    if (n > (int)arrlen(now)) return 0;
+    for (int k = 0; k < n; k++) {
+        const Turn *a = &had[k], *b = &now[k];
+        size_t pre = arrlenu(a->pre), dec = arrlenu(a->dec);
+        if (pre != arrlenu(b->pre) || dec > arrlenu(b->dec)) return 0;
+        if (k < n - 1 && dec != arrlenu(b->dec)) return 0;
+        if (memcmp(a->pre, b->pre, pre * sizeof *a->pre)) return 0;
+        if (dec && memcmp(a->dec, b->dec, dec * sizeof *a->dec)) return 0;
+    }
+    return 1;
+}
+
+// Side i is fed what side `of` has said and heard, as far as it does not know it. "" (no JSON), or the
+// reason why it cannot follow.
+WEB const char *web_follow(int i, int of) {
+    App *a = &web_side[i].side.app;
+    const Turn *now = web_side[of].side.app.turn;
+    char err[512] = "";
+    if (!web_goes_on(a->turn, now)) chat_clear(a);
+    if (!record_fits(a->s, now, err) && record_overflows(a, now))
+        snprintf(err, sizeof err, "%s", web_too_long);
+    for (int k = max_int((int)arrlen(a->turn) - 1, 0); k < (int)arrlen(now) && !*err; k++) {
+        if (k == (int)arrlen(a->turn)) {
+            Turn t = now[k];
+            t.pre = ids_put(NULL, now[k].pre, (int)arrlen(now[k].pre));
+            t.dec = NULL;
+            arrput(a->turn, t);
+            feed_prefill(a, &t);
+        }
+        for (int j = (int)arrlen(a->turn[k].dec); j < (int)arrlen(now[k].dec); j++) {
+            arrput(a->turn[k].dec, now[k].dec[j]);
+            feed_decode(a, now[k].dec[j]);
+        }
+    }
+    FILE *f = web_begin();
+    fputs(err, f);
+    return web_end(f);
+}
+
+// ---- what a side holds
+
+// The tokens of side i from number `from` on, which is 0 or the end of what the last call gave:
+// [text, TOK_*, segment, position].
+WEB const char *web_tokens(int i, int from) {
+    WebSide *x = &web_side[i];
+    const Session *s = x->side.app.s;
+    char *text = NULL;
+    FILE *f = web_begin();
+    if (!from) x->all = (Decoder){ .t = web.tok };
+    fputc('[', f);
+    for (int t = from; t < s->n_tok; t++) {
+        if (s->tok[t].id >= 0) text = decode_token(&x->all, s->tok[t].id, text);
+        fputs(t > from ? ",[" : "[", f);
+        json_escape(f, text ? text : "", arrlenu(text));
+        fprintf(f, ",%d,%d,%d]", s->tok[t].kind, s->tok[t].seg, s->tok[t].pos);
+        arrsetlen(text, 0);
+    }
+    fputc(']', f);
+    arrfree(text);
+    return web_end(f);
+}
+
+// For each of the n_tok tokens of side i, in (L*G + L*H + 7) / 8 bytes: bit l*G + g says that this
+// KV head holds a row of it, bit L*G + l*H + h that this query head read one in the last step.
+WEB const unsigned char *web_masks(int i) {
+    static unsigned char *mask;
+    static int *rows;
+    const Session *s = web_side[i].side.app.s;
+    int L = s->c->L, H = s->c->H, G = s->c->G, wide = (L * G + L * H + 7) / 8;
+    arrsetlen(mask, (size_t)s->n_tok * wide + 1);
+    arrsetlen(rows, (size_t)s->n_tok + 1);
+    memset(mask, 0, arrlenu(mask));
+    for (int l = 0; l < L; l++)
+        for (int h = 0; h < H; h++) {
+            const KVHead *head = kv_head(s, l, h * G / H);
+            int kept = l * G + h * G / H, read = L * G + l * H + h, n = view_rows(s, l, h, rows);
+            for (int r = 0; r < head->len; r++) mask[(size_t)head->src[r] * wide + kept / 8] |= (unsigned char)(1 << kept % 8);
+            for (int r = 0; r < n; r++) mask[(size_t)head->src[rows[r]] * wide + read / 8] |= (unsigned char)(1 << read % 8);
+        }
+    return mask;
+}
+
+// Bytes, rows and speed of side i; rows 1: also every row held and every view, as --json-rows has
+// them.
+WEB const char *web_facts(int i, int rows) {
+    const WebSide *x = &web_side[i];
+    const App *a = &x->side.app;
+    char words[96];
+    FILE *f = web_begin();
+    rows_in_words(a->s, words);
+    fputs("{", f);
+    json_pair(f, "method", a->method);
+    json_pair(f, "label", x->side.label);
+    json_pair(f, "rows_in_words", words);
+    json_pair(f, "saves", what_is_saved(a->s));
+    json_bytes(a->s, f);
+    json_speed(a, f);
+    fprintf(f, "\"read\":%.0f,\"tokens\":%d,\"turns\":%d,\"made\":%d,", x->read, a->s->n_tok, a->s->turn, x->made);
+    fprintf(f, "\"budget\":%d,\"budgeted\":%d,\"longest\":%d", a->s->budget, uses_budget(a->s), rows_held(a));
+    if (rows) {
+        json_rows(a->s, f);
+        json_views(a->s, f);
+    }
+    fputs("}", f);
+    return web_end(f);
+}
+
+// ---- the papers' pictures, drawn from the follower
+
+// Neighbouring lines as ranges [lo,hi).
+static void web_runs(FILE *f, const char *key, const uint64_t *bits, int n, LineRange *run) {
+    int k = bit_runs(bits, n, run);
+    fprintf(f, "\"%s\":[", key);
+    for (int i = 0; i < k; i++) fprintf(f, "%s[%d,%d]", i ? "," : "", run[i].lo, run[i].hi);
+    fputs("],", f);
+}
+
+// A method's commit hook that writes the map of one head. q (T,H,D).
+static void web_map_commit(Session *s, void *ms, int l, const float *q, int T) {
+    (void)ms;
+    if (l != web_map.l) return;
+    size_t mark = scratch_mark(s);
+    int side = min_int(T, MAP_SIDE);
+    Tile *tile = tiles_new(s);
+    LoopRoom *w = loop_rooms(s, web_map.x.m, T);
+    unsigned char *pixel = scratch(s, (size_t)side * side);
+    LoopFound found;
+    Lines a = map_choose(s, &web_map.x, l, web_map.h, q, T, w, tile, &found);
+    map_pixels(s, l, web_map.h, q, T, side, tile, pixel);
+    fprintf(web_map.f, "{\"tokens\":%d,\"side\":%d,\"dense\":%d,", T, side, a.dense);
+    fprintf(web_map.f, "\"cells\":%.6f,\"mass\":%.6f,", found.cells, found.mass);
+    web_runs(web_map.f, "columns", a.v, T, w->run);
+    web_runs(web_map.f, "slashes", a.s, T, w->run);
+    fputs("\"shades\":\"", web_map.f);
+    for (int i = 0; i < side * side; i++) fprintf(web_map.f, "%x", pixel[i]);
+    fputs("\"}", web_map.f);
+    scratch_reset(s, mark);
+}
+
+static const Method web_map_probe = { .name = "map", .commit = web_map_commit };
+
+// The attention map of query head h of layer l over the first tokens of the follower's dialogue, in one
+// prefill, and the lines that LoopServe chooses there with the follower's options.
+WEB const char *web_lines(int l, int h) {
+    const App *a = &web_side[WEB_FOLLOW].side.app;
+    char err[512];
+    int *ids = NULL;
+    for (int k = 0; k < (int)arrlen(a->turn); k++) {
+        ids = ids_put(ids, a->turn[k].pre, (int)arrlen(a->turn[k].pre));
+        ids = ids_put(ids, a->turn[k].dec, (int)arrlen(a->turn[k].dec));
+    }
+    FILE *f = web_begin();
+    Session *s = session_try(a->c, a->w, a->o, "full", err);
+    memset(&web_map, 0, sizeof web_map);
+    web_map.l = l;
+    web_map.h = h;
+    web_map.f = f;
+    if (ids && s && !loop_rule(s, &web_map.x)) {
+        s->part[s->n_part++] = (Part){ &web_map_probe, xcalloc(1, 1) };
+        prefill(s, ids, min_int((int)arrlen(ids), WEB_MAP));
+    } else {
+        fputs("{\"tokens\":0}", f);
+    }
+    session_close(s);
+    arrfree(ids);
+    return web_end(f);
+}
+
+// PATS, which the follower plays: the bits that the rows of every token have lost, those that the
+// schedule asks for, and the key row of token t in the layers' middle as f16 numbers.
+WEB const char *web_bits(int t) {
+    const Session *s = web_side[WEB_FOLLOW].side.app.s;
+    const Pats *x = s->part[0].ms;
+    int n = s->n_tok, D = s->c->D, *lost = NULL, *due = NULL, *row = NULL;
+    float key[PATS_MAX_D];
+    uint16_t half[PATS_MAX_D];
+    for (int i = 0; i < n; i++) {
+        arrput(lost, i < x->cut ? x->bits[i] : 0);
+        arrput(due, pats_bits(x, i, n));
+    }
+    if (t >= 0 && t < n) {
+        kv_load_k(s, kv_head(s, s->c->L / 2, 0), NULL, t, 1, key);
+        from_f32(half, key, DT_F16, (size_t)D);
+        for (int i = 0; i < D; i++) arrput(row, half[i]);
+    }
+    FILE *f = web_begin();
+    fputs("{", f);
+    web_ints(f, "lost", lost, n);
+    web_ints(f, "due", due, n);
+    web_ints(f, "row", row, (int)arrlen(row));
+    fprintf(f, "\"window\":%d,\"sink\":%d,\"least\":%d,\"most\":%d,\"layer\":%d}", x->window, x->sink, x->b_min,
+            x->b_max, s->c->L / 2);
+    arrfree(lost);
+    arrfree(due);
+    arrfree(row);
+    return web_end(f);
+}
+
+// One node of the tree: its scores, without the end of the object.
+static void web_node(FILE *f, TreeView *v, const Nodes *u, int node) {
+    fprintf(f, "{\"id\":%d,\"match\":%.4f,\"slack\":%.4f,", node, node_match(v, u, node), node_slack(v, u, node));
+}
+
+// The clusters of a list (by_score), the best first, with their chunks: [from, to, read].
+static void web_clusters(FILE *f, TreeView *v, int first, const int *next) {
+    int *order = by_score(v, &v->t->fine, first, next);
+    fputs("\"clusters\":[", f);
+    for (int i = 0; i < (int)arrlen(order); i++) {
+        if (i) fputc(',', f);
+        web_node(f, v, &v->t->fine, order[i]);
+        fputs("\"chunks\":[", f);
+        int begun = 0;
+        for (int j = v->t->fine.first[order[i]]; j >= 0; j = v->t->fine.next[j]) {
+            const int *start = v->x->start;
+            fprintf(f, "%s[%d,%d,%d]", begun++ ? "," : "", start[j], start[j + 1], v->read[start[j]]);
+        }
+        fputs("]}", f);
+    }
+    fputs("]}", f);
+    arrfree(order);
+}
+
+// LycheeCluster, which the follower plays: the tree by which query head h of layer l read in the last
+// step, units and clusters in the order of their scores. {} while there is none.
+WEB const char *web_tree(int l, int h) {
+    const Session *s = web_side[WEB_FOLLOW].side.app.s;
+    const Lychee *x = s->part[0].ms;
+    FILE *f = web_begin();
+    if (!x->M_built || !indexed_layer(s, x, l) || !s->step) {
+        fprintf(f, "{\"full_layers\":%d}", x->full_layers);
+        return web_end(f);
+    }
+    TreeView v = tree_view_open(s, web_queries, l, h);
+    const Nodes *top = &v.t->coarse;
+    int *order = top->n ? by_score(&v, top, 0, NULL) : NULL;
+    fprintf(f, "{\"lo\":%.4f,\"hi\":%.4f,\"sink\":%d,\"recent\":%d,\"units\":[", v.lo, v.hi, x->sink, t_idx(x));
+    for (int i = 0; i < (int)arrlen(order); i++) {
+        if (i) fputc(',', f);
+        web_node(f, &v, top, order[i]);
+        fprintf(f, "\"opened\":%d,", v.opened[order[i]]);
+        web_clusters(f, &v, top->first[order[i]], top->next);
+    }
+    if (!top->n) {
+        fputs("{\"id\":-1,\"opened\":1,", f);
+        web_clusters(f, &v, 0, NULL);
+    }
+    fputs("]}", f);
+    arrfree(order);
+    tree_view_close(&v);
+    return web_end(f);
+}
+
+// DiliLazyKV: the heads' scores, (L,H) each, and the rows before the recent ones that each head gets
+// with the follower's options.
+WEB const char *web_heads(void) {
+    static const char *kind[] = { "dili", "lazy", "inf" };
+    const App *a = &web_side[WEB_FOLLOW].side.app;
+    Report r = { .a = &web, .o = a->o };
+    char path[1100], err[512];
+    int n = web.c->L * web.c->H, budget = a->s->budget;
+    int window = opt_given(a->o, "obs-window") ? opt_int(a->o, "obs-window") : 16;
+    int base = budget > window ? budget - window : budget, *cap = xcalloc((size_t)n, sizeof *cap);
+    FILE *f = web_begin();
+    fputs("{", f);
+    scores_path(&r, path);
+    for (int i = 0; i < 3; i++) {
+        double *x = scores_load(path, kind[i], web.c->L, web.c->H, err);
+        if (x) web_reals(f, kind[i], x, n);
+        if (x && i == 2)
+            dililazy_caps(x, web.c->L, web.c->H, base, opt_real(a->o, "dililazy-beta"), opt_real(a->o, "dililazy-eps"),
+                          ALLOC_PAPER, cap);
+        free(x);
+    }
+    web_ints(f, "caps", cap, n);
+    fprintf(f, "\"window\":%d,\"base\":%d}", window, base);
+    free(cap);
+    return web_end(f);
+}
+#endif  // __EMSCRIPTEN__ or KVCOMP_NO_MAIN
 
 #endif  // SIMD
