@@ -140,6 +140,63 @@ async function testEqual() {
     console.log(`  ${turns} turns, ${differ} differ with this machine's own instruction set; ${best.toFixed(0)} tokens/s at best`);
 }
 
+// ---- headless Chromium, driven through a pipe
+
+// Starts it and opens the page in a window of its own; { evaluate, send, close }.
+async function Browser(wide, dark) {
+    const program = ["chromium", "chromium-browser", "google-chrome"].find(p => spawnSync(p, ["--version"]).status === 0);
+    if (!program) return null;
+    const root = process.getuid && process.getuid() === 0 ? ["--no-sandbox"] : [];
+    const child = spawn(program, ["--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
+                                  "--js-flags=--expose-gc", "--user-data-dir=" + fs.mkdtempSync(path.join(folder, "chromium-")), ...root],
+                        { stdio: ["ignore", "ignore", "ignore", "pipe", "pipe"] });
+    const waiting = new Map(), self = { errors: [] };
+    let next = 1, rest = "", session;
+    child.stdio[4].setEncoding("utf8");
+    child.stdio[4].on("data", piece => {
+        const parts = (rest + piece).split("\0");
+        rest = parts.pop();
+        for (const m of parts.map(x => JSON.parse(x))) {
+            if (m.id) waiting.get(m.id)(m);
+            if (m.method === "Runtime.exceptionThrown") self.errors.push(m.params.exceptionDetails.exception?.description || m.params.exceptionDetails.text);
+            if (m.method === "Log.entryAdded" && m.params.entry.level === "error") self.errors.push(m.params.entry.text);
+            if (m.method === "Page.javascriptDialogOpening") self.errors.push("a dialog: " + m.params.message);
+        }
+    });
+    self.send = (method, params = {}) => new Promise((done, fail) => {
+        waiting.set(next, m => m.error ? fail(new Error(method + ": " + m.error.message)) : done(m.result));
+        child.stdio[3].write(JSON.stringify({ id: next++, method, params, sessionId: session }) + "\0");
+    });
+    // The value of an expression in the page; a promise is waited for.
+    self.evaluate = async code => {
+        const r = await self.send("Runtime.evaluate", { expression: code, awaitPromise: true, returnByValue: true });
+        if (r.exceptionDetails) throw new Error(r.exceptionDetails.exception?.description || r.exceptionDetails.text);
+        return r.result.value;
+    };
+    self.key = async (key, text, modifiers = 0) => {
+        await self.send("Input.dispatchKeyEvent", { type: "keyDown", key, text, modifiers, windowsVirtualKeyCode: { Tab: 9, Enter: 13, ArrowRight: 39, ArrowLeft: 37, Home: 36 }[key] });
+        await self.send("Input.dispatchKeyEvent", { type: "keyUp", key });
+    };
+    self.picture = async name => {
+        const { data } = await self.send("Page.captureScreenshot", { format: "png" });
+        fs.writeFileSync(name, Buffer.from(data, "base64"));
+    };
+    self.close = () => {
+        child.stdio[3].end();
+        child.kill();
+    };
+    const { targetId } = await self.send("Target.createTarget", { url: "about:blank" });
+    session = (await self.send("Target.attachToTarget", { targetId, flatten: true })).sessionId;
+    for (const domain of ["Page", "Runtime", "Log"]) await self.send(domain + ".enable");
+    await self.send("Emulation.setDeviceMetricsOverride", { width: wide, height: wide > 600 ? 1000 : 800, deviceScaleFactor: 1, mobile: wide < 600 });
+    await self.send("Emulation.setEmulatedMedia", { features: [{ name: "prefers-color-scheme", value: dark ? "dark" : "light" }] });
+    const t0 = performance.now();
+    await self.send("Page.navigate", { url: "file://" + path.resolve("kvcomp.html") });
+    await self.evaluate(`new Promise(done => { const look = () => document.documentElement?.dataset.ready ? done() : setTimeout(look, 5); look(); })`);
+    self.opened = performance.now() - t0;
+    return self;
+}
+
 const tests = [
     ["equal", "replies, rows held and rows read are the program's, for every method", testEqual],
 ];
