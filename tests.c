@@ -16917,6 +16917,18 @@ TEST(eval_lines, "a line of a file of answers that is none is refused with its n
     }
 }
 
+// ---- data/ports: two methods for transformers
+
+TEST(ports, "data/ports: with LycheeCluster and DiliLazyKV in it, transformers decides and answers as "
+            "kvcomp does, in one process and in two that share the heads") {
+    needs_program();
+    int rc = sh("python3 -B data/ports/check.py --can-run");
+    if (rc == 127 || rc == 3) leave_out("python3 with torch and transformers 5.23 (data/ports)");
+    CHECK(rc == 0, "%d: %s", rc, sh_err);
+    rc = sh("timeout 600 nice python3 -B data/ports/check.py");
+    CHECK(rc == 0 && strstr(sh_out, "comparisons, all equal"), "%d: %s%s", rc, sh_out, sh_err);
+}
+
 // ==================================================================================================== 16 CUDA
 
 // kvcomp.cu against its CPU twins. In a build without a GPU the kernels run under cuda_emu.h; every

@@ -1,0 +1,322 @@
+#!/usr/bin/env python3
+"""Holds the ports beside this file against kvcomp.
+
+    python3 data/ports/check.py [--program ./kvcomp] [--model models/kvcomp-tiny] [--processes 2] [lychee dililazy]
+
+It needs torch, transformers (5.23 or later), safetensors and numpy; --can-run says in one line what is missing, with
+exit code 3. For each method:
+
+  trace       kvcomp writes q, k, v and its decisions of two turns, pass by pass. The port's Cache and attention function
+              get the same q, k and v. They must hold and read the same rows; LycheeCluster must cut the same chunks and
+              make the same clusters; the outputs of attention must agree within 1e-4.
+  replies     transformers with the port answers some dialogues as kvcomp does, letter by letter. Full attention, too,
+              must answer one of them otherwise: the check would notice a port that does nothing.
+  processes   the same replies from torchrun with several processes, which share the heads by the tp_plan that
+              transformers has for the model. Where the KV heads cannot be shared evenly, the model gets more of them, all
+              zeros: they change no output. kvcomp runs that model, too.
+
+The last line is "N comparisons, all equal"; the first difference ends it with exit code 5.
+"""
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+DIALOGUES = [0, 4, 20]              # lines of data/dialogues.jsonl whose replies differ between the methods
+BUDGET = {"lychee": 64, "dililazy": 40}
+REPLY = 48                          # most tokens of a reply
+TOLERANCE = 1e-4
+
+TURN = """Read this, please:
+```c
+static int last(const int *x, int n) { return n ? x[n - 1] : -1; }   // a.b, x->y, 3.14 and std::sort
+```
+
+---
+* "Is it far?" she asked. (No, it is not.)
+* 天气很好。我们走吧！「好」、他说。 Grüße aus Köln; žluťoučký kůň, ваш друг!
+{"name": "Ada", "tags": ["a", "b"], "at": "10:30"}
+
+"""
+
+
+def missing():
+    """What the check lacks, or None."""
+    for package in ("torch", "transformers", "safetensors", "numpy"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    version = importlib.metadata.version("transformers")
+    recent = [int(n) for n in version.split(".")[:2]] >= [5, 23]
+    return None if recent else f"transformers is {version}, 5.23 or later is needed"
+
+
+class Count:
+    """How much was compared."""
+    n = 0
+
+
+def expect(equal, what):
+    Count.n += 1
+    if not equal:
+        print(f"check.py: {what}", file=sys.stderr)
+        sys.exit(5)
+
+
+# ---- kvcomp
+
+def kvcomp(program, model, method, *args):
+    """Runs kvcomp with unrounded rows; its JSON object."""
+    budget = ["--budget", str(BUDGET[method])] if method in BUDGET else []
+    command = [program, "-m", str(model), "-d", "cpu", "-q", "-ctk", "f32", "-ctv", "f32", "--temp", "0", "--json",
+               "--method", method, *budget, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"check.py: {' '.join(command)}: exit code {done.returncode}: {done.stderr.strip()}")
+    return json.loads(done.stdout)
+
+
+def rendered(turns):
+    """A dialogue as the shipped model reads it, up to where the last reply begins."""
+    text = ""
+    for turn in turns:
+        text += f"<|im_start|>user\n{turn['user']}<|im_end|>\n<|im_start|>assistant\n{turn['reply']}<|im_end|>\n"
+    return text[:text.rindex(turns[-1]["reply"])]
+
+
+def dialogues():
+    lines = (ROOT / "data" / "dialogues.jsonl").read_text().splitlines()
+    return [rendered(json.loads(lines[i])["turns"]) for i in DIALOGUES]
+
+
+def reply_of_kvcomp(program, model, method, text, folder):
+    prompt = folder / "prompt.txt"
+    prompt.write_text(text)
+    return kvcomp(program, model, method, "--raw", "--parse-special", "-f", prompt, "-n", REPLY)["text"]
+
+
+# ---- the ports
+
+def new_cache(method, config, tokenizer, model, rank=0, size=1):
+    import chunker
+    import dililazy
+    import lychee
+    if method == "lychee":
+        return lychee.LycheeCache(config, chunker.token_texts(tokenizer), BUDGET[method])
+    scores = dililazy.read_scores(model / "head_scores.json")
+    return dililazy.DiliLazyCache(config, scores, BUDGET[method], tp_rank=rank, tp_size=size)
+
+
+def replies(method, model, rank=0, size=1):
+    """What transformers with the port answers to the dialogues; in `size` processes, of which this is one."""
+    import dililazy
+    import lychee
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DistributedConfig
+    how = {"distributed_config": DistributedConfig(tp_size=size)} if size > 1 else {}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=method, **how)
+    net.register_forward_pre_hook({"lychee": lychee, "dililazy": dililazy}[method].hand_over, with_kwargs=True)
+    out = []
+    for text in dialogues():
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        cache = new_cache(method, net.config, tokenizer, model, rank, size)
+        answer = net.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=REPLY,
+                              do_sample=False)
+        out.append(tokenizer.decode(answer[0, ids.shape[1]:], skip_special_tokens=True))
+    return out
+
+
+# ---- traces: the port gets kvcomp's q, k and v
+
+class Replay:
+    """Plays a trace into a port, pass by pass and layer by layer."""
+
+    def __init__(self, method, trace, config, tokenizer, model):
+        import dililazy
+        import lychee
+        self.method, self.trace, self.config = method, trace, config
+        self.cache = new_cache(method, config, tokenizer, model)
+        self.attention = lychee.lychee_attention if method == "lychee" else dililazy.dililazy_attention
+        self.worst = 0              # largest difference of an output
+
+    def rows(self, l, q):
+        """The tokens that each query head of layer l reads in this decode step, and those that each KV head holds."""
+        layer, G = self.cache.layers[l], self.config.num_key_value_heads
+        R = self.config.num_attention_heads // G
+        if self.method == "dililazy":
+            held = [token.tolist() for token in layer.token]
+            return [layer.token[h // R][rows].tolist() for h, rows in enumerate(layer.view)], held
+        N = layer.get_seq_length()
+        lists = [list(range(N))] * G
+        if getattr(layer, "index", None) and layer.index.M_built:
+            lists = [rows.tolist() for rows in layer.rows_to_read(q.unflatten(0, (G, R)), N)]
+        return [lists[h // R] for h in range(G * R)], [list(range(N))] * G
+
+    def layer(self, p, l, step):
+        """Layer l of pass p, which is decode step `step`, or a prefill (-1)."""
+        import torch
+        at = f"pass{p:04}.layer{l:02}"
+        q, k, v, out = (self.trace[f"{at}.{name}"].transpose(0, 1)[None] for name in ("q", "k", "v", "out"))
+        module = types.SimpleNamespace(layer_idx=l, num_key_value_groups=q.shape[1] // k.shape[1], is_causal=True)
+        key, value = self.cache.update(k, v, l)
+        N, T = self.cache.get_seq_length(l), q.shape[2]
+        mask = torch.ones(T, N, dtype=torch.bool).tril(N - T)[None, None]
+        found = self.attention(module, q, key, value, mask, q.shape[3] ** -.5, **{self.method: self.cache})[0]
+        difference = (found.transpose(1, 2) - out).abs().max().item()
+        self.worst = max(self.worst, difference)
+        expect(difference <= TOLERANCE, f"{at}.out differs by {difference}")
+
+        read, held = self.rows(l, q[0, :, 0])
+        for h, tokens in enumerate(read if step >= 0 else []):
+            name = f"{at}.qhead{h:02}.read"
+            expect(self.trace[name].tolist() == tokens, f"{name}: {self.trace[name].tolist()}, the port {tokens}")
+        for g, tokens in enumerate(held):
+            name = f"{at}.head{g:02}.kept"
+            expect(self.trace[name].tolist() == tokens, f"{name}: {self.trace[name].tolist()}, the port {tokens}")
+
+    def run(self):
+        passes = sorted(name for name in self.trace if name.endswith(".tokens"))
+        for p, name in enumerate(passes):
+            if self.method == "lychee":
+                self.cache.read(self.trace[name][None])
+            for l in range(self.config.num_hidden_layers):
+                self.layer(p, l, self.trace[f"pass{p:04}.step"].item())
+
+
+def check_trace(program, model, method, folder):
+    """Two turns, teacher forced: a dialogue, and a text with code, lists and other scripts."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    turns = [tokenizer(text).input_ids for text in (dialogues()[0], TURN + dialogues()[1])]
+    ids, trace = folder / "ids.txt", folder / "trace.safetensors"
+    ids.write_text("".join(f"{' '.join(map(str, turn[:-40]))} | {' '.join(map(str, turn[-40:]))}\n" for turn in turns))
+    kvcomp(program, model, method, "--ids", ids, "--dump-logits", folder / "logits.bin", "--trace", trace)
+    replay = Replay(method, load_file(trace), AutoConfig.from_pretrained(model), tokenizer, model)
+    replay.run()
+    print(f"{method}: trace of {sum(map(len, turns))} tokens: decisions equal, outputs within {replay.worst:.1e}")
+
+
+# ---- replies
+
+def check_replies(program, model, method, folder):
+    """The port's replies and kvcomp's are the same -> those."""
+    found = replies(method, model)
+    for text, reply in zip(dialogues(), found):
+        wanted = reply_of_kvcomp(program, model, method, text, folder)
+        expect(reply == wanted, f"{method}: kvcomp answers {wanted!r}, the port {reply!r}")
+    full = [reply_of_kvcomp(program, model, "full", text, folder) for text in dialogues()]
+    expect(full != found, f"{method}: full attention answers the same: this shows nothing")
+    print(f"{method}: {len(found)} replies are kvcomp's")
+
+
+def with_even_heads(model, processes, folder):
+    """A copy of the model whose KV heads so many processes share evenly. The heads added have zero matrices, so that
+    they add nothing to what their layer puts out, and a score of 0."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    config = json.loads((model / "config.json").read_text())
+    G, H, D = config["num_key_value_heads"], config["num_attention_heads"], config["head_dim"]
+    more = -G % processes
+    if not more:
+        return model
+    copy = folder / "even-heads"
+    copy.mkdir()
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, copy / name)
+    added = {"q_proj": more * H // G * D, "k_proj": more * D, "v_proj": more * D, "o_proj": more * H // G * D}
+    weights = load_file(model / "model.safetensors")
+    for name, w in weights.items():
+        rows = added.get(name.split(".")[-2], 0)
+        if rows and "o_proj" in name:
+            weights[name] = torch.cat([w, w.new_zeros(w.shape[0], rows)], 1)
+        elif rows:
+            weights[name] = torch.cat([w, w.new_zeros(rows, w.shape[1])])
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    config |= {"num_key_value_heads": G + more, "num_attention_heads": (G + more) * H // G}
+    (copy / "config.json").write_text(json.dumps(config))
+
+    scores = json.loads((model / "head_scores.json").read_text())
+    scores["heads"] = config["num_attention_heads"]
+    for which in ("inf", "dili", "lazy"):
+        scores[which] |= {f"{i}-{j}": [0] for i in range(scores["layers"]) for j in range(H, scores["heads"])}
+    scores = {key: scores[key] for key in ("format", "layers", "heads", "score", "inf", "dili", "lazy")}
+    (copy / "head_scores.json").write_text(json.dumps(scores))
+    return copy
+
+
+def worker(model, methods, out):
+    """One process of torchrun: answers with its share of the heads; the first one writes the replies."""
+    import torch.distributed
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = {method: replies(method, model, rank, size) for method in methods}
+    if rank == 0:
+        pathlib.Path(out).write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def check_processes(program, model, methods, processes, folder):
+    """The replies of several processes are those of kvcomp, which is one."""
+    even, out = with_even_heads(model, processes, folder), folder / "replies.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), __file__,
+               "--worker", str(out), "--model", str(even), *methods]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"check.py: {' '.join(command)}: exit code {done.returncode}: {done.stderr[-2000:]}")
+    for method, found in json.loads(out.read_text()).items():
+        for text, reply in zip(dialogues(), found):
+            wanted = reply_of_kvcomp(program, even, method, text, folder)
+            expect(reply == wanted, f"{method} in {processes} processes: kvcomp answers {wanted!r}, they {reply!r}")
+        print(f"{method}: {len(found)} replies of {processes} processes are kvcomp's")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Holds the ports beside this file against kvcomp.")
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="lychee, dililazy; both unless given")
+    parser.add_argument("--program", default=str(ROOT / "kvcomp"))
+    parser.add_argument("--model", type=pathlib.Path, default=ROOT / "models" / "kvcomp-tiny")
+    parser.add_argument("--processes", type=int, default=2, help="of torchrun; 0: leave it out")
+    parser.add_argument("--can-run", action="store_true", help="only say whether the packages are there")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    a = parser.parse_args()
+    methods = a.methods or list(BUDGET)
+    for method in methods:
+        if method not in BUDGET:
+            parser.error(f"there is no port of {method}, only of {' and '.join(BUDGET)}")
+    if missing():
+        print(f"check.py: {missing()}", file=sys.stderr)
+        sys.exit(3)
+    if a.can_run:
+        return
+
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    sys.dont_write_bytecode = True
+    import torch
+    from transformers import logging
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if a.worker:
+        worker(a.model, methods, a.worker)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        for method in methods:
+            check_trace(a.program, a.model, method, folder)
+            check_replies(a.program, a.model, method, folder)
+        if a.processes:
+            check_processes(a.program, a.model, methods, a.processes, folder)
+    print(f"{Count.n} comparisons, all equal")
+
+
+if __name__ == "__main__":
+    main()
