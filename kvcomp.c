@@ -29766,6 +29766,7 @@ WEB const char *web_lines(int l, int h) {
     web_map.f = f;
     if (ids && s && !loop_rule(s, &web_map.x)) {
         s->part[s->n_part++] = (Part){ &web_map_probe, xcalloc(1, 1) };
+        s->queries = INT_MAX;
         prefill(s, ids, min_int((int)arrlen(ids), WEB_MAP));
     } else {
         fputs("{\"tokens\":0}", f);
