@@ -10712,6 +10712,8 @@ static const Opt program_options[] = {
       "with --ids, -p, --eval: write what every pass computes, and what the method decides, to this .safetensors" },
     { "trace-layers",  's', "",     "with --trace: only these layers, like 0,3 or 4:8:2 (from, to, step)" },
     { "trace-steps",   's', "",     "with --trace: only these decode steps after each prefill, from 0; prefills always" },
+    { "batch",         's', "",
+      "answer json lines from this file or - (prompt, messages or ids a line) with json lines; exit code 1: one had an error" },
     { "stats",         'b', "0",    "print the method's statistics on stderr" },
     { "no-stats",      'b', "0",    "no summary line after each reply" },
     { "verbose",       'b', "0",    "print every effective value at the start" },
@@ -17524,6 +17526,8 @@ typedef struct {
     double ttft;            // seconds from the start of the last prefill to its logits
     const char *reply;      // the text of -p's reply, for --json; NULL: none, or it was printed
     struct Trace *trace;    // --trace; NULL: it is not given
+    const char **stop;      // texts that end a reply (stb_ds array); NULL: none
+    const char *finish;     // why the last reply ended: "stop", "length", "context" or "interrupt"
 } App;
 
 static volatile sig_atomic_t interrupts;        // Ctrl-C since the reply began
@@ -17940,26 +17944,46 @@ static int reply_has_room(const App *a) {
     return 1;
 }
 
-// Makes a reply: decodes until a stop id, n tokens (n < 0: no limit), a full context or Ctrl-C, and
-// writes the text to out as whole UTF-8 characters. Its ids go into the record's last turn; the
-// stop id is neither fed nor recorded. Returns the number of tokens made.
+// Where the first of the stop texts begins in a text of n bytes; -1: none is in it.
+static int stop_place(const char **stop, const char *text, size_t n) {
+    int first = -1;
+    for (int i = 0; i < (int)arrlen(stop); i++) {
+        const char *at = n ? memmem(text, n, stop[i], strlen(stop[i])) : NULL;
+        if (at && (first < 0 || at - text < first)) first = (int)(at - text);
+    }
+    return first;
+}
+
+// Why a reply of at most n tokens (n < 0: no limit) ends when so many are made; NULL: it goes on.
+static const char *reply_ends(int made, int n) {
+    if (n >= 0 && made >= n) return "length";
+    return stop_asked() ? "interrupt" : NULL;
+}
+
+// Makes a reply: decodes until a stop id, a stop text, n tokens (n < 0: no limit), a full context or
+// Ctrl-C, and writes the text to out as whole UTF-8 characters. Its ids go into the record's last turn;
+// the stop id is neither fed nor recorded, a stop text is both. Returns the number of tokens made.
 static int generate(App *a, int n, FILE *out) {
     int made = 0;
     Decoder d = { .t = a->tok, .skip_special = 1 };
     Wrap w = { .cols = wrap_columns(a, out) };
-    char *text = NULL;
+    char *text = NULL, *said = NULL;        // said: all of the text so far, where a text may end it
     a->closed = 0;
     a->s->picks = logits_needed(a->o);
-    while ((n < 0 || made < n) && !stop_asked()) {
+    a->finish = reply_ends(made, n);
+    while (!a->finish) {
         int id = sample(a);
-        if (is_stop(a, id)) break;
-        if (!reply_has_room(a)) break;      // what is shown is also fed, counted and recorded
+        if (is_stop(a, id)) a->finish = "stop";
+        else if (!reply_has_room(a)) a->finish = "context";     // what is shown is also fed, counted and recorded
+        if (a->finish) break;
         text = decode_token(&d, id, text);
+        if (a->stop) bytes_put(&said, text, arrlenu(text));
         wrap_text(&w, &text, 0);
         write_text(&text, out);
         arrput(arrlast(a->turn).dec, id);
         feed_decode(a, id);
         made++;
+        a->finish = stop_place(a->stop, said, arrlenu(said)) >= 0 ? "stop" : reply_ends(made, n);
     }
     a->s->picks = 0;
     text = decode_flush(&d, text);
@@ -17967,6 +17991,7 @@ static int generate(App *a, int n, FILE *out) {
     write_text(&text, out);
     arrfree(w.word);
     arrfree(text);
+    arrfree(said);
     return made;
 }
 
@@ -28499,6 +28524,9 @@ static void check_options(const Options *o) {
     if (*opt_str(o, "dialogue") && !opt_int(o, "dump-tokens")) die(EXIT_USAGE, "--dialogue goes with --dump-tokens");
     if (*opt_str(o, "report") && (ids || *opt_str(o, "file") || opt_given(o, "prompt") || bench))
         die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
+    if (*opt_str(o, "batch") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")
+                                 || opt_int(o, "demo")))
+        die(EXIT_USAGE, "--batch goes alone, not with -p, -f, --ids, --eval, --bench, --report or --demo");
     if (opt_int(o, "demo") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")))
         die(EXIT_USAGE, "--demo goes alone, not with -p, -f, --ids, --eval, --bench or --report");
 }
@@ -28510,9 +28538,10 @@ static void check_options(const Options *o) {
 enum {                      // what a run does, one bit each
     RUN_CHAT = 1, RUN_PROMPT = 2, RUN_IDS = 4, RUN_EVAL = 8, RUN_REPORT = 16, RUN_BENCH = 32,
     RUN_CALIBRATE = 64, RUN_INSPECT = 128, RUN_TOKENS = 256, RUN_DEMO = 512, RUN_PLAN = 1024,
-    RUN_MERGE = 2048,
+    RUN_MERGE = 2048, RUN_BATCH = 4096,
     RUN_TALKS = RUN_CHAT | RUN_PROMPT,                          // replies are sampled
-    RUN_REPLIES = RUN_TALKS | RUN_EVAL | RUN_REPORT | RUN_DEMO, // replies are made
+    RUN_SAMPLES = RUN_TALKS | RUN_BATCH,
+    RUN_REPLIES = RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_DEMO, // replies are made
     RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_INSPECT | RUN_PLAN,
 };
 
@@ -28522,6 +28551,7 @@ static const struct { int run; const char *flag; } run_flags[] = {
     { RUN_REPORT, "--report" },       { RUN_BENCH,   "--bench" },   { RUN_CALIBRATE, "--calibrate" },
     { RUN_INSPECT, "--inspect" },     { RUN_TOKENS,  "--dump-tokens" }, { RUN_DEMO, "--demo" },
     { RUN_PLAN,    "--plan" },        { RUN_MERGE,   "--eval-merge" },
+    { RUN_BATCH,   "--batch" },
 };
 
 // In which runs an option has an effect. What is not in the table has one in every run, or is
@@ -28529,8 +28559,8 @@ static const struct { int run; const char *flag; } run_flags[] = {
 static const struct { const char *name; int runs; } option_runs[] = {
     { "prompt",         RUN_PROMPT | RUN_TOKENS },
     { "file",           RUN_PROMPT | RUN_TOKENS },
-    { "system",         RUN_TALKS | RUN_EVAL | RUN_REPORT | RUN_TOKENS },
-    { "n-predict",      RUN_TALKS | RUN_EVAL | RUN_REPORT },
+    { "system",         RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_TOKENS },
+    { "n-predict",      RUN_SAMPLES | RUN_EVAL | RUN_REPORT },
     { "dialogue",       RUN_TOKENS },
     { "raw",            RUN_REPLIES | RUN_TOKENS },
     { "chat-template",  RUN_REPLIES | RUN_TOKENS },
@@ -28540,10 +28570,10 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "ignore-eos",     RUN_REPLIES },
     { "single-turn",    RUN_TALKS },
     { "session",        RUN_TALKS },
-    { "temp",           RUN_TALKS },
-    { "top-k",          RUN_TALKS },
-    { "top-p",          RUN_TALKS },
-    { "min-p",          RUN_TALKS },
+    { "temp",           RUN_SAMPLES },
+    { "top-k",          RUN_SAMPLES },
+    { "top-p",          RUN_SAMPLES },
+    { "min-p",          RUN_SAMPLES },
     { "repeat-penalty", RUN_REPLIES },
     { "repeat-last-n",  RUN_REPLIES },
     { "device-memory",  RUN_PLAN },
@@ -28578,6 +28608,7 @@ static int run_kind(const Options *o) {
     if (opt_int(o, "inspect")) return RUN_INSPECT;
     if (*opt_str(o, "calibrate")) return RUN_CALIBRATE;
     if (*opt_str(o, "ids")) return RUN_IDS;
+    if (*opt_str(o, "batch")) return RUN_BATCH;
     if (evaluates(o)) return RUN_EVAL;
     if (*opt_str(o, "report")) return RUN_REPORT;
     if (opt_int(o, "demo")) return RUN_DEMO;
@@ -28642,13 +28673,13 @@ static int run_looks_at(const char *name, int run) {
 
 // Says in one line which of the given options this run never looks at, and in another one which the
 // methods do not. Greedy sampling is what an evaluation does anyway, so --temp 0 there is no
-// mistake. The suite, the report and the demonstration play methods of their own choice.
+// mistake. The suite, the report, the demonstration and the lines of a batch name their own methods.
 static void say_without_effect(const Options *o) {
     static const char *const only_drawn[] = { "top-k", "top-p", "min-p" };
     char run_text[512] = "", method_text[512] = "", greedy_text[512] = "";
     const char *methods = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_str(o, "method");
     int run = run_kind(o);
-    int own_choice = *opt_str(o, "report") || *opt_str(o, "bench-suite") || run == RUN_DEMO;
+    int own_choice = *opt_str(o, "report") || *opt_str(o, "bench-suite") || run & (RUN_DEMO | RUN_BATCH);
     int asked = run & RUN_SESSION && !own_choice;           // the methods are those that were named
     for (int i = 0; i < 3 && run & RUN_TALKS && opt_real(o, "temp") <= 0; i++)
         if (opt_given(o, only_drawn[i])) flag_add(greedy_text, only_drawn[i]);
@@ -29152,15 +29183,11 @@ static void print_ids(int *ids) {
     arrfree(ids);
 }
 
-// The ids of one line of --dialogue (stb array): {"messages": [{"role": .., "content": ..}, ..]}.
-// NULL and err when it is no dialogue that the template takes.
-static int *dialogue_line(const App *a, const char *line, size_t n, char err[512]) {
-    char why[256];
-    Json *j = json_parse(line, n, why);
-    const Json *list = json_get(j, "messages");
-    int bad = 0, count = list && list->type == JSON_ARRAY ? list->n : 0, *ids = NULL;
-    if (!j) bad = fault(err, "%s", why);
-    else if (!count) bad = fault(err, "no \"messages\", or none in it");
+// The n messages of a list [{"role": .., "content": ..}, ..], malloc'd; their texts are the list's. NULL
+// and err when it is no dialogue that the template takes.
+static Message *messages_read(const App *a, const Json *list, int *n, char err[512]) {
+    int bad = 0, count = list && list->type == JSON_ARRAY ? list->n : 0;
+    if (!count) bad = fault(err, "no \"messages\", or none in it");
 
     Message *m = xcalloc((size_t)count + 1, sizeof *m);
     for (int i = 0; i < count && !bad; i++) {
@@ -29177,7 +29204,20 @@ static int *dialogue_line(const App *a, const char *line, size_t n, char err[512
     if (!bad && strcmp(m[count - 1].role, "user")) bad = fault(err, "the last message is not the user's");
     if (!bad && !strcmp(m->role, "system") && a->tp->no_system)
         bad = fault(err, "this chat template has no system message (%.300s)", a->tp->no_system);
-    if (!bad) ids = template_dialogue(a->tp, a->tok, m, count, !opt_int(a->o, "no-think"), NULL);
+    *n = count;
+    if (!bad) return m;
+    free(m);
+    return NULL;
+}
+
+// The ids of one line of --dialogue (stb array), {"messages": [..]}. NULL and err.
+static int *dialogue_line(const App *a, const char *line, size_t n, char err[512]) {
+    char why[256];
+    int count, *ids = NULL;
+    Json *j = json_parse(line, n, why);
+    Message *m = j ? messages_read(a, json_get(j, "messages"), &count, err) : NULL;
+    if (!j) fault(err, "%s", why);
+    if (m) ids = template_dialogue(a->tp, a->tok, m, count, !opt_int(a->o, "no-think"), NULL);
     free(m);
     json_free(j);
     return ids;
@@ -29221,6 +29261,391 @@ static int dump_tokens(App *a, const char *text) {
     }
     print_ids(tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), NULL));
     return 0;
+}
+
+// ---- many requests, one process (--batch)
+// A line of --batch FILE, or of standard input, is a request, and it gets one line of stdout as soon as
+// it is played, so that a program can hold one kvcomp and talk to it through two pipes. A request:
+//   what is asked       "prompt": TEXT, or "messages": [{"role":..,"content":..},..], or "ids": [..]
+//   a reply is made     "max_tokens": N, "stop": TEXT or [TEXT,..]
+//   or it is given      "continuation": TEXT or [id,..]; its log-probabilities are the answer
+//   how                 "method": SPEC, "budget": N, and other options of methods, sampler and template
+//   whose it is         "id": TEXT or N, which comes back
+// Every request begins with an empty cache, and a method's session is kept while requests ask for the
+// same. Messages are played turn by turn, as a chat would have gone. Replies are greedy unless `temp`
+// is given. A line that is none of this gets {"error":..,"line":N}, and the next one is read (D89).
+
+typedef struct {
+    App app;                // borrows model and tokenizer; session, options and record are its own
+    const App *base;        // the program's: its template, and options as the command line has them
+    char *making;           // what the session was made with, malloc'd; NULL: there is no session
+    int *given;             // stb_ds: the ids of the continuation
+    double *logp;           // stb_ds: their log-probabilities
+    int greedy;             // 1: each of them was the most probable id
+    char *text;             // the reply, malloc'd; NULL: none was made
+    size_t size;            // its bytes
+} Batch;
+
+// The fields of a request that are no options.
+static const char *const request_fields[] = {
+    "id", "prompt", "messages", "ids", "continuation", "max_tokens", "stop", "method",
+};
+
+// May a request have this option? Those of the methods, and those of what is asked and said.
+static int request_has_option(const char *name) {
+    static const char *const asked[] = {
+        "ctk", "ctv", "raw", "system", "parse-special", "no-think", "ignore-eos", "temp", "top-k", "top-p", "min-p",
+        "repeat-penalty", "repeat-last-n", "seed",
+    };
+    for (size_t i = 0; i < sizeof asked / sizeof *asked; i++)
+        if (!strcmp(asked[i], name)) return 1;
+    return opt_find(name) && is_of_methods(name);
+}
+
+// Sets the option called name to a value of JSON. 0, or -1 with err.
+static int request_option(Options *o, const char *name, const Json *v, char err[512]) {
+    char number[40], why[256];
+    const char *text = number;
+    if (v->type == JSON_STRING) text = v->str;
+    else if (v->type == JSON_BOOL || (v->type == JSON_NUMBER && v->is_int))
+        snprintf(number, sizeof number, "%lld", (long long)v->i);
+    else if (v->type == JSON_NUMBER) snprintf(number, sizeof number, "%.17g", v->num);
+    else return fault(err, "'%.40s' is neither a number nor a text", name);
+    if (options_set(o, name, text, why) || out_of_range(o, name, why)) return fault(err, "%s", why);
+    return 0;
+}
+
+// Sets the options of a request, whose names may be written with _ for -. 0, or -1 with err.
+static int request_options(Options *o, const Json *j, char err[512]) {
+    char why[256];
+    int n;
+    if (json_get(j, "budget") && json_get(j, "ratio"))
+        return fault(err, "'budget' and 'ratio' both say how much to keep");
+    if (json_get(j, "budget")) (void)shdel(o->given, "ratio");          // the command line's
+    if (json_get(j, "ratio")) options_set(o, "budget", "0", why);
+    for (int i = 0; i < j->n; i++) {
+        size_t own = 0;
+        char name[64];
+        while (own < sizeof request_fields / sizeof *request_fields && strcmp(request_fields[own], j->key[i])) own++;
+        if (own < sizeof request_fields / sizeof *request_fields) continue;
+        snprintf(name, sizeof name, "%s", j->key[i]);
+        for (char *p = name; *p; p++)
+            if (*p == '_') *p = '-';
+        if (!request_has_option(name)) return fault(err, "unknown field '%.40s'", j->key[i]);
+        if (request_option(o, name, &j->item[i], err)) return -1;
+    }
+    if (opt_int(o, "kernel") % 2 == 0) return fault(err, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
+    if (!json_get(j, "max_tokens")) return 0;
+    if (read_whole(j, "max_tokens", 0, INT_MAX, &n, err)) return -1;
+    return request_option(o, "n-predict", json_get(j, "max_tokens"), err);
+}
+
+// Appends the ids of a list to *ids (stb_ds). 0, or -1 with err.
+static int request_ids(const Config *c, const Json *list, const char *key, int **ids, char err[512]) {
+    for (int i = 0; i < list->n; i++) {
+        const Json *v = &list->item[i];
+        if (v->type != JSON_NUMBER || !v->is_int || v->i < 0 || v->i >= c->V)
+            return fault(err, "'%s' holds something else than ids from 0 to %d", key, c->V - 1);
+        arrput(*ids, (int)v->i);
+    }
+    return arrlen(*ids) ? 0 : fault(err, "'%s' is empty", key);
+}
+
+// Takes the texts that end the reply. 0, or -1 with err.
+static int request_stops(App *a, const Json *stop, char err[512]) {
+    if (json_none(stop)) return 0;
+    const Json *list = stop->type == JSON_ARRAY ? stop->item : stop;
+    int n = stop->type == JSON_ARRAY ? stop->n : 1;
+    for (int i = 0; i < n; i++) {
+        if (list[i].type != JSON_STRING || !list[i].len) return fault(err, "'stop' is no text, or holds an empty one");
+        arrput(a->stop, list[i].str);
+    }
+    return 0;
+}
+
+// The turns of a dialogue: what the user said is prefilled, what the assistant said is decoded. The
+// last message gets its reply by the request. 0, or -1 with err.
+static int request_messages(App *a, const Json *list, char err[512]) {
+    char why[256];
+    int n;
+    if (!a->tp) return fault(err, "'messages' want a chat template");
+    Message *m = messages_read(a, list, &n, err);
+    if (!m) return -1;
+    int from = !strcmp(m->role, "system");
+    if (from) options_set(a->o, "system", m->words, why);
+    for (int i = from; i < n; i += 2) {
+        Turn t = render_turn(a, m[i].words);
+        if (i + 1 < n) t.dec = tokenizer_encode(a->tok, m[i + 1].words, strlen(m[i + 1].words), 0, NULL);
+        arrput(a->turn, t);
+    }
+    free(m);
+    return 0;
+}
+
+// A prompt as one turn. An empty one is the token that begins a text, BOS or else EOS, so that the
+// probability of a whole text can be asked for. 0, or -1 with err.
+static int request_prompt(App *a, const Json *prompt, char err[512]) {
+    if (prompt->type != JSON_STRING) return fault(err, "'prompt' is no text");
+    Turn t = render_turn(a, prompt->str);
+    int first = a->tok->bos >= 0 ? a->tok->bos : a->tok->eos;
+    if (!arrlen(t.pre) && first >= 0) arrput(t.pre, first);
+    arrput(a->turn, t);
+    return arrlen(t.pre) ? 0 : fault(err, "'prompt' has no token");
+}
+
+// The ids of the continuation. Behind a plain text they are those that the two texts together have
+// more than the prompt alone, because a tokenizer may join what stands on both sides of the border (as
+// lm-evaluation-harness has it); behind a template's turn, or ids, the text is encoded by itself. 0, or
+// -1 with err.
+static int request_continuation(Batch *b, const Json *prompt, const Json *given, char err[512]) {
+    const App *a = &b->app;
+    if (given->type == JSON_ARRAY) return request_ids(a->c, given, "continuation", &b->given, err);
+    if (given->type != JSON_STRING) return fault(err, "'continuation' is neither a text nor a list of ids");
+    char *text = NULL;
+    int before = 0;
+    if (prompt && !a->tp) {
+        int *alone = tokenizer_encode(a->tok, prompt->str, prompt->len, opt_int(a->o, "parse-special"), NULL);
+        before = (int)arrlen(alone);
+        arrfree(alone);
+        bytes_put(&text, prompt->str, prompt->len);
+    }
+    bytes_put(&text, given->str, given->len);
+    int *all = tokenizer_encode(a->tok, text, arrlenu(text), before && opt_int(a->o, "parse-special"), NULL);
+    for (int i = before; i < (int)arrlen(all); i++) arrput(b->given, all[i]);
+    arrfree(all);
+    arrfree(text);
+    return arrlen(b->given) ? 0 : fault(err, "'continuation' adds no token");
+}
+
+// Reads what is asked into the record, and the continuation. 0, or -1 with err.
+static int request_read(Batch *b, const Json *j, char err[512]) {
+    App *a = &b->app;
+    const Json *prompt = json_get(j, "prompt"), *messages = json_get(j, "messages"), *ids = json_get(j, "ids");
+    const Json *given = json_get(j, "continuation");
+    if (!!prompt + !!messages + !!ids != 1) return fault(err, "expected one of 'prompt', 'messages' and 'ids'");
+    if (given && (json_get(j, "max_tokens") || json_get(j, "stop")))
+        return fault(err, "'continuation' is a given reply: 'max_tokens' and 'stop' are for one that is made");
+    if (prompt && request_prompt(a, prompt, err)) return -1;
+    if (messages && request_messages(a, messages, err)) return -1;
+    if (ids) {
+        Turn t = { 0 };
+        int bad = ids->type != JSON_ARRAY ? fault(err, "'ids' is no list") : request_ids(a->c, ids, "ids", &t.pre, err);
+        arrput(a->turn, t);
+        if (bad) return -1;
+    }
+    return given ? request_continuation(b, prompt, given, err) : request_stops(a, json_get(j, "stop"), err);
+}
+
+// Has the model a row for all these ids? 0, or -1 with err.
+static int request_known(const Config *c, const int *ids, char err[512]) {
+    int n = (int)arrlen(ids), known = ids_with_rows(c, ids, n);
+    return known == n ? 0 : fault(err, "this text names token id %d, the embedding has %d rows", ids[known], c->V);
+}
+
+// What the App's session is made with, malloc'd.
+static char *making_text(const App *a) {
+    char *text = NULL;
+    size_t n;
+    FILE *f = memory_stream(&text, &n);
+    write_making(a, f);
+    memory_stream_close(f);
+    return text;
+}
+
+// A session for the request: the last one, if it was made with the same, or a new one. o becomes the
+// App's. 0, or -1 with err.
+static int request_session(Batch *b, Options *o, const char *method, char err[512]) {
+    App *a = &b->app;
+    Options *old = a->o;
+    int same = a->s && !strcmp(a->method, method);
+    char *name = copy_text(method);
+    free(a->method);
+    a->method = name;
+    a->o = o;
+    char *making = same ? making_text(a) : NULL;
+    if (making && !strcmp(making, b->making)) {
+        a->s->opt = o;
+        session_reset(a->s);
+    } else {
+        session_close(a->s);
+        free(b->making);
+        b->making = NULL;
+        a->s = session_try(a->c, a->w, o, method, err);
+        if (a->s) b->making = making_text(a);
+    }
+    free(making);
+    options_free(old);
+    return a->s ? 0 : -1;
+}
+
+// Feeds the record, then scores the continuation or makes the reply. 0, or -1 with err.
+static int request_play(Batch *b, char err[512]) {
+    App *a = &b->app;
+    int n = (int)arrlen(b->given), most = opt_int(a->o, "n-predict");
+    for (int i = 0; i < (int)arrlen(a->turn); i++)
+        if (request_known(a->c, a->turn[i].pre, err) || request_known(a->c, a->turn[i].dec, err)) return -1;
+    if (request_known(a->c, b->given, err) || record_fits(a->s, a->turn, err)) return -1;
+    if (replay_within(a)) return fault(err, "the tokens do not fit into -c %d", ctx_limit(a));
+    if (!n) {
+        FILE *f = memory_stream(&b->text, &b->size);
+        generate(a, most < 0 ? 256 : most, f);
+        memory_stream_close(f);
+        int end = stop_place(a->stop, b->text, b->size);
+        if (end >= 0) b->size = (size_t)end;
+        return 0;
+    }
+    b->greedy = 1;
+    for (int i = 0; i < n; i++) {
+        arrput(b->logp, a->logits[b->given[i]] - log_sum_exp(a->logits, a->c->V));
+        b->greedy &= argmax(a->logits, a->c->V) == b->given[i];
+        if (i == n - 1) break;                          // nothing is asked behind the last one
+        if (!rows_fit(a, 1) || !pos_fits(a->s, 1, 0))
+            return fault(err, "the continuation does not fit into -c %d", ctx_limit(a));
+        feed_decode(a, b->given[i]);
+    }
+    return 0;
+}
+
+// "key":[..], the ids; a comma behind them.
+static void write_ids(FILE *f, const char *key, const int *ids) {
+    fprintf(f, "\"%s\":[", key);
+    for (int i = 0; i < (int)arrlen(ids); i++) fprintf(f, "%s%d", i ? "," : "", ids[i]);
+    fprintf(f, "],");
+}
+
+// What was made, or the log-probabilities of what was given.
+static void write_reply(const Batch *b, FILE *f) {
+    const App *a = &b->app;
+    double sum = 0;
+    if (b->text) {
+        fprintf(f, "\"text\":");
+        json_escape(f, b->text, b->size);
+        fputc(',', f);
+        write_ids(f, "ids", arrlast(a->turn).dec);
+        json_pair(f, "finish", a->finish);
+        return;
+    }
+    write_ids(f, "ids", b->given);
+    fprintf(f, "\"logprobs\":[");
+    for (int i = 0; i < (int)arrlen(b->logp); i++) {
+        if (i) fputc(',', f);
+        json_exact(f, b->logp[i]);
+        sum += b->logp[i];
+    }
+    fprintf(f, "],\"logprob\":");
+    json_exact(f, sum);
+    fprintf(f, ",\"greedy\":%s,", b->greedy ? "true" : "false");
+}
+
+// Plays the request j, and writes the fields of its answer. 0, or -1 with err.
+static int request_answer(Batch *b, const Json *j, FILE *f, char err[512]) {
+    App *a = &b->app;
+    double t0 = now();
+    char why[256];
+    const Json *method = json_get(j, "method");
+    Options *o = options_copy(b->base->o);
+    if (!opt_given(o, "temp")) options_set(o, "temp", "0", why);
+    int bad = request_options(o, j, err);
+    a->tp = opt_int(o, "raw") ? NULL : b->base->tp;
+    if (!bad && method && method->type != JSON_STRING) bad = fault(err, "'method' is no text");
+    if (!bad && *opt_str(o, "system") && a->tp && a->tp->no_system)
+        bad = fault(err, "this chat template has no system message");
+    if (bad) {
+        options_free(o);
+        return -1;
+    }
+    if (a->tp) a->tp->parse_user = opt_int(o, "parse-special");
+    if (opt_int(o, "seed") >= 0) a->rng = (uint64_t)opt_int(o, "seed");
+    if (request_session(b, o, method ? method->str : b->base->method, err)) return -1;
+    if (request_read(b, j, err) || request_play(b, err)) return -1;
+
+    write_reply(b, f);
+    json_pair(f, "method", a->method);
+    fprintf(f, "\"budget\":%d,", a->s->turn ? a->s->applied : budget_now(a->s));
+    json_speed(a, f);
+    json_bytes(a->s, f);
+    fprintf(f, "\"seconds\":%.6f", now() - t0);
+    return 0;
+}
+
+// Forgets the request.
+static void request_end(Batch *b) {
+    record_clear(&b->app);
+    arrfree(b->app.stop);
+    arrfree(b->given);
+    arrfree(b->logp);
+    free(b->text);
+    b->text = NULL;
+    b->app.closed = 0;
+}
+
+// Answers a line of n bytes in one line of f. 0, or -1 when the answer is an error.
+static int batch_line(Batch *b, const char *line, size_t n, long number, FILE *f) {
+    char err[512], *text = NULL;
+    size_t size;
+    FILE *answer = memory_stream(&text, &size);
+    Json *j = json_parse(line, n, err);
+    const Json *id = json_get(j, "id");
+    int bad = !j;
+    if (j && j->type != JSON_OBJECT) bad = fault(err, "is no object");
+    if (!bad && json_holds_nul(j)) bad = fault(err, "a text holds the character \\u0000");
+    if (!bad && id && id->type != JSON_STRING && !id->is_int)
+        bad = fault(err, "'id' is neither a text nor a whole number");
+    if (!bad) bad = request_answer(b, j, answer, err);
+    memory_stream_close(answer);
+
+    fputc('{', f);
+    if (id && id->type == JSON_STRING) json_pair(f, "id", id->str);
+    else if (id && id->is_int) fprintf(f, "\"id\":%lld,", (long long)id->i);
+    if (bad) json_pair(f, "error", err);
+    else fprintf(f, "%s,", text);
+    fprintf(f, "\"line\":%ld}\n", number);
+    fflush(f);
+    json_free(j);
+    free(text);
+    request_end(b);
+    return bad ? -1 : 0;
+}
+
+// A batch that borrows what the App has.
+static void batch_open(Batch *b, const App *a) {
+    *b = (Batch){ .base = a };
+    b->app = (App){ .c = a->c, .w = a->w, .tok = a->tok, .rng = a->rng };
+    b->app.logits = xcalloc(a->c->V, sizeof(float));
+}
+
+static void batch_close(Batch *b) {
+    request_end(b);
+    arrfree(b->app.turn);
+    session_close(b->app.s);
+    options_free(b->app.o);
+    free(b->app.method);
+    free(b->app.logits);
+    free(b->making);
+}
+
+// --batch: answers every line. Returns 0, or 1 when a line had an error.
+static int batch(App *a) {
+    const char *path = opt_str(a->o, "batch");
+    FILE *in = strcmp(path, "-") ? fopen(path, "rb") : stdin;
+    char *line = NULL;
+    size_t room = 0;
+    ssize_t n;
+    long number = 0, failed = 0;
+    Batch b;
+    if (!in) die(EXIT_USAGE, "--batch %s: %s", path, strerror(errno));
+    batch_open(&b, a);
+    while ((n = getline(&line, &room, in)) >= 0) {
+        number++;
+        if (is_blank(line, line + n)) continue;
+        failed += batch_line(&b, line, (size_t)n, number, stdout) != 0;
+    }
+    if (!feof(in)) die(errno == ENOMEM ? EXIT_MEMORY : EXIT_RUN, "--batch %s: %s", path, strerror(errno));
+    if (in != stdin) fclose(in);
+    if (failed && !quiet) warn("--batch: %ld of %ld lines had an error", failed, number);
+    free(line);
+    batch_close(&b);
+    return failed ? EXIT_RUN : 0;
 }
 
 // ---- running
@@ -29268,6 +29693,7 @@ static int answer_prompt(App *a, const char *text) {
 // The modes that need a session. text: the prompt, or NULL.
 static int run_mode(App *a, const char *text) {
     if (*opt_str(a->o, "ids")) return run_ids(a);
+    if (*opt_str(a->o, "batch")) return batch(a);
     if (evaluates(a->o)) return evaluate(a);
     if (*opt_str(a->o, "report")) return report(a, opt_str(a->o, "report"));
     if (opt_int(a->o, "demo")) return demo(a);

@@ -16929,6 +16929,207 @@ TEST(ports, "data/ports: with LycheeCluster and DiliLazyKV in it, transformers d
     CHECK(rc == 0 && strstr(sh_out, "comparisons, all equal"), "%d: %s%s", rc, sh_out, sh_err);
 }
 
+// ---- many requests, one process
+
+// Runs these lines through --batch, and parses what comes out into j (up to 32, for json_free). Returns
+// the exit code, or -1 when a line of the output is no JSON object.
+static int batch_run(const char *lines, const char *options, Json **j) {
+    char path[] = "/tmp/kvcomp-batch-XXXXXX", err[256];
+    int fd = mkstemp(path), n = 0;
+    CHECK(write(fd, lines, strlen(lines)) == (ssize_t)strlen(lines), "%s", path);
+    close(fd);
+    memset(j, 0, 32 * sizeof *j);
+    int rc = sh("OMP_WAIT_POLICY=passive ./kvcomp -t 1 -d cpu %s --batch %s", options, path);
+    unlink(path);
+    for (char *line = strtok(sh_out, "\n"); line && n < 32; line = strtok(NULL, "\n")) {
+        j[n] = json_parse(line, strlen(line), err);
+        if (!j[n++]) return -1;
+    }
+    return rc;
+}
+
+// Frees what batch_run parsed.
+static void batch_free(Json **j) {
+    for (int i = 0; i < 32; i++) json_free(j[i]);
+}
+
+static double number_of(const Json *j, const char *key) {
+    const Json *v = json_get(j, key);
+    return v ? v->num : NAN;
+}
+
+TEST(batch_replies, "a line of --batch is answered as -p answers it, by any method, whatever was asked before; messages "
+                    "are played as a chat; stop texts end a reply before them") {
+    Json *j[32];
+    char err[256];
+    const char *ask = "Tell me a story about a fox and a dog who live in a house by the river and like to play.";
+    char lines[4096], first[512];
+    snprintf(lines, sizeof lines,
+             "{\"prompt\":\"%s\",\"max_tokens\":30}\n"
+             "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12,\"id\":7}\n\n"
+             "{\"prompt\":\"%s\",\"max_tokens\":30,\"stop\":[\"zzz\",\" a\"],\"id\":\"x\"}\n"
+             "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12,\"temp\":0.9,\"seed\":5}\n"
+             "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12}\n"
+             "{\"prompt\":\"%s\",\"max_tokens\":0}\n", ask, ask, ask, ask, ask, ask);
+    CHECK(batch_run(lines, "", j) == 0 && j[5] && !j[6], "%s", sh_err);
+    static const struct { int line; const char *options; } same[] = {
+        { 0, "" }, { 1, "--method streaming --budget 12" }, { 3, "--method streaming --budget 12 --temp 0.9 -s 5" },
+        { 4, "--method streaming --budget 12" },
+    };
+    for (size_t i = 0; i < sizeof same / sizeof *same && j[5]; i++) {
+        const Json *b = j[same[i].line];
+        CHECK(sh("OMP_WAIT_POLICY=passive ./kvcomp -t 1 -d cpu -q --temp 0 -n 30 --json %s -p '%s'", same[i].options, ask) == 0,
+              "%s", sh_err);
+        Json *p = json_parse(sh_out, strlen(sh_out), err);
+        CHECK(p && !strcmp(json_text(p, "text"), json_text(b, "text")) && *json_text(b, "text"), "line %d: '%s', -p: '%s'",
+              same[i].line, json_text(b, "text"), json_text(p, "text"));
+        static const char *const keys[] = { "n_prompt", "n_gen", "kv_bytes_stored", "kv_bytes_full", "kv_bytes_attended",
+                                            "meta_bytes", "kv_bytes_peak", "budget" };
+        for (size_t k = 0; k < sizeof keys / sizeof *keys; k++)
+            CHECK(number_of(p, keys[k]) == number_of(b, keys[k]), "line %d: %s", same[i].line, keys[k]);
+        CHECK(number_of(b, "n_gen") == json_get(b, "ids")->n, "ids");
+        json_free(p);
+    }
+    CHECK(strcmp(json_text(j[1], "text"), json_text(j[0], "text")), "streaming answers as full: this shows nothing");
+    CHECK(number_of(j[1], "id") == 7 && !strcmp(json_text(j[2], "id"), "x") && number_of(j[2], "line") == 4, "id and line");
+    snprintf(first, sizeof first, "%s", json_text(j[0], "text"));
+    char *stop = strstr(first, " a");
+    if (stop) *stop = 0;
+    CHECK(stop && !strcmp(first, json_text(j[2], "text")) && !strcmp(json_text(j[2], "finish"), "stop") &&
+              number_of(j[2], "n_gen") < number_of(j[0], "n_gen"), "'%s' before ' a' is '%s'", first, json_text(j[2], "text"));
+    CHECK(!*json_text(j[5], "text") && !strcmp(json_text(j[5], "finish"), "length"), "no token");
+    batch_free(j);
+
+    // A chat's two replies, and the second one asked for with the first as a message
+    const char *told = "My dog is named Rex.", *asked = "What is my dog called?";
+    CHECK(sh("printf '%s\\n%s\\n' | ./kvcomp -t 1 -d cpu -q --temp 0 -n 20 --no-stats", told, asked) == 0, "%s", sh_err);
+    char *one = strtok(sh_out, "\n"), *two = strtok(NULL, "\n"), reply[512];
+    CHECK(one && two, "two replies");
+    snprintf(reply, sizeof reply, "%s", two ? two : "");
+    snprintf(lines, sizeof lines,
+             "{\"messages\":[{\"role\":\"user\",\"content\":\"%s\"},{\"role\":\"assistant\",\"content\":\"%s\"},"
+             "{\"role\":\"user\",\"content\":\"%s\"}],\"max_tokens\":20}\n", told, one ? one : "", asked);
+    CHECK(batch_run(lines, "", j) == 0 && !strcmp(json_text(j[0], "text"), reply) && *reply, "'%s', in a chat '%s'",
+          json_text(j[0], "text"), reply);
+    batch_free(j);
+    CHECK(sh("printf '{\"prompt\":\"hi\",\"max_tokens\":4}\\n{\"prompt\":\"hi\",\"max_tokens\":4}' | ./kvcomp --batch -") == 0 &&
+              lines_in(sh_out) == 2, "%s", sh_err);
+    CHECK(sh("./kvcomp --batch /nonexistent") == 2 && sh("./kvcomp --batch - -p x") == 2 && strstr(sh_err, "goes alone"), "%s",
+          sh_err);
+}
+
+TEST(batch_logprobs, "the log-probabilities of a continuation are those of the logits that --ids writes, token by token and "
+                     "summed; greedy says whether each was the best; text behind text is cut where the prompt's tokens end") {
+    Json *j[32];
+    static const char *const methods[] = { "full", "snapkv", "lychee" };
+    const int V = 4096, given[] = { 300, 17, 981 };
+    char path[64], lines[2048], ids[1024] = "";
+    for (int i = 0; i < 60; i++) snprintf(ids + strlen(ids), sizeof ids - strlen(ids), "%s%d", i ? "," : "", 40 + i * 7 % 900);
+    snprintf(path, sizeof path, "/tmp/kvt_%d_batch", (int)getpid());
+    for (int m = 0; m < 3; m++) {
+        snprintf(lines, sizeof lines, "{\"ids\":[%s],\"continuation\":[300,17,981],\"method\":\"%s\",\"budget\":40}\n", ids, methods[m]);
+        CHECK(batch_run(lines, "", j) == 0 && json_get(j[0], "logprobs"), "%s", sh_err);
+        FILE *f = fopen(path, "w");
+        for (char *p = ids; *p; p++) fputc(*p == ',' ? ' ' : *p, f);
+        fprintf(f, " | 300 17 981\n");
+        fclose(f);
+        CHECK(sh("./kvcomp -t 1 -d cpu -q --ids %s --dump-logits %s.bin --method %s --budget 40", path, path, methods[m]) == 0, "%s", sh_err);
+        static float y[4][4096];
+        char bin[80];
+        snprintf(bin, sizeof bin, "%s.bin", path);
+        f = fopen(bin, "rb");
+        CHECK(f && fread(y, sizeof *y, 4, f) == 4, "%s", bin);
+        if (f) fclose(f);
+        double sum = 0;
+        int greedy = 1;
+        for (int i = 0; i < 3 && json_get(j[0], "logprobs"); i++) {
+            double best = -1e30, z = 0;
+            for (int v = 0; v < V; v++) best = fmax(best, y[i][v]);
+            for (int v = 0; v < V; v++) z += exp(y[i][v] - best);
+            double want = y[i][given[i]] - best - log(z), is = json_get(j[0], "logprobs")->item[i].num;
+            CHECK(fabs(want - is) < 1e-9, "%s: token %d: %.17g, of the logits %.17g", methods[m], i, is, want);
+            sum += want;
+            greedy &= y[i][given[i]] == best;
+        }
+        CHECK(fabs(sum - number_of(j[0], "logprob")) < 1e-9 && json_get(j[0], "greedy")->i == greedy, "%s: the sum", methods[m]);
+        batch_free(j);
+    }
+    CHECK(sh("rm %s %s.bin", path, path) == 0, "%s", sh_err);
+
+    // The reply that a prompt gets is greedy as a continuation; another one is not
+    CHECK(batch_run("{\"prompt\":\"Tell me a story about a fox.\",\"max_tokens\":8}\n", "", j) == 0, "%s", sh_err);
+    snprintf(lines, sizeof lines,
+             "{\"prompt\":\"Tell me a story about a fox.\",\"continuation\":\"%s\"}\n"
+             "{\"prompt\":\"Tell me a story about a fox.\",\"continuation\":\"Nothing\"}\n"
+             "{\"prompt\":\"Tell me a st\",\"continuation\":\"ory about\",\"raw\":true}\n"
+             "{\"prompt\":\"\",\"continuation\":\"Tell me\",\"raw\":true}\n", json_text(j[0], "text"));
+    batch_free(j);
+    CHECK(batch_run(lines, "", j) == 0 && json_get(j[0], "greedy")->i == 1 && json_get(j[1], "greedy")->i == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp --dump-tokens --raw -p 'Tell me a st'") == 0, "%s", sh_err);
+    int before = 1;
+    for (char *p = sh_out; *p; p++) before += *p == ' ';
+    CHECK(sh("./kvcomp --dump-tokens --raw -p 'Tell me a story about'") == 0, "%s", sh_err);
+    char *p = sh_out;
+    for (int i = 0; i < before && p; i++) p = strchr(p + 1, ' ');
+    const Json *tail = json_get(j[2], "ids");
+    for (int i = 0; tail && i < tail->n; i++)
+        CHECK(p && strtol(p, &p, 10) == tail->item[i].i, "id %d behind the prompt's %d", i, before);
+    CHECK(tail && tail->n > 0 && number_of(j[3], "n_prompt") == 1, "a text alone follows the token that ends texts");
+    batch_free(j);
+}
+
+TEST(batch_errors, "a line that is no request gets its error and its number, and the next one is answered; the exit code is 1") {
+    static const struct { const char *line, *says; } bad[] = {
+        { "{\"prompt\":\"x\"", "byte 14: expected " },
+        { "[1]", "is no object" },
+        { "{}", "expected one of 'prompt', 'messages' and 'ids'" },
+        { "{\"prompt\":\"x\",\"ids\":[1]}", "expected one of" },
+        { "{\"prompt\":1}", "'prompt' is no text" },
+        { "{\"prompt\":\"x\",\"methd\":\"full\"}", "unknown field 'methd'" },
+        { "{\"prompt\":\"x\",\"model\":\"y\"}", "unknown field 'model'" },
+        { "{\"prompt\":\"x\",\"method\":\"fulll\"}", "did you mean full" },
+        { "{\"prompt\":\"x\",\"method\":3}", "'method' is no text" },
+        { "{\"prompt\":\"x\",\"method\":\"streaming\",\"budget\":2}", "leaves no recent row" },
+        { "{\"prompt\":\"x\",\"budget\":\"many\"}", "--budget wants a whole number" },
+        { "{\"prompt\":\"x\",\"budget\":64,\"ratio\":0.5}", "both say how much" },
+        { "{\"prompt\":\"x\",\"temp\":900}", "outside 0..100" },
+        { "{\"prompt\":\"x\",\"kernel\":4}", "odd" },
+        { "{\"prompt\":\"x\",\"max_tokens\":-1}", "'max_tokens' is no whole number" },
+        { "{\"prompt\":\"x\",\"stop\":[\"\"]}", "'stop'" },
+        { "{\"prompt\":\"x\",\"stop\":3}", "'stop'" },
+        { "{\"prompt\":\"x\",\"continuation\":\"y\",\"max_tokens\":3}", "'continuation' is a given reply" },
+        { "{\"prompt\":\"x\",\"continuation\":\"\"}", "adds no token" },
+        { "{\"prompt\":\"x\",\"continuation\":[4096]}", "ids from 0 to 4095" },
+        { "{\"ids\":[1,2,-1]}", "ids from 0 to 4095" },
+        { "{\"ids\":[]}", "'ids' is empty" },
+        { "{\"messages\":[]}", "none in it" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"},{\"role\":\"user\",\"content\":\"y\"}]}", "expected role assistant" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"raw\":true}", "want a chat template" },
+        { "{\"prompt\":\"a\\u0000b\"}", "\\u0000" },
+        { "{\"prompt\":\"x\",\"id\":[1]}", "'id'" },
+    };
+    enum { N = sizeof bad / sizeof *bad };
+    char lines[8192] = "";
+    Json *j[32];
+    for (int i = 0; i < N; i++) snprintf(lines + strlen(lines), sizeof lines - strlen(lines), "%s\n", bad[i].line);
+    strcat(lines, "{\"prompt\":\"hi\",\"max_tokens\":2}\n");
+    CHECK(batch_run(lines, "-c 64", j) == 1 && strstr(sh_err, "of 28 lines had an error"), "%s", sh_err);
+    for (int i = 0; i < N; i++)
+        CHECK(strstr(json_text(j[i], "error"), bad[i].says) && number_of(j[i], "line") == i + 1, "%s: %s", bad[i].line,
+              json_text(j[i], "error"));
+    CHECK(json_get(j[N], "text") && !j[N + 1], "the last line is a request");
+    batch_free(j);
+
+    // -c ends a line, not the run
+    char word[400] = "";
+    for (int i = 0; i < 70; i++) strcat(word, "fox ");
+    snprintf(lines, sizeof lines, "{\"prompt\":\"%s\"}\n{\"prompt\":\"hi\",\"continuation\":\"%s\"}\n{\"prompt\":\"hi\",\"max_tokens\":99,"
+             "\"ignore_eos\":true}\n", word, word);
+    CHECK(batch_run(lines, "-c 64", j) == 1 && strstr(json_text(j[0], "error"), "-c 64") &&
+              strstr(json_text(j[1], "error"), "-c 64") && !strcmp(json_text(j[2], "finish"), "context"), "%s", sh_err);
+    batch_free(j);
+}
+
 // ==================================================================================================== 16 CUDA
 
 // kvcomp.cu against its CPU twins. In a build without a GPU the kernels run under cuda_emu.h; every
