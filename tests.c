@@ -17130,6 +17130,20 @@ TEST(batch_errors, "a line that is no request gets its error and its number, and
     batch_free(j);
 }
 
+TEST(batch_harness, "lm-evaluation-harness over --batch finds the scores and log-probabilities of kvcomp's own evaluation, and "
+                    "its command line plays the tasks of data/lm_eval (where Python has lm_eval)") {
+    needs_program();
+    if (sh("python3 -c 'import lm_eval'")) leave_out("Python's package lm_eval");
+    const char *home = "d=$(mktemp -d) && export HF_HOME=$d HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1 &&";
+    const char *end = "rc=$?; rm -r $d; exit $rc";
+    CHECK(sh("%s python3 data/lm_eval/check.py; %s", home, end) == 0 && strstr(sh_out, "snapkv 80: score 0.75") &&
+              !strstr(sh_out, "DIFFERENT"), "%s%s", sh_out, sh_err);
+    CHECK(sh("%s python3 data/lm_eval_kvcomp.py --model kvcomp --model_args model=models/kvcomp-tiny,method=dililazy,budget=64 "
+             "--include_path data/lm_eval --tasks kvcomp_facts,kvcomp_choices --apply_chat_template --limit 2; %s", home, end) == 0 &&
+              strstr(sh_out, "kvcomp_facts") && strstr(sh_out, "exact_match") && strstr(sh_out, "kvcomp_choices"), "%s%s", sh_out,
+          sh_err);
+}
+
 // ==================================================================================================== 16 CUDA
 
 // kvcomp.cu against its CPU twins. In a build without a GPU the kernels run under cuda_emu.h; every
