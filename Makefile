@@ -39,7 +39,7 @@ MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)
 
 comma := ,
 all: kvcomp
-.PHONY: all deps install-deps run demo compare web install-web web-test test traffic asan race fuzz cuda-check gpu-test gpu-bench clean
+.PHONY: all deps install-deps run demo compare vectors web install-web web-test test traffic asan race fuzz cuda-check gpu-test gpu-bench clean
 
 # stb_ds.h is the one library; a compiler and it are all that is needed. CPATH may name the folder that holds stb/, and
 # Homebrew keeps it where clang does not look. Its macros give warnings unless it is taken as a system's header
@@ -119,6 +119,11 @@ demo: kvcomp
 COMPARE = full,streaming,snapkv,h2o,adakv,pyramidkv,expected-attention,dililazy,headkv,quest,lychee,loopserve,pats,q8,sonic
 compare: kvcomp
 	./kvcomp --eval all --eval-items 12 --compare $(COMPARE) --budgets 64,128 -t 1
+
+# data/vectors: a trace of every paper on a tiny model, which the tests and ports are held against. Made anew only when what a
+# method decides has changed on purpose
+vectors: kvcomp
+	while read -r name args; do ./kvcomp $$args --trace data/vectors/$$name.safetensors || exit 1; done <data/vectors/commands
 
 # kvcomp in a browser: kvcomp.c as WebAssembly, the shipped model and data/web.html as one page, which opens by double click.
 # What is missing (emscripten) is installed first, and said so. Debian's emscripten looks for its JavaScript parser in NODE_PATH;

@@ -2125,6 +2125,24 @@ static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, in
     return pooled;
 }
 
+// For --trace: the scores of layer l's candidates, the first n (G) rows of each KV head. lists: H if
+// score is (H,N), or G if it is (G,N); it lies where the cache lies, and on a device it is `sums`
+// times as large. kind: "qhead" or "head".
+static void trace_scores(Session *s, int l, const char *method, const char *kind, const float *score,
+                         int lists, const int *n, int sums) {
+    size_t mark = scratch_mark(s), N = kv_longest(s, l);
+    if (!traced(s, l)) return;
+    float *room = scratch(s, N * sizeof *room);
+    for (int i = 0; i < lists; i++) {
+        const float *x = score + i * N;
+        int m = n[i * s->c->G / lists];
+        if (KV_DEV(s)) host_copy_cuda(room, x, m);
+        for (int r = 0; r < m && KV_DEV(s); r++) room[r] /= (float)sums;
+        trace_f32(s, KV_DEV(s) ? room : x, m, 0, "layer%02d.%s%02d.%s.scores", l, kind, i, method);
+    }
+    scratch_reset(s, mark);
+}
+
 // Link 4. For each of S rows of x (S,stride): the places of the k[i] largest of its first n[i]
 // numbers, ascending, in idx (S,per), and how many there are in count (S). n, k (S). x lies where
 // the cache lies; the rest is on the host.
@@ -2178,6 +2196,7 @@ static void snapkv_commit(Session *s, void *ms, int l, const float *q, int T) {
     int *n = scratch(s, (size_t)s->c->G * sizeof(int));
     int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
     float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
+    trace_scores(s, l, "snapkv", "head", score, s->c->G, n, 1);
     for (int g = 0; g < s->c->G; g++) cap[g] = B - w;
     snap_keep(s, l, score, n, cap);
     scratch_reset(s, mark);
@@ -2265,6 +2284,8 @@ static void adakv_commit(Session *s, void *ms, int l, const float *q, int T) {
     int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
     float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
     adakv_caps(s, l, score, n, B - w, cap);
+    trace_scores(s, l, "adakv", "head", score, s->c->G, n, 1);
+    if (traced(s, l)) trace_i32(s, cap, s->c->G, 0, "layer%02d.adakv.budgets", l);
     snap_keep(s, l, score, n, cap);
     scratch_reset(s, mark);
 }
@@ -2317,6 +2338,7 @@ static void pyramidkv_commit(Session *s, void *ms, int l, const float *q, int T)
     int *n = scratch(s, (size_t)s->c->G * sizeof(int));
     int *cap = scratch(s, (size_t)s->c->G * sizeof(int));
     float *score = pooled_scores(s, x, l, q, T, w, JOIN_POOL, n);
+    trace_scores(s, l, "pyramidkv", "head", score, s->c->G, n, 1);
     for (int g = 0; g < s->c->G; g++) cap[g] = pyramid_cap(l, s->c->L, s->n_tok, B, w);
     snap_keep(s, l, score, n, cap);
     scratch_reset(s, mark);
@@ -3656,6 +3678,8 @@ static void quest_select_host(Session *s, const Quest *x, int l, const float *q,
         k[g] = best;
     }
     float *u = quest_scores(s, x, l, q, pages);
+    for (int g = 0; g < G && traced(s, l); g++)
+        trace_f32(s, u + (size_t)g * pages, pages, 0, "layer%02d.head%02d.quest.scores", l, g);
     top_k_rows(s, u, G, pages, n, k, idx, best, found);
     for (int g = 0; g < G; g++) {
         int n_rows = found[g] * PAGE;
@@ -3719,6 +3743,23 @@ static size_t quest_plan(const Session *s, const void *ms, int n) {
     return (size_t)layers * s->c->G * quest_cap(n / PAGE) * 2 * s->c->D * dtype_size(x->dtype);
 }
 
+// Hook trace: the bounds of a layer, (pages,2D), after a pass that has filled a page.
+static void quest_trace(Session *s, void *ms, int l) {
+    const Quest *x = ms;
+    int D = s->c->D, n = s->n_tok / PAGE;
+    if (l == s->c->L || l < x->full_layers || n == s->base / PAGE) return;
+    size_t row = (size_t)2 * D, mark = scratch_mark(s), bytes = n * row * dtype_size(x->dtype);
+    float *bound = scratch(s, n * row * sizeof *bound);
+    char *stored = scratch(s, bytes);
+    for (int g = 0; g < s->c->G; g++) {
+        const char *from = x->head[l * s->c->G + g].bound;
+        if (KV_DEV(s)) bytes_load_cuda(stored, from, bytes);
+        to_f32(bound, KV_DEV(s) ? stored : from, x->dtype, n * row);
+        trace_f32(s, bound, n, 2 * D, "layer%02d.head%02d.quest.bounds", l, g);
+    }
+    scratch_reset(s, mark);
+}
+
 static const Opt quest_opts[] = {
     { "quest-full-layers", 'i', "2", "first layers that read every row" },
     { NULL, 0, NULL, NULL },
@@ -3743,6 +3784,7 @@ const Method quest_method = {
     .bytes   = quest_bytes,
     .plan    = quest_plan,
     .forget  = quest_forget,
+    .trace   = quest_trace,
 };
 
 // ==================================================================================================== 9 LOOPSERVE
@@ -4297,6 +4339,34 @@ static void loop_count(LoopServe *x, const Lines *a, const LoopFound *f) {
     x->n_s += bit_list(a->s, a->n, NULL);
 }
 
+// For --trace: the sampled tokens and, of every query head, the chosen columns as tokens, the chosen
+// offsets row - column, the share of the sampled attention and of the cells. A head in full has none
+// of the former, and 1 for both shares.
+static void loop_trace(Session *s, const LoopPass *pass, int m) {
+    int H = s->c->H, l = pass->l;
+    size_t mark = scratch_mark(s), N = kv_longest(s, l);
+    int *at = scratch(s, max_size(N, m) * sizeof *at), *dense = scratch(s, H * sizeof *dense);
+    float *mass = scratch(s, H * sizeof *mass), *cells = scratch(s, H * sizeof *cells);
+    for (int i = 0; i < m; i++) at[i] = s->base + pass->rows[i];
+    trace_i32(s, at, m, 0, "layer%02d.loopserve.sampled", l);
+    for (int h = 0; h < H; h++) {
+        const Lines *a = &pass->lines[h];
+        const int *src = kv_head(s, l, h * s->c->G / H)->src;
+        int n = a->dense ? 0 : bit_list(a->v, a->n, at);
+        for (int i = 0; i < n; i++) at[i] = src[at[i]];
+        trace_i32(s, at, n, 0, "layer%02d.qhead%02d.loopserve.verticals", l, h);
+        n = a->dense ? 0 : bit_list(a->s, a->n, at);
+        trace_i32(s, at, n, 0, "layer%02d.qhead%02d.loopserve.slashes", l, h);
+        dense[h] = a->dense;
+        mass[h] = a->dense ? 1 : (float)pass->found[h].mass;
+        cells[h] = a->dense ? 1 : (float)pass->found[h].cells;
+    }
+    trace_i32(s, dense, H, 0, "layer%02d.loopserve.dense", l);
+    trace_f32(s, mass, H, 0, "layer%02d.loopserve.recovered", l);
+    trace_f32(s, cells, H, 0, "layer%02d.loopserve.cells", l);
+    scratch_reset(s, mark);
+}
+
 // Method.attend: chooses the lines of every head of layer l and attends along them. With alpha 1,
 // or with fewer than 4 times as many rows as samples, the pass attends in full: choosing would cost
 // more than it saves.
@@ -4331,6 +4401,7 @@ static void loopserve_attend(Session *s, void *ms, int l, float *out, const floa
     }
     for (int h = 0; h < H; h++) loop_count(x, &pass.lines[h], &pass.found[h]);
     timed(&s->clk.index, t);
+    if (traced(s, l)) loop_trace(s, &pass, m);
 
     lines_attend(s, l, pass.lines, out, q, T);
     scratch_reset(s, mark);
@@ -4423,6 +4494,9 @@ static void loop_select(Session *s, LoopServe *x, int l) {
     }
     // Where every list has fitted into the budget so far, all rows are read as it is.
     float *score = x->chosen ? loop_scores(s, x, l, first, end) : NULL;
+    if (score)
+        trace_scores(s, l, "loopserve", x->per_query ? "qhead" : "head", score, lists, end,
+                     s->base - first + 1);
     int on_device = KV_DEV(s) && each == R;
     if (score && on_device) ring_select_cuda(s, l, score, n, x->budget);
     if (!score || on_device) {
@@ -5387,6 +5461,39 @@ static void pats_stats(const Session *s, const void *ms, FILE *out) {
             packed, rows, x->repacks, mean_bits, ideal, real);
 }
 
+// Hook trace, after a pass that has packed rows: B[t] of every token; of every head its regions (row0,
+// n, w, base) and its packed bytes, filled up with zeros to a multiple of 8.
+static void pats_trace(Session *s, void *ms, int l) {
+    const Pats *x = ms;
+    if (!x->b_max || !x->due) return;
+    size_t mark = scratch_mark(s);
+    if (l == s->c->L) {
+        int *bits = scratch(s, (size_t)s->n_tok * sizeof *bits);
+        for (int t = 0; t < s->n_tok; t++) bits[t] = x->bits[t];
+        trace_i32(s, bits, s->n_tok, 0, "pats.bits");
+    }
+    for (int g = 0; g < s->c->G && l < s->c->L; g++) {
+        const KVHead *h = kv_head(s, l, g);
+        int *reg = scratch(s, (size_t)(4 * h->n_reg + 1) * sizeof *reg);
+        size_t bytes = regions_bytes(h->reg, h->n_reg, x->rows64, s->c->D);
+        size_t used = h->n_reg ? bytes - PATS_GUARD : 0, filled = (used + 7) / 8 * 8;
+        char *copy = scratch(s, filled + 1);
+        for (int i = 0; i < h->n_reg; i++) {
+            const Region r = h->reg[i];
+            memcpy(reg + 4 * i, (int[]){ r.row0, r.n, r.w, (int)r.base }, 4 * sizeof *reg);
+        }
+        trace_i32(s, reg, h->n_reg, 4, "layer%02d.head%02d.pats.regions", l, g);
+        for (int v = 0; v < 2; v++) {
+            const char *from = v ? h->pv : h->pk;
+            memset(copy, 0, filled);
+            if (KV_DEV(s) && used) bytes_load_cuda(copy, from, used);
+            else if (used) memcpy(copy, from, used);
+            trace_u8(s, copy, (int)filled, 0, "layer%02d.head%02d.pats.packed_%s", l, g, v ? "v" : "k");
+        }
+    }
+    scratch_reset(s, mark);
+}
+
 static const Opt pats_opts[] = {
     { "pats-schedule", 'c', "middle|old|new", "which rows lose most bits" },
     { "pats-policy",   'c', "auto|ratchet|static|frozen",
@@ -5425,6 +5532,7 @@ const Method pats_method = {
     .bytes   = pats_bytes,
     .forget  = pats_forget,
     .stats   = pats_stats,
+    .trace   = pats_trace,
 };
 
 // ==================================================================================================== 11 LYCHEECLUSTER
@@ -5733,6 +5841,7 @@ typedef struct {
     int *start;                 // (cap+1) chunk j is tokens start[j]..start[j+1]-1
     int M, cap;                 // chunks; room
     int M_built;                // chunks when the index was built; 0: there is none
+    int changed;                // 1: the last pass has built the index or grafted on it
     long ends[CUT_INSIDE + 1];  // chunks by the level of their end
     Tree *tree;                 // (L,G)
     Watch *watch;               // (L,G); NULL without --lychee-stats
@@ -6680,6 +6789,15 @@ static int seek_found(const Lychee *x, const int *found, int per, SeekRoom *w, i
     return found[LIST_TOKENS];
 }
 
+// For --trace: the scores of all clusters, -INFINITY of those that were not looked at, and the
+// clusters that gave chunks. head: a KV head if of_group is 1, else a query head. On a device both
+// stay where they are made, and are not written down.
+static void trace_seek(Session *s, int l, int head, int of_group, const Tree *t, const SeekRoom *w) {
+    const char *kind = of_group ? "head" : "qhead";
+    trace_f32(s, w->S, t->fine.n, 0, "layer%02d.%s%02d.lychee.scores", l, kind, head);
+    trace_i32(s, w->used, w->n_used, 0, "layer%02d.%s%02d.lychee.clusters", l, kind, head);
+}
+
 // Sets the views of the query heads q (R,D) of KV head g: one list for the group or, under
 // --lychee-gqa=head, one for each. found: what the GPU has found, (lists,LIST_HEAD + 2 per); NULL:
 // look here.
@@ -6696,6 +6814,7 @@ static void select_group(Session *s, const Lychee *x, int l, int g, const float 
         int n, tokens;
         if (found) tokens = seek_found(x, found + (size_t)i * (LIST_HEAD + 2 * per), per, w, &n);
         else tokens = seek(x, t, qi, each, D, w, &n);
+        if (!found && traced(s, l)) trace_seek(s, l, lists == 1 ? g : g * R + i, lists == 1, t, w);
         if (lists == 1) view_group(s, l, g, w->rows, n, t_idx(x));
         else view_set(s, l, g * R + i, w->rows, n, t_idx(x));
         if (!a) continue;
@@ -6743,7 +6862,7 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
     }
     if (!KV_DEV(s) || bring) {
         SeekRoom *w = seek_rooms(s, x, tree, R);
-        #pragma omp parallel for schedule(static) if (x->M > 256 && !found)
+        #pragma omp parallel for schedule(static) if (x->M > 256 && !found && !s->trace)
         for (int g = 0; g < G; g++) {
             const int *of_head = found ? found + g * each : NULL;
             select_group(s, x, l, g, q + (size_t)g * R * D, of_head, per, &w[thread_id()]);
@@ -6787,6 +6906,7 @@ static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
     (void)q;
     (void)T;
     if (l < s->c->L) return;
+    x->changed = 0;
     if (kv_longest(s, 0) != s->n_tok)
         die(EXIT_USAGE, "--method: lychee needs every row, another part has dropped some of %d",
             s->n_tok);
@@ -6798,7 +6918,46 @@ static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
     if (x->M == old) return;
     if (x->M >= 2 * x->M_built) lychee_build(s, x);               // Algorithm 1, line 3
     else lychee_graft(s, x, old);                                 // Algorithm 1, line 22: LazyUpdate
+    x->changed = 1;
     timed(&s->clk.index, t0);
+}
+
+// For --trace: one level of the tree of a head, by names that begin with `what`: centres (n,D), radii
+// (n), and the node above each of its children.
+static void trace_nodes(Session *s, int l, int g, const char *what, const char *child, const Nodes *u,
+                        int children) {
+    int D = s->c->D;
+    size_t mark = scratch_mark(s);
+    float *mu = scratch(s, (size_t)u->n * D * sizeof *mu);
+    int *parent = scratch(s, (size_t)children * sizeof *parent);
+    to_f32(mu, u->mu, DT_BF16, (size_t)u->n * D);
+    for (int i = 0; i < u->n; i++)
+        for (int c = u->first[i]; c >= 0; c = u->next[c]) parent[c] = i;
+    trace_f32(s, mu, u->n, D, "layer%02d.head%02d.lychee.%scentres", l, g, what);
+    trace_f32(s, u->r, u->n, 0, "layer%02d.head%02d.lychee.%sradii", l, g, what);
+    trace_i32(s, parent, children, 0, "layer%02d.head%02d.lychee.%sparents", l, g, child);
+    scratch_reset(s, mark);
+}
+
+// Hook trace, after a pass that has changed the index: where every chunk ends (the token behind it;
+// the first one begins behind the --lychee-sink tokens), and the tree of every head of a layer.
+static void lychee_trace(Session *s, void *ms, int l) {
+    const Lychee *x = ms;
+    if (!x->changed) return;
+    if (l == s->c->L) trace_i32(s, x->start + 1, x->M, 0, "lychee.chunk_ends");
+    if (l == s->c->L || !indexed_layer(s, x, l)) return;
+    for (int g = 0; g < s->c->G; g++) {
+        size_t mark = scratch_mark(s);
+        Tree t = x->tree[l * s->c->G + g];
+        if (KV_DEV(s)) {
+            char *here = scratch(s, t.bytes);
+            bytes_load_cuda(here, t.mem, t.bytes);
+            tree_carve(&t, here, 2 * x->M_built, t.fine.n, t.coarse.n, s->c->D);
+        }
+        trace_nodes(s, l, g, "", "", &t.fine, x->M);
+        if (t.coarse.n) trace_nodes(s, l, g, "unit_", "cluster_", &t.coarse, t.fine.n);
+        scratch_reset(s, mark);
+    }
 }
 
 // ---- the other hooks
@@ -6933,6 +7092,7 @@ const Method lychee_method = {
     .plan    = lychee_plan,
     .forget  = lychee_forget,
     .stats   = lychee_stats,
+    .trace   = lychee_trace,
 };
 
 // ==================================================================================================== 12 SONIC INFERENCE
@@ -7425,6 +7585,22 @@ static void sonic_stats(const Session *s, const void *ms, FILE *out) {
             bytes, x->file ? "" : " (untrained: the base's weights)");
 }
 
+// Hook trace: of every token of the dialogue its segment, and whether it is a Nexus token.
+static void sonic_trace(Session *s, void *ms, int l) {
+    (void)ms;
+    if (l < s->c->L) return;
+    size_t mark = scratch_mark(s);
+    int n = s->n_tok;
+    int *segment = scratch(s, (size_t)n * sizeof *segment), *nexus = scratch(s, (size_t)n * sizeof *nexus);
+    for (int i = 0; i < n; i++) {
+        segment[i] = s->tok[i].seg;
+        nexus[i] = s->tok[i].kind == TOK_EXTRA;
+    }
+    trace_i32(s, segment, n, 0, "sonic.segments");
+    trace_i32(s, nexus, n, 0, "sonic.nexus");
+    scratch_reset(s, mark);
+}
+
 static const Opt sonic_opts[] = {
     { "sonic-k",         'i', "0",    "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
     { "sonic-ratio",     'f', "0",    "share of each message to remove instead (also --ratio); at most the adapter's k_max tokens stay" },
@@ -7462,6 +7638,7 @@ const Method sonic_method = {
     .bytes   = sonic_bytes,
     .plan    = sonic_plan,
     .stats   = sonic_stats,
+    .trace   = sonic_trace,
 };
 
 // ==================================================================================================== 13 DILILAZYKV
@@ -7673,6 +7850,25 @@ static void dililazy_views(Session *s, int l, const float *score, const int *n, 
     for (int g = 0; g < G; g++) kv_compact(s, l, g);
 }
 
+// The name in a trace.
+static const char *dililazy_name(const DiliLazy *x) {
+    return x->alloc == ALLOC_HEADKV ? "headkv" : "dililazy";
+}
+
+// For --trace, when layer l is compressed: scores of the candidates, n (G) a KV head; the capacities,
+// and the scores of the heads that they were made from.
+static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const float *score, const int *n) {
+    const char *name = dililazy_name(x);
+    if (!traced(s, l)) return;
+    size_t mark = scratch_mark(s);
+    float *inf = scratch(s, (size_t)x->heads * sizeof *inf);
+    for (int i = 0; i < x->heads; i++) inf[i] = (float)x->inf[l * x->heads + i];
+    trace_scores(s, l, name, x->heads < s->c->H ? "head" : "qhead", score, x->heads, n, 1);
+    trace_f32(s, inf, x->heads, 0, "layer%02d.%s.head_scores", l, name);
+    trace_i32(s, x->cap + l * x->heads, x->heads, 0, "layer%02d.%s.budgets", l, name);
+    scratch_reset(s, mark);
+}
+
 // Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are the turn's queries.
 static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
     DiliLazy *x = ms;
@@ -7692,8 +7888,24 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
     const int *cap = x->cap + (size_t)l * x->heads;
     int *n = scratch(s, (size_t)s->c->G * sizeof(int));
     float *score = pooled_scores(s, &x->snap, l, q, T, w, per_kv_head ? POOL_JOIN : POOL_ONLY, n);
+    dililazy_trace_scores(s, x, l, score, n);
     if (per_kv_head) snap_keep(s, l, score, n, cap);
     else dililazy_views(s, l, score, n, cap);
+    scratch_reset(s, mark);
+}
+
+// Hook trace, after a prefill: the tokens whose rows each query head will read. What a KV head keeps
+// is their union.
+static void dililazy_trace(Session *s, void *ms, int l) {
+    if (l == s->c->L || s->decoding) return;
+    size_t mark = scratch_mark(s);
+    int *rows = scratch(s, (size_t)kv_longest(s, l) * sizeof *rows);
+    for (int h = 0; h < s->c->H; h++) {
+        const KVHead *hd = kv_head(s, l, h * s->c->G / s->c->H);
+        int n = view_rows(s, l, h, rows);
+        for (int i = 0; i < n; i++) rows[i] = hd->src[rows[i]];
+        trace_i32(s, rows, n, 0, "layer%02d.qhead%02d.%s.chosen", l, h, dililazy_name(ms));
+    }
     scratch_reset(s, mark);
 }
 
@@ -7712,7 +7924,7 @@ static void dililazy_stats(const Session *s, const void *ms, FILE *f) {
     for (int i = 0; i < L * G; i++) held += s->head[i].len;
     fprintf(f, "%s: caps %d..%d, mean %.1f; rows read per query head %.1f, "
                "rows held per KV head (union) %.1f\n",
-            x->alloc == ALLOC_HEADKV ? "headkv" : "dililazy", lo, hi, cap / n, read / (L * H), held / (L * G));
+            dililazy_name(x), lo, hi, cap / n, read / (L * H), held / (L * G));
 }
 
 static const Opt dililazy_opts[] = {
@@ -7758,6 +7970,7 @@ const Method dililazy_method = {
     .commit  = dililazy_commit,
     .bytes   = dililazy_bytes,
     .stats   = dililazy_stats,
+    .trace   = dililazy_trace,
 };
 
 // ---- HEADKV
@@ -7849,6 +8062,7 @@ const Method headkv_method = {
     .commit  = dililazy_commit,
     .bytes   = dililazy_bytes,
     .stats   = dililazy_stats,
+    .trace   = dililazy_trace,
 };
 
 // ==================================================================================================== 14 THE TABLE OF METHODS

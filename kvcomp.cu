@@ -1713,7 +1713,7 @@ static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, con
 
 // How many of the largest logits this pass brings to the host; 0: all of them.
 static int n_picks(const Session *s) {
-    return s->decoding ? min_int(s->picks, s->c->V) : 0;
+    return s->decoding && !s->trace ? min_int(s->picks, s->c->V) : 0;
 }
 
 // The logits of x (C), the last token's activations: one launch, and a copy to s->logits that is only on

@@ -1,0 +1,123 @@
+"""LycheeCluster: the text in chunks, chunks in clusters, a decode step reads the best clusters. From q and k alone.
+
+Build. A chunk's key is the mean of its tokens' keys, of length 1. Spherical k-means of the chunk keys gives clusters:
+centres in bf16, radius = the farthest chunk key. Built again when the chunks have doubled.
+Graft. A new chunk joins the cluster with the largest dot product; the ball becomes the smallest one that holds the old
+ball and the new key.
+Read. A cluster's score is the largest cosine of the group's query heads with its centre, which has length 1. Chunks of
+the best clusters are read until one does not fit into the budget; besides, the first rows and the recent ones.
+"""
+import numpy as np
+
+from trace import Rows, arguments, attention
+
+
+def bf16(x):
+    """To the nearest bf16, ties to even."""
+    u = np.asarray(x, np.float32).view(np.uint32)
+    return ((u + 0x7fff + (u >> 16 & 1)) & 0xffff0000).astype(np.uint32).view(np.float32).astype(float)
+
+
+def unit(x):
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-12)
+
+
+def chunk_keys(k, ends, sink):
+    starts = np.concatenate([[sink], ends[:-1]])
+    return np.array([unit(k[a:b].mean(0)) for a, b in zip(starts, ends)])
+
+
+def kmeans(x, K, iters):
+    n = len(x)
+    mu = x[[(2 * j + 1) * n // (2 * K) for j in range(K)]]
+    for _ in range(iters):
+        label = (x @ mu.T).argmax(1)
+        mu = np.array([unit(x[label == j].sum(0)) if (label == j).any() else mu[j] for j in range(K)])
+    mu = bf16(mu)
+    return mu, (x @ mu.T).argmax(1)
+
+
+def build(x, per_cluster, iters):
+    K = -(-len(x) // per_cluster)
+    mu, parent = kmeans(x, K, iters)
+    radius = np.array([max([np.linalg.norm(v - mu[j]) for v in x[parent == j]], default=0) for j in range(K)])
+    return [mu, radius, list(parent)]
+
+
+def graft(tree, v):
+    mu, radius, parent = tree
+    c = int((mu @ v).argmax())
+    d = np.linalg.norm(v - mu[c])
+    if d > radius[c]:                                   # the smallest ball around the old one and v
+        moved = bf16(mu[c] + (d - radius[c]) / (2 * d) * (v - mu[c]))
+        radius[c] = max(radius[c] + np.linalg.norm(moved - mu[c]), np.linalg.norm(v - moved))
+        mu[c] = moved
+    parent.append(c)
+
+
+def read_chunks(score, parent, ends, sink, room):
+    """The chunks of the best clusters, as long as they fit."""
+    size = np.diff(np.concatenate([[sink], ends]))
+    taken, tokens = [], 0
+    for c in np.argsort(-score, kind="stable"):
+        for j in [j for j, p in enumerate(parent) if p == c]:
+            if tokens + size[j] > room:
+                return taken
+            taken.append(j)
+            tokens += size[j]
+    return taken
+
+
+def main():
+    t, check = arguments("lychee")
+    sink, buffer, most, per, iters = (int(t.option("lychee-" + x)) for x in
+                                      ("sink", "buffer", "chunk-max", "chunks-per-cluster", "iters"))
+    B = int(t.meta["budget"])
+    for l in t.layers:
+        rows, ends, trees, built = Rows(t, l), [], [None] * t.G, 0
+        for p, base, step, T in t.passes():
+            rows.add(p, base)
+            n, q = base + T, t.of(p, l, "q").astype(float)
+            for h in range(t.H if step >= 0 else 0):
+                g = h // t.R
+                if not built or n <= B + buffer:
+                    read = list(range(n))
+                else:
+                    mu, radius, parent = trees[g]
+                    group = q[0, g * t.R:(g + 1) * t.R]
+                    score = (group / np.linalg.norm(group, axis=1)[:, None] @ mu.T).max(0)
+                    check.near("pass %d, head %d: scores" % (p, g), score, t.of(p, l, "head%02d.lychee.scores" % g), 1e-5)
+                    start, read = [sink] + ends, list(range(sink))
+                    for j in sorted(read_chunks(score, parent, ends, sink, B - sink)):
+                        read += range(start[j], start[j + 1])
+                    read += range(ends[-1], n)
+                check.same("pass %d, query head %d: rows read" % (p, h), read, t.of(p, l, "qhead%02d.read" % h))
+                k, v = rows.k[read, g], rows.v[read, g]
+                out = attention(q[0, h:h + 1], k, np.ones((1, len(read)), bool)) @ v
+                check.near("pass %d, query head %d: out" % (p, h), out[0], t.of(p, l, "out")[0, h])
+
+            # The end of the pass: these ids have no text, so every chunk is as long as it may be
+            old = len(ends)
+            while (built or n > B + buffer) and n - (ends[-1] if ends else sink) >= max(buffer, 1) + most:
+                ends.append((ends[-1] if ends else sink) + most)
+            if len(ends) == old:
+                continue
+            check.same("pass %d: chunk ends" % p, ends, t.get(p, "lychee.chunk_ends"))
+            rebuild = len(ends) >= 2 * built
+            built = len(ends) if rebuild else built
+            for g in range(t.G):
+                x = chunk_keys(rows.k[:, g], np.array(ends), sink)
+                if rebuild:
+                    trees[g] = build(x, per, iters)
+                for v in x[old:] if not rebuild else []:
+                    graft(trees[g], v)
+                what = "pass %d, head %d: " % (p, g)
+                names = ["head%02d.lychee.%s" % (g, x) for x in ("centres", "radii", "parents")]
+                check.near(what + "centres", trees[g][0], t.of(p, l, names[0]), 2 ** -8)
+                check.near(what + "radii", trees[g][1], t.of(p, l, names[1]), 2 ** -8)
+                check.same(what + "parents", trees[g][2], t.of(p, l, names[2]))
+                trees[g][:2] = [t.of(p, l, x).astype(float) for x in names[:2]]     # their last bit of bf16
+    check.done()
+
+
+main()

@@ -1,0 +1,79 @@
+"""PATS: old tokens lose low bits, and their rows are packed. From k and v alone.
+
+b(t,T) = max(b_min, min(b_max, round(b_min + b_max u))), u = 1 - |2x - 1|, x = (t-1)/(T-1): tokens in the middle lose
+most. The first `sink` tokens lose b_min bits, the last `window` tokens none. Bits that are cut are gone: B[t] only
+grows, whenever T has grown by an eighth since the last time.
+A token that has lost b bits takes w = 16 - b bits an element. Rows of one w are a region: one stream of bits, low ones
+first, that begins at a multiple of 64 bytes.
+"""
+import numpy as np
+
+from trace import Rows, arguments, attention
+
+
+def schedule(T, b_min, b_max, sink, window):
+    """The bits that tokens 0.. lose when T have been seen."""
+    bits = np.zeros(T, int)
+    for i in range(max(T - window, 0)):
+        f = b_min
+        if i >= sink and T > 1:
+            f = (2 * b_min * (T - 1) + 4 * b_max * min(i, T - 1 - i) + (T - 1)) // (2 * (T - 1))
+        bits[i] = max(b_min, min(b_max, f))
+    return bits
+
+
+def cut(row, b):
+    """f16 numbers without their b lowest bits, as whole numbers."""
+    return row.astype(np.float16).view(np.uint16) >> np.uint16(b) << np.uint16(b)
+
+
+def pack(rows, bits):
+    """rows (n,D): the regions (row0, n, w, base), and the bytes."""
+    out, regions, i = bytearray(), [], 0
+    while i < len(rows):
+        n = 1
+        while i + n < len(rows) and bits[i + n] == bits[i]:
+            n += 1
+        w = 16 - int(bits[i])
+        out += bytes(-len(out) % 64)
+        regions.append((i, n, w, len(out)))
+        elements = cut(rows[i:i + n], bits[i]).reshape(-1).astype(int) >> bits[i]
+        stream = (elements[:, None] >> np.arange(w)) & 1
+        out += np.packbits(stream.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
+        i += n
+    return regions, out + bytes(-len(out) % 8)
+
+
+def main():
+    t, check = arguments("pats")
+    b_min, b_max, sink, window = (int(t.option("pats-" + x)) for x in ("bmin", "bmax", "sink", "window"))
+    for l in t.layers:
+        rows, lost, T_last, packed = Rows(t, l), np.zeros(0, int), 0, 0
+        for p, base, step, T in t.passes():
+            rows.add(p, base)
+            n, q = base + T, t.of(p, l, "q").astype(float)
+            lost = np.concatenate([lost, np.zeros(T, int)])
+
+            # Attention reads what the passes before have left of the rows
+            for h in range(t.H):
+                k, v = (np.array([cut(x[i, h // t.R], lost[i]).view(np.float16) for i in range(n)]).astype(float)
+                        for x in (rows.k, rows.v))
+                see = np.arange(n)[None] <= np.arange(base, n)[:, None]
+                check.near("pass %d, head %d: out" % (p, h), attention(q[:, h], k, see) @ v, t.of(p, l, "out")[:, h])
+
+            if 8 * n < 9 * T_last:
+                check.same("pass %d: nothing is packed" % p, t.get(p, "pats.bits") is None, True)
+                continue
+            T_last, packed = n, max(packed, n - window)
+            lost = np.maximum(lost, schedule(n, b_min, b_max, sink, window))
+            check.same("pass %d: bits" % p, lost, t.get(p, "pats.bits"))
+            for g in range(t.G):
+                for x, name in (rows.k, "k"), (rows.v, "v"):
+                    regions, data = pack(x[:packed, g], lost)
+                    what = "pass %d, head %d: " % (p, g)
+                    check.same(what + "regions", regions, t.of(p, l, "head%02d.pats.regions" % g))
+                    check.same(what + "packed " + name, list(data), t.of(p, l, "head%02d.pats.packed_%s" % (g, name)))
+    check.done()
+
+
+main()
