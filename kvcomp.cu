@@ -3248,6 +3248,7 @@ static __device__ void tensor_softmax(unsigned (*p)[MT][4], float (*shrink)[2], 
             high = lanes_max<4>(high);
             shrink[i][half] = exp2_flush((top - high) * c);
             low[half] = P_SHIFT - high * c;
+            __syncwarp();                       // the four lanes of the row have read its maximum
             if (!t) row->top = high;
         }
         KV_UNROLL() for (int n = 0; n < KT / 8; n++)
@@ -6708,6 +6709,7 @@ static __device__ void lines_mask(const TensorShared &m, const Attn &a, const He
             if (!tile.col) sees = sees && (m.see[r * WORDS + w] >> lane & 1);
             if (a.window) sees = sees && in_window(a, h, c, a.tok0 + q - x.p0);
             unsigned bits = __ballot_sync(ALL_LANES, sees);
+            __syncwarp();                       // every lane has read the word
             if (!lane) m.see[r * WORDS + w] = bits;
         }
     }

@@ -20276,7 +20276,7 @@ TEST(cuda_pool, "rows that were given back stay in the pool; memory that is aske
     CHECK(!emu_pooled || kept > 0, "the heads' old rows went back to the device");
     if (emu_pooled) {
         emu_set_memory(held_now() + kept);  // nothing is left but the pool's
-        cuda_drop(cuda_put(o, 64));
+        cuda_drop(cuda_put(&p, sizeof p));
         CHECK(emu_pooled() == 0, "%zu bytes stay in the pool", emu_pooled());
         emu_set_memory(0);
     }
