@@ -36,15 +36,20 @@ BUDGET = {"lychee": 64, "dililazy": 40}
 REPLY = 48                          # most tokens of a reply
 TOLERANCE = 1e-4
 
-TURN = """Read this, please:
+TEXT = """Read this, please:
 ```c
-static int last(const int *x, int n) { return n ? x[n - 1] : -1; }   // a.b, x->y, 3.14 and std::sort
+static int last(const int *x, int n) { return n ? x[n - 1] : -1; }      // a.b, x->y, 3.14, std::sort
+if (a->b && c=>d || e <> f) print("10:30"); list<int> v; map<a, b> w; y = v[0]; z := 5; q ?= w[1]
 ```
 
 ---
-* "Is it far?" she asked. (No, it is not.)
-* 天气很好。我们走吧！「好」、他说。 Grüße aus Köln; žluťoučký kůň, ваш друг!
-{"name": "Ada", "tags": ["a", "b"], "at": "10:30"}
+* "Is it far?" she asked. (No, it is not.) 'Go!', he said; "see http://a.b/c?d=e, or f.g."
+  \t
+天气很好，我们走吧！「好」、他说。苹果、梨、桃·李；“真的？”她问：（是的）。
+Grüße aus Köln; žluťoučký kůň, ваш друг! Ωμέγα … 😀😀 naïve—dash
+{"name": "Ada", "tags": ["a", "b"], "at": "10:30", "n": [1,2,3], "s": {"k": null}}
+***
+onewordwithoutanyblankthatgoesonandonforalongtimeuntilthechunkmustendsomewhereanyway12345678901234567890
 
 """
 
@@ -193,17 +198,21 @@ class Replay:
 
 
 def check_trace(program, model, method, folder):
-    """Two turns, teacher forced: a dialogue, and a text with code, lists and other scripts."""
+    """Two turns, teacher forced. The first one is short, so that its answer is where the index is built; the second
+    has code, lists and other scripts."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(model)
-    turns = [tokenizer(text).input_ids for text in (dialogues()[0], TURN + dialogues()[1])]
+    first = tokenizer(dialogues()[0]).input_ids
+    second = tokenizer(3 * TEXT + dialogues()[1]).input_ids
+    turns = [(first[:150], first[150:250]), (first[250:] + second, second[:40])]
     ids, trace = folder / "ids.txt", folder / "trace.safetensors"
-    ids.write_text("".join(f"{' '.join(map(str, turn[:-40]))} | {' '.join(map(str, turn[-40:]))}\n" for turn in turns))
+    ids.write_text("".join(f"{' '.join(map(str, fed))} | {' '.join(map(str, answer))}\n" for fed, answer in turns))
     kvcomp(program, model, method, "--ids", ids, "--dump-logits", folder / "logits.bin", "--trace", trace)
     replay = Replay(method, load_file(trace), AutoConfig.from_pretrained(model), tokenizer, model)
     replay.run()
-    print(f"{method}: trace of {sum(map(len, turns))} tokens: decisions equal, outputs within {replay.worst:.1e}")
+    tokens = replay.cache.get_seq_length()
+    print(f"{method}: trace of {tokens} tokens: decisions equal, outputs within {replay.worst:.1e}")
 
 
 # ---- replies
