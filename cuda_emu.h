@@ -859,8 +859,23 @@ static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) {
 }
 static inline cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *x, cudaGraph_t g, unsigned long long) {
     EMU_CALL(cudaErrorUnknown);
+    emu_count_one("cudaGraphInstantiate");
     *x = (EmuOps *)calloc(1, sizeof **x);
     **x = *g; *g = {};                                        // the launches move into what can be run
+    return cudaSuccess;
+}
+// A graph that can be run takes over another's launches only if they are the same kernels and copies in the same order.
+struct cudaGraphExecUpdateResultInfo { int result; };
+static inline cudaError_t cudaGraphExecUpdate(cudaGraphExec_t x, cudaGraph_t g, cudaGraphExecUpdateResultInfo *info) {
+    EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
+    info->result = x->n != g->n;
+    for (int i = 0; i < x->n && !info->result; i++) info->result = x->at[i].run != g->at[i].run;
+    if (info->result) return emu_error(cudaErrorUnknown);
+    emu_count_one("cudaGraphExecUpdate");
+    for (int i = 0; i < x->n; i++) free(x->at[i].arg);
+    free(x->at);
+    *x = *g; *g = {};
     return cudaSuccess;
 }
 static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { EMU_CALL(cudaErrorUnknown); free(g->at); free(g); return cudaSuccess; }

@@ -392,7 +392,8 @@ struct Device {                 // Session.dev
     int BQ;                     // query rows of a work
     struct Read *read;          // (LH) what was read in the last step
     int n_read;
-    cudaGraphExec_t graph;      // the step, or NULL
+    cudaGraphExec_t graph;      // the step, or one before the last change; NULL: there is none
+    int replays;                // 1: graph is the step as it is now
     int no_graph;               // 1: this device would not take one
 };
 
@@ -5266,8 +5267,11 @@ void views_drop_cuda(Session *s) {
 // eighth, and then the graph is captured anew.
 //
 //     ordinary step             launch by launch; select hooks are called       after every change
-//     first step in one go      its launches are captured into a graph          the step after that
+//     first step in one go      launch by launch, and captured into a graph     the step after that
 //     later steps in one go     the graph is launched                           until the next change
+//
+// The capture comes while the device works on what was launched, so that it costs no time. A graph that
+// there was before is updated, which is cheaper than to make another.
 //
 // A layer is five launches, each of which reads what the one before has written:
 //
@@ -5445,8 +5449,8 @@ static void step_plan(Session *s) {
     scratch_reset(s, mark);
 }
 
-// Makes everything a step needs, tells it to dev->step, and drops the graph if it was made for
-// something else.
+// Makes everything a step needs, tells it to dev->step, and notes if the graph was made for something
+// else.
 static Pass step_prepare(Session *s) {
     Device *d = s->dev;
     upload_tokens(s, 0);
@@ -5464,8 +5468,7 @@ static Pass step_prepare(Session *s) {
         step_plan(s);
         room<Item>(s, ROOM_ITEM, (size_t)s->c->L * d->grid);
         room<float>(s, ROOM_PART, (size_t)d->grid * d->BQ * (s->c->D + 2));
-        if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
-        d->graph = NULL;
+        d->replays = 0;
         d->seen = d->settled = s->changes;      // no hook had a part in these rooms
         d->n_picks = n_picks(s);
     }
@@ -5554,21 +5557,39 @@ static void step_launches(Session *s, const Pass *r) {
     d->told = NULL;
 }
 
+// From now on steps are launched one by one (single 1), or captured again.
+static void graph_drop(Device *d, int single) {
+    if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
+    d->graph = NULL;
+    d->replays = 0;
+    d->no_graph = single;
+}
+
+// Makes dev->graph run what g holds: by an update, if it ran the same kernels in the same order, else
+// anew. -> 1, or 0 when the device refuses.
+static int graph_becomes(Device *d, cudaGraph_t g) {
+    cudaGraphExecUpdateResultInfo info;
+    if (d->graph && cudaGraphExecUpdate(d->graph, g, &info) == cudaSuccess) return 1;
+    (void)cudaGetLastError();
+    graph_drop(d, 0);
+    if (cudaGraphInstantiateWithFlags(&d->graph, g, 0) == cudaSuccess) return 1;
+    d->graph = NULL;
+    return 0;
+}
+
 // Captures the launches of a step into dev->graph. A device that refuses gets the launches one by
 // one from then on. The capture is "relaxed", because a kernel's first launch may still load its
 // code.
 static void step_capture(Session *s, const Pass *r) {
     Device *d = s->dev;
     cudaGraph_t g = NULL;
-    d->no_graph = cudaStreamBeginCapture(kv_stream, cudaStreamCaptureModeRelaxed) != cudaSuccess;
-    if (!d->no_graph) {
+    if (cudaStreamBeginCapture(kv_stream, cudaStreamCaptureModeRelaxed) == cudaSuccess) {
         step_launches(s, r);
-        d->no_graph = cudaStreamEndCapture(kv_stream, &g) != cudaSuccess
-                   || cudaGraphInstantiateWithFlags(&d->graph, g, 0) != cudaSuccess;
+        d->replays = cudaStreamEndCapture(kv_stream, &g) == cudaSuccess && graph_becomes(d, g);
         if (g) KV_CUDA(cudaGraphDestroy(g));
     }
-    if (!d->no_graph) return;
-    d->graph = NULL;
+    if (d->replays) return;
+    graph_drop(d, 1);
     (void)cudaGetLastError();
 }
 
@@ -5578,9 +5599,12 @@ static float *step_cuda(Session *s) {
     Device *d = s->dev;
     size_t mark = scratch_mark(s);
     Pass r = step_prepare(s);
-    if (!d->graph && !d->no_graph) step_capture(s, &r);
-    if (d->graph) KV_CUDA(cudaGraphLaunch(d->graph, kv_stream));
-    else step_launches(s, &r);
+    if (d->replays) {
+        KV_CUDA(cudaGraphLaunch(d->graph, kv_stream));
+    } else {
+        step_launches(s, &r);
+        if (!d->no_graph) step_capture(s, &r);
+    }
     for (int l = 0; l < s->c->L; l++) kv_note(s, l, 0, 1);
     for (int i = 0; i < d->n_read; i++) {
         d->read[i].n++;
@@ -9043,10 +9067,8 @@ double device_copy_rate(void) {
 }
 
 void kernels_watch_cuda(Session *s, int on) {
-    Device *d = s->dev;
-    if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
-    d->graph = NULL;
-    d->no_graph = kv_watch.on = on;
+    graph_drop(s->dev, on);
+    kv_watch.on = on;
     kv_watch.n = 0;
 }
 
@@ -9167,7 +9189,7 @@ void cuda_span(int n) { gqa_span = n ? n : (int)GQA_SPAN; }
 // seek_shared from now on; -1: what it is outside of tests.
 void cuda_seek_shared(int bytes) { seek_shared = bytes < 0 ? (int)SEEK_SHARED : bytes; }
 
-int cuda_graphs(const Session *s) { return s->dev->graph != NULL; }
+int cuda_graphs(const Session *s) { return s->dev->replays; }
 
 // One warp, one operation of "what only PTX can say" (section 16), with registers as the test gives
 // them. in and out: words of the lanes, as many a lane as the operation has.
@@ -9260,10 +9282,6 @@ int cuda_stale(Session *s) {
 }
 
 // 1: from now on the launches of a step go one by one; 0: as a graph again.
-void cuda_single_launches(Session *s, int single) {
-    if (s->dev->graph) KV_CUDA(cudaGraphExecDestroy(s->dev->graph));
-    s->dev->graph = NULL;
-    s->dev->no_graph = single;
-}
+void cuda_single_launches(Session *s, int single) { graph_drop(s->dev, single); }
 }
 #endif
