@@ -6,14 +6,14 @@
 It needs torch, transformers (5.23 or later), safetensors and numpy; --can-run says in one line what is missing, with
 exit code 3. For each method:
 
-  trace       kvcomp writes q, k, v and its decisions of two turns, pass by pass. The port's Cache and attention function
-              get the same q, k and v. They must hold and read the same rows; LycheeCluster must cut the same chunks and
-              make the same clusters; the outputs of attention must agree within 1e-4.
+  trace       kvcomp writes q, k, v and its decisions of two turns, pass by pass. The port's Cache and attention
+              function get the same q, k and v. They must hold and read the same rows, and the outputs of attention
+              must agree within 1e-4.
   replies     transformers with the port answers some dialogues as kvcomp does, letter by letter. Full attention, too,
               must answer one of them otherwise: the check would notice a port that does nothing.
   processes   the same replies from torchrun with several processes, which share the heads by the tp_plan that
-              transformers has for the model. Where the KV heads cannot be shared evenly, the model gets more of them, all
-              zeros: they change no output. kvcomp runs that model, too.
+              transformers has for the model. Where the KV heads cannot be shared evenly, the model gets more of them,
+              all zeros: they change no output. kvcomp runs that model, too.
 
 The last line is "N comparisons, all equal"; the first difference ends it with exit code 5.
 """
@@ -50,7 +50,13 @@ Grüße aus Köln; žluťoučký kůň, ваш друг! Ωμέγα … 😀😀
 {"name": "Ada", "tags": ["a", "b"], "at": "10:30", "n": [1,2,3], "s": {"k": null}}
 ***
 onewordwithoutanyblankthatgoesonandonforalongtimeuntilthechunkmustendsomewhereanyway12345678901234567890
-
+天气很好我们走吧今天下午去看海边的灯塔然后回家吃饭明天再说吧天气真好
+lighthouse\tapprenticeship\tmechanically\tunforgettable\tturquoises\tneighbourhoods\tkaleidoscope\tpseudonyms
+The fox sat. \t
+  \t
+It was so. It was so. It was so. It was so. It was so. The little fox sat by the sea, and slept.
+\t
+It was so. It was so. It was so. It was so. It was so.
 """
 
 
@@ -276,8 +282,8 @@ def worker(model, methods, out):
 def check_processes(program, model, methods, processes, folder):
     """The replies of several processes are those of kvcomp, which is one."""
     even, out = with_even_heads(model, processes, folder), folder / "replies.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), __file__,
-               "--worker", str(out), "--model", str(even), *methods]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+               __file__, "--worker", str(out), "--model", str(even), *methods]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"check.py: {' '.join(command)}: exit code {done.returncode}: {done.stderr[-2000:]}")

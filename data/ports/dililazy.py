@@ -113,10 +113,6 @@ class DiliLazyLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length):
         return self.seen + query_length, 0
 
-    def read_all(self):
-        """When a turn starts, every query head reads all rows that its KV head holds (D21)."""
-        self.view = [torch.ones_like(rows) for rows in self.view]
-
     def visible(self, g, T):
         """(T,n): which rows of KV head g the queries of its last T tokens see: none of a later token."""
         n = len(self.keys[g])
@@ -128,8 +124,8 @@ class DiliLazyLayer(CacheLayerMixin):
         return s.masked_fill(~self.visible(g, q.shape[1]), -torch.inf).softmax(-1).mean(1)
 
     def prefill(self, q, scaling):
-        """q (G,R,T,D) -> (H,T,D): attention over all rows held. Then the layer drops rows, if it has seen more tokens
-        than the budget (D9, D10)."""
+        """q (G,R,T,D) -> (H,T,D): every query head attends to all rows that its KV head holds (D21). Then the layer
+        drops rows, if it has seen more tokens than the budget (D9, D10)."""
         R, T = q.shape[1:3]
         out = [scaled_dot_product_attention(q[g], self.keys[g].expand(R, -1, -1), self.values[g].expand(R, -1, -1),
                                             attn_mask=self.visible(g, T), scale=scaling) for g in range(len(q))]
@@ -191,11 +187,7 @@ def dililazy_attention(module, query, key, value, attention_mask, scaling, dilil
     """query (1,H,T,D) -> (1,T,H,D). key and value hold the rows of this pass only: the layer holds all others."""
     layer = dililazy.layers[module.layer_idx]
     q = query[0].unflatten(0, (key.shape[1], -1))                       # (G,R,T,D)
-    if query.shape[2] == 1:
-        out = layer.decode(q, scaling)
-    else:
-        layer.read_all()
-        out = layer.prefill(q, scaling)
+    out = layer.decode(q, scaling) if query.shape[2] == 1 else layer.prefill(q, scaling)
     return out.transpose(0, 1)[None], None
 
 
