@@ -23556,7 +23556,7 @@ static int read_answer(EvalFile *x, const Json *obj, char err[512]) {
 // stopped. 0, or -1 with err.
 static int read_place(EvalFile *x, const Json *obj, char err[512]) {
     const char *method = json_text(obj, "method");
-    int item = 0, budget = 0, k, n, r = 0, rows = (int)arrlen(x->row);
+    int item = 0, budget = 0, k = 0, n = 0, r = 0, rows = (int)arrlen(x->row);
     if (read_whole(obj, "item", 1, x->items, &item, err) || read_whole(obj, "budget", 0, INT_MAX, &budget, err)
         || read_whole(obj, "answers", 0, INT_MAX, &n, err) || read_whole(obj, "answer", n > 0, n, &k, err))
         return -1;
