@@ -14256,38 +14256,89 @@ TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU pr
           "programs that tests start see no GPU: %s", sh_out);
 }
 
-TEST(cli_gpu_slot, "data/gpu_slot.sh sets what a benchmark says beside what was predicted, and "
-                   "names what missed and what was not measured") {
-    char *fake =
-        temp_text("#!/bin/sh\nwhile [ $# -gt 0 ]; do [ \"$1\" = --method ] && m=$2; shift; done\n[ "
-                  "$m = quest ] && { echo 'kvcomp: no such luck' >&2; exit 4; }\n"
-                  "echo "
-                  "'{\"test\":\"tg\",\"n\":0,\"method\":\"'$m'\",\"tok_s\":200.0,\"share\":0.8000,"
-                  "\"read_gb_s\":4300.0,\"growth_ms\":0.5}'\n"
-                  "echo "
-                  "'{\"test\":\"tg\",\"n\":65536,\"method\":\"'$m'\",\"tok_s\":50.0,\"share\":0."
-                  "3000,\"read_gb_s\":4300.0,\"growth_ms\":0.5}'\n");
-    char *report = temp_text(""), text[1 << 14];
-    chmod(fake, 0755);
-    CHECK(sh("STEPS=bench KVCOMP=%s sh data/gpu_slot.sh %s", fake, report) == 1, "%s%s", sh_out,
-          sh_err);
-    slurp_into(report, text, sizeof text);
-    const char *want[][2] = { { "full:tg:0:share ", "held" },
-                              { "full:tg:65536:share", "MISSED, less" },
-                              { "full:tg:65536:ms", "MISSED, more" },
-                              { "quest:tg:65536:ms", "not measured" },
-                              { "quest:", "exit code 4: kvcomp: no such luck" } };
-    for (int i = 0; i < 5; i++) {
-        char *line = strstr(text, want[i][0]), *end = line ? strchr(line, '\n') : NULL;
-        if (i == 4) {
-            line = strstr(text, want[4][1]);
-            end = line ? line + strlen(want[4][1]) : NULL;
-        }
-        CHECK(end && memmem(line, (size_t)(end - line), want[i][1], strlen(want[i][1])),
-              "%s should be %s: %s", want[i][0], want[i][1], text);
-    }
-    temp_done(fake);
-    temp_done(report);
+// A stand-in for ./kvcomp --bench --json: lines of made-up numbers for the method, prompts and depths it is
+// asked for; with --bench-kernels those of every kernel that a prediction names.
+static const char fake_bench[] =
+    "#!/bin/sh\n"
+    "case \"$*\" in *--bench-kernels*) kernels=1 ;; esac\n"
+    "while [ $# -gt 0 ]; do\n"
+    "    case $1 in --method) m=$2 ;; --bench-prompts) p=$2 ;; --bench-depths) d=$2 ;; esac\n"
+    "    shift\n"
+    "done\n"
+    "[ $m = quest ] && [ -n \"$FAKE_FAILS\" ] && { echo 'kvcomp: no room' >&2; exit 4; }\n"
+    "line() { echo \"{\\\"test\\\":\\\"$1\\\",\\\"n\\\":$2,\\\"method\\\":\\\"$m\\\",\\\"model\\\":\\\"synthetic:L2,H4\\\",$3}\"; }\n"
+    "kernel() { line $1 $2 \"\\\"kernel\\\":\\\"$3\\\",\\\"rows\\\":$4,\\\"cols\\\":$5,\\\"launches\\\":$6,\\\"us\\\":$7,"
+    "\\\"bytes\\\":1,\\\"gb_s\\\":2,\\\"copy_gb_s\\\":4,\\\"share\\\":0.5,\\\"tflop_s\\\":300.5\"; }\n"
+    "for n in $(echo $p | tr , ' '); do\n"
+    "    if [ -z \"$kernels\" ]; then line pp $n '\"tok_s\":200.0,\"share\":0.1'; continue; fi\n"
+    "    kernel pp $n cublasGemmEx 28672 4096 31 100; kernel pp $n tensor_kernel 0 0 32 80\n"
+    "done\n"
+    "for n in $(echo $d | tr , ' '); do\n"
+    "    if [ -z \"$kernels\" ]; then line tg $n '\"tok_s\":100.0,\"share\":0.5,\"growth_ms\":3'; continue; fi\n"
+    "    kernel tg $n qkv_kernel 6144 4096 32 12; kernel tg $n gqa_kernel 0 0 32 62.5\n"
+    "    kernel tg $n quest_kernel 0 0 0.5 20; kernel tg $n lychee_kernel 0 0 0.5 20\n"
+    "    for w in 4096\\ 4096 28672\\ 4096 4096\\ 14336; do kernel tg $n gemv_kernel $w 32 10; done\n"
+    "    kernel tg $n gemv_kernel 128256 4096 1 244; kernel tg $n pick_kernel 1 128256 1 9\n"
+    "done\n";
+
+// Runs data/gpu_slot.sh with the stand-in in this folder; its last file is the report. Returns the exit code.
+static int fake_slot(const char *folder, const char *variables, char *report, size_t size) {
+    int rc = sh("%s KVCOMP=%s/kvcomp STEPS='bench kernels' sh data/gpu_slot.sh %s/report.txt", variables, folder, folder);
+    char path[200];
+    snprintf(path, sizeof path, "%s/report.txt", folder);
+    slurp_into(path, report, size);
+    return rc;
+}
+
+// Does the report say this of the prediction with this key?
+static int slot_says(const char *report, const char *key, const char *verdict) {
+    char start[100];
+    snprintf(start, sizeof start, "\n%s ", key);
+    const char *line = strstr(report, start), *said = line ? strstr(line, verdict) : NULL;
+    return said && said < line + 1 + strcspn(line + 1, "\n");
+}
+
+TEST(cli_gpu_slot, "data/gpu_slot.sh reads what --bench writes: predictions held, missed on either side and not "
+                   "measured, sums over kernels, a run that fails; its own predictions all name what is measured") {
+    static char report[65536];
+    static const char *const wanted[][3] = {
+        { "full:tg:0:share", "40 | 60", "held" },           { "full:tg:0:ms", "9.5 | 10.5", "held" },
+        { "full:tg:0:growth_ms", "3 | 3", "held" },         { "full:pp:2048:tera", "3.1 | 9", "MISSED, less" },
+        { "full:pp:2048:share", "1 | 9.9", "MISSED, more" }, { "lychee:tg:65536:ms", "1 | 2", "MISSED, more" },
+        { "full:tg:65536:launches", "163 | 163", "held" },  { "full:tg:65536:us", "3616 | 3618", "held" },
+        { "full:tg:65536:gemv_kernel:4096x4096:us", "10 | 10", "held" },
+        { "full:pp:8192:tensor_kernel:0x0:tflop_s", "300 | 301", "held" },
+        { "full:tg:7:ms", "1 | 2", "not measured" },        { "full:tg:65536:gemv_kernel:1x1:us", "1 | 2", "not measured" },
+    };
+    char d[64] = "/tmp/kvt-slot-XXXXXX", path[100], table[4096] = "", held[200];
+    CHECK(mkdtemp(d), "no folder");
+    snprintf(path, sizeof path, "%s/kvcomp", d);
+    write_text_file(path, fake_bench);
+    chmod(path, 0755);
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        snprintf(table + strlen(table), sizeof table - strlen(table), "%s | %s | why\n", wanted[i][0], wanted[i][1]);
+    snprintf(path, sizeof path, "%s/predictions", d);
+    write_text_file(path, table);
+    char variables[200];
+    snprintf(variables, sizeof variables, "PREDICTIONS=%s", path);
+    int rc = fake_slot(d, variables, report, sizeof report);
+    CHECK(rc == 1 && strstr(report, "something failed or a prediction missed"), "exit %d: %s", rc, report);
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        CHECK(slot_says(report, wanted[i][0], wanted[i][2]), "%s: not '%s': %s", wanted[i][0], wanted[i][2], report);
+
+    snprintf(held, sizeof held, "%s | %s | why\n", wanted[0][0], wanted[0][1]);
+    write_text_file(path, held);
+    rc = fake_slot(d, variables, report, sizeof report);
+    CHECK(rc == 0 && strstr(report, "every prediction that was measured held"), "exit %d: %s", rc, report);
+    char failing[240];
+    snprintf(failing, sizeof failing, "FAKE_FAILS=1 %s", variables);
+    rc = fake_slot(d, failing, report, sizeof report);
+    CHECK(rc == 1 && strstr(report, "quest: exit code 4: kvcomp: no room"), "exit %d: %s", rc, report);
+
+    rc = fake_slot(d, "", report, sizeof report);
+    CHECK(rc == 1 && strstr(report, "pick_kernel:1x128256:us") && !strstr(report, "not measured"), "exit %d: %s", rc,
+          report);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
 TEST(text_order,
