@@ -302,20 +302,6 @@ static void emu_ldmatrix(int line, unsigned r[4], const void *row, int trans) {
 static inline void ldmatrix_x4(unsigned r[4], const void *row, int line = __builtin_LINE()) { emu_ldmatrix(line, r, row, 0); }
 static inline void ldmatrix_x4_trans(unsigned r[4], const void *row, int line = __builtin_LINE()) { emu_ldmatrix(line, r, row, 1); }
 
-// movmatrix.m8n8.trans: thread 4 r + c brings the elements 2 c, 2 c + 1 of row r, and receives those of column r.
-EMU_QUIET static inline unsigned movmatrix(unsigned x, int line = __builtin_LINE()) {
-    EmuThread *t = emu.cur;
-    unsigned e[2];
-    t->in = x;
-    emu_wait(EMU_WARP, line, 0xffffffffu);
-    for (int i = 0; i < 2; i++) {
-        int row = (int)t->lane % 4 * 2 + i, col = (int)t->lane / 4;                 // of the matrix that was brought
-        unsigned word = (unsigned)t->got[row * 4 + col / 2];
-        e[i] = col % 2 ? word >> 16 : word & 0xffff;
-    }
-    return e[0] | e[1] << 16;
-}
-
 // cp.async. A copy happens when its group is waited for, as late as it may. Until then its place is 0xff, because the hardware
 // might have begun: who still reads what lay there reads NaN, too.
 struct EmuCopy { char *to; const char *from; int take, group; };
@@ -343,11 +329,12 @@ template <int N> static void copy_wait(void) {
     c->n = left;
 }
 
-template <int N> static void load_once(unsigned *to, const void *p, int line = __builtin_LINE()) {
-    if ((uintptr_t)p % (4 * N)) emu_die("line %d: a load of %d bytes at %p", line, 4 * N, p);
-    memcpy(to, p, 4 * N);
+static void load_once(unsigned *to, const void *p, int line = __builtin_LINE()) {
+    if ((uintptr_t)p % 16) emu_die("line %d: a load of 16 bytes at %p", line, p);
+    memcpy(to, p, 16);
 }
 static inline float exp2_flush(float x) { return x < -126 ? 0 : emu_off(exp2f(x), x); }
+template <class T> static inline T as_it_is(T x) { return x; }
 static inline void dependency_wait(void) {}                                         // kernels run one after the other
 static inline void dependents_launch(void) {}
 

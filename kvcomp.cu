@@ -674,13 +674,6 @@ KV_PTX void ldmatrix_x4_trans(unsigned r[4], SharedAt row) {
 }
 KV_PTX void ldmatrix_x4_trans(unsigned r[4], const void *row) { ldmatrix_x4_trans(r, shared_address(row)); }
 
-// The lane's word of the transposed (8,8) matrix whose word it brings.
-KV_PTX unsigned movmatrix(unsigned x) {
-    unsigned y;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
-}
-
 // Asks for 16 bytes from device memory to shared memory; both are aligned to 16. What lies at `to` is
 // undefined until the copy has been waited for, and other threads see it after the barrier that
 // follows the wait.
@@ -707,19 +700,23 @@ template <int N> KV_PTX void copy_wait(void) {
     asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
 }
 
-// to (N) = N = 1, 2 or 4 words at p, aligned to as many: device memory that no kernel writes while this
-// one runs, read once, so that it takes no room in L1.
-template <int N> KV_PTX void load_once(unsigned *to, const void *p) {
-    if (N == 4)
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                     : "l"(__cvta_generic_to_global(p)));
-    else if (N == 2)
-        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];"
-                     : "=r"(to[0]), "=r"(to[1]) : "l"(__cvta_generic_to_global(p)));
-    else
-        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];"
-                     : "=r"(to[0]) : "l"(__cvta_generic_to_global(p)));
+// to (4) = the 4 words at p, aligned to 16 bytes: device memory that no kernel writes while this one runs,
+// read once, so that it takes no room in L1.
+KV_PTX void load_once(unsigned *to, const void *p) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "l"(__cvta_generic_to_global(p)));
+}
+
+// x. The compiler cannot know how it came about, and so keeps it in a register, where it would otherwise
+// work it out anew in every turn of a loop.
+KV_PTX SharedAt as_it_is(SharedAt x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+KV_PTX const char *as_it_is(const char *x) {
+    asm volatile("" : "+l"(x));
+    return x;
 }
 
 // 2^x, right to 2^-22; what is smaller than 2^-126 is 0.
@@ -1012,7 +1009,7 @@ template <int DT>
 static __device__ void gemv_load(unsigned (*u)[GEMV_ROWS][4], const char *const *w, int c, int cols) {
     for (int k = 0; k < GEMV_AHEAD; k++, c += 32 * Stored<DT>::WIDE)
         for (int j = 0; j < GEMV_ROWS; j++)
-            if (c < cols) load_once<4>(u[k][j], w[j] + (size_t)c * Stored<DT>::BYTES);
+            if (c < cols) load_once(u[k][j], w[j] + (size_t)c * Stored<DT>::BYTES);
 }
 
 // sum (GEMV_ROWS) += what gemv_load has brought times x. With a norm x is multiplied by its weights
@@ -2713,10 +2710,10 @@ static __device__ float decode_softmax(float *s, const int *see, float *top, flo
     return shrink;
 }
 
-// The warps' sums of an item become one: sums (ATTN_WARPS,NR,D+2) -> part (NR,D+2). A thread an
-// element; each looks up the four maxima of its row for itself.
-static __device__ void decode_join(float *part, const float *sums, int NR, int D) {
-    for (int i = threadIdx.x; i < NR * (D + 2); i += blockDim.x) {
+// The warps' sums of an item become one: sums (ATTN_WARPS,NR,D+2) -> part (m,D+2), for its m query rows. A
+// thread an element; each looks up the four maxima of its row for itself.
+static __device__ void decode_join(float *part, const float *sums, int m, int NR, int D) {
+    for (int i = threadIdx.x; i < m * (D + 2); i += blockDim.x) {
         int r = i / (D + 2), e = i % (D + 2), stride = NR * (D + 2);
         const float *from = sums + r * (D + 2);
         float top = -INFINITY, x = 0;
@@ -2833,7 +2830,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decod
     for (int i = 0; i < NR; i++)
         decode_store<LW>(m.sums + (warp * NR + i) * (D + 2), acc[i], top[i], sum[i], d, D);
     __syncthreads();
-    decode_join(a.part + (size_t)blockIdx.x * NR * (D + 2), m.sums, NR, D);
+    decode_join(a.part + (size_t)blockIdx.x * NR * (D + 2), m.sums, w.m, NR, D);
     join_arrived(a, NR);
 }
 
@@ -3406,53 +3403,57 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
 // This box is about plain f16 or bf16 rows. What differs for q8_0 and PATS is told below, at "rows of fewer
 // bits".
 //
-// The R query heads of a KV head read the same rows, so a row's numbers, once in a register, serve all
-// of them. decode_kernel multiplies them one query after the other; here a tensor core does, and reads
-// K and V as they lie in device memory: no shared memory, no conversion.
+// The R query heads of a KV head read the same rows, so rows that have come to shared memory serve all of
+// them. decode_kernel multiplies them one query after the other; here a tensor core does, as in
+// tensor_kernel, but over lists of rows, and with nothing rounded that could be seen.
 //
-//   Block   one item; NT groups of 4 query rows: up to 4, 8 or, with D up to 160, 16
-//   Warp    GQA_KEYS = 16 positions of the list at a time; the warps take turns in the item
-//   Lane    (g,t), as in "what only PTX can say". Two products for every 16 keys, each with the queries
-//           as the narrow side of 8 columns. Column 2i is query i rounded, column 2i+1 is what the
-//           rounding left over, so a lane's neighbouring columns 2t and 2t+1 are one query, t:
+//   Block   one item; NT = 1 or, with D up to 160, 2 groups of 8 query rows
+//   Warp    16 NT positions of the list at a time, a tile; the warps take turns in the item, and do not wait
+//           for each other
+//   Lane    (g,t), as in "what only PTX can say". Copying (cp.async): pieces of 16 bytes of the rows g, g+8,
+//           .. of the tile, every fourth from the t-th on. Multiplying: two products for every 16 keys
 //
-//             scores (16 keys, 8) = K (16 keys, D) q (D, 8)
-//                 a lane loads dims of the keys g and g+8, and gets the scores of query t for them
-//             out^T (D, 8) = V^T (D, 16 keys) P (16 keys, 8)
-//                 a lane loads dims of the keys 2t, 2t+1, 2t+8, 2t+9, and gets query t's sums over them
+//             scores (16, 8 keys) = q (16, D) K^T (D, 8 keys)            two of them
+//             out (16, 8 dims)   += P (16, 16 keys) V (16 keys, 8 dims)  D / 8 of them
 //
-//           A product does not mind in which order its dims come, if both factors agree. So a lane
-//           takes dims that lie side by side, 16 bytes a load, and the loads of a warp fill whole
-//           sectors. Which lane loads which dims, for D = 128:
+//           q and P are two 16-bit numbers each, the rounded value and what the rounding left over. Which
+//           query and which of the two a row of their fragments is:
 //
-//             K, a row of the keys g, g+8:   t = 0    1     2     3     0     1    ..
-//                                       dims 0..7  8..15 16..23 24..31 32..39      ..   one load each
-//             V, a row of a key:             g = 0    1     2     3     4    ..    7   |  0     1   ..
-//                                       dims 0..7  8..15 16..23 24..31      .. 56..63 | 64..71      ..
+//                         NT = 1              NT = 2: first fragment    second fragment
+//             row g       query g, value      query g,   value          query g,   rest
+//             row g + 8   query g, rest       query g+8, value          query g+8, rest
 //
-//           What is left of a narrower row, 16 or 32 dims, is loaded 8 or 4 bytes at a time.
-//           A V fragment wants two keys in a word, where memory has two dims: the halves change places
-//           between two rows (__byte_perm). P comes out of its softmax with a key's value and rest in a
-//           word, and movmatrix turns that into the fragment.
-//   Shared  q (NT,D/16,32,2) words: the fragments of the queries; sums (ATTN_WARPS,4 NT,D+2): what each
-//           warp found, laid out like Attn.part; see (GQA_SPAN/16): which of the next Attn.span positions
-//           the query may see, a bit each. A tile of which it sees nothing is not read.
-//   Tile    16 keys are the height of a fragment; K and V of a tile are 64 D bytes. The keys are asked for
-//           at once, 32 D bytes a warp; the compiler puts the values' loads between the first products
-//           with the keys. The rows' numbers are looked up one tile ahead, so that a list costs no second
-//           wait. At D 128 there are 16 warps on a multiprocessor with up to 8 query rows, 12 with 16.
-//   Bound   memory. At D 128 a tile, 8 KB, takes 242 instructions of a warp with up to 4 query rows, 360
-//           with 8 and 638 with 16 (sm_90, make cuda-check). decode_kernel takes 1972 with 4 and is bound
-//           by them.
+//           With NT = 1 a lane adds rows g and g + 8 of a product, and the rests cost nothing, because they
+//           fill rows that would be empty. With NT = 2 a product with the rests follows the one with the
+//           values, into the same sums. As in tensor_kernel the scores of a lane, made probabilities, are
+//           its fragment of P, and ldmatrix makes fragments of K and, transposing, of V.
+//   Shared  slot (ATTN_WARPS,2,16 NT,P): a tile's keys and its values for each warp, 16-bit numbers; a row is
+//           P = D + 8 of them long, so that 8 rows of a matrix lie in different banks. sums
+//           (ATTN_WARPS,8 NT,D+2), in the same place at the end: what each warp found, laid out like
+//           Attn.part. q (D/16,NT,4,8,4) words: the fragments of the queries, read anew for every tile. see
+//           (GQA_SPAN/32): which of the next Attn.span positions the query may see, a bit each. A tile of
+//           which it sees nothing is not read.
+//   Tile    16 keys are the depth of a product. With NT = 2 there are 32, so that two products add up before
+//           f32 adders take over. The next tile's keys are asked for when this one's are multiplied, its
+//           values likewise, and the rows' numbers are looked up another tile ahead, so that a list costs no
+//           second wait. So 32 D NT to 64 D NT bytes a warp are under way. At D 128 there are 16 warps on a
+//           multiprocessor with NT = 1, 8 with NT = 2: 64 to 128 KB, where 23 hide the wait for memory (4.3
+//           TB/s x 0.7 us / 132 multiprocessors)
+//   Bound   memory, for any number of query rows. 8 KB of K and V at D 128 take 256 instructions of a warp
+//           with up to 8 query rows and 256 with 16, of which the mask of a tile that is not seen whole is a
+//           twentieth (sm_90, make cuda-check). In the time an H200 needs to read them at 4.3 TB/s its 132 x 4 schedulers issue
+//           1990, so 13 % of the issue slots are used. decode_kernel takes 1972 with up to 4 query rows, and
+//           is bound by them.
 //
-// What is rounded: q and P are two 16-bit numbers each. The second one costs no product, because it fills
-// columns that would be empty. Scores differ from exact ones by 2^-21 |q||k|
-// with f16 rows and 2^-16 |q||k| with bf16 rows, probabilities by 2^-22 and 2^-16 of themselves.
+// What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
+// rows, probabilities by 2^-22 and 2^-16 of themselves. Were q and P rounded once, it would be 2^-11 and 2^-8
+// of them, and save what memory hides anyway.
 // Probabilities are multiplied by 2^P_SHIFT, or f16 would round small ones more. Tensor cores round sums
-// towards zero: they sum 16 keys from nothing, f32 adders do the rest (tensor_mix).
+// towards zero: they sum a tile from nothing, f32 adders do the rest (tensor_mix).
 
 enum {
-    GQA_KEYS = 16,              // positions of a warp's tile
+    GQA_KEYS = 16,              // keys of a product, positions of a warp's tile of rows of fewer bits
+    SEE_16 = 0xffff,            // 16 positions that are all seen
     GQA_SPAN = 2048,            // Attn.span; in tests less, so that an item has more than one
     GQA_WIDE_D = 160,           // in wider heads 16 query rows' sums do not fit into the registers
     GQA_PATS = ROW_Q8 + 1       // a KIND beside ROW_*: what PATS has packed, and the f16 rows behind it
@@ -3468,37 +3469,26 @@ KV_HD static constexpr int gqa_type(int kind) {
     return kind == ROW_BF16 ? DT_BF16 : DT_F16;
 }
 
-// The first of the two neighbouring dims that word j of a lane's K row is: lanes t = 0..3 share a row.
+// The first of the two neighbouring dims that word j of a lane's K row is, when the four lanes t = 0..3 that
+// share the row take 16 bytes each in turn.
+static __device__ int wide_dim(int j, int t) { return 32 * (j / 4) + 8 * t + 2 * (j % 4); }
+
+// The same for gqa_kernel, where words 2 i and 2 i + 1 are the lane's part of the i-th 16 dims that are
+// multiplied. A product does not mind in which order its dims come, if both factors agree.
 template <int KIND, int D> static __device__ int key_dim(int j, int t) {
     if (KIND == GQA_PATS) return D / 4 * t + 2 * j;
-    int chunk = j / 4, per = chunk < D / 32 ? 8 : 4;            // per: dims of a lane in this chunk
-    return 32 * chunk + per * t + 2 * (j % 4);
+    return KIND == ROW_Q8 ? wide_dim(j, t) : 8 * j + 2 * t;
 }
 
-// The same of a V row, which lanes g = 0..7 share.
-template <int KIND, int D> static __device__ int value_dim(int j, int g) {
-    if (KIND == GQA_PATS) return D / 8 * g + 2 * j;
-    if (KIND == ROW_Q8) return Q8_VALUES * (j / 2) + 4 * g + 2 * (j % 2);
-    int chunk = j / 4, per = chunk < D / 64 ? 8 : D % 64 / 8;   // per: dims of a lane in this chunk
-    return 64 * chunk + per * g + 2 * (j % 4);
-}
-
-// k (D/8) = the lane's words of a K row. at: the row's byte 16 t.
-template <int D> static __device__ void load_key(unsigned *k, const char *at, int t) {
-    for (int c = 0; c < D / 32; c++) load_once<4>(k + 4 * c, at + c * 64);
-    if (D % 32) load_once<2>(k + D / 32 * 4, at + D / 32 * 64 - t * 8);
-}
-
-// v (D/16) = the lane's words of a V row. at: the row's byte 16 g.
-template <int D> static __device__ void load_value(unsigned *v, const char *at, int g) {
-    const int FULL = D / 64;
-    for (int c = 0; c < FULL; c++) load_once<4>(v + 4 * c, at + c * 128);
-    if (D % 64 == 32) load_once<2>(v + FULL * 4, at + FULL * 128 - g * 8);
-    if (D % 64 == 16) load_once<1>(v + FULL * 4, at + FULL * 128 - g * 12);
+// The dim that column n of product e = 0, 1 is, of the two products that make the j-th 16 dims of out.
+template <int KIND, int D> static __device__ int value_dim(int j, int e, int n) {
+    if (KIND == GQA_PATS) return D / 8 * n + 2 * j + e;
+    if (KIND == ROW_Q8) return Q8_VALUES * (j / 2) + 4 * n + 2 * (j % 2) + e;
+    return 16 * j + 8 * e + n;
 }
 
 struct GqaShared {
-    char *slot;                 // rows on their way from memory, see "rows of fewer bits"
+    char *slot;                 // rows on their way from memory
     float *sums;
     unsigned *q, *see;
     Region *reg;
@@ -3508,17 +3498,17 @@ struct GqaShared {
 // sums when the item is done.
 KV_HD static size_t gqa_carve(GqaShared *m, char *mem, int KIND, int NT, int D, size_t slots) {
     Block b = { mem, 0 };
-    size_t sums = ATTN_WARPS * 4 * NT * (D + 2);
+    size_t sums = ATTN_WARPS * 8 * NT * (D + 2);
     m->sums = carve<float>(&b, max_size(sums, slots / sizeof(float)));
     m->slot = (char *)m->sums;
-    m->q = carve<unsigned>(&b, NT * D / 16 * 64);
-    m->see = carve<unsigned>(&b, GQA_SPAN / GQA_KEYS);
+    m->q = carve<unsigned>(&b, NT * D * 8);
+    m->see = carve<unsigned>(&b, GQA_SPAN / 32);
     m->reg = carve<Region>(&b, KIND == GQA_PATS ? REGIONS_NEAR : 0);
     return b.at;
 }
 
-// see (GQA_SPAN/16): a bit for each of positions p0..p1-1 that the step's query may see, 16 in a word.
-// A lane looks at one position, and a warp writes two words.
+// see (GQA_SPAN/32): a bit for each of positions p0..p1-1 that the step's query may see, 32 in a word.
+// A lane looks at one position, and a warp writes a word.
 static __device__ void gqa_sees(unsigned *see, const Attn &a, const HeadRef &h, const Work &w, int p0,
                                 int p1) {
     int masked = a.window || a.rule != VIS_CAUSAL, lane = threadIdx.x & 31;
@@ -3526,123 +3516,217 @@ static __device__ void gqa_sees(unsigned *see, const Attn &a, const HeadRef &h, 
         int sees = p0 + i < p1;
         if (sees && masked) sees = decode_sees(a, w, h.src[listed_row(w, a.idx, p0 + i)]);
         unsigned bits = __ballot_sync(ALL_LANES, sees);
-        if (lane % 16 == 0) see[i / 16] = lane ? bits >> 16 : bits & 0xffff;
+        if (!lane) see[i / 32] = bits;
     }
 }
 
-// q (NT,D/16,32,2): the B fragments of the work's queries; zeros behind its last. Complete after the
-// next barrier.
+// q (D/16,NT,4,8,4): the A fragments of the work's queries, four (8,8) matrices each, as ldmatrix reads
+// them; zeros behind the work's last query. Complete after the next barrier.
 template <int KIND, int D, int NT>
 static __device__ void gqa_queries(unsigned *q, const Attn &a, const Work &w) {
-    for (int i = threadIdx.x; i < NT * D / 16 * 64; i += blockDim.x) {
-        int word = i % 2, lane = i / 2 % 32, step = i / 64 % (D / 16), r = i / (4 * D) * 4 + lane / 8;
-        int d = key_dim<KIND, D>(2 * step + word, lane % 4);
+    for (int i = threadIdx.x; i < NT * D * 8; i += blockDim.x) {
+        int t = i % 4, g = i / 4 % 8, word = i / 32 % 4, f = i / 128 % NT, step = i / (128 * NT);
+        int r = g + (NT == 2 ? word % 2 * 8 : 0), second = NT == 2 ? f : word % 2;
+        int d = key_dim<KIND, D>(2 * step + word / 2, t);
         const float *from = a.q + query_row(a, w, w.m0 + min_int(r, w.m - 1)) * D + d;
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
             half_split<gqa_type(KIND)>(&value, &rest, r < w.m ? from[e] : 0);
-            half[e] = lane / 4 % 2 ? rest : value;
+            half[e] = second ? rest : value;
         }
         q[i] = half[0] | half[1] << 16;
     }
 }
 
-// What a warp has found so far for its 4 NT query rows; a lane holds query 4 i + t of each group i.
+// What a warp has found so far for its 8 NT query rows; lane (g,t) holds rows g + 8 i, i < NT.
 template <int D, int NT> struct GqaSums {
-    float acc[NT][D / 16][2];   // dims value_dim(j, g) and the next of the sum of p v, divided by unit
-    float top[NT];              // the highest score
+    float acc[NT][D / 8][2];    // [2j+e][i]: dim value_dim(j, e, 2t+i) of the sum of p v, divided by unit
+    float top[NT];              // a whole number of powers of 2 that no score exceeds
     float sum[NT];              // the lane's share of the sum of exponentials, times 2^P_SHIFT
     float unit;                 // a power of two: 1, but for q8_0
 };
 
-// One query meets a tile's keys g and g+8, if bits 0 and 8 of see are set. s (4): its scores, each as
-// value and rest; p (2): its probabilities under the new maximum, times 2^P_SHIFT. c: what makes a score
-// a power of 2. -> by how much the older sums shrink.
-static __device__ float gqa_softmax(float p[2], const float s[4], unsigned see, float c, float *top,
-                                    float *sum) {
-    float x = see & 1 ? s[0] + s[1] : -INFINITY, y = see & 256 ? s[2] + s[3] : -INFINITY;
-    float high = groups_max<4>(fmaxf(fmaxf(x, y), *top));
-    float shrink = exp2_flush((*top - high) * c);
-    p[0] = exp2_flush((x - high) * c + P_SHIFT);
-    p[1] = exp2_flush((y - high) * c + P_SHIFT);
-    *sum = *sum * shrink + (p[0] + p[1]);
+// x (2) = what the lane holds of query row g + 8 i: columns 2t and 2t+1 of the product d.
+template <int NT> static __device__ void gqa_row(float x[2], const float d[4], int i) {
+    for (int e = 0; e < 2; e++) x[e] = NT == 1 ? d[e] + d[2 + e] : d[2 * i + e];
+}
+
+// Adds 16 dims to x (N,2,4), the lane's products with 16 N keys, 8 at a time. b (N,4): the B fragments of
+// these dims, two words for each 8 keys. q: where the lane names its row of the queries' first fragment;
+// step: which dims.
+template <int DT, int NT, int N>
+static __device__ void gqa_step(float (*x)[2][4], const unsigned (*b)[4], SharedAt q, int step) {
+    for (int i = 0; i < NT; i++) {
+        unsigned f[4];
+        ldmatrix_x4(f, q + 512 * (step * NT + i));
+        for (int n = 0; n < 2 * N; n++) mma_16x8x16<DT>(x[n / 2][n % 2], f, b[n / 2] + n % 2 * 2);
+    }
+}
+
+// s (NT,4 N) = the lane's scores: s[i] are those of row g + 8 i with the keys 2t, 2t+1, 2t+8, 2t+9 of every
+// 16.
+template <int NT, int N> static __device__ void gqa_scores(float (*s)[4 * N], const float (*x)[2][4]) {
+    for (int i = 0; i < NT; i++)
+        for (int n = 0; n < 2 * N; n++) gqa_row<NT>(s[i] + 2 * n, x[n / 2][n % 2], i);
+}
+
+// Scores with keys that are not to be seen become -infinity. see: bits 0, 1, 8 and 9, of every 16, are of the
+// lane's scores.
+template <int NT, int N> static __device__ void gqa_hide(float (*s)[4 * N], unsigned see) {
+    KV_UNROLL() for (int i = 0; i < 4 * N; i++)
+        KV_UNROLL() for (int j = 0; j < NT; j++)
+            if (!(see >> (i / 2 * 8 + i % 2) & 1)) s[j][i] = -INFINITY;
+}
+
+// One query row meets a tile. s (N): the lane's scores, become its probabilities under the new maximum,
+// times 2^P_SHIFT. c: what makes a score a power of 2. -> by how much the older sums shrink. Maxima are
+// whole numbers, so that what shrinks does so exactly, and a score less the maximum is rounded once.
+template <int N> static __device__ float gqa_softmax(float *s, float c, float *top, float *sum) {
+    float high = s[0], add = 0;
+    for (int i = 1; i < N; i++) high = fmaxf(high, s[i]);
+    high = fmaxf(*top, ceilf(lanes_max<4>(high) * c));
+    float shrink = exp2_flush(*top - high), low = P_SHIFT - high;
+    for (int i = 0; i < N; i++) {
+        s[i] = exp2_flush(s[i] * c + low);
+        add += s[i];
+    }
+    *sum = *sum * shrink + add;
     *top = high;
     return shrink;
 }
 
-// f (2) = the lane's words of P, for 8 keys each. x, y: the factors of keys g and g+8.
-template <int DT> static __device__ void gqa_factors(unsigned f[2], float x, float y) {
-    unsigned value = half_pack<DT>(x, y);
-    unsigned rest = half_pack<DT>(x - half_get<DT>((uint16_t)value), y - half_get<DT>((uint16_t)(value >> 16)));
-    f[0] = movmatrix(__byte_perm(value, rest, 0x5410));
-    f[1] = movmatrix(__byte_perm(value, rest, 0x7632));
-}
-
-// s (NT,4) = the lane's scores of a tile. k (2,D/8): its words of the keys g and g+8.
-template <int DT, int D, int NT>
-static __device__ void gqa_scores(float (*s)[4], const unsigned (*k)[D / 8], const unsigned *q, int lane) {
+// f (N,NT,4): the A fragments of P, of 16 keys each. p (NT,4 N): the lane's probabilities.
+template <int DT, int NT, int N>
+static __device__ void gqa_factors(unsigned (*f)[NT][4], const float (*p)[4 * N]) {
     for (int i = 0; i < NT; i++)
-        for (int e = 0; e < 4; e++) s[i][e] = 0;
-    KV_UNROLL() for (int step = 0; step < D / 16; step++) {
-        unsigned f[4] = { k[0][2 * step], k[1][2 * step], k[0][2 * step + 1], k[1][2 * step + 1] };
-        for (int i = 0; i < NT; i++) mma_16x8x16<DT>(s[i], f, q + ((i * D / 16 + step) * 32 + lane) * 2);
+        for (int n = 0; n < 2 * N; n++) {
+            float x = p[i][2 * n], y = p[i][2 * n + 1];
+            unsigned value = half_pack<DT>(x, y);
+            unsigned rest = half_pack<DT>(x - half_get<DT>((uint16_t)value),
+                                          y - half_get<DT>((uint16_t)(value >> 16)));
+            f[n / 2][0][n % 2 * 2 + i] = value;
+            f[n / 2][NT - 1][n % 2 * 2 + (NT == 2 ? i : 1)] = rest;
+        }
+}
+
+// acc = acc shrink + P V for the j-th 16 dims. f (N,NT,4): of P; b (N,4): of V, words of the keys (2t,2t+1)
+// and (2t+8,2t+9), two for each of the two products.
+template <int DT, int D, int NT, int N>
+static __device__ void gqa_mix(GqaSums<D, NT> &z, int j, const float *shrink, const unsigned (*f)[NT][4],
+                               const unsigned (*b)[4]) {
+    for (int e = 0; e < 2; e++) {
+        float d[4] = { 0, 0, 0, 0 }, x[2];
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < NT; i++) mma_16x8x16<DT>(d, f[n][i], b[n] + 2 * e);
+        for (int i = 0; i < NT; i++) {
+            gqa_row<NT>(x, d, i);
+            for (int c = 0; c < 2; c++) z.acc[i][2 * j + e][c] = z.acc[i][2 * j + e][c] * shrink[i] + x[c];
+        }
     }
 }
 
-// acc[j] = acc[j] shrink + p v for all NT groups. v (2,2): words of the keys (2t,2t+1) and (2t+8,2t+9),
-// for each pair the dim value_dim(j, g) and the next.
-template <int DT, int D, int NT>
-static __device__ void gqa_mix(GqaSums<D, NT> &z, int j, const float *shrink, const unsigned (*p)[2],
-                               const unsigned *pair, const unsigned *pair8) {
-    unsigned f[4] = { pair[0], pair[1], pair8[0], pair8[1] };
-    for (int i = 0; i < NT; i++) {
-        float x[4] = { 0, 0, 0, 0 };
-        mma_16x8x16<DT>(x, f, p[i]);
-        z.acc[i][j][0] = z.acc[i][j][0] * shrink[i] + (x[0] + x[1]);
-        z.acc[i][j][1] = z.acc[i][j][1] * shrink[i] + (x[2] + x[3]);
-    }
+// ---- plain rows
+
+template <int N> struct PlainWalk {             // a warp's tiles of 16 N positions of a span
+    int p;                      // its first one; it takes every ATTN_WARPS-th
+    unsigned tiles;             // those left of which the query sees something, a bit each
+    unsigned see;               // which positions of its tile number `lane` the query sees
+    int tile;                   // the first one left,
+    int ahead;                  // and the row of position lane % (16 N) of it
+    unsigned row[2 * N];        // of the last tile: the rows g + 8 i
+};
+
+// Sets x.tile and, if a tile is left, x.ahead. p1: where the span ends; past it the last row is read again,
+// and not seen.
+template <int N> static __device__ void plain_look(PlainWalk<N> &x, const Attn &a, const Work &w, int p1) {
+    x.tile = lowest_bit(x.tiles);
+    int p = x.p + x.tile * (ATTN_WARPS * 16 * N) + threadIdx.x % (16 * N);
+    if (x.tiles) x.ahead = listed_row(w, a.idx, min_int(p, p1 - 1));
 }
 
-// The warp's tiles among positions p0..p1-1, from the tile at p on, over plain rows.
+// The next tile of the walk -> which of its positions the query sees; 0: there is none.
+template <int N> static __device__ unsigned plain_next(PlainWalk<N> &x, const Attn &a, const Work &w, int p1) {
+    if (!x.tiles) return 0;
+    unsigned see = __shfl_sync(ALL_LANES, x.see, x.tile);
+    for (int i = 0; i < 2 * N; i++)
+        x.row[i] = __shfl_sync(ALL_LANES, x.ahead, (threadIdx.x & 31) / 4 + 8 * i);
+    x.tiles &= x.tiles - 1;
+    plain_look(x, a, w, p1);
+    return see;
+}
+
+// Asks for the K or V rows of the last tile, if there was one. rows: the first byte of all rows and 16 t
+// more; to: where the lane's first 16 bytes go. One group of copies, empty if there was no tile.
+template <int D, int N>
+static __device__ void plain_ask(SharedAt to, const char *rows, const PlainWalk<N> &x, int tile) {
+    for (int i = 0; i < 2 * N && tile; i++) {
+        const char *from = rows + (size_t)x.row[i] * (2 * D);
+        for (int c = 0; c < (D + 31) / 32; c++)
+            if (D % 32 == 0 || 4 * c + (int)(threadIdx.x & 3) < D / 8)
+                copy16_async(to + 8 * i * (2 * D + 16) + 64 * c, from + 64 * c);
+    }
+    copy_commit();
+}
+
+// Bytes of a slot of plain rows.
+template <int D, int NT> KV_HD static constexpr unsigned plain_slot(void) {
+    return GQA_KEYS * NT * (2 * D + 16);
+}
+
+// The warp's tiles among positions p0..p1-1 over plain rows.
 template <int DT, int D, int NT>
 static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
-                                 const GqaShared &m, int p0, int p, int p1) {
-    const int STEP = ATTN_WARPS * GQA_KEYS;
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, ahead = 0;
-    const char *keys = h.k + 16 * t, *vals = h.v + 16 * g;
+                                 const GqaShared &m, int p0, int p1) {
+    const int N = NT, KEYS = GQA_KEYS * N, ROW = 2 * D + 16, SLOT = plain_slot<D, NT>();
+    const unsigned ALL = ~0u >> (32 - KEYS);
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, warp = threadIdx.x >> 5;
+
+    // Where the lane's first bytes of a copy come from and go to, and where it names its rows for ldmatrix: of
+    // keys 8 rows, the same rows 8 dims on, the next 8 rows; of values 16 rows, then the same 8 dims on.
+    const char *rows_k = as_it_is(h.k + 16 * t), *rows_v = as_it_is(h.v + 16 * t);
+    SharedAt slot = shared_address(m.slot + warp * 2 * SLOT), to = as_it_is(slot + g * ROW + 16 * t);
+    SharedAt keys = as_it_is(slot + (lane / 16 * 8 + lane % 8) * ROW + lane / 8 % 2 * 16);
+    SharedAt vals = slot + SLOT + lane % 16 * ROW + lane / 16 * 16;
+    SharedAt q = as_it_is(shared_address(m.q + 4 * lane));
+
+    PlainWalk<N> x = { p0 + warp * KEYS, 0, 0, 0, 0, { 0 } };
+    int p = x.p + lane * (ATTN_WARPS * KEYS);
+    if (p < p1) x.see = m.see[(p - p0) / 32] >> (p - p0) % 32 & ALL;
+    x.tiles = __ballot_sync(ALL_LANES, x.see != 0);
+    plain_look(x, a, w, p1);
     float c = a.scale * LOG2_E;
+    unsigned see = plain_next(x, a, w, p1), next;
+    plain_ask<D>(to, rows_k, x, see != 0);
+    plain_ask<D>(to + SLOT, rows_v, x, see != 0);
+    for (; see; see = next) {
+        unsigned b[N][4], prob[N][NT][4];
+        float s[NT][4 * N], shrink[NT], d[N][2][4] = {};
+        next = plain_next(x, a, w, p1);
 
-    // Lanes 0..15 know the rows of a tile. Past the end the last row is read again, and not seen.
-    if (p < p1) ahead = listed_row(w, a.idx, min_int(p + lane % GQA_KEYS, p1 - 1));
-    for (; p < p1; p += STEP) {
-        unsigned see = m.see[(unsigned)(p - p0) / GQA_KEYS] >> g;
-        int row = ahead;
-        ahead = listed_row(w, a.idx, min_int(p + STEP + lane % GQA_KEYS, p1 - 1));
-        if (!__any_sync(ALL_LANES, see)) continue;
-
-        unsigned k[2][D / 8], v[4][D / 16], prob[NT][2];
-        const char *from[6];
-        for (int i = 0; i < 2; i++)
-            from[i] = keys + (size_t)__shfl_sync(ALL_LANES, row, g + 8 * i) * (2 * D);
-        for (int i = 0; i < 4; i++)
-            from[2 + i] = vals + (size_t)__shfl_sync(ALL_LANES, row, 2 * t + i % 2 + i / 2 * 8) * (2 * D);
-        for (int i = 0; i < 2; i++) load_key<D>(k[i], from[i], t);
-        for (int i = 0; i < 4; i++) load_value<D>(v[i], from[2 + i], g);
-        float s[NT][4], shrink[NT], x[2];
-        gqa_scores<DT, D, NT>(s, k, m.q, lane);
-        for (int i = 0; i < NT; i++) {
-            shrink[i] = gqa_softmax(x, s[i], see, c, &z.top[i], &z.sum[i]);
-            gqa_factors<DT>(prob[i], x[0], x[1]);
+        // Keys. The slot takes the next tile's as soon as these are multiplied.
+        copy_wait<1>();
+        __syncwarp();
+        KV_UNROLL() for (int i = 0; i < D / 16; i++) {
+            for (int n = 0; n < N; n++) ldmatrix_x4(b[n], keys + 16 * n * ROW + 32 * i);
+            gqa_step<DT, NT, N>(d, b, q, i);
         }
+        __syncwarp();
+        plain_ask<D>(to, rows_k, x, next != 0);
+        gqa_scores<NT, N>(s, d);
+        if (see != ALL) gqa_hide<NT, N>(s, see >> (2 * t));
+        for (int i = 0; i < NT; i++) shrink[i] = gqa_softmax<4 * N>(s[i], c, &z.top[i], &z.sum[i]);
+        gqa_factors<DT, NT, N>(prob, s);
+
+        // Values.
+        copy_wait<1>();
+        __syncwarp();
         KV_UNROLL() for (int j = 0; j < D / 16; j++) {
-            unsigned pair[2][2];
-            for (int i = 0; i < 2; i++) {
-                pair[i][0] = __byte_perm(v[2 * i][j], v[2 * i + 1][j], 0x5410);
-                pair[i][1] = __byte_perm(v[2 * i][j], v[2 * i + 1][j], 0x7632);
-            }
-            gqa_mix<DT, D, NT>(z, j, shrink, prob, pair[0], pair[1]);
+            for (int n = 0; n < N; n++) ldmatrix_x4_trans(b[n], vals + 16 * n * ROW + 32 * j);
+            gqa_mix<DT, D, NT, N>(z, j, shrink, prob, b);
         }
+        __syncwarp();
+        plain_ask<D>(to + SLOT, rows_v, x, next != 0);
     }
 }
 
@@ -3680,21 +3764,20 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
 //           halves need not change places.
 //           Of q8_0 the bytes become f16 integers. K's scale is applied to the sum over a block, V's is
 //           folded into the probability, a fragment of P for each block (q8_mix).
-//   Shared  slot (ATTN_WARPS,2): a batch's keys and its values for each warp, 16 rows of batch_stride
-//           bytes; sums in the same place at the end; q and see as above; reg (REGIONS_NEAR): PATS's
-//           regions, if they are so few, because looking one up takes several loads one after the other
+//   Shared  as above, but a slot has 16 rows of batch_stride bytes; reg (REGIONS_NEAR): PATS's regions, if
+//           they are so few, because looking one up takes several loads one after the other
 //   Tile    the next batch's keys are asked for when this one's are in registers, its values likewise. So
 //           the values are under way while keys are unpacked, the next keys while values are, both
-//           while a warp waits: 2 to 4 KB a warp at w = 8 and D 128. A multiprocessor has 16 warps, which
-//           take 160 KB of shared memory, 12 with 8 query rows of PATS, and 8 with 16.
-//   Bound   memory; q8_0 with more than 8 query rows: instructions. A lane's for an element of K or V, at
-//           D 128 on sm_90, with up to 4, 8 and 16 query rows, beside what an H200 at 4.3 TB/s has time for
-//           (attend_kernel takes 49, and reads rows one by one):
+//           while a warp waits: 2 to 4 KB a warp at w = 8 and D 128. A multiprocessor has 12 warps with up to
+//           8 query rows of PATS, 16 with q8_0, and 8 with 16 query rows.
+//   Bound   memory. Instructions of a lane for an element of K or V, at D 128 on sm_90, with up to 8 and 16
+//           query rows, beside what an H200 at 4.3 TB/s has time for (attend_kernel takes 49, and reads rows
+//           one by one):
 //
-//             w =  8    3.5   4.3   5.6     7.8
-//             w = 10    5.2   5.9   7.3     9.7
-//             w = 14    5.6   6.2   7.6    13.6
-//             q8_0      6.2   7.3   9.6     8.3
+//             w =  8    4.0   4.7     7.8
+//             w = 10    5.4   6.1     9.7
+//             w = 14    5.5   6.2    13.6
+//             q8_0      6.5   7.4     8.3
 //
 // Rows of head_dims that gqa_kernel does not take, --pats-format=rows64, q8_0 rows whose head_dim is no
 // multiple of 32, and K and V in two formats go through attend_kernel.
@@ -3749,11 +3832,6 @@ template <int KIND, int D> KV_HD static constexpr unsigned slot_bytes(void) {
     return GQA_KEYS * most + 16;
 }
 
-// Bytes of all slots of a block: of K and of V for each warp; 0 for rows that are read as they lie.
-template <int KIND, int D> KV_HD static constexpr size_t all_slots(void) {
-    return KIND == ROW_Q8 || KIND == GQA_PATS ? 2 * ATTN_WARPS * slot_bytes<KIND, D>() : 0;
-}
-
 // Finds row `row`, which stands at the lane's position of the last tile. reg: GqaShared.reg.
 template <int KIND, int D>
 static __device__ void walk_place(Walk &x, const HeadRef &h, const Region *reg, int row) {
@@ -3787,7 +3865,7 @@ static __device__ Batch walk_next(Walk &x, const Attn &a, const HeadRef &h, cons
     while (!x.left) {
         if (x.p >= x.p1) return b;
         int row = x.ahead;
-        x.left = m.see[(unsigned)(x.p - x.p0) / GQA_KEYS];
+        x.left = m.see[(unsigned)(x.p - x.p0) / 32] >> (x.p - x.p0) % 32 & SEE_16;
         x.p += STEP;
         x.ahead = listed_row(w, a.idx, min_int(x.p + mine, x.p1 - 1));
         if (x.left) walk_place<KIND, D>(x, h, m.reg, row);
@@ -3945,6 +4023,35 @@ static __device__ void unpack_batch(unsigned (*x)[D / 8], const char *slot, cons
 
 // ---- q8_0: signed bytes, and a scale for every 32 of them
 
+// Two f16 numbers in a word, each half for itself, rounded once: x y + z; with z = -0 it is x y.
+static __device__ unsigned halves_fma(unsigned x, unsigned y, unsigned z) {
+#ifdef __CUDACC__
+    __half2 r = __hfma2(*(__half2 *)&x, *(__half2 *)&y, *(__half2 *)&z);
+    return *(unsigned *)&r;
+#else
+    uint16_t half[2];
+    for (int i = 0; i < 2; i++) {
+        double xy = (double)f16_to_f32((uint16_t)(x >> 16 * i)) * f16_to_f32((uint16_t)(y >> 16 * i));
+        half[i] = f32_to_f16((float)(xy + f16_to_f32((uint16_t)(z >> 16 * i))));
+    }
+    return half[0] | (unsigned)half[1] << 16;
+#endif
+}
+static __device__ unsigned halves_times(unsigned x, unsigned y) { return halves_fma(x, y, 0x80008000); }
+
+// The greater ones.
+static __device__ unsigned halves_max(unsigned x, unsigned y) {
+#ifdef __CUDACC__
+    __half2 r = __hmax2(*(__half2 *)&x, *(__half2 *)&y);
+    return *(unsigned *)&r;
+#else
+    uint16_t half[2];
+    for (int i = 0; i < 2; i++)
+        half[i] = f32_to_f16(fmaxf(f16_to_f32((uint16_t)(x >> 16 * i)), f16_to_f32((uint16_t)(y >> 16 * i))));
+    return half[0] | (unsigned)half[1] << 16;
+#endif
+}
+
 // x - y, halves of f16.
 static __device__ unsigned halves_less(unsigned x, unsigned y) {
 #ifdef __CUDACC__
@@ -3975,14 +4082,21 @@ template <int N, int D> static __device__ void load_bytes(unsigned *x, const cha
     for (int i = 0; i < N; i++) x[i] = __funnelshift_r(y[i], y[i + 1], shift);
 }
 
-// The scale of block b of the row that begins at byte `row` of a slot.
-static __device__ float q8_scale(const char *slot, int row, int b) {
-    return half_get<DT_F16>(*(const uint16_t *)(slot + row + b * Q8_BYTES));
+// The scale, f16, of block b of the row that begins at byte `row` of a slot.
+static __device__ uint16_t q8_scale(const char *slot, int row, int b) {
+    return *(const uint16_t *)(slot + row + b * Q8_BYTES);
+}
+
+// Where the i-th of the rows 2t, 2t+1, 2t+8, 2t+9 begins in a slot. off (4): Batch.off of them.
+template <int D> static __device__ int q8_row(int i, const int off[4]) {
+    return ((threadIdx.x & 3) * 2 + i % 2 + i / 2 * 8) * (int)batch_stride<ROW_Q8, D>(0) + off[i];
 }
 
 // s (NT,4) = the lane's scores of a tile. A block's products are summed before its scale is applied.
+// off (2), off4 (4): Batch.off of the keys g, g+8 and of 2t, 2t+1, 2t+8, 2t+9.
 template <int D, int NT>
-static __device__ void q8_scores(float (*s)[4], const char *slot, const unsigned *q, const int off[2]) {
+static __device__ void q8_scores(float (*s)[4], const char *slot, SharedAt q, const int off[2],
+                                 const int off4[4]) {
     int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
     const int STRIDE = batch_stride<ROW_Q8, D>(0);
     int row[2] = { g * STRIDE + off[0], (g + 8) * STRIDE + off[1] };
@@ -3990,60 +4104,70 @@ static __device__ void q8_scores(float (*s)[4], const char *slot, const unsigned
         for (int e = 0; e < 4; e++) s[i][e] = 0;
     KV_UNROLL() for (int b = 0; b < D / Q8_VALUES; b++) {
         unsigned k[2][4], x[2];
-        float scale[2], sum[NT][4];
+        float d[2][4], sum[2];
         for (int i = 0; i < 2; i++) {
             load_bytes<2, D>(x, slot, row[i] + 8 * t, b * Q8_BYTES + 2);
             for (int j = 0; j < 4; j++)
                 k[i][j] = bytes_to_halves(x[j / 2], 0, j % 2 ? 0x4342 : 0x4140);
-            scale[i] = q8_scale(slot, row[i], b);
         }
-        for (int i = 0; i < NT; i++)
-            for (int e = 0; e < 4; e++) sum[i][e] = 0;
-        for (int step = 0; step < 2; step++) {
-            unsigned f[4] = { k[0][2 * step], k[1][2 * step], k[0][2 * step + 1], k[1][2 * step + 1] };
-            for (int i = 0; i < NT; i++)
-                mma_16x8x16<DT_F16>(sum[i], f, q + ((i * D / 16 + 2 * b + step) * 32 + lane) * 2);
+        for (int e = 0; e < 8; e++) d[e / 4][e % 4] = 0;
+        for (int i = 0; i < 2 * NT; i++) {
+            unsigned f[4];
+            ldmatrix_x4(f, q + 512 * (2 * b * NT + i));
+            for (int h = 0; h < 2; h++) mma_16x8x16<DT_F16>(d[h], f, k[h] + i / NT * 2);
         }
-        for (int i = 0; i < NT; i++)
-            for (int e = 0; e < 4; e++) s[i][e] += sum[i][e] * scale[e / 2];
+        for (int i = 0; i < 2 * NT; i++) {
+            gqa_row<NT>(sum, d[i % 2], i / 2);
+            for (int e = 0; e < 2; e++) {
+                int key = 2 * (i % 2) + e;
+                s[i / 2][key] += sum[e] * half_get<DT_F16>(q8_scale(slot, q8_row<D>(key, off4), b));
+            }
+        }
     }
 }
 
-// acc = acc shrink + p v. prob (NT,2): the probabilities of keys g and g+8. The scales of a block's rows
-// are folded into the probabilities, and divided by z.unit, which no scale yet has exceeded, so that
-// the products are in the range of f16 as the probabilities are.
+// acc = acc shrink + p v. prob (NT,4): fragments of P, the values and the rests. The scales of a block's
+// rows are folded into the probabilities, and divided by z.unit, which no scale yet has exceeded, so that
+// the products are in the range of f16 as the probabilities are. A product of two f16 numbers is a value
+// and a rest, too.
 template <int D, int NT>
-static __device__ void q8_mix(GqaSums<D, NT> &z, float *shrink, const float (*prob)[2], const char *slot,
-                              const int off_p[2], const int off[4]) {
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-    const int STRIDE = batch_stride<ROW_Q8, D>(0), BLOCKS = D / Q8_VALUES;
-    float scale[2][BLOCKS], most = 0;
-    for (int i = 0; i < 2; i++)
-        for (int b = 0; b < BLOCKS; b++) {
-            scale[i][b] = q8_scale(slot, (g + 8 * i) * STRIDE + off_p[i], b);
-            most = fmaxf(most, scale[i][b]);
+static __device__ void q8_mix(GqaSums<D, NT> &z, float *shrink, const unsigned (*prob)[4], const char *slot,
+                              const int off[4]) {
+    int g = (threadIdx.x & 31) / 4;
+    const int BLOCKS = D / Q8_VALUES;
+    unsigned scale[BLOCKS][2], most = 0;
+    for (int b = 0; b < BLOCKS; b++)
+        for (int h = 0; h < 2; h++) {
+            unsigned x = q8_scale(slot, q8_row<D>(2 * h, off), b), y = q8_scale(slot, q8_row<D>(2 * h + 1, off), b);
+            scale[b][h] = x | y << 16;
+            most = halves_max(most, scale[b][h]);
         }
 
     // The least power of two above the scales.
-    most = groups_max<4>(most);
-    float unit = fmaxf(z.unit, __int_as_float((__float_as_int(most) & 0x7f800000) + 0x00800000));
+    float top = lanes_max<4>(fmaxf(half_get<DT_F16>((uint16_t)most), half_get<DT_F16>((uint16_t)(most >> 16))));
+    float unit = fmaxf(z.unit, __int_as_float((__float_as_int(top) & 0x7f800000) + 0x00800000));
     float inv = __int_as_float(0x7f000000 - __float_as_int(unit)), less = z.unit * inv;     // 1 / unit
+    unsigned inv2 = half_pack<DT_F16>(inv, inv);
     z.unit = unit;
     for (int i = 0; i < NT; i++) shrink[i] *= less;
 
     KV_UNROLL() for (int b = 0; b < BLOCKS; b++) {
-        unsigned p[NT][2], x[4], pair[2][4];
-        for (int i = 0; i < NT; i++)
-            gqa_factors<DT_F16>(p[i], prob[i][0] * (scale[0][b] * inv), prob[i][1] * (scale[1][b] * inv));
-        for (int i = 0; i < 4; i++) {
-            int row = (2 * t + i % 2 + i / 2 * 8) * STRIDE + off[i];
-            load_bytes<1, D>(x + i, slot, row + 4 * g, b * Q8_BYTES + 2);
+        unsigned f[1][NT][4], x[4], two[2][1][4];
+        for (int h = 0; h < 2; h++) {
+            unsigned by = halves_times(scale[b][h], inv2);
+            for (int i = 0; i < NT; i++) {
+                unsigned *value = &f[0][0][2 * h + i], *rest = &f[0][NT - 1][2 * h + (NT == 2 ? i : 1)];
+                unsigned p = prob[0][2 * h + i], r = prob[NT - 1][2 * h + (NT == 2 ? i : 1)];
+                *value = halves_times(p, by);
+                *rest = halves_fma(r, by, halves_fma(p, by, *value ^ 0x80008000));
+            }
         }
+        for (int i = 0; i < 4; i++)
+            load_bytes<1, D>(x + i, slot, q8_row<D>(i, off) + 4 * g, b * Q8_BYTES + 2);
         for (int i = 0; i < 2; i++)
             for (int e = 0; e < 4; e++)
-                pair[i][e] = bytes_to_halves(x[2 * i], x[2 * i + 1], 0x4400 + 0x1111 * e);
-        for (int j = 0; j < 2; j++)
-            gqa_mix<DT_F16, D, NT>(z, 2 * b + j, shrink, p, pair[0] + 2 * j, pair[1] + 2 * j);
+                two[e / 2][0][e % 2 * 2 + i] = bytes_to_halves(x[2 * i], x[2 * i + 1], 0x4400 + 0x1111 * e);
+        for (int j = 0; j < 2; j++) gqa_mix<DT_F16, D, NT, 1>(z, 2 * b + j, shrink, f, two[j]);
     }
 }
 
@@ -4052,10 +4176,11 @@ static __device__ void q8_mix(GqaSums<D, NT> &z, float *shrink, const float (*pr
 // gqa_plain over rows of fewer bits.
 template <int KIND, int D, int NT>
 static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef &h, const Work &w,
-                                 const GqaShared &m, int p0, int p, int p1) {
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+                                 const GqaShared &m, int p0, int p1) {
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, p = p0 + (threadIdx.x >> 5) * GQA_KEYS;
     const unsigned SLOT = slot_bytes<KIND, D>();
     char *keys = m.slot + (threadIdx.x >> 5) * 2 * SLOT, *vals = keys + SLOT;
+    SharedAt q = shared_address(m.q + 4 * lane);
     float c = a.scale * LOG2_E;
     const char *pk = NULL, *pv = NULL;
     int mid = 0;
@@ -4070,7 +4195,8 @@ static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef
     batch_ask<KIND, D>(keys, b.bits == GQA_RAW ? h.k : pk, b);
     batch_ask<KIND, D>(vals, b.bits == GQA_RAW ? h.v : pv, b);
     for (; b.bits; b = next) {
-        float s[NT][4], shrink[NT], prob[NT][2];
+        float s[NT][4], shrink[NT];
+        unsigned prob[1][NT][4];
         int off_k[2] = { 0, 0 }, off_v[4] = { 0, 0, 0, 0 };
         if (batch_askew<KIND, D>()) {
             for (int i = 0; i < 2; i++) off_k[i] = __shfl_sync(ALL_LANES, b.off, g + 8 * i);
@@ -4086,91 +4212,101 @@ static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef
             unpack_batch<0, D>(k, keys, off_k, b.bits, mid);
             __syncwarp();
             batch_ask<KIND, D>(keys, next.bits == GQA_RAW ? h.k : pk, next);
-            gqa_scores<DT_F16, D, NT>(s, k, m.q, lane);
+            float d[1][2][4] = {};
+            KV_UNROLL() for (int i = 0; i < D / 16; i++) {
+                const unsigned f[1][4] = { { k[0][2 * i], k[0][2 * i + 1], k[1][2 * i], k[1][2 * i + 1] } };
+                gqa_step<DT_F16, NT, 1>(d, f, q, i);
+            }
+            gqa_scores<NT, 1>(s, d);
         } else {
-            q8_scores<D, NT>(s, keys, m.q, off_k);
+            q8_scores<D, NT>(s, keys, q, off_k, off_v);
             __syncwarp();
             batch_ask<KIND, D>(keys, next.bits == GQA_RAW ? h.k : pk, next);
         }
-        for (int i = 0; i < NT; i++)
-            shrink[i] = gqa_softmax(prob[i], s[i], b.see >> g, c, &z.top[i], &z.sum[i]);
+        if (b.see != SEE_16) gqa_hide<NT, 1>(s, b.see >> (2 * t));
+        for (int i = 0; i < NT; i++) shrink[i] = gqa_softmax<4>(s[i], c, &z.top[i], &z.sum[i]);
+        gqa_factors<DT_F16, NT, 1>(prob, s);
 
         // Values.
         copy_wait<1>();
         __syncwarp();
         if (KIND == GQA_PATS) {
-            unsigned v[2][D / 8], f[NT][2];
+            unsigned v[2][D / 8];
             unpack_batch<1, D>(v, vals, off_v, b.bits, mid);
             __syncwarp();
             batch_ask<KIND, D>(vals, next.bits == GQA_RAW ? h.v : pv, next);
-            for (int i = 0; i < NT; i++) gqa_factors<DT_F16>(f[i], prob[i][0], prob[i][1]);
-            KV_UNROLL() for (int j = 0; j < D / 16; j++)
-                gqa_mix<DT_F16, D, NT>(z, j, shrink, f, v[0] + 2 * j, v[1] + 2 * j);
+            KV_UNROLL() for (int j = 0; j < D / 16; j++) {
+                const unsigned f[1][4] = { { v[0][2 * j], v[1][2 * j], v[0][2 * j + 1], v[1][2 * j + 1] } };
+                gqa_mix<DT_F16, D, NT, 1>(z, j, shrink, prob, f);
+            }
         } else {
-            q8_mix<D, NT>(z, shrink, prob, vals, off_k, off_v);
+            q8_mix<D, NT>(z, shrink, prob[0], vals, off_v);
             __syncwarp();
             batch_ask<KIND, D>(vals, next.bits == GQA_RAW ? h.v : pv, next);
         }
     }
 }
 
-// Blocks that fit on a multiprocessor, by their registers. Unpacking takes some, too.
-constexpr int gqa_blocks(int KIND, int D, int NT) {
-    if (D > 160) return 2;
-    if (D > 128) return NT == 1 ? 3 : 2;
-    if (D > 64 && NT == 4 && (KIND == ROW_Q8 || KIND == GQA_PATS)) return 2;
-    if (D > 96 && NT == 2 && KIND == GQA_PATS) return 3;
-    return NT <= 2 ? 4 : 3;
+// Bytes of all slots of a block: of K and of V for each warp.
+template <int KIND, int D, int NT> KV_HD static constexpr size_t all_slots(void) {
+    return 2 * ATTN_WARPS * (KIND == ROW_Q8 || KIND == GQA_PATS ? slot_bytes<KIND, D>() : plain_slot<D, NT>());
 }
 
-// KIND: ROW_F16, ROW_BF16, ROW_Q8 or GQA_PATS; NT: groups of 4 query rows.
+// Blocks that fit on a multiprocessor, by their registers and shared memory. Unpacking takes registers, too.
+constexpr int gqa_blocks(int KIND, int D, int NT) {
+    if (D > 128 || (D > 64 && NT == 2)) return 2;
+    if (D > 96 && KIND == GQA_PATS) return 3;
+    return NT == 1 ? 4 : KIND == ROW_Q8 || KIND == GQA_PATS ? 2 : 3;
+}
+
+// KIND: ROW_F16, ROW_BF16, ROW_Q8 or GQA_PATS; NT: groups of 8 query rows; BQ: query rows of a part.
 template <int KIND, int D, int NT>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT)) gqa_kernel(Attn a) {
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT)) gqa_kernel(Attn a, int BQ) {
     KV_DYN_SHARED(char, mem);
     const int SLOTS = KIND == ROW_Q8 || KIND == GQA_PATS;
     GqaShared m;
-    gqa_carve(&m, mem, KIND, NT, D, all_slots<KIND, D>());
+    gqa_carve(&m, mem, KIND, NT, D, all_slots<KIND, D, NT>());
     m.slot = mem;                               // simpler to address than what carve() gives
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
     Item it = a.item[blockIdx.x];
     Work w = a.work[it.work];
-    HeadRef h = a.heads.at[w.g];
+    const HeadRef &h = a.heads.at[w.g];
     GqaSums<D, NT> z;
     gqa_queries<KIND, D, NT>(m.q, a, w);
     if (KIND == GQA_PATS && h.packed && h.pack->n_reg <= REGIONS_NEAR)
         for (int i = threadIdx.x; i < h.pack->n_reg; i += blockDim.x) m.reg[i] = h.pack->reg[i];
     for (int i = 0; i < NT; i++) {
-        for (int j = 0; j < D / 16; j++) z.acc[i][j][0] = z.acc[i][j][1] = 0;
+        for (int j = 0; j < D / 8; j++) z.acc[i][j][0] = z.acc[i][j][1] = 0;
         z.top[i] = SCORE_LOW;
         z.sum[i] = 0;
     }
-    z.unit = KIND == ROW_Q8 ? 1.f / (1 << 24) : 1;              // the least f16
+    z.unit = KIND == ROW_Q8 ? 1.f / (1 << 15) : 1;              // 1 / unit has to be an f16 number
 
     for (int p0 = it.p0; p0 < it.p1; p0 += a.span) {
-        int p1 = min_int(p0 + a.span, it.p1), p = p0 + warp * GQA_KEYS;
+        int p1 = min_int(p0 + a.span, it.p1);
         __syncthreads();                        // the last span is done with
         gqa_sees(m.see, a, h, w, p0, p1);
         __syncthreads();
-        if constexpr (SLOTS) gqa_slots<KIND, D, NT>(z, a, h, w, m, p0, p, p1);
-        else                 gqa_plain<KIND, D, NT>(z, a, h, w, m, p0, p, p1);
+        if constexpr (SLOTS) gqa_slots<KIND, D, NT>(z, a, h, w, m, p0, p1);
+        else                 gqa_plain<KIND, D, NT>(z, a, h, w, m, p0, p1);
     }
 
     // The item's sums, over the four warps.
     const float one = 1.f / (1 << P_SHIFT);
-    if (SLOTS) __syncthreads();                 // all warps' slots are done with
+    __syncthreads();                            // all warps' slots are done with
     for (int i = 0; i < NT; i++) {
-        float *to = m.sums + (warp * 4 * NT + 4 * i + t) * (D + 2);
-        float x = groups_sum<4>(z.sum[i]);
+        float *to = m.sums + (warp * 8 * NT + 8 * i + g) * (D + 2);
+        float x = lanes_sum<4>(z.sum[i]);
         KV_UNROLL() for (int j = 0; j < D / 16; j++)
-            for (int e = 0; e < 2; e++)
-                to[2 + value_dim<KIND, D>(j, g) + e] = z.acc[i][j][e] * (one * z.unit);
-        if (g) continue;
-        to[0] = x > 0 ? z.top[i] * a.scale : -INFINITY;
+            for (int e = 0; e < 4; e++)
+                to[2 + value_dim<KIND, D>(j, e / 2, 2 * t + e % 2)] = z.acc[i][2 * j + e / 2][e % 2] * (one * z.unit);
+        if (t) continue;
+        to[0] = x > 0 ? z.top[i] * (1 / LOG2_E) : -INFINITY;
         to[1] = x * one;
     }
     __syncthreads();
-    decode_join(a.part + (size_t)blockIdx.x * 4 * NT * (D + 2), m.sums, 4 * NT, D);
-    join_arrived(a, 4 * NT);
+    decode_join(a.part + (size_t)blockIdx.x * BQ * (D + 2), m.sums, w.m, 8 * NT, D);
+    join_arrived(a, BQ);
 }
 
 // ---- column_kernel: sums over queries
@@ -4314,7 +4450,7 @@ static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0
         int word = i % 4 / 2, lane = i / 4 % 32, step = i / 128 % (D / 16);
         int r = q0 + i / (8 * D) * 8 + lane / 4;
         const float *query = a.q + ((size_t)min_int(r, a.w - 1) * a.H + head) * D;
-        const float *from = query + key_dim<DT, D>(2 * step + word, lane % 4);
+        const float *from = query + wide_dim(2 * step + word, lane % 4);
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
@@ -4353,7 +4489,7 @@ static __device__ void scan_keys(unsigned (*k)[D / 8], const HeadRef &h, int p, 
     int lane = threadIdx.x & 31, t = lane % 4;
     for (int j = 0; j < 4; j++) {
         size_t row = min_int(p + lane / 4 + 8 * j, p1 - 1);
-        load_key<D>(k[j], h.k + row * (2 * D) + 16 * t, t);
+        for (int c = 0; c < D / 32; c++) load_once(k[j] + 4 * c, h.k + row * (2 * D) + 64 * c + 16 * t);
     }
 }
 
@@ -4696,18 +4832,17 @@ template <int DT> static void decode_launch(const Attn &a, int n, int BQ) {
     else                 decode_width<DT, 32>(a, n, BQ);
 }
 
-// gqa_kernel over n items of 4 NT query rows.
-template <int KIND, int D, int NT> static void gqa_groups(const Attn &a, int n) {
+// gqa_kernel over n items of BQ query rows, up to 8 NT.
+template <int KIND, int D, int NT> static void gqa_groups(const Attn &a, int n, int BQ) {
     GqaShared m;
-    size_t smem = gqa_carve(&m, NULL, KIND, NT, D, all_slots<KIND, D>());
-    KV_LAUNCH_WIDE((gqa_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a);
+    size_t smem = gqa_carve(&m, NULL, KIND, NT, D, all_slots<KIND, D, NT>());
+    KV_LAUNCH_WIDE((gqa_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, BQ);
 }
 
-// The same for items of BQ = 4, 8 or 16 query rows.
+// The same for BQ = 4, 8 or 16.
 template <int KIND, int D> static void gqa_width(const Attn &a, int n, int BQ) {
-    if (BQ == 4)      gqa_groups<KIND, D, 1>(a, n);
-    else if (BQ == 8) gqa_groups<KIND, D, 2>(a, n);
-    else              gqa_groups<KIND, D, D <= GQA_WIDE_D ? 4 : 2>(a, n);
+    if (BQ <= 8) gqa_groups<KIND, D, 1>(a, n, BQ);
+    else         gqa_groups<KIND, D, D <= GQA_WIDE_D ? 2 : 1>(a, n, BQ);
 }
 
 // The same for the head_dim of the argument, which gqa_kind has allowed.
@@ -9195,8 +9330,7 @@ int cuda_graphs(const Session *s) { return s->dev->replays; }
 // them. in and out: words of the lanes, as many a lane as the operation has.
 //   'm', 'b'   in (32,6): a, b; d (32,4): becomes d + a b, in f16 or bf16
 //   'l', 't'   in (128): four (8,8) matrices; out (32,4): ldmatrix_x4, ldmatrix_x4_trans
-//   'v'        in (32); out (32): movmatrix
-//   'o'        in (32,4): out (32,7) = words 0..3 by one load, 0 and 1, 2 by others
+//   'o'        in (32,4): out (32,4) = load_once
 static __global__ void fragment_kernel(char op, const unsigned *in, float *d, unsigned *out) {
     __shared__ __align__(16) unsigned tile[128];
     int lane = threadIdx.x;
@@ -9208,12 +9342,7 @@ static __global__ void fragment_kernel(char op, const unsigned *in, float *d, un
         if (op == 'l') ldmatrix_x4(out + lane * 4, tile + lane * 4);
         else           ldmatrix_x4_trans(out + lane * 4, tile + lane * 4);
     }
-    if (op == 'v') out[lane] = movmatrix(in[lane]);
-    if (op == 'o') {
-        load_once<4>(out + lane * 7, in + lane * 4);
-        load_once<2>(out + lane * 7 + 4, in + lane * 4);
-        load_once<1>(out + lane * 7 + 6, in + lane * 4 + 2);
-    }
+    if (op == 'o') load_once(out + lane * 4, in + lane * 4);
 }
 
 // Runs fragment_kernel: n_in and n_out words.
