@@ -23,7 +23,8 @@
 //   - not a server: one process plays one dialogue, with batch size 1;
 //   - not a trainer: weights are read, never changed;
 //   - not a reader of quantised checkpoints: weights are F32, F16 or BF16, and anything else is
-//     refused by name. Rows of the cache may have fewer bits, because that is the subject;
+//     refused by name (--weights q8_0 rounds them to 8 bits in memory). Rows of the cache may have
+//     fewer bits, because that is the subject;
 //   - not a collection of architectures: decoder-only models of the Llama, Mistral, Qwen2 and Qwen3
 //     families, nothing else;
 //   - not distributed: one machine, and at most one GPU.
@@ -332,12 +333,10 @@ void pass_poll(Session *s) {
 // x (T,C) = the embeddings of the tokens of the pass.
 static void embed(Session *s, float *x, int T) {
     int C = s->c->C;
-    const Tensor *w = &s->w->embed;
-    size_t row = (size_t)C * dtype_size(w->dtype);
     for (int t = 0; t < T; t++, x += C) {
         const Token *k = &s->tok[s->base + t];
         if (k->id >= 0) {
-            to_f32(x, (const char *)w->data + k->id * row, w->dtype, C);
+            tensor_row(x, &s->w->embed, k->id);
             continue;
         }
         EACH_HOOK(s, p, embed) {
@@ -7217,7 +7216,7 @@ static void sonic_untrained(Session *s, Sonic *x) {
     double square = 0;
     float *row = xmalloc((size_t)C * sizeof *row);
     for (int r = 0; r < rows; r++) {
-        to_f32(row, (const char *)e->data + (size_t)r * C * dtype_size(e->dtype), e->dtype, C);
+        tensor_row(row, e, r);
         for (int i = 0; i < C; i++) {
             x->embed[i] += row[i] / (float)rows;
             square += (double)row[i] * row[i];
@@ -8903,6 +8902,8 @@ static void threads_use(int n, size_t parameters) {
 // same bits. Plain C has no fused multiply-add, because fmaf would be a call into the library, and
 // agrees with them up to rounding.
 //
+// A product with weights in 8 bits (DT_Q8) is made of whole numbers: see the kernels' part about it.
+//
 // The dot-product instructions for bf16 are not used. They round x to bf16, so the accuracy of f32
 // needs two of them (x = hi + lo), and one does no more multiply-adds a cycle than two f32 FMA
 // pipes do here (Zen 5: 233 against 256 GFLOP/s a core, each counted per product).
@@ -8917,6 +8918,7 @@ enum {
     ROW_BLOCK = 64,     // rows of W that a job takes
     SHORT_ROW = 512,    // columns of a block of attention, at most
     FEW_AHEAD = 4096,   // bytes ahead of a key that its tile asks for
+    Q8_PANEL  = LANES * (2 + Q8_BLOCK),     // bytes of 16 rows by 32 columns of DT_Q8
 };
 
 #define LOG2_E 1.44269504f
@@ -8943,6 +8945,19 @@ typedef struct {
     Ahead next;         // memory that is read after this block; none: the rows of w that follow
 } Dots;
 
+// The same for 16 rows of w of dtype DT_Q8, by x as whole numbers. It goes over `blocks` blocks of
+// Q8_BLOCK columns.
+typedef struct {
+    float *y;           // (m,n)
+    size_t ldy;
+    const int16_t *x;   // (m,blocks,Q8_BLOCK)
+    const float *scale; // (m,blocks)
+    size_t all;         // blocks of a whole row of x, from one to the next
+    const char *w;      // (blocks,Q8_PANEL)
+    int m, n, blocks;   // n: rows of w that there are
+    int add;            // 1: y += the products
+} Dots8;
+
 // A block of weighted sums of rows: o (m,D) = p (m,n) v (n,D), or o += that. Rows lie side by side.
 typedef struct {
     float *o;           // (m,D)
@@ -8958,6 +8973,11 @@ typedef struct {
 typedef struct {
     const char *name;
     void (*dots[3])(const Dots *a);
+    void (*dots8)(const Dots8 *a);
+    void (*dots8_vnni)(const Dots8 *a);         // the same where the processor has AVX-512's VNNI
+
+    // q (blocks,Q8_BLOCK) and scale (blocks): x (n) as whole numbers times a scale for each block
+    void (*whole)(int16_t *q, float *scale, const float *x, int n);
     void (*mix[3])(const Mix *a);
 
     // dst (n) = src (n) as f32
@@ -9028,7 +9048,7 @@ static Ahead ahead_part(Ahead a, size_t part, size_t parts) {
 #define INLINE_plain static inline __attribute__((always_inline))
 #define EACH_QUARTER(i) UNROLL for (int i = 0; i < 4; i++)
 
-enum { MR_plain = 1, NR_plain = 2, N1_plain = 2, MX_plain = 1, NV_plain = 2 };    // see the list of names
+enum { MR_plain = 1, NR_plain = 2, N1_plain = 2, MX_plain = 1, NV_plain = 2, M8_plain = 2 };    // see the list of names
 typedef float    Float4   __attribute__((vector_size(16)));
 typedef int32_t  Int4     __attribute__((vector_size(16)));
 typedef uint16_t Uint16x4 __attribute__((vector_size(8)));
@@ -9129,6 +9149,45 @@ INLINE_plain Vec_plain vec_load_bytes_plain(const signed char *p) {
     return x;
 }
 
+// 16 whole numbers of 32 bits; and two for each lane that came as bytes.
+typedef struct { Int4 q[4]; } Ints_plain;
+typedef struct { Int4 even[4], odd[4]; } Pairs_plain;
+
+INLINE_plain Ints_plain ints_zero_plain(void) {
+    return (Ints_plain){0};
+}
+
+INLINE_plain Ints_plain ints_add_plain(Ints_plain a, Ints_plain b) {
+    EACH_QUARTER(i) a.q[i] += b.q[i];
+    return a;
+}
+
+// Bytes 2 i and 2 i + 1 at p go to lane i.
+INLINE_plain Pairs_plain pairs_load_plain(const char *p) {
+    Pairs_plain w;
+    EACH_QUARTER(i) {
+        Uint16x4 h;
+        memcpy(&h, p + i * sizeof h, sizeof h);
+        Int4 u = __builtin_convertvector(h, Int4);
+        w.even[i] = u << 24 >> 24;
+        w.odd[i] = u << 16 >> 24;
+    }
+    return w;
+}
+
+// a + even x[0] + odd x[1]
+INLINE_plain Ints_plain ints_madd_plain(Ints_plain a, Pairs_plain w, const int16_t *x, int vnni) {
+    (void)vnni;
+    EACH_QUARTER(i) a.q[i] += w.even[i] * x[0] + w.odd[i] * x[1];
+    return a;
+}
+
+INLINE_plain Vec_plain vec_of_ints_plain(Ints_plain a) {
+    Vec_plain x;
+    EACH_QUARTER(i) x.q[i] = __builtin_convertvector(a.q[i], Float4);
+    return x;
+}
+
 // p (n) = the first n lanes.
 INLINE_plain void vec_store_plain(float *p, Vec_plain x, int n) {
     memcpy(p, &x, (size_t)n * sizeof *p);
@@ -9205,6 +9264,13 @@ INLINE_plain uint32_t vec_at_least_plain(const float *p, uint32_t key) {
 #define vec_scale       OWN(vec_scale)
 #define vec_load        OWN(vec_load)
 #define vec_load_bytes  OWN(vec_load_bytes)
+#define Ints            OWN(Ints)
+#define Pairs           OWN(Pairs)
+#define ints_zero       OWN(ints_zero)
+#define ints_add        OWN(ints_add)
+#define pairs_load      OWN(pairs_load)
+#define ints_madd       OWN(ints_madd)
+#define vec_of_ints     OWN(vec_of_ints)
 #define vec_store       OWN(vec_store)
 #define vec_store_f16   OWN(vec_store_f16)
 #define vec_fold        OWN(vec_fold)
@@ -9217,6 +9283,7 @@ INLINE_plain uint32_t vec_at_least_plain(const float *p, uint32_t key) {
 #define N1              OWN(N1)         // rows of w in a tile of dots with one row of x
 #define MX              OWN(MX)         // rows of o in a tile of mix
 #define NV              OWN(NV)         // vectors of columns in a tile of mix or of softmax_columns
+#define M8              OWN(M8)         // rows of x in a tile of dots8
 // the kernels
 #define dots_step       OWN(dots_step)
 #define dots_columns    OWN(dots_columns)
@@ -9250,6 +9317,13 @@ INLINE_plain uint32_t vec_at_least_plain(const float *p, uint32_t key) {
 #define widen_bf16      OWN(widen_bf16)
 #define narrow_row      OWN(narrow_row)
 #define unpack_q8_rows  OWN(unpack_q8_rows)
+#define dots8_sums      OWN(dots8_sums)
+#define dots8_tile      OWN(dots8_tile)
+#define dots8_block     OWN(dots8_block)
+#define dots8_two       OWN(dots8_two)      // two instructions a step, or VNNI's one
+#define dots8_one       OWN(dots8_one)
+#define whole_block     OWN(whole_block)
+#define whole_row       OWN(whole_row)
 #define simd_entry      OWN(simd_entry)
 
 // Where an INLINE function takes dtype, M, whole or vectors, its callers pass constants. Every call
@@ -9682,10 +9756,102 @@ TARGET static void unpack_q8_rows(float *dst, const char *src, int n, int D) {
     }
 }
 
+// -- products with weights in 8 bits
+// A row of x becomes blocks of Q8_BLOCK whole numbers of 16 bits, each with a scale: q = round(x /
+// scale), scale = max|x| / 32767, which is as good as exact beside the 8 bits of the weights. A
+// block's products are then summed as whole numbers, at most 32 * 32767 * 127, and
+//   y[r] += sum * (scale of x * scale of w[r]),   block after block.
+// The 16 lanes are 16 rows of w, so nothing has to be folded. Sums of whole numbers have no order:
+// every row of x gets the same bits in every tile, and AVX2 those of AVX-512.
+
+// Simd.whole for one block of n columns; those from n on are 0. Adding 1.5 * 2^23 leaves the whole
+// number in the lowest bits. Where x has a NaN or an infinity the scale is a NaN.
+INLINE void whole_block(int16_t *q, float *scale, const float *x, int n) {
+    float part[Q8_BLOCK];
+    if (n < Q8_BLOCK) {
+        memset(part, 0, sizeof part);
+        x = memcpy(part, x, (size_t)n * sizeof *x);
+    }
+    Vec top = vec_all(0), odd = vec_all(0);
+    UNROLL for (int i = 0; i < Q8_BLOCK; i += LANES) {
+        Vec v = vec_load(x + i, DT_F32, LANES);
+        top = vec_max(vec_max(v, vec_mul(v, vec_all(-1))), top);
+        odd = vec_fma(v, vec_all(0), odd);
+    }
+    float most = vec_largest(top), inverse = most > 0 ? 32767 / most : 0;
+    *scale = most / 32767 + vec_fold(odd);
+    UNROLL for (int i = 0; i < Q8_BLOCK; i += LANES) {
+        uint32_t bits[LANES];
+        Vec v = vec_add(vec_mul(vec_load(x + i, DT_F32, LANES), vec_all(inverse)), vec_all(12582912));
+        vec_store((float *)bits, v, LANES);
+        for (int j = 0; j < LANES; j++) q[i + j] = (int16_t)bits[j];
+    }
+}
+
+// Simd.whole
+TARGET static void whole_row(int16_t *q, float *scale, const float *x, int n) {
+    for (int i = 0; i < n; i += Q8_BLOCK)
+        whole_block(q + i, scale++, x + i, min_int(n - i, Q8_BLOCK));
+}
+
+// sum (M) = the whole sums of one block: M rows of x by 16 rows of w, whose bytes lie in pairs of
+// columns. A single row of x has four sums in turn, because each waits for itself.
+INLINE void dots8_sums(Ints *sum, const int16_t *const *x, const char *w, int M, int vnni) {
+    Ints part[4];
+    UNROLL for (int i = 0; i < 4; i++) part[i] = ints_zero();
+    UNROLL for (int i = 0; i < M; i++) sum[i] = ints_zero();
+    UNROLL for (int k = 0; k < Q8_BLOCK; k += 2) {
+        Pairs two = pairs_load(w + k * LANES);
+        if (M == 1) part[k / 2 % 4] = ints_madd(part[k / 2 % 4], two, x[0] + k, vnni);
+        else {
+            UNROLL for (int i = 0; i < M; i++) sum[i] = ints_madd(sum[i], two, x[i] + k, vnni);
+        }
+    }
+    if (M == 1) sum[0] = ints_add(ints_add(part[0], part[1]), ints_add(part[2], part[3]));
+}
+
+// A tile: M rows of x from i0 on, of which m are there; missing ones repeat the last.
+INLINE void dots8_tile(const Dots8 *a, int M, int i0, int m, int vnni) {
+    Vec acc[M8];
+    Ints sum[M8];
+    const int16_t *x[M8];
+    const float *scale[M8];
+    UNROLL for (int i = 0; i < M; i++) {
+        size_t row = (size_t)(i0 + (i < m ? i : m - 1));
+        x[i] = a->x + row * a->all * Q8_BLOCK;
+        scale[i] = a->scale + row * a->all;
+        acc[i] = a->add ? vec_load(a->y + row * a->ldy, DT_F32, a->n) : vec_all(0);
+    }
+    for (int b = 0; b < a->blocks; b++) {
+        const char *w = a->w + (size_t)b * Q8_PANEL;
+        Vec d = vec_load(w, DT_F16, LANES);
+        if (M == 1) ask_ahead(&(Ahead){ w + 4096, Q8_PANEL }, Q8_PANEL);
+        dots8_sums(sum, x, w + LANES * 2, M, vnni);
+        UNROLL for (int i = 0; i < M; i++) {
+            acc[i] = vec_fma(vec_of_ints(sum[i]), vec_mul(d, vec_all(scale[i][b])), acc[i]);
+            x[i] += Q8_BLOCK;
+        }
+    }
+    UNROLL for (int i = 0; i < M; i++)
+        vec_store(a->y + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldy, acc[i], a->n);
+}
+
+INLINE void dots8_block(const Dots8 *a, int vnni) {
+    int i = 0;
+    for (; a->m - i > 1; i += M8) dots8_tile(a, M8, i, min_int(a->m - i, M8), vnni);
+    if (i < a->m) dots8_tile(a, 1, i, 1, vnni);
+}
+
+TARGET static void dots8_two(const Dots8 *a) { dots8_block(a, 0); }
+TARGET static void dots8_one(const Dots8 *a) { dots8_block(a, 1); }
+
 // What this copy adds to the table of instruction sets.
 static const Simd simd_entry = {
     .name            = TEXT(SIMD),
     .dots            = { dots_f32, dots_f16, dots_bf16 },
+    .dots8           = dots8_two,
+    .dots8_vnni      = dots8_one,
+    .whole           = whole_row,
     .mix             = { mix_f32, mix_f16, mix_bf16 },
     .widen           = { widen_f32, widen_f16, widen_bf16 },
     .narrow_f16      = narrow_row,
@@ -9707,7 +9873,7 @@ static const Simd simd_entry = {
 #define TARGET_avx2 __attribute__((target("avx2,fma,f16c")))
 #define INLINE_avx2 TARGET_avx2 static inline __attribute__((always_inline))
 
-enum { MR_avx2 = 3, NR_avx2 = 2, N1_avx2 = 4, MX_avx2 = 3, NV_avx2 = 2 };
+enum { MR_avx2 = 3, NR_avx2 = 2, N1_avx2 = 4, MX_avx2 = 3, NV_avx2 = 2, M8_avx2 = 3 };
 typedef struct { __m256 a, b; } Vec_avx2;       // lanes 0 to 7, lanes 8 to 15
 
 INLINE_avx2 Vec_avx2 vec_all_avx2(float x) {
@@ -9774,6 +9940,34 @@ INLINE_avx2 Vec_avx2 vec_load_bytes_avx2(const signed char *p) {
     return (Vec_avx2){ load_8_bytes_avx2(p), load_8_bytes_avx2(p + 8) };
 }
 
+typedef struct { __m256i a, b; } Ints_avx2;
+typedef Ints_avx2 Pairs_avx2;
+
+INLINE_avx2 Ints_avx2 ints_zero_avx2(void) {
+    return (Ints_avx2){ _mm256_setzero_si256(), _mm256_setzero_si256() };
+}
+
+INLINE_avx2 Ints_avx2 ints_add_avx2(Ints_avx2 a, Ints_avx2 b) {
+    return (Ints_avx2){ _mm256_add_epi32(a.a, b.a), _mm256_add_epi32(a.b, b.b) };
+}
+
+INLINE_avx2 Pairs_avx2 pairs_load_avx2(const char *p) {
+    return (Pairs_avx2){ _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p)),
+                         _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(p + 16))) };
+}
+
+INLINE_avx2 Ints_avx2 ints_madd_avx2(Ints_avx2 a, Pairs_avx2 w, const int16_t *x, int vnni) {
+    int32_t two;
+    (void)vnni;
+    memcpy(&two, x, sizeof two);
+    __m256i both = _mm256_set1_epi32(two);
+    return ints_add_avx2(a, (Ints_avx2){ _mm256_madd_epi16(w.a, both), _mm256_madd_epi16(w.b, both) });
+}
+
+INLINE_avx2 Vec_avx2 vec_of_ints_avx2(Ints_avx2 a) {
+    return (Vec_avx2){ _mm256_cvtepi32_ps(a.a), _mm256_cvtepi32_ps(a.b) };
+}
+
 INLINE_avx2 void vec_store_avx2(float *p, Vec_avx2 x, int n) {
     float part[LANES], *to = n < LANES ? part : p;
     _mm256_storeu_ps(to, x.a);
@@ -9831,7 +10025,7 @@ INLINE_avx2 uint32_t vec_at_least_avx2(const float *p, uint32_t key) {
 #define TARGET_avx512 __attribute__((target("avx512f,avx512bw,avx512vl,fma,f16c")))
 #define INLINE_avx512 TARGET_avx512 static inline __attribute__((always_inline))
 
-enum { MR_avx512 = 4, NR_avx512 = 4, N1_avx512 = 16, MX_avx512 = 6, NV_avx512 = 4 };
+enum { MR_avx512 = 4, NR_avx512 = 4, N1_avx512 = 16, MX_avx512 = 6, NV_avx512 = 4, M8_avx512 = 8 };
 typedef __m512 Vec_avx512;
 
 INLINE_avx512 __m512 vec_all_avx512(float x) {
@@ -9887,6 +10081,36 @@ INLINE_avx512 __m512 vec_load_avx512(const void *p, int dtype, int n) {
 
 INLINE_avx512 __m512 vec_load_bytes_avx512(const signed char *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+}
+
+typedef __m512i Ints_avx512;
+typedef __m512i Pairs_avx512;
+
+INLINE_avx512 __m512i ints_zero_avx512(void) {
+    return _mm512_setzero_si512();
+}
+
+INLINE_avx512 __m512i ints_add_avx512(__m512i a, __m512i b) {
+    return _mm512_add_epi32(a, b);
+}
+
+INLINE_avx512 __m512i pairs_load_avx512(const char *p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p));
+}
+
+// VNNI does in one instruction what otherwise takes two. It is written as text because the kernels
+// around it are compiled for processors that lack it too.
+INLINE_avx512 __m512i ints_madd_avx512(__m512i a, __m512i w, const int16_t *x, int vnni) {
+    int32_t two;
+    memcpy(&two, x, sizeof two);
+    __m512i both = _mm512_set1_epi32(two);
+    if (!vnni) return _mm512_add_epi32(a, _mm512_madd_epi16(w, both));
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(a) : "v"(w), "v"(both));
+    return a;
+}
+
+INLINE_avx512 __m512 vec_of_ints_avx512(__m512i a) {
+    return _mm512_cvtepi32_ps(a);
 }
 
 INLINE_avx512 void vec_store_avx512(float *p, __m512 x, int n) {
@@ -9971,6 +10195,7 @@ static const Simd *const simd_table[] = {       // best first
     &simd_entry_plain,
 };
 static const Simd *simd;                        // the one in use
+static void (*dots8)(const Dots8 *a);           // its products with weights in 8 bits
 
 // 1: this processor and its operating system have what the set needs.
 static int simd_can(const Simd *s) {
@@ -9992,6 +10217,10 @@ static int simd_set(const char *name) {
         if (name && strcmp(name, simd_table[i]->name) != 0) continue;
         if (!simd_can(simd_table[i])) continue;
         simd = simd_table[i];
+        dots8 = simd->dots8;
+#if defined(__x86_64__)
+        if (simd == &simd_entry_avx512 && __builtin_cpu_supports("avx512vnni")) dots8 = simd->dots8_vnni;
+#endif
         return 0;
     }
     return -1;
@@ -10007,12 +10236,121 @@ __attribute__((constructor)) static void simd_choose(void) {
 
 const char *simd_name(void) { return simd->name; }
 
+// ---- weights in 8 bits
+// A tensor of dtype DT_Q8 has the numbers of q8_0: a block is Q8_BLOCK columns of a row, an f16
+// scale d = max|w| / 127 and a byte round(w / d) a column. It lies in panels of 16 rows: the blocks
+// of a panel follow each other, each with its 16 scales, and then, for every pair of columns, two
+// bytes a row. Missing rows and columns are zeros.
+
+static size_t q8_blocks(int cols) { return ((size_t)cols + Q8_BLOCK - 1) / Q8_BLOCK; }
+static size_t q8_panels(int rows) { return ((size_t)rows + LANES - 1) / LANES; }
+
+// Bytes of a tensor (rows,cols) of dtype DT_Q8.
+static size_t q8_tensor_bytes(int rows, int cols) {
+    return q8_panels(rows) * q8_blocks(cols) * Q8_PANEL;
+}
+
+// Row r of a block (16 rows) at p = the n numbers x. A block with a NaN has a NaN for its scale.
+static void q8_block_put(char *p, int r, const float *x, int n) {
+    float top = 0, odd = 0;
+    for (int i = 0; i < n; i++) {
+        top = fmaxf(top, fabsf(x[i]));
+        odd += x[i] * 0;
+    }
+    uint16_t d = f32_to_f16(top / 127 + odd);
+    float scale = f16_to_f32(d);
+    memcpy(p + 2 * r, &d, sizeof d);
+    for (int i = 0; i < n; i++) {
+        float q = scale > 0 ? fmaxf(-127, fminf(127, rintf(x[i] / scale))) : 0;
+        p[2 * LANES + i / 2 * 2 * LANES + 2 * r + i % 2] = (char)(signed char)q;
+    }
+}
+
+// to (q8_tensor_bytes) = the matrix w of another dtype.
+static void q8_store(char *to, const Tensor *w) {
+    size_t blocks = q8_blocks(w->cols), size = dtype_size(w->dtype);
+    int panels = (int)q8_panels(w->rows);
+    memset(to, 0, q8_tensor_bytes(w->rows, w->cols));
+    #pragma omp parallel for schedule(static)
+    for (int p = 0; p < panels; p++)
+        for (size_t b = 0; b < blocks; b++)
+            for (int r = 0; r < min_int(LANES, w->rows - p * LANES); r++) {
+                int c = (int)b * Q8_BLOCK, n = min_int(Q8_BLOCK, w->cols - c);
+                float x[Q8_BLOCK];
+                to_f32(x, (const char *)w->data + ((size_t)(p * LANES + r) * w->cols + c) * size, w->dtype, n);
+                q8_block_put(to + (p * blocks + b) * Q8_PANEL, r, x, n);
+            }
+}
+
+// dst (cols) = row r of w.
+void tensor_row(float *dst, const Tensor *w, int r) {
+    size_t blocks = q8_blocks(w->cols);
+    if (w->dtype != DT_Q8) {
+        to_f32(dst, (const char *)w->data + (size_t)r * w->cols * dtype_size(w->dtype), w->dtype, w->cols);
+        return;
+    }
+    for (int c = 0; c < w->cols; c++) {
+        const char *p = (const char *)w->data + (r / LANES * blocks + c / Q8_BLOCK) * Q8_PANEL;
+        int i = c % Q8_BLOCK;
+        uint16_t d;
+        memcpy(&d, p + r % LANES * 2, sizeof d);
+        dst[c] = f16_to_f32(d) * (signed char)p[2 * LANES + i / 2 * 2 * LANES + r % LANES * 2 + i % 2];
+    }
+}
+
+// Room for T rows of `blocks` blocks as whole numbers, and their scales behind them. It is kept from
+// product to product and grows; products are never made side by side.
+static int16_t *whole_room(int T, size_t blocks) {
+    static char *room;
+    static size_t have;
+    size_t want = T * blocks * (Q8_BLOCK * sizeof(int16_t) + sizeof(float));
+    if (want > have) {
+        room = xrealloc(room, want);
+        have = want;
+    }
+    return (int16_t *)room;
+}
+
+// matmul_strided for DT_Q8. A job is T_BLOCK rows of x and four panels of W, chunk by chunk.
+static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
+    size_t blocks = q8_blocks(w->cols);
+    int t_blocks = (T + T_BLOCK - 1) / T_BLOCK, row_blocks = (w->rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    int16_t *whole = whole_room(T, blocks);
+    float *scale = (float *)(whole + T * blocks * Q8_BLOCK);
+    #pragma omp parallel if ((size_t)T * w->rows * w->cols > 1 << 16)
+    {
+        #pragma omp for schedule(static)
+        for (int t = 0; t < T; t++)
+            simd->whole(whole + t * blocks * Q8_BLOCK, scale + t * blocks, x + t * ldx, w->cols);
+
+        #pragma omp for collapse(2) schedule(static)
+        for (int tb = 0; tb < t_blocks; tb++)
+            for (int rb = 0; rb < row_blocks; rb++) {
+                size_t t0 = (size_t)tb * T_BLOCK, chunk = K_CHUNK / Q8_BLOCK;
+                int end = min_int((rb + 1) * ROW_BLOCK, w->rows);
+                for (int r = rb * ROW_BLOCK; r < end; r += LANES)
+                    for (size_t b = 0; b < blocks; b += chunk)
+                        dots8(&(Dots8){
+                            .y = y + t0 * ldy + r, .ldy = ldy,
+                            .x = whole + (t0 * blocks + b) * Q8_BLOCK, .scale = scale + t0 * blocks + b, .all = blocks,
+                            .w = (const char *)w->data + (r / LANES * blocks + b) * Q8_PANEL,
+                            .m = min_int(T - tb * T_BLOCK, T_BLOCK), .n = min_int(end - r, LANES),
+                            .blocks = (int)min_size(blocks - b, chunk), .add = b > 0,
+                        });
+            }
+    }
+}
+
 // ---- products
 
 // y (T,rows) = x (T,cols) W^T; rows of y are ldy elements apart, rows of x ldx. A job is a block of
 // T_BLOCK rows of x and ROW_BLOCK rows of W. For few rows of x it finishes 4 rows of W before the
 // next 4, so that W streams in order.
 void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
+    if (w->dtype == DT_Q8) {
+        matmul_q8(y, ldy, x, ldx, w, T);
+        return;
+    }
     int K = w->cols, panel = T > 4 ? ROW_BLOCK : 4;
     int t_blocks = (T + T_BLOCK - 1) / T_BLOCK, row_blocks = (w->rows + ROW_BLOCK - 1) / ROW_BLOCK;
     size_t size = dtype_size(w->dtype);
@@ -10871,6 +11209,8 @@ static const Opt program_options[] = {
       "rows of a prefill block, 0: 512, on a GPU 2048; changes speed and memory, never a logit (on a GPU: their rounding)" },
     { "exact",         'b', "0",
       "on a GPU: a prefill's products with 16-bit weights twice (activations, and what rounding left), attention in f32" },
+    { "weights",       'c', "file|q8_0",
+      "matrices as the file has them, or rounded to 8 bits (8.5 with their scales) in memory; on the CPU" },
     { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
     { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
     { "tokenizer",     's', "",     "tokenizer.json or tokenizer.model instead of the model's" },
@@ -12801,7 +13141,7 @@ static const struct { const char *name; size_t at; char rows, cols; int when; } 
 };
 enum { N_LAYER_TENSORS = sizeof layer_tensors / sizeof *layer_tensors };
 
-static const char *const dtype_names[] = { "F32", "F16", "BF16" };      // by DT_*
+static const char *const dtype_names[] = { "F32", "F16", "BF16", "Q8_0" };      // by DT_*
 
 // The tensor of a layer that line i of the table names.
 static Tensor *layer_tensor(Layer *ly, int i) {
@@ -12843,6 +13183,7 @@ static int tensor_needed(const Config *c, int i) {
 
 // Bytes of a tensor's data.
 static size_t tensor_bytes(const Tensor *t) {
+    if (t->dtype == DT_Q8) return q8_tensor_bytes(t->rows, t->cols);
     return (size_t)t->rows * (size_t)t->cols * dtype_size(t->dtype);
 }
 
@@ -12912,6 +13253,8 @@ typedef struct {
     Json *index;                // model.safetensors.index.json; NULL: the folder has none
     void *block;
     size_t block_bytes;
+    char *q8;                   // matrices as DT_Q8 (--weights q8_0); NULL: they stay as they are
+    size_t q8_bytes, q8_used;
 } WeightFiles;
 
 // Weights with their RoPE frequencies and no tensors yet.
@@ -12937,6 +13280,7 @@ void weights_close(Weights *w, Config *c) {
         arrfree(wf->file);
         json_free(wf->index);
         if (wf->block) munmap(wf->block, wf->block_bytes);
+        if (wf->q8) munmap(wf->q8, wf->q8_bytes);
         free(wf);
         free((void *)w->inv_freq);
         free((void *)w->inv_freq64);
@@ -13117,6 +13461,60 @@ static int tensor_same(const Tensor *a, const Tensor *b) {
     return same;
 }
 
+// A memory map of n bytes for weights. Exit 4 when there is no memory.
+static void *weights_map(Weights *w, size_t n, const char *what) {
+    void *p = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) {
+        weights_close(w, NULL);
+        die(EXIT_MEMORY, "out of memory: %zu bytes of %s could not be had", n, what);
+    }
+    return p;
+}
+
+// Bytes of all matrices of c as DT_Q8.
+static size_t q8_weights_bytes(const Config *c) {
+    size_t n = q8_tensor_bytes(c->V, c->C) * (c->tied ? 1 : 2);
+    for (int i = 0; i < N_LAYER_TENSORS; i++)
+        if (tensor_needed(c, i) && layer_tensors[i].rows != '1')
+            n += (size_t)c->L * q8_tensor_bytes(tensor_rows(c, i), tensor_cols(c, i));
+    return n;
+}
+
+// The memory for them.
+static void q8_map(Weights *w, const Config *c) {
+    WeightFiles *wf = w->files;
+    wf->q8_bytes = q8_weights_bytes(c);
+    wf->q8 = weights_map(w, wf->q8_bytes, "weights in 8 bits");
+    ask_huge_pages(wf->q8, wf->q8_bytes);
+}
+
+// The matrix t becomes DT_Q8 in that memory. The pages it was read from may leave memory.
+static void q8_take(Weights *w, Tensor *t) {
+    WeightFiles *wf = w->files;
+    char *to = wf->q8 + wf->q8_used;
+    const size_t page = 4096;
+    size_t from = ((size_t)t->data + page - 1) / page * page, end = ((size_t)t->data + tensor_bytes(t)) / page * page;
+    q8_store(to, t);
+    if (end > from) madvise((void *)from, end - from, MADV_DONTNEED);
+    *t = (Tensor){ to, DT_Q8, t->rows, t->cols };
+    wf->q8_used += tensor_bytes(t);
+}
+
+// All matrices of a checkpoint, one after the other: what is held beside them is one matrix.
+static void q8_weights(Weights *w, const Config *c) {
+    q8_map(w, c);
+    progress_tell("loading", 0);
+    q8_take(w, &w->embed);
+    for (int l = 0; l < c->L; l++) {
+        progress_tell("loading", (l + 1.0) / (c->L + 2));
+        for (int i = 0; i < N_LAYER_TENSORS; i++)
+            if (layer_tensors[i].rows != '1') q8_take(w, layer_tensor(&w->layer[l], i));
+    }
+    if (c->tied) w->head = w->embed;
+    else q8_take(w, &w->head);
+    progress_tell("loading", 1);
+}
+
 // Opens the files of c->dir and finds every tensor. Returns 0, or -1 with err set. QK-norm tensors
 // of a family that does not use them are left alone, so that weights_load reports them. Next to a
 // tied output an lm_head may stand if it is the embedding once more (D7).
@@ -13148,7 +13546,7 @@ static int weights_read(Weights *w, Config *c, char err[512]) {
 
 // Sets w->bytes to the sum over all tensors, and c->dtype to the dtype that most bytes have.
 static void weights_count(Weights *w, Config *c) {
-    size_t by[3] = { 0 };       // bytes by DT_*
+    size_t by[4] = { 0 };       // bytes by DT_*
     by[w->embed.dtype] += tensor_bytes(&w->embed);
     by[w->norm.dtype] += tensor_bytes(&w->norm);
     if (w->head.data != w->embed.data) by[w->head.dtype] += tensor_bytes(&w->head);
@@ -13158,8 +13556,9 @@ static void weights_count(Weights *w, Config *c) {
             if (t->data) by[t->dtype] += tensor_bytes(t);
         }
     }
-    w->bytes = by[0] + by[1] + by[2];
-    if (by[DT_BF16] >= by[DT_F16] && by[DT_BF16] >= by[DT_F32]) c->dtype = DT_BF16;
+    w->bytes = by[0] + by[1] + by[2] + by[3];
+    if (by[DT_Q8]) c->dtype = DT_Q8;
+    else if (by[DT_BF16] >= by[DT_F16] && by[DT_BF16] >= by[DT_F32]) c->dtype = DT_BF16;
     else if (by[DT_F16] >= by[DT_F32]) c->dtype = DT_F16;
     else c->dtype = DT_F32;
 }
@@ -13190,6 +13589,7 @@ Weights *weights_load(Config *c) {
         weights_close(w, NULL);
         die(EXIT_MODEL, "%s", err);
     }
+    if (c->as_q8) q8_weights(w, c);
     weights_count(w, c);
     weights_leftovers(w->files, c);
     return w;
@@ -13232,14 +13632,33 @@ static void make_tensor(Tensor *t, char **next, int rows, int cols, double std, 
     }
 }
 
-// Maps one block for all tensors of c. Exit 4 when there is no memory.
+// Makes a matrix as make_tensor does. Of one that becomes DT_Q8 the next one takes the place.
+static void make_matrix(Weights *w, const Config *c, Tensor *t, char **next, int rows, int cols, double std,
+                        uint64_t seed) {
+    char *at = *next;
+    make_tensor(t, next, rows, cols, std, seed);
+    if (!c->as_q8) return;
+    q8_take(w, t);
+    *next = at;
+}
+
+// Maps one block for all tensors of c, or for vectors and the largest matrix if matrices become
+// DT_Q8. Exit 4 when there is no memory.
 static void synthetic_block(Weights *w, const Config *c) {
     WeightFiles *wf = w->files;
     // The embedding, the output matrix if it is not tied, the last norm, and what the layers hold
-    size_t total = synthetic_bytes(c->V, c->C) * (c->tied ? 1 : 2) + synthetic_bytes(1, c->C);
+    size_t most = synthetic_bytes(c->V, c->C), vectors = synthetic_bytes(1, c->C);
+    size_t total = most * (c->tied ? 1 : 2) + vectors;
     for (int i = 0; i < N_LAYER_TENSORS; i++) {
         if (!tensor_needed(c, i)) continue;
-        total += (size_t)c->L * synthetic_bytes(tensor_rows(c, i), tensor_cols(c, i));
+        size_t bytes = synthetic_bytes(tensor_rows(c, i), tensor_cols(c, i));
+        total += c->L * bytes;
+        if (layer_tensors[i].rows == '1') vectors += c->L * bytes;
+        else most = max_size(most, bytes);
+    }
+    if (c->as_q8) {
+        q8_map(w, c);
+        total = vectors + most;
     }
 
     wf->block = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -13257,10 +13676,15 @@ static void synthetic_block(Weights *w, const Config *c) {
 static Weights *weights_planned(const Config *c) {
     Weights *w = weights_new(c);
     size_t numbers = (size_t)c->V * c->C * (c->tied ? 1 : 2) + c->C;
+    size_t vectors = c->C;
     for (int i = 0; i < N_LAYER_TENSORS; i++) {
-        if (tensor_needed(c, i)) numbers += (size_t)c->L * tensor_rows(c, i) * tensor_cols(c, i);
+        if (!tensor_needed(c, i)) continue;
+        size_t n = (size_t)c->L * tensor_rows(c, i) * tensor_cols(c, i);
+        numbers += n;
+        if (layer_tensors[i].rows == '1') vectors += n;
     }
     w->bytes = numbers * dtype_size(c->dtype);
+    if (c->as_q8) w->bytes = q8_weights_bytes(c) + vectors * dtype_size(c->dtype);
     return w;
 }
 
@@ -13275,7 +13699,7 @@ Weights *weights_synthetic(Config *c, uint64_t seed) {
     // The last norm gives x (C) the length sqrt(C), so its products with rows of deviation std have
     // the deviation 2.5.
     double std = 2.5 / sqrt(c->C);
-    make_tensor(&w->embed, &next, c->V, c->C, std, mix64(seed ^ 1));
+    make_matrix(w, c, &w->embed, &next, c->V, c->C, std, mix64(seed ^ 1));
     for (int l = 0; l < c->L; l++) {
         for (int i = 0; i < N_LAYER_TENSORS; i++) {
             if (!tensor_needed(c, i)) continue;
@@ -13285,13 +13709,15 @@ Weights *weights_synthetic(Config *c, uint64_t seed) {
             double spread = (layer_tensors[i].rows == 'C' ? std : 1) / sqrt(cols);
             if (strstr(layer_tensors[i].name, "norm")) spread = 0;
             uint64_t own = mix64(seed ^ mix64((uint64_t)l * 64 + (uint64_t)i + 16));
-            make_tensor(layer_tensor(&w->layer[l], i), &next, rows, cols, spread, own);
+            Tensor *t = layer_tensor(&w->layer[l], i);
+            if (layer_tensors[i].rows == '1') make_tensor(t, &next, rows, cols, spread, own);
+            else make_matrix(w, c, t, &next, rows, cols, spread, own);
         }
     }
 
     make_tensor(&w->norm, &next, 1, c->C, 0, 0);
     w->head = w->embed;
-    if (!c->tied) make_tensor(&w->head, &next, c->V, c->C, std, mix64(seed ^ 2));
+    if (!c->tied) make_matrix(w, c, &w->head, &next, c->V, c->C, std, mix64(seed ^ 2));
     weights_count(w, c);
     return w;
 }
@@ -17593,6 +18019,7 @@ static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
     plan_room_cuda(p, "inputs of products in 16 bits", 2 * block * max_size(F, max_size(C, H * D)));
     plan_room_cuda(p, "inputs of products in 32 bits", wide_inputs(s) ? block * max_size(C, F) * f : 0);
     plan_room_cuda(p, "scales of inputs", block * f);
+    if (c->as_q8) p->pass_cpu += block * max_size(F, max_size(C, H * D)) * 9 / 4;       // inputs as whole numbers
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
     // Of packed, q8_0 or mixed rows: 512 MB or one KV head at once (PLAIN_BYTES).
     int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && !s->packing;
@@ -17687,14 +18114,26 @@ static size_t plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE 
     return sum;
 }
 
-// What --plan prints: every allocation of a run with -d cuda, by memory, and whether those on the
-// device fit into `memory` bytes (0: not asked). Returns the exit code.
+// The lines become those of a run on the CPU.
+static void plan_for_cpu(MemoryPlan *p) {
+    p->n_line = 0;
+    plan_line(p, "weights, matrices in 8 bits", p->weights, 1);
+    plan_line(p, "rows", p->kv, 1);
+    plan_line(p, "method", p->parts, 1);
+    plan_line(p, "rooms of a pass", p->pass_cpu, 1);
+}
+
+// What --plan prints: every allocation of a run with -d cuda, by memory (with --weights q8_0 a run on
+// the CPU, in sums), and whether those on the device fit into `memory` bytes (0: not asked). Returns the exit code.
 static int plan_print(const Session *s, const char *method, double memory, FILE *f) {
     MemoryPlan p = memory_plan(s);
-    fprintf(f, "plan       -c %d, -b %d, method %s, K %s, V %s, with -d cuda: at most\n", p.ctx,
-            s->batch, method, s->fk->name, s->fv->name);
-    double need = (double)plan_print_part(&p, 0, DEVICE_OWN, f);
-    plan_print_part(&p, 1, 0, f);
+    int cpu = s->c->as_q8;
+    fprintf(f, "plan       -c %d, -b %d, method %s, K %s, V %s, with -d %s: at most\n", p.ctx,
+            s->batch, method, s->fk->name, s->fv->name, cpu ? "cpu" : "cuda");
+    if (cpu) plan_for_cpu(&p);
+    double need = cpu ? 0 : (double)plan_print_part(&p, 0, DEVICE_OWN, f);
+    double host = (double)plan_print_part(&p, 1, 0, f);
+    if (cpu) need = host;
     if (!memory) return EXIT_OK;
     double left = memory - need;
     fprintf(f, "%s into %.3f GB: %.3f GB are %s\n", left >= 0 ? "fits" : "does not fit", memory * 1e-9,
@@ -18240,6 +18679,7 @@ static const char *what_is_saved(const Session *s) {
 // The name of a DT_* constant.
 static const char *dtype_name(int dt) {
     if (dt == DT_F32) return "f32";
+    if (dt == DT_Q8) return "q8_0";
     return dt == DT_F16 ? "f16" : "bf16";
 }
 
@@ -24846,7 +25286,7 @@ static double step_weights(const Session *s) {
     const Tensor *embed = &s->w->embed;
     double bytes = (double)s->w->bytes;
     if (s->w->head.data != embed->data)
-        bytes -= (double)s->c->V * s->c->C * (double)dtype_size(embed->dtype);
+        bytes -= (double)tensor_bytes(embed);
     return bytes;
 }
 
@@ -29102,14 +29542,14 @@ static void tell_memory(const App *a, double weights, int synthetic) {
 // Touches every page of a mapped tensor.
 static void load_pages(const Tensor *t) {
     const volatile unsigned char *p = t->data;
-    size_t bytes = (size_t)t->rows * t->cols * dtype_size(t->dtype);
+    size_t bytes = tensor_bytes(t);
     for (size_t i = 0; i < bytes; i += 4096) (void)p[i];
 }
 
 // A mapped file is read when it is first touched. With somebody watching, that happens here, with a
 // progress line, and not as a silence before the first token.
 static void load_weights(const Config *c, const Weights *w) {
-    if (quiet || !isatty(2)) return;
+    if (quiet || !isatty(2) || c->as_q8) return;
     progress("loading", 0);
     load_pages(&w->embed);
     for (int l = 0; l < c->L; l++) {
@@ -29141,6 +29581,9 @@ static void open_config(App *a) {
     const char *shape = opt_str(a->o, "synthetic");
     if (!*shape && !*opt_str(a->o, "model")) default_model(a->o);
     a->c = *shape ? config_synthetic(shape) : config_load(opt_str(a->o, "model"));
+    a->c->as_q8 = opt_choice(a->o, "weights", "file|q8_0");
+    if (a->c->as_q8 && !strcmp(opt_str(a->o, "device"), "cuda"))
+        die(EXIT_USAGE, "--weights q8_0 is for the CPU: -d cuda takes weights as the file has them");
     threads_use(opt_int(a->o, "threads"), parameters_of(a->c));
     if (n_threads() > 1 && can_start_again(a->o)) spin_shortly(args);
     if (!quiet) say_without_effect(a->o);
@@ -29149,7 +29592,8 @@ static void open_config(App *a) {
 // Opens the weights of that config, or makes random ones.
 static void open_weights(App *a) {
     if (*opt_str(a->o, "synthetic")) {
-        tell_memory(a, (double)parameters_of(a->c) * (double)dtype_size(DT_BF16), 1);
+        size_t bytes = parameters_of(a->c) * dtype_size(DT_BF16);
+        tell_memory(a, (double)(a->c->as_q8 ? q8_weights_bytes(a->c) : bytes), 1);
         a->w = weights_synthetic(a->c, 1);
         return;
     }
@@ -29268,7 +29712,8 @@ static void choose_device(App *a) {
     char err[512], why[512];
     if (strcmp(opt_str(a->o, "device"), "auto")) return;
     options_set(a->o, "device", "cpu", err);
-    int good = device_serves(a, why);
+    snprintf(why, sizeof why, "--weights q8_0");
+    int good = !a->c->as_q8 && device_serves(a, why);
     if (good) options_set(a->o, "device", "cuda", err);
     if (opt_int(a->o, "verbose")) tell("device     %s (%s)", good ? "cuda" : "cpu", why);
 }
@@ -29370,7 +29815,7 @@ static void print_memory(const App *a, FILE *f) {
         print_memory_of(s, method, "cpu", f);
 #ifdef KVCOMP_CUDA
         s->batch = batch_rows(a->o, "cuda");
-        print_memory_of(s, method, "cuda", f);
+        if (!a->c->as_q8) print_memory_of(s, method, "cuda", f);
 #endif
         session_close(s);
     } else {
@@ -29926,7 +30371,7 @@ static int plan_run(App *a) {
     if (*opt_str(a->o, "synthetic")) a->c->dtype = DT_BF16;
     a->w = weights_planned(a->c);
     Session *s = session_open(a->c, a->w, a->o, method);
-    s->batch = batch_rows(a->o, "cuda");
+    s->batch = batch_rows(a->o, a->c->as_q8 ? "cpu" : "cuda");
     int rc = plan_print(s, method, memory, stdout);
     session_close(s);
     return rc;

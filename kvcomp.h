@@ -48,7 +48,8 @@ enum {                          // exit codes of the program
 
 // ------------------------------------------------------------------------ config and weights
 // types of weights and of plain rows; see dtype_size()
-enum { DT_F32, DT_F16, DT_BF16 };
+enum { DT_F32, DT_F16, DT_BF16,
+       DT_Q8 };                 // matrices only, on the CPU (--weights q8_0): panels of blocks, see q8_store
 
 enum { ROPE_DEFAULT, ROPE_LINEAR, ROPE_LLAMA3, ROPE_YARN };
 
@@ -75,6 +76,7 @@ typedef struct {                // sizes and constants of one checkpoint, all re
     int    eos[8], n_eos;       // end tokens of config and generation_config together
     int    dtype;               // DT_* that most weights have
     char   dir[1024];           // the folder it came from; "synthetic:NAME" when made from a seed
+    int    as_q8;               // 1: matrices become DT_Q8 while they are loaded (--weights)
 } Config;
 
 typedef struct {                // a matrix W (rows,cols): y = W x maps cols numbers to rows numbers. A vector has rows 1
@@ -465,7 +467,7 @@ KV_HD static inline int64_t fixed_mass(float x) {
 }
 
 static inline size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }     // of n bits, in words of 64
-static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }
+static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }        // of a number; DT_Q8 has none
 
 // Bytes of a growing buffer on a device that must hold n: a quarter more, but not much more of a
 // large one.
@@ -656,6 +658,9 @@ int opt_choice(const Options *o, const char *name, const char *words);
 // y (T,rows) = x (T,cols) W^T; the second form for rows that lie ldy and ldx numbers apart.
 void matmul(float *y, const float *x, const Tensor *w, int T);
 void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T);
+
+// dst (cols) = row r of w
+void tensor_row(float *dst, const Tensor *w, int r);
 
 // y (T,b.cols) += b; nothing when b.data is NULL
 void add_bias(float *y, const Tensor *b, int T);

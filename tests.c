@@ -3480,6 +3480,112 @@ TEST(math_matmul, "matmul equals double on every instruction set, dtype and odd 
     simd_set(NULL);
 }
 
+// A matrix of dtype DT_Q8 and what its bytes mean, worked out from the format's definition: values (rows,cols).
+static Tensor q8_tensor(const Tensor *w, double *values) {
+    char *p = xmalloc(q8_tensor_bytes(w->rows, w->cols));
+    float *row = xmalloc((size_t)w->cols * sizeof *row);
+    q8_store(p, w);
+    for (int r = 0; r < w->rows; r++) {
+        to_f32(row, (const char *)w->data + (size_t)r * w->cols * dtype_size(w->dtype), w->dtype, w->cols);
+        for (int b = 0; b < w->cols; b += 32) {
+            double top = 0;
+            int n = w->cols - b < 32 ? w->cols - b : 32;
+            for (int i = 0; i < n; i++) top = fmax(top, fabs(row[b + i]));
+            double d = f16_to_f32(f32_to_f16((float)(top / 127)));
+            for (int i = 0; i < n; i++) {
+                double q = d > 0 ? rintf(row[b + i] / (float)d) : 0;
+                values[(size_t)r * w->cols + b + i] = d * fmax(-127, fmin(127, q));
+            }
+        }
+    }
+    free(row);
+    return (Tensor){ p, DT_Q8, w->rows, w->cols };
+}
+
+TEST(math_q8_weights, "a product with weights in 8 bits equals double over the rounded weights on every instruction "
+                      "set, with the same bits whatever T and threads; rows are read back; a NaN comes through") {
+    static const int shape[][2] = { { 1, 1 }, { 7, 16 }, { 66, 96 }, { 16, 33 }, { 130, 1100 }, { 9, 2100 } };
+    enum { T = 133 };
+    rnd_seed(57);
+    EACH_SIMD(i)
+    for (size_t a = 0; a < sizeof shape / sizeof *shape; a++) {
+        int rows = shape[a][0], cols = shape[a][1], wrong = 0;
+        Tensor w = random_tensor(a % 3, rows, cols);
+        double *v = xmalloc((size_t)rows * cols * sizeof *v);
+        Tensor q = q8_tensor(&w, v);
+        float *row = xmalloc((size_t)cols * sizeof *row);
+        for (int r = 0; r < rows; r++) {
+            tensor_row(row, &q, r);
+            for (int c = 0; c < cols; c++) wrong += fabs(row[c] - v[(size_t)r * cols + c]) > 1e-6 * fabs(row[c]);
+        }
+        CHECK(!wrong, "%d x %d: %d of the numbers read back are others", rows, cols, wrong);
+
+        size_t ldx = (size_t)cols + 3, ldy = (size_t)rows + 2;
+        float *x = random_floats(T * ldx), *y = xmalloc(T * ldy * sizeof *y), *z = xmalloc(T * ldy * sizeof *z);
+        for (size_t j = 0; j < T * ldy; j++) y[j] = -77;
+        set_threads(1);
+        matmul_strided(y, ldy, x, ldx, &q, T);
+        for (int t = 0; t < T; t++) {
+            for (int r = 0; r < rows; r++) {
+                double sum = 0, bound = 0;
+                for (int b = 0; b < cols; b += 32) {
+                    double top = 0, weight = 0;
+                    for (int c = b; c < cols && c < b + 32; c++) {
+                        double vc = v[(size_t)r * cols + c];
+                        sum += vc * x[t * ldx + c];
+                        weight += fabs(vc);
+                        top = fmax(top, fabs(x[t * ldx + c]));
+                    }
+                    bound += weight * top * (.51 / 32767 + 1e-6);
+                }
+                wrong += !(fabs(y[t * ldy + r] - sum) <= bound);
+            }
+            CHECK(y[t * ldy + rows] == -77 && y[t * ldy + rows + 1] == -77, "wrote past row %d", t);
+        }
+        CHECK(!wrong, "%s %d x %d: %d products are off", simd->name, rows, cols, wrong);
+
+        static const int Ts[] = { 1, 2, 3, 7, 8, 9, 129 };
+        for (int threads = 1; threads <= 3; threads++)
+            for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
+                int n = Ts[b], t0 = rnd_int(T - n + 1);
+                set_threads(threads);
+                matmul_strided(z, ldy, x + t0 * ldx, ldx, &q, n);
+                for (int t = 0; t < n; t++)
+                    wrong += memcmp(z + t * ldy, y + (t0 + t) * ldy, (size_t)rows * sizeof *z) != 0;
+            }
+        CHECK(!wrong, "%s %d x %d: %d rows have other bits", simd->name, rows, cols, wrong);
+
+        // Both ways of a step, where this processor has both.
+        void (*chosen)(const Dots8 *) = dots8;
+        dots8 = simd->dots8;
+        matmul_strided(z, ldy, x, ldx, &q, T);
+        dots8 = chosen;
+        for (int t = 0; t < T; t++) wrong += memcmp(z + t * ldy, y + t * ldy, (size_t)rows * sizeof *z) != 0;
+        CHECK(!wrong, "%s %d x %d: VNNI gives other bits", simd->name, rows, cols);
+
+        x[cols / 2] = NAN;
+        matmul_strided(z, ldy, x, ldx, &q, 2);
+        CHECK(isnan(z[0]) && !isnan(z[ldy]), "%s: a NaN in x is lost", simd->name);
+        free(x);
+        free(y);
+        free(z);
+        free(row);
+        free(v);
+        free((void *)q.data);
+        free((void *)w.data);
+    }
+    float bad[40] = { [35] = NAN };
+    Tensor w = { bad, DT_F32, 1, 40 };
+    double v[40];
+    Tensor q = q8_tensor(&w, v);
+    float row[40];
+    tensor_row(row, &q, 0);
+    CHECK(row[0] == 0 && isnan(row[35]), "a NaN among the weights is lost");
+    free((void *)q.data);
+    set_threads(2);
+    simd_set(NULL);
+}
+
 TEST(math_row_independence, "a row of a product is the same bits whatever T, the number of threads "
                             "and the rows of W around it") {
     static const int Ts[] = { 1, 2, 3, 4, 5, 17, 33, 129 };
@@ -13744,6 +13850,59 @@ TEST(cli_readme, "every command README.md prints works as typed") {
     }
     CHECK(n >= 5, "only %d commands found", n);
     CHECK(sh("rm -r %s", folder) == 0, "%s", sh_err);
+}
+
+TEST(cli_weights, "--weights q8_0 chats in a little more than half the memory, close to the logits of the file's "
+                  "weights; it is planned, inspected, and refused on a GPU") {
+    CHECK(sh("./kvcomp --inspect --weights q8_0") == 0, "%s", sh_err);
+    CHECK(strstr(sh_out, "Q8_0") && strstr(sh_out, "mostly Q8_0") && !strstr(sh_out, "-d cuda"), "%s", sh_out);
+    CHECK(sh("./kvcomp --plan --weights q8_0 --synthetic llama-3.1-8b -c 4096 --device-memory 10G") == 0, "%s", sh_err);
+    CHECK(strstr(sh_out, "-d cpu") && strstr(sh_out, " 8.532 GB\n") && strstr(sh_out, "\nfits into"), "%s", sh_out);
+    int rc = sh("./kvcomp --weights q8_0 -d cuda -p hello");
+    CHECK(rc == 2 && lines_in(sh_err) == 1 && strstr(sh_err, "--weights q8_0"), "%d: %s", rc, sh_err);
+    const char *run = "./kvcomp --ids data/ids/three-turns.txt --dump-logits - --weights";
+    static float x[2][200 * 4096];
+    size_t n[2];
+    for (int i = 0; i < 2; i++) {
+        char cmd[300];
+        snprintf(cmd, sizeof cmd, "%s %s", run, i ? "q8_0" : "file");
+        FILE *f = popen(cmd, "r");
+        n[i] = fread(x[i], sizeof(float), 200 * 4096, f);
+        CHECK(pclose(f) == 0, "%s", cmd);
+    }
+    CHECK(n[0] == n[1] && n[0] % 4096 == 0 && n[0], "%zu and %zu logits", n[0], n[1]);
+    double square = 0, error = 0;
+    for (size_t i = 0; i < n[0]; i++) {
+        square += (double)x[0][i] * x[0][i];
+        error += (double)(x[1][i] - x[0][i]) * (x[1][i] - x[0][i]);
+    }
+    CHECK(error > 0 && error < .06 * .06 * square, "logits are off by %g of their size", sqrt(error / square));
+}
+
+TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made: what is planned is what they take, "
+                 "vectors stay as they are") {
+    Config *c = config_synthetic("L2,H4,G2,D16,C64,F96,V131"), *d = config_synthetic("L2,H4,G2,D16,C64,F96,V131");
+    d->as_q8 = 1;
+    Weights *plan = weights_planned(d), *w = weights_synthetic(c, 7), *q = weights_synthetic(d, 7);
+    WeightFiles *wf = q->files;
+    CHECK(q->bytes == plan->bytes && wf->q8_used == wf->q8_bytes && d->dtype == DT_Q8, "%zu bytes, %zu planned",
+          q->bytes, plan->bytes);
+    CHECK(wf->block_bytes < ((WeightFiles *)w->files)->block_bytes / 2, "all of them were held at once");
+    for (int i = 0; i < N_LAYER_TENSORS; i++) {
+        const Tensor *a = layer_tensor(&w->layer[1], i), *b = layer_tensor(&q->layer[1], i);
+        if (!a->data) continue;
+        if (a->rows == 1) {
+            CHECK(a->dtype == b->dtype && !memcmp(a->data, b->data, tensor_bytes(a)), "%s", layer_tensors[i].name);
+            continue;
+        }
+        char *want = xmalloc(tensor_bytes(b));
+        q8_store(want, a);
+        CHECK(b->dtype == DT_Q8 && !memcmp(want, b->data, tensor_bytes(b)), "%s", layer_tensors[i].name);
+        free(want);
+    }
+    weights_close(plan, NULL);
+    weights_close(w, c);
+    weights_close(q, d);
 }
 
 TEST(cli_plan, "--plan names every allocation of a run on a device from a config alone, says whether it fits, "
