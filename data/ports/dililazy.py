@@ -26,7 +26,7 @@ whole model, and each process takes its part of them. A layer's tensors lie wher
 several devices.
 
 LEFT OUT: one capacity for a whole KV head, the authors' arithmetic, batches, sliding windows, and taking tokens back.
-A pass of one token is a decode step, any other one is a prefill.
+A pass of one token is a decode step, any other is a prefill.
 """
 import json
 import math
@@ -169,6 +169,8 @@ class DiliLazyCache(Cache):
     def __init__(self, config, scores, budget=128, window=16, kernel=7, tp_rank=0, tp_size=1):
         if budget <= window:
             raise ValueError(f"a budget of {budget} leaves no row beside the last {window}")
+        if getattr(config, "sliding_window", None):
+            raise ValueError(f"dililazy leaves sliding windows out, found one of {config.sliding_window} rows")
         H = config.num_attention_heads // tp_size
         mine = slice(tp_rank * H, (tp_rank + 1) * H)
         C = capacities(scores, budget - window)

@@ -23,7 +23,7 @@ Under tensor parallelism H and G count this process's heads: no group of heads l
 exchanged. A layer's tensors lie where its keys lie, so layers may lie on several devices.
 
 LEFT OUT: the coarse level (a flat scan reads what exact pruning reads), other ways to move a centre or to share a
-list, batches, and taking tokens back. A pass of one token is a decode step, any other one is a prefill.
+list, sliding windows, batches, and taking tokens back. A pass of one token is a decode step, any other is a prefill.
 """
 import torch
 from chunker import Chunks
@@ -169,6 +169,8 @@ class LycheeCache(Cache):
     def __init__(self, config, texts, budget=1024, sink=16, buffer=128, full_layers=2, beta=0.0):
         if budget < sink:
             raise ValueError(f"a budget of {budget} rows has no room for the first {sink}")
+        if getattr(config, "sliding_window", None):
+            raise ValueError(f"lychee leaves sliding windows out, found one of {config.sliding_window} rows")
         self.chunks = Chunks(texts, sink, buffer)
         super().__init__(layers=[DynamicLayer() if l < full_layers else LycheeLayer(self.chunks, budget, sink, beta)
                                  for l in range(config.num_hidden_layers)])
