@@ -21,7 +21,7 @@
 //   11 DILILAZYKV AND HEADKV: budgets a head, calibration
 //   12 EVALUATION: generators, scores, intervals, files
 //   13 BENCHMARK: what it times and counts
-//   14 REPORT: the page, checked for tags, links and parts
+//   14 REPORT: the page, checked for tags, links and parts; the functions that a browser calls
 //   15 THE PROGRAM FROM OUTSIDE: command line, README, signals, terminals, memory, the text itself
 //   16 CUDA: the kernels under the emulator (or on a GPU) beside the CPU half
 //   17 MAIN: choosing and running tests
@@ -13112,6 +13112,127 @@ TEST(report_page, "the page of the shipped model: well-formed, every picture, no
     CHECK(default_eval_refused(&b) && strstr(default_eval_refused(&b), "20 million"), "a large model");
     quiet = 0;
     app_close(&a);
+}
+
+// ---- the functions that a page in a browser calls (section 31 of kvcomp.c)
+
+// What one of them returned, which has to be JSON.
+static Json *web_json(const char *text) {
+    char err[256] = "";
+    Json *j = json_parse(text, strlen(text), err);
+    CHECK(j, "%.80s: %s", text, err);
+    return j;
+}
+
+// The reply of side i to a message, made a step at a time (malloc'd).
+static char *web_reply(int i, const char *message) {
+    char *reply = copy_text("");
+    CHECK(web_say(i, message) == 0, "\"%s\" does not fit", message);
+    for (int more = 1; more;) {
+        Json *j = web_json(web_step(i, 48));
+        const char *piece = json_get(j, "text")->str;
+        reply = xrealloc(reply, strlen(reply) + strlen(piece) + 1);
+        strcat(reply, piece);
+        more = (int)json_get(j, "more")->i;
+        json_free(j);
+    }
+    return reply;
+}
+
+// Do the masks of side i say what its rows and views say, bit by bit?
+static int web_masks_hold(int i) {
+    const Session *s = web_side[i].side.app.s;
+    int L = s->c->L, H = s->c->H, G = s->c->G, wide = (L * G + L * H + 7) / 8, wrong = 0;
+    int *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
+    const unsigned char *mask = web_masks(i);
+    for (int l = 0; l < L; l++)
+        for (int h = 0; h < H; h++) {
+            const KVHead *head = kv_head(s, l, h / (H / G));
+            int n = view_rows(s, l, h, rows), kept = l * G + h / (H / G), read = L * G + l * H + h;
+            for (int t = 0; t < s->n_tok; t++) {
+                int holds = 0, reads = 0;
+                for (int r = 0; r < head->len; r++) holds |= head->src[r] == t;
+                for (int r = 0; r < n; r++) reads |= head->src[rows[r]] == t;
+                wrong += holds != (mask[t * wide + kept / 8] >> kept % 8 & 1);
+                wrong += reads != (mask[t * wide + read / 8] >> read % 8 & 1);
+            }
+        }
+    free(rows);
+    return !wrong;
+}
+
+TEST(web_sides, "what a page in a browser calls: replies, rows and views are those of a session; a method "
+                "that is refused leaves its side alone; a follower holds what it follows") {
+    static const char *const line[] = { "My password is 4821.", "Tell me a joke.", "What is my password?" };
+    static const char *const names[] = { "full", "streaming", "sonic", "lychee", "h2o", "pats" };
+    json_free(web_json(web_open("models/kvcomp-tiny")));
+    for (int m = 0; m < 6; m++) {
+        char err[256], *rows = NULL;
+        size_t n;
+        Side own;
+        Options *o = options_copy(web.o);
+        options_set(o, "budget", "24", err);
+        side_open(&own, &web, o, names[m], NULL);
+        CHECK(!*web_method(0, names[m], "budget=24"), "%s is refused", names[m]);
+        web_clear(0);
+        for (int i = 0; i < 3; i++) {
+            char *reply = web_reply(0, line[i]);
+            side_turn(&own, line[i], 48);
+            CHECK(!strcmp(reply, own.reply), "%s: \"%s\", not \"%s\"", names[m], reply, own.reply);
+            free(reply);
+        }
+        FILE *f = memory_stream(&rows, &n);
+        json_rows(own.app.s, f);
+        json_views(own.app.s, f);
+        memory_stream_close(f);
+        CHECK(strstr(web_facts(0, 1), rows), "%s: other rows or views", names[m]);
+        json_free(web_json(web_facts(0, 1)));
+        json_free(web_json(web_tokens(0, 0)));
+        CHECK(web_masks_hold(0), "%s: masks", names[m]);
+        free(rows);
+        side_close(&own);
+        options_free(o);
+    }
+    const Session *before = web_side[0].side.app.s;
+    CHECK(strstr(web_method(0, "fulll", ""), "did you mean full") && strstr(web_method(0, "full", "budgett=3"), "budgett") &&
+              strstr(web_method(0, "full", "budget=-4"), "budget") && *web_method(0, "streaming", "budget=2") &&
+              web_side[0].side.app.s == before,
+          "a refused method");
+
+    char *longer = xmalloc(40001);
+    memset(longer, 'a', 40000);
+    longer[40000] = 0;
+    int n_tok = before->n_tok;
+    quiet = 1;
+    CHECK(web_say(0, longer) == -1 && web_say(0, "") == 0 && before->n_tok > n_tok, "a message that does not fit");
+    quiet = 0;
+    free(longer);
+
+    // The papers' pictures, from the follower. It goes on, and begins anew when the dialogue does.
+    static const char *const paper[] = { "lychee", "pats", "dililazy", "loopserve" };
+    web_clear(0);
+    free(web_reply(0, demo_lines[4].user));
+    for (int m = 0; m < 4; m++) {
+        CHECK(!*web_method(WEB_FOLLOW, paper[m], "budget=32\nlychee-buffer=16\nlychee-kg=2\npats-window=8"), "%s", paper[m]);
+        for (int turn = 0; turn < 2; turn++) {
+            CHECK(!*web_follow(WEB_FOLLOW, 0), "it follows");
+            CHECK(web_side[WEB_FOLLOW].side.app.s->n_tok == web_side[0].side.app.s->n_tok, "%s: %d tokens, not %d", paper[m],
+                  web_side[WEB_FOLLOW].side.app.s->n_tok, web_side[0].side.app.s->n_tok);
+            if (!turn) free(web_reply(0, line[1]));
+        }
+        Json *j = web_json(m == 0 ? web_tree(4, 0) : m == 1 ? web_bits(3) : m == 2 ? web_heads() : web_lines(0, 0));
+        static const char *const holds[] = { "units", "lost", "caps", "shades" };
+        const Json *part = json_get(j, holds[m]);
+        CHECK(part && (part->n > 0 || part->len > 0), "%s: no %s", paper[m], holds[m]);
+        json_free(j);
+    }
+    web_clear(0);
+    CHECK(!*web_follow(WEB_FOLLOW, 0) && !web_side[WEB_FOLLOW].side.app.s->n_tok, "a dialogue that was forgotten");
+    for (int i = 0; i < WEB_SIDES; i++) web_close(i);
+    app_close(&web);
+    web = (App){ 0 };
+    free(web_queries);
+    web_queries = NULL;
 }
 
 // ==================================================================================================== 15 THE PROGRAM FROM OUTSIDE

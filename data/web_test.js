@@ -148,7 +148,7 @@ async function Browser(wide, dark) {
     if (!program) return null;
     const root = process.getuid && process.getuid() === 0 ? ["--no-sandbox"] : [];
     const child = spawn(program, ["--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
-                                  "--js-flags=--expose-gc", "--user-data-dir=" + fs.mkdtempSync(path.join(folder, "chromium-")), ...root],
+                                  "--js-flags=--expose-gc", "--enable-precise-memory-info", "--user-data-dir=" + fs.mkdtempSync(path.join(folder, "chromium-")), ...root],
                         { stdio: ["ignore", "ignore", "ignore", "pipe", "pipe"] });
     const waiting = new Map(), self = { errors: [] };
     let next = 1, rest = "", session;
