@@ -66,7 +66,7 @@
 //   22 CHAT TEMPLATES: what a model expects around the turns of a dialogue
 //   23 MEMORY PLAN: what a dialogue will take, before it takes it
 // Part III, what people use it through
-//   24 GENERATION AND RECORDS: sampling, replies, the record of a dialogue
+//   24 GENERATION AND RECORDS: sampling, replies, the record of a dialogue, traces
 //   25 CHAT: the line editor, the commands, Ctrl-C
 //   26 EVALUATION: what a method costs in quality
 //   27 CALIBRATION: which heads find facts, for DiliLazyKV and HeadKV

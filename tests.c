@@ -16893,7 +16893,8 @@ static void trace_check_layer(TraceCheck *x, const Weights *w, int i, int l, int
             const int *kept = x->kept + ((size_t)l * G + h / (H / G)) * x->cap;
             int m = 0, all;
             const int *read = trace_get(x->f, &all, "pass%04d.layer%02d.qhead%02d.read", i, l, h);
-            for (int j = 0; j <= base + t; j++)
+            int from = c->windowed && c->windowed[l] ? base + t - c->window + 1 : 0;
+            for (int j = max_int(from, 0); j <= base + t; j++)
                 if (j >= base || kept[j])
                     rows[m++] = j;
             CHECK(!read == !decoding, "pass %d, layer %d, head %d: read", i, l, h);
@@ -16974,11 +16975,16 @@ TEST(trace_numbers,
         { "quest", "budget=16 quest-full-layers=0", 46 },
         { "lychee", "budget=12 lychee-buffer=4 lychee-sink=4 lychee-full-layers=0", 46 },
         { "full", "batch-size=7", 46 },
+        { "full", "", 46 },                             // from here on layer 1 has a window
+        { "snapkv", "budget=20 obs-window=4", 36 },     // and drops nothing
     };
     Script p = { 2, { 30, 5 }, { 5, 6 }, 4 };
     Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
+    unsigned char windowed[] = { 0, 1 };
     for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
         float *with, *without;
+        m.c->windowed = i < 6 ? NULL : windowed;
+        m.c->window = i < 6 ? 0 : 9;
         SafeFile *f = trace_of(m, of[i].method, of[i].text, "cpu", &p, &with);
         Options *o = options_of(of[i].text);
         Session *s = session_open(m.c, m.w, o, of[i].method);
@@ -16993,6 +16999,7 @@ TEST(trace_numbers,
         free(with);
         free(without);
     }
+    m.c->windowed = NULL;
     tiny_free(m);
 }
 
@@ -17250,6 +17257,10 @@ TEST(
                   strstr(sh_err, "data/vectors/ids: not a trace"),
               "%s", sh_err);
         CHECK(sh("%s %s none", diff, a) == 2 && lines_in(sh_err) == 1, "%s", sh_err);
+        CHECK(sh("LC_ALL=C sed 's/kvcomp trace 1/kvcomp trace 2/' %s > %s; %s %s %s", a, b, diff, a,
+                 b) == 2 &&
+                  strstr(sh_err, "expected the format 'kvcomp trace 1', found 'kvcomp trace 2'"),
+              "%s", sh_err);
         CHECK(sh("head -c 99999 %s > %s; %s %s %s", a, b, diff, a, b) == 2 &&
                   strstr(sh_err, "cut off"),
               "%s", sh_err);
