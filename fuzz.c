@@ -378,7 +378,9 @@ static const char *const seeds_dialogues[] = {
     "{\"type\":\"facts\",\"metric\":\"f1\",\"turns\":[{\"user\":\"my dog is bo.\"},{\"user\":\"who is my dog?\",\"answers\":[\"bo\"],\"reply\":\"your dog is bo.\"}]}\n",
     "{\"turns\":[{\"paras\":[\"a b\",\"c d\"],\"query\":\"which?\",\"answers\":[\"a\",\"b\"],\"classes\":[\"a\",\"ab\"]}],\"metric\":\"accuracy\"}\n\n"
     "{\"input\":\"q\",\"context\":\"some text\",\"answers\":[\"text\"],\"all_classes\":null,\"dataset\":\"samsum\"}\n",
-    "{\"input\":\"\",\"context\":\"x. y. z\",\"answers\":[\"x\"],\"all_classes\":[\"x\",\"y\"],\"dataset\":\"trec\"}\n", NULL };
+    "{\"input\":\"\",\"context\":\"x. y. z\",\"answers\":[\"x\"],\"all_classes\":[\"x\",\"y\"],\"dataset\":\"trec\"}\n",
+    "{\"index\":0,\"input\":\"abc 12.\",\"outputs\":[\"12\",\"b\"],\"length\":9,\"answer_prefix\":\" it is\"}\n"
+    "{\"input\":\"q\",\"context\":\"int x = 1;\",\"answers\":[\"x = 2;\"],\"all_classes\":null,\"dataset\":\"lcc\"}\n", NULL };
 static const char *const seeds_chat[] = {
     "hello\r/stats\rhe\x7f\x7fshe\x1b[D\x1b[D\x0b\r", "/method streaming\ra\x1b[A\x1b[A\x1b[B\r/budget 64\r", "\x1b[200~a line\nof a paste\x1b[201~\r/regen\r",
     "/system you\ra\\\rb\r/clear\r/help\r", "one two\r\x12tw\x12\x7f\r/met\tlych\t+\t\t\r/load /et\t\x1b\x7f\r\"\"\"a\r\x1b[A\x1b[B\x1b" "b\x17\x19\"\"\"\r", "\xc3\xa9\xf0\x9f\x98\x80\x1b[1;5D\x1b[H\x1b[3~\x04\x17\x01\x05\x15\r/load /nonexistent\r", NULL };

@@ -11281,7 +11281,9 @@ static const Opt program_options[] = {
     // Measure
     { "eval",          's', "",
       "quality through the compressed cache: all, or needle,multiturn,coref,facts,json,fewshot,summary; file, ppl, kld" },
-    { "eval-file",     's', "",     "dialogues or LongBench items (json lines) for file, any text for ppl and kld" },
+    { "eval-file",     's', "",     "dialogues, LongBench or RULER items (json lines) for file, any text for ppl and kld" },
+    { "eval-prompts",  's', "",
+      "LongBench's dataset2prompt.json: its items are asked in its words, and cut in the middle where they do not fit" },
     { "eval-items",    'i', "8",    "texts of each task" },
     { "eval-length",   's', "512",  "tokens of a text, or several lengths: 512,1024" },
     { "eval-seed",     'i', "1",    "of the texts and of the intervals" },
@@ -21557,10 +21559,17 @@ enum {
     METRIC_ROUGE_LONGBENCH,     // Rouge-L as LongBench's package counts it
     METRIC_FOUND,               // 1 if the reply holds the answer
     METRIC_EXACT,               // 1 if the reply is the answer
+    METRIC_F1_ZH,               // F1 of Chinese text: a character counts as a word
+    METRIC_ROUGE_ZH,            // LongBench's Rouge-L, likewise
+    METRIC_NUMBER,              // share of the numbers in the reply that are the answer's
+    METRIC_CODE,                // how alike the first line of code and the right one are
+    METRIC_MATCH_ALL,           // RULER: share of the answers that the reply holds
+    METRIC_MATCH_PART,          // RULER: 1 if the reply holds one of the answers
     METRICS
 };
 static const char *eval_metrics[METRICS] = {
-    "f1", "accuracy", "rouge", "rouge-longbench", "found", "exact"
+    "f1", "accuracy", "rouge", "rouge-longbench", "found", "exact", "f1-zh", "rouge-zh", "number", "code", "match-all",
+    "match-part"
 };
 
 typedef struct {
@@ -21581,12 +21590,15 @@ typedef struct {
     int length;                 // tokens: for a made item as asked for, for one of a file as counted
     int metric;                 // METRIC_*
     int first_line;             // 1: only the first line of a reply is scored
+    int most;                   // tokens a reply may have; 0: see play_free
+    int plain;                  // 1: the message is the whole prompt, without a chat template
     EvalTurn *turn;             // stb_ds
 } EvalItem;
 
 typedef struct {
     EvalItem *item;             // stb_ds
     stbds_string_arena mem;     // every text of the items
+    Json *prompts;              // --eval-prompts: LongBench's prompt of every dataset; NULL: not given
 } EvalSet;
 
 // ---- what a run measures
@@ -21644,6 +21656,7 @@ static void eval_set_free(EvalSet *e) {
     }
     arrfree(e->item);
     strreset(&e->mem);
+    json_free(e->prompts);
 }
 
 // Frees the lists of a row.
@@ -22578,13 +22591,16 @@ static void make_items(EvalSet *e, const Tokenizer *tok, int task, const int *le
 }
 
 // ---- items from a file
-// --eval-file has one JSON object a line; blank lines are skipped. A line is one of two things:
+// --eval-file has one JSON object a line; blank lines are skipped. A line is one of three things:
 //   A dialogue   {"type":..,"metric":..,"turns":[{"user":..,"answers":[..],"classes":[..],"reply":..},..]}
 //                In place of "user" a turn may have "paras":[..] and "query":.. A turn without answers
 //                is not scored. The reply is the whole sentence around the first answer.
 //   LongBench    {"input":..,"context":..,"answers":[..],"all_classes":[..] or null,"dataset":..}
-//                It becomes one turn: the context, and behind it the input.
-// The readers return 0; or -1, with err filled, when the line is neither.
+//                It becomes one turn: the prompt that --eval-prompts has for the dataset, or without it
+//                the context, and behind it the input.
+//   RULER        {"index":..,"input":..,"outputs":[..],"answer_prefix":..,"length":..}
+//                It becomes one turn: the input, and behind it the prefix.
+// The readers return 0; or -1, with err filled, when the line is none of them.
 
 // Appends the texts of the list obj[key], if there is one, to *list (stb_ds).
 static int read_list(EvalSet *e, const Json *obj, const char *key, char ***list, char err[512]) {
@@ -22653,8 +22669,8 @@ static int read_dialogue(EvalSet *e, const Json *obj, const Json *turns, EvalIte
         while (it->metric < METRICS && strcmp(metric, eval_metrics[it->metric])) it->metric++;
     }
     if (it->metric == METRICS)
-        return fault(err, "'metric' wants one of f1, accuracy, rouge, rouge-longbench, found, exact, "
-                     "found '%.40s'", metric);
+        return fault(err, "'metric' wants one of f1, accuracy, rouge, rouge-longbench, found, exact, f1-zh, "
+                     "rouge-zh, number, code, match-all, match-part, found '%.40s'", metric);
     it->task = read_task(e, obj, "type", it->task);
 
     for (int i = 0; i < turns->n; i++) {
@@ -22668,23 +22684,100 @@ static int read_dialogue(EvalSet *e, const Json *obj, const Json *turns, EvalIte
     return 0;
 }
 
-// Does the name of a LongBench dataset begin with one of the n beginnings? ("trec_e" is a trec.)
-static int begins_with_one(const char *name, const char *const *beginnings, size_t n) {
-    for (size_t i = 0; i < n; i++) {
-        if (!strncmp(name, beginnings[i], strlen(beginnings[i]))) return 1;
+// What a benchmark's own scripts do with the answers to one of its data sets.
+typedef struct {
+    const char *name;           // how the set's name begins: "trec_e" is a trec
+    int metric;
+    int most;                   // tokens of a reply
+    int first_line;             // 1: only the first line of a reply is scored
+    int plain;                  // 1: its prompts go without a chat template
+} Dataset;
+
+static const Dataset longbench_sets[] = {
+    { "narrativeqa",          METRIC_F1,              128, 0, 0 },
+    { "qasper",               METRIC_F1,              128, 0, 0 },
+    { "multifieldqa_en",      METRIC_F1,              64,  0, 0 },
+    { "multifieldqa_zh",      METRIC_F1_ZH,           64,  0, 0 },
+    { "hotpotqa",             METRIC_F1,              32,  0, 0 },
+    { "2wikimqa",             METRIC_F1,              32,  0, 0 },
+    { "musique",              METRIC_F1,              32,  0, 0 },
+    { "dureader",             METRIC_ROUGE_ZH,        128, 0, 0 },
+    { "gov_report",           METRIC_ROUGE_LONGBENCH, 512, 0, 0 },
+    { "qmsum",                METRIC_ROUGE_LONGBENCH, 512, 0, 0 },
+    { "multi_news",           METRIC_ROUGE_LONGBENCH, 512, 0, 0 },
+    { "vcsum",                METRIC_ROUGE_ZH,        512, 0, 0 },
+    { "trec",                 METRIC_CLASS,           64,  1, 1 },
+    { "triviaqa",             METRIC_F1,              32,  1, 1 },
+    { "samsum",               METRIC_ROUGE_LONGBENCH, 128, 1, 1 },
+    { "lsht",                 METRIC_CLASS,           64,  1, 1 },
+    { "passage_count",        METRIC_NUMBER,          32,  0, 0 },
+    { "passage_retrieval",    METRIC_NUMBER,          32,  0, 0 },
+    { "lcc",                  METRIC_CODE,            64,  0, 1 },
+    { "repobench-p",          METRIC_CODE,            64,  0, 1 },
+    { NULL, 0, 0, 0, 0 },
+};
+
+static const Dataset ruler_sets[] = {
+    { "niah", METRIC_MATCH_ALL,  128, 0, 0 },
+    { "vt",   METRIC_MATCH_ALL,  30,  0, 0 },
+    { "cwe",  METRIC_MATCH_ALL,  120, 0, 0 },
+    { "fwe",  METRIC_MATCH_ALL,  50,  0, 0 },
+    { "qa",   METRIC_MATCH_PART, 32,  0, 0 },
+    { NULL,   METRIC_MATCH_ALL,  128, 0, 0 },           // a task of somebody's own
+};
+
+// The set of this name; the last one, whose name is NULL, when it is none.
+static const Dataset *dataset_of(const Dataset *sets, const char *name) {
+    while (sets->name && strncmp(name, sets->name, strlen(sets->name))) sets++;
+    return sets;
+}
+
+// Puts context and input into a prompt, where {context} and {input} stand; {{ and }} stand for braces.
+// Anything else in braces is refused.
+static int prompt_fill(EvalSet *e, const char *form, const char *context, const char *input, char **text, char err[512]) {
+    char *out = NULL;
+    const struct { const char *mark, *put; } marks[] = {
+        { "{context}", context }, { "{input}", input }, { "{{", "{" }, { "}}", "}" },
+    };
+    for (const char *p = form; *p; ) {
+        size_t n = strcspn(p, "{}"), k = 0;
+        bytes_put(&out, p, n);
+        p += n;
+        if (!*p) break;
+        while (k < 4 && strncmp(p, marks[k].mark, strlen(marks[k].mark))) k++;
+        if (k == 4) {
+            arrfree(out);
+            return fault(err, "its prompt has '%.12s', expected {context}, {input}, {{ or }}", p);
+        }
+        bytes_put(&out, marks[k].put, strlen(marks[k].put));
+        p += strlen(marks[k].mark);
     }
+    *text = set_text(e, out, arrlenu(out));
+    arrfree(out);
     return 0;
 }
 
-// Reads a LongBench item into *it. The metric is Rouge-L for the summaries, accuracy where there
-// are classes, otherwise F1; some datasets score the first line of a reply only.
+// The prompt that --eval-prompts has for a dataset, for "trec_e" that of "trec". "": none.
+static const char *prompt_of(const Json *prompts, const char *dataset) {
+    char name[160];
+    size_t n = strlen(dataset);
+    if (n > 2 && !strcmp(dataset + n - 2, "_e") && !*json_text(prompts, dataset)) n -= 2;
+    snprintf(name, sizeof name, "%.*s", (int)min_size(n, 159), dataset);
+    return json_text(prompts, name);
+}
+
+// Reads a LongBench item into *it, scored as its dataset is. A dataset that LongBench does not have is
+// scored by accuracy where there are classes, otherwise by F1.
 static int read_longbench(EvalSet *e, const Json *obj, EvalItem *it, char err[512]) {
-    static const char *const summaries[] = {
-        "gov_report", "qmsum", "multi_news", "vcsum", "samsum", "dureader"
-    };
-    static const char *const one_line[] = { "trec", "lsht", "triviaqa", "samsum" };
-    char *context = NULL, *input = NULL, **lines = NULL;
+    char *context = "", *input = "", **lines = NULL;
     EvalTurn t = { .position = BEHIND_TEXT, .depth = -1 };
+
+    // The item
+    it->task = read_task(e, obj, "dataset", it->task);
+    const Dataset *set = dataset_of(longbench_sets, it->task);
+    it->most = set->most;
+    it->first_line = set->first_line;
+    it->plain = e->prompts && set->plain;
 
     // The turn
     int bad = read_text(e, obj, "context", &context, err)
@@ -22692,24 +22785,58 @@ static int read_longbench(EvalSet *e, const Json *obj, EvalItem *it, char err[51
            || read_list(e, obj, "answers", &t.answers, err)
            || read_list(e, obj, "all_classes", &t.classes, err);
     if (!bad && !t.answers) bad = fault(err, "a LongBench item without 'answers'");
-    if (!bad && context && *context) arrput(lines, context);
-    t.user = message(e, lines, "\n\n", input && *input ? input : NULL, BEHIND_TEXT);
-    arrfree(lines);
+    it->metric = set->metric;
+    if (!set->name) it->metric = t.classes ? METRIC_CLASS : METRIC_F1;
+    if (!bad && it->metric == METRIC_CLASS && !t.classes) bad = fault(err, "a %.40s without 'all_classes'", it->task);
+    if (!bad && e->prompts) {
+        const char *form = prompt_of(e->prompts, it->task);
+        bad = *form ? prompt_fill(e, form, context, input, &t.user, err)
+                    : fault(err, "--eval-prompts has no prompt for dataset '%.40s'", it->task);
+    } else {
+        if (*context) arrput(lines, context);
+        t.user = message(e, lines, "\n\n", *input ? input : NULL, BEHIND_TEXT);
+        arrfree(lines);
+    }
     arrput(it->turn, t);
-    if (!bad && !*t.user) bad = fault(err, "'context' and 'input' are both empty");
+    if (!bad && !*context && !*input) bad = fault(err, "'context' and 'input' are both empty");
+    return bad;
+}
 
-    // The item
-    it->task = read_task(e, obj, "dataset", it->task);
-    it->metric = t.classes ? METRIC_CLASS : METRIC_F1;
-    if (begins_with_one(it->task, summaries, sizeof summaries / sizeof *summaries))
-        it->metric = METRIC_ROUGE_LONGBENCH;
-    it->first_line = begins_with_one(it->task, one_line, sizeof one_line / sizeof *one_line);
+// What RULER calls the task of a file: it writes TASK/validation.jsonl, and predictions to TASK.jsonl.
+static const char *file_task(EvalSet *e, const char *path) {
+    const char *end = path + strlen(path), *name = end;
+    while (name > path && name[-1] != '/') name--;
+    int folder = !strcmp(name, "validation.jsonl") || !strcmp(name, "test.jsonl");
+    if (folder && name > path) {
+        end = name - 1;
+        name = end;
+        while (name > path && name[-1] != '/') name--;
+    } else if (strchr(name, '.')) {
+        end = strchr(name, '.');
+    }
+    return end > name ? set_text(e, name, (size_t)(end - name)) : "ruler";
+}
+
+// Reads an item of RULER's task into *it. The end of its question, which is there to be gone on from,
+// stands apart in newer files: the two are put together again.
+static int read_ruler(EvalSet *e, const Json *obj, const char *task, EvalItem *it, char err[512]) {
+    char *input = NULL, *prefix = "";
+    EvalTurn t = { .position = BEHIND_TEXT, .depth = -1 };
+    int bad = read_text(e, obj, "input", &input, err) || read_text(e, obj, "answer_prefix", &prefix, err)
+           || read_list(e, obj, "outputs", &t.answers, err);
+    if (!bad && (!input || !t.answers)) bad = fault(err, "a RULER item without 'input' or 'outputs'");
+    if (!bad) t.user = set_printf(e, "%s%s", input, prefix);
+    if (!bad && !*t.user) bad = fault(err, "'input' is empty");
+    arrput(it->turn, t);
+    it->task = task;
+    it->metric = dataset_of(ruler_sets, task)->metric;
+    it->most = dataset_of(ruler_sets, task)->most;
     return bad;
 }
 
 // Reads one line of n bytes and appends its item to the set, a faulty one as well: the set frees
-// it.
-static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t n, char err[512]) {
+// it. task is what RULER calls the file.
+static int read_item(EvalSet *e, const Tokenizer *tok, const char *task, const char *line, size_t n, char err[512]) {
     Json *obj = json_parse(line, n, err);
     if (!obj) return -1;
     const Json *turns = json_get(obj, "turns");
@@ -22718,8 +22845,9 @@ static int read_item(EvalSet *e, const Tokenizer *tok, const char *line, size_t 
     if (obj->type != JSON_OBJECT) bad = fault(err, "is no object");
     else if (json_holds_nul(obj)) bad = fault(err, "a text holds the character \\u0000");
     else if (turns) bad = read_dialogue(e, obj, turns, &it, err);
+    else if (json_get(obj, "outputs")) bad = read_ruler(e, obj, task, &it, err);
     else if (json_get(obj, "input") || json_get(obj, "context")) bad = read_longbench(e, obj, &it, err);
-    else bad = fault(err, "neither 'turns' (a dialogue) nor 'input' and 'context' (LongBench)");
+    else bad = fault(err, "neither 'turns' (a dialogue) nor 'input' with 'context' (LongBench) or 'outputs' (RULER)");
 
     for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++) {
         int *ids = tokenizer_encode(tok, it.turn[i].user, strlen(it.turn[i].user), 0, NULL);
@@ -22740,6 +22868,7 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
     if (!text) die(EXIT_USAGE, "--eval-file %s", err);
 
     char *stop = text + n, *end;
+    const char *task = file_task(e, path);
     int line = 1, scored = 0;
     for (char *p = text; p < stop; p = end + 1, line++) {
         end = memchr(p, '\n', (size_t)(stop - p));
@@ -22747,7 +22876,7 @@ static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
         char *solid = p;
         while (solid < end && isspace((unsigned char)*solid)) solid++;
         if (solid == end) continue;
-        if (!read_item(e, tok, p, (size_t)(end - p), err)) continue;
+        if (!read_item(e, tok, task, p, (size_t)(end - p), err)) continue;
         free(text);
         die(EXIT_USAGE, "--eval-file %s, line %d: %s", path, line, err);
     }
@@ -22801,7 +22930,7 @@ static void note_cost(const Session *s, Score *sc) {
 }
 
 // The free pass: the method answers every turn. A reply may be as long as --n-predict, by default
-// 64 tokens or twice the right reply, whichever is more.
+// what a benchmark allows, else 64 tokens or twice the right reply, whichever is more.
 static void play_free(App *a, const EvalItem *it, Score *sc) {
     int gold = !strcmp(opt_str(a->o, "eval-history"), "gold");
     int limit = opt_int(a->o, "n-predict");             // negative: the default
@@ -22809,7 +22938,7 @@ static void play_free(App *a, const EvalItem *it, Score *sc) {
     for (int i = 0; i < (int)arrlen(it->turn); i++) {
         char *said = NULL;
         size_t n = 0;
-        int *right = gold_ids(a, &it->turn[i]), most = max_int(2 * (int)arrlen(right), 64);
+        int *right = gold_ids(a, &it->turn[i]), most = it->most ? it->most : max_int(2 * (int)arrlen(right), 64);
         FILE *f = memory_stream(&said, &n);
         play_prefill(a, it->turn[i].user);
         generate(a, limit < 0 ? most : limit, f);
@@ -22927,9 +23056,8 @@ static double f_measure(double same, double n, double m) {
     return same > 0 ? 2 * (same / n) * (same / m) / (same / n + same / m) : 0;
 }
 
-// F1 of the two bags of words: a word that comes twice in both counts twice.
-static double word_f1(const char *said, const char *gold) {
-    char **a = words_of(said, WORDS_BARE), **b = words_of(gold, WORDS_BARE);
+// F1 of two bags of words: a word that comes twice in both counts twice. Frees them.
+static double bag_f1(char **a, char **b) {
     int n = (int)arrlen(a), m = (int)arrlen(b), same = 0;
     for (int i = 0; i < n; i++) {
         int j = word_in(b, a[i]);
@@ -22941,6 +23069,11 @@ static double word_f1(const char *said, const char *gold) {
     words_free(a);
     words_free(b);
     return f_measure(same, n, m);
+}
+
+// F1 of the words of two texts.
+static double word_f1(const char *said, const char *gold) {
+    return bag_f1(words_of(said, WORDS_BARE), words_of(gold, WORDS_BARE));
 }
 
 // Does the reply hold the answer as whole words in their order? With `whole`: and nothing else?
@@ -23076,6 +23209,161 @@ static double rouge_l_longbench(const char *said, const char *gold) {
     return 2 * p * r / (p + r + 1e-8);
 }
 
+// ---- metrics: Chinese, numbers, code, RULER
+// LongBench cuts Chinese text into words with a dictionary (the package jieba). Here a character is a
+// word, and so is a run of ASCII letters and digits: no dictionary is needed, and scores are other ones
+// (D90).
+
+// The code point of the character at s, of *n bytes; a byte of broken UTF-8 counts as one.
+static unsigned character_at(const char *s, size_t left, size_t *n) {
+    *n = (size_t)max_int(utf8_length(s, left), 1);
+    return *n > 1 ? code_point(s, (int)*n) : (unsigned char)*s;
+}
+
+// Is the code point punctuation of Chinese text?
+static int zh_punctuation(unsigned c) {
+    static const struct { unsigned from, to; } ranges[] = {
+        { 0x2010, 0x2027 }, { 0x3000, 0x303f }, { 0xfe4f, 0xfe4f }, { 0xff01, 0xff0f }, { 0xff1a, 0xff20 },
+        { 0xff3b, 0xff40 }, { 0xff5b, 0xff65 },
+    };
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
+        if (c >= ranges[i].from && c <= ranges[i].to) return 1;
+    return c < 128 && ispunct((int)c);
+}
+
+// The words of a Chinese text: an stb_ds array of malloc'd strings. plain: in lower case, without
+// punctuation.
+static char **zh_words(const char *text, int plain) {
+    char **words = NULL;
+    size_t left = strlen(text), n;
+    for (const char *p = text; left; p += n, left -= n) {
+        unsigned c = character_at(p, left, &n);
+        if (isspace((unsigned char)*p) || (plain && zh_punctuation(c))) continue;
+        if (c < 128 && isalnum((int)c))
+            while (n < left && isalnum((unsigned char)p[n])) n++;
+        char *word = copy_bytes(p, n);
+        for (size_t i = 0; i < n && plain; i++)
+            if ((unsigned char)word[i] < 128) word[i] = (char)tolower(word[i]);
+        arrput(words, word);
+    }
+    return words;
+}
+
+// LongBench's Rouge-L of texts whose words are set apart.
+static double rouge_zh(const char *said, const char *gold) {
+    const char *text[2] = { said, gold };
+    char *apart[2] = { NULL, NULL };
+    for (int i = 0; i < 2; i++) {
+        char **words = zh_words(text[i], 0);
+        for (int k = 0; k < (int)arrlen(words); k++) put_part(&apart[i], " ", words[k]);
+        arrput(apart[i], 0);
+        words_free(words);
+    }
+    double score = rouge_l_longbench(apart[0], apart[1]);
+    arrfree(apart[0]);
+    arrfree(apart[1]);
+    return score;
+}
+
+// The first run of digits in a text, *n of them; n 0: there is none.
+static const char *next_number(const char *text, size_t *n) {
+    text += strcspn(text, "0123456789");
+    *n = strspn(text, "0123456789");
+    return text;
+}
+
+// Of the numbers in the reply, the share that is the answer's: "Paragraph 7" is right if only 7 is said.
+static double number_share(const char *said, const char *gold) {
+    size_t n, right_n;
+    const char *right = next_number(gold, &right_n);
+    int all = 0, same = 0;
+    for (const char *p = next_number(said, &n); n; p = next_number(p + n, &n)) {
+        all++;
+        same += n == right_n && !strncmp(p, right, n);
+    }
+    return all ? (double)same / all : 0;
+}
+
+// Does the reply hold the answer, in any case of its ASCII letters?
+static int holds_text(const char *said, const char *gold) { return strcasestr(said, gold) != NULL; }
+
+// The code points of a text (stb_ds).
+static unsigned *code_points(const char *text, size_t left) {
+    unsigned *list = NULL;
+    for (size_t n; left; text += n, left -= n) arrput(list, character_at(text, left, &n));
+    return list;
+}
+
+// Which characters of b come too often to begin a run, as Python's difflib has it: in a text of 200 or
+// more, those that make up over a hundredth of it. (n) flags, malloc'd.
+static char *too_frequent(const unsigned *b, int n) {
+    char *often = xcalloc((size_t)n + 1, 1);
+    for (int i = 0; i < n && n >= 200; i++) {
+        int count = 0;
+        for (int j = 0; j < n; j++) count += b[j] == b[i];
+        often[i] = count > n / 100 + 1;
+    }
+    return often;
+}
+
+// How many characters of a[0,n) and b[0,m) are in runs that both have: the longest run, the first of
+// several in a and then in b, and likewise what stands before it, and behind it. row (m+1) is room, all
+// zeros.
+static int common_runs(const unsigned *a, int n, const unsigned *b, const char *often, int m, int *row) {
+    int best = 0, from_a = 0, from_b = 0;
+    if (!n || !m) return 0;
+    for (int i = 0; i < n; i++) {
+        for (int j = m - 1; j >= 0; j--) row[j + 1] = a[i] == b[j] && !often[j] ? row[j] + 1 : 0;
+        for (int j = 0; j < m; j++) {
+            if (row[j + 1] <= best) continue;
+            best = row[j + 1];
+            from_a = i + 1 - best;
+            from_b = j + 1 - best;
+        }
+    }
+    memset(row, 0, ((size_t)m + 1) * sizeof *row);
+    while (from_a && from_b && a[from_a - 1] == b[from_b - 1]) {        // frequent characters may go on with it
+        from_a--;
+        from_b--;
+        best++;
+    }
+    while (from_a + best < n && from_b + best < m && a[from_a + best] == b[from_b + best]) best++;
+    if (!best) return 0;
+    int end_a = from_a + best, end_b = from_b + best;
+    return best + common_runs(a, from_a, b, often, from_b, row)
+         + common_runs(a + end_a, n - end_a, b + end_b, often + end_b, m - end_b, row);
+}
+
+// The first line of a reply that is code: without `, # and //, after leading newlines. malloc'd.
+static char *code_line(const char *said) {
+    said += strspn(said, "\n");
+    for (;;) {
+        size_t n = strcspn(said, "\n");
+        char *line = copy_bytes(said, n);
+        if (!strpbrk(line, "`#") && !strstr(line, "//")) return line;
+        free(line);
+        if (!said[n]) return copy_text("");
+        said += n + 1;
+    }
+}
+
+// How alike the first line of code and the right one are, in hundredths: twice the characters in common
+// runs over those of both, as LongBench has it from fuzzywuzzy, and that from difflib.
+static double code_likeness(const char *said, const char *gold) {
+    char *line = code_line(said);
+    unsigned *a = code_points(line, strlen(line)), *b = code_points(gold, strlen(gold));
+    int n = (int)arrlen(a), m = (int)arrlen(b), *row = xcalloc((size_t)m + 1, sizeof *row);
+    char *often = too_frequent(b, m);
+    int same = common_runs(a, n, b, often, m, row);
+    double score = n + m ? rint(100.0 * (2.0 * same / (n + m))) / 100 : 1;
+    free(often);
+    free(row);
+    free(line);
+    arrfree(a);
+    arrfree(b);
+    return score;
+}
+
 // ---- metrics: the score of a reply
 
 // The score of a reply against one right answer.
@@ -23086,16 +23374,26 @@ static double score_by(int metric, const char *said, const char *gold, char **cl
     case METRIC_ROUGE_LONGBENCH: return rouge_l_longbench(said, gold);
     case METRIC_FOUND:           return holds_answer(said, gold, 0);
     case METRIC_EXACT:           return holds_answer(said, gold, 1);
+    case METRIC_F1_ZH:           return bag_f1(zh_words(said, 1), zh_words(gold, 1));
+    case METRIC_ROUGE_ZH:        return rouge_zh(said, gold);
+    case METRIC_NUMBER:          return number_share(said, gold);
+    case METRIC_CODE:            return code_likeness(said, gold);
+    case METRIC_MATCH_ALL:
+    case METRIC_MATCH_PART:      return holds_text(said, gold);
     default:                     return word_f1(said, gold);
     }
 }
 
-// The best score over the right answers of a turn.
+// The best score over the right answers of a turn; the mean where all of them are wanted.
 static double best_score(int metric, const char *said, const EvalTurn *t) {
-    double best = 0;
-    for (int i = 0; i < (int)arrlen(t->answers); i++)
-        best = fmax(best, score_by(metric, said, t->answers[i], t->classes));
-    return best;
+    double best = 0, sum = 0;
+    int n = (int)arrlen(t->answers);
+    for (int i = 0; i < n; i++) {
+        double score = score_by(metric, said, t->answers[i], t->classes);
+        best = fmax(best, score);
+        sum += score;
+    }
+    return metric == METRIC_MATCH_ALL && n ? sum / n : best;
 }
 
 // The words of the right reply without its answer: "The code is" for "The code is {4821}." Plain
@@ -23772,7 +24070,9 @@ static uint64_t items_hash(const EvalSet *e) {
     uint64_t h = 0;
     for (int i = 0; i < (int)arrlen(e->item); i++) {
         const EvalItem *it = &e->item[i];
-        const int numbers[] = { it->number, it->length, it->metric, it->first_line, (int)arrlen(it->turn) };
+        const int numbers[] = {
+            it->number, it->length, it->metric, it->first_line, it->most, it->plain, (int)arrlen(it->turn)
+        };
         h = hash_bytes(h, numbers, sizeof numbers);
         h = hash_bytes(h, it->task, strlen(it->task));
         for (int j = 0; j < (int)arrlen(it->turn); j++) {
@@ -24186,6 +24486,8 @@ static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int
     full.s = session_open(a->c, a->w, full.o, "full");
     for (int i = first; i < n; i += step) {
         const EvalItem *it = &e->item[i];
+        Template *tp = a->tp;
+        if (it->plain) a->tp = NULL;
         a->s = full.s;
         arrsetlen(ref, 0);
         if (forced && !(x && item_is_there(x, i))) play_forced(a, it, &ref, NULL);
@@ -24201,6 +24503,7 @@ static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int
             score_add(&rows[r], one);
             score_free(one);
         }
+        a->tp = tp;
         eval_progress(a, ++done, (n - first + step - 1) / step, t0);
     }
     arrfree(ref);
@@ -24222,6 +24525,46 @@ static void check_fit(const App *a, const EvalSet *e) {
             die(EXIT_USAGE, "--eval: %s, item %d needs about %d tokens, the context has %d (-c)",
                 e->item[i].task, i + 1, need, ctx_limit(a));
     }
+}
+
+// LongBench's items that do not fit into the context lose what is in their middle, as its own script
+// does it: half of the room is for the beginning of the prompt, half for its end. A line says how many.
+static void shorten_items(const App *a, EvalSet *e) {
+    enum { TEMPLATE_TOKENS = 64 };
+    int cut = 0;
+    for (int i = 0; i < (int)arrlen(e->item); i++) {
+        EvalTurn *t = &e->item[i].turn[0];
+        int *ids = tokenizer_encode(a->tok, t->user, strlen(t->user), 0, NULL), *gold = gold_ids(a, t);
+        int n = (int)arrlen(ids);
+        int half = (ctx_limit(a) - max_int(e->item[i].most, (int)arrlen(gold)) - TEMPLATE_TOKENS) / 2;
+        if (e->item[i].most && n > 2 * half && half > 0) {
+            Decoder d = { .t = a->tok };
+            char *text = NULL;
+            for (int k = 0; k < n; k++)
+                if (k < half || k >= n - half) text = decode_token(&d, ids[k], text);
+            text = decode_flush(&d, text);
+            t->user = set_text(e, text, arrlenu(text));
+            arrfree(text);
+            cut++;
+        }
+        arrfree(ids);
+        arrfree(gold);
+    }
+    if (cut && !quiet) warn("--eval-file: %d items lose their middle, to fit into -c %d", cut, ctx_limit(a));
+}
+
+// Reads --eval-prompts. Exit 2 when it is not what LongBench's dataset2prompt.json is.
+static Json *eval_prompts(const char *path) {
+    char err[256];
+    size_t n;
+    char *text = read_file(path, &n, err);
+    if (!text) die(EXIT_USAGE, "--eval-prompts %s", err);
+    Json *j = json_parse(text, n, err);
+    free(text);
+    if (!j || j->type != JSON_OBJECT || json_holds_nul(j))
+        die(EXIT_USAGE, "--eval-prompts %s: expected an object of datasets and their prompts%s%s", path, j ? "" : ": ",
+            j ? "" : err);
+    return j;
 }
 
 // Makes the items of --eval A,B,.. or all.
@@ -24364,7 +24707,9 @@ static int evaluate(App *a) {
         die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
     if (file) {
+        if (*opt_str(a->o, "eval-prompts")) e.prompts = eval_prompts(opt_str(a->o, "eval-prompts"));
         read_items(&e, a->tok, path);
+        if (e.prompts) shorten_items(a, &e);
         check_fit(a, &e);
     } else if (!ppl) {
         eval_items(a, what, &e);
@@ -29245,6 +29590,7 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "eval-history",   RUN_EVAL | RUN_REPORT },
     { "eval-window",    RUN_EVAL },
     { "eval-windows",   RUN_EVAL },
+    { "eval-prompts",   RUN_EVAL },
     { "eval-out",       RUN_EVAL },
     { "eval-shard",     RUN_EVAL },
     { "markdown",       RUN_EVAL | RUN_MERGE },
