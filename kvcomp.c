@@ -161,6 +161,15 @@ static void mix_of(float *o, const float *p, const void *v, int dtype, int m, in
 static int weight_from(const float *x, const int *w, int n, uint32_t key);
 // Widens n rows of format q8_0 to f32.
 static void q8_unpack(float *x, const char *o, int n, int D);
+// What a kernel reads rows (D) of this format as: DT_*, or ROWS_* (section 2).
+static int dtype_in_place(const Format *f, int D);
+// Where keys are q8_0, their products with queries are sums of integers (D93): room in scratch memory
+// for a tile's queries as integers, or NULL where keys are not q8_0; q (m,D) as integers; and then
+// s (m,n) = scale * q (m,D) k (n,D)^T.
+static struct Q8Query *q8_room(Session *s);
+static void q8_queries(struct Q8Query *to, const float *q, int m, int D);
+static void q8_scores(float *s, const struct Q8Query *q, const void *k, int m, int n, int D,
+                      float scale, Ahead next);
 
 // Mean softmax rows of w queries, a list for each query head (lists R) or one for a group (lists 1).
 static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score);
@@ -754,13 +763,24 @@ static const char *raw_row(const Session *s, const KVHead *h, int v, int r) {
     return (v ? h->v : h->k) + (size_t)(r - h->packed) * format_of(s, v)->row_bytes(s->c->D);
 }
 
+// What rows in the hands of a kernel may be, beside the DT_* of weights: as they are stored.
+enum {
+    ROWS_Q8 = 16,           // rows of format q8_0
+};
+
+// Bytes of a row of D elements of that kind.
+static size_t kind_bytes(int dtype, int D) {
+    return dtype == ROWS_Q8 ? q8_bytes(D) : D * dtype_size(dtype);
+}
+
 // buf (n,D) of dtype = rows r0 .. r0+n-1. dtype is DT_F32 for rows of any storage. It may also be
-// DT_F16 or DT_BF16 if that is how raw rows are stored; packed rows exist beside f16 rows only.
+// DT_F16, DT_BF16 or ROWS_Q8 if that is how raw rows are stored; packed rows exist beside f16 rows
+// only.
 static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, char *buf,
                        int dtype) {
     int D = s->c->D, packed = max_int(0, min_int(n, h->packed - r0));
     const Format *f = format_of(s, v);
-    size_t size = dtype_size(dtype), front = packed * (size_t)D;
+    size_t size = dtype == DT_F32 ? 4 : 2, front = packed * (size_t)D;
 
     // Packed rows give f16 numbers. Where f32 is wanted, they go to the rear half of their place
     // and are widened from the front.
@@ -780,7 +800,7 @@ static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, 
 // The same for listed rows or for neighbours. Listed rows that are neighbours are loaded together.
 static void load_rows(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n,
                       void *buf, int dtype) {
-    size_t bytes = s->c->D * dtype_size(dtype);
+    size_t bytes = kind_bytes(dtype, s->c->D);
     if (!rows) {
         load_range(s, h, v, r0, n, buf, dtype);
         return;
@@ -1185,6 +1205,7 @@ void attn_rows(Session *s, int l, int h, const float *q, const int *rows, int n,
 typedef struct {            // what one thread works in
     float *k, *v;           // (KV_TILE,D) rows as f32
     float *q;               // (Q_BLOCK,D) the queries
+    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D93); NULL: keys are not
     int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
     int rows[KV_TILE];      // room for the row numbers of a tile
     float *sc;              // (m,n) scores of the tile, then exp(score - max)
@@ -1195,7 +1216,7 @@ typedef struct {            // what one thread works in
 
 struct TileRows {           // keys or values as a kernel takes them
     const void *x;          // (n,D) of dtype
-    int dtype;              // DT_*
+    int dtype;              // DT_* or ROWS_Q8
     Ahead next;             // memory that will be read next, to ask for meanwhile; {0}: none
 };
 
@@ -1207,6 +1228,7 @@ static Tile *tiles_new(Session *s) {
         t[i].k   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
         t[i].v   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
         t[i].q   = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
+        t[i].q8  = q8_room(s);
         t[i].sc  = scratch(s, (size_t)Q_BLOCK * KV_TILE * sizeof(float));
         t[i].acc = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
     }
@@ -1263,14 +1285,19 @@ static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, i
 static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, int m,
                           const int *rows, int r0, int n, TileRows k) {
     int D = s->c->D;
-    scores_of(t->sc, t->q, k.x, k.dtype, m, n, D, 1 / sqrtf((float)D), k.next);
+    float scale = 1 / sqrtf((float)D);
+    if (k.dtype == ROWS_Q8) q8_scores(t->sc, t->q8, k.x, m, n, D, scale, k.next);
+    else scores_of(t->sc, t->q, k.x, k.dtype, m, n, D, scale, k.next);
     return mask_tile(s, l, hd, t, m, rows, r0, n, t->sc, (size_t)n, 1);
 }
 
-// The same with the keys in t->k.
+// The same where many queries read the keys, which are brought to t->k as f32 first. Keys of q8_0
+// have their own product (D93) and stay as they are.
 static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m,
                        const int *rows, int r0, int n) {
-    return tile_scores_of(s, l, hd, t, m, rows, r0, n, (TileRows){ .x = t->k, .dtype = DT_F32 });
+    int dtype = dtype_in_place(s->fk, s->c->D) == ROWS_Q8 ? ROWS_Q8 : DT_F32;
+    load_rows(s, hd, OF_K, rows, r0, n, t->k, dtype);
+    return tile_scores_of(s, l, hd, t, m, rows, r0, n, (TileRows){ .x = t->k, .dtype = dtype });
 }
 
 // The running softmax of m queries begins: no row has been seen.
@@ -1366,7 +1393,6 @@ static void add_mass(Session *s, int l, KVHead *hd, Tile *t, int m, int n_rows) 
     float mass[KV_TILE];
     for (int r = 0; r < n_rows; r += KV_TILE) {
         int n = min_int(KV_TILE, n_rows - r);
-        kv_load_k(s, hd, NULL, r, n, t->k);
         if (!tile_scores(s, l, hd, t, m, NULL, r, n)) continue;
         tile_mass(t, m, n, t->max, t->sum, mass);
         for (int j = 0; j < n; j++) hd->mass[r + j] += mass[j];
@@ -1385,6 +1411,7 @@ static int gather_queries(const Session *s, Tile *t, const float *q, int t0, int
             memcpy(t->q + (size_t)m * D, from, (size_t)D * sizeof(float));
             t->tok[m] = tok0 + i;
         }
+    if (t->q8) q8_queries(t->q8, t->q, m, D);
     return m;
 }
 
@@ -1408,7 +1435,6 @@ static void prefill_chunk(Session *s, int l, const KVHead *hd, Tile *t, int m, i
         if (!tile_in_window(s, l, hd, r + n - 1, t->tok[0])) continue;
 
         // Pass 1: scores.
-        kv_load_k(s, hd, NULL, r, n, t->k);
         if (!tile_scores(s, l, hd, t, m, NULL, r, n)) continue;
 
         // Passes 2 and 3: softmax and weighted sum. The values are loaded over the keys: two tiles,
@@ -1494,6 +1520,7 @@ static void decode_queries(const Session *s, const DecodeGroup *d, const float *
     size_t D = s->c->D;
     memcpy(t->q, q + d->h0 * D, d->m * D * sizeof(float));
     for (int i = 0; i < d->m; i++) t->tok[i] = s->base;
+    if (t->q8) q8_queries(t->q8, t->q, d->m, (int)D);
 }
 
 // The running softmax of a group over places p0 .. p1-1 of its view -> part (m,D+2). q (H,D).
@@ -1530,7 +1557,6 @@ static void decode_mass(Session *s, int l, const DecodeGroup *d, const float *q,
     decode_queries(s, d, q, t);
     for (int p = 0; p < d->n; p += KV_TILE) {
         ViewTile a = view_tile(&w, p, min_int(KV_TILE, d->n - p), t->rows);
-        kv_load_k(s, hd, a.rows, a.r0, a.n, t->k);
         if (!tile_scores(s, l, hd, t, d->m, a.rows, a.r0, a.n)) continue;
         tile_mass(t, d->m, a.n, max + d->h0, sum + d->h0, mass);
         for (int j = 0; j < a.n; j++) hd->mass[row_at(a.rows, a.r0, j)] += mass[j];
@@ -3231,9 +3257,9 @@ static void line_probs(const Session *s, int l, int h, const float *q, int T, co
             memcpy(t->q + (size_t)i * D, from, (size_t)D * sizeof(float));
             t->tok[i] = hd->src[row];
         }
+        if (t->q8) q8_queries(t->q8, t->q, mb, D);
         for (int r = 0; r < n; r += KV_TILE) {
             int nr = min_int(n - r, KV_TILE);
-            kv_load_k(s, hd, NULL, r, nr, t->k);
             tile_scores(s, l, hd, t, mb, NULL, r, nr);
             for (int i = 0; i < mb; i++) {
                 float *to = P + (size_t)(i0 + i) * n + r;
@@ -8937,6 +8963,7 @@ typedef struct {
     size_t ldy;         // elements from a row of y to the next
     const float *x;     // (m,K)
     size_t ldx;         // elements from a row of x to the next
+    const struct Q8Query *q8;   // dots_q8: x as integers, group after group of four rows
     const char *w;      // (n,K), of the dtype whose function is called
     size_t ldw;         // bytes from a row of w to the next
     int m, n, K;
@@ -8980,6 +9007,12 @@ typedef struct {
     void (*whole)(int16_t *q, float *scale, const float *x, int n);
     void (*mix[3])(const Mix *a);
 
+    // the same with rows of format q8_0, of whole blocks, as w and v. dots_q8 takes x as integers
+    // (D93), as integers_q8 makes them: to = m <= 4 rows of x, ldx apart, of n <= Q8_COLS columns.
+    void (*integers_q8)(struct Q8Query *to, const float *x, size_t ldx, int m, int n);
+    void (*dots_q8)(const Dots *a);
+    void (*mix_q8)(const Mix *a);
+
     // dst (n) = src (n) as f32
     void (*widen[3])(float *dst, const void *src, size_t n);
 
@@ -9007,6 +9040,19 @@ typedef struct {
     // idx = the places from i to n-1 where order_key(x) >= key, ascending -> how many
     int (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);
 } Simd;
+
+// Four rows of x as integers t of 16 bits, for products with the bytes of q8_0 (D93): x is factor t.
+// Where a block's integers stand depends on the instruction set (ints_arrange).
+enum {
+    Q8_COLS  = 512,     // columns that one factor holds for, at most
+    Q8_WORDS = 160,     // room for a block's 4 x 32 integers, and for 16 sums of 32 bits
+    Q8_ROWS  = 64,      // rows of w whose products are made before they are stored
+    Q8_TOP   = 32512,   // the largest t, 127 * 256: its upper byte stays within 127
+};
+typedef struct Q8Query {
+    short block[Q8_COLS / Q8_BLOCK][Q8_WORDS];
+    float factor[LANES];                        // lane 4i + j: of row i
+} Q8Query __attribute__((aligned(64)));
 
 // ---- memory that is read next
 // A kernel asks for the memory that is read after it (a prefetch) while it computes, a little at a
@@ -9052,6 +9098,7 @@ enum { MR_plain = 1, NR_plain = 2, N1_plain = 2, MX_plain = 1, NV_plain = 2, M8_
 typedef float    Float4   __attribute__((vector_size(16)));
 typedef int32_t  Int4     __attribute__((vector_size(16)));
 typedef uint16_t Uint16x4 __attribute__((vector_size(8)));
+typedef short    Short4   __attribute__((vector_size(8)));
 typedef struct { Float4 q[4]; } Vec_plain;      // lanes 0 to 3, 4 to 7, 8 to 11, 12 to 15
 
 // Every lane is x.
@@ -9227,6 +9274,80 @@ INLINE_plain uint32_t vec_at_least_plain(const float *p, uint32_t key) {
     return bits;
 }
 
+// -- integers: products of rows in 16 bits with q8_0's bytes (D93)
+typedef struct { Int4 q[4]; } Ints_plain;       // 16 integers; quarter i belongs to row i of four
+
+// p (16) = the lower 16 bits of each lane. Of an integer plus 1.5 * 2^23 those are the integer.
+INLINE_plain void vec_store_words_plain(short *p, Vec_plain x) {
+    uint32_t lane[LANES];
+    memcpy(lane, &x, sizeof lane);
+    for (int i = 0; i < LANES; i++) p[i] = (short)lane[i];
+}
+
+// to = the 32 integers of a block of each of four rows, x[i] on: 8 columns of every row after the
+// other, then the next 8.
+INLINE_plain void ints_arrange_plain(short *to, const short (*x)[Q8_COLS]) {
+    for (int c = 0; c < Q8_BLOCK; c += 8)
+        for (int i = 0; i < 4; i++, to += 8) memcpy(to, x[i] + c, 8 * sizeof *to);
+}
+
+// Each row's integers times the 32 bytes at k. The four lanes of quarter i add up to row i's sum.
+INLINE_plain Ints_plain ints_block_plain(const short *x, const signed char *k) {
+    Ints_plain sum = {0};
+    for (int c = 0; c < Q8_BLOCK; c += 8) {
+        for (int half = 0; half < 8; half += 4) {
+            Int4 u = { k[c + half], k[c + half + 1], k[c + half + 2], k[c + half + 3] };
+            EACH_QUARTER(i) {
+                Short4 t;
+                memcpy(&t, x + 4 * c + 8 * i + half, sizeof t);
+                sum.q[i] += __builtin_convertvector(t, Int4) * u;
+            }
+        }
+    }
+    return sum;
+}
+
+// Lane 4i + j is the sum of quarter i of a[j], j < 4.
+INLINE_plain Ints_plain ints_fold_plain(const Ints_plain *a) {
+    Ints_plain sum = {0};
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++)
+            sum.q[i][j] = a[j].q[i][0] + a[j].q[i][1] + a[j].q[i][2] + a[j].q[i][3];
+    return sum;
+}
+
+// The integers as floats.
+INLINE_plain Vec_plain vec_of_ints_plain(Ints_plain x) {
+    Vec_plain v;
+    EACH_QUARTER(i) v.q[i] = __builtin_convertvector(x.q[i], Float4);
+    return v;
+}
+
+// In every quarter, lane j is the f16 at p[j] + at.
+INLINE_plain Vec_plain vec_four_f16_plain(const char *const *p, size_t at) {
+    float f[4];
+    Vec_plain v;
+    for (int j = 0; j < 4; j++) {
+        uint16_t h;
+        memcpy(&h, p[j] + at, sizeof h);
+        f[j] = f16_to_f32(h);
+    }
+    EACH_QUARTER(i) memcpy(&v.q[i], f, sizeof v.q[i]);
+    return v;
+}
+
+// The quarters of x to p and to the places by, 2 by and 3 by behind it.
+INLINE_plain void vec_store_quarters_plain(float *p, size_t by, Vec_plain x) {
+    EACH_QUARTER(i) memcpy(p + i * by, &x.q[i], sizeof x.q[i]);
+}
+
+// Every lane is the f16 at p.
+INLINE_plain Vec_plain vec_all_f16_plain(const char *p) {
+    uint16_t h;
+    memcpy(&h, p, sizeof h);
+    return vec_all_plain(f16_to_f32(h));
+}
+
 // ---- the kernels: this file includes itself
 // The kernels, from here to the line "#endif // SIMD", are compiled once for each instruction set.
 // To this end the file includes itself three times (after AVX-512, below), with the macro SIMD
@@ -9277,6 +9398,15 @@ INLINE_plain uint32_t vec_at_least_plain(const float *p, uint32_t key) {
 #define vec_folds       OWN(vec_folds)
 #define vec_largest     OWN(vec_largest)
 #define vec_at_least    OWN(vec_at_least)
+#define vec_four_f16    OWN(vec_four_f16)
+#define vec_store_quarters OWN(vec_store_quarters)
+#define vec_all_f16     OWN(vec_all_f16)
+#define vec_of_ints     OWN(vec_of_ints)
+#define vec_store_words OWN(vec_store_words)
+#define Ints            OWN(Ints)
+#define ints_arrange    OWN(ints_arrange)
+#define ints_block      OWN(ints_block)
+#define ints_fold       OWN(ints_fold)
 // the sizes of tiles, as many as the registers of the set hold
 #define MR              OWN(MR)         // rows of x in a tile of dots; of o in a small tile of mix
 #define NR              OWN(NR)         // rows of w in a tile of dots
@@ -9295,12 +9425,18 @@ INLINE_plain uint32_t vec_at_least_plain(const float *p, uint32_t key) {
 #define dots_f32        OWN(dots_f32)
 #define dots_f16        OWN(dots_f16)
 #define dots_bf16       OWN(dots_bf16)
+#define q8_integers     OWN(q8_integers)
+#define q8_query        OWN(q8_query)
+#define q8_panel        OWN(q8_panel)
+#define dots_q8_rows    OWN(dots_q8_rows)
+#define mix_load        OWN(mix_load)
 #define mix_tile        OWN(mix_tile)
 #define mix_rows        OWN(mix_rows)
 #define mix_block       OWN(mix_block)
 #define mix_f32         OWN(mix_f32)
 #define mix_f16         OWN(mix_f16)
 #define mix_bf16        OWN(mix_bf16)
+#define mix_q8_rows     OWN(mix_q8_rows)
 #define vec_exp         OWN(vec_exp)
 #define vec_exp2        OWN(vec_exp2)
 #define exp_row         OWN(exp_row)
@@ -9485,7 +9621,98 @@ TARGET static void dots_f32(const Dots *a) { dots_block(a, DT_F32); }
 TARGET static void dots_f16(const Dots *a) { dots_block(a, DT_F16); }
 TARGET static void dots_bf16(const Dots *a) { dots_block(a, DT_BF16); }
 
+// -- dot products with rows of q8_0
+// A row of x becomes integers t of 16 bits, x = f t with f = max|x| / Q8_TOP. A block of a key is
+// 32 integers u and a scale d. So x . w = f sum_b d_b sum_i t_i u_i, and the inner sum is one of
+// integers: exact, in any order, on any instruction set (D93). Four rows of x meet four rows of w.
+
+// t (n) = x (n) in units of factor, for whole vectors. Returns the factor; it is no number where
+// some x is none, or is infinite.
+INLINE float q8_integers(short *t, const float *x, int n) {
+    Vec top = vec_all(0), other = vec_all(0);
+    for (int k = 0; k < n; k += LANES) {
+        Vec v = vec_load(x + k, DT_F32, LANES);
+        top = vec_max(vec_max(v, vec_mul(v, vec_all(-1))), top);
+        other = vec_fma(v, vec_all(0), other);
+    }
+    float most = vec_largest(top), unit = most > 1e-30f ? Q8_TOP / most : 0;
+    for (int k = 0; k < n; k += LANES) {
+        Vec v = vec_mul(vec_load(x + k, DT_F32, LANES), vec_all(unit));
+        vec_store_words(t + k, vec_add(v, vec_all(12582912)));
+    }
+    return most / Q8_TOP + vec_fold(other);
+}
+
+// Simd.integers_q8. Missing rows repeat the last one.
+TARGET static void q8_query(Q8Query *to, const float *x, size_t ldx, int m, int n) {
+    short t[4][Q8_COLS] __attribute__((aligned(64)));
+    for (int i = 0; i < 4; i++) {
+        float factor = q8_integers(t[i], x + (size_t)min_int(i, m - 1) * ldx, n);
+        for (int j = 0; j < 4; j++) to->factor[4 * i + j] = factor;
+    }
+    for (int b = 0; b < n / Q8_BLOCK; b++)
+        ints_arrange(to->block[b], (const short (*)[Q8_COLS])(t[0] + b * Q8_BLOCK));
+}
+
+// out (4,4), rows Q8_ROWS apart, = the products with rows j .. j+3 of w, for the `blocks` blocks from
+// column k0 on. Missing rows repeat the last one.
+INLINE void q8_panel(float *out, const Dots *a, const Q8Query *q, int j, int k0, int blocks) {
+    const char *w[4];
+    Vec sum = vec_all(0);
+    UNROLL for (int r = 0; r < 4; r++)
+        w[r] = a->w + (size_t)min_int(j + r, a->n - 1) * a->ldw + q8_bytes(k0);
+    for (int b = 0; b < blocks; b++) {
+        Ints part[4];
+        size_t at = b * (size_t)(Q8_BLOCK + 2);
+        UNROLL for (int r = 0; r < 4; r++)
+            part[r] = ints_block(q->block[b], (const signed char *)w[r] + at + 2);
+        sum = vec_fma(vec_of_ints(ints_fold(part)), vec_four_f16(w, at), sum);
+    }
+    Vec factor = vec_mul(vec_load(q->factor, DT_F32, LANES), vec_all(a->scale));
+    vec_store_quarters(out, Q8_ROWS, vec_mul(sum, factor));
+}
+
+// Simd.dots_q8, Q8_ROWS rows of w at a time. Meanwhile it asks for those a few KB on, or for what
+// the caller says.
+TARGET static void dots_q8_rows(const Dots *a) {
+    const Q8Query *q = a->q8;
+    int pieces = (a->K + Q8_COLS - 1) / Q8_COLS;
+    float out[4][Q8_ROWS];
+    Ahead next = a->next;
+    size_t share = next.bytes ? ahead_share(next, (a->n + 3) / 4) : 0;
+    for (int k0 = 0; k0 < a->K; k0 += Q8_COLS) {
+        int cols = min_int(a->K - k0, Q8_COLS), add = k0 || a->add;
+        for (int j0 = 0; j0 < a->n; j0 += Q8_ROWS) {
+            int n = min_int(a->n - j0, Q8_ROWS);
+            for (int i = 0; i < a->m; i += 4) {
+                const Q8Query *four = q + i / 4 * pieces + k0 / Q8_COLS;
+                int asks = !a->next.p && !i && !k0;
+                for (int j = 0; j < n; j += 4) {
+                    const char *ahead = a->w + (j0 + j) * a->ldw + FEW_AHEAD;
+                    if (next.bytes) ask_ahead(&next, share);
+                    for (size_t b = 0; asks && b < 4 * a->ldw; b += 64)
+                        __builtin_prefetch(ahead + b);
+                    q8_panel(out[0] + j, a, four, j0 + j, k0, cols / Q8_BLOCK);
+                }
+                for (int r = 0; r < 4 && i + r < a->m; r++) {
+                    float *y = a->y + (size_t)(i + r) * a->ldy + j0;
+                    for (int j = 0; j < n; j++) y[j] = add ? y[j] + out[r][j] : out[r][j];
+                }
+            }
+        }
+    }
+}
+
 // -- weighted sums of rows, in tiles of MX rows of o by NV vectors
+
+// Columns d .. d+n-1 of a row of v, at most a vector of them. A row of q8_0 is whole blocks: their
+// numbers are unpacked in registers, scale times integer, as unpack_q8 does it.
+INLINE Vec mix_load(const char *row, int dtype, int d, int n) {
+    if (dtype != ROWS_Q8) return vec_load(row + (size_t)d * (dtype == DT_F32 ? 4 : 2), dtype, n);
+    row += d / Q8_BLOCK * (Q8_BLOCK + 2);
+    const signed char *q = (const signed char *)row + 2 + d % Q8_BLOCK;
+    return vec_mul(vec_load_bytes(q), vec_all_f16(row));
+}
 
 // The tile of M rows of o from row i0 on, of which m are there, and `vectors` vectors of columns
 // from d0 on, each of `width` columns. Each output adds its n products in the order of the rows of
@@ -9494,11 +9721,10 @@ INLINE void mix_tile(const Mix *a, int dtype, int M, int i0, int m, int d0, int 
                      Ahead next) {
     Vec acc[MX * NV];
     int n = a->n, D = a->D;
-    size_t size = dtype == DT_F32 ? 4 : 2;
+    size_t bytes = dtype == ROWS_Q8 ? q8_bytes(D) : (size_t)D * (dtype == DT_F32 ? 4 : 2);
     size_t share = next.bytes ? ahead_share(next, n) : 0;
     float *o = a->o + (size_t)i0 * D + d0;
     const float *p = a->p + (size_t)i0 * n;
-    const char *v = a->v + d0 * size;
 
     UNROLL for (int i = 0; i < M; i++) {
         const float *from = o + (size_t)(i < m ? i : m - 1) * D;
@@ -9509,7 +9735,7 @@ INLINE void mix_tile(const Mix *a, int dtype, int M, int i0, int m, int d0, int 
         Vec b[NV];
         if (next.bytes) ask_ahead(&next, share);
         UNROLL for (int c = 0; c < vectors; c++)
-            b[c] = vec_load(v + ((size_t)r * D + c * LANES) * size, dtype, width);
+            b[c] = mix_load(a->v + r * bytes, dtype, d0 + c * LANES, width);
         UNROLL for (int i = 0; i < M; i++) {
             Vec weight = vec_all(p[(size_t)(i < m ? i : m - 1) * n + r]);
             UNROLL for (int c = 0; c < vectors; c++)
@@ -9529,7 +9755,7 @@ INLINE void mix_tile(const Mix *a, int dtype, int M, int i0, int m, int d0, int 
 INLINE void mix_rows(const Mix *a, int dtype, int M, int i0, int m, Ahead next) {
     int d = 0, D = a->D;
     const Ahead none = {0};
-    size_t row = D * sizeof(uint16_t);
+    size_t row = dtype == ROWS_Q8 ? q8_bytes(D) : D * sizeof(uint16_t);
     if (!next.p && dtype != DT_F32) next = (Ahead){ a->v + 16 * row, a->n * row };
     for (; d + NV * LANES <= D; d += NV * LANES)
         mix_tile(a, dtype, M, i0, m, d, NV, LANES, d ? none : next);
@@ -9553,6 +9779,7 @@ INLINE void mix_block(const Mix *a, int dtype) {
 TARGET static void mix_f32(const Mix *a) { mix_block(a, DT_F32); }
 TARGET static void mix_f16(const Mix *a) { mix_block(a, DT_F16); }
 TARGET static void mix_bf16(const Mix *a) { mix_block(a, DT_BF16); }
+TARGET static void mix_q8_rows(const Mix *a) { mix_block(a, ROWS_Q8); }
 
 // -- exponentials
 
@@ -9853,6 +10080,9 @@ static const Simd simd_entry = {
     .dots8_vnni      = dots8_one,
     .whole           = whole_row,
     .mix             = { mix_f32, mix_f16, mix_bf16 },
+    .integers_q8     = q8_query,
+    .dots_q8         = dots_q8_rows,
+    .mix_q8          = mix_q8_rows,
     .widen           = { widen_f32, widen_f16, widen_bf16 },
     .narrow_f16      = narrow_row,
     .unpack_q8       = unpack_q8_rows,
@@ -10021,6 +10251,74 @@ INLINE_avx2 uint32_t vec_at_least_avx2(const float *p, uint32_t key) {
     return at_least_8_avx2(p, key) | at_least_8_avx2(p + 8, key) << 8;
 }
 
+typedef struct { __m256i a, b; } Ints_avx2;     // of rows 0 and 1, of rows 2 and 3
+
+INLINE_avx2 void vec_store_words_avx2(short *p, Vec_avx2 x) {
+    __m256i a = _mm256_slli_epi32(_mm256_castps_si256(x.a), 16);
+    __m256i b = _mm256_slli_epi32(_mm256_castps_si256(x.b), 16);
+    a = _mm256_packs_epi32(_mm256_srai_epi32(a, 16), _mm256_srai_epi32(b, 16));
+    _mm256_storeu_si256((void *)p, _mm256_permute4x64_epi64(a, 0xd8));     // packs works in halves
+}
+
+INLINE_avx2 void ints_arrange_avx2(short *to, const short (*x)[Q8_COLS]) {
+    ints_arrange_plain(to, x);
+}
+
+INLINE_avx2 Ints_avx2 ints_block_avx2(const short *x, const signed char *k) {
+    Ints_avx2 sum = { _mm256_setzero_si256(), _mm256_setzero_si256() };
+    UNROLL for (int c = 0; c < Q8_BLOCK; c += 8) {
+        __m128i word = _mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)(k + c)));
+        __m256i both = _mm256_broadcastsi128_si256(word);
+        __m256i a = _mm256_load_si256((const void *)(x + 4 * c));
+        __m256i b = _mm256_load_si256((const void *)(x + 4 * c + 16));
+        sum.a = _mm256_add_epi32(sum.a, _mm256_madd_epi16(a, both));
+        sum.b = _mm256_add_epi32(sum.b, _mm256_madd_epi16(b, both));
+    }
+    return sum;
+}
+
+// The quarters of ints_fold in two of four registers.
+INLINE_avx2 __m256i fold_4_avx2(__m256i a, __m256i b, __m256i c, __m256i d) {
+    a = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+    c = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+    return _mm256_add_epi32(_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c));
+}
+
+INLINE_avx2 Ints_avx2 ints_fold_avx2(const Ints_avx2 *a) {
+    return (Ints_avx2){ fold_4_avx2(a[0].a, a[1].a, a[2].a, a[3].a),
+                        fold_4_avx2(a[0].b, a[1].b, a[2].b, a[3].b) };
+}
+
+INLINE_avx2 Vec_avx2 vec_of_ints_avx2(Ints_avx2 x) {
+    return (Vec_avx2){ _mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b) };
+}
+
+// The f16 at p[j] + at, j < 4.
+INLINE_avx2 __m128 four_f16_avx2(const char *const *p, size_t at) {
+    uint16_t h[4];
+    UNROLL for (int j = 0; j < 4; j++) memcpy(&h[j], p[j] + at, sizeof *h);
+    return _mm_cvtph_ps(_mm_setr_epi16((short)h[0], (short)h[1], (short)h[2], (short)h[3], 0, 0, 0, 0));
+}
+
+INLINE_avx2 Vec_avx2 vec_four_f16_avx2(const char *const *p, size_t at) {
+    __m256 x = _mm256_set_m128(four_f16_avx2(p, at), four_f16_avx2(p, at));
+    return (Vec_avx2){ x, x };
+}
+
+INLINE_avx2 void vec_store_quarters_avx2(float *p, size_t by, Vec_avx2 x) {
+    _mm_storeu_ps(p, _mm256_castps256_ps128(x.a));
+    _mm_storeu_ps(p + by, _mm256_extractf128_ps(x.a, 1));
+    _mm_storeu_ps(p + 2 * by, _mm256_castps256_ps128(x.b));
+    _mm_storeu_ps(p + 3 * by, _mm256_extractf128_ps(x.b, 1));
+}
+
+INLINE_avx2 Vec_avx2 vec_all_f16_avx2(const char *p) {
+    short h;
+    memcpy(&h, p, sizeof h);
+    __m256 x = _mm256_cvtph_ps(_mm_set1_epi16(h));
+    return (Vec_avx2){ x, x };
+}
+
 // ---- the vector in AVX-512: one register, with a mask where fewer than 16 lanes count
 #define TARGET_avx512 __attribute__((target("avx512f,avx512bw,avx512vl,fma,f16c")))
 #define INLINE_avx512 TARGET_avx512 static inline __attribute__((always_inline))
@@ -10170,6 +10468,119 @@ INLINE_avx512 uint32_t vec_at_least_avx512(const float *p, uint32_t key) {
     x = _mm512_xor_si512(x, _mm512_or_si512(_mm512_srai_epi32(x, 31), top));
     return _mm512_cmpge_epu32_mask(x, _mm512_set1_epi32((int)key));
 }
+
+typedef __m512i Ints_avx512;
+
+INLINE_avx512 void vec_store_words_avx512(short *p, __m512 x) {
+    _mm256_storeu_si256((void *)p, _mm512_cvtepi32_epi16(_mm512_castps_si512(x)));
+}
+
+INLINE_avx512 void ints_arrange_avx512(short *to, const short (*x)[Q8_COLS]) {
+    ints_arrange_plain(to, x);
+}
+
+INLINE_avx512 __m512i ints_block_avx512(const short *x, const signed char *k) {
+    __m512i word = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)k));
+    __m512i a = _mm512_madd_epi16(_mm512_shuffle_i32x4(word, word, 0x00), _mm512_load_si512(x));
+    __m512i b = _mm512_madd_epi16(_mm512_shuffle_i32x4(word, word, 0x55), _mm512_load_si512(x + 32));
+    __m512i c = _mm512_madd_epi16(_mm512_shuffle_i32x4(word, word, 0xaa), _mm512_load_si512(x + 64));
+    __m512i d = _mm512_madd_epi16(_mm512_shuffle_i32x4(word, word, 0xff), _mm512_load_si512(x + 96));
+    return _mm512_add_epi32(_mm512_add_epi32(a, b), _mm512_add_epi32(c, d));
+}
+
+INLINE_avx512 __m512i ints_fold_avx512(const __m512i *x) {
+    __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+    __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+}
+
+INLINE_avx512 __m512 vec_of_ints_avx512(__m512i x) {
+    return _mm512_cvtepi32_ps(x);
+}
+
+INLINE_avx512 __m512 vec_four_f16_avx512(const char *const *p, size_t at) {
+    return _mm512_broadcast_f32x4(four_f16_avx2(p, at));
+}
+
+INLINE_avx512 void vec_store_quarters_avx512(float *p, size_t by, __m512 x) {
+    _mm_storeu_ps(p, _mm512_castps512_ps128(x));
+    _mm_storeu_ps(p + by, _mm512_extractf32x4_ps(x, 1));
+    _mm_storeu_ps(p + 2 * by, _mm512_extractf32x4_ps(x, 2));
+    _mm_storeu_ps(p + 3 * by, _mm512_extractf32x4_ps(x, 3));
+}
+
+INLINE_avx512 __m512 vec_all_f16_avx512(const char *p) {
+    short h;
+    memcpy(&h, p, sizeof h);
+    return _mm512_cvtph_ps(_mm256_set1_epi16(h));
+}
+
+// ---- AVX-512 as Ice Lake and Zen 4 have it: with VNNI and VBMI
+// The vector is that of AVX-512. What differs is the product of bytes: vpdpbusd multiplies four
+// unsigned bytes with four signed ones and adds the products to a lane. So t is 256 hi + lo, two
+// signed bytes, and a key's byte u becomes u + 128, whose surplus of 128 t is subtracted from the
+// start: the sums begin at -128 sum t.
+#define TARGET_avx512vnni __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,fma,f16c")))
+#define INLINE_avx512vnni TARGET_avx512vnni static inline __attribute__((always_inline))
+
+enum { MR_avx512vnni = 4, NR_avx512vnni = 4, N1_avx512vnni = 16, MX_avx512vnni = 6, NV_avx512vnni = 4 };
+#define Vec_avx512vnni             Vec_avx512
+#define vec_all_avx512vnni         vec_all_avx512
+#define vec_add_avx512vnni         vec_add_avx512
+#define vec_mul_avx512vnni         vec_mul_avx512
+#define vec_div_avx512vnni         vec_div_avx512
+#define vec_fma_avx512vnni         vec_fma_avx512
+#define vec_max_avx512vnni         vec_max_avx512
+#define vec_min_avx512vnni         vec_min_avx512
+#define vec_scale_avx512vnni       vec_scale_avx512
+#define vec_load_avx512vnni        vec_load_avx512
+#define vec_load_bytes_avx512vnni  vec_load_bytes_avx512
+#define vec_store_avx512vnni       vec_store_avx512
+#define vec_store_f16_avx512vnni   vec_store_f16_avx512
+#define vec_fold_avx512vnni        vec_fold_avx512
+#define vec_folds_avx512vnni       vec_folds_avx512
+#define vec_largest_avx512vnni     vec_largest_avx512
+#define vec_at_least_avx512vnni    vec_at_least_avx512
+#define vec_four_f16_avx512vnni    vec_four_f16_avx512
+#define vec_all_f16_avx512vnni     vec_all_f16_avx512
+#define vec_store_quarters_avx512vnni vec_store_quarters_avx512
+#define vec_of_ints_avx512vnni     vec_of_ints_avx512
+#define vec_store_words_avx512vnni vec_store_words_avx512
+#define Ints_avx512vnni            Ints_avx512
+#define ints_fold_avx512vnni       ints_fold_avx512
+
+// to = for the first and the last 16 columns the upper bytes of the four rows, then the lower ones;
+// last where the sums begin.
+INLINE_avx512vnni void ints_arrange_avx512vnni(short *to, const short (*x)[Q8_COLS]) {
+    __m512i *out = (void *)to;
+    for (int i = 0; i < 4; i++) {
+        __m512i word = _mm512_loadu_si512(x[i]);
+        __m512i upper = _mm512_srai_epi16(_mm512_add_epi16(word, _mm512_set1_epi16(128)), 8);
+        __m256i hi = _mm512_cvtepi16_epi8(upper), lo = _mm512_cvtepi16_epi8(word);
+        _mm_storeu_si128((__m128i *)(out + 0) + i, _mm256_castsi256_si128(hi));
+        _mm_storeu_si128((__m128i *)(out + 1) + i, _mm256_castsi256_si128(lo));
+        _mm_storeu_si128((__m128i *)(out + 2) + i, _mm256_extracti128_si256(hi, 1));
+        _mm_storeu_si128((__m128i *)(out + 3) + i, _mm256_extracti128_si256(lo, 1));
+    }
+    __m512i top = _mm512_set1_epi8(-128), zero = _mm512_setzero_si512();
+    __m512i hi = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(zero, top, out[0]), top, out[2]);
+    __m512i lo = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(zero, top, out[1]), top, out[3]);
+    out[4] = _mm512_sub_epi32(zero, _mm512_add_epi32(_mm512_slli_epi32(hi, 8), lo));
+}
+
+INLINE_avx512vnni __m512i ints_block_avx512vnni(const short *x, const signed char *k) {
+    const __m512i *q = (const void *)x;
+    __m512i top = _mm512_set1_epi8(-128);
+    __m512i first = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)k));
+    __m512i last = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)(k + 16)));
+    first = _mm512_xor_si512(first, top);               // u + 128
+    last = _mm512_xor_si512(last, top);
+    __m512i hi = _mm512_dpbusd_epi32(_mm512_setzero_si512(), first, q[0]);
+    __m512i lo = _mm512_dpbusd_epi32(q[4], first, q[1]);
+    hi = _mm512_dpbusd_epi32(hi, last, q[2]);
+    lo = _mm512_dpbusd_epi32(lo, last, q[3]);
+    return _mm512_add_epi32(_mm512_slli_epi32(hi, 8), lo);
+}
 #endif  // __x86_64__
 
 // ---- the copies, and the choice of one
@@ -10185,10 +10596,15 @@ INLINE_avx512 uint32_t vec_at_least_avx512(const float *p, uint32_t key) {
 #define SIMD avx512
 #include "kvcomp.c"
 #undef SIMD
+
+#define SIMD avx512vnni
+#include "kvcomp.c"
+#undef SIMD
 #endif
 
 static const Simd *const simd_table[] = {       // best first
 #if defined(__x86_64__)
+    &simd_entry_avx512vnni,
     &simd_entry_avx512,
     &simd_entry_avx2,
 #endif
@@ -10205,7 +10621,9 @@ static int simd_can(const Simd *s) {
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
               && __builtin_cpu_supports("avx512vl");
     if (!strcmp(s->name, "avx2")) return avx2;
+    int vnni = avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
     if (!strcmp(s->name, "avx512")) return avx512;
+    if (!strcmp(s->name, "avx512vnni")) return vnni;
 #endif
     return !strcmp(s->name, "plain");
 }
@@ -10391,18 +10809,45 @@ static void scores_of(float *s, const float *q, const void *k, int dtype, int m,
     Dots block = {
         .y = s, .ldy = (size_t)n,
         .x = q, .ldx = (size_t)D,
-        .w = k, .ldw = (size_t)D * dtype_size(dtype),
+        .w = k, .ldw = kind_bytes(dtype, D),
         .m = m, .n = n, .K = D,
         .scale = scale, .next = next,
     };
     simd->dots[dtype](&block);
 }
 
+// Q8Query of a group of four queries (m,D): one for every Q8_COLS columns.
+static int q8_pieces(int D) { return (D + Q8_COLS - 1) / Q8_COLS; }
+
+static Q8Query *q8_room(Session *s) {
+    int D = s->c->D, n = Q_BLOCK / 4 * q8_pieces(D);
+    return dtype_in_place(s->fk, D) == ROWS_Q8 ? scratch(s, (size_t)n * sizeof(Q8Query)) : NULL;
+}
+
+static void q8_queries(Q8Query *to, const float *q, int m, int D) {
+    for (int i = 0; i < m; i += 4)
+        for (int c = 0; c < D; c += Q8_COLS, to++)
+            simd->integers_q8(to, q + (size_t)i * D + c, (size_t)D, min_int(m - i, 4), min_int(D - c, Q8_COLS));
+}
+
+static void q8_scores(float *s, const Q8Query *q, const void *k, int m, int n, int D, float scale,
+                      Ahead next) {
+    Dots block = {
+        .y = s, .ldy = (size_t)n,
+        .q8 = q,
+        .w = k, .ldw = q8_bytes(D),
+        .m = m, .n = n, .K = D,
+        .scale = scale, .next = next,
+    };
+    simd->dots_q8(&block);
+}
+
 // o (m,D) = p (m,n) v (n,D); add: o += that. next: see Mix.
 static void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add,
                    Ahead next) {
     Mix block = { .o = o, .p = p, .v = v, .m = m, .n = n, .D = D, .add = add, .next = next };
-    simd->mix[dtype](&block);
+    if (dtype == ROWS_Q8) simd->mix_q8(&block);
+    else simd->mix[dtype](&block);
 }
 
 // s (m,n) = scale * q (m,D) k (n,D)^T, all f32.
@@ -10578,16 +11023,17 @@ static Ahead tile_ahead(const Session *s, const KVHead *h, int v, int r0, int n)
     return (Ahead){ raw_row(s, h, v, r0), n * format_of(s, v)->row_bytes(s->c->D) };
 }
 
-// Can a kernel read rows of this format where they lie? q8_0 has to be unpacked first.
-static int rows_in_place(const Format *f) {
-    return f->unpack == f16_unpack || f->unpack == bf16_unpack || f->unpack == f32_unpack;
-}
-
-// The dtype a kernel reads rows of this format in: their own if in place, otherwise f32.
-static int dtype_in_place(const Format *f) {
+// The dtype a kernel reads rows of this format in: their own if it can read them where they lie,
+// otherwise f32. q8_0 has kernels for rows of whole blocks.
+static int dtype_in_place(const Format *f, int D) {
     if (f->unpack == f16_unpack) return DT_F16;
     if (f->unpack == bf16_unpack) return DT_BF16;
-    return DT_F32;
+    return f->unpack == q8_unpack && D % Q8_BLOCK == 0 ? ROWS_Q8 : DT_F32;
+}
+
+// Can a kernel read rows of this format where they lie?
+static int rows_in_place(const Format *f, int D) {
+    return f->unpack == f32_unpack || dtype_in_place(f, D) != DT_F32;
 }
 
 // The keys (OF_K) or values (OF_V) of the copy that view_near made: w->n keys, then w->n values.
@@ -10603,14 +11049,15 @@ static const void *rows_ready(const Session *s, const KVHead *h, const View *w, 
     const Format *f = format_of(s, v);
     if (w->is_near && a->p + a->n <= w->n) {
         const char *from = near_rows(s, w, v) + a->p * f->row_bytes(s->c->D);
-        if (rows_in_place(f)) return from;
+        if (rows_in_place(f, s->c->D)) return from;
         f->unpack(buf, from, a->n, s->c->D);
         return buf;
     }
     int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1);
     int neighbours = last - first == a->n - 1;
-    if (first >= h->packed && neighbours && rows_in_place(f)) return raw_row(s, h, v, first);
-    load_rows(s, h, v, a->rows, a->r0, a->n, buf, dtype_in_place(f));
+    if (first >= h->packed && neighbours && rows_in_place(f, s->c->D))
+        return raw_row(s, h, v, first);
+    load_rows(s, h, v, a->rows, a->r0, a->n, buf, dtype_in_place(f, s->c->D));
     return buf;
 }
 
@@ -10642,11 +11089,11 @@ static TileRows tile_read(const Session *s, const KVHead *h, const View *w, cons
     int reads_next = v == OF_K ? OF_V : OF_K;
     int listed = v == OF_K ? own_rows(w, a, &rows) : next_rows(w, a, &rows), half = listed / 2;
     if (half) fetch_rows(s, h, reads_next, rows, half);
-    TileRows t = { .x = rows_ready(s, h, w, a, v, buf), .dtype = dtype_in_place(f) };
+    TileRows t = { .x = rows_ready(s, h, w, a, v, buf), .dtype = dtype_in_place(f, s->c->D) };
     if (listed) fetch_rows(s, h, reads_next, rows + half, listed - half);
 
     // Neighbours that have to be unpacked: the kernel asks for the next tile of them.
-    int next = a->r0 + a->n, in_place = next >= h->packed && rows_in_place(f);
+    int next = a->r0 + a->n, in_place = next >= h->packed && rows_in_place(f, s->c->D);
     if (!a->rows && !in_place) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);
     return t;
 }
