@@ -20,6 +20,8 @@
 //   - EMU_ROUND=1, or emu_set_round(1): arithmetic rounds as the hardware does. Tensor cores align products to the largest
 //     and cut, expf is off by a unit in the last place either way. The build adds fused multiply-add, as nvcc does
 //   - between blocks: two blocks of one launch that touch the same four bytes, one of them writing, without atomics
+//   - between launches: a kernel that starts early (KV_LAUNCH_EARLY) and, before dependency_wait, writes device memory or
+//     reads what a kernel wrote that may still run
 //   - poisoned rooms: memory that is used again starts as NaN (room() of kvcomp.cu)
 //   - ordinary host memory is read as late as the next launch, as a GPU that shares the host's page tables may do
 // Tests may let a call of the runtime fail: emu_fail_at().
@@ -77,6 +79,7 @@ struct EmuThread {
     int state, line;                  // why it waits, and on which line
     unsigned mask, lane;              // of the warp operation it waits in
     uint64_t in, got[32];             // what it brings; what the lanes of its mask brought
+    int waited;                       // 1: all earlier kernels have ended, for it
     void *tsan;
 };
 struct Emu {
@@ -94,6 +97,8 @@ struct Emu {
     size_t live, peak;                // bytes of the live ones, and the most there ever were
     size_t pooled;                    // bytes of freed rows that the pool keeps
     uint32_t launch, n_block;         // kernels run so far; the running block, counted from 1 as all of a launch are
+    int early;                        // 1: the running one was launched to start early
+    uint32_t ended;                   // this kernel and all before it have ended when the running one starts
     long switches;
 };
 static Emu emu;
@@ -335,7 +340,10 @@ static void load_once(unsigned *to, const void *p, int line = __builtin_LINE()) 
 }
 static inline float exp2_flush(float x) { return x < -126 ? 0 : emu_off(exp2f(x), x); }
 template <class T> static inline T as_it_is(T x) { return x; }
-static inline void dependency_wait(void) {}                                         // kernels run one after the other
+
+// Kernels run one after the other. What these two are for is looked after: a kernel that may start early calls
+// dependency_wait in every thread, or the one behind it would not know that all before have ended; see emu_touch, too.
+static inline void dependency_wait(void) { emu.cur->waited = 1; }
 static inline void dependents_launch(void) {}
 
 // ------------------------------------------------------------------------------------------------ the scheduler: one block at a time
@@ -344,6 +352,7 @@ EMU_QUIET static void emu_entry(void) {
     for (;;) {                                              // block after block
         EMU_TSAN(__tsan_acquire(&emu.bid));
         emu.body(emu.arg);
+        if (!emu.cur->waited) emu_die("a thread of a kernel that may start early returns without dependency_wait");
         if (emu_copies[emu.cur - emu.t].n) emu_die("a thread returns while %d of its copies are under way", emu_copies[emu.cur - emu.t].n);
         EMU_TSAN(__tsan_release(&emu.sched));
         emu.cur->state = EMU_DONE;
@@ -399,6 +408,7 @@ EMU_QUIET static void emu_block(void) {
         unsigned x = emu.block.x, y = emu.block.y;
         t->tid = dim3(i % x, i / x % y, i / (x * y));
         t->state = EMU_READY; t->lane = i & 31;
+        t->waited = !emu.early;
         emu_copies[i].group = 0;
         if (!t->made) emu_make(t);
         EMU_TSAN(char nm[64]; snprintf(nm, sizeof nm, "block %u,%u thread %d", emu.bid.x, emu.bid.y, i); __tsan_set_fiber_name(t->tsan, nm));
@@ -505,6 +515,8 @@ EMU_QUIET static void emu_touch(const void *p, size_t n, int write, int atomic) 
         if (w * 4 < at) bytes &= 15u << (at - w * 4);
         if (w * 4 + 4 > end) bytes &= 15u >> (w * 4 + 4 - end);
         EmuWord *x = &emu_words[w];
+        if (!emu.cur->waited && (write || x->write.launch > emu.ended))
+            emu_die("%s before dependency_wait", write ? "writes device memory" : "reads what a kernel wrote that may still run");
         const EmuTouch *by = emu_meets(&x->write, bytes, atomic) ? &x->write : write && emu_meets(&x->read, bytes, atomic) ? &x->read : NULL;
         if (by) {
             int i = emu.n_mem - 1;
@@ -943,8 +955,11 @@ extern "C" long emu_count(const char *part) {                     // tests: laun
     return n;
 }
 template <class... P, class... A>
-static void emu_run(const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
+static void emu_run(int early, const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
     emu_count_one(name);
+    // An early one starts when all blocks of the one before have, and so knows of no more kernels that have ended.
+    emu.early = early;
+    if (!early) emu.ended = emu.launch;
     emu.kernel = name; emu.grid = grid; emu.block = block; emu.n = block.x * block.y * block.z; emu.dyn_bytes = dyn;
     (emu_arg<>(a), ...);
     auto call = [=] { k((P)a...); };
@@ -963,7 +978,7 @@ static void emu_run(const char *name, dim3 grid, dim3 block, size_t dyn, void (*
     emu.kernel = NULL;
 }
 template <class... P, class... A>
-static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
+static void emu_launch_as(int early, const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
     EmuLock lock;
     if (emu_call(cudaErrorUnknown) != cudaSuccess) return;        // KV_LAUNCH asks for the error
     int threads = block.x * block.y * block.z;
@@ -971,15 +986,20 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
     if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) emu_die("%s: grid %u,%u,%u", name, grid.x, grid.y, grid.z);
     if (dyn > 48 * 1024 && dyn > emu_allowed((void *)k, 0)) emu_die("%s: %zu bytes of dynamic shared memory, not asked for by cudaFuncSetAttribute", name, dyn);
     if (!emu.arena) emu_init();
-    emu_do(0, [=] { emu_run(name, grid, block, dyn, k, a...); });
+    emu_do(0, [=] { emu_run(early, name, grid, block, dyn, k, a...); });
 }
-#define KV_LAUNCH(k, grid, block, smem, ...) do { \
+template <class... P, class... A>
+static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
+    emu_launch_as(0, name, grid, block, dyn, k, a...);
+}
+#define EMU_LAUNCH(early, k, grid, block, smem, ...) do { \
     launch_begins(#k); \
-    emu_launch(#k, grid, block, smem, k, __VA_ARGS__); \
+    emu_launch_as(early, #k, grid, block, smem, k, __VA_ARGS__); \
     KV_CUDA(cudaGetLastError()); \
     launch_ends(); \
 } while (0)
-#define KV_LAUNCH_EARLY KV_LAUNCH                                // kernels run one after the other
+#define KV_LAUNCH(...) EMU_LAUNCH(0, __VA_ARGS__)
+#define KV_LAUNCH_EARLY(...) EMU_LAUNCH(1, __VA_ARGS__)
 #define KV_UNROLL(n)
 #define KV_CALL
 #define KV_DYN_SHARED(T, name) T *name = (T *)emu_dyn()
@@ -1093,6 +1113,13 @@ static void emu_bad_reader(int *x) { if (!blockIdx.x) x[0] = 1; else if (x[0] > 
 static void emu_bad_shared(int *x) { int *own = (int *)emu_dyn(); own[threadIdx.x + 1] = 1; x[threadIdx.x] = 0; }       // past the end
 static void emu_bad_holder(EmuHolder) {}
 static void emu_first(int *x) { x[1] = x[0]; }
+static void emu_bad_early(int *x, int way) {                     // reads, writes or ends too early
+    int last = way == 0 ? x[1] : 0;
+    if (way == 1) x[2] = 1;
+    if (way != 2) dependency_wait();
+    if (last) x[3] = 1;
+}
+static void emu_good_early(int *x) { int old = x[64]; dependency_wait(); x[2] = x[1] + old; }
 // Allowed: bytes of their own in one word, atomics, and the last block that arrives, which reads what the others left.
 static void emu_good_blocks(int *x) {
     ((char *)(x + 8))[blockIdx.x] = (char)blockIdx.x;
@@ -1118,6 +1145,11 @@ extern "C" void emu_provoke(int kind) {
         emu_launch("first", 1, 1, 0, emu_first, x);
         cudaMemcpy(zero, x, sizeof zero, cudaMemcpyDeviceToHost);
         fprintf(stderr, "%d read", zero[1]);
+    }
+    if (kind >= 6) {
+        emu_launch("first", 1, 1, 0, emu_first, x);
+        emu_launch_as(1, "waits", 1, 1, 0, emu_good_early, x);
+        if (kind > 6) emu_launch_as(1, "early", 1, 1, 0, emu_bad_early, x, kind - 7);
     }
     cudaFree(x);
 }

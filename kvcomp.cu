@@ -55,7 +55,8 @@
 static int kv_early;                            // 1: the device can start a kernel early, sm_90 and later
 
 // A launch of a kernel that calls dependency_wait: it may start before the one ahead of it has ended, so
-// that its first blocks find their places, and ask for their weights, while that one's last are at work.
+// that its first blocks find their places, and a product's ask for their weights, while that one's last are
+// at work.
 template <class... P, class... A>
 static cudaError_t launch_early(void (*k)(P...), int grid, int block, size_t smem, cudaStream_t stream,
                                 A... a) {
@@ -89,12 +90,21 @@ static cudaError_t launch_early(void (*k)(P...), int grid, int block, size_t sme
 #define KV_DYN_SHARED(T, name) extern __shared__ __align__(128) float4 kv_dyn_[]; T *name = (T *)kv_dyn_
 #endif
 
-// A launch that may need more shared memory than the 48 KB every kernel has without asking, static
-// arrays of up to 16 KB among them. smem is a variable.
-#define KV_LAUNCH_WIDE(k, grid, block, smem, ...) do { \
+// Lets a kernel have more shared memory than the 48 KB every kernel has without asking, static arrays of
+// up to 16 KB among them. smem is a variable.
+#define KV_WIDE(k, smem) do { \
     if (smem > 32 * 1024) \
         KV_CUDA(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)); \
+} while (0)
+
+// Launches of such kernels.
+#define KV_LAUNCH_WIDE(k, grid, block, smem, ...) do { \
+    KV_WIDE(k, smem); \
     KV_LAUNCH(k, grid, block, smem, __VA_ARGS__); \
+} while (0)
+#define KV_LAUNCH_WIDE_EARLY(k, grid, block, smem, ...) do { \
+    KV_WIDE(k, smem); \
+    KV_LAUNCH_EARLY(k, grid, block, smem, __VA_ARGS__); \
 } while (0)
 
 // ==================================================================================================== 15 HELPERS
@@ -727,8 +737,9 @@ KV_PTX float exp2_flush(float x) {
 }
 
 // A kernel launched with programmatic stream serialization starts before the one ahead of it has
-// ended. It calls dependency_wait before it reads what that one wrote; dependents_launch says that the
-// next kernel may start. Both do nothing in an ordinary launch, and before sm_90.
+// ended. It calls dependency_wait before it writes, and before it reads what that one wrote, or one that
+// such a one did not wait for; dependents_launch says that the next kernel may start. Both do nothing in an
+// ordinary launch, and before sm_90. cuda_emu.h looks after the waits.
 KV_PTX void dependency_wait(void) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -2594,6 +2605,8 @@ static __device__ void mix_tile(float (&acc)[QW][ND ? ND : 1], const AttendShare
 template <int QW, int ND>
 static __global__ void __launch_bounds__(ATTN_WARPS * 32, 4) attend_kernel(Attn a) {
     KV_DYN_SHARED(char, mem);
+    dependents_launch();
+    dependency_wait();
     const int BQ = ATTN_WARPS * QW, LANES = 32 / QW;
     AttendShared m;
     attend_carve<QW>(&m, mem, a.D);
@@ -2775,6 +2788,8 @@ static __device__ void decode_store(float *to, const float *acc, float top, floa
 template <int DT, int LW, int NR, int U>
 static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decode_kernel(Attn a) {
     KV_DYN_SHARED(char, mem);
+    dependents_launch();
+    dependency_wait();
     const int ROWS = 32 / LW, DIM = 8 * LW;
     DecodeShared m;
     decode_carve(&m, mem, LW, NR, a.D);
@@ -4263,6 +4278,8 @@ constexpr int gqa_blocks(int KIND, int D, int NT) {
 template <int KIND, int D, int NT>
 static __global__ void __launch_bounds__(ATTN_WARPS * 32, gqa_blocks(KIND, D, NT)) gqa_kernel(Attn a, int BQ) {
     KV_DYN_SHARED(char, mem);
+    dependents_launch();
+    dependency_wait();
     const int SLOTS = KIND == ROW_Q8 || KIND == GQA_PATS;
     GqaShared m;
     gqa_carve(&m, mem, KIND, NT, D, all_slots<KIND, D, NT>());
@@ -4810,10 +4827,10 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
 template <int QW> static void attend_launch(const Attn &a, int n, int mix) {
     AttendShared m;
     size_t smem = attend_carve<QW>(&m, NULL, a.D);
-    if (!mix)            KV_LAUNCH_WIDE((attend_kernel<QW, 0>), n, ATTN_WARPS * 32, smem, a);
-    else if (a.D <= 64)  KV_LAUNCH_WIDE((attend_kernel<QW, 2>), n, ATTN_WARPS * 32, smem, a);
-    else if (a.D <= 128) KV_LAUNCH_WIDE((attend_kernel<QW, 4>), n, ATTN_WARPS * 32, smem, a);
-    else                 KV_LAUNCH_WIDE((attend_kernel<QW, 8>), n, ATTN_WARPS * 32, smem, a);
+    if (!mix)            KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 0>), n, ATTN_WARPS * 32, smem, a);
+    else if (a.D <= 64)  KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 2>), n, ATTN_WARPS * 32, smem, a);
+    else if (a.D <= 128) KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 4>), n, ATTN_WARPS * 32, smem, a);
+    else                 KV_LAUNCH_WIDE_EARLY((attend_kernel<QW, 8>), n, ATTN_WARPS * 32, smem, a);
 }
 
 // decode_kernel with LW lanes a row. Query rows 8 and f32 numbers leave fewer registers for loads.
@@ -4821,8 +4838,8 @@ template <int DT, int LW> static void decode_width(const Attn &a, int n, int BQ)
     DecodeShared m;
     size_t smem = decode_carve(&m, NULL, LW, BQ, a.D);
     const int U = DT == DT_F32 ? 2 : 4;
-    if (BQ == 4) KV_LAUNCH((decode_kernel<DT, LW, 4, U>), n, ATTN_WARPS * 32, smem, a);
-    else         KV_LAUNCH((decode_kernel<DT, LW, 8, 2>), n, ATTN_WARPS * 32, smem, a);
+    if (BQ == 4) KV_LAUNCH_EARLY((decode_kernel<DT, LW, 4, U>), n, ATTN_WARPS * 32, smem, a);
+    else         KV_LAUNCH_EARLY((decode_kernel<DT, LW, 8, 2>), n, ATTN_WARPS * 32, smem, a);
 }
 
 // decode_kernel over n items of BQ query rows.
@@ -4836,7 +4853,7 @@ template <int DT> static void decode_launch(const Attn &a, int n, int BQ) {
 template <int KIND, int D, int NT> static void gqa_groups(const Attn &a, int n, int BQ) {
     GqaShared m;
     size_t smem = gqa_carve(&m, NULL, KIND, NT, D, all_slots<KIND, D, NT>());
-    KV_LAUNCH_WIDE((gqa_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, BQ);
+    KV_LAUNCH_WIDE_EARLY((gqa_kernel<KIND, D, NT>), n, ATTN_WARPS * 32, smem, a, BQ);
 }
 
 // The same for BQ = 4, 8 or 16.
@@ -5419,8 +5436,9 @@ void views_drop_cuda(Session *s) {
 // Four more stand around the layers: step_kernel, embed_kernel, the logits' product and, where the host
 // wants only the best of the logits, pick_kernel (section 24).
 //
-// From sm_90 on the products begin while the kernel ahead ends (KV_LAUNCH_EARLY): they ask for their first
-// weights, and then wait.
+// From sm_90 on products and attention begin while the kernel ahead ends (KV_LAUNCH_EARLY): products ask for
+// their first weights, and then wait; attention waits at once, but its blocks have found their places, and
+// the product behind it asks for weights while attention is at work.
 //
 // Select hooks may take part while they are steady: one that chooses lists on the device (end of
 // section 3), or one that only puts its query by. They are called where their launches are

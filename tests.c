@@ -21207,18 +21207,22 @@ __attribute__((unused)) static void provoke(long kind) { emu_provoke((int)kind);
 
 TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shared memory run "
                     "over, host pointers in structs, old contents of rooms, host memory changed "
-                    "too early; and lets pass what is right") {
+                    "too early, kernels that start early and do not wait; and lets pass what is "
+                    "right") {
 #if !defined(__SANITIZE_THREAD__)
     static const char *want[] = {
         NULL, "neighbours: block 1,0,0 writes offset 0 of an allocation of 260 bytes",
         "reader: block 1,0,0 reads offset 0", "shared memory written at byte 120 of 120",
-        "a struct of 16 bytes, holds a host pointer at byte 8"
+        "a struct of 16 bytes, holds a host pointer at byte 8", NULL, NULL,
+        "early: reads what a kernel wrote that may still run",
+        "early: writes device memory before dependency_wait",
+        "returns without dependency_wait"
     };
-    for (int i = 0; emu_provoke && i < 6; i++) {
+    for (int i = 0; emu_provoke && i < 10; i++) {
         char line[1000];
         emu_set_seed(0);
         int rc = in_a_process(provoke, i, line, sizeof line);
-        int caught = i && i < 5 && (emu_is_hard() || i > 2);
+        int caught = want[i] && (emu_is_hard() || i == 3 || i == 4 || i == 9);
         if (i == 5)
             CHECK(!strcmp(line, emu_is_hard() ? "2 read" : "1 read"), "a late copy: %s", line);
         else
