@@ -26,7 +26,7 @@ whole model, and each process takes its part of them. A layer's tensors lie wher
 several devices.
 
 LEFT OUT: one capacity for a whole KV head, the authors' arithmetic, batches, sliding windows, and taking tokens back.
-A pass of one token is a decode step, any other is a prefill.
+A pass of one token is a decode step, any other is a turn's prefill and ends with rows dropped.
 """
 import json
 import math
@@ -175,6 +175,12 @@ class DiliLazyCache(Cache):
         mine = slice(tp_rank * H, (tp_rank + 1) * H)
         C = capacities(scores, budget - window)
         super().__init__(layers=[DiliLazyLayer(C_i[mine], budget, window, kernel) for C_i in C])
+
+    def crop(self, tokens_to_remove):
+        raise NotImplementedError("dililazy takes no token back: the rows dropped for it are gone")
+
+    def reset(self):
+        raise NotImplementedError("a cache is one dialogue: make a new one")
 
 
 def hand_over(model, args, kwargs):

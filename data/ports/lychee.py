@@ -180,6 +180,12 @@ class LycheeCache(Cache):
         self.chunks.cut()
         self.chunks.ids += ids[0].tolist()
 
+    def crop(self, tokens_to_remove):
+        raise NotImplementedError("lychee takes no token back: the index would have to forget its chunk")
+
+    def reset(self):
+        raise NotImplementedError("a cache is one dialogue: make a new one")
+
 
 def hand_over(model, args, kwargs):
     """Forward pre-hook of the model: the cache gets the ids of the pass, and the attention function the cache."""
