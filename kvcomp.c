@@ -31567,6 +31567,22 @@ WEB const unsigned char *web_masks(int i) {
     return mask;
 }
 
+// The bytes of the rows that a session holds, without the room that is taken ahead (kv_bytes counts
+// it), and those of full attention's.
+static size_t web_rows_bytes(const Session *s) {
+    size_t n = 0, row = s->fk->row_bytes(s->c->D) + s->fv->row_bytes(s->c->D);
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        const KVHead *h = &s->head[i];
+        n += 2 * h->pk_bytes + (size_t)(h->len - h->packed) * row;
+    }
+    return n;
+}
+
+static size_t web_rows_full(const Session *s) {
+    size_t row = full_format(s, 0)->row_bytes(s->c->D) + full_format(s, 1)->row_bytes(s->c->D);
+    return (size_t)s->c->L * s->c->G * (size_t)tokens_said(s) * row;
+}
+
 // Bytes, rows and speed of side i; rows 1: also every row held and every view, as --json-rows has
 // them.
 WEB const char *web_facts(int i, int rows) {
@@ -31582,6 +31598,7 @@ WEB const char *web_facts(int i, int rows) {
     json_pair(f, "saves", what_is_saved(a->s));
     json_bytes(a->s, f);
     json_speed(a, f);
+    fprintf(f, "\"rows_bytes\":%zu,\"rows_full\":%zu,", web_rows_bytes(a->s), web_rows_full(a->s));
     fprintf(f, "\"read\":%.0f,\"tokens\":%d,\"turns\":%d,\"made\":%d,", x->read, a->s->n_tok, a->s->turn, x->made);
     fprintf(f, "\"budget\":%d,\"budgeted\":%d,\"longest\":%d", a->s->budget, uses_budget(a->s), rows_held(a));
     if (rows) {
