@@ -9001,7 +9001,6 @@ typedef struct {
     const char *name;
     void (*dots[3])(const Dots *a);
     void (*dots8)(const Dots8 *a);
-    void (*dots8_vnni)(const Dots8 *a);         // the same where the processor has AVX-512's VNNI
 
     // q (blocks,Q8_BLOCK) and scale (blocks): x (n) as whole numbers times a scale for each block
     void (*whole)(int16_t *q, float *scale, const float *x, int n);
@@ -9223,12 +9222,12 @@ INLINE_plain Pairs_plain pairs_load_plain(const char *p) {
 }
 
 // a + even x[0] + odd x[1]
-INLINE_plain Ints_plain ints_madd_plain(Ints_plain a, Pairs_plain w, const int16_t *x, int vnni) {
-    (void)vnni;
+INLINE_plain Ints_plain ints_madd_plain(Ints_plain a, Pairs_plain w, const int16_t *x) {
     EACH_QUARTER(i) a.q[i] += w.even[i] * x[0] + w.odd[i] * x[1];
     return a;
 }
 
+// The integers as floats.
 INLINE_plain Vec_plain vec_of_ints_plain(Ints_plain a) {
     Vec_plain x;
     EACH_QUARTER(i) x.q[i] = __builtin_convertvector(a.q[i], Float4);
@@ -9274,9 +9273,8 @@ INLINE_plain uint32_t vec_at_least_plain(const float *p, uint32_t key) {
     return bits;
 }
 
-// -- integers: products of rows in 16 bits with q8_0's bytes (D93)
-typedef struct { Int4 q[4]; } Ints_plain;       // 16 integers; quarter i belongs to row i of four
-
+// -- integers: products of rows in 16 bits with q8_0's bytes (D93). Quarter i of Ints belongs to row i
+// of four.
 // p (16) = the lower 16 bits of each lane. Of an integer plus 1.5 * 2^23 those are the integer.
 INLINE_plain void vec_store_words_plain(short *p, Vec_plain x) {
     uint32_t lane[LANES];
@@ -9314,13 +9312,6 @@ INLINE_plain Ints_plain ints_fold_plain(const Ints_plain *a) {
         for (int j = 0; j < 4; j++)
             sum.q[i][j] = a[j].q[i][0] + a[j].q[i][1] + a[j].q[i][2] + a[j].q[i][3];
     return sum;
-}
-
-// The integers as floats.
-INLINE_plain Vec_plain vec_of_ints_plain(Ints_plain x) {
-    Vec_plain v;
-    EACH_QUARTER(i) v.q[i] = __builtin_convertvector(x.q[i], Float4);
-    return v;
 }
 
 // In every quarter, lane j is the f16 at p[j] + at.
@@ -9401,9 +9392,7 @@ INLINE_plain Vec_plain vec_all_f16_plain(const char *p) {
 #define vec_four_f16    OWN(vec_four_f16)
 #define vec_store_quarters OWN(vec_store_quarters)
 #define vec_all_f16     OWN(vec_all_f16)
-#define vec_of_ints     OWN(vec_of_ints)
 #define vec_store_words OWN(vec_store_words)
-#define Ints            OWN(Ints)
 #define ints_arrange    OWN(ints_arrange)
 #define ints_block      OWN(ints_block)
 #define ints_fold       OWN(ints_fold)
@@ -9456,8 +9445,6 @@ INLINE_plain Vec_plain vec_all_f16_plain(const char *p) {
 #define dots8_sums      OWN(dots8_sums)
 #define dots8_tile      OWN(dots8_tile)
 #define dots8_block     OWN(dots8_block)
-#define dots8_two       OWN(dots8_two)      // two instructions a step, or VNNI's one
-#define dots8_one       OWN(dots8_one)
 #define whole_block     OWN(whole_block)
 #define whole_row       OWN(whole_row)
 #define simd_entry      OWN(simd_entry)
@@ -10023,22 +10010,22 @@ TARGET static void whole_row(int16_t *q, float *scale, const float *x, int n) {
 
 // sum (M) = the whole sums of one block: M rows of x by 16 rows of w, whose bytes lie in pairs of
 // columns. A single row of x has four sums in turn, because each waits for itself.
-INLINE void dots8_sums(Ints *sum, const int16_t *const *x, const char *w, int M, int vnni) {
+INLINE void dots8_sums(Ints *sum, const int16_t *const *x, const char *w, int M) {
     Ints part[4];
     UNROLL for (int i = 0; i < 4; i++) part[i] = ints_zero();
     UNROLL for (int i = 0; i < M; i++) sum[i] = ints_zero();
     UNROLL for (int k = 0; k < Q8_BLOCK; k += 2) {
         Pairs two = pairs_load(w + k * LANES);
-        if (M == 1) part[k / 2 % 4] = ints_madd(part[k / 2 % 4], two, x[0] + k, vnni);
+        if (M == 1) part[k / 2 % 4] = ints_madd(part[k / 2 % 4], two, x[0] + k);
         else {
-            UNROLL for (int i = 0; i < M; i++) sum[i] = ints_madd(sum[i], two, x[i] + k, vnni);
+            UNROLL for (int i = 0; i < M; i++) sum[i] = ints_madd(sum[i], two, x[i] + k);
         }
     }
     if (M == 1) sum[0] = ints_add(ints_add(part[0], part[1]), ints_add(part[2], part[3]));
 }
 
 // A tile: M rows of x from i0 on, of which m are there; missing ones repeat the last.
-INLINE void dots8_tile(const Dots8 *a, int M, int i0, int m, int vnni) {
+INLINE void dots8_tile(const Dots8 *a, int M, int i0, int m) {
     Vec acc[M8];
     Ints sum[M8];
     const int16_t *x[M8];
@@ -10053,7 +10040,7 @@ INLINE void dots8_tile(const Dots8 *a, int M, int i0, int m, int vnni) {
         const char *w = a->w + (size_t)b * Q8_PANEL;
         Vec d = vec_load(w, DT_F16, LANES);
         if (M == 1) ask_ahead(&(Ahead){ w + 4096, Q8_PANEL }, Q8_PANEL);
-        dots8_sums(sum, x, w + LANES * 2, M, vnni);
+        dots8_sums(sum, x, w + LANES * 2, M);
         UNROLL for (int i = 0; i < M; i++) {
             acc[i] = vec_fma(vec_of_ints(sum[i]), vec_mul(d, vec_all(scale[i][b])), acc[i]);
             x[i] += Q8_BLOCK;
@@ -10063,21 +10050,18 @@ INLINE void dots8_tile(const Dots8 *a, int M, int i0, int m, int vnni) {
         vec_store(a->y + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldy, acc[i], a->n);
 }
 
-INLINE void dots8_block(const Dots8 *a, int vnni) {
+// Simd.dots8
+TARGET static void dots8_block(const Dots8 *a) {
     int i = 0;
-    for (; a->m - i > 1; i += M8) dots8_tile(a, M8, i, min_int(a->m - i, M8), vnni);
-    if (i < a->m) dots8_tile(a, 1, i, 1, vnni);
+    for (; a->m - i > 1; i += M8) dots8_tile(a, M8, i, min_int(a->m - i, M8));
+    if (i < a->m) dots8_tile(a, 1, i, 1);
 }
-
-TARGET static void dots8_two(const Dots8 *a) { dots8_block(a, 0); }
-TARGET static void dots8_one(const Dots8 *a) { dots8_block(a, 1); }
 
 // What this copy adds to the table of instruction sets.
 static const Simd simd_entry = {
     .name            = TEXT(SIMD),
     .dots            = { dots_f32, dots_f16, dots_bf16 },
-    .dots8           = dots8_two,
-    .dots8_vnni      = dots8_one,
+    .dots8           = dots8_block,
     .whole           = whole_row,
     .mix             = { mix_f32, mix_f16, mix_bf16 },
     .integers_q8     = q8_query,
@@ -10170,7 +10154,7 @@ INLINE_avx2 Vec_avx2 vec_load_bytes_avx2(const signed char *p) {
     return (Vec_avx2){ load_8_bytes_avx2(p), load_8_bytes_avx2(p + 8) };
 }
 
-typedef struct { __m256i a, b; } Ints_avx2;
+typedef struct { __m256i a, b; } Ints_avx2;     // quarters 0 and 1, 2 and 3
 typedef Ints_avx2 Pairs_avx2;
 
 INLINE_avx2 Ints_avx2 ints_zero_avx2(void) {
@@ -10186,9 +10170,8 @@ INLINE_avx2 Pairs_avx2 pairs_load_avx2(const char *p) {
                          _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(p + 16))) };
 }
 
-INLINE_avx2 Ints_avx2 ints_madd_avx2(Ints_avx2 a, Pairs_avx2 w, const int16_t *x, int vnni) {
+INLINE_avx2 Ints_avx2 ints_madd_avx2(Ints_avx2 a, Pairs_avx2 w, const int16_t *x) {
     int32_t two;
-    (void)vnni;
     memcpy(&two, x, sizeof two);
     __m256i both = _mm256_set1_epi32(two);
     return ints_add_avx2(a, (Ints_avx2){ _mm256_madd_epi16(w.a, both), _mm256_madd_epi16(w.b, both) });
@@ -10251,8 +10234,6 @@ INLINE_avx2 uint32_t vec_at_least_avx2(const float *p, uint32_t key) {
     return at_least_8_avx2(p, key) | at_least_8_avx2(p + 8, key) << 8;
 }
 
-typedef struct { __m256i a, b; } Ints_avx2;     // of rows 0 and 1, of rows 2 and 3
-
 INLINE_avx2 void vec_store_words_avx2(short *p, Vec_avx2 x) {
     __m256i a = _mm256_slli_epi32(_mm256_castps_si256(x.a), 16);
     __m256i b = _mm256_slli_epi32(_mm256_castps_si256(x.b), 16);
@@ -10287,10 +10268,6 @@ INLINE_avx2 __m256i fold_4_avx2(__m256i a, __m256i b, __m256i c, __m256i d) {
 INLINE_avx2 Ints_avx2 ints_fold_avx2(const Ints_avx2 *a) {
     return (Ints_avx2){ fold_4_avx2(a[0].a, a[1].a, a[2].a, a[3].a),
                         fold_4_avx2(a[0].b, a[1].b, a[2].b, a[3].b) };
-}
-
-INLINE_avx2 Vec_avx2 vec_of_ints_avx2(Ints_avx2 x) {
-    return (Vec_avx2){ _mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b) };
 }
 
 // The f16 at p[j] + at, j < 4.
@@ -10396,15 +10373,10 @@ INLINE_avx512 __m512i pairs_load_avx512(const char *p) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p));
 }
 
-// VNNI does in one instruction what otherwise takes two. It is written as text because the kernels
-// around it are compiled for processors that lack it too.
-INLINE_avx512 __m512i ints_madd_avx512(__m512i a, __m512i w, const int16_t *x, int vnni) {
+INLINE_avx512 __m512i ints_madd_avx512(__m512i a, __m512i w, const int16_t *x) {
     int32_t two;
     memcpy(&two, x, sizeof two);
-    __m512i both = _mm512_set1_epi32(two);
-    if (!vnni) return _mm512_add_epi32(a, _mm512_madd_epi16(w, both));
-    __asm__("vpdpwssd %2, %1, %0" : "+v"(a) : "v"(w), "v"(both));
-    return a;
+    return _mm512_add_epi32(a, _mm512_madd_epi16(w, _mm512_set1_epi32(two)));
 }
 
 INLINE_avx512 __m512 vec_of_ints_avx512(__m512i a) {
@@ -10469,8 +10441,6 @@ INLINE_avx512 uint32_t vec_at_least_avx512(const float *p, uint32_t key) {
     return _mm512_cmpge_epu32_mask(x, _mm512_set1_epi32((int)key));
 }
 
-typedef __m512i Ints_avx512;
-
 INLINE_avx512 void vec_store_words_avx512(short *p, __m512 x) {
     _mm256_storeu_si256((void *)p, _mm512_cvtepi32_epi16(_mm512_castps_si512(x)));
 }
@@ -10492,10 +10462,6 @@ INLINE_avx512 __m512i ints_fold_avx512(const __m512i *x) {
     __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
     __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
     return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-}
-
-INLINE_avx512 __m512 vec_of_ints_avx512(__m512i x) {
-    return _mm512_cvtepi32_ps(x);
 }
 
 INLINE_avx512 __m512 vec_four_f16_avx512(const char *const *p, size_t at) {
@@ -10523,7 +10489,7 @@ INLINE_avx512 __m512 vec_all_f16_avx512(const char *p) {
 #define TARGET_avx512vnni __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,fma,f16c")))
 #define INLINE_avx512vnni TARGET_avx512vnni static inline __attribute__((always_inline))
 
-enum { MR_avx512vnni = 4, NR_avx512vnni = 4, N1_avx512vnni = 16, MX_avx512vnni = 6, NV_avx512vnni = 4 };
+enum { MR_avx512vnni = 4, NR_avx512vnni = 4, N1_avx512vnni = 16, MX_avx512vnni = 6, NV_avx512vnni = 4, M8_avx512vnni = 8 };
 #define Vec_avx512vnni             Vec_avx512
 #define vec_all_avx512vnni         vec_all_avx512
 #define vec_add_avx512vnni         vec_add_avx512
@@ -10547,7 +10513,18 @@ enum { MR_avx512vnni = 4, NR_avx512vnni = 4, N1_avx512vnni = 16, MX_avx512vnni =
 #define vec_of_ints_avx512vnni     vec_of_ints_avx512
 #define vec_store_words_avx512vnni vec_store_words_avx512
 #define Ints_avx512vnni            Ints_avx512
+#define Pairs_avx512vnni           Pairs_avx512
+#define ints_zero_avx512vnni       ints_zero_avx512
+#define ints_add_avx512vnni        ints_add_avx512
+#define pairs_load_avx512vnni      pairs_load_avx512
 #define ints_fold_avx512vnni       ints_fold_avx512
+
+// One instruction for what otherwise takes two.
+INLINE_avx512vnni __m512i ints_madd_avx512vnni(__m512i a, __m512i w, const int16_t *x) {
+    int32_t two;
+    memcpy(&two, x, sizeof two);
+    return _mm512_dpwssd_epi32(a, w, _mm512_set1_epi32(two));
+}
 
 // to = for the first and the last 16 columns the upper bytes of the four rows, then the lower ones;
 // last where the sums begin.
@@ -10611,7 +10588,6 @@ static const Simd *const simd_table[] = {       // best first
     &simd_entry_plain,
 };
 static const Simd *simd;                        // the one in use
-static void (*dots8)(const Dots8 *a);           // its products with weights in 8 bits
 
 // 1: this processor and its operating system have what the set needs.
 static int simd_can(const Simd *s) {
@@ -10635,10 +10611,6 @@ static int simd_set(const char *name) {
         if (name && strcmp(name, simd_table[i]->name) != 0) continue;
         if (!simd_can(simd_table[i])) continue;
         simd = simd_table[i];
-        dots8 = simd->dots8;
-#if defined(__x86_64__)
-        if (simd == &simd_entry_avx512 && __builtin_cpu_supports("avx512vnni")) dots8 = simd->dots8_vnni;
-#endif
         return 0;
     }
     return -1;
@@ -10748,7 +10720,7 @@ static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Te
                 int end = min_int((rb + 1) * ROW_BLOCK, w->rows);
                 for (int r = rb * ROW_BLOCK; r < end; r += LANES)
                     for (size_t b = 0; b < blocks; b += chunk)
-                        dots8(&(Dots8){
+                        simd->dots8(&(Dots8){
                             .y = y + t0 * ldy + r, .ldy = ldy,
                             .x = whole + (t0 * blocks + b) * Q8_BLOCK, .scale = scale + t0 * blocks + b, .all = blocks,
                             .w = (const char *)w->data + (r / LANES * blocks + b) * Q8_PANEL,
