@@ -14621,7 +14621,7 @@ TEST(no_unchecked_allocation,
         { "malloc(", 0 },        { "calloc(", 1 },         { "realloc(", 1 },
         { "aligned_alloc(", 1 }, { "posix_memalign(", 0 }, { "strdup(", 0 },
         { "strndup(", 0 },       { "asprintf(", 0 },       { "vasprintf(", 1 },
-        { "getline(", 0 },       { "open_memstream(", 1 }, { "fmemopen(", 0 },
+        { "getline(", 1 },       { "open_memstream(", 1 }, { "fmemopen(", 0 },
     };
 
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
