@@ -103,6 +103,8 @@
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 // Asked before every allocation of this file; 1 makes it fail. A test counts, and lets the n-th fail.
@@ -10558,7 +10560,163 @@ INLINE_avx512vnni __m512i ints_block_avx512vnni(const short *x, const signed cha
     lo = _mm512_dpbusd_epi32(lo, last, q[3]);
     return _mm512_add_epi32(_mm512_slli_epi32(hi, 8), lo);
 }
-#endif  // __x86_64__
+#elif defined(__aarch64__)
+// ---- the vector in NEON: four registers, as in plain C
+// Every 64-bit ARM processor has these instructions. The compiler makes them of plain C's
+// operations; here stand those for which it knows none or a longer way: the fused multiply-add, f16,
+// folds, masks and integers.
+#define TARGET_neon
+#define INLINE_neon static inline __attribute__((always_inline))
+
+enum { MR_neon = 2, NR_neon = 2, N1_neon = 4, MX_neon = 4, NV_neon = 1 };
+#define Vec_neon       Vec_plain
+#define Ints_neon      Ints_plain
+#define vec_all_neon   vec_all_plain
+#define vec_add_neon   vec_add_plain
+#define vec_mul_neon   vec_mul_plain
+#define vec_div_neon   vec_div_plain
+#define vec_max_neon   vec_max_plain
+#define vec_min_neon   vec_min_plain
+#define vec_scale_neon vec_scale_plain
+#define vec_of_ints_neon        vec_of_ints_plain
+#define vec_store_quarters_neon vec_store_quarters_plain
+#define ints_arrange_neon       ints_arrange_plain
+
+INLINE_neon Vec_plain vec_fma_neon(Vec_plain x, Vec_plain y, Vec_plain z) {
+    EACH_QUARTER(i) x.q[i] = vfmaq_f32(z.q[i], x.q[i], y.q[i]);
+    return x;
+}
+
+INLINE_neon Vec_plain vec_load_neon(const void *p, int dtype, int n) {
+    size_t size = dtype == DT_F32 ? 4 : 2;
+    char part[LANES * 4] = {0};
+    const char *at = n < LANES ? memcpy(part, p, (size_t)n * size) : p;
+    Vec_plain x;
+    EACH_QUARTER(i) {
+        if (dtype == DT_F32) {
+            memcpy(&x.q[i], at + 16 * i, 16);
+            continue;
+        }
+        uint16x4_t h;
+        memcpy(&h, at + 8 * i, 8);
+        if (dtype == DT_F16) x.q[i] = vcvt_f32_f16(vreinterpret_f16_u16(h));
+        else x.q[i] = vreinterpretq_f32_u32(vshll_n_u16(h, 16));
+    }
+    return x;
+}
+
+INLINE_neon Vec_plain vec_load_bytes_neon(const signed char *p) {
+    int8x16_t bytes = vld1q_s8(p);
+    int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+    return (Vec_plain){ { vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))),
+                          vcvtq_f32_s32(vmovl_high_s16(low)),
+                          vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
+                          vcvtq_f32_s32(vmovl_high_s16(high)) } };
+}
+
+INLINE_neon void vec_store_neon(float *p, Vec_plain x, int n) {
+    if (n == LANES) memcpy(p, &x, sizeof x);
+    else memcpy(p, &x, (size_t)n * sizeof *p);
+}
+
+// As half_8_avx2: clamped to +-65504, and a NaN is the quiet one of its sign.
+INLINE_neon void vec_store_f16_neon(uint16_t *p, Vec_plain x) {
+    EACH_QUARTER(i) {
+        uint32x4_t number = vceqq_f32(x.q[i], x.q[i]);
+        uint32x4_t sign = vandq_u32(vreinterpretq_u32_f32(x.q[i]), vdupq_n_u32(0x80000000u));
+        uint32x4_t quiet = vorrq_u32(sign, vdupq_n_u32(0x7fc00000));
+        float32x4_t y = vmaxq_f32(vminq_f32(x.q[i], vdupq_n_f32(65504)), vdupq_n_f32(-65504));
+        y = vbslq_f32(number, y, vreinterpretq_f32_u32(quiet));
+        vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(y)));
+    }
+}
+
+// 8 onto 8 and 4 onto 4.
+INLINE_neon float32x4_t quarters_neon(Vec_plain x) {
+    float32x4_t y = vaddq_f32(x.q[0], x.q[2]), z = vaddq_f32(x.q[1], x.q[3]);
+    return vaddq_f32(y, z);
+}
+
+INLINE_neon float vec_fold_neon(Vec_plain x) {
+    float32x4_t y = quarters_neon(x);
+    float32x2_t z = vadd_f32(vget_low_f32(y), vget_high_f32(y));        // 2 onto 2
+    return vpadds_f32(z);                                               // 1 onto 1
+}
+
+// 2 onto 2, of x in the lower half and of y in the upper one.
+INLINE_neon float32x4_t halves_neon(float32x4_t x, float32x4_t y) {
+    float64x2_t a = vreinterpretq_f64_f32(x), b = vreinterpretq_f64_f32(y);
+    return vaddq_f32(vreinterpretq_f32_f64(vzip1q_f64(a, b)), vreinterpretq_f32_f64(vzip2q_f64(a, b)));
+}
+
+// Four at a time: their last step, neighbours onto each other, is one instruction.
+INLINE_neon void vec_folds_neon(float *out, const Vec_plain *a, int n, float scale) {
+    int i = 0;
+    for (; i + 4 <= n; i += 4) {
+        float32x4_t x = halves_neon(quarters_neon(a[i]), quarters_neon(a[i + 1]));
+        float32x4_t y = halves_neon(quarters_neon(a[i + 2]), quarters_neon(a[i + 3]));
+        vst1q_f32(out + i, vmulq_n_f32(vpaddq_f32(x, y), scale));
+    }
+    for (; i < n; i++) out[i] = vec_fold_neon(a[i]) * scale;
+}
+
+INLINE_neon float vec_largest_neon(Vec_plain x) {
+    return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.q[0], x.q[1]), vmaxq_f32(x.q[2], x.q[3])));
+}
+
+INLINE_neon uint32_t vec_at_least_neon(const float *p, uint32_t key) {
+    const uint32x4_t bit = { 1, 2, 4, 8 };
+    uint32_t bits = 0;
+    EACH_QUARTER(i) {
+        uint32x4_t x = vreinterpretq_u32_f32(vaddq_f32(vld1q_f32(p + 4 * i), vdupq_n_f32(0)));
+        uint32x4_t sign = vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(x), 31));
+        x = veorq_u32(x, vorrq_u32(sign, vdupq_n_u32(0x80000000u)));
+        bits |= vaddvq_u32(vandq_u32(vcgeq_u32(x, vdupq_n_u32(key)), bit)) << 4 * i;
+    }
+    return bits;
+}
+
+INLINE_neon void vec_store_words_neon(short *p, Vec_plain x) {
+    EACH_QUARTER(i) vst1_s16(p + 4 * i, vmovn_s32(vreinterpretq_s32_f32(x.q[i])));
+}
+
+INLINE_neon Ints_plain ints_block_neon(const short *x, const signed char *k) {
+    int32x4_t sum[4] = {0};
+    UNROLL for (int c = 0; c < Q8_BLOCK; c += 8) {
+        int16x8_t u = vmovl_s8(vld1_s8(k + c));
+        EACH_QUARTER(i) {
+            int16x8_t t = vld1q_s16(x + 4 * c + 8 * i);
+            sum[i] = vmlal_s16(sum[i], vget_low_s16(t), vget_low_s16(u));
+            sum[i] = vmlal_high_s16(sum[i], t, u);
+        }
+    }
+    return (Ints_plain){ { (Int4)sum[0], (Int4)sum[1], (Int4)sum[2], (Int4)sum[3] } };
+}
+
+INLINE_neon Ints_plain ints_fold_neon(const Ints_plain *a) {
+    Ints_plain sum;
+    EACH_QUARTER(i) {
+        int32x4_t x = vpaddq_s32((int32x4_t)a[0].q[i], (int32x4_t)a[1].q[i]);
+        int32x4_t y = vpaddq_s32((int32x4_t)a[2].q[i], (int32x4_t)a[3].q[i]);
+        sum.q[i] = (Int4)vpaddq_s32(x, y);
+    }
+    return sum;
+}
+
+INLINE_neon Vec_plain vec_four_f16_neon(const char *const *p, size_t at) {
+    uint16_t h[4];
+    UNROLL for (int j = 0; j < 4; j++) memcpy(&h[j], p[j] + at, sizeof *h);
+    float32x4_t x = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(h)));
+    return (Vec_plain){ { x, x, x, x } };
+}
+
+INLINE_neon Vec_plain vec_all_f16_neon(const char *p) {
+    uint16_t h;
+    memcpy(&h, p, sizeof h);
+    float32x4_t x = vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h)));
+    return (Vec_plain){ { x, x, x, x } };
+}
+#endif  // __x86_64__, __aarch64__
 
 // ---- the copies, and the choice of one
 #define SIMD plain
@@ -10577,6 +10735,10 @@ INLINE_avx512vnni __m512i ints_block_avx512vnni(const short *x, const signed cha
 #define SIMD avx512vnni
 #include "kvcomp.c"
 #undef SIMD
+#elif defined(__aarch64__)
+#define SIMD neon
+#include "kvcomp.c"
+#undef SIMD
 #endif
 
 static const Simd *const simd_table[] = {       // best first
@@ -10584,6 +10746,8 @@ static const Simd *const simd_table[] = {       // best first
     &simd_entry_avx512vnni,
     &simd_entry_avx512,
     &simd_entry_avx2,
+#elif defined(__aarch64__)
+    &simd_entry_neon,
 #endif
     &simd_entry_plain,
 };
@@ -10600,6 +10764,8 @@ static int simd_can(const Simd *s) {
     int vnni = avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
     if (!strcmp(s->name, "avx512")) return avx512;
     if (!strcmp(s->name, "avx512vnni")) return vnni;
+#elif defined(__aarch64__)
+    if (!strcmp(s->name, "neon")) return 1;
 #endif
     return !strcmp(s->name, "plain");
 }
