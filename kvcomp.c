@@ -4551,9 +4551,13 @@ static int loop_due(const Session *s, const LoopServe *x) {
     return n_o >= x->first && (n_o - x->first) % x->interval == 0;       // Algorithm 3, line 3
 }
 
-// Method.steady: a step that chooses nothing launches the same kernels as the one before it.
+// Method.steady: a step that chooses nothing launches the same kernels as the one before it. One that
+// chooses launches more, but its lists lie where those of the choice before lie. The first choice of an
+// answer is not steady, because it makes them, nor is one that the host has a part in.
 static int loopserve_steady(const Session *s, const void *ms) {
-    return !loop_due(s, ms);
+    const LoopServe *x = ms;
+    if (!loop_due(s, x)) return STEADY;
+    return x->chosen && !x->per_query ? STEADY_ONCE : UNSTEADY;
 }
 
 // Method.select: remembers the queries q (H,D) of this step and, when a choice is due, chooses the

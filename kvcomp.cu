@@ -1537,7 +1537,7 @@ static void lists_tell(Session *s);
 static void lists_count(Session *s);
 static int step_free(const Session *s);
 static int step_settled(Session *s);
-static float *step_cuda(Session *s);
+static float *step_cuda(Session *s, int once);
 struct PickPlan;
 static size_t pick_carve(PickPlan *p, int V, int k, char *mem);
 static void best_logits_cuda(Session *s, const float *logits, int V, int k);
@@ -1834,7 +1834,8 @@ static void pass_cuda_poll(Session *s, int T) {
 // decode step that allows it goes "in one go" (section 4); any other pass, and every one that
 // --trace writes down, is launched here, layer by layer and span by span.
 float *pass_cuda(Session *s, int T) {
-    if (!s->trace && step_free(s) && step_settled(s)) return step_cuda(s);
+    int free = s->trace ? UNSTEADY : step_free(s);
+    if (free && step_settled(s)) return step_cuda(s, free == STEADY_ONCE);
     const Config *c = s->c;
     size_t mark = scratch_mark(s);
     Pass r = pass_room(s, T);
@@ -5440,21 +5441,27 @@ void views_drop_cuda(Session *s) {
 // their first weights, and then wait; attention waits at once, but its blocks have found their places, and
 // the product behind it asks for weights while attention is at work.
 //
+// A step may also go launch by launch once, while the graph stays for those behind it: one in which
+// LoopServe chooses again (STEADY_ONCE). Its hooks see the rows it has appended, as in an ordinary step.
+//
 // Select hooks may take part while they are steady: one that chooses lists on the device (end of
 // section 3), or one that only puts its query by. They are called where their launches are
 // captured, and not when these are replayed. What memory they need, and whether they choose at all,
 // shows in an ordinary step. So one ordinary step comes after every change, and the step after that
 // one is captured.
 
-// 1: this pass is a decode step that the hooks let go without them.
+// What the hooks say of this pass together: whether it is a decode step that they let go in one go, and
+// whether what select launches is worth recording.
 static int step_free(const Session *s) {
-    if (!commits_late(s)) return 0;
+    int free = STEADY;
+    if (!commits_late(s)) return UNSTEADY;
     for (int i = 0; i < s->n_part; i++) {
         const Part *p = &s->part[i];
-        int agrees = p->m->steady ? p->m->steady(s, p->ms) : !p->m->project && !p->m->select;
-        if (!agrees) return 0;
+        int says = p->m->steady ? p->m->steady(s, p->ms) : !p->m->project && !p->m->select;
+        if (!says) return UNSTEADY;
+        if (says == STEADY_ONCE) free = STEADY_ONCE;
     }
-    return 1;
+    return free;
 }
 
 // 1: nothing has changed since select hooks were last called. Room for the step's new rows is made
@@ -5680,8 +5687,9 @@ static void step_attend(Session *s, int l, const Pass *r, const StepPlan *p) {
     if (s->wants & KV_MASS) decode_mass(s, a, n_work, stat);
 }
 
-// All launches of a step: the same as in pass_cuda, but token and lengths come from Step.
-static void step_launches(Session *s, const Pass *r) {
+// All launches of a step: the same as in pass_cuda, but token and lengths come from Step. once 1: the
+// select hooks see the step's row in the books, which are otherwise written when all is launched.
+static void step_launches(Session *s, const Pass *r, int once) {
     Device *d = s->dev;
     const Config *c = s->c;
     Step *step = (Step *)d->room[ROOM_STEP].p;
@@ -5701,6 +5709,7 @@ static void step_launches(Session *s, const Pass *r) {
     for (int l = 0; l < c->L; l++) {
         const Layer *y = &s->w->layer[l];
         project_append(s, y, l, step, r->x, r->q, r->k, r->v, step->cs, 0, 1, 0);
+        if (once) kv_note(s, l, 0, 1);
         if (layer_acts(s, l)) select_hooks(s, l, r->q);
         step_attend(s, l, r, &p);
         mlp_rows(s, y, r->x, r->out, r, 1);
@@ -5737,7 +5746,7 @@ static void step_capture(Session *s, const Pass *r) {
     Device *d = s->dev;
     cudaGraph_t g = NULL;
     if (cudaStreamBeginCapture(kv_stream, cudaStreamCaptureModeRelaxed) == cudaSuccess) {
-        step_launches(s, r);
+        step_launches(s, r, 0);
         d->replays = cudaStreamEndCapture(kv_stream, &g) == cudaSuccess && graph_becomes(d, g);
         if (g) KV_CUDA(cudaGraphDestroy(g));
     }
@@ -5748,17 +5757,20 @@ static void step_capture(Session *s, const Pass *r) {
 
 // A decode step in one go -> logits (V) on the host, or the best of them. The host does its books while
 // the device works; every list has one row more than in the step before.
-static float *step_cuda(Session *s) {
+static float *step_cuda(Session *s, int once) {
     Device *d = s->dev;
     size_t mark = scratch_mark(s);
     Pass r = step_prepare(s);
-    if (d->replays) {
+    if (once) {
+        step_launches(s, &r, 1);
+        d->settled = s->changes;                // the hooks have all the memory they need
+    } else if (d->replays) {
         KV_CUDA(cudaGraphLaunch(d->graph, kv_stream));
     } else {
-        step_launches(s, &r);
+        step_launches(s, &r, 0);
         if (!d->no_graph) step_capture(s, &r);
     }
-    for (int l = 0; l < s->c->L; l++) kv_note(s, l, 0, 1);
+    for (int l = 0; l < s->c->L && !once; l++) kv_note(s, l, 0, 1);
     for (int i = 0; i < d->n_read; i++) {
         d->read[i].n++;
         s->clk.bytes_attended += d->read[i].n * d->read[i].each;
@@ -7337,14 +7349,17 @@ struct RingLists {              // argument of ring_lists_kernel
     int N, stride;
     int n[MAX_G], k[MAX_G];     // (G) candidates; how many of them are read, 0: every row is
     int *lists;                 // (G,stride): LIST_HEAD numbers, then rows
+    int *arrived;               // blocks of the layer
+    StepWorks works;
 };
 
 // The list of KV head blockIdx.x: its k best candidates, ascending, and every row behind the
-// candidates. Block: TOP_THREADS threads; what they do is top_k_kernel's. Bound by latency, once in
-// 16 steps.
+// candidates. In a step in one go the last block makes the works of the layer. Block: TOP_THREADS
+// threads; what they do is top_k_kernel's. Bound by latency, once in 16 steps.
 static __global__ void __launch_bounds__(TOP_THREADS, 1)
 ring_lists_kernel(const __grid_constant__ RingLists a) {
     __shared__ TopShared m;
+    __shared__ int last;
     int g = blockIdx.x, n = a.n[g], left = a.k[g];
     const float *x = a.score + (size_t)g * a.N;
     int *list = a.lists + (size_t)g * a.stride;
@@ -7352,9 +7367,11 @@ ring_lists_kernel(const __grid_constant__ RingLists a) {
         list[LIST_ROWS] = left;
         list[LIST_TAIL] = left ? n : 0;
     }
-    if (!left) return;                                           // the same for the whole block
-    uint32_t key = top_key(x, n, [](int) { return 1; }, &left, &m);
-    top_write(x, n, key, left, list + LIST_HEAD, &m);            // Algorithm 3, line 5: arg max
+    if (left) {                                                  // the same for the whole block
+        uint32_t key = top_key(x, n, [](int) { return 1; }, &left, &m);
+        top_write(x, n, key, left, list + LIST_HEAD, &m);        // Algorithm 3, line 5: arg max
+    }
+    seek_end(a.works, a.lists, a.arrived, gridDim.x, &last);
 }
 
 // Of every KV head the `budget` candidates with the largest score (G,N), which lies here, become
@@ -7372,6 +7389,8 @@ void ring_select_cuda(Session *s, int l, const float *score, const int *n, int b
         a.k[g] = n[g] > budget ? budget : 0;
     }
     a.lists = chosen_room(s, l, a.stride);
+    a.arrived = arrivals(s, 1);
+    a.works = step_works(s, l);
     KV_LAUNCH(ring_lists_kernel, s->c->G, TOP_THREADS, 0, a);
 }
 

@@ -194,6 +194,12 @@ enum {                          // Method.wants
 // GPU takes the whole step in one go and calls commit for every layer afterwards
 };
 
+enum {                          // Method.steady
+    UNSTEADY,                   // the step is launched with its hooks, layer by layer
+    STEADY,                     // as the one before it
+    STEADY_ONCE,                // in one go, but with launches of its own
+};
+
 enum {                          // Method.role: what a method decides. Two parts of a "+" must not share a role
     ROLE_PREFILL = 1,           // the prefill's attention
     ROLE_SELECT  = 2,           // which rows are kept or read
@@ -248,9 +254,10 @@ typedef struct Method {
     // 1: attend does only what the model does without it. A prefill may then take a layer in spans, and
     // does not call it. NULL: never.
     int  (*spans)  (const Session *s, const void *ms);
-    // Asked on a device before a decode step, of methods with project or select: 1 when project will do
-    // nothing, select will launch what it launched in the last step and commit will move no rows, so
-    // that the step can be replayed as it was recorded. NULL: never.
+    // Asked on a device before a decode step, of methods with project or select: STEADY when project will
+    // do nothing, select will launch what it launched in the last step and commit will move no rows, so
+    // that the step can be replayed as it was recorded; STEADY_ONCE when select launches more, in this
+    // step alone, and leaves no memory or list in another place. UNSTEADY otherwise; NULL: never steady.
     int  (*steady) (const Session *s, const void *ms);
 
     size_t (*bytes) (const Session *s, const void *ms);             // metadata the part holds
