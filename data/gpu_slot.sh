@@ -25,16 +25,16 @@ BAD=0
 # (0x0: no shape), METHOD:TEST:N:launches and :us the sum over its lines. FIELDs are its keys; ms: milliseconds a token.
 #
 # The arithmetic, from `make traffic` (launches, bytes) and `make cuda-check` (instructions). A step at depth 0 reads 15.0 GB:
-# 3.49 ms at the copy rate. Products reach 85 to 95 % of it: 3.67 to 4.11 ms. Of the 164 launches 129 are products that begin
-# early and cost .5 us each; 32 attentions over nothing cost a gap of 1.2 and a latency of 3 us; the best of the logits and the
-# two at the start 15 us: .21 ms. Together 3.9 to 4.3 ms, 81 to 90 %.
+# 3.49 ms at the copy rate. Products reach 85 to 95 % of it: 3.67 to 4.11 ms. Of the 164 launches 161 begin early and cost .5 us
+# each; 32 attentions over nothing cost a latency of 3 us beside; the best of the logits and the two at the start 15 us: .19 ms.
+# Together 3.9 to 4.3 ms, 81 to 90 %.
 predictions() {
     [ -z "$PREDICTIONS" ] || { cat "$PREDICTIONS"; return; }
     cat <<'P'
 full:tg:0:share         | 81 | 90  | 3.49 of 3.9 to 4.3 ms, above
 full:tg:0:ms            | 3.9 | 4.3 | the same in time
 full:tg:65536:share     | 80 | 92  | 5.49 of 6.0 to 6.8 ms
-full:tg:65536:ms        | 6.0 | 6.8 | 8,593 MB of rows more: 2.00 ms at the copy rate, 2.17 to 2.50 at 92 to 80 % of it; 242 instructions for 8 KB are .24 ms of issue
+full:tg:65536:ms        | 6.0 | 6.8 | 8,593 MB of rows more: 2.00 ms at the copy rate, 2.17 to 2.50 at 92 to 80 % of it; 256 instructions for 8 KB are .26 ms of issue
 lychee:tg:65536:ms      | 4.6 | 5.5 | depth 0, 824 MB of rows and index (.2 to .3 ms), 30 selections of 15 to 30 us; 199 launches
 quest:tg:65536:ms       | 4.6 | 5.4 | depth 0, 662 MB of rows (.2), 30 selections of 15 to 25 us that read 21 MB each; 199 launches
 loopserve-d:tg:65536:ms | 4.2 | 5.1 | depth 0, 145 MB, and a 16th of a selection that reads the keys of all rows twice: 8.6 GB and 0.5 TFLOP, 4 to 10 ms
