@@ -17633,7 +17633,7 @@ TEST(ports, "data/ports: with LycheeCluster and DiliLazyKV in it, transformers d
             "kvcomp does, in one process and in two that share the heads") {
     needs_program();
     int rc = sh("python3 -B data/ports/check.py --can-run");
-    if (rc == 127 || rc == 3) leave_out("python3 with torch and transformers 5.23 (data/ports)");
+    if (rc == 127 || rc == 3) leave_out("python3 with torch, transformers 5.23 and accelerate (data/ports)");
     CHECK(rc == 0, "%d: %s", rc, sh_err);
     rc = sh("timeout 600 nice python3 -B data/ports/check.py");
     CHECK(rc == 0 && strstr(sh_out, "comparisons, all equal"), "%d: %s%s", rc, sh_out, sh_err);

@@ -3,14 +3,15 @@
 
     python3 data/ports/check.py [--program ./kvcomp] [--model models/kvcomp-tiny] [--processes 2] [lychee dililazy]
 
-It needs torch, transformers (5.23 or later), safetensors and numpy; --can-run says in one line what is missing, with
-exit code 3. For each method:
+It needs torch, transformers (5.23 or later), accelerate, safetensors and numpy; --can-run says in one line what is
+missing, with exit code 3. For each method:
 
   trace       kvcomp writes q, k, v and its decisions of two turns, pass by pass. The port's Cache and attention
               function get the same q, k and v. They must hold and read the same rows, cut the same chunks, make the
               same clusters and budgets, and the outputs of attention must agree within 1e-4.
   replies     transformers with the port answers some dialogues as kvcomp does, letter by letter. Full attention, too,
               must answer one of them otherwise: the check would notice a port that does nothing.
+  families    logits of tiny Llama, Mistral, Qwen2 and Qwen3 models of data/golden.
   processes   the same replies from torchrun with several processes, which share the heads by the tp_plan that
               transformers has for the model. Where the KV heads cannot be shared evenly, the model gets more of them,
               all zeros: they change no output. kvcomp runs that model, too.
@@ -18,6 +19,7 @@ exit code 3. For each method:
 The last line is "N comparisons, all equal"; the first difference ends it with exit code 5.
 """
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -29,10 +31,10 @@ import sys
 import tempfile
 import types
 
-HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 DIALOGUES = [0, 4, 20]              # lines of data/dialogues.jsonl whose replies differ between the methods
 BUDGET = {"lychee": 64, "dililazy": 40}
+FAMILIES = ["llama2-mha", "llama3-tied", "llama-biases", "mistral-nemo", "qwen2-biases", "qwen2-yarn", "qwen3-norms"]
 REPLY = 48                          # most tokens of a reply
 TOLERANCE = 1e-4                    # of outputs
 STEP = 2 ** -8                      # bf16 numbers below 1 that are neighbours lie so near: sums in another order may
@@ -64,7 +66,7 @@ It was so. It was so. It was so. It was so. It was so.
 
 def missing():
     """What the check lacks, or None."""
-    for package in ("torch", "transformers", "safetensors", "numpy"):
+    for package in ("torch", "transformers", "accelerate", "safetensors", "numpy"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
     version = importlib.metadata.version("transformers")
@@ -118,26 +120,36 @@ def reply_of_kvcomp(program, model, method, text, folder):
 
 # ---- the ports
 
+def port(method):
+    """The module of the port."""
+    return importlib.import_module(method)
+
+
 def new_cache(method, config, tokenizer, model, rank=0, size=1):
     import chunker
-    import dililazy
-    import lychee
     if method == "lychee":
-        return lychee.LycheeCache(config, chunker.token_texts(tokenizer), BUDGET[method])
-    scores = dililazy.read_scores(model / "head_scores.json")
-    return dililazy.DiliLazyCache(config, scores, BUDGET[method], tp_rank=rank, tp_size=size)
+        return port(method).LycheeCache(config, chunker.token_texts(tokenizer), BUDGET[method])
+    scores = port(method).read_scores(model / "head_scores.json")
+    return port(method).DiliLazyCache(config, scores, BUDGET[method], tp_rank=rank, tp_size=size)
+
+
+def with_port(method, model, **how):
+    """The model in f32, with the port in it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    port(method)                    # registers the attention function
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=method, **how)
+    net.register_forward_pre_hook(port(method).hand_over, with_kwargs=True)
+    return net
 
 
 def replies(method, model, rank=0, size=1):
     """What transformers with the port answers to the dialogues; in `size` processes, of which this is one."""
-    import dililazy
-    import lychee
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DistributedConfig
+    from transformers import AutoTokenizer, DistributedConfig
     how = {"distributed_config": DistributedConfig(tp_size=size)} if size > 1 else {}
     tokenizer = AutoTokenizer.from_pretrained(model)
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=method, **how)
-    net.register_forward_pre_hook({"lychee": lychee, "dililazy": dililazy}[method].hand_over, with_kwargs=True)
+    net = with_port(method, model, **how)
     out = []
     for text in dialogues():
         ids = tokenizer(text, return_tensors="pt").input_ids
@@ -154,11 +166,9 @@ class Replay:
     """Plays a trace into a port, pass by pass and layer by layer."""
 
     def __init__(self, method, trace, config, tokenizer, model):
-        import dililazy
-        import lychee
         self.method, self.trace, self.config = method, trace, config
         self.cache = new_cache(method, config, tokenizer, model)
-        self.attention = lychee.lychee_attention if method == "lychee" else dililazy.dililazy_attention
+        self.attention = getattr(port(method), method + "_attention")
         self.worst = 0              # largest difference of an output
 
     def same(self, name, found):
@@ -272,6 +282,39 @@ def check_replies(program, model, method, folder):
     print(f"{method}: {len(found)} replies are kvcomp's")
 
 
+def check_families(program, method, folder):
+    """The logits of tiny random models of other families, which have no tokenizer, over two turns of random ids."""
+    import numpy as np
+    import torch
+    worst = 0
+    for name in FAMILIES:
+        model = ROOT / "data" / "golden" / name
+        net = with_port(method, model)
+        L, H, V = net.config.num_hidden_layers, net.config.num_attention_heads, net.config.vocab_size
+        draw = torch.Generator().manual_seed(1)
+        turns = [torch.randint(3, V, (n,), generator=draw).tolist() for n in (120, 60, 20, 30)]
+        scores = torch.rand(L, H, generator=draw).tolist()
+        ids, file, logits = folder / "ids.txt", folder / "scores.json", folder / "logits.bin"
+        text = [" ".join(map(str, turn)) for turn in turns]
+        ids.write_text(f"{text[0]} | {text[1]}\n{text[2]} | {text[3]}\n")
+        file.write_text(json.dumps({f"{i}-{j}": scores[i][j] for i in range(L) for j in range(H)}))
+        if method == "lychee":
+            cache = port(method).LycheeCache(net.config, [], BUDGET[method], buffer=16, full_layers=0)
+            options = ["--lychee-full-layers", 0, "--lychee-buffer", 16]
+        else:
+            cache = port(method).DiliLazyCache(net.config, scores, BUDGET[method])
+            options = ["--dililazy-scores", file]
+        kvcomp(program, model, method, "--ids", ids, "--dump-logits", logits, *options)
+        wanted = torch.from_numpy(np.fromfile(logits, dtype="<f4").reshape(-1, V))
+        passes = [turns[0], *[[i] for i in turns[1]], turns[2], *[[i] for i in turns[3]]]
+        with torch.no_grad():
+            found = [net(torch.tensor([fed]), past_key_values=cache).logits[0, -1] for fed in passes]
+        difference = ((torch.stack(found) - wanted).abs().max() / wanted.abs().max()).item()
+        expect(difference <= TOLERANCE, f"{method}: logits of {name} differ by {difference} of the largest")
+        worst = max(worst, difference)
+    print(f"{method}: logits of {len(FAMILIES)} models of other families within {worst:.1e} of the largest")
+
+
 def with_even_heads(model, processes, folder):
     """A copy of the model whose KV heads so many processes share evenly. The heads added have zero matrices, so that
     they add nothing to what their layer puts out, and a score of 0."""
@@ -324,7 +367,7 @@ def check_processes(program, model, methods, processes, folder):
                __file__, "--worker", str(out), "--model", str(even), *methods]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"check.py: {' '.join(command)}: exit code {done.returncode}: {done.stderr[-2000:]}")
+        sys.exit(f"{done.stderr}\ncheck.py: {' '.join(command)}: exit code {done.returncode}")
     for method, found in json.loads(out.read_text()).items():
         for text, reply in zip(dialogues(), found):
             wanted = reply_of_kvcomp(program, even, method, text, folder)
@@ -366,6 +409,7 @@ def main():
         for method in methods:
             check_trace(a.program, a.model, method, folder)
             check_replies(a.program, a.model, method, folder)
+            check_families(a.program, method, folder)
         if a.processes:
             check_processes(a.program, a.model, methods, a.processes, folder)
     print(f"{Count.n} comparisons, all equal")
