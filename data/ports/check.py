@@ -283,7 +283,8 @@ def check_replies(program, model, method, folder):
 
 
 def check_families(program, method, folder):
-    """The logits of tiny random models of other families, which have no tokenizer, over two turns of random ids."""
+    """The logits of tiny random models of other families, which have no tokenizer, over two turns of random ids.
+    LycheeCluster scores by the paper's upper bound here."""
     import numpy as np
     import torch
     worst = 0
@@ -299,8 +300,8 @@ def check_families(program, method, folder):
         ids.write_text(f"{text[0]} | {text[1]}\n{text[2]} | {text[3]}\n")
         file.write_text(json.dumps({f"{i}-{j}": scores[i][j] for i in range(L) for j in range(H)}))
         if method == "lychee":
-            cache = port(method).LycheeCache(net.config, [], BUDGET[method], buffer=16, full_layers=0)
-            options = ["--lychee-full-layers", 0, "--lychee-buffer", 16]
+            cache = port(method).LycheeCache(net.config, [], BUDGET[method], buffer=16, full_layers=0, beta=1)
+            options = ["--lychee-full-layers", 0, "--lychee-buffer", 16, "--lychee-beta", 1]
         else:
             cache = port(method).DiliLazyCache(net.config, scores, BUDGET[method])
             options = ["--dililazy-scores", file]
