@@ -10572,7 +10572,7 @@ INLINE_avx512vnni __m512i ints_block_avx512vnni(const short *x, const signed cha
 #define TARGET_neon
 #define INLINE_neon static inline __attribute__((always_inline))
 
-enum { MR_neon = 2, NR_neon = 2, N1_neon = 4, MX_neon = 4, NV_neon = 1 };
+enum { MR_neon = 2, NR_neon = 2, N1_neon = 4, MX_neon = 4, NV_neon = 1, M8_neon = 2 };
 #define Vec_neon       Vec_plain
 #define Ints_neon      Ints_plain
 #define vec_all_neon   vec_all_plain
@@ -10582,6 +10582,11 @@ enum { MR_neon = 2, NR_neon = 2, N1_neon = 4, MX_neon = 4, NV_neon = 1 };
 #define vec_max_neon   vec_max_plain
 #define vec_min_neon   vec_min_plain
 #define vec_scale_neon vec_scale_plain
+#define Pairs_neon     Pairs_plain
+#define ints_zero_neon          ints_zero_plain
+#define ints_add_neon           ints_add_plain
+#define pairs_load_neon         pairs_load_plain
+#define ints_madd_neon          ints_madd_plain
 #define vec_of_ints_neon        vec_of_ints_plain
 #define vec_store_quarters_neon vec_store_quarters_plain
 #define ints_arrange_neon       ints_arrange_plain

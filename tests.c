@@ -3557,8 +3557,8 @@ TEST(math_q8_weights, "a product with weights in 8 bits equals double over the r
 
         // Every set that has a fused multiply-add gives these bits, by one or two instructions a step.
         const char *was = simd->name;
-        static const char *const fused[] = { "avx2", "avx512", "avx512vnni" };
-        for (int i = 0; i < 3 && strcmp(was, "plain"); i++) {
+        static const char *const fused[] = { "avx2", "avx512", "avx512vnni", "neon" };
+        for (int i = 0; i < 4 && strcmp(was, "plain"); i++) {
             if (simd_set(fused[i])) continue;
             matmul_strided(z, ldy, x, ldx, &q, T);
             for (int t = 0; t < T; t++)
