@@ -9311,12 +9311,16 @@ INLINE_plain Ints_plain ints_block_plain(const short *x, const signed char *k) {
     return sum;
 }
 
+// The sum of four lanes.
+INLINE_plain int32_t quarter_sum_plain(Int4 x) { return x[0] + x[1] + x[2] + x[3]; }
+
 // Lane 4i + j is the sum of quarter i of a[j], j < 4.
 INLINE_plain Ints_plain ints_fold_plain(const Ints_plain *a) {
-    Ints_plain sum = {0};
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 4; j++)
-            sum.q[i][j] = a[j].q[i][0] + a[j].q[i][1] + a[j].q[i][2] + a[j].q[i][3];
+    Ints_plain sum;
+    EACH_QUARTER(i) {
+        sum.q[i] = (Int4){ quarter_sum_plain(a[0].q[i]), quarter_sum_plain(a[1].q[i]),
+                           quarter_sum_plain(a[2].q[i]), quarter_sum_plain(a[3].q[i]) };
+    }
     return sum;
 }
 
