@@ -151,6 +151,9 @@ static int team_size(void);
 // 1: so many multiply-adds are worth the microseconds that starting a team of threads costs.
 static int worth_threads(size_t multiply_adds);
 
+// The memory of a head's keys or values: `have` bytes at p become `want`, kept as far as both reach.
+static char *rows_realloc(char *p, size_t have, size_t want, int huge);
+
 // The largest of n numbers; -INFINITY if n is 0.
 static float max_f32(const float *x, int n);
 // s (m,n) = scale * q (m,D) k (n,D)^T with k of any dtype; meanwhile it asks for the memory `next`.
@@ -672,8 +675,8 @@ static void head_reserve(Session *s, KVHead *h, int raw) {
         s->changes++;                       // only a device asks, and here threads work side by side
         rows_resize_cuda(s, h, cap);
     } else {
-        h->k = xrealloc(h->k, (size_t)cap * s->fk->row_bytes(D));
-        h->v = xrealloc(h->v, (size_t)cap * s->fv->row_bytes(D));
+        h->k = rows_realloc(h->k, (size_t)h->cap * s->fk->row_bytes(D), (size_t)cap * s->fk->row_bytes(D), s->huge_pages);
+        h->v = rows_realloc(h->v, (size_t)h->cap * s->fv->row_bytes(D), (size_t)cap * s->fv->row_bytes(D), s->huge_pages);
     }
     h->cap = cap;
     h->room = all;
@@ -1837,6 +1840,7 @@ static Session *session_try(const Config *c, const Weights *w, const Options *o,
     s->fk = format_find(opt_str(o, "ctk"));
     s->fv = format_find(opt_str(o, "ctv"));
     s->batch = batch_rows(o, opt_str(o, "device"));
+    s->huge_pages = opt_choice(o, "huge-pages", "rows|all|off") < 2;
     budget_options(s);
     s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
     s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
@@ -11249,6 +11253,25 @@ static TileRows tile_read(const Session *s, const KVHead *h, const View *w, cons
     return t;
 }
 
+// ---- huge pages for rows
+// A head's keys, or values, of 2 MB and more begin where a huge page does, and ask for huge pages as
+// far as they fill them. What is behind the last full one lies on small pages, and growing goes on
+// there, up to the address where a huge page would end, so that nothing is held that the head has
+// not asked for. Cutting a part of a huge page would keep the whole: what stays is copied.
+static char *rows_realloc(char *p, size_t have, size_t want, int huge) {
+    const size_t page = (size_t)2 << 20;
+    size_t room = (want + page - 1) / page * page;
+    if (!huge || max_size(have, want) < page) return xrealloc(p, want);
+    if (have >= page && want >= have && want <= (have + page - 1) / page * page) return p;
+
+    char *q = want < page ? xmalloc(want) : aligned_bytes(page, room);
+    if (!q) die(EXIT_MEMORY, "out of memory: %zu bytes for the rows of a head", want);
+    if (want >= page) ask_huge_pages(q, want / page * page);
+    if (p) memcpy(q, p, min_size(have, want));
+    free(p);
+    return q;
+}
+
 // ---- lists copied side by side
 // Rows that lie anywhere come from memory at a fraction of its speed: LoopServe's single rows at an
 // eighth (NOTES.md, The CPU half). A list that stays for some steps pays for a copy of its
@@ -11809,6 +11832,8 @@ static const Opt program_options[] = {
       "on a GPU: a prefill's products with 16-bit weights twice (activations, and what rounding left), attention in f32" },
     { "weights",       'c', "file|q8_0",
       "matrices as the file has them, or rounded to 8 bits (8.5 with their scales) in memory; on the CPU" },
+    { "huge-pages",    'c', "rows|all|off",
+      "pages of 2 MB for the rows of long heads, or for files of weights too (a cold load is slower); no bit changes" },
     { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
     { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
     { "tokenizer",     's', "",     "tokenizer.json or tokenizer.model instead of the model's" },
@@ -11903,6 +11928,8 @@ static const Opt program_options[] = {
     { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
     { "bench-kernels", 'b', "0",
       "with -d cuda: every kernel of those prefills and decode steps by itself, its time, bytes and share" },
+    { "bench-file",    'b', "0",
+      "with --bench: a checkpoint from its files: first token cold and warm, memory at its peak, threads" },
     { "bench-suite",   's', "",
       "the papers' methods one after another, prefill and decode: a table, and this file as CSV" },
     { "repeat",        'i', "5",    "runs per number, the median counts" },
@@ -14122,6 +14149,8 @@ static int weights_read(Weights *w, Config *c, char err[512]) {
     WeightFiles *wf = w->files;
     char name[200];
     if (weights_open(wf, c->dir, err)) return -1;
+    for (size_t i = 0; c->huge_pages && i < arrlenu(wf->file); i++)
+        ask_huge_pages(wf->file[i]->map, wf->file[i]->size);
     if (weights_take(wf, c, "model.embed_tokens.weight", 1, c->V, c->C, &w->embed, err)) return -1;
     for (int l = 0; l < c->L; l++) {
         for (int i = 0; i < N_LAYER_TENSORS; i++) {
@@ -26086,6 +26115,7 @@ enum {
     BENCH_PICKS = 40,       // logits that a step brings from a device: as in a reply with the usual --top-k
 };
 static void open_model(App *a);             // section 30
+static void open_config(App *a);            // section 30
 static void choose_device(App *a);          // section 30
 
 // ---- what this machine reads
@@ -26758,6 +26788,166 @@ static void bench_kernels(const App *a, const int *prompt, const int *depth, FIL
     session_close(s);
 }
 
+// ---- a checkpoint on disk (--bench-file)
+// What a user of a checkpoint waits for and needs, which random weights do not show: they lie in
+// memory from the start, on huge pages. The files are opened and the first of --bench-prompts is
+// prefilled twice: with the files dropped from the page cache, and with them there. Then the most
+// bytes resident stand beside what --inspect plans, and both speeds beside the number of threads.
+
+typedef struct {
+    int n;                  // ids of the prompt
+    size_t files;           // bytes of the files
+    double cached;          // share of them that was in the page cache when the cold run began
+    double cold, warm;      // seconds from opening the files to the logits of the prompt
+    size_t before;          // most bytes resident before the first run,
+    size_t peak;            // and behind the second, whose dialogue decodes BENCH_STEPS tokens
+    size_t planned;         // weights, rows, the method's own and the rooms of a pass
+} FileBench;
+
+typedef struct {            // speeds with so many threads
+    int threads;
+    double pp, tg;          // tokens a second
+} ThreadBench;
+
+// Most bytes that the program has held in memory so far.
+static size_t most_resident(void) {
+    struct rusage r;
+    getrusage(RUSAGE_SELF, &r);
+    return (size_t)r.ru_maxrss * 1024;
+}
+
+// Asks the system to drop a file from the page cache -> how many of its pages stay, or -1.
+static long drop_file(const char *path, size_t size) {
+    long stay = -1;
+#ifdef __linux__
+    size_t pages = (size + 4095) / 4096;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return -1;
+    fdatasync(fd);                                      // what is not written yet cannot be dropped
+    posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    void *map = mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0);
+    unsigned char *there = xcalloc(pages, 1);
+    if (map != MAP_FAILED && !mincore(map, size, there)) {
+        stay = 0;
+        for (size_t i = 0; i < pages; i++) stay += there[i] & 1;
+    }
+    free(there);
+    if (map != MAP_FAILED) munmap(map, size);
+    close(fd);
+#else
+    (void)path;
+    (void)size;
+#endif
+    return stay;
+}
+
+// Drops all files of the checkpoint.
+static void drop_files(App *a, FileBench *b) {
+    char **path = NULL;
+    size_t stay = 0;
+    Weights *w = weights_load(a->c);
+    const WeightFiles *wf = w->files;
+    size_t *size = NULL;
+    for (size_t i = 0; i < arrlenu(wf->file); i++) {
+        arrput(path, strcpy(xmalloc(strlen(wf->file[i]->path) + 1), wf->file[i]->path));
+        arrput(size, wf->file[i]->size);
+    }
+    weights_close(w, NULL);                             // mapped pages cannot be dropped
+    for (size_t i = 0; i < arrlenu(path); i++) {
+        long n = drop_file(path[i], size[i]);
+        if (n < 0) die(EXIT_RUN, "--bench-file: %s: whether it is in the page cache cannot be seen", path[i]);
+        b->files += size[i];
+        stay += (size_t)n * 4096;
+        free(path[i]);
+    }
+    b->cached = fmin(1, (double)stay / (double)b->files);
+    arrfree(path);
+    arrfree(size);
+}
+
+// Opens the files and a session, and prefills the ids -> seconds. The session is left open in *out.
+static double first_token(App *a, const int *ids, int n, Session **out) {
+    double t = now();
+    a->w = weights_load(a->c);
+    *out = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
+    prefill(*out, ids, n);
+    return now() - t;
+}
+
+// The cold run and the warm one. The weights stay open, and the session.
+static Session *file_runs(App *a, FileBench *b) {
+    int *ids = random_ids(b->n, a->c->V);
+    Session *s;
+    b->before = most_resident();
+    drop_files(a, b);
+    b->cold = first_token(a, ids, b->n, &s);
+    session_close(s);
+    weights_close(a->w, NULL);
+    b->warm = first_token(a, ids, b->n, &s);
+    for (int i = 0; i < BENCH_STEPS; i++) decode(s, ids[0]);
+    b->peak = most_resident();
+    MemoryPlan p = memory_plan(s);
+    b->planned = p.weights + p.kv + p.parts + p.pass_cpu;
+    arrfree(ids);
+    return s;
+}
+
+// Both speeds with 1, 2, 4 .. threads and with all there are (stb_ds array).
+static ThreadBench *thread_runs(Session *s, int n, int repeat) {
+    ThreadBench *list = NULL;
+    int all = n_threads();
+    for (int t = 1; t; t = t < all ? min_int(2 * t, all) : 0) {
+        threads_use(t, 0);
+        ThreadBench x = { .threads = t, .pp = bench_prefill(s, n, repeat).tok_s, .tg = bench_decode(s, 0, repeat).tok_s };
+        arrput(list, x);
+    }
+    return list;
+}
+
+static void file_bench_json(FILE *f, const App *a, const FileBench *b, const ThreadBench *x) {
+    fprintf(f, "{\"test\":\"file\",\"n\":%d,", b->n);
+    json_pair(f, "method", opt_str(a->o, "method"));
+    json_pair(f, "model", a->c->dir);
+    json_pair(f, "dtype", dtype_name(a->c->dtype));
+    json_pair(f, "huge_pages", opt_str(a->o, "huge-pages"));
+    fprintf(f, "\"file_bytes\":%zu,\"cached\":%.4f,\"ttft_cold_s\":%.4f,\"ttft_warm_s\":%.4f,", b->files, b->cached,
+            b->cold, b->warm);
+    fprintf(f, "\"rss_before\":%zu,\"rss_peak\":%zu,\"planned_bytes\":%zu,\"threads\":[", b->before, b->peak, b->planned);
+    for (int i = 0; i < (int)arrlen(x); i++)
+        fprintf(f, "%s{\"threads\":%d,\"pp_tok_s\":%.3f,\"tg_tok_s\":%.3f}", i ? "," : "", x[i].threads, x[i].pp, x[i].tg);
+    fprintf(f, "]}\n");
+}
+
+static void file_bench_print(FILE *f, const App *a, const FileBench *b, const ThreadBench *x) {
+    fprintf(f, "%s, %s weights, %.2f GB on disk, huge pages %s, method %s\n\n", a->c->dir, dtype_name(a->c->dtype),
+            (double)b->files * 1e-9, opt_str(a->o, "huge-pages"), opt_str(a->o, "method"));
+    fprintf(f, "first token of %d ids, files on disk   %9.3f s (%.1f %% of them were in the page cache)\n", b->n, b->cold,
+            100 * b->cached);
+    fprintf(f, "first token of %d ids, files in memory %9.3f s\n", b->n, b->warm);
+    fprintf(f, "resident at the peak %.1f MB, %.1f before the model; planned %.1f MB\n\n", (double)b->peak * 1e-6,
+            (double)b->before * 1e-6, (double)b->planned * 1e-6);
+    fprintf(f, "| threads | pp %-5d tok/s |  of one | tg at 0 tok/s |  of one |\n", b->n);
+    fprintf(f, "|--------:|---------------:|--------:|--------------:|--------:|\n");
+    for (int i = 0; i < (int)arrlen(x); i++)
+        fprintf(f, "| %7d | %14.2f | %6.2fx | %13.2f | %6.2fx |\n", x[i].threads, x[i].pp, x[i].pp / x[0].pp, x[i].tg,
+                x[i].tg / x[0].tg);
+}
+
+// --bench-file: all of it, on the CPU, and what it prints.
+static void bench_file(App *a, int n) {
+    char text[16], err[256];
+    FileBench b = { .n = n };
+    options_set(a->o, "device", "cpu", err);
+    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(a->o, "repeat"));
+    options_set(a->o, "ctx-size", text, err);
+    Session *s = file_runs(a, &b);
+    ThreadBench *x = thread_runs(s, n, opt_int(a->o, "repeat"));
+    if (opt_int(a->o, "json")) file_bench_json(stdout, a, &b, x);
+    else file_bench_print(stdout, a, &b, x);
+    arrfree(x);
+    session_close(s);
+}
+
 // ---- --bench
 // Tells the memory plan, through -c, the longest context there will be.
 static void bench_context(Options *o, const int *prompt, const int *depth) {
@@ -26797,10 +26987,19 @@ static int bench(Options *o) {
     if (*path && save_begin(&csv, path, err)) die(EXIT_USAGE, "--bench-suite %s", err);
     bench_context(o, prompt, depth);
     kernels_check(o);
-    open_model(&a);
-    choose_device(&a);
-    kernels_check(o);
-    if (csv.f) {
+    int file = opt_int(o, "bench-file");
+    if (file && (*opt_str(o, "synthetic") || !strcmp(opt_str(o, "device"), "cuda")))
+        die(EXIT_USAGE, "--bench-file wants a checkpoint on disk and the CPU: no --synthetic, no -d cuda");
+    if (file) {
+        open_config(&a);
+    } else {
+        open_model(&a);
+        choose_device(&a);
+        kernels_check(o);
+    }
+    if (file) {
+        bench_file(&a, prompt[0]);
+    } else if (csv.f) {
         suite(&a, prompt, depth, opt_int(o, "repeat"), stdout, csv.f);
         if (save_keep(&csv, 1, err)) die(EXIT_RUN, "--bench-suite %s", err);
     } else if (opt_int(o, "bench-kernels")) {
@@ -30194,6 +30393,7 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "markdown",       RUN_EVAL | RUN_MERGE },
     { "bench-depths",   RUN_BENCH },
     { "bench-prompts",  RUN_BENCH },
+    { "bench-file",     RUN_BENCH },
     { "repeat",         RUN_BENCH },
 };
 
@@ -30526,6 +30726,7 @@ static void open_config(App *a) {
     if (!*shape && !*opt_str(a->o, "model")) default_model(a->o);
     a->c = *shape ? config_synthetic(shape) : config_load(opt_str(a->o, "model"));
     a->c->as_q8 = opt_choice(a->o, "weights", "file|q8_0");
+    a->c->huge_pages = opt_choice(a->o, "huge-pages", "rows|all|off") == 1;
     if (a->c->as_q8 && !strcmp(opt_str(a->o, "device"), "cuda"))
         die(EXIT_USAGE, "--weights q8_0 is for the CPU: -d cuda takes weights as the file has them");
     threads_use(opt_int(a->o, "threads"), parameters_of(a->c));

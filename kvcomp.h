@@ -77,6 +77,7 @@ typedef struct {                // sizes and constants of one checkpoint, all re
     int    dtype;               // DT_* that most weights have
     char   dir[1024];           // the folder it came from; "synthetic:NAME" when made from a seed
     int    as_q8;               // 1: matrices become DT_Q8 while they are loaded (--weights)
+    int    huge_pages;          // 1: huge pages are asked for where the files of weights are mapped (--huge-pages all)
 } Config;
 
 typedef struct {                // a matrix W (rows,cols): y = W x maps cols numbers to rows numbers. A vector has rows 1
@@ -363,6 +364,7 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     const char *made_for;
 
     int batch;                  // rows of a prefill block: -b, or what suits the device
+    int huge_pages;             // 1: and for a head's rows, where they are many (--huge-pages)
     struct Arena *scratch;      // memory of a pass
     float *logits;              // (V) of the pass's last token
     // > 0: of a decode step on a device only so many of the largest logits come to the host

@@ -14213,6 +14213,50 @@ TEST(cli_weights, "--weights q8_0 chats in a little more than half the memory, c
     CHECK(error > 0 && error < .06 * .06 * square, "logits are off by %g of their size", sqrt(error / square));
 }
 
+TEST(cli_bench_file, "--bench-file measures a checkpoint from its files, cold and warm, its memory beside the plan and "
+                     "1, 2, 4 .. threads; random weights have no files") {
+    char err[256];
+    CHECK(sh("./kvcomp --bench --bench-file --bench-prompts 40 --repeat 1 -t 3 --json") == 0, "%s", sh_err);
+    Json *j = json_parse(sh_out, strlen(sh_out), err);
+    CHECK(j, "%s", err);
+    if (!j) return;
+    const Json *threads = json_get(j, "threads"), *cached = json_get(j, "cached");
+    CHECK(threads && threads->type == JSON_ARRAY && threads->n == 3, "%s", sh_out);
+    static const int want[] = { 1, 2, 3 };
+    for (int i = 0; i < 3; i++) {
+        const Json *x = &threads->item[i];
+        CHECK(json_get(x, "threads")->i == want[i], "%s", sh_out);
+        CHECK(json_get(x, "pp_tok_s")->num > 0 && json_get(x, "tg_tok_s")->num > 0, "%s", sh_out);
+    }
+    CHECK(json_get(j, "file_bytes")->i == 6449928 && json_get(j, "n")->i == 40, "%s", sh_out);
+    CHECK(cached->num >= 0 && cached->num <= 1 && json_get(j, "ttft_cold_s")->num > 0, "%s", sh_out);
+    CHECK(json_get(j, "rss_peak")->i > 6449928 && json_get(j, "planned_bytes")->i > 6449928, "%s", sh_out);
+    json_free(j);
+    CHECK(sh("./kvcomp --bench --bench-file --bench-prompts 8 --repeat 1 -t 1 --huge-pages off --weights q8_0") == 0, "%s",
+          sh_err);
+    CHECK(strstr(sh_out, "q8_0 weights, 0.01 GB on disk, huge pages off") && strstr(sh_out, "files in memory"), "%s", sh_out);
+    CHECK(sh("./kvcomp --bench --bench-file --synthetic tiny") == 2 && strstr(sh_err, "--bench-file"), "%s", sh_err);
+}
+
+TEST(cache_huge_pages, "rows of long heads that grow, shrink and are cut keep their bytes on huge pages and without") {
+    for (int huge = 0; huge < 2; huge++) {
+        static const size_t size[] = { 100, 3 << 20, 7 << 19, 5 << 20, 9 << 20, 8 << 20, 4096, 6 << 20, 0, 64 };
+        size_t have = 0, sure = 0;
+        char *p = NULL;
+        int wrong = 0;
+        for (size_t i = 0; i < sizeof size / sizeof *size; i++) {
+            p = rows_realloc(p, have, size[i], huge);
+            CHECK(!huge || size[i] < 2 << 20 || (uintptr_t)p % (2 << 20) == 0, "%zu bytes do not begin on a huge page", size[i]);
+            sure = min_size(sure, size[i]);
+            for (size_t k = 0; k < sure; k++) wrong += p[k] != (char)(k * 7 >> 3);
+            for (size_t k = sure; k < size[i]; k++) p[k] = (char)(k * 7 >> 3);
+            have = sure = size[i];
+        }
+        CHECK(!wrong, "huge %d: %d bytes are others", huge, wrong);
+        free(p);
+    }
+}
+
 TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made: what is planned is what they take, "
                  "vectors stay as they are") {
     Config *c = config_synthetic("L2,H4,G2,D16,C64,F96,V131"), *d = config_synthetic("L2,H4,G2,D16,C64,F96,V131");
