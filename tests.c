@@ -13415,10 +13415,13 @@ TEST(web_sides, "what a page in a browser calls: replies, rows and views are tho
     char *longer = xmalloc(40001);
     memset(longer, 'a', 40000);
     longer[40000] = 0;
-    int n_tok = before->n_tok;
-    quiet = 1;
-    CHECK(web_say(0, longer) == -1 && web_say(0, "") == 0 && before->n_tok > n_tok, "a message that does not fit");
-    quiet = 0;
+    int n_tok = before->n_tok, err2 = dup(2), null = open("/dev/null", O_WRONLY);
+    dup2(null, 2);  // it says that the message does not fit
+    int fits = web_say(0, longer);
+    dup2(err2, 2);
+    close(err2);
+    close(null);
+    CHECK(fits == -1 && before->n_tok == n_tok, "a message that does not fit: %d", fits);
     free(longer);
 
     // The papers' pictures, from the follower. It goes on, and begins anew when the dialogue does.
@@ -17918,6 +17921,19 @@ TEST(eval_longbench_run, "a LongBench item is asked in the words of --eval-promp
     for (char *p = sh_out; *p; p++) plain += *p == ' ' || *p == '\n';
     CHECK(n[0] > 130 && n[0] <= 300 - 64 - 64 && n[1] > plain, "%d and %d tokens, the second text has %d", n[0], n[1], plain);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_make_web, "without emscripten and apt-get `make web` says what it needs; the page's text has the two places "
+                   "that it fills, and asks for nothing from outside") {
+    static char text[1 << 18];
+    CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL $(command -v make) -s install-web PATH=/nonexistent SHELL=/bin/sh") != 0 &&
+              strstr(sh_out, "make web needs Debian's emscripten"),
+          "%s%s", sh_out, sh_err);
+    slurp_into("data/web.html", text, sizeof text);
+    CHECK(strstr(text, "\n@@GLUE@@\n") && strstr(text, "\n@@WASM@@\n"), "places");
+    CHECK(strstr(text, "default-src 'none'") && !strstr(text, "http://www.w3.org/1999") && !strstr(text, "https://") &&
+              !strstr(text, " src=") && !strstr(text, "innerHTML") && !strstr(text, "insertAdjacentHTML"),
+          "the page asks for something, or makes markup of a text");
 }
 
 // ==================================================================================================== 16 CUDA
