@@ -208,7 +208,7 @@ asan: kvcomp tests_asan
 # fuzz targets need clang with its runtime (Debian: clang libclang-rt-dev); FUZZ_SECONDS each, one after the other. What they
 # learn stays in fuzz_corpus/. The strings of stb_ds.h lie in arrays that are declared too short on purpose
 FUZZ_SECONDS ?= 60
-FUZZ = json safetensors config tokenizer spm session adapter scores ids dialogues template chat
+FUZZ = json safetensors config tokenizer spm session adapter scores ids dialogues answers batch template chat
 fuzz_targets: fuzz.c kvcomp.c kvcomp.h | deps
 	printf '[bounds]\nsrc:*/stb_ds.h\n' >fuzz_ignored
 	clang -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -fsanitize-ignorelist=fuzz_ignored -o $@ fuzz.c -lm

@@ -319,6 +319,56 @@ static void target_dialogues(const char *data, size_t n) {
     }
 }
 
+// ---- --eval-merge: a file of answers
+static void target_answers(const char *data, size_t n) {
+    static EvalFile x;                          // given back here when the last one was refused
+    char err[512];
+    size_t at = 0;
+    eval_file_close(&x);
+    x = (EvalFile){ .path = "answers" };
+    Json *head = head_read(data, n, &at, err);
+    int bad = !head || atoi(json_text(head, "items")) > 1000 || head_take(&x, head, err);
+    json_free(head);
+    if (bad) return;
+    must(read_answers(&x, copy_bytes(data, n), n, at) <= n, "what is kept lies in the file");
+    Score *rows = NULL;
+    merge_rows(&x, &rows);
+    for (int r = 0; r < (int)arrlen(rows); r++) must(rows[r].items == rows[0].items, "rows have the same items");
+    rows_free(rows);
+}
+
+// ---- --batch: every line is answered by one line, an object, and none of them ends the program
+static void target_batch(const char *data, size_t n) {
+    char err[512], *out = NULL, *line_end;
+    size_t size = 0;
+    jmp_buf here;
+    App a = app_begin(1);
+    Batch b;
+    a.tp = template_load("/nonexistent", "chatml", a.tok, err);
+    must(a.tp != NULL, err);
+    batch_open(&b, &a);
+    FILE *f = memory_stream(&out, &size);
+    int lines = 0;
+    die_jump = &here;
+    if (setjmp(here)) must(0, "a line has ended the program");
+    for (const char *p = data, *end; p < data + n && lines < 8; p = end + 1) {
+        end = memchr(p, '\n', (size_t)(data + n - p));
+        if (!end) end = data + n;
+        batch_line(&b, p, (size_t)(end - p), ++lines, f);
+    }
+    memory_stream_close(f);
+    for (char *p = out; lines--; p = line_end + 1) {
+        line_end = strchr(p, '\n');
+        Json *j = line_end ? json_parse(p, (size_t)(line_end - p), err) : NULL;
+        must(j && (json_get(j, "error") || json_get(j, "ids")) && json_get(j, "line"), "an answer is an object");
+        json_free(j);
+    }
+    free(out);
+    batch_close(&b);
+    template_free(a.tp);
+    app_end(&a);
+}
+
 // ---- chat templates: a program, then after a 0 byte the message that is rendered by what was recognised
 static void target_template(const char *data, size_t n) {
     char err[512];
@@ -381,6 +431,19 @@ static const char *const seeds_dialogues[] = {
     "{\"input\":\"\",\"context\":\"x. y. z\",\"answers\":[\"x\"],\"all_classes\":[\"x\",\"y\"],\"dataset\":\"trec\"}\n",
     "{\"index\":0,\"input\":\"abc 12.\",\"outputs\":[\"12\",\"b\"],\"length\":9,\"answer_prefix\":\" it is\"}\n"
     "{\"input\":\"q\",\"context\":\"int x = 1;\",\"answers\":[\"x = 2;\"],\"all_classes\":null,\"dataset\":\"lcc\"}\n", NULL };
+static const char *const seeds_batch[] = {
+    "{\"id\":1,\"prompt\":\"hello\",\"max_tokens\":3,\"stop\":[\"e\",\"he\"]}\n{\"prompt\":\"he\",\"continuation\":\" is\",\"raw\":true}\n",
+    "{\"messages\":[{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"assistant\",\"content\":\"b\"},"
+    "{\"role\":\"user\",\"content\":\"c\"}],\"method\":\"streaming\",\"budget\":6,\"temp\":0.7,\"seed\":3,\"top_k\":5}",
+    "{\"ids\":[30,31,32,33,34,35,36],\"continuation\":[40,41],\"method\":\"snapkv+pats\",\"budget\":5,\"obs_window\":2}\n{\"ids\":[1],\"method\":\"lychee\","
+    "\"lychee_buffer\":4,\"max_tokens\":9}\n{\"prompt\":\"\",\"continuation\":\"abc\",\"method\":\"h2o\",\"ratio\":0.5}\n", NULL };
+static const char *const seeds_answers[] = {
+    "{\"kvcomp\":\"answers 1\",\"items\":\"2 0\",\"seed\":\"1\",\"rows\":\"full 0\"}\n"
+    "{\"task\":\"t\",\"item\":1,\"method\":\"full\",\"budget\":0,\"answer\":1,\"answers\":1,\"text\":0,\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,"
+    "\"depth\":-1,\"score\":1,\"exact\":0,\"found\":1,\"f1\":0.5,\"rouge_l\":0,\"rouge_l_longbench\":0,\"nll\":null,\"predicted\":2,\"top1\":1,\"kld\":[0,1e-3],"
+    "\"kv_bytes_stored\":1,\"kv_bytes_full\":1,\"kv_bytes_attended\":1.5,\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n"
+    "{\"task\":\"t\",\"item\":2,\"method\":\"full\",\"budget\":0,\"answer\":0,\"answers\":0,\"kv_bytes_stored\":1,\"kv_bytes_full\":1,\"kv_bytes_attended\":1,"
+    "\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n", NULL };
 static const char *const seeds_chat[] = {
     "hello\r/stats\rhe\x7f\x7fshe\x1b[D\x1b[D\x0b\r", "/method streaming\ra\x1b[A\x1b[A\x1b[B\r/budget 64\r", "\x1b[200~a line\nof a paste\x1b[201~\r/regen\r",
     "/system you\ra\\\rb\r/clear\r/help\r", "one two\r\x12tw\x12\x7f\r/met\tlych\t+\t\t\r/load /et\t\x1b\x7f\r\"\"\"a\r\x1b[A\x1b[B\x1b" "b\x17\x19\"\"\"\r", "\xc3\xa9\xf0\x9f\x98\x80\x1b[1;5D\x1b[H\x1b[3~\x04\x17\x01\x05\x15\r/load /nonexistent\r", NULL };
@@ -477,6 +540,8 @@ static const struct Target {
     { "scores",      target_scores,      0, seeds_scores,    NULL },
     { "ids",         target_ids,         1, seeds_ids,       NULL },
     { "dialogues",   target_dialogues,   1, seeds_dialogues, NULL },
+    { "answers",     target_answers,     1, seeds_answers,   NULL },
+    { "batch",       target_batch,       0, seeds_batch,     NULL },
     { "template",    target_template,    0, seeds_template,  NULL },
     { "chat",        target_chat,        1, seeds_chat,      NULL },
 };

@@ -22173,7 +22173,7 @@ static int chat(App *a) {
 //                replies, so these numbers do not depend on what a method happened to say.
 //
 // Reading order: what an item is, how items are made (a subsection for each task), items from a
-// file, how an item is played, metrics, scores and intervals, tables, the modes.
+// file, how an item is played, metrics, scores and intervals, tables, the modes, answers on disk.
 
 // ---- what an item is
 // An item is a dialogue with its right answers: a list of turns, some of which are scored.

@@ -12170,20 +12170,26 @@ static int read_named(const char *name, const char *lines, EvalSet *e) {
     return code;
 }
 
-TEST(eval_benchmarks, "RULER's and LongBench's lines as their scripts write them: task, prompt, metric and length of a reply "
+TEST(eval_benchmarks, "RULER's and LongBench's lines as their scripts write them: task, prompt, "
+                      "metric and length of a reply "
                       "are theirs; --eval-prompts has the words of a prompt") {
     // RULER: the task is the folder's name; an older file has the end of the question in the input
-    static const struct { const char *file, *task; int metric, most; } ruler[] = {
+    static const struct {
+        const char *file, *task;
+        int metric, most;
+    } ruler[] = {
         { "niah_multikey_1/validation.jsonl", "niah_multikey_1", METRIC_MATCH_ALL, 128 },
-        { "vt/validation.jsonl",              "vt",              METRIC_MATCH_ALL, 30 },
-        { "cwe/test.jsonl",                   "cwe",             METRIC_MATCH_ALL, 120 },
-        { "fwe.jsonl",                        "fwe",             METRIC_MATCH_ALL, 50 },
-        { "data/qa_2/validation.jsonl",       "qa_2",            METRIC_MATCH_PART, 32 },
-        { "mine.jsonl",                       "mine",            METRIC_MATCH_ALL, 128 },
+        { "vt/validation.jsonl", "vt", METRIC_MATCH_ALL, 30 },
+        { "cwe/test.jsonl", "cwe", METRIC_MATCH_ALL, 120 },
+        { "fwe.jsonl", "fwe", METRIC_MATCH_ALL, 50 },
+        { "data/qa_2/validation.jsonl", "qa_2", METRIC_MATCH_PART, 32 },
+        { "mine.jsonl", "mine", METRIC_MATCH_ALL, 128 },
     };
     const char *lines =
-        "{\"index\": 0, \"input\": \"A special magic number is hidden. One of the special magic numbers for long-road is: 8231. "
-        "What is it?\", \"outputs\": [\"8231\", \"Seven\"], \"length\": 40, \"length_w_model_temp\": 40, \"answer_prefix\": \" The "
+        "{\"index\": 0, \"input\": \"A special magic number is hidden. One of the special magic "
+        "numbers for long-road is: 8231. "
+        "What is it?\", \"outputs\": [\"8231\", \"Seven\"], \"length\": 40, "
+        "\"length_w_model_temp\": 40, \"answer_prefix\": \" The "
         "special magic number is\", \"token_position_answer\": 20}\n"
         "{\"index\": 1, \"input\": \"Memorize. Answer:\", \"outputs\": [\"a\"], \"length\": 12}\n";
     for (size_t i = 0; i < sizeof ruler / sizeof *ruler; i++) {
@@ -12191,64 +12197,109 @@ TEST(eval_benchmarks, "RULER's and LongBench's lines as their scripts write them
         int code = read_named(ruler[i].file, lines, &e);
         CHECK(!code && arrlen(e.item) == 2, "%d %s", code, die_text);
         const EvalItem *it = e.item;
-        CHECK(arrlen(it) && !strcmp(it->task, ruler[i].task) && it->metric == ruler[i].metric && it->most == ruler[i].most, "%s: %s %d",
-              ruler[i].file, it->task, it->metric);
+        CHECK(arrlen(it) && !strcmp(it->task, ruler[i].task) && it->metric == ruler[i].metric &&
+                  it->most == ruler[i].most,
+              "%s: %s %d", ruler[i].file, it->task, it->metric);
         const char *end = "What is it? The special magic number is", *user = it[0].turn[0].user;
-        CHECK(!strcmp(user + strlen(user) - strlen(end), end) && !strcmp(it[1].turn[0].user, "Memorize. Answer:"), "%s", user);
+        CHECK(!strcmp(user + strlen(user) - strlen(end), end) &&
+                  !strcmp(it[1].turn[0].user, "Memorize. Answer:"),
+              "%s", user);
         double score = best_score(it->metric, " 8231 and 9", &it[0].turn[0]);
-        CHECK(score == (ruler[i].metric == METRIC_MATCH_ALL ? .5 : 1) && best_score(it->metric, "8231, SEVEN.", &it[0].turn[0]) == 1 &&
-                  !best_score(it->metric, "none", &it[0].turn[0]), "%s: %g", ruler[i].file, score);
+        CHECK(score == (ruler[i].metric == METRIC_MATCH_ALL ? .5 : 1) &&
+                  best_score(it->metric, "8231, SEVEN.", &it[0].turn[0]) == 1 &&
+                  !best_score(it->metric, "none", &it[0].turn[0]),
+              "%s: %g", ruler[i].file, score);
         eval_set_free(&e);
     }
 
     // LongBench, without its prompts and with them
-    static const struct { const char *set; int metric, most, first_line, plain; } sets[] = {
-        { "narrativeqa", METRIC_F1, 128, 0, 0 },        { "multifieldqa_zh", METRIC_F1_ZH, 64, 0, 0 },
-        { "vcsum", METRIC_ROUGE_ZH, 512, 0, 0 },        { "samsum", METRIC_ROUGE_LONGBENCH, 128, 1, 1 },
-        { "trec_e", METRIC_CLASS, 64, 1, 1 },           { "passage_count", METRIC_NUMBER, 32, 0, 0 },
-        { "passage_retrieval_zh", METRIC_NUMBER, 32, 0, 0 }, { "repobench-p", METRIC_CODE, 64, 0, 1 },
+    static const struct {
+        const char *set;
+        int metric, most, first_line, plain;
+    } sets[] = {
+        { "narrativeqa", METRIC_F1, 128, 0, 0 },
+        { "multifieldqa_zh", METRIC_F1_ZH, 64, 0, 0 },
+        { "vcsum", METRIC_ROUGE_ZH, 512, 0, 0 },
+        { "samsum", METRIC_ROUGE_LONGBENCH, 128, 1, 1 },
+        { "trec_e", METRIC_CLASS, 64, 1, 1 },
+        { "passage_count", METRIC_NUMBER, 32, 0, 0 },
+        { "passage_retrieval_zh", METRIC_NUMBER, 32, 0, 0 },
+        { "repobench-p", METRIC_CODE, 64, 0, 1 },
         { "my_set", METRIC_CLASS, 0, 0, 0 },
     };
-    const char *prompts = "{\"narrativeqa\":\"S: {context} Q: {input} {{A}}\",\"multifieldqa_zh\":\"{context}{input}\",\"vcsum\":\"{context}!\","
-                          "\"samsum\":\"{input}\",\"trec\":\"T {input}\",\"passage_count\":\"N\",\"passage_retrieval_zh\":\"{context}\","
-                          "\"repobench-p\":\"{context}{input}Next\",\"my_set\":\"{{{input}}}\"}";
-    static const char *const asked[] = { "S: Con {x}. Q: Which? {A}", "Con {x}.Which?", "Con {x}.!", "Which?", "T Which?", "N", "Con {x}.",
-                                         "Con {x}.Which?Next", "{Which?}" };
+    const char *prompts =
+        "{\"narrativeqa\":\"S: {context} Q: {input} "
+        "{{A}}\",\"multifieldqa_zh\":\"{context}{input}\",\"vcsum\":\"{context}!\","
+        "\"samsum\":\"{input}\",\"trec\":\"T "
+        "{input}\",\"passage_count\":\"N\",\"passage_retrieval_zh\":\"{context}\","
+        "\"repobench-p\":\"{context}{input}Next\",\"my_set\":\"{{{input}}}\"}";
+    static const char *const asked[] = { "S: Con {x}. Q: Which? {A}",
+                                         "Con {x}.Which?",
+                                         "Con {x}.!",
+                                         "Which?",
+                                         "T Which?",
+                                         "N",
+                                         "Con {x}.",
+                                         "Con {x}.Which?Next",
+                                         "{Which?}" };
     for (int with = 0; with < 2; with++)
         for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) {
             char line[512], err[256];
             EvalSet e = { .prompts = with ? json_parse(prompts, strlen(prompts), err) : NULL };
-            snprintf(line, sizeof line, "{\"input\": \"Which?\", \"context\": \"Con {x}.\", \"answers\": [\"A\"], \"length\": 7000, \"dataset\": "
-                     "\"%s\", \"language\": \"en\", \"all_classes\": [\"A\", \"B\"], \"_id\": \"50586d9b\"}\n", sets[i].set);
+            snprintf(line, sizeof line,
+                     "{\"input\": \"Which?\", \"context\": \"Con {x}.\", \"answers\": [\"A\"], "
+                     "\"length\": 7000, \"dataset\": "
+                     "\"%s\", \"language\": \"en\", \"all_classes\": [\"A\", \"B\"], \"_id\": "
+                     "\"50586d9b\"}\n",
+                     sets[i].set);
             int code = read_named("data.jsonl", line, &e);
             CHECK(!code && arrlen(e.item) == 1, "%d %s", code, die_text);
             const EvalItem *it = e.item;
-            CHECK(it && !strcmp(it->task, sets[i].set) && it->metric == sets[i].metric && it->most == sets[i].most &&
-                      it->first_line == sets[i].first_line && it->plain == (with && sets[i].plain), "%s", sets[i].set);
-            CHECK(it && !strcmp(it->turn[0].user, with ? asked[i] : "Con {x}.\n\nWhich?"), "%s: %s", sets[i].set, it->turn[0].user);
+            CHECK(it && !strcmp(it->task, sets[i].set) && it->metric == sets[i].metric &&
+                      it->most == sets[i].most && it->first_line == sets[i].first_line &&
+                      it->plain == (with && sets[i].plain),
+                  "%s", sets[i].set);
+            CHECK(it && !strcmp(it->turn[0].user, with ? asked[i] : "Con {x}.\n\nWhich?"), "%s: %s",
+                  sets[i].set, it->turn[0].user);
             eval_set_free(&e);
         }
-    static const struct { const char *line, *prompts, *says; } bad[] = {
+    static const struct {
+        const char *line, *prompts, *says;
+    } bad[] = {
         { "{\"input\":\"x\",\"outputs\":[]}", NULL, "'outputs'" },
         { "{\"outputs\":[\"x\"]}", NULL, "a RULER item without 'input'" },
         { "{\"input\":3,\"outputs\":[\"x\"]}", NULL, "'input' is no text" },
-        { "{\"input\":\"x\",\"context\":\"y\",\"answers\":[\"z\"],\"dataset\":\"trec\"}", NULL, "a trec without 'all_classes'" },
-        { "{\"input\":\"x\",\"context\":\"y\",\"answers\":[\"z\"],\"dataset\":\"qasper\"}", "{\"qmsum\":\"{input}\"}", "no prompt for dataset 'qasper'" },
-        { "{\"input\":\"x\",\"context\":\"y\",\"answers\":[\"z\"],\"dataset\":\"qasper\"}", "{\"qasper\":\"{inputs}\"}", "its prompt has '{inputs}'" },
+        { "{\"input\":\"x\",\"context\":\"y\",\"answers\":[\"z\"],\"dataset\":\"trec\"}", NULL,
+          "a trec without 'all_classes'" },
+        { "{\"input\":\"x\",\"context\":\"y\",\"answers\":[\"z\"],\"dataset\":\"qasper\"}",
+          "{\"qmsum\":\"{input}\"}", "no prompt for dataset 'qasper'" },
+        { "{\"input\":\"x\",\"context\":\"y\",\"answers\":[\"z\"],\"dataset\":\"qasper\"}",
+          "{\"qasper\":\"{inputs}\"}", "its prompt has '{inputs}'" },
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         char err[256];
-        EvalSet e = { .prompts = bad[i].prompts ? json_parse(bad[i].prompts, strlen(bad[i].prompts), err) : NULL };
+        EvalSet e = { .prompts = bad[i].prompts
+                                     ? json_parse(bad[i].prompts, strlen(bad[i].prompts), err)
+                                     : NULL };
         int code = read_named("a.jsonl", bad[i].line, &e);
-        CHECK(code == EXIT_USAGE && strstr(die_text, "line 1") && strstr(die_text, bad[i].says), "%s: %d %s", bad[i].line, code, die_text);
+        CHECK(code == EXIT_USAGE && strstr(die_text, "line 1") && strstr(die_text, bad[i].says),
+              "%s: %d %s", bad[i].line, code, die_text);
         eval_set_free(&e);
     }
 }
 
-TEST(eval_scores, "the metrics of RULER and LongBench give what their packages give: numbers, code, Chinese") {
-    static const struct { int metric; const char *said, *gold; double score; } cases[] = {
+TEST(eval_scores,
+     "the metrics of RULER and LongBench give what their packages give: numbers, code, Chinese") {
+    static const struct {
+        int metric;
+        const char *said, *gold;
+        double score;
+    } cases[] = {
         { METRIC_NUMBER, "Paragraph 7", "Paragraph 7", 1 },
-        { METRIC_NUMBER, "Paragraph 7 or 12, 7", "\xe6\xae\xb5\xe8\x90\xbd" "7", 2 / 3. },
+        { METRIC_NUMBER, "Paragraph 7 or 12, 7",
+          "\xe6\xae\xb5\xe8\x90\xbd"
+          "7",
+          2 / 3. },
         { METRIC_NUMBER, "77", "7", 0 },
         { METRIC_NUMBER, "none", "7", 0 },
         // fuzzywuzzy 0.18 without python-Levenshtein
@@ -12256,19 +12307,26 @@ TEST(eval_scores, "the metrics of RULER and LongBench give what their packages g
         { METRIC_CODE, "\n# note\n// no\n  return y + 1;\nmore", "return x + 1;", .86 },
         { METRIC_CODE, "`x`", "x", 0 },
         { METRIC_CODE, "y(+i{; \to o", "r(+i{; \to o", .91 },
-        { METRIC_CODE, "for (int i = 0; i < n; i++) sum += a[i];", "for (int k = 0; k < len; k++) total += b[k];", .76 },
+        { METRIC_CODE, "for (int i = 0; i < n; i++) sum += a[i];",
+          "for (int k = 0; k < len; k++) total += b[k];", .76 },
         { METRIC_CODE, "\xc3\xa9t\xc3\xa9 = 1", "ete = 1", .71 },
         // characters as words: 2 of 3 and 2 of 2
-        { METRIC_F1_ZH, "\xe4\xb8\xad\xe6\x96\x87\xe3\x80\x82 ABC!", "\xe4\xb8\xad\xef\xbc\x8c" "abc", .8 },
+        { METRIC_F1_ZH, "\xe4\xb8\xad\xe6\x96\x87\xe3\x80\x82 ABC!",
+          "\xe4\xb8\xad\xef\xbc\x8c"
+          "abc",
+          .8 },
         { METRIC_F1_ZH, "", "\xe4\xb8\xad", 0 },
-        { METRIC_ROUGE_ZH, "\xe4\xb8\xad\xe6\x96\x87 abc", "\xe4\xb8\xad" "abc", .8 },
+        { METRIC_ROUGE_ZH, "\xe4\xb8\xad\xe6\x96\x87 abc",
+          "\xe4\xb8\xad"
+          "abc",
+          .8 },
         { METRIC_MATCH_PART, "The answer is FOX.", "fox", 1 },
         { METRIC_MATCH_PART, "The answer is fo x.", "fox", 0 },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         double score = score_by(cases[i].metric, cases[i].said, cases[i].gold, NULL);
-        CHECK(fabs(score - cases[i].score) < 1e-6, "%s: '%s' and '%s': %g, expected %g", eval_metrics[cases[i].metric], cases[i].said,
-              cases[i].gold, score, cases[i].score);
+        CHECK(fabs(score - cases[i].score) < 1e-6, "%s: '%s' and '%s': %g, expected %g",
+              eval_metrics[cases[i].metric], cases[i].said, cases[i].gold, score, cases[i].score);
     }
     // In a text of 200 characters and more the frequent ones begin no run (difflib): of these lines that is the x
     char a[256], b[256];
@@ -17541,50 +17599,69 @@ static const char *table_of(const char *fmt, ...) {
     return sh_out;
 }
 
-TEST(eval_shards, "--eval-out and --eval-merge: a run that went on wherever it was cut, and three parts of which "
-                  "one hit a full disk and went on, give the table of a whole run to the digit") {
+TEST(
+    eval_shards,
+    "--eval-out and --eval-merge: a run that went on wherever it was cut, and three parts of which "
+    "one hit a full disk and went on, give the table of a whole run to the digit") {
     static char whole[1 << 14];
     char d[] = "/tmp/kvcomp-answers-XXXXXX", run[512];
     CHECK(mkdtemp(d) != NULL, "mkdtemp");
-    snprintf(run, sizeof run, "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 -d cpu --eval coref,facts --eval-items 2 "
-                              "--eval-length 96 --compare full,streaming --budgets 24 --csv");
+    snprintf(run, sizeof run,
+             "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 -d cpu --eval coref,facts --eval-items 2 "
+             "--eval-length 96 --compare full,streaming --budgets 24 --csv");
     snprintf(whole, sizeof whole, "%.16000s", table_of("%s", run));
     CHECK(lines_in(whole) == 3 && strstr(whole, "kld_p99"), "%s%s", whole, sh_err);
     CHECK(!strcmp(whole, table_of("%s --eval-out %s/whole", run, d)), "%s%s", sh_out, sh_err);
-    CHECK(!strcmp(whole, table_of("%s --eval-out %s/whole", run, d)), "all is there: %s%s", sh_out, sh_err);
-    CHECK(!strcmp(whole, table_of("./kvcomp -q --eval-merge %s/whole --csv", d)), "%s%s", sh_out, sh_err);
+    CHECK(!strcmp(whole, table_of("%s --eval-out %s/whole", run, d)), "all is there: %s%s", sh_out,
+          sh_err);
+    CHECK(!strcmp(whole, table_of("./kvcomp -q --eval-merge %s/whole --csv", d)), "%s%s", sh_out,
+          sh_err);
     CHECK(sh("wc -l < %s/whole", d) == 0 && atoi(sh_out) > 10, "%s", sh_out);
 
     // What a kill leaves: part of the first line, of an answer, the answers of half an item
     static const char *const cuts[] = { "head -c 20", "head -c 1500", "head -n 4" };
     for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
         CHECK(sh("%s %s/whole > %s/cut", cuts[i], d, d) == 0, "%s", sh_err);
-        CHECK(!strcmp(whole, table_of("%s --eval-out %s/cut", run, d)), "%s: %s%s", cuts[i], sh_out, sh_err);
-        CHECK(!strcmp(whole, table_of("./kvcomp -q --csv --eval-merge %s/cut", d)), "%s: %s%s", cuts[i], sh_out, sh_err);
+        CHECK(!strcmp(whole, table_of("%s --eval-out %s/cut", run, d)), "%s: %s%s", cuts[i], sh_out,
+              sh_err);
+        CHECK(!strcmp(whole, table_of("./kvcomp -q --csv --eval-merge %s/cut", d)), "%s: %s%s",
+              cuts[i], sh_out, sh_err);
     }
-    CHECK(sh("head -n 8 %s/whole > %s/cut && head -n 9 %s/whole | tail -n 1 | head -c 30 >> %s/cut && "
-             "./kvcomp --eval-merge %s/cut", d, d, d, d, d) == 1 && strstr(sh_err, "2 lines of an interrupted item at its end: dropped")
-              && strstr(sh_err, "3 of 4 items are missing: 2, 3, 4"), "%s", sh_err);
+    CHECK(sh("head -n 8 %s/whole > %s/cut && head -n 9 %s/whole | tail -n 1 | head -c 30 >> %s/cut "
+             "&& "
+             "./kvcomp --eval-merge %s/cut",
+             d, d, d, d, d) == 1 &&
+              strstr(sh_err, "2 lines of an interrupted item at its end: dropped") &&
+              strstr(sh_err, "3 of 4 items are missing: 2, 3, 4"),
+          "%s", sh_err);
 
     // Three parts, and a limit on the size of files in the middle of the second
     for (int i = 1; i <= 3; i++) {
         if (i == 2)
-            CHECK(sh("ulimit -f 1; %s --eval-shard 2/3 --eval-out %s/part2", run, d) == 1 && strstr(sh_err, "can go on"),
+            CHECK(sh("ulimit -f 1; %s --eval-shard 2/3 --eval-out %s/part2", run, d) == 1 &&
+                      strstr(sh_err, "can go on"),
                   "%s", sh_err);
         CHECK(*table_of("%s --eval-shard %d/3 --eval-out %s/part%d", run, i, d, i), "%s", sh_err);
     }
-    CHECK(!strcmp(whole, table_of("./kvcomp -q --eval-merge %s/part1 %s/part2 %s/part3 --csv", d, d, d)), "%s%s",
-          sh_out, sh_err);
-    CHECK(!strcmp(whole, table_of("./kvcomp --csv --eval-merge %s/part3 %s/part2 %s/part1 %s/part1", d, d, d, d)) &&
-              strstr(sh_err, "more than once"), "the order of the files matters: %s%s", sh_out, sh_err);
-    CHECK(sh("./kvcomp -q --csv --eval-merge %s/part1 %s/part3", d, d) == 1 && lines_in(sh_out) == 3 &&
-              strstr(sh_err, "1 of 4 items are missing: 2"), "%s%s", sh_out, sh_err);
+    CHECK(!strcmp(whole,
+                  table_of("./kvcomp -q --eval-merge %s/part1 %s/part2 %s/part3 --csv", d, d, d)),
+          "%s%s", sh_out, sh_err);
+    CHECK(!strcmp(whole, table_of("./kvcomp --csv --eval-merge %s/part3 %s/part2 %s/part1 %s/part1",
+                                  d, d, d, d)) &&
+              strstr(sh_err, "more than once"),
+          "the order of the files matters: %s%s", sh_out, sh_err);
+    CHECK(sh("./kvcomp -q --csv --eval-merge %s/part1 %s/part3", d, d) == 1 &&
+              lines_in(sh_out) == 3 && strstr(sh_err, "1 of 4 items are missing: 2"),
+          "%s%s", sh_out, sh_err);
 
     // A file of another run is left alone
-    const struct { const char *options, *says; } other[] = {
+    const struct {
+        const char *options, *says;
+    } other[] = {
         { "--eval-out %s/part1", "its shard: 1/3; expected 1/1" },
         { "--eval-out %s/whole --eval-seed 2", "its items" },
-        { "--eval-out %s/whole --budgets 25", "its rows: full 0,streaming 24; expected full 0,streaming 25" },
+        { "--eval-out %s/whole --budgets 25",
+          "its rows: full 0,streaming 24; expected full 0,streaming 25" },
         { "--eval-out %s/whole --n-predict 3", "its options: none; expected  --n-predict" },
         { "--eval-out %s/whole --ctk f32", "its options" },
         { "--eval-out %s/whole --compare full,full", "compared twice" },
@@ -17600,37 +17677,54 @@ TEST(eval_shards, "--eval-out and --eval-merge: a run that went on wherever it w
         char options[256];
         snprintf(options, sizeof options, other[i].options, d);
         int rc = sh("%s %s", run, options);
-        CHECK(rc == 2 && lines_in(sh_err) == 1 && strstr(sh_err, other[i].says), "%s: %d %s", options, rc, sh_err);
+        CHECK(rc == 2 && lines_in(sh_err) == 1 && strstr(sh_err, other[i].says), "%s: %d %s",
+              options, rc, sh_err);
     }
+    if (!sh("command -v flock"))
+        CHECK(sh("flock %s/whole env %s --eval-out %s/whole", d, run, d) == 1 &&
+                  strstr(sh_err, "another run is writing it"),
+              "%s", sh_err);
     CHECK(sh("md5sum -c --quiet %s/sums", d) == 0, "a file of another run was written: %s", sh_out);
-    CHECK(sh("sed 's/\"seed\":\"1\"/\"seed\":\"2\"/' %s/part2 > %s/seed; ./kvcomp --eval-merge %s/part1 %s/seed", d, d, d, d) == 2 &&
-              strstr(sh_err, "/seed: of another run: its seed: 2; expected 1"), "%s", sh_err);
+    CHECK(sh("sed 's/\"seed\":\"1\"/\"seed\":\"2\"/' %s/part2 > %s/seed; ./kvcomp --eval-merge "
+             "%s/part1 %s/seed",
+             d, d, d, d) == 2 &&
+              strstr(sh_err, "/seed: of another run: its seed: 2; expected 1"),
+          "%s", sh_err);
     CHECK(sh("./kvcomp --eval-merge %s/nothing", d) == 2 && lines_in(sh_err) == 1, "%s", sh_err);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
 TEST(eval_lines, "a line of a file of answers that is none is refused with its number") {
-    static const char *const head =
-        "{\"kvcomp\":\"answers 1\",\"items\":\"3 0\",\"seed\":\"1\",\"rows\":\"full 0,streaming 24\"}\n";
-    static const char *const cost =
-        "\"kv_bytes_stored\":1,\"kv_bytes_full\":2,\"kv_bytes_attended\":3.5,\"kv_bytes_peak\":4,\"prefill_s\":5,"
-        "\"decode_s\":6,\"n_prefill\":7,\"n_decode\":8}\n";
-    static const char *const place = "\"task\":\"t\",\"item\":2,\"method\":\"streaming\",\"budget\":24,";
+    static const char *const head = "{\"kvcomp\":\"answers 1\",\"items\":\"3 "
+                                    "0\",\"seed\":\"1\",\"rows\":\"full 0,streaming 24\"}\n";
+    static const char *const cost = "\"kv_bytes_stored\":1,\"kv_bytes_full\":2,\"kv_bytes_"
+                                    "attended\":3.5,\"kv_bytes_peak\":4,\"prefill_s\":5,"
+                                    "\"decode_s\":6,\"n_prefill\":7,\"n_decode\":8}\n";
+    static const char *const place =
+        "\"task\":\"t\",\"item\":2,\"method\":\"streaming\",\"budget\":24,";
     static const char *const answer =
-        "\"text\":0,\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,\"depth\":-1,\"score\":0.1,\"exact\":0,\"found\":1,"
-        "\"f1\":0.3,\"rouge_l\":0.4,\"rouge_l_longbench\":0.5,\"nll\":null,\"predicted\":2,\"top1\":1,\"kld\":[0.25,1e-3],";
-    const struct { const char *name, *find, *put, *says; } cases[] = {
+        "\"text\":0,\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,\"depth\":-1,\"score\":0.1,"
+        "\"exact\":0,\"found\":1,"
+        "\"f1\":0.3,\"rouge_l\":0.4,\"rouge_l_longbench\":0.5,\"nll\":null,\"predicted\":2,"
+        "\"top1\":1,\"kld\":[0.25,1e-3],";
+    const struct {
+        const char *name, *find, *put, *says;
+    } cases[] = {
         { "as it is", "", "", NULL },
         { "no JSON", "{", "(", "line 2: byte 0" },
         { "a list", "{", "[0]\n{", "line 2: is no object" },
         { "a task less", "task", "tusk", "line 2: no 'task'" },
-        { "an item too far", "\"item\":2", "\"item\":4", "line 2: 'item' is no whole number from 1 to 3" },
+        { "an item too far", "\"item\":2", "\"item\":4",
+          "line 2: 'item' is no whole number from 1 to 3" },
         { "no item", "\"item\":2", "\"item\":0", "line 2: 'item'" },
         { "half an item", "\"item\":2", "\"item\":2.5", "line 2: 'item'" },
         { "another row", "streaming", "window", "line 2: 'window' with budget 24 is no row" },
-        { "its budget", "\"budget\":24", "\"budget\":25", "line 2: 'streaming' with budget 25 is no row" },
-        { "not the first", "\"answer\":1", "\"answer\":2", "line 2: answer 2 of item 2 does not follow" },
-        { "more than there are", "\"answer\":1", "\"answer\":3", "line 2: 'answer' is no whole number from 1 to 2" },
+        { "its budget", "\"budget\":24", "\"budget\":25",
+          "line 2: 'streaming' with budget 25 is no row" },
+        { "not the first", "\"answer\":1", "\"answer\":2",
+          "line 2: answer 2 of item 2 does not follow" },
+        { "more than there are", "\"answer\":1", "\"answer\":3",
+          "line 2: 'answer' is no whole number from 1 to 2" },
         { "fewer KLDs", "0.25,", "", "line 2: 'kld' has not 'predicted' numbers" },
         { "a KLD as text", "0.25", "\"x\"", "line 2: 'kld' is no number" },
         { "a score less", "\"score\"", "\"scare\"", "line 2: 'score' is no number" },
@@ -17643,14 +17737,17 @@ TEST(eval_lines, "a line of a file of answers that is none is refused with its n
         int n = snprintf(text, sizeof text, "%s", head), code;
         size_t at = (size_t)n, whole = 0;
         for (int k = 1; k <= 2; k++)
-            n += snprintf(text + n, sizeof text - n, "{%s\"answer\":%d,\"answers\":2,%s%s", place, k, answer, cost);
-        if (*cases[i].find && !strcmp(cases[i].find, "kv_bytes_peak")) {        // the costs of the last line count
+            n += snprintf(text + n, sizeof text - n, "{%s\"answer\":%d,\"answers\":2,%s%s", place,
+                          k, answer, cost);
+        if (*cases[i].find &&
+            !strcmp(cases[i].find, "kv_bytes_peak")) {  // the costs of the last line count
             char *last = strstr(text + at, "\n") + 1, *spot = strstr(last, cases[i].find);
             memcpy(spot, cases[i].put, strlen(cases[i].put));
         } else if (*cases[i].find) {
             char rest[4096], *spot = strstr(text + at, cases[i].find);
             snprintf(rest, sizeof rest, "%s", spot + strlen(cases[i].find));
-            n = (int)(spot - text) + snprintf(spot, sizeof text - (size_t)(spot - text), "%s%s", cases[i].put, rest);
+            n = (int)(spot - text) +
+                snprintf(spot, sizeof text - (size_t)(spot - text), "%s%s", cases[i].put, rest);
         }
         n = (int)strlen(text);
         EvalFile x = { .path = "FILE" };
@@ -17659,14 +17756,18 @@ TEST(eval_lines, "a line of a file of answers that is none is refused with its n
         char *copy = copy_bytes(text, (size_t)n);
         EXPECT_DIE(code, whole = read_answers(&x, copy, (size_t)n, at));
         if (cases[i].says) {
-            CHECK(code == EXIT_USAGE && strstr(die_text, cases[i].says), "%s: %d %s", cases[i].name, code, die_text);
+            CHECK(code == EXIT_USAGE && strstr(die_text, cases[i].says), "%s: %d %s", cases[i].name,
+                  code, die_text);
         } else {
             const Score *c = eval_cell(&x, 1, 1);
-            CHECK(!code && whole == (size_t)n && c->items == 1 && arrlen(c->answers) == 2 && arrlen(c->each) == 4,
+            CHECK(!code && whole == (size_t)n && c->items == 1 && arrlen(c->answers) == 2 &&
+                      arrlen(c->each) == 4,
                   "%d %s", code, die_text);
-            CHECK(c->answers[1].f1 == 0.3 && isnan(c->answers[0].nll) && c->attended == 3.5 && c->each[3] == 1e-3,
+            CHECK(c->answers[1].f1 == 0.3 && isnan(c->answers[0].nll) && c->attended == 3.5 &&
+                      c->each[3] == 1e-3,
                   "the numbers are not those of the lines");
-            CHECK(!item_is_there(&x, 1) && !eval_cell(&x, 0, 1)->items, "one row of one item is there");
+            CHECK(!item_is_there(&x, 1) && !eval_cell(&x, 0, 1)->items,
+                  "one row of one item is there");
             free(copy);
         }
         json_free(h);
@@ -17715,82 +17816,116 @@ static double number_of(const Json *j, const char *key) {
     return v ? v->num : NAN;
 }
 
-TEST(batch_replies, "a line of --batch is answered as -p answers it, by any method, whatever was asked before; messages "
+TEST(batch_replies, "a line of --batch is answered as -p answers it, by any method, whatever was "
+                    "asked before; messages "
                     "are played as a chat; stop texts end a reply before them") {
     Json *j[32];
     char err[256];
-    const char *ask = "Tell me a story about a fox and a dog who live in a house by the river and like to play.";
+    const char *ask =
+        "Tell me a story about a fox and a dog who live in a house by the river and like to play.";
     char lines[4096], first[512];
-    snprintf(lines, sizeof lines,
-             "{\"prompt\":\"%s\",\"max_tokens\":30}\n"
-             "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12,\"id\":7}\n\n"
-             "{\"prompt\":\"%s\",\"max_tokens\":30,\"stop\":[\"zzz\",\" a\"],\"id\":\"x\"}\n"
-             "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12,\"temp\":0.9,\"seed\":5}\n"
-             "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12}\n"
-             "{\"prompt\":\"%s\",\"max_tokens\":0}\n", ask, ask, ask, ask, ask, ask);
+    snprintf(
+        lines, sizeof lines,
+        "{\"prompt\":\"%s\",\"max_tokens\":30}\n"
+        "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12,\"id\":7}\n\n"
+        "{\"prompt\":\"%s\",\"max_tokens\":30,\"stop\":[\"zzz\",\" a\"],\"id\":\"x\"}\n"
+        "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12,\"temp\":0.9,"
+        "\"seed\":5}\n"
+        "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12}\n"
+        "{\"prompt\":\"%s\",\"max_tokens\":0}\n",
+        ask, ask, ask, ask, ask, ask);
     CHECK(batch_run(lines, "", j) == 0 && j[5] && !j[6], "%s", sh_err);
-    static const struct { int line; const char *options; } same[] = {
-        { 0, "" }, { 1, "--method streaming --budget 12" }, { 3, "--method streaming --budget 12 --temp 0.9 -s 5" },
+    static const struct {
+        int line;
+        const char *options;
+    } same[] = {
+        { 0, "" },
+        { 1, "--method streaming --budget 12" },
+        { 3, "--method streaming --budget 12 --temp 0.9 -s 5" },
         { 4, "--method streaming --budget 12" },
     };
     for (size_t i = 0; i < sizeof same / sizeof *same && j[5]; i++) {
         const Json *b = j[same[i].line];
-        CHECK(sh("OMP_WAIT_POLICY=passive ./kvcomp -t 1 -d cpu -q --temp 0 -n 30 --json %s -p '%s'", same[i].options, ask) == 0,
+        CHECK(sh("OMP_WAIT_POLICY=passive ./kvcomp -t 1 -d cpu -q --temp 0 -n 30 --json %s -p '%s'",
+                 same[i].options, ask) == 0,
               "%s", sh_err);
         Json *p = json_parse(sh_out, strlen(sh_out), err);
-        CHECK(p && !strcmp(json_text(p, "text"), json_text(b, "text")) && *json_text(b, "text"), "line %d: '%s', -p: '%s'",
-              same[i].line, json_text(b, "text"), json_text(p, "text"));
-        static const char *const keys[] = { "n_prompt", "n_gen", "kv_bytes_stored", "kv_bytes_full", "kv_bytes_attended",
-                                            "meta_bytes", "kv_bytes_peak", "budget" };
+        CHECK(p && !strcmp(json_text(p, "text"), json_text(b, "text")) && *json_text(b, "text"),
+              "line %d: '%s', -p: '%s'", same[i].line, json_text(b, "text"), json_text(p, "text"));
+        static const char *const keys[] = { "n_prompt",          "n_gen",
+                                            "kv_bytes_stored",   "kv_bytes_full",
+                                            "kv_bytes_attended", "meta_bytes",
+                                            "kv_bytes_peak",     "budget" };
         for (size_t k = 0; k < sizeof keys / sizeof *keys; k++)
-            CHECK(number_of(p, keys[k]) == number_of(b, keys[k]), "line %d: %s", same[i].line, keys[k]);
+            CHECK(number_of(p, keys[k]) == number_of(b, keys[k]), "line %d: %s", same[i].line,
+                  keys[k]);
         CHECK(number_of(b, "n_gen") == json_get(b, "ids")->n, "ids");
         json_free(p);
     }
-    CHECK(strcmp(json_text(j[1], "text"), json_text(j[0], "text")), "streaming answers as full: this shows nothing");
-    CHECK(number_of(j[1], "id") == 7 && !strcmp(json_text(j[2], "id"), "x") && number_of(j[2], "line") == 4, "id and line");
+    CHECK(strcmp(json_text(j[1], "text"), json_text(j[0], "text")),
+          "streaming answers as full: this shows nothing");
+    CHECK(number_of(j[1], "id") == 7 && !strcmp(json_text(j[2], "id"), "x") &&
+              number_of(j[2], "line") == 4,
+          "id and line");
     snprintf(first, sizeof first, "%s", json_text(j[0], "text"));
     char *stop = strstr(first, " a");
     if (stop) *stop = 0;
-    CHECK(stop && !strcmp(first, json_text(j[2], "text")) && !strcmp(json_text(j[2], "finish"), "stop") &&
-              number_of(j[2], "n_gen") < number_of(j[0], "n_gen"), "'%s' before ' a' is '%s'", first, json_text(j[2], "text"));
+    CHECK(stop && !strcmp(first, json_text(j[2], "text")) &&
+              !strcmp(json_text(j[2], "finish"), "stop") &&
+              number_of(j[2], "n_gen") < number_of(j[0], "n_gen"),
+          "'%s' before ' a' is '%s'", first, json_text(j[2], "text"));
     CHECK(!*json_text(j[5], "text") && !strcmp(json_text(j[5], "finish"), "length"), "no token");
     batch_free(j);
 
     // A chat's two replies, and the second one asked for with the first as a message
     const char *told = "My dog is named Rex.", *asked = "What is my dog called?";
-    CHECK(sh("printf '%s\\n%s\\n' | ./kvcomp -t 1 -d cpu -q --temp 0 -n 20 --no-stats", told, asked) == 0, "%s", sh_err);
+    CHECK(sh("printf '%s\\n%s\\n' | ./kvcomp -t 1 -d cpu -q --temp 0 -n 20 --no-stats", told,
+             asked) == 0,
+          "%s", sh_err);
     char *one = strtok(sh_out, "\n"), *two = strtok(NULL, "\n"), reply[512];
     CHECK(one && two, "two replies");
     snprintf(reply, sizeof reply, "%s", two ? two : "");
     snprintf(lines, sizeof lines,
-             "{\"messages\":[{\"role\":\"user\",\"content\":\"%s\"},{\"role\":\"assistant\",\"content\":\"%s\"},"
-             "{\"role\":\"user\",\"content\":\"%s\"}],\"max_tokens\":20}\n", told, one ? one : "", asked);
-    CHECK(batch_run(lines, "", j) == 0 && !strcmp(json_text(j[0], "text"), reply) && *reply, "'%s', in a chat '%s'",
-          json_text(j[0], "text"), reply);
+             "{\"messages\":[{\"role\":\"user\",\"content\":\"%s\"},{\"role\":\"assistant\","
+             "\"content\":\"%s\"},"
+             "{\"role\":\"user\",\"content\":\"%s\"}],\"max_tokens\":20}\n",
+             told, one ? one : "", asked);
+    CHECK(batch_run(lines, "", j) == 0 && !strcmp(json_text(j[0], "text"), reply) && *reply,
+          "'%s', in a chat '%s'", json_text(j[0], "text"), reply);
     batch_free(j);
-    CHECK(sh("printf '{\"prompt\":\"hi\",\"max_tokens\":4}\\n{\"prompt\":\"hi\",\"max_tokens\":4}' | ./kvcomp --batch -") == 0 &&
-              lines_in(sh_out) == 2, "%s", sh_err);
-    CHECK(sh("./kvcomp --batch /nonexistent") == 2 && sh("./kvcomp --batch - -p x") == 2 && strstr(sh_err, "goes alone"), "%s",
-          sh_err);
+    CHECK(sh("printf '{\"prompt\":\"hi\",\"max_tokens\":4}\\n{\"prompt\":\"hi\",\"max_tokens\":4}' "
+             "| ./kvcomp --batch -") == 0 &&
+              lines_in(sh_out) == 2,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --batch /nonexistent") == 2 && sh("./kvcomp --batch - -p x") == 2 &&
+              strstr(sh_err, "goes alone"),
+          "%s", sh_err);
 }
 
-TEST(batch_logprobs, "the log-probabilities of a continuation are those of the logits that --ids writes, token by token and "
-                     "summed; greedy says whether each was the best; text behind text is cut where the prompt's tokens end") {
+TEST(batch_logprobs, "the log-probabilities of a continuation are those of the logits that --ids "
+                     "writes, token by token and "
+                     "summed; greedy says whether each was the best; text behind text is cut where "
+                     "the prompt's tokens end") {
     Json *j[32];
     static const char *const methods[] = { "full", "snapkv", "lychee" };
     const int V = 4096, given[] = { 300, 17, 981 };
     char path[64], lines[2048], ids[1024] = "";
-    for (int i = 0; i < 60; i++) snprintf(ids + strlen(ids), sizeof ids - strlen(ids), "%s%d", i ? "," : "", 40 + i * 7 % 900);
+    for (int i = 0; i < 60; i++)
+        snprintf(ids + strlen(ids), sizeof ids - strlen(ids), "%s%d", i ? "," : "",
+                 40 + i * 7 % 900);
     snprintf(path, sizeof path, "/tmp/kvt_%d_batch", (int)getpid());
     for (int m = 0; m < 3; m++) {
-        snprintf(lines, sizeof lines, "{\"ids\":[%s],\"continuation\":[300,17,981],\"method\":\"%s\",\"budget\":40}\n", ids, methods[m]);
+        snprintf(lines, sizeof lines,
+                 "{\"ids\":[%s],\"continuation\":[300,17,981],\"method\":\"%s\",\"budget\":40}\n",
+                 ids, methods[m]);
         CHECK(batch_run(lines, "", j) == 0 && json_get(j[0], "logprobs"), "%s", sh_err);
         FILE *f = fopen(path, "w");
         for (char *p = ids; *p; p++) fputc(*p == ',' ? ' ' : *p, f);
         fprintf(f, " | 300 17 981\n");
         fclose(f);
-        CHECK(sh("./kvcomp -t 1 -d cpu -q --ids %s --dump-logits %s.bin --method %s --budget 40", path, path, methods[m]) == 0, "%s", sh_err);
+        CHECK(sh("./kvcomp -t 1 -d cpu -q --ids %s --dump-logits %s.bin --method %s --budget 40",
+                 path, path, methods[m]) == 0,
+              "%s", sh_err);
         static float y[4][4096];
         char bin[80];
         snprintf(bin, sizeof bin, "%s.bin", path);
@@ -17803,25 +17938,33 @@ TEST(batch_logprobs, "the log-probabilities of a continuation are those of the l
             double best = -1e30, z = 0;
             for (int v = 0; v < V; v++) best = fmax(best, y[i][v]);
             for (int v = 0; v < V; v++) z += exp(y[i][v] - best);
-            double want = y[i][given[i]] - best - log(z), is = json_get(j[0], "logprobs")->item[i].num;
-            CHECK(fabs(want - is) < 1e-9, "%s: token %d: %.17g, of the logits %.17g", methods[m], i, is, want);
+            double want = y[i][given[i]] - best - log(z),
+                   is = json_get(j[0], "logprobs")->item[i].num;
+            CHECK(fabs(want - is) < 1e-9, "%s: token %d: %.17g, of the logits %.17g", methods[m], i,
+                  is, want);
             sum += want;
             greedy &= y[i][given[i]] == best;
         }
-        CHECK(fabs(sum - number_of(j[0], "logprob")) < 1e-9 && json_get(j[0], "greedy")->i == greedy, "%s: the sum", methods[m]);
+        CHECK(fabs(sum - number_of(j[0], "logprob")) < 1e-9 &&
+                  json_get(j[0], "greedy")->i == greedy,
+              "%s: the sum", methods[m]);
         batch_free(j);
     }
     CHECK(sh("rm %s %s.bin", path, path) == 0, "%s", sh_err);
 
     // The reply that a prompt gets is greedy as a continuation; another one is not
-    CHECK(batch_run("{\"prompt\":\"Tell me a story about a fox.\",\"max_tokens\":8}\n", "", j) == 0, "%s", sh_err);
+    CHECK(batch_run("{\"prompt\":\"Tell me a story about a fox.\",\"max_tokens\":8}\n", "", j) == 0,
+          "%s", sh_err);
     snprintf(lines, sizeof lines,
              "{\"prompt\":\"Tell me a story about a fox.\",\"continuation\":\"%s\"}\n"
              "{\"prompt\":\"Tell me a story about a fox.\",\"continuation\":\"Nothing\"}\n"
              "{\"prompt\":\"Tell me a st\",\"continuation\":\"ory about\",\"raw\":true}\n"
-             "{\"prompt\":\"\",\"continuation\":\"Tell me\",\"raw\":true}\n", json_text(j[0], "text"));
+             "{\"prompt\":\"\",\"continuation\":\"Tell me\",\"raw\":true}\n",
+             json_text(j[0], "text"));
     batch_free(j);
-    CHECK(batch_run(lines, "", j) == 0 && json_get(j[0], "greedy")->i == 1 && json_get(j[1], "greedy")->i == 0, "%s", sh_err);
+    CHECK(batch_run(lines, "", j) == 0 && json_get(j[0], "greedy")->i == 1 &&
+              json_get(j[1], "greedy")->i == 0,
+          "%s", sh_err);
     CHECK(sh("./kvcomp --dump-tokens --raw -p 'Tell me a st'") == 0, "%s", sh_err);
     int before = 1;
     for (char *p = sh_out; *p; p++) before += *p == ' ';
@@ -17831,12 +17974,16 @@ TEST(batch_logprobs, "the log-probabilities of a continuation are those of the l
     const Json *tail = json_get(j[2], "ids");
     for (int i = 0; tail && i < tail->n; i++)
         CHECK(p && strtol(p, &p, 10) == tail->item[i].i, "id %d behind the prompt's %d", i, before);
-    CHECK(tail && tail->n > 0 && number_of(j[3], "n_prompt") == 1, "a text alone follows the token that ends texts");
+    CHECK(tail && tail->n > 0 && number_of(j[3], "n_prompt") == 1,
+          "a text alone follows the token that ends texts");
     batch_free(j);
 }
 
-TEST(batch_errors, "a line that is no request gets its error and its number, and the next one is answered; the exit code is 1") {
-    static const struct { const char *line, *says; } bad[] = {
+TEST(batch_errors, "a line that is no request gets its error and its number, and the next one is "
+                   "answered; the exit code is 1") {
+    static const struct {
+        const char *line, *says;
+    } bad[] = {
         { "{\"prompt\":\"x\"", "byte 14: expected " },
         { "[1]", "is no object" },
         { "{}", "expected one of 'prompt', 'messages' and 'ids'" },
@@ -17854,72 +18001,108 @@ TEST(batch_errors, "a line that is no request gets its error and its number, and
         { "{\"prompt\":\"x\",\"max_tokens\":-1}", "'max_tokens' is no whole number" },
         { "{\"prompt\":\"x\",\"stop\":[\"\"]}", "'stop'" },
         { "{\"prompt\":\"x\",\"stop\":3}", "'stop'" },
-        { "{\"prompt\":\"x\",\"continuation\":\"y\",\"max_tokens\":3}", "'continuation' is a given reply" },
+        { "{\"prompt\":\"x\",\"continuation\":\"y\",\"max_tokens\":3}",
+          "'continuation' is a given reply" },
         { "{\"prompt\":\"x\",\"continuation\":\"\"}", "adds no token" },
         { "{\"prompt\":\"x\",\"continuation\":[4096]}", "ids from 0 to 4095" },
         { "{\"ids\":[1,2,-1]}", "ids from 0 to 4095" },
         { "{\"ids\":[]}", "'ids' is empty" },
         { "{\"messages\":[]}", "none in it" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"},{\"role\":\"user\",\"content\":\"y\"}]}", "expected role assistant" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"raw\":true}", "want a chat template" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"},{\"role\":\"user\",\"content\":"
+          "\"y\"}]}",
+          "expected role assistant" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"raw\":true}",
+          "want a chat template" },
         { "{\"prompt\":\"a\\u0000b\"}", "\\u0000" },
         { "{\"prompt\":\"x\",\"id\":[1]}", "'id'" },
     };
     enum { N = sizeof bad / sizeof *bad };
     char lines[8192] = "";
     Json *j[32];
-    for (int i = 0; i < N; i++) snprintf(lines + strlen(lines), sizeof lines - strlen(lines), "%s\n", bad[i].line);
-    strcat(lines, "{\"prompt\":\"hi\",\"max_tokens\":2}\n");
-    CHECK(batch_run(lines, "-c 64", j) == 1 && strstr(sh_err, "of 28 lines had an error"), "%s", sh_err);
     for (int i = 0; i < N; i++)
-        CHECK(strstr(json_text(j[i], "error"), bad[i].says) && number_of(j[i], "line") == i + 1, "%s: %s", bad[i].line,
-              json_text(j[i], "error"));
+        snprintf(lines + strlen(lines), sizeof lines - strlen(lines), "%s\n", bad[i].line);
+    strcat(lines, "{\"prompt\":\"hi\",\"max_tokens\":2}\n");
+    CHECK(batch_run(lines, "-c 64", j) == 1 && strstr(sh_err, "of 28 lines had an error"), "%s",
+          sh_err);
+    for (int i = 0; i < N; i++)
+        CHECK(strstr(json_text(j[i], "error"), bad[i].says) && number_of(j[i], "line") == i + 1,
+              "%s: %s", bad[i].line, json_text(j[i], "error"));
     CHECK(json_get(j[N], "text") && !j[N + 1], "the last line is a request");
     batch_free(j);
 
     // -c ends a line, not the run
     char word[400] = "";
     for (int i = 0; i < 70; i++) strcat(word, "fox ");
-    snprintf(lines, sizeof lines, "{\"prompt\":\"%s\"}\n{\"prompt\":\"hi\",\"continuation\":\"%s\"}\n{\"prompt\":\"hi\",\"max_tokens\":99,"
-             "\"ignore_eos\":true}\n", word, word);
+    snprintf(lines, sizeof lines,
+             "{\"prompt\":\"%s\"}\n{\"prompt\":\"hi\",\"continuation\":\"%s\"}\n{\"prompt\":\"hi\","
+             "\"max_tokens\":99,"
+             "\"ignore_eos\":true}\n",
+             word, word);
     CHECK(batch_run(lines, "-c 64", j) == 1 && strstr(json_text(j[0], "error"), "-c 64") &&
-              strstr(json_text(j[1], "error"), "-c 64") && !strcmp(json_text(j[2], "finish"), "context"), "%s", sh_err);
+              strstr(json_text(j[1], "error"), "-c 64") &&
+              !strcmp(json_text(j[2], "finish"), "context"),
+          "%s", sh_err);
     batch_free(j);
 }
 
-TEST(batch_harness, "lm-evaluation-harness over --batch finds the scores and log-probabilities of kvcomp's own evaluation, and "
+TEST(batch_harness, "lm-evaluation-harness over --batch finds the scores and log-probabilities of "
+                    "kvcomp's own evaluation, and "
                     "its command line plays the tasks of data/lm_eval (where Python has lm_eval)") {
     needs_program();
     if (sh("python3 -c 'import lm_eval'")) leave_out("Python's package lm_eval");
-    const char *home = "d=$(mktemp -d) && export HF_HOME=$d HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1 &&";
+    const char *home =
+        "d=$(mktemp -d) && export HF_HOME=$d HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1 &&";
     const char *end = "rc=$?; rm -r $d; exit $rc";
-    CHECK(sh("%s python3 data/lm_eval/check.py; %s", home, end) == 0 && strstr(sh_out, "snapkv 80: score 0.75") &&
-              !strstr(sh_out, "DIFFERENT"), "%s%s", sh_out, sh_err);
-    CHECK(sh("%s python3 data/lm_eval_kvcomp.py --model kvcomp --model_args model=models/kvcomp-tiny,method=dililazy,budget=64 "
-             "--include_path data/lm_eval --tasks kvcomp_facts,kvcomp_choices --apply_chat_template --limit 2; %s", home, end) == 0 &&
-              strstr(sh_out, "kvcomp_facts") && strstr(sh_out, "exact_match") && strstr(sh_out, "kvcomp_choices"), "%s%s", sh_out,
-          sh_err);
+    CHECK(sh("%s python3 data/lm_eval/check.py; %s", home, end) == 0 &&
+              strstr(sh_out, "snapkv 80: score 0.75") && !strstr(sh_out, "DIFFERENT"),
+          "%s%s", sh_out, sh_err);
+    CHECK(sh("%s python3 data/lm_eval_kvcomp.py --model kvcomp --model_args "
+             "model=models/kvcomp-tiny,method=dililazy,budget=64 "
+             "--include_path data/lm_eval --tasks kvcomp_facts,kvcomp_choices "
+             "--apply_chat_template --limit 2; %s",
+             home, end) == 0 &&
+              strstr(sh_out, "kvcomp_facts") && strstr(sh_out, "exact_match") &&
+              strstr(sh_out, "kvcomp_choices"),
+          "%s%s", sh_out, sh_err);
 }
 
-TEST(eval_longbench_run, "a LongBench item is asked in the words of --eval-prompts, without a template where its script "
-                         "writes none, and loses its middle when it does not fit") {
+TEST(
+    eval_longbench_run,
+    "a LongBench item is asked in the words of --eval-prompts, without a template where its script "
+    "writes none, and loses its middle when it does not fit") {
     char d[] = "/tmp/kvcomp-longbench-XXXXXX";
     CHECK(mkdtemp(d) != NULL, "mkdtemp");
-    CHECK(sh("cd %s && echo '{\"trec\":\"T: {context} {input}\",\"qasper\":\"{context} {input}\"}' > prompts && { printf '{\"dataset\":\"trec\","
-             "\"input\":\"Type:\",\"context\":\"'; for i in $(seq 200); do printf 'The fox sleeps. '; done; printf '\",\"answers\":[\"A\"],"
-             "\"all_classes\":[\"A\",\"B\"]}\\n{\"dataset\":\"qasper\",\"input\":\"Who?\",\"context\":\"Short.\",\"answers\":[\"A\"],"
-             "\"all_classes\":null}\\n'; } > items", d) == 0, "%s", sh_err);
-    CHECK(sh("./kvcomp -t 1 -d cpu -c 300 --eval-file %s/items --csv --eval-prompts %s/prompts --eval-out %s/out", d, d, d) == 0 &&
-              strstr(sh_err, "1 items lose their middle") && strstr(sh_out, ",trec,") && strstr(sh_out, ",qasper,"), "%s", sh_err);
-    CHECK(sh("./kvcomp -q -t 1 -d cpu -c 300 --eval-file %s/items", d) == 2 && strstr(sh_err, "the context has 300"), "%s", sh_err);
-    CHECK(sh("./kvcomp -q --eval-file %s/items --eval-prompts %s/items", d, d) == 2 && strstr(sh_err, "--eval-prompts"), "%s", sh_err);
+    CHECK(sh("cd %s && echo '{\"trec\":\"T: {context} {input}\",\"qasper\":\"{context} {input}\"}' "
+             "> prompts && { printf '{\"dataset\":\"trec\","
+             "\"input\":\"Type:\",\"context\":\"'; for i in $(seq 200); do printf 'The fox sleeps. "
+             "'; done; printf '\",\"answers\":[\"A\"],"
+             "\"all_classes\":[\"A\",\"B\"]}\\n{\"dataset\":\"qasper\",\"input\":\"Who?\","
+             "\"context\":\"Short.\",\"answers\":[\"A\"],"
+             "\"all_classes\":null}\\n'; } > items",
+             d) == 0,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -t 1 -d cpu -c 300 --eval-file %s/items --csv --eval-prompts %s/prompts "
+             "--eval-out %s/out",
+             d, d, d) == 0 &&
+              strstr(sh_err, "1 items lose their middle") && strstr(sh_out, ",trec,") &&
+              strstr(sh_out, ",qasper,"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -q -t 1 -d cpu -c 300 --eval-file %s/items", d) == 2 &&
+              strstr(sh_err, "the context has 300"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -q --eval-file %s/items --eval-prompts %s/items", d, d) == 2 &&
+              strstr(sh_err, "--eval-prompts"),
+          "%s", sh_err);
 
     // The tokens of both prompts as they went in: the first is cut, and has no template
     int n[2] = { 0 }, plain = 0;
-    CHECK(sh("tail -n +2 %s/out | sed 's/.*\"n_prefill\":\\([0-9]*\\).*/\\1/'", d) == 0 && sscanf(sh_out, "%d %d", &n[0], &n[1]) == 2, "%s", sh_out);
+    CHECK(sh("tail -n +2 %s/out | sed 's/.*\"n_prefill\":\\([0-9]*\\).*/\\1/'", d) == 0 &&
+              sscanf(sh_out, "%d %d", &n[0], &n[1]) == 2,
+          "%s", sh_out);
     CHECK(sh("./kvcomp --dump-tokens --raw -p 'Short. Who?'") == 0, "%s", sh_err);
     for (char *p = sh_out; *p; p++) plain += *p == ' ' || *p == '\n';
-    CHECK(n[0] > 130 && n[0] <= 300 - 64 - 64 && n[1] > plain, "%d and %d tokens, the second text has %d", n[0], n[1], plain);
+    CHECK(n[0] > 130 && n[0] <= 300 - 64 - 64 && n[1] > plain,
+          "%d and %d tokens, the second text has %d", n[0], n[1], plain);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
