@@ -14234,8 +14234,9 @@ TEST(cli_readme, "every command README.md prints works as typed") {
             fence = !strcmp(line, "```sh") ? 1 : 0;
             continue;
         }
-        // `make ...` lines are what runs this test.
-        if (!fence || strncmp(line, "./kvcomp", 8)) continue;
+        // `make ...` lines are what runs this test. Where Python has no numpy, trace_checkers says so.
+        if (!fence || (strncmp(line, "./kvcomp", 8) && strncmp(line, "python3 ", 8))) continue;
+        if (*line == 'p' && sh("python3 -c 'import numpy'")) continue;
         n++;
         const char *tmp = strstr(line, " /tmp/");
         int before = tmp ? (int)(tmp - line) + 1 : (int)strlen(line);
