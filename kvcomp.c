@@ -8925,8 +8925,9 @@ static void threads_use(int n, size_t parameters) {
 // exponentials, conversions between f32 and the 16-bit formats, and the k largest of n numbers.
 //
 // One kernel serves weights and attention: a block of dot products y (m,n) = x (m,K) w (n,K)^T. Its
-// right side is f32, f16 or bf16 and is widened to f32 in registers. All kernels compute on vectors
-// of 16 floats, the lanes. An instruction set (plain C, AVX2 or AVX-512) supplies the vector type
+// right side is f32, f16 or bf16 and is widened to f32 in registers. Keys and values of q8_0 have
+// kernels of their own, which read them as they are stored (D93). All kernels compute on vectors
+// of 16 floats, the lanes. An instruction set (plain C, AVX2, AVX-512, NEON) supplies the vector type
 // and some operations on it. The kernels are written once over these operations and compiled once
 // for each set. The best set that the processor has is chosen when the program starts.
 //
@@ -8934,8 +8935,8 @@ static void threads_use(int n, size_t parameters) {
 // ... with fused multiply-adds; then the 16 lanes are folded, 8 onto 8, 4 onto 4, 2 onto 2 and 1
 // onto 1. A product of matrices does this for every K_CHUNK columns and adds the results of the
 // chunks in order. No tile size, batch, thread count or position in a block has an influence. A row
-// of a product is therefore the same bits in decode and in prefill, and AVX2 and AVX-512 give the
-// same bits. Plain C has no fused multiply-add, because fmaf would be a call into the library, and
+// of a product is therefore the same bits in decode and in prefill, and AVX2, AVX-512 and NEON give
+// the same bits. Plain C has no fused multiply-add, because fmaf would be a call into the library, and
 // agrees with them up to rounding.
 //
 // A product with weights in 8 bits (DT_Q8) is made of whole numbers: see the kernels' part about it.
@@ -8944,8 +8945,8 @@ static void threads_use(int n, size_t parameters) {
 // needs two of them (x = hi + lo), and one does no more multiply-adds a cycle than two f32 FMA
 // pipes do here (Zen 5: 233 against 256 GFLOP/s a core, each counted per product).
 //
-// Reading order: the vector in plain C, the kernels, and then, if wanted, the same vector in AVX2
-// and AVX-512.
+// Reading order: the vector in plain C, the kernels, and then, if wanted, the same vector in AVX2,
+// AVX-512 and NEON.
 
 enum {
     LANES     = 16,     // floats of a vector
@@ -9091,7 +9092,7 @@ static Ahead ahead_part(Ahead a, size_t part, size_t parts) {
 
 // ---- the vector in plain C
 // Here stands what each operation of the vector means. The names end in _plain, those of the same
-// operations in the two other sets in _avx2 and _avx512. The kernels say vec_add and mean that of
+// operations in the other sets in _avx2, _avx512 and so on. The kernels say vec_add and mean that of
 // the set for which they are compiled.
 //
 // The 16 lanes are four quarters of four floats. Four floats are a type of the compiler
@@ -9103,7 +9104,11 @@ static Ahead ahead_part(Ahead a, size_t part, size_t parts) {
 #define INLINE_plain static inline __attribute__((always_inline))
 #define EACH_QUARTER(i) UNROLL for (int i = 0; i < 4; i++)
 
-enum { MR_plain = 1, NR_plain = 2, N1_plain = 2, MX_plain = 1, NV_plain = 2, M8_plain = 2 };    // see the list of names
+enum {                                          // see the list of names
+    MR_plain = 1, NR_plain = 2, N1_plain = 2,
+    MX_plain = 1, NV_plain = 2, MS_plain = 1, VS_plain = 2,
+    M8_plain = 2,
+};
 typedef float    Float4   __attribute__((vector_size(16)));
 typedef int32_t  Int4     __attribute__((vector_size(16)));
 typedef uint16_t Uint16x4 __attribute__((vector_size(8)));
@@ -9355,8 +9360,8 @@ INLINE_plain Vec_plain vec_all_f16_plain(const char *p) {
 
 // ---- the kernels: this file includes itself
 // The kernels, from here to the line "#endif // SIMD", are compiled once for each instruction set.
-// To this end the file includes itself three times (after AVX-512, below), with the macro SIMD
-// defined as plain, as avx2 and as avx512. While SIMD is defined, the preprocessor drops all of the
+// To this end the file includes itself once for each (after NEON, below), with the macro SIMD
+// defined as plain, as avx2 and so on. While SIMD is defined, the preprocessor drops all of the
 // file but the kernels; while it is not, it drops the kernels alone.
 //
 // C has no name spaces, so the functions of each copy need names of their own. OWN(vec_add) is
@@ -9404,7 +9409,7 @@ INLINE_plain Vec_plain vec_all_f16_plain(const char *p) {
 #define vec_largest     OWN(vec_largest)
 #define vec_at_least    OWN(vec_at_least)
 #define vec_four_f16    OWN(vec_four_f16)
-#define vec_store_quarters OWN(vec_store_quarters)
+#define vec_store_quarters  OWN(vec_store_quarters)
 #define vec_all_f16     OWN(vec_all_f16)
 #define vec_store_words OWN(vec_store_words)
 #define ints_arrange    OWN(ints_arrange)
@@ -9415,6 +9420,8 @@ INLINE_plain Vec_plain vec_all_f16_plain(const char *p) {
 #define NR              OWN(NR)         // rows of w in a tile of dots
 #define N1              OWN(N1)         // rows of w in a tile of dots with one row of x
 #define MX              OWN(MX)         // rows of o in a tile of mix
+#define MS              OWN(MS)         // the same where rows of v are widened as they are read ..
+#define VS              OWN(VS)         // .. and the vectors of columns then: few, so that all rows share them
 #define NV              OWN(NV)         // vectors of columns in a tile of mix or of softmax_columns
 #define M8              OWN(M8)         // rows of x in a tile of dots8
 // the kernels
@@ -9432,7 +9439,7 @@ INLINE_plain Vec_plain vec_all_f16_plain(const char *p) {
 #define q8_query        OWN(q8_query)
 #define q8_panel        OWN(q8_panel)
 #define dots_q8_rows    OWN(dots_q8_rows)
-#define mix_load        OWN(mix_load)
+#define q8_vector       OWN(q8_vector)
 #define mix_tile        OWN(mix_tile)
 #define mix_rows        OWN(mix_rows)
 #define mix_block       OWN(mix_block)
@@ -9706,10 +9713,9 @@ TARGET static void dots_q8_rows(const Dots *a) {
 
 // -- weighted sums of rows, in tiles of MX rows of o by NV vectors
 
-// Columns d .. d+n-1 of a row of v, at most a vector of them. A row of q8_0 is whole blocks: their
-// numbers are unpacked in registers, scale times integer, as unpack_q8 does it.
-INLINE Vec mix_load(const char *row, int dtype, int d, int n) {
-    if (dtype != ROWS_Q8) return vec_load(row + (size_t)d * (dtype == DT_F32 ? 4 : 2), dtype, n);
+// A vector of columns of a row of q8_0, from d on, unpacked in registers as unpack_q8 does it: scale
+// times integer.
+INLINE Vec q8_vector(const char *row, int d) {
     row += d / Q8_BLOCK * (Q8_BLOCK + 2);
     const signed char *q = (const signed char *)row + 2 + d % Q8_BLOCK;
     return vec_mul(vec_load_bytes(q), vec_all_f16(row));
@@ -9722,30 +9728,33 @@ INLINE void mix_tile(const Mix *a, int dtype, int M, int i0, int m, int d0, int 
                      Ahead next) {
     Vec acc[MX * NV];
     int n = a->n, D = a->D;
-    size_t bytes = dtype == ROWS_Q8 ? q8_bytes(D) : (size_t)D * (dtype == DT_F32 ? 4 : 2);
+    size_t size = dtype == DT_F32 ? 4 : 2, q8_row = q8_bytes(D);
     size_t share = next.bytes ? ahead_share(next, n) : 0;
     float *o = a->o + (size_t)i0 * D + d0;
     const float *p = a->p + (size_t)i0 * n;
+    const char *v = a->v + d0 * size;
 
     UNROLL for (int i = 0; i < M; i++) {
         const float *from = o + (size_t)(i < m ? i : m - 1) * D;
         UNROLL for (int c = 0; c < vectors; c++)
-            acc[i * NV + c] = a->add ? vec_load(from + c * LANES, DT_F32, width) : vec_all(0);
+            acc[i * vectors + c] = a->add ? vec_load(from + c * LANES, DT_F32, width) : vec_all(0);
     }
     for (int r = 0; r < n; r++) {
         Vec b[NV];
         if (next.bytes) ask_ahead(&next, share);
         UNROLL for (int c = 0; c < vectors; c++)
-            b[c] = mix_load(a->v + r * bytes, dtype, d0 + c * LANES, width);
+            b[c] = dtype == ROWS_Q8
+                 ? q8_vector(a->v + r * q8_row, d0 + c * LANES)
+                 : vec_load(v + ((size_t)r * D + c * LANES) * size, dtype, width);
         UNROLL for (int i = 0; i < M; i++) {
             Vec weight = vec_all(p[(size_t)(i < m ? i : m - 1) * n + r]);
             UNROLL for (int c = 0; c < vectors; c++)
-                acc[i * NV + c] = vec_fma(weight, b[c], acc[i * NV + c]);
+                acc[i * vectors + c] = vec_fma(weight, b[c], acc[i * vectors + c]);
         }
     }
     UNROLL for (int i = 0; i < M; i++) {
         float *to = o + (size_t)(i < m ? i : m - 1) * D;
-        UNROLL for (int c = 0; c < vectors; c++) vec_store(to + c * LANES, acc[i * NV + c], width);
+        UNROLL for (int c = 0; c < vectors; c++) vec_store(to + c * LANES, acc[i * vectors + c], width);
     }
 }
 
@@ -9753,28 +9762,29 @@ INLINE void mix_tile(const Mix *a, int dtype, int M, int i0, int m, int d0, int 
 // is read next: what the caller says or, of stored rows, those 16 further on. In a decode step over
 // 32k rows of head_dim 128 the kernel takes about four fifths of the time that it takes without
 // asking.
-INLINE void mix_rows(const Mix *a, int dtype, int M, int i0, int m, Ahead next) {
+INLINE void mix_rows(const Mix *a, int dtype, int M, int V, int i0, int m, Ahead next) {
     int d = 0, D = a->D;
     const Ahead none = {0};
     size_t row = dtype == ROWS_Q8 ? q8_bytes(D) : D * sizeof(uint16_t);
     if (!next.p && dtype != DT_F32) next = (Ahead){ a->v + 16 * row, a->n * row };
-    for (; d + NV * LANES <= D; d += NV * LANES)
-        mix_tile(a, dtype, M, i0, m, d, NV, LANES, d ? none : next);
+    for (; d + V * LANES <= D; d += V * LANES)
+        mix_tile(a, dtype, M, i0, m, d, V, LANES, d ? none : next);
     for (; d + LANES <= D; d += LANES)
         mix_tile(a, dtype, M, i0, m, d, 1, LANES, d ? none : next);
     if (d < D) mix_tile(a, dtype, M, i0, m, d, 1, D - d, d ? none : next);
 }
 
-// A block: MX rows of o at a time, then MR where fewer are left (the heads of a decode step), then
-// a last single one. Each of these groups asks for its part of what is read after the block.
+// A block: MX or MS rows of o at a time, then MR where fewer are left (the heads of a decode step),
+// then a last single one. Each of these groups asks for its part of what is read after the block.
 INLINE void mix_block(const Mix *a, int dtype) {
+    const int M = dtype == DT_F32 ? MX : MS, V = dtype == DT_F32 ? NV : VS;
     int i = 0, m = a->m;
-    int group = 0, groups = m / MX + (m % MX + MR - 1) / MR;
-    for (; m - i >= MX; i += MX)
-        mix_rows(a, dtype, MX, i, MX, ahead_part(a->next, group++, groups));
+    int group = 0, groups = m / M + (m % M + MR - 1) / MR;
+    for (; m - i >= M; i += M)
+        mix_rows(a, dtype, M, V, i, M, ahead_part(a->next, group++, groups));
     for (; m - i > 1; i += MR)
-        mix_rows(a, dtype, MR, i, min_int(m - i, MR), ahead_part(a->next, group++, groups));
-    if (i < m) mix_rows(a, dtype, 1, i, 1, ahead_part(a->next, group, groups));
+        mix_rows(a, dtype, MR, NV, i, min_int(m - i, MR), ahead_part(a->next, group++, groups));
+    if (i < m) mix_rows(a, dtype, 1, NV, i, 1, ahead_part(a->next, group, groups));
 }
 
 TARGET static void mix_f32(const Mix *a) { mix_block(a, DT_F32); }
@@ -10101,7 +10111,11 @@ static const Simd simd_entry = {
 #define TARGET_avx2 __attribute__((target("avx2,fma,f16c")))
 #define INLINE_avx2 TARGET_avx2 static inline __attribute__((always_inline))
 
-enum { MR_avx2 = 3, NR_avx2 = 2, N1_avx2 = 4, MX_avx2 = 3, NV_avx2 = 2, M8_avx2 = 3 };
+enum {
+    MR_avx2 = 3, NR_avx2 = 2, N1_avx2 = 4,
+    MX_avx2 = 3, NV_avx2 = 2, MS_avx2 = 4, VS_avx2 = 1,
+    M8_avx2 = 3,
+};
 typedef struct { __m256 a, b; } Vec_avx2;       // lanes 0 to 7, lanes 8 to 15
 
 INLINE_avx2 Vec_avx2 vec_all_avx2(float x) {
@@ -10224,8 +10238,24 @@ INLINE_avx2 float vec_fold_avx2(Vec_avx2 x) {
     return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));                            // 1 onto 1
 }
 
+// The first steps of a fold: 8 onto 8, 4 onto 4.
+INLINE_avx2 __m128 fold_to_4_avx2(Vec_avx2 x) {
+    __m256 y = _mm256_add_ps(x.a, x.b);
+    return _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+}
+
+// Four at a time: the last steps of two share their instructions, as in fold_16_avx512.
 INLINE_avx2 void vec_folds_avx2(float *out, const Vec_avx2 *a, int n, float scale) {
-    for (int i = 0; i < n; i++) out[i] = vec_fold_avx2(a[i]) * scale;
+    int i = 0;
+    for (; i + 4 <= n; i += 4) {
+        __m128 w = fold_to_4_avx2(a[i]), x = fold_to_4_avx2(a[i + 1]);
+        __m128 y = fold_to_4_avx2(a[i + 2]), z = fold_to_4_avx2(a[i + 3]);
+        w = _mm_add_ps(_mm_movelh_ps(w, x), _mm_movehl_ps(x, w));               // 2 onto 2
+        y = _mm_add_ps(_mm_movelh_ps(y, z), _mm_movehl_ps(z, y));
+        w = _mm_add_ps(_mm_shuffle_ps(w, y, 0x88), _mm_shuffle_ps(w, y, 0xdd)); // 1 onto 1
+        _mm_storeu_ps(out + i, _mm_mul_ps(w, _mm_set1_ps(scale)));
+    }
+    for (; i < n; i++) out[i] = vec_fold_avx2(a[i]) * scale;
 }
 
 INLINE_avx2 float vec_largest_avx2(Vec_avx2 x) {
@@ -10314,7 +10344,11 @@ INLINE_avx2 Vec_avx2 vec_all_f16_avx2(const char *p) {
 #define TARGET_avx512 __attribute__((target("avx512f,avx512bw,avx512vl,fma,f16c")))
 #define INLINE_avx512 TARGET_avx512 static inline __attribute__((always_inline))
 
-enum { MR_avx512 = 4, NR_avx512 = 4, N1_avx512 = 16, MX_avx512 = 6, NV_avx512 = 4, M8_avx512 = 8 };
+enum {
+    MR_avx512 = 4, NR_avx512 = 4, N1_avx512 = 16,
+    MX_avx512 = 6, NV_avx512 = 4, MS_avx512 = 6, VS_avx512 = 4,
+    M8_avx512 = 8,
+};
 typedef __m512 Vec_avx512;
 
 INLINE_avx512 __m512 vec_all_avx512(float x) {
@@ -10495,15 +10529,20 @@ INLINE_avx512 __m512 vec_all_f16_avx512(const char *p) {
     return _mm512_cvtph_ps(_mm256_set1_epi16(h));
 }
 
-// ---- AVX-512 as Ice Lake and Zen 4 have it: with VNNI and VBMI
+// ---- AVX-512 with VNNI, as Ice Lake and Zen 4 have it
 // The vector is that of AVX-512. What differs is the product of bytes: vpdpbusd multiplies four
 // unsigned bytes with four signed ones and adds the products to a lane. So t is 256 hi + lo, two
 // signed bytes, and a key's byte u becomes u + 128, whose surplus of 128 t is subtracted from the
 // start: the sums begin at -128 sum t.
-#define TARGET_avx512vnni __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,fma,f16c")))
+#define TARGET_avx512vnni \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,fma,f16c")))
 #define INLINE_avx512vnni TARGET_avx512vnni static inline __attribute__((always_inline))
 
-enum { MR_avx512vnni = 4, NR_avx512vnni = 4, N1_avx512vnni = 16, MX_avx512vnni = 6, NV_avx512vnni = 4, M8_avx512vnni = 8 };
+enum {
+    MR_avx512vnni = 4, NR_avx512vnni = 4, N1_avx512vnni = 16,
+    MX_avx512vnni = 6, NV_avx512vnni = 4, MS_avx512vnni = 6, VS_avx512vnni = 4,
+    M8_avx512vnni = 8,
+};
 #define Vec_avx512vnni             Vec_avx512
 #define vec_all_avx512vnni         vec_all_avx512
 #define vec_add_avx512vnni         vec_add_avx512
@@ -10580,7 +10619,11 @@ INLINE_avx512vnni __m512i ints_block_avx512vnni(const short *x, const signed cha
 #define TARGET_neon
 #define INLINE_neon static inline __attribute__((always_inline))
 
-enum { MR_neon = 2, NR_neon = 2, N1_neon = 4, MX_neon = 4, NV_neon = 1, M8_neon = 2 };
+enum {
+    MR_neon = 2, NR_neon = 2, N1_neon = 4,
+    MX_neon = 4, NV_neon = 1, MS_neon = 4, VS_neon = 1,
+    M8_neon = 2,
+};
 #define Vec_neon       Vec_plain
 #define Ints_neon      Ints_plain
 #define vec_all_neon   vec_all_plain
@@ -10778,7 +10821,7 @@ static int simd_can(const Simd *s) {
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
               && __builtin_cpu_supports("avx512vl");
     if (!strcmp(s->name, "avx2")) return avx2;
-    int vnni = avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+    int vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     if (!strcmp(s->name, "avx512")) return avx512;
     if (!strcmp(s->name, "avx512vnni")) return vnni;
 #elif defined(__aarch64__)
@@ -10800,7 +10843,7 @@ static int simd_set(const char *name) {
 }
 
 // Runs before main, so no thread ever sees the choice change. The environment variable KVCOMP_SIMD
-// (plain, avx2 or avx512) is for tests and comparisons; a set that cannot be had leaves the best
+// (the name of a set) is for tests and comparisons; a set that cannot be had leaves the best
 // there is.
 __attribute__((constructor)) static void simd_choose(void) {
     const char *name = getenv("KVCOMP_SIMD");
@@ -10982,7 +11025,8 @@ static Q8Query *q8_room(Session *s) {
 static void q8_queries(Q8Query *to, const float *q, int m, int D) {
     for (int i = 0; i < m; i += 4)
         for (int c = 0; c < D; c += Q8_COLS, to++)
-            simd->integers_q8(to, q + (size_t)i * D + c, (size_t)D, min_int(m - i, 4), min_int(D - c, Q8_COLS));
+            simd->integers_q8(to, q + (size_t)i * D + c, (size_t)D, min_int(m - i, 4),
+                              min_int(D - c, Q8_COLS));
 }
 
 static void q8_scores(float *s, const Q8Query *q, const void *k, int m, int n, int D, float scale,

@@ -694,7 +694,7 @@ float dot_f32(const float *a, const float *b, int n);
 // idx = places of the k largest (ties: the lower), ascending -> count
 int top_k(const float *x, int n, int k, int *idx);
 
-// "avx512", "avx2", "plain"; KVCOMP_SIMD overrides the choice
+// "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice
 const char *simd_name(void);
 
 // ------------------------------------------------------------------------ cache (section 2)
