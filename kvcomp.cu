@@ -256,9 +256,14 @@ struct Block {
     size_t at;                  // bytes carved
 };
 
-// The next n elements of the block.
+// The next n elements of the block. A kernel always has one; there the question would be asked anew at every
+// access, and hide from the compiler that it is shared memory.
 template <class T> KV_HD static T *carve(Block *b, size_t n) {
+#ifdef __CUDA_ARCH__
+    T *p = (T *)(b->mem + b->at);
+#else
     T *p = b->mem ? (T *)(b->mem + b->at) : NULL;
+#endif
     b->at += n * sizeof(T);
     return p;
 }
@@ -2381,6 +2386,7 @@ struct Attn {                   // argument of the kernels; pointers are device 
     int H, R, D;
     size_t bytes_k, bytes_v;    // of a row
     float scale;                // 1 / sqrt(D)
+    float power;                // scale log2(e): what makes a score a power of 2
     int span;                   // gqa_kernel: positions of an item that are looked up at once
     int *ticket;                // of join_arrived: a counter for each work (arrivals)
     float *out;                 // (n,H,D) what attention makes of q, or NULL
@@ -2960,7 +2966,7 @@ struct Strip {
 template <int DIM, int LINES> struct TensorShape {
     enum {
         MT = DIM <= 128 && !LINES ? 2 : 1,      // fragments of queries of a warp
-        KT = DIM <= 128 ? 64 : 32,              // keys of a tile
+        KT = DIM <= 160 ? 64 : 32,              // keys of a tile
         BQ = ATTN_WARPS * 16 * MT,              // query rows of a block
         P = DIM + 8,                            // numbers of a row in shared memory
         WORDS = KT / 32,                        // words of a bit a key
@@ -3027,11 +3033,11 @@ struct DeviceLines {            // the lines of a query head (section 7), in dev
     int head;                   // the query head
 };
 
-// A tile: n rows from p on or, if col is set, rows col[0..n).
+// A tile: n rows from p on or, of gathered columns, rows cols[p..p+n) of TensorShared.
 struct TileRef {
     int p, n;
     int masked;                 // 1: some query of the strip may not see all of it, or it is not full
-    const int *col;
+    int gathered;
 };
 
 // ---- which tiles there are
@@ -3156,10 +3162,10 @@ static __device__ TileRef tile_at(const TensorShared &m, const Attn &a, const St
     int at = (i - n_list) * KT;
     if (!LINES || i < n_list) {
         int tile = m.list[i], p = tile >> 1;
-        return { p, min_int(s.n - p, KT), tile & 1, NULL };
+        return { p, min_int(s.n - p, KT), tile & 1, 0 };
     }
     int n = min_int(n_cols - at, KT), behind = m.cols[at + n - 1] > s.n - s.m;
-    return { 0, n, n < KT || behind || a.window, m.cols + at };
+    return { at, n, n < KT || behind || a.window, 1 };
 }
 
 // ---- a tile
@@ -3177,26 +3183,30 @@ static __device__ void tensor_queries(uint16_t *q, const Attn &a, const Strip &s
 
 // Asks for half of a tile: to (KT,P) = its rows as stored; behind them the last one again, which no query
 // sees. LANES lanes copy a row, 16 bytes each, or as many as it has. `to` is where the lane's first 16 bytes
-// go; with the second half the copies are a group.
+// go; with the second half the copies are a group. All rows' numbers come before the copies, or each copy
+// would wait for its own.
 template <int DIM, int KT, int HALF>
-static __device__ void copy_half(SharedAt to, const char *rows, const TileRef &tile, int D) {
-    const int LANES = TensorShape<DIM, 0>::LANES, STEP = ATTN_WARPS * 32 / LANES;
-    int j0 = (int)threadIdx.x / LANES, c = threadIdx.x % LANES * 8;
-    const char *from = rows + 2 * c;
+static __device__ void copy_half(SharedAt to, const char *rows, const int *cols, const TileRef &tile, int D) {
+    const int LANES = TensorShape<DIM, 0>::LANES, STEP = ATTN_WARPS * 32 / LANES, N = KT / 2 / STEP;
+    int j0 = (int)threadIdx.x / LANES + HALF * KT / 2, c = threadIdx.x % LANES * 8;
     if (c < D) {
-        KV_UNROLL() for (int j = HALF * KT / 2; j < (HALF + 1) * KT / 2; j += STEP) {
-            int i = min_int(tile.p + j0 + j, tile.p + tile.n - 1), row = tile.col ? tile.col[i] : i;
-            copy16_async(to + 2 * j * (DIM + 8), from + (size_t)(unsigned)row * (unsigned)(2 * D));
+        unsigned row[N];
+        const char *from = as_it_is(rows + 2 * c);
+        KV_UNROLL() for (int j = 0; j < N; j++) {
+            int i = min_int(tile.p + j0 + j * STEP, tile.p + tile.n - 1);
+            row[j] = tile.gathered ? cols[i] : i;
         }
+        KV_UNROLL() for (int j = 0; j < N; j++)
+            copy16_async(to + 2 * (HALF * KT / 2 + j * STEP) * (DIM + 8), from + (size_t)row[j] * (unsigned)(2 * D));
     }
     if (HALF) copy_commit();
 }
 
 // Both halves.
 template <int DIM, int KT>
-static __device__ void copy_rows(SharedAt to, const char *rows, const TileRef &tile, int D) {
-    copy_half<DIM, KT, 0>(to, rows, tile, D);
-    copy_half<DIM, KT, 1>(to, rows, tile, D);
+static __device__ void copy_rows(SharedAt to, const char *rows, const int *cols, const TileRef &tile, int D) {
+    copy_half<DIM, KT, 0>(to, rows, cols, tile, D);
+    copy_half<DIM, KT, 1>(to, rows, cols, tile, D);
 }
 
 // A fragment of the warp's queries: 16 rows, dims 16 k and up. q: where the lane names its row.
@@ -3374,7 +3384,7 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
     KV_UNROLL() for (int k = 0; k < DIM / 16 && KEEP; k++)
         KV_UNROLL() for (int i = 0; i < MT; i++) query_fragment<DIM>(x[k][i], q, i, k);
 
-    float acc[MT][DIM / 8][4], c = a.scale * LOG2_E;
+    float acc[MT][DIM / 8][4], c = a.power;
     KV_UNROLL() for (int i = 0; i < MT; i++)
         KV_UNROLL() for (int e = 0; e < DIM / 2; e++) acc[i][e / 4][e % 4] = 0;
 
@@ -3383,12 +3393,12 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
                                        : tiles_list<KT>(m, a, h, s.n, &from);
         int tiles = n_list + (n_cols + KT - 1) / KT;
 
-        if (tiles) copy_rows<DIM, KT>(own, h.k, tile_at<KT, LINES>(m, a, s, n_list, n_cols, 0), a.D);
+        if (tiles) copy_rows<DIM, KT>(own, h.k, m.cols, tile_at<KT, LINES>(m, a, s, n_list, n_cols, 0), a.D);
         for (int i = 0; i < tiles; i++) {
             TileRef now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, i);
             copy_wait<0>();
             __syncthreads();                    // the keys are there, the last values are done with
-            copy_rows<DIM, KT>(own + 2 * KT * P, h.v, now, a.D);
+            copy_rows<DIM, KT>(own + 2 * KT * P, h.v, m.cols, now, a.D);
             if (now.masked && LINES) lines_mask<KT>(m, a, h, lines[blockIdx.x], s, now);
             if (now.masked && !LINES) tile_mask<KT, ROWS>(m, a, h, now);
             float score[MT][KT / 8][4], shrink[MT][2];
@@ -3403,10 +3413,10 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
             copy_wait<0>();
             __syncthreads();                    // the values are there, the keys are done with
             if (i + 1 < tiles) now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, i + 1);
-            if (i + 1 < tiles) copy_half<DIM, KT, 0>(own, h.k, now, a.D);
+            if (i + 1 < tiles) copy_half<DIM, KT, 0>(own, h.k, m.cols, now, a.D);
             tensor_sums<DT, MT, KT>(m.state + warp * ROWS, shrink, prob);
             tensor_mix<DT, DIM, MT, KT, 0>(acc, shrink, prob, vals);
-            if (i + 1 < tiles) copy_half<DIM, KT, 1>(own, h.k, now, a.D);
+            if (i + 1 < tiles) copy_half<DIM, KT, 1>(own, h.k, m.cols, now, a.D);
             tensor_mix<DT, DIM, MT, KT, 1>(acc, shrink, prob, vals);
         }
         __syncthreads();                        // the list is done with
@@ -3711,7 +3721,7 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
     if (p < p1) x.see = m.see[(p - p0) / 32] >> (p - p0) % 32 & ALL;
     x.tiles = __ballot_sync(ALL_LANES, x.see != 0);
     plain_look(x, a, w, p1);
-    float c = a.scale * LOG2_E;
+    float c = a.power;
     unsigned see = plain_next(x, a, w, p1), next;
     plain_ask<D>(to, rows_k, x, see != 0);
     plain_ask<D>(to + SLOT, rows_v, x, see != 0);
@@ -4197,7 +4207,7 @@ static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef
     const unsigned SLOT = slot_bytes<KIND, D>();
     char *keys = m.slot + (threadIdx.x >> 5) * 2 * SLOT, *vals = keys + SLOT;
     SharedAt q = shared_address(m.q + 4 * lane);
-    float c = a.scale * LOG2_E;
+    float c = a.power;
     const char *pk = NULL, *pv = NULL;
     int mid = 0;
     if (KIND == GQA_PATS && h.packed) {
@@ -4820,6 +4830,7 @@ static Attn attn_args(Session *s, int l, const float *q, int tok0) {
     a.bytes_k = s->fk->row_bytes(a.D);
     a.bytes_v = s->fv->row_bytes(a.D);
     a.scale = 1 / sqrtf((float)a.D);
+    a.power = a.scale * LOG2_E;
     a.span = gqa_span;
     return a;
 }
@@ -6882,7 +6893,7 @@ static __device__ void lines_mask(const TensorShared &m, const Attn &a, const He
                                   const Strip &s, const TileRef &tile) {
     const int WORDS = KT / 32;
     int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 16, s0 = s.n - s.m;
-    if (!tile.col) {
+    if (!tile.gathered) {
         int d = s0 + row + lane % 16 - tile.p;          // the offset at which the row meets column p
         uint64_t causal = d < 0 ? 0 : ~0ull >> (63 - min_int(d, 63));
         uint64_t bits = __brevll(bits_from(x.s, x.n, d - 63)) | (bits_from(x.v, x.n, tile.p) & causal);
@@ -6892,10 +6903,10 @@ static __device__ void lines_mask(const TensorShared &m, const Attn &a, const He
         if (!a.window) return;
     }
     KV_UNROLL(1) for (int w = 0; w < WORDS; w++) {
-        int i = w * 32 + lane, k = min_int(i, tile.n - 1), c = tile.col ? tile.col[k] : tile.p + k;
+        int i = w * 32 + lane, k = min_int(i, tile.n - 1), c = tile.gathered ? m.cols[tile.p + k] : tile.p + k;
         KV_UNROLL(1) for (int r = row; r < row + 16; r++) {
             int q = min_int(s0 + r, s.n - 1), sees = i < tile.n && c <= q;
-            if (!tile.col) sees = sees && (m.see[r * WORDS + w] >> lane & 1);
+            if (!tile.gathered) sees = sees && (m.see[r * WORDS + w] >> lane & 1);
             if (a.window) sees = sees && in_window(a, h, c, a.tok0 + q - x.p0);
             unsigned bits = __ballot_sync(ALL_LANES, sees);
             __syncwarp();                       // every lane has read the word
