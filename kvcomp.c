@@ -31848,6 +31848,7 @@ WEB int web_say(int i, const char *text) {
     feed_prefill(a, &t);
     a->closed = 0;
     x->made = 0;
+    x->read = 0;
     x->reply = (Decoder){ .t = web.tok, .skip_special = 1 };
     return 0;
 }
