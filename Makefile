@@ -76,7 +76,7 @@ kvcomp: kvcomp.o kvcomp_cuda.o
 	$(NVCC) -o $@ kvcomp.o kvcomp_cuda.o $(NVLINK)
 # registers, shared memory and spills of every kernel; a spill on sm_80 or sm_90, which the launch bounds are chosen for, is a
 # failure. Where cuobjdump is found (CUOBJDUMP=, the PATH, beside nvcc; the Python package triton carries one, too) also the main
-# loops of the kernels that use tensor cores
+# loops of the kernels that use tensor cores; more instructions than data/cuda_loops.awk allows are a failure, too
 CUOBJDUMP = $(firstword $(shell command -v cuobjdump 2>/dev/null) $(wildcard $(dir $(NVCC))cuobjdump))
 cuda-check: kvcomp.cu kvcomp.h
 	@$(NVCC) $(NVFLAGS) $(call machine_code,80 90 100 120) -Xptxas -v -c -o kvcomp_check.o kvcomp.cu 2>kvcomp_check.txt || { cat kvcomp_check.txt; exit 1; }

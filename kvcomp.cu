@@ -2889,13 +2889,13 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decod
 //           (128 bytes a clock against a product in two clocks on an A100). More rows do not fit: the
 //           output of 32 x 128 is 128 registers of a lane, the scores of 32 x 64 are 64. So q is read
 //           again for every tile where its fragments would take more than TC_Q_REGS registers, and state
-//           is not kept in registers. Wider heads have tiles of 64 x 32.
+//           is not kept in registers. Wider heads have tiles of 64 x 64 up to head_dim 160, then of 64 x 32.
 //           K and V have a buffer each, and take turns: while one is multiplied, cp.async fills the other.
 //           Two blocks are on a multiprocessor: one multiplies while the other waits or exponentiates.
 //           The halves of a copy and the __syncwarp between products move nothing that is computed; they
 //           keep the compiler from asking for more fragments at once than there are registers.
-//   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 701
-//           other instructions, 2.7 a product (sm_90; make cuda-check prints the loop with the masks in it)
+//   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 658
+//           other instructions, 2.5 a product (sm_90, make cuda-check)
 //
 // Which tiles there are is found out before, TC_LIST at a time: tiles that no query of the strip sees are
 // left out (those before a sliding window, other messages under SONIC's rule), and tiles that every query

@@ -18498,6 +18498,44 @@ TEST(cuda_fragments,
     }
 }
 
+// Writes a kernel's SASS, a loop with `more` instructions that every turn takes and two that a turn may
+// leave out, and reads what data/cuda_loops.awk says of it -> its exit code.
+static int loops_of(const char *arch, int more, char *said, size_t cap) {
+    char path[] = "/tmp/kvcomp-sass-XXXXXX", command[256];
+    FILE *f = fdopen(mkstemp(path), "w");
+    int at = 0;
+    fprintf(f, "arch = %s\n\tFunction : void gqa_kernel<1, 128, 1>(Attn, int)\n", arch);
+    fprintf(f, "/*%04x*/ IADD3 R0, R0, 0x1, RZ ; /* 0x0 */\n", at++ * 16);
+    fprintf(f, "/*%04x*/ LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64] ;\n", at++ * 16);
+    for (int i = 0; i < more; i++) fprintf(f, "/*%04x*/ FADD R1, R1, R1 ;\n", at++ * 16);
+    fprintf(f, "/*%04x*/ @P0 BRA 0x%x ;\n", at * 16, (at + 3) * 16);
+    for (int i = 1; i < 3; i++) fprintf(f, "/*%04x*/ FSEL R1, R1, -INF , P1 ;\n", (at + i) * 16);
+    fprintf(f, "/*%04x*/ HMMA.16816.F32 R4, R4, R4, R4 ;\n", (at + 3) * 16);
+    fprintf(f, "/*%04x*/ @!P1 BRA 0x10 ;\n/*%04x*/ EXIT ;\n", (at + 4) * 16, (at + 5) * 16);
+    fclose(f);
+    snprintf(command, sizeof command, "awk -f data/cuda_loops.awk %s", path);
+    f = popen(command, "r");
+    size_t n = fread(said, 1, cap - 1, f);
+    said[n] = 0;
+    unlink(path);
+    return WEXITSTATUS(pclose(f));
+}
+
+TEST(cuda_loops, "make cuda-check's count of a main loop: all of it, a turn without what branches "
+                 "leave out, bytes, products; more than allowed on sm_90 is a failure") {
+    char said[1000];
+    CHECK(loops_of("sm_90", 0, said, sizeof said) == 0 &&
+              !strcmp(said, "sm_90  gqa_kernel<1, 128, 1>               6 instructions,    4 of a turn, "
+                            "  512 bytes,   1 products\n"),
+          "%s", said);
+    CHECK(loops_of("sm_90", 15, said, sizeof said) == 1 &&
+              strstr(said, "21 instructions,   19 of a turn") &&
+              strstr(said, "\ngqa_kernel<1, 128, 1>: a turn takes more than 300 instructions for 8 KB"),
+          "%s", said);
+    CHECK(loops_of("sm_90", 14, said, sizeof said) == 0, "%s", said);
+    CHECK(loops_of("sm_80", 15, said, sizeof said) == 0, "%s", said);
+}
+
 // ---- two sessions with the same rows, one on each side
 
 // Rows are put in directly, so the contents of the heads are known to the bit.

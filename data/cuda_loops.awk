@@ -36,7 +36,7 @@ function limit(kernel, b, p,    part) {
     return 0
 }
 BEGIN {
-    lines[64] = 5.7
+    lines[64] = 5.8
     lines[96] = 4.7
     lines[256] = 4.2
 }
