@@ -675,8 +675,9 @@ static void head_reserve(Session *s, KVHead *h, int raw) {
         s->changes++;                       // only a device asks, and here threads work side by side
         rows_resize_cuda(s, h, cap);
     } else {
-        h->k = rows_realloc(h->k, (size_t)h->cap * s->fk->row_bytes(D), (size_t)cap * s->fk->row_bytes(D), s->huge_pages);
-        h->v = rows_realloc(h->v, (size_t)h->cap * s->fv->row_bytes(D), (size_t)cap * s->fv->row_bytes(D), s->huge_pages);
+        size_t k = s->fk->row_bytes(D), v = s->fv->row_bytes(D);
+        h->k = rows_realloc(h->k, h->cap * k, cap * k, s->huge_pages);
+        h->v = rows_realloc(h->v, h->cap * v, cap * v, s->huge_pages);
     }
     h->cap = cap;
     h->room = all;
@@ -10948,7 +10949,8 @@ static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Te
                     for (size_t b = 0; b < blocks; b += chunk)
                         simd->dots8(&(Dots8){
                             .y = y + t0 * ldy + r, .ldy = ldy,
-                            .x = whole + (t0 * blocks + b) * Q8_BLOCK, .scale = scale + t0 * blocks + b, .all = blocks,
+                            .x = whole + (t0 * blocks + b) * Q8_BLOCK,
+                            .scale = scale + t0 * blocks + b, .all = blocks,
                             .w = (const char *)w->data + (r / LANES * blocks + b) * Q8_PANEL,
                             .m = min_int(T - tb * T_BLOCK, T_BLOCK), .n = min_int(end - r, LANES),
                             .blocks = (int)min_size(blocks - b, chunk), .add = b > 0,
@@ -11305,6 +11307,9 @@ static TileRows tile_read(const Session *s, const KVHead *h, const View *w, cons
 static char *rows_realloc(char *p, size_t have, size_t want, int huge) {
     const size_t page = (size_t)2 << 20;
     size_t room = (want + page - 1) / page * page;
+#ifndef __linux__
+    huge = 0;                   // elsewhere the room behind the rows may count as held
+#endif
     if (!huge || max_size(have, want) < page) return xrealloc(p, want);
     if (have >= page && want >= have && want <= (have + page - 1) / page * page) return p;
 
@@ -26942,7 +26947,8 @@ static ThreadBench *thread_runs(Session *s, int n, int repeat) {
     int all = n_threads();
     for (int t = 1; t; t = t < all ? min_int(2 * t, all) : 0) {
         threads_use(t, 0);
-        ThreadBench x = { .threads = t, .pp = bench_prefill(s, n, repeat).tok_s, .tg = bench_decode(s, 0, repeat).tok_s };
+        double pp = bench_prefill(s, n, repeat).tok_s, tg = bench_decode(s, 0, repeat).tok_s;
+        ThreadBench x = { t, pp, tg };
         arrput(list, x);
     }
     return list;
@@ -27034,6 +27040,8 @@ static int bench(Options *o) {
     int file = opt_int(o, "bench-file");
     if (file && (*opt_str(o, "synthetic") || !strcmp(opt_str(o, "device"), "cuda")))
         die(EXIT_USAGE, "--bench-file wants a checkpoint on disk and the CPU: no --synthetic, no -d cuda");
+    if (file && (*path || opt_int(o, "csv") || opt_int(o, "bench-kernels")))
+        die(EXIT_USAGE, "--bench-file prints a table or --json, and goes neither with --csv nor with another suite");
     if (file) {
         open_config(&a);
     } else {

@@ -77,7 +77,7 @@ typedef struct {                // sizes and constants of one checkpoint, all re
     int    dtype;               // DT_* that most weights have
     char   dir[1024];           // the folder it came from; "synthetic:NAME" when made from a seed
     int    as_q8;               // 1: matrices become DT_Q8 while they are loaded (--weights)
-    int    huge_pages;          // 1: huge pages are asked for where the files of weights are mapped (--huge-pages all)
+    int    huge_pages;          // 1: huge pages are asked for behind mapped files of weights (--huge-pages all)
 } Config;
 
 typedef struct {                // a matrix W (rows,cols): y = W x maps cols numbers to rows numbers. A vector has rows 1
