@@ -730,6 +730,7 @@ static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaMemcpy");
+    emu.ended = emu.launch;
     emu_copy(d, s, n, k);
     return cudaSuccess;
 }
@@ -817,6 +818,7 @@ static inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaStreamSynchronize");
+    emu.ended = emu.launch;
     emu_pool_release();
     return cudaSuccess;
 }
@@ -1075,6 +1077,7 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
     EmuLock lock;
     if (emu_blas()) return CUBLAS_STATUS_EXECUTION_FAILED;
     emu_settle("cublasGemmEx");
+    emu.ended = emu.launch;
     emu_count_one("cublasGemmEx");
     if (m < 1 || n < 1 || k < 1 || lda < (ta ? k : m) || ldb < (tb ? n : k) || ldc < m)
         emu_die("cublasGemmEx: m %d n %d k %d lda %d ldb %d ldc %d", m, n, k, lda, ldb, ldc);

@@ -828,7 +828,8 @@ static __global__ void halve_kernel(uint16_t *w, size_t n, float factor) {
 }
 
 // w (n) on the device, bf16, becomes f16 in place if that is as good (see above) -> what its numbers
-// are to be multiplied by then, or 0: it stays bf16.
+// are to be multiplied by then, or 0: it stays bf16. A product asks for weights before it waits for the
+// kernel ahead of it, so they are there when this returns.
 static float matrix_halve(uint16_t *w, size_t n) {
     int found[2] = { 0, 0 }, *dev = (int *)device_new(sizeof found);
     upload(dev, found, sizeof found);
@@ -841,6 +842,7 @@ static float matrix_halve(uint16_t *w, size_t n) {
     device_free(dev);
     if (e == 128 || (size_t)found[1] > n / HALVE_LOSES) return 0;
     KV_LAUNCH(halve_kernel, blocks(n, 256), 256, 0, w, n, factor);
+    KV_CUDA(cudaStreamSynchronize(kv_stream));
     return ldexpf(1, -k);
 }
 
@@ -4408,7 +4410,7 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 
 // ---- peaks_kernel, tallies_kernel: the same sums on tensor cores
 //
-// For plain f16 or bf16 rows of head_dim 64 or 128. Both kernels compute the scores of w queries
+// For plain f16 or bf16 rows of head_dim 64, 96, 128, 160 or 256. Both kernels compute the scores of w queries
 // with all keys of their KV head. peaks_kernel finds the maximum and the sum of every softmax row,
 // tallies_kernel the column sums. Scores are never stored: to compute them twice costs less than to
 // write and read w H N numbers.
@@ -4550,7 +4552,7 @@ static __device__ void scan_join(const float *of, int n, float *high, float *sum
 // part = the maximum and the sum of exponentials, as powers of 2, of 64 queries over a chunk of
 // keys.
 template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3)
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, D > 160 ? 2 : 3)
 peaks_kernel(const __grid_constant__ Scan a) {
     KV_DYN_SHARED(char, mem);
     const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
@@ -4619,7 +4621,7 @@ static __device__ void scan_rows(float *row, const Scan &a, int head, int block,
 
 // out[head][p] = factor * the sum over all queries of the probability of key p.
 template <int DT, int D>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3)
+static __global__ void __launch_bounds__(ATTN_WARPS * 32, D > 160 ? 2 : 3)
 tallies_kernel(const __grid_constant__ Scan a) {
     KV_DYN_SHARED(char, mem);
     const int FRAGMENT = D / 16 * 128;          // words of a tile's fragments
@@ -5239,7 +5241,8 @@ void host_copy_cuda(float *to, const float *from, size_t n) {
 // Whether the sums of columns are made by tensor cores. No method decides this.
 static int scans(const Session *s) {
     int D = s->c->D;
-    return plain_rows(s) && row_kind(s->fk) != ROW_F32 && (D == 64 || D == 128);
+    return plain_rows(s) && row_kind(s->fk) != ROW_F32
+        && (D == 64 || D == 96 || D == 128 || D == 160 || D == 256);
 }
 
 // Both kernels of a scan.
@@ -5247,8 +5250,17 @@ template <int DT, int D> static void scan_launch(const Scan &a, int chunks) {
     ScanShared m;
     size_t smem = scan_carve(&m, NULL, D);
     dim3 peaks(a.H, chunks, blocks(a.w, SCAN_QUERIES)), tallies(a.H, chunks);
-    KV_LAUNCH((peaks_kernel<DT, D>), peaks, ATTN_WARPS * 32, smem, a);
-    KV_LAUNCH((tallies_kernel<DT, D>), tallies, ATTN_WARPS * 32, smem, a);
+    KV_LAUNCH_WIDE((peaks_kernel<DT, D>), peaks, ATTN_WARPS * 32, smem, a);
+    KV_LAUNCH_WIDE((tallies_kernel<DT, D>), tallies, ATTN_WARPS * 32, smem, a);
+}
+
+// The same for head_dim D, which scans() has allowed.
+template <int DT> static void scan_width(const Scan &a, int chunks, int D) {
+    if (D == 64)       scan_launch<DT, 64>(a, chunks);
+    else if (D == 96)  scan_launch<DT, 96>(a, chunks);
+    else if (D == 128) scan_launch<DT, 128>(a, chunks);
+    else if (D == 160) scan_launch<DT, 160>(a, chunks);
+    else               scan_launch<DT, 256>(a, chunks);
 }
 
 // columns_device on tensor cores.
@@ -5278,10 +5290,8 @@ static float *columns_scanned(Session *s, int l, const float *q, int tok0, int w
     for (int g = 0; g < s->c->G; g++)           // rows that a shorter head does not have count 0
         if (kv_head(s, l, g)->len < N)
             KV_CUDA(cudaMemsetAsync(a.out + g * group, 0, group * sizeof(float), kv_stream));
-    if (D == 64 && f16)  scan_launch<DT_F16, 64>(a, chunks);
-    else if (D == 64)    scan_launch<DT_BF16, 64>(a, chunks);
-    else if (f16)        scan_launch<DT_F16, 128>(a, chunks);
-    else                 scan_launch<DT_BF16, 128>(a, chunks);
+    if (f16) scan_width<DT_F16>(a, chunks, D);
+    else     scan_width<DT_BF16>(a, chunks, D);
     return a.out;
 }
 

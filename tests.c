@@ -21310,15 +21310,16 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
     tiny_free(n);
 }
 
-TEST(cuda_columns, "column sums on tensor cores agree with the CPU: head_dim 64 and 128, f16 and bf16, 1 to 70 "
+TEST(cuda_columns, "column sums on tensor cores agree with the CPU: head_dim 64 to 256, f16 and bf16, 1 to 70 "
                    "queries, unequal heads, several chunks, a window, SONIC's rule") {
     static const struct {
         int H, G, D, n;
         const char *format;
         int rule;
     } shape[] = { { 4, 2, 64, 900, "f16", 0 }, { 3, 1, 128, 300, "bf16", 0 }, { 2, 2, 128, 600, "f16", 1 },
-                  { 1, 1, 64, 30, "bf16", 1 } };
-    EACH_SEED(seed) for (int i = seed % variants_step(); i < 4; i += variants_step()) {
+                  { 1, 1, 64, 30, "bf16", 1 }, { 2, 1, 96, 140, "bf16", 0 }, { 2, 2, 160, 150, "f16", 1 },
+                  { 1, 1, 256, 100, "f16", 0 } };
+    EACH_SEED(seed) for (int i = seed % variants_step(); i < 7; i += variants_step()) {
         char text[64];
         snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
         int H = shape[i].H, G = shape[i].G, D = shape[i].D, n = 70;
