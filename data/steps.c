@@ -3,6 +3,8 @@
 // Prints attention over ROWS rows (32768) of LAYERS layers (16, or 8 of wide heads), best of 8 (of 400 where all fits in the caches), in
 // ns an element of K and V; for loopserve a selection and the rows it chooses, as a share of full attention; for lychee the selection of all indexed layers, best and mean of 40 steps; and what unpacking PATS rows that
 // lie in L1 costs (one thread).
+//   /tmp/steps prefill METHOD [HEAD_DIM [ROWS]]
+// Prefill attention of the last 512 tokens of ROWS (4096), of one layer; median and best of 15.
 //   /tmp/steps turns METHOD,.. [HEAD_DIM [ROWS [LAYERS [TURNS [HEADS]]]]]
 // Attention of several methods in turns in one process, because speeds measured one after the other on shared cores cannot be compared:
 // layer by layer: medians of TURNS turns (31), and the median and the quartiles of each turn's ratio to the first method.
@@ -117,7 +119,27 @@ static void time_turns(char *list, int D, int N, int L, int turns, int heads) {
                sorted_at(r, turns, .25), sorted_at(r, turns, .75), name[0], (double)kv_bytes(s[i]) / mid * 1e-6);
     }
 }
+static void time_prefill(const char *method, int D, int N) {
+    enum { T = 512, TURNS = 15 };
+    Session *s = rows_of(method, D, N, 1, 32);
+    size_t n = (size_t)T * 32 * D;
+    float *q = xmalloc(n * sizeof *q), *out = xmalloc(n * sizeof *out);
+    double ms[TURNS];
+    for (size_t i = 0; i < n; i++) q[i] = (float)((int)(mix64(i) % 2001) - 1000) * 0.001f;
+    s->base = N - T;
+    for (int i = 0; i < TURNS; i++) {
+        double a = cpu_time();
+        attn_prefill(s, 0, out, q, 0, T);
+        ms[i] = (cpu_time() - a) * 1e3;
+    }
+    double mid = sorted_at(ms, TURNS, .5);
+    printf("%-8s head_dim %d, %d tokens of %d rows: %.3f ms (best %.3f)\n", method, D, T, N, mid, ms[0]);
+}
 int main(int argc, char **argv) {
+    if (argc > 2 && !strcmp(argv[1], "prefill")) {
+        time_prefill(argv[2], argc > 3 ? atoi(argv[3]) : 64, argc > 4 ? atoi(argv[4]) : 4096);
+        return 0;
+    }
     if (argc > 2 && !strcmp(argv[1], "turns")) {
         int D = argc > 3 ? atoi(argv[3]) : 64, N = argc > 4 ? atoi(argv[4]) : 32768, L = argc > 5 ? atoi(argv[5]) : D > 64 ? 4 : 8;
         time_turns(argv[2], D, N, L, argc > 6 ? atoi(argv[6]) : 31, argc > 7 ? atoi(argv[7]) : 32);
