@@ -17941,7 +17941,8 @@ TEST(batch_logprobs, "the log-probabilities of a continuation are those of the l
         int greedy = 1;
         for (int i = 0; i < 3 && json_get(j[0], "logprobs"); i++) {
             double best = -1e30, z = 0;
-            for (int v = 0; v < V; v++) best = fmax(best, y[i][v]);
+            for (int v = 0; v < V; v++)         // (fmax of them: GCC 12 for ARM fails inside)
+                best = y[i][v] > best ? y[i][v] : best;
             for (int v = 0; v < V; v++) z += exp(y[i][v] - best);
             double want = y[i][given[i]] - best - log(z),
                    is = json_get(j[0], "logprobs")->item[i].num;
