@@ -3802,10 +3802,10 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
 //           query rows, beside what an H200 at 4.3 TB/s has time for (attend_kernel takes 49, and reads rows
 //           one by one):
 //
-//             w =  8    4.0   4.7     7.8
-//             w = 10    5.4   6.1     9.7
-//             w = 14    5.5   6.2    13.6
-//             q8_0      6.5   7.4     8.3
+//             w =  8    3.9   4.6     7.8
+//             w = 10    5.3   6.0     9.7
+//             w = 14    5.4   6.1    13.6
+//             q8_0      6.2   7.1     8.3
 //
 // Rows of head_dims that gqa_kernel does not take, --pats-format=rows64, q8_0 rows whose head_dim is no
 // multiple of 32, and K and V in two formats go through attend_kernel.
