@@ -3467,10 +3467,10 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
 //           second wait. So 32 D NT to 64 D NT bytes a warp are under way. At D 128 there are 16 warps on a
 //           multiprocessor with NT = 1, 8 with NT = 2: 64 to 128 KB, where 23 hide the wait for memory (4.3
 //           TB/s x 0.7 us / 132 multiprocessors)
-//   Bound   memory, for any number of query rows. 8 KB of K and V at D 128 take 256 instructions of a warp
-//           with up to 8 query rows and 256 with 16, of which the mask of a tile that is not seen whole is a
-//           twentieth (sm_90, make cuda-check). In the time an H200 needs to read them at 4.3 TB/s its 132 x 4 schedulers issue
-//           1990, so 13 % of the issue slots are used. decode_kernel takes 1972 with up to 4 query rows, and
+//   Bound   memory, for any number of query rows. 8 KB of K and V at D 128 take 230 instructions of a warp
+//           with up to 8 query rows and 238 with 16, and a tile that is not seen whole 22 more (sm_90, make
+//           cuda-check). In the time an H200 needs to read them at 4.3 TB/s its 132 x 4 schedulers issue
+//           1990, so 12 % of the issue slots are used. decode_kernel takes 1972 with up to 4 query rows, and
 //           is bound by them.
 //
 // What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
