@@ -849,6 +849,7 @@ TEST(window_small, "window keeps the last B rows for any budget, whatever --sink
 // ---- a folder for files that are made on the spot
 
 static char tmp_dir[300];
+static pid_t tmp_owner;         // the process that made it: a child that exits leaves it alone
 
 // Removes dir's files and folders one level deep, and dir.
 static void tmp_clear(const char *dir) {
@@ -865,7 +866,7 @@ static void tmp_clear(const char *dir) {
 
 // Removes the folder of files made on the spot, at exit.
 static void tmp_remove(void) {
-    if (*tmp_dir) tmp_clear(tmp_dir);
+    if (*tmp_dir && getpid() == tmp_owner) tmp_clear(tmp_dir);
 }
 
 // In a folder that is removed at exit; the result lives until the 4th call after.
@@ -879,6 +880,7 @@ static const char *tmp_path(const char *name) {
             perror(tmp_dir);
             exit(1);
         }
+        tmp_owner = getpid();
         atexit(tmp_remove);
     }
     k = (k + 1) & 3;
