@@ -168,7 +168,7 @@ static int weight_from(const float *x, const int *w, int n, uint32_t key);
 static void q8_unpack(float *x, const char *o, int n, int D);
 // What a kernel reads rows (D) of this format as: DT_*, or ROWS_* (section 2).
 static int dtype_in_place(const Format *f, int D);
-// Where keys are q8_0, their products with queries are sums of integers (D93): room in scratch memory
+// Where keys are q8_0, their products with queries are sums of integers (D89): room in scratch memory
 // for a tile's queries as integers, or NULL where keys are not q8_0; q (m,D) as integers; and then
 // s (m,n) = scale * q (m,D) k (n,D)^T.
 static struct Q8Query *q8_room(Session *s);
@@ -292,7 +292,7 @@ static int turn_hooks(const Session *s) {
 
 // Tokens of a span when a turn has several: -b. Attention adds to a row's mass block by block, so
 // with KV_MASS spans are whole blocks; on a device, which adds up a span at once, the turn is one
-// (D96).
+// (D90).
 static int span_tokens(const Session *s) {
     int per = MAX_R / (s->c->H / s->c->G);          // tokens of a block of attention (Q_BLOCK)
     if (s->trace || sees_whole_turn(s)) return INT_MAX;
@@ -1211,7 +1211,7 @@ void attn_rows(Session *s, int l, int h, const float *q, const int *rows, int n,
 typedef struct {            // what one thread works in
     float *k, *v;           // (KV_TILE,D) rows as f32
     float *q;               // (Q_BLOCK,D) the queries
-    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D93); NULL: keys are not
+    struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
     int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
     int rows[KV_TILE];      // room for the row numbers of a tile
     float *sc;              // (m,n) scores of the tile, then exp(score - max)
@@ -1298,7 +1298,7 @@ static int tile_scores_of(const Session *s, int l, const KVHead *hd, Tile *t, in
 }
 
 // The same where many queries read the keys, which are brought to t->k as f32 first. Keys of q8_0
-// have their own product (D93) and stay as they are.
+// have their own product (D89) and stay as they are.
 static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m,
                        const int *rows, int r0, int n) {
     int dtype = dtype_in_place(s->fk, s->c->D) == ROWS_Q8 ? ROWS_Q8 : DT_F32;
@@ -8927,7 +8927,7 @@ static void threads_use(int n, size_t parameters) {
 //
 // One kernel serves weights and attention: a block of dot products y (m,n) = x (m,K) w (n,K)^T. Its
 // right side is f32, f16 or bf16 and is widened to f32 in registers. Keys and values of q8_0 have
-// kernels of their own, which read them as they are stored (D93). All kernels compute on vectors
+// kernels of their own, which read them as they are stored (D89). All kernels compute on vectors
 // of 16 floats, the lanes. An instruction set (plain C, AVX2, AVX-512, NEON) supplies the vector type
 // and some operations on it. The kernels are written once over these operations and compiled once
 // for each set. The best set that the processor has is chosen when the program starts.
@@ -9019,7 +9019,7 @@ typedef struct {
     void (*mix[3])(const Mix *a);
 
     // the same with rows of format q8_0, of whole blocks, as w and v. dots_q8 takes x as integers
-    // (D93), as integers_q8 makes them: to = m <= 4 rows of x, ldx apart, of n <= Q8_COLS columns.
+    // (D89), as integers_q8 makes them: to = m <= 4 rows of x, ldx apart, of n <= Q8_COLS columns.
     void (*integers_q8)(struct Q8Query *to, const float *x, size_t ldx, int m, int n);
     void (*dots_q8)(const Dots *a);
     void (*mix_q8)(const Mix *a);
@@ -9052,7 +9052,7 @@ typedef struct {
     int (*list_from)(const float *x, int i, int n, uint32_t key, int *idx);
 } Simd;
 
-// Four rows of x as integers t of 16 bits, for products with the bytes of q8_0 (D93): x is factor t.
+// Four rows of x as integers t of 16 bits, for products with the bytes of q8_0 (D89): x is factor t.
 // Where a block's integers stand depends on the instruction set (ints_arrange).
 enum {
     Q8_COLS  = 512,     // columns that one factor holds for, at most
@@ -9289,7 +9289,7 @@ INLINE_plain uint32_t vec_at_least_plain(const float *p, uint32_t key) {
     return bits;
 }
 
-// -- integers: products of rows in 16 bits with q8_0's bytes (D93). Quarter i of Ints belongs to row i
+// -- integers: products of rows in 16 bits with q8_0's bytes (D89). Quarter i of Ints belongs to row i
 // of four.
 // p (16) = the lower 16 bits of each lane. Of an integer plus 1.5 * 2^23 those are the integer.
 INLINE_plain void vec_store_words_plain(short *p, Vec_plain x) {
@@ -9633,7 +9633,7 @@ TARGET static void dots_bf16(const Dots *a) { dots_block(a, DT_BF16); }
 // -- dot products with rows of q8_0
 // A row of x becomes integers t of 16 bits, x = f t with f = max|x| / Q8_TOP. A block of a key is
 // 32 integers u and a scale d. So x . w = f sum_b d_b sum_i t_i u_i, and the inner sum is one of
-// integers: exact, in any order, on any instruction set (D93). Four rows of x meet four rows of w.
+// integers: exact, in any order, on any instruction set (D89). Four rows of x meet four rows of w.
 
 // t (n) = x (n) in units of factor, for whole vectors. Returns the factor; it is no number where
 // some x is none, or is infinite.
@@ -23888,7 +23888,7 @@ static double rouge_l_longbench(const char *said, const char *gold) {
 // ---- metrics: Chinese, numbers, code, RULER
 // LongBench cuts Chinese text into words with a dictionary (the package jieba). Here a character is a
 // word, and so is a run of ASCII letters and digits: no dictionary is needed, and scores are other ones
-// (D90).
+// (D88).
 
 // The code point of the character at s, of *n bytes; a byte of broken UTF-8 counts as one.
 static unsigned character_at(const char *s, size_t left, size_t *n) {
@@ -24630,7 +24630,7 @@ static Score *open_rows(const App *a, OpenRow **open) {
 // interrupted, and is played again. A file is written in place, unlike every other one that is kept,
 // because what is in it is the point. Numbers have 17 digits, so what is read is what was written, and
 // a table is made from the same numbers in the same order whether a run was whole, went on, or was
-// spread over machines (D88).
+// spread over machines (D86).
 
 // A number of a line: of an Answer, or of a Score that holds what one item cost.
 typedef struct {
@@ -31129,7 +31129,7 @@ static int dump_tokens(App *a, const char *text) {
 //   whose it is         "id": TEXT or N, which comes back
 // Every request begins with an empty cache, and a method's session is kept while requests ask for the
 // same. Messages are played turn by turn, as a chat would have gone. Replies are greedy unless `temp`
-// is given. A line that is none of this gets {"error":..,"line":N}, and the next one is read (D89).
+// is given. A line that is none of this gets {"error":..,"line":N}, and the next one is read (D87).
 
 typedef struct {
     App app;                // borrows model and tokenizer; session, options and record are its own

@@ -210,7 +210,7 @@ enum {                          // Method.role: what a method decides. Two parts
 // A method is one table entry of optional hooks, called along the timeline of a pass in the order in
 // which they stand here. `ms` is the part's own state: .state bytes, zeroed. q, k and v are f32. A
 // prefill goes through a layer in spans of about -b tokens, so that the queries of a whole turn are
-// never held, unless a hook `attend` wants them (D2, D96). With Session.dev set, q, k, v and out are
+// never held, unless a hook `attend` wants them (D2, D90). With Session.dev set, q, k, v and out are
 // device memory: hand them on to the functions below, which know, or bring them to the host with
 // on_host().
 typedef struct Method {

@@ -18708,7 +18708,7 @@ static void pair_attention(Pair *p, int l, int n) {
     attn_prefill(p->c, l, a, q, 0, n);
     attn_prefill(p->d, l, db, dq, 0, n);
     cuda_get(b, db, n * row * sizeof *b);
-    // Keys of q8_0: the CPU rounds q to 16 bits (D93). bf16 on tensor cores: q and p in 16 bits.
+    // Keys of q8_0: the CPU rounds q to 16 bits (D89). bf16 on tensor cores: q and p in 16 bits.
     int q8 = !strcmp(p->c->fk->name, "q8_0");
     double tol = q8 ? 1e-4 : 1e-5;
     CHECK(worst(b, a, n * row, tol, tol, NULL) <= 1,
