@@ -849,7 +849,7 @@ TEST(window_small, "window keeps the last B rows for any budget, whatever --sink
 // ---- a folder for files that are made on the spot
 
 static char tmp_dir[300];
-static pid_t tmp_owner;         // the process that made it: a child that exits leaves it alone
+static pid_t tmp_owner;  // the process that made it: a child that exits leaves it alone
 
 // Removes dir's files and folders one level deep, and dir.
 static void tmp_clear(const char *dir) {
@@ -3482,13 +3482,15 @@ TEST(math_matmul, "matmul equals double on every instruction set, dtype and odd 
     simd_set(NULL);
 }
 
-// A matrix of dtype DT_Q8 and what its bytes mean, worked out from the format's definition: values (rows,cols).
+// A matrix of dtype DT_Q8 and what its bytes mean, worked out from the format's definition: values
+// (rows,cols).
 static Tensor q8_tensor(const Tensor *w, double *values) {
     char *p = xmalloc(q8_tensor_bytes(w->rows, w->cols));
     float *row = xmalloc((size_t)w->cols * sizeof *row);
     q8_store(p, w);
     for (int r = 0; r < w->rows; r++) {
-        to_f32(row, (const char *)w->data + (size_t)r * w->cols * dtype_size(w->dtype), w->dtype, w->cols);
+        to_f32(row, (const char *)w->data + (size_t)r * w->cols * dtype_size(w->dtype), w->dtype,
+               w->cols);
         for (int b = 0; b < w->cols; b += 32) {
             double top = 0;
             int n = w->cols - b < 32 ? w->cols - b : 32;
@@ -3504,10 +3506,14 @@ static Tensor q8_tensor(const Tensor *w, double *values) {
     return (Tensor){ p, DT_Q8, w->rows, w->cols };
 }
 
-TEST(math_q8_weights, "a product with weights in 8 bits equals double over the rounded weights on every instruction "
-                      "set, with the same bits whatever T and threads; rows are read back; a NaN comes through") {
-    static const int shape[][2] = { { 1, 1 }, { 7, 16 }, { 66, 96 }, { 16, 33 }, { 130, 1100 }, { 9, 2100 } };
+TEST(math_q8_weights,
+     "a product with weights in 8 bits equals double over the rounded weights on every instruction "
+     "set, with the same bits whatever T and threads; rows are read back; a NaN comes through") {
+    static const int shape[][2] = { { 1, 1 },   { 7, 16 },     { 66, 96 },
+                                    { 16, 33 }, { 130, 1100 }, { 9, 2100 } };
+
     enum { T = 133 };
+
     rnd_seed(57);
     EACH_SIMD(i)
     for (size_t a = 0; a < sizeof shape / sizeof *shape; a++) {
@@ -3518,12 +3524,14 @@ TEST(math_q8_weights, "a product with weights in 8 bits equals double over the r
         float *row = xmalloc((size_t)cols * sizeof *row);
         for (int r = 0; r < rows; r++) {
             tensor_row(row, &q, r);
-            for (int c = 0; c < cols; c++) wrong += fabs(row[c] - v[(size_t)r * cols + c]) > 1e-6 * fabs(row[c]);
+            for (int c = 0; c < cols; c++)
+                wrong += fabs(row[c] - v[(size_t)r * cols + c]) > 1e-6 * fabs(row[c]);
         }
         CHECK(!wrong, "%d x %d: %d of the numbers read back are others", rows, cols, wrong);
 
         size_t ldx = (size_t)cols + 3, ldy = (size_t)rows + 2;
-        float *x = random_floats(T * ldx), *y = xmalloc(T * ldy * sizeof *y), *z = xmalloc(T * ldy * sizeof *z);
+        float *x = random_floats(T * ldx), *y = xmalloc(T * ldy * sizeof *y),
+              *z = xmalloc(T * ldy * sizeof *z);
         for (size_t j = 0; j < T * ldy; j++) y[j] = -77;
         set_threads(1);
         matmul_strided(y, ldy, x, ldx, &q, T);
@@ -3557,7 +3565,8 @@ TEST(math_q8_weights, "a product with weights in 8 bits equals double over the r
             }
         CHECK(!wrong, "%s %d x %d: %d rows have other bits", simd->name, rows, cols, wrong);
 
-        // Every set that has a fused multiply-add gives these bits, by one or two instructions a step.
+        // Every set that has a fused multiply-add gives these bits, by one or two instructions a
+        // step.
         const char *was = simd->name;
         static const char *const fused[] = { "avx2", "avx512", "avx512vnni", "neon" };
         for (int i = 0; i < 4 && strcmp(was, "plain"); i++) {
@@ -3567,7 +3576,8 @@ TEST(math_q8_weights, "a product with weights in 8 bits equals double over the r
                 wrong += memcmp(z + t * ldy, y + t * ldy, (size_t)rows * sizeof *z) != 0;
         }
         simd_set(was);
-        CHECK(!wrong, "%s %d x %d: another instruction set gives other bits", simd->name, rows, cols);
+        CHECK(!wrong, "%s %d x %d: another instruction set gives other bits", simd->name, rows,
+              cols);
 
         x[cols / 2] = NAN;
         matmul_strided(z, ldy, x, ldx, &q, 2);
@@ -3807,13 +3817,16 @@ TEST(math_q8, "rows of q8_0 unpack to scale times integer, for every head_dim an
     free(packed);
 }
 
-TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers within the rounding of q "
-                       "to 16 bits, the same bits whatever stands beside a row and with every set that "
-                       "has fused multiply-add; values as the unpacked ones, to the bit; what is no "
-                       "number stays none") {
+TEST(math_q8_products,
+     "products with rows of q8_0: keys as sums of integers within the rounding of q "
+     "to 16 bits, the same bits whatever stands beside a row and with every set that "
+     "has fused multiply-add; values as the unpacked ones, to the bit; what is no "
+     "number stays none") {
     enum { M = 9, N = 70, MOST = 1056 };
+
     static const int dims[] = { 32, 64, 96, 128, 256, 512, 544, 1056 };
-    float *x = random_floats(M * MOST), *k = random_floats(N * MOST), *unpacked = xmalloc(N * MOST * 4);
+    float *x = random_floats(M * MOST), *k = random_floats(N * MOST),
+          *unpacked = xmalloc(N * MOST * 4);
     char *packed = xmalloc(N * q8_bytes(MOST));
     float *y = xmalloc((M * N + 1) * 4), *o = xmalloc(2 * M * MOST * 4), one[N], fused[M * N];
     Q8Query *q = aligned_alloc(64, M * 3 * sizeof *q);
@@ -3822,7 +3835,7 @@ TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers wit
         for (int j = 0; j < N * D; j++) k[j] *= j % 7 ? 1 : 90;
         for (int r = 0; r < N; r++) q8_pack(packed + r * q8_bytes(D), k + r * D, D);
         q8_unpack(unpacked, packed, N, D);
-        float most[M][3] = {{0}};                   // of the columns that share a factor
+        float most[M][3] = { { 0 } };  // of the columns that share a factor
         for (int i = 0; i < M; i++)
             for (int c = 0; c < D; c++)
                 most[i][c / Q8_COLS] = fmaxf(most[i][c / Q8_COLS], fabsf(x[i * D + c]));
@@ -3831,7 +3844,7 @@ TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers wit
             double bad = 0;
             y[M * n] = 77;
             q8_queries(q, x, M, D);
-            q8_scores(y, q, packed, M, n, D, .25f, (Ahead){0});
+            q8_scores(y, q, packed, M, n, D, .25f, (Ahead){ 0 });
             for (int i = 0; i < M; i++)
                 for (int j = 0; j < n; j++) {
                     double want = 0, bound = 0;
@@ -3842,14 +3855,15 @@ TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers wit
                     }
                     bad = fmax(bad, fabs(y[i * n + j] - want) / bound);
                 }
-            CHECK(bad <= 1 && y[M * n] == 77, "%s D %d n %d: %.3g of the bound", simd->name, D, n, bad);
+            CHECK(bad <= 1 && y[M * n] == 77, "%s D %d n %d: %.3g of the bound", simd->name, D, n,
+                  bad);
 
             // A row alone, against the same keys in another place.
             for (int i = 0; i < M; i++) {
                 q8_queries(q, x + i * D, 1, D);
-                q8_scores(one, q, packed + q8_bytes(D), 1, n - 1, D, .25f, (Ahead){0});
-                CHECK(!memcmp(one, y + i * n + 1, (n - 1) * 4), "%s D %d: row %d depends on its place",
-                      simd->name, D, i);
+                q8_scores(one, q, packed + q8_bytes(D), 1, n - 1, D, .25f, (Ahead){ 0 });
+                CHECK(!memcmp(one, y + i * n + 1, (n - 1) * 4),
+                      "%s D %d: row %d depends on its place", simd->name, D, i);
             }
             if (strcmp(simd->name, "plain") && n == N) {
                 if (have) CHECK(!memcmp(fused, y, M * n * 4), "%s D %d: other bits", simd->name, D);
@@ -3860,20 +3874,21 @@ TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers wit
             // Values: as f32 ones, added to what is there.
             for (int j = 0; j < M * n; j++) y[j] = fabsf(y[j]);
             for (int j = 0; j < M * D; j++) o[j] = o[M * D + j] = (float)j;
-            mix_of(o, y, packed, ROWS_Q8, M, n, D, 1, (Ahead){0});
-            mix_of(o + M * D, y, unpacked, DT_F32, M, n, D, 1, (Ahead){0});
+            mix_of(o, y, packed, ROWS_Q8, M, n, D, 1, (Ahead){ 0 });
+            mix_of(o + M * D, y, unpacked, DT_F32, M, n, D, 1, (Ahead){ 0 });
             CHECK(!memcmp(o, o + M * D, M * D * 4), "%s D %d: values differ from the unpacked ones",
                   simd->name, D);
         }
     }
     EACH_SIMD(set)
     for (int kind = 0; kind < 4; kind++) {
-        float row[64] = {0};
+        float row[64] = { 0 };
         row[37] = kind == 0 ? NAN : kind == 1 ? INFINITY : kind == 2 ? -INFINITY : 1e-40f;
         q8_queries(q, row, 1, 64);
-        q8_scores(one, q, packed, 1, 4, 64, 1, (Ahead){0});
+        q8_scores(one, q, packed, 1, 4, 64, 1, (Ahead){ 0 });
         for (int j = 0; j < 4; j++)
-            CHECK(kind < 3 ? one[j] != one[j] : one[j] == 0, "%s kind %d: %g", simd->name, kind, one[j]);
+            CHECK(kind < 3 ? one[j] != one[j] : one[j] == 0, "%s kind %d: %g", simd->name, kind,
+                  one[j]);
     }
     simd_set(NULL);
     free(x);
@@ -10963,8 +10978,10 @@ TEST(dililazy_usage, "no scores: exit 2 with the hint; a folder's head_scores.js
     tiny_free(m);
 }
 
-TEST(prefill_spans, "a method that attends as the model does holds the queries of about -b tokens, not of the "
-                    "turn's; the last span has the queries a commit reads, and no bit depends on where spans end") {
+TEST(
+    prefill_spans,
+    "a method that attends as the model does holds the queries of about -b tokens, not of the "
+    "turn's; the last span has the queries a commit reads, and no bit depends on where spans end") {
     static const struct {
         const char *method, *opt;
     } list[] = {
@@ -10979,9 +10996,10 @@ TEST(prefill_spans, "a method that attends as the model does holds the queries o
         { "lychee", "budget=32 lychee-buffer=8 lychee-sink=4" },
         { "loopserve-d", "budget=32 loopserve-first=2 loopserve-interval=2 loopserve-obs=20" },
     };
+
     Script p = { 2, { 601, 30 }, { 4, 3 }, 31 };
     Tiny m = tiny_model(2, 6, 2, 32, 32, 40, 61, 47);
-    size_t row = 2 * (6 + 2) * 32 * sizeof(float);          // of a token's q, k, v and output
+    size_t row = 2 * (6 + 2) * 32 * sizeof(float);  // of a token's q, k, v and output
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
         float *logits[3];
         size_t bytes[3];
@@ -10999,8 +11017,8 @@ TEST(prefill_spans, "a method that attends as the model does holds the queries o
         for (int k = 1; k < 3; k++) {
             CHECK(!memcmp(logits[0], logits[k], (size_t)script_rows(&p) * m.c->V * sizeof(float)),
                   "%s: -b %d: other logits", list[i].method, b[k]);
-            CHECK(bytes[k] + 450 * row < bytes[0], "%s: -b %d takes %zu bytes, the whole turn %zu", list[i].method,
-                  b[k], bytes[k], bytes[0]);
+            CHECK(bytes[k] + 450 * row < bytes[0], "%s: -b %d takes %zu bytes, the whole turn %zu",
+                  list[i].method, b[k], bytes[k], bytes[0]);
             free(logits[k]);
         }
         free(logits[0]);
@@ -12019,9 +12037,15 @@ TEST(eval_bootstrap, "intervals: a constant has none, two texts reach from one t
 TEST(eval_means, "means by task, by position and over last turns; no answer gives no array") {
     Answer *x = NULL;
     for (int i = 0; i < 6; i++)
-        arrput(x, ((Answer){ .task = i < 4 ? "one" : "two", .item = i / 2, .turn = i % 2, .turns = 2,
-                             .position = i % 2 ? -1 : i / 2, .length = 10, .depth = -1,
-                             .score = i * .1, .nll = i }));
+        arrput(x, ((Answer){ .task = i < 4 ? "one" : "two",
+                             .item = i / 2,
+                             .turn = i % 2,
+                             .turns = 2,
+                             .position = i % 2 ? -1 : i / 2,
+                             .length = 10,
+                             .depth = -1,
+                             .score = i * .1,
+                             .nll = i }));
 
     static const struct {
         const char *task;
@@ -12187,6 +12211,7 @@ TEST(eval_benchmarks, "RULER's and LongBench's lines as their scripts write them
         { "data/qa_2/validation.jsonl", "qa_2", METRIC_MATCH_PART, 32 },
         { "mine.jsonl", "mine", METRIC_MATCH_ALL, 128 },
     };
+
     const char *lines =
         "{\"index\": 0, \"input\": \"A special magic number is hidden. One of the special magic "
         "numbers for long-road is: 8231. "
@@ -12229,6 +12254,7 @@ TEST(eval_benchmarks, "RULER's and LongBench's lines as their scripts write them
         { "repobench-p", METRIC_CODE, 64, 0, 1 },
         { "my_set", METRIC_CLASS, 0, 0, 0 },
     };
+
     const char *prompts =
         "{\"narrativeqa\":\"S: {context} Q: {input} "
         "{{A}}\",\"multifieldqa_zh\":\"{context}{input}\",\"vcsum\":\"{context}!\","
@@ -12265,6 +12291,7 @@ TEST(eval_benchmarks, "RULER's and LongBench's lines as their scripts write them
                   sets[i].set, it->turn[0].user);
             eval_set_free(&e);
         }
+
     static const struct {
         const char *line, *prompts, *says;
     } bad[] = {
@@ -12278,6 +12305,7 @@ TEST(eval_benchmarks, "RULER's and LongBench's lines as their scripts write them
         { "{\"input\":\"x\",\"context\":\"y\",\"answers\":[\"z\"],\"dataset\":\"qasper\"}",
           "{\"qasper\":\"{inputs}\"}", "its prompt has '{inputs}'" },
     };
+
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         char err[256];
         EvalSet e = { .prompts = bad[i].prompts
@@ -12325,12 +12353,14 @@ TEST(eval_scores,
         { METRIC_MATCH_PART, "The answer is FOX.", "fox", 1 },
         { METRIC_MATCH_PART, "The answer is fo x.", "fox", 0 },
     };
+
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         double score = score_by(cases[i].metric, cases[i].said, cases[i].gold, NULL);
         CHECK(fabs(score - cases[i].score) < 1e-6, "%s: '%s' and '%s': %g, expected %g",
               eval_metrics[cases[i].metric], cases[i].said, cases[i].gold, score, cases[i].score);
     }
-    // In a text of 200 characters and more the frequent ones begin no run (difflib): of these lines that is the x
+    // In a text of 200 characters and more the frequent ones begin no run (difflib): of these lines
+    // that is the x
     char a[256], b[256];
     memset(a, 'x', 250);
     memset(b, 'x', 250);
@@ -13434,9 +13464,11 @@ static int web_masks_hold(int i) {
     return !wrong;
 }
 
-TEST(web_sides, "what a page in a browser calls: replies, rows and views are those of a session; a method "
-                "that is refused leaves its side alone; a follower holds what it follows") {
-    static const char *const line[] = { "My password is 4821.", "Tell me a joke.", "What is my password?" };
+TEST(web_sides,
+     "what a page in a browser calls: replies, rows and views are those of a session; a method "
+     "that is refused leaves its side alone; a follower holds what it follows") {
+    static const char *const line[] = { "My password is 4821.", "Tell me a joke.",
+                                        "What is my password?" };
     static const char *const names[] = { "full", "streaming", "sonic", "lychee", "h2o", "pats" };
     json_free(web_json(web_open("models/kvcomp-tiny")));
     for (int m = 0; m < 6; m++) {
@@ -13467,9 +13499,10 @@ TEST(web_sides, "what a page in a browser calls: replies, rows and views are tho
         options_free(o);
     }
     const Session *before = web_side[0].side.app.s;
-    CHECK(strstr(web_method(0, "fulll", ""), "did you mean full") && strstr(web_method(0, "full", "budgett=3"), "budgett") &&
-              strstr(web_method(0, "full", "budget=-4"), "budget") && *web_method(0, "streaming", "budget=2") &&
-              web_side[0].side.app.s == before,
+    CHECK(strstr(web_method(0, "fulll", ""), "did you mean full") &&
+              strstr(web_method(0, "full", "budgett=3"), "budgett") &&
+              strstr(web_method(0, "full", "budget=-4"), "budget") &&
+              *web_method(0, "streaming", "budget=2") && web_side[0].side.app.s == before,
           "a refused method");
 
     char *longer = xmalloc(40001);
@@ -13489,21 +13522,28 @@ TEST(web_sides, "what a page in a browser calls: replies, rows and views are tho
     web_clear(0);
     free(web_reply(0, demo_lines[4].user));
     for (int m = 0; m < 4; m++) {
-        CHECK(!*web_method(WEB_FOLLOW, paper[m], "budget=32\nlychee-buffer=16\nlychee-kg=2\npats-window=8"), "%s", paper[m]);
+        CHECK(!*web_method(WEB_FOLLOW, paper[m],
+                           "budget=32\nlychee-buffer=16\nlychee-kg=2\npats-window=8"),
+              "%s", paper[m]);
         for (int turn = 0; turn < 2; turn++) {
             CHECK(!*web_follow(WEB_FOLLOW, 0), "it follows");
-            CHECK(web_side[WEB_FOLLOW].side.app.s->n_tok == web_side[0].side.app.s->n_tok, "%s: %d tokens, not %d", paper[m],
-                  web_side[WEB_FOLLOW].side.app.s->n_tok, web_side[0].side.app.s->n_tok);
+            CHECK(web_side[WEB_FOLLOW].side.app.s->n_tok == web_side[0].side.app.s->n_tok,
+                  "%s: %d tokens, not %d", paper[m], web_side[WEB_FOLLOW].side.app.s->n_tok,
+                  web_side[0].side.app.s->n_tok);
             if (!turn) free(web_reply(0, line[1]));
         }
-        Json *j = web_json(m == 0 ? web_tree(4, 0) : m == 1 ? web_bits(3) : m == 2 ? web_heads() : web_lines(0, 0));
+        Json *j = web_json(m == 0   ? web_tree(4, 0)
+                           : m == 1 ? web_bits(3)
+                           : m == 2 ? web_heads()
+                                    : web_lines(0, 0));
         static const char *const holds[] = { "units", "lost", "caps", "shades" };
         const Json *part = json_get(j, holds[m]);
         CHECK(part && (part->n > 0 || part->len > 0), "%s: no %s", paper[m], holds[m]);
         json_free(j);
     }
     web_clear(0);
-    CHECK(!*web_follow(WEB_FOLLOW, 0) && !web_side[WEB_FOLLOW].side.app.s->n_tok, "a dialogue that was forgotten");
+    CHECK(!*web_follow(WEB_FOLLOW, 0) && !web_side[WEB_FOLLOW].side.app.s->n_tok,
+          "a dialogue that was forgotten");
     for (int i = 0; i < WEB_SIDES; i++) web_close(i);
     app_close(&web);
     web = (App){ 0 };
@@ -13772,13 +13812,13 @@ TEST(cli_json, "--json: one object with the documented keys; bytes are what the 
     Json *j = json_parse(sh_out, strlen(sh_out), err);
     CHECK(j && lines_in(sh_out) == 1, "%s", err);
     if (!j) return;
-    static const char *keys[] = { "method",        "budget",          "model",
-                                  "dtype",         "device",          "n_prompt",
-                                  "n_gen",         "pp_tok_s",        "tg_tok_s",
-                                  "ttft_ms",       "kv_bytes_stored", "kv_bytes_attended",
-                                  "kv_bytes_peak", "kv_bytes_full",   "meta_bytes",
-                                  "pass_bytes",    "seed",          "options",         "build",
-                                  "rows" };
+    static const char *keys[] = {
+        "method",        "budget",        "model",           "dtype",
+        "device",        "n_prompt",      "n_gen",           "pp_tok_s",
+        "tg_tok_s",      "ttft_ms",       "kv_bytes_stored", "kv_bytes_attended",
+        "kv_bytes_peak", "kv_bytes_full", "meta_bytes",      "pass_bytes",
+        "seed",          "options",       "build",           "rows"
+    };
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
         CHECK(json_get(j, keys[i]), "no key %s", keys[i]);
     const Json *rows = json_get(j, "rows");
@@ -14236,7 +14276,8 @@ TEST(cli_readme, "every command README.md prints works as typed") {
             fence = !strcmp(line, "```sh") ? 1 : 0;
             continue;
         }
-        // `make ...` lines are what runs this test. Where Python has no numpy, trace_checkers says so.
+        // `make ...` lines are what runs this test. Where Python has no numpy, trace_checkers says
+        // so.
         if (!fence || (strncmp(line, "./kvcomp", 8) && strncmp(line, "python3 ", 8))) continue;
         if (*line == 'p' && sh("python3 -c 'import numpy'")) continue;
         n++;
@@ -14250,14 +14291,23 @@ TEST(cli_readme, "every command README.md prints works as typed") {
     CHECK(sh("rm -r %s", folder) == 0, "%s", sh_err);
 }
 
-TEST(cli_weights, "--weights q8_0 chats in a little more than half the memory, close to the logits of the file's "
-                  "weights; it is planned, inspected, and refused on a GPU") {
+TEST(
+    cli_weights,
+    "--weights q8_0 chats in a little more than half the memory, close to the logits of the file's "
+    "weights; it is planned, inspected, and refused on a GPU") {
     CHECK(sh("./kvcomp --inspect --weights q8_0") == 0, "%s", sh_err);
-    CHECK(strstr(sh_out, "Q8_0") && strstr(sh_out, "mostly Q8_0") && !strstr(sh_out, "-d cuda"), "%s", sh_out);
-    CHECK(sh("./kvcomp --plan --weights q8_0 --synthetic llama-3.1-8b -c 4096 --device-memory 10G") == 0, "%s", sh_err);
-    CHECK(strstr(sh_out, "-d cpu") && strstr(sh_out, " 8.532 GB\n") && strstr(sh_out, "\nfits into"), "%s", sh_out);
+    CHECK(strstr(sh_out, "Q8_0") && strstr(sh_out, "mostly Q8_0") && !strstr(sh_out, "-d cuda"),
+          "%s", sh_out);
+    CHECK(
+        sh("./kvcomp --plan --weights q8_0 --synthetic llama-3.1-8b -c 4096 --device-memory 10G") ==
+            0,
+        "%s", sh_err);
+    CHECK(strstr(sh_out, "-d cpu") && strstr(sh_out, " 8.532 GB\n") &&
+              strstr(sh_out, "\nfits into"),
+          "%s", sh_out);
     int rc = sh("./kvcomp --weights q8_0 -d cuda -p hello");
-    CHECK(rc == 2 && lines_in(sh_err) == 1 && strstr(sh_err, "--weights q8_0"), "%d: %s", rc, sh_err);
+    CHECK(rc == 2 && lines_in(sh_err) == 1 && strstr(sh_err, "--weights q8_0"), "%d: %s", rc,
+          sh_err);
     const char *run = "./kvcomp --ids data/ids/three-turns.txt --dump-logits - --weights";
     static float x[2][200 * 4096];
     size_t n[2];
@@ -14274,13 +14324,16 @@ TEST(cli_weights, "--weights q8_0 chats in a little more than half the memory, c
         square += (double)x[0][i] * x[0][i];
         error += (double)(x[1][i] - x[0][i]) * (x[1][i] - x[0][i]);
     }
-    CHECK(error > 0 && error < .06 * .06 * square, "logits are off by %g of their size", sqrt(error / square));
+    CHECK(error > 0 && error < .06 * .06 * square, "logits are off by %g of their size",
+          sqrt(error / square));
 }
 
-TEST(cli_bench_file, "--bench-file measures a checkpoint from its files, cold and warm, its memory beside the plan and "
+TEST(cli_bench_file, "--bench-file measures a checkpoint from its files, cold and warm, its memory "
+                     "beside the plan and "
                      "1, 2, 4 .. threads; random weights have no files") {
     char err[256];
-    CHECK(sh("./kvcomp --bench --bench-file --bench-prompts 40 --repeat 1 -t 3 --json") == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp --bench --bench-file --bench-prompts 40 --repeat 1 -t 3 --json") == 0, "%s",
+          sh_err);
     Json *j = json_parse(sh_out, strlen(sh_out), err);
     CHECK(j, "%s", err);
     if (!j) return;
@@ -14293,27 +14346,37 @@ TEST(cli_bench_file, "--bench-file measures a checkpoint from its files, cold an
         CHECK(json_get(x, "pp_tok_s")->num > 0 && json_get(x, "tg_tok_s")->num > 0, "%s", sh_out);
     }
     CHECK(json_get(j, "file_bytes")->i == 6449928 && json_get(j, "n")->i == 40, "%s", sh_out);
-    CHECK(cached->num >= 0 && cached->num <= 1 && json_get(j, "ttft_cold_s")->num > 0, "%s", sh_out);
-    CHECK(json_get(j, "rss_peak")->i > 6449928 && json_get(j, "planned_bytes")->i > 6449928, "%s", sh_out);
+    CHECK(cached->num >= 0 && cached->num <= 1 && json_get(j, "ttft_cold_s")->num > 0, "%s",
+          sh_out);
+    CHECK(json_get(j, "rss_peak")->i > 6449928 && json_get(j, "planned_bytes")->i > 6449928, "%s",
+          sh_out);
     json_free(j);
-    CHECK(sh("./kvcomp --bench --bench-file --bench-prompts 8 --repeat 1 -t 1 --huge-pages off --weights q8_0") == 0, "%s",
+    CHECK(sh("./kvcomp --bench --bench-file --bench-prompts 8 --repeat 1 -t 1 --huge-pages off "
+             "--weights q8_0") == 0,
+          "%s", sh_err);
+    CHECK(strstr(sh_out, "q8_0 weights, 0.01 GB on disk, huge pages off") &&
+              strstr(sh_out, "files in memory"),
+          "%s", sh_out);
+    CHECK(sh("./kvcomp --bench --bench-file --synthetic tiny") == 2 &&
+              strstr(sh_err, "--bench-file"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --bench --bench-file --csv") == 2 && strstr(sh_err, "--bench-file"), "%s",
           sh_err);
-    CHECK(strstr(sh_out, "q8_0 weights, 0.01 GB on disk, huge pages off") && strstr(sh_out, "files in memory"), "%s", sh_out);
-    CHECK(sh("./kvcomp --bench --bench-file --synthetic tiny") == 2 && strstr(sh_err, "--bench-file"), "%s", sh_err);
-    CHECK(sh("./kvcomp --bench --bench-file --csv") == 2 && strstr(sh_err, "--bench-file"), "%s", sh_err);
 }
 
-TEST(cache_huge_pages, "rows of long heads that grow, shrink and are cut keep their bytes on huge pages and without") {
+TEST(cache_huge_pages, "rows of long heads that grow, shrink and are cut keep their bytes on huge "
+                       "pages and without") {
     for (int huge = 0; huge < 2; huge++) {
-        static const size_t size[] = { 100, 3 << 20, 7 << 19, 5 << 20, 9 << 20, 8 << 20, 4096, 6 << 20, 0, 64 };
+        static const size_t size[] = { 100,     3 << 20, 7 << 19, 5 << 20, 9 << 20,
+                                       8 << 20, 4096,    6 << 20, 0,       64 };
         size_t have = 0, sure = 0;
         char *p = NULL;
         int wrong = 0;
         for (size_t i = 0; i < sizeof size / sizeof *size; i++) {
             p = rows_realloc(p, have, size[i], huge);
 #ifdef __linux__
-            CHECK(!huge || size[i] < 2 << 20 || (uintptr_t)p % (2 << 20) == 0, "%zu bytes do not begin on a huge page",
-                  size[i]);
+            CHECK(!huge || size[i] < 2 << 20 || (uintptr_t)p % (2 << 20) == 0,
+                  "%zu bytes do not begin on a huge page", size[i]);
 #endif
             sure = min_size(sure, size[i]);
             for (size_t k = 0; k < sure; k++) wrong += p[k] != (char)(k * 7 >> 3);
@@ -14325,25 +14388,30 @@ TEST(cache_huge_pages, "rows of long heads that grow, shrink and are cut keep th
     }
 }
 
-TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made: what is planned is what they take, "
+TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made: what is planned "
+                 "is what they take, "
                  "vectors stay as they are") {
-    Config *c = config_synthetic("L2,H4,G2,D16,C64,F96,V131"), *d = config_synthetic("L2,H4,G2,D16,C64,F96,V131");
+    Config *c = config_synthetic("L2,H4,G2,D16,C64,F96,V131"),
+           *d = config_synthetic("L2,H4,G2,D16,C64,F96,V131");
     d->as_q8 = 1;
     Weights *plan = weights_planned(d), *w = weights_synthetic(c, 7), *q = weights_synthetic(d, 7);
     WeightFiles *wf = q->files;
-    CHECK(q->bytes == plan->bytes && wf->q8_used == wf->q8_bytes && d->dtype == DT_Q8, "%zu bytes, %zu planned",
-          q->bytes, plan->bytes);
-    CHECK(wf->block_bytes < ((WeightFiles *)w->files)->block_bytes / 2, "all of them were held at once");
+    CHECK(q->bytes == plan->bytes && wf->q8_used == wf->q8_bytes && d->dtype == DT_Q8,
+          "%zu bytes, %zu planned", q->bytes, plan->bytes);
+    CHECK(wf->block_bytes < ((WeightFiles *)w->files)->block_bytes / 2,
+          "all of them were held at once");
     for (int i = 0; i < N_LAYER_TENSORS; i++) {
         const Tensor *a = layer_tensor(&w->layer[1], i), *b = layer_tensor(&q->layer[1], i);
         if (!a->data) continue;
         if (a->rows == 1) {
-            CHECK(a->dtype == b->dtype && !memcmp(a->data, b->data, tensor_bytes(a)), "%s", layer_tensors[i].name);
+            CHECK(a->dtype == b->dtype && !memcmp(a->data, b->data, tensor_bytes(a)), "%s",
+                  layer_tensors[i].name);
             continue;
         }
         char *want = xmalloc(tensor_bytes(b));
         q8_store(want, a);
-        CHECK(b->dtype == DT_Q8 && !memcmp(want, b->data, tensor_bytes(b)), "%s", layer_tensors[i].name);
+        CHECK(b->dtype == DT_Q8 && !memcmp(want, b->data, tensor_bytes(b)), "%s",
+              layer_tensors[i].name);
         free(want);
     }
     weights_close(plan, NULL);
@@ -14861,8 +14929,8 @@ TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU pr
           "programs that tests start see no GPU: %s", sh_out);
 }
 
-// A stand-in for ./kvcomp --bench --json: lines of made-up numbers for the method, prompts and depths it is
-// asked for; with --bench-kernels those of every kernel that a prediction names.
+// A stand-in for ./kvcomp --bench --json: lines of made-up numbers for the method, prompts and
+// depths it is asked for; with --bench-kernels those of every kernel that a prediction names.
 static const char fake_bench[] =
     "#!/bin/sh\n"
     "case \"$*\" in *--bench-kernels*) kernels=1 ;; esac\n"
@@ -14871,24 +14939,32 @@ static const char fake_bench[] =
     "    shift\n"
     "done\n"
     "[ $m = quest ] && [ -n \"$FAKE_FAILS\" ] && { echo 'kvcomp: no room' >&2; exit 4; }\n"
-    "line() { echo \"{\\\"test\\\":\\\"$1\\\",\\\"n\\\":$2,\\\"method\\\":\\\"$m\\\",\\\"model\\\":\\\"synthetic:L2,H4\\\",$3}\"; }\n"
-    "kernel() { line $1 $2 \"\\\"kernel\\\":\\\"$3\\\",\\\"rows\\\":$4,\\\"cols\\\":$5,\\\"launches\\\":$6,\\\"us\\\":$7,"
-    "\\\"bytes\\\":1,\\\"gb_s\\\":2,\\\"copy_gb_s\\\":4,\\\"share\\\":0.5,\\\"tflop_s\\\":300.5\"; }\n"
+    "line() { echo "
+    "\"{\\\"test\\\":\\\"$1\\\",\\\"n\\\":$2,\\\"method\\\":\\\"$m\\\",\\\"model\\\":\\\"synthetic:"
+    "L2,H4\\\",$3}\"; }\n"
+    "kernel() { line $1 $2 "
+    "\"\\\"kernel\\\":\\\"$3\\\",\\\"rows\\\":$4,\\\"cols\\\":$5,\\\"launches\\\":$6,\\\"us\\\":$7,"
+    "\\\"bytes\\\":1,\\\"gb_s\\\":2,\\\"copy_gb_s\\\":4,\\\"share\\\":0.5,\\\"tflop_s\\\":300.5\"; "
+    "}\n"
     "for n in $(echo $p | tr , ' '); do\n"
     "    if [ -z \"$kernels\" ]; then line pp $n '\"tok_s\":200.0,\"share\":0.1'; continue; fi\n"
     "    kernel pp $n cublasGemmEx 28672 4096 31 100; kernel pp $n tensor_kernel 0 0 32 80\n"
     "done\n"
     "for n in $(echo $d | tr , ' '); do\n"
-    "    if [ -z \"$kernels\" ]; then line tg $n '\"tok_s\":100.0,\"share\":0.5,\"growth_ms\":3'; continue; fi\n"
+    "    if [ -z \"$kernels\" ]; then line tg $n '\"tok_s\":100.0,\"share\":0.5,\"growth_ms\":3'; "
+    "continue; fi\n"
     "    kernel tg $n qkv_kernel 6144 4096 32 12; kernel tg $n gqa_kernel 0 0 32 62.5\n"
     "    kernel tg $n quest_kernel 0 0 0.5 20; kernel tg $n lychee_kernel 0 0 0.5 20\n"
-    "    for w in 4096\\ 4096 28672\\ 4096 4096\\ 14336; do kernel tg $n gemv_kernel $w 32 10; done\n"
+    "    for w in 4096\\ 4096 28672\\ 4096 4096\\ 14336; do kernel tg $n gemv_kernel $w 32 10; "
+    "done\n"
     "    kernel tg $n gemv_kernel 128256 4096 1 244; kernel tg $n pick_kernel 1 128256 1 9\n"
     "done\n";
 
-// Runs data/gpu_slot.sh with the stand-in in this folder; its last file is the report. Returns the exit code.
+// Runs data/gpu_slot.sh with the stand-in in this folder; its last file is the report. Returns the
+// exit code.
 static int fake_slot(const char *folder, const char *variables, char *report, size_t size) {
-    int rc = sh("%s KVCOMP=%s/kvcomp STEPS='bench kernels' sh data/gpu_slot.sh %s/report.txt", variables, folder, folder);
+    int rc = sh("%s KVCOMP=%s/kvcomp STEPS='bench kernels' sh data/gpu_slot.sh %s/report.txt",
+                variables, folder, folder);
     char path[200];
     snprintf(path, sizeof path, "%s/report.txt", folder);
     slurp_into(path, report, size);
@@ -14903,17 +14979,24 @@ static int slot_says(const char *report, const char *key, const char *verdict) {
     return said && said < line + 1 + strcspn(line + 1, "\n");
 }
 
-TEST(cli_gpu_slot, "data/gpu_slot.sh reads what --bench writes: predictions held, missed on either side and not "
-                   "measured, sums over kernels, a run that fails; its own predictions all name what is measured") {
+TEST(cli_gpu_slot,
+     "data/gpu_slot.sh reads what --bench writes: predictions held, missed on either side and not "
+     "measured, sums over kernels, a run that fails; its own predictions all name what is "
+     "measured") {
     static char report[65536];
     static const char *const wanted[][3] = {
-        { "full:tg:0:share", "40 | 60", "held" },           { "full:tg:0:ms", "9.5 | 10.5", "held" },
-        { "full:tg:0:growth_ms", "3 | 3", "held" },         { "full:pp:2048:tera", "3.1 | 9", "MISSED, less" },
-        { "full:pp:2048:share", "1 | 9.9", "MISSED, more" }, { "lychee:tg:65536:ms", "1 | 2", "MISSED, more" },
-        { "full:tg:65536:launches", "163 | 163", "held" },  { "full:tg:65536:us", "3616 | 3618", "held" },
+        { "full:tg:0:share", "40 | 60", "held" },
+        { "full:tg:0:ms", "9.5 | 10.5", "held" },
+        { "full:tg:0:growth_ms", "3 | 3", "held" },
+        { "full:pp:2048:tera", "3.1 | 9", "MISSED, less" },
+        { "full:pp:2048:share", "1 | 9.9", "MISSED, more" },
+        { "lychee:tg:65536:ms", "1 | 2", "MISSED, more" },
+        { "full:tg:65536:launches", "163 | 163", "held" },
+        { "full:tg:65536:us", "3616 | 3618", "held" },
         { "full:tg:65536:gemv_kernel:4096x4096:us", "10 | 10", "held" },
         { "full:pp:8192:tensor_kernel:0x0:tflop_s", "300 | 301", "held" },
-        { "full:tg:7:ms", "1 | 2", "not measured" },        { "full:tg:65536:gemv_kernel:1x1:us", "1 | 2", "not measured" },
+        { "full:tg:7:ms", "1 | 2", "not measured" },
+        { "full:tg:65536:gemv_kernel:1x1:us", "1 | 2", "not measured" },
     };
     char d[64] = "/tmp/kvt-slot-XXXXXX", path[100], table[4096] = "", held[200];
     CHECK(mkdtemp(d), "no folder");
@@ -14921,28 +15004,33 @@ TEST(cli_gpu_slot, "data/gpu_slot.sh reads what --bench writes: predictions held
     write_text_file(path, fake_bench);
     chmod(path, 0755);
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        snprintf(table + strlen(table), sizeof table - strlen(table), "%s | %s | why\n", wanted[i][0], wanted[i][1]);
+        snprintf(table + strlen(table), sizeof table - strlen(table), "%s | %s | why\n",
+                 wanted[i][0], wanted[i][1]);
     snprintf(path, sizeof path, "%s/predictions", d);
     write_text_file(path, table);
     char variables[200];
     snprintf(variables, sizeof variables, "PREDICTIONS=%s", path);
     int rc = fake_slot(d, variables, report, sizeof report);
-    CHECK(rc == 1 && strstr(report, "something failed or a prediction missed"), "exit %d: %s", rc, report);
+    CHECK(rc == 1 && strstr(report, "something failed or a prediction missed"), "exit %d: %s", rc,
+          report);
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        CHECK(slot_says(report, wanted[i][0], wanted[i][2]), "%s: not '%s': %s", wanted[i][0], wanted[i][2], report);
+        CHECK(slot_says(report, wanted[i][0], wanted[i][2]), "%s: not '%s': %s", wanted[i][0],
+              wanted[i][2], report);
 
     snprintf(held, sizeof held, "%s | %s | why\n", wanted[0][0], wanted[0][1]);
     write_text_file(path, held);
     rc = fake_slot(d, variables, report, sizeof report);
-    CHECK(rc == 0 && strstr(report, "every prediction that was measured held"), "exit %d: %s", rc, report);
+    CHECK(rc == 0 && strstr(report, "every prediction that was measured held"), "exit %d: %s", rc,
+          report);
     char failing[240];
     snprintf(failing, sizeof failing, "FAKE_FAILS=1 %s", variables);
     rc = fake_slot(d, failing, report, sizeof report);
-    CHECK(rc == 1 && strstr(report, "quest: exit code 4: kvcomp: no room"), "exit %d: %s", rc, report);
+    CHECK(rc == 1 && strstr(report, "quest: exit code 4: kvcomp: no room"), "exit %d: %s", rc,
+          report);
 
     rc = fake_slot(d, "", report, sizeof report);
-    CHECK(rc == 1 && strstr(report, "pick_kernel:1x128256:us") && !strstr(report, "not measured"), "exit %d: %s", rc,
-          report);
+    CHECK(rc == 1 && strstr(report, "pick_kernel:1x128256:us") && !strstr(report, "not measured"),
+          "exit %d: %s", rc, report);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
@@ -17146,6 +17234,7 @@ static SafeFile *trace_of(Tiny m, const char *method, const char *text, const ch
 
 // The tensor of that name, or NULL; its elements in *n.
 KV_PRINTF(3, 4)
+
 static const void *trace_get(SafeFile *f, int *n, const char *fmt, ...) {
     char name[160];
     va_list ap;
@@ -17200,8 +17289,7 @@ static void trace_check_layer(TraceCheck *x, const Weights *w, int i, int l, int
     const float *q = trace_get(x->f, &n, "pass%04d.layer%02d.q", i, l);
     const float *out = trace_get(x->f, &n, "pass%04d.layer%02d.out", i, l);
     CHECK(raw && k && v && q && out && n == T * H * D, "pass %d, layer %d: %d numbers", i, l, n);
-    if (!raw || !k || !v || !q || !out)
-        return;
+    if (!raw || !k || !v || !q || !out) return;
     for (int t = 0; t < T; t++)
         for (int g = 0; g < G; g++) {
             float turned[64];
@@ -17220,11 +17308,9 @@ static void trace_check_layer(TraceCheck *x, const Weights *w, int i, int l, int
             const int *read = trace_get(x->f, &all, "pass%04d.layer%02d.qhead%02d.read", i, l, h);
             int from = c->windowed && c->windowed[l] ? base + t - c->window + 1 : 0;
             for (int j = max_int(from, 0); j <= base + t; j++)
-                if (j >= base || kept[j])
-                    rows[m++] = j;
+                if (j >= base || kept[j]) rows[m++] = j;
             CHECK(!read == !decoding, "pass %d, layer %d, head %d: read", i, l, h);
-            if (read)
-                memcpy(rows, read, (m = all) * sizeof *rows);
+            if (read) memcpy(rows, read, (m = all) * sizeof *rows);
             for (int j = 0; j < m; j++)
                 bad += rows[j] > base + t || (rows[j] < base && !kept[rows[j]]);
             e = fmax(e, trace_attention(x, l, h, q + ((size_t)t * H + h) * D,
@@ -17270,8 +17356,7 @@ static int trace_check(SafeFile *f, const Config *c, const Weights *w, const Scr
             const float *y = trace_get(f, &vocabulary, "pass%04d.logits", pass);
             CHECK(b && step && pos && id && n == T && *b == base && *step == j,
                   "pass %d: its numbers", pass);
-            if (!b || !pos || !id)
-                break;
+            if (!b || !pos || !id) break;
             CHECK(!memcmp(id, ids + (j < 0 ? 0 : p->pre[turn] + j), T * sizeof *id),
                   "pass %d: other ids", pass);
             CHECK(y && !memcmp(y, logits + (size_t)pass * c->V, c->V * sizeof *y),
@@ -17300,9 +17385,10 @@ TEST(trace_numbers,
         { "quest", "budget=16 quest-full-layers=0", 46 },
         { "lychee", "budget=12 lychee-buffer=4 lychee-sink=4 lychee-full-layers=0", 46 },
         { "full", "batch-size=7", 46 },
-        { "full", "", 46 },                             // from here on layer 1 has a window
-        { "snapkv", "budget=20 obs-window=4", 36 },     // and drops nothing
+        { "full", "", 46 },                          // from here on layer 1 has a window
+        { "snapkv", "budget=20 obs-window=4", 36 },  // and drops nothing
     };
+
     Script p = { 2, { 30, 5 }, { 5, 6 }, 4 };
     Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
     unsigned char windowed[] = { 0, 1 };
@@ -17375,6 +17461,7 @@ TEST(trace_cli,
      "model does not "
      "have, runs without a method of their own: one line, the exit code, no file left behind") {
     char d[64];
+
     static const struct {
         const char *args;
         int code;
@@ -17384,6 +17471,7 @@ TEST(trace_cli,
         { "--trace-layers 0,x", 2, "--trace-layers wants numbers" },
         { "--trace-steps 3:1:1", 2, "--trace-steps wants numbers" },
     };
+
     CHECK(save_folder(d), "no folder");
     CHECK(sh("printf '1 2 3 | 4 5\\n' > %s/ids", d) == 0, "%s", sh_err);
     for (int i = 0; i < 3; i++) {
@@ -17440,8 +17528,7 @@ static const char *trace_differs(const SafeTensor *a, const SafeTensor *b) {
     size_t other = 0;
     int u8 = !strcmp(a->type, "U8"), alike = a->n_dim == b->n_dim && !strcmp(a->type, b->type);
     for (int i = 0; alike && i < a->n_dim; i++) alike = a->dim[i] == b->dim[i];
-    if (!alike)
-        return "another type or shape";
+    if (!alike) return "another type or shape";
     if (a->dtype == DT_F32) {
         double e = worst(b->data, a->data, a->bytes / 4, 2e-3, 2e-3, NULL);
         snprintf(text, sizeof text, "%g times the bound", e);
@@ -17515,8 +17602,7 @@ static const char *trace_changed(const char *path, const char *name) {
     SafeTensor *t = f ? safetensors_find(f, name) : NULL;
     text = read_file(path, &n, err);
     CHECK(t && text, "%s", name);
-    if (t)
-        text[(const char *)t->data - f->map + t->bytes - 2] ^= 0x40;
+    if (t) text[(const char *)t->data - f->map + t->bytes - 2] ^= 0x40;
     put_file(to, text, n);
     free(text);
     safetensors_close(f);
@@ -17535,8 +17621,8 @@ TEST(trace_checkers,
         { "pats", "pass0005.layer01.head00.pats.packed_v" },
         { "sonic", "pass0008.layer01.head01.kept" },
     };
-    if (sh("python3 -c 'import numpy'"))
-        leave_out("python3 with numpy");
+
+    if (sh("python3 -c 'import numpy'")) leave_out("python3 with numpy");
     for (int i = 0; i < 5; i++) {
         char path[100], want[100];
         snprintf(path, sizeof path, "data/vectors/%s.safetensors", of[i].name);
@@ -17558,8 +17644,7 @@ TEST(
     "data/trace_diff.py names the first value that differs, in the order in which it was computed, "
     "with and without numpy; 0: none, 1: one, 2: a file that cannot be read") {
     static const char *const a = "data/vectors/lychee.safetensors";
-    if (sh("python3 -c 'import json'"))
-        leave_out("python3");
+    if (sh("python3 -c 'import json'")) leave_out("python3");
     for (int bare = 0; bare < 2; bare++) {  // -S: without site-packages, where numpy is
         const char *diff =
             bare ? "python3 -B -S data/trace_diff.py" : "python3 -B data/trace_diff.py";
@@ -17679,6 +17764,7 @@ TEST(
         { "--eval ppl --eval-file README.md --eval-out %s/new", "go with dialogues" },
         { "--eval-merge %s/whole", "goes alone" },
     };
+
     CHECK(sh("md5sum %s/whole README.md > %s/sums", d, d) == 0, "%s", sh_err);
     for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
         char options[256];
@@ -17714,6 +17800,7 @@ TEST(eval_lines, "a line of a file of answers that is none is refused with its n
         "\"exact\":0,\"found\":1,"
         "\"f1\":0.3,\"rouge_l\":0.4,\"rouge_l_longbench\":0.5,\"nll\":null,\"predicted\":2,"
         "\"top1\":1,\"kld\":[0.25,1e-3],";
+
     const struct {
         const char *name, *find, *put, *says;
     } cases[] = {
@@ -17739,6 +17826,7 @@ TEST(eval_lines, "a line of a file of answers that is none is refused with its n
         { "a cost less", "kv_bytes_peak", "kv_bytes_poke", "line 3: 'kv_bytes_peak' is no number" },
         { "the second alone", "answer\":1", "answer\":1,\"answer\":2", "line 2: answer 2" },
     };
+
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char text[4096], err[512];
         int n = snprintf(text, sizeof text, "%s", head), code;
@@ -17784,11 +17872,13 @@ TEST(eval_lines, "a line of a file of answers that is none is refused with its n
 
 // ---- data/ports: two methods for transformers
 
-TEST(ports, "data/ports: with LycheeCluster and DiliLazyKV in it, transformers decides and answers as "
-            "kvcomp does, in one process and in two that share the heads") {
+TEST(ports,
+     "data/ports: with LycheeCluster and DiliLazyKV in it, transformers decides and answers as "
+     "kvcomp does, in one process and in two that share the heads") {
     needs_program();
     int rc = sh("python3 -B data/ports/check.py --can-run");
-    if (rc == 127 || rc == 3) leave_out("python3 with torch, transformers 5.23 and accelerate (data/ports)");
+    if (rc == 127 || rc == 3)
+        leave_out("python3 with torch, transformers 5.23 and accelerate (data/ports)");
     CHECK(rc == 0, "%d: %s", rc, sh_err);
     rc = sh("timeout 600 nice python3 -B data/ports/check.py");
     CHECK(rc == 0 && strstr(sh_out, "comparisons, all equal"), "%d: %s%s", rc, sh_out, sh_err);
@@ -17796,8 +17886,8 @@ TEST(ports, "data/ports: with LycheeCluster and DiliLazyKV in it, transformers d
 
 // ---- many requests, one process
 
-// Runs these lines through --batch, and parses what comes out into j (up to 32, for json_free). Returns
-// the exit code, or -1 when a line of the output is no JSON object.
+// Runs these lines through --batch, and parses what comes out into j (up to 32, for json_free).
+// Returns the exit code, or -1 when a line of the output is no JSON object.
 static int batch_run(const char *lines, const char *options, Json **j) {
     char path[] = "/tmp/kvcomp-batch-XXXXXX", err[256];
     int fd = mkstemp(path), n = 0;
@@ -17842,6 +17932,7 @@ TEST(batch_replies, "a line of --batch is answered as -p answers it, by any meth
         "{\"prompt\":\"%s\",\"max_tokens\":0}\n",
         ask, ask, ask, ask, ask, ask);
     CHECK(batch_run(lines, "", j) == 0 && j[5] && !j[6], "%s", sh_err);
+
     static const struct {
         int line;
         const char *options;
@@ -17851,6 +17942,7 @@ TEST(batch_replies, "a line of --batch is answered as -p answers it, by any meth
         { 3, "--method streaming --budget 12 --temp 0.9 -s 5" },
         { 4, "--method streaming --budget 12" },
     };
+
     for (size_t i = 0; i < sizeof same / sizeof *same && j[5]; i++) {
         const Json *b = j[same[i].line];
         CHECK(sh("OMP_WAIT_POLICY=passive ./kvcomp -t 1 -d cpu -q --temp 0 -n 30 --json %s -p '%s'",
@@ -17943,7 +18035,7 @@ TEST(batch_logprobs, "the log-probabilities of a continuation are those of the l
         int greedy = 1;
         for (int i = 0; i < 3 && json_get(j[0], "logprobs"); i++) {
             double best = -1e30, z = 0;
-            for (int v = 0; v < V; v++)         // (fmax of them: GCC 12 for ARM fails inside)
+            for (int v = 0; v < V; v++)  // (fmax of them: GCC 12 for ARM fails inside)
                 best = y[i][v] > best ? y[i][v] : best;
             for (int v = 0; v < V; v++) z += exp(y[i][v] - best);
             double want = y[i][given[i]] - best - log(z),
@@ -18024,7 +18116,9 @@ TEST(batch_errors, "a line that is no request gets its error and its number, and
         { "{\"prompt\":\"a\\u0000b\"}", "\\u0000" },
         { "{\"prompt\":\"x\",\"id\":[1]}", "'id'" },
     };
+
     enum { N = sizeof bad / sizeof *bad };
+
     char lines[8192] = "";
     Json *j[32];
     for (int i = 0; i < N; i++)
@@ -18114,16 +18208,19 @@ TEST(
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
-TEST(cli_make_web, "without emscripten and apt-get `make web` says what it needs; the page's text has the two places "
+TEST(cli_make_web, "without emscripten and apt-get `make web` says what it needs; the page's text "
+                   "has the two places "
                    "that it fills, and asks for nothing from outside") {
     static char text[1 << 18];
-    CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL $(command -v make) -s install-web PATH=/nonexistent SHELL=/bin/sh") != 0 &&
+    CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL $(command -v make) -s install-web PATH=/nonexistent "
+             "SHELL=/bin/sh") != 0 &&
               strstr(sh_out, "make web needs Debian's emscripten"),
           "%s%s", sh_out, sh_err);
     slurp_into("data/web.html", text, sizeof text);
     CHECK(strstr(text, "\n@@GLUE@@\n") && strstr(text, "\n@@WASM@@\n"), "places");
-    CHECK(strstr(text, "default-src 'none'") && !strstr(text, "http://www.w3.org/1999") && !strstr(text, "https://") &&
-              !strstr(text, " src=") && !strstr(text, "innerHTML") && !strstr(text, "insertAdjacentHTML"),
+    CHECK(strstr(text, "default-src 'none'") && !strstr(text, "http://www.w3.org/1999") &&
+              !strstr(text, "https://") && !strstr(text, " src=") && !strstr(text, "innerHTML") &&
+              !strstr(text, "insertAdjacentHTML"),
           "the page asks for something, or makes markup of a text");
 }
 
@@ -18505,8 +18602,8 @@ TEST(cuda_fragments,
     }
 }
 
-// Writes a kernel's SASS, a loop with `more` instructions that every turn takes and two that a turn may
-// leave out, and reads what data/cuda_loops.awk says of it -> its exit code.
+// Writes a kernel's SASS, a loop with `more` instructions that every turn takes and two that a turn
+// may leave out, and reads what data/cuda_loops.awk says of it -> its exit code.
 static int loops_of(const char *arch, int more, char *said, size_t cap) {
     char path[] = "/tmp/kvcomp-sass-XXXXXX", command[256];
     FILE *f = fdopen(mkstemp(path), "w");
@@ -18532,12 +18629,14 @@ TEST(cuda_loops, "make cuda-check's count of a main loop: all of it, a turn with
                  "leave out, bytes, products; more than allowed on sm_90 is a failure") {
     char said[1000];
     CHECK(loops_of("sm_90", 0, said, sizeof said) == 0 &&
-              !strcmp(said, "sm_90  gqa_kernel<1, 128, 1>               6 instructions,    4 of a turn, "
-                            "  512 bytes,   1 products\n"),
+              !strcmp(said,
+                      "sm_90  gqa_kernel<1, 128, 1>               6 instructions,    4 of a turn, "
+                      "  512 bytes,   1 products\n"),
           "%s", said);
     CHECK(loops_of("sm_90", 15, said, sizeof said) == 1 &&
               strstr(said, "21 instructions,   19 of a turn") &&
-              strstr(said, "\ngqa_kernel<1, 128, 1>: a turn takes more than 300 instructions for 8 KB"),
+              strstr(said,
+                     "\ngqa_kernel<1, 128, 1>: a turn takes more than 300 instructions for 8 KB"),
           "%s", said);
     CHECK(loops_of("sm_90", 14, said, sizeof said) == 0, "%s", said);
     CHECK(loops_of("sm_80", 15, said, sizeof said) == 0, "%s", said);
@@ -19905,6 +20004,7 @@ TEST(cuda_trace,
         { "dililazy", "budget=20 obs-window=4 dililazy-scores=data/vectors/head_scores.json" },
         { "sonic", "sonic-untrained sonic-k=4 quiet" },
     };
+
     Script p = { 2, { 60, 7 }, { 5, 6 }, 4 };
     Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
     for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
@@ -20004,11 +20104,12 @@ TEST(cuda_steps, "steps replayed as a graph, over heads that grow, are bit for b
     tiny_free(wide);
 }
 
-// graphs: how many of the 56 steps go in one go. captures: how many of those are launched one by one and
-// captured: at the start of a turn, and after rows or bounds have grown, an index was built, other views
-// were set. anew: how many captures make another graph, because other kernels are launched; the others
-// update the one there is.
-static void steady_agrees(Tiny m, const char *method, const char *text, int graphs, int captures, int anew) {
+// graphs: how many of the 56 steps go in one go. captures: how many of those are launched one by
+// one and captured: at the start of a turn, and after rows or bounds have grown, an index was
+// built, other views were set. anew: how many captures make another graph, because other kernels
+// are launched; the others update the one there is.
+static void steady_agrees(Tiny m, const char *method, const char *text, int graphs, int captures,
+                          int anew) {
     static int turn;
     Script p = { 2, { 30, 22 }, { 38, 18 }, 4 }, once = { 1, { 110 }, { 2 }, 5 };
     // Another order of threads each time.
@@ -20027,8 +20128,8 @@ static void steady_agrees(Tiny m, const char *method, const char *text, int grap
         CHECK(n == graphs - captures && k == captures,
               "%s %s: %ld steps were graphs, captured %ld times; should be %d and %d", method, text,
               n, k, graphs - captures, captures);
-        CHECK(made + updated == captures && made == anew, "%s %s: %ld graphs made, %ld updated", method, text,
-              made, updated);
+        CHECK(made + updated == captures && made == anew, "%s %s: %ld graphs made, %ld updated",
+              method, text, made, updated);
     }
     session_reset(s);
     cuda_single_launches(s, 1);
@@ -20069,8 +20170,8 @@ TEST(cuda_steady,
                      60, 3, 3));
     // Packed again at 34, 39, 44, ..
     steady_agrees(m, "pats", "pats-window=8 ctk=f16 ctv=f16", 47, 9, 0);
-    steady_agrees(m, "pats", "pats-window=8 pats-policy=static pats-tend=120 ctk=f16 ctv=f16", 0,
-                  0, 0);
+    steady_agrees(m, "pats", "pats-window=8 pats-policy=static pats-tend=120 ctk=f16 ctv=f16", 0, 0,
+                  0);
     steady_agrees(m, "quest+pats",
                   "budget=48 quest-full-layers=1 pats-window=8 pats-format=rows64 ctk=f16 ctv=f16",
                   45, 11, 2);
@@ -20457,9 +20558,10 @@ static Traffic *traffic_decode(const Config *c, double N) {
         { "step_kernel", "items of every layer", "-", "12 I L", "-", 1, 0, 0, 0, 12 * items * L, 0,
           0 },
         { "embed_kernel", "embedding", "w C", "4 C", "-", 1, C * w, 0, 0, 4 * C, 0, 0 },
-        { "qkv_kernel", "norm, q, k, v, RoPE, append", "L (w C (HD + 2 GD + 1) + 4 (C + HD + 2 GD))",
-          "L (4 (2 HD + 2 GD) + G r)", "L 2 C (HD + 2 GD)", L, L * (Q + 1) * C * w, 0,
-          L * 4 * (C + Q), L * (4 * (Q + HD) + c->G * r), L * 2 * C * Q, 0 },
+        { "qkv_kernel", "norm, q, k, v, RoPE, append",
+          "L (w C (HD + 2 GD + 1) + 4 (C + HD + 2 GD))", "L (4 (2 HD + 2 GD) + G r)",
+          "L 2 C (HD + 2 GD)", L, L * (Q + 1) * C * w, 0, L * 4 * (C + Q),
+          L * (4 * (Q + HD) + c->G * r), L * 2 * C * Q, 0 },
         { c->D < 64 ? "decode_kernel" : "gqa_kernel", "attention, joining",
           "L (N G r + 4 HD + 16 I (D + 2))", "L (16 I (D + 2) + 4 HD)", "L 4 N HD", L, 0,
           L * N * c->G * r, L * (4 * HD + part), L * (part + 4 * HD + 8 * H), L * 4 * N * HD, 0 },
@@ -20654,8 +20756,9 @@ static StepCost step_cost(const StepMethod *m, int L, int D, int depth, int cuda
     if (cuda && emu_count) emu_count(NULL);
     for (int i = 0; i < BENCH_STEPS; i++) decode(s, i);
     if (cuda && emu_count)
-        cost.launches = (double)(emu_count("") - emu_count("cudaStreamBeginCapture") - emu_count("cudaGraph")) /
-                        BENCH_STEPS;
+        cost.launches =
+            (double)(emu_count("") - emu_count("cudaStreamBeginCapture") - emu_count("cudaGraph")) /
+            BENCH_STEPS;
     cost.rows = bytes_a_step(s);
     EACH_PART(s, p) if (p->m->bytes) cost.index += (double)p->m->bytes(s, p->ms);
     session_close(s);
@@ -20717,8 +20820,9 @@ TEST(cuda_step_traffic,
     }
 }
 
-TEST(cuda_step_launches, "a decode step is five launches a layer and four more, of every method that "
-                         "chooses nothing in a step, whatever its rows") {
+TEST(cuda_step_launches,
+     "a decode step is five launches a layer and four more, of every method that "
+     "chooses nothing in a step, whatever its rows") {
     static const char *const five[] = { "full",         "q8_0 rows",    "streaming 1024",
                                         "snapkv 1024",  "adakv 1024",   "pyramidkv 1024",
                                         "dililazy 128" };
@@ -20727,7 +20831,8 @@ TEST(cuda_step_launches, "a decode step is five launches a layer and four more, 
             const StepMethod *m = &step_methods[i];
             if (strcmp(m->name, five[f])) continue;
             double n = step_cost(m, STEP_LAYERS, 16, STEP_ROWS, 1).launches;
-            CHECK(n == 5 * STEP_LAYERS + 4, "%s: %g launches for %d layers", m->name, n, STEP_LAYERS);
+            CHECK(n == 5 * STEP_LAYERS + 4, "%s: %g launches for %d layers", m->name, n,
+                  STEP_LAYERS);
         }
 }
 
@@ -20760,16 +20865,19 @@ static double kernels_sum(const char *text, const char *part, const char *key) {
     snprintf(name, sizeof name, "\"kernel\":\"%s", part);
     for (const char *line = text; *line; line = strchr(line, '\n') + 1) {
         const char *at = strstr(line, name);
-        if (at && at < strchr(line, '\n')) sum += kernels_number(line, "launches") * kernels_number(line, key);
+        if (at && at < strchr(line, '\n'))
+            sum += kernels_number(line, "launches") * kernels_number(line, key);
     }
     return sum;
 }
 
-TEST(cuda_bench_kernels, "--bench-kernels: the launches of a step and of a prefill, their bytes add up to the "
-                         "weights, rows and index, every line is JSON, a step is a graph again afterwards") {
-    const double us = 1000;                     // of every launch in the emulator
+TEST(cuda_bench_kernels,
+     "--bench-kernels: the launches of a step and of a prefill, their bytes add up to the "
+     "weights, rows and index, every line is JSON, a step is a graph again afterwards") {
+    const double us = 1000;  // of every launch in the emulator
     char err[256];
-    Options *o = options_of("ctk=f16 ctv=f16 batch-size=128 repeat=1 bench=1 bench-kernels=1 budget=48");
+    Options *o =
+        options_of("ctk=f16 ctv=f16 batch-size=128 repeat=1 bench=1 bench-kernels=1 budget=48");
     Config *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
     Weights *w = weights_synthetic(c, 1);
     options_set(o, "device", "cuda", err);
@@ -20778,17 +20886,20 @@ TEST(cuda_bench_kernels, "--bench-kernels: the launches of a step and of a prefi
     char *table = kernels_text(s, o, "tg", 100, 0);
     double norms = (2.0 * c->L + 1) * c->C * 2, embed = (double)c->V * c->C * 2;
     double matrices = (double)w->bytes - norms - (c->tied ? 0 : embed);
-    double product = kernels_sum(tg, "gemv_kernel", "bytes") + kernels_sum(tg, "qkv_kernel", "bytes");
+    double product =
+        kernels_sum(tg, "gemv_kernel", "bytes") + kernels_sum(tg, "qkv_kernel", "bytes");
     // x and y of qkv, o, gate and up, down; and of the logits.
     double ends = 4.0 * (c->L * ((32 + 128) + (64 + 32) + (32 + 128) + (64 + 32)) + 32 + 64);
-    CHECK(product == matrices + ends, "%g bytes of products, the matrices have %g, their vectors %g", product,
-          matrices, ends);
-    CHECK(kernels_sum(tg, "", "us") == (5 * c->L + 4) * us || !emu_count, "%g us", kernels_sum(tg, "", "us"));
+    CHECK(product == matrices + ends,
+          "%g bytes of products, the matrices have %g, their vectors %g", product, matrices, ends);
+    CHECK(kernels_sum(tg, "", "us") == (5 * c->L + 4) * us || !emu_count, "%g us",
+          kernels_sum(tg, "", "us"));
     CHECK(kernels_sum(tg, "decode_kernel", "bytes") > 100 * c->L * 2 * 64 &&
               kernels_sum(tg, "decode_kernel", "bytes") < 140 * c->L * 2 * 64,
           "%g bytes of rows", kernels_sum(tg, "decode_kernel", "bytes"));
     double flops = kernels_sum(pp, "cublasGemmEx", "us") / us, gemm = c->L * 3 + (c->L - 1) * 9;
-    CHECK(flops == gemm || !emu_count, "%g products of a prefill in three blocks, should be %g", flops, gemm);
+    CHECK(flops == gemm || !emu_count, "%g products of a prefill in three blocks, should be %g",
+          flops, gemm);
     CHECK(kernels_number(strstr(pp, "tensor_kernel"), "tflop_s") > 0, "%s", pp);
     int lines = 0;
     for (char *line = tg, *end; *line; line = end + 1, lines++) {
@@ -20841,17 +20952,18 @@ static void best_agrees(Session *s, const float *x, int V, int k, const char *te
         worst = max_int(worst, (int)(u.u & 0x7fffffff));
     }
     cuda_best(s, x, V, k, &b);
-    CHECK(b.n == n && b.worst == worst, "%s: the best %d of %d: %d, %08x; on the CPU %d, %08x", text, k, V, b.n,
-          b.worst, n, worst);
+    CHECK(b.n == n && b.worst == worst, "%s: the best %d of %d: %d, %08x; on the CPU %d, %08x",
+          text, k, V, b.n, b.worst, n, worst);
     for (int i = 0; i < n && b.n == n; i++)
         CHECK(b.best[i].id == idx[i] && !memcmp(&b.best[i].x, &x[idx[i]], 4),
-              "%s: the best %d of %d, place %d: id %d, %g; on the CPU %d, %g", text, k, V, i, b.best[i].id,
-              b.best[i].x, idx[i], x[idx[i]]);
+              "%s: the best %d of %d, place %d: id %d, %g; on the CPU %d, %g", text, k, V, i,
+              b.best[i].id, b.best[i].x, idx[i], x[idx[i]]);
     free(idx);
 }
 
-TEST(cuda_best, "the best of the logits are top_k's to the bit: one block and many, ties between blocks, "
-                "zeros of both signs, fewer than are wanted; NaN and infinity are seen") {
+TEST(cuda_best,
+     "the best of the logits are top_k's to the bit: one block and many, ties between blocks, "
+     "zeros of both signs, fewer than are wanted; NaN and infinity are seen") {
     static const int sizes[] = { 1, 53, 4096, 4097, 9001, 33000 }, wanted[] = { 1, 2, 40, 128 };
     Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
     Options *o;
@@ -20883,8 +20995,9 @@ TEST(cuda_best, "the best of the logits are top_k's to the bit: one block and ma
     tiny_free(m);
 }
 
-// Two sessions play the same dialogue, one with the best of the logits and one with all of them. Both
-// draw the same ids, which are those the dialogue goes on with. picks: how many the options ask for.
+// Two sessions play the same dialogue, one with the best of the logits and one with all of them.
+// Both draw the same ids, which are those the dialogue goes on with. picks: how many the options
+// ask for.
 static void sampling_agrees(Tiny m, const char *method, const char *text, int picks, int steps) {
     Options *o[2];
     Session *s[2] = { cuda_session(m, method, text, &o[0]), cuda_session(m, method, text, &o[1]) };
@@ -20898,7 +21011,8 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
     feed_prefill(&a, &t);
     feed_prefill(&b, &t);
     CHECK(!s[0]->picked, "a prefill has all logits");
-    CHECK(logits_needed(o[0]) == picks, "%s: %d logits, should be %d", text, logits_needed(o[0]), picks);
+    CHECK(logits_needed(o[0]) == picks, "%s: %d logits, should be %d", text, logits_needed(o[0]),
+          picks);
     if (emu_count) emu_count(NULL);
     for (int i = 0; i < steps; i++) {
         // As generate does; once in between somebody wants all of them.
@@ -20909,16 +21023,20 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
         if (i) memcpy(row, s[1]->logits, (size_t)m.c->V * sizeof *row);
         if (!i) memcpy(row, s[0]->logits, (size_t)m.c->V * sizeof *row);
         y = sample(&b);
-        CHECK(x == y && a.rng == b.rng, "%s %s: step %d draws %d, from all logits %d", method, text, i, x, y);
+        CHECK(x == y && a.rng == b.rng, "%s %s: step %d draws %d, from all logits %d", method, text,
+              i, x, y);
         changed += a.rng != rng;
         feed_decode(&a, x);
         feed_decode(&b, x);
         CHECK(!s[0]->picked == !s[0]->picks && !s[1]->picked, "%s: step %d", text, i);
-        CHECK(s[0]->picked || !memcmp(s[0]->logits, s[1]->logits, (size_t)m.c->V * sizeof *row), "step %d", i);
+        CHECK(s[0]->picked || !memcmp(s[0]->logits, s[1]->logits, (size_t)m.c->V * sizeof *row),
+              "step %d", i);
     }
-    CHECK(changed == (opt_real(o[0], "temp") > 0 ? steps : 0), "%s: %d random numbers", text, changed);
+    CHECK(changed == (opt_real(o[0], "temp") > 0 ? steps : 0), "%s: %d random numbers", text,
+          changed);
     if (emu_count && picks) {
-        CHECK(emu_count("pick_kernel") == steps - 1, "%s: %ld launches", text, emu_count("pick_kernel"));
+        CHECK(emu_count("pick_kernel") == steps - 1, "%s: %ld launches", text,
+              emu_count("pick_kernel"));
     }
     turn_free(t);
     free(row);
@@ -20928,8 +21046,9 @@ static void sampling_agrees(Tiny m, const char *method, const char *text, int pi
     }
 }
 
-TEST(cuda_sampling, "ids drawn from the best logits, which a device brings, are those drawn from all: greedy, "
-                    "top-k, top-p, min-p; a penalty and large top-k take all logits") {
+TEST(cuda_sampling,
+     "ids drawn from the best logits, which a device brings, are those drawn from all: greedy, "
+     "top-k, top-p, min-p; a penalty and large top-k take all logits") {
     Tiny m = tiny_model(2, 2, 1, 16, 16, 16, 4500, 31);
     sampling_agrees(m, "full", "temp=0", 1, 9);
     sampling_agrees(m, "full", "", 40, 9);
@@ -21313,15 +21432,18 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
     tiny_free(n);
 }
 
-TEST(cuda_columns, "column sums on tensor cores agree with the CPU: head_dim 64 to 256, f16 and bf16, 1 to 70 "
-                   "queries, unequal heads, several chunks, a window, SONIC's rule") {
+TEST(cuda_columns,
+     "column sums on tensor cores agree with the CPU: head_dim 64 to 256, f16 and bf16, 1 to 70 "
+     "queries, unequal heads, several chunks, a window, SONIC's rule") {
     static const struct {
         int H, G, D, n;
         const char *format;
         int rule;
-    } shape[] = { { 4, 2, 64, 900, "f16", 0 }, { 3, 1, 128, 300, "bf16", 0 }, { 2, 2, 128, 600, "f16", 1 },
-                  { 1, 1, 64, 30, "bf16", 1 }, { 2, 1, 96, 140, "bf16", 0 }, { 2, 2, 160, 150, "f16", 1 },
+    } shape[] = { { 4, 2, 64, 900, "f16", 0 },  { 3, 1, 128, 300, "bf16", 0 },
+                  { 2, 2, 128, 600, "f16", 1 }, { 1, 1, 64, 30, "bf16", 1 },
+                  { 2, 1, 96, 140, "bf16", 0 }, { 2, 2, 160, 150, "f16", 1 },
                   { 1, 1, 256, 100, "f16", 0 } };
+
     EACH_SEED(seed) for (int i = seed % variants_step(); i < 7; i += variants_step()) {
         char text[64];
         snprintf(text, sizeof text, "ctk=%s ctv=%s", shape[i].format, shape[i].format);
@@ -21374,19 +21496,22 @@ TEST(cuda_loop_lists, "LoopServe's lists stay on the device: a selection is foll
         decode(p.c, i);
         decode(p.d, i);
     }
-    // Steps 8..23: four selections, which go in one go like the steps between; what is captured again is
-    // nothing but that heads grew, and the step behind that is the only ordinary one.
+    // Steps 8..23: four selections, which go in one go like the steps between; what is captured
+    // again is nothing but that heads grew, and the step behind that is the only ordinary one.
     if (emu_count) {
-        CHECK(emu_count("chosen_kernel") <= 2, "%ld works of ordinary steps", emu_count("chosen_kernel"));
+        CHECK(emu_count("chosen_kernel") <= 2, "%ld works of ordinary steps",
+              emu_count("chosen_kernel"));
         long graphs = emu_count("cudaGraphLaunch"), captured = emu_count("cudaStreamBeginCapture");
         CHECK(graphs >= 11 && captured <= 1, "%ld steps were graphs, captured %ld times", graphs, captured);
         CHECK(emu_count("ring_lists_kernel") == 2 * 4, "%ld lists", emu_count("ring_lists_kernel"));
     }
-    // Then the newest tokens are forgotten, and with them the views: the next choice makes new lists.
+    // Then the newest tokens are forgotten, and with them the views: the next choice makes new
+    // lists.
     for (int turn = 0; turn < 2; turn++) {
         views_fetch_cuda(p.d);
         for (int h = 0; h < 8; h++) {
-            int a = view_rows(p.c, h / 4, h % 4, rows[0]), b = view_rows(p.d, h / 4, h % 4, rows[1]);
+            int a = view_rows(p.c, h / 4, h % 4, rows[0]),
+                b = view_rows(p.d, h / 4, h % 4, rows[1]);
             CHECK(a == b && a < 100 && !memcmp(rows[0], rows[1], (size_t)a * sizeof(int)),
                   "turn %d, head %d: %d rows, %d", turn, h, b, a);
         }
@@ -21517,9 +21642,13 @@ TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shar
                     "right") {
 #if !defined(__SANITIZE_THREAD__)
     static const char *want[] = {
-        NULL, "neighbours: block 1,0,0 writes offset 0 of an allocation of 260 bytes",
-        "reader: block 1,0,0 reads offset 0", "shared memory written at byte 120 of 120",
-        "a struct of 16 bytes, holds a host pointer at byte 8", NULL, NULL,
+        NULL,
+        "neighbours: block 1,0,0 writes offset 0 of an allocation of 260 bytes",
+        "reader: block 1,0,0 reads offset 0",
+        "shared memory written at byte 120 of 120",
+        "a struct of 16 bytes, holds a host pointer at byte 8",
+        NULL,
+        NULL,
         "early: reads what a kernel wrote that may still run",
         "early: writes device memory before dependency_wait",
         "returns without dependency_wait"
