@@ -17827,10 +17827,11 @@ TEST(eval_lines, "a line of a file of answers that is none is refused with its n
         { "the second alone", "answer\":1", "answer\":1,\"answer\":2", "line 2: answer 2" },
     };
 
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    for (volatile size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char text[4096], err[512];
         int n = snprintf(text, sizeof text, "%s", head), code;
-        size_t at = (size_t)n, whole = 0;
+        size_t at = (size_t)n;
+        volatile size_t whole = 0;
         for (int k = 1; k <= 2; k++)
             n += snprintf(text + n, sizeof text - n, "{%s\"answer\":%d,\"answers\":2,%s%s", place,
                           k, answer, cost);
