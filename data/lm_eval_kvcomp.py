@@ -17,8 +17,11 @@ import shlex
 import subprocess
 import sys
 
-from lm_eval.api.model import LM
-from lm_eval.api.registry import register_model
+try:
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+except ImportError as e:
+    sys.exit("lm_eval_kvcomp.py needs lm-evaluation-harness, the package lm_eval (%s)" % e)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 

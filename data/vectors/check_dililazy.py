@@ -6,9 +6,8 @@ is divided out.)
 At a prefill's end query head j of layer i chooses the C_ij rows that its last w queries attend to most, in their
 neighbourhoods, and the last w rows. A KV head keeps the union of what its query heads choose.
 """
-import numpy as np
-
 from trace import Rows, arguments, attention
+import numpy as np
 
 
 def capacities(score, b_c, beta, eps):

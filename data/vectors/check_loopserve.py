@@ -6,9 +6,8 @@ alpha of the sampled attention.
 Decode. Every `interval` tokens a KV head chooses the B rows, of those held when the prefill ended, with the largest
 sum of attention over the last `obs` queries and over its query heads. It reads these and every row of the answer.
 """
-import numpy as np
-
 from trace import Rows, arguments, attention
+import numpy as np
 
 MASK = (1 << 64) - 1
 

@@ -7,9 +7,8 @@ ball and the new key.
 Read. A cluster's score is the largest cosine of the group's query heads with its centre, which has length 1. Chunks of
 the best clusters are read until one does not fit into the budget; besides, the first rows and the recent ones.
 """
-import numpy as np
-
 from trace import Rows, arguments, attention
+import numpy as np
 
 
 def bf16(x):

@@ -6,9 +6,8 @@ grows, whenever T has grown by an eighth since the last time.
 A token that has lost b bits takes w = 16 - b bits an element. Rows of one w are a region: one stream of bits, low ones
 first, that begins at a multiple of 64 bytes.
 """
-import numpy as np
-
 from trace import Rows, arguments, attention
+import numpy as np
 
 
 def schedule(T, b_min, b_max, sink, window):

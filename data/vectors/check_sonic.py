@@ -5,9 +5,8 @@ earlier text token (Eq. 3) but those of finished messages (Eq. 4); Nexus tokens 
 messages (Eq. 5, causal across messages), and the message they stand for.
 The first tokens are the system message, which is never compressed. Of a finished message only the Nexus rows are kept.
 """
-import numpy as np
-
 from trace import Rows, arguments, attention
+import numpy as np
 
 
 def sees(a, b):

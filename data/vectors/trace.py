@@ -2,7 +2,10 @@
 import json
 import sys
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError:
+    sys.exit("the checkers in data/vectors need numpy")
 
 TYPES = {"F32": "<f4", "I32": "<i4", "U8": "u1"}
 
