@@ -174,7 +174,7 @@ ifneq ($(HARD),)
 	./tests_hard $(HARD_TESTS)
 endif
 
-# what a decode step of every method moves and launches on Llama-3.1-8B, counted: a table (a minute)
+# what a decode step of every method moves and launches on Llama-3.1-8B, counted: a table (two minutes)
 traffic: tests
 	KV_TRAFFIC=1 ./tests cuda_step_traffic
 
