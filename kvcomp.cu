@@ -3468,7 +3468,7 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
 //           multiprocessor with NT = 1, 8 with NT = 2: 64 to 128 KB, where 23 hide the wait for memory (4.3
 //           TB/s x 0.7 us / 132 multiprocessors)
 //   Bound   memory, for any number of query rows. 8 KB of K and V at D 128 take 230 instructions of a warp
-//           with up to 8 query rows and 238 with 16, and a tile that is not seen whole 22 more (sm_90, make
+//           with up to 8 query rows and 238 with 16, and 22 and 18 more where not all is seen (sm_90, make
 //           cuda-check). In the time an H200 needs to read them at 4.3 TB/s its 132 x 4 schedulers issue
 //           1990, so 12 % of the issue slots are used. decode_kernel takes 1972 with up to 4 query rows, and
 //           is bound by them.
@@ -4433,7 +4433,7 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 //   Shared  q (8,D/16,32,4) words: the fragments of 64 queries; peaks (ATTN_WARPS,64,2): what each
 //           warp found; row (64): see scan_rows
 //   Tile    32 keys a warp: 64 words a lane at D 128. A fragment of q, one load of 16 bytes from
-//           shared memory, serves four products. Which dims a word of a key is, key_dim says
+//           shared memory, serves four products. Which dims a word of a key is, wide_dim says
 //   Bound   tensor cores: at D 128 they make four products for every 8 keys and 8 queries, and
 //           memory brings the 256 bytes of a key once for R w queries
 // The mask is looked at where it can matter: in a tile that holds rows of the queries' own tokens,
