@@ -12236,6 +12236,7 @@ int opt_choice(const Options *o, const char *name, const char *words) {
 
 // Adds from, from + step, .. up to `to` to an stb_ds array, each number once.
 static void list_add(int **list, long from, long to, long step) {
+    if (step > to - from) step = to - from + 1;         // as good, and from + step stays small
     for (; from <= to; from += step) {
         int known = 0;
         for (int i = 0; i < (int)arrlen(*list); i++) known |= (*list)[i] == from;

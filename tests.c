@@ -17479,6 +17479,9 @@ TEST(trace_cli,
         CHECK(rc == bad[i].code && strstr(sh_err, bad[i].says) && lines_in(sh_err) == 1,
               "%s: %d, %s", bad[i].args, rc, sh_err);
     }
+    CHECK(sh(SYN "--ids %s/ids --trace %s/t --trace-layers 1:1:9223372036854775807; rm %s/t", d, d,
+             d) == 0,
+          "a step behind the last number: %s", sh_err);
     CHECK(sh(SYN "--ids %s/ids --trace /dev/full", d) == 1 &&
               strstr(sh_err, "--trace /dev/full: is no regular file"),
           "%s", sh_err);
