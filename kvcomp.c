@@ -24725,10 +24725,13 @@ static void score_add(Score *sc, const Score *one) {
 
 // I/N of --eval-shard: the first item, from 0, and the step to the next one. 0, or -1.
 static int shard_parse(const char *text, int *first, int *step) {
+    long part, parts;
     int used = 0;
-    if (sscanf(text, "%d/%d%n", first, step, &used) != 2 || text[used]) return -1;
-    *first -= 1;
-    return *first >= 0 && *first < *step ? 0 : -1;
+    if (sscanf(text, "%ld/%ld%n", &part, &parts, &used) != 2 || text[used]) return -1;
+    if (part < 1 || part > parts || parts > INT_MAX) return -1;
+    *first = (int)part - 1;
+    *step = (int)parts;
+    return 0;
 }
 
 // Frees what x holds, and closes its file.
@@ -25160,6 +25163,7 @@ static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int
     int first, step, done = 0, n = (int)arrlen(e->item), R = (int)arrlen(rows);
     double t0 = now();
     shard_parse(opt_str(a->o, "eval-shard"), &first, &step);
+    step = min_int(step, n + 1);                        // as good, and i + step stays small
     full.s = session_open(a->c, a->w, full.o, "full");
     for (int i = first; i < n; i += step) {
         const EvalItem *it = &e->item[i];

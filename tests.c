@@ -17745,6 +17745,8 @@ TEST(
                                   d, d, d, d)) &&
               strstr(sh_err, "more than once"),
           "the order of the files matters: %s%s", sh_out, sh_err);
+    CHECK(sh("%s --csv --eval-shard 2/2147483647", run) == 0 && lines_in(sh_out) == 3,
+          "more parts than items: %s%s", sh_out, sh_err);
     CHECK(sh("./kvcomp -q --csv --eval-merge %s/part1 %s/part3", d, d) == 1 &&
               lines_in(sh_out) == 3 && strstr(sh_err, "1 of 4 items are missing: 2"),
           "%s%s", sh_out, sh_err);
@@ -17764,6 +17766,8 @@ TEST(
         { "--eval-out /dev/null", "not a regular file" },
         { "--eval-shard 4/3", "--eval-shard wants I/N" },
         { "--eval-shard 0/3", "--eval-shard wants I/N" },
+        { "--eval-shard=-2147483648/3", "--eval-shard wants I/N" },
+        { "--eval-shard 4294967297/4294967298", "--eval-shard wants I/N" },
         { "--eval ppl --eval-file README.md --eval-out %s/new", "go with dialogues" },
         { "--eval-merge %s/whole", "goes alone" },
     };
