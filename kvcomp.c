@@ -30372,7 +30372,8 @@ static void check_options(const Options *o) {
         die(EXIT_USAGE, "--csv goes with --eval or --bench");
     if (shard_parse(opt_str(o, "eval-shard"), &first, &step))
         die(EXIT_USAGE, "--eval-shard wants I/N with I from 1 to N, found '%.40s'", opt_str(o, "eval-shard"));
-    if (*opt_str(o, "eval-merge") && eval) die(EXIT_USAGE, "--eval-merge goes alone, not with --eval");
+    if (*opt_str(o, "eval-merge") && (eval || ids || bench || *opt_str(o, "batch") || *opt_str(o, "report") || opt_int(o, "demo")))
+        die(EXIT_USAGE, "--eval-merge goes alone, not with --eval, --ids, --batch, --bench, --report or --demo");
     if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
     if (*opt_str(o, "dialogue") && !opt_int(o, "dump-tokens")) die(EXIT_USAGE, "--dialogue goes with --dump-tokens");
     if (*opt_str(o, "report") && (ids || *opt_str(o, "file") || opt_given(o, "prompt") || bench))
@@ -30429,6 +30430,8 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "min-p",          RUN_SAMPLES },
     { "repeat-penalty", RUN_REPLIES },
     { "repeat-last-n",  RUN_REPLIES },
+    { "batch",          RUN_BATCH },
+    { "trace",          RUN_PROMPT | RUN_IDS | RUN_EVAL },
     { "device-memory",  RUN_PLAN },
     { "method",         RUN_SESSION },
     { "budget",         RUN_SESSION },

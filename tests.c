@@ -16314,6 +16314,12 @@ TEST(cli_unused, "an option that has no effect in this run is named, one that ha
     CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --single-turn --csv") == 0 &&
               strstr(sh_err, "without effect in"),
           "%s", sh_err);
+    CHECK(sh("./kvcomp --dump-tokens -p hi --trace x") == 0 &&
+              strstr(sh_err, "without effect in --dump-tokens: --trace"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --inspect --batch x") == 0 &&
+              strstr(sh_err, "without effect in --inspect: --batch"),
+          "%s", sh_err);
     CHECK(sh("./kvcomp --help snapk") == 2 && strstr(sh_err, "did you mean snapkv?"), "%s", sh_err);
 }
 
@@ -17791,6 +17797,8 @@ TEST(
               strstr(sh_err, "/seed: of another run: its seed: 2; expected 1"),
           "%s", sh_err);
     CHECK(sh("./kvcomp --eval-merge %s/nothing", d) == 2 && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("./kvcomp --eval-merge %s/whole --batch x", d) == 2 && strstr(sh_err, "goes alone"), "%s",
+          sh_err);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
