@@ -189,10 +189,10 @@ enum {                          // Method.rule: what a prefill's query may see, 
 };
 enum {                          // Method.wants
     KV_MASS  = 1,               // attention adds its probabilities into KVHead.mass
-    // commit reads the query of a pass's last token. In a decode step it
-    KV_QUERY = 2,               // reads q, or must run before the next layer does. Without it a
-
-// GPU takes the whole step in one go and calls commit for every layer afterwards
+    // commit reads the query of a pass's last token, or in a decode step must run before the next
+    // layer does. Without it a GPU takes the whole step in one go and calls commit for every layer
+    // afterwards
+    KV_QUERY = 2,
 };
 
 enum {                          // Method.steady
@@ -364,17 +364,17 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     const char *made_for;
 
     int batch;                  // rows of a prefill block: -b, or what suits the device
-    int huge_pages;             // 1: and for a head's rows, where they are many (--huge-pages)
+    int huge_pages;             // 1: a head's rows lie on huge pages where they are many (--huge-pages)
     struct Arena *scratch;      // memory of a pass
     float *logits;              // (V) of the pass's last token
     // > 0: of a decode step on a device only so many of the largest logits come to the host
     int picks;
-    const BestLogits *picked;        // those of the last pass; NULL: logits has them all
+    const BestLogits *picked;   // those of the last pass; NULL: logits has them all
     Clock clk;
     struct Device *dev;         // what kvcomp.cu holds for the session; NULL on the CPU
-    // grows when a view is set, or the memory of rows or of what select reads moves: whatever
+    // grows when a view is set, or the memory of rows or of what select reads moves: whatever was
+    // told to the GPU is old then
     unsigned changes;
-                                // was told to the GPU is old then
     // where a pass goes that is not wanted any more (pass_poll); NULL: every pass runs to its end
     jmp_buf *stop;
     struct Trace *trace;        // where passes are written down (--trace); NULL: nowhere
