@@ -13930,6 +13930,7 @@ typedef struct {
     Json *index;                // model.safetensors.index.json; NULL: the folder has none
     void *block;
     size_t block_bytes;
+    Tensor known[2];            // by which an adapter knows its base, as the file has them (--weights q8_0)
     char *q8;                   // matrices as DT_Q8 (--weights q8_0); NULL: they stay as they are
     size_t q8_bytes, q8_used;
 } WeightFiles;
@@ -14179,7 +14180,10 @@ static void q8_take(Weights *w, Tensor *t) {
 
 // All matrices of a checkpoint, one after the other: what is held beside them is one matrix.
 static void q8_weights(Weights *w, const Config *c) {
+    WeightFiles *wf = w->files;
     q8_map(w, c);
+    wf->known[0] = w->embed;
+    wf->known[1] = w->layer[0].wq;
     progress_tell("loading", 0);
     q8_take(w, &w->embed);
     for (int l = 0; l < c->L; l++) {
@@ -14556,9 +14560,15 @@ static uint64_t fnv1a(uint64_t h, const Tensor *t) {
 }
 
 // The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
-// q_proj, as stored.
+// q_proj, as the file has them: with --weights q8_0 they are read once more from there.
 static uint64_t sonic_fingerprint(const Weights *w) {
-    return fnv1a(fnv1a(0xcbf29ce484222325ull, &w->embed), &w->layer[0].wq);
+    const WeightFiles *wf = w->files;
+    const Tensor *embed = &w->embed, *wq = &w->layer[0].wq;
+    if (wf && wf->known[0].data) {
+        embed = &wf->known[0];
+        wq = &wf->known[1];
+    }
+    return fnv1a(fnv1a(0xcbf29ce484222325ull, embed), wq);
 }
 
 // Was the adapter trained for this base? Its kind, its sizes and the fingerprint must agree;
