@@ -25170,7 +25170,7 @@ static void eval_progress(const App *a, int done, int all, double t0) {
 static void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced, EvalFile *x) {
     OpenRow full = { .o = options_copy(a->o) };
     float *ref = NULL;                                  // stb_ds, V a row
-    int first, step, done = 0, n = (int)arrlen(e->item), R = (int)arrlen(rows);
+    int first = 0, step = 1, done = 0, n = (int)arrlen(e->item), R = (int)arrlen(rows);
     double t0 = now();
     shard_parse(opt_str(a->o, "eval-shard"), &first, &step);
     step = min_int(step, n + 1);                        // as good, and i + step stays small
