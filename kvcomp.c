@@ -3697,6 +3697,12 @@ static float *quest_scores(Session *s, const Quest *x, int l, const float *q, in
     return u;
 }
 
+// For --trace: u (G,pages).
+static void trace_pages(Session *s, int l, const float *u, int pages) {
+    for (int g = 0; g < s->c->G && traced(s, l); g++)
+        trace_f32(s, u + (size_t)g * pages, pages, 0, "layer%02d.head%02d.quest.scores", l, g);
+}
+
 // Sets the views of layer l: each KV head reads its `best` pages by u, of its first `pages`, and
 // every row behind those.
 static void quest_select_host(Session *s, const Quest *x, int l, const float *q, int pages,
@@ -3710,8 +3716,7 @@ static void quest_select_host(Session *s, const Quest *x, int l, const float *q,
         k[g] = best;
     }
     float *u = quest_scores(s, x, l, q, pages);
-    for (int g = 0; g < G && traced(s, l); g++)
-        trace_f32(s, u + (size_t)g * pages, pages, 0, "layer%02d.head%02d.quest.scores", l, g);
+    trace_pages(s, l, u, pages);
     top_k_rows(s, u, G, pages, n, k, idx, best, found);
     for (int g = 0; g < G; g++) {
         int n_rows = found[g] * PAGE;
@@ -3743,7 +3748,9 @@ static void quest_select(Session *s, void *ms, int l, const float *q) {
     if (KV_DEV(s)) {
         const char *bound[MAX_G];
         for (int g = 0; g < G; g++) bound[g] = x->head[l * G + g].bound;
-        quest_select_cuda(s, l, bound, pages, x->head[l * G].cap, best, q, x->dtype);
+        float *u = traced(s, l) ? scratch(s, (size_t)G * pages * sizeof *u) : NULL;
+        quest_select_cuda(s, l, bound, pages, x->head[l * G].cap, best, q, x->dtype, u);
+        trace_pages(s, l, u, pages);
     } else {
         quest_select_host(s, x, l, q, pages, best);
     }
@@ -6825,20 +6832,20 @@ static int seek_found(const Lychee *x, const int *found, int per, SeekRoom *w, i
     return found[LIST_TOKENS];
 }
 
-// For --trace: the scores of all clusters, -INFINITY of those that were not looked at, and the
-// clusters that gave chunks. head: a KV head if of_group is 1, else a query head. On a device both
-// stay where they are made, and are not written down.
-static void trace_seek(Session *s, int l, int head, int of_group, const Tree *t, const SeekRoom *w) {
+// For --trace: the scores S of all clusters, -INFINITY of those that were not looked at, and the
+// clusters that gave chunks. head: a KV head if of_group is 1, else a query head.
+static void trace_seek(Session *s, int l, int head, int of_group, const Tree *t, const float *S,
+                       const SeekRoom *w) {
     const char *kind = of_group ? "head" : "qhead";
-    trace_f32(s, w->S, t->fine.n, 0, "layer%02d.%s%02d.lychee.scores", l, kind, head);
+    trace_f32(s, S, t->fine.n, 0, "layer%02d.%s%02d.lychee.scores", l, kind, head);
     trace_i32(s, w->used, w->n_used, 0, "layer%02d.%s%02d.lychee.clusters", l, kind, head);
 }
 
 // Sets the views of the query heads q (R,D) of KV head g: one list for the group or, under
-// --lychee-gqa=head, one for each. found: what the GPU has found, (lists,LIST_HEAD + 2 per); NULL:
-// look here.
+// --lychee-gqa=head, one for each. found: what the GPU has found, (lists,LIST_HEAD + 2 per), and in a
+// trace by which scores, S (lists,clusters); NULL: look here.
 static void select_group(Session *s, const Lychee *x, int l, int g, const float *q,
-                         const int *found, int per, SeekRoom *w) {
+                         const int *found, const float *S, int per, SeekRoom *w) {
     int R = s->c->H / s->c->G, D = s->c->D;
     int lists = x->gqa == GQA_HEAD ? R : 1, each = R / lists;
     const Tree *t = &x->tree[l * s->c->G + g];
@@ -6850,7 +6857,10 @@ static void select_group(Session *s, const Lychee *x, int l, int g, const float 
         int n, tokens;
         if (found) tokens = seek_found(x, found + (size_t)i * (LIST_HEAD + 2 * per), per, w, &n);
         else tokens = seek(x, t, qi, each, D, w, &n);
-        if (!found && traced(s, l)) trace_seek(s, l, lists == 1 ? g : g * R + i, lists == 1, t, w);
+        if (traced(s, l)) {
+            const float *Si = found ? S + (size_t)i * t->fine.n : w->S;
+            trace_seek(s, l, lists == 1 ? g : g * R + i, lists == 1, t, Si, w);
+        }
         if (lists == 1) view_group(s, l, g, w->rows, n, t_idx(x));
         else view_set(s, l, g * R + i, w->rows, n, t_idx(x));
         if (!a) continue;
@@ -6867,15 +6877,15 @@ static long lychee_dense(const Lychee *x) {
     return (long)x->B + x->buffer;
 }
 
-// Must the host see what the GPU finds? It measures the statistics, and it sets views that differ
-// between the heads of a group.
-static int lychee_bring(const Lychee *x) {
-    return x->watch || x->gqa == GQA_HEAD;
+// Must the host see what the GPU finds? It measures the statistics, writes traces, and sets views that
+// differ between the heads of a group.
+static int lychee_bring(const Session *s, const Lychee *x) {
+    return x->watch || x->gqa == GQA_HEAD || s->trace;
 }
 
 // A step launches what the last one did, but for the first that reads a list.
 static int lychee_steady(const Session *s, const void *ms) {
-    return !lychee_bring(ms) && s->n_tok != lychee_dense(ms) + 1;
+    return !lychee_bring(s, ms) && s->n_tok != lychee_dense(ms) + 1;
 }
 
 // Sets the views of layer l for this step; q (H,D). Where it returns at once, the views say: every
@@ -6888,12 +6898,15 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
     size_t mark = scratch_mark(s);
     const Tree *tree = &x->tree[l * G];         // (G)
     int per = x->sink + room_for_chunks(x);     // most rows of a list
-    int bring = lychee_bring(x), *found = NULL;
+    int bring = lychee_bring(s, x), *found = NULL;
     int lists = x->gqa == GQA_HEAD ? R : 1;     // of a KV head
     size_t each = (size_t)lists * (LIST_HEAD + 2 * per);    // numbers the GPU finds for a KV head
+    size_t scores = (size_t)lists * tree->fine.n;           // of a KV head
+    float *S = NULL;
     if (KV_DEV(s)) {
         LycheeRule rule = lychee_rule(x, tree->coarse.n);
-        found = lychee_seek_cuda(s, &rule, l, tree, q, per, bring);
+        if (traced(s, l)) S = scratch(s, G * scores * sizeof *S);
+        found = lychee_seek_cuda(s, &rule, l, tree, q, per, bring, S);
         if (x->watch) q = on_host(s, q, 0, 1);
     }
     if (!KV_DEV(s) || bring) {
@@ -6901,7 +6914,8 @@ static void lychee_select(Session *s, void *ms, int l, const float *q) {
         #pragma omp parallel for schedule(static) if (x->M > 256 && !found && !s->trace)
         for (int g = 0; g < G; g++) {
             const int *of_head = found ? found + g * each : NULL;
-            select_group(s, x, l, g, q + (size_t)g * R * D, of_head, per, &w[thread_id()]);
+            const float *Sg = S ? S + g * scores : NULL;
+            select_group(s, x, l, g, q + (size_t)g * R * D, of_head, Sg, per, &w[thread_id()]);
         }
     }
     scratch_reset(s, mark);

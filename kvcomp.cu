@@ -7286,9 +7286,9 @@ template <int DT> static void quest_group(const QuestSeek &a) {
 
 // quest_select of kvcomp.c: the `best` pages of every KV head by score become the layer's views.
 // bound (G), q (H,D) on the device. Of the first `pages` pages; a step in one go says itself how
-// many there are, up to cap.
+// many there are, up to cap. u (G,pages) on the host gets the scores, if it is not NULL.
 void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int cap, int best,
-                       const float *q, int dtype) {
+                       const float *q, int dtype, float *u) {
     int G = s->c->G;
     QuestSeek a;
     memset(&a, 0, sizeof a);
@@ -7310,6 +7310,8 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
     if (dtype == DT_F32)      quest_group<DT_F32>(a);
     else if (dtype == DT_F16) quest_group<DT_F16>(a);
     else                      quest_group<DT_BF16>(a);
+    for (int g = 0; g < G && u; g++)
+        download(u + (size_t)g * pages, a.score + (size_t)g * cap, pages * sizeof(float));
 }
 
 // ==================================================================================================== 9 LOOPSERVE
@@ -8977,9 +8979,10 @@ template <int NQ, int WIDE> static void lychee_launch(const LycheeSeek &a) {
 // What the queries q (H,D) of a decode step read of layer l, by the trees of its KV heads; per:
 // rows of a list at most (sink + room or more); M > 0. bring: -> (lists,LIST_HEAD + 2 per) on the
 // host, in scratch, clusters included. Otherwise the lists, one a KV head, become the layer's views
-// (chosen_room), and NULL is returned.
+// (chosen_room), and NULL is returned. S (lists,K) on the host gets the scores of all clusters, if it
+// is not NULL.
 int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees, const float *q,
-                      int per, int bring) {
+                      int per, int bring, float *S) {
     int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D, K = trees->fine.n, P = trees->coarse.n;
     int m = x->gqa == GQA_HEAD ? 1 : R, lists = H / m, stride = LIST_HEAD + (bring ? 2 : 1) * per;
     int many = (size_t)8 * P > (size_t)seek_shared / 4;          // units, for shared memory
@@ -9016,6 +9019,7 @@ int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *trees,
     else if (m > 1 && x->gqa == GQA_MAX) lychee_launch<4, 1>(a);
     else                                 lychee_launch<1, 1>(a);
 
+    if (S) download(S, score, n_score * sizeof(float));
     if (!bring) return NULL;
     int *host = (int *)scratch(s, n_out * sizeof(int));
     download(host, a.out, n_out * sizeof(int));

@@ -997,9 +997,9 @@ float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, 
 // pages from..to-1; bound (pages,2,D) there
 void page_bounds_cuda(Session *s, int l, int g, char *bound, int from, int to, int dtype);
 
-// bound (G) of those, cap pages long; q (H,D)
+// bound (G) of those, cap pages long; q (H,D); u (G,pages): the scores come here, or NULL
 void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, int cap, int best,
-                       const float *q, int dtype);
+                       const float *q, int dtype, float *u);
 
 // ---- LoopServe (section 9). P (ng R,m,N) and ring (obs,H,D) on the device; lines and found (ng R)
 // here
@@ -1019,9 +1019,9 @@ void ring_select_cuda(Session *s, int l, const float *score, const int *n, int b
 void   lychee_build_cuda(Session *s, const LycheeRule *x, int l, const Tree *t);
 void   lychee_graft_cuda(Session *s, const LycheeRule *x, int l, int from);
 
-// bring: (lists, LIST_HEAD + 2 per) on the host
+// bring: (lists, LIST_HEAD + 2 per) on the host; S (lists,clusters): the scores come here, or NULL
 int *lychee_seek_cuda(Session *s, const LycheeRule *x, int l, const Tree *t, const float *q, int per,
-                      int bring);
+                      int bring, float *S);
 
 #ifdef __cplusplus
 }
