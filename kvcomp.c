@@ -12248,31 +12248,32 @@ int opt_choice(const Options *o, const char *name, const char *words) {
     return max_int(word_place(words, opt_str(o, name)), 0);
 }
 
-// Adds from, from + step, .. up to `to` to an stb_ds array, each number once.
-static void list_add(int **list, long from, long to, long step) {
-    if (step > to - from) step = to - from + 1;         // as good, and from + step stays small
-    for (; from <= to; from += step) {
-        int known = 0;
-        for (int i = 0; i < (int)arrlen(*list); i++) known |= (*list)[i] == from;
-        if (!known) arrput(*list, (int)from);
-    }
+typedef struct {                // from, from + step, .. up to `to`
+    long from, to, step;
+} Numbers;
+
+// Is x among the first n of these?
+static int numbers_have(const Numbers *part, int n, long x) {
+    for (int i = 0; i < n; i++)
+        if (x >= part[i].from && x <= part[i].to && (x - part[i].from) % part[i].step == 0) return 1;
+    return 0;
 }
 
-// The numbers of a text as an stb_ds array, each once: "2048", "512,1024", "2:98:3" (from, to,
-// step), or a mix of them. All must lie in [lo,hi]. Exit 2 when the text is anything else; `name`
-// is the option to blame.
-static int *number_list(const char *name, const char *text, long lo, long hi) {
-    int *list = NULL;
+// The parts of a text as an stb_ds array: "2048", "512,1024", "2:98:3" (from, to, step), or a mix of
+// them. All numbers must lie in [lo,hi]. Exit 2 when the text is anything else; `name` is the option to
+// blame.
+static Numbers *number_parts(const char *name, const char *text, long lo, long hi) {
+    Numbers *list = NULL;
     const char *p = text;
     while (*p) {
-        long from, to, step = 1;
+        Numbers x = { .step = 1 };
         int n;
-        if (sscanf(p, "%ld%n", &from, &n) != 1) break;
+        if (sscanf(p, "%ld%n", &x.from, &n) != 1) break;
         p += n;
-        to = from;
-        if (sscanf(p, ":%ld:%ld%n", &to, &step, &n) == 2) p += n;
-        if ((*p && *p != ',') || from < lo || to > hi || to < from || step < 1) break;
-        list_add(&list, from, to, step);
+        x.to = x.from;
+        if (sscanf(p, ":%ld:%ld%n", &x.to, &x.step, &n) == 2) p += n;
+        if ((*p && *p != ',') || x.from < lo || x.to > hi || x.to < x.from || x.step < 1) break;
+        arrput(list, x);
         if (!*p) return list;
         p++;                                            // the comma
     }
@@ -12280,6 +12281,20 @@ static int *number_list(const char *name, const char *text, long lo, long hi) {
     die(EXIT_USAGE, "--%s wants numbers from %ld to %ld like 5,10 or 2:98:3, found '%.60s'", name, lo, hi,
         text);
     return NULL;
+}
+
+// The numbers of such a text, each once, in its order (stb_ds).
+static int *number_list(const char *name, const char *text, long lo, long hi) {
+    Numbers *part = number_parts(name, text, lo, hi);
+    int *list = NULL;
+    for (int i = 0; i < (int)arrlen(part); i++) {
+        long step = part[i].step, to = part[i].to;
+        if (step > to) step = to + 1;                   // as good, and x + step stays small
+        for (long x = part[i].from; x <= to; x += step)
+            if (!numbers_have(part, i, x)) arrput(list, (int)x);
+    }
+    arrfree(part);
+    return list;
 }
 
 // ==================================================================================================== 19 JSON
@@ -19748,7 +19763,7 @@ static int run_ids(App *a) {
 struct Trace {
     SafeWriter out;
     unsigned char *layer;       // (L) 1: it is written down
-    int *step;                  // decode steps that are (stb_ds); NULL: all
+    Numbers *step;              // decode steps that are (stb_ds); NULL: all
     int pass;                   // passes that have begun
     int on;                     // 1: this pass is written down
 };
@@ -19800,8 +19815,8 @@ static const float *trace_here(Session *s, const float *x, int heads) {
 // The tokens of the pass: base, step, tokens, positions.
 void trace_begin(Session *s) {
     struct Trace *x = s->trace;
-    int T = s->n_tok - s->base, step = s->decoding ? s->step : -1, found = !x->step || step < 0;
-    for (int i = 0; i < (int)arrlen(x->step); i++) found |= x->step[i] == step;
+    int T = s->n_tok - s->base, step = s->decoding ? s->step : -1;
+    int found = !x->step || step < 0 || numbers_have(x->step, (int)arrlen(x->step), step);
     x->pass++;
     x->on = found;
     if (!found) return;
@@ -19926,7 +19941,7 @@ static void trace_open(App *a) {
     int *list = *layers ? number_list("trace-layers", layers, 0, a->c->L - 1) : NULL;
     for (int i = 0; i < (int)arrlen(list); i++) x->layer[list[i]] = 1;
     arrfree(list);
-    x->step = *steps ? number_list("trace-steps", steps, 0, 1 << 30) : NULL;
+    x->step = *steps ? number_parts("trace-steps", steps, 0, 1 << 30) : NULL;
     safe_write_begin(&x->out, path, "--trace");
     trace_meta(a, &x->out);
     a->s->trace = x;

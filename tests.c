@@ -11171,6 +11171,11 @@ TEST(dililazy_words, "recall of the answer's words: case and punctuation fold, r
     x = number_list("n", "5,0,5,10:12:1", 0, 100);
     CHECK(arrlen(x) == 5 && x[0] == 5 && x[1] == 0 && x[4] == 12, "a mix, each once");
     arrfree(x);
+    double t = now();
+    x = number_list("n", "0:200000:2,0:200000:1", 0, 200000);
+    CHECK(arrlen(x) == 200001 && x[100001] == 1 && x[200000] == 199999, "%d", (int)arrlen(x));
+    CHECK(now() - t < 2, "a list of 200,001 numbers takes %g s", now() - t);
+    arrfree(x);
     const char *bad[] = { "", "x", "5,", "101", "-1", "5:1:1", "1:5:0", "1:5", "5 6", "1,,2" };
     for (int i = 0; i < 10; i++) CHECK(list_dies(bad[i]) == EXIT_USAGE, "\"%s\"", bad[i]);
 }
