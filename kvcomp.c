@@ -24014,11 +24014,11 @@ static unsigned *code_points(const char *text, size_t left) {
 // more, those that make up over a hundredth of it. (n) flags, malloc'd.
 static char *too_frequent(const unsigned *b, int n) {
     char *often = xcalloc((size_t)n + 1, 1);
-    for (int i = 0; i < n && n >= 200; i++) {
-        int count = 0;
-        for (int j = 0; j < n; j++) count += b[j] == b[i];
-        often[i] = count > n / 100 + 1;
-    }
+    if (n < 200) return often;
+    int *count = xcalloc(0x110000, sizeof *count);      // of every code point there is
+    for (int i = 0; i < n; i++) count[b[i]]++;
+    for (int i = 0; i < n; i++) often[i] = count[b[i]] > n / 100 + 1;
+    free(count);
     return often;
 }
 
