@@ -8906,6 +8906,9 @@ static int physical_cores(void) {
 }
 #endif
 
+// Bytes of a page of memory: 4096 on most machines, 16384 and 65536 on some 64-bit ARM ones.
+static size_t page_bytes(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+
 // Threads for a model of so many parameters, when the user names no number. A product of a small
 // model is over before a second thread has begun: one thread is the fastest, whatever else runs.
 static int threads_for(size_t parameters) {
@@ -14199,7 +14202,7 @@ static void q8_map(Weights *w, const Config *c) {
 static void q8_take(Weights *w, Tensor *t) {
     WeightFiles *wf = w->files;
     char *to = wf->q8 + wf->q8_used;
-    const size_t page = 4096;
+    size_t page = page_bytes();
     size_t from = ((size_t)t->data + page - 1) / page * page, end = ((size_t)t->data + tensor_bytes(t)) / page * page;
     q8_store(to, t);
     if (end > from) madvise((void *)from, end - from, MADV_DONTNEED);
@@ -26913,7 +26916,7 @@ static size_t most_resident(void) {
 static long drop_file(const char *path, size_t size) {
     long stay = -1;
 #ifdef __linux__
-    size_t pages = (size + 4095) / 4096;
+    size_t pages = (size + page_bytes() - 1) / page_bytes();
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return -1;
     fdatasync(fd);                                      // what is not written yet cannot be dropped
@@ -26950,7 +26953,7 @@ static void drop_files(App *a, FileBench *b) {
         long n = drop_file(path[i], size[i]);
         if (n < 0) die(EXIT_RUN, "--bench-file: %s: whether it is in the page cache cannot be seen", path[i]);
         b->files += size[i];
-        stay += (size_t)n * 4096;
+        stay += (size_t)n * page_bytes();
         free(path[i]);
     }
     b->cached = fmin(1, (double)stay / (double)b->files);
@@ -30785,8 +30788,8 @@ static void tell_memory(const App *a, double weights, int synthetic) {
 // Touches every page of a mapped tensor.
 static void load_pages(const Tensor *t) {
     const volatile unsigned char *p = t->data;
-    size_t bytes = tensor_bytes(t);
-    for (size_t i = 0; i < bytes; i += 4096) (void)p[i];
+    size_t bytes = tensor_bytes(t), page = page_bytes();
+    for (size_t i = 0; i < bytes; i += page) (void)p[i];
 }
 
 // A mapped file is read when it is first touched. With somebody watching, that happens here, with a
