@@ -26909,7 +26909,11 @@ typedef struct {            // speeds with so many threads
 static size_t most_resident(void) {
     struct rusage r;
     getrusage(RUSAGE_SELF, &r);
+#ifdef __APPLE__
+    return (size_t)r.ru_maxrss;                         // bytes there, and kilobytes elsewhere
+#else
     return (size_t)r.ru_maxrss * 1024;
+#endif
 }
 
 // Asks the system to drop a file from the page cache -> how many of its pages stay, or -1.
