@@ -31534,25 +31534,26 @@ static void batch_close(Batch *b) {
     free(b->making);
 }
 
-// --batch: answers every line. Returns 0, or 1 when a line had an error.
+// --batch: answers every line that is not blank. Returns 0, or 1 when a line had an error.
 static int batch(App *a) {
     const char *path = opt_str(a->o, "batch");
     FILE *in = strcmp(path, "-") ? fopen(path, "rb") : stdin;
     char *line = NULL;
     size_t room = 0;
     ssize_t n;
-    long number = 0, failed = 0;
+    long number = 0, requests = 0, failed = 0;
     Batch b;
     if (!in) die(EXIT_USAGE, "--batch %s: %s", path, strerror(errno));
     batch_open(&b, a);
     while ((n = getline(&line, &room, in)) >= 0) {
         number++;
         if (is_blank(line, line + n)) continue;
+        requests++;
         failed += batch_line(&b, line, (size_t)n, number, stdout) != 0;
     }
     if (!feof(in)) die(errno == ENOMEM ? EXIT_MEMORY : EXIT_RUN, "--batch %s: %s", path, strerror(errno));
     if (in != stdin) fclose(in);
-    if (failed && !quiet) warn("--batch: %ld of %ld lines had an error", failed, number);
+    if (failed && !quiet) warn("--batch: %ld of %ld requests had an error", failed, requests);
     free(line);
     batch_close(&b);
     return failed ? EXIT_RUN : 0;
