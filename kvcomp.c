@@ -27093,6 +27093,8 @@ static int bench(Options *o) {
         die(EXIT_USAGE, "--bench-file wants a checkpoint on disk and the CPU: no --synthetic, no -d cuda");
     if (file && (*path || opt_int(o, "csv") || opt_int(o, "bench-kernels")))
         die(EXIT_USAGE, "--bench-file prints a table or --json, and goes neither with --csv nor with another suite");
+    if (file && opt_given(o, "bench-depths"))
+        die(EXIT_USAGE, "--bench-file decodes from nothing and has no --bench-depths");
     if (file) {
         open_config(&a);
     } else {

@@ -14370,6 +14370,9 @@ TEST(cli_bench_file, "--bench-file measures a checkpoint from its files, cold an
           "%s", sh_err);
     CHECK(sh("./kvcomp --bench --bench-file --csv") == 2 && strstr(sh_err, "--bench-file"), "%s",
           sh_err);
+    CHECK(sh("./kvcomp --bench --bench-file --bench-depths 0") == 2 &&
+              strstr(sh_err, "has no --bench-depths"),
+          "%s", sh_err);
 }
 
 TEST(cache_huge_pages, "rows of long heads that grow, shrink and are cut keep their bytes on huge "
