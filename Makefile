@@ -34,8 +34,10 @@ $(warning $(NVCC) cannot build a program with cuBLAS (no g++, or no cuBLAS, is f
 endif
 endif
 
-# both halves and the tests compile side by side, as many at a time as there are cores
+# both halves and the tests compile side by side, as many at a time as there are cores. A make that this one calls shares them
+ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)
+endif
 
 comma := ,
 all: kvcomp

@@ -14924,7 +14924,8 @@ static int text_map(const char *file, const TextSection *s, const char *c, const
 }
 
 TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU program and says so; "
-                   "with them, for the generations that CUDA_ARCHS names") {
+                   "with them, for the generations that CUDA_ARCHS names; a make that make calls "
+                   "does not complain of -j") {
     const char *make =
         "env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS make -n -W kvcomp.c -W kvcomp.cu kvcomp";
     CHECK(sh("%s NVCC=/bin/false", make) == 0 && strstr(sh_out, " -o kvcomp kvcomp.c") &&
@@ -14936,6 +14937,10 @@ TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU pr
     CHECK(strstr(sh_out, "/bin/true -o kvcomp") && strstr(sh_out, "-DKVCOMP_CUDA") &&
               strstr(sh_out, "compute_90") && !strstr(sh_out, "sm_120"),
           "an nvcc that tells nothing: %s", sh_out);
+    CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL $(command -v make) -s deps CC=/bin/false NVCC= "
+             "PATH=/nonexistent SHELL=/bin/sh") != 0 &&
+              strstr(sh_out, "needs a C compiler") && !strstr(sh_err, "warning"),
+          "%s%s", sh_out, sh_err);
     CHECK(sh("echo \"[${CUDA_VISIBLE_DEVICES-none}]\"") == 0 && !strcmp(sh_out, "[]\n"),
           "programs that tests start see no GPU: %s", sh_out);
 }
