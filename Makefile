@@ -107,6 +107,8 @@ gpu-bench: kvcomp
 else
 kvcomp: kvcomp.c kvcomp.h data/unicode.h Makefile | deps
 	$(CC) $(WARN) $(CFLAGS) $(OPENMP) -o $@ kvcomp.c -lm
+cuda-check gpu-test gpu-bench:
+	@echo "make $@ needs the CUDA toolkit: nvcc, the g++ that it calls, and a cuBLAS that links" >&2; exit 1
 endif
 
 run: kvcomp

@@ -14925,7 +14925,7 @@ static int text_map(const char *file, const TextSection *s, const char *c, const
 
 TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU program and says so; "
                    "with them, for the generations that CUDA_ARCHS names; a make that make calls "
-                   "does not complain of -j") {
+                   "does not complain of -j; targets that need nvcc say so") {
     const char *make =
         "env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS make -n -W kvcomp.c -W kvcomp.cu kvcomp";
     CHECK(sh("%s NVCC=/bin/false", make) == 0 && strstr(sh_out, " -o kvcomp kvcomp.c") &&
@@ -14941,6 +14941,11 @@ TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU pr
              "PATH=/nonexistent SHELL=/bin/sh") != 0 &&
               strstr(sh_out, "needs a C compiler") && !strstr(sh_err, "warning"),
           "%s%s", sh_out, sh_err);
+    static const char *const target[] = { "cuda-check", "gpu-test", "gpu-bench" };
+    for (int i = 0; i < 3; i++)
+        CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL make -s %s NVCC=", target[i]) != 0 &&
+                  strstr(sh_err, "needs the CUDA toolkit: nvcc"),
+              "%s: %s%s", target[i], sh_out, sh_err);
     CHECK(sh("echo \"[${CUDA_VISIBLE_DEVICES-none}]\"") == 0 && !strcmp(sh_out, "[]\n"),
           "programs that tests start see no GPU: %s", sh_out);
 }
