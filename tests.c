@@ -18254,6 +18254,13 @@ TEST(cli_make_web, "without emscripten and apt-get `make web` says what it needs
              "SHELL=/bin/sh") != 0 &&
               strstr(sh_out, "make web needs Debian's emscripten"),
           "%s%s", sh_out, sh_err);
+    char d[] = "/tmp/kvcomp-web-XXXXXX";
+    CHECK(mkdtemp(d) && sh("ln -s /bin/true %s/emcc", d) == 0, "%s", sh_err);
+    CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL $(command -v make) -s install-web PATH=%s SHELL=/bin/sh",
+             d) == 0 &&
+              !*sh_out && !*sh_err,
+          "an emcc that is not Debian's: %s%s", sh_out, sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
     slurp_into("data/web.html", text, sizeof text);
     CHECK(strstr(text, "\n@@GLUE@@\n") && strstr(text, "\n@@WASM@@\n"), "places");
     CHECK(strstr(text, "default-src 'none'") && !strstr(text, "http://www.w3.org/1999") &&
