@@ -2863,7 +2863,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decod
 // The online softmax of attend_kernel in the shape of FlashAttention-2 (Dao, arXiv 2307.08691): a block
 // keeps its query rows, K and V come by in tiles, and scores and probabilities stay in registers.
 //
-//   Block   a Strip: BQ = 64 MT query rows, and all rows they may see, a tile of KT keys at a time. The
+//   Block   a Strip: BQ = 16 MT WARPS query rows, and all rows they may see, a tile of KT keys at a time. The
 //           longest strips start first.
 //   Warp    16 MT of the query rows; MT times 16 rows are the height of a fragment
 //   Lane    (g,t), as in "what only PTX can say". Two products for every tile:
@@ -2886,18 +2886,22 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decod
 //           that 8 rows of a matrix lie in different banks. state, tok (BQ): maximum and sum of a row's
 //           softmax, its token. see (BQ,KT/32): a bit for each key that a row sees in a tile with a mask.
 //           list, cols: which tiles there are; counts, strip, facts
-//   Tile    128 x 64 up to head_dim 128. With two fragments of queries a warp uses each fragment of K and
-//           V twice; with one, reading them from shared memory would take as long as multiplying them
-//           (128 bytes a clock against a product in two clocks on an A100). More rows do not fit: the
-//           output of 32 x 128 is 128 registers of a lane, the scores of 32 x 64 are 64. So q is read
+//   Tile    128 x 64 up to head_dim 128, by four warps. With two fragments of queries a warp uses each
+//           fragment of K and V twice; with one, reading them from shared memory would take as long as
+//           multiplying them (128 bytes a clock against a product in two clocks on an A100). More rows do not
+//           fit: the output of 32 x 128 is 128 registers of a lane, the scores of 32 x 64 are 64. So q is read
 //           again for every tile where its fragments would take more than TC_Q_REGS registers, and state
 //           is not kept in registers. Wider heads have tiles of 64 x 64 up to head_dim 160, then of 64 x 32.
+//           Along lines a block has 64 rows, because lines are chosen for blocks of 64: two warps with two
+//           fragments each up to head_dim 96; from there on four with one, because four blocks of two warps
+//           would not find room in shared memory.
 //           K and V have a buffer each, and take turns: while one is multiplied, cp.async fills the other.
-//           Two blocks are on a multiprocessor: one multiplies while the other waits or exponentiates.
-//           The halves of a copy and the __syncwarp between products move nothing that is computed; they
-//           keep the compiler from asking for more fragments at once than there are registers.
+//           Two blocks are on a multiprocessor, or four of two warps: one multiplies while the other waits
+//           or exponentiates. The halves of a copy, and __syncwarp where all lanes have arrived, move nothing
+//           that is computed; they keep the compiler from asking for more fragments at once than there are
+//           registers.
 //   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 658
-//           other instructions, 2.5 a product (sm_90, make cuda-check)
+//           other instructions, 2.5 a product, and along lines 132 and 450, 3.4 (sm_90, make cuda-check)
 //
 // Which tiles there are is found out before, TC_LIST at a time: tiles that no query of the strip sees are
 // left out (those before a sliding window, other messages under SONIC's rule), and tiles that every query
@@ -2916,7 +2920,7 @@ enum {
     TC_MIN = 256,               // tokens of a pass; below, split-K keeps more of the device busy
     TC_LIST = 512,              // tiles of a list
     TC_COLS = 3072,             // room for gathered columns
-    TC_STEP = 1024,             // columns looked at at once to gather them, 256 a warp
+    TC_STEP = 1024,             // columns that a block looks at at once to gather them
     TC_Q_REGS = 32,             // registers of a lane that q may take
     P_SHIFT = 15                // 2^15 is the largest power of two in f16
 };
@@ -2967,12 +2971,15 @@ struct Strip {
 // The shape of a block, by the width of the products: DIM >= D. DIM is 64, 96, 128, 160 or 256.
 template <int DIM, int LINES> struct TensorShape {
     enum {
-        MT = DIM <= 128 && !LINES ? 2 : 1,      // fragments of queries of a warp
+        WARPS = LINES && DIM <= 96 ? 2 : ATTN_WARPS,
+        BLOCKS = 2 * ATTN_WARPS / WARPS,        // blocks on a multiprocessor
+        MT = DIM <= (LINES ? 96 : 128) ? 2 : 1, // fragments of queries of a warp
         KT = DIM <= 160 ? 64 : 32,              // keys of a tile
-        BQ = ATTN_WARPS * 16 * MT,              // query rows of a block
+        BQ = WARPS * 16 * MT,                   // query rows of a block
         P = DIM + 8,                            // numbers of a row in shared memory
         WORDS = KT / 32,                        // words of a bit a key
-        LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32    // lanes that copy a row, 16 bytes each
+        LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32,   // lanes that copy a row, 16 bytes each
+        COPIES = KT * LANES / (WARPS * 32)      // rows of a tile that a lane copies
     };
 };
 
@@ -2990,14 +2997,14 @@ struct RowState {               // the softmax of a query row so far
 
 struct TensorShared {
     uint16_t *q, *keys, *vals;
+    int *cols;                  // (TC_COLS) gathered columns, LINES only
     RowState *state;            // (BQ)
     unsigned *see;
     int *tok;                   // (BQ) the rows' tokens
     int *list;                  // (TC_LIST) tiles: twice the first row, and 1 more when it needs its mask
-    int *counts;                // (2,ATTN_WARPS) what the warps add to a list
+    int *counts;                // (2,WARPS) what the warps add to a list
     Strip *strip;
     StripFacts *facts;
-    int *cols;                  // (TC_COLS) gathered columns, LINES only
 };
 
 // Carves the block's shared memory -> bytes.
@@ -3007,14 +3014,14 @@ template <int DIM, int LINES> KV_HD static size_t tensor_carve(TensorShared *m, 
     m->q = carve<uint16_t>(&b, Shape::BQ * Shape::P);
     m->keys = carve<uint16_t>(&b, Shape::KT * Shape::P);
     m->vals = carve<uint16_t>(&b, Shape::KT * Shape::P);
+    m->cols = carve<int>(&b, LINES ? TC_COLS : 0);
     m->state = carve<RowState>(&b, Shape::BQ);
     m->see = carve<unsigned>(&b, Shape::BQ * Shape::WORDS);
     m->tok = carve<int>(&b, Shape::BQ);
     m->list = carve<int>(&b, TC_LIST);
-    m->counts = carve<int>(&b, 2 * ATTN_WARPS);
+    m->counts = carve<int>(&b, 2 * Shape::WARPS);
     m->strip = carve<Strip>(&b, 1);
     m->facts = carve<StripFacts>(&b, 1);
-    m->cols = carve<int>(&b, LINES ? TC_COLS : 0);
     return b.at;
 }
 
@@ -3045,10 +3052,10 @@ struct TileRef {
 // ---- which tiles there are
 
 // Declared here because tensor_kernel calls them; they stand in section 7.
-template <int KT> static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x,
-                                                   const Strip &s, int *from, int *n_cols);
-template <int KT> static __device__ void lines_mask(const TensorShared &m, const Attn &a, const HeadRef &h,
-                                                    const DeviceLines &x, const Strip &s, const TileRef &tile);
+template <int DIM> static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x,
+                                                    const Strip &s, int *from, int *n_cols);
+template <int DIM> static __device__ void lines_mask(const TensorShared &m, const Attn &a, const HeadRef &h,
+                                                     const DeviceLines &x, const Strip &s, const TileRef &tile);
 static __device__ Strip lines_strip(const Attn &a, const DeviceLines &x, int b, int T);
 
 // facts = what the strip's tokens have in common. Complete after the next barrier.
@@ -3176,39 +3183,40 @@ static __device__ TileRef tile_at(const TensorShared &m, const Attn &a, const St
 template <int DT, int DIM, int BQ>
 static __device__ void tensor_queries(uint16_t *q, const Attn &a, const Strip &s) {
     int lane = threadIdx.x & 31;
-    for (int j = threadIdx.x >> 5; j < BQ; j += ATTN_WARPS) {
+    for (int j = threadIdx.x >> 5; j < BQ; j += blockDim.x >> 5) {
         const float *from = a.q + strip_row(a, s, min_int(j, s.m - 1)) * a.D;
         for (int d = lane; d < DIM; d += 32)
             q[j * (DIM + 8) + d] = half_put<DT>(j < s.m && d < a.D ? from[d] : 0);
     }
 }
 
-// Asks for half of a tile: to (KT,P) = its rows as stored; behind them the last one again, which no query
-// sees. LANES lanes copy a row, 16 bytes each, or as many as it has. `to` is where the lane's first 16 bytes
-// go; with the second half the copies are a group. All rows' numbers come before the copies, or each copy
-// would wait for its own.
-template <int DIM, int KT, int HALF>
-static __device__ void copy_half(SharedAt to, const char *rows, const int *cols, const TileRef &tile, int D) {
-    const int LANES = TensorShape<DIM, 0>::LANES, STEP = ATTN_WARPS * 32 / LANES, N = KT / 2 / STEP;
-    int j0 = (int)threadIdx.x / LANES + HALF * KT / 2, c = threadIdx.x % LANES * 8;
+// Asks for part PART of the PARTS of a tile: to (KT,P) = its rows as stored; behind them the last one again,
+// which no query sees. LANES lanes copy a row, 16 bytes each, or as many as it has, and a lane COPIES
+// neighbouring rows. `to` is where the lane's first 16 bytes go; with the last part the copies are a group.
+// All rows' numbers come before the copies, or each copy would wait for its own.
+template <int DIM, int LINES, int PART, int PARTS>
+static __device__ void copy_rows(SharedAt to, const char *rows, const int *cols, const TileRef &tile, int D) {
+    typedef TensorShape<DIM, LINES> Shape;
+    const int LANES = Shape::LANES, N = Shape::COPIES / PARTS;
+    int first = tile.p + (int)threadIdx.x / LANES * Shape::COPIES + PART * N, c = threadIdx.x % LANES * 8;
     if (c < D) {
         unsigned row[N];
         const char *from = as_it_is(rows + 2 * c);
-        KV_UNROLL() for (int j = 0; j < N; j++) {
-            int i = min_int(tile.p + j0 + j * STEP, tile.p + tile.n - 1);
-            row[j] = tile.gathered ? cols[i] : i;
+        if (LINES && tile.gathered) {
+            KV_UNROLL() for (int j = 0; j < N; j += 4) {
+                uint4 four = *(const uint4 *)(cols + first + j);
+                row[j] = four.x;
+                row[j + 1] = four.y;
+                row[j + 2] = four.z;
+                row[j + 3] = four.w;
+            }
+        } else {
+            KV_UNROLL() for (int j = 0; j < N; j++) row[j] = min_int(first + j, tile.p + tile.n - 1);
         }
         KV_UNROLL() for (int j = 0; j < N; j++)
-            copy16_async(to + 2 * (HALF * KT / 2 + j * STEP) * (DIM + 8), from + (size_t)row[j] * (unsigned)(2 * D));
+            copy16_async(to + 2 * (PART * N + j) * (DIM + 8), from + (size_t)row[j] * (unsigned)(2 * D));
     }
-    if (HALF) copy_commit();
-}
-
-// Both halves.
-template <int DIM, int KT>
-static __device__ void copy_rows(SharedAt to, const char *rows, const int *cols, const TileRef &tile, int D) {
-    copy_half<DIM, KT, 0>(to, rows, cols, tile, D);
-    copy_half<DIM, KT, 1>(to, rows, cols, tile, D);
+    if (PART == PARTS - 1) copy_commit();
 }
 
 // A fragment of the warp's queries: 16 rows, dims 16 k and up. q: where the lane names its row.
@@ -3293,6 +3301,7 @@ static __device__ void tensor_sums(RowState *state, const float (*shrink)[2], co
     unsigned one = half_pack<DT>(1, 1), ones[2] = { one, one };
     KV_UNROLL() for (int i = 0; i < MT; i++) {
         float x[4] = { 0, 0, 0, 0 };
+        __syncwarp();
         KV_UNROLL() for (int k = 0; k < KT / 16; k++) mma_16x8x16<DT>(x, p[k][i], ones);
         if (t) continue;
         RowState *row = state + 16 * i + g;
@@ -3305,8 +3314,9 @@ static __device__ void tensor_sums(RowState *state, const float (*shrink)[2], co
 template <int DT, int DIM, int MT, int KT, int HALF>
 static __device__ void tensor_mix(float (*acc)[DIM / 8][4], const float (*shrink)[2],
                                   const unsigned (*p)[MT][4], SharedAt vals) {
-    KV_UNROLL() for (int j = HALF * (DIM / 32); j < (HALF ? DIM / 16 : DIM / 32); j++) {
-        if (j % 2 == 0) __syncwarp();
+    const int J0 = HALF * (DIM / 32), J1 = HALF ? DIM / 16 : DIM / 32;
+    KV_UNROLL() for (int j = J0; j < J1; j++) {
+        if (j == J0 || j % 2 == 0) __syncwarp();
         float x[MT][2][4];
         KV_UNROLL() for (int i = 0; i < MT; i++)
             KV_UNROLL() for (int e = 0; e < 8; e++) x[i][e / 4][e % 4] = 0;
@@ -3350,12 +3360,13 @@ static __device__ void tensor_store(const Attn &a, const Strip &s, const float (
 // DT: dtype of the rows. out (n,H,D), stat (n,H,2) or NULL. strips: a block each; with LINES instead
 // lines: a query head each (blockIdx.x), and T tokens, 64 a block (blockIdx.y).
 template <int DT, int DIM, int LINES>
-static __global__ void __launch_bounds__(ATTN_WARPS * 32, 2)
+static __global__ void
+__launch_bounds__(TensorShape<DIM, LINES>::WARPS * 32, TensorShape<DIM, LINES>::BLOCKS)
 tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, float *out, float *stat) {
     KV_DYN_SHARED(char, mem);
     typedef TensorShape<DIM, LINES> Shape;
     const int MT = Shape::MT, KT = Shape::KT, P = Shape::P, ROWS = 16 * MT, LANES = Shape::LANES;
-    const int KEEP = MT * DIM / 4 <= TC_Q_REGS;
+    const int KEEP = MT * DIM / 4 <= TC_Q_REGS, PARTS = DIM <= 64 && LINES ? 1 : 2;     // of a copy of keys
     TensorShared m;
     tensor_carve<DIM, LINES>(&m, mem);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -3381,7 +3392,8 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
     SharedAt q = shared_address(m.q + (warp * ROWS + lane % 16) * P + lane / 16 * 8);
     SharedAt keys = shared_address(m.keys + (lane / 16 * 8 + lane % 8) * P + lane / 8 % 2 * 8);
     SharedAt vals = shared_address(m.vals + lane % 16 * P + lane / 16 * 8);
-    SharedAt own = shared_address(m.keys + (int)threadIdx.x / LANES * P + threadIdx.x % LANES * 8);
+    int first = (int)threadIdx.x / LANES * Shape::COPIES;
+    SharedAt own = shared_address(m.keys + first * P + threadIdx.x % LANES * 8);
     unsigned x[KEEP ? DIM / 16 : 1][MT][4];
     KV_UNROLL() for (int k = 0; k < DIM / 16 && KEEP; k++)
         KV_UNROLL() for (int i = 0; i < MT; i++) query_fragment<DIM>(x[k][i], q, i, k);
@@ -3391,17 +3403,19 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
         KV_UNROLL() for (int e = 0; e < DIM / 2; e++) acc[i][e / 4][e % 4] = 0;
 
     for (int from = 0; from < s.n;) {
-        int n_cols = 0, n_list = LINES ? lines_list<KT>(m, a, lines[blockIdx.x], s, &from, &n_cols)
+        int n_cols = 0, n_list = LINES ? lines_list<DIM>(m, a, lines[blockIdx.x], s, &from, &n_cols)
                                        : tiles_list<KT>(m, a, h, s.n, &from);
         int tiles = n_list + (n_cols + KT - 1) / KT;
 
-        if (tiles) copy_rows<DIM, KT>(own, h.k, m.cols, tile_at<KT, LINES>(m, a, s, n_list, n_cols, 0), a.D);
+        TileRef now = { 0, 0, 0, 0 };
+        if (tiles) now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, 0);
+        if (tiles) copy_rows<DIM, LINES, 0, 1>(own, h.k, m.cols, now, a.D);
         for (int i = 0; i < tiles; i++) {
-            TileRef now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, i);
+            if (!LINES) now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, i);   // saves registers
             copy_wait<0>();
             __syncthreads();                    // the keys are there, the last values are done with
-            copy_rows<DIM, KT>(own + 2 * KT * P, h.v, m.cols, now, a.D);
-            if (now.masked && LINES) lines_mask<KT>(m, a, h, lines[blockIdx.x], s, now);
+            copy_rows<DIM, LINES, 0, 1>(own + 2 * KT * P, h.v, m.cols, now, a.D);
+            if (now.masked && LINES) lines_mask<DIM>(m, a, h, lines[blockIdx.x], s, now);
             if (now.masked && !LINES) tile_mask<KT, ROWS>(m, a, h, now);
             float score[MT][KT / 8][4], shrink[MT][2];
             unsigned prob[KT / 16][MT][4];
@@ -3415,10 +3429,10 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
             copy_wait<0>();
             __syncthreads();                    // the values are there, the keys are done with
             if (i + 1 < tiles) now = tile_at<KT, LINES>(m, a, s, n_list, n_cols, i + 1);
-            if (i + 1 < tiles) copy_half<DIM, KT, 0>(own, h.k, m.cols, now, a.D);
+            if (i + 1 < tiles) copy_rows<DIM, LINES, 0, PARTS>(own, h.k, m.cols, now, a.D);
             tensor_sums<DT, MT, KT>(m.state + warp * ROWS, shrink, prob);
             tensor_mix<DT, DIM, MT, KT, 0>(acc, shrink, prob, vals);
-            if (i + 1 < tiles) copy_half<DIM, KT, 1>(own, h.k, m.cols, now, a.D);
+            if (PARTS == 2 && i + 1 < tiles) copy_rows<DIM, LINES, 1, 2>(own, h.k, m.cols, now, a.D);
             tensor_mix<DT, DIM, MT, KT, 1>(acc, shrink, prob, vals);
         }
         __syncthreads();                        // the list is done with
@@ -5060,9 +5074,10 @@ static int strip_rows(int D) {
 template <int DT, int DIM, int LINES>
 static void tensor_launch(const Attn &a, dim3 grid, const Strip *strips, const DeviceLines *lines, int T,
                           float *out, float *stat) {
+    typedef TensorShape<DIM, LINES> Shape;
     TensorShared m;
     size_t smem = tensor_carve<DIM, LINES>(&m, NULL);
-    KV_LAUNCH_WIDE((tensor_kernel<DT, DIM, LINES>), grid, ATTN_WARPS * 32, smem, a, strips, lines, T, out,
+    KV_LAUNCH_WIDE((tensor_kernel<DT, DIM, LINES>), grid, Shape::WARPS * 32, smem, a, strips, lines, T, out,
                    stat);
 }
 
@@ -6842,13 +6857,13 @@ static __device__ Strip lines_strip(const Attn &a, const DeviceLines &x, int b, 
 }
 
 // list and cols = the next tiles and columns that the strip needs, of columns *from and up -> tiles in the
-// list; *n_cols: columns. *from is then where the lists after these begin. Called by all threads of a block;
-// the lists are complete when it returns. A warp looks at 256 columns at once, and keeps a bit for each:
-// word i lies in lane i.
-template <int KT>
+// list; *n_cols: columns, behind which the last one fills up their last tile. *from is then where the lists
+// after these begin. Called by all threads of a block; the lists are complete when it returns. A warp looks
+// at its share of TC_STEP columns at once, and keeps a bit for each: word i lies in lane i.
+template <int DIM>
 static __device__ int lines_list(const TensorShared &m, const Attn &a, const DeviceLines &x, const Strip &s,
                                  int *from, int *n_cols) {
-    const int WORDS = TC_STEP / ATTN_WARPS / 32;
+    const int KT = TensorShape<DIM, 1>::KT, WARPS = TensorShape<DIM, 1>::WARPS, WORDS = TC_STEP / WARPS / 32;
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, s0 = s.n - s.m, E = s.n, found = 0, gathered = 0;
     unsigned before = (1u << lane) - 1;
     while (found + TC_STEP / KT <= TC_LIST && gathered + TC_STEP <= TC_COLS && *from < E) {
@@ -6873,15 +6888,15 @@ static __device__ int lines_list(const TensorShared &m, const Attn &a, const Dev
         int columns = lanes_sum<32>(__popc(need));
         if (!lane) {
             m.counts[warp] = __popc(tiles);
-            m.counts[ATTN_WARPS + warp] = columns;
+            m.counts[WARPS + warp] = columns;
         }
         __syncthreads();
         int at = found, to = gathered;
-        for (int w = 0; w < ATTN_WARPS; w++) {
+        for (int w = 0; w < WARPS; w++) {
             at += w < warp ? m.counts[w] : 0;
-            to += w < warp ? m.counts[ATTN_WARPS + w] : 0;
+            to += w < warp ? m.counts[WARPS + w] : 0;
             found += m.counts[w];
-            gathered += m.counts[ATTN_WARPS + w];
+            gathered += m.counts[WARPS + w];
         }
         if (tile >= 0) m.list[at + __popc(tiles & before)] = tile;
         for (int i = 0; i < WORDS; i++) {
@@ -6892,29 +6907,33 @@ static __device__ int lines_list(const TensorShared &m, const Attn &a, const Dev
         __syncthreads();
         *from += TC_STEP;
     }
+    int behind = (KT - gathered % KT) % KT;
+    if ((int)threadIdx.x < behind) m.cols[gathered + threadIdx.x] = m.cols[gathered - 1];
+    __syncthreads();
     *n_cols = gathered;
     return found;
 }
 
 // see (64,KT/32): the warp's words of it, for a tile of lines. In a tile side by side lane i makes the words
 // of row i; what else has to be asked for each cell is asked as in tile_mask.
-template <int KT>
+template <int DIM>
 static __device__ void lines_mask(const TensorShared &m, const Attn &a, const HeadRef &h, const DeviceLines &x,
                                   const Strip &s, const TileRef &tile) {
-    const int WORDS = KT / 32;
-    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 16, s0 = s.n - s.m;
+    typedef TensorShape<DIM, 1> Shape;
+    const int WORDS = Shape::WORDS, ROWS = 16 * Shape::MT;
+    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * ROWS, s0 = s.n - s.m;
     if (!tile.gathered) {
-        int d = s0 + row + lane % 16 - tile.p;          // the offset at which the row meets column p
+        int d = s0 + row + lane % ROWS - tile.p;        // the offset at which the row meets column p
         uint64_t causal = d < 0 ? 0 : ~0ull >> (63 - min_int(d, 63));
         uint64_t bits = __brevll(bits_from(x.s, x.n, d - 63)) | (bits_from(x.v, x.n, tile.p) & causal);
-        for (int w = 0; w < WORDS && lane < 16; w++)
+        for (int w = 0; w < WORDS && lane < ROWS; w++)
             m.see[(row + lane) * WORDS + w] = (unsigned)(bits >> 32 * w);
         __syncwarp();
         if (!a.window) return;
     }
     KV_UNROLL(1) for (int w = 0; w < WORDS; w++) {
         int i = w * 32 + lane, k = min_int(i, tile.n - 1), c = tile.gathered ? m.cols[tile.p + k] : tile.p + k;
-        KV_UNROLL(1) for (int r = row; r < row + 16; r++) {
+        KV_UNROLL(1) for (int r = row; r < row + ROWS; r++) {
             int q = min_int(s0 + r, s.n - 1), sees = i < tile.n && c <= q;
             if (!tile.gathered) sees = sees && (m.see[r * WORDS + w] >> lane & 1);
             if (a.window) sees = sees && in_window(a, h, c, a.tok0 + q - x.p0);

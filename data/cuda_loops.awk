@@ -36,9 +36,9 @@ function limit(kernel, b, p,    part) {
     return 0
 }
 BEGIN {
-    lines[64] = 5.8
-    lines[96] = 4.7
-    lines[256] = 4.2
+    lines[64] = 3.9
+    lines[96] = 3.3
+    lines[256] = 3.8
 }
 
 # Turns through instructions first..last that make most products, loads and shuffles: the least instructions of one. A turn enters at the
