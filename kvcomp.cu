@@ -3804,8 +3804,8 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
 //
 //           For V the upper half is the same dim of the next key: what the fragment wants, so that the
 //           halves need not change places.
-//           Of q8_0 the bytes become f16 integers. K's scale is applied to the sum over a block, V's is
-//           folded into the probability, a fragment of P for each block (q8_mix).
+//           Of q8_0 the bytes become f16 integers (bytes_to_halves). K's scale is applied to the sum over a
+//           block, V's is folded into the probability, a fragment of P for each block (q8_mix).
 //   Shared  as above, but a slot has 16 rows of batch_stride bytes; reg (REGIONS_NEAR): PATS's regions, if
 //           they are so few, because looking one up takes several loads one after the other
 //   Tile    the next batch's keys are asked for when this one's are in registers, its values likewise. So
@@ -3816,10 +3816,10 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
 //           query rows, beside what an H200 at 4.3 TB/s has time for (attend_kernel takes 49, and reads rows
 //           one by one):
 //
-//             w =  8    3.9   4.6     7.8
-//             w = 10    5.3   6.0     9.7
-//             w = 14    5.4   6.1    13.6
-//             q8_0      6.2   7.1     8.3
+//             w =  8    3.7   4.5     7.8
+//             w = 10    5.1   5.7     9.7
+//             w = 14    5.2   5.8    13.6
+//             q8_0      5.3   6.3     8.3
 //
 // Rows of head_dims that gqa_kernel does not take, --pats-format=rows64, q8_0 rows whose head_dim is no
 // multiple of 32, and K and V in two formats go through attend_kernel.
@@ -3926,23 +3926,30 @@ static __device__ Batch walk_next(Walk &x, const Attn &a, const HeadRef &h, cons
     return b;
 }
 
-// Asks for the batch's rows of K or V. rows: the first byte of all rows of their kind. Four lanes share a
-// row, and take every fourth piece. The last one may end up to 15 bytes behind the row: memory of raw rows
-// is for a multiple of 8, and packed rows have PATS_GUARD bytes behind them. One group of copies, empty
-// when there is no batch.
+// Asks for the batch's rows of K or V. rows: the first byte of all rows of their kind and 16 t more; slot:
+// where the first of them goes, and 16 t more. Four lanes share a row, and take every fourth piece. The last
+// one may end up to 15 bytes behind the row: memory of raw rows is for a multiple of 8, and packed rows have
+// PATS_GUARD bytes behind them. One group of copies, empty when there is no batch.
 template <int KIND, int D>
-static __device__ void batch_ask(char *slot, const char *rows, const Batch &b) {
+static __device__ void batch_ask(SharedAt slot, const char *rows, const Batch &b) {
+    const unsigned STEPS = KIND == ROW_Q8 ? (batch_pieces<KIND, D>(0) + 3) / 4 : 0;
     int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
     unsigned bytes = batch_row<KIND, D>(b.bits), stride = batch_stride<KIND, D>(b.bits);
-    char *to = slot + g * stride + 16 * t;
+    SharedAt to = slot + g * stride;
     const char *from[2];
     unsigned n[2];
     for (int i = 0; i < 2; i++) {
         unsigned off = batch_askew<KIND, D>() ? __shfl_sync(ALL_LANES, b.off, g + 8 * i) : 0;
         n[i] = b.bits ? (off + bytes + 15) / 16 : 0;
-        from[i] = rows + (size_t)__shfl_sync(ALL_LANES, b.piece, g + 8 * i) * 16 + 16 * t;
+        from[i] = as_it_is(rows + (size_t)__shfl_sync(ALL_LANES, b.piece, g + 8 * i) * 16);
     }
-    unsigned most = n[0] > n[1] ? n[0] : n[1];
+
+    // Rows of q8_0 have one length.
+    KV_UNROLL() for (unsigned j = 0; j < STEPS; j++)
+        for (int i = 0; i < 2; i++)
+            if (64 * (j + 1) <= bytes ? b.bits : 4 * j + t < n[i])
+                copy16_async(to + 8 * i * stride + 64 * j, from[i] + 64 * j);
+    unsigned most = STEPS ? 0 : n[0] > n[1] ? n[0] : n[1];
     KV_UNROLL(1) for (unsigned c = t; c < most; c += 4, to += 64) {
         for (int i = 0; i < 2; i++) {
             if (!batch_askew<KIND, D>() || c < n[i]) copy16_async(to + 8 * i * stride, from[i]);
@@ -3950,6 +3957,7 @@ static __device__ void batch_ask(char *slot, const char *rows, const Batch &b) {
         }
     }
     copy_commit();
+    __syncwarp();                               // lanes have had more pieces or fewer; products want all of them
 }
 
 // ---- PATS: elements of W bits in a stream
@@ -4081,6 +4089,16 @@ static __device__ unsigned halves_fma(unsigned x, unsigned y, unsigned z) {
 }
 static __device__ unsigned halves_times(unsigned x, unsigned y) { return halves_fma(x, y, 0x80008000); }
 
+// -x, halves of f16. The hardware has it for nothing in a sum.
+static __device__ unsigned halves_minus(unsigned x) {
+#ifdef __CUDACC__
+    __half2 r = __hneg2(*(__half2 *)&x);
+    return *(unsigned *)&r;
+#else
+    return x ^ 0x80008000;
+#endif
+}
+
 // The greater ones.
 static __device__ unsigned halves_max(unsigned x, unsigned y) {
 #ifdef __CUDACC__
@@ -4107,11 +4125,13 @@ static __device__ unsigned halves_less(unsigned x, unsigned y) {
 #endif
 }
 
-// Two signed bytes of x and y as f16 numbers: those that __byte_perm(x, y, which) puts into the lower byte
-// of each half. 0x6400 is 1024 in f16, whose last bit counts 1, so the byte plus 128 there makes 1152 more
-// than it should be.
-static __device__ unsigned bytes_to_halves(unsigned x, unsigned y, unsigned which) {
-    return halves_less((__byte_perm(x, y, which) & 0x00ff00ff) ^ 0x64806480, 0x64806480);
+// Four signed bytes plus 128, which makes them unsigned.
+static __device__ unsigned bytes_plus_128(unsigned x) { return x ^ 0x80808080; }
+
+// Bytes 0 and 1 of x, or if HIGH 2 and 3, as f16 numbers; 128 was added to them. 0x6400 is 1024 in f16, whose
+// last bit counts 1, so the byte there makes 1152 more than it should be.
+template <int HIGH> static __device__ unsigned bytes_to_halves(unsigned x) {
+    return halves_less(__byte_perm(x, 0x64646464, HIGH ? 0x4342 : 0x4140), 0x64806480);
 }
 
 // x (N) = N words that begin `at` bytes behind byte `row` of a slot. at is even and known to the compiler;
@@ -4149,8 +4169,11 @@ static __device__ void q8_scores(float (*s)[4], const char *slot, SharedAt q, co
         float d[2][4], sum[2];
         for (int i = 0; i < 2; i++) {
             load_bytes<2, D>(x, slot, row[i] + 8 * t, b * Q8_BYTES + 2);
-            for (int j = 0; j < 4; j++)
-                k[i][j] = bytes_to_halves(x[j / 2], 0, j % 2 ? 0x4342 : 0x4140);
+            for (int j = 0; j < 2; j++) {
+                unsigned four = bytes_plus_128(x[j]);
+                k[i][2 * j] = bytes_to_halves<0>(four);
+                k[i][2 * j + 1] = bytes_to_halves<1>(four);
+            }
         }
         for (int e = 0; e < 8; e++) d[e / 4][e % 4] = 0;
         for (int i = 0; i < 2 * NT; i++) {
@@ -4201,14 +4224,17 @@ static __device__ void q8_mix(GqaSums<D, NT> &z, float *shrink, const unsigned (
                 unsigned *value = &f[0][0][2 * h + i], *rest = &f[0][NT - 1][2 * h + (NT == 2 ? i : 1)];
                 unsigned p = prob[0][2 * h + i], r = prob[NT - 1][2 * h + (NT == 2 ? i : 1)];
                 *value = halves_times(p, by);
-                *rest = halves_fma(r, by, halves_fma(p, by, *value ^ 0x80008000));
+                *rest = halves_fma(r, by, halves_fma(p, by, halves_minus(*value)));
             }
         }
         for (int i = 0; i < 4; i++)
             load_bytes<1, D>(x + i, slot, q8_row<D>(i, off) + 4 * g, b * Q8_BYTES + 2);
-        for (int i = 0; i < 2; i++)
-            for (int e = 0; e < 4; e++)
-                two[e / 2][0][e % 2 * 2 + i] = bytes_to_halves(x[2 * i], x[2 * i + 1], 0x4400 + 0x1111 * e);
+        for (int i = 0; i < 4; i++) {           // dims 2 j and 2 j + 1 of keys 2t, 2t+1, or 2t+8, 2t+9
+            int j = i % 2, k = i / 2;
+            unsigned four = bytes_plus_128(__byte_perm(x[2 * k], x[2 * k + 1], j ? 0x7362 : 0x5140));
+            two[j][0][k] = bytes_to_halves<0>(four);
+            two[j][0][2 + k] = bytes_to_halves<1>(four);
+        }
         for (int j = 0; j < 2; j++) gqa_mix<DT_F16, D, NT, 1>(z, 2 * b + j, shrink, f, two[j]);
     }
 }
@@ -4222,20 +4248,22 @@ static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef
     int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, p = p0 + (threadIdx.x >> 5) * GQA_KEYS;
     const unsigned SLOT = slot_bytes<KIND, D>();
     char *keys = m.slot + (threadIdx.x >> 5) * 2 * SLOT, *vals = keys + SLOT;
-    SharedAt q = shared_address(m.q + 4 * lane);
+    SharedAt q = as_it_is(shared_address(m.q + 4 * lane)), to = as_it_is(shared_address(keys) + 16 * t);
     float c = a.power;
-    const char *pk = NULL, *pv = NULL;
+
+    // Raw rows and packed ones, from the lane's first 16 bytes on.
+    const char *rk = as_it_is(h.k + 16 * t), *rv = as_it_is(h.v + 16 * t), *pk = rk, *pv = rv;
     int mid = 0;
     if (KIND == GQA_PATS && h.packed) {
-        pk = (const char *)h.pack->k;
-        pv = (const char *)h.pack->v;
+        pk = (const char *)h.pack->k + 16 * t;
+        pv = (const char *)h.pack->v + 16 * t;
         mid = h.pack->mid;
     }
     Walk x = { p0, p, p1, 0, 0, 0, 0, 0, 0, 0, 0, 0 };
     if (p < p1) x.ahead = listed_row(w, a.idx, min_int(p + lane % GQA_KEYS, p1 - 1));
     Batch b = walk_next<KIND, D>(x, a, h, w, m), next;
-    batch_ask<KIND, D>(keys, b.bits == GQA_RAW ? h.k : pk, b);
-    batch_ask<KIND, D>(vals, b.bits == GQA_RAW ? h.v : pv, b);
+    batch_ask<KIND, D>(to, b.bits == GQA_RAW ? rk : pk, b);
+    batch_ask<KIND, D>(to + SLOT, b.bits == GQA_RAW ? rv : pv, b);
     for (; b.bits; b = next) {
         float s[NT][4], shrink[NT];
         unsigned prob[1][NT][4];
@@ -4253,7 +4281,7 @@ static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef
             unsigned k[2][D / 8];
             unpack_batch<0, D>(k, keys, off_k, b.bits, mid);
             __syncwarp();
-            batch_ask<KIND, D>(keys, next.bits == GQA_RAW ? h.k : pk, next);
+            batch_ask<KIND, D>(to, next.bits == GQA_RAW ? rk : pk, next);
             float d[1][2][4] = {};
             KV_UNROLL() for (int i = 0; i < D / 16; i++) {
                 const unsigned f[1][4] = { { k[0][2 * i], k[0][2 * i + 1], k[1][2 * i], k[1][2 * i + 1] } };
@@ -4263,7 +4291,7 @@ static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef
         } else {
             q8_scores<D, NT>(s, keys, q, off_k, off_v);
             __syncwarp();
-            batch_ask<KIND, D>(keys, next.bits == GQA_RAW ? h.k : pk, next);
+            batch_ask<KIND, D>(to, next.bits == GQA_RAW ? rk : pk, next);
         }
         if (b.see != SEE_16) gqa_hide<NT, 1>(s, b.see >> (2 * t));
         for (int i = 0; i < NT; i++) shrink[i] = gqa_softmax<4>(s[i], c, &z.top[i], &z.sum[i]);
@@ -4276,7 +4304,7 @@ static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef
             unsigned v[2][D / 8];
             unpack_batch<1, D>(v, vals, off_v, b.bits, mid);
             __syncwarp();
-            batch_ask<KIND, D>(vals, next.bits == GQA_RAW ? h.v : pv, next);
+            batch_ask<KIND, D>(to + SLOT, next.bits == GQA_RAW ? rv : pv, next);
             KV_UNROLL() for (int j = 0; j < D / 16; j++) {
                 const unsigned f[1][4] = { { v[0][2 * j], v[1][2 * j], v[0][2 * j + 1], v[1][2 * j + 1] } };
                 gqa_mix<DT_F16, D, NT, 1>(z, j, shrink, prob, f);
@@ -4284,7 +4312,7 @@ static __device__ void gqa_slots(GqaSums<D, NT> &z, const Attn &a, const HeadRef
         } else {
             q8_mix<D, NT>(z, shrink, prob[0], vals, off_v);
             __syncwarp();
-            batch_ask<KIND, D>(vals, next.bits == GQA_RAW ? h.v : pv, next);
+            batch_ask<KIND, D>(to + SLOT, next.bits == GQA_RAW ? rv : pv, next);
         }
     }
 }

@@ -30,7 +30,7 @@ function limit(kernel, b, p,    part) {
         return b / 8192 * why
     }
     if (part[1] == "gqa_kernel" && part[2] == 3 && part[3] == 128) {
-        why = part[4] == 1 ? "850 instructions for 16 rows of q8_0" : "925 instructions for 16 rows of q8_0"
+        why = part[4] == 1 ? "700 instructions for 16 rows of q8_0" : "815 instructions for 16 rows of q8_0"
         return why + 0
     }
     return 0
