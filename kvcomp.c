@@ -3889,7 +3889,7 @@ const Method quest_method = {
 //   Algorithm 2, lines 13-14 -> select_faithful
 //   Algorithm 2, lines 16-17 -> select_faithful
 //   Algorithm 3, line 3 -> loop_due
-//   Algorithm 3, line 4 -> loop_select, ring_put, ring_put_cuda, ring_put_kernel
+//   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
 //   Algorithm 3, line 5 -> loop_scores, loop_select, mean_rows, ring_scores_cuda, top_k_rows
 //   Algorithm 3, line 6 -> loop_due
 //   Algorithm 3, line 7 -> view_group, view_set
@@ -4474,10 +4474,13 @@ static float *ring_slot(const Session *s, const LoopServe *x, int l, int token) 
 
 // Puts the queries q (H,D) of a token into the ring of layer l.
 static void ring_put(Session *s, LoopServe *x, int l, int token, const float *q) {
-    size_t row = (size_t)s->c->H * s->c->D * sizeof(float), all = (size_t)s->c->L * x->obs * row;
-    if (!x->ring) x->ring = KV_DEV(s) ? (float *)near_grow_cuda(NULL, 0, all) : xcalloc(1, all);
-    if (KV_DEV(s)) ring_put_cuda(s, ring_slot(s, x, l, 0), x->obs, token, q);
-    else memcpy(ring_slot(s, x, l, token), q, row);
+    size_t n = (size_t)s->c->H * s->c->D, all = (size_t)s->c->L * x->obs * n * sizeof(float);
+    if (!x->ring) {
+        x->ring = KV_DEV(s) ? (float *)near_grow_cuda(NULL, 0, all) : xcalloc(1, all);
+        if (KV_DEV(s)) ring_keep_cuda(s, x->ring, x->obs);
+    }
+    if (KV_DEV(s)) ring_put_cuda(ring_slot(s, x, l, token), q, n);
+    else memcpy(ring_slot(s, x, l, token), q, n * sizeof(float));
 }
 
 // What every row of layer l receives from the queries in the ring, those of the tokens from `first`
@@ -4576,7 +4579,8 @@ static int loopserve_steady(const Session *s, const void *ms) {
 // rows of layer l.
 static void loopserve_select(Session *s, void *ms, int l, const float *q) {
     LoopServe *x = ms;
-    ring_put(s, x, l, s->base, q);                       // Algorithm 3, line 4
+    // A device that knows the ring puts them there with the rows of K and V.
+    if (!KV_DEV(s) || !x->ring) ring_put(s, x, l, s->base, q);   // Algorithm 3, line 4
     if (loop_due(s, x)) loop_select(s, x, l);            // Algorithm 1, line 7
 }
 

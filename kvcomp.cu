@@ -392,6 +392,8 @@ struct Device {                 // Session.dev
     Shared *base;               // the model's tensors
     Map alt;                    // tensors of Session.alt
     struct Rows *held;          // (L*G) what the device holds of a head beside KVHead.k and .v
+    float *ring;                // (L,obs,H,D) where decode steps keep their queries, too (section 9); NULL:
+    int obs;                    // nowhere
     int n_tok;                  // tokens ROOM_TOK holds
     // The rest belongs to "a decode step in one go" (section 4).
     struct Step *step;          // pinned: what the next step is told
@@ -2014,6 +2016,8 @@ struct Heads {
     int *ticket;                // (H+2G) of qkv_kernel
     const void *bias[3];        // of heads_kernel: the biases of q, k and v, or NULL
     int bias_type[3];
+    float *ring;                // (obs,H,D) where the turned q of a token is kept, in slot (index % obs);
+    int obs;                    // NULL: nowhere
 };
 
 // The argument for tokens t0.. of the pass: see Heads. q and cs NULL: k is turned already, and q is left
@@ -2036,6 +2040,10 @@ static Heads heads_args(Session *s, int l, float *q, const float *k, const float
     a.bytes_k = s->fk->row_bytes(a.D);
     a.bytes_v = s->fv->row_bytes(a.D);
     a.tok0 = s->base + t0;
+    if (q && s->decoding && s->dev->ring) {
+        a.obs = s->dev->obs;
+        a.ring = s->dev->ring + (size_t)l * a.obs * a.H * a.D;
+    }
     return a;
 }
 
@@ -2044,14 +2052,18 @@ static Heads heads_args(Session *s, int l, float *q, const float *k, const float
 // warp writes meanwhile. Rows are rounded to their format; the row's src is its token, its mass 0. A
 // warp: a lane every 32nd element, of a query every 32nd pair (d, d + D/2).
 static __device__ void head_put(const Heads &a, int t, int head, int v, const float *x) {
-    int lane = threadIdx.x & 31, D = a.D, g = head - a.H;
+    int lane = threadIdx.x & 31, D = a.D, g = head - a.H, token = (a.step ? a.step->base : a.tok0) + t;
     const float *cs = a.cs && !v ? a.cs + (size_t)t * D : NULL;
     if (g < 0) {
         float *to = a.q + ((size_t)t * a.H + head) * D;
+        float *kept = a.ring ? a.ring + ((size_t)(token % a.obs) * a.H + head) * D : NULL;
         for (int d = lane; d < D / 2; d += 32) {
             float low = turned(x, cs, d, D), high = turned(x, cs, d + D / 2, D);
             to[d] = low;
             to[d + D / 2] = high;
+            if (!kept) continue;
+            kept[d] = low;                                       // Algorithm 3, line 4
+            kept[d + D / 2] = high;
         }
         return;
     }
@@ -2061,7 +2073,7 @@ static __device__ void head_put(const Heads &a, int t, int head, int v, const fl
     int whole = D + 31 - (D + 31) % 32;         // so that all lanes meet in row_put
     for (int d = lane; d < whole; d += 32) row_put(row, kind, d, D, d < D ? turned(x, cs, d, D) : 0);
     if (lane || v) return;
-    h.src[len] = (a.step ? a.step->base : a.tok0) + t;
+    h.src[len] = token;
     if (h.mass) h.mass[len] = 0;
 }
 
@@ -3819,7 +3831,7 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
 //             w =  8    3.7   4.5     7.8
 //             w = 10    5.1   5.7     9.7
 //             w = 14    5.2   5.8    13.6
-//             q8_0      5.3   6.3     8.3
+//             q8_0      5.4   6.3     8.3
 //
 // Rows of head_dims that gqa_kernel does not take, --pats-format=rows64, q8_0 rows whose head_dim is no
 // multiple of 32, and K and V in two formats go through attend_kernel.
@@ -3932,7 +3944,7 @@ static __device__ Batch walk_next(Walk &x, const Attn &a, const HeadRef &h, cons
 // PATS_GUARD bytes behind them. One group of copies, empty when there is no batch.
 template <int KIND, int D>
 static __device__ void batch_ask(SharedAt slot, const char *rows, const Batch &b) {
-    const unsigned STEPS = KIND == ROW_Q8 ? (batch_pieces<KIND, D>(0) + 3) / 4 : 0;
+    const int STEPS = KIND == ROW_Q8 ? (batch_pieces<KIND, D>(0) + 3) / 4 : 0;
     int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
     unsigned bytes = batch_row<KIND, D>(b.bits), stride = batch_stride<KIND, D>(b.bits);
     SharedAt to = slot + g * stride;
@@ -3945,9 +3957,9 @@ static __device__ void batch_ask(SharedAt slot, const char *rows, const Batch &b
     }
 
     // Rows of q8_0 have one length.
-    KV_UNROLL() for (unsigned j = 0; j < STEPS; j++)
+    KV_UNROLL() for (int j = 0; j < STEPS; j++)
         for (int i = 0; i < 2; i++)
-            if (64 * (j + 1) <= bytes ? b.bits : 4 * j + t < n[i])
+            if (64u * (j + 1) <= bytes ? b.bits : 4u * j + t < n[i])
                 copy16_async(to + 8 * i * stride + 64 * j, from[i] + 64 * j);
     unsigned most = STEPS ? 0 : n[0] > n[1] ? n[0] : n[1];
     KV_UNROLL(1) for (unsigned c = t; c < most; c += 4, to += 64) {
@@ -4452,7 +4464,7 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 
 // ---- peaks_kernel, tallies_kernel: the same sums on tensor cores
 //
-// For plain f16 or bf16 rows of head_dim 64, 96, 128, 160 or 256. Both kernels compute the scores of w queries
+// For plain f16 or bf16 rows of head_dim 64, 80, 96, 128, 160 or 256. Both kernels compute the scores of w queries
 // with all keys of their KV head. peaks_kernel finds the maximum and the sum of every softmax row,
 // tallies_kernel the column sums. Scores are never stored: to compute them twice costs less than to
 // write and read w H N numbers.
@@ -4475,7 +4487,7 @@ static __global__ void column_kernel(Attn a, const Work *list, const float *stat
 //   Shared  q (8,D/16,32,4) words: the fragments of 64 queries; peaks (ATTN_WARPS,64,2): what each
 //           warp found; row (64): see scan_rows
 //   Tile    32 keys a warp: 64 words a lane at D 128. A fragment of q, one load of 16 bytes from
-//           shared memory, serves four products. Which dims a word of a key is, wide_dim says
+//           shared memory, serves four products. Which dims a word of a key is, scan_dim says
 //   Bound   tensor cores: at D 128 they make four products for every 8 keys and 8 queries, and
 //           memory brings the 256 bytes of a key once for R w queries
 // The mask is looked at where it can matter: in a tile that holds rows of the queries' own tokens,
@@ -4515,6 +4527,12 @@ KV_HD static size_t scan_carve(ScanShared *m, char *mem, int D) {
     return b.at;
 }
 
+// The first of the two neighbouring dims that word j of a lane's key is. At D 80 a lane has 8 bytes of the
+// last 16 dims.
+template <int D> static __device__ int scan_dim(int j, int t) {
+    return j < D / 32 * 4 ? wide_dim(j, t) : D - 16 + 4 * t + 2 * (j % 2);
+}
+
 // q (tiles,D/16,32,4): the A fragments of queries q0.. of a query head; zeros behind the last one.
 template <int DT, int D>
 static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0, int tiles) {
@@ -4522,7 +4540,7 @@ static __device__ void scan_queries(unsigned *q, const Scan &a, int head, int q0
         int word = i % 4 / 2, lane = i / 4 % 32, step = i / 128 % (D / 16);
         int r = q0 + i / (8 * D) * 8 + lane / 4;
         const float *query = a.q + ((size_t)min_int(r, a.w - 1) * a.H + head) * D;
-        const float *from = query + wide_dim(2 * step + word, lane % 4);
+        const float *from = query + scan_dim<D>(2 * step + word, lane % 4);
         uint16_t value, rest;
         unsigned half[2];
         for (int e = 0; e < 2; e++) {
@@ -4561,7 +4579,10 @@ static __device__ void scan_keys(unsigned (*k)[D / 8], const HeadRef &h, int p, 
     int lane = threadIdx.x & 31, t = lane % 4;
     for (int j = 0; j < 4; j++) {
         size_t row = min_int(p + lane / 4 + 8 * j, p1 - 1);
-        for (int c = 0; c < D / 32; c++) load_once(k[j] + 4 * c, h.k + row * (2 * D) + 64 * c + 16 * t);
+        const char *from = h.k + row * (2 * D);
+        for (int c = 0; c < D / 32; c++) load_once(k[j] + 4 * c, from + 64 * c + 16 * t);
+        for (int i = 0; i < D % 32 / 8; i++)
+            k[j][D / 32 * 4 + i] = ((const unsigned *)(from + 2 * D - 32 + 8 * t))[i];
     }
 }
 
@@ -4571,6 +4592,7 @@ static __device__ void scan_scores(float x[8], const unsigned (*k)[D / 8], const
     float s[4][4];
     KV_UNROLL() for (int j = 0; j < 4; j++)
         KV_UNROLL() for (int e = 0; e < 4; e++) s[j][e] = 0;
+    __syncwarp();                               // lanes have looked at masks of their own
     KV_UNROLL() for (int step = 0; step < D / 16; step++) {
         uint4 u = ((const uint4 *)q)[step * 32 + (threadIdx.x & 31)];
         const unsigned f[4] = { u.x, u.y, u.z, u.w };
@@ -5285,7 +5307,7 @@ void host_copy_cuda(float *to, const float *from, size_t n) {
 static int scans(const Session *s) {
     int D = s->c->D;
     return plain_rows(s) && row_kind(s->fk) != ROW_F32
-        && (D == 64 || D == 96 || D == 128 || D == 160 || D == 256);
+        && (D == 64 || D == 80 || D == 96 || D == 128 || D == 160 || D == 256);
 }
 
 // Both kernels of a scan.
@@ -5300,6 +5322,7 @@ template <int DT, int D> static void scan_launch(const Scan &a, int chunks) {
 // The same for head_dim D, which scans() has allowed.
 template <int DT> static void scan_width(const Scan &a, int chunks, int D) {
     if (D == 64)       scan_launch<DT, 64>(a, chunks);
+    else if (D == 80)  scan_launch<DT, 80>(a, chunks);
     else if (D == 96)  scan_launch<DT, 96>(a, chunks);
     else if (D == 128) scan_launch<DT, 128>(a, chunks);
     else if (D == 160) scan_launch<DT, 160>(a, chunks);
@@ -7376,7 +7399,7 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 //   Algorithm 2, line 5 -> line_residuals, column_gains, band_gains
 //   Algorithm 2, line 12 -> segment_best, gain_of
 //   Algorithm 2, line 13 -> take_one, take_lines
-//   Algorithm 3, line 4 -> ring_put_kernel, ring_scores_cuda
+//   Algorithm 3, line 4 -> head_put, ring_put_cuda, ring_scores_cuda
 //   Algorithm 3, line 5 -> ring_scores_cuda, join_rows_cuda, ring_lists_kernel
 // On the host stay RandomSelect (line 1; sample_rows), variant a, which sorts and pops
 // (select_faithful), when a selection is due, views, statistics, and the answers that are prefilled
@@ -7387,19 +7410,17 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 // doubles or 64-bit integers, and their sums have the CPU's order or none at all.
 
 // ---- decode: the ring of queries
-// ring (obs,H,D): the query q (n = H D numbers) of token i goes into slot i % obs. A step in one go
-// says which token it is.
-// Block: 256 numbers; thread: one. Bound by latency.
-static __global__ void ring_put_kernel(float *ring, int obs, const Step *step, int token,
-                                       const float *q, int n) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x, slot = (step ? step->base : token) % obs;
-    if (i < n) ring[(size_t)slot * n + i] = q[i];                // Algorithm 3, line 4
+// ring (L,obs,H,D): the query of token i in layer l goes into slot (l,i % obs). A decode step's queries are put
+// there by the launch that turns them (head_put), those of a prefill are copied.
+void ring_keep_cuda(Session *s, float *ring, int obs) {
+    s->dev->ring = ring;
+    s->dev->obs = obs;
+    s->changes++;                                                // a graph's kernels know no ring yet
 }
 
-// q (H,D) of `token` into the ring of one layer.
-void ring_put_cuda(Session *s, float *ring, int obs, int token, const float *q) {
-    int n = s->c->H * s->c->D;
-    KV_LAUNCH(ring_put_kernel, blocks(n, 256), 256, 0, ring, obs, s->dev->told, token, q, n);
+// q (n) into a slot.
+void ring_put_cuda(float *slot, const float *q, size_t n) {
+    device_copy(slot, q, n * sizeof(float));                     // Algorithm 3, line 4
 }
 
 // -> (H,N) on the device: the softmax rows of tokens first .. first+w-1, summed, for every row

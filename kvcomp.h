@@ -1006,8 +1006,11 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 void   choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, int tile64, const float *P, int T, int m,
                          Lines *lines, LoopFound *found);
 
-// q (H,D)
-void ring_put_cuda(Session *s, float *ring, int obs, int token, const float *q);
+// ring (L,obs,H,D) is where decode steps put their queries from now on
+void ring_keep_cuda(Session *s, float *ring, int obs);
+
+// slot, q (n)
+void ring_put_cuda(float *slot, const float *q, size_t n);
 
 // -> (H,N)
 float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);
