@@ -4592,7 +4592,6 @@ static __device__ void scan_scores(float x[8], const unsigned (*k)[D / 8], const
     float s[4][4];
     KV_UNROLL() for (int j = 0; j < 4; j++)
         KV_UNROLL() for (int e = 0; e < 4; e++) s[j][e] = 0;
-    __syncwarp();                               // lanes have looked at masks of their own
     KV_UNROLL() for (int step = 0; step < D / 16; step++) {
         uint4 u = ((const uint4 *)q)[step * 32 + (threadIdx.x & 31)];
         const unsigned f[4] = { u.x, u.y, u.z, u.w };
@@ -4638,6 +4637,7 @@ peaks_kernel(const __grid_constant__ Scan a) {
         unsigned k[4][D / 8];
         scan_keys<D>(k, h, p, p1);
         uint64_t see = scan_sees(a, h, p, p1, q0, tiles);
+        __syncwarp();                           // lanes have looked at masks of their own
         KV_UNROLL() for (int tile = 0; tile < SCAN_TILES; tile++) {
             if (tile >= tiles) break;
             float x[8], high = top[tile], add = 0;
@@ -4706,6 +4706,7 @@ tallies_kernel(const __grid_constant__ Scan a) {
             float sum[8] = { 0, 0, 0, 0, 0, 0, 0, 0 };
             scan_keys<D>(k, h, p, p1);
             uint64_t see = scan_sees(a, h, p, p1, q0, tiles);
+            __syncwarp();                       // lanes have looked at masks of their own
             KV_UNROLL(2)
             for (int tile = 0; tile < tiles; tile++) {
                 float x[8], low = m.row[8 * tile + lane / 4];
