@@ -2049,8 +2049,9 @@ static Heads heads_args(Session *s, int l, float *q, const float *k, const float
 
 // One vector of a token becomes what it is to be: v 0, query head `head` or, from H on, the key of KV head
 // head - H, which is turned; v 1: the value of that head. x (D) is the vector, in memory that only this
-// warp writes meanwhile. Rows are rounded to their format; the row's src is its token, its mass 0. A
-// warp: a lane every 32nd element, of a query every 32nd pair (d, d + D/2).
+// warp writes meanwhile. Rows are rounded to their format; the row's src is its token, its mass 0. A query
+// goes into the ring, too, if there is one. A warp: a lane every 32nd element, of a query every 32nd pair
+// (d, d + D/2).
 static __device__ void head_put(const Heads &a, int t, int head, int v, const float *x) {
     int lane = threadIdx.x & 31, D = a.D, g = head - a.H, token = (a.step ? a.step->base : a.tok0) + t;
     const float *cs = a.cs && !v ? a.cs + (size_t)t * D : NULL;
@@ -2908,10 +2909,10 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decod
 //           fragments each up to head_dim 96; from there on four with one, because four blocks of two warps
 //           would not find room in shared memory.
 //           K and V have a buffer each, and take turns: while one is multiplied, cp.async fills the other.
-//           Two blocks are on a multiprocessor, or four of two warps: one multiplies while the other waits
-//           or exponentiates. The halves of a copy, and __syncwarp where all lanes have arrived, move nothing
-//           that is computed; they keep the compiler from asking for more fragments at once than there are
-//           registers.
+//           Two blocks are on a multiprocessor, or four of two warps (three at head_dim 96 on an A100): one
+//           multiplies while the other waits or exponentiates. The parts of a copy, and __syncwarp where all
+//           lanes have arrived, move nothing that is computed; they keep the compiler from asking for more
+//           fragments at once than there are registers.
 //   Bound   the tensor cores. At head_dim 128 a tile that needs no mask is 264 products of a warp and 658
 //           other instructions, 2.5 a product, and along lines 132 and 450, 3.4 (sm_90, make cuda-check)
 //
@@ -2931,7 +2932,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, NR == 4 ? 4 : 3) decod
 enum {
     TC_MIN = 256,               // tokens of a pass; below, split-K keeps more of the device busy
     TC_LIST = 512,              // tiles of a list
-    TC_COLS = 3072,             // room for gathered columns
+    TC_COLS = 2048,             // room for gathered columns
     TC_STEP = 1024,             // columns that a block looks at at once to gather them
     TC_Q_REGS = 32,             // registers of a lane that q may take
     P_SHIFT = 15                // 2^15 is the largest power of two in f16
@@ -5533,10 +5534,10 @@ void views_drop_cuda(Session *s) {
 // LoopServe chooses again (STEADY_ONCE). Its hooks see the rows it has appended, as in an ordinary step.
 //
 // Select hooks may take part while they are steady: one that chooses lists on the device (end of
-// section 3), or one that only puts its query by. They are called where their launches are
-// captured, and not when these are replayed. What memory they need, and whether they choose at all,
-// shows in an ordinary step. So one ordinary step comes after every change, and the step after that
-// one is captured.
+// section 3), or one that launches nothing, as LoopServe's between two choices. They are called where
+// their launches are captured, and not when these are replayed. What memory they need, and whether they
+// choose at all, shows in an ordinary step. So one ordinary step comes after every change, and the step
+// after that one is captured.
 
 // What the hooks say of this pass together: whether it is a decode step that they let go in one go, and
 // whether what select launches is worth recording.

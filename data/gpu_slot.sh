@@ -38,7 +38,7 @@ full:tg:65536:ms        | 6.0 | 6.8 | 8,593 MB of rows more: 2.00 ms at the copy
 lychee:tg:65536:ms      | 4.6 | 5.5 | depth 0, 824 MB of rows and index (.2 to .3 ms), 30 selections of 15 to 30 us; 199 launches
 quest:tg:65536:ms       | 4.6 | 5.4 | depth 0, 662 MB of rows (.2), 30 selections of 15 to 25 us that read 21 MB each; 199 launches
 loopserve-d:tg:65536:ms | 4.2 | 5.1 | depth 0, 145 MB, and a 16th of a selection that reads the keys of all rows twice: 8.6 GB and 0.5 TFLOP, 4 to 10 ms
-pats:tg:8192:ms         | 4.1 | 4.8 | depth 0, 695 MB of packed rows (.16 ms at the copy rate, .2 to .4 here; 3.9 instructions of a lane an element are .06), some steps packed anew
+pats:tg:8192:ms         | 4.1 | 4.8 | depth 0, 695 MB of packed rows (.16 ms at the copy rate, .2 to .4 here; 3.7 instructions of a lane an element are .06), some steps packed anew
 full:pp:8192:tera       | 300 | 510 | 123 TFLOP of products at 600 to 740 a second, 17.6 of attention at 250 to 400, 28 to 60 ms of rounding, scaling, adding
 full:tg:65536:launches  | 164 | 164 | five a layer and four
 full:tg:65536:gqa_kernel:0x0:share            | 80 | 93 | 268 MB a launch: 62 us at the copy rate, and 2 for the start, the joining and the events
