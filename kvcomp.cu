@@ -9525,6 +9525,41 @@ void cuda_copies(const unsigned *in, unsigned *out) {
     cuda_drop(dout);
 }
 
+// Dynamic shared memory of a block in bytes, and the kernel, for kernels of every carve function that template
+// arguments decide on. 0: there is no i-th one.
+size_t cuda_block_bytes(int i, const char **kernel) {
+    GemvShared gemv;
+    GqaShared gqa;
+    TensorShared tensor;
+    DecodeShared decode;
+    ScanShared scan;
+    const size_t more = (64 - REGIONS_NEAR) * sizeof(Region);       // outside of tests
+    const struct {
+        const char *kernel;
+        size_t bytes;
+    } known[] = {
+        { "gemv_kernel<2, 0>", gemv_carve(&gemv, NULL) },
+        { "qkv_kernel<2>", gemv_carve(&gemv, NULL) },
+        { "gqa_kernel<1, 128, 1>", gqa_carve(&gqa, NULL, ROW_F16, 1, 128, all_slots<ROW_F16, 128, 1>()) },
+        { "gqa_kernel<2, 80, 2>", gqa_carve(&gqa, NULL, ROW_BF16, 2, 80, all_slots<ROW_BF16, 80, 2>()) },
+        { "gqa_kernel<3, 128, 1>", gqa_carve(&gqa, NULL, ROW_Q8, 1, 128, all_slots<ROW_Q8, 128, 1>()) },
+        { "gqa_kernel<3, 96, 2>", gqa_carve(&gqa, NULL, ROW_Q8, 2, 96, all_slots<ROW_Q8, 96, 2>()) },
+        { "gqa_kernel<4, 128, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 128, all_slots<GQA_PATS, 128, 1>()) },
+        { "gqa_kernel<4, 160, 1>", more + gqa_carve(&gqa, NULL, GQA_PATS, 1, 160, all_slots<GQA_PATS, 160, 1>()) },
+        { "tensor_kernel<1, 128, 0>", tensor_carve<128, 0>(&tensor, NULL) },
+        { "tensor_kernel<1, 64, 1>", tensor_carve<64, 1>(&tensor, NULL) },
+        { "tensor_kernel<1, 256, 0>", tensor_carve<256, 0>(&tensor, NULL) },
+        { "decode_kernel<1, 16, 4, 4>", decode_carve(&decode, NULL, 16, 4, 128) },
+        { "decode_kernel<0, 8, 8, 2>", decode_carve(&decode, NULL, 8, 8, 64) },
+        { "peaks_kernel<1, 160>", scan_carve(&scan, NULL, 160) },
+        { "tallies_kernel<2, 64>", scan_carve(&scan, NULL, 64) },
+    };
+
+    if (i >= (int)(sizeof known / sizeof *known)) return 0;
+    *kernel = known[i].kernel;
+    return known[i].bytes;
+}
+
 // The k best of row (V), which lies on the host.
 void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out) {
     float *x = (float *)cuda_put(row, V * sizeof *row);

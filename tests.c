@@ -18565,6 +18565,7 @@ TEST(cuda_halved, "bf16 becomes f16 bit for bit down to 2^-32 of the largest; on
 
 void cuda_fragment(char op, const unsigned *in, int n_in, float d[128], unsigned *out, int n_out);
 void cuda_copies(const unsigned *in, unsigned *out);
+size_t cuda_block_bytes(int i, const char **kernel);
 
 // Two numbers as a word of 16-bit numbers, the first in the lower half.
 static unsigned word_of(int dtype, float low, float high) {
@@ -18647,44 +18648,100 @@ TEST(cuda_fragments,
     }
 }
 
-// Writes a kernel's SASS, a loop with `more` instructions that every turn takes and two that a turn
-// may leave out, and reads what data/cuda_loops.awk says of it -> its exit code.
-static int loops_of(const char *arch, int more, char *said, size_t cap) {
-    char path[] = "/tmp/kvcomp-sass-XXXXXX", command[256];
-    FILE *f = fdopen(mkstemp(path), "w");
-    int at = 0;
-    fprintf(f, "arch = %s\n\tFunction : void gqa_kernel<1, 128, 1>(Attn, int)\n", arch);
-    fprintf(f, "/*%04x*/ IADD3 R0, R0, 0x1, RZ ; /* 0x0 */\n", at++ * 16);
-    fprintf(f, "/*%04x*/ LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64] ;\n", at++ * 16);
-    for (int i = 0; i < more; i++) fprintf(f, "/*%04x*/ FADD R1, R1, R1 ;\n", at++ * 16);
+// What data/cuda_loops.awk is to be told of a kernel: its launch, what ptxas says and, if copies is not 0, its SASS.
+typedef struct {
+    const char *kernel, *arch;
+    int more;       // instructions that every turn of its loop takes, beside two that a turn may leave out
+    int copies;     // of 512 bytes a turn, in two groups, the younger of which is under way at the wait
+    int spilled;    // bytes
+} LoopCase;
+
+static void loop_case_write(FILE *f, const LoopCase *c) {
+    fprintf(f, "ptxas info    : Compiling entry function 'void %s(Attn, int)' for '%s'\n", c->kernel, c->arch);
+    fprintf(f, "    0 bytes stack frame, %d bytes spill stores, 0 bytes spill loads\n", c->spilled);
+    fprintf(f, "ptxas info    : Used 128 registers, used 1 barriers, 1024 bytes smem\n");
+    if (!c->copies) return;
+    int at = 1;
+    fprintf(f, "arch = %s\n\tFunction : void %s(Attn, int)\n", c->arch, c->kernel);
+    fprintf(f, "/*0000*/ IADD3 R0, R0, 0x1, RZ ; /* 0x0 */\n");
+    for (int i = 0; i < c->copies; i++) {
+        fprintf(f, "/*%04x*/ LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64] ;\n", at++ * 16);
+        if (i % (c->copies / 2) == c->copies / 2 - 1) fprintf(f, "/*%04x*/ LDGDEPBAR ;\n", at++ * 16);
+    }
+    fprintf(f, "/*%04x*/ DEPBAR.LE SB0, 0x1 ;\n", at++ * 16);
+    for (int i = 0; i < c->more; i++) fprintf(f, "/*%04x*/ FADD R1, R1, R1 ;\n", at++ * 16);
     fprintf(f, "/*%04x*/ @P0 BRA 0x%x ;\n", at * 16, (at + 3) * 16);
     for (int i = 1; i < 3; i++) fprintf(f, "/*%04x*/ FSEL R1, R1, -INF , P1 ;\n", (at + i) * 16);
     fprintf(f, "/*%04x*/ HMMA.16816.F32 R4, R4, R4, R4 ;\n", (at + 3) * 16);
     fprintf(f, "/*%04x*/ @!P1 BRA 0x10 ;\n/*%04x*/ EXIT ;\n", (at + 4) * 16, (at + 5) * 16);
+}
+
+// What data/cuda_loops.awk says of n kernels -> its exit code.
+static int loops_of(const LoopCase *c, int n, const char *sass, char *said, size_t cap) {
+    char path[] = "/tmp/kvcomp-sass-XXXXXX", command[256];
+    FILE *f = fdopen(mkstemp(path), "w");
+    for (int i = 0; i < n; i++) loop_case_write(f, c + i);
     fclose(f);
-    snprintf(command, sizeof command, "awk -f data/cuda_loops.awk %s", path);
+    snprintf(command, sizeof command, "cat kvcomp.cu %s | awk -v sass='%s' -f data/cuda_loops.awk", path, sass);
     f = popen(command, "r");
-    size_t n = fread(said, 1, cap - 1, f);
-    said[n] = 0;
+    size_t size = fread(said, 1, cap - 1, f);
+    said[size] = 0;
     unlink(path);
     return WEXITSTATUS(pclose(f));
 }
 
-TEST(cuda_loops, "make cuda-check's count of a main loop: all of it, a turn without what branches "
-                 "leave out, bytes, products; more than allowed on sm_90 is a failure") {
-    char said[1000];
-    CHECK(loops_of("sm_90", 0, said, sizeof said) == 0 &&
-              !strcmp(said,
-                      "sm_90  gqa_kernel<1, 128, 1>               6 instructions,    4 of a turn, "
-                      "  512 bytes,   1 products\n"),
+TEST(cuda_loops, "make cuda-check's table: a turn without what branches leave out, its bytes, products "
+                 "and issue slots, what is under way, blocks; on sm_90 too many instructions or too "
+                 "little under way is a failure, and so is a spill on sm_80 and sm_90") {
+    static char said[4000];
+    // 4 blocks of 4 warps. A warp asks for two groups of 4096 bytes a turn, and the wait leaves one of them under
+    // way: 64 KB; before the next wait there are three. A turn is 16 copies, the ends of 2 groups, a wait, 3
+    // others, 2 branches and a product.
+    LoopCase c = { "gqa_kernel<1, 128, 1>", "sm_90", 3, 16, 0 };
+    CHECK(loops_of(&c, 1, "", said, sizeof said) == 0 &&
+              strstr(said, "\nsm_90  gqa_kernel<1, 128, 1>               25   8192    1     1 %    "
+                           "64-192      4  128  39.2        0\n"),
           "%s", said);
-    CHECK(loops_of("sm_90", 15, said, sizeof said) == 1 &&
-              strstr(said, "21 instructions,   19 of a turn") &&
-              strstr(said,
-                     "\ngqa_kernel<1, 128, 1>: a turn takes more than 300 instructions for 8 KB"),
+    c.more = 278;
+    CHECK(loops_of(&c, 1, "", said, sizeof said) == 0 && strstr(said, "300   8192    1    15 %"), "%s", said);
+    c.more++;
+    CHECK(loops_of(&c, 1, "", said, sizeof said) == 1 &&
+              strstr(said, "\ngqa_kernel<1, 128, 1>: a turn takes more than 300 instructions for 8 KB"),
           "%s", said);
-    CHECK(loops_of("sm_90", 14, said, sizeof said) == 0, "%s", said);
-    CHECK(loops_of("sm_80", 15, said, sizeof said) == 0, "%s", said);
+    c.arch = "sm_80";
+    CHECK(loops_of(&c, 1, "", said, sizeof said) == 0, "%s", said);
+
+    c = (LoopCase){ "gqa_kernel<1, 128, 1>", "sm_90", 0, 6, 0 };
+    CHECK(loops_of(&c, 1, "", said, sizeof said) == 0 && strstr(said, " 24-72 "), "%s", said);
+    c.copies = 4;
+    CHECK(loops_of(&c, 1, "", said, sizeof said) == 1 &&
+              strstr(said, "\ngqa_kernel<1, 128, 1>: less than 24 KB are under way\n"),
+          "%s", said);
+
+    LoopCase spills[] = { { "rmsnorm_kernel", "sm_100", 0, 0, 8 }, { "rmsnorm_kernel", "sm_90", 0, 0, 0 } };
+    CHECK(loops_of(spills, 2, "", said, sizeof said) == 0 && strstr(said, "       8\n") &&
+              strstr(said, "cuobjdump is not found"),
+          "%s", said);
+    CHECK(loops_of(spills, 2, "/bin/false", said, sizeof said) == 1 && strstr(said, "no SASS"), "%s", said);
+    spills[1].spilled = 4;
+    CHECK(loops_of(spills, 2, "", said, sizeof said) == 1 &&
+              strstr(said, "\nsm_90 rmsnorm_kernel: registers are spilled to memory\n"),
+          "%s", said);
+}
+
+TEST(cuda_loops_blocks, "what data/cuda_loops.awk takes for a block's shared memory is what it is") {
+    static char said[4000];
+    LoopCase c[32] = { { 0 } };
+    int n = 0;
+    for (; cuda_block_bytes(n, &c[n].kernel); n++) c[n].arch = "sm_90";
+    CHECK(n > 10 && loops_of(c, n, "", said, sizeof said) == 0, "%s", said);
+    for (int i = 0; i < n; i++) {
+        char want[100];
+        const char *row = strstr(said, c[i].kernel), *end = row ? strchr(row, '\n') : NULL;
+        snprintf(want, sizeof want, " 128 %5.1f  ", (1024 + cuda_block_bytes(i, &c[i].kernel)) / 1024.);
+        const char *at = row ? strstr(row, want) : NULL;
+        CHECK(at && at < end, "%s: %s is wanted: %.100s", c[i].kernel, want, row ? row : "no row");
+    }
 }
 
 // ---- two sessions with the same rows, one on each side
