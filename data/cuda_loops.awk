@@ -1,6 +1,6 @@
-# What `make cuda-check` prints: the main loop of every kernel, and what its blocks take. Three texts come one behind the
-# other: kvcomp.cu, what `ptxas -v` says, and `cuobjdump -sass`; the last two through c++filt. Without the third the loop's
-# columns are empty.
+# What `make cuda-check` prints: the main loop of every kernel, and what its blocks take. Three texts come one behind
+# the other: kvcomp.cu, what `ptxas -v` says, and `cuobjdump -sass`; the last two through c++filt. Without the third the
+# loop's columns are empty.
 #
 #   instr     instructions that a warp issues in a turn of the loop
 #   bytes     what the warp's loads ask for in that turn, when every lane reads bytes of its own
@@ -14,21 +14,22 @@
 #             shared memory, and one block is counted. -: it decides on the threads
 #   regs      registers of a thread
 #   shared    shared memory of a block in KB, static and dynamic
-#   spilled   bytes of registers that a thread writes to memory and reads back
+#   spilled   bytes of registers that its instructions write to memory, and read back
 #
-# The main loop is, of those with the most tensor-core products, the shortest. The turn that is counted makes all products,
-# asks for the next tile, and needs nothing else, such as a mask. Without products the main loop is the innermost one that
-# asks for the most, and all its arithmetic counts. What a loop asks for are its load_once and cp.async (kvcomp.cu, "what
-# only PTX can say"), else its loads of 16 bytes a lane, else all its loads. What it reads in passing beside such loads, such
-# as a list of rows, or a vector that lies in a cache, is not counted. Where all loads count the deepest loop is taken,
-# which is a guess, marked ?.
+# The main loop is, of those with the most tensor-core products, the shortest. The turn that is counted makes all
+# products, asks for the next tile, and needs nothing else, such as a mask. Without products the main loop is the
+# innermost one that asks for the most, and all its arithmetic counts. What a loop asks for are its load_once and
+# cp.async (kvcomp.cu, "what only PTX can say"), else its loads of 16 bytes a lane, else all its loads. What it reads in
+# passing beside such loads, such as a list of rows, or a vector that lies in a cache, is not counted. Where all loads
+# count the deepest loop is taken, which is a guess, marked ?.
 #   LDG.E.NA.128    16 bytes a lane, not kept in L1: load_once        LDGSTS.E.BYPASS.128    cp.async
 # Ends with 1 if a kernel of sm_80 or sm_90 spills, or a loop of sm_90 takes more instructions than limit() allows, more
 # issue slots than share_most(), or asks for less ahead than ahead_least().
 
 # ---- the machine
 
-# An H200 at its highest clock, as in the predictions of NOTES. At a lower one the shares of issue slots grow as it falls.
+# An H200 at its highest clock, as in the predictions of NOTES. At a lower one the shares of issue slots grow as it
+# falls.
 BEGIN {
     copy_rate = 4.3e12          # bytes a second of a copy, those read and those written
     clock = 1.98e9
@@ -53,8 +54,8 @@ function least(a, b) { return a < b ? a : b }
 
 # ---- what a block takes
 
-# Bytes of dynamic shared memory of a block, where the template arguments decide on them: the carve functions of kvcomp.cu,
-# which a test holds against these lines. -1: the launch decides.
+# Bytes of dynamic shared memory of a block, where the template arguments decide on them: the carve functions of
+# kvcomp.cu, which a test holds against these lines. -1: the launch decides.
 function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
     split(kernel, part, /[<>, ]+/)              # name and template arguments
     if (!with_room[part[1]]) return 0
@@ -83,11 +84,10 @@ function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
     return -1
 }
 
-# Rows of q8_0 (kind 3), and those of PATS (4) with elements of w bits, are copied in pieces of 16 bytes: how many pieces a
-# row touches (kvcomp.cu: batch_pieces).
+# Rows of q8_0 (kind 3), and those of PATS (4) with elements of w bits, are copied in pieces of 16 bytes: how many
+# pieces a row touches (kvcomp.cu: batch_pieces).
 function row_pieces(kind, D, w,    n, low) {
     n = kind == 3 ? D / 32 * 34 : D / 8 * w
-    if (kind != 3 && D % 128 == 0) return n / 16
     for (low = 1; low < 16 && n % (2 * low) == 0;) low *= 2
     return int((n + 31 - low) / 16)
 }
@@ -123,7 +123,8 @@ function in_numbers(text,    part) {
     return part[1] * (part[2] ? part[2] : 1)
 }
 
-# Blocks on a multiprocessor, or "-". Warps get registers by the 256, and the system takes 1 KB of every block's shared memory.
+# Blocks on a multiprocessor, or "-". Warps get registers by the 256, and the system takes 1 KB of every block's shared
+# memory.
 function blocks_of(arch, kernel,    name, warps, dynamic, n) {
     name = kernel
     sub(/<.*/, "", name)
@@ -196,9 +197,10 @@ function bytes(word, once) {
 
 # ---- a kernel's loops
 
-# Turns through instructions first..last with the most products and the most of what is worth[] it: the least instructions of
-# one. A turn enters at the top; a branch forward may be taken or not, and one back is not. A switch goes to any of its cases;
-# with `reads` only to one that reads so many bytes a lane from shared memory. 0: no way is found.
+# Turns through instructions first..last with the most products and the most of what is worth[] it: the least
+# instructions of one. A turn enters at the top; a branch forward may be taken or not, and one back is not. A switch
+# goes to any of its cases; with `reads` only to one that reads so many bytes a lane from shared memory. 0: no way is
+# found.
 function shortest(first, last, reads,    i, j, n, p) {
     split("", most)
     split("", fewest)
@@ -224,7 +226,8 @@ function arrive(i, p, n, reads) {
     fewest[i] = n
 }
 
-# case_reads[i] = what the case of a switch that begins at i reads. The cases of a switch end with jumps to one place behind it.
+# case_reads[i] = what the case of a switch that begins at i reads. The cases of a switch end with jumps to one place
+# behind it.
 function find_cases(first, last,    i, j, begins, behind) {
     split("", case_reads)
     for (i = first; i <= last; i++) {
@@ -239,9 +242,9 @@ function find_cases(first, last,    i, j, begins, behind) {
     }
 }
 
-# Sets low and high: the least and the most bytes that a warp has asked for and not yet used, in a turn that goes through
-# first..last in their order. A load is used when a register that it fills is named; a group of copies when a wait (DEPBAR)
-# leaves fewer than there are. The first of two turns is for what one leaves to the next.
+# Sets low and high: the least and the most bytes that a warp has asked for and not yet used, in a turn that goes
+# through first..last in their order. A load is used when a register that it fills is named; a group of copies when a
+# wait (DEPBAR) leaves fewer than there are. The first of two turns is for what one leaves to the next.
 function under_way(first, last,    round, i, j, n, r, text, owner, size, group, oldest, youngest, sum) {
     low = -1
     high = sum = n = oldest = youngest = group[0] = 0
@@ -341,7 +344,8 @@ function copy_turns(repeats,    i, n) {
 
 # ---- rows of the table
 
-# One kernel is complete: prints its row. PATS has one for elements of 8 bits, and at head_dim 128 for 10 and 14 bits, too.
+# One kernel is complete: prints its row. PATS has one for elements of 8 bits, and at head_dim 128 for 10 and 14 bits,
+# too.
 function finish(    part, i, w, plain, few) {
     if (n_word && main_loop()) {
         split(kernel, part, /[<>, ]+/)
@@ -366,9 +370,9 @@ function finish(    part, i, w, plain, few) {
     split("", switches)
 }
 
-# A row of the table, and whether the loop is allowed. row: bytes of a row of K or V where loops inside the main one copy them,
-# in so many pieces, four at a time, 32 rows a turn; 0: there are no such loops. reads: as in shortest(). limit() counts such
-# loops once.
+# A row of the table, and whether the loop is allowed. row: bytes of a row of K or V where loops inside the main one
+# copy them, in so many pieces, four at a time, 32 rows a turn; 0: there are no such loops. reads: as in shortest().
+# limit() counts such loops once.
 function add_row(label, row, pieces, reads,    turn, b, p, times, allowed, share, blocks, ahead) {
     turn = shortest(top, end, reads)
     b = asked[kind, end] - asked[kind, top - 1]
@@ -494,7 +498,8 @@ END {
         arch = part[1]
         kernel = part[2]
         if (!(entries[i] in printed)) print_row("", sprintf("%5s %6s %4s %7s %9s", "-", "-", "-", "-", "-"))
-        if (spilled[entries[i]] && arch ~ /^sm_(80|90)$/) failed = failed arch " " kernel ": registers are spilled to memory\n"
+        if (spilled[entries[i]] && arch ~ /^sm_(80|90)$/)
+            failed = failed arch " " kernel ": registers are spilled to memory\n"
     }
     if (!counted && sass) failed = failed "no SASS has come from " sass "\n"
     if (!counted && !sass) print "cuobjdump is not found (CUOBJDUMP=): main loops are not looked at"
