@@ -73,7 +73,8 @@ function dynamic_shared(kernel,    part, D, NT, slots, sums, KT, BQ, P) {
         KT = D <= 160 ? 64 : 32
         BQ = D <= 128 && !part[4] ? 128 : 64
         P = 2 * (D + 8)
-        return (BQ + 2 * KT) * P + BQ * (8 + KT / 8 + 4) + 512 * 4 + 2 * 4 * 4 + 13 * 4 + (part[4] ? 3072 * 4 : 0)
+        return (BQ + 2 * KT) * P + BQ * (8 + KT / 8 + 4) + 512 * 4 + 2 * block_threads(kernel) / 32 * 4 + 13 * 4 + \
+               (part[4] ? 2048 * 4 : 0)
     }
     if (part[1] == "decode_kernel") {           # <dtype, lanes of a row, query rows, rows at once>
         D = 8 * part[3]                         # at most
@@ -101,6 +102,14 @@ function row_room(kind, D,    w, n, most) {
     return 16 * most
 }
 
+# Threads of a block, 0 where the context decides on them. A block of tensor_kernel has two warps along lines of narrow
+# heads and four elsewhere.
+function block_threads(kernel,    part) {
+    split(kernel, part, /[<>, ]+/)
+    if (part[1] == "tensor_kernel") return part[4] && part[3] <= 96 ? 64 : 128
+    return threads[part[1]]
+}
+
 # A launch of kvcomp.cu, from behind "KV_LAUNCH(": kernel, grid, threads, dynamic shared memory, ..
 function read_launch(text,    i, c, depth, n, arg) {
     n = 1
@@ -125,14 +134,12 @@ function in_numbers(text,    part) {
 
 # Blocks on a multiprocessor, or "-". Warps get registers by the 256, and the system takes 1 KB of every block's shared
 # memory.
-function blocks_of(arch, kernel,    name, warps, dynamic, n) {
-    name = kernel
-    sub(/<.*/, "", name)
-    if (!threads[name] || !registers[arch, kernel]) return "-"
-    warps = threads[name] / 32
+function blocks_of(arch, kernel,    warps, dynamic, n) {
+    warps = block_threads(kernel) / 32
+    if (!warps || !registers[arch, kernel]) return "-"
     dynamic = dynamic_shared(kernel)
     if (dynamic < 0) return 1
-    n = least(room_blocks(arch), int(room_threads(arch) / threads[name]))
+    n = least(room_blocks(arch), int(room_threads(arch) / (32 * warps)))
     n = least(n, int(65536 / (warps * 256 * int((registers[arch, kernel] + 7) / 8))))
     return least(n, int(room_shared(arch) / (shared[arch, kernel] + dynamic + 1024)))
 }
@@ -179,10 +186,10 @@ function ahead_least(kernel,    part) {
     return part[1] == "gqa_kernel" && part[2] <= 2 ? 24 : 0
 }
 
-# The most issue slots, in per cent, at that rate: rows of PATS leave a fifth of them free. 0: no such figure.
+# The most issue slots, in per cent, at that rate: rows of PATS and q8_0 leave a fifth of them free. 0: no such figure.
 function share_most(kernel,    part) {
     split(kernel, part, /[<>, ]+/)
-    return part[1] == "gqa_kernel" && part[2] == 4 && part[3] == 128 ? 80 : 0
+    return part[1] == "gqa_kernel" && part[2] > 2 && part[3] == 128 ? 80 : 0
 }
 
 # Bytes that the loads of a warp ask for. once: only those of load_once and cp.async count.
@@ -359,7 +366,7 @@ function finish(    part, i, w, plain, few) {
         under_way(top, end)
         few = part[1] == "gqa_kernel" && part[2] > 2 ? part[2] : 0
         if (!few) add_row(kind == 3 ? " ?" : "", 0, 0, 0)
-        if (few == 3) add_row("", part[3] / 32 * 34, row_pieces(3, part[3]), 0)
+        if (few == 3) add_row("", part[3] / 32 * 34, 0, 0)
         for (w = 8; few == 4 && w <= (part[3] == 128 ? 14 : 8); w += w == 8 ? 2 : 4)
             add_row(" w = " w, part[3] / 8 * w, row_pieces(4, part[3], w), part[3] * w / 16)
     }
@@ -370,9 +377,9 @@ function finish(    part, i, w, plain, few) {
     split("", switches)
 }
 
-# A row of the table, and whether the loop is allowed. row: bytes of a row of K or V where loops inside the main one
-# copy them, in so many pieces, four at a time, 32 rows a turn; 0: there are no such loops. reads: as in shortest().
-# limit() counts such loops once.
+# A row of the table, and whether the loop is allowed. row: bytes of a row of K or V, 32 of them a turn, where not all
+# bytes that lanes can ask for are there; or 0. pieces: how many pieces such a row has where loops inside the main one
+# copy them, four at a time; 0: there are no such loops. limit() counts them once. reads: as in shortest().
 function add_row(label, row, pieces, reads,    turn, b, p, times, allowed, share, blocks, ahead) {
     turn = shortest(top, end, reads)
     b = asked[kind, end] - asked[kind, top - 1]
@@ -380,25 +387,19 @@ function add_row(label, row, pieces, reads,    turn, b, p, times, allowed, share
     allowed = limit(kernel, b, p)
     if (allowed && (turn > allowed || !turn)) fails("a turn takes more than " why)
     times = row ? 32 * row / b : 1
-    if (row && turn) turn += copy_turns(int((pieces + 3) / 4) - 1)
+    if (pieces && turn) turn += copy_turns(int((pieces + 3) / 4) - 1)
     share = issue_share(turn, b * times)
     allowed = share_most(kernel)
     if (allowed && (share > allowed || !turn)) fails(sprintf("%.0f %% of the issue slots, more than %d", share, allowed))
     blocks = blocks_of(arch, kernel)
     ahead = "-"
     if (blocks != "-") {
-        times *= blocks * threads[family(kernel)] / 32 / 1024
+        times *= blocks * block_threads(kernel) / 32 / 1024
         ahead = sprintf("%.0f-%.0f", low * times, high * times)
         if (low * times < ahead_least(kernel)) fails("less than " ahead_least(kernel) " KB are under way")
     }
     share = turn ? sprintf("%.0f %%", share) : "-"
     print_row(label, sprintf("%5s %6d %4d %7s %9s", turn ? turn : "-", row ? 32 * row : b, p, share, ahead))
-}
-
-# kernel<1, 2> -> kernel
-function family(kernel) {
-    sub(/<.*/, "", kernel)
-    return kernel
 }
 
 # A complaint that counts: on sm_90, which the figures are for.
