@@ -5136,7 +5136,8 @@ static void pats_keep(Session *s, KVHead *h, const int *keep, int n) {
     if (KV_DEV(s)) rows_repack_cuda(s, h, reg, n_reg, total, 0, keep, x->rounding, x->rows64);
     for (int v = 0; v < 2 && !KV_DEV(s); v++) {
         char **held = v ? &h->pv : &h->pk;
-        char *to = total ? xcalloc(total, 1) : NULL;
+        char *to = total ? rows_realloc(NULL, 0, total, s->huge_pages) : NULL;
+        if (to) memset(to, 0, total);
         const Region *g = h->reg, *t = reg;
         for (int i = 0; i < n; i++) {
             g = region_of(g, keep[i]);
@@ -5204,11 +5205,12 @@ static void pats_repack(const Session *s, const Pats *x, KVHead *h, const Region
         char **held = v ? &h->pv : &h->pk;
         char *raw = v ? h->v : h->k;
         if (unmoved == h->packed) {
-            *held = xrealloc(*held, total);
+            *held = rows_realloc(*held, old, total, s->huge_pages);
             memset(*held + old, 0, total - old);
             pats_recut(s, x, h, v, reg, unmoved, *held);
         } else {
-            char *to = xcalloc(total, 1);
+            char *to = rows_realloc(NULL, 0, total, s->huge_pages);
+            memset(to, 0, total);
             if (unmoved) memcpy(to, *held, bytes_unmoved(reg, unmoved, x->rows64, D));
             pats_recut(s, x, h, v, reg, unmoved, to);
             free(*held);
