@@ -9136,7 +9136,6 @@ enum {                                          // see the list of names
 typedef float    Float4   __attribute__((vector_size(16)));
 typedef int32_t  Int4     __attribute__((vector_size(16)));
 typedef uint16_t Uint16x4 __attribute__((vector_size(8)));
-typedef short    Short4   __attribute__((vector_size(8)));
 typedef struct { Float4 q[4]; } Vec_plain;      // lanes 0 to 3, 4 to 7, 8 to 11, 12 to 15
 
 // Every lane is x.
@@ -9321,25 +9320,21 @@ INLINE_plain void vec_store_words_plain(short *p, Vec_plain x) {
     for (int i = 0; i < LANES; i++) p[i] = (short)lane[i];
 }
 
-// to = the 32 integers of a block of each of four rows, x[i] on: 8 columns of every row after the
-// other, then the next 8.
+// to = the 32 integers of a block of each of four rows, x[i] on: one row after the other.
 INLINE_plain void ints_arrange_plain(short *to, const short (*x)[Q8_COLS]) {
-    for (int c = 0; c < Q8_BLOCK; c += 8)
-        for (int i = 0; i < 4; i++, to += 8) memcpy(to, x[i] + c, 8 * sizeof *to);
+    for (int i = 0; i < 4; i++) memcpy(to + i * Q8_BLOCK, x[i], Q8_BLOCK * sizeof *to);
 }
 
-// Each row's integers times the 32 bytes at k. The four lanes of quarter i add up to row i's sum.
+// Each row's integers times the 32 bytes at k. The four lanes of quarter i add up to row i's sum. A
+// sum of products of shorts is a loop that compilers know an instruction for.
 INLINE_plain Ints_plain ints_block_plain(const short *x, const signed char *k) {
-    Ints_plain sum = {0};
-    for (int c = 0; c < Q8_BLOCK; c += 8) {
-        for (int half = 0; half < 8; half += 4) {
-            Int4 u = { k[c + half], k[c + half + 1], k[c + half + 2], k[c + half + 3] };
-            EACH_QUARTER(i) {
-                Short4 t;
-                memcpy(&t, x + 4 * c + 8 * i + half, sizeof t);
-                sum.q[i] += __builtin_convertvector(t, Int4) * u;
-            }
-        }
+    Ints_plain sum;
+    short u[Q8_BLOCK];
+    for (int c = 0; c < Q8_BLOCK; c++) u[c] = k[c];
+    for (int i = 0; i < 4; i++, x += Q8_BLOCK) {
+        int32_t row = 0;
+        for (int c = 0; c < Q8_BLOCK; c++) row += x[c] * u[c];
+        sum.q[i] = (Int4){ row };
     }
     return sum;
 }
@@ -10309,8 +10304,10 @@ INLINE_avx2 void vec_store_words_avx2(short *p, Vec_avx2 x) {
     _mm256_storeu_si256((void *)p, _mm256_permute4x64_epi64(a, 0xd8));     // packs works in halves
 }
 
+// to = 8 columns of every row after the other, then the next 8.
 INLINE_avx2 void ints_arrange_avx2(short *to, const short (*x)[Q8_COLS]) {
-    ints_arrange_plain(to, x);
+    for (int c = 0; c < Q8_BLOCK; c += 8)
+        for (int i = 0; i < 4; i++, to += 8) memcpy(to, x[i] + c, 8 * sizeof *to);
 }
 
 INLINE_avx2 Ints_avx2 ints_block_avx2(const short *x, const signed char *k) {
@@ -10518,7 +10515,7 @@ INLINE_avx512 void vec_store_words_avx512(short *p, __m512 x) {
 }
 
 INLINE_avx512 void ints_arrange_avx512(short *to, const short (*x)[Q8_COLS]) {
-    ints_arrange_plain(to, x);
+    ints_arrange_avx2(to, x);
 }
 
 INLINE_avx512 __m512i ints_block_avx512(const short *x, const signed char *k) {
@@ -10769,7 +10766,7 @@ INLINE_neon Ints_plain ints_block_neon(const short *x, const signed char *k) {
     UNROLL for (int c = 0; c < Q8_BLOCK; c += 8) {
         int16x8_t u = vmovl_s8(vld1_s8(k + c));
         EACH_QUARTER(i) {
-            int16x8_t t = vld1q_s16(x + 4 * c + 8 * i);
+            int16x8_t t = vld1q_s16(x + Q8_BLOCK * i + c);
             sum[i] = vmlal_s16(sum[i], vget_low_s16(t), vget_low_s16(u));
             sum[i] = vmlal_high_s16(sum[i], t, u);
         }
