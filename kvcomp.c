@@ -102,7 +102,11 @@
 #include <omp.h>
 #endif
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -8955,22 +8959,28 @@ static void threads_use(int n, size_t parameters) {
 // and some operations on it. The kernels are written once over these operations and compiled once
 // for each set. The best set that the processor has is chosen when the program starts.
 //
+// A set may have tiles beside its vectors: Intel AMX, instructions that multiply two small matrices of
+// bf16. Products with weights of bf16 are then made of those (see "products in tiles"), with the
+// accuracy of f32. Weights of f32, f16 and q8_0 and attention stay with the vectors: f16 has 11 bits
+// where bf16 has 8, so that its weights would have to be split, too.
+//
 // The order of every sum is fixed. In a dot product, lane j adds the products at k = j, j+16, j+32,
 // ... with fused multiply-adds; then the 16 lanes are folded, 8 onto 8, 4 onto 4, 2 onto 2 and 1
 // onto 1. A product of matrices does this for every K_CHUNK columns and adds the results of the
 // chunks in order. No tile size, batch, thread count or position in a block has an influence. A row
 // of a product is therefore the same bits in decode and in prefill, and AVX2, AVX-512 and NEON give
 // the same bits. Plain C has no fused multiply-add, because fmaf would be a call into the library, and
-// agrees with them up to rounding.
+// agrees with them up to rounding. So do products in tiles, whose order is another one, as fixed.
 //
 // A product with weights in 8 bits (DT_Q8) is made of whole numbers: see the kernels' part about it.
 //
-// The dot-product instructions for bf16 are not used. They round x to bf16, so the accuracy of f32
-// needs two of them (x = hi + lo), and one does no more multiply-adds a cycle than two f32 FMA
-// pipes do here (Zen 5: 233 against 256 GFLOP/s a core, each counted per product).
+// The dot-product instructions that vectors have for bf16 are not used. They round x to bf16, so the
+// accuracy of f32 needs two of them (x = hi + lo), and one does no more multiply-adds a cycle than two
+// f32 FMA pipes do here (Zen 5: 233 against 256 GFLOP/s a core, each counted per product). Tiles do
+// sixteen times as many.
 //
 // Reading order: the vector in plain C, the kernels, and then, if wanted, the same vector in AVX2,
-// AVX-512 and NEON.
+// AVX-512 and NEON. Tiles come after vectors in each of these places.
 
 enum {
     LANES     = 16,     // floats of a vector
@@ -8978,6 +8988,15 @@ enum {
     T_BLOCK   = 128,    // rows of x that a job takes: with K_CHUNK columns they fill 512 KiB of L2
     ROW_BLOCK = 64,     // rows of W that a job takes
     SHORT_ROW = 512,    // columns of a block of attention, at most
+
+    // products in tiles
+    TILE       = 16,    // rows of a tile
+    TILE_PAIRS = 16,    // pairs of columns of a tile of bf16
+    TILE_COLS  = 32,    // columns of it: a step
+    TILE_PANEL = 32,    // rows of W that a job takes
+    TILE_BLOCK = 256,   // rows of x that a job takes: three terms of TILE_CHUNK columns fill 768 KiB of L2
+    TILE_CHUNK = 512,   // columns that one sum runs over
+    TILE_ROWS  = 512,   // rows of x that are split into terms at a time, a multiple of TILE_BLOCK
     FEW_AHEAD = 4096,   // bytes ahead of a key that its tile asks for
     Q8_PANEL  = LANES * (2 + Q8_BLOCK),     // bytes of 16 rows by 32 columns of DT_Q8
 };
@@ -9020,6 +9039,19 @@ typedef struct {
     int add;            // 1: y += the products
 } Dots8;
 
+// A product of matrices in tiles: y (m,n) = x w^T over the columns from k0 to k1-1, or y += that where
+// k0 > 0. x is as Simd.tile_x makes it, w is bf16.
+typedef struct {
+    float *y;           // (m,n)
+    size_t ldy;
+    const uint16_t *x;  // (groups of TILE rows,steps,terms,TILE_PAIRS,columns,2)
+    const char *w;      // (n,K)
+    int m, n;           // n: at most TILE_PANEL
+    int K, k0, k1;      // k0: a multiple of TILE_CHUNK
+    int columns;        // of a tile of x: TILE, or 1 where x is a single row
+    int terms;          // numbers of bf16 that make one of x
+} Tiles;
+
 // A block of weighted sums of rows: o (m,D) = p (m,n) v (n,D), or o += that. Rows lie side by side.
 typedef struct {
     float *o;           // (m,D)
@@ -9040,6 +9072,11 @@ typedef struct {
     // q (blocks,Q8_BLOCK) and scale (blocks): x (n) as whole numbers times a scale for each block
     void (*whole)(int16_t *q, float *scale, const float *x, int n);
     void (*mix[3])(const Mix *a);
+
+    // products with weights of bf16 in tiles; NULL: the set has none. tile_x: to = m <= columns rows
+    // of x, ldx apart, of n columns, step by step: (steps,terms,TILE_PAIRS,columns,2)
+    void (*tile_x)(uint16_t *to, const float *x, size_t ldx, int m, int n, int columns, int terms);
+    void (*tiles)(const Tiles *a);
 
     // the same with rows of format q8_0, of whole blocks, as w and v. dots_q8 takes x as integers
     // (D89), as integers_q8 makes them: to = m <= 4 rows of x, ldx apart, of n <= Q8_COLS columns.
@@ -9377,6 +9414,105 @@ INLINE_plain Vec_plain vec_all_f16_plain(const char *p) {
     return vec_all_plain(f16_to_f32(h));
 }
 
+// ---- tiles in plain C
+// A thread has eight tiles (Intel AMX). A tile has up to 16 rows of up to 64 bytes: 16 floats, or 16
+// pairs of bf16. Here stands what each tile instruction means, from Intel's manual. AMX does the same
+// in hardware, and so what is built on tiles can be tested on every machine.
+//
+// A tile is named by its number, which must be a literal: it is part of the instruction.
+
+// The shape of every tile, as the instruction ldtilecfg reads it.
+typedef struct {
+    uint8_t palette;            // 1: the eight tiles of AMX
+    uint8_t start, zero[14];
+    uint16_t bytes[16];         // of a row, for each tile
+    uint8_t rows[16];
+} TileShape;
+
+enum { TILES = 8, TILE_BYTES = TILE * 64 };
+
+// Steps of TILE_COLS columns; the last may be shorter.
+static int tile_steps(int cols) { return (cols + TILE_COLS - 1) / TILE_COLS; }
+
+static _Thread_local struct {
+    TileShape shape;
+    unsigned char tile[TILES][TILE][64];
+} tiles_plain;
+
+#define TARGET_amx_plain
+#define INLINE_amx_plain static inline __attribute__((always_inline))
+
+// The tiles get these shapes, and are zeros.
+static void tile_shape_amx_plain(const TileShape *shape) {
+    memset(&tiles_plain, 0, sizeof tiles_plain);
+    tiles_plain.shape = *shape;
+}
+
+// The end of the tiles' use.
+static void tile_end_amx_plain(void) {
+    memset(&tiles_plain.shape, 0, sizeof tiles_plain.shape);
+}
+
+// Tile t is zeros.
+static void tile_zero_amx_plain(int t) {
+    memset(tiles_plain.tile[t], 0, TILE_BYTES);
+}
+
+// The rows of tile t are those at p, `stride` bytes apart.
+static void tile_load_amx_plain(int t, const void *p, size_t stride) {
+    tile_zero_amx_plain(t);
+    for (int i = 0; i < tiles_plain.shape.rows[t]; i++)
+        memcpy(tiles_plain.tile[t][i], (const char *)p + i * stride, tiles_plain.shape.bytes[t]);
+}
+
+// The rows of tile t go to p, `stride` bytes apart.
+static void tile_store_amx_plain(int t, void *p, size_t stride) {
+    for (int i = 0; i < tiles_plain.shape.rows[t]; i++)
+        memcpy((char *)p + i * stride, tiles_plain.tile[t][i], tiles_plain.shape.bytes[t]);
+}
+
+// Subnormal numbers count as zero, as they come in and as they go out.
+static float no_subnormal(float x) { return fabsf(x) < FLT_MIN ? 0 : x; }
+
+// The bf16 at p.
+static float tile_number(const unsigned char *p) {
+    uint16_t h;
+    memcpy(&h, p, sizeof h);
+    return no_subnormal(bf16_to_f32(h));
+}
+
+// Tile c (rows of a,columns), f32, += a (rows,pairs) b (pairs,columns), pairs of bf16. The first
+// numbers of all pairs are summed, pair after pair, and so are the second ones; then the two sums are
+// added, and that is added to c. Every sum is rounded to the nearest f32. A product of two bf16
+// has 16 bits, so it is exact in f32.
+static void tile_product_amx_plain(int c, int a, int b) {
+    int pairs = tiles_plain.shape.bytes[a] / 4, n = tiles_plain.shape.bytes[c] / 4;
+    float x[TILE][2][TILE];                     // the numbers of b
+    for (int k = 0; k < pairs; k++)
+        for (int j = 0; j < 2 * n; j++) x[k][j % 2][j / 2] = tile_number(tiles_plain.tile[b][k] + 2 * j);
+    for (int i = 0; i < tiles_plain.shape.rows[c]; i++) {
+        float sum[2][TILE] = {{0}}, out[TILE];
+        for (int k = 0; k < pairs; k++)
+            for (int half = 0; half < 2; half++) {
+                float w = tile_number(tiles_plain.tile[a][i] + 4 * k + 2 * half);
+                for (int j = 0; j < n; j++)
+                    sum[half][j] = no_subnormal(sum[half][j] + w * x[k][half][j]);
+            }
+        memcpy(out, tiles_plain.tile[c][i], sizeof out);
+        for (int j = 0; j < n; j++)
+            out[j] = no_subnormal(out[j] + no_subnormal(sum[0][j] + sum[1][j]));
+        memcpy(tiles_plain.tile[c][i], out, sizeof out);
+    }
+}
+
+// No instruction of AMX, but what tiles need: to (TILE,TILE) = from (TILE,TILE) with rows and columns
+// exchanged, elements of 4 bytes.
+static void tile_turn_amx_plain(void *to, const void *from) {
+    for (int i = 0; i < TILE; i++)
+        for (int j = 0; j < TILE; j++)
+            memcpy((char *)to + (j * TILE + i) * 4, (const char *)from + (i * TILE + j) * 4, 4);
+}
+
 // ---- the kernels: this file includes itself
 // The kernels, from here to the line "#endif // SIMD", are compiled once for each instruction set.
 // To this end the file includes itself once for each (after NEON, below), with the macro SIMD
@@ -9391,7 +9527,7 @@ INLINE_plain Vec_plain vec_all_f16_plain(const char *p) {
 // A macro that holds all kernels would do the same, but it would be one line for a debugger and in
 // error messages. Here the lines of a kernel are lines of this file:
 //   gdb -ex 'break dots_tile_avx2' -ex run --args ./tests math_matmul
-#else   // SIMD
+#elif !defined(ON_TILES)    // SIMD
 
 #define PASTE_(name, set) name##_##set
 #define PASTE(name, set) PASTE_(name, set)      // two steps, so that SIMD becomes its value first
@@ -10130,6 +10266,200 @@ static const Simd simd_entry = {
 };
 
 #endif  // SIMD: the part that is compiled once for each instruction set ends here
+#ifdef ON_TILES
+// ---- products in tiles
+// This part is compiled with SIMD defined as amx_plain, and as amx where the machine may have it.
+//
+// A tile of W is 16 of its rows by 32 columns, as they lie in memory. It meets a tile of x: 16 pairs
+// of columns by 16 rows of x. Their product is a tile of y^T: 16 rows of W by 16 rows of x.
+//
+// Tiles are multiplied as numbers of bf16, so a number of x is split into `terms` of them (--amx-terms):
+// x rounded to bf16, what is left rounded, and what is left then. A bf16 has 8 bits and x has 24, so
+// three terms are x exactly, and the error is that of the sums. Two leave at most 2^-17 of x, one
+// leaves 2^-8. With 2,048 columns of random numbers the rms error of y, as a share of y's rms, is
+//   three terms 1.4e-7     two 2.5e-6     one 1.7e-3     vectors (f32) 1.6e-7
+//
+// The order of a sum: 32 columns after 32 columns, and of those the first terms, the second, the third,
+// all added to one tile (tile_product says in which order within the 32). After TILE_CHUNK columns the
+// tile is added to y; a longer sum would lose accuracy (2.6e-7 over all 2,048). Rows of x do not meet
+// each other and what is missing is zeros, so a row of y has the same bits in every place of every
+// block, and in decode, where a tile of x has one column. Subnormal numbers count as zero. An
+// infinity in x gives a NaN, as a NaN does.
+//
+// Two tiles of W by two of x are four sums, and each tile that is loaded is used twice. A product takes
+// 16 cycles, and its sum is ready after 52, so the four sums take turns.
+#define tile_shape      OWN(tile_shape)
+#define tile_end        OWN(tile_end)
+#define tile_zero       OWN(tile_zero)
+#define tile_load       OWN(tile_load)
+#define tile_store      OWN(tile_store)
+#define tile_product    OWN(tile_product)
+#define tile_turn       OWN(tile_turn)
+#define TileWalk        OWN(TileWalk)
+#define split_row       OWN(split_row)
+#define tile_terms      OWN(tile_terms)
+#define tile_panel      OWN(tile_panel)
+#define tile_walk       OWN(tile_walk)
+#define tile_out        OWN(tile_out)
+#define tile_block      OWN(tile_block)
+
+// to (terms,TILE,TILE_COLS): row t of each = the terms of x (n). The rounding is to the nearest bf16;
+// no number saturates, because what is left of an infinity must not look finite.
+INLINE void split_row(uint16_t (*to)[TILE][TILE_COLS], int t, const float *x, int n, int terms) {
+    FloatBits rest[TILE_COLS];
+    memcpy(rest, x, (size_t)n * sizeof *rest);
+    for (int q = 0; q < terms; q++) {
+        for (int i = 0; i < n; i++) {
+            uint32_t h = (rest[i].u + 0x7fff + (rest[i].u >> 16 & 1)) >> 16;
+            if (rest[i].f != rest[i].f) h = 0x7fc0;
+            to[q][t][i] = (uint16_t)h;
+            rest[i].f -= bf16_to_f32((uint16_t)h);
+        }
+    }
+}
+
+// Simd.tile_x. Missing rows and columns are zeros.
+TARGET static void tile_terms(uint16_t *to, const float *x, size_t ldx, int m, int n, int columns,
+                              int terms) {
+    uint16_t part[3][TILE][TILE_COLS] __attribute__((aligned(64)));
+    for (int k = 0; k < n; k += TILE_COLS) {
+        int cols = min_int(n - k, TILE_COLS);
+        if (m < columns || cols < TILE_COLS) memset(part, 0, sizeof part);
+        for (int t = 0; t < m; t++) {
+            if (cols == TILE_COLS) split_row(part, t, x + t * ldx + k, TILE_COLS, terms);
+            else split_row(part, t, x + t * ldx + k, cols, terms);
+        }
+        for (int q = 0; q < terms; q++, to += TILE_COLS * columns) {
+            if (columns == TILE) tile_turn(to, part[q]);
+            else memcpy(to, part[q], TILE_COLS * sizeof *to);
+        }
+    }
+}
+
+// panel (steps,2,TILE,TILE_COLS) = rows of w (n, at most TILE_PANEL) of `cols` columns, ldw bytes
+// apart, as tiles that lie side by side. Rows 4 KB apart would drive each other out of the first-level
+// cache. Missing rows and columns are zeros.
+INLINE void tile_panel(char *panel, const char *w, size_t ldw, int n, int cols) {
+    if (n < TILE_PANEL || cols % TILE_COLS) memset(panel, 0, TILE_PANEL * TILE_CHUNK * 2);
+    for (int r = 0; r < n; r++) {
+        char *to = panel + r * 64;
+        const char *from = w + r * ldw;
+        int k = 0;
+        for (; k + TILE_COLS <= cols; k += TILE_COLS, to += 2 * TILE_BYTES, from += 64)
+            memcpy(to, from, 64);
+        memcpy(to, from, (size_t)(cols - k) * 2);
+    }
+}
+
+// Where the tiles of a walk are, and what is to be asked for meanwhile.
+typedef struct {
+    const char *w;      // the first tile of W
+    size_t row;         // bytes from a row of it to the next,
+    size_t tile;        // to the second tile,
+    size_t step;        // and to the first tile of the next step
+    const char *x[2];   // the first tiles of two groups of rows of x; the terms and steps follow
+    size_t columns;     // of a tile of x
+    int steps, terms;
+    const char *next;   // rows of W that are read later, from `from` to `to`-1, ldw bytes apart
+    size_t ldw;
+    int from, to;
+} TileWalk;
+
+// Tiles 0 to 3 = two tiles of W by one or two of x, summed over the steps. Each step asks for 64
+// bytes of each row that this walk is to ask for.
+INLINE void tile_walk(const TileWalk *a, int groups) {
+    const char *w = a->w, *x0 = a->x[0], *x1 = a->x[1], *next = a->next + a->from * a->ldw;
+    size_t row = 4 * a->columns, tile = TILE * row;
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (int k = 0; k < a->steps; k++, w += a->step, next += 64) {
+        tile_load(4, w, a->row);
+        tile_load(5, w + a->tile, a->row);
+        for (int q = 0; q < a->terms; q++, x0 += tile, x1 += tile) {
+            tile_load(6, x0, row);
+            if (groups == 2) tile_load(7, x1, row);
+            tile_product(0, 4, 6);
+            tile_product(1, 5, 6);
+            if (groups == 2) tile_product(2, 4, 7);
+            if (groups == 2) tile_product(3, 5, 7);
+        }
+        const char *p = next;
+        for (int r = a->from; r < a->to; r++, p += a->ldw) __builtin_prefetch(p, 0, 2);
+    }
+}
+
+// y (m,n) = or += the transpose of c (TILE,columns).
+INLINE void tile_out(float *y, size_t ldy, const float *c, int columns, int m, int n, int add) {
+    float turned[TILE][TILE] __attribute__((aligned(64)));
+    if (columns == TILE) tile_turn(turned, c);
+    else memcpy(turned, c, TILE * sizeof *c);
+    for (int t = 0; t < m; t++, y += ldy) {
+        if (n == TILE && add) {
+            for (int r = 0; r < TILE; r++) y[r] += turned[t][r];
+        } else if (add) {
+            for (int r = 0; r < n; r++) y[r] += turned[t][r];
+        } else {
+            memcpy(y, turned[t], (size_t)n * sizeof *y);
+        }
+    }
+}
+
+// Simd.tiles, TILE_CHUNK columns after TILE_CHUNK columns. Where more than one group of x meets a
+// panel of W, the panel is copied (tile_panel), and what is asked for meanwhile is the next panel. A
+// single group reads W where it lies, and asks for the next columns, or behind the last ones for the
+// next panel. Each two groups ask for their share of the rows.
+TARGET static void tile_block(const Tiles *a) {
+    char panel[TILE_PANEL * TILE_CHUNK * 2] __attribute__((aligned(64)));
+    float c[4][TILE * TILE] __attribute__((aligned(64)));
+    size_t ldw = (size_t)a->K * 2, out = 4 * (size_t)a->columns;
+    size_t term = TILE_PAIRS * out, all = (size_t)tile_steps(a->K) * a->terms * term;
+    TileShape shape = { .palette = 1 };
+    for (int t = 0; t < TILES; t++) {
+        shape.rows[t] = TILE;
+        shape.bytes[t] = (uint16_t)(t == 4 || t == 5 ? 64 : out);
+    }
+    tile_shape(&shape);
+    for (int k = a->k0; k < a->k1; k += TILE_CHUNK) {
+        int cols = min_int(a->k1 - k, TILE_CHUNK), pairs = (a->m + 2 * TILE - 1) / (2 * TILE);
+        int lone = a->m <= TILE, last = k + cols == a->K;
+        const char *w = a->w + (size_t)k * 2, *panel_next = a->w + TILE_PANEL * ldw;
+        TileWalk walk = {
+            .w = panel, .row = 64, .tile = TILE_BYTES, .step = 2 * TILE_BYTES,
+            .columns = (size_t)a->columns, .steps = tile_steps(cols), .terms = a->terms,
+            .next = lone ? last ? panel_next : w + cols * 2 : panel_next + (size_t)k * 2, .ldw = ldw,
+        };
+        if (lone && a->n == TILE_PANEL && cols % TILE_COLS == 0) {
+            walk.w = w;
+            walk.row = ldw;
+            walk.tile = TILE * ldw;
+            walk.step = 64;
+        } else {
+            tile_panel(panel, w, ldw, a->n, cols);
+        }
+        for (int p = 0; p < pairs; p++) {
+            int t0 = p * 2 * TILE, groups = a->m - t0 > TILE ? 2 : 1;
+            walk.x[0] = (const char *)a->x + 2 * p * all + (size_t)(k / TILE_COLS * a->terms) * term;
+            walk.x[1] = walk.x[0] + all;
+            walk.from = p * TILE_PANEL / pairs;
+            walk.to = (p + 1) * TILE_PANEL / pairs;
+            if (groups == 2) tile_walk(&walk, 2);
+            else tile_walk(&walk, 1);
+            tile_store(0, c[0], out);
+            tile_store(1, c[1], out);
+            tile_store(2, c[2], out);
+            tile_store(3, c[3], out);
+            for (int i = 0; i < 2 * groups; i++) {
+                int t = t0 + i / 2 * TILE, r = i % 2 * TILE;
+                tile_out(a->y + t * a->ldy + r, a->ldy, c[i], a->columns, min_int(a->m - t, TILE),
+                         max_int(0, min_int(a->n - r, TILE)), k > 0);
+            }
+        }
+    }
+    tile_end();
+}
+#endif  // ON_TILES
 #ifndef SIMD
 
 #if defined(__x86_64__)
@@ -10640,6 +10970,61 @@ INLINE_avx512vnni __m512i ints_block_avx512vnni(const short *x, const signed cha
     lo = _mm512_dpbusd_epi32(lo, last, q[3]);
     return _mm512_add_epi32(_mm512_slli_epi32(hi, 8), lo);
 }
+// ---- tiles in AMX, as Intel's servers have them since Sapphire Rapids
+// The numbers of tiles are literals in the instructions, so these are macros. GCC does not know that
+// tileloadd and ldtilecfg read memory: it must be told to have stored what they read.
+#define TARGET_amx \
+    __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512vnni,fma,f16c")))
+#define INLINE_amx TARGET_amx static inline __attribute__((always_inline))
+#define MEMORY_IS_READ __asm__ volatile("" ::: "memory")
+
+#define tile_shape_amx(shape)   do { MEMORY_IS_READ; _tile_loadconfig(shape); } while (0)
+#define tile_end_amx()          _tile_release()
+#define tile_zero_amx(t)        _tile_zero(t)
+#define tile_load_amx(t, p, stride) do { MEMORY_IS_READ; _tile_loadd(t, p, stride); } while (0)
+#define tile_store_amx(t, p, stride) _tile_stored(t, p, stride)
+#define tile_product_amx(c, a, b)   _tile_dpbf16ps(c, a, b)
+
+// Sixteen registers of 16 elements. Rows 0 and 1, 2 and 3, .. are interleaved, then pairs of rows;
+// now register 4 g + c has, in its part i of 128 bits, column 4 i + c of rows 4 g to 4 g + 3. The
+// last steps bring the parts of one column together.
+INLINE_amx void tile_turn_amx(void *to, const void *from) {
+    __m512i a[TILE], b[TILE], *out = to;
+    UNROLL for (int i = 0; i < TILE; i++) a[i] = _mm512_loadu_si512((const __m512i *)from + i);
+    UNROLL for (int i = 0; i < TILE; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    UNROLL for (int i = 0; i < TILE; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    UNROLL for (int c = 0; c < 4; c++) {
+        __m512i even = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);              // parts 0 and 2
+        __m512i odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);               // parts 1 and 3
+        __m512i even2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
+        __m512i odd2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+        _mm512_storeu_si512(out + c, _mm512_shuffle_i32x4(even, even2, 0x88));
+        _mm512_storeu_si512(out + 4 + c, _mm512_shuffle_i32x4(odd, odd2, 0x88));
+        _mm512_storeu_si512(out + 8 + c, _mm512_shuffle_i32x4(even, even2, 0xdd));
+        _mm512_storeu_si512(out + 12 + c, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
+    }
+}
+
+// 1: this processor has AMX with bf16, and Linux lets this process use it. The tiles' 8 KB are part
+// of what the system saves for a thread, so a process has to ask once.
+static int amx_can(void) {
+#if defined(__linux__)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_BF16) || !(d & AMX_TILE)) return 0;
+    return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
+#else
+    return 0;
+#endif
+}
 #elif defined(__aarch64__)
 // ---- the vector in NEON: four registers, as in plain C
 // Every 64-bit ARM processor has these instructions. The compiler makes them of plain C's
@@ -10830,8 +11215,27 @@ INLINE_neon Vec_plain vec_all_f16_neon(const char *p) {
 #undef SIMD
 #endif
 
+#define ON_TILES
+#define SIMD amx_plain
+#include "kvcomp.c"
+#undef SIMD
+#if defined(__x86_64__)
+#define SIMD amx
+#include "kvcomp.c"
+#undef SIMD
+#endif
+#undef ON_TILES
+
+// Sets with tiles: another set's kernels, and products in tiles (simd_choose). The plain one is for
+// tests, and only its name gets it.
+#if defined(__x86_64__)
+static Simd simd_amx;
+#endif
+static Simd simd_amx_plain;
+
 static const Simd *const simd_table[] = {       // best first
 #if defined(__x86_64__)
+    &simd_amx,
     &simd_entry_avx512vnni,
     &simd_entry_avx512,
     &simd_entry_avx2,
@@ -10839,6 +11243,7 @@ static const Simd *const simd_table[] = {       // best first
     &simd_entry_neon,
 #endif
     &simd_entry_plain,
+    &simd_amx_plain,
 };
 static const Simd *simd;                        // the one in use
 
@@ -10853,10 +11258,11 @@ static int simd_can(const Simd *s) {
     int vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     if (!strcmp(s->name, "avx512")) return avx512;
     if (!strcmp(s->name, "avx512vnni")) return vnni;
+    if (!strcmp(s->name, "amx")) return vnni && amx_can();
 #elif defined(__aarch64__)
     if (!strcmp(s->name, "neon")) return 1;
 #endif
-    return !strcmp(s->name, "plain");
+    return !strcmp(s->name, "plain") || !strcmp(s->name, "amx-plain");
 }
 
 // Takes the set of that name, or the best there is when name is NULL. 0, or -1 when this machine
@@ -10876,7 +11282,18 @@ static int simd_set(const char *name) {
 // there is.
 __attribute__((constructor)) static void simd_choose(void) {
     const char *name = getenv("KVCOMP_SIMD");
-    if (!name || simd_set(name) < 0) simd_set(NULL);
+#if defined(__x86_64__)
+    simd_amx = simd_entry_avx512vnni;
+    simd_amx.name = "amx";
+    simd_amx.tile_x = tile_terms_amx;
+    simd_amx.tiles = tile_block_amx;
+#endif
+    simd_set(NULL);
+    simd_amx_plain = *simd;
+    simd_amx_plain.name = "amx-plain";
+    simd_amx_plain.tile_x = tile_terms_amx_plain;
+    simd_amx_plain.tiles = tile_block_amx_plain;
+    if (name) simd_set(name);
 }
 
 const char *simd_name(void) { return simd->name; }
@@ -10943,24 +11360,24 @@ void tensor_row(float *dst, const Tensor *w, int r) {
     }
 }
 
-// Room for T rows of `blocks` blocks as whole numbers, and their scales behind them. It is kept from
-// product to product and grows; products are never made side by side.
-static int16_t *whole_room(int T, size_t blocks) {
+// Room for another form of x, at a multiple of 64 bytes. It is kept from product to product and
+// grows; products are never made side by side.
+static void *product_room(size_t bytes) {
     static char *room;
     static size_t have;
-    size_t want = T * blocks * (Q8_BLOCK * sizeof(int16_t) + sizeof(float));
-    if (want > have) {
-        room = xrealloc(room, want);
-        have = want;
+    if (bytes > have) {
+        room = xrealloc(room, bytes + 63);
+        have = bytes;
     }
-    return (int16_t *)room;
+    return room + (64 - (uintptr_t)room % 64) % 64;
 }
 
 // matmul_strided for DT_Q8. A job is T_BLOCK rows of x and four panels of W, chunk by chunk.
 static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
     size_t blocks = q8_blocks(w->cols);
     int t_blocks = (T + T_BLOCK - 1) / T_BLOCK, row_blocks = (w->rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    int16_t *whole = whole_room(T, blocks);
+    // T rows as whole numbers, their scales behind them
+    int16_t *whole = product_room(T * blocks * (Q8_BLOCK * sizeof(int16_t) + sizeof(float)));
     float *scale = (float *)(whole + T * blocks * Q8_BLOCK);
     #pragma omp parallel if ((size_t)T * w->rows * w->cols > 1 << 16)
     {
@@ -10987,6 +11404,43 @@ static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Te
     }
 }
 
+// ---- products in tiles
+
+static int amx_terms = 3;       // numbers of bf16 that make one of x: --amx-terms
+
+// matmul_strided for bf16 in tiles, T <= TILE_ROWS. First x is split into terms. Then a job is
+// TILE_BLOCK rows of x and TILE_PANEL rows of W. A single group of x goes through all columns of a
+// panel, so that W streams in order. Several go through TILE_CHUNK columns of all panels before the
+// next, so that their terms stay in the second-level cache; a thread meets the same jobs again.
+static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
+    int K = w->cols, columns = T == 1 ? 1 : TILE, terms = amx_terms;
+    int part = T <= TILE ? K : TILE_CHUNK, groups = (T + TILE - 1) / TILE;
+    size_t step = (size_t)terms * TILE_COLS * columns, group = tile_steps(K) * step;
+    uint16_t *split = product_room(groups * group * sizeof *split);
+    #pragma omp parallel if ((size_t)T * w->rows * K > 1 << 16)
+    {
+        #pragma omp for collapse(2) schedule(static)
+        for (int g = 0; g < groups; g++)
+            for (int k = 0; k < K; k += TILE_CHUNK)
+                simd->tile_x(split + g * group + k / TILE_COLS * step, x + g * TILE * ldx + k, ldx,
+                             min_int(T - g * TILE, TILE), min_int(K - k, TILE_CHUNK), columns, terms);
+
+        for (int k = 0; k < K; k += part) {
+            #pragma omp for collapse(2) schedule(static) nowait
+            for (int t = 0; t < T; t += TILE_BLOCK)
+                for (int r = 0; r < w->rows; r += TILE_PANEL)
+                    simd->tiles(&(Tiles){
+                        .y = y + t * ldy + r, .ldy = ldy,
+                        .x = split + t / TILE * group,
+                        .w = (const char *)w->data + (size_t)r * K * 2,
+                        .m = min_int(T - t, TILE_BLOCK), .n = min_int(w->rows - r, TILE_PANEL),
+                        .K = K, .k0 = k, .k1 = min_int(k + part, K),
+                        .columns = columns, .terms = terms,
+                    });
+        }
+    }
+}
+
 // ---- products
 
 // y (T,rows) = x (T,cols) W^T; rows of y are ldy elements apart, rows of x ldx. A job is a block of
@@ -10995,6 +11449,11 @@ static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Te
 void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
     if (w->dtype == DT_Q8) {
         matmul_q8(y, ldy, x, ldx, w, T);
+        return;
+    }
+    if (w->dtype == DT_BF16 && simd->tiles) {
+        for (int t = 0; t < T; t += TILE_ROWS)
+            matmul_tiles(y + t * ldy, ldy, x + t * ldx, ldx, w, min_int(T - t, TILE_ROWS));
         return;
     }
     int K = w->cols, panel = T > 4 ? ROW_BLOCK : T > 1 ? 4 : 8;
@@ -11909,6 +12368,8 @@ static const Opt program_options[] = {
       "on a GPU: a prefill's products with 16-bit weights twice (activations, and what rounding left), attention in f32" },
     { "weights",       'c', "file|q8_0",
       "matrices as the file has them, or rounded to 8 bits (8.5 with their scales) in memory; on the CPU" },
+    { "amx-terms",     'c', "3|2|1",
+      "on Intel AMX, with BF16 weights: numbers of bf16 that make an activation; 3: as exact as f32, 2: 3e-6, 1: .002 off" },
     { "huge-pages",    'c', "rows|all|off",
       "pages of 2 MB for the rows of long heads, or for files of weights too (a cold load is slower); no bit changes" },
     { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
@@ -18735,6 +19196,7 @@ static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
     const Config *c = s->c;
     size_t f = sizeof(float), T = p->ctx, H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;
     size_t block = min_int(s->batch, p->ctx);       // tokens of a product
+    size_t widest = max_size(F, max_size(C, H * D));                            // inputs of one
     size_t span = s->wants & KV_MASS ? T : (size_t)span_room(s, p->ctx);        // tokens whose queries live at once
     size_t scores = H * T * f;
 
@@ -18748,10 +19210,12 @@ static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
               2 * span * (H + G) * D * f);
     plan_room(p, "gate and up, -b tokens", block * 2 * F * f);
     plan_room(p, "products, -b tokens", block * max_size((H + 2 * G) * D, C) * f);
-    plan_room_cuda(p, "inputs of products in 16 bits", 2 * block * max_size(F, max_size(C, H * D)));
+    plan_room_cuda(p, "inputs of products in 16 bits", 2 * block * widest);
     plan_room_cuda(p, "inputs of products in 32 bits", wide_inputs(s) ? block * max_size(C, F) * f : 0);
     plan_room_cuda(p, "scales of inputs", block * f);
-    if (c->as_q8) p->pass_cpu += block * max_size(F, max_size(C, H * D)) * 9 / 4;       // inputs as whole numbers
+    int in_tiles = simd->tiles && c->dtype == DT_BF16;
+    if (c->as_q8) p->pass_cpu += block * widest * 9 / 4;                                // inputs as whole numbers
+    else if (in_tiles) p->pass_cpu += min_size(block, TILE_ROWS) * widest * 2 * amx_terms;      // .. as terms
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
     // Of packed, q8_0 or mixed rows: 512 MB or one KV head at once (PLAIN_BYTES).
     int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && !s->packing;
@@ -31698,6 +32162,7 @@ static int run_program(int argc, char **argv) {
     quiet = opt_int(a.o, "quiet");
     color_mode = opt_choice(a.o, "color", "auto|always|never|on|off");
     if (color_mode > COLOR_NEVER) color_mode -= 2;          // on and off are always and never
+    amx_terms = opt_int(a.o, "amx-terms");
     progress_hook = progress;
     if (opt_int(a.o, "version")) printf("kvcomp %s\n", KVCOMP_VERSION);
     else if (opt_int(a.o, "list-methods")) list_methods();

@@ -694,7 +694,8 @@ float dot_f32(const float *a, const float *b, int n);
 // idx = places of the k largest (ties: the lower), ascending -> count
 int top_k(const float *x, int n, int k, int *idx);
 
-// "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice
+// "amx", "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice. "amx-plain" is for
+// tests: the tiles of AMX in plain C
 const char *simd_name(void);
 
 // ------------------------------------------------------------------------ cache (section 2)
