@@ -2150,6 +2150,26 @@ TEST(golden_bits, "-b 7, 64, 512 and 1 or 2 threads: the same logits to the bit"
     threads_set(threads);
 }
 
+TEST(golden_tiles, "both with products in tiles, as plain C has them, where weights are BF16") {
+    Golden g;
+    Options *o = golden_options("512", "f32");
+    if (golden_open(&g, "qwen3-norms")) {
+        float *tiles, *vectors = golden_run(&g, o, GOLDEN_PREFILL);
+        size_t n = (size_t)(g.n_ids - GOLDEN_PREFILL + 1) * (size_t)g.V;
+        CHECK(!simd_set("amx-plain"), "there is no set amx-plain");
+        tiles = golden_run(&g, o, GOLDEN_PREFILL);
+        CHECK(memcmp(vectors, tiles, n * sizeof *tiles),
+              "%s: the products are not made in tiles", simd->name);
+        free(tiles);
+        free(vectors);
+        golden_close(&g);
+    }
+    options_free(o);
+    test_golden_logits();
+    test_golden_bits();
+    simd_set(NULL);
+}
+
 TEST(golden_formats, "f16, bf16 and q8_0 rows stay close to the f32 ones and are not the same") {
     static const struct {
         const char *format;
@@ -3481,6 +3501,158 @@ TEST(math_matmul, "matmul equals double on every instruction set, dtype and odd 
         }
     simd_set(NULL);
 }
+
+// The rms of y (T,rows) less x w^T in double, as a share of the rms of x w^T.
+static double matmul_rms(const float *y, const float *x, const Tensor *w, int T) {
+    double off = 0, all = 0;
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < w->rows; r++) {
+            double sum = 0;
+            for (int k = 0; k < w->cols; k++)
+                sum += x[t * w->cols + k] * weight_at(w, (size_t)r * w->cols + k);
+            off += pow(y[t * w->rows + r] - sum, 2);
+            all += sum * sum;
+        }
+    return sqrt(off / all);
+}
+
+TEST(math_tiles, "products in tiles: the rms errors that section 16 states for 3, 2 and 1 terms, the same "
+                 "bits whatever T and the threads, and a NaN or an infinity in its own row") {
+    static const double least[] = { 0, 1.5e-3, 2.3e-6, 1.25e-7 }, most[] = { 0, 1.9e-3, 2.7e-6, 1.55e-7 };
+    static const int Ts[] = { 1, 2, 16, 17, 32, 33, 67 };
+
+    enum { T = 67, ROWS = 75, COLS = 2048 };
+
+    rnd_seed(61);
+    Tensor w = random_tensor(DT_BF16, ROWS, COLS);
+    float *x = random_floats((size_t)T * COLS), *y = xmalloc((size_t)T * ROWS * sizeof *y);
+    float *z = xmalloc((size_t)T * ROWS * sizeof *z);
+    EACH_SIMD(i) {
+        if (!simd->tiles) continue;
+        for (amx_terms = 3; amx_terms >= 1; amx_terms--) {
+            int wrong = 0;
+            matmul(y, x, &w, T);
+            double e = matmul_rms(y, x, &w, T);
+            CHECK(e >= least[amx_terms] && e <= most[amx_terms], "%s, %d terms: rms error %.3g", simd->name,
+                  amx_terms, e);
+            for (int threads = 1; threads <= 3; threads++)
+                for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
+                    int n = Ts[b], t0 = rnd_int(T - n + 1);
+                    set_threads(threads);
+                    matmul(z, x + (size_t)t0 * COLS, &w, n);
+                    wrong += memcmp(z, y + (size_t)t0 * ROWS, (size_t)n * ROWS * sizeof *z) != 0;
+                }
+            CHECK(!wrong, "%s, %d terms: %d products have other bits", simd->name, amx_terms, wrong);
+        }
+        amx_terms = 3;
+        matmul(y, x, &w, T);
+        for (int kind = 0; kind < 3; kind++) {
+            // The second NaN has all bits set, which rounding carries beyond the exponent.
+            float odd[] = { NAN, from_bits(0x7fffffff), INFINITY }, was = x[5 * COLS + 700];
+            int wrong = 0;
+            x[5 * COLS + 700] = odd[kind];
+            matmul(z, x, &w, T);
+            x[5 * COLS + 700] = was;
+            for (int t = 0; t < T; t++)
+                for (int r = t * ROWS; r < (t + 1) * ROWS; r++)
+                    wrong += t == 5 ? !isnan(z[r]) : bits_of(z[r]) != bits_of(y[r]);
+            CHECK(!wrong, "%s: %g in x, and %d numbers are not what they should be", simd->name, odd[kind], wrong);
+        }
+    }
+    free(x);
+    free(y);
+    free(z);
+    free((void *)w.data);
+    set_threads(2);
+    simd_set(NULL);
+}
+
+#if defined(__x86_64__) && defined(__linux__)
+// ---- the tile instructions as they are compiled
+// A processor without AMX raises SIGILL at each of them. The handler reads the instruction, lets its
+// twin in plain C do the work, and goes on behind it. So the compiled kernel runs on processors that
+// have the rest of its set.
+static int tile_traps;
+
+// An instruction is c4, a byte with the inverted bits R X B and the map, a byte W vvvv L pp, the
+// opcode, a byte mod reg rm, and for a place in memory base, index and displacement.
+static void tile_trap(int sig, siginfo_t *info, void *context) {
+    static const int reg[] = { REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
+                               REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15 };
+    greg_t *g = ((ucontext_t *)context)->uc_mcontext.gregs;
+    const unsigned char *p = (const unsigned char *)g[REG_RIP], *end = p + 5;
+    int high_base = p[1] & 32 ? 0 : 8, high_index = p[1] & 64 ? 0 : 8, third = ~p[2] >> 3 & 15, pp = p[2] & 3;
+    int mod = p[4] >> 6, t = p[4] >> 3 & 7, rm = p[4] & 7, known = p[0] == 0xc4 && (p[1] & 0x9f) == 0x82;
+    int32_t wide = 0;
+    size_t at = 0, stride = 0;
+    (void)info;
+    if (mod != 3 && rm == 4) {
+        int index = (*end >> 3 & 7) + high_index;
+        known &= mod != 0 || (*end & 7) != 5;               // a base, always
+        at = (size_t)g[reg[(*end & 7) + high_base]];
+        if (index != 4) stride = (size_t)g[reg[index]] << (*end >> 6);
+        end++;
+    } else if (mod != 3) {
+        known &= mod != 0 || rm != 5;
+        at = (size_t)g[reg[rm + high_base]];
+    }
+    if (mod == 1) wide = (signed char)*end;
+    if (mod == 2) memcpy(&wide, end, sizeof wide);
+    at += (size_t)wide;
+    end += mod == 1 ? 1 : mod == 2 ? 4 : 0;
+
+    int op = p[3] << 4 | pp << 1 | (mod == 3);
+    __atomic_add_fetch(&tile_traps, 1, __ATOMIC_RELAXED);
+    g[REG_RIP] = (greg_t)end;
+    if (known && op == 0x490) tile_shape_amx_plain((const TileShape *)(at + stride));
+    else if (known && op == 0x491) tile_end_amx_plain();
+    else if (known && op == 0x497) tile_zero_amx_plain(t);
+    else if (known && op == 0x4b6) tile_load_amx_plain(t, (const void *)at, stride);
+    else if (known && op == 0x4b4) tile_store_amx_plain(t, (void *)at, stride);
+    else if (known && op == 0x5c5) tile_product_amx_plain(t, rm, third);
+    else {
+        signal(sig, SIG_DFL);                               // not ours: it traps again, and ends the program
+        g[REG_RIP] = (greg_t)p;
+    }
+}
+
+TEST(math_tile_instructions, "the instructions of AMX as they are compiled, trapped and done by their twins: "
+                             "the bits of plain C's tiles") {
+    static const int shape[][2] = { { 1, 1 }, { 40, 70 }, { 33, 576 }, { 64, 1024 } };
+    static const int Ts[] = { 1, 5, 17, 33, 49 };
+
+    enum { T = 49 };
+
+    if (!simd_can(&simd_entry_avx512vnni) || simd_can(&simd_amx)) return;
+    struct sigaction trap = { .sa_sigaction = tile_trap, .sa_flags = SA_SIGINFO }, was;
+    sigaction(SIGILL, &trap, &was);
+    rnd_seed(62);
+    for (size_t a = 0; a < sizeof shape / sizeof *shape; a++) {
+        int rows = shape[a][0], cols = shape[a][1];
+        Tensor w = random_tensor(DT_BF16, rows, cols);
+        float *x = random_floats((size_t)T * cols), *y = xmalloc((size_t)T * rows * sizeof *y);
+        float *z = xmalloc((size_t)T * rows * sizeof *z);
+        for (amx_terms = 3; amx_terms >= 1; amx_terms--)
+            for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
+                simd = &simd_amx_plain;
+                matmul(y, x, &w, Ts[b]);
+                tile_traps = 0;
+                simd = &simd_amx;
+                matmul(z, x, &w, Ts[b]);
+                CHECK(tile_traps && !memcmp(y, z, (size_t)Ts[b] * rows * sizeof *z),
+                      "%d x %d, T %d, %d terms: other bits, %d instructions trapped", rows, cols, Ts[b], amx_terms,
+                      tile_traps);
+            }
+        amx_terms = 3;
+        free(x);
+        free(y);
+        free(z);
+        free((void *)w.data);
+    }
+    sigaction(SIGILL, &was, NULL);
+    simd_set(NULL);
+}
+#endif
 
 // A matrix of dtype DT_Q8 and what its bytes mean, worked out from the format's definition: values
 // (rows,cols).
