@@ -3678,7 +3678,7 @@ static void page_scores(const Quest *x, const char *bound, int n, const float *q
             negative[d] = a > 0 ? 0 : a;
         }
     }
-    matmul(sc, split, &(Tensor){ bound, x->dtype, n, 2 * D }, R);   // u(page), for every query head
+    scores_of(sc, split, bound, x->dtype, R, n, 2 * D, 1, (Ahead){0});      // u(page), for every query head
     for (int p = 0; p < n; p++) u[p] = sc[p];
     for (int h = 1; h < R; h++) {
         const float *other = sc + (size_t)h * n;
@@ -9039,12 +9039,14 @@ typedef struct {
     int add;            // 1: y += the products
 } Dots8;
 
-// A product of matrices in tiles: y (m,n) = x w^T over the columns from k0 to k1-1, or y += that where
-// k0 > 0. x is as Simd.tile_x makes it, w is bf16.
+// A product of matrices in tiles: y (m,n) = x w^T, whose columns come in several calls: k0 to k1-1 in
+// this one. x is as Simd.tile_x makes it, w is bf16.
 typedef struct {
-    float *y;           // (m,n)
+    float *y;           // (m,n), after the call with k1 = K
     size_t ldy;
-    const uint16_t *x;  // (groups of TILE rows,steps,terms,TILE_PAIRS,columns,2)
+    float *sums;        // (groups of TILE rows of x,2,TILE,columns): y^T, from call to call
+    size_t group;       // elements of sums from a group to the next
+    const uint16_t *x;  // (groups,steps,terms,TILE_PAIRS,columns,2)
     const char *w;      // (n,K)
     int m, n;           // n: at most TILE_PANEL
     int K, k0, k1;      // k0: a multiple of TILE_CHUNK
@@ -10280,10 +10282,10 @@ static const Simd simd_entry = {
 //   three terms 1.4e-7     two 2.5e-6     one 1.7e-3     vectors (f32) 1.6e-7
 //
 // The order of a sum: 32 columns after 32 columns, and of those the first terms, the second, the third,
-// all added to one tile (tile_product says in which order within the 32). After TILE_CHUNK columns the
-// tile is added to y; a longer sum would lose accuracy (2.6e-7 over all 2,048). Rows of x do not meet
-// each other and what is missing is zeros, so a row of y has the same bits in every place of every
-// block, and in decode, where a tile of x has one column. Subnormal numbers count as zero. An
+// all added to one tile (tile_product says in which order within the 32). The sums of TILE_CHUNK
+// columns each are added in order; one longer sum would lose accuracy (2.6e-7 over all 2,048). Rows of
+// x do not meet each other and what is missing is zeros, so a row of y has the same bits in every place
+// of every block, and in decode, where a tile of x has one column. Subnormal numbers count as zero. An
 // infinity in x gives a NaN, as a NaN does.
 //
 // Two tiles of W by two of x are four sums, and each tile that is loaded is used twice. A product takes
@@ -10301,19 +10303,23 @@ static const Simd simd_entry = {
 #define tile_panel      OWN(tile_panel)
 #define tile_walk       OWN(tile_walk)
 #define tile_out        OWN(tile_out)
+#define tile_groups     OWN(tile_groups)
 #define tile_block      OWN(tile_block)
 
 // to (terms,TILE,TILE_COLS): row t of each = the terms of x (n). The rounding is to the nearest bf16;
 // no number saturates, because what is left of an infinity must not look finite.
 INLINE void split_row(uint16_t (*to)[TILE][TILE_COLS], int t, const float *x, int n, int terms) {
-    FloatBits rest[TILE_COLS];
+    float rest[TILE_COLS];
     memcpy(rest, x, (size_t)n * sizeof *rest);
     for (int q = 0; q < terms; q++) {
+        uint16_t *term = to[q][t];
         for (int i = 0; i < n; i++) {
-            uint32_t h = (rest[i].u + 0x7fff + (rest[i].u >> 16 & 1)) >> 16;
-            if (rest[i].f != rest[i].f) h = 0x7fc0;
-            to[q][t][i] = (uint16_t)h;
-            rest[i].f -= bf16_to_f32((uint16_t)h);
+            FloatBits a = { rest[i] }, b;
+            uint32_t h = (a.u + 0x7fff + (a.u >> 16 & 1)) >> 16;
+            if (a.f != a.f) h = 0x7fc0;
+            term[i] = (uint16_t)h;
+            b.u = h << 16;
+            rest[i] -= b.f;
         }
     }
 }
@@ -10347,34 +10353,36 @@ INLINE void tile_panel(char *panel, const char *w, size_t ldw, int n, int cols) 
         int k = 0;
         for (; k + TILE_COLS <= cols; k += TILE_COLS, to += 2 * TILE_BYTES, from += 64)
             memcpy(to, from, 64);
-        memcpy(to, from, (size_t)(cols - k) * 2);
+        if (k < cols) memcpy(to, from, (size_t)(cols - k) * 2);
     }
 }
 
-// Where the tiles of a walk are, and what is to be asked for meanwhile.
+// Where the tiles of a walk lie, and what it asks memory for.
 typedef struct {
     const char *w;      // the first tile of W
     size_t row;         // bytes from a row of it to the next,
     size_t tile;        // to the second tile,
-    size_t step;        // and to the first tile of the next step
+    size_t step;        // and to the next step's first tile
     const char *x[2];   // the first tiles of two groups of rows of x; the terms and steps follow
     size_t columns;     // of a tile of x
     int steps, terms;
-    const char *next;   // rows of W that are read later, from `from` to `to`-1, ldw bytes apart
+    const char *next;   // rows of W that are read later: so many of them, ldw bytes apart
+    int next_rows;
     size_t ldw;
-    int from, to;
 } TileWalk;
 
-// Tiles 0 to 3 = two tiles of W by one or two of x, summed over the steps. Each step asks for 64
-// bytes of each row that this walk is to ask for.
+// Tiles 0 to 3 = two tiles of W by one or two of x, summed over the steps. Meanwhile the next rows
+// are asked for, 64 bytes a step of each, row after row: into the second-level cache, because there may
+// be as many bytes as the first has.
 INLINE void tile_walk(const TileWalk *a, int groups) {
-    const char *w = a->w, *x0 = a->x[0], *x1 = a->x[1], *next = a->next + a->from * a->ldw;
+    const char *w = a->w, *x0 = a->x[0], *x1 = a->x[1], *next = a->next;
     size_t row = 4 * a->columns, tile = TILE * row;
+    int line = 0;
     tile_zero(0);
     tile_zero(1);
     tile_zero(2);
     tile_zero(3);
-    for (int k = 0; k < a->steps; k++, w += a->step, next += 64) {
+    for (int k = 0; k < a->steps; k++, w += a->step) {
         tile_load(4, w, a->row);
         tile_load(5, w + a->tile, a->row);
         for (int q = 0; q < a->terms; q++, x0 += tile, x1 += tile) {
@@ -10385,76 +10393,90 @@ INLINE void tile_walk(const TileWalk *a, int groups) {
             if (groups == 2) tile_product(2, 4, 7);
             if (groups == 2) tile_product(3, 5, 7);
         }
-        const char *p = next;
-        for (int r = a->from; r < a->to; r++, p += a->ldw) __builtin_prefetch(p, 0, 2);
+        for (int i = 0; i < a->next_rows; i++) {
+            __builtin_prefetch(next + line * 64, 0, 2);
+            if (++line < a->steps) continue;
+            line = 0;
+            next += a->ldw;
+        }
     }
 }
 
-// y (m,n) = or += the transpose of c (TILE,columns).
-INLINE void tile_out(float *y, size_t ldy, const float *c, int columns, int m, int n, int add) {
+// y (m,n) = the transpose of c (TILE,columns).
+INLINE void tile_out(float *y, size_t ldy, const float *c, int columns, int m, int n) {
     float turned[TILE][TILE] __attribute__((aligned(64)));
     if (columns == TILE) tile_turn(turned, c);
     else memcpy(turned, c, TILE * sizeof *c);
     for (int t = 0; t < m; t++, y += ldy) {
-        if (n == TILE && add) {
-            for (int r = 0; r < TILE; r++) y[r] += turned[t][r];
-        } else if (add) {
-            for (int r = 0; r < n; r++) y[r] += turned[t][r];
-        } else {
-            memcpy(y, turned[t], (size_t)n * sizeof *y);
-        }
+        if (n == TILE) memcpy(y, turned[t], TILE * sizeof *y);
+        else memcpy(y, turned[t], (size_t)n * sizeof *y);
     }
 }
 
-// Simd.tiles, TILE_CHUNK columns after TILE_CHUNK columns. Where more than one group of x meets a
-// panel of W, the panel is copied (tile_panel), and what is asked for meanwhile is the next panel. A
-// single group reads W where it lies, and asks for the next columns, or behind the last ones for the
-// next panel. Each two groups ask for their share of the rows.
+// A walk for the one or two groups of x that begin with row t. What it sums up is added to the sums
+// of earlier columns. first: there are none; last: none follow, and the sums go to y.
+INLINE void tile_groups(const Tiles *a, const TileWalk *walk, int t, int first, int last) {
+    float c[4][TILE * TILE] __attribute__((aligned(64)));
+    size_t row = 4 * walk->columns, n_sums = TILE * walk->columns;
+    int groups = a->m - t > TILE ? 2 : 1;
+    if (groups == 2) {
+        tile_walk(walk, 2);
+        tile_store(2, c[2], row);
+        tile_store(3, c[3], row);
+    } else {
+        tile_walk(walk, 1);
+    }
+    tile_store(0, c[0], row);
+    tile_store(1, c[1], row);
+    for (int i = 0; i < 2 * groups; i++) {
+        int t0 = t + i / 2 * TILE, r0 = i % 2 * TILE;
+        float *sums = a->sums + t0 / TILE * a->group + i % 2 * n_sums;
+        for (size_t j = 0; j < n_sums && !first; j++) c[i][j] += sums[j];
+        if (!last) memcpy(sums, c[i], n_sums * sizeof *sums);
+        else if (r0 < a->n)
+            tile_out(a->y + t0 * a->ldy + r0, a->ldy, c[i], a->columns, min_int(a->m - t0, TILE),
+                     min_int(a->n - r0, TILE));
+    }
+}
+
+// Simd.tiles, TILE_CHUNK columns after TILE_CHUNK columns. A lone group of x reads W where it lies,
+// and asks for the columns after these, or after the last ones for the next panel. Where more groups
+// meet a panel of W, it is copied (tile_panel), and they ask for these columns of the next panel, each
+// two of them for their share of its rows.
 TARGET static void tile_block(const Tiles *a) {
     char panel[TILE_PANEL * TILE_CHUNK * 2] __attribute__((aligned(64)));
-    float c[4][TILE * TILE] __attribute__((aligned(64)));
-    size_t ldw = (size_t)a->K * 2, out = 4 * (size_t)a->columns;
-    size_t term = TILE_PAIRS * out, all = (size_t)tile_steps(a->K) * a->terms * term;
+    size_t ldw = (size_t)a->K * 2, group = (size_t)tile_steps(a->K) * a->terms * a->columns * 64;
+    int lone = a->m <= TILE, pairs = (a->m + 2 * TILE - 1) / (2 * TILE);
     TileShape shape = { .palette = 1 };
     for (int t = 0; t < TILES; t++) {
         shape.rows[t] = TILE;
-        shape.bytes[t] = (uint16_t)(t == 4 || t == 5 ? 64 : out);
+        shape.bytes[t] = (uint16_t)(t == 4 || t == 5 ? 64 : 4 * a->columns);        // W; x and sums
     }
     tile_shape(&shape);
+
     for (int k = a->k0; k < a->k1; k += TILE_CHUNK) {
-        int cols = min_int(a->k1 - k, TILE_CHUNK), pairs = (a->m + 2 * TILE - 1) / (2 * TILE);
-        int lone = a->m <= TILE, last = k + cols == a->K;
-        const char *w = a->w + (size_t)k * 2, *panel_next = a->w + TILE_PANEL * ldw;
+        int cols = min_int(a->k1 - k, TILE_CHUNK), last = k + cols == a->K;
+        const char *w = a->w + (size_t)k * 2, *below = w + TILE_PANEL * ldw;
+        const char *x = (const char *)a->x + (size_t)k / TILE_COLS * a->terms * a->columns * 64;
         TileWalk walk = {
-            .w = panel, .row = 64, .tile = TILE_BYTES, .step = 2 * TILE_BYTES,
+            .w = w, .row = ldw, .tile = TILE * ldw, .step = 64,
             .columns = (size_t)a->columns, .steps = tile_steps(cols), .terms = a->terms,
-            .next = lone ? last ? panel_next : w + cols * 2 : panel_next + (size_t)k * 2, .ldw = ldw,
+            .next = !lone ? below : last ? a->w + TILE_PANEL * ldw : w + TILE_CHUNK * 2, .ldw = ldw,
         };
-        if (lone && a->n == TILE_PANEL && cols % TILE_COLS == 0) {
-            walk.w = w;
-            walk.row = ldw;
-            walk.tile = TILE * ldw;
-            walk.step = 64;
-        } else {
+        if (!lone || a->n < TILE_PANEL || cols % TILE_COLS) {
             tile_panel(panel, w, ldw, a->n, cols);
+            walk.w = panel;
+            walk.row = 64;
+            walk.tile = TILE_BYTES;
+            walk.step = 2 * TILE_BYTES;
         }
         for (int p = 0; p < pairs; p++) {
-            int t0 = p * 2 * TILE, groups = a->m - t0 > TILE ? 2 : 1;
-            walk.x[0] = (const char *)a->x + 2 * p * all + (size_t)(k / TILE_COLS * a->terms) * term;
-            walk.x[1] = walk.x[0] + all;
-            walk.from = p * TILE_PANEL / pairs;
-            walk.to = (p + 1) * TILE_PANEL / pairs;
-            if (groups == 2) tile_walk(&walk, 2);
-            else tile_walk(&walk, 1);
-            tile_store(0, c[0], out);
-            tile_store(1, c[1], out);
-            tile_store(2, c[2], out);
-            tile_store(3, c[3], out);
-            for (int i = 0; i < 2 * groups; i++) {
-                int t = t0 + i / 2 * TILE, r = i % 2 * TILE;
-                tile_out(a->y + t * a->ldy + r, a->ldy, c[i], a->columns, min_int(a->m - t, TILE),
-                         max_int(0, min_int(a->n - r, TILE)), k > 0);
-            }
+            int from = p * TILE_PANEL / pairs, to = (p + 1) * TILE_PANEL / pairs;
+            walk.x[0] = x + 2 * p * group;
+            walk.x[1] = walk.x[0] + group;
+            walk.next_rows = to - from;
+            tile_groups(a, &walk, p * 2 * TILE, k == 0, last);
+            walk.next += (to - from) * ldw;
         }
     }
     tile_end();
@@ -11411,12 +11433,15 @@ static int amx_terms = 3;       // numbers of bf16 that make one of x: --amx-ter
 // matmul_strided for bf16 in tiles, T <= TILE_ROWS. First x is split into terms. Then a job is
 // TILE_BLOCK rows of x and TILE_PANEL rows of W. A single group of x goes through all columns of a
 // panel, so that W streams in order. Several go through TILE_CHUNK columns of all panels before the
-// next, so that their terms stay in the second-level cache; a thread meets the same jobs again.
+// next, so that their terms stay in the second-level cache; a thread meets the same jobs again. Sums
+// wait as tiles, because to exchange their rows and columns takes far longer than to add them.
 static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
     int K = w->cols, columns = T == 1 ? 1 : TILE, terms = amx_terms;
     int part = T <= TILE ? K : TILE_CHUNK, groups = (T + TILE - 1) / TILE;
     size_t step = (size_t)terms * TILE_COLS * columns, group = tile_steps(K) * step;
-    uint16_t *split = product_room(groups * group * sizeof *split);
+    size_t panels = ((size_t)w->rows + TILE_PANEL - 1) / TILE_PANEL, panel = TILE_PANEL * columns;
+    uint16_t *split = product_room(groups * (group * sizeof *split + panels * panel * sizeof(float)));
+    float *sums = (float *)(split + groups * group);
     #pragma omp parallel if ((size_t)T * w->rows * K > 1 << 16)
     {
         #pragma omp for collapse(2) schedule(static)
@@ -11431,6 +11456,8 @@ static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const
                 for (int r = 0; r < w->rows; r += TILE_PANEL)
                     simd->tiles(&(Tiles){
                         .y = y + t * ldy + r, .ldy = ldy,
+                        .sums = sums + (t / TILE * panels + r / TILE_PANEL) * panel,
+                        .group = panels * panel,
                         .x = split + t / TILE * group,
                         .w = (const char *)w->data + (size_t)r * K * 2,
                         .m = min_int(T - t, TILE_BLOCK), .n = min_int(w->rows - r, TILE_PANEL),
@@ -19215,7 +19242,7 @@ static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
     plan_room_cuda(p, "scales of inputs", block * f);
     int in_tiles = simd->tiles && c->dtype == DT_BF16;
     if (c->as_q8) p->pass_cpu += block * widest * 9 / 4;                                // inputs as whole numbers
-    else if (in_tiles) p->pass_cpu += min_size(block, TILE_ROWS) * widest * 2 * amx_terms;      // .. as terms
+    else if (in_tiles) p->pass_cpu += min_size(block, TILE_ROWS) * widest * (2 * amx_terms + 4);    // .. terms, sums
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
     // Of packed, q8_0 or mixed rows: 512 MB or one KV head at once (PLAIN_BYTES).
     int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && !s->packing;

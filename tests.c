@@ -2153,13 +2153,14 @@ TEST(golden_bits, "-b 7, 64, 512 and 1 or 2 threads: the same logits to the bit"
 TEST(golden_tiles, "both with products in tiles, as plain C has them, where weights are BF16") {
     Golden g;
     Options *o = golden_options("512", "f32");
+    CHECK(!simd_set("amx-plain"), "there is no set amx-plain");
     if (golden_open(&g, "qwen3-norms")) {
-        float *tiles, *vectors = golden_run(&g, o, GOLDEN_PREFILL);
         size_t n = (size_t)(g.n_ids - GOLDEN_PREFILL + 1) * (size_t)g.V;
-        CHECK(!simd_set("amx-plain"), "there is no set amx-plain");
-        tiles = golden_run(&g, o, GOLDEN_PREFILL);
-        CHECK(memcmp(vectors, tiles, n * sizeof *tiles),
-              "%s: the products are not made in tiles", simd->name);
+        simd_amx_plain.tiles = NULL;
+        float *vectors = golden_run(&g, o, GOLDEN_PREFILL);
+        simd_amx_plain.tiles = tile_block_amx_plain;
+        float *tiles = golden_run(&g, o, GOLDEN_PREFILL);
+        CHECK(memcmp(vectors, tiles, n * sizeof *tiles), "%s: no product is made in tiles", simd->name);
         free(tiles);
         free(vectors);
         golden_close(&g);
