@@ -10372,12 +10372,12 @@ typedef struct {
 } TileWalk;
 
 // Tiles 0 to 3 = two tiles of W by one or two of x, summed over the steps. Meanwhile the next rows
-// are asked for, 64 bytes a step of each, row after row: into the second-level cache, because there may
-// be as many bytes as the first has.
+// are asked for: 64 bytes a step for each of them, but row after row, as memory has them, and into the
+// second-level cache, because there may be as many bytes as the first has.
 INLINE void tile_walk(const TileWalk *a, int groups) {
     const char *w = a->w, *x0 = a->x[0], *x1 = a->x[1], *next = a->next;
     size_t row = 4 * a->columns, tile = TILE * row;
-    int line = 0;
+    size_t at = 0, width = (size_t)a->steps * 64;       // of a row that is asked for
     tile_zero(0);
     tile_zero(1);
     tile_zero(2);
@@ -10394,9 +10394,10 @@ INLINE void tile_walk(const TileWalk *a, int groups) {
             if (groups == 2) tile_product(3, 5, 7);
         }
         for (int i = 0; i < a->next_rows; i++) {
-            __builtin_prefetch(next + line * 64, 0, 2);
-            if (++line < a->steps) continue;
-            line = 0;
+            __builtin_prefetch(next + at, 0, 2);
+            at += 64;
+            if (at < width) continue;
+            at = 0;
             next += a->ldw;
         }
     }
