@@ -31105,6 +31105,7 @@ static void say_without_effect(const Options *o) {
     if (*greedy_text) warn("without effect with --temp 0: %s", greedy_text);
     const char *flag = *opt_str(o, "compare") ? "--compare " : "--method=";
     if (*method_text) warn("without effect with %s%s: %s", flag, methods, method_text);
+    if (opt_given(o, "amx-terms") && !simd->tiles) warn("without effect with %s: --amx-terms", simd_name());
 }
 
 // ---- opening the model

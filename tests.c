@@ -14304,6 +14304,22 @@ TEST(cli_threads, "a small model gets one thread, others at least one a core; wi
     }
 }
 
+TEST(cli_amx_terms, "--amx-terms changes logits where products are made in tiles, 3 is the default, and "
+                    "other sets say that it has no effect") {
+    static const char *const options[] = { "", "--amx-terms 3", "--amx-terms 2", "--amx-terms 1" };
+    char sum[4][64];
+    for (int i = 0; i < 4; i++) {
+        CHECK(!sh("KVCOMP_SIMD=amx-plain " SYN "--ids data/ids/three-turns.txt --dump-logits - -t 1 %s | cksum",
+                  options[i]) && !*sh_err, "%s: %s", options[i], sh_err);
+        snprintf(sum[i], sizeof sum[i], "%.60s", sh_out);
+    }
+    CHECK(!strcmp(sum[0], sum[1]), "3 terms are not the default: %s%s", sum[0], sum[1]);
+    CHECK(strcmp(sum[1], sum[2]) && strcmp(sum[2], sum[3]), "the logits are the same: %s%s%s", sum[1], sum[2], sum[3]);
+    CHECK(!sh("KVCOMP_SIMD=plain " SYN "--ids data/ids/three-turns.txt -t 1 --amx-terms 2")
+              && strstr(sh_err, "without effect with plain: --amx-terms"), "%s", sh_err);
+    CHECK(sh("./kvcomp -p hi --amx-terms 4") == 2, "4 terms are taken");
+}
+
 TEST(cli_terminal, "on a terminal: editing keys, a long paste in one piece, Ctrl-C keeps the "
                    "session, Ctrl-D leaves with 0, Ctrl-C twice with 130") {
     static char seen[1 << 20], paste[9000];
