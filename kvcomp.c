@@ -11238,6 +11238,7 @@ INLINE_neon Vec_plain vec_all_f16_neon(const char *p) {
 #undef SIMD
 #endif
 
+// With ON_TILES only the part on products in tiles is left of the file.
 #define ON_TILES
 #define SIMD amx_plain
 #include "kvcomp.c"
@@ -11302,7 +11303,7 @@ static int simd_set(const char *name) {
 
 // Runs before main, so no thread ever sees the choice change. The environment variable KVCOMP_SIMD
 // (the name of a set) is for tests and comparisons; a set that cannot be had leaves the best
-// there is.
+// there is. The sets with tiles are put together here; the plain tiles stand beside the best vectors.
 __attribute__((constructor)) static void simd_choose(void) {
     const char *name = getenv("KVCOMP_SIMD");
 #if defined(__x86_64__)
@@ -11431,14 +11432,16 @@ static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Te
 
 static int amx_terms = 3;       // numbers of bf16 that make one of x: --amx-terms
 
-// matmul_strided for bf16 in tiles, T <= TILE_ROWS. First x is split into terms. Then a job is
-// TILE_BLOCK rows of x and TILE_PANEL rows of W. A single group of x goes through all columns of a
+// matmul_strided for bf16 in tiles, T <= TILE_ROWS. First x is split into terms. Then a job is at most
+// TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes through all columns of a
 // panel, so that W streams in order. Several go through TILE_CHUNK columns of all panels before the
 // next, so that their terms stay in the second-level cache; a thread meets the same jobs again. Sums
 // wait as tiles, because to exchange their rows and columns takes far longer than to add them.
 static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
     int K = w->cols, columns = T == 1 ? 1 : TILE, terms = amx_terms;
     int part = T <= TILE ? K : TILE_CHUNK, groups = (T + TILE - 1) / TILE;
+    int pairs = (groups + 1) / 2, blocks = (T + TILE_BLOCK - 1) / TILE_BLOCK;
+    int block = (pairs + blocks - 1) / blocks * 2 * TILE;
     size_t step = (size_t)terms * TILE_COLS * columns, group = tile_steps(K) * step;
     size_t panels = ((size_t)w->rows + TILE_PANEL - 1) / TILE_PANEL, panel = TILE_PANEL * columns;
     uint16_t *split = product_room(groups * (group * sizeof *split + panels * panel * sizeof(float)));
@@ -11453,7 +11456,7 @@ static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const
 
         for (int k = 0; k < K; k += part) {
             #pragma omp for collapse(2) schedule(static) nowait
-            for (int t = 0; t < T; t += TILE_BLOCK)
+            for (int t = 0; t < T; t += block)
                 for (int r = 0; r < w->rows; r += TILE_PANEL)
                     simd->tiles(&(Tiles){
                         .y = y + t * ldy + r, .ldy = ldy,
@@ -11461,7 +11464,7 @@ static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const
                         .group = panels * panel,
                         .x = split + t / TILE * group,
                         .w = (const char *)w->data + (size_t)r * K * 2,
-                        .m = min_int(T - t, TILE_BLOCK), .n = min_int(w->rows - r, TILE_PANEL),
+                        .m = min_int(T - t, block), .n = min_int(w->rows - r, TILE_PANEL),
                         .K = K, .k0 = k, .k1 = min_int(k + part, K),
                         .columns = columns, .terms = terms,
                     });
