@@ -6060,9 +6060,11 @@ int device_open(Session *s) {
 }
 
 // The dialogue is forgotten and the parts are opened again: the tensors of Session.alt may be
-// others then.
+// others then, and LoopServe has given its ring back, which a graph must not write to.
 void device_reset(Session *s) {
     map_clear(&s->dev->alt);
+    s->dev->ring = NULL;
+    s->changes++;
 }
 
 // Gives everything back. The rows have been given back before.
