@@ -3497,7 +3497,7 @@ tensor_kernel(Attn a, const Strip *strips, const DeviceLines *lines, int T, floa
 //   Bound   memory, for any number of query rows. 8 KB of K and V at D 128 take 230 instructions of a warp
 //           with up to 8 query rows and 238 with 16, and 22 and 18 more where not all is seen (sm_90, make
 //           cuda-check). In the time an H200 needs to read them at 4.3 TB/s its 132 x 4 schedulers issue
-//           1990, so 12 % of the issue slots are used. decode_kernel takes 1972 with up to 4 query rows, and
+//           1990, so 12 % of the issue slots are used. decode_kernel takes 2254 with up to 4 query rows, and
 //           is bound by them.
 //
 // What is rounded: scores differ from exact ones by 2^-20 |q||k| with f16 rows and 2^-16 |q||k| with bf16
@@ -3829,9 +3829,9 @@ static __device__ void gqa_plain(GqaSums<D, NT> &z, const Attn &a, const HeadRef
 //           query rows, beside what an H200 at 4.3 TB/s has time for (attend_kernel takes 49, and reads rows
 //           one by one):
 //
-//             w =  8    3.7   4.5     7.8
-//             w = 10    5.1   5.7     9.7
-//             w = 14    5.2   5.8    13.6
+//             w =  8    3.6   4.2     7.8
+//             w = 10    5.1   5.8     9.7
+//             w = 14    5.4   6.0    13.6
 //             q8_0      5.4   6.3     8.3
 //
 // Rows of head_dims that gqa_kernel does not take, --pats-format=rows64, q8_0 rows whose head_dim is no
