@@ -9633,15 +9633,11 @@ static void tile_turn_amx_plain(void *to, const void *from) {
 // -- dot products, in tiles of MR rows of x by NR rows of w
 
 // One step of a tile: acc (M,NR) += x (M) w (NR)^T in columns k .. k+n-1, lane by lane. Each vector
-// is loaded once; one of w is used M times, one of x NR times. ahead: bytes from here to the part
-// of w to ask memory for; 0: do not ask.
+// is loaded once; one of w is used M times, one of x NR times.
 INLINE void dots_step(Vec *acc, const float *const *x, const char *const *w, int dtype, int M,
-                      int k, int n, size_t ahead) {
+                      int k, int n) {
     size_t size = dtype == DT_F32 ? 4 : 2;
     Vec b[NR];
-    if (ahead) {
-        UNROLL for (int j = 0; j < NR; j++) __builtin_prefetch(w[j] + (size_t)k * size + ahead);
-    }
     UNROLL for (int j = 0; j < NR; j++) b[j] = vec_load(w[j] + (size_t)k * size, dtype, n);
     UNROLL for (int i = 0; i < M; i++) {
         Vec a = vec_load(x[i] + k, DT_F32, n);
@@ -9680,9 +9676,9 @@ INLINE void dots_store(const Dots *a, const float *sum, int i0, int j0, int m, i
 // common case is compiled without all that.
 //
 // A tile reads a panel, NR rows of w. The rows of the next panel are short and far apart, and the
-// hardware does not see them coming. Where a tile is the only one of its panel, it asks for them as
-// it goes: with one row of x 1 KB past the same place in the next panel, with the few queries that
-// share keys 4 KB past it (decode: 23 -> 34 GB/s a thread, where 38 can be read).
+// hardware does not see them coming. Where a tile is the only one of its panel (decode) and next is
+// named, it asks for as many bytes of that as it reads, in the order in which they lie in memory (Zen 5:
+// 25 -> 35 GB/s a thread, where 38 can be read; asked for row by row in turn they come at 32).
 INLINE void dots_tile(const Dots *a, int dtype, int M, int i0, int j0, int whole) {
     Vec acc[MR * NR];
     const float *x[MR];
@@ -9690,16 +9686,23 @@ INLINE void dots_tile(const Dots *a, int dtype, int M, int i0, int j0, int whole
     float sum[MR * NR];
     int m = whole || a->m - i0 > M ? M : a->m - i0;
     int n = whole || a->n - j0 > NR ? NR : a->n - j0;
-    size_t ahead = 0;
-    if (!a->next.p && (M == 1 || a->m <= MR)) ahead = NR * a->ldw + (M == 1 ? 1024 : 4096);
+    int asks = a->next.bytes && a->m <= MR;
+    size_t size = dtype == DT_F32 ? 4 : 2, step = NR * LANES * size;
+    const char *ahead = asks ? a->next.p + (size_t)j0 * a->K * size : NULL;
 
     UNROLL for (int i = 0; i < M; i++) x[i] = a->x + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldx;
     UNROLL for (int j = 0; j < NR; j++) w[j] = a->w + (size_t)(j0 + (j < n ? j : n - 1)) * a->ldw;
     UNROLL for (int i = 0; i < M * NR; i++) acc[i] = vec_all(0);
 
     int k = 0;
-    for (; k + LANES <= a->K; k += LANES) dots_step(acc, x, w, dtype, M, k, LANES, ahead);
-    if (!whole && k < a->K) dots_step(acc, x, w, dtype, M, k, a->K - k, 0);
+    for (; k + LANES <= a->K; k += LANES) {
+        if (asks) {
+            UNROLL for (size_t i = 0; i < step; i += 64) __builtin_prefetch(ahead + i);
+            ahead += step;
+        }
+        dots_step(acc, x, w, dtype, M, k, LANES);
+    }
+    if (!whole && k < a->K) dots_step(acc, x, w, dtype, M, k, a->K - k);
 
     vec_folds(sum, acc, M * NR, a->scale);
     dots_store(a, sum, i0, j0, m, n, whole);
@@ -9758,10 +9761,9 @@ INLINE void dots_short(const Dots *a, int dtype) {
 }
 
 // All tiles of a block: panels of NR rows of w, and for each panel MR rows of x at a time. What is
-// to be read after the block is asked for between the panels. Where a panel has many tiles, each
-// asks for one line of each row of the next panel (8 % of prefill). One row of x (decode) meets 8 rows
-// of w at a time and asks for nothing: the hardware follows 8 streams better than 4 that are asked for
-// (Zen 4: 15 -> 21 GB/s a thread).
+// to be read after the block is asked for between the panels, or by the tiles where a panel has only
+// one. Where a panel has many tiles, each asks for one line of each row of the next panel (8 % of
+// prefill). Where one row of x meets w and nothing is to be asked for, w is read 8 rows at a time.
 INLINE void dots_block(const Dots *a, int dtype) {
     Ahead next = a->next;
     size_t share = next.bytes ? ahead_share(next, (a->n + NR - 1) / NR) : 0;
@@ -9769,14 +9771,14 @@ INLINE void dots_block(const Dots *a, int dtype) {
         dots_short(a, dtype);
         return;
     }
-    if (a->m == 1 && a->K % LANES == 0 && !a->next.p) {
+    if (a->m == 1 && a->K % LANES == 0 && !next.bytes) {
         for (int j = dots_few(a, dtype, 1, N1 < 8 ? N1 : 8, 0, 1, next); j < a->n; j += NR)
             dots_tile(a, dtype, 1, 0, j, 0);
         return;
     }
     for (int j = 0; j < a->n; j += NR) {
         int i = 0;
-        if (next.bytes) ask_ahead(&next, share);
+        if (next.bytes && a->m > MR) ask_ahead(&next, share);
         for (; a->m - i > 1; i += MR) {
             for (int p = j + NR; a->m > MR && p < j + 2 * NR; p++)
                 __builtin_prefetch(a->w + (size_t)p * a->ldw + i / MR * 64);
@@ -11271,6 +11273,11 @@ static const Simd *const simd_table[] = {       // best first
 };
 static const Simd *simd;                        // the one in use
 
+// 1: a product of one row of x reads 8 rows of W at a time and asks memory for nothing. Zen 4 follows
+// 8 streams by itself better than it comes by what it is asked for; Zen 5 does not. Speed alone
+// depends on it (NOTES 10).
+static int eight_streams;
+
 // 1: this processor and its operating system have what the set needs.
 static int simd_can(const Simd *s) {
 #if defined(__x86_64__)
@@ -11301,6 +11308,16 @@ static int simd_set(const char *name) {
     return -1;
 }
 
+#if defined(__x86_64__)
+// 1: AMD's family 25, which with AVX-512 is Zen 4.
+static int family_25(void) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx) return 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    return (a >> 8 & 15) + (a >> 20 & 255) == 25;
+}
+#endif
+
 // Runs before main, so no thread ever sees the choice change. The environment variable KVCOMP_SIMD
 // (the name of a set) is for tests and comparisons; a set that cannot be had leaves the best
 // there is. The sets with tiles are put together here; the plain tiles stand beside the best vectors.
@@ -11311,6 +11328,7 @@ __attribute__((constructor)) static void simd_choose(void) {
     simd_amx.name = "amx";
     simd_amx.tile_x = tile_terms_amx;
     simd_amx.tiles = tile_block_amx;
+    eight_streams = family_25();
 #endif
     simd_set(NULL);
     simd_amx_plain = *simd;
@@ -11475,8 +11493,9 @@ static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const
 // ---- products
 
 // y (T,rows) = x (T,cols) W^T; rows of y are ldy elements apart, rows of x ldx. A job is a block of
-// T_BLOCK rows of x and ROW_BLOCK rows of W. For few rows of x it finishes 4 rows of W, or 8, before
-// the next ones, so that W streams in order.
+// T_BLOCK rows of x and ROW_BLOCK rows of W. For few rows of x it finishes 4 rows of W (a panel), or
+// 8, before the next ones, so that W streams in order; meanwhile each call asks for its share of the
+// next panel.
 void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
     if (w->dtype == DT_Q8) {
         matmul_q8(y, ldy, x, ldx, w, T);
@@ -11487,7 +11506,8 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
             matmul_tiles(y + t * ldy, ldy, x + t * ldx, ldx, w, min_int(T - t, TILE_ROWS));
         return;
     }
-    int K = w->cols, panel = T > 4 ? ROW_BLOCK : T > 1 ? 4 : 8;
+    int K = w->cols, streams = T == 1 && eight_streams;
+    int panel = T > 4 ? ROW_BLOCK : streams ? 8 : 4;
     int t_blocks = (T + T_BLOCK - 1) / T_BLOCK, row_blocks = (w->rows + ROW_BLOCK - 1) / ROW_BLOCK;
     size_t size = dtype_size(w->dtype);
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
@@ -11505,6 +11525,10 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
                         .K = min_int(K - k, K_CHUNK),
                         .add = k > 0, .scale = 1,
                     };
+                    if (T <= 4 && !streams) {
+                        block.next.p = (const char *)w->data + ((size_t)(r + 4) * K + (size_t)4 * k) * size;
+                        block.next.bytes = 4 * block.K * size;
+                    }
                     simd->dots[w->dtype](&block);
                 }
             }
