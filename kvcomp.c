@@ -8970,17 +8970,17 @@ static void threads_use(int n, size_t parameters) {
 // chunks in order. No tile size, batch, thread count or position in a block has an influence. A row
 // of a product is therefore the same bits in decode and in prefill, and AVX2, AVX-512 and NEON give
 // the same bits. Plain C has no fused multiply-add, because fmaf would be a call into the library, and
-// agrees with them up to rounding. So do products in tiles, whose order is another one, as fixed.
+// agrees with them up to rounding. So do products in tiles and in pairs, whose orders are others, as
+// fixed.
 //
 // A product with weights in 8 bits (DT_Q8) is made of whole numbers: see the kernels' part about it.
 //
-// The dot-product instructions that vectors have for bf16 are not used. They round x to bf16, so the
-// accuracy of f32 needs two of them (x = hi + lo), and one does no more multiply-adds a cycle than two
-// f32 FMA pipes do here (Zen 5: 233 against 256 GFLOP/s a core, each counted per product). Tiles do
-// sixteen times as many.
+// The dot-product instruction that vectors have for bf16 does twice the multiply-adds of f32, but both
+// of its factors are bf16. So the accuracy of f32, which takes x = hi + lo, would gain nothing by it. It
+// is used where x may be rounded to bf16 (--bf16-terms 1; see "products in pairs").
 //
 // Reading order: the vector in plain C, the kernels, and then, if wanted, the same vector in AVX2,
-// AVX-512 and NEON. Tiles come after vectors in each of these places.
+// AVX-512 and NEON. Tiles and pairs come after vectors in each of these places.
 
 enum {
     LANES     = 16,     // floats of a vector
@@ -9017,6 +9017,7 @@ typedef struct {
     size_t ldy;         // elements from a row of y to the next
     const float *x;     // (m,K)
     size_t ldx;         // elements from a row of x to the next
+    const uint16_t *x16;        // pairs: x as bf16
     const struct Q8Query *q8;   // dots_q8: x as integers, group after group of four rows
     const char *w;      // (n,K), of the dtype whose function is called
     size_t ldw;         // bytes from a row of w to the next
@@ -9080,7 +9081,11 @@ typedef struct {
     void (*tile_x)(uint16_t *to, const float *x, size_t ldx, int m, int n, int columns, int terms);
     void (*tiles)(const Tiles *a);
 
-    // the same with rows of format q8_0, of whole blocks, as w and v. dots_q8 takes x as integers
+    // products with weights of bf16 by x of bf16; NULL: the set has none. to (n) = x (n), rounded
+    void (*pairs)(const Dots *a);
+    void (*round_bf16)(uint16_t *to, const float *x, size_t n);
+
+    // dots and mix with rows of format q8_0, of whole blocks, as w and v. dots_q8 takes x as integers
     // (D89), as integers_q8 makes them: to = m <= 4 rows of x, ldx apart, of n <= Q8_COLS columns.
     void (*integers_q8)(struct Q8Query *to, const float *x, size_t ldx, int m, int n);
     void (*dots_q8)(const Dots *a);
@@ -9515,6 +9520,38 @@ static void tile_turn_amx_plain(void *to, const void *from) {
             memcpy((char *)to + (j * TILE + i) * 4, (const char *)from + (i * TILE + j) * 4, 4);
 }
 
+// ---- pairs of bf16 in plain C
+// What the instruction vdpbf16ps of AVX-512 means, from Intel's manual.
+#define TARGET_pairs_plain
+#define INLINE_pairs_plain static inline __attribute__((always_inline))
+enum { PM_pairs_plain = 2, PN_pairs_plain = 2, P1_pairs_plain = 1 };
+#define Vec_pairs_plain         Vec_plain
+#define vec_all_pairs_plain     vec_all_plain
+#define vec_folds_pairs_plain   vec_folds_plain
+
+typedef struct { uint16_t x[2 * LANES]; } Bf16s_pairs_plain;
+
+// n numbers at p; the others are 0.
+INLINE_pairs_plain Bf16s_pairs_plain bf16s_load_pairs_plain(const void *p, int n) {
+    Bf16s_pairs_plain a = {{0}};
+    memcpy(&a, p, (size_t)n * sizeof *a.x);
+    return a;
+}
+
+// Lane j: sum + a b at place 2 j + 1, and then + a b at place 2 j. Each of the two sums is rounded
+// once.
+INLINE_pairs_plain Vec_plain vec_pairs_pairs_plain(Vec_plain sum, Bf16s_pairs_plain a,
+                                                   Bf16s_pairs_plain b) {
+    float lane[LANES];
+    memcpy(lane, &sum, sizeof lane);
+    for (int i = 2 * LANES - 1; i >= 0; i--) {
+        float x = no_subnormal(bf16_to_f32(a.x[i])), w = no_subnormal(bf16_to_f32(b.x[i]));
+        lane[i / 2] = no_subnormal(fmaf(x, w, no_subnormal(lane[i / 2])));
+    }
+    memcpy(&sum, lane, sizeof sum);
+    return sum;
+}
+
 // ---- the kernels: this file includes itself
 // The kernels, from here to the line "#endif // SIMD", are compiled once for each instruction set.
 // To this end the file includes itself once for each (after NEON, below), with the macro SIMD
@@ -9529,7 +9566,7 @@ static void tile_turn_amx_plain(void *to, const void *from) {
 // A macro that holds all kernels would do the same, but it would be one line for a debugger and in
 // error messages. Here the lines of a kernel are lines of this file:
 //   gdb -ex 'break dots_tile_avx2' -ex run --args ./tests math_matmul
-#elif !defined(ON_TILES)    // SIMD
+#elif !defined(ON_TILES) && !defined(ON_PAIRS)      // SIMD
 
 #define PASTE_(name, set) name##_##set
 #define PASTE(name, set) PASTE_(name, set)      // two steps, so that SIMD becomes its value first
@@ -10277,10 +10314,10 @@ static const Simd simd_entry = {
 // A tile of W is 16 of its rows by 32 columns, as they lie in memory. It meets a tile of x: 16 pairs
 // of columns by 16 rows of x. Their product is a tile of y^T: 16 rows of W by 16 rows of x.
 //
-// Tiles are multiplied as numbers of bf16, so a number of x is split into `terms` of them (--amx-terms):
-// x rounded to bf16, what is left rounded, and what is left then. A bf16 has 8 bits and x has 24, so
-// three terms are x exactly, and the error is that of the sums. Two leave at most 2^-17 of x, one
-// leaves 2^-8. With 2,048 columns of random numbers the rms error of y, as a share of y's rms, is
+// Tiles are multiplied as numbers of bf16, so a number of x is split into `terms` of them
+// (--bf16-terms): x rounded to bf16, what is left rounded, and what is left then. A bf16 has 8 bits and
+// x has 24, so three terms are x exactly, and the error is that of the sums. Two leave at most 2^-17 of
+// x, one leaves 2^-8. With 2,048 columns of random numbers the rms error of y, as a share of y's rms, is
 //   three terms 1.4e-7     two 2.5e-6     one 1.7e-3     vectors (f32) 1.6e-7
 //
 // The order of a sum: 32 columns after 32 columns, and of those the first terms, the second, the third,
@@ -10484,7 +10521,99 @@ TARGET static void tile_block(const Tiles *a) {
     }
     tile_end();
 }
-#endif  // ON_TILES
+#elif defined(ON_PAIRS)
+// ---- products in pairs
+// This part is compiled with SIMD defined as pairs_plain, and as avx512bf16 where the machine may have
+// it.
+//
+// x is rounded to bf16 (--bf16-terms 1), as W is. A vector of 32 columns of x meets 32 of W: lane j adds
+// the products of columns 2 j + 1 and 2 j to its sum, and 32 columns follow 32 columns; then the lanes
+// are folded, as everywhere. A product of two bf16 is exact in f32. So the error is that of rounding x:
+// 1.7e-3 of y's rms with 2,048 columns of random numbers, where f32 has 1.6e-7. Subnormal numbers count
+// as zero. Again the order does not depend on tiles, batch or threads. The instruction does twice the
+// multiply-adds of f32.
+#define Vec             OWN(Vec)
+#define Bf16s           OWN(Bf16s)
+#define vec_all         OWN(vec_all)
+#define vec_folds       OWN(vec_folds)
+#define vec_pairs       OWN(vec_pairs)
+#define bf16s_load      OWN(bf16s_load)
+#define PM              OWN(PM)         // rows of x in a tile
+#define PN              OWN(PN)         // rows of w in a tile
+#define P1              OWN(P1)         // the same where a block has no more
+#define round_row       OWN(round_row)
+#define pairs_step      OWN(pairs_step)
+#define pairs_tile      OWN(pairs_tile)
+#define pairs_panels    OWN(pairs_panels)
+#define pairs_block     OWN(pairs_block)
+
+// Simd.round_bf16: to the nearest. A NaN stays one.
+TARGET static void round_row(uint16_t *to, const float *x, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        FloatBits a = { x[i] };
+        uint32_t h = (a.u + 0x7fff + (a.u >> 16 & 1)) >> 16;
+        if (a.f != a.f) h = 0x7fc0;
+        to[i] = (uint16_t)h;
+    }
+}
+
+// acc (M,N) += x (M) w (N)^T in columns k .. k+n-1, pair by pair.
+INLINE void pairs_step(Vec *acc, const uint16_t *const *x, const char *const *w, int M, int N, int k,
+                       int n) {
+    Bf16s b[PN];
+    UNROLL for (int j = 0; j < N; j++) b[j] = bf16s_load(w[j] + (size_t)k * 2, n);
+    UNROLL for (int i = 0; i < M; i++) {
+        Bf16s a = bf16s_load(x[i] + k, n);
+        UNROLL for (int j = 0; j < N; j++) acc[i * N + j] = vec_pairs(acc[i * N + j], a, b[j]);
+    }
+}
+
+// The tile of M rows of x from i0 on and N rows of w from j0 on. Where the block ends before the tile
+// does, its last row is read again in place of the missing ones. The first tile of a panel asks for as
+// many bytes of what is read next as it reads (as dots_tile does).
+INLINE void pairs_tile(const Dots *a, int M, int N, int i0, int j0) {
+    Vec acc[PM * PN];
+    const uint16_t *x[PM];
+    const char *w[PN];
+    float sum[PM * PN];
+    int m = min_int(a->m - i0, M), n = min_int(a->n - j0, N), K = a->K, k = 0;
+    int asks = a->next.bytes && !i0;
+    const char *ahead = asks ? a->next.p + (size_t)j0 * K * 2 : NULL;
+
+    UNROLL for (int i = 0; i < M; i++) x[i] = a->x16 + (size_t)(i0 + (i < m ? i : m - 1)) * a->ldx;
+    UNROLL for (int j = 0; j < N; j++) w[j] = a->w + (size_t)(j0 + (j < n ? j : n - 1)) * a->ldw;
+    UNROLL for (int i = 0; i < M * N; i++) acc[i] = vec_all(0);
+
+    for (; k + 2 * LANES <= K; k += 2 * LANES) {
+        if (asks) {
+            UNROLL for (int j = 0; j < N; j++, ahead += 64) __builtin_prefetch(ahead);
+        }
+        pairs_step(acc, x, w, M, N, k, 2 * LANES);
+    }
+    if (k < K) pairs_step(acc, x, w, M, N, k, K - k);
+
+    vec_folds(sum, acc, M * N, a->scale);
+    for (int i = 0; i < m; i++) {
+        float *y = a->y + (size_t)(i0 + i) * a->ldy + j0;
+        for (int j = 0; j < n; j++) y[j] = a->add ? y[j] + sum[i * N + j] : sum[i * N + j];
+    }
+}
+
+// All tiles of a block: panels of N rows of w, and for each panel PM rows of x at a time.
+INLINE void pairs_panels(const Dots *a, int N) {
+    for (int j = 0; j < a->n; j += N) {
+        int i = 0;
+        for (; a->m - i > 1; i += PM) pairs_tile(a, PM, N, i, j);
+        if (i < a->m) pairs_tile(a, 1, N, i, j);        // one row is left
+    }
+}
+
+// Simd.pairs. Few rows of x (decode) come with P1 rows of w.
+TARGET static void pairs_block(const Dots *a) {
+    if (a->n <= P1) pairs_panels(a, P1);
+    else pairs_panels(a, PN);
+}
+#endif  // ON_TILES, ON_PAIRS
 #ifndef SIMD
 
 #if defined(__x86_64__)
@@ -10995,6 +11124,26 @@ INLINE_avx512vnni __m512i ints_block_avx512vnni(const short *x, const signed cha
     lo = _mm512_dpbusd_epi32(lo, last, q[3]);
     return _mm512_add_epi32(_mm512_slli_epi32(hi, 8), lo);
 }
+
+// ---- pairs of bf16 in AVX-512
+#define TARGET_avx512bf16 \
+    __attribute__((target("avx512bf16,avx512f,avx512bw,avx512vl,avx512vnni,fma,f16c")))
+#define INLINE_avx512bf16 TARGET_avx512bf16 static inline __attribute__((always_inline))
+enum { PM_avx512bf16 = 2, PN_avx512bf16 = 8, P1_avx512bf16 = 4 };
+#define Vec_avx512bf16          __m512
+#define Bf16s_avx512bf16        __m512i
+#define vec_all_avx512bf16      vec_all_avx512
+#define vec_folds_avx512bf16    vec_folds_avx512
+
+INLINE_avx512bf16 __m512i bf16s_load_avx512bf16(const void *p, int n) {
+    if (n == 2 * LANES) return _mm512_loadu_si512(p);
+    return _mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
+}
+
+INLINE_avx512bf16 __m512 vec_pairs_avx512bf16(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
 // ---- tiles in AMX, as Intel's servers have them since Sapphire Rapids
 // The numbers of tiles are literals in the instructions, so these are macros. GCC does not know that
 // tileloadd and ldtilecfg read memory: it must be told to have stored what they read.
@@ -11252,16 +11401,29 @@ INLINE_neon Vec_plain vec_all_f16_neon(const char *p) {
 #endif
 #undef ON_TILES
 
-// Sets with tiles: another set's kernels, and products in tiles (simd_choose). The plain one is for
-// tests, and only its name gets it.
+// With ON_PAIRS, the part on products in pairs.
+#define ON_PAIRS
+#define SIMD pairs_plain
+#include "kvcomp.c"
+#undef SIMD
 #if defined(__x86_64__)
-static Simd simd_amx;
+#define SIMD avx512bf16
+#include "kvcomp.c"
+#undef SIMD
 #endif
-static Simd simd_amx_plain;
+#undef ON_PAIRS
+
+// Sets with tiles, or with pairs: another set's kernels, and those products (simd_choose). The plain
+// ones are for tests, and only their names get them.
+#if defined(__x86_64__)
+static Simd simd_amx, simd_bf16;
+#endif
+static Simd simd_amx_plain, simd_pairs_plain;
 
 static const Simd *const simd_table[] = {       // best first
 #if defined(__x86_64__)
     &simd_amx,
+    &simd_bf16,
     &simd_entry_avx512vnni,
     &simd_entry_avx512,
     &simd_entry_avx2,
@@ -11270,6 +11432,7 @@ static const Simd *const simd_table[] = {       // best first
 #endif
     &simd_entry_plain,
     &simd_amx_plain,
+    &simd_pairs_plain,
 };
 static const Simd *simd;                        // the one in use
 
@@ -11289,11 +11452,12 @@ static int simd_can(const Simd *s) {
     int vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     if (!strcmp(s->name, "avx512")) return avx512;
     if (!strcmp(s->name, "avx512vnni")) return vnni;
+    if (!strcmp(s->name, "avx512bf16")) return vnni && __builtin_cpu_supports("avx512bf16");
     if (!strcmp(s->name, "amx")) return vnni && amx_can();
 #elif defined(__aarch64__)
     if (!strcmp(s->name, "neon")) return 1;
 #endif
-    return !strcmp(s->name, "plain") || !strcmp(s->name, "amx-plain");
+    return !strcmp(s->name, "plain") || s == &simd_amx_plain || s == &simd_pairs_plain;
 }
 
 // Takes the set of that name, or the best there is when name is NULL. 0, or -1 when this machine
@@ -11320,7 +11484,8 @@ static int family_25(void) {
 
 // Runs before main, so no thread ever sees the choice change. The environment variable KVCOMP_SIMD
 // (the name of a set) is for tests and comparisons; a set that cannot be had leaves the best
-// there is. The sets with tiles are put together here; the plain tiles stand beside the best vectors.
+// there is. The sets with tiles or pairs are put together here; the plain ones stand beside the best
+// vectors.
 __attribute__((constructor)) static void simd_choose(void) {
     const char *name = getenv("KVCOMP_SIMD");
 #if defined(__x86_64__)
@@ -11328,13 +11493,23 @@ __attribute__((constructor)) static void simd_choose(void) {
     simd_amx.name = "amx";
     simd_amx.tile_x = tile_terms_amx;
     simd_amx.tiles = tile_block_amx;
+    simd_bf16 = simd_entry_avx512vnni;
+    simd_bf16.name = "avx512bf16";
+    simd_bf16.round_bf16 = round_row_avx512bf16;
+    simd_bf16.pairs = pairs_block_avx512bf16;
     eight_streams = family_25();
 #endif
     simd_set(NULL);
+    simd_pairs_plain = *simd;
+    simd_pairs_plain.name = "pairs-plain";
+    simd_pairs_plain.tiles = NULL;
+    simd_pairs_plain.round_bf16 = round_row_pairs_plain;
+    simd_pairs_plain.pairs = pairs_block_pairs_plain;
     simd_amx_plain = *simd;
     simd_amx_plain.name = "amx-plain";
     simd_amx_plain.tile_x = tile_terms_amx_plain;
     simd_amx_plain.tiles = tile_block_amx_plain;
+    simd_amx_plain.pairs = NULL;
     if (name) simd_set(name);
 }
 
@@ -11448,15 +11623,16 @@ static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Te
 
 // ---- products in tiles
 
-static int amx_terms = 3;       // numbers of bf16 that make one of x: --amx-terms
+static int bf16_terms = 3;      // numbers of bf16 that make one of x: --bf16-terms
 
 // matmul_strided for bf16 in tiles, T <= TILE_ROWS. First x is split into terms. Then a job is at most
-// TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes through all columns of a
-// panel, so that W streams in order. Several go through TILE_CHUNK columns of all panels before the
-// next, so that their terms stay in the second-level cache; a thread meets the same jobs again. Sums
-// wait as tiles, because to exchange their rows and columns takes far longer than to add them.
+// TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes
+// through all columns of a panel, so that W streams in order. Several go through TILE_CHUNK columns of
+// all panels before the next, so that their terms stay in the second-level cache; a thread meets the
+// same jobs again. Sums wait as tiles, because to exchange their rows and columns takes far longer than
+// to add them.
 static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
-    int K = w->cols, columns = T == 1 ? 1 : TILE, terms = amx_terms;
+    int K = w->cols, columns = T == 1 ? 1 : TILE, terms = bf16_terms;
     int part = T <= TILE ? K : TILE_CHUNK, groups = (T + TILE - 1) / TILE;
     int pairs = (groups + 1) / 2, blocks = (T + TILE_BLOCK - 1) / TILE_BLOCK;
     int block = (pairs + blocks - 1) / blocks * 2 * TILE;
@@ -11492,6 +11668,14 @@ static void matmul_tiles(float *y, size_t ldy, const float *x, size_t ldx, const
 
 // ---- products
 
+// x (T,K), rows ldx apart, rounded to bf16 (T,K) in the products' room.
+static const uint16_t *rounded(const float *x, size_t ldx, int T, int K) {
+    uint16_t *to = product_room((size_t)T * K * sizeof *to);
+    #pragma omp parallel for schedule(static) if (T > 1)
+    for (int t = 0; t < T; t++) simd->round_bf16(to + (size_t)t * K, x + t * ldx, (size_t)K);
+    return to;
+}
+
 // y (T,rows) = x (T,cols) W^T; rows of y are ldy elements apart, rows of x ldx. A job is a block of
 // T_BLOCK rows of x and ROW_BLOCK rows of W. For few rows of x it finishes 4 rows of W (a panel), or
 // 8, before the next ones, so that W streams in order; meanwhile each call asks for its share of the
@@ -11507,6 +11691,9 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
         return;
     }
     int K = w->cols, streams = T == 1 && eight_streams;
+    int in_pairs = w->dtype == DT_BF16 && simd->pairs && bf16_terms == 1;
+    const uint16_t *x16 = in_pairs ? rounded(x, ldx, T, K) : NULL;      // (T,K)
+    void (*kernel)(const Dots *) = in_pairs ? simd->pairs : simd->dots[w->dtype];
     int panel = T > 4 ? ROW_BLOCK : streams ? 8 : 4;
     int t_blocks = (T + T_BLOCK - 1) / T_BLOCK, row_blocks = (w->rows + ROW_BLOCK - 1) / ROW_BLOCK;
     size_t size = dtype_size(w->dtype);
@@ -11525,11 +11712,15 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
                         .K = min_int(K - k, K_CHUNK),
                         .add = k > 0, .scale = 1,
                     };
+                    if (in_pairs) {
+                        block.x16 = x16 + (size_t)t0 * K + k;
+                        block.ldx = (size_t)K;
+                    }
                     if (T <= 4 && !streams) {
                         block.next.p = (const char *)w->data + ((size_t)(r + 4) * K + (size_t)4 * k) * size;
                         block.next.bytes = 4 * block.K * size;
                     }
-                    simd->dots[w->dtype](&block);
+                    kernel(&block);
                 }
             }
         }
@@ -12423,8 +12614,9 @@ static const Opt program_options[] = {
       "on a GPU: a prefill's products with 16-bit weights twice (activations, and what rounding left), attention in f32" },
     { "weights",       'c', "file|q8_0",
       "matrices as the file has them, or rounded to 8 bits (8.5 with their scales) in memory; on the CPU" },
-    { "amx-terms",     'c', "3|2|1",
-      "on Intel AMX, with BF16 weights: numbers of bf16 that make an activation; 3: as exact as f32, 2: 3e-6, 1: .002 off" },
+    { "bf16-terms",    'c', "3|2|1",
+      "BF16 numbers that make an activation, with BF16 weights: 3 as exact as f32; 2 (3e-6 off) faster on AMX, "
+      "1 (.002 off) on AVX-512 BF16, too" },
     { "huge-pages",    'c', "rows|all|off",
       "pages of 2 MB for the rows of long heads, or for files of weights too (a cold load is slower); no bit changes" },
     { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
@@ -19269,8 +19461,10 @@ static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
     plan_room_cuda(p, "inputs of products in 32 bits", wide_inputs(s) ? block * max_size(C, F) * f : 0);
     plan_room_cuda(p, "scales of inputs", block * f);
     int in_tiles = simd->tiles && c->dtype == DT_BF16;
+    int in_pairs = simd->pairs && c->dtype == DT_BF16 && bf16_terms == 1;
     if (c->as_q8) p->pass_cpu += block * widest * 9 / 4;                                // inputs as whole numbers
-    else if (in_tiles) p->pass_cpu += min_size(block, TILE_ROWS) * widest * (2 * amx_terms + 4);    // .. terms, sums
+    else if (in_tiles) p->pass_cpu += min_size(block, TILE_ROWS) * widest * (2 * bf16_terms + 4);    // .. terms, sums
+    else if (in_pairs) p->pass_cpu += block * widest * 2;                               // .. rounded
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
     // Of packed, q8_0 or mixed rows: 512 MB or one KV head at once (PLAIN_BYTES).
     int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && !s->packing;
@@ -31132,7 +31326,9 @@ static void say_without_effect(const Options *o) {
     if (*greedy_text) warn("without effect with --temp 0: %s", greedy_text);
     const char *flag = *opt_str(o, "compare") ? "--compare " : "--method=";
     if (*method_text) warn("without effect with %s%s: %s", flag, methods, method_text);
-    if (opt_given(o, "amx-terms") && !simd->tiles) warn("without effect with %s: --amx-terms", simd_name());
+    int few_terms = simd->tiles || (simd->pairs && opt_int(o, "bf16-terms") == 1);
+    if (opt_given(o, "bf16-terms") && !few_terms)
+        warn("without effect with %s: --bf16-terms %s", simd_name(), opt_str(o, "bf16-terms"));
 }
 
 // ---- opening the model
@@ -32218,7 +32414,7 @@ static int run_program(int argc, char **argv) {
     quiet = opt_int(a.o, "quiet");
     color_mode = opt_choice(a.o, "color", "auto|always|never|on|off");
     if (color_mode > COLOR_NEVER) color_mode -= 2;          // on and off are always and never
-    amx_terms = opt_int(a.o, "amx-terms");
+    bf16_terms = opt_int(a.o, "bf16-terms");
     progress_hook = progress;
     if (opt_int(a.o, "version")) printf("kvcomp %s\n", KVCOMP_VERSION);
     else if (opt_int(a.o, "list-methods")) list_methods();

@@ -694,8 +694,8 @@ float dot_f32(const float *a, const float *b, int n);
 // idx = places of the k largest (ties: the lower), ascending -> count
 int top_k(const float *x, int n, int k, int *idx);
 
-// "amx", "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice. "amx-plain" is for
-// tests: the tiles of AMX in plain C
+// "amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice.
+// "amx-plain" and "pairs-plain" are for tests: the tiles of AMX, and products in pairs, in plain C
 const char *simd_name(void);
 
 // ------------------------------------------------------------------------ cache (section 2)

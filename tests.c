@@ -3401,9 +3401,11 @@ TEST(tokenizer_rows, "vocabulary, BOS, EOS, unk and what the template writes nee
 
 enum { N_SIMD = sizeof simd_table / sizeof *simd_table };
 
+// Every set that this machine can run, but those that are another one with products in pairs, which
+// only --bf16-terms 1 calls for.
 #define EACH_SIMD(i) \
     for (int i = 0; i < N_SIMD; i++) \
-        if (simd_can(simd_table[i]) && !simd_set(simd_table[i]->name))
+        if (!simd_table[i]->pairs && simd_can(simd_table[i]) && !simd_set(simd_table[i]->name))
 
 // The bits of a float.
 static uint32_t bits_of(float x) {
@@ -3530,12 +3532,12 @@ TEST(math_tiles, "products in tiles: the rms errors that section 16 states for 3
     float *z = xmalloc((size_t)T * ROWS * sizeof *z);
     EACH_SIMD(i) {
         if (!simd->tiles) continue;
-        for (amx_terms = 3; amx_terms >= 1; amx_terms--) {
+        for (bf16_terms = 3; bf16_terms >= 1; bf16_terms--) {
             int wrong = 0;
             matmul(y, x, &w, T);
             double e = matmul_rms(y, x, &w, T);
-            CHECK(e >= least[amx_terms] && e <= most[amx_terms], "%s, %d terms: rms error %.3g", simd->name,
-                  amx_terms, e);
+            CHECK(e >= least[bf16_terms] && e <= most[bf16_terms], "%s, %d terms: rms error %.3g", simd->name,
+                  bf16_terms, e);
             for (int threads = 1; threads <= 3; threads++)
                 for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
                     int n = Ts[b], t0 = rnd_int(T - n + 1);
@@ -3543,9 +3545,9 @@ TEST(math_tiles, "products in tiles: the rms errors that section 16 states for 3
                     matmul(z, x + (size_t)t0 * COLS, &w, n);
                     wrong += memcmp(z, y + (size_t)t0 * ROWS, (size_t)n * ROWS * sizeof *z) != 0;
                 }
-            CHECK(!wrong, "%s, %d terms: %d products have other bits", simd->name, amx_terms, wrong);
+            CHECK(!wrong, "%s, %d terms: %d products have other bits", simd->name, bf16_terms, wrong);
         }
-        amx_terms = 3;
+        bf16_terms = 3;
         matmul(y, x, &w, T);
         for (int kind = 0; kind < 3; kind++) {
             // The second NaN has all bits set, which rounding carries beyond the exponent.
@@ -3564,6 +3566,56 @@ TEST(math_tiles, "products in tiles: the rms errors that section 16 states for 3
     free(y);
     free(z);
     free((void *)w.data);
+    set_threads(2);
+    simd_set(NULL);
+}
+
+TEST(math_pairs, "products in pairs (--bf16-terms 1): the rms error that section 16 states, the bits of "
+                 "plain C whatever T, the threads, the stride and the number of columns, and a NaN in its own row") {
+    static const int shape[][2] = { { 1, 1 }, { 9, 31 }, { 7, 33 }, { 75, 2048 }, { 131, 1100 }, { 64, 2080 } };
+    static const int Ts[] = { 1, 2, 3, 4, 5, 17, 129 };
+
+    enum { T = 129 };
+
+    rnd_seed(63);
+    bf16_terms = 1;
+    for (size_t a = 0; a < sizeof shape / sizeof *shape; a++) {
+        int rows = shape[a][0], cols = shape[a][1];
+        size_t ldx = (size_t)cols + 3, bytes = (size_t)rows * sizeof(float);
+        Tensor w = random_tensor(DT_BF16, rows, cols);
+        float *x = random_floats(T * ldx), *y = xmalloc(T * bytes), *z = xmalloc(T * bytes);
+        x[cols / 2] = from_bits(0x00000007);                    // subnormal: counts as zero
+        x[ldx + cols / 2] = from_bits(0x7fffffff);              // a NaN that rounding would carry over
+        CHECK(!simd_set("pairs-plain"), "there is no set pairs-plain");
+        matmul_strided(y, (size_t)rows, x, ldx, &w, T);
+        CHECK(isnan(y[rows]) && !isnan(y[0]) && !isnan(y[2 * rows]), "%d x %d: a NaN is lost, or spreads",
+              rows, cols);
+        if (cols == 2048) {
+            for (int t = 2; t < T; t++) memmove(x + (size_t)t * cols, x + t * ldx, (size_t)cols * sizeof *x);
+            matmul(y, x, &w, T);
+            double e = matmul_rms(y + 2 * rows, x + 2 * (size_t)cols, &w, T - 2);
+            CHECK(e >= 1.5e-3 && e <= 1.9e-3, "rms error %.3g", e);
+            ldx = (size_t)cols;
+        }
+        for (int i = 0; i < N_SIMD; i++) {
+            if (!simd_table[i]->pairs || simd_set(simd_table[i]->name)) continue;
+            int wrong = 0;
+            for (int threads = 1; threads <= 3; threads++)
+                for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
+                    int n = Ts[b], t0 = n == T ? 0 : 2 + rnd_int(T - n - 1);
+                    set_threads(threads);
+                    matmul_strided(z, (size_t)rows, x + t0 * ldx, ldx, &w, n);
+                    for (int t = 0; t < n; t++)
+                        wrong += t0 + t != 1 && memcmp(z + t * rows, y + (t0 + t) * rows, bytes) != 0;
+                }
+            CHECK(!wrong, "%s, %d x %d: %d rows have other bits", simd->name, rows, cols, wrong);
+        }
+        free(x);
+        free(y);
+        free(z);
+        free((void *)w.data);
+    }
+    bf16_terms = 3;
     set_threads(2);
     simd_set(NULL);
 }
@@ -3633,7 +3685,7 @@ TEST(math_tile_instructions, "the instructions of AMX as they are compiled, trap
         Tensor w = random_tensor(DT_BF16, rows, cols);
         float *x = random_floats((size_t)T * cols), *y = xmalloc((size_t)T * rows * sizeof *y);
         float *z = xmalloc((size_t)T * rows * sizeof *z);
-        for (amx_terms = 3; amx_terms >= 1; amx_terms--)
+        for (bf16_terms = 3; bf16_terms >= 1; bf16_terms--)
             for (size_t b = 0; b < sizeof Ts / sizeof *Ts; b++) {
                 simd = &simd_amx_plain;
                 matmul(y, x, &w, Ts[b]);
@@ -3641,10 +3693,10 @@ TEST(math_tile_instructions, "the instructions of AMX as they are compiled, trap
                 simd = &simd_amx;
                 matmul(z, x, &w, Ts[b]);
                 CHECK(tile_traps && !memcmp(y, z, (size_t)Ts[b] * rows * sizeof *z),
-                      "%d x %d, T %d, %d terms: other bits, %d instructions trapped", rows, cols, Ts[b], amx_terms,
+                      "%d x %d, T %d, %d terms: other bits, %d instructions trapped", rows, cols, Ts[b], bf16_terms,
                       tile_traps);
             }
-        amx_terms = 3;
+        bf16_terms = 3;
         free(x);
         free(y);
         free(z);
@@ -14332,20 +14384,28 @@ TEST(cli_threads, "a small model gets one thread, others at least one a core; wi
     }
 }
 
-TEST(cli_amx_terms, "--amx-terms changes logits where products are made in tiles, 3 is the default, and "
-                    "other sets say that it has no effect") {
-    static const char *const options[] = { "", "--amx-terms 3", "--amx-terms 2", "--amx-terms 1" };
-    char sum[4][64];
-    for (int i = 0; i < 4; i++) {
-        CHECK(!sh("KVCOMP_SIMD=amx-plain " SYN "--ids data/ids/three-turns.txt --dump-logits - -t 1 %s | cksum",
-                  options[i]) && !*sh_err, "%s: %s", options[i], sh_err);
+TEST(cli_bf16_terms, "--bf16-terms changes logits where products are made in tiles, 1 also where they are "
+                     "made in pairs, 3 is the default, and other sets say that it has no effect") {
+    static const char *const options[][2] = {
+        { "amx-plain", "" }, { "amx-plain", "--bf16-terms 3" },
+        { "amx-plain", "--bf16-terms 2" }, { "amx-plain", "--bf16-terms 1" },
+        { "pairs-plain", "" }, { "pairs-plain", "--bf16-terms 1" },
+    };
+    char sum[6][64];
+    for (int i = 0; i < 6; i++) {
+        CHECK(!sh("KVCOMP_SIMD=%s " SYN "--ids data/ids/three-turns.txt --dump-logits - -t 1 %s | cksum",
+                  options[i][0], options[i][1]) && !*sh_err, "%s: %s", options[i][1], sh_err);
         snprintf(sum[i], sizeof sum[i], "%.60s", sh_out);
     }
+    CHECK(strcmp(sum[4], sum[5]), "pairs leave the logits the same: %s", sum[4]);
+    CHECK(strcmp(sum[3], sum[5]), "pairs have the order of tiles: %s", sum[3]);
+    CHECK(!sh("KVCOMP_SIMD=pairs-plain " SYN "--ids data/ids/three-turns.txt -t 1 --bf16-terms 2")
+              && strstr(sh_err, "without effect with pairs-plain: --bf16-terms 2"), "%s", sh_err);
     CHECK(!strcmp(sum[0], sum[1]), "3 terms are not the default: %s%s", sum[0], sum[1]);
     CHECK(strcmp(sum[1], sum[2]) && strcmp(sum[2], sum[3]), "the logits are the same: %s%s%s", sum[1], sum[2], sum[3]);
-    CHECK(!sh("KVCOMP_SIMD=plain " SYN "--ids data/ids/three-turns.txt -t 1 --amx-terms 2")
-              && strstr(sh_err, "without effect with plain: --amx-terms"), "%s", sh_err);
-    CHECK(sh("./kvcomp -p hi --amx-terms 4") == 2, "4 terms are taken");
+    CHECK(!sh("KVCOMP_SIMD=plain " SYN "--ids data/ids/three-turns.txt -t 1 --bf16-terms 2")
+              && strstr(sh_err, "without effect with plain: --bf16-terms 2"), "%s", sh_err);
+    CHECK(sh("./kvcomp -p hi --bf16-terms 4") == 2, "4 terms are taken");
 }
 
 TEST(cli_terminal, "on a terminal: editing keys, a long paste in one piece, Ctrl-C keeps the "
