@@ -1790,10 +1790,12 @@ static int parts_parse(Session *s, const char *spec) {
     return 0;
 }
 
-// Opens every part, whose state is all zeros. The first part that has a budget sets it if the user
-// gave none. 0, or -1 with the reason in s->err.
+// Opens every part, whose state is all zeros, the last one first: a storage format says how rows are
+// stored, and others ask. The part that has a budget sets it if the user gave none. 0, or -1 with
+// the reason in s->err.
 static int parts_begin(Session *s) {
-    EACH_PART(s, p) {
+    for (int i = s->n_part - 1; i >= 0; i--) {
+        Part *p = &s->part[i];
         if (!s->budget) s->budget = p->m->budget;
         if (p->m->open && p->m->open(s, p->ms)) return -1;
     }
@@ -8143,7 +8145,7 @@ const Method headkv_method = {
 // What the table decides:
 //   - which names --method takes, and the order in which --list-methods shows them;
 //   - which options there are beside the program's own, and their defaults: .opts;
-//   - the budget when the user gives none: .budget of the first part that has one;
+//   - the budget when the user gives none: .budget of the part that has one;
 //   - what a pass does beside full attention: the hooks;
 //   - what a session holds beside rows: .state bytes a part, and attention mass where .wants says
 //     KV_MASS.

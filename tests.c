@@ -9596,15 +9596,15 @@ TEST(quest_twin, "Quest agrees with its slow twin: GQA shapes, page boundaries, 
 
 TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage; bounds are exact; "
                   "a rollback forgets pages; bytes are held") {
-    static const char *format[] = { "ctk=f32", "ctk=f16", "ctk=bf16", "ctk=q8_0" };
+    static const char *format[] = { "ctk=f32", "ctk=f16", "ctk=bf16", "ctk=q8_0", "quest+q8" };
     Tiny m = tiny_model(1, 4, 2, 24, 48, 64, 101, 70);
     int threads = one_thread(), ids[300];
     for (int i = 0; i < 300; i++) ids[i] = rnd_int(101);
-    for (int f = 0; f < 4; f++) {
-        char opt[64];
-        snprintf(opt, sizeof opt, "%s quest-full-layers=0", format[f]);
-        Options *o = options_of(opt);
-        Session *s = session_open(m.c, m.w, o, "quest");
+    for (int f = 0; f < 5; f++) {
+        char err[256];
+        Options *o = f < 4 ? options_of(format[f]) : options_new();     // q8 refuses a given -ctk
+        options_set(o, "quest-full-layers", "0", err);
+        Session *s = session_open(m.c, m.w, o, f < 4 ? "quest" : format[f]);
         Quest *x = s->part[0].ms;
         prefill(s, ids, 250);
         for (int i = 0; i < 20; i++) decode(s, ids[i]);
