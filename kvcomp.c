@@ -4527,10 +4527,11 @@ static void loop_select(Session *s, LoopServe *x, int l) {
     int H = s->c->H, G = s->c->G, R = H / G, N = kv_longest(s, l);
     int lists = x->per_query ? H : G;                    // lists of rows
     int each = H / lists;                                // query heads that share one
+    int most = min_int(x->budget, N);                    // rows of a list
     int first = max_int(s->base - x->obs + 1, x->ring_from);     // Algorithm 3, line 4: X^obs
 
     size_t mark = scratch_mark(s);
-    int *idx = scratch(s, (size_t)lists * x->budget * sizeof(int));
+    int *idx = scratch(s, (size_t)lists * most * sizeof(int));
     int *end = scratch(s, (size_t)(G + 3 * lists) * sizeof(int));
     int *n = end + G, *want = n + lists, *found = want + lists;
     for (int g = 0; g < G; g++) end[g] = candidate_rows(s, x, l, g);
@@ -4552,15 +4553,15 @@ static void loop_select(Session *s, LoopServe *x, int l) {
         return;
     }
     // Algorithm 3, line 5: arg max
-    top_k_rows(s, score, lists, N, n, want, idx, x->budget, found);
+    top_k_rows(s, score, lists, N, n, want, idx, most, found);
 
     for (int i = 0; i < lists; i++) {                    // Algorithm 3, line 7: what decode reads
-        int tail = n[i] > x->budget ? n[i] : 0, *list = idx + (size_t)i * x->budget;
+        int tail = n[i] > x->budget ? n[i] : 0, *list = idx + (size_t)i * most;
         if (each == R) view_group(s, l, i, list, found[i], tail);
         else view_set(s, l, i, list, found[i], tail);
     }
     // On a CPU the chosen rows are copied side by side.
-    #pragma omp parallel for schedule(static) if (worth_threads((size_t)lists * x->budget * s->c->D))
+    #pragma omp parallel for schedule(static) if (worth_threads((size_t)lists * most * s->c->D))
     for (int i = 0; i < lists; i++) view_near(s, l, i * each);
     scratch_reset(s, mark);
 }
