@@ -1141,8 +1141,10 @@ static void note_peak(Session *s) {
 
 // ---- what a method asks
 // The budget B at the end of a prefill: --budget rows a KV head. --ratio F instead removes the
-// share F of the N tokens seen: B = N - floor(N F + 1e-6) (D8).
+// share F of the N tokens seen: B = N - floor(N F + 1e-6) (D8). Decode steps have the B of the
+// prefill before them.
 int budget_now(const Session *s) {
+    if (s->decoding) return s->applied;
     if (s->ratio >= 0) return s->n_tok - (int)floor(s->n_tok * s->ratio + 1e-6);
     return s->budget;
 }
@@ -2410,7 +2412,6 @@ const Method pyramidkv_method = {
 
 typedef struct {
     int stream;                 // 1: --h2o=stream
-    int B;                      // the budget at the last prefill's end, which decode steps keep to
 } H2o;
 
 // Reads --h2o. Returns 0, or -1 with the reason in s->err.
@@ -2439,19 +2440,18 @@ static int keep_best(int *keep, const float *score, int n, int cap, int len) {
 // The end of a prefill, and of every decode step under --h2o=stream: the KV heads of layer l drop
 // rows.
 static void h2o_commit(Session *s, void *ms, int l, const float *q, int T) {
-    H2o *x = ms;
+    const H2o *x = ms;
+    int B = budget_now(s), recent = B / 2;
     (void)q;
     (void)T;
-    if (!s->decoding) x->B = budget_now(s);
     if (s->decoding && !x->stream) return;
-    if (l == s->c->L || s->n_tok <= x->B) return;
+    if (l == s->c->L || s->n_tok <= B) return;
     size_t mark = scratch_mark(s);
-    int recent = x->B / 2;
     int *keep = scratch(s, (size_t)kv_longest(s, l) * sizeof(int));
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
         if (KV_DEV(s)) mass_fetch_cuda(s, h);
-        int kept = keep_best(keep, h->mass, candidates(h, recent), x->B - recent, h->len);
+        int kept = keep_best(keep, h->mass, candidates(h, recent), B - recent, h->len);
         kv_keep(s, l, g, keep, kept);
     }
     scratch_reset(s, mark);
@@ -2466,7 +2466,7 @@ const Method h2o_method = {
     .name    = "h2o",
     .paper   = "H2O, arXiv 2306.14048",
     .keeps   = "keeps the last B/2 rows and the B/2 others that drew most attention so far",
-    .limits  = "needs a dense prefill, so no loopserve-p",
+    .limits  = "needs a dense prefill: not with loopserve-p, a-shape, tri-shape, minference",
     .budget  = 1024,
     .opts    = h2o_opts,
     .role    = ROLE_SELECT | ROLE_PREFILL,

@@ -743,7 +743,7 @@ int layer_acts(const Session *s, int l);
 // are there positions for n + extra tokens?
 int pos_fits(const Session *s, int n, int extra);
 
-// the budget at a prefill's end
+// the budget at a prefill's end, which the decode steps behind it have too
 int budget_now(const Session *s);
 
 // ---- views

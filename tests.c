@@ -767,6 +767,13 @@ TEST(twin_tova, "TOVA keeps what the last query attends to, in every step, and a
         session_close(wide);
         options_free(o);
     }
+    Options *o = options_of("ratio=.5");
+    Session *s = session_open(m.c, m.w, o, "tova");
+    Script one = { 1, { 60 }, { 9 }, 4 };
+    free(run_session(s, &one));
+    CHECK(s->head[0].len == 30, "--ratio .5 of 60 rows: %d after 9 steps", s->head[0].len);
+    session_close(s);
+    options_free(o);
     tiny_free(m);
 }
 
