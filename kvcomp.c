@@ -1350,11 +1350,12 @@ static void tile_fold(Tile *t, int m, int n, int D, const float *v) {
     tile_fold_of(t, m, n, D, (TileRows){ .x = v, .dtype = DT_F32 });
 }
 
-// Can a row up to r_last lie inside the sliding window of token first_tok? If not, the tile that
-// ends with r_last need not be read at all. Positions are those of tokens, as in kv_visible.
+// Can a row up to r_last lie inside the sliding window of token first_tok, or of a later one? If not,
+// the tile that ends with r_last need not be read at all. Positions are those of tokens, as in
+// kv_visible; SONIC's need not rise from row to row, so under its rules every tile is read.
 static int tile_in_window(const Session *s, int l, const KVHead *hd, int r_last, int first_tok) {
     int w = layer_window(s, l);
-    return !w || s->tok[hd->src[r_last]].pos > s->tok[first_tok].pos - w;
+    return !w || s->rule != VIS_CAUSAL || s->tok[hd->src[r_last]].pos > s->tok[first_tok].pos - w;
 }
 
 // ---- chunks: what KV_CHUNK rows give, and how it is joined

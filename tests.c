@@ -10590,21 +10590,25 @@ TEST(sonic_refusals,
 }
 
 TEST(sonic_bounds, "what attention skips is never visible, and what it does not test always is: "
-                   "2,000 random tiles of every rule") {
+                   "2,000 random tiles of every rule, with positions that overlap under a window") {
     Tiny m = tiny_model(1, 4, 2, 8, 16, 16, 31, 3);
     Options *o = options_of("");
     Session *s = session_open(m.c, m.w, o, "full");
-    int ids[200] = { 0 }, all = 0, edge = 0;
+    int ids[200] = { 0 }, all = 0, edge = 0, before = 0;
     prefill(s, ids, 200);
+    m.c->windowed = xmalloc(1);
+    m.c->windowed[0] = 1;
     const KVHead *hd = kv_head(s, 0, 0);
     Tile *t = tiles_new(s);
     for (int c = 0; c < 2000; c++) {
         s->rule = c % 3;
-        int seg = -1, nexus = 3 + rnd_int(40);
-        for (int i = 0; i < 200; i++) {
+        int seg = -1, nexus = 3 + rnd_int(40), window = m.c->window = 1 + rnd_int(40);
+        for (int i = 0, pos = 0; i < 200; i++) {
             if (!rnd_int(60)) seg++;
             s->tok[i].seg = seg;
             s->tok[i].kind = seg >= 0 && !rnd_int(nexus) ? TOK_EXTRA : TOK_USER;
+            int extra = s->rule != VIS_CAUSAL && s->tok[i].kind == TOK_EXTRA;
+            s->tok[i].pos = extra ? pos + rnd_int(20) : pos++;
         }
         int n_q = 1 + rnd_int(8), tok0 = rnd_int(200 - n_q), n = 1 + rnd_int(40);
         int r0 = rnd_int(200 - n), visible = 0;
@@ -10616,13 +10620,20 @@ TEST(sonic_bounds, "what attention skips is never visible, and what it does not 
             all++;
             CHECK(visible == n_q * n, "rule %d: %d of %d cells", s->rule, visible, n_q * n);
         }
+        if (!tile_in_window(s, 0, hd, r0 + n - 1, tok0)) {
+            before++;
+            for (int i = tok0; i < tok0 + n_q; i++)
+                for (int r = r0; r < r0 + n; r++)
+                    CHECK(!kv_visible(s->rule, window, &s->tok[i], i, &s->tok[r], r), "row %d", r);
+        }
         int end = last_visible(s, hd, tok0, tok0 + n_q - 1);
         edge += end < 200;
         for (int r = end; r < 200; r++)
             for (int i = tok0; i < tok0 + n_q; i++)
                 CHECK(!kv_visible(s->rule, 0, &s->tok[i], i, &s->tok[r], r), "row %d", r);
     }
-    CHECK(all > 100 && edge > 500, "%d tiles without a test, %d edges", all, edge);
+    CHECK(all > 100 && edge > 500 && before > 100, "%d tiles without a test, %d edges, %d before a window", all,
+          edge, before);
     s->rule = VIS_CAUSAL;
     session_close(s);
     options_free(o);
