@@ -1040,11 +1040,11 @@ void kv_compact(Session *s, int l, int g) {
     scratch_reset(s, mark);
 }
 
-// Drops the rows of a head that came from tokens n_tok and later. They are its last ones.
+// Drops the rows of a head that came from tokens n_tok and later, its last ones, and gives back the
+// room that a prefill which was given up has left.
 static void head_truncate(Session *s, KVHead *h, int n_tok) {
     int n = h->len;
     while (n > 0 && h->src[n - 1] >= n_tok) n--;
-    if (n == h->len) return;
     size_t mark = scratch_mark(s);
     int *keep = scratch(s, (size_t)(n + 1) * sizeof(int));
     for (int r = 0; r < n; r++) keep[r] = r;

@@ -16222,6 +16222,33 @@ TEST(stop_layer, "a prefill is given up within its first layer, in attention and
     tiny_free(m);
 }
 
+TEST(stop_room, "a prefill that is given up leaves no room behind in the layer it had come to") {
+    int ids[500];
+    for (int i = 0; i < 500; i++) ids[i] = i % 31;
+    Tiny m = tiny_model(2, 4, 2, 8, 16, 24, 31, 5);
+    Options *o = options_of("");
+    App a = { .s = session_open(m.c, m.w, o, "full") };
+    jmp_buf stop;
+    prefill(a.s, ids, 20);
+    const size_t held = kv_bytes(a.s);
+    const Clock clk = a.s->clk;
+    interrupts = 1;
+    a.s->stop = &stop;
+    if (!setjmp(stop)) {
+        prefill(a.s, ids, 500);
+        CHECK(0, "the prefill ran to its end");
+    }
+    interrupts = 0;
+    a.s->stop = NULL;
+    scratch_reset(a.s, 0);
+    undo_prefill(&a, 20, &clk);
+    CHECK(a.s->n_tok == 20 && kv_bytes(a.s) == held, "%d tokens in %zu bytes, %zu before", a.s->n_tok, kv_bytes(a.s),
+          held);
+    session_close(a.s);
+    options_free(o);
+    tiny_free(m);
+}
+
 TEST(stop_signal,
      "TERM, HUP and QUIT in a prefill end the program by that signal; the file has the dialogue "
      "before, and the message as pending, which the next chat gives back") {
