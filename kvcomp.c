@@ -12757,6 +12757,7 @@ static const struct Range {
     { "lychee-sink",         0,    1 << 30 },
     { "lychee-iters",        0,    1000 },
     { "lychee-guard",        0,    1 },
+    { "lychee-chunks-per-cluster", 1, 1 << 20 },
     { "loopserve-alpha",     0,    1 },
     { "loopserve-max-cells", 0,    1 },
     { "loopserve-max-tiles", 0,    1 },

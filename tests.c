@@ -14053,6 +14053,7 @@ TEST(cli_odd, "what could not be written, overflows, half a method, an option wi
         { "--bench --bench-kernels --csv", 2, "--json" },
         { "--bench --bench-kernels -d cpu --synthetic tiny", 2, "-d cuda" },
         { "--lychee-iters 2147483647 -p hi", 2, "0..1000" },
+        { "--lychee-chunks-per-cluster 2147483647 -p hi", 2, "is outside" },
         { "--loopserve-alpha 2 -p hi", 2, "0..1" },
         { "-ctk 'f16|f32' -p hi", 2, "wants one of" },
         { "--eval needle --compare window,full --budgets=-3", 2, "-3 is outside" },
