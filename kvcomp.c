@@ -249,13 +249,6 @@ static void rope_apply(float *x, int heads, int D, const float *cs) {
         }
 }
 
-// Rotates x (heads,D) to a position.
-void rope(const Weights *w, float *x, int heads, int D, int pos) {
-    float cs[1024];
-    rope_angles(w, D, pos, cs);
-    rope_apply(x, heads, D, cs);
-}
-
 // ---- the room a pass works in
 // A span is the run of tokens whose queries, keys and values exist at the same time: all T of the
 // pass if a hook wants to see a whole turn, or --trace to write it down; otherwise about -b
@@ -14694,15 +14687,12 @@ typedef struct {
 // Weights with their RoPE frequencies and no tensors yet.
 static Weights *weights_new(const Config *c) {
     Weights *w = xcalloc(1, sizeof *w);
-    double *f64 = xmalloc((size_t)(c->D / 2) * sizeof *f64);
-    float *f32 = xmalloc((size_t)(c->D / 2) * sizeof *f32);
+    double *f = xmalloc((size_t)(c->D / 2) * sizeof *f);
     w->layer = xcalloc((size_t)c->L, sizeof *w->layer);
     w->files = xcalloc(1, sizeof(WeightFiles));
 
-    rope_frequencies(c, f64, &w->rope_scale);
-    for (int i = 0; i < c->D / 2; i++) f32[i] = (float)f64[i];
-    w->inv_freq64 = f64;
-    w->inv_freq = f32;
+    rope_frequencies(c, f, &w->rope_scale);
+    w->inv_freq64 = f;
     return w;
 }
 
@@ -14716,7 +14706,6 @@ void weights_close(Weights *w, Config *c) {
         if (wf->block) munmap(wf->block, wf->block_bytes);
         if (wf->q8) munmap(wf->q8, wf->q8_bytes);
         free(wf);
-        free((void *)w->inv_freq);
         free((void *)w->inv_freq64);
         free(w->layer);
         free(w);

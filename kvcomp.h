@@ -98,8 +98,7 @@ typedef struct {                // one decoder layer. SONIC's Nexus branch is a 
 typedef struct {
     Tensor embed, norm, head;   // (V,C) (C) (V,C); head.data == embed.data when tied
     Layer *layer;               // (L)
-    const float  *inv_freq;     // (D/2) RoPE frequencies after scaling
-    const double *inv_freq64;   // (D/2) the same in double: angles are pos * freq in double (D5)
+    const double *inv_freq64;   // (D/2) RoPE frequencies after scaling: angles are pos * freq in double (D5)
     float  rope_scale;          // factor on cos and sin (yarn); 1 otherwise
     size_t bytes;               // of all tensors in use
     void  *files;               // the mapped files, for weights_close
@@ -803,9 +802,6 @@ const float *decode (Session *s, int id);           // one token -> logits (V), 
 
 // one pass over tokens already rewritten by enter
 float *forward(Session *s, const Token *t, int T);
-
-// x (heads,D) rotated in place; pairs (i, i + D/2)
-void rope(const Weights *w, float *x, int heads, int D, int pos);
 
 void   pass_poll(Session *s);           // gives the pass up if it is not wanted any more
 void   progress_tell(const char *what, double share);                       // 0: begins, 1: over

@@ -527,13 +527,11 @@ static Tiny tiny_model(int L, int H, int G, int D, int C, int F, int V, uint64_t
                      .dtype = DT_F32,
                      .dir = "tiny" };
     double *f = xmalloc(D / 2 * sizeof *f), one = 1 / sqrt(C);
-    float *f32 = xmalloc(D / 2 * sizeof *f32);
-    for (int i = 0; i < D / 2; i++) f32[i] = (float)(f[i] = pow(10000, -2.0 * i / D));
+    for (int i = 0; i < D / 2; i++) f[i] = pow(10000, -2.0 * i / D);
     *m.w = (Weights){ .embed = tiny_tensor(V, C, 1),
                       .norm = tiny_norm(C),
                       .head = tiny_tensor(V, C, 2.5 * one),
                       .inv_freq64 = f,
-                      .inv_freq = f32,
                       .rope_scale = 1 };
     m.w->layer = xcalloc(L, sizeof(Layer));
     for (int l = 0; l < L; l++)
@@ -561,7 +559,6 @@ static void tiny_free(Tiny m) {
     free((void *)m.w->embed.data);
     free((void *)m.w->norm.data);
     free((void *)m.w->head.data);
-    free((void *)m.w->inv_freq);
     free((void *)m.w->inv_freq64);
     free(m.w->layer);
     free(m.w);
@@ -17645,10 +17642,11 @@ static void trace_check_layer(TraceCheck *x, const Weights *w, int i, int l, int
     if (!raw || !k || !v || !q || !out) return;
     for (int t = 0; t < T; t++)
         for (int g = 0; g < G; g++) {
-            float turned[64];
+            float turned[64], cs[64];
             size_t at = ((size_t)t * G + g) * D, to = (((size_t)l * G + g) * x->cap + base + t) * D;
             memcpy(turned, raw + at, D * sizeof *turned);
-            rope(w, turned, 1, D, pos[t]);
+            rope_angles(w, D, pos[t], cs);
+            rope_apply(turned, 1, D, cs);
             for (int d = 0; d < D; d++) bad += fabsf(turned[d] - k[at + d]) > 1e-5f;
             memcpy(x->k + to, k + at, D * sizeof *k);
             memcpy(x->v + to, v + at, D * sizeof *v);
