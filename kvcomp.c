@@ -4594,7 +4594,7 @@ static void loop_prompt_done(Session *s, LoopServe *x) {
     x->chosen = 0;
     if (!x->decodes) return;
     for (int l = 0; l < s->c->L; l++)
-        for (int h = 0; h < H; h += each) {
+        for (int h = 0; h < H && layer_acts(s, l); h += each) {
             int n = kv_head(s, l, h * G / H)->len;
             int room = x->budget < n + x->literal * 1024 ? x->budget : 0;
             view_room(s, l, h, room, 1);

@@ -5243,6 +5243,14 @@ TEST(baselines_windowed, "a model with some windowed layers: methods leave those
               "%s re-numbers rows under windows that count the old numbers: '%s'", method[i], err);
     }
     options_free(o);
+
+    m.c->windowed[1] = 0;
+    o = options_of("budget=24");
+    Session *s = session_open(m.c, m.w, o, "loopserve-d");
+    prefill(s, ids, 80);
+    CHECK(!kv_view(s, 0, 0)->room && kv_view(s, 1, 0)->room, "loopserve-d makes room where it chooses rows only");
+    session_close(s);
+    options_free(o);
     tiny_free(m);
 }
 
