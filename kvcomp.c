@@ -1063,6 +1063,7 @@ void kv_repos(Session *s, int l, int g, int row, int pos) {
     int D = s->c->D, R = s->c->H / s->c->G, shift = pos - h->pos[row];
     if (!shift) return;
 
+    size_t mark = scratch_mark(s);
     float *k = scratch(s, (size_t)D * sizeof(float));
     kv_load_k(s, h, NULL, row, 1, k);
     for (int i = 0; i < D / 2; i++) {
@@ -1080,6 +1081,7 @@ void kv_repos(Session *s, int l, int g, int row, int pos) {
     } else {
         s->fk->pack(to, k, D);
     }
+    scratch_reset(s, mark);
     h->pos[row] = pos;
     for (int r = 0; r < R; r++) kv_view(s, l, g * R + r)->is_near = 0;     // copies hold the old key
 }
