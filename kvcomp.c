@@ -45,9 +45,9 @@
 //    2 CACHE: lists of rows, how a row is stored, views (what a head reads), dropping rows, bytes
 //    3 ATTENTION: softmax over rows, tile by tile, in a prefill and through views in decode
 //    4 THE DECODE LOOP: one prefill a turn, then one decode a token; opening and closing a session
-//    5 STREAMINGLLM: the first rows and the last ones; the shortest complete method
-//    6 BASELINES: SnapKV, AdaKV, PyramidKV, H2O and ExpectedAttention: rows dropped after a prefill
-//    7 SPARSE PREFILL BASELINES: A-shape, Tri-shape and MInference: a prefill along fixed lines
+//    5 STREAMINGLLM: the first rows and the last ones, the shortest complete method; TOVA
+//    6 BASELINES: SnapKV, AdaKV, PyramidKV, H2O and ExpectedAttention drop rows after a prefill; q8
+//    7 SPARSE PREFILL BASELINES: A-shape, Tri-shape and MInference: a prefill along lines
 //    8 QUEST: every step reads the pages of rows with the largest bound
 //    9 LOOPSERVE: a prefill along lines chosen for this input, and rows chosen anew while decoding
 //   10 PATS: old rows lose low bits and are packed
@@ -2130,8 +2130,8 @@ static void pool_max(float *out, const float *x, int n, int width) {
     }
 }
 
-// Links 1 to 3: the pooled scores of layer l's candidates, and their numbers n (G). q (T,H,D) are
-// the queries of the pass; the last w rows of a head are no candidates. order is JOIN_POOL or
+// Links 1 to 3: the pooled scores of layer l's candidates, and their numbers n (G). q (T,H,D) are the
+// last queries of the pass; the last w rows of a head are no candidates. order is JOIN_POOL or
 // POOL_JOIN, whose result is (G,N), or POOL_ONLY, whose result is (H,N); N = kv_longest. The result
 // lies in scratch, in a device session on the device.
 static float *pooled_scores(Session *s, const Snap *x, int l, const float *q, int T, int w,
@@ -2778,18 +2778,18 @@ const Method q8_method = {
 };
 
 // ==================================================================================================== 7 SPARSE PREFILL BASELINES
-// Prefill attention over lines, and three methods that fix the lines beforehand. A head holds n
-// rows; the last of them, p0..n-1, are the rows of this pass, whose queries attend. Think of a
-// matrix of cells: query row r attends to column c <= r in the cell (r,c). A vertical c is the
-// column c. A slash o is the diagonal of the cells (r, r-o), o its offset. Row r of a head with
-// verticals V and slashes S attends, with one softmax, to
+// Prefill attention over lines, and three methods whose lines, or their numbers, are fixed
+// beforehand. A head holds n rows; the last of them, p0..n-1, are the rows of this pass, whose
+// queries attend. Think of a matrix of cells: query row r attends to column c <= r in the cell
+// (r,c). A vertical c is the column c. A slash o is the diagonal of the cells (r, r-o), o its
+// offset. Row r of a head with verticals V and slashes S attends, with one softmax, to
 //   M(r) = { c in V : c <= r }  u  { r-o : o in S, o <= r }
 // in the head's own row numbers (D39). Under tile64 the slashes are rounded up to what a GPU block
 // of 64 rows reads: whole ranges of columns (block_index).
 //   A-shape      the first columns and the nearest offsets
 //   Tri-shape    the same, and the last rows of a turn see everything
 //   MInference   the columns and offsets to which the last 64 rows attend most; tile64
-// LoopServe (section 9) chooses its lines anew in every prefill and uses the same code.
+// LoopServe (section 9) chooses as many lines as its input needs and uses the same code.
 
 // ---- sets of lines
 // A set of columns or offsets is a bit set (Lines, in kvcomp.h): bit i stands in word i / 64.
@@ -7928,7 +7928,7 @@ static void dililazy_trace_scores(Session *s, const DiliLazy *x, int l, const fl
     scratch_reset(s, mark);
 }
 
-// Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are the turn's queries.
+// Hook commit: compresses layer l at the end of a turn's prefill. q (T,H,D) are its last queries.
 static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) {
     DiliLazy *x = ms;
     int B = budget_now(s), w = snap_kept_window(&x->snap, B);

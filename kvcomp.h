@@ -136,10 +136,9 @@ typedef struct KVHead {         // the rows one KV head of one layer holds, olde
     int   *src;                 // (len) the row's token: index into Session.tok, ascending
     // (len) RoPE position its key is rotated to; == tok[src].pos unless a method moved it
     int *pos;
-    // (len) attention received, summed over the R query heads; NULL unless a part wants
+    // (len) attention received, summed over the R query heads; NULL unless a part wants KV_MASS. In a
+    // device session it lies on the device: mass_fetch_cuda brings it
     float *mass;
-                                // KV_MASS. In a device session it lies on the device: mass_fetch_cuda
-                                // brings it
     // raw rows [packed,len): row r at (r - packed) * row_bytes of the format
     char *k, *v;
     // rows [0,packed) live in pk and pv as regions (PATS); 0 for every other format
@@ -254,10 +253,10 @@ typedef struct Method {
     // 1: attend does only what the model does without it. A prefill may then take a layer in spans, and
     // does not call it. NULL: never.
     int  (*spans)  (const Session *s, const void *ms);
-    // Asked on a device before a decode step, of methods with project or select: STEADY when project will
-    // do nothing, select will launch what it launched in the last step and commit will move no rows, so
-    // that the step can be replayed as it was recorded; STEADY_ONCE when select launches more, in this
-    // step alone, and leaves no memory or list in another place. UNSTEADY otherwise; NULL: never steady.
+    // Asked on a device before a decode step: STEADY when project will do nothing, select will launch what
+    // it launched in the last step and commit will move no rows, so that the step can be replayed as it
+    // was recorded; STEADY_ONCE when select launches more, in this step alone, and leaves no memory or
+    // list in another place. UNSTEADY otherwise. NULL: STEADY without project and select, else UNSTEADY.
     int  (*steady) (const Session *s, const void *ms);
 
     size_t (*bytes) (const Session *s, const void *ms);             // metadata the part holds
@@ -531,14 +530,12 @@ enum { PATS_GUARD = 16 };                       // bytes that can be read behind
 KV_HD static inline uint16_t pats_cut(uint16_t h, int b, int rounding) {
     if (!b) return h;
     unsigned magnitude = h & 0x7fff;
-    // finite, with b bits cut
-    unsigned largest = 0x7bffu >> b << b;
-    // a NaN is never rounded
-    if(rounding != PATS_NEAREST || magnitude > 0x7c00) return(uint16_t)(h >> b << b);
-    // ties to even; a carry into
+    unsigned largest = 0x7bffu >> b << b;           // of the finite numbers with b bits cut
+    if (rounding != PATS_NEAREST || magnitude > 0x7c00) return (uint16_t)(h >> b << b);    // a NaN is not rounded
+
+    // To the nearest, ties to even. A carry into the exponent is right.
     magnitude = (magnitude + (1u << (b - 1)) - 1 + (magnitude >> b & 1)) >> b << b;
-    // the exponent is right
-    return(uint16_t)((h & 0x8000) | (magnitude > largest ? largest : magnitude));
+    return (uint16_t)((h & 0x8000) | (magnitude > largest ? largest : magnitude));
 }
 
 // ------------------------------------------------------------------------ LoopServe's lines (sections 7 and 9)
