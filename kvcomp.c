@@ -3734,7 +3734,7 @@ static int quest_dense(const Quest *x) {
 
 // A step launches what the step before launched, but for the first step that chooses pages.
 static int quest_steady(const Session *s, const void *ms) {
-    return s->n_tok != quest_dense(ms) + 1;
+    return s->n_tok - 1 != quest_dense(ms);
 }
 
 // Chooses what layer l reads in this decode step; q (H,D). Where it returns at once, the views say:
