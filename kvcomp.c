@@ -7661,8 +7661,10 @@ static void sonic_trace(Session *s, void *ms, int l) {
 }
 
 static const Opt sonic_opts[] = {
-    { "sonic-k",         'i', "0",    "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
-    { "sonic-ratio",     'f', "0",    "share of each message to remove instead (also --ratio); at most the adapter's k_max tokens stay" },
+    { "sonic-k",         'i', "0",
+      "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
+    { "sonic-ratio",     'f', "0",
+      "share of each message to remove instead (also --ratio); at most the adapter's k_max tokens stay" },
     { "sonic-weights",   's', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
     { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
     { "sonic-seed",      'i', "1",    "of those embeddings" },
@@ -7988,7 +7990,8 @@ static void dililazy_stats(const Session *s, const void *ms, FILE *f) {
 
 static const Opt dililazy_opts[] = {
     { "dililazy-scores",    's', "", "head scores; default: head_scores.json in the model's folder" },
-    { "dililazy-score",     'c', "inf|dili|lazy", "which score shares out the budget (dili, lazy: the paper's ablation)" },
+    { "dililazy-score",     'c', "inf|dili|lazy",
+      "which score shares out the budget (dili, lazy: the paper's ablation)" },
     { "dililazy-alloc",     'c', "paper|paper-literal|code",
       "Algorithm 1 without its overspending; as printed; as the authors' code does it" },
     { "dililazy-gqa",       'c', "q|kv", "caps and kept rows per query head, or one set per KV head (ours)" },
@@ -8001,10 +8004,12 @@ static const Opt dililazy_opts[] = {
     { "calibrate-score",    'c', "mass|count", "attention (the paper's tables), or numbers of keys (its text)" },
     { "calibrate-accept",   'c', "recall|all", "runs whose answer has half of the words; or every run" },
     { "calibrate-predict",  'i', "32", "longest answer" },
-    { "calibrate-needles",  's', "", "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
+    { "calibrate-needles",  's', "",
+      "JSON list of {question, needle, answer, distractor, reasoning} instead of our three" },
     { "calibrate-haystack", 's', "", "text to hide them in, instead of ours" },
     { "calibrate-boundary", 'b', "0", "hide the needle between two sentences" },
-    { "calibrate-prefix",   's', "", "what stands before the text, for instance the beginning of a chat; special tokens are read" },
+    { "calibrate-prefix",   's', "",
+      "what stands before the text, for instance the beginning of a chat; special tokens are read" },
     { "calibrate-prompt",   's', "Based on the content in the book, answer the question: {}\nAnswer:",
       "what follows it; {}: the question" },
     { NULL, 0, NULL, NULL },

@@ -80,13 +80,13 @@ typedef struct {                // sizes and constants of one checkpoint, all re
     int    huge_pages;          // 1: huge pages are asked for behind mapped files of weights (--huge-pages all)
 } Config;
 
-typedef struct {                // a matrix W (rows,cols): y = W x maps cols numbers to rows numbers. A vector has rows 1
+typedef struct {                // a matrix W (rows,cols): y = W x has rows numbers, x has cols. A vector has rows 1
     const void *data;           // NULL: there is no such tensor
     int dtype;                  // DT_*
     int rows, cols;
 } Tensor;
 
-typedef struct {                // one decoder layer. SONIC's Nexus branch is a second one of these with its own matrices
+typedef struct {                // one decoder layer. SONIC's Nexus branch is another one, with matrices of its own
     Tensor attn_norm, mlp_norm; // (C)
     Tensor wq, wk, wv, wo;      // (H*D,C) (G*D,C) (G*D,C) (C,H*D)
     Tensor bq, bk, bv, bo;      // biases, or none
@@ -114,7 +114,7 @@ enum {                          // Token.kind
     TOK_EXTRA,                  // a method's own token (SONIC's Nexus)
 };
 
-typedef struct {                // one token of the dialogue. A session keeps every token it has seen; rows point back here
+typedef struct {                // one token of the dialogue. A session keeps every token; rows point back here
     int id;                     // vocabulary id; negative: -1-i is the method's own token i
     int pos;                    // RoPE position
     // the turn, from 0; under VIS_SEGMENT: message number, -1 for the system message
@@ -149,7 +149,7 @@ typedef struct KVHead {         // the rows one KV head of one layer holds, olde
     size_t pk_bytes;            // bytes allocated for pk, and for pv
 } KVHead;
 
-typedef struct {                // what ONE QUERY HEAD reads in a decode step: rows idx[0..n) and every row from `tail` on
+typedef struct {                // what ONE QUERY HEAD reads in a decode step: rows idx[0..n) and all from `tail` on
     int  n, tail;               // n == 0 and tail == 0: every row
     int *idx;                   // (cap) ascending, all < tail
     int  cap;
@@ -997,8 +997,8 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 
 // ---- LoopServe (section 9). P (ng R,m,N) and ring (obs,H,D) on the device; lines and found (ng R)
 // here
-void   choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, int tile64, const float *P, int T, int m,
-                         Lines *lines, LoopFound *found);
+void   choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, int tile64, const float *P, int T,
+                         int m, Lines *lines, LoopFound *found);
 
 // ring (L,obs,H,D) is where decode steps put their queries from now on
 void ring_keep_cuda(Session *s, float *ring, int obs);
