@@ -18838,16 +18838,17 @@ static int derive_system(Derivation *d, TemplateText *x, int place, const char *
     x->in_user = inside;
     x->always = 0;
     if (place != PLACE_INSIDE_DEFAULT && !has_end(start, x->user)) return 0;
+    if (!before && place != PLACE_OWN) return 0;
     if (!before) {
         x->open = part(d, start, n_open);
-        return place == PLACE_OWN;
+        return 1;
     }
 
     // What opens the dialogue: all of `start` but `user`; BOS where a system text is always there
     if (place > PLACE_INSIDE) n_open = !strncmp(before, "{bos}", 5) ? 5 : 0;
     if (place == PLACE_INSIDE_DEFAULT && !strncmp(before, x->user, n_user)) n_open = 0;
+    if (strncmp(before, start, n_open)) return 0;
     x->open = part(d, start, n_open);
-    if (strncmp(before, x->open, n_open)) return 0;
     const char *sys = before + n_open, *sys_end = behind;
     if (inside) {
         if (strncmp(sys, x->user, n_user)) return 0;
