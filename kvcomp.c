@@ -19006,6 +19006,8 @@ static void template_recognise(Template *tp, const Tokenizer *t) {
         x->needs = f->needs;
         x->user_end = f->user_end;
         x->head = f->head;
+        x->end = f->end;
+        x->foot = f->foot;
     }
     for (int k = 0; !f && x->end && k < N_TEMPLATES; k++) {
         if (same_text(t, templates[k].end, NULL, x->end, NULL)) f = &templates[k];
