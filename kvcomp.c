@@ -17892,7 +17892,7 @@ static const char *const jinja_kinds[] = {
 enum {                          // bounds, far above what a real program takes
     JINJA_DEPTH = 60,           // brackets and blocks inside one another
     JINJA_STEPS = 200000,       // values and tags that are read
-    JINJA_BYTES = 32 << 20      // of values and of output
+    JINJA_BYTES = 32 << 20      // of values and of output, and of texts that are looked through
 };
 enum { JINJA_ARGS = 16 };       // most arguments of a call, members of a list in the program
 
@@ -17945,12 +17945,17 @@ static JinjaValue jinja_fail(Jinja *j, const char *fmt, ...) {
     return (JinjaValue){ 0 };
 }
 
+// Counts a step over n bytes. Too many of either stop the program.
+static void jinja_spend(Jinja *j, size_t n) {
+    j->bytes += n;
+    if (++j->steps > JINJA_STEPS || j->bytes > JINJA_BYTES) jinja_fail(j, "the program takes too long");
+}
+
 // n bytes that last as long as the program runs.
 static void *jinja_memory(Jinja *j, size_t n) {
     void *p = xcalloc(n, 1);
     arrput(j->own, p);
-    j->bytes += n;
-    if (++j->steps > JINJA_STEPS || j->bytes > JINJA_BYTES) jinja_fail(j, "the program takes too long");
+    jinja_spend(j, n);
     return p;
 }
 
@@ -17987,10 +17992,11 @@ static int jinja_is(JinjaValue v, const char *text) {
 }
 
 // Two tables are equal when they are the same one: messages are only compared with themselves.
-static int jinja_equal(JinjaValue a, JinjaValue b) {
+static int jinja_equal(Jinja *j, JinjaValue a, JinjaValue b) {
     int numbers = (a.kind == J_BOOL || a.kind == J_INT) && (b.kind == J_BOOL || b.kind == J_INT);
     if (numbers) return a.i == b.i;
     if (a.kind != b.kind) return 0;
+    if (a.kind == J_TEXT && a.n == b.n) jinja_spend(j, a.n);
     if (a.kind == J_TEXT) return a.n == b.n && !memcmp(a.s, b.s, a.n);
     return a.item == b.item;
 }
@@ -18006,11 +18012,12 @@ static JinjaValue jinja_member(Jinja *j, JinjaValue v, JinjaValue key) {
 
 // Is a in b?
 static int jinja_in(Jinja *j, JinjaValue a, JinjaValue b) {
+    if (b.kind == J_TEXT) jinja_spend(j, b.n);
     if (b.kind == J_TEXT && a.kind == J_TEXT) return !a.n || memmem(b.s, b.n, a.s, a.n);
     if (b.kind != J_LIST && b.kind != J_DICT && b.kind != J_UNDEFINED)
         jinja_fail(j, "%s in %s", jinja_kinds[a.kind], jinja_kinds[b.kind]);
     for (size_t i = 0; b.item && i < b.n; i++) {
-        if (b.kind == J_DICT ? jinja_is(a, b.key[i]) : jinja_equal(a, b.item[i])) return 1;
+        if (b.kind == J_DICT ? jinja_is(a, b.key[i]) : jinja_equal(j, a, b.item[i])) return 1;
     }
     return 0;
 }
@@ -18097,12 +18104,14 @@ static void jinja_close(Jinja *j, const char *end) {
 
 // Passes over what is left of a tag. A text in quotes may hold anything.
 static void jinja_skip(Jinja *j, const char *end) {
+    const char *from = j->p;
     while (*j->p && strncmp(j->p, end, 2) && (*j->p != '-' || strncmp(j->p + 1, end, 2))) {
         char quote = *j->p++;
         if (*end == '#' || (quote != '\'' && quote != '"')) continue;
         while (*j->p && *j->p != quote) j->p += 1 + (*j->p == '\\' && j->p[1]);
         if (*j->p) j->p++;
     }
+    jinja_spend(j, (size_t)(j->p - from));
     jinja_close(j, end);
 }
 
@@ -18174,6 +18183,7 @@ static JinjaValue jinja_call(Jinja *j, const char *name, const JinjaArgs *a) {
 static JinjaValue jinja_split(Jinja *j, JinjaValue v, const char *by) {
     JinjaValue list = jinja_table(j, J_LIST, v.n / strlen(by) + 1);
     const char *end = v.s + v.n, *at;
+    if (j->failed) return list;
     while ((at = memmem(v.s, (size_t)(end - v.s), by, strlen(by))) != NULL) {
         jinja_add(&list, NULL, (JinjaValue){ .kind = J_TEXT, .s = v.s, .n = (size_t)(at - v.s) });
         v.s = at + strlen(by);
@@ -18187,7 +18197,7 @@ static JinjaValue jinja_select(Jinja *j, JinjaValue v, const JinjaArgs *a) {
     JinjaValue list = jinja_table(j, J_LIST, v.n);
     if (a->n != 3 || !jinja_is(a->v[1], "equalto")) return jinja_fail(j, "selectattr without equalto");
     for (size_t i = 0; i < v.n; i++) {
-        if (jinja_equal(jinja_member(j, v.item[i], a->v[0]), a->v[2])) jinja_add(&list, NULL, v.item[i]);
+        if (jinja_equal(j, jinja_member(j, v.item[i], a->v[0]), a->v[2])) jinja_add(&list, NULL, v.item[i]);
     }
     return list;
 }
@@ -18198,6 +18208,7 @@ static JinjaValue jinja_apply(Jinja *j, JinjaValue v, const char *name, const Ji
     size_t n = x ? strlen(x) : 0;
     int text = v.kind == J_TEXT, list = v.kind == J_LIST;
     int length = !strcmp(name, "length") || !strcmp(name, "count");
+    if (text) jinja_spend(j, v.n);
     if (!strcmp(name, "default") && a->n == 1) return v.kind ? v : a->v[0];
     if (text && (!strcmp(name, "trim") || !strcmp(name, "strip"))) return jinja_strip(v, x, 1, 1);
     if (text && !strcmp(name, "lstrip")) return jinja_strip(v, x, 1, 0);
@@ -18332,8 +18343,8 @@ static const struct { const char *name; int level; } jinja_operators[] = {
 
 // a op b
 static JinjaValue jinja_compute(Jinja *j, JinjaValue a, const char *op, JinjaValue b) {
-    if (!strcmp(op, "==")) return jinja_bool(jinja_equal(a, b));
-    if (!strcmp(op, "!=")) return jinja_bool(!jinja_equal(a, b));
+    if (!strcmp(op, "==")) return jinja_bool(jinja_equal(j, a, b));
+    if (!strcmp(op, "!=")) return jinja_bool(!jinja_equal(j, a, b));
     if (!strcmp(op, "in")) return jinja_bool(jinja_in(j, a, b));
     if (!strcmp(op, "not in")) return jinja_bool(!jinja_in(j, a, b));
     if (*op == '~') {
@@ -18518,6 +18529,7 @@ static int jinja_opens(const Jinja *j, const char *name) {
 static void jinja_plain(Jinja *j, int live) {
     const char *from = j->p, *tag = from;
     while (*tag && (tag[0] != '{' || !tag[1] || !strchr("{%#", tag[1]))) tag++;
+    jinja_spend(j, (size_t)(tag - from));
     const char *to = tag;
     if (*tag && tag[2] == '-') {
         while (to > from && isspace((unsigned char)to[-1])) to--;
