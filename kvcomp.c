@@ -15537,7 +15537,8 @@ enum {                          // does the pre-tokenizer Metaspace put a U+2581
 };
 enum {
     MAX_STEPS = 4,              // steps of a normalizer at most
-    MAX_SPLITS = 8              // splits of a pre-tokenizer at most
+    MAX_SPLITS = 8,             // splits of a pre-tokenizer at most
+    MAX_PIECE = 4096            // bytes of a token's text at most: what is made of it grows with the square
 };
 
 struct Tokenizer {
@@ -16671,6 +16672,8 @@ static int piece_add(Tokenizer *t, int64_t id, const char *s, size_t n, int flag
     int has = t->by_text[slot];         // the id that the text has, or -1
     if (!utf8_whole(s, n) || (flags & PIECE_ADDED && memchr(s, 0, n)))
         return fault(err, "token %lld is not UTF-8, or holds a NUL", (long long)id);
+    if (n > MAX_PIECE)
+        return fault(err, "token '%.*s..' has %zu bytes: expected at most %d", shown(n), s, n, MAX_PIECE);
     if (id < 0 || (uint64_t)id >= limit)
         return fault(err, "token '%.*s' has id %lld: expected 0..%zu", shown(n), s, (long long)id,
                      limit - 1);
