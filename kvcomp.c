@@ -8481,6 +8481,7 @@ enum {
     MOST_CONFIG = 64 << 20,         // bytes of config.json and its like: an index, scores, needles
     MOST_TOKENIZER = 256 << 20,
     MOST_TEXT = 256 << 20,          // of a prompt, ids, dialogues, a chat template, a session
+    MOST_ANSWERS = 1 << 30,         // of --eval-out, which a long run itself makes long
 };
 
 // The number of the open descriptor that a path names: /dev/stdin, /dev/fd/N. -1: it names none.
@@ -25852,7 +25853,7 @@ static void eval_file_open(EvalFile *x, App *a, const EvalSet *e, const Score *r
             if (!strcmp(rows[r].name, rows[k].name) && rows[r].budget == rows[k].budget)
                 die(EXIT_USAGE, "--eval-out: %s is compared twice with budget %d", rows[r].name, rows[r].budget);
     int fd = eval_descriptor(x->path);
-    char *text = read_file(x->path, &n, why), *head = eval_head(a, e, rows);
+    char *text = read_bounded(x->path, MOST_ANSWERS, &n, why), *head = eval_head(a, e, rows);
     if (!text) die(EXIT_RUN, "--eval-out %s", why);
 
     // The first line of a run that was killed at once may be cut
@@ -25885,7 +25886,7 @@ static void merge_files(EvalFile *x, const char *paths, char seed[32], char mode
     for (const char *p = paths, *end; *p; p = *end ? end + 1 : end) {
         size_t n, at = 0;
         end = p + strcspn(p, "\n");
-        char *path = copy_bytes(p, (size_t)(end - p)), *text = read_file(path, &n, why);
+        char *path = copy_bytes(p, (size_t)(end - p)), *text = read_bounded(path, MOST_ANSWERS, &n, why);
         if (!text) die(EXIT_USAGE, "--eval-merge %s", why);
         Json *head = head_read(text, n, &at, err);
         x->path = path;
