@@ -25639,10 +25639,12 @@ static int head_take(EvalFile *x, const Json *head, char err[512]) {
     x->items = atoi(json_text(head, "items"));
     for (int r = 0; list_word(rows, r, word); r++) {
         Score sc = { 0 };
-        if (sscanf(word, "%159s %d", sc.name, &sc.budget) != 2) return fault(err, "'rows' are no methods and budgets");
+        int odd = sscanf(word, "%159s %d", sc.name, &sc.budget) != 2;
+        for (const char *p = sc.name; *p; p++) odd |= !isgraph((unsigned char)*p);      // it goes to a terminal
+        if (odd) return fault(err, "'rows' are no methods and budgets");
         arrput(x->row, sc);
     }
-    if (x->items < 1 || x->items > 1 << 24 || arrlen(x->row) < 1 || arrlen(x->row) > 1 << 12)
+    if (x->items < 1 || x->items > 1 << 24 || arrlen(x->row) < 1 || arrlen(x->row) > (1 << 24) / x->items)
         return fault(err, "'items' and 'rows' are none of a run");
     x->cell = xcalloc((size_t)x->items * arrlenu(x->row), sizeof *x->cell);
     return 0;
