@@ -22049,7 +22049,7 @@ static int message_unquote(char *text) {
 }
 
 // The next message into *out, an stb_ds array that ends in NUL. On a terminal (tty 1) it goes into
-// the history. Returns READ_*.
+// the history. Returns READ_*; Ctrl-C on an empty line gives up the lines before it, too.
 static int read_message(Line *e, int tty, char **out) {
     int r, more = 1;
     arrsetlen(*out, 0);
@@ -22057,7 +22057,7 @@ static int read_message(Line *e, int tty, char **out) {
         if (tty && terminal_enter(1)) return READ_END;
         r = tty ? read_edited(e, out) : read_plain(out);
         if (tty) terminal_enter(0);
-        if (r != READ_DONE && !arrlen(*out)) return r;
+        if (r == READ_INTERRUPTED || (r != READ_DONE && !arrlen(*out))) return r;
         more = r == READ_DONE && message_goes_on(out);
     }
     if (arrlen(*out) && memchr(*out, 0, arrlenu(*out))) {
