@@ -22982,8 +22982,10 @@ static int chat(App *a) {
     terminal_restore();
     chat_busy = 0;
     session_end(a);
-    session_ready(a);
-    if (opt_int(a->o, "json")) print_json(a, stdout);
+    int json = opt_int(a->o, "json"), stats = opt_int(a->o, "stats");
+    if (json || stats) session_ready(a);
+    if (json) print_json(a, stdout);
+    if (stats) print_stats(a, stderr);
     line_free(&e);
     return 0;
 }
