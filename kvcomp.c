@@ -22339,21 +22339,28 @@ static void sides_close(Side *x /* stb_ds */) {
 }
 
 // Sends one message to a side and keeps the reply, of at most n tokens, what a step of it read and
-// how many tokens it has.
-static void side_turn(Side *x, const char *text, int n) {
+// how many tokens it has. 0, or -1 with the reason in x->refused when there are no positions for it.
+static int side_turn(Side *x, const char *text, int n) {
     App *a = &x->app;
     double bytes = a->s->clk.bytes_attended;
     long steps = a->s->clk.steps;
     size_t size;
+    Turn t = render_turn(a, text);
+    if (!pos_fits(a->s, (int)arrlen(t.pre), a->s->pos_extra)) {
+        snprintf(x->refused, sizeof x->refused, "a message of %d tokens does not fit: the next position is %d, this "
+                 "method goes to max_position_embeddings %d", (int)arrlen(t.pre), a->s->pos_next, a->s->pos_end);
+        turn_free(t);
+        return -1;
+    }
     free(x->reply);
     FILE *out = memory_stream(&x->reply, &size);
-    Turn t = render_turn(a, text);
     arrput(a->turn, t);
     feed_prefill(a, &t);
     x->made = generate(a, n, out);
     memory_stream_close(out);
     steps = a->s->clk.steps - steps;
     x->read = steps ? (a->s->clk.bytes_attended - bytes) / (double)steps : 0;
+    return 0;
 }
 
 // Plays the dialogue of a into a side. 0, or -1 with the reason in x->refused.
@@ -22559,8 +22566,8 @@ static void demo_line(const DemoLine *d, Side *x /* stb_ds */, FILE *f) {
     for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
         if (*x[i].refused) continue;
         int before = x[i].right;
-        side_turn(&x[i], d->user, SHOW_REPLY);
-        if (!d->answer) continue;
+        if (side_turn(&x[i], d->user, SHOW_REPLY)) warn("%s is left out: %s", x[i].label, x[i].refused);
+        if (!d->answer || *x[i].refused) continue;
         side_judge(&x[i], d->answer);
         side_line(f, &x[i], x[i].right > before ? "right" : "WRONG");
     }
@@ -22668,7 +22675,7 @@ static void chat_compare(App *a, const char *question) {
     side_heads(stdout, "as full");
     for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
         if (*x[i].refused || side_replay(&x[i], a)) continue;
-        side_turn(&x[i], question, n < 0 ? SHOW_REPLY * 4 : n);
+        if (side_turn(&x[i], question, n < 0 ? SHOW_REPLY * 4 : n)) continue;
         if (!first) first = x[i].reply;
         side_line(stdout, &x[i], strcmp(x[i].reply, first) ? "differs" : "same");
     }
