@@ -9566,7 +9566,7 @@ INLINE_pairs_plain Vec_plain vec_pairs_pairs_plain(Vec_plain sum, Bf16s_pairs_pl
 // C has no name spaces, so the functions of each copy need names of their own. OWN(vec_add) is
 // vec_add_avx2 in the copy for AVX2. With the list of names below, the kernels are ordinary C that
 // says vec_add, and dots_tile is defined as dots_tile_avx2. A name that the list lacks is an error
-// at once: it would be defined three times.
+// at once: every copy would define it.
 //
 // A macro that holds all kernels would do the same, but it would be one line for a debugger and in
 // error messages. Here the lines of a kernel are lines of this file:
@@ -10781,7 +10781,7 @@ INLINE_avx2 float vec_largest_avx2(Vec_avx2 x) {
     return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
 }
 
-// 8 bits of vec_at_least: order_key as in the preamble, and x >= key where the larger of both is x.
+// 8 bits of vec_at_least: order_key as above section 1, and x >= key where the larger of both is x.
 INLINE_avx2 uint32_t at_least_8_avx2(const float *p, uint32_t key) {
     __m256i top = _mm256_set1_epi32((int)0x80000000u);
     __m256i x = _mm256_castps_si256(_mm256_add_ps(_mm256_loadu_ps(p), _mm256_setzero_ps()));
@@ -20163,11 +20163,11 @@ static void human_bytes(double n, char out[32]) {
 // x with `digits` significant digits and without an exponent, as a JSON number; null when x is none.
 static void json_real(FILE *f, double x, int digits) {
     char text[400];
-    int point = x ? (int)floor(log10(fabs(x))) : 0;         // digits before the decimal point, less one
     if (!isfinite(x)) {
         fputs("null", f);
         return;
     }
+    int point = x ? (int)floor(log10(fabs(x))) : 0;         // digits before the decimal point, less one
     snprintf(text, sizeof text, "%.*f", min_int(max_int(digits - 1 - point, 0), 60), x);
     size_t n = strlen(text);
     while (strchr(text, '.') && text[n - 1] == '0') text[--n] = 0;
