@@ -31164,6 +31164,12 @@ static void check_options(const Options *o) {
     if (opt_given(o, "prompt") && opt_given(o, "file"))
         die(EXIT_USAGE, "-p and -f both say what to answer; give one");
     if (*opt_str(o, "dump-logits") && !ids) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
+    if (!strcmp(opt_str(o, "dump-logits"), "-") && opt_int(o, "json"))
+        die(EXIT_USAGE, "--dump-logits - and --json both write to standard output; give a file");
+    if (opt_int(o, "json") && opt_int(o, "csv"))
+        die(EXIT_USAGE, "--json and --csv both say how to print; give one");
+    if (opt_int(o, "think") && opt_int(o, "no-think"))
+        die(EXIT_USAGE, "--think and --no-think contradict each other; give one");
     check_trace(o);
     if (*opt_str(o, "bench-suite") && !bench) die(EXIT_USAGE, "--bench-suite goes with --bench");
     if (opt_int(o, "bench-kernels") && !bench) die(EXIT_USAGE, "--bench-kernels goes with --bench");
@@ -31239,7 +31245,20 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "method",         RUN_SESSION },
     { "budget",         RUN_SESSION },
     { "ratio",          RUN_SESSION },
+    { "ids",            RUN_IDS },
+    { "dump-logits",    RUN_IDS },
+    { "eval",           RUN_EVAL },
+    { "compare",        RUN_EVAL },
+    { "compare-base",   RUN_EVAL | RUN_MERGE },
+    { "budgets",        RUN_EVAL | RUN_REPORT },
+    { "report",         RUN_EVAL | RUN_REPORT },
+    { "demo",           RUN_DEMO },
+    { "inspect",        RUN_INSPECT },
+    { "plan",           RUN_PLAN },
+    { "dump-tokens",    RUN_TOKENS },
     { "json",           RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH | RUN_MERGE },
+    { "json-rows",      RUN_TALKS | RUN_IDS },
+    { "csv",            RUN_EVAL | RUN_BENCH | RUN_MERGE },
     { "stats",          RUN_TALKS | RUN_IDS },
     { "no-stats",       RUN_TALKS },
     { "wrap",           RUN_TALKS },
@@ -31247,6 +31266,7 @@ static const struct { const char *name; int runs; } option_runs[] = {
     { "eval-file",      RUN_EVAL },
     { "eval-items",     RUN_EVAL | RUN_REPORT },
     { "eval-length",    RUN_EVAL | RUN_REPORT },
+    { "eval-seed",      RUN_EVAL | RUN_REPORT },
     { "eval-history",   RUN_EVAL | RUN_REPORT },
     { "eval-window",    RUN_EVAL },
     { "eval-windows",   RUN_EVAL },
@@ -31315,6 +31335,12 @@ static void flag_add(char text[512], const char *name) {
     if (n + strlen(name) + 5 < 512) snprintf(text + n, 512 - n, "%s--%s", n ? ", " : "", name);
 }
 
+// The same for those of three options that are given.
+static void flags_add(char text[512], const Options *o, const char *const names[3]) {
+    for (int i = 0; i < 3; i++)
+        if (opt_given(o, names[i])) flag_add(text, names[i]);
+}
+
 // The flag of a run, "a chat" when there is none.
 static const char *run_flag(int run) {
     for (size_t i = 0; i < sizeof run_flags / sizeof *run_flags; i++) {
@@ -31333,17 +31359,19 @@ static int run_looks_at(const char *name, int run) {
 }
 
 // Says in one line which of the given options this run never looks at, and in another one which the
-// methods do not. Greedy sampling is what an evaluation does anyway, so --temp 0 there is no
-// mistake. The suite, the report, the demonstration and the lines of a batch name their own methods.
+// methods do not; and which ones --temp 0 and --raw leave without effect. Greedy sampling is what an
+// evaluation does anyway, so --temp 0 there is no mistake. The suite, the report, the demonstration
+// and the lines of a batch name their own methods.
 static void say_without_effect(const Options *o) {
-    static const char *const only_drawn[] = { "top-k", "top-p", "min-p" };
-    char run_text[512] = "", method_text[512] = "", greedy_text[512] = "";
+    static const char *const only_drawn[3] = { "top-k", "top-p", "min-p" };
+    static const char *const only_rendered[3] = { "chat-template", "system", "no-think" };
+    char run_text[512] = "", method_text[512] = "", greedy_text[512] = "", raw_text[512] = "";
     const char *methods = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_str(o, "method");
     int run = run_kind(o);
     int own_choice = *opt_str(o, "report") || *opt_str(o, "bench-suite") || run & (RUN_DEMO | RUN_BATCH);
     int asked = run & RUN_SESSION && !own_choice;           // the methods are those that were named
-    for (int i = 0; i < 3 && run & RUN_TALKS && opt_real(o, "temp") <= 0; i++)
-        if (opt_given(o, only_drawn[i])) flag_add(greedy_text, only_drawn[i]);
+    if (run & RUN_TALKS && opt_real(o, "temp") <= 0) flags_add(greedy_text, o, only_drawn);
+    if (run & RUN_REPLIES && opt_int(o, "raw")) flags_add(raw_text, o, only_rendered);
     for (int i = 0; i < (int)shlen(o->given); i++) {
         const char *name = o->given[i].key;
         int greedy = !strcmp(name, "temp") && opt_real(o, name) == 0;
@@ -31355,6 +31383,7 @@ static void say_without_effect(const Options *o) {
     }
     if (*run_text) warn("without effect in %s: %s", run_flag(run), run_text);
     if (*greedy_text) warn("without effect with --temp 0: %s", greedy_text);
+    if (*raw_text) warn("without effect with --raw: %s", raw_text);
     const char *flag = *opt_str(o, "compare") ? "--compare " : "--method=";
     if (*method_text) warn("without effect with %s%s: %s", flag, methods, method_text);
     int few_terms = simd->tiles || (simd->pairs && opt_int(o, "bf16-terms") == 1);
