@@ -27840,7 +27840,7 @@ static int bench(Options *o) {
     int *depth = number_list("bench-depths", opt_str(o, "bench-depths"), 0, 1 << 24);
     char err[512];
     Saving csv = { 0 };
-    if (*path && save_begin(&csv, path, err)) die(EXIT_USAGE, "--bench-suite %s", err);
+    if (*path && save_begin(&csv, path, err)) die(EXIT_RUN, "--bench-suite %s", err);
     bench_context(o, prompt, depth);
     kernels_check(o);
     int file = opt_int(o, "bench-file");
