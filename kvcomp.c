@@ -31055,12 +31055,13 @@ static void parse_one(Options *o, const char *name, const char *value) {
     die(EXIT_USAGE, "%s", err);
 }
 
-// The files from argv[i] to the next option are the value of one option, a line each. Returns how
-// many arguments they and the option take.
-static int parse_files(Options *o, const char *name, int argc, char **argv, int i) {
+// The file `first` (NULL: none) and those from argv[i] to the next option are the value of one option,
+// a line each. Returns how many arguments they and the option take.
+static int parse_files(Options *o, const char *name, const char *first, int argc, char **argv, int i) {
     char *list = NULL;
     int n = 0;
-    for (; i + n < argc && (!n || argv[i + n][0] != '-'); n++) put_part(&list, "\n", argv[i + n]);
+    if (first) put_part(&list, "\n", first);
+    for (; i + n < argc && (!list || argv[i + n][0] != '-'); n++) put_part(&list, "\n", argv[i + n]);
     arrput(list, 0);
     parse_one(o, name, list);
     arrfree(list);
@@ -31079,6 +31080,8 @@ static int parse_arg(Options *o, int argc, char **argv, int i) {
     snprintf(flag, sizeof flag, "%.*s", eq ? (int)(eq - arg) : 63, arg);
     const char *name = long_of(flag);
     if (!name) die(EXIT_USAGE, "unknown option %s (kvcomp --help lists them)", flag);
+    if (!strcmp(name, "eval-merge") && (value || i + 1 < argc))
+        return parse_files(o, name, value, argc, argv, i + 1);
     const Opt *known = opt_find(name);
     int flag_alone = known && known->kind == 'o' && (i + 1 == argc || !is_whole(argv[i + 1]));
     if (value || !known || known->kind == 'b' || flag_alone) {
@@ -31087,7 +31090,6 @@ static int parse_arg(Options *o, int argc, char **argv, int i) {
         return 1;
     }
     if (i + 1 == argc) die(EXIT_USAGE, "--%s wants a value", name);
-    if (!strcmp(name, "eval-merge")) return parse_files(o, name, argc, argv, i + 1);
     parse_one(o, name, argv[i + 1]);
     return 2;
 }
