@@ -26181,6 +26181,7 @@ static int evaluate(App *a) {
 
     // The items
     if ((ppl || file) && !*path) die(EXIT_USAGE, "--eval %s wants --eval-file FILE", what);
+    if (!ppl && !file && *path && !quiet) warn("without effect with --eval %s: --eval-file", what);
     if (ppl && (saves || opt_given(a->o, "eval-shard")))
         die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
