@@ -26121,10 +26121,26 @@ static void rows_free(Score *rows) {
     arrfree(rows);
 }
 
-// Prints the rows of a run: on a terminal a table that fits, elsewhere Markdown, CSV or JSON.
+// Have two rows answered the same questions? Their scores are compared one by one.
+static int same_questions(const Score *a, const Score *b) {
+    int n = (int)arrlen(a->answers), same = n == (int)arrlen(b->answers);
+    for (int i = 0; i < n && same; i++) {
+        const Answer *x = &a->answers[i], *y = &b->answers[i];
+        same = !strcmp(x->task, y->task) && x->item == y->item && x->turn == y->turn && x->turns == y->turns
+            && x->position == y->position;
+    }
+    return same;
+}
+
+// Prints the rows of a run: on a terminal a table that fits, elsewhere Markdown, CSV or JSON. Exit 2
+// when they have not answered the same questions, as those of a damaged file of answers.
 static void print_rows(const EvalRun *run, Score *rows) {
     const Options *o = run->a->o;
     int how = AS_TABLE;
+    for (int r = 1; r < (int)arrlen(rows); r++)
+        if (!same_questions(&rows[0], &rows[r]))
+            die(EXIT_USAGE, "--eval: %s and %s have not answered the same questions: a file of answers is damaged",
+                rows[0].name, rows[r].name);
     if (opt_int(o, "csv")) how = AS_CSV;
     if (opt_int(o, "json")) how = AS_JSON;
     char *table = NULL;
