@@ -3025,6 +3025,14 @@ TEST(tokenizer_refuses, "what is not supported or malformed is refused with a li
     CHECK(arrlen(ids) == 5 && !memcmp(ids, want, sizeof want), "%s", err);
     arrfree(ids);
     tokenizer_free(good);
+
+    // A token as long as a book, of which SentencePiece would try every cut
+    static char book[MAX_PIECE + 200];
+    memset(book, 'x', sizeof book);
+    memcpy(book, "\n\x84\x20\n\x81\x20", 6);            // a piece of 4100 bytes whose text has 4097
+    memcpy(book + 6 + MAX_PIECE + 1, "\x12\x02\x18\x02\x1a\x02\x20\x00", 8);
+    CHECK(!tokenizer_from_text(book, 6 + MAX_PIECE + 1 + 8, err) && strstr(err, "4097 bytes: expected at most 4096"),
+          "%s", err);
     CHECK(!tokenizer_load("/nowhere/at/all", err) && strstr(err, "/nowhere"), "%s", err);
     CHECK(!tokenizer_load("/tmp", err) || !"a tokenizer in /tmp", "%s", err);
 }
@@ -3226,6 +3234,55 @@ TEST(template_refused, "a program that no texts give, or that needs more of the 
     tokenizer_free(t);
     json_free(all);
     free(data);
+}
+
+TEST(template_openings,
+     "programs whose first question opens otherwise than a later one, or that close a reply only "
+     "when something follows it, are read; one that looks through long texts ends soon") {
+    static const struct {
+        const char *program, *name, *open, *between;
+    } cases[] = {
+        { "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+          "{% if m.role == 'user' and not loop.first %}#{% endif %}{{ m.content }}{% endfor %}",
+          "custom", "", "#" },
+        { "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+          "{% if m.role == 'user' and not loop.first %}###{% endif %}{{ m.content }}{% endfor %}",
+          "custom", "", "###" },
+        { "{% for m in messages %}{% if m.role == 'system' %}{{ bos_token + m.content + '#' }}{% else %}"
+          "{{ m.content }}{% endif %}{% endfor %}", "custom", "", "" },
+        { "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last or "
+          "add_generation_prompt %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}"
+          "<|im_start|>assistant\n{% endif %}", "chatml", "", "<|im_end|>\n<|im_start|>user\n" },
+    };
+    char err[512];
+    Tokenizer *t = fixture_tokenizer("marks");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char between[128];
+        Template *tp = template_derive(cases[i].program, t, err);
+        CHECK(tp, "%zu: %s", i, err);
+        if (!tp) continue;
+        snprintf(between, sizeof between, "%s%s%s", tp->x.end ? tp->x.end : "", tp->x.foot ? tp->x.foot : "",
+                 tp->x.user);
+        CHECK(!strcmp(tp->x.name, cases[i].name) && !strcmp(tp->x.open ? tp->x.open : "", cases[i].open) &&
+                  !strcmp(between, cases[i].between),
+              "%zu: %s opens with '%s', and a later turn with '%s'", i, tp->x.name, tp->x.open, between);
+        CHECK(!tp->x.stops || arrlen(tp->stop), "%zu: no id ends a reply", i);
+        template_free(tp);
+    }
+
+    // 2 MB of text, looked through thousands of times
+    Message m = { "user", "u" };
+    double t0 = now();
+    char *text = jinja_render("{% set s = namespace(a='ab', n=[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]) %}"
+                              "{% for i in s.n %}{% set s.a = s.a + s.a %}{% endfor %}"
+                              "{% set s.a = s.a + s.a + s.a + s.a %}{% set s.a = s.a + s.a + s.a + s.a %}"
+                              "{% for i in s.n %}{% for j in s.n %}"
+                              "{% for k in s.n %}{% for l in s.n %}{% if 'ba b' in s.a or s.a | trim == 'a' %}"
+                              "{% endif %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}",
+                              t, &m, 1, 1, 1, err);
+    CHECK(!text && strstr(err, "takes too long") && now() - t0 < 5, "%s after %.1f s", text ? text : err, now() - t0);
+    free(text);
+    tokenizer_free(t);
 }
 
 TEST(template_damaged,
@@ -14057,6 +14114,10 @@ TEST(cli_odd, "what could not be written, overflows, half a method, an option wi
         { "--bench-kernels -p hi", 2, "goes with --bench" },
         { "--bench --bench-kernels --csv", 2, "--json" },
         { "--bench --bench-kernels -d cpu --synthetic tiny", 2, "-d cuda" },
+        { "--bench --json --csv", 2, "--json and --csv" },
+        { "--ids x --dump-logits - --json", 2, "standard output" },
+        { "--think --no-think", 2, "contradict" },
+        { "--bench --bench-suite /nonexistent/x", 1, "No such file" },
         { "--lychee-iters 2147483647 -p hi", 2, "0..1000" },
         { "--lychee-chunks-per-cluster 2147483647 -p hi", 2, "is outside" },
         { "--loopserve-alpha 2 -p hi", 2, "0..1" },
@@ -14335,6 +14396,11 @@ TEST(cli_sonic_ends, "a chat under sonic that runs out of positions goes on: a r
                   0 &&
               strstr(sh_err, "in 2 turns"),
           "%s", sh_err);
+    CHECK(sh("(printf '/compare '; yes tell me | head -n 60 | tr '\\n' ' '; printf '\n/demo\nhello\n') | "
+             "./kvcomp -m %s -c 500 --temp 0 -n 4 --stats", d) == 0 &&
+              strstr(sh_err, "sonic is left out: a message of") && strstr(sh_err, "[turn 1 ") &&
+              strstr(sh_err, "method full, "),
+          "/compare and /demo go on without it, and --stats ends the chat: %s", sh_err);
     snprintf(ids, sizeof ids, "%s/ids", d);
     for (int i = 0; i < 2; i++) {
         FILE *f = fopen(ids, "w");
@@ -16644,6 +16710,7 @@ TEST(cli_unused, "an option that has no effect in this run is named, one that ha
         { "--ratio .5 --method q8", "without effect with --method=q8: --ratio" },
         { "--eval-items 3", "without effect in -p or -f: --eval-items" },
         { "--top-p .3", "without effect with --temp 0: --top-p" },
+        { "--raw --system x --no-think", "without effect with --raw: --system, --no-think" },
         { "--seed 3 -n 2 --no-stats", NULL },
         { "--repeat 3", "without effect in -p or -f: --repeat" },
     };
@@ -16671,6 +16738,16 @@ TEST(cli_unused, "an option that has no effect in this run is named, one that ha
           "%s", sh_err);
     CHECK(sh("./kvcomp --inspect --batch x") == 0 &&
               strstr(sh_err, "without effect in --inspect: --batch"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --inspect --plan --ids x --eval all --compare full,q8 --budgets 3 --dump-tokens -p hi") == 0 &&
+              strstr(sh_err, "without effect in --dump-tokens: --inspect, --plan, --ids, --eval, --compare, "
+                             "--budgets"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --plan -c 64 --inspect --demo") == 0 &&
+              strstr(sh_err, "without effect in --plan: --inspect, --demo"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --eval-file x --csv") == 0 &&
+              strstr(sh_err, "without effect with --eval facts: --eval-file"),
           "%s", sh_err);
     CHECK(sh("./kvcomp --help snapk") == 2 && strstr(sh_err, "did you mean snapkv?"), "%s", sh_err);
 }
@@ -17399,6 +17476,12 @@ TEST(cli_quotes, "\"\"\" holds a message of several lines, from a pipe and on a 
     CHECK(pty_line(p, "andmore\"\"\"", 10), "it comes back as it was typed");
     pty_type(p, "\x15");
     CHECK(pty_line(p, ">", 2), "empty");
+    pty_type(p, "never sent\\\r");
+    CHECK(pty_line(p, ">", 2), "it goes on behind a backslash");
+    pty_type(p, "\x03");
+    CHECK(pty_wait(p, "Ctrl-C again leaves") && pty_line(p, ">", 2), "Ctrl-C gives it up");
+    pty_type(p, "/stats\r");
+    CHECK(pty_wait(p, "in 1 turns"), "it was not sent");
     pty_leave(p);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
@@ -18237,6 +18320,40 @@ TEST(eval_lines, "a line of a file of answers that is none is refused with its n
         json_free(h);
         eval_file_close(&x);
     }
+}
+
+TEST(eval_unlike, "a file of answers in which one row has answered more than another is refused, and so are "
+                  "names that a terminal would obey, and more answers than are counted") {
+    static const char *const cost = "\"kv_bytes_stored\":1,\"kv_bytes_full\":2,\"kv_bytes_attended\":3,"
+                                    "\"kv_bytes_peak\":4,\"prefill_s\":5,\"decode_s\":6,\"n_prefill\":7,\"n_decode\":8";
+    char d[64], path[100];
+    CHECK(save_folder(d), "no folder");
+    snprintf(path, sizeof path, "%s/answers", d);
+    FILE *f = fopen(path, "w");
+    CHECK(f, "%s", path);
+    fprintf(f, "{\"kvcomp\":\"answers 1\",\"items\":\"1 0\",\"seed\":\"1\",\"rows\":\"full 0,window 8\"}\n");
+    for (int row = 0; row < 2; row++)
+        for (int k = 1, n = row ? 3 : 1; k <= n; k++)
+            fprintf(f, "{\"task\":\"t\",\"item\":1,\"method\":\"%s\",\"budget\":%d,\"answer\":%d,\"answers\":%d,"
+                       "\"text\":0,\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,\"depth\":-1,\"score\":1,"
+                       "\"exact\":0,\"found\":1,\"f1\":0,\"rouge_l\":0,\"rouge_l_longbench\":0,\"nll\":0,"
+                       "\"predicted\":0,\"top1\":0,\"kld\":[],%s}\n",
+                    row ? "window" : "full", row ? 8 : 0, k, n, cost);
+    fclose(f);
+    CHECK(sh("./kvcomp --eval-merge %s", path) == 2 && strstr(sh_err, "have not answered the same questions") &&
+              lines_in(sh_err) == 1 && !*sh_out,
+          "%s%s", sh_out, sh_err);
+    CHECK(sh("grep -v '\"window\"' %s | sed 's/,window 8//' > %s/one && ./kvcomp --eval-merge=%s/one %s/one --csv", path,
+             d, d, d) == 0 && strstr(sh_err, "more than once") && lines_in(sh_out) == 2,
+          "two files behind a =: %s%s", sh_out, sh_err);
+    static const char *const heads[] = { "1 0\",\"seed\":\"1\",\"rows\":\"\\u001b[2J 0", "16777216 0\",\"rows\":\"full 0,window 8" };
+    for (size_t i = 0; i < sizeof heads / sizeof *heads; i++) {
+        char text[256];
+        snprintf(text, sizeof text, "{\"kvcomp\":\"answers 1\",\"items\":\"%s\"}\n", heads[i]);
+        write_text_file(path, text);
+        CHECK(sh("./kvcomp --eval-merge %s", path) == 2 && strstr(sh_err, "'rows'") && !strchr(sh_err, 27), "%s", sh_err);
+    }
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
 // ---- data/ports: two methods for transformers
