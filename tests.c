@@ -14112,6 +14112,7 @@ TEST(cli_odd, "what could not be written, overflows, half a method, an option wi
         { "--json-rows -p hi", 2, "--json" },
         { "--bench-suite x.csv -p hi", 2, "--bench" },
         { "--bench-kernels -p hi", 2, "goes with --bench" },
+        { "--bench-file -p hi", 2, "goes with --bench" },
         { "--bench --bench-kernels --csv", 2, "--json" },
         { "--bench --bench-kernels -d cpu --synthetic tiny", 2, "-d cuda" },
         { "--bench --json --csv", 2, "--json and --csv" },
