@@ -3238,9 +3238,9 @@ TEST(template_refused, "a program that no texts give, or that needs more of the 
 
 TEST(template_openings,
      "programs whose first question opens otherwise than a later one, or that close a reply only "
-     "when something follows it, are read; one that looks through long texts ends soon") {
+     "when something follows it, are read or refused; one that looks through long texts ends soon") {
     static const struct {
-        const char *program, *name, *open, *between;
+        const char *program, *name, *open, *between;    // name NULL: no texts give it
     } cases[] = {
         { "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
           "{% if m.role == 'user' and not loop.first %}#{% endif %}{{ m.content }}{% endfor %}",
@@ -3248,8 +3248,9 @@ TEST(template_openings,
         { "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
           "{% if m.role == 'user' and not loop.first %}###{% endif %}{{ m.content }}{% endfor %}",
           "custom", "", "###" },
-        { "{% for m in messages %}{% if m.role == 'system' %}{{ bos_token + m.content + '#' }}{% else %}"
-          "{{ m.content }}{% endif %}{% endfor %}", "custom", "", "" },
+        { "{% for m in messages %}{% if m.role == 'system' %}{{ bos_token + m.content }}{% else %}"
+          "{% if m.role == 'user' %}{{ 'A' if loop.first else 'B' }}{% endif %}{{ m.content }}{% endif %}"
+          "{% endfor %}", NULL, "", "" },
         { "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last or "
           "add_generation_prompt %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}"
           "<|im_start|>assistant\n{% endif %}", "chatml", "", "<|im_end|>\n<|im_start|>user\n" },
@@ -3259,7 +3260,7 @@ TEST(template_openings,
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char between[128];
         Template *tp = template_derive(cases[i].program, t, err);
-        CHECK(tp, "%zu: %s", i, err);
+        CHECK(!tp == !cases[i].name, "%zu: %s", i, tp ? "is read" : err);
         if (!tp) continue;
         snprintf(between, sizeof between, "%s%s%s", tp->x.end ? tp->x.end : "", tp->x.foot ? tp->x.foot : "",
                  tp->x.user);
