@@ -3248,7 +3248,7 @@ TEST(template_openings,
         { "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
           "{% if m.role == 'user' and not loop.first %}###{% endif %}{{ m.content }}{% endfor %}",
           "custom", "", "###" },
-        { "{% for m in messages %}{% if m.role == 'system' %}{{ bos_token + m.content }}{% else %}"
+        { "{% for m in messages %}{% if m.role == 'system' %}{{ '{bos}' + m.content }}{% else %}"
           "{% if m.role == 'user' %}{{ 'A' if loop.first else 'B' }}{% endif %}{{ m.content }}{% endif %}"
           "{% endfor %}", NULL, "", "" },
         { "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last or "
