@@ -1,10 +1,13 @@
-// fuzz.c - libFuzzer targets for everything that reads what somebody else wrote. `make fuzz` runs them all, one after the
-// other; one alone is
-//   make fuzz_targets && FUZZ_TARGET=ids ./fuzz_targets -max_total_time=60 CORPUS_FOLDER
-// A folder that is given gets the target's seeds first: whole, valid inputs, so that mutations reach beyond the first check.
+// fuzz.c - libFuzzer targets for everything that reads what somebody else wrote.
+//
+// `make fuzz` runs them all, one after the other; one alone is
+//     make fuzz_targets && FUZZ_TARGET=ids ./fuzz_targets -max_total_time=60 CORPUS_FOLDER
+// A folder that is given gets the target's seeds first: whole, valid inputs, so that mutations reach beyond
+// the first check.
 #define KVCOMP_NO_MAIN
 #include "kvcomp.c"
 
+// A finding: what should hold does not.
 static void must(int holds, const char *what) {
     if (holds) return;
     fprintf(stderr, "fuzz: %s\n", what);
@@ -23,16 +26,24 @@ static const char *as_file(const char *data, size_t n) {
     return path;
 }
 
-// ---- what the targets that need a model use: random weights, and a tokenizer with the tokens of the chat templates
+// ---- what the targets that need a model use
+// Random weights, and a tokenizer with the tokens of the chat templates.
 enum { FUZZ_V = 64 };
+
 static const char *const special_tokens[] = {
-    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-    "[INST]", "[/INST]", "<|endoftext|>", "<|user|>", "<|assistant|>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>",
-    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<|end|>", "<|im_sep|>",
+    "<s>", "</s>",
+    "<|im_start|>", "<|im_end|>",
+    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+    "[INST]", "[/INST]",
+    "<|endoftext|>", "<|user|>", "<|assistant|>",
+    "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
+    "<|end|>", "<|im_sep|>",
 };
 enum { N_SPECIAL = sizeof special_tokens / sizeof *special_tokens };
 
-// A tokenizer.json with the letters a to z, newline, blank and some signs, one merge, and the special tokens.
+// A tokenizer.json with the letters a to z, newline, blank and some signs, one merge, and the special
+// tokens. The caller frees it.
 static char *tokenizer_text(void) {
     static const char letters[] = "abcdefghijklmnopqrstuvwxyz{}:/-.0";
     char *text = NULL;
@@ -41,16 +52,19 @@ static char *tokenizer_text(void) {
     FILE *f = memory_stream(&text, &size);
     fprintf(f, "{\"added_tokens\":[");
     for (int i = 0; i < N_SPECIAL; i++, id++)
-        fprintf(f, "%s{\"id\":%d,\"content\":\"%s\",\"special\":true}", i ? "," : "", id, special_tokens[i]);
+        fprintf(f, "%s{\"id\":%d,\"content\":\"%s\",\"special\":true}", i ? "," : "", id,
+                special_tokens[i]);
     fprintf(f, "],\"model\":{\"type\":\"BPE\",\"vocab\":{");
     for (const char *p = letters; *p; p++) fprintf(f, "\"%c\":%d,", *p, id++);
     fprintf(f, "\"\u0120\":%d,\"\u010a\":%d,\"he\":%d},\"merges\":[\"h e\"]},", id, id + 1, id + 2);
-    fprintf(f, "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true},"
+    fprintf(f, "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,"
+               "\"use_regex\":true},"
                "\"decoder\":{\"type\":\"ByteLevel\"}}");
     memory_stream_close(f);
     return text;
 }
 
+// That tokenizer, loaded once.
 static const Tokenizer *the_tokenizer(void) {
     static Tokenizer *t;
     char err[512] = "";
@@ -67,7 +81,8 @@ static const Tokenizer *the_tokenizer(void) {
 static Config *the_config;
 static Weights *the_weights;
 
-// An App with random weights and a session of full attention; with_text: with the tokenizer. app_end gives it back.
+// An App with random weights and a session of full attention; with_text: with the tokenizer. app_end gives
+// it back.
 static App app_begin(int with_text) {
     App a = { .o = options_new() };
     char err[512];
@@ -86,6 +101,7 @@ static App app_begin(int with_text) {
     return a;
 }
 
+// Gives back what app_begin allocated and what the target put into the App.
 static void app_end(App *a) {
     record_clear(a);
     arrfree(a->turn);
@@ -96,12 +112,15 @@ static void app_end(App *a) {
 }
 
 // ---- JSON
+
+// Counts the nodes of a tree, and holds what every node promises.
 static void count(const Json *j, size_t *nodes) {
     ++*nodes;
     must(j->type >= JSON_NULL && j->type <= JSON_OBJECT, "a node has a type");
     if (j->type == JSON_STRING) must(!j->str[j->len], "strings end in NUL");
     for (int i = 0; i < j->n; i++) {
-        if (j->type == JSON_OBJECT) must(json_get(j, j->key[i]) != NULL, "a key that is there is found");
+        if (j->type == JSON_OBJECT)
+            must(json_get(j, j->key[i]) != NULL, "a key that is there is found");
         count(&j->item[i], nodes);
     }
 }
@@ -138,6 +157,7 @@ static void shown_bytes(const char *s, size_t n) {
     free(out);
 }
 
+// Any bytes: parsed as JSON, escaped as a string, and shown.
 static void target_json(const char *data, size_t n) {
     char err[256];
     size_t nodes = 0;
@@ -150,11 +170,13 @@ static void target_json(const char *data, size_t n) {
 }
 
 // ---- safetensors
+
+// A file of tensors: every byte that its header promises must be readable.
 static void target_safetensors(const char *data, size_t n) {
     char err[512];
     SafeFile *f = safetensors_open(as_file(data, n), err);
     unsigned sum = 0;
-    for (int i = 0; f && i < f->n; i++) {       // every byte the header promises must be readable
+    for (int i = 0; f && i < f->n; i++) {
         SafeTensor *t = safetensors_find(f, f->tensor[i].name);
         must(t == &f->tensor[i], "a tensor that is there is found");
         for (size_t k = 0; k < t->bytes; k++) sum += ((const unsigned char *)t->data)[k];
@@ -165,6 +187,8 @@ static void target_safetensors(const char *data, size_t n) {
 }
 
 // ---- config.json
+
+// What passes must be sane.
 static void target_config(const char *data, size_t n) {
     char err[256];
     Json *j = json_parse(data, n, err);
@@ -176,8 +200,10 @@ static void target_config(const char *data, size_t n) {
     if (!r.err[0]) {
         double *f = xmalloc((size_t)(c->D / 2) * sizeof *f);
         float scale;
-        must(c->L > 0 && c->G > 0 && c->H % c->G == 0 && c->D % 2 == 0 && c->V > 0, "sizes that passed are sane");
-        must(c->n_eos <= 8 && (c->window > 0) == (c->windowed != NULL), "so are eos ids and the window");
+        must(c->L > 0 && c->G > 0 && c->H % c->G == 0 && c->D % 2 == 0 && c->V > 0,
+             "sizes that passed are sane");
+        must(c->n_eos <= 8 && (c->window > 0) == (c->windowed != NULL),
+             "so are eos ids and the window");
         rope_frequencies(c, f, &scale);
         for (int i = 0; i < c->D / 2; i++) must(isfinite(f[i]), "finite frequencies");
         free(f);
@@ -187,6 +213,8 @@ static void target_config(const char *data, size_t n) {
 }
 
 // ---- tokenizers
+
+// Encodes a text without and with special tokens, decodes each id, and frees the tokenizer.
 static void use(Tokenizer *t, const char *text, size_t n) {
     for (int special = 0; special < 2; special++) {
         int *ids = tokenizer_encode(t, text, n, special, NULL), len;
@@ -207,7 +235,8 @@ static void target_tokenizer(const char *data, size_t n) {
     const char *end = memchr(data, 0, n);
     size_t len = end ? (size_t)(end - data) : n;
     Json *j = json_parse(data, len, err);
-    if (j && (t = load_json(j, err))) use(t, end ? end + 1 : "Hello  world's 12", end ? n - len - 1 : 17);
+    if (j && (t = load_json(j, err)))
+        use(t, end ? end + 1 : "Hello  world's 12", end ? n - len - 1 : 17);
     json_free(j);
 }
 
@@ -217,12 +246,14 @@ static void target_spm(const char *data, size_t n) {
     Tokenizer *t = NULL;
     unicode_load();
     size_t text = n ? (unsigned char)data[0] : 0;
-    if (n && text < n && (t = load_sentencepiece(data + 1 + text, n - 1 - text, err))) use(t, data + 1, text);
+    if (n && text < n && (t = load_sentencepiece(data + 1 + text, n - 1 - text, err)))
+        use(t, data + 1, text);
 }
 
 // ---- sessions on disk
-// The bytes as text whose last line is the checksum that belongs to it, so that more than the checksum is tried. *size: its
-// length; the caller frees it.
+
+// The bytes as text whose last line is the checksum that belongs to it, so that more than the checksum is
+// tried. *size: its length; the caller frees it.
 static char *with_checksum(const char *data, size_t n, size_t *size) {
     char *text = xmalloc(n + 64);
     memcpy(text, data, n);
@@ -230,7 +261,8 @@ static char *with_checksum(const char *data, size_t n, size_t *size) {
     for (size_t i = 1; i + 6 < n; i++) {
         if (!memcmp(text + i - 1, "\ncheck ", 7)) end = i;
     }
-    *size = end + (size_t)sprintf(text + end, "check %016llx\n", (unsigned long long)hash_bytes(0, text, end));
+    *size = end + (size_t)sprintf(text + end, "check %016llx\n",
+                                  (unsigned long long)hash_bytes(0, text, end));
     return text;
 }
 
@@ -245,8 +277,10 @@ static void target_session(const char *data, size_t n) {
         for (int i = 0; i < (int)arrlen(a.turn); i++) {
             const Turn *t = &a.turn[i];
             tokens += (int)arrlen(t->pre) + (int)arrlen(t->dec);
-            for (int j = 0; j < (int)arrlen(t->pre); j++) must(t->pre[j] >= 0 && t->pre[j] < FUZZ_V, "prefilled ids have rows");
-            for (int j = 0; j < (int)arrlen(t->dec); j++) must(t->dec[j] >= 0 && t->dec[j] < FUZZ_V, "decoded ids have rows");
+            for (int j = 0; j < (int)arrlen(t->pre); j++)
+                must(t->pre[j] >= 0 && t->pre[j] < FUZZ_V, "prefilled ids have rows");
+            for (int j = 0; j < (int)arrlen(t->dec); j++)
+                must(t->dec[j] >= 0 && t->dec[j] < FUZZ_V, "decoded ids have rows");
         }
         must(a.s->n_tok == tokens, "the replay saw every token");
     }
@@ -254,7 +288,9 @@ static void target_session(const char *data, size_t n) {
     app_end(&a);
 }
 
-// ---- SONIC's adapter: the file is opened, and if it fits the model, a message goes through it
+// ---- SONIC's adapter
+
+// The file is opened, and if it fits the model, a message goes through it.
 static void target_adapter(const char *data, size_t n) {
     char err[512];
     int ids[] = { 1, 2, 3, 4, 5, 6, 7, 8 };
@@ -271,6 +307,8 @@ static void target_adapter(const char *data, size_t n) {
 }
 
 // ---- head scores
+
+// A file of scores: what passes are numbers.
 static void target_scores(const char *data, size_t n) {
     char err[512];
     static const char *const which[] = { "inf", "dili", "lazy" };
@@ -282,6 +320,8 @@ static void target_scores(const char *data, size_t n) {
 }
 
 // ---- --ids
+
+// A file of turns of ids.
 static void target_ids(const char *data, size_t n) {
     const char *path = as_file(data, n);
     char err[256];
@@ -290,13 +330,16 @@ static void target_ids(const char *data, size_t n) {
     must(arrlen(turns) > 0, "a file that passed has a turn");
     for (int i = 0; i < (int)arrlen(turns); i++) {
         must(arrlen(turns[i].pre) > 0, "a turn prefills something");
-        for (int j = 0; j < (int)arrlen(turns[i].pre); j++) must(turns[i].pre[j] >= 0 && turns[i].pre[j] < FUZZ_V, "ids have rows");
+        for (int j = 0; j < (int)arrlen(turns[i].pre); j++)
+            must(turns[i].pre[j] >= 0 && turns[i].pre[j] < FUZZ_V, "ids have rows");
     }
     turns_clear(turns);
     arrfree(turns);
 }
 
-// ---- --eval-file: dialogues and LongBench items; every answer is scored by every metric, too
+// ---- --eval-file
+
+// Dialogues and LongBench items; every answer is scored by every metric, too.
 static void target_dialogues(const char *data, size_t n) {
     static EvalSet e;                           // given back here when the last one was refused
     eval_set_free(&e);
@@ -319,7 +362,9 @@ static void target_dialogues(const char *data, size_t n) {
     }
 }
 
-// ---- --eval-merge: a file of answers
+// ---- --eval-merge
+
+// A file of answers.
 static void target_answers(const char *data, size_t n) {
     static EvalFile x;                          // given back here when the last one was refused
     char err[512];
@@ -333,11 +378,14 @@ static void target_answers(const char *data, size_t n) {
     must(read_answers(&x, copy_bytes(data, n), n, at) <= n, "what is kept lies in the file");
     Score *rows = NULL;
     merge_rows(&x, &rows);
-    for (int r = 0; r < (int)arrlen(rows); r++) must(rows[r].items == rows[0].items, "rows have the same items");
+    for (int r = 0; r < (int)arrlen(rows); r++)
+        must(rows[r].items == rows[0].items, "rows have the same items");
     rows_free(rows);
 }
 
-// ---- --batch: every line is answered by one line, an object, and none of them ends the program
+// ---- --batch
+
+// Every line is answered by one line, an object, and none of them ends the program.
 static void target_batch(const char *data, size_t n) {
     char err[512], *out = NULL, *line_end;
     size_t size = 0;
@@ -360,7 +408,8 @@ static void target_batch(const char *data, size_t n) {
     for (char *p = out; lines--; p = line_end + 1) {
         line_end = strchr(p, '\n');
         Json *j = line_end ? json_parse(p, (size_t)(line_end - p), err) : NULL;
-        must(j && (json_get(j, "error") || json_get(j, "ids")) && json_get(j, "line"), "an answer is an object");
+        must(j && (json_get(j, "error") || json_get(j, "ids")) && json_get(j, "line"),
+             "an answer is an object");
         json_free(j);
     }
     free(out);
@@ -369,7 +418,9 @@ static void target_batch(const char *data, size_t n) {
     app_end(&a);
 }
 
-// ---- chat templates: a program, then after a 0 byte the message that is rendered by what was recognised
+// ---- chat templates
+
+// A program, then after a 0 byte the message that is rendered by what was recognised.
 static void target_template(const char *data, size_t n) {
     char err[512];
     const char *end = memchr(data, 0, n);
@@ -379,8 +430,10 @@ static void target_template(const char *data, size_t n) {
     a.tp = template_load("/nonexistent", as_file(data, len), a.tok, err);
     for (int turn = 0; a.tp && turn < 2; turn++) {
         Turn t = render_turn(&a, text);
-        for (int i = 0; i < (int)arrlen(t.pre); i++) must(t.pre[i] >= 0 && t.pre[i] < tokenizer_size(a.tok), "ids lie in the vocabulary");
-        must(t.n_sys + t.n_head + t.n_foot <= (int)arrlen(t.pre) + t.n_foot, "system message and head lie inside the turn");
+        for (int i = 0; i < (int)arrlen(t.pre); i++)
+            must(t.pre[i] >= 0 && t.pre[i] < tokenizer_size(a.tok), "ids lie in the vocabulary");
+        must(t.n_sys + t.n_head + t.n_foot <= (int)arrlen(t.pre) + t.n_foot,
+             "system message and head lie inside the turn");
         arrput(a.turn, t);
     }
     template_free(a.tp);
@@ -388,7 +441,9 @@ static void target_template(const char *data, size_t n) {
     app_end(&a);
 }
 
-// ---- chat lines: keys for the line editor. Its messages are commands or turns of a chat; none may save a file.
+// ---- chat lines
+
+// Keys for the line editor. Its messages are commands or turns of a chat; none may save a file.
 static void target_chat(const char *data, size_t n) {
     App a = app_begin(1);
     Line e = { .complete = chat_complete };
@@ -412,54 +467,139 @@ static void target_chat(const char *data, size_t n) {
 }
 
 // ---- seeds: whole inputs of each target
-static const char *const seeds_json[] = { "{\"a\":[1,-2.5e3,true,null,\"x\\u00e9\\ud83d\\ude00\"],\"b\":{}}", "[[],{},\"\\n\"]", "\x1b[2J\xc2\x9b\x9b\x7f\t", NULL };
+
+static const char *const seeds_json[] = {
+    "{\"a\":[1,-2.5e3,true,null,\"x\\u00e9\\ud83d\\ude00\"],\"b\":{}}",
+    "[[],{},\"\\n\"]",
+    "\x1b[2J\xc2\x9b\x9b\x7f\t",
+    NULL,
+};
+
 static const char *const seeds_config[] = {
-    "{\"model_type\":\"llama\",\"hidden_size\":16,\"num_hidden_layers\":2,\"num_attention_heads\":2,\"num_key_value_heads\":1,\"head_dim\":8,"
-    "\"intermediate_size\":16,\"vocab_size\":64,\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"max_position_embeddings\":2048,\"eos_token_id\":[1,2],"
-    "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":1.0,\"high_freq_factor\":4.0,\"original_max_position_embeddings\":1024}}",
-    "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\",\"hidden_size\":16,\"num_hidden_layers\":2,\"num_attention_heads\":2,"
-    "\"intermediate_size\":16,\"vocab_size\":64,\"rms_norm_eps\":1e-6,\"use_sliding_window\":true,\"sliding_window\":64,\"max_window_layers\":1,"
-    "\"max_position_embeddings\":128,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,\"original_max_position_embeddings\":32},\"tie_word_embeddings\":true}", NULL };
+    "{\"model_type\":\"llama\",\"hidden_size\":16,\"num_hidden_layers\":2,\"num_attention_heads\":2,"
+    "\"num_key_value_heads\":1,\"head_dim\":8,\"intermediate_size\":16,\"vocab_size\":64,"
+    "\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"max_position_embeddings\":2048,\"eos_token_id\":[1,2],"
+    "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":1.0,"
+    "\"high_freq_factor\":4.0,\"original_max_position_embeddings\":1024}}",
+
+    "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\",\"hidden_size\":16,"
+    "\"num_hidden_layers\":2,\"num_attention_heads\":2,\"intermediate_size\":16,\"vocab_size\":64,"
+    "\"rms_norm_eps\":1e-6,\"use_sliding_window\":true,\"sliding_window\":64,\"max_window_layers\":1,"
+    "\"max_position_embeddings\":128,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,"
+    "\"original_max_position_embeddings\":32},\"tie_word_embeddings\":true}",
+
+    NULL,
+};
+
 static const char *const seeds_scores[] = {
     "{\"0-0\":0.5,\"0-1\":1,\"1-0\":[0.1,0.3],\"1-1\":0}",
-    "{\"inf\":{\"0-0\":0.5,\"0-1\":1,\"1-0\":2,\"1-1\":0},\"dili\":{\"0-0\":0,\"0-1\":0,\"1-0\":0,\"1-1\":0},\"lazy\":{\"0-0\":1,\"0-1\":1,\"1-0\":1,\"1-1\":1}}", NULL };
+
+    "{\"inf\":{\"0-0\":0.5,\"0-1\":1,\"1-0\":2,\"1-1\":0},"
+    "\"dili\":{\"0-0\":0,\"0-1\":0,\"1-0\":0,\"1-1\":0},"
+    "\"lazy\":{\"0-0\":1,\"0-1\":1,\"1-0\":1,\"1-1\":1}}",
+
+    NULL,
+};
+
 static const char *const seeds_ids[] = { "1 2 3 | 4 5\n\n  \n6\n", "7 8|\n1\t2\r\n", "63 | 0", NULL };
+
 static const char *const seeds_dialogues[] = {
-    "{\"type\":\"facts\",\"metric\":\"f1\",\"turns\":[{\"user\":\"my dog is bo.\"},{\"user\":\"who is my dog?\",\"answers\":[\"bo\"],\"reply\":\"your dog is bo.\"}]}\n",
-    "{\"turns\":[{\"paras\":[\"a b\",\"c d\"],\"query\":\"which?\",\"answers\":[\"a\",\"b\"],\"classes\":[\"a\",\"ab\"]}],\"metric\":\"accuracy\"}\n\n"
-    "{\"input\":\"q\",\"context\":\"some text\",\"answers\":[\"text\"],\"all_classes\":null,\"dataset\":\"samsum\"}\n",
-    "{\"input\":\"\",\"context\":\"x. y. z\",\"answers\":[\"x\"],\"all_classes\":[\"x\",\"y\"],\"dataset\":\"trec\"}\n",
-    "{\"index\":0,\"input\":\"abc 12.\",\"outputs\":[\"12\",\"b\"],\"length\":9,\"answer_prefix\":\" it is\"}\n"
-    "{\"input\":\"q\",\"context\":\"int x = 1;\",\"answers\":[\"x = 2;\"],\"all_classes\":null,\"dataset\":\"lcc\"}\n", NULL };
+    "{\"type\":\"facts\",\"metric\":\"f1\",\"turns\":[{\"user\":\"my dog is bo.\"},"
+    "{\"user\":\"who is my dog?\",\"answers\":[\"bo\"],\"reply\":\"your dog is bo.\"}]}\n",
+
+    "{\"turns\":[{\"paras\":[\"a b\",\"c d\"],\"query\":\"which?\",\"answers\":[\"a\",\"b\"],"
+    "\"classes\":[\"a\",\"ab\"]}],\"metric\":\"accuracy\"}\n\n"
+    "{\"input\":\"q\",\"context\":\"some text\",\"answers\":[\"text\"],\"all_classes\":null,"
+    "\"dataset\":\"samsum\"}\n",
+
+    "{\"input\":\"\",\"context\":\"x. y. z\",\"answers\":[\"x\"],\"all_classes\":[\"x\",\"y\"],"
+    "\"dataset\":\"trec\"}\n",
+
+    "{\"index\":0,\"input\":\"abc 12.\",\"outputs\":[\"12\",\"b\"],\"length\":9,"
+    "\"answer_prefix\":\" it is\"}\n"
+    "{\"input\":\"q\",\"context\":\"int x = 1;\",\"answers\":[\"x = 2;\"],\"all_classes\":null,"
+    "\"dataset\":\"lcc\"}\n",
+
+    NULL,
+};
+
 static const char *const seeds_batch[] = {
-    "{\"id\":1,\"prompt\":\"hello\",\"max_tokens\":3,\"stop\":[\"e\",\"he\"]}\n{\"prompt\":\"he\",\"continuation\":\" is\",\"raw\":true}\n",
-    "{\"messages\":[{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"assistant\",\"content\":\"b\"},"
-    "{\"role\":\"user\",\"content\":\"c\"}],\"method\":\"streaming\",\"budget\":6,\"temp\":0.7,\"seed\":3,\"top_k\":5}",
-    "{\"ids\":[30,31,32,33,34,35,36],\"continuation\":[40,41],\"method\":\"snapkv+pats\",\"budget\":5,\"obs_window\":2}\n{\"ids\":[1],\"method\":\"lychee\","
-    "\"lychee_buffer\":4,\"max_tokens\":9}\n{\"prompt\":\"\",\"continuation\":\"abc\",\"method\":\"h2o\",\"ratio\":0.5}\n", NULL };
+    "{\"id\":1,\"prompt\":\"hello\",\"max_tokens\":3,\"stop\":[\"e\",\"he\"]}\n"
+    "{\"prompt\":\"he\",\"continuation\":\" is\",\"raw\":true}\n",
+
+    "{\"messages\":[{\"role\":\"system\",\"content\":\"s\"},{\"role\":\"user\",\"content\":\"a\"},"
+    "{\"role\":\"assistant\",\"content\":\"b\"},{\"role\":\"user\",\"content\":\"c\"}],"
+    "\"method\":\"streaming\",\"budget\":6,\"temp\":0.7,\"seed\":3,\"top_k\":5}",
+
+    "{\"ids\":[30,31,32,33,34,35,36],\"continuation\":[40,41],\"method\":\"snapkv+pats\",\"budget\":5,"
+    "\"obs_window\":2}\n"
+    "{\"ids\":[1],\"method\":\"lychee\",\"lychee_buffer\":4,\"max_tokens\":9}\n"
+    "{\"prompt\":\"\",\"continuation\":\"abc\",\"method\":\"h2o\",\"ratio\":0.5}\n",
+
+    NULL,
+};
+
 static const char *const seeds_answers[] = {
     "{\"kvcomp\":\"answers 1\",\"items\":\"2 0\",\"seed\":\"1\",\"rows\":\"full 0\"}\n"
-    "{\"task\":\"t\",\"item\":1,\"method\":\"full\",\"budget\":0,\"answer\":1,\"answers\":1,\"text\":0,\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,"
-    "\"depth\":-1,\"score\":1,\"exact\":0,\"found\":1,\"f1\":0.5,\"rouge_l\":0,\"rouge_l_longbench\":0,\"nll\":null,\"predicted\":2,\"top1\":1,\"kld\":[0,1e-3],"
-    "\"kv_bytes_stored\":1,\"kv_bytes_full\":1,\"kv_bytes_attended\":1.5,\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n"
-    "{\"task\":\"t\",\"item\":2,\"method\":\"full\",\"budget\":0,\"answer\":0,\"answers\":0,\"kv_bytes_stored\":1,\"kv_bytes_full\":1,\"kv_bytes_attended\":1,"
-    "\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n", NULL };
+    "{\"task\":\"t\",\"item\":1,\"method\":\"full\",\"budget\":0,\"answer\":1,\"answers\":1,\"text\":0,"
+    "\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,\"depth\":-1,\"score\":1,\"exact\":0,\"found\":1,"
+    "\"f1\":0.5,\"rouge_l\":0,\"rouge_l_longbench\":0,\"nll\":null,\"predicted\":2,\"top1\":1,"
+    "\"kld\":[0,1e-3],\"kv_bytes_stored\":1,\"kv_bytes_full\":1,\"kv_bytes_attended\":1.5,"
+    "\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n"
+    "{\"task\":\"t\",\"item\":2,\"method\":\"full\",\"budget\":0,\"answer\":0,\"answers\":0,"
+    "\"kv_bytes_stored\":1,\"kv_bytes_full\":1,\"kv_bytes_attended\":1,"
+    "\"kv_bytes_peak\":1,\"prefill_s\":1,\"decode_s\":1,\"n_prefill\":1,\"n_decode\":1}\n",
+
+    NULL,
+};
+
 static const char *const seeds_chat[] = {
-    "hello\r/stats\rhe\x7f\x7fshe\x1b[D\x1b[D\x0b\r", "/method streaming\ra\x1b[A\x1b[A\x1b[B\r/budget 64\r", "\x1b[200~a line\nof a paste\x1b[201~\r/regen\r",
-    "/system you\ra\\\rb\r/clear\r/help\r", "one two\r\x12tw\x12\x7f\r/met\tlych\t+\t\t\r/load /et\t\x1b\x7f\r\"\"\"a\r\x1b[A\x1b[B\x1b" "b\x17\x19\"\"\"\r", "\xc3\xa9\xf0\x9f\x98\x80\x1b[1;5D\x1b[H\x1b[3~\x04\x17\x01\x05\x15\r/load /nonexistent\r", NULL };
+    "hello\r/stats\rhe\x7f\x7fshe\x1b[D\x1b[D\x0b\r",
+    "/method streaming\ra\x1b[A\x1b[A\x1b[B\r/budget 64\r",
+    "\x1b[200~a line\nof a paste\x1b[201~\r/regen\r",
+    "/system you\ra\\\rb\r/clear\r/help\r",
+
+    "one two\r\x12tw\x12\x7f\r/met\tlych\t+\t\t\r/load /et\t\x1b\x7f\r"
+    "\"\"\"a\r\x1b[A\x1b[B\x1b" "b\x17\x19\"\"\"\r",
+
+    "\xc3\xa9\xf0\x9f\x98\x80\x1b[1;5D\x1b[H\x1b[3~\x04\x17\x01\x05\x15\r"
+    "/load /nonexistent\r",
+
+    NULL,
+};
+
 static const char *const seeds_template[] = {
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ ' [INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}",
-    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
-    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}",
-    "{% for m in messages %}{{ '<|user|>\n' + m['content'] + '<|end|>\n<|assistant|>\n' }}{% endfor %}",
-    "{% if not add_generation_prompt is defined %}{% endif %}{{bos_token}}{{'<｜User｜>' + message['content']}}{{'<｜Assistant｜><think>\\n'}}", NULL };
+
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ ' [INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}",
+
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    "+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+    "{{ content }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}",
+
+    "{% for m in messages %}"
+    "{{ '<|user|>\n' + m['content'] + '<|end|>\n<|assistant|>\n' }}{% endfor %}",
+
+    "{% if not add_generation_prompt is defined %}{% endif %}{{bos_token}}"
+    "{{'<｜User｜>' + message['content']}}{{'<｜Assistant｜><think>\\n'}}",
+
+    NULL,
+};
 
 // A tokenizer.model of three pieces, behind the text "ab": unknown, "a", "ab".
-static const char seed_spm[] = "\x02" "ab" "\x0a\x0e\x0a\x05<unk>\x15\0\0\0\0\x18\x02" "\x0a\x08\x0a\x01" "a\x15\0\0\x80\xbf" "\x0a\x09\x0a\x02" "ab\x15\0\0\0\xc0";
+static const char seed_spm[] =
+    "\x02" "ab"
+    "\x0a\x0e\x0a\x05<unk>\x15\0\0\0\0\x18\x02"
+    "\x0a\x08\x0a\x01" "a\x15\0\0\x80\xbf"
+    "\x0a\x09\x0a\x02" "ab\x15\0\0\0\xc0";
 
-// An adapter that fits the model of app_begin; its weights are 0. *n: its bytes.
+// An adapter that fits the model of app_begin; its weights are 0. *n: its bytes. The caller frees it.
 static char *adapter_bytes(size_t *n) {
     App a = app_begin(0);
     const Config *c = a.c;
@@ -467,24 +607,37 @@ static char *adapter_bytes(size_t *n) {
     size_t len = 0, at = 0;
     const int HD = c->H * c->D, GD = c->G * c->D;
     const struct { const char *what; int rows, cols; } part[] = {
-        { "self_attn.q_proj.weight", HD, c->C }, { "self_attn.k_proj.weight", GD, c->C }, { "self_attn.v_proj.weight", GD, c->C }, { "self_attn.o_proj.weight", c->C, HD },
-        { "mlp.gate_proj.weight", c->F, c->C }, { "mlp.up_proj.weight", c->F, c->C }, { "mlp.down_proj.weight", c->C, c->F },
+        { "self_attn.q_proj.weight", HD, c->C },
+        { "self_attn.k_proj.weight", GD, c->C },
+        { "self_attn.v_proj.weight", GD, c->C },
+        { "self_attn.o_proj.weight", c->C, HD },
+        { "mlp.gate_proj.weight", c->F, c->C },
+        { "mlp.up_proj.weight", c->F, c->C },
+        { "mlp.down_proj.weight", c->C, c->F },
     };
     FILE *f = memory_stream(&head, &len);
-    fprintf(f, "{\"__metadata__\":{\"format\":\"sonic-nexus\",\"version\":\"1\",\"model_type\":\"%s\",\"body\":\"full_message\",\"attention_bias\":\"false\",", c->model_type);
-    fprintf(f, "\"position_mode\":\"augmented\",\"mlp\":\"dedicated\",\"hidden_size\":\"%d\",\"num_hidden_layers\":\"%d\",\"num_attention_heads\":\"%d\",", c->C, c->L, c->H);
-    fprintf(f, "\"num_key_value_heads\":\"%d\",\"head_dim\":\"%d\",\"intermediate_size\":\"%d\",\"k_max\":\"4\",\"k_default\":\"2\",\"t_max\":\"2\",", c->G, c->D, c->F);
+    fprintf(f, "{\"__metadata__\":{\"format\":\"sonic-nexus\",\"version\":\"1\",\"model_type\":\"%s\","
+               "\"body\":\"full_message\",\"attention_bias\":\"false\",", c->model_type);
+    fprintf(f, "\"position_mode\":\"augmented\",\"mlp\":\"dedicated\",\"hidden_size\":\"%d\","
+               "\"num_hidden_layers\":\"%d\",\"num_attention_heads\":\"%d\",", c->C, c->L, c->H);
+    fprintf(f, "\"num_key_value_heads\":\"%d\",\"head_dim\":\"%d\",\"intermediate_size\":\"%d\","
+               "\"k_max\":\"4\",\"k_default\":\"2\",\"t_max\":\"2\",", c->G, c->D, c->F);
     fprintf(f, "\"base_fingerprint\":\"%016llx\"}", (unsigned long long)sonic_fingerprint(a.w));
-    fprintf(f, ",\"nexus.embed.base\":{\"dtype\":\"F16\",\"shape\":[%d],\"data_offsets\":[%zu,%zu]}", c->C, at, at + 2 * (size_t)c->C);
+    fprintf(f, ",\"nexus.embed.base\":{\"dtype\":\"F16\",\"shape\":[%d],\"data_offsets\":[%zu,%zu]}",
+            c->C, at, at + 2 * (size_t)c->C);
     at += 2 * (size_t)c->C;
-    fprintf(f, ",\"nexus.embed.pos\":{\"dtype\":\"F16\",\"shape\":[4,%d],\"data_offsets\":[%zu,%zu]}", c->C, at, at + 8 * (size_t)c->C);
+    fprintf(f, ",\"nexus.embed.pos\":{\"dtype\":\"F16\",\"shape\":[4,%d],\"data_offsets\":[%zu,%zu]}",
+            c->C, at, at + 8 * (size_t)c->C);
     at += 8 * (size_t)c->C;
-    fprintf(f, ",\"nexus.embed.turn\":{\"dtype\":\"F16\",\"shape\":[2,%d],\"data_offsets\":[%zu,%zu]}", c->C, at, at + 4 * (size_t)c->C);
+    fprintf(f, ",\"nexus.embed.turn\":{\"dtype\":\"F16\",\"shape\":[2,%d],\"data_offsets\":[%zu,%zu]}",
+            c->C, at, at + 4 * (size_t)c->C);
     at += 4 * (size_t)c->C;
     for (int l = 0; l < c->L; l++) {
         for (size_t i = 0; i < sizeof part / sizeof *part; i++) {
             size_t bytes = 2 * (size_t)part[i].rows * part[i].cols;
-            fprintf(f, ",\"nexus.layers.%d.%s\":{\"dtype\":\"F16\",\"shape\":[%d,%d],\"data_offsets\":[%zu,%zu]}", l, part[i].what, part[i].rows, part[i].cols, at, at + bytes);
+            fprintf(f, ",\"nexus.layers.%d.%s\":{\"dtype\":\"F16\",\"shape\":[%d,%d],"
+                       "\"data_offsets\":[%zu,%zu]}",
+                    l, part[i].what, part[i].rows, part[i].cols, at, at + bytes);
             at += bytes;
         }
     }
@@ -499,7 +652,7 @@ static char *adapter_bytes(size_t *n) {
     return out;
 }
 
-// A session of two turns as the program saves it.
+// A session of two turns as the program saves it. *n: its bytes. The caller frees it.
 static char *session_bytes(size_t *n) {
     char err[512] = "", path[] = "/tmp/kvcomp-fuzz-XXXXXX";
     App a = app_begin(1);
@@ -515,6 +668,7 @@ static char *session_bytes(size_t *n) {
     return text;
 }
 
+// Writes a seed into the corpus as a file of its own.
 static void seed_put(const char *folder, int number, const char *data, size_t n) {
     char path[4200];
     snprintf(path, sizeof path, "%.4000s/seed-%d", folder, number);
@@ -522,7 +676,9 @@ static void seed_put(const char *folder, int number, const char *data, size_t n)
     must(f && fwrite(data, 1, n, f) == n && !fclose(f), "a seed is written");
 }
 
-// ---- the table. dies: a refusal is die(), which leaves its memory behind, so leaks are not looked for.
+// ---- the table
+// dies: a refusal is die(), which leaves its memory behind, so leaks are not looked for. seeds: texts that end
+// with a NULL. seed: a function that makes a seed of bytes.
 static const struct Target {
     const char *name;
     void (*run)(const char *data, size_t n);
@@ -547,6 +703,7 @@ static const struct Target {
 };
 static const struct Target *chosen;
 
+// All seeds of the chosen target.
 static void write_seeds(const char *folder) {
     int k = 0;
     size_t n;
@@ -566,7 +723,8 @@ static void write_seeds(const char *folder) {
 
 // What the program says is no finding, and standard input is empty.
 static void silence(void) {
-    must(freopen("/dev/null", "w", stdout) != NULL && freopen("/dev/null", "r", stdin) != NULL, "/dev/null");
+    must(freopen("/dev/null", "w", stdout) != NULL && freopen("/dev/null", "r", stdin) != NULL,
+         "/dev/null");
 }
 
 void __lsan_disable(void);                      // of the sanitizer's runtime
@@ -579,6 +737,7 @@ static void argument_add(int *argc, char ***argv, const char *arg) {
     *argv = all;
 }
 
+// libFuzzer calls this once, before it reads its command line.
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     const char *name = getenv("FUZZ_TARGET");
     struct stat st;
@@ -601,6 +760,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     return 0;
 }
 
+// libFuzzer calls this for every input.
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     jmp_buf here;
     die_jump = &here;                           // a clean refusal is no finding
