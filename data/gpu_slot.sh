@@ -1,11 +1,15 @@
 #!/bin/sh
 # The first ten minutes on a GPU, in one command:   sh data/gpu_slot.sh [report.txt]
 #
-# It builds, runs the CUDA tests on the device, measures what NOTES.md predicts, whole steps and single kernels, and writes one
-# text file: every prediction beside what was measured, and which ones missed. It needs make, a C compiler, nvcc with cuBLAS,
-# stb_ds.h (CPATH=DIR where it lies in DIR/stb/), and nothing else: no model, no network. ncu is used where it is installed.
-# SHAPE, PROMPTS, DEPTHS and STEPS ("build tests bench kernels ncu") choose less of it; PREDICTIONS=FILE are others than those
-# below, DEVICE another -d. A step that fails is written down, and the next one begins. Exit code 0: every test passed and every
+# It builds, runs the CUDA tests on the device, measures what NOTES.md predicts, whole steps and single
+# kernels, and writes one text file: every prediction beside what was measured, and which ones missed.
+#
+# It needs make, a C compiler, nvcc with cuBLAS, stb_ds.h (CPATH=DIR where it lies in DIR/stb/), and nothing
+# else: no model, no network. ncu is used where it is installed. SHAPE, PROMPTS, DEPTHS and STEPS ("build
+# tests bench kernels ncu") choose less of it; PREDICTIONS=FILE are others than those below, DEVICE another
+# -d.
+#
+# A step that fails is written down, and the next one begins. Exit code 0: every test passed and every
 # prediction that was measured held; 1: not.
 cd "$(dirname "$0")/.." || exit 1
 REPORT=${1:-gpu-slot.txt}
@@ -19,70 +23,119 @@ trap 'rm -rf "$WORK"' EXIT
 BAD=0
 
 # ---- predictions
-# key | least | most | what it is, and why. Shares are per cent of the copy rate that the same line measured, so they hold for
-# any card; what is in ms or us is for an H200 (copies 4.3 TB/s; 132 multiprocessors at 1.98 GHz issue 1,045 G instructions of a
-# warp a second). METHOD:TEST:N:FIELD is a line of --bench --json, METHOD:TEST:N:KERNEL:ROWSxCOLS:FIELD one of --bench-kernels
-# (0x0: no shape), METHOD:TEST:N:launches and :us the sum over its lines. FIELDs are its keys; ms: milliseconds a token.
+# key | least | most | what it is, and why. Shares are per cent of the copy rate that the same line measured,
+# so they hold for any card; what is in ms or us is for an H200 (copies 4.3 TB/s; 132 multiprocessors at
+# 1.98 GHz issue 1,045 G instructions of a warp a second). METHOD:TEST:N:FIELD is a line of --bench --json,
+# METHOD:TEST:N:KERNEL:ROWSxCOLS:FIELD one of --bench-kernels (0x0: no shape), METHOD:TEST:N:launches and :us
+# the sum over its lines. FIELDs are its keys; ms: milliseconds a token.
 #
-# The arithmetic, from `make traffic` (launches, bytes) and `make cuda-check` (instructions). A step at depth 0 reads 15.0 GB:
-# 3.49 ms at the copy rate. Products reach 85 to 95 % of it: 3.67 to 4.11 ms. Of the 164 launches 161 begin early and cost .5 us
-# each; 32 attentions over nothing cost a latency of 3 us beside; the best of the logits and the two at the start 15 us: .19 ms.
-# Together 3.9 to 4.3 ms, 81 to 90 %.
+# The arithmetic, from `make traffic` (launches, bytes) and `make cuda-check` (instructions). A step at depth
+# 0 reads 15.0 GB: 3.49 ms at the copy rate. Products reach 85 to 95 % of it: 3.67 to 4.11 ms. Of the 164
+# launches 161 begin early and cost .5 us each; 32 attentions over nothing cost a latency of 3 us beside; the
+# best of the logits and the two at the start 15 us: .19 ms. Together 3.9 to 4.3 ms, 81 to 90 %.
+#
+# A line that begins with blanks goes on with the line before; sed joins them.
 predictions() {
-    [ -z "$PREDICTIONS" ] || { cat "$PREDICTIONS"; return; }
-    cat <<'P'
+    if [ -n "$PREDICTIONS" ]; then
+        cat "$PREDICTIONS"
+        return
+    fi
+    sed -e ':join' -e '$!N' -e 's/\n  */ /' -e 'tjoin' -e 'P' -e 'D' <<'P'
 full:tg:0:share         | 81 | 90  | 3.49 of 3.9 to 4.3 ms, above
 full:tg:0:ms            | 3.9 | 4.3 | the same in time
 full:tg:65536:share     | 80 | 92  | 5.49 of 6.0 to 6.8 ms
-full:tg:65536:ms        | 6.0 | 6.8 | 8,593 MB of rows more: 2.00 ms at the copy rate, 2.17 to 2.50 at 92 to 80 % of it; 230 instructions for 8 KB are .23 ms of issue
-lychee:tg:65536:ms      | 4.6 | 5.5 | depth 0, 824 MB of rows and index (.2 to .3 ms), 30 selections of 15 to 30 us; 199 launches
-quest:tg:65536:ms       | 4.6 | 5.4 | depth 0, 662 MB of rows (.2), 30 selections of 15 to 25 us that read 21 MB each; 199 launches
-loopserve-d:tg:65536:ms | 4.2 | 5.1 | depth 0, 145 MB, and a 16th of a selection that reads the keys of all rows twice: 8.6 GB and 0.5 TFLOP, 4 to 10 ms
-pats:tg:8192:ms         | 4.1 | 4.8 | depth 0, 695 MB of packed rows (.16 ms at the copy rate, .2 to .4 here; 3.7 instructions of a lane an element are .06), some steps packed anew
-full:pp:8192:tera       | 300 | 510 | 123 TFLOP of products at 600 to 740 a second, 17.6 of attention at 250 to 400, 28 to 60 ms of rounding, scaling, adding
+full:tg:65536:ms        | 6.0 | 6.8 | 8,593 MB of rows more: 2.00 ms at the copy rate, 2.17 to 2.50 at 92 to
+                                      80 % of it; 230 instructions for 8 KB are .23 ms of issue
+lychee:tg:65536:ms      | 4.6 | 5.5 | depth 0, 824 MB of rows and index (.2 to .3 ms), 30 selections of 15
+                                      to 30 us; 199 launches
+quest:tg:65536:ms       | 4.6 | 5.4 | depth 0, 662 MB of rows (.2), 30 selections of 15 to 25 us that read
+                                      21 MB each; 199 launches
+loopserve-d:tg:65536:ms | 4.2 | 5.1 | depth 0, 145 MB, and a 16th of a selection that reads the keys of all
+                                      rows twice: 8.6 GB and 0.5 TFLOP, 4 to 10 ms
+pats:tg:8192:ms         | 4.1 | 4.8 | depth 0, 695 MB of packed rows (.16 ms at the copy rate, .2 to .4
+                                      here; 3.7 instructions of a lane an element are .06), some steps
+                                      packed anew
+full:pp:8192:tera       | 300 | 510 | 123 TFLOP of products at 600 to 740 a second, 17.6 of attention at 250
+                                      to 400, 28 to 60 ms of rounding, scaling, adding
 full:tg:65536:launches  | 164 | 164 | five a layer and four
-full:tg:65536:gqa_kernel:0x0:share            | 80 | 93 | 268 MB a launch: 62 us at the copy rate, and 2 for the start, the joining and the events
+full:tg:65536:gqa_kernel:0x0:share            | 80 | 93 | 268 MB a launch: 62 us at the copy rate, and 2 for
+                                                          the start, the joining and the events
 full:tg:65536:qkv_kernel:6144x4096:share      | 65 | 88 | 50 MB: 11.7 us, and 2 to 5
 full:tg:65536:gemv_kernel:4096x4096:share     | 55 | 85 | 34 MB: 7.8 us, and 2 to 5
 full:tg:65536:gemv_kernel:28672x4096:share    | 86 | 97 | 235 MB: 54.6 us, and 2 to 8
 full:tg:65536:gemv_kernel:4096x14336:share    | 80 | 95 | 117 MB: 27.3 us, and 2 to 6
 full:tg:65536:gemv_kernel:128256x4096:share   | 90 | 99 | 1,051 MB: 244 us, and 2 to 20
-full:tg:65536:pick_kernel:1x128256:us         | 5  | 16 | two selections one behind the other: about 30 meetings of a block at .1 us each, three reads from L2, three from shared memory
-quest:tg:65536:quest_kernel:0x0:us            | 10 | 25 | 21 MB of bounds: 4.9 us, and a selection among 4,096 pages
-lychee:tg:65536:lychee_kernel:0x0:us          | 10 | 30 | 4.8 MB of centres: 1.1 us, and a selection in rounds
+full:tg:65536:pick_kernel:1x128256:us         | 5  | 16 | two selections one behind the other: about 30
+                                                          meetings of a block at .1 us each, three reads
+                                                          from L2, three from shared memory
+quest:tg:65536:quest_kernel:0x0:us            | 10 | 25 | 21 MB of bounds: 4.9 us, and a selection among
+                                                          4,096 pages
+lychee:tg:65536:lychee_kernel:0x0:us          | 10 | 30 | 4.8 MB of centres: 1.1 us, and a selection in
+                                                          rounds
 pats:tg:8192:gqa_kernel:0x0:share             | 40 | 85 | 21.7 MB: 5.1 us, and 1 to 7
 full:pp:8192:cublasGemmEx:28672x4096:tflop_s  | 550 | 800 | 2,048 rows fill the card
-full:pp:8192:tensor_kernel:0x0:tflop_s        | 220 | 420 | 2.5 other instructions a product, no warp-group products: half of the rate of a GEMM at best
+full:pp:8192:tensor_kernel:0x0:tflop_s        | 220 | 420 | 2.5 other instructions a product, no warp-group
+                                                            products: half of the rate of a GEMM at best
 P
 }
 
-say() { printf '%s\n' "$*" | tee -a "$REPORT"; }
-title() { say ""; say "==== $1 (after $(($(date +%s) - T0)) s)"; }
-wants() { case " $STEPS " in *" $1 "*) return 0 ;; esac; return 1; }
+# ---- the report
+# say WORDS..: a line of the report, on the terminal, too. keep: the same for what it reads.
+keep() { tee -a "$REPORT"; }
+say() { printf '%s\n' "$*" | keep; }
+
+# title WORDS: begins a part of the report.
+title() {
+    say ""
+    say "==== $1 (after $(($(date +%s) - T0)) s)"
+}
+
+# wants STEP: is it one of STEPS?
+wants() {
+    case " $STEPS " in
+        *" $1 "*) return 0 ;;
+    esac
+    return 1
+}
+
 T0=$(date +%s)
 : >"$REPORT" || exit 1
 
+# ---- the machine, the program, its tests
 title "machine"
-say "$(nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv,noheader 2>&1 | head -2)"
+CARD=name,driver_version,memory.total,clocks.max.sm
+say "$(nvidia-smi --query-gpu=$CARD --format=csv,noheader 2>&1 | head -2)"
 say "$(git log -1 --format=%h 2>/dev/null) $(uname -m)"
 
 if wants build; then
     title "build"
-    make kvcomp >"$WORK/build" 2>&1 || { BAD=1; say "make kvcomp failed"; tail -5 "$WORK/build" | tee -a "$REPORT"; }
-    grep -i "cpu alone" "$WORK/build" | tee -a "$REPORT"
+    make kvcomp >"$WORK/build" 2>&1 || {
+        BAD=1
+        say "make kvcomp failed"
+        tail -5 "$WORK/build" | keep
+    }
+    grep -i "cpu alone" "$WORK/build" | keep
 fi
 
 if wants tests; then
     title "CUDA tests on the device"
-    make gpu-test SANITIZE=memcheck >"$WORK/tests" 2>&1 || { BAD=1; say "gpu-test FAILED"; }
-    grep -E "FAILED|passed|tests.c:|ERROR SUMMARY|not installed" "$WORK/tests" | head -40 | tee -a "$REPORT"
+    make gpu-test SANITIZE=memcheck >"$WORK/tests" 2>&1 || {
+        BAD=1
+        say "gpu-test FAILED"
+    }
+    grep -E "FAILED|passed|tests.c:|ERROR SUMMARY|not installed" "$WORK/tests" | head -40 | keep
 fi
 
-# One run of --bench: METHOD PROMPTS DEPTHS OPTIONS. Its JSON lines go to $WORK/lines.
+# ---- speed
+# bench METHOD PROMPTS DEPTHS [OPTIONS]: one run of --bench. Its JSON lines go to $WORK/lines.
 bench() {
-    timeout 200 "$KVCOMP" --bench --json -d "${DEVICE:-cuda}" --synthetic "$SHAPE" --method "$1" --bench-prompts "$2" --bench-depths "$3" -b 2048 -r 3 $4 >"$WORK/out" 2>"$WORK/err"
+    timeout 200 "$KVCOMP" --bench --json -d "${DEVICE:-cuda}" --synthetic "$SHAPE" --method "$1" \
+        --bench-prompts "$2" --bench-depths "$3" -b 2048 -r 3 $4 >"$WORK/out" 2>"$WORK/err"
     code=$?
-    [ $code = 0 ] || { BAD=1; say "$1: exit code $code: $(head -1 "$WORK/err")"; }
+    [ $code = 0 ] || {
+        BAD=1
+        say "$1: exit code $code: $(head -1 "$WORK/err")"
+    }
     tee -a "$WORK/lines" <"$WORK/out" >>"$REPORT"
 }
 
@@ -103,8 +156,9 @@ if wants kernels; then
 fi
 
 # ---- predicted beside measured
-# A JSON line of a test becomes lines "METHOD:TEST:N:KEY value"; ms, and tera: TFLOP/s of a prefill's products, which take
-# GFLOP_A_TOKEN. One of a kernel becomes "METHOD:TEST:N:KERNEL:ROWSxCOLS:KEY value", and counts in the two sums.
+# A JSON line of a test becomes lines "METHOD:TEST:N:KEY value"; ms, and tera: TFLOP/s of a prefill's
+# products, which take GFLOP_A_TOKEN. One of a kernel becomes "METHOD:TEST:N:KERNEL:ROWSxCOLS:KEY value", and
+# counts in the two sums.
 measured() {
     awk -v products="${GFLOP_A_TOKEN:-15.0}" '
         function field(key,   at, rest) {
@@ -140,19 +194,41 @@ measured() {
             }
         }' "$WORK/lines"
 }
+
+# verdict VALUE LEAST MOST: does the prediction hold? The value is empty where nothing was measured.
+verdict() {
+    awk -v v="$1" -v a="$2" -v b="$3" 'BEGIN {
+        if (v == "") print "not measured"
+        else if (v + 0 < a + 0) print "MISSED, less"
+        else if (v + 0 > b + 0) print "MISSED, more"
+        else print "held"
+    }'
+}
+
 if [ -s "$WORK/lines" ]; then
     title "predicted and measured"
     measured >"$WORK/measured"
     predictions | while IFS='|' read -r key least most why; do
-        key=$(echo $key) least=$(echo $least) most=$(echo $most)
+        key=$(echo $key)
+        least=$(echo $least)
+        most=$(echo $most)
         value=$(awk -v k="$key" '$1 == k { print $2; exit }' "$WORK/measured")
-        verdict=$(awk -v v="$value" -v a="$least" -v b="$most" 'BEGIN { print (v == "" ? "not measured" : v + 0 < a + 0 ? "MISSED, less" : v + 0 > b + 0 ? "MISSED, more" : "held") }')
-        printf '%-44s predicted %6s .. %-6s measured %10s  %-12s  %s\n' "$key" "$least" "$most" "${value:--}" "$verdict" "$why"
+        printf '%-44s predicted %6s .. %-6s measured %10s  %-12s  %s\n' \
+            "$key" "$least" "$most" "${value:--}" "$(verdict "$value" "$least" "$most")" "$why"
     done | tee "$WORK/verdicts" >>"$REPORT"
     cat "$WORK/verdicts"
     grep -q MISSED "$WORK/verdicts" && BAD=1
 fi
 
+# ---- the profiler
+# ncu_run METHOD: prints what ncu counts in some launches of a step behind 8,192 rows.
+ncu_run() {
+    timeout 120 "$NCU" --launch-skip 400 --launch-count 24 --graph-profiling node --print-summary per-kernel \
+        --metrics "$METRICS" \
+        "$KVCOMP" --bench -d cuda --synthetic "$SHAPE" --method $1 --bench-prompts 64 --bench-depths 8192 -r 1
+}
+
+METRICS=gpu__time_duration.avg,dram__bytes.sum,sm__inst_issued.avg.pct_of_peak_sustained_active
 if wants ncu; then
     title "single kernels, by ncu"
     NCU=$(command -v ncu || ls /usr/local/cuda/bin/ncu 2>/dev/null)
@@ -160,15 +236,17 @@ if wants ncu; then
         say "ncu is not installed: left out"
     else
         for method in full pats lychee quest; do
-            timeout 120 "$NCU" --launch-skip 400 --launch-count 24 --graph-profiling node --print-summary per-kernel \
-                --metrics gpu__time_duration.avg,dram__bytes.sum,sm__inst_issued.avg.pct_of_peak_sustained_active \
-                "$KVCOMP" --bench -d cuda --synthetic "$SHAPE" --method $method --bench-prompts 64 --bench-depths 8192 -r 1 >"$WORK/ncu" 2>&1 || say "ncu: $method: exit code $?"
+            ncu_run $method >"$WORK/ncu" 2>&1 || say "ncu: $method: exit code $?"
             say "-- $method behind 8,192 rows"
-            grep -E "^ +[a-z_]+kernel|gpu__time|dram__bytes|inst_issued|rror" "$WORK/ncu" | tee -a "$REPORT"
+            grep -E "^ +[a-z_]+kernel|gpu__time|dram__bytes|inst_issued|rror" "$WORK/ncu" | keep
         done
     fi
 fi
 
 title "end"
-[ $BAD = 0 ] && say "every test passed, and every prediction that was measured held" || say "something failed or a prediction missed: see above"
+if [ $BAD = 0 ]; then
+    say "every test passed, and every prediction that was measured held"
+else
+    say "something failed or a prediction missed: see above"
+fi
 exit $BAD
