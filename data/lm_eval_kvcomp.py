@@ -1,6 +1,9 @@
-"""kvcomp as a model of lm-evaluation-harness (the package lm_eval; written against 0.4.13), over one `kvcomp --batch` process.
+"""kvcomp as a model of lm-evaluation-harness, over one `kvcomp --batch` process.
 
-    python data/lm_eval_kvcomp.py --model kvcomp --model_args model=models/kvcomp-tiny,method=dililazy,budget=64 \
+The harness is the package lm_eval; this file is written against 0.4.13.
+
+    python data/lm_eval_kvcomp.py --model kvcomp \
+        --model_args model=models/kvcomp-tiny,method=dililazy,budget=64 \
         --include_path data/lm_eval --tasks kvcomp_facts --apply_chat_template
 
 It is lm_eval's own command line, which knows one model more. --model_args takes
@@ -8,8 +11,9 @@ It is lm_eval's own command line, which knows one model more. --model_args takes
     program   kvcomp itself; without it the one beside this file's folder
     args      options of the command line, "-c 0 -t 4"
     method, budget, ..   what a request of --batch takes: every method's options, with _ or - inside the names
-Requests are played one after the other, with greedy decoding unless the task samples. With --apply_chat_template the messages go
-to kvcomp, whose template writes them; without it a text goes in as it is. Texts and scores do not depend on the order of requests.
+Requests are played one after the other, with greedy decoding unless the task samples. With
+--apply_chat_template the messages go to kvcomp, whose template writes them; without it a text goes in as it
+is. Texts and scores do not depend on the order of requests.
 """
 import json
 import os
@@ -35,11 +39,16 @@ def asked(context):
 
 @register_model("kvcomp")
 class Kvcomp(LM):
-    def __init__(self, model="", program=os.path.join(HERE, "..", "kvcomp"), args="", batch_size=None, max_batch_size=None,
-                 device=None, **options):
+    """The model that lm_eval knows as kvcomp: a process, and the options of every request to it."""
+
+    def __init__(self, model="", program=os.path.join(HERE, "..", "kvcomp"), args="",
+                 batch_size=None, max_batch_size=None, device=None, **options):
         super().__init__()
-        command = [program, "--batch", "-", "--quiet"] + (["-m", model] if model else []) + shlex.split(str(args))
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
+        command = [program, "--batch", "-", "--quiet"]
+        command += ["-m", model] if model else []
+        command += shlex.split(str(args))
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        encoding="utf-8")
         self.options = options                          # of every request
         self.name = model or "kvcomp-tiny"
 
@@ -58,13 +67,14 @@ class Kvcomp(LM):
     def score(self, context, continuation):
         """The log-probability of a continuation, and whether it is what greedy decoding would write."""
         request = asked(context)
-        if "prompt" in request:                         # blanks between the texts belong to the continuation's first token
-            bare = context.rstrip()
+        if "prompt" in request:
+            bare = context.rstrip()     # blanks between the texts belong to the continuation's first token
             request["prompt"], continuation = bare, context[len(bare):] + continuation
         answer = self.ask(**request, continuation=continuation)
         return answer["logprob"], answer["greedy"]
 
     def loglikelihood(self, requests):
+        """The score of each pair of a context and a continuation."""
         scores = []
         for r in requests:
             scores.append(self.score(*r.args))
@@ -72,27 +82,39 @@ class Kvcomp(LM):
         return scores
 
     def loglikelihood_rolling(self, requests):
-        """Whole texts, each behind the token that begins one. A text has to fit into the context (args=-c N)."""
+        """Whole texts, each behind the token that begins one.
+
+        A text has to fit into the context (args=-c N).
+        """
         return [self.score("", r.args[0])[0] for r in requests]
 
     def generate_until(self, requests):
+        """What kvcomp writes behind each context, up to a stop text or the most tokens."""
         texts = []
         for r in requests:
             context, how = r.args
             until = how.get("until") or []
             request = asked(context) | {"max_tokens": how.get("max_gen_toks", 256)}
-            request["stop"] = [s for s in ([until] if isinstance(until, str) else until) if s]
+            until = [until] if isinstance(until, str) else until
+            request["stop"] = [s for s in until if s]
             if how.get("do_sample"):
-                request |= {"temp": how.get("temperature", 1.0), "top_p": how.get("top_p", 1.0), "top_k": how.get("top_k", 0), "min_p": 0}
+                request |= {
+                    "temp": how.get("temperature", 1.0),
+                    "top_p": how.get("top_p", 1.0),
+                    "top_k": how.get("top_k", 0),
+                    "min_p": 0,
+                }
             texts.append(self.ask(**request)["text"])
             self.cache_hook.add_partial("generate_until", r.args, texts[-1])
         return texts
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
-        return json.dumps(chat_history)                 # kvcomp's template writes them
+        """The messages as they are: kvcomp's template writes them."""
+        return json.dumps(chat_history)
 
     @property
     def tokenizer_name(self):
+        """What lm_eval files its cached requests under."""
         return self.name
 
 
