@@ -1,6 +1,9 @@
-"""Holds lm-evaluation-harness over kvcomp --batch against kvcomp's own evaluation of the same questions: `python data/lm_eval/check.py`.
+"""Holds lm-evaluation-harness over kvcomp --batch against kvcomp's own evaluation of the same questions.
 
-For every method the share of right answers must be the same, and the log-probability of a right answer that of --eval-out.
+    python data/lm_eval/check.py
+
+For every method the share of right answers must be the same, and the log-probability of a right answer that
+of --eval-out.
 """
 import json
 import os
@@ -21,14 +24,18 @@ for method, budget in [("full", 0), ("snapkv", 80), ("h2o", 48)]:
     # kvcomp's own
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "out")
-        command = ["./kvcomp", "-q", "-t", "1", "--eval-file", ITEMS, "--compare", method, "--eval-out", out, "--json"]
-        row = json.loads(subprocess.check_output(command + (["--budgets", str(budget)] if budget else [])))
+        command = ["./kvcomp", "-q", "-t", "1", "--eval-file", ITEMS, "--compare", method,
+                   "--eval-out", out, "--json"]
+        command += ["--budgets", str(budget)] if budget else []
+        row = json.loads(subprocess.check_output(command))
         lines = [json.loads(line) for line in open(out)][1:]
+
     # the harness's
     lm = Kvcomp(args="-t 1", method=method, budget=budget)
-    result = simple_evaluate(lm, tasks=["kvcomp_facts"], task_manager=tasks, apply_chat_template=True)["results"]["kvcomp_facts"]
-    score = result["exact_match,number"]
+    result = simple_evaluate(lm, tasks=["kvcomp_facts"], task_manager=tasks, apply_chat_template=True)
+    score = result["results"]["kvcomp_facts"]["exact_match,number"]
 
+    # a right answer
     worst = 0
     for item, line in zip(map(json.loads, open(ITEMS)), lines):
         turn = item["turns"][0]
@@ -43,9 +50,12 @@ for method, budget in [("full", 0), ("snapkv", 80), ("h2o", 48)]:
 
 # Plain texts: blanks go with what stands behind them; a whole text follows the token that begins one
 plain = Kvcomp(args="-t 1")
-joined, apart = (plain.loglikelihood([Instance("loglikelihood", {}, pair, 0)])[0] for pair in [("Tell me", " a story"), ("Tell me ", "a story")])
+joined = plain.loglikelihood([Instance("loglikelihood", {}, ("Tell me", " a story"), 0)])[0]
+apart = plain.loglikelihood([Instance("loglikelihood", {}, ("Tell me ", "a story"), 0)])[0]
 rolling = plain.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("Tell me a story",), 0)])
 until = Instance("generate_until", {}, ("Once upon a time", {"until": ["."], "max_gen_toks": 40}), 0)
-bad += joined != apart or rolling != [plain.score("", "Tell me a story")[0]] or "." in plain.generate_until([until])[0]
+bad += (joined != apart
+        or rolling != [plain.score("", "Tell me a story")[0]]
+        or "." in plain.generate_until([until])[0])
 print("plain texts: %g and %g, rolling %g" % (joined[0], apart[0], rolling[0]))
 sys.exit(bad)
