@@ -460,7 +460,7 @@ enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDe
 // Blocks run in any order, so a word of device memory that one block writes is nobody else's in that launch. The log knows of
 // every four bytes who wrote and who read them last; a block that meets another one there, one of them writing, ends the program.
 // Allowed are atomics among themselves, other bytes of the same word, and what the last block to arrive does: it reads what
-// another one wrote, fenced (__threadfence) and then told by an atomic, after an atomic of its own.
+// another one wrote, fenced (__threadfence) and then told by an atomic, after an atomic and then a fence of its own.
 // The compiler calls __tsan_read4() and its like before every access, as it does for ThreadSanitizer; here they fill the log.
 #if EMU_HARD
 struct EmuTouch {
@@ -471,7 +471,11 @@ struct EmuTouch {
     unsigned char many;               // 1: several blocks
 };
 struct EmuWord { EmuTouch write, read; };
-struct EmuArrival { uint32_t launch, fence, told; };  // of a block: emu_clock at its last fence, and at its last atomic
+struct EmuArrival {                   // of a block: emu_clock
+    uint32_t launch;
+    uint32_t fence, told;             // at its last fence, and at its last atomic
+    uint32_t gave, saw;               // at the last fence before that atomic, and the last atomic before that fence
+};
 static EmuWord *emu_words;            // one for each four bytes of the arena
 enum { EMU_BLOCKS = 1 << 16 };
 static EmuArrival emu_arrivals[EMU_BLOCKS];           // by block, the last ones share
@@ -486,13 +490,13 @@ EMU_QUIET static void emu_log_forget(const char *p, size_t n) {       // freed m
 }
 EMU_QUIET static EmuArrival *emu_arrival(uint32_t block) {
     EmuArrival *a = &emu_arrivals[block % EMU_BLOCKS];
-    if (a->launch != emu.launch) *a = { emu.launch, 0, 0 };
+    if (a->launch != emu.launch) *a = { emu.launch, 0, 0, 0, 0 };
     return a;
 }
 // Does this touch, by another block of this launch, come before what the running block does?
 EMU_QUIET static int emu_before(const EmuTouch *t) {
     const EmuArrival *a = emu_arrival(t->block), *mine = emu_arrival(emu.n_block);
-    return !t->many && a->fence > t->when && a->told > a->fence && mine->told > a->told;
+    return !t->many && a->gave > t->when && mine->saw > a->told;
 }
 EMU_QUIET static int emu_meets(const EmuTouch *t, unsigned bytes, int atomic) {
     return t->launch == emu.launch && (t->block != emu.n_block || t->many) && t->bytes & bytes && !(t->atomic && atomic) && !emu_before(t);
@@ -529,10 +533,16 @@ EMU_QUIET static void emu_touch(const void *p, size_t n, int write, int atomic) 
     }
 }
 EMU_QUIET static void emu_atomic(const void *p, size_t n) {
-    emu_arrival(emu.n_block)->told = ++emu_clock;
+    EmuArrival *a = emu_arrival(emu.n_block);
+    a->gave = a->fence;
+    a->told = ++emu_clock;
     emu_touch(p, n, 1, 1);
 }
-EMU_QUIET static void emu_fence(void) { emu_arrival(emu.n_block)->fence = ++emu_clock; }
+EMU_QUIET static void emu_fence(void) {
+    EmuArrival *a = emu_arrival(emu.n_block);
+    a->saw = a->told;
+    a->fence = ++emu_clock;
+}
 extern "C" {
 #define EMU_HOOKS(n) \
     EMU_QUIET void __tsan_read##n(void *p)  { emu_touch(p, n, 0, 0); } \
@@ -1123,20 +1133,22 @@ static void emu_bad_early(int *x, int way) {                     // reads, write
     if (last) x[3] = 1;
 }
 static void emu_good_early(int *x) { int old = x[64]; dependency_wait(); x[2] = x[1] + old; }
-// Allowed: bytes of their own in one word, atomics, and the last block that arrives, which reads what the others left.
-static void emu_good_blocks(int *x) {
+// Allowed: bytes of their own in one word, atomics, and the last block that arrives: fenced, it reads what the others left.
+static void emu_good_blocks(int *x, int fenced) {
     ((char *)(x + 8))[blockIdx.x] = (char)blockIdx.x;
     if (threadIdx.x) return;
     x[blockIdx.x] = 7;
     __threadfence();
-    if (atomicAdd(x + 32, 1) == (int)gridDim.x - 1) x[33] = x[0] + x[gridDim.x - 1];
+    int last = atomicAdd(x + 32, 1) == (int)gridDim.x - 1;
+    if (fenced) __threadfence();
+    if (last) x[33] = x[0] + x[gridDim.x - 1];
 }
 extern "C" void emu_provoke(int kind) {
     static int host;
     int *x = NULL, zero[65] = { 0 };
     cudaMalloc(&x, sizeof zero);
     cudaMemcpy(x, zero, sizeof zero, cudaMemcpyHostToDevice);
-    if (kind == 0) emu_launch("good", 3, 32, 0, emu_good_blocks, x);
+    if (kind == 0) emu_launch("good", 3, 32, 0, emu_good_blocks, x, 1);
     if (kind == 1) emu_launch("neighbours", 2, 32, 0, emu_bad_neighbours, x);
     if (kind == 2) emu_launch("reader", 2, 1, 0, emu_bad_reader, x);
     if (kind == 3) emu_launch("shared", 1, 31, 30 * sizeof(int), emu_bad_shared, x);
@@ -1149,7 +1161,8 @@ extern "C" void emu_provoke(int kind) {
         cudaMemcpy(zero, x, sizeof zero, cudaMemcpyDeviceToHost);
         fprintf(stderr, "%d read", zero[1]);
     }
-    if (kind >= 6) {
+    if (kind == 10) emu_launch("last", 3, 32, 0, emu_good_blocks, x, 0);
+    if (kind >= 6 && kind < 10) {
         emu_launch("first", 1, 1, 0, emu_first, x);
         emu_launch_as(1, "waits", 1, 1, 0, emu_good_early, x);
         if (kind > 6) emu_launch_as(1, "early", 1, 1, 0, emu_bad_early, x, kind - 7);

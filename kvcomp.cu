@@ -2141,8 +2141,9 @@ static __global__ void heads_kernel(const __grid_constant__ Heads a, Product m) 
 
 // Rows row0..row1-1 of q, k and v have been stored by this block. Whoever stores the last row of a vector
 // finishes it: a counter for each says how many of its D rows are there. A warp takes a vector.
-// The fence, before the counter is touched, and the barrier before it make every thread's stores
-// visible to the block that reads the full count.
+// The fence before the counter is touched, and the barrier before it, make every thread's stores
+// visible to the block that reads the full count; the fence behind it, and the barrier after that, make
+// all threads of that block see them.
 static __device__ void heads_arrive(const Heads &a, int row0, int row1) {
     __shared__ float x[GEMV_WARPS][MAX_D];
     __shared__ int full[GEMV_WARPS * GEMV_ROWS];
@@ -2153,7 +2154,9 @@ static __device__ void heads_arrive(const Heads &a, int row0, int row1) {
         for (int i = 0; i < n; i++) {
             int from = (first + i) * a.D, rows = min_int(row1, from + a.D) - max_int(row0, from);
             full[i] = atomicAdd(&a.ticket[first + i], rows) + rows == a.D;
-            if (full[i]) atomicAdd(&a.ticket[first + i], -a.D);
+            if (!full[i]) continue;
+            atomicAdd(&a.ticket[first + i], -a.D);
+            __threadfence();
         }
     }
     __syncthreads();

@@ -22195,8 +22195,8 @@ __attribute__((unused)) static void provoke(long kind) { emu_provoke((int)kind);
 
 TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shared memory run "
                     "over, host pointers in structs, old contents of rooms, host memory changed "
-                    "too early, kernels that start early and do not wait; and lets pass what is "
-                    "right") {
+                    "too early, kernels that start early and do not wait, a last block without its "
+                    "fence; and lets pass what is right") {
 #if !defined(__SANITIZE_THREAD__)
     static const char *want[] = {
         NULL,
@@ -22208,9 +22208,10 @@ TEST(cuda_emulator, "the emulator catches blocks that touch the same words, shar
         NULL,
         "early: reads what a kernel wrote that may still run",
         "early: writes device memory before dependency_wait",
-        "returns without dependency_wait"
+        "returns without dependency_wait",
+        "last: block 2,0,0 reads offset 0"
     };
-    for (int i = 0; emu_provoke && i < 10; i++) {
+    for (int i = 0; emu_provoke && i < 11; i++) {
         char line[1000];
         emu_set_seed(0);
         int rc = in_a_process(provoke, i, line, sizeof line);
