@@ -2166,6 +2166,7 @@ static __device__ void heads_arrive(const Heads &a, int row0, int row1) {
         if (key >= 0)   from = a.k + (size_t)key * a.D;
         if (value >= 0) from = a.v + (size_t)value * a.D;
         if (full[i]) head_finish(a, 0, at, from, 1, NULL, 0, 0, x[warp]);
+        __syncwarp();                           // all lanes have read x
     }
 }
 

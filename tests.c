@@ -20942,7 +20942,7 @@ TEST(cuda_swiglu_range, "activations far beyond f16's largest number go through 
     tiny_free(m);
 }
 
-TEST(cuda_token, "one token in five launches a layer agrees with the CPU: head_dim 6 to 256, norms of q and "
+TEST(cuda_token, "one token in five launches a layer agrees with the CPU: head_dim 2 to 256, norms of q and "
                  "k, biases, tied weights, every row format; in every order of blocks the same bits") {
     // norm, bias: does the model have norms of q and k, biases?
     const struct {
@@ -20952,9 +20952,10 @@ TEST(cuda_token, "one token in five launches a layer agrees with the CPU: head_d
         { 4, 2, 6, 20, 1, 0, "ctk=f32 ctv=f32" },    { 3, 3, 64, 24, 0, 1, "ctk=f16 ctv=f16" },
         { 2, 1, 80, 40, 1, 1, "ctk=q8_0 ctv=q8_0" }, { 4, 1, 96, 24, 1, 0, "ctk=bf16 ctv=q8_0" },
         { 2, 2, 128, 520, 1, 0, "ctk=f16 ctv=f16" }, { 2, 1, 256, 24, 0, 1, "ctk=bf16 ctv=bf16" },
+        { 12, 4, 2, 16, 1, 0, "ctk=f16 ctv=f16" },
     };
     Script p = { 1, { 70 }, { 4 }, 4 };
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 7; i++) {
         int H = shape[i].H, G = shape[i].G, D = shape[i].D, C = shape[i].C;
         Tiny m = tiny_model(2, H, G, D, C, 40, 53, 31);
         for (int l = 0; l < 2; l++) {
