@@ -651,7 +651,8 @@ struct EmuOps { EmuOp *at; int n, cap; };
 static EmuOps emu_waiting;
 static long emu_done, emu_queued;                             // waiting operations run, and ever put there
 static EmuOps *emu_capture;                                   // not NULL: operations go here
-extern "C" { int emu_no_graphs; }                             // tests: captures are refused
+extern "C" { int emu_no_graphs; }                             // tests: 1: captures are refused, 2: early launches in them
+static int emu_copy_ahead;                                    // 1: what was captured last is a copy
 typedef EmuOps *cudaGraph_t, *cudaGraphExec_t;
 typedef long *cudaEvent_t;
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
@@ -749,6 +750,7 @@ static inline cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cuda
     EMU_CALL(cudaErrorUnknown);
     int pinned = (k == cudaMemcpyHostToDevice && emu_is_pinned(s)) || (k == cudaMemcpyDeviceToHost && emu_is_pinned(d));
     if (emu_capture && !pinned && k != cudaMemcpyDeviceToDevice) emu_die("a copy of ordinary host memory while a graph is captured");
+    emu_copy_ahead = 1;
     emu_do(pinned || (EMU_HARD && k == cudaMemcpyHostToDevice), [=] { emu_copy(d, s, n, k); });
     return cudaSuccess;
 }
@@ -854,7 +856,7 @@ static inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptu
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     if (!s) emu_die("the default stream cannot be captured");
-    if (emu_no_graphs) return emu_error(cudaErrorStreamCaptureUnsupported);
+    if (emu_no_graphs == 1) return emu_error(cudaErrorStreamCaptureUnsupported);
     emu_count_one("cudaStreamBeginCapture");
     emu_flush(emu_queued);
     emu_capture = (EmuOps *)calloc(1, sizeof *emu_capture);
@@ -998,6 +1000,12 @@ static void emu_launch_as(int early, const char *name, dim3 grid, dim3 block, si
     if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) emu_die("%s: grid %u,%u,%u", name, grid.x, grid.y, grid.z);
     if (dyn > 48 * 1024 && dyn > emu_allowed((void *)k, 0)) emu_die("%s: %zu bytes of dynamic shared memory, not asked for by cudaFuncSetAttribute", name, dyn);
     if (!emu.arena) emu_init();
+    if (early && emu_capture && emu_no_graphs == 2) {
+        emu_error(cudaErrorStreamCaptureUnsupported);
+        return;
+    }
+    if (early && emu_capture && emu_copy_ahead) emu_die("%s starts early, but is captured behind a copy", name);
+    emu_copy_ahead = 0;
     emu_do(0, [=] { emu_run(early, name, grid, block, dyn, k, a...); });
 }
 template <class... P, class... A>

@@ -125,11 +125,21 @@ static void cuda_fail(cudaError_t e, const char *call, int line) {
     die(EXIT_RUN, "CUDA: %s (kvcomp.cu:%d: %s)", cudaGetErrorString(e), line, call);
 }
 
+enum { NO_CAPTURE, CAPTURING, CAPTURE_LOST };
+static int kv_capture;                          // launches are being written into a graph, or could not be
+
+// A call has failed. While launches are written into a graph (step_capture) the graph is lost, and nothing
+// else; at any other time the program ends.
+static void call_failed(cudaError_t e, const char *call, int line) {
+    if (kv_capture) kv_capture = CAPTURE_LOST;
+    else cuda_fail(e, call, line);
+}
+
 // Every call of the CUDA runtime stands in KV_CUDA, every call of cuBLAS in KV_BLAS: a failure ends
-// the program.
+// the program, or a capture.
 #define KV_CUDA(call) do { \
     cudaError_t e_ = (call); \
-    if (e_ != cudaSuccess) cuda_fail(e_, #call, __LINE__); \
+    if (e_ != cudaSuccess) call_failed(e_, #call, __LINE__); \
 } while (0)
 #define KV_BLAS(call) do { \
     int e_ = (int)(call); \
@@ -5807,8 +5817,8 @@ static void step_launches(Session *s, const Pass *r, int once) {
         step_attend(s, l, r, &p);
         mlp_rows(s, y, r->x, r->out, r, 1);
     }
-    lists_tell(s);
     logits_cuda(s, r->x);
+    lists_tell(s);                              // here, because a launch that starts early wants a kernel ahead
     d->told = NULL;
 }
 
@@ -5832,15 +5842,18 @@ static int graph_becomes(Device *d, cudaGraph_t g) {
     return 0;
 }
 
-// Captures the launches of a step into dev->graph. A device that refuses gets the launches one by
-// one from then on. The capture is "relaxed", because a kernel's first launch may still load its
-// code.
+// Captures the launches of a step into dev->graph. A device that refuses, the graph or a launch in it (a
+// driver may know no early ones there), gets the launches one by one from then on. The capture is
+// "relaxed", because a kernel's first launch may still load its code.
 static void step_capture(Session *s, const Pass *r) {
     Device *d = s->dev;
     cudaGraph_t g = NULL;
     if (cudaStreamBeginCapture(kv_stream, cudaStreamCaptureModeRelaxed) == cudaSuccess) {
+        kv_capture = CAPTURING;
         step_launches(s, r, 0);
-        d->replays = cudaStreamEndCapture(kv_stream, &g) == cudaSuccess && graph_becomes(d, g);
+        int whole = kv_capture == CAPTURING;
+        kv_capture = NO_CAPTURE;
+        d->replays = cudaStreamEndCapture(kv_stream, &g) == cudaSuccess && whole && graph_becomes(d, g);
         if (g) KV_CUDA(cudaGraphDestroy(g));
     }
     if (d->replays) return;
