@@ -5996,6 +5996,8 @@ static void tree_free(const Session *s, Tree *t) {
     (void)s;                                    // read in a build with CUDA only
     if (KV_DEV(s)) near_free_cuda(t->mem);
     else free(t->mem);
+    t->mem = NULL;
+    t->bytes = 0;
 }
 
 // Gives the tree memory of its size. cap: the most chunks there will be before the next build, so

@@ -430,9 +430,11 @@ struct Device {                 // Session.dev
 template <class T> static T *room_kept(Session *s, int which, size_t n) {
     Room *r = &s->dev->room[which];
     if (n * sizeof(T) > r->bytes) {
+        size_t bytes = room_bytes(n * sizeof(T));
         device_free(r->p);
-        r->bytes = room_bytes(n * sizeof(T));
-        r->p = device_new(r->bytes);
+        *r = { NULL, 0 };                       // should device_new die, nothing is given back twice
+        r->p = device_new(bytes);
+        r->bytes = bytes;
         s->changes++;
     }
     return (T *)r->p;

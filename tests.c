@@ -9513,6 +9513,32 @@ TEST(lychee_windowed, "layers with a sliding window beside global ones stay out 
     threads_back(threads);
 }
 
+// A second, longer turn in which the n-th allocation from now on fails -> the exit code; 0: it was not made.
+static int lychee_out_of_memory(Session *s, const int *ids, long n) {
+    int rc;
+    allocation_to_fail = allocations + n;
+    EXPECT_DIE(rc, prefill(s, ids, 400));
+    allocation_to_fail = 0;
+    return rc;
+}
+
+TEST(lychee_closed, "a session whose index finds no memory for larger trees can be closed: no tree is given back "
+                    "twice") {
+    Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 29, 31);
+    int ids[400], rc = 1;
+    for (int i = 0; i < 400; i++) ids[i] = i * 7 % 29;
+    for (long n = 1; rc; n++) {
+        Options *o = options_of("budget=20 lychee-buffer=4 lychee-full-layers=0 lychee-sink=4");
+        Session *s = session_open(m.c, m.w, o, "lychee");
+        prefill(s, ids, 100);
+        rc = lychee_out_of_memory(s, ids, n);
+        CHECK(!rc || rc == EXIT_MEMORY, "allocation %ld: %d", n, rc);
+        session_close(s);
+        options_free(o);
+    }
+    tiny_free(m);
+}
+
 TEST(lychee_options,
      "--paper sets both betas unless given; what makes no sense is refused; statistics print") {
     Tiny m = tiny_model(3, 4, 2, 16, 32, 48, 53, 9);
@@ -22189,6 +22215,54 @@ TEST(cuda_failures,
           said[EXIT_MEMORY]);
     tiny_free(failing_model);
 #endif
+}
+
+// A prefill of T tokens and three steps -> the exit code with which they died; 0: they did not.
+__attribute__((unused)) static int turn_dies(Session *s, const int *ids, int T) {
+    int rc;
+    EXPECT_DIE(rc, {
+        prefill(s, ids, T);
+        for (int i = 0; i < 3; i++) decode(s, ids[i]);
+    });
+    return rc;
+}
+
+TEST(cuda_closed, "a session in which a call of the runtime has failed, whichever it was, or in which memory "
+                  "did not last can be closed: nothing is given back twice") {
+    const char *method[] = { "full", "pats", "lychee", "loopserve" };
+    const char *text[] = { "",
+                           "pats-window=8 ctk=f16 ctv=f16",
+                           "budget=20 lychee-buffer=4 lychee-full-layers=0 lychee-sink=4",
+                           "budget=16 loopserve-min-context=0 loopserve-first=2" };
+    Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 29, 31);
+    int ids[200], ended[2] = { 0, 0 };
+    for (int i = 0; i < 200; i++) ids[i] = i * 7 % 29;
+    for (int i = 0; emu_fail_at && i < 4; i++) {
+        for (long n = 0, calls = 0; n <= calls; n += calls / 50 + 1) {
+            Options *o;
+            Session *s = cuda_session(m, method[i], text[i], &o);
+            emu_fail_at(n, 0);                  // 0: none
+            ended[turn_dies(s, ids, 40) != 0]++;
+            if (!n) calls = emu_calls();
+            emu_fail_at(0, 0);
+            session_close(s);
+            options_free(o);
+        }
+        for (int more = 0; more < 100000; more += more / 4 + 1000) {
+            Options *o;
+            Session *s = cuda_session(m, method[i], text[i], &o);
+            ended[turn_dies(s, ids, 40) != 0]++;
+            emu_set_memory(held_now() + more);
+            int rc = turn_dies(s, ids, 200);
+            emu_set_memory(0);
+            CHECK(rc == EXIT_MEMORY || (more && !rc), "%s: %d bytes more: %d", method[i], more, rc);
+            ended[rc != 0]++;
+            session_close(s);
+            options_free(o);
+        }
+    }
+    CHECK(!emu_fail_at || (ended[0] > 50 && ended[1] > 100), "%d turns were done, %d were not", ended[0], ended[1]);
+    tiny_free(m);
 }
 
 // Makes the emulator do something that its checks must find.
