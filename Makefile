@@ -257,13 +257,15 @@ traffic: tests
 # The same kernels and tests with the emulator's harder modes (cuda_emu.h): arithmetic as a GPU rounds it,
 # accesses of different blocks watched, memory that is used again poisoned. -fsanitize=thread makes the
 # compiler report every access, to cuda_emu.h; fused multiply-add is what nvcc makes of a product and a sum.
+# An access that is not aligned to its type, which a GPU does not make, ends the program (SIGILL).
+HARD_SEES = -fsanitize=thread,alignment -fsanitize-undefined-trap-on-error -Wno-tsan
 HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_swiglu_range cuda_token cuda_rows cuda_attention cuda_tensor \
              cuda_packed cuda_select cuda_pooled cuda_lines cuda_h2o cuda_lychee cuda_quest cuda_pats cuda_model \
              cuda_wide cuda_emulator cuda_seek cuda_columns cuda_loop_lists cuda_best
 HARD_FMA = $(shell grep -qw fma /proc/cpuinfo 2>/dev/null && echo -mfma -ffp-contract=fast)
 
 kvcomp_hard.o: kvcomp.cu kvcomp.h cuda_emu.h Makefile
-	g++ $(EMUFLAGS) -DEMU_HARD=1 -fsanitize=thread -Wno-tsan $(HARD_FMA) -O1 -c -o $@ kvcomp.cu
+	g++ $(EMUFLAGS) -DEMU_HARD=1 $(HARD_SEES) $(HARD_FMA) -O1 -c -o $@ kvcomp.cu
 
 tests_hard: tests.o kvcomp_hard.o
 	$(CC) $(OPENMP) -o $@ tests.o kvcomp_hard.o -lm -lpthread

@@ -23,6 +23,7 @@
 //   - between launches: a kernel that starts early (KV_LAUNCH_EARLY) and, before dependency_wait, writes device memory or
 //     reads what a kernel wrote that may still run
 //   - poisoned rooms: memory that is used again starts as NaN (room() of kvcomp.cu)
+//   - an access that is not aligned to its type (the compiler's -fsanitize=alignment)
 //   - ordinary host memory is read as late as the next launch, as a GPU that shares the host's page tables may do
 // Tests may let a call of the runtime fail: emu_fail_at().
 #pragma once
@@ -63,7 +64,7 @@
 #define __shared__ static __attribute__((section("emu_shared")))   // poisoned before every block
 #define warpSize 32
 
-struct float2 { float x, y; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
