@@ -756,9 +756,10 @@ KV_PTX float exp2_flush(float x) {
 }
 
 // A kernel launched with programmatic stream serialization starts before the one ahead of it has
-// ended. It calls dependency_wait before it writes, and before it reads what that one wrote, or one that
-// such a one did not wait for; dependents_launch says that the next kernel may start. Both do nothing in an
-// ordinary launch, and before sm_90. cuda_emu.h looks after the waits.
+// ended. It calls dependency_wait, in every thread, before it writes and before it reads what a kernel
+// wrote that may still run: then the one ahead has ended, and so have all before that one, because it has
+// waited, too. dependents_launch says that the next kernel may start. Both do nothing in an ordinary launch,
+// and before sm_90. cuda_emu.h looks after the waits.
 KV_PTX void dependency_wait(void) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
