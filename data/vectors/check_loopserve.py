@@ -1,10 +1,11 @@
 """LoopServe: lines chosen for this input in a prefill, rows chosen anew in decode. From q, k and v alone.
 
 Prefill. Of a sample of the pass's queries, A are the softmax rows. A line is a column of the attention matrix
-(vertical) or an offset row - column (slash). Greedy: the line that adds most attention per cell, until the lines hold
-alpha of the sampled attention.
-Decode. Every `interval` tokens a KV head chooses the B rows, of those held when the prefill ended, with the largest
-sum of attention over the last `obs` queries and over its query heads. It reads these and every row of the answer.
+(vertical) or an offset row - column (slash). Greedy: the line that adds most attention per cell, until the
+lines hold alpha of the sampled attention.
+Decode. Every `interval` tokens a KV head chooses the B rows, of those held when the prefill ended, with the
+largest sum of attention over the last `obs` queries and over its query heads. It reads these and every row of
+the answer.
 """
 from trace import Rows, arguments, attention
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 MASK = (1 << 64) - 1
 
 
+# SplitMix64: the output of a state, the state behind it, and a hash, which is the first output behind it.
 def mix(z):
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9 & MASK
     z = (z ^ z >> 27) * 0x94d049bb133111eb & MASK
@@ -64,45 +66,55 @@ def lines_output(q, k, v, p0, V, S):
 
 
 def main():
+    """Plays every layer of the trace, pass by pass."""
     t, check = arguments("loopserve")
-    opt = {name: t.option("loopserve-" + name) for name in ("alpha", "sink", "local", "samples", "seed", "first", "interval", "obs")}
+    names = ("alpha", "sink", "local", "samples", "seed", "first", "interval", "obs")
+    opt = {name: t.option("loopserve-" + name) for name in names}
     B, obs, turn = int(t.meta["budget"]), int(opt["obs"]), 0
+    sink, local = int(opt["sink"]), int(opt["local"])
     for l in t.layers:
         rows, queries, chosen, turn = Rows(t, l), {}, None, 0
         for p, base, step, T in t.passes():
             rows.add(p, base)
             n, q = base + T, t.of(p, l, "q").astype(float)
             queries.update({base + i: q[i] for i in range(T)})
-            if step < 0:
-                sampled = sample_rows(T, int(opt["samples"]), int(opt["seed"]), turn, l) if T // 4 >= opt["samples"] else None
+            if step < 0:                                # a prefill
+                sampled = None
+                if T // 4 >= opt["samples"]:
+                    sampled = sample_rows(T, int(opt["samples"]), int(opt["seed"]), turn, l)
+                    at = [base + r for r in sampled]
+                    check.same("pass %d: sampled tokens" % p, at, t.of(p, l, "loopserve.sampled"))
                 turn, prompt_end, first, chosen = turn + 1, n, n - min(T, obs), None
-                if sampled is not None:
-                    check.same("pass %d: sampled tokens" % p, [base + r for r in sampled], t.of(p, l, "loopserve.sampled"))
                 for h in range(t.H):
                     k, v = rows.k[:, h // t.R], rows.v[:, h // t.R]
                     V, S = [], list(range(n))           # a short pass is computed in full
+                    where = "pass %d, head %d: " % (p, h)
+                    theirs = "qhead%02d.loopserve." % h
                     if sampled is not None and not t.of(p, l, "loopserve.dense")[h]:
-                        at = [base + r for r in sampled]
                         A = attention(q[sampled, h], k, np.arange(n)[None] <= np.array(at)[:, None])
-                        V, S, held = choose_lines(A, at, n, base, opt["alpha"], int(opt["sink"]), int(opt["local"]))
-                        check.same("pass %d, head %d: verticals" % (p, h), V, t.of(p, l, "qhead%02d.loopserve.verticals" % h))
-                        check.same("pass %d, head %d: slashes" % (p, h), S, t.of(p, l, "qhead%02d.loopserve.slashes" % h))
-                        check.near("pass %d, head %d: recovered" % (p, h), held, t.of(p, l, "loopserve.recovered")[h])
-                    check.near("pass %d, head %d: out" % (p, h), lines_output(q[:, h], k, v, base, V, S), t.of(p, l, "out")[:, h])
+                        V, S, held = choose_lines(A, at, n, base, opt["alpha"], sink, local)
+                        check.same(where + "verticals", V, t.of(p, l, theirs + "verticals"))
+                        check.same(where + "slashes", S, t.of(p, l, theirs + "slashes"))
+                        check.near(where + "recovered", held, t.of(p, l, "loopserve.recovered")[h])
+                    out = lines_output(q[:, h], k, v, base, V, S)
+                    check.near(where + "out", out, t.of(p, l, "out")[:, h])
                 continue
-            if step + 1 >= opt["first"] and (step + 1 - opt["first"]) % opt["interval"] == 0 and prompt_end > B:
+            since = step + 1 - opt["first"]             # a decode step
+            if since >= 0 and since % opt["interval"] == 0 and prompt_end > B:
                 window = range(max(base - obs + 1, first), base + 1)
                 chosen = []
                 for g in range(t.G):
                     score = np.zeros(n)
                     for i in window:
+                        see = np.arange(n)[None] <= i
                         for h in range(g * t.R, (g + 1) * t.R):
-                            score += attention(queries[i][h:h + 1], rows.k[:, g], np.arange(n)[None] <= i)[0]
+                            score += attention(queries[i][h:h + 1], rows.k[:, g], see)[0]
                     score = score[:prompt_end] / len(window)
-                    check.near("pass %d, head %d: scores" % (p, g), score, t.of(p, l, "head%02d.loopserve.scores" % g))
+                    theirs = t.of(p, l, "head%02d.loopserve.scores" % g)
+                    check.near("pass %d, head %d: scores" % (p, g), score, theirs)
                     chosen.append(sorted(np.argsort(-score, kind="stable")[:B]))
             for h in range(t.H):
-                read = list(range(n)) if chosen is None else list(chosen[h // t.R]) + list(range(prompt_end, n))
+                read = list(range(n)) if chosen is None else [*chosen[h // t.R], *range(prompt_end, n)]
                 check.same("pass %d, head %d: rows read" % (p, h), read, t.of(p, l, "qhead%02d.read" % h))
     check.done()
 
