@@ -1,24 +1,34 @@
 #!/usr/bin/env python3
 """python3 data/make_unicode.py > data/unicode.h          needs the package `tokenizers`
 
-Writes data/unicode.h: the Unicode tables of section 21 (TOKENIZER) of kvcomp.c, which are the class of every code point for
-the pre-tokenizers, and combining classes and canonical decompositions for the normalizer NFC.
+Writes data/unicode.h: the Unicode tables of section 21 (TOKENIZER) of kvcomp.c, which are the class of every
+code point for the pre-tokenizers, and combining classes and canonical decompositions for the normalizer NFC.
 
-Letter, mark and number classes are what the regex engine inside `tokenizers` says (Unicode 16), because ids must equal
-the ids that package gives. Normalization data come from Python's unicodedata, less the marks and compositions that the
-package does not know yet (its NFC is that of Unicode 9), and are checked against it.
+Letter, mark and number classes are what the regex engine inside `tokenizers` says (Unicode 16), because ids
+must equal the ids that package gives. Normalization data come from Python's unicodedata, less the marks and
+compositions that the package does not know yet (its NFC is that of Unicode 9), and are checked against it.
 """
 import unicodedata
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 POINTS = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
 OTHER, UPPER, LOWER, LETTER, MARK, NUMBER, SPACE, UPPER_EVEN, UPPER_ODD = range(9)
-PATTERNS = {UPPER: r"[\p{Lu}\p{Lt}]", LOWER: r"\p{Ll}", LETTER: r"[\p{Lm}\p{Lo}]", MARK: r"\p{M}", NUMBER: r"\p{N}", SPACE: r"\s"}
+PATTERNS = {
+    UPPER: r"[\p{Lu}\p{Lt}]",
+    LOWER: r"\p{Ll}",
+    LETTER: r"[\p{Lm}\p{Lo}]",
+    MARK: r"\p{M}",
+    NUMBER: r"\p{N}",
+    SPACE: r"\s",
+}
 NFC = normalizers.NFC().normalize_str
 
 
 def combining_class(c, marks={}):
-    """0 for marks that the package's NFC leaves where they are"""
+    """The canonical combining class of a code point.
+
+    It is 0 for marks that the package's NFC leaves where they are.
+    """
     if not marks:
         for m in map(chr, range(0x300, 0x1000)):
             if unicodedata.combining(m) and unicodedata.normalize("NFC", "x" + m) == "x" + m:
@@ -32,7 +42,7 @@ def combining_class(c, marks={}):
 
 
 def classes():
-    """the class of every code point"""
+    """The class of every code point."""
     cls = bytearray(0x110000)
     for code, pattern in PATTERNS.items():
         split = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
@@ -45,7 +55,7 @@ def classes():
 
 
 def class_ranges(cls):
-    """(first code point, code) until the next entry; runs of Aa Aa Aa pairs become one entry"""
+    """(first code point, code) until the next entry; runs of Aa Aa Aa pairs become one entry."""
     out, c = [], 0
     while c < 0x110000:
         pair = (cls[c], cls[c + 1]) if c + 1 < 0x110000 else None
@@ -71,9 +81,15 @@ def class_ranges(cls):
 
 
 def sign_ranges():
-    """(first code point, bits) until the next entry: 1 for \\p{P}, 2 for \\p{S}, 4 for what the step Punctuation cuts at"""
-    steps = {1: pre_tokenizers.Split(Regex(r"\p{P}"), "removed"), 2: pre_tokenizers.Split(Regex(r"\p{S}"), "removed"),
-             4: pre_tokenizers.Punctuation("removed")}
+    """(first code point, bits) until the next entry.
+
+    The bits are 1 for \\p{P}, 2 for \\p{S}, 4 for what the step Punctuation cuts at.
+    """
+    steps = {
+        1: pre_tokenizers.Split(Regex(r"\p{P}"), "removed"),
+        2: pre_tokenizers.Split(Regex(r"\p{S}"), "removed"),
+        4: pre_tokenizers.Punctuation("removed"),
+    }
     bits = bytearray(0x110000)
     for bit, step in steps.items():
         for i in range(0, len(POINTS), 4096):
@@ -85,7 +101,7 @@ def sign_ranges():
 
 
 def combining_ranges():
-    """(first code point, canonical combining class) until the next entry"""
+    """(first code point, canonical combining class) until the next entry."""
     out = [(0, 0)]
     for c in range(0x110000):
         ccc = combining_class(c) if not 0xD800 <= c < 0xE000 else 0
@@ -95,8 +111,10 @@ def combining_ranges():
 
 
 def decompositions():
-    """runs of code points: first << 8 | count, then two numbers each, the first part (bit 31: never composed again) and
-    the second part or 0"""
+    """Runs of code points: first << 8 | count, then two numbers for each.
+
+    These are the first part (bit 31: never composed again) and the second part, or 0.
+    """
     table = {}
     for c in POINTS:
         d = unicodedata.decomposition(chr(c))
@@ -151,7 +169,7 @@ DECOMPOSITION = """\
 
 
 def c_array(name, comment, values):
-    """an array of C, under its comment"""
+    """An array of C, under its comment."""
     lines, line = [], "   "
     for v in values:
         item = " " + ("%#x" % v if v > 9 else str(v)) + ","
@@ -159,26 +177,32 @@ def c_array(name, comment, values):
             lines.append(line)
             line = "   "
         line += item
-    return comment + "static const uint32_t %s[%d] = {\n%s\n};" % (name, len(values), "\n".join(lines + [line]))
+    numbers = "\n".join(lines + [line])
+    return comment + "static const uint32_t %s[%d] = {\n%s\n};" % (name, len(values), numbers)
 
 
 def check_nfc():
-    """the package's NFC is unicodedata's for every code point alone and behind a starter or a mark"""
+    """The package's NFC is unicodedata's for every code point alone and behind a starter or a mark."""
     for c in POINTS:
         for before in ("", "a", "e\u0323"):
-            assert NFC(before + chr(c)) == unicodedata.normalize("NFC", before + chr(c)), hex(c)
+            text = before + chr(c)
+            assert NFC(text) == unicodedata.normalize("NFC", text), hex(c)
 
 
 def check_ranges(ranges, cls):
-    """the ranges say what the classes are"""
+    """The ranges say what the classes are."""
     back = bytearray(0x110000)
     for (a, code), (b, _) in zip(ranges, ranges[1:] + [(0x110000, 0)]):
         for c in range(a, b):
-            back[c] = code if code < UPPER_EVEN else UPPER if (c % 2 == 0) == (code == UPPER_EVEN) else LOWER
+            if code < UPPER_EVEN:
+                back[c] = code
+            else:
+                back[c] = UPPER if (c % 2 == 0) == (code == UPPER_EVEN) else LOWER
     assert back == cls, "the ranges do not say what the classes are"
 
 
 def write_tables(ranges, signs, combining, decomposition):
+    """Prints unicode.h."""
     print(HEAD)
     print(c_array("unicode_range", RANGE, ranges) + "\n")
     print(c_array("unicode_sign", SIGN, signs) + "\n")
@@ -187,11 +211,17 @@ def write_tables(ranges, signs, combining, decomposition):
 
 
 def main():
+    """Makes the tables, checks them, and writes them."""
     check_nfc()
     cls = classes()
     ranges = class_ranges(cls)
     check_ranges(ranges, cls)
-    write_tables([a << 4 | code for a, code in ranges], [a << 3 | bits for a, bits in sign_ranges()], [a << 8 | k for a, k in combining_ranges()], decompositions())
+    write_tables(
+        [a << 4 | code for a, code in ranges],
+        [a << 3 | bits for a, bits in sign_ranges()],
+        [a << 8 | k for a, k in combining_ranges()],
+        decompositions(),
+    )
 
 
 if __name__ == "__main__":
