@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Makes the tokenizer fixtures in data/tokenizers/: one small tokenizer of every supported kind, 360 nasty strings, the ids
-that the packages `tokenizers` and `sentencepiece` give for them, and dialogues as `transformers` renders them.
+"""Makes the tokenizer fixtures in data/tokenizers/.
+
+These are one small tokenizer of every supported kind, 580 nasty strings, the ids that the packages
+`tokenizers` and `sentencepiece` give for them, and dialogues as `transformers` renders them.
 
     python3 make_tokenizers.py                 needs tokenizers, sentencepiece, transformers, jinja2
     python3 make_tokenizers.py programs        programs.json only, with the tokenizers that are there
@@ -8,12 +10,18 @@ that the packages `tokenizers` and `sentencepiece` give for them, and dialogues 
 
 strings.bin       every string: varint length, bytes
 NAME/*            tokenizer.json (or tokenizer.model) and tokenizer_config.json
-NAME.pieces       byte-level families: per string, the lengths in bytes of the pre-tokenizer's pieces of the normalized text
-NAME.ids          per string: ids with special tokens parsed; ids without (one byte 1 when they are the same, else 0 and the ids);
-                  the decoded text (one byte 1 when it is the string, else 0, varint length, bytes). A list: varint count, varints
-chats.json        dialogues: template program, tokenizer, and per turn the ids to append and the ids of the reply
-programs.json     template programs as models are published with them, and the ids of whole dialogues; programs that are refused
-Varints are base 128, low bits first. All texts are made here: word lists of this file, shuffled by a seeded generator.
+NAME.pieces       byte-level families: per string, the lengths in bytes of the pre-tokenizer's pieces of the
+                  normalized text
+NAME.ids          per string: ids with special tokens parsed; ids without (one byte 1 when they are the same,
+                  else 0 and the ids); the decoded text (one byte 1 when it is the string, else 0, varint
+                  length, bytes). A list: varint count, varints
+chats.json        dialogues: template program, tokenizer, and per turn the ids to append and the ids of the
+                  reply
+programs.json     template programs as models are published with them, and the ids of whole dialogues;
+                  programs that are refused
+
+Varints are base 128, low bits first. All texts are made here: word lists of this file, shuffled by a seeded
+generator.
 """
 import datetime
 import io
@@ -35,26 +43,49 @@ from transformers.utils import chat_template_utils
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tokenizers")
 RNG = random.Random(20261120)
 
-WORDS = """the of and to in is that it was for on are with as his they at be this from have or by one had not but what all were when
-we there can an your which their said if do will each about how up out them then she many some so these would other into has more her
-two like him see time could no make than first been its who now people my made over did down only way find use may water long little
-very after words called just where most know get through back much before go good new write our used me man too any day same right look
-think also around another came come work three word must because does part even place well such here take why things help put years
-different away again off went old number great tell men say small every found still between name should home big give air line set own
-under read last never us left end along while might next sound below saw something thought both few those always looked show large often
-together asked house world going want school important until form food keep children feet land side without boy once animals life enough
-took sometimes four head above kind began almost live page got earth need far hand high year mother light parts country father let night
-following picture being study second eyes soon times story boys since white days ever paper hard near sentence better best across during
-today others however sure means knew try told young miles sun ways thing whole hear example heard several change answer room sea against
-top turned learn point city play toward five using himself usually cache token model attention layer head value key query memory""".split()
-FOREIGN = """der die das und nicht schön größer Straße für über naïve café déjà être garçon où señor mañana niño corazón açúcar não
-привет мир слово дело жизнь человек время Москва γειά κόσμος λόγος ἄνθρωπος שלום עולם مرحبا بالعالم कुत्ता नमस्ते दुनिया สวัสดี ชาวโลก
-你好 世界 東京 大学 こんにちは カタカナ 한국어 안녕하세요 xin chào việt nam đường İstanbul ığdır Ångström ﬁne ﬀ""".split()
-CODE = ["int main(void) {\n    return 0;\n}\n", "for (i = 0; i < n; i++)\n\tx[i] += 1;\n", "def f(a, b):\n        return a+b\n\n", "<a href=\"x\">y</a>",
-        "https://example.org/a/b?c=1&d=2", "{\"key\": [1, 2, 3]}", "x = 3.14159e-10;", "// ---- ====\n", "C:\\dir\\file.txt"]
+WORDS = """
+the of and to in is that it was for on are with as his they at be this from have or by one had not but
+what all were when we there can an your which their said if do will each about how up out them then she
+many some so these would other into has more her two like him see time could no make than first been its
+who now people my made over did down only way find use may water long little very after words called
+just where most know get through back much before go good new write our used me man too any day same
+right look think also around another came come work three word must because does part even place well
+such here take why things help put years different away again off went old number great tell men say
+small every found still between name should home big give air line set own under read last never us left
+end along while might next sound below saw something thought both few those always looked show large
+often together asked house world going want school important until form food keep children feet land
+side without boy once animals life enough took sometimes four head above kind began almost live page got
+earth need far hand high year mother light parts country father let night following picture being study
+second eyes soon times story boys since white days ever paper hard near sentence better best across
+during today others however sure means knew try told young miles sun ways thing whole hear example heard
+several change answer room sea against top turned learn point city play toward five using himself
+usually cache token model attention layer head value key query memory
+""".split()
+
+FOREIGN = """
+der die das und nicht schön größer Straße für über naïve café déjà être garçon où señor mañana niño
+corazón açúcar não привет мир слово дело жизнь человек время Москва γειά κόσμος λόγος ἄνθρωπος שלום עולם
+مرحبا بالعالم कुत्ता नमस्ते दुनिया สวัสดี ชาวโลก 你好 世界 東京 大学 こんにちは カタカナ 한국어 안녕하세요 xin chào việt nam
+đường İstanbul ığdır Ångström ﬁne ﬀ
+""".split()
+
+CODE = [
+    "int main(void) {\n    return 0;\n}\n",
+    "for (i = 0; i < n; i++)\n\tx[i] += 1;\n",
+    "def f(a, b):\n        return a+b\n\n",
+    "<a href=\"x\">y</a>",
+    "https://example.org/a/b?c=1&d=2",
+    "{\"key\": [1, 2, 3]}",
+    "x = 3.14159e-10;",
+    "// ---- ====\n",
+    "C:\\dir\\file.txt",
+]
+
+BREAKS = ["'s ", "'t ", "n't ", "'re ", "'LL ", "  ", "   ", "\t", "\r\n"]
 
 
 def corpus(n=4000):
+    """n texts of a few words, as the tokenizers are trained on."""
     out = []
     for _ in range(n):
         words = [RNG.choice(WORDS if RNG.random() < .85 else FOREIGN) for _ in range(RNG.randint(3, 14))]
@@ -64,7 +95,7 @@ def corpus(n=4000):
         if RNG.random() < .5:
             s = s.capitalize() + RNG.choice([".", "!", "?", "...", ";\n", ".\n\n"])
         if RNG.random() < .15:
-            s = s.replace(" ", RNG.choice(["'s ", "'t ", "n't ", "'re ", "'LL ", "  ", "   ", "\t", "\r\n"]), 2)
+            s = s.replace(" ", RNG.choice(BREAKS), 2)
         if RNG.random() < .1:
             s = RNG.choice(CODE) + s
         if RNG.random() < .05:
@@ -73,123 +104,281 @@ def corpus(n=4000):
     return out
 
 
-SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>",
-           "<s>", "</s>", "<unk>", "[INST]", "[/INST]", "<think>", "</think>", "<tool_call>", "<｜User｜>", "<｜Assistant｜>",
-           "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<|left|>", "<|right|>", "<|both|>", "<both>", "@@", "ABC", "ABCD", "<0x0A>", "<0xE2>", "▁▁"]
+SPECIAL = [
+    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+    "<|im_start|>", "<|im_end|>", "<|endoftext|>",
+    "<s>", "</s>", "<unk>", "[INST]", "[/INST]", "<think>", "</think>", "<tool_call>",
+    "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>",
+    "<|left|>", "<|right|>", "<|both|>", "<both>", "@@", "ABC", "ABCD", "<0x0A>", "<0xE2>", "▁▁",
+]
 
 
 def strings():
-    s = ["", " ", "  ", "   ", "a", " a", "  a", "a ", "a  ", "\n", "\n\n", "\n\n\n", "\r\n", "\r\n\r\n", " \n", "\n ", " \n ", "\t", "\t\t", "\t\n", "a\n", "a\n\nb", "a\r\nb",
-         "a \n b", "a\n  b", "a  \n\n  b", "a\t\tb", "\ta", "a\u00a0b", "\u00a0 a", "a\u3000\u3000b", "a\u2028b\u2029c", "a\u0085b", "\u1680 x", "a\u200bb", "\ufeffa", "\u180ea", "a\x0bb\x0cc", "\x1c\x1d\x1e\x1f",
-         "Hello world", " Hello world", "Hello, world!", "HELLO WORLD", "hello  world", "hello   world", "(hello)", "\thello", "\t\thello", "!!hello", "#hello##", "hello_world", "hello-world", "_", "__", "a_b",
-         "I'm you're he's we've I'll he'd don't", "I'M YOU'RE HE'S WE'VE I'LL HE'D DON'T", "'s", "'S", "'ſ", "x'ſx", "'ll", "'lL", "'l", "'L", "'re", "'rE", "'r", "'ve", "'v", "''s", "' s", "'", "''", "'sabc", "'S1", "’s", "x's'", "'tis", "'Twas", "'\u0301s", "'d'm't's", "'İ", "'K",
-         "1", "12", "123", "1234", "12345", "123456", "1234567", "33333333", " 1", " 12", "  123", "a1b22c333", "3.14", "1,000,000", "1e10", "0x1F", "½", "¼½¾", "ied 4 ½ months", "²³", "٣٤٥٦", "१२३४", "Ⅷ", "①②③④", "𝟘𝟙𝟚𝟛", "一二三", "1½2", "1٣2", "a１２３４b", "〇", "𐄇𐄈", "๑๒๓", "1\u0301", "1 2", "1\n2", "1\t2", "\u0664 4",
-         "naïve café", "nai\u0308ve cafe\u0301", "e\u0301", "e\u0301\u0301", "\u0301", "\u0301e", "a\u0323\u0307", "a\u0307\u0323", "q\u0307\u0323", "q\u0323\u0307", "\u1e0d\u0307", "\u1e0b\u0323", "\u0344", "\u2126", "\u212b", "\u212a", "\uf900", "\u2f800", "\ufb1d", "\u0958", "\u1100\u1161\u11a8", "\u1100\u1161", "\uac00\u11a8", "\uac01\u11a8", "\u1161\u11a8", "\u1100\u1100\u1161",
-         "\u0f71\u0f72\u0f74", "\u0cca\u0cd5", "\u09c7\u09be", "\u0b47\u0b56\u0b3e", "\u30ab\u3099", "\u30ab\u30fc\u3099", "\u1fbf\u0301", "\u03b1\u0345\u0301", "\u0391\u0301\u0345", "\u0390", "\u0308\u0301", "\U0001d15e", "\U0001d1bf", "\U0001d157\U0001d165\U0001d16e", "\u0340\u0341\u0343", "\u2000\u2001", "\u0374\u037e\u0387", "\u2adc", "o\u0302\u0323", "s\u0323\u0307\u0301", "\u0061\u05b0\u0301\u0327\u0328\u0316",
-         "x\u1ac8\u0323", "x\u0323\u1ac8", "\U00011935\U00011930", "a\u0300\u0316" * 5, "x" + "\u0301\u0323" * 9, "\u11a8", "\ud7a3", "\ud7a4", "Việt Nam", "Vie\u0302\u0323t Nam", "İi", "ß", "ẞ", "ŉ", "ǅ ǈ ǋ ǲ", "ʰʱʲ", "ªº", "ꟊ", "ﬁ", "ﬀ", "ᾈᾉ", "ǅabc", "ABCdef", "abcDEF", "AbCdEf", "camelCaseWord", "HTMLParser", "XMLHttpRequest2", "iPhone", "McDonald's", "ÉCOLE École", "你好Hello世界", "Hello世界Hello", "日本語テキスト", "あA", "Aあ", "あAあA", "AあaAa", "ʰA", "Aʰ", "Aʰa", "AAAʰAAA", "ʰʰAAA", "\u0301A", "A\u0301A", "A\u0301a", " \u0301A", "!\u0301A", "!\u0301a", "\u0301\u0301AA", "aA\u0301", "Ǆǅǆ",
-         "Привет, мир!", "ПРИВЕТ", "γειά σου κόσμε", "ΓΕΙΆ", "שלום עולם", "שָׁלוֹם", "مرحبا بالعالم", "مُحَمَّد", "नमस्ते दुनिया", "क्षत्रिय", "สวัสดีชาวโลก", "ကမ္ဘာ", "ខ្មែរ", "ᏣᎳᎩ", "አማርኛ", "ქართული", "Ქართული", "հայերեն", "ⴰⵎⴰⵣⵉⵖ", "བོད་སྐད", "한국어 텍스트", "안녕하세요", "𐐀𐐨", "𞤀𞤢", "ꙮ", "𓀀𓁐", "中文，標點。", "「引用」", "…—–", "¿Qué? ¡Sí!", "€100 £50 ¥1000", "™®©", "←↑→↓", "∑∏∫√", "ﷺ", "\U000e0001\U000e0041", "\ufffd", "\ufffe", "\uffff", "\U0010ffff", "\ue000", "\u0378",
-         "🙂", "🙂🙃", "👨‍👩‍👧‍👦", "👍🏽", "🇩🇪🇫🇷", "❤️", "1️⃣", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "this is 🦙.cpp", " this is 🦙.cpp", "a🙂b 🙂 c", "🙂 1", "👩🏿‍🚀!", "\u200d", "\u200d\u200d", "a\u200da", "\ufe0f",
-         "hello/world", "a/b\n/c", "//\n//", "!!\n/\n", "...\n...\n", "!?\r\n\r\nx", "; }\n}\n", "a;\n\n\tb", "---\n", "```c\nint x;\n```", "~/.bashrc", "a=b+c*d/e", "<html>&amp;</html>", "\"quoted\" 'single'", "\\n\\t", "x" * 40, "ab" * 40, "A" * 33, "a A " * 12, "=" * 50, "." * 70, "!" * 17 + "a", "-" * 9 + "\n" * 7,
-         " " * 2, " " * 4, " " * 8, " " * 16, " " * 33, " " * 70, "a" + " " * 20 + "b", "a" + "\n" * 20 + "b", "a" + " \n" * 12 + " b", "\t" * 19 + "x", " \t" * 9 + "1", " " * 9 + "\n" + " " * 9 + "x", "\u3000" * 5 + "x", "\n" + " " * 9, "\r" * 5 + "x", "x" + "\u00a0" * 6 + "y",
-         "thequickbrownfox" * 20, "привет" * 30, "世界" * 50, "🙂" * 25, "1234567890" * 12, "a1" * 40, "e\u0301" * 30, "\u1100\u1161\u11a8" * 12, "dont'tsrelld" * 6]
+    """Strings that show where one tokenizer cuts otherwise than another."""
+    s = [
+        "", " ", "  ", "   ", "a", " a", "  a", "a ", "a  ", "\n", "\n\n", "\n\n\n", "\r\n", "\r\n\r\n",
+        " \n", "\n ", " \n ", "\t", "\t\t", "\t\n", "a\n", "a\n\nb", "a\r\nb",
+        "a \n b", "a\n  b", "a  \n\n  b", "a\t\tb", "\ta", "a\u00a0b", "\u00a0 a", "a\u3000\u3000b",
+        "a\u2028b\u2029c", "a\u0085b", "\u1680 x", "a\u200bb", "\ufeffa", "\u180ea", "a\x0bb\x0cc",
+        "\x1c\x1d\x1e\x1f",
+        "Hello world", " Hello world", "Hello, world!", "HELLO WORLD", "hello  world", "hello   world",
+        "(hello)", "\thello", "\t\thello", "!!hello", "#hello##", "hello_world", "hello-world", "_", "__",
+        "a_b",
+        "I'm you're he's we've I'll he'd don't", "I'M YOU'RE HE'S WE'VE I'LL HE'D DON'T", "'s", "'S",
+        "'ſ", "x'ſx", "'ll", "'lL", "'l", "'L", "'re", "'rE", "'r", "'ve", "'v", "''s", "' s", "'", "''",
+        "'sabc", "'S1", "’s", "x's'", "'tis", "'Twas", "'\u0301s", "'d'm't's", "'İ", "'K",
+        "1", "12", "123", "1234", "12345", "123456", "1234567", "33333333", " 1", " 12", "  123",
+        "a1b22c333", "3.14", "1,000,000", "1e10", "0x1F", "½", "¼½¾", "ied 4 ½ months", "²³", "٣٤٥٦",
+        "१२३४", "Ⅷ", "①②③④", "𝟘𝟙𝟚𝟛", "一二三", "1½2", "1٣2", "a１２３４b", "〇", "𐄇𐄈", "๑๒๓", "1\u0301", "1 2",
+        "1\n2", "1\t2", "\u0664 4",
+        "naïve café", "nai\u0308ve cafe\u0301", "e\u0301", "e\u0301\u0301", "\u0301", "\u0301e",
+        "a\u0323\u0307", "a\u0307\u0323", "q\u0307\u0323", "q\u0323\u0307", "\u1e0d\u0307",
+        "\u1e0b\u0323", "\u0344", "\u2126", "\u212b", "\u212a", "\uf900", "\u2f800", "\ufb1d", "\u0958",
+        "\u1100\u1161\u11a8", "\u1100\u1161", "\uac00\u11a8", "\uac01\u11a8", "\u1161\u11a8",
+        "\u1100\u1100\u1161",
+        "\u0f71\u0f72\u0f74", "\u0cca\u0cd5", "\u09c7\u09be", "\u0b47\u0b56\u0b3e", "\u30ab\u3099",
+        "\u30ab\u30fc\u3099", "\u1fbf\u0301", "\u03b1\u0345\u0301", "\u0391\u0301\u0345", "\u0390",
+        "\u0308\u0301", "\U0001d15e", "\U0001d1bf", "\U0001d157\U0001d165\U0001d16e",
+        "\u0340\u0341\u0343", "\u2000\u2001", "\u0374\u037e\u0387", "\u2adc", "o\u0302\u0323",
+        "s\u0323\u0307\u0301", "\u0061\u05b0\u0301\u0327\u0328\u0316",
+        "x\u1ac8\u0323", "x\u0323\u1ac8", "\U00011935\U00011930", "a\u0300\u0316" * 5,
+        "x" + "\u0301\u0323" * 9, "\u11a8", "\ud7a3", "\ud7a4", "Việt Nam", "Vie\u0302\u0323t Nam", "İi",
+        "ß", "ẞ", "ŉ", "ǅ ǈ ǋ ǲ", "ʰʱʲ", "ªº", "ꟊ", "ﬁ", "ﬀ", "ᾈᾉ", "ǅabc", "ABCdef", "abcDEF", "AbCdEf",
+        "camelCaseWord", "HTMLParser", "XMLHttpRequest2", "iPhone", "McDonald's", "ÉCOLE École",
+        "你好Hello世界", "Hello世界Hello", "日本語テキスト", "あA", "Aあ", "あAあA", "AあaAa", "ʰA", "Aʰ", "Aʰa", "AAAʰAAA",
+        "ʰʰAAA", "\u0301A", "A\u0301A", "A\u0301a", " \u0301A", "!\u0301A", "!\u0301a", "\u0301\u0301AA",
+        "aA\u0301", "Ǆǅǆ",
+        "Привет, мир!", "ПРИВЕТ", "γειά σου κόσμε", "ΓΕΙΆ", "שלום עולם", "שָׁלוֹם", "مرحبا بالعالم",
+        "مُحَمَّد", "नमस्ते दुनिया", "क्षत्रिय", "สวัสดีชาวโลก", "ကမ္ဘာ", "ខ្មែរ", "ᏣᎳᎩ", "አማርኛ",
+        "ქართული", "Ქართული", "հայերեն", "ⴰⵎⴰⵣⵉⵖ", "བོད་སྐད", "한국어 텍스트", "안녕하세요", "𐐀𐐨", "𞤀𞤢", "ꙮ", "𓀀𓁐",
+        "中文，標點。", "「引用」", "…—–", "¿Qué? ¡Sí!", "€100 £50 ¥1000", "™®©", "←↑→↓", "∑∏∫√", "ﷺ",
+        "\U000e0001\U000e0041", "\ufffd", "\ufffe", "\uffff", "\U0010ffff", "\ue000", "\u0378",
+        "🙂", "🙂🙃", "👨‍👩‍👧‍👦", "👍🏽", "🇩🇪🇫🇷", "❤️", "1️⃣", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "this is 🦙.cpp", " this is 🦙.cpp",
+        "a🙂b 🙂 c", "🙂 1", "👩🏿‍🚀!", "\u200d", "\u200d\u200d", "a\u200da", "\ufe0f",
+        "hello/world", "a/b\n/c", "//\n//", "!!\n/\n", "...\n...\n", "!?\r\n\r\nx", "; }\n}\n",
+        "a;\n\n\tb", "---\n", "```c\nint x;\n```", "~/.bashrc", "a=b+c*d/e", "<html>&amp;</html>",
+        "\"quoted\" 'single'", "\\n\\t", "x" * 40, "ab" * 40, "A" * 33, "a A " * 12, "=" * 50, "." * 70,
+        "!" * 17 + "a", "-" * 9 + "\n" * 7,
+        " " * 2, " " * 4, " " * 8, " " * 16, " " * 33, " " * 70, "a" + " " * 20 + "b",
+        "a" + "\n" * 20 + "b", "a" + " \n" * 12 + " b", "\t" * 19 + "x", " \t" * 9 + "1",
+        " " * 9 + "\n" + " " * 9 + "x", "\u3000" * 5 + "x", "\n" + " " * 9, "\r" * 5 + "x",
+        "x" + "\u00a0" * 6 + "y",
+        "thequickbrownfox" * 20, "привет" * 30, "世界" * 50, "🙂" * 25, "1234567890" * 12, "a1" * 40,
+        "e\u0301" * 30, "\u1100\u1161\u11a8" * 12, "dont'tsrelld" * 6,
+    ]
     for a in SPECIAL:
         s += [a, "x" + a + "y", " " + a + "  y", a + a]
-    s += ["Hello <s>.", "<s>Hello</s>", "<s> Hello", "<|im_start|>user\nhi<|im_end|>\n", "<|im_start|><|im_start|", "<|im_start", "<<s>>", "[INST] hi [/INST] ho</s>", "ABCDE", "ABABC", "xABCx", "a <|left|> b", "a\n\t <|left|>b", "a <|right|> \n b", "a  <|both|>  b", "<|left|> <|left|>", "<|right|>  <|left|>", "<both> <both>", " ▁▁ ▁ ▁▁▁", "@@@", "@@@@", "<think>\nno\n</think>\n\nyes", "a▁b", "▁", "▁a", " ▁a", "<0x41>", "\x00", "a\x00b", "\x01\x02\x7f", "\u0100\u0101Ġhello Ċ ĉ"]
-    bits = [" ", "  ", "\n", "\r\n", "\t", "'s", "'LL", "1", "42", "½", "a", "The", "hello", "WORLD", "é", "e\u0301", "\u0323", "ñ", "世", "界", "한", "\u1100", "\u1161", "я", "ש", "\u05b8", "क", "्", "🙂", "\u200d", "👩", ".", ",", "!", "/", "(", "\"", "_", "<", "|>", "\u00a0", "\u3000", "ʰ", "ǅ", "٣", "<s>", "<|im_end|>", "ABC", "@@", "▁", "𝟘", "\U0001e900"]
+    s += [
+        "Hello <s>.", "<s>Hello</s>", "<s> Hello", "<|im_start|>user\nhi<|im_end|>\n",
+        "<|im_start|><|im_start|", "<|im_start", "<<s>>", "[INST] hi [/INST] ho</s>", "ABCDE", "ABABC",
+        "xABCx", "a <|left|> b", "a\n\t <|left|>b", "a <|right|> \n b", "a  <|both|>  b",
+        "<|left|> <|left|>", "<|right|>  <|left|>", "<both> <both>", " ▁▁ ▁ ▁▁▁", "@@@", "@@@@",
+        "<think>\nno\n</think>\n\nyes", "a▁b", "▁", "▁a", " ▁a", "<0x41>", "\x00", "a\x00b",
+        "\x01\x02\x7f", "\u0100\u0101Ġhello Ċ ĉ",
+    ]
+    bits = [
+        " ", "  ", "\n", "\r\n", "\t", "'s", "'LL", "1", "42", "½", "a", "The", "hello", "WORLD", "é",
+        "e\u0301", "\u0323", "ñ", "世", "界", "한", "\u1100", "\u1161", "я", "ש", "\u05b8", "क", "्", "🙂",
+        "\u200d", "👩", ".", ",", "!", "/", "(", "\"", "_", "<", "|>", "\u00a0", "\u3000", "ʰ", "ǅ", "٣",
+        "<s>", "<|im_end|>", "ABC", "@@", "▁", "𝟘", "\U0001e900",
+    ]
     while len(s) < 560:
         s.append("".join(RNG.choice(bits) for _ in range(RNG.randint(2, 24))))
-    for lo, hi in ((0x80, 0x250), (0x250, 0x600), (0x600, 0xe00), (0xe00, 0x2000), (0x2000, 0x3100), (0xa000, 0xac00), (0xf900, 0x10000), (0x10000, 0x10800), (0x11000, 0x11800), (0x1d000, 0x1d800), (0x1e000, 0x1f000)):
+    blocks = (
+        (0x80, 0x250), (0x250, 0x600), (0x600, 0xe00), (0xe00, 0x2000), (0x2000, 0x3100),
+        (0xa000, 0xac00), (0xf900, 0x10000), (0x10000, 0x10800), (0x11000, 0x11800), (0x1d000, 0x1d800),
+        (0x1e000, 0x1f000),
+    )
+    for lo, hi in blocks:
         for _ in range(2):
             s.append("".join(chr(RNG.randrange(lo, hi)) for _ in range(24)))
     return list(dict.fromkeys(s))
 
 
-# ------------------------------------------------------------------------------------------------------------------ tokenizers
+# ------------------------------------------------------------------------------------------------- tokenizers
+# The patterns of the pre-tokenizers.
 BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + BLANKS
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + BLANKS)
 QWEN2 = LLAMA3.replace("{1,3}", "")
-TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-          r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + BLANKS)
-O200K = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + BLANKS)
-# Several splits in sequence. CR and LF stand in these as characters; the letters of DEEPSEEK_LLM are some ranges of the many
-DEEPSEEK_LLM = ["[\r\n]", r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-Ⴥ" "\U00010400-\U0001044f" r"]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$",
-                "[一-龥ࠀ-一가-퟿]+"]
-DEEPSEEK_CODER = ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"]
-DEEPSEEK_V3 = [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|""" "[^\r\n" r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+" "[\r\n]*" r"|\s*" "[\r\n]+"
-               r"|\s+(?!\S)|\s+"]
+
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + BLANKS)
+
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + BLANKS)
+
+# Several splits in sequence. CR and LF stand in these as characters; the letters of DEEPSEEK_LLM are some
+# ranges of the many.
+DEEPSEEK_LLM = [
+    "[\r\n]",
+    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-Ⴥ" "\U00010400-\U0001044f" r"]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-퟿]+",
+]
+
+DEEPSEEK_CODER = [
+    "[\r\n]",
+    r"\s?\p{L}+",
+    r"\s?\p{P}+",
+    "[一-龥ࠀ-一가-퟿]+",
+]
+
+DEEPSEEK_V3 = [
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|""" "[^\r\n"
+    r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+" "[\r\n]*" r"|\s*" "[\r\n]+" r"|\s+(?!\S)|\s+",
+]
 
 
 def token(content, special=True, **flags):
+    """An added token; a special one is looked for in the text as it stands, another in the normalized one."""
     return AddedToken(content, special=special, normalized=flags.pop("normalized", not special), **flags)
 
 
+def add_tokens(t, added):
+    """Adds tokens to a tokenizer, in this order."""
+    for a in added:
+        (t.add_special_tokens if a.special else t.add_tokens)([a])
+
+
+def begins_with(bos, id):
+    """A post-processor that puts the token bos, which has this id, before a text."""
+    return {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": bos, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"Sequence": {"id": "B", "type_id": 1}},
+        ],
+        "special_tokens": {bos: {"id": bos, "ids": [id], "tokens": [bos]}},
+    }
+
+
 def byte_level(text, size, pre, added, first=(), normalizer=None, ignore_merges=False, pairs=True, bos=None):
-    """a tokenizer.json of the byte-level family; first: special tokens with the lowest ids"""
+    """A tokenizer.json of the byte-level family; first: special tokens with the lowest ids."""
     t = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     if normalizer:
         t.normalizer = normalizer
     t.pre_tokenizer = pre_tokenizers.Sequence(pre) if len(pre) > 1 else pre[0]
     t.decoder = decoders.ByteLevel()
-    t.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=list(first), show_progress=False))
-    for a in added:
-        (t.add_special_tokens if a.special else t.add_tokens)([a])
+    t.train_from_iterator(text, trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=list(first),
+        show_progress=False,
+    ))
+    add_tokens(t, added)
     j = json.loads(t.to_str())
-    if ignore_merges:                   # some words lose the merge that makes them: only ignore_merges finds them now
+    if ignore_merges:
+        # some words lose the merge that makes them: only ignore_merges finds them now
         merges = j["model"]["merges"]
         used = {half for m in merges for half in m}
         gone = {"".join(m) for m in merges[100::7] if "".join(m) not in used}
         j["model"]["merges"] = [m for m in merges if "".join(m) not in gone]
     if bos:
         ids = {x["content"]: x["id"] for x in j["added_tokens"]}
-        j["post_processor"] = {"type": "Sequence", "processors": [{"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}, {
-            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {bos: {"id": bos, "ids": [ids[bos]], "tokens": [bos]}}}]}
+        level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+        j["post_processor"] = {"type": "Sequence", "processors": [level, begins_with(bos, ids[bos])]}
     if not pairs:
         j["model"]["merges"] = [" ".join(m) for m in j["model"]["merges"]]
     return j
 
 
-def spm_like(text, size, form, added=(), byte_fallback=True, fuse_unk=True, split=False, special_normalized=False):
-    """a tokenizer.json of the SentencePiece family; form: legacy, first, always, never"""
+def spm_vocabulary(text, size, byte_fallback):
+    """The names and the merges of a model of the SentencePiece family: trained ones, and runs of blanks."""
     t = Tokenizer(models.BPE(unk_token="<unk>"))
     t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    t.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, limit_alphabet=90, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False))
+    t.train_from_iterator(text, trainers.BpeTrainer(
+        vocab_size=size,
+        limit_alphabet=90,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        show_progress=False,
+    ))
     trained = json.loads(t.to_str())["model"]
     names = ["<unk>", "<s>", "</s>"] + (["<0x%02X>" % b for b in range(256)] if byte_fallback else [])
     merges = [m if isinstance(m, list) else m.split(" ") for m in trained["merges"]]
     chars = [x for x in trained["vocab"] if len(x) == 1]
     names += ["".join(m) for m in merges] + chars + ["▁▁", "▁▁▁▁"]
     merges += [["▁", "▁"], ["▁▁", "▁▁"]]
-    names = list(dict.fromkeys(names))
-    model = {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": fuse_unk,
-             "byte_fallback": byte_fallback, "ignore_merges": False, "vocab": {x: i for i, x in enumerate(names)}, "merges": merges}
+    return list(dict.fromkeys(names)), merges
+
+
+def spm_like(text, size, form, added=(), byte_fallback=True, fuse_unk=True, split=False,
+             special_normalized=False):
+    """A tokenizer.json of the SentencePiece family; form: legacy, first, always, never."""
+    names, merges = spm_vocabulary(text, size, byte_fallback)
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": "<unk>",
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": fuse_unk,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": False,
+        "vocab": {x: i for i, x in enumerate(names)},
+        "merges": merges,
+    }
     specials = [token(x, normalized=special_normalized) for x in ("<unk>", "<s>", "</s>")] + list(added)
     legacy = form == "legacy"
-    norm = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}
+    norm = {"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ]}
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": form, "split": split}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if form != "never" else []
-    j = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": norm if legacy else None,
-         "pre_tokenizer": None if legacy else {"type": "Metaspace", "replacement": "▁", "prepend_scheme": form, "split": split},
-         "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
-         "decoder": {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}] + strip}, "model": model}
-    t = Tokenizer.from_str(json.dumps(j))
-    for a in specials:
-        (t.add_special_tokens if a.special else t.add_tokens)([a])
+    decoder = {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ] + strip}
+    t = Tokenizer.from_str(json.dumps({
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": norm if legacy else None,
+        "pre_tokenizer": None if legacy else metaspace,
+        "post_processor": begins_with("<s>", 1),
+        "decoder": decoder,
+        "model": model,
+    }))
+    add_tokens(t, specials)
     return json.loads(t.to_str())
 
 
 def sp_model(text, size, **more):
+    """The bytes of a tokenizer.model; more: options of the trainer."""
     out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter([x.replace("\n", " ") for x in text]), model_writer=out, model_type="bpe", vocab_size=size, normalization_rule_name="identity",
-                                             remove_extra_whitespaces=False, character_coverage=.9985, minloglevel=2, num_threads=1, **more)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([x.replace("\n", " ") for x in text]),
+        model_writer=out,
+        model_type="bpe",
+        vocab_size=size,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        character_coverage=.9985,
+        minloglevel=2,
+        num_threads=1,
+        **more,
+    )
     return out.getvalue()
 
 
 def coarse_scores(proto):
-    """the same model with scores rounded down to multiples of 64, so that many are equal"""
+    """The same model with scores rounded down to multiples of 64, so that many are equal."""
     out, i = b"", 0
     while i < len(proto) and proto[i] == 0x0A:          # field 1: a piece, shorter than 128 bytes
         piece = proto[i + 2:i + 2 + proto[i + 1]]
@@ -202,109 +391,260 @@ def coarse_scores(proto):
     return out + proto[i:]
 
 
-# ----------------------------------------------------------------------------------------------------------------------- chats
-# Minimal programs that write what the published templates of each family write (system, user and assistant messages, no tools).
+# --------------------------------------------------------------------------------------------------- chats
+# Minimal programs that write what the published templates of each family write (system, user and assistant
+# messages, no tools).
 EACH = "{%- for m in messages %}"
-LLAMA_TURN = ("{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
-              "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}")
-LLAMA_LINES = ("{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set s = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}{%- else %}{%- set s = '' %}{%- endif %}"
-               "{{- '<|start_header_id|>system<|end_header_id|>\\n\\nCutting Knowledge Date: December 2023\\nToday Date: ' + date_string + '\\n\\n' + s + '<|eot_id|>' }}")
-CHATML = ("{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}THINK{%- endif %}")
-IN_USER = ("{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set s = messages[0]['content'] + '\\n\\n' %}{%- set messages = messages[1:] %}{%- else %}{%- set s = '' %}{%- endif %}" + EACH
-           + "{%- if m['role'] == 'user' %}{{- BEFORE + (s if loop.first else '') + m['content'] + AFTER }}{%- else %}{{- GAP + m['content'] + eos_token }}{%- endif %}{%- endfor %}")
+
+LLAMA_TURN = (
+    "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim "
+    "+ '<|eot_id|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+    "{%- endif %}"
+)
+
+LLAMA_LINES = (
+    "{{- bos_token }}"
+    "{%- if messages[0]['role'] == 'system' %}{%- set s = messages[0]['content'] | trim %}"
+    "{%- set messages = messages[1:] %}"
+    "{%- else %}{%- set s = '' %}{%- endif %}"
+    "{{- '<|start_header_id|>system<|end_header_id|>\\n\\nCutting Knowledge Date: December 2023\\nToday "
+    "Date: ' + date_string + '\\n\\n' + s + '<|eot_id|>' }}"
+)
+
+CHATML = (
+    "{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}THINK{%- endif %}"
+)
+
+IN_USER = (
+    "{{- bos_token }}"
+    "{%- if messages[0]['role'] == 'system' %}{%- set s = messages[0]['content'] + '\\n\\n' %}"
+    "{%- set messages = messages[1:] %}"
+    "{%- else %}{%- set s = '' %}{%- endif %}" + EACH
+    + "{%- if m['role'] == 'user' %}{{- BEFORE + (s if loop.first else '') + m['content'] + AFTER }}"
+      "{%- else %}{{- GAP + m['content'] + eos_token }}{%- endif %}{%- endfor %}"
+)
 
 
 def default_system(words):
-    return "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\n" + words + "<|im_end|>\\n' }}{%- endif %}"
+    """A program's beginning: these words, unless the dialogue begins with a system message."""
+    return ("{%- if messages[0]['role'] != 'system' %}"
+            "{{- '<|im_start|>system\\n" + words + "<|im_end|>\\n' }}{%- endif %}")
 
 
 def in_user(before, after, gap):
+    """IN_USER with these texts around a question and before a reply."""
     return IN_USER.replace("BEFORE", before).replace("AFTER", after).replace("GAP", gap)
 
 
-VICUNA = "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, and polite answers to the user's questions."
-# name, tokenizer, program, head of a reply, what opens the first question (system in a message of its own) or the words after the system text
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+    "helpful, detailed, and polite answers to the user's questions."
+)
+
+# name, tokenizer, program, head of a reply, what opens the first question (system in a message of its own) or
+# the words after the system text (@: the question itself)
 CHATS = [
-    ("llama3", "llama3", "{{- bos_token }}" + EACH + LLAMA_TURN, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>user"),
-    ("llama3.1", "llama3", "{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}" + LLAMA_LINES + EACH + LLAMA_TURN, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>user"),
-    ("llama3.1", "llama3", "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- endif %}" + LLAMA_LINES + EACH + LLAMA_TURN,
+    ("llama3", "llama3", "{{- bos_token }}" + EACH + LLAMA_TURN,
      "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>user"),
-    ("chatml", "smollm2", EACH + CHATML.replace("THINK", ""), "<|im_start|>assistant\n", "<|im_start|>user"),
-    ("chatml", "smollm2", default_system("You are a helpful AI assistant named SmolLM, trained by Hugging Face") + EACH + CHATML.replace("THINK", ""), "<|im_start|>assistant\n", "<|im_start|>user"),
-    ("chatml", "qwen2", default_system("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.") + EACH + CHATML.replace("THINK", ""), "<|im_start|>assistant\n", "<|im_start|>user"),
-    ("qwen3", "qwen2", EACH + CHATML.replace("THINK", "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"), "<|im_start|>assistant\n", "<|im_start|>user"),
+    ("llama3.1", "llama3",
+     "{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}"
+     + LLAMA_LINES + EACH + LLAMA_TURN,
+     "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>user"),
+    ("llama3.1", "llama3",
+     "{%- if not date_string is defined %}"
+     "{%- if strftime_now is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- endif %}"
+     + LLAMA_LINES + EACH + LLAMA_TURN,
+     "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start_header_id|>user"),
+    ("chatml", "smollm2", EACH + CHATML.replace("THINK", ""), "<|im_start|>assistant\n",
+     "<|im_start|>user"),
+    ("chatml", "smollm2",
+     default_system("You are a helpful AI assistant named SmolLM, trained by Hugging Face") + EACH
+     + CHATML.replace("THINK", ""),
+     "<|im_start|>assistant\n", "<|im_start|>user"),
+    ("chatml", "qwen2",
+     default_system("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.") + EACH
+     + CHATML.replace("THINK", ""),
+     "<|im_start|>assistant\n", "<|im_start|>user"),
+    ("qwen3", "qwen2",
+     EACH
+     + CHATML.replace(
+           "THINK",
+           "{%- if enable_thinking is defined and enable_thinking is false %}"
+           "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"),
+     "<|im_start|>assistant\n", "<|im_start|>user"),
     ("mistral-v1", "spm-legacy", in_user("'[INST] '", "' [/INST]'", "''"), " [/INST]", "@"),
     ("mistral-v1-spaced", "spm-legacy", in_user("' [INST] '", "' [/INST]'", "' '"), " [/INST]", "@"),
     ("mistral-v3", "spm-first", in_user("'[INST] '", "'[/INST]'", "' '"), "[/INST]", "@"),
     ("mistral-tekken", "tekken", in_user("'[INST]'", "'[/INST]'", "''"), "[/INST]", "@"),
-    ("llama2", "spm-legacy", "{%- if messages[0]['role'] == 'system' %}{%- set s = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}{%- set messages = messages[1:] %}{%- else %}{%- set s = '' %}{%- endif %}" + EACH
-     + "{%- if m['role'] == 'user' %}{{- bos_token + '[INST] ' + ((s if loop.first else '') + m['content']) | trim + ' [/INST]' }}{%- else %}{{- ' ' + m['content'] | trim + ' ' + eos_token }}{%- endif %}{%- endfor %}", " [/INST]", "@"),
-    ("tinyllama", "spm-legacy", EACH + "{{- '<|' + m['role'] + '|>\\n' + m['content'] + eos_token + '\\n' }}{#- <|user|> #}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}", "<|assistant|>\n", "<|user|>"),
-    ("vicuna", "spm-legacy", "{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set s = messages[0]['content'] %}{%- set messages = messages[1:] %}{%- else %}{%- set s = \"" + VICUNA + "\" %}{%- endif %}{{- s + ' ' }}" + EACH
-     + "{%- if m['role'] == 'user' %}{{- 'USER: ' + m['content'] }}{%- else %}{{- ' ASSISTANT: ' + m['content'] + eos_token }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- ' ASSISTANT:' }}{%- endif %}", "ASSISTANT:", "USER:"),
-    ("deepseek-r1", "qwen2", "{{- bos_token }}" + EACH + "{%- if m['role'] == 'system' %}{{- m['content'] }}{%- elif m['role'] == 'user' %}{{- '<｜User｜>' + m['content'] }}{%- else %}"
-     "{{- '<｜Assistant｜>' + m['content'].split('</think>') | last + eos_token }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}", "<｜Assistant｜>", "<｜User｜>"),
+    ("llama2", "spm-legacy",
+     "{%- if messages[0]['role'] == 'system' %}"
+     "{%- set s = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
+     "{%- set messages = messages[1:] %}"
+     "{%- else %}{%- set s = '' %}{%- endif %}" + EACH
+     + "{%- if m['role'] == 'user' %}"
+       "{{- bos_token + '[INST] ' + ((s if loop.first else '') + m['content']) | trim + ' [/INST]' }}"
+       "{%- else %}{{- ' ' + m['content'] | trim + ' ' + eos_token }}{%- endif %}{%- endfor %}",
+     " [/INST]", "@"),
+    ("tinyllama", "spm-legacy",
+     EACH
+     + "{{- '<|' + m['role'] + '|>\\n' + m['content'] + eos_token + '\\n' }}{#- <|user|> #}"
+       "{%- endfor %}"
+       "{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}",
+     "<|assistant|>\n", "<|user|>"),
+    ("vicuna", "spm-legacy",
+     "{{- bos_token }}"
+     "{%- if messages[0]['role'] == 'system' %}{%- set s = messages[0]['content'] %}"
+     "{%- set messages = messages[1:] %}"
+     "{%- else %}{%- set s = \"" + VICUNA + "\" %}{%- endif %}{{- s + ' ' }}" + EACH
+     + "{%- if m['role'] == 'user' %}{{- 'USER: ' + m['content'] }}"
+       "{%- else %}{{- ' ASSISTANT: ' + m['content'] + eos_token }}{%- endif %}{%- endfor %}"
+       "{%- if add_generation_prompt %}{{- ' ASSISTANT:' }}{%- endif %}",
+     "ASSISTANT:", "USER:"),
+    ("deepseek-r1", "qwen2",
+     "{{- bos_token }}" + EACH
+     + "{%- if m['role'] == 'system' %}{{- m['content'] }}"
+       "{%- elif m['role'] == 'user' %}{{- '<｜User｜>' + m['content'] }}"
+       "{%- else %}"
+       "{{- '<｜Assistant｜>' + m['content'].split('</think>') | last + eos_token }}{%- endif %}"
+       "{%- endfor %}"
+       "{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}",
+     "<｜Assistant｜>", "<｜User｜>"),
 ]
-QUESTIONS = ["What is the key, and where does the value live?", "  Tell me a story about the sea\n\nand 42 boats. ", "Привет! naïve 世界 🙂?", "\nWhy?", "x = [1, 2]\n\tprint(x[0])"]
-REPLIES = ["The key is in the house.", "Once upon a time there was a boat, number 42.", "Hello 世界!", "I do not know.", "It prints 1"]
+
+QUESTIONS = [
+    "What is the key, and where does the value live?",
+    "  Tell me a story about the sea\n\nand 42 boats. ",
+    "Привет! naïve 世界 🙂?",
+    "\nWhy?",
+    "x = [1, 2]\n\tprint(x[0])",
+]
+
+REPLIES = [
+    "The key is in the house.",
+    "Once upon a time there was a boat, number 42.",
+    "Hello 世界!",
+    "I do not know.",
+    "It prints 1",
+]
+
 SYSTEMS = [None, "You answer in one sentence.", " Be kind.\nBe short. "]
+
+# tokenizer: BOS and EOS, where they are not <s> and </s>
+ENDS = {
+    "llama3": ("<|begin_of_text|>", "<|eot_id|>"),
+    "smollm2": (None, "<|im_end|>"),
+    "qwen2": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+}
+
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+def template_tokenizer(tok, program, bos, eos):
+    """What renders dialogues by a program, and the ids that go before them.
+
+    These are the BOS that the post-processor adds when the program does not.
+    """
+    fast = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token=bos, eos_token=eos, chat_template=program)
+    auto = tok.encode("").ids if bos and "bos_token" not in program else []
+    return fast, auto
+
+
+def chat_turns(tok, fast, auto, entry, system, think, dialogue):
+    """A dialogue turn by turn: the question, the ids to append for it, where its parts end, the reply's ids.
+
+    entry is one of CHATS; dialogue is pairs of a question and a reply.
+    """
+    name, family, program, head, question = entry
+
+    def render(messages, prompt):
+        return fast.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
+                                        enable_thinking=bool(think))
+
+    if name == "deepseek-r1" or family.startswith(("spm", "tekken")):
+        end = fast.eos_token
+    else:
+        end = "<|im_end|>" if "<|im_start|>" in program else "<|eot_id|>"
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    turns, have = [], []
+    for q, r in dialogue:
+        messages = messages + [{"role": "user", "content": q}]
+        text = render(messages, True)
+        if think == 0:          # history has no empty thoughts: here it keeps what the reply began with
+            text = text.replace(head, head + NO_THOUGHT).replace(NO_THOUGHT * 2, NO_THOUGHT)
+        full = tok.encode(text, add_special_tokens=False)
+        ids = auto + full.ids
+        assert ids[:len(have)] == have, (name, "is not append-safe here")
+        turn = {"user": q, "ids": ids[len(have):]}
+        if not turns:
+            asked = question
+            if question == "@":                         # the words themselves, which Llama 2's program trims
+                asked = q
+                if name == "llama2":
+                    asked = q.strip() if system is None else q.rstrip()
+            place = text.index(asked)
+            turn["n_sys"] = len(auto) + sum(b <= place for a, b in full.offsets)
+        place = text.rindex(head)                       # a token over the edge counts
+        turn["n_head"] = sum(b > place for a, b in full.offsets)
+
+        messages = messages + [{"role": "assistant", "content": r}]
+        text = render(messages, False)
+        if think == 0:
+            text = text.replace(head, head + NO_THOUGHT)
+        after = auto + tok.encode(text, add_special_tokens=False).ids
+        assert after[:len(ids)] == ids, (name, "the reply is not appended")
+        have = after[:len(after) - after[::-1].index(tok.token_to_id(end))]
+        turn["reply"] = have[len(ids):]
+        turns.append(turn)
+    return turns
 
 
 def chats(tokenizers):
+    """Every entry of CHATS under every system text, with thoughts and without where it knows them."""
     out = []
-    for name, family, program, head, question in CHATS:
+    for entry in CHATS:
+        name, family, program, _, _ = entry
         tok = tokenizers[family]
-        bos, eos = {"llama3": ("<|begin_of_text|>", "<|eot_id|>"), "smollm2": (None, "<|im_end|>"), "qwen2": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")}.get(family, ("<s>", "</s>"))
-        end = eos if name in ("deepseek-r1",) or family.startswith(("spm", "tekken")) else "<|im_end|>" if "<|im_start|>" in program else "<|eot_id|>"
-        fast = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token=bos, eos_token=eos, chat_template=program)
-        auto = tok.encode("").ids if bos and "bos_token" not in program else []         # what the post-processor adds when the program does not
+        bos, eos = ENDS.get(family, ("<s>", "</s>"))
+        fast, auto = template_tokenizer(tok, program, bos, eos)
         for nth, system in enumerate(SYSTEMS):
+            # with the last system text the first question begins with blanks
+            dialogue = list(zip(QUESTIONS[nth // 2:] + QUESTIONS[:nth // 2], REPLIES))
             for think in (1, 0) if name == "qwen3" else (1,):
-                messages = [{"role": "system", "content": system}] if system is not None else []
-                turns, have = [], []
-                for q, r in zip(QUESTIONS[nth // 2:] + QUESTIONS[:nth // 2], REPLIES):         # with the last system text the first question begins with blanks
-                    render = lambda m, gen: fast.apply_chat_template(m, tokenize=False, add_generation_prompt=gen, enable_thinking=bool(think))
-                    messages = messages + [{"role": "user", "content": q}]
-                    text = render(messages, True)
-                    if think == 0:                      # history has no empty thoughts: here it keeps what the reply began with
-                        text = text.replace(head, head + "<think>\n\n</think>\n\n").replace("<think>\n\n</think>\n\n" * 2, "<think>\n\n</think>\n\n")
-                    full = tok.encode(text, add_special_tokens=False)
-                    ids = auto + full.ids
-                    assert ids[:len(have)] == have, (name, "is not append-safe here")
-                    turn = {"user": q, "ids": ids[len(have):]}
-                    if not turns:
-                        place = text.index(question) if question != "@" else text.index(q.strip() if name == "llama2" and system is None else q.rstrip() if name == "llama2" else q)
-                        turn["n_sys"] = len(auto) + sum(b <= place for a, b in full.offsets)
-                    turn["n_head"] = sum(b > text.rindex(head) for a, b in full.offsets)     # a token over the edge counts
-                    messages = messages + [{"role": "assistant", "content": r}]
-                    text = render(messages, False)
-                    if think == 0:
-                        text = text.replace(head, head + "<think>\n\n</think>\n\n")
-                    after = auto + tok.encode(text, add_special_tokens=False).ids
-                    assert after[:len(ids)] == ids, (name, "the reply is not appended")
-                    have = after[:len(after) - after[::-1].index(tok.token_to_id(end))]
-                    turn["reply"] = have[len(ids):]
-                    turns.append(turn)
-                out.append({"name": name, "tokenizer": family, "program": program, "system": system, "think": think, "turns": turns})
+                out.append({
+                    "name": name,
+                    "tokenizer": family,
+                    "program": program,
+                    "system": system,
+                    "think": think,
+                    "turns": chat_turns(tok, fast, auto, entry, system, think, dialogue),
+                })
     return out
 
 
-# ------------------------------------------------------------------------------------------------- programs as people run them
-# Chat templates of the kinds that models are published with, tools and all, written after their public descriptions. `think`: the
-# program knows enable_thinking. Dialogues that a program refuses (no system message) are left out by transformers' own error.
+# ------------------------------------------------------------------------------ programs as people run them
+# Chat templates of the kinds that models are published with, tools and all, written after their public
+# descriptions. `think`: the program knows enable_thinking. Dialogues that a program refuses (no system
+# message) are left out by transformers' own error.
+#
+# Where a line of a program is too long for a line of this file, its literal ends and goes on in the next one.
 TOOL_LINES = r"""{%- if tools %}
     {{- '<|im_start|>system\n' }}
     {%- if messages[0]['role'] == 'system' %}
         {{- messages[0]['content'] + '\n\n' }}
     {%- else %}DEFAULT
     {%- endif %}
-    {{- "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
+    {{- "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are """ \
+        r"""provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
     {%- for tool in tools %}
         {{- "\n" }}
         {{- tool | tojson }}
     {%- endfor %}
-    {{- "\n</tools>\n\nFor each function call, return a json object:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
+    {{- "\n</tools>\n\nFor each function call, return a json object:\n<tool_call>\n{\"name\": """ \
+        r"""<function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
 """
+
 CALLS = r"""        {%- if message.tool_calls %}
         {%- for tool_call in message.tool_calls %}
             {%- if tool_call.function is defined %}
@@ -318,6 +658,7 @@ CALLS = r"""        {%- if message.tool_calls %}
         {%- endfor %}
         {%- endif %}
 """
+
 TOOL_ROLE = r"""    {%- elif message.role == "tool" %}
         {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
             {{- '<|im_start|>user' }}
@@ -331,15 +672,20 @@ TOOL_ROLE = r"""    {%- elif message.role == "tool" %}
     {%- endif %}
 {%- endfor %}
 """
-QWEN25 = TOOL_LINES.replace("DEFAULT", "\n        {{- 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' }}") + r"""{%- else %}
+
+QWEN25_WORDS = "\n        {{- 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' }}"
+
+QWEN25 = TOOL_LINES.replace("DEFAULT", QWEN25_WORDS) + r"""{%- else %}
     {%- if messages[0]['role'] == 'system' %}
         {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
     {%- else %}
-        {{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n' }}
+        {{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. """ \
+            r"""You are a helpful assistant.<|im_end|>\n' }}
     {%- endif %}
 {%- endif %}
 {%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) """ \
+            r"""or (message.role == "assistant" and not message.tool_calls) %}
         {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
     {%- elif message.role == "assistant" %}
         {{- '<|im_start|>' + message.role }}
@@ -351,15 +697,27 @@ QWEN25 = TOOL_LINES.replace("DEFAULT", "\n        {{- 'You are Qwen, created by 
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}
 """
-QWQ = QWEN25.replace("created by Alibaba Cloud. You are a helpful assistant.", "developed by Alibaba.").replace(
-    'or (message.role == "assistant" and not message.tool_calls) %}', '%}').replace(
+
+QWQ = QWEN25.replace(
+    "created by Alibaba Cloud. You are a helpful assistant.",
+    "developed by Alibaba.",
+).replace(
+    'or (message.role == "assistant" and not message.tool_calls) %}',
+    '%}',
+).replace(
     '''    {%- elif message.role == "assistant" %}
-        {{- '<|im_start|>' + message.role }}''', '''    {%- elif message.role == "assistant" and not message.tool_calls %}
+        {{- '<|im_start|>' + message.role }}''',
+    '''    {%- elif message.role == "assistant" and not message.tool_calls %}
         {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
         {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
     {%- elif message.role == "assistant" %}
         {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
-        {{- '<|im_start|>' + message.role }}''').replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n' }}")
+        {{- '<|im_start|>' + message.role }}''',
+).replace(
+    "{{- '<|im_start|>assistant\\n' }}",
+    "{{- '<|im_start|>assistant\\n<think>\\n' }}",
+)
+
 QWEN3_HEAD = TOOL_LINES.replace("DEFAULT", "") + r"""{%- else %}
     {%- if messages[0].role == 'system' %}
         {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
@@ -368,7 +726,9 @@ QWEN3_HEAD = TOOL_LINES.replace("DEFAULT", "") + r"""{%- else %}
 {%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" and message.content is string and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string """ \
+        r"""and not(message.content.startswith('<tool_response>') """ \
+        r"""and message.content.endswith('</tool_response>')) %}
         {%- set ns.multi_step_tool = false %}
         {%- set ns.last_query_index = index %}
     {%- endif %}
@@ -387,13 +747,15 @@ QWEN3_HEAD = TOOL_LINES.replace("DEFAULT", "") + r"""{%- else %}
             {%- set reasoning_content = message.reasoning_content %}
         {%- else %}
             {%- if '</think>' in content %}
-                {%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+                {%- set reasoning_content = """ \
+                    r"""content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
                 {%- set content = content.split('</think>')[-1].lstrip('\n') %}
             {%- endif %}
         {%- endif %}
         {%- if loop.index0 > ns.last_query_index %}
             {%- if loop.last or (not loop.last and reasoning_content) %}
-                {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+                {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning_content.strip('\n') """ \
+                    r"""+ '\n</think>\n\n' + content.lstrip('\n') }}
             {%- else %}
                 {{- '<|im_start|>' + message.role + '\n' + content }}
             {%- endif %}
@@ -402,15 +764,18 @@ QWEN3_HEAD = TOOL_LINES.replace("DEFAULT", "") + r"""{%- else %}
         {%- endif %}
 """ + CALLS + r"""        {{- '<|im_end|>\n' }}
 """ + TOOL_ROLE
+
 QWEN3 = QWEN3_HEAD + r"""{%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}
         {{- '<think>\n\n</think>\n\n' }}
     {%- endif %}
 {%- endif %}"""
+
 QWEN3_THINKING = QWEN3_HEAD + r"""{%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\n<think>\n' }}
 {%- endif %}"""
+
 LLAMA31 = r"""{{- bos_token }}
 {%- if custom_tools is defined %}
     {%- set tools = custom_tools %}
@@ -442,7 +807,8 @@ DATE
 {{- "Cutting Knowledge Date: December 2023\n" }}
 {{- "Today Date: " + date_string + "\n\n" }}
 {%- if tools is not none and not tools_in_user_message %}
-    {{- "You have access to the following functions. To call a function, please respond with JSON for a function call." }}
+    {{- "You have access to the following functions. To call a function, please respond with JSON for """ \
+        r"""a function call." }}
     {%- for t in tools %}
         {{- t | tojson(indent=4) }}
         {{- "\n\n" }}
@@ -457,7 +823,8 @@ DATE
         {%- set first_user_message = messages[0]['content']|trim %}
         {%- set messages = messages[1:] %}
     {%- else %}
-        {{- raise_exception("Cannot put tools in the first user message when there's no first user message!") }}
+        {{- raise_exception("Cannot put tools in the first user message when there's no first user """ \
+            r"""message!") }}
 {%- endif %}
     {{- '<|start_header_id|>user<|end_header_id|>\n\n' -}}
     {{- first_user_message + "<|eot_id|>"}}
@@ -465,7 +832,8 @@ DATE
 
 {%- for message in messages %}
     {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | """ \
+            r"""trim + '<|eot_id|>' }}
     {%- elif 'tool_calls' in message %}
         {%- if not message.tool_calls|length == 1 %}
             {{- raise_exception("This model only supports single tool-calls at once!") }}
@@ -496,6 +864,7 @@ DATE
     {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
 {%- endif %}
 """
+
 MISTRAL_V3 = r"""{%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
     {%- set loop_messages = messages[1:] %}
@@ -511,9 +880,11 @@ MISTRAL_V3 = r"""{%- if messages[0]["role"] == "system" %}
 {%- set ns = namespace() %}
 {%- set ns.index = 0 %}
 {%- for message in loop_messages %}
-    {%- if not (message.role == "tool" or message.role == "tool_results" or (message.tool_calls is defined and message.tool_calls is not none)) %}
+    {%- if not (message.role == "tool" or message.role == "tool_results" """ \
+        r"""or (message.tool_calls is defined and message.tool_calls is not none)) %}
         {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
-            {{- raise_exception("After the optional system message, conversation roles must alternate user/assistant/user/assistant/...") }}
+            {{- raise_exception("After the optional system message, conversation roles must alternate """ \
+                r"""user/assistant/user/assistant/...") }}
         {%- endif %}
         {%- set ns.index = ns.index + 1 %}
     {%- endif %}
@@ -557,12 +928,17 @@ MISTRAL_V3 = r"""{%- if messages[0]["role"] == "system" %}
     {%- elif message["role"] == "tool_results" or message["role"] == "tool" %}
         {{- '[TOOL_RESULTS]BLANK{"content": ' + message.content|string + ", " }}
     {%- else %}
-        {{- raise_exception("Only user and assistant roles are supported, with the exception of an initial optional system message!") }}
+        {{- raise_exception("Only user and assistant roles are supported, with the exception of an """ \
+            r"""initial optional system message!") }}
     {%- endif %}
 {%- endfor %}
 """
+
 SMALL3 = r"""{%- set today = strftime_now("%Y-%m-%d") %}
-{%- set default_system_message = "You are Mistral Small 3, a Large Language Model (LLM) created by Mistral AI, a French startup headquartered in Paris.\nYour knowledge base was last updated on 2023-10-01. The current date is " + today + ".\n\nWhen you're not sure about some information, you say that you don't have the information and don't make up anything." %}
+{%- set default_system_message = "You are Mistral Small 3, a Large Language Model (LLM) created by """ \
+    r"""Mistral AI, a French startup headquartered in Paris.\nYour knowledge base was last updated on """ \
+    r"""2023-10-01. The current date is " + today + ".\n\nWhen you're not sure about some information, """ \
+    r"""you say that you don't have the information and don't make up anything." %}
 
 {{- bos_token }}
 
@@ -608,9 +984,42 @@ SMALL3 = r"""{%- set today = strftime_now("%Y-%m-%d") %}
         {{- raise_exception('Only user, system and assistant roles are supported!') }}
     {%- endif %}
 {%- endfor %}"""
-R1 = r"""{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{% set ns = namespace(is_first=false, is_tool=false, is_output_first=true, system_prompt='') %}{%- for message in messages %}{%- if message['role'] == 'system' %}{% set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}{{bos_token}}{{ns.system_prompt}}{%- for message in messages %}{%- if message['role'] == 'user' %}{%- set ns.is_tool = false -%}{{'<｜User｜>' + message['content']}}{%- endif %}{%- if message['role'] == 'assistant' and message['content'] is none %}{%- set ns.is_tool = false -%}{%- for tool in message['tool_calls']%}{%- if not ns.is_first %}{{'<｜Assistant｜><｜tool▁calls▁begin｜>' + tool['type'] + '\n' + '```json' + '\n' + tool['function']['arguments'] + '\n' + '```'}}{%- set ns.is_first = true -%}{%- endif %}{%- endfor %}{%- endif %}{%- if message['role'] == 'assistant' and message['content'] is not none %}{%- if ns.is_tool %}{{'<｜tool▁outputs▁end｜>' + message['content'] + '<｜end▁of▁sentence｜>'}}{%- set ns.is_tool = false -%}{%- else %}{% set content = message['content'] %}{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}{{'<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>'}}{%- endif %}{%- endif %}{%- endfor -%}{% if ns.is_tool %}{{'<｜tool▁outputs▁end｜>'}}{% endif %}{% if add_generation_prompt and not ns.is_tool %}{{'<｜Assistant｜>THINK'}}{% endif %}"""
+
+R1 = (
+    r"{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
+    r"{% set ns = namespace(is_first=false, is_tool=false, is_output_first=true, system_prompt='') %}"
+    r"{%- for message in messages %}"
+    r"{%- if message['role'] == 'system' %}{% set ns.system_prompt = message['content'] %}{%- endif %}"
+    r"{%- endfor %}{{bos_token}}{{ns.system_prompt}}"
+    r"{%- for message in messages %}"
+    r"{%- if message['role'] == 'user' %}{%- set ns.is_tool = false -%}"
+    r"{{'<｜User｜>' + message['content']}}{%- endif %}"
+    r"{%- if message['role'] == 'assistant' and message['content'] is none %}"
+    r"{%- set ns.is_tool = false -%}"
+    r"{%- for tool in message['tool_calls']%}"
+    r"{%- if not ns.is_first %}"
+    r"{{'<｜Assistant｜><｜tool▁calls▁begin｜>' + tool['type'] + '\n' + '```json' + '\n' "
+    r"+ tool['function']['arguments'] + '\n' + '```'}}"
+    r"{%- set ns.is_first = true -%}{%- endif %}{%- endfor %}{%- endif %}"
+    r"{%- if message['role'] == 'assistant' and message['content'] is not none %}"
+    r"{%- if ns.is_tool %}{{'<｜tool▁outputs▁end｜>' + message['content'] + '<｜end▁of▁sentence｜>'}}"
+    r"{%- set ns.is_tool = false -%}"
+    r"{%- else %}{% set content = message['content'] %}"
+    r"{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    r"{{'<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>'}}{%- endif %}{%- endif %}{%- endfor -%}"
+    r"{% if ns.is_tool %}{{'<｜tool▁outputs▁end｜>'}}{% endif %}"
+    r"{% if add_generation_prompt and not ns.is_tool %}{{'<｜Assistant｜>THINK'}}{% endif %}"
+)
+
 HF_EACH = "{% for message in messages %}"
-PLAIN_CHATML = HF_EACH + "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+PLAIN_CHATML = (
+    HF_EACH
+    + "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+      "{% endfor %}"
+      "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 ZEPHYR = HF_EACH + r"""
 {% if message['role'] == 'user' %}
 {{ '<|user|>
@@ -626,12 +1035,65 @@ ZEPHYR = HF_EACH + r"""
 {{ '<|assistant|>' }}
 {% endif %}
 {% endfor %}"""
-TULU3 = HF_EACH + r"{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'assistant' %}{% if not loop.last %}{{ '<|assistant|>\n'  + message['content'] + eos_token + '\n' }}{% else %}{{ '<|assistant|>\n'  + message['content'] + eos_token }}{% endif %}{% endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
-PHI3 = HF_EACH + r"{% if message['role'] == 'system' %}{{'<|system|>\n' + message['content'] + '<|end|>\n'}}{% elif message['role'] == 'user' %}{{'<|user|>\n' + message['content'] + '<|end|>\n'}}{% elif message['role'] == 'assistant' %}{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-PHI4 = HF_EACH + r"{% if (message['role'] == 'system') %}{{'<|im_start|>system<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'user') %}{{'<|im_start|>user<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'assistant') %}{{'<|im_start|>assistant<|im_sep|>' + message['content'] + '<|im_end|>'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
-YI = r"{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% endif %}{% if system_message is defined %}{{ system_message }}{% endif %}{% for message in loop_messages %}{% if message['role'] == 'user' %}{{ '<|im_start|>user\n' + message['content'] + '<|im_end|>\n<|im_start|>assistant\n' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
-ALTERNATING = r"{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-MISTRAL_01 = "{{ bos_token }}" + HF_EACH + ALTERNATING + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token + ' ' }}{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+
+TULU3 = (
+    HF_EACH
+    + r"{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] + '\n' }}"
+      r"{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '\n' }}"
+      r"{% elif message['role'] == 'assistant' %}"
+      r"{% if not loop.last %}{{ '<|assistant|>\n'  + message['content'] + eos_token + '\n' }}"
+      r"{% else %}{{ '<|assistant|>\n'  + message['content'] + eos_token }}{% endif %}{% endif %}"
+      r"{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
+)
+
+PHI3 = (
+    HF_EACH
+    + r"{% if message['role'] == 'system' %}{{'<|system|>\n' + message['content'] + '<|end|>\n'}}"
+      r"{% elif message['role'] == 'user' %}{{'<|user|>\n' + message['content'] + '<|end|>\n'}}"
+      r"{% elif message['role'] == 'assistant' %}"
+      r"{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}"
+      r"{% if add_generation_prompt %}{{ '<|assistant|>\n' }}"
+      r"{% else %}{{ eos_token }}{% endif %}"
+)
+
+PHI4 = (
+    HF_EACH
+    + r"{% if (message['role'] == 'system') %}"
+      r"{{'<|im_start|>system<|im_sep|>' + message['content'] + '<|im_end|>'}}"
+      r"{% elif (message['role'] == 'user') %}"
+      r"{{'<|im_start|>user<|im_sep|>' + message['content'] + '<|im_end|>'}}"
+      r"{% elif (message['role'] == 'assistant') %}"
+      r"{{'<|im_start|>assistant<|im_sep|>' + message['content'] + '<|im_end|>'}}{% endif %}{% endfor %}"
+      r"{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+)
+
+YI = (
+    r"{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
+    r"{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    r"{% set system_message = messages[0]['content'] %}"
+    r"{% else %}{% set loop_messages = messages %}{% endif %}"
+    r"{% if system_message is defined %}{{ system_message }}{% endif %}"
+    r"{% for message in loop_messages %}"
+    r"{% if message['role'] == 'user' %}"
+    r"{{ '<|im_start|>user\n' + message['content'] + '<|im_end|>\n<|im_start|>assistant\n' }}"
+    r"{% elif message['role'] == 'assistant' %}{{ message['content'] + '<|im_end|>' + '\n' }}{% endif %}"
+    r"{% endfor %}"
+)
+
+ALTERNATING = (
+    r"{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    r"{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
+    r"{% endif %}"
+)
+
+MISTRAL_01 = (
+    "{{ bos_token }}" + HF_EACH + ALTERNATING
+    + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+      "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token + ' ' }}"
+      "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}"
+      "{% endfor %}"
+)
+
 MISTRAL_02 = r"""{%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content'] %}
     {%- set loop_messages = messages[1:] %}
@@ -642,7 +1104,8 @@ MISTRAL_02 = r"""{%- if messages[0]['role'] == 'system' %}
 {{- bos_token }}
 {%- for message in loop_messages %}
     {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('After the optional system message, conversation roles must alternate user/assistant/user/assistant/...') }}
+        {{- raise_exception('After the optional system message, conversation roles must alternate """ \
+            r"""user/assistant/user/assistant/...') }}
     {%- endif %}
     {%- if message['role'] == 'user' %}
         {%- if loop.first and system_message is defined %}
@@ -653,13 +1116,44 @@ MISTRAL_02 = r"""{%- if messages[0]['role'] == 'system' %}
     {%- elif message['role'] == 'assistant' %}
         {{- ' ' + message['content'] + eos_token}}
     {%- else %}
-        {{- raise_exception('Only user and assistant roles are supported, with the exception of an initial optional system message!') }}
+        {{- raise_exception('Only user and assistant roles are supported, with the exception of an """ \
+            r"""initial optional system message!') }}
     {%- endif %}
 {%- endfor %}
 """
-LLAMA2_FULL = r"{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}" + ALTERNATING + r"{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\n' + system_message + '\n<</SYS>>\n\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
-LLAMA2_DEFAULT = LLAMA2_FULL.replace("{% set system_message = false %}", "{% set system_message = 'You are a helpful, respectful and honest assistant. Always answer as helpfully as possible.' %}")
-GEMMA = r"{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{ '<|start|>' + role + '\n' + message['content'] | trim + '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{'<|start|>model\n'}}{% endif %}"
+
+LLAMA2_FULL = (
+    r"{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    r"{% set system_message = messages[0]['content'] %}"
+    r"{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}"
+    r"{% for message in loop_messages %}" + ALTERNATING
+    + r"{% if loop.index0 == 0 and system_message != false %}"
+      r"{% set content = '<<SYS>>\n' + system_message + '\n<</SYS>>\n\n' + message['content'] %}"
+      r"{% else %}{% set content = message['content'] %}{% endif %}"
+      r"{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+      r"{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}"
+      r"{% endif %}{% endfor %}"
+)
+
+LLAMA2_DEFAULT = LLAMA2_FULL.replace(
+    "{% set system_message = false %}",
+    "{% set system_message = 'You are a helpful, respectful and honest assistant. "
+    "Always answer as helpfully as possible.' %}")
+
+GEMMA = (
+    r"{{ bos_token }}"
+    r"{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    r"{% endif %}"
+    r"{% for message in messages %}"
+    r"{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    r"{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
+    r"{% endif %}"
+    r"{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
+    r"{% else %}{% set role = message['role'] %}{% endif %}"
+    r"{{ '<|start|>' + role + '\n' + message['content'] | trim + '<|end|>\n' }}{% endfor %}"
+    r"{% if add_generation_prompt %}{{'<|start|>model\n'}}{% endif %}"
+)
+
 GRANITE = r"""{%- if messages[0]['role'] == 'system' %}
      {%- set system_message = messages[0]['content'] %}
      {%- set loop_messages = messages[1:] %}
@@ -668,9 +1162,11 @@ GRANITE = r"""{%- if messages[0]['role'] == 'system' %}
 Today's Date: " + strftime_now('%B %d, %Y') + ".
 You are Granite, developed by IBM." %}
      {%- if tools and documents %}
-         {%- set system_message = system_message + " You are a helpful AI assistant with access to the following tools." %}
+         {%- set system_message = system_message + " You are a helpful AI assistant with access to the """ \
+             r"""following tools." %}
      {%- elif documents %}
-         {%- set system_message = system_message + " Write the response to the user's input by strictly aligning with the facts in the provided documents." %}
+         {%- set system_message = system_message + " Write the response to the user's input by """ \
+             r"""strictly aligning with the facts in the provided documents." %}
      {%- else %}
          {%- set system_message = system_message + " You are a helpful AI assistant." %}
      {%- endif %}
@@ -686,7 +1182,8 @@ You are Granite, developed by IBM." %}
      {%- endfor %}
  {%- endif %}
  {%- for message in loop_messages %}
-     {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + '<|end_of_text|>\n' }}
+     {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] """ \
+         r"""+ '<|end_of_text|>\n' }}
      {%- if loop.last and add_generation_prompt %}
          {{- '<|start_of_role|>assistant' }}
              {%- if controls %}
@@ -695,7 +1192,9 @@ You are Granite, developed by IBM." %}
          {{- '<|end_of_role|>' }}
      {%- endif %}
  {%- endfor %}"""
+
 OLMO2 = "{{ bos_token }}" + TULU3
+
 CODER = r"""{%- set ns = namespace(found=false) -%}
 {%- for message in messages -%}
     {%- if message['role'] == 'system' -%}
@@ -703,7 +1202,8 @@ CODER = r"""{%- set ns = namespace(found=false) -%}
     {%- endif -%}
 {%- endfor -%}
 {{bos_token}}{%- if not ns.found -%}
-{{'You are an AI programming assistant, utilizing the DeepSeek Coder model, and you only answer questions related to computer science.\n'}}
+{{'You are an AI programming assistant, utilizing the DeepSeek Coder model, """ \
+    r"""and you only answer questions related to computer science.\n'}}
 {%- endif %}
 {%- for message in messages %}
     {%- if message['role'] == 'system' %}
@@ -719,98 +1219,262 @@ CODER = r"""{%- set ns = namespace(found=false) -%}
 {% if add_generation_prompt %}
 {{- '### Response:\n' -}}
 {% endif %}"""
-OPENCHAT = r"{{ bos_token }}{% for message in messages %}{{ 'GPT4 Correct ' + message['role'].TITLE + ': ' + message['content'] + '<|end_of_turn|>'}}{% endfor %}{% if add_generation_prompt %}{{ 'GPT4 Correct Assistant:' }}{% endif %}".replace("message['role'].TITLE", "('User' if message['role'] == 'user' else 'Assistant' if message['role'] == 'assistant' else 'System')")
+
+OPENCHAT = (
+    r"{{ bos_token }}{% for message in messages %}"
+    r"{{ 'GPT4 Correct ' + message['role'].TITLE + ': ' + message['content'] + '<|end_of_turn|>'}}"
+    r"{% endfor %}"
+    r"{% if add_generation_prompt %}{{ 'GPT4 Correct Assistant:' }}{% endif %}"
+).replace(
+    "message['role'].TITLE",
+    "('User' if message['role'] == 'user' else 'Assistant' if message['role'] == 'assistant' else 'System')")
+
 MACRO = r"""{%- macro show(value, limit=3) -%}
     {%- if value is mapping -%}{{ value | tojson }}{%- else -%}{{ value }}{%- endif -%}
 {%- endmacro -%}
 """ + PLAIN_CHATML
-VARIABLE = r"{% set default_system = 'You are a careful assistant who answers in plain words.' %}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}{% else %}{% set system = default_system %}{% set rest = messages %}{% endif %}{{ '<|im_start|>system\n' ~ system ~ '<|im_end|>\n' }}{% for m in rest %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"
+
+VARIABLE = (
+    r"{% set default_system = 'You are a careful assistant who answers in plain words.' %}"
+    r"{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+    r"{% set rest = messages[1:] %}"
+    r"{% else %}{% set system = default_system %}"
+    r"{% set rest = messages %}{% endif %}{{ '<|im_start|>system\n' ~ system ~ '<|im_end|>\n' }}"
+    r"{% for m in rest %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}"
+    r"{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"
+)
+
 SMOLLM3 = r"""{%- set system_message = messages[0].content if messages[0].role == "system" else "" -%}
 {%- set rest = messages[1:] if messages[0].role == "system" else messages -%}
-{{- "<|im_start|>system\n## Metadata\n\nToday Date: " ~ strftime_now("%d %B %Y") ~ "\n\n## Custom Instructions\n\n" -}}
-{%- if system_message -%}{{- system_message.rstrip() -}}{%- else -%}{{- "You are a helpful AI assistant named SmolLM." -}}{%- endif -%}
+{{- "<|im_start|>system\n## Metadata\n\nToday Date: " ~ strftime_now("%d %B %Y") """ \
+    r"""~ "\n\n## Custom Instructions\n\n" -}}
+{%- if system_message -%}{{- system_message.rstrip() -}}{%- else -%}""" \
+    r"""{{- "You are a helpful AI assistant named SmolLM." -}}{%- endif -%}
 {{- "\n\n<|im_end|>\n" -}}
 {%- for message in rest -%}
     {%- if message.role == "user" -%}
         {{ "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" }}
     {%- elif message.role == "assistant" -%}
-        {% generation %}{{ "<|im_start|>assistant\n" + message.content.lstrip("\n") + "<|im_end|>\n" }}{% endgeneration %}
+        {% generation %}{{ "<|im_start|>assistant\n" + message.content.lstrip("\n") """ \
+            r"""+ "<|im_end|>\n" }}{% endgeneration %}
     {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ "<|im_start|>assistant\n" }}{%- endif -%}"""
+
 # what, the family that it must be recognised as ("custom": none), program, BOS, EOS
 PROGRAMS = [
-    ("Llama 3 Instruct", "llama3", "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}", "<|begin_of_text|>", "<|eot_id|>"),
-    ("Llama 3.1 Instruct", "llama3.1", LLAMA31.replace("DATE", '{%- if not date_string is defined %}\n    {%- set date_string = "26 Jul 2024" %}\n{%- endif %}'), "<|begin_of_text|>", "<|eot_id|>"),
-    ("Llama 3.2 Instruct", "llama3.1", LLAMA31.replace("DATE", '{%- if not date_string is defined %}\n    {%- if strftime_now is defined %}\n        {%- set date_string = strftime_now("%d %b %Y") %}\n    {%- else %}\n        {%- set date_string = "26 Jul 2024" %}\n    {%- endif %}\n{%- endif %}'), "<|begin_of_text|>", "<|eot_id|>"),
-    ("Qwen 2 Instruct", "chatml", HF_EACH + "{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", None, "<|im_end|>"),
+    ("Llama 3 Instruct", "llama3",
+     "{% set loop_messages = messages %}"
+     "{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] "
+     "+ '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
+     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+     "{% endfor %}"
+     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+     "{% endif %}",
+     "<|begin_of_text|>", "<|eot_id|>"),
+    ("Llama 3.1 Instruct", "llama3.1",
+     LLAMA31.replace(
+         "DATE",
+         '{%- if not date_string is defined %}\n'
+         '    {%- set date_string = "26 Jul 2024" %}\n'
+         '{%- endif %}'),
+     "<|begin_of_text|>", "<|eot_id|>"),
+    ("Llama 3.2 Instruct", "llama3.1",
+     LLAMA31.replace(
+         "DATE",
+         '{%- if not date_string is defined %}\n'
+         '    {%- if strftime_now is defined %}\n'
+         '        {%- set date_string = strftime_now("%d %b %Y") %}\n'
+         '    {%- else %}\n'
+         '        {%- set date_string = "26 Jul 2024" %}\n'
+         '    {%- endif %}\n'
+         '{%- endif %}'),
+     "<|begin_of_text|>", "<|eot_id|>"),
+    ("Qwen 2 Instruct", "chatml",
+     HF_EACH
+     + "{% if loop.first and messages[0]['role'] != 'system' %}"
+       "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+       "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+       "{% endfor %}"
+       "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+     None, "<|im_end|>"),
     ("Qwen 2.5 Instruct", "chatml", QWEN25, None, "<|im_end|>"),
     ("Qwen 3", "qwen3", QWEN3, None, "<|im_end|>"),
-    ("Qwen 3 2507 Instruct", "chatml", QWEN3_HEAD + "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}", None, "<|im_end|>"),
+    ("Qwen 3 2507 Instruct", "chatml",
+     QWEN3_HEAD
+     + "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}",
+     None, "<|im_end|>"),
     ("Qwen 3 2507 Thinking", "qwen3-thinking", QWEN3_THINKING, None, "<|im_end|>"),
     ("QwQ", "qwen3-thinking", QWQ, None, "<|im_end|>"),
     ("Hermes", "chatml", PLAIN_CHATML, None, "<|im_end|>"),
-    ("SmolLM2", "chatml", HF_EACH + "{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "<|im_start|>", "<|im_end|>"),
+    ("SmolLM2", "chatml",
+     HF_EACH
+     + "{% if loop.first and messages[0]['role'] != 'system' %}"
+       "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+       "Face<|im_end|>\n' }}{% endif %}"
+       "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+       "{% endfor %}"
+       "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+     "<|im_start|>", "<|im_end|>"),
     ("SmolLM3 in short", "custom", SMOLLM3, None, "<|im_end|>"),
     ("ChatML, default text in a variable", "chatml", VARIABLE, None, "<|im_end|>"),
     ("ChatML with a macro for tools", "chatml", MACRO, None, "<|im_end|>"),
     ("InternLM 2", "custom", "{{ bos_token }}" + PLAIN_CHATML, "<s>", "</s>"),
     ("Yi 1.5", "yi", YI, None, "<|im_end|>"),
     ("Phi 3", "phi3", PHI3, "<s>", "<|endoftext|>"),
-    ("Phi 3 medium", "phi3", "{% for message in messages %}{% if (message['role'] == 'user') %}{{'<|user|>' + '\n' + message['content'] + '<|end|>' + '\n' + '<|assistant|>' + '\n'}}{% elif (message['role'] == 'assistant') %}{{message['content'] + '<|end|>' + '\n'}}{% endif %}{% endfor %}", "<s>", "<|endoftext|>"),
+    ("Phi 3 medium", "phi3",
+     "{% for message in messages %}"
+     "{% if (message['role'] == 'user') %}"
+     "{{'<|user|>' + '\n' + message['content'] + '<|end|>' + '\n' + '<|assistant|>' + '\n'}}"
+     "{% elif (message['role'] == 'assistant') %}{{message['content'] + '<|end|>' + '\n'}}{% endif %}"
+     "{% endfor %}",
+     "<s>", "<|endoftext|>"),
     ("Phi 4", "phi4", PHI4, "<|endoftext|>", "<|im_end|>"),
-    ("Phi 4 mini", "custom", HF_EACH + "{% if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}", "<|endoftext|>", "<|endoftext|>"),
+    ("Phi 4 mini", "custom",
+     HF_EACH
+     + "{% if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}"
+       "{{ '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] "
+       "+ '<|/tool|>' + '<|end|>' }}"
+       "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}"
+       "{% endfor %}"
+       "{% if add_generation_prompt %}{{ '<|assistant|>' }}"
+       "{% else %}{{ eos_token }}{% endif %}",
+     "<|endoftext|>", "<|endoftext|>"),
     ("Mistral v0.1", "mistral-v0.1", MISTRAL_01, "<s>", "</s>"),
     ("Mixtral and Mistral v0.2", "mistral-v1-spaced", MISTRAL_02, "<s>", "</s>"),
     ("Mistral v0.3", "mistral-v3", MISTRAL_V3.replace("BLANK", " "), "<s>", "</s>"),
-    ("Mistral Nemo", "mistral-tekken", MISTRAL_V3.replace("BLANK", "").replace('{{- "" + message["content"]|trim + eos_token }}', '{{- message["content"] + eos_token}}'), "<s>", "</s>"),
+    ("Mistral Nemo", "mistral-tekken",
+     MISTRAL_V3.replace("BLANK", "").replace(
+         '{{- "" + message["content"]|trim + eos_token }}',
+         '{{- message["content"] + eos_token}}'),
+     "<s>", "</s>"),
     ("Mistral Small 3", "mistral-v7-tekken", SMALL3, "<s>", "</s>"),
-    ("Mistral Large 2411", "mistral-v7", "{{ bos_token }}" + HF_EACH + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + '[/INST]' }}{% elif message['role'] == 'system' %}{{ '[SYSTEM_PROMPT] ' + message['content'] + '[/SYSTEM_PROMPT]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% else %}{{ raise_exception('Only user, system and assistant roles are supported!') }}{% endif %}{% endfor %}", "<s>", "</s>"),
+    ("Mistral Large 2411", "mistral-v7",
+     "{{ bos_token }}" + HF_EACH
+     + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + '[/INST]' }}"
+       "{% elif message['role'] == 'system' %}"
+       "{{ '[SYSTEM_PROMPT] ' + message['content'] + '[/SYSTEM_PROMPT]' }}"
+       "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}"
+       "{% else %}{{ raise_exception('Only user, system and assistant roles are supported!') }}"
+       "{% endif %}{% endfor %}",
+     "<s>", "</s>"),
     ("Llama 2", "llama2", LLAMA2_FULL, "<s>", "</s>"),
     ("Llama 2 with its default text", "llama2", LLAMA2_DEFAULT, "<s>", "</s>"),
     ("TinyLlama", "tinyllama", ZEPHYR, "<s>", "</s>"),
-    ("Tulu 2", "tulu", HF_EACH + "\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] }}\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] }}\n{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}", "<s>", "</s>"),
+    ("Tulu 2", "tulu",
+     HF_EACH
+     + "\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] }}\n"
+       "{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] }}\n"
+       "{% elif message['role'] == 'assistant' %}\n"
+       "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+       "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}",
+     "<s>", "</s>"),
     ("Tulu 3", "tulu", TULU3, "<|begin_of_text|>", "<|end_of_text|>"),
     ("OLMo 2", "custom", OLMO2, "<|endoftext|>", "<|endoftext|>"),
-    ("Falcon 3", "tulu", HF_EACH + "{% if not loop.first %}{{ '\n' }}{% endif %}{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] }}{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] }}{% elif message['role'] == 'assistant' %}{{ '<|assistant|>\n' + message['content'] + eos_token }}{% endif %}{% if loop.last and add_generation_prompt %}{{ '\n<|assistant|>\n' }}{% endif %}{% endfor %}", None, "<|endoftext|>"),
-    ("Vicuna 1.5", "vicuna", "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = '" + VICUNA.replace("'", "\\'") + "' %}{% endif %}{{ system_message + ' ' }}{% for message in loop_messages %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'].strip() + ' ' }}{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT: ' + message['content'].strip() + eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}", "<s>", "</s>"),
-    ("DeepSeek R1, distilled", "deepseek-r1", R1.replace("THINK", r"<think>\n"), "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
-    ("DeepSeek R1, first", "deepseek-r1", R1.replace("THINK", ""), "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    ("Falcon 3", "tulu",
+     HF_EACH
+     + "{% if not loop.first %}{{ '\n' }}{% endif %}"
+       "{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] }}"
+       "{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] }}"
+       "{% elif message['role'] == 'assistant' %}"
+       "{{ '<|assistant|>\n' + message['content'] + eos_token }}{% endif %}"
+       "{% if loop.last and add_generation_prompt %}{{ '\n<|assistant|>\n' }}{% endif %}{% endfor %}",
+     None, "<|endoftext|>"),
+    ("Vicuna 1.5", "vicuna",
+     "{{ bos_token }}"
+     "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+     "{% set system_message = messages[0]['content'] %}"
+     "{% else %}{% set loop_messages = messages %}{% set system_message = '" + VICUNA.replace("'", "\\'")
+     + "' %}{% endif %}{{ system_message + ' ' }}"
+       "{% for message in loop_messages %}"
+       "{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'].strip() + ' ' }}"
+       "{% elif message['role'] == 'assistant' %}"
+       "{{ 'ASSISTANT: ' + message['content'].strip() + eos_token }}{% endif %}{% endfor %}"
+       "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}",
+     "<s>", "</s>"),
+    ("DeepSeek R1, distilled", "deepseek-r1", R1.replace("THINK", r"<think>\n"), "<｜begin▁of▁sentence｜>",
+     "<｜end▁of▁sentence｜>"),
+    ("DeepSeek R1, first", "deepseek-r1", R1.replace("THINK", ""), "<｜begin▁of▁sentence｜>",
+     "<｜end▁of▁sentence｜>"),
     ("DeepSeek Coder", "custom", CODER, "<s>", "<|EOT|>"),
     ("Gemma's way in other words", "custom", GEMMA, "<s>", "<|end|>"),
     ("Granite 3", "custom", GRANITE, "<|end_of_text|>", "<|end_of_text|>"),
     ("OpenChat", "custom", OPENCHAT, "<s>", "<|end_of_turn|>"),
 ]
+
 # programs that no texts give exactly, or that need more of the language: why, program
 REFUSED = [
     ("line 1: tojson of a text", "{% for m in messages %}{{ m.role + m.content | tojson }}{% endfor %}"),
     ("line 2: upper of a text", "{% for m in messages %}\n{{ m.content | upper }}{% endfor %}"),
     ("line 1: the tag break", "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"),
-    ("line 1: the function show", "{% macro show(x) %}{{ x }}{% endmacro %}{% for m in messages %}{{ show(m.content) }}{% endfor %}"),
+    ("line 1: the function show",
+     "{% macro show(x) %}{{ x }}{% endmacro %}{% for m in messages %}{{ show(m.content) }}{% endfor %}"),
     ("line 1: the program refuses: no", "{{ raise_exception('no') }}"),
     ("writes the words of a message nowhere", "x<|im_start|>y"),
-    ("writes the words of a message twice", "{% for m in messages %}{{ m.content + m.content }}{% endfor %}"),
-    ("but in the history with", "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<model>' }}{% endif %}"),
-    ("does not fall into one text for each role", "{% for m in messages %}{{ m.role + ':' + m.content + (';' if loop.index < 3 else '!') + '\n' }}{% endfor %}{{ 'assistant:' }}"),
-    ("for 5 messages it writes", "{% for m in messages[-4:] %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"),
+    ("writes the words of a message twice",
+     "{% for m in messages %}{{ m.content + m.content }}{% endfor %}"),
+    ("but in the history with",
+     "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+     "{% if add_generation_prompt %}{{ '<model>' }}{% endif %}"),
+    ("does not fall into one text for each role",
+     "{% for m in messages %}{{ m.role + ':' + m.content + (';' if loop.index < 3 else '!') + '\n' }}"
+     "{% endfor %}{{ 'assistant:' }}"),
+    ("for 5 messages it writes",
+     "{% for m in messages[-4:] %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
+     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"),
     ("line 3: the program ends before endif", "{% if 1 %}\na\nb"),
     ("line 1: expected '}}', found 'messages }}'", "{{ 5 messages }}"),
     ("line 1: a loop over a text", "{% for c in 'abc' %}{{ c }}{% endfor %}"),
     ("line 1: more than 60 brackets", "{{ " + "(" * 100 + "1" + ")" * 100 + " }}"),
-    ("bytes for a few words", "{% set x = 'many words ' %}" + "{% set x = x + x %}" * 12 + "{{ x }}{% for m in messages %}{{ m.content }}{% endfor %}"),
-    ("bytes between two turns", "{% set x = 'many words ' %}" + "{% set x = x + x %}" * 7 + "{% for m in messages %}{{ m.content + x }}{% endfor %}"),
-    ("line 1: the program takes too long", "{% set x = 'ab' %}{% for a in [1,2,3,4,5,6,7,8] %}{% for b in [1,2,3,4,5,6,7,8] %}{% set x = x + x %}{% for c in [1,2,3,4,5,6,7,8] %}{% for d in [1,2,3,4,5,6,7,8] %}{% for e in [1,2,3,4,5,6,7,8] %}{% for f in [1,2,3,4,5,6,7,8] %}{{ x }}{% endfor %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}"),
+    ("bytes for a few words",
+     "{% set x = 'many words ' %}" + "{% set x = x + x %}" * 12
+     + "{{ x }}{% for m in messages %}{{ m.content }}{% endfor %}"),
+    ("bytes between two turns",
+     "{% set x = 'many words ' %}" + "{% set x = x + x %}" * 7
+     + "{% for m in messages %}{{ m.content + x }}{% endfor %}"),
+    ("line 1: the program takes too long",
+     "{% set x = 'ab' %}"
+     "{% for a in [1,2,3,4,5,6,7,8] %}"
+     "{% for b in [1,2,3,4,5,6,7,8] %}{% set x = x + x %}"
+     "{% for c in [1,2,3,4,5,6,7,8] %}"
+     "{% for d in [1,2,3,4,5,6,7,8] %}"
+     "{% for e in [1,2,3,4,5,6,7,8] %}"
+     "{% for f in [1,2,3,4,5,6,7,8] %}{{ x }}{% endfor %}{% endfor %}{% endfor %}{% endfor %}"
+     "{% endfor %}{% endfor %}"),
 ]
 
-SPOKEN = {"Mistral v0.1": "spm-legacy", "Mixtral and Mistral v0.2": "spm-legacy", "Llama 2": "spm-legacy", "Llama 2 with its default text": "spm-legacy",
-          "TinyLlama": "spm-legacy", "Tulu 2": "spm-legacy", "Vicuna 1.5": "spm-legacy", "Mistral v0.3": "spm-first", "Mistral Nemo": "tekken",
-          "Llama 3 Instruct": "llama3", "Llama 3.1 Instruct": "llama3", "Llama 3.2 Instruct": "llama3", "Tulu 3": "llama3", "OLMo 2": "gpt2", "Falcon 3": "gpt2"}
-MARKS = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|system|>", "<|user|>", "<|assistant|>", "<|start|>", "<|end|>", "<|EOT|>", "<|end_of_turn|>",
-         "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>",
-         "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
+# what: the tokenizer that its program is run with; the others have "marks"
+SPOKEN = {
+    "Mistral v0.1": "spm-legacy",
+    "Mixtral and Mistral v0.2": "spm-legacy",
+    "Llama 2": "spm-legacy",
+    "Llama 2 with its default text": "spm-legacy",
+    "TinyLlama": "spm-legacy",
+    "Tulu 2": "spm-legacy",
+    "Vicuna 1.5": "spm-legacy",
+    "Mistral v0.3": "spm-first",
+    "Mistral Nemo": "tekken",
+    "Llama 3 Instruct": "llama3",
+    "Llama 3.1 Instruct": "llama3",
+    "Llama 3.2 Instruct": "llama3",
+    "Tulu 3": "llama3",
+    "OLMo 2": "gpt2",
+    "Falcon 3": "gpt2",
+}
+
+MARKS = [
+    "<|endoftext|>", "<s>", "</s>",
+    "<|im_start|>", "<|im_end|>", "<|im_sep|>",
+    "<|system|>", "<|user|>", "<|assistant|>",
+    "<|start|>", "<|end|>", "<|EOT|>", "<|end_of_turn|>",
+    "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
+    "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>",
+    "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>",
+]
 
 
 def dialogues():
+    """The dialogues that every program renders."""
     say = lambda role, words: {"role": role, "content": words}
     u = [say("user", x) for x in ("Hello!", " Why\n\nis 世界 so? \n", "x = [1]")]
     a = [say("assistant", x) for x in ("Hi. How are you?", "Because.")]
@@ -819,70 +1483,96 @@ def dialogues():
 
 
 class Day(datetime.datetime):
-    """the day that strftime_now knows in kvcomp: that of Llama 3.1's programs"""
+    """The day that strftime_now knows in kvcomp: that of Llama 3.1's programs."""
     @classmethod
     def now(cls, tz=None):
         return cls(2024, 7, 26)
 
 
+def program_ids(tok, fast, auto, d, options):
+    """The ids of a dialogue as apply_chat_template gives them.
+
+    None where the program refuses the dialogue, or rewrites what it wrote of its beginning.
+    """
+    start = d[:2] if d[0]["role"] == "system" else d[:1]
+    try:
+        whole = fast.apply_chat_template(d, tokenize=False, add_generation_prompt=True, **options)
+        begun = fast.apply_chat_template(start, tokenize=False, add_generation_prompt=True, **options)
+        same = fast.apply_chat_template(d, add_generation_prompt=True, return_dict=False, **options)
+    except jinja2.exceptions.TemplateError:
+        return None
+    ids = auto + tok.encode(whole, add_special_tokens=False).ids
+    assert auto + list(same) == ids
+    shared = os.path.commonprefix([whole, begun])
+    return ids if all(m["content"].strip() in shared for m in start) else None
+
+
 def programs(tokenizers):
-    """every program over every dialogue, as apply_chat_template gives its ids; null where the program refuses, or rewrites history"""
+    """Every program over every dialogue."""
     out = []
     chat_template_utils.datetime = Day
     for what, name, program, bos, eos in PROGRAMS:
         family = SPOKEN.get(what, "marks")
         tok = tokenizers[family]
-        fast = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token=bos, eos_token=eos, chat_template=program)
-        auto = tok.encode("").ids if bos and "bos_token" not in program else []         # what the post-processor adds when the program does not
+        fast, auto = template_tokenizer(tok, program, bos, eos)
         for think in (1, 0) if "enable_thinking" in program else (1,):
-            def text(messages, prompt=True):
-                return fast.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **({} if think else {"enable_thinking": False}))
-            ids = []
-            for d in dialogues():
-                start = d[:2] if d[0]["role"] == "system" else d[:1]
-                try:
-                    whole = text(d)
-                    shared = os.path.commonprefix([whole, text(start)])
-                    rewrites = start[-1]["content"].strip() not in shared or (len(start) > 1 and start[0]["content"].strip() not in shared)
-                    enc = auto + tok.encode(whole, add_special_tokens=False).ids
-                    same = fast.apply_chat_template(d, add_generation_prompt=True, return_dict=False, **({} if think else {"enable_thinking": False}))
-                    assert auto + list(same) == enc
-                    ids.append(None if rewrites else enc)
-                except jinja2.exceptions.TemplateError:
-                    ids.append(None)
-            out.append({"what": what, "name": name, "tokenizer": family, "bos": bos, "eos": eos, "think": think, "program": program, "ids": ids})
-    return {"dialogues": dialogues(), "programs": out, "refused": [{"why": w, "program": p} for w, p in REFUSED]}
+            options = {} if think else {"enable_thinking": False}
+            out.append({
+                "what": what,
+                "name": name,
+                "tokenizer": family,
+                "bos": bos,
+                "eos": eos,
+                "think": think,
+                "program": program,
+                "ids": [program_ids(tok, fast, auto, d, options) for d in dialogues()],
+            })
+    refused = [{"why": w, "program": p} for w, p in REFUSED]
+    return {"dialogues": dialogues(), "programs": out, "refused": refused}
+
+
+def prepare(folder, p, dialogues):
+    """Fills a folder for a program: its tokenizer, a configuration that brings the program, d.jsonl."""
+    family = os.path.join(HERE, p["tokenizer"])
+    for name in os.listdir(family):
+        shutil.copy(os.path.join(family, name), folder)
+    config = os.path.join(folder, "tokenizer_config.json")
+    old = {}
+    if os.path.exists(os.path.join(family, "tokenizer_config.json")):
+        old = json.load(open(config, encoding="utf-8"))
+    new = {"bos_token": p["bos"], "eos_token": p["eos"], "chat_template": p["program"]}
+    json.dump({**old, **new}, open(config, "w", encoding="utf-8"))
+    with open(os.path.join(folder, "d.jsonl"), "w", encoding="utf-8") as f:
+        f.write("".join(json.dumps({"messages": d}) + "\n" for d in dialogues))
 
 
 def check(kvcomp):
-    """holds kvcomp --dump-tokens --dialogue against programs.json, which apply_chat_template made"""
+    """Holds kvcomp --dump-tokens --dialogue against programs.json, which apply_chat_template made."""
     with open(os.path.join(HERE, "programs.json"), encoding="utf-8") as f:
         made = json.load(f)
     bad = n = 0
     with tempfile.TemporaryDirectory() as dir:
         for p in made["programs"]:
-            folder = os.path.join(HERE, p["tokenizer"])
-            for name in os.listdir(folder):
-                shutil.copy(os.path.join(folder, name), dir)
-            config = os.path.join(dir, "tokenizer_config.json")
-            old = json.load(open(config, encoding="utf-8")) if os.path.exists(os.path.join(folder, "tokenizer_config.json")) else {}
-            json.dump({**old, "bos_token": p["bos"], "eos_token": p["eos"], "chat_template": p["program"]}, open(config, "w", encoding="utf-8"))
             wanted = [(d, ids) for d, ids in zip(made["dialogues"], p["ids"]) if ids]
-            with open(os.path.join(dir, "d.jsonl"), "w", encoding="utf-8") as f:
-                f.write("".join(json.dumps({"messages": d}) + "\n" for d, _ in wanted))
-            run = subprocess.run([kvcomp, "--dump-tokens", "--tokenizer", dir, "--dialogue", os.path.join(dir, "d.jsonl")] + ([] if p["think"] else ["--no-think"]), capture_output=True, text=True)
+            prepare(dir, p, [d for d, _ in wanted])
+            command = [kvcomp, "--dump-tokens", "--tokenizer", dir]
+            command += ["--dialogue", os.path.join(dir, "d.jsonl")]
+            command += [] if p["think"] else ["--no-think"]
+            run = subprocess.run(command, capture_output=True, text=True)
             got = [[int(x) for x in line.split()] for line in run.stdout.splitlines()]
             for k, (d, ids) in enumerate(wanted):
                 n += 1
                 if k >= len(got) or got[k] != ids:
                     bad += 1
-                    print(p["what"], "think", p["think"], "dialogue of", len(d), "messages:", run.stderr.strip() or (got[k], ids))
+                    print(p["what"], "think", p["think"], "dialogue of", len(d), "messages:",
+                          run.stderr.strip() or (got[k], ids))
     print(len(made["programs"]), "programs,", n, "dialogues,", bad, "differ")
     return bad != 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------- output
+# ----------------------------------------------------------------------------------------------------- output
 def varint(x):
+    """A number in base 128, low bits first."""
     out = b""
     while x > 127:
         out += bytes([x & 127 | 128])
@@ -891,60 +1581,84 @@ def varint(x):
 
 
 def id_list(ids):
+    """A count, and the ids."""
     return varint(len(ids)) + b"".join(varint(i) for i in ids)
 
 
 def record(text, ids, plain, back):
+    """What NAME.ids holds of a string."""
     out = id_list(ids) + (b"\1" if plain == ids else b"\0" + id_list(plain))
     raw = back.encode("utf-8")
     return out + (b"\1" if back == text else b"\0" + varint(len(raw)) + raw)
 
 
 def write(name, data):
+    """Writes a file of data/tokenizers: bytes as they are, anything else as JSON."""
     path = os.path.join(HERE, name)
     os.makedirs(os.path.dirname(path), exist_ok=True)
+    if not isinstance(data, bytes):
+        data = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     with open(path, "wb") as f:
-        f.write(data if isinstance(data, bytes) else json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
+        f.write(data)
 
 
 CONFIGS = {
-    "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}, "smollm2": {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}},
-    "qwen2": {"add_bos_token": False, "bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
+    "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    "smollm2": {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}},
+    "qwen2": {
+        "add_bos_token": False,
+        "bos_token": "<｜begin▁of▁sentence｜>",
+        "eos_token": "<｜end▁of▁sentence｜>",
+    },
     "spm-legacy": {"add_bos_token": True, "bos_token": {"content": "<s>"}, "eos_token": {"content": "</s>"}},
 }
 
 
-def main():
-    if sys.argv[1:2] == ["check"]:
-        return check(sys.argv[2])
-    if sys.argv[1:] == ["programs"]:        # training gives other merges every time: the tokenizers stay as they are
-        names = sorted(set(SPOKEN.values()) | {"marks"})
-        write("programs.json", programs({name: Tokenizer.from_file(os.path.join(HERE, name, "tokenizer.json")) for name in names}))
-        return 0
-    text, cases = corpus(), strings()
-    write("strings.bin", b"".join(varint(len(s.encode())) + s.encode() for s in cases))
-    isolated = lambda regex: [pre_tokenizers.Split(Regex(x), "isolated") for x in regex]
-    single, plain_bytes = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    split = lambda regex: [pre_tokenizers.Split(Regex(regex), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    llama3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+def families(text):
+    """Every tokenizer.json, trained on the text."""
     plain = lambda x, **f: token(x, special=False, **f)
-    fam = {
-        "llama3": byte_level(text, 1400, split(LLAMA3), [token(x) for x in llama3], ignore_merges=True, bos="<|begin_of_text|>"),
-        "qwen2": byte_level(text, 900, split(QWEN2), [token(x) for x in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")]
-                            + [plain(x, normalized=False) for x in ("<think>", "</think>", "<tool_call>", "<｜User｜>", "<｜Assistant｜>")] + [plain("e\u0301@", normalized=True)], normalizer=normalizers.NFC()),
-        "gpt2": byte_level(text, 700, [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)], [token("<|endoftext|>"), plain("ABC"), plain("ABCD"), plain("@@", normalized=False)], pairs=False),
-        "smollm2": byte_level(text, 800, [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)],
-                              [token("<|left|>", lstrip=True), token("<|right|>", rstrip=True), token("<|both|>", lstrip=True, rstrip=True), plain("<both>", lstrip=True, rstrip=True)],
-                              first=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pairs=False),
-        "tekken": byte_level(text, 900, split(TEKKEN), [], first=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], ignore_merges=True, bos="<s>"),
-        "numbers": byte_level(text, 400, [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)], [token("<|endoftext|>")]),
+    isolated = lambda patterns: [pre_tokenizers.Split(Regex(x), "isolated") for x in patterns]
+    plain_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    digit = pre_tokenizers.Digits(individual_digits=True)
+    digits = pre_tokenizers.Digits(individual_digits=False)
+    split = lambda pattern: isolated([pattern]) + [plain_bytes]
+    return {
+        "llama3": byte_level(
+            text, 1400, split(LLAMA3),
+            [token(x) for x in ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
+                                "<|end_header_id|>", "<|eot_id|>")],
+            ignore_merges=True, bos="<|begin_of_text|>"),
+        "qwen2": byte_level(
+            text, 900, split(QWEN2),
+            [token(x) for x in ("<|endoftext|>", "<|im_start|>", "<|im_end|>",
+                                "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")]
+            + [plain(x, normalized=False) for x in ("<think>", "</think>", "<tool_call>",
+                                                    "<｜User｜>", "<｜Assistant｜>")]
+            + [plain("e\u0301@", normalized=True)],
+            normalizer=normalizers.NFC()),
+        "gpt2": byte_level(
+            text, 700, [words],
+            [token("<|endoftext|>"), plain("ABC"), plain("ABCD"), plain("@@", normalized=False)],
+            pairs=False),
+        "smollm2": byte_level(
+            text, 800, [digit, words],
+            [token("<|left|>", lstrip=True), token("<|right|>", rstrip=True),
+             token("<|both|>", lstrip=True, rstrip=True), plain("<both>", lstrip=True, rstrip=True)],
+            first=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pairs=False),
+        "tekken": byte_level(
+            text, 900, split(TEKKEN), [],
+            first=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], ignore_merges=True, bos="<s>"),
+        "numbers": byte_level(text, 400, [digits, words], [token("<|endoftext|>")]),
         "o200k": byte_level(text, 400, split(O200K), []),
-        "deepseek-llm": byte_level(text, 400, isolated(DEEPSEEK_LLM) + [single, plain_bytes], []),
-        "deepseek-coder": byte_level(text, 400, isolated(DEEPSEEK_CODER) + [single, plain_bytes], []),
+        "deepseek-llm": byte_level(text, 400, isolated(DEEPSEEK_LLM) + [digit, plain_bytes], []),
+        "deepseek-coder": byte_level(text, 400, isolated(DEEPSEEK_CODER) + [digit, plain_bytes], []),
         "deepseek-v3": byte_level(text, 400, isolated(DEEPSEEK_V3) + [plain_bytes], []),
-        "falcon": byte_level(text, 400, [pre_tokenizers.Punctuation("contiguous"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-                                         pre_tokenizers.Digits(individual_digits=False)] + isolated(["[0-9][0-9][0-9]"]), []),
-        "punctuation": byte_level(text, 300, [pre_tokenizers.Punctuation("isolated"), plain_bytes, single], []),
+        "falcon": byte_level(
+            text, 400,
+            [pre_tokenizers.Punctuation("contiguous"), words, digits] + isolated(["[0-9][0-9][0-9]"]), []),
+        "punctuation": byte_level(
+            text, 300, [pre_tokenizers.Punctuation("isolated"), plain_bytes, digit], []),
         "spm-legacy": spm_like(text, 900, "legacy", [plain("ABC"), plain("▁▁▁", normalized=False)]),
         "spm-normalized": spm_like(text, 300, "legacy", special_normalized=True),
         "spm-first": spm_like(text, 600, "first", [token("[INST]"), token("[/INST]")]),
@@ -954,32 +1668,71 @@ def main():
         "spm-unks": spm_like(text, 300, "legacy", byte_fallback=False, fuse_unk=False),
         "marks": byte_level(text, 400, split(LLAMA3), [], first=MARKS),
     }
+
+
+def write_ids(name, t, cases):
+    """Writes NAME.ids of a tokenizer.json."""
+    out = b""
+    for s in cases:
+        t.encode_special_tokens = False
+        ids = t.encode(s, add_special_tokens=False).ids
+        t.encode_special_tokens = True
+        plain = t.encode(s, add_special_tokens=False).ids
+        out += record(s, ids, plain, t.decode(ids, skip_special_tokens=False))
+    t.encode_special_tokens = False
+    write(name + ".ids", out)
+
+
+def write_pieces(name, t, cases):
+    """Writes NAME.pieces of a tokenizer.json."""
+    out = b""
+    for s in cases:
+        s = t.normalizer.normalize_str(s) if t.normalizer else s
+        pieces = t.pre_tokenizer.pre_tokenize_str(s)
+        out += id_list([len(s[a:b].encode()) for _, (a, b) in pieces])
+    write(name + ".pieces", out)
+
+
+def write_model(name, proto, cases):
+    """Writes a tokenizer.model and its NAME.ids."""
+    write(name + "/tokenizer.model", proto)
+    t = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    ids = [t.encode(s) for s in cases]
+    write(name + ".ids", b"".join(record(s, x, x, t.decode(x)) for s, x in zip(cases, ids)))
+
+
+def main():
+    """Makes all files, or does what the command line asks for; the exit code."""
+    if sys.argv[1:2] == ["check"]:
+        return check(sys.argv[2])
+    if sys.argv[1:] == ["programs"]:
+        # training gives other merges every time: the tokenizers stay as they are
+        names = sorted(set(SPOKEN.values()) | {"marks"})
+        paths = {name: os.path.join(HERE, name, "tokenizer.json") for name in names}
+        write("programs.json", programs({name: Tokenizer.from_file(paths[name]) for name in names}))
+        return 0
+
+    text, cases = corpus(), strings()
+    write("strings.bin", b"".join(varint(len(s.encode())) + s.encode() for s in cases))
+    trained = families(text)
     for name, config in CONFIGS.items():
         write(name + "/tokenizer_config.json", config)
     loaded = {}
-    for name, j in fam.items():
+    for name, j in trained.items():
         write(name + "/tokenizer.json", j)
         t = loaded[name] = Tokenizer.from_str(json.dumps(j))
-        if name == "marks":                 # for programs.json only
+        if name == "marks":                                 # for programs.json only
             continue
-        out = b""
-        for s in cases:
-            t.encode_special_tokens = False
-            ids = t.encode(s, add_special_tokens=False).ids
-            t.encode_special_tokens = True
-            out += record(s, ids, t.encode(s, add_special_tokens=False).ids, t.decode(ids, skip_special_tokens=False))
-        t.encode_special_tokens = False
-        write(name + ".ids", out)
-        if j["decoder"]["type"] == "ByteLevel" and name not in ("falcon", "punctuation"):       # whose pieces may end inside a character
-            pieces = b""
-            for s in cases:
-                s = t.normalizer.normalize_str(s) if t.normalizer else s
-                pieces += id_list([len(s[a:b].encode()) for _, (a, b) in t.pre_tokenizer.pre_tokenize_str(s)])
-            write(name + ".pieces", pieces)
-    for name, proto in (("sp-bpe", sp_model(text, 900, byte_fallback=True, user_defined_symbols=["@@", "<tool_call>"])), ("sp-unk", coarse_scores(sp_model(text, 400)))):
-        write(name + "/tokenizer.model", proto)
-        t = sentencepiece.SentencePieceProcessor(model_proto=proto)
-        write(name + ".ids", b"".join(record(s, t.encode(s), t.encode(s), t.decode(t.encode(s))) for s in cases))
+        write_ids(name, t, cases)
+        if name in ("falcon", "punctuation"):               # whose pieces may end inside a character
+            continue
+        if j["decoder"]["type"] == "ByteLevel":
+            write_pieces(name, t, cases)
+    symbols = ["@@", "<tool_call>"]
+    bpe = sp_model(text, 900, byte_fallback=True, user_defined_symbols=symbols)
+    unk = coarse_scores(sp_model(text, 400))
+    write_model("sp-bpe", bpe, cases)
+    write_model("sp-unk", unk, cases)
     write("chats.json", chats(loaded))
     write("programs.json", programs(loaded))
     print(len(cases), "strings")
