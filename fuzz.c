@@ -677,8 +677,8 @@ static void seed_put(const char *folder, int number, const char *data, size_t n)
 }
 
 // ---- the table
-// dies: a refusal is die(), which leaves its memory behind, so leaks are not looked for. seeds: texts that end
-// with a NULL. seed: a function that makes a seed of bytes.
+// dies: a refusal is die(), which leaves its memory behind, so leaks are not looked for. seeds: texts, with a
+// NULL behind the last. seed: a function that makes a seed of bytes.
 static const struct Target {
     const char *name;
     void (*run)(const char *data, size_t n);
