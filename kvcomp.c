@@ -609,7 +609,7 @@ static void bf16_unpack(float *x, const char *o, int n, int D) { to_f32(x, o, DT
 
 // q8_0: a row is blocks of 32 values; the last block may be shorter. A block is an f16 scale
 // d = max|x| / 127, and then one signed byte round(x / d) a value. Unpacking, d times the byte, is a
-// kernel of section 16.
+// kernel of section 16. Where a value is no number, or infinite, d is a NaN, so that it shows.
 enum { Q8_BLOCK = 32 };
 
 static size_t q8_bytes(int D) {
@@ -620,8 +620,12 @@ static void q8_pack(char *o, const float *x, int D) {
     for (int b = 0; b < D; b += Q8_BLOCK) {
         int n = min_int(Q8_BLOCK, D - b);
         float top = 0;
-        for (int i = 0; i < n; i++) top = fmaxf(top, fabsf(x[b + i]));
-        uint16_t d = f32_to_f16(top / 127);
+        int bad = 0;
+        for (int i = 0; i < n; i++) {
+            top = fmaxf(top, fabsf(x[b + i]));
+            bad |= !isfinite(x[b + i]);
+        }
+        uint16_t d = f32_to_f16(bad ? NAN : top / 127);
         float scale = f16_to_f32(d);
         memcpy(o, &d, 2);
         for (int i = 0; i < n; i++) {

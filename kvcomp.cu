@@ -114,6 +114,7 @@ static cudaError_t launch_early(void (*k)(P...), int grid, int block, size_t sme
 
 static cudaStream_t kv_stream;                  // made by the first device_open, kept until the program ends
 static cudaMemPool_t kv_pool;                   // where rows come from and go back to (stream_open)
+static int kv_host_pages;                       // 1: the device reads ordinary host memory by itself
 
 // ---- errors
 
@@ -230,11 +231,13 @@ static void device_free(void *p) {
     if (p) KV_CUDA(cudaFree(p));
 }
 
-// Copies n bytes to the device. host is ordinary memory. On most machines the runtime has read it
-// when the call returns; nobody counts on that, it stays as it is until the stream has been waited
-// for or, at least, the next launch.
+// Copies n bytes to the device. host is ordinary memory, which the runtime has read when the call
+// returns: it goes through memory of the runtime's own. A GPU that reads the host's pages itself
+// (Grace Hopper) may do without, so there the copy is waited for.
 static void upload(void *dev, const void *host, size_t n) {
-    if (n) KV_CUDA(cudaMemcpyAsync(dev, host, n, cudaMemcpyHostToDevice, kv_stream));
+    if (!n) return;
+    KV_CUDA(cudaMemcpyAsync(dev, host, n, cudaMemcpyHostToDevice, kv_stream));
+    if (kv_host_pages) KV_CUDA(cudaStreamSynchronize(kv_stream));
 }
 
 // Copies n bytes to the host, and waits for them.
@@ -1916,10 +1919,11 @@ static __device__ float row_get(const char *row, int kind, int d) {
 }
 
 // row_put for q8_0: the scale of a block is its largest magnitude / 127, rounded to f16; lane 0 of
-// the block stores it.
+// the block stores it. It is a NaN where a number of the block is none, or infinite.
 static __device__ void row_put_q8(char *row, int d, int D, float x) {
     float top = lanes_max<32>(d < D ? fabsf(x) : 0);
-    uint16_t half = f32_to_f16(top / 127);
+    int bad = __any_sync(ALL_LANES, d < D && !isfinite(x));
+    uint16_t half = f32_to_f16(bad ? NAN : top / 127);
     float scale = f16_to_f32(half), q = scale > 0 ? rintf(x / scale) : 0;
     if (q > 127) q = 127;
     if (q < -127) q = -127;
@@ -6029,6 +6033,7 @@ static int device_able(char why[512]) {
     KV_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
 #ifdef __CUDACC__
     kv_early = major >= 9;
+    KV_CUDA(cudaDeviceGetAttribute(&kv_host_pages, cudaDevAttrPageableMemoryAccessUsesHostPageTables, device));
 #endif
     snprintf(why, 512, "the GPU has compute capability %d.%d, the kernels need %d.0 or more; -d cpu works",
              major, minor, LEAST_CAPABILITY);
