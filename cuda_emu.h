@@ -1,31 +1,61 @@
-// cuda_emu.h - runs the kernels of kvcomp.cu on the CPU, so that they are tested on machines without a GPU. Tests only.
+// cuda_emu.h - runs the kernels of kvcomp.cu on the CPU, so that they are tested on machines without a GPU.
+// Tests only.
 //
-// kvcomp.cu compiles two ways:   nvcc kvcomp.cu    |    g++ -x c++ -std=c++17 -include cuda_emu.h kvcomp.cu
-// Every CUDA thread of a block is a fiber. Fibers change only where CUDA threads meet (__syncthreads, __syncwarp, shuffles,
-// votes); blocks run one after the other. Between two meetings the order comes from EMU_SEED or emu_set_seed(): 0 ascending,
-// 1 descending, other values random, so a kernel that counts on lockstep gives another answer. Caught, with kernel and line:
-//   - a barrier that some threads never reach, or reach on another line; a shuffle naming a lane that is gone or elsewhere
-//   - reading shared or fresh device memory nobody wrote (it starts as NaN, 0xff bytes)
-//   - kernels running past an allocation (guard pages) or into a freed one; host code touching device memory
-//   - a pinned buffer that is changed, or read, before its copy has been waited for: such copies run as late as they may
-//   - what a stream being captured into a graph must not do; a graph is a list of launches and copies, run again when launched
-//   - a host pointer as kernel argument, as device side of a copy, or as a cuBLAS matrix; a matrix that runs past its memory
+//     nvcc kvcomp.cu                                          for a GPU
+//     g++ -x c++ -std=c++17 -include cuda_emu.h kvcomp.cu     for this emulator
+//
+// What it is. Every CUDA thread of a block is a fiber. Fibers change only where CUDA threads meet
+// (__syncthreads, __syncwarp, shuffles, votes); blocks run one after the other. Between two meetings the
+// order comes from EMU_SEED or emu_set_seed(): 0 ascending, 1 descending, other values random, so a kernel
+// that counts on lockstep gives another answer. Device memory is a range of addresses with guard pages. The
+// runtime and cuBLAS are the few calls that kvcomp.cu makes. A mistake ends the program, with the kernel's
+// name and where threads meet the line, or it gives another answer, most often NaN.
+//
+// What it is not. It says nothing about speed: the device has two multiprocessors on paper, and an event
+// lasts a millisecond. All streams are one queue. Blocks never run side by side and memory is never seen out
+// of order, so mistakes between blocks show as another answer under another seed, or in the harder modes.
+//
+// How to read it. The parts stand as a compiler needs them: the language, the state, where threads meet,
+// what PTX does, a block, device memory, the calls of the runtime, a launch, cuBLAS. emu_run (a launch) calls
+// emu_block, which calls emu_enter for each thread: begin with these three.
+//
+// Device calls from several host threads are fine, one at a time. Tests may let a call of the runtime fail:
+// emu_fail_at(). Built with -fsanitize=thread every CUDA thread is a TSan fiber, and races on shared and
+// global memory inside a block are reported with both stacks.
+//
+// WHAT IS CAUGHT
+// Threads that meet:
+//   - a barrier that some threads never reach, or reach on another line
+//   - a shuffle naming a lane that is gone or elsewhere
 //   - tensor-core operations that some lanes miss, and matrices in shared memory that are not aligned
-//   - cp.async that is read before its group was waited for, that overwrites what is still read, or that outlives its thread
-//   - a block that writes dynamic shared memory behind its end; a host pointer inside a struct that is a kernel argument
-// Device calls from several host threads are fine, one at a time. Built with -fsanitize=thread every CUDA thread is a TSan
-// fiber, and races on shared and global memory inside a block are reported with both stacks.
+// Memory on the device:
+//   - reading shared or fresh device memory nobody wrote (it starts as NaN, 0xff bytes)
+//   - kernels running past an allocation (guard pages) or into a freed one
+//   - a block that writes dynamic shared memory behind its end
+//   - cp.async that is read before its group was waited for, that overwrites what is still read, or that
+//     outlives its thread
+// Host and device:
+//   - host code touching device memory
+//   - a host pointer as kernel argument, inside a struct that is one, as device side of a copy, or as a
+//     cuBLAS matrix
+//   - a matrix that runs past its memory
+//   - a pinned buffer that is changed, or read, before its copy has been waited for: such copies run as late
+//     as they may
+//   - what a stream being captured into a graph must not do; a graph is a list of launches and copies, run
+//     again when launched
 //
-// Harder modes (`make test` runs the tests of kernels a second time with all of them, built with -DEMU_HARD):
-//   - EMU_ROUND=1, or emu_set_round(1): arithmetic rounds as the hardware does. Tensor cores align products to the largest
-//     and cut, expf is off by a unit in the last place either way. The build adds fused multiply-add, as nvcc does
-//   - between blocks: two blocks of one launch that touch the same four bytes, one of them writing, without atomics
-//   - between launches: a kernel that starts early (KV_LAUNCH_EARLY) and, before dependency_wait, writes device memory or
-//     reads what a kernel wrote that may still run
+// HARDER MODES (`make test` runs the tests of kernels a second time with all of them, built with -DEMU_HARD)
+//   - EMU_ROUND=1, or emu_set_round(1): arithmetic rounds as the hardware does. Tensor cores align products
+//     to the largest and cut, expf is off by a unit in the last place either way. The build adds fused
+//     multiply-add, as nvcc does
+//   - between blocks: two blocks of one launch that touch the same four bytes, one of them writing, without
+//     atomics
+//   - between launches: a kernel that starts early (KV_LAUNCH_EARLY) and, before dependency_wait, writes
+//     device memory or reads what a kernel wrote that may still run
 //   - poisoned rooms: memory that is used again starts as NaN (room() of kvcomp.cu)
 //   - an access that is not aligned to its type (the compiler's -fsanitize=alignment)
-//   - ordinary host memory is read as late as the next launch, as a GPU that shares the host's page tables may do
-// Tests may let a call of the runtime fail: emu_fail_at().
+//   - ordinary host memory is read as late as the next launch, as a GPU that shares the host's page tables
+//     may do
 #pragma once
 #ifndef EMU_HARD
 #define EMU_HARD 0
@@ -42,18 +72,21 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 #include "kvcomp.h"               // f16 and bf16
-// EMU_HARD is compiled with -fsanitize=thread too, but its calls end in this file (the log of accesses), not in TSan.
+
+// EMU_HARD is compiled with -fsanitize=thread too, but its calls end in this file (the log of accesses), not
+// in TSan.
 #if defined(__SANITIZE_THREAD__) && !EMU_HARD
 #define EMU_UNDER_TSAN
 #include <sanitizer/tsan_interface.h>
-#define EMU_TSAN(x) x
+#define EMU_TSAN(x) x             // code for builds under TSan only
 #else
 #define EMU_TSAN(x)
 #endif
+
+// Functions of the emulator itself, whose accesses are nobody's race.
 #define EMU_QUIET __attribute__((no_sanitize("thread"), noinline))
 
-// ------------------------------------------------------------------------------------------------ the language
-
+// ------------------------------------------------------------------------ the language
 #define __global__
 #define __device__
 #define __host__
@@ -62,49 +95,92 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static __attribute__((section("emu_shared")))   // poisoned before every block
+#define __align__(n) __attribute__((aligned(n)))
 #define warpSize 32
 
+// Vectors that are loaded and stored at once, aligned to their size.
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
-#define __align__(n) __attribute__((aligned(n)))
+
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-struct dim3 { unsigned x, y, z; dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {} };
 
-enum { EMU_READY, EMU_BARRIER, EMU_WARP, EMU_DONE };
-struct EmuThread {
-    ucontext_t ctx; jmp_buf at; int made, begun;     // a fiber lives as long as the program; ctx: its start, at: where it waits
-    dim3 tid;
-    int state, line;                  // why it waits, and on which line
-    unsigned mask, lane;              // of the warp operation it waits in
-    uint64_t in, got[32];             // what it brings; what the lanes of its mask brought
-    int waited;                       // 1: all earlier kernels have ended, for it
-    void *tsan;
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
 };
+
+// ------------------------------------------------------------------------ the state
+// What a thread waits for: its turn, __syncthreads, a warp operation; or it has returned.
+enum { EMU_READY, EMU_BARRIER, EMU_WARP, EMU_DONE };
+
+// A thread of a block. Its fiber lives as long as the program and runs block after block.
+struct EmuThread {
+    ucontext_t ctx;                   // its start and its stack; under TSan where it waits
+    jmp_buf at;                       // otherwise where it waits
+    int made;                         // 1: ctx is filled in
+    int begun;                        // 1: the fiber has run before, and waits
+    dim3 tid;                         // threadIdx
+    int state;                        // EMU_READY and so forth: why it waits
+    int line;                         // and on which line
+    unsigned mask;                    // the lanes of the warp operation it waits in
+    unsigned lane;                    // its own lane
+    uint64_t in;                      // what it brings to a warp operation
+    uint64_t got[32];                 // what the lanes of its mask brought
+    int waited;                       // 1: all earlier kernels have ended, for it
+    void *tsan;                       // the fiber, as TSan knows it
+};
+
 struct Emu {
-    EmuThread *t; int n;              // the block's threads
-    ucontext_t sched; jmp_buf back; void *tsan;
-    EmuThread *cur;
-    dim3 grid, block, bid;
-    char *dyn; size_t dyn_bytes;      // dynamic shared memory
+    EmuThread *t;                     // (1024) threads
+    int n;                            // those of the block
+    ucontext_t sched;                 // where the scheduler waits, under TSan
+    jmp_buf back;                     // and otherwise
+    void *tsan;                       // the scheduler's fiber
+    EmuThread *cur;                   // the thread that runs
+    dim3 grid;
+    dim3 block;
+    dim3 bid;                         // blockIdx
+    char *dyn;                        // dynamic shared memory
+    size_t dyn_bytes;
     char *dyn_end;                    // its room ends here, where a page begins that nobody may touch
-    const char *kernel; void (*body)(void *); void *arg;
-    uint64_t rng; int seed;
-    char *arena; size_t used;         // device memory
-    struct EmuMem { char *p; size_t bytes, span; int live, pool; } *mem;    // ascending addresses, never reused
-    int n_mem, cap_mem, open;         // open: all live ones are readable
-    size_t live, peak;                // bytes of the live ones, and the most there ever were
+    const char *kernel;               // the running one's name; NULL: the host's code runs
+    void (*body)(void *);             // calls it, with arg
+    void *arg;
+    uint64_t rng;                     // of the order of threads
+    int seed;                         // 0 ascending, 1 descending, else random
+    char *arena;                      // device memory: EMU_ARENA addresses
+    size_t used;                      // bytes of them that were ever given out
+    struct EmuMem {
+        char *p;                      // what cudaMalloc returned
+        size_t bytes;                 // as asked for
+        size_t span;                  // whole pages
+        int live;                     // 0: freed
+        int pool;                     // 1: of the pool
+    } *mem;                           // allocations, with ascending addresses, never reused
+    int n_mem;
+    int cap_mem;
+    int open;                         // 1: all live ones are readable
+    size_t live;                      // bytes of the live ones
+    size_t peak;                      // and the most there ever were
     size_t pooled;                    // bytes of freed rows that the pool keeps
-    uint32_t launch, n_block;         // kernels run so far; the running block, counted from 1 as all of a launch are
-    int early;                        // 1: the running one was launched to start early
+    uint32_t launch;                  // kernels run so far
+    uint32_t n_block;                 // the running block, counted from 1 as all of a launch are
+    int early;                        // 1: the running kernel was launched to start early
     uint32_t ended;                   // this kernel and all before it have ended when the running one starts
-    long switches;
+    long switches;                    // from fibers to the scheduler
 };
 static Emu emu;
+
+// One host thread at a time makes calls of the runtime.
 static pthread_mutex_t emu_mutex = PTHREAD_MUTEX_INITIALIZER;
-struct EmuLock { EmuLock() { pthread_mutex_lock(&emu_mutex); } ~EmuLock() { pthread_mutex_unlock(&emu_mutex); } };
+struct EmuLock {
+    EmuLock() { pthread_mutex_lock(&emu_mutex); }
+    ~EmuLock() { pthread_mutex_unlock(&emu_mutex); }
+};
+
 #if defined(EMU_UNDER_TSAN)           // the emulator's own state must not count as a race
 EMU_QUIET static dim3 emu_tid(void) { return emu.cur->tid; }
 EMU_QUIET static dim3 emu_bid(void) { return emu.bid; }
@@ -123,12 +199,19 @@ EMU_QUIET static char *emu_dyn(void) { return emu.dyn; }
 #define emu_dyn() (emu.dyn)
 #endif
 
-#define emu_die(...) do { fprintf(stderr, "cuda_emu: %s: ", emu.kernel ? emu.kernel : "host"); \
-    fprintf(stderr, __VA_ARGS__); fprintf(stderr, "\n"); abort(); } while (0)
+// Ends the program with a message, as printf takes it.
+#define emu_die(...) do { \
+    fprintf(stderr, "cuda_emu: %s: ", emu.kernel ? emu.kernel : "host"); \
+    fprintf(stderr, __VA_ARGS__); \
+    fprintf(stderr, "\n"); \
+    abort(); \
+} while (0)
 
-// ------------------------------------------------------------------------------------------------ threads meet here
+// ------------------------------------------------------------------------ threads meet here
+// From a fiber to the scheduler and back. swapcontext makes a system call, so it is left to TSan, which
+// cannot follow longjmp.
 
-// From a fiber to the scheduler and back. swapcontext makes a system call, so it is left to TSan, which cannot follow longjmp.
+// Fiber t, which runs, hands over to the scheduler. Returns when the scheduler enters it again.
 EMU_QUIET static void emu_leave(EmuThread *t) {
 #if defined(EMU_UNDER_TSAN)
     __tsan_switch_to_fiber(emu.tsan, 1);                    // 1: no happens-before edge
@@ -137,6 +220,8 @@ EMU_QUIET static void emu_leave(EmuThread *t) {
     if (!_setjmp(t->at)) _longjmp(emu.back, 1);
 #endif
 }
+
+// The scheduler lets fiber t run. Returns when t leaves.
 EMU_QUIET static void emu_enter(EmuThread *t) {
 #if defined(EMU_UNDER_TSAN)
     __tsan_switch_to_fiber(t->tsan, 1);
@@ -148,42 +233,60 @@ EMU_QUIET static void emu_enter(EmuThread *t) {
     setcontext(&t->ctx);
 #endif
 }
+
+// The running thread waits in `state`, on this line, for the lanes of the mask (0 for EMU_BARRIER).
 EMU_QUIET static void emu_wait(int state, int line, unsigned mask) {
     EmuThread *t = emu.cur;
-    t->state = state; t->line = line; t->mask = mask;
+    t->state = state;
+    t->line = line;
+    t->mask = mask;
     emu.switches++;
     emu_leave(t);
 }
+
+// TSan learns what a meeting orders from an address: what came before a release of it comes before what
+// follows an acquire. Of a block that is &emu.block, of a warp its first thread.
 EMU_QUIET static void emu_syncthreads(int line) {
     EMU_TSAN(__tsan_release(&emu.block));
     emu_wait(EMU_BARRIER, line, 0);
     EMU_TSAN(__tsan_acquire(&emu.block));
 }
+
 EMU_QUIET static void emu_syncwarp(unsigned mask, int line) {
     EMU_TSAN(__tsan_release(&emu.t[(emu.cur - emu.t) & ~31]));
     emu_wait(EMU_WARP, line, mask);
     EMU_TSAN(__tsan_acquire(&emu.t[(emu.cur - emu.t) & ~31]));
 }
+
+// A shuffle: the v of lane src. Ends the program if src is not in the mask.
 template <class T> EMU_QUIET static T emu_shfl(unsigned mask, T v, int src, int line) {
     static_assert(sizeof(T) <= 8, "shuffles move 4 or 8 bytes");
     EmuThread *t = emu.cur;
     memcpy(&t->in, &v, sizeof v);
     emu_wait(EMU_WARP, line, mask);
     if (src < 0 || src > 31) return v;                       // out of range: the lane's own value
-    if (!(mask >> src & 1)) emu_die("line %d: shuffle reads lane %d, outside its mask %08x", line, src, mask);
+    if (!(mask >> src & 1))
+        emu_die("line %d: shuffle reads lane %d, outside its mask %08x", line, src, mask);
     memcpy(&v, &t->got[src], sizeof v);
     return v;
 }
+
+// A vote: bit i is 1 where lane i of the mask has a pred that is not 0.
 EMU_QUIET static unsigned emu_ballot(unsigned mask, int pred, int line) {
     EmuThread *t = emu.cur;
     t->in = !!pred;
     emu_wait(EMU_WARP, line, mask);
     unsigned r = 0;
-    for (int i = 0; i < 32; i++) if (mask >> i & 1 && t->got[i]) r |= 1u << i;
+    for (int i = 0; i < 32; i++)
+        if (mask >> i & 1 && t->got[i]) r |= 1u << i;
     return r;
 }
+
+// __syncwarp() names no lanes and means all.
 static inline unsigned emu_mask(unsigned m = 0xffffffffu) { return m; }
+
 EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
+
 #define __syncthreads()                emu_syncthreads(__LINE__)
 #define __syncwarp(...)                emu_syncwarp(emu_mask(__VA_ARGS__), __LINE__)
 #define __shfl_sync(m, v, s)           emu_shfl(m, v, s, __LINE__)
@@ -194,17 +297,18 @@ EMU_QUIET static int emu_lane(void) { return (int)emu.cur->lane; }
 #define __any_sync(m, p)               (emu_ballot(m, p, __LINE__) != 0)
 #define __all_sync(m, p)               (emu_ballot(m, p, __LINE__) == (m))
 
-// ------------------------------------------------------------------------------------------------ tensor cores
-// ---- rounding like the hardware's
-
+// ------------------------------------------------------------------------ rounding like the hardware's
 #if EMU_HARD
 static int emu_round = 1;
 #else
 static int emu_round;
 #endif
-extern "C" void emu_set_round(int on) { emu_round = on; }          // tests
 
-// Exponential functions are off by a unit in the last place on a GPU: y = f(x), moved by -1, 0 or 1 of them, as the bits of x say.
+// Tests: 1 rounds as the hardware does, 0 as the CPU does.
+extern "C" void emu_set_round(int on) { emu_round = on; }
+
+// Exponential functions are off by a unit in the last place on a GPU: y = f(x), moved by -1, 0 or 1 of them,
+// as the bits of x say.
 EMU_QUIET static float emu_off(float y, float x) {
     if (!emu_round || y == 0 || y == 1 || !(y < INFINITY)) return y;
     uint32_t bits;
@@ -223,8 +327,9 @@ EMU_QUIET static float emu_cut(double x) {
     return fabs((double)f) > fabs(x) ? nextafterf(f, 0) : f;
 }
 
-// What a tensor core makes of c plus n exact products: all are shifted to the exponent of the largest, cut behind EMU_KEPT
-// bits, added, and the sum is cut to a float. An A100 keeps one bit more than a float has, and adds 8 products at once.
+// What a tensor core makes of c plus n exact products: all are shifted to the exponent of the largest, cut
+// behind EMU_KEPT bits, added, and the sum is cut to a float. An A100 keeps one bit more than a float has,
+// and adds 8 products at once.
 enum { EMU_KEPT = 24, EMU_AT_ONCE = 8 };
 EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
     double top = fabs((double)c);
@@ -240,40 +345,54 @@ EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
     return emu_cut(sum);
 }
 
-// ------------------------------------------------------------------------------------------------ PTX
-// The functions of kvcomp.cu's "what only PTX can say", written from the tables of the PTX ISA, chapter "Warp Level Matrix
-// Multiply-Accumulate Instructions". Warp operations are done by all 32 lanes on one line. As in the ISA, groupID is lane / 4
-// and threadID_in_group lane % 4.
+// ------------------------------------------------------------------------ PTX
+// The functions of kvcomp.cu's "what only PTX can say", written from the tables of the PTX ISA, chapter
+// "Warp Level Matrix Multiply-Accumulate Instructions". Warp operations are done by all 32 lanes on one line.
+// As in the ISA, groupID is lane / 4 and threadID_in_group lane % 4.
 
-static void emu_shared_check(int line, const void *p, const char *what);            // 16 bytes of shared memory, aligned to 16
+// Ends the program unless 16 bytes of shared memory lie at p, aligned to 16.
+static void emu_shared_check(int line, const void *p, const char *what);
 
+// ---- tensor cores
+
+// The lower or the upper half of a word, a number of type DT.
 template <int DT> static float emu_half(unsigned word, int upper) {
     uint16_t h = (uint16_t)(upper ? word >> 16 : word);
     return DT == DT_F16 ? f16_to_f32(h) : bf16_to_f32(h);
 }
 
-// mma.m16n8k16. The lanes of a warp lay their elements into a table, meet, and compute their own sums. Two tables take turns:
-// who has come to the meeting of the second has read the first, so one meeting an operation is enough.
-struct EmuProduct { float a[16][16], b[16][8]; };
-static EmuProduct emu_product[32][2];                                               // of each warp
-static unsigned char emu_product_turn[1024];                                        // of each thread: which table is next
+// The factors of one product of a warp.
+struct EmuProduct {
+    float a[16][16];
+    float b[16][8];
+};
+static EmuProduct emu_product[32][2];                   // of each warp
+static unsigned char emu_product_turn[1024];            // of each thread: which table is next
+
+// mma.m16n8k16: d += a b, of which each lane holds the elements that the ISA gives it. The lanes of a warp
+// lay their elements into a table, meet, and compute their own sums. Two tables take turns: who has come to
+// the meeting of the second has read the first, so one meeting an operation is enough.
 template <int DT>
-EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigned b[2], int line = __builtin_LINE()) {
-    int thread = (int)(emu.cur - emu.t), group = (int)emu.cur->lane / 4, in_group = (int)emu.cur->lane % 4;
+EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigned b[2],
+                                  int line = __builtin_LINE()) {
+    int thread = (int)(emu.cur - emu.t);
+    int group = (int)emu.cur->lane / 4;
+    int in_group = (int)emu.cur->lane % 4;
     EmuProduct *x = &emu_product[thread / 32][emu_product_turn[thread]];
     emu_product_turn[thread] ^= 1;
-    for (int i = 0; i < 8; i++) {                                                   // a0..a7
+    for (int i = 0; i < 8; i++) {                           // a0..a7
         int row = i < 2 || (4 <= i && i < 6) ? group : group + 8;
         int col = in_group * 2 + (i & 1) + (i < 4 ? 0 : 8);
         x->a[row][col] = emu_half<DT>(a[i / 2], i % 2);
     }
-    for (int i = 0; i < 4; i++) {                                                   // b0..b3
+    for (int i = 0; i < 4; i++) {                           // b0..b3
         int row = in_group * 2 + (i & 1) + (i < 2 ? 0 : 8);
         x->b[row][group] = emu_half<DT>(b[i / 2], i % 2);
     }
     emu_wait(EMU_WARP, line, 0xffffffffu);
-    for (int i = 0; i < 4; i++) {                                                   // c0..c3
-        int row = i < 2 ? group : group + 8, col = in_group * 2 + (i & 1);
+    for (int i = 0; i < 4; i++) {                           // c0..c3
+        int row = i < 2 ? group : group + 8;
+        int col = in_group * 2 + (i & 1);
         float sum = 0;
         double exact[16];
         for (int k = 0; k < 16; k++) {
@@ -281,15 +400,18 @@ EMU_QUIET static void mma_16x8x16(float d[4], const unsigned a[4], const unsigne
             else sum += x->a[row][k] * x->b[k][col];
         }
         d[i] += sum;
-        for (int k = 0; k < 16 && emu_round; k += EMU_AT_ONCE) d[i] = emu_tensor_sum(d[i], exact + k, EMU_AT_ONCE);
+        for (int k = 0; k < 16 && emu_round; k += EMU_AT_ONCE)
+            d[i] = emu_tensor_sum(d[i], exact + k, EMU_AT_ONCE);
     }
 }
 
-typedef char *SharedAt;                                                             // an address in shared memory
+// ---- shared memory
+
+typedef char *SharedAt;                                 // an address in shared memory
 static inline SharedAt shared_address(const void *p) { return (SharedAt)(uintptr_t)p; }
 
-// ldmatrix.m8n8.x4: threads 0-7 hold the addresses of the rows of matrix 0, 8-15 those of matrix 1, and so forth. Thread 4 r + c
-// receives the elements 2 c and 2 c + 1 of row r; transposed, of column r.
+// ldmatrix.m8n8.x4: threads 0-7 hold the addresses of the rows of matrix 0, 8-15 those of matrix 1, and so
+// forth. Thread 4 r + c receives the elements 2 c and 2 c + 1 of row r; transposed, of column r.
 static void emu_ldmatrix(int line, unsigned r[4], const void *row, int trans) {
     EmuThread *t = emu.cur;
     emu_shared_check(line, row, "ldmatrix");
@@ -298,31 +420,62 @@ static void emu_ldmatrix(int line, unsigned r[4], const void *row, int trans) {
     for (int m = 0; m < 4; m++) {
         unsigned e[2];
         for (int i = 0; i < 2; i++) {
-            int major = (int)t->lane / 4, minor = (int)t->lane % 4 * 2 + i;
+            int major = (int)t->lane / 4;
+            int minor = (int)t->lane % 4 * 2 + i;
             const uint16_t *from = (const uint16_t *)(uintptr_t)t->got[m * 8 + (trans ? minor : major)];
             e[i] = from[trans ? major : minor];
         }
         r[m] = e[0] | e[1] << 16;
     }
 }
-static inline void ldmatrix_x4(unsigned r[4], const void *row, int line = __builtin_LINE()) { emu_ldmatrix(line, r, row, 0); }
-static inline void ldmatrix_x4_trans(unsigned r[4], const void *row, int line = __builtin_LINE()) { emu_ldmatrix(line, r, row, 1); }
 
-// cp.async. A copy happens when its group is waited for, as late as it may. Until then its place is 0xff, because the hardware
-// might have begun: who still reads what lay there reads NaN, too.
-struct EmuCopy { char *to; const char *from; int take, group; };
-struct EmuCopies { EmuCopy *at; int n, cap, group; };                               // n: under way; group: groups committed
-static EmuCopies emu_copies[1024];                                                  // of each thread
+static inline void ldmatrix_x4(unsigned r[4], const void *row, int line = __builtin_LINE()) {
+    emu_ldmatrix(line, r, row, 0);
+}
+
+static inline void ldmatrix_x4_trans(unsigned r[4], const void *row, int line = __builtin_LINE()) {
+    emu_ldmatrix(line, r, row, 1);
+}
+
+// ---- copies to shared memory that run beside the thread
+// A copy happens when its group is waited for, as late as it may. Until then its place is 0xff, because the
+// hardware might have begun: who still reads what lay there reads NaN, too.
+
+struct EmuCopy {
+    char *to;
+    const char *from;
+    int take;                         // 0: zeros are written
+    int group;                        // the number of its group
+};
+struct EmuCopies {
+    EmuCopy *at;
+    int n;                            // under way
+    int cap;
+    int group;                        // groups committed
+};
+static EmuCopies emu_copies[1024];                      // of each thread
+
+// cp.async of 16 bytes; take 0 writes zeros. Ends the program if an address is not aligned, or `to` is not in
+// shared memory.
 static inline void copy16_async_if(void *to, const void *from, int take, int line = __builtin_LINE()) {
     EmuCopies *c = &emu_copies[emu.cur - emu.t];
     emu_shared_check(line, to, "cp.async");
-    if (take && (uintptr_t)from % 16) emu_die("line %d: cp.async from %p, which is not aligned to 16", line, from);
-    if (c->n == c->cap) c->at = (EmuCopy *)realloc((void *)c->at, (size_t)(c->cap = 2 * c->cap + 16) * sizeof *c->at);
+    if (take && (uintptr_t)from % 16)
+        emu_die("line %d: cp.async from %p, which is not aligned to 16", line, from);
+    if (c->n == c->cap)
+        c->at = (EmuCopy *)realloc((void *)c->at, (size_t)(c->cap = 2 * c->cap + 16) * sizeof *c->at);
     c->at[c->n++] = { (char *)to, (const char *)from, take, c->group };
     memset(to, 0xff, 16);
 }
-static inline void copy16_async(void *to, const void *from, int line = __builtin_LINE()) { copy16_async_if(to, from, 1, line); }
+
+static inline void copy16_async(void *to, const void *from, int line = __builtin_LINE()) {
+    copy16_async_if(to, from, 1, line);
+}
+
+// The copies since the last commit are a group.
 static inline void copy_commit(void) { emu_copies[emu.cur - emu.t].group++; }
+
+// Waits until at most N of the committed groups are under way.
 template <int N> static void copy_wait(void) {
     EmuCopies *c = &emu_copies[emu.cur - emu.t];
     int left = 0;
@@ -335,174 +488,268 @@ template <int N> static void copy_wait(void) {
     c->n = left;
 }
 
+// ---- other instructions
+
+// to (4) = the 16 bytes at p. Ends the program if p is not aligned to 16.
 static void load_once(unsigned *to, const void *p, int line = __builtin_LINE()) {
     if ((uintptr_t)p % 16) emu_die("line %d: a load of 16 bytes at %p", line, p);
     memcpy(to, p, 16);
 }
+
+// 2^x; what is smaller than 2^-126 is 0.
 static inline float exp2_flush(float x) { return x < -126 ? 0 : emu_off(exp2f(x), x); }
+
+// x; kvcomp.cu keeps a compiler from working it out anew.
 template <class T> static inline T as_it_is(T x) { return x; }
 
-// Kernels run one after the other. What these two are for is looked after: a kernel that may start early calls
-// dependency_wait in every thread, or the one behind it would not know that all before have ended; see emu_touch, too.
+// Kernels run one after the other. What these two are for is looked after: a kernel that may start early
+// calls dependency_wait in every thread, or the one behind it would not know that all before have ended; see
+// emu_touch, too.
 static inline void dependency_wait(void) { emu.cur->waited = 1; }
 static inline void dependents_launch(void) {}
 
-// ------------------------------------------------------------------------------------------------ the scheduler: one block at a time
+// ------------------------------------------------------------------------ a block
+// The scheduler runs one block at a time.
 
+// What a fiber runs: the kernel, once for each block. Ends the program if the thread returns without
+// dependency_wait where it is due, or with copies under way.
 EMU_QUIET static void emu_entry(void) {
     for (;;) {                                              // block after block
         EMU_TSAN(__tsan_acquire(&emu.bid));
         emu.body(emu.arg);
-        if (!emu.cur->waited) emu_die("a thread of a kernel that may start early returns without dependency_wait");
-        if (emu_copies[emu.cur - emu.t].n) emu_die("a thread returns while %d of its copies are under way", emu_copies[emu.cur - emu.t].n);
+        if (!emu.cur->waited)
+            emu_die("a thread of a kernel that may start early returns without dependency_wait");
+        if (emu_copies[emu.cur - emu.t].n)
+            emu_die("a thread returns while %d of its copies are under way",
+                    emu_copies[emu.cur - emu.t].n);
         EMU_TSAN(__tsan_release(&emu.sched));
         emu.cur->state = EMU_DONE;
         emu_leave(emu.cur);
     }
 }
+
+// Makes t's fiber, on the stack that emu_init gave it.
 EMU_QUIET static void emu_make(EmuThread *t) {
     stack_t room = t->ctx.uc_stack;
     getcontext(&t->ctx);
-    t->ctx.uc_stack = room; t->ctx.uc_link = NULL;
+    t->ctx.uc_stack = room;
+    t->ctx.uc_link = NULL;
     makecontext(&t->ctx, emu_entry, 0);
     EMU_TSAN(t->tsan = __tsan_create_fiber(0));
     t->made = 1;
 }
+
+// Warp operations that all lanes of their mask have come to are done: each lane gets what the others brought
+// and is ready. *moved = 1 if there was one. Ends the program where lanes can never meet.
 EMU_QUIET static void emu_release_warps(int *moved) {
     for (int i = 0; i < emu.n; i++) {
-        EmuThread *t = &emu.t[i], *w = &emu.t[i & ~31];
+        EmuThread *t = &emu.t[i];
+        EmuThread *w = &emu.t[i & ~31];                     // its warp
         if (t->state != EMU_WARP) continue;
-        if (!(t->mask >> t->lane & 1)) emu_die("line %d: lane %u is not in its own mask %08x", t->line, t->lane, t->mask);
+        if (!(t->mask >> t->lane & 1))
+            emu_die("line %d: lane %u is not in its own mask %08x", t->line, t->lane, t->mask);
         int ready = 1;
         for (int j = 0; j < 32; j++) {
             if (!(t->mask >> j & 1)) continue;
-            if ((i & ~31) + j >= emu.n) emu_die("line %d: mask %08x names lane %d of a partial warp", t->line, t->mask, j);
-            if (w[j].state == EMU_DONE) emu_die("line %d: mask %08x names lane %d, which has returned", t->line, t->mask, j);
+            if ((i & ~31) + j >= emu.n)
+                emu_die("line %d: mask %08x names lane %d of a partial warp", t->line, t->mask, j);
+            if (w[j].state == EMU_DONE)
+                emu_die("line %d: mask %08x names lane %d, which has returned", t->line, t->mask, j);
             if (w[j].state != EMU_WARP) ready = 0;
             else if (w[j].mask != t->mask || w[j].line != t->line)
-                emu_die("lanes %u (line %d) and %d (line %d) meet in different warp operations", t->lane, t->line, j, w[j].line);
+                emu_die("lanes %u (line %d) and %d (line %d) meet in different warp operations",
+                        t->lane, t->line, j, w[j].line);
         }
         if (!ready) continue;
         uint64_t in[32];
         for (int j = 0; j < 32; j++) in[j] = t->mask >> j & 1 ? w[j].in : 0;
-        unsigned m = t->mask;
+        unsigned m = t->mask;                               // t's own turns ready below
         for (int j = 0; j < 32; j++)
-            if (m >> j & 1) { memcpy(w[j].got, in, sizeof in); w[j].state = EMU_READY; }
+            if (m >> j & 1) {
+                memcpy(w[j].got, in, sizeof in);
+                w[j].state = EMU_READY;
+            }
         *moved = 1;
     }
 }
+
+// The __shared__ variables of all kernels, as the linker lays them. Weak: there may be none.
 extern char __start_emu_shared[] __attribute__((weak)), __stop_emu_shared[] __attribute__((weak));
+
 static void emu_shared_check(int line, const void *p, const char *what) {
     const char *a = (const char *)p, *low = __start_emu_shared, *high = __stop_emu_shared;
-    int inside = (low && a >= low && a + 16 <= high) || (a >= emu.dyn && a + 16 <= emu.dyn + emu.dyn_bytes);
-    if (!inside || (uintptr_t)p % 16) emu_die("line %d: %s at %p: not 16 aligned bytes of shared memory", line, what, p);
+    int inside = (low && a >= low && a + 16 <= high)
+              || (a >= emu.dyn && a + 16 <= emu.dyn + emu.dyn_bytes);
+    if (!inside || (uintptr_t)p % 16)
+        emu_die("line %d: %s at %p: not 16 aligned bytes of shared memory", line, what, p);
 }
-enum { EMU_CANARY = 0x5a };
+
+enum { EMU_CANARY = 0x5a };           // lies behind dynamic shared memory
+
+// Runs block emu.bid to its end, in rounds: every ready thread until it meets others or returns, in the
+// order of the seed; then who has met goes on. Ends the program if threads miss a barrier, meet on different
+// lines, wait for ever, or write behind dynamic shared memory.
 EMU_QUIET static void emu_block(void) {
     if (__start_emu_shared) memset(__start_emu_shared, 0xff, __stop_emu_shared - __start_emu_shared);
-    size_t room = (emu.dyn_bytes + 127) & ~(size_t)127;      // a block's dynamic memory begins where 128 divides the address,
-    emu.dyn = emu.dyn_end - room;                            // so up to 127 bytes lie between its end and the guard page
+    // A block's dynamic memory begins where 128 divides the address, so up to 127 bytes lie between its end
+    // and the guard page.
+    size_t room = (emu.dyn_bytes + 127) & ~(size_t)127;
+    emu.dyn = emu.dyn_end - room;
     memset(emu.dyn, 0xff, emu.dyn_bytes);
     memset(emu.dyn + emu.dyn_bytes, EMU_CANARY, room - emu.dyn_bytes);
     for (int i = 0; i < emu.n; i++) {
         EmuThread *t = &emu.t[i];
         unsigned x = emu.block.x, y = emu.block.y;
         t->tid = dim3(i % x, i / x % y, i / (x * y));
-        t->state = EMU_READY; t->lane = i & 31;
+        t->state = EMU_READY;
+        t->lane = i & 31;
         t->waited = !emu.early;
         emu_copies[i].group = 0;
         if (!t->made) emu_make(t);
-        EMU_TSAN(char nm[64]; snprintf(nm, sizeof nm, "block %u,%u thread %d", emu.bid.x, emu.bid.y, i); __tsan_set_fiber_name(t->tsan, nm));
+        EMU_TSAN(char nm[64];
+                 snprintf(nm, sizeof nm, "block %u,%u thread %d", emu.bid.x, emu.bid.y, i);
+                 __tsan_set_fiber_name(t->tsan, nm));
     }
     EMU_TSAN(__tsan_release(&emu.bid));          // orders block after block: see EMU_SEED for those
     for (;;) {
+        // start and back: the thread that begins, and whether the order goes down.
         int moved = 0, done = 0, barrier = 0, line = 0;
         unsigned start = 0, back = emu.seed == 1;
-        if (emu.seed > 1) { emu.rng = emu.rng * 6364136223846793005ull + 1442695040888963407ull; start = emu.rng >> 33; back = emu.rng >> 32 & 1; }
+        if (emu.seed > 1) {
+            emu.rng = emu.rng * 6364136223846793005ull + 1442695040888963407ull;
+            start = emu.rng >> 33;
+            back = emu.rng >> 32 & 1;
+        }
         for (int k = 0; k < emu.n; k++) {
             int i = (k + start) % emu.n;
             if (back) i = emu.n - 1 - i;
             EmuThread *t = &emu.t[i];
             if (t->state != EMU_READY) continue;
-            emu.cur = t; moved = 1;
+            emu.cur = t;
+            moved = 1;
             emu_enter(t);
         }
         emu_release_warps(&moved);
         for (int i = 0; i < emu.n; i++) {
             done += emu.t[i].state == EMU_DONE;
-            if (emu.t[i].state == EMU_BARRIER) { barrier++; if (!line) line = emu.t[i].line; }
+            if (emu.t[i].state == EMU_BARRIER) {
+                barrier++;
+                if (!line) line = emu.t[i].line;
+            }
         }
         if (done == emu.n) {
             for (size_t i = emu.dyn_bytes; i < room; i++)
-                if (emu.dyn[i] != EMU_CANARY) emu_die("shared memory written at byte %zu of %zu", i, emu.dyn_bytes);
+                if (emu.dyn[i] != EMU_CANARY)
+                    emu_die("shared memory written at byte %zu of %zu", i, emu.dyn_bytes);
             EMU_TSAN(__tsan_acquire(&emu.sched));
             return;
         }
         if (barrier && barrier + done == emu.n) {
             if (done) emu_die("line %d: %d of %d threads returned before __syncthreads", line, done, emu.n);
             for (int i = 0; i < emu.n; i++) {
-                if (emu.t[i].line != line) emu_die("divergent barrier: thread 0 waits on line %d, thread %d on line %d", line, i, emu.t[i].line);
+                if (emu.t[i].line != line)
+                    emu_die("divergent barrier: thread 0 waits on line %d, thread %d on line %d",
+                            line, i, emu.t[i].line);
                 emu.t[i].state = EMU_READY;
             }
-        } else if (!moved) emu_die("deadlock: %d threads wait at __syncthreads (line %d), %d returned, the rest wait in a warp operation", barrier, line, done);
+        } else if (!moved)
+            emu_die("deadlock: %d threads wait at __syncthreads (line %d), %d returned, "
+                    "the rest wait in a warp operation", barrier, line, done);
     }
 }
 
-// ------------------------------------------------------------------------------------------------ device memory
-
+// ------------------------------------------------------------------------ names and sizes of the device
 #define EMU_ARENA ((size_t)1 << 38)                  // addresses, not memory
 #define EMU_PAGE  ((size_t)4096)
 #define EMU_DYN   ((size_t)99 << 10)                 // most shared memory a block may ask for: what sm_86 has
-typedef int cudaError_t; typedef void *cudaStream_t;
-enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorInsufficientDriver = 35, cudaErrorStreamCaptureUnsupported = 900, cudaErrorUnknown = 999 };
-enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 
-// ---- what the blocks of one launch touch
-// Blocks run in any order, so a word of device memory that one block writes is nobody else's in that launch. The log knows of
-// every four bytes who wrote and who read them last; a block that meets another one there, one of them writing, ends the program.
-// Allowed are atomics among themselves, other bytes of the same word, and what the last block to arrive does: it reads what
-// another one wrote, fenced (__threadfence) and then told by an atomic, after an atomic and then a fence of its own.
-// The compiler calls __tsan_read4() and its like before every access, as it does for ThreadSanitizer; here they fill the log.
+typedef int cudaError_t;
+typedef void *cudaStream_t;
+enum {
+    cudaSuccess = 0,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorStreamCaptureUnsupported = 900,
+    cudaErrorUnknown = 999
+};
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost,
+    cudaMemcpyHostToDevice,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice
+};
+
+// ------------------------------------------------------------------------ what blocks of one launch touch
+// Blocks run in any order, so a word of device memory that one block writes is nobody else's in that launch.
+// The log knows of every four bytes who wrote and who read them last; a block that meets another one there,
+// one of them writing, ends the program. Allowed are atomics among themselves, other bytes of the same word,
+// and what the last block to arrive does: it reads what another one wrote, fenced (__threadfence) and then
+// told by an atomic, after an atomic and then a fence of its own.
+//
+// The compiler calls __tsan_read4() and its like before every access, as it does for ThreadSanitizer; here
+// they fill the log.
 #if EMU_HARD
 struct EmuTouch {
-    uint32_t launch, block;           // who: Emu.launch and Emu.n_block, 0: nobody yet
+    uint32_t launch;                  // who: Emu.launch; 0: nobody yet
+    uint32_t block;                   // and Emu.n_block
     uint32_t when;                    // emu_clock then
     unsigned char bytes;              // which of the four
     unsigned char atomic;             // 1: all of it by atomics
     unsigned char many;               // 1: several blocks
 };
-struct EmuWord { EmuTouch write, read; };
-struct EmuArrival {                   // of a block: emu_clock
-    uint32_t launch;
-    uint32_t fence, told;             // at its last fence, and at its last atomic
-    uint32_t gave, saw;               // at the last fence before that atomic, and the last atomic before that fence
+struct EmuWord {
+    EmuTouch write;
+    EmuTouch read;
 };
-static EmuWord *emu_words;            // one for each four bytes of the arena
+
+// What a block has told the others, and seen of them. Times are those of emu_clock.
+struct EmuArrival {
+    uint32_t launch;                  // the rest is of this launch
+    uint32_t fence;                   // its last fence
+    uint32_t told;                    // its last atomic
+    uint32_t gave;                    // the last fence before `told`
+    uint32_t saw;                     // the last atomic before `fence`
+};
+
+static EmuWord *emu_words;                              // one for each four bytes of the arena
 enum { EMU_BLOCKS = 1 << 16 };
-static EmuArrival emu_arrivals[EMU_BLOCKS];           // by block, the last ones share
-static uint32_t emu_clock;
+static EmuArrival emu_arrivals[EMU_BLOCKS];             // by block modulo EMU_BLOCKS
+static uint32_t emu_clock;                              // goes on with each atomic and fence of any block
+
 EMU_QUIET static void emu_log_open(void) {
-    emu_words = (EmuWord *)mmap(NULL, EMU_ARENA / 4 * sizeof(EmuWord), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    emu_words = (EmuWord *)mmap(NULL, EMU_ARENA / 4 * sizeof(EmuWord), PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 }
-EMU_QUIET static void emu_log_forget(const char *p, size_t n) {       // freed memory
+
+// The n bytes at p were freed: their part of the log is given back, as far as it fills pages.
+EMU_QUIET static void emu_log_forget(const char *p, size_t n) {
     char *from = (char *)&emu_words[(p - emu.arena) / 4], *to = from + n / 4 * sizeof(EmuWord);
     from = (char *)(((uintptr_t)from + EMU_PAGE - 1) & ~(EMU_PAGE - 1));
     if (to > from) madvise(from, (size_t)(to - from) & ~(EMU_PAGE - 1), MADV_DONTNEED);
 }
+
+// The arrivals of a block of the running launch.
 EMU_QUIET static EmuArrival *emu_arrival(uint32_t block) {
     EmuArrival *a = &emu_arrivals[block % EMU_BLOCKS];
     if (a->launch != emu.launch) *a = { emu.launch, 0, 0, 0, 0 };
     return a;
 }
+
 // Does this touch, by another block of this launch, come before what the running block does?
 EMU_QUIET static int emu_before(const EmuTouch *t) {
     const EmuArrival *a = emu_arrival(t->block), *mine = emu_arrival(emu.n_block);
     return !t->many && a->gave > t->when && mine->saw > a->told;
 }
+
+// Is this touch by another block of this launch, of some of these bytes, and in no order with the running
+// block's?
 EMU_QUIET static int emu_meets(const EmuTouch *t, unsigned bytes, int atomic) {
-    return t->launch == emu.launch && (t->block != emu.n_block || t->many) && t->bytes & bytes && !(t->atomic && atomic) && !emu_before(t);
+    return t->launch == emu.launch && (t->block != emu.n_block || t->many) && t->bytes & bytes
+        && !(t->atomic && atomic) && !emu_before(t);
 }
-// Only one touch is remembered: of two blocks at the same bytes that neither met the other, those bytes; else the last one.
+
+// Writes down the running block's touch. Only one is remembered: of two blocks at the same bytes that neither
+// met the other, those bytes; else the last one.
 EMU_QUIET static void emu_note(EmuTouch *t, unsigned bytes, int atomic) {
     if (t->launch != emu.launch) *t = { emu.launch, emu.n_block, emu_clock, 0, (unsigned char)atomic, 0 };
     int same = t->block == emu.n_block && !t->many, meet = !same && t->bytes & bytes;
@@ -512,6 +759,9 @@ EMU_QUIET static void emu_note(EmuTouch *t, unsigned bytes, int atomic) {
     t->block = emu.n_block;
     t->when = emu_clock;
 }
+
+// The running block reads or writes n bytes at p. Other memory than the device's is nobody's concern. Ends
+// the program if another block of this launch touches them, or if it is too early to touch them.
 EMU_QUIET static void emu_touch(const void *p, size_t n, int write, int atomic) {
     size_t at = (size_t)((const char *)p - emu.arena), end = at + n;
     if (at >= EMU_ARENA || !emu.kernel) return;
@@ -521,43 +771,69 @@ EMU_QUIET static void emu_touch(const void *p, size_t n, int write, int atomic) 
         if (w * 4 + 4 > end) bytes &= 15u >> (w * 4 + 4 - end);
         EmuWord *x = &emu_words[w];
         if (!emu.cur->waited && (write || x->write.launch > emu.ended))
-            emu_die("%s before dependency_wait", write ? "writes device memory" : "reads what a kernel wrote that may still run");
-        const EmuTouch *by = emu_meets(&x->write, bytes, atomic) ? &x->write : write && emu_meets(&x->read, bytes, atomic) ? &x->read : NULL;
+            emu_die("%s before dependency_wait",
+                    write ? "writes device memory" : "reads what a kernel wrote that may still run");
+        const EmuTouch *by = emu_meets(&x->write, bytes, atomic)         ? &x->write
+                           : write && emu_meets(&x->read, bytes, atomic) ? &x->read
+                                                                         : NULL;
         if (by) {
             int i = emu.n_mem - 1;
             while (i > 0 && emu.mem[i].p > (const char *)p) i--;
-            emu_die("block %u,%u,%u %s offset %td of an allocation of %zu bytes, which %s of this launch %s: they come in any order", emu.bid.x, emu.bid.y, emu.bid.z,
-                    write ? "writes" : "reads", (const char *)p - emu.mem[i].p, emu.mem[i].bytes, by->many ? "other blocks" : "another block", by == &x->write ? "writes" : "reads");
+            emu_die("block %u,%u,%u %s offset %td of an allocation of %zu bytes, "
+                    "which %s of this launch %s: they come in any order",
+                    emu.bid.x, emu.bid.y, emu.bid.z,
+                    write ? "writes" : "reads", (const char *)p - emu.mem[i].p, emu.mem[i].bytes,
+                    by->many ? "other blocks" : "another block", by == &x->write ? "writes" : "reads");
         }
         if (write) emu_note(&x->write, bytes, atomic);
         else emu_note(&x->read, bytes, atomic);
     }
 }
+
+// An atomic of the running block, of n bytes at p.
 EMU_QUIET static void emu_atomic(const void *p, size_t n) {
     EmuArrival *a = emu_arrival(emu.n_block);
     a->gave = a->fence;
     a->told = ++emu_clock;
     emu_touch(p, n, 1, 1);
 }
+
+// __threadfence of the running block.
 EMU_QUIET static void emu_fence(void) {
     EmuArrival *a = emu_arrival(emu.n_block);
     a->saw = a->told;
     a->fence = ++emu_clock;
 }
+
+// ---- what the compiler calls
 extern "C" {
 #define EMU_HOOKS(n) \
     EMU_QUIET void __tsan_read##n(void *p)  { emu_touch(p, n, 0, 0); } \
     EMU_QUIET void __tsan_write##n(void *p) { emu_touch(p, n, 1, 0); } \
     EMU_QUIET void __tsan_unaligned_read##n(void *p)  { emu_touch(p, n, 0, 0); } \
     EMU_QUIET void __tsan_unaligned_write##n(void *p) { emu_touch(p, n, 1, 0); }
-EMU_HOOKS(1) EMU_HOOKS(2) EMU_HOOKS(4) EMU_HOOKS(8) EMU_HOOKS(16)
+EMU_HOOKS(1)
+EMU_HOOKS(2)
+EMU_HOOKS(4)
+EMU_HOOKS(8)
+EMU_HOOKS(16)
+
 EMU_QUIET void __tsan_read_range(void *p, unsigned long n)  { emu_touch(p, n, 0, 0); }
 EMU_QUIET void __tsan_write_range(void *p, unsigned long n) { emu_touch(p, n, 1, 0); }
+
 EMU_QUIET void __tsan_init(void) {}
 EMU_QUIET void __tsan_func_entry(void *) {}
 EMU_QUIET void __tsan_func_exit(void) {}
-EMU_QUIET int __tsan_atomic32_load(const volatile int *p, int)                { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
-EMU_QUIET int __tsan_atomic32_fetch_add(volatile int *p, int v, int)          { emu_atomic((const void *)p, 4); return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+
+EMU_QUIET int __tsan_atomic32_load(const volatile int *p, int) {
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);
+}
+
+EMU_QUIET int __tsan_atomic32_fetch_add(volatile int *p, int v, int) {
+    emu_atomic((const void *)p, 4);
+    return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
+}
+
 EMU_QUIET int __tsan_atomic32_compare_exchange_strong(volatile int *p, int *c, int v, int, int) {
     emu_atomic((const void *)p, 4);
     return __atomic_compare_exchange_n(p, c, v, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
@@ -570,67 +846,133 @@ static void emu_fence(void) {}
 #endif
 #define __threadfence() emu_fence()
 
+// ------------------------------------------------------------------------ device memory
 static void emu_fault(int, siginfo_t *, void *);
+
+// The device: its addresses, the room of dynamic shared memory and 1024 stacks of 64 KB, with a page that
+// nobody may touch where each of them runs over; faults go to emu_fault. EMU_SEED and EMU_ROUND are read.
 static void emu_init(void) {
     emu.arena = (char *)mmap(NULL, EMU_ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     size_t dyn = (EMU_DYN + EMU_PAGE - 1) / EMU_PAGE * EMU_PAGE;
-    emu.dyn_end = (char *)mmap(NULL, dyn + EMU_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) + dyn;
+    emu.dyn_end = (char *)mmap(NULL, dyn + EMU_PAGE, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) + dyn;
     mprotect(emu.dyn_end, EMU_PAGE, PROT_NONE);
     emu_log_open();
     emu.t = (EmuThread *)calloc(1024, sizeof(EmuThread));
     for (int i = 0; i < 1024; i++) {
-        char *s = (char *)mmap(NULL, 64 << 10, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        char *s = (char *)mmap(NULL, 64 << 10, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         mprotect(s, EMU_PAGE, PROT_NONE);
-        emu.t[i].ctx.uc_stack.ss_sp = s; emu.t[i].ctx.uc_stack.ss_size = 64 << 10;
+        emu.t[i].ctx.uc_stack.ss_sp = s;
+        emu.t[i].ctx.uc_stack.ss_size = 64 << 10;
     }
-    static char alt[16384];
-    stack_t st = {}; st.ss_sp = alt; st.ss_size = sizeof alt; sigaltstack(&st, NULL);
-    struct sigaction sa = {}; sa.sa_sigaction = emu_fault; sa.sa_flags = SA_SIGINFO | SA_ONSTACK; sigaction(SIGSEGV, &sa, NULL);
+    static char alt[16384];           // a stack for emu_fault: the thread's own may have run over
+    stack_t st = {};
+    st.ss_sp = alt;
+    st.ss_size = sizeof alt;
+    sigaltstack(&st, NULL);
+    struct sigaction sa = {};
+    sa.sa_sigaction = emu_fault;
+    sa.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaction(SIGSEGV, &sa, NULL);
     EMU_TSAN(emu.tsan = __tsan_get_current_fiber());
-    const char *e = getenv("EMU_SEED"), *round = getenv("EMU_ROUND"); if (e) { emu.seed = atoi(e); emu.rng = emu.seed; }
+    const char *e = getenv("EMU_SEED"), *round = getenv("EMU_ROUND");
+    if (e) {
+        emu.seed = atoi(e);
+        emu.rng = emu.seed;
+    }
     if (round) emu_round = atoi(round);
 }
-static int emu_find(const void *p) {                            // the live allocation p lies in (or ends), -1: none
+
+// The live allocation that p lies in, or just behind; -1: none.
+static int emu_find(const void *p) {
     int lo = 0, hi = emu.n_mem;
-    while (lo < hi) { int m = (lo + hi) / 2; if (emu.mem[m].p <= (char *)p) lo = m + 1; else hi = m; }
+    while (lo < hi) {
+        int m = (lo + hi) / 2;
+        if (emu.mem[m].p <= (char *)p) lo = m + 1;
+        else hi = m;
+    }
     return lo && emu.mem[lo - 1].live && (char *)p <= emu.mem[lo - 1].p + emu.mem[lo - 1].bytes ? lo - 1 : -1;
 }
-// Device memory is readable only while a kernel or a copy runs. Opening and closing it costs half of the time of a small
-// test, so other seeds than 0 leave it open: the host's mistakes do not depend on the order of threads.
-static void emu_protect(int i, int prot) { mprotect((char *)((uintptr_t)emu.mem[i].p & ~(EMU_PAGE - 1)), emu.mem[i].span, prot); }
-static void emu_open1(int i, int prot) { if (i >= 0 && !emu.open) emu_protect(i, prot); }
+
+// ---- who may read it
+// Device memory is readable only while a kernel or a copy runs. Opening and closing it costs half of the time
+// of a small test, so other seeds than 0 leave it open: the host's mistakes do not depend on the order of
+// threads.
+
+// Allocation i, whether it is live or not.
+static void emu_protect(int i, int prot) {
+    mprotect((char *)((uintptr_t)emu.mem[i].p & ~(EMU_PAGE - 1)), emu.mem[i].span, prot);
+}
+
+// Allocation i (-1: none), for a copy.
+static void emu_open1(int i, int prot) {
+    if (i >= 0 && !emu.open) emu_protect(i, prot);
+}
+
+// All live allocations, for a kernel.
 static void emu_open(int prot) {
     if (prot == PROT_NONE && emu.seed) return;
     if (emu.open == (prot != PROT_NONE)) return;
-    for (int i = 0; i < emu.n_mem; i++) if (emu.mem[i].live) emu_protect(i, prot);
+    for (int i = 0; i < emu.n_mem; i++)
+        if (emu.mem[i].live) emu_protect(i, prot);
     emu.open = prot != PROT_NONE;
 }
-extern "C" void emu_set_seed(int seed) {                        // tests: another order of threads and blocks
-    emu.seed = seed; emu.rng = (uint64_t)seed;
+
+// Tests: another order of threads and blocks.
+extern "C" void emu_set_seed(int seed) {
+    emu.seed = seed;
+    emu.rng = (uint64_t)seed;
     if (emu.arena) emu_open(PROT_NONE);
 }
-// ---- errors: every call of the runtime comes by here. The last error stays until somebody asks for it, as on a real device,
-// so one that was looked over is found by the next launch. Tests choose a call that fails: the n-th from now on, and those
-// behind it too when `all`.
-static struct { long calls, at; int all; cudaError_t last; } emu_fails;
-extern "C" void emu_fail_at(long n, int all) { emu_fails = { 0, n, all, cudaSuccess }; }
-extern "C" long emu_calls(void) { return emu_fails.calls; }     // tests: calls since emu_fail_at
-static cudaError_t emu_error(cudaError_t e) { return emu_fails.last = e; }
-static cudaError_t emu_call(cudaError_t e) {                    // e: what this call would answer if it failed
-    long n = ++emu_fails.calls;
-    return n == emu_fails.at || (emu_fails.all && emu_fails.at && n > emu_fails.at) ? emu_error(e) : cudaSuccess;
-}
-#define EMU_CALL(e) do { cudaError_t call_ = emu_call(e); if (call_ != cudaSuccess) return call_; } while (0)
 
-static size_t emu_memory = EMU_ARENA;                           // what the device says it has
-// pool: the bytes come out of what the pool keeps, as far as that goes.
+// ---- errors
+// Every call of the runtime comes by here. The last error stays until somebody asks for it, as on a real
+// device, so one that was looked over is found by the next launch. Tests choose a call that fails.
+
+static struct {
+    long calls;                       // since emu_fail_at
+    long at;                          // the one that fails; 0: none
+    int all;                          // 1: so do those behind it
+    cudaError_t last;
+} emu_fails;
+
+// Tests: the n-th call from now on fails (0: none), and those behind it when `all`.
+extern "C" void emu_fail_at(long n, int all) { emu_fails = { 0, n, all, cudaSuccess }; }
+
+// Tests: calls since emu_fail_at.
+extern "C" long emu_calls(void) { return emu_fails.calls; }
+
+// e, which becomes the last error.
+static cudaError_t emu_error(cudaError_t e) { return emu_fails.last = e; }
+
+// Counts a call. Returns e if it was chosen to fail, else cudaSuccess.
+static cudaError_t emu_call(cudaError_t e) {
+    long n = ++emu_fails.calls;
+    return n == emu_fails.at || (emu_fails.all && emu_fails.at && n > emu_fails.at) ? emu_error(e)
+                                                                                    : cudaSuccess;
+}
+
+// Begins a call of the runtime, which returns e if it was chosen to fail.
+#define EMU_CALL(e) do { \
+    cudaError_t call_ = emu_call(e); \
+    if (call_ != cudaSuccess) return call_; \
+} while (0)
+
+// ---- allocations
+static size_t emu_memory = EMU_ARENA;                   // what the device says it has
+
+// An allocation, filled with 0xff, whose end is the guard page behind it (to 16 bytes). pool: the bytes come
+// out of what the pool keeps, as far as that goes. Fails with cudaErrorMemoryAllocation.
 static cudaError_t emu_malloc(void **out, size_t bytes, int pool) {
     size_t kept = pool ? min_size(bytes, emu.pooled) : 0;
     if (!emu.arena) emu_init();
     size_t span = (bytes + EMU_PAGE - 1) / EMU_PAGE * EMU_PAGE + (bytes ? 0 : EMU_PAGE);
     if (emu.used + span + EMU_PAGE > EMU_ARENA) return cudaErrorMemoryAllocation;
     char *base = emu.arena + emu.used;
-    if (emu.n_mem == emu.cap_mem) emu.mem = (Emu::EmuMem *)realloc(emu.mem, (size_t)(emu.cap_mem = 2 * emu.cap_mem + 64) * sizeof *emu.mem);
+    if (emu.n_mem == emu.cap_mem)
+        emu.mem = (Emu::EmuMem *)realloc(emu.mem, (size_t)(emu.cap_mem = 2 * emu.cap_mem + 64)
+                                                  * sizeof *emu.mem);
     emu.used += span + EMU_PAGE;
     if (emu.live + emu.pooled - kept + bytes > emu_memory) {
         emu.used -= span + EMU_PAGE;
@@ -639,61 +981,121 @@ static cudaError_t emu_malloc(void **out, size_t bytes, int pool) {
     emu.live += bytes;
     emu.pooled -= kept;
     if (emu.live > emu.peak) emu.peak = emu.live;
-    mprotect(base, span, PROT_READ | PROT_WRITE); memset(base, 0xff, span);
+    mprotect(base, span, PROT_READ | PROT_WRITE);
+    memset(base, 0xff, span);
     if (!emu.open) mprotect(base, span, PROT_NONE);
-    emu.mem[emu.n_mem] = { base + ((span - bytes) & ~(size_t)15), bytes, span, 1, pool };    // ends at the guard page
+    emu.mem[emu.n_mem] = { base + ((span - bytes) & ~(size_t)15), bytes, span, 1, pool };
     *out = emu.mem[emu.n_mem++].p;
     return cudaSuccess;
 }
-// ---- the stream: what may wait does. An operation is a function with its arguments; kernels and copies of ordinary host memory run
-// at once, after whatever waits; copies of pinned memory wait until somebody synchronises. A capture writes operations down instead.
-struct EmuOp { void (*run)(void *); void *arg; };
-struct EmuOps { EmuOp *at; int n, cap; };
-static EmuOps emu_waiting;
-static long emu_done, emu_queued;                             // waiting operations run, and ever put there
-static EmuOps *emu_capture;                                   // not NULL: operations go here
-extern "C" { int emu_no_graphs; }                             // tests: 1: captures are refused, 2: early launches in them
-static int emu_copy_ahead;                                    // 1: what was captured last is a copy
-typedef EmuOps *cudaGraph_t, *cudaGraphExec_t;
-typedef long *cudaEvent_t;
-enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
 
+// ------------------------------------------------------------------------ the stream
+// What may wait does. An operation is a function with its arguments; kernels and copies of ordinary host
+// memory run at once, after whatever waits; copies of pinned memory wait until somebody synchronises. A
+// capture writes operations down instead.
+
+struct EmuOp {
+    void (*run)(void *);              // with arg, which is malloc's
+    void *arg;
+};
+struct EmuOps {
+    EmuOp *at;
+    int n;
+    int cap;
+};
+static EmuOps emu_waiting;
+static long emu_done, emu_queued;                       // waiting operations run, and ever put there
+static EmuOps *emu_capture;                             // not NULL: operations go here
+
+// Tests: 1: captures are refused, 2: early launches in them.
+extern "C" { int emu_no_graphs; }
+
+static int emu_copy_ahead;                              // 1: what was captured last is a copy
+
+typedef EmuOps *cudaGraph_t, *cudaGraphExec_t;
+typedef long *cudaEvent_t;                              // emu_queued when it was recorded
+enum cudaStreamCaptureMode {
+    cudaStreamCaptureModeGlobal,
+    cudaStreamCaptureModeThreadLocal,
+    cudaStreamCaptureModeRelaxed
+};
+
+// Puts f at the end of the list.
 template <class F> static void emu_push(EmuOps *list, F f) {
-    if (list->n == list->cap) list->at = (EmuOp *)realloc(list->at, (size_t)(list->cap = 2 * list->cap + 64) * sizeof *list->at);
+    if (list->n == list->cap)
+        list->at = (EmuOp *)realloc(list->at, (size_t)(list->cap = 2 * list->cap + 64) * sizeof *list->at);
     F *copy = (F *)malloc(sizeof f);
     memcpy((void *)copy, (void *)&f, sizeof f);
     list->at[list->n++] = { [](void *p) { (*(F *)p)(); }, copy };
 }
-static void emu_flush(long until) {                           // runs waiting operations, up to the until-th ever queued
+
+// Runs waiting operations, up to the until-th ever queued.
+static void emu_flush(long until) {
     int n = 0;
-    while (n < emu_waiting.n && emu_done < until) { emu_waiting.at[n].run(emu_waiting.at[n].arg); free(emu_waiting.at[n++].arg); emu_done++; }
+    while (n < emu_waiting.n && emu_done < until) {
+        emu_waiting.at[n].run(emu_waiting.at[n].arg);
+        free(emu_waiting.at[n++].arg);
+        emu_done++;
+    }
     memmove(emu_waiting.at, emu_waiting.at + n, (size_t)(emu_waiting.n -= n) * sizeof(EmuOp));
 }
-static void emu_settle(const char *what) {                    // before a call that waits for the device, or works beside the stream
+
+// Before a call that waits for the device, or works beside the stream: all that waits runs. Ends the program
+// while a graph is captured.
+static void emu_settle(const char *what) {
     if (emu_capture) emu_die("%s while a graph is captured", what);
     emu_flush(emu_queued);
 }
+
+// f is captured, waits, or runs.
 template <class F> static void emu_do(int may_wait, F f) {
     if (emu_capture) emu_push(emu_capture, f);
-    else if (may_wait) { emu_push(&emu_waiting, f); emu_queued++; }
-    else { emu_flush(emu_queued); f(); }
+    else if (may_wait) {
+        emu_push(&emu_waiting, f);
+        emu_queued++;
+    } else {
+        emu_flush(emu_queued);
+        f();
+    }
 }
-static struct { char *p; size_t n; } emu_pinned[64];
-static int emu_pin(const void *p, const void *is, size_t n) { // replaces the entry of `is` (NULL: a free one) -> found
-    for (int i = 0; i < 64; i++) if (emu_pinned[i].p == is) { emu_pinned[i].p = (char *)p; emu_pinned[i].n = n; return 1; }
-    return 0;
-}
-static int emu_is_pinned(const void *p) {
-    for (int i = 0; i < 64; i++) if (emu_pinned[i].p && (char *)p >= emu_pinned[i].p && (char *)p < emu_pinned[i].p + emu_pinned[i].n) return 1;
+
+// ---- pinned memory
+static struct {
+    char *p;                          // NULL: a free entry
+    size_t n;
+} emu_pinned[64];
+
+// The entry of `is` (NULL: a free one) becomes p (n) -> found.
+static int emu_pin(const void *p, const void *is, size_t n) {
+    for (int i = 0; i < 64; i++)
+        if (emu_pinned[i].p == is) {
+            emu_pinned[i].p = (char *)p;
+            emu_pinned[i].n = n;
+            return 1;
+        }
     return 0;
 }
 
+static int emu_is_pinned(const void *p) {
+    for (int i = 0; i < 64; i++)
+        if (emu_pinned[i].p && (char *)p >= emu_pinned[i].p && (char *)p < emu_pinned[i].p + emu_pinned[i].n)
+            return 1;
+    return 0;
+}
+
+// ------------------------------------------------------------------------ the runtime: memory and copies
+// The calls of this part and the next do what NVIDIA's manual says of them, as far as kvcomp.cu needs it.
+// They fail when a test wants them to, and where their comment says so.
+
+// Fails with cudaErrorMemoryAllocation.
 template <class T> static cudaError_t cudaMalloc(T **out, size_t bytes) {
     EmuLock lock;
     EMU_CALL(cudaErrorMemoryAllocation);
     emu_settle("cudaMalloc");
     return emu_malloc((void **)out, bytes, 0);
 }
+
+// Frees p, NULL or what emu_malloc returned with the same `pool`; else ends the program.
 static cudaError_t emu_free(void *p, int pool) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
@@ -701,43 +1103,64 @@ static cudaError_t emu_free(void *p, int pool) {
     if (!p) return cudaSuccess;
     int i = emu_find(p);
     if (i < 0 || emu.mem[i].p != (char *)p) emu_die("cudaFree of a pointer cudaMalloc never returned");
-    if (pool != emu.mem[i].pool) emu_die("memory of %s the pool is freed as if it were not", pool ? "outside" : "inside");
+    if (pool != emu.mem[i].pool)
+        emu_die("memory of %s the pool is freed as if it were not", pool ? "outside" : "inside");
     if (pool) emu.pooled += emu.mem[i].bytes;
-    emu.mem[i].live = 0;                                      // stays unreadable: use after free faults
+    emu.mem[i].live = 0;              // stays unreadable: use after free faults
     emu.live -= emu.mem[i].bytes;
     emu_protect(i, PROT_NONE);
     madvise((char *)((uintptr_t)p & ~(EMU_PAGE - 1)), emu.mem[i].span, MADV_DONTNEED);
     emu_log_forget((char *)p, emu.mem[i].bytes);
     return cudaSuccess;
 }
+
 static cudaError_t cudaFree(void *p) { return emu_free(p, 0); }
+
 // The pool keeps what was freed until somebody trims it, or a synchronisation finds more than its threshold.
+// Fails with cudaErrorMemoryAllocation.
 template <class T> static cudaError_t cudaMallocAsync(T **out, size_t bytes, cudaStream_t) {
     EmuLock lock;
     EMU_CALL(cudaErrorMemoryAllocation);
     emu_settle("cudaMallocAsync");
     return emu_malloc((void **)out, bytes, 1);
 }
+
 static inline cudaError_t cudaFreeAsync(void *p, cudaStream_t) { return emu_free(p, 1); }
+
+// The allocation in which all of p (bytes) lies. Ends the program if none does.
 static int emu_range(const void *p, size_t bytes, const char *what) {
     int i = emu_find(p);
     if (i < 0) emu_die("%s is not device memory", what);
-    if ((char *)p + bytes > emu.mem[i].p + emu.mem[i].bytes) emu_die("%s runs %td bytes past its allocation", what, (char *)p + bytes - emu.mem[i].p - emu.mem[i].bytes);
+    if ((char *)p + bytes > emu.mem[i].p + emu.mem[i].bytes)
+        emu_die("%s runs %td bytes past its allocation", what,
+                (char *)p + bytes - emu.mem[i].p - emu.mem[i].bytes);
     return i;
 }
+
+// Ends the program if p is device memory.
 static void emu_host(const void *p, const char *what) {
-    if (emu.arena && (char *)p >= emu.arena && (char *)p < emu.arena + EMU_ARENA) emu_die("%s is device memory", what);
+    if (emu.arena && (char *)p >= emu.arena && (char *)p < emu.arena + EMU_ARENA)
+        emu_die("%s is device memory", what);
 }
+
+// Copies n bytes. Ends the program if a side is not what k says, runs past its memory, or meets the other.
 static void emu_copy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
-    int id = -1, is = -1;
-    int to_dev = k == cudaMemcpyHostToDevice || k == cudaMemcpyDeviceToDevice, from_dev = k == cudaMemcpyDeviceToHost || k == cudaMemcpyDeviceToDevice;
-    if (to_dev) id = emu_range(d, n, "cudaMemcpy destination"); else emu_host(d, "cudaMemcpy destination");
-    if (from_dev) is = emu_range(s, n, "cudaMemcpy source"); else emu_host(s, "cudaMemcpy source");
-    if (to_dev && from_dev && (char *)d < (char *)s + n && (char *)s < (char *)d + n) emu_die("cudaMemcpy: the ranges overlap");
-    emu_open1(id, PROT_READ | PROT_WRITE); emu_open1(is, PROT_READ | PROT_WRITE);
+    int id = -1, is = -1;             // the allocations of both sides
+    int to_dev = k == cudaMemcpyHostToDevice || k == cudaMemcpyDeviceToDevice,
+        from_dev = k == cudaMemcpyDeviceToHost || k == cudaMemcpyDeviceToDevice;
+    if (to_dev) id = emu_range(d, n, "cudaMemcpy destination");
+    else emu_host(d, "cudaMemcpy destination");
+    if (from_dev) is = emu_range(s, n, "cudaMemcpy source");
+    else emu_host(s, "cudaMemcpy source");
+    if (to_dev && from_dev && (char *)d < (char *)s + n && (char *)s < (char *)d + n)
+        emu_die("cudaMemcpy: the ranges overlap");
+    emu_open1(id, PROT_READ | PROT_WRITE);
+    emu_open1(is, PROT_READ | PROT_WRITE);
     memcpy(d, s, n);
-    emu_open1(id, PROT_NONE); emu_open1(is, PROT_NONE);
+    emu_open1(id, PROT_NONE);
+    emu_open1(is, PROT_NONE);
 }
+
 static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
@@ -746,26 +1169,41 @@ static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k
     emu_copy(d, s, n, k);
     return cudaSuccess;
 }
-static inline cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind k, cudaStream_t = 0) {
+
+// Ends the program if ordinary host memory is copied while a graph is captured.
+static inline cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind k,
+                                          cudaStream_t = 0) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
-    int pinned = (k == cudaMemcpyHostToDevice && emu_is_pinned(s)) || (k == cudaMemcpyDeviceToHost && emu_is_pinned(d));
-    if (emu_capture && !pinned && k != cudaMemcpyDeviceToDevice) emu_die("a copy of ordinary host memory while a graph is captured");
+    int pinned = (k == cudaMemcpyHostToDevice && emu_is_pinned(s))
+              || (k == cudaMemcpyDeviceToHost && emu_is_pinned(d));
+    if (emu_capture && !pinned && k != cudaMemcpyDeviceToDevice)
+        emu_die("a copy of ordinary host memory while a graph is captured");
     emu_copy_ahead = 1;
     emu_do(pinned || (EMU_HARD && k == cudaMemcpyHostToDevice), [=] { emu_copy(d, s, n, k); });
     return cudaSuccess;
 }
+
 static inline cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t = 0) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
-    emu_do(0, [=] { int i = emu_range(d, n, "cudaMemset"); emu_open1(i, PROT_READ | PROT_WRITE); memset(d, v, n); emu_open1(i, PROT_NONE); });
+    emu_do(0, [=] {
+        int i = emu_range(d, n, "cudaMemset");
+        emu_open1(i, PROT_READ | PROT_WRITE);
+        memset(d, v, n);
+        emu_open1(i, PROT_NONE);
+    });
     return cudaSuccess;
 }
+
+// Fails with cudaErrorMemoryAllocation when 64 ranges are pinned.
 static inline cudaError_t cudaHostRegister(void *p, size_t n, unsigned) {
     EmuLock lock;
     EMU_CALL(cudaErrorMemoryAllocation);
     return emu_pin(p, NULL, n) ? cudaSuccess : emu_error(cudaErrorMemoryAllocation);
 }
+
+// Ends the program if p was not registered.
 static inline cudaError_t cudaHostUnregister(void *p) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
@@ -773,30 +1211,61 @@ static inline cudaError_t cudaHostUnregister(void *p) {
     if (!emu_pin(NULL, p, 0)) emu_die("cudaHostUnregister of memory that was not registered");
     return cudaSuccess;
 }
+
+// Fails with cudaErrorMemoryAllocation.
 template <class T> static inline cudaError_t cudaMallocHost(T **p, size_t n) {
     *p = (T *)malloc(n ? n : 1);
     cudaError_t e = *p ? cudaHostRegister(*p, n, 0) : emu_error(cudaErrorMemoryAllocation);
     if (e != cudaSuccess) free(*p);
     return e;
 }
+
 static inline cudaError_t cudaFreeHost(void *p) {
     cudaError_t e = cudaHostUnregister(p);
     if (e == cudaSuccess) free(p);
     return e;
 }
+
+// ------------------------------------------------------------------------ the runtime: the device
 static int emu_driver_old, emu_major = 8;
-extern "C" void emu_set_device(int major, int old) { emu_major = major; emu_driver_old = old; } // tests: another GPU; a driver that is too old
+
+// Tests: a GPU of another compute capability; 1: a driver that is too old.
+extern "C" void emu_set_device(int major, int old) {
+    emu_major = major;
+    emu_driver_old = old;
+}
+
+// Fails with cudaErrorInsufficientDriver if a test wants the driver to be too old.
 static inline cudaError_t cudaGetDeviceCount(int *n) {
     EMU_CALL(cudaErrorUnknown);
     *n = 1;
     return emu_driver_old ? emu_error(cudaErrorInsufficientDriver) : cudaSuccess;
 }
-static inline cudaError_t cudaGetDevice(int *d) { EMU_CALL(cudaErrorUnknown); *d = 0; return cudaSuccess; }
+
+static inline cudaError_t cudaGetDevice(int *d) {
+    EMU_CALL(cudaErrorUnknown);
+    *d = 0;
+    return cudaSuccess;
+}
+
+// ---- the pool
 typedef int cudaMemPool_t;
 enum cudaMemPoolAttr { cudaMemPoolAttrReleaseThreshold = 4 };
-static uint64_t emu_threshold;
-static inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *m, int) { EMU_CALL(cudaErrorUnknown); *m = 1; return cudaSuccess; }
-static inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *v) { EMU_CALL(cudaErrorUnknown); emu_threshold = *(uint64_t *)v; return cudaSuccess; }
+static uint64_t emu_threshold;                          // in bytes
+
+static inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *m, int) {
+    EMU_CALL(cudaErrorUnknown);
+    *m = 1;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *v) {
+    EMU_CALL(cudaErrorUnknown);
+    emu_threshold = *(uint64_t *)v;
+    return cudaSuccess;
+}
+
+// The pool keeps at most `least` bytes.
 static inline cudaError_t cudaMemPoolTrimTo(cudaMemPool_t m, size_t least) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
@@ -804,20 +1273,42 @@ static inline cudaError_t cudaMemPoolTrimTo(cudaMemPool_t m, size_t least) {
     emu.pooled = min_size(emu.pooled, least);
     return cudaSuccess;
 }
-static void emu_pool_release(void) {                            // what a synchronisation does to the pool: its threshold counts what is in use too
+
+// What a synchronisation does to the pool: its threshold counts what is in use too.
+static void emu_pool_release(void) {
     size_t used = 0;
-    for (int i = 0; emu.pooled && i < emu.n_mem; i++) used += emu.mem[i].live && emu.mem[i].pool ? emu.mem[i].bytes : 0;
+    for (int i = 0; emu.pooled && i < emu.n_mem; i++)
+        used += emu.mem[i].live && emu.mem[i].pool ? emu.mem[i].bytes : 0;
     if (used + emu.pooled > emu_threshold) emu.pooled = 0;
 }
-extern "C" size_t emu_pooled(void) { return emu.pooled; }       // tests
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+
+// Tests: the bytes it keeps.
+extern "C" size_t emu_pooled(void) { return emu.pooled; }
+
+// ---- what the device is and has
+enum cudaDeviceAttr {
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76
+};
+
 static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr a, int) {
     EMU_CALL(cudaErrorUnknown);
     *x = a == cudaDevAttrMultiProcessorCount ? 2 : a == cudaDevAttrComputeCapabilityMajor ? emu_major : 0;
     return cudaSuccess;
 }
-extern "C" size_t emu_most_memory(void) { size_t n = emu.peak; emu.peak = emu.live; return n; } // tests: the most bytes held since the last call
-extern "C" void emu_set_memory(size_t bytes) { emu_memory = bytes ? bytes : EMU_ARENA; }         // tests: a small device; 0: a big one again
+
+// Tests: the most bytes held since the last call.
+extern "C" size_t emu_most_memory(void) {
+    size_t n = emu.peak;
+    emu.peak = emu.live;
+    return n;
+}
+
+// Tests: a small device; 0: a big one again.
+extern "C" void emu_set_memory(size_t bytes) { emu_memory = bytes ? bytes : EMU_ARENA; }
+
+// What the pool keeps is not free.
 static inline cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
     EMU_CALL(cudaErrorUnknown);
     size_t held = emu.live + emu.pooled;
@@ -825,8 +1316,16 @@ static inline cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
     *unused = emu_memory > held ? emu_memory - held : 0;
     return cudaSuccess;
 }
+
+// ------------------------------------------------------------------------ the runtime: streams and graphs
 enum { cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventDisableTiming = 2 };
-static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) { EMU_CALL(cudaErrorUnknown); *s = (void *)1; return cudaSuccess; }
+
+static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) {
+    EMU_CALL(cudaErrorUnknown);
+    *s = (void *)1;
+    return cudaSuccess;
+}
+
 static inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
@@ -835,7 +1334,15 @@ static inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
     emu_pool_release();
     return cudaSuccess;
 }
-static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) { EMU_CALL(cudaErrorUnknown); *e = (long *)calloc(1, sizeof **e); return cudaSuccess; }
+
+// ---- events
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
+    EMU_CALL(cudaErrorUnknown);
+    *e = (long *)calloc(1, sizeof **e);
+    return cudaSuccess;
+}
+
+// Ends the program while a graph is captured.
 static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
@@ -843,16 +1350,46 @@ static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
     *e = emu_queued;
     return cudaSuccess;
 }
-static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) { EmuLock lock; EMU_CALL(cudaErrorUnknown); emu_flush(*e); return cudaSuccess; }
-static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { EMU_CALL(cudaErrorUnknown); *ms = 1; return cudaSuccess; }
-static inline cudaError_t cudaEventDestroy(cudaEvent_t e) { EMU_CALL(cudaErrorUnknown); free(e); return cudaSuccess; }
-static inline cudaError_t cudaGetLastError(void) { cudaError_t e = emu_fails.last; emu_fails.last = cudaSuccess; return e; }
+
+// What was queued before e was recorded has run.
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+    EmuLock lock;
+    EMU_CALL(cudaErrorUnknown);
+    emu_flush(*e);
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) {
+    EMU_CALL(cudaErrorUnknown);
+    *ms = 1;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaEventDestroy(cudaEvent_t e) {
+    EMU_CALL(cudaErrorUnknown);
+    free(e);
+    return cudaSuccess;
+}
+
+// ---- errors, as the program asks for them
+
+// The last error, which is forgotten.
+static inline cudaError_t cudaGetLastError(void) {
+    cudaError_t e = emu_fails.last;
+    emu_fails.last = cudaSuccess;
+    return e;
+}
+
 static inline const char *cudaGetErrorString(cudaError_t e) {
-    if (e == cudaErrorInsufficientDriver) return "CUDA driver version is insufficient for CUDA runtime version";
+    if (e == cudaErrorInsufficientDriver)
+        return "CUDA driver version is insufficient for CUDA runtime version";
     return e == cudaErrorMemoryAllocation ? "out of memory" : e == cudaSuccess ? "no error" : "unknown error";
 }
 
+// ---- graphs
 static void emu_count_one(const char *name);
+
+// From here on operations are written down. Fails with cudaErrorStreamCaptureUnsupported if a test wants it.
 static inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
@@ -863,24 +1400,34 @@ static inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptu
     emu_capture = (EmuOps *)calloc(1, sizeof *emu_capture);
     return cudaSuccess;
 }
+
 static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) {
     EmuLock lock;
     *g = emu_capture;
     emu_capture = NULL;
     cudaError_t e = emu_call(cudaErrorUnknown);
-    if (e != cudaSuccess) *g = NULL;                          // a capture that failed leaves no graph
+    if (e != cudaSuccess) *g = NULL;                    // a capture that failed leaves no graph
     return e;
 }
-static inline cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *x, cudaGraph_t g, unsigned long long) {
+
+static inline cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *x, cudaGraph_t g,
+                                                        unsigned long long) {
     EMU_CALL(cudaErrorUnknown);
     emu_count_one("cudaGraphInstantiate");
     *x = (EmuOps *)calloc(1, sizeof **x);
-    **x = *g; *g = {};                                        // the launches move into what can be run
+    **x = *g;                                           // the launches move into what can be run
+    *g = {};
     return cudaSuccess;
 }
-// A graph that can be run takes over another's launches only if they are the same kernels and copies in the same order.
-struct cudaGraphExecUpdateResultInfo { int result; };
-static inline cudaError_t cudaGraphExecUpdate(cudaGraphExec_t x, cudaGraph_t g, cudaGraphExecUpdateResultInfo *info) {
+
+struct cudaGraphExecUpdateResultInfo {
+    int result;                       // 0: done
+};
+
+// A graph that can be run takes over another's launches only if they are the same kernels and copies in the
+// same order; else cudaErrorUnknown.
+static inline cudaError_t cudaGraphExecUpdate(cudaGraphExec_t x, cudaGraph_t g,
+                                              cudaGraphExecUpdateResultInfo *info) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     info->result = x->n != g->n;
@@ -889,47 +1436,78 @@ static inline cudaError_t cudaGraphExecUpdate(cudaGraphExec_t x, cudaGraph_t g, 
     emu_count_one("cudaGraphExecUpdate");
     for (int i = 0; i < x->n; i++) free(x->at[i].arg);
     free(x->at);
-    *x = *g; *g = {};
+    *x = *g;
+    *g = {};
     return cudaSuccess;
 }
-static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { EMU_CALL(cudaErrorUnknown); free(g->at); free(g); return cudaSuccess; }
+
+static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) {
+    EMU_CALL(cudaErrorUnknown);
+    free(g->at);
+    free(g);
+    return cudaSuccess;
+}
+
 static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t x) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     emu_settle("cudaGraphExecDestroy");
     for (int i = 0; i < x->n; i++) free(x->at[i].arg);
-    free(x->at); free(x);
+    free(x->at);
+    free(x);
     return cudaSuccess;
 }
+
+// Ends the program while a graph is captured.
 static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t x, cudaStream_t) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
     if (emu_capture) emu_die("cudaGraphLaunch while a graph is captured");
     emu_count_one("cudaGraphLaunch");
-    emu_do(1, [=] { for (int i = 0; i < x->n; i++) x->at[i].run(x->at[i].arg); });
+    emu_do(1, [=] {
+        for (int i = 0; i < x->n; i++) x->at[i].run(x->at[i].arg);
+    });
     return cudaSuccess;
 }
 
-// ------------------------------------------------------------------------------------------------ launches
+// ------------------------------------------------------------------------ launches
 
+// An access to memory that may not be touched: says which, and ends the program.
 static void emu_fault(int, siginfo_t *si, void *) {
     char *a = (char *)si->si_addr;
     int i = emu.n_mem - 1;
     while (i > 0 && emu.mem[i].p > a) i--;
-    if (!emu.arena || a < emu.arena || a >= emu.arena + EMU_ARENA) fprintf(stderr, "cuda_emu: %s: fault at %p\n", emu.kernel ? emu.kernel : "host", (void *)a);
-    else if (!emu.kernel) fprintf(stderr, "cuda_emu: host code touched device memory\n");
-    else fprintf(stderr, "cuda_emu: %s: block %u,%u,%u thread %u,%u,%u: offset %td of a %s allocation of %zu bytes\n", emu.kernel, emu.bid.x, emu.bid.y, emu.bid.z,
-                 emu.cur->tid.x, emu.cur->tid.y, emu.cur->tid.z, a - emu.mem[i].p, emu.mem[i].live ? "live" : "freed", emu.mem[i].bytes);
+    if (!emu.arena || a < emu.arena || a >= emu.arena + EMU_ARENA)
+        fprintf(stderr, "cuda_emu: %s: fault at %p\n", emu.kernel ? emu.kernel : "host", (void *)a);
+    else if (!emu.kernel)
+        fprintf(stderr, "cuda_emu: host code touched device memory\n");
+    else
+        fprintf(stderr, "cuda_emu: %s: block %u,%u,%u thread %u,%u,%u: "
+                        "offset %td of a %s allocation of %zu bytes\n",
+                emu.kernel, emu.bid.x, emu.bid.y, emu.bid.z,
+                emu.cur->tid.x, emu.cur->tid.y, emu.cur->tid.z,
+                a - emu.mem[i].p, emu.mem[i].live ? "live" : "freed", emu.mem[i].bytes);
     _exit(139);
 }
-static size_t emu_allowed(void *kernel, size_t set) {             // dynamic shared memory a kernel was allowed; set > 0: allows more
-    static struct { void *kernel; size_t bytes; } at[64];
+
+// The bytes of dynamic shared memory that a kernel was allowed (0: no more than any); set > 0 allows more.
+static size_t emu_allowed(void *kernel, size_t set) {
+    static struct {
+        void *kernel;
+        size_t bytes;
+    } at[64];
     int i = 0;
     while (i < 63 && at[i].kernel && at[i].kernel != kernel) i++;
-    if (set) { at[i].kernel = kernel; at[i].bytes = set; }
+    if (set) {
+        at[i].kernel = kernel;
+        at[i].bytes = set;
+    }
     return at[i].kernel == kernel ? at[i].bytes : 0;
 }
+
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+
+// Fails with cudaErrorInvalidValue, 1, if a block cannot have that much.
 template <class... P> static cudaError_t cudaFuncSetAttribute(void (*k)(P...), cudaFuncAttribute, int bytes) {
     EmuLock lock;
     EMU_CALL(cudaErrorUnknown);
@@ -937,31 +1515,53 @@ template <class... P> static cudaError_t cudaFuncSetAttribute(void (*k)(P...), c
     emu_allowed((void *)k, (size_t)bytes);
     return cudaSuccess;
 }
-// A kernel argument: a struct must hold no address of the host, and neither must a pointer. ThreadSanitizer's runtime maps low
-// addresses, which two neighbouring small numbers look like, so nothing is said there.
+
+// ---- arguments
+// A kernel argument: a struct must hold no address of the host, and neither must a pointer. ThreadSanitizer's
+// runtime maps low addresses, which two neighbouring small numbers look like, so nothing is said there.
 #if defined(__SANITIZE_THREAD__) && !EMU_HARD
 enum { EMU_SEES_HOST_POINTERS = 0 };
 #else
 enum { EMU_SEES_HOST_POINTERS = 1 };
 #endif
-static int emu_mapped(uintptr_t a) { return EMU_SEES_HOST_POINTERS && msync((void *)(a & ~(uintptr_t)(EMU_PAGE - 1)), 1, MS_ASYNC) == 0; }
+
+// Does this process have memory at address a?
+static int emu_mapped(uintptr_t a) {
+    return EMU_SEES_HOST_POINTERS && msync((void *)(a & ~(uintptr_t)(EMU_PAGE - 1)), 1, MS_ASYNC) == 0;
+}
+
+// Ends the program if eight bytes of the argument are an address of the host: of less than 2^47, not a small
+// number, and mapped.
 template <class T> static void emu_arg(T a) {
     for (size_t i = 0; i + 8 <= sizeof a; i += 8) {
         uintptr_t w;
         memcpy(&w, (char *)&a + i, 8);
         int device = (char *)w >= emu.arena && (char *)w < emu.arena + EMU_ARENA;
         if (w >> 47 == 0 && w >> 20 && !device && emu_mapped(w))
-            emu_die("a kernel argument, a struct of %zu bytes, holds a host pointer at byte %zu", sizeof a, i);
+            emu_die("a kernel argument, a struct of %zu bytes, holds a host pointer at byte %zu",
+                    sizeof a, i);
     }
 }
-template <class T> static void emu_arg(T *p) { if (p && emu_find(p) < 0) emu_die("a kernel argument is a host pointer"); }
-static struct { const char *name; long n; } emu_counts[256];       // launches of each place in the source; captures and graphs launched
+
+template <class T> static void emu_arg(T *p) {
+    if (p && emu_find(p) < 0) emu_die("a kernel argument is a host pointer");
+}
+
+// ---- counts
+static struct {
+    const char *name;
+    long n;
+} emu_counts[256];                    // launches of each place in the source; captures and graphs launched
+
 static void emu_count_one(const char *name) {
     int i = 0;
     while (i < 255 && emu_counts[i].name && emu_counts[i].name != name) i++;
-    emu_counts[i].name = name; emu_counts[i].n++;
+    emu_counts[i].name = name;
+    emu_counts[i].n++;
 }
-extern "C" long emu_count(const char *part) {                     // tests: launches of kernels, or calls, whose name has this part; NULL: forget all
+
+// Tests: launches of kernels, or calls, whose name has this part; NULL: forget all.
+extern "C" long emu_count(const char *part) {
     long n = 0;
     for (int i = 0; i < 256 && emu_counts[i].name; i++) {
         if (!part) emu_counts[i].n = 0;
@@ -969,13 +1569,21 @@ extern "C" long emu_count(const char *part) {                     // tests: laun
     }
     return n;
 }
+
+// ---- a launch
+
+// Runs all blocks of a kernel, in the order of the seed. early: it starts when all blocks of the one before
+// have, and so knows of no more kernels that have ended.
 template <class... P, class... A>
 static void emu_run(int early, const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
     emu_count_one(name);
-    // An early one starts when all blocks of the one before have, and so knows of no more kernels that have ended.
     emu.early = early;
     if (!early) emu.ended = emu.launch;
-    emu.kernel = name; emu.grid = grid; emu.block = block; emu.n = block.x * block.y * block.z; emu.dyn_bytes = dyn;
+    emu.kernel = name;
+    emu.grid = grid;
+    emu.block = block;
+    emu.n = block.x * block.y * block.z;
+    emu.dyn_bytes = dyn;
     (emu_arg<>(a), ...);
     auto call = [=] { k((P)a...); };
     emu.arg = &call;
@@ -992,27 +1600,37 @@ static void emu_run(int early, const char *name, dim3 grid, dim3 block, size_t d
     emu_open(PROT_NONE);
     emu.kernel = NULL;
 }
+
+// Launches kernel k. Ends the program if a device could not, or if it is to start early behind a copy in a
+// graph. The errors of the runtime are left for cudaGetLastError.
 template <class... P, class... A>
-static void emu_launch_as(int early, const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
+static void emu_launch_as(int early, const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...),
+                          A... a) {
     EmuLock lock;
     if (emu_call(cudaErrorUnknown) != cudaSuccess) return;        // KV_LAUNCH asks for the error
     int threads = block.x * block.y * block.z;
     if (threads < 1 || threads > 1024) emu_die("%s: a block of %d threads", name, threads);
-    if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) emu_die("%s: grid %u,%u,%u", name, grid.x, grid.y, grid.z);
-    if (dyn > 48 * 1024 && dyn > emu_allowed((void *)k, 0)) emu_die("%s: %zu bytes of dynamic shared memory, not asked for by cudaFuncSetAttribute", name, dyn);
+    if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535)
+        emu_die("%s: grid %u,%u,%u", name, grid.x, grid.y, grid.z);
+    if (dyn > 48 * 1024 && dyn > emu_allowed((void *)k, 0))
+        emu_die("%s: %zu bytes of dynamic shared memory, not asked for by cudaFuncSetAttribute", name, dyn);
     if (!emu.arena) emu_init();
     if (early && emu_capture && emu_no_graphs == 2) {
         emu_error(cudaErrorStreamCaptureUnsupported);
         return;
     }
-    if (early && emu_capture && emu_copy_ahead) emu_die("%s starts early, but is captured behind a copy", name);
+    if (early && emu_capture && emu_copy_ahead)
+        emu_die("%s starts early, but is captured behind a copy", name);
     emu_copy_ahead = 0;
     emu_do(0, [=] { emu_run(early, name, grid, block, dyn, k, a...); });
 }
+
 template <class... P, class... A>
 static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void (*k)(P...), A... a) {
     emu_launch_as(0, name, grid, block, dyn, k, a...);
 }
+
+// What kvcomp.cu says instead of kernel<<<...>>>, and its other words for which nvcc has its own.
 #define EMU_LAUNCH(early, k, grid, block, smem, ...) do { \
     launch_begins(#k); \
     emu_launch_as(early, #k, grid, block, smem, k, __VA_ARGS__); \
@@ -1025,74 +1643,154 @@ static void emu_launch(const char *name, dim3 grid, dim3 block, size_t dyn, void
 #define KV_CALL
 #define KV_DYN_SHARED(T, name) T *name = (T *)emu_dyn()
 
-// ------------------------------------------------------------------------------------------------ device functions
+// ------------------------------------------------------------------------ device functions
+// They are named and defined as in NVIDIA's manual.
 
 static inline float emu_expf(float x) { return emu_off((expf)(x), x); }
 #define expf(x) emu_expf(x)
+
 static inline float __ldg(const float *p) { return *p; }
 static inline int   __ldg(const int *p) { return *p; }
 static inline float __ldcg(const float *p) { return *p; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-#define __expf(x) expf(x)                       // glibc owns the name
-#if EMU_HARD                           // the compiler must not see that a product goes into a sum
+#define __expf(x) expf(x)             // glibc owns the name
+
+// ---- sums and products that are never fused
+#if EMU_HARD                          // the compiler must not see that a product goes into a sum
 #define EMU_APART(x) asm volatile("" : "+m"(x))
 #else
 #define EMU_APART(x)
 #endif
-static inline float  __fmul_rn(float a, float b)   { float x = a * b; EMU_APART(x); return x; }         // never fused with an addition
-static inline float  __fadd_rn(float a, float b)   { EMU_APART(a); EMU_APART(b); return a + b; }
-static inline double __dmul_rn(double a, double b) { double x = a * b; EMU_APART(x); return x; }
-static inline double __dadd_rn(double a, double b) { EMU_APART(a); EMU_APART(b); return a + b; }
+
+static inline float __fmul_rn(float a, float b) {
+    float x = a * b;
+    EMU_APART(x);
+    return x;
+}
+
+static inline float __fadd_rn(float a, float b) {
+    EMU_APART(a);
+    EMU_APART(b);
+    return a + b;
+}
+
+static inline double __dmul_rn(double a, double b) {
+    double x = a * b;
+    EMU_APART(x);
+    return x;
+}
+
+static inline double __dadd_rn(double a, double b) {
+    EMU_APART(a);
+    EMU_APART(b);
+    return a + b;
+}
+
+// ---- bits
 static inline int   __popc(unsigned x) { return __builtin_popcount(x); }
-static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {     // byte i of the result is byte which[4i..4i+2] of y:x
+
+// Byte i of the result is byte which[4i..4i+2] of y:x.
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {
     uint64_t from = (uint64_t)y << 32 | x;
     unsigned z = 0;
     for (int i = 0; i < 4; i++) z |= (unsigned)(from >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
     return z;
 }
-static inline unsigned __funnelshift_r(unsigned low, unsigned high, int by) {     // bits by..by+31 of high:low
+
+// Bits by..by+31 of high:low.
+static inline unsigned __funnelshift_r(unsigned low, unsigned high, int by) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
 }
-static inline unsigned long long __brevll(unsigned long long x) {               // the bits in reverse order
+
+// The bits in reverse order.
+static inline unsigned long long __brevll(unsigned long long x) {
     unsigned long long y = 0;
     for (int i = 0; i < 64; i++) y |= (x >> i & 1) << (63 - i);
     return y;
 }
-static inline int   __float_as_int(float x) { int i; memcpy(&i, &x, 4); return i; }
-static inline float __int_as_float(int x) { float f; memcpy(&f, &x, 4); return f; }
+
+static inline int   __float_as_int(float x) {
+    int i;
+    memcpy(&i, &x, 4);
+    return i;
+}
+
+static inline float __int_as_float(int x) {
+    float f;
+    memcpy(&f, &x, 4);
+    return f;
+}
+
 template <class T> static inline T min(T a, T b) { return a < b ? a : b; }
 template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
+
+// ---- atomics: they return what was there before
 static inline int atomicAdd(int *p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
-static inline unsigned atomicAdd(unsigned *p, unsigned v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
-static inline int atomicCAS(int *p, int c, int v) { __atomic_compare_exchange_n(p, &c, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED); return c; }
-static inline int atomicMax(int *p, int v) { int o = __atomic_load_n(p, __ATOMIC_RELAXED); while (o < v && !__atomic_compare_exchange_n(p, &o, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {} return o; }
+
+static inline unsigned atomicAdd(unsigned *p, unsigned v) {
+    return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+
+static inline int atomicCAS(int *p, int c, int v) {
+    __atomic_compare_exchange_n(p, &c, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    return c;
+}
+
+static inline int atomicMax(int *p, int v) {
+    int o = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (o < v && !__atomic_compare_exchange_n(p, &o, v, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return o;
+}
+
 static inline float atomicAdd(float *p, float v) {
     int o = __atomic_load_n((int *)p, __ATOMIC_RELAXED), n;
-    do n = __float_as_int(__int_as_float(o) + v); while (!__atomic_compare_exchange_n((int *)p, &o, n, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    do n = __float_as_int(__int_as_float(o) + v);
+    while (!__atomic_compare_exchange_n((int *)p, &o, n, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     return __int_as_float(o);
 }
 
-// ------------------------------------------------------------------------------------------------ cuBLAS
+// ------------------------------------------------------------------------ cuBLAS
 // Column-major like the real one, so transposes and leading dimensions are tested too.
 
-typedef void *cublasHandle_t; typedef int cublasStatus_t;
+typedef void *cublasHandle_t;
+typedef int cublasStatus_t;
 enum { CUBLAS_STATUS_SUCCESS = 0, CUBLAS_STATUS_EXECUTION_FAILED = 13 };
 enum cudaDataType { CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF };
 enum cublasComputeType_t { CUBLAS_COMPUTE_32F };
 enum cublasGemmAlgo_t { CUBLAS_GEMM_DEFAULT };
 enum cublasOperation_t { CUBLAS_OP_N, CUBLAS_OP_T };
-static cublasStatus_t emu_blas(void) { return emu_call(cudaErrorUnknown) != cudaSuccess ? CUBLAS_STATUS_EXECUTION_FAILED : CUBLAS_STATUS_SUCCESS; }
-static inline cublasStatus_t cublasCreate(cublasHandle_t *h) { *h = (void *)1; return emu_blas(); }
+
+// Counts a call. Fails if it was chosen to.
+static cublasStatus_t emu_blas(void) {
+    return emu_call(cudaErrorUnknown) != cudaSuccess ? CUBLAS_STATUS_EXECUTION_FAILED : CUBLAS_STATUS_SUCCESS;
+}
+
+static inline cublasStatus_t cublasCreate(cublasHandle_t *h) {
+    *h = (void *)1;
+    return emu_blas();
+}
+
 static inline cublasStatus_t cublasDestroy(cublasHandle_t) { return emu_blas(); }
 static inline cublasStatus_t cublasSetStream(cublasHandle_t, cudaStream_t) { return emu_blas(); }
+
+// Bytes of an element.
 static size_t emu_size(cudaDataType t) { return t == CUDA_R_32F ? 4 : 2; }
+
+// Element i of p.
 static float emu_get(const void *p, size_t i, cudaDataType t) {
-    return t == CUDA_R_32F ? ((const float *)p)[i] : t == CUDA_R_16F ? f16_to_f32(((const uint16_t *)p)[i]) : bf16_to_f32(((const uint16_t *)p)[i]);
+    return t == CUDA_R_32F ? ((const float *)p)[i]
+         : t == CUDA_R_16F ? f16_to_f32(((const uint16_t *)p)[i])
+                           : bf16_to_f32(((const uint16_t *)p)[i]);
 }
-// C (m,n) = alpha op(A) op(B) + beta C, column-major; sums in f32 like CUBLAS_COMPUTE_32F; C must be f32
-static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k, const void *alpha,
-                                   const void *A, cudaDataType tA, int lda, const void *B, cudaDataType tB, int ldb,
-                                   const void *beta, void *C, cudaDataType tC, int ldc, cublasComputeType_t, cublasGemmAlgo_t) {
+
+// C (m,n) = alpha op(A) op(B) + beta C, column-major; sums in f32 like CUBLAS_COMPUTE_32F; C must be f32, and
+// A and B of one type. Ends the program if they are not, or if a matrix does not lie in device memory.
+static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasOperation_t tb,
+                                   int m, int n, int k, const void *alpha,
+                                   const void *A, cudaDataType tA, int lda,
+                                   const void *B, cudaDataType tB, int ldb,
+                                   const void *beta, void *C, cudaDataType tC, int ldc,
+                                   cublasComputeType_t, cublasGemmAlgo_t) {
     EmuLock lock;
     if (emu_blas()) return CUBLAS_STATUS_EXECUTION_FAILED;
     emu_settle("cublasGemmEx");
@@ -1100,49 +1798,84 @@ static cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t ta, cublasO
     emu_count_one("cublasGemmEx");
     if (m < 1 || n < 1 || k < 1 || lda < (ta ? k : m) || ldb < (tb ? n : k) || ldc < m)
         emu_die("cublasGemmEx: m %d n %d k %d lda %d ldb %d ldc %d", m, n, k, lda, ldb, ldc);
-    if (tA != tB || tC != CUDA_R_32F) emu_die("cublasGemmEx: types %d %d -> %d are not supported", tA, tB, tC);
+    if (tA != tB || tC != CUDA_R_32F)
+        emu_die("cublasGemmEx: types %d %d -> %d are not supported", tA, tB, tC);
     int a = emu_range(A, emu_size(tA) * ((size_t)lda * ((ta ? m : k) - 1) + (ta ? k : m)), "cublasGemmEx A");
     int b = emu_range(B, emu_size(tB) * ((size_t)ldb * ((tb ? k : n) - 1) + (tb ? n : k)), "cublasGemmEx B");
     int c = emu_range(C, sizeof(float) * ((size_t)ldc * (n - 1) + m), "cublasGemmEx C");
     if (((uintptr_t)A | (uintptr_t)B | (uintptr_t)C) & 3) emu_die("cublasGemmEx: a matrix is not aligned");
-    emu_open1(a, PROT_READ | PROT_WRITE); emu_open1(b, PROT_READ | PROT_WRITE); emu_open1(c, PROT_READ | PROT_WRITE);
-    for (int j = 0; j < n; j++) for (int i = 0; i < m; i++) {
-        float sum = 0, *to = (float *)C + (size_t)j * ldc + i, be = *(const float *)beta;
-        float four[4] = { 0 };                                // with emu_round: f32 sums in four parts, or a tensor core's
-        double exact[EMU_AT_ONCE];
-        for (int p = 0; p < k; p++) {
-            float x = emu_get(A, ta ? (size_t)i * lda + p : (size_t)p * lda + i, tA);
-            float y = emu_get(B, tb ? (size_t)p * ldb + j : (size_t)j * ldb + p, tB);
-            int last = p == k - 1 || p % EMU_AT_ONCE == EMU_AT_ONCE - 1;
-            if (!emu_round) sum += x * y;
-            else if (tA == CUDA_R_32F) four[p % 4] = fmaf(x, y, four[p % 4]);
-            else exact[p % EMU_AT_ONCE] = (double)x * y;
-            if (emu_round && tA != CUDA_R_32F && last) sum = emu_tensor_sum(sum, exact, p % EMU_AT_ONCE + 1);
+    emu_open1(a, PROT_READ | PROT_WRITE);
+    emu_open1(b, PROT_READ | PROT_WRITE);
+    emu_open1(c, PROT_READ | PROT_WRITE);
+    for (int j = 0; j < n; j++)
+        for (int i = 0; i < m; i++) {
+            float sum = 0, *to = (float *)C + (size_t)j * ldc + i, be = *(const float *)beta;
+            float four[4] = { 0 };    // with emu_round: f32 sums in four parts, or a tensor core's
+            double exact[EMU_AT_ONCE];
+            for (int p = 0; p < k; p++) {
+                float x = emu_get(A, ta ? (size_t)i * lda + p : (size_t)p * lda + i, tA);
+                float y = emu_get(B, tb ? (size_t)p * ldb + j : (size_t)j * ldb + p, tB);
+                int last = p == k - 1 || p % EMU_AT_ONCE == EMU_AT_ONCE - 1;
+                if (!emu_round) sum += x * y;
+                else if (tA == CUDA_R_32F) four[p % 4] = fmaf(x, y, four[p % 4]);
+                else exact[p % EMU_AT_ONCE] = (double)x * y;
+                if (emu_round && tA != CUDA_R_32F && last)
+                    sum = emu_tensor_sum(sum, exact, p % EMU_AT_ONCE + 1);
+            }
+            if (emu_round && tA == CUDA_R_32F) sum = four[0] + four[1] + four[2] + four[3];
+            *to = *(const float *)alpha * sum + (be != 0 ? be * *to : 0);
         }
-        if (emu_round && tA == CUDA_R_32F) sum = four[0] + four[1] + four[2] + four[3];
-        *to = *(const float *)alpha * sum + (be != 0 ? be * *to : 0);
-    }
-    emu_open1(a, PROT_NONE); emu_open1(b, PROT_NONE); emu_open1(c, PROT_NONE);
+    emu_open1(a, PROT_NONE);
+    emu_open1(b, PROT_NONE);
+    emu_open1(c, PROT_NONE);
     return CUBLAS_STATUS_SUCCESS;
 }
 
-// ------------------------------------------------------------------------------------------------ tests of the emulator itself
+// ------------------------------------------------------------------------ tests of the emulator itself
 // Kernels with a mistake each, so that a test can see it caught.
 
-struct EmuHolder { int n; const void *p; };
-static void emu_bad_neighbours(int *x) { x[threadIdx.x] = (int)blockIdx.x; }                          // every block writes the same words
-static void emu_bad_reader(int *x) { if (!blockIdx.x) x[0] = 1; else if (x[0] > 5) x[64] = 1; }          // one block reads what another writes
-static void emu_bad_shared(int *x) { int *own = (int *)emu_dyn(); own[threadIdx.x + 1] = 1; x[threadIdx.x] = 0; }       // past the end
+struct EmuHolder {
+    int n;
+    const void *p;                    // a host's, which is the mistake
+};
+
+// Every block writes the same words.
+static void emu_bad_neighbours(int *x) { x[threadIdx.x] = (int)blockIdx.x; }
+
+// One block reads what another writes.
+static void emu_bad_reader(int *x) {
+    if (!blockIdx.x) x[0] = 1;
+    else if (x[0] > 5) x[64] = 1;
+}
+
+// Dynamic shared memory is written past its end.
+static void emu_bad_shared(int *x) {
+    int *own = (int *)emu_dyn();
+    own[threadIdx.x + 1] = 1;
+    x[threadIdx.x] = 0;
+}
+
 static void emu_bad_holder(EmuHolder) {}
+
 static void emu_first(int *x) { x[1] = x[0]; }
-static void emu_bad_early(int *x, int way) {                     // reads, writes or ends too early
+
+// A kernel that may start early reads (way 0), writes (1) or ends (2) too early.
+static void emu_bad_early(int *x, int way) {
     int last = way == 0 ? x[1] : 0;
     if (way == 1) x[2] = 1;
     if (way != 2) dependency_wait();
     if (last) x[3] = 1;
 }
-static void emu_good_early(int *x) { int old = x[64]; dependency_wait(); x[2] = x[1] + old; }
-// Allowed: bytes of their own in one word, atomics, and the last block that arrives: fenced, it reads what the others left.
+
+// Allowed: it reads early what no kernel writes.
+static void emu_good_early(int *x) {
+    int old = x[64];
+    dependency_wait();
+    x[2] = x[1] + old;
+}
+
+// Allowed: bytes of their own in one word, atomics, and the last block that arrives: fenced, it reads what
+// the others left. Not fenced, it is a mistake.
 static void emu_good_blocks(int *x, int fenced) {
     ((char *)(x + 8))[blockIdx.x] = (char)blockIdx.x;
     if (threadIdx.x) return;
@@ -1152,6 +1885,9 @@ static void emu_good_blocks(int *x, int fenced) {
     if (fenced) __threadfence();
     if (last) x[33] = x[0] + x[gridDim.x - 1];
 }
+
+// Tests: runs one of these kernels. 0 to 4 and 10 are of one launch, 5 is about host memory, 6 to 9 are about
+// kernels that start early; 0, 5 and 6 are right.
 extern "C" void emu_provoke(int kind) {
     static int host;
     int *x = NULL, zero[65] = { 0 };
@@ -1162,7 +1898,7 @@ extern "C" void emu_provoke(int kind) {
     if (kind == 2) emu_launch("reader", 2, 1, 0, emu_bad_reader, x);
     if (kind == 3) emu_launch("shared", 1, 31, 30 * sizeof(int), emu_bad_shared, x);
     if (kind == 4) emu_launch("holder", 1, 32, 0, emu_bad_holder, EmuHolder{ 1, &host });
-    if (kind == 5) {                                             // host memory that changes while its copy is under way
+    if (kind == 5) {                  // host memory that changes while its copy is under way
         zero[0] = 1;
         cudaMemcpyAsync(x, zero, sizeof(int), cudaMemcpyHostToDevice, 0);
         zero[0] = 2;
@@ -1178,4 +1914,6 @@ extern "C" void emu_provoke(int kind) {
     }
     cudaFree(x);
 }
+
+// Tests: was this built with the harder modes?
 extern "C" int emu_is_hard(void) { return EMU_HARD; }
