@@ -11924,7 +11924,8 @@ static int weight_from(const float *x, const int *w, int n, uint32_t key) {
 }
 
 // ==================================================================================================== 17 FAST PATHS
-// What attention and the methods run on where the plain algorithm would be too slow; each function says what it computes.
+// What attention and the methods run on where the plain algorithm would be too slow; each function says
+// what it computes.
 
 // ---- reading ahead: the rows of a decode step, asked for before they are needed
 // A decode step reads each row once, so it is as fast as memory is. Rows that follow each other
@@ -18348,9 +18349,12 @@ static JinjaValue jinja_postfix(Jinja *j) {
 // The operators between two values, by how tightly they bind; `not` before a value binds as JINJA_NOT.
 enum { JINJA_OR = 1, JINJA_AND, JINJA_NOT, JINJA_COMPARISON, JINJA_SUM, JINJA_JOIN, JINJA_PRODUCT };
 static const struct { const char *name; int level; } jinja_operators[] = {
-    { "or", JINJA_OR }, { "and", JINJA_AND }, { "not in", JINJA_COMPARISON }, { "in", JINJA_COMPARISON }, { "==", JINJA_COMPARISON },
+    { "or", JINJA_OR }, { "and", JINJA_AND },
+    { "not in", JINJA_COMPARISON }, { "in", JINJA_COMPARISON }, { "==", JINJA_COMPARISON },
     { "!=", JINJA_COMPARISON }, { "<=", JINJA_COMPARISON }, { ">=", JINJA_COMPARISON }, { "<", JINJA_COMPARISON },
-    { ">", JINJA_COMPARISON }, { "+", JINJA_SUM }, { "-", JINJA_SUM }, { "~", JINJA_JOIN }, { "%", JINJA_PRODUCT }, { NULL, 0 }
+    { ">", JINJA_COMPARISON },
+    { "+", JINJA_SUM }, { "-", JINJA_SUM }, { "~", JINJA_JOIN }, { "%", JINJA_PRODUCT },
+    { NULL, 0 }
 };
 
 // a op b
@@ -18679,7 +18683,8 @@ static const char *part(Derivation *d, const char *s, size_t n) { return keep_te
 static int probe_messages(Derivation *d, int what, int n, Message *m) {
     int count = 0;
     char words[64];
-    if (what & WITH_SYSTEM) m[count++] = (Message){ "system", what & WORD_BLANKS ? " \n" PROBE_SYSTEM " \n" : PROBE_SYSTEM };
+    const char *system = what & WORD_BLANKS ? " \n" PROBE_SYSTEM " \n" : PROBE_SYSTEM;
+    if (what & WITH_SYSTEM) m[count++] = (Message){ "system", system };
     for (int i = 0; i < n; i++) {
         int blanks = what & (i % 2 ? REPLY_BLANKS : WORD_BLANKS);
         const char *blank = blanks ? " \n" : "";
@@ -22605,7 +22610,8 @@ static void side_reason(const Side *x, char out[160]) {
 // The end of the demonstration: what each side got right, what it holds and reads, and why.
 static void demo_summary(const Side *x /* stb_ds */, FILE *f) {
     char held[32], read[32], reason[160], why[512];
-    fprintf(f, "\n  %-*s%-10s%*s%*s  what it does\n", SIDE_LABEL, "method", "right", SIDE_BYTES, "held", SIDE_BYTES, "read");
+    fprintf(f, "\n  %-*s%-10s%*s%*s  what it does\n", SIDE_LABEL, "method", "right", SIDE_BYTES, "held",
+            SIDE_BYTES, "read");
     for (int i = 0; i < (int)arrlen(x); i++) {
         if (*x[i].refused || !x[i].asked) continue;
         human_bytes((double)kv_bytes(x[i].app.s), held);
@@ -23168,7 +23174,8 @@ KV_PRINTF(2, 3) static char *set_printf(EvalSet *e, const char *fmt, ...) {
     char *s = NULL;
     va_list ap;
     va_start(ap, fmt);
-    if (ALLOCATION_FAILS() || vasprintf(&s, fmt, ap) < 0) die(EXIT_MEMORY, "out of memory: a sentence of the evaluation");
+    if (ALLOCATION_FAILS() || vasprintf(&s, fmt, ap) < 0)
+        die(EXIT_MEMORY, "out of memory: a sentence of the evaluation");
     va_end(ap);
     char *kept = stralloc(&e->mem, s);
     free(s);
@@ -24214,7 +24221,8 @@ static const Dataset *dataset_of(const Dataset *sets, const char *name) {
 
 // Puts context and input into a prompt, where {context} and {input} stand; {{ and }} stand for braces.
 // Anything else in braces is refused.
-static int prompt_fill(EvalSet *e, const char *form, const char *context, const char *input, char **text, char err[512]) {
+static int prompt_fill(EvalSet *e, const char *form, const char *context, const char *input, char **text,
+                       char err[512]) {
     char *out = NULL;
     const struct { const char *mark, *put; } marks[] = {
         { "{context}", context }, { "{input}", input }, { "{{", "{" }, { "}}", "}" },
@@ -27554,7 +27562,8 @@ static void kernel_work(const KernelBench *b, KernelTimes *k) {
     int decodes = *b->test == 't';
     if (decodes && kernel_among(&k->is, "|attend_kernel|decode_kernel|gqa_kernel|")) k->is.bytes = b->rows / launches;
     if (decodes && kernel_among(&k->is, "|quest_kernel|lychee_kernel|")) k->is.bytes = b->index / launches;
-    if (!decodes && kernel_among(&k->is, "|attend_kernel|tensor_kernel|lines_kernel|")) k->is.flops = b->flops / launches;
+    if (!decodes && kernel_among(&k->is, "|attend_kernel|tensor_kernel|lines_kernel|"))
+        k->is.flops = b->flops / launches;
 }
 
 // What stands above the lines of one test.
@@ -27793,9 +27802,11 @@ static void file_bench_json(FILE *f, const App *a, const FileBench *b, const Thr
     json_pair(f, "huge_pages", opt_str(a->o, "huge-pages"));
     fprintf(f, "\"file_bytes\":%zu,\"cached\":%.4f,\"ttft_cold_s\":%.4f,\"ttft_warm_s\":%.4f,", b->files, b->cached,
             b->cold, b->warm);
-    fprintf(f, "\"rss_before\":%zu,\"rss_peak\":%zu,\"planned_bytes\":%zu,\"threads\":[", b->before, b->peak, b->planned);
+    fprintf(f, "\"rss_before\":%zu,\"rss_peak\":%zu,\"planned_bytes\":%zu,\"threads\":[", b->before, b->peak,
+            b->planned);
     for (int i = 0; i < (int)arrlen(x); i++)
-        fprintf(f, "%s{\"threads\":%d,\"pp_tok_s\":%.3f,\"tg_tok_s\":%.3f}", i ? "," : "", x[i].threads, x[i].pp, x[i].tg);
+        fprintf(f, "%s{\"threads\":%d,\"pp_tok_s\":%.3f,\"tg_tok_s\":%.3f}", i ? "," : "", x[i].threads, x[i].pp,
+                x[i].tg);
     fprintf(f, "]}\n");
 }
 
@@ -31500,7 +31511,8 @@ static void hub_find(const char *name, char out[PATH_ROOM]) {
     char cache[PATH_ROOM], repo[PATH_ROOM];
     const char *slash = strchr(name, '/');
     hub_cache(cache);
-    snprintf(repo, sizeof repo, "%.600s/models--%.*s--%.200s", cache, (int)min_int((int)(slash - name), 200), name, slash + 1);
+    snprintf(repo, sizeof repo, "%.600s/models--%.*s--%.200s", cache, min_int((int)(slash - name), 200), name,
+             slash + 1);
     if (*cache && !hub_snapshot(repo, out)) return;
     const char *what = file_exists(repo) ? "is not complete" : "is not there";
     die(EXIT_MODEL, "%.300s: no such folder, and %.400s %s; if it is a model of the Hugging Face hub, this gets it: "
@@ -31596,7 +31608,8 @@ static void tell_memory(const App *a, double weights, int synthetic) {
     const Config *c = a->c;
     char text[200], fits[64] = "";
     int ctx = opt_int(a->o, "ctx-size") ? opt_int(a->o, "ctx-size") : c->max_pos;
-    double row = (double)(format_find(opt_str(a->o, "ctk"))->row_bytes(c->D) + format_find(opt_str(a->o, "ctv"))->row_bytes(c->D));
+    const Format *fk = format_find(opt_str(a->o, "ctk")), *fv = format_find(opt_str(a->o, "ctv"));
+    double row = (double)(fk->row_bytes(c->D) + fv->row_bytes(c->D));
     double each = row * c->L * c->G, room = memory_free();
     int over = memory_in_words(weights, each * ctx, ctx, room, text);
     if (synthetic && room >= 0 && weights > room) die(EXIT_MEMORY, "%s: too little for these random weights", text);
@@ -32839,8 +32852,10 @@ WEB const unsigned char *web_masks(int i) {
         for (int h = 0; h < H; h++) {
             const KVHead *head = kv_head(s, l, h * G / H);
             int kept = l * G + h * G / H, read = L * G + l * H + h, n = view_rows(s, l, h, rows);
-            for (int r = 0; r < head->len; r++) mask[(size_t)head->src[r] * wide + kept / 8] |= (unsigned char)(1 << kept % 8);
-            for (int r = 0; r < n; r++) mask[(size_t)head->src[rows[r]] * wide + read / 8] |= (unsigned char)(1 << read % 8);
+            for (int r = 0; r < head->len; r++)
+                mask[(size_t)head->src[r] * wide + kept / 8] |= (unsigned char)(1 << kept % 8);
+            for (int r = 0; r < n; r++)
+                mask[(size_t)head->src[rows[r]] * wide + read / 8] |= (unsigned char)(1 << read % 8);
         }
     return mask;
 }
