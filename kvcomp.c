@@ -14388,6 +14388,9 @@ static int foreign_files(const char *dir, char err[512]) {
     return 1;
 }
 
+// What -m takes, for complaints.
+static const char *const expected_folder = "a Hugging Face folder (config.json, model.safetensors, tokenizer.json)";
+
 // Parses the object in dir/name. Returns NULL with the reason in err, or with err "" when the file
 // is absent and not needed.
 static Json *config_file(const char *dir, const char *name, int needed, char err[512]) {
@@ -14398,20 +14401,22 @@ static Json *config_file(const char *dir, const char *name, int needed, char err
     snprintf(path, sizeof path, "%s/%s", dir, name);
     if (!needed && !file_exists(path)) return NULL;
 
-    // The folder itself first, then weights that another format would need, then the file.
+    // The folder itself first, then weights that another format would need, then the file. A name with
+    // a blank or without a slash may be a question that lacks its -p.
     if (stat(dir, &st)) {
-        fault(err, "%.300s: no such folder", dir);
+        int question = strchr(dir, ' ') || !strchr(dir, '/');
+        fault(err, "%.300s: no such folder%s", dir, question ? " (-p TEXT asks one question)" : "");
         return NULL;
     }
     if (!S_ISDIR(st.st_mode)) {
-        fault(err, "%.300s: expected a Hugging Face folder (config.json, model.safetensors, "
-              "tokenizer.json), found a file", dir);
+        fault(err, "%.300s: expected %s, found a file", dir, expected_folder);
         return NULL;
     }
     if (!file_exists(path) && foreign_files(dir, err)) return NULL;
     char *text = read_bounded(path, MOST_CONFIG, &n, why);
     if (!text) {
-        fault(err, "%s", why);
+        if (file_exists(path)) fault(err, "%s", why);
+        else fault(err, "%s; expected %s", why, expected_folder);
         return NULL;
     }
 
@@ -31148,8 +31153,8 @@ static void parse_args(Options *o, int argc, char **argv) {
     for (int i = 1; i < argc; ) {
         int how = names_model(argv[i]), used = parse_arg(o, argc, argv, i);
         if (how && before && how + before > 2)
-            die(EXIT_USAGE, "two models on the command line: '%s' and '%.60s'; give one", first,
-                opt_str(o, "model"));
+            die(EXIT_USAGE, "two models on the command line: '%s' and '%.60s'; give one (-p TEXT asks one question)",
+                first, opt_str(o, "model"));
         if (how) {
             snprintf(first, sizeof first, "%.60s", opt_str(o, "model"));
             before = how;

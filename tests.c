@@ -13990,7 +13990,16 @@ TEST(cli_exit_codes,
     CHECK(sh("./kvcomp --budget 4 --ratio .5") == 2, "%s", sh_err);
     CHECK(sh("./kvcomp --ratio 1") == 2, "%s", sh_err);
     CHECK(sh("./kvcomp --dump-logits x -p y") == 2, "%s", sh_err);
-    CHECK(sh("./kvcomp -m /nonexistent -p hi") == 3 && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("./kvcomp -m /nonexistent -p hi") == 3 && lines_in(sh_err) == 1 && !strstr(sh_err, "-p TEXT"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp 'Tell me of kings/queens'") == 3 && lines_in(sh_err) == 1 &&
+              strstr(sh_err, "no such folder (-p TEXT asks one question)") && sh("./kvcomp hello") == 3 &&
+              strstr(sh_err, "-p TEXT"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp Tell me a story") == 2 && strstr(sh_err, "-p TEXT") && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("./kvcomp -m data") == 3 && lines_in(sh_err) == 1 &&
+              strstr(sh_err, "data/config.json: No such file or directory; expected a Hugging Face folder (config"),
+          "%s", sh_err);
     CHECK(sh(SYN "--method=nosuch --ids data/ids/three-turns.txt") == 2 && strstr(sh_err, "nosuch"),
           "%s", sh_err);
     CHECK(sh(SYN "--method=streaming+window --ids data/ids/three-turns.txt") == 2 &&
