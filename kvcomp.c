@@ -12837,8 +12837,12 @@ static void nearer_name(const char *typed, const char *name, const char **best, 
     *distance = d;
 }
 
-// Farther away than this from what was typed, a name is not what was meant.
-static int farthest_misspelling(const char *typed) { return 3 + (int)strlen(typed) / 4; }
+// A name this far away from what was typed, or with more than half of its letters different, is not
+// what was meant.
+static int farthest_misspelling(const char *typed) {
+    int n = (int)strlen(typed);
+    return min_int(3 + n / 4, n / 2 + 1);
+}
 
 // The method whose name is nearest to the n bytes at typed, or NULL when nothing is near.
 static const char *nearest_method(const char *typed, size_t n) {
@@ -12846,10 +12850,25 @@ static const char *nearest_method(const char *typed, size_t n) {
     const char *best = NULL;
     if (!n || n >= sizeof name) return NULL;
     snprintf(name, sizeof name, "%.*s", (int)n, typed);
-    int distance = min_int(farthest_misspelling(name), (int)n);     // a name of other letters throughout is none
+    int distance = farthest_misspelling(name);
     EACH_METHOD(m) nearer_name(name, (*m)->name, &best, &distance);
     return best;
 }
+
+// What other programs call an option, without dashes, and what to type here instead.
+static const struct { const char *theirs, *ours; } foreign_options[] = {
+    { "temperature",    "--temp" },
+    { "system-prompt",  "--system" },
+    { "prompt-file",    "-f" },
+    { "predict",        "-n" },
+    { "max-tokens",     "-n" },
+    { "max-new-tokens", "-n" },
+    { "ctx",            "--ctx-size" },
+    { "ngl",            "-d cuda" },
+    { "gpu-layers",     "-d cuda" },
+    { "n-gpu-layers",   "-d cuda" },
+};
+enum { FOREIGN_OPTIONS = sizeof foreign_options / sizeof *foreign_options };
 
 // ---- making a set of options
 
@@ -30981,13 +31000,19 @@ static void nearer_option(const Opt *list, const char *name, const char **best, 
     for (const Opt *o = list; o && o->name; o++) nearer_name(name, o->name, best, distance);
 }
 
-// The option whose name is nearest to a name that is none, or NULL when nothing is near.
-static const char *nearest_option(const char *name) {
+// Ends the program for an option that is none: exit 2. Behind the reason stands what to type instead,
+// when the name without dashes is near to that of an option here or in other programs.
+static void unknown_option(const char *reason, const char *name) {
     const char *best = NULL;
     int distance = farthest_misspelling(name);
     nearer_option(program_options, name, &best, &distance);
     EACH_METHOD(m) nearer_option((*m)->opts, name, &best, &distance);
-    return best;
+    for (int i = 0; i < FOREIGN_OPTIONS; i++) nearer_name(name, foreign_options[i].theirs, &best, &distance);
+    for (int i = 0; i < FOREIGN_OPTIONS; i++)
+        if (best == foreign_options[i].theirs)
+            die(EXIT_USAGE, "%s (did you mean %s?)", reason, foreign_options[i].ours);
+    if (best) die(EXIT_USAGE, "%s (did you mean --%s?)", reason, best);
+    die(EXIT_USAGE, "%s (kvcomp --help lists them)", reason);
 }
 
 // ---- help
@@ -31088,12 +31113,10 @@ static void list_methods(void) {
 // Sets one option; exit 2 with the reason, and with a suggestion where there is one.
 static void parse_one(Options *o, const char *name, const char *value) {
     char err[256];
-    const char *hint = NULL;
     if (!options_set(o, name, value, err)) return;
-    if (!strcmp(name, "threads") && strchr(value, '.')) hint = "temp";     // -t 0.7 means --temp
-    else if (!opt_find(name)) hint = nearest_option(name);
-    if (hint) die(EXIT_USAGE, "%s (did you mean --%s?)", err, hint);
-    die(EXIT_USAGE, "%s", err);
+    if (!opt_find(name)) unknown_option(err, name);
+    int warm = !strcmp(name, "threads") && strchr(value, '.');              // -t 0.7 means --temp
+    die(EXIT_USAGE, "%s%s", err, warm ? " (did you mean --temp?)" : "");
 }
 
 // The file `first` (NULL: none) and those from argv[i] to the next option are the value of one option,
@@ -31113,6 +31136,7 @@ static int parse_files(Options *o, const char *name, const char *first, int argc
 // behind it.
 static int parse_arg(Options *o, int argc, char **argv, int i) {
     char flag[64], *arg = argv[i], *eq = strchr(arg, '=');
+    char unknown[96];
     const char *value = eq ? eq + 1 : NULL;
     if (arg[0] != '-' || !arg[1]) {
         parse_one(o, "model", arg);
@@ -31120,7 +31144,8 @@ static int parse_arg(Options *o, int argc, char **argv, int i) {
     }
     snprintf(flag, sizeof flag, "%.*s", eq ? (int)(eq - arg) : 63, arg);
     const char *name = long_of(flag);
-    if (!name) die(EXIT_USAGE, "unknown option %s (kvcomp --help lists them)", flag);
+    snprintf(unknown, sizeof unknown, "unknown option %s", flag);
+    if (!name) unknown_option(unknown, flag + 1);
     if (!strcmp(name, "eval-merge") && (value || i + 1 < argc))
         return parse_files(o, name, value, argc, argv, i + 1);
     const Opt *known = opt_find(name);

@@ -14016,6 +14016,30 @@ TEST(cli_exit_codes,
     CHECK(sh("./kvcomp --version") == 0 && !strncmp(sh_out, "kvcomp ", 7), "%s", sh_out);
 }
 
+TEST(cli_foreign_options, "an option of another program is answered with ours; a name that is near none is "
+                          "answered with where the names stand") {
+    static const char *const says[][2] = {
+        { "--temperature 0",    "unknown option --temperature (did you mean --temp?)" },
+        { "--temperatur=0",     "(did you mean --temp?)" },
+        { "--system-prompt x",  "(did you mean --system?)" },
+        { "--max-tokens 3",     "(did you mean -n?)" },
+        { "--max_new_tokens 3", "(did you mean -n?)" },
+        { "--ctx 3",            "(did you mean --ctx-size?)" },
+        { "-ngl 99",            "unknown option -ngl (did you mean -d cuda?)" },
+        { "--gpu-layers 99",    "(did you mean -d cuda?)" },
+        { "-temp 0",            "unknown option -temp (did you mean --temp?)" },
+        { "--foo",              "unknown option --foo (kvcomp --help lists them)" },
+        { "-y",                 "unknown option -y (kvcomp --help lists them)" },
+        { "-p hi --method foo", "no method is called 'foo' (see --list-methods)" },
+        { "-p hi --method h20", "no method is called 'h20' (did you mean h2o?" },
+    };
+    for (size_t i = 0; i < sizeof says / sizeof *says; i++)
+        CHECK(sh("./kvcomp %s", says[i][0]) == 2 && strstr(sh_err, says[i][1]) && lines_in(sh_err) == 1, "%s: %s",
+              says[i][0], sh_err);
+    for (int i = 0; i < FOREIGN_OPTIONS; i++)
+        CHECK(!opt_find(foreign_options[i].theirs), "%s is ours, too", foreign_options[i].theirs);
+}
+
 TEST(cli_methods, "--list-methods starts each line with a name; --help NAME tells paper, what is "
                   "kept and every option") {
     CHECK(sh("./kvcomp --list-methods") == 0 && !*sh_err, "%s", sh_err);
