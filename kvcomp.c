@@ -31256,6 +31256,10 @@ static void check_options(const Options *o) {
     if (*opt_str(o, "dialogue") && !opt_int(o, "dump-tokens")) die(EXIT_USAGE, "--dialogue goes with --dump-tokens");
     if (*opt_str(o, "report") && (ids || *opt_str(o, "file") || opt_given(o, "prompt") || bench))
         die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
+    int alone = !*opt_str(o, "eval") && !*opt_str(o, "eval-file");
+    if (*opt_str(o, "compare") && alone && (*opt_str(o, "file") || opt_given(o, "prompt")))
+        die(EXIT_USAGE, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, "
+                        "/compare QUESTION asks several methods");
     if (*opt_str(o, "batch") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")
                                  || opt_int(o, "demo")))
         die(EXIT_USAGE, "--batch goes alone, not with -p, -f, --ids, --eval, --bench, --report or --demo");

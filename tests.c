@@ -14000,6 +14000,9 @@ TEST(cli_exit_codes,
     CHECK(sh("./kvcomp -m data") == 3 && lines_in(sh_err) == 1 &&
               strstr(sh_err, "data/config.json: No such file or directory; expected a Hugging Face folder (config"),
           "%s", sh_err);
+    CHECK(sh("./kvcomp --compare full,snapkv -p hi") == 2 && strstr(sh_err, "/compare QUESTION") &&
+              !strstr(sh_err, "without effect") && lines_in(sh_err) == 1,
+          "%s", sh_err);
     CHECK(sh(SYN "--method=nosuch --ids data/ids/three-turns.txt") == 2 && strstr(sh_err, "nosuch"),
           "%s", sh_err);
     CHECK(sh(SYN "--method=streaming+window --ids data/ids/three-turns.txt") == 2 &&
