@@ -31822,15 +31822,18 @@ static int device_serves(const App *a, char why[512]) {
 #endif
 
 // Makes cuda or cpu of -d auto, and says with -v why. The plan is that of --method; other methods
-// of a comparison ask again.
+// of a comparison ask again. Then says whether the device leaves --exact without effect.
 static void choose_device(App *a) {
     char err[512], why[512];
-    if (strcmp(opt_str(a->o, "device"), "auto")) return;
-    options_set(a->o, "device", "cpu", err);
-    snprintf(why, sizeof why, "--weights q8_0");
-    int good = !a->c->as_q8 && device_serves(a, why);
-    if (good) options_set(a->o, "device", "cuda", err);
-    if (opt_int(a->o, "verbose")) tell("device     %s (%s)", good ? "cuda" : "cpu", why);
+    if (!strcmp(opt_str(a->o, "device"), "auto")) {
+        options_set(a->o, "device", "cpu", err);
+        snprintf(why, sizeof why, "--weights q8_0");
+        int good = !a->c->as_q8 && device_serves(a, why);
+        if (good) options_set(a->o, "device", "cuda", err);
+        if (opt_int(a->o, "verbose")) tell("device     %s (%s)", good ? "cuda" : "cpu", why);
+    }
+    int cpu = !strcmp(opt_str(a->o, "device"), "cpu");
+    if (cpu && opt_int(a->o, "exact") && !quiet) warn("without effect with -d cpu: --exact");
 }
 
 // -d cuda in a program that has no GPU half: exit 1.

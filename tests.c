@@ -16774,6 +16774,8 @@ TEST(cli_unused, "an option that has no effect in this run is named, one that ha
         { "--raw --system x --no-think", "without effect with --raw: --system, --no-think" },
         { "--seed 3 -n 2 --no-stats", NULL },
         { "--repeat 3", "without effect in -p or -f: --repeat" },
+        { "--exact -d cpu", "without effect with -d cpu: --exact" },
+        { "--exact", "without effect with -d cpu: --exact" },
     };
 
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
