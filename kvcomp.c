@@ -31058,6 +31058,8 @@ static void help(void) {
             if (!strcmp(help_parts[i].first, o->name)) printf("%s\n", help_parts[i].title);
         help_option(o);
     }
+    printf("  %-38s %s\n", "--calibrate OUT.json",
+           "measure the heads of the model and write dililazy's and headkv's scores to this file (--help dililazy)");
     printf("  %-38s %s\n", "--help METHOD", "a method's paper, what it keeps, its options and limits");
     printf("Each turn is rendered once and appended; templates that would rewrite history are not re-rendered.\n"
            "Examples\n  kvcomp                                    chat with the shipped model\n"

@@ -14097,6 +14097,7 @@ TEST(method_defaults, "the budget a method opens with is the one its --help name
 
 TEST(cli_options_help, "every option of the table is in --help with its default") {
     sh("./kvcomp --help");
+    CHECK(strstr(sh_out, "  --calibrate OUT.json "), "the run of a method's section");
     for (const Opt *o = program_options; o->name; o++) {
         char want[96];
         snprintf(want, sizeof want, "--%s", o->name);
