@@ -29435,14 +29435,18 @@ static void demo_play(Report *r, Session *s, DemoRun *d, int given) {
 }
 
 // Plays the dialogue through a fresh session of one method. `why` is set when the method does not
-// fit.
+// fit, or the dialogue not into its positions, which a line on stderr says.
 static DemoRun demo_run(Report *r, const char *name) {
     DemoRun d = { 0 };
     snprintf(d.name, sizeof d.name, "%s", name);
     Session *s = session_try(r->a->c, r->a->w, r->o, name, d.why);
     if (!s) return d;
-    demo_play(r, s, &d, -1);
-    demo_shares(s, &d);
+    if (arrlen(r->script) && record_fits(s, r->script, d.why)) {
+        if (!quiet) warn("%s is left out of the demonstration: %s", name, d.why);
+    } else {
+        demo_play(r, s, &d, -1);
+        demo_shares(s, &d);
+    }
     session_close(s);
     return d;
 }
@@ -30890,20 +30894,22 @@ static int report_write(App *a, const char *path, const Score *rows /* stb_ds */
 
 // ---- the default evaluation
 static size_t parameters_of(const Config *c);           // section 30
+enum { DEFAULT_EVAL_TOKENS = 640 };                     // what its longest item may need
 
 // Why this model gets no default evaluation; NULL: it gets one. It reads about 83,000 tokens, which
 // takes one core some six seconds with the shipped model's 3 million parameters, and more with more.
 static const char *default_eval_refused(const App *a) {
-    enum { MILLIONS = 20, TOKENS = 640 };               // most parameters; what the longest item may need
+    enum { MILLIONS = 20 };                             // most parameters
     if (parameters_of(a->c) > (size_t)MILLIONS * 1000000)
         return "the default evaluation takes seconds with a model of up to 20 million parameters, and this "
                "one has more";
-    if (ctx_limit(a) < TOKENS) return "the items of the default evaluation do not fit into the context";
+    if (ctx_limit(a) < DEFAULT_EVAL_TOKENS) return "the items of the default evaluation do not fit into the context";
     return NULL;
 }
 
 // The options of the default evaluation: the user's, and default_eval where nothing is given. The
-// methods are full attention and those of the demonstration that fit the model and the options.
+// methods are full attention and those of the demonstration that fit the model and the options. A line
+// on stderr says which one has too few positions.
 static Options *default_eval_options(const App *a) {
     Options *o = options_copy(a->o);
     const char *list = opt_given(o, "method") ? opt_str(o, "method") : demo_methods;
@@ -30922,7 +30928,11 @@ static Options *default_eval_options(const App *a) {
     for (int i = 0; list_word(list, i, name); i++) {
         Session *s = strcmp(name, "full") ? session_try(a->c, a->w, first, name, err) : NULL;
         size_t n = strlen(methods_text);
-        if (s) snprintf(methods_text + n, sizeof methods_text - n, ",%s", name);
+        int few = s && s->pos_end && s->pos_end < DEFAULT_EVAL_TOKENS;
+        if (few && !quiet)
+            warn("%s is left out of the default evaluation: its items take up to %d positions, this method goes to "
+                 "max_position_embeddings %d", name, DEFAULT_EVAL_TOKENS, s->pos_end);
+        if (s && !few) snprintf(methods_text + n, sizeof methods_text - n, ",%s", name);
         session_close(s);
     }
     options_free(first);

@@ -14294,6 +14294,20 @@ TEST(cli_report, "--report writes the page and its csv, alone and with --eval; a
     CHECK(sh("./kvcomp -q -m models/kvcomp-tiny -c 512 --method streaming --report %s", p) == 0 &&
               sh("grep -c 'No scores were measured: the items of the default evaluation do not fit' %s", p) == 0,
           "a context too small for the default evaluation: %s", sh_err);
+
+    char m[64];
+    snprintf(m, sizeof m, "/tmp/kvt_%d_m", (int)getpid());
+    CHECK(sh("mkdir %s && ln -s $PWD/models/kvcomp-tiny/* %s && rm %s/config.json && "
+             "sed 's/\\(max_position_embeddings\": *\\)4096/\\1256/' models/kvcomp-tiny/config.json > %s/config.json",
+             m, m, m, m) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s --method sonic --eval-items 1 --report %s", m, p) == 0 && lines_in(sh_err) == 3 &&
+              strstr(sh_err, "sonic is left out of the default evaluation: its items take up to ") &&
+              strstr(sh_err, "sonic is left out of the demonstration: the dialogue takes "),
+          "a method that runs out of positions: %s", sh_err);
+    CHECK(sh("grep -c '^memory,sonic' /tmp/kvt_%d_r.csv", (int)getpid()) == 1 &&
+              sh("grep -c '^memory,full' /tmp/kvt_%d_r.csv", (int)getpid()) == 0 &&
+              sh("grep 'sonic was left out: ' %s", p) == 0 && sh("rm -r %s", m) == 0,
+          "the page has full attention, and the reason: %s", sh_err);
     CHECK(sh("head -2 data/dialogues.jsonl >%s", d) == 0, "%s", sh_err);
     CHECK(sh("./kvcomp -m models/kvcomp-tiny -q --eval file --eval-file %s --compare "
              "full,streaming --budgets 32,64 --csv --report %s",
