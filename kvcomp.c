@@ -11448,8 +11448,8 @@ static const Simd *const simd_table[] = {       // best first
 static const Simd *simd;                        // the one in use
 
 // 1: a product of one row of x reads 8 rows of W at a time and asks memory for nothing. Zen 4 follows
-// 8 streams by itself better than it comes by what it is asked for; Zen 5 does not. Speed alone
-// depends on it (NOTES 10).
+// 8 streams by itself better than 4 that are asked for; Zen 5 does not. Speed alone depends on it
+// (NOTES 10).
 static int eight_streams;
 
 // 1: this processor and its operating system have what the set needs.
