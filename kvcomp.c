@@ -3555,7 +3555,6 @@ typedef struct {
 
 typedef struct {
     int full_layers;            // --quest-full-layers
-    int B;                      // budget of this turn
     int dtype;                  // of the bounds: that of the rows, so that bounds are exact
     PageList *head;             // (L,G)
 } Quest;
@@ -3573,7 +3572,6 @@ static int quest_open(Session *s, void *ms) {
     x->full_layers = opt_int(s->opt, "quest-full-layers");
     if (x->full_layers < 0)
         return refuse(s, "--quest-full-layers must not be negative, found %d", x->full_layers);
-    x->B = s->budget;
     x->dtype = bound_dtype(s->fk);
     x->head = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->head);
     return 0;
@@ -3642,15 +3640,13 @@ static void quest_update(Session *s, Quest *x, int l, size_t row) {
     }
 }
 
-// Adds the pages that this pass has filled in layer l. At the end of a prefill it also fixes the
-// turn's budget.
+// Adds the pages that this pass has filled in layer l.
 static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
     Quest *x = ms;
     int G = s->c->G;
     size_t row = (size_t)2 * s->c->D * dtype_size(x->dtype), mark = scratch_mark(s);
     (void)q;
     (void)T;
-    if (l == s->c->L && !s->decoding) x->B = budget_now(s);
     if (l == s->c->L || l < x->full_layers) return;
     for (int g = 0; g < G; g++) {
         PageList *a = &x->head[l * G + g];
@@ -3732,13 +3728,14 @@ static void quest_select_host(Session *s, const Quest *x, int l, const float *q,
 }
 
 // Up to so many tokens every row is read.
-static int quest_dense(const Quest *x) {
-    return max_int(x->B, PAGE);
+static int quest_dense(const Session *s) {
+    return max_int(budget_now(s), PAGE);
 }
 
 // A step launches what the step before launched, but for the first step that chooses pages.
 static int quest_steady(const Session *s, const void *ms) {
-    return s->n_tok - 1 != quest_dense(ms);
+    (void)ms;
+    return s->n_tok - 1 != quest_dense(s);
 }
 
 // Chooses what layer l reads in this decode step; q (H,D). Where it returns at once, the views say:
@@ -3747,8 +3744,8 @@ static void quest_select(Session *s, void *ms, int l, const float *q) {
     Quest *x = ms;
     int G = s->c->G;
     int pages = (s->n_tok - 1) / PAGE;                          // those before the current page
-    int best = max_int(x->B / PAGE, 3) - 1;                     // the current page is read too
-    if (l < x->full_layers || s->n_tok <= quest_dense(x)) return;
+    int best = max_int(budget_now(s) / PAGE, 3) - 1;            // the current page is read too
+    if (l < x->full_layers || s->n_tok <= quest_dense(s)) return;
     double t0 = now();
     size_t mark = scratch_mark(s);
     if (KV_DEV(s)) {
@@ -6975,7 +6972,7 @@ static void lychee_commit(Session *s, void *ms, int l, const float *q, int T) {
     if (kv_longest(s, 0) != s->n_tok)
         die(EXIT_USAGE, "--method: lychee needs every row, another part has dropped some of %d",
             s->n_tok);
-    if (!s->decoding) x->B = budget_now(s);
+    x->B = budget_now(s);
     if (!x->M_built && s->n_tok <= lychee_dense(x)) return;
 
     double t0 = now();
@@ -9492,6 +9489,13 @@ static void tile_store_amx_plain(int t, void *p, size_t stride) {
 // Subnormal numbers count as zero, as they come in and as they go out.
 static float no_subnormal(float x) { return fabsf(x) < FLT_MIN ? 0 : x; }
 
+// The bf16 nearest to x. Unlike f32_to_bf16 it does not saturate: an infinity must not look finite.
+static inline __attribute__((always_inline)) uint16_t bf16_nearest(float x) {
+    FloatBits a = { x };
+    if (a.f != a.f) return 0x7fc0;
+    return (uint16_t)((a.u + 0x7fff + (a.u >> 16 & 1)) >> 16);
+}
+
 // The bf16 at p.
 static float tile_number(const unsigned char *p) {
     uint16_t h;
@@ -9726,7 +9730,7 @@ INLINE void dots_store(const Dots *a, const float *sum, int i0, int j0, int m, i
 // A tile reads a panel, NR rows of w. The rows of the next panel are short and far apart, and the
 // hardware does not see them coming. Where a tile is the only one of its panel (decode) and next is
 // named, it asks for as many bytes of that as it reads, in the order in which they lie in memory (Zen 5:
-// 25 -> 35 GB/s a thread, where 38 can be read; asked for row by row in turn they come at 32).
+// 25 -> 36 GB/s a thread, where 38 can be read; asked for line by line of four rows in turn, 33).
 INLINE void dots_tile(const Dots *a, int dtype, int M, int i0, int j0, int whole) {
     Vec acc[MR * NR];
     const float *x[MR];
@@ -10356,20 +10360,15 @@ static const Simd simd_entry = {
 #define tile_groups     OWN(tile_groups)
 #define tile_block      OWN(tile_block)
 
-// to (terms,TILE,TILE_COLS): row t of each = the terms of x (n). The rounding is to the nearest bf16;
-// no number saturates, because what is left of an infinity must not look finite.
+// to (terms,TILE,TILE_COLS): row t of each = the terms of x (n).
 INLINE void split_row(uint16_t (*to)[TILE][TILE_COLS], int t, const float *x, int n, int terms) {
     float rest[TILE_COLS];
     memcpy(rest, x, (size_t)n * sizeof *rest);
     for (int q = 0; q < terms; q++) {
         uint16_t *term = to[q][t];
         for (int i = 0; i < n; i++) {
-            FloatBits a = { rest[i] }, b;
-            uint32_t h = (a.u + 0x7fff + (a.u >> 16 & 1)) >> 16;
-            if (a.f != a.f) h = 0x7fc0;
-            term[i] = (uint16_t)h;
-            b.u = h << 16;
-            rest[i] -= b.f;
+            term[i] = bf16_nearest(rest[i]);
+            rest[i] -= bf16_to_f32(term[i]);
         }
     }
 }
@@ -10558,14 +10557,9 @@ TARGET static void tile_block(const Tiles *a) {
 #define pairs_panels    OWN(pairs_panels)
 #define pairs_block     OWN(pairs_block)
 
-// Simd.round_bf16: to the nearest. A NaN stays one.
+// Simd.round_bf16.
 TARGET static void round_row(uint16_t *to, const float *x, size_t n) {
-    for (size_t i = 0; i < n; i++) {
-        FloatBits a = { x[i] };
-        uint32_t h = (a.u + 0x7fff + (a.u >> 16 & 1)) >> 16;
-        if (a.f != a.f) h = 0x7fc0;
-        to[i] = (uint16_t)h;
-    }
+    for (size_t i = 0; i < n; i++) to[i] = bf16_nearest(x[i]);
 }
 
 // acc (M,N) += x (M) w (N)^T in columns k .. k+n-1, pair by pair.
@@ -11690,7 +11684,8 @@ static const uint16_t *rounded(const float *x, size_t ldx, int T, int K) {
 // y (T,rows) = x (T,cols) W^T; rows of y are ldy elements apart, rows of x ldx. A job is a block of
 // T_BLOCK rows of x and ROW_BLOCK rows of W. For few rows of x it finishes 4 rows of W (a panel), or
 // 8, before the next ones, so that W streams in order; meanwhile each call asks for its share of the
-// next panel.
+// next panel. Short rows are one chunk, and in order anyway: the kernel gets all of them at once (a
+// decode step of the shipped model, of 192 columns, takes .7 of the time that panels take).
 void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
     if (w->dtype == DT_Q8) {
         matmul_q8(y, ldy, x, ldx, w, T);
@@ -11701,11 +11696,11 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
             matmul_tiles(y + t * ldy, ldy, x + t * ldx, ldx, w, min_int(T - t, TILE_ROWS));
         return;
     }
-    int K = w->cols, streams = T == 1 && eight_streams;
+    int K = w->cols, streams = T == 1 && eight_streams, panels = T <= 4 && K > SHORT_ROW;
     int in_pairs = w->dtype == DT_BF16 && simd->pairs && bf16_terms == 1;
     const uint16_t *x16 = in_pairs ? rounded(x, ldx, T, K) : NULL;      // (T,K)
     void (*kernel)(const Dots *) = in_pairs ? simd->pairs : simd->dots[w->dtype];
-    int panel = T > 4 ? ROW_BLOCK : streams ? 8 : 4;
+    int panel = !panels ? ROW_BLOCK : streams ? 8 : 4;
     int t_blocks = (T + T_BLOCK - 1) / T_BLOCK, row_blocks = (w->rows + ROW_BLOCK - 1) / ROW_BLOCK;
     size_t size = dtype_size(w->dtype);
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
@@ -11727,7 +11722,7 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
                         block.x16 = x16 + (size_t)t0 * K + k;
                         block.ldx = (size_t)K;
                     }
-                    if (T <= 4 && !streams) {
+                    if (panels && !streams) {
                         block.next.p = (const char *)w->data + ((size_t)(r + 4) * K + (size_t)4 * k) * size;
                         block.next.bytes = 4 * block.K * size;
                     }
