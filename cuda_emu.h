@@ -327,22 +327,37 @@ EMU_QUIET static float emu_cut(double x) {
     return fabs((double)f) > fabs(x) ? nextafterf(f, 0) : f;
 }
 
+// The exponent e of x = m 2^e with 1 <= m < 2, and 2^e. Both are for normal numbers.
+EMU_QUIET static int emu_exponent(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, 8);
+    return (int)(bits >> 52 & 0x7ff) - 1023;
+}
+
+EMU_QUIET static double emu_power(int e) {
+    uint64_t bits = (uint64_t)(e + 1023) << 52;
+    double x;
+    memcpy(&x, &bits, 8);
+    return x;
+}
+
 // What a tensor core makes of c plus n exact products: all are shifted to the exponent of the largest, cut
 // behind EMU_KEPT bits, added, and the sum is cut to a float. An A100 keeps one bit more than a float has,
 // and adds 8 products at once.
 enum { EMU_KEPT = 24, EMU_AT_ONCE = 8 };
 EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
-    double top = fabs((double)c);
-    for (int i = 0; i < n; i++) top = fmax(top, fabs(product[i]));
-    if (!(top > 0) || isinf(top)) {
-        for (int i = 0; i < n; i++) c += (float)product[i];
-        return c;
+    double top = fabs((double)c), plain = c;
+    for (int i = 0; i < n; i++) {
+        double size = fabs(product[i]);
+        top = size > top ? size : top;
+        plain += product[i];
     }
-    int exponent;
-    frexp(top, &exponent);
-    double unit = ldexp(1.0, exponent - EMU_KEPT - 1), sum = trunc(c / unit) * unit;
-    for (int i = 0; i < n; i++) sum += trunc(product[i] / unit) * unit;
-    return emu_cut(sum);
+    if (!(top > 0) || !(fabs(plain) < INFINITY)) return (float)plain;
+    int exponent = emu_exponent(top);
+    double unit = emu_power(exponent - EMU_KEPT), units = emu_power(EMU_KEPT - exponent);
+    int64_t sum = (int64_t)(c * units);
+    for (int i = 0; i < n; i++) sum += (int64_t)(product[i] * units);
+    return emu_cut((double)sum * unit);
 }
 
 // ------------------------------------------------------------------------ PTX

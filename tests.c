@@ -20300,8 +20300,10 @@ static void dialogue_agrees(Tiny m, const char *method, const char *text, const 
     CHECK(kv_bytes(a) == kv_bytes(b) && kv_meta_bytes(a) - near_bytes(a) == kv_meta_bytes(b) &&
               !near_bytes(b),
           "%s: bytes", method);
-    CHECK(a->clk.bytes_attended == b->clk.bytes_attended && a->clk.peak == b->clk.peak,
-          "%s: bytes attended or peak", method);
+    // The bytes of a packed row are a mean, so the two sums may be rounded differently.
+    CHECK(fabs(a->clk.bytes_attended - b->clk.bytes_attended) < 1 && a->clk.peak == b->clk.peak,
+          "%s: %.0f bytes attended, %zu at the peak; on the CPU %.0f and %zu", method, b->clk.bytes_attended,
+          b->clk.peak, a->clk.bytes_attended, a->clk.peak);
     if (getenv("CUDA_VERBOSE"))
         printf("       %-12s %-40s worst %.4f of the bound, %d rows held\n", method, text, w,
                b->head[0].len);
@@ -22042,7 +22044,7 @@ TEST(cuda_seek_launches, "in a step in one go a selection is one kernel a layer:
 
 TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could not hold the raw rows of all "
                        "layers beside the weights and rooms runs it; in spans of -b it agrees with the CPU") {
-    Tiny m = tiny_model(16, 1, 1, 32, 16, 16, 53, 31), n = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
+    Tiny m = tiny_model(8, 1, 1, 32, 16, 16, 53, 31), n = tiny_model(2, 6, 3, 40, 24, 40, 53, 31);
     Script p = { 2, { 60, 30 }, { 5, 3 }, 4 };
     Options *o;
     int ids[1000];
@@ -22053,7 +22055,7 @@ TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could
                               &o);
     MemoryPlan plan = memory_plan(s);
     size_t need = plan.weights + plan.kv + plan.parts + plan.pass, sum = 0;
-    size_t raw = (size_t)16 * 1024 * 32 * 4;  // K and V of all layers
+    size_t raw = (size_t)8 * 1024 * 32 * 4;   // K and V of all layers
     for (int i = 0; i < plan.n_line; i++) sum += plan.line[i].host ? 0 : plan.line[i].bytes;
     CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
     CHECK(need < plan.weights + plan.pass + raw, "%zu bytes planned; raw rows %zu, passes %zu", need,
