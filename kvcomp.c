@@ -9152,6 +9152,16 @@ static inline __attribute__((always_inline)) void ask_ahead(Ahead *a, size_t byt
     a->bytes -= bytes;
 }
 
+// 1: weights of a decode step are asked into the second-level cache, because two panels of them and x
+// do not fit into the first (Zen 4 has 32 KB). Speed alone depends on it (NOTES 10).
+static int ask_l2;
+
+// Asks for the line of weights at p.
+static inline __attribute__((always_inline)) void ask_weights(const char *p) {
+    if (ask_l2) __builtin_prefetch(p, 0, 2);
+    else __builtin_prefetch(p);
+}
+
 // The bytes to ask for at each of `parts` times, in whole cache lines. A loop of products computes
 // this before it begins, because the division is too slow inside.
 static inline __attribute__((always_inline)) size_t ahead_share(Ahead a, size_t parts) {
@@ -9749,7 +9759,7 @@ INLINE void dots_tile(const Dots *a, int dtype, int M, int i0, int j0, int whole
     int k = 0;
     for (; k + LANES <= a->K; k += LANES) {
         if (asks) {
-            UNROLL for (size_t i = 0; i < step; i += 64) __builtin_prefetch(ahead + i);
+            UNROLL for (size_t i = 0; i < step; i += 64) ask_weights(ahead + i);
             ahead += step;
         }
         dots_step(acc, x, w, dtype, M, k, LANES);
@@ -10591,7 +10601,7 @@ INLINE void pairs_tile(const Dots *a, int M, int N, int i0, int j0) {
 
     for (; k + 2 * LANES <= K; k += 2 * LANES) {
         if (asks) {
-            UNROLL for (int j = 0; j < N; j++, ahead += 64) __builtin_prefetch(ahead);
+            UNROLL for (int j = 0; j < N; j++, ahead += 64) ask_weights(ahead);
         }
         pairs_step(acc, x, w, M, N, k, 2 * LANES);
     }
@@ -11441,11 +11451,6 @@ static const Simd *const simd_table[] = {       // best first
 };
 static const Simd *simd;                        // the one in use
 
-// 1: a product of one row of x reads 8 rows of W at a time and asks memory for nothing. Zen 4 follows
-// 8 streams by itself better than 4 that are asked for; Zen 5 does not. Speed alone depends on it
-// (NOTES 10).
-static int eight_streams;
-
 // 1: this processor and its operating system have what the set needs.
 static int simd_can(const Simd *s) {
 #if defined(__x86_64__)
@@ -11502,7 +11507,7 @@ __attribute__((constructor)) static void simd_choose(void) {
     simd_bf16.name = "avx512bf16";
     simd_bf16.round_bf16 = round_row_avx512bf16;
     simd_bf16.pairs = pairs_block_avx512bf16;
-    eight_streams = family_25();
+    ask_l2 = family_25();
 #endif
     simd_set(NULL);
     simd_pairs_plain = *simd;
@@ -11682,8 +11687,8 @@ static const uint16_t *rounded(const float *x, size_t ldx, int T, int K) {
 }
 
 // y (T,rows) = x (T,cols) W^T; rows of y are ldy elements apart, rows of x ldx. A job is a block of
-// T_BLOCK rows of x and ROW_BLOCK rows of W. For few rows of x it finishes 4 rows of W (a panel), or
-// 8, before the next ones, so that W streams in order; meanwhile each call asks for its share of the
+// T_BLOCK rows of x and ROW_BLOCK rows of W. For few rows of x it finishes 4 rows of W (a panel)
+// before the next ones, so that W streams in order; meanwhile each call asks for its share of the
 // next panel. Short rows are one chunk, and in order anyway: the kernel gets all of them at once (a
 // decode step of the shipped model, of 192 columns, takes .7 of the time that panels take).
 void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T) {
@@ -11696,11 +11701,10 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
             matmul_tiles(y + t * ldy, ldy, x + t * ldx, ldx, w, min_int(T - t, TILE_ROWS));
         return;
     }
-    int K = w->cols, streams = T == 1 && eight_streams, panels = T <= 4 && K > SHORT_ROW;
+    int K = w->cols, panels = T <= 4 && K > SHORT_ROW, panel = panels ? 4 : ROW_BLOCK;
     int in_pairs = w->dtype == DT_BF16 && simd->pairs && bf16_terms == 1;
     const uint16_t *x16 = in_pairs ? rounded(x, ldx, T, K) : NULL;      // (T,K)
     void (*kernel)(const Dots *) = in_pairs ? simd->pairs : simd->dots[w->dtype];
-    int panel = !panels ? ROW_BLOCK : streams ? 8 : 4;
     int t_blocks = (T + T_BLOCK - 1) / T_BLOCK, row_blocks = (w->rows + ROW_BLOCK - 1) / ROW_BLOCK;
     size_t size = dtype_size(w->dtype);
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
@@ -11722,7 +11726,7 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
                         block.x16 = x16 + (size_t)t0 * K + k;
                         block.ldx = (size_t)K;
                     }
-                    if (panels && !streams) {
+                    if (panels) {
                         block.next.p = (const char *)w->data + ((size_t)(r + 4) * K + (size_t)4 * k) * size;
                         block.next.bytes = 4 * block.K * size;
                     }

@@ -18,7 +18,7 @@ enum { CHUNK = 1024, ROUNDS = 7, HUGE = 2 << 20 };
 static const size_t BYTES = (size_t)512 << 20;
 
 // What a panel asks memory for while it is read.
-enum { NOTHING, SAME_PLACE, IN_ORDER };
+enum { NOTHING, SAME_PLACE, IN_ORDER, IN_ORDER_L2 };
 
 #define UNROLL _Pragma("GCC unroll 32")
 
@@ -29,7 +29,8 @@ static inline __m512 load(const char *p) {
 }
 
 // y = x w^T for rows from .. to-1 of w (rows,K), a panel of N rows at a time. Way SAME_PLACE asks for the
-// same columns of the next panel, 1 KB farther on; IN_ORDER asks for the next panel as it lies in memory.
+// same columns of the next panel, 1 KB farther on; IN_ORDER asks for the next panel as it lies in memory,
+// and IN_ORDER_L2 wants it in the second-level cache only.
 static inline __attribute__((always_inline)) void product(float *y, const float *x, const char *w, int K,
                                                           size_t from, size_t to, int N, int way) {
     size_t row = (size_t)K * 2;
@@ -43,6 +44,7 @@ static inline __attribute__((always_inline)) void product(float *y, const float 
                 UNROLL for (int i = 0; i < N; i++) {
                     if (way == SAME_PLACE) __builtin_prefetch(p + (N + i) * row + 1024);
                     if (way == IN_ORDER) __builtin_prefetch(next + i * 64);
+                    if (way == IN_ORDER_L2) __builtin_prefetch(next + i * 64, 0, 2);
                 }
                 UNROLL for (int i = 0; i < N; i++) sum[i] = _mm512_fmadd_ps(a, load(p + i * row), sum[i]);
                 UNROLL for (int i = 0; i < N; i++) sum[i] = _mm512_fmadd_ps(b, load(p + i * row + 32), sum[i]);
@@ -60,12 +62,14 @@ typedef void Product(float *y, const float *x, const char *w, int K, size_t from
         product(y, x, w, K, from, to, N, way); \
     }
 WAY(four_in_order, 4, IN_ORDER)
+WAY(four_in_order_l2, 4, IN_ORDER_L2)
 WAY(four_same_place, 4, SAME_PLACE)
 WAY(four_alone, 4, NOTHING)
 WAY(eight_alone, 8, NOTHING)
 
 static const struct { const char *name; Product *make; } ways[] = {
     { "4 rows, the next panel in order", four_in_order },
+    { "4 rows, the next panel in order, into the second-level cache", four_in_order_l2 },
     { "4 rows, the same place of the next panel and 1 KB more", four_same_place },
     { "4 rows, nothing", four_alone },
     { "8 rows, nothing", eight_alone },
@@ -93,7 +97,7 @@ static void streams(const char *w, const float *x, float *y, int K, int threads)
     }
     for (int i = 0; i < WAYS; i++) {
         qsort(t[i], ROUNDS, sizeof **t, by_value);
-        printf("%d columns, %d threads, %-56s %.1f GB/s\n", K, threads, ways[i].name,
+        printf("%d columns, %d threads, %-62s %.1f GB/s\n", K, threads, ways[i].name,
                (double)BYTES / t[i][ROUNDS / 2] * 1e-9);
     }
 }
