@@ -327,20 +327,6 @@ EMU_QUIET static float emu_cut(double x) {
     return fabs((double)f) > fabs(x) ? nextafterf(f, 0) : f;
 }
 
-// The exponent e of x = m 2^e with 1 <= m < 2, and 2^e. Both are for normal numbers.
-EMU_QUIET static int emu_exponent(double x) {
-    uint64_t bits;
-    memcpy(&bits, &x, 8);
-    return (int)(bits >> 52 & 0x7ff) - 1023;
-}
-
-EMU_QUIET static double emu_power(int e) {
-    uint64_t bits = (uint64_t)(e + 1023) << 52;
-    double x;
-    memcpy(&x, &bits, 8);
-    return x;
-}
-
 // What a tensor core makes of c plus n exact products: all are shifted to the exponent of the largest, cut
 // behind EMU_KEPT bits, added, and the sum is cut to a float. An A100 keeps one bit more than a float has,
 // and adds 8 products at once.
@@ -353,8 +339,9 @@ EMU_QUIET static float emu_tensor_sum(float c, const double *product, int n) {
         plain += product[i];
     }
     if (!(top > 0) || !(fabs(plain) < INFINITY)) return (float)plain;
-    int exponent = emu_exponent(top);
-    double unit = emu_power(exponent - EMU_KEPT), units = emu_power(EMU_KEPT - exponent);
+    int exponent;
+    frexp(top, &exponent);
+    double unit = ldexp(1, exponent - EMU_KEPT - 1), units = 1 / unit;
     int64_t sum = (int64_t)(c * units);
     for (int i = 0; i < n; i++) sum += (int64_t)(product[i] * units);
     return emu_cut((double)sum * unit);
