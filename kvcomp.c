@@ -11727,8 +11727,8 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
                         block.ldx = (size_t)K;
                     }
                     if (panels) {
-                        block.next.p = (const char *)w->data + ((size_t)(r + 4) * K + (size_t)4 * k) * size;
-                        block.next.bytes = 4 * block.K * size;
+                        block.next.p = (const char *)w->data + ((size_t)(r + panel) * K + (size_t)panel * k) * size;
+                        block.next.bytes = (size_t)panel * block.K * size;
                     }
                     kernel(&block);
                 }
