@@ -203,9 +203,8 @@ static inline uint32_t order_key(float x) {
     return v.u ^ ((uint32_t)(v.i >> 31) | 0x80000000u);
 }
 
-// ---- what section 1 calls of sections 2 and 24
+// ---- what section 1 calls of section 2
 static void note_peak(Session *s);
-static int stop_asked(void);            // 1: Ctrl-C or a signal asks for the end of the turn
 
 // ####################################################################################################
 // PART I: THE SUBJECT
@@ -224,9 +223,10 @@ static int stop_asked(void);            // 1: Ctrl-C or a signal asks for the en
 //   select    decode only: the rows that the query heads of this layer will read are chosen now
 //   attend    prefill only: the part computes the attention of this layer itself
 //   commit    a layer's attention is done: index its rows, or drop some; once more when the pass ends
+//   watch     an observer, which decides nothing, looks at what was computed
 // Two more, turn and enter, are called by `prefill` (section 4) before the pass.
 
-#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
+#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part + (s)->n_observer; p++)
 #define EACH_HOOK(s, p, hook) EACH_PART(s, p) if (p->m->hook)      // the parts that have this hook
 
 // ---- RoPE: where a token stands, as a rotation of its queries and keys
@@ -251,7 +251,7 @@ static void rope_apply(float *x, int heads, int D, const float *cs) {
 
 // ---- the room a pass works in
 // A span is the run of tokens whose queries, keys and values exist at the same time: all T of the
-// pass if a hook wants to see a whole turn, or --trace to write it down; otherwise about -b
+// pass if a hook wants to see a whole turn, or an observer watches; otherwise about -b
 // (span_end). b is a block: min(-b, T).
 typedef struct {
     float *x;           // (T,C) the residual stream: one vector a token, to which every layer adds
@@ -292,7 +292,7 @@ static int turn_hooks(const Session *s) {
 // (D90).
 static int span_tokens(const Session *s) {
     int per = MAX_R / (s->c->H / s->c->G);          // tokens of a block of attention (Q_BLOCK)
-    if (s->trace || sees_whole_turn(s)) return INT_MAX;
+    if (s->watched || sees_whole_turn(s)) return INT_MAX;
     if (!(s->wants & KV_MASS)) return s->batch;
     return KV_DEV(s) ? INT_MAX : max_int(s->batch / per, 1) * per;
 }
@@ -330,7 +330,7 @@ static Pass pass_room(Session *s, int T) {
 // ---- a pass that ends before its time
 // Is this pass not wanted any more? Only a pass whose caller has set Session.stop can be given up.
 static int pass_unwanted(const Session *s) {
-    return s->stop && stop_asked();
+    return s->stop && s->unwanted && s->unwanted();
 }
 
 // Called at least once a layer, and between the blocks of a long one. A pass that is not wanted any
@@ -497,7 +497,7 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
         pass_poll(s);           // before commit: an attention that was cut short has made no numbers
     }
     t = timed(&s->clk.attend, t);
-    if (traced(s, l)) trace_attended(s, l, r->out);
+    watch(s, WATCH_OUT, l, r->out);
 
     // The peak of a prefill is here, where this layer still holds every row.
     if (!s->decoding) note_peak(s);
@@ -509,6 +509,12 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
         EACH_HOOK(s, p, commit) p->m->commit(s, p->ms, l, q, last);
     }
     timed(&s->clk.commit, t);
+}
+
+// Calls the hook watch of every observer: x is what the moment names.
+void watch(Session *s, int moment, int l, const float *x) {
+    if (s->watched)
+        EACH_HOOK(s, p, watch) p->m->watch(s, p->ms, moment, l, x);
 }
 
 // Adds T tokens to the session. A token with pos < 0 gets the next position.
@@ -529,7 +535,7 @@ static void add_tokens(Session *s, const Token *in, int T) {
 // The whole transformer: one pass over T new tokens -> the logits (V) of the last one.
 float *forward(Session *s, const Token *in, int T) {
     add_tokens(s, in, T);
-    if (s->trace) trace_begin(s);
+    watch(s, WATCH_TOKENS, 0, NULL);
     if (KV_DEV(s)) return pass_cuda(s, T);
 
     const Config *c = s->c;
@@ -550,14 +556,14 @@ float *forward(Session *s, const Token *in, int T) {
 
             // Queries, keys and values of the span. The project hook sees them unrotated.
             project_span(s, l, &r, t0, t1);
-            if (traced(s, l)) trace_projected(s, l, r.k);
+            watch(s, WATCH_KEYS, l, r.k);
             if (acts)
                 EACH_HOOK(s, p, project) p->m->project(s, p->ms, l, r.q, r.k, r.v, t0, t1 - t0);
 
             // They are rotated to their positions, and keys and values become rows of the cache.
             rope_span(s, &r, t0, t1);
             kv_append(s, l, r.k, r.v, t0, t1 - t0);
-            if (traced(s, l)) trace_rows(s, l, r.q);
+            watch(s, WATCH_ROWS, l, r.q);
 
             // Attention reads all rows as they are stored, the new ones too (D1).
             // Hooks: select, attend, commit.
@@ -578,7 +584,7 @@ float *forward(Session *s, const Token *in, int T) {
     rmsnorm(r.h, r.x + (size_t)(T - 1) * c->C, &s->w->norm, 1, c->C, c->eps);
     matmul(s->logits, r.h, &s->w->head, 1);
 
-    if (s->trace) trace_end(s);
+    watch(s, WATCH_END, c->L, NULL);
     note_peak(s);
     scratch_reset(s, mark);
     return s->logits;
@@ -1813,6 +1819,34 @@ static int parts_open(Session *s) {
         p->ms = xcalloc(1, p->m->state + 1);
     }
     return parts_begin(s);
+}
+
+// ---- observers
+// An observer is a method that is added behind the parts of a session and decides nothing: --trace,
+// calibration, pictures. Its hooks are called as those of any part.
+
+void *observe(Session *s, const Method *m) {
+    if (s->n_observer == MAX_OBSERVERS) return NULL;
+    Part *p = &s->part[s->n_part + s->n_observer++];
+    *p = (Part){ m, xcalloc(1, m->state + 1) };
+    if (m->wants & KV_QUERY) s->queries = max_int(s->queries, 1);
+    s->watched |= m->watch != NULL;
+    return p->ms;
+}
+
+void unobserve(Session *s, const Method *m) {
+    Part *o = s->part + s->n_part;
+    int left = 0;
+    s->watched = 0;
+    for (int i = 0; i < s->n_observer; i++) {
+        if (o[i].m == m) {
+            free(o[i].ms);
+            continue;
+        }
+        s->watched |= o[i].m->watch != NULL;
+        o[left++] = o[i];
+    }
+    s->n_observer = left;
 }
 
 // ---- sessions
@@ -19927,6 +19961,7 @@ static int feed_message(App *a, const Turn *t) {
     const Clock clk = a->s->clk;
     jmp_buf stop;
     if (!setjmp(stop)) {
+        a->s->unwanted = stop_asked;
         a->s->stop = &stop;
         feed_prefill(a, t);
         a->s->stop = NULL;
@@ -20596,7 +20631,7 @@ static const float *trace_here(Session *s, const float *x, int heads) {
 }
 
 // The tokens of the pass: base, step, tokens, positions.
-void trace_begin(Session *s) {
+static void trace_tokens(Session *s) {
     struct Trace *x = s->trace;
     int T = s->n_tok - s->base, step = s->decoding ? s->step : -1;
     int found = !x->step || step < 0 || numbers_have(x->step, (int)arrlen(x->step), step);
@@ -20615,14 +20650,14 @@ void trace_begin(Session *s) {
 }
 
 // The keys of layer l before RoPE, after bias and norm.
-void trace_projected(Session *s, int l, const float *k) {
+static void trace_keys(Session *s, int l, const float *k) {
     size_t mark = scratch_mark(s);
     trace_cube(s, trace_here(s, k, s->c->G), s->c->G, "layer%02d.k_before_rope", l);
     scratch_reset(s, mark);
 }
 
 // The queries, and the new rows as attention reads them: keys are rotated, both are rounded.
-void trace_rows(Session *s, int l, const float *q) {
+static void trace_rows(Session *s, int l, const float *q) {
     int G = s->c->G, D = s->c->D, T = s->n_tok - s->base;
     size_t mark = scratch_mark(s), each = (size_t)T * D;
     float *head = scratch(s, each * sizeof *head), *x = scratch(s, G * each * sizeof *x);
@@ -20652,7 +20687,7 @@ static void trace_read(Session *s, int l, int h, int *rows) {
 }
 
 // What attention read, in a decode step, and what it made.
-void trace_attended(Session *s, int l, const float *out) {
+static void trace_out(Session *s, int l, const float *out) {
     size_t mark = scratch_mark(s);
     int *rows = scratch(s, (size_t)kv_longest(s, l) * sizeof *rows);
     for (int h = 0; h < s->c->H && s->decoding; h++) trace_read(s, l, h, rows);
@@ -20661,7 +20696,7 @@ void trace_attended(Session *s, int l, const float *out) {
 }
 
 // The end of a pass: the tokens whose rows are held, the methods' values, the logits.
-void trace_end(Session *s) {
+static void trace_end(Session *s) {
     int L = s->c->L;
     for (int l = 0; l < L; l++) {
         if (!traced(s, l)) continue;
@@ -20675,6 +20710,26 @@ void trace_end(Session *s) {
     if (!traced(s, L)) return;
     EACH_HOOK(s, p, trace) p->m->trace(s, p->ms, L);
     trace_f32(s, s->logits, s->c->V, 0, "logits");
+}
+
+// Hook watch of the observer that writes traces.
+static void trace_watch(Session *s, void *ms, int moment, int l, const float *x) {
+    (void)ms;
+    if (moment == WATCH_TOKENS) trace_tokens(s);
+    if (moment == WATCH_END) trace_end(s);
+    if (!traced(s, l)) return;
+    if (moment == WATCH_KEYS) trace_keys(s, l, x);
+    if (moment == WATCH_ROWS) trace_rows(s, l, x);
+    if (moment == WATCH_OUT) trace_out(s, l, x);
+}
+
+static const Method trace_observer = { .name = "trace", .watch = trace_watch };
+
+// From now on the passes of this session are written down in x; NULL: not any more.
+static void trace_session(Session *s, struct Trace *x) {
+    if (s->trace) unobserve(s, &trace_observer);
+    s->trace = x;
+    if (x) observe(s, &trace_observer);
 }
 
 // The numbers of a config that a trace's metadata hold.
@@ -20727,14 +20782,14 @@ static void trace_open(App *a) {
     x->step = *steps ? number_parts("trace-steps", steps, 0, 1 << 30) : NULL;
     safe_write_begin(&x->out, path, "--trace");
     trace_meta(a, &x->out);
-    a->s->trace = x;
+    trace_session(a->s, x);
 }
 
 // Ends it, if there is one. keep 0: the run has failed, and its trace goes.
 static void trace_close(App *a, int keep) {
     struct Trace *x = a->trace;
     if (!x) return;
-    a->s->trace = NULL;
+    trace_session(a->s, NULL);
     a->trace = NULL;
     if (keep) safe_write_end(&x->out);
     else safe_write_drop(&x->out);
@@ -26148,8 +26203,8 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
 // the rows' sessions (stb_ds).
 static void trace_row(const App *a, OpenRow *open) {
     if (arrlen(open) > 1) die(EXIT_USAGE, "--trace goes with one budget, not with %d", (int)arrlen(open));
-    a->s->trace = NULL;
-    open->s->trace = a->trace;
+    trace_session(a->s, NULL);
+    trace_session(open->s, a->trace);
 }
 
 static int report_write(App *a, const char *path, const Score *rows, const char *chosen);    // section 29
@@ -26823,7 +26878,7 @@ static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const
     int accepted = 1;
     size_t LH = (size_t)s->c->L * s->c->H;
     session_reset(s);
-    ((HeadProbe *)s->part[s->n_part - 1].ms)->run = r;
+    ((HeadProbe *)s->part[s->n_part].ms)->run = r;
     memset(r->counts, 0, sizeof r->counts);
     memset(r->score, 0, SCORES * LH * sizeof *r->score);
     const float *logits = prefill(s, ids, (int)arrlen(ids));
@@ -26886,9 +26941,7 @@ static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t,
     for (int i = 0; i < (int)arrlen(p->length); i++) longest = max_int(longest, p->length[i]);
     int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), longest);
     Session *s = session_open(c, w, o, "full");
-    s->queries = 1;
-    s->part[s->n_part] = (Part){ &head_probe, xcalloc(1, sizeof(HeadProbe)) };
-    s->n_part++;
+    observe(s, &head_probe);
     for (int i = 0; i < runs; i++) {
         int needle = i % n_needles, depth = i / n_needles % n_depths, length = i / n_needles / n_depths;
         Run run = { &p->needle[needle], p->length[length], p->depth[depth], 0 };
@@ -30260,10 +30313,9 @@ static void draw_lychee(Report *r) {
                   "a branch.");
     if (s) {
         DemoRun d = { 0 };
-        QueryProbe *probe = xcalloc(1, sizeof *probe);
+        QueryProbe *probe = observe(s, &query_probe);
         float *q = xcalloc((size_t)s->c->L * s->c->H * s->c->D, sizeof(float));
         probe->q = q;
-        s->part[s->n_part++] = (Part){ &query_probe, probe };       // session_close frees the probe
         demo_play(r, s, &d, tokens_before_answer(r));
         lychee_picture(r, s, q);
         session_close(s);
@@ -30483,7 +30535,6 @@ static int *dialogue_ids(const Report *r) {
 
 static void draw_attention(Report *r) {
     LoopServe x = { 0 };
-    MapProbe *probe = xcalloc(1, sizeof *probe);
     Session *s = session_open(r->a->c, r->a->w, r->host, "full");
     picture_begin(r, "attention", "Where heads look, and the lines LoopServe keeps",
                   "One square per head: each row is a token that reads, each column a token that "
@@ -30495,8 +30546,7 @@ static void draw_attention(Report *r) {
     map_controls(r);
     fprintf(r->f, "<div class=\"maps\" id=\"maps\">\n");
     if (loop_rule(s, &x)) die(EXIT_USAGE, "--report: %s", s->err);
-    *probe = (MapProbe){ r, &x };
-    s->part[s->n_part++] = (Part){ &map_probe, probe };             // session_close frees the probe
+    *(MapProbe *)observe(s, &map_probe) = (MapProbe){ r, &x };
     s->queries = INT_MAX;
     int *ids = dialogue_ids(r);
     prefill(s, ids, (int)arrlen(ids));
@@ -32746,8 +32796,7 @@ WEB const char *web_method(int i, const char *method, const char *options) {
         snprintf(err, sizeof err, "%s", now.refused);
     }
     if (!*err) {
-        if (i == WEB_FOLLOW && now.app.s->n_part < MAX_PARTS)
-            now.app.s->part[now.app.s->n_part++] = (Part){ &web_probe, xcalloc(1, 1) };
+        if (i == WEB_FOLLOW) observe(now.app.s, &web_probe);
         now.app.turn = x->side.app.turn;
         now.app.closed = x->side.app.closed;
         x->side.app.turn = NULL;
@@ -33001,7 +33050,7 @@ WEB const char *web_lines(int l, int h) {
     web_map.h = h;
     web_map.f = f;
     if (ids && s && !loop_rule(s, &web_map.x)) {
-        s->part[s->n_part++] = (Part){ &web_map_probe, xcalloc(1, 1) };
+        observe(s, &web_map_probe);
         s->queries = INT_MAX;
         prefill(s, ids, min_int((int)arrlen(ids), WEB_MAP));
     } else {

@@ -1569,7 +1569,7 @@ static void best_logits_cuda(Session *s, const float *logits, int V, int k);
 
 // ---- hooks
 
-#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part; p++)
+#define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part + (s)->n_observer; p++)
 
 // Calls every project hook: q (n,H,D), k, v (n,G,D) on the device, before RoPE.
 static void project_hooks(Session *s, int l, const float *q, const float *k, const float *v, int t0, int n) {
@@ -1580,7 +1580,7 @@ static void project_hooks(Session *s, int l, const float *q, const float *k, con
 
 // 1: some hook wants to see q, k and v before RoPE.
 static int projects(const Session *s) {
-    for (int i = 0; i < s->n_part; i++)
+    for (int i = 0; i < s->n_part + s->n_observer; i++)
         if (s->part[i].m->project) return 1;
     return 0;
 }
@@ -1609,7 +1609,7 @@ static Part *part_with_attend(Session *s) {
 
 // 1: this is a decode step, and no commit hook has to run before the next layer does.
 static int commits_late(const Session *s) {
-    for (int i = 0; i < s->n_part; i++)
+    for (int i = 0; i < s->n_part + s->n_observer; i++)
         if (s->part[i].m->commit && s->part[i].m->wants & KV_QUERY) return 0;
     return s->decoding;
 }
@@ -1747,7 +1747,7 @@ static void mlp_rows(Session *s, const Layer *y, float *x, const float *out, con
 
 // How many of the largest logits this pass brings to the host; 0: all of them.
 static int n_picks(const Session *s) {
-    return s->decoding && !s->trace ? min_int(s->picks, s->c->V) : 0;
+    return s->decoding && !s->watched ? min_int(s->picks, s->c->V) : 0;
 }
 
 // The logits of x (C), the last token's activations: one launch, and a copy to s->logits that is only on
@@ -1794,7 +1794,7 @@ static void attend_rows(Session *s, int l, Pass *r, int t0, int n, int acts) {
         prefill_device(s, l, r->out, r->q, t0, n);
     }
     t = timed(&s->clk.attend, t);
-    if (traced(s, l)) trace_attended(s, l, r->out);
+    watch(s, WATCH_OUT, l, r->out);
     if (!s->decoding) note_peak(s);
     if (acts && !r->late && t0 + n == r->T) {
         int last = min_int(s->queries, r->T);
@@ -1821,7 +1821,7 @@ static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
     int acts = layer_acts(s, l), n = t1 - t0;
     const float *cs = r->cs + (size_t)t0 * c->D;
     const Layer *y;
-    int hooks = projects(s) || s->trace;
+    int hooks = projects(s) || s->watched;
     if (!hooks) kv_reserve(s, l, n);
     for (int t = t0, m; t < t1; t += m) {
         m = same_weights(s, t, t1, &y, l);
@@ -1831,13 +1831,13 @@ static void layer_span(Session *s, Pass *r, int l, int t0, int t1, int T) {
         else project_append(s, y, l, NULL, r->x + t * C, q, k, v, cs + at * c->D, t, m, (int)at);
     }
     if (hooks) {
-        if (traced(s, l)) trace_projected(s, l, r->k);
+        watch(s, WATCH_KEYS, l, r->k);
         if (acts) project_hooks(s, l, r->q, r->k, r->v, t0, n);
         kv_reserve(s, l, n);
         rope_append(s, l, r->q, r->k, r->v, cs, t0, n);
     }
     kv_note(s, l, t0, n);
-    if (traced(s, l)) trace_rows(s, l, r->q);
+    watch(s, WATCH_ROWS, l, r->q);
     attend_rows(s, l, r, t0, n, acts);
 
     for (int t = l < c->L - 1 ? t0 : T - 1, m; t < t1; t += m) {
@@ -1857,9 +1857,9 @@ static void pass_cuda_poll(Session *s, int T) {
 
 // One pass over the tokens tok[base..base+T) -> the logits (V) of the last one, on the host. A
 // decode step that allows it goes "in one go" (section 4); any other pass, and every one that
-// --trace writes down, is launched here, layer by layer and span by span.
+// an observer watches, is launched here, layer by layer and span by span.
 float *pass_cuda(Session *s, int T) {
-    int free = s->trace ? UNSTEADY : step_free(s);
+    int free = s->watched ? UNSTEADY : step_free(s);
     if (free && step_settled(s)) return step_cuda(s, free == STEADY_ONCE);
     const Config *c = s->c;
     size_t mark = scratch_mark(s);
@@ -1882,7 +1882,7 @@ float *pass_cuda(Session *s, int T) {
     logits_cuda(s, r.x + (size_t)(T - 1) * c->C);
     logits_wait(s);
     lists_count(s);
-    if (s->trace) trace_end(s);
+    watch(s, WATCH_END, c->L, NULL);
     note_peak(s);
     scratch_reset(s, mark);
     return s->logits;
@@ -5565,7 +5565,7 @@ void views_drop_cuda(Session *s) {
 static int step_free(const Session *s) {
     int free = STEADY;
     if (!commits_late(s)) return UNSTEADY;
-    for (int i = 0; i < s->n_part; i++) {
+    for (int i = 0; i < s->n_part + s->n_observer; i++) {
         const Part *p = &s->part[i];
         int says = p->m->steady ? p->m->steady(s, p->ms) : !p->m->project && !p->m->select;
         if (!says) return UNSTEADY;

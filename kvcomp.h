@@ -269,7 +269,20 @@ typedef struct Method {
     // After a pass that --trace writes down: the part's own values of layer l, by trace_f32 and its
     // like; with l == L what all layers share.
     void (*trace) (Session *s, void *ms, int l);
+
+    // For an observer (observe): called at every moment WATCH_* of a pass and in every layer l, with the
+    // numbers x that the moment names, on the device in a device session. While somebody watches, a pass
+    // is one span, and all logits come to the host.
+    void (*watch) (Session *s, void *ms, int moment, int l, const float *x);
 } Method;
+
+enum {                          // moments of a pass at which Method.watch is called
+    WATCH_TOKENS,               // the tokens of the pass are there
+    WATCH_KEYS,                 // x: the keys (T,G,D) of layer l, not rotated
+    WATCH_ROWS,                 // x: the queries (T,H,D) of layer l, rotated; its new rows are appended
+    WATCH_OUT,                  // x: what attention of layer l made, (T,H,D)
+    WATCH_END,                  // the pass is over, its logits are there
+};
 
 extern const Method *const methods[];           // ended by NULL; the model knows no method by name
 #define EACH_METHOD(m) for (const Method *const *m = methods; *m; m++)
@@ -292,7 +305,8 @@ typedef struct Packing {        // rows that are not stored one by one (PATS)
     int dense;                  // 1: row after row without gaps, as gqa_kernel reads them
 } Packing;
 
-enum { MAX_PARTS = 4 };
+enum { MAX_PARTS = 4 };          // of a method
+enum { MAX_OBSERVERS = 2 };      // of a session
 typedef struct {                // "loopserve-p+lychee+pats" is three parts, in timeline order
     const Method *m;
     void *ms;                   // (m->state bytes)
@@ -327,8 +341,9 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     const Config  *c;           // read only, shared by sessions
     const Weights *w;
     const Options *opt;
-    Part part[MAX_PARTS];
-    int  n_part;
+    Part part[MAX_PARTS + MAX_OBSERVERS];       // the method's parts, and then the observers
+    int  n_part, n_observer;
+    int  watched;               // 1: some observer has a hook watch
     int  wants, rule;           // of all parts together
     // queries of a turn's last tokens that commit gets at least: 1 with KV_QUERY; an open hook, or who
     // adds a part, may raise it
@@ -375,6 +390,7 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     unsigned changes;
     // where a pass goes that is not wanted any more (pass_poll); NULL: every pass runs to its end
     jmp_buf *stop;
+    int (*unwanted)(void);      // 1: the pass is not wanted any more; NULL: nobody says so
     struct Trace *trace;        // where passes are written down (--trace); NULL: nowhere
     Token *coming;              // the tokens of the prefill that runs, owned; NULL: none runs
     // forward(): what hooks call for a pass of their own
@@ -790,6 +806,15 @@ void     weights_close(Weights *w, Config *c);
 Session *session_open(const Config *c, const Weights *w, const Options *o, const char *method);
 
 void     session_close(Session *s);
+
+// Adds an observer as the last part: a Method that looks and decides nothing -> its state, zeroed. NULL
+// when MAX_OBSERVERS look already. unobserve takes it away; session_close does, too.
+void *observe(Session *s, const Method *m);
+void  unobserve(Session *s, const Method *m);
+
+// Calls the hook watch of every observer.
+void watch(Session *s, int moment, int l, const float *x);
+
 void     session_reset(Session *s);                                         // forget every token
 
 // one turn -> logits (V) of its last id
@@ -830,18 +855,12 @@ int span_end(const Session *s, int t0, int T);
 int span_room(const Session *s, int T);
 
 // ------------------------------------------------------------------------ traces (section 24)
-// What a pass computes, written down as tensors whose names say what they are. The model calls the
-// first five; a method calls trace_f32 and its like where traced() says so.
+// What a pass computes, written down as tensors whose names say what they are, by an observer. A method
+// calls trace_f32 and its like where traced() says so.
 
 // 1: layer l of this pass is written down; l == L: something of this pass is.
 int trace_wants(const Session *s, int l);
 static inline int traced(const Session *s, int l) { return s->trace && trace_wants(s, l); }
-
-void trace_begin    (Session *s);                               // the tokens of the pass are there
-void trace_projected(Session *s, int l, const float *k);        // k (T,G,D), not rotated
-void trace_rows     (Session *s, int l, const float *q);        // q (T,H,D), rotated; the rows are appended
-void trace_attended (Session *s, int l, const float *out);      // out (T,H,D)
-void trace_end      (Session *s);
 
 // x of shape (n,d), or (n) if d is 0, in memory of the host, by the name passPPPP.NAME, where the
 // format makes NAME: "layer%02d.head%02d.snapkv.score".

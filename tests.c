@@ -16350,6 +16350,7 @@ TEST(stop_layer, "a prefill is given up within its first layer, in attention and
         s->part[0].m = &stops;
         memset(stop_calls, 0, sizeof stop_calls);
         interrupts = 0;
+        s->unwanted = stop_asked;
         s->stop = &stop;
         if (!setjmp(stop)) {
             prefill(s, ids, 200);
@@ -16385,6 +16386,7 @@ TEST(stop_room, "a prefill that is given up leaves no room behind in the layer i
     const size_t held = kv_bytes(a.s);
     const Clock clk = a.s->clk;
     interrupts = 1;
+    a.s->unwanted = stop_asked;
     a.s->stop = &stop;
     if (!setjmp(stop)) {
         prefill(a.s, ids, 500);
