@@ -16,7 +16,7 @@ ifeq ($(origin CC),default)
 CC := gcc
 endif
 CFLAGS ?= -O3
-WARN    = -std=c11 -Wall -Wextra -Werror
+WARN    = -std=c11 -Wall -Wextra -Werror -Wno-missing-field-initializers
 
 # OpenMP if the compiler can link it; the program is right without it, only slower. Looked up when a
 # recipe runs, because the compiler may have been installed only then.

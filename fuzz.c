@@ -84,7 +84,7 @@ static Weights *the_weights;
 // An App with random weights and a session of full attention; with_text: with the tokenizer. app_end gives
 // it back.
 static App app_begin(int with_text) {
-    App a = { .o = options_new() };
+    App a = { .o = options_of_program() };
     char err[512];
     if (!the_config) {
         char shape[64];

@@ -4758,16 +4758,16 @@ static void loopserve_stats(const Session *s, const void *ms, FILE *out) {
 
 #define LOOPSERVE_OPTS_P \
     { "loopserve-alpha", 'f', "0.98", \
-      "share of the attention the lines recover (--paper: .955); 1: dense" }, \
+      "share of the attention the lines recover (--paper: .955); 1: dense", 0, 1 }, \
     { "loopserve-variant", 'c', "b|a", "b: exact overlaps, a: the paper's bound (--paper: a)" }, \
     { "loopserve-unit", 'c', "line|tile64", \
       "what is chosen and read: single lines, or what fits 64x64 tiles" }, \
     { "loopserve-samples", 'i', "64", \
-      "query rows looked at; a turn of fewer than 4 times as many is dense" }, \
+      "query rows looked at; a turn of fewer than 4 times as many is dense", 1, 1 << 16 }, \
     { "loopserve-min-context", 'i', "1024", "heads with no more rows are dense" }, \
     { "loopserve-max-cells", 'f', "0.33", \
-      "share of the causal cells beyond which a head is dense (unit line)" }, \
-    { "loopserve-max-tiles", 'f', "0.6", "the same for tiles (unit tile64)" }, \
+      "share of the causal cells beyond which a head is dense (unit line)", 0, 1 }, \
+    { "loopserve-max-tiles", 'f', "0.6", "the same for tiles (unit tile64)", 0, 1 }, \
     { "loopserve-sink", 'i', "4", "first columns always read" }, \
     { "loopserve-local", 'i', "64", "last rows always read, the query's own included" }, \
     { "loopserve-holdout", 'c', "auto|on|off", \
@@ -4776,8 +4776,8 @@ static void loopserve_stats(const Session *s, const void *ms, FILE *out) {
 
 #define LOOPSERVE_OPTS_D \
     { "loopserve-first", 'i', "16", "first selection, at this token of an answer" }, \
-    { "loopserve-interval", 'i', "16", "n_d, tokens between selections" }, \
-    { "loopserve-obs", 'i', "0", "last queries that choose; 0: --loopserve-interval" }, \
+    { "loopserve-interval", 'i', "16", "n_d, tokens between selections", 1, 1 << 16 }, \
+    { "loopserve-obs", 'i', "0", "last queries that choose; 0: --loopserve-interval", 0, 1 << 16 }, \
     { "loopserve-sel", 'c', "kv|q", "one set of rows a KV head, or one a query head" }, \
     { "loopserve-gen", 'c', "keep|literal", \
       "this answer's tokens: read on top of B, or chosen like the others" }
@@ -6091,21 +6091,21 @@ static const Opt lychee_opts[] = {
     { "lychee-tie", 'c', "last|first",
       "of equally good ends of a chunk" },
     { "lychee-guard", 'i', "1",
-      "0: marks inside 3.14, a.b, a::b, -> may end a chunk too" },
+      "0: marks inside 3.14, a.b, a::b, -> may end a chunk too", 0, 1 },
     { "lychee-chunk-min", 'i', "8",
       "fewest tokens of a chunk" },
     { "lychee-chunk-max", 'i', "16",
       "most tokens of a chunk" },
     { "lychee-buffer", 'i', "128",
-      "recent rows outside the index, always read, on top of the budget" },
+      "recent rows outside the index, always read, on top of the budget", 0, 1 << 30 },
     { "lychee-sink", 'i', "16",
-      "first rows outside the index, always read, inside the budget" },
+      "first rows outside the index, always read, inside the budget", 0, 1 << 30 },
     { "lychee-full-layers", 'i', "2",
       "first layers that read every row" },
     { "lychee-iters", 'i', "10",
-      "iterations of k-means" },
+      "iterations of k-means", 0, 1000 },
     { "lychee-chunks-per-cluster", 'i', "2",
-      "chunks a cluster has on average" },
+      "chunks a cluster has on average", 1, 1 << 20 },
     { "lychee-coarse-max", 'i', "64",
       "most coarse units" },
     { "lychee-stats", 'b', "0",
@@ -12650,11 +12650,11 @@ static const Opt program_options[] = {
       "a Hugging Face folder, org/name in the hub's cache, or a .safetensors file (default: the shipped model)" },
     { "device",        'c', "auto|cpu|cuda",
       "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
-    { "threads",       'i', "0",    "threads; 0: one for a small model, all physical cores for others" },
+    { "threads",       'i', "0",    "threads; 0: one for a small model, all physical cores for others", 0, 1024 },
     { "ctx-size",      'i', "4096",
-      "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit" },
+      "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit", 0, 1 << 30 },
     { "batch-size",    'i', "0",
-      "rows of a prefill block, 0: 512, on a GPU 2048; changes speed and memory, never a logit (on a GPU: their rounding)" },
+      "rows of a prefill block, 0: 512, on a GPU 2048; changes speed and memory, never a logit (on a GPU: their rounding)", 0, 1 << 20 },
     { "exact",         'b', "0",
       "on a GPU: a prefill's products with 16-bit weights twice (activations, and what rounding left), attention in f32" },
     { "weights",       'c', "file|q8_0",
@@ -12678,7 +12678,7 @@ static const Opt program_options[] = {
     { "prompt",        's', "",     "text to answer once" },
     { "file",          's', "",     "the same from a file; - is standard input" },
     { "system",        's', "",     "system message" },
-    { "n-predict",     'i', "-1",   "most tokens to make; -1: no limit in a chat, 256 otherwise" },
+    { "n-predict",     'i', "-1",   "most tokens to make; -1: no limit in a chat, 256 otherwise", -1, INT_MAX },
     { "raw",           'b', "0",    "no chat template: the text as it is" },
     { "parse-special", 'b', "0",    "read special tokens in the prompt's text" },
     { "ignore-eos",    'b', "0",    "go on after an end token" },
@@ -12689,20 +12689,20 @@ static const Opt program_options[] = {
     { "demo",          'b', "0",    "a scripted dialogue through several methods side by side: what each answers, holds, reads" },
     { "session",       's', "",     "go on with the dialogue in this file, and save it after every turn" },
     // Sampling
-    { "temp",          'f', "0.8",  "temperature; 0: greedy" },
-    { "top-k",         'i', "40",   "0: off" },
-    { "top-p",         'f', "0.95", "1: off" },
-    { "min-p",         'f', "0.05", "0: off" },
-    { "repeat-penalty",'f', "1.0",  "1: off" },
-    { "repeat-last-n", 'i', "64",   "tokens the penalty looks at" },
+    { "temp",          'f', "0.8",  "temperature; 0: greedy", 0, 100 },
+    { "top-k",         'i', "40",   "0: off", 0, INT_MAX },
+    { "top-p",         'f', "0.95", "1: off", 0, 1 },
+    { "min-p",         'f', "0.05", "0: off", 0, 1 },
+    { "repeat-penalty",'f', "1.0",  "1: off", 0.01, 100 },
+    { "repeat-last-n", 'i', "64",   "tokens the penalty looks at", 0, INT_MAX },
     { "seed",          'i', "-1",   "of the sampler; -1: from the clock" },
     // Compression
     { "method",        's', "full", "NAME or NAME+NAME, see --list-methods" },
-    { "budget",        'i', "0",    "rows kept (or read) per KV head, window included; 0: the method's default" },
-    { "ratio",         'f', "0",    "share of the rows to remove at each prefill end, instead of --budget" },
-    { "sink",          'i', "4",    "first tokens always kept (streaming, expected-attention)" },
-    { "obs-window",    'i', "32",   "last queries that score the rows (snapkv, adakv, pyramidkv)" },
-    { "kernel",        'i', "7",    "pooling width of those scores, odd" },
+    { "budget",        'i', "0",    "rows kept (or read) per KV head, window included; 0: the method's default", 0, INT_MAX },
+    { "ratio",         'f', "0",    "share of the rows to remove at each prefill end, instead of --budget", 0, 0.9999 },
+    { "sink",          'i', "4",    "first tokens always kept (streaming, expected-attention)", 0, INT_MAX },
+    { "obs-window",    'i', "32",   "last queries that score the rows (snapkv, adakv, pyramidkv)", 1, 1 << 20 },
+    { "kernel",        'i', "7",    "pooling width of those scores, odd", 1, 1023 },
     { "gqa-agg",       'c', "mean|max|sum", "query heads of a KV head to one score (snapkv, adakv, pyramidkv)" },
     { "paper",         'b', "0",    "the paper's own numbers where ours differ (loopserve, lychee)" },
     // Output
@@ -12728,7 +12728,7 @@ static const Opt program_options[] = {
     { "color",         'c', "auto|always|never|on|off",
       "who speaks, warnings and errors in colours; auto: on a terminal, unless NO_COLOR is set or TERM is dumb" },
     { "wrap",          'o', "-1",
-      "break replies between words after N columns, 0 or no N: the screen's; -1: off" },
+      "break replies between words after N columns, 0 or no N: the screen's; -1: off", -1, 1 << 16 },
     { "no-history",    'b', "0",
       "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
     // Measure
@@ -12737,7 +12737,7 @@ static const Opt program_options[] = {
     { "eval-file",     's', "",     "dialogues, LongBench or RULER items (json lines) for file, any text for ppl and kld" },
     { "eval-prompts",  's', "",
       "LongBench's dataset2prompt.json: its items are asked in its words, and cut in the middle where they do not fit" },
-    { "eval-items",    'i', "8",    "texts of each task" },
+    { "eval-items",    'i', "8",    "texts of each task", 1, 1 << 20 },
     { "eval-length",   's', "512",  "tokens of a text, or several lengths: 512,1024" },
     { "eval-seed",     'i', "1",    "of the texts and of the intervals" },
     { "eval-history",  'c', "own|gold", "whose replies the later turns see: the model's own or the right ones" },
@@ -12745,8 +12745,8 @@ static const Opt program_options[] = {
       "write a line per answer to this file as it goes; the same run with the same file goes on where it stopped" },
     { "eval-shard",    's', "1/1",  "I/N: every N-th item from the I-th on, to spread a run over machines" },
     { "eval-merge",    's', "",     "FILES of --eval-out, all parts of one run: print their one table and leave" },
-    { "eval-window",   'i', "512",  "ppl, kld: tokens of a window; half is prefilled, half decoded" },
-    { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text" },
+    { "eval-window",   'i', "512",  "ppl, kld: tokens of a window; half is prefilled, half decoded", 4, 1 << 20 },
+    { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text", 1, 1 << 20 },
     { "compare",       's', "",
       "methods, comma-separated: the same items through each (--eval all unless given)" },
     { "compare-base",  's', "full", "the method of --compare that score_gap is measured from, at the same budget" },
@@ -12762,55 +12762,17 @@ static const Opt program_options[] = {
       "with --bench: a checkpoint from its files: first token cold and warm, memory at its peak, threads" },
     { "bench-suite",   's', "",
       "the papers' methods one after another, prefill and decode: a table, and this file as CSV" },
-    { "repeat",        'i', "5",    "runs per number, the median counts" },
+    { "repeat",        'i', "5",    "runs per number, the median counts", 1, 1000 },
     // Other
     { "list-methods",  'b', "0",    "one name a line" },
     { "version",       'b', "0",    "print the version" },
     { NULL, 0, NULL, NULL },
 };
 
-// The least and the largest value of an option, both allowed; checked before anything is opened.
-static const struct Range {
-    const char *name;
-    double lo, hi;
-} ranges[] = {
-    { "threads",             0,    1024 },
-    { "ctx-size",            0,    1 << 30 },
-    { "batch-size",          0,    1 << 20 },
-    { "n-predict",           -1,   INT_MAX },
-    { "wrap",                -1,   1 << 16 },
-    { "temp",                0,    100 },
-    { "top-k",               0,    INT_MAX },
-    { "top-p",               0,    1 },
-    { "min-p",               0,    1 },
-    { "repeat-penalty",      0.01, 100 },
-    { "repeat-last-n",       0,    INT_MAX },
-    { "budget",              0,    INT_MAX },
-    { "ratio",               0,    0.9999 },
-    { "sink",                0,    INT_MAX },
-    { "obs-window",          1,    1 << 20 },
-    { "kernel",              1,    1023 },
-    { "eval-items",          1,    1 << 20 },
-    { "eval-window",         4,    1 << 20 },
-    { "eval-windows",        1,    1 << 20 },
-    { "repeat",              1,    1000 },
-    { "lychee-buffer",       0,    1 << 30 },
-    { "lychee-sink",         0,    1 << 30 },
-    { "lychee-iters",        0,    1000 },
-    { "lychee-guard",        0,    1 },
-    { "lychee-chunks-per-cluster", 1, 1 << 20 },
-    { "loopserve-alpha",     0,    1 },
-    { "loopserve-max-cells", 0,    1 },
-    { "loopserve-max-tiles", 0,    1 },
-    { "loopserve-interval",  1,    1 << 16 },
-    { "loopserve-obs",       0,    1 << 16 },
-    { "loopserve-samples",   1,    1 << 16 },
-};
-
-// Every option of the program and of every method. Both are stb_ds string maps.
 struct Options {
-    struct { char *key; char *value; } *map;    // the value as text, malloc'd
-    struct { char *key; int value; } *given;    // the options the user has set; their value is 1
+    const Opt **table;                          // the tables its options come from (stb_ds array)
+    struct { char *key; char *value; } *map;    // the value as text, malloc'd (stb_ds string map)
+    struct { char *key; int value; } *given;    // the options the user has set; their value is 1 (likewise)
 };
 
 // ---- finding an option
@@ -12823,13 +12785,11 @@ static const Opt *opt_find_in(const Opt *o, const char *name) {
     return NULL;
 }
 
-// The option called `name`, the program's or a method's; NULL: there is none.
-static const Opt *opt_find(const char *name) {
-    const Opt *o = opt_find_in(program_options, name);
-    EACH_METHOD(m) {
-        if (!o) o = opt_find_in((*m)->opts, name);
-    }
-    return o;
+// The option called `name` in the tables of o; NULL: there is none.
+static const Opt *opt_find(const Options *o, const char *name) {
+    const Opt *found = NULL;
+    for (int i = 0; i < (int)arrlen(o->table) && !found; i++) found = opt_find_in(o->table[i], name);
+    return found;
 }
 
 // The place of word v in "a|b|c", from 0; -1: it is none of them.
@@ -12905,9 +12865,10 @@ enum { FOREIGN_OPTIONS = sizeof foreign_options / sizeof *foreign_options };
 
 // ---- making a set of options
 
-// Adds the options of a table at their defaults: the whole text, or a choice's first word. Two
-// methods may share an option.
+// Adds the options of a table (NULL: there is none) at their defaults: the whole text, or a choice's
+// first word. Two tables may share an option.
 static void options_add(Options *o, const Opt *t) {
+    if (t) arrput(o->table, t);
     for (; t && t->name; t++) {
         if (shgeti(o->map, t->name) >= 0) continue;
         size_t n = t->kind == 'c' ? strcspn(t->def, "|") : strlen(t->def);
@@ -12915,10 +12876,24 @@ static void options_add(Options *o, const Opt *t) {
     }
 }
 
+// A set without any options.
 Options *options_new(void) {
     Options *o = xcalloc(1, sizeof *o);
     sh_new_arena(o->map);
     sh_new_arena(o->given);
+    return o;
+}
+
+// Another set with the options that o has, all at their defaults.
+static Options *options_like(const Options *o) {
+    Options *n = options_new();
+    for (int i = 0; i < (int)arrlen(o->table); i++) options_add(n, o->table[i]);
+    return n;
+}
+
+// Every option of the program and of every method, at its default.
+Options *options_of_program(void) {
+    Options *o = options_new();
     options_add(o, program_options);
     EACH_METHOD(m) options_add(o, (*m)->opts);
     return o;
@@ -12929,6 +12904,7 @@ void options_free(Options *o) {
     for (int i = 0; i < (int)shlen(o->map); i++) free(o->map[i].value);
     shfree(o->map);
     shfree(o->given);
+    arrfree(o->table);
     free(o);
 }
 
@@ -12974,7 +12950,7 @@ static int opt_check(const Opt *t, const char *v, char err[256]) {
 
 // Sets an option, whose name has no dashes. 0, or -1 with the reason in err.
 int options_set(Options *o, const char *name, const char *value, char err[256]) {
-    const Opt *t = opt_find(name);
+    const Opt *t = opt_find(o, name);
     if (!t) {
         snprintf(err, 256, "unknown option --%s", name);
         return -1;
@@ -12990,14 +12966,13 @@ int options_set(Options *o, const char *name, const char *value, char err[256]) 
 // 1, with the reason in err, when the option called `name` lies outside its range; when name is
 // NULL, when any option does.
 static int out_of_range(const Options *o, const char *name, char err[256]) {
-    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
-        const struct Range *r = &ranges[i];
-        if (name && strcmp(name, r->name)) continue;
-        double x = opt_real(o, r->name);
-        if (x >= r->lo && x <= r->hi) continue;
-        snprintf(err, 256, "--%s %.10g is outside %.10g..%.10g", r->name, x, r->lo, r->hi);
-        return 1;
-    }
+    for (int i = 0; i < (int)arrlen(o->table); i++)
+        for (const Opt *t = o->table[i]; t->name; t++) {
+            double x = t->lo < t->hi ? opt_real(o, t->name) : 0;
+            if (t->lo == t->hi || (name && strcmp(name, t->name)) || (x >= t->lo && x <= t->hi)) continue;
+            snprintf(err, 256, "--%s %.10g is outside %.10g..%.10g", t->name, x, t->lo, t->hi);
+            return 1;
+        }
     return 0;
 }
 
@@ -20863,7 +20838,7 @@ static void write_making(const App *a, FILE *f) {
         "budget", "ratio", "sink", "obs-window", "kernel", "gqa-agg", "paper", "ctk", "ctv", "raw",
         "chat-template", "system",
     };
-    Options *plain = options_new();
+    Options *plain = options_like(a->o);
     fprintf(f, "--method=%s", a->method);
     for (size_t i = 0; i < sizeof shared / sizeof *shared; i++) write_option(a, plain, shared[i], f);
     for (int i = 0; i < a->s->n_part; i++)
@@ -25456,7 +25431,7 @@ static const char *list_word(const char *list, int k, char out[160]) {
 // A copy of the options that the user set. A session reads its options again at every reset, so
 // each row has its own.
 static Options *options_copy(const Options *o) {
-    Options *c = options_new();
+    Options *c = options_like(o);
     char err[256];
     for (int i = 0; i < (int)shlen(o->given); i++) {
         const char *key = o->given[i].key;
@@ -25664,7 +25639,7 @@ static void write_eval_options(const App *a, FILE *f) {
         "system", "parse-special", "no-think", "ignore-eos", "n-predict", "repeat-penalty", "repeat-last-n",
         "eval-history",
     };
-    Options *plain = options_new();
+    Options *plain = options_like(a->o);
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);
     EACH_METHOD(m) {
         for (const Opt *o = (*m)->opts; o && o->name; o++) {
@@ -26179,7 +26154,7 @@ static void eval_text(App *a, const char *path, int with_full, Score *sc) {
             (int)arrlen(ids), window);
     windows = min_int(windows, opt_int(a->o, "eval-windows"));
 
-    Options *plain = options_new();
+    Options *plain = options_like(a->o);
     Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
     for (int w = 0; w < windows; w++) {
         const int *x = ids + (size_t)w * window;
@@ -31175,7 +31150,7 @@ static void list_methods(void) {
 static void parse_one(Options *o, const char *name, const char *value) {
     char err[256];
     if (!options_set(o, name, value, err)) return;
-    if (!opt_find(name)) unknown_option(err, name);
+    if (!opt_find(o, name)) unknown_option(err, name);
     int warm = !strcmp(name, "threads") && strchr(value, '.');              // -t 0.7 means --temp
     die(EXIT_USAGE, "%s%s", err, warm ? " (did you mean --temp?)" : "");
 }
@@ -31209,7 +31184,7 @@ static int parse_arg(Options *o, int argc, char **argv, int i) {
     if (!name) unknown_option(unknown, flag + 1);
     if (!strcmp(name, "eval-merge") && (value || i + 1 < argc))
         return parse_files(o, name, value, argc, argv, i + 1);
-    const Opt *known = opt_find(name);
+    const Opt *known = opt_find(o, name);
     int flag_alone = known && known->kind == 'o' && (i + 1 == argc || !is_whole(argv[i + 1]));
     if (value || !known || known->kind == 'b' || flag_alone) {
         const char *alone = flag_alone ? "0" : "1";
@@ -31795,11 +31770,12 @@ enum {
 // logits themselves.
 static const double trial_tolerance = 1e-2;
 
-// The logits of a prefill and a few steps on a device, out (1+TRIAL_STEPS,V).
-static void trial_logits(const Config *c, const Weights *w, const char *device, float *out) {
+// The logits of a prefill and a few steps on a device, out (1+TRIAL_STEPS,V), with all options of `like`
+// at their defaults.
+static void trial_logits(const Config *c, const Weights *w, const Options *like, const char *device, float *out) {
     char err[512];
     size_t row = (size_t)c->V * sizeof(float);
-    Options *o = options_new();
+    Options *o = options_like(like);
     int *ids = random_ids(TRIAL_IDS, c->V);
     options_set(o, "device", device, err);
     Session *s = session_open(c, w, o, "full");
@@ -31824,7 +31800,7 @@ static double largest_difference(const float *x, const float *y, int n) {
 // Does the GPU compute what the CPU computes? Random weights run on both, because a kernel that is
 // wrong on somebody's card must not chat there. Returns the largest difference of logits by the
 // largest logit; -1: the trial died on the way, and its line is in die_text.
-static double device_trial(void) {
+static double device_trial(const Options *like) {
     jmp_buf jump, *outer = die_jump;
     Config *c = config_synthetic("L2,H4,G2,D64,C128,F256,V512");
     Weights *w = weights_synthetic(c, 1);
@@ -31833,8 +31809,8 @@ static double device_trial(void) {
     die_jump = &jump;
     int died = setjmp(jump);
     if (!died) {
-        trial_logits(c, w, "cpu", both);
-        trial_logits(c, w, "cuda", both + n);
+        trial_logits(c, w, like, "cpu", both);
+        trial_logits(c, w, like, "cuda", both + n);
     }
     die_jump = outer;
     double e = died ? -1 : largest_difference(both, both + n, n);
@@ -31844,8 +31820,8 @@ static double device_trial(void) {
 }
 
 // Does the GPU pass the trial? why says how it went, and when it fails the user is told.
-static int trial_passes(char why[512]) {
-    double e = device_trial();
+static int trial_passes(const Options *like, char why[512]) {
+    double e = device_trial(like);
     int good = e >= 0 && e < trial_tolerance;
     if (e < 0) snprintf(why, 512, "a trial of the GPU ended with: %.400s", die_text);
     else if (good) snprintf(why, 512, "logits of a trial differ by %.1e of the largest", e);
@@ -31869,7 +31845,7 @@ static int device_serves(const App *a, char why[512]) {
         return 0;
     }
     s->batch = batch_rows(a->o, "cuda");
-    int good = !device_bars(s, why) && trial_passes(why);
+    int good = !device_bars(s, why) && trial_passes(a->o, why);
     session_close(s);
     return good;
 }
@@ -32130,14 +32106,14 @@ static const char *const request_fields[] = {
 };
 
 // May a request have this option? Those of the methods, and those of what is asked and said.
-static int request_has_option(const char *name) {
+static int request_has_option(const Options *o, const char *name) {
     static const char *const asked[] = {
         "ctk", "ctv", "raw", "system", "parse-special", "no-think", "ignore-eos", "temp", "top-k", "top-p", "min-p",
         "repeat-penalty", "repeat-last-n", "seed",
     };
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++)
         if (!strcmp(asked[i], name)) return 1;
-    return opt_find(name) && is_of_methods(name);
+    return opt_find(o, name) && is_of_methods(name);
 }
 
 // Sets the option called name to a value of JSON. 0, or -1 with err.
@@ -32169,7 +32145,7 @@ static int request_options(Options *o, const Json *j, char err[512]) {
         snprintf(name, sizeof name, "%s", j->key[i]);
         for (char *p = name; *p; p++)
             if (*p == '_') *p = '-';
-        if (!request_has_option(name)) return fault(err, "unknown field '%.40s'", j->key[i]);
+        if (!request_has_option(o, name)) return fault(err, "unknown field '%.40s'", j->key[i]);
         if (request_option(o, name, &j->item[i], err)) return -1;
     }
     if (opt_int(o, "kernel") % 2 == 0) return fault(err, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
@@ -32603,7 +32579,7 @@ static int run_options(App *a) {
 // The program, without the last look at its output. Returns the exit code.
 static int run_program(int argc, char **argv) {
     if (help_wanted(argc, argv)) return 0;
-    App a = { .o = options_new() };
+    App a = { .o = options_of_program() };
     int rc = 0;
     arg_count = argc;
     args = argv;
@@ -32734,7 +32710,7 @@ static void web_script(FILE *f) {
 // Opens the model of this folder: its shape, the methods, the script.
 WEB const char *web_open(const char *dir) {
     char err[512];
-    web = (App){ .o = options_new() };
+    web = (App){ .o = options_of_program() };
     if (options_set(web.o, "model", dir, err) || options_set(web.o, "temp", "0", err)) die(EXIT_USAGE, "%s", err);
     web.c = config_load(dir);
     web.w = weights_load(web.c);

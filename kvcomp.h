@@ -178,6 +178,7 @@ typedef struct {                // one option
     char kind;                  // 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice, 'o' int or nothing
     const char *def;            // default; of a choice "a|b|c", and the first one is the default
     const char *help;
+    double lo, hi;              // the least and the largest value, both allowed; equal: any
 } Opt;
 
 enum {                          // Method.rule: what a prefill's query may see, see kv_visible below
@@ -656,8 +657,9 @@ void   scratch_reset(Session *s, size_t mark);  // ... and fall back to it
 
 // ------------------------------------------------------------------------ options (section 18)
 // One table drives parsing, --help and defaults. Names are written without dashes.
-// every option of the program and of every method, at its default
+// a set without any options; and one with every option of the program and of every method
 Options *options_new(void);
+Options *options_of_program(void);
 
 void     options_free(Options *o);
 

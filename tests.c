@@ -624,7 +624,7 @@ static float *run_twin(Twin *t, const Script *p) {
 // A session with options given as "name=value name=value"; rows stored as f32 unless said
 // otherwise.
 static Options *options_of(const char *text) {
-    Options *o = options_new();
+    Options *o = options_of_program();
     char buf[512], err[256];
     options_set(o, "ctk", "f32", err);
     options_set(o, "ctv", "f32", err);
@@ -2052,7 +2052,7 @@ static void golden_close(Golden *g) {
 
 // Options with the prefill batch and the row format of a golden run.
 static Options *golden_options(const char *batch, const char *format) {
-    Options *o = options_new();
+    Options *o = options_of_program();
     char err[256] = "";
     CHECK(!options_set(o, "ctk", format, err) && !options_set(o, "ctv", format, err) &&
               !options_set(o, "batch-size", batch, err),
@@ -7505,7 +7505,7 @@ TEST(pats_huge_pages, "packed rows of a long head begin where a huge page does, 
     for (int off = 0; off < 2; off++) {
         enum { N = 20000 };
         char err[512];
-        Options *o = options_new();
+        Options *o = options_of_program();
         options_set(o, "ctx-size", "0", err);
         options_set(o, "huge-pages", off ? "off" : "rows", err);
         Config *c = config_synthetic("L1,H1,G1,D128,C64,F64,V64");
@@ -7802,7 +7802,7 @@ TEST(pats_twin, "the ratchet over three turns, after the pass and at write time,
 TEST(q8_method, "q8 is full with -ctk q8_0 -ctv q8_0") {
     Script p = { 2, { 40, 9 }, { 5, 4 }, 5 };
     Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
-    Options *o = options_of("ctk=q8_0 ctv=q8_0"), *plain = options_new();
+    Options *o = options_of("ctk=q8_0 ctv=q8_0"), *plain = options_of_program();
     Session *s = session_open(m.c, m.w, o, "full"), *q = session_open(m.c, m.w, plain, "q8");
     float *a = run_session(s, &p), *b = run_session(q, &p);
     CHECK(!memcmp(a, b, (size_t)script_rows(&p) * m.c->V * sizeof *a), "logits");
@@ -9705,7 +9705,7 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
     for (int i = 0; i < 300; i++) ids[i] = rnd_int(101);
     for (int f = 0; f < 5; f++) {
         char err[256];
-        Options *o = f < 4 ? options_of(format[f]) : options_new();     // q8 refuses a given -ctk
+        Options *o = f < 4 ? options_of(format[f]) : options_of_program();     // q8 refuses a given -ctk
         options_set(o, "quest-full-layers", "0", err);
         Session *s = session_open(m.c, m.w, o, f < 4 ? "quest" : format[f]);
         Quest *x = s->part[0].ms;
@@ -12749,7 +12749,7 @@ TEST(eval_scores,
 TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, computed by hand; "
                   "full differs from itself by nothing; rewritten history is the right one") {
     char err[256];
-    App a = { .o = options_new() };
+    App a = { .o = options_of_program() };
     options_set(a.o, "model", "models/kvcomp-tiny", err);
     options_set(a.o, "temp", "0", err);
     open_model(&a);
@@ -12822,7 +12822,7 @@ TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, 
 // A session on a synthetic model of two layers, budget 40.
 static Session *bench_session(Options **o, Config **c, Weights **w, const char *method) {
     char err[256];
-    *o = options_new();
+    *o = options_of_program();
     options_set(*o, "budget", "40", err);
     *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
     *w = weights_synthetic(*c, 1);
@@ -13732,7 +13732,7 @@ static void report_page(const char *html, const Config *c) {
 
 TEST(report_page, "the page of the shipped model: well-formed, every picture, nothing loaded, "
                   "under 3 MB; scores, intervals and needles say what the rows say") {
-    App a = { .o = options_new() };
+    App a = { .o = options_of_program() };
     char err[256], html[64], csv[64];
     size_t n;
     quiet = 1;
@@ -14043,8 +14043,10 @@ TEST(cli_foreign_options, "an option of another program is answered with ours; a
     for (size_t i = 0; i < sizeof says / sizeof *says; i++)
         CHECK(sh("./kvcomp %s", says[i][0]) == 2 && strstr(sh_err, says[i][1]) && lines_in(sh_err) == 1, "%s: %s",
               says[i][0], sh_err);
+    Options *all = options_of_program();
     for (int i = 0; i < FOREIGN_OPTIONS; i++)
-        CHECK(!opt_find(foreign_options[i].theirs), "%s is ours, too", foreign_options[i].theirs);
+        CHECK(!opt_find(all, foreign_options[i].theirs), "%s is ours, too", foreign_options[i].theirs);
+    options_free(all);
 }
 
 TEST(cli_methods, "--list-methods starts each line with a name; --help NAME tells paper, what is "
@@ -15845,7 +15847,7 @@ TEST(damaged_methods, "a NaN in one embedding, met in a prefill and in a decode 
         snprintf(opt, sizeof opt, "%s%s", text,
                  strcmp(name, "dililazy") && strcmp(name, "headkv") ? "" : path);
         // q8 stores rows its own way.
-        Options *o = strcmp(name, "q8") ? options_of(opt) : options_new();
+        Options *o = strcmp(name, "q8") ? options_of(opt) : options_of_program();
         int ids[90];
         for (int in_decode = 0; in_decode < 2; in_decode++) {
             char err[512];
@@ -16157,7 +16159,7 @@ TEST(cli_session_fits,
     // version 1, as it was written: the fingerprint of two tensors
     char path[100];
     snprintf(path, sizeof path, "%s/v1", d);
-    App a = { .o = options_new() };
+    App a = { .o = options_of_program() };
     char err[256];
     options_set(a.o, "model", "models/kvcomp-tiny", err);
     open_model(&a);
@@ -16234,7 +16236,7 @@ static void ctrl_c_in_layers(const char *what, double share) {
 static App *tiny_app(const char *method, const char *session) {
     char err[256];
     App *a = xcalloc(1, sizeof *a);
-    a->o = options_new();
+    a->o = options_of_program();
     const char *set[][2] = { { "model", "models/kvcomp-tiny" },
                              { "temp", "0" },
                              { "n-predict", "6" },
@@ -21134,7 +21136,7 @@ TEST(cuda_bench, "the suite of gpu-bench: a row for every test of every method, 
                  "has no time is a row too; the CSV has the same") {
     char err[256], *text[2] = { NULL, NULL };
     size_t size[2];
-    App a = { .o = options_new() };
+    App a = { .o = options_of_program() };
     const char *set[][2] = { { "device", "cuda" },
                              { "obs-window", "2000" },
                              { "pats-window", "8" },
@@ -21782,7 +21784,8 @@ TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device t
                 "model or for the trial keeps it on the CPU") {
     Tiny m = tiny_model(2, 2, 1, 32, 48, 96, 53, 31);
     weights_count(m.w, m.c);
-    double e = device_trial();
+    Options *like = options_of_program();
+    double e = device_trial(like);
     CHECK(e >= 0 && e < 1e-3, "the trial: %g", e);
     for (int i = 0; i < (emu_set_memory ? 3 : 1); i++) {
         App a = { .o = options_of("ctx-size=300"), .c = m.c, .w = m.w };
@@ -21796,10 +21799,11 @@ TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device t
         quiet = was;
         CHECK(!strcmp(opt_str(a.o, "device"), i ? "cpu" : "cuda"), "%zu bytes: -d %s", few[i],
               opt_str(a.o, "device"));
-        if (i == 2) CHECK(device_trial() == -1 && strstr(die_text, "needed"), "%s", die_text);
+        if (i == 2) CHECK(device_trial(like) == -1 && strstr(die_text, "needed"), "%s", die_text);
         options_free(a.o);
     }
     if (emu_set_memory) emu_set_memory(0);
+    options_free(like);
     tiny_free(m);
 }
 
