@@ -8326,6 +8326,7 @@ KV_PRINTF(1, 2) static void tell(const char *fmt, ...) {
 }
 
 // ---- the end of the program
+void (*before_leaving)(int say);        // puts right what a program that ends must; NULL: nothing
 jmp_buf *die_jump;              // tests and fuzzers: die() jumps here with its exit code and does not exit
 char die_text[1024];            // the message of the last die()
 
@@ -8481,10 +8482,8 @@ static ArenaBlock *arena_grow(struct Arena *a, size_t n) {
     return &arrlast(a->block);
 }
 
-// `bytes` bytes of the session's arena, 64-byte aligned, in the first block with room behind what
-// is handed out.
-void *scratch(Session *s, size_t bytes) {
-    struct Arena *a = s->scratch;
+// `bytes` bytes of the arena, 64-byte aligned, in the first block with room behind what is handed out.
+void *arena_take(struct Arena *a, size_t bytes) {
     size_t n = max_size((bytes + 63) & ~(size_t)63, 64);
     for (int i = 0; i < (int)arrlen(a->block); i++) {
         const ArenaBlock *b = &a->block[i];
@@ -8498,14 +8497,14 @@ void *scratch(Session *s, size_t bytes) {
     return b->p;
 }
 
-// How much is handed out now, for scratch_reset.
-size_t scratch_mark(Session *s) {
-    return s->scratch->used;
+// How much is handed out now, for arena_reset.
+size_t arena_mark(const struct Arena *a) {
+    return a->used;
 }
 
 // Takes back everything handed out since the mark.
-void scratch_reset(Session *s, size_t mark) {
-    s->scratch->used = mark;
+void arena_reset(struct Arena *a, size_t mark) {
+    a->used = mark;
 }
 
 // ---- files
@@ -11667,7 +11666,7 @@ static void matmul_q8(float *y, size_t ldy, const float *x, size_t ldx, const Te
 
 // ---- products in tiles
 
-static int bf16_terms = 3;      // numbers of bf16 that make one of x: --bf16-terms
+int bf16_terms = 3;     // numbers of bf16 that make one of x: --bf16-terms
 
 // matmul_strided for bf16 in tiles, T <= TILE_ROWS. First x is split into terms. Then a job is at most
 // TILE_BLOCK rows of x (as many in each, about) and TILE_PANEL rows of W. A single group of x goes
@@ -11771,6 +11770,20 @@ void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tens
     }
 }
 
+// Does it matter here, with weights of bf16, of how many terms a number is made?
+int terms_matter(int terms) {
+    return simd->tiles || (simd->pairs && terms == 1);
+}
+
+// Bytes that a product of T rows of n numbers with weights of dtype takes for another form of x: whole
+// numbers, terms and sums, or numbers that are rounded.
+size_t product_bytes(int dtype, size_t T, size_t n) {
+    if (dtype == DT_Q8) return T * n * 9 / 4;
+    if (dtype != DT_BF16) return 0;
+    if (simd->tiles) return min_size(T, TILE_ROWS) * n * (2 * (size_t)bf16_terms + 4);
+    return simd->pairs && bf16_terms == 1 ? T * n * 2 : 0;
+}
+
 // y (T,rows) = x (T,cols) W^T, rows side by side.
 void matmul(float *y, const float *x, const Tensor *w, int T) {
     matmul_strided(y, (size_t)w->rows, x, (size_t)w->cols, w, T);
@@ -11831,6 +11844,22 @@ static void mix_of(float *o, const float *p, const void *v, int dtype, int m, in
 // s (m,n) = scale * q (m,D) k (n,D)^T, all f32.
 void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale) {
     scores_of(s, q, k, DT_F32, m, n, D, scale, (Ahead){0});
+}
+
+// y (m,n) = x (m,K) w (n,K)^T, all f32; rows of y lie ldy numbers apart. add 1: y += that.
+void dots_of(float *y, size_t ldy, const float *x, const float *w, int m, int n, int K, int add) {
+    simd->dots[DT_F32](&(Dots){
+        .y = y, .ldy = ldy,
+        .x = x, .ldx = (size_t)K,
+        .w = (const char *)w, .ldw = K * sizeof(float),
+        .m = m, .n = n, .K = K,
+        .add = add, .scale = 1,
+    });
+}
+
+// x (n,m) = 2^(x - max) down each column; max and sum (m) go on from what earlier rows left.
+void softmax_columns(float *x, int n, int m, float *max, float *sum) {
+    simd->softmax_columns(x, n, m, max, sum);
 }
 
 // o (m,D) += p (m,n) v (n,D), all f32.
@@ -12213,7 +12242,7 @@ static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) 
         Ahead next = tile_ahead(s, c->hd, OF_K, r + n, min_int(n, to - r - n));
         mix_of(x, t->k, c->x, DT_F32, n, D, m, 0, next);
         if (r + n > seen) mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
-        simd->softmax_columns(x, n, m, t->max, t->sum);
+        softmax_columns(x, n, m, t->max, t->sum);
         memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, t->max, (size_t)m * sizeof *c->top);
     }
     memcpy(c->max + (size_t)chunk * m, t->max, (size_t)m * sizeof *c->max);
@@ -12250,13 +12279,7 @@ static void column_sums(const Columns *c, Tile *t, int chunk, int lists, int add
     for (int r = from; r < to; r += COLUMN_TILE, top += m) {
         for (int k = 0; k < lists; k++)
             for (int j = k * each; j < (k + 1) * each; j++) weight[k * m + j] = top[j] * c->sum[j];
-        simd->dots[DT_F32](&(Dots){
-            .y = score + r, .ldy = N,
-            .x = weight, .ldx = (size_t)m,
-            .w = (const char *)(c->e + (size_t)r * m), .ldw = m * sizeof(float),
-            .m = lists, .n = min_int(COLUMN_TILE, to - r), .K = m,
-            .add = add, .scale = 1,
-        });
+        dots_of(score + r, N, weight, c->e + (size_t)r * m, lists, min_int(COLUMN_TILE, to - r), m, add);
     }
 }
 
@@ -13548,7 +13571,6 @@ static const struct { const char *name; int bits, dtype; } safe_types[] = {
 // running chat. There is nothing to go on with, so the program ends, with its line and the
 // terminal's own settings.
 static SafeFile *mapped_files;
-static void leave_tidy(int say);                // section 25
 
 // Writes the line about the file f to stderr, by calls that a signal handler may make.
 static void lost_page_line(const SafeFile *f) {
@@ -13587,7 +13609,7 @@ static void on_lost_page(int sig, siginfo_t *info, void *context) {
     if (__atomic_exchange_n(&told, 1, __ATOMIC_SEQ_CST)) {
         for (;;) pause();
     }
-    leave_tidy(1);
+    if (before_leaving) before_leaving(1);
     lost_page_line(f);
     _exit(EXIT_MODEL);
 }
@@ -19525,11 +19547,7 @@ static void plan_pass(MemoryPlan *p, const Session *s, int scored, int sparse) {
     plan_room_cuda(p, "inputs of products in 16 bits", 2 * block * widest);
     plan_room_cuda(p, "inputs of products in 32 bits", wide_inputs(s) ? block * max_size(C, F) * f : 0);
     plan_room_cuda(p, "scales of inputs", block * f);
-    int in_tiles = simd->tiles && c->dtype == DT_BF16;
-    int in_pairs = simd->pairs && c->dtype == DT_BF16 && bf16_terms == 1;
-    if (c->as_q8) p->pass_cpu += block * widest * 9 / 4;                                // inputs as whole numbers
-    else if (in_tiles) p->pass_cpu += min_size(block, TILE_ROWS) * widest * (2 * bf16_terms + 4);    // .. terms, sums
-    else if (in_pairs) p->pass_cpu += block * widest * 2;                               // .. rounded
+    p->pass_cpu += product_bytes(c->as_q8 ? DT_Q8 : c->dtype, block, widest);
     plan_room_cuda(p, "pieces of attention", pieces * 32 * (D + 2) * f);
     // Of packed, q8_0 or mixed rows: 512 MB or one KV head at once (PLAIN_BYTES).
     int halves = s->fk == s->fv && strcmp(s->fk->name, "q8_0") && !s->packing;
@@ -21269,6 +21287,7 @@ static void watch_signals(void) {
     signal_watch(SIGCONT, on_continue, 0);
     signal_watch(SIGWINCH, on_continue, 0);
     signal(SIGXFSZ, SIG_IGN);
+    before_leaving = leave_tidy;
     atexit(leave_quietly);
 }
 
@@ -26182,7 +26201,6 @@ static void trace_row(const App *a, OpenRow *open) {
     trace_session(open->s, a->trace);
 }
 
-static int report_write(App *a, const char *path, const Score *rows, const char *chosen);    // section 29
 
 // Frees the rows (stb_ds) of a run.
 static void rows_free(Score *rows) {
@@ -26249,9 +26267,9 @@ static int eval_merge(App *a) {
     return missing ? EXIT_RUN : 0;
 }
 
-// --eval: makes or reads the items, plays them through every row, prints the rows and, with
-// --report, writes the page. Returns 0.
-static int evaluate(App *a) {
+// --eval: makes or reads the items, plays them through every row, prints the rows and, with --report,
+// has the page written. Returns 0.
+static int evaluate(App *a, int (*report)(App *a, const char *path, const Score *rows, const char *chosen)) {
     const char *path = opt_str(a->o, "eval-file"), *what = opt_str(a->o, "eval");
     if (!*what) what = *path ? "file" : "all";
     int file = !strcmp(what, "file"), kld = !strcmp(what, "kld"), ppl = kld || !strcmp(what, "ppl");
@@ -26296,7 +26314,7 @@ static int evaluate(App *a) {
         fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items,
                 (int)arrlen(rows[0].answers), now() - t0);
     a->s = own;
-    if (*opt_str(a->o, "report")) report_write(a, opt_str(a->o, "report"), rows, "");
+    if (*opt_str(a->o, "report")) report(a, opt_str(a->o, "report"), rows, "");
 
     rows_free(rows);
     arrfree(open);
@@ -31495,8 +31513,7 @@ static void say_without_effect(const Options *o) {
     if (*raw_text) warn("without effect with --raw: %s", raw_text);
     const char *flag = *opt_str(o, "compare") ? "--compare " : "--method=";
     if (*method_text) warn("without effect with %s%s: %s", flag, methods, method_text);
-    int few_terms = simd->tiles || (simd->pairs && opt_int(o, "bf16-terms") == 1);
-    if (opt_given(o, "bf16-terms") && !few_terms)
+    if (opt_given(o, "bf16-terms") && !terms_matter(opt_int(o, "bf16-terms")))
         warn("without effect with %s: --bf16-terms %s", simd_name(), opt_str(o, "bf16-terms"));
 }
 
@@ -32509,7 +32526,7 @@ static int answer_prompt(App *a, const char *text) {
 static int run_mode(App *a, const char *text) {
     if (*opt_str(a->o, "ids")) return run_ids(a);
     if (*opt_str(a->o, "batch")) return batch(a);
-    if (evaluates(a->o)) return evaluate(a);
+    if (evaluates(a->o)) return evaluate(a, report_write);
     if (*opt_str(a->o, "report")) return report(a, opt_str(a->o, "report"));
     if (opt_int(a->o, "demo")) return demo(a);
     if (text) return answer_prompt(a, text);

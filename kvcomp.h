@@ -649,11 +649,16 @@ double now(void);                               // seconds, monotonic
 // Scratch memory of one pass: nothing is allocated in the decode path once it has grown.
 typedef struct Arena Arena;
 
-// 64-byte aligned; valid until the pass ends, or scratch_reset
-void *scratch(Session *s, size_t bytes);
+// 64-byte aligned; valid until the pass ends, or arena_reset
+void *arena_take(Arena *a, size_t bytes);
 
-size_t scratch_mark(Session *s);                // remember the fill level ...
-void   scratch_reset(Session *s, size_t mark);  // ... and fall back to it
+size_t arena_mark(const Arena *a);              // remember the fill level ...
+void   arena_reset(Arena *a, size_t mark);      // ... and fall back to it
+
+// The same of a session's arena.
+static inline void  *scratch(Session *s, size_t bytes)      { return arena_take(s->scratch, bytes); }
+static inline size_t scratch_mark(Session *s)               { return arena_mark(s->scratch); }
+static inline void   scratch_reset(Session *s, size_t mark) { arena_reset(s->scratch, mark); }
 
 // ------------------------------------------------------------------------ options (section 18)
 // One table drives parsing, --help and defaults. Names are written without dashes.
@@ -707,6 +712,16 @@ float dot_f32(const float *a, const float *b, int n);
 
 // idx = places of the k largest (ties: the lower), ascending -> count
 int top_k(const float *x, int n, int k, int *idx);
+
+extern int bf16_terms;                  // numbers of bf16 that make one of x: 1, 2 or 3
+int    terms_matter(int terms);         // does the set in use make its products by them?
+size_t product_bytes(int dtype, size_t T, size_t n);    // that a product of T rows of n numbers takes beside them
+
+// y (m,n) = x (m,K) w (n,K)^T, all f32; rows of y lie ldy numbers apart. add 1: y += that.
+void dots_of(float *y, size_t ldy, const float *x, const float *w, int m, int n, int K, int add);
+
+// x (n,m) = 2^(x - max) down each column; max and sum (m) go on from what earlier rows left
+void softmax_columns(float *x, int n, int m, float *max, float *sum);
 
 // "amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice.
 // "amx-plain" and "pairs-plain" are for tests: the tiles of AMX, and products in pairs, in plain C
