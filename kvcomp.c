@@ -11809,9 +11809,15 @@ static void scores_of(float *s, const float *q, const void *k, int dtype, int m,
 // Q8Query of a group of four queries (m,D): one for every Q8_COLS columns.
 static int q8_pieces(int D) { return (D + Q8_COLS - 1) / Q8_COLS; }
 
+
+// Bytes of m queries (m,D) as integers.
+size_t q8_query_bytes(int m, int D) {
+    return (size_t)(m / 4) * q8_pieces(D) * sizeof(Q8Query);
+}
+
 static Q8Query *q8_room(Session *s) {
-    int D = s->c->D, n = Q_BLOCK / 4 * q8_pieces(D);
-    return dtype_in_place(s->fk, D) == ROWS_Q8 ? scratch(s, (size_t)n * sizeof(Q8Query)) : NULL;
+    int D = s->c->D;
+    return dtype_in_place(s->fk, D) == ROWS_Q8 ? scratch(s, q8_query_bytes(Q_BLOCK, D)) : NULL;
 }
 
 static void q8_queries(Q8Query *to, const float *q, int m, int D) {
@@ -15094,6 +15100,15 @@ Weights *weights_load(Config *c) {
     return w;
 }
 
+// The embedding and layer 0's q_proj, by which an adapter knows its base, as the file has them: with
+// --weights q8_0 they are read once more from there.
+static void weights_known(const Weights *w, Tensor known[2]) {
+    const WeightFiles *wf = w->files;
+    int again = wf && wf->known[0].data;
+    known[0] = again ? wf->known[0] : w->embed;
+    known[1] = again ? wf->known[1] : w->layer[0].wq;
+}
+
 // ---- weights from a seed
 // Fills p (n) with uniform bf16 numbers of the given standard deviation. One draw of 64 bits makes
 // four of them.
@@ -15378,13 +15393,9 @@ static uint64_t fnv1a(uint64_t h, const Tensor *t) {
 // The hash by which an adapter knows its base: FNV-1a 64 over the embedding and then layer 0's
 // q_proj, as the file has them: with --weights q8_0 they are read once more from there.
 static uint64_t sonic_fingerprint(const Weights *w) {
-    const WeightFiles *wf = w->files;
-    const Tensor *embed = &w->embed, *wq = &w->layer[0].wq;
-    if (wf && wf->known[0].data) {
-        embed = &wf->known[0];
-        wq = &wf->known[1];
-    }
-    return fnv1a(fnv1a(0xcbf29ce484222325ull, embed), wq);
+    Tensor known[2];
+    weights_known(w, known);
+    return fnv1a(fnv1a(0xcbf29ce484222325ull, &known[0]), &known[1]);
 }
 
 // Was the adapter trained for this base? Its kind, its sizes and the fingerprint must agree;

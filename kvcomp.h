@@ -723,6 +723,8 @@ void dots_of(float *y, size_t ldy, const float *x, const float *w, int m, int n,
 // x (n,m) = 2^(x - max) down each column; max and sum (m) go on from what earlier rows left
 void softmax_columns(float *x, int n, int m, float *max, float *sum);
 
+size_t q8_query_bytes(int m, int D);      // of m queries (m,D) as integers
+
 // "amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice.
 // "amx-plain" and "pairs-plain" are for tests: the tiles of AMX, and products in pairs, in plain C
 const char *simd_name(void);
