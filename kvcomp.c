@@ -111,10 +111,11 @@
 #include <arm_neon.h>
 #endif
 
-// Asked before every allocation of this file; 1 makes it fail. A test counts, and lets the n-th fail.
-#ifndef ALLOCATION_FAILS
-#define ALLOCATION_FAILS() 0
-#endif
+// Asked before every allocation; 1 makes it fail. A test counts, and lets the n-th fail.
+int (*allocation_fails)(void);
+
+// What a test does with the choice that top_k has made.
+void (*top_k_chosen)(const float *x, int n, const int *idx, int k);
 
 #define STB_DS_IMPLEMENTATION       // growing arrays and hash maps (Debian package libstb-dev)
 #define STBDS_REALLOC(c, p, n) xrealloc(p, n)
@@ -8348,11 +8349,12 @@ void die(int code, const char *fmt, ...) {
 
 // ---- memory. All of it comes from here: exit 4 when there is none.
 
+#define NO_ALLOCATION (allocation_fails && allocation_fails())
 #define NO_MEMORY "out of memory: %zu bytes could not be had (a smaller -c, -b or --budget needs less)"
 
 // realloc. Zero bytes are taken as one, because realloc of none may return NULL.
 void *xrealloc(void *p, size_t n) {
-    void *r = ALLOCATION_FAILS() ? NULL : realloc(p, max_size(n, 1));
+    void *r = NO_ALLOCATION ? NULL : realloc(p, max_size(n, 1));
     if (!r) die(EXIT_MEMORY, NO_MEMORY, n);
     return r;
 }
@@ -8365,7 +8367,7 @@ void *xmalloc(size_t n) {
 // calloc: n elements of `size` bytes, all zero.
 void *xcalloc(size_t n, size_t size) {
     if (size && n > SIZE_MAX / size) die(EXIT_MEMORY, "out of memory: %zu x %zu bytes overflow", n, size);
-    void *p = ALLOCATION_FAILS() ? NULL : calloc(max_size(n, 1), max_size(size, 1));
+    void *p = NO_ALLOCATION ? NULL : calloc(max_size(n, 1), max_size(size, 1));
     if (!p) die(EXIT_MEMORY, NO_MEMORY, n * size);
     return p;
 }
@@ -8386,7 +8388,7 @@ static char *copy_text(const char *s) {
 // n bytes at an address that is a multiple of `align`; NULL when there is no memory. For two places
 // that say what would need less.
 static void *aligned_bytes(size_t align, size_t n) {
-    return ALLOCATION_FAILS() ? NULL : aligned_alloc(align, n);
+    return NO_ALLOCATION ? NULL : aligned_alloc(align, n);
 }
 
 // Asks for huge pages behind a large block, where the system has them: fewer page walks when it is
@@ -8403,7 +8405,7 @@ static void ask_huge_pages(void *p, size_t n) {
 // A stream that writes into memory: *text (malloc'd) and *n hold what was written once
 // memory_stream_close has closed it.
 static FILE *memory_stream(char **text, size_t *n) {
-    FILE *f = ALLOCATION_FAILS() ? NULL : open_memstream(text, n);
+    FILE *f = NO_ALLOCATION ? NULL : open_memstream(text, n);
     if (!f) die(EXIT_MEMORY, "out of memory: a text could not be written into memory");
     return f;
 }
@@ -8416,7 +8418,7 @@ static void memory_stream_close(FILE *f) {
 // A stream for writing to an open file. NULL, and errno is ENOMEM when there is no memory for it.
 static FILE *descriptor_stream(int fd) {
     errno = ENOMEM;
-    return ALLOCATION_FAILS() ? NULL : fdopen(fd, "wb");
+    return NO_ALLOCATION ? NULL : fdopen(fd, "wb");
 }
 
 // The exit code of a file that could not be opened: no memory for its stream is no memory.
@@ -11979,9 +11981,7 @@ int top_k(const float *x, int n, int k, int *idx) {
     }
     int count = simd->list_from(x, 0, last, key, idx);
     if (count < take) count += simd->list_from(x, last, n, key + 1, idx + count);
-#ifdef KV_CHOSEN                                                        // tests.c notes how close the choice was
-    KV_CHOSEN(x, n, idx, count);
-#endif
+    if (top_k_chosen) top_k_chosen(x, n, idx, count);
     return count;
 }
 
@@ -23257,7 +23257,7 @@ KV_PRINTF(2, 3) static char *set_printf(EvalSet *e, const char *fmt, ...) {
     char *s = NULL;
     va_list ap;
     va_start(ap, fmt);
-    if (ALLOCATION_FAILS() || vasprintf(&s, fmt, ap) < 0)
+    if (vasprintf(&s, fmt, ap) < 0)
         die(EXIT_MEMORY, "out of memory: a sentence of the evaluation");
     va_end(ap);
     char *kept = stralloc(&e->mem, s);

@@ -26,19 +26,14 @@
 //   16 CUDA: the kernels under the emulator (or on a GPU) beside the CPU half
 //   17 MAIN: choosing and running tests
 #define KVCOMP_NO_MAIN
-#ifdef KVCOMP_CUDA  // the tests of the kernels look at it
-static void note_gap(const float *x, int n, const int *idx, int k);
-#define KV_CHOSEN(x, n, idx, k) note_gap(x, n, idx, k)
-#endif
 // The n-th allocation of the program fails, n = allocation_to_fail; 0: none does.
 static long allocations, allocation_to_fail;
 
 // Whether the allocation that is about to happen is the one that shall fail.
-static int allocation_fails(void) {
+static int this_one_fails(void) {
     return __atomic_add_fetch(&allocations, 1, __ATOMIC_RELAXED) == allocation_to_fail;
 }
 
-#define ALLOCATION_FAILS() allocation_fails()
 #include "kvcomp.c"
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -22463,6 +22458,10 @@ static void settle(char **argv) {
 int main(int argc, char **argv) {
     // Static, because a test that is left out jumps back here.
     static int passed, failed;
+    allocation_fails = this_one_fails;
+#ifdef KVCOMP_CUDA
+    top_k_chosen = note_gap;
+#endif
     // The program itself, whose n-th allocation fails; 0: says how many there are.
     if (argc > 2 && !strcmp(argv[1], "--main")) {
         allocation_to_fail = atol(argv[2]);
