@@ -22577,7 +22577,8 @@ typedef struct {
     const char *user;
     const char *answer;     // the words a right reply holds; NULL: nothing is asked
 } DemoLine;
-static const DemoLine demo_lines[] = {
+enum { N_DEMO_LINES = 18 };
+static const DemoLine demo_lines[N_DEMO_LINES] = {
     { "My name is Anna.", NULL },
     { "I live in Oslo.", NULL },
     { "I have a dog named Bello.", NULL },
@@ -22600,7 +22601,6 @@ static const DemoLine demo_lines[] = {
     { "How much does the red key cost?", "35" },
     { "What is the number of the blue box?", "795" },
 };
-enum { N_DEMO_LINES = sizeof demo_lines / sizeof *demo_lines };
 enum { SHOW_BUDGET = 64, SHOW_REPLY = 24 };     // rows a head, unless the user says otherwise; tokens
 
 // The text of the tokens that a session has seen, in *text (stb_ds, ends in NUL); returns for each
