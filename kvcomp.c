@@ -1892,25 +1892,72 @@ void session_close(Session *s) {
     free(s);
 }
 
-// Forgets the dialogue: closes every part and opens it again, and drops every row.
-void session_reset(Session *s) {
-    EACH_PART(s, p) {
-        if (p->m->close) p->m->close(s, p->ms);
-        memset(p->ms, 0, p->m->state);
+// Exchanges the states of the parts with those in `other`. A state keeps its place in memory.
+static void states_swap(Session *s, char **other) {
+    for (int i = 0; i < s->n_part; i++) {
+        char *own = s->part[i].ms;
+        for (size_t k = 0; k < s->part[i].m->state; k++) {
+            char byte = own[k];
+            own[k] = other[i][k];
+            other[i][k] = byte;
+        }
     }
-    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
-    if (KV_DEV(s)) device_reset(s);
-    view_all(s);
+}
 
-    s->n_tok = s->pos_next = s->turn = s->decoding = s->step = 0;
-    s->n_sys = s->n_foot = s->n_head = 0;
+// Gives a session what open hooks have set in another one.
+static void opened_copy(Session *to, const Session *from) {
+    to->budget = from->budget;
+    to->ratio = from->ratio;
+    to->queries = from->queries;
+    to->rule = from->rule;
+    to->fk = from->fk;
+    to->fv = from->fv;
+    to->alt = from->alt;
+    to->packing = from->packing;
+    to->made_for = from->made_for;
+    to->pos_end = from->pos_end;
+    to->pos_extra = from->pos_extra;
+}
+
+// Forgets the dialogue: opens every part anew, closes what it was, and drops every row. 0, or -1 with
+// the reason in s->err when a part does not open, as one whose file has gone away; then the session
+// is as it was. So the new states are opened before the old ones are closed.
+int session_try_reset(Session *s) {
+    char *state[MAX_PARTS];
+    const Session was = *s;
+    for (int i = 0; i < s->n_part; i++) state[i] = xcalloc(1, s->part[i].m->state + 1);
+    states_swap(s, state);                              // the old ones wait in `state`
     budget_options(s);
     s->alt = NULL;
     s->packing = NULL;
     s->made_for = NULL;
     s->pos_end = s->pos_extra = 0;
+    int bad = parts_begin(s);
+    const Session opened = *s;
+
+    // What goes is closed: the old states, or the new ones when a part did not open.
+    if (!bad) {
+        states_swap(s, state);
+        opened_copy(s, &was);
+    }
+    EACH_HOOK(s, p, close) p->m->close(s, p->ms);
+    for (int i = 0; i < s->c->L * s->c->G && !bad; i++) head_free(s, &s->head[i]);
+    if (KV_DEV(s) && !bad) device_reset(s);
+    states_swap(s, state);
+    opened_copy(s, bad ? &was : &opened);
+    for (int i = 0; i < s->n_part; i++) free(state[i]);
+    if (bad) return -1;
+
+    view_all(s);
+    s->n_tok = s->pos_next = s->turn = s->decoding = s->step = 0;
+    s->n_sys = s->n_foot = s->n_head = 0;
     memset(&s->clk, 0, sizeof s->clk);
-    if (parts_begin(s)) die(EXIT_USAGE, "%s", s->err);
+    return 0;
+}
+
+// The same, but the program ends (exit 2) when a part does not open.
+void session_reset(Session *s) {
+    if (session_try_reset(s)) die(EXIT_USAGE, "%s", s->err);
 }
 
 // ==================================================================================================== 5 STREAMINGLLM
@@ -19914,7 +19961,7 @@ static void undo_prefill(App *a, int n_tok, const Clock *clk) {
         s->clk = *clk;
         s->n_sys = s->n_foot = s->n_head = 0;
     } else {
-        session_reset(s);
+        (void)session_try_reset(s);     // if that fails now, session_ready tries again and says why
         a->stale = 1;
     }
 }
@@ -19946,20 +19993,25 @@ static void feed_decode(App *a, int id) {
 }
 
 // Feeds the first turns of the record once more, from an empty cache. The same method gives the
-// same bits.
-static void replay(App *a, int turns) {
+// same bits. 0, or -1 with the reason in a->s->err when the method does not open again, and then the
+// session is as it was.
+static int replay(App *a, int turns) {
+    if (session_try_reset(a->s)) return -1;
     a->stale = 0;
-    session_reset(a->s);
     for (int i = 0; i < turns; i++) {
         const Turn *t = &a->turn[i];
         feed_prefill(a, t);
         for (int j = 0; j < (int)arrlen(t->dec); j++) feed_decode(a, t->dec[j]);
     }
+    return 0;
 }
 
-// Makes the session from the record if it was emptied (undo_prefill).
-static void session_ready(App *a) {
-    if (a->stale) replay(a, (int)arrlen(a->turn));
+// Makes the session from the record if it was emptied (undo_prefill). 0, or -1: the method does not
+// open again, and a line on stderr says why.
+static int session_ready(App *a) {
+    if (!a->stale || !replay(a, (int)arrlen(a->turn))) return 0;
+    warn("%s", a->s->err);
+    return -1;
 }
 
 // Do these turns, fed from an empty cache, fit into the positions that the method of s has? 0, or
@@ -20991,17 +21043,18 @@ static int record_overflows(const App *a, const Turn *turns) {
     return n > ctx_limit(a);
 }
 
-// Replays the whole record. 0, or -1 when -c does not allow so many rows.
+// Replays the whole record. 0; 1 when -c does not allow so many rows; -1 when the method does not open
+// again, with the reason in a->s->err, and then the session is as it was.
 static int replay_within(App *a) {
-    if (record_overflows(a, a->turn)) return -1;
+    if (record_overflows(a, a->turn)) return 1;
+    if (session_try_reset(a->s)) return -1;
     a->stale = 0;
-    session_reset(a->s);
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
-        if (!rows_fit(a, (int)arrlen(t->pre))) return -1;
+        if (!rows_fit(a, (int)arrlen(t->pre))) return 1;
         feed_prefill(a, t);
         for (int j = 0; j < (int)arrlen(t->dec); j++) {
-            if (!rows_fit(a, 1)) return -1;
+            if (!rows_fit(a, 1)) return 1;
             feed_decode(a, t->dec[j]);
         }
     }
@@ -21032,12 +21085,15 @@ static int session_take(App *a, SessionFile *x, char err[512]) {
     if (record_fits(a->s, x->turn, err)) return -1;
     a->turn = x->turn;
     a->closed = x->closed;
-    if (replay_within(a)) {
+    int bad = replay_within(a);
+    if (bad > 0)
         snprintf(err, 512, "%.300s: its dialogue needs more rows than -c %d (start with a larger -c, or with a "
                            "method that drops rows)", x->path, ctx_limit(a));
+    if (bad < 0) snprintf(err, 512, "%s", a->s->err);
+    if (bad) {
         a->turn = own;
         a->closed = closed;
-        replay(a, (int)arrlen(own));
+        if (bad > 0 && replay(a, (int)arrlen(own))) a->stale = 1;       // session_ready tries again
         return -1;
     }
     x->turn = own;                                      // goes with x
@@ -22178,7 +22234,7 @@ static void turn_end(App *a, int replied) {
 // Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
 // that the model does not have, and nothing was fed.
 static int chat_turn(App *a, const char *text, FILE *out) {
-    session_ready(a);
+    if (session_ready(a)) return -1;
     Turn t = render_turn(a, text);
     int n = (int)arrlen(t.pre);
     if (!n || !message_known(a, &t) || !message_fits(a, n)) {
@@ -22204,14 +22260,20 @@ static int chat_turn(App *a, const char *text, FILE *out) {
 }
 
 // Makes the last reply again: everything up to its first token is replayed, and new random numbers
-// go on from there.
+// go on from there. When the method does not open again, the reply stays.
 static void chat_regen(App *a, FILE *out) {
     if (!arrlen(a->turn)) {
         fprintf(stderr, "nothing to make again\n");
         return;
     }
-    arrfree(arrlast(a->turn).dec);
-    replay(a, (int)arrlen(a->turn));
+    int *reply = arrlast(a->turn).dec;
+    arrlast(a->turn).dec = NULL;
+    if (replay(a, (int)arrlen(a->turn))) {
+        arrlast(a->turn).dec = reply;
+        warn("the reply stays: %s", a->s->err);
+        return;
+    }
+    arrfree(reply);
     turn_begin();
     chat_reply(a, out);
     turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
@@ -22267,7 +22329,8 @@ static int chat_method(App *a, const char *spec) {
     a->method = copy;
     template_differs(a);
     double t0 = now();
-    replay(a, (int)arrlen(a->turn));
+    a->stale = 1;                               // the new session has no rows yet
+    if (session_ready(a)) return 0;             // the next message tries again
     confirm_replay(a, t0);
     return 0;
 }
@@ -22287,12 +22350,17 @@ static void chat_budget(App *a, const char *value) {
     free(old);
 }
 
-// Forgets the dialogue.
-static void chat_clear(App *a) {
+// Forgets the dialogue. 0, or -1: the method does not open again, a line on stderr says why, and the
+// dialogue stays.
+static int chat_clear(App *a) {
+    if (session_try_reset(a->s)) {
+        warn("the dialogue stays: %s", a->s->err);
+        return -1;
+    }
     record_clear(a);
-    session_reset(a->s);
     pending_set(a, NULL);
     a->closed = a->stale = 0;
+    return 0;
 }
 
 // ---- several methods side by side
@@ -22410,8 +22478,9 @@ static int side_replay(Side *x, const App *a) {
     }
     x->app.closed = a->closed;
     if (record_fits(x->app.s, x->app.turn, x->refused)) return -1;
-    replay(&x->app, (int)arrlen(x->app.turn));
-    return 0;
+    if (!replay(&x->app, (int)arrlen(x->app.turn))) return 0;
+    snprintf(x->refused, sizeof x->refused, "%s", x->app.s->err);
+    return -1;
 }
 
 // ---- several methods side by side: the lines they get
@@ -22751,14 +22820,13 @@ static void command_help(App *a, const char *arg) {
 
 static void command_stats(App *a, const char *arg) {
     (void)arg;
-    session_ready(a);
-    print_stats(a, stderr);
+    if (!session_ready(a)) print_stats(a, stderr);
 }
 
 static void command_clear(App *a, const char *arg) {
     (void)arg;
     int n = (int)arrlen(a->turn);
-    chat_clear(a);
+    if (chat_clear(a)) return;
     confirm("the dialogue is empty: %d turn%s forgotten", n, n == 1 ? "" : "s");
 }
 
@@ -22802,8 +22870,7 @@ static void command_system(App *a, const char *arg) {
         return;
     }
     if (!a->tp) fprintf(stderr, "there is no chat template: a system message has no effect\n");
-    if (options_set(a->o, "system", text, err)) return;
-    chat_clear(a);
+    if (chat_clear(a) || options_set(a->o, "system", text, err)) return;
     confirm("another system message; the dialogue is empty");
 }
 
@@ -23027,11 +23094,11 @@ static int chat(App *a) {
     chat_busy = 0;
     session_end(a);
     int json = opt_int(a->o, "json"), stats = opt_int(a->o, "stats");
-    if (json || stats) session_ready(a);
-    if (json) print_json(a, stdout);
-    if (stats) print_stats(a, stderr);
+    int bad = (json || stats) && session_ready(a);
+    if (json && !bad) print_json(a, stdout);
+    if (stats && !bad) print_stats(a, stderr);
     line_free(&e);
-    return 0;
+    return bad ? EXIT_RUN : 0;
 }
 
 // ==================================================================================================== 26 EVALUATION
@@ -24464,7 +24531,7 @@ static void play_free(App *a, const EvalItem *it, Score *sc) {
         if (gold) {                                     // the history changes, so the cache is rebuilt
             arrfree(arrlast(a->turn).dec);
             arrlast(a->turn).dec = right;
-            replay(a, (int)arrlen(a->turn));
+            if (replay(a, (int)arrlen(a->turn))) die(EXIT_USAGE, "%s", a->s->err);
         } else {
             arrfree(right);
         }
@@ -32251,9 +32318,11 @@ static int request_session(Batch *b, Options *o, const char *method, char err[51
     a->method = name;
     a->o = o;
     char *making = same ? making_text(a) : NULL;
+    int bad = 0;
     if (making && !strcmp(making, b->making)) {
         a->s->opt = o;
-        session_reset(a->s);
+        bad = session_try_reset(a->s);
+        if (bad) fault(err, "%s", a->s->err);
     } else {
         session_close(a->s);
         free(b->making);
@@ -32263,7 +32332,7 @@ static int request_session(Batch *b, Options *o, const char *method, char err[51
     }
     free(making);
     options_free(old);
-    return a->s ? 0 : -1;
+    return a->s && !bad ? 0 : -1;
 }
 
 // Feeds the record, then scores the continuation or makes the reply. 0, or -1 with err.
@@ -32273,7 +32342,9 @@ static int request_play(Batch *b, char err[512]) {
     for (int i = 0; i < (int)arrlen(a->turn); i++)
         if (request_known(a->c, a->turn[i].pre, err) || request_known(a->c, a->turn[i].dec, err)) return -1;
     if (request_known(a->c, b->given, err) || record_fits(a->s, a->turn, err)) return -1;
-    if (replay_within(a)) return fault(err, "the tokens do not fit into -c %d", ctx_limit(a));
+    int bad = replay_within(a);
+    if (bad < 0) return fault(err, "%s", a->s->err);
+    if (bad) return fault(err, "the tokens do not fit into -c %d", ctx_limit(a));
     if (!n) {
         FILE *f = memory_stream(&b->text, &b->size);
         generate(a, most < 0 ? 256 : most, f);
@@ -32756,7 +32827,8 @@ WEB const char *web_method(int i, const char *method, const char *options) {
         x->reply.t = x->all.t = web.tok;
         x->reply.skip_special = 1;
         x->read = 0;
-        replay(&x->side.app, (int)arrlen(now.app.turn));
+        x->side.app.stale = 1;
+        (void)session_ready(&x->side.app);
     } else if (o) {
         side_close(&now);
     }
@@ -32766,7 +32838,7 @@ WEB const char *web_method(int i, const char *method, const char *options) {
 
 // Forgets the dialogue of side i.
 WEB void web_clear(int i) {
-    if (web_side[i].side.app.s) chat_clear(&web_side[i].side.app);
+    if (web_side[i].side.app.s) (void)chat_clear(&web_side[i].side.app);
 }
 
 // Closes side i.
@@ -32842,7 +32914,7 @@ WEB const char *web_follow(int i, int of) {
     App *a = &web_side[i].side.app;
     const Turn *now = web_side[of].side.app.turn;
     char err[512] = "";
-    if (!web_goes_on(a->turn, now)) chat_clear(a);
+    if (!web_goes_on(a->turn, now) && chat_clear(a)) return "the dialogue cannot be begun anew";
     if (!record_fits(a->s, now, err) && record_overflows(a, now))
         snprintf(err, sizeof err, "%s", web_too_long);
     for (int k = max_int((int)arrlen(a->turn) - 1, 0); k < (int)arrlen(now) && !*err; k++) {

@@ -790,7 +790,10 @@ void     weights_close(Weights *w, Config *c);
 Session *session_open(const Config *c, const Weights *w, const Options *o, const char *method);
 
 void     session_close(Session *s);
-void     session_reset(Session *s);                                         // forget every token
+void     session_reset(Session *s);                                         // forget every token; exit 2
+
+// 0, or -1 with the reason in s->err, and then nothing is forgotten
+int      session_try_reset(Session *s);
 
 // one turn -> logits (V) of its last id
 const float *prefill(Session *s, const int *ids, int n);

@@ -14502,6 +14502,43 @@ TEST(cli_sonic_ends, "a chat under sonic that runs out of positions goes on: a r
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
+// A loop of the shell that waits until a file has a line that begins so, for 20 seconds at most.
+#define WAIT_FOR(begin, file) \
+    "for i in $(seq 400); do grep -qs '^" begin "' " file " && break; sleep .05; done; "
+
+TEST(cli_method_file_gone,
+     "a method's file that goes away in a chat or a batch costs nothing: /regen keeps the reply, /clear "
+     "and /system the dialogue, a request gets an error, and the next ones are answered") {
+    static const char *const file[] = { "nexus.safetensors", "head_scores.json" };
+    static const char *const method[] = { "sonic", "dililazy" };
+    for (int i = 0; i < 2; i++) {
+        char d[] = "/tmp/kvcomp-gone-XXXXXX";
+        CHECK(mkdtemp(d) && sh("ln -s $PWD/models/kvcomp-tiny/* %s && rm %s/%s", d, d, file[i]) == 0, "%s", sh_err);
+        CHECK(sh("cp models/kvcomp-tiny/%s %s && { echo hello; " WAIT_FOR("turn", "%s/s") "cp %s/s %s/kept; rm %s/%s; "
+                 "printf '/regen\n/clear\n/system be brief\n/stats\nwho are you?\n'; } | "
+                 "./kvcomp -m %s --temp 0 -n 8 --session %s/s --method=%s",
+                 file[i], d, d, d, d, d, file[i], d, d, method[i]) == 0,
+              "%s: %s", method[i], sh_err);
+        CHECK(strstr(sh_err, "the reply stays: ") && strstr(sh_err, "the dialogue stays: ") &&
+                  strstr(sh_err, "in 1 turns") && strstr(sh_err, "[turn 2 ") && strstr(sh_err, file[i]),
+              "%s: %s", method[i], sh_err);
+        CHECK(sh("grep ^turn %s/kept >%s/a; grep -m 1 ^turn %s/s | cmp - %s/a", d, d, d, d) == 0,
+              "%s: the first turn is another one: %s", method[i], sh_out);
+
+        const char *ask = "{\"prompt\":\"hi\",\"max_tokens\":2,\"method\":";
+        CHECK(sh("cp models/kvcomp-tiny/%s %s && { echo '%s\"%s\"}'; " WAIT_FOR("{", "%s/out") "rm %s/%s; "
+                 "echo '%s\"%s\"}'; echo '%s\"full\"}'; } | ./kvcomp -m %s -q --batch - >%s/out",
+                 file[i], d, ask, method[i], d, d, file[i], ask, method[i], ask, d, d) == 1,
+              "%s: %s", method[i], sh_err);
+        CHECK(sh("cat %s/out", d) == 0 && lines_in(sh_out) == 3, "%s: %s", method[i], sh_out);
+        char *line[] = { strtok(sh_out, "\n"), strtok(NULL, "\n"), strtok(NULL, "\n") };
+        CHECK(line[2] && strstr(line[0], "\"text\"") && strstr(line[1], "\"error\"") && strstr(line[1], file[i]) &&
+                  strstr(line[2], "\"text\""),
+              "%s: %s", method[i], line[1]);
+        CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+    }
+}
+
 // A chat on a real terminal: what is typed, then everything the program printed within the time.
 static int pty_chat(const char *const *typed, const double *wait, int n, char *seen, size_t size) {
     int fd;
