@@ -12700,7 +12700,8 @@ static const Opt program_options[] = {
     { "no-think",      'b', "0",    "turn a thinking model's thoughts off" },
     { "single-turn",   'b', "0",    "leave after one reply" },
     { "demo",          'b', "0",    "a scripted dialogue through several methods side by side: what each answers, holds, reads" },
-    { "session",       's', "",     "go on with the dialogue in this file, and save it after every turn" },
+    { "session",       's', "",
+      "go on with the dialogue in this file, and save it after every turn; one chat at a time has it" },
     // Sampling
     { "temp",          'f', "0.8",  "temperature; 0: greedy" },
     { "top-k",         'i', "40",   "0: off" },
@@ -20900,6 +20901,51 @@ static char *session_text(App *a, size_t *n, uint64_t *hash) {
     return text;
 }
 
+// ---- one chat at a time
+// Two chats that go on with one file would overwrite each other's turns. So a chat locks the file of
+// --session (flock), and a second one is refused. A save puts another file in the place of the old
+// one, so that file is locked before it takes its place. The lock goes with the process, whatever
+// ends it. A file system that has no locks is used without.
+static int session_lock = -1;       // the descriptor that holds the lock; -1: there is none
+
+// Is the open file fd the one that a path names now?
+static int same_file(int fd, const char *path) {
+    struct stat one, other;
+    return fd >= 0 && !fstat(fd, &one) && !stat(path, &other) && one.st_dev == other.st_dev
+        && one.st_ino == other.st_ino;
+}
+
+// Opens and locks the regular file at path, which is no symbolic link; *is_new: it was not there, and
+// is empty now. Returns its descriptor, or -1 with err.
+static int session_lock_file(const char *path, int *is_new, char err[512]) {
+    for (;;) {
+        int flags = O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
+        int fd = open(path, flags | O_CREAT | O_EXCL, 0600);
+        *is_new = fd >= 0;
+        if (fd < 0 && errno == EEXIST) fd = open(path, flags);
+        if (fd < 0 && errno == ENOENT) continue;        // it went away between the two
+        int held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
+        if (fd >= 0 && !held && same_file(fd, path)) return fd;
+        if (fd < 0 || held) {
+            snprintf(err, 512, "%.380s: %s", path, held ? "another chat goes on with this file" : strerror(errno));
+            if (fd >= 0) close(fd);
+            return -1;
+        }
+        close(fd);                                      // another chat has saved meanwhile: its new file
+    }
+}
+
+// Does another chat hold the lock of the file at path? 0, or -1 with err.
+static int session_is_free(const char *path, char err[512]) {
+    struct stat st;
+    if (stat(path, &st) || !S_ISREG(st.st_mode) || same_file(session_lock, path)) return 0;
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    int held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
+    if (held) snprintf(err, 512, "%.400s: another chat goes on with this file", path);
+    if (fd >= 0) close(fd);
+    return held ? -1 : 0;
+}
+
 // Saves the session, unless the file is known to hold it. 0, or -1 with err, and then the old file
 // stays.
 static int session_save(App *a, const char *path, int unless_kept, char err[512]) {
@@ -20907,18 +20953,24 @@ static int session_save(App *a, const char *path, int unless_kept, char err[512]
     size_t n;
     uint64_t hash;
     char *text = session_text(a, &n, &hash);
-    int bad = 0;
+    int own = !strcmp(path, opt_str(a->o, "session")) || same_file(session_lock, path), bad = 0;
     if (!unless_kept || hash != a->kept) {
-        bad = save_begin(&x, path, err);
+        bad = session_is_free(path, err) || save_begin(&x, path, err);
         if (!bad) {
             fwrite(text, 1, n, x.f);
             fprintf(x.f, "check %016llx\n", (unsigned long long)hash);
+            int lock = own ? fcntl(fileno(x.f), F_DUPFD_CLOEXEC, 0) : -1;
+            if (lock >= 0) (void)flock(lock, LOCK_EX | LOCK_NB);
             bad = save_keep(&x, 1, err);
+
+            int spare = bad ? lock : session_lock;      // the new file's lock takes the old one's place
+            if (own && spare >= 0) close(spare);
+            if (own && !bad) session_lock = lock;
         }
         if (!bad && unless_kept) a->kept = hash;
     }
     free(text);
-    return bad;
+    return bad ? -1 : 0;
 }
 
 // ---- reading them
@@ -23022,14 +23074,24 @@ static char **chat_complete(const char *typed, int *from) {
 }
 
 // ---- the chat
-// --session FILE: goes on with the dialogue in it, if there is one. A file that cannot be saved is
-// found now, not when there is something to save.
+// --session FILE: goes on with the dialogue in it, if there is one; else the file gets a dialogue
+// without turns. From here on it is this chat's alone: exit 1 when another one has it. A file that
+// cannot be saved is found now, not when there is something to save.
 static void session_begin(App *a) {
     char err[512];
     const char *path = opt_str(a->o, "session");
     if (!*path) return;
     if (save_check(path, err)) die(EXIT_RUN, "--session %s", err);
-    if (file_exists(path) && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
+    app_fingerprint(a);                         // takes a while, in which no empty file should lie there
+    int is_new;
+    char *target = link_target(path);
+    if (!target) die(EXIT_RUN, "--session %s: %s", path, strerror(errno));
+    session_lock = session_lock_file(target, &is_new, err);
+    free(target);
+    if (session_lock < 0) die(EXIT_RUN, "--session %s", err);
+    int bad = is_new ? session_save(a, path, 1, err) : session_read(a, path, err);
+    if (bad && is_new) unlink(path);
+    if (bad) die(EXIT_RUN, "--session %s", err);
 }
 
 // --session FILE: keeps the dialogue in it, for the last time.
