@@ -13495,13 +13495,16 @@ static int json_holds_nul(const Json *v) {
 }
 
 // Writes the n bytes at s as a JSON string, quotes included. A byte of broken UTF-8 becomes U+FFFD.
+// The control characters beyond ASCII, U+0080 to U+009F (two bytes, c2 80 to c2 9f), are written as
+// escapes, as those of ASCII are: a terminal may obey them.
 static void json_escape(FILE *f, const char *s, size_t n) {
     putc('"', f);
     for (size_t i = 0; i < n; ) {
         int k = utf8_length(s + i, n - i), c = (unsigned char)s[i];
+        if (k == 2 && c == 0xc2 && (unsigned char)s[i + 1] < 0xa0) c = (unsigned char)s[i + 1];
         if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
         else if (c == '\n') fputs("\\n", f);
-        else if (c < ' ' || c == 127) fprintf(f, "\\u%04x", (unsigned)c);
+        else if (c < ' ' || c == 127 || (k == 2 && c < 0xa0)) fprintf(f, "\\u%04x", (unsigned)c);
         else if (k) fwrite(s + i, 1, (size_t)k, f);
         else fputs("\\ufffd", f);
         i += k ? (size_t)k : 1;

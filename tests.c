@@ -1065,7 +1065,7 @@ TEST(json_large, "a vocabulary of 200,000 is parsed in well under a second and w
 }
 
 TEST(json_escaping, "json_escape writes what json_parse reads; broken UTF-8 becomes U+FFFD") {
-    static const char raw[] = "a\"b\\c\n\t\x01\x7f\xc3\xa9 \xf0\x9f\xa6\x99";
+    static const char raw[] = "a\"b\\c\n\t\x01\x7f\xc2\x80\xc2\x9b[2J\xc2\x9f\xc2\xa0\xc3\xa9 \xf0\x9f\xa6\x99";
     char *out = NULL, err[256] = "";
     size_t n = 0;
     FILE *f = open_memstream(&out, &n);
@@ -1073,6 +1073,7 @@ TEST(json_escaping, "json_escape writes what json_parse reads; broken UTF-8 beco
     fclose(f);
     Json *j = json_parse(out, n, err);
     CHECK(j && j->len == sizeof raw && !memcmp(j->str, raw, sizeof raw), "%s: %s", out, err);
+    CHECK(strstr(out, "\\u0001\\u007f\\u0080\\u009b[2J\\u009f\xc2\xa0\xc3\xa9 "), "control characters: %s", out);
     json_free(j);
     free(out);
     f = open_memstream(&out, &n);
