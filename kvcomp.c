@@ -7715,7 +7715,7 @@ static const Opt sonic_opts[] = {
       "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
     { "sonic-ratio",     'f', "0",
       "share of each message to remove instead (also --ratio); at most the adapter's k_max tokens stay" },
-    { "sonic-weights",   's', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
+    { "sonic-weights",   'p', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
     { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
     { "sonic-seed",      'i', "1",    "of those embeddings" },
     { "sonic-pos",       'c', "adapter|augmented|original",
@@ -8039,7 +8039,7 @@ static void dililazy_stats(const Session *s, const void *ms, FILE *f) {
 }
 
 static const Opt dililazy_opts[] = {
-    { "dililazy-scores",    's', "", "head scores; default: head_scores.json in the model's folder" },
+    { "dililazy-scores",    'p', "", "head scores; default: head_scores.json in the model's folder" },
     { "dililazy-score",     'c', "inf|dili|lazy",
       "which score shares out the budget (dili, lazy: the paper's ablation)" },
     { "dililazy-alloc",     'c', "paper|paper-literal|code",
@@ -8153,7 +8153,7 @@ static int headkv_open(Session *s, void *ms) {
 }
 
 static const Opt headkv_opts[] = {
-    { "headkv-scores", 's', "", "head scores; default: head_scores.json in the model's folder" },
+    { "headkv-scores", 'p', "", "head scores; default: head_scores.json in the model's folder" },
     { "headkv-score",  'c', "r2|r", "retrieval and reasoning (HeadKV-R2), or retrieval alone (HeadKV-R)" },
     { "headkv-beta",   'f', "1.2", "1/beta of the budget is shared out by score; the rest is the same for all" },
     { NULL, 0, NULL, NULL },
@@ -31175,6 +31175,7 @@ static void help_value(const Opt *o, char out[96]) {
     if (o->kind == 'i') text = " N";
     if (o->kind == 'o') text = "[=N]";
     if (o->kind == 'f') text = " F";
+    if (o->kind == 'p') text = " FILE";
     if (o->kind == 'c') snprintf(out, 96, "=%s", o->def);
     else snprintf(out, 96, "%s", text);
 }
@@ -32211,7 +32212,8 @@ static const char *const request_fields[] = {
     "id", "prompt", "messages", "ids", "continuation", "max_tokens", "stop", "method",
 };
 
-// May a request have this option? Those of the methods, and those of what is asked and said.
+// May a request have this option? Those of the methods, and those of what is asked and said. Who asks
+// may not name files: the error about one that does not fit tells what is in it.
 static int request_has_option(const char *name) {
     static const char *const asked[] = {
         "ctk", "ctv", "raw", "system", "parse-special", "no-think", "ignore-eos", "temp", "top-k", "top-p", "min-p",
@@ -32219,7 +32221,8 @@ static int request_has_option(const char *name) {
     };
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++)
         if (!strcmp(asked[i], name)) return 1;
-    return opt_find(name) && is_of_methods(name);
+    const Opt *o = opt_find(name);
+    return o && o->kind != 'p' && is_of_methods(name);
 }
 
 // Sets the option called name to a value of JSON. 0, or -1 with err.
@@ -32251,6 +32254,9 @@ static int request_options(Options *o, const Json *j, char err[512]) {
         snprintf(name, sizeof name, "%s", j->key[i]);
         for (char *p = name; *p; p++)
             if (*p == '_') *p = '-';
+        const Opt *known = opt_find(name);
+        if (known && known->kind == 'p')
+            return fault(err, "'%.40s' names a file: give --%s on the command line", j->key[i], name);
         if (!request_has_option(name)) return fault(err, "unknown field '%.40s'", j->key[i]);
         if (request_option(o, name, &j->item[i], err)) return -1;
     }

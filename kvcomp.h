@@ -175,7 +175,9 @@ typedef struct Options Options; // every command-line value; read with opt_int()
 
 typedef struct {                // one option
     const char *name;           // without dashes
-    char kind;                  // 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice, 'o' int or nothing
+    // 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice, 'o' int or nothing; 'p' the name of a file that a
+    // method reads, which only the command line gives
+    char kind;
     const char *def;            // default; of a choice "a|b|c", and the first one is the default
     const char *help;
 } Opt;

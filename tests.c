@@ -18723,6 +18723,11 @@ TEST(batch_errors, "a line that is no request gets its error and its number, and
         { "{\"prompt\":1}", "'prompt' is no text" },
         { "{\"prompt\":\"x\",\"methd\":\"full\"}", "unknown field 'methd'" },
         { "{\"prompt\":\"x\",\"model\":\"y\"}", "unknown field 'model'" },
+        { "{\"prompt\":\"x\",\"method\":\"sonic\",\"sonic_weights\":\"README.md\"}",
+          "'sonic_weights' names a file" },
+        { "{\"prompt\":\"x\",\"method\":\"dililazy\",\"dililazy-scores\":\"README.md\"}",
+          "'dililazy-scores' names a file" },
+        { "{\"prompt\":\"x\",\"headkv_scores\":\"README.md\"}", "'headkv_scores' names a file" },
         { "{\"prompt\":\"x\",\"method\":\"fulll\"}", "did you mean full" },
         { "{\"prompt\":\"x\",\"method\":3}", "'method' is no text" },
         { "{\"prompt\":\"x\",\"method\":\"streaming\",\"budget\":2}", "leaves no recent row" },
@@ -18757,7 +18762,7 @@ TEST(batch_errors, "a line that is no request gets its error and its number, and
         snprintf(lines + strlen(lines), sizeof lines - strlen(lines), "%s\n", bad[i].line);
     strcat(lines, "{\"prompt\":\"hi\",\"max_tokens\":2}\n\n \n");     // blank lines are no requests
     CHECK(batch_run(lines, "-c 64", j) == 1 &&
-              strstr(sh_err, "27 of 28 requests had an error"),
+              strstr(sh_err, "30 of 31 requests had an error"),
           "%s", sh_err);
     for (int i = 0; i < N; i++)
         CHECK(strstr(json_text(j[i], "error"), bad[i].says) && number_of(j[i], "line") == i + 1,
