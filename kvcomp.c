@@ -8531,6 +8531,7 @@ enum {
     MOST_CONFIG = 64 << 20,         // bytes of config.json and its like: an index, scores, needles
     MOST_TOKENIZER = 256 << 20,
     MOST_TEXT = 256 << 20,          // of a prompt, ids, dialogues, a chat template, a session
+    MOST_REQUEST = 16 << 20,        // of a line of --batch
     MOST_ANSWERS = 1 << 30,         // of --eval-out, which a long run itself makes long
 };
 
@@ -16638,6 +16639,33 @@ static int *encode_at(const Tokenizer *t, const char *text, size_t n, int parse_
 static int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int parse_special,
                              int *ids) {
     return encode_at(t, text, n, parse_special, 1, ids);
+}
+
+// Does every byte become a token of its own when nothing stands beside it? Without that, any number of
+// characters may become one token, or none.
+static int bytes_have_tokens(const Tokenizer *t) {
+    for (int b = 1; b < 256; b++) {
+        const char byte = (char)b;
+        int *ids = tokenizer_encode(t, &byte, 1, 0, NULL), known = arrlen(ids) > 0;
+        for (int i = 0; i < (int)arrlen(ids); i++) known &= ids[i] != t->unk;
+        arrfree(ids);
+        if (!known) return 0;
+    }
+    return 1;
+}
+
+// A number of tokens that a text of n bytes has at least, without encoding it: its characters that are
+// no white space, in pieces as long as the longest. A normalizer may shorten a text before, never to
+// less than an eighth. 0: nothing can be said.
+static size_t fewest_tokens(const Tokenizer *t, const char *text, size_t n) {
+    size_t solid = 0, longest = 1;
+    int len;
+    for (size_t i = 0; i < n; i += (size_t)len)
+        if (!is_space(text + i, n - i, &len)) solid += (size_t)len;
+    for (int i = 0; i < tokenizer_size(t); i++)
+        longest = max_size(longest, (size_t)max_int(t->piece[i].n_text, t->piece[i].n_bytes));
+    if (arrlen(t->norm)) longest *= 8;
+    return solid > longest && bytes_have_tokens(t) ? solid / longest : 0;
 }
 
 // ---- Decoding
@@ -32194,7 +32222,8 @@ static int dump_tokens(App *a, const char *text) {
 //   whose it is         "id": TEXT or N, which comes back
 // Every request begins with an empty cache, and a method's session is kept while requests ask for the
 // same. Messages are played turn by turn, as a chat would have gone. Replies are greedy unless `temp`
-// is given. A line that is none of this gets {"error":..,"line":N}, and the next one is read (D87).
+// is given. A line that is none of this, or is longer than 16 MiB, gets {"error":..,"line":N}, and the
+// next one is read (D87).
 
 typedef struct {
     App app;                // borrows model and tokenizer; session, options and record are its own
@@ -32289,6 +32318,14 @@ static int request_stops(App *a, const Json *stop, char err[512]) {
     return 0;
 }
 
+// Refuses a text that is fed in one pass and cannot fit, before it is encoded: a request may bring
+// megabytes. 0, or -1 with err.
+static int request_fits(const App *a, const char *text, char err[512]) {
+    size_t least = fewest_tokens(a->tok, text, strlen(text));
+    if (least <= (size_t)ctx_limit(a)) return 0;
+    return fault(err, "a text of %zu tokens or more does not fit into -c %d", least, ctx_limit(a));
+}
+
 // The turns of a dialogue: what the user said is prefilled, what the assistant said is decoded. The
 // last message gets its reply by the request. 0, or -1 with err.
 static int request_messages(App *a, const Json *list, char err[512]) {
@@ -32297,21 +32334,24 @@ static int request_messages(App *a, const Json *list, char err[512]) {
     if (!a->tp) return fault(err, "'messages' want a chat template");
     Message *m = messages_read(a, list, &n, err);
     if (!m) return -1;
-    int from = !strcmp(m->role, "system");
+    int from = !strcmp(m->role, "system"), bad = from ? request_fits(a, m->words, err) : 0;
     if (from) options_set(a->o, "system", m->words, why);
-    for (int i = from; i < n; i += 2) {
+    for (int i = from; i < n && !bad; i += 2) {
+        bad = request_fits(a, m[i].words, err);
+        if (bad) break;
         Turn t = render_turn(a, m[i].words);
         if (i + 1 < n) t.dec = tokenizer_encode(a->tok, m[i + 1].words, strlen(m[i + 1].words), 0, NULL);
         arrput(a->turn, t);
     }
     free(m);
-    return 0;
+    return bad;
 }
 
 // A prompt as one turn. An empty one is the token that begins a text, BOS or else EOS, so that the
 // probability of a whole text can be asked for. 0, or -1 with err.
 static int request_prompt(App *a, const Json *prompt, char err[512]) {
     if (prompt->type != JSON_STRING) return fault(err, "'prompt' is no text");
+    if (request_fits(a, prompt->str, err)) return -1;
     Turn t = render_turn(a, prompt->str);
     int first = a->tok->bos >= 0 ? a->tok->bos : a->tok->eos;
     if (!arrlen(t.pre) && first >= 0) arrput(t.pre, first);
@@ -32327,6 +32367,7 @@ static int request_continuation(Batch *b, const Json *prompt, const Json *given,
     const App *a = &b->app;
     if (given->type == JSON_ARRAY) return request_ids(a->c, given, "continuation", &b->given, err);
     if (given->type != JSON_STRING) return fault(err, "'continuation' is neither a text nor a list of ids");
+    if (request_fits(a, given->str, err)) return -1;
     char *text = NULL;
     int before = 0;
     if (prompt && !a->tp) {
@@ -32554,6 +32595,31 @@ static void batch_close(Batch *b) {
     free(b->making);
 }
 
+// Reads a line of --batch into *line (malloc'd, *room bytes), with its newline. Returns its bytes; -1 at
+// the end of the file; MOST_REQUEST + 1 when it has more, and then the rest is still to be read.
+static ssize_t batch_read(FILE *in, char **line, size_t *room) {
+    size_t n = 0;
+    int c = 0;
+    while (c != '\n' && n <= MOST_REQUEST && (c = getc(in)) != EOF) {
+        if (n == *room) {
+            *room = 2 * *room + 4096;
+            *line = xrealloc(*line, *room);
+        }
+        (*line)[n++] = (char)c;
+    }
+    return n ? (ssize_t)n : -1;
+}
+
+// A line that is too long: answered at once, because its end may be far away, and then passed over.
+static void batch_pass(FILE *in, long number, FILE *f) {
+    int c;
+    fprintf(f, "{\"error\":\"more than %d MiB, the most that a line may have\",\"line\":%ld}\n", MOST_REQUEST >> 20,
+            number);
+    fflush(f);
+    do c = getc(in);
+    while (c != EOF && c != '\n');
+}
+
 // --batch: answers every line that is not blank. Returns 0, or 1 when a line had an error.
 static int batch(App *a) {
     const char *path = opt_str(a->o, "batch");
@@ -32565,13 +32631,19 @@ static int batch(App *a) {
     Batch b;
     if (!in) die(EXIT_USAGE, "--batch %s: %s", path, strerror(errno));
     batch_open(&b, a);
-    while ((n = getline(&line, &room, in)) >= 0) {
+    while ((n = batch_read(in, &line, &room)) >= 0) {
         number++;
+        if (n > MOST_REQUEST && line[n - 1] != '\n') {
+            batch_pass(in, number, stdout);
+            requests++;
+            failed++;
+            continue;
+        }
         if (is_blank(line, line + n)) continue;
         requests++;
         failed += batch_line(&b, line, (size_t)n, number, stdout) != 0;
     }
-    if (!feof(in)) die(errno == ENOMEM ? EXIT_MEMORY : EXIT_RUN, "--batch %s: %s", path, strerror(errno));
+    if (ferror(in)) die(EXIT_RUN, "--batch %s: %s", path, strerror(errno));
     if (in != stdin) fclose(in);
     if (failed && !quiet) warn("--batch: %ld of %ld requests had an error", failed, requests);
     free(line);
