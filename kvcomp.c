@@ -11587,8 +11587,12 @@ static size_t q8_tensor_bytes(int rows, int cols) {
     return q8_panels(rows) * q8_blocks(cols) * Q8_PANEL;
 }
 
+// The largest weight that DT_Q8 holds: 127 times the largest scale, which is an F16.
+#define Q8_MOST (127 * 65504.0f)
+
 // Row r of a block (16 rows) at p = the n numbers x. A block with a NaN has a NaN for its scale.
-static void q8_block_put(char *p, int r, const float *x, int n) {
+// Returns the size of the largest number; 0 if that is infinite, which makes the scale a NaN as well.
+static float q8_block_put(char *p, int r, const float *x, int n) {
     float top = 0, odd = 0;
     for (int i = 0; i < n; i++) {
         top = fmaxf(top, fabsf(x[i]));
@@ -11601,22 +11605,26 @@ static void q8_block_put(char *p, int r, const float *x, int n) {
         float q = scale > 0 ? fmaxf(-127, fminf(127, rintf(x[i] / scale))) : 0;
         p[2 * LANES + i / 2 * 2 * LANES + 2 * r + i % 2] = (char)(signed char)q;
     }
+    return isfinite(top) ? top : 0;
 }
 
-// to (q8_tensor_bytes) = the matrix w of another dtype.
-static void q8_store(char *to, const Tensor *w) {
+// to (q8_tensor_bytes) = the matrix w of another dtype. Returns the size of its largest weight that is
+// finite: above Q8_MOST what stands in `to` is not the matrix.
+static float q8_store(char *to, const Tensor *w) {
     size_t blocks = q8_blocks(w->cols), size = dtype_size(w->dtype);
     int panels = (int)q8_panels(w->rows);
+    float top = 0;
     memset(to, 0, q8_tensor_bytes(w->rows, w->cols));
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static) reduction(max:top)
     for (int p = 0; p < panels; p++)
         for (size_t b = 0; b < blocks; b++)
             for (int r = 0; r < min_int(LANES, w->rows - p * LANES); r++) {
                 int c = (int)b * Q8_BLOCK, n = min_int(Q8_BLOCK, w->cols - c);
                 float x[Q8_BLOCK];
                 to_f32(x, (const char *)w->data + ((size_t)(p * LANES + r) * w->cols + c) * size, w->dtype, n);
-                q8_block_put(to + (p * blocks + b) * Q8_PANEL, r, x, n);
+                top = fmaxf(top, q8_block_put(to + (p * blocks + b) * Q8_PANEL, r, x, n));
             }
+    return top;
 }
 
 // dst (cols) = row r of w.
@@ -15003,13 +15011,19 @@ static void q8_map(Weights *w, const Config *c) {
     ask_huge_pages(wf->q8, wf->q8_bytes);
 }
 
-// The matrix t becomes DT_Q8 in that memory. The pages it was read from may leave memory.
-static void q8_take(Weights *w, Tensor *t) {
+// The matrix t becomes DT_Q8 in that memory. The pages it was read from may leave memory. Exit 3 with
+// the tensor's name when a weight is too large for that.
+static void q8_take(Weights *w, const Config *c, Tensor *t, const char *name) {
     WeightFiles *wf = w->files;
     char *to = wf->q8 + wf->q8_used;
     size_t page = page_bytes();
     size_t from = ((size_t)t->data + page - 1) / page * page, end = ((size_t)t->data + tensor_bytes(t)) / page * page;
-    q8_store(to, t);
+    float top = q8_store(to, t);
+    if (top > Q8_MOST) {
+        weights_close(w, NULL);
+        die(EXIT_MODEL, "%.300s: tensor '%s' has a weight of %.4g, --weights q8_0 holds up to %.4g", c->dir, name, top,
+            Q8_MOST);
+    }
     if (end > from) madvise((void *)from, end - from, MADV_DONTNEED);
     *t = (Tensor){ to, DT_Q8, t->rows, t->cols };
     wf->q8_used += tensor_bytes(t);
@@ -15018,18 +15032,22 @@ static void q8_take(Weights *w, Tensor *t) {
 // All matrices of a checkpoint, one after the other: what is held beside them is one matrix.
 static void q8_weights(Weights *w, const Config *c) {
     WeightFiles *wf = w->files;
+    char name[200];
     q8_map(w, c);
     wf->known[0] = w->embed;
     wf->known[1] = w->layer[0].wq;
     progress_tell("loading", 0);
-    q8_take(w, &w->embed);
+    q8_take(w, c, &w->embed, "model.embed_tokens.weight");
     for (int l = 0; l < c->L; l++) {
         progress_tell("loading", (l + 1.0) / (c->L + 2));
-        for (int i = 0; i < N_LAYER_TENSORS; i++)
-            if (layer_tensors[i].rows != '1') q8_take(w, layer_tensor(&w->layer[l], i));
+        for (int i = 0; i < N_LAYER_TENSORS; i++) {
+            if (layer_tensors[i].rows == '1') continue;
+            snprintf(name, sizeof name, "model.layers.%d.%s", l, layer_tensors[i].name);
+            q8_take(w, c, layer_tensor(&w->layer[l], i), name);
+        }
     }
     if (c->tied) w->head = w->embed;
-    else q8_take(w, &w->head);
+    else q8_take(w, c, &w->head, "lm_head.weight");
     progress_tell("loading", 1);
 }
 
@@ -15158,7 +15176,7 @@ static void make_matrix(Weights *w, const Config *c, Tensor *t, char **next, int
     char *at = *next;
     make_tensor(t, next, rows, cols, std, seed);
     if (!c->as_q8) return;
-    q8_take(w, t);
+    q8_take(w, c, t, "made from a seed");
     *next = at;
 }
 

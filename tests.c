@@ -1741,6 +1741,45 @@ TEST(weights_broken,
     weights_close(NULL, c);
 }
 
+TEST(weights_q8_range, "--weights q8_0 refuses a tensor with a weight that its scales cannot reach, by name; the "
+                       "largest that they reach, an infinity and a NaN are taken") {
+    static const struct {
+        int first;              // 1: of the embedding's first weight, 0: of lm_head's last one
+        uint16_t weight;        // BF16
+        const char *want;
+    } cases[] = {
+        { 1, 0x4afd, NULL },    // 8290304
+        { 1, 0x4b00, "tensor 'model.embed_tokens.weight' has a weight of 8.389e+06" },
+        { 0, 0xcb00, "tensor 'lm_head.weight' has a weight of 8.389e+06" },
+        { 0, 0x7f7f, "tensor 'lm_head.weight' has a weight of 3.39e+38" },
+        { 1, 0x7f80, NULL },
+        { 0, 0x7fc0, NULL },
+    };
+    static char header[8192], zeros[8192];
+    const char *dir = model_dir(), *path = tmp_path("model/model.safetensors");
+    size_t data = good_header(header, sizeof header, 3);
+    Config *c = config_load(dir);
+    c->as_q8 = 1;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        put_safetensors(path, header, -1, data);
+        FILE *f = fopen(path, "r+b");
+        const long from = 8 + (long)strlen(header), end = from + (long)data;
+        CHECK(f && data <= sizeof zeros, "%s", path);
+        if (!f) continue;
+        fseek(f, from, SEEK_SET);
+        fwrite(zeros, 1, data, f);
+        fseek(f, cases[i].first ? from : end - 2, SEEK_SET);
+        fwrite(&cases[i].weight, 2, 1, f);
+        fclose(f);
+        Weights *w;
+        int code = try_weights(c, &w);
+        if (!cases[i].want) CHECK(!code && w, "%zu: %d %s", i, code, die_text);
+        else CHECK(code == EXIT_MODEL && strstr(die_text, cases[i].want), "%zu: %d %s", i, code, die_text);
+        weights_close(w, NULL);
+    }
+    weights_close(NULL, c);
+}
+
 // What fn prints to stderr, in a static buffer.
 static const char *stderr_of(void (*fn)(void *), void *arg) {
     static char buf[2000];
