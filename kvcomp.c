@@ -25688,6 +25688,7 @@ enum {
 // only; a file that a run goes on with is of the same shard.
 static const char *const head_keys[] = { "kvcomp", "model", "items", "seed", "rows", "options", "shard" };
 enum { HEAD_KEYS = sizeof head_keys / sizeof *head_keys };
+enum { EVAL_ROWS = 1000 };  // most rows of a run that is written to a file
 
 typedef struct {            // the answers of a run that are on disk
     const char *path;       // of the file that is read or written
@@ -25858,19 +25859,42 @@ static Json *head_read(const char *text, size_t n, size_t *at, char err[512]) {
     return NULL;
 }
 
-// Takes the numbers of items and rows from a first line, and makes room for them. 0, or -1 with err.
-static int head_take(EvalFile *x, const Json *head, char err[512]) {
-    char word[160];
-    const char *rows = json_text(head, "rows");
-    x->items = atoi(json_text(head, "items"));
-    for (int r = 0; list_word(rows, r, word); r++) {
+// Reads the whole number in [0,most] that *p begins with into *x, and moves *p behind it. 0, or -1 when
+// there is none.
+static int number_read(const char **p, long most, int *x) {
+    char *end;
+    errno = 0;
+    long n = isdigit((unsigned char)**p) ? strtol(*p, &end, 10) : -1;
+    if (n < 0 || n > most || errno) return -1;
+    *x = (int)n;
+    *p = end;
+    return 0;
+}
+
+// Takes the rows of a first line, "method budget,method budget", from the text p. 0, or -1 when they are
+// none, or more than EVAL_ROWS: every line is looked up among them.
+static int rows_take(EvalFile *x, const char *p) {
+    while (*p) {
         Score sc = { 0 };
-        int odd = sscanf(word, "%159s %d", sc.name, &sc.budget) != 2;
-        for (const char *p = sc.name; *p; p++) odd |= !isgraph((unsigned char)*p);      // it goes to a terminal
-        if (odd) return fault(err, "'rows' are no methods and budgets");
+        size_t n = strcspn(p, " ");
+        if (!n || n >= sizeof sc.name || !p[n] || arrlen(x->row) == EVAL_ROWS) return -1;
+        for (size_t i = 0; i < n; i++)
+            if (!isgraph((unsigned char)p[i]) || p[i] == ',') return -1;                // it goes to a terminal
+        memcpy(sc.name, p, n);
+        p += n + 1;
+        if (number_read(&p, INT_MAX, &sc.budget) || (*p && (*p != ',' || !p[1]))) return -1;
+        p += *p == ',';
         arrput(x->row, sc);
     }
-    if (x->items < 1 || x->items > 1 << 24 || arrlen(x->row) < 1 || arrlen(x->row) > (1 << 24) / x->items)
+    return 0;
+}
+
+// Takes the numbers of items and rows from a first line, and makes room for them. 0, or -1 with err.
+static int head_take(EvalFile *x, const Json *head, char err[512]) {
+    const char *items = json_text(head, "items");
+    if (rows_take(x, json_text(head, "rows"))) return fault(err, "'rows' are no methods and budgets, 1 to %d", EVAL_ROWS);
+    int odd = number_read(&items, 1 << 24, &x->items) || *items != ' ';
+    if (odd || x->items < 1 || arrlen(x->row) < 1 || arrlen(x->row) > (1 << 24) / x->items)
         return fault(err, "'items' and 'rows' are none of a run");
     x->cell = xcalloc((size_t)x->items * arrlenu(x->row), sizeof *x->cell);
     return 0;

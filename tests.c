@@ -18530,7 +18530,14 @@ TEST(eval_unlike, "a file of answers in which one row has answered more than ano
              "./kvcomp --eval-merge=%s/one %s/one --csv", path, d, d, d) == 0 &&
               strstr(sh_err, "more than once") && lines_in(sh_out) == 2,
           "two files behind a =: %s%s", sh_out, sh_err);
-    static const char *const heads[] = { "1 0\",\"rows\":\"\\u001b[2J 0", "16777216 0\",\"rows\":\"full 0,window 8" };
+    static const char *const heads[] = {
+        "1 0\",\"rows\":\"\\u001b[2J 0", "16777216 0\",\"rows\":\"full 0,window 8",
+        // numbers that an int does not hold, or that are none
+        "4294967297 0\",\"rows\":\"full 0", "18446744073709551617 0\",\"rows\":\"full 0",
+        "-1 0\",\"rows\":\"full 0", "1\",\"rows\":\"full 0", "1x 0\",\"rows\":\"full 0",
+        "1 0\",\"rows\":\"full 4294967296", "1 0\",\"rows\":\"full -1", "1 0\",\"rows\":\"full 0x",
+        "1 0\",\"rows\":\"full", "1 0\",\"rows\":\"full 0,", "1 0\",\"rows\":\"",
+    };
     for (size_t i = 0; i < sizeof heads / sizeof *heads; i++) {
         char text[256];
         snprintf(text, sizeof text, "{\"kvcomp\":\"answers 1\",\"items\":\"%s\"}\n", heads[i]);
@@ -18538,6 +18545,10 @@ TEST(eval_unlike, "a file of answers in which one row has answered more than ano
         CHECK(sh("./kvcomp --eval-merge %s", path) == 2 && strstr(sh_err, "'rows'") && !strchr(sh_err, 27), "%s",
               sh_err);
     }
+    CHECK(sh("(printf '{\"kvcomp\":\"answers 1\",\"items\":\"1 0\",\"seed\":\"1\",\"rows\":\"full 0'; "
+             "seq -f ',full %%.0f' 50000 | tr -d '\\n'; echo '\"}') >%s; ulimit -t 4; ./kvcomp --eval-merge %s",
+             path, path) == 2 && strstr(sh_err, "'rows' are no methods and budgets, 1 to 1000"),
+          "many rows: %s", sh_err);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
