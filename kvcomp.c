@@ -18024,9 +18024,14 @@ static const char *const jinja_kinds[] = {
 };
 enum {                          // bounds, far above what a real program takes
     JINJA_DEPTH = 60,           // brackets and blocks inside one another
-    JINJA_STEPS = 200000,       // values and tags that are read
-    JINJA_BYTES = 32 << 20      // of values and of output, and of texts that are looked through
+    JINJA_PROGRAM = 1 << 20,    // bytes of a program
+    JINJA_STEPS = 1000000,      // values, operators and tags that are read
+    JINJA_BYTES = 32 << 20      // of values and of output, of texts and blanks that are looked through
 };
+typedef struct {                // what has been taken so far of JINJA_STEPS and JINJA_BYTES
+    long steps;
+    size_t bytes;
+} JinjaSpent;
 enum { JINJA_ARGS = 16 };       // most arguments of a call, members of a list in the program
 
 typedef struct JinjaValue {
@@ -18054,8 +18059,8 @@ typedef struct {
     const char *tag;            // the tag that ended the last block
     char *out;                  // stb array: the output
     void **own;                 // stb array: memory of texts and members
-    size_t bytes;               // taken so far, see JINJA_BYTES
-    int steps, depth;
+    JinjaSpent *spent;          // by this run and those before it that share the bounds
+    int depth;
     int failed;                 // 1: err is set, and nothing is left to read
     char *err;                  // (512) the first reason, with its line
 } Jinja;
@@ -18080,8 +18085,10 @@ static JinjaValue jinja_fail(Jinja *j, const char *fmt, ...) {
 
 // Counts a step over n bytes. Too many of either stop the program.
 static void jinja_spend(Jinja *j, size_t n) {
-    j->bytes += n;
-    if (++j->steps > JINJA_STEPS || j->bytes > JINJA_BYTES) jinja_fail(j, "the program takes too long");
+    JinjaSpent *x = j->spent;
+    x->steps++;
+    x->bytes = n < JINJA_BYTES ? x->bytes + n : JINJA_BYTES + 1;
+    if (x->steps > JINJA_STEPS || x->bytes > JINJA_BYTES) jinja_fail(j, "the program takes too long");
 }
 
 // n bytes that last as long as the program runs.
@@ -18149,6 +18156,7 @@ static int jinja_in(Jinja *j, JinjaValue a, JinjaValue b) {
     if (b.kind == J_TEXT && a.kind == J_TEXT) return !a.n || memmem(b.s, b.n, a.s, a.n);
     if (b.kind != J_LIST && b.kind != J_DICT && b.kind != J_UNDEFINED)
         jinja_fail(j, "%s in %s", jinja_kinds[a.kind], jinja_kinds[b.kind]);
+    jinja_spend(j, b.n);
     for (size_t i = 0; b.item && i < b.n; i++) {
         if (b.kind == J_DICT ? jinja_is(a, b.key[i]) : jinja_equal(j, a, b.item[i])) return 1;
     }
@@ -18156,8 +18164,10 @@ static int jinja_in(Jinja *j, JinjaValue a, JinjaValue b) {
 }
 
 // A text without the characters of `chars` (NULL: white space) at its left end, its right end.
-static JinjaValue jinja_strip(JinjaValue v, const char *chars, int left, int right) {
+static JinjaValue jinja_strip(Jinja *j, JinjaValue v, const char *chars, int left, int right) {
     if (!chars) chars = " \t\n\r\v\f";
+    jinja_spend(j, v.n * min_size(strlen(chars), JINJA_BYTES));     // each character is looked for among them
+    if (j->failed) return v;
     while (left && v.n && memchr(chars, *v.s, strlen(chars))) {
         v.s++;
         v.n--;
@@ -18181,8 +18191,11 @@ static JinjaValue jinja_written(Jinja *j, JinjaValue v) {
 // ---- Reading
 static int jinja_name_byte(int c) { return isalnum(c) || c == '_'; }
 
+// Passes over white space. Every byte of it counts: it may be read again and again.
 static void jinja_blanks(Jinja *j) {
+    const char *from = j->p;
     while (isspace((unsigned char)*j->p)) j->p++;
+    j->spent->bytes += (size_t)(j->p - from);
 }
 
 // Does this operator or bracket stand here? Then it is read. A sign that belongs to the end of a
@@ -18343,9 +18356,9 @@ static JinjaValue jinja_apply(Jinja *j, JinjaValue v, const char *name, const Ji
     int length = !strcmp(name, "length") || !strcmp(name, "count");
     if (text) jinja_spend(j, v.n);
     if (!strcmp(name, "default") && a->n == 1) return v.kind ? v : a->v[0];
-    if (text && (!strcmp(name, "trim") || !strcmp(name, "strip"))) return jinja_strip(v, x, 1, 1);
-    if (text && !strcmp(name, "lstrip")) return jinja_strip(v, x, 1, 0);
-    if (text && !strcmp(name, "rstrip")) return jinja_strip(v, x, 0, 1);
+    if (text && (!strcmp(name, "trim") || !strcmp(name, "strip"))) return jinja_strip(j, v, x, 1, 1);
+    if (text && !strcmp(name, "lstrip")) return jinja_strip(j, v, x, 1, 0);
+    if (text && !strcmp(name, "rstrip")) return jinja_strip(j, v, x, 0, 1);
     if (text && !strcmp(name, "string")) return v;
     if (text && x && !strcmp(name, "startswith")) return jinja_bool(v.n >= n && !memcmp(v.s, x, n));
     if (text && x && !strcmp(name, "endswith")) return jinja_bool(v.n >= n && !memcmp(v.s + v.n - n, x, n));
@@ -18411,11 +18424,20 @@ static JinjaValue jinja_index(Jinja *j, JinjaValue v) {
     return list;
 }
 
+// The number whose first digit stands here
+static JinjaValue jinja_number(Jinja *j) {
+    const char *from = j->p;
+    long x = strtol(j->p, (char **)&j->p, 10);
+    jinja_spend(j, (size_t)(j->p - from));
+    return jinja_int(x);
+}
+
 // A literal, a variable, a call of a function, a list or brackets
 static JinjaValue jinja_primary(Jinja *j) {
     jinja_blanks(j);
+    jinja_spend(j, 0);
     if (*j->p == '\'' || *j->p == '"') return jinja_quoted(j);
-    if (isdigit((unsigned char)*j->p)) return jinja_int(strtol(j->p, (char **)&j->p, 10));
+    if (isdigit((unsigned char)*j->p)) return jinja_number(j);
     if (jinja_op(j, "(")) {
         JinjaValue v = jinja_expression(j);
         jinja_want(j, ")");
@@ -18437,6 +18459,7 @@ static JinjaValue jinja_primary(Jinja *j) {
         JinjaArgs a = jinja_args(j, ")");
         return j->live ? jinja_call(j, name, &a) : (JinjaValue){ 0 };
     }
+    if (j->live) jinja_spend(j, arrlenu(j->var));
     for (int i = (int)arrlen(j->var) - 1; j->live && i >= 0; i--) {
         if (!strcmp(j->var[i].name, name)) return j->var[i].v;
     }
@@ -18457,6 +18480,7 @@ static JinjaValue jinja_postfix(Jinja *j) {
             v = call || filter ? jinja_apply(j, v, name, &a) : jinja_member(j, v, jinja_string(j, name));
         } else if (jinja_op(j, "[")) {
             v = jinja_index(j, v);
+            jinja_spend(j, 0);
         } else if (jinja_word(j, "is")) {
             int no = jinja_word(j, "not");
             const char *name = jinja_name(j);
@@ -18507,7 +18531,7 @@ static JinjaValue jinja_compute(Jinja *j, JinjaValue a, const char *op, JinjaVal
 static JinjaValue jinja_binary(Jinja *j, int level) {
     JinjaValue v;
     int nots = 0;
-    while (level <= JINJA_NOT && jinja_word(j, "not")) nots++;
+    for (; level <= JINJA_NOT && jinja_word(j, "not"); nots++) jinja_spend(j, 0);
     if (nots) v = jinja_bool(jinja_truth(jinja_binary(j, JINJA_COMPARISON)) != nots % 2);
     else if (jinja_op(j, "-")) v = jinja_int(-jinja_postfix(j).i);
     else v = jinja_postfix(j);
@@ -18520,6 +18544,7 @@ static JinjaValue jinja_binary(Jinja *j, int level) {
         }
         int at = jinja_operators[k].level;
         if (!at) break;
+        jinja_spend(j, 0);
         if (at == JINJA_COMPARISON && compared++) jinja_fail(j, "a chain of comparisons");
         if (at == JINJA_OR) j->live = live && !jinja_truth(v);
         if (at == JINJA_AND) j->live = live && jinja_truth(v);
@@ -18565,6 +18590,7 @@ static const char *const endprogram[] = { NULL };
 
 // Gives a variable of the innermost scope a value.
 static void jinja_set_variable(Jinja *j, const char *name, JinjaValue v) {
+    jinja_spend(j, arrlenu(j->var) - (size_t)j->scope);
     for (int i = j->scope; i < (int)arrlen(j->var); i++) {
         if (strcmp(j->var[i].name, name)) continue;
         j->var[i].v = v;
@@ -18637,6 +18663,7 @@ static void jinja_set(Jinja *j) {
         jinja_set_variable(j, name, v);
         return;
     }
+    jinja_spend(j, arrlenu(j->var));
     for (int i = 0; i < (int)arrlen(j->var); i++) {
         if (!strcmp(j->var[i].name, name)) space = &j->var[i].v;
     }
@@ -18699,6 +18726,7 @@ static void jinja_block(Jinja *j, int live, const char *const *stops) {
         if (kind == '{') {
             JinjaValue v = jinja_written(j, jinja_expression(j));
             jinja_close(j, "}}");
+            jinja_spend(j, v.n);
             if (!j->failed) bytes_put(&j->out, v.s, v.n);
             continue;
         }
@@ -18729,9 +18757,10 @@ static void jinja_block(Jinja *j, int live, const char *const *stops) {
 
 // What a program writes for n messages, malloc'd; NULL and the reason in err when it refuses them,
 // or needs what is not part of the above. prompt: with what opens a reply. think 0: with
-// enable_thinking set to false, as Qwen3 has it. The texts {bos} and {eos} stand for those tokens.
+// enable_thinking set to false, as Qwen3 has it. spent: what runs before this one have taken of the
+// bounds. The texts {bos} and {eos} stand for those tokens.
 static char *jinja_render(const char *program, const Tokenizer *t, const Message *m, int n, int prompt,
-                          int think, char err[512]) {
+                          int think, JinjaSpent *spent, char err[512]) {
     char *src = text_copy(program, strlen(program)), *text = NULL;
     size_t bytes = 0;
     for (const char *s = program; *s; s++) {                // Jinja knows one kind of line break ...
@@ -18741,7 +18770,7 @@ static char *jinja_render(const char *program, const Tokenizer *t, const Message
     bytes -= bytes && src[bytes - 1] == '\n';               // ... and drops the last one
     src[bytes] = 0;
 
-    Jinja j = { .src = src, .p = src, .end = src + bytes, .live = 1, .tag = "", .err = err };
+    Jinja j = { .src = src, .p = src, .end = src + bytes, .live = 1, .tag = "", .spent = spent, .err = err };
     JinjaValue messages = jinja_table(&j, J_LIST, (size_t)n), none = { .kind = J_NONE };
     for (int i = 0; i < n; i++) {
         JinjaValue message = jinja_table(&j, J_DICT, 2);
@@ -18783,6 +18812,7 @@ typedef struct {
     const char *program;
     const Tokenizer *t;
     Written *probe;               // stb array: what the program has written so far
+    JinjaSpent spent;           // by all probes together, and by comparing what they wrote
     char **own;                 // stb array: texts to free, those of the template among them
     char err[512];
 } Derivation;
@@ -18822,7 +18852,7 @@ static const char *probe(Derivation *d, int what, int n) {
         if (d->probe[i].what == what && d->probe[i].n == n) return d->probe[i].text;
     }
     int count = probe_messages(d, what, n, m);
-    char *text = jinja_render(d->program, d->t, m, count, !(what & NO_PROMPT), !(what & NO_THOUGHT), d->err);
+    char *text = jinja_render(d->program, d->t, m, count, !(what & NO_PROMPT), !(what & NO_THOUGHT), &d->spent, d->err);
     if (!text) return NULL;
     arrput(d->probe, ((Written){ what, n, keep_text(d, text) }));
     if (strlen(text) <= PROBE_BYTES) return text;
@@ -18917,12 +18947,21 @@ static char *compose(const TemplateText *x, const Message *m, int n, int late) {
     return out;
 }
 
+// Counts what a comparison takes. 0, or -1 and d->err when it is too much, as in jinja_spend.
+static int derive_spend(Derivation *d, size_t steps, size_t bytes) {
+    d->spent.steps += (long)steps;
+    d->spent.bytes += bytes;
+    if (d->spent.steps <= JINJA_STEPS && d->spent.bytes <= JINJA_BYTES) return 0;
+    return fault(d->err, "the program takes too long");
+}
+
 // Do the texts x give what the program writes for a dialogue of n messages? 0: they do not, and
 // d->err names what differs.
 static int reproduces(Derivation *d, const TemplateText *x, int what, int n) {
     Message m[8];
     const char *want = probe(d, what, n);
     if (!want) return 0;
+    if (derive_spend(d, 0, strlen(want))) return 0;
     int count = probe_messages(d, what, n, m);
     char *got = compose(x, m, count, 0), *late = compose(x, m, count, 1);
     int same = !strcmp(want, got) || !strcmp(want, late);
@@ -19014,6 +19053,7 @@ static int derive_system(Derivation *d, TemplateText *x, int place, const char *
     // The default text is what `start` has between them. It is plain text.
     size_t a = strlen(before), b = strlen(behind);
     if (n_start < a + b || strncmp(start, before, a) || !has_end(start, behind)) return 0;
+    if (derive_spend(d, n_start - a - b, 0)) return 0;
     x->system = part(d, start + a, n_start - a - b);
     x->always = !*x->system;
     for (const char *s = x->system; *s; s++) {
@@ -19044,7 +19084,7 @@ static int derive_turns(Derivation *d, TemplateText *x, const char *E, size_t en
     int len;
     if (strlen(E) > BETWEEN_BYTES)
         return fault(d->err, "it writes %zu bytes between two turns, at most %d are read", strlen(E), BETWEEN_BYTES);
-    for (; rest <= strlen(E); rest += token_at(d->t, E + rest, &len) >= 0 ? (size_t)len : 1) {
+    for (; rest <= strlen(E) && !derive_spend(d, PLACES, 0); rest += token_at(d->t, E + rest, &len) >= 0 ? (size_t)len : 1) {
         x->foot = part(d, E + end, rest - end);
         x->user = part(d, E + rest, strlen(E) - rest);
         for (int place = 0; place < PLACES; place++) {
@@ -19053,6 +19093,7 @@ static int derive_turns(Derivation *d, TemplateText *x, const char *E, size_t en
             if (!before || reproduces(d, x, WITH_SYSTEM, 1)) return 0;
         }
     }
+    if (derive_spend(d, 0, 0)) return -1;
     return fault(d->err, "what it writes around the words does not fall into one text for each role");
 }
 
@@ -19278,7 +19319,8 @@ static Template *template_make(const TemplateText *x, const Tokenizer *t, char e
 static Template *template_derive(const char *program, const Tokenizer *t, char err[512]) {
     Template *tp = xcalloc(1, sizeof *tp);
     Derivation d = { .program = program, .t = t };
-    int bad = derive(&d, tp);
+    size_t n = strlen(program);
+    int bad = n > JINJA_PROGRAM ? fault(d.err, "it has %zu bytes, at most %d are read", n, JINJA_PROGRAM) : derive(&d, tp);
     if (bad) fault(err, "this chat template is not supported: %.300s", d.err);
     tp->own = d.own;
     arrfree(d.probe);

@@ -3312,6 +3312,7 @@ TEST(template_openings,
     }
 
     // 2 MB of text, looked through thousands of times
+    JinjaSpent spent = { 0 };
     Message m = { "user", "u" };
     double t0 = now();
     char *text = jinja_render("{% set s = namespace(a='ab', n=[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]) %}"
@@ -3320,9 +3321,87 @@ TEST(template_openings,
                               "{% for i in s.n %}{% for j in s.n %}"
                               "{% for k in s.n %}{% for l in s.n %}{% if 'ba b' in s.a or s.a | trim == 'a' %}"
                               "{% endif %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}",
-                              t, &m, 1, 1, 1, err);
+                              t, &m, 1, 1, 1, &spent, err);
     CHECK(!text && strstr(err, "takes too long") && now() - t0 < 5, "%s after %.1f s", text ? text : err, now() - t0);
     free(text);
+    tokenizer_free(t);
+}
+
+// Appends a text n times to the stb array *out.
+static void put_times(char **out, const char *text, int n) {
+    for (int i = 0; i < n; i++) bytes_put(out, text, strlen(text));
+}
+
+// A program that takes long, as an stb array with a NUL at its end: five loops in one another around
+// a condition that is long itself, in one of the ways that a program has; or many variables.
+enum { SLOW_CONDITIONS = 6, SLOW_STRIP = SLOW_CONDITIONS, SLOW_VARIABLES, SLOW };
+
+static char *slow_program(int which) {
+    static const struct {
+        const char *begin, *again, *end;    // `again` is written `times` times between the others
+        int times;
+    } condition[SLOW_CONDITIONS] = {
+        { "1", "+1", "", 9000 },            // operators
+        { "", "not ", "1", 9001 },
+        { "", " ", "1", 100000 },           // blanks
+        { "1", " == 0 or 1", "", 3000 },    // comparisons
+        { "x", "[::-1]", "", 9000 },        // parts of lists
+        { "", "1", "", 100000 },            // digits
+    };
+    char *p = NULL, name[64];
+    if (which == SLOW_VARIABLES) {
+        for (int i = 0; i < 15000; i++) {
+            snprintf(name, sizeof name, "{%% set v%d = 1 %%}", i);
+            put_times(&p, name, 1);
+        }
+        put_times(&p, "{% if v0 %}{% endif %}", 10000);
+        arrput(p, 0);
+        return p;
+    }
+    put_times(&p, "{% set x = [1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16] %}", 1);
+    put_times(&p, "{% for a in x %}{% for b in x %}{% for c in x %}{% for d in x %}{% for e in x %}", 1);
+    put_times(&p, "{% if ", 1);
+    if (which == SLOW_STRIP) {              // the end of a text, character by character
+        put_times(&p, "'", 1);
+        put_times(&p, "a", 50000);
+        put_times(&p, "'.strip('", 1);
+        put_times(&p, "b", 50000);
+        put_times(&p, "a')", 1);
+    } else {
+        put_times(&p, condition[which].begin, 1);
+        put_times(&p, condition[which].again, condition[which].times);
+        put_times(&p, condition[which].end, 1);
+    }
+    put_times(&p, " %}{% endif %}", 1);
+    put_times(&p, "{% endfor %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}", 1);
+    arrput(p, 0);
+    return p;
+}
+
+TEST(template_slow, "a program that takes long in any way, or has more than a megabyte, is refused within 2 seconds "
+                    "of CPU time") {
+    char err[512];
+    Tokenizer *t = fixture_tokenizer("marks");
+    for (int i = 0; i <= SLOW + 1; i++) {
+        char *program = i < SLOW ? slow_program(i) : NULL;
+        if (i == SLOW) {                                    // only blanks, too many of them
+            put_times(&program, " ", (1 << 20) + 1);
+            arrput(program, 0);
+        }
+        if (i == SLOW + 1) {                                // one that is long and does little is taken
+            put_times(&program, "{# ", 1);
+            put_times(&program, "long ", 100000);
+            put_times(&program, "#}{% for m in messages %}{{ m.content }}\n{% endfor %}", 1);
+            arrput(program, 0);
+        }
+        const clock_t begun = clock();
+        Template *tp = template_derive(program, t, err);
+        const double seconds = (double)(clock() - begun) / CLOCKS_PER_SEC;
+        const char *want = i < SLOW ? "takes too long" : i == SLOW ? "it has 1048577 bytes" : "";
+        CHECK(!tp == (i <= SLOW) && (tp || strstr(err, want)) && seconds < 2, "%d: %.2f s, %s", i, seconds, tp ? "taken" : err);
+        template_free(tp);
+        arrfree(program);
+    }
     tokenizer_free(t);
 }
 
@@ -3342,7 +3421,8 @@ TEST(template_damaged,
         char *program = text_copy(p->str, p->len);
         if (i % 3) program[rnd_int((int)p->len)] = bytes[rnd_int((int)sizeof bytes - 1)];
         if (i % 3 != 1) program[rnd_int((int)p->len)] = 0;
-        char *text = jinja_render(program, t, m, 3, 1, 1, err);
+        JinjaSpent spent = { 0 };
+        char *text = jinja_render(program, t, m, 3, 1, 1, &spent, err);
         CHECK(text || !strncmp(err, "line ", 5), "%s", err);
         whole += text != NULL;
         n++;
@@ -15342,7 +15422,7 @@ TEST(no_unchecked_allocation,
         { "malloc(", 0 },        { "calloc(", 1 },         { "realloc(", 1 },
         { "aligned_alloc(", 1 }, { "posix_memalign(", 0 }, { "strdup(", 0 },
         { "strndup(", 0 },       { "asprintf(", 0 },       { "vasprintf(", 1 },
-        { "getline(", 1 },       { "open_memstream(", 1 }, { "fmemopen(", 0 },
+        { "getline(", 0 },       { "open_memstream(", 1 }, { "fmemopen(", 0 },
     };
 
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
