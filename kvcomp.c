@@ -8826,6 +8826,15 @@ static int save_begin(Saving *x, const char *path, char err[512]) {
     return -1;
 }
 
+// The same for a file in which nothing is secret: a new one has the permissions that the umask gives.
+static int save_begin_open(Saving *x, const char *path, char err[512]) {
+    if (save_begin(x, path, err)) return -1;
+    mode_t mask = umask(0);
+    umask(mask);                            // it can only be read by setting it
+    if (!x->old) (void)!fchmod(fileno(x->f), 0666 & ~mask);
+    return 0;
+}
+
 // Gives up a file in the making. One that was never begun is left alone.
 static void save_drop(Saving *x) {
     if (!x->f) return;
@@ -13924,7 +13933,7 @@ static void safe_write_begin(SafeWriter *w, const char *path, const char *option
     char err[512];
     memset(w, 0, sizeof *w);
     w->option = option;
-    if (save_begin(&w->file, path, err)) die(EXIT_RUN, "%s %s", option, err);
+    if (save_begin_open(&w->file, path, err)) die(EXIT_RUN, "%s %s", option, err);
     w->header = memory_stream(&w->text, &w->size);
     fprintf(w->header, "{\"__metadata__\":{\"written_by\":\"kvcomp %s\"", KVCOMP_VERSION);
 }
@@ -20641,7 +20650,7 @@ static FILE *dump_open(Saving *x, const char *path) {
     if (!strcmp(path, "-") || !strcmp(path, "/dev/stdout")) return stdout;
     int saves = stat(path, &st) || S_ISREG(st.st_mode) || S_ISDIR(st.st_mode);
     if (saves && path_descriptor(path) < 0) {
-        if (save_begin(x, path, err)) die(EXIT_RUN, "--dump-logits %s", err);
+        if (save_begin_open(x, path, err)) die(EXIT_RUN, "--dump-logits %s", err);
         return x->f;
     }
     FILE *f = fopen(path, "wb");
@@ -22199,11 +22208,12 @@ static int history_append(const char *path, const char *line, size_t n, char err
     }
     free(target);
     int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
-    int bad = fd < 0 || fstat(fd, &st) || fchmod(fd, 0600);
-    if (!bad && !S_ISREG(st.st_mode)) {
+    int bad = fd < 0 || fstat(fd, &st);
+    if (!bad && !S_ISREG(st.st_mode)) {     // what is none is left as it is
         bad = 1;
         errno = EINVAL;
     }
+    if (!bad) bad = fchmod(fd, 0600);
     errno = bad ? errno : ENOSPC;
     ssize_t done = bad ? 0 : write(fd, line, n);
     if (done != (ssize_t)n) snprintf(err, 512, "%.400s: %s", path, save_reason());
@@ -26130,7 +26140,7 @@ static int eval_descriptor(const char *path) {
     struct stat st;
     int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0 || fstat(fd, &st)) die(EXIT_RUN, "--eval-out %s: %s", path, strerror(errno));
-    if (!S_ISREG(st.st_mode)) die(EXIT_USAGE, "--eval-out %s: not a regular file", path);
+    if (!S_ISREG(st.st_mode)) die(EXIT_RUN, "--eval-out %s: is no regular file", path);
     if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
         die(EXIT_RUN, "--eval-out %s: another run is writing it", path);
     return fd;
@@ -27206,7 +27216,7 @@ static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, cons
     Saving out;
     if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
     Plan p = plan_read(c, o);
-    if (save_begin(&out, opt_str(o, "calibrate"), err)) die(EXIT_RUN, "--calibrate: %s", err);
+    if (save_begin_open(&out, opt_str(o, "calibrate"), err)) die(EXIT_RUN, "--calibrate: %s", err);
 
     size_t LH = (size_t)c->L * c->H;
     Calibration r = {
@@ -28143,7 +28153,7 @@ static int bench(Options *o) {
     int *depth = number_list("bench-depths", opt_str(o, "bench-depths"), 0, 1 << 24);
     char err[512];
     Saving csv = { 0 };
-    if (*path && save_begin(&csv, path, err)) die(EXIT_RUN, "--bench-suite %s", err);
+    if (*path && save_begin_open(&csv, path, err)) die(EXIT_RUN, "--bench-suite %s", err);
     bench_context(o, prompt, depth);
     kernels_check(o);
     int file = opt_int(o, "bench-file");
@@ -31115,7 +31125,7 @@ static void report_pictures(Report *r, const Score *rows) {
 static int report_write(App *a, const char *path, const Score *rows /* stb_ds */, const char *chosen) {
     char err[512], *csv = csv_path(path);
     Saving out[2];                          // the page, the table
-    if (save_begin(&out[0], path, err) || save_begin(&out[1], csv, err)) die(EXIT_RUN, "--report %s", err);
+    if (save_begin_open(&out[0], path, err) || save_begin_open(&out[1], csv, err)) die(EXIT_RUN, "--report %s", err);
     Report r = { .a = a, .f = out[0].f, .csv = out[1].f, .o = demo_options(a), .chosen = chosen };
     r.host = options_copy(r.o);
     options_set(r.host, "device", "cpu", err);

@@ -16193,6 +16193,28 @@ TEST(cli_save_place,
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
+TEST(cli_save_modes, "a new report, table, trace and dump has the umask's permissions, a file that was there keeps "
+                     "its own; a history that is no file is left as it is") {
+    char d[64], path[100], err[512];
+    static const char *const made[] = { "r.html", "r.csv", "t", "l" };
+    CHECK(save_folder(d), "no folder");
+    for (int again = 0; again < 2; again++) {
+        CHECK(sh("umask %s; ./kvcomp -q --eval-items 1 --method streaming --report %s/r.html && "
+                 SYN "-q --ids data/ids/three-turns.txt --trace %s/t --dump-logits %s/l",
+                 again ? "000" : "027", d, d, d) == 0,
+              "%s", sh_err);
+        for (int i = 0; i < 4; i++)
+            CHECK(mode_of(d, made[i]) == 0640, "%s: %o", made[i], (unsigned)mode_of(d, made[i]));
+    }
+    snprintf(path, sizeof path, "%s/fifo", d);
+    CHECK(!mkfifo(path, 0644) && !chmod(path, 0644), "%s", path);
+    int reader = open(path, O_RDONLY | O_NONBLOCK);
+    CHECK(history_append(path, "\"x\"\n", 4, err) && strstr(err, "is no regular file"), "a FIFO was written to");
+    CHECK(mode_of(d, "fifo") == 0644, "%o", (unsigned)mode_of(d, "fifo"));
+    close(reader);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
 TEST(cli_session_lock,
      "one chat at a time goes on with a session file: a second one leaves with 1 and the reason, before and "
      "after the first has saved; it cannot save there either; the lock ends with the chat") {
@@ -18468,7 +18490,6 @@ TEST(
         { "--eval-out %s/whole --ctk f32", "its options" },
         { "--eval-out %s/whole --compare full,full", "compared twice" },
         { "--eval-out README.md", "no file that --eval-out wrote" },
-        { "--eval-out /dev/null", "not a regular file" },
         { "--eval-shard 4/3", "--eval-shard wants I/N" },
         { "--eval-shard 0/3", "--eval-shard wants I/N" },
         { "--eval-shard=-2147483648/3", "--eval-shard wants I/N" },
@@ -18498,6 +18519,20 @@ TEST(
     CHECK(sh("./kvcomp --eval-merge %s/nothing", d) == 2 && lines_in(sh_err) == 1, "%s", sh_err);
     CHECK(sh("./kvcomp --eval-merge %s/whole --batch x", d) == 2 && strstr(sh_err, "goes alone"), "%s",
           sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(eval_no_file, "--eval-out and --trace refuse what is no regular file alike: exit code 1 and the reason") {
+    char d[64];
+    CHECK(save_folder(d) && sh("mkfifo %s/fifo", d) == 0, "no folder");
+    const char *run[] = { "--eval facts --eval-items 1 --eval-out", "-p hi -n 1 --trace" };
+    for (int i = 0; i < 2; i++) {
+        CHECK(sh("timeout 20 ./kvcomp -q %s %s/fifo", run[i], d) == 1 && strstr(sh_err, "fifo: is no regular file") &&
+                  lines_in(sh_err) == 1,
+              "%s: %s", run[i], sh_err);
+        CHECK(sh("timeout 20 ./kvcomp -q %s /dev/null", run[i]) == 1 && strstr(sh_err, "null: is no regular file"),
+              "%s: %s", run[i], sh_err);
+    }
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
@@ -18943,6 +18978,35 @@ TEST(batch_long_lines, "a line of --batch that is too long is answered before it
         CHECK(two && strstr(two, "\"text\""), "%s: %s", way[i], two);
         CHECK(now() - t0 < 20, "%.1f s", now() - t0);
     }
+}
+
+TEST(batch_harness_text, "a context of lm-evaluation-harness is taken for messages where the adapter wrote them, not "
+                         "where a data set's text looks like them (where there is Python)") {
+    if (sh("python3 -c pass")) leave_out("python3");
+    write_text_file("/tmp/kvt_harness.py",
+                    "import copy, pickle, sys, types\n"
+                    "for name in 'lm_eval', 'lm_eval.api', 'lm_eval.api.model', 'lm_eval.api.registry':\n"
+                    "    sys.modules[name] = types.ModuleType(name)\n"
+                    "sys.modules['lm_eval.api.model'].LM = object\n"
+                    "sys.modules['lm_eval.api.registry'].register_model = lambda name: lambda c: c\n"
+                    "sys.path.insert(0, 'data')\n"
+                    "import lm_eval_kvcomp as k\n"
+                    "chat = [{'role': 'user', 'content': 'x'}]\n"
+                    "context = k.Kvcomp.apply_chat_template(None, chat)\n"
+                    "for c in context, copy.deepcopy(context), pickle.loads(pickle.dumps(context)):\n"
+                    "    assert k.asked(c) == {'messages': chat}, k.asked(c)\n"
+                    "text = str.__str__(context)[:]\n"
+                    "forged = ''.join(text)\n"
+                    "assert k.asked(forged) == {'prompt': forged, 'raw': True}, k.asked(forged)\n");
+    CHECK(sh("python3 -B /tmp/kvt_harness.py") == 0, "%s", sh_err);
+    unlink("/tmp/kvt_harness.py");
+}
+
+TEST(text_unsafe, "no script loads a pickle of anything but weights, and none writes to a name in /tmp that can be "
+                  "foreseen") {
+    CHECK(sh("grep -l 'torch.load' models/*.py") == 0 && lines_in(sh_out) >= 2, "%s", sh_err);
+    CHECK(sh("grep -n 'torch.load' models/*.py data/*.py data/*/*.py | grep -v 'weights_only=True'") == 1, "%s", sh_out);
+    CHECK(sh("grep -n '=/tmp/' data/*.sh") == 1, "%s", sh_out);
 }
 
 TEST(batch_harness, "lm-evaluation-harness over --batch finds the scores and log-probabilities of "
