@@ -1927,25 +1927,72 @@ void session_close(Session *s) {
     free(s);
 }
 
-// Forgets the dialogue: closes every part and opens it again, and drops every row.
-void session_reset(Session *s) {
-    EACH_PART(s, p) {
-        if (p->m->close) p->m->close(s, p->ms);
-        memset(p->ms, 0, p->m->state);
+// Exchanges the states of the parts with those in `other`. A state keeps its place in memory.
+static void states_swap(Session *s, char **other) {
+    for (int i = 0; i < s->n_part; i++) {
+        char *own = s->part[i].ms;
+        for (size_t k = 0; k < s->part[i].m->state; k++) {
+            char byte = own[k];
+            own[k] = other[i][k];
+            other[i][k] = byte;
+        }
     }
-    for (int i = 0; i < s->c->L * s->c->G; i++) head_free(s, &s->head[i]);
-    if (KV_DEV(s)) device_reset(s);
-    view_all(s);
+}
 
-    s->n_tok = s->pos_next = s->turn = s->decoding = s->step = 0;
-    s->n_sys = s->n_foot = s->n_head = 0;
+// Gives a session what open hooks have set in another one.
+static void opened_copy(Session *to, const Session *from) {
+    to->budget = from->budget;
+    to->ratio = from->ratio;
+    to->queries = from->queries;
+    to->rule = from->rule;
+    to->fk = from->fk;
+    to->fv = from->fv;
+    to->alt = from->alt;
+    to->packing = from->packing;
+    to->made_for = from->made_for;
+    to->pos_end = from->pos_end;
+    to->pos_extra = from->pos_extra;
+}
+
+// Forgets the dialogue: opens every part anew, closes what it was, and drops every row. 0, or -1 with
+// the reason in s->err when a part does not open, as one whose file has gone away; then the session
+// is as it was. So the new states are opened before the old ones are closed.
+int session_try_reset(Session *s) {
+    char *state[MAX_PARTS];
+    const Session was = *s;
+    for (int i = 0; i < s->n_part; i++) state[i] = xcalloc(1, s->part[i].m->state + 1);
+    states_swap(s, state);                              // the old ones wait in `state`
     budget_options(s);
     s->alt = NULL;
     s->packing = NULL;
     s->made_for = NULL;
     s->pos_end = s->pos_extra = 0;
+    int bad = parts_begin(s);
+    const Session opened = *s;
+
+    // What goes is closed: the old states, or the new ones when a part did not open.
+    if (!bad) {
+        states_swap(s, state);
+        opened_copy(s, &was);
+    }
+    EACH_HOOK(s, p, close) p->m->close(s, p->ms);
+    for (int i = 0; i < s->c->L * s->c->G && !bad; i++) head_free(s, &s->head[i]);
+    if (KV_DEV(s) && !bad) device_reset(s);
+    states_swap(s, state);
+    opened_copy(s, bad ? &was : &opened);
+    for (int i = 0; i < s->n_part; i++) free(state[i]);
+    if (bad) return -1;
+
+    view_all(s);
+    s->n_tok = s->pos_next = s->turn = s->decoding = s->step = 0;
+    s->n_sys = s->n_foot = s->n_head = 0;
     memset(&s->clk, 0, sizeof s->clk);
-    if (parts_begin(s)) die(EXIT_USAGE, "%s", s->err);
+    return 0;
+}
+
+// The same, but the program ends (exit 2) when a part does not open.
+void session_reset(Session *s) {
+    if (session_try_reset(s)) die(EXIT_USAGE, "%s", s->err);
 }
 
 // ==================================================================================================== 5 STREAMINGLLM
@@ -7703,7 +7750,7 @@ static const Opt sonic_opts[] = {
       "Nexus tokens a message, never more than it has tokens; 0: the adapter's default (untrained: 16)" },
     { "sonic-ratio",     'f', "0",
       "share of each message to remove instead (also --ratio); at most the adapter's k_max tokens stay" },
-    { "sonic-weights",   's', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
+    { "sonic-weights",   'p', "",     "adapter file (default: nexus.safetensors in the model's folder)" },
     { "sonic-untrained", 'b', "0",    "go on without trained weights: the base's own, random embeddings" },
     { "sonic-seed",      'i', "1",    "of those embeddings" },
     { "sonic-pos",       'c', "adapter|augmented|original",
@@ -8027,7 +8074,7 @@ static void dililazy_stats(const Session *s, const void *ms, FILE *f) {
 }
 
 static const Opt dililazy_opts[] = {
-    { "dililazy-scores",    's', "", "head scores; default: head_scores.json in the model's folder" },
+    { "dililazy-scores",    'p', "", "head scores; default: head_scores.json in the model's folder" },
     { "dililazy-score",     'c', "inf|dili|lazy",
       "which score shares out the budget (dili, lazy: the paper's ablation)" },
     { "dililazy-alloc",     'c', "paper|paper-literal|code",
@@ -8141,7 +8188,7 @@ static int headkv_open(Session *s, void *ms) {
 }
 
 static const Opt headkv_opts[] = {
-    { "headkv-scores", 's', "", "head scores; default: head_scores.json in the model's folder" },
+    { "headkv-scores", 'p', "", "head scores; default: head_scores.json in the model's folder" },
     { "headkv-score",  'c', "r2|r", "retrieval and reasoning (HeadKV-R2), or retrieval alone (HeadKV-R)" },
     { "headkv-beta",   'f', "1.2", "1/beta of the budget is shared out by score; the rest is the same for all" },
     { NULL, 0, NULL, NULL },
@@ -8519,6 +8566,7 @@ enum {
     MOST_CONFIG = 64 << 20,         // bytes of config.json and its like: an index, scores, needles
     MOST_TOKENIZER = 256 << 20,
     MOST_TEXT = 256 << 20,          // of a prompt, ids, dialogues, a chat template, a session
+    MOST_REQUEST = 16 << 20,        // of a line of --batch
     MOST_ANSWERS = 1 << 30,         // of --eval-out, which a long run itself makes long
 };
 
@@ -8811,6 +8859,15 @@ static int save_begin(Saving *x, const char *path, char err[512]) {
     free(x->path);
     if (code == EXIT_MEMORY) die(code, "out of memory: %s", err);
     return -1;
+}
+
+// The same for a file in which nothing is secret: a new one has the permissions that the umask gives.
+static int save_begin_open(Saving *x, const char *path, char err[512]) {
+    if (save_begin(x, path, err)) return -1;
+    mode_t mask = umask(0);
+    umask(mask);                            // it can only be read by setting it
+    if (!x->old) (void)!fchmod(fileno(x->f), 0666 & ~mask);
+    return 0;
 }
 
 // Gives up a file in the making. One that was never begun is left alone.
@@ -11574,8 +11631,12 @@ static size_t q8_tensor_bytes(int rows, int cols) {
     return q8_panels(rows) * q8_blocks(cols) * Q8_PANEL;
 }
 
+// The largest weight that DT_Q8 holds: 127 times the largest scale, which is an F16.
+#define Q8_MOST (127 * 65504.0f)
+
 // Row r of a block (16 rows) at p = the n numbers x. A block with a NaN has a NaN for its scale.
-static void q8_block_put(char *p, int r, const float *x, int n) {
+// Returns the size of the largest number; 0 if that is infinite, which makes the scale a NaN as well.
+static float q8_block_put(char *p, int r, const float *x, int n) {
     float top = 0, odd = 0;
     for (int i = 0; i < n; i++) {
         top = fmaxf(top, fabsf(x[i]));
@@ -11588,22 +11649,26 @@ static void q8_block_put(char *p, int r, const float *x, int n) {
         float q = scale > 0 ? fmaxf(-127, fminf(127, rintf(x[i] / scale))) : 0;
         p[2 * LANES + i / 2 * 2 * LANES + 2 * r + i % 2] = (char)(signed char)q;
     }
+    return isfinite(top) ? top : 0;
 }
 
-// to (q8_tensor_bytes) = the matrix w of another dtype.
-static void q8_store(char *to, const Tensor *w) {
+// to (q8_tensor_bytes) = the matrix w of another dtype. Returns the size of its largest weight that is
+// finite: above Q8_MOST what stands in `to` is not the matrix.
+static float q8_store(char *to, const Tensor *w) {
     size_t blocks = q8_blocks(w->cols), size = dtype_size(w->dtype);
     int panels = (int)q8_panels(w->rows);
+    float top = 0;
     memset(to, 0, q8_tensor_bytes(w->rows, w->cols));
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static) reduction(max:top)
     for (int p = 0; p < panels; p++)
         for (size_t b = 0; b < blocks; b++)
             for (int r = 0; r < min_int(LANES, w->rows - p * LANES); r++) {
                 int c = (int)b * Q8_BLOCK, n = min_int(Q8_BLOCK, w->cols - c);
                 float x[Q8_BLOCK];
                 to_f32(x, (const char *)w->data + ((size_t)(p * LANES + r) * w->cols + c) * size, w->dtype, n);
-                q8_block_put(to + (p * blocks + b) * Q8_PANEL, r, x, n);
+                top = fmaxf(top, q8_block_put(to + (p * blocks + b) * Q8_PANEL, r, x, n));
             }
+    return top;
 }
 
 // dst (cols) = row r of w.
@@ -12716,7 +12781,8 @@ static const Opt program_options[] = {
     { "no-think",      'b', "0",    "turn a thinking model's thoughts off" },
     { "single-turn",   'b', "0",    "leave after one reply" },
     { "demo",          'b', "0",    "a scripted dialogue through several methods side by side: what each answers, holds, reads" },
-    { "session",       's', "",     "go on with the dialogue in this file, and save it after every turn" },
+    { "session",       's', "",
+      "go on with the dialogue in this file, and save it after every turn; one chat at a time has it" },
     // Sampling
     { "temp",          'f', "0.8",  "temperature; 0: greedy", 0, 100 },
     { "top-k",         'i', "40",   "0: off", 0, INT_MAX },
@@ -13485,13 +13551,16 @@ static int json_holds_nul(const Json *v) {
 }
 
 // Writes the n bytes at s as a JSON string, quotes included. A byte of broken UTF-8 becomes U+FFFD.
+// The control characters beyond ASCII, U+0080 to U+009F (two bytes, c2 80 to c2 9f), are written as
+// escapes, as those of ASCII are: a terminal may obey them.
 static void json_escape(FILE *f, const char *s, size_t n) {
     putc('"', f);
     for (size_t i = 0; i < n; ) {
         int k = utf8_length(s + i, n - i), c = (unsigned char)s[i];
+        if (k == 2 && c == 0xc2 && (unsigned char)s[i + 1] < 0xa0) c = (unsigned char)s[i + 1];
         if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
         else if (c == '\n') fputs("\\n", f);
-        else if (c < ' ' || c == 127) fprintf(f, "\\u%04x", (unsigned)c);
+        else if (c < ' ' || c == 127 || (k == 2 && c < 0xa0)) fprintf(f, "\\u%04x", (unsigned)c);
         else if (k) fwrite(s + i, 1, (size_t)k, f);
         else fputs("\\ufffd", f);
         i += k ? (size_t)k : 1;
@@ -13901,7 +13970,7 @@ static void safe_write_begin(SafeWriter *w, const char *path, const char *option
     char err[512];
     memset(w, 0, sizeof *w);
     w->option = option;
-    if (save_begin(&w->file, path, err)) die(EXIT_RUN, "%s %s", option, err);
+    if (save_begin_open(&w->file, path, err)) die(EXIT_RUN, "%s %s", option, err);
     w->header = memory_stream(&w->text, &w->size);
     fprintf(w->header, "{\"__metadata__\":{\"written_by\":\"kvcomp %s\"", KVCOMP_VERSION);
 }
@@ -14988,13 +15057,19 @@ static void q8_map(Weights *w, const Config *c) {
     ask_huge_pages(wf->q8, wf->q8_bytes);
 }
 
-// The matrix t becomes DT_Q8 in that memory. The pages it was read from may leave memory.
-static void q8_take(Weights *w, Tensor *t) {
+// The matrix t becomes DT_Q8 in that memory. The pages it was read from may leave memory. Exit 3 with
+// the tensor's name when a weight is too large for that.
+static void q8_take(Weights *w, const Config *c, Tensor *t, const char *name) {
     WeightFiles *wf = w->files;
     char *to = wf->q8 + wf->q8_used;
     size_t page = page_bytes();
     size_t from = ((size_t)t->data + page - 1) / page * page, end = ((size_t)t->data + tensor_bytes(t)) / page * page;
-    q8_store(to, t);
+    float top = q8_store(to, t);
+    if (top > Q8_MOST) {
+        weights_close(w, NULL);
+        die(EXIT_MODEL, "%.300s: tensor '%s' has a weight of %.4g, --weights q8_0 holds up to %.4g", c->dir, name, top,
+            Q8_MOST);
+    }
     if (end > from) madvise((void *)from, end - from, MADV_DONTNEED);
     *t = (Tensor){ to, DT_Q8, t->rows, t->cols };
     wf->q8_used += tensor_bytes(t);
@@ -15003,18 +15078,22 @@ static void q8_take(Weights *w, Tensor *t) {
 // All matrices of a checkpoint, one after the other: what is held beside them is one matrix.
 static void q8_weights(Weights *w, const Config *c) {
     WeightFiles *wf = w->files;
+    char name[200];
     q8_map(w, c);
     wf->known[0] = w->embed;
     wf->known[1] = w->layer[0].wq;
     progress_tell("loading", 0);
-    q8_take(w, &w->embed);
+    q8_take(w, c, &w->embed, "model.embed_tokens.weight");
     for (int l = 0; l < c->L; l++) {
         progress_tell("loading", (l + 1.0) / (c->L + 2));
-        for (int i = 0; i < N_LAYER_TENSORS; i++)
-            if (layer_tensors[i].rows != '1') q8_take(w, layer_tensor(&w->layer[l], i));
+        for (int i = 0; i < N_LAYER_TENSORS; i++) {
+            if (layer_tensors[i].rows == '1') continue;
+            snprintf(name, sizeof name, "model.layers.%d.%s", l, layer_tensors[i].name);
+            q8_take(w, c, layer_tensor(&w->layer[l], i), name);
+        }
     }
     if (c->tied) w->head = w->embed;
-    else q8_take(w, &w->head);
+    else q8_take(w, c, &w->head, "lm_head.weight");
     progress_tell("loading", 1);
 }
 
@@ -15152,7 +15231,7 @@ static void make_matrix(Weights *w, const Config *c, Tensor *t, char **next, int
     char *at = *next;
     make_tensor(t, next, rows, cols, std, seed);
     if (!c->as_q8) return;
-    q8_take(w, t);
+    q8_take(w, c, t, "made from a seed");
     *next = at;
 }
 
@@ -16631,6 +16710,33 @@ static int *tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int
     return encode_at(t, text, n, parse_special, 1, ids);
 }
 
+// Does every byte become a token of its own when nothing stands beside it? Without that, any number of
+// characters may become one token, or none.
+static int bytes_have_tokens(const Tokenizer *t) {
+    for (int b = 1; b < 256; b++) {
+        const char byte = (char)b;
+        int *ids = tokenizer_encode(t, &byte, 1, 0, NULL), known = arrlen(ids) > 0;
+        for (int i = 0; i < (int)arrlen(ids); i++) known &= ids[i] != t->unk;
+        arrfree(ids);
+        if (!known) return 0;
+    }
+    return 1;
+}
+
+// A number of tokens that a text of n bytes has at least, without encoding it: its characters that are
+// no white space, in pieces as long as the longest. A normalizer may shorten a text before, never to
+// less than an eighth. 0: nothing can be said.
+static size_t fewest_tokens(const Tokenizer *t, const char *text, size_t n) {
+    size_t solid = 0, longest = 1;
+    int len;
+    for (size_t i = 0; i < n; i += (size_t)len)
+        if (!is_space(text + i, n - i, &len)) solid += (size_t)len;
+    for (int i = 0; i < tokenizer_size(t); i++)
+        longest = max_size(longest, (size_t)max_int(t->piece[i].n_text, t->piece[i].n_bytes));
+    if (arrlen(t->norm)) longest *= 8;
+    return solid > longest && bytes_have_tokens(t) ? solid / longest : 0;
+}
+
 // ---- Decoding
 // A Decoder is a stream: ids go in, whole characters come out. Bytes that may still become a
 // character are held back. Bytes that cannot become one come out as U+FFFD, one for each longest
@@ -17969,9 +18075,14 @@ static const char *const jinja_kinds[] = {
 };
 enum {                          // bounds, far above what a real program takes
     JINJA_DEPTH = 60,           // brackets and blocks inside one another
-    JINJA_STEPS = 200000,       // values and tags that are read
-    JINJA_BYTES = 32 << 20      // of values and of output, and of texts that are looked through
+    JINJA_PROGRAM = 1 << 20,    // bytes of a program
+    JINJA_STEPS = 1000000,      // values, operators and tags that are read
+    JINJA_BYTES = 32 << 20      // of values and of output, of texts and blanks that are looked through
 };
+typedef struct {                // what has been taken so far of JINJA_STEPS and JINJA_BYTES
+    long steps;
+    size_t bytes;
+} JinjaSpent;
 enum { JINJA_ARGS = 16 };       // most arguments of a call, members of a list in the program
 
 typedef struct JinjaValue {
@@ -17999,8 +18110,8 @@ typedef struct {
     const char *tag;            // the tag that ended the last block
     char *out;                  // stb array: the output
     void **own;                 // stb array: memory of texts and members
-    size_t bytes;               // taken so far, see JINJA_BYTES
-    int steps, depth;
+    JinjaSpent *spent;          // by this run and those before it that share the bounds
+    int depth;
     int failed;                 // 1: err is set, and nothing is left to read
     char *err;                  // (512) the first reason, with its line
 } Jinja;
@@ -18025,8 +18136,10 @@ static JinjaValue jinja_fail(Jinja *j, const char *fmt, ...) {
 
 // Counts a step over n bytes. Too many of either stop the program.
 static void jinja_spend(Jinja *j, size_t n) {
-    j->bytes += n;
-    if (++j->steps > JINJA_STEPS || j->bytes > JINJA_BYTES) jinja_fail(j, "the program takes too long");
+    JinjaSpent *x = j->spent;
+    x->steps++;
+    x->bytes = n < JINJA_BYTES ? x->bytes + n : JINJA_BYTES + 1;
+    if (x->steps > JINJA_STEPS || x->bytes > JINJA_BYTES) jinja_fail(j, "the program takes too long");
 }
 
 // n bytes that last as long as the program runs.
@@ -18094,6 +18207,7 @@ static int jinja_in(Jinja *j, JinjaValue a, JinjaValue b) {
     if (b.kind == J_TEXT && a.kind == J_TEXT) return !a.n || memmem(b.s, b.n, a.s, a.n);
     if (b.kind != J_LIST && b.kind != J_DICT && b.kind != J_UNDEFINED)
         jinja_fail(j, "%s in %s", jinja_kinds[a.kind], jinja_kinds[b.kind]);
+    jinja_spend(j, b.n);
     for (size_t i = 0; b.item && i < b.n; i++) {
         if (b.kind == J_DICT ? jinja_is(a, b.key[i]) : jinja_equal(j, a, b.item[i])) return 1;
     }
@@ -18101,8 +18215,10 @@ static int jinja_in(Jinja *j, JinjaValue a, JinjaValue b) {
 }
 
 // A text without the characters of `chars` (NULL: white space) at its left end, its right end.
-static JinjaValue jinja_strip(JinjaValue v, const char *chars, int left, int right) {
+static JinjaValue jinja_strip(Jinja *j, JinjaValue v, const char *chars, int left, int right) {
     if (!chars) chars = " \t\n\r\v\f";
+    jinja_spend(j, v.n * min_size(strlen(chars), JINJA_BYTES));     // each character is looked for among them
+    if (j->failed) return v;
     while (left && v.n && memchr(chars, *v.s, strlen(chars))) {
         v.s++;
         v.n--;
@@ -18126,8 +18242,11 @@ static JinjaValue jinja_written(Jinja *j, JinjaValue v) {
 // ---- Reading
 static int jinja_name_byte(int c) { return isalnum(c) || c == '_'; }
 
+// Passes over white space. Every byte of it counts: it may be read again and again.
 static void jinja_blanks(Jinja *j) {
+    const char *from = j->p;
     while (isspace((unsigned char)*j->p)) j->p++;
+    j->spent->bytes += (size_t)(j->p - from);
 }
 
 // Does this operator or bracket stand here? Then it is read. A sign that belongs to the end of a
@@ -18288,9 +18407,9 @@ static JinjaValue jinja_apply(Jinja *j, JinjaValue v, const char *name, const Ji
     int length = !strcmp(name, "length") || !strcmp(name, "count");
     if (text) jinja_spend(j, v.n);
     if (!strcmp(name, "default") && a->n == 1) return v.kind ? v : a->v[0];
-    if (text && (!strcmp(name, "trim") || !strcmp(name, "strip"))) return jinja_strip(v, x, 1, 1);
-    if (text && !strcmp(name, "lstrip")) return jinja_strip(v, x, 1, 0);
-    if (text && !strcmp(name, "rstrip")) return jinja_strip(v, x, 0, 1);
+    if (text && (!strcmp(name, "trim") || !strcmp(name, "strip"))) return jinja_strip(j, v, x, 1, 1);
+    if (text && !strcmp(name, "lstrip")) return jinja_strip(j, v, x, 1, 0);
+    if (text && !strcmp(name, "rstrip")) return jinja_strip(j, v, x, 0, 1);
     if (text && !strcmp(name, "string")) return v;
     if (text && x && !strcmp(name, "startswith")) return jinja_bool(v.n >= n && !memcmp(v.s, x, n));
     if (text && x && !strcmp(name, "endswith")) return jinja_bool(v.n >= n && !memcmp(v.s + v.n - n, x, n));
@@ -18356,11 +18475,20 @@ static JinjaValue jinja_index(Jinja *j, JinjaValue v) {
     return list;
 }
 
+// The number whose first digit stands here
+static JinjaValue jinja_number(Jinja *j) {
+    const char *from = j->p;
+    long x = strtol(j->p, (char **)&j->p, 10);
+    jinja_spend(j, (size_t)(j->p - from));
+    return jinja_int(x);
+}
+
 // A literal, a variable, a call of a function, a list or brackets
 static JinjaValue jinja_primary(Jinja *j) {
     jinja_blanks(j);
+    jinja_spend(j, 0);
     if (*j->p == '\'' || *j->p == '"') return jinja_quoted(j);
-    if (isdigit((unsigned char)*j->p)) return jinja_int(strtol(j->p, (char **)&j->p, 10));
+    if (isdigit((unsigned char)*j->p)) return jinja_number(j);
     if (jinja_op(j, "(")) {
         JinjaValue v = jinja_expression(j);
         jinja_want(j, ")");
@@ -18382,6 +18510,7 @@ static JinjaValue jinja_primary(Jinja *j) {
         JinjaArgs a = jinja_args(j, ")");
         return j->live ? jinja_call(j, name, &a) : (JinjaValue){ 0 };
     }
+    if (j->live) jinja_spend(j, arrlenu(j->var));
     for (int i = (int)arrlen(j->var) - 1; j->live && i >= 0; i--) {
         if (!strcmp(j->var[i].name, name)) return j->var[i].v;
     }
@@ -18402,6 +18531,7 @@ static JinjaValue jinja_postfix(Jinja *j) {
             v = call || filter ? jinja_apply(j, v, name, &a) : jinja_member(j, v, jinja_string(j, name));
         } else if (jinja_op(j, "[")) {
             v = jinja_index(j, v);
+            jinja_spend(j, 0);
         } else if (jinja_word(j, "is")) {
             int no = jinja_word(j, "not");
             const char *name = jinja_name(j);
@@ -18452,7 +18582,7 @@ static JinjaValue jinja_compute(Jinja *j, JinjaValue a, const char *op, JinjaVal
 static JinjaValue jinja_binary(Jinja *j, int level) {
     JinjaValue v;
     int nots = 0;
-    while (level <= JINJA_NOT && jinja_word(j, "not")) nots++;
+    for (; level <= JINJA_NOT && jinja_word(j, "not"); nots++) jinja_spend(j, 0);
     if (nots) v = jinja_bool(jinja_truth(jinja_binary(j, JINJA_COMPARISON)) != nots % 2);
     else if (jinja_op(j, "-")) v = jinja_int(-jinja_postfix(j).i);
     else v = jinja_postfix(j);
@@ -18465,6 +18595,7 @@ static JinjaValue jinja_binary(Jinja *j, int level) {
         }
         int at = jinja_operators[k].level;
         if (!at) break;
+        jinja_spend(j, 0);
         if (at == JINJA_COMPARISON && compared++) jinja_fail(j, "a chain of comparisons");
         if (at == JINJA_OR) j->live = live && !jinja_truth(v);
         if (at == JINJA_AND) j->live = live && jinja_truth(v);
@@ -18510,6 +18641,7 @@ static const char *const endprogram[] = { NULL };
 
 // Gives a variable of the innermost scope a value.
 static void jinja_set_variable(Jinja *j, const char *name, JinjaValue v) {
+    jinja_spend(j, arrlenu(j->var) - (size_t)j->scope);
     for (int i = j->scope; i < (int)arrlen(j->var); i++) {
         if (strcmp(j->var[i].name, name)) continue;
         j->var[i].v = v;
@@ -18582,6 +18714,7 @@ static void jinja_set(Jinja *j) {
         jinja_set_variable(j, name, v);
         return;
     }
+    jinja_spend(j, arrlenu(j->var));
     for (int i = 0; i < (int)arrlen(j->var); i++) {
         if (!strcmp(j->var[i].name, name)) space = &j->var[i].v;
     }
@@ -18644,6 +18777,7 @@ static void jinja_block(Jinja *j, int live, const char *const *stops) {
         if (kind == '{') {
             JinjaValue v = jinja_written(j, jinja_expression(j));
             jinja_close(j, "}}");
+            jinja_spend(j, v.n);
             if (!j->failed) bytes_put(&j->out, v.s, v.n);
             continue;
         }
@@ -18674,9 +18808,10 @@ static void jinja_block(Jinja *j, int live, const char *const *stops) {
 
 // What a program writes for n messages, malloc'd; NULL and the reason in err when it refuses them,
 // or needs what is not part of the above. prompt: with what opens a reply. think 0: with
-// enable_thinking set to false, as Qwen3 has it. The texts {bos} and {eos} stand for those tokens.
+// enable_thinking set to false, as Qwen3 has it. spent: what runs before this one have taken of the
+// bounds. The texts {bos} and {eos} stand for those tokens.
 static char *jinja_render(const char *program, const Tokenizer *t, const Message *m, int n, int prompt,
-                          int think, char err[512]) {
+                          int think, JinjaSpent *spent, char err[512]) {
     char *src = text_copy(program, strlen(program)), *text = NULL;
     size_t bytes = 0;
     for (const char *s = program; *s; s++) {                // Jinja knows one kind of line break ...
@@ -18686,7 +18821,7 @@ static char *jinja_render(const char *program, const Tokenizer *t, const Message
     bytes -= bytes && src[bytes - 1] == '\n';               // ... and drops the last one
     src[bytes] = 0;
 
-    Jinja j = { .src = src, .p = src, .end = src + bytes, .live = 1, .tag = "", .err = err };
+    Jinja j = { .src = src, .p = src, .end = src + bytes, .live = 1, .tag = "", .spent = spent, .err = err };
     JinjaValue messages = jinja_table(&j, J_LIST, (size_t)n), none = { .kind = J_NONE };
     for (int i = 0; i < n; i++) {
         JinjaValue message = jinja_table(&j, J_DICT, 2);
@@ -18728,6 +18863,7 @@ typedef struct {
     const char *program;
     const Tokenizer *t;
     Written *probe;               // stb array: what the program has written so far
+    JinjaSpent spent;           // by all probes together, and by comparing what they wrote
     char **own;                 // stb array: texts to free, those of the template among them
     char err[512];
 } Derivation;
@@ -18767,7 +18903,7 @@ static const char *probe(Derivation *d, int what, int n) {
         if (d->probe[i].what == what && d->probe[i].n == n) return d->probe[i].text;
     }
     int count = probe_messages(d, what, n, m);
-    char *text = jinja_render(d->program, d->t, m, count, !(what & NO_PROMPT), !(what & NO_THOUGHT), d->err);
+    char *text = jinja_render(d->program, d->t, m, count, !(what & NO_PROMPT), !(what & NO_THOUGHT), &d->spent, d->err);
     if (!text) return NULL;
     arrput(d->probe, ((Written){ what, n, keep_text(d, text) }));
     if (strlen(text) <= PROBE_BYTES) return text;
@@ -18862,12 +18998,21 @@ static char *compose(const TemplateText *x, const Message *m, int n, int late) {
     return out;
 }
 
+// Counts what a comparison takes. 0, or -1 and d->err when it is too much, as in jinja_spend.
+static int derive_spend(Derivation *d, size_t steps, size_t bytes) {
+    d->spent.steps += (long)steps;
+    d->spent.bytes += bytes;
+    if (d->spent.steps <= JINJA_STEPS && d->spent.bytes <= JINJA_BYTES) return 0;
+    return fault(d->err, "the program takes too long");
+}
+
 // Do the texts x give what the program writes for a dialogue of n messages? 0: they do not, and
 // d->err names what differs.
 static int reproduces(Derivation *d, const TemplateText *x, int what, int n) {
     Message m[8];
     const char *want = probe(d, what, n);
     if (!want) return 0;
+    if (derive_spend(d, 0, strlen(want))) return 0;
     int count = probe_messages(d, what, n, m);
     char *got = compose(x, m, count, 0), *late = compose(x, m, count, 1);
     int same = !strcmp(want, got) || !strcmp(want, late);
@@ -18959,6 +19104,7 @@ static int derive_system(Derivation *d, TemplateText *x, int place, const char *
     // The default text is what `start` has between them. It is plain text.
     size_t a = strlen(before), b = strlen(behind);
     if (n_start < a + b || strncmp(start, before, a) || !has_end(start, behind)) return 0;
+    if (derive_spend(d, n_start - a - b, 0)) return 0;
     x->system = part(d, start + a, n_start - a - b);
     x->always = !*x->system;
     for (const char *s = x->system; *s; s++) {
@@ -18989,7 +19135,7 @@ static int derive_turns(Derivation *d, TemplateText *x, const char *E, size_t en
     int len;
     if (strlen(E) > BETWEEN_BYTES)
         return fault(d->err, "it writes %zu bytes between two turns, at most %d are read", strlen(E), BETWEEN_BYTES);
-    for (; rest <= strlen(E); rest += token_at(d->t, E + rest, &len) >= 0 ? (size_t)len : 1) {
+    for (; rest <= strlen(E) && !derive_spend(d, PLACES, 0); rest += token_at(d->t, E + rest, &len) >= 0 ? (size_t)len : 1) {
         x->foot = part(d, E + end, rest - end);
         x->user = part(d, E + rest, strlen(E) - rest);
         for (int place = 0; place < PLACES; place++) {
@@ -18998,6 +19144,7 @@ static int derive_turns(Derivation *d, TemplateText *x, const char *E, size_t en
             if (!before || reproduces(d, x, WITH_SYSTEM, 1)) return 0;
         }
     }
+    if (derive_spend(d, 0, 0)) return -1;
     return fault(d->err, "what it writes around the words does not fall into one text for each role");
 }
 
@@ -19223,7 +19370,8 @@ static Template *template_make(const TemplateText *x, const Tokenizer *t, char e
 static Template *template_derive(const char *program, const Tokenizer *t, char err[512]) {
     Template *tp = xcalloc(1, sizeof *tp);
     Derivation d = { .program = program, .t = t };
-    int bad = derive(&d, tp);
+    size_t n = strlen(program);
+    int bad = n > JINJA_PROGRAM ? fault(d.err, "it has %zu bytes, at most %d are read", n, JINJA_PROGRAM) : derive(&d, tp);
     if (bad) fault(err, "this chat template is not supported: %.300s", d.err);
     tp->own = d.own;
     arrfree(d.probe);
@@ -19952,7 +20100,7 @@ static void undo_prefill(App *a, int n_tok, const Clock *clk) {
         s->clk = *clk;
         s->n_sys = s->n_foot = s->n_head = 0;
     } else {
-        session_reset(s);
+        (void)session_try_reset(s);     // if that fails now, session_ready tries again and says why
         a->stale = 1;
     }
 }
@@ -19985,20 +20133,25 @@ static void feed_decode(App *a, int id) {
 }
 
 // Feeds the first turns of the record once more, from an empty cache. The same method gives the
-// same bits.
-static void replay(App *a, int turns) {
+// same bits. 0, or -1 with the reason in a->s->err when the method does not open again, and then the
+// session is as it was.
+static int replay(App *a, int turns) {
+    if (session_try_reset(a->s)) return -1;
     a->stale = 0;
-    session_reset(a->s);
     for (int i = 0; i < turns; i++) {
         const Turn *t = &a->turn[i];
         feed_prefill(a, t);
         for (int j = 0; j < (int)arrlen(t->dec); j++) feed_decode(a, t->dec[j]);
     }
+    return 0;
 }
 
-// Makes the session from the record if it was emptied (undo_prefill).
-static void session_ready(App *a) {
-    if (a->stale) replay(a, (int)arrlen(a->turn));
+// Makes the session from the record if it was emptied (undo_prefill). 0, or -1: the method does not
+// open again, and a line on stderr says why.
+static int session_ready(App *a) {
+    if (!a->stale || !replay(a, (int)arrlen(a->turn))) return 0;
+    warn("%s", a->s->err);
+    return -1;
 }
 
 // Do these turns, fed from an empty cache, fit into the positions that the method of s has? 0, or
@@ -20536,7 +20689,7 @@ static FILE *dump_open(Saving *x, const char *path) {
     if (!strcmp(path, "-") || !strcmp(path, "/dev/stdout")) return stdout;
     int saves = stat(path, &st) || S_ISREG(st.st_mode) || S_ISDIR(st.st_mode);
     if (saves && path_descriptor(path) < 0) {
-        if (save_begin(x, path, err)) die(EXIT_RUN, "--dump-logits %s", err);
+        if (save_begin_open(x, path, err)) die(EXIT_RUN, "--dump-logits %s", err);
         return x->f;
     }
     FILE *f = fopen(path, "wb");
@@ -20907,6 +21060,51 @@ static char *session_text(App *a, size_t *n, uint64_t *hash) {
     return text;
 }
 
+// ---- one chat at a time
+// Two chats that go on with one file would overwrite each other's turns. So a chat locks the file of
+// --session (flock), and a second one is refused. A save puts another file in the place of the old
+// one, so that file is locked before it takes its place. The lock goes with the process, whatever
+// ends it. A file system that has no locks is used without.
+static int session_lock = -1;       // the descriptor that holds the lock; -1: there is none
+
+// Is the open file fd the one that a path names now?
+static int same_file(int fd, const char *path) {
+    struct stat one, other;
+    return fd >= 0 && !fstat(fd, &one) && !stat(path, &other) && one.st_dev == other.st_dev
+        && one.st_ino == other.st_ino;
+}
+
+// Opens and locks the regular file at path, which is no symbolic link; *is_new: it was not there, and
+// is empty now. Returns its descriptor, or -1 with err.
+static int session_lock_file(const char *path, int *is_new, char err[512]) {
+    for (;;) {
+        int flags = O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
+        int fd = open(path, flags | O_CREAT | O_EXCL, 0600);
+        *is_new = fd >= 0;
+        if (fd < 0 && errno == EEXIST) fd = open(path, flags);
+        if (fd < 0 && errno == ENOENT) continue;        // it went away between the two
+        int held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
+        if (fd >= 0 && !held && same_file(fd, path)) return fd;
+        if (fd < 0 || held) {
+            snprintf(err, 512, "%.380s: %s", path, held ? "another chat goes on with this file" : strerror(errno));
+            if (fd >= 0) close(fd);
+            return -1;
+        }
+        close(fd);                                      // another chat has saved meanwhile: its new file
+    }
+}
+
+// Does another chat hold the lock of the file at path? 0, or -1 with err.
+static int session_is_free(const char *path, char err[512]) {
+    struct stat st;
+    if (stat(path, &st) || !S_ISREG(st.st_mode) || same_file(session_lock, path)) return 0;
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    int held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
+    if (held) snprintf(err, 512, "%.400s: another chat goes on with this file", path);
+    if (fd >= 0) close(fd);
+    return held ? -1 : 0;
+}
+
 // Saves the session, unless the file is known to hold it. 0, or -1 with err, and then the old file
 // stays.
 static int session_save(App *a, const char *path, int unless_kept, char err[512]) {
@@ -20914,18 +21112,24 @@ static int session_save(App *a, const char *path, int unless_kept, char err[512]
     size_t n;
     uint64_t hash;
     char *text = session_text(a, &n, &hash);
-    int bad = 0;
+    int own = !strcmp(path, opt_str(a->o, "session")) || same_file(session_lock, path), bad = 0;
     if (!unless_kept || hash != a->kept) {
-        bad = save_begin(&x, path, err);
+        bad = session_is_free(path, err) || save_begin(&x, path, err);
         if (!bad) {
             fwrite(text, 1, n, x.f);
             fprintf(x.f, "check %016llx\n", (unsigned long long)hash);
+            int lock = own ? fcntl(fileno(x.f), F_DUPFD_CLOEXEC, 0) : -1;
+            if (lock >= 0) (void)flock(lock, LOCK_EX | LOCK_NB);
             bad = save_keep(&x, 1, err);
+
+            int spare = bad ? lock : session_lock;      // the new file's lock takes the old one's place
+            if (own && spare >= 0) close(spare);
+            if (own && !bad) session_lock = lock;
         }
         if (!bad && unless_kept) a->kept = hash;
     }
     free(text);
-    return bad;
+    return bad ? -1 : 0;
 }
 
 // ---- reading them
@@ -21050,17 +21254,18 @@ static int record_overflows(const App *a, const Turn *turns) {
     return n > ctx_limit(a);
 }
 
-// Replays the whole record. 0, or -1 when -c does not allow so many rows.
+// Replays the whole record. 0; 1 when -c does not allow so many rows; -1 when the method does not open
+// again, with the reason in a->s->err, and then the session is as it was.
 static int replay_within(App *a) {
-    if (record_overflows(a, a->turn)) return -1;
+    if (record_overflows(a, a->turn)) return 1;
+    if (session_try_reset(a->s)) return -1;
     a->stale = 0;
-    session_reset(a->s);
     for (int i = 0; i < (int)arrlen(a->turn); i++) {
         const Turn *t = &a->turn[i];
-        if (!rows_fit(a, (int)arrlen(t->pre))) return -1;
+        if (!rows_fit(a, (int)arrlen(t->pre))) return 1;
         feed_prefill(a, t);
         for (int j = 0; j < (int)arrlen(t->dec); j++) {
-            if (!rows_fit(a, 1)) return -1;
+            if (!rows_fit(a, 1)) return 1;
             feed_decode(a, t->dec[j]);
         }
     }
@@ -21091,12 +21296,15 @@ static int session_take(App *a, SessionFile *x, char err[512]) {
     if (record_fits(a->s, x->turn, err)) return -1;
     a->turn = x->turn;
     a->closed = x->closed;
-    if (replay_within(a)) {
+    int bad = replay_within(a);
+    if (bad > 0)
         snprintf(err, 512, "%.300s: its dialogue needs more rows than -c %d (start with a larger -c, or with a "
                            "method that drops rows)", x->path, ctx_limit(a));
+    if (bad < 0) snprintf(err, 512, "%s", a->s->err);
+    if (bad) {
         a->turn = own;
         a->closed = closed;
-        replay(a, (int)arrlen(own));
+        if (bad > 0 && replay(a, (int)arrlen(own))) a->stale = 1;       // session_ready tries again
         return -1;
     }
     x->turn = own;                                      // goes with x
@@ -22060,11 +22268,12 @@ static int history_append(const char *path, const char *line, size_t n, char err
     }
     free(target);
     int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
-    int bad = fd < 0 || fstat(fd, &st) || fchmod(fd, 0600);
-    if (!bad && !S_ISREG(st.st_mode)) {
+    int bad = fd < 0 || fstat(fd, &st);
+    if (!bad && !S_ISREG(st.st_mode)) {     // what is none is left as it is
         bad = 1;
         errno = EINVAL;
     }
+    if (!bad) bad = fchmod(fd, 0600);
     errno = bad ? errno : ENOSPC;
     ssize_t done = bad ? 0 : write(fd, line, n);
     if (done != (ssize_t)n) snprintf(err, 512, "%.400s: %s", path, save_reason());
@@ -22238,7 +22447,7 @@ static void turn_end(App *a, int replied) {
 // Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
 // that the model does not have, and nothing was fed.
 static int chat_turn(App *a, const char *text, FILE *out) {
-    session_ready(a);
+    if (session_ready(a)) return -1;
     Turn t = render_turn(a, text);
     int n = (int)arrlen(t.pre);
     if (!n || !message_known(a, &t) || !message_fits(a, n)) {
@@ -22264,14 +22473,20 @@ static int chat_turn(App *a, const char *text, FILE *out) {
 }
 
 // Makes the last reply again: everything up to its first token is replayed, and new random numbers
-// go on from there.
+// go on from there. When the method does not open again, the reply stays.
 static void chat_regen(App *a, FILE *out) {
     if (!arrlen(a->turn)) {
         fprintf(stderr, "nothing to make again\n");
         return;
     }
-    arrfree(arrlast(a->turn).dec);
-    replay(a, (int)arrlen(a->turn));
+    int *reply = arrlast(a->turn).dec;
+    arrlast(a->turn).dec = NULL;
+    if (replay(a, (int)arrlen(a->turn))) {
+        arrlast(a->turn).dec = reply;
+        warn("the reply stays: %s", a->s->err);
+        return;
+    }
+    arrfree(reply);
     turn_begin();
     chat_reply(a, out);
     turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
@@ -22327,7 +22542,8 @@ static int chat_method(App *a, const char *spec) {
     a->method = copy;
     template_differs(a);
     double t0 = now();
-    replay(a, (int)arrlen(a->turn));
+    a->stale = 1;                               // the new session has no rows yet
+    if (session_ready(a)) return 0;             // the next message tries again
     confirm_replay(a, t0);
     return 0;
 }
@@ -22347,12 +22563,17 @@ static void chat_budget(App *a, const char *value) {
     free(old);
 }
 
-// Forgets the dialogue.
-static void chat_clear(App *a) {
+// Forgets the dialogue. 0, or -1: the method does not open again, a line on stderr says why, and the
+// dialogue stays.
+static int chat_clear(App *a) {
+    if (session_try_reset(a->s)) {
+        warn("the dialogue stays: %s", a->s->err);
+        return -1;
+    }
     record_clear(a);
-    session_reset(a->s);
     pending_set(a, NULL);
     a->closed = a->stale = 0;
+    return 0;
 }
 
 // ---- several methods side by side
@@ -22470,8 +22691,9 @@ static int side_replay(Side *x, const App *a) {
     }
     x->app.closed = a->closed;
     if (record_fits(x->app.s, x->app.turn, x->refused)) return -1;
-    replay(&x->app, (int)arrlen(x->app.turn));
-    return 0;
+    if (!replay(&x->app, (int)arrlen(x->app.turn))) return 0;
+    snprintf(x->refused, sizeof x->refused, "%s", x->app.s->err);
+    return -1;
 }
 
 // ---- several methods side by side: the lines they get
@@ -22811,14 +23033,13 @@ static void command_help(App *a, const char *arg) {
 
 static void command_stats(App *a, const char *arg) {
     (void)arg;
-    session_ready(a);
-    print_stats(a, stderr);
+    if (!session_ready(a)) print_stats(a, stderr);
 }
 
 static void command_clear(App *a, const char *arg) {
     (void)arg;
     int n = (int)arrlen(a->turn);
-    chat_clear(a);
+    if (chat_clear(a)) return;
     confirm("the dialogue is empty: %d turn%s forgotten", n, n == 1 ? "" : "s");
 }
 
@@ -22862,8 +23083,7 @@ static void command_system(App *a, const char *arg) {
         return;
     }
     if (!a->tp) fprintf(stderr, "there is no chat template: a system message has no effect\n");
-    if (options_set(a->o, "system", text, err)) return;
-    chat_clear(a);
+    if (chat_clear(a) || options_set(a->o, "system", text, err)) return;
     confirm("another system message; the dialogue is empty");
 }
 
@@ -23015,14 +23235,24 @@ static char **chat_complete(const char *typed, int *from) {
 }
 
 // ---- the chat
-// --session FILE: goes on with the dialogue in it, if there is one. A file that cannot be saved is
-// found now, not when there is something to save.
+// --session FILE: goes on with the dialogue in it, if there is one; else the file gets a dialogue
+// without turns. From here on it is this chat's alone: exit 1 when another one has it. A file that
+// cannot be saved is found now, not when there is something to save.
 static void session_begin(App *a) {
     char err[512];
     const char *path = opt_str(a->o, "session");
     if (!*path) return;
     if (save_check(path, err)) die(EXIT_RUN, "--session %s", err);
-    if (file_exists(path) && session_read(a, path, err)) die(EXIT_RUN, "--session %s", err);
+    app_fingerprint(a);                         // takes a while, in which no empty file should lie there
+    int is_new;
+    char *target = link_target(path);
+    if (!target) die(EXIT_RUN, "--session %s: %s", path, strerror(errno));
+    session_lock = session_lock_file(target, &is_new, err);
+    free(target);
+    if (session_lock < 0) die(EXIT_RUN, "--session %s", err);
+    int bad = is_new ? session_save(a, path, 1, err) : session_read(a, path, err);
+    if (bad && is_new) unlink(path);
+    if (bad) die(EXIT_RUN, "--session %s", err);
 }
 
 // --session FILE: keeps the dialogue in it, for the last time.
@@ -23087,11 +23317,11 @@ static int chat(App *a) {
     chat_busy = 0;
     session_end(a);
     int json = opt_int(a->o, "json"), stats = opt_int(a->o, "stats");
-    if (json || stats) session_ready(a);
-    if (json) print_json(a, stdout);
-    if (stats) print_stats(a, stderr);
+    int bad = (json || stats) && session_ready(a);
+    if (json && !bad) print_json(a, stdout);
+    if (stats && !bad) print_stats(a, stderr);
     line_free(&e);
-    return 0;
+    return bad ? EXIT_RUN : 0;
 }
 
 // ==================================================================================================== 26 EVALUATION
@@ -24524,7 +24754,7 @@ static void play_free(App *a, const EvalItem *it, Score *sc) {
         if (gold) {                                     // the history changes, so the cache is rebuilt
             arrfree(arrlast(a->turn).dec);
             arrlast(a->turn).dec = right;
-            replay(a, (int)arrlen(a->turn));
+            if (replay(a, (int)arrlen(a->turn))) die(EXIT_USAGE, "%s", a->s->err);
         } else {
             arrfree(right);
         }
@@ -25570,6 +25800,7 @@ enum {
 // only; a file that a run goes on with is of the same shard.
 static const char *const head_keys[] = { "kvcomp", "model", "items", "seed", "rows", "options", "shard" };
 enum { HEAD_KEYS = sizeof head_keys / sizeof *head_keys };
+enum { EVAL_ROWS = 1000 };  // most rows of a run that is written to a file
 
 typedef struct {            // the answers of a run that are on disk
     const char *path;       // of the file that is read or written
@@ -25740,19 +25971,42 @@ static Json *head_read(const char *text, size_t n, size_t *at, char err[512]) {
     return NULL;
 }
 
-// Takes the numbers of items and rows from a first line, and makes room for them. 0, or -1 with err.
-static int head_take(EvalFile *x, const Json *head, char err[512]) {
-    char word[160];
-    const char *rows = json_text(head, "rows");
-    x->items = atoi(json_text(head, "items"));
-    for (int r = 0; list_word(rows, r, word); r++) {
+// Reads the whole number in [0,most] that *p begins with into *x, and moves *p behind it. 0, or -1 when
+// there is none.
+static int number_read(const char **p, long most, int *x) {
+    char *end;
+    errno = 0;
+    long n = isdigit((unsigned char)**p) ? strtol(*p, &end, 10) : -1;
+    if (n < 0 || n > most || errno) return -1;
+    *x = (int)n;
+    *p = end;
+    return 0;
+}
+
+// Takes the rows of a first line, "method budget,method budget", from the text p. 0, or -1 when they are
+// none, or more than EVAL_ROWS: every line is looked up among them.
+static int rows_take(EvalFile *x, const char *p) {
+    while (*p) {
         Score sc = { 0 };
-        int odd = sscanf(word, "%159s %d", sc.name, &sc.budget) != 2;
-        for (const char *p = sc.name; *p; p++) odd |= !isgraph((unsigned char)*p);      // it goes to a terminal
-        if (odd) return fault(err, "'rows' are no methods and budgets");
+        size_t n = strcspn(p, " ");
+        if (!n || n >= sizeof sc.name || !p[n] || arrlen(x->row) == EVAL_ROWS) return -1;
+        for (size_t i = 0; i < n; i++)
+            if (!isgraph((unsigned char)p[i]) || p[i] == ',') return -1;                // it goes to a terminal
+        memcpy(sc.name, p, n);
+        p += n + 1;
+        if (number_read(&p, INT_MAX, &sc.budget) || (*p && (*p != ',' || !p[1]))) return -1;
+        p += *p == ',';
         arrput(x->row, sc);
     }
-    if (x->items < 1 || x->items > 1 << 24 || arrlen(x->row) < 1 || arrlen(x->row) > (1 << 24) / x->items)
+    return 0;
+}
+
+// Takes the numbers of items and rows from a first line, and makes room for them. 0, or -1 with err.
+static int head_take(EvalFile *x, const Json *head, char err[512]) {
+    const char *items = json_text(head, "items");
+    if (rows_take(x, json_text(head, "rows"))) return fault(err, "'rows' are no methods and budgets, 1 to %d", EVAL_ROWS);
+    int odd = number_read(&items, 1 << 24, &x->items) || *items != ' ';
+    if (odd || x->items < 1 || arrlen(x->row) < 1 || arrlen(x->row) > (1 << 24) / x->items)
         return fault(err, "'items' and 'rows' are none of a run");
     x->cell = xcalloc((size_t)x->items * arrlenu(x->row), sizeof *x->cell);
     return 0;
@@ -25946,7 +26200,7 @@ static int eval_descriptor(const char *path) {
     struct stat st;
     int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0 || fstat(fd, &st)) die(EXIT_RUN, "--eval-out %s: %s", path, strerror(errno));
-    if (!S_ISREG(st.st_mode)) die(EXIT_USAGE, "--eval-out %s: not a regular file", path);
+    if (!S_ISREG(st.st_mode)) die(EXIT_RUN, "--eval-out %s: is no regular file", path);
     if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
         die(EXIT_RUN, "--eval-out %s: another run is writing it", path);
     return fd;
@@ -27019,7 +27273,7 @@ static int calibrate(const Config *c, const Weights *w, const Tokenizer *t, cons
     Saving out;
     if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
     Plan p = plan_read(c, o);
-    if (save_begin(&out, opt_str(o, "calibrate"), err)) die(EXIT_RUN, "--calibrate: %s", err);
+    if (save_begin_open(&out, opt_str(o, "calibrate"), err)) die(EXIT_RUN, "--calibrate: %s", err);
 
     size_t LH = (size_t)c->L * c->H;
     Calibration r = {
@@ -27956,7 +28210,7 @@ static int bench(Options *o) {
     int *depth = number_list("bench-depths", opt_str(o, "bench-depths"), 0, 1 << 24);
     char err[512];
     Saving csv = { 0 };
-    if (*path && save_begin(&csv, path, err)) die(EXIT_RUN, "--bench-suite %s", err);
+    if (*path && save_begin_open(&csv, path, err)) die(EXIT_RUN, "--bench-suite %s", err);
     bench_context(o, prompt, depth);
     kernels_check(o);
     int file = opt_int(o, "bench-file");
@@ -30925,7 +31179,7 @@ static void report_pictures(Report *r, const Score *rows) {
 static int report_write(App *a, const char *path, const Score *rows /* stb_ds */, const char *chosen) {
     char err[512], *csv = csv_path(path);
     Saving out[2];                          // the page, the table
-    if (save_begin(&out[0], path, err) || save_begin(&out[1], csv, err)) die(EXIT_RUN, "--report %s", err);
+    if (save_begin_open(&out[0], path, err) || save_begin_open(&out[1], csv, err)) die(EXIT_RUN, "--report %s", err);
     Report r = { .a = a, .f = out[0].f, .csv = out[1].f, .o = demo_options(a), .chosen = chosen };
     r.host = options_copy(r.o);
     options_set(r.host, "device", "cpu", err);
@@ -31097,6 +31351,7 @@ static void help_value(const Opt *o, char out[96]) {
     if (o->kind == 'i') text = " N";
     if (o->kind == 'o') text = "[=N]";
     if (o->kind == 'f') text = " F";
+    if (o->kind == 'p') text = " FILE";
     if (o->kind == 'c') snprintf(out, 96, "=%s", o->def);
     else snprintf(out, 96, "%s", text);
 }
@@ -32115,7 +32370,8 @@ static int dump_tokens(App *a, const char *text) {
 //   whose it is         "id": TEXT or N, which comes back
 // Every request begins with an empty cache, and a method's session is kept while requests ask for the
 // same. Messages are played turn by turn, as a chat would have gone. Replies are greedy unless `temp`
-// is given. A line that is none of this gets {"error":..,"line":N}, and the next one is read (D87).
+// is given. A line that is none of this, or is longer than 16 MiB, gets {"error":..,"line":N}, and the
+// next one is read (D87).
 
 typedef struct {
     App app;                // borrows model and tokenizer; session, options and record are its own
@@ -32133,7 +32389,8 @@ static const char *const request_fields[] = {
     "id", "prompt", "messages", "ids", "continuation", "max_tokens", "stop", "method",
 };
 
-// May a request have this option? Those of the methods, and those of what is asked and said.
+// May a request have this option? Those of the methods, and those of what is asked and said. Who asks
+// may not name files: the error about one that does not fit tells what is in it.
 static int request_has_option(const Options *o, const char *name) {
     static const char *const asked[] = {
         "ctk", "ctv", "raw", "system", "parse-special", "no-think", "ignore-eos", "temp", "top-k", "top-p", "min-p",
@@ -32141,7 +32398,8 @@ static int request_has_option(const Options *o, const char *name) {
     };
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++)
         if (!strcmp(asked[i], name)) return 1;
-    return opt_find(o, name) && is_of_methods(name);
+    const Opt *known = opt_find(o, name);
+    return known && known->kind != 'p' && is_of_methods(name);
 }
 
 // Sets the option called name to a value of JSON. 0, or -1 with err.
@@ -32173,6 +32431,9 @@ static int request_options(Options *o, const Json *j, char err[512]) {
         snprintf(name, sizeof name, "%s", j->key[i]);
         for (char *p = name; *p; p++)
             if (*p == '_') *p = '-';
+        const Opt *known = opt_find(o, name);
+        if (known && known->kind == 'p')
+            return fault(err, "'%.40s' names a file: give --%s on the command line", j->key[i], name);
         if (!request_has_option(o, name)) return fault(err, "unknown field '%.40s'", j->key[i]);
         if (request_option(o, name, &j->item[i], err)) return -1;
     }
@@ -32205,6 +32466,14 @@ static int request_stops(App *a, const Json *stop, char err[512]) {
     return 0;
 }
 
+// Refuses a text that is fed in one pass and cannot fit, before it is encoded: a request may bring
+// megabytes. 0, or -1 with err.
+static int request_fits(const App *a, const char *text, char err[512]) {
+    size_t least = fewest_tokens(a->tok, text, strlen(text));
+    if (least <= (size_t)ctx_limit(a)) return 0;
+    return fault(err, "a text of %zu tokens or more does not fit into -c %d", least, ctx_limit(a));
+}
+
 // The turns of a dialogue: what the user said is prefilled, what the assistant said is decoded. The
 // last message gets its reply by the request. 0, or -1 with err.
 static int request_messages(App *a, const Json *list, char err[512]) {
@@ -32213,21 +32482,24 @@ static int request_messages(App *a, const Json *list, char err[512]) {
     if (!a->tp) return fault(err, "'messages' want a chat template");
     Message *m = messages_read(a, list, &n, err);
     if (!m) return -1;
-    int from = !strcmp(m->role, "system");
+    int from = !strcmp(m->role, "system"), bad = from ? request_fits(a, m->words, err) : 0;
     if (from) options_set(a->o, "system", m->words, why);
-    for (int i = from; i < n; i += 2) {
+    for (int i = from; i < n && !bad; i += 2) {
+        bad = request_fits(a, m[i].words, err);
+        if (bad) break;
         Turn t = render_turn(a, m[i].words);
         if (i + 1 < n) t.dec = tokenizer_encode(a->tok, m[i + 1].words, strlen(m[i + 1].words), 0, NULL);
         arrput(a->turn, t);
     }
     free(m);
-    return 0;
+    return bad;
 }
 
 // A prompt as one turn. An empty one is the token that begins a text, BOS or else EOS, so that the
 // probability of a whole text can be asked for. 0, or -1 with err.
 static int request_prompt(App *a, const Json *prompt, char err[512]) {
     if (prompt->type != JSON_STRING) return fault(err, "'prompt' is no text");
+    if (request_fits(a, prompt->str, err)) return -1;
     Turn t = render_turn(a, prompt->str);
     int first = a->tok->bos >= 0 ? a->tok->bos : a->tok->eos;
     if (!arrlen(t.pre) && first >= 0) arrput(t.pre, first);
@@ -32243,6 +32515,7 @@ static int request_continuation(Batch *b, const Json *prompt, const Json *given,
     const App *a = &b->app;
     if (given->type == JSON_ARRAY) return request_ids(a->c, given, "continuation", &b->given, err);
     if (given->type != JSON_STRING) return fault(err, "'continuation' is neither a text nor a list of ids");
+    if (request_fits(a, given->str, err)) return -1;
     char *text = NULL;
     int before = 0;
     if (prompt && !a->tp) {
@@ -32305,9 +32578,11 @@ static int request_session(Batch *b, Options *o, const char *method, char err[51
     a->method = name;
     a->o = o;
     char *making = same ? making_text(a) : NULL;
+    int bad = 0;
     if (making && !strcmp(making, b->making)) {
         a->s->opt = o;
-        session_reset(a->s);
+        bad = session_try_reset(a->s);
+        if (bad) fault(err, "%s", a->s->err);
     } else {
         session_close(a->s);
         free(b->making);
@@ -32317,7 +32592,7 @@ static int request_session(Batch *b, Options *o, const char *method, char err[51
     }
     free(making);
     options_free(old);
-    return a->s ? 0 : -1;
+    return a->s && !bad ? 0 : -1;
 }
 
 // Feeds the record, then scores the continuation or makes the reply. 0, or -1 with err.
@@ -32327,7 +32602,9 @@ static int request_play(Batch *b, char err[512]) {
     for (int i = 0; i < (int)arrlen(a->turn); i++)
         if (request_known(a->c, a->turn[i].pre, err) || request_known(a->c, a->turn[i].dec, err)) return -1;
     if (request_known(a->c, b->given, err) || record_fits(a->s, a->turn, err)) return -1;
-    if (replay_within(a)) return fault(err, "the tokens do not fit into -c %d", ctx_limit(a));
+    int bad = replay_within(a);
+    if (bad < 0) return fault(err, "%s", a->s->err);
+    if (bad) return fault(err, "the tokens do not fit into -c %d", ctx_limit(a));
     if (!n) {
         FILE *f = memory_stream(&b->text, &b->size);
         generate(a, most < 0 ? 256 : most, f);
@@ -32466,6 +32743,31 @@ static void batch_close(Batch *b) {
     free(b->making);
 }
 
+// Reads a line of --batch into *line (malloc'd, *room bytes), with its newline. Returns its bytes; -1 at
+// the end of the file; MOST_REQUEST + 1 when it has more, and then the rest is still to be read.
+static ssize_t batch_read(FILE *in, char **line, size_t *room) {
+    size_t n = 0;
+    int c = 0;
+    while (c != '\n' && n <= MOST_REQUEST && (c = getc(in)) != EOF) {
+        if (n == *room) {
+            *room = 2 * *room + 4096;
+            *line = xrealloc(*line, *room);
+        }
+        (*line)[n++] = (char)c;
+    }
+    return n ? (ssize_t)n : -1;
+}
+
+// A line that is too long: answered at once, because its end may be far away, and then passed over.
+static void batch_pass(FILE *in, long number, FILE *f) {
+    int c;
+    fprintf(f, "{\"error\":\"more than %d MiB, the most that a line may have\",\"line\":%ld}\n", MOST_REQUEST >> 20,
+            number);
+    fflush(f);
+    do c = getc(in);
+    while (c != EOF && c != '\n');
+}
+
 // --batch: answers every line that is not blank. Returns 0, or 1 when a line had an error.
 static int batch(App *a) {
     const char *path = opt_str(a->o, "batch");
@@ -32477,13 +32779,19 @@ static int batch(App *a) {
     Batch b;
     if (!in) die(EXIT_USAGE, "--batch %s: %s", path, strerror(errno));
     batch_open(&b, a);
-    while ((n = getline(&line, &room, in)) >= 0) {
+    while ((n = batch_read(in, &line, &room)) >= 0) {
         number++;
+        if (n > MOST_REQUEST && line[n - 1] != '\n') {
+            batch_pass(in, number, stdout);
+            requests++;
+            failed++;
+            continue;
+        }
         if (is_blank(line, line + n)) continue;
         requests++;
         failed += batch_line(&b, line, (size_t)n, number, stdout) != 0;
     }
-    if (!feof(in)) die(errno == ENOMEM ? EXIT_MEMORY : EXIT_RUN, "--batch %s: %s", path, strerror(errno));
+    if (ferror(in)) die(EXIT_RUN, "--batch %s: %s", path, strerror(errno));
     if (in != stdin) fclose(in);
     if (failed && !quiet) warn("--batch: %ld of %ld requests had an error", failed, requests);
     free(line);
@@ -32809,7 +33117,8 @@ WEB const char *web_method(int i, const char *method, const char *options) {
         x->reply.t = x->all.t = web.tok;
         x->reply.skip_special = 1;
         x->read = 0;
-        replay(&x->side.app, (int)arrlen(now.app.turn));
+        x->side.app.stale = 1;
+        (void)session_ready(&x->side.app);
     } else if (o) {
         side_close(&now);
     }
@@ -32819,7 +33128,7 @@ WEB const char *web_method(int i, const char *method, const char *options) {
 
 // Forgets the dialogue of side i.
 WEB void web_clear(int i) {
-    if (web_side[i].side.app.s) chat_clear(&web_side[i].side.app);
+    if (web_side[i].side.app.s) (void)chat_clear(&web_side[i].side.app);
 }
 
 // Closes side i.
@@ -32895,7 +33204,7 @@ WEB const char *web_follow(int i, int of) {
     App *a = &web_side[i].side.app;
     const Turn *now = web_side[of].side.app.turn;
     char err[512] = "";
-    if (!web_goes_on(a->turn, now)) chat_clear(a);
+    if (!web_goes_on(a->turn, now) && chat_clear(a)) return "the dialogue cannot be begun anew";
     if (!record_fits(a->s, now, err) && record_overflows(a, now))
         snprintf(err, sizeof err, "%s", web_too_long);
     for (int k = max_int((int)arrlen(a->turn) - 1, 0); k < (int)arrlen(now) && !*err; k++) {

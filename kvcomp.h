@@ -175,7 +175,9 @@ typedef struct Options Options; // every command-line value; read with opt_int()
 
 typedef struct {                // one option
     const char *name;           // without dashes
-    char kind;                  // 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice, 'o' int or nothing
+    // 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice, 'o' int or nothing; 'p' the name of a file that a
+    // method reads, which only the command line gives
+    char kind;
     const char *def;            // default; of a choice "a|b|c", and the first one is the default
     const char *help;
     double lo, hi;              // the least and the largest value, both allowed; equal: any
@@ -834,7 +836,10 @@ void  unobserve(Session *s, const Method *m);
 // Calls the hook watch of every observer.
 void watch(Session *s, int moment, int l, const float *x);
 
-void     session_reset(Session *s);                                         // forget every token
+void     session_reset(Session *s);                                         // forget every token; exit 2
+
+// 0, or -1 with the reason in s->err, and then nothing is forgotten
+int      session_try_reset(Session *s);
 
 // one turn -> logits (V) of its last id
 const float *prefill(Session *s, const int *ids, int n);

@@ -1060,7 +1060,7 @@ TEST(json_large, "a vocabulary of 200,000 is parsed in well under a second and w
 }
 
 TEST(json_escaping, "json_escape writes what json_parse reads; broken UTF-8 becomes U+FFFD") {
-    static const char raw[] = "a\"b\\c\n\t\x01\x7f\xc3\xa9 \xf0\x9f\xa6\x99";
+    static const char raw[] = "a\"b\\c\n\t\x01\x7f\xc2\x80\xc2\x9b[2J\xc2\x9f\xc2\xa0\xc3\xa9 \xf0\x9f\xa6\x99";
     char *out = NULL, err[256] = "";
     size_t n = 0;
     FILE *f = open_memstream(&out, &n);
@@ -1068,6 +1068,7 @@ TEST(json_escaping, "json_escape writes what json_parse reads; broken UTF-8 beco
     fclose(f);
     Json *j = json_parse(out, n, err);
     CHECK(j && j->len == sizeof raw && !memcmp(j->str, raw, sizeof raw), "%s: %s", out, err);
+    CHECK(strstr(out, "\\u0001\\u007f\\u0080\\u009b[2J\\u009f\xc2\xa0\xc3\xa9 "), "control characters: %s", out);
     json_free(j);
     free(out);
     f = open_memstream(&out, &n);
@@ -1732,6 +1733,45 @@ TEST(weights_broken,
     code = try_weights(c, &w);
     CHECK(code == EXIT_MODEL && strstr(die_text, "q_norm.weight is missing"),
           "Qwen3 always has norms: %d %s", code, die_text);
+    weights_close(NULL, c);
+}
+
+TEST(weights_q8_range, "--weights q8_0 refuses a tensor with a weight that its scales cannot reach, by name; the "
+                       "largest that they reach, an infinity and a NaN are taken") {
+    static const struct {
+        int first;              // 1: of the embedding's first weight, 0: of lm_head's last one
+        uint16_t weight;        // BF16
+        const char *want;
+    } cases[] = {
+        { 1, 0x4afd, NULL },    // 8290304
+        { 1, 0x4b00, "tensor 'model.embed_tokens.weight' has a weight of 8.389e+06" },
+        { 0, 0xcb00, "tensor 'lm_head.weight' has a weight of 8.389e+06" },
+        { 0, 0x7f7f, "tensor 'lm_head.weight' has a weight of 3.39e+38" },
+        { 1, 0x7f80, NULL },
+        { 0, 0x7fc0, NULL },
+    };
+    static char header[8192], zeros[8192];
+    const char *dir = model_dir(), *path = tmp_path("model/model.safetensors");
+    size_t data = good_header(header, sizeof header, 3);
+    Config *c = config_load(dir);
+    c->as_q8 = 1;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        put_safetensors(path, header, -1, data);
+        FILE *f = fopen(path, "r+b");
+        const long from = 8 + (long)strlen(header), end = from + (long)data;
+        CHECK(f && data <= sizeof zeros, "%s", path);
+        if (!f) continue;
+        fseek(f, from, SEEK_SET);
+        fwrite(zeros, 1, data, f);
+        fseek(f, cases[i].first ? from : end - 2, SEEK_SET);
+        fwrite(&cases[i].weight, 2, 1, f);
+        fclose(f);
+        Weights *w;
+        int code = try_weights(c, &w);
+        if (!cases[i].want) CHECK(!code && w, "%zu: %d %s", i, code, die_text);
+        else CHECK(code == EXIT_MODEL && strstr(die_text, cases[i].want), "%zu: %d %s", i, code, die_text);
+        weights_close(w, NULL);
+    }
     weights_close(NULL, c);
 }
 
@@ -3267,6 +3307,7 @@ TEST(template_openings,
     }
 
     // 2 MB of text, looked through thousands of times
+    JinjaSpent spent = { 0 };
     Message m = { "user", "u" };
     double t0 = now();
     char *text = jinja_render("{% set s = namespace(a='ab', n=[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]) %}"
@@ -3275,9 +3316,87 @@ TEST(template_openings,
                               "{% for i in s.n %}{% for j in s.n %}"
                               "{% for k in s.n %}{% for l in s.n %}{% if 'ba b' in s.a or s.a | trim == 'a' %}"
                               "{% endif %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}",
-                              t, &m, 1, 1, 1, err);
+                              t, &m, 1, 1, 1, &spent, err);
     CHECK(!text && strstr(err, "takes too long") && now() - t0 < 5, "%s after %.1f s", text ? text : err, now() - t0);
     free(text);
+    tokenizer_free(t);
+}
+
+// Appends a text n times to the stb array *out.
+static void put_times(char **out, const char *text, int n) {
+    for (int i = 0; i < n; i++) bytes_put(out, text, strlen(text));
+}
+
+// A program that takes long, as an stb array with a NUL at its end: five loops in one another around
+// a condition that is long itself, in one of the ways that a program has; or many variables.
+enum { SLOW_CONDITIONS = 6, SLOW_STRIP = SLOW_CONDITIONS, SLOW_VARIABLES, SLOW };
+
+static char *slow_program(int which) {
+    static const struct {
+        const char *begin, *again, *end;    // `again` is written `times` times between the others
+        int times;
+    } condition[SLOW_CONDITIONS] = {
+        { "1", "+1", "", 9000 },            // operators
+        { "", "not ", "1", 9001 },
+        { "", " ", "1", 100000 },           // blanks
+        { "1", " == 0 or 1", "", 3000 },    // comparisons
+        { "x", "[::-1]", "", 9000 },        // parts of lists
+        { "", "1", "", 100000 },            // digits
+    };
+    char *p = NULL, name[64];
+    if (which == SLOW_VARIABLES) {
+        for (int i = 0; i < 15000; i++) {
+            snprintf(name, sizeof name, "{%% set v%d = 1 %%}", i);
+            put_times(&p, name, 1);
+        }
+        put_times(&p, "{% if v0 %}{% endif %}", 10000);
+        arrput(p, 0);
+        return p;
+    }
+    put_times(&p, "{% set x = [1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16] %}", 1);
+    put_times(&p, "{% for a in x %}{% for b in x %}{% for c in x %}{% for d in x %}{% for e in x %}", 1);
+    put_times(&p, "{% if ", 1);
+    if (which == SLOW_STRIP) {              // the end of a text, character by character
+        put_times(&p, "'", 1);
+        put_times(&p, "a", 50000);
+        put_times(&p, "'.strip('", 1);
+        put_times(&p, "b", 50000);
+        put_times(&p, "a')", 1);
+    } else {
+        put_times(&p, condition[which].begin, 1);
+        put_times(&p, condition[which].again, condition[which].times);
+        put_times(&p, condition[which].end, 1);
+    }
+    put_times(&p, " %}{% endif %}", 1);
+    put_times(&p, "{% endfor %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}", 1);
+    arrput(p, 0);
+    return p;
+}
+
+TEST(template_slow, "a program that takes long in any way, or has more than a megabyte, is refused within 2 seconds "
+                    "of CPU time") {
+    char err[512];
+    Tokenizer *t = fixture_tokenizer("marks");
+    for (int i = 0; i <= SLOW + 1; i++) {
+        char *program = i < SLOW ? slow_program(i) : NULL;
+        if (i == SLOW) {                                    // only blanks, too many of them
+            put_times(&program, " ", (1 << 20) + 1);
+            arrput(program, 0);
+        }
+        if (i == SLOW + 1) {                                // one that is long and does little is taken
+            put_times(&program, "{# ", 1);
+            put_times(&program, "long ", 100000);
+            put_times(&program, "#}{% for m in messages %}{{ m.content }}\n{% endfor %}", 1);
+            arrput(program, 0);
+        }
+        const clock_t begun = clock();
+        Template *tp = template_derive(program, t, err);
+        const double seconds = (double)(clock() - begun) / CLOCKS_PER_SEC;
+        const char *want = i < SLOW ? "takes too long" : i == SLOW ? "it has 1048577 bytes" : "";
+        CHECK(!tp == (i <= SLOW) && (tp || strstr(err, want)) && seconds < 2, "%d: %.2f s, %s", i, seconds, tp ? "taken" : err);
+        template_free(tp);
+        arrfree(program);
+    }
     tokenizer_free(t);
 }
 
@@ -3297,7 +3416,8 @@ TEST(template_damaged,
         char *program = text_copy(p->str, p->len);
         if (i % 3) program[rnd_int((int)p->len)] = bytes[rnd_int((int)sizeof bytes - 1)];
         if (i % 3 != 1) program[rnd_int((int)p->len)] = 0;
-        char *text = jinja_render(program, t, m, 3, 1, 1, err);
+        JinjaSpent spent = { 0 };
+        char *text = jinja_render(program, t, m, 3, 1, 1, &spent, err);
         CHECK(text || !strncmp(err, "line ", 5), "%s", err);
         whole += text != NULL;
         n++;
@@ -14498,6 +14618,43 @@ TEST(cli_sonic_ends, "a chat under sonic that runs out of positions goes on: a r
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
+// A loop of the shell that waits until a file has a line that begins so, for 20 seconds at most.
+#define WAIT_FOR(begin, file) \
+    "for i in $(seq 400); do grep -qs '^" begin "' " file " && break; sleep .05; done; "
+
+TEST(cli_method_file_gone,
+     "a method's file that goes away in a chat or a batch costs nothing: /regen keeps the reply, /clear "
+     "and /system the dialogue, a request gets an error, and the next ones are answered") {
+    static const char *const file[] = { "nexus.safetensors", "head_scores.json" };
+    static const char *const method[] = { "sonic", "dililazy" };
+    for (int i = 0; i < 2; i++) {
+        char d[] = "/tmp/kvcomp-gone-XXXXXX";
+        CHECK(mkdtemp(d) && sh("ln -s $PWD/models/kvcomp-tiny/* %s && rm %s/%s", d, d, file[i]) == 0, "%s", sh_err);
+        CHECK(sh("cp models/kvcomp-tiny/%s %s && { echo hello; " WAIT_FOR("turn", "%s/s") "cp %s/s %s/kept; rm %s/%s; "
+                 "printf '/regen\n/clear\n/system be brief\n/stats\nwho are you?\n'; } | "
+                 "./kvcomp -m %s --temp 0 -n 8 --session %s/s --method=%s",
+                 file[i], d, d, d, d, d, file[i], d, d, method[i]) == 0,
+              "%s: %s", method[i], sh_err);
+        CHECK(strstr(sh_err, "the reply stays: ") && strstr(sh_err, "the dialogue stays: ") &&
+                  strstr(sh_err, "in 1 turns") && strstr(sh_err, "[turn 2 ") && strstr(sh_err, file[i]),
+              "%s: %s", method[i], sh_err);
+        CHECK(sh("grep ^turn %s/kept >%s/a; grep -m 1 ^turn %s/s | cmp - %s/a", d, d, d, d) == 0,
+              "%s: the first turn is another one: %s", method[i], sh_out);
+
+        const char *ask = "{\"prompt\":\"hi\",\"max_tokens\":2,\"method\":";
+        CHECK(sh("cp models/kvcomp-tiny/%s %s && { echo '%s\"%s\"}'; " WAIT_FOR("{", "%s/out") "rm %s/%s; "
+                 "echo '%s\"%s\"}'; echo '%s\"full\"}'; } | ./kvcomp -m %s -q --batch - >%s/out",
+                 file[i], d, ask, method[i], d, d, file[i], ask, method[i], ask, d, d) == 1,
+              "%s: %s", method[i], sh_err);
+        CHECK(sh("cat %s/out", d) == 0 && lines_in(sh_out) == 3, "%s: %s", method[i], sh_out);
+        char *line[] = { strtok(sh_out, "\n"), strtok(NULL, "\n"), strtok(NULL, "\n") };
+        CHECK(line[2] && strstr(line[0], "\"text\"") && strstr(line[1], "\"error\"") && strstr(line[1], file[i]) &&
+                  strstr(line[2], "\"text\""),
+              "%s: %s", method[i], line[1]);
+        CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+    }
+}
+
 // A chat on a real terminal: what is typed, then everything the program printed within the time.
 static int pty_chat(const char *const *typed, const double *wait, int n, char *seen, size_t size) {
     int fd;
@@ -15261,7 +15418,7 @@ TEST(no_unchecked_allocation,
         { "malloc(", 0 },        { "calloc(", 1 },         { "realloc(", 1 },
         { "aligned_alloc(", 1 }, { "posix_memalign(", 0 }, { "strdup(", 0 },
         { "strndup(", 0 },       { "asprintf(", 0 },       { "vasprintf(", 1 },
-        { "getline(", 1 },       { "open_memstream(", 1 }, { "fmemopen(", 0 },
+        { "getline(", 0 },       { "open_memstream(", 1 }, { "fmemopen(", 0 },
     };
 
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
@@ -16029,6 +16186,52 @@ TEST(cli_save_place,
               lines_in(sh_err) == 2,
           "%s", sh_err);
     CHECK(files_in(d) == 6, "%d files: new, sub, victim, new.part, fifo, loop", files_in(d));
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_save_modes, "a new report, table, trace and dump has the umask's permissions, a file that was there keeps "
+                     "its own; a history that is no file is left as it is") {
+    char d[64], path[100], err[512];
+    static const char *const made[] = { "r.html", "r.csv", "t", "l" };
+    CHECK(save_folder(d), "no folder");
+    for (int again = 0; again < 2; again++) {
+        CHECK(sh("umask %s; ./kvcomp -q --eval-items 1 --method streaming --report %s/r.html && "
+                 SYN "-q --ids data/ids/three-turns.txt --trace %s/t --dump-logits %s/l",
+                 again ? "000" : "027", d, d, d) == 0,
+              "%s", sh_err);
+        for (int i = 0; i < 4; i++)
+            CHECK(mode_of(d, made[i]) == 0640, "%s: %o", made[i], (unsigned)mode_of(d, made[i]));
+    }
+    snprintf(path, sizeof path, "%s/fifo", d);
+    CHECK(!mkfifo(path, 0644) && !chmod(path, 0644), "%s", path);
+    int reader = open(path, O_RDONLY | O_NONBLOCK);
+    CHECK(history_append(path, "\"x\"\n", 4, err) && strstr(err, "is no regular file"), "a FIFO was written to");
+    CHECK(mode_of(d, "fifo") == 0644, "%o", (unsigned)mode_of(d, "fifo"));
+    close(reader);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_session_lock,
+     "one chat at a time goes on with a session file: a second one leaves with 1 and the reason, before and "
+     "after the first has saved; it cannot save there either; the lock ends with the chat") {
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    for (int saved = 0; saved < 2; saved++) {
+        const char *begin = saved ? "turn" : "kvcomp";
+        CHECK(sh("rm -f %s/*; { %s sleep .1; while test ! -e %s/go; do sleep .05; done; echo 'who are you?'; } | "
+                 "timeout 60 " CHAT "-q -n 4 --session %s/s >%s/first 2>&1 & "
+                 "for i in $(seq 400); do grep -qs ^%s %s/s && break; sleep .05; done; "
+                 CHAT "-q -n 4 -p hi --session %s/s; rc=$?; "
+                 "printf 'hi\n/save %s/s\n' | " CHAT "-q -n 4; touch %s/go; wait; exit $rc",
+                 d, saved ? "echo hello;" : "", d, d, d, begin, d, d, d, d) == 1,
+              "%d: %s", saved, sh_err);
+        CHECK(strstr(sh_err, "--session ") && lines_in(sh_err) == 2, "%d: %s", saved, sh_err);
+        char *one = strstr(sh_err, "another chat goes on with this file");
+        CHECK(one && strstr(one + 1, "another chat goes on with this file"), "%d: %s", saved, sh_err);
+        CHECK(sh("grep -c ^turn %s/s", d) == 0 && atoi(sh_out) == 1 + saved, "%d: %s turns", saved, sh_out);
+        CHECK(sh(CHAT "-q -n 4 -p hi --session %s/s && grep -c ^turn %s/s", d, d) == 0, "%s", sh_err);
+        CHECK(strstr(sh_out, saved ? "\n3\n" : "\n2\n"), "%d: the lock is gone: %s", saved, sh_out);
+    }
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
@@ -18285,7 +18488,6 @@ TEST(
         { "--eval-out %s/whole --ctk f32", "its options" },
         { "--eval-out %s/whole --compare full,full", "compared twice" },
         { "--eval-out README.md", "no file that --eval-out wrote" },
-        { "--eval-out /dev/null", "not a regular file" },
         { "--eval-shard 4/3", "--eval-shard wants I/N" },
         { "--eval-shard 0/3", "--eval-shard wants I/N" },
         { "--eval-shard=-2147483648/3", "--eval-shard wants I/N" },
@@ -18315,6 +18517,20 @@ TEST(
     CHECK(sh("./kvcomp --eval-merge %s/nothing", d) == 2 && lines_in(sh_err) == 1, "%s", sh_err);
     CHECK(sh("./kvcomp --eval-merge %s/whole --batch x", d) == 2 && strstr(sh_err, "goes alone"), "%s",
           sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(eval_no_file, "--eval-out and --trace refuse what is no regular file alike: exit code 1 and the reason") {
+    char d[64];
+    CHECK(save_folder(d) && sh("mkfifo %s/fifo", d) == 0, "no folder");
+    const char *run[] = { "--eval facts --eval-items 1 --eval-out", "-p hi -n 1 --trace" };
+    for (int i = 0; i < 2; i++) {
+        CHECK(sh("timeout 20 ./kvcomp -q %s %s/fifo", run[i], d) == 1 && strstr(sh_err, "fifo: is no regular file") &&
+                  lines_in(sh_err) == 1,
+              "%s: %s", run[i], sh_err);
+        CHECK(sh("timeout 20 ./kvcomp -q %s /dev/null", run[i]) == 1 && strstr(sh_err, "null: is no regular file"),
+              "%s: %s", run[i], sh_err);
+    }
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
@@ -18427,7 +18643,14 @@ TEST(eval_unlike, "a file of answers in which one row has answered more than ano
              "./kvcomp --eval-merge=%s/one %s/one --csv", path, d, d, d) == 0 &&
               strstr(sh_err, "more than once") && lines_in(sh_out) == 2,
           "two files behind a =: %s%s", sh_out, sh_err);
-    static const char *const heads[] = { "1 0\",\"rows\":\"\\u001b[2J 0", "16777216 0\",\"rows\":\"full 0,window 8" };
+    static const char *const heads[] = {
+        "1 0\",\"rows\":\"\\u001b[2J 0", "16777216 0\",\"rows\":\"full 0,window 8",
+        // numbers that an int does not hold, or that are none
+        "4294967297 0\",\"rows\":\"full 0", "18446744073709551617 0\",\"rows\":\"full 0",
+        "-1 0\",\"rows\":\"full 0", "1\",\"rows\":\"full 0", "1x 0\",\"rows\":\"full 0",
+        "1 0\",\"rows\":\"full 4294967296", "1 0\",\"rows\":\"full -1", "1 0\",\"rows\":\"full 0x",
+        "1 0\",\"rows\":\"full", "1 0\",\"rows\":\"full 0,", "1 0\",\"rows\":\"",
+    };
     for (size_t i = 0; i < sizeof heads / sizeof *heads; i++) {
         char text[256];
         snprintf(text, sizeof text, "{\"kvcomp\":\"answers 1\",\"items\":\"%s\"}\n", heads[i]);
@@ -18435,6 +18658,10 @@ TEST(eval_unlike, "a file of answers in which one row has answered more than ano
         CHECK(sh("./kvcomp --eval-merge %s", path) == 2 && strstr(sh_err, "'rows'") && !strchr(sh_err, 27), "%s",
               sh_err);
     }
+    CHECK(sh("(printf '{\"kvcomp\":\"answers 1\",\"items\":\"1 0\",\"seed\":\"1\",\"rows\":\"full 0'; "
+             "seq -f ',full %%.0f' 50000 | tr -d '\\n'; echo '\"}') >%s; ulimit -t 4; ./kvcomp --eval-merge %s",
+             path, path) == 2 && strstr(sh_err, "'rows' are no methods and budgets, 1 to 1000"),
+          "many rows: %s", sh_err);
     CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
 }
 
@@ -18659,6 +18886,11 @@ TEST(batch_errors, "a line that is no request gets its error and its number, and
         { "{\"prompt\":1}", "'prompt' is no text" },
         { "{\"prompt\":\"x\",\"methd\":\"full\"}", "unknown field 'methd'" },
         { "{\"prompt\":\"x\",\"model\":\"y\"}", "unknown field 'model'" },
+        { "{\"prompt\":\"x\",\"method\":\"sonic\",\"sonic_weights\":\"README.md\"}",
+          "'sonic_weights' names a file" },
+        { "{\"prompt\":\"x\",\"method\":\"dililazy\",\"dililazy-scores\":\"README.md\"}",
+          "'dililazy-scores' names a file" },
+        { "{\"prompt\":\"x\",\"headkv_scores\":\"README.md\"}", "'headkv_scores' names a file" },
         { "{\"prompt\":\"x\",\"method\":\"fulll\"}", "did you mean full" },
         { "{\"prompt\":\"x\",\"method\":3}", "'method' is no text" },
         { "{\"prompt\":\"x\",\"method\":\"streaming\",\"budget\":2}", "leaves no recent row" },
@@ -18693,7 +18925,7 @@ TEST(batch_errors, "a line that is no request gets its error and its number, and
         snprintf(lines + strlen(lines), sizeof lines - strlen(lines), "%s\n", bad[i].line);
     strcat(lines, "{\"prompt\":\"hi\",\"max_tokens\":2}\n\n \n");     // blank lines are no requests
     CHECK(batch_run(lines, "-c 64", j) == 1 &&
-              strstr(sh_err, "27 of 28 requests had an error"),
+              strstr(sh_err, "30 of 31 requests had an error"),
           "%s", sh_err);
     for (int i = 0; i < N; i++)
         CHECK(strstr(json_text(j[i], "error"), bad[i].says) && number_of(j[i], "line") == i + 1,
@@ -18714,6 +18946,65 @@ TEST(batch_errors, "a line that is no request gets its error and its number, and
               !strcmp(json_text(j[2], "finish"), "context"),
           "%s", sh_err);
     batch_free(j);
+}
+
+TEST(batch_long_lines, "a line of --batch that is too long is answered before it ends, and passed over; a text "
+                       "that cannot fit is refused before it is encoded; the next line is answered") {
+    const char *hi = "echo '{\"prompt\":\"hi\",\"max_tokens\":2}'";
+    CHECK(sh("{ head -c 17000000 /dev/zero | tr '\\0' a; echo; %s; } | ./kvcomp -t 1 -q --batch -", hi) == 1, "%s", sh_err);
+    char *one = strtok(sh_out, "\n"), *two = strtok(NULL, "\n");
+    CHECK(one && !strcmp(one, "{\"error\":\"more than 16 MiB, the most that a line may have\",\"line\":1}"), "%s", one);
+    CHECK(two && strstr(two, "\"text\"") && strstr(two, "\"line\":2") && !strtok(NULL, "\n"), "%s", two);
+
+    // One without an end, which is given up after its answer
+    CHECK(sh("d=$(mktemp -d); mkfifo $d/in; (ulimit -v 2000000; exec ./kvcomp -t 1 -q --batch - <$d/in >$d/out) & p=$!; "
+             "yes a | tr -d '\\n' >$d/in & for i in $(seq 400); do grep -qs error $d/out && break; sleep .05; done; "
+             "kill $p; wait; cat $d/out; rm -r $d") == 0 && strstr(sh_out, "more than 16 MiB"),
+          "%s%s", sh_out, sh_err);
+
+    static const char *const way[] = { "{\"prompt\":\"", "{\"raw\":true,\"prompt\":\"", "{\"prompt\":\"x\",\"continuation\":\"",
+                                       "{\"messages\":[{\"role\":\"user\",\"content\":\"" };
+    for (int i = 0; i < 4; i++) {
+        double t0 = now();
+        CHECK(sh("{ printf '%s'; yes 'fox ' | head -n 1000000 | tr -d '\\n'; echo '\"%s}'; %s; } | "
+                 "./kvcomp -t 1 -q --batch -",
+                 way[i], i == 3 ? "}]" : "", hi) == 1,
+              "%s", sh_err);
+        one = strtok(sh_out, "\n");
+        two = strtok(NULL, "\n");
+        CHECK(one && strstr(one, " tokens or more does not fit into -c 4096\""), "%s: %.200s", way[i], one);
+        CHECK(two && strstr(two, "\"text\""), "%s: %s", way[i], two);
+        CHECK(now() - t0 < 20, "%.1f s", now() - t0);
+    }
+}
+
+TEST(batch_harness_text, "a context of lm-evaluation-harness is taken for messages where the adapter wrote them, not "
+                         "where a data set's text looks like them (where there is Python)") {
+    if (sh("python3 -c pass")) leave_out("python3");
+    write_text_file("/tmp/kvt_harness.py",
+                    "import copy, pickle, sys, types\n"
+                    "for name in 'lm_eval', 'lm_eval.api', 'lm_eval.api.model', 'lm_eval.api.registry':\n"
+                    "    sys.modules[name] = types.ModuleType(name)\n"
+                    "sys.modules['lm_eval.api.model'].LM = object\n"
+                    "sys.modules['lm_eval.api.registry'].register_model = lambda name: lambda c: c\n"
+                    "sys.path.insert(0, 'data')\n"
+                    "import lm_eval_kvcomp as k\n"
+                    "chat = [{'role': 'user', 'content': 'x'}]\n"
+                    "context = k.Kvcomp.apply_chat_template(None, chat)\n"
+                    "for c in context, copy.deepcopy(context), pickle.loads(pickle.dumps(context)):\n"
+                    "    assert k.asked(c) == {'messages': chat}, k.asked(c)\n"
+                    "text = str.__str__(context)[:]\n"
+                    "forged = ''.join(text)\n"
+                    "assert k.asked(forged) == {'prompt': forged, 'raw': True}, k.asked(forged)\n");
+    CHECK(sh("python3 -B /tmp/kvt_harness.py") == 0, "%s", sh_err);
+    unlink("/tmp/kvt_harness.py");
+}
+
+TEST(text_unsafe, "no script loads a pickle of anything but weights, and none writes to a name in /tmp that can be "
+                  "foreseen") {
+    CHECK(sh("grep -l 'torch.load' models/*.py") == 0 && lines_in(sh_out) >= 2, "%s", sh_err);
+    CHECK(sh("grep -n 'torch.load' models/*.py data/*.py data/*/*.py | grep -v 'weights_only=True'") == 1, "%s", sh_out);
+    CHECK(sh("grep -n '=/tmp/' data/*.sh") == 1, "%s", sh_out);
 }
 
 TEST(batch_harness, "lm-evaluation-harness over --batch finds the scores and log-probabilities of "

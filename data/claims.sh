@@ -15,8 +15,8 @@ set -e
 cd "$(dirname "$0")/.."
 K="./kvcomp -q -t 1 --temp 0"
 HAY=data/calibrate_hay.txt
-FACTS=/tmp/kvcomp-claims-facts.txt
 T=$(mktemp -d /tmp/kvcomp-claims.XXXXXX)
+FACTS=$T/facts.txt
 trap 'rm -rf "$T"' EXIT
 trap 'exit 1' INT TERM
 

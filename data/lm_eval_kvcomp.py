@@ -30,9 +30,17 @@ except ImportError as e:
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
+class Messages(str):
+    """A context that apply_chat_template wrote.
+
+    The harness hands contexts on as they are. The type tells one from a data set's text, which may look the
+    same and is not to be trusted.
+    """
+
+
 def asked(context):
-    """The fields of a request for a context: a plain text, or the messages that apply_chat_template wrote."""
-    if context.startswith('[{"role"'):
+    """The fields of a request for a context: a plain text, or messages."""
+    if isinstance(context, Messages):
         return {"messages": json.loads(context)}
     return {"prompt": context, "raw": True}
 
@@ -110,7 +118,7 @@ class Kvcomp(LM):
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
         """The messages as they are: kvcomp's template writes them."""
-        return json.dumps(chat_history)
+        return Messages(json.dumps(chat_history))
 
     @property
     def tokenizer_name(self):

@@ -21,7 +21,9 @@ functions() {
         }' "$1" | sort -n
 }
 
-SORTED=/tmp/kvcomp-text.$$
+SORTED=$(mktemp /tmp/kvcomp-text.XXXXXX)
+trap 'rm -f "$SORTED"' EXIT
+trap 'exit 1' INT TERM
 for f in "$@"; do
     lengths "$f" >$SORTED
     n=$(wc -l <"$f")
@@ -32,7 +34,6 @@ for f in "$@"; do
     m=$(wc -l <$SORTED)
     median=$(sed -n "$((m / 2 + 1))p" $SORTED)
     longest=$(tail -1 $SORTED)
-    rm -f $SORTED
 
     awk -v f="$f" -v p90="$p90" -v p99="$p99" -v m="$m" -v median="$median" -v longest="$longest" '
         /^ *\/\// { comments++ }

@@ -302,7 +302,7 @@ def work(rank, folder, meet):
     mean = {k: v.clone() for k, v in model.state_dict().items()}            # running mean of the weights: what is exported
     done, step, tokens, spent = 0, 0, 0, 0.0                                # phases done, step in this phase, totals
     if os.path.exists(path):
-        s = torch.load(path, weights_only=False)
+        s = torch.load(path, weights_only=True)
         done, step, tokens, spent = s["at"]; mean = s["mean"]
         if "blocks.%d.o" % (LAYERS - 1) in mean: model = Llama(); opt = Muon(model)
         model.load_state_dict(s["model"]); opt.load(s["opt"])
@@ -436,7 +436,7 @@ def from_hf(t):
 def export(folder):
     from safetensors.torch import save_file
     os.makedirs(OUT, exist_ok=True)
-    ends = {name: torch.load(os.path.join(folder, f"mean-{name}.pt"), weights_only=False) for name in SHIPPED}
+    ends = {name: torch.load(os.path.join(folder, f"mean-{name}.pt"), weights_only=True) for name in SHIPPED}
     weights = {k: sum(share * ends[name][k] for name, share in SHIPPED.items()) for k in next(iter(ends.values()))}
     path = os.path.join(OUT, "model.safetensors")
     save_file(to_hf(weights), path + ".new", metadata={"format": "pt"}); os.chmod(path + ".new", 0o644); os.replace(path + ".new", path)

@@ -258,7 +258,7 @@ def work(rank, folder, meet, off, steps):
     base, path, step, spent = load_base(), os.path.join(folder, "nexus.pt"), 0, 0.0
     nexus = Nexus(base); opt = M.Muon(nexus, lr=LR, adam_lr=0.002, decay=0.0, rest=[nexus.base, nexus.pos, nexus.turn])
     if os.path.exists(path):
-        s = torch.load(path, weights_only=False)
+        s = torch.load(path, weights_only=True)
         nexus.load_state_dict(s["nexus"]); opt.load(s["opt"]); step, spent = s["at"]
     def save():
         torch.save({"nexus": nexus.state_dict(), "opt": opt.state(), "at": (step, spent)}, path + ".new"); os.replace(path + ".new", path)
@@ -290,7 +290,7 @@ def evaluate(folder, n=25, length=240, tasks=("profile", "people", "coref", "nee
     """Share of held-out chats whose last reply is exact, greedily (as make_model.score does): the teacher, then each K; 0 is no history at all."""
     from tokenizers import Tokenizer
     tok = Tokenizer.from_file(os.path.join(M.OUT, "tokenizer.json"))
-    base = load_base(); nexus = Nexus(base); nexus.load_state_dict(torch.load(os.path.join(folder, "nexus.pt"), weights_only=False)["nexus"])
+    base = load_base(); nexus = Nexus(base); nexus.load_state_dict(torch.load(os.path.join(folder, "nexus.pt"), weights_only=True)["nexus"])
     print("| task | full | " + " | ".join("K=%d" % k for k in (0, *ks)) + " |\n|---" * 1 + "|" + "---:|" * (len(ks) + 2))
     for task in tasks:
         r, chats = random.Random("nexus " + task), []
@@ -319,7 +319,7 @@ def export(folder):
     from safetensors.torch import load_file, save_file
     import json
     base = load_file(os.path.join(M.OUT, "model.safetensors")); config = json.load(open(os.path.join(M.OUT, "config.json")))
-    state = torch.load(os.path.join(folder, "nexus.pt"), weights_only=False)["nexus"]
+    state = torch.load(os.path.join(folder, "nexus.pt"), weights_only=True)["nexus"]
     out = {"nexus.embed.base": state["base"], "nexus.embed.pos": state["pos"], "nexus.embed.turn": state["turn"]}
     hf = M.to_hf({**state, "embed": base["model.embed_tokens.weight"], "norm": base["model.norm.weight"]})
     out.update({k.replace("model.layers", "nexus.layers"): v for k, v in hf.items() if "proj" in k})
