@@ -19135,7 +19135,8 @@ static int derive_turns(Derivation *d, TemplateText *x, const char *E, size_t en
     int len;
     if (strlen(E) > BETWEEN_BYTES)
         return fault(d->err, "it writes %zu bytes between two turns, at most %d are read", strlen(E), BETWEEN_BYTES);
-    for (; rest <= strlen(E) && !derive_spend(d, PLACES, 0); rest += token_at(d->t, E + rest, &len) >= 0 ? (size_t)len : 1) {
+    for (; rest <= strlen(E); rest += token_at(d->t, E + rest, &len) >= 0 ? (size_t)len : 1) {
+        if (derive_spend(d, PLACES, 0)) return -1;
         x->foot = part(d, E + end, rest - end);
         x->user = part(d, E + rest, strlen(E) - rest);
         for (int place = 0; place < PLACES; place++) {
@@ -19371,7 +19372,8 @@ static Template *template_derive(const char *program, const Tokenizer *t, char e
     Template *tp = xcalloc(1, sizeof *tp);
     Derivation d = { .program = program, .t = t };
     size_t n = strlen(program);
-    int bad = n > JINJA_PROGRAM ? fault(d.err, "it has %zu bytes, at most %d are read", n, JINJA_PROGRAM) : derive(&d, tp);
+    int bad = n > JINJA_PROGRAM ? fault(d.err, "it has %zu bytes, at most %d are read", n, JINJA_PROGRAM) : 0;
+    if (!bad) bad = derive(&d, tp);
     if (bad) fault(err, "this chat template is not supported: %.300s", d.err);
     tp->own = d.own;
     arrfree(d.probe);
@@ -26004,7 +26006,8 @@ static int rows_take(EvalFile *x, const char *p) {
 // Takes the numbers of items and rows from a first line, and makes room for them. 0, or -1 with err.
 static int head_take(EvalFile *x, const Json *head, char err[512]) {
     const char *items = json_text(head, "items");
-    if (rows_take(x, json_text(head, "rows"))) return fault(err, "'rows' are no methods and budgets, 1 to %d", EVAL_ROWS);
+    if (rows_take(x, json_text(head, "rows")))
+        return fault(err, "'rows' are no methods and budgets, 1 to %d", EVAL_ROWS);
     int odd = number_read(&items, 1 << 24, &x->items) || *items != ' ';
     if (odd || x->items < 1 || arrlen(x->row) < 1 || arrlen(x->row) > (1 << 24) / x->items)
         return fault(err, "'items' and 'rows' are none of a run");

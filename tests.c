@@ -3393,7 +3393,8 @@ TEST(template_slow, "a program that takes long in any way, or has more than a me
         Template *tp = template_derive(program, t, err);
         const double seconds = (double)(clock() - begun) / CLOCKS_PER_SEC;
         const char *want = i < SLOW ? "takes too long" : i == SLOW ? "it has 1048577 bytes" : "";
-        CHECK(!tp == (i <= SLOW) && (tp || strstr(err, want)) && seconds < 2, "%d: %.2f s, %s", i, seconds, tp ? "taken" : err);
+        CHECK(!tp == (i <= SLOW) && (tp || strstr(err, want)) && seconds < 2, "%d: %.2f s, %s", i, seconds,
+              tp ? "taken" : err);
         template_free(tp);
         arrfree(program);
     }
@@ -18951,19 +18952,25 @@ TEST(batch_errors, "a line that is no request gets its error and its number, and
 TEST(batch_long_lines, "a line of --batch that is too long is answered before it ends, and passed over; a text "
                        "that cannot fit is refused before it is encoded; the next line is answered") {
     const char *hi = "echo '{\"prompt\":\"hi\",\"max_tokens\":2}'";
-    CHECK(sh("{ head -c 17000000 /dev/zero | tr '\\0' a; echo; %s; } | ./kvcomp -t 1 -q --batch -", hi) == 1, "%s", sh_err);
+    CHECK(sh("{ head -c 17000000 /dev/zero | tr '\\0' a; echo; %s; } | ./kvcomp -t 1 -q --batch -", hi) == 1, "%s",
+          sh_err);
     char *one = strtok(sh_out, "\n"), *two = strtok(NULL, "\n");
     CHECK(one && !strcmp(one, "{\"error\":\"more than 16 MiB, the most that a line may have\",\"line\":1}"), "%s", one);
     CHECK(two && strstr(two, "\"text\"") && strstr(two, "\"line\":2") && !strtok(NULL, "\n"), "%s", two);
 
     // One without an end, which is given up after its answer
-    CHECK(sh("d=$(mktemp -d); mkfifo $d/in; (ulimit -v 2000000; exec ./kvcomp -t 1 -q --batch - <$d/in >$d/out) & p=$!; "
+    CHECK(sh("d=$(mktemp -d); mkfifo $d/in; "
+             "(ulimit -v 2000000; exec ./kvcomp -t 1 -q --batch - <$d/in >$d/out) & p=$!; "
              "yes a | tr -d '\\n' >$d/in & for i in $(seq 400); do grep -qs error $d/out && break; sleep .05; done; "
              "kill $p; wait; cat $d/out; rm -r $d") == 0 && strstr(sh_out, "more than 16 MiB"),
           "%s%s", sh_out, sh_err);
 
-    static const char *const way[] = { "{\"prompt\":\"", "{\"raw\":true,\"prompt\":\"", "{\"prompt\":\"x\",\"continuation\":\"",
-                                       "{\"messages\":[{\"role\":\"user\",\"content\":\"" };
+    static const char *const way[] = {
+        "{\"prompt\":\"",
+        "{\"raw\":true,\"prompt\":\"",
+        "{\"prompt\":\"x\",\"continuation\":\"",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"",
+    };
     for (int i = 0; i < 4; i++) {
         double t0 = now();
         CHECK(sh("{ printf '%s'; yes 'fox ' | head -n 1000000 | tr -d '\\n'; echo '\"%s}'; %s; } | "
