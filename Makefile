@@ -1,8 +1,10 @@
-# kvcomp. `make` builds what this machine can; `make run` chats; `make test` proves. On a Debian machine
-# the first two lines a newcomer types are enough: what is missing (gcc, libstb-dev) is installed first,
-# and said so.
+# kvcomp. `make run` chats; `make test` proves. On a Debian machine these two lines are enough: what is
+# missing (gcc, libstb-dev) is installed first, and said so.
 #
-#   all (kvcomp)    the program, with its CUDA half where the toolkit is found
+#   all (kvcomp)    the program, with its CUDA half where nvcc and a GPU are found
+#   cuda            the same for A100, H100 and later ones, wherever nvcc is
+#   dev             kvcomp_dev, compiled quickly and for a debugger: for reading and changing
+#   single          kvcomp_single.c, the whole CPU program as one file
 #   run, demo       a chat; a scripted dialogue through five methods
 #   compare         README's table of results
 #   test            every check that this machine can make
@@ -10,7 +12,7 @@
 #   web, web-test   the program as one page for a browser, and its checks
 #   cuda-check      what the compiler made of each kernel;  traffic: what a step moves
 #   gpu-test, gpu-bench     on a machine with a GPU
-#   vectors         traces of every paper, for ports
+#   vectors         traces of every paper, for ports;  build-times: CPU seconds of an edit
 
 ifeq ($(origin CC),default)
 CC := gcc
@@ -27,7 +29,7 @@ OPENMP  = $(shell d=$$(mktemp -d) && echo 'int main(void){return 0;}' > $$d/a.c 
 CXX_OK := $(shell command -v g++ 2>/dev/null)
 
 # ---- is there a CUDA toolkit?
-# The CUDA half needs nvcc, the g++ that nvcc calls, and a cuBLAS that links: one program of one line
+# It is asked for where a GPU is, or where the goal is a CUDA half. The CUDA half needs nvcc, the g++ that nvcc calls, and a cuBLAS that links: one program of one line
 # shows whether all are there. The toolkit brings cuBLAS; so do pip's packages (nvidia-cublas and
 # others), whose headers and libraries lie apart under nvidia/ of Python's site-packages. Else the CPU
 # half is the program.
@@ -41,7 +43,9 @@ CUDA_RUN := $(dir $(NVCC))../lib64
 CUDA_ONE  = \043include <cublas_v2.h>\nint main(void) { cublasHandle_t h; return cublasCreate(&h); }\n
 cuda_links = $(shell d=$$(mktemp -d) && printf '$(CUDA_ONE)' > $$d/a.cpp \
                && $(NVCC) $(CUDA_INC) -o $$d/a $$d/a.cpp $(CUBLAS) >/dev/null 2>&1 && echo yes; rm -rf $$d)
-ifneq ($(NVCC),)
+GPU       := $(wildcard /dev/nvidia0)
+WANTS_GPU := $(filter cuda cuda-check gpu-test gpu-bench,$(MAKECMDGOALS))
+ifneq ($(and $(NVCC),$(GPU)$(WANTS_GPU)),)
 CUDA_OK := $(cuda_links)
 ifeq ($(CUDA_OK),)
 CUDA_INC := $(addprefix -I,$(wildcard $(PIP_CUDA:=/*/include)))
@@ -63,8 +67,8 @@ endif
 
 comma := ,
 all: kvcomp
-.PHONY: all deps install-deps run demo compare vectors web install-web web-test test traffic asan race fuzz \
-        cuda-check gpu-test gpu-bench clean
+.PHONY: all deps install-deps cuda dev single build-times run demo compare vectors web install-web web-test test traffic \
+        asan race fuzz cuda-check gpu-test gpu-bench clean force
 
 # ---- what is needed
 # stb_ds.h is the one library; a compiler and it are all that is needed. CPATH may name the folder that
@@ -95,27 +99,70 @@ install-deps:
 	@$(call debian_install,gcc libc6-dev libstb-dev,$(NEEDS))
 
 # ---- the program
-# With CUDA both halves go into one program; without it the CPU half is the program. Machine code for
-# A100, H100 and their generations, and PTX, from which a driver makes that of later ones at the first
-# start. CUDA_ARCHS= names others.
-CUDA_ARCHS = 80 90
+# The parts in the order of their floors: each calls only those before it. An object lies in build/FLAVOUR/
+# and is made again when a file that it includes, or a flag, has changed.
+LIB   = lib/base lib/kernels lib/checkpoint lib/tokenizer lib/template
+APP   = app/options app/chat app/measure app/page app/main
+PARTS = $(LIB) kvcomp $(APP)
+
+# The parts that a test program is linked with, beside those that it includes.
+TESTS_WITH     = lib/base lib/kernels lib/tokenizer lib/template app/page app/main
+TESTS_LIB_WITH = $(APP)
+TESTS_APP_WITH = lib/kernels lib/tokenizer lib/template
+
+# objects of the parts $(2) in the flavour $(1)
+objects = $(patsubst %,build/$(1)/%.o,$(2))
+
+# $(1): a flavour; $(2): its flags
+define flavour
+build/$(1)/%.o: %.c build/$(1)/flags | deps
+	@mkdir -p $$(@D)
+	$$(CC) $$(WARN) $(2) $$(OPENMP) -MMD -MP -c -o $$@ $$<
+build/$(1)/flags: force
+	@mkdir -p $$(@D)
+	@echo '$$(CC) $(2)' | cmp -s - $$@ || echo '$$(CC) $(2)' >$$@
+endef
+force:
+$(eval $(call flavour,cpu,$(CFLAGS)))
+$(eval $(call flavour,cuda,$(CFLAGS) -DKVCOMP_CUDA))
+$(eval $(call flavour,dev,-O1 -g))
+-include $(wildcard build/*/*.d build/*/*/*.d)
+
+kvcomp_dev: $(call objects,dev,$(PARTS))
+	$(CC) $(OPENMP) -o $@ $^ -lm
+
+dev: kvcomp_dev
+
+# The whole CPU program as one file.
+single: kvcomp_single.c
+kvcomp_single.c: data/single.sh $(wildcard lib/*.[ch] app/*.[ch] kvcomp.[ch] data/unicode.h)
+	sh data/single.sh >$@
+
+# CPU seconds of a whole build, and of the build behind an edit.
+build-times: deps
+	@sh data/build_times.sh
+
 ifneq ($(CUDA_OK),)
+# Machine code for the GPU of this machine, or for A100, H100 and their generations, and PTX, from which a
+# driver makes that of later ones at the first start. CUDA_ARCHS= names others.
 NVCODE := $(shell $(NVCC) --list-gpu-code 2>/dev/null)
+CUDA_ARCHS = 80 90
 machine_code = $(foreach a,$(1),$(if $(filter sm_$(a),$(NVCODE)), \
                  -gencode arch=compute_$(a)$(comma)code=sm_$(a)))
-NVARCH  = $(call machine_code,$(CUDA_ARCHS)) -gencode arch=compute_90,code=compute_90
+NVARCH  = $(if $(filter cuda,$(MAKECMDGOALS)),$(call machine_code,$(CUDA_ARCHS)) -gencode arch=compute_90$(comma)code=compute_90,-arch=native)
 NVFLAGS = -std=c++17 -O3 -Werror all-warnings -DKVCOMP_CUDA $(CUDA_INC)
 NVLINK  = $(addprefix -Xcompiler ,$(filter -fopenmp,$(OPENMP))) \
-          $(addprefix -Xlinker -rpath=,$(CUDA_RUN)) $(CUBLAS) -lm
+          $(addprefix -Xlinker -rpath=,$(CUDA_RUN)) -lm -ldl
 
-kvcomp.o: kvcomp.c kvcomp.h data/unicode.h Makefile | deps
-	$(CC) $(WARN) $(CFLAGS) $(OPENMP) -DKVCOMP_CUDA -c -o $@ kvcomp.c
-
-kvcomp_cuda.o: kvcomp.cu kvcomp.h Makefile
+build/cuda/kvcomp_cuda.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) Makefile
+	@mkdir -p $(@D)
+	@echo "compiling kvcomp.cu: some minutes"
 	$(NVCC) $(NVFLAGS) --threads 4 $(NVARCH) -c -o $@ kvcomp.cu
 
-kvcomp: kvcomp.o kvcomp_cuda.o
-	$(NVCC) -o $@ kvcomp.o kvcomp_cuda.o $(NVLINK)
+kvcomp: $(call objects,cuda,$(PARTS)) build/cuda/kvcomp_cuda.o
+	$(NVCC) -o $@ $^ $(NVLINK)
+
+cuda: kvcomp
 
 # A table of all kernels: instructions and bytes of their main loops, registers, shared memory, spills.
 # data/cuda_loops.awk says what the columns are, and what is a failure. The loops need cuobjdump
@@ -137,10 +184,10 @@ SANITIZED = cuda_math cuda_rows cuda_attention cuda_full cuda_steps
 SANITIZER = $(firstword $(shell command -v compute-sanitizer 2>/dev/null) \
               $(wildcard $(dir $(NVCC))compute-sanitizer $(dir $(NVCC))../compute-sanitizer/compute-sanitizer))
 GPU_ARCH = native
-gpu-test: tests.c kvcomp.c kvcomp.cu kvcomp.h | deps
+gpu-test: tests.c kvcomp.cu $(call objects,test,$(TESTS_WITH)) | deps
 	$(NVCC) $(NVFLAGS) -arch=$(GPU_ARCH) -lineinfo -DKVCOMP_TEST -c -o tests_gpu_cuda.o kvcomp.cu
-	$(CC) $(WARN) -O2 -g $(OPENMP) -DKVCOMP_CUDA -c -o tests_gpu.o tests.c
-	$(NVCC) -o tests_gpu tests_gpu.o tests_gpu_cuda.o $(NVLINK)
+	$(CC) $(WARN) -Wno-unused-function -O2 -g $(OPENMP) -DKVCOMP_CUDA -c -o tests_gpu.o tests.c
+	$(NVCC) -o tests_gpu tests_gpu.o tests_gpu_cuda.o $(call objects,test,$(TESTS_WITH)) $(NVLINK)
 	./tests_gpu cuda
 	@s="$(SANITIZER)"; if [ -z "$$s" ]; then echo "compute-sanitizer is not installed: its checks are left out"; \
 	else for t in $(SANITIZE); do "$$s" --tool $$t --error-exitcode 1 ./tests_gpu $(SANITIZED) || exit 1; done; fi
@@ -152,12 +199,12 @@ gpu-bench: kvcomp
 	./kvcomp --bench -d cuda --synthetic $(GPU_SHAPE) -b 2048 -r 3 --bench-suite gpu-bench.csv \
 	  --bench-prompts 2048,8192,32768 --bench-depths 0,8192,32768,65536,131072
 
-else    # no toolkit
+else    # no toolkit, or no GPU
 
-kvcomp: kvcomp.c kvcomp.h data/unicode.h Makefile | deps
-	$(CC) $(WARN) $(CFLAGS) $(OPENMP) -o $@ kvcomp.c -lm
+kvcomp: $(call objects,cpu,$(PARTS))
+	$(CC) $(OPENMP) -o $@ $^ -lm
 
-cuda-check gpu-test gpu-bench:
+cuda cuda-check gpu-test gpu-bench:
 	@echo "make $@ needs the CUDA toolkit: nvcc, the g++ that it calls, and a cuBLAS that links" >&2; exit 1
 endif
 
@@ -185,7 +232,7 @@ vectors: kvcomp
 	done <data/vectors/commands
 
 # ---- the program in a browser
-# kvcomp.c as WebAssembly, the shipped model and data/web.html as one page, which opens by double click.
+# The program as WebAssembly, the shipped model and data/web.html as one page, which opens by double click.
 # What is missing (emscripten) is installed first, and said so. Debian's emscripten looks for its
 # JavaScript parser in NODE_PATH; stb_ds.h is copied, because /usr/include holds the headers of another
 # machine.
@@ -206,10 +253,10 @@ web: kvcomp.html
 install-web:
 	@$(WEB_HAS) || { $(call debian_install,emscripten node-acorn,$(WEB_NEEDS)); }
 
-kvcomp_web.js: kvcomp.c kvcomp.h data/unicode.h $(wildcard $(WEB_MODEL)/*) Makefile | deps install-web
+kvcomp_web.js: $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch]) data/unicode.h $(wildcard $(WEB_MODEL)/*) Makefile | deps install-web
 	@rm -rf build/web && mkdir -p build/web/stb
 	@cp "$$(echo '#include <stb/stb_ds.h>' | $(CC) -M -E -x c - | tr ' ' '\n' | grep 'stb_ds\.h$$')" build/web/stb
-	NODE_PATH=$${NODE_PATH:-/usr/share/nodejs} emcc $(WEB_FLAGS) -Ibuild/web --embed-file $(WEB_MODEL)@/model -o $@ kvcomp.c
+	NODE_PATH=$${NODE_PATH:-/usr/share/nodejs} emcc $(WEB_FLAGS) -Ibuild/web --embed-file $(WEB_MODEL)@/model -o $@ $(PARTS:=.c)
 
 kvcomp.html: kvcomp_web.js data/web.html
 	@awk '/^@@GLUE@@$$/ { system("cat kvcomp_web.js"); next } \
@@ -225,30 +272,44 @@ web-test: kvcomp
 	else $(MAKE) --no-print-directory kvcomp.html && node data/web_test.js; fi
 
 # ---- tests
-# kvcomp.cu's kernels are tested without a GPU: g++ compiles them against cuda_emu.h. Without g++ they are
-# left out.
+# Three programs: tests (the methods), tests_lib, tests_app. Each includes the parts whose static functions it
+# tries, and is linked with the others. kvcomp.cu's kernels are tested without a GPU: g++ compiles them against
+# test/cuda_emu.h. Without g++ they are left out.
+TEST_FLAGS = -O2 -g -Wno-unused-function -DKVCOMP_NO_MAIN
 EMUFLAGS = -x c++ -std=c++17 -g -Wall -Wextra -Werror -Wno-unused-function -fno-exceptions -fno-rtti \
-           -DKVCOMP_TEST -include cuda_emu.h
+           -DKVCOMP_TEST -include test/cuda_emu.h
 ifneq ($(CXX_OK),)
-EMU_O := kvcomp_emu.o
+EMU_O := build/kvcomp_emu.o
 EMU_D := -DKVCOMP_CUDA
 HARD  := tests_hard
 endif
+$(eval $(call flavour,test,$(TEST_FLAGS) $(EMU_D)))
 
-kvcomp_emu.o: kvcomp.cu kvcomp.h cuda_emu.h Makefile
+build/kvcomp_emu.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h Makefile
+	@mkdir -p $(@D)
 	g++ $(EMUFLAGS) -O2 -c -o $@ kvcomp.cu
 
-tests.o: tests.c kvcomp.c kvcomp.h data/unicode.h Makefile | deps
-	$(CC) $(WARN) -O2 -g $(OPENMP) $(EMU_D) -c -o $@ tests.c
+tests: build/test/tests.o $(call objects,test,$(TESTS_WITH)) $(EMU_O)
+	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
 
-tests: tests.o $(EMU_O)
-	$(CC) $(OPENMP) -o $@ tests.o $(EMU_O) -lm -lpthread
+tests_lib: build/test/test/test_lib.o $(call objects,test,$(TESTS_LIB_WITH)) $(EMU_O)
+	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
 
-test: kvcomp tests $(HARD)
-	./tests
+tests_app: build/test/test/test_app.o $(call objects,test,$(TESTS_APP_WITH)) $(EMU_O)
+	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
+
+# Each runs, whether one before it failed or not.
+test: kvcomp tests tests_lib tests_app $(HARD) $(if $(NVCC),build/kvcomp_nvcc.o)
+	bad=0; ./tests || bad=1; ./tests_lib || bad=1; ./tests_app || bad=1; exit $$bad
 ifneq ($(HARD),)
 	./tests_hard $(HARD_TESTS)
 endif
+
+# So that it cannot rot where no GPU is: does nvcc take it?
+build/kvcomp_nvcc.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h)
+	@mkdir -p $(@D)
+	@echo "compiling kvcomp.cu by nvcc: about a minute"
+	$(NVCC) -std=c++17 -O3 -Werror all-warnings -DKVCOMP_CUDA $(CUDA_INC) -arch=sm_90 -Xptxas -O0 -c -o $@ kvcomp.cu
 
 # What a decode step of every method moves and launches on Llama-3.1-8B, counted: a table (two minutes).
 traffic: tests
@@ -264,17 +325,25 @@ HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_swiglu_range cuda_token
              cuda_wide cuda_emulator cuda_seek cuda_columns cuda_loop_lists cuda_best
 HARD_FMA = $(shell grep -qw fma /proc/cpuinfo 2>/dev/null && echo -mfma -ffp-contract=fast)
 
-kvcomp_hard.o: kvcomp.cu kvcomp.h cuda_emu.h Makefile
+build/kvcomp_hard.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h Makefile
+	@mkdir -p $(@D)
 	g++ $(EMUFLAGS) -DEMU_HARD=1 $(HARD_SEES) $(HARD_FMA) -O1 -c -o $@ kvcomp.cu
 
-tests_hard: tests.o kvcomp_hard.o
-	$(CC) $(OPENMP) -o $@ tests.o kvcomp_hard.o -lm -lpthread
+tests_hard: build/test/tests.o $(call objects,test,$(TESTS_WITH)) build/kvcomp_hard.o
+	$(CC) $(OPENMP) -o $@ $^ -lm -lpthread
 
 # The emulated kernels under ThreadSanitizer: every CUDA thread is a fiber it knows.
-tests_race: tests.c kvcomp.c kvcomp.cu kvcomp.h cuda_emu.h | deps
-	g++ $(EMUFLAGS) -Wno-tsan -O1 -fsanitize=thread -c -o race_emu.o kvcomp.cu
-	$(CC) $(WARN) -Wno-unknown-pragmas -O1 -g1 -fsanitize=thread -DKVCOMP_CUDA -o $@ tests.c race_emu.o \
-	  -lm -lpthread
+RACE = -Wno-unknown-pragmas -Wno-unused-function -O1 -g1 -fsanitize=thread -DKVCOMP_CUDA -DKVCOMP_NO_MAIN
+build/race/%.o: %.c | deps
+	@mkdir -p $(@D)
+	$(CC) $(WARN) $(RACE) -MMD -MP -c -o $@ $<
+
+build/race/emu.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h
+	@mkdir -p $(@D)
+	g++ $(EMUFLAGS) -Wno-tsan -O1 -fsanitize=thread -c -o $@ kvcomp.cu
+
+tests_race: build/race/tests.o $(call objects,race,$(TESTS_WITH)) build/race/emu.o
+	$(CC) -fsanitize=thread -o $@ $^ -lm -lpthread
 
 # ThreadSanitizer's runtime does not keep all registers of AVX-512: with them the CPU's side comes out wrong.
 race: tests_race tests_hard
@@ -283,11 +352,20 @@ race: tests_race tests_hard
 
 # The same tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 SANITIZE_C = address,undefined -fno-sanitize-recover=undefined
-tests_asan: tests.c kvcomp.c kvcomp.h Makefile | deps
-	$(CC) $(WARN) -O1 -g1 $(OPENMP) -fsanitize=$(SANITIZE_C) -o $@ tests.c -lm
+$(eval $(call flavour,asan,-O1 -g1 -Wno-unused-function -DKVCOMP_NO_MAIN -fsanitize=$(SANITIZE_C)))
+tests_asan: build/asan/tests.o $(call objects,asan,$(TESTS_WITH))
+	$(CC) $(OPENMP) -fsanitize=$(SANITIZE_C) -o $@ $^ -lm
 
-asan: kvcomp tests_asan
+tests_lib_asan: build/asan/test/test_lib.o $(call objects,asan,$(TESTS_LIB_WITH))
+	$(CC) $(OPENMP) -fsanitize=$(SANITIZE_C) -o $@ $^ -lm
+
+tests_app_asan: build/asan/test/test_app.o $(call objects,asan,$(TESTS_APP_WITH))
+	$(CC) $(OPENMP) -fsanitize=$(SANITIZE_C) -o $@ $^ -lm
+
+asan: kvcomp tests_asan tests_lib_asan tests_app_asan
 	./tests_asan
+	./tests_lib_asan
+	./tests_app_asan
 
 # Fuzz targets need clang with its runtime (Debian: clang libclang-rt-dev); FUZZ_SECONDS each, one after the
 # other. What they learn stays in fuzz_corpus/. The strings of stb_ds.h lie in arrays that are declared too
@@ -297,9 +375,9 @@ FUZZ = json safetensors config tokenizer spm session adapter scores ids dialogue
 FUZZ_FLAGS = -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=20 -rss_limit_mb=4096 \
              -artifact_prefix=fuzz_found_
 
-fuzz_targets: fuzz.c kvcomp.c kvcomp.h | deps
+fuzz_targets: test/fuzz.c $(wildcard kvcomp.[ch] lib/*.[ch] app/*.[ch]) | deps
 	printf '[bounds]\nsrc:*/stb_ds.h\n' >fuzz_ignored
-	clang -std=c11 -O1 -g -fsanitize=fuzzer,$(SANITIZE_C) -fsanitize-ignorelist=fuzz_ignored -o $@ fuzz.c -lm
+	clang -std=c11 -O1 -g -fsanitize=fuzzer,$(SANITIZE_C) -fsanitize-ignorelist=fuzz_ignored -o $@ test/fuzz.c -lm
 
 fuzz: fuzz_targets
 	for t in $(FUZZ); do \
@@ -309,6 +387,6 @@ fuzz: fuzz_targets
 	done
 
 clean:
-	rm -rf build/web
-	rm -f kvcomp tests tests_hard tests_race tests_asan tests_gpu fuzz_targets *.o
-	rm -f kvcomp.html kvcomp_web.js kvcomp_web.wasm gpu-bench.csv fuzz_ignored
+	rm -rf build/web build/cpu build/cuda build/dev build/test build/asan build/race
+	rm -f build/*.o kvcomp kvcomp_dev kvcomp_single.c tests tests_lib tests_app tests_hard tests_race tests*_asan tests_gpu
+	rm -f fuzz_targets *.o kvcomp.html kvcomp_web.js kvcomp_web.wasm gpu-bench.csv fuzz_ignored

@@ -1,8 +1,8 @@
 // kvcomp.cu - the GPU half of kvcomp.
 //
 // It has the sections of kvcomp.c, under the same numbers and titles. A section here holds what its
-// twin there computes when Session.dev is set, so read the twin first. Two sections of Part II,
-// HELPERS and NUMBERS AND KERNELS, stand first in this file, because a kernel can only call device
+// twin there computes when Session.dev is set, so read the twin first. What stands without a number is
+// the device's own: HELPERS and NUMBERS AND KERNELS come first, because a kernel can only call device
 // functions that are declared above it.
 //
 // With Session.dev set, KVHead.k and KVHead.v are device memory. Everything else of a head (src,
@@ -13,12 +13,12 @@
 //
 // Kernels keep four rules: warps of 32 lanes, with all of them in every shuffle; blocks of whole
 // warps; no thread returns before the last point where threads meet; shared memory of a template is
-// one dynamic array. With these cuda_emu.h can run the kernels on a CPU, and it checks that they
+// one dynamic array. With these test/cuda_emu.h can run the kernels on a CPU, and it checks that they
 // are kept.
 //
 // CONTENTS: what runs on the device, in the order of this file
-//   15 HELPERS: errors, device memory, uploads, blocks of memory cut into arrays
-//   16 NUMBERS AND KERNELS: weights as numbers, norms, matrix products
+//      HELPERS: errors, device memory, uploads, blocks of memory cut into arrays
+//      NUMBERS AND KERNELS: weights as numbers, norms, matrix products
 //    1 MODEL: a pass over the model, launch by launch
 //    2 CACHE: rows of K and V: rotated, rounded, appended, moved
 //    3 ATTENTION: five attention kernels, sums over queries, views that the device chooses
@@ -32,13 +32,16 @@
 //   11 LYCHEECLUSTER: building the index, grafting on it, searching it
 //   12 SONIC INFERENCE: nothing of its own; its tokens are rows with other weights in a pass (1)
 //   13 DILILAZYKV: nothing of its own; it selects as section 6 does
-//   24 GENERATION AND RECORDS: the best of the logits, from which the host samples
-//   28 BENCHMARK: the rates that --bench measures itself against
+//      THE BEST OF THE LOGITS: the best of the logits, from which the host samples
+//      BENCHMARK: the rates that --bench measures itself against
 #include "kvcomp.h"
 #include <math.h>
 #include <stdlib.h>
 #ifdef __CUDACC__                               // otherwise cuda_emu.h has defined all of this
 #include <cublas_v2.h>
+#ifdef __CUDACC__
+#include <dlfcn.h>
+#endif
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -107,7 +110,7 @@ static cudaError_t launch_early(void (*k)(P...), int grid, int block, size_t sme
     KV_LAUNCH_EARLY(k, grid, block, smem, __VA_ARGS__); \
 } while (0)
 
-// ==================================================================================================== 15 HELPERS
+// ==================================================================================================== HELPERS
 // Errors end the program with one line. Everything happens in one stream, in the order in which it
 // is asked for. Device memory is asked for through device_new(). room() keeps one growing buffer
 // for each purpose, so a decode step allocates nothing once the buffers have grown.
@@ -146,6 +149,51 @@ static void call_failed(cudaError_t e, const char *call, int line) {
     int e_ = (int)(call); \
     if (e_) die(EXIT_RUN, "cuBLAS: status %d (kvcomp.cu:%d: %s)", e_, __LINE__, #call); \
 } while (0)
+
+// cuBLAS is opened when a session comes to the device, and not when the program starts: the library is 200 MB
+// large and takes .3 s to load, which a run that asks nothing of a GPU need not wait for. (Under the emulator
+// its functions stand in test/cuda_emu.h.)
+#ifdef __CUDACC__
+static struct {
+    cublasStatus_t (*create)(cublasHandle_t *);
+    cublasStatus_t (*destroy)(cublasHandle_t);
+    cublasStatus_t (*set_stream)(cublasHandle_t, cudaStream_t);
+    cublasStatus_t (*gemm)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int m, int n, int k, const void *alpha,
+                           const void *A, cudaDataType, int lda, const void *B, cudaDataType, int ldb, const void *beta,
+                           void *C, cudaDataType, int ldc, cublasComputeType_t, cublasGemmAlgo_t);
+} blas_calls;
+
+#define KV_TEXT_(x) #x
+#define KV_TEXT(x) KV_TEXT_(x)
+
+// Fills blas_calls, once. 0, or -1 with the reason in err.
+static int blas_open(char err[512]) {
+    if (blas_calls.gemm) return 0;
+    void *lib = dlopen("libcublas.so." KV_TEXT(CUBLAS_VER_MAJOR), RTLD_NOW);
+    if (!lib) {
+        snprintf(err, 512, "%s", dlerror());
+        return -1;
+    }
+    *(void **)&blas_calls.create     = dlsym(lib, "cublasCreate_v2");
+    *(void **)&blas_calls.destroy    = dlsym(lib, "cublasDestroy_v2");
+    *(void **)&blas_calls.set_stream = dlsym(lib, "cublasSetStream_v2");
+    *(void **)&blas_calls.gemm       = dlsym(lib, "cublasGemmEx");
+    if (blas_calls.create && blas_calls.destroy && blas_calls.set_stream && blas_calls.gemm) return 0;
+    snprintf(err, 512, "libcublas.so." KV_TEXT(CUBLAS_VER_MAJOR) " lacks cublasGemmEx or its like");
+    blas_calls.gemm = NULL;
+    return -1;
+}
+#define blas_create     blas_calls.create
+#define blas_destroy    blas_calls.destroy
+#define blas_set_stream blas_calls.set_stream
+#define blas_gemm       blas_calls.gemm
+#else
+static int blas_open(char *) { return 0; }
+#define blas_create     cublasCreate
+#define blas_destroy    cublasDestroy
+#define blas_set_stream cublasSetStream
+#define blas_gemm       cublasGemmEx
+#endif
 
 // ---- launches timed one by one
 // While --bench-kernels watches, an event is recorded before and after every launch. No kernel begins
@@ -528,11 +576,6 @@ static void stage_close(Stage *g) {
     progress_tell("uploading", 1);
 }
 
-// Bytes of a tensor.
-static size_t tensor_bytes(const Tensor *t) {
-    return (size_t)t->rows * t->cols * dtype_size(t->dtype);
-}
-
 // Brings n tensors to the device, none of which is there yet, one behind the other in one piece of
 // memory. g: the staging buffer of a whole model, or NULL. -> where they lie.
 static char *map_put(Map *m, const Tensor *const *t, int n, Stage *g) {
@@ -578,7 +621,7 @@ static const char *on_device(Session *s, const Tensor *t) {
     return c ? c->dev : map_put(&s->dev->alt, &t, 1, NULL);
 }
 
-// ==================================================================================================== 16 NUMBERS AND KERNELS
+// ==================================================================================================== NUMBERS AND KERNELS
 // A pass of one token multiplies weights by f32 activations (gemv_kernel). A pass of more tokens goes
 // through cuBLAS, which wants both factors of one type. f32 weights meet f32 activations. 16-bit
 // weights meet activations of 16 bits, one product, with f32 sums:
@@ -1407,7 +1450,7 @@ static void blas_product(Session *s, float *y, int stride, const Copied *c, int 
     double cells = (double)O * I, in = dtype_size(c->dtype);
     launch_is(O, I, in * (cells + (double)T * I) + 4.0 * T * O, 2 * cells * T);
     launch_begins("cublasGemmEx");
-    KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &c->scale, c->dev, type, I,
+    KV_BLAS(blas_gemm(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &c->scale, c->dev, type, I,
                          x, type, I, add ? &one : &zero, y, CUDA_R_32F, stride, CUBLAS_COMPUTE_32F,
                          CUBLAS_GEMM_DEFAULT));
     launch_ends();
@@ -2959,7 +3002,6 @@ enum {
     P_SHIFT = 15                // 2^15 is the largest power of two in f16
 };
 static const float SCORE_LOW = -1e30f;          // less than any score, and less than infinitely less
-static const float LOG2_E = 1.44269504f;
 
 // x rounded to a 16-bit number of type DT. The hardware gives the bits of f32_to_f16 and
 // f32_to_bf16, if infinity then becomes the largest number.
@@ -5545,7 +5587,7 @@ void views_drop_cuda(Session *s) {
 //     gemv_kernel    W_down, residual                                     gate -> x
 //
 // Four more stand around the layers: step_kernel, embed_kernel, the logits' product and, where the host
-// wants only the best of the logits, pick_kernel (section 24).
+// wants only the best of the logits, pick_kernel (THE BEST OF THE LOGITS).
 //
 // From sm_90 on products and attention begin while the kernel ahead ends (KV_LAUNCH_EARLY): products ask for
 // their first weights, and then wait; attention waits at once, but its blocks have found their places, and
@@ -6047,7 +6089,7 @@ int device_bars(const Session *s, char why[512]) {
     snprintf(why, 512, "at most %d KV heads of an even head_dim up to %d, found %d of %d; -d cpu works",
              MAX_G, MAX_D, G, D);
     if (D > MAX_D || D % 2 || G > MAX_G) return EXIT_USAGE;
-    if (!device_answers(why) || !device_able(why)) return EXIT_USAGE;
+    if (!device_answers(why) || !device_able(why) || blas_open(why)) return EXIT_USAGE;
     return check_memory(s, why);
 }
 
@@ -6065,8 +6107,8 @@ int device_open(Session *s) {
 
     stream_open();
     Device *d = s->dev = (Device *)xcalloc(1, sizeof *d);
-    KV_BLAS(cublasCreate(&d->blas));
-    KV_BLAS(cublasSetStream(d->blas, kv_stream));
+    KV_BLAS(blas_create(&d->blas));
+    KV_BLAS(blas_set_stream(d->blas, kv_stream));
 
     d->first = (int *)xcalloc((size_t)s->c->L + 1, sizeof(int));
     d->read = (Read *)xcalloc((size_t)s->c->L * s->c->H, sizeof(Read));
@@ -6098,7 +6140,7 @@ void device_close(Session *s) {
     for (int i = 0; i < N_ROOMS; i++) device_free(d->room[i].p);
     map_clear(&d->alt);
     shared_close(d->base);
-    KV_BLAS(cublasDestroy(d->blas));
+    KV_BLAS(blas_destroy(d->blas));
     if (d->graph) KV_CUDA(cudaGraphExecDestroy(d->graph));
     KV_CUDA(cudaFreeHost(d->step));
     KV_CUDA(cudaFreeHost(d->picks));
@@ -6134,7 +6176,7 @@ void device_close(Session *s) {
 // Bits: window scores agree with the CPU's to rounding (another order of sums, another exp), so two
 // scores closer than that may change places. Everything after them is exact: maxima, a mean that
 // adds heads in the CPU's order, and a top-k over integer keys. Where a comment below says "to the
-// bit", dot products go by 16 lanes with fused multiply-adds, as dot_f32 of section 16 does, and
+// bit", dot products go by 16 lanes with fused multiply-adds, as dot_f32 of lib/kernels does, and
 // the rest of a sum is added in the same order; a CPU with FMA then has the same bits.
 
 // ---- what this section and the later ones share
@@ -6323,14 +6365,6 @@ struct TopShared {              // shared memory of a block that selects
     int sum[TOP_WARPS], equal[TOP_WARPS];       // of each warp
     int found[2];
 };
-
-// An integer that orders as x does; -0 counts as +0. Negative numbers turn all bits, others only
-// the sign.
-static __device__ uint32_t order_key(float x) {
-    float y = x + 0.0f;
-    uint32_t u = (uint32_t)__float_as_int(y);
-    return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
 
 // m->found[0] = the largest b for which bins b and above together hold at least `left`, m->found[1]
 // = how much is wanted of bin b; m->found[0] = -1: all bins hold less. All threads of a block.
@@ -8296,7 +8330,7 @@ void bytes_load_cuda(void *to, const void *from, size_t n) { download(to, from, 
 // format of the rows gqa_kernel, decode_kernel or attend_kernel (run_items, section 3).
 //
 // Bits: every sum has the CPU's order. Dot products go by lanes of 16 with fused multiply-adds, as
-// dot_f32 of section 16 does (so a CPU with FMA has the same bits; plain C agrees to rounding),
+// dot_f32 of lib/kernels does (so a CPU with FMA has the same bits; plain C agrees to rounding),
 // centroids add their chunks in ascending order, and distances are serial sums in double that are
 // never fused. No float is added atomically. From equal rows both halves make equal trees and equal
 // lists.
@@ -9181,7 +9215,7 @@ static float *pool_then_join(Session *s, float *pool, float *one, const float *x
     return one;
 }
 
-// ==================================================================================================== 24 GENERATION AND RECORDS
+// ==================================================================================================== THE BEST OF THE LOGITS
 // What sampling draws from, 40 of the V logits unless --top-k says otherwise and 1 with --temp 0, is
 // found here, so that a step brings some hundred bytes to the host instead of half a megabyte, and the
 // host need not look through them. The rest of sampling (top-p, min-p, the random number) is sample of
@@ -9282,9 +9316,9 @@ static void best_logits_cuda(Session *s, const float *logits, int V, int k) {
                             cudaMemcpyDeviceToHost, kv_stream));
 }
 
-// ==================================================================================================== 28 BENCHMARK
+// ==================================================================================================== BENCHMARK
 // What --bench measures on the device beside whole passes, by the device's own clock: the rate of copies
-// and of products, and single launches (section 15).
+// and of products, and single launches (HELPERS).
 enum { RATE_RUNS = 5 };
 
 // Two marks in the stream; the time between them is the device's, without the way of a call from
@@ -9392,7 +9426,7 @@ double device_gemm_rate(Session *s, int O, int I, int T) {
     Stopwatch watch = watch_open();
     for (int i = -1; i < RATE_RUNS; i++) {
         watch_start(&watch);
-        KV_BLAS(cublasGemmEx(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &one, w, CUDA_R_16BF, I,
+        KV_BLAS(blas_gemm(s->dev->blas, CUBLAS_OP_T, CUBLAS_OP_N, O, T, I, &one, w, CUDA_R_16BF, I,
                              x, CUDA_R_16BF, I, &zero, y, CUDA_R_32F, O, CUBLAS_COMPUTE_32F,
                              CUBLAS_GEMM_DEFAULT));
         double t = watch_stop(&watch);
@@ -9485,7 +9519,7 @@ void cuda_seek_shared(int bytes) { seek_shared = bytes < 0 ? (int)SEEK_SHARED : 
 
 int cuda_graphs(const Session *s) { return s->dev->replays; }
 
-// One warp, one operation of "what only PTX can say" (section 16), with registers as the test gives
+// One warp, one operation of "what only PTX can say" (NUMBERS AND KERNELS), with registers as the test gives
 // them. in and out: words of the lanes, as many a lane as the operation has.
 //   'm', 'b'   in (32,6): a, b; d (32,4): becomes d + a b, in f16 or bf16
 //   'l', 't'   in (128): four (8,8) matrices; out (32,4): ldmatrix_x4, ldmatrix_x4_trans

@@ -1,9 +1,9 @@
-// kvcomp.h - the one header of kvcomp: the nouns, and what the CPU half (kvcomp.c) and the GPU half
-// (kvcomp.cu) share.
+// kvcomp.h - the nouns of the subject, and what its CPU half (kvcomp.c) and its GPU half (kvcomp.cu) share.
 //
-// Read this header first. Then Part I of kvcomp.c: MODEL (forward is the whole transformer on one
+// Read this header first. Then kvcomp.c from the top: MODEL (forward is the whole transformer on one
 // screen), CACHE, ATTENTION, THE DECODE LOOP, and STREAMINGLLM, the smallest method. Then the paper you
-// came for.
+// came for. What all of it stands on is in lib/, each part with a header of its own; what people use it
+// through is in app/.
 //
 // SHAPE LEGEND, used beside every pointer of the project:
 //   L  layers                  H  query heads           G  KV heads        R = H/G  query heads that share a KV head
@@ -16,97 +16,10 @@
 // comment says otherwise. Where a function returns a status, success is 0.
 #ifndef KVCOMP_H
 #define KVCOMP_H
-#include <math.h>
-#include <setjmp.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <string.h>
-
-#define KVCOMP_VERSION "0.1"
-
-#if defined(__CUDACC__)
-#define KV_HD __host__ __device__               // compiled for both devices by nvcc
-#else
-#define KV_HD
-#endif
-#if defined(__GNUC__)
-#define KV_PRINTF(a, b) __attribute__((format(printf, a, b)))
-#else
-#define KV_PRINTF(a, b)
-#endif
-
-enum {                          // exit codes of the program
-    EXIT_OK        = 0,
-    EXIT_RUN       = 1,         // something failed while running: a file that cannot be written, positions that end
-    EXIT_USAGE     = 2,         // options that are wrong or do not go together
-    EXIT_MODEL     = 3,         // a model, tokenizer or adapter that cannot be used
-    EXIT_MEMORY    = 4,
-    EXIT_CHECK     = 5,         // a check that was asked for found a difference
-    EXIT_INTERRUPT = 130,       // left by Ctrl-C
-};
-
-// ------------------------------------------------------------------------ config and weights
-// types of weights and of plain rows; see dtype_size()
-enum { DT_F32, DT_F16, DT_BF16,
-       DT_Q8 };                 // matrices only, on the CPU (--weights q8_0): panels of blocks, see q8_store
-
-enum { ROPE_DEFAULT, ROPE_LINEAR, ROPE_LLAMA3, ROPE_YARN };
-
-typedef struct {                // sizes and constants of one checkpoint, all read from its config.json
-    char   model_type[32];      // "llama", "mistral", "qwen2", "qwen3"
-    int    L, H, G, D, C, F, V; // see the legend
-    int    max_pos;             // max_position_embeddings
-    float  eps;                 // of every RMSNorm
-    int    tied;                // 1: the output matrix is the embedding
-    int    qk_norm;             // 1: RMSNorm per head on q and k, before RoPE (Qwen3)
-    int    attention_bias;      // 1: config.json gives q, k, v and o a bias
-    int    mlp_bias;            // 1: config.json gives gate, up and down a bias
-    int    window;              // sliding window W: a query at position p sees keys p-W+1..p; 0: none
-    unsigned char *windowed;    // (L) 1: this layer uses the window; NULL: no layer does
-    int    rope_type;           // ROPE_*
-    double theta, factor;       // RoPE's base and its scaling factor
-    double low_freq, high_freq; // llama3
-    double beta_fast, beta_slow;// yarn
-    double attn_factor;         // yarn: factor on cos and sin; 0: from mscale and mscale_all_dim
-    double mscale, mscale_all_dim;  // yarn: see yarn_scale; 0: not given
-    int    yarn_exact;          // 1: the ends of yarn's ramp are not rounded ("truncate": false)
-    int    orig_pos;            // original_max_position_embeddings
-    int    bos;                 // -1: none
-    int    eos[8], n_eos;       // end tokens of config and generation_config together
-    int    dtype;               // DT_* that most weights have
-    char   dir[1024];           // the folder it came from; "synthetic:NAME" when made from a seed
-    int    as_q8;               // 1: matrices become DT_Q8 while they are loaded (--weights)
-    int    huge_pages;          // 1: huge pages are asked for behind mapped files of weights (--huge-pages all)
-} Config;
-
-typedef struct {                // a matrix W (rows,cols): y = W x has rows numbers, x has cols. A vector has rows 1
-    const void *data;           // NULL: there is no such tensor
-    int dtype;                  // DT_*
-    int rows, cols;
-} Tensor;
-
-typedef struct {                // one decoder layer. SONIC's Nexus branch is another one, with matrices of its own
-    Tensor attn_norm, mlp_norm; // (C)
-    Tensor wq, wk, wv, wo;      // (H*D,C) (G*D,C) (G*D,C) (C,H*D)
-    Tensor bq, bk, bv, bo;      // biases, or none
-    Tensor q_norm, k_norm;      // (D), or none
-    Tensor gate, up, down;      // (F,C) (F,C) (C,F)
-    Tensor bgate, bup, bdown;   // biases of the MLP, or none
-} Layer;
-
-typedef struct {
-    Tensor embed, norm, head;   // (V,C) (C) (V,C); head.data == embed.data when tied
-    Layer *layer;               // (L)
-    const double *inv_freq64;   // (D/2) RoPE frequencies after scaling: angles are pos * freq in double (D5)
-    float  rope_scale;          // factor on cos and sin (yarn); 1 otherwise
-    size_t bytes;               // of all tensors in use
-    void  *files;               // the mapped files, for weights_close
-} Weights;
+#include "lib/checkpoint.h"
 
 // ------------------------------------------------------------------------ tokens, rows, views
 enum { MAX_G = 64 };            // KV heads a kernel's argument has room for
-enum { MAX_R = 64 };            // query heads a KV head may have: a tile of attention holds them all
 
 enum {                          // Token.kind
     TOK_USER,                   // fed by a prefill
@@ -126,6 +39,8 @@ typedef struct {                // PATS: rows [row0,row0+n) packed with w bits a
     int row0, n, w;
     size_t base;
 } Region;
+
+enum { KV_STEP = 64 };          // rows: the memory of a head grows in steps of so many
 
 enum { OF_K, OF_V };            // which of a head's rows: its keys or its values. A parameter v is one of them
 
@@ -171,17 +86,6 @@ extern const Format formats[];  // "f32" "f16" "bf16" "q8_0", ended by name NULL
 
 // ------------------------------------------------------------------------ methods
 typedef struct Session Session;
-typedef struct Options Options; // every command-line value; read with opt_int() and friends below
-
-typedef struct {                // one option
-    const char *name;           // without dashes
-    // 'i' int, 'f' real, 's' text, 'b' flag, 'c' choice, 'o' int or nothing; 'p' the name of a file that a
-    // method reads, which only the command line gives
-    char kind;
-    const char *def;            // default; of a choice "a|b|c", and the first one is the default
-    const char *help;
-    double lo, hi;              // the least and the largest value, both allowed; equal: any
-} Opt;
 
 enum {                          // Method.rule: what a prefill's query may see, see kv_visible below
     VIS_CAUSAL,
@@ -289,11 +193,6 @@ enum {                          // moments of a pass at which Method.watch is ca
 
 extern const Method *const methods[];           // ended by NULL; the model knows no method by name
 #define EACH_METHOD(m) for (const Method *const *m = methods; *m; m++)
-
-typedef struct {                // memory that will be read next: a kernel asks for it in portions while it computes
-    const char *p;
-    size_t bytes;
-} Ahead;
 
 typedef struct Packing {        // rows that are not stored one by one (PATS)
     // buf (n,D) f16 = rows r0..r0+n-1 of K (OF_K) or V (OF_V).
@@ -416,74 +315,6 @@ KV_HD static inline int kv_visible(int rule, int window, const Token *a, int i, 
 }
 
 // ------------------------------------------------------------------------ numbers both compilers share
-KV_HD static inline int    min_int (int a, int b)       { return a < b ? a : b; }
-KV_HD static inline int    max_int (int a, int b)       { return a > b ? a : b; }
-KV_HD static inline size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
-KV_HD static inline size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
-
-typedef union {                 // a float and its bits
-    float f;
-    uint32_t u;
-} FloatBits;
-
-KV_HD static inline float bf16_to_f32(uint16_t h) {
-    FloatBits x;
-    x.u = (uint32_t)h << 16;
-    return x.f;
-}
-
-// To the nearest bf16, ties to even. Saturates at the largest finite bf16; NaN stays NaN.
-KV_HD static inline uint16_t f32_to_bf16(float f) {
-    FloatBits x;
-    x.f = f;
-    if ((x.u & 0x7fffffff) > 0x7f800000) return (uint16_t)(x.u >> 16 | 64);
-    uint32_t r = (x.u + 0x7fff + (x.u >> 16 & 1)) >> 16;
-    if ((r & 0x7fff) >= 0x7f80) r = (r & 0x8000) | 0x7f7f;
-    return (uint16_t)r;
-}
-
-KV_HD static inline float f16_to_f32(uint16_t h) {
-    FloatBits x;
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16;
-    uint32_t exponent = h >> 10 & 31, mantissa = h & 1023;
-    if (exponent == 31) x.u = sign | 0x7f800000 | mantissa << 13;               // infinity, NaN
-    else if (exponent) x.u = sign | (exponent + 112) << 23 | mantissa << 13;    // biases 15 and 127
-    else {                                                                      // subnormal: mantissa * 2^-24
-        x.f = (float)mantissa * 5.9604644775390625e-8f;
-        x.u |= sign;
-    }
-    return x.f;
-}
-
-// To the nearest f16, ties to even. Saturates at 65504; NaN stays NaN.
-KV_HD static inline uint16_t f32_to_f16(float f) {
-    FloatBits x;
-    x.f = f;
-    uint32_t sign = x.u >> 16 & 0x8000;
-    uint32_t a = x.u & 0x7fffffff;
-    if (a > 0x7f800000) return (uint16_t)(sign | 0x7e00);                       // NaN
-    if (a >= 0x477ff000) return (uint16_t)(sign | 0x7bff);                      // rounds past 65504
-    if (a < 0x38800000) {               // below 2^-14 the result is subnormal. The float adder rounds it: 0.5f's last
-        x.u = a;                        // bit stands for 2^-24, which is the unit of a subnormal f16
-        x.f += 0.5f;
-        return (uint16_t)(sign | (x.u - 0x3f000000));
-    }
-    a += 0xfff + (a >> 13 & 1);
-    return (uint16_t)(sign | (a - 0x38000000) >> 13);
-}
-
-// The generator of every random choice: adds a constant to the state and returns a mix of its bits
-// (D31).
-KV_HD static inline uint64_t splitmix64(uint64_t *state) {
-    uint64_t z = (*state += 0x9e3779b97f4a7c15ull);
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebull;
-    return z ^ z >> 31;
-}
-
-// The first number that splitmix64 draws from the state x.
-KV_HD static inline uint64_t mix64(uint64_t x) { return splitmix64(&x); }
-
 // 2^40 x as an integer: sums of these do not depend on their order. x is a share of attention, so a
 // number that does not fit, or a NaN, comes from damaged weights: it counts as 0, and the logits will
 // tell (checked).
@@ -493,7 +324,6 @@ KV_HD static inline int64_t fixed_mass(float x) {
 }
 
 static inline size_t bit_bytes(int n) { return ((size_t)n + 63) / 64 * 8; }     // of n bits, in words of 64
-static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }        // of a number; DT_Q8 has none
 
 // Bytes of a growing buffer on a device that must hold n: a quarter more, but not much more of a
 // large one.
@@ -631,105 +461,20 @@ typedef struct {                // what the kernels need to know of a session's 
 extern "C" {
 #endif
 
-// ------------------------------------------------------------------------ helpers (section 15)
-// One line on stderr, then exit(code). Never returns.
-void  die(int code, const char *fmt, ...) KV_PRINTF(2, 3);
-
-// One line on stderr.
-void  warn(const char *fmt, ...) KV_PRINTF(1, 2);
+// ------------------------------------------------------------------------ finding by name (sections 2, 4 and 15)
+const Method *method_find(const char *name, size_t n);         // the n bytes at name; NULL: there is none
+const char   *nearest_method(const char *typed, size_t n);     // the one that is meant; NULL: nothing is near
+const Format *format_find(const char *name);                   // NULL: there is none
+int           batch_rows(const Options *o, const char *device); // rows of a prefill block: -b, or what suits it
+void          ids_must_have_rows(const Config *c, const int *ids, int n);       // exit 3
 
 // What an open hook returns when its options do not fit: writes the reason into s->err and returns -1.
 int   refuse(Session *s, const char *fmt, ...) KV_PRINTF(2, 3);
-
-// these three end the program with exit 4 when there is no memory
-void *xmalloc(size_t n);
-
-void *xcalloc(size_t n, size_t size);
-void *xrealloc(void *p, size_t n);
-double now(void);                               // seconds, monotonic
-
-// Scratch memory of one pass: nothing is allocated in the decode path once it has grown.
-typedef struct Arena Arena;
-
-// 64-byte aligned; valid until the pass ends, or arena_reset
-void *arena_take(Arena *a, size_t bytes);
-
-size_t arena_mark(const Arena *a);              // remember the fill level ...
-void   arena_reset(Arena *a, size_t mark);      // ... and fall back to it
 
 // The same of a session's arena.
 static inline void  *scratch(Session *s, size_t bytes)      { return arena_take(s->scratch, bytes); }
 static inline size_t scratch_mark(Session *s)               { return arena_mark(s->scratch); }
 static inline void   scratch_reset(Session *s, size_t mark) { arena_reset(s->scratch, mark); }
-
-// ------------------------------------------------------------------------ options (section 18)
-// One table drives parsing, --help and defaults. Names are written without dashes.
-// a set without any options; and one with every option of the program and of every method
-Options *options_new(void);
-Options *options_of_program(void);
-
-void     options_free(Options *o);
-
-// 0, or -1 with the reason in err
-int options_set(Options *o, const char *name, const char *value, char err[256]);
-
-int         opt_given (const Options *o, const char *name);     // 1: set by the user
-int         opt_int   (const Options *o, const char *name);     // flags too: 0 or 1
-double      opt_real  (const Options *o, const char *name);
-const char *opt_str   (const Options *o, const char *name);     // "" when empty
-
-// place of the value in "a|b|c"
-int opt_choice(const Options *o, const char *name, const char *words);
-
-// ------------------------------------------------------------------------ arithmetic (section 16)
-// Dispatched at run time. Results do not depend on the number of threads, nor on T: row t of a product
-// has the same bits whatever the batch.
-
-// y (T,rows) = x (T,cols) W^T; the second form for rows that lie ldy and ldx numbers apart.
-void matmul(float *y, const float *x, const Tensor *w, int T);
-void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T);
-
-// dst (cols) = row r of w
-void tensor_row(float *dst, const Tensor *w, int r);
-
-// y (T,b.cols) += b; nothing when b.data is NULL
-void add_bias(float *y, const Tensor *b, int T);
-
-void rmsnorm(float *y, const float *x, const Tensor *w, int T, int n, float eps);       // y and x (T,n)
-void swiglu(float *g, const float *u, size_t n);                // g = silu(g) * u
-void to_f32(float *dst, const void *src, int dtype, size_t n);
-void from_f32(void *dst, const float *src, int dtype, size_t n);
-
-// s (m,n) = scale * q (m,D) k (n,D)^T
-void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale);
-
-// o (m,D) += p (m,n) v (n,D)
-void attn_mix(float *o, const float *p, const float *v, int m, int n, int D);
-
-// x = exp(x - max), *sum += all of x; -INFINITY gives 0
-void exp_shift(float *x, float max, int n, float *sum);
-
-// in the same order of lanes as attn_scores
-float dot_f32(const float *a, const float *b, int n);
-
-// idx = places of the k largest (ties: the lower), ascending -> count
-int top_k(const float *x, int n, int k, int *idx);
-
-extern int bf16_terms;                  // numbers of bf16 that make one of x: 1, 2 or 3
-int    terms_matter(int terms);         // does the set in use make its products by them?
-size_t product_bytes(int dtype, size_t T, size_t n);    // that a product of T rows of n numbers takes beside them
-
-// y (m,n) = x (m,K) w (n,K)^T, all f32; rows of y lie ldy numbers apart. add 1: y += that.
-void dots_of(float *y, size_t ldy, const float *x, const float *w, int m, int n, int K, int add);
-
-// x (n,m) = 2^(x - max) down each column; max and sum (m) go on from what earlier rows left
-void softmax_columns(float *x, int n, int m, float *max, float *sum);
-
-size_t q8_query_bytes(int m, int D);      // of m queries (m,D) as integers
-
-// "amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice.
-// "amx-plain" and "pairs-plain" are for tests: the tiles of AMX, and products in pairs, in plain C
-const char *simd_name(void);
 
 // ------------------------------------------------------------------------ cache (section 2)
 // Appends the rows of tokens base+t0 .. base+t0+n-1 of this pass: k and v (n,G,D), k rotated. Its three
@@ -810,20 +555,9 @@ void attn_prefill (Session *s, int l, float *out, const float *q, int t0, int n)
 // last one is the session's last token.
 void window_scores(Session *s, int l, const float *q, int T, int W, float *score);
 
-// ------------------------------------------------------------------------ model (sections 1, 4, 20)
-// exit 3 with the key's name
-Config *config_load(const char *dir);
-
-// "llama-3.2-1b", or "L16,H32,G8,D64,C2048,F8192,V128256"; exit 2
-Config *config_synthetic(const char *shape);
-
-// exit 3 with the tensor's name
-Weights *weights_load(Config *c);
-
-Weights *weights_synthetic(Config *c, uint64_t seed);
-void     weights_close(Weights *w, Config *c);
-
-// exit 2 with the reason
+// ------------------------------------------------------------------------ model (sections 1 and 4)
+// NULL, and the reason in err, where the options and the method do not fit; the second: exit 2
+Session *session_try (const Config *c, const Weights *w, const Options *o, const char *method, char err[512]);
 Session *session_open(const Config *c, const Weights *w, const Options *o, const char *method);
 
 void     session_close(Session *s);
@@ -850,7 +584,6 @@ const float *decode (Session *s, int id);           // one token -> logits (V), 
 float *forward(Session *s, const Token *t, int T);
 
 void   pass_poll(Session *s);           // gives the pass up if it is not wanted any more
-void   progress_tell(const char *what, double share);                       // 0: begins, 1: over
 
 enum { PLAN_LINES = 32 };
 static const size_t DEVICE_OWN = (size_t)256 << 20;      // cuBLAS, the graph of a step, gaps between rows
@@ -878,7 +611,7 @@ int sees_whole_turn(const Session *s);
 int span_end(const Session *s, int t0, int T);
 int span_room(const Session *s, int T);
 
-// ------------------------------------------------------------------------ traces (section 24)
+// ------------------------------------------------------------------------ traces (section 14)
 // What a pass computes, written down as tensors whose names say what they are, by an observer. A method
 // calls trace_f32 and its like where traced() says so.
 

@@ -2,7 +2,17 @@
 // (Fig. 1 c, 1 d, 2 b, 2 c) and Fig. 4. The rows of every softmax matrix are kept, so texts are short.
 //   gcc -std=c11 -O2 -fopenmp -o /tmp/lines data/lines.c -lm && /tmp/lines
 #define KVCOMP_NO_MAIN
+#include "../lib/base.c"
+#include "../lib/kernels.c"
+#include "../lib/checkpoint.c"
+#include "../lib/tokenizer.c"
+#include "../lib/template.c"
 #include "../kvcomp.c"
+#include "../app/options.c"
+#include "../app/chat.c"
+#include "../app/measure.c"
+#include "../app/page.c"
+#include "../app/main.c"
 
 enum {
     MAX_TOKENS = 800,
@@ -217,7 +227,7 @@ static void observe_blocks(App *a, const char *path) {
 }
 
 int main(int argc, char **argv) {
-    App a = { .o = options_new() };
+    App a = { .o = options_of_program() };
     char err[256];
     EvalSet few = { 0 }, many = { 0 };
     parse_args(a.o, argc, argv);
@@ -225,8 +235,8 @@ int main(int argc, char **argv) {
     open_tokenizer(&a, 1);
     open_session(&a);
     attention = xcalloc((size_t)a.c->L * a.c->H * MAX_TOKENS * MAX_TOKENS, sizeof *attention);
-    a.s->part[a.s->n_part] = (Part){ &watcher, xcalloc(1, 1) };
-    a.s->n_part++;
+    observe(a.s, &watcher);
+    a.s->queries = INT_MAX;             // every query of a pass
 
     snprintf(err, sizeof err, "%d", TEXTS);
     options_set(a.o, "eval-items", err, err);

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """python3 data/make_unicode.py > data/unicode.h          needs the package `tokenizers`
 
-Writes data/unicode.h: the Unicode tables of section 21 (TOKENIZER) of kvcomp.c, which are the class of every
+Writes data/unicode.h: the Unicode tables of lib/tokenizer.c, which are the class of every
 code point for the pre-tokenizers, and combining classes and canonical decompositions for the normalizer NFC.
 
 Letter, mark and number classes are what the regex engine inside `tokenizers` says (Unicode 16), because ids
@@ -137,8 +137,8 @@ def decompositions():
 
 
 HEAD = """\
-// unicode.h - what section 21 (TOKENIZER) of kvcomp.c knows of Unicode: four tables.
-// data/make_unicode.py writes this file; unicode_load() in section 21 unpacks the tables.
+// unicode.h - what lib/tokenizer.c knows of Unicode: four tables.
+// data/make_unicode.py writes this file; unicode_load() there unpacks the tables.
 //
 // unicode_range           The class of every code point: letters by case, marks, numbers, white space
 //                         (Unicode 16). The pre-tokenizers' patterns need it.

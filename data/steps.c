@@ -18,7 +18,17 @@
 //
 // There are 8 KV heads, and 32 query heads unless HEADS says otherwise.
 #define KVCOMP_NO_MAIN
+#include "../lib/base.c"
+#include "../lib/kernels.c"
+#include "../lib/checkpoint.c"
+#include "../lib/tokenizer.c"
+#include "../lib/template.c"
 #include "../kvcomp.c"
+#include "../app/options.c"
+#include "../app/chat.c"
+#include "../app/measure.c"
+#include "../app/page.c"
+#include "../app/main.c"
 
 // ---- sessions and clocks
 
@@ -26,7 +36,7 @@
 // method's own.
 static Session *filled(const char *method, int D, int rows, int layers, int heads, const char *budget) {
     char err[512], shape[64];
-    Options *o = options_new();
+    Options *o = options_of_program();
     options_set(o, "ctx-size", "0", err);
     if (budget) options_set(o, "budget", budget, err);
     snprintf(shape, sizeof shape, "L%d,H%d,G8,D%d,C64,F64,V64", layers, heads, D);

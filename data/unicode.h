@@ -1,5 +1,5 @@
-// unicode.h - what section 21 (TOKENIZER) of kvcomp.c knows of Unicode: four tables.
-// data/make_unicode.py writes this file; unicode_load() in section 21 unpacks the tables.
+// unicode.h - what lib/tokenizer.c knows of Unicode: four tables.
+// data/make_unicode.py writes this file; unicode_load() there unpacks the tables.
 //
 // unicode_range           The class of every code point: letters by case, marks, numbers, white space
 //                         (Unicode 16). The pre-tokenizers' patterns need it.

@@ -71,7 +71,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <ucontext.h>
-#include "kvcomp.h"               // f16 and bf16
+#include "../kvcomp.h"             // f16 and bf16
 
 // EMU_HARD is compiled with -fsanitize=thread too, but its calls end in this file (the log of accesses), not
 // in TSan.

@@ -5,7 +5,17 @@
 // A folder that is given gets the target's seeds first: whole, valid inputs, so that mutations reach beyond
 // the first check.
 #define KVCOMP_NO_MAIN
-#include "kvcomp.c"
+#include "../lib/base.c"
+#include "../lib/kernels.c"
+#include "../lib/checkpoint.c"
+#include "../lib/tokenizer.c"
+#include "../lib/template.c"
+#include "../kvcomp.c"
+#include "../app/options.c"
+#include "../app/chat.c"
+#include "../app/measure.c"
+#include "../app/page.c"
+#include "../app/main.c"
 
 // A finding: what should hold does not.
 static void must(int holds, const char *what) {

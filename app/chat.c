@@ -1,0 +1,3783 @@
+// app/chat.c - opening a model, the record of a dialogue, replies, the chat.
+#define _GNU_SOURCE
+#include "chat.h"
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/select.h>
+#include <sys/stat.h>
+#include <termios.h>
+#include <time.h>
+#include <unistd.h>
+#include <stb/stb_ds.h>
+
+// ==================================================================================================== GENERATION AND RECORDS
+// An App is what the command line opened: a model, a tokenizer, a template, one session, and the
+// record of its turns. The record is the whole dialogue as ids. Because a session computes the same
+// bits for the same ids, the record is enough to make a dialogue anew: /method, /regen, /load and
+// --session all replay it from an empty cache. stdout gets generated text or the asked-for result;
+// everything else goes to stderr.
+
+volatile sig_atomic_t interrupts;        // Ctrl-C since the reply began
+// A signal that ends the program as soon as the turn is saved; 0: none.
+volatile sig_atomic_t leaving;
+int quiet;                               // --quiet: errors only on stderr
+
+// Is the turn that is being made to end?
+static int stop_asked(void) { return interrupts || leaving; }
+
+// ---- progress
+static double progress_start;
+static volatile sig_atomic_t progress_shown;
+
+// Shows how far a long piece of work is, as one line on stderr that is rewritten. share 0 begins,
+// share 1 ends and clears the line. The line appears only on a terminal, and only when the work has
+// taken a second.
+void progress(const char *what, double share) {
+    if (quiet || !isatty(2)) return;
+    if (share <= 0) {
+        progress_start = now();
+        progress_shown = 0;
+    } else if (share >= 1) {
+        if (progress_shown) fprintf(stderr, "\r\x1b[K");
+        progress_shown = 0;
+    } else if (now() - progress_start >= 1) {
+        fprintf(stderr, "\r%s %3.0f %%", what, 100 * share);
+        progress_shown = 1;
+    }
+}
+
+// ---- sampling: repeat penalty, top-k, top-p, min-p, temperature, in this order
+// A CPU session has all logits at hand. On a device the largest are looked for there, and only those
+// that sampling may draw come to the host, which goes on with them as it does with a CPU's: the same
+// random number draws the same id.
+
+// Order for qsort: larger logits first, equal ones by id.
+static int cand_order(const void *a, const void *b) {
+    const Cand *p = a, *q = b;
+    if (p->x < q->x) return 1;
+    if (p->x > q->x) return -1;
+    return p->id - q->id;
+}
+
+// The index of the largest of x (n); the first of equal ones.
+int argmax(const float *x, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++)
+        if (x[i] > x[best]) best = i;
+    return best;
+}
+
+// Is id among these n tokens?
+static int id_among(const Token *tok, int n, int id) {
+    for (int i = 0; i < n; i++)
+        if (tok[i].id == id) return 1;
+    return 0;
+}
+
+// --repeat-penalty: every id among the last --repeat-last-n tokens has its logit in x (V) divided
+// by the penalty if positive, multiplied by it if negative, once however often the id occurs. A
+// method's own tokens (id < 0) have no logit.
+static void penalise(const App *a, float *x) {
+    double penalty = opt_real(a->o, "repeat-penalty");
+    int last = opt_int(a->o, "repeat-last-n"), n = a->s->n_tok;
+    if (penalty == 1) return;
+    int from = max_int(n - last, 0);
+    const Token *recent = a->s->tok + from;
+    for (int i = 0; i < n - from; i++) {
+        int id = recent[i].id;
+        if (id < 0 || id_among(recent, i, id)) continue;
+        x[id] = (float)(x[id] > 0 ? x[id] / penalty : x[id] * penalty);
+    }
+}
+
+// How many of the largest logits sampling looks at, 0: at all of them, or at more than a device brings.
+static int logits_needed(const Options *o) {
+    int k = opt_int(o, "top-k");
+    if (opt_real(o, "repeat-penalty") != 1) return 0;
+    if (opt_real(o, "temp") <= 0) return 1;
+    return k <= MAX_BEST ? k : 0;
+}
+
+// --top-k: the k largest of x (V), the best first, in scratch memory. k <= 0: all of them. *n: how
+// many they are.
+static Cand *best_candidates(Session *s, const float *x, int V, int k, int *n) {
+    int *idx = scratch(s, (size_t)V * sizeof *idx);
+    if (k <= 0 || k > V) k = V;
+    *n = top_k(x, V, k, idx);
+    Cand *c = scratch(s, (size_t)*n * sizeof *c);
+    for (int i = 0; i < *n; i++) c[i] = (Cand){ x[idx[i]], idx[i] };
+    qsort(c, *n, sizeof *c, cand_order);
+    return c;
+}
+
+// The same of the logits that a device has picked, which are as many as logits_needed says.
+static Cand *picked_candidates(Session *s, int *n) {
+    *n = s->picked->n;
+    Cand *c = scratch(s, (size_t)*n * sizeof *c);
+    memcpy(c, s->picked->best, (size_t)*n * sizeof *c);
+    qsort(c, *n, sizeof *c, cand_order);
+    return c;
+}
+
+// The same of all logits of the App, which --repeat-penalty changes first. With --temp 0 it is the
+// best one alone.
+static Cand *row_candidates(App *a, int *n) {
+    int V = a->c->V;
+    float *x = scratch(a->s, (size_t)V * sizeof *x);
+    memcpy(x, a->logits, (size_t)V * sizeof *x);
+    penalise(a, x);
+    if (opt_real(a->o, "temp") > 0) return best_candidates(a->s, x, V, opt_int(a->o, "top-k"), n);
+    Cand *c = scratch(a->s, sizeof *c);
+    int id = argmax(x, V);
+    *c = (Cand){ x[id], id };
+    *n = 1;
+    return c;
+}
+
+// How many of the n sorted candidates stay. --top-p: the fewest whose probabilities sum to top_p.
+// --min-p: those with at least min_p times the probability of the best. The best always stays.
+static int probable_candidates(const Cand *c, int n, double top_p, double min_p) {
+    double sum = 0, seen = 0;
+    float top = c[0].x;
+    for (int i = 0; i < n; i++) sum += exp(c[i].x - top);
+    int keep = 0;
+    for (; keep < n; keep++) {
+        double weight = exp(c[keep].x - top);
+        if (keep && (seen >= top_p || weight < min_p)) break;
+        seen += weight / sum;
+    }
+    return keep;
+}
+
+// Draws one of n candidates with probability proportional to exp(logit / temp), and returns its id.
+static int draw(const Cand *c, int n, double temp, uint64_t *rng) {
+    double z = 0;
+    float top = c[0].x;
+    for (int i = 0; i < n; i++) z += exp((c[i].x - top) / temp);
+    double r = (double)(splitmix64(rng) >> 11) / 9007199254740992.0 * z;   // 53 bits: uniform in [0,z)
+    int pick = 0;
+    for (; pick < n - 1; pick++) {
+        r -= exp((c[pick].x - top) / temp);
+        if (r < 0) break;
+    }
+    return c[pick].id;
+}
+
+// The next id, drawn from the last logits as the sampling options say. --temp 0 takes the largest
+// logit and leaves the random numbers alone.
+int sample(App *a) {
+    double temp = opt_real(a->o, "temp");
+    size_t mark = scratch_mark(a->s);
+    int n;
+    const Cand *c = a->s->picked ? picked_candidates(a->s, &n) : row_candidates(a, &n);
+    int id = c->id;
+    if (temp > 0) {
+        n = probable_candidates(c, n, opt_real(a->o, "top-p"), opt_real(a->o, "min-p"));
+        id = draw(c, n, temp, &a->rng);
+    }
+    scratch_reset(a->s, mark);
+    return id;
+}
+
+// ---- the record
+// Frees the ids of one turn.
+void turn_free(Turn t) {
+    arrfree(t.pre);
+    arrfree(t.dec);
+}
+
+// Frees the turns of an stb_ds array; the array stays, empty.
+static void turns_clear(Turn *turns) {
+    while (arrlen(turns)) turn_free(arrpop(turns));
+}
+
+// Forgets all turns; the session keeps its rows until it is reset.
+void record_clear(App *a) { turns_clear(a->turn); }
+
+// The turn that the next message of the record prefills: text as the chat template renders it
+// behind the turns so far, or, without a template, the plain text, with BOS in front of the first
+// turn where the tokenizer adds one.
+Turn render_turn(const App *a, const char *text) {
+    Turn t = { 0 };
+    int first = !arrlen(a->turn);
+    if (a->tp) {
+        const char *system = opt_given(a->o, "system") ? opt_str(a->o, "system") : NULL;
+        int think = !opt_int(a->o, "no-think");
+        t.pre = template_turn(a->tp, a->tok, first, system, text, think, a->closed, NULL,
+                              &t.n_sys, &t.n_foot, &t.n_head);
+    } else {
+        if (first && a->tok->add_bos) arrput(t.pre, a->tok->bos);
+        t.pre = tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), t.pre);
+    }
+    return t;
+}
+
+// One prefill of a turn's ids; the logits of the last one and the time it took stay in the App.
+void feed_prefill(App *a, const Turn *t) {
+    double t0 = now();
+    a->s->n_sys = t->n_sys;
+    a->s->n_foot = t->n_foot;
+    a->s->n_head = t->n_head;
+    progress("prefill", 0);
+    memcpy(a->logits, prefill(a->s, t->pre, (int)arrlen(t->pre)), (size_t)a->c->V * sizeof(float));
+    progress("prefill", 1);
+    a->ttft = now() - t0;
+}
+
+// Does the session hold nothing but its rows? Then forgetting the newest rows undoes a prefill to
+// the bit. A method with hooks of its own may have dropped old rows meanwhile, or counted.
+static int holds_rows_only(const Session *s) {
+    if (KV_DEV(s)) return 0;
+    for (int i = 0; i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        if (m->turn || m->enter || m->project || m->attend || m->select || m->commit) return 0;
+    }
+    return 1;
+}
+
+// Undoes a prefill that was given up in the middle, after which the session had n_tok tokens and
+// this clock. Where it cannot be undone exactly the session is emptied, and made again from the
+// record when it is needed.
+static void undo_prefill(App *a, int n_tok, const Clock *clk) {
+    Session *s = a->s;
+    free(s->coming);
+    s->coming = NULL;
+    if (holds_rows_only(s)) {
+        kv_truncate(s, n_tok);
+        s->clk = *clk;
+        s->n_sys = s->n_foot = s->n_head = 0;
+    } else {
+        (void)session_try_reset(s);     // if that fails now, session_ready tries again and says why
+        a->stale = 1;
+    }
+}
+
+// The prefill of a new turn, which Ctrl-C and signals can end within a layer. 0, or -1: it was
+// ended, and session and record are what they were.
+static int feed_message(App *a, const Turn *t) {
+    const int n_tok = a->s->n_tok;
+    const size_t mark = scratch_mark(a->s);
+    const Clock clk = a->s->clk;
+    jmp_buf stop;
+    if (!setjmp(stop)) {
+        a->s->unwanted = stop_asked;
+        a->s->stop = &stop;
+        feed_prefill(a, t);
+        a->s->stop = NULL;
+        return 0;
+    }
+    a->s->stop = NULL;
+    progress("prefill", 1);
+    scratch_reset(a->s, mark);
+    undo_prefill(a, n_tok, &clk);
+    return -1;
+}
+
+// One decode step; its logits stay in the App, or the best of them in the session.
+void feed_decode(App *a, int id) {
+    const float *logits = decode(a->s, id);
+    if (!a->s->picked) memcpy(a->logits, logits, (size_t)a->c->V * sizeof(float));
+}
+
+// Feeds the first turns of the record once more, from an empty cache. The same method gives the
+// same bits. 0, or -1 with the reason in a->s->err when the method does not open again, and then the
+// session is as it was.
+int replay(App *a, int turns) {
+    if (session_try_reset(a->s)) return -1;
+    a->stale = 0;
+    for (int i = 0; i < turns; i++) {
+        const Turn *t = &a->turn[i];
+        feed_prefill(a, t);
+        for (int j = 0; j < (int)arrlen(t->dec); j++) feed_decode(a, t->dec[j]);
+    }
+    return 0;
+}
+
+// Makes the session from the record if it was emptied (undo_prefill). 0, or -1: the method does not
+// open again, and a line on stderr says why.
+int session_ready(App *a) {
+    if (!a->stale || !replay(a, (int)arrlen(a->turn))) return 0;
+    warn("%s", a->s->err);
+    return -1;
+}
+
+// Do these turns, fed from an empty cache, fit into the positions that the method of s has? 0, or
+// -1 with err.
+int record_fits(const Session *s, const Turn *turns, char err[512]) {
+    long n = 0;
+    for (int i = 0; i < (int)arrlen(turns); i++)
+        n += (long)arrlen(turns[i].pre) + (long)arrlen(turns[i].dec) + s->pos_extra;
+    if (!s->pos_end || n <= s->pos_end) return 0;
+    snprintf(err, 512, "the dialogue takes %ld positions, this method goes to max_position_embeddings %d",
+             n, s->pos_end);
+    return -1;
+}
+
+// ---- generating a reply
+// The most rows a head may hold: -c, or with -c 0 the model's own limit.
+int ctx_limit(const App *a) {
+    int c = opt_int(a->o, "ctx-size");
+    return c ? c : a->c->max_pos;
+}
+
+// The rows of the longest head of any layer.
+int rows_held(const App *a) {
+    int n = 0;
+    for (int l = 0; l < a->c->L; l++) n = max_int(n, kv_longest(a->s, l));
+    return n;
+}
+
+// Does every head have room for n more rows?
+int rows_fit(const App *a, int n) { return rows_held(a) + n <= ctx_limit(a); }
+
+// Does id end a reply? Ids of the config, of the tokenizer and of the template do, unless
+// --ignore-eos.
+int is_stop(const App *a, int id) {
+    if (opt_int(a->o, "ignore-eos")) return 0;
+    for (int i = 0; i < a->c->n_eos; i++)
+        if (a->c->eos[i] == id) return 1;
+    if (a->tok && a->tok->eos == id) return 1;
+    for (int i = 0; a->tp && i < (int)arrlen(a->tp->stop); i++)
+        if (a->tp->stop[i] == id) return 1;
+    return 0;
+}
+
+// Writes the bytes of the stb_ds array *text at once, so that they are seen while the reply goes
+// on, and empties it. A terminal gets the control characters in them shown, because it would obey
+// them; a file or a pipe gets the bytes.
+static void write_text(char **text, FILE *out) {
+    size_t n = arrlenu(*text);
+    if (n && isatty(fileno(out))) show(out, *text, n);
+    else if (n) fwrite(*text, 1, n, out);
+    arrsetlen(*text, 0);
+    fflush(out);
+}
+
+// ---- word wrap (--wrap)
+// A reply comes in pieces that end anywhere, so the last word waits until it is known to be whole.
+typedef struct {
+    int cols;               // of a line; 0: lines are left as they come
+    int x;                  // columns of the line so far
+    char *word;             // the blanks and the word behind them that wait (stb_ds array of bytes)
+    int blanks;             // how many blanks those are
+    int width;              // columns of the word
+} Wrap;
+
+static int char_width(const char *s, int n);        // app/chat
+
+// Appends what waits to *out: to this line if it fits, else to the next one, without its blanks.
+static void wrap_word(Wrap *w, char **out) {
+    int n = (int)arrlen(w->word), from = 0;
+    if (w->x && w->x + w->blanks + w->width > w->cols) {
+        if (w->width) arrput(*out, '\n');
+        if (w->width) w->x = 0;
+        from = w->blanks;
+    }
+    if (n > from) memcpy(arraddnptr(*out, n - from), w->word + from, (size_t)(n - from));
+    w->x += w->width + w->blanks - from;
+    w->blanks = w->width = 0;
+    arrsetlen(w->word, 0);
+}
+
+// Takes the next character, of n bytes. A word ends before a blank and before a wide character,
+// since Chinese and Japanese have no blanks; one that is wider than a line is cut.
+static void wrap_char(Wrap *w, const char *s, int n, char **out) {
+    int width = char_width(s, n), blank = *s == ' ';
+    if (*s == '\t') width = 8 - (w->x + w->blanks + w->width) % 8;
+    int ends = (w->width && (blank || width == 2)) || *s == '\n' || w->width + width > w->cols;
+    if (ends) wrap_word(w, out);
+    if (*s == '\n') {
+        arrput(*out, '\n');
+        w->x = 0;
+        return;
+    }
+    memcpy(arraddnptr(w->word, n), s, (size_t)n);
+    if (blank) w->blanks++;
+    else w->width += width;
+}
+
+// Breaks the lines of the stb_ds array *text, the next piece of a reply. last 1: nothing comes
+// behind.
+static void wrap_text(Wrap *w, char **text, int last) {
+    char *out = NULL;
+    size_t n = arrlenu(*text);
+    if (!w->cols) return;
+    for (size_t i = 0, k; i < n; i += k) {
+        k = (size_t)max_int(utf8_length(*text + i, n - i), 1);
+        wrap_char(w, *text + i, (int)k, &out);
+    }
+    if (last) wrap_word(w, &out);
+    arrfree(*text);
+    *text = out;
+}
+
+// The columns of a reply's lines: those of --wrap, or for 0 the screen's; 0 when nothing is
+// wrapped.
+static int wrap_columns(const App *a, FILE *out) {
+    int cols = opt_int(a->o, "wrap");
+    if (cols < 0 || out != stdout) return 0;
+    return cols ? cols : screen_columns();
+}
+
+// May a reply go on by one token? It needs a row and a position; when there is none, a line on
+// stderr says so.
+int reply_has_room(const App *a) {
+    if (!rows_fit(a, 1)) {
+        fputc('\n', stderr);
+        warn("the context is full: %d rows held, -c %d (a method that drops rows, or a larger -c, goes on)",
+             rows_held(a), ctx_limit(a));
+        return 0;
+    }
+    if (!pos_fits(a->s, 1, 0)) {
+        fputc('\n', stderr);
+        warn("the positions are used up: %s goes to max_position_embeddings %d", a->method, a->s->pos_end);
+        return 0;
+    }
+    return 1;
+}
+
+// Where the first of the stop texts begins in a text of n bytes; -1: none is in it.
+int stop_place(const char **stop, const char *text, size_t n) {
+    int first = -1;
+    for (int i = 0; i < (int)arrlen(stop); i++) {
+        const char *at = n ? memmem(text, n, stop[i], strlen(stop[i])) : NULL;
+        if (at && (first < 0 || at - text < first)) first = (int)(at - text);
+    }
+    return first;
+}
+
+// Why a reply of at most n tokens (n < 0: no limit) ends when so many are made; NULL: it goes on.
+static const char *reply_ends(int made, int n) {
+    if (n >= 0 && made >= n) return "length";
+    return stop_asked() ? "interrupt" : NULL;
+}
+
+// Makes a reply: decodes until a stop id, a stop text, n tokens (n < 0: no limit), a full context or
+// Ctrl-C, and writes the text to out as whole UTF-8 characters. Its ids go into the record's last turn;
+// the stop id is neither fed nor recorded, a stop text is both. Returns the number of tokens made.
+int generate(App *a, int n, FILE *out) {
+    int made = 0;
+    Decoder d = { .t = a->tok, .skip_special = 1 };
+    Wrap w = { .cols = wrap_columns(a, out) };
+    char *text = NULL, *said = NULL;        // said: all of the text so far, where a text may end it
+    a->closed = 0;
+    a->s->picks = logits_needed(a->o);
+    a->finish = reply_ends(made, n);
+    while (!a->finish) {
+        int id = sample(a);
+        if (is_stop(a, id)) a->finish = "stop";
+        else if (!reply_has_room(a)) a->finish = "context";     // what is shown is also fed, counted and recorded
+        if (a->finish) break;
+        text = decode_token(&d, id, text);
+        if (a->stop) bytes_put(&said, text, arrlenu(text));
+        wrap_text(&w, &text, 0);
+        write_text(&text, out);
+        arrput(arrlast(a->turn).dec, id);
+        feed_decode(a, id);
+        made++;
+        a->finish = stop_place(a->stop, said, arrlenu(said)) >= 0 ? "stop" : reply_ends(made, n);
+    }
+    a->s->picks = 0;
+    text = decode_flush(&d, text);
+    wrap_text(&w, &text, 1);
+    write_text(&text, out);
+    arrfree(w.word);
+    arrfree(text);
+    arrfree(said);
+    return made;
+}
+
+// ---- results: what the numbers mean
+// n per second; 0 before any time has passed.
+double rate(long n, double seconds) { return seconds > 0 ? (double)n / seconds : 0; }
+
+// Bytes of K and V rows that attention reads in a decode step, the mean over all steps; 0 before
+// the first.
+double bytes_a_step(const Session *s) {
+    return s->clk.steps ? s->clk.bytes_attended / (double)s->clk.steps : 0;
+}
+
+// Do the parts choose what is computed or read, while every row stays stored as it came?
+static int saves_reads_only(const Session *s) {
+    int role = 0;
+    for (int i = 0; i < s->n_part; i++) {
+        const Method *m = s->part[i].m;
+        if (m->evicts || m->role & ROLE_STORE) return 0;
+        role |= m->role;
+    }
+    return role != 0;
+}
+
+// What the method is for: "reads" (or prefill work), "memory", or "nothing".
+const char *what_is_saved(const Session *s) {
+    if (saves_reads_only(s)) return "reads";
+    if (s->n_part == 1 && !s->part[0].m->role) return "nothing";       // full
+    return "memory";
+}
+
+// n bytes in the unit that leaves a number below 1000: "840 B", "1.2 MB", "120 MB".
+void human_bytes(double n, char out[32]) {
+    const char *unit[] = { "B", "KB", "MB", "GB", "TB" };
+    int i = 0;
+    while (n >= 1000 && i < 4) {
+        n /= 1000;
+        i++;
+    }
+    snprintf(out, 32, i && n < 100 ? "%.1f %s" : "%.0f %s", n, unit[i]);
+}
+
+// ---- results as JSON (--json)
+// x with `digits` significant digits and without an exponent, as a JSON number; null when x is none.
+void json_real(FILE *f, double x, int digits) {
+    char text[400];
+    if (!isfinite(x)) {
+        fputs("null", f);
+        return;
+    }
+    int point = x ? (int)floor(log10(fabs(x))) : 0;         // digits before the decimal point, less one
+    snprintf(text, sizeof text, "%.*f", min_int(max_int(digits - 1 - point, 0), 60), x);
+    size_t n = strlen(text);
+    while (strchr(text, '.') && text[n - 1] == '0') text[--n] = 0;
+    if (text[n - 1] == '.') text[--n] = 0;
+    fputs(strcmp(text, "-0") ? text : "0", f);
+}
+
+// "key":"text", with the comma behind it.
+void json_pair(FILE *f, const char *key, const char *text) {
+    fprintf(f, "\"%s\":", key);
+    json_escape(f, text, strlen(text));
+    fputc(',', f);
+}
+
+// The options that the user set, as one object.
+void json_options(const App *a, FILE *f) {
+    fprintf(f, "\"options\":{");
+    for (int i = 0; i < (int)shlen(a->o->given); i++) {
+        const char *name = a->o->given[i].key, *value = opt_str(a->o, name);
+        if (i) fputc(',', f);
+        fprintf(f, "\"%s\":", name);
+        json_escape(f, value, strlen(value));
+    }
+    fprintf(f, "}");
+}
+
+// ,"rows": [layer][KV head] = the source tokens of the rows held.
+void json_rows(const Session *s, FILE *f) {
+    fprintf(f, ",\"rows\":[");
+    for (int l = 0; l < s->c->L; l++) {
+        fputs(l ? ",[" : "[", f);
+        for (int g = 0; g < s->c->G; g++) {
+            const KVHead *h = kv_head(s, l, g);
+            fputs(g ? ",[" : "[", f);
+            for (int r = 0; r < h->len; r++) fprintf(f, "%s%d", r ? "," : "", h->src[r]);
+            fputs("]", f);
+        }
+        fputs("]", f);
+    }
+    fprintf(f, "]");
+}
+
+// ,"views": [layer][query head] = the row numbers that the last decode step read: idx, and every
+// row from tail on. An empty idx with tail 0 is every row.
+void json_views(const Session *s, FILE *f) {
+    fprintf(f, ",\"views\":[");
+    for (int l = 0; l < s->c->L; l++) {
+        fputs(l ? ",[" : "[", f);
+        for (int h = 0; h < s->c->H; h++) {
+            const View w = view_of(s, l, h);
+            fprintf(f, "%s{\"tail\":%d,\"idx\":[", h ? "," : "", w.tail);
+            for (int i = 0; i < w.n; i++) fprintf(f, "%s%d", i ? "," : "", w.idx[i]);
+            fputs("]}", f);
+        }
+        fputs("]", f);
+    }
+    fprintf(f, "]");
+}
+
+// Tokens of the session, tokens a second, and milliseconds to the last prefill's logits.
+void json_speed(const App *a, FILE *f) {
+    const Clock *k = &a->s->clk;
+    fprintf(f, "\"n_prompt\":%ld,\"n_gen\":%ld,", k->n_prefill, k->n_decode);
+    fprintf(f, "\"pp_tok_s\":%.3f,", rate(k->n_prefill, k->prefill));
+    fprintf(f, "\"tg_tok_s\":%.3f,", rate(k->n_decode, k->decode));
+    fprintf(f, "\"ttft_ms\":%.3f,", 1e3 * a->ttft);
+}
+
+// Bytes of the cache: held, what full attention would hold, read in a decode step, of indexes and
+// views, held at most; and of the rooms of passes in the host's memory.
+void json_bytes(const Session *s, FILE *f) {
+    fprintf(f, "\"kv_bytes_stored\":%zu,\"kv_bytes_full\":%zu,", kv_bytes(s), kv_bytes_full(s));
+    fprintf(f, "\"kv_bytes_attended\":%.0f,\"meta_bytes\":%zu,", bytes_a_step(s), kv_meta_bytes(s));
+    fprintf(f, "\"kv_bytes_peak\":%zu,\"pass_bytes\":%zu,", s->clk.peak, arena_bytes(s->scratch));
+}
+
+// The whole run as one object on one line.
+void print_json(const App *a, FILE *f) {
+    const Session *s = a->s;
+    fprintf(f, "{");
+    json_pair(f, "method", a->method);
+    fprintf(f, "\"budget\":%d,", s->turn ? s->applied : budget_now(s));
+    json_pair(f, "model", a->c->dir);
+    json_pair(f, "dtype", dtype_name(a->c->dtype));
+    json_pair(f, "device", s->dev ? "cuda" : "cpu");
+    json_pair(f, "saves", what_is_saved(s));
+    json_speed(a, f);
+    json_bytes(s, f);
+    fprintf(f, "\"attend_s\":%.6f,\"select_s\":%.6f,\"commit_s\":%.6f,\"index_s\":%.6f,",
+            s->clk.attend, s->clk.select, s->clk.commit, s->clk.index);
+    fprintf(f, "\"seed\":%d,\"simd\":\"%s\",", opt_int(a->o, "seed"), simd_name());
+    fprintf(f, "\"build\":\"%s\",", KVCOMP_VERSION);
+    if (a->reply) json_pair(f, "text", a->reply);
+    json_options(a, f);
+    if (opt_int(a->o, "json-rows")) {
+        json_rows(s, f);
+        json_views(s, f);
+    }
+    fprintf(f, "}\n");
+    fflush(f);
+}
+
+// ---- results for people
+// Does any part of the method choose rows by --budget?
+int uses_budget(const Session *s) {
+    int uses = 0;
+    for (int i = 0; i < s->n_part; i++) uses |= s->part[i].m->budget > 0;
+    return uses;
+}
+
+// The tokens of the dialogue that a session has seen, without a method's own.
+int tokens_said(const Session *s) {
+    int n = 0;
+    for (int t = 0; t < s->n_tok; t++) n += s->tok[t].kind != TOK_EXTRA;
+    return n;
+}
+
+// The rows of the shortest and of the longest head.
+static void rows_range(const Session *s, int *lo, int *hi) {
+    *lo = INT_MAX;
+    *hi = 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        *lo = min_int(*lo, s->head[i].len);
+        *hi = max_int(*hi, s->head[i].len);
+    }
+}
+
+// Has a part done anything to the cache yet? One that drops rows: is a row missing? One that chooses
+// what is read: are there more rows than it may read? One that packs: is a row packed? The others
+// work from the first token on.
+static int part_has_begun(const Session *s, const Method *m) {
+    int lo, hi, packed = 0;
+    rows_range(s, &lo, &hi);
+    if (m->evicts) return lo < tokens_said(s);
+    if (m->role & ROLE_SELECT) return hi > budget_now(s);
+    if (m != &pats_method) return 1;
+    for (int i = 0; i < s->c->L * s->c->G; i++) packed |= s->head[i].packed > 0;
+    return packed;
+}
+
+// Has any part begun? 1 for full attention, which has nothing to begin.
+static int has_begun(const Session *s) {
+    int begun = 0;
+    for (int i = 0; i < s->n_part; i++) begun |= part_has_begun(s, s->part[i].m);
+    return begun;
+}
+
+// The rows that are held as words: "73 of 336 rows a head", "12..90 of 336 rows a head", "all 336 rows
+// a head", or that there was no reason to drop any: "nothing compressed yet: 18 of 1024 rows".
+void rows_in_words(const Session *s, char out[96]) {
+    int lo, hi, n = tokens_said(s);
+    rows_range(s, &lo, &hi);
+    if (!has_begun(s)) {
+        if (uses_budget(s) && s->ratio < 0) snprintf(out, 96, "nothing compressed yet: %d of %d rows", hi, s->budget);
+        else snprintf(out, 96, "nothing compressed yet: %d rows", hi);
+    } else if (lo == n && hi == n) {
+        snprintf(out, 96, "all %d rows a head", n);
+    } else if (lo == hi) {
+        snprintf(out, 96, "%d of %d rows a head", lo, n);
+    } else {
+        snprintf(out, 96, "%d..%d of %d rows a head", lo, hi, n);
+    }
+}
+
+// The line after each reply: n_pre tokens prefilled, n_gen made in so many seconds.
+static void print_summary(const App *a, int n_pre, int n_gen, double seconds) {
+    const Session *s = a->s;
+    char held[32], full[32], rows[96];
+    if (quiet || opt_int(a->o, "no-stats")) return;
+    rows_in_words(s, rows);
+    human_bytes((double)kv_bytes(s), held);
+    human_bytes((double)kv_bytes_full(s), full);
+    double share = 100.0 * (double)kv_bytes(s) / (double)kv_bytes_full(s);
+    fprintf(stderr, "%s[turn %d | %d tokens in, %d out, %.1f tok/s | KV %s of %s (%.1f %%) | %s%s]%s\n",
+            in_color(stderr, COLOR_NUMBERS), s->turn, n_pre, n_gen, rate(n_gen, seconds), held, full, share,
+            rows, saves_reads_only(s) ? " | saves reads, not memory" : "", in_color(stderr, COLOR_OFF));
+}
+
+// /stats and --stats: three lines of the session, then what each part of the method says of itself.
+void print_stats(const App *a, FILE *f) {
+    const Session *s = a->s;
+    const Clock *k = &s->clk;
+    char held[32], full[32], meta[32], peak[32], read[32];
+    human_bytes((double)kv_bytes(s), held);
+    human_bytes((double)kv_bytes_full(s), full);
+    human_bytes((double)kv_meta_bytes(s), meta);
+    human_bytes((double)k->peak, peak);
+    human_bytes(bytes_a_step(s), read);
+    fprintf(f, "method %s, %d tokens seen in %d turns, most rows in a head %d\n",
+            a->method, s->n_tok, s->turn, rows_held(a));
+    fprintf(f, "stored %s of %s, metadata %s, peak %s, read per decode step %s\n",
+            held, full, meta, peak, read);
+    fprintf(f, "prefill %ld tok at %.1f tok/s, decode %ld tok at %.1f tok/s; ",
+            k->n_prefill, rate(k->n_prefill, k->prefill), k->n_decode, rate(k->n_decode, k->decode));
+    fprintf(f, "seconds: attention %.3f, selection %.3f, bookkeeping %.3f, index %.3f\n",
+            k->attend, k->select, k->commit, k->index);
+    for (int i = 0; i < s->n_part; i++)
+        if (s->part[i].m->stats) s->part[i].m->stats(s, s->part[i].ms, f);
+}
+
+// ---- --ids FILE: teacher forcing (D3)
+// Each line is a turn: the ids to prefill, then optionally | and the ids to decode one by one.
+
+// Reads the id that *p begins with into *id and moves *p behind it. 0, or -1 with err.
+static int id_parse(const char **p, int V, int *id, char err[256]) {
+    char *end;
+    errno = 0;
+    long value = strtol(*p, &end, 10);
+    if (end == *p) {
+        snprintf(err, 256, "'%.12s' is no id", *p);
+        return -1;
+    }
+    if (errno || value < 0 || value >= V) {
+        snprintf(err, 256, "id %ld is outside the vocabulary of %d", value, V);
+        return -1;
+    }
+    *id = (int)value;
+    *p = end;
+    return 0;
+}
+
+// Appends the ids of the text [p,end) to the turn. 0, or -1 with err; the turn may then hold some
+// ids.
+static int ids_parse(const char *p, const char *end, int V, Turn *t, char err[256]) {
+    int decoding = 0, id;
+    while (p < end) {
+        if (isspace((unsigned char)*p)) {
+            p++;
+        } else if (*p == '|') {
+            if (decoding) {
+                snprintf(err, 256, "a second '|'");
+                return -1;
+            }
+            decoding = 1;
+            p++;
+        } else {
+            if (id_parse(&p, V, &id, err)) return -1;
+            if (decoding) arrput(t->dec, id);
+            else arrput(t->pre, id);
+        }
+    }
+    if (arrlen(t->pre)) return 0;
+    snprintf(err, 256, "a turn needs ids to prefill before '|'");
+    return -1;
+}
+
+// Is there nothing but white space in [p,end)?
+int is_blank(const char *p, const char *end) {
+    while (p < end && isspace((unsigned char)*p)) p++;
+    return p == end;
+}
+
+// The turns of a file, as a record; blank lines are skipped. Exit 2 with the line when there is
+// something else in it.
+static Turn *ids_read(const char *path, int V) {
+    char err[256];
+    size_t n;
+    char *text = read_plain_text(path, &n, err);
+    if (!text) die(EXIT_USAGE, "--ids %s", err);
+    Turn *turns = NULL;
+    const char *end = text + n, *line_end;
+    int number = 1;
+    for (const char *line = text; line < end; line = line_end + 1, number++) {
+        line_end = line;
+        while (line_end < end && *line_end != '\n') line_end++;
+        if (is_blank(line, line_end)) continue;
+        Turn t = { 0 };
+        int bad = ids_parse(line, line_end, V, &t, err);
+        if (bad) free(text);
+        if (bad) die(EXIT_USAGE, "%s:%d: %s", path, number, err);
+        arrput(turns, t);
+    }
+    free(text);
+    if (!turns) die(EXIT_USAGE, "--ids %s: no turn in the file", path);
+    return turns;
+}
+
+// Appends one row of logits x (V) to the file, if there is one.
+static void write_row(FILE *f, const float *x, int V, const char *path) {
+    if (f && fwrite(x, sizeof *x, V, f) != (size_t)V) die(EXIT_RUN, "%s: %s", path, strerror(errno));
+}
+
+// Opens --dump-logits for writing; NULL: it is not given. Standard output (- or /dev/stdout), a
+// device and a FIFO are written to as they are, and x stays empty; anything else is saved as every
+// file is. Exit 1 when it cannot be.
+static FILE *dump_open(Saving *x, const char *path) {
+    struct stat st;
+    char err[512];
+    memset(x, 0, sizeof *x);
+    if (!*path) return NULL;
+    if (!strcmp(path, "-") || !strcmp(path, "/dev/stdout")) return stdout;
+    int saves = stat(path, &st) || S_ISREG(st.st_mode) || S_ISDIR(st.st_mode);
+    if (saves && path_descriptor(path) < 0) {
+        if (save_begin_open(x, path, err)) die(EXIT_RUN, "--dump-logits %s", err);
+        return x->f;
+    }
+    FILE *f = fopen(path, "wb");
+    if (!f) die(open_failure(), "--dump-logits %s: %s", path, strerror(errno));
+    return f;
+}
+
+// Ends it: the file takes its place. Exit 1 when not everything could be written.
+static void dump_close(Saving *x, FILE *f, const char *path) {
+    char err[512];
+    int saved = x->f != NULL;
+    if (saved && save_keep(x, 1, err)) die(EXIT_RUN, "--dump-logits %s", err);
+    if (!f || saved) return;
+    int bad = f == stdout ? fflush(f) : fclose(f);
+    if (bad) die(EXIT_RUN, "--dump-logits %s: %s", path, strerror(errno));
+}
+
+// Feeds the file's turns to the session, and writes the logits of every prefill and decode to
+// --dump-logits.
+int run_ids(App *a) {
+    const char *path = opt_str(a->o, "dump-logits");
+    Saving dump;
+    record_clear(a);
+    a->turn = ids_read(opt_str(a->o, "ids"), a->c->V);
+    FILE *f = dump_open(&dump, path);
+    for (int i = 0; i < (int)arrlen(a->turn); i++) {
+        const Turn *t = &a->turn[i];
+        feed_prefill(a, t);
+        write_row(f, a->logits, a->c->V, path);
+        for (int j = 0; j < (int)arrlen(t->dec); j++) {
+            feed_decode(a, t->dec[j]);
+            write_row(f, a->logits, a->c->V, path);
+        }
+    }
+    dump_close(&dump, f, path);
+    if (opt_int(a->o, "json")) print_json(a, stdout);
+    if (opt_int(a->o, "stats")) print_stats(a, stderr);
+    return 0;
+}
+
+// ---- sessions on disk: the record, and what it was made with
+// No rows are stored. Loading replays the record, which is exact for every method. The file is
+// text:
+//   kvcomp session 2
+//   model FINGERPRINT
+//   made with --method=SPEC --OPTION "VALUE" ..
+//   turn N_SYS N_FOOT N_HEAD : ids to prefill | ids decoded        (a line for each turn)
+//   end CLOSED
+//   pending "TEXT"                     (a message whose reply was not finished; most files have none)
+//   check HASH                         (of every byte before this line)
+// Version 1 had "method SPEC" in the third line, a fingerprint of two tensors, and neither of the
+// last two lines.
+
+// Goes on with the hash h over a tensor: its type, its shape, and all its bytes.
+static uint64_t hash_tensor(uint64_t h, const Tensor *t) {
+    const int head[] = { t->dtype, t->rows, t->cols, t->data != NULL };
+    h = hash_bytes(h, head, sizeof head);
+    return t->data ? hash_bytes(h, t->data, tensor_bytes(t)) : h;
+}
+
+// The hash by which a session knows its model: every byte of every tensor, and the numbers of the
+// config that change what the tensors compute. It reads the weights once, as one decode step does,
+// and on one thread: that is quick enough (0.16 s for the 2.5 GB of a model of 1.2 billion weights).
+static uint64_t model_fingerprint(const Config *c, const Weights *w) {
+    const int sizes[] = { c->L, c->H, c->G, c->D, c->C, c->F, c->V, c->qk_norm, c->window, c->rope_type };
+    const double numbers[] = { c->eps, w->rope_scale };
+    uint64_t h = hash_bytes(2, sizes, sizeof sizes);
+    h = hash_bytes(h, numbers, sizeof numbers);
+    h = hash_bytes(h, w->inv_freq64, (size_t)c->D / 2 * sizeof *w->inv_freq64);
+    if (c->windowed) h = hash_bytes(h, c->windowed, (size_t)c->L);
+    h = hash_tensor(h, &w->embed);
+    h = hash_tensor(h, &w->norm);
+    if (w->head.data != w->embed.data) h = hash_tensor(h, &w->head);
+    for (int l = 0; l < c->L; l++) {
+        const Layer *y = &w->layer[l];
+        const Tensor *all[] = {
+            &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk, &y->wv, &y->wo, &y->bq, &y->bk, &y->bv, &y->bo,
+            &y->q_norm, &y->k_norm, &y->gate, &y->up, &y->down, &y->bgate, &y->bup, &y->bdown,
+        };
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) h = hash_tensor(h, all[i]);
+    }
+    return h;
+}
+
+// The fingerprint of the App's model, worked out when it is first asked for.
+uint64_t app_fingerprint(App *a) {
+    if (!a->fingerprint) a->fingerprint = model_fingerprint(a->c, a->w);
+    return a->fingerprint;
+}
+
+// Writes " --NAME VALUE", the value in quotes, if it is given and not the default.
+void write_option(const App *a, const Options *plain, const char *name, FILE *f) {
+    const char *value = opt_str(a->o, name);
+    if (!opt_given(a->o, name) || !strcmp(value, opt_str(plain, name))) return;
+    fprintf(f, " --%s ", name);
+    json_escape(f, value, strlen(value));
+}
+
+// Writes the method, and the options besides the model that decide which bits a session computes,
+// as they stand on a command line: those of its parts, the shared ones, those of the template.
+void write_making(const App *a, FILE *f) {
+    static const char *shared[] = {
+        "budget", "ratio", "sink", "obs-window", "kernel", "gqa-agg", "paper", "ctk", "ctv", "raw",
+        "chat-template", "system",
+    };
+    Options *plain = options_like(a->o);
+    fprintf(f, "--method=%s", a->method);
+    for (size_t i = 0; i < sizeof shared / sizeof *shared; i++) write_option(a, plain, shared[i], f);
+    for (int i = 0; i < a->s->n_part; i++)
+        for (const Opt *o = a->s->part[i].m->opts; o && o->name; o++) write_option(a, plain, o->name, f);
+    options_free(plain);
+}
+
+// Writes the file's text but its last line.
+static void session_write(App *a, FILE *f) {
+    fprintf(f, "kvcomp session 2\n");
+    fprintf(f, "model %016llx\n", (unsigned long long)app_fingerprint(a));
+    fprintf(f, "made with ");
+    write_making(a, f);
+    fputc('\n', f);
+    for (int i = 0; i < (int)arrlen(a->turn); i++) {
+        const Turn *t = &a->turn[i];
+        fprintf(f, "turn %d %d %d :", t->n_sys, t->n_foot, t->n_head);
+        for (int j = 0; j < (int)arrlen(t->pre); j++) fprintf(f, " %d", t->pre[j]);
+        fprintf(f, " |");
+        for (int j = 0; j < (int)arrlen(t->dec); j++) fprintf(f, " %d", t->dec[j]);
+        fprintf(f, "\n");
+    }
+    fprintf(f, "end %d\n", a->closed);
+    if (!a->pending) return;
+    fprintf(f, "pending ");
+    json_escape(f, a->pending, strlen(a->pending));
+    fputc('\n', f);
+}
+
+// The text that session_write writes, malloc'd, and its hash. Exit 4 when there is no memory.
+static char *session_text(App *a, size_t *n, uint64_t *hash) {
+    char *text = NULL;
+    FILE *f = memory_stream(&text, n);
+    session_write(a, f);
+    memory_stream_close(f);
+    *hash = hash_bytes(0, text, *n);
+    return text;
+}
+
+// ---- one chat at a time
+// Two chats that go on with one file would overwrite each other's turns. So a chat locks the file of
+// --session (flock), and a second one is refused. A save puts another file in the place of the old
+// one, so that file is locked before it takes its place. The lock goes with the process, whatever
+// ends it. A file system that has no locks is used without.
+static int session_lock = -1;       // the descriptor that holds the lock; -1: there is none
+
+// Is the open file fd the one that a path names now?
+static int same_file(int fd, const char *path) {
+    struct stat one, other;
+    return fd >= 0 && !fstat(fd, &one) && !stat(path, &other) && one.st_dev == other.st_dev
+        && one.st_ino == other.st_ino;
+}
+
+// Opens and locks the regular file at path, which is no symbolic link; *is_new: it was not there, and
+// is empty now. Returns its descriptor, or -1 with err.
+static int session_lock_file(const char *path, int *is_new, char err[512]) {
+    for (;;) {
+        int flags = O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
+        int fd = open(path, flags | O_CREAT | O_EXCL, 0600);
+        *is_new = fd >= 0;
+        if (fd < 0 && errno == EEXIST) fd = open(path, flags);
+        if (fd < 0 && errno == ENOENT) continue;        // it went away between the two
+        int held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
+        if (fd >= 0 && !held && same_file(fd, path)) return fd;
+        if (fd < 0 || held) {
+            snprintf(err, 512, "%.380s: %s", path, held ? "another chat goes on with this file" : strerror(errno));
+            if (fd >= 0) close(fd);
+            return -1;
+        }
+        close(fd);                                      // another chat has saved meanwhile: its new file
+    }
+}
+
+// Does another chat hold the lock of the file at path? 0, or -1 with err.
+static int session_is_free(const char *path, char err[512]) {
+    struct stat st;
+    if (stat(path, &st) || !S_ISREG(st.st_mode) || same_file(session_lock, path)) return 0;
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    int held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK;
+    if (held) snprintf(err, 512, "%.400s: another chat goes on with this file", path);
+    if (fd >= 0) close(fd);
+    return held ? -1 : 0;
+}
+
+// Saves the session, unless the file is known to hold it. 0, or -1 with err, and then the old file
+// stays.
+static int session_save(App *a, const char *path, int unless_kept, char err[512]) {
+    Saving x;
+    size_t n;
+    uint64_t hash;
+    char *text = session_text(a, &n, &hash);
+    int own = !strcmp(path, opt_str(a->o, "session")) || same_file(session_lock, path), bad = 0;
+    if (!unless_kept || hash != a->kept) {
+        bad = session_is_free(path, err) || save_begin(&x, path, err);
+        if (!bad) {
+            fwrite(text, 1, n, x.f);
+            fprintf(x.f, "check %016llx\n", (unsigned long long)hash);
+            int lock = own ? fcntl(fileno(x.f), F_DUPFD_CLOEXEC, 0) : -1;
+            if (lock >= 0) (void)flock(lock, LOCK_EX | LOCK_NB);
+            bad = save_keep(&x, 1, err);
+
+            int spare = bad ? lock : session_lock;      // the new file's lock takes the old one's place
+            if (own && spare >= 0) close(spare);
+            if (own && !bad) session_lock = lock;
+        }
+        if (!bad && unless_kept) a->kept = hash;
+    }
+    free(text);
+    return bad ? -1 : 0;
+}
+
+// ---- reading them
+typedef struct {            // a session file being read
+    const char *path;
+    int version;
+    Turn *turn;             // stb_ds array
+    int closed;
+    char *making;           // what it was made with, malloc'd
+    char *pending;          // malloc'd, or NULL
+} SessionFile;
+
+static void session_file_free(SessionFile *x) {
+    turns_clear(x->turn);
+    arrfree(x->turn);
+    free(x->making);
+    free(x->pending);
+}
+
+// Are there control bytes in the text (n), other than newlines? They have no place in a session file,
+// and its third line may be shown on a terminal.
+static int has_control_bytes(const char *text, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (((unsigned char)text[i] < ' ' && text[i] != '\n') || text[i] == 127) return 1;
+    return 0;
+}
+
+// Holds the check line against the text before it, text (n), and cuts it off. 0, or -1 with err.
+static int session_checked(const char *path, char *text, size_t n, char err[512]) {
+    unsigned long long found;
+    char *line = n ? text + n - 1 : text;
+    while (line > text && line[-1] != '\n') line--;
+    int whole = n && text[n - 1] == '\n' && sscanf(line, "check %llx", &found) == 1;
+    if (whole && hash_bytes(0, text, (size_t)(line - text)) != found) whole = 0;
+    *line = 0;
+    if (whole) return 0;
+    snprintf(err, 512, "%.300s: damaged: its text and its checksum differ", path);
+    return -1;
+}
+
+// Reads the first three lines of text (n), and checks what they and the last one say. The rest of
+// the text, or NULL with err.
+static char *session_header(App *a, SessionFile *x, char *text, size_t n, char err[512]) {
+    unsigned long long found = 0;
+    int at = 0;
+    if (sscanf(text, "kvcomp session %d\nmodel %llx\n%n", &x->version, &found, &at) != 2 || !at
+        || !strchr(text + at, '\n') || x->version < 1 || has_control_bytes(text, n)) {
+        snprintf(err, 512, "%.400s: not a kvcomp session file", x->path);
+        return NULL;
+    }
+    if (x->version > 2) {
+        snprintf(err, 512, "%.300s: version %d of the session file, this kvcomp knows 1 and 2", x->path, x->version);
+        return NULL;
+    }
+    if (x->version == 2 && session_checked(x->path, text, n, err)) return NULL;
+    unsigned long long own = x->version == 2 ? app_fingerprint(a) : sonic_fingerprint(a->w);
+    if (found != own) {
+        snprintf(err, 512, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", x->path,
+                 found, own);
+        return NULL;
+    }
+    char *making = text + at, *end = strchr(making, '\n');
+    if (!end) {                     // the third line was the checksum, which is cut off by now
+        snprintf(err, 512, "%.400s: not a kvcomp session file", x->path);
+        return NULL;
+    }
+    *end = 0;
+    x->making = xmalloc(strlen(making) + 16);
+    if (!strncmp(making, "made with ", 10)) strcpy(x->making, making + 10);
+    else if (!strncmp(making, "method ", 7)) sprintf(x->making, "--method=%s", making + 7);
+    else strcpy(x->making, "?");
+    return end + 1;
+}
+
+// One "turn" line [p,end). 0, or -1 when it is not what session_write writes; the turn may then
+// hold some ids.
+static int session_turn(const App *a, const char *p, const char *end, Turn *t) {
+    int used = 0;
+    char err[256];
+    if (sscanf(p, "turn %d %d %d :%n", &t->n_sys, &t->n_foot, &t->n_head, &used) != 3) return -1;
+    if (!used || p + used > end) return -1;
+    if (ids_parse(p + used, end, a->c->V, t, err)) return -1;
+    int n = (int)arrlen(t->pre);
+    if (t->n_sys < 0 || t->n_foot < 0 || t->n_head < 0) return -1;
+    if (t->n_sys > n || t->n_foot > n || t->n_head > n) return -1;
+    return 0;
+}
+
+// The lines from p on, to the file's end. 0, or -1 with err.
+static int session_lines(const App *a, SessionFile *x, char *p, char err[512]) {
+    int bad = 0, used = 0;
+    while (!bad && !strncmp(p, "turn ", 5)) {
+        char *end = strchr(p, '\n');
+        bad = 1;
+        if (!end) break;
+        Turn t = { 0 };
+        *end = 0;
+        bad = session_turn(a, p, end, &t) != 0;
+        arrput(x->turn, t);
+        p = end + 1;
+    }
+    if (bad || sscanf(p, "end %d\n%n", &x->closed, &used) != 1 || !used) {
+        snprintf(err, 512, "%.300s: damaged at turn %d", x->path, (int)arrlen(x->turn) + !bad);
+        return -1;
+    }
+    p += used;
+    if (strncmp(p, "pending ", 8)) return 0;
+    char why[256];
+    Json *text = json_parse(p + 8, strlen(p + 8), why);
+    if (text && text->type == JSON_STRING && *text->str) x->pending = copy_text(text->str);
+    json_free(text);
+    return 0;
+}
+
+// Does a dialogue of these turns need more rows than -c allows, whatever happens on the way? Only a
+// method that drops no row and adds none can be asked beforehand.
+int record_overflows(const App *a, const Turn *turns) {
+    long n = 0;
+    for (int i = 0; i < (int)arrlen(turns); i++) n += (long)arrlen(turns[i].pre) + (long)arrlen(turns[i].dec);
+    for (int i = 0; i < a->s->n_part; i++)
+        if (a->s->part[i].m->evicts || a->s->part[i].m->enter) return 0;
+    return n > ctx_limit(a);
+}
+
+// Replays the whole record. 0; 1 when -c does not allow so many rows; -1 when the method does not open
+// again, with the reason in a->s->err, and then the session is as it was.
+int replay_within(App *a) {
+    if (record_overflows(a, a->turn)) return 1;
+    if (session_try_reset(a->s)) return -1;
+    a->stale = 0;
+    for (int i = 0; i < (int)arrlen(a->turn); i++) {
+        const Turn *t = &a->turn[i];
+        if (!rows_fit(a, (int)arrlen(t->pre))) return 1;
+        feed_prefill(a, t);
+        for (int j = 0; j < (int)arrlen(t->dec); j++) {
+            if (!rows_fit(a, 1)) return 1;
+            feed_decode(a, t->dec[j]);
+        }
+    }
+    return 0;
+}
+
+// Says in one line what is not as it was when the session was saved.
+static void session_differs(const App *a, const SessionFile *x) {
+    char *own = NULL;
+    size_t n;
+    if (quiet) return;
+    if (x->version == 1)
+        warn("%s: an old session file (version 1): without a checksum, and its model is known by two tensors; it is "
+             "saved anew as version 2", x->path);
+    FILE *f = memory_stream(&own, &n);
+    write_making(a, f);
+    memory_stream_close(f);
+    int same = x->version == 1 ? !strncmp(own, x->making, strcspn(own, " ")) : !strcmp(own, x->making);
+    if (!same) warn("%s: made with %s, goes on with %s", x->path, x->making, own);
+    free(own);
+}
+
+// The record of the file becomes the App's, and is replayed. 0, or -1 with err, and then the App has
+// its own record and rows again.
+static int session_take(App *a, SessionFile *x, char err[512]) {
+    Turn *own = a->turn;
+    int closed = a->closed;
+    if (record_fits(a->s, x->turn, err)) return -1;
+    a->turn = x->turn;
+    a->closed = x->closed;
+    int bad = replay_within(a);
+    if (bad > 0)
+        snprintf(err, 512, "%.300s: its dialogue needs more rows than -c %d (start with a larger -c, or with a "
+                           "method that drops rows)", x->path, ctx_limit(a));
+    if (bad < 0) snprintf(err, 512, "%s", a->s->err);
+    if (bad) {
+        a->turn = own;
+        a->closed = closed;
+        if (bad > 0 && replay(a, (int)arrlen(own))) a->stale = 1;       // session_ready tries again
+        return -1;
+    }
+    x->turn = own;                                      // goes with x
+    free(a->pending);
+    a->pending = x->pending;
+    x->pending = NULL;
+    return 0;
+}
+
+// Loads a session file and replays it. 0, or -1 with err, and then nothing has changed.
+static int session_read(App *a, const char *path, char err[512]) {
+    char why[256];
+    size_t n;
+    SessionFile x = { .path = path };
+    char *text = read_file(path, &n, why);
+    if (!text) {
+        snprintf(err, 512, "%s", why);
+        return -1;
+    }
+    char *lines = session_header(a, &x, text, n, err);
+    int bad = !lines || session_lines(a, &x, lines, err);
+    if (!bad) {
+        session_differs(a, &x);
+        bad = session_take(a, &x, err);
+    }
+    free(text);
+    session_file_free(&x);
+    return bad;
+}
+
+// LycheeCluster's chunker (section 11) cuts chunks at sentence ends and blanks, so it needs the
+// text of a token. It knows no Tokenizer: it calls two functions with a pointer it does not look
+// into.
+static const char *chunker_bytes(const void *t, int id, int *len) {
+    return tokenizer_bytes(t, id, len);
+}
+
+static int chunker_special(const void *t, int id) { return tokenizer_is_special(t, id); }
+
+// Lets the chunker read its texts from t. With t NULL every token is empty text.
+static void lychee_text(const Tokenizer *t) {
+    token_text = (TokenText){ t, chunker_bytes, chunker_special };
+}
+
+// The numbers of a config that a trace's metadata hold.
+static void trace_shape(SafeWriter *w, const Config *c) {
+    const struct { const char *name; int n; } shape[] = {
+        { "L", c->L }, { "H", c->H }, { "G", c->G }, { "D", c->D }, { "C", c->C }, { "F", c->F }, { "V", c->V },
+        { "window", c->window },
+    };
+    char text[32];
+    for (size_t i = 0; i < sizeof shape / sizeof *shape; i++) {
+        snprintf(text, sizeof text, "%d", shape[i].n);
+        safe_write_meta(w, shape[i].name, text);
+    }
+    snprintf(text, sizeof text, "%.9g", c->theta);
+    safe_write_meta(w, "rope_theta", text);
+}
+
+// What the trace was made with: the metadata of the file.
+static void trace_meta(const App *a, SafeWriter *w) {
+    char text[96];
+    const Options *o = a->o;
+    safe_write_meta(w, "format", "kvcomp trace 1");
+    safe_write_meta(w, "method", a->method);
+    snprintf(text, sizeof text, "%d", a->s->budget);
+    safe_write_meta(w, "budget", text);
+    safe_write_meta(w, "model", a->c->dir);
+    safe_write_meta(w, "model_type", a->c->model_type);
+    safe_write_meta(w, "dtype", dtype_name(a->c->dtype));
+    trace_shape(w, a->c);
+    safe_write_meta(w, "simd", simd_name());
+    for (int i = 0; i < (int)shlen(o->map); i++) {
+        snprintf(text, sizeof text, "option.%.80s", o->map[i].key);
+        safe_write_meta(w, text, o->map[i].value);
+    }
+    safe_write_meta_end(w);
+}
+
+// Opens --trace, if it is given, for the App's session. Exit 1 when the file cannot be written,
+// exit 2 when the layers or steps are wrong.
+void trace_open(App *a) {
+    const char *path = opt_str(a->o, "trace"), *layers = opt_str(a->o, "trace-layers");
+    const char *steps = opt_str(a->o, "trace-steps");
+    if (!*path) return;
+    struct Trace *x = a->trace = xcalloc(1, sizeof *x);
+    x->layer = xmalloc((size_t)a->c->L);
+    memset(x->layer, !*layers, (size_t)a->c->L);
+    int *list = *layers ? number_list("trace-layers", layers, 0, a->c->L - 1) : NULL;
+    for (int i = 0; i < (int)arrlen(list); i++) x->layer[list[i]] = 1;
+    arrfree(list);
+    x->step = *steps ? number_parts("trace-steps", steps, 0, 1 << 30) : NULL;
+    safe_write_begin(&x->out, path, "--trace");
+    trace_meta(a, &x->out);
+    trace_session(a->s, x);
+}
+
+// Ends it, if there is one. keep 0: the run has failed, and its trace goes.
+void trace_close(App *a, int keep) {
+    struct Trace *x = a->trace;
+    if (!x) return;
+    trace_session(a->s, NULL);
+    a->trace = NULL;
+    if (keep) safe_write_end(&x->out);
+    else safe_write_drop(&x->out);
+    arrfree(x->step);
+    free(x->layer);
+    free(x);
+}
+
+// ---- opening the model
+// The shipped model: models/ beside the program, else in the working directory.
+void default_model(Options *o) {
+    const char *shipped = "models/kvcomp-tiny";
+    char path[1100], err[256];
+    ssize_t n = readlink("/proc/self/exe", path, 1000);
+    while (n > 0 && path[n - 1] != '/') n--;                // path[0,n): the program's folder
+    n = n > 0 ? n : 0;
+    snprintf(path + n, 100, "%s", shipped);
+    options_set(o, "model", n && file_exists(path) ? path : shipped, err);
+}
+
+// ---- where a model lies
+// -m takes a folder with config.json, a weights file in one, a model's name on the Hugging Face hub,
+// org/name, or its folder in the hub's cache on this disk, models--org--name. Such a folder keeps
+// every version as snapshots/HASH, and the hash of the newest in refs/main. Nothing is downloaded.
+enum { PATH_ROOM = 1024 };
+
+// The folder of the hub's cache, found as the hub's own programs find it: "" when there is no home.
+static void hub_cache(char out[PATH_ROOM]) {
+    static const struct { const char *variable, *below; } places[] = {
+        { "HF_HUB_CACHE", "" }, { "HUGGINGFACE_HUB_CACHE", "" }, { "HF_HOME", "/hub" },
+        { "XDG_CACHE_HOME", "/huggingface/hub" }, { "HOME", "/.cache/huggingface/hub" },
+    };
+    out[0] = 0;
+    for (size_t i = 0; i < sizeof places / sizeof *places && !out[0]; i++) {
+        const char *value = getenv(places[i].variable);
+        if (value && *value) snprintf(out, PATH_ROOM, "%.900s%s", value, places[i].below);
+    }
+}
+
+// Is there a config.json in dir?
+static int holds_config(const char *dir) {
+    char path[PATH_ROOM + 16];
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    return file_exists(path);
+}
+
+// The version of a models--org--name folder that refs/main names; without one, the newest snapshot.
+// 0, and its folder in out; -1: no snapshot has a config.json.
+static int hub_snapshot(const char *repo, char out[PATH_ROOM]) {
+    char path[PATH_ROOM + 16], hash[128] = "", err[256];
+    size_t n;
+    struct dirent *entry;
+    struct stat st;
+    time_t newest = 0;
+    int found = 0;
+    snprintf(path, sizeof path, "%.990s/refs/main", repo);
+    char *ref = read_bounded(path, MOST_CONFIG, &n, err);
+    if (ref && sscanf(ref, "%127s", hash) != 1) hash[0] = 0;
+    free(ref);
+    snprintf(out, PATH_ROOM, "%.880s/snapshots/%s", repo, hash);
+    if (hash[0] && !strchr(hash, '/') && holds_config(out)) return 0;
+
+    snprintf(path, sizeof path, "%.990s/snapshots", repo);
+    DIR *d = opendir(path);
+    while (d && (entry = readdir(d))) {
+        char one[PATH_ROOM];
+        if (entry->d_name[0] == '.') continue;
+        if (snprintf(one, sizeof one, "%.760s/%.255s", path, entry->d_name) >= PATH_ROOM) continue;
+        if (!holds_config(one) || stat(one, &st) || (found && st.st_mtime <= newest)) continue;
+        strcpy(out, one);
+        newest = st.st_mtime;
+        found = 1;
+    }
+    if (d) closedir(d);
+    return found ? 0 : -1;
+}
+
+// Is it a name as the hub has them: org/name of letters, digits, dots, underlines and dashes?
+static int is_hub_name(const char *name) {
+    size_t n = strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/");
+    const char *slash = strchr(name, '/');
+    return !name[n] && name[0] != '.' && slash && slash > name && slash[1] && !strchr(slash + 1, '/');
+}
+
+// The folder of a hub name in the cache. Exit 3, with the command that gets it, when it is not there.
+static void hub_find(const char *name, char out[PATH_ROOM]) {
+    char cache[PATH_ROOM], repo[PATH_ROOM];
+    const char *slash = strchr(name, '/');
+    hub_cache(cache);
+    snprintf(repo, sizeof repo, "%.600s/models--%.*s--%.200s", cache, min_int((int)(slash - name), 200), name,
+             slash + 1);
+    if (*cache && !hub_snapshot(repo, out)) return;
+    const char *what = file_exists(repo) ? "is not complete" : "is not there";
+    die(EXIT_MODEL, "%.300s: no such folder, and %.400s %s; if it is a model of the Hugging Face hub, this gets it: "
+        "hf download %.300s", name, repo, what, name);
+}
+
+// The last part of a path that does not end in a slash.
+static const char *last_part(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+// Does text end so?
+static int ends_in(const char *text, const char *end) {
+    size_t n = strlen(text), m = strlen(end);
+    return n >= m && !strcmp(text + n - m, end);
+}
+
+// The folder that a path or name given by -m stands for. A path that is none of the above stays as
+// it is, and whoever opens it says what is wrong.
+static void model_folder(const char *given, char out[PATH_ROOM]) {
+    char path[PATH_ROOM], found[PATH_ROOM], inner[PATH_ROOM + 16];
+    struct stat st;
+    size_t n = strlen(given);
+    while (n > 1 && given[n - 1] == '/') n--;
+    snprintf(path, sizeof path, "%.*s", (int)min_size(n, PATH_ROOM - 1), given);
+    snprintf(inner, sizeof inner, "%s/snapshots", path);
+    snprintf(out, PATH_ROOM, "%s", path);
+    if (stat(path, &st)) {
+        if (is_hub_name(path)) hub_find(path, out);
+    } else if (!S_ISDIR(st.st_mode)) {
+        if (!ends_in(path, ".safetensors") && !ends_in(path, "config.json") && !ends_in(path, ".index.json")) return;
+        size_t folder = (size_t)(last_part(path) - path);
+        snprintf(out, PATH_ROOM, "%.*s", folder ? (int)max_size(folder - 1, 1) : 1, folder ? path : ".");
+    } else if (!holds_config(path) && file_exists(inner)) {
+        if (!hub_snapshot(path, found)) strcpy(out, found);
+    } else if (!strcmp(last_part(path), "snapshots")) {
+        snprintf(inner, sizeof inner, "%s/..", path);
+        if (!hub_snapshot(inner, found)) strcpy(out, found);
+    }
+}
+
+// -m and --tokenizer by the folders they stand for. A path that is too long stays as it is, for
+// config_load to refuse.
+void find_models(Options *o) {
+    static const char *const names[] = { "model", "tokenizer" };
+    char folder[PATH_ROOM], err[256];
+    for (int i = 0; i < 2; i++) {
+        const char *given = opt_str(o, names[i]);
+        if (!*given || strlen(given) >= PATH_ROOM) continue;
+        model_folder(given, folder);
+        if (strcmp(folder, given)) options_set(o, names[i], folder, err);
+    }
+}
+
+// ---- the memory of this machine
+// The first number in the file behind a word, or at its beginning for word ""; -1: there is none.
+static double number_in(const char *path, const char *word) {
+    char line[256];
+    double x = -1;
+    FILE *f = fopen(path, "r");
+    while (f && x < 0 && fgets(line, sizeof line, f))
+        if (!strncmp(line, word, strlen(word)) && sscanf(line + strlen(word), "%lf", &x) != 1) x = -1;
+    if (f) fclose(f);
+    return x;
+}
+
+// Bytes that may still be used: what the system has available, or what is left of the limit of a
+// container, whichever is less. -1: not known.
+double memory_free(void) {
+    double free_kb = number_in("/proc/meminfo", "MemAvailable:");
+    double limit = number_in("/sys/fs/cgroup/memory.max", ""), used = number_in("/sys/fs/cgroup/memory.current", "");
+    double bytes = free_kb < 0 ? -1 : 1024 * free_kb;
+    if (limit >= 0 && used >= 0 && (bytes < 0 || limit - used < bytes)) bytes = fmax(limit - used, 0);
+    return bytes;
+}
+
+// "16.1 GB weights + 537 MB rows at -c 4096; 19.6 GB free". Returns 1 when they are more than is free.
+static int memory_in_words(double weights, double rows, int ctx, double free_bytes, char out[200]) {
+    char a[32], b[32], c[32];
+    human_bytes(weights, a);
+    human_bytes(rows, b);
+    human_bytes(fmax(free_bytes, 0), c);
+    int n = snprintf(out, 200, "%s weights + %s rows at -c %d", a, b, ctx);
+    if (free_bytes >= 0) snprintf(out + n, 200 - (size_t)n, "; %s free", c);
+    return free_bytes >= 0 && weights + rows > free_bytes;
+}
+
+// Says what the model and a full context take, before any of it is taken. More than is free is a
+// warning: weights are mapped from their files, and rows come as the dialogue grows. Random weights
+// are neither, so with too little memory for them the program ends with exit 4.
+static void tell_memory(const App *a, double weights, int synthetic) {
+    const Config *c = a->c;
+    char text[200], fits[64] = "";
+    int ctx = opt_int(a->o, "ctx-size") ? opt_int(a->o, "ctx-size") : c->max_pos;
+    const Format *fk = format_find(opt_str(a->o, "ctk")), *fv = format_find(opt_str(a->o, "ctv"));
+    double row = (double)(fk->row_bytes(c->D) + fv->row_bytes(c->D));
+    double each = row * c->L * c->G, room = memory_free();
+    int over = memory_in_words(weights, each * ctx, ctx, room, text);
+    if (synthetic && room >= 0 && weights > room) die(EXIT_MEMORY, "%s: too little for these random weights", text);
+    if (!strcmp(opt_str(a->o, "device"), "cuda") || quiet || *opt_str(a->o, "ids") || opt_int(a->o, "inspect")) return;
+    if (over && weights < room) snprintf(fits, sizeof fits, "; -c %.0f would fit", floor((room - weights) / each));
+    if (over) warn("WARNING: %s%s", text, fits);
+    else if (opt_int(a->o, "verbose") || (weights >= 1e9 && isatty(2))) warn("%s", text);
+}
+
+// Touches every page of a mapped tensor.
+static void load_pages(const Tensor *t) {
+    const volatile unsigned char *p = t->data;
+    size_t bytes = tensor_bytes(t), page = page_bytes();
+    for (size_t i = 0; i < bytes; i += page) (void)p[i];
+}
+
+// A mapped file is read when it is first touched. With somebody watching, that happens here, with a
+// progress line, and not as a silence before the first token.
+static void load_weights(const Config *c, const Weights *w) {
+    if (quiet || !isatty(2) || c->as_q8) return;
+    progress("loading", 0);
+    load_pages(&w->embed);
+    for (int l = 0; l < c->L; l++) {
+        const Layer *y = &w->layer[l];
+        const Tensor *t[] = { &y->wq, &y->wk, &y->wv, &y->wo, &y->gate, &y->up, &y->down };
+        progress("loading", (l + 1.0) / (c->L + 2));
+        for (int i = 0; i < 7; i++) load_pages(t[i]);
+    }
+    load_pages(&w->head);
+    progress("loading", 1);
+}
+
+// The numbers in a model's matrices.
+size_t parameters_of(const Config *c) {
+    size_t C = c->C, F = c->F, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
+    size_t layer = C * (HD + 2 * GD) + HD * C + 3 * C * F;
+    return c->L * layer + (c->tied ? 1 : 2) * (size_t)c->V * C;
+}
+
+// Would the program, started again, read what it has read? Text from a pipe is gone.
+static int can_start_again(const Options *o) {
+    struct stat st;
+    const char *file = opt_str(o, "file");
+    return !*file || (!stat(file, &st) && S_ISREG(st.st_mode));
+}
+
+// Reads the config: of --model, of the shipped model, or of the shape of --synthetic.
+void open_config(App *a) {
+    const char *shape = opt_str(a->o, "synthetic");
+    if (!*shape && !*opt_str(a->o, "model")) default_model(a->o);
+    a->c = *shape ? config_synthetic(shape) : config_load(opt_str(a->o, "model"));
+    a->c->as_q8 = opt_choice(a->o, "weights", "file|q8_0");
+    a->c->huge_pages = opt_choice(a->o, "huge-pages", "rows|all|off") == 1;
+    if (a->c->as_q8 && !strcmp(opt_str(a->o, "device"), "cuda"))
+        die(EXIT_USAGE, "--weights q8_0 is for the CPU: -d cuda takes weights as the file has them");
+    threads_use(opt_int(a->o, "threads"), parameters_of(a->c));
+    if (n_threads() > 1 && can_start_again(a->o)) spin_shortly(args);
+    if (!quiet) say_without_effect(a->o);
+}
+
+// Opens the weights of that config, or makes random ones.
+void open_weights(App *a) {
+    if (*opt_str(a->o, "synthetic")) {
+        size_t bytes = parameters_of(a->c) * dtype_size(DT_BF16);
+        tell_memory(a, (double)(a->c->as_q8 ? q8_weights_bytes(a->c) : bytes), 1);
+        a->w = weights_synthetic(a->c, 1);
+        return;
+    }
+    a->w = weights_load(a->c);
+    tell_memory(a, (double)a->w->bytes, 0);
+    load_weights(a->c, a->w);
+}
+
+// Both.
+void open_model(App *a) {
+    open_config(a);
+    open_weights(a);
+}
+
+// ---- choosing the device of -d auto
+#ifdef KVCOMP_CUDA
+enum {
+    TRIAL_IDS = 300,        // of the prefill: enough for the kernels on tensor cores
+    TRIAL_STEPS = 4,        // decode steps behind it
+};
+
+// The largest difference that bf16 weights and f16 rows may make. A broken kernel is off by the
+// logits themselves.
+static const double trial_tolerance = 1e-2;
+
+// The logits of a prefill and a few steps on a device, out (1+TRIAL_STEPS,V), with all options of `like`
+// at their defaults.
+static void trial_logits(const Config *c, const Weights *w, const Options *like, const char *device, float *out) {
+    char err[512];
+    size_t row = (size_t)c->V * sizeof(float);
+    Options *o = options_like(like);
+    int *ids = random_ids(TRIAL_IDS, c->V);
+    options_set(o, "device", device, err);
+    Session *s = session_open(c, w, o, "full");
+    memcpy(out, prefill(s, ids, TRIAL_IDS), row);
+    for (int i = 1; i <= TRIAL_STEPS; i++) memcpy(out + (size_t)i * c->V, decode(s, ids[i]), row);
+    session_close(s);
+    arrfree(ids);
+    options_free(o);
+}
+
+// The largest difference of x and y (n), by the largest |x|. NaN differs by infinity.
+static double largest_difference(const float *x, const float *y, int n) {
+    double worst = 0, top = 0;
+    for (int i = 0; i < n; i++) {
+        double e = fabs((double)x[i] - y[i]);
+        if (!(e <= worst)) worst = isnan(e) ? INFINITY : e;
+        top = fmax(top, fabs((double)x[i]));
+    }
+    return worst / top;
+}
+
+// Does the GPU compute what the CPU computes? Random weights run on both, because a kernel that is
+// wrong on somebody's card must not chat there. Returns the largest difference of logits by the
+// largest logit; -1: the trial died on the way, and its line is in die_text.
+static double device_trial(const Options *like) {
+    jmp_buf jump, *outer = die_jump;
+    Config *c = config_synthetic("L2,H4,G2,D64,C128,F256,V512");
+    Weights *w = weights_synthetic(c, 1);
+    int n = (1 + TRIAL_STEPS) * c->V;
+    float *both = xcalloc(2 * (size_t)n, sizeof *both);     // the CPU's logits, then the GPU's
+    die_jump = &jump;
+    int died = setjmp(jump);
+    if (!died) {
+        trial_logits(c, w, like, "cpu", both);
+        trial_logits(c, w, like, "cuda", both + n);
+    }
+    die_jump = outer;
+    double e = died ? -1 : largest_difference(both, both + n, n);
+    free(both);
+    weights_close(w, c);
+    return e;
+}
+
+// Does the GPU pass the trial? why says how it went, and when it fails the user is told.
+static int trial_passes(const Options *like, char why[512]) {
+    double e = device_trial(like);
+    int good = e >= 0 && e < trial_tolerance;
+    if (e < 0) snprintf(why, 512, "a trial of the GPU ended with: %.400s", die_text);
+    else if (good) snprintf(why, 512, "logits of a trial differ by %.1e of the largest", e);
+    else snprintf(why, 512, "its logits differ by %.1e of the largest: that is wrong", e);
+    if (!good && !quiet) warn("-d auto keeps to the CPU: %s", why);
+    return good;
+}
+
+// Is there a GPU that answers, holds the memory plan of --method, and passes the trial? -d is cpu
+// while this is asked. A method that cannot be opened at all keeps to the CPU: the session that is
+// wanted then gives the reason.
+static int device_serves(const App *a, char why[512]) {
+    char err[512];
+    if (!device_there()) {
+        snprintf(why, 512, "no GPU answers");
+        return 0;
+    }
+    Session *s = session_try(a->c, a->w, a->o, opt_str(a->o, "method"), err);
+    if (!s) {
+        snprintf(why, 512, "%.500s", err);
+        return 0;
+    }
+    s->batch = batch_rows(a->o, "cuda");
+    int good = !device_bars(s, why) && trial_passes(a->o, why);
+    session_close(s);
+    return good;
+}
+#else
+// Without CUDA no GPU can serve.
+static int device_serves(const App *a, char why[512]) {
+    (void)a;
+    snprintf(why, 512, "this kvcomp was built without CUDA");
+    return 0;
+}
+#endif
+
+// Makes cuda or cpu of -d auto, and says with -v why. The plan is that of --method; other methods
+// of a comparison ask again. Then says whether the device leaves --exact without effect.
+void choose_device(App *a) {
+    char err[512], why[512];
+    if (!strcmp(opt_str(a->o, "device"), "auto")) {
+        options_set(a->o, "device", "cpu", err);
+        snprintf(why, sizeof why, "--weights q8_0");
+        int good = !a->c->as_q8 && device_serves(a, why);
+        if (good) options_set(a->o, "device", "cuda", err);
+        if (opt_int(a->o, "verbose")) tell("device     %s (%s)", good ? "cuda" : "cpu", why);
+    }
+    int cpu = !strcmp(opt_str(a->o, "device"), "cpu");
+    if (cpu && opt_int(a->o, "exact") && !quiet) warn("without effect with -d cpu: --exact");
+}
+
+// -d cuda in a program that has no GPU half: exit 1.
+void check_device(const Options *o) {
+#ifndef KVCOMP_CUDA
+    if (!strcmp(opt_str(o, "device"), "cuda"))
+        die(EXIT_RUN, "-d cuda: this kvcomp was built without CUDA (nvcc was not found); -d cpu works");
+#endif
+    (void)o;
+}
+
+// ---- opening the rest, and closing
+// The chat template of --chat-template or of the model. needed: one that is refused ends the
+// program; the replay of --ids wants none.
+static void open_template(App *a, const char *tokenizer_path, int needed) {
+    char err[512];
+    const char *model = opt_str(a->o, "model"), *name = opt_str(a->o, "chat-template");
+    const char *path = *name || !*model ? tokenizer_path : model;
+    a->tp = template_load(path, *name ? name : NULL, a->tok, err);
+    if (!a->tp && (needed || *name)) die(EXIT_MODEL, "%s", err);
+    if (!a->tp) return;
+    a->tp->parse_user = opt_int(a->o, "parse-special");
+    if (*opt_str(a->o, "system") && a->tp->no_system)
+        die(EXIT_USAGE, "--system: this chat template has no system message (%s)", a->tp->no_system);
+}
+
+// Opens tokenizer and template. needed: text will be read or written, so a missing tokenizer, or one
+// that names ids the model does not have, ends the program; without it a line on stderr says that
+// there is none. (--dump-tokens has no model.)
+void open_tokenizer(App *a, int needed) {
+    char err[512];
+    const char *given = opt_str(a->o, "tokenizer"), *path = *given ? given : opt_str(a->o, "model");
+    if (!*path) {
+        if (needed) die(EXIT_USAGE, "--synthetic has no tokenizer; give one with --tokenizer FILE");
+        return;
+    }
+    a->tok = tokenizer_load(path, err);
+    if (!a->tok && needed) die(EXIT_MODEL, "%s", err);
+    if (!a->tok) {
+        if (!quiet)
+            warn("%s; going on without text (lychee then cuts chunks of 16)", err);
+        return;
+    }
+    lychee_text(a->tok);
+    if (!opt_int(a->o, "raw")) open_template(a, path, needed);
+    if (needed && a->c && tokenizer_fits(a->tok, a->tp, a->c, err)) die(EXIT_MODEL, "%s", err);
+}
+
+// Opens the session of --method and seeds the sampler.
+void open_session(App *a) {
+    a->method = copy_text(opt_str(a->o, "method"));
+    a->s = session_open(a->c, a->w, a->o, a->method);
+    template_differs(a);
+    a->logits = xcalloc(a->c->V, sizeof(float));
+    int seed = opt_int(a->o, "seed");
+    a->rng = seed < 0 ? (uint64_t)time(NULL) ^ (uint64_t)(now() * 1e9) : (uint64_t)seed;
+}
+
+// Closes whatever was opened.
+void app_close(App *a) {
+    record_clear(a);
+    arrfree(a->turn);
+    session_close(a->s);
+    template_free(a->tp);
+    lychee_text(NULL);                                      // its texts go with the tokenizer
+    tokenizer_free(a->tok);
+    if (a->w) weights_close(a->w, a->c);
+    options_free(a->o);
+    free(a->method);
+    free(a->logits);
+    free(a->pending);
+}
+
+int arg_count;           // the command line, for Report.source
+
+char **args;
+
+// Does the reply hold the answer as whole words in their order? With `whole`: and nothing else?
+int holds_answer(const char *said, const char *gold, int whole) {
+    char **a = words_of(said, WORDS_BARE), **b = words_of(gold, WORDS_BARE);
+    int n = (int)arrlen(a), m = (int)arrlen(b), hit = 0;
+    int possible = m > 0 && (!whole || n == m);
+    for (int i = 0; possible && !hit && i + m <= n; i++) {
+        int j = 0;
+        while (j < m && !strcmp(a[i + j], b[j])) j++;
+        hit = j == m;
+    }
+    words_free(a);
+    words_free(b);
+    return hit;
+}
+
+// The words of a text: an stb_ds array of malloc'd strings, for words_free.
+char **words_of(const char *text, int how) {
+    char **words = NULL, *w = NULL;
+    for (const char *p = text; ; p++) {
+        unsigned char c = (unsigned char)*p;
+        if (c && !isspace(c)) {
+            if (how == WORDS_RAW) arrput(w, (char)c);
+            else if (!ispunct(c)) arrput(w, (char)tolower(c));
+            continue;
+        }
+        if (arrlen(w)) {
+            arrput(w, 0);
+            int article = !strcmp(w, "a") || !strcmp(w, "an") || !strcmp(w, "the");
+            if (how != WORDS_BARE || !article) arrput(words, copy_text(w));
+            arrsetlen(w, 0);
+        }
+        if (!c) break;
+    }
+    arrfree(w);
+    return words;
+}
+
+// Frees a list that words_of made.
+void words_free(char **w) {
+    while (arrlen(w)) free(arrpop(w));
+    arrfree(w);
+}
+
+// ==================================================================================================== CHAT
+// A small line editor (UTF-8, history, multi-line pastes, completion), the commands, and the
+// signals. The first Ctrl-C stops the reply and keeps it in the history and in the cache, or takes
+// a message back that is still being read; a second within a second leaves with 130. Without a
+// terminal every input line is a turn.
+
+// ---- the terminal
+// While a line is edited the terminal is raw: every key comes to the editor at once and nothing is
+// shown but what the editor draws. While a reply is made, keys are not shown either, and wait for
+// the next line; but Ctrl-C and Ctrl-Z are signals then, and Ctrl-S and Ctrl-Q hold the output. Its
+// own settings come back when the program stops or ends.
+
+// Bracketed paste: the terminal puts ESC [ 200 ~ before a paste and ESC [ 201 ~ behind it, so that
+// a pasted newline does not send the line.
+#define PASTE_MARKS_ON  "\x1b[?2004h"
+#define PASTE_MARKS_OFF "\x1b[?2004l"
+
+static struct termios terminal_before;      // the terminal's own settings, while terminal_raw
+static struct termios terminal_given;       // those that the chat has given it
+static volatile sig_atomic_t terminal_raw;
+
+// Does the terminal listen to this process? One that was sent to the background leaves the settings
+// alone: they are the shell's then, and whoever changes them is stopped (SIGTTOU).
+static int in_foreground(void) {
+    pid_t group = tcgetpgrp(0);
+    return group < 0 || group == getpgrp();
+}
+
+// Gives the terminal these settings, and switches the paste marks. There is nothing to be done about
+// a terminal that is gone.
+static void terminal_set(const struct termios *settings, const char *marks) {
+    if (!in_foreground()) return;
+    tcsetattr(0, TCSANOW, settings);
+    (void)!write(1, marks, strlen(marks));
+}
+
+// Gives the terminal its settings back. Called in signal handlers and at exit as well; a second
+// call does nothing.
+static void terminal_restore(void) {
+    if (terminal_raw) terminal_set(&terminal_before, PASTE_MARKS_OFF);
+    terminal_raw = 0;
+}
+
+// Takes the terminal for editing a line (1) or for making a reply (0). 0, or -1 when standard input
+// is no terminal or does not answer.
+static int terminal_enter(int editing) {
+    if (!terminal_raw && tcgetattr(0, &terminal_before)) return -1;
+    struct termios raw = terminal_before;
+    // Local modes off. ICANON: bytes come as they are typed, not line by line. ECHO: the terminal
+    // does not show them, the editor does. IEXTEN: Ctrl-V comes as a byte, and the terminal does
+    // not wait for a key to quote.
+    raw.c_lflag &= ~(tcflag_t)(ICANON | ECHO | IEXTEN);
+    // Input modes off. ICRNL: Return comes as \r (13), and is not turned into \n.
+    raw.c_iflag &= ~(tcflag_t)ICRNL;
+    if (editing) {
+        // ISIG off: Ctrl-C and Ctrl-Z come as bytes (3, 26), not as SIGINT and SIGTSTP.
+        raw.c_lflag &= ~(tcflag_t)ISIG;
+        // IXON off: Ctrl-S and Ctrl-Q come as bytes, and do not stop and start the output.
+        raw.c_iflag &= ~(tcflag_t)IXON;
+    } else {
+        raw.c_lflag |= NOFLSH;              // Ctrl-C leaves what is typed ahead alone
+    }
+    // A read returns as soon as there is one byte, and waits for it as long as it takes.
+    raw.c_cc[VMIN] = 1;
+    raw.c_cc[VTIME] = 0;
+    terminal_given = raw;
+    terminal_raw = 1;                       // first: a signal may come behind each of these lines
+    if (tcsetattr(0, TCSANOW, &raw)) {
+        terminal_raw = 0;
+        return -1;
+    }
+    ssize_t n = (ssize_t)strlen(PASTE_MARKS_ON);
+    return write(1, PASTE_MARKS_ON, n) == n ? 0 : -1;
+}
+
+// The width of the screen in columns; 80 when the terminal does not say.
+int screen_columns(void) {
+    struct winsize w;
+    if (ioctl(1, TIOCGWINSZ, &w) || !w.ws_col) return 80;
+    return w.ws_col;
+}
+
+// ---- signals
+// A signal that ends programs (TERM, HUP, QUIT, PIPE, and INT where no chat uses it) ends this one
+// with the status that shells expect, after the terminal has its settings back and files in the
+// making are gone. While a turn is made and saved it waits: the turn ends at the next token or layer,
+// is saved, and then the signal has its way. A second one does not wait. SIGTSTP and SIGCONT, which
+// stop the program and let it go on, hand the terminal over and take it back. A signal that the
+// program was started without (nohup) stays ignored. Handlers call only what a handler may call.
+
+static volatile sig_atomic_t turn_runs;     // 1: a turn is being made and saved
+static volatile sig_atomic_t chat_busy;     // 1: a chat is not waiting for input
+static volatile sig_atomic_t saving_turn;   // 1: its record is being saved
+static volatile sig_atomic_t resumed;       // 1: after a stop, or a change of size, the line is drawn anew
+
+// What is to be put right before the program ends: the terminal, a progress line, files in the
+// making, which are named if `say` is set.
+static void leave_tidy(int say) {
+    terminal_restore();
+    if (progress_shown) (void)!write(2, "\r\x1b[K", 4);
+    progress_shown = 0;
+    temp_files_remove(say);
+}
+
+// At exit.
+static void leave_quietly(void) { leave_tidy(0); }
+
+// Does with this process what the signal does when nobody catches it.
+static void signal_default(int sig) {
+    sigset_t only;
+    signal(sig, SIG_DFL);
+    sigemptyset(&only);
+    sigaddset(&only, sig);
+    sigprocmask(SIG_UNBLOCK, &only, NULL);
+    raise(sig);
+}
+
+// Ends the program by the signal.
+static void leave(int sig) {
+    leave_tidy(1);
+    signal_default(sig);
+    _exit(128 + sig);                       // not reached: each of these signals ends a process
+}
+
+// TERM, HUP, QUIT, PIPE, and INT outside a chat.
+static void on_leave(int sig) {
+    if (turn_runs && !leaving && sig != SIGPIPE) leaving = sig;
+    else leave(sig);
+}
+
+static void signal_watch(int sig, void (*handler)(int), int even_if_ignored) {
+    struct sigaction old, sa = { .sa_handler = handler, .sa_flags = SA_RESTART };
+    if (sigaction(sig, NULL, &old)) return;
+    if (old.sa_handler == SIG_IGN && !even_if_ignored) return;
+    sigaction(sig, &sa, NULL);
+}
+
+// Takes the terminal back, if the chat had it, after a stop.
+static void terminal_resume(void) {
+    if (terminal_raw) terminal_set(&terminal_given, PASTE_MARKS_ON);
+    resumed = 1;
+}
+
+// SIGTSTP: the program stops, with the terminal's own settings.
+static void on_stop(int sig) {
+    int before = errno;
+    if (terminal_raw) terminal_set(&terminal_before, PASTE_MARKS_OFF);
+    signal_default(sig);                    // it goes on here, at once if nobody could let it go on
+    signal_watch(sig, on_stop, 1);
+    terminal_resume();
+    errno = before;
+}
+
+// SIGCONT: SIGSTOP, which cannot be caught, comes before it as well. SIGWINCH: the screen has another
+// size, and its rows may lie elsewhere, so the line is drawn from where the cursor is.
+static void on_continue(int sig) {
+    int before = errno;
+    (void)sig;
+    terminal_resume();
+    errno = before;
+}
+
+// From the start of the program on. SIGXFSZ is what a limit on the size of files sends; without it
+// the write fails and is told.
+void watch_signals(void) {
+    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGPIPE };
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) signal_watch(ends[i], on_leave, 0);
+    signal_watch(SIGTSTP, on_stop, 0);
+    signal_watch(SIGCONT, on_continue, 0);
+    signal_watch(SIGWINCH, on_continue, 0);
+    signal(SIGXFSZ, SIG_IGN);
+    before_leaving = leave_tidy;
+    atexit(leave_quietly);
+}
+
+// ---- Ctrl-C
+static double interrupt_at;                 // when it was last pressed, in seconds of now()
+
+// Notes that Ctrl-C is pressed. 1: it was pressed less than a second ago, too.
+static int interrupt_again(void) {
+    double before = interrupt_at;
+    interrupt_at = now();
+    return interrupt_at - before < 1;
+}
+
+// SIGINT in a chat. While it waits for a line there is nothing to stop, and the chat ends (on a
+// terminal Ctrl-C is a byte then). While a reply is made, the reply sees interrupts and stops, and a
+// second one leaves, but not before a turn that is being saved is safe.
+static void on_interrupt(int sig) {
+    if (!chat_busy) leave(sig);
+    if (interrupt_again() && interrupts) {
+        if (saving_turn) {
+            leaving = sig;
+            return;
+        }
+        leave_tidy(1);
+        _exit(EXIT_INTERRUPT);
+    }
+    interrupts++;
+}
+
+// Ctrl-C on an empty prompt, where it comes as a byte: twice within a second leaves.
+static void interrupt_at_prompt(void) {
+    if (interrupt_again()) {
+        terminal_restore();
+        exit(EXIT_INTERRUPT);
+    }
+    fprintf(stderr, "(Ctrl-C again leaves, so does Ctrl-D)\n");
+}
+
+// ---- the line editor: text and cursor
+enum {                      // the bytes of keys that line_edit and the search know themselves
+    CTRL_C = 3,             // deletes the line; on an empty line, leaves
+    CTRL_D = 4,             // on an empty line, leaves
+    CTRL_G = 7,             // gives a search up
+    CTRL_H = 8,             // the same as Backspace on some terminals
+    ENTER = 13,             // sends the line
+    CTRL_R = 18,            // searches on
+    CTRL_Z = 26,            // stops the program; `fg` goes on
+    ESCAPE = 27,            // begins what other keys send, and a paste
+    BACKSPACE = 127,
+};
+
+// Is b a byte inside a UTF-8 character, not its first?
+static int inside_char(char b) { return (b & 0xc0) == 0x80; }
+
+// The offset of the character behind the one at s[i], in a text of n bytes.
+static int char_end(const char *s, int i, int n) {
+    do i++;
+    while (i < n && inside_char(s[i]));
+    return i;
+}
+
+// The length of the line in bytes.
+static int line_length(const Line *e) { return (int)arrlen(e->text); }
+
+// Inserts n bytes at the cursor and moves it behind them.
+static void line_insert(Line *e, const char *s, int n) {
+    int len = line_length(e);
+    if (!n) return;                         // the text may be NULL, an empty array
+    arrsetlen(e->text, len + n);
+    memmove(e->text + e->cursor + n, e->text + e->cursor, len - e->cursor);
+    memcpy(e->text + e->cursor, s, n);
+    e->cursor += n;
+}
+
+// Deletes the bytes [from,to) and leaves the cursor there.
+static void line_delete(Line *e, int from, int to) {
+    e->cursor = from;
+    if (from == to) return;                 // likewise
+    memmove(e->text + from, e->text + to, arrlen(e->text) - to);
+    arrsetlen(e->text, arrlen(e->text) - (to - from));
+}
+
+// Puts another text in the line's place, the cursor behind it.
+static void line_replace(Line *e, const char *text) {
+    line_delete(e, 0, line_length(e));
+    line_insert(e, text, (int)strlen(text));
+}
+
+// The first n bytes of the line as a text of its own, malloc'd.
+static char *line_copy(const Line *e, int n) { return copy_bytes(e->text, (size_t)n); }
+
+// Shows the history entry at, or, behind the last, the new line as it was left.
+static void line_show(Line *e, int at) {
+    int n = (int)arrlen(e->history);
+    if (e->at == n && at < n) {
+        free(e->draft);
+        e->draft = line_copy(e, line_length(e));
+    }
+    e->at = at;
+    if (at < n) line_replace(e, e->history[at]);
+    else line_replace(e, e->draft ? e->draft : "");
+}
+
+// ---- the line editor: drawing
+typedef struct { int x, y; } Place;         // a column, and a row counted from the prompt's
+
+// Code points [from,to) that take no column.
+static const struct { unsigned from, to; } narrow_chars[] = {
+    { 0x300,  0x370  },     // combining marks
+    { 0x200d, 0x200e },     // the joiner of emoji
+    { 0xfe00, 0xfe10 },     // variation selectors
+};
+
+// Code points [from,to) that take two columns.
+static const struct { unsigned from, to; } wide_chars[] = {
+    { 0x1100,  0x1160 },    // Hangul letters
+    { 0x2e80,  0xa4d0 },    // Chinese, Japanese, Yi
+    { 0xac00,  0xd7a4 },    // Hangul syllables
+    { 0xf900,  0xfb00 },    // compatibility ideographs
+    { 0xff00,  0xff61 },    // fullwidth forms
+    { 0x1f300, UINT_MAX },  // emoji, and the ideographs beyond
+};
+
+// The code point of a character of n >= 2 bytes. Bytes that are no UTF-8 give some number.
+unsigned code_point(const char *s, int n) {
+    unsigned c = (unsigned char)s[0];
+    if (n == 2) return (c & 31) << 6 | (s[1] & 63);
+    if (n == 3) return (c & 15) << 12 | (s[1] & 63) << 6 | (s[2] & 63);
+    return (c & 7) << 18 | (s[1] & 63) << 12 | (s[2] & 63) << 6 | (s[3] & 63);
+}
+
+// Is the character of n bytes drawn as it is? A control character, as of a paste, and bytes that are
+// no UTF-8 are not: a blank stands for them.
+static int is_drawn(const char *s, int n) {
+    char shown[8];
+    return utf8_length(s, (size_t)n) == n && shown_char(s, (size_t)n, shown) == n
+        && !memcmp(s, shown, (size_t)n) && *s != '\t' && *s != '\n';
+}
+
+// The columns that one character of n bytes takes: 2 for East Asian wide ranges and emoji, 0 for
+// combining marks.
+static int char_width(const char *s, int n) {
+    if ((unsigned char)s[0] < 0x80 || !is_drawn(s, n)) return 1;
+    unsigned c = code_point(s, n);
+    for (size_t i = 0; i < sizeof narrow_chars / sizeof *narrow_chars; i++)
+        if (c >= narrow_chars[i].from && c < narrow_chars[i].to) return 0;
+    for (size_t i = 0; i < sizeof wide_chars / sizeof *wide_chars; i++)
+        if (c >= wide_chars[i].from && c < wide_chars[i].to) return 2;
+    return 1;
+}
+
+// The columns that n bytes without line breaks take.
+static int text_columns(const char *s, int n) {
+    int columns = 0;
+    for (int i = 0, next; i < n; i = next) {
+        next = char_end(s, i, n);
+        columns += char_width(s + i, next - i);
+    }
+    return columns;
+}
+
+// Where the screen goes on after the character s of n bytes was written at p. A character that does
+// not fit into the row stands in the next; a full row is followed by the next one, except by the
+// last character, after which the terminal waits in the last column.
+static Place place_after(Place p, const char *s, int n, int last, int cols) {
+    int width = char_width(s, n);
+    if (*s == '\n') return (Place){ 0, p.y + 1 };
+    if (p.x + width > cols) p = (Place){ 0, p.y + 1 };
+    p.x += width;
+    if (p.x == cols && !last) p = (Place){ 0, p.y + 1 };
+    return p;
+}
+
+// Writes one character.
+static void char_draw(const char *s, int n) {
+    if (*s == '\n') fputs("\r\n", stdout);
+    else if (is_drawn(s, n)) fwrite(s, 1, n, stdout);
+    else fputc(' ', stdout);
+}
+
+// Writes n bytes of text at p, and returns where the screen goes on. more 1: text follows.
+static Place text_draw(Place p, const char *s, int n, int more, int cols) {
+    for (int i = 0, next; i < n; i = next) {
+        next = char_end(s, i, n);
+        char_draw(s + i, next - i);
+        p = place_after(p, s + i, next - i, !more && next == n, cols);
+    }
+    return p;
+}
+
+// Writes the prompt: "> ", or what is looked for. Returns where the text begins.
+static Place prompt_draw(const Line *e, int cols) {
+    Place p = { 0, 0 };
+    if (!e->sought) return text_draw(p, "> ", 2, 1, cols);
+    const char *before = e->missing ? "no message has '" : "search '", *after = "': ";
+    p = text_draw(p, before, (int)strlen(before), 1, cols);
+    p = text_draw(p, e->sought, (int)strlen(e->sought), 1, cols);
+    return text_draw(p, after, (int)strlen(after), 1, cols);
+}
+
+// Writes prompt and text anew, in the user's colour, and puts the cursor where it belongs. e->row
+// is the row it stood in, and then stands in.
+static void line_draw(Line *e) {
+    int cols = screen_columns(), n = line_length(e);
+
+    // The prompt's row again, everything from there on cleared. ESC [ n A: n rows up. ESC [ J: clear.
+    if (e->row) printf("\x1b[%dA", e->row);
+    printf("\r%s\x1b[J", in_color(stdout, COLOR_USER));
+    const char *text = n ? e->text : "";
+    Place cursor = text_draw(prompt_draw(e, cols), text, e->cursor, e->cursor < n, cols);
+    Place end = text_draw(cursor, text + e->cursor, n - e->cursor, 0, cols);
+    fputs(in_color(stdout, COLOR_OFF), stdout);
+    if (end.x >= cols) {        // it ends in the last column: the next row is opened for the cursor
+        fputs("\r\n", stdout);
+        if (cursor.x >= cols) cursor = (Place){ 0, cursor.y + 1 };
+        end = (Place){ 0, end.y + 1 };
+    }
+
+    // From the text's end to the cursor. ESC [ n C: n columns to the right.
+    if (end.y > cursor.y) printf("\x1b[%dA", end.y - cursor.y);
+    printf("\r");
+    if (cursor.x) printf("\x1b[%dC", cursor.x);
+    e->row = cursor.y;
+    fflush(stdout);
+}
+
+// Draws the line with the cursor behind it, and begins a row below.
+static void line_leave(Line *e) {
+    e->cursor = line_length(e);
+    line_draw(e);
+    fputs("\r\n", stdout);
+    fflush(stdout);
+    e->row = 0;
+}
+
+// ---- the line editor: input
+// Input comes in big reads, so that a long paste is drawn once, not once a byte.
+typedef struct {
+    unsigned char buf[65536];
+    int n;                  // bytes read
+    int at;                 // of which so many are used
+} Input;
+static Input input;
+
+// Is there a byte to be had within so many milliseconds?
+static int input_within(int ms) {
+    fd_set f;
+    struct timeval t = { 0, 1000 * ms };
+    if (input.at < input.n) return 1;
+    FD_ZERO(&f);
+    FD_SET(0, &f);
+    return select(1, &f, NULL, NULL, &t) > 0;
+}
+
+// Is there one without waiting?
+static int input_ready(void) { return input_within(0); }
+
+// Waits until there is a byte, or the end of the input. 1: the program was stopped meanwhile and goes
+// on, or the screen has another size; ask again.
+static int input_stopped(void) {
+    while (!resumed && input.at == input.n) {
+        fd_set f;
+        FD_ZERO(&f);
+        FD_SET(0, &f);
+        if (select(1, &f, NULL, NULL, NULL) >= 0 || errno != EINTR) return 0;
+    }
+    int stopped = resumed;
+    resumed = 0;
+    return stopped;
+}
+
+// The next byte, waited for; -1: the end of the input.
+static int input_byte(void) {
+    while (input.at == input.n) {
+        ssize_t n = read(0, input.buf, sizeof input.buf);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return -1;
+        input.n = (int)n;
+        input.at = 0;
+    }
+    return input.buf[input.at++];
+}
+
+// Puts back the byte that input_byte has just returned.
+static void input_back(void) { input.at--; }
+
+// The byte that the next key begins with; -1: the end of the input. Before it is waited for the
+// line is drawn, and again, below what others have written, when input_stopped says so.
+static int line_byte(Line *e) {
+    if (!resumed && !input_ready()) line_draw(e);
+    while (input_stopped()) {
+        e->row = 0;
+        line_draw(e);
+    }
+    return input_byte();
+}
+
+enum { KEY_ROOM = 16 };
+
+// Reads the rest of the key that begins with byte c into key: nothing, a byte behind ESC, or all of
+// ESC [ numbers letter, of which too long a one is cut. ESC O is taken as ESC [. A lone Escape key
+// sends nothing more, so that is not waited for longer than a slow line needs.
+static void key_read(int c, char key[KEY_ROOM]) {
+    int n = 0;
+    key[n++] = (char)c;
+    if (c == ESCAPE && input_within(50)) {
+        c = input_byte();
+        int sequence = c == '[' || c == 'O';
+        if (c == ESCAPE || c >= 0x80) input_back();         // another key, or a letter beyond ASCII
+        else if (c >= 0) key[n++] = (char)(sequence ? '[' : c);
+        while (sequence) {
+            c = input_byte();
+            sequence = c >= ' ' && c < '@';                 // numbers, and what stands between them
+            if (c >= 0 && n < KEY_ROOM - 1) key[n++] = (char)c;
+        }
+    }
+    key[n] = 0;
+}
+
+// ---- the line editor: what keys do
+// Can b be part of a word? For keys that go by words: letters, digits, all beyond ASCII.
+static int in_word(char b) { return isalnum((unsigned char)b) || b == '_' || (b & 0x80); }
+
+// Where a key takes the cursor, as an offset: to a neighbouring character or word, to an end of the
+// row or of the line. A row is what stands between two line breaks.
+static int to_left(const Line *e) {
+    int i = max_int(e->cursor - 1, 0);
+    while (i > 0 && inside_char(e->text[i])) i--;
+    return i;
+}
+
+static int to_right(const Line *e) {
+    int n = line_length(e);
+    return e->cursor < n ? char_end(e->text, e->cursor, n) : n;
+}
+
+static int to_word_left(const Line *e) {
+    int i = e->cursor;
+    while (i > 0 && !in_word(e->text[i - 1])) i--;
+    while (i > 0 && in_word(e->text[i - 1])) i--;
+    return i;
+}
+
+static int to_word_right(const Line *e) {
+    int i = e->cursor, n = line_length(e);
+    while (i < n && !in_word(e->text[i])) i++;
+    while (i < n && in_word(e->text[i])) i++;
+    return i;
+}
+
+// The word as the shell's Ctrl-W has it: everything between blanks.
+static int to_blank_left(const Line *e) {
+    int i = e->cursor;
+    while (i > 0 && isspace((unsigned char)e->text[i - 1])) i--;
+    while (i > 0 && !isspace((unsigned char)e->text[i - 1])) i--;
+    return i;
+}
+
+static int to_row_start(const Line *e) {
+    int i = e->cursor;
+    while (i > 0 && e->text[i - 1] != '\n') i--;
+    return i;
+}
+
+static int to_row_end(const Line *e) {
+    int i = e->cursor, n = line_length(e);
+    while (i < n && e->text[i] != '\n') i++;
+    return i;
+}
+
+static int to_start(const Line *e) {
+    (void)e;
+    return 0;
+}
+
+static int to_end(const Line *e) { return line_length(e); }
+
+// Puts the cursor into the row that begins at `start`, below or above where it was in its own.
+static void line_to_row(Line *e, int start) {
+    int own = to_row_start(e), column = text_columns(e->text + own, e->cursor - own);
+    e->cursor = start;
+    for (int x = 0, end = to_row_end(e); e->cursor < end; e->cursor = to_right(e)) {
+        x += char_width(e->text + e->cursor, to_right(e) - e->cursor);
+        if (x > column) break;
+    }
+}
+
+// Arrow up: the row above, or from the first one the message before.
+static void line_up(Line *e) {
+    int start = to_row_start(e), cursor = e->cursor;
+    if (!start) {
+        if (e->at > 0) line_show(e, e->at - 1);
+        return;
+    }
+    e->cursor = start - 1;
+    int above = to_row_start(e);
+    e->cursor = cursor;
+    line_to_row(e, above);
+}
+
+// Arrow down: the row below, or from the last one the message behind.
+static void line_down(Line *e) {
+    int end = to_row_end(e);
+    if (end < line_length(e)) line_to_row(e, end + 1);
+    else if (e->at < (int)arrlen(e->history)) line_show(e, e->at + 1);
+}
+
+// Alt-Enter: a line break in the message.
+static void line_break(Line *e) { line_insert(e, "\n", 1); }
+
+// Ctrl-Y: inserts what was cut last.
+static void line_yank(Line *e) {
+    if (e->cut) line_insert(e, e->cut, (int)strlen(e->cut));
+}
+
+// Ctrl-L: an empty screen, and the line at its top.
+static void line_clear_screen(Line *e) {
+    fputs("\x1b[H\x1b[2J", stdout);
+    e->row = 0;
+}
+
+// Inserts a paste, up to the mark behind it (ESC [ 201 ~). Newlines stay in the text. When the mark
+// does not come, because the terminal went wrong, Ctrl-C with nothing behind it ends the paste and
+// deletes the line.
+static void line_paste(Line *e) {
+    static const char mark[] = "\x1b[201~";
+    int length = (int)strlen(mark), seen = 0;       // seen: bytes of the mark that the text ends with
+    for (int c = input_byte(); c >= 0; c = input_byte()) {
+        char b = (char)(c == '\r' ? '\n' : c);
+        if (c == CTRL_C && !input_ready()) {
+            line_delete(e, 0, line_length(e));
+            return;
+        }
+        line_insert(e, &b, 1);
+        seen = c == mark[seen] ? seen + 1 : c == mark[0];
+        if (seen < length) continue;
+        line_delete(e, e->cursor - length, e->cursor);
+        return;
+    }
+}
+
+// Shows the latest message before entry `at` that has what is looked for, the cursor where it has
+// it.
+static void line_seek(Line *e, int at) {
+    const char *found = NULL;
+    while (--at >= 0 && !found) found = strstr(e->history[at], e->sought);
+    e->missing = !found;
+    if (!found) return;
+    int offset = (int)(found - e->history[at + 1]);
+    line_show(e, at + 1);
+    e->cursor = offset;
+}
+
+// Ctrl-R: looks in the messages before for what is typed now, the latest first; Ctrl-R again goes
+// on to older ones. Ctrl-C and Ctrl-G give it up, and the line is what it was. Any other key takes
+// what was found, and then does what it always does.
+static void line_search(Line *e) {
+    char *before = line_copy(e, line_length(e));
+    int cursor = e->cursor, at = e->at, last = (int)arrlen(e->history), c;
+    arrput(e->sought, 0);
+    for (c = line_byte(e); c >= 0; c = line_byte(e)) {
+        int n = (int)arrlen(e->sought) - 1;
+        if (c == CTRL_R) {
+            line_seek(e, e->at);
+        } else if (c == BACKSPACE || c == CTRL_H) {
+            do n--;
+            while (n > 0 && inside_char(e->sought[n]));
+            arrsetlen(e->sought, max_int(n, 0) + 1);
+            arrlast(e->sought) = 0;
+            line_seek(e, last);
+        } else if (c >= ' ') {
+            arrlast(e->sought) = (char)c;
+            arrput(e->sought, 0);
+            line_seek(e, n ? min_int(e->at + 1, last) : last);
+        } else {
+            break;
+        }
+    }
+    arrfree(e->sought);
+    e->missing = 0;
+    if (c == CTRL_C || c == CTRL_G) {
+        e->at = at;
+        line_replace(e, before);
+        e->cursor = cursor;
+    } else if (c >= 0) {
+        input_back();
+    }
+    free(before);
+}
+
+// How many bytes all of the names begin with in common, whole characters only.
+static int common_beginning(char *const *name /* stb_ds */) {
+    int n = (int)strlen(name[0]);
+    for (int i = 1; i < (int)arrlen(name); i++) {
+        int k = 0;
+        while (k < n && name[i][k] == name[0][k]) k++;
+        n = k;
+    }
+    while (n > 0 && inside_char(name[0][n])) n--;
+    return n;
+}
+
+// Writes names behind each other in lines of the screen's width.
+static void print_names(FILE *f, const char *const *name, int n, int indent) {
+    int x = screen_columns();
+    for (int i = 0; i < n; i++) {
+        int width = text_columns(name[i], (int)strlen(name[i])) + 1;
+        if (x + width > screen_columns()) {
+            fprintf(f, "%s%*s", i ? "\n" : "", indent - 1, "");
+            x = indent - 1;
+        }
+        fputc(' ', f);
+        show(f, name[i], strlen(name[i]));
+        x += width;
+    }
+    fprintf(f, "\n");
+}
+
+// Tab: completes a command, a method or a path as far as it is sure, or lists what is possible. In
+// other text it is a letter as others are.
+static void line_complete(Line *e) {
+    int from = -1, cursor = e->cursor;
+    char *typed = line_copy(e, cursor), **name = e->complete ? e->complete(typed, &from) : NULL;
+    int n = (int)arrlen(name), sure = n ? common_beginning(name) : 0;
+    if (from < 0) {
+        line_insert(e, "\t", 1);
+    } else if (sure > cursor - from) {
+        line_delete(e, from, cursor);
+        line_insert(e, name[0], sure);
+    } else if (n > 1) {
+        line_leave(e);
+        print_names(stdout, (const char *const *)name, n, 2);
+        e->cursor = cursor;
+    } else if (!n) {
+        fputc('\a', stdout);
+    }
+    for (int i = 0; i < n; i++) free(name[i]);
+    arrfree(name);
+    free(typed);
+}
+
+// ---- the line editor: the table of keys
+enum { MOVES, DELETES, CUTS };      // what a key does up to .to; Ctrl-Y brings back what is cut
+
+typedef struct {
+    const char *bytes;              // what terminals send for it, spellings with | between them
+    int (*to)(const Line *e);
+    int how;                        // MOVES, DELETES, CUTS
+    void (*act)(Line *e);           // what it does instead of going to .to
+} Key;
+
+static const Key keys[] = {
+    { "\x1b[D|\x02", .to = to_left },                                        // left, Ctrl-B
+    { "\x1b[C|\x06", .to = to_right },                                       // right, Ctrl-F
+    { "\x1b[1;5D|\x1b[1;3D|\x1b[5D|\x1b[d|\x1b" "b", .to = to_word_left },   // Ctrl-left, Alt-left, Alt-B
+    { "\x1b[1;5C|\x1b[1;3C|\x1b[5C|\x1b[c|\x1b" "f", .to = to_word_right },  // Ctrl-right, Alt-right, Alt-F
+    { "\x1b[H|\x1b[1~|\x1b[7~|\x01", .to = to_row_start },                   // Home, Ctrl-A
+    { "\x1b[F|\x1b[4~|\x1b[8~|\x05", .to = to_row_end },                     // End, Ctrl-E
+    { "\x1b[1;5H|\x1b[7^|\x1b<", .to = to_start },                           // Ctrl-Home, Alt-<
+    { "\x1b[1;5F|\x1b[8^|\x1b>", .to = to_end },                             // Ctrl-End, Alt->
+    { "\x7f|\x08", .to = to_left, .how = DELETES },                          // Backspace
+    { "\x1b[3~|\x04", .to = to_right, .how = DELETES },                      // Delete, Ctrl-D
+    { "\x1b\x7f|\x1b\x08", .to = to_word_left, .how = CUTS },                // Alt-Backspace
+    { "\x1b[3;5~|\x1b[3;3~|\x1b[3^|\x1b" "d", .to = to_word_right, .how = CUTS },    // Ctrl-Delete, Alt-D
+    { "\x17", .to = to_blank_left, .how = CUTS },                            // Ctrl-W
+    { "\x15", .to = to_start, .how = CUTS },                                 // Ctrl-U
+    { "\x0b", .to = to_end, .how = CUTS },                                   // Ctrl-K
+    { "\x1b[A|\x10", .act = line_up },                                       // up, Ctrl-P
+    { "\x1b[B|\x0e", .act = line_down },                                     // down, Ctrl-N
+    { "\x12", .act = line_search },                                          // Ctrl-R
+    { "\x19", .act = line_yank },                                            // Ctrl-Y
+    { "\x0c", .act = line_clear_screen },                                    // Ctrl-L
+    { "\t", .act = line_complete },                                          // Tab
+    { "\x1b\r|\x1b\n|\x1b[13;2u|\x1b[13;3u", .act = line_break },            // Alt-Enter, Shift-Enter
+    { "\x1b[200~", .act = line_paste },
+};
+
+// Does with the text between the cursor and `to` what the key says.
+static void line_go(Line *e, int to, int how) {
+    int first = min_int(e->cursor, to), last = max_int(e->cursor, to);
+    if (how == CUTS && first < last) {
+        free(e->cut);
+        e->cut = copy_bytes(e->text + first, (size_t)(last - first));
+    }
+    if (how == MOVES) e->cursor = to;
+    else line_delete(e, first, last);
+}
+
+// The key that begins with byte c: one of the table, or a letter, which is inserted.
+static void line_key(Line *e, int c) {
+    char key[KEY_ROOM], b = (char)c;
+    key_read(c, key);
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        if (word_place(keys[i].bytes, key) < 0) continue;
+        if (keys[i].act) keys[i].act(e);
+        else line_go(e, keys[i].to(e), keys[i].how);
+        return;
+    }
+    if (c >= ' ') line_insert(e, &b, 1);
+}
+
+enum {                      // how reading a line or a message ends
+    READ_INTERRUPTED = -1,  // Ctrl-C on an empty line
+    READ_END = 0,           // the end of the input, or Ctrl-D on an empty line
+    READ_DONE = 1,
+    READ_QUOTED = 2,        // a message in """, which is never a command
+};
+
+// Ctrl-Z, which comes as a byte: stops the program and whatever shares its pipeline.
+static void line_stop(Line *e) {
+    e->row = 0;
+    fputs("\r\n", stdout);
+    fflush(stdout);
+    kill(0, SIGTSTP);
+}
+
+// """ at the beginning of a message lets it have several lines, up to """ at the end of one.
+static const char quotes[] = "\"\"\"";
+enum { QUOTES = 3 };
+
+static int quotes_begin(const char *s, int n) { return n >= QUOTES && !memcmp(s, quotes, QUOTES); }
+
+static int quotes_end(const char *s, int n) {
+    return n >= 2 * QUOTES && !memcmp(s + n - QUOTES, quotes, QUOTES);
+}
+
+// Does the text wait for more lines?
+static int quotes_open(const char *s, int n) { return quotes_begin(s, n) && !quotes_end(s, n); }
+
+// One edited line in e->text. Returns READ_*.
+static int line_edit(Line *e) {
+    arrsetlen(e->text, 0);
+    e->cursor = e->row = 0;
+    e->at = (int)arrlen(e->history);
+    resumed = 0;
+    for (;;) {
+        int c = line_byte(e), empty = !line_length(e);
+        if (c < 0) return empty ? READ_END : READ_DONE;
+        if (c == CTRL_C && empty) return READ_INTERRUPTED;
+        if (c == CTRL_D && empty) return READ_END;
+        if (c == ENTER || c == '\n') {
+            if (!quotes_open(e->text, line_length(e))) break;
+            line_break(e);
+        } else if (c == CTRL_C) {
+            line_delete(e, 0, line_length(e));
+        } else if (c == CTRL_Z) {
+            line_stop(e);
+        } else {
+            line_key(e, c);
+        }
+    }
+    line_leave(e);
+    return READ_DONE;
+}
+
+// ---- the history, kept over sessions
+// A file with a line for each message, as a JSON string, so that one of several lines is one line.
+// Messages are appended one write each: chats side by side leave each other's lines alone, and a
+// program that is killed has lost nothing. When a chat begins, a file that has grown long is cut to
+// its newest lines, and then saved as every file is.
+enum {
+    HISTORY_LINES = 1000,           // so many of the newest, and so many bytes, are read
+    HISTORY_BYTES = 1 << 20,
+    HISTORY_OLD = 1 << 16,          // bytes of older lines that may stay until the file is cut
+    HISTORY_MESSAGE = 1 << 16,      // bytes of the longest message that is kept
+    MOST_HISTORY = 64 << 20,        // bytes of a file that is read at all
+};
+
+// Where the history is kept, malloc'd: $XDG_STATE_HOME/kvcomp/history, by default in
+// ~/.local/state. NULL when there is no such place.
+static char *history_path(void) {
+    const char *state = getenv("XDG_STATE_HOME"), *home = getenv("HOME");
+    int own = state && *state == '/';
+    if (!own && !(home && *home == '/')) return NULL;
+    size_t room = strlen(own ? state : home) + 64;
+    char *path = xmalloc(room);
+    snprintf(path, room, "%s%s/kvcomp/history", own ? state : home, own ? "" : "/.local/state");
+    return path;
+}
+
+// From here on the history is not kept, and a line on stderr says why.
+static void history_give_up(Line *e, const char *why) {
+    if (!quiet) warn("the history is not kept: %s", why);
+    free(e->file);
+    e->file = NULL;
+}
+
+// The newest lines of a text (n): where those begin that are read.
+static char *newest_lines(char *text, size_t n) {
+    char *first = text + n, *end = first;
+    for (int lines = 0; first > text && lines < HISTORY_LINES; lines++) {
+        char *p = first - 1;
+        while (p > text && p[-1] != '\n') p--;
+        if (end - p > HISTORY_BYTES) break;
+        first = p;
+    }
+    return first;
+}
+
+// Saves a text as the file, for its owner alone. 0, or -1 with err.
+static int history_save(const char *path, const char *text, size_t n, char err[512]) {
+    Saving x;
+    if (save_begin(&x, path, err)) return -1;
+    fchmod(fileno(x.f), 0600);
+    fwrite(text, 1, n, x.f);
+    return save_keep(&x, 1, err);
+}
+
+// Reads the history from its file, if there is one. A file that is none, or cannot be read, is left
+// alone. Lines that are no messages are passed over.
+static void history_read(Line *e) {
+    char err[512];
+    size_t n;
+    e->file = history_path();
+    if (!e->file || !file_exists(e->file)) return;
+    char *text = read_bounded(e->file, MOST_HISTORY, &n, err);
+    if (!text) {
+        history_give_up(e, err);
+        return;
+    }
+    char *first = newest_lines(text, n), *last = text + n, *end;
+    for (char *p = first; p < last; p = end + 1) {
+        end = memchr(p, '\n', (size_t)(last - p));
+        if (!end) end = last;
+        Json *j = json_parse(p, (size_t)(end - p), err);
+        if (j && j->type == JSON_STRING && *j->str) arrput(e->history, copy_text(j->str));
+        json_free(j);
+    }
+    int cut = first - text > HISTORY_OLD;
+    if (cut && history_save(e->file, first, (size_t)(last - first), err)) history_give_up(e, err);
+    free(text);
+}
+
+// Appends a line (n bytes) to the file, which is for its owner alone. 0, or -1 with err.
+static int history_append(const char *path, const char *line, size_t n, char err[512]) {
+    struct stat st;
+    char *target = copy_text(path);
+    // The folders on the way, for their owner alone as well.
+    for (char *p = strchr(target + 1, '/'); p; p = strchr(p + 1, '/')) {
+        *p = 0;
+        (void)mkdir(target, 0700);
+        *p = '/';
+    }
+    free(target);
+    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
+    int bad = fd < 0 || fstat(fd, &st);
+    if (!bad && !S_ISREG(st.st_mode)) {     // what is none is left as it is
+        bad = 1;
+        errno = EINVAL;
+    }
+    if (!bad) bad = fchmod(fd, 0600);
+    errno = bad ? errno : ENOSPC;
+    ssize_t done = bad ? 0 : write(fd, line, n);
+    if (done != (ssize_t)n) snprintf(err, 512, "%.400s: %s", path, save_reason());
+    if (done > 0 && done < (ssize_t)n) (void)!ftruncate(fd, st.st_size);    // no half a line stays
+    if (fd >= 0) close(fd);
+    return done == (ssize_t)n ? 0 : -1;
+}
+
+// Adds a message to the history, and to its file, unless it is the one before once more.
+static void history_add(Line *e, const char *text) {
+    int n = (int)arrlen(e->history);
+    if (n && !strcmp(e->history[n - 1], text)) return;
+    arrput(e->history, copy_text(text));
+    if (!e->file || strlen(text) > HISTORY_MESSAGE) return;
+    char err[512], *line = NULL;
+    size_t size;
+    FILE *f = memory_stream(&line, &size);
+    json_escape(f, text, strlen(text));
+    fputc('\n', f);
+    memory_stream_close(f);
+    if (history_append(e->file, line, size, err)) history_give_up(e, err);
+    free(line);
+}
+
+// Frees what the editor holds.
+static void line_free(Line *e) {
+    while (arrlen(e->history)) free(arrpop(e->history));
+    arrfree(e->history);
+    arrfree(e->text);
+    free(e->draft);
+    free(e->cut);
+    free(e->file);
+}
+
+// ---- one user message: an edited line, or a line of standard input; a line ending in \ continues
+// Appends a line of standard input without its newline to the stb_ds array. READ_DONE, READ_END
+// when there is none.
+static int read_plain(char **out) {
+    if (isatty(0)) fputs("> ", stderr);                 // one that cannot edit
+    int any = 0, c = getchar();
+    while (c != EOF && c != '\n') {
+        arrput(*out, (char)c);
+        any = 1;
+        c = getchar();
+    }
+    return any || c == '\n' ? READ_DONE : READ_END;
+}
+
+// Appends a line edited on the terminal, which is raw. Returns READ_*.
+static int read_edited(Line *e, char **out) {
+    int r = line_edit(e), n = (int)arrlen(e->text);
+    if (r == READ_DONE && n) memcpy(arraddnptr(*out, n), e->text, n);
+    return r;
+}
+
+// Is more of this message to be read? The mark that says so becomes a line break.
+static int message_goes_on(char **text) {
+    int n = (int)arrlen(*text);
+    if (quotes_begin(*text, n)) {
+        if (quotes_open(*text, n)) arrput(*text, '\n');
+        return quotes_open(*text, n);
+    }
+    if (!n || arrlast(*text) != '\\') return 0;
+    arrlast(*text) = '\n';
+    return 1;
+}
+
+// Takes the """ off a message, with one line break beside each. Returns READ_QUOTED, or READ_DONE
+// when there are none.
+static int message_unquote(char *text) {
+    int n = (int)strlen(text), from = QUOTES, to = quotes_end(text, n) ? n - QUOTES : n;
+    if (!quotes_begin(text, n)) return READ_DONE;
+    if (from < to && text[from] == '\n') from++;
+    if (from < to && text[to - 1] == '\n') to--;
+    memmove(text, text + from, (size_t)(to - from));
+    text[to - from] = 0;
+    return READ_QUOTED;
+}
+
+// The next message into *out, an stb_ds array that ends in NUL. On a terminal (tty 1) it goes into
+// the history. Returns READ_*; Ctrl-C on an empty line gives up the lines before it, too.
+static int read_message(Line *e, int tty, char **out) {
+    int r, more = 1;
+    arrsetlen(*out, 0);
+    while (more) {
+        if (tty && terminal_enter(1)) return READ_END;
+        r = tty ? read_edited(e, out) : read_plain(out);
+        if (tty) terminal_enter(0);
+        if (r == READ_INTERRUPTED || (r != READ_DONE && !arrlen(*out))) return r;
+        more = r == READ_DONE && message_goes_on(out);
+    }
+    if (arrlen(*out) && memchr(*out, 0, arrlenu(*out))) {
+        warn("the message holds a 0 byte: expected a text; it is not sent");
+        arrsetlen(*out, 0);
+    }
+    arrput(*out, 0);
+    if (tty && (*out)[0]) history_add(e, *out);
+    return message_unquote(*out);
+}
+
+// ---- a turn of the chat
+// Is there room for n more tokens? When there is not, a line on stderr says what is short.
+int message_fits(const App *a, int n) {
+    if (!rows_fit(a, n)) {
+        warn("%d tokens do not fit: %d rows held, -c %d (see /clear, or start with a larger -c)",
+             n, rows_held(a), ctx_limit(a));
+        return 0;
+    }
+    if (!pos_fits(a->s, n, a->s->pos_extra)) {
+        warn("%d tokens do not fit: the next position is %d, "
+             "%s goes to max_position_embeddings %d (see /clear, or /method)",
+             n, a->s->pos_next, a->method, a->s->pos_end);
+        return 0;
+    }
+    return 1;
+}
+
+// Has the model a row for every id of a message? When it has not, a line on stderr says which.
+int message_known(const App *a, const Turn *t) {
+    int n = (int)arrlen(t->pre), known = ids_with_rows(a->c, t->pre, n);
+    if (known < n) warn("this text names token id %d, the embedding has %d rows", t->pre[known], a->c->V);
+    return known == n;
+}
+
+// The reply to the record's last turn, with a newline behind it, and the summary line.
+static void chat_reply(App *a, FILE *out) {
+    double t0 = now();
+    int made = generate(a, opt_int(a->o, "n-predict"), out);
+    fputc('\n', out);
+    fflush(out);
+    print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
+}
+
+// --session FILE: keeps the dialogue in it, if it is not what the file holds. 0, or -1: it could not be
+// saved, and a line on stderr says why.
+static int session_keep(App *a) {
+    char err[512];
+    const char *path = opt_str(a->o, "session");
+    if (!*path) return 0;
+    saving_turn = 1;
+    int bad = session_save(a, path, 1, err);
+    saving_turn = 0;
+    if (bad) warn("--session %s", err);
+    return bad;
+}
+
+// Notes the message whose reply is being made; NULL: none is.
+static void pending_set(App *a, const char *text) {
+    char *copy = text ? copy_text(text) : NULL;
+    free(a->pending);
+    a->pending = copy;
+}
+
+// A turn begins: signals wait for its end.
+static void turn_begin(void) {
+    interrupts = 0;
+    turn_runs = 1;
+}
+
+// It ends: the dialogue is saved, and a signal that waited has its way. When that comes before the
+// first token of a reply the file stays as it is: it has the message as pending, or the reply that
+// was to be made again.
+static void turn_end(App *a, int replied) {
+    if (replied || !leaving) session_keep(a);
+    turn_runs = 0;
+    if (!leaving) return;
+    fflush(stdout);
+    leave(leaving);
+}
+
+// Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
+// that the model does not have, and nothing was fed.
+int chat_turn(App *a, const char *text, FILE *out) {
+    if (session_ready(a)) return -1;
+    Turn t = render_turn(a, text);
+    int n = (int)arrlen(t.pre);
+    if (!n || !message_known(a, &t) || !message_fits(a, n)) {
+        turn_free(t);
+        return n ? -1 : 0;
+    }
+    // The message is saved before its reply, so that whatever ends the program costs the reply only.
+    turn_begin();
+    pending_set(a, text);
+    session_keep(a);
+    int replied = 0;
+    if (feed_message(a, &t)) {
+        turn_free(t);
+        if (!quiet && !leaving) fprintf(stderr, "\n(the message is taken back)\n");
+    } else {
+        arrput(a->turn, t);
+        chat_reply(a, out);
+        replied = arrlen(arrlast(a->turn).dec) > 0;
+    }
+    pending_set(a, NULL);
+    turn_end(a, replied);
+    return 0;
+}
+
+// Makes the last reply again: everything up to its first token is replayed, and new random numbers
+// go on from there. When the method does not open again, the reply stays.
+static void chat_regen(App *a, FILE *out) {
+    if (!arrlen(a->turn)) {
+        fprintf(stderr, "nothing to make again\n");
+        return;
+    }
+    int *reply = arrlast(a->turn).dec;
+    arrlast(a->turn).dec = NULL;
+    if (replay(a, (int)arrlen(a->turn))) {
+        arrlast(a->turn).dec = reply;
+        warn("the reply stays: %s", a->s->err);
+        return;
+    }
+    arrfree(reply);
+    turn_begin();
+    chat_reply(a, out);
+    turn_end(a, arrlen(arrlast(a->turn).dec) > 0);
+}
+
+// Warns when the method brought weights of its own that were trained with another chat template.
+// Only the beginning of the name counts: llama3.1 and llama3.2 mark messages as llama3 does.
+void template_differs(const App *a) {
+    const char *made = a->s->made_for;
+    if (!made || !a->tp || quiet || !strncmp(a->tp->x.name, made, strlen(made))) return;
+    warn("WARNING: the weights of %s were trained with chat template %s, this chat uses %s",
+         a->method, made, a->tp->x.name);
+}
+
+// Says on stderr what a switch has done, unless --quiet.
+KV_PRINTF(1, 2) static void confirm(const char *fmt, ...) {
+    char text[LINE_ROOM];
+    va_list ap;
+    if (quiet) return;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    tell("%s", text);
+}
+
+// What a replay that began at t0 came to: "streaming, budget 64: 312 tokens replayed in 0.2 s, 73 of
+// 336 rows a head".
+static void confirm_replay(const App *a, double t0) {
+    char rows[96], budget[48] = "";
+    const Session *s = a->s;
+    if (uses_budget(s) && s->ratio >= 0) snprintf(budget, sizeof budget, ", ratio %.4g", s->ratio);
+    else if (uses_budget(s)) snprintf(budget, sizeof budget, ", budget %d", s->budget);
+    rows_in_words(s, rows);
+    if (!s->n_tok) confirm("%s%s: the dialogue is empty", a->method, budget);
+    else confirm("%s%s: %d tokens replayed in %.1f s, %s%s", a->method, budget, tokens_said(s), now() - t0, rows,
+                 saves_reads_only(s) ? " (saves reads, not memory)" : "");
+}
+
+// Opens the session again with another method (or the same) and replays the dialogue into it. 0, or
+// -1: the reason is on stderr and the old session stays.
+static int chat_method(App *a, const char *spec) {
+    char err[512];
+    Session *s = session_try(a->c, a->w, a->o, spec, err);
+    if (!s || record_fits(s, a->turn, err)) {
+        warn("%s", err);
+        session_close(s);
+        return -1;
+    }
+    session_close(a->s);
+    a->s = s;
+    char *copy = copy_text(spec);              // before the old name goes: spec may be that name
+    free(a->method);
+    a->method = copy;
+    template_differs(a);
+    double t0 = now();
+    a->stale = 1;                               // the new session has no rows yet
+    if (session_ready(a)) return 0;             // the next message tries again
+    confirm_replay(a, t0);
+    return 0;
+}
+
+// Opens the method again with another budget. --budget takes the place of --ratio if that was
+// given. When the value or the method refuses, the options are as they were.
+static void chat_budget(App *a, const char *value) {
+    char err[256], *old = copy_text(opt_str(a->o, "budget"));
+    int ratio = opt_given(a->o, "ratio");
+    int bad = options_set(a->o, "budget", value, err) || out_of_range(a->o, "budget", err);
+    if (bad) warn("%s", err);
+    if (ratio) (void)shdel(a->o->given, "ratio");
+    if (bad || chat_method(a, a->method)) {
+        options_set(a->o, "budget", old, err);
+        if (ratio) shput(a->o->given, "ratio", 1);
+    }
+    free(old);
+}
+
+// Forgets the dialogue. 0, or -1: the method does not open again, a line on stderr says why, and the
+// dialogue stays.
+int chat_clear(App *a) {
+    if (session_try_reset(a->s)) {
+        warn("the dialogue stays: %s", a->s->err);
+        return -1;
+    }
+    record_clear(a);
+    pending_set(a, NULL);
+    a->closed = a->stale = 0;
+    return 0;
+}
+
+// ---- several methods side by side
+// The demonstration and /compare play the same messages through sessions of several methods. Each
+// side is an App of its own that borrows model, tokenizer and template. Replies are greedy, so that
+// only the method makes a difference. What is printed is the asked-for result: it goes to stdout.
+
+// What each side is there to show, and why its answers are as they are. The methods in this list
+// play, and the one in use if it is none of them.
+static const struct { const char *method, *why; } side_methods[] = {
+    { "full",      "keeps every row and reads all of them in every step: nothing is lost, nothing is saved." },
+    { "streaming", "keeps the first 4 rows and the most recent ones: whatever was told before those is gone." },
+    { "dililazy",  "heads that find facts keep many rows, the others few, and rows outside are dropped: "
+                   "memory is saved, and some facts go. Query heads that share a head read rows of their own, "
+                   "which count for each." },
+    { "lychee",    "keeps every row, but a step reads only the chunks of text that fit it best: "
+                   "reads are saved, memory is not." },
+    { "sonic",     "every finished message is replaced by a few learned Nexus rows, which carry what it "
+                   "said though its own rows are gone." },
+};
+enum { N_SIDES = sizeof side_methods / sizeof *side_methods };
+
+// Opens a side. Model, tokenizer, template and options are a's; method is what plays.
+void side_open(Side *x, const App *a, const Options *o, const char *method, const char *why) {
+    *x = (Side){ .why = why };
+    x->app = (App){ .o = options_copy(o), .c = a->c, .w = a->w, .tok = a->tok, .tp = a->tp, .rng = a->rng };
+    x->app.method = copy_text(method);
+    x->app.logits = xcalloc(a->c->V, sizeof(float));
+    x->app.s = session_try(a->c, a->w, x->app.o, method, x->refused);
+    int budget = x->app.s && uses_budget(x->app.s) ? x->app.s->budget : 0;
+    if (budget) snprintf(x->label, sizeof x->label, "%.20s %d", method, budget);
+    else snprintf(x->label, sizeof x->label, "%.31s", method);
+}
+
+// Closes it. The model and what else it borrowed stay.
+void side_close(Side *x) {
+    record_clear(&x->app);
+    arrfree(x->app.turn);
+    if (x->app.s) session_close(x->app.s);
+    options_free(x->app.o);
+    free(x->app.method);
+    free(x->app.logits);
+    free(x->reply);
+}
+
+// The sides of a run (stb_ds): the list's methods, and a's own where the list does not have it.
+static Side *sides_open(const App *a, const Options *o) {
+    Side *x = NULL;
+    int own = 1;
+    arrsetlen(x, N_SIDES + 1);
+    for (int i = 0; i < N_SIDES; i++) {
+        side_open(&x[i], a, o, side_methods[i].method, side_methods[i].why);
+        if (!strcmp(a->method, side_methods[i].method)) own = 0;
+    }
+    if (own) side_open(&x[N_SIDES], a, o, a->method, NULL);
+    else arrsetlen(x, N_SIDES);
+    return x;
+}
+
+static void sides_close(Side *x /* stb_ds */) {
+    for (int i = 0; i < (int)arrlen(x); i++) side_close(&x[i]);
+    arrfree(x);
+}
+
+// Sends one message to a side and keeps the reply, of at most n tokens, what a step of it read and
+// how many tokens it has. 0, or -1 with the reason in x->refused when there are no positions for it.
+static int side_turn(Side *x, const char *text, int n) {
+    App *a = &x->app;
+    double bytes = a->s->clk.bytes_attended;
+    long steps = a->s->clk.steps;
+    size_t size;
+    Turn t = render_turn(a, text);
+    if (!pos_fits(a->s, (int)arrlen(t.pre), a->s->pos_extra)) {
+        snprintf(x->refused, sizeof x->refused, "a message of %d tokens does not fit: the next position is %d, this "
+                 "method goes to max_position_embeddings %d", (int)arrlen(t.pre), a->s->pos_next, a->s->pos_end);
+        turn_free(t);
+        return -1;
+    }
+    free(x->reply);
+    FILE *out = memory_stream(&x->reply, &size);
+    arrput(a->turn, t);
+    feed_prefill(a, &t);
+    x->made = generate(a, n, out);
+    memory_stream_close(out);
+    steps = a->s->clk.steps - steps;
+    x->read = steps ? (a->s->clk.bytes_attended - bytes) / (double)steps : 0;
+    return 0;
+}
+
+// Plays the dialogue of a into a side. 0, or -1 with the reason in x->refused.
+static int side_replay(Side *x, const App *a) {
+    for (int i = 0; i < (int)arrlen(a->turn); i++) {
+        Turn t = a->turn[i];
+        t.pre = t.dec = NULL;
+        for (int j = 0; j < (int)arrlen(a->turn[i].pre); j++) arrput(t.pre, a->turn[i].pre[j]);
+        for (int j = 0; j < (int)arrlen(a->turn[i].dec); j++) arrput(t.dec, a->turn[i].dec[j]);
+        arrput(x->app.turn, t);
+    }
+    x->app.closed = a->closed;
+    if (record_fits(x->app.s, x->app.turn, x->refused)) return -1;
+    if (!replay(&x->app, (int)arrlen(x->app.turn))) return 0;
+    snprintf(x->refused, sizeof x->refused, "%s", x->app.s->err);
+    return -1;
+}
+
+// ---- several methods side by side: the lines they get
+// Writes text in exactly `width` columns: cut with ".." where it is longer, blanks behind it where
+// it is shorter. Line breaks and control characters become blanks.
+static void print_cut(FILE *f, const char *text, int width) {
+    int at = 0, cut = 0, n = (int)strlen(text);
+    int columns = 0;
+    for (int i = 0; i < n; i++) columns += !inside_char(text[i]);       // at least; wide ones take two
+    for (int next; at < n && !cut; at = next) {
+        next = at + 1;
+        while (next < n && inside_char(text[next])) next++;
+        int w = char_width(text + at, next - at), room = width - (columns > width ? 2 : 0);
+        cut = w > room;
+        if (cut) break;
+        if (is_drawn(text + at, next - at)) fwrite(text + at, 1, (size_t)(next - at), f);
+        else fputc(' ', f);
+        width -= w;
+        columns--;
+    }
+    if (at < n && width >= 2) {
+        fputs("..", f);
+        width -= 2;
+    }
+    fprintf(f, "%*s", width, "");
+}
+
+// Writes text as one line of at most `width` columns.
+static void print_short(FILE *f, const char *text, int width) {
+    print_cut(f, text, min_int(width, (int)strlen(text)));
+    fprintf(f, "\n");
+    fflush(f);
+}
+
+// Writes a text in lines of at most `cols` columns, all but the first begun with `indent` blanks;
+// the first is begun already.
+static void print_wrapped(FILE *f, const char *text, int indent, int cols) {
+    int x = indent;
+    while (*text) {
+        int n = (int)strcspn(text, " ");
+        if (x > indent && x + 1 + n > cols) {
+            fprintf(f, "\n%*s", indent, "");
+            x = indent;
+        } else if (x > indent) {
+            fputc(' ', f);
+            x++;
+        }
+        fwrite(text, 1, (size_t)n, f);
+        x += n;
+        text += n + (text[n] == ' ');
+    }
+    fputc('\n', f);
+}
+
+enum { SIDE_LABEL = 14, SIDE_MARK = 8, SIDE_BYTES = 9 };    // columns of a side's line
+
+// The columns left for the reply on a screen of cols columns.
+static int reply_columns(int cols) {
+    return max_int(cols - 2 - SIDE_LABEL - SIDE_MARK - 2 * SIDE_BYTES, 12);
+}
+
+// The heads of the columns. mark: what stands in the second one.
+static void side_heads(FILE *f, const char *mark) {
+    fprintf(f, "  %-*s%-*s", SIDE_LABEL, "method", SIDE_MARK, mark);
+    print_cut(f, "reply", reply_columns(screen_columns()));
+    fprintf(f, "%*s%*s\n", SIDE_BYTES, "held", SIDE_BYTES, "read");
+}
+
+// One side's line: label, mark, reply, bytes held and read in a step.
+static void side_line(FILE *f, const Side *x, const char *mark) {
+    char held[32], read[32];
+    human_bytes((double)kv_bytes(x->app.s), held);
+    human_bytes(x->read, read);
+    fprintf(f, "  ");
+    print_cut(f, x->label, SIDE_LABEL - 1);
+    fprintf(f, " %-*s", SIDE_MARK, mark);
+    print_cut(f, x->reply, reply_columns(screen_columns()) - 1);
+    fprintf(f, " %*s%*s\n", SIDE_BYTES, held, SIDE_BYTES, read);
+    fflush(f);
+}
+
+// The reply that all sides which play have given; NULL when they differ, or none plays.
+static const char *common_reply(const Side *x /* stb_ds */) {
+    const char *first = NULL;
+    for (int i = 0; i < (int)arrlen(x); i++) {
+        if (*x[i].refused) continue;
+        if (first && strcmp(first, x[i].reply)) return NULL;
+        first = x[i].reply;
+    }
+    return first;
+}
+
+// Names the sides that cannot play, and why.
+static void sides_refused(const Side *x /* stb_ds */) {
+    for (int i = 0; i < (int)arrlen(x); i++)
+        if (*x[i].refused) warn("%s is left out: %s", x[i].label, x[i].refused);
+}
+
+// ---- the demonstration
+const DemoLine demo_lines[N_DEMO_LINES] = {
+    { "My name is Anna.", NULL },
+    { "I live in Oslo.", NULL },
+    { "I have a dog named Bello.", NULL },
+    { "I am tired.", NULL },
+    { "Please read: A tired train stood behind the station. There is a wind near the street. The number "
+      "of the blue box is 795. It rained on the fence all day. From the window you can see the star.", NULL },
+    { "How are you?", NULL },
+    { "We saw a broken bat by the church. Every Saturday the boat is empty. The red key costs 35 coins. "
+      "There is a river near the star.", NULL },
+    { "My password is 4821.", NULL },
+    { "Tell me a joke.", NULL },
+    { "They painted the mountain and cleaned the leaf. The wind moved the church and the gate. "
+      "It rained on the gate all day. On Sunday the moon looked busy.", NULL },
+    { "I play the flute.", NULL },
+    { "Which instrument do I play?", "flute" },
+    { "What is my password?", "4821" },
+    { "What is my name?", "Anna" },
+    { "Where do I live?", "Oslo" },
+    { "What is my dog called?", "Bello" },
+    { "How much does the red key cost?", "35" },
+    { "What is the number of the blue box?", "795" },
+};
+enum { SHOW_BUDGET = 64, SHOW_REPLY = 24 };     // rows a head, unless the user says otherwise; tokens
+
+// The text of the tokens that a session has seen, in *text (stb_ds, ends in NUL); returns for each
+// of its bytes the token (stb_ds).
+static int *text_of_tokens(const Session *s, char **text) {
+    int *token = NULL;
+    for (int t = 0; t < s->n_tok; t++) {
+        int n;
+        const char *bytes = text_of(s->tok[t].id, &n);
+        for (int i = 0; i < n; i++) {
+            arrput(*text, bytes[i]);
+            arrput(token, t);
+        }
+    }
+    arrput(*text, 0);
+    return token;
+}
+
+// Does a head hold the rows of all tokens from..to?
+static int head_holds(const KVHead *h, int from, int to) {
+    int n = 0;
+    for (int r = 0; r < h->len; r++) n += h->src[r] >= from && h->src[r] <= to;
+    return n == to - from + 1;
+}
+
+// The share of a session's heads that hold the rows of `words` at a place where the dialogue says
+// them, before its last `behind` tokens.
+static double heads_with(const Session *s, const char *words, int behind) {
+    char *text = NULL;
+    int *token = text_of_tokens(s, &text), n = s->c->L * s->c->G, with = 0, length = (int)strlen(words);
+    for (int i = 0; i < n; i++) {
+        int holds = 0;
+        for (const char *p = strstr(text, words); p && !holds; p = strstr(p + 1, words)) {
+            int at = (int)(p - text);
+            if (token[at] >= s->n_tok - behind) break;
+            holds = head_holds(&s->head[i], token[at], token[at + length - 1]);
+        }
+        with += holds;
+    }
+    arrfree(text);
+    arrfree(token);
+    return (double)with / n;
+}
+
+// Notes of a side how it answered a question.
+static void side_judge(Side *x, const char *answer) {
+    int right = holds_answer(x->reply, answer, 0);
+    x->asked++;
+    x->right += right;
+    x->read_sum += x->read;
+    x->kept[right] += heads_with(x->app.s, answer, x->made);
+}
+
+// Plays one line of the script through every side and prints what they reply: of a question each
+// side's line; of the rest one line if all reply the same.
+static void demo_line(const DemoLine *d, Side *x /* stb_ds */, FILE *f) {
+    fprintf(f, "\n> ");
+    print_short(f, d->user, screen_columns() - 2);
+    for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
+        if (*x[i].refused) continue;
+        int before = x[i].right;
+        if (side_turn(&x[i], d->user, SHOW_REPLY)) warn("%s is left out: %s", x[i].label, x[i].refused);
+        if (!d->answer || *x[i].refused) continue;
+        side_judge(&x[i], d->answer);
+        side_line(f, &x[i], x[i].right > before ? "right" : "WRONG");
+    }
+    if (d->answer || interrupts) return;
+    const char *common = common_reply(x);
+    if (common) {
+        fprintf(f, "  %-*s", SIDE_LABEL + SIDE_MARK, "all");
+        print_short(f, common, screen_columns() - 2 - SIDE_LABEL - SIDE_MARK);
+        return;
+    }
+    for (int i = 0; i < (int)arrlen(x); i++)
+        if (!*x[i].refused) side_line(f, &x[i], "");
+}
+
+// What became of the rows that held the answers, as a sentence for a side with wrong answers; "" for
+// the others.
+static void side_reason(const Side *x, char out[160]) {
+    int wrong = x->asked - x->right, heads = x->app.c->L * x->app.c->G;
+    out[0] = 0;
+    if (!wrong) return;
+    int n = snprintf(out, 160, " The words asked for still lay in %.1f of %d heads when the answer was wrong",
+                     heads * x->kept[0] / wrong, heads);
+    if (x->right) snprintf(out + n, 160 - (size_t)n, ", in %.1f when it was right", heads * x->kept[1] / x->right);
+    strcat(out, ".");
+}
+
+// The end of the demonstration: what each side got right, what it holds and reads, and why.
+static void demo_summary(const Side *x /* stb_ds */, FILE *f) {
+    char held[32], read[32], reason[160], why[512];
+    fprintf(f, "\n  %-*s%-10s%*s%*s  what it does\n", SIDE_LABEL, "method", "right", SIDE_BYTES, "held",
+            SIDE_BYTES, "read");
+    for (int i = 0; i < (int)arrlen(x); i++) {
+        if (*x[i].refused || !x[i].asked) continue;
+        human_bytes((double)kv_bytes(x[i].app.s), held);
+        human_bytes(x[i].read_sum / x[i].asked, read);
+        side_reason(&x[i], reason);
+        const Method *m = x[i].app.s->part[0].m;
+        snprintf(why, sizeof why, "%s%s%s", x[i].why ? x[i].why : m->keeps, x[i].why ? "" : ".", reason);
+        fprintf(f, "  ");
+        print_cut(f, x[i].label, SIDE_LABEL - 1);
+        fprintf(f, " %d of %-5d%*s%*s\n      ", x[i].right, x[i].asked, SIDE_BYTES, held, SIDE_BYTES, read);
+        print_wrapped(f, why, 6, screen_columns());
+    }
+}
+
+// The options of a run side by side: the user's, greedy, with a budget at which something happens.
+static Options *sides_options(const App *a, int budget) {
+    char err[256], text[16];
+    Options *o = options_copy(a->o);
+    snprintf(text, sizeof text, "%d", budget);
+    options_set(o, "temp", "0", err);
+    if (!opt_given(a->o, "ratio") && opt_int(a->o, "budget") <= 0) options_set(o, "budget", text, err);
+    return o;
+}
+
+// --demo and /demo. Returns the exit code.
+int demo(App *a) {
+    Options *o = sides_options(a, SHOW_BUDGET);
+    if (opt_given(o, "system")) (void)shdel(o->given, "system");
+    Side *x = sides_open(a, o);
+    char text[400], share[48];
+    int heads = a->c->L * a->c->G, budget = opt_int(o, "budget");
+    double t0 = now();
+    interrupts = 0;
+    sides_refused(x);
+    snprintf(share, sizeof share, "%d rows", budget);
+    if (opt_given(o, "ratio")) snprintf(share, sizeof share, "all but %.4g of the rows", opt_real(o, "ratio"));
+    snprintf(text, sizeof text, "The same messages to several methods, each with its own cache of %d heads, and a "
+             "budget of %s a head where it has one. held: bytes of rows in the cache. read: bytes of rows "
+             "that a step of the reply reads.", heads, share);
+    print_wrapped(stdout, text, 0, screen_columns());
+    printf("\n");
+    side_heads(stdout, "");
+    for (int i = 0; i < N_DEMO_LINES && !interrupts; i++) demo_line(&demo_lines[i], x, stdout);
+    if (!interrupts) demo_summary(x, stdout);
+    if (!quiet) fprintf(stderr, "%.1f s\n", now() - t0);
+    sides_close(x);
+    options_free(o);
+    return 0;
+}
+
+// ---- /compare
+// The budget of /compare when none is given: a quarter of the dialogue, so that there is something to
+// lose.
+static int compare_budget(const App *a) {
+    int n = 0;
+    for (int i = 0; i < (int)arrlen(a->turn); i++) n += (int)arrlen(a->turn[i].pre) + (int)arrlen(a->turn[i].dec);
+    return max_int(n / 4, 32);
+}
+
+// /compare QUESTION: asks it of every side, behind the present dialogue, which stays as it is.
+static void chat_compare(App *a, const char *question) {
+    Turn t = render_turn(a, question);
+    int known = message_known(a, &t);
+    turn_free(t);
+    if (!known) return;
+
+    Options *o = sides_options(a, compare_budget(a));
+    int n = opt_int(a->o, "n-predict"), budget = opt_int(o, "budget");
+    Side *x = sides_open(a, o);
+    const char *first = NULL;
+    interrupts = 0;
+    if (budget && !quiet)
+        fprintf(stderr, "%d rows a head%s; the replies are greedy, and the dialogue stays as it is\n", budget,
+                budget == opt_int(a->o, "budget") ? "" : " (a quarter of the dialogue; /budget sets another)");
+    side_heads(stdout, "as full");
+    for (int i = 0; i < (int)arrlen(x) && !interrupts; i++) {
+        if (*x[i].refused || side_replay(&x[i], a)) continue;
+        if (side_turn(&x[i], question, n < 0 ? SHOW_REPLY * 4 : n)) continue;
+        if (!first) first = x[i].reply;
+        side_line(stdout, &x[i], strcmp(x[i].reply, first) ? "differs" : "same");
+    }
+    sides_refused(x);
+    sides_close(x);
+    options_free(o);
+}
+
+// ---- commands. arg is what stands behind the name, "" when nothing does
+static const char *chat_help =
+    "/help            this list (so does /?)\n"
+    "/method NAME     another method; the dialogue is played into it again\n"
+    "/budget N        another budget of rows a head, likewise\n"
+    "/compare TEXT    what several methods reply to it; the dialogue stays as it is\n"
+    "/demo            a scripted dialogue through several methods, side by side\n"
+    "/stats           bytes, rows, speed, the method's own numbers\n"
+    "/clear           forget the dialogue\n"
+    "/regen           make the last reply again\n"
+    "/system TEXT     another system message, with a new dialogue\n"
+    "/read FILE       a file's text as your message\n"
+    "/save FILE       keep the dialogue\n"
+    "/load FILE       go on with a kept one\n"
+    "/quit            leave (so do /bye and Ctrl-D); Ctrl-C stops a reply\n"
+    "/method, /budget and /system alone say what is in use.\n"
+    "Tab completes commands, methods and files; arrows up and down and Ctrl-R bring\n"
+    "messages back; Alt-Enter breaks a line, \"\"\" at both ends holds several lines.\n"
+    "The line after a reply: tokens read and written and the speed of writing; bytes\n"
+    "of keys and values (KV) held, of what full attention would hold; rows that each\n"
+    "head holds, of the tokens so far.\n";
+
+static void command_help(App *a, const char *arg) {
+    (void)a;
+    (void)arg;
+    fputs(chat_help, stderr);
+}
+
+static void command_stats(App *a, const char *arg) {
+    (void)arg;
+    if (!session_ready(a)) print_stats(a, stderr);
+}
+
+static void command_clear(App *a, const char *arg) {
+    (void)arg;
+    int n = (int)arrlen(a->turn);
+    if (chat_clear(a)) return;
+    confirm("the dialogue is empty: %d turn%s forgotten", n, n == 1 ? "" : "s");
+}
+
+static void command_regen(App *a, const char *arg) {
+    (void)arg;
+    chat_regen(a, stdout);
+}
+
+// Without a name: prints the one in use, and all names.
+static void command_method(App *a, const char *arg) {
+    const char **name = NULL;
+    if (*arg) {
+        chat_method(a, arg);
+        return;
+    }
+    EACH_METHOD(m) arrput(name, (*m)->name);
+    fprintf(stderr, "%s; /method NAME or NAME+NAME takes another of\n", a->method);
+    print_names(stderr, name, (int)arrlen(name), 2);
+    arrfree(name);
+}
+
+// Without a number: prints the one in use. A method that has no budget says so.
+static void command_budget(App *a, const char *arg) {
+    if (*arg) chat_budget(a, arg);
+    else fprintf(stderr, "%d\n", a->s->budget);
+    if (!uses_budget(a->s)) fprintf(stderr, "%s has no budget: the number waits for another /method\n", a->method);
+}
+
+// The system message is in the first turn, so a new one needs a new dialogue. Without a text: shows
+// the one in use. "" stands for an empty one.
+static void command_system(App *a, const char *arg) {
+    char err[256];
+    if (*arg && a->tp && a->tp->no_system) {
+        warn("this chat template has no system message (%s)", a->tp->no_system);
+        return;
+    }
+    const char *text = strcmp(arg, "\"\"") ? arg : "";
+    if (!*arg) {
+        if (!opt_given(a->o, "system")) tell("no system message but the template's own, if it has one");
+        else tell("%s", *opt_str(a->o, "system") ? opt_str(a->o, "system") : "(an empty system message)");
+        return;
+    }
+    if (!a->tp) fprintf(stderr, "there is no chat template: a system message has no effect\n");
+    if (chat_clear(a) || options_set(a->o, "system", text, err)) return;
+    confirm("another system message; the dialogue is empty");
+}
+
+static void command_read(App *a, const char *arg) {
+    char err[256];
+    size_t n;
+    char *text = read_plain_text(arg, &n, err);
+    if (!text) {
+        warn("%s", err);
+        return;
+    }
+    chat_turn(a, text, stdout);
+    free(text);
+}
+
+static void command_save(App *a, const char *arg) {
+    char err[512];
+    if (session_save(a, arg, 0, err)) warn("%s", err);
+    else confirm("%s: %d turn%s kept", arg, (int)arrlen(a->turn), arrlen(a->turn) == 1 ? "" : "s");
+}
+
+static void command_load(App *a, const char *arg) {
+    char err[512];
+    double t0 = now();
+    if (session_read(a, arg, err)) warn("%s", err);
+    else confirm_replay(a, t0);
+}
+
+static void command_compare(App *a, const char *arg) {
+    if (*arg) chat_compare(a, arg);
+    else fprintf(stderr, "/compare wants a question\n");
+}
+
+static void command_demo(App *a, const char *arg) {
+    (void)arg;
+    demo(a);
+}
+
+// A new command is a function above, a line here, and a line of chat_help. One without a function
+// leaves.
+enum { ARG_TEXT, ARG_FILE, ARG_METHOD };
+
+static const struct {
+    const char *name;
+    void (*run)(App *a, const char *arg);
+    int wants;              // what Tab completes behind it; a file must be named
+} commands[] = {
+    { "/help",    command_help,    ARG_TEXT },
+    { "/?",       command_help,    ARG_TEXT },
+    { "/stats",   command_stats,   ARG_TEXT },
+    { "/clear",   command_clear,   ARG_TEXT },
+    { "/regen",   command_regen,   ARG_TEXT },
+    { "/method",  command_method,  ARG_METHOD },
+    { "/budget",  command_budget,  ARG_TEXT },
+    { "/system",  command_system,  ARG_TEXT },
+    { "/read",    command_read,    ARG_FILE },
+    { "/compare", command_compare, ARG_TEXT },
+    { "/demo",    command_demo,    ARG_TEXT },
+    { "/save",    command_save,    ARG_FILE },
+    { "/load",    command_load,    ARG_FILE },
+    { "/quit",    NULL,            ARG_TEXT },
+    { "/exit",    NULL,            ARG_TEXT },
+    { "/bye",     NULL,            ARG_TEXT },
+};
+enum { N_COMMANDS = sizeof commands / sizeof *commands };
+
+// The command whose name is nearest to what was typed, or NULL when nothing is near.
+static const char *nearest_command(const char *typed) {
+    const char *best = NULL;
+    int distance = min_int(3, (int)strlen(typed) - 1);      // the / is right, so it says nothing
+    for (int i = 0; i < N_COMMANDS; i++) nearer_name(typed, commands[i].name, &best, &distance);
+    return best;
+}
+
+// Runs a line that begins with /, which is cut into name and argument. 1: the chat is over.
+static int chat_command(App *a, char *line) {
+    char *arg = line + strcspn(line, " \t\n");
+    while (isspace((unsigned char)*arg)) *arg++ = 0;
+    for (int i = 0; i < N_COMMANDS; i++) {
+        if (strcmp(line, commands[i].name)) continue;
+        if (!commands[i].run) return 1;
+        if (commands[i].wants == ARG_FILE && !*arg) fprintf(stderr, "%s wants a file\n", line);
+        else commands[i].run(a, arg);
+        return 0;
+    }
+    const char *near = nearest_command(line);
+    if (near) tell("no command %s; did you mean %s? /help lists them", line, near);
+    else tell("no command %s; /help lists them", line);
+    return 0;
+}
+
+// ---- completion
+// Order for qsort: texts by their bytes.
+static int text_order(const void *a, const void *b) {
+    char *const *x = a, *const *y = b;
+    return strcmp(*x, *y);
+}
+
+// The names in a folder that continue a path as typed, with a slash behind those of folders
+// (stb_ds). Names that begin with a dot need theirs typed.
+static char **paths_from(const char *typed) {
+    const char *slash = strrchr(typed, '/'), *begun = slash ? slash + 1 : typed;
+    int folder = (int)(begun - typed), n = (int)strlen(begun);
+    char **name = NULL, *where = folder ? copy_bytes(typed, (size_t)folder) : copy_text(".");
+    DIR *d = opendir(where);
+    for (struct dirent *f = d ? readdir(d) : NULL; f; f = readdir(d)) {
+        struct stat st;
+        size_t room = (size_t)folder + strlen(f->d_name) + 2;
+        if (strncmp(f->d_name, begun, (size_t)n) || (f->d_name[0] == '.' && !n)) continue;
+        char *path = xmalloc(room);
+        snprintf(path, room, "%.*s%s", folder, typed, f->d_name);
+        if (!stat(path, &st) && S_ISDIR(st.st_mode)) strcat(path, "/");
+        arrput(name, path);
+    }
+    if (d) closedir(d);
+    free(where);
+    if (name) qsort(name, arrlenu(name), sizeof *name, text_order);
+    return name;
+}
+
+// Line.complete of a chat: commands, and behind /method the last of its names, behind /read, /save
+// and /load a path.
+static char **chat_complete(const char *typed, int *from) {
+    char **name = NULL;
+    int n = (int)strlen(typed), word = (int)strcspn(typed, " "), wants = -1;
+    if (*typed != '/') return NULL;
+
+    // The command itself, with a blank behind it.
+    if (word == n) *from = 0;
+    for (int i = 0; i < N_COMMANDS; i++) {
+        const char *command = commands[i].name;
+        if (strncmp(command, typed, (size_t)word)) continue;
+        if (word < n && !command[word]) wants = commands[i].wants;
+        if (word < n) continue;
+        arrput(name, xmalloc(strlen(command) + 2));
+        sprintf(arrlast(name), "%s ", command);
+    }
+
+    // What it wants.
+    const char *begun = typed + word + strspn(typed + word, " "), *plus = strrchr(begun, '+');
+    if (wants == ARG_METHOD && plus) begun = plus + 1;
+    if (wants == ARG_METHOD || wants == ARG_FILE) *from = (int)(begun - typed);
+    if (wants == ARG_FILE) return paths_from(begun);
+    EACH_METHOD(m) {
+        int fits = wants == ARG_METHOD && !strncmp((*m)->name, begun, strlen(begun));
+        if (fits) arrput(name, copy_text((*m)->name));
+    }
+    return name;
+}
+
+// ---- the chat
+// --session FILE: goes on with the dialogue in it, if there is one; else the file gets a dialogue
+// without turns. From here on it is this chat's alone: exit 1 when another one has it. A file that
+// cannot be saved is found now, not when there is something to save.
+void session_begin(App *a) {
+    char err[512];
+    const char *path = opt_str(a->o, "session");
+    if (!*path) return;
+    if (save_check(path, err)) die(EXIT_RUN, "--session %s", err);
+    app_fingerprint(a);                         // takes a while, in which no empty file should lie there
+    int is_new;
+    char *target = link_target(path);
+    if (!target) die(EXIT_RUN, "--session %s: %s", path, strerror(errno));
+    session_lock = session_lock_file(target, &is_new, err);
+    free(target);
+    if (session_lock < 0) die(EXIT_RUN, "--session %s", err);
+    int bad = is_new ? session_save(a, path, 1, err) : session_read(a, path, err);
+    if (bad && is_new) unlink(path);
+    if (bad) die(EXIT_RUN, "--session %s", err);
+}
+
+// --session FILE: keeps the dialogue in it, for the last time.
+void session_end(App *a) {
+    char err[512];
+    const char *path = opt_str(a->o, "session");
+    if (*path && session_save(a, path, 0, err)) die(EXIT_RUN, "--session %s", err);
+}
+
+// A message whose reply was not finished when its file was saved goes into the history, from where it
+// can be sent again.
+void pending_tell(const App *a, Line *e, int tty) {
+    if (!a->pending) return;
+    const char *how = tty ? "arrow up brings it back" : "it is not part of the dialogue";
+    if (tty) arrput(e->history, copy_text(a->pending));
+    if (!quiet) warn("the last message got no reply: %s", how);
+}
+
+// From here on Ctrl-C stops a reply.
+static void watch_keyboard(void) { signal_watch(SIGINT, on_interrupt, 1); }
+
+// Messages and commands until one of them ends the chat, or the input does.
+static void chat_loop(App *a, Line *e, int tty) {
+    char *text = NULL;
+    for (int done = 0; !done; ) {
+        chat_busy = 0;
+        int r = read_message(e, tty, &text);
+        chat_busy = 1;
+        if (r == READ_END) break;
+        if (r == READ_INTERRUPTED) {
+            interrupt_at_prompt();
+        } else if (text[0] == '/' && r != READ_QUOTED) {
+            done = chat_command(a, text);
+            session_keep(a);
+        } else if (text[0]) {
+            chat_turn(a, text, stdout);
+            done = opt_int(a->o, "single-turn");
+        }
+    }
+    arrfree(text);
+}
+
+// Can lines be edited? That takes a terminal at both ends, and one that obeys the editor.
+static int can_edit(void) {
+    const char *term = getenv("TERM");
+    return isatty(0) && isatty(1) && !(term && !strcmp(term, "dumb"));
+}
+
+// The mode without a prompt: the whole chat, on a terminal or through pipes. Returns the exit code.
+int chat(App *a) {
+    int tty = can_edit();
+    Line e = { .complete = chat_complete };
+    watch_keyboard();
+    session_begin(a);
+    if (tty && !opt_int(a->o, "no-history")) history_read(&e);
+    pending_tell(a, &e, tty);
+    if (tty && !quiet)
+        tell("kvcomp %s, %s, --method=%s. /help lists commands, Ctrl-D leaves.",
+             KVCOMP_VERSION, a->c->dir, a->method);
+    chat_loop(a, &e, tty);
+    terminal_restore();
+    chat_busy = 0;
+    session_end(a);
+    int json = opt_int(a->o, "json"), stats = opt_int(a->o, "stats");
+    int bad = (json || stats) && session_ready(a);
+    if (json && !bad) print_json(a, stdout);
+    if (stats && !bad) print_stats(a, stderr);
+    line_free(&e);
+    return bad ? EXIT_RUN : 0;
+}

@@ -1,0 +1,375 @@
+// app/chat.h
+#ifndef APP_CHAT_H
+#define APP_CHAT_H
+#include "options.h"
+#include "../lib/template.h"
+#include "inside.h"
+#include <signal.h>
+
+typedef struct {            // one turn of the record
+    int *pre;               // ids fed by one prefill (stb_ds array)
+    int *dec;               // ids fed by decode, one after the other (stb_ds array)
+    int n_sys;              // leading ids of pre that are the system message
+    int n_foot;             // leading ids of pre that end the previous reply
+    int n_head;             // trailing ids of pre that open the next reply
+} Turn;
+
+typedef struct {
+    Options *o;
+    Config *c;
+    Weights *w;
+    Tokenizer *tok;         // NULL with --ids on a folder without a tokenizer
+    Template *tp;           // NULL: raw text
+    Session *s;
+    char *method;           // the spec the session was opened with
+    Turn *turn;             // the record (stb_ds array)
+    float *logits;          // (V) after the last prefill or decode, a copy; old while the session has picked
+    uint64_t rng;           // the sampler's state
+    int closed;             // 1: the reply's end-of-turn id is already in the cache
+    int stale;              // 1: the session is empty and waits to be made from the record (session_ready)
+    char *pending;          // the message whose reply is being made, malloc'd; NULL: none
+    uint64_t kept;          // the hash of what --session's file holds; 0: not known
+    uint64_t fingerprint;   // of the model, once it was asked for; 0: not yet
+    double ttft;            // seconds from the start of the last prefill to its logits
+    const char *reply;      // the text of -p's reply, for --json; NULL: none, or it was printed
+    struct Trace *trace;    // --trace; NULL: it is not given
+    const char **stop;      // texts that end a reply (stb_ds array); NULL: none
+    const char *finish;     // why the last reply ended: "stop", "length", "context" or "interrupt"
+} App;
+
+typedef struct {
+    char *text;             // what is typed so far, UTF-8 (stb_ds array of bytes, no NUL)
+    int cursor;             // a byte offset at a character's start, or the length
+    int row;                // the screen row of the cursor, counted from the prompt's
+    char **history;         // the messages sent (stb_ds array of strings), oldest first
+    int at;                 // the history entry shown; its length: the new line
+    char *draft;            // the new line, while a history entry is shown (malloc'd)
+    char *cut;              // what Ctrl-U, Ctrl-K or Ctrl-W deleted last (malloc'd), for Ctrl-Y
+    char *sought;           // what Ctrl-R looks for (stb_ds array, ends in NUL); NULL: nothing
+    int missing;            // 1: no message has it
+    char *file;             // where the history is kept (malloc'd); NULL: it is not
+    // What Tab may put in place of typed[*from..]: a stb_ds array of malloc'd names. *from stays -1
+    // where nothing is completed.
+    char **(*complete)(const char *typed, int *from);
+} Line;
+
+typedef struct {
+    App app;                // the session of the method, and its own record of the dialogue
+    const char *why;        // its sentence of side_methods; NULL: the method in use, not of the list
+    char label[32];         // the method's name, and the budget where it has one
+    char refused[512];      // why there is no session; "" when there is one
+    char *reply;            // the last reply, malloc'd
+    int made;               // its tokens
+    double read;            // bytes of rows that a decode step of it read, the mean
+    int asked, right;       // questions so far, and those answered right
+    double read_sum;        // of `read` over the questions
+    double kept[2];         // sums over wrong [0] and right [1] answers: share of heads that still
+                            // hold the rows of the words asked for
+} Side;
+
+// --demo and /demo: a scripted dialogue, in words that the shipped model was taught. Facts, a little
+// talk, and the questions about the facts, the latest told first.
+typedef struct {
+    const char *user;
+    const char *answer;     // the words a right reply holds; NULL: nothing is asked
+} DemoLine;
+
+enum { N_DEMO_LINES = 18 };
+
+// How a text is cut into words.
+enum {
+    WORDS_RAW,      // at white space
+    WORDS_PLAIN,    // also in lower case and without ASCII punctuation
+    WORDS_BARE      // also without the articles a, an, the
+};
+
+// ---- progress
+// Shows how far a long piece of work is, as one line on stderr that is rewritten. share 0 begins,
+// share 1 ends and clears the line. The line appears only on a terminal, and only when the work has
+// taken a second.
+void progress(const char *what, double share);
+
+// ---- sampling
+// The index of the largest of x (n); the first of equal ones.
+int argmax(const float *x, int n);
+
+// The next id, drawn from the last logits as the sampling options say. --temp 0 takes the largest
+// logit and leaves the random numbers alone.
+int sample(App *a);
+
+// ---- the record
+// Frees the ids of one turn.
+void turn_free(Turn t);
+
+// Forgets all turns; the session keeps its rows until it is reset.
+void record_clear(App *a);
+
+// The turn that the next message of the record prefills: text as the chat template renders it
+// behind the turns so far, or, without a template, the plain text, with BOS in front of the first
+// turn where the tokenizer adds one.
+Turn render_turn(const App *a, const char *text);
+
+// One prefill of a turn's ids; the logits of the last one and the time it took stay in the App.
+void feed_prefill(App *a, const Turn *t);
+
+// One decode step; its logits stay in the App, or the best of them in the session.
+void feed_decode(App *a, int id);
+
+// Feeds the first turns of the record once more, from an empty cache. The same method gives the
+// same bits. 0, or -1 with the reason in a->s->err when the method does not open again, and then the
+// session is as it was.
+int replay(App *a, int turns);
+
+// Makes the session from the record if it was emptied (undo_prefill). 0, or -1: the method does not
+// open again, and a line on stderr says why.
+int session_ready(App *a);
+
+// Do these turns, fed from an empty cache, fit into the positions that the method of s has? 0, or
+// -1 with err.
+int record_fits(const Session *s, const Turn *turns, char err[512]);
+
+// ---- generating a reply
+// The most rows a head may hold: -c, or with -c 0 the model's own limit.
+int ctx_limit(const App *a);
+
+// The rows of the longest head of any layer.
+int rows_held(const App *a);
+
+// Does every head have room for n more rows?
+int rows_fit(const App *a, int n);
+
+// Does id end a reply? Ids of the config, of the tokenizer and of the template do, unless
+// --ignore-eos.
+int is_stop(const App *a, int id);
+
+// ---- word wrap (--wrap)
+// May a reply go on by one token? It needs a row and a position; when there is none, a line on
+// stderr says so.
+int reply_has_room(const App *a);
+
+// Where the first of the stop texts begins in a text of n bytes; -1: none is in it.
+int stop_place(const char **stop, const char *text, size_t n);
+
+// Makes a reply: decodes until a stop id, a stop text, n tokens (n < 0: no limit), a full context or
+// Ctrl-C, and writes the text to out as whole UTF-8 characters. Its ids go into the record's last turn;
+// the stop id is neither fed nor recorded, a stop text is both. Returns the number of tokens made.
+int generate(App *a, int n, FILE *out);
+
+// ---- results
+// n per second; 0 before any time has passed.
+double rate(long n, double seconds);
+
+// Bytes of K and V rows that attention reads in a decode step, the mean over all steps; 0 before
+// the first.
+double bytes_a_step(const Session *s);
+
+// What the method is for: "reads" (or prefill work), "memory", or "nothing".
+const char *what_is_saved(const Session *s);
+
+// n bytes in the unit that leaves a number below 1000: "840 B", "1.2 MB", "120 MB".
+void human_bytes(double n, char out[32]);
+
+// ---- results as JSON (--json)
+// x with `digits` significant digits and without an exponent, as a JSON number; null when x is none.
+void json_real(FILE *f, double x, int digits);
+
+// "key":"text", with the comma behind it.
+void json_pair(FILE *f, const char *key, const char *text);
+
+// The options that the user set, as one object.
+void json_options(const App *a, FILE *f);
+
+// ,"rows": [layer][KV head] = the source tokens of the rows held.
+void json_rows(const Session *s, FILE *f);
+
+// ,"views": [layer][query head] = the row numbers that the last decode step read: idx, and every
+// row from tail on. An empty idx with tail 0 is every row.
+void json_views(const Session *s, FILE *f);
+
+// Tokens of the session, tokens a second, and milliseconds to the last prefill's logits.
+void json_speed(const App *a, FILE *f);
+
+// Bytes of the cache: held, what full attention would hold, read in a decode step, of indexes and
+// views, held at most; and of the rooms of passes in the host's memory.
+void json_bytes(const Session *s, FILE *f);
+
+// The whole run as one object on one line.
+void print_json(const App *a, FILE *f);
+
+// ---- results for people
+// Does any part of the method choose rows by --budget?
+int uses_budget(const Session *s);
+
+// The tokens of the dialogue that a session has seen, without a method's own.
+int tokens_said(const Session *s);
+
+// The rows that are held as words: "73 of 336 rows a head", "12..90 of 336 rows a head", "all 336 rows
+// a head", or that there was no reason to drop any: "nothing compressed yet: 18 of 1024 rows".
+void rows_in_words(const Session *s, char out[96]);
+
+// /stats and --stats: three lines of the session, then what each part of the method says of itself.
+void print_stats(const App *a, FILE *f);
+
+// ---- --ids FILE
+// Is there nothing but white space in [p,end)?
+int is_blank(const char *p, const char *end);
+
+// Feeds the file's turns to the session, and writes the logits of every prefill and decode to
+// --dump-logits.
+int run_ids(App *a);
+
+// ---- --trace FILE
+// Opens --trace, if it is given, for the App's session. Exit 1 when the file cannot be written,
+// exit 2 when the layers or steps are wrong.
+void trace_open(App *a);
+
+// Ends it, if there is one. keep 0: the run has failed, and its trace goes.
+void trace_close(App *a, int keep);
+
+// ---- sessions on disk
+// The fingerprint of the App's model, worked out when it is first asked for.
+uint64_t app_fingerprint(App *a);
+
+// Writes " --NAME VALUE", the value in quotes, if it is given and not the default.
+void write_option(const App *a, const Options *plain, const char *name, FILE *f);
+
+// Writes the method, and the options besides the model that decide which bits a session computes,
+// as they stand on a command line: those of its parts, the shared ones, those of the template.
+void write_making(const App *a, FILE *f);
+
+// ---- reading them
+// Does a dialogue of these turns need more rows than -c allows, whatever happens on the way? Only a
+// method that drops no row and adds none can be asked beforehand.
+int record_overflows(const App *a, const Turn *turns);
+
+// Replays the whole record. 0; 1 when -c does not allow so many rows; -1 when the method does not open
+// again, with the reason in a->s->err, and then the session is as it was.
+int replay_within(App *a);
+
+// ---- the terminal
+// The width of the screen in columns; 80 when the terminal does not say.
+int screen_columns(void);
+
+// ---- signals
+// From the start of the program on. SIGXFSZ is what a limit on the size of files sends; without it
+// the write fails and is told.
+void watch_signals(void);
+
+// ---- the line editor
+// The code point of a character of n >= 2 bytes. Bytes that are no UTF-8 give some number.
+unsigned code_point(const char *s, int n);
+
+// ---- a turn of the chat
+// Is there room for n more tokens? When there is not, a line on stderr says what is short.
+int message_fits(const App *a, int n);
+
+// Has the model a row for every id of a message? When it has not, a line on stderr says which.
+int message_known(const App *a, const Turn *t);
+
+// Sends one message and writes the reply to out. 0, or -1 when it does not fit, or names a token
+// that the model does not have, and nothing was fed.
+int chat_turn(App *a, const char *text, FILE *out);
+
+// Warns when the method brought weights of its own that were trained with another chat template.
+// Only the beginning of the name counts: llama3.1 and llama3.2 mark messages as llama3 does.
+void template_differs(const App *a);
+
+// Forgets the dialogue. 0, or -1: the method does not open again, a line on stderr says why, and the
+// dialogue stays.
+int chat_clear(App *a);
+
+// ---- several methods side by side
+// Opens a side. Model, tokenizer, template and options are a's; method is what plays.
+void side_open(Side *x, const App *a, const Options *o, const char *method, const char *why);
+
+// Closes it. The model and what else it borrowed stay.
+void side_close(Side *x);
+
+// ---- the demonstration
+// --demo and /demo. Returns the exit code.
+int demo(App *a);
+
+// ---- the chat
+// --session FILE: goes on with the dialogue in it, if there is one; else the file gets a dialogue
+// without turns. From here on it is this chat's alone: exit 1 when another one has it. A file that
+// cannot be saved is found now, not when there is something to save.
+void session_begin(App *a);
+
+// --session FILE: keeps the dialogue in it, for the last time.
+void session_end(App *a);
+
+// A message whose reply was not finished when its file was saved goes into the history, from where it
+// can be sent again.
+void pending_tell(const App *a, Line *e, int tty);
+
+// The mode without a prompt: the whole chat, on a terminal or through pipes. Returns the exit code.
+int chat(App *a);
+
+// ---- metrics
+// The words of a text: an stb_ds array of malloc'd strings, for words_free.
+char **words_of(const char *text, int how);
+
+// Frees a list that words_of made.
+void words_free(char **w);
+
+// Does the reply hold the answer as whole words in their order? With `whole`: and nothing else?
+int holds_answer(const char *said, const char *gold, int whole);
+
+// ---- opening the model
+// The shipped model: models/ beside the program, else in the working directory.
+void default_model(Options *o);
+
+// ---- where a model lies
+// -m and --tokenizer by the folders they stand for. A path that is too long stays as it is, for
+// config_load to refuse.
+void find_models(Options *o);
+
+// ---- the memory of this machine
+// Bytes that may still be used: what the system has available, or what is left of the limit of a
+// container, whichever is less. -1: not known.
+double memory_free(void);
+
+// The numbers in a model's matrices.
+size_t parameters_of(const Config *c);
+
+// Reads the config: of --model, of the shipped model, or of the shape of --synthetic.
+void open_config(App *a);
+
+// Opens the weights of that config, or makes random ones.
+void open_weights(App *a);
+
+// Both.
+void open_model(App *a);
+
+// ---- choosing the device of -d auto
+// Makes cuda or cpu of -d auto, and says with -v why. The plan is that of --method; other methods
+// of a comparison ask again. Then says whether the device leaves --exact without effect.
+void choose_device(App *a);
+
+// -d cuda in a program that has no GPU half: exit 1.
+void check_device(const Options *o);
+
+// ---- opening the rest, and closing
+// Opens tokenizer and template. needed: text will be read or written, so a missing tokenizer, or one
+// that names ids the model does not have, ends the program; without it a line on stderr says that
+// there is none. (--dump-tokens has no model.)
+void open_tokenizer(App *a, int needed);
+
+// Opens the session of --method and seeds the sampler.
+void open_session(App *a);
+
+// Closes whatever was opened.
+void app_close(App *a);
+
+extern volatile sig_atomic_t interrupts;        // Ctrl-C since the reply began
+extern volatile sig_atomic_t leaving;           // a signal that ends the program as soon as the turn is saved; 0: none
+extern int quiet;                               // --quiet: errors only on stderr
+extern int arg_count;                           // the command line, for a report's source
+extern char **args;
+
+// Shows how far a long piece of work is, on a terminal: share 0 begins, 1 ends.
+void progress(const char *what, double share);
+
+extern const DemoLine demo_lines[N_DEMO_LINES];
+
+#endif

@@ -1,0 +1,1077 @@
+// app/main.c - the command line.
+#define _GNU_SOURCE
+#include "main.h"
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/select.h>
+#include <sys/stat.h>
+#include <termios.h>
+#include <time.h>
+#include <unistd.h>
+#include <stb/stb_ds.h>
+
+// ---- --plan: every allocation of a run, printed
+// The bytes that a text like 141G, 80000M or 1e9 means; 0: it means none.
+static double bytes_of_text(const char *text) {
+    static const char units[] = "kMGT";
+    char *end;
+    double n = strtod(text, &end), unit = 1;
+    const char *at = *end ? strchr(units, *end) : NULL;
+    for (const char *u = units; at && u <= at; u++) unit *= 1000;
+    if (end == text || !(n > 0) || (*end && (!at || end[1]))) return 0;
+    return n * unit;
+}
+
+// The lines of one memory and their sum -> the sum. extra: bytes that the runtime itself takes.
+static size_t plan_print_part(const MemoryPlan *p, int host, size_t extra, FILE *f) {
+    size_t sum = extra;
+    fprintf(f, "%s\n", host ? "host" : "device");
+    for (int i = 0; i < p->n_line; i++) {
+        if (p->line[i].host != host) continue;
+        fprintf(f, "  %-58s %10.3f GB\n", p->line[i].what, (double)p->line[i].bytes * 1e-9);
+        sum += p->line[i].bytes;
+    }
+    if (extra) fprintf(f, "  %-58s %10.3f GB\n", "CUDA's own", (double)extra * 1e-9);
+    fprintf(f, "  %-58s %10.3f GB\n", "all", (double)sum * 1e-9);
+    return sum;
+}
+
+// The lines become those of a run on the CPU.
+static void plan_for_cpu(MemoryPlan *p) {
+    p->n_line = 0;
+    plan_line(p, "weights, matrices in 8 bits", p->weights, 1);
+    plan_line(p, "rows", p->kv, 1);
+    plan_line(p, "method", p->parts, 1);
+    plan_line(p, "rooms of a pass", p->pass_cpu, 1);
+}
+
+// What --plan prints: every allocation of a run with -d cuda, by memory (with --weights q8_0 a run on
+// the CPU, in sums), and whether those on the device fit into `memory` bytes (0: not asked). Returns the exit code.
+static int plan_print(const Session *s, const char *method, double memory, FILE *f) {
+    MemoryPlan p = memory_plan(s);
+    int cpu = s->c->as_q8;
+    fprintf(f, "plan       -c %d, -b %d, method %s, K %s, V %s, with -d %s: at most\n", p.ctx,
+            s->batch, method, s->fk->name, s->fv->name, cpu ? "cpu" : "cuda");
+    if (cpu) plan_for_cpu(&p);
+    double need = cpu ? 0 : (double)plan_print_part(&p, 0, DEVICE_OWN, f);
+    double host = (double)plan_print_part(&p, 1, 0, f);
+    if (cpu) need = host;
+    if (!memory) return EXIT_OK;
+    double left = memory - need;
+    fprintf(f, "%s into %.3f GB: %.3f GB are %s\n", left >= 0 ? "fits" : "does not fit", memory * 1e-9,
+            fabs(left) * 1e-9, left >= 0 ? "left" : "missing");
+    return left >= 0 ? EXIT_OK : EXIT_MEMORY;
+}
+
+// ==================================================================================================== COMMAND LINE
+// Options are read from the environment, then from the command line, then checked against each
+// other. What they name is opened, the rest of the program runs, everything is closed.
+
+// Flags with an option's other name.
+static const struct { const char *flag, *name; } short_options[] = {
+    { "-m", "model" },      { "-d", "device" },     { "-t", "threads" },    { "-c", "ctx-size" },
+    { "-b", "batch-size" }, { "-ctk", "ctk" },      { "-ctv", "ctv" },      { "-p", "prompt" },
+    { "-f", "file" },       { "-sys", "system" },   { "-n", "n-predict" },  { "-st", "single-turn" },
+    { "-s", "seed" },       { "-v", "verbose" },    { "-q", "quiet" },      { "-r", "repeat" },
+    { "--keep-answer-kv", "loopserve-keep-answer-kv" },
+};
+enum { N_SHORT = sizeof short_options / sizeof *short_options };
+
+// The flag in front of an option's name in --help, or NULL.
+static const char *short_of(const char *name) {
+    for (int i = 0; i < N_SHORT; i++)
+        if (!strcmp(short_options[i].name, name)) return short_options[i].flag;
+    return NULL;
+}
+
+// The option's name that a flag of the command line stands for: "-m" and "--model" are both
+// "model". NULL: none.
+static const char *long_of(const char *flag) {
+    for (int i = 0; i < N_SHORT; i++)
+        if (!strcmp(short_options[i].flag, flag)) return short_options[i].name;
+    return flag[1] == '-' ? flag + 2 : NULL;
+}
+
+// ---- help
+// The paragraphs of --help and the option that each begins with.
+static const struct { const char *title, *first; } help_parts[] = {
+    { "Model and run", "model" },
+    { "Prompt",        "prompt" },
+    { "Sampling",      "temp" },
+    { "Compression",   "method" },
+    { "Output",        "json" },
+    { "Measure",       "eval" },
+    { "Other",         "list-methods" },
+};
+
+// What stands behind an option's name: " N", " TEXT", or "=a|b|c" for a choice.
+static void help_value(const Opt *o, char out[96]) {
+    const char *text = " TEXT";
+    if (o->kind == 'b') text = "";
+    if (o->kind == 'i') text = " N";
+    if (o->kind == 'o') text = "[=N]";
+    if (o->kind == 'f') text = " F";
+    if (o->kind == 'p') text = " FILE";
+    if (o->kind == 'c') snprintf(out, 96, "=%s", o->def);
+    else snprintf(out, 96, "%s", text);
+}
+
+// One line of help: flag, name, value, what it is for, and the default where there is one.
+static void help_option(const Opt *o) {
+    char value[96], left[128];
+    const char *flag = short_of(o->name);
+    help_value(o, value);
+    snprintf(left, sizeof left, "%s%s--%s%s", flag ? flag : "", flag ? " " : "", o->name, value);
+    printf("  %-38s %s", left, o->help);
+    if (o->kind != 'b' && o->kind != 'c' && *o->def) printf(" [%s]", o->def);
+    printf("\n");
+}
+
+// --help
+static void help(void) {
+    printf("kvcomp %s: chat with a Llama-style model under KV-cache compression\n", KVCOMP_VERSION);
+    printf("usage: kvcomp [options] [DIR]\n");
+    for (const Opt *o = program_options; o->name; o++) {
+        for (size_t i = 0; i < sizeof help_parts / sizeof *help_parts; i++)
+            if (!strcmp(help_parts[i].first, o->name)) printf("%s\n", help_parts[i].title);
+        help_option(o);
+    }
+    printf("  %-38s %s\n", "--calibrate OUT.json",
+           "measure the heads of the model and write dililazy's and headkv's scores to this file (--help dililazy)");
+    printf("  %-38s %s\n", "--help METHOD", "a method's paper, what it keeps, its options and limits");
+    printf("Each turn is rendered once and appended; templates that would rewrite history are not re-rendered.\n"
+           "Examples\n  kvcomp                                    chat with the shipped model\n"
+           "  kvcomp -m DIR --method=streaming --budget 512    a long chat in constant memory\n"
+           "  kvcomp -m DIR -f long.txt --temp 0 -n 64 --json\n");
+}
+
+// What a method saves, as a sentence.
+static const char *help_saves(const Method *m) {
+    if (m->evicts) return "Memory is really given back.";
+    if (m->role & ROLE_STORE) return "Rows take fewer bytes.";
+    if (m->role & ROLE_SELECT) return "Saves reads, not memory: every row stays stored.";
+    if (m->role) return "Saves prefill work, not memory.";
+    return "Saves nothing: the reference.";
+}
+
+// --help METHOD
+static void help_method(const char *name) {
+    const Method *m = method_find(name, strlen(name));
+    const char *near = m ? NULL : nearest_method(name, strlen(name));
+    if (near) die(EXIT_USAGE, "--help: no method is called '%s' (did you mean %s? see --list-methods)", name, near);
+    if (!m) die(EXIT_USAGE, "--help: no method is called '%s' (see --list-methods)", name);
+    printf("%s: %s\n  %s\n", m->name, m->paper ? m->paper : "", m->keeps);
+    printf("  %s\n", help_saves(m));
+    if (m->limits) printf("  %s\n", m->limits);
+    if (m->budget)
+        printf("Uses --budget %d%s%s; or --ratio instead of --budget\n",
+               m->budget, m->uses ? ", " : "", m->uses ? m->uses : "");
+    if (m->opts) printf("Options (with their defaults)\n");
+    for (const Opt *o = m->opts; o && o->name; o++) help_option(o);
+}
+
+// Prints help if any argument asks for it, whatever the others are. 1: it did.
+static int help_wanted(int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        const char *next = i + 1 < argc && argv[i + 1][0] != '-' ? argv[i + 1] : NULL;
+        int plain = !strcmp(argv[i], "-h") || !strcmp(argv[i], "--help");
+        if (!plain && strncmp(argv[i], "--help=", 7)) continue;
+        if (!plain) help_method(argv[i] + 7);
+        else if (next) help_method(next);
+        else help();
+        return 1;
+    }
+    return 0;
+}
+
+// --list-methods
+static void list_methods(void) {
+    EACH_METHOD(m) printf("%-22s %s\n", (*m)->name, (*m)->keeps);
+}
+
+// ---- parsing: --x=v, --x v, flags without a value, short names, one positional folder
+// Sets one option; exit 2 with the reason, and with a suggestion where there is one.
+static void parse_one(Options *o, const char *name, const char *value) {
+    char err[256];
+    if (!options_set(o, name, value, err)) return;
+    if (!opt_find(o, name)) unknown_option(err, name);
+    int warm = !strcmp(name, "threads") && strchr(value, '.');              // -t 0.7 means --temp
+    die(EXIT_USAGE, "%s%s", err, warm ? " (did you mean --temp?)" : "");
+}
+
+// The file `first` (NULL: none) and those from argv[i] to the next option are the value of one option,
+// a line each. Returns how many arguments they and the option take.
+static int parse_files(Options *o, const char *name, const char *first, int argc, char **argv, int i) {
+    char *list = NULL;
+    int n = 0;
+    if (first) put_part(&list, "\n", first);
+    for (; i + n < argc && (!list || argv[i + n][0] != '-'); n++) put_part(&list, "\n", argv[i + n]);
+    arrput(list, 0);
+    parse_one(o, name, list);
+    arrfree(list);
+    return n + 1;
+}
+
+// The option that begins at argv[i]. Returns how many arguments it takes: 1, or 2 with its value
+// behind it.
+static int parse_arg(Options *o, int argc, char **argv, int i) {
+    char flag[64], *arg = argv[i], *eq = strchr(arg, '=');
+    char unknown[96];
+    const char *value = eq ? eq + 1 : NULL;
+    if (arg[0] != '-' || !arg[1]) {
+        parse_one(o, "model", arg);
+        return 1;
+    }
+    snprintf(flag, sizeof flag, "%.*s", eq ? (int)(eq - arg) : 63, arg);
+    const char *name = long_of(flag);
+    snprintf(unknown, sizeof unknown, "unknown option %s", flag);
+    if (!name) unknown_option(unknown, flag + 1);
+    if (!strcmp(name, "eval-merge") && (value || i + 1 < argc))
+        return parse_files(o, name, value, argc, argv, i + 1);
+    const Opt *known = opt_find(o, name);
+    int flag_alone = known && known->kind == 'o' && (i + 1 == argc || !is_whole(argv[i + 1]));
+    if (value || !known || known->kind == 'b' || flag_alone) {
+        const char *alone = flag_alone ? "0" : "1";
+        parse_one(o, name, value ? value : alone);
+        return 1;
+    }
+    if (i + 1 == argc) die(EXIT_USAGE, "--%s wants a value", name);
+    parse_one(o, name, argv[i + 1]);
+    return 2;
+}
+
+// Does an argument that begins an option, or is a folder, name the model? 2: as a folder without a
+// flag, 1: by -m or --model.
+static int names_model(const char *arg) {
+    char flag[64];
+    if (arg[0] != '-' || !arg[1]) return 2;
+    snprintf(flag, sizeof flag, "%.*s", (int)strcspn(arg, "="), arg);
+    const char *name = long_of(flag);
+    return name && !strcmp(name, "model");
+}
+
+// The whole command line. A later option takes the place of an earlier one, but a folder that
+// stands beside another model is a mistake, often a blank in a path.
+static void parse_args(Options *o, int argc, char **argv) {
+    char first[64] = "";
+    int before = 0;
+    for (int i = 1; i < argc; ) {
+        int how = names_model(argv[i]), used = parse_arg(o, argc, argv, i);
+        if (how && before && how + before > 2)
+            die(EXIT_USAGE, "two models on the command line: '%s' and '%.60s'; give one (-p TEXT asks one question)",
+                first, opt_str(o, "model"));
+        if (how) {
+            snprintf(first, sizeof first, "%.60s", opt_str(o, "model"));
+            before = how;
+        }
+        i += used;
+    }
+}
+
+// Options from the environment; the command line, read later, wins.
+static void parse_env(Options *o) {
+    static const struct { const char *variable, *name; } env[] = {
+        { "KVCOMP_MODEL",    "model" },
+        { "KVCOMP_DEVICE",   "device" },
+        { "KVCOMP_THREADS",  "threads" },
+        { "KVCOMP_CTX_SIZE", "ctx-size" },
+    };
+    char err[256];
+    for (size_t i = 0; i < sizeof env / sizeof *env; i++) {
+        const char *value = getenv(env[i].variable);
+        if (!value || !*value) continue;
+        if (options_set(o, env[i].name, value, err)) die(EXIT_USAGE, "%s: %s", env[i].variable, err);
+    }
+}
+
+// --trace goes with runs that play one method: exit 2.
+static void check_trace(const Options *o) {
+    int replies = *opt_str(o, "ids") || opt_given(o, "prompt") || *opt_str(o, "file") || evaluates(o);
+    if (*opt_str(o, "trace") && (!replies || opt_int(o, "bench")))
+        die(EXIT_USAGE, "--trace goes with --ids, -p, -f, --eval or --eval-file");
+    if (*opt_str(o, "trace") && *opt_str(o, "compare"))
+        die(EXIT_USAGE, "--trace goes with one method, not with --compare");
+    for (const char *name = "trace-layers"; name; name = strcmp(name, "trace-steps") ? "trace-steps" : NULL)
+        if (*opt_str(o, name) && !*opt_str(o, "trace")) die(EXIT_USAGE, "--%s goes with --trace FILE", name);
+}
+
+// Ranges, and options that do not go together: exit 2.
+static void check_options(const Options *o) {
+    char err[256];
+    int eval = evaluates(o), bench = opt_int(o, "bench"), ids = *opt_str(o, "ids") != 0, first, step;
+    if (out_of_range(o, NULL, err)) die(EXIT_USAGE, "%s", err);
+    if (opt_int(o, "kernel") % 2 == 0)
+        die(EXIT_USAGE, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
+    if (opt_given(o, "budget") && opt_given(o, "ratio"))
+        die(EXIT_USAGE, "--budget and --ratio both say how much to keep; give one");
+    if (opt_given(o, "prompt") && opt_given(o, "file"))
+        die(EXIT_USAGE, "-p and -f both say what to answer; give one");
+    if (*opt_str(o, "dump-logits") && !ids) die(EXIT_USAGE, "--dump-logits goes with --ids FILE");
+    if (!strcmp(opt_str(o, "dump-logits"), "-") && opt_int(o, "json"))
+        die(EXIT_USAGE, "--dump-logits - and --json both write to standard output; give a file");
+    if (opt_int(o, "json") && opt_int(o, "csv"))
+        die(EXIT_USAGE, "--json and --csv both say how to print; give one");
+    if (opt_int(o, "think") && opt_int(o, "no-think"))
+        die(EXIT_USAGE, "--think and --no-think contradict each other; give one");
+    check_trace(o);
+    if (*opt_str(o, "bench-suite") && !bench) die(EXIT_USAGE, "--bench-suite goes with --bench");
+    if (opt_int(o, "bench-kernels") && !bench) die(EXIT_USAGE, "--bench-kernels goes with --bench");
+    if (opt_int(o, "bench-file") && !bench) die(EXIT_USAGE, "--bench-file goes with --bench");
+    if (opt_int(o, "bench-kernels") && (*opt_str(o, "bench-suite") || opt_int(o, "csv")))
+        die(EXIT_USAGE, "--bench-kernels prints a table or --json, and goes neither with --bench-suite nor with --csv");
+    if (*opt_str(o, "budgets") && !eval && !*opt_str(o, "report"))
+        die(EXIT_USAGE, "--budgets goes with --compare, --eval or --report");
+    if (opt_int(o, "csv") && !eval && !bench && !*opt_str(o, "eval-merge"))
+        die(EXIT_USAGE, "--csv goes with --eval or --bench");
+    if (shard_parse(opt_str(o, "eval-shard"), &first, &step))
+        die(EXIT_USAGE, "--eval-shard wants I/N with I from 1 to N, found '%.40s'", opt_str(o, "eval-shard"));
+    if (*opt_str(o, "eval-merge") && (eval || ids || bench || *opt_str(o, "batch") || *opt_str(o, "report") || opt_int(o, "demo")))
+        die(EXIT_USAGE, "--eval-merge goes alone, not with --eval, --ids, --batch, --bench, --report or --demo");
+    if (opt_int(o, "json-rows") && !opt_int(o, "json")) die(EXIT_USAGE, "--json-rows goes with --json");
+    if (*opt_str(o, "dialogue") && !opt_int(o, "dump-tokens")) die(EXIT_USAGE, "--dialogue goes with --dump-tokens");
+    if (*opt_str(o, "report") && (ids || *opt_str(o, "file") || opt_given(o, "prompt") || bench))
+        die(EXIT_USAGE, "--report goes alone or with --eval, not with -p, -f, --ids or --bench");
+    int alone = !*opt_str(o, "eval") && !*opt_str(o, "eval-file");
+    if (*opt_str(o, "compare") && alone && (*opt_str(o, "file") || opt_given(o, "prompt")))
+        die(EXIT_USAGE, "--compare goes with --eval (all unless given), not with -p or -f; in a chat, "
+                        "/compare QUESTION asks several methods");
+    if (*opt_str(o, "batch") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")
+                                 || opt_int(o, "demo")))
+        die(EXIT_USAGE, "--batch goes alone, not with -p, -f, --ids, --eval, --bench, --report or --demo");
+    if (opt_int(o, "demo") && (ids || eval || bench || *opt_str(o, "file") || opt_given(o, "prompt") || *opt_str(o, "report")))
+        die(EXIT_USAGE, "--demo goes alone, not with -p, -f, --ids, --eval, --bench or --report");
+}
+
+// ---- what is asked beside the model's text
+// The line of one device: what its passes take, and all together.
+static void print_memory_of(const Session *s, const char *method, const char *device, FILE *f) {
+    const MemoryPlan p = memory_plan(s);
+    size_t pass = strcmp(device, "cpu") ? p.pass : p.pass_cpu;
+    fprintf(f, "memory     -c %d, method %s, K %s, V %s: ", p.ctx, method, s->fk->name, s->fv->name);
+    fprintf(f, "weights %.3f GB + rows %.3f GB + ", (double)p.weights * 1e-9, (double)p.kv * 1e-9);
+    fprintf(f, "method %.3f GB + passes %.3f GB = ", (double)p.parts * 1e-9, (double)pass * 1e-9);
+    fprintf(f, "%.3f GB with -d %s", (double)(p.weights + p.kv + p.parts + pass) * 1e-9, device);
+    if (pass == p.pass_cpu && memory_free() >= 0) fprintf(f, "; %.3f GB free here", 1e-9 * memory_free());
+    fputc('\n', f);
+}
+
+// --inspect and -v: the bytes that a dialogue would take, on the CPU and, if this program was built
+// for one, on a GPU. A session on the CPU is asked, which has opened its parts but holds no rows yet.
+static void print_memory(const App *a, FILE *f) {
+    char err[512], device[8];
+    const char *method = opt_str(a->o, "method");
+    snprintf(device, sizeof device, "%s", opt_str(a->o, "device"));
+    options_set(a->o, "device", "cpu", err);
+    Session *s = session_try(a->c, a->w, a->o, method, err);
+    if (s) {
+        s->batch = batch_rows(a->o, "cpu");
+        print_memory_of(s, method, "cpu", f);
+#ifdef KVCOMP_CUDA
+        s->batch = batch_rows(a->o, "cuda");
+        if (!a->c->as_q8) print_memory_of(s, method, "cuda", f);
+#endif
+        session_close(s);
+    } else {
+        fprintf(f, "memory     not known: %s\n", err);
+    }
+    options_set(a->o, "device", device, err);
+}
+
+// -v: every effective value.
+static void print_values(const Options *o) {
+    for (int i = 0; i < (int)shlen(o->map); i++) {
+        const char *name = o->map[i].key;
+        const char *value = o->map[i].value;
+        fprintf(stderr, "  --%s=", name);
+        show(stderr, value, strlen(value));
+        fprintf(stderr, "%s\n", opt_given(o, name) ? "  (given)" : "");
+    }
+}
+
+// Prints ids on one line and frees them.
+static void print_ids(int *ids) {
+    for (int i = 0; i < (int)arrlen(ids); i++) printf("%s%d", i ? " " : "", ids[i]);
+    printf("\n");
+    arrfree(ids);
+}
+
+// The n messages of a list [{"role": .., "content": ..}, ..], malloc'd; their texts are the list's. NULL
+// and err when it is no dialogue that the template takes.
+static Message *messages_read(const App *a, const Json *list, int *n, char err[512]) {
+    int bad = 0, count = list && list->type == JSON_ARRAY ? list->n : 0;
+    if (!count) bad = fault(err, "no \"messages\", or none in it");
+
+    Message *m = xcalloc((size_t)count + 1, sizeof *m);
+    for (int i = 0; i < count && !bad; i++) {
+        const Json *words = json_get(&list->item[i], "content");
+        const char *role = json_text(&list->item[i], "role");
+        int system = !i && !strcmp(role, "system"), shift = !strcmp(m[0].role ? m[0].role : "", "system");
+        const char *want = (i - shift) % 2 ? "assistant" : "user";
+        if (!words || words->type != JSON_STRING || strlen(words->str) != words->len)
+            bad = fault(err, "message %d: 'content' is no text", i + 1);
+        else if (!system && strcmp(role, want))
+            bad = fault(err, "message %d: expected role %s, found '%.40s'", i + 1, want, role);
+        else m[i] = (Message){ role, words->str };
+    }
+    if (!bad && strcmp(m[count - 1].role, "user")) bad = fault(err, "the last message is not the user's");
+    if (!bad && !strcmp(m->role, "system") && a->tp->no_system)
+        bad = fault(err, "this chat template has no system message (%.300s)", a->tp->no_system);
+    *n = count;
+    if (!bad) return m;
+    free(m);
+    return NULL;
+}
+
+// The ids of one line of --dialogue (stb array), {"messages": [..]}. NULL and err.
+static int *dialogue_line(const App *a, const char *line, size_t n, char err[512]) {
+    char why[256];
+    int count, *ids = NULL;
+    Json *j = json_parse(line, n, why);
+    Message *m = j ? messages_read(a, json_get(j, "messages"), &count, err) : NULL;
+    if (!j) fault(err, "%s", why);
+    if (m) ids = template_dialogue(a->tp, a->tok, m, count, !opt_int(a->o, "no-think"), NULL);
+    free(m);
+    json_free(j);
+    return ids;
+}
+
+// --dump-tokens --dialogue: the ids of every dialogue of a file, one line each.
+static void dump_dialogues(const App *a, const char *path) {
+    char err[512];
+    size_t n;
+    char *text = read_file(path, &n, err);
+    if (!text) die(EXIT_USAGE, "--dialogue %s", err);
+    int line = 1;
+    for (char *p = text, *end; p < text + n; p = end + 1, line++) {
+        end = memchr(p, '\n', (size_t)(text + n - p));
+        if (!end) end = text + n;
+        if (p + strspn(p, " \t\r") >= end) continue;
+        int *ids = dialogue_line(a, p, (size_t)(end - p), err);
+        if (!ids) {
+            free(text);
+            die(EXIT_USAGE, "--dialogue %s, line %d: %s", path, line, err);
+        }
+        print_ids(ids);
+    }
+    free(text);
+}
+
+// --dump-tokens: the ids of the prompt on one line, or those of the dialogues of a file. Needs a
+// tokenizer, but no weights.
+static int dump_tokens(App *a, const char *text) {
+    const char *dialogue = opt_str(a->o, "dialogue");
+    if (!text && !*dialogue) die(EXIT_USAGE, "--dump-tokens wants -p TEXT or -f FILE");
+    if (text && *dialogue) die(EXIT_USAGE, "--dialogue does not go with -p or -f");
+    if (*dialogue && opt_int(a->o, "raw")) die(EXIT_USAGE, "--dialogue does not go with --raw");
+    if (!*opt_str(a->o, "model") && !*opt_str(a->o, "tokenizer")) default_model(a->o);
+    char err[256];
+    if (!*dialogue) options_set(a->o, "raw", "1", err);     // text alone wants no template
+    open_tokenizer(a, 1);
+    if (*dialogue) {
+        dump_dialogues(a, dialogue);
+        return 0;
+    }
+    print_ids(tokenizer_encode(a->tok, text, strlen(text), opt_int(a->o, "parse-special"), NULL));
+    return 0;
+}
+
+// ---- many requests, one process (--batch)
+// A line of --batch FILE, or of standard input, is a request, and it gets one line of stdout as soon as
+// it is played, so that a program can hold one kvcomp and talk to it through two pipes. A request:
+//   what is asked       "prompt": TEXT, or "messages": [{"role":..,"content":..},..], or "ids": [..]
+//   a reply is made     "max_tokens": N, "stop": TEXT or [TEXT,..]
+//   or it is given      "continuation": TEXT or [id,..]; its log-probabilities are the answer
+//   how                 "method": SPEC, "budget": N, and other options of methods, sampler and template
+//   whose it is         "id": TEXT or N, which comes back
+// Every request begins with an empty cache, and a method's session is kept while requests ask for the
+// same. Messages are played turn by turn, as a chat would have gone. Replies are greedy unless `temp`
+// is given. A line that is none of this, or is longer than 16 MiB, gets {"error":..,"line":N}, and the
+// next one is read (D87).
+
+typedef struct {
+    App app;                // borrows model and tokenizer; session, options and record are its own
+    const App *base;        // the program's: its template, and options as the command line has them
+    char *making;           // what the session was made with, malloc'd; NULL: there is no session
+    int *given;             // stb_ds: the ids of the continuation
+    double *logp;           // stb_ds: their log-probabilities
+    int greedy;             // 1: each of them was the most probable id
+    char *text;             // the reply, malloc'd; NULL: none was made
+    size_t size;            // its bytes
+} Batch;
+
+// The fields of a request that are no options.
+static const char *const request_fields[] = {
+    "id", "prompt", "messages", "ids", "continuation", "max_tokens", "stop", "method",
+};
+
+// May a request have this option? Those of the methods, and those of what is asked and said. Who asks
+// may not name files: the error about one that does not fit tells what is in it.
+static int request_has_option(const Options *o, const char *name) {
+    static const char *const asked[] = {
+        "ctk", "ctv", "raw", "system", "parse-special", "no-think", "ignore-eos", "temp", "top-k", "top-p", "min-p",
+        "repeat-penalty", "repeat-last-n", "seed",
+    };
+    for (size_t i = 0; i < sizeof asked / sizeof *asked; i++)
+        if (!strcmp(asked[i], name)) return 1;
+    const Opt *known = opt_find(o, name);
+    return known && known->kind != 'p' && is_of_methods(name);
+}
+
+// Sets the option called name to a value of JSON. 0, or -1 with err.
+static int request_option(Options *o, const char *name, const Json *v, char err[512]) {
+    char number[40], why[256];
+    const char *text = number;
+    if (v->type == JSON_STRING) text = v->str;
+    else if (v->type == JSON_BOOL || (v->type == JSON_NUMBER && v->is_int))
+        snprintf(number, sizeof number, "%lld", (long long)v->i);
+    else if (v->type == JSON_NUMBER) snprintf(number, sizeof number, "%.17g", v->num);
+    else return fault(err, "'%.40s' is neither a number nor a text", name);
+    if (options_set(o, name, text, why) || out_of_range(o, name, why)) return fault(err, "%s", why);
+    return 0;
+}
+
+// Sets the options of a request, whose names may be written with _ for -. 0, or -1 with err.
+static int request_options(Options *o, const Json *j, char err[512]) {
+    char why[256];
+    int n;
+    if (json_get(j, "budget") && json_get(j, "ratio"))
+        return fault(err, "'budget' and 'ratio' both say how much to keep");
+    if (json_get(j, "budget")) (void)shdel(o->given, "ratio");          // the command line's
+    if (json_get(j, "ratio")) options_set(o, "budget", "0", why);
+    for (int i = 0; i < j->n; i++) {
+        size_t own = 0;
+        char name[64];
+        while (own < sizeof request_fields / sizeof *request_fields && strcmp(request_fields[own], j->key[i])) own++;
+        if (own < sizeof request_fields / sizeof *request_fields) continue;
+        snprintf(name, sizeof name, "%s", j->key[i]);
+        for (char *p = name; *p; p++)
+            if (*p == '_') *p = '-';
+        const Opt *known = opt_find(o, name);
+        if (known && known->kind == 'p')
+            return fault(err, "'%.40s' names a file: give --%s on the command line", j->key[i], name);
+        if (!request_has_option(o, name)) return fault(err, "unknown field '%.40s'", j->key[i]);
+        if (request_option(o, name, &j->item[i], err)) return -1;
+    }
+    if (opt_int(o, "kernel") % 2 == 0) return fault(err, "--kernel %d: the pooling width is odd", opt_int(o, "kernel"));
+    if (!json_get(j, "max_tokens")) return 0;
+    if (read_whole(j, "max_tokens", 0, INT_MAX, &n, err)) return -1;
+    return request_option(o, "n-predict", json_get(j, "max_tokens"), err);
+}
+
+// Appends the ids of a list to *ids (stb_ds). 0, or -1 with err.
+static int request_ids(const Config *c, const Json *list, const char *key, int **ids, char err[512]) {
+    for (int i = 0; i < list->n; i++) {
+        const Json *v = &list->item[i];
+        if (v->type != JSON_NUMBER || !v->is_int || v->i < 0 || v->i >= c->V)
+            return fault(err, "'%s' holds something else than ids from 0 to %d", key, c->V - 1);
+        arrput(*ids, (int)v->i);
+    }
+    return arrlen(*ids) ? 0 : fault(err, "'%s' is empty", key);
+}
+
+// Takes the texts that end the reply. 0, or -1 with err.
+static int request_stops(App *a, const Json *stop, char err[512]) {
+    if (json_none(stop)) return 0;
+    const Json *list = stop->type == JSON_ARRAY ? stop->item : stop;
+    int n = stop->type == JSON_ARRAY ? stop->n : 1;
+    for (int i = 0; i < n; i++) {
+        if (list[i].type != JSON_STRING || !list[i].len) return fault(err, "'stop' is no text, or holds an empty one");
+        arrput(a->stop, list[i].str);
+    }
+    return 0;
+}
+
+// Refuses a text that is fed in one pass and cannot fit, before it is encoded: a request may bring
+// megabytes. 0, or -1 with err.
+static int request_fits(const App *a, const char *text, char err[512]) {
+    size_t least = fewest_tokens(a->tok, text, strlen(text));
+    if (least <= (size_t)ctx_limit(a)) return 0;
+    return fault(err, "a text of %zu tokens or more does not fit into -c %d", least, ctx_limit(a));
+}
+
+// The turns of a dialogue: what the user said is prefilled, what the assistant said is decoded. The
+// last message gets its reply by the request. 0, or -1 with err.
+static int request_messages(App *a, const Json *list, char err[512]) {
+    char why[256];
+    int n;
+    if (!a->tp) return fault(err, "'messages' want a chat template");
+    Message *m = messages_read(a, list, &n, err);
+    if (!m) return -1;
+    int from = !strcmp(m->role, "system"), bad = from ? request_fits(a, m->words, err) : 0;
+    if (from) options_set(a->o, "system", m->words, why);
+    for (int i = from; i < n && !bad; i += 2) {
+        bad = request_fits(a, m[i].words, err);
+        if (bad) break;
+        Turn t = render_turn(a, m[i].words);
+        if (i + 1 < n) t.dec = tokenizer_encode(a->tok, m[i + 1].words, strlen(m[i + 1].words), 0, NULL);
+        arrput(a->turn, t);
+    }
+    free(m);
+    return bad;
+}
+
+// A prompt as one turn. An empty one is the token that begins a text, BOS or else EOS, so that the
+// probability of a whole text can be asked for. 0, or -1 with err.
+static int request_prompt(App *a, const Json *prompt, char err[512]) {
+    if (prompt->type != JSON_STRING) return fault(err, "'prompt' is no text");
+    if (request_fits(a, prompt->str, err)) return -1;
+    Turn t = render_turn(a, prompt->str);
+    int first = a->tok->bos >= 0 ? a->tok->bos : a->tok->eos;
+    if (!arrlen(t.pre) && first >= 0) arrput(t.pre, first);
+    arrput(a->turn, t);
+    return arrlen(t.pre) ? 0 : fault(err, "'prompt' has no token");
+}
+
+// The ids of the continuation. Behind a plain text they are those that the two texts together have
+// more than the prompt alone, because a tokenizer may join what stands on both sides of the border (as
+// lm-evaluation-harness has it); behind a template's turn, or ids, the text is encoded by itself. 0, or
+// -1 with err.
+static int request_continuation(Batch *b, const Json *prompt, const Json *given, char err[512]) {
+    const App *a = &b->app;
+    if (given->type == JSON_ARRAY) return request_ids(a->c, given, "continuation", &b->given, err);
+    if (given->type != JSON_STRING) return fault(err, "'continuation' is neither a text nor a list of ids");
+    if (request_fits(a, given->str, err)) return -1;
+    char *text = NULL;
+    int before = 0;
+    if (prompt && !a->tp) {
+        int *alone = tokenizer_encode(a->tok, prompt->str, prompt->len, opt_int(a->o, "parse-special"), NULL);
+        before = (int)arrlen(alone);
+        arrfree(alone);
+        bytes_put(&text, prompt->str, prompt->len);
+    }
+    bytes_put(&text, given->str, given->len);
+    int *all = tokenizer_encode(a->tok, text, arrlenu(text), before && opt_int(a->o, "parse-special"), NULL);
+    for (int i = before; i < (int)arrlen(all); i++) arrput(b->given, all[i]);
+    arrfree(all);
+    arrfree(text);
+    return arrlen(b->given) ? 0 : fault(err, "'continuation' adds no token");
+}
+
+// Reads what is asked into the record, and the continuation. 0, or -1 with err.
+static int request_read(Batch *b, const Json *j, char err[512]) {
+    App *a = &b->app;
+    const Json *prompt = json_get(j, "prompt"), *messages = json_get(j, "messages"), *ids = json_get(j, "ids");
+    const Json *given = json_get(j, "continuation");
+    if (!!prompt + !!messages + !!ids != 1) return fault(err, "expected one of 'prompt', 'messages' and 'ids'");
+    if (given && (json_get(j, "max_tokens") || json_get(j, "stop")))
+        return fault(err, "'continuation' is a given reply: 'max_tokens' and 'stop' are for one that is made");
+    if (prompt && request_prompt(a, prompt, err)) return -1;
+    if (messages && request_messages(a, messages, err)) return -1;
+    if (ids) {
+        Turn t = { 0 };
+        int bad = ids->type != JSON_ARRAY ? fault(err, "'ids' is no list") : request_ids(a->c, ids, "ids", &t.pre, err);
+        arrput(a->turn, t);
+        if (bad) return -1;
+    }
+    return given ? request_continuation(b, prompt, given, err) : request_stops(a, json_get(j, "stop"), err);
+}
+
+// Has the model a row for all these ids? 0, or -1 with err.
+static int request_known(const Config *c, const int *ids, char err[512]) {
+    int n = (int)arrlen(ids), known = ids_with_rows(c, ids, n);
+    return known == n ? 0 : fault(err, "this text names token id %d, the embedding has %d rows", ids[known], c->V);
+}
+
+// What the App's session is made with, malloc'd.
+static char *making_text(const App *a) {
+    char *text = NULL;
+    size_t n;
+    FILE *f = memory_stream(&text, &n);
+    write_making(a, f);
+    memory_stream_close(f);
+    return text;
+}
+
+// A session for the request: the last one, if it was made with the same, or a new one. o becomes the
+// App's. 0, or -1 with err.
+static int request_session(Batch *b, Options *o, const char *method, char err[512]) {
+    App *a = &b->app;
+    Options *old = a->o;
+    int same = a->s && !strcmp(a->method, method);
+    char *name = copy_text(method);
+    free(a->method);
+    a->method = name;
+    a->o = o;
+    char *making = same ? making_text(a) : NULL;
+    int bad = 0;
+    if (making && !strcmp(making, b->making)) {
+        a->s->opt = o;
+        bad = session_try_reset(a->s);
+        if (bad) fault(err, "%s", a->s->err);
+    } else {
+        session_close(a->s);
+        free(b->making);
+        b->making = NULL;
+        a->s = session_try(a->c, a->w, o, method, err);
+        if (a->s) b->making = making_text(a);
+    }
+    free(making);
+    options_free(old);
+    return a->s && !bad ? 0 : -1;
+}
+
+// Feeds the record, then scores the continuation or makes the reply. 0, or -1 with err.
+static int request_play(Batch *b, char err[512]) {
+    App *a = &b->app;
+    int n = (int)arrlen(b->given), most = opt_int(a->o, "n-predict");
+    for (int i = 0; i < (int)arrlen(a->turn); i++)
+        if (request_known(a->c, a->turn[i].pre, err) || request_known(a->c, a->turn[i].dec, err)) return -1;
+    if (request_known(a->c, b->given, err) || record_fits(a->s, a->turn, err)) return -1;
+    int bad = replay_within(a);
+    if (bad < 0) return fault(err, "%s", a->s->err);
+    if (bad) return fault(err, "the tokens do not fit into -c %d", ctx_limit(a));
+    if (!n) {
+        FILE *f = memory_stream(&b->text, &b->size);
+        generate(a, most < 0 ? 256 : most, f);
+        memory_stream_close(f);
+        int end = stop_place(a->stop, b->text, b->size);
+        if (end >= 0) b->size = (size_t)end;
+        return 0;
+    }
+    b->greedy = 1;
+    for (int i = 0; i < n; i++) {
+        arrput(b->logp, a->logits[b->given[i]] - log_sum_exp(a->logits, a->c->V));
+        b->greedy &= argmax(a->logits, a->c->V) == b->given[i];
+        if (i == n - 1) break;                          // nothing is asked behind the last one
+        if (!rows_fit(a, 1) || !pos_fits(a->s, 1, 0))
+            return fault(err, "the continuation does not fit into -c %d", ctx_limit(a));
+        feed_decode(a, b->given[i]);
+    }
+    return 0;
+}
+
+// "key":[..], the ids; a comma behind them.
+static void write_ids(FILE *f, const char *key, const int *ids) {
+    fprintf(f, "\"%s\":[", key);
+    for (int i = 0; i < (int)arrlen(ids); i++) fprintf(f, "%s%d", i ? "," : "", ids[i]);
+    fprintf(f, "],");
+}
+
+// What was made, or the log-probabilities of what was given.
+static void write_reply(const Batch *b, FILE *f) {
+    const App *a = &b->app;
+    double sum = 0;
+    if (b->text) {
+        fprintf(f, "\"text\":");
+        json_escape(f, b->text, b->size);
+        fputc(',', f);
+        write_ids(f, "ids", arrlast(a->turn).dec);
+        json_pair(f, "finish", a->finish);
+        return;
+    }
+    write_ids(f, "ids", b->given);
+    fprintf(f, "\"logprobs\":[");
+    for (int i = 0; i < (int)arrlen(b->logp); i++) {
+        if (i) fputc(',', f);
+        json_exact(f, b->logp[i]);
+        sum += b->logp[i];
+    }
+    fprintf(f, "],\"logprob\":");
+    json_exact(f, sum);
+    fprintf(f, ",\"greedy\":%s,", b->greedy ? "true" : "false");
+}
+
+// Plays the request j, and writes the fields of its answer. 0, or -1 with err.
+static int request_answer(Batch *b, const Json *j, FILE *f, char err[512]) {
+    App *a = &b->app;
+    double t0 = now();
+    char why[256];
+    const Json *method = json_get(j, "method");
+    Options *o = options_copy(b->base->o);
+    if (!opt_given(o, "temp")) options_set(o, "temp", "0", why);
+    int bad = request_options(o, j, err);
+    a->tp = opt_int(o, "raw") ? NULL : b->base->tp;
+    if (!bad && method && method->type != JSON_STRING) bad = fault(err, "'method' is no text");
+    if (!bad && *opt_str(o, "system") && a->tp && a->tp->no_system)
+        bad = fault(err, "this chat template has no system message");
+    if (bad) {
+        options_free(o);
+        return -1;
+    }
+    if (a->tp) a->tp->parse_user = opt_int(o, "parse-special");
+    if (opt_int(o, "seed") >= 0) a->rng = (uint64_t)opt_int(o, "seed");
+    if (request_session(b, o, method ? method->str : b->base->method, err)) return -1;
+    if (request_read(b, j, err) || request_play(b, err)) return -1;
+
+    write_reply(b, f);
+    json_pair(f, "method", a->method);
+    fprintf(f, "\"budget\":%d,", a->s->turn ? a->s->applied : budget_now(a->s));
+    json_speed(a, f);
+    json_bytes(a->s, f);
+    fprintf(f, "\"seconds\":%.6f", now() - t0);
+    return 0;
+}
+
+// Forgets the request.
+static void request_end(Batch *b) {
+    record_clear(&b->app);
+    arrfree(b->app.stop);
+    arrfree(b->given);
+    arrfree(b->logp);
+    free(b->text);
+    b->text = NULL;
+    b->app.closed = 0;
+}
+
+// Answers a line of n bytes in one line of f. 0, or -1 when the answer is an error.
+static int batch_line(Batch *b, const char *line, size_t n, long number, FILE *f) {
+    char err[512], *text = NULL;
+    size_t size;
+    FILE *answer = memory_stream(&text, &size);
+    Json *j = json_parse(line, n, err);
+    const Json *id = json_get(j, "id");
+    int bad = !j;
+    if (j && j->type != JSON_OBJECT) bad = fault(err, "is no object");
+    if (!bad && json_holds_nul(j)) bad = fault(err, "a text holds the character \\u0000");
+    if (!bad && id && id->type != JSON_STRING && !id->is_int)
+        bad = fault(err, "'id' is neither a text nor a whole number");
+    if (!bad) bad = request_answer(b, j, answer, err);
+    memory_stream_close(answer);
+
+    fputc('{', f);
+    if (id && id->type == JSON_STRING) json_pair(f, "id", id->str);
+    else if (id && id->is_int) fprintf(f, "\"id\":%lld,", (long long)id->i);
+    if (bad) json_pair(f, "error", err);
+    else fprintf(f, "%s,", text);
+    fprintf(f, "\"line\":%ld}\n", number);
+    fflush(f);
+    json_free(j);
+    free(text);
+    request_end(b);
+    return bad ? -1 : 0;
+}
+
+// A batch that borrows what the App has.
+static void batch_open(Batch *b, const App *a) {
+    *b = (Batch){ .base = a };
+    b->app = (App){ .c = a->c, .w = a->w, .tok = a->tok, .rng = a->rng };
+    b->app.logits = xcalloc(a->c->V, sizeof(float));
+}
+
+static void batch_close(Batch *b) {
+    request_end(b);
+    arrfree(b->app.turn);
+    session_close(b->app.s);
+    options_free(b->app.o);
+    free(b->app.method);
+    free(b->app.logits);
+    free(b->making);
+}
+
+// Reads a line of --batch into *line (malloc'd, *room bytes), with its newline. Returns its bytes; -1 at
+// the end of the file; MOST_REQUEST + 1 when it has more, and then the rest is still to be read.
+static ssize_t batch_read(FILE *in, char **line, size_t *room) {
+    size_t n = 0;
+    int c = 0;
+    while (c != '\n' && n <= MOST_REQUEST && (c = getc(in)) != EOF) {
+        if (n == *room) {
+            *room = 2 * *room + 4096;
+            *line = xrealloc(*line, *room);
+        }
+        (*line)[n++] = (char)c;
+    }
+    return n ? (ssize_t)n : -1;
+}
+
+// A line that is too long: answered at once, because its end may be far away, and then passed over.
+static void batch_pass(FILE *in, long number, FILE *f) {
+    int c;
+    fprintf(f, "{\"error\":\"more than %d MiB, the most that a line may have\",\"line\":%ld}\n", MOST_REQUEST >> 20,
+            number);
+    fflush(f);
+    do c = getc(in);
+    while (c != EOF && c != '\n');
+}
+
+// --batch: answers every line that is not blank. Returns 0, or 1 when a line had an error.
+static int batch(App *a) {
+    const char *path = opt_str(a->o, "batch");
+    FILE *in = strcmp(path, "-") ? fopen(path, "rb") : stdin;
+    char *line = NULL;
+    size_t room = 0;
+    ssize_t n;
+    long number = 0, requests = 0, failed = 0;
+    Batch b;
+    if (!in) die(EXIT_USAGE, "--batch %s: %s", path, strerror(errno));
+    batch_open(&b, a);
+    while ((n = batch_read(in, &line, &room)) >= 0) {
+        number++;
+        if (n > MOST_REQUEST && line[n - 1] != '\n') {
+            batch_pass(in, number, stdout);
+            requests++;
+            failed++;
+            continue;
+        }
+        if (is_blank(line, line + n)) continue;
+        requests++;
+        failed += batch_line(&b, line, (size_t)n, number, stdout) != 0;
+    }
+    if (ferror(in)) die(EXIT_RUN, "--batch %s: %s", path, strerror(errno));
+    if (in != stdin) fclose(in);
+    if (failed && !quiet) warn("--batch: %ld of %ld requests had an error", failed, requests);
+    free(line);
+    batch_close(&b);
+    return failed ? EXIT_RUN : 0;
+}
+
+// ---- running
+// The text of -p or -f, malloc'd. NULL: neither is given.
+static char *prompt_text(const App *a) {
+    char err[256];
+    size_t n;
+    const char *file = opt_str(a->o, "file");
+    if (opt_given(a->o, "prompt")) return copy_text(opt_str(a->o, "prompt"));
+    if (!*file) return NULL;
+    char *text = read_plain_text(strcmp(file, "-") ? file : "/dev/stdin", &n, err);
+    if (!text) die(EXIT_USAGE, "-f %s", err);
+    return text;
+}
+
+// -p, -f: one reply, of at most 256 tokens unless -n says otherwise. With --json the text itself is
+// not printed: the object has it under "text".
+static int answer_prompt(App *a, const char *text) {
+    char err[256];
+    session_begin(a);
+    pending_tell(a, NULL, 0);
+    if (opt_int(a->o, "n-predict") < 0) options_set(a->o, "n-predict", "256", err);
+    if (!arrlen(a->turn) && !*text) die(EXIT_USAGE, "the prompt is empty");
+    char *reply = NULL;
+    size_t n;
+    FILE *out = opt_int(a->o, "json") ? memory_stream(&reply, &n) : stdout;
+    int bad = chat_turn(a, text, out);
+    if (out != stdout) memory_stream_close(out);
+    if (bad) {
+        free(reply);
+        return EXIT_RUN;
+    }
+    if (reply) {
+        if (*reply) reply[strlen(reply) - 1] = 0;             // chat_reply's newline is not the model's
+        a->reply = reply;
+        print_json(a, stdout);
+        a->reply = NULL;
+        free(reply);
+    }
+    if (opt_int(a->o, "stats")) print_stats(a, stderr);
+    session_end(a);
+    return 0;
+}
+
+// The modes that need a session. text: the prompt, or NULL.
+static int run_mode(App *a, const char *text) {
+    if (*opt_str(a->o, "ids")) return run_ids(a);
+    if (*opt_str(a->o, "batch")) return batch(a);
+    if (evaluates(a->o)) return evaluate(a, report_write);
+    if (*opt_str(a->o, "report")) return report(a, opt_str(a->o, "report"));
+    if (opt_int(a->o, "demo")) return demo(a);
+    if (text) return answer_prompt(a, text);
+    return chat(a);
+}
+
+// --plan. A session on the CPU is asked, which has opened its parts and holds no rows; its weights
+// are shapes. Returns the exit code.
+static int plan_run(App *a) {
+    const char *method = opt_str(a->o, "method"), *text = opt_str(a->o, "device-memory");
+    char err[512];
+    double memory = bytes_of_text(text);
+    if (*text && !memory) die(EXIT_USAGE, "--device-memory: expected bytes, like 141G, found %s", text);
+    options_set(a->o, "device", "cpu", err);
+    if (*opt_str(a->o, "synthetic")) a->c->dtype = DT_BF16;
+    a->w = weights_planned(a->c);
+    Session *s = session_open(a->c, a->w, a->o, method);
+    s->batch = batch_rows(a->o, a->c->as_q8 ? "cpu" : "cuda");
+    int rc = plan_print(s, method, memory, stdout);
+    session_close(s);
+    return rc;
+}
+
+// Opens what the mode needs, step by step, and runs it. Returns the exit code.
+static int run_app(App *a, const char *text) {
+    Options *o = a->o;
+    if (opt_int(o, "dump-tokens") && !quiet) say_without_effect(o);
+    if (opt_int(o, "dump-tokens")) return dump_tokens(a, text);
+    // Tokenizer and template before the weights: reading those may take minutes.
+    open_config(a);
+    if (opt_int(o, "verbose")) print_values(o);
+    if (opt_int(o, "plan")) return plan_run(a);
+    if (!opt_int(o, "inspect")) open_tokenizer(a, !*opt_str(o, "ids"));
+    open_weights(a);
+    choose_device(a);
+    if (opt_int(o, "inspect")) {
+        inspect(a->c, a->w, stdout);
+        print_memory(a, stdout);
+        return 0;
+    }
+    if (opt_int(o, "verbose")) print_memory(a, stderr);
+    if (*opt_str(o, "calibrate")) return calibrate(a->c, a->w, a->tok, o);
+    open_session(a);
+    trace_open(a);
+    int rc = run_mode(a, text);
+    trace_close(a, rc == 0);
+    return rc;
+}
+
+// Everything behind the options that only print something.
+static int run_options(App *a) {
+    Options *o = a->o;
+    if (*opt_str(o, "eval-merge")) {
+        if (!quiet) say_without_effect(o);
+        return eval_merge(a);
+    }
+    check_device(o);
+    find_models(o);
+    if (opt_int(o, "bench")) return bench(o);
+    if (*opt_str(o, "report")) report_check(opt_str(o, "report"));     // before hours of evaluation
+    char *text = prompt_text(a);
+    int rc = run_app(a, text);
+    free(text);
+    return rc;
+}
+
+// The program, without the last look at its output. Returns the exit code.
+static int run_program(int argc, char **argv) {
+    if (help_wanted(argc, argv)) return 0;
+    App a = { .o = options_of_program() };
+    int rc = 0;
+    arg_count = argc;
+    args = argv;
+    parse_env(a.o);
+    parse_args(a.o, argc, argv);
+    check_options(a.o);
+    quiet = opt_int(a.o, "quiet");
+    color_mode = opt_choice(a.o, "color", "auto|always|never|on|off");
+    if (color_mode > COLOR_NEVER) color_mode -= 2;          // on and off are always and never
+    bf16_terms = opt_int(a.o, "bf16-terms");
+    progress_hook = progress;
+    if (opt_int(a.o, "version")) printf("kvcomp %s\n", KVCOMP_VERSION);
+    else if (opt_int(a.o, "list-methods")) list_methods();
+    else rc = run_options(&a);
+    app_close(&a);
+    return rc;
+}
+
+// main, for whoever includes this file. Output that could not be written (a full disk) makes a
+// failure of success.
+int kvcomp_main(int argc, char **argv) {
+    watch_signals();
+    int rc = run_program(argc, argv);
+    int lost = fflush(stdout) || ferror(stdout);
+    if (lost && !rc) die(EXIT_RUN, "stdout: not everything could be written (%s)", strerror(errno));
+    return rc;
+}
+
+#ifndef KVCOMP_NO_MAIN
+int main(int argc, char **argv) { return kvcomp_main(argc, argv); }
+#endif

@@ -1,0 +1,4669 @@
+// app/measure.c - what a method costs and saves: evaluation, calibration, benchmark.
+#define _GNU_SOURCE
+#include "measure.h"
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/select.h>
+#include <sys/stat.h>
+#include <termios.h>
+#include <time.h>
+#include <unistd.h>
+#include <stb/stb_ds.h>
+
+// ==================================================================================================== EVALUATION
+// What a method costs in quality, measured through its own compressed cache. There are two kinds of
+// measurement:
+//   Dialogues   --eval TASK plays dialogues with greedy decoding. They are made here from a seed
+//               (needle, multiturn, coref, facts, json, fewshot, summary), or read from --eval-file
+//               (task `file`).
+//   Plain text  --eval ppl and kld cut a text into windows. Half a window is prefilled as one turn,
+//               the other half is decoded token by token. The probability of every next token is
+//               compared with the text (ppl), and with full attention over the same tokens (kld).
+// --compare plays the same items through several methods and --budgets, one row each, so that the
+// differences between rows are paired.
+//
+// Every dialogue is played twice.
+//   Free pass    The method answers, and its own answers are the history of the next turn
+//                (--eval-history gold puts the right ones there instead). Scores, bytes and seconds
+//                come from this pass.
+//   Forced pass  The right replies are fed token by token, to the method and to full attention
+//                alike. NLL, KLD and top-1 agreement come from this pass, over the tokens of scored
+//                replies, so these numbers do not depend on what a method happened to say.
+//
+// Reading order: what an item is, how items are made (a subsection for each task), items from a
+// file, how an item is played, metrics, scores and intervals, tables, the modes, answers on disk.
+
+// ---- what an item is
+// An item is a dialogue with its right answers: a list of turns, some of which are scored.
+
+// The metrics by which a reply can be scored, and their names in a file of dialogues.
+enum {
+    METRIC_F1,                  // F1 of the two bags of words
+    METRIC_CLASS,               // accuracy among the labels of the turn
+    METRIC_ROUGE,               // Rouge-L over words in their order
+    METRIC_ROUGE_LONGBENCH,     // Rouge-L as LongBench's package counts it
+    METRIC_FOUND,               // 1 if the reply holds the answer
+    METRIC_EXACT,               // 1 if the reply is the answer
+    METRIC_F1_ZH,               // F1 of Chinese text: a character counts as a word
+    METRIC_ROUGE_ZH,            // LongBench's Rouge-L, likewise
+    METRIC_NUMBER,              // share of the numbers in the reply that are the answer's
+    METRIC_CODE,                // how alike the first line of code and the right one are
+    METRIC_MATCH_ALL,           // RULER: share of the answers that the reply holds
+    METRIC_MATCH_PART,          // RULER: 1 if the reply holds one of the answers
+    METRICS
+};
+static const char *eval_metrics[METRICS] = {
+    "f1", "accuracy", "rouge", "rouge-longbench", "found", "exact", "f1-zh", "rouge-zh", "number", "code", "match-all",
+    "match-part"
+};
+
+// ---- what a run measures
+
+// ---- item sets and turns
+
+// Frees the lists of a turn; its texts belong to the set.
+static void turn_free_lists(EvalTurn *t) {
+    arrfree(t->span);
+    arrfree(t->answers);
+    arrfree(t->classes);
+    arrfree(t->evidence);
+}
+
+// Frees a set with all its items and texts.
+void eval_set_free(EvalSet *e) {
+    for (int i = 0; i < (int)arrlen(e->item); i++) {
+        EvalItem *it = &e->item[i];
+        for (int j = 0; j < (int)arrlen(it->turn); j++) turn_free_lists(&it->turn[j]);
+        arrfree(it->turn);
+    }
+    arrfree(e->item);
+    strreset(&e->mem);
+    json_free(e->prompts);
+}
+
+// Frees the lists of a row.
+static void score_free(Score *sc) {
+    arrfree(sc->answers);
+    arrfree(sc->each);
+    while (arrlen(sc->said)) free(arrpop(sc->said));
+    arrfree(sc->said);
+}
+
+// The number of scored turns of an item.
+static int scored_turns(const EvalItem *it) {
+    int n = 0;
+    for (int j = 0; j < (int)arrlen(it->turn); j++) n += it->turn[j].answers != NULL;
+    return n;
+}
+
+// A copy of n bytes of text that lives as long as the set. An empty stb_ds array is NULL, so with
+// n 0 the text may be NULL.
+static char *set_text(EvalSet *e, const char *text, size_t n) {
+    char *s = copy_bytes(text, n);
+    char *kept = stralloc(&e->mem, s);
+    free(s);
+    return kept;
+}
+
+// A printed text that lives as long as the set.
+KV_PRINTF(2, 3) static char *set_printf(EvalSet *e, const char *fmt, ...) {
+    char *s = NULL;
+    va_list ap;
+    va_start(ap, fmt);
+    if (vasprintf(&s, fmt, ap) < 0)
+        die(EXIT_MEMORY, "out of memory: a sentence of the evaluation");
+    va_end(ap);
+    char *kept = stralloc(&e->mem, s);
+    free(s);
+    return kept;
+}
+
+// A scored turn, from a reply that has its answer in braces: "The code is {4821}." The reply
+// without the braces becomes t.reply, and the bytes that were inside them become t.span. Several
+// pairs of braces make one answer, with blanks between its parts.
+static EvalTurn gold_turn(EvalSet *e, const char *user, const char *reply) {
+    EvalTurn t = { .user = (char *)user, .position = -1, .depth = -1 };
+    char *text = NULL, *answer = NULL;
+    for (const char *p = reply; *p; p++) {
+        if (*p == '{' && arrlen(answer)) arrput(answer, ' ');
+        if (*p == '{' || *p == '}') {
+            arrput(t.span, (int)arrlen(text));
+            continue;
+        }
+        arrput(text, *p);
+        if (arrlen(t.span) % 2) arrput(answer, *p);     // between { and }
+    }
+    t.reply = set_text(e, text, (size_t)arrlen(text));
+    arrput(t.answers, set_text(e, answer, (size_t)arrlen(answer)));
+    arrfree(text);
+    arrfree(answer);
+    return t;
+}
+
+// A turn that is not scored.
+static EvalTurn plain_turn(const char *user, const char *reply) {
+    return (EvalTurn){ .user = (char *)user, .reply = (char *)reply, .position = -1, .depth = -1 };
+}
+
+// A copy of a list (stb_ds); the texts are shared.
+static char **list_copy(char **list) {
+    char **c = NULL;
+    for (int i = 0; i < (int)arrlen(list); i++) arrput(c, list[i]);
+    return c;
+}
+
+// A copy of a turn with lists of its own; the texts are shared.
+static EvalTurn turn_copy(const EvalTurn *t) {
+    EvalTurn c = *t;
+    c.span = NULL;
+    for (int i = 0; i < (int)arrlen(t->span); i++) arrput(c.span, t->span[i]);
+    c.answers = list_copy(t->answers);
+    c.classes = list_copy(t->classes);
+    c.evidence = list_copy(t->evidence);
+    return c;
+}
+
+// ---- how items are made: the words
+// The sentences are those that models/data_gen.py teaches the shipped model; any model can read
+// them. The values are that file's held-out words and numbers (a held-out number has a digit sum
+// that is a multiple of 8). A text is a list of lines: the facts, near misses (the same sentence
+// about something else) and filler, --eval-length tokens in all.
+//
+// An item is made from the seed, its task, its length and its number alone, so more items never
+// change the first ones.
+//
+// LoopServe's benchmark ends every message with the same cue, wherever the query stands. Here the
+// opening of the reply, which the chat template writes, is that cue.
+static const char eval_names[] =
+    "Max Hugo Peter Frank Noah Yara George Omar Amir Ida Ruth Chris Kevin Toby Dennis Lars Tara Ravi "
+    "Ahmed Jim";
+static const char eval_cities[] =
+    "Madrid Delhi Munich Bern Istanbul Denver Nairobi Cologne Bristol Hanoi";
+static const char eval_animals[] = "cat goose tiger shark otter camel bat";
+static const char eval_colours[] =
+    "red blue green yellow black white orange purple pink brown grey silver golden violet turquoise "
+    "crimson";
+static const char eval_things[] =
+    "box bag door key book chest drawer car boat tent lamp chair table bottle cup coat hat shoe ring "
+    "clock phone letter map coin bell basket jar safe locker suitcase bike kite drum ball pen knife "
+    "rope mirror camera wallet";
+static const char eval_rooms[] =
+    "kitchen garden cellar attic garage bedroom bathroom hall office library barn shed tower cave";
+static const char eval_adjs[] =
+    "old new small big red blue green quiet long short dark bright cold warm soft heavy round strange "
+    "pretty clean dusty wooden broken empty narrow wide tall deep slow quick gentle busy lazy happy "
+    "tired clever";
+static const char eval_nouns[] =
+    "house garden river road tree bridge hill field market street window wall table room village "
+    "forest lake mountain boat train station school church shop park cloud wind rain sun moon star "
+    "stone leaf flower bird farm mill gate path fence";
+static const char eval_beasts[] =
+    "fox owl bear wolf mouse cat dog rabbit horse cow sheep goat duck goose hen frog turtle snail bee "
+    "ant lion tiger elephant monkey";
+static const char eval_foods[] = "pizza pasta soup bread cheese rice salad cake chocolate apples";
+static const char eval_jobs[] = "teacher doctor nurse baker farmer painter singer writer driver pilot";
+static const char eval_days[] = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday";
+static const char eval_labels[] = "zip zap foo bar left right one two";
+static const char eval_syllables[] =
+    "ba be bo da do fi ga go ka ki ko la le li lo ma mi mo na ne ni no pa pi ra ri ro sa se si so ta "
+    "te ti to va ve vi vo za zo bra dre kli sto tru";
+
+// $n, $m stand for nouns, $a, $b for adjectives, $x for an animal, $d for a day.
+static const char *const filler_forms[] = {
+    "The $n was $a and $b.",
+    "There is a $n near the $m.",
+    "A $a $n stood behind the $m.",
+    "On $d the $n looked $a.",
+    "The $x walked along the $a $n.",
+    "We saw a $a $x by the $n.",
+    "The $n is $a in the morning.",
+    "People say that the $n was once $a.",
+    "It rained on the $n all day.",
+    "The wind moved the $n and the $m.",
+    "Nobody knew why the $n was so $a.",
+    "A $x slept under the $m.",
+    "The $a $n leads to the $b $m.",
+    "Every $d the $m is $b.",
+    "The sun shone on the $n.",
+    "It was a $a day in the $m.",
+    "They painted the $n and cleaned the $m.",
+    "The $m was full of people.",
+    "From the $n you can see the $m.",
+    "Some like the $n, others like the $m.",
+};
+
+// ---- how items are made: drawing
+// C leaves the order in which the arguments of a call are evaluated to the compiler. The texts must
+// not depend on it, so no call here has two arguments that draw.
+
+// What a generator works with.
+typedef struct {
+    const Tokenizer *tok;
+    EvalSet *set;           // where the items go
+    const char *task;
+    int number;             // of the item in its task; it chooses the kind and the depth
+    int text;               // number of the text in the run
+    int length;             // tokens wanted
+    int metric;             // METRIC_* of the task
+    uint64_t rng;
+    char **used;            // stb_ds: words drawn in this item
+} Gen;
+
+// A whole number in [0,n).
+static int gen_int(Gen *g, int n) {
+    return (int)(splitmix64(&g->rng) % (uint64_t)n);
+}
+
+// The depth in per cent that an item of this number has: 0, 30, 60, 90, 10, 40, ...
+static int gen_depth(const Gen *g) {
+    return 30 * g->number % 110;
+}
+
+// The tokens of a text. Ends the program if the tokenizer makes none of a text that is not empty:
+// no text would ever be long enough.
+static int gen_tokens(const Gen *g, const char *text) {
+    int *ids = tokenizer_encode(g->tok, text, strlen(text), 0, NULL), n = (int)arrlen(ids);
+    arrfree(ids);
+    if (!n && *text) die(EXIT_USAGE, "--eval: the tokenizer makes nothing of \"%.60s\"", text);
+    return n;
+}
+
+// The index of w among the words (stb_ds), or -1.
+static int word_in(char **words, const char *w) {
+    for (int i = 0; i < (int)arrlen(words); i++) {
+        if (!strcmp(words[i], w)) return i;
+    }
+    return -1;
+}
+
+// One of the words of a list, which are separated by single blanks.
+static char *gen_word(Gen *g, const char *list) {
+    int n = 1;
+    for (const char *p = list; *p; p++) n += *p == ' ';
+    for (int k = gen_int(g, n); k; k--) list = strchr(list, ' ') + 1;
+    return set_text(g->set, list, strcspn(list, " "));
+}
+
+// An invented word of n syllables.
+static char *gen_syllables(Gen *g, int n) {
+    char text[32] = "";
+    for (int i = 0; i < n; i++) strncat(text, gen_word(g, eval_syllables), 4);
+    return set_text(g->set, text, strlen(text));
+}
+
+// A number whose digit sum is a multiple of 8. Half of the draws are brought to four digits, so
+// most numbers have four; the other half has three to five.
+static char *gen_code(Gen *g) {
+    for (;;) {
+        int n = 100 + gen_int(g, 99900), sum = 0;
+        if (gen_int(g, 2)) n = n % 9000 + 1000;
+        for (int x = n; x; x /= 10) sum += x % 10;
+        if (sum % 8 == 0) return set_printf(g->set, "%d", n);
+    }
+}
+
+// A person's name: seven times of ten one of the list, otherwise two or three syllables.
+static char *gen_name(Gen *g) {
+    if (gen_int(g, 10) < 7) return gen_word(g, eval_names);
+    char *name = gen_syllables(g, 2 + gen_int(g, 2));
+    *name = (char)toupper((unsigned char)*name);
+    return name;
+}
+
+// A colour and a thing: "red box".
+static char *gen_thing(Gen *g) {
+    char *colour = gen_word(g, eval_colours);
+    return set_printf(g->set, "%s %s", colour, gen_word(g, eval_things));
+}
+
+// The kinds of values.
+enum { A_NAME, A_KEY, A_CODE, A_THING, A_CITY, A_ANIMAL, A_ROOM, AN_AGE };
+
+// A value of a kind.
+static char *gen_value(Gen *g, int what) {
+    switch (what) {
+    case A_NAME:   return gen_name(g);
+    case A_KEY:    return gen_syllables(g, 3);
+    case A_CODE:   return gen_code(g);
+    case A_THING:  return gen_thing(g);
+    case A_CITY:   return gen_word(g, eval_cities);
+    case A_ANIMAL: return gen_word(g, eval_animals);
+    case A_ROOM:   return gen_word(g, eval_rooms);
+    default:       return set_printf(g->set, "%d", 8 + gen_int(g, 87));      // AN_AGE
+    }
+}
+
+// A word of a list or, with list NULL, a value of a kind, that this item does not have yet. After
+// 200 more draws the last one is taken all the same: a short list may be used up.
+static char *gen_unused(Gen *g, const char *list, int what) {
+    char *v = NULL;
+    for (int tries = 0; tries <= 200; tries++) {
+        v = list ? gen_word(g, list) : gen_value(g, what);
+        if (word_in(g->used, v) < 0) break;
+    }
+    arrput(g->used, v);
+    return v;
+}
+
+// A value of a kind that this item does not have yet.
+static char *gen_fresh(Gen *g, int what) {
+    return gen_unused(g, NULL, what);
+}
+
+// A word of a list that this item does not have yet.
+static char *gen_fresh_word(Gen *g, const char *list) {
+    return gen_unused(g, list, 0);
+}
+
+// For "red box": another thing of that colour, or the same thing in another colour, new in this
+// item.
+static char *near_miss(Gen *g, const char *thing) {
+    int blank = (int)strcspn(thing, " ");
+    for (;;) {
+        char *v;
+        if (gen_int(g, 2)) v = set_printf(g->set, "%.*s %s", blank, thing, gen_word(g, eval_things));
+        else v = set_printf(g->set, "%s%s", gen_word(g, eval_colours), thing + blank);
+        if (word_in(g->used, v) >= 0) continue;
+        arrput(g->used, v);
+        return v;
+    }
+}
+
+// ---- how items are made: texts
+
+// The words that may stand for $kind in a filler form.
+static const char *filler_words(char kind) {
+    switch (kind) {
+    case 'n':
+    case 'm': return eval_nouns;
+    case 'x': return eval_beasts;
+    case 'd': return eval_days;
+    default:  return eval_adjs;
+    }
+}
+
+// A sentence that says nothing of interest.
+static char *filler_line(Gen *g) {
+    const char *form = filler_forms[gen_int(g, sizeof filler_forms / sizeof *filler_forms)];
+    char *text = NULL;
+    for (const char *p = form; *p; p++) {
+        if (*p != '$') {
+            arrput(text, *p);
+            continue;
+        }
+        p++;
+        const char *w = gen_word(g, filler_words(*p));
+        bytes_put(&text, w, strlen(w));
+    }
+    char *line = set_text(g->set, text, (size_t)arrlen(text));
+    arrfree(text);
+    return line;
+}
+
+// Orders ints, for qsort.
+static int int_order(const void *a, const void *b) {
+    int x = *(const int *)a, y = *(const int *)b;
+    return (x > y) - (x < y);
+}
+
+// About `tokens` tokens of lines (stb_ds): filler with the keys in it, in their order, at places
+// that are drawn. With a depth >= 0, keys[0] stands at that share of the lines (in per cent)
+// instead.
+static char **document(Gen *g, int tokens, char **keys, int depth) {
+    char **lines = NULL;
+    int *at = NULL, n = (int)arrlen(keys);
+    int first = depth >= 0;                             // the first key whose place is drawn
+
+    for (int i = 0; i < n; i++) tokens -= gen_tokens(g, set_printf(g->set, " %s", keys[i]));
+    while (tokens > 4) {
+        arrput(lines, filler_line(g));
+        tokens -= gen_tokens(g, set_printf(g->set, " %s", arrlast(lines)));
+    }
+
+    // Insert from the last place to the first, so that the places before stay right.
+    for (int i = first; i < n; i++) arrput(at, gen_int(g, (int)arrlen(lines) + 1));
+    if (at) qsort(at, (size_t)arrlen(at), sizeof *at, int_order);
+    for (int i = (int)arrlen(at) - 1; i >= 0; i--) {
+        int k = at[i];
+        arrins(lines, k, keys[i + first]);
+    }
+    if (depth >= 0) {
+        int own = (int)arrlen(lines) * depth / 100;
+        arrins(lines, own, keys[0]);
+    }
+    arrfree(at);
+    return lines;
+}
+
+// Appends a part to a text (stb_ds of bytes), behind a separator unless it is the first.
+void put_part(char **text, const char *sep, const char *part) {
+    if (arrlen(*text)) bytes_put(text, sep, strlen(sep));
+    bytes_put(text, part, strlen(part));
+}
+
+// One message: the query before (position 0), amid (1) or behind (2) the lines. With query NULL it
+// is the lines alone.
+static char *message(EvalSet *e, char **lines, const char *sep, const char *query, int position) {
+    char *text = NULL;
+    int n = (int)arrlen(lines), at = n;
+    if (position == 0) at = 0;
+    if (position == 1) at = n / 2;
+    for (int i = 0; i <= n; i++) {
+        if (query && i == at) put_part(&text, sep, query);
+        if (i < n) put_part(&text, sep, lines[i]);
+    }
+    char *kept = set_text(e, text, (size_t)arrlen(text));
+    arrfree(text);
+    return kept;
+}
+
+// The lines as one message without a query.
+static char *joined(EvalSet *e, char **lines, const char *sep) {
+    return message(e, lines, sep, NULL, 2);
+}
+
+// ---- how items are made: versions of a dialogue
+
+// A turn before its query is placed.
+typedef struct {
+    char **lines;           // stb_ds: the text to read; NULL: the turn is taken as it is
+    const char *sep;        // between the lines
+    EvalTurn turn;          // its `user` is the question about the lines
+} Passage;
+
+// A dialogue comes in up to four versions of the same texts.
+enum {
+    BEFORE_TEXT,            // the query stands before its text
+    AMID_TEXT,
+    BEHIND_TEXT,
+    OWN_TURN,               // the query is a turn of its own behind its text
+    VERSIONS
+};
+
+// Appends a passage to the dialogue *p (stb_ds). The passage owns the lines.
+static void add_passage(Passage **p, char **lines, const char *sep, EvalTurn turn) {
+    arrput(*p, ((Passage){ lines, sep, turn }));
+}
+
+// Appends a turn without a text to read.
+static void add_turn(Passage **p, EvalTurn turn) {
+    add_passage(p, NULL, NULL, turn);
+}
+
+// Adds the versions from..to-1 of a dialogue to the set, one item each, and frees the passages.
+static void add_versions(Gen *g, Passage *p, int from, int to) {
+    for (int v = from; v < to; v++) {
+        EvalItem it = { .task = g->task, .number = g->text, .length = g->length, .metric = g->metric };
+        for (int i = 0; i < (int)arrlen(p); i++) {
+            EvalTurn t = turn_copy(&p[i].turn);
+            if (p[i].lines && v == OWN_TURN) {
+                char *text = joined(g->set, p[i].lines, p[i].sep);
+                arrput(it.turn, plain_turn(text, "I have read it."));
+            } else if (p[i].lines) {
+                t.user = message(g->set, p[i].lines, p[i].sep, t.user, v);
+                t.position = v;
+            }
+            arrput(it.turn, t);
+        }
+        arrput(g->set->item, it);
+    }
+    for (int i = 0; i < (int)arrlen(p); i++) {
+        arrfree(p[i].lines);
+        turn_free_lists(&p[i].turn);
+    }
+    arrfree(p);
+}
+
+// ---- how items are made: facts
+
+// A kind of fact: the sentence that tells it, the question, and the reply. Each is a printf form:
+// `say` and `reply` of who and what, `ask` of who.
+typedef struct {
+    const char *say, *ask, *reply;
+    int value;              // the kind of the value: A_CODE, ...
+} Fact;
+
+static const Fact thing_facts[] = {
+    { "The secret code of the %s is %s.", "What is the secret code of the %s?",
+      "The secret code of the %s is {%s}.", A_CODE },
+    { "The number of the %s is %s.", "What is the number of the %s?",
+      "The number of the %s is {%s}.", A_CODE },
+    { "The %s costs %s coins.", "How much does the %s cost?", "The %s costs {%s} coins.", A_CODE },
+    { "The %s is in the %s.", "Where is the %s?", "The %s is in the {%s}.", A_ROOM },
+};
+
+static const Fact people_facts[] = {
+    { "%s lives in %s.", "Where does %s live?", "You said that %s lives in {%s}.", A_CITY },
+    { "%s is %s years old.", "How old is %s?", "You said that %s is {%s} years old.", AN_AGE },
+    { "%s saw a %s.", "What did %s see?", "You said that %s saw a {%s}.", A_ANIMAL },
+    { "%s's number is %s.", "What is %s's number?", "You said that %s's number is {%s}.", A_CODE },
+};
+
+// Appends the sentence of a fact with a new value to *lines and returns the question about it.
+static EvalTurn tell_fact(Gen *g, const Fact *f, const char *who, char ***lines) {
+    char *what = gen_fresh(g, f->value);
+    char *ask = set_printf(g->set, f->ask, who);
+    EvalTurn t = gold_turn(g->set, ask, set_printf(g->set, f->reply, who, what));
+    arrput(*lines, set_printf(g->set, f->say, who, what));
+    arrput(t.evidence, arrlast(*lines));
+    return t;
+}
+
+// Appends the sentence of a fact with a new value that nobody asks for.
+static void tell_only(Gen *g, const Fact *f, const char *who, char ***lines) {
+    arrput(*lines, set_printf(g->set, f->say, who, gen_fresh(g, f->value)));
+}
+
+// Tells three numbers of one thing in *lines[0], *lines[1] and *lines[2], which may be one list,
+// and one number of a near miss in one of them. Returns the question about the three.
+static EvalTurn tell_values(Gen *g, char ***lines[3]) {
+    const char *t = gen_fresh(g, A_THING), *v[3];
+    for (int i = 0; i < 3; i++) v[i] = gen_fresh(g, A_CODE);
+    char *ask = set_printf(g->set, "What are the numbers of the %s?", t);
+    char *reply = set_printf(g->set, "The numbers of the %s are {%s}, {%s}, {%s}.", t, v[0], v[1], v[2]);
+    EvalTurn q = gold_turn(g->set, ask, reply);
+    for (int i = 0; i < 3; i++) {
+        arrput(q.evidence, set_printf(g->set, "A number of the %s is %s.", t, v[i]));
+        arrput(*lines[i], arrlast(q.evidence));
+    }
+    char ***other = lines[gen_int(g, 3)], *near = near_miss(g, t);
+    arrput(*other, set_printf(g->set, "A number of the %s is %s.", near, gen_fresh(g, A_CODE)));
+    return q;
+}
+
+// ---- task needle
+// Facts about things stand somewhere in filler. The item's number chooses one of four kinds:
+//   0  one needle
+//   1  six needles, asked for one and, in the next turn, for another
+//   2  three numbers of one thing
+//   3  four needles, two of them asked for in one question
+// The first fact that is asked for stands at the item's depth (not for kind 2).
+
+// One message with two questions and one reply with both answers. Frees the lists of both turns.
+static EvalTurn ask_both(Gen *g, EvalTurn *a, EvalTurn *b) {
+    EvalTurn t = turn_copy(a);
+    int shift = (int)strlen(a->reply) + 1;
+    t.user = set_printf(g->set, "%s %s", a->user, b->user);
+    t.reply = set_printf(g->set, "%s %s", a->reply, b->reply);
+    t.answers[0] = set_printf(g->set, "%s %s", a->answers[0], b->answers[0]);
+    for (int i = 0; i < (int)arrlen(b->span); i++) arrput(t.span, b->span[i] + shift);
+    for (int i = 0; i < (int)arrlen(b->evidence); i++) arrput(t.evidence, b->evidence[i]);
+    turn_free_lists(a);
+    turn_free_lists(b);
+    return t;
+}
+
+// Makes a needle item in all four versions.
+static void gen_needle(Gen *g) {
+    static const int needles[4] = { 1, 6, 4, 4 };
+    int kind = g->number % 4, n = needles[kind], depth = kind == 2 ? -1 : gen_depth(g);
+    const Fact *f = &thing_facts[gen_int(g, 4)];
+    char **keys = NULL;
+    Passage *p = NULL;
+    EvalTurn q, second = { 0 };
+    if (kind == 2) {
+        q = tell_values(g, (char ***[3]){ &keys, &keys, &keys });
+    } else {
+        char *thing = gen_fresh(g, A_THING);
+        q = tell_fact(g, f, thing, &keys);
+        if (n > 1) second = tell_fact(g, f, near_miss(g, thing), &keys);
+        for (int i = 2; i < n; i++) tell_only(g, f, gen_fresh(g, A_THING), &keys);
+    }
+    if (kind == 3) q = ask_both(g, &q, &second);
+    q.depth = depth;
+    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
+    if (kind == 1) add_turn(&p, second);
+    arrfree(keys);
+    add_versions(g, p, BEFORE_TEXT, VERSIONS);
+}
+
+// ---- task multiturn
+// Three messages to read, each with a question for which 1 to j of the first j messages are needed.
+// Between them, a list of twelve names comes in two parts. At the end, in turns of their own, two
+// questions follow: where the thing is that moved in every message, and what the whole list is.
+
+// Tells a chain of two steps, who is with whom (in *works) and where that person lives (in *lives),
+// and then another chain like it. Returns the question about the first.
+static EvalTurn tell_chain(Gen *g, char ***works, char ***lives) {
+    static const char *verbs[][2] = {
+        { "works with", "Where does the person live who %s works with?" },
+        { "is married to", "Where does the person live who %s is married to?" },
+        { "is a friend of", "Where does the friend of %s live?" },
+    };
+    const char **verb = verbs[gen_int(g, 3)];
+    EvalTurn q = { 0 };
+    for (int i = 0; i < 2; i++) {
+        char *a = gen_fresh(g, A_NAME), *b = gen_fresh(g, A_NAME), *city = gen_fresh(g, A_CITY);
+        arrput(*works, set_printf(g->set, "%s %s %s.", a, verb[0], b));
+        arrput(*lives, set_printf(g->set, "%s lives in %s.", b, city));
+        if (i) break;
+        char *ask = set_printf(g->set, verb[1], a);
+        q = gold_turn(g->set, ask, set_printf(g->set, "You said that %s %s %s, and %s lives in {%s}.",
+                                              a, verb[0], b, b, city));
+        arrput(q.evidence, arrlast(*works));
+        arrput(q.evidence, arrlast(*lives));
+    }
+    return q;
+}
+
+// A question of `hops` steps (at most j+1) whose facts are told in as many different messages of
+// keys[0..j], each with a near miss beside it, as in LoopServe's benchmark.
+//   One hop     a fact about a thing
+//   Two hops    who is with whom, and where that person lives
+//   Three hops  three numbers of one thing
+static EvalTurn tell_hops(Gen *g, char **keys[], int j, int hops) {
+    int at[3] = { 0, 1, 2 };                            // the messages: the first steps of a shuffle
+    for (int i = 0; i < hops && i < j + 1; i++) {
+        int k = i + gen_int(g, j + 1 - i), x = at[i];
+        at[i] = at[k];
+        at[k] = x;
+    }
+    if (hops == 3) return tell_values(g, (char ***[3]){ &keys[at[0]], &keys[at[1]], &keys[at[2]] });
+    if (hops == 2) return tell_chain(g, &keys[at[0]], &keys[at[1]]);
+
+    const Fact *f = &thing_facts[gen_int(g, 3)];
+    char *thing = gen_fresh(g, A_THING);
+    EvalTurn q = tell_fact(g, f, thing, &keys[at[0]]);
+    tell_only(g, f, near_miss(g, thing), &keys[at[0]]);
+    return q;
+}
+
+// Tells where a thing is: keys[0] says it, keys[1] and keys[2] change it, and the last one is
+// right. Another thing moves as well.
+static EvalTurn tell_moves(Gen *g, char **keys[3]) {
+    char *thing = gen_fresh(g, A_THING), *other = near_miss(g, thing), *room = NULL, *last = NULL;
+    for (int i = 0; i < 3; i++) {
+        const char *form = i ? "I moved the %s to the %s." : "The %s is in the %s.";
+        int turn_of_thing = gen_int(g, 2);
+        for (int k = 0; k < 2; k++) {
+            char *what = k == turn_of_thing ? thing : other, *where = gen_fresh(g, A_ROOM);
+            arrput(keys[i], set_printf(g->set, form, what, where));
+            if (what != thing) continue;
+            room = where;
+            last = arrlast(keys[i]);
+        }
+    }
+    char *ask = set_printf(g->set, "Where is the %s now?", thing);
+    EvalTurn q = gold_turn(g->set, ask, set_printf(g->set, "The %s is in the {%s}.", thing, room));
+    arrput(q.evidence, last);
+    return q;
+}
+
+// The names [from,to) as a user lists them: "a, b and c".
+static char *listed_names(EvalSet *e, char **names, int from, int to) {
+    char *text = set_printf(e, "%s", names[from]);
+    for (int i = from + 1; i < to; i++)
+        text = set_printf(e, "%s%s%s", text, i == to - 1 ? " and " : ", ", names[i]);
+    return text;
+}
+
+// The names [from,to) as an answer for gold_turn: "{a}, {b}, {c}".
+static char *answered_names(EvalSet *e, char **names, int from, int to) {
+    char *text = set_printf(e, "{%s}", names[from]);
+    for (int i = from + 1; i < to; i++) text = set_printf(e, "%s, {%s}", text, names[i]);
+    return text;
+}
+
+// Makes a multiturn item, with the queries before, amid and behind their texts.
+static void gen_multiturn(Gen *g) {
+    EvalSet *e = g->set;
+    char **keys[3] = { 0 }, **names = NULL;
+    EvalTurn q[3];
+    Passage *p = NULL;
+    for (int j = 0; j < 3; j++) q[j] = tell_hops(g, keys, j, 1 + gen_int(g, j + 1));
+    EvalTurn moved = tell_moves(g, keys);
+    for (int i = 0; i < 12; i++) arrput(names, gen_fresh(g, A_NAME));
+    char *half[2] = {
+        set_printf(e, "My guest list: %s.", listed_names(e, names, 0, 6)),
+        set_printf(e, "Add %s.", listed_names(e, names, 6, 12)),
+    };
+
+    // The three messages, with the halves of the list between them
+    int room = g->length - gen_tokens(g, half[0]) - gen_tokens(g, half[1])
+             - 2 * gen_tokens(g, moved.user);
+    for (int j = 0; j < 3; j++) {
+        add_passage(&p, document(g, room / 3 - gen_tokens(g, q[j].user), keys[j], -1), " ", q[j]);
+        if (j < 2) add_turn(&p, plain_turn(half[j], "Okay."));
+        arrfree(keys[j]);
+    }
+
+    // The two last questions
+    char *all = answered_names(e, names, 0, 12);
+    EvalTurn list = gold_turn(e, "What is on my guest list?", set_printf(e, "Your guest list: %s.", all));
+    for (int i = 0; i < 2; i++) arrput(list.evidence, half[i]);
+    add_turn(&p, moved);
+    add_turn(&p, list);
+    arrfree(names);
+    add_versions(g, p, BEFORE_TEXT, OWN_TURN);
+}
+
+// ---- task coref
+// Somebody is named once. Two facts follow with a pronoun alone, with messages about nothing
+// between them. Facts of the same kinds about somebody else came before. Both facts are asked for.
+
+// Adds at most eight messages of about 100 tokens that no question is about, `tokens` in all.
+static void add_filler_turns(Gen *g, Passage **p, int tokens) {
+    int n = tokens < 150 ? 1 : min_int(tokens / 100, 8);
+    for (int i = 0; i < n; i++) {
+        char **lines = document(g, tokens / n, NULL, -1);
+        add_turn(p, plain_turn(joined(g->set, lines, " "), "I see."));
+        arrfree(lines);
+    }
+}
+
+// Draws two different ones of the four kinds of facts about people.
+static void gen_two_kinds(Gen *g, const Fact *kinds[2]) {
+    int first = gen_int(g, 4), second = (first + 1 + gen_int(g, 3)) % 4;
+    kinds[0] = &people_facts[first];
+    kinds[1] = &people_facts[second];
+}
+
+// Makes a coref item, with the questions in turns of their own.
+static void gen_coref(Gen *g) {
+    Passage *p = NULL;
+    char *name = gen_fresh(g, A_NAME), *other = gen_fresh(g, A_NAME), **lines = NULL;
+    int female = gen_int(g, 2);
+    const Fact *kinds[2];
+    EvalTurn q[2];
+    gen_two_kinds(g, kinds);
+
+    // Two facts about somebody else, then the name
+    for (int i = 0; i < 2; i++) tell_only(g, kinds[i], other, &lines);
+    int room = g->length - 7 * gen_tokens(g, lines[0]); // four facts, the name and two questions are
+                                                        // about as long as seven facts
+    for (int i = 0; i < 2; i++) add_turn(&p, plain_turn(lines[i], "Okay."));
+    char *met = set_printf(g->set, "I have a friend called %s.", name);
+    add_turn(&p, plain_turn(met, "Okay."));
+
+    // The two facts, told with a pronoun: "She lives in ...", "Her number is ..."
+    for (int i = 0; i < 2; i++) {
+        int owns = kinds[i] == &people_facts[3];
+        const char *form = owns ? "%s number is %s." : kinds[i]->say, *pronoun;
+        if (owns) pronoun = female ? "Her" : "His";
+        else pronoun = female ? "She" : "He";
+        add_filler_turns(g, &p, room / 3);
+        q[i] = tell_fact(g, kinds[i], name, &lines);
+        q[i].evidence[0] = set_printf(g->set, form, pronoun, q[i].answers[0]);
+        arrput(q[i].evidence, met);
+        add_turn(&p, plain_turn(q[i].evidence[0], "Okay."));
+    }
+    add_filler_turns(g, &p, room / 3);
+    for (int i = 0; i < 2; i++) add_turn(&p, q[i]);
+    arrfree(lines);
+    add_versions(g, p, OWN_TURN, VERSIONS);
+}
+
+// ---- task facts
+// Two facts about each of five people are scattered over four messages with filler. Then two facts
+// are asked for, about two people; the second question comes when the first one has already gone
+// through the cache.
+
+// Makes a facts item, with the questions in turns of their own.
+static void gen_facts(Gen *g) {
+    Passage *p = NULL;
+    const Fact *kinds[2];
+    gen_two_kinds(g, kinds);
+    int a = gen_int(g, 5), b = (a + 1 + gen_int(g, 4)) % 5;
+    int asked[2] = { a, b };                            // who is asked for with each kind
+    char **keys[4] = { 0 };
+    EvalTurn q[2] = { 0 };
+    for (int i = 0; i < 5; i++) {
+        char *name = gen_fresh(g, A_NAME);
+        for (int k = 0; k < 2; k++) {
+            EvalTurn t = tell_fact(g, kinds[k], name, &keys[gen_int(g, 4)]);
+            if (i == asked[k]) q[k] = t;
+            else turn_free_lists(&t);
+        }
+    }
+    for (int j = 0; j < 4; j++) {
+        char **lines = document(g, g->length / 4 - 5, keys[j], -1);     // 5: room for the questions
+        add_turn(&p, plain_turn(joined(g->set, lines, " "), "Okay."));
+        arrfree(lines);
+        arrfree(keys[j]);
+    }
+    for (int k = 0; k < 2; k++) add_turn(&p, q[k]);
+    add_versions(g, p, OWN_TURN, VERSIONS);
+}
+
+// ---- task json
+// Look-up of one key among many that fill the text: by the item's number in two JSON objects, in
+// code or in prose. One other key differs from the one asked for in its last syllable; it is asked
+// for in the next turn.
+enum { FORM_JSON, FORM_CODE, FORM_PROSE, FORMS };
+
+// A key that differs from this one in its last syllable, new in this item.
+static char *similar_key(Gen *g, const char *key) {
+    for (;;) {
+        int kept = (int)strlen(key) - 2;
+        char *near = set_printf(g->set, "%.*s%s", kept, key, gen_word(g, eval_syllables));
+        if (word_in(g->used, near) >= 0) continue;
+        arrput(g->used, near);
+        return near;
+    }
+}
+
+// Appends facts about new keys to *lines until about g->length tokens are full. Room is left for
+// four sentences as long as `sentence`: two more facts and two questions. The steps become ever
+// smaller, since the whole text is counted after each.
+static void fill_with_facts(Gen *g, const Fact *f, char ***lines, const char *sep, const char *sentence) {
+    for (;;) {
+        int left = g->length - 4 * gen_tokens(g, sentence) - gen_tokens(g, joined(g->set, *lines, sep));
+        if (left <= 8) return;
+        for (int i = 0; i <= left / 20; i++) tell_only(g, f, gen_fresh(g, A_KEY), lines);
+    }
+}
+
+// Makes two lines of the list, a JSON object each: the first half of the lines and the second.
+static void lines_to_objects(EvalSet *e, char ***lines) {
+    char **half[2] = { 0 };
+    int n = (int)arrlen(*lines);
+    for (int i = 0; i < n; i++) arrput(half[i >= n / 2], (*lines)[i]);
+    arrsetlen(*lines, 0);
+    for (int i = 0; i < 2; i++) {
+        arrput(*lines, set_printf(e, "{%s}", joined(e, half[i], ", ")));
+        arrfree(half[i]);
+    }
+}
+
+// Makes a json item in all four versions.
+static void gen_json(Gen *g) {
+    static const char *forms[FORMS] = { "\"%s\": %s", "%s = %s", "%s is %s." };
+    static const char *seps[FORMS] = { ", ", "\n", " " };
+    int form = g->number % FORMS, depth = gen_depth(g);
+    char **lines = NULL, *key = gen_fresh(g, A_KEY), *near = similar_key(g, key);
+    Fact f = { forms[form], "What is the value of %s?", "The value of %s is {%s}.", A_CODE };
+    Passage *p = NULL;
+    EvalTurn q = tell_fact(g, &f, key, &lines), second = tell_fact(g, &f, near, &lines);
+    q.depth = depth;
+
+    // All other facts come first; then the second one anywhere, and the first one at its depth.
+    arrsetlen(lines, 0);
+    fill_with_facts(g, &f, &lines, seps[form], q.evidence[0]);
+    int other = gen_int(g, (int)arrlen(lines) + 1);
+    arrins(lines, other, second.evidence[0]);
+    int own = (int)arrlen(lines) * depth / 100;
+    arrins(lines, own, q.evidence[0]);
+
+    if (form == FORM_JSON) lines_to_objects(g->set, &lines);
+    add_passage(&p, lines, form == FORM_PROSE ? " " : "\n", q);
+    add_turn(&p, second);
+    add_versions(g, p, BEFORE_TEXT, VERSIONS);
+}
+
+// ---- task fewshot
+// Three labels that examples alone define, three examples each. The first four examples come in one
+// message behind filler, the rest in the next message, with the word to label. By a draw the labels
+// are the names of the kinds ("animal") or words without a meaning ("zip").
+
+// Puts the n texts into a random order.
+static void gen_shuffle(Gen *g, char **list, int n) {
+    for (int i = n - 1; i > 0; i--) {
+        int k = gen_int(g, i + 1);
+        char *x = list[i];
+        list[i] = list[k];
+        list[k] = x;
+    }
+}
+
+// Makes a fewshot item, with the question in a turn of its own.
+static void gen_fewshot(Gen *g) {
+    static const struct { const char *label, *words; } pools[6] = {
+        { "animal", eval_beasts }, { "food", eval_foods }, { "job", eval_jobs },
+        { "city", eval_cities }, { "colour", eval_colours }, { "thing", eval_things },
+    };
+    char **shots = NULL, **classes = NULL, **part[2] = { 0 };
+    char **lines = document(g, g->length - 50, NULL, -1);   // 50: room for the examples
+    int first = gen_int(g, 6), step = 1 + gen_int(g, 2);    // label k is of pool (first + k step) % 6
+    int named = gen_int(g, 2), right = gen_int(g, 3);       // the labels are names; the right label
+    Passage *p = NULL;
+
+    for (int k = 0; k < 3; k++) {
+        int pool = (first + k * step) % 6;
+        if (named) arrput(classes, set_printf(g->set, "%s", pools[pool].label));
+        else arrput(classes, gen_fresh_word(g, eval_labels));
+        for (int i = 0; i < 3; i++) {
+            char *word = gen_fresh_word(g, pools[pool].words);
+            arrput(shots, set_printf(g->set, "%s: %s", word, classes[k]));
+        }
+    }
+    char *ask = set_printf(g->set, "%s:", gen_fresh_word(g, pools[(first + right * step) % 6].words));
+    EvalTurn q = gold_turn(g->set, ask, set_printf(g->set, "The label is {%s}.", classes[right]));
+    for (int i = 0; i < 3; i++) arrput(q.evidence, shots[3 * right + i]);
+    gen_shuffle(g, shots, 9);
+    for (int i = 0; i < 9; i++) arrput(part[i >= 4], shots[i]);
+
+    char *text = joined(g->set, lines, " "), *shown = joined(g->set, part[0], "\n");
+    q.user = message(g->set, part[1], "\n", q.user, BEHIND_TEXT);
+    q.classes = classes;
+    add_turn(&p, plain_turn(set_printf(g->set, "%s\n%s", text, shown), "I have read it."));
+    add_turn(&p, q);
+    arrfree(shots);
+    arrfree(lines);
+    arrfree(part[0]);
+    arrfree(part[1]);
+    add_versions(g, p, OWN_TURN, VERSIONS);
+}
+
+// ---- task summary
+// One sentence of the text says that it is the one that matters; the right reply repeats it.
+
+// What the sentence says: "Tara will come to Bern on Friday". Each item draws the words of all four
+// kinds.
+static char *gen_point(Gen *g) {
+    int kind = gen_int(g, 4), hour = 1 + gen_int(g, 12);
+    char *name = gen_value(g, A_NAME), *city = gen_value(g, A_CITY), *day = gen_word(g, eval_days);
+    char *noun = gen_word(g, eval_nouns), *thing = gen_word(g, eval_things);
+    switch (kind) {
+    case 0:  return set_printf(g->set, "the %s is closed on %s", noun, day);
+    case 1:  return set_printf(g->set, "%s will come to %s on %s", name, city, day);
+    case 2:  return set_printf(g->set, "the meeting is in the %s at %d", gen_value(g, A_ROOM), hour);
+    default: return set_printf(g->set, "the %s needs a new %s", noun, thing);
+    }
+}
+
+// Makes a summary item in all four versions.
+static void gen_summary(Gen *g) {
+    static const char *marks[] = {
+        "The main point is that %s.", "Important: %s.", "The most important thing is that %s."
+    };
+    int depth = gen_depth(g);
+    char *point = gen_point(g), **keys = NULL;
+    Passage *p = NULL;
+    arrput(keys, set_printf(g->set, marks[gen_int(g, 3)], point));
+    const char *ask = gen_int(g, 2) ? "What is the main point?" : "Give me a summary.";
+    EvalTurn q = gold_turn(g->set, ask, set_printf(g->set, "The main point is that {%s.}", point));
+    q.depth = depth;
+    arrput(q.evidence, keys[0]);
+    add_passage(&p, document(g, g->length - gen_tokens(g, q.user), keys, depth), " ", q);
+    arrfree(keys);
+    add_versions(g, p, BEFORE_TEXT, VERSIONS);
+}
+
+// ---- the table of tasks
+static const struct {
+    const char *name;
+    int metric;
+    void (*make)(Gen *g);
+} eval_tasks[] = {
+    { "needle",    METRIC_F1,    gen_needle },
+    { "multiturn", METRIC_F1,    gen_multiturn },
+    { "coref",     METRIC_F1,    gen_coref },
+    { "facts",     METRIC_F1,    gen_facts },
+    { "json",      METRIC_F1,    gen_json },
+    { "fewshot",   METRIC_CLASS, gen_fewshot },
+    { "summary",   METRIC_ROUGE, gen_summary },
+};
+enum { EVAL_TASKS = sizeof eval_tasks / sizeof *eval_tasks };
+
+// Adds the texts 0..n-1 of a task, in all their versions, at every length (stb_ds).
+static void make_items(EvalSet *e, const Tokenizer *tok, int task, const int *lengths, int n,
+                       uint64_t seed) {
+    for (int k = 0; k < (int)arrlen(lengths); k++) {
+        uint64_t of_length = mix64(mix64(mix64(seed) + (uint64_t)task) + (uint64_t)lengths[k]);
+        for (int i = 0; i < n; i++) {
+            Gen g = {
+                .tok = tok, .set = e, .task = eval_tasks[task].name, .number = i,
+                .text = arrlen(e->item) ? arrlast(e->item).number + 1 : 0,
+                .length = lengths[k], .metric = eval_tasks[task].metric,
+                .rng = mix64(of_length + (uint64_t)i),
+            };
+            eval_tasks[task].make(&g);
+            arrfree(g.used);
+        }
+    }
+}
+
+// ---- items from a file
+// --eval-file has one JSON object a line; blank lines are skipped. A line is one of three things:
+//   A dialogue   {"type":..,"metric":..,"turns":[{"user":..,"answers":[..],"classes":[..],"reply":..},..]}
+//                In place of "user" a turn may have "paras":[..] and "query":.. A turn without answers
+//                is not scored. The reply is the whole sentence around the first answer.
+//   LongBench    {"input":..,"context":..,"answers":[..],"all_classes":[..] or null,"dataset":..}
+//                It becomes one turn: the prompt that --eval-prompts has for the dataset, or without it
+//                the context, and behind it the input.
+//   RULER        {"index":..,"input":..,"outputs":[..],"answer_prefix":..,"length":..}
+//                It becomes one turn: the input, and behind it the prefix.
+// The readers return 0; or -1, with err filled, when the line is none of them.
+
+// Appends the texts of the list obj[key], if there is one, to *list (stb_ds).
+static int read_list(EvalSet *e, const Json *obj, const char *key, char ***list, char err[512]) {
+    const Json *j = json_get(obj, key);
+    if (json_none(j)) return 0;
+    if (j->type != JSON_ARRAY || !j->n) return fault(err, "'%s' is no list of texts", key);
+    for (int i = 0; i < j->n; i++) {
+        if (j->item[i].type != JSON_STRING) return fault(err, "'%s' holds something else than texts", key);
+        arrput(*list, set_text(e, j->item[i].str, j->item[i].len));
+    }
+    return 0;
+}
+
+// Reads the text obj[key]. *text stays as it is when there is none.
+static int read_text(EvalSet *e, const Json *obj, const char *key, char **text, char err[512]) {
+    const Json *j = json_get(obj, key);
+    if (json_none(j)) return 0;
+    if (j->type != JSON_STRING) return fault(err, "'%s' is no text", key);
+    *text = set_text(e, j->str, j->len);
+    return 0;
+}
+
+// The name obj[key] of an item's task, or `other` if there is none.
+static const char *read_task(EvalSet *e, const Json *obj, const char *key, const char *other) {
+    const char *name = json_text(obj, key);
+    return *name ? set_text(e, name, strlen(name)) : other;
+}
+
+// Reads one turn of a dialogue into *t, whose fields are 0.
+static int read_turn(EvalSet *e, const Json *obj, EvalTurn *t, char err[512]) {
+    char **paras = NULL, *query = NULL;
+    if (obj->type != JSON_OBJECT) return fault(err, "is no object");
+    t->position = t->depth = -1;
+    int bad = read_text(e, obj, "user", &t->user, err)
+           || read_text(e, obj, "query", &query, err)
+           || read_text(e, obj, "reply", &t->reply, err)
+           || read_list(e, obj, "paras", &paras, err)
+           || read_list(e, obj, "answers", &t->answers, err)
+           || read_list(e, obj, "classes", &t->classes, err);
+    if (!bad && !t->user && (paras || query)) {
+        t->user = message(e, paras, "\n\n", query, BEHIND_TEXT);
+        if (paras && query) t->position = BEHIND_TEXT;
+    }
+    arrfree(paras);
+    if (bad) return -1;
+
+    // Where the first answer stands in the reply
+    const char *at = t->reply && t->answers ? strstr(t->reply, t->answers[0]) : NULL;
+    if (at) {
+        int from = (int)(at - t->reply);
+        arrput(t->span, from);
+        arrput(t->span, from + (int)strlen(t->answers[0]));
+    }
+    return t->user ? 0 : fault(err, "has neither 'user' nor 'paras' and 'query'");
+}
+
+// Reads a dialogue into *it.
+static int read_dialogue(EvalSet *e, const Json *obj, const Json *turns, EvalItem *it, char err[512]) {
+    const char *metric = json_text(obj, "metric");
+    char why[512];
+    if (turns->type != JSON_ARRAY || !turns->n) return fault(err, "'turns' is no list of turns");
+
+    it->metric = METRIC_FOUND;
+    if (*metric) {
+        it->metric = 0;
+        while (it->metric < METRICS && strcmp(metric, eval_metrics[it->metric])) it->metric++;
+    }
+    if (it->metric == METRICS)
+        return fault(err, "'metric' wants one of f1, accuracy, rouge, rouge-longbench, found, exact, f1-zh, "
+                     "rouge-zh, number, code, match-all, match-part, found '%.40s'", metric);
+    it->task = read_task(e, obj, "type", it->task);
+
+    for (int i = 0; i < turns->n; i++) {
+        EvalTurn t = { 0 };
+        int bad = read_turn(e, &turns->item[i], &t, why);
+        arrput(it->turn, t);
+        if (bad) return fault(err, "turn %d: %.400s", i + 1, why);
+        if (it->metric == METRIC_CLASS && t.answers && !t.classes)
+            return fault(err, "turn %d: metric accuracy wants 'classes'", i + 1);
+    }
+    return 0;
+}
+
+// What a benchmark's own scripts do with the answers to one of its data sets.
+typedef struct {
+    const char *name;           // how the set's name begins: "trec_e" is a trec
+    int metric;
+    int most;                   // tokens of a reply
+    int first_line;             // 1: only the first line of a reply is scored
+    int plain;                  // 1: its prompts go without a chat template
+} Dataset;
+
+static const Dataset longbench_sets[] = {
+    { "narrativeqa",          METRIC_F1,              128, 0, 0 },
+    { "qasper",               METRIC_F1,              128, 0, 0 },
+    { "multifieldqa_en",      METRIC_F1,              64,  0, 0 },
+    { "multifieldqa_zh",      METRIC_F1_ZH,           64,  0, 0 },
+    { "hotpotqa",             METRIC_F1,              32,  0, 0 },
+    { "2wikimqa",             METRIC_F1,              32,  0, 0 },
+    { "musique",              METRIC_F1,              32,  0, 0 },
+    { "dureader",             METRIC_ROUGE_ZH,        128, 0, 0 },
+    { "gov_report",           METRIC_ROUGE_LONGBENCH, 512, 0, 0 },
+    { "qmsum",                METRIC_ROUGE_LONGBENCH, 512, 0, 0 },
+    { "multi_news",           METRIC_ROUGE_LONGBENCH, 512, 0, 0 },
+    { "vcsum",                METRIC_ROUGE_ZH,        512, 0, 0 },
+    { "trec",                 METRIC_CLASS,           64,  1, 1 },
+    { "triviaqa",             METRIC_F1,              32,  1, 1 },
+    { "samsum",               METRIC_ROUGE_LONGBENCH, 128, 1, 1 },
+    { "lsht",                 METRIC_CLASS,           64,  1, 1 },
+    { "passage_count",        METRIC_NUMBER,          32,  0, 0 },
+    { "passage_retrieval",    METRIC_NUMBER,          32,  0, 0 },
+    { "lcc",                  METRIC_CODE,            64,  0, 1 },
+    { "repobench-p",          METRIC_CODE,            64,  0, 1 },
+    { NULL, 0, 0, 0, 0 },
+};
+
+static const Dataset ruler_sets[] = {
+    { "niah", METRIC_MATCH_ALL,  128, 0, 0 },
+    { "vt",   METRIC_MATCH_ALL,  30,  0, 0 },
+    { "cwe",  METRIC_MATCH_ALL,  120, 0, 0 },
+    { "fwe",  METRIC_MATCH_ALL,  50,  0, 0 },
+    { "qa",   METRIC_MATCH_PART, 32,  0, 0 },
+    { NULL,   METRIC_MATCH_ALL,  128, 0, 0 },           // a task of somebody's own
+};
+
+// The set of this name; the last one, whose name is NULL, when it is none.
+static const Dataset *dataset_of(const Dataset *sets, const char *name) {
+    while (sets->name && strncmp(name, sets->name, strlen(sets->name))) sets++;
+    return sets;
+}
+
+// Puts context and input into a prompt, where {context} and {input} stand; {{ and }} stand for braces.
+// Anything else in braces is refused.
+static int prompt_fill(EvalSet *e, const char *form, const char *context, const char *input, char **text,
+                       char err[512]) {
+    char *out = NULL;
+    const struct { const char *mark, *put; } marks[] = {
+        { "{context}", context }, { "{input}", input }, { "{{", "{" }, { "}}", "}" },
+    };
+    for (const char *p = form; *p; ) {
+        size_t n = strcspn(p, "{}"), k = 0;
+        bytes_put(&out, p, n);
+        p += n;
+        if (!*p) break;
+        while (k < 4 && strncmp(p, marks[k].mark, strlen(marks[k].mark))) k++;
+        if (k == 4) {
+            arrfree(out);
+            return fault(err, "its prompt has '%.12s', expected {context}, {input}, {{ or }}", p);
+        }
+        bytes_put(&out, marks[k].put, strlen(marks[k].put));
+        p += strlen(marks[k].mark);
+    }
+    *text = set_text(e, out, arrlenu(out));
+    arrfree(out);
+    return 0;
+}
+
+// The prompt that --eval-prompts has for a dataset, for "trec_e" that of "trec". "": none.
+static const char *prompt_of(const Json *prompts, const char *dataset) {
+    char name[160];
+    size_t n = strlen(dataset);
+    if (n > 2 && !strcmp(dataset + n - 2, "_e") && !*json_text(prompts, dataset)) n -= 2;
+    snprintf(name, sizeof name, "%.*s", (int)min_size(n, 159), dataset);
+    return json_text(prompts, name);
+}
+
+// Reads a LongBench item into *it, scored as its dataset is. A dataset that LongBench does not have is
+// scored by accuracy where there are classes, otherwise by F1.
+static int read_longbench(EvalSet *e, const Json *obj, EvalItem *it, char err[512]) {
+    char *context = "", *input = "", **lines = NULL;
+    EvalTurn t = { .position = BEHIND_TEXT, .depth = -1 };
+
+    // The item
+    it->task = read_task(e, obj, "dataset", it->task);
+    const Dataset *set = dataset_of(longbench_sets, it->task);
+    it->most = set->most;
+    it->first_line = set->first_line;
+    it->plain = e->prompts && set->plain;
+
+    // The turn
+    int bad = read_text(e, obj, "context", &context, err)
+           || read_text(e, obj, "input", &input, err)
+           || read_list(e, obj, "answers", &t.answers, err)
+           || read_list(e, obj, "all_classes", &t.classes, err);
+    if (!bad && !t.answers) bad = fault(err, "a LongBench item without 'answers'");
+    it->metric = set->metric;
+    if (!set->name) it->metric = t.classes ? METRIC_CLASS : METRIC_F1;
+    if (!bad && it->metric == METRIC_CLASS && !t.classes) bad = fault(err, "a %.40s without 'all_classes'", it->task);
+    if (!bad && e->prompts) {
+        const char *form = prompt_of(e->prompts, it->task);
+        bad = *form ? prompt_fill(e, form, context, input, &t.user, err)
+                    : fault(err, "--eval-prompts has no prompt for dataset '%.40s'", it->task);
+    } else {
+        if (*context) arrput(lines, context);
+        t.user = message(e, lines, "\n\n", *input ? input : NULL, BEHIND_TEXT);
+        arrfree(lines);
+    }
+    arrput(it->turn, t);
+    if (!bad && !*context && !*input) bad = fault(err, "'context' and 'input' are both empty");
+    return bad;
+}
+
+// What RULER calls the task of a file: it writes TASK/validation.jsonl, and predictions to TASK.jsonl.
+static const char *file_task(EvalSet *e, const char *path) {
+    const char *end = path + strlen(path), *name = end;
+    while (name > path && name[-1] != '/') name--;
+    int folder = !strcmp(name, "validation.jsonl") || !strcmp(name, "test.jsonl");
+    if (folder && name > path) {
+        end = name - 1;
+        name = end;
+        while (name > path && name[-1] != '/') name--;
+    } else if (strchr(name, '.')) {
+        end = strchr(name, '.');
+    }
+    return end > name ? set_text(e, name, (size_t)(end - name)) : "ruler";
+}
+
+// Reads an item of RULER's task into *it. The end of its question, which is there to be gone on from,
+// stands apart in newer files: the two are put together again.
+static int read_ruler(EvalSet *e, const Json *obj, const char *task, EvalItem *it, char err[512]) {
+    char *input = NULL, *prefix = "";
+    EvalTurn t = { .position = BEHIND_TEXT, .depth = -1 };
+    int bad = read_text(e, obj, "input", &input, err) || read_text(e, obj, "answer_prefix", &prefix, err)
+           || read_list(e, obj, "outputs", &t.answers, err);
+    if (!bad && (!input || !t.answers)) bad = fault(err, "a RULER item without 'input' or 'outputs'");
+    if (!bad) t.user = set_printf(e, "%s%s", input, prefix);
+    if (!bad && !*t.user) bad = fault(err, "'input' is empty");
+    arrput(it->turn, t);
+    it->task = task;
+    it->metric = dataset_of(ruler_sets, task)->metric;
+    it->most = dataset_of(ruler_sets, task)->most;
+    return bad;
+}
+
+// Reads one line of n bytes and appends its item to the set, a faulty one as well: the set frees
+// it. task is what RULER calls the file.
+static int read_item(EvalSet *e, const Tokenizer *tok, const char *task, const char *line, size_t n, char err[512]) {
+    Json *obj = json_parse(line, n, err);
+    if (!obj) return -1;
+    const Json *turns = json_get(obj, "turns");
+    EvalItem it = { .task = "file", .number = (int)arrlen(e->item) };
+    int bad;
+    if (obj->type != JSON_OBJECT) bad = fault(err, "is no object");
+    else if (json_holds_nul(obj)) bad = fault(err, "a text holds the character \\u0000");
+    else if (turns) bad = read_dialogue(e, obj, turns, &it, err);
+    else if (json_get(obj, "outputs")) bad = read_ruler(e, obj, task, &it, err);
+    else if (json_get(obj, "input") || json_get(obj, "context")) bad = read_longbench(e, obj, &it, err);
+    else bad = fault(err, "neither 'turns' (a dialogue) nor 'input' with 'context' (LongBench) or 'outputs' (RULER)");
+
+    for (int i = 0; i < (int)arrlen(it.turn) && !bad; i++) {
+        int *ids = tokenizer_encode(tok, it.turn[i].user, strlen(it.turn[i].user), 0, NULL);
+        it.length += (int)arrlen(ids);
+        arrfree(ids);
+    }
+    arrput(e->item, it);
+    json_free(obj);
+    return bad;
+}
+
+// Reads all items of a file. Ends the program with EXIT_USAGE, and the number of the line, on the
+// first one that is malformed, and when no turn of the file is scored.
+static void read_items(EvalSet *e, const Tokenizer *tok, const char *path) {
+    char err[512];
+    size_t n;
+    char *text = read_file(path, &n, err);
+    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
+
+    char *stop = text + n, *end;
+    const char *task = file_task(e, path);
+    int line = 1, scored = 0;
+    for (char *p = text; p < stop; p = end + 1, line++) {
+        end = memchr(p, '\n', (size_t)(stop - p));
+        if (!end) end = stop;
+        char *solid = p;
+        while (solid < end && isspace((unsigned char)*solid)) solid++;
+        if (solid == end) continue;
+        if (!read_item(e, tok, task, p, (size_t)(end - p), err)) continue;
+        free(text);
+        die(EXIT_USAGE, "--eval-file %s, line %d: %s", path, line, err);
+    }
+    free(text);
+    for (int i = 0; i < (int)arrlen(e->item); i++) scored += scored_turns(&e->item[i]);
+    if (!scored) die(EXIT_USAGE, "--eval-file %s: no turn has 'answers'", path);
+}
+
+// ---- how an item is played
+static void note_answer(const EvalItem *it, int turn, const char *said, Score *sc);     // see metrics
+static void note_logits(const float *ref, const float *y, int V, Score *sc);
+
+// An empty record and an empty cache.
+static void play_start(App *a) {
+    record_clear(a);
+    session_reset(a->s);
+    a->closed = 0;
+    interrupts = 0;
+}
+
+// Renders a message by the chat template, appends it to the record and prefills it.
+static void play_prefill(App *a, const char *text) {
+    Turn t = render_turn(a, text);
+    arrput(a->turn, t);
+    feed_prefill(a, &t);
+}
+
+// The right reply as ids (stb_ds): the sentence, else the first answer. A turn that is not scored
+// and has no reply is answered with "Okay."
+static int *gold_ids(const App *a, const EvalTurn *t) {
+    const char *text = "Okay.";
+    if (t->reply) text = t->reply;
+    else if (t->answers) text = t->answers[0];
+    int *ids = tokenizer_encode(a->tok, text, strlen(text), 0, NULL);
+    ids_must_have_rows(a->c, ids, (int)arrlen(ids));             // their logits are read before they are fed
+    return ids;
+}
+
+// Adds what the session cost. Called once an item.
+static void note_cost(const Session *s, Score *sc) {
+    sc->items++;
+    sc->peak = fmax(sc->peak, (double)s->clk.peak);
+    sc->stored += (double)kv_bytes(s);
+    sc->full += (double)kv_bytes_full(s);
+    sc->attended += bytes_a_step(s);
+    sc->prefill_s += s->clk.prefill;
+    sc->decode_s += s->clk.decode;
+    sc->n_prefill += (double)s->clk.n_prefill;
+    sc->n_decode += (double)s->clk.n_decode;
+}
+
+// The free pass: the method answers every turn. A reply may be as long as --n-predict, by default
+// what a benchmark allows, else 64 tokens or twice the right reply, whichever is more.
+static void play_free(App *a, const EvalItem *it, Score *sc) {
+    int gold = !strcmp(opt_str(a->o, "eval-history"), "gold");
+    int limit = opt_int(a->o, "n-predict");             // negative: the default
+    play_start(a);
+    for (int i = 0; i < (int)arrlen(it->turn); i++) {
+        char *said = NULL;
+        size_t n = 0;
+        int *right = gold_ids(a, &it->turn[i]), most = it->most ? it->most : max_int(2 * (int)arrlen(right), 64);
+        FILE *f = memory_stream(&said, &n);
+        play_prefill(a, it->turn[i].user);
+        generate(a, limit < 0 ? most : limit, f);
+        memory_stream_close(f);
+        if (it->turn[i].answers) {
+            note_answer(it, i, said, sc);
+            arrput(sc->said, said);
+        } else {
+            free(said);
+        }
+
+        if (gold) {                                     // the history changes, so the cache is rebuilt
+            arrfree(arrlast(a->turn).dec);
+            arrlast(a->turn).dec = right;
+            if (replay(a, (int)arrlen(a->turn))) die(EXIT_USAGE, "%s", a->s->err);
+        } else {
+            arrfree(right);
+        }
+    }
+    note_cost(a->s, sc);
+}
+
+// Does a token of the reply, its bytes [from,to), touch the answer?
+static int in_answer(const EvalTurn *t, int from, int to) {
+    int hit = !arrlen(t->span);
+    for (int i = 0; i + 1 < (int)arrlen(t->span); i += 2)
+        hit |= from < t->span[i + 1] && to > t->span[i];
+    return hit;
+}
+
+// The forced pass: the right replies are fed whatever the method would say. It is played twice an
+// item.
+//   sc NULL  Full attention plays. Its logits at every token of a scored reply are appended to *ref
+//            (stb_ds, V a row).
+//   sc       A method plays. Its logits are compared with the rows of *ref, and the NLL of every right
+//            answer goes to the answers that play_free appended to sc->answers.
+static void play_forced(App *a, const EvalItem *it, float **ref, Score *sc) {
+    int V = a->c->V, turns = (int)arrlen(it->turn);
+    int answer = sc ? (int)arrlen(sc->answers) - scored_turns(it) : 0;      // the item's next answer
+    size_t row = 0;                                                         // the next row of *ref
+    play_start(a);
+    for (int i = 0; i < turns; i++) {
+        const EvalTurn *t = &it->turn[i];
+        int *ids = gold_ids(a, t), n = (int)arrlen(ids), counted = 0;
+        double top1 = sc ? sc->top1 : 0;
+        Decoder d = { .t = a->tok };
+        char *text = NULL;
+        double nll = 0;                                 // sum over the `counted` tokens of the answer
+        play_prefill(a, t->user);
+        for (int k = 0; k < n; k++) {
+            int from = (int)arrlen(text);
+            text = decode_token(&d, ids[k], text);
+            if (t->answers && !sc) memcpy(arraddnptr(*ref, V), a->logits, (size_t)V * sizeof **ref);
+            if (t->answers && sc) {
+                note_logits(*ref + V * row++, a->logits, V, sc);
+                if (in_answer(t, from, (int)arrlen(text))) {
+                    nll += log_sum_exp(a->logits, V) - a->logits[ids[k]];
+                    counted++;
+                }
+            }
+            // Nothing is asked behind the last token of the dialogue.
+            if (i < turns - 1 || k < n - 1) feed_decode(a, ids[k]);
+        }
+        if (t->answers && sc) {
+            Answer *x = &sc->answers[answer++];
+            x->nll = counted ? nll / counted : 0;
+            x->predicted = n;
+            x->top1 = (int)(sc->top1 - top1);
+        }
+        arrfree(ids);
+        arrfree(text);
+    }
+}
+
+// ---- metrics: words
+// Every metric takes two texts, what was said and what is right (gold), and returns 0..1.
+
+// The harmonic mean of precision same/n and recall same/m: F = 2 P R / (P + R).
+static double f_measure(double same, double n, double m) {
+    return same > 0 ? 2 * (same / n) * (same / m) / (same / n + same / m) : 0;
+}
+
+// F1 of two bags of words: a word that comes twice in both counts twice. Frees them.
+static double bag_f1(char **a, char **b) {
+    int n = (int)arrlen(a), m = (int)arrlen(b), same = 0;
+    for (int i = 0; i < n; i++) {
+        int j = word_in(b, a[i]);
+        if (j < 0) continue;
+        free(b[j]);
+        arrdelswap(b, j);
+        same++;
+    }
+    words_free(a);
+    words_free(b);
+    return f_measure(same, n, m);
+}
+
+// F1 of the words of two texts.
+static double word_f1(const char *said, const char *gold) {
+    return bag_f1(words_of(said, WORDS_BARE), words_of(gold, WORDS_BARE));
+}
+
+// Accuracy on TREC as LongBench means it, from the first line of the reply. If the line names the
+// right label, the point is shared among all labels that the line names. Labels that are a part of
+// the right one do not count: whoever says the right one says them, too.
+static double class_accuracy(const char *said, const char *gold, char **classes) {
+    while (*said == '\n') said++;
+    char *line = copy_bytes(said, strcspn(said, "\n"));
+    int named = 0, hit = 0;
+    for (int i = 0; i < (int)arrlen(classes); i++) {
+        if (!strstr(line, classes[i])) continue;
+        if (!strcmp(classes[i], gold)) hit = 1;
+        else if (strstr(gold, classes[i])) continue;
+        named++;
+    }
+    free(line);
+    return hit ? 1.0 / named : 0;
+}
+
+// ---- metrics: Rouge-L
+
+// Fills table (n+1,m+1): entry [i][j] is the length of the longest common subsequence of the first
+// i words of a and the first j words of b. Malloc'd.
+static int *lcs_table(char **a, int n, char **b, int m) {
+    int *t = xcalloc((size_t)(n + 1) * (m + 1), sizeof *t), w = m + 1;
+    for (int i = 1; i <= n; i++) {
+        for (int j = 1; j <= m; j++) {
+            int up = t[(size_t)(i - 1) * w + j], left = t[(size_t)i * w + j - 1];
+            int diagonal = t[(size_t)(i - 1) * w + j - 1];
+            t[(size_t)i * w + j] = strcmp(a[i - 1], b[j - 1]) ? max_int(up, left) : diagonal + 1;
+        }
+    }
+    return t;
+}
+
+// Rouge-L: the F measure of the longest common subsequence of words.
+static double rouge_l(const char *said, const char *gold) {
+    char **a = words_of(said, WORDS_RAW), **b = words_of(gold, WORDS_RAW);
+    int n = (int)arrlen(a), m = (int)arrlen(b), *t = lcs_table(a, n, b, m);
+    int same = t[(size_t)(n + 1) * (m + 1) - 1];
+    free(t);
+    words_free(a);
+    words_free(b);
+    return f_measure(same, n, m);
+}
+
+// The sentences of a text, each a list of words: an stb_ds array of stb_ds arrays. Sentences end at
+// full stops. A sentence of blanks counts as one empty word, as it does in LongBench's package.
+static char ***sentences_of(const char *text) {
+    char ***list = NULL;
+    for (const char *p = text; *p; p += *p == '.') {
+        size_t n = strcspn(p, ".");
+        if (!n) continue;
+        char *one = copy_bytes(p, n), **words = words_of(one, WORDS_RAW);
+        if (!words) arrput(words, copy_text(""));
+        arrput(list, words);
+        free(one);
+        p += n;
+    }
+    return list;
+}
+
+// Frees a list that sentences_of made.
+static void sentences_free(char ***list) {
+    while (arrlen(list)) words_free(arrpop(list));
+    arrfree(list);
+}
+
+// Adds a word to a set (stb_ds) if it is new. The set does not own it.
+static void set_add(char ***set, char *w) {
+    if (word_in(*set, w) < 0) arrput(*set, w);
+}
+
+// The number of different words in all sentences.
+static int count_words(char ***sentences) {
+    char **set = NULL;
+    for (int i = 0; i < (int)arrlen(sentences); i++) {
+        for (int j = 0; j < (int)arrlen(sentences[i]); j++) set_add(&set, sentences[i][j]);
+    }
+    int n = (int)arrlen(set);
+    arrfree(set);
+    return n;
+}
+
+// Adds the words of one longest common subsequence of the sentences a and b to *common. The path
+// through the table is walked backwards; at a tie it goes to the left, as LongBench's package does.
+static void add_common(char ***common, char **a, char **b) {
+    int i = (int)arrlen(a), j = (int)arrlen(b), w = j + 1, *t = lcs_table(a, i, b, j);
+    while (i && j) {
+        int up = t[(size_t)(i - 1) * w + j], left = t[(size_t)i * w + j - 1];
+        if (!strcmp(a[i - 1], b[j - 1])) {
+            set_add(common, a[i - 1]);
+            i--;
+            j--;
+        } else if (up > left) {
+            i--;
+        } else {
+            j--;
+        }
+    }
+    free(t);
+}
+
+// Rouge-L as LongBench's package counts it: the words of the longest common subsequences of all
+// pairs of sentences are united as a set, and P and R are its shares of the sets of words of the
+// two texts.
+static double rouge_l_longbench(const char *said, const char *gold) {
+    char ***a = sentences_of(gold), ***b = sentences_of(said), **common = NULL;
+    for (int x = 0; x < (int)arrlen(a); x++) {
+        for (int y = 0; y < (int)arrlen(b); y++) add_common(&common, a[x], b[y]);
+    }
+    double same = (double)arrlen(common);
+    double r = same / (double)max_int(count_words(a), 1);
+    double p = same / (double)max_int(count_words(b), 1);
+    arrfree(common);
+    sentences_free(a);
+    sentences_free(b);
+    return 2 * p * r / (p + r + 1e-8);
+}
+
+// ---- metrics: Chinese, numbers, code, RULER
+// LongBench cuts Chinese text into words with a dictionary (the package jieba). Here a character is a
+// word, and so is a run of ASCII letters and digits: no dictionary is needed, and scores are other ones
+// (D88).
+
+// The code point of the character at s, of *n bytes; a byte of broken UTF-8 counts as one.
+static unsigned character_at(const char *s, size_t left, size_t *n) {
+    *n = (size_t)max_int(utf8_length(s, left), 1);
+    return *n > 1 ? code_point(s, (int)*n) : (unsigned char)*s;
+}
+
+// Is the code point punctuation of Chinese text?
+static int zh_punctuation(unsigned c) {
+    static const struct { unsigned from, to; } ranges[] = {
+        { 0x2010, 0x2027 }, { 0x3000, 0x303f }, { 0xfe4f, 0xfe4f }, { 0xff01, 0xff0f }, { 0xff1a, 0xff20 },
+        { 0xff3b, 0xff40 }, { 0xff5b, 0xff65 },
+    };
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
+        if (c >= ranges[i].from && c <= ranges[i].to) return 1;
+    return c < 128 && ispunct((int)c);
+}
+
+// The words of a Chinese text: an stb_ds array of malloc'd strings. plain: in lower case, without
+// punctuation.
+static char **zh_words(const char *text, int plain) {
+    char **words = NULL;
+    size_t left = strlen(text), n;
+    for (const char *p = text; left; p += n, left -= n) {
+        unsigned c = character_at(p, left, &n);
+        if (isspace((unsigned char)*p) || (plain && zh_punctuation(c))) continue;
+        if (c < 128 && isalnum((int)c))
+            while (n < left && isalnum((unsigned char)p[n])) n++;
+        char *word = copy_bytes(p, n);
+        for (size_t i = 0; i < n && plain; i++)
+            if ((unsigned char)word[i] < 128) word[i] = (char)tolower(word[i]);
+        arrput(words, word);
+    }
+    return words;
+}
+
+// LongBench's Rouge-L of texts whose words are set apart.
+static double rouge_zh(const char *said, const char *gold) {
+    const char *text[2] = { said, gold };
+    char *apart[2] = { NULL, NULL };
+    for (int i = 0; i < 2; i++) {
+        char **words = zh_words(text[i], 0);
+        for (int k = 0; k < (int)arrlen(words); k++) put_part(&apart[i], " ", words[k]);
+        arrput(apart[i], 0);
+        words_free(words);
+    }
+    double score = rouge_l_longbench(apart[0], apart[1]);
+    arrfree(apart[0]);
+    arrfree(apart[1]);
+    return score;
+}
+
+// The first run of digits in a text, *n of them; n 0: there is none.
+static const char *next_number(const char *text, size_t *n) {
+    text += strcspn(text, "0123456789");
+    *n = strspn(text, "0123456789");
+    return text;
+}
+
+// Of the numbers in the reply, the share that is the answer's: "Paragraph 7" is right if only 7 is said.
+static double number_share(const char *said, const char *gold) {
+    size_t n, right_n;
+    const char *right = next_number(gold, &right_n);
+    int all = 0, same = 0;
+    for (const char *p = next_number(said, &n); n; p = next_number(p + n, &n)) {
+        all++;
+        same += n == right_n && !strncmp(p, right, n);
+    }
+    return all ? (double)same / all : 0;
+}
+
+// Does the reply hold the answer, in any case of its ASCII letters?
+static int holds_text(const char *said, const char *gold) { return strcasestr(said, gold) != NULL; }
+
+// The code points of a text (stb_ds).
+static unsigned *code_points(const char *text, size_t left) {
+    unsigned *list = NULL;
+    for (size_t n; left; text += n, left -= n) arrput(list, character_at(text, left, &n));
+    return list;
+}
+
+// Which characters of b come too often to begin a run, as Python's difflib has it: in a text of 200 or
+// more, those that make up over a hundredth of it. (n) flags, malloc'd.
+static char *too_frequent(const unsigned *b, int n) {
+    char *often = xcalloc((size_t)n + 1, 1);
+    if (n < 200) return often;
+    int *count = xcalloc(0x110000, sizeof *count);      // of every code point there is
+    for (int i = 0; i < n; i++) count[b[i]]++;
+    for (int i = 0; i < n; i++) often[i] = count[b[i]] > n / 100 + 1;
+    free(count);
+    return often;
+}
+
+// How many characters of a[0,n) and b[0,m) are in runs that both have: the longest run, the first of
+// several in a and then in b, and likewise what stands before it, and behind it. row (m+1) is room, all
+// zeros.
+static int common_runs(const unsigned *a, int n, const unsigned *b, const char *often, int m, int *row) {
+    int best = 0, from_a = 0, from_b = 0;
+    if (!n || !m) return 0;
+    for (int i = 0; i < n; i++) {
+        for (int j = m - 1; j >= 0; j--) row[j + 1] = a[i] == b[j] && !often[j] ? row[j] + 1 : 0;
+        for (int j = 0; j < m; j++) {
+            if (row[j + 1] <= best) continue;
+            best = row[j + 1];
+            from_a = i + 1 - best;
+            from_b = j + 1 - best;
+        }
+    }
+    memset(row, 0, ((size_t)m + 1) * sizeof *row);
+    while (from_a && from_b && a[from_a - 1] == b[from_b - 1]) {        // frequent characters may go on with it
+        from_a--;
+        from_b--;
+        best++;
+    }
+    while (from_a + best < n && from_b + best < m && a[from_a + best] == b[from_b + best]) best++;
+    if (!best) return 0;
+    int end_a = from_a + best, end_b = from_b + best;
+    return best + common_runs(a, from_a, b, often, from_b, row)
+         + common_runs(a + end_a, n - end_a, b + end_b, often + end_b, m - end_b, row);
+}
+
+// The first line of a reply that is code: without `, # and //, after leading newlines. malloc'd.
+static char *code_line(const char *said) {
+    said += strspn(said, "\n");
+    for (;;) {
+        size_t n = strcspn(said, "\n");
+        char *line = copy_bytes(said, n);
+        if (!strpbrk(line, "`#") && !strstr(line, "//")) return line;
+        free(line);
+        if (!said[n]) return copy_text("");
+        said += n + 1;
+    }
+}
+
+// How alike the first line of code and the right one are, in hundredths: twice the characters in common
+// runs over those of both, as LongBench has it from fuzzywuzzy, and that from difflib.
+static double code_likeness(const char *said, const char *gold) {
+    char *line = code_line(said);
+    unsigned *a = code_points(line, strlen(line)), *b = code_points(gold, strlen(gold));
+    int n = (int)arrlen(a), m = (int)arrlen(b), *row = xcalloc((size_t)m + 1, sizeof *row);
+    char *often = too_frequent(b, m);
+    int same = common_runs(a, n, b, often, m, row);
+    double score = n + m ? rint(100.0 * (2.0 * same / (n + m))) / 100 : 1;
+    free(often);
+    free(row);
+    free(line);
+    arrfree(a);
+    arrfree(b);
+    return score;
+}
+
+// ---- metrics: the score of a reply
+
+// The score of a reply against one right answer.
+static double score_by(int metric, const char *said, const char *gold, char **classes) {
+    switch (metric) {
+    case METRIC_CLASS:           return class_accuracy(said, gold, classes);
+    case METRIC_ROUGE:           return rouge_l(said, gold);
+    case METRIC_ROUGE_LONGBENCH: return rouge_l_longbench(said, gold);
+    case METRIC_FOUND:           return holds_answer(said, gold, 0);
+    case METRIC_EXACT:           return holds_answer(said, gold, 1);
+    case METRIC_F1_ZH:           return bag_f1(zh_words(said, 1), zh_words(gold, 1));
+    case METRIC_ROUGE_ZH:        return rouge_zh(said, gold);
+    case METRIC_NUMBER:          return number_share(said, gold);
+    case METRIC_CODE:            return code_likeness(said, gold);
+    case METRIC_MATCH_ALL:
+    case METRIC_MATCH_PART:      return holds_text(said, gold);
+    default:                     return word_f1(said, gold);
+    }
+}
+
+// The best score over the right answers of a turn; the mean where all of them are wanted.
+static double best_score(int metric, const char *said, const EvalTurn *t) {
+    double best = 0, sum = 0;
+    int n = (int)arrlen(t->answers);
+    for (int i = 0; i < n; i++) {
+        double score = score_by(metric, said, t->answers[i], t->classes);
+        best = fmax(best, score);
+        sum += score;
+    }
+    return metric == METRIC_MATCH_ALL && n ? sum / n : best;
+}
+
+// The words of the right reply without its answer: "The code is" for "The code is {4821}." Plain
+// words, for words_free.
+static char **frame_words(const EvalTurn *t) {
+    char *text = NULL;
+    int passed = 0;                                     // borders of t->span; odd: inside the answer
+    for (int i = 0; t->reply[i]; i++) {
+        while (passed < (int)arrlen(t->span) && i >= t->span[passed]) passed++;
+        arrput(text, passed % 2 ? ' ' : t->reply[i]);
+    }
+    arrput(text, 0);
+    char **frame = words_of(text, WORDS_PLAIN);
+    arrfree(text);
+    return frame;
+}
+
+// The reply without the sentence around its answer: "The code is 4821." leaves "4821.", so that a
+// model that answers in whole sentences is scored as one that answers in a word. Each word of the
+// right reply's frame goes once; a wrong value stays. Without a known frame the reply is copied.
+// Malloc'd.
+static char *without_frame(const EvalTurn *t, const char *said) {
+    if (!arrlen(t->span)) return copy_text(said);
+    char **frame = frame_words(t), **words = words_of(said, WORDS_RAW), *out = NULL;
+    for (int i = 0; i < (int)arrlen(words); i++) {
+        char **plain = words_of(words[i], WORDS_PLAIN);
+        int at = plain ? word_in(frame, plain[0]) : -1;
+        words_free(plain);
+        if (at >= 0) {
+            free(frame[at]);
+            arrdelswap(frame, at);
+        } else {
+            put_part(&out, " ", words[i]);
+        }
+    }
+    arrput(out, 0);
+    char *rest = copy_text(out);
+    arrfree(out);
+    words_free(frame);
+    words_free(words);
+    return rest;
+}
+
+// Appends an answer to a row.
+static void add_answer(Score *sc, const Answer *x) {
+    arrput(sc->answers, *x);
+    sc->exact += x->exact;
+    sc->found += x->found;
+    sc->f1 += x->f1;
+    sc->rouge += x->rouge;
+    sc->rouge_lb += x->rouge_lb;
+}
+
+// Scores what was said in a turn by all metrics and appends the Answer. Its NLL is left at 0 for
+// play_forced.
+static void note_answer(const EvalItem *it, int turn, const char *said, Score *sc) {
+    const EvalTurn *t = &it->turn[turn];
+    while (it->first_line && *said == '\n') said++;
+    char *line = copy_bytes(said, it->first_line ? strcspn(said, "\n") : strlen(said));
+    char *rest = without_frame(t, line);
+    add_answer(sc, &(Answer){
+        .task = it->task, .item = it->number, .turn = turn, .turns = (int)arrlen(it->turn),
+        .position = t->position, .length = it->length, .depth = t->depth,
+        .score = best_score(it->metric, rest, t),
+        .exact = best_score(METRIC_EXACT, rest, t), .found = best_score(METRIC_FOUND, rest, t),
+        .f1 = best_score(METRIC_F1, rest, t), .rouge = best_score(METRIC_ROUGE, rest, t),
+        .rouge_lb = best_score(METRIC_ROUGE_LONGBENCH, rest, t),
+    });
+    free(rest);
+    free(line);
+}
+
+// ---- metrics: logits
+
+// log(sum of exp(x)) of n logits, so that log p_i = x_i - log_sum_exp(x).
+double log_sum_exp(const float *x, int n) {
+    double max = x[argmax(x, n)], sum = 0;
+    for (int i = 0; i < n; i++) sum += exp(x[i] - max);
+    return max + log(sum);
+}
+
+// KL(softmax p || softmax q) of two rows of logits (n), in nats. Rounding never makes it negative.
+static double divergence(const float *p, const float *q, int n) {
+    double zp = log_sum_exp(p, n), zq = log_sum_exp(q, n), sum = 0;
+    for (int i = 0; i < n; i++) sum += exp(p[i] - zp) * ((p[i] - zp) - (q[i] - zq));
+    return sum > 0 ? sum : 0;
+}
+
+// Adds one predicted token: full attention's logits ref (V) against the method's y (V).
+static void note_logits(const float *ref, const float *y, int V, Score *sc) {
+    double d = divergence(ref, y, V);
+    sc->kld += d;
+    sc->top1 += argmax(ref, V) == argmax(y, V);
+    sc->predicted++;
+    arrput(sc->each, d);
+}
+
+// ---- scores and intervals
+// An interval holds the 95 % in the middle of 1,000 means, each over texts drawn with replacement.
+// A text is drawn with all its versions and turns, because their scores go together.
+enum { RESAMPLES = 1000 };
+
+// Orders doubles, for qsort.
+int double_order(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+// The 2.5th (*lo) and the 97.5th percentile (*hi) of the mean score of n answers, those of a text
+// side by side. With base, the scores of another row for the same answers, it is the interval of
+// the difference of the two means.
+static void bootstrap(const Answer *x, const Answer *base, int n, uint64_t seed, double *lo, double *hi) {
+    double *sum = NULL, mean[RESAMPLES];
+    int *count = NULL;
+
+    // The sum and the number of the scores of every text
+    for (int i = 0; i < n; i++) {
+        if (!i || x[i].item != x[i - 1].item) {
+            arrput(sum, 0);
+            arrput(count, 0);
+        }
+        arrlast(sum) += x[i].score - (base ? base[i].score : 0);
+        arrlast(count)++;
+    }
+
+    // The means
+    int texts = (int)arrlen(sum);
+    for (int r = 0; r < RESAMPLES; r++) {
+        double s = 0;
+        long c = 0;
+        for (int i = 0; i < texts; i++) {
+            int k = (int)(splitmix64(&seed) % (uint64_t)texts);
+            s += sum[k];
+            c += count[k];
+        }
+        mean[r] = c ? s / (double)c : 0;
+    }
+    qsort(mean, RESAMPLES, sizeof *mean, double_order);
+    *lo = mean[RESAMPLES / 40];
+    *hi = mean[RESAMPLES - 1 - RESAMPLES / 40];
+    arrfree(sum);
+    arrfree(count);
+}
+
+// Fewer texts than this have no interval: drawing again and again from so few says nothing about
+// others.
+enum { TEXTS_FOR_INTERVAL = 5 };
+
+// Are there enough different texts among these n answers, those of a text side by side?
+int interval_allowed(const Answer *x, int n) {
+    int texts = 0;
+    for (int i = 0; i < n; i++) texts += !i || x[i].item != x[i - 1].item;
+    return texts >= TEXTS_FOR_INTERVAL;
+}
+
+// Which answers of a row: a position -1..2 (see Answer), or one of these.
+enum {
+    ANY_PLACE = -2,
+    LAST_TURN = -3      // the last turns of the items
+};
+
+// Does the answer belong to the place?
+static int is_at(const Answer *x, int place) {
+    if (place == ANY_PLACE) return 1;
+    if (place == LAST_TURN) return x->turn == x->turns - 1;
+    return x->position == place;
+}
+
+// The answers of a task (NULL: any task) at a place. stb_ds; NULL when there are none.
+static Answer *answers_of(const Answer *x, const char *task, int place) {
+    Answer *some = NULL;
+    for (int i = 0; i < (int)arrlen(x); i++) {
+        if (task && strcmp(task, x[i].task)) continue;
+        if (is_at(&x[i], place)) arrput(some, x[i]);
+    }
+    return some;
+}
+
+// The mean score of the answers (stb_ds).
+static double mean_score(const Answer *x) {
+    double sum = 0;
+    for (int i = 0; i < (int)arrlen(x); i++) sum += x[i].score;
+    return sum / (double)arrlen(x);
+}
+
+// The mean NLL of the answers (stb_ds).
+static double mean_nll(const Answer *x) {
+    double sum = 0;
+    for (int i = 0; i < (int)arrlen(x); i++) sum += x[i].nll;
+    return sum / (double)arrlen(x);
+}
+
+// Fills what needs all items of the row: the interval of the mean score, and the 99th percentile of
+// the KLD.
+void finish_row(Score *s, uint64_t seed) {
+    int n = (int)arrlen(s->each);
+    if (s->answers) bootstrap(s->answers, NULL, (int)arrlen(s->answers), seed, &s->lo, &s->hi);
+    if (!n) return;
+    double *sorted = xmalloc((size_t)n * sizeof *sorted);
+    memcpy(sorted, s->each, (size_t)n * sizeof *sorted);
+    qsort(sorted, (size_t)n, sizeof *sorted, double_order);
+    s->kld_top = sorted[(n - 1) * 99 / 100];
+    free(sorted);
+}
+
+// ---- tables: the fields of a row
+
+// One number of a row. CSV and JSON print all fields, the Markdown table some.
+typedef struct {
+    char name[48];
+    double x;               // as CSV and JSON print it
+    int in_table;           // 1: the Markdown table has it
+    char text[48];          // as the table prints it
+} Field;
+
+// What the rows of a run share.
+typedef struct {
+    const App *a;
+    const Score *rows;      // all rows (stb_ds)
+    const char *model;      // its folder
+    uint64_t seed;          // of the intervals
+    int ppl;                // 1: --eval ppl and kld
+} EvalRun;
+
+static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...)
+    KV_PRINTF(5, 6);
+
+// Appends a field to *c (stb_ds); fmt and what follows print its text.
+static void add_field(Field **c, int in_table, const char *name, double x, const char *fmt, ...) {
+    Field k = { .x = x, .in_table = in_table };
+    va_list ap;
+    va_start(ap, fmt);
+    snprintf(k.name, sizeof k.name, "%s", name);
+    for (char *p = k.name; *p; p++) {                   // the task name of a file must not break a table
+        if (!isalnum((unsigned char)*p) && !strchr("_.-", *p)) *p = '_';
+    }
+    vsnprintf(k.text, sizeof k.text, fmt, ap);
+    va_end(ap);
+    arrput(*c, k);
+}
+
+// Appends a number of bytes.
+static void add_bytes(Field **c, int in_table, const char *name, double x) {
+    char text[32];
+    human_bytes(x, text);
+    add_field(c, in_table, name, x, "%s", text);
+}
+
+// How much of a mean score is printed, and where.
+enum {
+    MEAN_HIDDEN,            // the mean alone, for CSV and JSON
+    MEAN_SHOWN,             // the mean in the table; its interval and its gap to full for CSV and JSON
+    ALL_SHOWN               // all of it in the table
+};
+
+// Appends a mean score. With base, it is the gap between the means of x and base.
+static void add_mean(Field **c, int detail, const char *name, const Answer *x, const Answer *base,
+                     uint64_t seed) {
+    const char *form = base ? "%+.3f" : "%.3f", *forms = base ? "%+.3f..%+.3f" : "%.3f..%.3f";
+    const char *gap = base ? "_gap" : "";
+    double mean = mean_score(x) - (base ? mean_score(base) : 0), lo, hi;
+    char full_name[64];
+    snprintf(full_name, sizeof full_name, "%.40s%s", name, gap);
+    add_field(c, detail >= (base ? ALL_SHOWN : MEAN_SHOWN), full_name, mean, form, mean);
+    if (detail == MEAN_HIDDEN) return;
+
+    bootstrap(x, base, (int)arrlen(x), seed, &lo, &hi);
+    if (!interval_allowed(x, (int)arrlen(x))) lo = hi = NAN;        // null in JSON, nothing in CSV
+    snprintf(full_name, sizeof full_name, "%.40s%s_lo", name, gap);
+    add_field(c, 0, full_name, lo, form, lo);
+    snprintf(full_name, sizeof full_name, "%.40s%s_hi", name, gap);
+    if (isnan(lo)) add_field(c, detail == ALL_SHOWN, full_name, hi, "-");
+    else add_field(c, detail == ALL_SHOWN, full_name, hi, forms, lo, hi);
+}
+
+// The row that the gaps of row s are measured from: that of --compare-base, the one with the same
+// budget if it has several. NULL: there is none, or the run has no answers.
+static const Score *base_of(const Score *s, const EvalRun *run) {
+    const char *name = opt_str(run->a->o, "compare-base");
+    const Score *base = NULL;
+    for (int r = 0; r < (int)arrlen(run->rows) && !run->ppl; r++) {
+        const Score *x = &run->rows[r];
+        if (strcmp(x->name, name)) continue;
+        if (!base || x->budget == s->budget) base = x;
+    }
+    return base;
+}
+
+// Appends the mean score of some answers of the row, if there are any, and its gap to the row of
+// --compare-base.
+static void add_score(Field **c, int detail, const char *name, const Score *s, const EvalRun *run,
+                      const char *task, int place) {
+    Answer *x = answers_of(s->answers, task, place);
+    const Score *from = base_of(s, run);
+    Answer *base = from ? answers_of(from->answers, task, place) : NULL;
+    if (x) add_mean(c, detail, name, x, NULL, run->seed);
+    if (x && base && detail != MEAN_HIDDEN) add_mean(c, detail, name, x, base, run->seed);
+    arrfree(x);
+    arrfree(base);
+}
+
+// Is answer i the first one of its task?
+int first_of_task(const Answer *x, int i) {
+    for (int j = 0; j < i; j++) {
+        if (!strcmp(x[i].task, x[j].task)) return 0;
+    }
+    return 1;
+}
+
+// Appends the fields of a row that holds answers: the score over everything, by task in the order
+// of the items, by position and over last turns; then the other metrics and the NLL.
+static void score_fields(Field **c, const Score *s, const EvalRun *run) {
+    static const char *places[] = { "alone", "begin", "middle", "end" };        // position -1..2
+    const Answer *x = s->answers;
+    double n = (double)arrlen(x), nll = mean_nll(x);
+    char name[48];
+    add_score(c, ALL_SHOWN, "score", s, run, NULL, ANY_PLACE);
+    for (int i = 0; i < (int)n; i++) {
+        if (!first_of_task(x, i)) continue;
+        add_score(c, MEAN_SHOWN, x[i].task, s, run, x[i].task, ANY_PLACE);
+        for (int p = -1; p < 3; p++) {
+            snprintf(name, sizeof name, "%.30s_%s", x[i].task, places[p + 1]);
+            add_score(c, MEAN_HIDDEN, name, s, run, x[i].task, p);
+        }
+    }
+    for (int p = -1; p < 3; p++) add_score(c, MEAN_SHOWN, places[p + 1], s, run, NULL, p);
+    add_score(c, MEAN_SHOWN, "last_turn", s, run, NULL, LAST_TURN);
+
+    add_field(c, 0, "exact", s->exact / n, "%.3f", s->exact / n);
+    add_field(c, 1, "found", s->found / n, "%.3f", s->found / n);
+    add_field(c, 0, "f1", s->f1 / n, "%.3f", s->f1 / n);
+    add_field(c, 0, "rouge_l", s->rouge / n, "%.3f", s->rouge / n);
+    add_field(c, 0, "rouge_l_longbench", s->rouge_lb / n, "%.3f", s->rouge_lb / n);
+    add_field(c, 1, "nll", nll, "%.3f", nll);
+}
+
+// All fields of a row (stb_ds): scores, perplexity and divergence where they were measured, bytes
+// and speed.
+static Field *row_fields(const Score *s, const EvalRun *run) {
+    Field *c = NULL;
+    double items = s->items ? s->items : 1, n = s->predicted ? (double)s->predicted : 1;
+    double stored = s->stored / (s->full > 0 ? s->full : 1), perplexity = exp(s->nll / n);
+    double prefill_rate = rate((long)s->n_prefill, s->prefill_s);
+    double decode_rate = rate((long)s->n_decode, s->decode_s);
+    if (s->answers) score_fields(&c, s, run);
+    if (run->ppl) add_field(&c, 1, "ppl", perplexity, "%.4f", perplexity);
+    if (s->each) {
+        add_field(&c, 1, "kld_mean", s->kld / n, "%.4f", s->kld / n);
+        add_field(&c, run->ppl, "kld_p99", s->kld_top, "%.3f", s->kld_top);
+        add_field(&c, 1, "top1", s->top1 / n, "%.3f", s->top1 / n);
+    }
+    add_field(&c, 1, "stored", stored, "%.1f %%", 100 * stored);
+    add_bytes(&c, 1, "kv_bytes_stored", s->stored / items);
+    add_bytes(&c, 0, "kv_bytes_full", s->full / items);
+    add_bytes(&c, 1, "kv_bytes_attended", s->attended / items);
+    add_bytes(&c, 1, "kv_bytes_peak", s->peak);
+    add_field(&c, 1, "prefill_s", s->prefill_s, "%.2f", s->prefill_s);
+    add_field(&c, 0, "pp_tok_s", prefill_rate, "%.4g", prefill_rate);
+    add_field(&c, 1, "tg_tok_s", decode_rate, "%.4g", decode_rate);
+    return c;
+}
+
+// ---- tables: text, CSV, JSON
+enum { AS_TABLE, AS_CSV, AS_JSON };
+
+// A row of the Markdown table, with the head of the table before the first one.
+static void print_table_row(const Score *s, const Field *c, int first, FILE *f) {
+    int n = (int)arrlen(c);
+    if (first) {
+        fprintf(f, "| method | budget");
+        for (int i = 0; i < n; i++) {
+            if (c[i].in_table) fprintf(f, " | %s", strstr(c[i].name, "_hi") ? "95 %" : c[i].name);
+        }
+        fprintf(f, " |\n|---|---:");
+        for (int i = 0; i < n; i++) {
+            if (c[i].in_table) fprintf(f, "|---:");
+        }
+        fprintf(f, "|\n");
+    }
+    fprintf(f, "| %s | %d", s->name, s->budget);
+    for (int i = 0; i < n; i++) {
+        if (c[i].in_table) fprintf(f, " | %s", c[i].text);
+    }
+    fprintf(f, " |\n");
+}
+
+// The cells of a line of a Markdown table (stb_ds), without the blanks around them; the line is cut up.
+static char **table_cells(char *line) {
+    char **cell = NULL;
+    for (char *p = strtok(line + 1, "|"); p; p = strtok(NULL, "|")) {
+        char *end = p + strlen(p);
+        while (*p == ' ') p++;
+        while (end > p && end[-1] == ' ') *--end = 0;
+        if (*p || end > p) arrput(cell, p);
+    }
+    return cell;
+}
+
+// Writes the columns from..to-1 of a table, behind its first `key` ones, each `width` wide: the
+// first to the left, the others to the right.
+static void table_block(FILE *f, char ***row /* stb_ds */, const int *width, int key, int from, int to) {
+    for (int r = 0; r < (int)arrlen(row); r++) {
+        for (int c = 0; c < to; c++) {
+            if (c >= key && c < from) continue;
+            const char *text = c < (int)arrlen(row[r]) ? row[r][c] : "";
+            fprintf(f, c ? "  %*s" : "%-*s", width[c], text);
+        }
+        fputc('\n', f);
+    }
+}
+
+// Writes a Markdown table for a screen of cols columns: aligned, and in blocks one below the other
+// where it is wider than that; each block begins with the first two columns. The text is cut up.
+static void print_for_screen(FILE *f, char *markdown, int cols) {
+    char ***row = NULL, *line = markdown, *next;
+    for (int n = 0; line && *line; line = next, n++) {
+        next = strchr(line, '\n');
+        if (next) *next++ = 0;
+        if (n != 1) arrput(row, table_cells(line));             // line 1 is |---|---:|
+    }
+    int *width = NULL, n = row ? (int)arrlen(row[0]) : 0, key = min_int(2, n), keys = 0;
+    for (int c = 0; c < n; c++) {
+        arrput(width, 0);
+        for (int r = 0; r < (int)arrlen(row); r++)
+            if (c < (int)arrlen(row[r])) width[c] = max_int(width[c], (int)strlen(row[r][c]));
+        if (c < key) keys += width[c] + (c ? 2 : 0);
+    }
+    for (int from = key, to; from < n; from = to) {
+        int x = keys;
+        for (to = from; to < n && (to == from || x + 2 + width[to] <= cols); to++) x += 2 + width[to];
+        if (from > key) fputc('\n', f);
+        table_block(f, row, width, key, from, to);
+    }
+    for (int r = 0; r < (int)arrlen(row); r++) arrfree(row[r]);
+    arrfree(row);
+    arrfree(width);
+}
+
+// A line of CSV, with the line of names before the first one.
+static void print_csv_row(const Score *s, const Field *c, int first, FILE *f) {
+    int n = (int)arrlen(c);
+    if (first) {
+        fprintf(f, "method,budget,items,scored");
+        for (int i = 0; i < n; i++) fprintf(f, ",%s", c[i].name);
+        fprintf(f, "\n");
+    }
+    fprintf(f, "%s,%d,%d,%d", s->name, s->budget, s->items, (int)arrlen(s->answers));
+    for (int i = 0; i < n; i++) {
+        fputc(',', f);
+        if (isfinite(c[i].x)) json_real(f, c[i].x, 6);
+    }
+    fprintf(f, "\n");
+}
+
+// A JSON object on one line, with the options that the user set.
+static void print_json_row(const Score *s, const Field *c, const EvalRun *run, FILE *f) {
+    fprintf(f, "{");
+    json_pair(f, "method", s->name);
+    fprintf(f, "\"budget\":%d,", s->budget);
+    json_pair(f, "model", run->model);
+    fprintf(f, "\"items\":%d,\"scored\":%d,", s->items, (int)arrlen(s->answers));
+    for (int i = 0; i < (int)arrlen(c); i++) {
+        fprintf(f, "\"%s\":", c[i].name);
+        json_real(f, c[i].x, 6);
+        fputc(',', f);
+    }
+    json_options(run->a, f);
+    fprintf(f, "}\n");
+}
+
+// Prints a row in the form `how` (AS_*).
+static void print_row(const Score *s, const EvalRun *run, int how, int first, FILE *f) {
+    Field *c = row_fields(s, run);
+    if (how == AS_JSON) print_json_row(s, c, run, f);
+    else if (how == AS_CSV) print_csv_row(s, c, first, f);
+    else print_table_row(s, c, first, f);
+    arrfree(c);
+    fflush(f);
+}
+
+// ---- the modes: the rows of a run
+
+// Writes the k-th word of the list "a,b,c" to out and returns out; NULL behind the last word.
+const char *list_word(const char *list, int k, char out[160]) {
+    for (; k; k--) {
+        list = strchr(list, ',');
+        if (!list) return NULL;
+        list++;
+    }
+    snprintf(out, 160, "%.*s", (int)strcspn(list, ","), list);
+    return out;
+}
+
+// Closes a row's session.
+void open_close(OpenRow *p) {
+    session_close(p->s);
+    options_free(p->o);
+}
+
+// Does the budget matter to this session? A method that selects rows has one.
+static int has_budget(const Session *s) {
+    for (int i = 0; i < s->n_part; i++) {
+        if (s->part[i].m->role & ROLE_SELECT) return s->budget > 0;
+    }
+    return 0;
+}
+
+// Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the
+// program at once. A method without a budget gets one row. Returns the rows (stb_ds), their
+// sessions in *open.
+Score *open_rows(const App *a, OpenRow **open) {
+    char name[160], budget[160], err[256];
+    const char *list = *opt_str(a->o, "compare") ? opt_str(a->o, "compare") : a->method;
+    const char *budgets = opt_str(a->o, "budgets");
+    Score *rows = NULL;
+    for (int i = 0; list_word(list, i, name); i++) {
+        for (int j = 0; list_word(budgets, j, budget); j++) {
+            OpenRow p = { .o = options_copy(a->o) };
+            Score sc = { 0 };
+            if (opt_given(a->o, "budgets")) {
+                int bad = options_set(p.o, "budget", budget, err) || out_of_range(p.o, "budget", err);
+                if (bad) die(EXIT_USAGE, "--budgets: %s", err);
+            }
+            p.s = session_open(a->c, a->w, p.o, name);
+            snprintf(sc.name, sizeof sc.name, "%s", name);
+            sc.budget = has_budget(p.s) ? p.s->budget : 0;
+            arrput(*open, p);
+            arrput(rows, sc);
+            if (!has_budget(p.s)) break;
+        }
+    }
+    return rows;
+}
+
+// ---- answers on disk (--eval-out, --eval-shard, --eval-merge)
+// A file of answers has JSON lines. The first one says what the run is: a text for everything that
+// changes a number of the table. Each further line is an answer, with all that the table needs of it
+// and what its item cost (item by item, so the lines of one item repeat it). An item that a row has
+// played is written at once, and is the unit of going on: one whose last line is missing was
+// interrupted, and is played again. A file is written in place, unlike every other one that is kept,
+// because what is in it is the point. Numbers have 17 digits, so what is read is what was written, and
+// a table is made from the same numbers in the same order whether a run was whole, went on, or was
+// spread over machines (D86).
+
+// A number of a line: of an Answer, or of a Score that holds what one item cost.
+typedef struct {
+    const char *name;
+    size_t at;              // where it stands in the struct
+    int is_int;             // 1: an int, 0: a double
+} Number;
+
+static const Number answer_numbers[] = {
+    { "text",              offsetof(Answer, item),      1 },
+    { "turn",              offsetof(Answer, turn),      1 },
+    { "turns",             offsetof(Answer, turns),     1 },
+    { "position",          offsetof(Answer, position),  1 },
+    { "length",            offsetof(Answer, length),    1 },
+    { "depth",             offsetof(Answer, depth),     1 },
+    { "score",             offsetof(Answer, score),     0 },
+    { "exact",             offsetof(Answer, exact),     0 },
+    { "found",             offsetof(Answer, found),     0 },
+    { "f1",                offsetof(Answer, f1),        0 },
+    { "rouge_l",           offsetof(Answer, rouge),     0 },
+    { "rouge_l_longbench", offsetof(Answer, rouge_lb),  0 },
+    { "nll",               offsetof(Answer, nll),       0 },
+    { "predicted",         offsetof(Answer, predicted), 1 },
+    { "top1",              offsetof(Answer, top1),      1 },
+};
+static const Number cost_numbers[] = {
+    { "kv_bytes_stored",   offsetof(Score, stored),     0 },
+    { "kv_bytes_full",     offsetof(Score, full),       0 },
+    { "kv_bytes_attended", offsetof(Score, attended),   0 },
+    { "kv_bytes_peak",     offsetof(Score, peak),       0 },
+    { "prefill_s",         offsetof(Score, prefill_s),  0 },
+    { "decode_s",          offsetof(Score, decode_s),   0 },
+    { "n_prefill",         offsetof(Score, n_prefill),  0 },
+    { "n_decode",          offsetof(Score, n_decode),   0 },
+};
+enum {
+    ANSWER_NUMBERS = sizeof answer_numbers / sizeof *answer_numbers,
+    COST_NUMBERS = sizeof cost_numbers / sizeof *cost_numbers,
+};
+
+// What the first line tells, in the order in which it is compared. Parts of a run differ in the shard
+// only; a file that a run goes on with is of the same shard.
+static const char *const head_keys[] = { "kvcomp", "model", "items", "seed", "rows", "options", "shard" };
+enum { HEAD_KEYS = sizeof head_keys / sizeof *head_keys };
+enum { EVAL_ROWS = 1000 };  // most rows of a run that is written to a file
+
+// What row r made of item i.
+static Score *eval_cell(const EvalFile *x, int i, int r) {
+    return &x->cell[(size_t)i * arrlenu(x->row) + r];
+}
+
+// Is item i there in every row?
+static int item_is_there(const EvalFile *x, int i) {
+    for (int r = 0; r < (int)arrlen(x->row); r++)
+        if (!eval_cell(x, i, r)->items) return 0;
+    return 1;
+}
+
+// Adds what a row made of one item to the row.
+static void score_add(Score *sc, const Score *one) {
+    for (int i = 0; i < (int)arrlen(one->answers); i++) {
+        add_answer(sc, &one->answers[i]);
+        sc->top1 += one->answers[i].top1;
+    }
+    for (int i = 0; i < (int)arrlen(one->each); i++) {
+        sc->kld += one->each[i];
+        arrput(sc->each, one->each[i]);
+        sc->predicted++;
+    }
+    sc->items += one->items;
+    sc->peak = fmax(sc->peak, one->peak);
+    sc->stored += one->stored;
+    sc->full += one->full;
+    sc->attended += one->attended;
+    sc->prefill_s += one->prefill_s;
+    sc->decode_s += one->decode_s;
+    sc->n_prefill += one->n_prefill;
+    sc->n_decode += one->n_decode;
+}
+
+// I/N of --eval-shard: the first item, from 0, and the step to the next one. 0, or -1.
+int shard_parse(const char *text, int *first, int *step) {
+    long part, parts;
+    int used = 0;
+    if (sscanf(text, "%ld/%ld%n", &part, &parts, &used) != 2 || text[used]) return -1;
+    if (part < 1 || part > parts || parts > INT_MAX) return -1;
+    *first = (int)part - 1;
+    *step = (int)parts;
+    return 0;
+}
+
+// Frees what x holds, and closes its file.
+static void eval_file_close(EvalFile *x) {
+    for (size_t i = 0; x->cell && i < (size_t)x->items * arrlenu(x->row); i++) score_free(&x->cell[i]);
+    free(x->cell);
+    arrfree(x->row);
+    score_free(&x->one);
+    strreset(&x->mem);
+    if (x->f && fclose(x->f)) die(EXIT_RUN, "--eval-out %s: %s", x->path, strerror(errno));
+}
+
+// ---- answers on disk: the first line
+// The hash of everything in the items that is asked or scored.
+static uint64_t items_hash(const EvalSet *e) {
+    uint64_t h = 0;
+    for (int i = 0; i < (int)arrlen(e->item); i++) {
+        const EvalItem *it = &e->item[i];
+        const int numbers[] = {
+            it->number, it->length, it->metric, it->first_line, it->most, it->plain, (int)arrlen(it->turn)
+        };
+        h = hash_bytes(h, numbers, sizeof numbers);
+        h = hash_bytes(h, it->task, strlen(it->task));
+        for (int j = 0; j < (int)arrlen(it->turn); j++) {
+            const EvalTurn *t = &it->turn[j];
+            const int places[] = { t->position, t->depth, (int)arrlen(t->answers), (int)arrlen(t->classes) };
+            h = hash_bytes(h, places, sizeof places);
+            h = hash_bytes(h, t->user, strlen(t->user));
+            if (t->reply) h = hash_bytes(h, t->reply, strlen(t->reply));
+            for (int k = 0; k < (int)arrlen(t->answers); k++) h = hash_bytes(h, t->answers[k], strlen(t->answers[k]));
+            for (int k = 0; k < (int)arrlen(t->classes); k++) h = hash_bytes(h, t->classes[k], strlen(t->classes[k]));
+        }
+    }
+    return h;
+}
+
+// Writes the given options that change an answer: the methods', and those of what is asked and said.
+static void write_eval_options(const App *a, FILE *f) {
+    static const char *const asked[] = {
+        "ratio", "sink", "obs-window", "kernel", "gqa-agg", "paper", "ctk", "ctv", "raw", "chat-template", "tokenizer",
+        "system", "parse-special", "no-think", "ignore-eos", "n-predict", "repeat-penalty", "repeat-last-n",
+        "eval-history",
+    };
+    Options *plain = options_like(a->o);
+    for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);
+    EACH_METHOD(m) {
+        for (const Opt *o = (*m)->opts; o && o->name; o++) {
+            const Method *const *first = methods;               // methods share options: the first one has it
+            while (!opt_find_in((*first)->opts, o->name)) first++;
+            if (first == m) write_option(a, plain, o->name, f);
+        }
+    }
+    options_free(plain);
+}
+
+// "name":" .. ", the text that write makes of the App; a comma behind it.
+static void write_as_text(const App *a, const char *name, void (*write)(const App *a, FILE *f), FILE *f) {
+    char *text = NULL;
+    size_t n;
+    FILE *t = memory_stream(&text, &n);
+    write(a, t);
+    memory_stream_close(t);
+    json_pair(f, name, text);
+    free(text);
+}
+
+// The first line of this run's file, malloc'd.
+static char *eval_head(App *a, const EvalSet *e, const Score *rows) {
+    char *head = NULL;
+    size_t n;
+    FILE *f = memory_stream(&head, &n);
+    fprintf(f, "{\"kvcomp\":\"answers 1\",\"model\":\"%016llx\",", (unsigned long long)app_fingerprint(a));
+    fprintf(f, "\"items\":\"%d %016llx\",", (int)arrlen(e->item), (unsigned long long)items_hash(e));
+    fprintf(f, "\"seed\":\"%s\",\"rows\":\"", opt_str(a->o, "eval-seed"));
+    for (int r = 0; r < (int)arrlen(rows); r++) fprintf(f, "%s%s %d", r ? "," : "", rows[r].name, rows[r].budget);
+    fprintf(f, "\",");
+    write_as_text(a, "options", write_eval_options, f);
+    json_pair(f, "shard", opt_str(a->o, "eval-shard"));
+    json_pair(f, "dir", a->c->dir);
+    fprintf(f, "\"by\":\"kvcomp %s, %s, %s\"}\n", KVCOMP_VERSION, opt_str(a->o, "device"), simd_name());
+    memory_stream_close(f);
+    return head;
+}
+
+// Holds a first line against the one of this run, or of another part of it. The first n of head_keys
+// must be the same. 0, or -1 with err. Where only the machines differ, a line says so.
+static int head_fits(const EvalFile *x, const Json *own, const Json *found, int n, char err[512]) {
+    if (strcmp(json_text(found, "kvcomp"), "answers 1"))
+        return fault(err, "no file that --eval-out of this kvcomp wrote");
+    for (int i = 0; i < n; i++) {
+        const char *want = json_text(own, head_keys[i]), *is = json_text(found, head_keys[i]);
+        if (strcmp(want, is))
+            return fault(err, "of another run: its %s: %.160s; expected %.160s", head_keys[i], *is ? is : "none", want);
+    }
+    if (strcmp(json_text(own, "by"), json_text(found, "by")) && !quiet)
+        warn("%s: made by %s, not by %s: the last digits may differ from those of one machine", x->path,
+             json_text(found, "by"), json_text(own, "by"));
+    return 0;
+}
+
+// The first line of text (n), parsed; NULL, and err, when it is no object. *at: the bytes it takes.
+static Json *head_read(const char *text, size_t n, size_t *at, char err[512]) {
+    char why[256];
+    const char *end = memchr(text, '\n', n);
+    Json *head = end ? json_parse(text, (size_t)(end - text), why) : NULL;
+    if (head && head->type == JSON_OBJECT && !json_holds_nul(head)) {
+        *at = (size_t)(end + 1 - text);
+        return head;
+    }
+    json_free(head);
+    fault(err, "no file that --eval-out wrote");
+    return NULL;
+}
+
+// Reads the whole number in [0,most] that *p begins with into *x, and moves *p behind it. 0, or -1 when
+// there is none.
+static int number_read(const char **p, long most, int *x) {
+    char *end;
+    errno = 0;
+    long n = isdigit((unsigned char)**p) ? strtol(*p, &end, 10) : -1;
+    if (n < 0 || n > most || errno) return -1;
+    *x = (int)n;
+    *p = end;
+    return 0;
+}
+
+// Takes the rows of a first line, "method budget,method budget", from the text p. 0, or -1 when they are
+// none, or more than EVAL_ROWS: every line is looked up among them.
+static int rows_take(EvalFile *x, const char *p) {
+    while (*p) {
+        Score sc = { 0 };
+        size_t n = strcspn(p, " ");
+        if (!n || n >= sizeof sc.name || !p[n] || arrlen(x->row) == EVAL_ROWS) return -1;
+        for (size_t i = 0; i < n; i++)
+            if (!isgraph((unsigned char)p[i]) || p[i] == ',') return -1;                // it goes to a terminal
+        memcpy(sc.name, p, n);
+        p += n + 1;
+        if (number_read(&p, INT_MAX, &sc.budget) || (*p && (*p != ',' || !p[1]))) return -1;
+        p += *p == ',';
+        arrput(x->row, sc);
+    }
+    return 0;
+}
+
+// Takes the numbers of items and rows from a first line, and makes room for them. 0, or -1 with err.
+static int head_take(EvalFile *x, const Json *head, char err[512]) {
+    const char *items = json_text(head, "items");
+    if (rows_take(x, json_text(head, "rows")))
+        return fault(err, "'rows' are no methods and budgets, 1 to %d", EVAL_ROWS);
+    int odd = number_read(&items, 1 << 24, &x->items) || *items != ' ';
+    if (odd || x->items < 1 || arrlen(x->row) < 1 || arrlen(x->row) > (1 << 24) / x->items)
+        return fault(err, "'items' and 'rows' are none of a run");
+    x->cell = xcalloc((size_t)x->items * arrlenu(x->row), sizeof *x->cell);
+    return 0;
+}
+
+// ---- answers on disk: writing
+// A number with all its digits; null when it is none.
+void json_exact(FILE *f, double x) {
+    if (isfinite(x)) fprintf(f, "%.17g", x);
+    else fputs("null", f);
+}
+
+// "name":number for each of n numbers of a struct, a comma behind each.
+static void write_numbers(const Number *k, int n, const void *from, FILE *f) {
+    for (int i = 0; i < n; i++) {
+        const char *at = (const char *)from + k[i].at;
+        fprintf(f, "\"%s\":", k[i].name);
+        if (k[i].is_int) fprintf(f, "%d", *(const int *)at);
+        else json_exact(f, *(const double *)at);
+        fputc(',', f);
+    }
+}
+
+// What is known of answer k alone; its KLDs are those of `each` from the place `from` on.
+static void write_answer(const EvalItem *it, const Score *one, int k, int from, FILE *f) {
+    const Answer *x = &one->answers[k];
+    char **gold = it->turn[x->turn].answers;
+    json_pair(f, "prediction", one->said[k]);
+    fprintf(f, "\"gold\":[");
+    for (int i = 0; i < (int)arrlen(gold); i++) {
+        if (i) fputc(',', f);
+        json_escape(f, gold[i], strlen(gold[i]));
+    }
+    fprintf(f, "],");
+    write_numbers(answer_numbers, ANSWER_NUMBERS, x, f);
+    fprintf(f, "\"kld\":[");
+    for (int i = 0; i < x->predicted; i++) {
+        if (i) fputc(',', f);
+        json_exact(f, one->each[from + i]);
+    }
+    fprintf(f, "],");
+}
+
+// Writes the lines of item i as row r played it, in one piece. An item without a scored turn has one
+// line, of what it cost. Exit 1 when they cannot be written.
+static void write_item(EvalFile *x, const EvalItem *it, int i, int r, const Score *one) {
+    char *text = NULL;
+    size_t size;
+    int n = (int)arrlen(one->answers), from = 0;
+    FILE *f = memory_stream(&text, &size);
+    for (int k = 0; k < max_int(n, 1); k++) {
+        fputc('{', f);
+        json_pair(f, "task", it->task);
+        fprintf(f, "\"item\":%d,", i + 1);
+        json_pair(f, "method", x->row[r].name);
+        fprintf(f, "\"budget\":%d,\"answer\":%d,\"answers\":%d,", x->row[r].budget, n ? k + 1 : 0, n);
+        if (n) write_answer(it, one, k, from, f);
+        if (n) from += one->answers[k].predicted;
+        write_numbers(cost_numbers, COST_NUMBERS, one, f);
+        fprintf(f, "\"build\":\"%s\"}\n", KVCOMP_VERSION);
+    }
+    memory_stream_close(f);
+    if (fwrite(text, 1, size, x->f) != size || fflush(x->f))
+        die(EXIT_RUN, "--eval-out %s: %s (what was written before stays, and the run can go on)", x->path,
+            strerror(errno));
+    free(text);
+}
+
+// ---- answers on disk: reading
+// The whole number obj[key] in [lo,hi]. 0, or -1 with err.
+int read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char err[512]) {
+    const Json *j = json_get(obj, key);
+    if (!j || j->type != JSON_NUMBER || !j->is_int || j->i < lo || j->i > hi)
+        return fault(err, "'%s' is no whole number from %d to %d", key, lo, hi);
+    *x = (int)j->i;
+    return 0;
+}
+
+// The number v, NaN for null. 0, or -1 with err.
+static int read_real(const Json *v, const char *key, double *x, char err[512]) {
+    if (!v || (v->type != JSON_NUMBER && v->type != JSON_NULL)) return fault(err, "'%s' is no number", key);
+    *x = v->type == JSON_NULL ? NAN : v->num;
+    return 0;
+}
+
+// Reads what write_numbers wrote. 0, or -1 with err.
+static int read_numbers(const Json *obj, const Number *k, int n, void *to, char err[512]) {
+    int bad = 0;
+    for (int i = 0; i < n && !bad; i++) {
+        char *at = (char *)to + k[i].at;
+        if (k[i].is_int) bad = read_whole(obj, k[i].name, INT_MIN, INT_MAX, (int *)at, err);
+        else bad = read_real(json_get(obj, k[i].name), k[i].name, (double *)at, err);
+    }
+    return bad;
+}
+
+// Reads what write_answer wrote, and appends it to x->one. 0, or -1 with err.
+static int read_answer(EvalFile *x, const Json *obj, char err[512]) {
+    const char *task = json_text(obj, "task");
+    const Json *kld = json_get(obj, "kld");
+    Answer a = { 0 };
+    if (!*task) return fault(err, "no 'task'");
+    if (read_numbers(obj, answer_numbers, ANSWER_NUMBERS, &a, err)) return -1;
+    if (!kld || kld->type != JSON_ARRAY || kld->n != a.predicted)
+        return fault(err, "'kld' has not 'predicted' numbers");
+    for (int i = 0; i < kld->n; i++) {
+        double d;
+        if (read_real(&kld->item[i], "kld", &d, err)) return -1;
+        arrput(x->one.each, d);
+    }
+    a.task = stralloc(&x->mem, (char *)task);
+    arrput(x->one.answers, a);
+    return 0;
+}
+
+// Finds the cell that a line belongs to, and checks that the line goes on where the one before it
+// stopped. 0, or -1 with err.
+static int read_place(EvalFile *x, const Json *obj, char err[512]) {
+    const char *method = json_text(obj, "method");
+    int item = 0, budget = 0, k = 0, n = 0, r = 0, rows = (int)arrlen(x->row);
+    if (read_whole(obj, "item", 1, x->items, &item, err) || read_whole(obj, "budget", 0, INT_MAX, &budget, err)
+        || read_whole(obj, "answers", 0, INT_MAX, &n, err) || read_whole(obj, "answer", n > 0, n, &k, err))
+        return -1;
+    while (r < rows && (strcmp(x->row[r].name, method) || x->row[r].budget != budget)) r++;
+    if (r == rows) return fault(err, "'%.40s' with budget %d is no row of this run", method, budget);
+
+    int at = (item - 1) * rows + r, goes_on = at == x->at && n == x->of && k == x->read + 1;
+    if (x->at < 0 ? k > 1 : !goes_on)
+        return fault(err, "answer %d of item %d does not follow the line before it", k, item);
+    x->at = at;
+    x->of = n;
+    x->read = k;
+    return 0;
+}
+
+// The item whose last line has been read takes its cell, unless the cell is filled.
+static void cell_fill(EvalFile *x) {
+    Score *cell = &x->cell[x->at];
+    x->one.items = 1;
+    x->twice += cell->items;
+    if (cell->items) score_free(&x->one);
+    else *cell = x->one;
+    x->one = (Score){ 0 };
+    x->at = -1;
+}
+
+// Reads one line of n bytes; the last one of an item fills its cell. 0, or -1 with err.
+static int read_answer_line(EvalFile *x, const char *line, size_t n, char err[512]) {
+    Json *obj = json_parse(line, n, err);
+    int bad = -1;
+    if (obj && obj->type != JSON_OBJECT) fault(err, "is no object");
+    else if (obj && json_holds_nul(obj)) fault(err, "a text holds the character \\u0000");
+    else if (obj) bad = read_place(x, obj, err);
+    if (!bad && x->of) bad = read_answer(x, obj, err);
+    if (!bad && x->read == x->of) {
+        bad = read_numbers(obj, cost_numbers, COST_NUMBERS, &x->one, err);
+        if (!bad) cell_fill(x);
+    }
+    json_free(obj);
+    return bad;
+}
+
+// Reads the lines of text (n) from the byte `at` on. Returns the bytes up to the end of the last whole
+// item: what stands behind them was interrupted, and is left out. Exit 2 with the number of a line
+// that is none of a run.
+static size_t read_answers(EvalFile *x, char *text, size_t n, size_t at) {
+    char err[512];
+    size_t whole = at;
+    int line = 2, lines = 0;
+    x->at = -1;
+    for (char *end; at < n; at = (size_t)(end + 1 - text), line++) {
+        end = memchr(text + at, '\n', n - at);
+        lines++;
+        if (!end) break;
+        if (read_answer_line(x, text + at, (size_t)(end - text) - at, err)) {
+            free(text);
+            die(EXIT_USAGE, "%s, line %d: %s", x->path, line, err);
+        }
+        if (x->at < 0) whole = (size_t)(end + 1 - text);
+        if (x->at < 0) lines = 0;
+    }
+    score_free(&x->one);
+    if (lines && !quiet)
+        warn("%s: %d line%s of an interrupted item at its end: dropped", x->path, lines, lines > 1 ? "s" : "");
+    return whole;
+}
+
+// ---- answers on disk: a run that writes them
+// Opens the file for this run alone. Returns its descriptor.
+static int eval_descriptor(const char *path) {
+    struct stat st;
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0 || fstat(fd, &st)) die(EXIT_RUN, "--eval-out %s: %s", path, strerror(errno));
+    if (!S_ISREG(st.st_mode)) die(EXIT_RUN, "--eval-out %s: is no regular file", path);
+    if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
+        die(EXIT_RUN, "--eval-out %s: another run is writing it", path);
+    return fd;
+}
+
+// Opens --eval-out: a new file gets its first line; one of the same run gives the answers it has, and
+// loses what an interruption left at its end. Exit 2 when it is of another run.
+static void eval_file_open(EvalFile *x, App *a, const EvalSet *e, const Score *rows) {
+    char err[512], why[256];
+    size_t n, at = 0;
+    x->path = opt_str(a->o, "eval-out");
+    for (int r = 0; r < (int)arrlen(rows); r++)
+        for (int k = 0; k < r; k++)
+            if (!strcmp(rows[r].name, rows[k].name) && rows[r].budget == rows[k].budget)
+                die(EXIT_USAGE, "--eval-out: %s is compared twice with budget %d", rows[r].name, rows[r].budget);
+    int fd = eval_descriptor(x->path);
+    char *text = read_bounded(x->path, MOST_ANSWERS, &n, why), *head = eval_head(a, e, rows);
+    if (!text) die(EXIT_RUN, "--eval-out %s", why);
+
+    // The first line of a run that was killed at once may be cut
+    Json *own = json_parse(head, strlen(head), why);
+    int begun = n >= strlen(head) || memcmp(head, text, n);
+    Json *found = begun ? head_read(text, n, &at, err) : NULL;
+    int bad = head_take(x, own, err) || (begun && (!found || head_fits(x, own, found, HEAD_KEYS, err)));
+    if (bad) die(EXIT_USAGE, "--eval-out %s: %s", x->path, err);
+    size_t whole = begun ? read_answers(x, text, n, at) : 0;
+    json_free(own);
+    json_free(found);
+
+    x->f = ftruncate(fd, (off_t)whole) || lseek(fd, (off_t)whole, SEEK_SET) < 0 ? NULL : descriptor_stream(fd);
+    if (!x->f || (!begun && (fputs(head, x->f) < 0 || fflush(x->f))))
+        die(open_failure(), "--eval-out %s: %s", x->path, strerror(errno));
+    int there = 0;
+    for (int i = 0; i < x->items; i++) there += item_is_there(x, i);
+    if (there && !quiet)
+        fprintf(stderr, "%s: %d of %d items are there, the others are played\n", x->path, there, x->items);
+    free(text);
+    free(head);
+}
+
+// ---- answers on disk: parts of a run become one table
+// Reads all files, a path a line; the first one says what the run is. Its seed and its model's folder
+// go to seed and model. Exit 2 when a file cannot be read, or is of another run.
+static void merge_files(EvalFile *x, const char *paths, char seed[32], char model[1024]) {
+    char err[512], why[256];
+    Json *first = NULL;
+    for (const char *p = paths, *end; *p; p = *end ? end + 1 : end) {
+        size_t n, at = 0;
+        end = p + strcspn(p, "\n");
+        char *path = copy_bytes(p, (size_t)(end - p)), *text = read_bounded(path, MOST_ANSWERS, &n, why);
+        if (!text) die(EXIT_USAGE, "--eval-merge %s", why);
+        Json *head = head_read(text, n, &at, err);
+        x->path = path;
+        int bad = !head || head_fits(x, first ? first : head, head, HEAD_KEYS - 1, err)
+               || (!first && head_take(x, head, err));
+        if (bad) die(EXIT_USAGE, "--eval-merge %s: %s", path, err);
+        read_answers(x, text, n, at);
+        if (first) json_free(head);
+        else first = head;
+        free(text);
+        free(path);
+    }
+    snprintf(seed, 32, "%s", json_text(first, "seed"));
+    snprintf(model, 1024, "%s", json_text(first, "dir"));
+    json_free(first);
+    if (x->twice && !quiet) warn("--eval-merge: %d items are there more than once; the first of each counts", x->twice);
+}
+
+// Makes the rows (stb_ds) of what was read. Only an item that every row has played counts, so that
+// rows stay comparable; a line says which are missing. Returns how many.
+static int merge_rows(EvalFile *x, Score **rows) {
+    char text[160] = "";
+    int missing = 0;
+    for (int r = 0; r < (int)arrlen(x->row); r++) arrput(*rows, x->row[r]);
+    for (int i = 0; i < x->items; i++) {
+        int there = item_is_there(x, i);
+        for (int r = 0; r < (int)arrlen(x->row) && there; r++) score_add(&(*rows)[r], eval_cell(x, i, r));
+        if (there) continue;
+        size_t n = strlen(text);
+        if (++missing <= 8) snprintf(text + n, sizeof text - n, "%s%d", n ? ", " : "", i + 1);
+    }
+    if (missing == x->items) die(EXIT_USAGE, "--eval-merge: no item is there in every row");
+    if (missing)
+        warn("--eval-merge: %d of %d items are missing: %s%s", missing, x->items, text, missing > 8 ? ", .." : "");
+    return missing;
+}
+
+// ---- the modes: dialogues
+
+// Shows how far the run is: on a terminal one line that is rewritten; elsewhere, with -v, a line at
+// every tenth of the items.
+static void eval_progress(const App *a, int done, int all, double t0) {
+    int seconds = done ? (int)((now() - t0) * (all - done) / done) : 0, terminal = isatty(2);
+    if (quiet) return;
+    if (terminal) {
+        fprintf(stderr, "\r\x1b[K%d of %d items, %d:%02d left", done, all, seconds / 60, seconds % 60);
+        if (done == all) fprintf(stderr, "\r\x1b[K");
+    } else if (opt_int(a->o, "verbose") && done * 10 / all != (done - 1) * 10 / all) {
+        fprintf(stderr, "%d of %d items, %d:%02d left\n", done, all, seconds / 60, seconds % 60);
+    }
+}
+
+// Plays the items, or those of --eval-shard, each through every row before the next one. So the
+// logits of full attention are held for one item only, and what else the machine does falls on all
+// rows. forced 0: the methods answer, but nothing is compared with full attention's logits. What is in
+// the file x already is not played again, and what is played goes there; NULL: there is none.
+void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced, EvalFile *x) {
+    OpenRow full = { .o = options_copy(a->o) };
+    float *ref = NULL;                                  // stb_ds, V a row
+    int first = 0, step = 1, done = 0, n = (int)arrlen(e->item), R = (int)arrlen(rows);
+    double t0 = now();
+    shard_parse(opt_str(a->o, "eval-shard"), &first, &step);
+    step = min_int(step, n + 1);                        // as good, and i + step stays small
+    full.s = session_open(a->c, a->w, full.o, "full");
+    for (int i = first; i < n; i += step) {
+        const EvalItem *it = &e->item[i];
+        Template *tp = a->tp;
+        if (it->plain) a->tp = NULL;
+        a->s = full.s;
+        arrsetlen(ref, 0);
+        if (forced && !(x && item_is_there(x, i))) play_forced(a, it, &ref, NULL);
+        for (int r = 0; r < R; r++) {
+            Score own = { 0 }, *one = x ? eval_cell(x, i, r) : &own;
+            if (!one->items) {
+                a->s = open[r].s;
+                play_free(a, it, one);
+                if (forced) play_forced(a, it, &ref, one);
+                session_reset(a->s);                    // gives its rows back: many sessions are open
+                if (x) write_item(x, it, i, r, one);
+            }
+            score_add(&rows[r], one);
+            score_free(one);
+        }
+        a->tp = tp;
+        eval_progress(a, ++done, (n - first + step - 1) / step, t0);
+    }
+    arrfree(ref);
+    open_close(&full);
+}
+
+// Ends the program if an item with its right replies is longer than the context.
+static void check_fit(const App *a, const EvalSet *e) {
+    enum { TEMPLATE_TOKENS = 16 };                      // about what the chat template adds to a turn
+    for (int i = 0; i < (int)arrlen(e->item); i++) {
+        int need = 0;
+        for (int j = 0; j < (int)arrlen(e->item[i].turn); j++) {
+            const EvalTurn *t = &e->item[i].turn[j];
+            int *ids = tokenizer_encode(a->tok, t->user, strlen(t->user), 0, gold_ids(a, t));
+            need += (int)arrlen(ids) + TEMPLATE_TOKENS;
+            arrfree(ids);
+        }
+        if (need > ctx_limit(a))
+            die(EXIT_USAGE, "--eval: %s, item %d needs about %d tokens, the context has %d (-c)",
+                e->item[i].task, i + 1, need, ctx_limit(a));
+    }
+}
+
+// LongBench's items that do not fit into the context lose what is in their middle, as its own script
+// does it: half of the room is for the beginning of the prompt, half for its end. A line says how many.
+static void shorten_items(const App *a, EvalSet *e) {
+    enum { TEMPLATE_TOKENS = 64 };
+    int cut = 0;
+    for (int i = 0; i < (int)arrlen(e->item); i++) {
+        EvalTurn *t = &e->item[i].turn[0];
+        int *ids = tokenizer_encode(a->tok, t->user, strlen(t->user), 0, NULL), *gold = gold_ids(a, t);
+        int n = (int)arrlen(ids);
+        int half = (ctx_limit(a) - max_int(e->item[i].most, (int)arrlen(gold)) - TEMPLATE_TOKENS) / 2;
+        if (e->item[i].most && n > 2 * half && half > 0) {
+            Decoder d = { .t = a->tok };
+            char *text = NULL;
+            for (int k = 0; k < n; k++)
+                if (k < half || k >= n - half) text = decode_token(&d, ids[k], text);
+            text = decode_flush(&d, text);
+            t->user = set_text(e, text, arrlenu(text));
+            arrfree(text);
+            cut++;
+        }
+        arrfree(ids);
+        arrfree(gold);
+    }
+    if (cut && !quiet) warn("--eval-file: %d items lose their middle, to fit into -c %d", cut, ctx_limit(a));
+}
+
+// Reads --eval-prompts. Exit 2 when it is not what LongBench's dataset2prompt.json is.
+static Json *eval_prompts(const char *path) {
+    char err[256];
+    size_t n;
+    char *text = read_file(path, &n, err);
+    if (!text) die(EXIT_USAGE, "--eval-prompts %s", err);
+    Json *j = json_parse(text, n, err);
+    free(text);
+    if (!j || j->type != JSON_OBJECT || json_holds_nul(j))
+        die(EXIT_USAGE, "--eval-prompts %s: expected an object of datasets and their prompts%s%s", path, j ? "" : ": ",
+            j ? "" : err);
+    return j;
+}
+
+// Makes the items of --eval A,B,.. or all.
+void eval_items(const App *a, const char *what, EvalSet *e) {
+    char word[160];
+    int *lengths = number_list("eval-length", opt_str(a->o, "eval-length"), 96, 1 << 20);
+    int n = opt_int(a->o, "eval-items");
+    uint64_t seed = (uint64_t)opt_int(a->o, "eval-seed");
+    for (int i = 0; list_word(what, i, word); i++) {
+        int found = 0;
+        for (int t = 0; t < EVAL_TASKS; t++) {
+            if (strcmp(word, "all") && strcmp(word, eval_tasks[t].name)) continue;
+            make_items(e, a->tok, t, lengths, n, seed);
+            found = 1;
+        }
+        if (!found)
+            die(EXIT_USAGE, "--eval wants all, file, ppl, kld or a list of needle, multiturn, coref, "
+                "facts, json, fewshot, summary; found '%s'", word);
+    }
+    arrfree(lengths);
+    check_fit(a, e);
+}
+
+// ---- the modes: perplexity and divergence of a text
+
+// Plays windows of a text through a->s. Half a window is prefilled, and each further token is
+// decoded; every token of the second half is predicted from what came before it. With with_full
+// (--eval kld), a session of full attention sees the same tokens and the logits are compared.
+static void eval_text(App *a, const char *path, int with_full, Score *sc) {
+    char err[256];
+    size_t n;
+    int V = a->c->V, window = opt_int(a->o, "eval-window"), half = window / 2;
+    char *text = read_file(path, &n, err);
+    if (!text) die(EXIT_USAGE, "--eval-file %s", err);
+    int *ids = tokenizer_encode(a->tok, text, n, 0, NULL), windows = (int)arrlen(ids) / window;
+    free(text);
+    ids_must_have_rows(a->c, ids, (int)arrlen(ids));             // their logits are read before they are fed
+    if (!windows)
+        die(EXIT_USAGE, "--eval-file %s: %d tokens, one window needs %d (--eval-window)", path,
+            (int)arrlen(ids), window);
+    windows = min_int(windows, opt_int(a->o, "eval-windows"));
+
+    Options *plain = options_like(a->o);
+    Session *full = with_full ? session_open(a->c, a->w, plain, "full") : NULL;
+    for (int w = 0; w < windows; w++) {
+        const int *x = ids + (size_t)w * window;
+        session_reset(a->s);
+        if (full) session_reset(full);
+        for (int i = half - 1; i < window - 1; i++) {   // token i is the last one seen, i+1 is predicted
+            const float *y = i < half ? prefill(a->s, x, half) : decode(a->s, x[i]);
+            sc->nll += log_sum_exp(y, V) - y[x[i + 1]];
+            if (full) note_logits(i < half ? prefill(full, x, half) : decode(full, x[i]), y, V, sc);
+            else sc->predicted++;
+        }
+        note_cost(a->s, sc);
+    }
+    session_close(full);
+    options_free(plain);
+    arrfree(ids);
+}
+
+// ---- the run
+// --trace writes down the one row that an evaluation may have then, instead of the session of the App. open:
+// the rows' sessions (stb_ds).
+static void trace_row(const App *a, OpenRow *open) {
+    if (arrlen(open) > 1) die(EXIT_USAGE, "--trace goes with one budget, not with %d", (int)arrlen(open));
+    trace_session(a->s, NULL);
+    trace_session(open->s, a->trace);
+}
+
+// Frees the rows (stb_ds) of a run.
+void rows_free(Score *rows) {
+    for (int r = 0; r < (int)arrlen(rows); r++) score_free(&rows[r]);
+    arrfree(rows);
+}
+
+// Have two rows answered the same questions? Their scores are compared one by one.
+static int same_questions(const Score *a, const Score *b) {
+    int n = (int)arrlen(a->answers), same = n == (int)arrlen(b->answers);
+    for (int i = 0; i < n && same; i++) {
+        const Answer *x = &a->answers[i], *y = &b->answers[i];
+        same = !strcmp(x->task, y->task) && x->item == y->item && x->turn == y->turn && x->turns == y->turns
+            && x->position == y->position;
+    }
+    return same;
+}
+
+// Prints the rows of a run: on a terminal a table that fits, elsewhere Markdown, CSV or JSON. Exit 2
+// when they have not answered the same questions, as those of a damaged file of answers.
+static void print_rows(const EvalRun *run, Score *rows) {
+    const Options *o = run->a->o;
+    int how = AS_TABLE;
+    for (int r = 1; r < (int)arrlen(rows); r++)
+        if (!same_questions(&rows[0], &rows[r]))
+            die(EXIT_USAGE, "--eval: %s and %s have not answered the same questions: a file of answers is damaged",
+                rows[0].name, rows[r].name);
+    if (opt_int(o, "csv")) how = AS_CSV;
+    if (opt_int(o, "json")) how = AS_JSON;
+    char *table = NULL;
+    size_t size;
+    int screen = how == AS_TABLE && isatty(1) && !opt_int(o, "markdown");
+    FILE *out = screen ? memory_stream(&table, &size) : stdout;
+    for (int r = 0; r < (int)arrlen(rows); r++) {
+        finish_row(&rows[r], run->seed);
+        print_row(&rows[r], run, how, !r, out);
+    }
+    if (!screen) return;
+    memory_stream_close(out);
+    print_for_screen(stdout, table, screen_columns());
+    free(table);
+}
+
+// Ends the program if the rows that --compare-base names are not there.
+static void check_base(const EvalRun *run) {
+    const Options *o = run->a->o;
+    if (opt_given(o, "compare-base") && !base_of(run->rows, run) && !run->ppl)
+        die(EXIT_USAGE, "--compare-base %s is not among the methods that are compared", opt_str(o, "compare-base"));
+}
+
+// --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
+// when an item is missing.
+int eval_merge(App *a) {
+    EvalFile x = { 0 };
+    char seed[32], model[1024];
+    merge_files(&x, opt_str(a->o, "eval-merge"), seed, model);
+    Score *rows = NULL;
+    int missing = merge_rows(&x, &rows);
+    EvalRun run = { .a = a, .rows = rows, .model = model, .seed = strtoull(seed, NULL, 10) };
+    check_base(&run);
+    print_rows(&run, rows);
+    rows_free(rows);
+    eval_file_close(&x);
+    return missing ? EXIT_RUN : 0;
+}
+
+// --eval: makes or reads the items, plays them through every row, prints the rows and, with --report,
+// has the page written. Returns 0.
+int evaluate(App *a, int (*report)(App *a, const char *path, const Score *rows, const char *chosen)) {
+    const char *path = opt_str(a->o, "eval-file"), *what = opt_str(a->o, "eval");
+    if (!*what) what = *path ? "file" : "all";
+    int file = !strcmp(what, "file"), kld = !strcmp(what, "kld"), ppl = kld || !strcmp(what, "ppl");
+    int saves = *opt_str(a->o, "eval-out") != 0;
+    char err[256];
+    EvalSet e = { 0 };
+    EvalFile x = { 0 };
+    OpenRow *open = NULL;
+    EvalRun run = { .a = a, .seed = (uint64_t)opt_int(a->o, "eval-seed"), .ppl = ppl, .model = a->c->dir };
+    Session *own = a->s;
+    double t0 = now();
+
+    // The items
+    if ((ppl || file) && !*path) die(EXIT_USAGE, "--eval %s wants --eval-file FILE", what);
+    if (!ppl && !file && *path && !quiet) warn("without effect with --eval %s: --eval-file", what);
+    if (ppl && (saves || opt_given(a->o, "eval-shard")))
+        die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
+    if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
+    if (file) {
+        if (*opt_str(a->o, "eval-prompts")) e.prompts = eval_prompts(opt_str(a->o, "eval-prompts"));
+        read_items(&e, a->tok, path);
+        if (e.prompts) shorten_items(a, &e);
+        check_fit(a, &e);
+    } else if (!ppl) {
+        eval_items(a, what, &e);
+    }
+
+    // The rows
+    Score *rows = open_rows(a, &open);
+    run.rows = rows;
+    if (a->trace) trace_row(a, open);
+    check_base(&run);
+    if (saves) eval_file_open(&x, a, &e, rows);
+    if (!ppl) play_items(a, &e, rows, open, 1, saves ? &x : NULL);
+    for (int r = 0; r < (int)arrlen(rows); r++) {
+        a->s = open[r].s;
+        if (ppl) eval_text(a, path, kld, &rows[r]);
+        open_close(&open[r]);
+    }
+    print_rows(&run, rows);
+    if (!quiet)
+        fprintf(stderr, "%d rows, %d items, %d answers each, %.1f s\n", (int)arrlen(rows), rows[0].items,
+                (int)arrlen(rows[0].answers), now() - t0);
+    a->s = own;
+    if (*opt_str(a->o, "report")) report(a, opt_str(a->o, "report"), rows, "");
+
+    rows_free(rows);
+    arrfree(open);
+    eval_file_close(&x);
+    eval_set_free(&e);
+    return 0;
+}
+
+// ==================================================================================================== CALIBRATION
+// Head scores of DiliLazyKV and HeadKV (section 13): the files that hold them, and --calibrate,
+// which measures them, once per model.
+
+// ---- score files
+// A score file maps "layer-head" to a number or to a list of numbers, which stands for its mean.
+// The keys come in any order, and every head of the model has exactly one. The map is the whole
+// file, the only object inside it, or one of several objects under a name that we write or that the
+// authors' script writes (D22).
+
+// The same for --dililazy-scores, which err then names.
+double *scores_load(const char *path, const char *which, int L, int H, char err[512]) {
+    char why[512];
+    double *x = scores_read(path, which, L, H, why);
+    if (!x) snprintf(err, 512, "--dililazy-scores: %.470s", why);
+    return x;
+}
+
+// ---- needles and hay
+// --calibrate hides a sentence, the needle, in a long text, the hay, asks for it, and looks at the
+// attention of the last prompt token and of the answer. A run is one needle at one depth of a text
+// of one length. For HeadKV-R2 there is a second run, in which a sentence of reasoning and a wrong
+// answer stand before the needle.
+
+typedef struct {
+    const char *question, *needle, *answer;
+    const char *distractor;     // a sentence with a wrong answer; NULL: no second run
+    const char *reasoning;      // what tells the right answer from the wrong one; NULL: no second run
+} Needle;
+
+static const Needle own_needles[] = {
+    {
+        .question = "What is the best thing to do on a free afternoon in Merrow?",
+        .needle   = "The best thing to do on a free afternoon in Merrow is to row out to the lighthouse.",
+        .answer   = "Row out to the lighthouse.",
+        .distractor = "The best thing to do on a free afternoon in Harlow is to feed the ducks.",
+        .reasoning  = "What is best in Merrow is not what is best in Harlow.",
+    }, {
+        .question = "What keeps the keeper of the old mill healthy?",
+        .needle   = "The keeper of the old mill stays healthy through long walks and barley soup.",
+        .answer   = "Long walks and barley soup.",
+        .distractor = "The keeper of the new bridge stays healthy through cold baths and plums.",
+        .reasoning  = "The keeper of the old mill and the keeper of the new bridge are two people.",
+    }, {
+        .question = "In which year did Anna begin her apprenticeship?",
+        .needle   = "Anna was born in 1931. Anna began her apprenticeship sixteen years after she was born.",
+        .answer   = "Anna began her apprenticeship in 1947.",
+        .distractor = "Clara was born in 1931. Clara began her apprenticeship eighteen years after she was born.",
+        .reasoning  = "Who was born in the same year need not have begun in the same year.",
+    },
+};
+
+// A sentence of the hay is one of each line: who, did, what, and when or where.
+static const char *hay_words[4][12] = {
+    {
+        "The baker", "A tall ferryman", "My aunt", "The youngest of the sailors", "Our neighbour",
+        "The clockmaker", "A stranger in grey", "The schoolteacher", "An old gardener",
+        "The captain", "Her cousin", "The bell ringer",
+    },
+    {
+        "carried", "forgot", "was looking for", "sold", "painted", "had borrowed", "dreamed of",
+        "repaired", "hid", "counted", "lost", "gave away",
+    },
+    {
+        "a lantern", "three copper kettles", "the blue umbrella", "a basket of pears",
+        "an unfinished letter", "the heavy ladder", "two silver spoons", "a map of the marshes",
+        "the harbour bell", "a sack of flour", "some torn nets", "the key to the cellar",
+    },
+    {
+        "before the rain came.", "while the others slept.", "at the edge of the village.",
+        "because nobody had asked.", "on the way to the market.", "and said nothing about it.",
+        "under the chestnut trees.", "for the second time that week.", "when the tide went out.",
+        "in the narrow street behind the church.", "without a lamp.", "as the winter began.",
+    },
+};
+
+// At least n ids of the file at `path`, as an stb_ds array. Exit 2 when it is shorter, or cannot be
+// read.
+static int *hay_file(const Tokenizer *t, const char *path, int n) {
+    char why[256];
+    size_t size;
+    char *text = read_file(path, &size, why);
+    if (!text) die(EXIT_USAGE, "--calibrate-haystack: %s", why);
+    int *ids = encode_at(t, text, size, 0, 1, NULL);
+    free(text);
+    if ((int)arrlen(ids) < n)
+        die(EXIT_USAGE, "--calibrate-haystack: %s has %d tokens, %d are needed", path, (int)arrlen(ids), n);
+    return ids;
+}
+
+// At least n ids of hay, as an stb_ds array: of the file at `path`, or, when that is empty, of our
+// own sentences. These are drawn from a fixed seed and encoded one by one, so that the ids do not
+// depend on n.
+static int *hay_ids(const Tokenizer *t, const char *path, int n) {
+    uint64_t state = 1;
+    int *ids = NULL;
+    char line[256];
+    if (*path) return hay_file(t, path, n);
+    while ((int)arrlen(ids) < n) {
+        const char *word[4];
+        for (int i = 0; i < 4; i++) word[i] = hay_words[i][splitmix64(&state) % 12];
+        int old = (int)arrlen(ids);
+        int len = snprintf(line, sizeof line, "%s%s %s %s %s", old ? " " : "",
+                           word[0], word[1], word[2], word[3]);
+        ids = encode_at(t, line, len, 0, !old, ids);
+        if ((int)arrlen(ids) == old)
+            die(EXIT_RUN, "--calibrate: the tokenizer makes nothing of \"%s\"", line);
+    }
+    return ids;
+}
+
+// A text of the needle object v under `key`. Exit 2 when it is empty or too long, or missing unless
+// it is optional; NULL then.
+static const char *needle_text(const Json *v, const char *path, const char *key, int optional) {
+    const Json *x = json_get(v, key);
+    if (!x && optional) return NULL;
+    if (!x || x->type != JSON_STRING || !x->len || x->len > 2000)
+        die(EXIT_USAGE, "--calibrate-needles: %s: expected a list of {\"question\", \"needle\", \"answer\"}, "
+                        "each a text up to 2000 bytes", path);
+    return x->str;
+}
+
+// The needles of the file at `path`, or, when that is empty, our own, as an stb_ds array. Their
+// texts live in *file, which the caller frees. Exit 2 when the file is no list of needles.
+static Needle *needles_load(const char *path, Json **file) {
+    Needle *list = NULL;
+    char why[256];
+    size_t size;
+    if (!*path) {
+        int n = (int)(sizeof own_needles / sizeof *own_needles);
+        for (int i = 0; i < n; i++) arrput(list, own_needles[i]);
+        return list;
+    }
+    char *text = read_bounded(path, MOST_CONFIG, &size, why);
+    if (text) *file = json_parse(text, size, why);
+    if (!text || !*file) die(EXIT_USAGE, "--calibrate-needles: %s: %s", path, why);
+    free(text);
+    if (json_holds_nul(*file))
+        die(EXIT_USAGE, "--calibrate-needles: %s: a text holds the character \\u0000", path);
+    for (int i = 0; i < (*file)->n; i++) {
+        const Json *v = &(*file)->item[i];
+        Needle x = {
+            .question   = needle_text(v, path, "question", 0),
+            .needle     = needle_text(v, path, "needle", 0),
+            .answer     = needle_text(v, path, "answer", 0),
+            .distractor = needle_text(v, path, "distractor", 1),
+            .reasoning  = needle_text(v, path, "reasoning", 1),
+        };
+        arrput(list, x);
+    }
+    if (!list) die(EXIT_USAGE, "--calibrate-needles: %s holds no needle", path);
+    return list;
+}
+
+// ---- did the model find the needle?
+
+// The next word at *p, folded to lower case, as far as word has room; *p moves behind it. A word is
+// a run of letters, digits and bytes of characters beyond ASCII. Returns the length in word, 0 at
+// the end of the text.
+static int next_word(const char **p, const char *end, char word[64]) {
+    int n = 0;
+    const char *c = *p;
+    while (c < end && !isalnum((unsigned char)*c) && (unsigned char)*c < 128) c++;
+    for (; c < end && (isalnum((unsigned char)*c) || (unsigned char)*c >= 128); c++) {
+        if (n < 63) word[n++] = (char)tolower((unsigned char)*c);
+    }
+    word[n] = 0;
+    *p = c;
+    return n;
+}
+
+// How often `word` is among the words of text (n bytes).
+static int word_count(const char *word, const char *text, size_t n) {
+    int count = 0;
+    char w[64];
+    for (const char *p = text; next_word(&p, text + n, w); ) count += !strcmp(word, w);
+    return count;
+}
+
+// The share of the answer's words that the text (n bytes) has too. A word that the answer has twice
+// must be there twice; case and punctuation do not count.
+static double word_recall(const char *answer, const char *text, size_t n) {
+    int words = 0, found = 0;
+    char word[64];
+    const char *end = answer + strlen(answer);
+    for (const char *p = answer; next_word(&p, end, word); words++) {
+        int need = word_count(word, answer, (size_t)(p - answer));       // in the answer up to here
+        found += word_count(word, text, n) >= need;
+    }
+    return words ? (double)found / words : 1;
+}
+
+// ---- the scores of one run
+
+typedef struct {
+    int at, n;                  // N, the needle's keys: the first one, and how many
+    int right;                  // the first key of c2, the right answer, which ends where N ends
+    int k;                      // size of T; 0: as many as N has
+    int count;                  // 1: --calibrate-score=count
+    double *score;              // (SCORES,L,H) of this run
+    double *sum;                // (SCORES,L,H) their sums over the accepted runs
+    double counts[4];           // mean over the heads of this run: see head_scores
+    double total[4];            // sums of counts over the accepted runs
+    int reasoned;               // accepted runs with a wrong answer, R2's; the others are counted elsewhere
+    int *top;                   // (L,H) the key with the largest weight of the row looked at last
+    double *mass;               // (L,H) the weights of c2's keys among the |N| largest of that row
+} Calibration;
+
+// The scores of one head from its softmax row a (n): score = Inf, Dili, Lazy. counts are keys in
+// both T and N (Diligent), in T only (Distracted), in N only (Subconscious), in neither (Diffuse).
+// idx (n) is room. T is chosen among all keys, those of the first tokens and of the question too,
+// as in the published scores. Under --calibrate-score=count, Lazy is the weighted sum of the
+// paper's text. The paper does not give the weights; 1/3 each is our choice.
+static void head_scores(const Calibration *r, const float *a, int n, int *idx, double score[3],
+                        double counts[4]) {
+    double hit = 0, top = 0, needle = 0, hits = 0;      // a summed over T & N, T, N; keys of T & N
+    int k = top_k(a, n, r->k ? r->k : r->n, idx);
+    for (int i = 0; i < k; i++) {
+        int in = idx[i] >= r->at && idx[i] < r->at + r->n;
+        top += a[idx[i]];
+        if (in) hit += a[idx[i]];
+        hits += in;
+    }
+    for (int i = r->at; i < r->at + r->n; i++) needle += a[i];
+    counts[0] = hits;
+    counts[1] = k - hits;
+    counts[2] = r->n - hits;
+    counts[3] = n - r->n - counts[1];
+
+    double dili, lazy, inf = 0;
+    if (r->count) {
+        dili = hits / k;
+        lazy = (counts[1] / k + counts[2] / r->n + counts[3] / (n - r->n)) / 3;
+    } else {
+        dili = top > 1e-9 ? hit / top : 0;              // Sec. 3.1: DiliScore, a weighted precision
+        lazy = needle > 1e-9 ? hit / needle : 0;        // Sec. 3.1: LazyScore, a weighted recall
+    }
+    if (dili + lazy > 1e-9) inf = 2 * dili * lazy / (dili + lazy);       // Eq. 1: InfScore
+    score[0] = inf;
+    score[1] = dili;
+    score[2] = lazy;
+}
+
+// HeadKV's part: what head i = l H + h looks at in its softmax row a (n), from which the next token
+// will be chosen. idx (n) is room.
+static void head_look(Calibration *r, int i, const float *a, int n, int *idx) {
+    int k = top_k(a, n, r->n, idx), best = idx[0];
+    double mass = 0;
+    for (int j = 0; j < k; j++) {
+        if (a[idx[j]] > a[best]) best = idx[j];
+        if (idx[j] >= r->right && idx[j] < r->at + r->n) mass += a[idx[j]];
+    }
+    r->top[i] = best;
+    r->mass[i] = mass;
+}
+
+// Adds what the LH heads looked at when token `step` of the answer, `id`, was chosen. ids are the
+// prompt's.
+static void head_said(Calibration *r, size_t LH, const int *ids, int step, int id) {
+    double *retrieval = r->score + SCORE_R * LH, *reasoning = r->score + SCORE_R2 * LH;
+    for (size_t i = 0; i < LH; i++) {
+        int in = r->top[i] >= r->at && r->top[i] < r->at + r->n;
+        if (in && ids[r->top[i]] == id) retrieval[i] += 1.0 / r->n;             // R
+        if (step < r->n) reasoning[i] += r->mass[i];                            // R2
+    }
+}
+
+// The probe is a method that keeps everything and writes down scores. It rides on "full" and is not
+// in the table of methods.
+typedef struct {
+    Calibration *run;
+} HeadProbe;
+
+// Hook commit of the probe: the scores of layer l's heads, from the softmax rows of the prompt's
+// last token, and HeadKV's from those of the answer too. Only these rows are made, so memory grows
+// with the length and not with its square.
+static void head_probe_commit(Session *s, void *ms, int l, const float *q, int T) {
+    Calibration *r = ((HeadProbe *)ms)->run;
+    if (l == s->c->L) return;
+    size_t mark = scratch_mark(s), LH = (size_t)s->c->L * s->c->H;
+    int N = kv_longest(s, l), H = s->c->H;
+    int *idx = scratch(s, (size_t)N * sizeof(int));
+    float *row = scratch(s, (size_t)H * N * sizeof(float));
+    window_scores(s, l, q, T, 1, row);
+    for (int h = 0; h < H; h++) {
+        double score[3], counts[4];
+        head_look(r, l * H + h, row + (size_t)h * N, N, idx);
+        if (s->decoding) continue;
+        head_scores(r, row + (size_t)h * N, N, idx, score, counts);
+        for (int i = 0; i < 3; i++) r->score[i * LH + (size_t)l * H + h] = score[i];
+        for (int i = 0; i < 4; i++) r->counts[i] += counts[i] / (double)LH;
+    }
+    scratch_reset(s, mark);
+}
+
+static const Method head_probe = {
+    .name   = "probe",
+    .wants  = KV_QUERY,
+    .state  = sizeof(HeadProbe),
+    .commit = head_probe_commit,
+};
+
+// ---- one run
+
+typedef struct {
+    const Needle *needle;
+    int length;                 // ids of the prompt, about
+    int depth;                  // where the needle stands, percent of the hay
+    int reasoning;              // 1: the run of HeadKV-R2, with reasoning and a wrong answer
+} Run;
+
+// Appends x (n) to an stb_ds array of ids.
+int *ids_put(int *ids, const int *x, int n) {
+    for (int i = 0; i < n; i++) arrput(ids, x[i]);
+    return ids;
+}
+
+// The question of a run in the frame of --calibrate-prompt. Exit 2 when the frame has no place for
+// it.
+static void run_question(const Options *o, const Run *run, char *text, size_t size) {
+    const char *prompt = opt_str(o, "calibrate-prompt"), *hole = strstr(prompt, "{}");
+    if (!hole || strlen(prompt) > 2000)
+        die(EXIT_USAGE, "--calibrate-prompt wants a text up to 2000 bytes with {} where the question goes");
+    snprintf(text, size, "%.*s%s%s", (int)(hole - prompt), prompt, run->needle->question, hole + 2);
+}
+
+// Where the needle goes among n ids of hay: at depth % of them, or at the end of the sentence
+// before (--calibrate-boundary).
+static int needle_place(const Tokenizer *t, const Options *o, const Run *run, const int *hay, int n) {
+    int at = (int)((long)n * run->depth / 100), len;
+    if (!opt_int(o, "calibrate-boundary")) return at;
+    for (; at > 0; at--) {
+        const char *b = tokenizer_bytes(t, hay[at - 1], &len);
+        if (len && b[len - 1] == '.') break;
+    }
+    return at;
+}
+
+// The ids N of a run, as an stb_ds array: the needle, with reasoning and a wrong answer before it in
+// R2's run. *right is the place of the right answer among them. What is planted is encoded by
+// itself, and the right answer too, so that their ids are known exactly.
+static int *run_needle(const Tokenizer *t, const Run *run, int *right) {
+    char text[8192];
+    int *ids = NULL;
+    if (run->reasoning) {
+        snprintf(text, sizeof text, " %s %s", run->needle->reasoning, run->needle->distractor);
+        ids = encode_at(t, text, strlen(text), 0, 0, ids);
+    }
+    *right = (int)arrlen(ids);
+    snprintf(text, sizeof text, " %s", run->needle->needle);
+    return encode_at(t, text, strlen(text), 0, 0, ids);
+}
+
+// The ids of hay and needle together: about 200 of the length are left for the rest, half of a
+// length below 400.
+static int run_room(const Run *run) {
+    return run->length - (run->length < 400 ? run->length / 2 : 200);
+}
+
+// Has a run a second one, for HeadKV-R2? The needle has a wrong answer and a sentence of reasoning,
+// and the length has room for them.
+static int has_reasoning(const Tokenizer *t, const Run *run) {
+    Run second = { run->needle, run->length, run->depth, 1 };
+    int right;
+    if (!run->needle->distractor || !run->needle->reasoning) return 0;
+    int *ids = run_needle(t, &second, &right), n = (int)arrlen(ids);
+    arrfree(ids);
+    return n < run_room(run);
+}
+
+// The prompt of a run as an stb_ds array of ids: [BOS] prefix, hay with the needle in it, question.
+// Sets r->at, r->n and r->right.
+static int *run_prompt(const Tokenizer *t, const Options *o, const Run *run, const int *hay, Calibration *r) {
+    char question[4096];
+    const char *prefix = opt_str(o, "calibrate-prefix");
+    int right;
+    run_question(o, run, question, sizeof question);
+    int *needle = run_needle(t, run, &right), n_needle = (int)arrlen(needle);
+    int n_hay = run_room(run) - n_needle;
+    if (n_hay < 1)
+        die(EXIT_USAGE, "--calibrate-lengths: %d tokens do not hold a needle of %d beside the question",
+            run->length, n_needle);
+    int at = needle_place(t, o, run, hay, n_hay);
+
+    int *ids = NULL;
+    if (t->add_bos && t->bos >= 0) arrput(ids, t->bos);
+    ids = encode_at(t, prefix, strlen(prefix), 1, 1, ids);
+    r->at = (int)arrlen(ids) + at;
+    r->n = n_needle;
+    r->right = r->at + right;
+    ids = ids_put(ids, hay, at);
+    ids = ids_put(ids, needle, n_needle);
+    ids = ids_put(ids, hay + at, n_hay - at);
+    ids = encode_at(t, question, strlen(question), 1, 0, ids);
+    arrfree(needle);
+    return ids;
+}
+
+// The greedy answer behind the logits of the prompt ids: the bytes of at most n tokens, as an stb_ds
+// array without a NUL. What the heads look at meanwhile is added to r.
+static char *greedy_answer(Session *s, const Tokenizer *t, Calibration *r, const int *ids,
+                           const float *logits, int n) {
+    char *text = NULL;
+    for (int i = 0; i < n; i++) {
+        int id = 0, end = 0, len;
+        for (int v = 1; v < s->c->V; v++) {
+            if (logits[v] > logits[id]) id = v;
+        }
+        for (int e = 0; e < s->c->n_eos; e++) end |= s->c->eos[e] == id;
+        if (end) break;
+        head_said(r, (size_t)s->c->L * s->c->H, ids, i, id);
+        const char *b = tokenizer_bytes(t, id, &len);
+        if (len) memcpy(arraddnptr(text, len), b, (size_t)len);
+        if (i + 1 < n) logits = decode(s, id);
+    }
+    return text;
+}
+
+// One run, in a session with the probe as its last part. A run is accepted when its answer has half
+// of the expected words, or when every run is (--calibrate-accept all); then its scores are added
+// to r->sum: R2 in the run made for it, all others in the plain one. *recall is the share of the
+// words, -1 when the answer does not count. Returns 1 for an accepted run, else 0.
+static int calibrate_run(Session *s, const Tokenizer *t, const Options *o, const Run *run, const int *hay,
+                         Calibration *r, double *recall) {
+    int *ids = run_prompt(t, o, run, hay, r);
+    int accepted = 1;
+    size_t LH = (size_t)s->c->L * s->c->H;
+    session_reset(s);
+    ((HeadProbe *)s->part[s->n_part].ms)->run = r;
+    memset(r->counts, 0, sizeof r->counts);
+    memset(r->score, 0, SCORES * LH * sizeof *r->score);
+    const float *logits = prefill(s, ids, (int)arrlen(ids));
+    char *answer = greedy_answer(s, t, r, ids, logits, opt_int(o, "calibrate-predict"));
+
+    *recall = -1;
+    if (strcmp(opt_str(o, "calibrate-accept"), "all")) {
+        *recall = word_recall(run->needle->answer, answer ? answer : "", arrlenu(answer));
+        accepted = *recall >= .5;
+    }
+    arrfree(answer);
+    arrfree(ids);
+    if (!accepted) return 0;
+
+    size_t first = run->reasoning ? SCORE_R2 * LH : 0, end = run->reasoning ? SCORES * LH : SCORE_R2 * LH;
+    for (size_t i = first; i < end; i++) r->sum[i] += r->score[i];
+    for (int i = 0; i < 4 && !run->reasoning; i++) r->total[i] += r->counts[i];
+    return 1;
+}
+
+// ---- all runs
+
+// What --calibrate goes through: every length with every depth with every needle is a run.
+typedef struct {
+    int *length, *depth;        // stb_ds arrays
+    Needle *needle;             // stb_ds array
+    Json *file;                 // of the needles; NULL: they are ours
+} Plan;
+
+// The plan from the options; exit 2 when they do not fit. The default length is cut to what a small
+// model can hold.
+static Plan plan_read(const Config *c, const Options *o) {
+    Plan p = { .file = NULL };
+    char limit[16];
+    snprintf(limit, sizeof limit, "%d", c->max_pos);
+    int cut = !opt_given(o, "calibrate-lengths") && c->max_pos < 2048;
+    const char *lengths = cut ? limit : opt_str(o, "calibrate-lengths");
+    p.length = number_list("calibrate-lengths", lengths, 16, c->max_pos);
+    p.depth = number_list("calibrate-depths", opt_str(o, "calibrate-depths"), 0, 100);
+    p.needle = needles_load(opt_str(o, "calibrate-needles"), &p.file);
+    if (opt_int(o, "calibrate-k") < 0)
+        die(EXIT_USAGE, "--calibrate-k must not be negative, found %d", opt_int(o, "calibrate-k"));
+    return p;
+}
+
+static void plan_free(Plan *p) {
+    arrfree(p->length);
+    arrfree(p->depth);
+    arrfree(p->needle);
+    json_free(p->file);
+}
+
+// Goes through the plan with a session of method full and the probe beside it, with a line on
+// stderr for each run and for its second one, with a wrong answer, where the needle has one. Fills
+// r->sum, r->total and r->reasoned; returns how many plain runs were accepted.
+static int calibrate_runs(const Config *c, const Weights *w, const Tokenizer *t, const Options *o,
+                          const Plan *p, Calibration *r) {
+    int n_depths = (int)arrlen(p->depth), n_needles = (int)arrlen(p->needle);
+    int runs = (int)arrlen(p->length) * n_depths * n_needles, accepted = 0, longest = 0;
+    for (int i = 0; i < (int)arrlen(p->length); i++) longest = max_int(longest, p->length[i]);
+    int *hay = hay_ids(t, opt_str(o, "calibrate-haystack"), longest);
+    Session *s = session_open(c, w, o, "full");
+    observe(s, &head_probe);
+    for (int i = 0; i < runs; i++) {
+        int needle = i % n_needles, depth = i / n_needles % n_depths, length = i / n_needles / n_depths;
+        Run run = { &p->needle[needle], p->length[length], p->depth[depth], 0 };
+        int both = has_reasoning(t, &run);
+        for (int reasoning = 0; reasoning <= both; reasoning++) {
+            run.reasoning = reasoning;
+            double recall;
+            int *count = reasoning ? &r->reasoned : &accepted;
+            *count += calibrate_run(s, t, o, &run, hay, r, &recall);
+            if (opt_int(o, "quiet")) continue;
+            fprintf(stderr, "calibrate: %d of %d, length %d, depth %d %%, needle %d%s", i + 1, runs,
+                    run.length, run.depth, needle + 1, reasoning ? ", a wrong answer before it" : "");
+            if (recall >= 0) fprintf(stderr, ": recall %.2f, %d accepted", recall, *count);
+            fputc('\n', stderr);
+        }
+    }
+    session_close(s);
+    arrfree(hay);
+    return accepted;
+}
+
+// ---- the file
+
+// Writes "name": [..] of an stb_ds array, and a comma.
+static void list_write(FILE *f, const char *name, const int *list) {
+    fprintf(f, "  \"%s\": [", name);
+    for (int i = 0; i < (int)arrlen(list); i++) fprintf(f, "%s%d", i ? ", " : "", list[i]);
+    fprintf(f, "],\n");
+}
+
+// Writes a score file: how it was made, then the means over the accepted runs; R2 only where it had
+// any. The model is named by its folder's last name, because the file travels and the path does not.
+static void scores_write(FILE *f, const Config *c, const Options *o, const Plan *p, const Calibration *r,
+                         int accepted) {
+    const char *slash = strrchr(c->dir, '/');
+    const char *name = slash && slash[1] ? slash + 1 : c->dir;
+    fprintf(f, "{\n  \"format\": \"kvcomp head scores\",\n  \"model\": ");
+    json_escape(f, name, strlen(name));
+    fprintf(f, ",\n  \"layers\": %d, \"heads\": %d, \"score\": \"%s\", \"k\": %d, ",
+            c->L, c->H, opt_str(o, "calibrate-score"), opt_int(o, "calibrate-k"));
+    fprintf(f, "\"accept\": \"%s\", \"needles\": %d, \"accepted\": %d, \"accepted_r2\": %d,\n",
+            opt_str(o, "calibrate-accept"), (int)arrlen(p->needle), accepted, r->reasoned);
+    list_write(f, "lengths", p->length);
+    list_write(f, "depths", p->depth);
+    fprintf(f, "  \"diligent_distracted_subconscious_diffuse\": [");
+    for (int i = 0; i < 4; i++) {
+        if (i) fputs(", ", f);
+        json_real(f, r->total[i] / accepted, 6);
+    }
+    fprintf(f, "]");
+    for (int k = 0; k < SCORES; k++) {
+        const double *sum = r->sum + (size_t)k * c->L * c->H;
+        int runs = k == SCORE_R2 ? r->reasoned : accepted;
+        if (!runs) continue;
+        fprintf(f, ",\n  \"%s\": {", score_names[k][0]);
+        for (int i = 0; i < c->L * c->H; i++) {
+            fprintf(f, "%s\n    \"%d-%d\": [", i ? "," : "", i / c->H, i % c->H);
+            json_real(f, sum[i] / runs, 9);
+            fputc(']', f);
+        }
+        fprintf(f, "\n  }");
+    }
+    fprintf(f, "\n}\n");
+}
+
+// --calibrate OUT.json: makes the score file of a model. Returns the exit code; exit 1 when no run
+// is accepted or the file cannot be written. The saving begins before the work, so that a bad path
+// shows at once.
+int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o) {
+    char err[512];
+    Saving out;
+    if (!t) die(EXIT_USAGE, "--calibrate needs the model's tokenizer");
+    Plan p = plan_read(c, o);
+    if (save_begin_open(&out, opt_str(o, "calibrate"), err)) die(EXIT_RUN, "--calibrate: %s", err);
+
+    size_t LH = (size_t)c->L * c->H;
+    Calibration r = {
+        .k = opt_int(o, "calibrate-k"),
+        .count = opt_choice(o, "calibrate-score", "mass|count"),
+    };
+    r.score = xcalloc(SCORES * LH, sizeof(double));
+    r.sum = xcalloc(SCORES * LH, sizeof(double));
+    r.mass = xcalloc(LH, sizeof(double));
+    r.top = xcalloc(LH, sizeof(int));
+    int accepted = calibrate_runs(c, w, t, o, &p, &r);
+    if (accepted) scores_write(out.f, c, o, &p, &r, accepted);
+    else save_drop(&out);
+    if (!accepted)
+        die(EXIT_RUN, "--calibrate: no answer had half of the expected words "
+                      "(--calibrate-accept all takes every run)");
+    if (save_keep(&out, 1, err)) die(EXIT_RUN, "--calibrate: %s", err);
+    free(r.score);
+    free(r.sum);
+    free(r.mass);
+    free(r.top);
+    plan_free(&p);
+    return EXIT_OK;
+}
+
+// ==================================================================================================== BENCHMARK
+// --bench measures a model, or random weights of a shape (--synthetic): prefill ("pp N": N ids from
+// an empty cache) and decode ("tg at D": one token with D rows behind it). A decode step is bytes:
+// weights, the K and V rows attention reads, and the method's index. They stand beside the read
+// bandwidth of this machine, measured again before every line, so that the last column says how far
+// from the roofline a step is, whatever else the machine is doing. A deep cache is filled with
+// random rows instead of a prefill: only the speed of the layers' products is skipped, every hook
+// of the method runs.
+
+typedef struct {            // one line of the table
+    const char *test;       // "pp": prefill; "tg": decode
+    int n;                  // ids of the prefill, or rows behind the token
+    double tok_s;           // tokens a second, the median of --repeat
+    double attend;          // seconds a token: attention
+    double select;          //   choosing what to read
+    double commit;          //   compressing and bookkeeping
+    double index;           //   building indexes
+    double bandwidth;       // bytes a second that this machine reads (GPU: copies)
+    double weights;         // bytes a decode step moves: weights
+    double kv;              //   rows of K and V
+    double meta;            //   the method's index
+    double flops;           // of a prefill: products and causal attention, each counted once
+    double growth;          // seconds that one growth of the heads' memory costs, 0: none was seen
+    size_t stored;          // bytes of rows held
+} BenchLine;
+
+// LoopServe chooses rows first at its 16th step and then every 16. By default a repetition is
+// therefore one whole cycle of it, and 16 steps of the methods that choose at every step.
+enum {
+    BENCH_WARM = 16,        // decode steps before the clock starts
+    BENCH_STEPS = 16,       // decode steps of one repetition
+    BENCH_PICKS = 40,       // logits that a step brings from a device: as in a reply with the usual --top-k
+};
+
+// ---- what this machine reads
+enum { READ_PIECE = 1024 };                 // floats that a thread reads at a time
+static const size_t read_floats = (size_t)1 << 26;         // 256 MiB: no cache holds them
+
+// A buffer of read_floats floats j & 255, made by the first call and kept.
+static const float *read_buffer(void) {
+    static float *buf;
+    if (buf) return buf;
+    size_t bytes = read_floats * sizeof *buf;
+    buf = aligned_bytes((size_t)1 << 21, bytes);
+    if (!buf) die(EXIT_MEMORY, "out of memory: --bench reads a buffer of %zu bytes", bytes);
+    ask_huge_pages(buf, bytes);
+    #pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < read_floats; i += READ_PIECE) {
+        for (size_t j = i; j < i + READ_PIECE; j++) buf[j] = (float)(j & 255);
+    }
+    return buf;
+}
+
+// Bytes a second that all threads read together: the best of three passes over the buffer. Each
+// piece's largest value is 255, so that the reads have a result that is checked and cannot be left
+// out.
+static double read_bandwidth(void) {
+    const float *buf = read_buffer();
+    double best = 0;
+    for (int r = 0; r < 3; r++) {
+        int odd = 0;
+        double t = now();
+        #pragma omp parallel for schedule(static) reduction(+ : odd)
+        for (size_t i = 0; i < read_floats; i += READ_PIECE) odd += max_f32(buf + i, READ_PIECE) != 255;
+        t = now() - t;
+        if (odd) die(EXIT_RUN, "--bench: memory gave back other values than were written");
+        best = fmax(best, (double)(read_floats * sizeof *buf) / t);
+    }
+    return best;
+}
+
+// Bytes a second: what a decode step is measured by. On the GPU a copy's, read and written.
+static double bandwidth(const Session *s) {
+    (void)s;                                // a build without CUDA does not look at it
+    return KV_DEV(s) ? device_copy_rate() : read_bandwidth();
+}
+
+// ---- measuring
+// Stands in for forward while a cache is filled: T random rows in every head, then the hooks of the
+// method, no products.
+static float *fill_pass(Session *s, const Token *in, int T) {
+    const Config *c = s->c;
+    size_t nk = (size_t)T * c->G * c->D, nq = (size_t)T * c->H * c->D, n = nq + 2 * nk;
+    float *x = xmalloc(n * sizeof *x);      // q (T,H,D), k (T,G,D), v (T,G,D)
+    #pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < n; i++) x[i] = (float)(int32_t)(uint32_t)mix64(i) * 0x1p-31f;
+    float *q = KV_DEV(s) ? device_floats(x, n) : x;         // where the device, if any, has them
+    const float *k = q + nq, *v = k + nk;
+    add_tokens(s, in, T);
+    if (KV_DEV(s)) tokens_give_cuda(s);
+    for (int l = 0; l < c->L; l++) {
+        int acts = layer_acts(s, l);
+        EACH_PART(s, p) {
+            if (acts && p->m->project) p->m->project(s, p->ms, l, q, k, v, 0, T);
+        }
+        kv_append(s, l, k, v, 0, T);
+        EACH_PART(s, p) {
+            if (acts && p->m->commit) p->m->commit(s, p->ms, l, q, T);
+        }
+    }
+    EACH_PART(s, p) {
+        if (p->m->commit) p->m->commit(s, p->ms, c->L, NULL, T);
+    }
+    if (KV_DEV(s)) device_drop(q);
+    free(x);
+    return s->logits;
+}
+
+// The median of x (n), which is sorted; of an even number the mean of the middle two.
+static double median(double *x, int n) {
+    qsort(x, (size_t)n, sizeof *x, double_order);
+    return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2;
+}
+
+// Where the time of so many tokens went, a token, and the rows held.
+static void bench_clock(BenchLine *b, const Session *s, long tokens) {
+    b->attend = s->clk.attend / (double)tokens;
+    b->select = s->clk.select / (double)tokens;
+    b->commit = s->clk.commit / (double)tokens;
+    b->index = s->clk.index / (double)tokens;
+    b->stored = kv_bytes(s);
+}
+
+// FLOP of a prefill of n tokens: every product of the layers, the output product of the last token,
+// causal attention.
+static double prefill_flops(const Config *c, double n) {
+    double HD = (double)c->H * c->D, GD = (double)c->G * c->D;
+    double products = 2 * HD * c->C + 2 * GD * c->C + 3.0 * c->F * c->C;   // q and o, k and v, the MLP
+    return 2 * (n * c->L * products + (double)c->V * c->C) + 2 * n * (n + 1) * HD * c->L;
+}
+
+// Prefill of n ids into an empty cache, `repeat` times. The times by kind are those of the last.
+static BenchLine bench_prefill(Session *s, int n, int repeat) {
+    BenchLine b = { .test = "pp", .n = n, .bandwidth = bandwidth(s), .flops = prefill_flops(s->c, n) };
+    double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
+    int *ids = random_ids(n, s->c->V);
+    for (int r = 0; r < repeat; r++) {
+        session_reset(s);
+        prefill(s, ids, n);
+        seconds[r] = s->clk.prefill;
+        bench_clock(&b, s, n);
+    }
+    b.tok_s = n / median(seconds, repeat);
+    arrfree(ids);
+    free(seconds);
+    return b;
+}
+
+// A cache of `depth` random rows a head (at least 1 real one), and the steps before the clock
+// starts.
+static void fill_cache(Session *s, int depth) {
+    int n = max_int(depth, 1), *ids = random_ids(n, s->c->V);
+    session_reset(s);
+    s->picks = BENCH_PICKS;
+    if (depth) s->forward = fill_pass;
+    prefill(s, ids, n);
+    s->forward = forward;
+    for (int i = 0; i < BENCH_WARM; i++) decode(s, ids[0]);
+    memset(&s->clk, 0, sizeof s->clk);
+    arrfree(ids);
+}
+
+// Bytes of weights that a decode step reads: all, but of an embedding that is not the output
+// matrix, too, only one row.
+static double step_weights(const Session *s) {
+    const Tensor *embed = &s->w->embed;
+    double bytes = (double)s->w->bytes;
+    if (s->w->head.data != embed->data)
+        bytes -= (double)tensor_bytes(embed);
+    return bytes;
+}
+
+// The steps of a decode, one by one: a head's memory grows now and then (rows_grown), which costs
+// that step, and on the GPU also the two behind it (an ordinary step, and a graph captured anew).
+typedef struct {
+    double *seconds;        // of each step (stb_ds array)
+    char *grew;             // 1: heads grew in it (stb_ds array)
+    int last;               // the last step that grew, -1: none
+} BenchSteps;
+enum { GROWTH_STEPS = 3 };  // steps that a growth costs, at most
+
+// What all heads have room for: rows and packed bytes.
+static size_t heads_room(const Session *s) {
+    size_t n = 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) n += (size_t)s->head[i].cap + s->head[i].pk_bytes;
+    return n;
+}
+
+// One step more, its id by its number.
+static void bench_step(Session *s, BenchSteps *x) {
+    size_t room = heads_room(s);
+    double t = s->clk.decode;
+    decode(s, (int)(mix64((uint64_t)arrlen(x->seconds)) % (uint64_t)s->c->V));
+    int grew = heads_room(s) != room;
+    if (grew) x->last = (int)arrlen(x->seconds);
+    arrput(x->seconds, s->clk.decode - t);
+    arrput(x->grew, (char)grew);
+}
+
+// Seconds that a growth takes beside what its steps take anyway: the mean over all growths with
+// their steps, 0 when there was none.
+static double growth_cost(const BenchSteps *x) {
+    int n = (int)arrlen(x->seconds), count = 0;
+    double sum = 0, *sorted = xmalloc((size_t)n * sizeof *sorted);
+    memcpy(sorted, x->seconds, (size_t)n * sizeof *sorted);
+    double usual = median(sorted, n);
+    free(sorted);
+    for (int i = 0; i + GROWTH_STEPS <= n; i++) {
+        if (!x->grew[i]) continue;
+        count++;
+        for (int j = i; j < i + GROWTH_STEPS; j++) sum += x->seconds[j] - usual;
+    }
+    return count ? sum / count : 0;
+}
+
+// Decode behind `depth` rows: `repeat` times BENCH_STEPS steps, which all go on in the same
+// dialogue. On the GPU it goes on, off the clock, until heads have grown once.
+static BenchLine bench_decode(Session *s, int depth, int repeat) {
+    BenchLine b = { .test = "tg", .n = depth };
+    BenchSteps x = { .last = -1 };
+    double *seconds = xmalloc((size_t)repeat * sizeof *seconds);
+    fill_cache(s, depth);
+    b.bandwidth = bandwidth(s);
+    for (int r = 0; r < repeat; r++) {
+        double t = s->clk.decode;
+        for (int i = 0; i < BENCH_STEPS; i++) bench_step(s, &x);
+        seconds[r] = s->clk.decode - t;
+    }
+    b.tok_s = BENCH_STEPS / median(seconds, repeat);
+    b.weights = step_weights(s);
+    b.kv = bytes_a_step(s);
+    EACH_PART(s, p) {
+        if (p->m->bytes) b.meta += (double)p->m->bytes(s, p->ms);
+    }
+    bench_clock(&b, s, s->clk.steps);
+    for (int i = 0; KV_DEV(s) && i < KV_STEP && x.last < 0; i++) bench_step(s, &x);
+    while (KV_DEV(s) && x.last >= 0 && (int)arrlen(x.seconds) < x.last + GROWTH_STEPS) bench_step(s, &x);
+    b.growth = growth_cost(&x);
+    arrfree(x.seconds);
+    arrfree(x.grew);
+    free(seconds);
+    return b;
+}
+
+// ---- the table, as text, CSV or JSON lines
+// Bytes of a decode step.
+static double step_bytes(const BenchLine *b) { return b->weights + b->kv + b->meta; }
+
+// What stands above the lines: nothing for JSON, the names for CSV, else what is measured and the
+// table's head.
+static void bench_header(FILE *f, const Options *o, const Config *c, const Weights *w) {
+    if (opt_int(o, "csv")) {
+        fprintf(f, "test,n,method,model,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,read_gb_s,"
+                   "share,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,threads,simd,growth_ms\n");
+        return;
+    }
+    if (opt_int(o, "json")) return;
+    fprintf(f, "%s, %s weights (%.2f GB), ", c->dir, dtype_name(c->dtype), (double)w->bytes * 1e-9);
+    fprintf(f, "method %s, K %s, V %s, ", opt_str(o, "method"), opt_str(o, "ctk"), opt_str(o, "ctv"));
+    fprintf(f, "%d threads, %s\n\n", n_threads(), simd_name());
+    fprintf(f, "| test        |    tok/s | weights MB | KV MB | index MB |  GB/s | machine reads "
+               "| share | attend ms | select ms | commit ms | index ms | KV held MB | growth ms |\n");
+    fprintf(f, "|-------------|---------:|-----------:|------:|---------:|------:|--------------:"
+               "|------:|----------:|----------:|----------:|---------:|-----------:|----------:|\n");
+}
+
+// One JSON line.
+static void bench_json(FILE *f, const BenchLine *b, const Options *o, const Config *c) {
+    double gb_s = step_bytes(b) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
+    fprintf(f, "{\"test\":\"%s\",\"n\":%d,", b->test, b->n);
+    json_pair(f, "method", opt_str(o, "method"));
+    json_pair(f, "model", c->dir);
+    fprintf(f, "\"tok_s\":%.3f,\"weight_bytes\":%.0f,", b->tok_s, b->weights);
+    fprintf(f, "\"kv_bytes_attended\":%.0f,\"index_bytes\":%.0f,", b->kv, b->meta);
+    fprintf(f, "\"gb_s\":%.2f,\"read_gb_s\":%.2f,\"share\":%.4f,", gb_s, read, gb_s / read);
+    fprintf(f, "\"attend_ms\":%.4f,\"select_ms\":%.4f,\"commit_ms\":%.4f,\"index_ms\":%.4f,",
+            b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3);
+    fprintf(f, "\"kv_bytes_stored\":%zu,\"threads\":%d,", b->stored, n_threads());
+    fprintf(f, "\"simd\":\"%s\",\"growth_ms\":%.4f}\n", simd_name(), b->growth * 1e3);
+}
+
+// One CSV line.
+static void bench_csv(FILE *f, const BenchLine *b, const Options *o, const Config *c) {
+    double gb_s = step_bytes(b) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
+    fprintf(f, "%s,%d,%s,\"%s\",", b->test, b->n, opt_str(o, "method"), c->dir);
+    fprintf(f, "%.3f,%.0f,%.0f,%.0f,", b->tok_s, b->weights, b->kv, b->meta);
+    fprintf(f, "%.2f,%.2f,%.4f,", gb_s, read, gb_s / read);
+    fprintf(f, "%.4f,%.4f,%.4f,%.4f,", b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3);
+    fprintf(f, "%zu,%d,%s,%.4f\n", b->stored, n_threads(), simd_name(), b->growth * 1e3);
+}
+
+// A row of the table. The bytes of a step are left empty for a prefill, which is not bound by them.
+static void bench_row(FILE *f, const BenchLine *b) {
+    double gb_s = step_bytes(b) * b->tok_s * 1e-9, read = b->bandwidth * 1e-9;
+    int prefills = *b->test == 'p';
+    char name[32];
+    snprintf(name, sizeof name, prefills ? "pp %d" : "tg at %d", b->n);
+    fprintf(f, "| %-11s | %8.2f ", name, b->tok_s);
+    if (prefills) {
+        fprintf(f, "| %10s | %5s | %8s | %5s | %13.1f | %5s ", "", "", "", "", read, "");
+    } else {
+        fprintf(f, "| %10.1f | %5.1f | %8.1f ", b->weights * 1e-6, b->kv * 1e-6, b->meta * 1e-6);
+        fprintf(f, "| %5.1f | %13.1f | %4.0f%% ", gb_s, read, 100 * gb_s / read);
+    }
+    fprintf(f, "| %9.3f | %9.3f | %9.3f | %8.3f | %10.1f ",
+            b->attend * 1e3, b->select * 1e3, b->commit * 1e3, b->index * 1e3, (double)b->stored * 1e-6);
+    if (b->growth) fprintf(f, "| %9.3f |\n", b->growth * 1e3);
+    else fprintf(f, "| %9s |\n", "");
+}
+
+// One line in the form that --json or --csv asks for.
+static void bench_print(FILE *f, const BenchLine *b, const Options *o, const Config *c) {
+    if (opt_int(o, "json")) bench_json(f, b, o, c);
+    else if (opt_int(o, "csv")) bench_csv(f, b, o, c);
+    else bench_row(f, b);
+    fflush(f);
+}
+
+// ---- the suite (--bench-suite, `make gpu-bench`)
+// The methods of the five papers and what they are compared with, on one model, in one table. A
+// method that refuses, or that would take the suite past its time, is a row that says so.
+
+typedef struct {
+    const char *name;       // in the table
+    const char *method;     // --method
+    const char *options;    // what it is set to, "x=1 y=2"
+    int prompts, depths;    // 1: takes part in prefill, in decode
+} SuiteRun;
+
+static const SuiteRun suite_runs[] = {
+    { "full",           "full",        "",             1, 1 },
+    { "streaming 1024", "streaming",   "budget=1024",  0, 1 },
+    { "snapkv 1024",    "snapkv",      "budget=1024",  0, 1 },
+    { "dililazy 128",   "dililazy",    "budget=128",   0, 1 },
+    { "quest 1024",     "quest",       "budget=1024",  0, 1 },
+    { "lychee",         "lychee",      "",             0, 1 },
+    { "pats 8",         "pats",        "pats-bmax=8",  0, 1 },
+    { "pats 10",        "pats",        "pats-bmax=10", 0, 1 },
+    { "loopserve-d",    "loopserve-d", "",             0, 1 },
+    { "loopserve-p",    "loopserve-p", "",             1, 0 },         // last: it may take the suite's time
+};
+enum { SUITE_SECONDS = 400 };               // no measurement begins that is expected to end later
+
+typedef struct {
+    App *a;
+    FILE *table, *csv;
+    int *prompt, *depth;    // lengths to prefill, rows to decode behind (stb_ds arrays)
+    int repeat;
+    double t0;              // when the suite began
+    char scores[64];        // a file of made-up scores for DiliLazyKV
+    int slot;               // its place in temp_files
+} Suite;
+
+// What stands above the lines of both files. copy: bytes a second of a copy; gemm: FLOP/s of a
+// matrix product.
+static void suite_header(const Suite *u, double copy, double gemm) {
+    const App *a = u->a;
+    const Config *c = a->c;
+    fprintf(u->table, "%s, %.2f GB of weights, ", c->dir, (double)a->w->bytes * 1e-9);
+    fprintf(u->table, "-d %s: ", opt_str(a->o, "device"));
+    fprintf(u->table, "copy %.1f GB/s (read and written), ", copy * 1e-9);
+    fprintf(u->table, "bf16 product of %d x %d x %d %.1f TFLOP/s; ", c->F, c->C, c->C, gemm * 1e-12);
+    fprintf(u->table, "K %s, V %s; share: of the copy rate, measured beside every line\n\n",
+            opt_str(a->o, "ctk"), opt_str(a->o, "ctv"));
+    fprintf(u->table, "| method         | test      |     tok/s | ms/token |  GB/step |    GB/s | share "
+                      "| TFLOP/s | attend ms | select   | commit   | index    | rows GB  | growth   |\n");
+    fprintf(u->table, "|----------------|-----------|----------:|---------:|---------:|--------:|------:"
+                      "|--------:|---------:|---------:|---------:|---------:|---------:|---------:|\n");
+    fprintf(u->csv, "method,test,n,tok_s,weight_bytes,kv_bytes_attended,index_bytes,gb_s,copy_gb_s,"
+                    "share,tflop_s,attend_ms,select_ms,commit_ms,index_ms,kv_bytes_stored,growth_ms,note\n");
+}
+
+// One line of both files. instead: why there are no numbers, or NULL.
+static void suite_row(const Suite *u, const SuiteRun *r, const BenchLine *b, const char *instead) {
+    double bytes = step_bytes(b), gb_s = bytes * b->tok_s * 1e-9;
+    double share = b->bandwidth > 0 ? 1e9 * gb_s / b->bandwidth : 0;
+    double tera = b->n ? b->flops * b->tok_s / b->n * 1e-12 : 0;
+    double attend = b->attend * 1e3, select = b->select * 1e3;         // milliseconds a token
+    double commit = b->commit * 1e3, index = b->index * 1e3;
+    fprintf(u->table, "| %-14s | %s %6d | ", r->name, b->test, b->n);
+    if (instead) {
+        fprintf(u->table, "%s |\n", instead);
+    } else {
+        fprintf(u->table, "%9.2f | %8.3f | ", b->tok_s, 1e3 / b->tok_s);
+        fprintf(u->table, "%8.3f | %7.1f | ", bytes * 1e-9, gb_s);
+        fprintf(u->table, "%4.0f%% | %7.1f | %8.3f | %8.3f | ", 100 * share, tera, attend, select);
+        fprintf(u->table, "%8.3f | %8.3f | %8.3f | ", commit, index, (double)b->stored * 1e-9);
+        fprintf(u->table, "%8.3f |\n", b->growth * 1e3);
+    }
+    fprintf(u->csv, "\"%s\",%s,%d,", r->name, b->test, b->n);
+    fprintf(u->csv, "%.3f,%.0f,%.0f,%.0f,", b->tok_s, b->weights, b->kv, b->meta);
+    fprintf(u->csv, "%.2f,%.2f,%.4f,%.3f,", gb_s, b->bandwidth * 1e-9, share, tera);
+    fprintf(u->csv, "%.4f,%.4f,%.4f,%.4f,", attend, select, commit, index);
+    fprintf(u->csv, "%zu,%.4f,\"%s\"\n", b->stored, b->growth * 1e3, instead ? instead : "");
+    fflush(u->table);
+    fflush(u->csv);
+}
+
+// The user's options with those of the run on top.
+static Options *suite_options(const Suite *u, const SuiteRun *r) {
+    Options *o = options_copy(u->a->o);
+    char err[256], text[128], *rest = text;
+    snprintf(text, sizeof text, "%s", r->options);
+    for (char *word = strsep(&rest, " "); word; word = strsep(&rest, " ")) {
+        char *value = strchr(word, '=');
+        if (!value) continue;
+        *value = 0;
+        options_set(o, word, value + 1, err);
+    }
+    options_set(o, "method", r->method, err);
+    options_set(o, "dililazy-scores", u->scores, err);
+    return o;
+}
+
+// The run's prefills, or its decodes, one line each. The lengths ascend. A line is expected to take
+// as long as the one before, times the ratio of their lengths, and half as long again; when that is
+// past the suite's time, the rest is left out.
+static void suite_lines(const Suite *u, const SuiteRun *r, Session *s, int decodes) {
+    const int *n = decodes ? u->depth : u->prompt;
+    double last = 0;
+    for (int i = 0; i < (int)arrlen(n); i++) {
+        double t = now(), guess = i && n[i - 1] ? 1.5 * last * n[i] / n[i - 1] : 0;
+        BenchLine b = { .test = decodes ? "tg" : "pp", .n = n[i] };
+        if (t - u->t0 + guess > SUITE_SECONDS) {
+            suite_row(u, r, &b, "left out: no time");
+            return;
+        }
+        b = decodes ? bench_decode(s, n[i], u->repeat) : bench_prefill(s, n[i], u->repeat);
+        suite_row(u, r, &b, NULL);
+        last = now() - t;
+    }
+}
+
+// All lines of one run. A method that cannot go on ends its rows, not the suite: die() jumps back
+// here.
+static void suite_run(const Suite *u, const SuiteRun *r) {
+    jmp_buf jump, *outer = die_jump;
+    char err[512];
+    Options *o = suite_options(u, r);
+    Session *volatile s = NULL;
+    BenchLine none = { .test = r->depths ? "tg" : "pp" };
+    die_jump = &jump;
+    if (setjmp(jump)) {
+        suite_row(u, r, &none, die_text);
+    } else {
+        s = session_try(u->a->c, u->a->w, o, r->method, err);
+        if (!s) suite_row(u, r, &none, err);
+        if (s && r->prompts) suite_lines(u, r, s, 0);
+        if (s && r->depths) suite_lines(u, r, s, 1);
+    }
+    die_jump = outer;
+    session_close(s);
+    options_free(o);
+}
+
+// DiliLazyKV needs scores of a model's heads. Made-up ones, in [0,1), go into a temporary file.
+static void suite_scores(Suite *u) {
+    snprintf(u->scores, sizeof u->scores, "/tmp/kvcomp_scores_XXXXXX");
+    int fd = mkstemp(u->scores), H = u->a->c->H, n = u->a->c->L * H;
+    u->slot = temp_file_add(u->scores, "");
+    FILE *f = fd < 0 ? NULL : descriptor_stream(fd);
+    if (!f) die(open_failure(), "--bench-suite: %s cannot be written (%s)", u->scores, strerror(errno));
+    for (int i = 0; i < n; i++) {
+        double score = (double)(mix64((uint64_t)i) >> 11) * 0x1p-53;
+        fprintf(f, "%c\"%d-%d\": [%.6f]%s", i ? ',' : '{', i / H, i % H, score, i + 1 < n ? "" : "}");
+    }
+    fclose(f);
+}
+
+// The whole suite. A session of full stays open all the while, so that the weights stay on the
+// device.
+static void suite(App *a, int *prompt, int *depth, int repeat, FILE *table, FILE *csv) {
+    Suite u = { .a = a, .table = table, .csv = csv, .t0 = now() };
+    u.prompt = prompt;
+    u.depth = depth;
+    u.repeat = repeat;
+    const Config *c = a->c;
+    Session *base = session_open(c, a->w, a->o, "full");
+    double gemm = KV_DEV(base) ? device_gemm_rate(base, c->F, c->C, c->C) : 0, copy = bandwidth(base);
+    suite_scores(&u);
+    suite_header(&u, copy, gemm);
+    for (size_t i = 0; i < sizeof suite_runs / sizeof *suite_runs; i++) suite_run(&u, &suite_runs[i]);
+    unlink(u.scores);
+    temp_files[u.slot] = NULL;
+    session_close(base);
+}
+
+// ---- kernels one by one (--bench-kernels)
+// On a device every launch of the same prefills and steps is timed by itself. Steps go launch by launch
+// then, not as a graph, and nothing overlaps: the times add up to more than a step takes. Steps in which
+// heads grow are left out.
+
+typedef struct {            // the launches of one kernel over matrices of one shape, in all passes
+    Launch is;              // what the last of them was
+    double *seconds;        // of each (stb_ds array)
+    double each;            // their median
+} KernelTimes;
+
+typedef struct {            // what --bench-kernels found out about one kind of pass
+    const char *test;       // "pp": prefill; "tg": decode
+    int n;                  // ids of the prefill, or rows behind the token
+    int passes;             // that were timed
+    double rows, index;     // bytes that attention and that selection read in a step; 0: not known
+    double flops;           // of a prefill's attention: every pair of tokens that a causal mask lets through
+    double copy;            // bytes a second of a copy
+    KernelTimes *kernel;    // in the order in which they were first launched (stb_ds array)
+} KernelBench;
+
+// The name of a launch's kernel, without its template arguments.
+static void kernel_name(const Launch *x, char name[64]) {
+    const char *from = x->kernel + (*x->kernel == '(');
+    snprintf(name, 64, "%.*s", (int)strcspn(from, "<)"), from);
+}
+
+// Is it a launch of one of these kernels, "|a|b|"?
+static int kernel_among(const Launch *x, const char *names) {
+    char name[64], word[70];
+    kernel_name(x, name);
+    snprintf(word, sizeof word, "|%s|", name);
+    return strstr(names, word) != NULL;
+}
+
+// Are two launches of the same kernel and shape?
+static int same_kernel(const Launch *a, const Launch *b) {
+    char x[64], y[64];
+    kernel_name(a, x);
+    kernel_name(b, y);
+    return !strcmp(x, y) && a->rows == b->rows && a->cols == b->cols;
+}
+
+// Adds the launches x (n) of a pass.
+static void kernels_note(KernelBench *b, const Launch *x, int n) {
+    b->passes++;
+    for (int i = 0; i < n; i++) {
+        int k = 0;
+        while (k < (int)arrlen(b->kernel) && !same_kernel(&b->kernel[k].is, &x[i])) k++;
+        if (k == (int)arrlen(b->kernel)) arrput(b->kernel, (KernelTimes){ 0 });
+        b->kernel[k].is = x[i];
+        arrput(b->kernel[k].seconds, x[i].seconds);
+    }
+}
+
+// The launches since this was last called; none without a device.
+static const Launch *kernels_seen(const Session *s, int *n) {
+    (void)s;                                // a build without CUDA does not look at it
+    *n = 0;
+    return KV_DEV(s) ? kernels_seen_cuda(n) : NULL;
+}
+
+// Times the launches of `repeat` prefills of n ids, after one that is not timed.
+static void kernels_prefill(KernelBench *b, Session *s, int repeat) {
+    int *ids = random_ids(b->n, s->c->V), n;
+    double HD = (double)s->c->H * s->c->D;
+    b->flops = 2.0 * b->n * (b->n + 1.0) * HD * s->c->L;
+    for (int r = -1; r < repeat; r++) {
+        session_reset(s);
+        prefill(s, ids, b->n);
+        const Launch *x = kernels_seen(s, &n);
+        if (r >= 0) kernels_note(b, x, n);
+    }
+    arrfree(ids);
+}
+
+// Times the launches of `repeat` times BENCH_STEPS decode steps, but not of those that a growth of the
+// heads costs, nor of the first ones, which are launched one by one for the first time.
+static void kernels_decode(KernelBench *b, Session *s, int repeat) {
+    int n, quiet_for = 0;                   // steps since heads have grown
+    for (int i = -GROWTH_STEPS; i < repeat * BENCH_STEPS; i++) {
+        size_t room = heads_room(s);
+        decode(s, (int)(mix64((uint64_t)(i + GROWTH_STEPS)) % (uint64_t)s->c->V));
+        quiet_for = heads_room(s) == room ? quiet_for + 1 : 0;
+        const Launch *x = kernels_seen(s, &n);
+        if (quiet_for >= GROWTH_STEPS) kernels_note(b, x, n);
+    }
+    b->rows = bytes_a_step(s);
+    EACH_PART(s, p) {
+        if (p->m->bytes) b->index += (double)p->m->bytes(s, p->ms);
+    }
+}
+
+// What one launch has moved and computed, where it was not told: attention's share of what a step read
+// or computed, and selection's of the index.
+static void kernel_work(const KernelBench *b, KernelTimes *k) {
+    double launches = (double)arrlen(k->seconds) / b->passes;
+    int decodes = *b->test == 't';
+    if (decodes && kernel_among(&k->is, "|attend_kernel|decode_kernel|gqa_kernel|")) k->is.bytes = b->rows / launches;
+    if (decodes && kernel_among(&k->is, "|quest_kernel|lychee_kernel|")) k->is.bytes = b->index / launches;
+    if (!decodes && kernel_among(&k->is, "|attend_kernel|tensor_kernel|lines_kernel|"))
+        k->is.flops = b->flops / launches;
+}
+
+// What stands above the lines of one test.
+static void kernels_header(FILE *f, const KernelBench *b, const Session *s, const Options *o) {
+    fprintf(f, "%s %d: %s, method %s, K %s, V %s, ", b->test, b->n, s->c->dir, opt_str(o, "method"),
+            opt_str(o, "ctk"), opt_str(o, "ctv"));
+    fprintf(f, "a copy reads and writes %.1f GB/s; us: the median of every launch in %d passes\n\n",
+            b->copy * 1e-9, b->passes);
+    fprintf(f, "| kernel              | rows x cols     | launches |   us each | us a pass |   MB each "
+               "|    GB/s | share | TFLOP/s |\n");
+    fprintf(f, "|---------------------|-----------------|---------:|----------:|----------:|----------:"
+               "|--------:|------:|--------:|\n");
+}
+
+// A number in a column of `width`, which stays empty for 0.
+static void kernels_cell(FILE *f, int width, int digits, double x, const char *unit) {
+    char text[64] = "";
+    if (x) snprintf(text, sizeof text, "%.*f%s", digits, x, unit);
+    fprintf(f, " %*s |", width, text);
+}
+
+// One row of the table.
+static void kernels_row(FILE *f, const KernelBench *b, const KernelTimes *k) {
+    char name[64], shape[40] = "";
+    double launches = (double)arrlen(k->seconds) / b->passes, gb_s = k->is.bytes / k->each;
+    kernel_name(&k->is, name);
+    if (k->is.rows) snprintf(shape, sizeof shape, "%d x %d", k->is.rows, k->is.cols);
+    fprintf(f, "| %-19s | %-15s |", name, shape);
+    kernels_cell(f, 8, launches == floor(launches) ? 0 : 2, launches, "");
+    kernels_cell(f, 9, 2, 1e6 * k->each, "");
+    kernels_cell(f, 9, 1, 1e6 * k->each * launches, "");
+    kernels_cell(f, 9, 3, 1e-6 * k->is.bytes, "");
+    kernels_cell(f, 7, 1, 1e-9 * gb_s, "");
+    kernels_cell(f, 5, 0, 100 * gb_s / b->copy, "%");
+    kernels_cell(f, 7, 1, 1e-12 * k->is.flops / k->each, "");
+    fputc('\n', f);
+}
+
+// One JSON line.
+static void kernels_json(FILE *f, const KernelBench *b, const KernelTimes *k, const Session *s, const Options *o) {
+    char name[64];
+    double gb_s = k->is.bytes / k->each;
+    kernel_name(&k->is, name);
+    fprintf(f, "{\"test\":\"%s\",\"n\":%d,", b->test, b->n);
+    json_pair(f, "method", opt_str(o, "method"));
+    json_pair(f, "model", s->c->dir);
+    json_pair(f, "kernel", name);
+    fprintf(f, "\"rows\":%d,\"cols\":%d,\"launches\":", k->is.rows, k->is.cols);
+    json_real(f, (double)arrlen(k->seconds) / b->passes, 6);
+    fprintf(f, ",\"us\":%.3f,\"bytes\":%.0f,\"gb_s\":%.2f,", 1e6 * k->each, k->is.bytes, 1e-9 * gb_s);
+    fprintf(f, "\"copy_gb_s\":%.2f,\"share\":%.4f,", 1e-9 * b->copy, gb_s / b->copy);
+    fprintf(f, "\"tflop_s\":%.3f}\n", 1e-12 * k->is.flops / k->each);
+}
+
+// The kernels of one test, and what they come to together.
+static void kernels_print(FILE *f, KernelBench *b, const Session *s, const Options *o) {
+    double launches = 0, all = 0;
+    int json = opt_int(o, "json");
+    for (int i = 0; i < (int)arrlen(b->kernel); i++) {
+        KernelTimes *k = &b->kernel[i];
+        kernel_work(b, k);
+        k->each = fmax(median(k->seconds, (int)arrlen(k->seconds)), 1e-9);
+        launches += (double)arrlen(k->seconds) / b->passes;
+        all += k->each * (double)arrlen(k->seconds) / b->passes;
+    }
+    if (!json) kernels_header(f, b, s, o);
+    for (int i = 0; i < (int)arrlen(b->kernel); i++) {
+        if (json) kernels_json(f, b, &b->kernel[i], s, o);
+        else kernels_row(f, b, &b->kernel[i]);
+    }
+    if (!json) {
+        fprintf(f, "| %-19s | %15s | %8.1f | %9s | %9.1f ", "all", "", launches, "", 1e6 * all);
+        fprintf(f, "| %9s | %7s | %5s | %7s |\n\n", "", "", "", "");
+    }
+    fflush(f);
+    for (int i = 0; i < (int)arrlen(b->kernel); i++) arrfree(b->kernel[i].seconds);
+    arrfree(b->kernel);
+}
+
+// The kernels of a prefill of n ids or of a decode step behind n rows.
+static void kernels_test(Session *s, const Options *o, const char *test, int n, FILE *f) {
+    KernelBench b = { .test = test, .n = n, .copy = bandwidth(s) };
+    if (*test == 't') fill_cache(s, n);
+    if (KV_DEV(s)) kernels_watch_cuda(s, 1);
+    if (*test == 't') kernels_decode(&b, s, opt_int(o, "repeat"));
+    else kernels_prefill(&b, s, opt_int(o, "repeat"));
+    if (KV_DEV(s)) kernels_watch_cuda(s, 0);
+    kernels_print(f, &b, s, o);
+}
+
+// --bench-kernels without a device ends here: asked before the weights are made or read, and once more
+// when -d auto has decided.
+static void kernels_check(const Options *o) {
+    int there = 0;
+#ifdef KVCOMP_CUDA
+    there = strcmp(opt_str(o, "device"), "cpu") != 0;
+#endif
+    if (opt_int(o, "bench-kernels") && !there)
+        die(EXIT_USAGE, "--bench-kernels times what a GPU runs: it wants -d cuda and a program built with CUDA");
+}
+
+// All kernels of the method that --method names: every prefill, then every depth.
+static void bench_kernels(const App *a, const int *prompt, const int *depth, FILE *f) {
+    Session *s = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
+    for (int i = 0; i < (int)arrlen(prompt); i++) kernels_test(s, a->o, "pp", prompt[i], f);
+    for (int i = 0; i < (int)arrlen(depth); i++) kernels_test(s, a->o, "tg", depth[i], f);
+    session_close(s);
+}
+
+// ---- a checkpoint on disk (--bench-file)
+// What a user of a checkpoint waits for and needs, which random weights do not show: they lie in
+// memory from the start, on huge pages. The files are opened and the first of --bench-prompts is
+// prefilled twice: with the files dropped from the page cache, and with them there. Then the most
+// bytes resident stand beside what --inspect plans, and both speeds beside the number of threads.
+
+typedef struct {
+    int n;                  // ids of the prompt
+    size_t files;           // bytes of the files
+    double cached;          // share of them that was in the page cache when the cold run began
+    double cold, warm;      // seconds from opening the files to the logits of the prompt
+    size_t before;          // most bytes resident before the first run,
+    size_t peak;            // and behind the second, whose dialogue decodes BENCH_STEPS tokens
+    size_t planned;         // weights, rows, the method's own and the rooms of a pass
+} FileBench;
+
+typedef struct {            // speeds with so many threads
+    int threads;
+    double pp, tg;          // tokens a second
+} ThreadBench;
+
+// Most bytes that the program has held in memory so far.
+static size_t most_resident(void) {
+    struct rusage r;
+    getrusage(RUSAGE_SELF, &r);
+#ifdef __APPLE__
+    return (size_t)r.ru_maxrss;                         // bytes there, and kilobytes elsewhere
+#else
+    return (size_t)r.ru_maxrss * 1024;
+#endif
+}
+
+// Asks the system to drop a file from the page cache -> how many of its pages stay, or -1.
+static long drop_file(const char *path, size_t size) {
+    long stay = -1;
+#ifdef __linux__
+    size_t pages = (size + page_bytes() - 1) / page_bytes();
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return -1;
+    fdatasync(fd);                                      // what is not written yet cannot be dropped
+    posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    void *map = mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0);
+    unsigned char *there = xcalloc(pages, 1);
+    if (map != MAP_FAILED && !mincore(map, size, there)) {
+        stay = 0;
+        for (size_t i = 0; i < pages; i++) stay += there[i] & 1;
+    }
+    free(there);
+    if (map != MAP_FAILED) munmap(map, size);
+    close(fd);
+#else
+    (void)path;
+    (void)size;
+#endif
+    return stay;
+}
+
+// Drops all files of the checkpoint.
+static void drop_files(App *a, FileBench *b) {
+    char **path = NULL;
+    size_t stay = 0;
+    Weights *w = weights_load(a->c);
+    const WeightFiles *wf = w->files;
+    size_t *size = NULL;
+    for (size_t i = 0; i < arrlenu(wf->file); i++) {
+        arrput(path, strcpy(xmalloc(strlen(wf->file[i]->path) + 1), wf->file[i]->path));
+        arrput(size, wf->file[i]->size);
+    }
+    weights_close(w, NULL);                             // mapped pages cannot be dropped
+    for (size_t i = 0; i < arrlenu(path); i++) {
+        long n = drop_file(path[i], size[i]);
+        if (n < 0) die(EXIT_RUN, "--bench-file: %s: whether it is in the page cache cannot be seen", path[i]);
+        b->files += size[i];
+        stay += (size_t)n * page_bytes();
+        free(path[i]);
+    }
+    b->cached = fmin(1, (double)stay / (double)b->files);
+    arrfree(path);
+    arrfree(size);
+}
+
+// Opens the files and a session, and prefills the ids -> seconds. The session is left open in *out.
+static double first_token(App *a, const int *ids, int n, Session **out) {
+    double t = now();
+    a->w = weights_load(a->c);
+    *out = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
+    prefill(*out, ids, n);
+    return now() - t;
+}
+
+// The cold run and the warm one. The weights stay open, and the session.
+static Session *file_runs(App *a, FileBench *b) {
+    int *ids = random_ids(b->n, a->c->V);
+    Session *s;
+    b->before = most_resident();
+    drop_files(a, b);
+    b->cold = first_token(a, ids, b->n, &s);
+    session_close(s);
+    weights_close(a->w, NULL);
+    b->warm = first_token(a, ids, b->n, &s);
+    for (int i = 0; i < BENCH_STEPS; i++) decode(s, ids[0]);
+    b->peak = most_resident();
+    MemoryPlan p = memory_plan(s);
+    b->planned = p.weights + p.kv + p.parts + p.pass_cpu;
+    arrfree(ids);
+    return s;
+}
+
+// Both speeds with 1, 2, 4 .. threads and with all there are (stb_ds array).
+static ThreadBench *thread_runs(Session *s, int n, int repeat) {
+    ThreadBench *list = NULL;
+    int all = n_threads();
+    for (int t = 1; t; t = t < all ? min_int(2 * t, all) : 0) {
+        threads_use(t, 0);
+        double pp = bench_prefill(s, n, repeat).tok_s, tg = bench_decode(s, 0, repeat).tok_s;
+        ThreadBench x = { t, pp, tg };
+        arrput(list, x);
+    }
+    return list;
+}
+
+static void file_bench_json(FILE *f, const App *a, const FileBench *b, const ThreadBench *x) {
+    fprintf(f, "{\"test\":\"file\",\"n\":%d,", b->n);
+    json_pair(f, "method", opt_str(a->o, "method"));
+    json_pair(f, "model", a->c->dir);
+    json_pair(f, "dtype", dtype_name(a->c->dtype));
+    json_pair(f, "huge_pages", opt_str(a->o, "huge-pages"));
+    fprintf(f, "\"file_bytes\":%zu,\"cached\":%.4f,\"ttft_cold_s\":%.4f,\"ttft_warm_s\":%.4f,", b->files, b->cached,
+            b->cold, b->warm);
+    fprintf(f, "\"rss_before\":%zu,\"rss_peak\":%zu,\"planned_bytes\":%zu,\"threads\":[", b->before, b->peak,
+            b->planned);
+    for (int i = 0; i < (int)arrlen(x); i++)
+        fprintf(f, "%s{\"threads\":%d,\"pp_tok_s\":%.3f,\"tg_tok_s\":%.3f}", i ? "," : "", x[i].threads, x[i].pp,
+                x[i].tg);
+    fprintf(f, "]}\n");
+}
+
+static void file_bench_print(FILE *f, const App *a, const FileBench *b, const ThreadBench *x) {
+    fprintf(f, "%s, %s weights, %.2f GB on disk, huge pages %s, method %s\n\n", a->c->dir, dtype_name(a->c->dtype),
+            (double)b->files * 1e-9, opt_str(a->o, "huge-pages"), opt_str(a->o, "method"));
+    fprintf(f, "first token of %d ids, files on disk   %9.3f s (%.1f %% of them were in the page cache)\n", b->n, b->cold,
+            100 * b->cached);
+    fprintf(f, "first token of %d ids, files in memory %9.3f s\n", b->n, b->warm);
+    fprintf(f, "resident at the peak %.1f MB, %.1f before the model; planned %.1f MB\n\n", (double)b->peak * 1e-6,
+            (double)b->before * 1e-6, (double)b->planned * 1e-6);
+    fprintf(f, "| threads | pp %-5d tok/s |  of one | tg at 0 tok/s |  of one |\n", b->n);
+    fprintf(f, "|--------:|---------------:|--------:|--------------:|--------:|\n");
+    for (int i = 0; i < (int)arrlen(x); i++)
+        fprintf(f, "| %7d | %14.2f | %6.2fx | %13.2f | %6.2fx |\n", x[i].threads, x[i].pp, x[i].pp / x[0].pp, x[i].tg,
+                x[i].tg / x[0].tg);
+}
+
+// --bench-file: all of it, on the CPU, and what it prints.
+static void bench_file(App *a, int n) {
+    char text[16], err[256];
+    FileBench b = { .n = n };
+    options_set(a->o, "device", "cpu", err);
+    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(a->o, "repeat"));
+    options_set(a->o, "ctx-size", text, err);
+    Session *s = file_runs(a, &b);
+    ThreadBench *x = thread_runs(s, n, opt_int(a->o, "repeat"));
+    if (opt_int(a->o, "json")) file_bench_json(stdout, a, &b, x);
+    else file_bench_print(stdout, a, &b, x);
+    arrfree(x);
+    session_close(s);
+}
+
+// ---- --bench
+// Tells the memory plan, through -c, the longest context there will be.
+static void bench_context(Options *o, const int *prompt, const int *depth) {
+    int n = 0;
+    char text[16], err[256];
+    for (int i = 0; i < (int)arrlen(prompt); i++) n = max_int(n, prompt[i]);
+    for (int i = 0; i < (int)arrlen(depth); i++) n = max_int(n, depth[i]);
+    snprintf(text, sizeof text, "%d", n + 1 + BENCH_WARM + BENCH_STEPS * opt_int(o, "repeat") + KV_STEP + GROWTH_STEPS);
+    options_set(o, "ctx-size", text, err);
+}
+
+// One table, of the method that --method names.
+static void bench_method(const App *a, const int *prompt, const int *depth) {
+    int repeat = opt_int(a->o, "repeat");
+    Session *s = session_open(a->c, a->w, a->o, opt_str(a->o, "method"));
+    bench_header(stdout, a->o, a->c, a->w);
+    for (int i = 0; i < (int)arrlen(prompt); i++) {
+        BenchLine b = bench_prefill(s, prompt[i], repeat);
+        bench_print(stdout, &b, a->o, a->c);
+    }
+    for (int i = 0; i < (int)arrlen(depth); i++) {
+        BenchLine b = bench_decode(s, depth[i], repeat);
+        bench_print(stdout, &b, a->o, a->c);
+    }
+    session_close(s);
+}
+
+// The mode --bench: opens the model and prints the table of one method, with --bench-suite of all,
+// with --bench-kernels of the kernels of one. Returns the exit code.
+int bench(Options *o) {
+    App a = { .o = o };
+    const char *path = opt_str(o, "bench-suite");
+    int *prompt = number_list("bench-prompts", opt_str(o, "bench-prompts"), 1, 1 << 24);
+    int *depth = number_list("bench-depths", opt_str(o, "bench-depths"), 0, 1 << 24);
+    char err[512];
+    Saving csv = { 0 };
+    if (*path && save_begin_open(&csv, path, err)) die(EXIT_RUN, "--bench-suite %s", err);
+    bench_context(o, prompt, depth);
+    kernels_check(o);
+    int file = opt_int(o, "bench-file");
+    if (file && (*opt_str(o, "synthetic") || !strcmp(opt_str(o, "device"), "cuda")))
+        die(EXIT_USAGE, "--bench-file wants a checkpoint on disk and the CPU: no --synthetic, no -d cuda");
+    if (file && (*path || opt_int(o, "csv") || opt_int(o, "bench-kernels")))
+        die(EXIT_USAGE, "--bench-file prints a table or --json, and goes neither with --csv nor with another suite");
+    if (file && opt_given(o, "bench-depths"))
+        die(EXIT_USAGE, "--bench-file decodes from nothing and has no --bench-depths");
+    if (file) {
+        open_config(&a);
+    } else {
+        open_model(&a);
+        choose_device(&a);
+        kernels_check(o);
+    }
+    if (file) {
+        bench_file(&a, prompt[0]);
+    } else if (csv.f) {
+        suite(&a, prompt, depth, opt_int(o, "repeat"), stdout, csv.f);
+        if (save_keep(&csv, 1, err)) die(EXIT_RUN, "--bench-suite %s", err);
+    } else if (opt_int(o, "bench-kernels")) {
+        bench_kernels(&a, prompt, depth, stdout);
+    } else {
+        bench_method(&a, prompt, depth);
+    }
+    weights_close(a.w, a.c);
+    arrfree(prompt);
+    arrfree(depth);
+    return 0;
+}

@@ -1,0 +1,181 @@
+// app/measure.h
+#ifndef APP_MEASURE_H
+#define APP_MEASURE_H
+#include "chat.h"
+#include <stb/stb_ds.h>
+
+typedef struct {
+    char *user;                 // what the visitor says
+    char *reply;                // a right reply, as a whole sentence; NULL: only the answer is known
+    int *span;                  // stb_ds: where in the reply its answer stands, as pairs of byte offsets
+                                //   [from,to); none: the whole reply is the answer
+    char **answers;             // stb_ds: the right answers; none: the turn is not scored
+    char **classes;             // stb_ds: labels to choose from (METRIC_CLASS)
+    char **evidence;            // stb_ds: the sentences, of this turn and of earlier ones, from which
+                                //   the answer follows
+    int position, depth;        // as in Answer
+} EvalTurn;
+
+typedef struct {
+    const char *task;           // "needle", ... ; for a file: its type or dataset
+    int number;                 // of the text in the run; all versions of one text share it
+    int length;                 // tokens: for a made item as asked for, for one of a file as counted
+    int metric;                 // METRIC_*
+    int first_line;             // 1: only the first line of a reply is scored
+    int most;                   // tokens a reply may have; 0: see play_free
+    int plain;                  // 1: the message is the whole prompt, without a chat template
+    EvalTurn *turn;             // stb_ds
+} EvalItem;
+
+typedef struct {
+    EvalItem *item;             // stb_ds
+    stbds_string_arena mem;     // every text of the items
+    Json *prompts;              // --eval-prompts: LongBench's prompt of every dataset; NULL: not given
+} EvalSet;
+
+// One scored answer. Tables, intervals and the report are made from lists of these.
+typedef struct {
+    const char *task;           // "needle", "multiturn", ... ; a static string or owned by the item set
+    int item, turn, turns;      // item number in the run, turn of the item, turns the item has
+    int position;               // where the query stands: 0 begin, 1 middle, 2 end, -1 does not apply
+    int length;                 // tokens of the context
+    int depth;                  // of the evidence in the text, in per cent; -1 does not apply
+    double score;               // 0..1 by the task's own metric
+    double exact, found, f1, rouge, rouge_lb;   // by every other one
+    double nll;                 // NLL of the right answer per token, in nats (forced pass)
+    int predicted;              // tokens of the right reply ...
+    int top1;                   // ... and those of them where the best token is that of full attention
+} Answer;
+
+// One row of the result: a method at a budget.
+typedef struct {
+    char name[160];
+    int budget, items;
+    double exact, found, f1, rouge, rouge_lb;   // sums over the answers, one of every metric
+    double nll;                                 // ppl, kld: sum over predicted tokens
+    double kld, kld_top, top1;                  // sums over predicted tokens, but kld_top is the 99th
+                                                //   percentile of the KLD
+    double *each;                               // stb_ds: the KLD of every predicted token
+    long predicted;                             // predicted tokens
+    double stored, full, attended;              // bytes, sums over the items: the rows held, the rows
+                                                //   full attention would hold, those read a step
+    double prefill_s, decode_s;                 // seconds, sums over the items
+    double n_prefill, n_decode;                 // tokens of those seconds
+    double peak;                                // bytes of rows, the most that any item held
+    Answer *answers;                            // stb_ds
+    char **said;                // stb_ds: what was said in the answers, malloc'd, while an item is played
+    double lo, hi;                              // 95 % interval of the mean score
+} Score;
+
+// The session of a row and the options it was opened with.
+typedef struct {
+    Options *o;
+    Session *s;
+} OpenRow;
+
+typedef struct {            // the answers of a run that are on disk
+    const char *path;       // of the file that is read or written
+    FILE *f;                // where the next answers go; NULL: nowhere
+    int items;              // of the whole run
+    Score *row;             // stb_ds: name and budget of every row
+    Score *cell;            // (items,rows) what a row made of an item; items 0: it is not there
+    Score one;              // the item whose lines are being read ...
+    int at, read, of;       // ... its cell, its answers so far, all its answers; at -1: none is
+    int twice;              // items that were there already when they were read
+    stbds_string_arena mem; // names of tasks
+} EvalFile;
+
+// ---- item sets and turns
+// Frees a set with all its items and texts.
+void eval_set_free(EvalSet *e);
+
+// ---- how items are made
+// Appends a part to a text (stb_ds of bytes), behind a separator unless it is the first.
+void put_part(char **text, const char *sep, const char *part);
+
+// ---- metrics
+// log(sum of exp(x)) of n logits, so that log p_i = x_i - log_sum_exp(x).
+double log_sum_exp(const float *x, int n);
+
+// ---- scores and intervals
+// Orders doubles, for qsort.
+int double_order(const void *a, const void *b);
+
+// Are there enough different texts among these n answers, those of a text side by side?
+int interval_allowed(const Answer *x, int n);
+
+// Fills what needs all items of the row: the interval of the mean score, and the 99th percentile of
+// the KLD.
+void finish_row(Score *s, uint64_t seed);
+
+// ---- tables
+// Is answer i the first one of its task?
+int first_of_task(const Answer *x, int i);
+
+// ---- the modes
+// Writes the k-th word of the list "a,b,c" to out and returns out; NULL behind the last word.
+const char *list_word(const char *list, int k, char out[160]);
+
+// Closes a row's session.
+void open_close(OpenRow *p);
+
+// Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the
+// program at once. A method without a budget gets one row. Returns the rows (stb_ds), their
+// sessions in *open.
+Score *open_rows(const App *a, OpenRow **open);
+
+// ---- answers on disk (--eval-out, --eval-shard, --eval-merge)
+// I/N of --eval-shard: the first item, from 0, and the step to the next one. 0, or -1.
+int shard_parse(const char *text, int *first, int *step);
+
+// ---- answers on disk
+// A number with all its digits; null when it is none.
+void json_exact(FILE *f, double x);
+
+// ---- answers on disk
+// The whole number obj[key] in [lo,hi]. 0, or -1 with err.
+int read_whole(const Json *obj, const char *key, int lo, int hi, int *x, char err[512]);
+
+// ---- the modes
+// Plays the items, or those of --eval-shard, each through every row before the next one. So the
+// logits of full attention are held for one item only, and what else the machine does falls on all
+// rows. forced 0: the methods answer, but nothing is compared with full attention's logits. What is in
+// the file x already is not played again, and what is played goes there; NULL: there is none.
+void play_items(App *a, const EvalSet *e, Score *rows, OpenRow *open, int forced, EvalFile *x);
+
+// Makes the items of --eval A,B,.. or all.
+void eval_items(const App *a, const char *what, EvalSet *e);
+
+// ---- the run
+// Frees the rows (stb_ds) of a run.
+void rows_free(Score *rows);
+
+// --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
+// when an item is missing.
+int eval_merge(App *a);
+
+// --eval: makes or reads the items, plays them through every row, prints the rows and, with --report,
+// has the page written. Returns 0.
+int evaluate(App *a, int (*report)(App *a, const char *path, const Score *rows,
+             const char *chosen));
+
+// ---- score files
+// The same for --dililazy-scores, which err then names.
+double *scores_load(const char *path, const char *which, int L, int H, char err[512]);
+
+// ---- one run
+// Appends x (n) to an stb_ds array of ids.
+int *ids_put(int *ids, const int *x, int n);
+
+// ---- the file
+// --calibrate OUT.json: makes the score file of a model. Returns the exit code; exit 1 when no run
+// is accepted or the file cannot be written. The saving begins before the work, so that a bad path
+// shows at once.
+int calibrate(const Config *c, const Weights *w, const Tokenizer *t, const Options *o);
+
+// ---- --bench
+// The mode --bench: opens the model and prints the table of one method, with --bench-suite of all,
+// with --bench-kernels of the kernels of one. Returns the exit code.
+int bench(Options *o);
+
+#endif

@@ -1,0 +1,396 @@
+// app/options.c - the options of the program.
+#define _GNU_SOURCE
+#include "options.h"
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/select.h>
+#include <sys/stat.h>
+#include <termios.h>
+#include <time.h>
+#include <unistd.h>
+#include <stb/stb_ds.h>
+
+const Opt program_options[] = {
+    // Model and run
+    { "model",         's', "",
+      "a Hugging Face folder, org/name in the hub's cache, or a .safetensors file (default: the shipped model)" },
+    { "device",        'c', "auto|cpu|cuda",
+      "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
+    { "threads",       'i', "0",    "threads; 0: one for a small model, all physical cores for others", 0, 1024 },
+    { "ctx-size",      'i', "4096",
+      "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit", 0, 1 << 30 },
+    { "batch-size",    'i', "0",
+      "rows of a prefill block, 0: 512, on a GPU 2048; changes speed and memory, never a logit (on a GPU: their rounding)", 0, 1 << 20 },
+    { "exact",         'b', "0",
+      "on a GPU: a prefill's products with 16-bit weights twice (activations, and what rounding left), attention in f32" },
+    { "weights",       'c', "file|q8_0",
+      "matrices as the file has them, or rounded to 8 bits (8.5 with their scales) in memory; on the CPU" },
+    { "bf16-terms",    'c', "3|2|1",
+      "BF16 numbers that make an activation, with BF16 weights: 3 as exact as f32; 2 (3e-6 off) faster on AMX, "
+      "1 (.002 off) on AVX-512 BF16, too" },
+    { "huge-pages",    'c', "rows|all|off",
+      "pages of 2 MB for the rows of long heads, or for files of weights too (a cold load is slower); no bit changes" },
+    { "ctk",           'c', "f16|f32|bf16|q8_0", "how K rows are stored" },
+    { "ctv",           'c', "f16|f32|bf16|q8_0", "how V rows are stored" },
+    { "tokenizer",     's', "",     "tokenizer.json or tokenizer.model instead of the model's" },
+    { "chat-template", 's', "",     "template by name, or a file, instead of the model's" },
+    { "synthetic",     's', "",
+      "random weights of a shape: llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny, or L..,H..,G..,D..,C..,F..,V.." },
+    { "inspect",       'b', "0",    "print config, tensors, bytes, KV bytes per token, and leave" },
+    { "plan",          'b', "0",
+      "print every allocation that a dialogue of -c tokens on a GPU would make, and leave; needs no weights" },
+    { "device-memory", 's', "",     "with --plan: does it fit into so much, e.g. 141G? If not, exit code 4" },
+    // Prompt
+    { "prompt",        's', "",     "text to answer once" },
+    { "file",          's', "",     "the same from a file; - is standard input" },
+    { "system",        's', "",     "system message" },
+    { "n-predict",     'i', "-1",   "most tokens to make; -1: no limit in a chat, 256 otherwise", -1, INT_MAX },
+    { "raw",           'b', "0",    "no chat template: the text as it is" },
+    { "parse-special", 'b', "0",    "read special tokens in the prompt's text" },
+    { "ignore-eos",    'b', "0",    "go on after an end token" },
+    { "keep",          'i', "0",    "accepted for scripts; never changes a method, each says what it keeps" },
+    { "think",         'b', "0",    "let a thinking model think (it does unless --no-think)" },
+    { "no-think",      'b', "0",    "turn a thinking model's thoughts off" },
+    { "single-turn",   'b', "0",    "leave after one reply" },
+    { "demo",          'b', "0",    "a scripted dialogue through several methods side by side: what each answers, holds, reads" },
+    { "session",       's', "",
+      "go on with the dialogue in this file, and save it after every turn; one chat at a time has it" },
+    // Sampling
+    { "temp",          'f', "0.8",  "temperature; 0: greedy", 0, 100 },
+    { "top-k",         'i', "40",   "0: off", 0, INT_MAX },
+    { "top-p",         'f', "0.95", "1: off", 0, 1 },
+    { "min-p",         'f', "0.05", "0: off", 0, 1 },
+    { "repeat-penalty",'f', "1.0",  "1: off", 0.01, 100 },
+    { "repeat-last-n", 'i', "64",   "tokens the penalty looks at", 0, INT_MAX },
+    { "seed",          'i', "-1",   "of the sampler; -1: from the clock" },
+    // Compression
+    { "method",        's', "full", "NAME or NAME+NAME, see --list-methods" },
+    { "budget",        'i', "0",    "rows kept (or read) per KV head, window included; 0: the method's default", 0, INT_MAX },
+    { "ratio",         'f', "0",    "share of the rows to remove at each prefill end, instead of --budget", 0, 0.9999 },
+    { "sink",          'i', "4",    "first tokens always kept (streaming, expected-attention)", 0, INT_MAX },
+    { "obs-window",    'i', "32",   "last queries that score the rows (snapkv, adakv, pyramidkv)", 1, 1 << 20 },
+    { "kernel",        'i', "7",    "pooling width of those scores, odd", 1, 1023 },
+    { "gqa-agg",       'c', "mean|max|sum", "query heads of a KV head to one score (snapkv, adakv, pyramidkv)" },
+    { "paper",         'b', "0",    "the paper's own numbers where ours differ (loopserve, lychee)" },
+    // Output
+    { "json",          'b', "0",    "one object per run on stdout" },
+    { "json-rows",     'b', "0",    "with --json: the rows kept by every head" },
+    { "csv",           'b', "0",    "the same names as --json, as a table" },
+    { "markdown",      'b', "0",    "the table of --eval as Markdown on a terminal too, as in a file or pipe" },
+    { "dump-tokens",   'b', "0",    "print the ids of -p on one line and leave" },
+    { "dialogue",      's', "",     "with --dump-tokens: the ids of whole dialogues (json lines of {\"messages\": [..]})" },
+    { "ids",           's', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode" },
+    { "dump-logits",   's', "",
+      "with --ids: write the logits rows here (float32, V a row); - is standard output" },
+    { "trace",         's', "",
+      "with --ids, -p, --eval: write what every pass computes, and what the method decides, to this .safetensors" },
+    { "trace-layers",  's', "",     "with --trace: only these layers, like 0,3 or 4:8:2 (from, to, step)" },
+    { "trace-steps",   's', "",     "with --trace: only these decode steps after each prefill, from 0; prefills always" },
+    { "batch",         's', "",
+      "answer json lines from this file or - (prompt, messages or ids a line) with json lines; exit code 1: one had an error" },
+    { "stats",         'b', "0",    "print the method's statistics on stderr" },
+    { "no-stats",      'b', "0",    "no summary line after each reply" },
+    { "verbose",       'b', "0",    "print every effective value at the start" },
+    { "quiet",         'b', "0",    "errors only on stderr" },
+    { "color",         'c', "auto|always|never|on|off",
+      "who speaks, warnings and errors in colours; auto: on a terminal, unless NO_COLOR is set or TERM is dumb" },
+    { "wrap",          'o', "-1",
+      "break replies between words after N columns, 0 or no N: the screen's; -1: off", -1, 1 << 16 },
+    { "no-history",    'b', "0",
+      "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
+    // Measure
+    { "eval",          's', "",
+      "quality through the compressed cache: all, or needle,multiturn,coref,facts,json,fewshot,summary; file, ppl, kld" },
+    { "eval-file",     's', "",     "dialogues, LongBench or RULER items (json lines) for file, any text for ppl and kld" },
+    { "eval-prompts",  's', "",
+      "LongBench's dataset2prompt.json: its items are asked in its words, and cut in the middle where they do not fit" },
+    { "eval-items",    'i', "8",    "texts of each task", 1, 1 << 20 },
+    { "eval-length",   's', "512",  "tokens of a text, or several lengths: 512,1024" },
+    { "eval-seed",     'i', "1",    "of the texts and of the intervals" },
+    { "eval-history",  'c', "own|gold", "whose replies the later turns see: the model's own or the right ones" },
+    { "eval-out",      's', "",
+      "write a line per answer to this file as it goes; the same run with the same file goes on where it stopped" },
+    { "eval-shard",    's', "1/1",  "I/N: every N-th item from the I-th on, to spread a run over machines" },
+    { "eval-merge",    's', "",     "FILES of --eval-out, all parts of one run: print their one table and leave" },
+    { "eval-window",   'i', "512",  "ppl, kld: tokens of a window; half is prefilled, half decoded", 4, 1 << 20 },
+    { "eval-windows",  'i', "8",    "ppl, kld: most windows of the text", 1, 1 << 20 },
+    { "compare",       's', "",
+      "methods, comma-separated: the same items through each (--eval all unless given)" },
+    { "compare-base",  's', "full", "the method of --compare that score_gap is measured from, at the same budget" },
+    { "budgets",       's', "",     "budgets for --compare, comma-separated" },
+    { "report",        's', "",
+      "write OUT.html: scores (of --eval, else of needles) and pictures of what each method keeps; numbers in OUT.csv" },
+    { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
+    { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
+    { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
+    { "bench-kernels", 'b', "0",
+      "with -d cuda: every kernel of those prefills and decode steps by itself, its time, bytes and share" },
+    { "bench-file",    'b', "0",
+      "with --bench: a checkpoint from its files: first token cold and warm, memory at its peak, threads" },
+    { "bench-suite",   's', "",
+      "the papers' methods one after another, prefill and decode: a table, and this file as CSV" },
+    { "repeat",        'i', "5",    "runs per number, the median counts", 1, 1000 },
+    // Other
+    { "list-methods",  'b', "0",    "one name a line" },
+    { "version",       'b', "0",    "print the version" },
+    { NULL, 0, NULL, NULL },
+};
+
+// Every option of the program and of every method, at its default.
+Options *options_of_program(void) {
+    Options *o = options_new();
+    options_add(o, program_options);
+    EACH_METHOD(m) options_add(o, (*m)->opts);
+    return o;
+}
+
+// What other programs call an option, without dashes, and what to type here instead.
+static const struct { const char *theirs, *ours; } foreign_options[] = {
+    { "temperature",    "--temp" },
+    { "system-prompt",  "--system" },
+    { "prompt-file",    "-f" },
+    { "predict",        "-n" },
+    { "max-tokens",     "-n" },
+    { "max-new-tokens", "-n" },
+    { "ctx",            "--ctx-size" },
+    { "ngl",            "-d cuda" },
+    { "gpu-layers",     "-d cuda" },
+    { "n-gpu-layers",   "-d cuda" },
+};
+
+enum { FOREIGN_OPTIONS = sizeof foreign_options / sizeof *foreign_options };
+
+// ---- suggestions for misspelt options
+// Takes into *best the option of the list that is nearer to name than *distance.
+static void nearer_option(const Opt *list, const char *name, const char **best, int *distance) {
+    for (const Opt *o = list; o && o->name; o++) nearer_name(name, o->name, best, distance);
+}
+
+// Ends the program for an option that is none: exit 2. Behind the reason stands what to type instead,
+// when the name without dashes is near to that of an option here or in other programs.
+void unknown_option(const char *reason, const char *name) {
+    const char *best = NULL;
+    int distance = farthest_misspelling(name);
+    nearer_option(program_options, name, &best, &distance);
+    EACH_METHOD(m) nearer_option((*m)->opts, name, &best, &distance);
+    for (int i = 0; i < FOREIGN_OPTIONS; i++) nearer_name(name, foreign_options[i].theirs, &best, &distance);
+    for (int i = 0; i < FOREIGN_OPTIONS; i++)
+        if (best == foreign_options[i].theirs)
+            die(EXIT_USAGE, "%s (did you mean %s?)", reason, foreign_options[i].ours);
+    if (best) die(EXIT_USAGE, "%s (did you mean --%s?)", reason, best);
+    die(EXIT_USAGE, "%s (kvcomp --help lists them)", reason);
+}
+
+// ---- options without effect
+// An option that this run never looks at is a mistake of the user's, such as --budget without
+// --method. It is not refused, because scripts share their options among runs; a line says so.
+
+enum {                      // what a run does, one bit each
+    RUN_CHAT = 1, RUN_PROMPT = 2, RUN_IDS = 4, RUN_EVAL = 8, RUN_REPORT = 16, RUN_BENCH = 32,
+    RUN_CALIBRATE = 64, RUN_INSPECT = 128, RUN_TOKENS = 256, RUN_DEMO = 512, RUN_PLAN = 1024,
+    RUN_MERGE = 2048, RUN_BATCH = 4096,
+    RUN_TALKS = RUN_CHAT | RUN_PROMPT,                          // replies are sampled
+    RUN_SAMPLES = RUN_TALKS | RUN_BATCH,
+    RUN_REPLIES = RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_DEMO, // replies are made
+    RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_INSPECT | RUN_PLAN,
+};
+
+// The flag that makes a run what it is, by its bit.
+static const struct { int run; const char *flag; } run_flags[] = {
+    { RUN_PROMPT, "-p or -f" },       { RUN_IDS,     "--ids" },     { RUN_EVAL,   "--eval" },
+    { RUN_REPORT, "--report" },       { RUN_BENCH,   "--bench" },   { RUN_CALIBRATE, "--calibrate" },
+    { RUN_INSPECT, "--inspect" },     { RUN_TOKENS,  "--dump-tokens" }, { RUN_DEMO, "--demo" },
+    { RUN_PLAN,    "--plan" },        { RUN_MERGE,   "--eval-merge" },
+    { RUN_BATCH,   "--batch" },
+};
+
+// In which runs an option has an effect. What is not in the table has one in every run, or is
+// accepted for scripts.
+static const struct { const char *name; int runs; } option_runs[] = {
+    { "prompt",         RUN_PROMPT | RUN_TOKENS },
+    { "file",           RUN_PROMPT | RUN_TOKENS },
+    { "system",         RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_TOKENS },
+    { "n-predict",      RUN_SAMPLES | RUN_EVAL | RUN_REPORT },
+    { "dialogue",       RUN_TOKENS },
+    { "raw",            RUN_REPLIES | RUN_TOKENS },
+    { "chat-template",  RUN_REPLIES | RUN_TOKENS },
+    { "parse-special",  RUN_REPLIES | RUN_TOKENS },
+    { "think",          RUN_REPLIES | RUN_TOKENS },
+    { "no-think",       RUN_REPLIES | RUN_TOKENS },
+    { "ignore-eos",     RUN_REPLIES },
+    { "single-turn",    RUN_TALKS },
+    { "session",        RUN_TALKS },
+    { "temp",           RUN_SAMPLES },
+    { "top-k",          RUN_SAMPLES },
+    { "top-p",          RUN_SAMPLES },
+    { "min-p",          RUN_SAMPLES },
+    { "repeat-penalty", RUN_REPLIES },
+    { "repeat-last-n",  RUN_REPLIES },
+    { "batch",          RUN_BATCH },
+    { "trace",          RUN_PROMPT | RUN_IDS | RUN_EVAL },
+    { "device-memory",  RUN_PLAN },
+    { "method",         RUN_SESSION },
+    { "budget",         RUN_SESSION },
+    { "ratio",          RUN_SESSION },
+    { "ids",            RUN_IDS },
+    { "dump-logits",    RUN_IDS },
+    { "eval",           RUN_EVAL },
+    { "compare",        RUN_EVAL },
+    { "compare-base",   RUN_EVAL | RUN_MERGE },
+    { "budgets",        RUN_EVAL | RUN_REPORT },
+    { "report",         RUN_EVAL | RUN_REPORT },
+    { "demo",           RUN_DEMO },
+    { "inspect",        RUN_INSPECT },
+    { "plan",           RUN_PLAN },
+    { "dump-tokens",    RUN_TOKENS },
+    { "json",           RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH | RUN_MERGE },
+    { "json-rows",      RUN_TALKS | RUN_IDS },
+    { "csv",            RUN_EVAL | RUN_BENCH | RUN_MERGE },
+    { "stats",          RUN_TALKS | RUN_IDS },
+    { "no-stats",       RUN_TALKS },
+    { "wrap",           RUN_TALKS },
+    { "no-history",     RUN_CHAT },
+    { "eval-file",      RUN_EVAL },
+    { "eval-items",     RUN_EVAL | RUN_REPORT },
+    { "eval-length",    RUN_EVAL | RUN_REPORT },
+    { "eval-seed",      RUN_EVAL | RUN_REPORT },
+    { "eval-history",   RUN_EVAL | RUN_REPORT },
+    { "eval-window",    RUN_EVAL },
+    { "eval-windows",   RUN_EVAL },
+    { "eval-prompts",   RUN_EVAL },
+    { "eval-out",       RUN_EVAL },
+    { "eval-shard",     RUN_EVAL },
+    { "markdown",       RUN_EVAL | RUN_MERGE },
+    { "bench-depths",   RUN_BENCH },
+    { "bench-prompts",  RUN_BENCH },
+    { "bench-file",     RUN_BENCH },
+    { "repeat",         RUN_BENCH },
+};
+
+// What the run does: one RUN_* bit, in the order in which run_options and run_app decide.
+static int run_kind(const Options *o) {
+    if (*opt_str(o, "eval-merge")) return RUN_MERGE;
+    if (opt_int(o, "bench")) return RUN_BENCH;
+    if (opt_int(o, "dump-tokens")) return RUN_TOKENS;
+    if (opt_int(o, "plan")) return RUN_PLAN;
+    if (opt_int(o, "inspect")) return RUN_INSPECT;
+    if (*opt_str(o, "calibrate")) return RUN_CALIBRATE;
+    if (*opt_str(o, "ids")) return RUN_IDS;
+    if (*opt_str(o, "batch")) return RUN_BATCH;
+    if (evaluates(o)) return RUN_EVAL;
+    if (*opt_str(o, "report")) return RUN_REPORT;
+    if (opt_int(o, "demo")) return RUN_DEMO;
+    return opt_given(o, "prompt") || *opt_str(o, "file") ? RUN_PROMPT : RUN_CHAT;
+}
+
+// Does method m look at the option? The options of several methods stand in the program's table:
+// those that its `uses` names, --paper, and how much to keep.
+static int method_looks_at(const Method *m, const char *name) {
+    char flag[80];
+    if (opt_find_in(m->opts, name)) return 1;
+    if (!strcmp(name, "paper")) return !strncmp(m->name, "loopserve", 9) || !strcmp(m->name, "lychee");
+    if (!strcmp(name, "budget") || !strcmp(name, "ratio"))
+        return m->budget || m->evicts || m->role & ROLE_SELECT;
+    snprintf(flag, sizeof flag, "--%.60s ", name);
+    return m->uses && strstr(m->uses, flag);
+}
+
+// Is the option one that only some methods look at?
+int is_of_methods(const char *name) {
+    if (!strncmp(name, "calibrate", 9)) return 0;
+    EACH_METHOD(m) {
+        if (method_looks_at(*m, name)) return 1;
+    }
+    return 0;
+}
+
+// Does any method of a list like "full,loopserve-p+lychee" look at the option? A name that is none
+// will be refused by its own message, and counts as one that does.
+static int methods_look_at(const char *list, const char *name) {
+    size_t n;
+    for (const char *p = list; *p; p += n + (p[n] != 0)) {
+        n = strcspn(p, ",+");
+        const Method *m = method_find(p, n);
+        if (!m || method_looks_at(m, name)) return 1;
+    }
+    return 0;
+}
+
+// Appends " --name" to the text, if there is room.
+static void flag_add(char text[512], const char *name) {
+    size_t n = strlen(text);
+    if (n + strlen(name) + 5 < 512) snprintf(text + n, 512 - n, "%s--%s", n ? ", " : "", name);
+}
+
+// The same for those of three options that are given.
+static void flags_add(char text[512], const Options *o, const char *const names[3]) {
+    for (int i = 0; i < 3; i++)
+        if (opt_given(o, names[i])) flag_add(text, names[i]);
+}
+
+// The flag of a run, "a chat" when there is none.
+static const char *run_flag(int run) {
+    for (size_t i = 0; i < sizeof run_flags / sizeof *run_flags; i++) {
+        if (run_flags[i].run == run) return run_flags[i].flag;
+    }
+    return "a chat";
+}
+
+// Has the option an effect in this run, as far as the kind of run goes?
+static int run_looks_at(const char *name, int run) {
+    if (!strncmp(name, "calibrate", 9)) return run == RUN_CALIBRATE;
+    for (size_t i = 0; i < sizeof option_runs / sizeof *option_runs; i++) {
+        if (!strcmp(option_runs[i].name, name)) return (option_runs[i].runs & run) != 0;
+    }
+    return 1;
+}
+
+// Says in one line which of the given options this run never looks at, and in another one which the
+// methods do not; and which ones --temp 0 and --raw leave without effect. Greedy sampling is what an
+// evaluation does anyway, so --temp 0 there is no mistake. The suite, the report, the demonstration
+// and the lines of a batch name their own methods.
+void say_without_effect(const Options *o) {
+    static const char *const only_drawn[3] = { "top-k", "top-p", "min-p" };
+    static const char *const only_rendered[3] = { "chat-template", "system", "no-think" };
+    char run_text[512] = "", method_text[512] = "", greedy_text[512] = "", raw_text[512] = "";
+    const char *methods = *opt_str(o, "compare") ? opt_str(o, "compare") : opt_str(o, "method");
+    int run = run_kind(o);
+    int own_choice = *opt_str(o, "report") || *opt_str(o, "bench-suite") || run & (RUN_DEMO | RUN_BATCH);
+    int asked = run & RUN_SESSION && !own_choice;           // the methods are those that were named
+    if (run & RUN_TALKS && opt_real(o, "temp") <= 0) flags_add(greedy_text, o, only_drawn);
+    if (run & RUN_REPLIES && opt_int(o, "raw")) flags_add(raw_text, o, only_rendered);
+    for (int i = 0; i < (int)shlen(o->given); i++) {
+        const char *name = o->given[i].key;
+        int greedy = !strcmp(name, "temp") && opt_real(o, name) == 0;
+        if (!run_looks_at(name, run)) {
+            if (!greedy) flag_add(run_text, name);
+        } else if (asked && is_of_methods(name) && !methods_look_at(methods, name)) {
+            flag_add(method_text, name);
+        }
+    }
+    if (*run_text) warn("without effect in %s: %s", run_flag(run), run_text);
+    if (*greedy_text) warn("without effect with --temp 0: %s", greedy_text);
+    if (*raw_text) warn("without effect with --raw: %s", raw_text);
+    const char *flag = *opt_str(o, "compare") ? "--compare " : "--method=";
+    if (*method_text) warn("without effect with %s%s: %s", flag, methods, method_text);
+    if (opt_given(o, "bf16-terms") && !terms_matter(opt_int(o, "bf16-terms")))
+        warn("without effect with %s: --bf16-terms %s", simd_name(), opt_str(o, "bf16-terms"));
+}
+
+// Is the run an evaluation?
+int evaluates(const Options *o) {
+    return *opt_str(o, "eval") || *opt_str(o, "eval-file") || *opt_str(o, "compare");
+}

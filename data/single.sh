@@ -1,0 +1,47 @@
+# Writes the whole CPU program as one file to standard output: the headers and sources of lib/, kvcomp and app/
+# in the order of their floors, with the includes of one another dropped.
+#
+#     sh data/single.sh >kvcomp_single.c && gcc -O1 -std=c11 kvcomp_single.c -lm
+set -eu
+cd "$(dirname "$0")/.."
+
+cat <<'HEAD'
+// kvcomp_single.c - the whole CPU program as one file, written by `make single`:
+//
+//     gcc -O1 -std=c11 -fopenmp -o kvcomp kvcomp_single.c -lm
+//
+// Read kvcomp.h and kvcomp.c instead: this file is for who wants to carry one file along. Its parts stand in
+// the order of their floors, and each calls only those before it: base, kernels, checkpoint, tokenizer,
+// template, kvcomp (the subject), and then what people use it through. It needs stb_ds.h (Debian: libstb-dev).
+#define _GNU_SOURCE
+HEAD
+
+# A file without its includes of other files of the program, but with the tables that the tokenizer reads.
+part() {
+    awk -v name="$1" '
+        BEGIN { printf "\n// #################### %s\n", name }
+        /^#include "..\/data\/unicode.h"/ { while ((getline line <"data/unicode.h") > 0) print line; next }
+        /^#include "kernels.c"/ { print "#include \"kvcomp_single.c\""; next }
+        /^#include "/ { next }
+        /^#define _GNU_SOURCE/ { next }
+        { print }' "$1"
+}
+
+# The kernels include the file that they stand in, once for each instruction set, with SIMD defined: everything
+# around them is left out then.
+echo '#ifndef SIMD'
+part lib/base.h
+part lib/base.c
+part lib/kernels.h
+echo '#endif'
+part lib/kernels.c
+echo '#ifndef SIMD'
+for f in lib/checkpoint lib/tokenizer lib/template; do
+    part $f.h
+    part $f.c
+done
+part kvcomp.h
+for f in app/inside app/options app/chat app/measure app/page app/main; do part $f.h; done
+part kvcomp.c
+for f in app/options app/chat app/measure app/page app/main; do part $f.c; done
+echo '#endif'

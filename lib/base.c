@@ -1,0 +1,1464 @@
+// lib/base.c - see base.h.
+#define _GNU_SOURCE
+#include "base.h"
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <math.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+int (*allocation_fails)(void);
+
+#define STB_DS_IMPLEMENTATION           // here, once for all
+#include <stb/stb_ds.h>
+#undef STB_DS_IMPLEMENTATION
+
+// ==================================================================================================== HELPERS
+// What is shown of texts from outside, how the program ends on an error, memory, the clock, the
+// arena a pass works in, whole files, how files are saved, and how a method refuses.
+
+// ---- texts from outside
+
+// What stands for the character that the n > 0 bytes at s begin with, NUL-terminated in out. Returns
+// how many of the bytes that is. Control characters become \x1b, or \u009b where two bytes of UTF-8
+// hold one; newline, tab and everything else stay.
+int shown_char(const char *s, size_t n, char out[8]) {
+    int k = max_int(utf8_length(s, n), 1), c = (unsigned char)s[0], d = k == 2 ? (unsigned char)s[1] : 0;
+    if (k == 2 && c == 0xc2 && d < 0xa0) {
+        snprintf(out, 8, "\\u%04x", (unsigned)d);
+    } else if (c != '\n' && c != '\t' && (c < ' ' || (c >= 127 && c < 0xa0))) {
+        snprintf(out, 8, "\\x%02x", (unsigned)c);
+    } else {
+        memcpy(out, s, (size_t)k);
+        out[k] = 0;
+    }
+    return k;
+}
+
+// Writes n bytes of text with its control characters shown.
+void show(FILE *f, const char *s, size_t n) {
+    char buf[4096], one[8];
+    size_t used = 0;
+    for (size_t i = 0; i < n; ) {
+        i += (size_t)shown_char(s + i, n - i, one);
+        size_t k = strlen(one);
+        if (used + k > sizeof buf) {
+            fwrite(buf, 1, used, f);
+            used = 0;
+        }
+        memcpy(buf + used, one, k);
+        used += k;
+    }
+    fwrite(buf, 1, used, f);
+}
+
+// ---- colours (--color)
+int color_mode;                  // COLOR_*, of --color
+
+// The sequence if this stream gets colours, else "". auto: a terminal that has a name other than
+// dumb does, unless NO_COLOR says that the user wants none.
+const char *in_color(FILE *f, const char *sequence) {
+    const char *none = getenv("NO_COLOR"), *term = getenv("TERM");
+    int knows = term && *term && strcmp(term, "dumb") && !(none && *none);
+    int on = color_mode == COLOR_ALWAYS || (color_mode == COLOR_AUTO && knows && isatty(fileno(f)));
+    return on ? sequence : "";
+}
+
+// Writes who and text as one line on stderr, in a colour. Line breaks in the text, which may quote
+// a file, become blanks.
+static void say_line(const char *color, const char *who, char *text) {
+    char line[LINE_ROOM + 16];
+    for (char *p = text; *p; p++) {
+        if (*p == '\n' || *p == '\r') *p = ' ';
+    }
+    int n = snprintf(line, sizeof line, "%s%s", who, text);
+    fputs(in_color(stderr, color), stderr);
+    show(stderr, line, (size_t)n);
+    fprintf(stderr, "%s\n", in_color(stderr, *color ? COLOR_OFF : ""));
+}
+
+// One line on stderr that begins with the program's name.
+void warn(const char *fmt, ...) {
+    char text[LINE_ROOM];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    say_line(COLOR_WARNING, "kvcomp: ", text);
+}
+
+// One line on stderr as it is.
+KV_PRINTF(1, 2) void tell(const char *fmt, ...) {
+    char text[LINE_ROOM];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    say_line("", "", text);
+}
+
+// ---- the end of the program
+void (*before_leaving)(int say);        // puts right what a program that ends must; NULL: nothing
+jmp_buf *die_jump;              // tests and fuzzers: die() jumps here with its exit code and does not exit
+char die_text[1024];            // the message of the last die()
+
+// Ends the program with this exit code and one line on stderr. The message may quote a file, so
+// line breaks in it become blanks.
+void die(int code, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(die_text, sizeof die_text, fmt, ap);
+    va_end(ap);
+    for (char *p = die_text; *p; p++) {
+        if (*p == '\n' || *p == '\r') *p = ' ';
+    }
+    if (die_jump) longjmp(*die_jump, code);
+    fflush(stdout);
+    say_line(COLOR_ERROR, "kvcomp: ", die_text);
+    exit(code);
+}
+
+// ---- memory. All of it comes from here: exit 4 when there is none.
+
+#define NO_ALLOCATION (allocation_fails && allocation_fails())
+#define NO_MEMORY "out of memory: %zu bytes could not be had (a smaller -c, -b or --budget needs less)"
+
+// realloc. Zero bytes are taken as one, because realloc of none may return NULL.
+void *xrealloc(void *p, size_t n) {
+    void *r = NO_ALLOCATION ? NULL : realloc(p, max_size(n, 1));
+    if (!r) die(EXIT_MEMORY, NO_MEMORY, n);
+    return r;
+}
+
+// malloc.
+void *xmalloc(size_t n) {
+    return xrealloc(NULL, n);
+}
+
+// calloc: n elements of `size` bytes, all zero.
+void *xcalloc(size_t n, size_t size) {
+    if (size && n > SIZE_MAX / size) die(EXIT_MEMORY, "out of memory: %zu x %zu bytes overflow", n, size);
+    void *p = NO_ALLOCATION ? NULL : calloc(max_size(n, 1), max_size(size, 1));
+    if (!p) die(EXIT_MEMORY, NO_MEMORY, n * size);
+    return p;
+}
+
+// A copy of the first n bytes of a text, NUL-terminated; the caller frees it.
+char *copy_bytes(const char *s, size_t n) {
+    char *copy = xmalloc(n + 1);
+    if (n) memcpy(copy, s, n);
+    copy[n] = 0;
+    return copy;
+}
+
+// A copy of a text; the caller frees it.
+char *copy_text(const char *s) {
+    return copy_bytes(s, strlen(s));
+}
+
+// n bytes at an address that is a multiple of `align`; NULL when there is no memory. For two places
+// that say what would need less.
+void *aligned_bytes(size_t align, size_t n) {
+    return NO_ALLOCATION ? NULL : aligned_alloc(align, n);
+}
+
+// Asks for huge pages behind a large block, where the system has them: fewer page walks when it is
+// read. Nothing depends on the answer.
+void ask_huge_pages(void *p, size_t n) {
+#ifdef MADV_HUGEPAGE
+    madvise(p, n, MADV_HUGEPAGE);
+#else
+    (void)p;
+    (void)n;
+#endif
+}
+
+// A stream that writes into memory: *text (malloc'd) and *n hold what was written once
+// memory_stream_close has closed it.
+FILE *memory_stream(char **text, size_t *n) {
+    FILE *f = NO_ALLOCATION ? NULL : open_memstream(text, n);
+    if (!f) die(EXIT_MEMORY, "out of memory: a text could not be written into memory");
+    return f;
+}
+
+void memory_stream_close(FILE *f) {
+    int bad = ferror(f);
+    if (fclose(f) || bad) die(EXIT_MEMORY, "out of memory: a text could not be written into memory");
+}
+
+// A stream for writing to an open file. NULL, and errno is ENOMEM when there is no memory for it.
+FILE *descriptor_stream(int fd) {
+    errno = ENOMEM;
+    return NO_ALLOCATION ? NULL : fdopen(fd, "wb");
+}
+
+// The exit code of a file that could not be opened: no memory for its stream is no memory.
+int open_failure(void) {
+    return errno == ENOMEM ? EXIT_MEMORY : EXIT_RUN;
+}
+
+// ---- the clock
+
+// Seconds of a clock that only goes forward.
+double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// ---- the arena
+// The arena hands out memory that lives until the end of a pass. Its blocks stay from pass to pass,
+// so that a decode step allocates nothing once the first has run. Memory is given back in the
+// reverse order: a mark is the number of bytes handed out so far, and falling back to it frees
+// everything handed out since.
+
+typedef struct {
+    char *p;
+    size_t size;
+    size_t start;               // bytes of all blocks before this one
+} ArenaBlock;
+
+struct Arena {
+    ArenaBlock *block;          // stb_ds array
+    size_t used;                // bytes handed out, and the unused ends of blocks before them
+};
+
+struct Arena *arena_new(void) {
+    return xcalloc(1, sizeof(struct Arena));
+}
+
+// The bytes it holds: what passes have needed at most, and a half of it more.
+size_t arena_bytes(const struct Arena *a) {
+    size_t n = 0;
+    for (int i = 0; i < (int)arrlen(a->block); i++) n += a->block[i].size;
+    return n;
+}
+
+void arena_free(struct Arena *a) {
+    if (!a) return;
+    for (int i = 0; i < (int)arrlen(a->block); i++) free(a->block[i].p);
+    arrfree(a->block);
+    free(a);
+}
+
+// Appends a block with room for n bytes. A block is half as large again as what it is for: much of
+// what is asked for grows by a row a step, and would find a block of the exact size too small by one
+// row, every time.
+static ArenaBlock *arena_grow(struct Arena *a, size_t n) {
+    ArenaBlock b = { .size = max_size(n + n / 128 * 64, ARENA_BLOCK) };
+    if (arrlen(a->block)) b.start = arrlast(a->block).start + arrlast(a->block).size;
+    b.p = aligned_bytes(64, b.size);
+    if (!b.p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (a smaller -b needs less)", b.size);
+    arrput(a->block, b);
+    return &arrlast(a->block);
+}
+
+// `bytes` bytes of the arena, 64-byte aligned, in the first block with room behind what is handed out.
+void *arena_take(struct Arena *a, size_t bytes) {
+    size_t n = max_size((bytes + 63) & ~(size_t)63, 64);
+    for (int i = 0; i < (int)arrlen(a->block); i++) {
+        const ArenaBlock *b = &a->block[i];
+        size_t at = max_size(a->used, b->start);
+        if (at + n > b->start + b->size) continue;
+        a->used = at + n;
+        return b->p + (at - b->start);
+    }
+    const ArenaBlock *b = arena_grow(a, n);
+    a->used = b->start + n;
+    return b->p;
+}
+
+// How much is handed out now, for arena_reset.
+size_t arena_mark(const struct Arena *a) {
+    return a->used;
+}
+
+// Takes back everything handed out since the mark.
+void arena_reset(struct Arena *a, size_t mark) {
+    a->used = mark;
+}
+
+// ---- files
+enum { READ_BLOCK = 65536 };
+
+// The number of the open descriptor that a path names: /dev/stdin, /dev/fd/N. -1: it names none.
+int path_descriptor(const char *path) {
+    int fd = -1, end = 0;
+    if (!strcmp(path, "/dev/stdin")) return 0;
+    if (sscanf(path, "/dev/fd/%9d%n", &fd, &end) != 1 || path[end]) return -1;
+    return fd;
+}
+
+// What a file that is no regular one is.
+static const char *file_kind(mode_t mode) {
+    if (S_ISDIR(mode)) return "a folder";
+    if (S_ISFIFO(mode)) return "a FIFO";
+    if (S_ISSOCK(mode)) return "a socket";
+    return "a device";
+}
+
+// Opens a regular file for reading, and describes it in *st. A FIFO, a device, a socket or a folder
+// is refused without waiting. Returns the descriptor; -1, and the reason without the path in err.
+int open_input(const char *path, struct stat *st, char err[256]) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    int why = errno;
+    // A socket cannot be opened, so it is looked at by its name.
+    if (fd < 0 && (why != ENXIO || stat(path, st))) {
+        snprintf(err, 256, "%s", strerror(why));
+        return -1;
+    }
+    if (fd >= 0 && fstat(fd, st)) {
+        snprintf(err, 256, "%s", strerror(errno));
+        close(fd);
+        return -1;
+    }
+    if (fd >= 0 && S_ISREG(st->st_mode)) return fd;
+    if (fd >= 0) close(fd);
+    snprintf(err, 256, "%s, expected a regular file", file_kind(st->st_mode));
+    return -1;
+}
+
+// Opens what read_bounded reads: a regular file, or a copy of a descriptor that was handed over.
+static int open_or_copy(const char *path, struct stat *st, char err[256]) {
+    int handed = path_descriptor(path);
+    if (handed < 0) return open_input(path, st, err);
+    int fd = fcntl(handed, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0 || fstat(fd, st)) {
+        snprintf(err, 256, "%s", strerror(errno));
+        if (fd >= 0) close(fd);
+        return -1;
+    }
+    // The program may have read the file before it started itself again (spin_shortly).
+    if (S_ISREG(st->st_mode)) lseek(fd, 0, SEEK_SET);
+    return fd;
+}
+
+// Reads up to n bytes, as read does, and again after a signal.
+static ssize_t read_some(int fd, char *to, size_t n) {
+    ssize_t got;
+    do got = read(fd, to, n);
+    while (got < 0 && errno == EINTR);
+    return got;
+}
+
+// Reads a descriptor to its end into *buf (malloc'd), with a 0 byte behind it. Returns the number of
+// bytes; -1 when reading fails; most + 1 or more when there are more than `most`.
+static ssize_t read_all(int fd, size_t most, char **buf) {
+    size_t n = 0, cap = 0;
+    ssize_t got;
+    do {
+        if (n + READ_BLOCK + 1 > cap) {
+            cap = 2 * cap + READ_BLOCK + 1;
+            *buf = xrealloc(*buf, cap);
+        }
+        got = read_some(fd, *buf + n, READ_BLOCK);
+        if (got < 0) return -1;
+        n += (size_t)got;
+    } while (got && n <= most);
+    (*buf)[n] = 0;
+    return (ssize_t)n;
+}
+
+// The whole file at `path`, NUL-terminated, *size bytes without the NUL; the caller frees it. NULL,
+// with the reason in err, when it cannot be read or has more than `most` bytes.
+char *read_bounded(const char *path, size_t most, size_t *size, char err[256]) {
+    struct stat st;
+    char why[256], *buf = NULL;
+    int fd = open_or_copy(path, &st, why);
+    if (fd < 0) {
+        snprintf(err, 256, "%.190s: %.60s", path, why);
+        return NULL;
+    }
+    ssize_t n = S_ISREG(st.st_mode) && st.st_size > (off_t)most ? st.st_size : read_all(fd, most, &buf);
+    int failed = errno;
+    close(fd);
+    if (n >= 0 && (size_t)n <= most) {
+        *size = (size_t)n;
+        return buf;
+    }
+    if (n < 0) snprintf(err, 256, "%.190s: cannot be read: %.40s", path, strerror(failed));
+    else snprintf(err, 256, "%.190s: more than %zu MiB, the most that is read", path, most >> 20);
+    free(buf);
+    return NULL;
+}
+
+// The same for a file whose kind has no bound of its own.
+char *read_file(const char *path, size_t *size, char err[256]) {
+    return read_bounded(path, MOST_TEXT, size, err);
+}
+
+// The same of a text that is used as a C string: what stands behind a 0 byte would be lost, so a
+// text that holds one is refused.
+char *read_plain_text(const char *path, size_t *size, char err[256]) {
+    char *text = read_file(path, size, err);
+    size_t n = text ? strlen(text) : 0;
+    if (!text || n == *size) return text;
+    snprintf(err, 256, "%.190s: byte %zu is 0: expected a text", path, n + 1);
+    free(text);
+    return NULL;
+}
+
+// 1: there is something at `path`, a file or a folder.
+int file_exists(const char *path) {
+    struct stat st;
+    return stat(path, &st) == 0;
+}
+
+// ---- a hash
+enum { HASH_SUMS = 8, HASH_STEP = 64 };     // words that are taken together, and their bytes
+
+// Takes the words at p into the sums.
+static inline void hash_step(uint64_t *sum, const char *p) {
+    uint64_t word[HASH_SUMS];
+    memcpy(word, p, HASH_STEP);
+    for (int i = 0; i < HASH_SUMS; i++) {
+        sum[i] = (sum[i] ^ word[i]) * 0x9e3779b97f4a7c15ull;
+        sum[i] = sum[i] << 31 | sum[i] >> 33;
+    }
+}
+
+// Goes on with the 64-bit hash h over n bytes. It finds damage and tells models apart; it does not
+// stop anybody who wants two texts with the same hash. The sums do not wait for each other, so that
+// memory sets the pace.
+uint64_t hash_bytes(uint64_t h, const void *data, size_t n) {
+    uint64_t sum[HASH_SUMS];
+    const char *p = data;
+    char rest[HASH_STEP] = { 0 };
+    size_t left = n;
+    for (int i = 0; i < HASH_SUMS; i++) sum[i] = mix64(h + (uint64_t)i);
+    for (; left >= HASH_STEP; p += HASH_STEP, left -= HASH_STEP) hash_step(sum, p);
+    if (left) memcpy(rest, p, left);
+    hash_step(sum, rest);
+
+    h = mix64(n);
+    for (int i = 0; i < HASH_SUMS; i++) h = mix64(h ^ sum[i]);
+    return h;
+}
+
+// ---- saving a file
+// Everything that the program keeps for its user, sessions, reports, tables and scores, is written
+// beside its place under a name that nobody can foresee, brought to the disk, and only then renamed.
+// Until then the old file is as it was, whatever happens: a full disk, a signal, an error. What is
+// written beside goes when the program ends before it is done, except by SIGKILL.
+
+const char *volatile temp_files[TEMP_FILES];     // files in the making, for leave_tidy; NULL: none
+static const char *volatile temp_notes[TEMP_FILES];     // what is said of each that is given up
+
+// The file that a path stands for when symbolic links are followed, also one that does not exist
+// yet; malloc'd. NULL, and errno, when the links go round in circles.
+char *link_target(const char *path) {
+    char link[4096];
+    char *at = copy_text(path);
+    for (int i = 0; i < 40; i++) {
+        ssize_t n = readlink(at, link, sizeof link - 1);
+        if (n < 0) return at;                           // no link
+        link[n] = 0;
+        char *slash = link[0] == '/' ? NULL : strrchr(at, '/');
+        size_t folder = slash ? (size_t)(slash + 1 - at) : 0;
+        at = xrealloc(at, max_size(folder + (size_t)n, strlen(at)) + 1);
+        strcpy(at + folder, link);                      // a relative link begins in its own folder
+    }
+    free(at);
+    errno = ELOOP;
+    return NULL;
+}
+
+// May a file be saved at path? 0, and *st with st_nlink 0 when there is nothing yet; or -1 with
+// errno.
+static int save_allowed(const char *path, struct stat *st) {
+    memset(st, 0, sizeof *st);
+    if (stat(path, st)) return errno == ENOENT && *path ? 0 : -1;
+    if (S_ISREG(st->st_mode)) return access(path, W_OK);
+    errno = S_ISDIR(st->st_mode) ? EISDIR : EINVAL;
+    return -1;
+}
+
+// The reason in errno as words; a device, FIFO or socket has none of its own.
+const char *save_reason(void) {
+    return errno == EINVAL ? "is no regular file" : strerror(errno);
+}
+
+// Opens the file in the making beside x->path. A file that is there lends it its owner, if we may,
+// and its permissions; a new one is for its owner alone. 0, or -1 with errno.
+static int save_open(Saving *x, const struct stat *old) {
+    const char *slash = strrchr(x->path, '/');
+    int folder = slash ? (int)(slash + 1 - x->path) : 0;
+    size_t room = (size_t)folder + 32;
+    x->temp = xmalloc(room);
+    snprintf(x->temp, room, "%.*s.kvcomp-XXXXXX", folder, x->path);
+    int fd = mkostemp(x->temp, O_CLOEXEC);              // O_EXCL: never a file or a link that is there
+    if (fd < 0) return -1;
+    int bad = 0;
+    if (x->old) {
+        (void)!fchown(fd, old->st_uid, old->st_gid);
+        bad = fchmod(fd, old->st_mode & 0777);
+    }
+    x->f = bad ? NULL : descriptor_stream(fd);
+    if (x->f) return 0;
+    int why = errno;
+    close(fd);
+    unlink(x->temp);
+    errno = why;
+    return -1;
+}
+
+// Puts a file in the making into the list of those that go with the program. note: what is said of
+// it then. -> its place in the list.
+int temp_file_add(const char *temp, const char *note) {
+    int slot = 0;
+    while (slot < TEMP_FILES - 1 && temp_files[slot]) slot++;
+    temp_notes[slot] = note;
+    temp_files[slot] = temp;
+    return slot;
+}
+
+// What is said of the file in the making of x if it is given up, malloc'd: a signal handler could
+// not make it.
+static char *save_note(const Saving *x) {
+    size_t n = strlen(x->path), used = 0;
+    char *name = xmalloc(4 * n + 1), *note = xmalloc(4 * n + 64), one[8];
+    for (size_t i = 0; i < n; used += strlen(one)) {
+        i += (size_t)shown_char(x->path + i, n - i, one);
+        strcpy(name + used, one);
+    }
+    name[used] = 0;
+    sprintf(note, "kvcomp: %s: not written%s\n", name, x->old ? ", the old file stays" : "");
+    free(name);
+    return note;
+}
+
+// Takes it out of the list again, and frees what x holds but its stream.
+static void save_unlist(Saving *x) {
+    temp_files[x->slot] = NULL;
+    free((char *)temp_notes[x->slot]);
+    temp_notes[x->slot] = NULL;
+    free(x->temp);
+    free(x->path);
+    memset(x, 0, sizeof *x);
+}
+
+// Begins to save a file: x->f is to be written to, and save_keep or save_drop ends it. 0, or -1
+// with err when nothing can be saved there. Exit 4 when there is no memory.
+int save_begin(Saving *x, const char *path, char err[512]) {
+    struct stat st;
+    char *note = NULL;
+    memset(x, 0, sizeof *x);
+    int bad = save_allowed(path, &st);
+    if (!bad) {
+        x->path = link_target(path);
+        x->old = st.st_nlink > 0;
+        if (x->path) note = save_note(x);       // before there is a file that could be left behind
+        bad = !x->path || save_open(x, &st);
+    }
+    if (!bad) {
+        x->slot = temp_file_add(x->temp, note);
+        return 0;
+    }
+    int code = open_failure();
+    snprintf(err, 512, "%.400s: %s", path, save_reason());
+    free(note);
+    free(x->temp);
+    free(x->path);
+    if (code == EXIT_MEMORY) die(code, "out of memory: %s", err);
+    return -1;
+}
+
+// The same for a file in which nothing is secret: a new one has the permissions that the umask gives.
+int save_begin_open(Saving *x, const char *path, char err[512]) {
+    if (save_begin(x, path, err)) return -1;
+    mode_t mask = umask(0);
+    umask(mask);                            // it can only be read by setting it
+    if (!x->old) (void)!fchmod(fileno(x->f), 0666 & ~mask);
+    return 0;
+}
+
+// Gives up a file in the making. One that was never begun is left alone.
+void save_drop(Saving *x) {
+    if (!x->f) return;
+    fclose(x->f);
+    unlink(x->temp);
+    save_unlist(x);
+}
+
+// Brings what is written to the disk. 0, or -1 with errno. Some file systems cannot do it on demand
+// (EINVAL), which is no failure.
+static int save_sync(Saving *x) {
+    errno = 0;
+    if (ferror(x->f) || fflush(x->f)) return -1;
+    return fsync(fileno(x->f)) && errno != EINVAL ? -1 : 0;
+}
+
+// The file in the making takes its place, and its folder's list of names is brought to the disk. 0,
+// or -1 with errno.
+static int save_rename(Saving *x) {
+    if (rename(x->temp, x->path)) return -1;
+    temp_files[x->slot] = NULL;
+    const char *slash = strrchr(x->path, '/');
+    char *folder = xmalloc(strlen(x->path) + 2);
+    strcpy(folder, slash ? x->path : ".");
+    if (slash) folder[slash + 1 - x->path] = 0;
+    int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd >= 0) {
+        (void)!fsync(fd);                               // the file itself is safe already
+        close(fd);
+    }
+    free(folder);
+    return 0;
+}
+
+// Ends the saving of n files that belong together: none takes its place before all are on the disk.
+// 0, or -1 with err, and then the old ones stay.
+int save_keep(Saving *x, int n, char err[512]) {
+    int bad = -1;                                       // the file that failed
+    for (int i = 0; i < n && bad < 0; i++)
+        if (save_sync(&x[i])) bad = i;
+    for (int i = 0; i < n && bad < 0; i++)
+        if (save_rename(&x[i])) bad = i;
+    if (bad >= 0) {
+        const char *why = errno ? strerror(errno) : "not everything could be written (is the disk full?)";
+        snprintf(err, 512, "%.380s: %s%s", x[bad].path, why, x[bad].old ? "; the old file stays" : "");
+        for (int i = 0; i < n; i++) save_drop(&x[i]);
+        return -1;
+    }
+    for (int i = 0; i < n; i++) {
+        fclose(x[i].f);
+        save_unlist(&x[i]);
+    }
+    return 0;
+}
+
+// Can a file be saved there? 0, or -1 with err. Asked before hours of work.
+int save_check(const char *path, char err[512]) {
+    Saving x;
+    if (save_begin(&x, path, err)) return -1;
+    save_drop(&x);
+    return 0;
+}
+
+// Removes the files in the making, and says so if `say` is set. Called at exit and by signal
+// handlers, so it calls only what a handler may call.
+void temp_files_remove(int say) {
+    for (int i = 0; i < TEMP_FILES; i++) {
+        const char *temp = temp_files[i], *note = temp_notes[i];
+        if (!temp) continue;
+        temp_files[i] = NULL;
+        unlink(temp);
+        if (say) (void)!write(2, note, strlen(note));
+    }
+}
+
+// ---- methods that refuse
+
+// ---- threads: OpenMP's numbers, or those of one thread where the compiler has no OpenMP
+// How many threads a parallel region gets.
+int n_threads(void) {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+// The number of this thread in its region, from 0.
+int thread_id(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+// How many threads this region has.
+int team_size(void) {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
+// Starting a team of threads costs microseconds, and on a loaded machine much more: only for work
+// that is worth it. Results do not depend on it.
+int worth_threads(size_t multiply_adds) {
+    return multiply_adds > (size_t)1 << 18;
+}
+
+// The physical cores among the processors this process may run on: two hardware threads of a core
+// share the units that arithmetic waits for. A core is known by the first of its siblings. Where the
+// system is not Linux, every processor counts.
+#ifdef __linux__
+static int physical_cores(void) {
+    int n = 0;
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return 1;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        char path[96];
+        int first = cpu;
+        if (!CPU_ISSET(cpu, &allowed)) continue;
+        snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
+        FILE *f = fopen(path, "r");
+        if (f && fscanf(f, "%d", &first) != 1) first = cpu;
+        if (f) fclose(f);
+        n += first == cpu || first >= CPU_SETSIZE || !CPU_ISSET(first, &allowed);
+    }
+    return max_int(n, 1);
+}
+#else
+static int physical_cores(void) {
+    return max_int((int)sysconf(_SC_NPROCESSORS_ONLN), 1);
+}
+#endif
+
+// Bytes of a page of memory: 4096 on most machines, 16384 and 65536 on some 64-bit ARM ones.
+size_t page_bytes(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+
+// Threads for a model of so many parameters, when the user names no number. A product of a small
+// model is over before a second thread has begun: one thread is the fastest, whatever else runs.
+static int threads_for(size_t parameters) {
+    const size_t small = (size_t)16 << 20;
+    return parameters < small ? 1 : physical_cores();
+}
+
+// GNU OpenMP lets a thread that waits for others spin for milliseconds. Where the cores are shared,
+// the thread that is waited for does not run meanwhile, and a token takes a second. Its environment
+// variable is read before main begins, so the program sets it and starts itself again, once. What the
+// user has set stands. Returns if nothing has to be done, or it cannot be done.
+void spin_shortly(char **argv) {
+#ifdef _OPENMP
+    if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
+    setenv("GOMP_SPINCOUNT", "1000", 1);
+    execv("/proc/self/exe", argv);
+#endif
+    (void)argv;
+}
+
+// Sets the number of threads: n, or what suits a model of so many parameters when n is 0.
+void threads_use(int n, size_t parameters) {
+    if (!n) n = threads_for(parameters);
+#ifdef _OPENMP
+    omp_set_num_threads(n);
+#endif
+    (void)n;
+}
+
+// Writes one line into err. Returns -1.
+KV_PRINTF(2, 3)
+int fault(char err[512], const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(err, 512, fmt, ap);
+    va_end(ap);
+    return -1;
+}
+
+// Tells whoever watches that a share (0..1) of something long is done.
+void progress_tell(const char *what, double share) {
+    if (progress_hook) progress_hook(what, share);
+}
+
+// Set by the command line; NULL: nobody watches.
+void (*progress_hook)(const char *what, double share);
+
+// n ids below V, the same at every call (stb_ds array).
+int *random_ids(int n, int V) {
+    int *ids = NULL;
+    for (int i = 0; i < n; i++) arrput(ids, (int)(mix64((uint64_t)i) % (uint64_t)V));
+    return ids;
+}
+
+// ==================================================================================================== OPTIONS
+// One table drives parsing, --help, defaults and suggestions. The options of a method stand in its
+// section; this table has the program's. A value is kept as text under its option's name and
+// checked when it is set, so a getter cannot fail.
+
+// ---- finding an option
+
+// The option called `name` in a table ended by name NULL; NULL: there is none, or no table.
+const Opt *opt_find_in(const Opt *o, const char *name) {
+    for (; o && o->name; o++) {
+        if (!strcmp(o->name, name)) return o;
+    }
+    return NULL;
+}
+
+// The option called `name` in the tables of o; NULL: there is none.
+const Opt *opt_find(const Options *o, const char *name) {
+    const Opt *found = NULL;
+    for (int i = 0; i < (int)arrlen(o->table) && !found; i++) found = opt_find_in(o->table[i], name);
+    return found;
+}
+
+// The place of word v in "a|b|c", from 0; -1: it is none of them.
+int word_place(const char *words, const char *v) {
+    size_t len = strlen(v);
+    for (int i = 0; ; i++) {
+        size_t n = strcspn(words, "|");
+        if (n == len && !strncmp(words, v, n)) return i;
+        if (!words[n]) return -1;
+        words += n + 1;
+    }
+}
+
+// ---- suggestions for misspelt names
+// How many characters must be inserted, deleted or replaced to make b of a (Levenshtein's distance),
+// 99 for very long names. row[j] is the distance of the first i characters of a and the first j of b;
+// diagonal is row[j-1] for one character of a less.
+static int edit_distance(const char *a, const char *b) {
+    int n = (int)strlen(a), m = (int)strlen(b), row[64];
+    if (m >= 63 || n >= 63) return 99;
+    for (int j = 0; j <= m; j++) row[j] = j;
+    for (int i = 1; i <= n; i++) {
+        int diagonal = row[0]++;
+        for (int j = 1; j <= m; j++) {
+            int replaced = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            row[j] = min_int(replaced, min_int(row[j], row[j - 1]) + 1);
+        }
+    }
+    return row[m];
+}
+
+// Takes name into *best if it is nearer to what was typed than *distance.
+void nearer_name(const char *typed, const char *name, const char **best, int *distance) {
+    int d = edit_distance(typed, name);
+    if (d >= *distance) return;
+    *best = name;
+    *distance = d;
+}
+
+// A name this far away from what was typed, or with more than half of its letters different, is not
+// what was meant.
+int farthest_misspelling(const char *typed) {
+    int n = (int)strlen(typed);
+    return min_int(3 + n / 4, n / 2 + 1);
+}
+
+// ---- making a set of options
+
+// Adds the options of a table (NULL: there is none) at their defaults: the whole text, or a choice's
+// first word. Two tables may share an option.
+void options_add(Options *o, const Opt *t) {
+    if (t) arrput(o->table, t);
+    for (; t && t->name; t++) {
+        if (shgeti(o->map, t->name) >= 0) continue;
+        size_t n = t->kind == 'c' ? strcspn(t->def, "|") : strlen(t->def);
+        shput(o->map, t->name, copy_bytes(t->def, n));
+    }
+}
+
+// A set without any options.
+Options *options_new(void) {
+    Options *o = xcalloc(1, sizeof *o);
+    sh_new_arena(o->map);
+    sh_new_arena(o->given);
+    return o;
+}
+
+// Another set with the options that o has, all at their defaults.
+Options *options_like(const Options *o) {
+    Options *n = options_new();
+    for (int i = 0; i < (int)arrlen(o->table); i++) options_add(n, o->table[i]);
+    return n;
+}
+
+void options_free(Options *o) {
+    if (!o) return;
+    for (int i = 0; i < (int)shlen(o->map); i++) free(o->map[i].value);
+    shfree(o->map);
+    shfree(o->given);
+    arrfree(o->table);
+    free(o);
+}
+
+// ---- setting a value
+
+// 1: v is a whole number that an int holds.
+int is_whole(const char *v) {
+    char *end;
+    errno = 0;
+    long n = strtol(v, &end, 10);
+    return *v && !*end && !errno && n >= INT_MIN && n <= INT_MAX;
+}
+
+// 1: v is a finite number.
+static int is_real(const char *v) {
+    char *end;
+    double x = strtod(v, &end);
+    return *v && !*end && isfinite(x);
+}
+
+// May option t have the value v? 0, or -1 with the reason in err.
+int opt_check(const Opt *t, const char *v, char err[256]) {
+    switch (t->kind) {
+    case 'i': case 'o':
+        if (is_whole(v)) return 0;
+        snprintf(err, 256, "--%s wants a whole number, found '%.60s'", t->name, v);
+        return -1;
+    case 'f':
+        if (is_real(v)) return 0;
+        snprintf(err, 256, "--%s wants a number, found '%.60s'", t->name, v);
+        return -1;
+    case 'b':
+        if (!strcmp(v, "0") || !strcmp(v, "1")) return 0;
+        snprintf(err, 256, "--%s is a flag and takes no value, found '%.60s'", t->name, v);
+        return -1;
+    case 'c':
+        if (word_place(t->def, v) >= 0) return 0;
+        snprintf(err, 256, "--%s wants one of %s, found '%.60s'", t->name, t->def, v);
+        return -1;
+    }
+    return 0;                                           // a text may be anything
+}
+
+// Sets an option, whose name has no dashes. 0, or -1 with the reason in err.
+int options_set(Options *o, const char *name, const char *value, char err[256]) {
+    const Opt *t = opt_find(o, name);
+    if (!t) {
+        snprintf(err, 256, "unknown option --%s", name);
+        return -1;
+    }
+    if (opt_check(t, value, err)) return -1;
+    char *copy = copy_text(value);      // `value` may be the text that is freed now
+    free(shget(o->map, name));
+    shput(o->map, name, copy);
+    shput(o->given, name, 1);
+    return 0;
+}
+
+// 1, with the reason in err, when the option called `name` lies outside its range; when name is
+// NULL, when any option does.
+int out_of_range(const Options *o, const char *name, char err[256]) {
+    for (int i = 0; i < (int)arrlen(o->table); i++)
+        for (const Opt *t = o->table[i]; t->name; t++) {
+            double x = t->lo < t->hi ? opt_real(o, t->name) : 0;
+            if (t->lo == t->hi || (name && strcmp(name, t->name)) || (x >= t->lo && x <= t->hi)) continue;
+            snprintf(err, 256, "--%s %.10g is outside %.10g..%.10g", t->name, x, t->lo, t->hi);
+            return 1;
+        }
+    return 0;
+}
+
+// ---- reading a value
+
+// The value as text. A name that no table has is a mistake of the program: exit 1.
+static const char *opt_value(const Options *o, const char *name) {
+    Options *w = (Options *)o;                  // a search of stb_ds notes its place inside the map
+    if (shgeti(w->map, name) < 0) die(EXIT_RUN, "no option is called --%s", name);
+    return shget(w->map, name);
+}
+
+// 1: the user has set it.
+int opt_given(const Options *o, const char *name) {
+    Options *w = (Options *)o;                  // as in opt_value
+    return shgeti(w->given, name) >= 0;
+}
+
+// A whole number, or a flag as 0 or 1.
+int opt_int(const Options *o, const char *name) {
+    return atoi(opt_value(o, name));
+}
+
+double opt_real(const Options *o, const char *name) {
+    return strtod(opt_value(o, name), NULL);
+}
+
+const char *opt_str(const Options *o, const char *name) {
+    return opt_value(o, name);
+}
+
+// The place of a choice in words, "a|b|c": 0 for a. Words are listed by the caller in the order of
+// its enum.
+int opt_choice(const Options *o, const char *name, const char *words) {
+    return max_int(word_place(words, opt_str(o, name)), 0);
+}
+
+// Is x among the first n of these?
+int numbers_have(const Numbers *part, int n, long x) {
+    for (int i = 0; i < n; i++)
+        if (x >= part[i].from && x <= part[i].to && (x - part[i].from) % part[i].step == 0) return 1;
+    return 0;
+}
+
+// The parts of a text as an stb_ds array: "2048", "512,1024", "2:98:3" (from, to, step), or a mix of
+// them. All numbers must lie in [lo,hi]. Exit 2 when the text is anything else; `name` is the option to
+// blame.
+Numbers *number_parts(const char *name, const char *text, long lo, long hi) {
+    Numbers *list = NULL;
+    const char *p = text;
+    while (*p) {
+        Numbers x = { .step = 1 };
+        int n;
+        if (sscanf(p, "%ld%n", &x.from, &n) != 1) break;
+        p += n;
+        x.to = x.from;
+        if (sscanf(p, ":%ld:%ld%n", &x.to, &x.step, &n) == 2) p += n;
+        if ((*p && *p != ',') || x.from < lo || x.to > hi || x.to < x.from || x.step < 1) break;
+        arrput(list, x);
+        if (!*p) return list;
+        p++;                                            // the comma
+    }
+    arrfree(list);
+    die(EXIT_USAGE, "--%s wants numbers from %ld to %ld like 5,10 or 2:98:3, found '%.60s'", name, lo, hi,
+        text);
+    return NULL;
+}
+
+// The numbers of such a text, each once, in its order (stb_ds).
+int *number_list(const char *name, const char *text, long lo, long hi) {
+    Numbers *part = number_parts(name, text, lo, hi);
+    int *list = NULL;
+    for (int i = 0; i < (int)arrlen(part); i++) {
+        long step = part[i].step, to = part[i].to;
+        if (step > to) step = to + 1;                   // as good, and x + step stays small
+        for (long x = part[i].from; x <= to; x += step)
+            if (!numbers_have(part, i, x)) arrput(list, (int)x);
+    }
+    arrfree(part);
+    return list;
+}
+
+// A copy of the options that the user set. A session reads its options again at every reset, so
+// each row has its own.
+Options *options_copy(const Options *o) {
+    Options *c = options_like(o);
+    char err[256];
+    for (int i = 0; i < (int)shlen(o->given); i++) {
+        const char *key = o->given[i].key;
+        if (options_set(c, key, opt_str(o, key), err)) die(EXIT_RUN, "%s", err);
+    }
+    return c;
+}
+
+// ==================================================================================================== JSON
+// A strict reader of JSON (RFC 8259) for config.json, tokenizer.json, safetensors headers and score
+// files, and a writer of JSON strings. A text is copied once; strings are unescaped in place inside
+// that copy. Nodes wait on a stack until their array or object closes, and then move side by side
+// into the memory of the document. The root owns everything: json_free(root) gives all of it back.
+
+enum { JSON_DEPTH = 64 };       // most arrays and objects inside one another
+
+// A value whose array or object is still open.
+typedef struct {
+    Json value;
+    char *key;                  // NULL inside an array
+} JsonSlot;
+
+// A parsed text. The root is the first field, because json_free casts the root's address back to
+// the document.
+typedef struct {
+    Json root;
+    char *text;                 // the copy that all strings point into
+    char **block;               // stb_ds array: memory of the nodes
+} JsonDoc;
+
+typedef struct {
+    JsonDoc *doc;
+    char *p;                    // reading position in doc->text
+    char *end;                  // end of the text, where a NUL stands
+    char *err;                  // (256) receives the complaint
+    JsonSlot *stack;            // stb_ds array: values whose container is still open
+    char *mem;                  // free part of the newest block ...
+    size_t left;                // ... and its bytes
+    int depth;                  // containers open
+} JsonReader;
+
+// Writes "byte N: expected .., found .." about the place `at` into r->err. Returns -1.
+static int json_fail(JsonReader *r, const char *at, const char *what) {
+    size_t byte = (size_t)(at - r->doc->text);
+    int c = at < r->end ? (unsigned char)*at : 0;
+
+    if (at >= r->end) snprintf(r->err, 256, "byte %zu: %s, found the end of the text", byte, what);
+    else if (c > 32 && c < 127) snprintf(r->err, 256, "byte %zu: %s, found '%c'", byte, what, c);
+    else snprintf(r->err, 256, "byte %zu: %s, found byte %d", byte, what, c);
+    return -1;
+}
+
+// n bytes for nodes, n a multiple of 8; NULL when n is 0. Blocks double from 1 KB up to 1 MB.
+static void *json_alloc(JsonReader *r, size_t n) {
+    if (!n) return NULL;
+    if (n > r->left) {
+        int doublings = min_int((int)arrlen(r->doc->block), 10);
+        r->left = max_size(n, (size_t)1024 << doublings);
+        r->mem = xmalloc(r->left);
+        arrput(r->doc->block, r->mem);
+    }
+    void *p = r->mem;
+    r->mem += n;
+    r->left -= n;
+    return p;
+}
+
+// Skips white space.
+static void json_space(JsonReader *r) {
+    while (*r->p == ' ' || *r->p == '\n' || *r->p == '\r' || *r->p == '\t') r->p++;
+}
+
+// ---- strings
+// The value of the 4 hexadecimal digits at p, 0 to 65535, or -1 when one of them is none. Never
+// reads beyond a NUL.
+static int json_hex4(const char *p) {
+    int v = 0;
+    for (int i = 0; i < 4; i++) {
+        int c = (unsigned char)p[i];
+        int low = c | 32;       // a letter in lower case
+        int digit;
+        if (c >= '0' && c <= '9') digit = c - '0';
+        else if (low >= 'a' && low <= 'f') digit = low - 'a' + 10;
+        else return -1;
+        v = v * 16 + digit;
+    }
+    return v;
+}
+
+// Writes code point c in UTF-8 to o and returns the byte behind it.
+char *utf8_put(char *o, unsigned c) {
+    static const unsigned char lead[] = { 0, 0xc0, 0xe0, 0xf0 };
+    int more;                   // continuation bytes; each holds 6 bits
+    if (c < 0x80) more = 0;
+    else if (c < 0x800) more = 1;
+    else if (c < 0x10000) more = 2;
+    else more = 3;
+
+    *o++ = (char)(lead[more] | c >> 6 * more);
+    while (more-- > 0) *o++ = (char)(0x80 | (c >> 6 * more & 63));
+    return o;
+}
+
+// Reads what follows "\u": *p stands on its 4 digits and moves behind the escape. A high and a low
+// surrogate, each in an escape of its own, make one code point; half a pair becomes U+FFFD. Returns
+// the code point, or -1 with r->err set.
+static int json_code_point(JsonReader *r, char **p) {
+    int high = json_hex4(*p);
+    if (high < 0) return json_fail(r, *p, "expected 4 hexadecimal digits after \\u");
+    *p += 4;
+    if (high < 0xd800 || high >= 0xe000) return high;
+
+    int low = -1;
+    if (high < 0xdc00 && (*p)[0] == '\\' && (*p)[1] == 'u') low = json_hex4(*p + 2);
+    if (low < 0xdc00 || low >= 0xe000) return 0xfffd;
+    *p += 6;
+    return 0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00);
+}
+
+// Reads one escape: *p stands on the backslash and moves behind the escape; what it stands for is
+// written to *o, which moves too. Returns 0, or -1 with r->err set.
+static int json_unescape(JsonReader *r, char **p, char **o) {
+    int c = (unsigned char)(*p)[1], code;
+    *p += 2;
+    switch (c) {
+    case '"':
+    case '\\':
+    case '/': break;            // these stand for themselves
+    case 'b': c = '\b'; break;
+    case 'f': c = '\f'; break;
+    case 'n': c = '\n'; break;
+    case 'r': c = '\r'; break;
+    case 't': c = '\t'; break;
+    case 'u':
+        code = json_code_point(r, p);
+        if (code < 0) return -1;
+        *o = utf8_put(*o, (unsigned)code);
+        return 0;
+    default: return json_fail(r, *p - 1, "expected one of \"\\/bfnrtu after a backslash");
+    }
+    *(*o)++ = (char)c;
+    return 0;
+}
+
+// Reads the string whose opening quote r->p stands on. An escape is never shorter than what it
+// stands for, so the string shrinks in place, and its NUL overwrites the closing quote or a byte
+// before it. Returns 0, or -1 with r->err set.
+static int json_string(JsonReader *r, char **str, size_t *len) {
+    char *p = r->p + 1;         // read here
+    char *o = p;                // written here
+    *str = o;
+    for (;;) {
+        char *run = p;
+        while ((unsigned char)*p >= ' ' && *p != '"' && *p != '\\') p++;
+        if (o != run) memmove(o, run, (size_t)(p - run));
+        o += p - run;
+        if (*p == '"') break;
+
+        // What stands here is a backslash, or a control character or the text's end, which no
+        // string may hold.
+        if (*p != '\\') return json_fail(r, p, "expected '\"' at the end of a string");
+        if (json_unescape(r, &p, &o)) return -1;
+    }
+    *o = 0;
+    *len = (size_t)(o - *str);
+    r->p = p + 1;
+    return 0;
+}
+
+// ---- numbers
+// Skips decimal digits.
+static char *json_digits(char *p) {
+    while (isdigit((unsigned char)*p)) p++;
+    return p;
+}
+
+// Reads the number that r->p stands on. Returns 0, or -1 with r->err set, also when r->p stands on
+// no value at all.
+static int json_number(JsonReader *r, Json *v) {
+    char *p = r->p;
+    int negative = *p == '-', whole = 1, fits = 1;
+    uint64_t u = 0;
+
+    // The whole part. -2^63 counts as too large for an int64: no file needs it.
+    if (negative) p++;
+    char *digits = p;
+    if (!isdigit((unsigned char)*p))
+        return json_fail(r, p, negative ? "expected a digit after '-'" : "expected a value");
+    for (; isdigit((unsigned char)*p); p++) {
+        unsigned d = (unsigned)(*p - '0');
+        fits &= u <= ((uint64_t)INT64_MAX - d) / 10;
+        u = u * 10 + d;
+    }
+    if (*digits == '0' && p - digits > 1) return json_fail(r, digits, "expected no leading zero");
+
+    // Fraction and exponent
+    if (*p == '.') {
+        whole = 0;
+        p++;
+        if (!isdigit((unsigned char)*p)) return json_fail(r, p, "expected a digit after '.'");
+        p = json_digits(p);
+    }
+    if (*p == 'e' || *p == 'E') {
+        whole = 0;
+        p++;
+        if (*p == '+' || *p == '-') p++;
+        if (!isdigit((unsigned char)*p)) return json_fail(r, p, "expected a digit in the exponent");
+        p = json_digits(p);
+    }
+
+    // The value. The grammar above is narrower than strtod's, so strtod stops at p too.
+    v->type = JSON_NUMBER;
+    v->is_int = whole && fits;
+    if (v->is_int) {
+        v->i = negative ? -(int64_t)u : (int64_t)u;
+        v->num = (double)v->i;
+    } else {
+        v->num = strtod(r->p, NULL);
+    }
+    if (!isfinite(v->num)) return json_fail(r, r->p, "expected a number a double can hold");
+    r->p = p;
+    return 0;
+}
+
+// ---- values
+static int json_value(JsonReader *r, Json *v);
+
+// Reads `"key" :` and the white space around the colon. Returns 0, or -1 with r->err set.
+static int json_key(JsonReader *r, char **key) {
+    size_t len;
+    if (*r->p != '"') return json_fail(r, r->p, "expected a key");
+    if (json_string(r, key, &len)) return -1;
+    json_space(r);
+    if (*r->p != ':') return json_fail(r, r->p, "expected ':' after a key");
+    r->p++;
+    json_space(r);
+    return 0;
+}
+
+// Moves the values above stack height `base` into v, an array or object that has just closed.
+static int json_close(JsonReader *r, Json *v, int object, size_t base) {
+    size_t n = arrlenu(r->stack) - base;
+    if (n > INT_MAX) return json_fail(r, r->p - 1, "expected fewer than 2^31 values");
+    v->type = object ? JSON_OBJECT : JSON_ARRAY;
+    v->n = (int)n;
+    v->item = json_alloc(r, n * sizeof(Json));
+    v->key = object ? json_alloc(r, n * sizeof(char *)) : NULL;
+    for (size_t i = 0; i < n; i++) {
+        v->item[i] = r->stack[base + i].value;
+        if (object) v->key[i] = r->stack[base + i].key;
+    }
+    arrsetlen(r->stack, base);
+    return 0;
+}
+
+// Reads the array or object whose '[' or '{' r->p stands on. Returns 0, or -1 with r->err set.
+static int json_container(JsonReader *r, Json *v) {
+    int object = *r->p == '{';
+    char close = object ? '}' : ']';
+    size_t base = arrlenu(r->stack);
+
+    r->depth++;
+    if (r->depth > JSON_DEPTH)
+        return json_fail(r, r->p, "expected at most 64 nested arrays and objects");
+    r->p++;
+    json_space(r);
+    while (*r->p != close) {
+        JsonSlot slot = { .key = NULL };
+        if (object && json_key(r, &slot.key)) return -1;
+        if (json_value(r, &slot.value)) return -1;
+        arrput(r->stack, slot);
+        json_space(r);
+        if (*r->p == close) break;
+        if (*r->p != ',')
+            return json_fail(r, r->p, object ? "expected ',' or '}'" : "expected ',' or ']'");
+        r->p++;
+        json_space(r);
+        if (*r->p == close) return json_fail(r, r->p, "expected a value after ','");
+    }
+    r->p++;
+    r->depth--;
+    return json_close(r, v, object, base);
+}
+
+// Reads one of the words null, true and false. Returns 0, or -1 with r->err set when another word
+// stands there.
+static int json_word(JsonReader *r, Json *v, const char *word, int type, int value) {
+    size_t n = strlen(word);
+    if (strncmp(r->p, word, n)) return json_fail(r, r->p, "expected null, true or false");
+    r->p += n;
+    v->type = type;
+    v->i = value;
+    v->num = value;
+    return 0;
+}
+
+// Reads the value that r->p stands on into *v. Returns 0, or -1 with r->err set.
+static int json_value(JsonReader *r, Json *v) {
+    *v = (Json){ .type = JSON_NULL };
+    switch (*r->p) {
+    case '{':
+    case '[': return json_container(r, v);
+    case '"':
+        v->type = JSON_STRING;
+        return json_string(r, &v->str, &v->len);
+    case 'n': return json_word(r, v, "null", JSON_NULL, 0);
+    case 't': return json_word(r, v, "true", JSON_BOOL, 1);
+    case 'f': return json_word(r, v, "false", JSON_BOOL, 0);
+    default: return json_number(r, v);
+    }
+}
+
+// Gives back the document whose root is j; NULL is allowed.
+void json_free(Json *j) {
+    JsonDoc *d = (JsonDoc *)j;
+    if (!d) return;
+    for (size_t i = 0; i < arrlenu(d->block); i++) free(d->block[i]);
+    arrfree(d->block);
+    free(d->text);
+    free(d);
+}
+
+// Parses a text of n bytes. Returns its root, or NULL with the place and the reason in err when the
+// text is malformed.
+Json *json_parse(const char *text, size_t n, char err[256]) {
+    JsonDoc *d = xcalloc(1, sizeof *d);
+    d->text = xmalloc(n + 1);
+    memcpy(d->text, text, n);
+    d->text[n] = 0;
+
+    JsonReader r = { .doc = d, .p = d->text, .end = d->text + n, .err = err };
+    json_space(&r);
+    int bad = json_value(&r, &d->root);
+    if (!bad) {
+        json_space(&r);
+        if (r.p < r.end) bad = json_fail(&r, r.p, "expected nothing more");
+    }
+    arrfree(r.stack);
+    if (!bad) return &d->root;
+    json_free(&d->root);
+    return NULL;
+}
+
+// The value of a key, the last one when the key is written twice. NULL when it is absent, or when
+// obj is NULL or no object. The search is linear: a caller that needs many keys of a large object
+// walks it instead.
+const Json *json_get(const Json *obj, const char *key) {
+    if (!obj || obj->type != JSON_OBJECT) return NULL;
+    for (int i = obj->n - 1; i >= 0; i--) {
+        if (!strcmp(obj->key[i], key)) return &obj->item[i];
+    }
+    return NULL;
+}
+
+// ---- UTF-8 and the writer
+// The length that a UTF-8 character has by its first byte, 1 to 4; 0 when no character begins with
+// that byte.
+static int utf8_lead_length(unsigned char lead) {
+    if (lead < 0x80) return 1;
+    if (lead < 0xc2) return 0;  // a continuation byte, or the overlong form of an ASCII character
+    if (lead < 0xe0) return 2;
+    if (lead < 0xf0) return 3;
+    if (lead < 0xf5) return 4;
+    return 0;
+}
+
+// The length of the well-formed character that the n bytes at s begin with; 0 when they begin with
+// none.
+int utf8_length(const char *s, size_t n) {
+    const unsigned char *p = (const unsigned char *)s;
+    int k = n ? utf8_lead_length(p[0]) : 0;
+    if ((size_t)k > n) return 0;
+    for (int i = 1; i < k; i++) {
+        if ((p[i] & 0xc0) != 0x80) return 0;
+    }
+    if (k == 3 && p[0] == 0xe0 && p[1] < 0xa0) return 0;        // overlong
+    if (k == 3 && p[0] == 0xed && p[1] >= 0xa0) return 0;       // a surrogate
+    if (k == 4 && p[0] == 0xf0 && p[1] < 0x90) return 0;        // overlong
+    if (k == 4 && p[0] == 0xf4 && p[1] >= 0x90) return 0;       // beyond U+10FFFF
+    return k;
+}
+
+// Does any text in v hold a 0 byte ("\\u0000")? Where texts are used as C strings, what stands behind
+// it would be lost.
+int json_holds_nul(const Json *v) {
+    if (v->type == JSON_STRING) return memchr(v->str, 0, v->len) != NULL;
+    int found = 0;
+    for (int i = 0; i < v->n && !found; i++) found = json_holds_nul(&v->item[i]);
+    return found;
+}
+
+// Writes the n bytes at s as a JSON string, quotes included. A byte of broken UTF-8 becomes U+FFFD.
+// The control characters beyond ASCII, U+0080 to U+009F (two bytes, c2 80 to c2 9f), are written as
+// escapes, as those of ASCII are: a terminal may obey them.
+void json_escape(FILE *f, const char *s, size_t n) {
+    putc('"', f);
+    for (size_t i = 0; i < n; ) {
+        int k = utf8_length(s + i, n - i), c = (unsigned char)s[i];
+        if (k == 2 && c == 0xc2 && (unsigned char)s[i + 1] < 0xa0) c = (unsigned char)s[i + 1];
+        if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
+        else if (c == '\n') fputs("\\n", f);
+        else if (c < ' ' || c == 127 || (k == 2 && c < 0xa0)) fprintf(f, "\\u%04x", (unsigned)c);
+        else if (k) fwrite(s + i, 1, (size_t)k, f);
+        else fputs("\\ufffd", f);
+        i += k ? (size_t)k : 1;
+    }
+    putc('"', f);
+}
+
+// Each reader takes one member of the file; an absent or null member is legal where the format says
+// so. Readers of members that may be a "Sequence" call themselves, at most 4 levels deep.
+int json_is(const Json *j, int type) { return j && j->type == type; }
+
+int json_none(const Json *j) { return !j || j->type == JSON_NULL; }
+
+// The bool of a key: 0 or 1; `absent` when it is absent or null; 2 when it is no bool.
+int json_flag(const Json *obj, const char *key, int absent) {
+    const Json *j = json_get(obj, key);
+    if (json_none(j)) return absent;
+    return j->type == JSON_BOOL ? (int)j->i : 2;
+}
+
+// The text of a key; "" when it is absent, no text, or a text with a NUL inside.
+const char *json_text(const Json *obj, const char *key) {
+    const Json *j = json_get(obj, key);
+    return json_is(j, JSON_STRING) && strlen(j->str) == j->len ? j->str : "";
+}
+
+// Appends n bytes to the stb array *out.
+void bytes_put(char **out, const char *s, size_t n) {
+    if (n) memcpy(arraddnptr(*out, n), s, n);
+}

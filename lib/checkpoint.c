@@ -1,0 +1,1770 @@
+// lib/checkpoint.c - see checkpoint.h.
+#define _GNU_SOURCE
+#include "checkpoint.h"
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <limits.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <stb/stb_ds.h>
+
+// ==================================================================================================== CHECKPOINTS
+// From a folder of Hugging Face files to a Config and Weights. All of it reads files that others
+// wrote, so every number is checked before it is used, and a file that cannot be used is refused
+// with one line that names the key or the tensor. Tensors are read where their file is mapped; only
+// one that lies at an odd address is copied.
+//   config_load       config.json and generation_config.json -> Config
+//   weights_load      model.safetensors, or the shards of model.safetensors.index.json -> Weights
+//   config_synthetic, weights_synthetic: both from a shape and a seed, without a checkpoint
+//   inspect           what --inspect prints of them
+//   sonic_load        SONIC's adapter, a safetensors file of its own
+
+// ---- safetensors
+enum { SAFE_HEADER = 100 << 20 };   // most bytes of a header
+
+// The dtypes of the format and the bits of an element. Quantized checkpoints keep their weights in
+// numbers of a byte or less.
+static const struct { const char *name; int bits, dtype; } safe_types[] = {
+    { "F32", 32, DT_F32 },   { "F16", 16, DT_F16 },   { "BF16", 16, DT_BF16 },
+    { "F64", 64, DT_OTHER }, { "C64", 64, DT_OTHER }, { "I64", 64, DT_OTHER },
+    { "U64", 64, DT_OTHER }, { "I32", 32, DT_OTHER }, { "U32", 32, DT_OTHER },
+    { "I16", 16, DT_OTHER }, { "U16", 16, DT_OTHER }, { "BOOL", 8, DT_OTHER },
+    { "I8", 8, DT_QUANTIZED },          { "U8", 8, DT_QUANTIZED },
+    { "F8_E4M3", 8, DT_QUANTIZED },     { "F8_E5M2", 8, DT_QUANTIZED },
+    { "F8_E8M0", 8, DT_QUANTIZED },     { "F8_E4M3FNUZ", 8, DT_QUANTIZED },
+    { "F8_E5M2FNUZ", 8, DT_QUANTIZED }, { "F4", 4, DT_QUANTIZED },
+    { "F6_E2M3", 6, DT_QUANTIZED },     { "F6_E3M2", 6, DT_QUANTIZED },
+    { NULL, 0, 0 },
+};
+
+// ---- a file that shrinks while it is mapped
+// Reading a page of the mapping that the file has no more, or that its disk cannot give, raises
+// SIGBUS in the thread that reads: a download that starts again, or an editor, can do that to a
+// running chat. There is nothing to go on with, so the program ends, with its line and the
+// terminal's own settings.
+static SafeFile *mapped_files;
+
+// Writes the line about the file f to stderr, by calls that a signal handler may make.
+static void lost_page_line(const SafeFile *f) {
+    const char *part[] = { "kvcomp: ", f->path, ": cannot be read any more: the file has become shorter while it "
+                           "was in use, or its disk fails\n" };
+    char line[2000];
+    size_t n = 0;
+    for (int i = 0; i < 3; i++) {
+        size_t k = min_size(strlen(part[i]), sizeof line / 3);
+        memcpy(line + n, part[i], k);
+        n += k;
+    }
+
+    // The path may hold control characters: the name of a shard stands in a file.
+    for (size_t i = 0; i + 1 < n; i++) {
+        unsigned char c = (unsigned char)line[i], next = (unsigned char)line[i + 1];
+        if (c < ' ' || c == 127 || (c == 0xc2 && next < 0xa0)) line[i] = '?';
+    }
+    ssize_t written = write(2, line, n);
+    (void)written;
+}
+
+// SIGBUS. The first of the threads that read a lost page speaks, the others wait for the end. A
+// SIGBUS from anywhere else ends the program as it would without this.
+static void on_lost_page(int sig, siginfo_t *info, void *context) {
+    static int told;
+    const char *at = info->si_addr;
+    const SafeFile *f = mapped_files;
+    (void)context;
+    while (f && (at < f->map || at >= f->map + f->size)) f = f->next;
+    if (!f || info->si_code <= 0) {             // SI_USER and the like: somebody sent it
+        signal(sig, SIG_DFL);
+        raise(sig);
+        return;
+    }
+    if (__atomic_exchange_n(&told, 1, __ATOMIC_SEQ_CST)) {
+        for (;;) pause();
+    }
+    if (before_leaving) before_leaving(1);
+    lost_page_line(f);
+    _exit(EXIT_MODEL);
+}
+
+// Puts f, which is mapped, into the list that on_lost_page looks through.
+static void watch_mapping(SafeFile *f) {
+    struct sigaction sa = { .sa_sigaction = on_lost_page, .sa_flags = SA_SIGINFO };
+    f->next = mapped_files;
+    mapped_files = f;
+    sigaction(SIGBUS, &sa, NULL);
+}
+
+// Takes f out of the list.
+static void unwatch_mapping(const SafeFile *f) {
+    SafeFile **at = &mapped_files;
+    while (*at && *at != f) at = &(*at)->next;
+    if (*at) *at = f->next;
+}
+
+// Gives everything back; NULL is allowed.
+void safetensors_close(SafeFile *f) {
+    if (!f) return;
+    for (size_t i = 0; i < arrlenu(f->copy); i++) free(f->copy[i]);
+    arrfree(f->copy);
+    unwatch_mapping(f);
+    if (f->map) munmap(f->map, f->size);
+    json_free(f->header);
+    free(f->tensor);
+    free(f->path);
+    free(f);
+}
+
+// Orders tensors by name, for qsort and bsearch.
+static int safe_by_name(const void *a, const void *b) {
+    return strcmp(((const SafeTensor *)a)->name, ((const SafeTensor *)b)->name);
+}
+
+// Orders pointers to tensors by the place of their data. An empty tensor stands before the one that
+// starts where it lies.
+static int safe_by_place(const void *a, const void *b) {
+    const SafeTensor *x = *(SafeTensor *const *)a, *y = *(SafeTensor *const *)b;
+    uintptr_t p = (uintptr_t)x->data, q = (uintptr_t)y->data;
+    if (p != q) return p > q ? 1 : -1;
+    return (x->bytes > y->bytes) - (x->bytes < y->bytes);
+}
+
+// Reads the dimensions of t, whose elements have `width` bits, and sets *bits to the size of the
+// whole tensor. Returns 0, or -1 with err set.
+static int safe_shape(SafeTensor *t, const Json *shape, int width, uint64_t *bits, char err[512]) {
+    uint64_t count = 1;
+    if (shape->n > SAFE_DIMS)
+        return fault(err, "tensor %.200s: expected at most %d dimensions, found %d", t->name, SAFE_DIMS,
+                     shape->n);
+    t->n_dim = shape->n;
+    for (int i = 0; i < shape->n; i++) {
+        const Json *d = &shape->item[i];
+        if (d->type != JSON_NUMBER || !d->is_int || d->i < 0)
+            return fault(err, "tensor %.200s: dimension %d is no whole number >= 0", t->name, i);
+        t->dim[i] = d->i;
+        if (__builtin_mul_overflow(count, (uint64_t)d->i, &count))
+            return fault(err, "tensor %.200s: the product of its dimensions overflows", t->name);
+    }
+    if (__builtin_mul_overflow(count, (uint64_t)width, bits))
+        return fault(err, "tensor %.200s: the product of its dimensions overflows", t->name);
+    return 0;
+}
+
+// Reads one header entry v into t. `data` is where the file's data begin, and they have `size`
+// bytes. Returns 0, or -1 with err set.
+static int safe_entry(SafeTensor *t, const char *name, const Json *v, const char *data, size_t size,
+                      char err[512]) {
+    const Json *type = json_get(v, "dtype");
+    const Json *shape = json_get(v, "shape");
+    const Json *place = json_get(v, "data_offsets");
+    if (!type || type->type != JSON_STRING || !shape || shape->type != JSON_ARRAY || !place
+        || place->type != JSON_ARRAY || place->n != 2 || !place->item[0].is_int || !place->item[1].is_int)
+        return fault(err, "tensor %.200s: expected a dtype, a shape and two data_offsets", name);
+
+    int k = 0;
+    while (safe_types[k].name && strcmp(safe_types[k].name, type->str)) k++;
+    if (!safe_types[k].name)
+        return fault(err, "tensor %.200s: unknown dtype \"%.40s\"", name, type->str);
+    *t = (SafeTensor){ .name = name, .type = safe_types[k].name, .dtype = safe_types[k].dtype };
+
+    // The place of the data must lie in the file and have the size that the shape needs.
+    uint64_t bits = 0;
+    if (safe_shape(t, shape, safe_types[k].bits, &bits, err)) return -1;
+    int64_t begin = place->item[0].i, end = place->item[1].i;
+    if (begin < 0 || end < begin || (uint64_t)end > size)
+        return fault(err, "tensor %.200s: data_offsets [%lld,%lld) lie outside the %zu bytes of data "
+                     "(is the file truncated?)", name, (long long)begin, (long long)end, size);
+    if (bits % 8 || (uint64_t)(end - begin) != bits / 8)
+        return fault(err, "tensor %.200s: its shape needs %llu bytes, its data_offsets span %lld", name,
+                     (unsigned long long)(bits + 7) / 8, (long long)(end - begin));
+    t->data = data + begin;
+    t->bytes = (size_t)(end - begin);
+    return 0;
+}
+
+// Are all values of __metadata__ strings? Returns 0, or -1 with err set.
+static int safe_metadata(const Json *v, char err[512]) {
+    if (v->type != JSON_OBJECT) return fault(err, "__metadata__ is no JSON object");
+    for (int i = 0; i < v->n; i++) {
+        if (v->item[i].type != JSON_STRING)
+            return fault(err, "__metadata__: %.200s is no string", v->key[i]);
+    }
+    return 0;
+}
+
+// The byte behind a tensor's data in the mapped file.
+static const char *safe_end(const SafeTensor *t) {
+    return (const char *)t->data + t->bytes;
+}
+
+// Do the tensors lie side by side from `data` to the end of the file? Returns 0, or -1 with err
+// set.
+static int safe_layout(const SafeFile *f, const char *data, char err[512]) {
+    SafeTensor **order = xmalloc((size_t)f->n * sizeof *order);
+    for (int i = 0; i < f->n; i++) order[i] = &f->tensor[i];
+    qsort(order, (size_t)f->n, sizeof *order, safe_by_place);
+
+    // In the order of place, the first tensor that overlaps another one overlaps its neighbour.
+    int clash = 0;
+    for (int i = 1; i < f->n && !clash; i++) {
+        if (safe_end(order[i - 1]) > (const char *)order[i]->data) clash = i;
+    }
+
+    // Without an overlap, a gap before, between or behind the tensors remains to be looked for.
+    const char *end = data;
+    long long gap = 0;
+    for (int i = 0; i < f->n && !gap; i++) {
+        gap = (const char *)order[i]->data - end;
+        end = safe_end(order[i]);
+    }
+    if (!gap) gap = f->map + f->size - end;
+
+    int bad = 0;
+    if (clash)
+        bad = fault(err, "tensors %.200s and %.200s overlap", order[clash - 1]->name, order[clash]->name);
+    else if (gap)
+        bad = fault(err, "%lld bytes of data belong to no tensor: the header's length or its data_offsets "
+                    "are wrong", gap);
+    free(order);
+    return bad;
+}
+
+// Reads the header, `len` bytes behind the u64, into f->tensor. Returns 0, or -1 with err set.
+static int safe_header(SafeFile *f, size_t len, char err[512]) {
+    const char *data = f->map + 8 + len;
+    size_t size = f->size - 8 - len;
+    char why[256];
+    f->header = json_parse(f->map + 8, len, why);
+    if (!f->header) return fault(err, "the header is not JSON: %s", why);
+    if (f->header->type != JSON_OBJECT) return fault(err, "the header is no JSON object");
+
+    // Every entry is a tensor, except for the metadata.
+    f->tensor = xcalloc((size_t)f->header->n, sizeof *f->tensor);
+    for (int i = 0; i < f->header->n; i++) {
+        const char *name = f->header->key[i];
+        const Json *v = &f->header->item[i];
+        int bad;
+        if (!strcmp(name, "__metadata__")) bad = safe_metadata(v, err);
+        else bad = safe_entry(&f->tensor[f->n++], name, v, data, size, err);
+        if (bad) return -1;
+    }
+
+    qsort(f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_name);
+    for (int i = 1; i < f->n; i++) {
+        if (!strcmp(f->tensor[i].name, f->tensor[i - 1].name))
+            return fault(err, "tensor %.200s stands in the header twice", f->tensor[i].name);
+    }
+    return safe_layout(f, data, err);
+}
+
+// Maps the file f->path: sets f->map and f->size. Returns 0, or -1 with err set.
+static int safe_map(SafeFile *f, char err[512]) {
+    struct stat st;
+    char reason[256];
+    int fd = open_input(f->path, &st, reason);
+    if (fd < 0) return fault(err, "%s", reason);
+    if (st.st_size < 8) {
+        close(fd);
+        return fault(err, "not a safetensors file: expected a regular file of at least 8 bytes");
+    }
+
+    // The mapping stays when its file descriptor is closed.
+    f->size = (size_t)st.st_size;
+    void *p = mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fd, 0);
+    int why = errno;
+    close(fd);
+    if (p == MAP_FAILED && why == ENOMEM)
+        die(EXIT_MEMORY, "out of memory: %s, %zu bytes, could not be mapped", f->path, f->size);
+    if (p == MAP_FAILED) return fault(err, "cannot be mapped: %s", strerror(why));
+    f->map = p;
+    watch_mapping(f);
+    return 0;
+}
+
+// Maps the file f->path and reads its header. Returns 0, or -1 with err set.
+static int safe_read(SafeFile *f, char err[512]) {
+    if (safe_map(f, err)) return -1;
+    uint64_t len = 0;           // little endian in the file
+    for (int i = 7; i >= 0; i--) len = len << 8 | (unsigned char)f->map[i];
+
+    if (!memcmp(f->map, "version ", 8))
+        return fault(err, "only a git-lfs pointer, not the weights themselves (git lfs pull fetches them)");
+    if (len > SAFE_HEADER)
+        return fault(err, "not a safetensors file: a header of %llu bytes, the limit is %d",
+                     (unsigned long long)len, SAFE_HEADER);
+    if (len > f->size - 8)
+        return fault(err, "truncated: a header of %llu bytes in a file of %zu", (unsigned long long)len,
+                     f->size);
+    return safe_header(f, (size_t)len, err);
+}
+
+// Opens a file. Returns NULL, and the reason without the path in err, when it is missing or broken.
+SafeFile *safetensors_open(const char *path, char err[512]) {
+    SafeFile *f = xcalloc(1, sizeof *f);
+    f->path = xmalloc(strlen(path) + 1);
+    strcpy(f->path, path);
+    if (!safe_read(f, err)) return f;
+    safetensors_close(f);
+    return NULL;
+}
+
+// The tensor of that name, or NULL when there is none. The format allows data at any address, C
+// does not: a tensor at an address that does not fit its dtype is copied to one that does.
+SafeTensor *safetensors_find(SafeFile *f, const char *name) {
+    SafeTensor key = { .name = name }, *t = NULL;
+    if (f->n) t = bsearch(&key, f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_name);
+    if (!t) return NULL;
+
+    if (!t->used && t->dtype >= 0 && (uintptr_t)t->data % dtype_size(t->dtype)) {
+        void *p = xmalloc(t->bytes);
+        memcpy(p, t->data, t->bytes);
+        t->data = p;
+        arrput(f->copy, p);
+    }
+    t->used = 1;
+    return t;
+}
+
+// A string of __metadata__, or NULL when there is none under that key.
+const char *safetensors_meta(const SafeFile *f, const char *key) {
+    const Json *v = json_get(json_get(f->header, "__metadata__"), key);
+    return v ? v->str : NULL;
+}
+
+// Has t the shape (rows,cols)? rows 0 asks for a vector (cols).
+int safe_has_shape(const SafeTensor *t, int rows, int cols) {
+    if (!rows) return t->n_dim == 1 && t->dim[0] == cols;
+    return t->n_dim == 2 && t->dim[0] == rows && t->dim[1] == cols;
+}
+
+// The two shapes of a complaint, as "2,3": the one that t has, and the one that safe_has_shape
+// asked for.
+void safe_shape_texts(const SafeTensor *t, int rows, int cols, char found[200],
+                             char want[64]) {
+    int n = 0;
+    found[0] = 0;
+    for (int i = 0; i < t->n_dim; i++)
+        n += snprintf(found + n, 200 - (size_t)n, "%s%lld", i ? "," : "", (long long)t->dim[i]);
+    if (rows) snprintf(want, 64, "%d,%d", rows, cols);
+    else snprintf(want, 64, "%d", cols);
+}
+
+// ---- writing a safetensors file
+// Begins a file.
+void safe_write_begin(SafeWriter *w, const char *path, const char *option) {
+    char err[512];
+    memset(w, 0, sizeof *w);
+    w->option = option;
+    if (save_begin_open(&w->file, path, err)) die(EXIT_RUN, "%s %s", option, err);
+    w->header = memory_stream(&w->text, &w->size);
+    fprintf(w->header, "{\"__metadata__\":{\"written_by\":\"kvcomp %s\"", KVCOMP_VERSION);
+}
+
+// A text of the metadata, which come before the first tensor.
+void safe_write_meta(SafeWriter *w, const char *key, const char *text) {
+    fputc(',', w->header);
+    json_escape(w->header, key, strlen(key));
+    fputc(':', w->header);
+    json_escape(w->header, text, strlen(text));
+}
+
+// The metadata are complete.
+void safe_write_meta_end(SafeWriter *w) { fputc('}', w->header); }
+
+// Ends the program: what was to be written has not been.
+static void safe_write_failed(const SafeWriter *w) {
+    die(EXIT_RUN, "%s %.380s: %s", w->option, w->file.path,
+        errno ? strerror(errno) : "not everything could be written (is the disk full?)");
+}
+
+// One tensor x: elements of `size` bytes, and the shape dim (dims). The name needs no escapes.
+void safe_write(SafeWriter *w, const char *name, const char *type, size_t size, const void *x,
+                       const int *dim, int dims) {
+    size_t bytes = size;
+    int n = fprintf(w->header, ",\n\"%s\":{\"dtype\":\"%s\",\"shape\":[", name, type);
+    for (int i = 0; i < dims; i++) {
+        bytes *= (size_t)dim[i];
+        n += fprintf(w->header, "%s%d", i ? "," : "", dim[i]);
+    }
+    n += fprintf(w->header, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)w->data,
+                 (unsigned long long)(w->data + bytes));
+    w->named += (size_t)max_int(n, 0);
+    w->data += bytes;
+    if (w->named > SAFE_HEADER - (1 << 20))
+        die(EXIT_RUN, "%s %.300s: more names than the header of a safetensors file may hold (%d MiB)",
+            w->option, w->file.path, SAFE_HEADER >> 20);
+    errno = 0;
+    if (bytes && fwrite(x, 1, bytes, w->file.f) != bytes) safe_write_failed(w);
+}
+
+// Reads or writes all n bytes of buf at a place of a file. 0, or -1 with errno.
+static int file_block(int fd, char *buf, size_t n, uint64_t at, int writes) {
+    for (size_t done = 0; done < n; ) {
+        ssize_t k = writes ? pwrite(fd, buf + done, n - done, (off_t)(at + done))
+                           : pread(fd, buf + done, n - done, (off_t)(at + done));
+        if (k < 0 && errno == EINTR) continue;
+        if (k <= 0) return -1;
+        done += (size_t)k;
+    }
+    return 0;
+}
+
+// Moves the first n bytes of a file up by `by` bytes, the last block first. 0, or -1 with errno.
+static int file_shift(int fd, uint64_t n, size_t by) {
+    const size_t most = (size_t)1 << 20;
+    char *buf = xmalloc(most);
+    int bad = 0;
+    while (n && !bad) {
+        size_t k = n < most ? (size_t)n : most;
+        n -= k;
+        bad = file_block(fd, buf, k, n, 0) || file_block(fd, buf, k, n + by, 1);
+    }
+    free(buf);
+    return bad;
+}
+
+// Ends the file: it takes its place. The header is filled up with blanks, so that the data lie at a
+// multiple of 8 bytes.
+void safe_write_end(SafeWriter *w) {
+    char err[512];
+    fprintf(w->header, "}%7s", "");
+    memory_stream_close(w->header);
+    uint64_t n = w->size / 8 * 8;
+    char *front = xmalloc(8 + (size_t)n);
+    for (int i = 0; i < 8; i++) front[i] = (char)(n >> 8 * i);
+    memcpy(front + 8, w->text, (size_t)n);
+
+    errno = 0;
+    int fd = fileno(w->file.f), bad = fflush(w->file.f);
+    if (bad || file_shift(fd, w->data, 8 + (size_t)n) || file_block(fd, front, 8 + (size_t)n, 0, 1))
+        safe_write_failed(w);
+    free(front);
+    free(w->text);
+    if (save_keep(&w->file, 1, err)) die(EXIT_RUN, "%s %s", w->option, err);
+}
+
+// Gives the file up.
+void safe_write_drop(SafeWriter *w) {
+    memory_stream_close(w->header);
+    free(w->text);
+    save_drop(&w->file);
+}
+
+// ---- config.json
+// The reader keeps the first complaint and goes on with defaults, so that everything can be freed
+// before die() is called. No value that is read after a complaint is ever used.
+typedef struct {
+    const char *file;           // its path, for the complaint
+    char err[512];              // the first complaint; "": none
+} ConfigReader;
+enum { ABSENT_IS_ERROR = -1000000 };    // as a default: the key must be there
+
+// The families of models by their model_type and by the class that "architectures" names.
+static const struct { const char *type, *arch; } families[] = {
+    { "llama", "LlamaForCausalLM" },
+    { "mistral", "MistralForCausalLM" },
+    { "qwen2", "Qwen2ForCausalLM" },
+    { "qwen3", "Qwen3ForCausalLM" },
+    { NULL, NULL },
+};
+#define FAMILIES "supported: llama (LlamaForCausalLM), mistral (MistralForCausalLM), " \
+                 "qwen2 (Qwen2ForCausalLM), qwen3 (Qwen3ForCausalLM)"
+
+// Writes the complaint "file: ..." unless there is one already.
+KV_PRINTF(2, 3)
+static void config_fail(ConfigReader *r, const char *fmt, ...) {
+    if (r->err[0]) return;
+    va_list ap;
+    int n = snprintf(r->err, sizeof r->err, "%s: ", r->file);
+    if (n < 0 || n >= (int)sizeof r->err) return;
+    va_start(ap, fmt);
+    vsnprintf(r->err + n, sizeof r->err - (size_t)n, fmt, ap);
+    va_end(ap);
+}
+
+// Writes what was found into buf, for a complaint. Returns buf.
+static const char *json_show(const Json *v, char buf[64]) {
+    // by JSON_*
+    static const char *const what[] = { "null", "a bool", "", "", "an array", "an object" };
+    if (v->type == JSON_NUMBER && v->is_int) snprintf(buf, 64, "%lld", (long long)v->i);
+    else if (v->type == JSON_NUMBER) snprintf(buf, 64, "%g", v->num);
+    else if (v->type == JSON_STRING) snprintf(buf, 64, "\"%.50s\"", v->str);
+    else snprintf(buf, 64, "%s", what[v->type]);
+    return buf;
+}
+
+// The value of a key of o, or NULL when it is absent; null counts as absent.
+static const Json *config_key(const Json *o, const char *key) {
+    const Json *v = json_get(o, key);
+    return v && v->type != JSON_NULL ? v : NULL;
+}
+
+// The whole number under a key, from lo to hi; def when the key is absent. def need not lie in the
+// range.
+static int config_int(ConfigReader *r, const Json *o, const char *key, int def, int lo, int hi) {
+    const Json *v = config_key(o, key);
+    char buf[64];
+    if (!v && def == ABSENT_IS_ERROR) config_fail(r, "%s is missing", key);
+    if (!v) return def;
+    if (v->type == JSON_NUMBER && v->is_int && v->i >= lo && v->i <= hi) return (int)v->i;
+    config_fail(r, "%s: expected a whole number from %d to %d, found %s", key, lo, hi,
+                json_show(v, buf));
+    return def;
+}
+
+// The number under a key, from lo to hi; def when the key is absent. def need not lie in the range.
+static double config_real(ConfigReader *r, const Json *o, const char *key, double def, double lo,
+                          double hi) {
+    const Json *v = config_key(o, key);
+    char buf[64];
+    if (!v && def == ABSENT_IS_ERROR) config_fail(r, "%s is missing", key);
+    if (!v) return def;
+    if (v->type == JSON_NUMBER && v->num >= lo && v->num <= hi) return v->num;
+    config_fail(r, "%s: expected a number from %g to %g, found %s", key, lo, hi, json_show(v, buf));
+    return def;
+}
+
+// The bool under a key, as 0 or 1; def when the key is absent.
+static int config_flag(ConfigReader *r, const Json *o, const char *key, int def) {
+    const Json *v = config_key(o, key);
+    char buf[64];
+    if (!v) return def;
+    if (v->type == JSON_BOOL) return (int)v->i;
+    config_fail(r, "%s: expected true or false, found %s", key, json_show(v, buf));
+    return def;
+}
+
+// The string under a key; def when the key is absent.
+static const char *config_str(ConfigReader *r, const Json *o, const char *key, const char *def) {
+    const Json *v = config_key(o, key);
+    char buf[64];
+    if (!v) return def;
+    if (v->type == JSON_STRING) return v->str;
+    config_fail(r, "%s: expected a string, found %s", key, json_show(v, buf));
+    return def;
+}
+
+// Is `arch` the class of a family, "LlamaForCausalLM", or the same without its output matrix,
+// "LlamaModel"? Checkpoints of the latter kind are used with a tied output.
+static int family_class(const char *arch, const char *family) {
+    size_t n = strlen(family) - strlen("ForCausalLM");
+    return !strcmp(arch, family) || (!strncmp(arch, family, n) && !strcmp(arch + n, "Model"));
+}
+
+// The index in families[] of a model_type, or of an architecture when the model_type is ""; the end
+// mark's if unknown.
+static int family_find(const char *type, const char *arch) {
+    int k = 0;
+    for (; families[k].type; k++) {
+        if (*type ? !strcmp(type, families[k].type) : family_class(arch, families[k].arch)) break;
+    }
+    return k;
+}
+
+// Reads the family of the model into c->model_type. Refuses unknown families, quantized checkpoints
+// and MLPs without SiLU.
+static void config_family(ConfigReader *r, Config *c, const Json *o) {
+    const Json *list = config_key(o, "architectures");
+    const char *type = config_str(r, o, "model_type", ""), *arch = "";
+    if (list && list->type == JSON_ARRAY && list->n && list->item[0].type == JSON_STRING)
+        arch = list->item[0].str;
+    else if (list)
+        config_fail(r, "architectures: expected a list of names");
+
+    // Gemma-3 is refused with a reason of its own: it differs in more than a name.
+    if (!strncmp(type, "gemma3", 6) || !strncmp(arch, "Gemma3", 6))
+        config_fail(r, "Gemma-3 is not supported (its norms, GeGLU and second RoPE base are not written); "
+                    FAMILIES);
+    if (!*type && !*arch)
+        config_fail(r, "model_type and architectures are missing: not a model's config; " FAMILIES);
+    int k = family_find(type, arch);
+    if (!families[k].type || (*arch && !family_class(arch, families[k].arch)))
+        config_fail(r, "model_type \"%.60s\", architecture \"%.60s\" is not supported; " FAMILIES, type,
+                    arch);
+    else
+        snprintf(c->model_type, sizeof c->model_type, "%s", families[k].type);
+
+    if (config_key(o, "quantization_config") || config_key(o, "compression_config")) {
+        const char *how = config_str(r, config_key(o, "quantization_config"), "quant_method", "?");
+        config_fail(r, "quantized checkpoint (quantization_config, %.40s): kvcomp reads F32, F16 and BF16 "
+                    "weights; take the unquantized model", how);
+    }
+    const char *act = config_str(r, o, "hidden_activation", "silu");
+    act = config_str(r, o, "hidden_act", act);
+    if (strcmp(act, "silu") && strcmp(act, "swish"))
+        config_fail(r, "hidden_act: expected \"silu\", found \"%.40s\"", act);
+}
+
+// Keys by which code of other families changes what is computed. Under one of our model_types
+// transformers passes over them, and so would kvcomp, to numbers that the model was not trained
+// for. Each has a value with which it changes nothing: 0, 1, or the letter of a size.
+static const struct { const char *key; char neutral; const char *what; } foreign_keys[] = {
+    { "scale_emb",              '1', "the embeddings are multiplied by it" },
+    { "embedding_multiplier",   '1', "the embeddings are multiplied by it" },
+    { "scale_depth",            'L', "what a layer adds is scaled by it" },
+    { "residual_multiplier",    '1', "what a layer adds is scaled by it" },
+    { "attention_multiplier",   'd', "attention scores are scaled by it" },
+    { "query_pre_attn_scalar",  'D', "attention scores are scaled by it" },
+    { "attn_logit_softcapping", '0', "attention scores are capped by it" },
+    { "attn_temperature_tuning", '0', "attention scores are scaled by position" },
+    { "attention_chunk_size",   '0', "attention is cut into chunks" },
+    { "dim_model_base",         'C', "the logits are scaled by it" },
+    { "logits_scaling",         '1', "the logits are divided by it" },
+    { "logit_scale",            '1', "the logits are multiplied by it" },
+    { "lm_head_multiplier",     '1', "the logits are multiplied by it" },
+    { "final_logit_softcapping", '0', "the logits are capped by it" },
+    { "no_rope_layers",         '1', "some layers have no RoPE" },
+    { "no_rope_layer_interval", '0', "some layers have no RoPE" },
+    { "rope_interleaved",       '0', "RoPE turns neighbouring channels" },
+    { "alibi",                  '0', "positions are told by ALiBi" },
+    { "clip_qkv",               '0', "queries, keys and values are clipped" },
+    { "use_qk_norm",            'q', "queries and keys are normed" },
+    { "qk_layernorm",           'q', "queries and keys are normed" },
+    { "use_parallel_residual",  '0', "attention and MLP stand side by side" },
+    { NULL, 0, NULL },
+};
+
+// The value of a foreign key that changes nothing: `neutral` as a digit, or a number of the model.
+static double foreign_neutral(const Config *c, char neutral) {
+    switch (neutral) {
+    case 'C': return c->C;
+    case 'D': return c->D;
+    case 'L': return sqrt(c->L);
+    case 'd': return 1 / sqrt(c->D);
+    case 'q': return c->qk_norm;
+    default:  return neutral - '0';
+    }
+}
+
+// Does the value v of a foreign key change nothing? A list does so when all its items do.
+static int foreign_harmless(const Json *v, double neutral) {
+    if (v->type == JSON_ARRAY) {
+        for (int i = 0; i < v->n; i++) {
+            if (!foreign_harmless(&v->item[i], neutral)) return 0;
+        }
+        return 1;
+    }
+    if (v->type == JSON_BOOL) return v->i == (neutral != 0);
+    return v->type == JSON_NUMBER && fabs(v->num - neutral) <= 1e-6 * fabs(neutral);
+}
+
+// Refuses keys that make another model of one of our families.
+static void config_foreign(ConfigReader *r, const Config *c, const Json *o) {
+    if (r->err[0]) return;
+    for (int i = 0; foreign_keys[i].key; i++) {
+        const Json *v = config_key(o, foreign_keys[i].key);
+        char buf[64];
+        if (!v || foreign_harmless(v, foreign_neutral(c, foreign_keys[i].neutral))) continue;
+        config_fail(r, "%s, %s: %s, which model_type %s does not do, so the numbers would be wrong",
+                    foreign_keys[i].key, json_show(v, buf), foreign_keys[i].what, c->model_type);
+    }
+}
+
+// The value that the classes of transformers take for a key that is absent.
+static int family_default(const Config *c, int llama, int mistral, int qwen) {
+    if (!strcmp(c->model_type, "mistral")) return mistral;
+    return !strncmp(c->model_type, "qwen", 4) ? qwen : llama;
+}
+
+// Reads the sizes of the model. c->dtype is what the file says; weights_load replaces it by what
+// most tensors have.
+static void config_sizes(ConfigReader *r, Config *c, const Json *o) {
+    c->C = config_int(r, o, "hidden_size", ABSENT_IS_ERROR, 1, 1 << 18);
+    c->F = config_int(r, o, "intermediate_size", ABSENT_IS_ERROR, 1, 1 << 20);
+    c->L = config_int(r, o, "num_hidden_layers", ABSENT_IS_ERROR, 1, 1024);
+    c->H = config_int(r, o, "num_attention_heads", ABSENT_IS_ERROR, 1, 1024);
+    int G = json_get(o, "num_key_value_heads") ? c->H : family_default(c, c->H, 8, 32);
+    c->G = config_int(r, o, "num_key_value_heads", G, 1, 1024);
+    c->V = config_int(r, o, "vocab_size", ABSENT_IS_ERROR, 1, 1 << 22);
+    int D = !strcmp(c->model_type, "qwen3") && !json_get(o, "head_dim") ? 128 : 0;
+    c->D = config_int(r, o, "head_dim", D, 2, 1024);
+    int max_pos = family_default(c, 2048, 131072, 32768);
+    c->max_pos = config_int(r, o, "max_position_embeddings", max_pos, 1, 1 << 30);
+    c->eps = (float)config_real(r, o, "rms_norm_eps", 1e-6, 1e-12, 1);
+    c->tied = config_flag(r, o, "tie_word_embeddings", 0);
+    c->qk_norm = !strcmp(c->model_type, "qwen3");
+    c->attention_bias = config_flag(r, o, "attention_bias", 0);
+    c->mlp_bias = config_flag(r, o, "mlp_bias", 0);
+    if (r->err[0]) return;
+
+    // What is absent is derived, and the sizes must fit each other.
+    if (!c->D) {
+        if (c->C % c->H)
+            config_fail(r, "hidden_size %d is no multiple of num_attention_heads %d, and there is no "
+                        "head_dim", c->C, c->H);
+        c->D = c->C / c->H;
+    }
+    if (c->H % c->G)
+        config_fail(r, "num_attention_heads %d is no multiple of num_key_value_heads %d", c->H, c->G);
+    if (c->H / c->G > MAX_R)
+        config_fail(r, "num_attention_heads %d, num_key_value_heads %d: expected at most %d query heads a "
+                    "KV head", c->H, c->G, MAX_R);
+    if (c->D % 2 || c->D < 2 || c->D > 1024)
+        config_fail(r, "head_dim %d: expected an even number from 2 to 1024 (RoPE turns pairs)", c->D);
+
+    const char *key = config_key(o, "dtype") ? "dtype" : "torch_dtype";
+    const char *dtype = config_str(r, o, key, "bfloat16");
+    if (!strcmp(dtype, "float32")) c->dtype = DT_F32;
+    else if (!strcmp(dtype, "float16")) c->dtype = DT_F16;
+    else c->dtype = DT_BF16;
+}
+
+// Reads which layers have a sliding window (D6, D7). Mistral: all of them. Qwen: those that
+// layer_types names or, without layer_types, those from max_window_layers on if use_sliding_window
+// is set. An absent sliding_window means 4096, the default of the models' classes; null means none.
+static void config_window(ConfigReader *r, Config *c, const Json *o) {
+    int qwen = !strncmp(c->model_type, "qwen", 4), mistral = !strcmp(c->model_type, "mistral");
+    if (r->err[0] || !(mistral || qwen)) return;
+    const Json *types = qwen ? config_key(o, "layer_types") : NULL;
+    int use = mistral || config_flag(r, o, "use_sliding_window", 0);
+    int from = qwen ? config_int(r, o, "max_window_layers", 28, 0, 1 << 30) : 0;
+    int absent = use && !json_get(o, "sliding_window") ? 4096 : 0;
+    int window = config_int(r, o, "sliding_window", absent, 1, 1 << 30);
+    if (types && (types->type != JSON_ARRAY || types->n != c->L)) {
+        config_fail(r, "layer_types: expected a list of %d names, one a layer", c->L);
+        return;
+    }
+
+    // One flag a layer; when no layer has a window, c->windowed is NULL.
+    int any = 0;
+    c->windowed = xcalloc((size_t)c->L, 1);
+    for (int l = 0; l < c->L; l++) {
+        const Json *t = types ? &types->item[l] : NULL;
+        char buf[64];
+        if (!t) c->windowed[l] = use && window && l >= from;
+        else if (t->type == JSON_STRING && !strcmp(t->str, "sliding_attention")) c->windowed[l] = 1;
+        else if (t->type != JSON_STRING || strcmp(t->str, "full_attention"))
+            config_fail(r, "layer_types[%d]: expected full_attention or sliding_attention, found %s", l,
+                        json_show(t, buf));
+        any |= c->windowed[l];
+    }
+    if (any && !window)
+        config_fail(r, "layer_types names sliding_attention layers, but sliding_window is missing");
+    if (any) {
+        c->window = window;
+    } else {
+        free(c->windowed);
+        c->windowed = NULL;
+    }
+}
+
+// Do a and b hold the same numbers and strings under the same keys? Every key is looked for among all
+// of b's, so that objects of very many keys, which RoPE does not have, count as different.
+static int json_same(const Json *a, const Json *b) {
+    if (a->type != b->type || a->n != b->n || a->num != b->num || a->len != b->len) return 0;
+    if (a->type == JSON_OBJECT && a->n > 1000) return 0;
+    if (a->len && memcmp(a->str, b->str, a->len)) return 0;
+    for (int i = 0; i < a->n; i++) {
+        const Json *y = a->type == JSON_OBJECT ? json_get(b, a->key[i]) : &b->item[i];
+        if (!y || !json_same(&a->item[i], y)) return 0;
+    }
+    return 1;
+}
+
+// The object with the parameters of RoPE, or NULL: rope_scaling in old files, rope_parameters in
+// new ones. The new one may hold one object per layer type; they must be the same.
+static const Json *config_rope_object(ConfigReader *r, const Json *o) {
+    const char *key = "rope_scaling";
+    const Json *p = config_key(o, key);
+    char buf[64];
+    if (!p || (p->type == JSON_OBJECT && !p->n)) {
+        key = "rope_parameters";
+        p = config_key(o, key);
+    }
+    if (p && p->type != JSON_OBJECT)
+        config_fail(r, "%s: expected an object, found %s", key, json_show(p, buf));
+
+    const Json *full = config_key(p, "full_attention");
+    const Json *sliding = config_key(p, "sliding_attention");
+    if (!full) return p;
+    if (sliding && !json_same(full, sliding))
+        config_fail(r, "rope_parameters: full_attention and sliding_attention differ, which is not "
+                    "supported");
+    return full;
+}
+
+// Reads what the scaling c->rope_type needs from the object p.
+static void config_rope_scaling(ConfigReader *r, Config *c, const Json *p) {
+    c->factor = config_real(r, p, "factor", ABSENT_IS_ERROR, 1, 1e6);
+    if (c->rope_type == ROPE_LLAMA3) {
+        c->low_freq = config_real(r, p, "low_freq_factor", ABSENT_IS_ERROR, 1e-6, 1e6);
+        c->high_freq = config_real(r, p, "high_freq_factor", ABSENT_IS_ERROR, 1e-6, 1e6);
+        if (c->low_freq >= c->high_freq)
+            config_fail(r, "low_freq_factor %g: expected less than high_freq_factor %g", c->low_freq,
+                        c->high_freq);
+    }
+    if (c->rope_type == ROPE_YARN) {
+        c->beta_fast = config_real(r, p, "beta_fast", 32, 1e-6, 1e6);
+        c->beta_slow = config_real(r, p, "beta_slow", 1, 1e-6, 1e6);
+        c->attn_factor = config_real(r, p, "attention_factor", 0, 1e-6, 1e6);
+        if (c->beta_fast < c->beta_slow)
+            config_fail(r, "beta_fast %g: expected at least beta_slow %g", c->beta_fast, c->beta_slow);
+        c->mscale = config_real(r, p, "mscale", 0, 0, 1e6);
+        c->mscale_all_dim = config_real(r, p, "mscale_all_dim", 0, 0, 1e6);
+        c->yarn_exact = !config_flag(r, p, "truncate", 1);
+    }
+}
+
+// Reads the kind of RoPE (D5). Old files have rope_theta and rope_scaling{type|rope_type, ..}, new
+// ones rope_parameters{rope_theta, rope_type, ..}. A rope_type that is not understood is refused:
+// ignoring it gives fluent nonsense after a few thousand tokens.
+static void config_rope(ConfigReader *r, Config *c, const Json *o) {
+    const Json *p = config_rope_object(r, o);
+    const char *type = config_str(r, p, "type", "default");
+    type = config_str(r, p, "rope_type", type);
+    c->theta = config_real(r, o, "rope_theta", 0, 1.5, 1e12);
+    c->theta = config_real(r, p, "rope_theta", c->theta, 1.5, 1e12);
+    if (c->theta == 0) {
+        c->theta = 10000;
+        if (!r->err[0]) warn("%s: no rope_theta, 10000 is used", r->file);
+    }
+    double partial = config_real(r, o, "partial_rotary_factor", 1, 0, 1);
+    partial = config_real(r, p, "partial_rotary_factor", partial, 0, 1);
+    if (partial != 1) config_fail(r, "partial_rotary_factor: only 1 is supported");
+    if (config_real(r, p, "llama_4_scaling_beta", 0, -1e6, 1e6) != 0)
+        config_fail(r, "llama_4_scaling_beta: queries that are scaled by position are not supported");
+
+    // Defaults of the scaling. The positions of training may stand in either object; the outer
+    // one wins.
+    c->factor = 1;
+    c->low_freq = 1;
+    c->high_freq = 4;
+    c->beta_fast = 32;
+    c->beta_slow = 1;
+    c->orig_pos = config_int(r, p, "original_max_position_embeddings", c->max_pos, 1, 1 << 30);
+    c->orig_pos = config_int(r, o, "original_max_position_embeddings", c->orig_pos, 1, 1 << 30);
+
+    if (!strcmp(type, "default")) return;
+    if (!strcmp(type, "linear")) c->rope_type = ROPE_LINEAR;
+    else if (!strcmp(type, "llama3")) c->rope_type = ROPE_LLAMA3;
+    else if (!strcmp(type, "yarn")) c->rope_type = ROPE_YARN;
+    else config_fail(r, "rope_type \"%.40s\" is not supported; supported: default, linear, llama3, yarn",
+                     type);
+    config_rope_scaling(r, c, p);
+}
+
+// Adds the eos ids of o, one number or a list, to those of c. An id without an embedding is never
+// generated, so it is left out.
+static void config_eos(ConfigReader *r, Config *c, const Json *o) {
+    const Json *v = config_key(o, "eos_token_id");
+    if (!v) return;
+    const int most = sizeof c->eos / sizeof *c->eos;
+    int list = v->type == JSON_ARRAY, n = list ? v->n : 1;
+    for (int i = 0; i < n; i++) {
+        const Json *e = list ? &v->item[i] : v;
+        char buf[64];
+        if (e->type != JSON_NUMBER || !e->is_int) {
+            config_fail(r, "eos_token_id: expected whole numbers, found %s", json_show(e, buf));
+            return;
+        }
+        int skip = e->i < 0 || e->i >= c->V;
+        for (int k = 0; k < c->n_eos; k++) skip |= c->eos[k] == e->i;
+        if (skip) continue;
+        if (c->n_eos == most) config_fail(r, "eos_token_id: more than 8 different ids");
+        else c->eos[c->n_eos++] = (int)e->i;
+    }
+}
+
+// Says what a file of another format is and what to do about it. NULL: the name tells of no such
+// file.
+static const char *foreign_file(const char *name) {
+    size_t n = strlen(name);
+    if (!strncmp(name, "pytorch_model", 13))
+        return "pickled weights, which are not read: in Python, "
+               "AutoModelForCausalLM.from_pretrained(IN).save_pretrained(OUT) writes safetensors";
+    if (!strncmp(name, "consolidated.", 13))
+        return "weights in the vendor's own layout (interleaved RoPE), which is not read: fetch the Hugging "
+               "Face files, config.json and model*.safetensors";
+    if (n > 5 && !strcmp(name + n - 5, ".gguf"))
+        return "a GGUF file, which is not read: fetch the Hugging Face folder it was made from";
+    return NULL;
+}
+
+// Looks in a folder for weights of another format: 1 and a complaint in err when it finds some,
+// else 0. readdir has no order; the complaint is about the first name of the alphabet.
+static int foreign_files(const char *dir, char err[512]) {
+    DIR *d = opendir(dir);
+    struct dirent *e;
+    char found[256] = "";
+    if (!d) return 0;
+    while ((e = readdir(d)) != NULL) {
+        if (foreign_file(e->d_name) && (!found[0] || strcmp(e->d_name, found) < 0))
+            snprintf(found, sizeof found, "%s", e->d_name);
+    }
+    closedir(d);
+    if (!found[0]) return 0;
+    snprintf(err, 512, "%.200s: only %.100s: %s", dir, found, foreign_file(found));
+    return 1;
+}
+
+// What -m takes, for complaints.
+static const char *const expected_folder = "a Hugging Face folder (config.json, model.safetensors, tokenizer.json)";
+
+// Parses the object in dir/name. Returns NULL with the reason in err, or with err "" when the file
+// is absent and not needed.
+static Json *config_file(const char *dir, const char *name, int needed, char err[512]) {
+    char path[1400], why[256];
+    size_t n;
+    struct stat st;
+    err[0] = 0;
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    if (!needed && !file_exists(path)) return NULL;
+
+    // The folder itself first, then weights that another format would need, then the file. A name with
+    // a blank or without a slash may be a question that lacks its -p.
+    if (stat(dir, &st)) {
+        int question = strchr(dir, ' ') || !strchr(dir, '/');
+        fault(err, "%.300s: no such folder%s", dir, question ? " (-p TEXT asks one question)" : "");
+        return NULL;
+    }
+    if (!S_ISDIR(st.st_mode)) {
+        fault(err, "%.300s: expected %s, found a file", dir, expected_folder);
+        return NULL;
+    }
+    if (!file_exists(path) && foreign_files(dir, err)) return NULL;
+    char *text = read_bounded(path, MOST_CONFIG, &n, why);
+    if (!text) {
+        if (file_exists(path)) fault(err, "%s", why);
+        else fault(err, "%s; expected %s", why, expected_folder);
+        return NULL;
+    }
+
+    Json *j = json_parse(text, n, why);
+    free(text);
+    if (!j) fault(err, "%.220s/%s: %s", dir, name, why);
+    else if (j->type != JSON_OBJECT) fault(err, "%.300s/%s: expected a JSON object", dir, name);
+    if (!err[0]) return j;
+    json_free(j);
+    return NULL;
+}
+
+// Reads config.json's object o into c. r->err tells whether c can be used.
+static void config_read(ConfigReader *r, Config *c, const Json *o) {
+    config_family(r, c, o);
+    config_sizes(r, c, o);
+    config_foreign(r, c, o);
+    config_window(r, c, o);
+    config_rope(r, c, o);
+    c->bos = config_int(r, o, "bos_token_id", -1, -1, INT_MAX);
+    if (c->bos >= c->V) c->bos = -1;
+    config_eos(r, c, o);
+}
+
+// Gives a config back; NULL is allowed.
+static void config_free(Config *c) {
+    if (c) free(c->windowed);
+    free(c);
+}
+
+// Reads config.json of a folder, and the eos ids of generation_config.json if it is there. Exit 3
+// with the key's name.
+Config *config_load(const char *dir) {
+    Config *c = xcalloc(1, sizeof *c);
+    char file[400];
+    ConfigReader r = { .file = file };
+
+    // c->dir is the path without slashes at its end.
+    size_t n = strlen(dir);
+    while (n > 1 && dir[n - 1] == '/') n--;
+    if (n >= sizeof c->dir) {
+        config_free(c);
+        die(EXIT_MODEL, "%.60s...: the path is longer than %zu bytes", dir, sizeof c->dir - 1);
+    }
+    memcpy(c->dir, dir, n);
+
+    // The path in `file` follows the file that is read, because complaints name it.
+    Json *config = config_file(c->dir, "config.json", 1, r.err), *generation = NULL;
+    snprintf(file, sizeof file, "%.300s/config.json", c->dir);
+    if (!r.err[0]) config_read(&r, c, config);
+    if (!r.err[0]) generation = config_file(c->dir, "generation_config.json", 0, r.err);
+    if (generation) {
+        snprintf(file, sizeof file, "%.300s/generation_config.json", c->dir);
+        config_eos(&r, c, generation);
+    }
+    json_free(config);
+    json_free(generation);
+    if (r.err[0]) {
+        config_free(c);
+        die(EXIT_MODEL, "%s", r.err);
+    }
+    return c;
+}
+
+// ---- a config without a checkpoint
+// Shapes of known models, for --synthetic.
+static const struct { const char *name; Config c; } synthetic_shapes[] = {
+    { "llama-3.2-1b", { .model_type = "llama", .L = 16, .H = 32, .G = 8, .D = 64, .C = 2048, .F = 8192,
+                        .V = 128256, .tied = 1, .eps = 1e-5f, .theta = 5e5, .rope_type = ROPE_LLAMA3,
+                        .factor = 32 } },
+    { "llama-3.1-8b", { .model_type = "llama", .L = 32, .H = 32, .G = 8, .D = 128, .C = 4096, .F = 14336,
+                        .V = 128256, .eps = 1e-5f, .theta = 5e5, .rope_type = ROPE_LLAMA3,
+                        .factor = 8 } },
+    { "qwen3-4b",     { .model_type = "qwen3", .L = 36, .H = 32, .G = 8, .D = 128, .C = 2560, .F = 9728,
+                        .V = 151936, .tied = 1, .qk_norm = 1, .eps = 1e-6f, .theta = 1e6,
+                        .factor = 1 } },
+    { "tiny",         { .model_type = "llama", .L = 8, .H = 8, .G = 4, .D = 64, .C = 512, .F = 1408,
+                        .V = 8192, .tied = 1, .eps = 1e-5f, .theta = 1e4, .factor = 1 } },
+};
+enum { N_SHAPES = sizeof synthetic_shapes / sizeof *synthetic_shapes };
+
+// Reads sizes such as "L16,H32" into c; a size that is not named stays. Returns 0, or -1 when the
+// text is malformed or a size is out of range.
+static int synthetic_sizes(Config *c, const char *text) {
+    const struct { char letter; int *at, max; } size[] = {
+        { 'L', &c->L, 1024 },
+        { 'H', &c->H, 1024 },
+        { 'G', &c->G, 1024 },
+        { 'D', &c->D, 1024 },
+        { 'C', &c->C, 1 << 18 },
+        { 'F', &c->F, 1 << 20 },
+        { 'V', &c->V, 1 << 22 },
+    };
+    const size_t sizes = sizeof size / sizeof *size;
+
+    // p stands on a letter, or on the text's end where a letter should stand.
+    for (const char *p = text; ; p++) {
+        size_t i = 0;
+        while (i < sizes && size[i].letter != *p) i++;
+        if (i == sizes || !isdigit((unsigned char)p[1])) return -1;
+        char *end;
+        long v = strtol(p + 1, &end, 10);
+        if (v < 1 || v > size[i].max || (*end && *end != ',')) return -1;
+        *size[i].at = (int)v;
+        if (!*end) return 0;
+        p = end;                // the comma
+    }
+}
+
+// A config for runs that measure speed: a known name, or sizes that replace those of llama-3.2-1b.
+// Exit 2 for a shape that cannot be.
+Config *config_synthetic(const char *shape) {
+    int k = 0;
+    while (k < N_SHAPES && strcmp(shape, synthetic_shapes[k].name)) k++;
+    Config c = synthetic_shapes[k < N_SHAPES ? k : 0].c;
+    c.max_pos = 131072;
+    c.orig_pos = 8192;
+    c.bos = -1;
+    c.dtype = DT_BF16;
+    c.low_freq = 1;
+    c.high_freq = 4;
+    c.beta_fast = 32;
+    c.beta_slow = 1;
+    snprintf(c.dir, sizeof c.dir, "synthetic:%s", shape);
+
+    // A shape that is no known name is a list of sizes.
+    if (k == N_SHAPES && synthetic_sizes(&c, shape))
+        die(EXIT_USAGE, "shape \"%.60s\": expected llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny or sizes such "
+            "as L16,H32,G8,D64,C2048,F8192,V128256", shape);
+    if (c.H % c.G) die(EXIT_USAGE, "shape \"%.60s\": H %d is no multiple of G %d", shape, c.H, c.G);
+    if (c.H / c.G > MAX_R)
+        die(EXIT_USAGE, "shape \"%.60s\": H %d, G %d: expected at most %d query heads a KV head", shape,
+            c.H, c.G, MAX_R);
+    if (c.D % 2) die(EXIT_USAGE, "shape \"%.60s\": D %d is odd (RoPE turns pairs)", shape, c.D);
+    Config *out = xmalloc(sizeof *out);
+    *out = c;
+    return out;
+}
+
+// ---- weights
+// One table names every tensor of a layer, its sizes and when it must be there. Loading, making and
+// printing walk it.
+enum {
+    TENSOR_NEEDED,              // every model has it
+    TENSOR_OPTIONAL,            // taken when the file has it
+    TENSOR_QWEN2,               // needed by Qwen2, optional elsewhere
+    TENSOR_QK_NORM,             // needed by a model with QK-norm, not looked for elsewhere
+};
+
+// rows and cols are letters of the legend; Q is H*D, K is G*D, and 1 row makes a vector.
+static const struct { const char *name; size_t at; char rows, cols; int when; } layer_tensors[] = {
+    { "input_layernorm.weight",          offsetof(Layer, attn_norm), '1', 'C', TENSOR_NEEDED },
+    { "self_attn.q_proj.weight",         offsetof(Layer, wq),        'Q', 'C', TENSOR_NEEDED },
+    { "self_attn.k_proj.weight",         offsetof(Layer, wk),        'K', 'C', TENSOR_NEEDED },
+    { "self_attn.v_proj.weight",         offsetof(Layer, wv),        'K', 'C', TENSOR_NEEDED },
+    { "self_attn.q_proj.bias",           offsetof(Layer, bq),        '1', 'Q', TENSOR_QWEN2 },
+    { "self_attn.k_proj.bias",           offsetof(Layer, bk),        '1', 'K', TENSOR_QWEN2 },
+    { "self_attn.v_proj.bias",           offsetof(Layer, bv),        '1', 'K', TENSOR_QWEN2 },
+    { "self_attn.q_norm.weight",         offsetof(Layer, q_norm),    '1', 'D', TENSOR_QK_NORM },
+    { "self_attn.k_norm.weight",         offsetof(Layer, k_norm),    '1', 'D', TENSOR_QK_NORM },
+    { "self_attn.o_proj.weight",         offsetof(Layer, wo),        'C', 'Q', TENSOR_NEEDED },
+    { "self_attn.o_proj.bias",           offsetof(Layer, bo),        '1', 'C', TENSOR_OPTIONAL },
+    { "post_attention_layernorm.weight", offsetof(Layer, mlp_norm),  '1', 'C', TENSOR_NEEDED },
+    { "mlp.gate_proj.weight",            offsetof(Layer, gate),      'F', 'C', TENSOR_NEEDED },
+    { "mlp.gate_proj.bias",              offsetof(Layer, bgate),     '1', 'F', TENSOR_OPTIONAL },
+    { "mlp.up_proj.weight",              offsetof(Layer, up),        'F', 'C', TENSOR_NEEDED },
+    { "mlp.up_proj.bias",                offsetof(Layer, bup),       '1', 'F', TENSOR_OPTIONAL },
+    { "mlp.down_proj.weight",            offsetof(Layer, down),      'C', 'F', TENSOR_NEEDED },
+    { "mlp.down_proj.bias",              offsetof(Layer, bdown),     '1', 'C', TENSOR_OPTIONAL },
+};
+enum { N_LAYER_TENSORS = sizeof layer_tensors / sizeof *layer_tensors };
+
+const char *const dtype_names[] = { "F32", "F16", "BF16", "Q8_0" };      // by DT_*
+
+// The tensor of a layer that line i of the table names.
+static Tensor *layer_tensor(Layer *ly, int i) {
+    return (Tensor *)((char *)ly + layer_tensors[i].at);
+}
+
+// The size that a letter of the table stands for.
+static int config_size(const Config *c, char letter) {
+    switch (letter) {
+    case 'C': return c->C;
+    case 'D': return c->D;
+    case 'F': return c->F;
+    case 'V': return c->V;
+    case 'Q': return c->H * c->D;
+    case 'K': return c->G * c->D;
+    default:  return 1;
+    }
+}
+
+// Rows of the tensor in line i of the table.
+static int tensor_rows(const Config *c, int i) {
+    return config_size(c, layer_tensors[i].rows);
+}
+
+// Its columns.
+static int tensor_cols(const Config *c, int i) {
+    return config_size(c, layer_tensors[i].cols);
+}
+
+// Must this model have it?
+static int tensor_needed(const Config *c, int i) {
+    switch (layer_tensors[i].when) {
+    case TENSOR_NEEDED:  return 1;
+    case TENSOR_QWEN2:   return !strcmp(c->model_type, "qwen2");
+    case TENSOR_QK_NORM: return c->qk_norm;
+    default:             return 0;
+    }
+}
+
+// Bytes of a tensor's data.
+size_t tensor_bytes(const Tensor *t) {
+    if (t->dtype == DT_Q8) return q8_tensor_bytes(t->rows, t->cols);
+    return (size_t)t->rows * (size_t)t->cols * dtype_size(t->dtype);
+}
+
+// ---- RoPE frequencies
+// yarn: the pair i, a real number, whose angle makes `beta` full turns in the positions of training
+//   orig_pos * theta^(-2i/D) = 2 pi beta   =>   i = D log(orig_pos / (2 pi beta)) / (2 log theta)
+static double yarn_pair(const Config *c, double beta) {
+    double log_ratio = log(c->orig_pos / (beta * 2 * M_PI));
+    return c->D * log_ratio / (2 * log(c->theta));
+}
+
+// yarn: the factor on cos and sin. It is attention_factor; without it s(mscale) / s(mscale_all_dim);
+// without those two s(1), where s(m) = 0.1 m ln(factor) + 1.
+static double yarn_scale(const Config *c) {
+    if (c->attn_factor > 0) return c->attn_factor;
+    if (c->factor <= 1) return 1;
+    double step = 0.1 * log(c->factor);
+    if (c->mscale == 0 || c->mscale_all_dim == 0) return step + 1;
+    return (step * c->mscale + 1) / (step * c->mscale_all_dim + 1);
+}
+
+// llama3: the frequency x after scaling. With wavelen = 2 pi / x:
+//   wavelen < orig_pos / high_freq:  x            a short wave stays
+//   wavelen > orig_pos / low_freq:   x / factor   a long one is stretched
+//   between:                         (1 - s) x / factor + s x, where
+//                                    s = (orig_pos / wavelen - low_freq) / (high_freq - low_freq)
+static double llama3_frequency(const Config *c, double x) {
+    double wavelen = 2 * M_PI / x;
+    if (wavelen < c->orig_pos / c->high_freq) return x;
+    if (wavelen > c->orig_pos / c->low_freq) return x / c->factor;
+    double s = (c->orig_pos / wavelen - c->low_freq) / (c->high_freq - c->low_freq);
+    return (1 - s) * x / c->factor + s * x;
+}
+
+// Sets f (D/2), one frequency per pair (i, i+D/2): theta^(-2i/D), then the scaling of config.json
+// (D5). *scale is the factor on cos and sin. All in double.
+static void rope_frequencies(const Config *c, double *f, float *scale) {
+    double low = 0, high = 0;
+    *scale = 1;
+    if (c->rope_type == ROPE_YARN) {
+        low = yarn_pair(c, c->beta_fast);
+        high = yarn_pair(c, c->beta_slow);
+        low = fmax(c->yarn_exact ? low : floor(low), 0);
+        high = fmin(c->yarn_exact ? high : ceil(high), c->D - 1);
+        if (low == high) high += 0.001;
+        *scale = (float)yarn_scale(c);
+    }
+    for (int i = 0; i < c->D / 2; i++) {
+        double x = pow(c->theta, -2.0 * i / c->D);
+        if (c->rope_type == ROPE_LINEAR) x /= c->factor;
+        if (c->rope_type == ROPE_LLAMA3) x = llama3_frequency(c, x);
+        if (c->rope_type == ROPE_YARN) {
+            // Pairs below low turn fast enough to stay as they are, pairs above high are stretched,
+            // a ramp lies between.
+            double ramp = fmin(fmax((i - low) / (high - low), 0), 1);
+            x = x / c->factor * ramp + x * (1 - ramp);
+        }
+        f[i] = x;
+    }
+}
+
+// ---- loading
+// Weights with their RoPE frequencies and no tensors yet.
+static Weights *weights_new(const Config *c) {
+    Weights *w = xcalloc(1, sizeof *w);
+    double *f = xmalloc((size_t)(c->D / 2) * sizeof *f);
+    w->layer = xcalloc((size_t)c->L, sizeof *w->layer);
+    w->files = xcalloc(1, sizeof(WeightFiles));
+
+    rope_frequencies(c, f, &w->rope_scale);
+    w->inv_freq64 = f;
+    return w;
+}
+
+// Gives both back; either may be NULL.
+void weights_close(Weights *w, Config *c) {
+    if (w) {
+        WeightFiles *wf = w->files;
+        for (size_t i = 0; i < arrlenu(wf->file); i++) safetensors_close(wf->file[i]);
+        arrfree(wf->file);
+        json_free(wf->index);
+        if (wf->block) munmap(wf->block, wf->block_bytes);
+        if (wf->q8) munmap(wf->q8, wf->q8_bytes);
+        free(wf);
+        free((void *)w->inv_freq64);
+        free(w->layer);
+        free(w);
+    }
+    config_free(c);
+}
+
+// Opens dir/name, unless it is open already. The name of a shard comes from a file, so only a plain
+// name in that folder is opened. Returns 0, or -1 with err set.
+static int weights_open_file(WeightFiles *wf, const char *dir, const char *name, char err[512]) {
+    char path[1400], why[512];
+    if (!*name || *name == '.' || strchr(name, '/') || strlen(name) > 255)
+        return fault(err, "%.200s/model.safetensors.index.json: weight_map names the file \"%.80s\", "
+                     "expected a name in the same folder", dir, name);
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    for (size_t i = 0; i < arrlenu(wf->file); i++) {
+        if (!strcmp(wf->file[i]->path, path)) return 0;
+    }
+    if (arrlenu(wf->file) == 4096)
+        return fault(err, "%.200s/model.safetensors.index.json: more than 4096 shards", dir);
+    SafeFile *f = safetensors_open(path, why);
+    if (!f) return fault(err, "%.200s/%.100s: %.200s", dir, name, why);
+    arrput(wf->file, f);
+    return 0;
+}
+
+// The open file dir/name, or NULL.
+static SafeFile *weights_file_of(const WeightFiles *wf, const char *dir, const char *name) {
+    size_t n = strlen(dir);
+    for (size_t i = 0; i < arrlenu(wf->file); i++) {
+        if (!strcmp(wf->file[i]->path + n + 1, name)) return wf->file[i];
+    }
+    return NULL;
+}
+
+// Opens the files of a folder: those that model.safetensors.index.json names or, without it,
+// model.safetensors. Other weights may lie beside them, so the folder is never searched. Returns 0,
+// or -1 with err set.
+static int weights_open(WeightFiles *wf, const char *dir, char err[512]) {
+    char path[1400];
+    wf->index = config_file(dir, "model.safetensors.index.json", 0, err);
+    if (err[0]) return -1;
+
+    if (!wf->index) {
+        snprintf(path, sizeof path, "%s/model.safetensors", dir);
+        if (!file_exists(path) && foreign_files(dir, err)) return -1;
+        return weights_open_file(wf, dir, "model.safetensors", err);
+    }
+
+    // weight_map: name of a tensor -> name of its file
+    const Json *map = json_get(wf->index, "weight_map");
+    if (!map || map->type != JSON_OBJECT || !map->n)
+        return fault(err, "%.300s/model.safetensors.index.json: no weight_map", dir);
+    for (int i = 0; i < map->n; i++) {
+        const Json *v = &map->item[i];
+        if (v->type != JSON_STRING)
+            return fault(err, "%.200s/model.safetensors.index.json: weight_map: %.100s is no file name",
+                         dir, map->key[i]);
+        if (weights_open_file(wf, dir, v->str, err)) return -1;
+    }
+    return 0;
+}
+
+// Says that a tensor is missing, or that the checkpoint is quantized when a tensor of a quantized
+// one stands in its place. Returns -1.
+static int weights_missing(const WeightFiles *wf, const Config *c, const char *name,
+                           char err[512]) {
+    static const char *const traces[] = {
+        "qweight",              // GPTQ and AWQ
+        "weight_packed",        // compressed-tensors
+        "weight_scale",         // FP8
+        "weight.absmax",        // bitsandbytes
+    };
+    char packed[200];
+    size_t n = strlen(name), stem = n > 7 && !strcmp(name + n - 7, ".weight") ? n - 7 : 0;
+    for (size_t i = 0; stem && i < sizeof traces / sizeof *traces; i++) {
+        snprintf(packed, sizeof packed, "%.*s.%s", (int)stem, name, traces[i]);
+        for (size_t k = 0; k < arrlenu(wf->file); k++) {
+            if (safetensors_find(wf->file[k], packed))
+                return fault(err, "%.200s: quantized checkpoint: tensor %s instead of %s; take the "
+                             "unquantized model", c->dir, packed, name);
+        }
+    }
+    return fault(err, "%.200s: tensor %s is missing", c->dir, name);
+}
+
+// Sets *t to the tensor of that name, or to NULL when there is none. With an index, the tensor is
+// where the index says and nowhere else. Returns 0, or -1 with err set.
+static int weights_find(WeightFiles *wf, const Config *c, const char *name, SafeTensor **t,
+                        char err[512]) {
+    const Json *place = json_get(json_get(wf->index, "weight_map"), name);
+    *t = NULL;
+    if (place) {
+        *t = safetensors_find(weights_file_of(wf, c->dir, place->str), name);
+        if (!*t)
+            return fault(err, "%.200s: tensor %s is not in %.100s, where model.safetensors.index.json says "
+                         "it is", c->dir, name, place->str);
+    } else if (!wf->index) {
+        *t = safetensors_find(wf->file[0], name);
+    }
+    return 0;
+}
+
+// Finds the tensor of that name, checks its dtype and its shape (rows,cols) or, with rows 0,
+// (cols), and sets *out. Returns 0, or -1 with err set. A tensor that is absent and not needed
+// leaves out->data NULL and is no error. Checkpoints that were saved without their output matrix
+// have names without "model." at the front.
+static int weights_take(WeightFiles *wf, const Config *c, const char *name, int needed, int rows,
+                        int cols, Tensor *out, char err[512]) {
+    SafeTensor *t;
+    if (weights_find(wf, c, name, &t, err)) return -1;
+    if (!t && !strncmp(name, "model.", 6) && weights_find(wf, c, name + 6, &t, err)) return -1;
+    if (!t) return needed ? weights_missing(wf, c, name, err) : 0;
+
+    if (t->dtype == DT_QUANTIZED)
+        return fault(err, "%.200s: quantized checkpoint: tensor %s is %s, expected F32, F16 or BF16; take "
+                     "the unquantized model", c->dir, name, t->type);
+    if (t->dtype < 0)
+        return fault(err, "%.200s: tensor %s is %s, expected F32, F16 or BF16", c->dir, name, t->type);
+    if (!safe_has_shape(t, rows, cols)) {
+        char found[200], want[64];
+        safe_shape_texts(t, rows, cols, found, want);
+        return fault(err, "%.110s: tensor %.100s: found shape (%.180s), expected (%s) from config.json",
+                     c->dir, name, found, want);
+    }
+    *out = (Tensor){ t->data, t->dtype, max_int(rows, 1), cols };
+    return 0;
+}
+
+// Why a model with this config has no use for the tensor in line i of the table; NULL: it has.
+// Qwen2's q, k and v have biases whatever config.json says.
+static const char *bias_denied(const Config *c, int i) {
+    const char *name = layer_tensors[i].name;
+    int llama = !strcmp(c->model_type, "llama"), qwen3 = !strcmp(c->model_type, "qwen3");
+    if (!strstr(name, ".bias") || tensor_needed(c, i)) return NULL;
+    if (strncmp(name, "mlp.", 4) && (llama || qwen3))
+        return c->attention_bias ? NULL : "attention_bias is false in config.json";
+    if (!strncmp(name, "mlp.", 4) && llama)
+        return c->mlp_bias ? NULL : "mlp_bias is false in config.json";
+    return "its family has no such bias";
+}
+
+// Is every number of the tensor zero?
+static int tensor_is_zero(const Tensor *t) {
+    const unsigned char *p = t->data;
+    for (size_t i = 0, n = tensor_bytes(t); i < n; i++) {
+        if (p[i]) return 0;
+    }
+    return 1;
+}
+
+// A bias that config.json denies: transformers leaves it out, the code it was trained with did not.
+// One of zeros changes nothing and is left out; any other is refused. Returns 0, or -1 with err set.
+static int weights_bias(const Config *c, const char *name, int i, Tensor *t, char err[512]) {
+    const char *why = t->data ? bias_denied(c, i) : NULL;
+    if (!why) return 0;
+    if (!tensor_is_zero(t))
+        return fault(err, "%.200s: tensor %s is not zero, but %s: transformers would compute without it, the "
+                     "model was made with it", c->dir, name, why);
+    *t = (Tensor){ 0 };
+    return 0;
+}
+
+// Do a and b (rows,cols) hold the same numbers?
+static int tensor_same(const Tensor *a, const Tensor *b) {
+    size_t cols = (size_t)a->cols;
+    int same = 1;
+    if (a->dtype == b->dtype) return !memcmp(a->data, b->data, tensor_bytes(a));
+    float *x = xmalloc(2 * cols * sizeof *x), *y = x + cols;
+    for (size_t r = 0; r < (size_t)a->rows && same; r++) {
+        to_f32(x, (const char *)a->data + r * cols * dtype_size(a->dtype), a->dtype, cols);
+        to_f32(y, (const char *)b->data + r * cols * dtype_size(b->dtype), b->dtype, cols);
+        same = !memcmp(x, y, cols * sizeof *x);
+    }
+    free(x);
+    return same;
+}
+
+// A memory map of n bytes for weights. Exit 4 when there is no memory.
+static void *weights_map(Weights *w, size_t n, const char *what) {
+    void *p = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) {
+        weights_close(w, NULL);
+        die(EXIT_MEMORY, "out of memory: %zu bytes of %s could not be had", n, what);
+    }
+    return p;
+}
+
+// Bytes of all matrices of c as DT_Q8.
+size_t q8_weights_bytes(const Config *c) {
+    size_t n = q8_tensor_bytes(c->V, c->C) * (c->tied ? 1 : 2);
+    for (int i = 0; i < N_LAYER_TENSORS; i++)
+        if (tensor_needed(c, i) && layer_tensors[i].rows != '1')
+            n += (size_t)c->L * q8_tensor_bytes(tensor_rows(c, i), tensor_cols(c, i));
+    return n;
+}
+
+// The memory for them.
+static void q8_map(Weights *w, const Config *c) {
+    WeightFiles *wf = w->files;
+    wf->q8_bytes = q8_weights_bytes(c);
+    wf->q8 = weights_map(w, wf->q8_bytes, "weights in 8 bits");
+    ask_huge_pages(wf->q8, wf->q8_bytes);
+}
+
+// The matrix t becomes DT_Q8 in that memory. The pages it was read from may leave memory. Exit 3 with
+// the tensor's name when a weight is too large for that.
+static void q8_take(Weights *w, const Config *c, Tensor *t, const char *name) {
+    WeightFiles *wf = w->files;
+    char *to = wf->q8 + wf->q8_used;
+    size_t page = page_bytes();
+    size_t from = ((size_t)t->data + page - 1) / page * page, end = ((size_t)t->data + tensor_bytes(t)) / page * page;
+    float top = q8_store(to, t);
+    if (top > Q8_MOST) {
+        weights_close(w, NULL);
+        die(EXIT_MODEL, "%.300s: tensor '%s' has a weight of %.4g, --weights q8_0 holds up to %.4g", c->dir, name, top,
+            Q8_MOST);
+    }
+    if (end > from) madvise((void *)from, end - from, MADV_DONTNEED);
+    *t = (Tensor){ to, DT_Q8, t->rows, t->cols };
+    wf->q8_used += tensor_bytes(t);
+}
+
+// All matrices of a checkpoint, one after the other: what is held beside them is one matrix.
+static void q8_weights(Weights *w, const Config *c) {
+    WeightFiles *wf = w->files;
+    char name[200];
+    q8_map(w, c);
+    wf->known[0] = w->embed;
+    wf->known[1] = w->layer[0].wq;
+    progress_tell("loading", 0);
+    q8_take(w, c, &w->embed, "model.embed_tokens.weight");
+    for (int l = 0; l < c->L; l++) {
+        progress_tell("loading", (l + 1.0) / (c->L + 2));
+        for (int i = 0; i < N_LAYER_TENSORS; i++) {
+            if (layer_tensors[i].rows == '1') continue;
+            snprintf(name, sizeof name, "model.layers.%d.%s", l, layer_tensors[i].name);
+            q8_take(w, c, layer_tensor(&w->layer[l], i), name);
+        }
+    }
+    if (c->tied) w->head = w->embed;
+    else q8_take(w, c, &w->head, "lm_head.weight");
+    progress_tell("loading", 1);
+}
+
+// Opens the files of c->dir and finds every tensor. Returns 0, or -1 with err set. QK-norm tensors
+// of a family that does not use them are left alone, so that weights_load reports them. Next to a
+// tied output an lm_head may stand if it is the embedding once more (D7).
+static int weights_read(Weights *w, Config *c, char err[512]) {
+    WeightFiles *wf = w->files;
+    char name[200];
+    if (weights_open(wf, c->dir, err)) return -1;
+    for (size_t i = 0; c->huge_pages && i < arrlenu(wf->file); i++)
+        ask_huge_pages(wf->file[i]->map, wf->file[i]->size);
+    if (weights_take(wf, c, "model.embed_tokens.weight", 1, c->V, c->C, &w->embed, err)) return -1;
+    for (int l = 0; l < c->L; l++) {
+        for (int i = 0; i < N_LAYER_TENSORS; i++) {
+            if (layer_tensors[i].when == TENSOR_QK_NORM && !c->qk_norm) continue;
+            int rows = layer_tensors[i].rows == '1' ? 0 : tensor_rows(c, i), cols = tensor_cols(c, i);
+            Tensor *t = layer_tensor(&w->layer[l], i);
+            snprintf(name, sizeof name, "model.layers.%d.%s", l, layer_tensors[i].name);
+            if (weights_take(wf, c, name, tensor_needed(c, i), rows, cols, t, err)) return -1;
+            if (weights_bias(c, name, i, t, err)) return -1;
+        }
+    }
+    if (weights_take(wf, c, "model.norm.weight", 1, 0, c->C, &w->norm, err)) return -1;
+    if (weights_take(wf, c, "lm_head.weight", !c->tied, c->V, c->C, &w->head, err)) return -1;
+    if (c->tied) {
+        if (w->head.data && !tensor_same(&w->head, &w->embed))
+            return fault(err, "%.200s: config.json ties the output to the embedding, but lm_head.weight is there "
+                         "and differs (with tie_word_embeddings false it is used)", c->dir);
+        w->head = w->embed;
+    }
+    return 0;
+}
+
+// Sets w->bytes to the sum over all tensors, and c->dtype to the dtype that most bytes have.
+static void weights_count(Weights *w, Config *c) {
+    size_t by[4] = { 0 };       // bytes by DT_*
+    by[w->embed.dtype] += tensor_bytes(&w->embed);
+    by[w->norm.dtype] += tensor_bytes(&w->norm);
+    if (w->head.data != w->embed.data) by[w->head.dtype] += tensor_bytes(&w->head);
+    for (int l = 0; l < c->L; l++) {
+        for (int i = 0; i < N_LAYER_TENSORS; i++) {
+            const Tensor *t = layer_tensor(&w->layer[l], i);
+            if (t->data) by[t->dtype] += tensor_bytes(t);
+        }
+    }
+    w->bytes = by[0] + by[1] + by[2] + by[3];
+    if (by[DT_Q8]) c->dtype = DT_Q8;
+    else if (by[DT_BF16] >= by[DT_F16] && by[DT_BF16] >= by[DT_F32]) c->dtype = DT_BF16;
+    else if (by[DT_F16] >= by[DT_F32]) c->dtype = DT_F16;
+    else c->dtype = DT_F32;
+}
+
+// Warns of tensors that nobody asked for. Stored RoPE frequencies are none of them: older
+// checkpoints have them.
+static void weights_leftovers(const WeightFiles *wf, const Config *c) {
+    const char *first = NULL;
+    int left = 0;
+    for (size_t i = 0; i < arrlenu(wf->file); i++) {
+        for (int k = 0; k < wf->file[i]->n; k++) {
+            const SafeTensor *t = &wf->file[i]->tensor[k];
+            if (t->used || strstr(t->name, "rotary_emb.inv_freq")) continue;
+            if (!left) first = t->name;
+            left++;
+        }
+    }
+    if (left)
+        warn("warning: %s: %d tensor%s not used, the first: %s", c->dir, left, left > 1 ? "s are" : " is",
+             first);
+}
+
+// The weights of the checkpoint that c was read from. Exit 3 with the tensor's name. Sets c->dtype.
+Weights *weights_load(Config *c) {
+    Weights *w = weights_new(c);
+    char err[512] = "";
+    if (weights_read(w, c, err)) {
+        weights_close(w, NULL);
+        die(EXIT_MODEL, "%s", err);
+    }
+    if (c->as_q8) q8_weights(w, c);
+    weights_count(w, c);
+    weights_leftovers(w->files, c);
+    return w;
+}
+
+// The embedding and layer 0's q_proj, by which an adapter knows its base, as the file has them: with
+// --weights q8_0 they are read once more from there.
+void weights_known(const Weights *w, Tensor known[2]) {
+    const WeightFiles *wf = w->files;
+    int again = wf && wf->known[0].data;
+    known[0] = again ? wf->known[0] : w->embed;
+    known[1] = again ? wf->known[1] : w->layer[0].wq;
+}
+
+// ---- weights from a seed
+// Fills p (n) with uniform bf16 numbers of the given standard deviation. One draw of 64 bits makes
+// four of them.
+static void random_bf16(uint16_t *p, size_t n, double std, uint64_t seed) {
+    float unit = (float)(std * 1.7320508075688772 / 32768);     // uniform: sqrt(3) std to both sides
+    for (size_t i = 0; i < n; ) {
+        uint64_t z = splitmix64(&seed);
+        for (int k = 0; k < 4 && i < n; k++) {
+            p[i++] = f32_to_bf16((float)(int16_t)(z & 0xffff) * unit);
+            z >>= 16;
+        }
+    }
+}
+
+// Bytes that a made tensor takes: bf16, rounded up to 64.
+static size_t synthetic_bytes(int rows, int cols) {
+    return ((size_t)rows * (size_t)cols * 2 + 63) & ~(size_t)63;
+}
+
+// Makes a tensor at *next, which moves behind it. std 0 asks for all ones. Each row has a seed of
+// its own, so the number of threads does not change the bits.
+static void make_tensor(Tensor *t, char **next, int rows, int cols, double std, uint64_t seed) {
+    const uint16_t one = 0x3f80;
+    uint16_t *p = (uint16_t *)*next;
+    *t = (Tensor){ p, DT_BF16, rows, cols };
+    *next += synthetic_bytes(rows, cols);
+    #pragma omp parallel for schedule(static)
+    for (int r = 0; r < rows; r++) {
+        uint16_t *row = p + (size_t)r * (size_t)cols;
+        if (std > 0) {
+            random_bf16(row, (size_t)cols, std, mix64(seed ^ mix64((uint64_t)r + 1)));
+        } else {
+            for (int i = 0; i < cols; i++) row[i] = one;
+        }
+    }
+}
+
+// Makes a matrix as make_tensor does. Of one that becomes DT_Q8 the next one takes the place.
+static void make_matrix(Weights *w, const Config *c, Tensor *t, char **next, int rows, int cols, double std,
+                        uint64_t seed) {
+    char *at = *next;
+    make_tensor(t, next, rows, cols, std, seed);
+    if (!c->as_q8) return;
+    q8_take(w, c, t, "made from a seed");
+    *next = at;
+}
+
+// Maps one block for all tensors of c, or for vectors and the largest matrix if matrices become
+// DT_Q8. Exit 4 when there is no memory.
+static void synthetic_block(Weights *w, const Config *c) {
+    WeightFiles *wf = w->files;
+    // The embedding, the output matrix if it is not tied, the last norm, and what the layers hold
+    size_t most = synthetic_bytes(c->V, c->C), vectors = synthetic_bytes(1, c->C);
+    size_t total = most * (c->tied ? 1 : 2) + vectors;
+    for (int i = 0; i < N_LAYER_TENSORS; i++) {
+        if (!tensor_needed(c, i)) continue;
+        size_t bytes = synthetic_bytes(tensor_rows(c, i), tensor_cols(c, i));
+        total += c->L * bytes;
+        if (layer_tensors[i].rows == '1') vectors += c->L * bytes;
+        else most = max_size(most, bytes);
+    }
+    if (c->as_q8) {
+        q8_map(w, c);
+        total = vectors + most;
+    }
+
+    wf->block = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (wf->block == MAP_FAILED) {
+        wf->block = NULL;
+        weights_close(w, NULL);
+        die(EXIT_MEMORY, "out of memory: %zu bytes of synthetic weights could not be had (a smaller shape "
+            "needs less)", total);
+    }
+    wf->block_bytes = total;
+    ask_huge_pages(wf->block, total);
+}
+
+// The bytes of c's weights and nothing else: no tensor has data. For a plan.
+Weights *weights_planned(const Config *c) {
+    Weights *w = weights_new(c);
+    size_t numbers = (size_t)c->V * c->C * (c->tied ? 1 : 2) + c->C;
+    size_t vectors = c->C;
+    for (int i = 0; i < N_LAYER_TENSORS; i++) {
+        if (!tensor_needed(c, i)) continue;
+        size_t n = (size_t)c->L * tensor_rows(c, i) * tensor_cols(c, i);
+        numbers += n;
+        if (layer_tensors[i].rows == '1') vectors += n;
+    }
+    w->bytes = numbers * dtype_size(c->dtype);
+    if (c->as_q8) w->bytes = q8_weights_bytes(c) + vectors * dtype_size(c->dtype);
+    return w;
+}
+
+// Random bf16 weights of the right sizes, for measurements of speed and for tests. Logits get a
+// standard deviation of about 2.5, and every branch writes into the residual stream at the scale of
+// the embedding, so that depth changes nothing. Sets c->dtype.
+Weights *weights_synthetic(Config *c, uint64_t seed) {
+    Weights *w = weights_new(c);
+    synthetic_block(w, c);
+    char *next = ((WeightFiles *)w->files)->block;
+
+    // The last norm gives x (C) the length sqrt(C), so its products with rows of deviation std have
+    // the deviation 2.5.
+    double std = 2.5 / sqrt(c->C);
+    make_matrix(w, c, &w->embed, &next, c->V, c->C, std, mix64(seed ^ 1));
+    for (int l = 0; l < c->L; l++) {
+        for (int i = 0; i < N_LAYER_TENSORS; i++) {
+            if (!tensor_needed(c, i)) continue;
+            int rows = tensor_rows(c, i), cols = tensor_cols(c, i);
+            // A matrix keeps the size of its input. The two that write into the residual stream,
+            // those with C rows, bring it down to the embedding's. Norms are all ones.
+            double spread = (layer_tensors[i].rows == 'C' ? std : 1) / sqrt(cols);
+            if (strstr(layer_tensors[i].name, "norm")) spread = 0;
+            uint64_t own = mix64(seed ^ mix64((uint64_t)l * 64 + (uint64_t)i + 16));
+            Tensor *t = layer_tensor(&w->layer[l], i);
+            if (layer_tensors[i].rows == '1') make_tensor(t, &next, rows, cols, spread, own);
+            else make_matrix(w, c, t, &next, rows, cols, spread, own);
+        }
+    }
+
+    make_tensor(&w->norm, &next, 1, c->C, 0, 0);
+    w->head = w->embed;
+    if (!c->tied) make_matrix(w, c, &w->head, &next, c->V, c->C, std, mix64(seed ^ 2));
+    weights_count(w, c);
+    return w;
+}
+
+// ---- --inspect
+// Prints one line about a tensor that stands in `times` layers, in different dtypes if `mixed`;
+// none if it is absent.
+static void inspect_tensor(FILE *f, const char *name, const Tensor *t, int mixed, int times) {
+    char shape[40];
+    if (!t->data) return;
+    if (t->rows == 1) snprintf(shape, sizeof shape, "%d", t->cols);
+    else snprintf(shape, sizeof shape, "%d x %d", t->rows, t->cols);
+    fprintf(f, "  %-46s %-5s ", name, mixed ? "mixed" : dtype_names[t->dtype]);
+    if (times > 1) fprintf(f, "%-16s in %d layers\n", shape, times);
+    else fprintf(f, "%s\n", shape);
+}
+
+// Prints one line about the tensor in line i of the table, over all layers.
+static void inspect_layers(FILE *f, const Config *c, const Weights *w, int i) {
+    char name[200];
+    int times = 0, mixed = 0;
+    const Tensor *first = NULL;
+    for (int l = 0; l < c->L; l++) {
+        const Tensor *t = layer_tensor(&w->layer[l], i);
+        if (!t->data) continue;
+        if (!first) first = t;
+        times++;
+        mixed |= t->dtype != first->dtype;
+    }
+    snprintf(name, sizeof name, "model.layers.*.%s", layer_tensors[i].name);
+    if (first) inspect_tensor(f, name, first, mixed, times);
+}
+
+// Prints the config.
+static void inspect_config(FILE *f, const Config *c) {
+    static const char *const ropes[] = { "default", "linear", "llama3", "yarn" };       // by ROPE_*
+    int windowed = 0;
+    for (int l = 0; l < c->L; l++) windowed += c->windowed && c->windowed[l];
+    fprintf(f, "model      %s, %s\n", c->model_type, c->dir);
+    fprintf(f, "sizes      L %d layers, H %d query heads, G %d KV heads, D %d head_dim, C %d width, "
+            "F %d MLP, V %d vocabulary\n", c->L, c->H, c->G, c->D, c->C, c->F, c->V);
+    fprintf(f, "rope       %s, theta %g, factor %g, trained for %d positions, max_position_embeddings %d\n",
+            ropes[c->rope_type], c->theta, c->factor, c->orig_pos, c->max_pos);
+    fprintf(f, "norm       eps %g, QK-norm %s\n", c->eps, c->qk_norm ? "yes" : "no");
+    if (c->window)
+        fprintf(f, "window     %d positions in %d of %d layers\n", c->window, windowed, c->L);
+    fprintf(f, "tokens     bos %d, eos", c->bos);
+    for (int i = 0; i < c->n_eos; i++) fprintf(f, " %d", c->eos[i]);
+    fprintf(f, "%s\n", c->n_eos ? "" : " none");
+    fprintf(f, "output     %s\n", c->tied ? "tied to the embedding" : "own matrix");
+}
+
+// What --inspect prints: the config, the tensors, their bytes, and what one token costs in the
+// cache.
+void inspect(const Config *c, const Weights *w, FILE *f) {
+    inspect_config(f, c);
+    fprintf(f, "tensors\n");
+    inspect_tensor(f, "model.embed_tokens.weight", &w->embed, 0, 1);
+    for (int i = 0; i < N_LAYER_TENSORS; i++) inspect_layers(f, c, w, i);
+    inspect_tensor(f, "model.norm.weight", &w->norm, 0, 1);
+    if (!c->tied) inspect_tensor(f, "lm_head.weight", &w->head, 0, 1);
+
+    size_t token = (size_t)c->L * (size_t)c->G * (size_t)c->D * 2;
+    fprintf(f, "weights    %zu bytes, mostly %s\n", w->bytes, dtype_names[c->dtype]);
+    fprintf(f, "KV cache   %zu bytes a token in f32, %zu in f16 (uncompressed)\n", token * 4, token * 2);
+}
+
+// How many of the ids (n), from the first on, have a row in the embedding: n when all of them do.
+int ids_with_rows(const Config *c, const int *ids, int n) {
+    int i = 0;
+    while (i < n && ids[i] >= 0 && ids[i] < c->V) i++;
+    return i;
+}
+
+// The name of a DT_* constant.
+const char *dtype_name(int dt) {
+    if (dt == DT_F32) return "f32";
+    if (dt == DT_Q8) return "q8_0";
+    return dt == DT_F16 ? "f16" : "bf16";
+}

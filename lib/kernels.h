@@ -1,0 +1,175 @@
+// lib/kernels.h - everything that is arithmetic only: number formats, products of matrices, the two products
+// of attention, exponentials, and the k largest of n numbers.
+//
+// Compiled for every instruction set and chosen at run time. Results depend neither on the number of threads
+// nor on T: row t of a product has the same bits whatever the batch. (m,n) is row-major.
+#ifndef LIB_KERNELS_H
+#define LIB_KERNELS_H
+#include "base.h"
+#include <math.h>
+
+// types of weights and of plain rows; see dtype_size()
+enum { DT_F32, DT_F16, DT_BF16,
+       DT_Q8 };                 // matrices only, on the CPU (--weights q8_0): panels of blocks, see q8_store
+
+typedef struct {                // a matrix W (rows,cols): y = W x has rows numbers, x has cols. A vector has rows 1
+    const void *data;           // NULL: there is no such tensor
+    int dtype;                  // DT_*
+    int rows, cols;
+} Tensor;
+
+static inline size_t dtype_size(int dt) { return dt == DT_F32 ? 4 : 2; }        // of a number; DT_Q8 has none
+
+typedef struct {                // memory that will be read next: a kernel asks for it in portions while it computes
+    const char *p;
+    size_t bytes;
+} Ahead;
+
+#define LOG2_E 1.44269504f
+
+// ---- number formats, for both compilers
+typedef union {                 // a float and its bits
+    float f;
+    uint32_t u;
+} FloatBits;
+
+KV_HD static inline float bf16_to_f32(uint16_t h) {
+    FloatBits x;
+    x.u = (uint32_t)h << 16;
+    return x.f;
+}
+
+// To the nearest bf16, ties to even. Saturates at the largest finite bf16; NaN stays NaN.
+KV_HD static inline uint16_t f32_to_bf16(float f) {
+    FloatBits x;
+    x.f = f;
+    if ((x.u & 0x7fffffff) > 0x7f800000) return (uint16_t)(x.u >> 16 | 64);
+    uint32_t r = (x.u + 0x7fff + (x.u >> 16 & 1)) >> 16;
+    if ((r & 0x7fff) >= 0x7f80) r = (r & 0x8000) | 0x7f7f;
+    return (uint16_t)r;
+}
+
+KV_HD static inline float f16_to_f32(uint16_t h) {
+    FloatBits x;
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16;
+    uint32_t exponent = h >> 10 & 31, mantissa = h & 1023;
+    if (exponent == 31) x.u = sign | 0x7f800000 | mantissa << 13;               // infinity, NaN
+    else if (exponent) x.u = sign | (exponent + 112) << 23 | mantissa << 13;    // biases 15 and 127
+    else {                                                                      // subnormal: mantissa * 2^-24
+        x.f = (float)mantissa * 5.9604644775390625e-8f;
+        x.u |= sign;
+    }
+    return x.f;
+}
+
+// To the nearest f16, ties to even. Saturates at 65504; NaN stays NaN.
+KV_HD static inline uint16_t f32_to_f16(float f) {
+    FloatBits x;
+    x.f = f;
+    uint32_t sign = x.u >> 16 & 0x8000;
+    uint32_t a = x.u & 0x7fffffff;
+    if (a > 0x7f800000) return (uint16_t)(sign | 0x7e00);                       // NaN
+    if (a >= 0x477ff000) return (uint16_t)(sign | 0x7bff);                      // rounds past 65504
+    if (a < 0x38800000) {               // below 2^-14 the result is subnormal. The float adder rounds it: 0.5f's last
+        x.u = a;                        // bit stands for 2^-24, which is the unit of a subnormal f16
+        x.f += 0.5f;
+        return (uint16_t)(sign | (x.u - 0x3f000000));
+    }
+    a += 0xfff + (a >> 13 & 1);
+    return (uint16_t)(sign | (a - 0x38000000) >> 13);
+}
+
+// A float as an unsigned number with the same order; -0 counts as +0. Every bit of a negative float
+// is turned around, and only the sign of any other.
+KV_HD static inline uint32_t order_key(float x) {
+    union { float f; uint32_t u; int32_t i; } v;
+    v.f = x + 0.0f;
+    return v.u ^ ((uint32_t)(v.i >> 31) | 0x80000000u);
+}
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Numbers of dtype to f32 and back, rounded to the nearest.
+void to_f32  (float *dst, const void *src, int dtype, size_t n);
+void from_f32(void *dst, const float *src, int dtype, size_t n);
+
+// ---- rows of format q8_0: blocks of 32 values, the last one may be shorter; a block is an f16 scale
+// d = max|x| / 127, and then one signed byte round(x / d) a value
+enum { Q8_BLOCK = 32 };
+enum { ROWS_Q8 = 16 };          // what rows in the hands of a kernel may be beside DT_*: of this format
+size_t q8_bytes(int D);                                         // of a row of D values
+size_t kind_bytes(int dtype, int D);                            // of a row of D values of dtype, or ROWS_Q8
+void   q8_unpack(float *x, const char *o, int n, int D);        // x (n,D) = n rows
+
+// ---- weights in 8 bits (DT_Q8)
+size_t q8_tensor_bytes(int rows, int cols);
+#define Q8_MOST (127 * 65504.0f)        // the largest weight that they hold
+float  q8_store(char *to, const Tensor *w);     // to = w, which is of another dtype -> its largest |weight|
+
+// ---- products of matrices
+// y (T,rows) = x (T,cols) W^T; the second form for rows that lie ldy and ldx numbers apart.
+void matmul(float *y, const float *x, const Tensor *w, int T);
+void matmul_strided(float *y, size_t ldy, const float *x, size_t ldx, const Tensor *w, int T);
+void tensor_row(float *dst, const Tensor *w, int r);            // dst (cols) = row r of w
+
+extern int bf16_terms;                  // numbers of bf16 that make one of x: 1, 2 or 3
+int    terms_matter(int terms);         // does the set in use make its products by them?
+size_t product_bytes(int dtype, size_t T, size_t n);    // that a product of T rows of n numbers takes beside them
+
+void add_bias(float *y, const Tensor *b, int T);                // y (T,b.cols) += b; nothing when b.data is NULL
+void rmsnorm(float *y, const float *x, const Tensor *w, int T, int n, float eps);       // y and x (T,n)
+void swiglu(float *g, const float *u, size_t n);                // g = silu(g) * u
+
+// ---- the products of attention. k and v (n,D) are of dtype, DT_* or ROWS_Q8; next is read afterwards
+// s (m,n) = scale * q (m,D) k (n,D)^T, and o (m,D) = p (m,n) v (n,D); add 1: o += that
+void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next);
+void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next);
+void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale);  // all f32
+void attn_mix(float *o, const float *p, const float *v, int m, int n, int D);                  // o += p v, all f32
+
+// With keys of q8_0 these are sums of integers (D89): q8_pieces(D) of these hold four queries (m,D).
+typedef struct Q8Query Q8Query;
+int    q8_pieces(int D);
+size_t q8_query_bytes(int m, int D);
+void   q8_queries(Q8Query *to, const float *q, int m, int D);
+void   q8_scores(float *s, const Q8Query *q, const void *k, int m, int n, int D, float scale, Ahead next);
+
+// y (m,n) = x (m,K) w (n,K)^T, all f32; rows of y lie ldy numbers apart. add 1: y += that.
+void dots_of(float *y, size_t ldy, const float *x, const float *w, int m, int n, int K, int add);
+float dot_f32(const float *a, const float *b, int n);           // in the same order of lanes as attn_scores
+
+// x = exp(x - max), *sum += all of x; -INFINITY gives 0
+void exp_shift(float *x, float max, int n, float *sum);
+
+// x (n,m) = 2^(x - max) down each column; max and sum (m) go on from what earlier rows left
+void softmax_columns(float *x, int n, int m, float *max, float *sum);
+
+// ---- packed rows: n elements of w bits at p become h (n) f16 whose cut bits are 0; mid is set in all but zeros
+void unpack_bits(uint16_t *h, const unsigned char *p, int n, int w);   // the plain way, without mid
+extern void (*unpack_f16)(uint16_t *h, const unsigned char *p, int n, int w, int mid);
+void unpack_choose(void);               // takes the fastest way this processor has
+
+// ---- choosing
+float max_f32(const float *x, int n);                           // the largest; -INFINITY when n is 0
+int   top_k(const float *x, int n, int k, int *idx);            // places of the k largest (ties: the lower), ascending -> count
+extern void (*top_k_chosen)(const float *x, int n, const int *idx, int k);     // tests look at a choice
+int   weight_from(const float *x, const int *w, int n, uint32_t key);  // sum of w where order_key(x) >= key; w NULL: how many
+
+// Asks for the next `bytes` bytes of a, or for what is left of it, and moves a past them.
+static inline __attribute__((always_inline)) void ask_ahead(Ahead *a, size_t bytes) {
+    if (bytes > a->bytes) bytes = a->bytes;
+    for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(a->p + b);
+    a->p += bytes;
+    a->bytes -= bytes;
+}
+
+// "amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "neon", "plain"; KVCOMP_SIMD overrides the choice.
+// "amx-plain" and "pairs-plain" are for tests: the tiles of AMX, and products in pairs, in plain C
+const char *simd_name(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

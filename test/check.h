@@ -1,0 +1,268 @@
+// test/check.h - what every test program shares: TEST and CHECK, tests that die or are left out, random
+// numbers, and the runner.
+//
+//     ./tests            every test, one line each that fails, and "N passed, N failed" at the end
+//     ./tests NAME...    only tests whose names contain one of the words;  ./tests -l  lists them
+//
+// A test is TEST(name, "what it proves") { ... CHECK(condition, "what was found", ...) ... }. It registers
+// itself. What this machine cannot run is left out and counted by what it needs.
+#ifndef TEST_CHECK_H
+#define TEST_CHECK_H
+#include "../lib/base.h"
+#include <dirent.h>
+#include <errno.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <unistd.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+typedef struct {
+    const char *name, *what;
+    void (*run)(void);
+} Test;
+
+static Test test_table[1024];
+static int n_tests, checks_failed;      // failed CHECKs of the running test
+
+// Enters a test into the table. It is called before main, by the constructor that TEST writes.
+static void test_add(const char *name, const char *what, void (*run)(void)) {
+    test_table[n_tests++] = (Test){ name, what, run };
+}
+
+#define TEST(fn, what) \
+    static void test_##fn(void); \
+    __attribute__((constructor)) static void register_##fn(void) { \
+        test_add(#fn, what, test_##fn); \
+    } \
+    static void test_##fn(void)
+
+// Reports a CHECK that failed: file, line, the condition's text and what was found.
+static void check_failed(const char *file, int line, const char *cond, const char *fmt, ...) {
+    va_list ap;
+    if (checks_failed++ >= 8) return;   // the first few say enough
+    fprintf(stderr, "  %s:%d: %s: ", file, line, cond);
+    va_start(ap, fmt);
+    vfprintf(stderr, fmt, ap);
+    va_end(ap);
+    fputc('\n', stderr);
+}
+
+#define CHECK(cond, ...) \
+    do { \
+        if (!(cond)) check_failed(__FILE__, __LINE__, #cond, __VA_ARGS__); \
+    } while (0)
+
+// Runs code that is expected to die: `code` = its exit code (0 when it returned), die_text = its line.
+#define EXPECT_DIE(code, statement) \
+    do { \
+        jmp_buf jb_; \
+        jmp_buf *old_ = die_jump; \
+        int rc_; \
+        die_text[0] = 0; \
+        if (!(rc_ = setjmp(jb_))) { \
+            die_jump = &jb_; \
+            statement; \
+        } \
+        die_jump = old_; \
+        code = rc_; \
+    } while (0)
+
+// What this machine lacks, and how many tests were left out for it. `what` is a text that lasts.
+static struct {
+    const char *what;
+    int n;
+} lacks[8];
+
+static int n_lacks;
+static jmp_buf test_leave;
+
+// Notes that `tests` tests were left out because this machine lacks `what`.
+static void lack(const char *what, int tests) {
+    int k = 0;
+    while (k < n_lacks && strcmp(lacks[k].what, what)) k++;
+    if (k == n_lacks) lacks[n_lacks++].what = what;
+    lacks[k].n += tests;
+}
+
+// Leaves the running test, which needs something that this machine lacks.
+__attribute__((noreturn)) static void leave_out(const char *what) {
+    lack(what, 1);
+    longjmp(test_leave, 1);
+}
+
+// The n-th allocation of the program fails, n = allocation_to_fail; 0: none does.
+static long allocations, allocation_to_fail;
+
+// Whether the allocation that is about to happen is the one that shall fail.
+static int this_one_fails(void) {
+    return __atomic_add_fetch(&allocations, 1, __ATOMIC_RELAXED) == allocation_to_fail;
+}
+
+// ---- a few generators every family uses
+static uint64_t rnd_state = 1;
+
+// Starts the generator anew, so that a test draws the same numbers whichever tests ran before.
+static void rnd_seed(uint64_t s) { rnd_state = s; }
+
+// A uniform draw from [0,1).
+static double rnd_unit(void) { return (double)(splitmix64(&rnd_state) >> 11) / 9007199254740992.0; }
+
+// A uniform draw from 0 to n - 1.
+static int rnd_int(int n) { return (int)(splitmix64(&rnd_state) % (uint64_t)n); }
+
+// A draw from the standard normal distribution (Box and Muller).
+static float rnd_normal(void) {
+    return (float)(sqrt(-2 * log(1 - rnd_unit())) * cos(2 * M_PI * rnd_unit()));
+}
+
+// Largest violation of |a-b| <= atol + rtol |b| over n values: > 1 means failed. NaN counts as infinite.
+static double worst(const float *a, const float *b, size_t n, double atol, double rtol, size_t *at) {
+    double w = 0;
+    for (size_t i = 0; i < n; i++) {
+        double e = fabs((double)a[i] - b[i]) / (atol + rtol * fabs((double)b[i]));
+        if (!(e <= w)) {
+            w = isnan(e) ? INFINITY : e;
+            if (at) *at = i;
+        }
+    }
+    return w;
+}
+
+#define NO_TERMINAL "a pseudo-terminal (/dev/ptmx, /dev/pts)"
+
+// ---- folders and files of the tests
+static char tmp_dir[300];
+static pid_t tmp_owner;  // the process that made it: a child that exits leaves it alone
+
+// Removes dir's files and folders one level deep, and dir.
+static void tmp_clear(const char *dir) {
+    char path[700];
+    DIR *d = opendir(dir);
+    for (struct dirent *e; d && (e = readdir(d));) {
+        if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
+        snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+        if (remove(path)) tmp_clear(path);
+    }
+    if (d) closedir(d);
+    rmdir(dir);
+}
+
+// At exit.
+static void tmp_remove(void) {
+    if (*tmp_dir && getpid() == tmp_owner) tmp_clear(tmp_dir);
+}
+
+// In a folder that is removed at exit; the result lives until the 4th call after.
+static const char *tmp_path(const char *name) {
+    static char buf[4][400];
+    static int k;
+    if (!*tmp_dir) {
+        const char *t = getenv("TMPDIR");
+        snprintf(tmp_dir, sizeof tmp_dir, "%.200s/kvcomp-test-XXXXXX", t && *t ? t : P_tmpdir);
+        if (!mkdtemp(tmp_dir)) {
+            perror(tmp_dir);
+            exit(1);
+        }
+        tmp_owner = getpid();
+        atexit(tmp_remove);
+    }
+    k = (k + 1) & 3;
+    snprintf(buf[k], sizeof buf[k], "%s/%s", tmp_dir, name);
+    return buf[k];
+}
+
+// Writes n bytes to a file; the tests end where that fails.
+static void put_file(const char *path, const void *data, size_t n) {
+    FILE *f = fopen(path, "wb");
+    if (!f || fwrite(data, 1, n, f) != n || fclose(f)) {
+        perror(path);
+        exit(1);
+    }
+}
+
+// n draws of the standard normal distribution, to be freed.
+static float *random_floats(size_t n) {
+    float *x = xmalloc(n * sizeof *x);
+    for (size_t i = 0; i < n; i++) x[i] = rnd_normal();
+    return x;
+}
+
+// Sets the number of OpenMP's threads, where there is OpenMP.
+static void set_threads(int n) {
+#ifdef _OPENMP
+    omp_set_num_threads(n);
+#else
+    (void)n;
+#endif
+}
+
+// How many lines a text has.
+static int lines_in(const char *s) {
+    int n = 0;
+    for (; *s; s++) n += *s == '\n';
+    return n;
+}
+
+// ---- the runner
+// Where chats on a terminal keep their history while the tests run.
+static char state_folder[] = "/tmp/kvcomp-state-XXXXXX";
+
+// The tests are the same wherever they are started from, whatever the user's environment says, and on a
+// machine with a GPU: they run in the folder of the program, on the CPU, and threads that wait do not take the
+// cores from those that work.
+static void settle(char **argv) {
+    char folder[1024];
+    const char *slash = strrchr(argv[0], '/');
+    spin_shortly(argv);
+    snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - argv[0]) : 1, slash ? argv[0] : ".");
+    if (*folder && chdir(folder)) fprintf(stderr, "%s: %s\n", folder, strerror(errno));
+    setenv("KVCOMP_DEVICE", "cpu", 1);
+    unsetenv("KVCOMP_MODEL");
+    unsetenv("KVCOMP_THREADS");
+    unsetenv("KVCOMP_CTX_SIZE");
+    unsetenv("NO_COLOR");
+    if (mkdtemp(state_folder)) setenv("XDG_STATE_HOME", state_folder, 1);
+}
+
+// Lists the tests, or runs those whose names are given, or all, each in turn. Returns the exit code: 5 if one
+// failed, or none was run.
+static int check_main(int argc, char **argv) {
+    // Static, because a test that is left out jumps back here.
+    static int passed, failed, i;
+    static double t0;
+    settle(argv);
+    allocation_fails = this_one_fails;
+    if (argc == 2 && !strcmp(argv[1], "-l")) {
+        for (i = 0; i < n_tests; i++) printf("%-40s %s\n", test_table[i].name, test_table[i].what);
+        return 0;
+    }
+    for (i = 0; i < n_tests; i++) {
+        int wanted = argc < 2;
+        for (int j = 1; j < argc; j++) wanted |= strstr(test_table[i].name, argv[j]) != NULL;
+        if (!wanted) continue;
+        t0 = now();
+        checks_failed = 0;
+        if (!setjmp(test_leave)) {
+            test_table[i].run();
+        } else {
+            printf("left out %s\n", test_table[i].name);
+            if (!checks_failed) continue;
+        }
+        double dt = now() - t0;
+        passed += !checks_failed;
+        failed += checks_failed > 0;
+        if (checks_failed)
+            printf("FAILED %s (%d checks): %s\n", test_table[i].name, checks_failed, test_table[i].what);
+        if (argc > 1 || dt > 2) printf("       %s %.2f s\n", test_table[i].name, dt);
+        fflush(stdout);
+    }
+    tmp_clear(state_folder);
+    for (int k = 0; k < n_lacks; k++)
+        printf("left out: %d need%s %s\n", lacks[k].n, lacks[k].n == 1 ? "s" : "", lacks[k].what);
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed || (!passed && !n_lacks) ? EXIT_CHECK : 0;
+}
+#endif

@@ -1,0 +1,7073 @@
+// test/test_app.c - the tests of app/: evaluation, benchmark, pages, and the program from outside, as a user or
+// a script sees it. It includes the parts of app/, so that every static function can be tried.
+#ifndef KVCOMP_NO_MAIN
+#define KVCOMP_NO_MAIN
+#endif
+#include "../lib/base.c"
+#include "../lib/checkpoint.c"
+#include "../kvcomp.c"
+#include "../app/options.c"
+#include "../app/chat.c"
+#include "../app/measure.c"
+#include "../app/page.c"
+#include "../app/main.c"
+#include "check.h"
+#include "twin.h"
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+
+// ==================================================================================================== 12 EVALUATION
+
+// Metrics on cases worked by hand; every generator against what its text really holds; the reader
+// on good and malformed lines; intervals on cases with a known answer; the two passes against a
+// session driven by hand; and the program from outside.
+
+// Whether two numbers agree to a millionth.
+static int near_to(double a, double b) { return fabs(a - b) < 1e-6; }
+
+TEST(eval_f1, "F1 of word bags: case, punctuation and articles do not count, repeated words count "
+              "as often as both have them") {
+    static const struct {
+        const char *said, *gold;
+        double f1;
+    } cases[] = {
+        { "The PARIS!", "paris", 1 },
+        { "b c", "b c d", .8 },
+        { "a b the c", "an b c, d", .8 },
+        { "x x y", "x y y", 2. / 3 },
+        { "one two", "three", 0 },
+        { "", "x", 0 },
+        { "the", "a", 0 },
+        { "4821", "The secret code is 4821.", .4 },
+        { "it's", "its", 1 },
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        double x = word_f1(cases[i].said, cases[i].gold);
+        CHECK(near_to(x, cases[i].f1), "'%s' against '%s': %g, expected %g", cases[i].said,
+              cases[i].gold, x, cases[i].f1);
+    }
+    CHECK(holds_answer("It is red, blue.", "red blue", 0) &&
+              !holds_answer("It is blue red", "red blue", 0) && !holds_answer("reddish", "red", 0),
+          "whole words in order");
+    CHECK(holds_answer("The red!", "red", 1) && !holds_answer("dark red", "red", 1) &&
+              !holds_answer("", "", 1),
+          "exact match");
+}
+
+TEST(eval_accuracy, "TREC accuracy: named labels share the point, labels inside the right one do "
+                    "not count, only the first line does") {
+    char *nested[] = { "a", "ab", "abc", "x" };
+    char **classes = NULL;
+    for (int i = 0; i < 4; i++) arrput(classes, nested[i]);
+
+    static const struct {
+        const char *said, *gold;
+        double x;
+    } cases[] = {
+        { "abc", "abc", 1 },       { "abc", "a", 1. / 3 }, { "abc", "ab", .5 },
+        { "x or abc", "abc", .5 }, { "x", "abc", 0 },      { "\n\nx\nabc", "abc", 0 },
+        { "\nabc\nx", "abc", 1 },  { "", "x", 0 },
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        double x = class_accuracy(cases[i].said, cases[i].gold, classes);
+        CHECK(near_to(x, cases[i].x), "'%s' against '%s': %g, expected %g", cases[i].said,
+              cases[i].gold, x, cases[i].x);
+    }
+    arrfree(classes);
+}
+
+TEST(eval_rouge, "Rouge-L in both forms: ours over words in order, LongBench's over the sets of "
+                 "words of common subsequences, sentence by sentence") {
+    static const struct {
+        const char *said, *gold;
+        double ours, longbench;
+    } cases[] = {
+        { "a b c d", "a c d e", .75, .75 },
+        { "d c b a", "a b c d", .25, .25 },
+        { "a a a", "a", .5, 1 },
+        { "", "a", 0, 0 },
+        { "...", "a", 0, 0 },
+        // "sat." is another word for ours; the sentences' sets unite for the other.
+        { "the cat sat. on the mat", "the cat sat on the mat", 5. / 6, 1 },
+        // A sentence of blanks is one empty word there.
+        { "a. ", "a", 0, 2. / 3 },
+        { "x b y", "b", .5, .5 },
+        { "c d a b", "a b. c d", .5, 1 },
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        double x = rouge_l(cases[i].said, cases[i].gold);
+        double y = rouge_l_longbench(cases[i].said, cases[i].gold);
+        CHECK(near_to(x, cases[i].ours), "'%s' against '%s': %g, expected %g", cases[i].said,
+              cases[i].gold, x, cases[i].ours);
+        CHECK(near_to(y, cases[i].longbench), "LongBench '%s' against '%s': %g, expected %g",
+              cases[i].said, cases[i].gold, y, cases[i].longbench);
+    }
+}
+
+TEST(eval_frame, "the sentence around an answer is not scored, what stands in it wrongly is; "
+                 "replies without a known frame stay as they are") {
+    EvalSet e = { 0 };
+    EvalTurn t = gold_turn(&e, "?", "The numbers of the red box are {12} and {7}.");
+
+    static const struct {
+        const char *said, *rest;
+    } cases[] = {
+        { "The numbers of the red box are 12 and 7.", "12 7." },
+        { "the numbers of the red box are 3.", "3." },
+        { "12", "12" },
+        { "The red red box", "red" },
+        { "You said nothing", "You said nothing" },
+        { "", "" },
+    };
+
+    CHECK(!strcmp(t.reply, "The numbers of the red box are 12 and 7.") &&
+              !strcmp(t.answers[0], "12 7") && arrlen(t.span) == 4,
+          "'%s' '%s'", t.reply, t.answers[0]);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char *rest = without_frame(&t, cases[i].said);
+        CHECK(!strcmp(rest, cases[i].rest), "'%s' leaves '%s', expected '%s'", cases[i].said, rest,
+              cases[i].rest);
+        free(rest);
+    }
+    int from = (int)(strstr(t.reply, "12") - t.reply);
+    CHECK(in_answer(&t, from, from + 2) && in_answer(&t, from - 1, from + 1) &&
+              !in_answer(&t, from - 4, from) && !in_answer(&t, from + 2, from + 6),
+          "tokens of the answer");
+    arrsetlen(t.span, 0);
+    char *rest = without_frame(&t, "The numbers\n");
+    CHECK(!strcmp(rest, "The numbers\n") && in_answer(&t, 0, 1), "no frame: '%s'", rest);
+    free(rest);
+    turn_free_lists(&t);
+    eval_set_free(&e);
+}
+
+// ---- generators
+
+// The shipped model's tokenizer.
+static Tokenizer *tiny_tokenizer(void) {
+    char err[512];
+    Tokenizer *t = tokenizer_load("models/kvcomp-tiny", err);
+    CHECK(t, "%s", err);
+    return t;
+}
+
+// n items of one task and length.
+static EvalSet make_set(const Tokenizer *tok, int task, int length, int n, uint64_t seed) {
+    EvalSet e = { 0 };
+    int *lengths = NULL;
+    arrput(lengths, length);
+    make_items(&e, tok, task, lengths, n, seed);
+    arrfree(lengths);
+    return e;
+}
+
+// How often a text holds another.
+static int count_in(const char *text, const char *what) {
+    int n = 0;
+    for (const char *p = text; (p = strstr(p, what)); p++) n++;
+    return n;
+}
+
+// How often, in the messages up to that turn.
+static int told_by(const EvalItem *it, int turn, const char *sentence) {
+    int n = 0;
+    for (int j = 0; j <= turn; j++) n += count_in(it->turn[j].user, sentence);
+    return n;
+}
+
+// A scored turn: its evidence is told once, and holds the answer.
+static void check_turn(const EvalItem *it, int turn) {
+    const EvalTurn *t = &it->turn[turn];
+    CHECK(arrlen(t->answers) == 1 && arrlen(t->evidence) > 0 && arrlen(t->span) >= 2,
+          "%s %d turn %d", it->task, it->number, turn);
+    for (int i = 0; i < (int)arrlen(t->evidence); i++)
+        CHECK(told_by(it, turn, t->evidence[i]) == 1, "%s %d turn %d: '%s' is told %d times",
+              it->task, it->number, turn, t->evidence[i], told_by(it, turn, t->evidence[i]));
+    char **words = words_of(t->answers[0], WORDS_BARE);
+    for (int w = 0; w < (int)arrlen(words); w++) {
+        int found = 0;
+        for (int i = 0; i < (int)arrlen(t->evidence); i++)
+            found |= holds_answer(t->evidence[i], words[w], 0);
+        CHECK(found, "%s %d turn %d: '%s' does not follow from the evidence", it->task, it->number,
+              turn, words[w]);
+    }
+    words_free(words);
+    char *rest = without_frame(t, t->reply), *wrong = without_frame(t, "You have not told me.");
+    CHECK(near_to(best_score(it->metric, rest, t), 1),
+          "%s %d turn %d: the right reply '%s' scores %g", it->task, it->number, turn, t->reply,
+          best_score(it->metric, rest, t));
+    CHECK(best_score(it->metric, wrong, t) < .2, "%s: a denial scores %g", it->task,
+          best_score(it->metric, wrong, t));
+    free(rest);
+    free(wrong);
+}
+
+TEST(eval_generators, "every task: evidence stands in the text once and gives the answer, the "
+                      "right reply scores 1, texts have the length asked for") {
+    Tokenizer *tok = tiny_tokenizer();
+    for (int task = 0; task < EVAL_TASKS; task++)
+        for (int length = 512; length <= 1024; length *= 2) {
+            EvalSet e = make_set(tok, task, length, 6, 3);
+            for (int i = 0; i < (int)arrlen(e.item); i++) {
+                const EvalItem *it = &e.item[i];
+                int tokens = 0, scored = 0, n = (int)arrlen(it->turn);
+                for (int j = 0; j < n; j++) {
+                    int *ids =
+                        tokenizer_encode(tok, it->turn[j].user, strlen(it->turn[j].user), 0, NULL);
+                    tokens += (int)arrlen(ids);
+                    arrfree(ids);
+                    CHECK(it->turn[j].reply && *it->turn[j].reply, "a turn without a reply");
+                    if (it->turn[j].answers) {
+                        check_turn(it, j);
+                        scored++;
+                    }
+                }
+                CHECK(scored && it->turn[n - 1].answers, "%s %d: the last turn asks", it->task,
+                      it->number);
+                CHECK(tokens >= .9 * length && tokens <= 1.1 * length, "%s %d: %d tokens for %d",
+                      it->task, it->number, tokens, length);
+            }
+            eval_set_free(&e);
+        }
+    tokenizer_free(tok);
+}
+
+// The query of a version at the beginning and the same at the end: begin = query, separator, text;
+// end = text, separator, query. Returns the length of the query with its separator, 0 if there is
+// none that fits.
+static int query_length(const char *begin, const char *end) {
+    size_t n = strlen(begin);
+    for (size_t k = 2; k < n && strlen(end) == n; k++)
+        if (isspace((unsigned char)begin[k - 1]) && isspace((unsigned char)end[n - k]) &&
+            !memcmp(begin + k, end, n - k) && !memcmp(begin, end + n - k + 1, k - 1))
+            return (int)k;
+    return 0;
+}
+
+TEST(eval_positions, "the versions of a text are the same text: only the query moves, and the "
+                     "version without it is the text alone") {
+    Tokenizer *tok = tiny_tokenizer();
+    for (int task = 0; task < EVAL_TASKS; task++) {
+        EvalSet e = make_set(tok, task, 300, 6, 4);
+        int versions = 1, n = (int)arrlen(e.item);
+        while (versions < n && e.item[versions].number == e.item[0].number) versions++;
+        CHECK(n == 6 * versions && (versions == 1 || versions == 3 || versions == 4),
+              "%s: %d items of %d versions", eval_tasks[task].name, n, versions);
+        for (int i = 0; i < n; i += versions)
+            for (int j = 0; j < (int)arrlen(e.item[i].turn); j++) {
+                const EvalTurn *b = &e.item[i].turn[j];
+                if (b->position < 0) continue;
+                const EvalTurn *m = &e.item[i + 1].turn[j], *z = &e.item[i + 2].turn[j];
+                CHECK(b->position == 0 && m->position == 1 && z->position == 2,
+                      "positions %d %d %d", b->position, m->position, z->position);
+                int k = query_length(b->user, z->user), len = (int)strlen(z->user);
+                CHECK(k > 5 && (int)strlen(m->user) == len, "%s: begin and end differ: %s\n%s",
+                      e.item[i].task, b->user, z->user);
+                char query[256];
+                snprintf(query, sizeof query, "%.*s", k - 1, b->user);
+                char *at = strstr(m->user, query);
+                CHECK(at && at > m->user && at + k < m->user + len, "%s: the query is not amid: %s",
+                      e.item[i].task, m->user);
+                if (at)
+                    CHECK(!memcmp(m->user, z->user, (size_t)(at - m->user)) &&
+                              !strncmp(at + k, z->user + (at - m->user),
+                                       (size_t)(len - k - (at - m->user))),
+                          "%s: the middle version is another text", e.item[i].task);
+                CHECK(!strcmp(b->answers[0], m->answers[0]) &&
+                          !strcmp(b->answers[0], z->answers[0]),
+                      "other answers");
+                if (versions < 4) continue;
+                const EvalItem *alone = &e.item[i + 3];
+                CHECK(!alone->turn[0].answers && alone->turn[1].position == -1 &&
+                          !strcmp(alone->turn[1].user, query) &&
+                          !strcmp(alone->turn[1].answers[0], b->answers[0]),
+                      "the question alone: %s", alone->turn[1].user);
+                CHECK((int)strlen(alone->turn[0].user) == len - k &&
+                          !strncmp(alone->turn[0].user, z->user, (size_t)(len - k)),
+                      "the text alone is another one");
+            }
+        eval_set_free(&e);
+    }
+    tokenizer_free(tok);
+}
+
+// Is there another sentence of the same words but for one or two?
+static int has_near_miss(const EvalItem *it, int turn, const char *sentence) {
+    char **want = words_of(sentence, WORDS_RAW);
+    int found = 0;
+    for (int j = 0; j <= turn; j++)
+        for (const char *p = it->turn[j].user; *p;) {
+            size_t n = strcspn(p, ".") + (strchr(p, '.') != NULL);
+            char *one = strndup(p, n), **have = words_of(one, WORDS_RAW);
+            int other = 0, same = arrlen(have) == arrlen(want);
+            for (int i = 0; same && i < (int)arrlen(want); i++)
+                other += strcmp(have[i], want[i]) != 0;
+            found |= same && other >= 1 && other <= 2;
+            words_free(have);
+            free(one);
+            p += n;
+        }
+    words_free(want);
+    return found;
+}
+
+TEST(eval_details, "near misses, depths, the last of several moves, evidence over turns, pronouns, "
+                   "labels, numbers never trained on") {
+    Tokenizer *tok = tiny_tokenizer();
+    EvalSet e = make_set(tok, 0, 512, 12, 5);  // needle
+    for (int i = 0; i < (int)arrlen(e.item); i++) {
+        const EvalItem *it = &e.item[i];
+        const EvalTurn *t = &it->turn[it->turn[0].answers == NULL];
+        if (it->number % 4 == 1 || it->number % 4 == 3)
+            CHECK(has_near_miss(it, 1 < arrlen(it->turn), t->evidence[0]), "no near miss of '%s'",
+                  t->evidence[0]);
+        if (it->number % 4 == 2) {
+            CHECK(t->depth == -1 && arrlen(t->evidence) == 3, "three numbers");
+            continue;
+        }
+        double at = (double)(strstr(it->turn[0].user, t->evidence[0]) - it->turn[0].user) /
+                    (double)strlen(it->turn[0].user);
+        CHECK(t->depth == 30 * it->number % 110 && fabs(at - t->depth / 100.) < .08,
+              "%d: depth %d, found at %.2f", it->number, t->depth, at);
+        for (const char *p = t->answers[0]; strlen(p) > 2 && isdigit((unsigned char)*p);
+             p += strcspn(p, " ") + (strchr(p, ' ') != NULL)) {
+            int sum = 0;
+            for (const char *q = p; isdigit((unsigned char)*q); q++) sum += *q - '0';
+            CHECK(sum % 8 == 0, "%s was seen in training", t->answers[0]);
+        }
+    }
+    eval_set_free(&e);
+    e = make_set(tok, 1, 512, 12, 5);  // multiturn
+    int spread = 0;
+    for (int i = 0; i < (int)arrlen(e.item); i++) {
+        const EvalItem *it = &e.item[i];
+        int n = (int)arrlen(it->turn), last = n - 2;
+        CHECK(n == 7 && it->turn[0].answers && it->turn[2].answers && it->turn[4].answers,
+              "%d turns", n);
+        for (int j = 2; j < 5; j += 2)
+            for (int k = 0; k < (int)arrlen(it->turn[j].evidence); k++)
+                spread += !strstr(it->turn[j].user, it->turn[j].evidence[k]);
+        char thing[64];
+        CHECK(sscanf(it->turn[last].user, "Where is the %63[^?]", thing) == 1 &&
+                  strstr(thing, " now"),
+              "%s", it->turn[last].user);
+        *strstr(thing, " now") = 0;
+        char *told = strstr(it->turn[4].user, it->turn[last].evidence[0]);
+        CHECK(told && strstr(told, thing) && !strstr(strstr(told, thing) + 1, thing),
+              "'%s' moves again after '%s'", thing, it->turn[last].evidence[0]);
+        CHECK(told_by(it, 0, thing) == 1 && told_by(it, 2, thing) == 2 &&
+                  told_by(it, 4, thing) == 3,
+              "'%s' is told of %d times", thing, told_by(it, 4, thing));
+        char **names = words_of(it->turn[n - 1].answers[0], WORDS_RAW);
+        CHECK(arrlen(names) == 12, "a list of %d", (int)arrlen(names));
+        words_free(names);
+    }
+    CHECK(spread > 10, "evidence of %d facts lies in earlier turns", spread);
+    eval_set_free(&e);
+    // coref: the name is told once before it is asked.
+    e = make_set(tok, 2, 400, 6, 5);
+    for (int i = 0; i < (int)arrlen(e.item); i++) {
+        const EvalItem *it = &e.item[i];
+        int n = (int)arrlen(it->turn);
+        char name[64];
+        CHECK(sscanf(it->turn[2].user, "I have a friend called %63[^.]", name) == 1 &&
+                  told_by(it, n - 3, name) == 1 && strstr(it->turn[n - 1].user, name),
+              "%s", it->turn[2].user);
+    }
+    eval_set_free(&e);
+    e = make_set(tok, 4, 400, 6, 5);  // json
+    // Another key differs in its last syllable.
+    for (int i = 3; i < (int)arrlen(e.item); i += 4) {
+        char key[64];
+        CHECK(sscanf(e.item[i].turn[1].user, "What is the value of %63[^?]", key) == 1, "%s",
+              e.item[i].turn[1].user);
+        key[strlen(key) - 2] = 0;
+        CHECK(count_in(e.item[i].turn[0].user, key) >= 2, "no key like %s in %s", key,
+              e.item[i].turn[0].user);
+    }
+    eval_set_free(&e);
+    // fewshot: nine examples over two messages, three of each label.
+    e = make_set(tok, 5, 400, 6, 5);
+    for (int i = 0; i < (int)arrlen(e.item); i++) {
+        const EvalItem *it = &e.item[i];
+        CHECK(arrlen(it->turn) == 2 && arrlen(it->turn[1].classes) == 3 &&
+                  word_in(it->turn[1].classes, it->turn[1].answers[0]) >= 0,
+              "labels");
+        CHECK(count_in(it->turn[0].user, ": ") == 4 && count_in(it->turn[1].user, ": ") == 5 &&
+                  it->turn[1].user[strlen(it->turn[1].user) - 1] == ':',
+              "%s", it->turn[1].user);
+    }
+    eval_set_free(&e);
+    tokenizer_free(tok);
+}
+
+TEST(eval_seed, "a seed always makes the same texts, another one others; more items never change "
+                "the first ones") {
+    Tokenizer *tok = tiny_tokenizer();
+    for (int task = 0; task < EVAL_TASKS; task++) {
+        EvalSet a = make_set(tok, task, 200, 3, 1), b = make_set(tok, task, 200, 5, 1);
+        EvalSet c = make_set(tok, task, 200, 3, 2);
+        for (int i = 0; i < (int)arrlen(a.item); i++) {
+            int others = 0;
+            for (int j = 0; j < (int)arrlen(a.item[i].turn); j++) {
+                CHECK(!strcmp(a.item[i].turn[j].user, b.item[i].turn[j].user), "%s %d: %s",
+                      a.item[i].task, i, b.item[i].turn[j].user);
+                others += j >= (int)arrlen(c.item[i].turn) ||
+                          strcmp(a.item[i].turn[j].user, c.item[i].turn[j].user) != 0;
+            }
+            CHECK(others, "%s %d: seed 2 made the same", a.item[i].task, i);
+        }
+        eval_set_free(&a);
+        eval_set_free(&b);
+        eval_set_free(&c);
+    }
+    tokenizer_free(tok);
+}
+
+// ---- intervals
+
+TEST(eval_bootstrap, "intervals: a constant has none, two texts reach from one to the other, a "
+                     "coin has its textbook width, a constant gap is exact") {
+    Answer x[400] = { 0 }, y[400] = { 0 };
+    double lo, hi;
+    for (int i = 0; i < 400; i++) {
+        x[i].item = y[i].item = i;
+        x[i].score = .25;
+    }
+    bootstrap(x, NULL, 400, 1, &lo, &hi);
+    CHECK(near_to(lo, .25) && near_to(hi, .25), "constant: %g..%g", lo, hi);
+    x[0].score = 0;
+    x[1].score = 1;
+    bootstrap(x, NULL, 2, 1, &lo, &hi);
+    CHECK(lo == 0 && hi == 1, "two texts: %g..%g", lo, hi);
+    for (int i = 0; i < 400; i++) x[i].score = i % 2;
+    bootstrap(x, NULL, 400, 1, &lo, &hi);
+    CHECK(fabs(hi - lo - 2 * 1.96 * .025) < .012 && fabs(hi + lo - 1) < .01,
+          "a coin thrown 400 times: %g..%g, expected .451 .. .549", lo, hi);
+    double again[2];
+    bootstrap(x, NULL, 400, 1, &again[0], &again[1]);
+    CHECK(lo == again[0] && hi == again[1], "another interval from the same seed");
+    for (int i = 0; i < 400; i++) y[i].score = x[i].score - .5;
+    bootstrap(y, x, 400, 1, &lo, &hi);
+    CHECK(near_to(lo, -.5) && near_to(hi, -.5), "a constant gap: %g..%g", lo, hi);
+    // Four answers of a text say the same: a hundred coins.
+    for (int i = 0; i < 400; i++) {
+        x[i].item = i / 4;
+        x[i].score = i / 4 % 2;
+    }
+    bootstrap(x, NULL, 400, 1, &lo, &hi);
+    CHECK(fabs(hi - lo - 2 * 1.96 * .05) < .025,
+          "a hundred texts of four answers: %g..%g, expected .402 .. .598", lo, hi);
+}
+
+TEST(eval_means, "means by task, by position and over last turns; no answer gives no array") {
+    Answer *x = NULL;
+    for (int i = 0; i < 6; i++)
+        arrput(x, ((Answer){ .task = i < 4 ? "one" : "two",
+                             .item = i / 2,
+                             .turn = i % 2,
+                             .turns = 2,
+                             .position = i % 2 ? -1 : i / 2,
+                             .length = 10,
+                             .depth = -1,
+                             .score = i * .1,
+                             .nll = i }));
+
+    static const struct {
+        const char *task;
+        int place, n;
+        double mean;
+    } cases[] = { { NULL, ANY_PLACE, 6, .25 }, { "one", ANY_PLACE, 4, .15 },
+                  { "two", LAST_TURN, 1, .5 }, { NULL, LAST_TURN, 3, .3 },
+                  { NULL, -1, 3, .3 },         { NULL, 1, 1, .2 },
+                  { "two", 0, 0, 0 },          { "three", ANY_PLACE, 0, 0 } };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Answer *some = answers_of(x, cases[i].task, cases[i].place);
+        CHECK((int)arrlen(some) == cases[i].n &&
+                  (!some || near_to(mean_score(some), cases[i].mean)),
+              "case %d: %d answers, mean %g", (int)i, (int)arrlen(some), mean_score(some));
+        arrfree(some);
+    }
+    CHECK(near_to(mean_nll(x), 2.5), "NLL %g", mean_nll(x));
+    arrfree(x);
+}
+
+// ---- files
+
+// Returns the exit code; die_text holds the message.
+static int read_lines(const char *text, EvalSet *e) {
+    char path[64];
+    static Tokenizer *tok;
+    if (!tok) tok = tiny_tokenizer();
+    snprintf(path, sizeof path, "/tmp/kvt_%d_items", (int)getpid());
+    FILE *f = fopen(path, "w");
+    if (f) {
+        fputs(text, f);
+        fclose(f);
+    }
+    int code;
+    EXPECT_DIE(code, read_items(e, tok, path));
+    unlink(path);
+    return code;
+}
+
+TEST(eval_files, "dialogues and LongBench items are read as documented; a malformed line ends with "
+                 "2 and its number") {
+    EvalSet e = { 0 };
+    int code =
+        read_lines("{\"type\":\"t\",\"turns\":[{\"user\":\"hi\"},{\"paras\":[\"p\",\"q\"],"
+                   "\"query\":\"w?\",\"answers\":[\"x\",\"y\"],\"reply\":\"It is x.\"}]}\n\n  \n"
+                   "{\"input\":\"Which?\",\"context\":\"C.\",\"answers\":[\"A\"],\"all_classes\":["
+                   "\"A\",\"B\"],\"dataset\":\"trec\",\"length\":3}\n"
+                   "{\"input\":\"\",\"context\":\"Long.\",\"answers\":[\"short\"],\"all_classes\":"
+                   "null,\"dataset\":\"gov_report_e\"}\n"
+                   "{\"input\":\"Who?\",\"context\":\"\",\"answers\":[\"me\"]}\n{\"metric\":"
+                   "\"exact\",\"turns\":[{\"user\":\"u\",\"answers\":[\"v\"]}]}",
+                   &e);
+    CHECK(code == 0 && arrlen(e.item) == 5, "%d: %s", code, die_text);
+    if (arrlen(e.item) == 5) {
+        const EvalTurn *t = &e.item[0].turn[1];
+        CHECK(!strcmp(e.item[0].task, "t") && e.item[0].metric == METRIC_FOUND &&
+                  !e.item[0].turn[0].answers && !strcmp(t->user, "p\n\nq\n\nw?") &&
+                  arrlen(t->answers) == 2 && t->position == 2,
+              "dialogue: %s", t->user);
+        CHECK(!strcmp(t->reply, "It is x.") && e.item[0].length > 3, "reply %s, length %d",
+              t->reply, e.item[0].length);
+        CHECK(arrlen(t->span) == 2 && t->span[0] == 6 && t->span[1] == 7,
+              "the answer in the reply");
+        CHECK(!strcmp(e.item[1].task, "trec") && e.item[1].metric == METRIC_CLASS &&
+                  e.item[1].first_line && arrlen(e.item[1].turn[0].classes) == 2 &&
+                  !strcmp(e.item[1].turn[0].user, "C.\n\nWhich?"),
+              "trec");
+        CHECK(e.item[2].metric == METRIC_ROUGE_LONGBENCH && !e.item[2].first_line &&
+                  !strcmp(e.item[2].turn[0].user, "Long."),
+              "summary: %s", e.item[2].turn[0].user);
+        CHECK(e.item[3].metric == METRIC_F1 && !strcmp(e.item[3].turn[0].user, "Who?") &&
+                  !strcmp(e.item[3].task, "file"),
+              "question alone");
+        CHECK(e.item[4].metric == METRIC_EXACT && e.item[4].number == 4, "metric by name");
+    }
+
+    static const struct {
+        const char *said;
+        double score;
+    } lines[] = { { "\n A\nB", 1 }, { "B\nA", 0 }, { "A or B", .5 } };
+
+    for (int i = 0; i < 3 && arrlen(e.item) > 1; i++) {  // TREC: the first line alone
+        Score sc = { 0 };
+        note_answer(&e.item[1], 0, lines[i].said, &sc);
+        CHECK(near_to(sc.answers[0].score, lines[i].score) && sc.answers[0].position == 2 &&
+                  sc.answers[0].turns == 1,
+              "'%s' scores %g", lines[i].said, sc.answers[0].score);
+        arrfree(sc.answers);
+    }
+    eval_set_free(&e);
+
+    static const struct {
+        const char *line, *says;
+    } bad[] = {
+        { "{\"turns\":", "byte" },
+        { "[1]", "no object" },
+        { "{\"a\":1}", "neither 'turns'" },
+        { "{\"turns\":[]}", "no list of turns" },
+        { "{\"turns\":{}}", "no list of turns" },
+        { "{\"turns\":[3]}", "turn 1" },
+        { "{\"turns\":[{\"user\":\"u\"},{}]}", "turn 2" },
+        { "{\"turns\":[{\"user\":4,\"answers\":[\"x\"]}]}", "'user'" },
+        { "{\"turns\":[{\"user\":\"u\",\"answers\":\"x\"}]}", "'answers'" },
+        { "{\"turns\":[{\"user\":\"u\",\"answers\":[]}]}", "'answers'" },
+        { "{\"turns\":[{\"user\":\"u\",\"answers\":[1]}]}", "'answers'" },
+        { "{\"metric\":\"best\",\"turns\":[{\"user\":\"u\"}]}", "'metric'" },
+        { "{\"metric\":\"accuracy\",\"turns\":[{\"user\":\"u\",\"answers\":[\"x\"]}]}",
+          "'classes'" },
+        { "{\"input\":\"i\",\"context\":\"c\"}", "'answers'" },
+        { "{\"input\":\"i\",\"context\":7,\"answers\":[\"x\"]}", "'context'" },
+        { "{\"input\":\"\",\"context\":\"\",\"answers\":[\"x\"]}", "empty" },
+    };
+
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char text[512];
+        EvalSet f = { 0 };
+        snprintf(text, sizeof text, "{\"turns\":[{\"user\":\"u\",\"answers\":[\"v\"]}]}\n\n%s\n",
+                 bad[i].line);
+        code = read_lines(text, &f);
+        CHECK(code == EXIT_USAGE && strstr(die_text, "line 3") && strstr(die_text, bad[i].says),
+              "%s: %d %s", bad[i].line, code, die_text);
+        eval_set_free(&f);
+    }
+    EvalSet f = { 0 };
+    CHECK(read_lines("{\"turns\":[{\"user\":\"u\"}]}\n", &f) == EXIT_USAGE &&
+              strstr(die_text, "no turn has 'answers'"),
+          "%s", die_text);
+    eval_set_free(&f);
+}
+
+// Reads these lines as the file NAME/FILE of a folder of its own. Returns the exit code, 0 if none.
+static int read_named(const char *name, const char *lines, EvalSet *e) {
+    char d[] = "/tmp/kvcomp-set-XXXXXX", path[256], command[512];
+    int code;
+    CHECK(mkdtemp(d) != NULL, "mkdtemp");
+    snprintf(path, sizeof path, "%s/%s", d, name);
+    snprintf(command, sizeof command, "mkdir -p $(dirname %s)", path);
+    CHECK(!system(command), "%s", command);
+    FILE *f = fopen(path, "w");
+    fputs(lines, f);
+    fclose(f);
+    Tokenizer *tok = tokenizer_load("models/kvcomp-tiny", command);
+    EXPECT_DIE(code, read_items(e, tok, path));
+    tokenizer_free(tok);
+    snprintf(command, sizeof command, "rm -r %s", d);
+    CHECK(!system(command), "%s", command);
+    return code;
+}
+
+TEST(eval_benchmarks, "RULER's and LongBench's lines as their scripts write them: task, prompt, "
+                      "metric and length of a reply "
+                      "are theirs; --eval-prompts has the words of a prompt") {
+    // RULER: the task is the folder's name; an older file has the end of the question in the input
+    static const struct {
+        const char *file, *task;
+        int metric, most;
+    } ruler[] = {
+        { "niah_multikey_1/validation.jsonl", "niah_multikey_1", METRIC_MATCH_ALL, 128 },
+        { "vt/validation.jsonl", "vt", METRIC_MATCH_ALL, 30 },
+        { "cwe/test.jsonl", "cwe", METRIC_MATCH_ALL, 120 },
+        { "fwe.jsonl", "fwe", METRIC_MATCH_ALL, 50 },
+        { "data/qa_2/validation.jsonl", "qa_2", METRIC_MATCH_PART, 32 },
+        { "mine.jsonl", "mine", METRIC_MATCH_ALL, 128 },
+    };
+
+    const char *lines =
+        "{\"index\": 0, \"input\": \"A special magic number is hidden. One of the special magic "
+        "numbers for long-road is: 8231. "
+        "What is it?\", \"outputs\": [\"8231\", \"Seven\"], \"length\": 40, "
+        "\"length_w_model_temp\": 40, \"answer_prefix\": \" The "
+        "special magic number is\", \"token_position_answer\": 20}\n"
+        "{\"index\": 1, \"input\": \"Memorize. Answer:\", \"outputs\": [\"a\"], \"length\": 12}\n";
+    for (size_t i = 0; i < sizeof ruler / sizeof *ruler; i++) {
+        EvalSet e = { 0 };
+        int code = read_named(ruler[i].file, lines, &e);
+        CHECK(!code && arrlen(e.item) == 2, "%d %s", code, die_text);
+        const EvalItem *it = e.item;
+        CHECK(arrlen(it) && !strcmp(it->task, ruler[i].task) && it->metric == ruler[i].metric &&
+                  it->most == ruler[i].most,
+              "%s: %s %d", ruler[i].file, it->task, it->metric);
+        const char *end = "What is it? The special magic number is", *user = it[0].turn[0].user;
+        CHECK(!strcmp(user + strlen(user) - strlen(end), end) &&
+                  !strcmp(it[1].turn[0].user, "Memorize. Answer:"),
+              "%s", user);
+        double score = best_score(it->metric, " 8231 and 9", &it[0].turn[0]);
+        CHECK(score == (ruler[i].metric == METRIC_MATCH_ALL ? .5 : 1) &&
+                  best_score(it->metric, "8231, SEVEN.", &it[0].turn[0]) == 1 &&
+                  !best_score(it->metric, "none", &it[0].turn[0]),
+              "%s: %g", ruler[i].file, score);
+        eval_set_free(&e);
+    }
+
+    // LongBench, without its prompts and with them
+    static const struct {
+        const char *set;
+        int metric, most, first_line, plain;
+    } sets[] = {
+        { "narrativeqa", METRIC_F1, 128, 0, 0 },
+        { "multifieldqa_zh", METRIC_F1_ZH, 64, 0, 0 },
+        { "vcsum", METRIC_ROUGE_ZH, 512, 0, 0 },
+        { "samsum", METRIC_ROUGE_LONGBENCH, 128, 1, 1 },
+        { "trec_e", METRIC_CLASS, 64, 1, 1 },
+        { "passage_count", METRIC_NUMBER, 32, 0, 0 },
+        { "passage_retrieval_zh", METRIC_NUMBER, 32, 0, 0 },
+        { "repobench-p", METRIC_CODE, 64, 0, 1 },
+        { "my_set", METRIC_CLASS, 0, 0, 0 },
+    };
+
+    const char *prompts =
+        "{\"narrativeqa\":\"S: {context} Q: {input} "
+        "{{A}}\",\"multifieldqa_zh\":\"{context}{input}\",\"vcsum\":\"{context}!\","
+        "\"samsum\":\"{input}\",\"trec\":\"T "
+        "{input}\",\"passage_count\":\"N\",\"passage_retrieval_zh\":\"{context}\","
+        "\"repobench-p\":\"{context}{input}Next\",\"my_set\":\"{{{input}}}\"}";
+    static const char *const asked[] = { "S: Con {x}. Q: Which? {A}",
+                                         "Con {x}.Which?",
+                                         "Con {x}.!",
+                                         "Which?",
+                                         "T Which?",
+                                         "N",
+                                         "Con {x}.",
+                                         "Con {x}.Which?Next",
+                                         "{Which?}" };
+    for (int with = 0; with < 2; with++)
+        for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) {
+            char line[512], err[256];
+            EvalSet e = { .prompts = with ? json_parse(prompts, strlen(prompts), err) : NULL };
+            snprintf(line, sizeof line,
+                     "{\"input\": \"Which?\", \"context\": \"Con {x}.\", \"answers\": [\"A\"], "
+                     "\"length\": 7000, \"dataset\": "
+                     "\"%s\", \"language\": \"en\", \"all_classes\": [\"A\", \"B\"], \"_id\": "
+                     "\"50586d9b\"}\n",
+                     sets[i].set);
+            int code = read_named("data.jsonl", line, &e);
+            CHECK(!code && arrlen(e.item) == 1, "%d %s", code, die_text);
+            const EvalItem *it = e.item;
+            CHECK(it && !strcmp(it->task, sets[i].set) && it->metric == sets[i].metric &&
+                      it->most == sets[i].most && it->first_line == sets[i].first_line &&
+                      it->plain == (with && sets[i].plain),
+                  "%s", sets[i].set);
+            CHECK(it && !strcmp(it->turn[0].user, with ? asked[i] : "Con {x}.\n\nWhich?"), "%s: %s",
+                  sets[i].set, it->turn[0].user);
+            eval_set_free(&e);
+        }
+
+    static const struct {
+        const char *line, *prompts, *says;
+    } bad[] = {
+        { "{\"input\":\"x\",\"outputs\":[]}", NULL, "'outputs'" },
+        { "{\"outputs\":[\"x\"]}", NULL, "a RULER item without 'input'" },
+        { "{\"input\":3,\"outputs\":[\"x\"]}", NULL, "'input' is no text" },
+        { "{\"input\":\"x\",\"context\":\"y\",\"answers\":[\"z\"],\"dataset\":\"trec\"}", NULL,
+          "a trec without 'all_classes'" },
+        { "{\"input\":\"x\",\"context\":\"y\",\"answers\":[\"z\"],\"dataset\":\"qasper\"}",
+          "{\"qmsum\":\"{input}\"}", "no prompt for dataset 'qasper'" },
+        { "{\"input\":\"x\",\"context\":\"y\",\"answers\":[\"z\"],\"dataset\":\"qasper\"}",
+          "{\"qasper\":\"{inputs}\"}", "its prompt has '{inputs}'" },
+    };
+
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char err[256];
+        EvalSet e = { .prompts = bad[i].prompts
+                                     ? json_parse(bad[i].prompts, strlen(bad[i].prompts), err)
+                                     : NULL };
+        int code = read_named("a.jsonl", bad[i].line, &e);
+        CHECK(code == EXIT_USAGE && strstr(die_text, "line 1") && strstr(die_text, bad[i].says),
+              "%s: %d %s", bad[i].line, code, die_text);
+        eval_set_free(&e);
+    }
+}
+
+TEST(eval_scores,
+     "the metrics of RULER and LongBench give what their packages give: numbers, code, Chinese") {
+    static const struct {
+        int metric;
+        const char *said, *gold;
+        double score;
+    } cases[] = {
+        { METRIC_NUMBER, "Paragraph 7", "Paragraph 7", 1 },
+        { METRIC_NUMBER, "Paragraph 7 or 12, 7",
+          "\xe6\xae\xb5\xe8\x90\xbd"
+          "7",
+          2 / 3. },
+        { METRIC_NUMBER, "77", "7", 0 },
+        { METRIC_NUMBER, "none", "7", 0 },
+        // fuzzywuzzy 0.18 without python-Levenshtein
+        { METRIC_CODE, "return x + 1;", "return x + 1;", 1 },
+        { METRIC_CODE, "\n# note\n// no\n  return y + 1;\nmore", "return x + 1;", .86 },
+        { METRIC_CODE, "`x`", "x", 0 },
+        { METRIC_CODE, "y(+i{; \to o", "r(+i{; \to o", .91 },
+        { METRIC_CODE, "for (int i = 0; i < n; i++) sum += a[i];",
+          "for (int k = 0; k < len; k++) total += b[k];", .76 },
+        { METRIC_CODE, "\xc3\xa9t\xc3\xa9 = 1", "ete = 1", .71 },
+        // characters as words: 2 of 3 and 2 of 2
+        { METRIC_F1_ZH, "\xe4\xb8\xad\xe6\x96\x87\xe3\x80\x82 ABC!",
+          "\xe4\xb8\xad\xef\xbc\x8c"
+          "abc",
+          .8 },
+        { METRIC_F1_ZH, "", "\xe4\xb8\xad", 0 },
+        { METRIC_ROUGE_ZH, "\xe4\xb8\xad\xe6\x96\x87 abc",
+          "\xe4\xb8\xad"
+          "abc",
+          .8 },
+        { METRIC_MATCH_PART, "The answer is FOX.", "fox", 1 },
+        { METRIC_MATCH_PART, "The answer is fo x.", "fox", 0 },
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        double score = score_by(cases[i].metric, cases[i].said, cases[i].gold, NULL);
+        CHECK(fabs(score - cases[i].score) < 1e-6, "%s: '%s' and '%s': %g, expected %g",
+              eval_metrics[cases[i].metric], cases[i].said, cases[i].gold, score, cases[i].score);
+    }
+    // In a text of 200 characters and more the frequent ones begin no run (difflib): of these lines
+    // that is the x
+    char a[256], b[256];
+    memset(a, 'x', 250);
+    memset(b, 'x', 250);
+    a[250] = b[250] = 0;
+    memcpy(a + 10, "abcdefgh", 8);
+    memcpy(b + 200, "abcdefgh", 8);
+    CHECK(near_to(score_by(METRIC_CODE, a, b, NULL), .24), "%g", score_by(METRIC_CODE, a, b, NULL));
+    memcpy(b + 200, "ijklmnop", 8);
+    CHECK(near_to(score_by(METRIC_CODE, a, b, NULL), .04), "%g", score_by(METRIC_CODE, a, b, NULL));
+}
+
+// ---- the two passes, and the program
+
+TEST(eval_passes, "NLL is that of the answer's tokens behind the right replies, computed by hand; "
+                  "full differs from itself by nothing; rewritten history is the right one") {
+    char err[256];
+    App a = { .o = options_of_program() };
+    options_set(a.o, "model", "models/kvcomp-tiny", err);
+    options_set(a.o, "temp", "0", err);
+    open_model(&a);
+    open_tokenizer(&a, 1);
+    open_session(&a);
+    EvalSet e = make_set(a.tok, 0, 128, 2, 1);
+    const EvalItem *it = &e.item[7];  // a text, a question, a second question
+    float *ref = NULL;
+    Score sc = { 0 };
+    play_forced(&a, it, &ref, NULL);
+    play_free(&a, it, &sc);
+    play_forced(&a, it, &ref, &sc);
+    CHECK(arrlen(it->turn) == 3 && arrlen(sc.answers) == 2 && sc.items == 1 && sc.peak > 0,
+          "%d turns, %d answers", (int)arrlen(it->turn), (int)arrlen(sc.answers));
+    CHECK(sc.kld == 0 && sc.top1 == sc.predicted && sc.predicted == (long)arrlen(sc.each) &&
+              sc.predicted == (long)(arrlen(ref) / a.c->V),
+          "kld %g, top1 %g of %ld", sc.kld, sc.top1, sc.predicted);
+    // The last answer again, one flat dialogue.
+    double nll = 0;
+    int counted = 0;
+    int from = (int)(strstr(it->turn[2].reply, it->turn[2].answers[0]) - it->turn[2].reply);
+    int to = from + (int)strlen(it->turn[2].answers[0]), at = 0;
+    Session *s = session_open(a.c, a.w, a.o, "full");
+    record_clear(&a);
+    for (int j = 0; j < 3; j++) {
+        Turn t = render_turn(&a, it->turn[j].user);
+        int *ids = tokenizer_encode(a.tok, it->turn[j].reply, strlen(it->turn[j].reply), 0, NULL);
+        const float *y = prefill(s, t.pre, (int)arrlen(t.pre));
+        for (int k = 0; k < (int)arrlen(ids); k++) {
+            int n, begin = at;
+            tokenizer_bytes(a.tok, ids[k], &n);
+            if (j == 2) at += n;
+            if (j == 2 && at > from && begin < to) {
+                nll += log_sum_exp(y, a.c->V) - y[ids[k]];
+                counted++;
+            }
+            y = decode(s, ids[k]);
+        }
+        arrfree(ids);
+        arrput(a.turn, t);
+    }
+    CHECK(counted && fabs(nll / counted - sc.answers[1].nll) < 1e-4,
+          "NLL %g, by hand %g over %d tokens", sc.answers[1].nll, nll / counted, counted);
+    options_set(a.o, "eval-history", "gold", err);
+    Score gold = { 0 };
+    play_free(&a, it, &gold);
+    for (int j = 0; j < 3; j++) {
+        int *ids = gold_ids(&a, &it->turn[j]);
+        CHECK(arrlen(ids) == arrlen(a.turn[j].dec) &&
+                  !memcmp(ids, a.turn[j].dec, (size_t)arrlen(ids) * sizeof *ids),
+              "turn %d: the history is not the right reply", j);
+        arrfree(ids);
+    }
+    CHECK(arrlen(gold.answers) == 2, "%d answers", (int)arrlen(gold.answers));
+    session_close(s);
+    arrfree(ref);
+    score_free(&sc);
+    score_free(&gold);
+    eval_set_free(&e);
+    // open_tokenizer gave it the tokenizer that goes now.
+    token_text = (TokenText){ 0 };
+    app_close(&a);
+}
+
+// ==================================================================================================== 13 BENCHMARK
+
+// The benchmark's numbers: a filled cache is what a prefill would have left, bytes a step are those
+// of the rows it read, and the three forms of a line carry the same fields.
+
+// A session on a synthetic model of two layers, budget 40.
+static Session *bench_session(Options **o, Config **c, Weights **w, const char *method) {
+    char err[256];
+    *o = options_of_program();
+    options_set(*o, "budget", "40", err);
+    *c = config_synthetic("L2,H4,G2,D16,C32,F64,V64");
+    *w = weights_synthetic(*c, 1);
+    return session_open(*c, *w, *o, method);
+}
+
+// Frees what bench_session made.
+static void bench_close(Session *s, Options *o, Config *c, Weights *w) {
+    session_close(s);
+    weights_close(w, c);
+    options_free(o);
+}
+
+TEST(bench_scratch,
+     "scratch that grows a little every step takes few blocks, and never two places at once") {
+    Options *o;
+    Config *c;
+    Weights *w;
+    Session *s = bench_session(&o, &c, &w, "full");
+    size_t mark = scratch_mark(s);
+    for (size_t n = 900000; n < 4000000; n += 1000) {
+        char *a = scratch(s, n), *b = scratch(s, n / 2);
+        CHECK((size_t)a % 64 == 0 && (size_t)b % 64 == 0 && (b >= a + n || b + n / 2 <= a),
+              "%zu bytes: %p and %p", n, (void *)a, (void *)b);
+        a[0] = a[n - 1] = b[0] = b[n / 2 - 1] = 1;  // AddressSanitizer looks
+        scratch_reset(s, mark);
+    }
+    size_t all = 0;
+    int blocks = (int)arrlen(s->scratch->block);
+    for (int i = 0; i < blocks; i++) all += s->scratch->block[i].size;
+    CHECK(blocks <= 8 && all < 4 * 6000000, "%d blocks, %zu bytes", blocks, all);
+    bench_close(s, o, c, w);
+}
+
+TEST(bench_fill, "filling a cache leaves the rows, positions and evictions of a prefill, and "
+                 "decode goes on from there") {
+    for (int evicts = 0; evicts < 2; evicts++) {
+        Options *o;
+        Config *c;
+        Weights *w;
+        Session *s = bench_session(&o, &c, &w, evicts ? "streaming" : "full");
+        int *ids = random_ids(150, c->V);
+        s->forward = fill_pass;
+        prefill(s, ids, 150);
+        s->forward = forward;
+        decode(s, 3);
+        CHECK(s->n_tok == 151 && s->pos_next == 151 && s->turn == 1 && s->step == 1,
+              "tokens %d, next position %d, turn %d, step %d", s->n_tok, s->pos_next, s->turn,
+              s->step);
+        for (int l = 0; l < c->L; l++)
+            for (int g = 0; g < c->G; g++) {
+                KVHead *h = kv_head(s, l, g);
+                CHECK(h->len == (evicts ? 41 : 151), "method %d layer %d head %d holds %d rows",
+                      evicts, l, g, h->len);
+                CHECK(h->src[h->len - 1] == 150 && h->pos[h->len - 1] == 150,
+                      "the last row is token %d at %d", h->src[h->len - 1], h->pos[h->len - 1]);
+            }
+        for (int i = 0; i < c->V; i++)
+            CHECK(isfinite(s->logits[i]), "logit %d is %g", i, s->logits[i]);
+        arrfree(ids);
+        bench_close(s, o, c, w);
+    }
+}
+
+TEST(bench_bytes, "a decode line counts the weights once and the mean of the rows its steps read; "
+                  "a prefill line gives tokens a second") {
+    Options *o;
+    Config *c;
+    Weights *w;
+    Session *s = bench_session(&o, &c, &w, "full");
+    BenchLine b = bench_decode(s, 64, 2);
+    // Each step reads its own row too.
+    double rows = 64 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0;
+    CHECK(b.kv == rows * c->L * c->G * c->D * 2 * 2,
+          "KV bytes a step %.1f, should be those of %.1f rows", b.kv, rows);
+    CHECK(b.weights == (double)w->bytes - (c->tied ? 0 : (double)c->V * c->C * 2),
+          "weight bytes a step %.0f of %zu", b.weights, w->bytes);
+    CHECK(b.tok_s > 0 && b.bandwidth > 1e6 && b.attend > 0 && b.stored == kv_bytes(s),
+          "%g tok/s, %g bytes/s, attend %g s", b.tok_s, b.bandwidth, b.attend);
+    b = bench_prefill(s, 33, 2);
+    CHECK(b.tok_s > 0 && s->n_tok == 33 && s->clk.n_prefill == 33, "%g tok/s, %d tokens held",
+          b.tok_s, s->n_tok);
+    double odd[] = { 3, 1, 2 }, even[] = { 4, 1, 3, 2 };
+    CHECK(median(odd, 3) == 2 && median(even, 4) == 2.5, "medians");
+    bench_close(s, o, c, w);
+}
+
+TEST(bench_cycle, "a repetition of LoopServe is a whole cycle: every step on the clock reads the "
+                  "chosen rows and those of the answer, and choosing takes time") {
+    Options *o;
+    Config *c;
+    Weights *w;
+    Session *s = bench_session(&o, &c, &w, "loopserve-d");
+    BenchLine b = bench_decode(s, 150, 2);
+    double rows = 40 + BENCH_WARM + (1 + 2 * BENCH_STEPS) / 2.0;
+    CHECK(b.kv == rows * c->L * c->G * c->D * 2 * 2,
+          "KV bytes a step %.1f, should be those of %.1f rows", b.kv, rows);
+    CHECK(b.select > 0 && s->step == BENCH_WARM + 2 * BENCH_STEPS, "select %g s, %d steps",
+          b.select, s->step);
+    bench_close(s, o, c, w);
+}
+
+TEST(bench_forms,
+     "JSON lines parse, CSV rows have the header's fields, table rows the header's columns") {
+    static const char *form[] = { "json", "csv", "quiet" };
+    for (int i = 0; i < 3; i++) {
+        Options *o;
+        Config *c;
+        Weights *w;
+        Session *s = bench_session(&o, &c, &w, "full");
+        BenchLine line[2] = { { .test = "pp", .n = 512, .tok_s = 80, .bandwidth = 33e9 },
+                              { .test = "tg",
+                                .n = 32768,
+                                .tok_s = 9.5,
+                                .bandwidth = 33e9,
+                                .weights = 2.5e9,
+                                .kv = 1.1e9 } };
+        char err[256], *text = NULL;
+        size_t size = 0;
+        options_set(o, form[i], "1", err);
+        FILE *f = open_memstream(&text, &size);
+        bench_header(f, o, c, w);
+        for (int k = 0; k < 2; k++) bench_print(f, &line[k], o, c);
+        fclose(f);
+        int rows = 0, first = -1;
+        for (char *p = text, *end; *p; p = end + 1) {
+            end = strchr(p, '\n');
+            *end = 0;
+            if (i == 0) {
+                Json *j = json_parse(p, strlen(p), err);
+                CHECK(j && json_get(j, "share") && json_get(j, "tok_s") && json_get(j, "method"),
+                      "not an object with the keys: %s", p);
+                json_free(j);
+            }
+            if (i < 2 || *p == '|') {
+                int fields = 0;
+                for (char *q = p, in = 0; *q; q++) {
+                    in ^= i == 1 && *q == '"';
+                    fields += !in && *q == (i == 2 ? '|' : ',');
+                }
+                if (first < 0) first = fields;
+                CHECK(i == 0 || fields == first, "%d separators, the first line has %d: %s", fields,
+                      first, p);
+                rows++;
+            }
+        }
+        CHECK(rows == (i == 0 ? 2 : i == 1 ? 3 : 4), "%s: %d lines", form[i], rows);
+        free(text);
+        bench_close(s, o, c, w);
+    }
+}
+
+TEST(bench_growth, "what the growth of the heads costs: that step and the two behind it, less what "
+                   "steps take anyway; a growth at the end of the run does not count") {
+    BenchSteps x = { .last = -1 };
+    double seconds[] = { 1, 1, 5, 2, 3, 1, 1, 1, 9, 1 };
+    for (int i = 0; i < 10; i++) {
+        arrput(x.seconds, seconds[i]);
+        arrput(x.grew, (char)(i == 2 || i == 8));
+    }
+    CHECK(growth_cost(&x) == 7, "%g", growth_cost(&x));
+    x.grew[2] = 0;
+    CHECK(growth_cost(&x) == 0, "none: %g", growth_cost(&x));
+    arrfree(x.seconds);
+    arrfree(x.grew);
+    Options *o;
+    Config *c;
+    Weights *w;
+    Session *s = bench_session(&o, &c, &w, "full");
+    fill_cache(s, 150);
+    x = (BenchSteps){ .last = -1 };
+    for (int i = 0; i < 40; i++) bench_step(s, &x);
+    // The 193rd row.
+    CHECK(x.last == 192 - 150 - BENCH_WARM && arrlen(x.seconds) == 40, "heads grew in step %d",
+          x.last);
+    arrfree(x.seconds);
+    arrfree(x.grew);
+    bench_close(s, o, c, w);
+}
+
+// ==================================================================================================== 14 REPORT
+
+// The png writer against an independent reader, escaping, the well-formedness of the whole page,
+// and what its pictures say.
+
+// The number in four bytes, highest first (PNG).
+static uint32_t be32(const unsigned char *p) {
+    return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
+}
+
+// Reads a png of 4-bit pixels in stored blocks; every length and sum is checked. -> pixels (h,w),
+// malloc'd, or NULL
+static unsigned char *png_read(const unsigned char *p, size_t n, int *w, int *h) {
+    unsigned char *z = NULL, *raw = NULL, *pixel = NULL;
+    size_t at = 8, used = 2;
+    int ended = 0;
+    if (n < 8 || memcmp(p, "\x89PNG\r\n\x1a\n", 8)) return NULL;
+    while (at + 12 <= n && !ended) {
+        size_t len = be32(p + at);
+        CHECK(at + 12 + len <= n, "chunk of %zu bytes at %zu of %zu", len, at, n);
+        if (at + 12 + len > n) return NULL;
+        const unsigned char *d = p + at + 8;
+        CHECK(crc32_of(0, d - 4, len + 4) == be32(d + len), "crc of %.4s", (const char *)d - 4);
+        if (!memcmp(d - 4, "IHDR", 4)) {
+            *w = (int)be32(d);
+            *h = (int)be32(d + 4);
+            CHECK(len == 13 && d[8] == 4 && d[9] == 3, "4 bits, palette");
+        }
+        if (!memcmp(d - 4, "PLTE", 4)) CHECK(len == 48, "16 colours, %zu bytes", len);
+        if (!memcmp(d - 4, "IDAT", 4)) memcpy(arraddnptr(z, len), d, len);
+        ended = !memcmp(d - 4, "IEND", 4);
+        at += 12 + len;
+    }
+    CHECK(ended && at == n && z && (z[0] * 256 + z[1]) % 31 == 0 && (z[0] & 15) == 8,
+          "IEND at the end, a zlib header");
+    for (int last = 0; z && !last && used + 5 <= arrlenu(z);) {
+        size_t len = z[used + 1] | (size_t)z[used + 2] << 8;
+        size_t not= z[used + 3] | (size_t)z[used + 4] << 8;
+        last = z[used] & 1;
+        CHECK(!(z[used] & ~1) && (len ^ not) == 0xffff && used + 5 + len <= arrlenu(z),
+              "a stored block of %zu", len);
+        if (used + 5 + len > arrlenu(z)) break;
+        memcpy(arraddnptr(raw, len), z + used + 5, len);
+        used += 5 + len;
+    }
+    size_t row = 1 + ((size_t)*w + 1) / 2;
+    CHECK(arrlenu(raw) == row * (size_t)*h && used + 4 == arrlenu(z) &&
+              adler32_of(raw, arrlenu(raw)) == be32(z + used),
+          "%zu bytes of %d x %d", arrlenu(raw), *w, *h);
+    if (arrlenu(raw) == row * (size_t)*h) {
+        pixel = xmalloc((size_t)*w * *h);
+        for (int y = 0; y < *h; y++)
+            for (int x = 0; x < *w; x++)
+                pixel[(size_t)y * *w + x] = raw[y * row + 1 + x / 2] >> (x % 2 ? 0 : 4) & 15;
+    }
+    arrfree(z);
+    arrfree(raw);
+    return pixel;
+}
+
+TEST(report_png, "crc, adler and base64 of known texts; images of odd width and of several deflate "
+                 "blocks are read back pixel for pixel") {
+    CHECK(crc32_of(0, (const unsigned char *)"123456789", 9) == 0xcbf43926u &&
+              crc32_of(crc32_of(0, (const unsigned char *)"1234", 4),
+                       (const unsigned char *)"56789", 5) == 0xcbf43926u,
+          "crc");
+    CHECK(crc32_of(0, NULL, 0) == 0 && adler32_of(NULL, 0) == 1, "of nothing");
+    CHECK(adler32_of((const unsigned char *)"Wikipedia", 9) == 0x11e60398u, "adler %08x",
+          adler32_of((const unsigned char *)"Wikipedia", 9));
+    static const int size[][2] = { { 1, 1 }, { 5, 3 }, { 16, 2 }, { 601, 300 } };
+    for (size_t k = 0; k < sizeof size / sizeof *size; k++) {
+        int w = size[k][0], h = size[k][1], rw = 0, rh = 0;
+        unsigned char *pixel = xmalloc((size_t)w * h);
+        for (int i = 0; i < w * h; i++) pixel[i] = (unsigned char)((i * 7 + i / w * 3) % 16);
+        unsigned char *png = png_make(pixel, w, h), *back = png_read(png, arrlenu(png), &rw, &rh);
+        CHECK(back && rw == w && rh == h && !memcmp(back, pixel, (size_t)w * h),
+              "%d x %d came back as %d x %d", w, h, rw, rh);
+        free(pixel);
+        free(back);
+        arrfree(png);
+    }
+    static const char *code[][2] = { { "", "" },
+                                     { "M", "TQ==" },
+                                     { "Ma", "TWE=" },
+                                     { "Man", "TWFu" },
+                                     { "\xff\xfe\x00\x01", "//4AAQ==" } };
+    for (int i = 0; i < 5; i++) {
+        char *text = NULL;
+        size_t n;
+        FILE *f = open_memstream(&text, &n);
+        base64_write(f, (const unsigned char *)code[i][0], i < 4 ? (size_t)i : 4);
+        fclose(f);
+        CHECK(!strcmp(text, code[i][1]), "'%s', expected '%s'", text, code[i][1]);
+        free(text);
+    }
+}
+
+TEST(report_escape, "markup, quotes, control characters and broken UTF-8 come out as text; what is "
+                    "valid stays; csv fields are quoted") {
+    static const char *text[][2] = {
+        { "<a href=\"x\">&'", "&lt;a href=&quot;x&quot;&gt;&amp;&#39;" },
+        { "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x99\x82\n",
+          "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x99\x82\n" },
+        { "\xe2\x82", "&lt;0xE2&gt;&lt;0x82&gt;" },
+        { "a\xff"
+          "b\x07\x7f\r",
+          "a&lt;0xFF&gt;b&lt;0x07&gt;&lt;0x7F&gt;&lt;0x0D&gt;" },
+        { "\xc0\xaf\xed\xa0\x80", "&lt;0xC0&gt;&lt;0xAF&gt;&lt;0xED&gt;&lt;0xA0&gt;&lt;0x80&gt;" },
+        { "", "" },
+    };
+    static const char *field[][2] = { { "plain", "plain" },
+                                      { "a,b", "\"a,b\"" },
+                                      { "say \"hi\"", "\"say \"\"hi\"\"\"" },
+                                      { "two\nlines", "\"two\nlines\"" } };
+    for (size_t i = 0; i < sizeof text / sizeof *text + 4; i++) {
+        int csv = i >= sizeof text / sizeof *text;
+        const char *const *want = csv ? field[i - sizeof text / sizeof *text] : text[i];
+        char *out = NULL;
+        size_t n;
+        FILE *f = open_memstream(&out, &n);
+        if (csv)
+            csv_text(f, want[0]);
+        else
+            html_text(f, want[0]);
+        fclose(f);
+        CHECK(!strcmp(out, want[1]), "'%s', expected '%s'", out, want[1]);
+        free(out);
+    }
+}
+
+TEST(report_frontier, "the frontier holds the points that nothing cheaper beats, for scores and "
+                      "for divergences; names of files") {
+    Series s[2] = { { "a", 0, NULL }, { "b", 1, NULL } };
+    static const double at[][2] = { { 10, .2 }, { 40, .9 },  { 20, .1 },
+                                    { 30, .5 }, { 40, .95 }, { 50, .95 } };
+    for (int i = 0; i < 6; i++) {
+        Spot p = { .x = at[i][0], .y = at[i][1] };
+        arrput(s[i % 2].spot, p);
+    }
+    Spot *best = frontier(s, 2, 1), *least = frontier(s, 2, 0);
+    CHECK(arrlen(best) == 3 && best[0].y == .2 && best[1].y == .5 && best[2].x == 40 &&
+              best[2].y == .95,
+          "%d points on the frontier", (int)arrlen(best));
+    CHECK(arrlen(least) == 2 && least[0].y == .2 && least[1].y == .1, "%d points the other way",
+          (int)arrlen(least));
+    arrfree(best);
+    arrfree(least);
+    arrfree(s[0].spot);
+    arrfree(s[1].spot);
+    static const char *path[][2] = { { "a/b.html", "a/b.csv" },
+                                     { "b.htm", "b.csv" },
+                                     { "page", "page.csv" },
+                                     { ".html", ".html.csv" } };
+    for (int i = 0; i < 4; i++) {
+        char *csv = csv_path(path[i][0]);
+        CHECK(!strcmp(csv, path[i][1]), "%s -> %s", path[i][0], csv);
+        free(csv);
+    }
+    for (int i = 0; i < SHADES; i++)
+        CHECK(map_shade(powf(10, 4.f * i / (SHADES - 1) - 4)) == i, "shade %d", i);
+    Frame c = { &(Axes){ .log_x = 1 }, 10, 1000, 1, NULL };
+    CHECK(chart_x(&c, 0) == CHART_LEFT &&
+              fabs(chart_x(&c, 100) - (CHART_LEFT + CHART_W - CHART_RIGHT) / 2.0) < 1e-9,
+          "a logarithmic axis: nothing read stands at the left end");
+    CHECK(map_shade(0) == 0 && map_shade(2) == SHADES - 1 && text_shade(0) == 0 &&
+              text_shade(.001f) == 1 && text_shade(.5f) == 4 && text_shade(1) == TEXT_SHADES,
+          "ends of the scales");
+}
+
+TEST(report_shares, "a token's share is the part of all query heads that read it: 0 or 1 under "
+                    "streaming, the views' counts under a selection") {
+    Options *o;
+    Config *c;
+    Weights *w;
+    static const char *method[] = { "streaming", "lychee", "full" };
+    for (int k = 0; k < 3; k++) {
+        Session *s = bench_session(&o, &c, &w, method[k]);
+        int *ids = random_ids(300, c->V), *rows = xmalloc(400 * sizeof *rows);
+        DemoRun d = { 0 };
+        double sum = 0, views = 0;
+        prefill(s, ids, 300);
+        decode(s, 3);
+        demo_shares(s, &d);
+        for (int i = 0; i < 301; i++) {
+            sum += d.share[i];
+            int held = k == 2 || i < 4 || i >= 300 - 36;
+            if (k != 1)
+                CHECK(fabs(d.share[i] - held) < 1e-5, "%s: token %d is read by %g", method[k], i,
+                      d.share[i]);
+        }
+        for (int l = 0; l < c->L; l++)
+            for (int h = 0; h < c->H; h++) views += view_rows(s, l, h, rows);
+        CHECK(arrlen(d.tok) == 301 && fabs(sum - views / (c->L * c->H)) < 1e-3,
+              "%s: shares sum to %g, a head reads %g rows", method[k], sum, views / (c->L * c->H));
+        arrfree(d.tok);
+        arrfree(d.share);
+        arrfree(ids);
+        free(rows);
+        bench_close(s, o, c, w);
+    }
+}
+
+// ---- drawings: nothing that is written or marked covers anything else
+
+typedef struct {
+    double x0, y0, x1, y1;
+    const char *tag;
+} Drawn;
+
+// The number behind name=" in a tag, or `other`.
+static double tag_number(const char *tag, const char *name, double other) {
+    char key[32];
+    snprintf(key, sizeof key, " %s=\"", name);
+    const char *end = strchr(tag, '>'), *at = strstr(tag, key);
+    return at && at < end ? atof(at + strlen(key)) : other;
+}
+
+// Is the text in the tag, before its '>'?
+static int tag_has(const char *tag, const char *text) {
+    const char *at = strstr(tag, text);
+    return at && at < strchr(tag, '>');
+}
+
+// The letters of a text up to '<': an entity is one, and so is a character of several bytes.
+static int letters(const char *p) {
+    int n = 0;
+    for (; *p != '<'; p++) {
+        if (*p == '&') p = strchr(p, ';');
+        n += ((unsigned char)*p & 0xc0) != 0x80;
+    }
+    return n;
+}
+
+// The box of a <text>, by the widest of the usual fonts. A turned text is no part of the page.
+static Drawn text_box(const char *tag) {
+    double px = tag_has(tag, "class=\"tick\"") ? 9 : 12, wide = .6 * px * letters(strchr(tag, '>') + 1);
+    double x = tag_number(tag, "x", NAN), y = tag_number(tag, "y", NAN);
+    if (tag_has(tag, "text-anchor=\"end\"")) x -= wide;
+    if (tag_has(tag, "text-anchor=\"middle\"")) x -= wide / 2;
+    CHECK(!isnan(x) && !isnan(y) && !tag_has(tag, "rotate"), "%.60s", tag);
+    return (Drawn){ x, y - .75 * px, x + wide, y + .1 * px, tag };
+}
+
+// The box of a marker.
+static Drawn mark_box(const char *tag) {
+    double x = NAN, y = NAN;
+    const char *at = strstr(tag, "translate(");
+    CHECK(at && sscanf(at, "translate(%lf %lf)", &x, &y) == 2, "%.60s", tag);
+    return (Drawn){ x - 5, y - 5, x + 5, y + 5, tag };
+}
+
+// Checks one drawing, from p, its <svg, to end: no two boxes meet, and all lie inside. *marks grows by
+// its markers. -> the tag of a box that does not, or NULL
+static const char *drawing_boxes(const char *p, const char *end, int *marks) {
+    Drawn *all = NULL;
+    double x0 = 0, y0 = 0, w = 0, h = 0;
+    const char *bad = NULL, *view = strstr(p, "viewBox=\"");
+    int framed = view && view < end && sscanf(view, "viewBox=\"%lf %lf %lf %lf\"", &x0, &y0, &w, &h) == 4;
+    for (const char *t = p; t < end; t++) {
+        if (!strncmp(t, "<text", 5)) arrput(all, text_box(t));
+        if (strncmp(t, "<path class=\"mark", 17)) continue;
+        arrput(all, mark_box(t));
+        ++*marks;
+    }
+    for (int i = 0; i < (int)arrlen(all); i++) {
+        Drawn a = all[i];
+        int inside = a.x0 >= x0 && a.y0 >= y0 && a.x1 <= x0 + w && a.y1 <= y0 + h;
+        if (framed && !inside) bad = a.tag;
+        for (int j = 0; j < i; j++) {
+            Drawn b = all[j];
+            if (a.x0 < b.x1 && b.x0 < a.x1 && a.y0 < b.y1 && b.y0 < a.y1) bad = a.tag;
+        }
+    }
+    arrfree(all);
+    return bad;
+}
+
+// Checks all drawings of a page -> the markers in them.
+static int page_boxes(const char *html) {
+    int marks = 0;
+    for (const char *p = strstr(html, "<svg"); p; p = strstr(p + 1, "<svg")) {
+        const char *end = strstr(p, "</svg>");
+        CHECK(end, "%.60s", p);
+        if (!end) break;
+        const char *bad = drawing_boxes(p, end, &marks);
+        CHECK(!bad, "it covers something, or is cut off: %.100s", bad);
+    }
+    return marks;
+}
+
+// The markers of a name, as they are drawn; malloc'd.
+static char *mark_text(const char *name) {
+    char *text = NULL, *copy;
+    size_t n;
+    FILE *f = open_memstream(&text, &n);
+    mark_draw(f, name, 0, 0);
+    fclose(f);
+    copy = copy_text(text);
+    free(text);
+    return copy;
+}
+
+TEST(report_marks, "a method's marker and colour follow from its place in the table: markers differ "
+                   "between any two, colours among the demonstration's; a combination has both its markers") {
+    char **mark = NULL, name[160];
+    int used[COLOURS + 1] = { 0 };
+    EACH_METHOD(m) arrput(mark, mark_text((*m)->name));
+    for (int i = 0; i < (int)arrlen(mark); i++) {
+        int colour = name_colour(methods[i]->name);
+        CHECK(!i == !colour && colour <= COLOURS, "%s has colour %d", methods[i]->name, colour);
+        for (int j = 0; j < i; j++) {
+            const char *a = strstr(mark[i], " d="), *b = strstr(mark[j], " d=");
+            int alike = !strcmp(a, b) && !strstr(mark[i], "hollow") == !strstr(mark[j], "hollow");
+            CHECK(!alike, "%s and %s look alike", methods[i]->name, methods[j]->name);
+        }
+    }
+    for (int i = 0; list_word(demo_methods, i, name); i++) {
+        int c = name_colour(name);
+        CHECK(!used[c]++, "%s has a colour that another one has", name);
+    }
+    char *both = mark_text("lychee+pats"), *twice = mark_text("no-such-method");
+    CHECK(strstr(both, "hollow") && strstr(strstr(both, "/>") + 2, "<path") && mark_width("lychee+pats") == 2 * MARK &&
+              name_colour("lychee+pats") == name_colour("lychee") && strstr(twice, "<path"),
+          "%s", both);
+    free(both);
+    free(twice);
+    while (arrlen(mark)) free(arrpop(mark));
+    arrfree(mark);
+}
+
+// The colour 0xrrggbb as linear light, then as an eye without one kind of cone sees it (Machado,
+// Oliveira, Fernandes 2009, severity 1; kind 0: all cones), then in CIE Lab.
+static void seen_colour(unsigned rgb, int kind, double lab[3], double *light) {
+    static const double eye[4][9] = {
+        { 1, 0, 0, 0, 1, 0, 0, 0, 1 },
+        { .152286, 1.052583, -.204868, .114503, .786281, .099216, -.003882, -.048116, 1.051998 },
+        { .367322, .860646, -.227968, .280085, .672501, .047413, -.011820, .042940, .968881 },
+        { 1.255528, -.076749, -.178779, -.078411, .930809, .147602, .004733, .691367, .303900 },
+    };
+    static const double xyz[9] = { .4339, .3762, .1899, .2126, .7152, .0722, .0177, .1095, .8729 };
+    double c[3], s[3], f[3];
+    for (int i = 0; i < 3; i++) {
+        double v = (rgb >> (16 - 8 * i) & 255) / 255.;
+        c[i] = v <= .04045 ? v / 12.92 : pow((v + .055) / 1.055, 2.4);
+    }
+    for (int i = 0; i < 3; i++) {
+        double v = eye[kind][3 * i] * c[0] + eye[kind][3 * i + 1] * c[1] + eye[kind][3 * i + 2] * c[2];
+        s[i] = fmin(fmax(v, 0), 1);
+    }
+    for (int i = 0; i < 3; i++) {
+        double v = xyz[3 * i] * s[0] + xyz[3 * i + 1] * s[1] + xyz[3 * i + 2] * s[2];
+        f[i] = v > .008856 ? cbrt(v) : 7.787 * v + 16 / 116.;
+    }
+    lab[0] = 116 * f[1] - 16;
+    lab[1] = 500 * (f[0] - f[1]);
+    lab[2] = 200 * (f[1] - f[2]);
+    *light = .2126 * c[0] + .7152 * c[1] + .0722 * c[2];
+}
+
+TEST(report_colours, "the methods' colours differ for readers with any kind of colour blindness and "
+                     "stand out from a light and a dark page; the scale's lightness rises") {
+    static const unsigned page[2] = { 0xffffff, 0x14171a };
+    double a[3], b[3], light, ground;
+    for (int dark = 0; dark < 2; dark++) {
+        seen_colour(page[dark], 0, a, &ground);
+        for (int i = 0; i < COLOURS; i++)
+            for (int kind = 0; kind < 4; kind++) {
+                seen_colour(colour_of[i][dark], kind, a, &light);
+                double contrast = (fmax(light, ground) + .05) / (fmin(light, ground) + .05);
+                CHECK(contrast >= 2.9, "colour %d on page %d: contrast %.2f", i, dark, contrast);
+                for (int j = 0; j < i; j++) {
+                    seen_colour(colour_of[j][dark], kind, b, &light);
+                    double d = sqrt(pow(a[0] - b[0], 2) + pow(a[1] - b[1], 2) + pow(a[2] - b[2], 2));
+                    CHECK(d >= 14, "colours %d and %d on page %d, kind %d: Delta E %.1f", i, j, dark, kind, d);
+                }
+            }
+    }
+    for (int kind = 0; kind < 4; kind++)
+        for (int i = 1; i < SHADES; i++) {
+            const unsigned char *v = viridis[i], *u = viridis[i - 1];
+            seen_colour((unsigned)v[0] << 16 | (unsigned)v[1] << 8 | v[2], kind, a, &light);
+            seen_colour((unsigned)u[0] << 16 | (unsigned)u[1] << 8 | u[2], kind, b, &light);
+            CHECK(a[0] > b[0], "shade %d is no lighter than the one before, kind %d", i, kind);
+        }
+}
+
+TEST(report_boxes, "markers and texts of a crowded chart keep off each other, and each marker stays "
+                   "near its point") {
+    static const char *name[] = { "full", "streaming", "snapkv", "h2o", "tova", "quest", "lychee+pats" };
+    enum { NAMES = sizeof name / sizeof *name };
+    for (int bars = 0; bars < 2; bars++) {
+        Series *s = NULL;
+        char *text = NULL;
+        size_t n;
+        int marks = 0;
+        FILE *f = open_memstream(&text, &n);
+        for (int i = 0; i < NAMES; i++) {
+            Series one = { .name = name[i] };
+            for (int k = 0; k < 3; k++) {
+                Spot p = { .x = 1e5 * (1 + k), .y = i < 5 ? 0 : 1, .hi = bars ? .1 * i : 0 };
+                snprintf(p.what, sizeof p.what, "%d", 32 << k);
+                arrput(one.spot, p);
+            }
+            arrput(s, one);
+        }
+        Axes ax = { .x_name = "x", .y_name = "y", .log_x = 1, .bytes_x = 1, .marks = MARKS_POINTS, .y_top = 1.06 };
+        chart(f, &ax, s, NAMES, NULL);
+        ax.marks = MARKS_BETWEEN;
+        chart(f, &ax, s, NAMES, NULL);
+        fclose(f);
+        marks = page_boxes(text);
+        CHECK(marks >= 3 * (NAMES + 1) + NAMES, "%d markers", marks);
+        Frame c = chart_frame(&ax, s, NAMES);
+        Box at = { chart_x(&c, 1e5) - 5, chart_y(&c, 0) - 5, chart_x(&c, 1e5) + 5, chart_y(&c, 0) + 5 }, b = at;
+        for (int i = 0; i < 5; i++) {
+            b = at;
+            box_settle(&c, &b, bars);
+            CHECK(box_free(&c, b) && fabs(b.x0 - at.x0) <= (bars ? 2 : 1) * MARK, "moved by %g", b.x0 - at.x0);
+            arrput(c.taken, b);
+        }
+        arrfree(c.taken);
+        series_free(s);
+        free(text);
+    }
+}
+
+// ---- the page: a checker of its own for tags, attributes and references
+
+typedef struct {
+    const char *p, *why;
+    char **open, **ids, **links;
+    int maps;
+} Page;
+
+// Behind '<'; -> behind '>', or NULL with why.
+static const char *page_tag(Page *g) {
+    char name[32], *id;
+    int n = 0, closing = *g->p == '/', empty;
+    const char *p = g->p + closing;
+    while (isalnum((unsigned char)p[n]) && n < 31) {
+        name[n] = p[n];
+        n++;
+    }
+    name[n] = 0;
+    if (!n) {
+        g->why = "a bare <";
+        return NULL;
+    }
+    for (p += n; *p != '>' && *p != '/';) {  // name="value" ...
+        if (*p++ != ' ') {
+            g->why = "no blank before an attribute";
+            return NULL;
+        }
+        const char *a = p;
+        while (isalnum((unsigned char)*p) || *p == '-' || *p == ':') p++;
+        if (p == a || p[0] != '=' || p[1] != '"') {
+            g->why = "an attribute without a quoted value";
+            return NULL;
+        }
+        const char *v = p + 2, *e = v + strcspn(v, "\"<");
+        if (*e != '"') {
+            g->why = "an attribute that does not end";
+            return NULL;
+        }
+        id = xmalloc((size_t)(e - v) + 1);
+        memcpy(id, v, (size_t)(e - v));
+        id[e - v] = 0;
+        if (!strncmp(a, "id=", 3))
+            arrput(g->ids, id);
+        else if (!strncmp(a, "href=", 5) && *v == '#')
+            arrput(g->links, id);
+        else {
+            g->maps += !strncmp(a, "href=\"data:image/png;base64,iVBOR", 33);
+            free(id);
+        }
+        p = e + 1;
+    }
+    empty = *p == '/';
+    if (p[empty] != '>') {
+        g->why = "a tag that does not end";
+        return NULL;
+    }
+    if (closing) {
+        int fits = arrlen(g->open) && !strcmp(arrlast(g->open), name);
+        if (!fits) {
+            g->why = "a tag is closed that is not the last one opened";
+            return NULL;
+        }
+        free(arrpop(g->open));
+    } else if (!empty)
+        arrput(g->open, strdup(name));
+    p += empty + 1;
+    if (!closing && (!strcmp(name, "style") || !strcmp(name, "script"))) {
+        p = strstr(p, "</");
+        if (!p) g->why = "style or script does not end";
+    }
+    return p;
+}
+
+// Why stays NULL if it is well-formed.
+static void page_read(Page *g, const char *text) {
+    static const char *entity[] = { "&amp;", "&lt;", "&gt;", "&quot;", "&#39;" };
+    g->p = text;
+    if (strncmp(text, "<!DOCTYPE html>\n", 16)) {
+        g->why = "no doctype";
+        return;
+    }
+    for (const char *p = text + 16; *p;) {
+        int known = *p != '&';
+        for (int i = 0; i < 5 && !known; i++) known = !strncmp(p, entity[i], strlen(entity[i]));
+        g->p = p;
+        if (!known) {
+            g->why = "an unknown entity";
+            return;
+        }
+        if (*p == '>') {
+            g->why = "a bare >";
+            return;
+        }
+        if (*p != '<') {
+            p++;
+            continue;
+        }
+        g->p = p + 1;
+        if (!(p = page_tag(g))) return;
+    }
+    if (arrlen(g->open)) g->why = "a tag is left open";
+}
+
+// Frees a checked page.
+static void page_free(Page *g) {
+    char ***list[] = { &g->open, &g->ids, &g->links };
+    for (int i = 0; i < 3; i++) {
+        while (arrlen(*list[i])) free(arrpop(*list[i]));
+        arrfree(*list[i]);
+    }
+}
+
+// How often.
+static int page_has(const Page *g, const char *id) {
+    int n = 0;
+    for (int i = 0; i < (int)arrlen(g->ids); i++) n += !strcmp(g->ids[i], id);
+    return n;
+}
+
+TEST(report_checker,
+     "the checker of the page test finds what it should: crossed tags, bare signs, open ends, what "
+     "covers something else or is cut off") {
+    static const char *bad[] = { "<p>",          "<b><i></b></i>",  "a < b",
+                                 "<p>a & b</p>", "<p class=x></p>", "<p id=\"a></p>",
+                                 "</p>",         "<p>a > b</p>",    "<br>" };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char text[128];
+        Page g = { 0 };
+        snprintf(text, sizeof text, "<!DOCTYPE html>\n%s", bad[i]);
+        page_read(&g, text);
+        CHECK(g.why, "accepted: %s", bad[i]);
+        page_free(&g);
+    }
+    Page g = { 0 };
+    page_read(&g, "<!DOCTYPE html>\n<p id=\"a\">x &lt; y<br/><a href=\"#a\">z</a></p><script>if (a "
+                  "< b) {}</script>");
+    CHECK(!g.why && page_has(&g, "a") == 1 && arrlen(g.links) == 1, "%s", g.why);
+    page_free(&g);
+
+    static const struct {
+        const char *text;
+        int bad;
+    } drawing[] = {
+        { "<text x=\"10\" y=\"20\">abc</text><text x=\"40\" y=\"20\">abc</text>", 0 },
+        { "<text x=\"10\" y=\"20\">abcdef</text><text x=\"40\" y=\"20\">abc</text>", 1 },
+        { "<text x=\"10\" y=\"20\">abc</text><text x=\"50\" y=\"20\" text-anchor=\"end\">abc</text>", 1 },
+        { "<text x=\"10\" y=\"20\">a&lt;&lt;</text><text x=\"40\" y=\"20\">abc</text>", 0 },
+        { "<text x=\"90\" y=\"20\">abc</text>", 1 },
+        { "<text x=\"50\" y=\"5\">abc</text>", 1 },
+        { "<path class=\"mark s1\" transform=\"translate(20 20)\"/><text x=\"27\" y=\"24\">a</text>", 0 },
+        { "<path class=\"mark s1\" transform=\"translate(20 20)\"/><text x=\"24\" y=\"24\">a</text>", 1 },
+        { "<path class=\"mark\" transform=\"translate(20 20)\"/><path class=\"mark\" transform=\"translate(29 20)\"/>", 1 },
+    };
+    for (size_t i = 0; i < sizeof drawing / sizeof *drawing; i++) {
+        char text[256];
+        int marks = 0;
+        snprintf(text, sizeof text, "<svg viewBox=\"0 0 100 50\">%s</svg>", drawing[i].text);
+        const char *bad = drawing_boxes(text, strstr(text, "</svg>"), &marks);
+        CHECK(!bad == !drawing[i].bad, "drawing %zu", i);
+    }
+}
+
+// Two methods at two budgets; needles at three depths in two lengths; a name that has to be
+// escaped.
+static Score *report_rows(void) {
+    Score *rows = NULL;
+    for (int i = 0; i < 4; i++) {
+        Score s = { .budget = i % 2 ? 128 : 64,
+                    .items = 4,
+                    .stored = 4e5 * (i + 1),
+                    .full = 4e6,
+                    .attended = 3e5 * (i + 1),
+                    .peak = 5e5,
+                    .lo = .2 + .1 * i,
+                    .hi = .5 + .1 * i,
+                    .n_decode = 10,
+                    .decode_s = 1 };
+        snprintf(s.name, sizeof s.name, "%s", i < 2 ? "snapkv" : "<b>&\"odd\"");
+        for (int k = 0; k < 8; k++) {
+            Answer a = { .task = k < 6 ? "needle" : "json",
+                         .item = k,
+                         .position = k < 6 ? -1 : 2,
+                         .length = k % 2 ? 1000 + k : 500 - k,
+                         .depth = k < 6 ? k / 2 * 50 : -1,
+                         .score = k < 2   ? 0
+                                  : k < 4 ? .25 * (i + 1)
+                                          : 1 };
+            arrput(s.answers, a);
+        }
+        arrput(rows, s);
+    }
+    return rows;
+}
+
+// Every line has the header's eight fields; every picture with numbers is there.
+static void report_csv(const char *csv) {
+    static const char *pictures[] = { "pareto", "needle",    "memory", "heads", "pats",
+                                      "lychee", "attention", "text",   "time" };
+    int fields = 1, quoted = 0, lines = 0;
+    for (const char *p = csv; *p; p++) {
+        if (*p == '"') quoted = !quoted;
+        if (*p == ',' && !quoted) fields++;
+        if (*p != '\n' || quoted) continue;
+        CHECK(fields == 8, "line %d has %d fields", lines + 1, fields);
+        lines++;
+        fields = 1;
+    }
+    CHECK(lines > 100 && !strncmp(csv, "picture,series,what,x,y,value,lo,hi\n", 36), "%d lines",
+          lines);
+    for (int i = 0; i < 9; i++) {
+        char start[32];
+        snprintf(start, sizeof start, "\n%s,", pictures[i]);
+        CHECK(strstr(csv, start), "no line of %s", pictures[i]);
+    }
+}
+
+// The part of a page between the ids of two pictures; malloc'd.
+static char *page_part(const char *html, const char *from, const char *to) {
+    char a[64], b[64];
+    snprintf(a, sizeof a, "<section id=\"%s\">", from);
+    snprintf(b, sizeof b, "<section id=\"%s\">", to);
+    const char *p = strstr(html, a), *e = p ? strstr(p, b) : NULL;
+    CHECK(p && e, "no part %s to %s", from, to);
+    return copy_bytes(p ? p : "", e ? (size_t)(e - p) : 0);
+}
+
+// How often a text stands in another.
+static int times_in(const char *text, const char *what) {
+    int n = 0;
+    for (const char *p = strstr(text, what); p; p = strstr(p + 1, what)) n++;
+    return n;
+}
+
+// The tree: clusters that were read score at least as well as any that was not, squares are coloured
+// by the score, and the page says why the answer was skipped or read, and which layers read all.
+static void page_tree(const char *html) {
+    char *part = page_part(html, "lychee", "attention");
+    double worst_read = INFINITY, best_skipped = -INFINITY, dark = INFINITY, bright = -INFINITY;
+    int clusters = 0;
+    for (const char *p = strstr(part, "<summary"); p; p = strstr(p + 1, "<summary")) {
+        const char *shade = strstr(p, "<i class=\"v"), *text = strstr(p, "</i>") + 4;
+        double score;
+        int id, read, chunks, v = atoi(shade + 11);
+        if (v == 0) dark = fmin(dark, atof(strstr(text, "score ") + 6));
+        if (v == SHADES - 1) bright = fmax(bright, atof(strstr(text, "score ") + 6));
+        if (sscanf(text, "cluster %d: score %lf; %d of %d", &id, &score, &read, &chunks) != 4) continue;
+        clusters++;
+        if (read) worst_read = fmin(worst_read, score);
+        else best_skipped = fmax(best_skipped, score);
+    }
+    CHECK(clusters > 4 && worst_read < INFINITY && best_skipped <= worst_read + .011,
+          "%d clusters; %g was read, %g was not", clusters, worst_read, best_skipped);
+    CHECK(dark < bright && dark <= best_skipped, "dark is %g, bright %g", dark, bright);
+    CHECK(strstr(part, "Why this head skips the answer: ") || strstr(part, "Why this head reads the answer: "),
+          "no reason");
+    CHECK(strstr(part, "Layers that read every row: 0, 1 (--lychee-full-layers 2)."), "the full layers");
+    free(part);
+}
+
+// The maps: every one has its ticks, numbers on both sides and words on the left.
+static void page_ticks(const char *html, int maps) {
+    char *part = page_part(html, "attention", "text");
+    int ticks = times_in(part, "class=\"tick\"");
+    CHECK(ticks >= 10 * maps && ticks % (2 * maps) == 0, "%d ticks in %d maps", ticks, maps);
+    CHECK(times_in(part, "text-anchor=\"end\">0 &lt;|im_sta</text>") == maps &&
+              times_in(part, "text-anchor=\"middle\">100</text>") == maps,
+          "the first token's text, the hundredth's number");
+    free(part);
+}
+
+// Checks a report: well-formed, every part there once, every link has its target, nothing covers
+// anything else.
+static void report_page(const char *html, const Config *c) {
+    static const char *ids[] = { "pareto", "needle",    "memory", "heads", "pats",
+                                 "lychee", "attention", "text",   "time",  "maps",
+                                 "map-l",  "map-h",     "lines" };
+    int L = (c->L + map_step(c->L) - 1) / map_step(c->L);
+    int H = (c->H + map_step(c->H) - 1) / map_step(c->H);
+    Page g = { 0 };
+    page_read(&g, html);
+    CHECK(!g.why, "%s: %.80s", g.why, g.p);
+    for (size_t i = 0; i < sizeof ids / sizeof *ids; i++)
+        CHECK(page_has(&g, ids[i]) == 1, "id %s stands there %d times", ids[i],
+              page_has(&g, ids[i]));
+    for (int i = 0; i < (int)arrlen(g.links); i++)
+        CHECK(page_has(&g, g.links[i] + 1) == 1, "link to %s", g.links[i]);
+    CHECK(g.maps == L * H, "%d attention maps of %d x %d heads", g.maps, L, H);
+    CHECK(!strstr(html, "http://") && !strstr(html, "https://") && !strstr(html, "url(") &&
+              !strstr(html, "@import") && !strstr(html, "src="),
+          "something is loaded");
+    static const char *odd[] = {
+        "\"nan", " nan", ">nan", "-nan", "\"inf", " inf\"", ">inf", "-inf"
+    };
+    for (size_t i = 0; i < sizeof odd / sizeof *odd; i++)
+        CHECK(!strstr(html, odd[i]), "a number is '%s'", odd[i]);
+    CHECK(page_boxes(html) > 50, "few markers");
+    page_tree(html);
+    page_ticks(html, g.maps);
+    page_free(&g);
+}
+
+TEST(report_page, "the page of the shipped model: well-formed, every picture, nothing loaded, "
+                  "under 3 MB; scores, intervals and needles say what the rows say") {
+    App a = { .o = options_of_program() };
+    char err[256], html[64], csv[64];
+    size_t n;
+    quiet = 1;
+    options_set(a.o, "model", "models/kvcomp-tiny", err);
+    open_model(&a);
+    open_tokenizer(&a, 1);
+    snprintf(html, sizeof html, "/tmp/kvt_%d_report.html", (int)getpid());
+    snprintf(csv, sizeof csv, "/tmp/kvt_%d_report.csv", (int)getpid());
+    Score *rows = report_rows();
+    CHECK(report_write(&a, html, rows, "") == 0, "wrote");
+    char *page = read_file(html, &n, err), *table = read_file(csv, &n, err);
+    CHECK(page && table && strlen(page) < 3000000, "%s, %zu bytes", err, page ? strlen(page) : 0);
+    if (page && table) {
+        report_page(page, a.c);
+        report_csv(table);
+        CHECK(strstr(page, "&lt;b&gt;&amp;&quot;odd&quot;") && !strstr(page, "<b>&"),
+              "the odd name");
+        CHECK(strstr(page, "<th>needle</th><th>json</th><th>asked last</th><th>held</th>") &&
+                  strstr(page, "0.200 to 0.500"),
+              "a column a task and place, and intervals");
+        const char *zero = "<td class=\"v0 on-dark\">0.00 <small>n=1</small></td>";
+        const char *quarter = "<tr><th>50 %</th><td class=\"v4 on-dark\">0.25 <small>n=1</small></td>";
+        char *needles = page_part(page, "needle", "lychee");
+        CHECK(strstr(needles, "<tr><th>0 %</th>") && strstr(needles, zero) && strstr(needles, quarter) &&
+                  strstr(needles, "<tr><th>100 %</th><td class=\"v15 on-light\">1.00 <small>n=1</small></td>"),
+              "needles");
+        CHECK(times_in(needles, "<small>n=1</small>") == 4 * 6 &&
+                  strstr(needles, "class=\"v0\" x=\"1\"") && strstr(needles, "share of right answers 0.0"),
+              "n in every cell, and a legend");
+        CHECK(strstr(table, "\nneedle,snapkv,\"length, depth, score\",496,0,0,64,1\n"), "needles in the csv");
+        CHECK(strstr(page, "What was evaluated: needle (6 texts of 496 to 1005 tokens, 6 answers), json (2 texts of "
+                           "494 to 1007 tokens, 2 answers); 4 items through each of 4 rows of the table. </p>"),
+              "what was evaluated");
+        free(needles);
+        CHECK(strstr(page, "</svg>full</span></td>") && strstr(page, "100 %</td>") &&
+                  strstr(page, demo_turns[6]) && strstr(page, "<b class=\"k"),
+              "the demonstration, and the answer marked in it");
+    }
+    free(page);
+    free(table);
+    for (int i = 0; i < (int)arrlen(rows); i++) arrfree(rows[i].answers);
+    arrfree(rows);
+    if (!getenv("KVT_KEEP")) {
+        unlink(html);
+        unlink(csv);
+    }
+    Config big = *a.c;
+    App b = a;
+    b.c = &big;
+    CHECK(!default_eval_refused(&a), "%s", default_eval_refused(&a));
+    big.F *= 100;
+    CHECK(default_eval_refused(&b) && strstr(default_eval_refused(&b), "20 million"), "a large model");
+    quiet = 0;
+    app_close(&a);
+}
+
+// ---- the functions that a page in a browser calls (section 31 of kvcomp.c)
+
+// What one of them returned, which has to be JSON.
+static Json *web_json(const char *text) {
+    char err[256] = "";
+    Json *j = json_parse(text, strlen(text), err);
+    CHECK(j, "%.80s: %s", text, err);
+    return j;
+}
+
+// The reply of side i to a message, made a step at a time (malloc'd).
+static char *web_reply(int i, const char *message) {
+    char *reply = copy_text("");
+    CHECK(web_say(i, message) == 0, "\"%s\" does not fit", message);
+    for (int more = 1; more;) {
+        Json *j = web_json(web_step(i, 48));
+        const char *piece = json_get(j, "text")->str;
+        reply = xrealloc(reply, strlen(reply) + strlen(piece) + 1);
+        strcat(reply, piece);
+        more = (int)json_get(j, "more")->i;
+        json_free(j);
+    }
+    return reply;
+}
+
+// Do the masks of side i say what its rows and views say, bit by bit?
+static int web_masks_hold(int i) {
+    const Session *s = web_side[i].side.app.s;
+    int L = s->c->L, H = s->c->H, G = s->c->G, wide = (L * G + L * H + 7) / 8, wrong = 0;
+    int *rows = xmalloc((size_t)(s->n_tok + 1) * sizeof *rows);
+    const unsigned char *mask = web_masks(i);
+    for (int l = 0; l < L; l++)
+        for (int h = 0; h < H; h++) {
+            const KVHead *head = kv_head(s, l, h / (H / G));
+            int n = view_rows(s, l, h, rows), kept = l * G + h / (H / G), read = L * G + l * H + h;
+            for (int t = 0; t < s->n_tok; t++) {
+                int holds = 0, reads = 0;
+                for (int r = 0; r < head->len; r++) holds |= head->src[r] == t;
+                for (int r = 0; r < n; r++) reads |= head->src[rows[r]] == t;
+                wrong += holds != (mask[t * wide + kept / 8] >> kept % 8 & 1);
+                wrong += reads != (mask[t * wide + read / 8] >> read % 8 & 1);
+            }
+        }
+    free(rows);
+    return !wrong;
+}
+
+TEST(web_sides,
+     "what a page in a browser calls: replies, rows and views are those of a session; a method "
+     "that is refused leaves its side alone; a follower holds what it follows") {
+    static const char *const line[] = { "My password is 4821.", "Tell me a joke.",
+                                        "What is my password?" };
+    static const char *const names[] = { "full", "streaming", "sonic", "lychee", "h2o", "pats" };
+    json_free(web_json(web_open("models/kvcomp-tiny")));
+    for (int m = 0; m < 6; m++) {
+        char err[256], *rows = NULL;
+        size_t n;
+        Side own;
+        Options *o = options_copy(web.o);
+        options_set(o, "budget", "24", err);
+        side_open(&own, &web, o, names[m], NULL);
+        CHECK(!*web_method(0, names[m], "budget=24"), "%s is refused", names[m]);
+        web_clear(0);
+        for (int i = 0; i < 3; i++) {
+            char *reply = web_reply(0, line[i]);
+            side_turn(&own, line[i], 48);
+            CHECK(!strcmp(reply, own.reply), "%s: \"%s\", not \"%s\"", names[m], reply, own.reply);
+            free(reply);
+        }
+        FILE *f = memory_stream(&rows, &n);
+        json_rows(own.app.s, f);
+        json_views(own.app.s, f);
+        memory_stream_close(f);
+        CHECK(strstr(web_facts(0, 1), rows), "%s: other rows or views", names[m]);
+        json_free(web_json(web_facts(0, 1)));
+        json_free(web_json(web_tokens(0, 0)));
+        CHECK(web_masks_hold(0), "%s: masks", names[m]);
+        free(rows);
+        side_close(&own);
+        options_free(o);
+    }
+    const Session *before = web_side[0].side.app.s;
+    CHECK(strstr(web_method(0, "fulll", ""), "did you mean full") &&
+              strstr(web_method(0, "full", "budgett=3"), "budgett") &&
+              strstr(web_method(0, "full", "budget=-4"), "budget") &&
+              *web_method(0, "streaming", "budget=2") && web_side[0].side.app.s == before,
+          "a refused method");
+
+    char *longer = xmalloc(40001);
+    memset(longer, 'a', 40000);
+    longer[40000] = 0;
+    int n_tok = before->n_tok, err2 = dup(2), null = open("/dev/null", O_WRONLY);
+    dup2(null, 2);  // it says that the message does not fit
+    int fits = web_say(0, longer);
+    dup2(err2, 2);
+    close(err2);
+    close(null);
+    CHECK(fits == -1 && before->n_tok == n_tok, "a message that does not fit: %d", fits);
+    free(longer);
+
+    // The papers' pictures, from the follower. It goes on, and begins anew when the dialogue does.
+    static const char *const paper[] = { "lychee", "pats", "dililazy", "loopserve" };
+    web_clear(0);
+    free(web_reply(0, demo_lines[4].user));
+    for (int m = 0; m < 4; m++) {
+        CHECK(!*web_method(WEB_FOLLOW, paper[m],
+                           "budget=32\nlychee-buffer=16\nlychee-kg=2\npats-window=8"),
+              "%s", paper[m]);
+        for (int turn = 0; turn < 2; turn++) {
+            CHECK(!*web_follow(WEB_FOLLOW, 0), "it follows");
+            CHECK(web_side[WEB_FOLLOW].side.app.s->n_tok == web_side[0].side.app.s->n_tok,
+                  "%s: %d tokens, not %d", paper[m], web_side[WEB_FOLLOW].side.app.s->n_tok,
+                  web_side[0].side.app.s->n_tok);
+            if (!turn) free(web_reply(0, line[1]));
+        }
+        Json *j = web_json(m == 0   ? web_tree(4, 0)
+                           : m == 1 ? web_bits(3)
+                           : m == 2 ? web_heads()
+                                    : web_lines(0, 0));
+        static const char *const holds[] = { "units", "lost", "caps", "shades" };
+        const Json *part = json_get(j, holds[m]);
+        CHECK(part && (part->n > 0 || part->len > 0), "%s: no %s", paper[m], holds[m]);
+        json_free(j);
+    }
+    web_clear(0);
+    CHECK(!*web_follow(WEB_FOLLOW, 0) && !web_side[WEB_FOLLOW].side.app.s->n_tok,
+          "a dialogue that was forgotten");
+    for (int i = 0; i < WEB_SIDES; i++) web_close(i);
+    app_close(&web);
+    web = (App){ 0 };
+    free(web_queries);
+    web_queries = NULL;
+}
+
+// ==================================================================================================== 15 THE PROGRAM FROM OUTSIDE
+
+// Runs ./kvcomp as a user or a script would: exit codes, what goes to stdout and what to stderr,
+// the outside contract, the chat on a pipe and on a terminal, sessions on disk, and every command
+// that README.md prints.
+#ifdef __APPLE__                // where openpty and login_tty are declared
+#include <util.h>
+#else
+#include <pty.h>
+#include <utmp.h>
+#endif
+
+static char sh_out[1 << 20], sh_err[1 << 16];
+
+// Reads a file into buf as a text; an empty one where there is no file.
+static void slurp_into(const char *path, char *buf, size_t size) {
+    FILE *f = fopen(path, "rb");
+    size_t n = f ? fread(buf, 1, size - 1, f) : 0;
+    buf[n] = 0;
+    if (f) fclose(f);
+}
+
+// Leaves the running test out where ./kvcomp is not built.
+static void needs_program(void) {
+    if (access("./kvcomp", X_OK)) leave_out("./kvcomp (make kvcomp)");
+}
+
+// Runs a command. Returns its exit code; stdout is in sh_out, stderr in sh_err.
+static int sh(const char *fmt, ...) {
+    needs_program();
+    char cmd[4096], full[4400], o[64], e[64];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(cmd, sizeof cmd, fmt, ap);
+    va_end(ap);
+    snprintf(o, sizeof o, "/tmp/kvt_%d_out", (int)getpid());
+    snprintf(e, sizeof e, "/tmp/kvt_%d_err", (int)getpid());
+    // -d auto is the CPU, whatever the machine has.
+    snprintf(full, sizeof full, "{ export CUDA_VISIBLE_DEVICES= ; %s ; } >%s 2>%s </dev/null", cmd,
+             o, e);
+    int rc = system(full);
+    slurp_into(o, sh_out, sizeof sh_out);
+    slurp_into(e, sh_err, sizeof sh_err);
+    unlink(o);
+    unlink(e);
+    return WIFEXITED(rc) ? WEXITSTATUS(rc) : 128 + WTERMSIG(rc);
+}
+
+#define SYN "./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V2048 "
+
+TEST(cli_exit_codes,
+     "usage errors end with 2 and one line naming the nearest option; missing models with 3") {
+    CHECK(sh("./kvcomp --buget 3") == 2 && strstr(sh_err, "--budget") && lines_in(sh_err) == 1 &&
+              !*sh_out,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -t 0.8") == 2 && strstr(sh_err, "--temp"), "%s", sh_err);
+    CHECK(sh("./kvcomp --temp") == 2 && strstr(sh_err, "wants a value"), "%s", sh_err);
+    CHECK(sh("./kvcomp --temp warm") == 2, "%s", sh_err);
+    CHECK(sh("./kvcomp --top-p 1.5") == 2, "%s", sh_err);
+    CHECK(sh("./kvcomp --kernel 4") == 2, "%s", sh_err);
+    CHECK(sh("./kvcomp -ctk f8") == 2 && strstr(sh_err, "f16|f32|bf16|q8_0"), "%s", sh_err);
+    CHECK(sh("./kvcomp --budget 4 --ratio .5") == 2, "%s", sh_err);
+    CHECK(sh("./kvcomp --ratio 1") == 2, "%s", sh_err);
+    CHECK(sh("./kvcomp --dump-logits x -p y") == 2, "%s", sh_err);
+    CHECK(sh("./kvcomp -m /nonexistent -p hi") == 3 && lines_in(sh_err) == 1 && !strstr(sh_err, "-p TEXT"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp 'Tell me of kings/queens'") == 3 && lines_in(sh_err) == 1 &&
+              strstr(sh_err, "no such folder (-p TEXT asks one question)") && sh("./kvcomp hello") == 3 &&
+              strstr(sh_err, "-p TEXT"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp Tell me a story") == 2 && strstr(sh_err, "-p TEXT") && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("./kvcomp -m data") == 3 && lines_in(sh_err) == 1 &&
+              strstr(sh_err, "data/config.json: No such file or directory; expected a Hugging Face folder (config"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --compare full,snapkv -p hi") == 2 && strstr(sh_err, "/compare QUESTION") &&
+              !strstr(sh_err, "without effect") && lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(sh(SYN "--method=nosuch --ids data/ids/three-turns.txt") == 2 && strstr(sh_err, "nosuch"),
+          "%s", sh_err);
+    CHECK(sh(SYN "--method=streaming+window --ids data/ids/three-turns.txt") == 2 &&
+              strstr(sh_err, "both decide"),
+          "%s", sh_err);
+    CHECK(sh(SYN "--method=streaming --budget 3 --ids data/ids/three-turns.txt") == 2 &&
+              strstr(sh_err, "--sink"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --synthetic L0 --inspect") == 2, "%s", sh_err);
+    CHECK(sh("./kvcomp --synthetic tiny --inspect --method=snapkv -c 0") == 0 &&
+              strstr(sh_out, "memory     -c 131072, method snapkv, K f16, V f16: weights"),
+          "%s", sh_out);
+    CHECK(sh("./kvcomp --help") == 0 && !*sh_err && strstr(sh_out, "--method"), "help");
+    CHECK(sh("./kvcomp --version") == 0 && !strncmp(sh_out, "kvcomp ", 7), "%s", sh_out);
+}
+
+TEST(cli_foreign_options, "an option of another program is answered with ours; a name that is near none is "
+                          "answered with where the names stand") {
+    static const char *const says[][2] = {
+        { "--temperature 0",    "unknown option --temperature (did you mean --temp?)" },
+        { "--temperatur=0",     "(did you mean --temp?)" },
+        { "--system-prompt x",  "(did you mean --system?)" },
+        { "--max-tokens 3",     "(did you mean -n?)" },
+        { "--max_new_tokens 3", "(did you mean -n?)" },
+        { "--ctx 3",            "(did you mean --ctx-size?)" },
+        { "-ngl 99",            "unknown option -ngl (did you mean -d cuda?)" },
+        { "--gpu-layers 99",    "(did you mean -d cuda?)" },
+        { "-temp 0",            "unknown option -temp (did you mean --temp?)" },
+        { "--foo",              "unknown option --foo (kvcomp --help lists them)" },
+        { "-y",                 "unknown option -y (kvcomp --help lists them)" },
+        { "-p hi --method foo", "no method is called 'foo' (see --list-methods)" },
+        { "-p hi --method h20", "no method is called 'h20' (did you mean h2o?" },
+    };
+    for (size_t i = 0; i < sizeof says / sizeof *says; i++)
+        CHECK(sh("./kvcomp %s", says[i][0]) == 2 && strstr(sh_err, says[i][1]) && lines_in(sh_err) == 1, "%s: %s",
+              says[i][0], sh_err);
+    Options *all = options_of_program();
+    for (int i = 0; i < FOREIGN_OPTIONS; i++)
+        CHECK(!opt_find(all, foreign_options[i].theirs), "%s is ours, too", foreign_options[i].theirs);
+    options_free(all);
+}
+
+TEST(cli_methods, "--list-methods starts each line with a name; --help NAME tells paper, what is "
+                  "kept and every option") {
+    CHECK(sh("./kvcomp --list-methods") == 0 && !*sh_err, "%s", sh_err);
+    char list[1 << 14];
+    snprintf(list, sizeof list, "%.16000s", sh_out);
+    int n = 0;
+    EACH_METHOD (at) {
+        const Method *m = *at;
+        char want[64];
+        snprintf(want, sizeof want, "%s%s ", n++ ? "\n" : "", m->name);
+        CHECK(strstr(list, want), "%s", m->name);
+        CHECK(sh("./kvcomp --help %s", m->name) == 0 && strstr(sh_out, m->keeps) && m->paper &&
+                  strstr(sh_out, m->paper),
+              "%s", m->name);
+        for (const Opt *o = m->opts; o && o->name; o++) {
+            snprintf(want, sizeof want, "--%s", o->name);
+            CHECK(strstr(sh_out, want), "--help %s does not tell %s", m->name, want);
+        }
+        snprintf(want, sizeof want, "Uses --budget %d", m->budget);
+        if (m->budget)
+            CHECK(strstr(sh_out, want) && strstr(sh_out, "or --ratio"), "--help %s: %s", m->name,
+                  want);
+        if (m->uses) CHECK(strstr(sh_out, m->uses), "--help %s: %s", m->name, m->uses);
+    }
+    CHECK(lines_in(list) == n, "%d lines, %d methods", lines_in(list), n);
+    CHECK(sh("./kvcomp --help nosuch") == 2, "%s", sh_err);
+}
+
+TEST(method_defaults, "the budget a method opens with is the one its --help names") {
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    EACH_METHOD (t) {
+        char err[512];
+        Options *o = options_of("");
+        // Which need a file of scores.
+        int has = (*t)->budget && strcmp((*t)->name, "dililazy") && strcmp((*t)->name, "headkv");
+        Session *s = has ? session_try(m.c, m.w, o, (*t)->name, err) : NULL;
+        CHECK(!has || (s && s->budget == (*t)->budget), "%s: %d, %d", (*t)->name,
+              s ? s->budget : -1, (*t)->budget);
+        session_close(s);
+        options_free(o);
+    }
+    Script p = { 1, { 100 }, { 20 }, 3 };
+    Options *o = options_of("ratio=.5 obs-window=4");
+    Session *s = session_open(m.c, m.w, o, "snapkv");
+    free(run_session(s, &p));
+    CHECK(s->applied == 50 && s->head[0].len == 70,
+          "--ratio .5 of 100 rows: B %d, %d rows after 20 steps", s->applied, s->head[0].len);
+    session_close(s);
+    options_free(o);
+    tiny_free(m);
+}
+
+TEST(cli_options_help, "every option of the table is in --help with its default") {
+    sh("./kvcomp --help");
+    CHECK(strstr(sh_out, "  --calibrate OUT.json "), "the run of a method's section");
+    for (const Opt *o = program_options; o->name; o++) {
+        char want[96];
+        snprintf(want, sizeof want, "--%s", o->name);
+        char *at = strstr(sh_out, want);
+        CHECK(at, "%s", want);
+        if (at && (o->kind == 'i' || o->kind == 'f')) {
+            snprintf(want, sizeof want, "[%s]\n", o->def);
+            CHECK(strstr(at, want), "--%s lacks its default %s", o->name, o->def);
+        }
+    }
+}
+
+// Writes a text to a file, if that can be opened.
+static void write_text_file(const char *path, const char *text) {
+    FILE *f = fopen(path, "w");
+    if (f) {
+        fputs(text, f);
+        fclose(f);
+    }
+}
+
+TEST(cli_ids, "--ids and --dump-logits: V floats a row, one row for the prefill and one a decoded "
+              "id; bad lines end with 2") {
+    char p[64], o[64];
+    snprintf(p, sizeof p, "/tmp/kvt_%d_ids", (int)getpid());
+    snprintf(o, sizeof o, "/tmp/kvt_%d_logits", (int)getpid());
+
+    static const struct {
+        const char *text;
+        int code;
+        int rows;
+    } cases[] = {
+        { "1 2 3 | 4 5\n\n  \n6\n", 0, 4 },
+        { "1 2 3|\n", 0, 1 },
+        { "7\n", 0, 1 },
+        { "1 2", 0, 1 },
+        { "| 3\n", 2, 0 },
+        { "1 2048\n", 2, 0 },
+        { "1 -2\n", 2, 0 },
+        { "1 x\n", 2, 0 },
+        { "1 | 2 | 3\n", 2, 0 },
+        { "", 2, 0 },
+        { "99999999999999999999\n", 2, 0 },
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        write_text_file(p, cases[i].text);
+        int rc = sh(SYN "--ids %s --dump-logits %s", p, o);
+        struct stat st = { 0 };
+        stat(o, &st);
+        CHECK(rc == cases[i].code, "case %zu: exit %d: %s", i, rc, sh_err);
+        CHECK(rc || st.st_size == cases[i].rows * 2048 * 4, "case %zu: %ld bytes", i,
+              (long)st.st_size);
+        CHECK(!*sh_out, "stdout: %s", sh_out);
+        CHECK(!rc || lines_in(sh_err) == 1, "%s", sh_err);
+    }
+    CHECK(sh(SYN "--ids %s.none", p) == 2, "missing file");
+    unlink(p);
+    unlink(o);
+}
+
+TEST(cli_odd, "what could not be written, overflows, half a method, an option without its mode: "
+              "one line and the documented exit code") {
+    static const struct {
+        const char *args;
+        int code;
+        const char *says;
+    } cases[] = {
+        { "-p hi -n 2 --temp 0 -q > /dev/full", 1, "stdout" },
+        { "--list-methods > /dev/full", 1, "stdout" },
+        { "--help=lychee", 0, "" },
+        { "--help=nosuch", 2, "no method" },
+        { "--method=lychee+ -p hi", 2, "no method is called ''" },
+        { "--budgets 5 -p hi", 2, "--compare" },
+        { "--csv -p hi", 2, "--eval" },
+        { "--json-rows -p hi", 2, "--json" },
+        { "--bench-suite x.csv -p hi", 2, "--bench" },
+        { "--bench-kernels -p hi", 2, "goes with --bench" },
+        { "--bench-file -p hi", 2, "goes with --bench" },
+        { "--bench --bench-kernels --csv", 2, "--json" },
+        { "--bench --bench-kernels -d cpu --synthetic tiny", 2, "-d cuda" },
+        { "--bench --json --csv", 2, "--json and --csv" },
+        { "--ids x --dump-logits - --json", 2, "standard output" },
+        { "--think --no-think", 2, "contradict" },
+        { "--bench --bench-suite /nonexistent/x", 1, "No such file" },
+        { "--lychee-iters 2147483647 -p hi", 2, "0..1000" },
+        { "--lychee-chunks-per-cluster 2147483647 -p hi", 2, "is outside" },
+        { "--loopserve-alpha 2 -p hi", 2, "0..1" },
+        { "-ctk 'f16|f32' -p hi", 2, "wants one of" },
+        { "--eval needle --compare window,full --budgets=-3", 2, "-3 is outside" },
+        { "--eval needle --compare window --budgets 40,,64", 2, "whole number, found ''" },
+        { "--calibrate /nonexistent/x", 1, "No such file" },
+        { "--ctx-size 1073741825", 2, "1073741825 is outside 0..1073741824" },
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int rc = sh("./kvcomp %s", cases[i].args);
+        CHECK(rc == cases[i].code && strstr(sh_err, cases[i].says) && lines_in(sh_err) == (rc != 0),
+              "%s: exit %d: %s", cases[i].args, rc, sh_err);
+    }
+    char p[] = "/tmp/kvcomp-odd-XXXXXX";
+    close(mkstemp(p));
+    write_text_file(p, "1 2 3 4 5 6 7 8 9 | 4 5\n");
+    CHECK(sh(SYN "--ids %s --method=lychee --budget 60 --lychee-full-layers 0 --lychee-buffer "
+                 "1073741824 --json",
+             p) == 0,
+          "%s", sh_err);
+    write_text_file(p, "/method full\n/budget -3\n/budget 2147483647\n/save\n/load\n");
+    CHECK(sh("./kvcomp -q --ratio 0.5 < %s", p) == 0 && strstr(sh_err, "--budget -3 is outside") &&
+              strstr(sh_err, "/save wants a file") && strstr(sh_err, "/load wants a file") &&
+              access(".part", F_OK),
+          "%s", sh_err);
+    unlink(p);
+}
+
+TEST(cli_json, "--json: one object with the documented keys; bytes are what the rows hold; "
+               "--json-rows lists them") {
+    CHECK(sh(SYN
+             "--ids data/ids/three-turns.txt --json --json-rows --method=streaming --budget 20") ==
+              0,
+          "%s", sh_err);
+    char err[256];
+    Json *j = json_parse(sh_out, strlen(sh_out), err);
+    CHECK(j && lines_in(sh_out) == 1, "%s", err);
+    if (!j) return;
+    static const char *keys[] = {
+        "method",        "budget",        "model",           "dtype",
+        "device",        "n_prompt",      "n_gen",           "pp_tok_s",
+        "tg_tok_s",      "ttft_ms",       "kv_bytes_stored", "kv_bytes_attended",
+        "kv_bytes_peak", "kv_bytes_full", "meta_bytes",      "pass_bytes",
+        "seed",          "options",       "build",           "rows"
+    };
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
+        CHECK(json_get(j, keys[i]), "no key %s", keys[i]);
+    const Json *rows = json_get(j, "rows");
+    CHECK(rows->n == 2 && rows->item[0].n == 2, "layers and heads");
+    int held = rows->item[0].item[0].n, cap = (held + 63) / 64 * 64;
+    CHECK(json_get(j, "kv_bytes_stored")->i == (int64_t)2 * 2 * cap * 2 * 16 * 2,
+          "stored %lld for %d rows", (long long)json_get(j, "kv_bytes_stored")->i, held);
+    json_free(j);
+}
+
+TEST(cli_ratio, "--ratio 0.5 halves the stored bytes of every method that drops rows, and of none "
+                "that only saves reads") {
+    char p[64];
+    snprintf(p, sizeof p, "/tmp/kvt_%d_ids", (int)getpid());
+    FILE *f = fopen(p, "w");
+    for (int i = 0; i < 1280; i++) fprintf(f, "%d ", (i * 37 + i / 7) % 2048);
+    fprintf(f, "\n");
+    fclose(f);
+    EACH_METHOD (at) {
+        const Method *m = *at;
+        // These need files; their own tests do it.
+        if (!m->evicts || !strcmp(m->name, "sonic") || !strcmp(m->name, "dililazy") ||
+            !strcmp(m->name, "headkv"))
+            continue;
+        CHECK(sh(SYN "--ids %s --json --method=%s --ratio 0.5", p, m->name) == 0, "%s: %s", m->name,
+              sh_err);
+        char err[256];
+        Json *j = json_parse(sh_out, strlen(sh_out), err);
+        if (!j) {
+            CHECK(0, "%s: %s", m->name, err);
+            continue;
+        }
+        double share =
+            (double)json_get(j, "kv_bytes_stored")->i / (double)json_get(j, "kv_bytes_full")->i;
+        CHECK(share > .44 && share < .56, "%s holds %.3f of the full cache", m->name, share);
+        json_free(j);
+    }
+    unlink(p);
+}
+
+TEST(cli_report, "--report writes the page and its csv, alone and with --eval; a path that cannot "
+                 "be written is one line and exit 1, before any work") {
+    char p[64], d[64];
+    snprintf(p, sizeof p, "/tmp/kvt_%d_r.html", (int)getpid());
+    snprintf(d, sizeof d, "/tmp/kvt_%d_d.jsonl", (int)getpid());
+    CHECK(sh("./kvcomp -m models/kvcomp-tiny --report /nowhere/r.html --eval file --eval-file "
+             "data/dialogues.jsonl") == EXIT_RUN &&
+              lines_in(sh_err) == 1 && strstr(sh_err, "/nowhere/r.html") && !*sh_out,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m models/kvcomp-tiny --method streaming --report %s --eval-length 96 "
+             "--eval-items 2 --budgets 24,64", p) == 0 && !*sh_out &&
+              lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(sh("grep -c 'method streaming --report' %s", p) == 0 && atoi(sh_out) >= 9,
+          "the command line stands under every picture: %s", sh_out);
+    CHECK(sh("grep 'What was evaluated: needle (2 texts of 96 tokens, 12 answers); 8 items through each of 3 rows' "
+             "%s", p) == 0 && strstr(sh_out, "--eval needle --eval-items 2 --eval-length 96 --compare full,streaming "
+                                             "--budgets 24,64"),
+          "the default evaluation is named: %s", sh_out);
+    CHECK(sh("grep -c '^pareto,' /tmp/kvt_%d_r.csv", (int)getpid()) == 0 && atoi(sh_out) == 6,
+          "three rows in two charts: %s", sh_out);
+    CHECK(sh("./kvcomp -q -m models/kvcomp-tiny -c 512 --method streaming --report %s", p) == 0 &&
+              sh("grep -c 'No scores were measured: the items of the default evaluation do not fit' %s", p) == 0,
+          "a context too small for the default evaluation: %s", sh_err);
+
+    char m[64];
+    snprintf(m, sizeof m, "/tmp/kvt_%d_m", (int)getpid());
+    CHECK(sh("mkdir %s && ln -s $PWD/models/kvcomp-tiny/* %s && rm %s/config.json && "
+             "sed 's/\\(max_position_embeddings\": *\\)4096/\\1256/' models/kvcomp-tiny/config.json > %s/config.json",
+             m, m, m, m) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s --method sonic --eval-items 1 --report %s", m, p) == 0 && lines_in(sh_err) == 3 &&
+              strstr(sh_err, "sonic is left out of the default evaluation: its items take up to ") &&
+              strstr(sh_err, "sonic is left out of the demonstration: the dialogue takes "),
+          "a method that runs out of positions: %s", sh_err);
+    CHECK(sh("grep -c '^memory,sonic' /tmp/kvt_%d_r.csv", (int)getpid()) == 1 &&
+              sh("grep -c '^memory,full' /tmp/kvt_%d_r.csv", (int)getpid()) == 0 &&
+              sh("grep 'sonic was left out: ' %s", p) == 0 && sh("rm -r %s", m) == 0,
+          "the page has full attention, and the reason: %s", sh_err);
+    CHECK(sh("head -2 data/dialogues.jsonl >%s", d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m models/kvcomp-tiny -q --eval file --eval-file %s --compare "
+             "full,streaming --budgets 32,64 --csv --report %s",
+             d, p) == 0 &&
+              lines_in(sh_out) == 4 && !*sh_err,
+          "%s%s", sh_out, sh_err);
+    CHECK(sh("grep -c '^pareto,' /tmp/kvt_%d_r.csv", (int)getpid()) == 0 && atoi(sh_out) == 6,
+          "three rows in two charts: %s", sh_out);
+    CHECK(sh("rm /tmp/kvt_%d_r.csv %s %s", (int)getpid(), p, d) == 0,
+          "the csv stands beside the page: %s", sh_err);
+}
+
+#define CHAT "./kvcomp -m models/kvcomp-tiny --temp 0 -n 24 "
+
+TEST(cli_stdout, "stdout is the reply and nothing else; --dump-tokens prints ids on one line") {
+    CHECK(sh(CHAT "-p hello -v") == 0 && strstr(sh_err, "--temp=0"), "%s", sh_err);
+    CHECK(*sh_out && !strstr(sh_out, "tok/s") && strstr(sh_err, "tok/s") && strstr(sh_err, "KV"),
+          "%s", sh_err);
+    char reply[4096];
+    snprintf(reply, sizeof reply, "%.4000s", sh_out);
+    CHECK(sh(CHAT "-p hello -q") == 0 && !*sh_err && !strcmp(sh_out, reply), "quiet: %s", sh_err);
+    CHECK(sh("printf hello | ./kvcomp -m models/kvcomp-tiny --temp 0 -n 24 -f - -q") == 0, "%s",
+          sh_err);
+    CHECK(sh("./kvcomp -m models/kvcomp-tiny --dump-tokens -p 'Hello world'") == 0 &&
+              lines_in(sh_out) == 1 && isdigit((unsigned char)*sh_out),
+          "%s", sh_out);
+    CHECK(sh(CHAT "-p hello --method=streaming --seed 1 --json") == 0 && sh_out[0] == '{', "%s",
+          sh_out);
+}
+
+TEST(cli_templates,
+     "a template that is refused ends with 3, one line and what to do instead; --dialogue prints "
+     "ids of whole dialogues; a system text for a template without one ends with 2") {
+    char p[64], d[64];
+    snprintf(p, sizeof p, "/tmp/kvt_%d_p", (int)getpid());
+    snprintf(d, sizeof d, "/tmp/kvt_%d_d", (int)getpid());
+    write_text_file(p, "{% for m in messages %}\n{{ m.content | frobnicate }}\n{% endfor %}");
+    CHECK(sh("./kvcomp --chat-template %s -p hi -n 1", p) == 3 && lines_in(sh_err) == 1 &&
+              strstr(sh_err, "line 2: frobnicate of a text") && strstr(sh_err, " chatml ") &&
+              strstr(sh_err, "--raw") && !*sh_out,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --chat-template nosuch -p hi -n 1") == 3 && lines_in(sh_err) == 1 &&
+              strstr(sh_err, "nosuch") && strstr(sh_err, " phi4 "),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --chat-template %s --raw -q -p hi -n 1 --temp 0", p) == 0 &&
+              sh("./kvcomp --chat-template %s --dump-tokens -p hi", p) == 0,
+          "%s", sh_err);
+    write_text_file(p,
+                    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no "
+                    "system here') }}{% endif %}"
+                    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor "
+                    "%}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}");
+    CHECK(sh("./kvcomp --chat-template %s -q -p hi -n 1 --temp 0", p) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp --chat-template %s -sys be -p hi -n 1", p) == 2 && lines_in(sh_err) == 1 &&
+              strstr(sh_err, "no system here"),
+          "%s", sh_err);
+    write_text_file(d, "/system be kind\nhi\n");
+    CHECK(sh("./kvcomp --chat-template %s -n 1 < %s", p, d) == 0 &&
+              strstr(sh_err, "no system here"),
+          "%s", sh_err);
+
+    write_text_file(d, "{\"messages\":[{\"role\":\"system\",\"content\":\"Be "
+                       "kind.\"},{\"role\":\"user\",\"content\":\"Hi\"},{\"role\":\"assistant\","
+                       "\"content\":\"Yes\"},{\"role\":\"user\",\"content\":\"Why?\"}]}\n"
+                       "\n{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}]}\n");
+    CHECK(sh("./kvcomp --dump-tokens --dialogue %s", d) == 0 && lines_in(sh_out) == 2 &&
+              isdigit((unsigned char)*sh_out) && !*sh_err,
+          "%s%s", sh_out, sh_err);
+    CHECK(sh("./kvcomp --dump-tokens --chat-template %s --dialogue %s", p, d) == 2 &&
+              strstr(sh_err, "line 1") && strstr(sh_err, "no system here"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --dialogue %s -p hi", d) == 2 &&
+              sh("./kvcomp --dump-tokens --dialogue %s -p hi", d) == 2 &&
+              sh("./kvcomp --dump-tokens --dialogue %s --raw", d) == 2,
+          "%s", sh_err);
+    static const char *const bad[][2] = {
+        { "{\"messages\":[]}", "none in it" },
+        { "[1", "byte" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":7}]}", "message 1" },
+        { "{\"messages\":[{\"role\":\"tool\",\"content\":\"x\"}]}", "'tool'" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"},{\"role\":\"assistant\","
+          "\"content\":\"x\"}]}",
+          "last message" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"a\\u0000b\"}]}", "no text" },
+        { "{\"messages\":[{\"role\":\"system\",\"content\":\"x\"}]}", "last message" },
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        write_text_file(d, bad[i][0]);
+        CHECK(sh("./kvcomp --dump-tokens --dialogue %s", d) == 2 && lines_in(sh_err) == 1 &&
+                  strstr(sh_err, "line 1") && strstr(sh_err, bad[i][1]),
+              "%s: %s", bad[i][0], sh_err);
+    }
+    unlink(p);
+    unlink(d);
+}
+
+TEST(cli_damaged, "weights that hold a NaN: exit 3 at the first logits, in a chat and in an "
+                  "evaluation, not an empty reply and a divergence of 0") {
+    char d[] = "/tmp/kvcomp-nan-XXXXXX";
+    CHECK(mkdtemp(d) &&
+              sh("cp models/kvcomp-tiny/* %s && printf '\\300\\177' | dd of=%s/model.safetensors "
+                 "bs=1 seek=$(($(stat -c %%s %s/model.safetensors) - 2)) conv=notrunc 2>&1",
+                 d, d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi", d) == 3 && strstr(sh_err, "is not a number") &&
+              lines_in(sh_err) == 1 && !*sh_out,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s --eval kld --eval-file README.md --eval-window 32 --eval-windows 1 "
+             "--compare full,window --budgets 8",
+             d) == 3 &&
+              !*sh_out,
+          "%s", sh_err);
+    CHECK(sh("printf '/save %s\n' | " CHAT, d) == 0 && strstr(sh_err, "directory") &&
+              sh("test ! -e %s.part", d) == 0,
+          "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_chat_pipe,
+     "a chat on a pipe: commands, method changes that keep the dialogue, save and load") {
+    char p[64];
+    snprintf(p, sizeof p, "/tmp/kvt_%d_session", (int)getpid());
+    CHECK(sh("printf 'hello\\n/stats\\n/help\\n/nosuch\\n/method streaming\\n/budget 64\\nhow are "
+             "you?\\n/save %s\\n/regen\\n/clear\\n/quit\\n' | " CHAT,
+             p) == 0,
+          "%s", sh_err);
+    CHECK(strstr(sh_err, "stored") && strstr(sh_err, "/regen") &&
+              strstr(sh_err, "no command /nosuch"),
+          "%s", sh_err);
+    CHECK(strstr(sh_err, "[turn 2 "), "the dialogue went on after /method: %s", sh_err);
+    CHECK(sh("printf '/load %s\\nhello\\n' | " CHAT, p) == 0 && strstr(sh_err, "[turn 3 "), "%s",
+          sh_err);
+    CHECK(sh(CHAT "-p hello --session %s", p) == 0 && strstr(sh_err, "[turn 3 "), "%s", sh_err);
+    CHECK(sh("printf '/load %s\\n' | ./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V4096 --tokenizer "
+             "models/kvcomp-tiny",
+             p) == 0 &&
+              strstr(sh_err, "another model"),
+          "%s", sh_err);
+    write_text_file(p, "kvcomp session 1\nmodel zz\n");
+    CHECK(sh("printf '/load %s\\n' | " CHAT, p) == 0 && strstr(sh_err, "not a kvcomp session"),
+          "%s", sh_err);
+    unlink(p);
+}
+
+TEST(cli_sonic_ends, "a chat under sonic that runs out of positions goes on: a reply stops, a line "
+                     "is refused, another method takes over; a foreign template is told") {
+    char d[] = "/tmp/kvcomp-ends-XXXXXX", ids[64];
+    CHECK(mkdtemp(d) && sh("ln -s $PWD/models/kvcomp-tiny/* %s && rm %s/config.json && sed "
+                           "'s/\\(max_position_embeddings\": *\\)4096/\\172/' "
+                           "models/kvcomp-tiny/config.json > %s/config.json",
+                           d, d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh("printf 'hello\ntell me a story about a fox\nwhat is my name?\n/save %s/kept\n/method "
+             "full\nwho are you?\n/method sonic\n/stats\n' | ./kvcomp -m %s -c 500 --temp 0 "
+             "--method=sonic",
+             d, d) == 0,
+          "%s", sh_err);
+    CHECK(strstr(sh_err, "positions are used up: sonic goes to max_position_embeddings 72") &&
+              strstr(sh_err, "do not fit: the next position is 72"),
+          "%s", sh_err);
+    CHECK(strstr(sh_err, "[turn 3 ") && strstr(sh_err, "the dialogue takes ") &&
+              strstr(sh_err, "method full"),
+          "%s", sh_err);
+    CHECK(sh("printf '/load %s/kept\n/stats\n' | ./kvcomp -m %s -c 500 --method=sonic", d, d) ==
+                  0 &&
+              strstr(sh_err, "in 2 turns"),
+          "%s", sh_err);
+    CHECK(sh("(printf '/compare '; yes tell me | head -n 60 | tr '\\n' ' '; printf '\n/demo\nhello\n') | "
+             "./kvcomp -m %s -c 500 --temp 0 -n 4 --stats", d) == 0 &&
+              strstr(sh_err, "sonic is left out: a message of") && strstr(sh_err, "[turn 1 ") &&
+              strstr(sh_err, "method full, "),
+          "/compare and /demo go on without it, and --stats ends the chat: %s", sh_err);
+    snprintf(ids, sizeof ids, "%s/ids", d);
+    for (int i = 0; i < 2; i++) {
+        FILE *f = fopen(ids, "w");
+        for (int t = 0; f && t < 71 + i; t++) fprintf(f, " %d", 300 + t);
+        if (f) {
+            fprintf(f, " | 7%s\n", i ? " 8" : "");
+            fclose(f);
+        }
+        CHECK(sh("./kvcomp -m %s --method=sonic --ids %s", d, ids) == i &&
+                  (!i || strstr(sh_err, "position 72 is past max_position_embeddings 72")),
+              "%s", sh_err);
+    }
+    CHECK(sh("./kvcomp -p hi -n 1 --temp 0 --method=sonic --chat-template qwen3") == 0 &&
+              strstr(sh_err, "trained with chat template chatml, this chat uses qwen3"),
+          "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+// A loop of the shell that waits until a file has a line that begins so, for 20 seconds at most.
+#define WAIT_FOR(begin, file) \
+    "for i in $(seq 400); do grep -qs '^" begin "' " file " && break; sleep .05; done; "
+
+TEST(cli_method_file_gone,
+     "a method's file that goes away in a chat or a batch costs nothing: /regen keeps the reply, /clear "
+     "and /system the dialogue, a request gets an error, and the next ones are answered") {
+    static const char *const file[] = { "nexus.safetensors", "head_scores.json" };
+    static const char *const method[] = { "sonic", "dililazy" };
+    for (int i = 0; i < 2; i++) {
+        char d[] = "/tmp/kvcomp-gone-XXXXXX";
+        CHECK(mkdtemp(d) && sh("ln -s $PWD/models/kvcomp-tiny/* %s && rm %s/%s", d, d, file[i]) == 0, "%s", sh_err);
+        CHECK(sh("cp models/kvcomp-tiny/%s %s && { echo hello; " WAIT_FOR("turn", "%s/s") "cp %s/s %s/kept; rm %s/%s; "
+                 "printf '/regen\n/clear\n/system be brief\n/stats\nwho are you?\n'; } | "
+                 "./kvcomp -m %s --temp 0 -n 8 --session %s/s --method=%s",
+                 file[i], d, d, d, d, d, file[i], d, d, method[i]) == 0,
+              "%s: %s", method[i], sh_err);
+        CHECK(strstr(sh_err, "the reply stays: ") && strstr(sh_err, "the dialogue stays: ") &&
+                  strstr(sh_err, "in 1 turns") && strstr(sh_err, "[turn 2 ") && strstr(sh_err, file[i]),
+              "%s: %s", method[i], sh_err);
+        CHECK(sh("grep ^turn %s/kept >%s/a; grep -m 1 ^turn %s/s | cmp - %s/a", d, d, d, d) == 0,
+              "%s: the first turn is another one: %s", method[i], sh_out);
+
+        const char *ask = "{\"prompt\":\"hi\",\"max_tokens\":2,\"method\":";
+        CHECK(sh("cp models/kvcomp-tiny/%s %s && { echo '%s\"%s\"}'; " WAIT_FOR("{", "%s/out") "rm %s/%s; "
+                 "echo '%s\"%s\"}'; echo '%s\"full\"}'; } | ./kvcomp -m %s -q --batch - >%s/out",
+                 file[i], d, ask, method[i], d, d, file[i], ask, method[i], ask, d, d) == 1,
+              "%s: %s", method[i], sh_err);
+        CHECK(sh("cat %s/out", d) == 0 && lines_in(sh_out) == 3, "%s: %s", method[i], sh_out);
+        char *line[] = { strtok(sh_out, "\n"), strtok(NULL, "\n"), strtok(NULL, "\n") };
+        CHECK(line[2] && strstr(line[0], "\"text\"") && strstr(line[1], "\"error\"") && strstr(line[1], file[i]) &&
+                  strstr(line[2], "\"text\""),
+              "%s: %s", method[i], line[1]);
+        CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+    }
+}
+
+// A chat on a real terminal: what is typed, then everything the program printed within the time.
+static int pty_chat(const char *const *typed, const double *wait, int n, char *seen, size_t size) {
+    int fd;
+    size_t got = 0;
+    needs_program();
+    pid_t pid = forkpty(&fd, NULL, NULL, NULL);
+    if (pid < 0) leave_out(NO_TERMINAL);
+    if (!pid) {
+        setenv("TERM", "xterm", 1);
+        execl("./kvcomp", "kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos", "-c",
+              "0", (char *)NULL);
+        _exit(99);
+    }
+    for (int i = 0; i <= n; i++) {
+        double end = now() + (i < n ? wait[i] : 20);
+        // Drain until the time is over or the program has left.
+        for (;;) {
+            fd_set f;
+            struct timeval t = { 0, 20000 };
+            FD_ZERO(&f);
+            FD_SET(fd, &f);
+            if (select(fd + 1, &f, NULL, NULL, &t) > 0) {
+                ssize_t r = got + 1 < size ? read(fd, seen + got, size - got - 1) : -1;
+                if (r <= 0) break;
+                got += r;
+            }
+            if (now() > end) break;
+        }
+        if (i < n && write(fd, typed[i], strlen(typed[i])) < 0) break;
+    }
+    seen[got] = 0;
+    int status = 0;
+    if (waitpid(pid, &status, WNOHANG) == 0) {
+        kill(pid, SIGKILL);
+        waitpid(pid, &status, 0);
+    }
+    close(fd);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+TEST(cli_threads, "a small model gets one thread, others at least one a core; with more than one "
+                  "the program starts itself again and reads its text all the same") {
+    CHECK(threads_for(3000000) == 1, "%d threads for the shipped model", threads_for(3000000));
+    CHECK(threads_for((size_t)1 << 30) == physical_cores() && physical_cores() >= 1, "%d cores",
+          physical_cores());
+    const char *form[] = { "-p hello", "-f -", "-f /dev/stdin", "-f <(echo hello)" };
+    char text[4][256];
+    for (int i = 0; i < 4; i++) {
+        CHECK(!sh("echo hello | bash -c 'env -u GOMP_SPINCOUNT -u OMP_WAIT_POLICY ./kvcomp -t 2 %s "
+                  "-n 8 --temp 0 -q'",
+                  form[i]),
+              "%s: %s", form[i], sh_err);
+        snprintf(text[i], sizeof text[i], "%.200s", sh_out);
+        CHECK(*text[i] && (i == 0 || i > 2 || !strcmp(text[i], text[1])), "%s: %s", form[i],
+              text[i]);
+    }
+}
+
+TEST(cli_bf16_terms, "--bf16-terms changes logits where products are made in tiles, 1 also where they are "
+                     "made in pairs, 3 is the default, and other sets say that it has no effect") {
+    static const char *const options[][2] = {
+        { "amx-plain", "" }, { "amx-plain", "--bf16-terms 3" },
+        { "amx-plain", "--bf16-terms 2" }, { "amx-plain", "--bf16-terms 1" },
+        { "pairs-plain", "" }, { "pairs-plain", "--bf16-terms 1" },
+    };
+    char sum[6][64];
+    for (int i = 0; i < 6; i++) {
+        CHECK(!sh("KVCOMP_SIMD=%s " SYN "--ids data/ids/three-turns.txt --dump-logits - -t 1 %s | cksum",
+                  options[i][0], options[i][1]) && !*sh_err, "%s: %s", options[i][1], sh_err);
+        snprintf(sum[i], sizeof sum[i], "%.60s", sh_out);
+    }
+    CHECK(strcmp(sum[4], sum[5]), "pairs leave the logits the same: %s", sum[4]);
+    CHECK(strcmp(sum[3], sum[5]), "pairs have the order of tiles: %s", sum[3]);
+    CHECK(!sh("KVCOMP_SIMD=pairs-plain " SYN "--ids data/ids/three-turns.txt -t 1 --bf16-terms 2")
+              && strstr(sh_err, "without effect with pairs-plain: --bf16-terms 2"), "%s", sh_err);
+    CHECK(!strcmp(sum[0], sum[1]), "3 terms are not the default: %s%s", sum[0], sum[1]);
+    CHECK(strcmp(sum[1], sum[2]) && strcmp(sum[2], sum[3]), "the logits are the same: %s%s%s", sum[1], sum[2], sum[3]);
+    CHECK(!sh("KVCOMP_SIMD=plain " SYN "--ids data/ids/three-turns.txt -t 1 --bf16-terms 2")
+              && strstr(sh_err, "without effect with plain: --bf16-terms 2"), "%s", sh_err);
+    CHECK(sh("./kvcomp -p hi --bf16-terms 4") == 2, "4 terms are taken");
+}
+
+TEST(cli_terminal, "on a terminal: editing keys, a long paste in one piece, Ctrl-C keeps the "
+                   "session, Ctrl-D leaves with 0, Ctrl-C twice with 130") {
+    static char seen[1 << 20], paste[9000];
+    strcpy(paste, "\x1b[200~");
+    for (int i = 0; i < 400; i++) strcat(paste, "a line\nof a paste ");
+    strcat(paste, "\x1b[201~");
+    const char *edit[] = { "/hxlp\x1b[D\x1b[D\x7f"
+                           "e\r",
+                           paste, "\x15", "\x04" };
+    double wait[] = { 1.5, .5, .5, .5 };
+    CHECK(pty_chat(edit, wait, 4, seen, sizeof seen) == 0, "left with another code");
+    CHECK(strstr(seen, "forget the dialogue"), "/help was typed with a correction");
+    CHECK(!strstr(seen, "no command"), "a paste is no command");
+    const char *stop[] = { "hello\r", "\x03", "/stats\r", "\x04" };
+    double wait2[] = { 1.5, 2, 1, .5 };
+    CHECK(pty_chat(stop, wait2, 4, seen, sizeof seen) == 0,
+          "Ctrl-C in a reply must keep the session");
+    CHECK(strstr(seen, "[turn 1 ") && strstr(seen, "in 1 turns"),
+          "the reply stays in history and cache");
+    const char *leave[] = { "\x03", "\x03" };
+    double wait3[] = { 1.5, .3 };
+    CHECK(pty_chat(leave, wait3, 2, seen, sizeof seen) == EXIT_INTERRUPT,
+          "twice at the prompt leaves with 130");
+}
+
+// What a row of --csv says up to its clock: seconds are no property of the method.
+static void cut_clock(char *csv) {
+    int column = -1, k = 0;
+    char *w = csv;
+    for (char *p = csv; *p && *p != '\n'; p++)
+        if (*p == ',') {
+            k++;
+            if (!strncmp(p, ",prefill_s", 10)) column = k;
+        }
+    k = 0;
+    for (char *r = csv; *r; r++) {
+        if (*r == '\n') k = 0;
+        if (*r == ',') k++;
+        if (k < column) *w++ = *r;
+    }
+    *w = 0;
+}
+
+TEST(cli_eval, "--eval on the shipped model: the same rows for any number of threads, full above a "
+               "small budget, json and csv with the same names; misuse ends with 2") {
+    static char one[1 << 14];
+    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp --eval needle,facts --eval-items 2 "
+                      "--eval-length 128 --compare full,streaming,q8 --budgets 24 -q";
+    CHECK(sh("%s --csv -t 1", run) == 0 && lines_in(sh_out) == 4 && !*sh_err, "%s%s", sh_out,
+          sh_err);
+    double score[3] = { 0 };
+    char *line = strchr(sh_out, '\n');
+    for (int i = 0; i < 3 && line; i++, line = strchr(line + 1, '\n'))
+        CHECK(sscanf(line, "\n%*[^,],%*d,10,16,%lf", &score[i]) == 1, "%s", line);
+    CHECK(score[0] > score[1] && score[0] > .3, "full %g, streaming %g", score[0], score[1]);
+    snprintf(one, sizeof one, "%.16000s", sh_out);
+    CHECK(sh("%s --csv -t 2", run) == 0, "%s", sh_err);
+    cut_clock(one);
+    cut_clock(sh_out);
+    CHECK(strstr(one, "kv_bytes_peak") && !strstr(one, "prefill_s") && !strcmp(one, sh_out),
+          "two threads:\n%s\none:\n%s", sh_out, one);
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --json -q -t 1 --eval-history "
+             "gold") == 0 &&
+              lines_in(sh_out) == 1,
+          "%s", sh_err);
+    char err[256];
+    Json *row = json_parse(sh_out, strlen(sh_out), err);
+    CHECK(row, "%s: %s", err, sh_out);
+    static const char *keys[] = { "method",        "budget",          "model",
+                                  "options",       "score",           "score_lo",
+                                  "score_hi",      "score_gap",       "score_gap_hi",
+                                  "facts",         "facts_lo",        "facts_gap_lo",
+                                  "alone",         "alone_hi",        "exact",
+                                  "nll",           "kld_mean",        "kld_p99",
+                                  "top1",          "kv_bytes_stored", "kv_bytes_attended",
+                                  "kv_bytes_peak", "prefill_s",       "tg_tok_s" };
+    for (size_t i = 0; row && i < sizeof keys / sizeof *keys; i++)
+        CHECK(json_get(row, keys[i]), "no %s in %s", keys[i], sh_out);
+    if (row) {
+        CHECK(json_get(row, "kld_mean")->num == 0, "full differs from full");
+        json_free(row);
+    }
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 -t 1") == 0 &&
+              !strncmp(sh_out, "| method | budget | score |", 27) && lines_in(sh_out) == 3 &&
+              strstr(sh_err, "1 rows"),
+          "%s%s", sh_out, sh_err);
+    CHECK(sh("./kvcomp --eval nosuch") == 2 && strstr(sh_err, "needle"), "%s", sh_err);
+    CHECK(sh("./kvcomp --eval needle --eval-length 12") == 2 && strstr(sh_err, "--eval-length"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --eval needle --eval-length 5000") == 2 &&
+              strstr(sh_err, "context has 4096"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --eval file") == 2 && sh("./kvcomp --eval kld") == 2 &&
+              strstr(sh_err, "--eval-file"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --eval file --eval-file /nonexistent") == 2 && lines_in(sh_err) == 1, "%s",
+          sh_err);
+    CHECK(sh("./kvcomp --eval needle --compare full,nosuch") == 2 && !*sh_out &&
+              strstr(sh_err, "nosuch"),
+          "%s", sh_err);
+}
+
+TEST(cli_eval_base,
+     "--compare-base: gaps are those of the same answers under that method at the same budget, "
+     "with a paired interval; full is the default; a method that is not compared is refused") {
+    const char *run = "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 --eval facts --eval-items 8 "
+                      "--eval-length 128 --csv --budgets 24,48 --compare";
+    double score[6], gap[6], lo[6], hi[6];
+    static char header[1 << 12];
+    CHECK(sh("%s full,streaming,window", run) == 0 && strstr(sh_out, "score_gap"), "%s", sh_err);
+    CHECK(sh("%s streaming,window", run) == 0 && !strstr(sh_out, "score_gap"),
+          "a gap to full, which is not there: %s", sh_out);
+    CHECK(sh("%s streaming,window --compare-base snapkv", run) == 2 &&
+              strstr(sh_err, "--compare-base snapkv") && !*sh_out,
+          "%s%s", sh_err, sh_out);
+    CHECK(sh("%s streaming,window,expected-attention --compare-base streaming", run) == 0 &&
+              lines_in(sh_out) == 7,
+          "%s", sh_err);
+    snprintf(header, sizeof header, "%.*s", (int)strcspn(sh_out, "\n"), sh_out);
+    CHECK(strstr(header, "score,score_lo,score_hi,score_gap,score_gap_lo,score_gap_hi"), "%s",
+          header);
+    char *line = strchr(sh_out, '\n');
+    int differ = 0;
+    for (int i = 0; i < 6 && line; i++, line = strchr(line + 1, '\n'))
+        CHECK(sscanf(line, "\n%*[^,],%*d,%*d,%*d,%lf,%*f,%*f,%lf,%lf,%lf", &score[i], &gap[i],
+                     &lo[i], &hi[i]) == 4,
+              "%s", line);
+    for (int i = 0; i < 6; i++) {
+        CHECK(fabs(gap[i] - (score[i] - score[i % 2])) < 1e-5 && lo[i] <= gap[i] + 1e-9 &&
+                  gap[i] <= hi[i] + 1e-9,
+              "row %d: gap %g [%g, %g], scores %g and %g", i, gap[i], lo[i], hi[i], score[i],
+              score[i % 2]);
+        CHECK(i > 1 || (!gap[i] && !lo[i] && !hi[i]), "the base differs from itself");
+        differ += fabs(gap[i]) > .05;
+    }
+    CHECK(differ, "no method differs from streaming: this shows nothing");
+}
+
+TEST(cli_readme, "every command README.md prints works as typed") {
+    static char text[1 << 18];
+    // What a command writes into /tmp another user may own already.
+    char folder[] = "/tmp/kvcomp-readme-XXXXXX", command[2048];
+    CHECK(mkdtemp(folder), "%s", folder);
+    slurp_into("README.md", text, sizeof text);
+    int n = 0, fence = 0;
+    for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
+        if (!strncmp(line, "```", 3)) {
+            fence = !strcmp(line, "```sh") ? 1 : 0;
+            continue;
+        }
+        // `make ...` lines are what runs this test. Where Python has no numpy, trace_checkers says
+        // so.
+        if (!fence || (strncmp(line, "./kvcomp", 8) && strncmp(line, "python3 ", 8))) continue;
+        if (*line == 'p' && sh("python3 -c 'import numpy'")) continue;
+        n++;
+        const char *tmp = strstr(line, " /tmp/");
+        int before = tmp ? (int)(tmp - line) + 1 : (int)strlen(line);
+        snprintf(command, sizeof command, "%.*s%s%s", before, line, tmp ? folder : "",
+                 tmp ? tmp + 5 : "");
+        CHECK(sh("timeout 120 %s", command) == 0, "%s: %s", command, sh_err);
+    }
+    CHECK(n >= 5, "only %d commands found", n);
+    CHECK(sh("rm -r %s", folder) == 0, "%s", sh_err);
+}
+
+TEST(
+    cli_weights,
+    "--weights q8_0 chats in a little more than half the memory, close to the logits of the file's "
+    "weights; it is planned, inspected, and refused on a GPU") {
+    CHECK(sh("./kvcomp --inspect --weights q8_0") == 0, "%s", sh_err);
+    CHECK(strstr(sh_out, "Q8_0") && strstr(sh_out, "mostly Q8_0") && !strstr(sh_out, "-d cuda"),
+          "%s", sh_out);
+    CHECK(
+        sh("./kvcomp --plan --weights q8_0 --synthetic llama-3.1-8b -c 4096 --device-memory 10G") ==
+            0,
+        "%s", sh_err);
+    CHECK(strstr(sh_out, "-d cpu") && strstr(sh_out, " 8.532 GB\n") &&
+              strstr(sh_out, "\nfits into"),
+          "%s", sh_out);
+    int rc = sh("./kvcomp --weights q8_0 -d cuda -p hello");
+    int without = rc == 1 && strstr(sh_err, "built without CUDA");
+    CHECK((without || (rc == 2 && strstr(sh_err, "--weights q8_0"))) && lines_in(sh_err) == 1,
+          "%d: %s", rc, sh_err);
+    CHECK(sh("./kvcomp --weights q8_0 --method sonic -p hello -n 1") == 0,
+          "the adapter of the file's weights: %s", sh_err);
+    const char *run = "./kvcomp --ids data/ids/three-turns.txt --dump-logits - --weights";
+    static float x[2][200 * 4096];
+    size_t n[2];
+    for (int i = 0; i < 2; i++) {
+        char cmd[300];
+        snprintf(cmd, sizeof cmd, "%s %s", run, i ? "q8_0" : "file");
+        FILE *f = popen(cmd, "r");
+        n[i] = fread(x[i], sizeof(float), 200 * 4096, f);
+        CHECK(pclose(f) == 0, "%s", cmd);
+    }
+    CHECK(n[0] == n[1] && n[0] % 4096 == 0 && n[0], "%zu and %zu logits", n[0], n[1]);
+    double square = 0, error = 0;
+    for (size_t i = 0; i < n[0]; i++) {
+        square += (double)x[0][i] * x[0][i];
+        error += (double)(x[1][i] - x[0][i]) * (x[1][i] - x[0][i]);
+    }
+    CHECK(error > 0 && error < .06 * .06 * square, "logits are off by %g of their size",
+          sqrt(error / square));
+}
+
+TEST(cli_bench_file, "--bench-file measures a checkpoint from its files, cold and warm, its memory "
+                     "beside the plan and "
+                     "1, 2, 4 .. threads; random weights have no files") {
+    char err[256];
+    CHECK(sh("./kvcomp --bench --bench-file --bench-prompts 40 --repeat 1 -t 3 --json") == 0, "%s",
+          sh_err);
+    Json *j = json_parse(sh_out, strlen(sh_out), err);
+    CHECK(j, "%s", err);
+    if (!j) return;
+    const Json *threads = json_get(j, "threads"), *cached = json_get(j, "cached");
+    CHECK(threads && threads->type == JSON_ARRAY && threads->n == 3, "%s", sh_out);
+    static const int want[] = { 1, 2, 3 };
+    for (int i = 0; i < 3; i++) {
+        const Json *x = &threads->item[i];
+        CHECK(json_get(x, "threads")->i == want[i], "%s", sh_out);
+        CHECK(json_get(x, "pp_tok_s")->num > 0 && json_get(x, "tg_tok_s")->num > 0, "%s", sh_out);
+    }
+    CHECK(json_get(j, "file_bytes")->i == 6449928 && json_get(j, "n")->i == 40, "%s", sh_out);
+    CHECK(cached->num >= 0 && cached->num <= 1 && json_get(j, "ttft_cold_s")->num > 0, "%s",
+          sh_out);
+    CHECK(json_get(j, "rss_peak")->i > 6449928 && json_get(j, "planned_bytes")->i > 6449928, "%s",
+          sh_out);
+    json_free(j);
+    CHECK(sh("./kvcomp --bench --bench-file --bench-prompts 8 --repeat 1 -t 1 --huge-pages off "
+             "--weights q8_0") == 0,
+          "%s", sh_err);
+    CHECK(strstr(sh_out, "q8_0 weights, 0.01 GB on disk, huge pages off") &&
+              strstr(sh_out, "files in memory"),
+          "%s", sh_out);
+    CHECK(sh("./kvcomp --bench --bench-file --synthetic tiny") == 2 &&
+              strstr(sh_err, "--bench-file"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --bench --bench-file --csv") == 2 && strstr(sh_err, "--bench-file"), "%s",
+          sh_err);
+    CHECK(sh("./kvcomp --bench --bench-file --bench-depths 0") == 2 &&
+              strstr(sh_err, "has no --bench-depths"),
+          "%s", sh_err);
+}
+
+TEST(cache_huge_pages, "rows of long heads that grow, shrink and are cut keep their bytes on huge "
+                       "pages and without") {
+    for (int huge = 0; huge < 2; huge++) {
+        static const size_t size[] = { 100,     3 << 20, 7 << 19, 5 << 20, 9 << 20,
+                                       8 << 20, 4096,    6 << 20, 0,       64 };
+        size_t have = 0, sure = 0;
+        char *p = NULL;
+        int wrong = 0;
+        for (size_t i = 0; i < sizeof size / sizeof *size; i++) {
+            p = rows_realloc(p, have, size[i], huge);
+#ifdef __linux__
+            CHECK(!huge || size[i] < 2 << 20 || (uintptr_t)p % (2 << 20) == 0,
+                  "%zu bytes do not begin on a huge page", size[i]);
+#endif
+            sure = min_size(sure, size[i]);
+            for (size_t k = 0; k < sure; k++) wrong += p[k] != (char)(k * 7 >> 3);
+            for (size_t k = sure; k < size[i]; k++) p[k] = (char)(k * 7 >> 3);
+            have = sure = size[i];
+        }
+        CHECK(!wrong, "huge %d: %d bytes are others", huge, wrong);
+        free(p);
+    }
+}
+
+TEST(weights_q8, "weights become 8 bits one by one while they are loaded or made: what is planned "
+                 "is what they take, "
+                 "vectors stay as they are") {
+    Config *c = config_synthetic("L2,H4,G2,D16,C64,F96,V131"),
+           *d = config_synthetic("L2,H4,G2,D16,C64,F96,V131");
+    d->as_q8 = 1;
+    Weights *plan = weights_planned(d), *w = weights_synthetic(c, 7), *q = weights_synthetic(d, 7);
+    WeightFiles *wf = q->files;
+    CHECK(q->bytes == plan->bytes && wf->q8_used == wf->q8_bytes && d->dtype == DT_Q8,
+          "%zu bytes, %zu planned", q->bytes, plan->bytes);
+    CHECK(wf->block_bytes < ((WeightFiles *)w->files)->block_bytes / 2,
+          "all of them were held at once");
+    for (int i = 0; i < N_LAYER_TENSORS; i++) {
+        const Tensor *a = layer_tensor(&w->layer[1], i), *b = layer_tensor(&q->layer[1], i);
+        if (!a->data) continue;
+        if (a->rows == 1) {
+            CHECK(a->dtype == b->dtype && !memcmp(a->data, b->data, tensor_bytes(a)), "%s",
+                  layer_tensors[i].name);
+            continue;
+        }
+        char *want = xmalloc(tensor_bytes(b));
+        q8_store(want, a);
+        CHECK(b->dtype == DT_Q8 && !memcmp(want, b->data, tensor_bytes(b)), "%s",
+              layer_tensors[i].name);
+        free(want);
+    }
+    weights_close(plan, NULL);
+    weights_close(w, c);
+    weights_close(q, d);
+}
+
+TEST(cli_plan, "--plan names every allocation of a run on a device from a config alone, says whether it fits, "
+               "and what it cannot read") {
+    const char *million = "./kvcomp --plan --synthetic llama-3.1-8b -c 1000000 -b 2048 --method";
+    char cmd[300];
+    snprintf(cmd, sizeof cmd, "%s pats --device-memory 141G", million);
+    CHECK(sh(cmd) == 0 && strstr(sh_out, "packed rows of every layer"), "%s%s", sh_out, sh_err);
+    CHECK(strstr(sh_out, "\nfits into 141.000 GB: ") && strstr(sh_out, " 16.061 GB\n"), "%s", sh_out);
+    snprintf(cmd, sizeof cmd, "%s full --device-memory 141000M", million);
+    CHECK(sh(cmd) == 4 && strstr(sh_out, "does not fit into 141.000 GB"), "%s%s", sh_out, sh_err);
+    CHECK(!strstr(sh_out, "packed rows"), "%s", sh_out);
+    int rc = sh("./kvcomp --plan --synthetic tiny --device-memory much");
+    CHECK(rc == 2 && strstr(sh_err, "like 141G"), "%d: %s", rc, sh_err);
+    rc = sh("./kvcomp --plan --synthetic tiny -c 100 --method nope");
+    CHECK(rc == 2 && strstr(sh_err, "nope"), "%d: %s", rc, sh_err);
+    // A folder that holds nothing but the config.
+    rc = sh("d=$(mktemp -d) && cp models/kvcomp-tiny/config.json $d && "
+            "./kvcomp --plan -m $d --method quest; rc=$?; rm -r $d; exit $rc");
+    CHECK(rc == 0 && strstr(sh_out, "  quest ") && strstr(sh_out, "-b 2048"), "%d: %s%s", rc, sh_out,
+          sh_err);
+    CHECK(!strstr(sh_out, "inputs of products in 32 bits"), "16-bit weights: %s", sh_out);
+    rc = sh("./kvcomp --plan --synthetic tiny --exact");
+    CHECK(rc == 0 && strstr(sh_out, "inputs of products in 32 bits"), "%d: %s", rc, sh_out);
+    rc = sh("./kvcomp --inspect --device-memory 5G");
+    CHECK(rc == 0 && strstr(sh_err, "in --inspect: --device-memory"), "%d: %s", rc, sh_err);
+}
+
+// ---- files that are none, texts with a 0 byte, control characters, options without effect
+
+TEST(cli_no_files, "a FIFO, a device, a socket, a folder or a file without end as any input: one "
+                   "line at once and the documented exit code, nothing is waited for") {
+    char d[] = "/tmp/kvcomp-nofile-XXXXXX";
+    CHECK(mkdtemp(d) &&
+              sh("mkfifo %s/fifo && mkdir %s/folder && truncate -s 300M %s/large", d, d, d) == 0,
+          "%s", sh_err);
+    struct sockaddr_un at = { .sun_family = AF_UNIX };
+    snprintf(at.sun_path, sizeof at.sun_path, "%.60s/socket", d);
+    int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    CHECK(fd >= 0 && !bind(fd, (struct sockaddr *)&at, sizeof at), "%s: %s", at.sun_path,
+          strerror(errno));
+    char path[4][64];
+    snprintf(path[0], 64, "%s/fifo", d);
+    snprintf(path[1], 64, "/dev/zero");
+    snprintf(path[2], 64, "%s/socket", d);
+    snprintf(path[3], 64, "%s/folder", d);
+    static const char *const kind[] = { "a FIFO", "a device", "a socket", "a folder" };
+
+    // Options that name a file, with the exit code of a file that is none
+    static const struct {
+        const char *args;
+        int code;
+    } named[] = {
+        { "-p hi -n 1 --chat-template %s", 3 },
+        { "-f %s", 2 },
+        { SYN "--ids %s", 2 },
+        { SYN "--ids data/ids/three-turns.txt --method=pats --pats-tend 0 --ids %s", 2 },
+        { "--eval file --eval-file %s", 2 },
+        { "--eval ppl --eval-file %s", 2 },
+        { "-p hi -n 1 --method=dililazy --dililazy-scores %s", 2 },
+        { "-p hi -n 1 --method=sonic --sonic-weights %s", 2 },
+        { "-p hi -n 1 --method=headkv --headkv-scores %s", 2 },
+        { "-p hi -n 1 --session %s", 1 },
+        { "--calibrate /tmp/kvt_scores --calibrate-needles %s", 2 },
+        { "--calibrate /tmp/kvt_scores --calibrate-haystack %s", 2 },
+    };
+
+    for (int k = 0; k < 4; k++)
+        for (size_t i = 0; i < sizeof named / sizeof *named; i++) {
+            char args[300];
+            snprintf(args, sizeof args, named[i].args, path[k]);
+            int rc = sh("timeout 20 %s%s", strncmp(args, "./kvcomp", 8) ? "./kvcomp " : "", args);
+            // Says which names it takes instead.
+            int names = strstr(named[i].args, "chat-template") != NULL;
+            CHECK(rc == named[i].code && lines_in(sh_err) == 1 &&
+                      (names || strstr(sh_err, kind[k]) || strstr(sh_err, "regular file") ||
+                       strstr(sh_err, "directory")),
+                  "%s: exit %d: %s", args, rc, sh_err);
+        }
+    // The files of a model's folder
+    static const char *const file[] = { "config.json",           "generation_config.json",
+                                        "model.safetensors",     "tokenizer.json",
+                                        "tokenizer_config.json", "chat_template.jinja" };
+    for (size_t i = 0; i < sizeof file / sizeof *file; i++)
+        for (int k = 0; k < 4; k++) {
+            CHECK(sh("rm -rf %s/m && mkdir %s/m && ln -s $PWD/models/kvcomp-tiny/* %s/m && rm -f "
+                     "%s/m/%s && ln -s %s %s/m/%s",
+                     d, d, d, d, file[i], path[k], d, file[i]) == 0,
+                  "%s", sh_err);
+            int rc = sh("timeout 20 ./kvcomp -m %s/m -p hi -n 1 -q", d);
+            CHECK(rc == 3 || (rc == 0 && i == 5), "%s is %s: exit %d: %s", file[i], kind[k], rc,
+                  sh_err);
+            CHECK(rc == 0 || (lines_in(sh_err) == 1 && strstr(sh_err, kind[k])), "%s is %s: %s",
+                  file[i], kind[k], sh_err);
+        }
+    // Without an end, or too large
+    CHECK(sh("timeout 60 ./kvcomp -f - < /dev/zero") == 2 && strstr(sh_err, "more than 256 MiB") &&
+              lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(sh("timeout 60 " SYN "--ids /dev/stdin < /dev/zero") == 2 &&
+              strstr(sh_err, "more than 256 MiB"),
+          "%s", sh_err);
+    CHECK(sh("timeout 20 ./kvcomp -f %s/large", d) == 2 && strstr(sh_err, "more than 256 MiB"),
+          "%s", sh_err);
+    CHECK(sh("rm %s/m/* && ln -s $PWD/models/kvcomp-tiny/* %s/m && rm %s/m/config.json && ln -s "
+             "%s/large %s/m/config.json && timeout 20 ./kvcomp -m %s/m -p hi",
+             d, d, d, d, d, d) == 3 &&
+              strstr(sh_err, "more than 64 MiB"),
+          "%s", sh_err);
+    // In a chat it is one line, and the chat goes on
+    CHECK(sh("printf '/read %s/fifo\n/load %s/fifo\n/read /dev/zero\nhello\n' | timeout 20 " CHAT,
+             d, d) == 0 &&
+              strstr(sh_err, "[turn 1 ") && strstr(sh_err, "a FIFO") && strstr(sh_err, "a device"),
+          "%s", sh_err);
+    // What is handed over open is read, also from a pipe
+    CHECK(sh("printf '1 2 | 3\n' | timeout 20 " SYN "--ids /dev/stdin") == 0, "%s", sh_err);
+    CHECK(sh("printf '1 2 | 3\n' > %s/ids && timeout 20 " SYN "--ids /dev/fd/3 3<%s/ids", d, d) ==
+              0,
+          "%s", sh_err);
+    CHECK(sh("echo hello > %s/text && ./kvcomp -p hello -n 3 --temp 0 -q", d) == 0, "%s", sh_err);
+    char reply[256];
+    snprintf(reply, sizeof reply, "%.200s", sh_out);
+    CHECK(sh("unset GOMP_SPINCOUNT OMP_WAIT_POLICY; ./kvcomp -t 2 -f /dev/stdin -n 3 --temp 0 -q < "
+             "%s/text",
+             d) == 0 &&
+              !strcmp(sh_out, reply),
+          "a program that starts itself again reads it again: %s, not %s", sh_out, reply);
+    CHECK(sh("timeout 20 " SYN "--ids /dev/fd/77") == 2 && strstr(sh_err, "Bad file descriptor"),
+          "%s", sh_err);
+    close(fd);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_nul_bytes, "text behind a 0 byte is refused, never dropped: prompts, chat lines, ids, "
+                    "templates, dialogues") {
+    char d[] = "/tmp/kvcomp-nul-XXXXXX";
+    CHECK(mkdtemp(d) && sh("printf 'hello\\0world' > %s/text; printf '1 2 3\\0 4 5\\n' > %s/ids; "
+                           "printf '{%%%% <|im_start|> \\0 %%%%}' > %s/jinja",
+                           d, d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh(CHAT "-f %s/text", d) == 2 && strstr(sh_err, "byte 6 is 0") && lines_in(sh_err) == 1 &&
+              !*sh_out,
+          "%s", sh_err);
+    CHECK(sh("cat %s/text | " CHAT "-f -", d) == 2 && strstr(sh_err, "byte 6 is 0"), "%s", sh_err);
+    CHECK(sh(SYN "--ids %s/ids", d) == 2 && strstr(sh_err, "byte 6 is 0"), "%s", sh_err);
+    CHECK(sh(CHAT "-p hi --chat-template %s/jinja", d) == 3, "%s", sh_err);
+    CHECK(sh("printf 'hello\\0world\\nhow are you?\\n/read %s/text\\n' | " CHAT, d) == 0 &&
+              strstr(sh_err, "0 byte") && strstr(sh_err, "byte 6 is 0") &&
+              strstr(sh_err, "[turn 1 ") && !strstr(sh_err, "[turn 2 "),
+          "%s", sh_err);
+    CHECK(sh("printf '{\"turns\":[{\"user\":\"a\\\\u0000b\",\"answers\":[\"b\"]}]}\n' > %s/d && "
+             "./kvcomp --eval file --eval-file %s/d",
+             d, d) == 2 &&
+              strstr(sh_err, "\\u0000") && strstr(sh_err, "line 1"),
+          "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(shown_controls, "control characters from outside are shown on stderr and in a chat on a "
+                     "terminal, and stay as they are in a file or a pipe") {
+    static const struct {
+        const char *in;
+        size_t n;
+        const char *out;
+    } cases[] = {
+        { "a\tb\n", 4, "a\tb\n" },
+        { "\x1b[2J", 4, "\\x1b[2J" },
+        { "\r\0\x7f", 3, "\\x0d\\x00\\x7f" },
+        { "\xc2\x9b"
+          "1m",
+          4, "\\u009b1m" },
+        { "\x9b"
+          "1m",
+          3, "\\x9b1m" },
+        { "\xc3\x9b", 2, "\xc3\x9b" },
+        { "\xe2\x82\xac \xf0\x9f\x98\x80", 8, "\xe2\x82\xac \xf0\x9f\x98\x80" },
+        { "\xe2\x9b", 2, "\xe2\\x9b" },
+        { "\xc2\xa0", 2, "\xc2\xa0" },
+        { "", 0, "" },
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char *out = NULL;
+        size_t n = 0;
+        FILE *f = memory_stream(&out, &n);
+        show(f, cases[i].in, cases[i].n);
+        memory_stream_close(f);
+        CHECK(!strcmp(out, cases[i].out), "case %zu: %s", i, out);
+        free(out);
+    }
+    // A reply: raw in a pipe, shown on a terminal
+    for (int tty = 0; tty < 2; tty++) {
+        int end[2];
+        char got[64] = "", *text = NULL;
+        if (tty ? openpty(&end[0], &end[1], NULL, NULL, NULL) : pipe(end)) {
+            if (tty) leave_out(NO_TERMINAL);
+            CHECK(0, "%s", strerror(errno));
+            continue;
+        }
+        FILE *f = fdopen(end[1], "w");
+        memcpy(arraddnptr(text, 6), "\x1b]0;x\a", 6);
+        write_text(&text, f);
+        ssize_t n = read(end[0], got, sizeof got - 1);
+        CHECK(n > 0 && !strcmp(got, tty ? "\\x1b]0;x\\x07" : "\x1b]0;x\a"), "%s: %s",
+              tty ? "terminal" : "pipe", got);
+        arrfree(text);
+        fclose(f);
+        close(end[0]);
+    }
+    // What the editor draws of a paste
+    const char *hidden[] = { "\x7f", "\xc2\x9b", "\x9b", "\x1b", "\xff" };
+    for (int i = 0; i < 5; i++)
+        CHECK(!is_drawn(hidden[i], (int)strlen(hidden[i])) &&
+                  char_width(hidden[i], (int)strlen(hidden[i])) == 1,
+              "%d", i);
+    Line e = { 0 };
+    // Found by fuzzing: an empty line is NULL, and NULL + 0 is undefined.
+    line_key(&e, 'U' - '@');
+    line_key(&e, 'K' - '@');
+    CHECK(!arrlen(e.text) && !e.cursor, "nothing is deleted");
+    CHECK(is_drawn("\xe4\xb8\xad", 3) && char_width("\xe4\xb8\xad", 3) == 2 && is_drawn("a", 1),
+          "text is drawn");
+    // The program: names, values of files, commands
+    char d[] = "/tmp/kvcomp-shown-XXXXXX";
+    CHECK(mkdtemp(d) && sh("cp models/kvcomp-tiny/*.json %s && sed -i 's/\"model_type\": "
+                           "*\"[a-z0-9]*\"/\"model_type\": \"\\\\u001b[31m\\\\u009b\"/; "
+                           "s/\"[A-Za-z0-9]*ForCausalLM\"/\"\\\\u001b[31m\"/' %s/config.json",
+                           d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi", d) == 3 && strstr(sh_err, "\\x1b[31m") &&
+              !strchr(sh_err, 27) && !strstr(sh_err, "\xc2\x9b"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -p hi -m \"$(printf '/x\\033[2J\\302\\233')\"") == 3 &&
+              strstr(sh_err, "/x\\x1b[2J\\u009b") && !strchr(sh_err, 27),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -v -p hi -n 1 --system \"$(printf 'a\\033[2J')\"") == 0 &&
+              strstr(sh_err, "--system=a\\x1b[2J") && !strchr(sh_err, 27),
+          "%s", sh_err);
+    CHECK(sh("printf '/x\033[2J\n/method y\033[2J\n/read z\033[2J\n' | " CHAT) == 0 &&
+              strstr(sh_err, "/x\\x1b") && strstr(sh_err, "y\\x1b") && strstr(sh_err, "z\\x1b") &&
+              !strchr(sh_err, 27),
+          "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_without_effect, "two models or two prompts are refused; an option that this run never "
+                         "looks at is said in one line, unless -q") {
+    CHECK(sh("./kvcomp models/kvcomp-tiny models/kvcomp-tiny -p hi") == 2 &&
+              strstr(sh_err, "two models") && lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m models/kvcomp-tiny models/other -p hi") == 2 &&
+              sh("./kvcomp models/other --model=models/kvcomp-tiny -p hi") == 2 &&
+              strstr(sh_err, "two models"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m /nonexistent -m models/kvcomp-tiny -p hi -n 1") == 0,
+          "the last -m counts: %s", sh_err);
+    CHECK(sh("KVCOMP_MODEL=/nonexistent ./kvcomp models/kvcomp-tiny -p hi -n 1") == 0,
+          "the environment is no second model: %s", sh_err);
+    CHECK(sh("./kvcomp -p hi -f README.md") == 2 && strstr(sh_err, "-p and -f"), "%s", sh_err);
+
+    static const struct {
+        const char *args, *says;
+    } cases[] = {
+        { SYN "--ids data/ids/three-turns.txt --temp 0.5 --seed 1 -n 4",
+          "without effect in --ids: --temp, --n-predict" },
+        { SYN "--ids data/ids/three-turns.txt -p hi", "in --ids: --prompt" },
+        { "./kvcomp -p hi -n 1 --no-stats --budget 64",
+          "without effect with --method=full: --budget" },
+        { "./kvcomp -p hi -n 1 --no-stats --method streaming --lychee-iters 3",
+          "with --method=streaming: --lychee-iters" },
+        { "./kvcomp --dump-tokens -p hi --method streaming", "in --dump-tokens: --method" },
+        { "./kvcomp --inspect -p hi --json", "in --inspect: --prompt, --json" },
+        { "./kvcomp -p hi -n 1 --no-stats --eval-items 3", "in -p or -f: --eval-items" },
+        { "./kvcomp -p hi -n 1 --no-stats --method quest --kernel 5",
+          "with --method=quest: --kernel" },
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        CHECK(sh("%s", cases[i].args) == 0 && strstr(sh_err, cases[i].says) &&
+                  lines_in(sh_err) == 1,
+              "%s: %s", cases[i].args, sh_err);
+        CHECK(sh("%s -q", cases[i].args) == 0 && !*sh_err, "%s -q: %s", cases[i].args, sh_err);
+    }
+    static const char *const fine[] = {
+        SYN "--ids data/ids/three-turns.txt --method=snapkv --budget 40 --obs-window 8 --kernel 5 "
+            "--gqa-agg max --json --stats -t 1 -c 100",
+        "./kvcomp -p hi -n 1 --no-stats --temp 0.5 --top-k 3 -s 1 -st --method lychee+pats "
+        "--budget 64 --lychee-iters 3 --pats-bmax 4 --keep 4",
+        "./kvcomp --eval facts --eval-items 1 --eval-length 96 --temp 0 -t 1 --compare "
+        "full,streaming --budgets 32 --sink 2 -n 4",
+        "./kvcomp --inspect -c 0 --method snapkv --budget 64",
+    };
+    for (size_t i = 0; i < sizeof fine / sizeof *fine; i++)
+        CHECK(sh("%s", fine[i]) == 0 && !strstr(sh_err, "without effect"), "%s: %s", fine[i],
+              sh_err);
+    // An option of a method is none without effect under it.
+    EACH_METHOD (at)
+        for (const Opt *o = (*at)->opts; o && o->name; o++)
+            CHECK(methods_look_at((*at)->name, o->name), "%s --%s", (*at)->name, o->name);
+}
+
+// ---- memory
+
+// Runs the program in this executable (see main) with args behind its name; the n-th allocation
+// fails. The exit code.
+static int run_short(long n, const char *args) {
+    return sh("ASAN_OPTIONS=detect_leaks=0 timeout 60 /proc/%d/exe --main %ld %s", (int)getpid(), n,
+              args);
+}
+
+TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation or a report: one "
+                "line and exit 4, or full success") {
+    static char want[1 << 16];
+    char page[64], csv[64];
+    snprintf(page, sizeof page, "/tmp/kvt_%d_m.html", (int)getpid());
+    snprintf(csv, sizeof csv, "/tmp/kvt_%d_m.csv", (int)getpid());
+    char report[200];
+    snprintf(report, sizeof report,
+             "-m models/kvcomp-tiny -t 1 -d cpu -q --method streaming --eval-items 1 --eval-length 96 --report %s", page);
+
+    const struct {
+        const char *args;
+        int samples;
+    } runs[] = {
+        { "-m models/kvcomp-tiny -t 1 -d cpu --inspect | grep -v ^memory", 6 },
+        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 6 -q --method snapkv -p hello", 24 },
+        { "-m models/kvcomp-tiny -t 1 -d cpu --temp 0 -n 4 -q < /tmp/kvt_chat", 24 },
+        { "-m models/kvcomp-tiny -t 1 -d cpu -q --eval facts,summary --eval-items 1 --eval-length "
+          "96 --compare full,lychee --budgets 32 --csv | cut -d, -f1-8",
+          16 },
+        { report, 8 },
+    };
+
+    CHECK(sh("printf 'hello\n/method streaming\n/budget 64\nhow are you?\n/regen\n/stats\n/system "
+             "be kind\nhi\n' > /tmp/kvt_chat") == 0,
+          "%s", sh_err);
+    rnd_seed(19);
+    for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
+        int piped = strchr(runs[i].args, '|') != NULL;  // the exit code is then cut's
+        CHECK(run_short(0, runs[i].args) == 0, "%s: %s", runs[i].args, sh_err);
+        const char *told = strstr(sh_err, "allocations ");
+        long total = told ? atol(told + 12) : 0;
+        CHECK(total > 100, "%s: %ld allocations", runs[i].args, total);
+        snprintf(want, sizeof want, "%.60000s", sh_out);
+        for (int k = 0; k <= runs[i].samples; k++) {
+            // the first few, then anywhere, more often early; the last is one that no longer
+            // happens
+            long n = k < 4 ? k + 1
+                     : k == runs[i].samples
+                         ? total + 1
+                         : 1 + (long)((double)(total - 1) * pow(rnd_unit(), k % 2 ? 1 : 4));
+            int rc = run_short(n, runs[i].args);
+            const char *line = strstr(sh_err, "kvcomp: out of memory");
+            int clean = line && !strstr(line + 1, "kvcomp: ");
+            if (n <= total)
+                CHECK((rc == EXIT_MEMORY || piped) && clean,
+                      "%s: allocation %ld of %ld: exit %d: %s", runs[i].args, n, total, rc, sh_err);
+            else
+                CHECK(rc == 0 && !line && !strcmp(want, sh_out),
+                      "%s: allocation %ld of %ld: exit %d: %s", runs[i].args, n, total, rc, sh_err);
+        }
+    }
+    unlink(page);
+    unlink(csv);
+    unlink("/tmp/kvt_chat");
+}
+
+// ---- the floors: who calls whom
+
+// The parts in the order of their floors, and the lines that each may have, header and source together.
+static const struct { const char *part; int lines; } floors[] = {
+    { "lib/base", 850 },        { "lib/kernels", 1000 },    { "lib/checkpoint", 1000 },
+    { "lib/tokenizer", 1200 },  { "lib/template", 900 },    { "kvcomp", 6200 },
+    { "app/options", 300 },     { "app/chat", 1000 },       { "app/measure", 1300 },
+    { "app/page", 450 },        { "app/main", 650 },
+};
+enum { N_FLOORS = sizeof floors / sizeof *floors };
+
+TEST(no_unchecked_allocation,
+     "every allocation of the program goes through the functions of lib/base, which check it") {
+    static const struct {
+        const char *name;
+        int times;
+    } calls[] = {
+        { "malloc(", 0 },        { "calloc(", 1 },         { "realloc(", 1 },
+        { "aligned_alloc(", 1 }, { "posix_memalign(", 0 }, { "strdup(", 0 },
+        { "strndup(", 0 },       { "asprintf(", 0 },       { "vasprintf(", 1 },
+        { "getline(", 0 },       { "open_memstream(", 1 }, { "fmemopen(", 0 },
+    };
+    enum { CALLS = sizeof calls / sizeof *calls };
+    int times[CALLS] = { 0 };
+    for (int k = 0; k < N_FLOORS; k++) {
+        char path[64], err[256];
+        size_t size;
+        snprintf(path, sizeof path, "%s.c", floors[k].part);
+        char *text = read_file(path, &size, err);
+        CHECK(text, "%s", err);
+        for (int i = 0; text && i < CALLS; i++)
+            for (const char *q = text; (q = strstr(q, calls[i].name)); q++)
+                times[i] += !isalnum((unsigned char)q[-1]) && q[-1] != '_';
+        free(text);
+    }
+    for (int i = 0; i < CALLS; i++)
+        CHECK(times[i] == calls[i].times, "%s%d times, %d are known", calls[i].name, times[i], calls[i].times);
+}
+
+TEST(fixed_mass_range, "what no attention can be counts as 0, and what it can be is exact") {
+    CHECK(fixed_mass(NAN) == 0 && fixed_mass(INFINITY) == 0 && fixed_mass(-INFINITY) == 0 &&
+              fixed_mass(FLT_MAX) == 0,
+          "no mass");
+    CHECK(fixed_mass(1) == (int64_t)1 << 40 && fixed_mass(0.5f) == (int64_t)1 << 39 &&
+              fixed_mass(4194303.5f) == ((int64_t)8388607 << 39),
+          "mass");
+}
+
+// ---- the text itself: contents, banners, maps
+
+typedef struct {
+    int number;
+    char title[64];
+    const char *at, *end;  // its text, banner included
+} TextSection;
+
+// The sections of a source file, whose banners are `// ====.. N TITLE`: an stb array.
+static TextSection *text_sections(const char *text) {
+    TextSection *s = NULL;
+    for (const char *p = text; (p = strstr(p, "\n// =====")); p++) {
+        TextSection x = { 0, "", p + 1, NULL };
+        if (sscanf(p + 1, "// %*[=] %d %63[^\n]", &x.number, x.title) != 2) continue;
+        if (s) arrlast(s).end = p;
+        arrput(s, x);
+    }
+    if (s) arrlast(s).end = text + strlen(text);
+    return s;
+}
+
+// Holds the contents in a file's head, lines of `//   N TITLE: what is in it`, against its banners.
+static void text_contents(const char *file, const char *text) {
+    TextSection *s = text_sections(text);
+    int n = 0;
+    const char *stop = strstr(text, "\n#");
+    for (const char *p = text; p && p < stop; p = strchr(p + 1, '\n')) {
+        int number;
+        char title[64];
+        if (sscanf(p, "\n// %d %63[^:]:", &number, title) != 2) continue;
+        if (n < (int)arrlen(s))
+            CHECK(number == s[n].number && !strcmp(title, s[n].title),
+                  "%s: contents say %d %s, the banner %d %s", file, number, title, s[n].number,
+                  s[n].title);
+        n++;
+    }
+    CHECK(n > 10 && n == (int)arrlen(s), "%s: %d lines of contents, %d banners", file, n,
+          (int)arrlen(s));
+    arrfree(s);
+}
+
+// 1 if `word` stands in [p,end) as a whole word with `after` behind it (0: anything), outside the
+// map's own lines.
+static int text_has(const char *p, const char *end, const char *word, char after) {
+    size_t n = strlen(word);
+    for (const char *q = p; (q = strstr(q, word)) && q < end; q++) {
+        if ((q > p && (isalnum((unsigned char)q[-1]) || q[-1] == '_')) ||
+            isalnum((unsigned char)q[n]))
+            continue;
+        if (after && q[n] != after) continue;
+        const char *line = q;
+        while (line > p && line[-1] != '\n') line--;
+        const char *arrow = strstr(line, " -> "), *eol = strchr(line, '\n');
+        if (!strncmp(line, "//   ", 5) && arrow && arrow < eol) continue;
+        return 1;
+    }
+    return 0;
+}
+
+// Every line `//   Eq. N -> function, function` of a section: the functions exist, and the equation
+// is named elsewhere in the section, where it is computed, or in `elsewhere`: kvcomp.h, which has
+// what both halves compute, DiliLazyKV's calibration in app/measure, and what all methods share on the device.
+// Returns the number of such lines.
+static int text_map(const char *file, const TextSection *s, const char *c, const char *cu,
+                    const char *elsewhere) {
+    const char *map = strstr(s->at, "// Map:");
+    int n = 0;
+    if (!map || map > s->end) return 0;
+    for (const char *p = strchr(map, '\n') + 1; !strncmp(p, "//   ", 5); p = strchr(p, '\n') + 1) {
+        char line[512], *word, *rest = NULL;
+        snprintf(line, sizeof line, "%.*s", (int)strcspn(p + 5, "\n"), p + 5);
+        char *arrow = strstr(line, " -> ");
+        if (!arrow) continue;  // a line that goes on
+        *arrow = 0;
+        CHECK(text_has(s->at, s->end, line, 0) ||
+                  text_has(elsewhere, elsewhere + strlen(elsewhere), line, 0),
+              "%s, %s: no line of the section says \"%s\"", file, s->title, line);
+        for (word = strtok_r(arrow + 4, ", ", &rest); word; word = strtok_r(NULL, ", ", &rest))
+            CHECK(text_has(c, c + strlen(c), word, '(') ||
+                      text_has(cu, cu + strlen(cu), word, '(') ||
+                      text_has(elsewhere, elsewhere + strlen(elsewhere), word, '('),
+                  "%s, %s, %s: there is no function %s", file, s->title, line, word);
+        n++;
+    }
+    return n;
+}
+
+TEST(cli_makefile, "without a working nvcc, g++ or cuBLAS make builds the CPU program; with nvcc and no GPU, too; "
+                   "make cuda builds for the generations that CUDA_ARCHS names; a make that make calls does not "
+                   "complain of -j; targets that need nvcc say so") {
+    const char *make = "env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS make -n -B";
+    CHECK(sh("%s kvcomp NVCC= GPU=", make) == 0 && strstr(sh_out, " -o kvcomp build/cpu/lib/base.o") &&
+              !strstr(sh_out, "KVCOMP_CUDA") && !*sh_err,
+          "%s%s", sh_out, sh_err);
+    CHECK(sh("%s kvcomp NVCC=/bin/true GPU=", make) == 0 && !strstr(sh_out, "KVCOMP_CUDA"), "%s%s", sh_out, sh_err);
+    CHECK(sh("%s kvcomp NVCC=/bin/false GPU=/dev/nvidia0", make) == 0 && !strstr(sh_out, "KVCOMP_CUDA") &&
+              strstr(sh_err, "building for the CPU alone"),
+          "%s%s", sh_out, sh_err);
+    sh("%s kvcomp NVCC=/bin/true GPU=/dev/nvidia0", make);
+    CHECK(strstr(sh_out, "/bin/true -o kvcomp") && strstr(sh_out, "-DKVCOMP_CUDA") && strstr(sh_out, "-arch=native"),
+          "for the GPU of this machine: %s", sh_out);
+    sh("%s cuda NVCC=/bin/true GPU=", make);
+    CHECK(strstr(sh_out, "/bin/true -o kvcomp") && strstr(sh_out, "-DKVCOMP_CUDA") && strstr(sh_out, "compute_90") &&
+              !strstr(sh_out, "sm_120"),
+          "an nvcc that tells nothing: %s", sh_out);
+    CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL $(command -v make) -s deps CC=/bin/false NVCC= "
+             "PATH=/nonexistent SHELL=/bin/sh") != 0 &&
+              strstr(sh_out, "needs a C compiler") && !strstr(sh_err, "warning"),
+          "%s%s", sh_out, sh_err);
+    static const char *const target[] = { "cuda", "cuda-check", "gpu-test", "gpu-bench" };
+    for (int i = 0; i < 4; i++)
+        CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL make -s %s NVCC=", target[i]) != 0 &&
+                  strstr(sh_err, "needs the CUDA toolkit: nvcc"),
+              "%s: %s%s", target[i], sh_out, sh_err);
+    CHECK(sh("echo \"[${CUDA_VISIBLE_DEVICES-none}]\"") == 0 && !strcmp(sh_out, "[]\n"),
+          "programs that tests start see no GPU: %s", sh_out);
+}
+
+// A stand-in for ./kvcomp --bench --json: lines of made-up numbers for the method, prompts and
+// depths it is asked for; with --bench-kernels those of every kernel that a prediction names.
+static const char fake_bench[] =
+    "#!/bin/sh\n"
+    "case \"$*\" in *--bench-kernels*) kernels=1 ;; esac\n"
+    "while [ $# -gt 0 ]; do\n"
+    "    case $1 in --method) m=$2 ;; --bench-prompts) p=$2 ;; --bench-depths) d=$2 ;; esac\n"
+    "    shift\n"
+    "done\n"
+    "[ $m = quest ] && [ -n \"$FAKE_FAILS\" ] && { echo 'kvcomp: no room' >&2; exit 4; }\n"
+    "line() { echo "
+    "\"{\\\"test\\\":\\\"$1\\\",\\\"n\\\":$2,\\\"method\\\":\\\"$m\\\",\\\"model\\\":\\\"synthetic:"
+    "L2,H4\\\",$3}\"; }\n"
+    "kernel() { line $1 $2 "
+    "\"\\\"kernel\\\":\\\"$3\\\",\\\"rows\\\":$4,\\\"cols\\\":$5,\\\"launches\\\":$6,\\\"us\\\":$7,"
+    "\\\"bytes\\\":1,\\\"gb_s\\\":2,\\\"copy_gb_s\\\":4,\\\"share\\\":0.5,\\\"tflop_s\\\":300.5\"; "
+    "}\n"
+    "for n in $(echo $p | tr , ' '); do\n"
+    "    if [ -z \"$kernels\" ]; then line pp $n '\"tok_s\":200.0,\"share\":0.1'; continue; fi\n"
+    "    kernel pp $n cublasGemmEx 28672 4096 31 100; kernel pp $n tensor_kernel 0 0 32 80\n"
+    "done\n"
+    "for n in $(echo $d | tr , ' '); do\n"
+    "    if [ -z \"$kernels\" ]; then line tg $n '\"tok_s\":100.0,\"share\":0.5,\"growth_ms\":3'; "
+    "continue; fi\n"
+    "    kernel tg $n qkv_kernel 6144 4096 32 12; kernel tg $n gqa_kernel 0 0 32 62.5\n"
+    "    kernel tg $n quest_kernel 0 0 0.5 20; kernel tg $n lychee_kernel 0 0 0.5 20\n"
+    "    for w in 4096\\ 4096 28672\\ 4096 4096\\ 14336; do kernel tg $n gemv_kernel $w 32 10; "
+    "done\n"
+    "    kernel tg $n gemv_kernel 128256 4096 1 244; kernel tg $n pick_kernel 1 128256 1 9\n"
+    "done\n";
+
+// Runs data/gpu_slot.sh with the stand-in in this folder; its last file is the report. Returns the
+// exit code.
+static int fake_slot(const char *folder, const char *variables, char *report, size_t size) {
+    int rc = sh("%s KVCOMP=%s/kvcomp STEPS='bench kernels' sh data/gpu_slot.sh %s/report.txt",
+                variables, folder, folder);
+    char path[200];
+    snprintf(path, sizeof path, "%s/report.txt", folder);
+    slurp_into(path, report, size);
+    return rc;
+}
+
+// Does the report say this of the prediction with this key?
+static int slot_says(const char *report, const char *key, const char *verdict) {
+    char start[100];
+    snprintf(start, sizeof start, "\n%s ", key);
+    const char *line = strstr(report, start), *said = line ? strstr(line, verdict) : NULL;
+    return said && said < line + 1 + strcspn(line + 1, "\n");
+}
+
+TEST(cli_gpu_slot,
+     "data/gpu_slot.sh reads what --bench writes: predictions held, missed on either side and not "
+     "measured, sums over kernels, a run that fails; its own predictions all name what is "
+     "measured") {
+    static char report[65536];
+    static const char *const wanted[][3] = {
+        { "full:tg:0:share", "40 | 60", "held" },
+        { "full:tg:0:ms", "9.5 | 10.5", "held" },
+        { "full:tg:0:growth_ms", "3 | 3", "held" },
+        { "full:pp:2048:tera", "3.1 | 9", "MISSED, less" },
+        { "full:pp:2048:share", "1 | 9.9", "MISSED, more" },
+        { "lychee:tg:65536:ms", "1 | 2", "MISSED, more" },
+        { "full:tg:65536:launches", "163 | 163", "held" },
+        { "full:tg:65536:us", "3616 | 3618", "held" },
+        { "full:tg:65536:gemv_kernel:4096x4096:us", "10 | 10", "held" },
+        { "full:pp:8192:tensor_kernel:0x0:tflop_s", "300 | 301", "held" },
+        { "full:tg:7:ms", "1 | 2", "not measured" },
+        { "full:tg:65536:gemv_kernel:1x1:us", "1 | 2", "not measured" },
+    };
+    char d[64] = "/tmp/kvt-slot-XXXXXX", path[100], table[4096] = "", held[200];
+    CHECK(mkdtemp(d), "no folder");
+    snprintf(path, sizeof path, "%s/kvcomp", d);
+    write_text_file(path, fake_bench);
+    chmod(path, 0755);
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        snprintf(table + strlen(table), sizeof table - strlen(table), "%s | %s | why\n",
+                 wanted[i][0], wanted[i][1]);
+    snprintf(path, sizeof path, "%s/predictions", d);
+    write_text_file(path, table);
+    char variables[200];
+    snprintf(variables, sizeof variables, "PREDICTIONS=%s", path);
+    int rc = fake_slot(d, variables, report, sizeof report);
+    CHECK(rc == 1 && strstr(report, "something failed or a prediction missed"), "exit %d: %s", rc,
+          report);
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        CHECK(slot_says(report, wanted[i][0], wanted[i][2]), "%s: not '%s': %s", wanted[i][0],
+              wanted[i][2], report);
+
+    snprintf(held, sizeof held, "%s | %s | why\n", wanted[0][0], wanted[0][1]);
+    write_text_file(path, held);
+    rc = fake_slot(d, variables, report, sizeof report);
+    CHECK(rc == 0 && strstr(report, "every prediction that was measured held"), "exit %d: %s", rc,
+          report);
+    char failing[240];
+    snprintf(failing, sizeof failing, "FAKE_FAILS=1 %s", variables);
+    rc = fake_slot(d, failing, report, sizeof report);
+    CHECK(rc == 1 && strstr(report, "quest: exit code 4: kvcomp: no room"), "exit %d: %s", rc,
+          report);
+
+    rc = fake_slot(d, "", report, sizeof report);
+    CHECK(rc == 1 && strstr(report, "pick_kernel:1x128256:us") && !strstr(report, "not measured"),
+          "exit %d: %s", rc, report);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(text_order,
+     "contents and banners agree in both halves, and kvcomp.cu's sections are kvcomp.c's") {
+    static char c[1 << 21], cu[1 << 20];
+    slurp_into("kvcomp.c", c, sizeof c);
+    slurp_into("kvcomp.cu", cu, sizeof cu);
+    text_contents("kvcomp.c", c);
+    text_contents("kvcomp.cu", cu);
+    TextSection *a = text_sections(c), *b = text_sections(cu);
+    for (int i = 0; i < (int)arrlen(a); i++)
+        CHECK(a[i].number == i + 1, "banner %d is numbered %d", i + 1, a[i].number);
+    for (int i = 0; i < (int)arrlen(b); i++) {
+        int k = b[i].number - 1;
+        CHECK(k >= 0 && k < (int)arrlen(a) && !strcmp(a[k].title, b[i].title), "kvcomp.cu: %d %s",
+              k + 1, b[i].title);
+    }
+    arrfree(a);
+    arrfree(b);
+}
+
+TEST(text_maps, "the equations and functions that a paper's map names exist in both halves") {
+    static char c[1 << 21], cu[1 << 20], elsewhere[1 << 19];
+    slurp_into("kvcomp.c", c, sizeof c);
+    slurp_into("kvcomp.cu", cu, sizeof cu);
+    TextSection *a = text_sections(c), *b = text_sections(cu);
+    slurp_into("kvcomp.h", elsewhere, sizeof elsewhere / 2);
+    size_t said = strlen(elsewhere);
+    slurp_into("app/measure.c", elsewhere + said, sizeof elsewhere - (1 << 16) - said);    // calibration
+    for (int i = 0; i < (int)arrlen(b); i++)
+        if (b[i].number == 1 || b[i].number == 7)
+            strncat(elsewhere, b[i].at, (size_t)(b[i].end - b[i].at));
+    for (int number = 9; number <= 13; number++) {
+        int n = 0, device = 0;
+        for (int i = 0; i < (int)arrlen(a); i++)
+            if (a[i].number == number) n = text_map("kvcomp.c", &a[i], c, cu, elsewhere);
+        for (int i = 0; i < (int)arrlen(b); i++)
+            if (b[i].number == number) device = text_map("kvcomp.cu", &b[i], c, cu, elsewhere);
+        CHECK(n >= 3, "section %d of kvcomp.c maps %d equations", number, n);
+        CHECK(device >= 1, "section %d of kvcomp.cu maps %d equations", number, device);
+    }
+    arrfree(a);
+    arrfree(b);
+}
+
+TEST(cli_readme_code, "the method that README shows as the example is the one in kvcomp.c, line "
+                      "for line, and short") {
+    static char text[1 << 18], code[1 << 21];
+    slurp_into("README.md", text, sizeof text);
+    slurp_into("kvcomp.c", code, sizeof code);
+    int n = 0, fence = 0;
+    for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
+        if (!strncmp(line, "```", 3)) {
+            fence = !strcmp(line, "```c");
+            continue;
+        }
+        if (!fence || !line[strspn(line, " ")]) continue;
+        n++;
+        CHECK(strstr(code, line + strspn(line, " ")), "README's line is not in kvcomp.c: %s", line);
+    }
+    CHECK(n >= 80 && n <= 120, "%d lines of example", n);
+}
+
+// ---- the floors, held
+
+// Lines of a file; 0 where there is none.
+static int lines_of_file(const char *path) {
+    size_t n;
+    char err[256], *text = read_file(path, &n, err);
+    int lines = text ? lines_in(text) : 0;
+    free(text);
+    return lines;
+}
+
+// The names that the parts define, and the floor of each (stb_ds string map).
+static struct { char *key; int value; } *names_of;
+
+// Puts what the object of floor k defines into names_of -> how many names they are.
+static int take_names(int k) {
+    char command[200], name[200];
+    snprintf(command, sizeof command, "nm -g --defined-only --format=posix build/cpu/%s.o", floors[k].part);
+    FILE *f = popen(command, "r");
+    int n = 0;
+    while (f && fscanf(f, "%199s %*[^\n]", name) == 1) {
+        shput(names_of, name, k);
+        n++;
+    }
+    return f && !pclose(f) ? n : 0;
+}
+
+TEST(text_floors, "every part calls only parts below it, as its object says, so that no circle of files exists; "
+                  "how many lines each part has, and may have") {
+    if (access("build/cpu/kvcomp.o", R_OK)) leave_out("the objects of the CPU program (make NVCC= kvcomp)");
+    sh_new_strdup(names_of);
+    for (int k = 0; k < N_FLOORS; k++)
+        CHECK(take_names(k) > 0, "%s defines nothing", floors[k].part);
+
+    int calls = 0;
+    for (int k = 0; k < N_FLOORS; k++) {
+        char command[200], name[200];
+        snprintf(command, sizeof command, "nm -u --format=posix build/cpu/%s.o", floors[k].part);
+        FILE *f = popen(command, "r");
+        while (f && fscanf(f, "%199s %*[^\n]", name) == 1) {
+            int at = shgeti(names_of, name);
+            if (at < 0) continue;               // of a library
+            calls++;
+            CHECK(names_of[at].value < k, "%s calls %s, which stands above it in %s", floors[k].part, name,
+                  floors[names_of[at].value].part);
+        }
+        if (f) pclose(f);
+    }
+    CHECK(calls > 100, "%d calls between parts", calls);
+    shfree(names_of);
+
+    for (int k = 0; k < N_FLOORS; k++) {
+        char path[64];
+        snprintf(path, sizeof path, "%s.c", floors[k].part);
+        int lines = lines_of_file(path);
+        snprintf(path, sizeof path, "%s.h", floors[k].part);
+        lines += lines_of_file(path);
+        if (lines > floors[k].lines)
+            printf("       %s has %d lines, %d more than its budget\n", floors[k].part, lines, lines - floors[k].lines);
+    }
+}
+
+TEST(cli_single, "kvcomp_single.c, the whole program as one file, is compiled without any flag and replies as the "
+                 "program does") {
+    const char *ask = "-m models/kvcomp-tiny -p 'Once upon a time' --temp 0 -n 24 -q";
+    static char reply[sizeof sh_out];
+    char d[64] = "/tmp/kvt-single-XXXXXX";
+    CHECK(mkdtemp(d), "no folder");
+    CHECK(sh("sh data/single.sh >%s/kvcomp_single.c && cd %s && ${CC:-gcc} -O1 -std=c11 -o single kvcomp_single.c -lm", d,
+             d) == 0, "%s", sh_err);
+    CHECK(sh("KVCOMP_SIMD=plain ./kvcomp %s", ask) == 0 && *sh_out, "%s", sh_err);
+    memcpy(reply, sh_out, sizeof reply);
+    CHECK(sh("KVCOMP_SIMD=plain %s/single %s", d, ask) == 0 && !strcmp(sh_out, reply), "%s%s", sh_out, sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+// ---- what others did to the files
+
+// Gives a session file that a test has changed the checksum of its new text.
+static void session_sign(const char *path) {
+    static char text[1 << 16];
+    slurp_into(path, text, sizeof text);
+    char *line = strstr(text, "\ncheck ");
+    CHECK(line, "%s has no checksum: %s", path, text);
+    if (line)
+        sprintf(line + 1, "check %016llx\n",
+                (unsigned long long)hash_bytes(0, text, (size_t)(line + 1 - text)));
+    write_text_file(path, text);
+}
+
+TEST(cli_session_short, "a session file whose third line is its checksum is refused in one line") {
+    char path[64];
+    snprintf(path, sizeof path, "/tmp/kvt_%d_short", (int)getpid());
+    const char *run = "echo hi | ./kvcomp -q -t 1 --temp 0 -n 4 -m models/kvcomp-tiny --session";
+    CHECK(sh("%s %s", run, path) == 0, "%s", sh_err);
+    CHECK(sh("sed -i -n -e 1,2p -e '/^check /p' %s && [ $(wc -l <%s) = 3 ]", path, path) == 0, "%s", sh_err);
+    session_sign(path);
+    int rc = sh("%s %s", run, path);
+    CHECK(rc == 1 && strstr(sh_err, "not a kvcomp session file") && lines_in(sh_err) == 1, "%d: %s", rc, sh_err);
+    unlink(path);
+}
+
+TEST(cli_stray_ids, "ids without a row in the embedding: refused at load, in a message, a reply "
+                    "that is expected, a text, a session; a chat goes on") {
+    char d[] = "/tmp/kvcomp-stray-XXXXXX";
+    CHECK(mkdtemp(d) &&
+              sh("ln -s $PWD/models/kvcomp-tiny/* %s && rm %s/tokenizer*.json", d, d) == 0,
+          "%s", sh_err);
+
+    // Another model's tokenizer
+    CHECK(sh("./kvcomp -m data/golden/llama3-tied --tokenizer models/kvcomp-tiny -p hi") == 3 &&
+              lines_in(sh_err) == 1 && !*sh_out,
+          "%s", sh_err);
+    CHECK(strstr(sh_err, "vocabulary goes up to token id 4095, the embedding has 160 rows"), "%s",
+          sh_err);
+    CHECK(sh("./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V4095 --tokenizer models/kvcomp-tiny -p "
+             "hi") == 3 &&
+              strstr(sh_err, "id 4095, the embedding has 4095 rows"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V4095 --tokenizer models/kvcomp-tiny --ids "
+             "data/ids/three-turns.txt") == 0,
+          "ids need no tokenizer: %s", sh_err);
+
+    // Two added tokens behind the last row: <tool> is plain, <pad> is special. Neither is needed
+    CHECK(sh("sed '0,/\"added_tokens\": "
+             "\\[/s//"
+             "&{\"id\":4096,\"content\":\"<tool>\",\"special\":false},{\"id\":4097,\"content\":\"<"
+             "pad>\",\"special\":true},/'"
+             " models/kvcomp-tiny/tokenizer.json >%s/tokenizer.json && cp "
+             "models/kvcomp-tiny/tokenizer_config.json %s",
+             d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s --temp 0 -n 4 -p 'a <pad> is plain text here'", d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p 'a <pad> is plain text here' --parse-special", d) == 1 &&
+              strstr(sh_err, "token id 4097, the embedding has 4096 rows") && !*sh_out,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p 'a <tool> here'", d) == 1 &&
+              strstr(sh_err, "token id 4096, the embedding has 4096 rows") &&
+              lines_in(sh_err) == 1 && !*sh_out,
+          "%s", sh_err);
+    CHECK(sh("printf 'hello\na <tool> here\nhello\n/stats\n' | ./kvcomp -m %s --temp 0 -n 4", d) ==
+                  0 &&
+              strstr(sh_err, "token id 4096") && strstr(sh_err, "in 2 turns"),
+          "%s", sh_err);
+
+    CHECK(sh("printf 'hello\\n/compare a <tool> here\\nhello\\n/stats\\n' | ./kvcomp -m %s --temp "
+             "0 -n 4",
+             d) == 0 &&
+              strstr(sh_err, "token id 4096") && strstr(sh_err, "in 2 turns"),
+          "%s", sh_err);
+
+    // What is evaluated: the last token of a reply and of a text is predicted, and never fed
+    static const char item[] =
+        "{\"turns\":[{\"user\":\"say it\",\"answers\":[\"it is <tool>\"]}]}\n";
+    char path[64];
+    snprintf(path, sizeof path, "%s/items", d);
+    write_text_file(path, item);
+    CHECK(sh("./kvcomp -m %s --eval file --eval-file %s -q", d, path) == 3 &&
+              strstr(sh_err, "token id 4096 has no row in the embedding, which has 4096 rows") &&
+              !*sh_out,
+          "%s", sh_err);
+    CHECK(sh("{ head -c 3000 README.md | tr -d '<>' ; echo '<tool>' ; } >%s && ./kvcomp -m %s "
+             "--eval ppl --eval-file %s --eval-window 8 -q",
+             path, d, path) == 3 &&
+              strstr(sh_err, "token id 4096 has no row") && !*sh_out,
+          "%s", sh_err);
+
+    // A session and a line of ids
+    CHECK(sh("printf 'hello\n/save %s\n' | ./kvcomp -m %s --temp 0 -n 4 && sed -i 's/ | / 4096 | "
+             "/' %s",
+             path, d, path) == 0,
+          "%s", sh_err);
+    session_sign(path);
+    CHECK(sh("printf '/load %s\n/stats\n' | ./kvcomp -m %s", path, d) == 0 &&
+              strstr(sh_err, "damaged at turn 1") && strstr(sh_err, "in 0 turns"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s --session %s -p hi", d, path) == 1 &&
+              strstr(sh_err, "damaged at turn 1") && !*sh_out,
+          "%s", sh_err);
+    write_text_file(path, "1 2 4096\n");
+    CHECK(sh("./kvcomp -m %s --ids %s", d, path) == 2 &&
+              strstr(sh_err, "id 4096 is outside the vocabulary of 4096"),
+          "%s", sh_err);
+
+    // EOS and the template's words behind the last row
+    CHECK(sh("sed -i 's/\"eos_token\": *\"[^\"]*\"/\"eos_token\": \"<pad>\"/' "
+             "%s/tokenizer_config.json",
+             d) == 0,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi", d) == 3 &&
+              strstr(sh_err, "EOS is token id 4097, the embedding has 4096 rows") &&
+              lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(sh("cp models/kvcomp-tiny/tokenizer_config.json %s && sed -i 's/<|im_start|>/<|im_s|>/; "
+             "s/\"<tool>\"/\"<|im_start|>\"/' %s/tokenizer.json",
+             d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi --chat-template chatml", d) == 3 &&
+              strstr(sh_err, "4096, the embedding has 4096 rows"),
+          "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+// Each try has its own frame, so that longjmp out of die() cannot clobber a caller's variables. ->
+// exit code, 0: it returned.
+static int try_prefill(Session *s, const int *ids, int n) {
+    int code;
+    EXPECT_DIE(code, prefill(s, ids, n));
+    return code;
+}
+
+// Decodes a token. Returns the exit code, 0 if it went well.
+static int try_decode(Session *s, int id) {
+    int code;
+    EXPECT_DIE(code, decode(s, id));
+    return code;
+}
+
+TEST(decode_stray_ids, "prefill and decode end with 3 and both numbers at an id without a row, "
+                       "before anything is read or kept") {
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    Options *o = options_of("");
+    Session *s = session_open(m.c, m.w, o, "full");
+    int good[] = { 3, 60, 0 };
+    prefill(s, good, 3);
+    static const int bad[] = { 61, -1, INT_MAX, INT_MIN };
+    for (int i = 0; i < 4; i++) {
+        char id[32];
+        int ids[] = { 3, 60, bad[i] }, rc;
+        snprintf(id, sizeof id, "token id %d has no row", bad[i]);
+        rc = try_prefill(s, ids, 3);
+        CHECK(rc == EXIT_MODEL && strstr(die_text, id) && strstr(die_text, "which has 61 rows") &&
+                  s->n_tok == 3,
+              "prefill %d: %d %s", bad[i], rc, die_text);
+        rc = try_decode(s, bad[i]);
+        CHECK(rc == EXIT_MODEL && strstr(die_text, id) && strstr(die_text, "which has 61 rows") &&
+                  s->n_tok == 3,
+              "decode %d: %d %s", bad[i], rc, die_text);
+    }
+    decode(s, 60);
+    CHECK(s->n_tok == 4, "the session goes on");
+    session_close(s);
+    options_free(o);
+    tiny_free(m);
+}
+
+// A chat on a terminal whose weights are cut when the first reply is over. Returns the exit code;
+// seen gets all that was printed.
+static int chat_with_cut_file(const char *dir, const char *file, char *seen, size_t size,
+                              struct termios *after) {
+    int fd, status = 0, sent = 0, master;
+    size_t got = 0;
+    double end = now() + 120;
+    needs_program();
+    pid_t pid = forkpty(&fd, NULL, NULL, NULL);
+    if (pid < 0) leave_out(NO_TERMINAL);
+    if (!pid) {
+        setenv("TERM", "xterm", 1);
+        execl("./kvcomp", "kvcomp", "-m", dir, "--temp", "0", "-n", "8", (char *)NULL);
+        _exit(99);
+    }
+    master = dup(fd);
+    while (now() < end) {
+        ssize_t r = got + 1 < size ? read(fd, seen + got, size - got - 1) : -1;
+        if (r <= 0) break;
+        got += (size_t)r;
+        seen[got] = 0;
+        const char *typed = NULL;
+        if (!sent && strstr(seen, "> ")) typed = "hello\r";
+        if (sent == 1 && strstr(seen, "[turn 1 ") && strstr(strstr(seen, "[turn 1 "), "> ")) {
+            typed = "again\r";
+            if (truncate(file, 8192)) break;
+        }
+        if (typed && write(fd, typed, strlen(typed)) > 0) sent++;
+        tcgetattr(master, after);
+    }
+    if (now() >= end) kill(pid, SIGKILL);
+    waitpid(pid, &status, 0);
+    close(fd);
+    close(master);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+}
+
+TEST(cli_file_shrinks, "a file of weights that becomes shorter under a chat: one line with its "
+                       "name, exit 3, the terminal as before") {
+    static char seen[1 << 16];
+    char d[] = "/tmp/kvcomp-cut-XXXXXX", file[64];
+    struct termios t = { 0 };
+    CHECK(mkdtemp(d) && sh("cp models/kvcomp-tiny/* %s", d) == 0, "%s", sh_err);
+    snprintf(file, sizeof file, "%s/model.safetensors", d);
+    int rc = chat_with_cut_file(d, file, seen, sizeof seen, &t);
+    const char *line = strstr(seen, file);
+    CHECK(rc == EXIT_MODEL && line && strstr(line, "has become shorter while it was in use"),
+          "%d: %s", rc, seen);
+    CHECK(line && !strstr(line + 1, file), "one line, whatever the number of threads: %s", seen);
+    CHECK(t.c_lflag & ICANON && t.c_lflag & ECHO && t.c_lflag & ISIG,
+          "the terminal's own settings");
+
+    // A SIGBUS that has another cause
+    int status = 0;
+    pid_t pid = fork();
+    if (!pid) {
+        struct rlimit none = { 0, 0 };
+        setrlimit(RLIMIT_CORE, &none);
+        Config *c = config_load("models/kvcomp-tiny");
+        weights_load(c);
+        raise(SIGBUS);
+        _exit(0);
+    }
+    waitpid(pid, &status, 0);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGBUS,
+          "a SIGBUS that was sent ends the program as ever: status %d", status);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(damaged_methods, "a NaN in one embedding, met in a prefill and in a decode step: exit 3 for "
+                      "every method, and nothing undefined on the way") {
+    char path[64], opt[300];
+    static const char *const own[][2] = {
+        { "dililazy", "budget=24 obs-window=8 dililazy-scores=" },
+        { "headkv", "budget=24 headkv-scores=" },
+        { "sonic", "sonic-untrained quiet sonic-k=2" },
+        { "quest", "budget=16" },
+        { "lychee", "budget=32 lychee-buffer=8 lychee-full-layers=0 lychee-sink=4" },
+        { "loopserve", "budget=24 loopserve-first=2 loopserve-interval=2 loopserve-min-context=0 "
+                       "loopserve-samples=8 loopserve-local=4" },
+        { "loopserve-p",
+          "loopserve-min-context=0 loopserve-samples=8 loopserve-local=4 loopserve-unit=tile64" },
+        { "pats", "pats-window=4 ctk=f16 ctv=f16" }
+    };
+    snprintf(path, sizeof path, "/tmp/kvt_%d_heads", (int)getpid());
+    FILE *f = fopen(path, "w");
+    for (int k = 0; f && k < 8; k++)
+        fprintf(f, "%s\"%d-%d\": %g", k ? ", " : "{", k / 4, k % 4, k % 5 / 7. + .01);
+    if (f) {
+        fprintf(f, "}\n");
+        fclose(f);
+    }
+    Tiny m = tiny_model(2, 4, 2, 16, 32, 48, 61, 6);
+    ((float *)(uintptr_t)m.w->embed.data)[60 * 32] = NAN;
+    EACH_METHOD (at) {
+        const char *name = (*at)->name, *text = (*at)->budget ? "budget=24 obs-window=8" : "";
+        for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+            if (!strcmp(own[i][0], name)) text = own[i][1];
+        snprintf(opt, sizeof opt, "%s%s", text,
+                 strcmp(name, "dililazy") && strcmp(name, "headkv") ? "" : path);
+        // q8 stores rows its own way.
+        Options *o = strcmp(name, "q8") ? options_of(opt) : options_of_program();
+        int ids[90];
+        for (int in_decode = 0; in_decode < 2; in_decode++) {
+            char err[512];
+            Session *s = session_try(m.c, m.w, o, name, err);
+            CHECK(s, "%s %s: %s", name, opt, err);
+            if (!s) continue;
+            for (int i = 0; i < 90; i++) ids[i] = i % 59;
+            if (!in_decode) ids[40] = 60;
+            int rc = try_prefill(s, ids, 90);
+            CHECK(rc == (in_decode ? 0 : EXIT_MODEL), "%s %s: prefill %d %s", name, opt, rc, die_text);
+            if (in_decode) {
+                rc = try_decode(s, 60);
+                CHECK(rc == EXIT_MODEL && strstr(die_text, "not a number"), "%s %s: decode %d %s",
+                      name, opt, rc, die_text);
+            }
+            session_close(s);
+        }
+        options_free(o);
+    }
+    tiny_free(m);
+    unlink(path);
+    CHECK(fixed_mass(NAN) == 0 && fixed_mass(INFINITY) == 0 && fixed_mass(-INFINITY) == 0 &&
+              fixed_mass(3e30f) == 0,
+          "no share of attention");
+    CHECK(fixed_mass(1) == (int64_t)1 << 40 && fixed_mass(-0.5f) == -((int64_t)1 << 39) &&
+              fixed_mass(8388607.5f) == 9223371487098961920ll,
+          "shares");
+}
+
+// The answers of a side in the demonstration's last table: "NAME ... n of 7". -1: no such line.
+static int demo_right(const char *text, const char *name) {
+    const char *table = strstr(text, "what it does"), *line = table ? strstr(table, name) : NULL;
+    int right = -1;
+    if (line) sscanf(line + strlen(name), " %d of 7", &right);
+    return right;
+}
+
+// The longest line of a text of one column a byte.
+static int widest_line(const char *s) {
+    int most = 0;
+    for (; *s; s += s[strcspn(s, "\n")] == '\n' ? strcspn(s, "\n") + 1 : strcspn(s, "\n"))
+        most = max_int(most, (int)strcspn(s, "\n"));
+    return most;
+}
+
+TEST(cli_full_context, "a reply that fills the context shows the tokens it holds and no more") {
+    static char full[sizeof sh_out];
+    const char *run = "./kvcomp -q -t 1 --temp 0 -m models/kvcomp-tiny -p 'Tell me a story.'";
+    needs_program();
+    CHECK(sh("%s -c 40 -n 200", run) == 0 && strstr(sh_err, "40 rows held, -c 40"), "%s", sh_err);
+    memcpy(full, sh_out, sizeof full);
+    CHECK(sh("%s -n 27", run) == 0 && !strcmp(sh_out, full), "27 tokens: %s\n%s", sh_out, full);
+}
+
+TEST(cli_demo, "--demo: full answers all right, streaming forgets, the others lie between; every "
+               "line fits into 80 columns; only results on stdout; /demo is the same") {
+    static char text[1 << 16];
+    CHECK(sh("./kvcomp --demo") == 0 && lines_in(sh_err) == 1, "%s", sh_err);
+    snprintf(text, sizeof text, "%.65000s", sh_out);
+    CHECK(demo_right(text, "full  ") == 7, "full:\n%s", text);
+    int streaming = demo_right(text, "streaming 64"), dililazy = demo_right(text, "dililazy 64");
+    CHECK(streaming >= 1 && streaming <= 3, "streaming %d:\n%s", streaming, text);
+    CHECK(dililazy > streaming && dililazy < 7, "dililazy %d", dililazy);
+    CHECK(demo_right(text, "lychee 64") >= 6 && demo_right(text, "sonic  ") >= 6,
+          "lychee, sonic:\n%s", text);
+    CHECK(strstr(text, "still lay\n      in") || strstr(text, "still lay in 0.0 of 18 heads"),
+          "what became of the rows:\n%s", text);
+    CHECK(widest_line(text) <= 80, "%d columns:\n%s", widest_line(text), text);
+    CHECK(sh("printf 'hello\n/demo\nhow are you?\n' | ./kvcomp --temp 0") == 0 &&
+              strstr(sh_out, text),
+          "/demo:\n%s", sh_out);
+    CHECK(strstr(sh_err, "[turn 2 "), "the chat goes on where it was: %s", sh_err);
+    CHECK(sh("./kvcomp --demo --budget 600 -q") == 0 && !*sh_err &&
+              demo_right(sh_out, "streaming 600") == 7,
+          "with room for all:\n%s", sh_out);
+    CHECK(sh("./kvcomp --demo --method snapkv --budget 48 -q") == 0 &&
+              demo_right(sh_out, "snapkv 48") >= 0 && demo_right(sh_out, "streaming 48") >= 0,
+          "the method in use plays:\n%s", sh_out);
+    CHECK(sh("./kvcomp --demo -p hi") == 2 && strstr(sh_err, "--demo goes alone"), "%s", sh_err);
+    CHECK(sh(SYN "--tokenizer models/kvcomp-tiny --demo") == 3 &&
+              strstr(sh_err, "do not belong together"),
+          "another model's tokenizer: %s", sh_err);
+    CHECK(sh("./kvcomp --synthetic L2,H4,G2,D16,C64,F96,V4096 --tokenizer models/kvcomp-tiny "
+             "--demo") == 0 &&
+              strstr(sh_out, "lychee 64") && strstr(sh_err, "dililazy is left out") &&
+              strstr(sh_err, "sonic is left out") && !strstr(sh_out, "sonic"),
+          "another model: %s", sh_err);
+}
+
+TEST(cli_compare, "/compare: several methods reply to a question behind the dialogue, which stays "
+                  "as it is; the budget is a quarter of it unless one is set") {
+    const char *story = "My name is Anna.\\nI live in Oslo.\\nI have a dog named Bello.\\nTell me "
+                        "a story about a fox.\\n";
+    CHECK(sh("printf '%s/compare Where do I live?\\n/stats\\n/compare\\n' | ./kvcomp --temp 0",
+             story) == 0,
+          "%s", sh_err);
+    const char *full = strstr(sh_out, "  full          same    You live in Oslo.");
+    const char *streaming = strstr(sh_out, "  streaming ");
+    CHECK(full && streaming && strstr(streaming, "differs") && strstr(sh_out, "  sonic") &&
+              strstr(sh_out, "  lychee "),
+          "%s", sh_out);
+    CHECK(strstr(sh_err, "a quarter of the dialogue") && strstr(sh_err, "in 4 turns") &&
+              strstr(sh_err, "/compare wants a question"),
+          "%s", sh_err);
+    CHECK(sh("printf '%s/budget 24\\n/compare Where do I live?\\nWhere do I live?\\n' | ./kvcomp "
+             "--temp 0 --method h2o",
+             story) == 0,
+          "%s", sh_err);
+    CHECK(strstr(sh_out, "  streaming 24") && strstr(sh_out, "  h2o 24") &&
+              !strstr(sh_err, "a quarter") && strstr(sh_err, "[turn 5 "),
+          "%s%s", sh_out, sh_err);
+}
+
+// ---- saving, signals, and a prefill that is given up
+
+// An empty folder -> its path. In memory where that can be had: bringing files to a busy disk takes
+// seconds.
+static const char *save_folder(char d[64]) {
+    snprintf(d, 64, "%s/kvcomp-save-XXXXXX", access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm");
+    return mkdtemp(d);
+}
+
+// How many files a folder holds, those with a dot in front included.
+static int files_in(const char *d) {
+    int n = 0;
+    DIR *dir = opendir(d);
+    for (struct dirent *e = dir ? readdir(dir) : NULL; e; e = readdir(dir))
+        n += strcmp(e->d_name, ".") && strcmp(e->d_name, "..");
+    if (dir) closedir(dir);
+    return n;
+}
+
+// The permission bits of a file in folder d, -1 if there is none.
+static int mode_of(const char *d, const char *name) {
+    char path[200];
+    struct stat st = { 0 };
+    snprintf(path, sizeof path, "%s/%s", d, name);
+    return stat(path, &st) ? -1 : (int)(st.st_mode & 07777);
+}
+
+// The file d/name begins with this text?
+static int holds(const char *d, const char *name, const char *text) {
+    static char got[1 << 16];
+    char path[200];
+    snprintf(path, sizeof path, "%s/%s", d, name);
+    slurp_into(path, got, sizeof got);
+    return !strncmp(got, text, strlen(text));
+}
+
+TEST(cli_save_place,
+     "a session is written beside its place: permissions kept or 0600, links followed, planted "
+     "names untouched, devices, FIFOs and folders refused, nothing left over") {
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    CHECK(sh("umask 0; " CHAT "-q -p hello --session %s/new", d) == 0 && mode_of(d, "new") == 0600,
+          "%o: %s", mode_of(d, "new"), sh_err);
+    CHECK(sh("chmod 640 %s/new && " CHAT "-q -p hello --session %s/new", d, d) == 0 &&
+              mode_of(d, "new") == 0640,
+          "%o: %s", mode_of(d, "new"), sh_err);
+    CHECK(sh("mkdir %s/sub && ln -s ../new %s/sub/link && ln -s later %s/sub/dangling && echo "
+             "victim >%s/victim && ln -s victim %s/new.part",
+             d, d, d, d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh(CHAT "-p hello --session %s/sub/link", d) == 0 && strstr(sh_err, "[turn 3 "), "%s",
+          sh_err);
+    CHECK(sh("test -L %s/sub/link && test ! -L %s/new && grep -c ^turn %s/new", d, d, d) == 0 &&
+              atoi(sh_out) == 3,
+          "the link stays, its file has three turns: %s", sh_out);
+    CHECK(sh(CHAT "-q -p hello --session %s/sub/dangling && test -f %s/sub/later", d, d) == 0, "%s",
+          sh_err);
+    CHECK(holds(d, "victim", "victim\n"), "a planted name was written through");
+    CHECK(sh("mkfifo %s/fifo", d) == 0, "%s", sh_err);
+    CHECK(sh("timeout 20 " CHAT "-q -p hello --session %s/fifo", d) == 1 &&
+              strstr(sh_err, "no regular file") && lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(sh(CHAT "-q -p hello --session /dev/null") == 1 && strstr(sh_err, "no regular file") &&
+              !*sh_out && sh("test -c /dev/null") == 0,
+          "%s", sh_err);
+    CHECK(sh(CHAT "-q -p hello --session %s", d) == 1 && strstr(sh_err, "directory") && !*sh_out,
+          "%s", sh_err);
+    CHECK(sh(CHAT "-q -p hello --session %s/none/x", d) == 1 && !*sh_out,
+          "a place that cannot be written is found before the reply: %s", sh_out);
+    CHECK(sh("ln -s loop %s/loop; " CHAT "-q -p hello --session %s/loop", d, d) == 1, "%s", sh_err);
+    CHECK(sh("printf '/save /dev/full\n/save %s/fifo\n' | timeout 20 " CHAT, d) == 0 &&
+              lines_in(sh_err) == 2,
+          "%s", sh_err);
+    CHECK(files_in(d) == 6, "%d files: new, sub, victim, new.part, fifo, loop", files_in(d));
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_save_modes, "a new report, table, trace and dump has the umask's permissions, a file that was there keeps "
+                     "its own; a history that is no file is left as it is") {
+    char d[64], path[100], err[512];
+    static const char *const made[] = { "r.html", "r.csv", "t", "l" };
+    CHECK(save_folder(d), "no folder");
+    for (int again = 0; again < 2; again++) {
+        CHECK(sh("umask %s; ./kvcomp -q --eval-items 1 --method streaming --report %s/r.html && "
+                 SYN "-q --ids data/ids/three-turns.txt --trace %s/t --dump-logits %s/l",
+                 again ? "000" : "027", d, d, d) == 0,
+              "%s", sh_err);
+        for (int i = 0; i < 4; i++)
+            CHECK(mode_of(d, made[i]) == 0640, "%s: %o", made[i], (unsigned)mode_of(d, made[i]));
+    }
+    snprintf(path, sizeof path, "%s/fifo", d);
+    CHECK(!mkfifo(path, 0644) && !chmod(path, 0644), "%s", path);
+    int reader = open(path, O_RDONLY | O_NONBLOCK);
+    CHECK(history_append(path, "\"x\"\n", 4, err) && strstr(err, "is no regular file"), "a FIFO was written to");
+    CHECK(mode_of(d, "fifo") == 0644, "%o", (unsigned)mode_of(d, "fifo"));
+    close(reader);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_session_lock,
+     "one chat at a time goes on with a session file: a second one leaves with 1 and the reason, before and "
+     "after the first has saved; it cannot save there either; the lock ends with the chat") {
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    for (int saved = 0; saved < 2; saved++) {
+        const char *begin = saved ? "turn" : "kvcomp";
+        CHECK(sh("rm -f %s/*; { %s sleep .1; while test ! -e %s/go; do sleep .05; done; echo 'who are you?'; } | "
+                 "timeout 60 " CHAT "-q -n 4 --session %s/s >%s/first 2>&1 & "
+                 "for i in $(seq 400); do grep -qs ^%s %s/s && break; sleep .05; done; "
+                 CHAT "-q -n 4 -p hi --session %s/s; rc=$?; "
+                 "printf 'hi\n/save %s/s\n' | " CHAT "-q -n 4; touch %s/go; wait; exit $rc",
+                 d, saved ? "echo hello;" : "", d, d, d, begin, d, d, d, d) == 1,
+              "%d: %s", saved, sh_err);
+        CHECK(strstr(sh_err, "--session ") && lines_in(sh_err) == 2, "%d: %s", saved, sh_err);
+        char *one = strstr(sh_err, "another chat goes on with this file");
+        CHECK(one && strstr(one + 1, "another chat goes on with this file"), "%d: %s", saved, sh_err);
+        CHECK(sh("grep -c ^turn %s/s", d) == 0 && atoi(sh_out) == 1 + saved, "%d: %s turns", saved, sh_out);
+        CHECK(sh(CHAT "-q -n 4 -p hi --session %s/s && grep -c ^turn %s/s", d, d) == 0, "%s", sh_err);
+        CHECK(strstr(sh_out, saved ? "\n3\n" : "\n2\n"), "%d: the lock is gone: %s", saved, sh_out);
+    }
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_save_full,
+     "no room for a session, a report, a table or scores: one line, exit 1, the old file stays and "
+     "nothing lies beside it; a run that fails before leaves them alone") {
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    CHECK(sh(CHAT "-q -p hello --session %s/s && cp %s/s %s/s2", d, d, d) == 0, "%s", sh_err);
+    for (int i = 0; i < 4; i++)
+        CHECK(sh("echo old >%s/%s", d,
+                 (const char *[]){ "r.html", "r.csv", "b.csv", "c.json" }[i]) == 0,
+              "%s", sh_err);
+    const char *limit = "ulimit -f 1;";  // 512 or 1024 bytes a file, by the shell
+    CHECK(sh("yes hello | head -c 2000 >%s/long", d) == 0, "%s", sh_err);
+    CHECK(sh("%s " CHAT "-q -n 1 -f %s/long --session %s/s", limit, d, d) == 1 &&
+              strstr(sh_err, "the old file stays"),
+          "%s", sh_err);
+    CHECK(sh("cmp %s/s %s/s2", d, d) == 0, "the session is another one: %s", sh_out);
+    CHECK(sh("%s ./kvcomp -q --method streaming --eval-items 1 --report %s/r.html", limit, d) == 1 &&
+              strstr(sh_err, "the old file stays") && lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -q --report %s/r.html --eval file --eval-file /nonexistent", d) == 2, "%s",
+          sh_err);
+    CHECK(sh("./kvcomp -q --report %s/x.html --eval file --eval-file /nonexistent; test ! -e "
+             "%s/x.html -a ! -e %s/x.csv",
+             d, d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh("%s " SYN "--bench --bench-prompts 4,5,6,7,8,9,10,11,12 --bench-depths 0 -r 1 "
+                       "--bench-suite %s/b.csv >/dev/null",
+             limit, d) == 1 &&
+              strstr(sh_err, "the old file stays"),
+          "%s", sh_err);
+    CHECK(holds(d, "r.html", "old\n") && holds(d, "r.csv", "old\n") && holds(d, "b.csv", "old\n"),
+          "an old file is gone");
+    CHECK(sh("./kvcomp -q --calibrate %s/c.json --calibrate-needles /nonexistent", d) == 2 &&
+              holds(d, "c.json", "old\n"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -q --method streaming --eval-items 1 --report %s/r.html", d) == 0 && holds(d, "r.html", "<!DOCTYPE") &&
+              holds(d, "r.csv", "picture,") && files_in(d) == 7,
+          "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_session_fits,
+     "a session file that was damaged, cut, or made with other weights is refused; another method "
+     "is said in one line; -c counts; version 1 is still read") {
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    CHECK(sh(CHAT "-q -p hello --session %s/s && " CHAT "-q -p 'who are you?' --session %s/s", d,
+             d) == 0,
+          "%s", sh_err);
+    CHECK(sh(CHAT "-p hello --session %s/s --method streaming --budget 300 -n 1 && cp %s/s %s/kept",
+             d, d, d) == 0,
+          "%s", sh_err);
+    CHECK(strstr(sh_err,
+                 "made with --method=full, goes on with --method=streaming --budget \"300\"\n") &&
+              strstr(sh_err, "[turn 3 ") && lines_in(sh_err) == 2,
+          "%s", sh_err);
+    CHECK(sh(CHAT "-p hello --session %s/s --method streaming --budget 300 -n 1", d) == 0 &&
+              lines_in(sh_err) == 1,
+          "the same method and options need no word: %s", sh_err);
+
+    static const struct {
+        const char *how, *says;
+    } cases[] = {
+        { "sed 's/^\\(turn.*\\) 3$/\\1 5/'", "checksum" },
+        { "head -c -1", "checksum" },
+        { "sed '$d'", "checksum" },
+        { "sed 's/^end 0/end 1/'", "checksum" },
+        { "sed 's/streaming/full/'", "checksum" },
+        { "sed '1s/2/3/'", "version 3" },
+        { "sed '2s/ ./ 0/;2s/0$/1/;2s/[2-9a-f]$/0/'", "checksum" },
+        { "sed '3s/$/\\x1b[2J/'", "not a kvcomp session" },
+        { "sed '/^turn/d'", "checksum" },
+        { "head -c 0", "not a kvcomp session" },
+        { "tr -d '\\n'", "not a kvcomp session" },
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        CHECK(sh("%s <%s/kept >%s/bad && " CHAT "-q -p hello --session %s/bad", cases[i].how, d, d,
+                 d) == 1,
+              "%s: %s", cases[i].how, sh_err);
+        CHECK(strstr(sh_err, cases[i].says) && lines_in(sh_err) == 1 && !*sh_out, "%s: %s",
+              cases[i].how, sh_err);
+        CHECK(sh("%s <%s/kept | cmp - %s/bad", cases[i].how, d, d) == 0,
+              "%s: the refused file was changed", cases[i].how);
+    }
+    CHECK(sh(CHAT "-q -p hello --session %s/kept -c 45", d) == 1 &&
+              strstr(sh_err, "more rows than -c 45") && lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(sh(CHAT "-q -p hello -n 2 --session %s/kept -c 45 --method=streaming --budget 12", d) ==
+              0,
+          "a method that drops rows fits: %s", sh_err);
+    CHECK(sh("printf 'hello\\n/stats\\n/load %s/kept\\n/stats\\n' | " CHAT
+             "-c 30 --method=window --budget 29",
+             d) == 0 &&
+              strstr(sh_err, "more rows than -c 30"),
+          "%s", sh_err);
+    char *first = strstr(sh_err, "in 1 turns");
+    CHECK(first && strstr(first + 1, "in 1 turns"),
+          "a refused file leaves the dialogue that was there: %s", sh_err);
+
+    // one bit of the last tensor of the file, which neither of the tensors is that version 1 looked
+    // at
+    CHECK(sh("mkdir %s/m && cp models/kvcomp-tiny/* %s/m && printf '\\001' | dd "
+             "of=%s/m/model.safetensors bs=1 seek=$(($(stat -c %%s %s/m/model.safetensors) - 2)) "
+             "conv=notrunc 2>/dev/null",
+             d, d, d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s/m -q -p hello --session %s/kept", d, d) == 1 &&
+              strstr(sh_err, "another model"),
+          "%s", sh_err);
+    CHECK(sh("cp models/kvcomp-tiny/* %s/m && sed -i 's/\\(rope_theta\": *\\)[0-9.]*/\\15000/' "
+             "%s/m/config.json && ! cmp -s %s/m/config.json models/kvcomp-tiny/config.json",
+             d, d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s/m -q -p hello --session %s/kept", d, d) == 1 &&
+              strstr(sh_err, "another model"),
+          "the same weights under another config: %s", sh_err);
+
+    // version 1, as it was written: the fingerprint of two tensors
+    char path[100];
+    snprintf(path, sizeof path, "%s/v1", d);
+    App a = { .o = options_of_program() };
+    char err[256];
+    options_set(a.o, "model", "models/kvcomp-tiny", err);
+    open_model(&a);
+    FILE *f = fopen(path, "w");
+    if (f) {
+        fprintf(f,
+                "kvcomp session 1\nmodel %016llx\nmethod full\nturn 0 0 3 : 1 276 201 1301 2 201 1 "
+                "275 201 | 667 3\nend 0\n",
+                (unsigned long long)sonic_fingerprint(a.w));
+        fclose(f);
+    }
+    app_close(&a);
+    CHECK(sh(CHAT "-p hello -n 1 --session %s", path) == 0 &&
+              strstr(sh_err, "old session file (version 1)") && strstr(sh_err, "[turn 2 ") &&
+              lines_in(sh_err) == 2,
+          "%s", sh_err);
+    CHECK(holds(d, "v1", "kvcomp session 2\n") &&
+              sh(CHAT "-p hello -n 1 --session %s", path) == 0 && lines_in(sh_err) == 1,
+          "saved anew: %s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(session_fingerprint, "every tensor of the model and every number of its config changes the "
+                          "fingerprint; threads do not") {
+    Tiny m = tiny_model(2, 4, 2, 8, 16, 24, 31, 5);
+    uint64_t was = model_fingerprint(m.c, m.w);
+    for (int l = 0; l < 2; l++) {
+        Layer *y = &m.w->layer[l];
+        const Tensor *all[] = { &y->attn_norm, &y->mlp_norm, &y->wq,     &y->wk,
+                                &y->wv,        &y->wo,       &y->gate,   &y->up,
+                                &y->down,      &m.w->embed,  &m.w->norm, &m.w->head };
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+            unsigned char *last = (unsigned char *)all[i]->data + tensor_bytes(all[i]) - 1;
+            *last ^= 128;
+            CHECK(model_fingerprint(m.c, m.w) != was, "layer %d, tensor %zu", l, i);
+            *last ^= 128;
+        }
+    }
+    m.c->eps *= 2;
+    CHECK(model_fingerprint(m.c, m.w) != was, "eps");
+    m.c->eps /= 2;
+    ((double *)m.w->inv_freq64)[1] *= 2;
+    CHECK(model_fingerprint(m.c, m.w) != was, "the frequencies");
+    ((double *)m.w->inv_freq64)[1] /= 2;
+    CHECK(model_fingerprint(m.c, m.w) == was, "as it was");
+    char text[200];
+    for (int i = 0; i < 200; i++) text[i] = (char)i;
+    for (int n = 1; n < 200; n++)
+        for (int bit = 0; bit < 8 * n; bit++) {
+            uint64_t h = hash_bytes(1, text, (size_t)n);
+            text[bit / 8] ^= 1 << bit % 8;
+            CHECK(hash_bytes(1, text, (size_t)n) != h, "bit %d of %d bytes", bit, n);
+            text[bit / 8] ^= 1 << bit % 8;
+        }
+    tiny_free(m);
+}
+
+// ---- a prefill that is given up
+
+// The program's state for a chat with the shipped model, without a terminal.
+static App *tiny_app(const char *method, const char *session) {
+    char err[256];
+    App *a = xcalloc(1, sizeof *a);
+    a->o = options_of_program();
+    const char *set[][2] = { { "model", "models/kvcomp-tiny" },
+                             { "temp", "0" },
+                             { "n-predict", "6" },
+                             { "method", method },
+                             { "session", session },
+                             { "no-stats", "1" },
+                             { "obs-window", "8" } };
+    for (size_t i = 0; i < sizeof set / sizeof *set; i++)
+        options_set(a->o, set[i][0], set[i][1], err);
+    options_set(a->o, "budget", "24", err);
+    open_model(a);
+    open_tokenizer(a, 1);
+    open_session(a);
+    return a;
+}
+
+// Frees it.
+static void tiny_app_close(App *a) {
+    app_close(a);
+    free(a);
+}
+
+static const char *long_message = "Here is a long story about a fox and a raven, a cheese, a tree, "
+                                  "and a word that was said too early. What is it about?";
+
+TEST(stop_prefill, "Ctrl-C in a prefill takes the message back under every method: the dialogue "
+                   "goes on to the bit as if it had not been sent") {
+    FILE *out = fopen("/dev/null", "w");
+    int was_quiet = quiet, exact = 0, n = 0;
+    quiet = 1;
+    EACH_METHOD (m) {
+        App *a[2] = { tiny_app((*m)->name, ""), tiny_app((*m)->name, "") };
+        for (int i = 0; i < 2; i++) {
+            chat_turn(a[i], "hello, my name is Tom", out);
+            int tokens = a[i]->s->n_tok;
+            if (i) {
+                progress_hook = ctrl_c_in_layers;
+                chat_turn(a[i], long_message, out);
+                progress_hook = NULL;
+                CHECK(arrlen(a[i]->turn) == 1 && (a[i]->stale || a[i]->s->n_tok == tokens) &&
+                          !a[i]->s->coming,
+                      "%s: %d turns", (*m)->name, (int)arrlen(a[i]->turn));
+                exact += !a[i]->stale;
+            }
+            chat_turn(a[i], "what is my name?", out);
+        }
+        int same = !memcmp(a[0]->logits, a[1]->logits, (size_t)a[0]->c->V * sizeof(float)) &&
+                   a[0]->s->n_tok == a[1]->s->n_tok && kv_bytes(a[0]->s) == kv_bytes(a[1]->s);
+        for (int t = 0; t < 2; t++)
+            same &= arrlen(a[0]->turn[t].dec) == arrlen(a[1]->turn[t].dec) &&
+                    !memcmp(a[0]->turn[t].dec, a[1]->turn[t].dec,
+                            arrlen(a[0]->turn[t].dec) * sizeof(int));
+        CHECK(same, "%s: %d and %d tokens, %zu and %zu bytes", (*m)->name, a[0]->s->n_tok,
+              a[1]->s->n_tok, kv_bytes(a[0]->s), kv_bytes(a[1]->s));
+        tiny_app_close(a[0]);
+        tiny_app_close(a[1]);
+        n++;
+    }
+    CHECK(exact >= 2 && exact < n, "%d of %d methods are undone without a replay", exact, n);
+    interrupts = 0;
+    quiet = was_quiet;
+    fclose(out);
+}
+
+static int stop_asked_in;  // where: 0 project, 1 attend
+static int stop_calls[3];  // calls of project, attend, commit
+
+static void stop_project(Session *s, void *ms, int l, const float *q, const float *k,
+                         const float *v, int t0, int n) {
+    (void)s;
+    (void)ms;
+    (void)l;
+    (void)q;
+    (void)k;
+    (void)v;
+    (void)t0;
+    (void)n;
+    stop_calls[0]++;
+    if (stop_asked_in == 0) interrupts = 1;
+}
+
+// Attention of a method in whose second call somebody presses Ctrl-C.
+static void stop_attend(Session *s, void *ms, int l, float *out, const float *q, int T) {
+    (void)ms;
+    stop_calls[1]++;
+    if (stop_asked_in == 1) interrupts = 1;
+    attn_prefill(s, l, out, q, 0, T);
+}
+
+// Counts the commits: none may follow a prefill that was given up.
+static void stop_commit(Session *s, void *ms, int l, const float *q, int T) {
+    (void)s;
+    (void)ms;
+    (void)l;
+    (void)q;
+    (void)T;
+    stop_calls[2]++;
+}
+
+TEST(stop_layer, "a prefill is given up within its first layer, in attention and behind it; a pass "
+                 "whose caller did not ask for it runs to its end") {
+    static const Method stops = {
+        .name = "stops", .project = stop_project, .attend = stop_attend, .commit = stop_commit
+    };
+    int ids[200];
+    for (int i = 0; i < 200; i++) ids[i] = i % 31;
+    Tiny m = tiny_model(3, 4, 2, 8, 16, 24, 31, 5);
+    Options *o = options_of("batch-size=16");
+    for (stop_asked_in = 0; stop_asked_in < 2; stop_asked_in++) {
+        Session *s = session_open(m.c, m.w, o, "full");
+        const Method *full = s->part[0].m;
+        jmp_buf stop;
+        s->part[0].m = &stops;
+        memset(stop_calls, 0, sizeof stop_calls);
+        interrupts = 0;
+        s->unwanted = stop_asked;
+        s->stop = &stop;
+        if (!setjmp(stop)) {
+            prefill(s, ids, 200);
+            CHECK(0, "the prefill ran to its end");
+        }
+        CHECK(stop_calls[0] == 1 && stop_calls[1] == 1 && stop_calls[2] == 0,
+              "%d: project %d, attend %d, commit %d", stop_asked_in, stop_calls[0], stop_calls[1],
+              stop_calls[2]);
+        free(s->coming);
+        s->coming = NULL;
+        s->stop = NULL;
+        scratch_reset(s, 0);
+        session_reset(s);
+        prefill(s, ids, 200);
+        CHECK(stop_calls[2] == 4 && s->n_tok == 200, "three layers and the end commit: %d",
+              stop_calls[2]);
+        s->part[0].m = full;
+        session_close(s);
+    }
+    interrupts = 0;
+    options_free(o);
+    tiny_free(m);
+}
+
+TEST(stop_room, "a prefill that is given up leaves no room behind in the layer it had come to") {
+    int ids[500];
+    for (int i = 0; i < 500; i++) ids[i] = i % 31;
+    Tiny m = tiny_model(2, 4, 2, 8, 16, 24, 31, 5);
+    Options *o = options_of("");
+    App a = { .s = session_open(m.c, m.w, o, "full") };
+    jmp_buf stop;
+    prefill(a.s, ids, 20);
+    const size_t held = kv_bytes(a.s);
+    const Clock clk = a.s->clk;
+    interrupts = 1;
+    a.s->unwanted = stop_asked;
+    a.s->stop = &stop;
+    if (!setjmp(stop)) {
+        prefill(a.s, ids, 500);
+        CHECK(0, "the prefill ran to its end");
+    }
+    interrupts = 0;
+    a.s->stop = NULL;
+    scratch_reset(a.s, 0);
+    undo_prefill(&a, 20, &clk);
+    CHECK(a.s->n_tok == 20 && kv_bytes(a.s) == held, "%d tokens in %zu bytes, %zu before", a.s->n_tok, kv_bytes(a.s),
+          held);
+    session_close(a.s);
+    options_free(o);
+    tiny_free(m);
+}
+
+TEST(stop_signal,
+     "TERM, HUP and QUIT in a prefill end the program by that signal; the file has the dialogue "
+     "before, and the message as pending, which the next chat gives back") {
+    static const int sig[] = { SIGTERM, SIGHUP, SIGQUIT };
+    char d[64], path[100];
+    CHECK(save_folder(d), "no folder");
+    snprintf(path, sizeof path, "%s/s", d);
+    for (int i = 0; i < 3; i++) {
+        unlink(path);
+        pid_t pid = fork();
+        if (!pid) {
+            struct rlimit none = { 0, 0 };
+            setrlimit(RLIMIT_CORE, &none);
+#ifdef _OPENMP
+            omp_set_num_threads(1);  // the threads of the parent are not there
+#endif
+            quiet = 1;
+            for (int k = 0; k < 3; k++) signal(sig[k], SIG_DFL);
+            watch_signals();
+            FILE *out = fopen("/dev/null", "w");
+            App *a = tiny_app("snapkv", path);
+            chat_turn(a, "hello", out);
+            ctrl_c_signal = sig[i];
+            progress_hook = ctrl_c_in_layers;
+            chat_turn(a, long_message, out);
+            _exit(99);
+        }
+        int status = 0;
+        waitpid(pid, &status, 0);
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig[i], "signal %d: status %x", sig[i],
+              status);
+        CHECK(sh("grep -c ^turn %s; grep ^pending %s", path, path) == 0 && atoi(sh_out) == 1 &&
+                  strstr(sh_out, "a fox and a raven"),
+              "%s", sh_out);
+        CHECK(files_in(d) == 1, "%d files", files_in(d));
+    }
+    CHECK(sh("printf '/stats\\n' | " CHAT "--session %s", path) == 0 &&
+              strstr(sh_err, "got no reply") && strstr(sh_err, "in 1 turns"),
+          "%s", sh_err);
+    CHECK(sh("grep -c ^pending %s", path) == 0, "it stays until another message is sent: %s",
+          sh_out);
+    CHECK(sh(CHAT "-q -p hello --session %s", path) == 0 && sh("grep -c ^pending %s", path) == 1,
+          "%s", sh_out);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+// ---- a program on a terminal that is waited for, not slept for
+
+typedef struct {
+    int fd, tty;  // the two ends
+    pid_t pid;
+    char seen[1 << 18];
+    size_t n, from;  // bytes seen; where the next pty_wait begins
+} Pty;
+
+// Plays the part of a shell for one job in its foreground: when it stops, says how it left the
+// terminal, and lets it go on; leaves with its status, or 128 and its signal.
+static void pty_shell(char *const *argv) {
+    signal(SIGTTOU, SIG_IGN);
+    signal(SIGINT, SIG_IGN);
+    pid_t job = fork();
+    if (!job) {
+        setpgid(0, 0);
+        tcsetpgrp(0, getpid());
+        signal(SIGTTOU, SIG_DFL);
+        signal(SIGINT, SIG_DFL);
+        execv(argv[0], argv);
+        _exit(99);
+    }
+    setpgid(job, job);
+    tcsetpgrp(0, job);
+    int status = 0;
+    while (waitpid(job, &status, WUNTRACED) == job && WIFSTOPPED(status)) {
+        struct termios t;
+        tcsetpgrp(0, getpid());
+        tcgetattr(0, &t);
+        dprintf(1, "[stopped by %d, %s]\n", WSTOPSIG(status),
+                t.c_lflag & ICANON && t.c_lflag & ECHO ? "sane" : "raw");
+        tcsetpgrp(0, job);
+        kill(-job, SIGCONT);
+        dprintf(1, "[goes on]\n");
+    }
+    _exit(WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
+}
+
+// Starts ./kvcomp on a pseudo-terminal, under a shell's job control if `shell`; `ignored` is a
+// signal it inherits as ignored.
+static Pty *pty_start(char *const *argv, int shell, int ignored) {
+    Pty *p = xcalloc(1, sizeof *p);
+    needs_program();
+    if (openpty(&p->fd, &p->tty, NULL, NULL, NULL)) leave_out(NO_TERMINAL);
+    p->pid = fork();
+    if (p->pid) return p;
+    static const int ends[] = { SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGTSTP };
+    struct rlimit none = { 0, 0 };
+    for (int i = 0; i < 5; i++) signal(ends[i], SIG_DFL);
+    if (ignored) signal(ignored, SIG_IGN);
+    setrlimit(RLIMIT_CORE, &none);
+    setenv("TERM", "xterm", 1);
+    close(p->fd);
+    login_tty(p->tty);
+    if (shell) pty_shell(argv);
+    execv(argv[0], argv);
+    _exit(99);
+}
+
+// Reads until the text has come, for a minute at most. 1: it has.
+static int pty_wait(Pty *p, const char *text) {
+    double end = now() + 60;
+    while (now() < end) {
+        char *at = memmem(p->seen + p->from, p->n - p->from, text, strlen(text));
+        if (at) {
+            p->from = (size_t)(at - p->seen) + strlen(text);
+            return 1;
+        }
+        fd_set f;
+        struct timeval t = { 0, 100000 };
+        FD_ZERO(&f);
+        FD_SET(p->fd, &f);
+        if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) continue;
+        if (p->n + 1 == sizeof p->seen) {
+            memmove(p->seen, p->seen + p->n / 2, p->n - p->n / 2);
+            p->n -= p->n / 2;
+            p->from = 0;
+        }
+        ssize_t r = read(p->fd, p->seen + p->n, sizeof p->seen - p->n - 1);
+        if (r > 0) p->n += (size_t)r;
+    }
+    return 0;
+}
+
+// Types keys.
+static void pty_type(Pty *p, const char *keys) {
+    CHECK(write(p->fd, keys, strlen(keys)) == (ssize_t)strlen(keys), "%s", strerror(errno));
+}
+
+// Whether the terminal is in its usual mode: line by line, echo, signals.
+static int pty_sane(const Pty *p) {
+    struct termios t;
+    return !tcgetattr(p->tty, &t) && t.c_lflag & ICANON && t.c_lflag & ECHO && t.c_lflag & ISIG;
+}
+
+// Waits for the end, for a minute at most -> the status as waitpid gives it; -1: it had to be
+// killed.
+static int pty_end(Pty *p) {
+    int status = -1, over = 0;
+    for (double end = now() + 60; !over && now() < end;) {
+        over = waitpid(p->pid, &status, WNOHANG) == p->pid;
+        fd_set f;
+        struct timeval t = { 0, 10000 };
+        FD_ZERO(&f);
+        FD_SET(p->fd, &f);
+        if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) continue;
+        if (p->n + 4096 >= sizeof p->seen) p->n = p->from = 0;
+        ssize_t r = read(p->fd, p->seen + p->n, 4096);
+        if (r > 0) p->n += (size_t)r;
+        p->seen[p->n] = 0;
+    }
+    if (!over) {
+        kill(p->pid, SIGKILL);
+        waitpid(p->pid, &status, 0);
+        status = -1;
+    }
+    return status;
+}
+
+// Closes a pseudo-terminal.
+static void pty_close(Pty *p) {
+    close(p->fd);
+    close(p->tty);
+    free(p);
+}
+
+#define PROMPT "\x1b[J> "
+static const int ending_signals[] = { SIGTERM, SIGHUP, SIGQUIT };
+
+TEST(cli_signals_prompt,
+     "TERM, HUP, QUIT and INT at the prompt: the terminal has its settings back, the status is the "
+     "signal's; an ignored HUP stays ignored; a paste without an end is left by Ctrl-C") {
+    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", NULL };
+    for (int i = 0; i < 4; i++) {
+        int sig = i < 3 ? ending_signals[i] : SIGINT;
+        Pty *p = pty_start(argv, 0, 0);
+        if (!p) {
+            CHECK(0, "no terminal: %s", strerror(errno));
+            return;
+        }
+        CHECK(pty_wait(p, PROMPT) && !pty_sane(p), "the editor's settings");
+        kill(p->pid, sig);
+        int status = pty_end(p);
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig && pty_sane(p), "signal %d: status %x",
+              sig, status);
+        CHECK(memmem(p->seen, p->n, PASTE_MARKS_OFF, strlen(PASTE_MARKS_OFF)),
+              "paste marks are off");
+        pty_close(p);
+    }
+    Pty *p = pty_start(argv, 0, SIGHUP);
+    CHECK(p && pty_wait(p, PROMPT), "no prompt");
+    kill(p->pid, SIGHUP);
+    pty_type(p, "\x1b[200~a paste\rwithout an end\x03");
+    CHECK(pty_wait(p, PROMPT), "Ctrl-C leaves it");
+    pty_type(p, "/help\r");
+    CHECK(pty_wait(p, "forget the dialogue"), "the line begins anew");
+    CHECK(pty_wait(p, PROMPT), "no prompt");
+    pty_type(p, "\x04");
+    CHECK(pty_end(p) == 0 && pty_sane(p), "left with another status");
+    pty_close(p);
+}
+
+TEST(cli_signals_reply,
+     "TERM, HUP and QUIT while a reply is made: it is saved as far as it came, the next chat goes "
+     "on behind it; KILL costs the reply and not the message") {
+    char d[64], path[100];
+    CHECK(save_folder(d), "no folder");
+    snprintf(path, sizeof path, "%s/s", d);
+    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos",
+                     "-c",       "0",  "--session",          path,     NULL };
+    for (int i = 0; i < 4; i++) {
+        int sig = i < 3 ? ending_signals[i] : SIGKILL;
+        Pty *p = pty_start(argv, 0, 0);
+        if (!p) {
+            CHECK(0, "no terminal: %s", strerror(errno));
+            return;
+        }
+        CHECK(pty_wait(p, PROMPT), "no prompt");
+        pty_type(p, "hello\r");
+        CHECK(pty_wait(p, "Hello"), "no reply");
+        kill(p->pid, sig);
+        int status = pty_end(p);
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig, "signal %d: status %x", sig, status);
+        // Nobody can give the terminal back after KILL.
+        CHECK(i == 3 || pty_sane(p), "signal %d: the terminal's own settings", sig);
+        int turns = i < 3 ? 1 : 0;
+        CHECK(sh("grep -c '^turn .*| [0-9]' %s", path) == !turns && atoi(sh_out) == turns,
+              "signal %d: %s", sig, sh_out);
+        CHECK(sh("grep '^pending \"hello\"$' %s", path) == turns && files_in(d) == 1,
+              "signal %d: %s", sig, sh_out);
+        CHECK(sh(CHAT "-c 0 -p 'who are you?' -n 4 --session %s", path) == 0 &&
+                  strstr(sh_err, turns ? "[turn 2 " : "[turn 1 "),
+              "signal %d: %s", sig, sh_err);
+        pty_close(p);
+        unlink(path);
+    }
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_signals_stop, "Ctrl-Z and SIGSTOP at the prompt and in a reply: the shell gets a sane "
+                       "terminal, the program its line and its settings back") {
+    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos", "-c",
+                     "0",        NULL };
+    Pty *p = pty_start(argv, 1, 0);
+    if (!p) {
+        CHECK(0, "no terminal: %s", strerror(errno));
+        return;
+    }
+    char stopped[64];
+    CHECK(pty_wait(p, PROMPT), "no prompt");
+    pty_type(p, "/hel");
+    CHECK(pty_wait(p, "> /hel"), "typed");
+    pty_type(p, "\x1a");
+    snprintf(stopped, sizeof stopped, "[stopped by %d, sane]", SIGTSTP);
+    CHECK(pty_wait(p, stopped), "Ctrl-Z at the prompt: %s", p->seen);
+    CHECK(pty_wait(p, PROMPT "/hel") && !pty_sane(p), "the line is drawn again");
+    pty_type(p, "p\r");
+    CHECK(pty_wait(p, "forget the dialogue") && pty_wait(p, PROMPT), "/help");
+    pid_t job = tcgetpgrp(p->tty);
+    CHECK(tcgetpgrp(p->fd) > 0 || job > 0, "a foreground job");
+    if (job <= 0) job = tcgetpgrp(p->fd);
+    // Which nobody can catch: the editor takes the terminal back all the same.
+    kill(job, SIGSTOP);
+    CHECK(pty_wait(p, "[stopped by ") && pty_wait(p, PROMPT) && !pty_sane(p), "SIGSTOP");
+    pty_type(p, "hello\r");
+    CHECK(pty_wait(p, "Hello"), "no reply");
+    pty_type(p, "\x1a");
+    CHECK(pty_wait(p, stopped) && pty_wait(p, "[goes on]"), "Ctrl-Z in a reply");
+    pty_type(p, "\x03");
+    CHECK(pty_wait(p, "[turn 1 ") && pty_wait(p, PROMPT), "the reply went on, and Ctrl-C ended it");
+    pty_type(p, "\x04");
+    int status = pty_end(p);
+    CHECK(status == 0 && pty_sane(p), "status %x", status);
+    pty_close(p);
+}
+
+TEST(cli_signals_work,
+     "TERM, HUP, QUIT and INT in loading, evaluation, report and a bench suite: the status is the "
+     "signal's, the old file stays, the one in the making goes") {
+    char d[64], path[100];
+    CHECK(save_folder(d), "no folder");
+    snprintf(path, sizeof path, "%s/r.html", d);
+    char *eval[] = { "./kvcomp", "-v",       "--eval", "all", "--eval-items",
+                     "100000",   "--report", path,     NULL };
+    char *suite[] = { "./kvcomp",
+                      "--synthetic",
+                      "L2,H4,G2,D16,C64,F96,V2048",
+                      "--bench",
+                      "--bench-depths",
+                      "100000,200000,400000,800000",
+                      "--bench-suite",
+                      path,
+                      NULL };
+    for (int i = 0; i < 8; i++) {
+        int sig = i % 4 < 3 ? ending_signals[i % 4] : SIGINT;
+        write_text_file(path, "old\n");
+        Pty *p = pty_start(i < 4 ? eval : suite, 0, 0);
+        if (!p) {
+            CHECK(0, "no terminal: %s", strerror(errno));
+            return;
+        }
+        CHECK(pty_wait(p, i < 4 ? "--temp=" : "|"), "it has not begun: %.300s", p->seen);
+        CHECK(i < 4 || files_in(d) == 2, "the table is made beside its place: %d", files_in(d));
+        kill(p->pid, sig);
+        int status = pty_end(p);
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == sig && pty_sane(p),
+              "signal %d: status %x: %.300s", sig, status, p->seen);
+        CHECK(files_in(d) == 1 && holds(d, "r.html", "old\n"), "%d files", files_in(d));
+        CHECK(i < 4 || strstr(p->seen, "not written, the old file stays"), "%.600s", p->seen);
+        pty_close(p);
+    }
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_told, "in a chat every switch says what it did, a method that has not begun says so, "
+               "/method and /system alone show what there is, near names are offered") {
+    char p[64];
+    snprintf(p, sizeof p, "/tmp/kvt_%d_told", (int)getpid());
+    write_text_file(p, "My name is Anna.\n/method streming\n/method streaming\n/budget 24\nTell me "
+                       "a story about a fox.\n/method lychee\n/method full\n/budget 30\n/method\n"
+                       "/system\n/system Be kind.\n/system\n/system \"\"\n/system\n/stat\n/mehtod "
+                       "full\n/xyzzyyy\n/clear\n/help\n");
+    CHECK(sh("./kvcomp --temp 0 < %s", p) == 0, "%s", sh_err);
+    static const char *says[] = { "no method is called 'streming' (did you mean streaming?",
+                                  "\nstreaming, budget 1024: 16 tokens replayed in ",
+                                  "nothing compressed yet: 16 of 1024 rows\n",
+                                  "\nstreaming, budget 24: 16 tokens replayed",
+                                  "nothing compressed yet: 16 of 24 rows\n",
+                                  " rows a head]\n",
+                                  "\nlychee, budget 24: ",
+                                  "(saves reads, not memory)\n",
+                                  "\nfull: ",
+                                  "full has no budget",
+                                  "\nfull; /method NAME",
+                                  " expected-attention\n",
+                                  "\nno system message but",
+                                  "\nanother system message; the dialogue is empty\n",
+                                  "\nBe kind.\n",
+                                  "\n(an empty system message)\n",
+                                  "no command /stat; did you mean /stats?",
+                                  "no command /mehtod; did you mean /method?",
+                                  "no command /xyzzyyy; /help lists",
+                                  "the dialogue is empty: 0 turns forgotten",
+                                  "The line after a reply:" };
+    const char *at = sh_err;
+    for (size_t i = 0; i < sizeof says / sizeof *says; i++) {
+        const char *found = strstr(at, says[i]);
+        CHECK(found, "\"%s\" is not said, or not in this place:\n%s", says[i], at);
+        if (found) at = found;
+    }
+    CHECK(widest_line(strstr(sh_err, "/help   ")) <= 80, "the help is %d columns wide",
+          widest_line(strstr(sh_err, "/help   ")));
+    int held = 0, said = 0;
+    const char *story = strstr(sh_err, "[turn 2 "), *rows = story ? strstr(story, "%) | ") : NULL;
+    CHECK(rows && sscanf(rows, "%%) | %d of %d rows", &held, &said) == 2 && held >= 24 &&
+              held < said,
+          "%s", story);
+    CHECK(sh("./kvcomp --temp 0 -q < %s", p) == 0 && !strstr(sh_err, "replayed") &&
+              !strstr(sh_err, "forgotten") && strstr(sh_err, "Be kind."),
+          "quiet: %s", sh_err);
+    write_text_file(p, "hello\n/save /tmp/kvt_told_kept\n/clear\n/load /tmp/kvt_told_kept\n");
+    CHECK(sh("./kvcomp --temp 0 < %s && rm /tmp/kvt_told_kept", p) == 0 &&
+              strstr(sh_err, "/tmp/kvt_told_kept: 1 turn kept") &&
+              strstr(sh_err, "1 turn forgotten") && strstr(sh_err, "\nfull: "),
+          "%s", sh_err);
+    unlink(p);
+}
+
+TEST(cli_unused, "an option that has no effect in this run is named, one that has is not") {
+    static const struct {
+        const char *args, *says;
+    } cases[] = {
+        { "--lychee-sink 3", "without effect with --method=full: --lychee-sink" },
+        { "--lychee-sink 3 --method lychee+pats", NULL },
+        { "--budget 40", "without effect with --method=full: --budget" },
+        { "--budget 40 --method q8+snapkv", NULL },
+        { "--sink 3 --method snapkv", "without effect with --method=snapkv: --sink" },
+        { "--obs-window 9 --method dililazy", NULL },
+        { "--ratio .5 --method sonic", NULL },
+        { "--ratio .5 --method q8", "without effect with --method=q8: --ratio" },
+        { "--eval-items 3", "without effect in -p or -f: --eval-items" },
+        { "--top-p .3", "without effect with --temp 0: --top-p" },
+        { "--raw --system x --no-think", "without effect with --raw: --system, --no-think" },
+        { "--seed 3 -n 2 --no-stats", NULL },
+        { "--repeat 3", "without effect in -p or -f: --repeat" },
+        { "--exact -d cpu", "without effect with -d cpu: --exact" },
+        { "--exact", "without effect with -d cpu: --exact" },
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        CHECK(sh("./kvcomp -p hi -n 1 --no-stats --temp 0 %s", cases[i].args) == 0, "%s: %s",
+              cases[i].args, sh_err);
+        if (cases[i].says)
+            CHECK(strstr(sh_err, cases[i].says) && lines_in(sh_err) == 1, "%s: %s", cases[i].args,
+                  sh_err);
+        else
+            CHECK(!*sh_err, "%s: %s", cases[i].args, sh_err);
+    }
+    CHECK(sh("./kvcomp -p hi -n 1 -q --temp 0 --lychee-sink 3") == 0 && !*sh_err, "quiet: %s",
+          sh_err);
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --compare full,lychee "
+             "--lychee-sink 3 --budgets 30 --csv") == 0 &&
+              !strstr(sh_err, "without effect"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --single-turn --csv") == 0 &&
+              strstr(sh_err, "without effect in"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --dump-tokens -p hi --trace x") == 0 &&
+              strstr(sh_err, "without effect in --dump-tokens: --trace"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --inspect --batch x") == 0 &&
+              strstr(sh_err, "without effect in --inspect: --batch"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --inspect --plan --ids x --eval all --compare full,q8 --budgets 3 --dump-tokens -p hi") == 0 &&
+              strstr(sh_err, "without effect in --dump-tokens: --inspect, --plan, --ids, --eval, --compare, "
+                             "--budgets"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --plan -c 64 --inspect --demo") == 0 &&
+              strstr(sh_err, "without effect in --plan: --inspect, --demo"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --eval facts --eval-items 1 --eval-length 96 --eval-file x --csv") == 0 &&
+              strstr(sh_err, "without effect with --eval facts: --eval-file"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --help snapk") == 2 && strstr(sh_err, "did you mean snapkv?"), "%s", sh_err);
+}
+
+TEST(cli_json_text, "--json carries the reply under \"text\"; its numbers have no exponent; too "
+                    "few texts have no interval: null, an empty field, a dash") {
+    CHECK(sh("./kvcomp -p 'Who are you?' --temp 0 -q") == 0, "%s", sh_err);
+    static char reply[1024];
+    snprintf(reply, sizeof reply, "%.*s", (int)strcspn(sh_out, "\n"), sh_out);
+    CHECK(sh("./kvcomp -p 'Who are you?' --temp 0 -q --json") == 0 && lines_in(sh_out) == 1, "%s",
+          sh_err);
+    char err[256];
+    Json *j = json_parse(sh_out, strlen(sh_out), err);
+    const Json *text = j ? json_get(j, "text") : NULL;
+    CHECK(*reply && text && !strcmp(text->str, reply), "%s\n%s", reply, sh_out);
+    if (j) json_free(j);
+
+    static const struct {
+        double x;
+        int digits;
+        const char *text;
+    } numbers[] = { { 0, 6, "0" },
+                    { -0.0, 6, "0" },
+                    { 1, 6, "1" },
+                    { -0.75, 6, "-0.75" },
+                    { 1.0 / 3, 6, "0.333333" },
+                    { 1e-7 / 3, 6, "0.0000000333333" },
+                    { 123456789, 6, "123456789" },
+                    { 2.5e21, 6, "2500000000000000000000" },
+                    { 999999.96, 6, "1000000" },
+                    { 64248.83, 6, "64248.8" },
+                    { NAN, 6, "null" },
+                    { -INFINITY, 6, "null" },
+                    { 2.0 / 3, 9, "0.666666667" },
+                    { 100, 3, "100" } };
+
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        char *out = NULL;
+        size_t n;
+        FILE *f = open_memstream(&out, &n);
+        json_real(f, numbers[i].x, numbers[i].digits);
+        fclose(f);
+        CHECK(!strcmp(out, numbers[i].text), "%g: %s, expected %s", numbers[i].x, out,
+              numbers[i].text);
+        free(out);
+    }
+    const char *eval = "./kvcomp --eval facts --eval-length 96 -q";
+    CHECK(sh("%s --eval-items 4 --json", eval) == 0 &&
+              strstr(sh_out, "\"score_lo\":null,\"score_hi\":null"),
+          "%s", sh_out);
+    CHECK(sh("%s --eval-items 5 --json", eval) == 0 && !strstr(sh_out, "null"), "%s", sh_out);
+    CHECK(sh("%s --eval-items 4 --csv", eval) == 0 && strstr(sh_out, ",,,") &&
+              !strstr(sh_out, "null") && !strstr(sh_out, "nan"),
+          "%s", sh_out);
+    CHECK(sh("%s --eval-items 4", eval) == 0 && strstr(sh_out, " | - | "), "%s", sh_out);
+}
+
+// Runs a command on a terminal of so many columns; what it shows into sh_out. Returns its exit
+// code.
+static int on_terminal(int cols, const char *cmd) {
+    struct winsize w = { .ws_row = 24, .ws_col = (unsigned short)cols };
+    int fd, status = 0;
+    size_t n = 0;
+    needs_program();
+    pid_t pid = forkpty(&fd, NULL, NULL, &w);
+    if (pid < 0) leave_out(NO_TERMINAL);
+    if (!pid) {
+        execl("/bin/sh", "sh", "-c", cmd, (char *)NULL);
+        _exit(99);
+    }
+    for (ssize_t got;
+         n + 1 < sizeof sh_out && (got = read(fd, sh_out + n, sizeof sh_out - n - 1)) > 0;)
+        n += (size_t)got;
+    sh_out[n] = 0;
+    close(fd);
+    waitpid(pid, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+TEST(cli_table_width, "on a terminal the table of --eval is aligned and no wider than the screen; "
+                      "with --markdown, and in a pipe, it is Markdown") {
+    static const char *const tables[] = {
+        "| method | budget | score | 95 % | longest_name |\n|---|---:|---:|---:|---:|\n| full | 0 "
+        "| 1.000 | - | 3 |\n| streaming | 64 | 0.250 | 0.1..0.4 | 12345 |\n",
+        "| a |\n|---|\n| b |\n", ""
+    };
+    for (int t = 0; t < 3; t++)
+        for (int cols = 20; cols < 100; cols += 7) {
+            char *copy = strdup(tables[t]), *out = NULL;
+            size_t n;
+            FILE *f = open_memstream(&out, &n);
+            print_for_screen(f, copy, cols);
+            fclose(f);
+            // One column beside the keys is the least.
+            CHECK(t || widest_line(out) <= max_int(cols, 31), "%d columns:\n%s", cols, out);
+            CHECK(t || (strstr(out, "longest_name") && strstr(out, "12345") &&
+                        strstr(out, "0.1..0.4")),
+                  "%d columns:\n%s", cols, out);
+            free(copy);
+            free(out);
+        }
+    const char *eval = "./kvcomp --eval facts --eval-items 1 --eval-length 96 --compare "
+                       "full,streaming --budgets 24 -q";
+    char markdown[256];
+    snprintf(markdown, sizeof markdown, "%s --markdown", eval);
+    CHECK(on_terminal(72, eval) == 0 && !strchr(sh_out, '|') && strstr(sh_out, "kv_bytes_peak"),
+          "%s", sh_out);
+    // The line's \r counts.
+    CHECK(widest_line(sh_out) <= 73, "%d columns:\n%s", widest_line(sh_out), sh_out);
+    CHECK(on_terminal(72, markdown) == 0 && strstr(sh_out, "| method | budget | score |"), "%s",
+          sh_out);
+    CHECK(on_terminal(60, "./kvcomp --demo -q") == 0 && widest_line(sh_out) <= 61 &&
+              demo_right(sh_out, "full  ") == 7,
+          "%d columns:\n%s", widest_line(sh_out), sh_out);
+}
+
+TEST(cli_hub, "-m org/name, its folder in the hub's cache, a snapshot, a weights file: all find "
+              "the model; without it the message has the command that gets it") {
+    char d[] = "/tmp/kvcomp-hub-XXXXXX", repo[128], env[8][512];
+    CHECK(mkdtemp(d) != NULL, "mkdtemp");
+    snprintf(repo, sizeof repo, "%s/hub/models--some.org--tiny-1_b", d);
+    CHECK(sh("mkdir -p %s/snapshots/old %s/snapshots/abc123 %s/refs %s/blobs %s/.cache/huggingface "
+             "&& cp models/kvcomp-tiny/* %s/blobs && rm %s/blobs/head_scores.json && for f in "
+             "%s/blobs/*; do ln -s ../../blobs/$(basename $f) %s/snapshots/abc123; done && "
+             "echo '{}' > %s/snapshots/old/config.json && printf abc123 > %s/refs/main && ln -s "
+             "%s/hub %s/.cache/huggingface/hub",
+             repo, repo, repo, repo, d, repo, repo, repo, repo, repo, repo, d, d) == 0,
+          "%s", sh_err);
+    const char *clean =
+        "env -u HF_HUB_CACHE -u HUGGINGFACE_HUB_CACHE -u HF_HOME -u XDG_CACHE_HOME HOME=/nowhere";
+    snprintf(env[0], sizeof env[0], "HF_HOME=%s ./kvcomp -m some.org/tiny-1_b", d);
+    snprintf(env[1], sizeof env[1],
+             "HF_HUB_CACHE=%s/hub HF_HOME=/nowhere ./kvcomp some.org/tiny-1_b", d);
+    snprintf(env[2], sizeof env[2], "HOME=%s ./kvcomp -m some.org/tiny-1_b/", d);
+    snprintf(env[3], sizeof env[3],
+             "XDG_CACHE_HOME=%s/.cache KVCOMP_MODEL=some.org/tiny-1_b ./kvcomp", d);
+    snprintf(env[4], sizeof env[4], "./kvcomp -m %s/", repo);
+    snprintf(env[5], sizeof env[5], "./kvcomp -m %s/snapshots", repo);
+    snprintf(env[6], sizeof env[6], "./kvcomp -m %s/snapshots/abc123/", repo);
+    snprintf(env[7], sizeof env[7], "./kvcomp -m %s/snapshots/abc123/model.safetensors", repo);
+    for (int i = 0; i < 8; i++)
+        CHECK(sh("%s %s -p hello -n 3 --temp 0 -q --json", clean, env[i]) == 0 &&
+                  strstr(sh_out, "/snapshots/abc123\"") && !*sh_err,
+              "%s: %s%s", env[i], sh_err, sh_out);
+    CHECK(sh("cp -r models/kvcomp-tiny %s/here && cd %s/here && $OLDPWD/kvcomp -m "
+             "model.safetensors -p hello -n 1 -q",
+             d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh("rm -r %s/refs && touch -d 2001-01-01 %s/snapshots/old && %s %s -p hello -n 3 -q",
+             repo, repo, clean, env[4]) == 0,
+          "without refs/main the newest snapshot: %s", sh_err);
+    CHECK(sh("%s HF_HOME=%s ./kvcomp -m meta-llama/Llama-3.1-8B-Instruct", clean, d) == 3 &&
+              lines_in(sh_err) == 1 &&
+              strstr(sh_err, "hf download meta-llama/Llama-3.1-8B-Instruct\n") &&
+              strstr(sh_err, "is not there"),
+          "%s", sh_err);
+    CHECK(sh("mkdir -p %s/refs && mkfifo %s/refs/main && %s timeout 20 %s -p hello -n 3 -q", repo,
+             repo, clean, env[4]) == 0,
+          "a FIFO is not waited for: %s", sh_err);
+    CHECK(sh("rm -r %s/snapshots/* && %s HF_HOME=%s ./kvcomp -m some.org/tiny-1_b", repo, clean,
+             d) == 3 &&
+              strstr(sh_err, "is not complete") && strstr(sh_err, "hf download some.org/tiny-1_b"),
+          "%s", sh_err);
+    CHECK(sh("%s ./kvcomp -m ./some/where", clean) == 3 && strstr(sh_err, "no such folder") &&
+              !strstr(sh_err, "hf download"),
+          "a path is no name: %s", sh_err);
+    CHECK(sh("%s ./kvcomp -m a/b/c", clean) == 3 && !strstr(sh_err, "hf download"), "%s", sh_err);
+    CHECK(sh("%s env -u HOME ./kvcomp -m a/b", clean) == 3 && strstr(sh_err, "hf download a/b"),
+          "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_memory, "what a model takes is said before it is taken; more than is free is a warning, "
+                 "or exit 4 for random weights; tokenizer and template come before the weights") {
+    char text[200];
+    CHECK(!memory_in_words(16.06e9, 536870912, 4096, 19.6e9, text) &&
+              !strcmp(text, "16.1 GB weights + 537 MB rows at -c 4096; 19.6 GB free"),
+          "%s", text);
+    CHECK(memory_in_words(16.06e9, 4e9, 32768, 19.6e9, text) == 1, "%s", text);
+    CHECK(!memory_in_words(16.06e9, 4e9, 32768, -1, text) && !strstr(text, "free"), "%s", text);
+    if (memory_free() < 0) return;  // this system does not say what is free
+    CHECK(sh("./kvcomp -p hi -n 1 --temp 0 -c 1073741824 --no-stats") == 0 &&
+              strstr(sh_err, "WARNING: 6.4 MB weights + 2.5 TB rows at -c 1073741824; ") &&
+              strstr(sh_err, " would fit\n") && lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -p hi -n 1 --temp 0 -v --no-stats") == 0 &&
+              strstr(sh_err, "kvcomp: 6.4 MB weights + 9.4 MB rows at -c 4096; "),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -p hi -n 1 --temp 0 --no-stats") == 0 && !*sh_err,
+          "a small model is nothing to talk about: %s", sh_err);
+    CHECK(sh("./kvcomp --synthetic L1000,H64,G8,D128,C8192,F28672,V128256 --ids "
+             "data/ids/three-turns.txt") == 4 &&
+              lines_in(sh_err) == 1 && strstr(sh_err, "too little for these random weights"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --synthetic L1000,H64,G8,D128,C8192,F28672,V128256 -p hi") == 2 &&
+              strstr(sh_err, "--synthetic has no tokenizer"),
+          "before its weights: %s", sh_err);
+    char d[] = "/tmp/kvcomp-early-XXXXXX";
+    CHECK(mkdtemp(d) && sh("cp models/kvcomp-tiny/* %s && echo junk > %s/model.safetensors && echo "
+                           "'{}' > %s/tokenizer.json",
+                           d, d, d) == 0,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi", d) == 3 && strstr(sh_err, "tokenizer.json") &&
+              !strstr(sh_err, "safetensors"),
+          "the tokenizer is looked at first: %s", sh_err);
+    CHECK(
+        sh("cp models/kvcomp-tiny/tokenizer.json %s && ./kvcomp -m %s -p hi --chat-template nosuch",
+           d, d) == 3 &&
+            strstr(sh_err, "nosuch") && !strstr(sh_err, "safetensors"),
+        "then the template: %s", sh_err);
+    CHECK(sh("./kvcomp -m %s -p hi", d) == 3 && strstr(sh_err, "model.safetensors"),
+          "then the weights: %s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+    CHECK(sh("./kvcomp --inspect") == 0 && strstr(sh_out, " GB free here\n"), "%s", sh_out);
+}
+
+TEST(cli_dump_safe, "--dump-logits is saved as every file is: a run that fails leaves the old one; "
+                    "- and devices get the bytes as they come") {
+    char d[64], path[100];
+    CHECK(save_folder(d), "no folder");
+    snprintf(path, sizeof path, "%s/logits", d);
+    write_text_file(path, "old\n");
+    CHECK(sh("printf '1 2 3 | 4\\n' > %s/good", d) == 0, "%s", sh_err);
+    CHECK(sh("(ulimit -f 8; exec " SYN "--ids %s/good --dump-logits %s)", d, path) == 1 &&
+              lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(holds(d, "logits", "old\n") && files_in(d) == 2, "the old file: %d files", files_in(d));
+    CHECK(sh(SYN "--ids %s/good --dump-logits %s", d, path) == 0, "%s", sh_err);
+    CHECK(sh(SYN "--ids %s/good --dump-logits - | cmp - %s", d, path) == 0, "%s%s", sh_out, sh_err);
+    CHECK(sh(SYN "--ids %s/good --dump-logits /dev/stdout | cmp - %s", d, path) == 0, "%s%s",
+          sh_out, sh_err);
+    CHECK(sh(SYN "--ids %s/good --dump-logits /dev/fd/3 3>%s/third && cmp %s/third %s", d, d, d,
+             path) == 0,
+          "%s%s", sh_out, sh_err);
+    CHECK(sh(SYN "--ids %s/good --dump-logits /dev/null", d) == 0 && sh("test -c /dev/null") == 0,
+          "%s", sh_err);
+    CHECK(sh(SYN "--ids %s/good --dump-logits %s", d, d) == 1 && strstr(sh_err, "Is a directory") &&
+              lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(save_no_memory, "a file whose stream finds no memory ends the program with 4, not 1, and "
+                     "leaves nothing behind") {
+    char d[64], path[100], err[512];
+    int code;
+    Saving x;
+    CHECK(save_folder(d), "no folder");
+    snprintf(path, sizeof path, "%s/f", d);
+    // In a child: what die() jumps over stays allocated, as in a program that ends there.
+    fflush(NULL);
+    pid_t child = fork();
+    int n = 0, four = 0, status = -1;
+    for (int k = 1; !child && k < 20; k++) {
+        allocations = 0;
+        allocation_to_fail = k;
+        EXPECT_DIE(code, if (!save_begin(&x, path, err)) save_drop(&x));
+        allocation_to_fail = 0;
+        if (!code) break;
+        n++;
+        four += code == EXIT_MEMORY;
+        temp_files_remove(0);
+    }
+    if (!child) _exit(16 * min_int(n - four, 15) + min_int(n, 15));
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status), "status %d", status);
+    CHECK(WEXITSTATUS(status) >= 4 && WEXITSTATUS(status) < 16,
+          "%d of %d allocations end otherwise than with 4",
+          WEXITSTATUS(status) / 16, WEXITSTATUS(status) % 16);
+    CHECK(files_in(d) == 0, "%d files are left", files_in(d));
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cpu_memory, "the plan of --inspect for the CPU is at least what its passes and rows take, and "
+                 "at most four times it; the GPU has a line where it is built in") {
+    const char *method[] = { "full", "full", "snapkv", "window", "quest", "lychee", "loopserve" };
+    const char *text[] = { "ctx-size=600 ctk=f32 ctv=f32",
+                           "ctx-size=600 batch-size=64",
+                           "ctx-size=600 budget=64",
+                           "ctx-size=600 budget=64",
+                           "ctx-size=600 budget=64",
+                           "ctx-size=600 budget=64 lychee-buffer=8 lychee-sink=4",
+                           "ctx-size=600 loopserve-min-context=0 loopserve-unit=tile64" };
+    for (int i = 0; i < 7; i++) {
+        char err[512];
+        Tiny m = tiny_model(4, 4, 2, 32, 256, 512, 61, 31);
+        int ids[600];
+        for (int t = 0; t < 600; t++) ids[t] = t % 53;
+        Options *o = options_of(text[i]);
+        Session *s = session_try(m.c, m.w, o, method[i], err);
+        MemoryPlan p = memory_plan(s);
+        prefill(s, ids, 599);
+        decode(s, 1);
+        size_t held = 0, plan = p.kv + p.parts + p.pass_cpu;
+        for (int k = 0; k < (int)arrlen(s->scratch->block); k++) held += s->scratch->block[k].size;
+        held += s->clk.peak;
+        CHECK(held <= plan && plan <= 4 * held, "%s %s: %zu bytes held at most, %zu planned",
+              method[i], text[i], held, plan);
+        session_close(s);
+        options_free(o);
+        tiny_free(m);
+    }
+    const char *count = "./kvcomp --inspect | grep -c '^memory .* GB with -d ";
+    int without = sh("./kvcomp -d cuda --inspect >/dev/null") && strstr(sh_err, "without CUDA");
+    CHECK(sh("%scpu'; %scuda'", count, count) == without, "grep finds nothing: %s", sh_err);
+    CHECK(!strcmp(sh_out, without ? "1\n0\n" : "1\n1\n"), "%s", sh_out);
+}
+
+// ---- what a terminal shows of a chat
+
+enum { SCREEN_ROWS = 400, SCREEN_COLUMNS = 80 };
+
+// A terminal of 80 columns that never scrolls: each cell holds the bytes of its character.
+typedef struct {
+    char cell[SCREEN_ROWS][SCREEN_COLUMNS][8];
+    int x, y;
+} Screen;
+
+// Obeys ESC [ number letter as far as the editor uses it.
+static void screen_obey(Screen *s, int number, char letter) {
+    if (letter == 'A') s->y = max_int(s->y - max_int(number, 1), 0);
+    if (letter == 'C') s->x = min_int(s->x + max_int(number, 1), SCREEN_COLUMNS - 1);
+    if (letter == 'H') s->x = s->y = 0;
+    if (letter == 'J' && number == 2) memset(s->cell, 0, sizeof s->cell);
+    if (letter != 'J' || number) return;
+    for (int i = s->y * SCREEN_COLUMNS + s->x; i < SCREEN_ROWS * SCREEN_COLUMNS; i++)
+        s->cell[i / SCREEN_COLUMNS][i % SCREEN_COLUMNS][0] = 0;
+}
+
+// Writes one character of n bytes.
+static void screen_put(Screen *s, const char *c, int n) {
+    int width = char_width(c, n);
+    if (s->x + width > SCREEN_COLUMNS) {
+        s->x = 0;
+        s->y++;
+    }
+    if (s->y >= SCREEN_ROWS || !width) return;
+    char *cell = s->cell[s->y][s->x];
+    memcpy(cell, c, (size_t)n);
+    cell[n] = 0;
+    if (width == 2) strcpy(s->cell[s->y][s->x + 1], "\x01");  // the right half shows nothing itself
+    s->x += width;
+}
+
+// What a terminal shows that was sent these n bytes.
+static const Screen *screen_of(const char *text, size_t n) {
+    static Screen s;
+    memset(&s, 0, sizeof s);
+    for (size_t i = 0, k; i < n; i += k) {
+        int number = 0, used = 0;
+        char letter = 0;
+        k = 1;
+        if (text[i] == '\r') {
+            s.x = 0;
+        } else if (text[i] == '\n') {
+            s.y++;
+        } else if (text[i] == '\x1b') {
+            if (sscanf(text + i, "\x1b[%d%c%n", &number, &letter, &used) < 2)
+                sscanf(text + i, "\x1b[%c%n", &letter, &used);
+            if (letter == '?') used += (int)strcspn(text + i + used, "hl") + 1;
+            screen_obey(&s, number, letter);
+            k = (size_t)max_int(used, 1);
+        } else if (text[i] != '\a') {
+            k = (size_t)max_int(utf8_length(text + i, n - i), 1);
+            screen_put(&s, text + i, (int)k);
+        }
+    }
+    return &s;
+}
+
+// A row of the screen as text, without blanks at its end.
+static const char *screen_row(const Screen *s, int y) {
+    static char row[SCREEN_COLUMNS * 8 + 1];
+    int n = 0, end = 0;
+    for (int x = 0; y >= 0 && y < SCREEN_ROWS && x < SCREEN_COLUMNS; x++) {
+        const char *cell = s->cell[y][x];
+        if (*cell == 1) continue;
+        n += sprintf(row + n, "%s", *cell ? cell : " ");
+        if (row[n - 1] != ' ') end = n;
+    }
+    row[end] = 0;
+    return row;
+}
+
+// Reads what has come, for a tenth of a second at most.
+static void pty_read(Pty *p) {
+    fd_set f;
+    struct timeval t = { 0, 100000 };
+    FD_ZERO(&f);
+    FD_SET(p->fd, &f);
+    if (select(p->fd + 1, &f, NULL, NULL, &t) <= 0) return;
+    ssize_t r = read(p->fd, p->seen + p->n, sizeof p->seen - p->n - 1);
+    if (r > 0) p->n += (size_t)r;
+    p->seen[p->n] = 0;
+}
+
+// Waits until the cursor's row reads so and the cursor stands in this column (-1: anywhere), for a
+// minute at most. 1: it does.
+static int pty_line(Pty *p, const char *text, int column) {
+    const Screen *s = NULL;
+    for (double end = now() + 60; now() < end; pty_read(p)) {
+        s = screen_of(p->seen, p->n);
+        if (strcmp(screen_row(s, s->y), text) || (column >= 0 && s->x != column)) continue;
+        p->from = p->n;
+        return 1;
+    }
+    fprintf(stderr, "  the line is '%s', cursor in column %d\n", s ? screen_row(s, s->y) : "",
+            s ? s->x : -1);
+    return 0;
+}
+
+// Starts a chat whose history lies below folder d, and waits for its prompt.
+static Pty *pty_chat_in(const char *d, char *more) {
+    static char state[200];
+    snprintf(state, sizeof state, "XDG_STATE_HOME=%s", d);
+    char *argv[] = { "/usr/bin/env", state, "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0",
+                     "-n",           "40",  more,       NULL };
+    Pty *p = pty_start(argv, 0, 0);
+    CHECK(p && pty_line(p, ">", 2), "no prompt");
+    return p;
+}
+
+// Leaves a chat at its empty prompt.
+static void pty_leave(Pty *p) {
+    pty_type(p, "\x04");
+    CHECK(pty_end(p) == 0 && pty_sane(p),
+          "left with another status, or the terminal is not as it was");
+    pty_close(p);
+}
+
+TEST(cli_editor_keys, "on a terminal: every key of the table, by the screen and the cursor it "
+                      "leaves; rows of one message, "
+                      "wide characters, keys that are none") {
+    static const struct {
+        const char *typed, *line;
+        int column;
+    } cases[] = {
+        { "one two three\x1b[1;5D\x1b[1;5DX", "> one Xtwo three", 7 },
+        { "one two three\x1b"
+          "b\x1b[1;3DX",
+          "> one Xtwo three", 7 },
+        { "one two\x01\x1b[1;5CX", "> oneX two", 6 },
+        { "one two\x01\x1b"
+          "f\x1b[1;3CX",
+          "> one twoX", 10 },
+        { "abc\x1b[HX", "> Xabc", 3 },
+        { "abc\x1bOHX", "> Xabc", 3 },
+        { "abc\x1b[1~X", "> Xabc", 3 },
+        { "abc\x1b[7~X", "> Xabc", 3 },
+        { "abc\x01\x1b[FX", "> abcX", 6 },
+        { "abc\x01\x1bOFX", "> abcX", 6 },
+        { "abc\x01\x1b[4~X", "> abcX", 6 },
+        { "abc\x01\x1b[8~\x02\x02\x06X", "> abXc", 5 },
+        { "abc\x01\x1b[3~", "> bc", 2 },
+        { "abc\x1b[D\x1bOD\x04", "> ac", 3 },
+        { "abc\x7f\x08X", "> aX", 4 },
+        { "one two.three\x1b\x7fX", "> one two.X", 11 },
+        { "one two.three\x17X", "> one X", 7 },
+        { "one two\x01\x1b"
+          "d",
+          ">  two", 2 },
+        { "one two\x01\x1b[3;5~X", "> X two", 3 },
+        { "one two\x17\x01\x19", "> twoone", 5 },
+        { "one two\x02\x0b\x19\x19", "> one twoo", 10 },
+        { "one two\x02\x15\x19X", "> one twXo", 9 },
+        { "a\x1b[24~\x1b[1;2Pb\x1b\x1b[Dc", "> acb", 4 },
+        { "\xe4\xb8\xad\xe6\x96\x87\x1b[DX", "> \xe4\xb8\xadX\xe6\x96\x87", 5 },
+        { "\xc3\xa4\xc3\xb6\x7fX\x1b\xc3\xa9", "> \xc3\xa4X\xc3\xa9", 5 },
+        { "first\x1b\rsecond\x1b[13;2u3", "3", 1 },
+        { "first\x1b\rsecond\x1b[AX", "> firstX", 8 },
+        { "first\x1b\rsecond\x1b[A\x1b[H\x1b[BX", "Xsecond", 1 },
+        { "first\x1b\rsecond\x1b[1;5HX", "> Xfirst", 3 },
+        { "first\x1b\rsecond\x10\x1b>X", "secondX", 7 },
+    };
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    Pty *p = pty_chat_in(d, NULL);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        pty_type(p, "\x15\x0b");
+        pty_type(p, cases[i].typed);
+        CHECK(pty_line(p, cases[i].line, cases[i].column), "case %zu", i);
+    }
+    pty_type(p, "\x15\x0b"
+                "clear\x0c");
+    CHECK(pty_line(p, "> clear", 7) && screen_of(p->seen, p->n)->y == 0,
+          "Ctrl-L: the line is the first row");
+    struct winsize narrow = { .ws_row = 24, .ws_col = 10 };
+    CHECK(!ioctl(p->fd, TIOCSWINSZ, &narrow) && pty_wait(p, PROMPT "clear"),
+          "another size of the screen: the line is drawn again");
+    pty_type(p, "890");
+    CHECK(pty_wait(p, "clear890" COLOR_OFF "\r\r\n\r"), "in its columns: %s", p->seen);
+    pty_type(p, "\x15");
+    CHECK(pty_line(p, ">", 2), "empty");
+    pty_leave(p);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_complete, "Tab completes commands, methods behind + as well, and paths; what is not sure "
+                   "is listed; in a message it is a letter") {
+    char d[64], typed[160], line[160];
+    CHECK(save_folder(d), "no folder");
+    CHECK(sh("cd %s && mkdir folder other && touch folder/session-one folder/session-two 'other/a "
+             "b' other/.hidden",
+             d) == 0,
+          "%s", sh_err);
+    Pty *p = pty_chat_in(d, NULL);
+    pty_type(p, "/me\t");
+    CHECK(pty_line(p, "> /method", 10), "a command, and a blank behind it");
+    pty_type(p, "lych\t");
+    CHECK(pty_line(p, "> /method lychee", 16), "a method");
+    pty_type(p, "+pa\t");
+    CHECK(pty_line(p, "> /method lychee+pats", 21), "behind +");
+    pty_type(p, "\x15/c\t");
+    CHECK(pty_wait(p, "/compare ") && pty_line(p, "> /c", 4), "two commands");
+    const Screen *s = screen_of(p->seen, p->n);
+    CHECK(!strcmp(screen_row(s, s->y - 1), "  /clear  /compare"), "are listed: %s",
+          screen_row(s, s->y - 1));
+    snprintf(typed, sizeof typed, "\x15/load %s/f\t\t", d);
+    snprintf(line, sizeof line, "> /load %s/folder/session-", d);
+    pty_type(p, typed);
+    CHECK(pty_line(p, line, (int)strlen(line)), "a folder, then what all of its files begin with");
+    pty_type(p, "\t");
+    CHECK(pty_wait(p, "session-two"), "they are listed");
+    pty_type(p, "t\t");
+    strcat(line, "two");
+    CHECK(pty_line(p, line, (int)strlen(line)), "one of them");
+    snprintf(typed, sizeof typed, "\x15/read %s/other/\t", d);
+    snprintf(line, sizeof line, "> /read %s/other/a b", d);
+    pty_type(p, typed);
+    CHECK(pty_line(p, line, (int)strlen(line)),
+          "a name with a blank; one with a dot in front is not meant");
+    pty_type(p, "\x15"
+                "a\tb\x1b[D\x1b[DX");
+    CHECK(pty_line(p, "> aX b", 4), "a letter in a message");
+    pty_type(p, "\x15\x0b");
+    CHECK(pty_line(p, ">", 2), "empty");
+    pty_leave(p);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_history, "messages of one chat are there in the next, of several lines too, by arrows and "
+                  "Ctrl-R; the file is 0600 and bounded; "
+                  "killing the program loses none") {
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    Pty *p = pty_chat_in(d, NULL);
+    pty_type(p, "/budget 7\r");
+    CHECK(pty_line(p, ">", 2), "sent");
+    pty_type(p, "/system first row\x1b\rsecond \xc3\xa4\r");
+    CHECK(pty_wait(p, "another system message") && pty_line(p, ">", 2), "sent");
+    pty_type(p, "/stats\r");
+    CHECK(pty_wait(p, "stored") && pty_line(p, ">", 2), "sent");
+    pty_type(p, "/stats\r");
+    CHECK(pty_wait(p, "stored") && pty_line(p, ">", 2), "sent");
+    kill(p->pid, SIGKILL);
+    pty_end(p);
+    pty_close(p);
+    char folder[100];
+    snprintf(folder, sizeof folder, "%s/kvcomp", d);
+    CHECK(holds(folder, "history",
+                "\"/budget 7\"\n\"/system first row\\nsecond \xc3\xa4\"\n\"/stats\"\n") &&
+              files_in(folder) == 1,
+          "the file");
+    CHECK(mode_of(folder, "history") == 0600 && mode_of(d, "kvcomp") == 0700,
+          "for its owner alone");
+
+    p = pty_chat_in(d, NULL);
+    pty_type(p, "draft\x1b[A");
+    CHECK(pty_line(p, "> /stats", 8), "the same message twice is one");
+    pty_type(p, "\x1b[A");
+    CHECK(pty_line(p, "second \xc3\xa4", 8), "several lines");
+    pty_type(p, "\x1b[A\x1b[A");
+    CHECK(pty_line(p, "> /budget 7", 11), "through its rows to the one before");
+    pty_type(p, "\x0e\x0e\x0e");
+    CHECK(pty_line(p, "> draft", 7), "and back to the new line");
+    pty_type(p, "\x12"
+                "s");
+    CHECK(pty_line(p, "search 's': /stats", 13), "Ctrl-R: the latest that has it");
+    pty_type(p, "\x12");
+    CHECK(pty_line(p, "search 's': /system first row", 13), "an older one");
+    pty_type(p, "q");
+    CHECK(pty_line(p, "no message has 'sq': /system first row", -1), "none");
+    pty_type(p, "\x7f\x7f"
+                "bud");
+    CHECK(pty_line(p, "search 'bud': /budget 7", 15), "another word");
+    pty_type(p, "\x07");
+    CHECK(pty_line(p, "> draft", 7), "given up");
+    pty_type(p, "\x12"
+                "bud\x05"
+                "5");
+    CHECK(pty_line(p, "> /budget 75", 12), "taken, and edited");
+    pty_type(p, "\x15\x12stats\r");
+    CHECK(pty_wait(p, "stored") && pty_line(p, ">", 2), "taken, and sent");
+    pty_leave(p);
+
+    char path[128];
+    snprintf(path, sizeof path, "%s/history", folder);
+    FILE *f = fopen(path, "w");
+    for (int i = 0; f && i < 30000; i++)
+        fprintf(f, "\"/budget %d\"\n%s", i, i == 29990 ? "no message\n\n7\n" : "");
+    if (f) fclose(f);
+    p = pty_chat_in(d, NULL);
+    pty_type(p, "\x12"
+                "budget 2999\x12\x12\x12\x12\x12\x12\x12\x12\x12");
+    CHECK(pty_line(p, "search 'budget 2999': /budget 29990", -1),
+          "the newest lines, those that are none passed over");
+    pty_type(p, "\x07");
+    CHECK(pty_line(p, ">", 2), "given up");
+    pty_leave(p);
+    CHECK(sh("wc -l < %s; tail -1 %s", path, path) == 0 &&
+              !strcmp(sh_out, "1000\n\"/budget 29999\"\n"),
+          "cut to the newest: %s", sh_out);
+    CHECK(mode_of(folder, "history") == 0600, "%o", (unsigned)mode_of(folder, "history"));
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_history_off, "no history with --no-history, from a pipe, or without a home; a FIFO, a "
+                      "folder or a device in its place is left alone with one line") {
+    char d[64], path[128], where[200];
+    CHECK(save_folder(d), "no folder");
+    Pty *p = pty_chat_in(d, "--no-history");
+    pty_type(p, "/budget 7\r");
+    CHECK(pty_line(p, ">", 2), "sent");
+    pty_type(p, "\x1b[A");
+    CHECK(pty_line(p, "> /budget 7", 11), "it is there as long as the chat");
+    pty_type(p, "\x15");
+    CHECK(pty_line(p, ">", 2), "empty");
+    pty_leave(p);
+    CHECK(sh("printf '/stats\\n' | XDG_STATE_HOME=%s " CHAT, d) == 0 && files_in(d) == 0,
+          "%d files", files_in(d));
+    char *bare[] = { "/usr/bin/env",       "-u", "HOME", "XDG_STATE_HOME=state", "./kvcomp", "-m",
+                     "models/kvcomp-tiny", NULL };
+    p = pty_start(bare, 0, 0);
+    CHECK(pty_line(p, ">", 2), "no prompt");
+    pty_type(p, "/stats\r");
+    CHECK(pty_wait(p, "stored") && pty_line(p, ">", 2) && !strstr(p->seen, "history"),
+          "no home, no word");
+    pty_leave(p);
+    CHECK(access("state", F_OK), "a relative folder is no place");
+
+    static const char *const kinds[][2] = { { "mkfifo %s", "a FIFO" },
+                                            { "mkdir %s", "a folder" },
+                                            { "ln -s /dev/null %s", "a device" } };
+    snprintf(path, sizeof path, "%s/kvcomp/history", d);
+    for (int i = 0; i < 3; i++) {
+        CHECK(sh("mkdir -p %s/kvcomp; rm -rf %s", d, path) == 0, "%s", sh_err);
+        CHECK(sh(kinds[i][0], path) == 0, "%s", sh_err);
+        p = pty_chat_in(d, NULL);
+        snprintf(where, sizeof where, "%s: %s, expected a regular file", path, kinds[i][1]);
+        CHECK(memmem(p->seen, p->n, where, strlen(where)), "%s: %s", kinds[i][1], p->seen);
+        pty_type(p, "/stats\r");
+        CHECK(pty_wait(p, "stored") && pty_line(p, ">", 2), "sent");
+        const char *told = strstr(p->seen, "history is not kept");
+        CHECK(told && !strstr(told + 1, "history is not kept"), "one line: %s", p->seen);
+        pty_leave(p);
+    }
+    CHECK(sh("rm -rf %s && printf 'a file\\n' > %s/kvcomp", path, d) == 0 ||
+              sh("rm -rf %s/kvcomp; printf 'a file\\n' > %s/kvcomp", d, d) == 0,
+          "%s", sh_err);
+    p = pty_chat_in(d, NULL);
+    pty_type(p, "/stats\r");
+    CHECK(pty_wait(p, "history is not kept") && pty_wait(p, "stored"), "a place that cannot be: %s",
+          p->seen);
+    CHECK(pty_line(p, ">", 2), "the chat goes on");
+    pty_leave(p);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_typed_ahead, "what is typed while a reply is made is not shown in it, and stands at the "
+                      "next prompt, whole lines and pastes too; "
+                      "Ctrl-C stops the reply and leaves it") {
+    char *argv[] = { "./kvcomp", "-m", "models/kvcomp-tiny", "--temp", "0", "--ignore-eos",
+                     "-c",       "0",  "--no-history",       NULL };
+    Pty *p = pty_start(argv, 0, 0);
+    CHECK(p && pty_line(p, ">", 2), "no prompt");
+    pty_type(p, "hello\r");
+    CHECK(pty_wait(p, "Hello"), "no reply");
+    size_t before = p->n;
+    pty_type(p, "typed ahead");
+    pty_type(p, "\x1b[D\x1b[DX");
+    pty_type(p, "\x03");
+    CHECK(pty_wait(p, "[turn 1 ") && pty_line(p, "> typed aheXad", 12), "it stands at the prompt");
+    char *prompt = memmem(p->seen + before, p->n - before, PROMPT, strlen(PROMPT));
+    CHECK(prompt && !memmem(p->seen + before, (size_t)(prompt - p->seen) - before, "type", 4) &&
+              !memmem(p->seen + before, (size_t)(prompt - p->seen) - before, "^[", 2),
+          "nothing of it is in the reply");
+    pty_type(p, "\x15\x0bhello\r");
+    CHECK(pty_wait(p, "Hello"), "no reply");
+    pty_type(p, "/budget 9\r\x1b[200~a paste\rof two\x1b[201~\x03");
+    CHECK(pty_wait(p, "[turn 2 ") && pty_line(p, "of two", 6),
+          "a line is sent, a paste stands there");
+    CHECK(memmem(p->seen, p->n, "> /budget 9", 11) &&
+              memmem(p->seen, p->n, "full has no budget", 18),
+          "the line");
+    pty_type(p, "\x15");
+    CHECK(pty_line(p, ">", 2), "empty");
+    pty_leave(p);
+}
+
+TEST(cli_quotes, "\"\"\" holds a message of several lines, from a pipe and on a terminal, and what "
+                 "begins with / in it is no command; "
+                 "/? is /help, /bye is /quit") {
+    CHECK(sh("printf "
+             "'/?\\n\"\"\"\\nhello\\nworld\\n\"\"\"\\n\"\"\"/stats\"\"\"\\n/stats\\n/"
+             "bye\\nnever\\n' | " CHAT "-n 2") == 0,
+          "%s", sh_err);
+    CHECK(strstr(sh_err, "forget the dialogue") && strstr(sh_err, "in 2 turns") &&
+              strstr(sh_err, "[turn 2 ") && !strstr(sh_err, "[turn 3 "),
+          "%s", sh_err);
+    CHECK(sh("printf '\"\"\"\\nhello\\nworld\\n\"\"\"\\n' | " CHAT
+             "-n 8 -q; echo; printf 'hello\\\\\\nworld\\n' | " CHAT "-n 8 -q") == 0,
+          "%s", sh_err);
+    char *half = strstr(sh_out, "\n\n");
+    CHECK(half && !strncmp(sh_out, half + 2, (size_t)(half + 1 - sh_out)),
+          "the same message as with a \\: %s", sh_out);
+    CHECK(sh("printf '\"\"\"never closed\\nhello\\n' | " CHAT "-n 2") == 0 &&
+              strstr(sh_err, "[turn 1 ") && !strstr(sh_err, "[turn 2 "),
+          "%s", sh_err);
+    char d[64];
+    CHECK(save_folder(d), "no folder");
+    Pty *p = pty_chat_in(d, NULL);
+    pty_type(p, "\"\"\"/stats\r");
+    CHECK(pty_line(p, "", 0), "it goes on in the next row");
+    pty_type(p, "and\x1b[AX\x1b[Bmore\"\"\"\r");
+    CHECK(pty_wait(p, "[turn 1 ") && pty_line(p, ">", 2), "one message");
+    pty_type(p, "\x1b[A");
+    CHECK(pty_line(p, "andmore\"\"\"", 10), "it comes back as it was typed");
+    pty_type(p, "\x15");
+    CHECK(pty_line(p, ">", 2), "empty");
+    pty_type(p, "never sent\\\r");
+    CHECK(pty_line(p, ">", 2), "it goes on behind a backslash");
+    pty_type(p, "\x03");
+    CHECK(pty_wait(p, "Ctrl-C again leaves") && pty_line(p, ">", 2), "Ctrl-C gives it up");
+    pty_type(p, "/stats\r");
+    CHECK(pty_wait(p, "in 1 turns"), "it was not sent");
+    pty_leave(p);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+// Wraps pieces of text at so many columns; malloc'd.
+static char *wrapped(const char *const *piece, int n, int cols) {
+    Wrap w = { .cols = cols };
+    char *all = NULL;
+    for (int i = 0; i < n; i++) {
+        char *text = NULL;
+        size_t length = strlen(piece[i]);
+        if (length) memcpy(arraddnptr(text, length), piece[i], length);
+        wrap_text(&w, &text, i == n - 1);
+        if (arrlen(text)) memcpy(arraddnptr(all, arrlen(text)), text, arrlenu(text));
+        arrfree(text);
+    }
+    char *out = copy_bytes(all, arrlenu(all));
+    arrfree(all);
+    arrfree(w.word);
+    return out;
+}
+
+TEST(cli_wrap, "--wrap breaks a reply between words, whatever pieces it comes in, by the columns "
+               "of wide characters; without it, and in --json, lines stay") {
+    static const struct {
+        const char *in;
+        int cols;
+        const char *out;
+    } cases[] = {
+        { "one two three", 7, "one two\nthree" },
+        { "one two three", 8, "one two\nthree" },
+        { "one two  three\n  four five", 9, "one two\nthree\n  four\nfive" },
+        { "abcdefghij k", 4, "abcd\nefgh\nij k" },
+        { "a\n\nb", 3, "a\n\nb" },
+        { "abc ", 3, "abc" },
+        { "\xe4\xb8\xad\xe6\x96\x87\xe5\xad\x97 \xc3\xa4\xc3\xb6", 5,
+          "\xe4\xb8\xad\xe6\x96\x87\n\xe5\xad\x97 \xc3\xa4\xc3\xb6" },
+        { "e\xcc\x81"
+          "e\xcc\x81 e\xcc\x81"
+          "e",
+          5,
+          "e\xcc\x81"
+          "e\xcc\x81 e\xcc\x81"
+          "e" },
+        { "", 5, "" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const char *whole[] = { cases[i].in, "" };
+        char *out = wrapped(whole, 2, cases[i].cols);
+        CHECK(!strcmp(out, cases[i].out), "case %zu:\n%s", i, out);
+        free(out);
+        static char letter[64][8];
+        const char *pieces[64];
+        int n = 0;
+        for (const char *s = cases[i].in; *s; s += strlen(letter[n]), n++) {
+            snprintf(letter[n], 8, "%.*s", utf8_length(s, strlen(s)), s);
+            pieces[n] = letter[n];
+        }
+        pieces[n++] = "";
+        out = wrapped(pieces, n, cases[i].cols);
+        CHECK(!strcmp(out, cases[i].out), "case %zu, letter by letter:\n%s", i, out);
+        free(out);
+    }
+
+    static char plain[4096], again[4096];
+    const char *story = CHAT "-q -p 'Tell me a story about a fox.' ";
+    CHECK(sh("%s", story) == 0 && strlen(sh_out) > 80, "%s", sh_err);
+    snprintf(plain, sizeof plain, "%.4000s", sh_out);
+    static const char *const ways[] = { "--wrap=24", "--wrap 24",
+                                        "-m models/kvcomp-tiny --wrap=24 --no-stats" };
+    for (int i = 0; i < 3; i++) {
+        CHECK(sh("%s %s", story, ways[i]) == 0 && widest_line(sh_out) <= 24 && lines_in(sh_out) > 3,
+              "%s: %s%s", ways[i], sh_err, sh_out);
+        snprintf(again, sizeof again, "%.4000s", sh_out);
+        for (char *s = again; *s; s++)
+            if (*s == '\n' && s[1]) *s = ' ';
+        CHECK(!strcmp(again, plain), "the same words:\n%s\n%s", again, plain);
+    }
+    CHECK(sh("%s --wrap --json", story) == 0 && lines_in(sh_out) == 1 &&
+              !strstr(strstr(sh_out, "\"text\":"), "\\n"),
+          "%s", sh_out);
+    CHECK(sh("%s --wrap=-2", story) == 2 && strstr(sh_err, "--wrap -2 is outside"), "%s", sh_err);
+    CHECK(sh("%s --wrap=wide", story) == 2 && strstr(sh_err, "whole number"), "%s", sh_err);
+    CHECK(on_terminal(40, "./kvcomp -d cpu --temp 0 -q -p 'Tell me a story about a fox.' --wrap") ==
+                  0 &&
+              widest_line(sh_out) <= 41 && lines_in(sh_out) > 1,
+          "the screen's width:\n%s", sh_out);
+}
+
+TEST(cli_color, "colours on a terminal: the user's lines, warnings, errors, numbers, never the "
+                "reply; none for a pipe, NO_COLOR, TERM=dumb or --color never; "
+                "--color always wins") {
+    const char *wrong = "./kvcomp -m models/kvcomp-tiny --temp 0 -n 3 -p hello --budget 7 ";
+    CHECK(sh("TERM=xterm %s", wrong) == 0 && !strchr(sh_err, 27) && !strchr(sh_out, 27),
+          "a pipe: %s", sh_err);
+    static const char *const words[] = { "always", "on" };
+    for (int i = 0; i < 2; i++)
+        CHECK(sh("NO_COLOR=1 TERM=dumb %s --color %s", wrong, words[i]) == 0 &&
+                  strstr(sh_err, COLOR_WARNING "kvcomp: without effect") &&
+                  strstr(sh_err, COLOR_NUMBERS "[turn 1 ") && !strchr(sh_out, 27),
+              "%s", sh_err);
+    CHECK(sh("./kvcomp --color always -m /nonexistent -p hi") == 3 &&
+              strstr(sh_err, COLOR_ERROR "kvcomp: ") && strstr(sh_err, COLOR_OFF "\n") &&
+              lines_in(sh_err) == 1,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --color sometimes") == 2, "%s", sh_err);
+    static const struct {
+        const char *first;
+        int colors;
+    } cases[] = { { "TERM=xterm", 1 },
+                  { "TERM=xterm NO_COLOR=", 1 },
+                  { "TERM=xterm NO_COLOR=1", 0 },
+                  { "TERM=dumb", 0 },
+                  { "-u TERM", 0 } };
+    char cmd[256];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        static const char *const modes[] = { "auto", "never", "off", "always" };
+        for (int m = 0; m < 4; m++) {
+            snprintf(cmd, sizeof cmd, "env -u NO_COLOR %s %s --color %s", cases[i].first, wrong,
+                     modes[m]);
+            int wanted = m == 3 || (m == 0 && cases[i].colors);
+            CHECK(on_terminal(80, cmd) == 0 && !strchr(sh_out, 27) == !wanted, "%s: %s", cmd,
+                  sh_out);
+        }
+    }
+    char *argv[] = { "/usr/bin/env",       "-u",     "NO_COLOR", "./kvcomp", "-m",
+                     "models/kvcomp-tiny", "--temp", "0",        "-n",       "3",
+                     "--no-history",       NULL };
+    Pty *p = pty_start(argv, 0, 0);
+    CHECK(p && pty_line(p, ">", 2), "no prompt");
+    pty_type(p, "hello\r");
+    CHECK(pty_wait(p, "\r" COLOR_USER PROMPT) && pty_wait(p, "hello" COLOR_OFF) &&
+              pty_wait(p, COLOR_NUMBERS "[turn 1 "),
+          "roles: %s", p->seen);
+    CHECK(pty_line(p, ">", 2), "no prompt");
+    pty_leave(p);
+
+    // A terminal that cannot edit has the kernel's line, and a prompt all the same.
+    char *dumb[] = { "/usr/bin/env", "TERM=dumb", "./kvcomp", "-m", "models/kvcomp-tiny",
+                     "--temp",       "0",         "-n",       "3",  NULL };
+    p = pty_start(dumb, 0, 0);
+    CHECK(p && pty_wait(p, "> ") && pty_sane(p), "a plain prompt: %s", p->seen);
+    pty_type(p, "hello\n");
+    CHECK(pty_wait(p, "[turn 1 ") && pty_wait(p, "> ") && !memchr(p->seen, 27, p->n),
+          "no sequences: %s", p->seen);
+    pty_type(p, "\x04");
+    CHECK(pty_end(p) == 0, "left");
+    pty_close(p);
+
+    // Standard output that is no terminal gets the replies and nothing of an editor.
+    char cmd_out[100], d[64];
+    CHECK(save_folder(d), "no folder");
+    snprintf(cmd_out, sizeof cmd_out, "./kvcomp --temp 0 -n 3 > %s/out", d);
+    char *to_file[] = { "/bin/sh", "-c", cmd_out, NULL };
+    p = pty_start(to_file, 0, 0);
+    CHECK(p && pty_wait(p, "> "), "a plain prompt: %s", p->seen);
+    pty_type(p, "hello\n");
+    CHECK(pty_wait(p, "[turn 1 ") && pty_wait(p, "> "), "the reply: %s", p->seen);
+    pty_type(p, "\x04");
+    CHECK(pty_end(p) == 0, "left");
+    pty_close(p);
+    CHECK(sh("cat %s/out; rm -r %s", d, d) == 0 && lines_in(sh_out) == 1 && !strchr(sh_out, 27),
+          "%s", sh_out);
+}
+
+// ---- traces (--trace)
+
+// The tensor of that name, or NULL; its elements in *n.
+KV_PRINTF(3, 4)
+
+static const void *trace_get(SafeFile *f, int *n, const char *fmt, ...) {
+    char name[160];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(name, sizeof name, fmt, ap);
+    va_end(ap);
+    SafeTensor *t = safetensors_find(f, name);
+    *n = t ? (int)(t->bytes / 4) : -1;
+    return t ? t->data : NULL;
+}
+
+// What a trace of a dense prefill says is looked at with its own keys and values: k, v
+// (L,G,tokens,D).
+typedef struct {
+    SafeFile *f;
+    const Config *c;
+    float *k, *v;
+    int *kept;  // (L,G,tokens) 1: held after the last pass
+    int cap;
+} TraceCheck;
+
+// The largest error of the attention of query t of a pass over the listed rows (n), against .out.
+static double trace_attention(TraceCheck *x, int l, int h, const float *q, const float *out,
+                              const int *rows, int n) {
+    int D = x->c->D, g = h / (x->c->H / x->c->G);
+    const float *k = x->k + ((size_t)l * x->c->G + g) * x->cap * D;
+    const float *v = x->v + ((size_t)l * x->c->G + g) * x->cap * D;
+    double p[512], o[64] = { 0 }, max = -INFINITY, sum = 0, e = 0;
+    for (int i = 0; i < n; i++) {
+        p[i] = 0;
+        for (int d = 0; d < D; d++) p[i] += (double)q[d] * k[rows[i] * D + d];
+        p[i] /= sqrt(D);
+        max = fmax(max, p[i]);
+    }
+    for (int i = 0; i < n; i++) sum += p[i] = exp(p[i] - max);
+    for (int i = 0; i < n; i++)
+        for (int d = 0; d < D; d++) o[d] += p[i] / sum * v[rows[i] * D + d];
+    for (int d = 0; d < D; d++) e = fmax(e, fabs(o[d] - out[d]));
+    return e;
+}
+
+// Layer l of pass i, T tokens from `base` on: k is k_before_rope turned; out is attention over the
+// rows that are said to be read.
+static void trace_check_layer(TraceCheck *x, const Weights *w, int i, int l, int base, int T,
+                              const int *pos, int decoding) {
+    const Config *c = x->c;
+    int H = c->H, G = c->G, D = c->D, n, rows[512], bad = 0;
+    double e = 0;
+    const float *raw = trace_get(x->f, &n, "pass%04d.layer%02d.k_before_rope", i, l);
+    const float *k = trace_get(x->f, &n, "pass%04d.layer%02d.k", i, l);
+    const float *v = trace_get(x->f, &n, "pass%04d.layer%02d.v", i, l);
+    const float *q = trace_get(x->f, &n, "pass%04d.layer%02d.q", i, l);
+    const float *out = trace_get(x->f, &n, "pass%04d.layer%02d.out", i, l);
+    CHECK(raw && k && v && q && out && n == T * H * D, "pass %d, layer %d: %d numbers", i, l, n);
+    if (!raw || !k || !v || !q || !out) return;
+    for (int t = 0; t < T; t++)
+        for (int g = 0; g < G; g++) {
+            float turned[64], cs[64];
+            size_t at = ((size_t)t * G + g) * D, to = (((size_t)l * G + g) * x->cap + base + t) * D;
+            memcpy(turned, raw + at, D * sizeof *turned);
+            rope_angles(w, D, pos[t], cs);
+            rope_apply(turned, 1, D, cs);
+            for (int d = 0; d < D; d++) bad += fabsf(turned[d] - k[at + d]) > 1e-5f;
+            memcpy(x->k + to, k + at, D * sizeof *k);
+            memcpy(x->v + to, v + at, D * sizeof *v);
+        }
+    CHECK(!bad, "pass %d, layer %d: %d numbers of k are not those before RoPE turned", i, l, bad);
+    for (int t = 0; t < T; t++)
+        for (int h = 0; h < H; h++) {
+            const int *kept = x->kept + ((size_t)l * G + h / (H / G)) * x->cap;
+            int m = 0, all;
+            const int *read = trace_get(x->f, &all, "pass%04d.layer%02d.qhead%02d.read", i, l, h);
+            int from = c->windowed && c->windowed[l] ? base + t - c->window + 1 : 0;
+            for (int j = max_int(from, 0); j <= base + t; j++)
+                if (j >= base || kept[j]) rows[m++] = j;
+            CHECK(!read == !decoding, "pass %d, layer %d, head %d: read", i, l, h);
+            if (read) memcpy(rows, read, (m = all) * sizeof *rows);
+            for (int j = 0; j < m; j++)
+                bad += rows[j] > base + t || (rows[j] < base && !kept[rows[j]]);
+            e = fmax(e, trace_attention(x, l, h, q + ((size_t)t * H + h) * D,
+                                        out + ((size_t)t * H + h) * D, rows, m));
+        }
+    CHECK(!bad, "pass %d, layer %d: %d rows are read that are not held", i, l, bad);
+    CHECK(e < 1e-4, "pass %d, layer %d: out is off by %g", i, l, e);
+}
+
+// Notes the rows that are held after pass i. Returns how many.
+static int trace_check_kept(TraceCheck *x, int i) {
+    int sum = 0;
+    memset(x->kept, 0, (size_t)x->c->L * x->c->G * x->cap * sizeof(int));
+    for (int l = 0; l < x->c->L; l++)
+        for (int g = 0; g < x->c->G; g++) {
+            int n;
+            const int *kept = trace_get(x->f, &n, "pass%04d.layer%02d.head%02d.kept", i, l, g);
+            CHECK(kept, "pass %d: no layer%02d.head%02d.kept", i, l, g);
+            for (int j = 0; j < n; j++) x->kept[((size_t)l * x->c->G + g) * x->cap + kept[j]] = 1;
+            sum += max_int(n, 0);
+        }
+    return sum;
+}
+
+// A whole trace of a script. Returns the rows held at its end.
+static int trace_check(SafeFile *f, const Config *c, const Weights *w, const Script *p,
+                       const float *logits) {
+    int tokens = 0, pass = 0, held = 0, vocabulary;
+    for (int t = 0; t < p->turns; t++) tokens += p->pre[t] + p->dec[t];
+    size_t all = (size_t)c->L * c->G * tokens;
+    TraceCheck x = {
+        f, c, xcalloc(all * c->D, 4), xcalloc(all * c->D, 4), xcalloc(all, 4), tokens
+    };
+    for (int turn = 0, base = 0; turn < p->turns; turn++) {
+        int ids[512];
+        script_ids(p, turn, c->V, ids);
+        for (int j = -1; j < p->dec[turn]; j++, pass++) {
+            int T = j < 0 ? p->pre[turn] : 1, n;
+            const int *b = trace_get(f, &n, "pass%04d.base", pass),
+                      *step = trace_get(f, &n, "pass%04d.step", pass);
+            const int *pos = trace_get(f, &n, "pass%04d.positions", pass);
+            const int *id = trace_get(f, &n, "pass%04d.tokens", pass);
+            const float *y = trace_get(f, &vocabulary, "pass%04d.logits", pass);
+            CHECK(b && step && pos && id && n == T && *b == base && *step == j,
+                  "pass %d: its numbers", pass);
+            if (!b || !pos || !id) break;
+            CHECK(!memcmp(id, ids + (j < 0 ? 0 : p->pre[turn] + j), T * sizeof *id),
+                  "pass %d: other ids", pass);
+            CHECK(y && !memcmp(y, logits + (size_t)pass * c->V, c->V * sizeof *y),
+                  "pass %d: other logits", pass);
+            for (int l = 0; l < c->L; l++) trace_check_layer(&x, w, pass, l, base, T, pos, j >= 0);
+            held = trace_check_kept(&x, pass);
+            base += T;
+        }
+    }
+    free(x.k);
+    free(x.v);
+    free(x.kept);
+    return held;
+}
+
+TEST(trace_numbers,
+     "a trace's k is k_before_rope turned, its out is the attention of q over the rows that "
+     "it says are read, its logits and its run are those without --trace") {
+    static const struct {
+        const char *method, *text;
+        int held;
+    } of[] = {
+        { "full", "", 46 },
+        { "streaming", "budget=20", 26 },
+        { "snapkv", "budget=20 obs-window=4", 26 },
+        { "quest", "budget=16 quest-full-layers=0", 46 },
+        { "lychee", "budget=12 lychee-buffer=4 lychee-sink=4 lychee-full-layers=0", 46 },
+        { "full", "batch-size=7", 46 },
+        { "full", "", 46 },                          // from here on layer 1 has a window
+        { "snapkv", "budget=20 obs-window=4", 36 },  // and drops nothing
+    };
+
+    Script p = { 2, { 30, 5 }, { 5, 6 }, 4 };
+    Tiny m = tiny_model(2, 4, 2, 16, 24, 40, 53, 31);
+    unsigned char windowed[] = { 0, 1 };
+    for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
+        float *with, *without;
+        m.c->windowed = i < 6 ? NULL : windowed;
+        m.c->window = i < 6 ? 0 : 9;
+        SafeFile *f = trace_of(m, of[i].method, of[i].text, "cpu", &p, &with);
+        Options *o = options_of(of[i].text);
+        Session *s = session_open(m.c, m.w, o, of[i].method);
+        without = run_session(s, &p);
+        CHECK(!memcmp(with, without, (size_t)script_rows(&p) * m.c->V * sizeof *with),
+              "%s: --trace changes logits", of[i].method);
+        int held = f ? trace_check(f, m.c, m.w, &p, with) : 0;
+        CHECK(held == of[i].held * 4, "%s: %d rows are held", of[i].method, held);
+        safetensors_close(f);
+        session_close(s);
+        options_free(o);
+        free(with);
+        free(without);
+    }
+    m.c->windowed = NULL;
+    tiny_free(m);
+}
+
+TEST(trace_selection,
+     "--trace-layers and --trace-steps leave out what they say, under the same names; the metadata "
+     "hold method, shape and options") {
+    Script p = { 2, { 9, 5 }, { 4, 3 }, 4 };
+    Tiny m = tiny_model(3, 4, 2, 16, 24, 40, 53, 31);
+    float *logits;
+    int n, whole, wrong = 0;
+    SafeFile *all = trace_of(m, "snapkv", "budget=20 obs-window=4", "cpu", &p, &logits);
+    free(logits);
+    SafeFile *few =
+        trace_of(m, "snapkv", "budget=20 obs-window=4 trace-layers=0,2 trace-steps=1:2:1", "cpu",
+                 &p, &logits);
+    free(logits);
+    for (int i = 0; i < few->n; i++) {
+        const SafeTensor *t = &few->tensor[i];
+        const void *same = trace_get(all, &whole, "%s", t->name);
+        wrong += !same || (size_t)whole * 4 != t->bytes || memcmp(same, t->data, t->bytes);
+        wrong += strstr(t->name, "layer01") != NULL;
+    }
+    CHECK(!wrong, "%d tensors differ", wrong);
+    const int pass_there[] = { 1, 0, 1, 1, 0, 1, 0, 1, 1 };
+    for (int i = 0; i < 9; i++) {
+        int there = trace_get(few, &n, "pass%04d.layer02.q", i) != NULL;
+        CHECK(there == pass_there[i] && there == (trace_get(few, &n, "pass%04d.tokens", i) != NULL),
+              "pass %d: %d", i, there);
+    }
+    const char *meta[][2] = { { "format", "kvcomp trace 1" },
+                              { "method", "snapkv" },
+                              { "budget", "20" },
+                              { "L", "3" },
+                              { "G", "2" },
+                              { "option.obs-window", "4" },
+                              { "option.ctk", "f32" } };
+    for (size_t i = 0; i < sizeof meta / sizeof *meta; i++) {
+        const char *found = safetensors_meta(all, meta[i][0]);
+        CHECK(found && !strcmp(found, meta[i][1]), "%s: %s", meta[i][0], found ? found : "none");
+    }
+    safetensors_close(all);
+    safetensors_close(few);
+    tiny_free(m);
+}
+
+TEST(trace_cli,
+     "--trace with --ids, -p and --eval; what cannot be written, a full disk, layers that the "
+     "model does not "
+     "have, runs without a method of their own: one line, the exit code, no file left behind") {
+    char d[64];
+
+    static const struct {
+        const char *args;
+        int code;
+        const char *says;
+    } bad[] = {
+        { "--trace-layers 2", 2, "--trace-layers wants numbers from 0 to 1" },
+        { "--trace-layers 0,x", 2, "--trace-layers wants numbers" },
+        { "--trace-steps 3:1:1", 2, "--trace-steps wants numbers" },
+    };
+
+    CHECK(save_folder(d), "no folder");
+    CHECK(sh("printf '1 2 3 | 4 5\\n' > %s/ids", d) == 0, "%s", sh_err);
+    for (int i = 0; i < 3; i++) {
+        int rc = sh(SYN "--ids %s/ids --trace %s/t %s", d, d, bad[i].args);
+        CHECK(rc == bad[i].code && strstr(sh_err, bad[i].says) && lines_in(sh_err) == 1,
+              "%s: %d, %s", bad[i].args, rc, sh_err);
+    }
+    CHECK(sh(SYN "--ids %s/ids --trace %s/t --trace-layers 1:1:9223372036854775807; rm %s/t", d, d,
+             d) == 0,
+          "a step behind the last number: %s", sh_err);
+    CHECK(sh(SYN "--ids %s/ids --trace /dev/full", d) == 1 &&
+              strstr(sh_err, "--trace /dev/full: is no regular file"),
+          "%s", sh_err);
+    CHECK(sh(SYN "--ids %s/ids --trace %s/none/t", d, d) == 1 && lines_in(sh_err) == 1, "%s",
+          sh_err);
+    for (int limit = 1; limit < 60;
+         limit = 3 * limit + 5)  // blocks: the disk is full at other places of the file
+        CHECK(sh("(ulimit -f %d; exec " SYN "--ids %s/ids --trace %s/t)", limit, d, d) == 1 &&
+                  lines_in(sh_err) == 1 && strstr(sh_err, "--trace") &&
+                  strstr(sh_err, "File too large"),
+              "%d: %s", limit, sh_err);
+    CHECK(sh("./kvcomp --trace x") == 2 && strstr(sh_err, "--trace goes with"), "%s", sh_err);
+    CHECK(sh("./kvcomp -p x --trace-steps 1") == 2 &&
+              strstr(sh_err, "--trace-steps goes with --trace FILE"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --compare full,snapkv --trace x") == 2 && strstr(sh_err, "--compare"), "%s",
+          sh_err);
+    CHECK(sh("./kvcomp --eval needle --eval-items 1 --method=snapkv --budgets 64,128 --trace %s/t",
+             d) == 2 &&
+              strstr(sh_err, "one budget, not with 2"),
+          "%s", sh_err);
+    CHECK(files_in(d) == 1, "%d files are left", files_in(d));
+
+    static const char *const good[] = {
+        "-p fox -n 3 --temp 0 -q", "-p fox -n 3 --temp 0 -q --method=q8",
+        "--eval needle --eval-items 1 --eval-length 96 -q --method=snapkv"
+    };
+    for (int i = 0; i < 3; i++) {
+        char err[512], path[100];
+        int n;
+        snprintf(path, sizeof path, "%s/t", d);
+        CHECK(sh("./kvcomp %s --trace %s --trace-layers 1", good[i], path) == 0, "%s: %s", good[i],
+              sh_err);
+        SafeFile *f = safetensors_open(path, err);
+        CHECK(f && trace_get(f, &n, "pass0002.layer01.qhead03.read") &&
+                  !trace_get(f, &n, "pass0000.layer00.q"),
+              "%s: %s", good[i], f ? "no such pass" : err);
+        safetensors_close(f);
+    }
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+// How many tensors of trace a differ from those of b, or are not there.
+static int traces_differ(SafeFile *a, SafeFile *b, const char *what) {
+    int bad = 0;
+    for (int i = 0; i < a->n; i++) {
+        SafeTensor *other = safetensors_find(b, a->tensor[i].name);
+        const char *how = other ? trace_differs(&a->tensor[i], other) : "it is not there";
+        CHECK(!*how, "%s: %s: %s", what, a->tensor[i].name, how);
+        bad += *how != 0;
+    }
+    return bad;
+}
+
+// Runs ./kvcomp with the line of data/vectors/commands that begins with the paper's name, and
+// compares its trace with the committed one.
+static void trace_vector(const char *line, const char *path) {
+    char name[32], committed[100], err[512];
+    int n = (int)strcspn(line, " ");
+    struct stat st = { 0 };
+    snprintf(name, sizeof name, "%.*s", n, line);
+    snprintf(committed, sizeof committed, "data/vectors/%s.safetensors", name);
+    CHECK(sh("./kvcomp %s --trace %s", line + n, path) == 0, "%s: %s", name, sh_err);
+    CHECK(!stat(committed, &st) && st.st_size <= 300000, "%s: %ld bytes", committed,
+          (long)st.st_size);
+    SafeFile *a = safetensors_open(committed, err), *b = a ? safetensors_open(path, err) : NULL;
+    CHECK(a && b, "%s: %s", name, err);
+    if (a && b) {
+        int own = 0;
+        CHECK(!traces_differ(a, b, name) && a->n == b->n, "%s: %d tensors, %d are committed", name,
+              b->n, a->n);
+        for (int i = 0; i < a->n; i++) own += strstr(a->tensor[i].name, name) != NULL;
+        CHECK(own >= 10, "%s: %d values of its own", name, own);
+    }
+    safetensors_close(a);
+    safetensors_close(b);
+}
+
+TEST(trace_vectors,
+     "data/vectors: kvcomp's trace of every paper on a tiny model is the committed one, of "
+     "300 KB at most, with values of the method's own") {
+    char err[512], path[400];
+    size_t n;
+    int lines = 0;
+    char *text = read_plain_text("data/vectors/commands", &n, err);
+    CHECK(text, "%s", err);
+    snprintf(path, sizeof path, "%s", tmp_path("vector"));
+    for (char *line = text, *end; line && (end = strchr(line, '\n')); line = end + 1, lines++) {
+        *end = 0;
+        trace_vector(line, path);
+    }
+    CHECK(lines == 5, "%d commands", lines);
+    free(text);
+}
+
+// Changes the last number of a tensor in a copy of a trace. Returns the copy's path.
+static const char *trace_changed(const char *path, const char *name) {
+    char err[512], *text;
+    size_t n;
+    const char *to = tmp_path("changed");
+    SafeFile *f = safetensors_open(path, err);
+    SafeTensor *t = f ? safetensors_find(f, name) : NULL;
+    text = read_file(path, &n, err);
+    CHECK(t && text, "%s", name);
+    if (t) text[(const char *)t->data - f->map + t->bytes - 2] ^= 0x40;
+    put_file(to, text, n);
+    free(text);
+    safetensors_close(f);
+    return to;
+}
+
+TEST(trace_checkers,
+     "data/vectors/check_*.py compute every decision of the vectors from q, k and v, and find a "
+     "changed one") {
+    static const struct {
+        const char *name, *value;
+    } of[] = {
+        { "loopserve", "pass0005.layer01.qhead02.loopserve.verticals" },
+        { "lychee", "pass0003.layer01.qhead01.read" },
+        { "dililazy", "pass0005.layer00.qhead01.dililazy.chosen" },
+        { "pats", "pass0005.layer01.head00.pats.packed_v" },
+        { "sonic", "pass0008.layer01.head01.kept" },
+    };
+
+    if (sh("python3 -c 'import numpy'")) leave_out("python3 with numpy");
+    for (int i = 0; i < 5; i++) {
+        char path[100], want[100];
+        snprintf(path, sizeof path, "data/vectors/%s.safetensors", of[i].name);
+        snprintf(want, sizeof want, "%s: ", of[i].name);
+        CHECK(sh("python3 -B data/vectors/check_%s.py", of[i].name) == 0 &&
+                  strstr(sh_out, "decisions agree"),
+              "%s%s", sh_out, sh_err);
+        CHECK(sh("python3 -B data/vectors/check_%s.py %s", of[i].name,
+                 trace_changed(path, of[i].value)) == 1 &&
+                  !strncmp(sh_err, want, strlen(want)),
+              "%s: %s%s", of[i].value, sh_out, sh_err);
+        sh("wc -l < data/vectors/check_%s.py", of[i].name);
+        CHECK(atoi(sh_out) < 150, "check_%s.py: %s lines", of[i].name, sh_out);
+    }
+}
+
+TEST(
+    trace_diff,
+    "data/trace_diff.py names the first value that differs, in the order in which it was computed, "
+    "with and without numpy; 0: none, 1: one, 2: a file that cannot be read") {
+    static const char *const a = "data/vectors/lychee.safetensors";
+    if (sh("python3 -c 'import json'")) leave_out("python3");
+    for (int bare = 0; bare < 2; bare++) {  // -S: without site-packages, where numpy is
+        const char *diff =
+            bare ? "python3 -B -S data/trace_diff.py" : "python3 -B data/trace_diff.py";
+        CHECK(sh("%s %s %s", diff, a, a) == 0 && strstr(sh_out, "tensors agree"), "%s%s", sh_out,
+              sh_err);
+        const char *b = trace_changed(a, "pass0003.layer01.out");
+        CHECK(sh("%s %s %s", diff, a, b) == 1 && lines_in(sh_out) == 1 &&
+                  strstr(sh_out, "pass0003.layer01.out (shape [1, 4, 16]) at [0, 3, 15]: "),
+              "%s%s", sh_out, sh_err);
+        CHECK(sh("%s --tol 100 %s %s", diff, a, b) == 0 && strstr(sh_out, "tensors agree"), "%s%s",
+              sh_out, sh_err);
+        b = trace_changed(a, "pass0002.layer01.head01.kept");
+        CHECK(sh("%s %s %s --tol 1e9", diff, a, b) == 1 &&
+                  strstr(sh_out, "pass0002.layer01.head01.kept"),
+              "%s%s", sh_out, sh_err);
+        CHECK(sh("%s %s data/vectors/pats.safetensors", diff, a) == 1 &&
+                  strstr(sh_out, "pass0000.layer01.k_before_rope (shape"),
+              "%s%s", sh_out, sh_err);
+        CHECK(sh("%s %s data/vectors/ids", diff, a) == 2 &&
+                  strstr(sh_err, "data/vectors/ids: not a trace"),
+              "%s", sh_err);
+        CHECK(sh("%s %s none", diff, a) == 2 && lines_in(sh_err) == 1, "%s", sh_err);
+        CHECK(sh("LC_ALL=C sed 's/kvcomp trace 1/kvcomp trace 2/' %s > %s; %s %s %s", a, b, diff, a,
+                 b) == 2 &&
+                  strstr(sh_err, "expected the format 'kvcomp trace 1', found 'kvcomp trace 2'"),
+              "%s", sh_err);
+        CHECK(sh("head -c 99999 %s > %s; %s %s %s", a, b, diff, a, b) == 2 &&
+                  strstr(sh_err, "cut off"),
+              "%s", sh_err);
+    }
+}
+
+// ---- evaluation that goes on and spreads
+
+// The table of a run of answers on disk, without its clock; "" when the run fails.
+static const char *table_of(const char *fmt, ...) {
+    char cmd[2048];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(cmd, sizeof cmd, fmt, ap);
+    va_end(ap);
+    if (sh("%s", cmd)) return "";
+    cut_clock(sh_out);
+    return sh_out;
+}
+
+TEST(
+    eval_shards,
+    "--eval-out and --eval-merge: a run that went on wherever it was cut, and three parts of which "
+    "one hit a full disk and went on, give the table of a whole run to the digit") {
+    static char whole[1 << 14];
+    char d[] = "/tmp/kvcomp-answers-XXXXXX", run[512];
+    CHECK(mkdtemp(d) != NULL, "mkdtemp");
+    snprintf(run, sizeof run,
+             "OMP_WAIT_POLICY=passive ./kvcomp -q -t 1 -d cpu --eval coref,facts --eval-items 2 "
+             "--eval-length 96 --compare full,streaming --budgets 24 --csv");
+    snprintf(whole, sizeof whole, "%.16000s", table_of("%s", run));
+    CHECK(lines_in(whole) == 3 && strstr(whole, "kld_p99"), "%s%s", whole, sh_err);
+    CHECK(!strcmp(whole, table_of("%s --eval-out %s/whole", run, d)), "%s%s", sh_out, sh_err);
+    CHECK(!strcmp(whole, table_of("%s --eval-out %s/whole", run, d)), "all is there: %s%s", sh_out,
+          sh_err);
+    CHECK(!strcmp(whole, table_of("./kvcomp -q --eval-merge %s/whole --csv", d)), "%s%s", sh_out,
+          sh_err);
+    CHECK(sh("wc -l < %s/whole", d) == 0 && atoi(sh_out) > 10, "%s", sh_out);
+
+    // What a kill leaves: part of the first line, of an answer, the answers of half an item
+    static const char *const cuts[] = { "head -c 20", "head -c 1500", "head -n 4" };
+    for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
+        CHECK(sh("%s %s/whole > %s/cut", cuts[i], d, d) == 0, "%s", sh_err);
+        CHECK(!strcmp(whole, table_of("%s --eval-out %s/cut", run, d)), "%s: %s%s", cuts[i], sh_out,
+              sh_err);
+        CHECK(!strcmp(whole, table_of("./kvcomp -q --csv --eval-merge %s/cut", d)), "%s: %s%s",
+              cuts[i], sh_out, sh_err);
+    }
+    CHECK(sh("head -n 8 %s/whole > %s/cut && head -n 9 %s/whole | tail -n 1 | head -c 30 >> %s/cut "
+             "&& "
+             "./kvcomp --eval-merge %s/cut",
+             d, d, d, d, d) == 1 &&
+              strstr(sh_err, "2 lines of an interrupted item at its end: dropped") &&
+              strstr(sh_err, "3 of 4 items are missing: 2, 3, 4"),
+          "%s", sh_err);
+
+    // Three parts, and a limit on the size of files in the middle of the second
+    for (int i = 1; i <= 3; i++) {
+        if (i == 2)
+            CHECK(sh("ulimit -f 1; %s --eval-shard 2/3 --eval-out %s/part2", run, d) == 1 &&
+                      strstr(sh_err, "can go on"),
+                  "%s", sh_err);
+        CHECK(*table_of("%s --eval-shard %d/3 --eval-out %s/part%d", run, i, d, i), "%s", sh_err);
+    }
+    CHECK(!strcmp(whole,
+                  table_of("./kvcomp -q --eval-merge %s/part1 %s/part2 %s/part3 --csv", d, d, d)),
+          "%s%s", sh_out, sh_err);
+    CHECK(!strcmp(whole, table_of("./kvcomp --csv --eval-merge %s/part3 %s/part2 %s/part1 %s/part1",
+                                  d, d, d, d)) &&
+              strstr(sh_err, "more than once"),
+          "the order of the files matters: %s%s", sh_out, sh_err);
+    CHECK(sh("%s --csv --eval-shard 2/2147483647", run) == 0 && lines_in(sh_out) == 3,
+          "more parts than items: %s%s", sh_out, sh_err);
+    CHECK(sh("./kvcomp -q --csv --eval-merge %s/part1 %s/part3", d, d) == 1 &&
+              lines_in(sh_out) == 3 && strstr(sh_err, "1 of 4 items are missing: 2"),
+          "%s%s", sh_out, sh_err);
+
+    // A file of another run is left alone
+    const struct {
+        const char *options, *says;
+    } other[] = {
+        { "--eval-out %s/part1", "its shard: 1/3; expected 1/1" },
+        { "--eval-out %s/whole --eval-seed 2", "its items" },
+        { "--eval-out %s/whole --budgets 25",
+          "its rows: full 0,streaming 24; expected full 0,streaming 25" },
+        { "--eval-out %s/whole --n-predict 3", "its options: none; expected  --n-predict" },
+        { "--eval-out %s/whole --ctk f32", "its options" },
+        { "--eval-out %s/whole --compare full,full", "compared twice" },
+        { "--eval-out README.md", "no file that --eval-out wrote" },
+        { "--eval-shard 4/3", "--eval-shard wants I/N" },
+        { "--eval-shard 0/3", "--eval-shard wants I/N" },
+        { "--eval-shard=-2147483648/3", "--eval-shard wants I/N" },
+        { "--eval-shard 4294967297/4294967298", "--eval-shard wants I/N" },
+        { "--eval ppl --eval-file README.md --eval-out %s/new", "go with dialogues" },
+        { "--eval-merge %s/whole", "goes alone" },
+    };
+
+    CHECK(sh("md5sum %s/whole README.md > %s/sums", d, d) == 0, "%s", sh_err);
+    for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
+        char options[256];
+        snprintf(options, sizeof options, other[i].options, d);
+        int rc = sh("%s %s", run, options);
+        CHECK(rc == 2 && lines_in(sh_err) == 1 && strstr(sh_err, other[i].says), "%s: %d %s",
+              options, rc, sh_err);
+    }
+    if (!sh("command -v flock"))
+        CHECK(sh("flock %s/whole env %s --eval-out %s/whole", d, run, d) == 1 &&
+                  strstr(sh_err, "another run is writing it"),
+              "%s", sh_err);
+    CHECK(sh("md5sum -c --quiet %s/sums", d) == 0, "a file of another run was written: %s", sh_out);
+    CHECK(sh("sed 's/\"seed\":\"1\"/\"seed\":\"2\"/' %s/part2 > %s/seed; ./kvcomp --eval-merge "
+             "%s/part1 %s/seed",
+             d, d, d, d) == 2 &&
+              strstr(sh_err, "/seed: of another run: its seed: 2; expected 1"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --eval-merge %s/nothing", d) == 2 && lines_in(sh_err) == 1, "%s", sh_err);
+    CHECK(sh("./kvcomp --eval-merge %s/whole --batch x", d) == 2 && strstr(sh_err, "goes alone"), "%s",
+          sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(eval_no_file, "--eval-out and --trace refuse what is no regular file alike: exit code 1 and the reason") {
+    char d[64];
+    CHECK(save_folder(d) && sh("mkfifo %s/fifo", d) == 0, "no folder");
+    const char *run[] = { "--eval facts --eval-items 1 --eval-out", "-p hi -n 1 --trace" };
+    for (int i = 0; i < 2; i++) {
+        CHECK(sh("timeout 20 ./kvcomp -q %s %s/fifo", run[i], d) == 1 && strstr(sh_err, "fifo: is no regular file") &&
+                  lines_in(sh_err) == 1,
+              "%s: %s", run[i], sh_err);
+        CHECK(sh("timeout 20 ./kvcomp -q %s /dev/null", run[i]) == 1 && strstr(sh_err, "null: is no regular file"),
+              "%s: %s", run[i], sh_err);
+    }
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(eval_lines, "a line of a file of answers that is none is refused with its number") {
+    static const char *const head = "{\"kvcomp\":\"answers 1\",\"items\":\"3 "
+                                    "0\",\"seed\":\"1\",\"rows\":\"full 0,streaming 24\"}\n";
+    static const char *const cost = "\"kv_bytes_stored\":1,\"kv_bytes_full\":2,\"kv_bytes_"
+                                    "attended\":3.5,\"kv_bytes_peak\":4,\"prefill_s\":5,"
+                                    "\"decode_s\":6,\"n_prefill\":7,\"n_decode\":8}\n";
+    static const char *const place =
+        "\"task\":\"t\",\"item\":2,\"method\":\"streaming\",\"budget\":24,";
+    static const char *const answer =
+        "\"text\":0,\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,\"depth\":-1,\"score\":0.1,"
+        "\"exact\":0,\"found\":1,"
+        "\"f1\":0.3,\"rouge_l\":0.4,\"rouge_l_longbench\":0.5,\"nll\":null,\"predicted\":2,"
+        "\"top1\":1,\"kld\":[0.25,1e-3],";
+
+    const struct {
+        const char *name, *find, *put, *says;
+    } cases[] = {
+        { "as it is", "", "", NULL },
+        { "no JSON", "{", "(", "line 2: byte 0" },
+        { "a list", "{", "[0]\n{", "line 2: is no object" },
+        { "a task less", "task", "tusk", "line 2: no 'task'" },
+        { "an item too far", "\"item\":2", "\"item\":4",
+          "line 2: 'item' is no whole number from 1 to 3" },
+        { "no item", "\"item\":2", "\"item\":0", "line 2: 'item'" },
+        { "half an item", "\"item\":2", "\"item\":2.5", "line 2: 'item'" },
+        { "another row", "streaming", "window", "line 2: 'window' with budget 24 is no row" },
+        { "its budget", "\"budget\":24", "\"budget\":25",
+          "line 2: 'streaming' with budget 25 is no row" },
+        { "not the first", "\"answer\":1", "\"answer\":2",
+          "line 2: answer 2 of item 2 does not follow" },
+        { "more than there are", "\"answer\":1", "\"answer\":3",
+          "line 2: 'answer' is no whole number from 1 to 2" },
+        { "fewer KLDs", "0.25,", "", "line 2: 'kld' has not 'predicted' numbers" },
+        { "a KLD as text", "0.25", "\"x\"", "line 2: 'kld' is no number" },
+        { "a score less", "\"score\"", "\"scare\"", "line 2: 'score' is no number" },
+        { "a score as text", "\"score\":0.1", "\"score\":\"0.1\"", "line 2: 'score' is no number" },
+        { "a cost less", "kv_bytes_peak", "kv_bytes_poke", "line 3: 'kv_bytes_peak' is no number" },
+        { "the second alone", "answer\":1", "answer\":1,\"answer\":2", "line 2: answer 2" },
+    };
+
+    for (volatile size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char text[4096], err[512];
+        int n = snprintf(text, sizeof text, "%s", head), code;
+        size_t at = (size_t)n;
+        volatile size_t whole = 0;
+        for (int k = 1; k <= 2; k++)
+            n += snprintf(text + n, sizeof text - n, "{%s\"answer\":%d,\"answers\":2,%s%s", place,
+                          k, answer, cost);
+        if (*cases[i].find &&
+            !strcmp(cases[i].find, "kv_bytes_peak")) {  // the costs of the last line count
+            char *last = strstr(text + at, "\n") + 1, *spot = strstr(last, cases[i].find);
+            memcpy(spot, cases[i].put, strlen(cases[i].put));
+        } else if (*cases[i].find) {
+            char rest[4096], *spot = strstr(text + at, cases[i].find);
+            snprintf(rest, sizeof rest, "%s", spot + strlen(cases[i].find));
+            n = (int)(spot - text) +
+                snprintf(spot, sizeof text - (size_t)(spot - text), "%s%s", cases[i].put, rest);
+        }
+        n = (int)strlen(text);
+        EvalFile x = { .path = "FILE" };
+        Json *h = head_read(text, (size_t)n, &at, err);
+        CHECK(h && !head_take(&x, h, err), "%s", err);
+        char *copy = copy_bytes(text, (size_t)n);
+        EXPECT_DIE(code, whole = read_answers(&x, copy, (size_t)n, at));
+        if (cases[i].says) {
+            CHECK(code == EXIT_USAGE && strstr(die_text, cases[i].says), "%s: %d %s", cases[i].name,
+                  code, die_text);
+        } else {
+            const Score *c = eval_cell(&x, 1, 1);
+            CHECK(!code && whole == (size_t)n && c->items == 1 && arrlen(c->answers) == 2 &&
+                      arrlen(c->each) == 4,
+                  "%d %s", code, die_text);
+            CHECK(c->answers[1].f1 == 0.3 && isnan(c->answers[0].nll) && c->attended == 3.5 &&
+                      c->each[3] == 1e-3,
+                  "the numbers are not those of the lines");
+            CHECK(!item_is_there(&x, 1) && !eval_cell(&x, 0, 1)->items,
+                  "one row of one item is there");
+            free(copy);
+        }
+        json_free(h);
+        eval_file_close(&x);
+    }
+}
+
+TEST(eval_unlike, "a file of answers in which one row has answered more than another is refused, and so are "
+                  "names that a terminal would obey, and more answers than are counted") {
+    static const char *const cost = "\"kv_bytes_stored\":1,\"kv_bytes_full\":2,\"kv_bytes_attended\":3,"
+                                    "\"kv_bytes_peak\":4,\"prefill_s\":5,\"decode_s\":6,\"n_prefill\":7,\"n_decode\":8";
+    char d[64], path[100];
+    CHECK(save_folder(d), "no folder");
+    snprintf(path, sizeof path, "%s/answers", d);
+    FILE *f = fopen(path, "w");
+    CHECK(f, "%s", path);
+    fprintf(f, "{\"kvcomp\":\"answers 1\",\"items\":\"1 0\",\"seed\":\"1\",\"rows\":\"full 0,window 8\"}\n");
+    for (int row = 0; row < 2; row++)
+        for (int k = 1, n = row ? 3 : 1; k <= n; k++)
+            fprintf(f, "{\"task\":\"t\",\"item\":1,\"method\":\"%s\",\"budget\":%d,\"answer\":%d,\"answers\":%d,"
+                       "\"text\":0,\"turn\":0,\"turns\":1,\"position\":-1,\"length\":9,\"depth\":-1,\"score\":1,"
+                       "\"exact\":0,\"found\":1,\"f1\":0,\"rouge_l\":0,\"rouge_l_longbench\":0,\"nll\":0,"
+                       "\"predicted\":0,\"top1\":0,\"kld\":[],%s}\n",
+                    row ? "window" : "full", row ? 8 : 0, k, n, cost);
+    fclose(f);
+    CHECK(sh("./kvcomp --eval-merge %s", path) == 2 && strstr(sh_err, "have not answered the same questions") &&
+              lines_in(sh_err) == 1 && !*sh_out,
+          "%s%s", sh_out, sh_err);
+    CHECK(sh("grep -v '\"window\"' %s | sed 's/,window 8//' > %s/one && "
+             "./kvcomp --eval-merge=%s/one %s/one --csv", path, d, d, d) == 0 &&
+              strstr(sh_err, "more than once") && lines_in(sh_out) == 2,
+          "two files behind a =: %s%s", sh_out, sh_err);
+    static const char *const heads[] = {
+        "1 0\",\"rows\":\"\\u001b[2J 0", "16777216 0\",\"rows\":\"full 0,window 8",
+        // numbers that an int does not hold, or that are none
+        "4294967297 0\",\"rows\":\"full 0", "18446744073709551617 0\",\"rows\":\"full 0",
+        "-1 0\",\"rows\":\"full 0", "1\",\"rows\":\"full 0", "1x 0\",\"rows\":\"full 0",
+        "1 0\",\"rows\":\"full 4294967296", "1 0\",\"rows\":\"full -1", "1 0\",\"rows\":\"full 0x",
+        "1 0\",\"rows\":\"full", "1 0\",\"rows\":\"full 0,", "1 0\",\"rows\":\"",
+    };
+    for (size_t i = 0; i < sizeof heads / sizeof *heads; i++) {
+        char text[256];
+        snprintf(text, sizeof text, "{\"kvcomp\":\"answers 1\",\"items\":\"%s\"}\n", heads[i]);
+        write_text_file(path, text);
+        CHECK(sh("./kvcomp --eval-merge %s", path) == 2 && strstr(sh_err, "'rows'") && !strchr(sh_err, 27), "%s",
+              sh_err);
+    }
+    CHECK(sh("(printf '{\"kvcomp\":\"answers 1\",\"items\":\"1 0\",\"seed\":\"1\",\"rows\":\"full 0'; "
+             "seq -f ',full %%.0f' 50000 | tr -d '\\n'; echo '\"}') >%s; ulimit -t 4; ./kvcomp --eval-merge %s",
+             path, path) == 2 && strstr(sh_err, "'rows' are no methods and budgets, 1 to 1000"),
+          "many rows: %s", sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+// ---- data/ports: two methods for transformers
+
+TEST(ports,
+     "data/ports: with LycheeCluster and DiliLazyKV in it, transformers decides and answers as "
+     "kvcomp does, in one process and in two that share the heads") {
+    needs_program();
+    int rc = sh("python3 -B data/ports/check.py --can-run");
+    if (rc == 127 || rc == 3)
+        leave_out("python3 with torch, transformers 5.23 and accelerate (data/ports)");
+    CHECK(rc == 0, "%d: %s", rc, sh_err);
+    rc = sh("timeout 600 nice python3 -B data/ports/check.py");
+    CHECK(rc == 0 && strstr(sh_out, "comparisons, all equal"), "%d: %s%s", rc, sh_out, sh_err);
+}
+
+// ---- many requests, one process
+
+// Runs these lines through --batch, and parses what comes out into j (up to 32, for json_free).
+// Returns the exit code, or -1 when a line of the output is no JSON object.
+static int batch_run(const char *lines, const char *options, Json **j) {
+    char path[] = "/tmp/kvcomp-batch-XXXXXX", err[256];
+    int fd = mkstemp(path), n = 0;
+    CHECK(write(fd, lines, strlen(lines)) == (ssize_t)strlen(lines), "%s", path);
+    close(fd);
+    memset(j, 0, 32 * sizeof *j);
+    int rc = sh("OMP_WAIT_POLICY=passive ./kvcomp -t 1 -d cpu %s --batch %s", options, path);
+    unlink(path);
+    for (char *line = strtok(sh_out, "\n"); line && n < 32; line = strtok(NULL, "\n")) {
+        j[n] = json_parse(line, strlen(line), err);
+        if (!j[n++]) return -1;
+    }
+    return rc;
+}
+
+// Frees what batch_run parsed.
+static void batch_free(Json **j) {
+    for (int i = 0; i < 32; i++) json_free(j[i]);
+}
+
+static double number_of(const Json *j, const char *key) {
+    const Json *v = json_get(j, key);
+    return v ? v->num : NAN;
+}
+
+TEST(batch_replies, "a line of --batch is answered as -p answers it, by any method, whatever was "
+                    "asked before; messages "
+                    "are played as a chat; stop texts end a reply before them") {
+    Json *j[32];
+    char err[256];
+    const char *ask =
+        "Tell me a story about a fox and a dog who live in a house by the river and like to play.";
+    char lines[4096], first[512];
+    snprintf(
+        lines, sizeof lines,
+        "{\"prompt\":\"%s\",\"max_tokens\":30}\n"
+        "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12,\"id\":7}\n\n"
+        "{\"prompt\":\"%s\",\"max_tokens\":30,\"stop\":[\"zzz\",\" a\"],\"id\":\"x\"}\n"
+        "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12,\"temp\":0.9,"
+        "\"seed\":5}\n"
+        "{\"prompt\":\"%s\",\"max_tokens\":30,\"method\":\"streaming\",\"budget\":12}\n"
+        "{\"prompt\":\"%s\",\"max_tokens\":0}\n",
+        ask, ask, ask, ask, ask, ask);
+    CHECK(batch_run(lines, "", j) == 0 && j[5] && !j[6], "%s", sh_err);
+
+    static const struct {
+        int line;
+        const char *options;
+    } same[] = {
+        { 0, "" },
+        { 1, "--method streaming --budget 12" },
+        { 3, "--method streaming --budget 12 --temp 0.9 -s 5" },
+        { 4, "--method streaming --budget 12" },
+    };
+
+    for (size_t i = 0; i < sizeof same / sizeof *same && j[5]; i++) {
+        const Json *b = j[same[i].line];
+        CHECK(sh("OMP_WAIT_POLICY=passive ./kvcomp -t 1 -d cpu -q --temp 0 -n 30 --json %s -p '%s'",
+                 same[i].options, ask) == 0,
+              "%s", sh_err);
+        Json *p = json_parse(sh_out, strlen(sh_out), err);
+        CHECK(p && !strcmp(json_text(p, "text"), json_text(b, "text")) && *json_text(b, "text"),
+              "line %d: '%s', -p: '%s'", same[i].line, json_text(b, "text"), json_text(p, "text"));
+        static const char *const keys[] = { "n_prompt",          "n_gen",
+                                            "kv_bytes_stored",   "kv_bytes_full",
+                                            "kv_bytes_attended", "meta_bytes",
+                                            "kv_bytes_peak",     "budget" };
+        for (size_t k = 0; k < sizeof keys / sizeof *keys; k++)
+            CHECK(number_of(p, keys[k]) == number_of(b, keys[k]), "line %d: %s", same[i].line,
+                  keys[k]);
+        CHECK(number_of(b, "n_gen") == json_get(b, "ids")->n, "ids");
+        json_free(p);
+    }
+    CHECK(strcmp(json_text(j[1], "text"), json_text(j[0], "text")),
+          "streaming answers as full: this shows nothing");
+    CHECK(number_of(j[1], "id") == 7 && !strcmp(json_text(j[2], "id"), "x") &&
+              number_of(j[2], "line") == 4,
+          "id and line");
+    snprintf(first, sizeof first, "%s", json_text(j[0], "text"));
+    char *stop = strstr(first, " a");
+    if (stop) *stop = 0;
+    CHECK(stop && !strcmp(first, json_text(j[2], "text")) &&
+              !strcmp(json_text(j[2], "finish"), "stop") &&
+              number_of(j[2], "n_gen") < number_of(j[0], "n_gen"),
+          "'%s' before ' a' is '%s'", first, json_text(j[2], "text"));
+    CHECK(!*json_text(j[5], "text") && !strcmp(json_text(j[5], "finish"), "length"), "no token");
+    batch_free(j);
+
+    // A chat's two replies, and the second one asked for with the first as a message
+    const char *told = "My dog is named Rex.", *asked = "What is my dog called?";
+    CHECK(sh("printf '%s\\n%s\\n' | ./kvcomp -t 1 -d cpu -q --temp 0 -n 20 --no-stats", told,
+             asked) == 0,
+          "%s", sh_err);
+    char *one = strtok(sh_out, "\n"), *two = strtok(NULL, "\n"), reply[512];
+    CHECK(one && two, "two replies");
+    snprintf(reply, sizeof reply, "%s", two ? two : "");
+    snprintf(lines, sizeof lines,
+             "{\"messages\":[{\"role\":\"user\",\"content\":\"%s\"},{\"role\":\"assistant\","
+             "\"content\":\"%s\"},"
+             "{\"role\":\"user\",\"content\":\"%s\"}],\"max_tokens\":20}\n",
+             told, one ? one : "", asked);
+    CHECK(batch_run(lines, "", j) == 0 && !strcmp(json_text(j[0], "text"), reply) && *reply,
+          "'%s', in a chat '%s'", json_text(j[0], "text"), reply);
+    batch_free(j);
+    CHECK(sh("printf '{\"prompt\":\"hi\",\"max_tokens\":4}\\n{\"prompt\":\"hi\",\"max_tokens\":4}' "
+             "| ./kvcomp --batch -") == 0 &&
+              lines_in(sh_out) == 2,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --batch /nonexistent") == 2 && sh("./kvcomp --batch - -p x") == 2 &&
+              strstr(sh_err, "goes alone"),
+          "%s", sh_err);
+}
+
+TEST(batch_logprobs, "the log-probabilities of a continuation are those of the logits that --ids "
+                     "writes, token by token and "
+                     "summed; greedy says whether each was the best; text behind text is cut where "
+                     "the prompt's tokens end") {
+    Json *j[32];
+    static const char *const methods[] = { "full", "snapkv", "lychee" };
+    const int V = 4096, given[] = { 300, 17, 981 };
+    char path[64], lines[2048], ids[1024] = "";
+    for (int i = 0; i < 60; i++)
+        snprintf(ids + strlen(ids), sizeof ids - strlen(ids), "%s%d", i ? "," : "",
+                 40 + i * 7 % 900);
+    snprintf(path, sizeof path, "/tmp/kvt_%d_batch", (int)getpid());
+    for (int m = 0; m < 3; m++) {
+        snprintf(lines, sizeof lines,
+                 "{\"ids\":[%s],\"continuation\":[300,17,981],\"method\":\"%s\",\"budget\":40}\n",
+                 ids, methods[m]);
+        CHECK(batch_run(lines, "", j) == 0 && json_get(j[0], "logprobs"), "%s", sh_err);
+        FILE *f = fopen(path, "w");
+        for (char *p = ids; *p; p++) fputc(*p == ',' ? ' ' : *p, f);
+        fprintf(f, " | 300 17 981\n");
+        fclose(f);
+        CHECK(sh("./kvcomp -t 1 -d cpu -q --ids %s --dump-logits %s.bin --method %s --budget 40",
+                 path, path, methods[m]) == 0,
+              "%s", sh_err);
+        static float y[4][4096];
+        char bin[80];
+        snprintf(bin, sizeof bin, "%s.bin", path);
+        f = fopen(bin, "rb");
+        CHECK(f && fread(y, sizeof *y, 4, f) == 4, "%s", bin);
+        if (f) fclose(f);
+        double sum = 0;
+        int greedy = 1;
+        for (int i = 0; i < 3 && json_get(j[0], "logprobs"); i++) {
+            double best = -1e30, z = 0;
+            for (int v = 0; v < V; v++)  // (fmax of them: GCC 12 for ARM fails inside)
+                best = y[i][v] > best ? y[i][v] : best;
+            for (int v = 0; v < V; v++) z += exp(y[i][v] - best);
+            double want = y[i][given[i]] - best - log(z),
+                   is = json_get(j[0], "logprobs")->item[i].num;
+            CHECK(fabs(want - is) < 1e-9, "%s: token %d: %.17g, of the logits %.17g", methods[m], i,
+                  is, want);
+            sum += want;
+            greedy &= y[i][given[i]] == best;
+        }
+        CHECK(fabs(sum - number_of(j[0], "logprob")) < 1e-9 &&
+                  json_get(j[0], "greedy")->i == greedy,
+              "%s: the sum", methods[m]);
+        batch_free(j);
+    }
+    CHECK(sh("rm %s %s.bin", path, path) == 0, "%s", sh_err);
+
+    // The reply that a prompt gets is greedy as a continuation; another one is not
+    CHECK(batch_run("{\"prompt\":\"Tell me a story about a fox.\",\"max_tokens\":8}\n", "", j) == 0,
+          "%s", sh_err);
+    snprintf(lines, sizeof lines,
+             "{\"prompt\":\"Tell me a story about a fox.\",\"continuation\":\"%s\"}\n"
+             "{\"prompt\":\"Tell me a story about a fox.\",\"continuation\":\"Nothing\"}\n"
+             "{\"prompt\":\"Tell me a st\",\"continuation\":\"ory about\",\"raw\":true}\n"
+             "{\"prompt\":\"\",\"continuation\":\"Tell me\",\"raw\":true}\n",
+             json_text(j[0], "text"));
+    batch_free(j);
+    CHECK(batch_run(lines, "", j) == 0 && json_get(j[0], "greedy")->i == 1 &&
+              json_get(j[1], "greedy")->i == 0,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp --dump-tokens --raw -p 'Tell me a st'") == 0, "%s", sh_err);
+    int before = 1;
+    for (char *p = sh_out; *p; p++) before += *p == ' ';
+    CHECK(sh("./kvcomp --dump-tokens --raw -p 'Tell me a story about'") == 0, "%s", sh_err);
+    char *p = sh_out;
+    for (int i = 0; i < before && p; i++) p = strchr(p + 1, ' ');
+    const Json *tail = json_get(j[2], "ids");
+    for (int i = 0; tail && i < tail->n; i++)
+        CHECK(p && strtol(p, &p, 10) == tail->item[i].i, "id %d behind the prompt's %d", i, before);
+    CHECK(tail && tail->n > 0 && number_of(j[3], "n_prompt") == 1,
+          "a text alone follows the token that ends texts");
+    batch_free(j);
+}
+
+TEST(batch_errors, "a line that is no request gets its error and its number, and the next one is "
+                   "answered; the exit code is 1") {
+    static const struct {
+        const char *line, *says;
+    } bad[] = {
+        { "{\"prompt\":\"x\"", "byte 14: expected " },
+        { "[1]", "is no object" },
+        { "{}", "expected one of 'prompt', 'messages' and 'ids'" },
+        { "{\"prompt\":\"x\",\"ids\":[1]}", "expected one of" },
+        { "{\"prompt\":1}", "'prompt' is no text" },
+        { "{\"prompt\":\"x\",\"methd\":\"full\"}", "unknown field 'methd'" },
+        { "{\"prompt\":\"x\",\"model\":\"y\"}", "unknown field 'model'" },
+        { "{\"prompt\":\"x\",\"method\":\"sonic\",\"sonic_weights\":\"README.md\"}",
+          "'sonic_weights' names a file" },
+        { "{\"prompt\":\"x\",\"method\":\"dililazy\",\"dililazy-scores\":\"README.md\"}",
+          "'dililazy-scores' names a file" },
+        { "{\"prompt\":\"x\",\"headkv_scores\":\"README.md\"}", "'headkv_scores' names a file" },
+        { "{\"prompt\":\"x\",\"method\":\"fulll\"}", "did you mean full" },
+        { "{\"prompt\":\"x\",\"method\":3}", "'method' is no text" },
+        { "{\"prompt\":\"x\",\"method\":\"streaming\",\"budget\":2}", "leaves no recent row" },
+        { "{\"prompt\":\"x\",\"budget\":\"many\"}", "--budget wants a whole number" },
+        { "{\"prompt\":\"x\",\"budget\":64,\"ratio\":0.5}", "both say how much" },
+        { "{\"prompt\":\"x\",\"temp\":900}", "outside 0..100" },
+        { "{\"prompt\":\"x\",\"kernel\":4}", "odd" },
+        { "{\"prompt\":\"x\",\"max_tokens\":-1}", "'max_tokens' is no whole number" },
+        { "{\"prompt\":\"x\",\"stop\":[\"\"]}", "'stop'" },
+        { "{\"prompt\":\"x\",\"stop\":3}", "'stop'" },
+        { "{\"prompt\":\"x\",\"continuation\":\"y\",\"max_tokens\":3}",
+          "'continuation' is a given reply" },
+        { "{\"prompt\":\"x\",\"continuation\":\"\"}", "adds no token" },
+        { "{\"prompt\":\"x\",\"continuation\":[4096]}", "ids from 0 to 4095" },
+        { "{\"ids\":[1,2,-1]}", "ids from 0 to 4095" },
+        { "{\"ids\":[]}", "'ids' is empty" },
+        { "{\"messages\":[]}", "none in it" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"},{\"role\":\"user\",\"content\":"
+          "\"y\"}]}",
+          "expected role assistant" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"raw\":true}",
+          "want a chat template" },
+        { "{\"prompt\":\"a\\u0000b\"}", "\\u0000" },
+        { "{\"prompt\":\"x\",\"id\":[1]}", "'id'" },
+    };
+
+    enum { N = sizeof bad / sizeof *bad };
+
+    char lines[8192] = "";
+    Json *j[32];
+    for (int i = 0; i < N; i++)
+        snprintf(lines + strlen(lines), sizeof lines - strlen(lines), "%s\n", bad[i].line);
+    strcat(lines, "{\"prompt\":\"hi\",\"max_tokens\":2}\n\n \n");     // blank lines are no requests
+    CHECK(batch_run(lines, "-c 64", j) == 1 &&
+              strstr(sh_err, "30 of 31 requests had an error"),
+          "%s", sh_err);
+    for (int i = 0; i < N; i++)
+        CHECK(strstr(json_text(j[i], "error"), bad[i].says) && number_of(j[i], "line") == i + 1,
+              "%s: %s", bad[i].line, json_text(j[i], "error"));
+    CHECK(json_get(j[N], "text") && !j[N + 1], "the last line is a request");
+    batch_free(j);
+
+    // -c ends a line, not the run
+    char word[400] = "";
+    for (int i = 0; i < 70; i++) strcat(word, "fox ");
+    snprintf(lines, sizeof lines,
+             "{\"prompt\":\"%s\"}\n{\"prompt\":\"hi\",\"continuation\":\"%s\"}\n{\"prompt\":\"hi\","
+             "\"max_tokens\":99,"
+             "\"ignore_eos\":true}\n",
+             word, word);
+    CHECK(batch_run(lines, "-c 64", j) == 1 && strstr(json_text(j[0], "error"), "-c 64") &&
+              strstr(json_text(j[1], "error"), "-c 64") &&
+              !strcmp(json_text(j[2], "finish"), "context"),
+          "%s", sh_err);
+    batch_free(j);
+}
+
+TEST(batch_long_lines, "a line of --batch that is too long is answered before it ends, and passed over; a text "
+                       "that cannot fit is refused before it is encoded; the next line is answered") {
+    const char *hi = "echo '{\"prompt\":\"hi\",\"max_tokens\":2}'";
+    CHECK(sh("{ head -c 17000000 /dev/zero | tr '\\0' a; echo; %s; } | ./kvcomp -t 1 -q --batch -", hi) == 1, "%s",
+          sh_err);
+    char *one = strtok(sh_out, "\n"), *two = strtok(NULL, "\n");
+    CHECK(one && !strcmp(one, "{\"error\":\"more than 16 MiB, the most that a line may have\",\"line\":1}"), "%s", one);
+    CHECK(two && strstr(two, "\"text\"") && strstr(two, "\"line\":2") && !strtok(NULL, "\n"), "%s", two);
+
+    // One without an end, which is given up after its answer
+    CHECK(sh("d=$(mktemp -d); mkfifo $d/in; "
+             "(ulimit -v 2000000; exec ./kvcomp -t 1 -q --batch - <$d/in >$d/out) & p=$!; "
+             "yes a | tr -d '\\n' >$d/in & for i in $(seq 400); do grep -qs error $d/out && break; sleep .05; done; "
+             "kill $p; wait; cat $d/out; rm -r $d") == 0 && strstr(sh_out, "more than 16 MiB"),
+          "%s%s", sh_out, sh_err);
+
+    static const char *const way[] = {
+        "{\"prompt\":\"",
+        "{\"raw\":true,\"prompt\":\"",
+        "{\"prompt\":\"x\",\"continuation\":\"",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"",
+    };
+    for (int i = 0; i < 4; i++) {
+        double t0 = now();
+        CHECK(sh("{ printf '%s'; yes 'fox ' | head -n 1000000 | tr -d '\\n'; echo '\"%s}'; %s; } | "
+                 "./kvcomp -t 1 -q --batch -",
+                 way[i], i == 3 ? "}]" : "", hi) == 1,
+              "%s", sh_err);
+        one = strtok(sh_out, "\n");
+        two = strtok(NULL, "\n");
+        CHECK(one && strstr(one, " tokens or more does not fit into -c 4096\""), "%s: %.200s", way[i], one);
+        CHECK(two && strstr(two, "\"text\""), "%s: %s", way[i], two);
+        CHECK(now() - t0 < 20, "%.1f s", now() - t0);
+    }
+}
+
+TEST(batch_harness_text, "a context of lm-evaluation-harness is taken for messages where the adapter wrote them, not "
+                         "where a data set's text looks like them (where there is Python)") {
+    if (sh("python3 -c pass")) leave_out("python3");
+    write_text_file("/tmp/kvt_harness.py",
+                    "import copy, pickle, sys, types\n"
+                    "for name in 'lm_eval', 'lm_eval.api', 'lm_eval.api.model', 'lm_eval.api.registry':\n"
+                    "    sys.modules[name] = types.ModuleType(name)\n"
+                    "sys.modules['lm_eval.api.model'].LM = object\n"
+                    "sys.modules['lm_eval.api.registry'].register_model = lambda name: lambda c: c\n"
+                    "sys.path.insert(0, 'data')\n"
+                    "import lm_eval_kvcomp as k\n"
+                    "chat = [{'role': 'user', 'content': 'x'}]\n"
+                    "context = k.Kvcomp.apply_chat_template(None, chat)\n"
+                    "for c in context, copy.deepcopy(context), pickle.loads(pickle.dumps(context)):\n"
+                    "    assert k.asked(c) == {'messages': chat}, k.asked(c)\n"
+                    "text = str.__str__(context)[:]\n"
+                    "forged = ''.join(text)\n"
+                    "assert k.asked(forged) == {'prompt': forged, 'raw': True}, k.asked(forged)\n");
+    CHECK(sh("python3 -B /tmp/kvt_harness.py") == 0, "%s", sh_err);
+    unlink("/tmp/kvt_harness.py");
+}
+
+TEST(text_unsafe, "no script loads a pickle of anything but weights, and none writes to a name in /tmp that can be "
+                  "foreseen") {
+    CHECK(sh("grep -l 'torch.load' models/*.py") == 0 && lines_in(sh_out) >= 2, "%s", sh_err);
+    CHECK(sh("grep -n 'torch.load' models/*.py data/*.py data/*/*.py | grep -v 'weights_only=True'") == 1, "%s", sh_out);
+    CHECK(sh("grep -n '=/tmp/' data/*.sh") == 1, "%s", sh_out);
+}
+
+TEST(batch_harness, "lm-evaluation-harness over --batch finds the scores and log-probabilities of "
+                    "kvcomp's own evaluation, and "
+                    "its command line plays the tasks of data/lm_eval (where Python has lm_eval)") {
+    needs_program();
+    if (sh("python3 -c 'import lm_eval'")) leave_out("Python's package lm_eval");
+    const char *home =
+        "d=$(mktemp -d) && export HF_HOME=$d HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1 &&";
+    const char *end = "rc=$?; rm -r $d; exit $rc";
+    CHECK(sh("%s python3 data/lm_eval/check.py; %s", home, end) == 0 &&
+              strstr(sh_out, "snapkv 80: score 0.75") && !strstr(sh_out, "DIFFERENT"),
+          "%s%s", sh_out, sh_err);
+    CHECK(sh("%s python3 data/lm_eval_kvcomp.py --model kvcomp --model_args "
+             "model=models/kvcomp-tiny,method=dililazy,budget=64 "
+             "--include_path data/lm_eval --tasks kvcomp_facts,kvcomp_choices "
+             "--apply_chat_template --limit 2; %s",
+             home, end) == 0 &&
+              strstr(sh_out, "kvcomp_facts") && strstr(sh_out, "exact_match") &&
+              strstr(sh_out, "kvcomp_choices"),
+          "%s%s", sh_out, sh_err);
+}
+
+TEST(
+    eval_longbench_run,
+    "a LongBench item is asked in the words of --eval-prompts, without a template where its script "
+    "writes none, and loses its middle when it does not fit") {
+    char d[] = "/tmp/kvcomp-longbench-XXXXXX";
+    CHECK(mkdtemp(d) != NULL, "mkdtemp");
+    CHECK(sh("cd %s && echo '{\"trec\":\"T: {context} {input}\",\"qasper\":\"{context} {input}\"}' "
+             "> prompts && { printf '{\"dataset\":\"trec\","
+             "\"input\":\"Type:\",\"context\":\"'; for i in $(seq 200); do printf 'The fox sleeps. "
+             "'; done; printf '\",\"answers\":[\"A\"],"
+             "\"all_classes\":[\"A\",\"B\"]}\\n{\"dataset\":\"qasper\",\"input\":\"Who?\","
+             "\"context\":\"Short.\",\"answers\":[\"A\"],"
+             "\"all_classes\":null}\\n'; } > items",
+             d) == 0,
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -t 1 -d cpu -c 300 --eval-file %s/items --csv --eval-prompts %s/prompts "
+             "--eval-out %s/out",
+             d, d, d) == 0 &&
+              strstr(sh_err, "1 items lose their middle") && strstr(sh_out, ",trec,") &&
+              strstr(sh_out, ",qasper,"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -q -t 1 -d cpu -c 300 --eval-file %s/items", d) == 2 &&
+              strstr(sh_err, "the context has 300"),
+          "%s", sh_err);
+    CHECK(sh("./kvcomp -q --eval-file %s/items --eval-prompts %s/items", d, d) == 2 &&
+              strstr(sh_err, "--eval-prompts"),
+          "%s", sh_err);
+
+    // The tokens of both prompts as they went in: the first is cut, and has no template
+    int n[2] = { 0 }, plain = 0;
+    CHECK(sh("tail -n +2 %s/out | sed 's/.*\"n_prefill\":\\([0-9]*\\).*/\\1/'", d) == 0 &&
+              sscanf(sh_out, "%d %d", &n[0], &n[1]) == 2,
+          "%s", sh_out);
+    CHECK(sh("./kvcomp --dump-tokens --raw -p 'Short. Who?'") == 0, "%s", sh_err);
+    for (char *p = sh_out; *p; p++) plain += *p == ' ' || *p == '\n';
+    CHECK(n[0] > 130 && n[0] <= 300 - 64 - 64 && n[1] > plain,
+          "%d and %d tokens, the second text has %d", n[0], n[1], plain);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+}
+
+TEST(cli_make_web, "without emscripten and apt-get `make web` says what it needs; the page's text "
+                   "has the two places "
+                   "that it fills, and asks for nothing from outside") {
+    static char text[1 << 18];
+    CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL $(command -v make) -s install-web PATH=/nonexistent "
+             "SHELL=/bin/sh") != 0 &&
+              strstr(sh_out, "make web needs Debian's emscripten"),
+          "%s%s", sh_out, sh_err);
+    char d[] = "/tmp/kvcomp-web-XXXXXX";
+    CHECK(mkdtemp(d) && sh("ln -s /bin/true %s/emcc", d) == 0, "%s", sh_err);
+    CHECK(sh("env -u MAKEFLAGS -u MAKELEVEL $(command -v make) -s install-web PATH=%s SHELL=/bin/sh",
+             d) == 0 &&
+              !*sh_out && !*sh_err,
+          "an emcc that is not Debian's: %s%s", sh_out, sh_err);
+    CHECK(sh("rm -r %s", d) == 0, "%s", sh_err);
+    slurp_into("data/web.html", text, sizeof text);
+    CHECK(strstr(text, "\n@@GLUE@@\n") && strstr(text, "\n@@WASM@@\n"), "places");
+    CHECK(strstr(text, "default-src 'none'") && !strstr(text, "http://www.w3.org/1999") &&
+              !strstr(text, "https://") && !strstr(text, " src=") && !strstr(text, "innerHTML") &&
+              !strstr(text, "insertAdjacentHTML"),
+          "the page asks for something, or makes markup of a text");
+}
+
+int main(int argc, char **argv) {
+    // The program itself, whose n-th allocation fails; 0: says how many there are.
+    if (argc > 2 && !strcmp(argv[1], "--main")) {
+        allocation_fails = this_one_fails;
+        allocation_to_fail = atol(argv[2]);
+        int rc = kvcomp_main(argc - 2, argv + 2);
+        if (!allocation_to_fail) fprintf(stderr, "allocations %ld\n", allocations);
+        return rc;
+    }
+    return check_main(argc, argv);
+}

@@ -1,0 +1,598 @@
+// test/twin.h - the slow twin: a transformer of plain loops in double, which shares no code with the program;
+// tiny models, and scripts of turns that both play.
+#ifndef TEST_TWIN_H
+#define TEST_TWIN_H
+#include "check.h"
+#include "../app/chat.h"
+#include <stb/stb_ds.h>
+
+// ==================================================================================================== 2 THE SLOW TWIN
+
+// A transformer of plain loops in double, sharing no code with the program: weights widened to
+// double, every key and value in its own small array, one softmax per query over the rows a
+// callback lets it see. Each method's twin is built on it.
+
+// K, v (D), rounded as the cache stores them.
+typedef struct {
+    int src, pos;
+    double mass;
+    double *k, *v;
+} TwinRow;
+
+typedef struct {
+    double *wq, *wk, *wv, *wo, *gate, *up, *down;
+    const Layer *of;
+} TwinLayer;
+typedef struct Twin Twin;
+
+typedef struct {
+    void *u;
+    // May query head h of the pass's token i attend to this row? NULL: causal.
+    int (*sees)(void *u, Twin *t, int l, int h, int i, int row);
+    // Rows appended, attention to come; q (n,H,D) post-RoPE.
+    void (*before)(void *u, Twin *t, int l, const double *q, int n);
+    // After attention; q_pre before RoPE. l == L: end of pass.
+    void (*after)(void *u, Twin *t, int l, const double *q, const double *q_pre, int n);
+    // X (C) of a token with a negative id.
+    void (*embed)(void *u, Twin *t, int i, double *x);
+} TwinHooks;
+
+struct Twin {
+    const Config *c;
+    const Weights *w;
+    TwinLayer *layer, *alt;  // alt: for tokens with a negative id
+    double *embed, *head;
+    TwinRow **row;               // (L*G) stb_ds arrays
+    int *id, *pos, *kind, *seg;  // stb_ds arrays: every token seen
+    int base, pos_next, decoding, step, turn;
+    int format;  // DT_F32 or DT_F16: how rows are rounded
+    // < 0: the next tokens get pos_next; otherwise set by a hook through twin_tokens.
+    int next_pos;
+    TwinHooks hook;
+    // (n,H,rows of the layer's longest head) of the last layer attended, if want_prob.
+    double *prob;
+    int want_mass;  // rows gather attention in .mass
+};
+
+// The elements of a tensor in double, to be freed; NULL for a tensor that the model lacks.
+static double *widen(const Tensor *w) {
+    if (!w->data) return NULL;
+    size_t n = (size_t)w->rows * w->cols;
+    double *d = xmalloc(n * sizeof *d);
+    for (size_t i = 0; i < n; i++)
+        d[i] = w->dtype == DT_F32   ? ((const float *)w->data)[i]
+               : w->dtype == DT_F16 ? f16_to_f32(((const uint16_t *)w->data)[i])
+                                    : bf16_to_f32(((const uint16_t *)w->data)[i]);
+    return d;
+}
+
+// The weights of L layers in double.
+static TwinLayer *twin_layers(const Layer *y, int L) {
+    TwinLayer *t = xcalloc(L, sizeof *t);
+    for (int l = 0; l < L; l++)
+        t[l] = (TwinLayer){ widen(&y[l].wq),   widen(&y[l].wk), widen(&y[l].wv),   widen(&y[l].wo),
+                            widen(&y[l].gate), widen(&y[l].up), widen(&y[l].down), &y[l] };
+    return t;
+}
+
+// Frees what twin_layers made.
+static void twin_layers_free(TwinLayer *t, int L) {
+    for (int l = 0; t && l < L; l++) {
+        free(t[l].wq);
+        free(t[l].wk);
+        free(t[l].wv);
+        free(t[l].wo);
+        free(t[l].gate);
+        free(t[l].up);
+        free(t[l].down);
+    }
+    free(t);
+}
+
+// A twin without tokens that rounds the rows it stores to `format` (DT_F32 or DT_F16).
+static Twin *twin_new(const Config *c, const Weights *w, int format) {
+    Twin *t = xcalloc(1, sizeof *t);
+    t->c = c;
+    t->w = w;
+    t->format = format;
+    t->layer = twin_layers(w->layer, c->L);
+    t->embed = widen(&w->embed);
+    t->head = widen(&w->head);
+    t->row = xcalloc((size_t)c->L * c->G, sizeof *t->row);
+    return t;
+}
+
+// Keep (n) ascending.
+static void twin_keep(Twin *t, int l, int g, const int *keep, int n) {
+    TwinRow *r = t->row[l * t->c->G + g];
+    int k = 0;
+    for (int i = 0; i < (int)arrlen(r); i++) {
+        if (k < n && keep[k] == i) {
+            r[k++] = r[i];
+            continue;
+        }
+        free(r[i].k);
+        free(r[i].v);
+    }
+    arrsetlen(t->row[l * t->c->G + g], k);
+}
+
+// Forgets the tokens from n_tok on, and their rows in all heads.
+static void twin_truncate(Twin *t, int n_tok) {
+    if (n_tok >= (int)arrlen(t->id)) return;
+    for (int i = 0; i < t->c->L * t->c->G; i++)
+        while (arrlen(t->row[i]) && arrlast(t->row[i]).src >= n_tok) {
+            TwinRow r = arrpop(t->row[i]);
+            free(r.k);
+            free(r.v);
+        }
+    t->pos_next = t->pos[n_tok];
+    arrsetlen(t->id, n_tok);
+    arrsetlen(t->pos, n_tok);
+    arrsetlen(t->kind, n_tok);
+    arrsetlen(t->seg, n_tok);
+}
+
+// Frees a twin and all its rows.
+static void twin_free(Twin *t) {
+    for (int i = 0; i < t->c->L * t->c->G; i++) {
+        twin_keep(t, i / t->c->G, i % t->c->G, NULL, 0);
+        arrfree(t->row[i]);
+    }
+    twin_layers_free(t->layer, t->c->L);
+    twin_layers_free(t->alt, t->c->L);
+    arrfree(t->id);
+    arrfree(t->pos);
+    arrfree(t->kind);
+    arrfree(t->seg);
+    free(t->row);
+    free(t->embed);
+    free(t->head);
+    free(t->prob);
+    free(t);
+}
+
+// A value as the cache stores it.
+static double twin_round(const Twin *t, double x) {
+    return t->format == DT_F16 ? f16_to_f32(f32_to_f16((float)x)) : (float)x;
+}
+
+static void twin_linear(double *y, const double *x, const double *w, const Tensor *b, int rows,
+                        int cols) {
+    for (int r = 0; r < rows; r++) {
+        y[r] = 0;
+        for (int c = 0; c < cols; c++) y[r] += w[(size_t)r * cols + c] * x[c];
+        if (b && b->data) {
+            double *d = widen(b);
+            y[r] += d[r];
+            free(d);
+        }
+    }
+}
+
+// RMSNorm of x (n) with the weights w (n): y = x / sqrt(mean(x^2) + eps) * w.
+static void twin_norm(double *y, const double *x, const Tensor *w, int n, double eps) {
+    double ss = 0, *d = widen(w);
+    for (int i = 0; i < n; i++) ss += x[i] * x[i];
+    for (int i = 0; i < n; i++) y[i] = x[i] / sqrt(ss / n + eps) * d[i];
+    free(d);
+}
+
+// Rotates x (D), a query or key of one head, to position pos; halves make the pairs.
+static void twin_rope(const Twin *t, double *x, int pos) {
+    int D = t->c->D;
+    for (int i = 0; i < D / 2; i++) {
+        double a = pos * t->w->inv_freq64[i], c = cos(a) * t->w->rope_scale;
+        double s = sin(a) * t->w->rope_scale, u = x[i], v = x[i + D / 2];
+        x[i] = u * c - v * s;
+        x[i + D / 2] = v * c + u * s;
+    }
+}
+
+// Whether token i of the pass may look at row r in layer l: not later, and within the layer's
+// window.
+static int twin_causal(const Twin *t, int l, int i, const TwinRow *r) {
+    int w = t->c->windowed && t->c->windowed[l] ? t->c->window : 0;
+    return r->src <= t->base + i && (!w || r->pos > t->pos[t->base + i] - w);
+}
+
+// probabilities of query head h of token i over the layer's rows: p (rows), 0 where not seen
+static void twin_probs(Twin *t, int l, int h, int i, const double *q, double *p) {
+    TwinRow *r = t->row[l * t->c->G + h / (t->c->H / t->c->G)];
+    double max = -INFINITY, sum = 0;
+    int n = (int)arrlen(r), D = t->c->D;
+    for (int j = 0; j < n; j++) {
+        p[j] = -INFINITY;
+        if (!(t->hook.sees ? t->hook.sees(t->hook.u, t, l, h, i, j) : twin_causal(t, l, i, &r[j])))
+            continue;
+        p[j] = 0;
+        for (int d = 0; d < D; d++) p[j] += q[d] * r[j].k[d];
+        p[j] /= sqrt(D);
+        if (p[j] > max) max = p[j];
+    }
+    for (int j = 0; j < n; j++) {
+        p[j] = exp(p[j] - max);
+        sum += p[j];
+    }
+    for (int j = 0; j < n; j++) p[j] /= sum;
+}
+
+// Softmax attention of n tokens: q (n,H,D) to out (n,H,D). Adds each row's probability to its mass.
+static void twin_attend(Twin *t, int l, double *out, const double *q, int n) {
+    int D = t->c->D, H = t->c->H, R = H / t->c->G;
+    for (int i = 0; i < n; i++)
+        for (int h = 0; h < H; h++) {
+            TwinRow *r = t->row[l * t->c->G + h / R];
+            double *p = xmalloc((arrlen(r) + 1) * sizeof *p), *o = out + ((size_t)i * H + h) * D;
+            twin_probs(t, l, h, i, q + ((size_t)i * H + h) * D, p);
+            for (int d = 0; d < D; d++) o[d] = 0;
+            for (int j = 0; j < (int)arrlen(r); j++) {
+                for (int d = 0; d < D; d++) o[d] += p[j] * r[j].v[d];
+                r[j].mass += p[j];
+            }
+            free(p);
+        }
+}
+
+// One pass. The tokens base.. are in t->id, pos, kind already; logits (V) of the last.
+static void twin_run(Twin *t, int n, double *logits) {
+    const Config *c = t->c;
+    int C = c->C, D = c->D, HD = c->H * D, GD = c->G * D, F = c->F;
+    double *x = xcalloc((size_t)n * C, 8), *q = xcalloc((size_t)n * HD, 8);
+    double *qp = xcalloc((size_t)n * HD, 8), *o = xcalloc((size_t)n * HD, 8);
+    double *h = xcalloc(C + HD, 8), *a = xcalloc(C, 8), *g = xcalloc(F, 8);
+    double *u = xcalloc(F, 8), *kv = xcalloc(GD, 8);
+    for (int i = 0; i < n; i++) {
+        int id = t->id[t->base + i];
+        if (id < 0)
+            t->hook.embed(t->hook.u, t, i, x + (size_t)i * C);
+        else
+            memcpy(x + (size_t)i * C, t->embed + (size_t)id * C, C * sizeof *x);
+    }
+    for (int l = 0; l < c->L; l++) {
+        for (int i = 0; i < n; i++) {
+            const TwinLayer *y = t->id[t->base + i] < 0 && t->alt ? &t->alt[l] : &t->layer[l];
+            const Layer *of = y->of;
+            int pos = t->pos[t->base + i];
+            twin_norm(h, x + (size_t)i * C, &of->attn_norm, C, c->eps);
+            double *qi = q + (size_t)i * HD;
+            twin_linear(qi, h, y->wq, &of->bq, HD, C);
+            for (int k = 0; k < c->H; k++)
+                if (of->q_norm.data) twin_norm(qi + k * D, qi + k * D, &of->q_norm, D, c->eps);
+            memcpy(qp + (size_t)i * HD, qi, HD * sizeof *q);
+            for (int k = 0; k < c->H; k++) twin_rope(t, qi + k * D, pos);
+            for (int which = 0; which < 2; which++) {
+                twin_linear(kv, h, which ? y->wv : y->wk, which ? &of->bv : &of->bk, GD, C);
+                for (int k = 0; k < c->G; k++) {
+                    TwinRow **rows = &t->row[l * c->G + k];
+                    if (!which) {
+                        if (of->k_norm.data)
+                            twin_norm(kv + k * D, kv + k * D, &of->k_norm, D, c->eps);
+                        twin_rope(t, kv + k * D, pos);
+                        TwinRow r = { t->base + i, pos, 0, xcalloc(D, 8), xcalloc(D, 8) };
+                        arrput(*rows, r);
+                    }
+                    double *to = which ? arrlast(*rows).v : arrlast(*rows).k;
+                    for (int d = 0; d < D; d++) to[d] = twin_round(t, kv[k * D + d]);
+                }
+            }
+        }
+        if (t->hook.before) t->hook.before(t->hook.u, t, l, q, n);
+        twin_attend(t, l, o, q, n);
+        if (t->hook.after) t->hook.after(t->hook.u, t, l, q, qp, n);
+        for (int i = 0; i < n; i++) {
+            const TwinLayer *y = t->id[t->base + i] < 0 && t->alt ? &t->alt[l] : &t->layer[l];
+            double *xi = x + (size_t)i * C;
+            twin_linear(a, o + (size_t)i * HD, y->wo, &y->of->bo, C, HD);
+            for (int k = 0; k < C; k++) xi[k] += a[k];
+            twin_norm(h, xi, &y->of->mlp_norm, C, c->eps);
+            twin_linear(g, h, y->gate, &y->of->bgate, F, C);
+            twin_linear(u, h, y->up, &y->of->bup, F, C);
+            for (int k = 0; k < F; k++) g[k] = g[k] / (1 + exp(-g[k])) * u[k];
+            twin_linear(a, g, y->down, &y->of->bdown, C, F);
+            for (int k = 0; k < C; k++) xi[k] += a[k];
+        }
+    }
+    if (t->hook.after) t->hook.after(t->hook.u, t, c->L, NULL, NULL, n);
+    twin_norm(h, x + (size_t)(n - 1) * C, &t->w->norm, C, c->eps);
+    if (logits) twin_linear(logits, h, t->head, NULL, c->V, C);
+    free(x);
+    free(q);
+    free(qp);
+    free(o);
+    free(h);
+    free(a);
+    free(g);
+    free(u);
+    free(kv);
+}
+
+// Appends a token to the twin's sequence.
+static void twin_token(Twin *t, int id, int pos, int kind, int seg) {
+    arrput(t->id, id);
+    arrput(t->pos, pos);
+    arrput(t->kind, kind);
+    arrput(t->seg, seg);
+}
+
+// Ids (n) get the next positions.
+static void twin_prefill(Twin *t, const int *ids, int n, double *logits) {
+    t->decoding = t->step = 0;
+    t->base = (int)arrlen(t->id);
+    for (int i = 0; i < n; i++) twin_token(t, ids[i], t->pos_next++, TOK_USER, t->turn);
+    twin_run(t, n, logits);
+    t->turn++;
+}
+
+// One decode step: token id to logits (V).
+static void twin_decode(Twin *t, int id, double *logits) {
+    t->decoding = 1;
+    t->base = (int)arrlen(t->id);
+    twin_token(t, id, t->pos_next++, TOK_REPLY, t->turn - 1);
+    twin_run(t, 1, logits);
+    t->step++;
+}
+
+// ---- tiny models made in memory
+
+// F32, peaky attention (q.k/sqrt(D) has std about 2), logits with std about 2.5.
+typedef struct {
+    Config *c;
+    Weights *w;
+} Tiny;
+
+// A random matrix (rows,cols) of the given standard deviation, F32.
+static Tensor tiny_tensor(int rows, int cols, double std) {
+    float *x = xmalloc((size_t)rows * cols * sizeof *x);
+    for (size_t i = 0; i < (size_t)rows * cols; i++) x[i] = rnd_normal() * (float)std;
+    return (Tensor){ x, DT_F32, rows, cols };
+}
+
+// Random weights of a norm, near 1.
+static Tensor tiny_norm(int n) {
+    Tensor t = tiny_tensor(1, n, .1);
+    for (int i = 0; i < n; i++) ((float *)t.data)[i] += 1;
+    return t;
+}
+
+// A model of random weights with the shape given; the same seed gives the same model.
+static Tiny tiny_model(int L, int H, int G, int D, int C, int F, int V, uint64_t seed) {
+    rnd_seed(seed);
+    Tiny m = { xcalloc(1, sizeof *m.c), xcalloc(1, sizeof *m.w) };
+    *m.c = (Config){ .model_type = "llama",
+                     .L = L,
+                     .H = H,
+                     .G = G,
+                     .D = D,
+                     .C = C,
+                     .F = F,
+                     .V = V,
+                     .max_pos = 1 << 20,
+                     .eps = 1e-5f,
+                     .theta = 10000,
+                     .factor = 1,
+                     .bos = -1,
+                     .dtype = DT_F32,
+                     .dir = "tiny" };
+    double *f = xmalloc(D / 2 * sizeof *f), one = 1 / sqrt(C);
+    for (int i = 0; i < D / 2; i++) f[i] = pow(10000, -2.0 * i / D);
+    *m.w = (Weights){ .embed = tiny_tensor(V, C, 1),
+                      .norm = tiny_norm(C),
+                      .head = tiny_tensor(V, C, 2.5 * one),
+                      .inv_freq64 = f,
+                      .rope_scale = 1 };
+    m.w->layer = xcalloc(L, sizeof(Layer));
+    for (int l = 0; l < L; l++)
+        m.w->layer[l] = (Layer){ .attn_norm = tiny_norm(C),
+                                 .mlp_norm = tiny_norm(C),
+                                 .wq = tiny_tensor(H * D, C, 1.5 * one),
+                                 .wk = tiny_tensor(G * D, C, 1.5 * one),
+                                 .wv = tiny_tensor(G * D, C, one),
+                                 .wo = tiny_tensor(C, H * D, .7 / sqrt(H * D)),
+                                 .gate = tiny_tensor(F, C, one),
+                                 .up = tiny_tensor(F, C, one),
+                                 .down = tiny_tensor(C, F, .7 / sqrt(F)) };
+    return m;
+}
+
+// Frees a tiny model with all its weights.
+static void tiny_free(Tiny m) {
+    for (int l = 0; l < m.c->L; l++) {
+        const Layer *y = &m.w->layer[l];
+        const Tensor *all[] = { &y->attn_norm, &y->mlp_norm, &y->wq, &y->wk,     &y->wv,
+                                &y->wo,        &y->gate,     &y->up, &y->down,   &y->bq,
+                                &y->bk,        &y->bv,       &y->bo, &y->q_norm, &y->k_norm };
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) free((void *)all[i]->data);
+    }
+    free((void *)m.w->embed.data);
+    free((void *)m.w->norm.data);
+    free((void *)m.w->head.data);
+    free((void *)m.w->inv_freq64);
+    free(m.w->layer);
+    free(m.w);
+    free(m.c->windowed);
+    free(m.c);
+}
+
+// ---- scripts
+
+// Turns of random ids, some prefilled, some decoded; logits of the last prefilled id and of every
+// decoded one.
+typedef struct {
+    int turns, pre[8], dec[8];
+    uint64_t seed;
+} Script;
+
+// How many rows of logits a script gives: one a prefill and one a decode step.
+static int script_rows(const Script *p) {
+    int n = 0;
+    for (int i = 0; i < p->turns; i++) n += 1 + p->dec[i];
+    return n;
+}
+
+// Ids (pre+dec): the turn's.
+static void script_ids(const Script *p, int turn, int V, int *ids) {
+    uint64_t x = p->seed * 1000003 + turn;
+    for (int i = 0; i < p->pre[turn] + p->dec[turn]; i++)
+        ids[i] = (int)(splitmix64(&x) % (uint64_t)V);
+}
+
+// Returns logits (script_rows,V), to be freed.
+static float *run_session(Session *s, const Script *p) {
+    int V = s->c->V, row = 0, ids[8192];
+    float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
+    for (int t = 0; t < p->turns; t++) {
+        script_ids(p, t, V, ids);
+        memcpy(out + (size_t)row++ * V, prefill(s, ids, p->pre[t]), V * sizeof *out);
+        for (int i = 0; i < p->dec[t]; i++)
+            memcpy(out + (size_t)row++ * V, decode(s, ids[p->pre[t] + i]), V * sizeof *out);
+    }
+    return out;
+}
+
+// Runs a script on the twin. Returns logits (script_rows,V), to be freed.
+static float *run_twin(Twin *t, const Script *p) {
+    int V = t->c->V, row = 0, ids[8192];
+    double *lo = xmalloc(V * sizeof *lo);
+    float *out = xmalloc((size_t)script_rows(p) * V * sizeof *out);
+    for (int n = 0; n < p->turns; n++) {
+        script_ids(p, n, V, ids);
+        for (int i = -1; i < p->dec[n]; i++, row++) {
+            if (i < 0)
+                twin_prefill(t, ids, p->pre[n], lo);
+            else
+                twin_decode(t, ids[p->pre[n] + i], lo);
+            for (int v = 0; v < V; v++) out[(size_t)row * V + v] = (float)lo[v];
+        }
+    }
+    free(lo);
+    return out;
+}
+
+// A session with options given as "name=value name=value"; rows stored as f32 unless said
+// otherwise.
+static Options *options_of(const char *text) {
+    Options *o = options_of_program();
+    char buf[512], err[256];
+    options_set(o, "ctk", "f32", err);
+    options_set(o, "ctv", "f32", err);
+    snprintf(buf, sizeof buf, "%s", text);
+    for (char *w = strtok(buf, " "); w; w = strtok(NULL, " ")) {
+        char *v = strchr(w, '=');
+        if (v) *v++ = 0;
+        if (options_set(o, w, v ? v : "1", err)) CHECK(0, "%s", err);
+    }
+    return o;
+}
+
+// Kept rows of every head equal the twin's? Returns the number of heads that differ.
+static int rows_differ(const Session *s, const Twin *t) {
+    int bad = 0;
+    for (int i = 0; i < s->c->L * s->c->G; i++) {
+        int n = s->head[i].len, diff = n != (int)arrlen(t->row[i]);
+        for (int r = 0; r < n && !diff; r++) diff = s->head[i].src[r] != t->row[i][r].src;
+        bad += diff;
+    }
+    return bad;
+}
+
+// StreamingLLM as a hook of the twin: after a prefill, B[1] first rows and the latest B[0] - B[1]
+// stay.
+static void streaming_twin(void *u, Twin *t, int l, const double *q, const double *qp, int n) {
+    int *B = u, keep[4096];
+    (void)q;
+    (void)qp;
+    (void)n;
+    if (l == t->c->L || t->decoding || (int)arrlen(t->id) <= B[0]) return;
+    for (int g = 0; g < t->c->G; g++) {
+        int N = (int)arrlen(t->row[l * t->c->G + g]), k = 0;
+        for (int r = 0; r < N; r++)
+            if (r < B[1] || r >= N - (B[0] - B[1])) keep[k++] = r;
+        twin_keep(t, l, g, keep, k);
+    }
+}
+
+// TOVA's twin: the rows with the largest sums of the last query's probabilities stay, one after the
+// other.
+static void tova_twin(void *u, Twin *t, int l, const double *q, const double *qp, int n) {
+    int B = *(int *)u, keep[4096], G = t->c->G, H = t->c->H;
+    (void)qp;
+    if (l == t->c->L) return;
+    int N = (int)arrlen(t->row[l * G]), k = 0;
+    if (N <= B) return;
+    double *sum = xcalloc(N, sizeof *sum), *p = xcalloc(N, sizeof *p);
+    char *taken = xcalloc(N, 1);
+    for (int h = 0; h < H; h++) {
+        twin_probs(t, l, h, n - 1, q + ((size_t)(n - 1) * H + h) * t->c->D, p);
+        for (int r = 0; r < N; r++) sum[r] += p[r];
+    }
+    for (int i = 0; i < B; i++) {
+        int best = -1;
+        for (int r = 0; r < N; r++)
+            if (!taken[r] && (best < 0 || sum[r] > sum[best])) best = r;
+        taken[best] = 1;
+    }
+    for (int r = 0; r < N; r++)
+        if (taken[r]) keep[k++] = r;
+    for (int g = 0; g < G; g++) twin_keep(t, l, g, keep, k);
+    free(sum);
+    free(p);
+    free(taken);
+}
+
+// Raised in the middle of a prefill; 0: Ctrl-C as the handler counts it.
+static int ctrl_c_signal;
+
+// A progress hook that presses Ctrl-C when .4 of a prefill is done.
+static void ctrl_c_in_layers(const char *what, double share) {
+    (void)what;
+    if (share < .4) return;
+    if (ctrl_c_signal)
+        raise(ctrl_c_signal);
+    else
+        interrupts = 1;
+}
+
+// Runs a script with --trace and these options, a method's and more, on a model; device: "cpu" or
+// "cuda". Returns the trace, and all logits in *logits, to be freed. Two traces can be open at a
+// time.
+static SafeFile *trace_of(Tiny m, const char *method, const char *text, const char *device,
+                          const Script *p, float **logits) {
+    static int made;
+    char err[512], name[64];
+    snprintf(name, sizeof name, "trace-%d", made++ % 2);
+    const char *path = tmp_path(name);
+    Options *o = options_of(text);
+    options_set(o, "trace", path, err);
+    options_set(o, "device", device, err);
+    App a = { .o = o, .c = m.c, .w = m.w, .s = session_open(m.c, m.w, o, method) };
+    a.method = (char *)method;
+    trace_open(&a);
+    *logits = run_session(a.s, p);
+    trace_close(&a, 1);
+    session_close(a.s);
+    options_free(o);
+    SafeFile *f = safetensors_open(path, err);
+    CHECK(f, "%s", err);
+    return f;
+}
+
+// How tensor b differs from a: "" if it does not. Numbers may differ by rounding, and so one packed
+// byte in fifty: an f16 number may round the other way.
+static const char *trace_differs(const SafeTensor *a, const SafeTensor *b) {
+    static char text[200];
+    size_t other = 0;
+    int u8 = !strcmp(a->type, "U8"), alike = a->n_dim == b->n_dim && !strcmp(a->type, b->type);
+    for (int i = 0; alike && i < a->n_dim; i++) alike = a->dim[i] == b->dim[i];
+    if (!alike) return "another type or shape";
+    if (a->dtype == DT_F32) {
+        double e = worst(b->data, a->data, a->bytes / 4, 2e-3, 2e-3, NULL);
+        snprintf(text, sizeof text, "%g times the bound", e);
+        return e > 1 ? text : "";
+    }
+    for (size_t i = 0; i < a->bytes; i++)
+        other += ((const char *)a->data)[i] != ((const char *)b->data)[i];
+    snprintf(text, sizeof text, "%zu of %zu bytes", other, a->bytes);
+    return other * (u8 ? 50 : a->bytes) > (u8 ? a->bytes : 0) ? text : "";
+}
+#endif
