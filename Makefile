@@ -287,6 +287,7 @@ $(eval $(call flavour,test,$(TEST_FLAGS) $(EMU_D)))
 
 build/kvcomp_emu.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h Makefile
 	@mkdir -p $(@D)
+	@echo "compiling kvcomp.cu for the emulator: about a minute"
 	g++ $(EMUFLAGS) -O2 -c -o $@ kvcomp.cu
 
 tests: build/test/tests.o $(call objects,test,$(TESTS_WITH)) $(EMU_O)
@@ -327,6 +328,7 @@ HARD_FMA = $(shell grep -qw fma /proc/cpuinfo 2>/dev/null && echo -mfma -ffp-con
 
 build/kvcomp_hard.o: kvcomp.cu kvcomp.h $(wildcard lib/*.h) test/cuda_emu.h Makefile
 	@mkdir -p $(@D)
+	@echo "compiling kvcomp.cu for the emulator's harder modes: about a minute"
 	g++ $(EMUFLAGS) -DEMU_HARD=1 $(HARD_SEES) $(HARD_FMA) -O1 -c -o $@ kvcomp.cu
 
 tests_hard: build/test/tests.o $(call objects,test,$(TESTS_WITH)) build/kvcomp_hard.o
