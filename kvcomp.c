@@ -56,7 +56,7 @@
 //   16 MEMORY PLAN: what a dialogue will take, before it takes it
 #define _GNU_SOURCE
 #include "kvcomp.h"
-#include "app/inside.h"
+#include "inside.h"
 #include <ctype.h>
 #include <errno.h>
 #include <float.h>

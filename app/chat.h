@@ -1,9 +1,9 @@
-// app/chat.h
+// app/chat.h - opening a model, the record of a dialogue, replies, results, the chat and its session file.
 #ifndef APP_CHAT_H
 #define APP_CHAT_H
 #include "options.h"
 #include "../lib/template.h"
-#include "inside.h"
+#include "../inside.h"
 #include <signal.h>
 
 typedef struct {            // one turn of the record

@@ -1,4 +1,4 @@
-// app/measure.h
+// app/measure.h - what a method costs and saves: evaluation, calibration, benchmark.
 #ifndef APP_MEASURE_H
 #define APP_MEASURE_H
 #include "chat.h"

@@ -1,4 +1,4 @@
-// app/options.h
+// app/options.h - the options of the program: the table, and what each run looks at.
 #ifndef APP_OPTIONS_H
 #define APP_OPTIONS_H
 #include "../kvcomp.h"

@@ -1,4 +1,4 @@
-// app/page.h
+// app/page.h - measurements and pictures as one page.
 #ifndef APP_PAGE_H
 #define APP_PAGE_H
 #include "measure.h"

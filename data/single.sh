@@ -41,7 +41,8 @@ for f in lib/checkpoint lib/tokenizer lib/template; do
     part $f.c
 done
 part kvcomp.h
-for f in app/inside app/options app/chat app/measure app/page app/main; do part $f.h; done
+part inside.h
+for f in app/options app/chat app/measure app/page app/main; do part $f.h; done
 part kvcomp.c
 for f in app/options app/chat app/measure app/page app/main; do part $f.c; done
 echo '#endif'

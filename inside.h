@@ -1,7 +1,7 @@
-// app/inside.h - what pictures and measurements look at inside the methods of kvcomp.c.
-#ifndef APP_INSIDE_H
-#define APP_INSIDE_H
-#include "../kvcomp.h"
+// inside.h - what is inside the methods of kvcomp.c, for the pictures and measurements of app/, which show it.
+#ifndef KVCOMP_INSIDE_H
+#define KVCOMP_INSIDE_H
+#include "kvcomp.h"
 #include <stb/stb_ds.h>
 
 #define EACH_PART(s, p) for (Part *p = (s)->part; p < (s)->part + (s)->n_part + (s)->n_observer; p++)
