@@ -117,7 +117,7 @@ objects = $(patsubst %,build/$(1)/%.o,$(2))
 define flavour
 build/$(1)/%.o: %.c build/$(1)/flags | deps
 	@mkdir -p $$(@D)
-	$$(CC) $$(WARN) $(2) $$(OPENMP) -MMD -MP -c -o $$@ $$<
+	$$(CC) $$(WARN) $(2) $$(OPENMP) -ffunction-sections -MMD -MP -c -o $$@ $$<
 build/$(1)/flags: force
 	@mkdir -p $$(@D)
 	@echo '$$(CC) $(2)' | cmp -s - $$@ || echo '$$(CC) $(2)' >$$@
@@ -128,8 +128,12 @@ $(eval $(call flavour,cuda,$(CFLAGS) -DKVCOMP_CUDA))
 $(eval $(call flavour,dev,-O1 -g))
 -include $(wildcard build/*/*.d build/*/*/*.d)
 
+# Functions that nobody calls are left out when the program is linked: those that only a device session needs
+# call what kvcomp.cu has, and a compiler that does not optimise keeps them.
+LINK = $(CC) $(OPENMP) $(if $(filter Linux,$(shell uname -s)),-Wl$(comma)--gc-sections)
+
 kvcomp_dev: $(call objects,dev,$(PARTS))
-	$(CC) $(OPENMP) -o $@ $^ -lm
+	$(LINK) -o $@ $^ -lm
 
 dev: kvcomp_dev
 
@@ -202,7 +206,7 @@ gpu-bench: kvcomp
 else    # no toolkit, or no GPU
 
 kvcomp: $(call objects,cpu,$(PARTS))
-	$(CC) $(OPENMP) -o $@ $^ -lm
+	$(LINK) -o $@ $^ -lm
 
 cuda cuda-check gpu-test gpu-bench:
 	@echo "make $@ needs the CUDA toolkit: nvcc, the g++ that it calls, and a cuBLAS that links" >&2; exit 1

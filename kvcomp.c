@@ -4757,7 +4757,7 @@ static void loop_select(Session *s, LoopServe *x, int l) {
         trace_scores(s, l, "loopserve", x->per_query ? "qhead" : "head", score, lists, end,
                      s->base - first + 1);
     int on_device = KV_DEV(s) && each == R;
-    if (score && on_device) ring_select_cuda(s, l, score, n, x->budget);
+    if (KV_DEV(s) && score && on_device) ring_select_cuda(s, l, score, n, x->budget);
     if (!score || on_device) {
         scratch_reset(s, mark);
         return;
@@ -7270,7 +7270,7 @@ static ClusterCount clusters_count(const Session *s, const Lychee *x) {
         const Nodes *u = &x->tree[i].fine;
         int *copy = KV_DEV(s) ? xmalloc((size_t)(u->n + 1) * sizeof(int)) : NULL;
         const int *chunks = copy ? copy : u->chunks;
-        if (copy) bytes_load_cuda(copy, u->chunks, (size_t)u->n * sizeof(int));
+        if (KV_DEV(s) && copy) bytes_load_cuda(copy, u->chunks, (size_t)u->n * sizeof(int));
         for (int c = 0; c < u->n; c++) {
             n.all++;
             n.single += chunks[c] == 1;
