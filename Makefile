@@ -10,7 +10,7 @@
 #   web, web-test   the program as one page for a browser, and its checks
 #   cuda-check      what the compiler made of each kernel;  traffic: what a step moves
 #   gpu-test, gpu-bench     on a machine with a GPU
-#   vectors         traces of every paper, for ports
+#   vectors         traces of every paper, for ports;  ports-test: the ports for Python beside ./kvcomp
 
 ifeq ($(origin CC),default)
 CC := gcc
@@ -63,7 +63,7 @@ endif
 
 comma := ,
 all: kvcomp
-.PHONY: all deps install-deps run demo compare vectors web install-web web-test test traffic asan race fuzz \
+.PHONY: all deps install-deps run demo compare vectors ports-test web install-web web-test test traffic asan race fuzz \
         cuda-check gpu-test gpu-bench clean
 
 # ---- what is needed
@@ -183,6 +183,11 @@ vectors: kvcomp
 	while read -r name args; do \
 	  ./kvcomp $$args --trace data/vectors/$$name.safetensors || exit 1; \
 	done <data/vectors/commands
+
+# The ports of data/ports beside ./kvcomp, in a virtual environment; it says first how large that is. What
+# cannot be installed is left out, and counted.
+ports-test: kvcomp
+	@sh data/ports/test.sh
 
 # ---- the program in a browser
 # kvcomp.c as WebAssembly, the shipped model and data/web.html as one page, which opens by double click.

@@ -3,8 +3,8 @@
 
     python3 data/ports/check.py [--program ./kvcomp] [--smollm2 models/smollm2-135m] [--processes 2] [METHOD]..
 
-It needs torch, transformers (5.23 or later), safetensors and numpy; --can-run says in one line what is missing, with
-exit code 3. For each method and each model:
+It needs torch, transformers (5.23 or later), safetensors and numpy, and accelerate for several processes; --can-run
+says in one line what is missing, with exit code 3. For each method and each model:
 
   trace       kvcomp writes q, k, v and its decisions of two turns, pass by pass. The port's cache and attention
               function get the same q, k and v. They must hold and read the same rows and decide the same, and the
@@ -56,8 +56,9 @@ SHORT = {
 }
 # For real text
 TEXT_SETTINGS = {
-    "loopserve": dict(budget=64, alpha=.6, samples=32, min_context=0, max_cells=.9, local=16),
-    "pats": dict(b_max=10, sink=0, window=0),
+    "loopserve": dict(budget=24, alpha=.3, samples=32, min_context=0, max_cells=.9, sink=1, local=8, first=2,
+                      interval=4, obs=4),
+    "pats": dict(b_max=10, window=64),
     "lychee": dict(budget=64),
     "sonic": dict(k=2),
     "dililazy": dict(budget=40),
@@ -157,7 +158,7 @@ def kvcomp(program, model, method, *args, stdin=None):
                "--method", method, *args]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, input=stdin)
     if done.returncode in (2, 3):
-        raise Refused(done.stderr.strip().splitlines()[0])
+        raise Refused(done.stderr.strip().splitlines()[-1])
     if done.returncode:
         sys.exit(f"check.py: {' '.join(map(str, command))}: exit code {done.returncode}: {done.stderr.strip()}")
     return json.loads(done.stdout)
@@ -244,11 +245,13 @@ def write_adapter(model, config, file, k_max=8, t_max=4):
     meta = dict(format="sonic-nexus", version="1", model_type=config.model_type, body="full_message",
                 attention_bias=str("nexus.layers.0.self_attn.q_proj.bias" in tensors).lower(),
                 position_mode="augmented" if odd else "original", mlp="dedicated" if odd else "shared",
-                hidden_size=C, num_hidden_layers=config.num_hidden_layers, head_dim=config.head_dim,
+                hidden_size=C, num_hidden_layers=config.num_hidden_layers,
+                head_dim=getattr(config, "head_dim", C // config.num_attention_heads),
                 num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
                 intermediate_size=config.intermediate_size, k_max=k_max, k_default=4, t_max=t_max,
                 base_fingerprint="0")
-    save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata={k: str(v) for k, v in meta.items()})
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, file, metadata={key: str(value) for key, value in meta.items()})
 
 
 def more_options(method, model, config):
@@ -304,10 +307,13 @@ def answer(net, ids, cache):
 def sonic_reply(net, tokenizer, cache, turns):
     """What SONIC's port answers to the last of several turns; the replies before are given."""
     import torch
-    given, head, closing = [], tokenizer("<|im_start|>assistant\n").input_ids, tokenizer("<|im_end|>\n").input_ids
+    given, closing, head = [], tokenizer("<|im_end|>\n").input_ids, tokenizer("<|im_start|>assistant\n").input_ids
+    begin = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    system = tokenizer(begin[:begin.index("<|im_start|>user")]).input_ids       # some templates bring one
     for turn in turns:
         ids = tokenizer(f"<|im_start|>user\n{turn['user']}<|im_end|>\n").input_ids + head
-        ids = cache.begin_turn(ids, head=len(head), reply=given)
+        first = system if turn is turns[0] else []
+        ids = cache.begin_turn(first + ids, head=len(head), reply=given, system=len(first))
         if turn is turns[-1]:
             return answer(net, ids, cache)
         fed = ids[0, cache.get_seq_length():].tolist()
@@ -335,20 +341,31 @@ def replies(method, model, rank=0, size=1):
     return out
 
 
-def replies_of_kvcomp(program, model, method, config):
+def replies_of_kvcomp(program, model, method, config, *words, by_messages=False):
     """The same of the program. SONIC sees turns: its dialogues are messages."""
-    words, out = [*options(method, model.settings[method]), *more_options(method, model, config)], []
+    out, prompt = [], model.room / "prompt.txt"
     for number, text in zip(DIALOGUES, dialogues()):
-        prompt = model.room / "prompt.txt"
         prompt.write_text(text)
-        out.append(kvcomp(program, model.folder, method, "--raw", "--parse-special", "-f", prompt, "-n", REPLY, *words))
-        if method == "sonic":
-            turns = conversation(number)
-            messages = [{"role": role, "content": turn[key]} for turn in turns
+        how, request = ["--raw", "--parse-special", "-f", prompt, "-n", REPLY], None
+        if by_messages:
+            messages = [{"role": role, "content": turn[key]} for turn in conversation(number)
                         for role, key in (("user", "user"), ("assistant", "reply"))][:-1]
-            request = json.dumps({"messages": messages, "max_tokens": REPLY})
-            out[-1] = kvcomp(program, model.folder, method, "--batch", "-", *words, stdin=request + "\n")
-    return [one["text"] for one in out]
+            how, request = ["--batch", "-"], json.dumps({"messages": messages, "max_tokens": REPLY}) + "\n"
+        out.append(kvcomp(program, model.folder, method, *how, *words, stdin=request)["text"])
+    return out
+
+
+def expect_replies(program, method, model, config, found):
+    """Those of the port are kvcomp's, and not those of full attention: but for PATS, which changes none of them. Its
+    logits must differ, as every method's must."""
+    by_messages = method == "sonic"
+    words = [*options(method, model.settings[method]), *more_options(method, model, config)]
+    wanted = replies_of_kvcomp(program, model, method, config, *words, by_messages=by_messages)
+    for one, reply in zip(wanted, found):
+        expect(reply == one, f"kvcomp answers {one!r}, the port {reply!r}")
+    full = replies_of_kvcomp(program, model, "full", config, by_messages=by_messages)
+    if method != "pats":
+        expect(full != found, f"full attention answers the same: this shows nothing: {full}")
 
 
 # ---- traces: the port gets kvcomp's q, k and v
@@ -529,8 +546,8 @@ class SonicReplay(Replay):
         self.settle()
         self.same(f"{at}.tokens", ids)
         base, step = self.trace[f"{at}.base"].item(), self.trace[f"{at}.step"].item()
-        self.same(f"{at}.positions", list(range(self.cache.layers[0].position, self.cache.layers[0].position + len(ids)))) \
-            if f"{at}.positions" in self.trace else None
+        first = self.cache.layers[0].position
+        self.same(f"{at}.positions", list(range(first, first + len(ids))))
         for l in self.layers:
             q, k, v = self.qkv(p, l)
             old = self.rows.get(l, k[:, :, :0])[:, :, :base]
@@ -560,7 +577,8 @@ class SonicReplay(Replay):
         for l in self.layers:
             kept = self.trace[f"{at}.layer{l:02}.head00.kept"].tolist()
             kept = [token for token in kept if token < base]            # the session was truncated since
-            expect(torch.equal(self.cache.layers[l].keys, self.rows[l][:, :, kept]), f"{at}.layer{l:02}: other rows are kept")
+            equal = torch.equal(self.cache.layers[l].keys, self.rows[l][:, :, kept])
+            expect(equal, f"{at}.layer{l:02}: other rows are kept")
         cache, segments, nexus = self.cache, [], []
         for i, (n, K) in enumerate(zip(cache.body, cache.stand_in)):
             segments += [i] * (n + K)
@@ -584,7 +602,7 @@ class SonicReplay(Replay):
                 continue
             later = [p for p in self.passes if p >= self.p and self.trace[f"pass{p:04}.step"].item() < 0]
             prompt = later[0]
-            if self.cache.turn >= 0:                    # a Nexus pass begins: the prompt comes behind four of the port's
+            if self.cache.turn >= 0:                    # a Nexus pass begins: the prompt comes behind the port's own
                 prompt = next(p for p in later if self.trace.get(f"pass{p + 1:04}.step", [0])[0] >= 0)
             tokens = self.trace[f"pass{prompt:04}.tokens"].tolist()
             self.cache.begin_turn(tokens, reply=reply)
@@ -661,14 +679,8 @@ def check_logits(program, method, model, net, turns):
     tolerance = LOGITS.get(method, TOLERANCE)
     near("logits", forced_logits(method, model, net, turns), wanted, tolerance)
     if model.name not in GOLDEN:
-        expect(apart(of_kvcomp("full"), wanted) > 4 * tolerance, "full attention has the same logits: this shows nothing")
-
-
-def check_replies(program, method, model, net):
-    found, full = replies(method, model), replies_of_kvcomp(program, model, "full", net.config)
-    for wanted, reply in zip(replies_of_kvcomp(program, model, method, net.config), found):
-        expect(reply == wanted, f"kvcomp answers {wanted!r}, the port {reply!r}")
-    expect(full != found, "full attention answers the same: this shows nothing")
+        differs = apart(of_kvcomp("full"), wanted) > 4 * tolerance
+        expect(differs, "full attention has the same logits: this shows nothing")
 
 
 # ---- what a port must refuse
@@ -705,7 +717,7 @@ def check_refusals(method, model, net):
             alone = net(ids[:, 50:], **handed(net, cache())).logits
             beside = net(ids, attention_mask=masked, **handed(net, cache())).logits[:, 50:]
         near("inputs_embeds", by_embeds, by_ids)
-        near("attention_mask", beside, alone, LOGITS[method])       # but for rounding, positions matter as differences only
+        near("attention_mask", beside, alone, LOGITS[method])   # but for rounding, only differences of positions matter
         return
     refused("attention_mask", "50 masked tokens", input_ids=ids, attention_mask=masked, **handed(net, cache()))
     refused("no cache", "found no cache", input_ids=ids, use_cache=False)
@@ -774,8 +786,7 @@ def check_processes(program, methods, processes, room):
         sys.exit(f"{done.stderr}\ncheck.py: {' '.join(command)}: exit code {done.returncode}")
     for method, found in json.loads(out.read_text()).items():
         begin(method, f"{processes} processes")
-        for wanted, reply in zip(replies_of_kvcomp(program, model, method, AutoConfig.from_pretrained(even)), found):
-            expect(reply == wanted, f"kvcomp answers {wanted!r}, they {reply!r}")
+        expect_replies(program, method, model, AutoConfig.from_pretrained(even), found)
 
 
 # ---- the models
@@ -822,7 +833,7 @@ def check_model(program, method, model):
         leave_out(f"{method} on {model.name}: {why}")
         return
     if model.tokenizer():
-        check_replies(program, method, model, net)
+        expect_replies(program, method, model, net.config, replies(method, model))
     elif not golden:
         check_refusals(method, model, net)
 
@@ -838,16 +849,15 @@ def print_table(methods):
         print(f"| {method} | " + " | ".join(f"{n:,}" for n in counts) + " | 0 |")
     worst = {kind: max([value for (method, _), value in Table.worst.items() if (method in LOGITS) == kind], default=0)
              for kind in (False, True)}
-    print(f"\n{sum(Table.count.values()):,} comparisons, all equal; outputs and logits within {worst[False]:.1e} of the "
-          f"largest (pats {worst[True]:.1e}); "
-          f"{len(Table.left_out)} left out")
+    print(f"\n{sum(Table.count.values()):,} comparisons, all equal; outputs and logits within {worst[False]:.1e} of "
+          f"the largest (pats {worst[True]:.1e}); {len(Table.left_out)} left out")
 
 
 def main():
     parser = argparse.ArgumentParser(description="Holds the ports beside this file against kvcomp.")
     parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"{', '.join(METHODS)}; all unless given")
     parser.add_argument("--program", default=str(ROOT / "kvcomp"))
-    parser.add_argument("--model", action="append", help="only models of this name (llama, golden, kvcomp-tiny, ..)")
+    parser.add_argument("--model", action="append", help="only this: llama, golden, kvcomp-tiny, processes, ..")
     parser.add_argument("--smollm2", type=pathlib.Path, default=ROOT / "models" / "smollm2-135m")
     parser.add_argument("--processes", type=int, default=2, help="of torchrun; 0: leave it out")
     parser.add_argument("--can-run", action="store_true", help="only say whether the packages are there")
@@ -890,7 +900,9 @@ def main():
                 check_model(a.program, method, model)
                 print(f"{method} on {model.name}: {Table.count[method, model.name]:,} equal", flush=True)
         shared = [method for method in methods if method != "sonic"]        # which refuses to share heads
-        if a.processes and shared and (not a.model or "kvcomp-tiny" in a.model):
+        if a.processes and importlib.util.find_spec("accelerate") is None:
+            leave_out(f"{a.processes} processes, for all methods: accelerate is not installed")
+        elif a.processes and shared and (not a.model or "processes" in a.model):
             check_processes(a.program, shared, a.processes, room)
         print_table(methods)
 

@@ -67,8 +67,9 @@ def hand_over(kind, model, args, kwargs):
     given |= given.pop("kwargs", {})
     cache, name = given.get("cache", given.get("past_key_values")), kind.name
     if not isinstance(cache, kind):
-        raise ValueError(f"{name}: the model's attention reads a {kind.__name__}, found "
-                         f"{'no cache' if cache is None else type(cache).__name__}: past_key_values={kind.__name__}(..)")
+        found = "no cache" if cache is None else type(cache).__name__
+        raise ValueError(f"{name}: the model's attention reads a {kind.__name__}, found {found}: "
+                         f"past_key_values={kind.__name__}(..)")
     if given.get("inputs_embeds") is not None:
         raise ValueError(f"{name}: inputs_embeds hide which tokens are read: give input_ids")
     mask = given.get("attention_mask")

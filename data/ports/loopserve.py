@@ -15,8 +15,7 @@ A prompt attends along lines of the attention matrix: verticals, which are colum
 row - column. Each head chooses them anew from a sample of the prompt's own queries (Algorithm 2). In decode each KV
 head chooses the rows it reads, every `interval` tokens, by the last `obs` queries (Algorithm 3). Every row stays.
 
-    min  sum of the lengths of the lines  s.t.  they hold at least alpha of the attention           (Eq. 1)
-    l_x = n - max(x, p0)                                        the length of either kind of line
+    min  sum of the lengths l_x = n - max(x, p0) of the lines  s.t.  they hold alpha of the attention        (Eq. 1)
     X^ = [y_(j-1), X_j]         a turn prefills the answer before it again: new_turn()      (Definition 1)
 
 SHAPES: H query heads, G KV heads, R = H/G; D head_dim; T tokens of the pass; N rows, of which those from p0 = N - T on
@@ -34,8 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer
 
-LEAST_GAIN = 1e-12              # a line that adds no more counts as nothing
-MASK = (1 << 64) - 1            # of 64-bit numbers
+LEAST_GAIN, MASK = 1e-12, (1 << 64) - 1         # a line that adds no more counts as nothing; of 64-bit numbers
 
 
 def mix64(state):
@@ -69,9 +67,7 @@ def choose_lines(P, row, p0, alpha, sink, local, max_cells):
     V, S = x < sink, x < local                                          # these are always taken (D33)
     kept = (V | S[offset.clamp(min=0)]) & seen
     validate = (torch.arange(m) % 2 == 1) & (m >= 32)
-    half = validate.long()
-    total = torch.zeros(2, dtype=torch.double).index_add(0, half, P.sum(1))
-    held = torch.zeros(2, dtype=torch.double).index_add(0, half, (P * kept).sum(1))
+    total, held = (torch.stack([x[~validate].sum(), x[validate].sum()]) for x in (P, P * kept))
 
     # What each line would add: slashes first, because of equal lines they are taken first
     left = P * ~kept * ~validate[:, None]

@@ -71,7 +71,7 @@ class PatsLayer(CacheLayerMixin):
 
     def __init__(self, b_min, b_max, sink, window):
         super().__init__()
-        self.b_min, self.b_max, self.sink, self.window = b_min, b_max, sink, window
+        self.b_min, self.b_max, self.sink, self.window = min(b_min, b_max), b_max, sink, window
         self.bits = torch.empty(0, dtype=torch.long)    # (tokens) B[t]: the bits that a token has lost
         self.T_last = 0             # tokens there were when B[t] was raised last
         self.regions = []           # (first row, rows, bits) each
@@ -79,7 +79,7 @@ class PatsLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states, value_states):
         if key_states.shape[-1] % 8:
-            raise ValueError(f"pats: head_dim is {key_states.shape[-1]}, needs a multiple of 8: a row must end on a byte")
+            raise ValueError(f"pats: head_dim is {key_states.shape[-1]}, needs a multiple of 8: rows end on a byte")
         self.dtype, self.D = key_states.dtype, key_states.shape[-1]
         self.keys = key_states[0, :, :0].half()         # (G,n,D) raw rows
         self.values = value_states[0, :, :0].half()
@@ -98,7 +98,7 @@ class PatsLayer(CacheLayerMixin):
         if not T or not self.b_max or 8 * T < 9 * self.T_last:
             return
         self.T_last = T
-        self.bits = torch.maximum(self.bits, schedule(T, min(self.b_min, self.b_max), self.b_max, self.sink, self.window))
+        self.bits = torch.maximum(self.bits, schedule(T, self.b_min, self.b_max, self.sink, self.window))
         cut = T - self.window
         if cut <= 0:
             return
