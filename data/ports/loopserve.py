@@ -25,13 +25,17 @@ others. The lines become a mask: what is saved is what a kernel that skips maske
 LEFT OUT: variant a, tiles, one set of rows a query head, choosing among the answer's rows (--loopserve-variant, -unit,
 -sel, -gen), sliding windows, and what common.py leaves out.
 """
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 
 import common
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer
+
+DEFAULTS = dict(budget=1024, alpha=.98, samples=64, min_context=1024, max_cells=.33, sink=4, local=64, seed=1, first=16,
+                interval=16, obs=16)
+Rule = make_dataclass("Rule", [(name, type(value), value) for name, value in DEFAULTS.items()])     # the options
 
 LEAST_GAIN, MASK = 1e-12, (1 << 64) - 1         # a line that adds no more counts as nothing; of 64-bit numbers
 
@@ -133,9 +137,13 @@ class LoopServeLayer(DynamicLayer):
                 see = see & (V | S[offset.clamp(min=0)])
             out.append(scaled_dot_product_attention(q[h:h + 1], k[h // R:h // R + 1], v[h // R:h // R + 1],
                                                     attn_mask=see[None].to(q.device), scale=scaling))
-        self.queries, self.chosen = q[:, -rule.obs:], None
-        self.turn, self.prompt_end, self.step = self.turn + 1, N, 0
+        self.end_prompt(q, N)
         return torch.cat(out)
+
+    def end_prompt(self, q, N):
+        """An answer begins: its rows will be chosen among the N rows there are. q (H,T,D) are the prompt's queries."""
+        self.queries, self.chosen = q[:, -self.rule.obs:], None
+        self.turn, self.prompt_end, self.step = self.turn + 1, N, 0
 
     def choose_rows(self, k, scaling):
         """Algorithm 3, line 5: the B rows of the prompt with the largest sums of attention over the last queries and
@@ -148,13 +156,17 @@ class LoopServeLayer(DynamicLayer):
         best_first = self.scores.argsort(dim=-1, descending=True, stable=True)
         self.chosen = best_first[:, :self.rule.budget].sort(-1).values
 
-    def decode(self, q, k, v, scaling):
-        """q (H,1,D), k and v (G,N,D) -> (H,1,D)."""
+    def observe(self, q, k, scaling):
+        """Remembers the query q (H,1,D) of a decode step, and chooses rows when that is due. k (G,N,D)."""
         self.queries = torch.cat([self.queries, q], 1)[:, -self.rule.obs:]      # Algorithm 3, line 4: X^obs
         self.step += 1
         since = self.step - self.rule.first
         if since >= 0 and since % self.rule.interval == 0 and self.prompt_end > self.rule.budget:   # line 3 (D37)
             self.choose_rows(k, scaling)
+
+    def decode(self, q, k, v, scaling):
+        """q (H,1,D), k and v (G,N,D) -> (H,1,D)."""
+        self.observe(q, k, scaling)
         out = []
         for g, q_g in enumerate(q[:, 0].unflatten(0, (len(k), -1))):
             rows = self.rows_read(g, k.shape[1])
@@ -169,24 +181,8 @@ class LoopServeLayer(DynamicLayer):
         return torch.cat([self.chosen[g], torch.arange(self.prompt_end, N, device=self.chosen.device)])
 
 
-@dataclass
-class Rule:
-    """The options: see --help loopserve."""
-    budget: int = 1024
-    alpha: float = .98
-    samples: int = 64
-    min_context: int = 1024
-    max_cells: float = .33
-    sink: int = 4
-    local: int = 64
-    seed: int = 1
-    first: int = 16
-    interval: int = 16
-    obs: int = 16
-
-
 class LoopServeCache(common.TurnCache):
-    """The cache of one dialogue; the options are those of Rule."""
+    """The cache of one dialogue; the options are DEFAULTS, as --help loopserve says them."""
     name = "loopserve"
 
     def __init__(self, config, **options):
