@@ -46,7 +46,7 @@ LOGITS = {"pats": 1e-2}             # of its logits: where an f16 number rounds 
 SHORT = {
     "loopserve": dict(budget=48, alpha=.7, samples=32, min_context=0, max_cells=.9, sink=2, local=8, first=4,
                       interval=4, obs=6),
-    "pats": dict(sink=4, window=16),
+    "pats": dict(sink=24, window=16),
     "lychee": dict(budget=64, buffer=16, full_layers=0, beta=1.),
     "sonic": dict(k=6),
     "dililazy": dict(budget=40),

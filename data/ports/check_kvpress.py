@@ -10,8 +10,8 @@ The parts, all unless some are named:
               A method or an option that the program does not know is left out, by number.
   presses     kvpress_kvcomp.py in kvpress's pipeline: its replies to three questions, and the rows that each query
               head reads for every token of them, beside a trace of kvcomp over the same tokens.
-  evaluation  needles in a text, answered through kvpress's pipeline with DiliLazyPress, and by kvcomp with the same
-              ids, budget and scores: both scores, and their paired difference with its 95 % interval.
+  evaluation  needles in a text, answered through kvpress's pipeline with DiliLazyPress and LoopServePress, and by
+              kvcomp with the same ids and settings: both scores, and their paired difference with its 95 % interval.
 
 --scores: a file of kvcomp --calibrate; by default head_scores.json in the model's folder. Exit code 5: a difference.
 """
@@ -32,6 +32,7 @@ TEXTS, TOKENS = 3, 420              # of the texts: how many, and how long
 BUDGET = 100
 REPLY = 24                          # most tokens of an answer
 HAY = 230                           # words around a needle
+EVALUATED = {"loopserve-d": 48, "dililazy": 280}        # methods, and the rows that they keep or read
 COUNT = {"equal": 0, "differ": 0}
 
 # kvpress's press, its settings, kvcomp's method with its options, and why their rows differ, where they must
@@ -158,21 +159,21 @@ def check_baselines(a, net, tokenizer):
 
 # ---- the presses of kvpress_kvcomp.py
 
-def presses(a, tokenizer):
+def presses(a, tokenizer, budget=BUDGET):
     """Of each method: the press, the program's options, and whether the question is a turn of its own."""
     import kvpress_kvcomp as ours
-    B = ["--budget", BUDGET]
+    B = ["--budget", budget]
     made = {
         "pats": (ours.PatsPress(window=32, b_max=10), ["--pats-window", 32, "--pats-bmax", 10], True),
-        "lychee": (ours.LycheePress(budget=BUDGET, buffer=32, tokenizer=tokenizer), [*B, "--lychee-buffer", 32], True),
-        "loopserve-d": (ours.LoopServePress(budget=BUDGET, first=2, interval=4, obs=4),
+        "lychee": (ours.LycheePress(budget=budget, buffer=32, tokenizer=tokenizer), [*B, "--lychee-buffer", 32], True),
+        "loopserve-d": (ours.LoopServePress(budget=budget, first=2, interval=4, obs=4),
                         [*B, "--loopserve-first", 2, "--loopserve-interval", 4, "--loopserve-obs", 4], True),
     }
     if a.scores:
-        made["dililazy"] = (ours.DiliLazyPress(scores=a.scores, budget=BUDGET),
+        made["dililazy"] = (ours.DiliLazyPress(scores=a.scores, budget=budget),
                             [*B, "--dililazy-scores", a.scores], False)
         if "r2" in json.loads(pathlib.Path(a.scores).read_text()):
-            made["headkv"] = (ours.HeadKVPress(scores=a.scores, budget=BUDGET),
+            made["headkv"] = (ours.HeadKVPress(scores=a.scores, budget=budget),
                               [*B, "--headkv-scores", a.scores], False)
     return made
 
@@ -248,47 +249,48 @@ def check_presses(a, pipe, tokenizer):
 
 # ---- evaluation
 
-def greedy(a, context, question, draft, words, stop, V):
-    """kvcomp's own answer with the question behind the bar: the draft is corrected until every token of it is the
-    largest logit."""
+def greedy(a, method, words, turns_of, draft, stop, V):
+    """kvcomp's own answer: the draft is corrected, and goes on, until every token of it is the largest logit. turns_of
+    makes the turns of an answer."""
     reply = list(draft)
     while True:
-        kvcomp(a, "dililazy", [(context, question + reply)], *words)
-        best = logits_of_kvcomp(a, V)[len(question):].argmax(-1).tolist()
+        kvcomp(a, method, turns_of(reply), *words)
+        best = logits_of_kvcomp(a, V)[-len(reply) - 1:].argmax(-1).tolist()
         wrong = next((t for t, token in enumerate(reply) if best[t] != token), None)
-        if wrong is None:
-            return reply if len(reply) >= REPLY - 1 or best[-1] in stop else reply + [best[-1]]
-        reply = reply[:wrong] + [best[wrong]]
-        if best[wrong] in stop:
-            return reply[:-1]
+        at = len(reply) if wrong is None else wrong             # the first token that is not sure yet
+        if at == REPLY or best[at] in stop:
+            return reply[:at]
+        reply = reply[:at] + [best[at]]
 
 
-def check_evaluation(a, pipe, tokenizer, items):
+def check_evaluation(a, pipe, tokenizer, method, budget):
     """The share of needles found, by both."""
-    import kvpress_kvcomp as ours
-    press = ours.DiliLazyPress(scores=a.scores, budget=BUDGET)
-    words = ["--budget", BUDGET, "--dililazy-scores", a.scores]
+    press, words, own_turn = presses(a, tokenizer, budget)[method]
     stop = pipe.model.generation_config.eos_token_id
     stop = stop if isinstance(stop, list) else [stop]
-    found = {"full": 0, "kvpress": 0, "kvcomp": 0}
-    differences, equal = [], 0
-    for context, question, wanted in needles(items):
+    found, differences, equal = {"full": 0, "kvpress": 0, "kvcomp": 0}, [], 0
+    for context, question, wanted in needles(a.items):
         full = pipe(context, question=question, press=None, max_new_tokens=REPLY)["answer"]
-        text, reply = answer(pipe, context, question, press)
+        text, draft = answer(pipe, context, question, press)
         first, second = tokens_of(pipe, context, question)
-        own = greedy(a, first, second, reply, words, stop, pipe.model.config.vocab_size)
+
+        def turns_of(reply):
+            return [(first,), (second, reply)] if own_turn else [(first, second + reply)]
+
+        own = greedy(a, method, words, turns_of, draft, stop, pipe.model.config.vocab_size)
         theirs = tokenizer.decode(own, skip_special_tokens=True)
         scores = [wanted in one for one in (full, text, theirs)]
         for key, score in zip(found, scores):
             found[key] += score
         differences.append(scores[1] - scores[2])
-        equal += text.startswith(theirs) or theirs.startswith(text)
-    n, mean = len(differences), sum(differences) / len(differences)
+        equal += text == theirs
+    n, mean = a.items, sum(differences) / a.items
     spread = 1.96 * (sum((d - mean) ** 2 for d in differences) / n / max(n - 1, 1)) ** .5
-    print(f"\nneedles, {n} items, budget {BUDGET} rows a query head: kvpress's pipeline without a press finds "
-          f"{found['full'] / n:.3f}, with DiliLazyPress {found['kvpress'] / n:.3f}, kvcomp's dililazy "
-          f"{found['kvcomp'] / n:.3f}; difference {mean:+.3f} +- {spread:.3f}; {equal} answers are the same")
-    expect(abs(mean) <= spread or mean == 0, f"the scores differ by {mean} +- {spread}")
+    share = {key: score / n for key, score in found.items()}
+    own = 1.96 * (share["kvcomp"] * (1 - share["kvcomp"]) / n) ** .5
+    print(f"| {type(press).__name__} | {method} | {budget} | {share['full']:.3f} | {share['kvpress']:.3f} | "
+          f"{share['kvcomp']:.3f} +- {own:.3f} | {mean:+.3f} +- {spread:.3f} | {equal} of {n} |", flush=True)
+    expect(abs(mean) <= spread, f"{method}: the scores differ by {mean} +- {spread}")
 
 
 def main():
@@ -329,10 +331,14 @@ def main():
         pipe = transformers.pipeline("kv-press-text-generation", model=net, tokenizer=tokenizer)
         if "presses" in parts:
             check_presses(a, pipe, tokenizer)
-        if "evaluation" in parts and a.scores:
-            check_evaluation(a, pipe, tokenizer, a.items)
-        elif "evaluation" in parts:
-            print(f"left out: the evaluation, because {own} is not there, and no --scores were given")
+        if "evaluation" in parts:
+            print("\n| press | kvcomp | rows | no press | in kvpress | in kvcomp | difference | same answers |")
+            print("|---|---|---:|---:|---:|---:|---:|---:|")
+            for method, budget in EVALUATED.items():
+                if method == "dililazy" and not a.scores:
+                    print(f"left out: {method}, because {own} is not there, and no --scores were given")
+                else:
+                    check_evaluation(a, pipe, tokenizer, method, budget)
     print(f"\n{COUNT['equal']:,} comparisons equal, {COUNT['differ']:,} differ")
     sys.exit(5 if COUNT["differ"] else 0)
 
