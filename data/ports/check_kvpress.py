@@ -211,6 +211,8 @@ def check_presses(a, pipe, tokenizer):
     import torch
     from safetensors import safe_open
     V = pipe.model.config.vocab_size
+    if not a.scores:
+        print("left out: DiliLazyPress and HeadKVPress, for want of --scores")
     print("\n| press | answers | tokens, all kvcomp's | lists of rows | that differ |\n|---|---:|---:|---:|---:|")
     for method, (press, words, own_turn) in presses(a, tokenizer).items():
         tokens = lists = other = answers = 0
