@@ -12,7 +12,8 @@
 #   web, web-test   the program as one page for a browser, and its checks
 #   cuda-check      what the compiler made of each kernel;  traffic: what a step moves
 #   gpu-test, gpu-bench     on a machine with a GPU
-#   vectors         traces of every paper, for ports;  build-times: CPU seconds of an edit
+#   vectors         traces of every paper, for ports;  ports-test: the ports for Python beside ./kvcomp
+#   build-times     CPU seconds of an edit
 
 ifeq ($(origin CC),default)
 CC := gcc
@@ -67,8 +68,8 @@ endif
 
 comma := ,
 all: kvcomp
-.PHONY: all deps install-deps cuda dev single build-times run demo compare vectors web install-web web-test test traffic \
-        asan race fuzz cuda-check gpu-test gpu-bench clean force
+.PHONY: all deps install-deps cuda dev single build-times run demo compare vectors ports-test web install-web web-test \
+        test traffic asan race fuzz cuda-check gpu-test gpu-bench clean force
 
 # ---- what is needed
 # stb_ds.h is the one library; a compiler and it are all that is needed. CPATH may name the folder that
@@ -234,6 +235,11 @@ vectors: kvcomp
 	while read -r name args; do \
 	  ./kvcomp $$args --trace data/vectors/$$name.safetensors || exit 1; \
 	done <data/vectors/commands
+
+# The ports of data/ports beside ./kvcomp, in a virtual environment; it says first how large that is. What
+# cannot be installed is left out, and counted.
+ports-test: kvcomp
+	@sh data/ports/test.sh
 
 # ---- the program in a browser
 # The program as WebAssembly, the shipped model and data/web.html as one page, which opens by double click.

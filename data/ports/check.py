@@ -1,25 +1,27 @@
 #!/usr/bin/env python3
 """Holds the ports beside this file against kvcomp.
 
-    python3 data/ports/check.py [--program ./kvcomp] [--model models/kvcomp-tiny] [--processes 2] [lychee dililazy]
+    python3 data/ports/check.py [--program ./kvcomp] [--smollm2 models/smollm2-135m] [--processes 2] [METHOD]..
 
-It needs torch, transformers (5.23 or later), accelerate, safetensors and numpy; --can-run says in one line what is
-missing, with exit code 3. For each method:
+It needs torch, transformers (5.23 or later), safetensors and numpy, and accelerate for several processes; --can-run
+says in one line what is missing, with exit code 3. For each method and each model:
 
-  trace       kvcomp writes q, k, v and its decisions of two turns, pass by pass. The port's Cache and attention
-              function get the same q, k and v. They must hold and read the same rows, cut the same chunks, make the
-              same clusters and budgets, and the outputs of attention must agree within 1e-4.
-  replies     transformers with the port answers some dialogues as kvcomp does, letter by letter. Full attention, too,
+  trace       kvcomp writes q, k, v and its decisions of two turns, pass by pass. The port's cache and attention
+              function get the same q, k and v. They must hold and read the same rows and decide the same, and the
+              outputs of attention must agree within 1e-4 of the largest.
+  logits      transformers with the port, teacher forced over two turns: kvcomp's logits within 1e-4 of the largest.
+  replies     transformers with the port answers dialogues as kvcomp does, letter by letter. Full attention, too,
               must answer one of them otherwise: the check would notice a port that does nothing.
-  families    logits of tiny Llama, Mistral, Qwen2 and Qwen3 models of data/golden.
+  refusals    what the port cannot play ends with an error, not with an answer.
   processes   the same replies from torchrun with several processes, which share the heads by the tp_plan that
               transformers has for the model. Where the KV heads cannot be shared evenly, the model gets more of them,
               all zeros: they change no output. kvcomp runs that model, too.
 
-The last line is "N comparisons, all equal"; the first difference ends it with exit code 5.
+The models are random ones of four families, made here; seven tiny ones of data/golden for the logits of odd sizes,
+RoPE scalings and biases; models/kvcomp-tiny; and SmolLM2-135M, if its folder is there. The table at the end counts
+comparisons, and says by number what was left out; the first difference ends the check with exit code 5.
 """
 import argparse
-import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -29,16 +31,36 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import types
+
+from replay import TOLERANCE, Replay, SonicReplay, Table, apart, begin, expect, leave_out, near, port
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+METHODS = ["loopserve", "pats", "lychee", "sonic", "dililazy"]
 DIALOGUES = [0, 4, 20]              # lines of data/dialogues.jsonl whose replies differ between the methods
-BUDGET = {"lychee": 64, "dililazy": 40}
-FAMILIES = ["llama2-mha", "llama3-tied", "llama-biases", "mistral-nemo", "qwen2-biases", "qwen2-yarn", "qwen3-norms"]
+GOLDEN = ["llama2-mha", "llama3-tied", "llama-biases", "mistral-nemo", "qwen2-biases", "qwen2-yarn", "qwen3-norms"]
 REPLY = 48                          # most tokens of a reply
-TOLERANCE = 1e-4                    # of outputs
-STEP = 2 ** -8                      # bf16 numbers below 1 that are neighbours lie so near: sums in another order may
-                                    # round to the one or to the other
+LOGITS = {"pats": 1e-2}             # of its logits: where an f16 number rounds the other way, cutting b bits makes a
+                                    # step of 2^b of it. kvcomp's own instruction sets differ by 3.3e-3
+
+# What the ports are given. For short dialogues, so that every method has something to decide in them
+SHORT = {
+    "loopserve": dict(budget=48, alpha=.7, samples=32, min_context=0, max_cells=.9, sink=2, local=8, first=4,
+                      interval=4, obs=6),
+    "pats": dict(sink=24, window=16),
+    "lychee": dict(budget=64, buffer=16, full_layers=0, beta=1.),
+    "sonic": dict(k=6),
+    "dililazy": dict(budget=40),
+}
+# For real text
+TEXT_SETTINGS = {
+    "loopserve": dict(budget=24, alpha=.3, samples=32, min_context=0, max_cells=.9, sink=1, local=8, first=2,
+                      interval=4, obs=4),
+    "pats": dict(b_max=10, window=64),
+    "lychee": dict(budget=64),
+    "sonic": dict(k=2),
+    "dililazy": dict(budget=40),
+}
+OPTION = {"budget": "budget", "b_min": "pats-bmin", "b_max": "pats-bmax"}   # others: the method's name in front
 
 TEXT = """Read this, please:
 ```c
@@ -66,7 +88,7 @@ It was so. It was so. It was so. It was so. It was so.
 
 def missing():
     """What the check lacks, or None."""
-    for package in ("torch", "transformers", "accelerate", "safetensors", "numpy"):
+    for package in ("torch", "transformers", "safetensors", "numpy"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
     version = importlib.metadata.version("transformers")
@@ -74,29 +96,35 @@ def missing():
     return None if recent else f"transformers is {version}, 5.23 or later is needed"
 
 
-class Count:
-    """How much was compared."""
-    n = 0
-
-
-def expect(equal, what):
-    Count.n += 1
-    if not equal:
-        print(f"check.py: {what}", file=sys.stderr)
-        sys.exit(5)
-
-
 # ---- kvcomp
 
-def kvcomp(program, model, method, *args):
-    """Runs kvcomp with unrounded rows; its JSON object."""
-    budget = ["--budget", str(BUDGET[method])] if method in BUDGET else []
-    command = [program, "-m", str(model), "-d", "cpu", "-q", "-ctk", "f32", "-ctv", "f32", "--temp", "0", "--json",
-               "--method", method, *budget, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def options(method, settings):
+    """The program's options for the settings of a port."""
+    words = []
+    for name, value in settings.items():
+        words += [f"--{OPTION.get(name, method + '-' + name.replace('_', '-'))}", str(value)]
+    return words
+
+
+class Refused(Exception):
+    """kvcomp says why it does not run this."""
+
+
+def kvcomp(program, model, method, *args, stdin=None):
+    """Runs kvcomp with rows as the port has them; its JSON object."""
+    rows = "f16" if method == "pats" else "f32"
+    command = [program, "-m", model, "-d", "cpu", "-q", "-t", 1, "-ctk", rows, "-ctv", rows, "--temp", 0, "--json",
+               "--method", method, *args]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, input=stdin)
+    if done.returncode in (2, 3):
+        raise Refused(done.stderr.strip().splitlines()[-1])
     if done.returncode:
-        sys.exit(f"check.py: {' '.join(command)}: exit code {done.returncode}: {done.stderr.strip()}")
+        sys.exit(f"check.py: {' '.join(map(str, command))}: exit code {done.returncode}: {done.stderr.strip()}")
     return json.loads(done.stdout)
+
+
+def conversation(number):
+    return json.loads((ROOT / "data" / "dialogues.jsonl").read_text().splitlines()[number])["turns"]
 
 
 def rendered(turns):
@@ -108,213 +136,307 @@ def rendered(turns):
 
 
 def dialogues():
-    lines = (ROOT / "data" / "dialogues.jsonl").read_text().splitlines()
-    return [rendered(json.loads(lines[i])["turns"]) for i in DIALOGUES]
-
-
-def reply_of_kvcomp(program, model, method, text, folder):
-    prompt = folder / "prompt.txt"
-    prompt.write_text(text)
-    return kvcomp(program, model, method, "--raw", "--parse-special", "-f", prompt, "-n", REPLY)["text"]
+    return [rendered(conversation(number)) for number in DIALOGUES]
 
 
 # ---- the ports
 
-def port(method):
-    """The module of the port."""
-    return importlib.import_module(method)
+class Model:
+    """A folder that kvcomp and transformers read."""
+
+    def __init__(self, name, folder, settings, layers=None):
+        self.name, self.folder, self.settings = name, pathlib.Path(folder), settings
+        self.layers = layers        # of these there are traces; None: of all
+        self.room = None            # a folder for files of ours
+
+    def tokenizer(self):
+        from transformers import AutoTokenizer
+        return AutoTokenizer.from_pretrained(self.folder) if (self.folder / "tokenizer.json").exists() else None
+
+    def scores(self, config):
+        """A file of head scores: the model's own, or random ones."""
+        import torch
+        file = self.folder / "head_scores.json"
+        if file.exists():
+            return file
+        file = self.room / f"{self.name}-scores.json"
+        L, H = config.num_hidden_layers, config.num_attention_heads
+        drawn = torch.rand(L, H, generator=torch.Generator().manual_seed(1)).tolist()
+        heads = {f"{i}-{j}": [drawn[i][j]] for i in range(L) for j in range(H)}
+        file.write_text(json.dumps({"layers": L, "heads": H, "inf": heads}))
+        plain = self.room / f"{self.name}-plain-scores.json"    # the program reads a plain list of heads, too
+        plain.write_text(json.dumps({head: runs[0] for head, runs in heads.items()}))
+        return file
+
+    def adapter(self, config):
+        """A file of Nexus weights: the model's own, or random ones near the model's matrices."""
+        file = self.folder / "nexus.safetensors"
+        if not file.exists():
+            file = self.room / f"{self.name}-nexus.safetensors"
+            if not file.exists():
+                write_adapter(self, config, file)
+        return file
 
 
-def new_cache(method, config, tokenizer, model, rank=0, size=1):
-    import chunker
+def write_adapter(model, config, file, k_max=8, t_max=4):
+    """Nexus matrices near the model's, and random embeddings. Models with an odd number of letters get augmented
+    positions and an MLP of their own."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+    own = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).model
+    draw = torch.Generator().manual_seed(7)
+    odd = len(model.name) % 2 == 1
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj") + (("gate_proj", "up_proj", "down_proj") if odd else ())
+    tensors = {}
+    for name, p in own.named_parameters():
+        part = name.split(".")[-2]
+        if part in parts and not (part == "o_proj" and name.endswith("bias")):
+            tensors["nexus." + name] = p.data + p.data.std() * .3 * torch.randn(p.shape, generator=draw)
+    std, C = own.embed_tokens.weight.std().item(), config.hidden_size
+    for name, shape in ("base", (C,)), ("pos", (k_max, C)), ("turn", (t_max, C)):
+        tensors["nexus.embed." + name] = std * torch.randn(shape, generator=draw)
+    meta = dict(format="sonic-nexus", version="1", model_type=config.model_type, body="full_message",
+                attention_bias=str("nexus.layers.0.self_attn.q_proj.bias" in tensors).lower(),
+                position_mode="augmented" if odd else "original", mlp="dedicated" if odd else "shared",
+                hidden_size=C, num_hidden_layers=config.num_hidden_layers,
+                head_dim=getattr(config, "head_dim", C // config.num_attention_heads),
+                num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
+                intermediate_size=config.intermediate_size, k_max=k_max, k_default=4, t_max=t_max,
+                base_fingerprint="0")
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, file, metadata={key: str(value) for key, value in meta.items()})
+
+
+def more_options(method, model, config):
+    """What the program needs besides the settings."""
+    if method == "dililazy" and not (model.folder / "head_scores.json").exists():
+        model.scores(config)
+        return ["--dililazy-scores", model.room / f"{model.name}-plain-scores.json"]
+    if method == "sonic" and not (model.folder / "nexus.safetensors").exists():
+        return ["--sonic-weights", model.adapter(config), "--sonic-force"]
+    return []
+
+
+def new_cache(method, model, net, rank=0, size=1):
+    """The port's cache for a model of transformers."""
+    settings, config, module = model.settings[method], net.config, port(method)
     if method == "lychee":
-        return port(method).LycheeCache(config, chunker.token_texts(tokenizer), BUDGET[method])
-    scores = port(method).read_scores(model / "head_scores.json")
-    return port(method).DiliLazyCache(config, scores, BUDGET[method], tp_rank=rank, tp_size=size)
+        import chunker
+        tokenizer = model.tokenizer()
+        return module.LycheeCache(config, chunker.token_texts(tokenizer) if tokenizer else [], **settings)
+    if method == "dililazy":
+        scores = module.read_scores(model.scores(config))
+        return module.DiliLazyCache(config, scores, **settings, tp_rank=rank, tp_size=size)
+    if method == "sonic":
+        return module.SonicCache(net, model.adapter(config), **settings)
+    return (module.PatsCache if method == "pats" else module.LoopServeCache)(config, **settings)
 
 
 def with_port(method, model, **how):
     """The model in f32, with the port in it."""
     import torch
     from transformers import AutoModelForCausalLM
-    port(method)                    # registers the attention function
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=method, **how)
-    net.register_forward_pre_hook(port(method).hand_over, with_kwargs=True)
-    return net
+    attention = method if hasattr(port(method), method + "_attention") else "sdpa"
+    net = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32, attn_implementation=attention, **how)
+    if hasattr(port(method), "hand_over"):
+        net.register_forward_pre_hook(port(method).hand_over, with_kwargs=True)
+    return net.eval()
+
+
+def handed(net, cache):
+    """The cache under the name that this transformers has for it."""
+    import common
+    return {common.cache_keyword(net): cache}
+
+
+def answer(net, ids, cache):
+    """The tokens that generate() puts behind ids."""
+    import torch
+    out = net.generate(ids, attention_mask=torch.ones_like(ids), **handed(net, cache), max_new_tokens=REPLY,
+                       do_sample=False)
+    return out[0, ids.shape[1]:].tolist()
+
+
+def sonic_reply(net, tokenizer, cache, turns):
+    """What SONIC's port answers to the last of several turns; the replies before are given."""
+    import torch
+    given, closing, head = [], tokenizer("<|im_end|>\n").input_ids, tokenizer("<|im_start|>assistant\n").input_ids
+    begin = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    system = tokenizer(begin[:begin.index("<|im_start|>user")]).input_ids       # some templates bring one
+    for turn in turns:
+        ids = tokenizer(f"<|im_start|>user\n{turn['user']}<|im_end|>\n").input_ids + head
+        first = system if turn is turns[0] else []
+        ids = cache.begin_turn(first + ids, head=len(head), reply=given, system=len(first))
+        if turn is turns[-1]:
+            return answer(net, ids, cache)
+        fed = ids[0, cache.get_seq_length():].tolist()
+        reply = tokenizer(turn["reply"]).input_ids
+        with torch.no_grad():
+            net(torch.tensor([fed]), **handed(net, cache))
+        given = reply + closing
 
 
 def replies(method, model, rank=0, size=1):
     """What transformers with the port answers to the dialogues; in `size` processes, of which this is one."""
-    import torch
-    from transformers import AutoTokenizer, DistributedConfig
-    how = {"distributed_config": DistributedConfig(tp_size=size)} if size > 1 else {}
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    how = {}
+    if size > 1:
+        from transformers import DistributedConfig
+        how["distributed_config"] = DistributedConfig(tp_size=size)
+    tokenizer, out = model.tokenizer(), []
     net = with_port(method, model, **how)
-    out = []
-    for text in dialogues():
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        cache = new_cache(method, net.config, tokenizer, model, rank, size)
-        answer = net.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=REPLY,
-                              do_sample=False)
-        out.append(tokenizer.decode(answer[0, ids.shape[1]:], skip_special_tokens=True))
+    for number, text in zip(DIALOGUES, dialogues()):
+        cache = new_cache(method, model, net, rank, size)
+        if method == "sonic":
+            ids = sonic_reply(net, tokenizer, cache, conversation(number))
+        else:
+            ids = answer(net, tokenizer(text, return_tensors="pt").input_ids, cache)
+        out.append(tokenizer.decode(ids, skip_special_tokens=True))
     return out
 
 
-# ---- traces: the port gets kvcomp's q, k and v
-
-class Replay:
-    """Plays a trace into a port, pass by pass and layer by layer."""
-
-    def __init__(self, method, trace, config, tokenizer, model):
-        self.method, self.trace, self.config = method, trace, config
-        self.cache = new_cache(method, config, tokenizer, model)
-        self.attention = getattr(port(method), method + "_attention")
-        self.worst = 0              # largest difference of an output
-
-    def same(self, name, found):
-        """These whole numbers are those of the trace."""
-        wanted = self.trace[name].tolist()
-        expect(wanted == found, f"{name}: kvcomp has {wanted}, the port {found}")
-
-    def near(self, name, found, tolerance):
-        """These numbers are those of the trace -> the largest difference. Where one is infinite, both are."""
-        wanted = self.trace[name]
-        difference = (found - wanted).masked_fill(found == wanted, 0).abs().max().item()
-        expect(difference <= tolerance, f"{name} differs by {difference}")
-        return difference
-
-    def index(self, p, l):
-        """LycheeCluster's index as pass p left it, which the port has brought about in the pass behind it."""
-        index = self.cache.layers[l].index
-        self.same(f"pass{p:04}.lychee.chunk_ends", self.cache.chunks.start[1:])
-        for g in range(self.config.num_key_value_heads):
-            at = f"pass{p:04}.layer{l:02}.head{g:02}.lychee"
-            self.same(f"{at}.parents", index.label[g].tolist())
-            self.near(f"{at}.centres", index.mu[g], STEP)
-            self.near(f"{at}.radii", index.r[g], STEP / 4)
-
-    def lychee(self, at, layer, q, step):
-        """The tokens that each KV head reads; what it chose them by is as in the trace."""
-        G, N = self.config.num_key_value_heads, layer.get_seq_length()
-        if step < 0 or not getattr(layer, "index", None) or not layer.index.M_built:
-            return [list(range(N))] * G
-        q = q.unflatten(0, (G, -1))                                     # (G,R,D)
-        scores, rows = layer.index.scores(q, layer.beta), layer.rows_to_read(q, N)
-        for g in range(G):
-            self.near(f"{at}.head{g:02}.lychee.scores", scores[g], STEP / 4)
-            read = set(rows[g].tolist())
-            chunks = [j for j in range(layer.index.M) if self.cache.chunks.start[j] in read]
-            used = {int(layer.index.label[g, j]) for j in chunks}
-            wanted = set(self.trace[f"{at}.head{g:02}.lychee.clusters"].tolist())
-            expect(used == wanted, f"{at}: kvcomp reads clusters {wanted} of head {g}, the port {used}")
-        return [tokens.tolist() for tokens in rows]
-
-    def rows(self, at, l, q, step):
-        """The tokens that each query head of layer l reads, and those that each KV head holds."""
-        layer, R = self.cache.layers[l], self.config.num_attention_heads // self.config.num_key_value_heads
-        if self.method == "lychee":
-            lists = self.lychee(at, layer, q, step)
-            return [tokens for tokens in lists for _ in range(R)], [list(range(layer.get_seq_length()))] * len(lists)
-        if step < 0:
-            self.same(f"{at}.dililazy.budgets", layer.capacity)
-        read = [layer.token[h // R][rows].tolist() for h, rows in enumerate(layer.view)]
-        return read, [tokens.tolist() for tokens in layer.token]
-
-    def layer(self, p, l, step):
-        """Layer l of pass p, which is decode step `step`, or a prefill (-1)."""
-        import torch
-        at = f"pass{p:04}.layer{l:02}"
-        q, k, v = (self.trace[f"{at}.{name}"].transpose(0, 1)[None] for name in ("q", "k", "v"))
-        module = types.SimpleNamespace(layer_idx=l, num_key_value_groups=q.shape[1] // k.shape[1], is_causal=True)
-        key, value = self.cache.update(k, v, l)
-        N, T = self.cache.get_seq_length(l), q.shape[2]
-        mask = torch.ones(T, N, dtype=torch.bool).tril(N - T)[None, None]
-        found = self.attention(module, q, key, value, mask, q.shape[3] ** -.5, **{self.method: self.cache})[0]
-        self.worst = max(self.worst, self.near(f"{at}.out", found[0], TOLERANCE))
-
-        if f"pass{p - 1:04}.layer{l:02}.head00.lychee.parents" in self.trace:
-            self.index(p - 1, l)
-        read, held = self.rows(at, l, q[0, :, 0], step)
-        for h, tokens in enumerate(read):
-            name = f"{at}.qhead{h:02}.{'read' if step >= 0 else self.method + '.chosen'}"
-            if step >= 0 or self.method == "dililazy":
-                self.same(name, tokens)
-        for g, tokens in enumerate(held):
-            self.same(f"{at}.head{g:02}.kept", tokens)
-
-    def run(self):
-        passes = sorted(name for name in self.trace if name.endswith(".tokens"))
-        for p, name in enumerate(passes):
-            if self.method == "lychee":
-                self.cache.read(self.trace[name][None])
-            for l in range(self.config.num_hidden_layers):
-                self.layer(p, l, self.trace[f"pass{p:04}.step"].item())
+def replies_of_kvcomp(program, model, method, config, *words, by_messages=False):
+    """The same of the program. SONIC sees turns: its dialogues are messages."""
+    out, prompt = [], model.room / "prompt.txt"
+    for number, text in zip(DIALOGUES, dialogues()):
+        prompt.write_text(text)
+        how, request = ["--raw", "--parse-special", "-f", prompt, "-n", REPLY], None
+        if by_messages:
+            messages = [{"role": role, "content": turn[key]} for turn in conversation(number)
+                        for role, key in (("user", "user"), ("assistant", "reply"))][:-1]
+            how, request = ["--batch", "-"], json.dumps({"messages": messages, "max_tokens": REPLY}) + "\n"
+        out.append(kvcomp(program, model.folder, method, *how, *words, stdin=request)["text"])
+    return out
 
 
-def check_trace(program, model, method, folder):
-    """Two turns, teacher forced. The first one is short, so that its answer is where the index is built; the second
-    has code, lists and other scripts."""
-    from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def expect_replies(program, method, model, config, found):
+    """Those of the port are kvcomp's, and not those of full attention: but for PATS, which changes none of them. Its
+    logits must differ, as every method's must."""
+    by_messages = method == "sonic"
+    words = [*options(method, model.settings[method]), *more_options(method, model, config)]
+    wanted = replies_of_kvcomp(program, model, method, config, *words, by_messages=by_messages)
+    for one, reply in zip(wanted, found):
+        expect(reply == one, f"kvcomp answers {one!r}, the port {reply!r}")
+    full = replies_of_kvcomp(program, model, "full", config, by_messages=by_messages)
+    if method != "pats":
+        expect(full != found, f"full attention answers the same: this shows nothing: {full}")
+
+
+def write_ids(file, turns):
+    """turns: a list of (ids of the prompt, ids of the answer)."""
+    file.write_text("".join(f"{' '.join(map(str, fed))} | {' '.join(map(str, said))}\n" for fed, said in turns))
+
+
+def trace_turns(model, config):
+    """Two turns. With a tokenizer the second one has code, lists and other scripts."""
+    import torch
+    tokenizer = model.tokenizer()
+    if not tokenizer:
+        draw = torch.Generator().manual_seed(1)
+        lengths = (220, 40, 150, 30)
+        ids = [torch.randint(3, config.vocab_size, (n,), generator=draw).tolist() for n in lengths]
+        return [(ids[0], ids[1]), (ids[2], ids[3])]
     first = tokenizer(dialogues()[0]).input_ids
-    second = tokenizer(3 * TEXT + dialogues()[1]).input_ids
-    turns = [(first[:150], first[150:250]), (first[250:] + second, second[:40])]
-    ids, trace = folder / "ids.txt", folder / "trace.safetensors"
-    ids.write_text("".join(f"{' '.join(map(str, fed))} | {' '.join(map(str, answer))}\n" for fed, answer in turns))
-    kvcomp(program, model, method, "--ids", ids, "--dump-logits", folder / "logits.bin", "--trace", trace)
-    replay = Replay(method, load_file(trace), AutoConfig.from_pretrained(model), tokenizer, model)
-    replay.run()
-    tokens = replay.cache.get_seq_length()
-    print(f"{method}: trace of {tokens} tokens: decisions equal, outputs within {replay.worst:.1e}")
+    second = tokenizer((3 if model.layers is None else 1) * TEXT + dialogues()[1]).input_ids
+    if model.layers is not None:
+        return [(first[:300], first[300:330]), (second[:200], second[200:220])]
+    return [(first[:150], first[150:250]), (first[250:] + second, second[:40])]
 
 
-# ---- replies
+def check_trace(program, method, model, net):
+    from safetensors.torch import load_file
+    ids, trace = model.room / "ids.txt", model.room / "trace.safetensors"
+    write_ids(ids, trace_turns(model, net.config))
+    layers = ["--trace-layers", ",".join(map(str, model.layers))] if model.layers else []
+    kvcomp(program, model.folder, method, "--ids", ids, "--dump-logits", model.room / "logits.bin", "--trace", trace,
+           *layers, *options(method, model.settings[method]), *more_options(method, model, net.config))
+    player = SonicReplay if method == "sonic" else Replay
+    player(method, load_file(trace), new_cache(method, model, net), net.config).run()
+    trace.unlink()
 
-def check_replies(program, model, method, folder):
-    """The port's replies and kvcomp's are the same -> those."""
-    found = replies(method, model)
-    for text, reply in zip(dialogues(), found):
-        wanted = reply_of_kvcomp(program, model, method, text, folder)
-        expect(reply == wanted, f"{method}: kvcomp answers {wanted!r}, the port {reply!r}")
-    full = [reply_of_kvcomp(program, model, "full", text, folder) for text in dialogues()]
-    expect(full != found, f"{method}: full attention answers the same: this shows nothing")
-    print(f"{method}: {len(found)} replies are kvcomp's")
+
+# ---- logits and replies
+
+def forced_logits(method, model, net, turns):
+    """The logits behind every pass of the turns (passes,V)."""
+    import torch
+    cache, found, reply = new_cache(method, model, net), [], []
+    with torch.no_grad():
+        for number, (fed, said) in enumerate(turns):
+            if method == "sonic":
+                cache.begin_turn(fed, reply=reply)
+                fed, reply = fed, said
+            elif number and method == "loopserve":
+                cache.new_turn()
+                fed = turns[number - 1][1] + fed
+            found.append(net(torch.tensor([fed]), **handed(net, cache)).logits[0, -1])
+            for token in said:
+                found.append(net(torch.tensor([[token]]), **handed(net, cache)).logits[0, -1])
+            if method == "sonic":
+                cache.ids += said
+    return torch.stack(found)
 
 
-def check_families(program, method, folder):
-    """The logits of tiny random models of other families, which have no tokenizer, over two turns of random ids.
-    LycheeCluster scores by the paper's upper bound here."""
+def check_logits(program, method, model, net, turns):
     import numpy as np
     import torch
-    worst = 0
-    for name in FAMILIES:
-        model = ROOT / "data" / "golden" / name
-        net = with_port(method, model)
-        L, H, V = net.config.num_hidden_layers, net.config.num_attention_heads, net.config.vocab_size
-        draw = torch.Generator().manual_seed(1)
-        turns = [torch.randint(3, V, (n,), generator=draw).tolist() for n in (120, 60, 20, 30)]
-        scores = torch.rand(L, H, generator=draw).tolist()
-        ids, file, logits = folder / "ids.txt", folder / "scores.json", folder / "logits.bin"
-        text = [" ".join(map(str, turn)) for turn in turns]
-        ids.write_text(f"{text[0]} | {text[1]}\n{text[2]} | {text[3]}\n")
-        file.write_text(json.dumps({f"{i}-{j}": scores[i][j] for i in range(L) for j in range(H)}))
-        if method == "lychee":
-            cache = port(method).LycheeCache(net.config, [], BUDGET[method], buffer=16, full_layers=0, beta=1)
-            options = ["--lychee-full-layers", 0, "--lychee-buffer", 16, "--lychee-beta", 1]
-        else:
-            cache = port(method).DiliLazyCache(net.config, scores, BUDGET[method])
-            options = ["--dililazy-scores", file]
-        kvcomp(program, model, method, "--ids", ids, "--dump-logits", logits, *options)
-        wanted = torch.from_numpy(np.fromfile(logits, dtype="<f4").reshape(-1, V))
-        passes = [turns[0], *[[i] for i in turns[1]], turns[2], *[[i] for i in turns[3]]]
-        with torch.no_grad():
-            found = [net(torch.tensor([fed]), past_key_values=cache).logits[0, -1] for fed in passes]
-        difference = ((torch.stack(found) - wanted).abs().max() / wanted.abs().max()).item()
-        expect(difference <= TOLERANCE, f"{method}: logits of {name} differ by {difference} of the largest")
-        worst = max(worst, difference)
-    print(f"{method}: logits of {len(FAMILIES)} models of other families within {worst:.1e} of the largest")
+    ids, logits = model.room / "ids.txt", model.room / "logits.bin"
+    write_ids(ids, turns)
 
+    def of_kvcomp(method, *words):
+        kvcomp(program, model.folder, method, "--ids", ids, "--dump-logits", logits, *words)
+        return torch.from_numpy(np.fromfile(logits, dtype="<f4").reshape(-1, net.config.vocab_size))
+
+    wanted = of_kvcomp(method, *options(method, model.settings[method]), *more_options(method, model, net.config))
+    tolerance = LOGITS.get(method, TOLERANCE)
+    near("logits", forced_logits(method, model, net, turns), wanted, tolerance)
+    if model.name not in GOLDEN:
+        differs = apart(of_kvcomp("full"), wanted) > 4 * tolerance
+        expect(differs, "full attention has the same logits: this shows nothing")
+
+
+# ---- what a port must refuse
+
+def check_refusals(method, model, net):
+    """Each of these would be answered by another method than kvcomp's."""
+    import torch
+    ids, ones = torch.arange(3, 83)[None], torch.ones(1, 80, dtype=torch.long)
+    masked = torch.cat([0 * ones[:, :50], ones[:, :30]], 1)
+
+    def refused(what, word, **given):
+        try:
+            with torch.no_grad():
+                given.pop("by", net)(**given)
+        except ValueError as error:
+            expect(word in str(error), f"{what}: the error is {error}")
+        else:
+            expect(False, f"{what} is taken")
+
+    def cache():
+        made = new_cache(method, model, net)
+        if method == "sonic":
+            made.begin_turn(ids[0].tolist())
+        return made
+
+    two = ids.repeat(2, 1)
+    refused("a batch", "a batch of 2", input_ids=two, **handed(net, cache()))
+    refused("prefill_chunk_size", "prefill_chunk_size", by=net.generate, input_ids=ids, attention_mask=ones,
+            **handed(net, cache()), max_new_tokens=2, do_sample=False, prefill_chunk_size=32)
+    if method == "pats":                                # a cache alone: transformers itself honours these
+        with torch.no_grad():
+            by_ids = net(ids, **handed(net, cache())).logits
+            by_embeds = net(inputs_embeds=net.get_input_embeddings()(ids), **handed(net, cache())).logits
+            alone = net(ids[:, 50:], **handed(net, cache())).logits
+            beside = net(ids, attention_mask=masked, **handed(net, cache())).logits[:, 50:]
+        near("inputs_embeds", by_embeds, by_ids)
+        near("attention_mask", beside, alone, LOGITS[method])   # but for rounding, only differences of positions matter
+        return
+    refused("attention_mask", "50 masked tokens", input_ids=ids, attention_mask=masked, **handed(net, cache()))
+    refused("no cache", "found no cache", input_ids=ids, use_cache=False)
+    refused("inputs_embeds", "give input_ids", inputs_embeds=net.get_input_embeddings()(ids), **handed(net, cache()))
+
+
+# ---- several processes
 
 def with_even_heads(model, processes, folder):
     """A copy of the model whose KV heads so many processes share evenly. The heads added have zero matrices, so that
@@ -351,9 +473,10 @@ def with_even_heads(model, processes, folder):
     return copy
 
 
-def worker(model, methods, out):
+def worker(folder, methods, out):
     """One process of torchrun: answers with its share of the heads; the first one writes the replies."""
     import torch.distributed
+    model = Model("kvcomp-tiny", folder, TEXT_SETTINGS)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found = {method: replies(method, model, rank, size) for method in methods}
     if rank == 0:
@@ -361,34 +484,102 @@ def worker(model, methods, out):
     torch.distributed.destroy_process_group()
 
 
-def check_processes(program, model, methods, processes, folder):
+def check_processes(program, methods, processes, room):
     """The replies of several processes are those of kvcomp, which is one."""
-    even, out = with_even_heads(model, processes, folder), folder / "replies.json"
+    from transformers import AutoConfig
+    shipped = ROOT / "models" / "kvcomp-tiny"
+    even, out = with_even_heads(shipped, processes, room), room / "replies.json"
+    model = Model("kvcomp-tiny", even, TEXT_SETTINGS)
+    model.room = room
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-               __file__, "--worker", str(out), "--model", str(even), *methods]
+               __file__, "--worker", str(out), "--folder", str(even), *methods]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{done.stderr}\ncheck.py: {' '.join(command)}: exit code {done.returncode}")
     for method, found in json.loads(out.read_text()).items():
-        for text, reply in zip(dialogues(), found):
-            wanted = reply_of_kvcomp(program, even, method, text, folder)
-            expect(reply == wanted, f"{method} in {processes} processes: kvcomp answers {wanted!r}, they {reply!r}")
-        print(f"{method}: {len(found)} replies of {processes} processes are kvcomp's")
+        begin(method, f"{processes} processes")
+        expect_replies(program, method, model, AutoConfig.from_pretrained(even), found)
+
+
+# ---- the models
+
+def random_models(room):
+    """Three layers of each family, with uneven attention: what a trained model has."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    sizes = dict(vocab_size=160, hidden_size=96, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6,
+                 num_key_value_heads=3, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=False,
+                 bos_token_id=1, eos_token_id=2)
+    kinds = {"llama": LlamaConfig(**sizes), "mistral": MistralConfig(**sizes, sliding_window=None),
+             "qwen2": Qwen2Config(**sizes), "qwen3": Qwen3Config(**sizes)}
+    models = []
+    for number, (name, config) in enumerate(kinds.items()):
+        draw = torch.Generator().manual_seed(number)
+        net = AutoModelForCausalLM.from_config(config)
+        for part, p in net.named_parameters():
+            if p.dim() == 1:
+                p.data.uniform_(.4, 1.6, generator=draw)
+            else:
+                gain = 1.5 if "q_proj" in part or "k_proj" in part else 1
+                p.data.normal_(0, .7 if "embed" in part else gain / p.shape[1] ** .5, generator=draw)
+        net.to(torch.bfloat16).save_pretrained(room / name)
+        models.append(Model(name, room / name, SHORT))
+    return models
+
+
+def check_model(program, method, model):
+    """Everything that can be compared on one model."""
+    begin(method, model.name)
+    net = with_port(method, model)
+    golden = model.name in GOLDEN
+    turns = trace_turns(model, net.config)
+    if golden:                                          # they have 256 positions
+        turns = [(turns[0][0][:120], turns[0][1] + turns[0][1][:20]), (turns[1][0][:20], turns[1][1])]
+    elif model.tokenizer() and model.layers is None:
+        turns = [(turns[0][0], turns[0][1][:60]), (turns[1][0][:600], turns[1][1])]
+    try:
+        if not golden:
+            check_trace(program, method, model, net)
+        check_logits(program, method, model, net, turns)
+    except Refused as why:
+        leave_out(f"{method} on {model.name}: {why}")
+        return
+    if model.tokenizer():
+        expect_replies(program, method, model, net.config, replies(method, model))
+    elif not golden:
+        check_refusals(method, model, net)
+
+
+def print_table(methods):
+    """Port by model: how many comparisons were equal."""
+    columns = list(dict.fromkeys(column for _, column in Table.count))
+    shown = {column: "golden" if column in GOLDEN else column for column in columns}
+    names = list(dict.fromkeys(shown.values()))
+    print("\n| port | " + " | ".join(names) + " | differ |\n|---|" + "---:|" * (len(names) + 1))
+    for method in methods:
+        counts = [sum(n for (m, c), n in Table.count.items() if m == method and shown[c] == name) for name in names]
+        print(f"| {method} | " + " | ".join(f"{n:,}" for n in counts) + " | 0 |")
+    worst = {kind: max([value for (method, _), value in Table.worst.items() if (method in LOGITS) == kind], default=0)
+             for kind in (False, True)}
+    print(f"\n{sum(Table.count.values()):,} comparisons, all equal; outputs and logits within {worst[False]:.1e} of "
+          f"the largest (pats {worst[True]:.1e}); {len(Table.left_out)} left out")
 
 
 def main():
     parser = argparse.ArgumentParser(description="Holds the ports beside this file against kvcomp.")
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help="lychee, dililazy; both unless given")
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"{', '.join(METHODS)}; all unless given")
     parser.add_argument("--program", default=str(ROOT / "kvcomp"))
-    parser.add_argument("--model", type=pathlib.Path, default=ROOT / "models" / "kvcomp-tiny")
+    parser.add_argument("--model", action="append", help="only this: llama, golden, kvcomp-tiny, processes, ..")
+    parser.add_argument("--smollm2", type=pathlib.Path, default=ROOT / "models" / "smollm2-135m")
     parser.add_argument("--processes", type=int, default=2, help="of torchrun; 0: leave it out")
     parser.add_argument("--can-run", action="store_true", help="only say whether the packages are there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     a = parser.parse_args()
-    methods = a.methods or list(BUDGET)
+    methods = a.methods or METHODS
     for method in methods:
-        if method not in BUDGET:
-            parser.error(f"there is no port of {method}, only of {' and '.join(BUDGET)}")
+        if method not in METHODS:
+            parser.error(f"there is no port of {method}, only of {', '.join(METHODS)}")
     if missing():
         print(f"check.py: {missing()}", file=sys.stderr)
         sys.exit(3)
@@ -403,17 +594,29 @@ def main():
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if a.worker:
-        worker(a.model, methods, a.worker)
+        worker(a.folder, methods, a.worker)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        folder = pathlib.Path(folder)
-        for method in methods:
-            check_trace(a.program, a.model, method, folder)
-            check_replies(a.program, a.model, method, folder)
-            check_families(a.program, method, folder)
-        if a.processes:
-            check_processes(a.program, a.model, methods, a.processes, folder)
-    print(f"{Count.n} comparisons, all equal")
+    with tempfile.TemporaryDirectory() as room:
+        room = pathlib.Path(room)
+        models = random_models(room)
+        models += [Model(name, ROOT / "data" / "golden" / name, SHORT) for name in GOLDEN]
+        models.append(Model("kvcomp-tiny", ROOT / "models" / "kvcomp-tiny", TEXT_SETTINGS))
+        if (a.smollm2 / "config.json").exists():
+            models.append(Model("smollm2-135m", a.smollm2, TEXT_SETTINGS, layers=[0, 2, 15, 29]))
+        else:
+            leave_out(f"SmolLM2-135M, for all methods: {a.smollm2} is not there")
+        for model in models:
+            model.room = room
+            kind = "golden" if model.name in GOLDEN else model.name
+            for method in methods if not a.model or kind in a.model or model.name in a.model else []:
+                check_model(a.program, method, model)
+                print(f"{method} on {model.name}: {Table.count[method, model.name]:,} equal", flush=True)
+        shared = [method for method in methods if method != "sonic"]        # which refuses to share heads
+        if a.processes and importlib.util.find_spec("accelerate") is None:
+            leave_out(f"{a.processes} processes, for all methods: accelerate is not installed")
+        elif a.processes and shared and (not a.model or "processes" in a.model):
+            check_processes(a.program, shared, a.processes, room)
+        print_table(methods)
 
 
 if __name__ == "__main__":

@@ -25,15 +25,16 @@ differ from head to head. Under tensor parallelism H and G count this process's 
 whole model, and each process takes its part of them. A layer's tensors lie where its keys lie, so layers may lie on
 several devices.
 
-LEFT OUT: one capacity for a whole KV head, the authors' arithmetic, batches, sliding windows, and taking tokens back.
-A pass of one token is a decode step, any other is a turn's prefill and ends with rows dropped.
+LEFT OUT: one capacity for a whole KV head, the authors' arithmetic, sliding windows, and what common.py leaves out. A
+pass of one token is a decode step, any other is a turn's prefill and ends with rows dropped.
 """
 import json
 import math
 
+import common
 import torch
 from torch.nn.functional import max_pool1d, scaled_dot_product_attention
-from transformers import AttentionInterface, Cache
+from transformers import AttentionInterface
 from transformers.cache_utils import CacheLayerMixin
 
 
@@ -89,8 +90,6 @@ class DiliLazyLayer(CacheLayerMixin):
     def update(self, key_states, value_states, *args, **kwargs):
         """Appends the rows (1,G,T,D) of a pass to every head. What it returns nobody reads: the rows of heads that
         differ in length are no tensor, so the attention function takes them from the layer."""
-        if key_states.shape[0] != 1:
-            raise ValueError(f"dililazy plays one dialogue at a time, found a batch of {key_states.shape[0]}")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         T = key_states.shape[2]
@@ -162,9 +161,10 @@ class DiliLazyLayer(CacheLayerMixin):
         return torch.stack(out)
 
 
-class DiliLazyCache(Cache):
+class DiliLazyCache(common.TurnCache):
     """The cache of one dialogue. scores (L,H) are those of the whole model; under tensor parallelism this process
     holds the heads of rank tp_rank of tp_size."""
+    name = "dililazy"
 
     def __init__(self, config, scores, budget=128, window=16, kernel=7, tp_rank=0, tp_size=1):
         if budget <= window:
@@ -176,24 +176,15 @@ class DiliLazyCache(Cache):
         C = capacities(scores, budget - window)
         super().__init__(layers=[DiliLazyLayer(C_i[mine], budget, window, kernel) for C_i in C])
 
-    def crop(self, tokens_to_remove):
-        raise NotImplementedError("dililazy takes no token back: the rows dropped for it are gone")
-
-    def reset(self):
-        raise NotImplementedError("a cache is one dialogue: make a new one")
-
 
 def hand_over(model, args, kwargs):
     """Forward pre-hook of the model: the attention function gets the cache."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, DiliLazyCache):
-        kwargs["dililazy"] = cache
-    return args, kwargs
+    return common.hand_over(DiliLazyCache, model, args, kwargs)[:2]
 
 
-def dililazy_attention(module, query, key, value, attention_mask, scaling, dililazy, **kwargs):
+def dililazy_attention(module, query, key, value, attention_mask, scaling, dililazy=None, **kwargs):
     """query (1,H,T,D) -> (1,T,H,D). key and value hold the rows of this pass only: the layer holds all others."""
-    layer = dililazy.layers[module.layer_idx]
+    layer = common.layer_of(dililazy, module, "dililazy")
     q = query[0].unflatten(0, (key.shape[1], -1))                       # (G,R,T,D)
     out = layer.decode(q, scaling) if query.shape[2] == 1 else layer.prefill(q, scaling)
     return out.transpose(0, 1)[None], None

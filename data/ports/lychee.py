@@ -23,11 +23,12 @@ Under tensor parallelism H and G count this process's heads: no group of heads l
 exchanged. A layer's tensors lie where its keys lie, so layers may lie on several devices.
 
 LEFT OUT: the coarse level (a flat scan reads what exact pruning reads), other ways to move a centre or to share a
-list, sliding windows, batches, and taking tokens back. A pass of one token is a decode step, any other is a prefill.
+list, sliding windows, and what common.py leaves out. A pass of one token is a decode step, any other is a prefill.
 """
+import common
 import torch
 from chunker import Chunks
-from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -144,8 +145,6 @@ class LycheeLayer(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         """Before the rows of this pass are appended, the index takes in the chunks of the passes before: a step reads
         the index that the previous pass left (D43). There is none while every row is read anyway (D41)."""
-        if key_states.shape[0] != 1:
-            raise ValueError(f"lychee plays one dialogue at a time, found a batch of {key_states.shape[0]}")
         dense = self.get_seq_length() <= self.budget + self.chunks.buffer
         if len(self.chunks.start) - 1 > self.index.M and not dense:
             self.index.follow(self.keys[0], self.chunks.start)
@@ -162,9 +161,10 @@ class LycheeLayer(DynamicLayer):
         return [row.nonzero()[:, 0] for row in active]
 
 
-class LycheeCache(Cache):
+class LycheeCache(common.TurnCache):
     """The cache of one dialogue. texts: chunker.token_texts(). The last `buffer` to buffer + 16 rows are recent ones;
     the first `full_layers` layers read every row (D50)."""
+    name = "lychee"
 
     def __init__(self, config, texts, budget=1024, sink=16, buffer=128, full_layers=2, beta=0.0):
         if budget < sink:
@@ -180,26 +180,18 @@ class LycheeCache(Cache):
         self.chunks.cut()
         self.chunks.ids += ids[0].tolist()
 
-    def crop(self, tokens_to_remove):
-        raise NotImplementedError("lychee takes no token back: the index would have to forget its chunk")
-
-    def reset(self):
-        raise NotImplementedError("a cache is one dialogue: make a new one")
-
 
 def hand_over(model, args, kwargs):
     """Forward pre-hook of the model: the cache gets the ids of the pass, and the attention function the cache."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, LycheeCache):
-        cache.read(args[0] if args else kwargs["input_ids"])
-        kwargs["lychee"] = cache
+    args, kwargs, ids = common.hand_over(LycheeCache, model, args, kwargs)
+    kwargs["lychee"].read(ids)
     return args, kwargs
 
 
 def lychee_attention(module, query, key, value, attention_mask, scaling, lychee=None, **kwargs):
     """query (1,H,T,D), key and value (1,G,N,D) -> (1,T,H,D). A prefill, and a layer without an index, reads every
     row; a decode step reads what each KV head's index retrieves."""
-    layer = lychee.layers[module.layer_idx] if lychee else None
+    layer = common.layer_of(lychee, module, "lychee")
     if query.shape[2] > 1 or not isinstance(layer, LycheeLayer) or not layer.index.M_built:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     q = query[0, :, 0].unflatten(0, (key.shape[1], -1))                 # (G,R,D)

@@ -7,7 +7,7 @@ Decode. Every `interval` tokens a KV head chooses the B rows, of those held when
 largest sum of attention over the last `obs` queries and over its query heads. It reads these and every row of
 the answer.
 """
-from trace import Rows, arguments, attention
+from trace import Rows, arguments, attention, causal
 import numpy as np
 
 MASK = (1 << 64) - 1
@@ -38,10 +38,13 @@ def sample_rows(T, want, seed, turn, layer):
     return rows[:-1] + [T - 1]
 
 
-def choose_lines(A, rows, n, p0, alpha, sink, local):
-    """A (m,n): rows `rows` of the attention matrix of n rows, of which those from p0 on are queries."""
+def choose_lines(A, rows, n, p0, alpha, sink, local, max_cells):
+    """A (m,n): rows `rows` of the attention matrix of n rows, of which those from p0 on are queries. -> verticals,
+    slashes, the share of the samples' attention they hold, their share of the cells; or no lines where they would
+    cover more than max_cells of these."""
     length = n - np.maximum(np.arange(n), p0)           # cells of a line, of either kind
     V, S = set(range(min(sink, n))), set(range(min(local, n)))
+    cells = (n * (n + 1) - p0 * (p0 + 1)) / 2
     while True:
         gain, held, total = np.zeros(2 * n), 0.0, 0.0
         for i, r in enumerate(rows):
@@ -52,8 +55,11 @@ def choose_lines(A, rows, n, p0, alpha, sink, local):
                 else:
                     gain[c] += A[i, c]                  # what the vertical c would add
                     gain[n + r - c] += A[i, c]          # what the slash r - c would add
+        share = sum(length[x] for lines in (V, S) for x in lines) / cells
+        if share > max_cells and len(V) + len(S) > min(sink, n) + min(local, n):
+            return None, None, 1, 1
         if held >= alpha * total:
-            return sorted(V), sorted(S), held / total
+            return sorted(V), sorted(S), held / total, share
         best = int(np.argmax(gain / np.concatenate([length, length])))
         (V if best < n else S).add(best % n)
 
@@ -65,58 +71,62 @@ def lines_output(q, k, v, p0, V, S):
     return attention(q, k, see) @ v
 
 
-def main():
+def main(t, check):
     """Plays every layer of the trace, pass by pass."""
-    t, check = arguments("loopserve")
-    names = ("alpha", "sink", "local", "samples", "seed", "first", "interval", "obs")
+    names = ("alpha", "sink", "local", "samples", "seed", "first", "interval", "obs", "max-cells")
     opt = {name: t.option("loopserve-" + name) for name in names}
-    B, obs, turn = int(t.meta["budget"]), int(opt["obs"]), 0
-    sink, local = int(opt["sink"]), int(opt["local"])
+    rule = opt["alpha"], int(opt["sink"]), int(opt["local"]), opt["max-cells"]
+    B, obs, m = int(t.meta["budget"]), int(opt["obs"]), int(opt["samples"])
+    check.turns(again=True)
     for l in t.layers:
         rows, queries, chosen, turn = Rows(t, l), {}, None, 0
         for p, base, step, T in t.passes():
             rows.add(p, base)
-            n, q = base + T, t.of(p, l, "q").astype(float)
+            n, q, at = base + T, t.of(p, l, "q").astype(float), "pass%04d.layer%02d." % (p, l)
             queries.update({base + i: q[i] for i in range(T)})
-            if step < 0:                                # a prefill
-                sampled = None
-                if T // 4 >= opt["samples"]:
-                    sampled = sample_rows(T, int(opt["samples"]), int(opt["seed"]), turn, l)
-                    at = [base + r for r in sampled]
-                    check.same("pass %d: sampled tokens" % p, at, t.of(p, l, "loopserve.sampled"))
+            out, dense, held, cells = np.zeros(q.shape), [1] * t.H, [1.] * t.H, [1.] * t.H
+            if step < 0:                                # a prefill; a short one is computed in full
+                sampled = sample_rows(T, m, int(opt["seed"]), turn, l) if T // 4 >= m else None
                 turn, prompt_end, first, chosen = turn + 1, n, n - min(T, obs), None
                 for h in range(t.H):
                     k, v = rows.k[:, h // t.R], rows.v[:, h // t.R]
-                    V, S = [], list(range(n))           # a short pass is computed in full
-                    where = "pass %d, head %d: " % (p, h)
-                    theirs = "qhead%02d.loopserve." % h
-                    if sampled is not None and not t.of(p, l, "loopserve.dense")[h]:
-                        A = attention(q[sampled, h], k, np.arange(n)[None] <= np.array(at)[:, None])
-                        V, S, held = choose_lines(A, at, n, base, opt["alpha"], sink, local)
-                        check.same(where + "verticals", V, t.of(p, l, theirs + "verticals"))
-                        check.same(where + "slashes", S, t.of(p, l, theirs + "slashes"))
-                        check.near(where + "recovered", held, t.of(p, l, "loopserve.recovered")[h])
-                    out = lines_output(q[:, h], k, v, base, V, S)
-                    check.near(where + "out", out, t.of(p, l, "out")[:, h])
+                    V, S = [], None
+                    if sampled:
+                        where = [base + r for r in sampled]
+                        A = attention(q[sampled, h], k, causal(0, n)[where])
+                        V, S, held[h], cells[h] = choose_lines(A, where, n, base, *rule)
+                        dense[h] = int(S is None)
+                        check.same(at + "qhead%02d.loopserve.verticals" % h, V or [])
+                        check.same(at + "qhead%02d.loopserve.slashes" % h, S or [])
+                    out[:, h] = lines_output(q[:, h], k, v, base, V or [], list(range(n)) if S is None else S)
+                if sampled:
+                    check.same(at + "loopserve.sampled", where)
+                    check.same(at + "loopserve.dense", dense)
+                    check.near(at + "loopserve.recovered", held)
+                    check.near(at + "loopserve.cells", cells, 1e-6)
+                check.near(at + "out", out)
+                check.rows(p, l, None, [range(n)] * t.G)
                 continue
             since = step + 1 - opt["first"]             # a decode step
             if since >= 0 and since % opt["interval"] == 0 and prompt_end > B:
-                window = range(max(base - obs + 1, first), base + 1)
-                chosen = []
+                window, chosen = range(max(base - obs + 1, first), base + 1), []
                 for g in range(t.G):
                     score = np.zeros(n)
                     for i in window:
-                        see = np.arange(n)[None] <= i
                         for h in range(g * t.R, (g + 1) * t.R):
-                            score += attention(queries[i][h:h + 1], rows.k[:, g], see)[0]
+                            score += attention(queries[i][h:h + 1], rows.k[:, g], np.arange(n)[None] <= i)[0]
                     score = score[:prompt_end] / len(window)
-                    theirs = t.of(p, l, "head%02d.loopserve.scores" % g)
-                    check.near("pass %d, head %d: scores" % (p, g), score, theirs)
+                    check.near(at + "head%02d.loopserve.scores" % g, score)
                     chosen.append(sorted(np.argsort(-score, kind="stable")[:B]))
+            read = []
             for h in range(t.H):
-                read = list(range(n)) if chosen is None else [*chosen[h // t.R], *range(prompt_end, n)]
-                check.same("pass %d, head %d: rows read" % (p, h), read, t.of(p, l, "qhead%02d.read" % h))
+                read.append(list(range(n)) if chosen is None else [*chosen[h // t.R], *range(prompt_end, n)])
+                k, v = rows.k[read[h], h // t.R], rows.v[read[h], h // t.R]
+                out[:, h] = attention(q[:, h], k, np.ones((1, len(k)), bool)) @ v
+            check.near(at + "out", out)
+            check.rows(p, l, read, [range(n)] * t.G)
     check.done()
 
 
-main()
+if __name__ == "__main__":
+    main(*arguments("loopserve"))

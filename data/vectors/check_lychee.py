@@ -7,7 +7,7 @@ ball and the new key.
 Read. A cluster's score is the largest cosine of the group's query heads with its centre, which has length 1. Chunks of
 the best clusters are read until one does not fit into the budget; besides, the first rows and the recent ones.
 """
-from trace import Rows, arguments, attention
+from trace import Rows, arguments, attention, causal
 import numpy as np
 
 
@@ -55,45 +55,47 @@ def graft(tree, v):
 
 
 def read_chunks(score, parent, ends, sink, room):
-    """The chunks of the best clusters, as long as they fit."""
+    """The chunks of the best clusters, as long as they fit, and the clusters they are of."""
     size = np.diff(np.concatenate([[sink], ends]))
-    taken, tokens = [], 0
+    taken, clusters, tokens = [], [], 0
     for c in np.argsort(-score, kind="stable"):
         for j in [j for j, p in enumerate(parent) if p == c]:
             if tokens + size[j] > room:
-                return taken
+                return taken, clusters
             taken.append(j)
+            clusters += [c] if c not in clusters else []
             tokens += size[j]
-    return taken
+    return taken, clusters
 
 
-def main():
-    t, check = arguments("lychee")
+def main(t, check):
     sink, buffer, most, per, iters = (int(t.option("lychee-" + x)) for x in
                                       ("sink", "buffer", "chunk-max", "chunks-per-cluster", "iters"))
     B = int(t.meta["budget"])
+    check.turns()
     for l in t.layers:
         rows, ends, trees, built = Rows(t, l), [], [None] * t.G, 0
         for p, base, step, T in t.passes():
             rows.add(p, base)
             n, q = base + T, t.of(p, l, "q").astype(float)
-            for h in range(t.H if step >= 0 else 0):
+            at, out, read = "pass%04d.layer%02d." % (p, l), np.zeros(q.shape), [list(range(n))] * t.G
+            for g in range(t.G if step >= 0 and built and n > B + buffer else 0):
+                mu, radius, parent = trees[g]
+                group = q[0, g * t.R:(g + 1) * t.R]
+                score = (group / np.linalg.norm(group, axis=1)[:, None] @ mu.T).max(0)
+                check.near(at + "head%02d.lychee.scores" % g, score, 1e-5)
+                start, read[g] = [sink] + ends, list(range(sink))
+                chunks, clusters = read_chunks(score, parent, ends, sink, B - sink)
+                check.same(at + "head%02d.lychee.clusters" % g, clusters, any_order=True)
+                for j in sorted(chunks):
+                    read[g] = read[g] + list(range(start[j], start[j + 1]))
+                read[g] = read[g] + list(range(ends[-1], n))
+            for h in range(t.H):
                 g = h // t.R
-                if not built or n <= B + buffer:
-                    read = list(range(n))
-                else:
-                    mu, radius, parent = trees[g]
-                    group = q[0, g * t.R:(g + 1) * t.R]
-                    score = (group / np.linalg.norm(group, axis=1)[:, None] @ mu.T).max(0)
-                    check.near("pass %d, head %d: scores" % (p, g), score, t.of(p, l, "head%02d.lychee.scores" % g), 1e-5)
-                    start, read = [sink] + ends, list(range(sink))
-                    for j in sorted(read_chunks(score, parent, ends, sink, B - sink)):
-                        read += range(start[j], start[j + 1])
-                    read += range(ends[-1], n)
-                check.same("pass %d, query head %d: rows read" % (p, h), read, t.of(p, l, "qhead%02d.read" % h))
-                k, v = rows.k[read, g], rows.v[read, g]
-                out = attention(q[0, h:h + 1], k, np.ones((1, len(read)), bool)) @ v
-                check.near("pass %d, query head %d: out" % (p, h), out[0], t.of(p, l, "out")[0, h])
+                see = causal(base, n)[:, read[g]]
+                out[:, h] = attention(q[:, h], rows.k[read[g], g], see) @ rows.v[read[g], g]
+            check.near(at + "out", out)
+            check.rows(p, l, [read[h // t.R] for h in range(t.H)] if step >= 0 else None, [range(n)] * t.G)
 
             # The end of the pass: these ids have no text, so every chunk is as long as it may be
             old = len(ends)
@@ -101,7 +103,7 @@ def main():
                 ends.append((ends[-1] if ends else sink) + most)
             if len(ends) == old:
                 continue
-            check.same("pass %d: chunk ends" % p, ends, t.get(p, "lychee.chunk_ends"))
+            check.same("pass%04d.lychee.chunk_ends" % p, ends)
             rebuild = len(ends) >= 2 * built
             built = len(ends) if rebuild else built
             for g in range(t.G):
@@ -110,13 +112,13 @@ def main():
                     trees[g] = build(x, per, iters)
                 for v in x[old:] if not rebuild else []:
                     graft(trees[g], v)
-                what = "pass %d, head %d: " % (p, g)
-                names = ["head%02d.lychee.%s" % (g, x) for x in ("centres", "radii", "parents")]
-                check.near(what + "centres", trees[g][0], t.of(p, l, names[0]), 2 ** -8)
-                check.near(what + "radii", trees[g][1], t.of(p, l, names[1]), 2 ** -8)
-                check.same(what + "parents", trees[g][2], t.of(p, l, names[2]))
-                trees[g][:2] = [t.of(p, l, x).astype(float) for x in names[:2]]     # their last bit of bf16
+                names = [at + "head%02d.lychee.%s" % (g, x) for x in ("centres", "radii", "parents")]
+                check.near(names[0], trees[g][0], 2 ** -8)
+                check.near(names[1], trees[g][1], 2 ** -8)
+                check.same(names[2], trees[g][2])
+                trees[g][:2] = [t.tensors[x].astype(float) for x in names[:2]]      # their last bit of bf16
     check.done()
 
 
-main()
+if __name__ == "__main__":
+    main(*arguments("lychee"))

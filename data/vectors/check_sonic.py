@@ -19,39 +19,54 @@ def sees(a, b):
     return j <= i                                       # Eq. 3
 
 
-def main():
-    t, check = arguments("sonic")
+def plan(turns, K, system):
+    """The passes: when a turn begins, the one before is truncated behind its prompt; Nexus tokens stand for the
+    prompt; the answer is fed again, and Nexus tokens stand for it, too. Of these the token j of turn t has the id
+    -1 - (64 t + j). Positions count every token (augmented)."""
+    passes, n, nexus = [], 0, lambda t, body: [-1 - (64 * t + j) for j in range(max(1, min(K, body)))]
+    for t, (prompt, said) in enumerate(turns):
+        if t:
+            first, answer = n - len(turns[t - 1][1]), turns[t - 1][1]
+            body = len(turns[t - 1][0]) - (system if t == 1 else 0)
+            ids = nexus(t - 1, body)
+            again = first + len(ids)
+            ids2 = nexus(t - 1, len(answer))
+            passes += [(first, -1, ids, first), (again, -1, answer, again),
+                       (again + len(answer), -1, ids2, again + len(answer))]
+            n = again + len(answer) + len(ids2)
+        passes.append((n, -1, prompt, n))
+        n += len(prompt)
+        passes += [(n + i, i, [token], n + i) for i, token in enumerate(said)]
+        n += len(said)
+    return passes
+
+
+def main(t, check):
     K, system = int(t.option("sonic-k")), int(t.option("sonic-sink"))
+    check.passes(plan(t.turns(), K, system))
     for l in t.layers:
         rows, tokens, held, finished = Rows(t, l), [], [], 0
         for p, base, step, T in t.passes():
             rows.add(p, base)
+            at = "pass%04d." % p
             tokens, held = tokens[:base], [i for i in held if i < base]
-            ids = t.get(p, "tokens")
-            nexus = bool(ids[0] < 0)
-            if nexus:
-                body = sum(seg == finished and not is_nexus for _, seg, is_nexus in tokens)
-                check.same("pass %d: Nexus tokens of a message of %d" % (p, body), T, max(1, min(K, body)))
+            nexus = bool(t.get(p, "tokens")[0] < 0)
             new = [(i, finished if nexus or i >= system else -1, nexus) for i in range(base, base + T)]
             tokens, held = tokens + new, held + [i for i, _, _ in new]
-            check.same("pass %d: segments" % p, [x[1] for x in tokens], t.get(p, "sonic.segments"))
-            check.same("pass %d: Nexus tokens" % p, [x[2] for x in tokens], t.get(p, "sonic.nexus"))
+            check.same(at + "sonic.segments", [x[1] for x in tokens])
+            check.same(at + "sonic.nexus", [x[2] for x in tokens])
 
             # Attention over the rows held, under the mask
             see = np.array([[sees(a, tokens[j]) for j in held] for a in new])
             q = t.of(p, l, "q").astype(float)
-            for h in range(t.H):
-                out = attention(q[:, h], rows.k[held, h // t.R], see) @ rows.v[held, h // t.R]
-                check.near("pass %d, query head %d: out" % (p, h), out, t.of(p, l, "out")[:, h])
-                if step >= 0:
-                    check.same("pass %d: rows read" % p, [j for j, yes in zip(held, see[0]) if yes],
-                               t.of(p, l, "qhead%02d.read" % h))
-
+            out = [attention(q[:, h], rows.k[held, h // t.R], see) @ rows.v[held, h // t.R] for h in range(t.H)]
+            check.near(at + "layer%02d.out" % l, np.stack(out, 1))
+            read = [[j for j, yes in zip(held, see[0]) if yes]] * t.H
             finished += nexus                           # the message is finished: its text rows go
             held = [j for j in held if tokens[j][2] or not 0 <= tokens[j][1] < finished]
-            for g in range(t.G):
-                check.same("pass %d, head %d: kept" % (p, g), held, t.of(p, l, "head%02d.kept" % g))
+            check.rows(p, l, read if step >= 0 else None, [held] * t.G)
     check.done()
 
 
-main()
+if __name__ == "__main__":
+    main(*arguments("sonic"))

@@ -1,5 +1,11 @@
-"""Reads a trace that kvcomp --trace has written, for the checkers in this folder."""
+"""Reads a trace that kvcomp --trace has written, for the checkers in this folder, and counts what they check.
+
+A checker gets q, v and k before RoPE as given, and computes every other tensor anew from them, from the ids of the
+dialogue and from the options; what it cannot compute it lists as not checked. One value changed in a tensor that is
+given shows in what is computed from it: faults.py tries that, tensor by tensor.
+"""
 import json
+import pathlib
 import sys
 
 try:
@@ -8,6 +14,8 @@ except ImportError:
     sys.exit("the checkers in data/vectors need numpy")
 
 TYPES = {"F32": "<f4", "I32": "<i4", "U8": "u1"}
+GIVEN = ["q", "v", "k_before_rope"]
+NOT_CHECKED = {"logits": "they need the model's weights"}
 
 
 class Trace:
@@ -42,6 +50,17 @@ class Trace:
     def of(self, p, layer, name):
         return self.get(p, "layer%02d.%s" % (layer, name))
 
+    def beside(self, option):
+        """The path of a file that the trace was made with; it is relative to kvcomp's folder."""
+        path = pathlib.Path(self.meta[option])
+        return path if path.exists() else pathlib.Path(__file__).resolve().parent.parent.parent / path
+
+    def turns(self):
+        """The dialogue that was fed: a list of (ids of the prompt, ids of the answer)."""
+        text = self.beside("option.ids").read_text()
+        lines = [line.partition("|")[::2] for line in text.splitlines() if line.strip()]
+        return [tuple([int(word) for word in part.split()] for part in line) for line in lines]
+
 
 class Rows:
     """Keys and values of every token of one layer as the passes go by: k, v (tokens,G,D) of the dialogue so far."""
@@ -66,27 +85,112 @@ def attention(q, k, see):
     return softmax(np.where(see, q.astype(float) @ k.T / np.sqrt(q.shape[1]), -np.inf))
 
 
+def causal(base, n):
+    """(n-base,n): what the tokens from base on see of n tokens."""
+    return np.arange(n)[None] <= np.arange(base, n)[:, None]
+
+
+def frequencies(half, theta, factor=32, low=1, high=4, longest=8192):
+    """theta^(-i/half) for i of half pairs, as Llama 3.2 scales them: waves longer than longest / low are stretched by
+    the factor, those shorter than longest / high stay, and between is between. A synthetic model has these."""
+    f = theta ** (-np.arange(half) / half)
+    stay = np.clip((longest * f / (2 * np.pi) - low) / (high - low), 0, 1)
+    return stay * f + (1 - stay) * f / factor
+
+
+def rotate(x, position, frequency):
+    """RoPE of x (T,G,D): elements i and i + D/2 are turned by position times frequency i."""
+    half = x.shape[2] // 2
+    angle = position[:, None, None] * frequency
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+
 class Checks:
-    def __init__(self, title):
-        self.title, self.n = title, 0
+    """Compares what a checker computes with the trace's tensors, by their names, and knows which were compared."""
 
-    def same(self, what, ours, theirs):
+    def __init__(self, title, trace):
+        self.title, self.t, self.n, self.seen = title, trace, 0, set()
+
+    def fail(self, what):
+        sys.exit("%s: %s" % (self.title, what))
+
+    def theirs(self, name):
+        self.n += 1
+        self.seen.add(name)
+        if name not in self.t.tensors:
+            self.fail("%s is missing" % name)
+        return self.t.tensors[name]
+
+    def same(self, name, ours, any_order=False):
         """The same numbers, exactly."""
-        self.n += 1
-        if list(map(int, np.ravel(ours))) != list(map(int, np.ravel(theirs))):
-            sys.exit("%s: %s: computed %s, the trace has %s" % (self.title, what, list(np.ravel(ours)), list(np.ravel(theirs))))
+        ours, theirs = ([int(x) for x in np.ravel(numbers)] for numbers in (ours, self.theirs(name)))
+        if ours != theirs and not (any_order and sorted(ours) == sorted(theirs)):
+            self.fail("%s: computed %s, the trace has %s" % (name, ours, theirs))
 
-    def near(self, what, ours, theirs, tol=1e-4):
-        self.n += 1
-        ours, theirs = np.asarray(ours, float), np.asarray(theirs, float)
-        if ours.shape != theirs.shape or not (abs(ours - theirs) <= tol * (1 + abs(theirs))).all():
-            sys.exit("%s: %s: computed\n%s\nthe trace has\n%s" % (self.title, what, ours, theirs))
+    def near(self, name, ours, tol=1e-4):
+        theirs, ours = self.theirs(name).astype(float), np.asarray(ours, float)
+        if ours.shape != theirs.shape:
+            self.fail("%s: computed shape %s, the trace has %s" % (name, ours.shape, theirs.shape))
+        far = ~(abs(ours - theirs) <= tol * (1 + abs(theirs)))
+        if far.any():
+            at = tuple(int(i) for i in np.argwhere(far)[0])
+            self.fail("%s at %s: computed %.8g, the trace has %.8g" % (name, list(at), ours[at], theirs[at]))
+
+    def passes(self, plan, tol=1e-5):
+        """The passes are those of the plan, a list of (base, step, ids, first position); k is k before RoPE, turned."""
+        if not self.t.meta["model"].startswith("synthetic:"):
+            self.fail("the model is %s; the checkers know the RoPE of synthetic ones" % self.t.meta["model"])
+        turn = frequencies(self.t.D // 2, float(self.t.meta["rope_theta"]))
+        if len(plan) != len(list(self.t.passes())):
+            self.fail("%d passes are due, the trace has %d" % (len(plan), len(list(self.t.passes()))))
+        for p, (base, step, ids, position) in enumerate(plan):
+            at, position = "pass%04d." % p, position + np.arange(len(ids))
+            for name, ours in ("base", [base]), ("step", [step]), ("tokens", ids), ("positions", position):
+                self.same(at + name, ours)
+            for l in self.t.layers:
+                k = rotate(self.t.of(p, l, "k_before_rope").astype(float), position, turn)
+                self.near(at + "layer%02d.k" % l, k, tol)
+
+    def turns(self, again=False, tol=1e-5):
+        """The passes of most methods: a prompt in one pass, then its answer token by token. again: an answer is
+        prefilled once more, in front of the next prompt. tol: of k."""
+        plan, base, answer = [], 0, []
+        for prompt, said in self.t.turns():
+            ids = answer * again + prompt
+            base -= len(answer) * again
+            plan.append((base, -1, ids, base))
+            base += len(ids)
+            plan += [(base + i, i, [token], base + i) for i, token in enumerate(said)]
+            base, answer = base + len(said), said
+        self.passes(plan, tol)
+
+    def rows(self, p, l, read, kept):
+        """The rows that query heads read in a decode step, lists of one a head (None: a prefill), and those that KV
+        heads hold, one a head."""
+        at = "pass%04d.layer%02d." % (p, l)
+        for h in range(self.t.H if read else 0):
+            self.same(at + "qhead%02d.read" % h, read[h])
+        for g in range(self.t.G):
+            self.same(at + "head%02d.kept" % g, kept[g])
 
     def done(self):
-        print("%s: %d decisions agree" % (self.title, self.n))
+        """Every tensor was computed anew, is given, or is listed."""
+        count = {"given": 0, "not checked": 0}
+        for name in self.t.tensors:
+            kind = name.split(".")[-1]
+            if name in self.seen:
+                continue
+            if kind not in GIVEN and kind not in NOT_CHECKED:
+                self.fail("%s is neither computed nor listed as not checked" % name)
+            count["given" if kind in GIVEN else "not checked"] += 1
+        print("%s: %d tensors computed anew, all agree; %d are given (%s); %d are not checked (%s)" % (
+            self.title, len(self.seen), count["given"], ", ".join(GIVEN), count["not checked"],
+            ", ".join("%s: %s" % item for item in NOT_CHECKED.items())))
 
 
 def arguments(name):
     """The trace to check: the one on the command line, else the vector beside this file."""
     path = sys.argv[1] if len(sys.argv) > 1 else __file__.replace("trace.py", name + ".safetensors")
-    return Trace(path), Checks(name)
+    trace = Trace(path)
+    return trace, Checks(name, trace)
